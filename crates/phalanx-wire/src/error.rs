@@ -1,0 +1,187 @@
+//! One error type; one kind per lie that bytes can tell.
+
+use std::fmt;
+
+/// Result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Bytes that do not say what they should, or a proof that does not hold.
+///
+/// Small and without heap memory, so that refusing a million strangers costs
+/// nothing.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Error {
+    kind: ErrorKind,
+    found: u64,
+    limit: u64,
+}
+
+/// What exactly was wrong. One kind per lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The first bytes are not those of a Phalanx message: another protocol
+    /// (HTTP, TLS, ssh, a port scanner) is at the other end.
+    BadMagic,
+    /// Our protocol, but another version of it.
+    WrongVersion,
+    /// A code (frame kind, message type, role, request, response) that no
+    /// version of this protocol defines.
+    UnknownCode,
+    /// Reserved bytes are not zero.
+    ReservedNotZero,
+    /// The header's checksum does not fit its bytes.
+    BadCrc,
+    /// A frame announces more payload than
+    /// [`MAX_FRAME_BYTES`](crate::frame::MAX_FRAME_BYTES).
+    FrameTooLong,
+    /// `offset + length` of a frame does not fit 64 bits.
+    OffsetOverflow,
+    /// A frame's range lies outside the range that the receiver has posted.
+    OutsidePosted,
+    /// A known handshake message, but not the one that comes next.
+    UnexpectedMessage,
+    /// A message announces a length that its type cannot have.
+    WrongLength,
+    /// The message ends before its last field.
+    Truncated,
+    /// Bytes follow the last field of a message.
+    TrailingBytes,
+    /// The other side's final hello does not repeat the nonce it began with.
+    NonceMismatch,
+    /// The initiator's proof is wrong: it does not hold the job's token.
+    BadProof,
+    /// The acceptor's proof is wrong: the job token differs, or a stranger listens there.
+    TokenMismatch,
+    /// A store message announces more bytes than any legal message has.
+    MessageTooLong,
+    /// A store key is empty.
+    KeyEmpty,
+    /// A store key is longer than [`MAX_KEY_BYTES`](crate::store_msg::MAX_KEY_BYTES).
+    KeyTooLong,
+    /// A store key is not valid UTF-8.
+    KeyNotUtf8,
+    /// A store value is longer than [`MAX_VALUE_BYTES`](crate::store_msg::MAX_VALUE_BYTES).
+    ValueTooLong,
+    /// One wait names no key, or more than
+    /// [`MAX_WAIT_KEYS`](crate::store_msg::MAX_WAIT_KEYS) keys.
+    WaitKeys,
+    /// A yes-or-no byte is neither 0 nor 1.
+    BadFlag,
+    /// Text that should be a token is not 64 hexadecimal digits.
+    BadTokenText,
+    /// The operating system gave no random bytes.
+    Random,
+}
+
+impl Error {
+    pub(crate) const fn new(kind: ErrorKind) -> Self {
+        Self {
+            kind,
+            found: 0,
+            limit: 0,
+        }
+    }
+
+    /// An error with the value that was found and the bound, or the value
+    /// expected in its place; what they count depends on the kind.
+    pub(crate) const fn with(kind: ErrorKind, found: u64, limit: u64) -> Self {
+        Self { kind, found, limit }
+    }
+
+    /// What was wrong.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "wire::Error({:?}: {self})", self.kind)
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (found, limit) = (self.found, self.limit);
+        match self.kind {
+            ErrorKind::BadMagic => write!(
+                f,
+                "not a phalanx message (first bytes {found:08x}, expected {limit:08x}): another protocol is at the other end; check address and port"
+            ),
+            ErrorKind::WrongVersion => write!(
+                f,
+                "the peer speaks protocol version {found}, this build speaks {limit}: run the same phalanx version everywhere"
+            ),
+            ErrorKind::UnknownCode => write!(f, "unknown code {found} in a message"),
+            ErrorKind::ReservedNotZero => {
+                write!(f, "reserved bytes are {found:#x} instead of zero")
+            }
+            ErrorKind::BadCrc => write!(
+                f,
+                "header checksum {found:08x} does not fit its bytes (computed {limit:08x})"
+            ),
+            ErrorKind::FrameTooLong => write!(
+                f,
+                "frame announces {found} payload bytes, the limit is {limit}"
+            ),
+            ErrorKind::OffsetOverflow => write!(
+                f,
+                "frame offset {found} plus length {limit} does not fit 64 bits"
+            ),
+            ErrorKind::OutsidePosted => write!(
+                f,
+                "frame reaches byte {found} of a transfer, but the receiver has posted bytes up to {limit} only or starts later"
+            ),
+            ErrorKind::UnexpectedMessage => write!(
+                f,
+                "handshake message type {found} came where type {limit} was due"
+            ),
+            ErrorKind::WrongLength => write!(
+                f,
+                "message announces {found} bytes, its type has {limit}"
+            ),
+            ErrorKind::Truncated => {
+                write!(f, "message ends after {found} bytes, but {limit} are needed")
+            }
+            ErrorKind::TrailingBytes => {
+                write!(f, "{found} bytes follow the last field of a message")
+            }
+            ErrorKind::NonceMismatch => {
+                f.write_str("the peer changed its nonce during the handshake")
+            }
+            ErrorKind::BadProof => {
+                f.write_str("the peer does not hold this job's token: a stranger, or a member of another job")
+            }
+            ErrorKind::TokenMismatch => {
+                f.write_str("the job token differs or a stranger listens there: give every rank of the job the same token")
+            }
+            ErrorKind::MessageTooLong => write!(
+                f,
+                "store message announces {found} bytes, the limit is {limit}"
+            ),
+            ErrorKind::KeyEmpty => f.write_str("store key is empty"),
+            ErrorKind::KeyTooLong => {
+                write!(f, "store key has {found} bytes, the limit is {limit}")
+            }
+            ErrorKind::KeyNotUtf8 => f.write_str("store key is not valid utf-8"),
+            ErrorKind::ValueTooLong => {
+                write!(f, "store value has {found} bytes, the limit is {limit}")
+            }
+            ErrorKind::WaitKeys => write!(
+                f,
+                "one wait names {found} keys, allowed are 1 to {limit}: split it"
+            ),
+            ErrorKind::BadFlag => write!(f, "flag byte is {found}, neither 0 nor 1"),
+            ErrorKind::BadTokenText => f.write_str(
+                "job token is not 64 hexadecimal digits (the text itself is not shown)",
+            ),
+            ErrorKind::Random => write!(
+                f,
+                "the operating system gave no random bytes (code {found})"
+            ),
+        }
+    }
+}
+
+impl std::error::Error for Error {}

@@ -1,0 +1,413 @@
+//! The fixed 64-byte header in front of every payload between two ranks.
+//!
+//! | bytes | field | bytes | field |
+//! |---|---|---|---|
+//! | 0..4 | magic `PHLX` | 24..32 | seq |
+//! | 4 | version | 32..40 | count |
+//! | 5 | kind | 40..48 | offset |
+//! | 6..8 | flags | 48..52 | length |
+//! | 8, 9, 10, 11 | dtype, op, collective, plan | 52..56 | root |
+//! | 12..16 | epoch | 56..58 | stream |
+//! | 16..20 | group | 58..60 | reserved, zero |
+//! | 20..24 | step | 60..64 | CRC-32C of bytes 0..60 |
+//!
+//! The receiver of a frame never learns from it where bytes go: the plan of the
+//! running operation says so, and [`Header::check_posted`] compares.
+
+use crate::bytes::{Reader, Writer};
+use crate::{Error, ErrorKind, Result};
+
+/// Most payload bytes that one frame may announce (16 MiB).
+pub const MAX_FRAME_BYTES: u32 = 16 << 20;
+
+/// Version of the frame layout.
+pub const VERSION: u8 = 1;
+
+/// First four bytes of every frame.
+pub const MAGIC: [u8; 4] = *b"PHLX";
+
+/// Where the checksum begins: it covers everything before it.
+const CRC_AT: usize = Header::BYTES - 4;
+
+/// What a frame is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+#[non_exhaustive]
+pub enum Kind {
+    /// Payload of a collective or of a send.
+    Data = 1,
+    /// A message of the group to itself: agreements while forming, say.
+    Control = 2,
+    /// The sender has failed; the payload is the cause as UTF-8 text.
+    Abort = 3,
+    /// The sender lives.
+    Heartbeat = 4,
+    /// The sender leaves in good order; the end of the stream that follows is
+    /// not a failure.
+    Goodbye = 5,
+}
+
+impl Kind {
+    /// All kinds, in the order of their codes.
+    pub const ALL: [Kind; 5] = [
+        Kind::Data,
+        Kind::Control,
+        Kind::Abort,
+        Kind::Heartbeat,
+        Kind::Goodbye,
+    ];
+
+    fn from_code(code: u8) -> Result<Self> {
+        Self::ALL
+            .into_iter()
+            .find(|kind| *kind as u8 == code)
+            .ok_or(Error::with(ErrorKind::UnknownCode, u64::from(code), 0))
+    }
+}
+
+/// One frame header. The fields after `kind` are carried, not interpreted: the
+/// receiver compares them with what its own operation expects.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// What the frame is for.
+    pub kind: Kind,
+    /// Bits whose meaning belongs to the kind.
+    pub flags: u16,
+    /// Code of the element type.
+    pub dtype: u8,
+    /// Code of the reduce operation.
+    pub op: u8,
+    /// Code of the collective.
+    pub collective: u8,
+    /// Code of the algorithm; both sides must have chosen alike.
+    pub plan: u8,
+    /// How often the job has formed its groups anew.
+    pub epoch: u32,
+    /// The group within the epoch.
+    pub group: u32,
+    /// Number of the operation within the group.
+    pub seq: u64,
+    /// Step of the plan within the operation.
+    pub step: u32,
+    /// Which of several parallel streams between two ranks.
+    pub stream: u16,
+    /// Root rank of a rooted collective, otherwise 0.
+    pub root: u32,
+    /// Elements of the whole collective.
+    pub count: u64,
+    /// Where the payload begins within this transfer, in bytes.
+    pub offset: u64,
+    /// Payload bytes that follow this header.
+    pub length: u32,
+}
+
+impl Header {
+    /// Encoded size in bytes.
+    pub const BYTES: usize = 64;
+
+    /// A header of this kind with all other fields zero.
+    pub const fn new(kind: Kind) -> Self {
+        Self {
+            kind,
+            flags: 0,
+            dtype: 0,
+            op: 0,
+            collective: 0,
+            plan: 0,
+            epoch: 0,
+            group: 0,
+            seq: 0,
+            step: 0,
+            stream: 0,
+            root: 0,
+            count: 0,
+            offset: 0,
+            length: 0,
+        }
+    }
+
+    /// The header as bytes, checksum included. Fields beyond the limits are
+    /// written as they are; [`decode`](Self::decode) refuses them.
+    pub fn encode(&self) -> [u8; Self::BYTES] {
+        let mut out = [0; Self::BYTES];
+        Writer::new(&mut out)
+            .put(&MAGIC)
+            .put(&[VERSION, self.kind as u8])
+            .put(&self.flags.to_le_bytes())
+            .put(&[self.dtype, self.op, self.collective, self.plan])
+            .put(&self.epoch.to_le_bytes())
+            .put(&self.group.to_le_bytes())
+            .put(&self.step.to_le_bytes())
+            .put(&self.seq.to_le_bytes())
+            .put(&self.count.to_le_bytes())
+            .put(&self.offset.to_le_bytes())
+            .put(&self.length.to_le_bytes())
+            .put(&self.root.to_le_bytes())
+            .put(&self.stream.to_le_bytes());
+        seal(&mut out);
+        out
+    }
+
+    /// Reads a header.
+    ///
+    /// # Errors
+    /// [`ErrorKind::BadMagic`], [`WrongVersion`](ErrorKind::WrongVersion),
+    /// [`BadCrc`](ErrorKind::BadCrc), and, under a correct checksum,
+    /// [`UnknownCode`](ErrorKind::UnknownCode),
+    /// [`ReservedNotZero`](ErrorKind::ReservedNotZero),
+    /// [`FrameTooLong`](ErrorKind::FrameTooLong),
+    /// [`OffsetOverflow`](ErrorKind::OffsetOverflow).
+    pub fn decode(bytes: &[u8; Self::BYTES]) -> Result<Header> {
+        let mut r = Reader::new(bytes);
+        let magic: [u8; 4] = r.array()?;
+        if magic != MAGIC {
+            return Err(bad_magic(magic, MAGIC));
+        }
+        let version = r.u8()?;
+        if version != VERSION {
+            return Err(Error::with(
+                ErrorKind::WrongVersion,
+                u64::from(version),
+                u64::from(VERSION),
+            ));
+        }
+        let computed = crc32c::crc32c(&bytes[..CRC_AT]);
+        let kind = r.u8()?;
+        let flags = r.u16()?;
+        let dtype = r.u8()?;
+        let op = r.u8()?;
+        let collective = r.u8()?;
+        let plan = r.u8()?;
+        let epoch = r.u32()?;
+        let group = r.u32()?;
+        let step = r.u32()?;
+        let seq = r.u64()?;
+        let count = r.u64()?;
+        let offset = r.u64()?;
+        let length = r.u32()?;
+        let root = r.u32()?;
+        let stream = r.u16()?;
+        let reserved = r.u16()?;
+        let crc = r.u32()?;
+        r.end()?;
+        // Before any other field is believed.
+        if crc != computed {
+            return Err(Error::with(
+                ErrorKind::BadCrc,
+                u64::from(crc),
+                u64::from(computed),
+            ));
+        }
+        let kind = Kind::from_code(kind)?;
+        if reserved != 0 {
+            return Err(Error::with(
+                ErrorKind::ReservedNotZero,
+                u64::from(reserved),
+                0,
+            ));
+        }
+        if length > MAX_FRAME_BYTES {
+            return Err(Error::with(
+                ErrorKind::FrameTooLong,
+                u64::from(length),
+                u64::from(MAX_FRAME_BYTES),
+            ));
+        }
+        if offset.checked_add(u64::from(length)).is_none() {
+            return Err(Error::with(
+                ErrorKind::OffsetOverflow,
+                offset,
+                u64::from(length),
+            ));
+        }
+        Ok(Header {
+            kind,
+            flags,
+            dtype,
+            op,
+            collective,
+            plan,
+            epoch,
+            group,
+            seq,
+            step,
+            stream,
+            root,
+            count,
+            offset,
+            length,
+        })
+    }
+
+    /// Checks that the payload lies within the bytes
+    /// `posted_offset .. posted_offset + posted_bytes` which the receiver waits for.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutsidePosted`] when any byte lies outside.
+    pub fn check_posted(&self, posted_offset: u64, posted_bytes: u64) -> Result<()> {
+        let posted_end = posted_offset.saturating_add(posted_bytes);
+        let end = self.offset.saturating_add(u64::from(self.length));
+        if self.offset < posted_offset || end > posted_end {
+            return Err(Error::with(ErrorKind::OutsidePosted, end, posted_end));
+        }
+        Ok(())
+    }
+}
+
+/// Writes the checksum into the last four bytes.
+fn seal(bytes: &mut [u8; Header::BYTES]) {
+    let crc = crc32c::crc32c(&bytes[..CRC_AT]);
+    bytes[CRC_AT..].copy_from_slice(&crc.to_le_bytes());
+}
+
+/// Shows the bytes in the order in which they came.
+pub(crate) fn bad_magic(found: [u8; 4], expected: [u8; 4]) -> Error {
+    Error::with(
+        ErrorKind::BadMagic,
+        u64::from(u32::from_be_bytes(found)),
+        u64::from(u32::from_be_bytes(expected)),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> Header {
+        Header {
+            kind: Kind::Data,
+            flags: 0x8001,
+            dtype: 2,
+            op: 3,
+            collective: 4,
+            plan: 5,
+            epoch: 6,
+            group: 7,
+            seq: u64::MAX,
+            step: 9,
+            stream: 10,
+            root: 11,
+            count: 1 << 40,
+            offset: 1 << 33,
+            length: MAX_FRAME_BYTES,
+        }
+    }
+
+    /// Encodes, lets the test lie, and makes the checksum right again.
+    fn lie(change: impl FnOnce(&mut [u8; Header::BYTES])) -> ErrorKind {
+        let mut bytes = sample().encode();
+        change(&mut bytes);
+        seal(&mut bytes);
+        Header::decode(&bytes).unwrap_err().kind()
+    }
+
+    #[test]
+    fn round_trip_of_every_kind() {
+        for kind in Kind::ALL {
+            let header = Header { kind, ..sample() };
+            assert_eq!(Header::decode(&header.encode()).unwrap(), header);
+            let empty = Header::new(kind);
+            assert_eq!(Header::decode(&empty.encode()).unwrap(), empty);
+        }
+    }
+
+    /// The layout is a contract between versions: this fails when a field moves.
+    #[test]
+    fn layout_is_as_documented() {
+        let bytes = sample().encode();
+        assert_eq!(&bytes[0..8], b"PHLX\x01\x01\x01\x80");
+        assert_eq!(bytes[8..12], [2, 3, 4, 5]);
+        assert_eq!(bytes[12..16], 6u32.to_le_bytes());
+        assert_eq!(bytes[16..20], 7u32.to_le_bytes());
+        assert_eq!(bytes[20..24], 9u32.to_le_bytes());
+        assert_eq!(bytes[24..32], [0xff; 8]);
+        assert_eq!(bytes[32..40], (1u64 << 40).to_le_bytes());
+        assert_eq!(bytes[40..48], (1u64 << 33).to_le_bytes());
+        assert_eq!(bytes[48..52], MAX_FRAME_BYTES.to_le_bytes());
+        assert_eq!(bytes[52..56], 11u32.to_le_bytes());
+        assert_eq!(bytes[56..60], [10, 0, 0, 0]);
+    }
+
+    #[test]
+    fn crc_is_crc_32c() {
+        // The check value of the Castagnoli polynomial.
+        assert_eq!(crc32c::crc32c(b"123456789"), 0xe306_9283);
+    }
+
+    #[test]
+    fn bad_magic() {
+        assert_eq!(lie(|b| b[0] = b'Q'), ErrorKind::BadMagic);
+        let mut http = [b' '; 64];
+        http[..14].copy_from_slice(b"GET /metrics H");
+        let error = Header::decode(&http).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::BadMagic);
+        assert!(error.to_string().contains("47455420"), "{error}");
+    }
+
+    #[test]
+    fn wrong_version() {
+        assert_eq!(lie(|b| b[4] = 2), ErrorKind::WrongVersion);
+    }
+
+    #[test]
+    fn bad_crc_for_every_single_bit() {
+        let good = sample().encode();
+        for bit in 5 * 8..Header::BYTES * 8 {
+            let mut bytes = good;
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            let error = Header::decode(&bytes).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::BadCrc, "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn unknown_kind() {
+        for code in [0, 6, 255] {
+            assert_eq!(lie(|b| b[5] = code), ErrorKind::UnknownCode);
+        }
+    }
+
+    #[test]
+    fn reserved_not_zero() {
+        assert_eq!(lie(|b| b[58] = 1), ErrorKind::ReservedNotZero);
+        assert_eq!(lie(|b| b[59] = 0x80), ErrorKind::ReservedNotZero);
+    }
+
+    #[test]
+    fn frame_too_long() {
+        let long = (MAX_FRAME_BYTES + 1).to_le_bytes();
+        assert_eq!(
+            lie(|b| b[48..52].copy_from_slice(&long)),
+            ErrorKind::FrameTooLong
+        );
+    }
+
+    #[test]
+    fn offset_overflow() {
+        assert_eq!(
+            lie(|b| b[40..48].copy_from_slice(&[0xff; 8])),
+            ErrorKind::OffsetOverflow
+        );
+    }
+
+    #[test]
+    fn outside_posted() {
+        let header = Header {
+            offset: 100,
+            length: 50,
+            ..sample()
+        };
+        header.check_posted(100, 50).unwrap();
+        header.check_posted(0, 1000).unwrap();
+        for (offset, bytes) in [(101, 50), (100, 49), (0, 149), (200, 50), (0, 0)] {
+            let error = header.check_posted(offset, bytes).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::OutsidePosted);
+        }
+        let huge = Header {
+            offset: u64::MAX - 1,
+            length: 50,
+            ..sample()
+        };
+        assert!(huge.check_posted(0, 1000).is_err());
+    }
+}

@@ -1,0 +1,137 @@
+//! The side that connected.
+
+use super::{
+    Awaiting, Hello, LABEL_CHALLENGE, LABEL_PROOF, LABEL_REJECT, LABEL_WELCOME, Message,
+    RejectReason, Type, open,
+};
+use crate::token::random_bytes;
+use crate::{Error, ErrorKind, Result, Token};
+
+/// Has said hello; waits for the challenge.
+#[derive(Debug)]
+pub struct Initiator {
+    hello: Hello,
+    token: Token,
+}
+
+/// Has sent its proof; waits for the verdict.
+#[derive(Debug)]
+pub struct Proving {
+    hello: [u8; Hello::BYTES],
+    nonce: [u8; 32],
+    token: Token,
+}
+
+/// How a handshake ended for the initiator: both verdicts are proven to come
+/// from a holder of the token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Connected to this peer.
+    Welcome(Hello),
+    /// Refused.
+    Rejected(RejectReason),
+}
+
+impl Initiator {
+    /// Begins a handshake with a fresh nonce. Send the message, then read one
+    /// while [`Awaiting::Challenge`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::Random`].
+    pub fn start(hello: Hello, token: &Token) -> Result<(Initiator, Message)> {
+        let hello = Hello {
+            nonce: random_bytes()?,
+            ..hello
+        };
+        let message = Message::new(Type::Hello, &[&hello.encode()]);
+        let token = token.clone();
+        Ok((Initiator { hello, token }, message))
+    }
+
+    /// Takes the challenge, and proves. Send the message, then read one while
+    /// [`Awaiting::Verdict`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::TokenMismatch`] when the acceptor does not hold the token,
+    /// and the kinds of [`body_bytes`](super::body_bytes).
+    pub fn answer(self, challenge: &[u8]) -> Result<(Proving, Message)> {
+        let (_, mut r) = open(challenge, Awaiting::Challenge)?;
+        let nonce: [u8; 32] = r.array()?;
+        let mac: [u8; 32] = r.array()?;
+        r.end()?;
+        let hello = self.hello.encode();
+        if !self.token.mac_is(&[LABEL_CHALLENGE, &hello, &nonce], &mac) {
+            return Err(Error::new(ErrorKind::TokenMismatch));
+        }
+        let proof = self.token.mac(&[LABEL_PROOF, &hello, &nonce]);
+        let message = Message::new(Type::Proof, &[&proof]);
+        let token = self.token;
+        Ok((
+            Proving {
+                hello,
+                nonce,
+                token,
+            },
+            message,
+        ))
+    }
+}
+
+impl Proving {
+    /// Takes the verdict.
+    ///
+    /// # Errors
+    /// [`ErrorKind::TokenMismatch`] when the verdict is not the acceptor's,
+    /// [`ErrorKind::NonceMismatch`], and the kinds of
+    /// [`body_bytes`](super::body_bytes).
+    pub fn finish(self, verdict: &[u8]) -> Result<Outcome> {
+        let (kind, mut r) = open(verdict, Awaiting::Verdict)?;
+        if kind == Type::Reject {
+            let code = r.u16()?;
+            let mac: [u8; 32] = r.array()?;
+            r.end()?;
+            let parts: [&[u8]; 4] = [LABEL_REJECT, &self.hello, &self.nonce, &code.to_le_bytes()];
+            if !self.token.mac_is(&parts, &mac) {
+                return Err(Error::new(ErrorKind::TokenMismatch));
+            }
+            return Ok(Outcome::Rejected(RejectReason::from_code(code)?));
+        }
+        let peer: [u8; Hello::BYTES] = r.array()?;
+        let mac: [u8; 32] = r.array()?;
+        r.end()?;
+        let parts: [&[u8]; 4] = [LABEL_WELCOME, &self.hello, &self.nonce, &peer];
+        if !self.token.mac_is(&parts, &mac) {
+            return Err(Error::new(ErrorKind::TokenMismatch));
+        }
+        let peer = Hello::decode(&mut crate::bytes::Reader::new(&peer))?;
+        if peer.nonce != self.nonce {
+            return Err(Error::new(ErrorKind::NonceMismatch));
+        }
+        Ok(Outcome::Welcome(peer))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::handshake::{Acceptor, Role};
+
+    /// Only a holder of the token can tell this lie, so the test signs it.
+    #[test]
+    fn nonce_mismatch() {
+        let token = Token::from_hex(&"01".repeat(32)).unwrap();
+        let hello = Hello::new(Role::Peer, 1);
+        let (initiator, first) = Initiator::start(hello, &token).unwrap();
+        let (_, challenge) = Acceptor::start(&first, &token).unwrap();
+        let (proving, _) = initiator.answer(&challenge).unwrap();
+        let peer = Hello {
+            nonce: [7; 32],
+            ..hello
+        }
+        .encode();
+        let parts: [&[u8]; 4] = [LABEL_WELCOME, &proving.hello, &proving.nonce, &peer];
+        let welcome = Message::new(Type::Welcome, &[&peer, &token.mac(&parts)]);
+        let error = proving.finish(&welcome).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NonceMismatch);
+    }
+}

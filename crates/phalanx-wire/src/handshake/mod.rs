@@ -1,0 +1,253 @@
+//! Who are you, and can you prove it?
+//!
+//! Before anything else crosses a connection, both sides show that they hold
+//! the job's [`Token`](crate::Token) without sending it. The state machines do
+//! no I/O: the caller moves the bytes.
+//!
+//! | step | from | message | body bytes | proves |
+//! |---|---|---|---|---|
+//! | 1 | initiator | hello: role, job, epoch, group, rank, nonce | 68 | nothing yet |
+//! | 2 | acceptor | challenge: nonce, MAC | 64 | the acceptor holds the token |
+//! | 3 | initiator | proof: MAC | 32 | the initiator holds the token |
+//! | 4 | acceptor | welcome: its own hello, MAC | 100 | both hellos arrived unchanged |
+//! | 4' | acceptor | reject: reason, MAC | 34 | the reason is the acceptor's |
+//!
+//! Every MAC is HMAC-SHA-256 over a direction label, the initiator's hello
+//! (with its nonce) and the acceptor's nonce; the one of step 4 also covers the
+//! acceptor's hello, the one of step 4' the reason. Nonces are fresh, hence a
+//! recorded hello or proof is worth nothing; labels differ, hence a proof
+//! cannot be sent back to its author.
+//!
+//! *The acceptor proves first*, so that a wrong token is known as such on the
+//! initiator's side ([`ErrorKind::TokenMismatch`]) and not as a closed
+//! connection. *The acceptor decides last*, after the initiator's proof: no
+//! stranger reaches the tables of ranks and epochs, and reasons are told to
+//! members only. The single exception is a wrong version, which no proof can
+//! bridge; see [`version_notice`].
+//!
+//! A message is 8 bytes of prefix (magic `PHHS`, version, type, body length)
+//! and a body whose length its type fixes. The prefix keeps its layout in all
+//! versions. No message is longer than [`MAX_MESSAGE_BYTES`].
+//!
+//! # Example
+//!
+//! ```
+//! use phalanx_wire::handshake::{Acceptor, Hello, Initiator, Outcome, Role};
+//! use phalanx_wire::Token;
+//!
+//! let token = Token::generate()?;
+//! let mine = Hello::new(Role::Peer, token.job_id()).rank(1).world(2);
+//! let (initiator, hello) = Initiator::start(mine, &token)?;
+//! let (acceptor, challenge) = Acceptor::start(&hello, &token)?;
+//! let (initiator, proof) = initiator.answer(&challenge)?;
+//! let proven = acceptor.verify(&proof)?;
+//! assert_eq!(proven.peer().rank, 1);
+//! let theirs = Hello::new(Role::Peer, token.job_id()).rank(0).world(2);
+//! let welcome = proven.welcome(theirs);
+//! let Outcome::Welcome(peer) = initiator.finish(&welcome)? else { panic!() };
+//! assert_eq!(peer.rank, 0);
+//! # Ok::<(), phalanx_wire::Error>(())
+//! ```
+//!
+//! *Not provided:* confidentiality, and integrity of what follows beyond TCP's.
+
+mod acceptor;
+mod hello;
+mod initiator;
+mod reject;
+
+use std::ops::Deref;
+
+pub use acceptor::{Acceptor, Proven, version_notice};
+pub use hello::{Hello, NO_RANK, Role};
+pub use initiator::{Initiator, Outcome, Proving};
+pub use reject::RejectReason;
+
+use crate::bytes::Reader;
+use crate::frame::bad_magic;
+use crate::{Error, ErrorKind, Result};
+
+/// Longest handshake message, prefix included.
+pub const MAX_MESSAGE_BYTES: usize = 512;
+
+/// Bytes that precede every body.
+pub const PREFIX_BYTES: usize = 8;
+
+/// Version of the handshake and of all that follows it.
+pub const VERSION: u8 = 1;
+
+/// First four bytes of every handshake message.
+pub const MAGIC: [u8; 4] = *b"PHHS";
+
+/// Bytes of a nonce and of a MAC.
+const SECRET_BYTES: usize = 32;
+
+/// What the MACs are computed over first; they differ by direction and step.
+const LABEL_CHALLENGE: &[u8] = b"phalanx 1 acceptor challenge";
+const LABEL_PROOF: &[u8] = b"phalanx 1 initiator proof";
+const LABEL_WELCOME: &[u8] = b"phalanx 1 acceptor welcome";
+const LABEL_REJECT: &[u8] = b"phalanx 1 acceptor reject";
+
+/// Type of a message, named for its step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Type {
+    Hello = 1,
+    Challenge = 2,
+    Proof = 3,
+    Welcome = 4,
+    Reject = 5,
+}
+
+impl Type {
+    const ALL: [Type; 5] = [
+        Type::Hello,
+        Type::Challenge,
+        Type::Proof,
+        Type::Welcome,
+        Type::Reject,
+    ];
+
+    const fn body_bytes(self) -> usize {
+        match self {
+            Type::Hello => Hello::BYTES,
+            Type::Challenge => 2 * SECRET_BYTES,
+            Type::Proof => SECRET_BYTES,
+            Type::Welcome => Hello::BYTES + SECRET_BYTES,
+            Type::Reject => 2 + SECRET_BYTES,
+        }
+    }
+}
+
+/// Which side of the handshake reads: it decides what may arrive next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Awaiting {
+    /// The acceptor waits for step 1.
+    Hello,
+    /// The initiator waits for step 2.
+    Challenge,
+    /// The acceptor waits for step 3.
+    Proof,
+    /// The initiator waits for step 4.
+    Verdict,
+}
+
+impl Awaiting {
+    fn allows(self, kind: Type) -> bool {
+        matches!(
+            (self, kind),
+            (Awaiting::Hello, Type::Hello)
+                | (Awaiting::Challenge, Type::Challenge)
+                | (Awaiting::Proof, Type::Proof)
+                | (Awaiting::Verdict, Type::Welcome | Type::Reject)
+        )
+    }
+
+    fn due(self) -> Type {
+        match self {
+            Awaiting::Hello => Type::Hello,
+            Awaiting::Challenge => Type::Challenge,
+            Awaiting::Proof => Type::Proof,
+            Awaiting::Verdict => Type::Welcome,
+        }
+    }
+}
+
+/// Reads a prefix and says how many bytes of body follow.
+///
+/// Judging the first eight bytes before reading on is what sends an HTTP or
+/// TLS client away at once. The answer is one of a few constants below
+/// [`MAX_MESSAGE_BYTES`], never a number that the peer chose.
+///
+/// # Errors
+/// [`ErrorKind::BadMagic`], [`WrongVersion`](ErrorKind::WrongVersion),
+/// [`UnknownCode`](ErrorKind::UnknownCode),
+/// [`UnexpectedMessage`](ErrorKind::UnexpectedMessage),
+/// [`WrongLength`](ErrorKind::WrongLength).
+pub fn body_bytes(prefix: &[u8; PREFIX_BYTES], awaiting: Awaiting) -> Result<usize> {
+    let mut r = Reader::new(prefix);
+    let magic: [u8; 4] = r.array()?;
+    if magic != MAGIC {
+        return Err(bad_magic(magic, MAGIC));
+    }
+    let version = r.u8()?;
+    if version != VERSION {
+        return Err(Error::with(
+            ErrorKind::WrongVersion,
+            u64::from(version),
+            u64::from(VERSION),
+        ));
+    }
+    let code = r.u8()?;
+    let announced = r.u16()?;
+    let kind = Type::ALL
+        .into_iter()
+        .find(|kind| *kind as u8 == code)
+        .ok_or(Error::with(ErrorKind::UnknownCode, u64::from(code), 0))?;
+    if !awaiting.allows(kind) {
+        return Err(Error::with(
+            ErrorKind::UnexpectedMessage,
+            u64::from(code),
+            awaiting.due() as u64,
+        ));
+    }
+    if usize::from(announced) != kind.body_bytes() {
+        return Err(Error::with(
+            ErrorKind::WrongLength,
+            u64::from(announced),
+            kind.body_bytes() as u64,
+        ));
+    }
+    Ok(kind.body_bytes())
+}
+
+/// Splits a whole message into its type and a reader over its body.
+fn open(message: &[u8], awaiting: Awaiting) -> Result<(Type, Reader<'_>)> {
+    let mut r = Reader::new(message);
+    let prefix: [u8; PREFIX_BYTES] = r.array()?;
+    body_bytes(&prefix, awaiting)?;
+    let kind = if prefix[5] == Type::Reject as u8 {
+        Type::Reject
+    } else {
+        awaiting.due()
+    };
+    Ok((kind, r))
+}
+
+/// One message to send: a small array, no heap.
+#[derive(Clone)]
+pub struct Message {
+    bytes: [u8; MAX_MESSAGE_BYTES],
+    len: usize,
+}
+
+impl Message {
+    fn new(kind: Type, parts: &[&[u8]]) -> Self {
+        let mut bytes = [0; MAX_MESSAGE_BYTES];
+        let body = kind.body_bytes();
+        debug_assert_eq!(body, parts.iter().map(|part| part.len()).sum::<usize>());
+        let mut w = crate::bytes::Writer::new(&mut bytes);
+        w.put(&MAGIC)
+            .put(&[VERSION, kind as u8])
+            .put(&(body as u16).to_le_bytes());
+        for part in parts {
+            w.put(part);
+        }
+        let len = w.at();
+        Self { bytes, len }
+    }
+}
+
+impl Deref for Message {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+}
+
+impl std::fmt::Debug for Message {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Message({} bytes, type {})", self.len, self.bytes[5])
+    }
+}

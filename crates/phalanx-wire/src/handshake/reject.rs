@@ -1,0 +1,91 @@
+//! Why a member that holds the token is refused nevertheless.
+
+use std::fmt;
+
+use crate::{Error, ErrorKind, Result};
+
+/// Why the acceptor refuses a member. The code travels; the member prints the text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u16)]
+#[non_exhaustive]
+pub enum RejectReason {
+    /// Another protocol version.
+    WrongVersion = 1,
+    /// Another job, although the token is the same.
+    WrongJob = 2,
+    /// A member of a group that was since formed anew, or is not formed yet.
+    WrongEpoch = 3,
+    /// Another group of the same job.
+    WrongGroup = 4,
+    /// The two sides disagree on the number of ranks.
+    WrongWorld = 5,
+    /// A rank that does not exist in the group, or is not the one awaited.
+    WrongRank = 6,
+    /// This rank is already connected.
+    DuplicateRank = 7,
+    /// The connection is for something else.
+    WrongRole = 8,
+    /// No such parallel stream.
+    WrongStream = 9,
+    /// The acceptor has as many connections as it takes; later may be better.
+    Full = 10,
+    /// The acceptor is going away.
+    ShuttingDown = 11,
+}
+
+impl RejectReason {
+    /// All reasons, in the order of their codes.
+    pub const ALL: [RejectReason; 11] = [
+        RejectReason::WrongVersion,
+        RejectReason::WrongJob,
+        RejectReason::WrongEpoch,
+        RejectReason::WrongGroup,
+        RejectReason::WrongWorld,
+        RejectReason::WrongRank,
+        RejectReason::DuplicateRank,
+        RejectReason::WrongRole,
+        RejectReason::WrongStream,
+        RejectReason::Full,
+        RejectReason::ShuttingDown,
+    ];
+
+    /// The code that travels.
+    pub const fn code(self) -> u16 {
+        self as u16
+    }
+
+    /// The reason with this code.
+    ///
+    /// # Errors
+    /// [`ErrorKind::UnknownCode`].
+    pub fn from_code(code: u16) -> Result<Self> {
+        Self::ALL
+            .into_iter()
+            .find(|reason| reason.code() == code)
+            .ok_or(Error::with(ErrorKind::UnknownCode, u64::from(code), 0))
+    }
+}
+
+impl fmt::Display for RejectReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            RejectReason::WrongVersion => {
+                "wrong protocol version: run the same phalanx version everywhere"
+            }
+            RejectReason::WrongJob => "wrong job: the address belongs to another job",
+            RejectReason::WrongEpoch => "wrong epoch: the group has been formed anew since",
+            RejectReason::WrongGroup => "wrong group of the job",
+            RejectReason::WrongWorld => {
+                "world size differs: start all ranks with the same number of ranks"
+            }
+            RejectReason::WrongRank => "no such rank here",
+            RejectReason::DuplicateRank => {
+                "duplicate rank: another process already runs with this rank"
+            }
+            RejectReason::WrongRole => "this address serves another purpose",
+            RejectReason::WrongStream => "no such stream",
+            RejectReason::Full => "too many connections",
+            RejectReason::ShuttingDown => "the other side is shutting down",
+        })
+    }
+}

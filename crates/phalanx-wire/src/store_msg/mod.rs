@@ -1,0 +1,212 @@
+//! Requests to and responses from the rendezvous store.
+//!
+//! On the stream every message is a little-endian `u32` that counts the bytes
+//! of the body, then the body: one code byte and fields. A key is a `u16`
+//! length and UTF-8 bytes, a value a `u32` length and bytes. One connection
+//! carries one request at a time; the next follows the response.
+//!
+//! The limits below hold in both directions and for every kind of store.
+
+mod request;
+mod response;
+
+pub use request::Request;
+pub use response::{Failure, Response};
+
+use crate::bytes::Reader;
+use crate::{Error, ErrorKind, Result};
+
+/// Longest key (1 KiB).
+pub const MAX_KEY_BYTES: usize = 1 << 10;
+/// Longest value (1 MiB).
+pub const MAX_VALUE_BYTES: usize = 1 << 20;
+/// Most keys of one wait.
+pub const MAX_WAIT_KEYS: usize = 1024;
+/// Most keys in a store (128 Ki).
+pub const MAX_KEYS: usize = 128 << 10;
+/// Most bytes of all keys and values of a store together (256 MiB).
+pub const MAX_TOTAL_BYTES: u64 = 256 << 20;
+/// Longest request body: a compare-and-set with two full values and a key, or
+/// a wait for full keys, whichever is longer, and some bytes for the fields.
+pub const MAX_REQUEST_BYTES: usize = max(
+    2 * MAX_VALUE_BYTES + MAX_KEY_BYTES,
+    MAX_WAIT_KEYS * (MAX_KEY_BYTES + 2),
+) + 64;
+/// Longest response body: one full value, or the names of all keys of a wait.
+pub const MAX_RESPONSE_BYTES: usize =
+    max(MAX_VALUE_BYTES, MAX_WAIT_KEYS * (MAX_KEY_BYTES + 2)) + 64;
+
+/// Bytes in front of a body.
+pub const LENGTH_BYTES: usize = 4;
+
+const fn max(a: usize, b: usize) -> usize {
+    if a > b { a } else { b }
+}
+
+/// Length of the request body that follows.
+///
+/// # Errors
+/// [`ErrorKind::MessageTooLong`]; an empty body is [`ErrorKind::Truncated`].
+pub fn request_bytes(length: [u8; LENGTH_BYTES]) -> Result<usize> {
+    body_bytes(length, MAX_REQUEST_BYTES)
+}
+
+/// Length of the response body that follows.
+///
+/// # Errors
+/// [`ErrorKind::MessageTooLong`]; an empty body is [`ErrorKind::Truncated`].
+pub fn response_bytes(length: [u8; LENGTH_BYTES]) -> Result<usize> {
+    body_bytes(length, MAX_RESPONSE_BYTES)
+}
+
+fn body_bytes(length: [u8; LENGTH_BYTES], limit: usize) -> Result<usize> {
+    let announced = u32::from_le_bytes(length);
+    if announced == 0 {
+        return Err(Error::with(ErrorKind::Truncated, 0, 1));
+    }
+    match usize::try_from(announced) {
+        Ok(bytes) if bytes <= limit => Ok(bytes),
+        _ => Err(Error::with(
+            ErrorKind::MessageTooLong,
+            u64::from(announced),
+            limit as u64,
+        )),
+    }
+}
+
+/// Checks a key against the limits: 1 to [`MAX_KEY_BYTES`] bytes.
+///
+/// # Errors
+/// [`ErrorKind::KeyEmpty`], [`ErrorKind::KeyTooLong`].
+pub fn check_key(key: &str) -> Result<()> {
+    if key.is_empty() {
+        return Err(Error::new(ErrorKind::KeyEmpty));
+    }
+    check_prefix(key)
+}
+
+/// Checks a prefix of keys: like a key, but it may be empty, which means all keys.
+///
+/// # Errors
+/// [`ErrorKind::KeyTooLong`].
+pub fn check_prefix(prefix: &str) -> Result<()> {
+    if prefix.len() > MAX_KEY_BYTES {
+        return Err(Error::with(
+            ErrorKind::KeyTooLong,
+            prefix.len() as u64,
+            MAX_KEY_BYTES as u64,
+        ));
+    }
+    Ok(())
+}
+
+/// Checks the length of a value.
+///
+/// # Errors
+/// [`ErrorKind::ValueTooLong`].
+pub fn check_value(value: &[u8]) -> Result<()> {
+    if value.len() > MAX_VALUE_BYTES {
+        return Err(Error::with(
+            ErrorKind::ValueTooLong,
+            value.len() as u64,
+            MAX_VALUE_BYTES as u64,
+        ));
+    }
+    Ok(())
+}
+
+/// Checks how many keys one wait names: 1 to [`MAX_WAIT_KEYS`].
+///
+/// # Errors
+/// [`ErrorKind::WaitKeys`].
+pub fn check_wait(keys: usize) -> Result<()> {
+    if keys == 0 || keys > MAX_WAIT_KEYS {
+        return Err(Error::with(
+            ErrorKind::WaitKeys,
+            keys as u64,
+            MAX_WAIT_KEYS as u64,
+        ));
+    }
+    Ok(())
+}
+
+/// Appends one message: the length is filled in when the body is known.
+fn message(out: &mut Vec<u8>, body: impl FnOnce(&mut Vec<u8>)) {
+    let start = out.len();
+    out.extend_from_slice(&[0; LENGTH_BYTES]);
+    body(out);
+    let bytes = out.len() - start - LENGTH_BYTES;
+    // The checks before keep every body below the limits, far below 4 GiB.
+    let length = (bytes as u32).to_le_bytes();
+    out[start..start + LENGTH_BYTES].copy_from_slice(&length);
+}
+
+fn put_key(out: &mut Vec<u8>, key: &str) {
+    // Checked before: at most MAX_KEY_BYTES.
+    out.extend_from_slice(&(key.len() as u16).to_le_bytes());
+    out.extend_from_slice(key.as_bytes());
+}
+
+fn put_value(out: &mut Vec<u8>, value: &[u8]) {
+    // Checked before: at most MAX_VALUE_BYTES.
+    out.extend_from_slice(&(value.len() as u32).to_le_bytes());
+    out.extend_from_slice(value);
+}
+
+fn take_prefix<'a>(r: &mut Reader<'a>) -> Result<&'a str> {
+    let length = usize::from(r.u16()?);
+    if length > MAX_KEY_BYTES {
+        return Err(Error::with(
+            ErrorKind::KeyTooLong,
+            length as u64,
+            MAX_KEY_BYTES as u64,
+        ));
+    }
+    std::str::from_utf8(r.take(length)?).map_err(|_| Error::new(ErrorKind::KeyNotUtf8))
+}
+
+fn take_key<'a>(r: &mut Reader<'a>) -> Result<&'a str> {
+    let key = take_prefix(r)?;
+    check_key(key)?;
+    Ok(key)
+}
+
+fn take_value<'a>(r: &mut Reader<'a>) -> Result<&'a [u8]> {
+    let length = r.u32()?;
+    match usize::try_from(length) {
+        Ok(bytes) if bytes <= MAX_VALUE_BYTES => r.take(bytes),
+        _ => Err(Error::with(
+            ErrorKind::ValueTooLong,
+            u64::from(length),
+            MAX_VALUE_BYTES as u64,
+        )),
+    }
+}
+
+fn put_keys(out: &mut Vec<u8>, keys: &[&str]) {
+    // Checked before: at most MAX_WAIT_KEYS.
+    out.extend_from_slice(&(keys.len() as u16).to_le_bytes());
+    for key in keys {
+        put_key(out, key);
+    }
+}
+
+fn take_keys<'a>(r: &mut Reader<'a>) -> Result<Vec<&'a str>> {
+    let count = usize::from(r.u16()?);
+    check_wait(count)?;
+    // Each key takes three bytes at least, so this reserves no more than what
+    // really arrived.
+    let mut keys = Vec::with_capacity(count.min(r.left() / 3));
+    for _ in 0..count {
+        keys.push(take_key(r)?);
+    }
+    Ok(keys)
+}
+
+fn take_flag(r: &mut Reader<'_>) -> Result<bool> {
+    match r.u8()? {
+        0 => Ok(false),
+        1 => Ok(true),
+        other => Err(Error::with(ErrorKind::BadFlag, u64::from(other), 1)),
+    }
+}

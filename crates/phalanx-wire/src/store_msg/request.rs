@@ -1,0 +1,219 @@
+//! What a client asks.
+
+use super::{
+    check_key, check_prefix, check_value, check_wait, message, put_key, put_keys, put_value,
+    take_flag, take_key, take_keys, take_prefix, take_value,
+};
+use crate::bytes::Reader;
+use crate::{Error, ErrorKind, Result};
+
+/// One request. Borrows from the bytes it was decoded from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Request<'a> {
+    /// Store the value, whatever was there.
+    Set {
+        /// The key.
+        key: &'a str,
+        /// The value.
+        value: &'a [u8],
+    },
+    /// Wait for the key and return its value.
+    Get {
+        /// The key.
+        key: &'a str,
+        /// How long the server waits, in milliseconds.
+        timeout_ms: u32,
+    },
+    /// The value now, if any.
+    TryGet {
+        /// The key.
+        key: &'a str,
+    },
+    /// Wait until all keys are there.
+    Wait {
+        /// The keys.
+        keys: Vec<&'a str>,
+        /// How long the server waits, in milliseconds.
+        timeout_ms: u32,
+    },
+    /// Add to a decimal number.
+    Add {
+        /// The key.
+        key: &'a str,
+        /// What to add.
+        delta: i64,
+    },
+    /// Store `desired` if the value is `expected`.
+    CompareSet {
+        /// The key.
+        key: &'a str,
+        /// What must be there; `None`: nothing.
+        expected: Option<&'a [u8]>,
+        /// What to store then.
+        desired: &'a [u8],
+    },
+    /// Remove one key.
+    Delete {
+        /// The key.
+        key: &'a str,
+    },
+    /// Remove all keys that begin so.
+    DeletePrefix {
+        /// The prefix; empty means all keys.
+        prefix: &'a str,
+    },
+}
+
+const SET: u8 = 1;
+const GET: u8 = 2;
+const TRY_GET: u8 = 3;
+const WAIT: u8 = 4;
+const ADD: u8 = 5;
+const COMPARE_SET: u8 = 6;
+const DELETE: u8 = 7;
+const DELETE_PREFIX: u8 = 8;
+
+impl<'a> Request<'a> {
+    /// Checks the limits without encoding.
+    ///
+    /// # Errors
+    /// [`ErrorKind::KeyEmpty`], [`KeyTooLong`](ErrorKind::KeyTooLong),
+    /// [`ValueTooLong`](ErrorKind::ValueTooLong), [`WaitKeys`](ErrorKind::WaitKeys).
+    pub fn check(&self) -> Result<()> {
+        match self {
+            Request::Set { key, value } => {
+                check_key(key)?;
+                check_value(value)
+            }
+            Request::Get { key, .. }
+            | Request::TryGet { key }
+            | Request::Add { key, .. }
+            | Request::Delete { key } => check_key(key),
+            Request::Wait { keys, .. } => {
+                check_wait(keys.len())?;
+                keys.iter().try_for_each(|key| check_key(key))
+            }
+            Request::CompareSet {
+                key,
+                expected,
+                desired,
+            } => {
+                check_key(key)?;
+                expected.map_or(Ok(()), check_value)?;
+                check_value(desired)
+            }
+            Request::DeletePrefix { prefix } => check_prefix(prefix),
+        }
+    }
+
+    /// Appends length and body to `out`.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check); `out` is unchanged then.
+    pub fn encode(&self, out: &mut Vec<u8>) -> Result<()> {
+        self.check()?;
+        message(out, |out| match self {
+            Request::Set { key, value } => {
+                out.push(SET);
+                put_key(out, key);
+                put_value(out, value);
+            }
+            Request::Get { key, timeout_ms } => {
+                out.push(GET);
+                put_key(out, key);
+                out.extend_from_slice(&timeout_ms.to_le_bytes());
+            }
+            Request::TryGet { key } => {
+                out.push(TRY_GET);
+                put_key(out, key);
+            }
+            Request::Wait { keys, timeout_ms } => {
+                out.push(WAIT);
+                out.extend_from_slice(&timeout_ms.to_le_bytes());
+                put_keys(out, keys);
+            }
+            Request::Add { key, delta } => {
+                out.push(ADD);
+                put_key(out, key);
+                out.extend_from_slice(&delta.to_le_bytes());
+            }
+            Request::CompareSet {
+                key,
+                expected,
+                desired,
+            } => {
+                out.push(COMPARE_SET);
+                put_key(out, key);
+                out.push(u8::from(expected.is_some()));
+                if let Some(expected) = expected {
+                    put_value(out, expected);
+                }
+                put_value(out, desired);
+            }
+            Request::Delete { key } => {
+                out.push(DELETE);
+                put_key(out, key);
+            }
+            Request::DeletePrefix { prefix } => {
+                out.push(DELETE_PREFIX);
+                put_key(out, prefix);
+            }
+        });
+        Ok(())
+    }
+
+    /// Reads a body (without its length).
+    ///
+    /// # Errors
+    /// As [`check`](Self::check), and [`ErrorKind::UnknownCode`],
+    /// [`Truncated`](ErrorKind::Truncated), [`TrailingBytes`](ErrorKind::TrailingBytes),
+    /// [`KeyNotUtf8`](ErrorKind::KeyNotUtf8), [`BadFlag`](ErrorKind::BadFlag).
+    pub fn decode(body: &'a [u8]) -> Result<Self> {
+        let mut r = Reader::new(body);
+        let request = match r.u8()? {
+            SET => Request::Set {
+                key: take_key(&mut r)?,
+                value: take_value(&mut r)?,
+            },
+            GET => Request::Get {
+                key: take_key(&mut r)?,
+                timeout_ms: r.u32()?,
+            },
+            TRY_GET => Request::TryGet {
+                key: take_key(&mut r)?,
+            },
+            WAIT => {
+                let timeout_ms = r.u32()?;
+                let keys = take_keys(&mut r)?;
+                Request::Wait { keys, timeout_ms }
+            }
+            ADD => Request::Add {
+                key: take_key(&mut r)?,
+                delta: i64::from_le_bytes(r.array()?),
+            },
+            COMPARE_SET => {
+                let key = take_key(&mut r)?;
+                let expected = if take_flag(&mut r)? {
+                    Some(take_value(&mut r)?)
+                } else {
+                    None
+                };
+                Request::CompareSet {
+                    key,
+                    expected,
+                    desired: take_value(&mut r)?,
+                }
+            }
+            DELETE => Request::Delete {
+                key: take_key(&mut r)?,
+            },
+            DELETE_PREFIX => Request::DeletePrefix {
+                prefix: take_prefix(&mut r)?,
+            },
+            other => return Err(Error::with(ErrorKind::UnknownCode, u64::from(other), 0)),
+        };
+        r.end()?;
+        Ok(request)
+    }
+}

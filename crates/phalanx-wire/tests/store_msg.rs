@@ -1,0 +1,280 @@
+//! Requests and responses: round trips at the limits, one test per lie.
+
+use phalanx_wire::store_msg::{
+    Failure, LENGTH_BYTES, MAX_KEY_BYTES, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES, MAX_VALUE_BYTES,
+    MAX_WAIT_KEYS, Request, Response, request_bytes, response_bytes,
+};
+use phalanx_wire::{Error, ErrorKind};
+
+fn length_of(message: &[u8]) -> [u8; LENGTH_BYTES] {
+    message[..LENGTH_BYTES].try_into().unwrap()
+}
+
+fn round_trip(request: &Request<'_>) {
+    // Appended: what was in the buffer stays.
+    let mut out = vec![9];
+    request.encode(&mut out).unwrap();
+    assert_eq!(out[0], 9);
+    let message = &out[1..];
+    assert_eq!(
+        request_bytes(length_of(message)).unwrap(),
+        message.len() - LENGTH_BYTES
+    );
+    assert_eq!(&Request::decode(&message[LENGTH_BYTES..]).unwrap(), request);
+}
+
+fn answer_round_trip(response: &Response<'_>) {
+    let mut out = Vec::new();
+    response.encode(&mut out).unwrap();
+    assert_eq!(
+        response_bytes(length_of(&out)).unwrap(),
+        out.len() - LENGTH_BYTES
+    );
+    assert_eq!(&Response::decode(&out[LENGTH_BYTES..]).unwrap(), response);
+}
+
+fn body(request: &Request<'_>) -> Vec<u8> {
+    let mut out = Vec::new();
+    request.encode(&mut out).unwrap();
+    out.split_off(LENGTH_BYTES)
+}
+
+fn lie(body: &[u8]) -> ErrorKind {
+    Request::decode(body).unwrap_err().kind()
+}
+
+fn samples<'a>(key: &'a str, value: &'a [u8]) -> Vec<Request<'a>> {
+    vec![
+        Request::Set { key, value },
+        Request::Get {
+            key,
+            timeout_ms: u32::MAX,
+        },
+        Request::TryGet { key },
+        Request::Wait {
+            keys: vec![key, "b", "c/d"],
+            timeout_ms: 0,
+        },
+        Request::Add {
+            key,
+            delta: i64::MIN,
+        },
+        Request::CompareSet {
+            key,
+            expected: None,
+            desired: value,
+        },
+        Request::CompareSet {
+            key,
+            expected: Some(value),
+            desired: b"",
+        },
+        Request::Delete { key },
+        Request::DeletePrefix { prefix: key },
+        Request::DeletePrefix { prefix: "" },
+    ]
+}
+
+#[test]
+fn requests_round_trip() {
+    for request in samples("rank/0", b"\0\xff value") {
+        round_trip(&request);
+    }
+}
+
+#[test]
+fn requests_round_trip_at_the_limits() {
+    let key = "é".repeat(MAX_KEY_BYTES / 2);
+    let value = vec![0xa5; MAX_VALUE_BYTES];
+    for request in samples(&key, &value) {
+        round_trip(&request);
+    }
+    round_trip(&Request::CompareSet {
+        key: &key,
+        expected: Some(&value),
+        desired: &value,
+    });
+    round_trip(&Request::Wait {
+        keys: vec![&key; MAX_WAIT_KEYS],
+        timeout_ms: 1,
+    });
+}
+
+#[test]
+fn responses_round_trip() {
+    let value = vec![1; MAX_VALUE_BYTES];
+    let key = "k".repeat(MAX_KEY_BYTES);
+    let mut all = vec![
+        Response::Done,
+        Response::Value(b""),
+        Response::Value(&value),
+        Response::Nothing,
+        Response::Number(-1),
+        Response::Existed(true),
+        Response::Existed(false),
+        Response::Removed(u64::MAX),
+        Response::Missing(vec!["a"]),
+        Response::Missing(vec![&key; MAX_WAIT_KEYS]),
+    ];
+    all.extend(Failure::ALL.map(Response::Failed));
+    for response in &all {
+        answer_round_trip(response);
+    }
+}
+
+/// What breaks a limit is refused before it is sent, and leaves nothing behind.
+#[test]
+fn refused_before_it_is_sent() {
+    let long_key = "k".repeat(MAX_KEY_BYTES + 1);
+    let long_value = vec![0; MAX_VALUE_BYTES + 1];
+    let check = |request: Request<'_>, kind| {
+        let mut out = vec![1, 2, 3];
+        let error: Error = request.encode(&mut out).unwrap_err();
+        assert_eq!(error.kind(), kind);
+        assert_eq!(out, [1, 2, 3]);
+    };
+    check(Request::TryGet { key: "" }, ErrorKind::KeyEmpty);
+    check(Request::Delete { key: &long_key }, ErrorKind::KeyTooLong);
+    check(
+        Request::DeletePrefix { prefix: &long_key },
+        ErrorKind::KeyTooLong,
+    );
+    let key = "k";
+    let value = &long_value;
+    check(Request::Set { key, value }, ErrorKind::ValueTooLong);
+    for (expected, desired) in [(Some(&value[..]), &b""[..]), (None, value)] {
+        check(
+            Request::CompareSet {
+                key,
+                expected,
+                desired,
+            },
+            ErrorKind::ValueTooLong,
+        );
+    }
+    for keys in [vec![], vec!["k"; MAX_WAIT_KEYS + 1]] {
+        check(
+            Request::Wait {
+                keys,
+                timeout_ms: 0,
+            },
+            ErrorKind::WaitKeys,
+        );
+    }
+    let mut out = Vec::new();
+    assert!(Response::Value(value).encode(&mut out).is_err());
+    assert!(Response::Missing(vec![]).encode(&mut out).is_err());
+    assert!(Response::Missing(vec![""]).encode(&mut out).is_err());
+    assert!(out.is_empty());
+}
+
+// One test per lie.
+
+#[test]
+fn message_too_long() {
+    for (announced, ok) in [
+        (MAX_REQUEST_BYTES, true),
+        (MAX_REQUEST_BYTES + 1, false),
+        (u32::MAX as usize, false),
+    ] {
+        let result = request_bytes((announced as u32).to_le_bytes());
+        assert_eq!(result.is_ok(), ok);
+        if let Err(error) = result {
+            assert_eq!(error.kind(), ErrorKind::MessageTooLong);
+        }
+    }
+    let over = (MAX_RESPONSE_BYTES as u32 + 1).to_le_bytes();
+    let error = response_bytes(over).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::MessageTooLong);
+}
+
+#[test]
+fn empty_message() {
+    assert_eq!(
+        request_bytes([0; 4]).unwrap_err().kind(),
+        ErrorKind::Truncated
+    );
+    assert_eq!(lie(b""), ErrorKind::Truncated);
+    assert_eq!(
+        Response::decode(b"").unwrap_err().kind(),
+        ErrorKind::Truncated
+    );
+}
+
+#[test]
+fn unknown_request_and_response() {
+    for code in [0, 9, 0x81, 0xff] {
+        assert_eq!(lie(&[code]), ErrorKind::UnknownCode);
+    }
+    for code in [0, 1, 0x80, 0x89, 0xff] {
+        let error = Response::decode(&[code]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::UnknownCode);
+    }
+    for failure in [0, 6, 255] {
+        let error = Response::decode(&[0x88, failure]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::UnknownCode);
+    }
+}
+
+#[test]
+fn truncated_anywhere() {
+    for request in samples("rank/0", b"value") {
+        let body = body(&request);
+        for length in 0..body.len() {
+            assert_eq!(lie(&body[..length]), ErrorKind::Truncated, "{request:?}");
+        }
+    }
+}
+
+#[test]
+fn trailing_bytes() {
+    for request in samples("rank/0", b"value") {
+        let mut body = body(&request);
+        body.push(0);
+        assert_eq!(lie(&body), ErrorKind::TrailingBytes);
+    }
+    let error = Response::decode(&[0x81, 0]).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::TrailingBytes);
+}
+
+#[test]
+fn key_empty() {
+    assert_eq!(lie(&[3, 0, 0]), ErrorKind::KeyEmpty);
+}
+
+#[test]
+fn key_too_long() {
+    // Announced only: refused before it is looked for.
+    assert_eq!(lie(&[3, 1, 4]), ErrorKind::KeyTooLong);
+    assert_eq!(lie(&[8, 0xff, 0xff]), ErrorKind::KeyTooLong);
+}
+
+#[test]
+fn key_not_utf8() {
+    assert_eq!(lie(&[3, 2, 0, 0xc3, 0x28]), ErrorKind::KeyNotUtf8);
+}
+
+#[test]
+fn value_too_long() {
+    let mut set = vec![1, 1, 0, b'k'];
+    set.extend_from_slice(&u32::MAX.to_le_bytes());
+    assert_eq!(lie(&set), ErrorKind::ValueTooLong);
+    let error = Response::decode(&[0x82, 1, 0, 0x10, 0]).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ValueTooLong);
+}
+
+#[test]
+fn wait_keys() {
+    assert_eq!(lie(&[4, 0, 0, 0, 0, 0, 0]), ErrorKind::WaitKeys);
+    assert_eq!(lie(&[4, 0, 0, 0, 0, 1, 4]), ErrorKind::WaitKeys);
+    assert_eq!(lie(&[4, 0, 0, 0, 0, 0xff, 0xff]), ErrorKind::WaitKeys);
+    // The count is legal, the keys are not there.
+    assert_eq!(lie(&[4, 0, 0, 0, 0, 0, 4]), ErrorKind::Truncated);
+}
+
+#[test]
+fn bad_flag() {
+    assert_eq!(lie(&[6, 1, 0, b'k', 2]), ErrorKind::BadFlag);
+    let error = Response::decode(&[0x85, 7]).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::BadFlag);
+}
