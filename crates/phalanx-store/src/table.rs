@@ -1,0 +1,245 @@
+//! The keys and values themselves, with limits; no waiting, no locking.
+
+use std::collections::BTreeMap;
+use std::ops::Bound;
+
+use phalanx_wire::store_msg::{Failure, MAX_KEYS, MAX_TOTAL_BYTES};
+
+/// How much a store may hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Limits {
+    /// Most keys.
+    pub max_keys: usize,
+    /// Most bytes of all keys and values together.
+    pub max_total_bytes: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            max_keys: MAX_KEYS,
+            max_total_bytes: MAX_TOTAL_BYTES,
+        }
+    }
+}
+
+impl Limits {
+    /// These limits, which replace 128 Ki keys and 256 MiB.
+    pub const fn new(max_keys: usize, max_total_bytes: u64) -> Self {
+        Self {
+            max_keys,
+            max_total_bytes,
+        }
+    }
+}
+
+/// Sorted, so that a prefix is a range.
+#[derive(Debug, Default)]
+pub(crate) struct Table {
+    map: BTreeMap<String, Vec<u8>>,
+    /// Bytes of all keys and values.
+    bytes: u64,
+    limits: Limits,
+}
+
+impl Table {
+    pub(crate) fn new(limits: Limits) -> Self {
+        Self {
+            limits,
+            ..Self::default()
+        }
+    }
+
+    pub(crate) fn get(&self, key: &str) -> Option<&[u8]> {
+        self.map.get(key).map(Vec::as_slice)
+    }
+
+    pub(crate) fn contains(&self, key: &str) -> bool {
+        self.map.contains_key(key)
+    }
+
+    pub(crate) fn clear(&mut self) {
+        *self = Self::new(self.limits);
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (&str, &[u8])> {
+        self.map.iter().map(|(k, v)| (k.as_str(), v.as_slice()))
+    }
+
+    /// Bytes of all keys and values.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The keys of the list that are not there, in its order.
+    pub(crate) fn missing<'a>(&self, keys: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
+        keys.into_iter().filter(|key| !self.contains(key)).collect()
+    }
+
+    /// Whether `value` may be stored under `key`. Nothing changes.
+    pub(crate) fn check_set(&self, key: &str, value: &[u8]) -> Result<(), Failure> {
+        let old = self.map.get(key);
+        if old.is_none() && self.map.len() >= self.limits.max_keys {
+            return Err(Failure::TooManyKeys);
+        }
+        let freed = old.map_or(0, |old| key.len() + old.len()) as u64;
+        let after = self.bytes - freed + (key.len() + value.len()) as u64;
+        if after > self.limits.max_total_bytes {
+            return Err(Failure::StoreFull);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn set(&mut self, key: &str, value: &[u8]) -> Result<(), Failure> {
+        self.check_set(key, value)?;
+        self.bytes += value.len() as u64;
+        if let Some(slot) = self.map.get_mut(key) {
+            self.bytes -= slot.len() as u64;
+            // A fresh allocation: a value that shrank must not keep the memory
+            // that the limits no longer count.
+            *slot = value.to_vec();
+        } else {
+            self.bytes += key.len() as u64;
+            self.map.insert(key.to_owned(), value.to_vec());
+        }
+        Ok(())
+    }
+
+    /// What an addition would store. Nothing changes.
+    pub(crate) fn sum(&self, key: &str, delta: i64) -> Result<i64, Failure> {
+        let old = match self.get(key) {
+            None => 0,
+            Some(text) => std::str::from_utf8(text)
+                .ok()
+                .and_then(|text| text.parse::<i64>().ok())
+                .ok_or(Failure::NotANumber)?,
+        };
+        old.checked_add(delta).ok_or(Failure::AddOverflow)
+    }
+
+    pub(crate) fn add(&mut self, key: &str, delta: i64) -> Result<i64, Failure> {
+        let sum = self.sum(key, delta)?;
+        self.set(key, sum.to_string().as_bytes())?;
+        Ok(sum)
+    }
+
+    /// Whether a compare-and-set would store.
+    pub(crate) fn matches(&self, key: &str, expected: Option<&[u8]>) -> bool {
+        self.get(key) == expected
+    }
+
+    /// True if it stored.
+    pub(crate) fn compare_set(
+        &mut self,
+        key: &str,
+        expected: Option<&[u8]>,
+        desired: &[u8],
+    ) -> Result<bool, Failure> {
+        let fits = self.matches(key, expected);
+        if fits {
+            self.set(key, desired)?;
+        }
+        Ok(fits)
+    }
+
+    pub(crate) fn delete(&mut self, key: &str) -> bool {
+        match self.map.remove(key) {
+            None => false,
+            Some(value) => {
+                self.bytes -= (key.len() + value.len()) as u64;
+                true
+            }
+        }
+    }
+
+    pub(crate) fn delete_prefix(&mut self, prefix: &str) -> u64 {
+        let range = (Bound::Included(prefix), Bound::Unbounded);
+        let doomed: Vec<String> = self
+            .map
+            .range::<str, _>(range)
+            .map(|(key, _)| key)
+            .take_while(|key| key.starts_with(prefix))
+            .cloned()
+            .collect();
+        for key in &doomed {
+            self.delete(key);
+        }
+        doomed.len() as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The running total must equal a recount after any history.
+    fn recount(table: &Table) {
+        let counted: u64 = table.iter().map(|(k, v)| (k.len() + v.len()) as u64).sum();
+        assert_eq!(table.bytes(), counted);
+    }
+
+    #[test]
+    fn bytes_are_counted_through_any_history() {
+        let mut table = Table::new(Limits::default());
+        let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+        for _ in 0..5000 {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            let key = format!("k{}/{}", state % 3, (state >> 8) % 20);
+            let value = vec![7; (state >> 16) as usize % 50];
+            match (state >> 32) % 6 {
+                0 => {
+                    table.delete(&key);
+                }
+                1 => {
+                    table.delete_prefix(&key[..2]);
+                }
+                2 => {
+                    let old = table.get(&key).map(<[u8]>::to_vec);
+                    assert!(table.compare_set(&key, old.as_deref(), &value).unwrap());
+                }
+                _ => table.set(&key, &value).unwrap(),
+            }
+            recount(&table);
+        }
+    }
+
+    #[test]
+    fn too_many_keys() {
+        let mut table = Table::new(Limits::new(2, 1000));
+        table.set("a", b"").unwrap();
+        table.set("b", b"").unwrap();
+        table.set("a", b"replaced").unwrap();
+        assert_eq!(table.set("c", b""), Err(Failure::TooManyKeys));
+        assert_eq!(table.add("c", 1), Err(Failure::TooManyKeys));
+        assert!(table.delete("b"));
+        table.set("c", b"").unwrap();
+    }
+
+    #[test]
+    fn store_full() {
+        let mut table = Table::new(Limits::new(10, 100));
+        table.set("a", &[0; 99]).unwrap();
+        assert_eq!(table.set("b", b""), Err(Failure::StoreFull));
+        assert_eq!(table.set("a", &[0; 100]), Err(Failure::StoreFull));
+        assert_eq!(table.get("a").map(<[u8]>::len), Some(99));
+        table.set("a", &[0; 9]).unwrap();
+        table.set("b", &[0; 89]).unwrap();
+        recount(&table);
+    }
+
+    #[test]
+    fn prefix_is_no_pattern_and_no_neighbour() {
+        let mut table = Table::new(Limits::default());
+        for key in ["a", "a/", "a/b", "a/b/c", "a0", "b", "é/x"] {
+            table.set(key, b"").unwrap();
+        }
+        assert_eq!(table.delete_prefix("a/"), 3);
+        assert_eq!(table.delete_prefix("%"), 0);
+        assert!(table.contains("a") && table.contains("a0") && table.contains("b"));
+        assert_eq!(table.delete_prefix(""), 4);
+        recount(&table);
+    }
+}

@@ -1,0 +1,196 @@
+//! One connection of the server: bytes in, bytes out, and where it stands.
+
+use std::io::{ErrorKind as IoKind, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::time::Instant;
+
+use phalanx_wire::Token;
+use phalanx_wire::handshake::{
+    Acceptor, Awaiting, MAX_MESSAGE_BYTES, PREFIX_BYTES, Proven, body_bytes,
+};
+use phalanx_wire::store_msg::{LENGTH_BYTES, MAX_REQUEST_BYTES, request_bytes};
+
+/// Capacity that an outbox keeps.
+const OUTBOX_KEPT_BYTES: usize = 64 << 10;
+
+/// Where a connection stands.
+pub(super) enum State {
+    /// Nothing proven yet.
+    Greeting,
+    /// Challenged; the proof is awaited. Boxed: it is short-lived and large.
+    Challenged(Box<Acceptor>),
+    /// A member, whose requests are served.
+    Member,
+    /// A member that waits for keys.
+    Waiting(Wait),
+    /// To be closed as soon as what is queued has been sent.
+    Closing,
+}
+
+/// A wait that a member has asked for.
+pub(super) struct Wait {
+    /// All keys asked for, in the member's order.
+    pub(super) keys: Vec<String>,
+    /// Mentions of this connection in the table of waiters.
+    pub(super) outstanding: usize,
+    /// When to answer with the missing keys.
+    pub(super) deadline: Instant,
+    /// Whether to answer with the value of the only key.
+    pub(super) wants_value: bool,
+}
+
+pub(super) struct Conn {
+    pub(super) stream: TcpStream,
+    pub(super) peer: SocketAddr,
+    pub(super) state: State,
+    /// When it was accepted.
+    pub(super) since: Instant,
+    /// Received, not yet understood.
+    inbox: Vec<u8>,
+    /// To send; `sent` bytes of it have been.
+    pub(super) outbox: Vec<u8>,
+    sent: usize,
+}
+
+/// What became of reading.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Pulled {
+    /// Still connected.
+    Open,
+    /// The other side has closed or broken off.
+    Gone,
+}
+
+/// What the handshake did with the bytes so far.
+pub(super) enum Greeted {
+    /// Wait for more.
+    NotYet,
+    /// The proof holds.
+    Proven(Proven),
+}
+
+impl Conn {
+    pub(super) fn new(stream: TcpStream, peer: SocketAddr) -> Self {
+        Self {
+            stream,
+            peer,
+            state: State::Greeting,
+            since: Instant::now(),
+            inbox: Vec::new(),
+            outbox: Vec::new(),
+            sent: 0,
+        }
+    }
+
+    /// Whether this connection has yet to prove itself.
+    pub(super) fn is_pending(&self) -> bool {
+        matches!(self.state, State::Greeting | State::Challenged(_))
+    }
+
+    /// Most bytes that may lie unread: a stranger's message is small, a
+    /// member's at most one request.
+    fn room(&self) -> usize {
+        let most = if self.is_pending() {
+            MAX_MESSAGE_BYTES
+        } else {
+            MAX_REQUEST_BYTES + LENGTH_BYTES
+        };
+        most.saturating_sub(self.inbox.len())
+    }
+
+    pub(super) fn wants_input(&self) -> bool {
+        !matches!(self.state, State::Closing) && self.room() > 0
+    }
+
+    pub(super) fn has_output(&self) -> bool {
+        self.sent < self.outbox.len()
+    }
+
+    /// Reads what is there, as far as there is room for it. Memory grows with
+    /// what has arrived, never with what was announced.
+    pub(super) fn pull(&mut self, chunk: &mut [u8]) -> Pulled {
+        loop {
+            let room = self.room().min(chunk.len());
+            if room == 0 {
+                return Pulled::Open;
+            }
+            match self.stream.read(&mut chunk[..room]) {
+                Ok(0) => return Pulled::Gone,
+                Ok(n) => {
+                    self.inbox.extend_from_slice(&chunk[..n]);
+                    // A short read has emptied the socket; `poll` tells when
+                    // there is more.
+                    if n < room {
+                        return Pulled::Open;
+                    }
+                }
+                Err(e) if e.kind() == IoKind::Interrupted => {}
+                Err(e) if e.kind() == IoKind::WouldBlock => return Pulled::Open,
+                Err(_) => return Pulled::Gone,
+            }
+        }
+    }
+
+    /// Sends what it can.
+    pub(super) fn push(&mut self) -> Pulled {
+        while self.has_output() {
+            match self.stream.write(&self.outbox[self.sent..]) {
+                Ok(0) => return Pulled::Gone,
+                Ok(n) => self.sent += n,
+                Err(e) if e.kind() == IoKind::Interrupted => {}
+                Err(e) if e.kind() == IoKind::WouldBlock => return Pulled::Open,
+                Err(_) => return Pulled::Gone,
+            }
+        }
+        self.sent = 0;
+        self.outbox.clear();
+        // One large value must not hold a megabyte for ever.
+        self.outbox.shrink_to(OUTBOX_KEPT_BYTES);
+        Pulled::Open
+    }
+
+    /// Takes the next step of the handshake, if its message is complete.
+    pub(super) fn greet(&mut self, token: &Token) -> Result<Greeted, phalanx_wire::Error> {
+        let awaiting = match self.state {
+            State::Greeting => Awaiting::Hello,
+            State::Challenged(_) => Awaiting::Proof,
+            _ => return Ok(Greeted::NotYet),
+        };
+        let Some(prefix) = self.inbox.first_chunk::<PREFIX_BYTES>() else {
+            return Ok(Greeted::NotYet);
+        };
+        let bytes = PREFIX_BYTES + body_bytes(prefix, awaiting)?;
+        let Some(message) = self.inbox.get(..bytes) else {
+            return Ok(Greeted::NotYet);
+        };
+        match std::mem::replace(&mut self.state, State::Closing) {
+            State::Challenged(acceptor) => {
+                let proven = acceptor.verify(message)?;
+                self.inbox.drain(..bytes);
+                Ok(Greeted::Proven(proven))
+            }
+            _ => {
+                let (acceptor, challenge) = Acceptor::start(message, token)?;
+                self.inbox.drain(..bytes);
+                self.outbox.extend_from_slice(&challenge);
+                self.state = State::Challenged(Box::new(acceptor));
+                Ok(Greeted::NotYet)
+            }
+        }
+    }
+
+    /// The body of the next request, if it is complete.
+    pub(super) fn next_request(&mut self) -> Result<Option<Vec<u8>>, phalanx_wire::Error> {
+        let Some(length) = self.inbox.first_chunk::<LENGTH_BYTES>() else {
+            return Ok(None);
+        };
+        let end = LENGTH_BYTES + request_bytes(*length)?;
+        if self.inbox.len() < end {
+            return Ok(None);
+        }
+        let rest = self.inbox.split_off(end);
+        let mut body = std::mem::replace(&mut self.inbox, rest);
+        body.drain(..LENGTH_BYTES);
+        Ok(Some(body))
+    }
+}
