@@ -1,0 +1,78 @@
+//! The crate's one error type.
+
+use std::fmt;
+
+/// `Result` with this crate's [`Error`].
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Whose mistake an [`Error`] is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// A shape, label or name that does not fit: the caller's mistake.
+    Usage,
+    /// The [`GradSink`](crate::GradSink) refused a gradient; its own error is
+    /// the [`source`](std::error::Error::source).
+    Sink,
+    /// The system refused memory or threads.
+    Resource,
+    /// A bug of this crate.
+    Internal,
+}
+
+/// What went wrong, in one sentence that names the culprit.
+#[derive(Debug)]
+pub struct Error {
+    kind: ErrorKind,
+    message: String,
+    source: Option<Box<dyn std::error::Error + Send + Sync>>,
+}
+
+impl Error {
+    pub(crate) fn usage(message: impl Into<String>) -> Self {
+        Self::with(ErrorKind::Usage, message)
+    }
+
+    pub(crate) fn internal(message: impl Into<String>) -> Self {
+        Self::with(ErrorKind::Internal, message)
+    }
+
+    pub(crate) fn sink(
+        message: impl Into<String>,
+        source: Box<dyn std::error::Error + Send + Sync>,
+    ) -> Self {
+        Error {
+            kind: ErrorKind::Sink,
+            message: message.into(),
+            source: Some(source),
+        }
+    }
+
+    fn with(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Error {
+            kind,
+            message: message.into(),
+            source: None,
+        }
+    }
+
+    /// Whose mistake it is.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match &self.source {
+            Some(s) => Some(s.as_ref()),
+            None => None,
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! Sizes of one convolution.
+
+/// Sizes are (height, width); channels are innermost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ConvShape {
+    pub images: usize,
+    pub input: [usize; 2],
+    pub output: [usize; 2],
+    /// Input channels, of all groups.
+    pub inp: usize,
+    /// Output channels, of all groups.
+    pub out: usize,
+    pub kernel: [usize; 2],
+    pub stride: [usize; 2],
+    pub padding: [usize; 2],
+    pub dilation: [usize; 2],
+    pub groups: usize,
+}
+
+impl ConvShape {
+    /// Size of the output along one dimension; `None` when the kernel does not fit.
+    pub(crate) fn out_size(
+        input: usize,
+        kernel: usize,
+        stride: usize,
+        padding: usize,
+        dilation: usize,
+    ) -> Option<usize> {
+        let reach = dilation
+            .checked_mul(kernel.checked_sub(1)?)?
+            .checked_add(1)?;
+        let span = input
+            .checked_add(padding.checked_mul(2)?)?
+            .checked_sub(reach)?;
+        Some(span.checked_div(stride)? + 1)
+    }
+
+    /// Elements of one input image.
+    pub(crate) fn in_len(&self) -> usize {
+        self.input[0] * self.input[1] * self.inp
+    }
+
+    /// Elements of one output image.
+    pub(crate) fn out_len(&self) -> usize {
+        self.pixels() * self.out
+    }
+
+    /// Pixels of one output image.
+    pub(crate) fn pixels(&self) -> usize {
+        self.output[0] * self.output[1]
+    }
+
+    /// Input channels of one group.
+    pub(crate) fn group_in(&self) -> usize {
+        self.inp / self.groups
+    }
+
+    /// Output channels of one group.
+    pub(crate) fn group_out(&self) -> usize {
+        self.out / self.groups
+    }
+
+    /// Products summed into one output element.
+    pub(crate) fn depth(&self) -> usize {
+        self.kernel[0] * self.kernel[1] * self.group_in()
+    }
+
+    /// Elements of the weights.
+    pub(crate) fn weight_len(&self) -> usize {
+        self.depth() * self.out
+    }
+}

@@ -1,0 +1,172 @@
+//! Every method against the plain definition in f64.
+
+use super::*;
+use crate::kernels::scalar::noise;
+use crate::par::Threads;
+
+#[allow(clippy::too_many_arguments)] // one line a case
+fn shape(
+    input: [usize; 2],
+    inp: usize,
+    out: usize,
+    kernel: [usize; 2],
+    stride: [usize; 2],
+    padding: [usize; 2],
+    dilation: [usize; 2],
+    groups: usize,
+) -> ConvShape {
+    let size =
+        |d| ConvShape::out_size(input[d], kernel[d], stride[d], padding[d], dilation[d]).unwrap();
+    ConvShape {
+        images: 3,
+        input,
+        output: [size(0), size(1)],
+        inp,
+        out,
+        kernel,
+        stride,
+        padding,
+        dilation,
+        groups,
+    }
+}
+
+fn shapes() -> Vec<ConvShape> {
+    let one = [1, 1];
+    vec![
+        shape([8, 7], 8, 6, [3, 3], one, [0, 0], one, 1),
+        shape([8, 7], 16, 5, [3, 3], one, one, one, 1),
+        shape([6, 9], 16, 32, [1, 1], one, [0, 0], one, 1),
+        shape([9, 6], 8, 4, [5, 2], one, [3, 1], one, 1),
+        shape([4, 5], 8, 4, [3, 3], one, [3, 4], one, 1),
+        shape([28, 28], 1, 32, [3, 3], one, [0, 0], one, 1),
+        shape([9, 7], 4, 6, [3, 3], [2, 2], one, one, 2),
+        shape([9, 7], 4, 4, [3, 3], one, one, one, 4),
+        shape([11, 10], 3, 2, [3, 2], [2, 1], [0, 2], [2, 3], 1),
+        shape([3, 3], 1, 2, [3, 3], one, [3, 3], one, 1),
+    ]
+}
+
+/// For every product of the convolution: (output, input, weight) indices.
+fn each(s: &ConvShape, mut f: impl FnMut(usize, usize, usize)) {
+    let (gi, go) = (s.group_in(), s.group_out());
+    for i in 0..s.images {
+        for oy in 0..s.output[0] {
+            for ox in 0..s.output[1] {
+                for ky in 0..s.kernel[0] {
+                    for kx in 0..s.kernel[1] {
+                        let y = (oy * s.stride[0] + ky * s.dilation[0]) as isize
+                            - s.padding[0] as isize;
+                        let x = (ox * s.stride[1] + kx * s.dilation[1]) as isize
+                            - s.padding[1] as isize;
+                        if y < 0 || x < 0 || y >= s.input[0] as isize || x >= s.input[1] as isize {
+                            continue;
+                        }
+                        let (y, x) = (y as usize, x as usize);
+                        for o in 0..s.out {
+                            for c in 0..gi {
+                                f(
+                                    ((i * s.output[0] + oy) * s.output[1] + ox) * s.out + o,
+                                    ((i * s.input[0] + y) * s.input[1] + x) * s.inp
+                                        + o / go * gi
+                                        + c,
+                                    ((ky * s.kernel[1] + kx) * gi + c) * s.out + o,
+                                );
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+struct Case {
+    x: Vec<f32>,
+    w: Vec<f32>,
+    dy: Vec<f32>,
+    b: Vec<f32>,
+}
+
+fn case(s: &ConvShape) -> Case {
+    Case {
+        x: noise(s.images * s.in_len(), 1),
+        w: noise(s.weight_len(), 2),
+        dy: noise(s.images * s.out_len(), 3),
+        b: noise(s.out, 4),
+    }
+}
+
+/// y, dw, db, dx of one run.
+fn run(s: &ConvShape, c: &Case, threads: usize) -> [Vec<f32>; 4] {
+    let team = Team::new(Threads(threads));
+    let mut y = vec![f32::NAN; c.dy.len()];
+    forward(&team, s, &c.x, &c.w, Some(&c.b), false, &mut y);
+    let mut work = vec![f32::NAN; partials(s) * s.weight_len().max(s.out)];
+    let mut dw = vec![f32::NAN; c.w.len()];
+    weight_gradient(&team, s, &c.x, &c.dy, &mut work, &mut dw, Mode::Write);
+    let mut db = vec![1.0; s.out];
+    bias_gradient(&team, s, &c.dy, &mut work, &mut db, Mode::Add);
+    let mut turned = vec![f32::NAN; c.w.len()];
+    let mut dx = vec![f32::NAN; c.x.len()];
+    input_gradient(&team, s, &c.w, &c.dy, &mut turned, &mut dx);
+    [y, dw, db, dx]
+}
+
+fn close(got: &[f32], want: &[f64], what: &str) {
+    let largest = want.iter().fold(1.0f64, |a, v| a.max(v.abs()));
+    for (g, w) in got.iter().zip(want) {
+        assert!(
+            (f64::from(*g) - w).abs() < 3e-6 * largest,
+            "{what}: {g} {w}"
+        );
+    }
+}
+
+#[test]
+fn all_passes_agree_with_the_definition() {
+    for s in shapes() {
+        let c = case(&s);
+        let mut y: Vec<f64> = (0..c.dy.len()).map(|i| f64::from(c.b[i % s.out])).collect();
+        let (mut dw, mut dx) = (vec![0.0; c.w.len()], vec![0.0; c.x.len()]);
+        each(&s, |o, i, w| {
+            y[o] += f64::from(c.x[i]) * f64::from(c.w[w]);
+            dw[w] += f64::from(c.x[i]) * f64::from(c.dy[o]);
+            dx[i] += f64::from(c.w[w]) * f64::from(c.dy[o]);
+        });
+        let mut db = vec![1.0; s.out];
+        c.dy.iter()
+            .enumerate()
+            .for_each(|(i, &d)| db[i % s.out] += f64::from(d));
+        let got = run(&s, &c, 1);
+        for ((g, w), what) in got
+            .iter()
+            .zip([&y, &dw, &db, &dx])
+            .zip(["y", "dw", "db", "dx"])
+        {
+            close(g, w, &format!("{s:?} {what}"));
+        }
+    }
+}
+
+#[test]
+fn threads_do_not_change_a_bit() {
+    for s in shapes() {
+        let c = case(&s);
+        let one = run(&s, &c, 1);
+        assert_eq!(one, run(&s, &c, 2), "{s:?}");
+        assert_eq!(one, run(&s, &c, 4), "{s:?}");
+    }
+}
+
+#[test]
+fn both_methods_are_used_and_no_images_are_fine() {
+    let methods: Vec<Method> = shapes().iter().map(Method::of).collect();
+    assert!(methods.contains(&Method::Unit) && methods.contains(&Method::Gather));
+    for mut s in shapes() {
+        s.images = 0;
+        let [y, dw, db, dx] = run(&s, &case(&s), 2);
+        assert!(y.is_empty() && dx.is_empty());
+        assert!(dw.iter().all(|&v| v == 0.0) && db.iter().all(|&v| v == 1.0));
+    }
+}

@@ -1,0 +1,214 @@
+//! Dropout masks from a counter-based generator, recomputed instead of stored.
+//!
+//! Word `i % 4` of Philox block `i / 4` decides element `i` of a sample, under
+//! key (seed, operation) and counter (epoch, step, sample, block). A sample's
+//! mask therefore depends neither on its rank nor on its place in the batch.
+
+use crate::par::{Disjoint, Team};
+
+/// What the mask of one dropout operation depends on.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct MaskKey {
+    pub key: [u32; 2],
+    pub epoch: u32,
+    pub step: u32,
+}
+
+/// Probability of dropping, as the kernels need it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Rate {
+    /// Kept iff word < this; 2^32 keeps everything.
+    keep_below: u64,
+    /// What kept elements are multiplied by: 1 / f32(1 - p).
+    scale: f32,
+}
+
+impl Rate {
+    /// `p` in [0, 1]. PyTorch's scale is one f32 division; at p = 1 nothing is kept.
+    pub(crate) fn new(p: f64) -> Self {
+        let keep = 1.0 - p;
+        Rate {
+            keep_below: (keep * 4_294_967_296.0) as u64,
+            scale: 1.0 / (keep as f32),
+        }
+    }
+}
+
+/// How many elements share one draw.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Share {
+    /// Every element has its own.
+    Element,
+    /// All pixels of a channel share one (the innermost dimension counts channels).
+    Channel(usize),
+}
+
+/// Blocks computed side by side.
+const LANES: usize = 16;
+/// Elements decided by them.
+const GROUP: usize = LANES * 4;
+
+/// Ten Philox rounds on 16 consecutive blocks (counter word 3), in columns.
+#[inline(always)]
+fn philox_lanes(key: MaskKey, sample: u32, first_block: u32) -> [[u32; LANES]; 4] {
+    let mut c = [
+        [key.epoch; LANES],
+        [key.step; LANES],
+        [sample; LANES],
+        [0; LANES],
+    ];
+    for (i, b) in c[3].iter_mut().enumerate() {
+        *b = first_block.wrapping_add(i as u32);
+    }
+    let mut k = key.key;
+    for _ in 0..10 {
+        let mut n = [[0u32; LANES]; 4];
+        for i in 0..LANES {
+            let a = 0xD251_1F53u64 * u64::from(c[0][i]);
+            let b = 0xCD9E_8D57u64 * u64::from(c[2][i]);
+            n[0][i] = (b >> 32) as u32 ^ c[1][i] ^ k[0];
+            n[1][i] = b as u32;
+            n[2][i] = (a >> 32) as u32 ^ c[3][i] ^ k[1];
+            n[3][i] = a as u32;
+        }
+        c = n;
+        k = [
+            k[0].wrapping_add(0x9E37_79B9),
+            k[1].wrapping_add(0xBB67_AE85),
+        ];
+    }
+    c
+}
+
+simd! {
+    /// The factors (0 or scale) of elements `first ..` of a sample; `first` is a
+    /// multiple of [`GROUP`].
+    fn factors(out: &mut [f32], key: MaskKey, sample: u32, first: usize, rate: Rate) {
+        for (g, group) in out.chunks_mut(GROUP).enumerate() {
+            let words = philox_lanes(key, sample, ((first + g * GROUP) / 4) as u32);
+            let mut full = [0.0f32; GROUP];
+            for i in 0..LANES {
+                for w in 0..4 {
+                    full[i * 4 + w] = if u64::from(words[w][i]) < rate.keep_below { rate.scale } else { 0.0 };
+                }
+            }
+            group.copy_from_slice(&full[..group.len()]);
+        }
+    }
+}
+
+simd! {
+    fn multiply(data: &mut [f32], factors: &[f32]) {
+        for (v, &f) in data.iter_mut().zip(factors) {
+            // A product, not a choice: a dropped infinity becomes NaN, as in PyTorch.
+            *v *= f;
+        }
+    }
+}
+
+/// Elements of a piece: a multiple of [`GROUP`] whose factors stay in L1.
+const PIECE: usize = GROUP * 64;
+
+/// Multiplies each sample of `data` by its mask, in place; forward and
+/// backward are the same operation. `samples[i]` is the id of row i.
+pub(crate) fn apply(
+    team: &Team,
+    data: &mut [f32],
+    samples: &[u64],
+    key: MaskKey,
+    rate: Rate,
+    share: Share,
+) {
+    let per = data.len().checked_div(samples.len()).unwrap_or(0);
+    if per == 0 {
+        return;
+    }
+    let out = Disjoint::new(data);
+    team.run(samples.len(), |s| {
+        // SAFETY: chunk s alone touches sample s.
+        let row = unsafe { out.range(s * per..(s + 1) * per) };
+        let sample = samples[s] as u32;
+        match share {
+            Share::Element => {
+                let mut f = [0.0f32; PIECE];
+                for (i, piece) in row.chunks_mut(PIECE).enumerate() {
+                    let f = &mut f[..piece.len()];
+                    factors(f, key, sample, i * PIECE, rate);
+                    multiply(piece, f);
+                }
+            }
+            Share::Channel(channels) => crate::par::scratch(channels, |f| {
+                factors(f, key, sample, 0, rate);
+                for pixel in row.chunks_exact_mut(channels) {
+                    multiply(pixel, f);
+                }
+            }),
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::isa::on_each_isa;
+    use crate::par::Threads;
+    use crate::rng::philox::philox4x32_10;
+
+    const KEY: MaskKey = MaskKey {
+        key: [7, 9],
+        epoch: 2,
+        step: 3,
+    };
+
+    #[test]
+    fn equals_the_scalar_generator_on_every_isa() {
+        let per = PIECE + 77;
+        on_each_isa(|isa| {
+            let mut data = vec![1.0; 2 * per];
+            apply(
+                &Team::new(Threads(1)),
+                &mut data,
+                &[40, 41],
+                KEY,
+                Rate::new(0.25),
+                Share::Element,
+            );
+            for (i, v) in data.iter().enumerate() {
+                let (s, e) = (i / per, i % per);
+                let w = philox4x32_10([2, 3, 40 + s as u32, (e / 4) as u32], KEY.key)[e % 4];
+                let want = if f64::from(w) < 0.75 * 4_294_967_296.0 {
+                    1.0f32 / 0.75
+                } else {
+                    0.0
+                };
+                assert_eq!(*v, want, "{isa:?} {i}");
+            }
+        });
+    }
+
+    #[test]
+    fn rates_at_their_ends_and_channels() {
+        let team = Team::new(Threads(2));
+        let mut data = vec![2.0; 64];
+        apply(&team, &mut data, &[0], KEY, Rate::new(0.0), Share::Element);
+        assert!(data.iter().all(|&v| v == 2.0));
+        let mut some = vec![1.0; 3 * 10 * 8];
+        apply(
+            &team,
+            &mut some,
+            &[0, 1, 2],
+            KEY,
+            Rate::new(0.5),
+            Share::Channel(8),
+        );
+        for sample in some.chunks(80) {
+            assert!(sample.chunks(8).all(|p| p == &sample[..8]));
+        }
+        assert_ne!(some[..80], some[80..160]);
+        // p = 1: PyTorch multiplies by zero.
+        data[0] = f32::INFINITY;
+        apply(&team, &mut data, &[0], KEY, Rate::new(1.0), Share::Element);
+        assert!(data[0].is_nan() && data[1..].iter().all(|&v| v == 0.0));
+        apply(&team, &mut [], &[], KEY, Rate::new(0.5), Share::Element);
+    }
+}

@@ -1,0 +1,187 @@
+//! Max-pooling, channels-last. The first maximum in row-major window order
+//! takes the gradient; of several NaN the last wins; padding never wins.
+
+use std::ops::Range;
+
+use crate::par::{Disjoint, Team};
+
+/// Shape of one pooling: sizes are (height, width).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PoolShape {
+    pub images: usize,
+    pub channels: usize,
+    pub input: [usize; 2],
+    pub output: [usize; 2],
+    pub kernel: [usize; 2],
+    pub stride: [usize; 2],
+    pub padding: [usize; 2],
+    pub dilation: [usize; 2],
+}
+
+impl PoolShape {
+    fn in_len(&self) -> usize {
+        self.input[0] * self.input[1] * self.channels
+    }
+
+    fn out_len(&self) -> usize {
+        self.output[0] * self.output[1] * self.channels
+    }
+
+    /// Whether every input pixel belongs to exactly one window.
+    fn tiles(&self) -> bool {
+        (0..2).all(|d| {
+            self.padding[d] == 0
+                && self.dilation[d] == 1
+                && self.stride[d] == self.kernel[d]
+                && self.input[d] == self.output[d] * self.kernel[d]
+        })
+    }
+
+    /// The taps along dimension `d` of output position `at` that lie inside
+    /// the image: their numbers, and the input position of tap 0 plus padding.
+    #[inline(always)]
+    fn taps(&self, d: usize, at: usize) -> (Range<usize>, usize) {
+        let first = at * self.stride[d];
+        // Number of taps that start before position `end` (in padded terms).
+        let before = |end: usize| {
+            end.saturating_sub(first)
+                .div_ceil(self.dilation[d])
+                .min(self.kernel[d])
+        };
+        (
+            before(self.padding[d])..before(self.padding[d] + self.input[d]),
+            first,
+        )
+    }
+}
+
+/// Channels handled at a time, in registers.
+const LANES: usize = 16;
+
+simd! {
+    fn forward_image(s: &PoolShape, x: &[f32], y: &mut [f32], at: &mut [u8]) {
+        let c = s.channels;
+        for oy in 0..s.output[0] {
+            let (kys, y0) = s.taps(0, oy);
+            for ox in 0..s.output[1] {
+                let (kxs, x0) = s.taps(1, ox);
+                let o = (oy * s.output[1] + ox) * c;
+                for c0 in (0..c).step_by(LANES) {
+                    let n = LANES.min(c - c0);
+                    let mut best = [f32::NEG_INFINITY; LANES];
+                    // Until something wins, the first tap inside the image does.
+                    let mut place = [u32::MAX; LANES];
+                    for ky in kys.clone() {
+                        let row = (y0 + ky * s.dilation[0] - s.padding[0]) * s.input[1];
+                        for kx in kxs.clone() {
+                            let pixel = row + x0 + kx * s.dilation[1] - s.padding[1];
+                            let t = (ky * s.kernel[1] + kx) as u32;
+                            let mut v = [f32::NEG_INFINITY; LANES];
+                            let from = &x[pixel * c + c0..][..n];
+                            if let Ok(full) = <&[f32; LANES]>::try_from(from) {
+                                v = *full;
+                            } else {
+                                v[..n].copy_from_slice(from);
+                            }
+                            for i in 0..LANES {
+                                let wins = v[i] > best[i] || v[i].is_nan() || place[i] == u32::MAX;
+                                best[i] = if wins { v[i] } else { best[i] };
+                                place[i] = if wins { t } else { place[i] };
+                            }
+                        }
+                    }
+                    let bytes = place.map(|p| p as u8);
+                    y[o + c0..o + c0 + n].copy_from_slice(&best[..n]);
+                    at[o + c0..o + c0 + n].copy_from_slice(&bytes[..n]);
+                }
+            }
+        }
+    }
+}
+
+simd! {
+    fn backward_image(s: &PoolShape, dy: &[f32], at: &[u8], dx: &mut [f32]) {
+        let c = s.channels;
+        let once = s.tiles();
+        if !once {
+            dx.fill(0.0);
+        }
+        for oy in 0..s.output[0] {
+            let (kys, y0) = s.taps(0, oy);
+            for ox in 0..s.output[1] {
+                let (kxs, x0) = s.taps(1, ox);
+                let o = (oy * s.output[1] + ox) * c;
+                let (d, a) = (&dy[o..o + c], &at[o..o + c]);
+                for ky in kys.clone() {
+                    let row = (y0 + ky * s.dilation[0] - s.padding[0]) * s.input[1];
+                    for kx in kxs.clone() {
+                        let pixel = row + x0 + kx * s.dilation[1] - s.padding[1];
+                        let t = (ky * s.kernel[1] + kx) as u8;
+                        let taps = dx[pixel * c..][..c].iter_mut().zip(d).zip(a);
+                        if once {
+                            taps.for_each(|((g, &d), &a)| *g = if a == t { d } else { 0.0 });
+                        } else {
+                            taps.for_each(|((g, &d), &a)| *g += if a == t { d } else { 0.0 });
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// `y` and, per output element, the winning window position.
+pub(crate) fn forward(team: &Team, s: &PoolShape, x: &[f32], y: &mut [f32], at: &mut [u8]) {
+    let (il, ol) = (s.in_len(), s.out_len());
+    let (y, at) = (Disjoint::new(y), Disjoint::new(at));
+    team.run(s.images, |i| {
+        // SAFETY: chunk i alone touches image i of both outputs.
+        let (y, at) = unsafe {
+            (
+                y.range(i * ol..(i + 1) * ol),
+                at.range(i * ol..(i + 1) * ol),
+            )
+        };
+        forward_image(s, &x[i * il..(i + 1) * il], y, at);
+    });
+}
+
+/// `dx`: each output's gradient goes to its winner.
+pub(crate) fn backward(team: &Team, s: &PoolShape, dy: &[f32], at: &[u8], dx: &mut [f32]) {
+    let (il, ol) = (s.in_len(), s.out_len());
+    let dx = Disjoint::new(dx);
+    team.run(s.images, |i| {
+        // SAFETY: chunk i alone touches image i.
+        let dx = unsafe { dx.range(i * il..(i + 1) * il) };
+        backward_image(s, &dy[i * ol..(i + 1) * ol], &at[i * ol..(i + 1) * ol], dx);
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::par::Threads;
+
+    #[test]
+    fn last_nan_wins_and_all_minus_infinity_has_a_place() {
+        let s = PoolShape {
+            images: 1,
+            channels: 1,
+            input: [2, 2],
+            output: [1, 1],
+            kernel: [2, 2],
+            stride: [2, 2],
+            padding: [0, 0],
+            dilation: [1, 1],
+        };
+        let run = |x: [f32; 4]| {
+            let (mut y, mut at) = ([0.0], [9]);
+            forward(&Team::new(Threads(1)), &s, &x, &mut y, &mut at);
+            (y[0], at[0])
+        };
+        let (v, at) = run([1.0, f32::NAN, f32::NAN, 3.0]);
+        assert!(v.is_nan() && at == 2);
+        assert_eq!(run([f32::NEG_INFINITY; 4]), (f32::NEG_INFINITY, 0));
+        assert_eq!(run([1.0, 2.0, 2.0, 0.0]), (2.0, 1));
+    }
+}

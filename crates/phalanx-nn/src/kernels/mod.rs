@@ -1,0 +1,26 @@
+//! CPU kernels over plain slices. They know nothing of tensors or the tape.
+//!
+//! Every loop is compiled for AVX-512, AVX2 and the baseline from one body and
+//! uses fused multiply-adds and fixed orders of summation, so all three give
+//! the same bits. Matrix products go through `gemm`, which chooses for itself;
+//! [`scalar`] keeps plain references for the tests.
+
+#[macro_use]
+pub(crate) mod isa;
+pub(crate) mod bias;
+pub(crate) mod conv;
+pub(crate) mod dropout;
+pub(crate) mod elementwise;
+pub(crate) mod max_pool;
+pub(crate) mod product;
+#[cfg(test)]
+pub(crate) mod scalar;
+pub(crate) mod softmax;
+pub(crate) mod transpose;
+
+/// Whether a kernel overwrites its output or adds to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mode {
+    Write,
+    Add,
+}

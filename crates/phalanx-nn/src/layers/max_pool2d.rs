@@ -1,0 +1,25 @@
+//! Max-pooling.
+
+use super::MaxPool2dOptions;
+use crate::{Result, Tensor};
+
+/// The largest value of each window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MaxPool2d {
+    options: MaxPool2dOptions,
+}
+
+impl MaxPool2d {
+    /// `options`: a window size, or [`MaxPool2dOptions`].
+    pub fn new(options: impl Into<MaxPool2dOptions>) -> Self {
+        MaxPool2d {
+            options: options.into(),
+        }
+    }
+
+    /// # Errors
+    /// As [`Tensor::max_pool2d`].
+    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+        x.max_pool2d(self.options)
+    }
+}

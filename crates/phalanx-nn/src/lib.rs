@@ -1,0 +1,80 @@
+//! Training engine of Phalanx: tensors from a caching pool, a tape whose
+//! backward pass reports each parameter's gradient the moment it is final,
+//! layers, losses and optimizers, and CPU kernels that give the same bits
+//! whatever the number of threads.
+//!
+//! ```
+//! use phalanx_nn::{Grads, Scope, Seed, StepKey, Tape, Threads, models::LinearToy, optim::Sgd};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let mut scope = Scope::new(Seed(0));
+//! let model = LinearToy::new(&mut scope);
+//! let mut params = scope.build()?;
+//! let mut grads = Grads::like(&params); // or a reducer: anything that is a `GradSink`
+//! let mut sgd = Sgd::new(&params, 0.01);
+//! let mut tape = Tape::new(Threads(1));
+//! for i in 0..500 {
+//!     let step = tape.step(&params, StepKey::new(0, i));
+//!     let x = step.input(&[1.0, 2.0, 2.0, 3.0], &[2, 2])?;
+//!     let loss = model.forward(x)?.mse_loss(&[8.0, 13.0], phalanx_nn::Reduction::Sum)?;
+//!     loss.backward(&mut grads)?; // `ready(param)` fires inside
+//!     drop(step);
+//!     sgd.step(&mut params, &grads)?;
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Images are channels-last (N, H, W, C) inside; PyTorch's layouts appear only
+//! at the edges ([`Params::export`], [`Params::import`], [`Tensor::flatten`]).
+//!
+//! A weight cannot change between forward and backward, because the step
+//! borrows the parameters:
+//!
+//! ```compile_fail,E0502
+//! use phalanx_nn::{Grads, Scope, Seed, StepKey, Tape, Threads, models::LinearToy};
+//! let mut scope = Scope::new(Seed(0));
+//! let model = LinearToy::new(&mut scope);
+//! let mut params = scope.build().unwrap();
+//! let mut grads = Grads::like(&params);
+//! let mut tape = Tape::new(Threads(1));
+//! let step = tape.step(&params, StepKey::new(0, 0));
+//! let x = step.input(&[1.0, 2.0], &[1, 2]).unwrap();
+//! let loss = model.forward(x).unwrap().mse_loss(&[8.0], phalanx_nn::Reduction::Sum).unwrap();
+//! params.flat_mut()[0] = 1.0; // error: `params` is borrowed by `step`
+//! loss.backward(&mut grads).unwrap();
+//! ```
+
+mod error;
+mod kernels;
+pub mod layers;
+pub mod losses;
+pub mod models;
+mod ops;
+pub mod optim;
+mod par;
+pub mod param;
+mod pool;
+pub mod rng;
+mod tape;
+mod tensor;
+
+pub use error::{Error, ErrorKind, Result};
+pub use losses::Reduction;
+pub use ops::custom::CustomOp;
+pub use par::Threads;
+pub use param::{
+    BufferId, GradSink, GradView, Grads, Init, Layout, ParamId, ParamInfo, Params, Scope, Seed,
+    SinkError,
+};
+pub use tape::{Step, StepKey, Tape};
+pub use tensor::Tensor;
+
+/// The instruction set that the kernels use here, as people write it.
+pub fn isa_name() -> &'static str {
+    match kernels::isa::isa() {
+        kernels::isa::Isa::Scalar => "no SIMD",
+        kernels::isa::Isa::Avx2 => "AVX2",
+        kernels::isa::Isa::Avx512 => "AVX-512",
+    }
+}

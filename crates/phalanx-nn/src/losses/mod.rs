@@ -1,0 +1,27 @@
+//! Losses: how they are reduced, and those made of several operations.
+
+mod cross_entropy;
+
+/// A label that counts for nothing (PyTorch's -100).
+pub const IGNORE_LABEL: u32 = u32::MAX;
+
+/// What a sum of element losses is divided by.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Reduction {
+    /// Nothing.
+    Sum,
+    /// The number of elements (NaN for none, as in PyTorch).
+    Mean,
+    /// A given number, such as the size of the batch over all ranks.
+    Over(f32),
+}
+
+impl Reduction {
+    pub(crate) fn divisor(self, elements: usize) -> f32 {
+        match self {
+            Reduction::Sum => 1.0,
+            Reduction::Mean => elements as f32,
+            Reduction::Over(d) => d,
+        }
+    }
+}

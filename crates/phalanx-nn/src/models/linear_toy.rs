@@ -1,0 +1,28 @@
+//! The smallest model: one weight.
+
+use crate::param::{Init, Layout, ParamId, Scope};
+use crate::{Result, Tensor};
+
+/// `y = x w` with one weight `w` of shape [2, 1] that starts at zero, no bias.
+#[derive(Clone, Copy, Debug)]
+pub struct LinearToy {
+    /// The weight.
+    pub w: ParamId,
+}
+
+impl LinearToy {
+    /// Registers `w`.
+    pub fn new(scope: &mut Scope) -> Self {
+        LinearToy {
+            w: scope.param("w", &[2, 1], Layout::Same, Init::Constant(0.0)),
+        }
+    }
+
+    /// (N, 2) to (N, 1).
+    ///
+    /// # Errors
+    /// `Usage` when the last dimension is not 2.
+    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+        x.matmul(self.w)
+    }
+}

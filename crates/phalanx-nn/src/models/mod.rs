@@ -1,0 +1,7 @@
+//! Models of the recipes, with PyTorch's parameter names.
+
+mod linear_toy;
+mod mnist_cnn;
+
+pub use linear_toy::LinearToy;
+pub use mnist_cnn::MnistCnn;

@@ -1,0 +1,66 @@
+//! Sum of two tensors of one shape. Saves nothing.
+
+use crate::kernels::elementwise;
+use crate::pool::Buf;
+use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::{Error, Result, Tensor};
+
+pub(crate) struct Add {
+    a: SlotId,
+    b: SlotId,
+    out: SlotId,
+}
+
+impl<'s> Tensor<'s> {
+    /// `self + other`, both of one shape and one step.
+    ///
+    /// # Errors
+    /// `Usage` when the shapes or the steps differ.
+    #[allow(clippy::should_implement_trait)] // it can fail
+    pub fn add(self, other: Tensor<'s>) -> Result<Tensor<'s>> {
+        let (step, a, b) = (self.step(), self.slot(), other.slot());
+        if !std::ptr::eq(step, other.step()) {
+            return Err(Error::usage("add: the tensors belong to different steps"));
+        }
+        if self.dims() != other.dims() {
+            return Err(Error::usage(format!(
+                "add: shapes {:?} and {:?} differ",
+                self.dims(),
+                other.dims()
+            )));
+        }
+        let out = {
+            let mut st = step.state();
+            let mut buf = st.take_for_writing(a);
+            elementwise::add(step.team(), buf.slice_mut(), st.value(b));
+            let (shape, wants) = (st.shape(a), st.wants_grad(a) || st.wants_grad(b));
+            let out = st.add_output(shape, buf, wants);
+            if wants {
+                st.record(Add { a, b, out });
+            }
+            out
+        };
+        Ok(Tensor::new(step, out))
+    }
+}
+
+impl Recorded for Add {
+    fn visit(&self, f: &mut dyn FnMut(Visit)) {
+        f(Visit::Output(self.out));
+        f(Visit::Input(self.a));
+        f(Visit::Input(self.b));
+    }
+
+    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
+        if pass.wants(self.a) && pass.wants(self.b) {
+            let mut copy = pass.pool().get(dy.slice().len());
+            copy.slice_mut().copy_from_slice(dy.slice());
+            pass.give(self.b, copy);
+            pass.give(self.a, dy);
+        } else {
+            let only = if pass.wants(self.a) { self.a } else { self.b };
+            pass.give(only, dy);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,257 @@
+//! Two-dimensional convolution: `y = act(conv(x, W) + b)`. Saves its input,
+//! and its output when a ReLU is fused.
+
+use super::Act;
+use crate::kernels::conv::{self, ConvShape};
+use crate::kernels::elementwise;
+use crate::param::{Layout, ParamId};
+use crate::pool::Buf;
+use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tensor::Shape;
+use crate::{Error, Result, Tensor};
+
+/// Kernel, stride, padding, dilation (height, width each) and groups of a convolution.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Conv2dOptions {
+    pub(crate) kernel: [usize; 2],
+    pub(crate) stride: [usize; 2],
+    pub(crate) padding: [usize; 2],
+    pub(crate) dilation: [usize; 2],
+    pub(crate) groups: usize,
+    pub(crate) bias: bool,
+}
+
+impl Conv2dOptions {
+    /// A square kernel, stride 1, no padding, with bias.
+    pub fn new(kernel: usize) -> Self {
+        Self::rect(kernel, kernel)
+    }
+
+    /// A kernel of `height` x `width`, stride 1, no padding, with bias.
+    pub fn rect(height: usize, width: usize) -> Self {
+        Conv2dOptions {
+            kernel: [height, width],
+            stride: [1, 1],
+            padding: [0, 0],
+            dilation: [1, 1],
+            groups: 1,
+            bias: true,
+        }
+    }
+
+    /// Sets the stride of both directions.
+    #[must_use]
+    pub fn stride(self, stride: usize) -> Self {
+        self.stride_rect(stride, stride)
+    }
+
+    /// Sets the stride of each direction.
+    #[must_use]
+    pub fn stride_rect(self, height: usize, width: usize) -> Self {
+        Conv2dOptions {
+            stride: [height, width],
+            ..self
+        }
+    }
+
+    /// Sets the zero padding of both directions.
+    #[must_use]
+    pub fn padding(self, padding: usize) -> Self {
+        self.padding_rect(padding, padding)
+    }
+
+    /// Sets the zero padding of each direction.
+    #[must_use]
+    pub fn padding_rect(self, height: usize, width: usize) -> Self {
+        Conv2dOptions {
+            padding: [height, width],
+            ..self
+        }
+    }
+
+    /// Sets the distance between kernel taps, each direction.
+    #[must_use]
+    pub fn dilation_rect(self, height: usize, width: usize) -> Self {
+        Conv2dOptions {
+            dilation: [height, width],
+            ..self
+        }
+    }
+
+    /// Sets the number of groups, which divides both channel counts.
+    #[must_use]
+    pub fn groups(self, groups: usize) -> Self {
+        Conv2dOptions { groups, ..self }
+    }
+
+    /// Leaves the bias out.
+    #[must_use]
+    pub fn no_bias(self) -> Self {
+        Conv2dOptions {
+            bias: false,
+            ..self
+        }
+    }
+}
+
+/// A square kernel of this size.
+impl From<usize> for Conv2dOptions {
+    fn from(kernel: usize) -> Self {
+        Self::new(kernel)
+    }
+}
+
+pub(crate) struct Conv2d {
+    x: SlotId,
+    out: SlotId,
+    weight: ParamId,
+    bias: Option<ParamId>,
+    act: Act,
+    shape: ConvShape,
+}
+
+impl<'s> Tensor<'s> {
+    /// `act(conv(x, W) + b)` of images (N, H, W, C), for a weight of PyTorch's
+    /// shape (out, in / groups, kh, kw) registered with [`Layout::Conv`].
+    ///
+    /// # Errors
+    /// `Usage` when the sizes do not fit.
+    pub fn conv2d(
+        self,
+        weight: ParamId,
+        bias: Option<ParamId>,
+        options: Conv2dOptions,
+        act: Act,
+    ) -> Result<Tensor<'s>> {
+        let (step, x) = (self.step(), self.slot());
+        let s = self.conv_shape(weight, bias, options)?;
+        let shape = Shape::new(&[s.images, s.output[0], s.output[1], s.out])?;
+        let out = {
+            let mut st = step.state();
+            let mut buf = st.pool.get(shape.numel());
+            let w = step.params().get(weight);
+            let b = bias.map(|b| step.params().get(b));
+            let relu = act == Act::Relu;
+            conv::forward(step.team(), &s, st.value(x), w, b, relu, buf.slice_mut());
+            let training = st.training;
+            let out = st.add_output(shape, buf, training);
+            if training {
+                st.record(Conv2d {
+                    x,
+                    out,
+                    weight,
+                    bias,
+                    act,
+                    shape: s,
+                });
+            }
+            out
+        };
+        Ok(Tensor::new(step, out))
+    }
+
+    fn conv_shape(
+        &self,
+        weight: ParamId,
+        bias: Option<ParamId>,
+        o: Conv2dOptions,
+    ) -> Result<ConvShape> {
+        let (info, dims) = (self.step().info(weight)?, self.dims());
+        let wrong = |what: String| Err(Error::usage(format!("convolution {}: {what}", info.name)));
+        let (&[images, h, w, inp], &[out, group_in, kh, kw]) = (&*dims, &*info.shape) else {
+            return wrong(format!("needs images (N, H, W, C), got shape {dims:?}"));
+        };
+        if info.layout != Layout::Conv || [kh, kw] != o.kernel {
+            return wrong(format!(
+                "weight of shape {:?} does not fit a kernel of {:?}",
+                info.shape, o.kernel
+            ));
+        }
+        if o.groups == 0
+            || group_in == 0
+            || out == 0
+            || group_in.checked_mul(o.groups) != Some(inp)
+            || out % o.groups != 0
+        {
+            return wrong(format!(
+                "{inp} input channels, {out} outputs and {} groups do not fit weight shape {:?}",
+                o.groups, info.shape
+            ));
+        }
+        if let Some(b) = bias
+            && self.step().info(b)?.len != out
+        {
+            return wrong(format!(
+                "bias of {} values for {out} outputs",
+                self.step().info(b)?.len
+            ));
+        }
+        let size = |d: usize, input| {
+            ConvShape::out_size(input, o.kernel[d], o.stride[d], o.padding[d], o.dilation[d])
+        };
+        let (Some(oh), Some(ow)) = (size(0, h), size(1, w)) else {
+            return wrong(format!(
+                "kernel {:?} with {o:?} does not fit images of {h} x {w}",
+                o.kernel
+            ));
+        };
+        Ok(ConvShape {
+            images,
+            input: [h, w],
+            output: [oh, ow],
+            inp,
+            out,
+            kernel: o.kernel,
+            stride: o.stride,
+            padding: o.padding,
+            dilation: o.dilation,
+            groups: o.groups,
+        })
+    }
+}
+
+impl Recorded for Conv2d {
+    fn visit(&self, f: &mut dyn FnMut(Visit)) {
+        f(Visit::Output(self.out));
+        f(Visit::Input(self.x));
+        f(Visit::Param(self.weight));
+        self.bias.map(Visit::Param).into_iter().for_each(&mut *f);
+        f(Visit::Saved(self.x));
+        if self.act == Act::Relu {
+            f(Visit::Saved(self.out));
+        }
+    }
+
+    fn backward(&self, pass: &mut Pass<'_>, mut dy: Buf) -> Result<()> {
+        let (team, s) = (pass.team, &self.shape);
+        if self.act == Act::Relu {
+            elementwise::relu_backward(team, pass.value(self.out), dy.slice_mut());
+        }
+        // PyTorch's order within a convolution: weight, then bias; both before
+        // the input gradient, so that their reduction can start meanwhile.
+        let mut work = pass
+            .pool()
+            .get(conv::partials(s) * s.weight_len().max(s.out));
+        let x = pass.value(self.x);
+        let d = dy.slice();
+        pass.param(self.weight, |dw, mode| {
+            conv::weight_gradient(team, s, x, d, work.slice_mut(), dw, mode);
+        })?;
+        if let Some(b) = self.bias {
+            pass.param(b, |db, mode| {
+                conv::bias_gradient(team, s, d, work.slice_mut(), db, mode)
+            })?;
+        }
+        pass.pool().put(work);
+        if pass.wants(self.x) {
+            let mut dx = pass.pool().get(s.images * s.in_len());
+            let mut turned = pass.pool().get(s.weight_len());
+            let w = pass.params.get(self.weight);
+            conv::input_gradient(team, s, w, dy.slice(), turned.slice_mut(), dx.slice_mut());
+            pass.pool().put(turned);
+            pass.give(self.x, dx);
+        }
+        pass.pool().put(dy);
+        Ok(())
+    }
+}

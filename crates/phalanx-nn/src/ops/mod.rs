@@ -1,0 +1,30 @@
+//! Operations, one file each: shape checks, forward, what is saved, backward.
+//! `tape/README.md` has the table of what each one saves.
+
+pub(crate) mod add;
+pub(crate) mod conv2d;
+pub(crate) mod custom;
+pub(crate) mod dropout;
+pub(crate) mod flatten;
+pub(crate) mod linear;
+pub(crate) mod log_softmax;
+pub(crate) mod max_pool2d;
+pub(crate) mod mse;
+pub(crate) mod nll;
+pub(crate) mod relu;
+pub(crate) mod reshape;
+pub(crate) mod scale;
+
+pub use conv2d::Conv2dOptions;
+pub use max_pool2d::MaxPool2dOptions;
+
+/// A function fused to the end of a layer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Act {
+    /// Nothing.
+    #[default]
+    None,
+    /// max(0, x); its derivative at 0 is 0.
+    Relu,
+}

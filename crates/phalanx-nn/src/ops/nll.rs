@@ -1,0 +1,100 @@
+//! Negative log-likelihood of labels. Saves the labels.
+
+use crate::losses::IGNORE_LABEL;
+use crate::pool::Buf;
+use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tensor::Shape;
+use crate::{Error, Result, Tensor};
+
+pub(crate) struct Nll {
+    x: SlotId,
+    out: SlotId,
+    labels: (usize, usize),
+    classes: usize,
+    divisor: f32,
+}
+
+impl<'s> Tensor<'s> {
+    /// `sum(-x[row][label]) / divisor` over log-probabilities, classes last.
+    ///
+    /// `divisor` is the number of samples of the batch for PyTorch's mean; with
+    /// several ranks of unequal batches, whatever makes the ranks' sum right.
+    /// Rows labelled [`IGNORE_LABEL`] count for nothing.
+    ///
+    /// *Order*: rows in order, summed in f64, rounded once.
+    ///
+    /// # Errors
+    /// `Usage` when there is not one label per row or a label is no class.
+    pub fn nll_loss(self, labels: &[u32], divisor: f32) -> Result<Tensor<'s>> {
+        let (step, x, dims) = (self.step(), self.slot(), self.dims());
+        let Some((&classes, outer)) = dims.split_last() else {
+            return Err(Error::usage(
+                "a loss over classes needs a dimension of classes",
+            ));
+        };
+        let rows: usize = outer.iter().product();
+        if labels.len() != rows {
+            return Err(Error::usage(format!(
+                "{} labels for {rows} rows of shape {dims:?}",
+                labels.len()
+            )));
+        }
+        if let Some((row, label)) = labels
+            .iter()
+            .enumerate()
+            .find(|(_, l)| **l as usize >= classes && **l != IGNORE_LABEL)
+        {
+            return Err(Error::usage(format!(
+                "label {label} of row {row} is not below {classes}, the number of classes"
+            )));
+        }
+        let out = {
+            let mut st = step.state();
+            let sum: f64 = labels
+                .iter()
+                .zip(st.value(x).chunks_exact(classes.max(1)))
+                .filter(|(l, _)| **l != IGNORE_LABEL)
+                .map(|(&l, row)| -f64::from(row[l as usize]))
+                .sum();
+            let mut buf = st.pool.get(1);
+            // `+ 0.0`: an empty sum is -0 in Rust.
+            buf.slice_mut()[0] = ((sum + 0.0) / f64::from(divisor)) as f32;
+            let wants = st.wants_grad(x);
+            let out = st.add_output(Shape::new(&[])?, buf, wants);
+            if wants {
+                let labels = st.add_labels(labels);
+                st.record(Nll {
+                    x,
+                    out,
+                    labels,
+                    classes,
+                    divisor,
+                });
+            }
+            out
+        };
+        Ok(Tensor::new(step, out))
+    }
+}
+
+impl Recorded for Nll {
+    fn visit(&self, f: &mut dyn FnMut(Visit)) {
+        f(Visit::Output(self.out));
+        f(Visit::Input(self.x));
+    }
+
+    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
+        let numel = pass.shape(self.x).numel();
+        let g = -(dy.slice()[0] / self.divisor);
+        let mut dx = pass.pool().get_zeroed(numel);
+        let rows = dx.slice_mut().chunks_exact_mut(self.classes.max(1));
+        for (row, &l) in rows.zip(pass.labels(self.labels)) {
+            if l != IGNORE_LABEL {
+                row[l as usize] = g;
+            }
+        }
+        pass.pool().put(dy);
+        pass.give(self.x, dx);
+        Ok(())
+    }
+}

@@ -1,0 +1,138 @@
+//! Optimizers: one pass over flat parameter memory a step.
+//!
+//! [`Sgd`] equals PyTorch's single-tensor CPU path bit for bit, fused
+//! multiply-adds included. [`Adam`] does too, except that PyTorch takes its
+//! float32 square root from MKL, which is one unit low for 0.6 % of inputs;
+//! ours is correctly rounded.
+//!
+//! State lies in memory of the same layout as [`Params::flat`], so it can be
+//! hashed, saved and sharded like the parameters themselves.
+//!
+//! Results do not depend on the instruction set: a fused multiply-add is
+//! one rounding everywhere, and elements do not touch each other.
+
+mod adam;
+mod sgd;
+
+pub use adam::Adam;
+pub use sgd::Sgd;
+
+use crate::param::{GradView, ParamId, Params};
+use crate::{Error, Result};
+
+/// What every optimizer offers to a training loop and to a checkpoint.
+pub trait Optimizer {
+    /// Updates `params` from `grads`, in place.
+    ///
+    /// # Errors
+    ///
+    /// Usage: the settings are impossible, or `params` or `grads` have
+    /// another layout than the parameters the optimizer was made for. Nothing
+    /// was changed then.
+    fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()>;
+
+    /// The learning rate of the next step.
+    fn lr(&self) -> f64;
+
+    /// Sets the learning rate of the next step (schedules do).
+    fn set_lr(&mut self, lr: f64);
+
+    /// Steps taken so far.
+    fn steps(&self) -> u64;
+
+    /// State buffers by PyTorch's names, in a fixed order, each laid out like
+    /// [`Params::flat`]. A buffer that no step has written yet is absent.
+    fn state(&self) -> Vec<(&'static str, &[f32])>;
+
+    /// Puts saved state back: the number of steps taken and the buffers that
+    /// [`state`](Self::state) gave.
+    ///
+    /// # Errors
+    ///
+    /// Usage: a name that this optimizer with these settings does not have,
+    /// a missing one, or another length. Nothing was changed then.
+    fn restore(&mut self, steps: u64, state: &[(&str, &[f32])]) -> Result<()>;
+}
+
+/// Checks that parameters and gradients have the layout the state was sized
+/// for, so that the pass itself cannot fail half way.
+fn check_layout(elems: usize, params: &Params, grads: &dyn GradView) -> Result<()> {
+    if params.flat().len() != elems {
+        return Err(Error::usage(format!(
+            "optimizer was made for {elems} parameter elements, not {}; make a new one for these parameters",
+            params.flat().len()
+        )));
+    }
+    for (index, info) in params.infos().iter().enumerate() {
+        let got = grads.grad(ParamId(index as u32)).len();
+        if got != info.len {
+            return Err(Error::usage(format!(
+                "gradient of {} has {got} elements, the parameter {}",
+                info.name, info.len
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// The setting must be a finite number of at least zero.
+fn check_setting(name: &str, value: f64) -> Result<()> {
+    if value.is_finite() && value >= 0.0 {
+        return Ok(());
+    }
+    Err(Error::usage(format!(
+        "{name} is {value}; it must be a number of at least 0"
+    )))
+}
+
+/// Finds the saved buffer `name` of the right length among `state`.
+fn saved<'a>(state: &[(&str, &'a [f32])], name: &str, elems: usize) -> Result<&'a [f32]> {
+    let Some((_, values)) = state.iter().find(|(n, _)| *n == name) else {
+        return Err(Error::usage(format!("saved optimizer state lacks {name}")));
+    };
+    if values.len() != elems {
+        return Err(Error::usage(format!(
+            "saved optimizer state {name} has {} elements, expected {elems}",
+            values.len()
+        )));
+    }
+    Ok(values)
+}
+
+/// Refuses saved buffers with other names than `known`.
+fn only_known(state: &[(&str, &[f32])], known: &[&str]) -> Result<()> {
+    match state.iter().find(|(name, _)| !known.contains(name)) {
+        None => Ok(()),
+        Some((name, _)) => Err(Error::usage(format!(
+            "saved optimizer state {name} does not belong to this optimizer with these settings"
+        ))),
+    }
+}
+
+/// One pass of element-wise arithmetic over slices.
+trait Pass {
+    /// The loop. Implementations are `#[inline(always)]`, so that it is
+    /// compiled anew for the instruction set of its caller.
+    fn run(self);
+}
+
+/// Runs `pass`, compiled for AVX2 with fused multiply-add where the processor
+/// has them. Without, each `mul_add` is a call into the C library: the same
+/// bits, many times slower.
+fn run_fused(pass: impl Pass) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx2,fma")]
+        fn fused(pass: impl Pass) {
+            pass.run();
+        }
+        if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma")
+        {
+            // SAFETY: both features that `fused` is compiled with were
+            // detected on this processor just above.
+            unsafe { fused(pass) };
+            return;
+        }
+    }
+    pass.run();
+}

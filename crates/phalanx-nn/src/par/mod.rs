@@ -1,0 +1,146 @@
+//! The thread team: fixed chunks, any number of threads, the same bits.
+//!
+//! *Order*: work is cut into chunks by shape alone, never by the number of
+//! threads. Threads take chunks in any order; an output element belongs to one
+//! chunk, or its partial sums are folded in chunk order afterwards.
+
+mod scratch;
+
+pub(crate) use scratch::scratch;
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+/// How many threads compute. `Threads(1)` uses the calling thread only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Threads(pub usize);
+
+/// The threads of one tape.
+pub(crate) struct Team {
+    /// `None`: everything on the calling thread.
+    pool: Option<rayon::ThreadPool>,
+    threads: usize,
+}
+
+impl Team {
+    /// Starts the threads. If the system refuses them the team works alone:
+    /// the results are the same, only later.
+    pub(crate) fn new(threads: Threads) -> Self {
+        let pool = (threads.0 > 1)
+            .then(|| {
+                rayon::ThreadPoolBuilder::new()
+                    .num_threads(threads.0)
+                    .thread_name(|i| format!("phalanx-nn-{i}"))
+                    .build()
+                    .ok()
+            })
+            .flatten();
+        let threads = if pool.is_some() { threads.0 } else { 1 };
+        Team { pool, threads }
+    }
+
+    pub(crate) fn threads(&self) -> usize {
+        self.threads
+    }
+
+    /// Runs `f(0)`, …, `f(chunks - 1)`, each once, in any order.
+    pub(crate) fn run(&self, chunks: usize, f: impl Fn(usize) + Sync) {
+        match &self.pool {
+            Some(p) if chunks > 1 => {
+                let f = &f;
+                p.install(|| (0..chunks).into_par_iter().with_max_len(1).for_each(f));
+            }
+            _ => (0..chunks).for_each(f),
+        }
+    }
+
+    /// Cuts `data` into pieces of `piece` elements (the last may be shorter)
+    /// and runs `f(first element, piece)` on each.
+    pub(crate) fn split<T: Send + Sync>(
+        &self,
+        data: &mut [T],
+        piece: usize,
+        f: impl Fn(usize, &mut [T]) + Sync,
+    ) {
+        let len = data.len();
+        let piece = piece.max(1);
+        let shared = Disjoint::new(data);
+        self.run(len.div_ceil(piece), |i| {
+            let range = i * piece..((i + 1) * piece).min(len);
+            // SAFETY: chunk i alone touches this range.
+            f(range.start, unsafe { shared.range(range) });
+        });
+    }
+}
+
+/// Elements of one piece of an element-wise pass: 64 KiB.
+pub(crate) const PIECE: usize = 16 * 1024;
+
+/// A slice that chunks write to in ranges which do not overlap.
+pub(crate) struct Disjoint<'a, T> {
+    ptr: *mut T,
+    len: usize,
+    of: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: access goes through `range`, whose caller promises disjointness, so
+// sharing it between threads is like handing out `split_at_mut` parts.
+unsafe impl<T: Send> Sync for Disjoint<'_, T> {}
+
+impl<'a, T> Disjoint<'a, T> {
+    pub(crate) fn new(data: &'a mut [T]) -> Self {
+        Disjoint {
+            ptr: data.as_mut_ptr(),
+            len: data.len(),
+            of: PhantomData,
+        }
+    }
+
+    /// The elements of `range`.
+    ///
+    /// # Safety
+    /// No other live reference may overlap `range`.
+    #[allow(clippy::mut_from_ref)] // that is the type's purpose, see `# Safety`
+    pub(crate) unsafe fn range(&self, range: Range<usize>) -> &mut [T] {
+        assert!(range.start <= range.end && range.end <= self.len);
+        // SAFETY: inside the slice (checked), exclusive by the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.add(range.start), range.len()) }
+    }
+
+    /// Pointer to element `at`, for kernels that write strided blocks.
+    /// Dereferencing it needs the same promise as [`range`](Self::range).
+    pub(crate) fn pointer(&self, at: usize) -> *mut T {
+        assert!(at <= self.len);
+        self.ptr.wrapping_add(at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    #[test]
+    fn every_chunk_runs_once() {
+        for threads in [1, 2, 4] {
+            let team = Team::new(Threads(threads));
+            assert_eq!(team.threads(), threads);
+            for chunks in [0, 1, 2, 7, 100] {
+                let hits: Vec<AtomicU32> = (0..chunks).map(|_| AtomicU32::new(0)).collect();
+                team.run(chunks, |i| {
+                    hits[i].fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(hits.iter().all(|h| h.load(Ordering::Relaxed) == 1));
+            }
+            let mut v = vec![0usize; 103];
+            team.split(&mut v, 10, |first, part| {
+                for (i, x) in part.iter_mut().enumerate() {
+                    *x = first + i;
+                }
+            });
+            assert!(v.iter().enumerate().all(|(i, &x)| i == x));
+        }
+    }
+}

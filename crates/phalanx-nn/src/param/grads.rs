@@ -1,0 +1,120 @@
+//! Where gradients go: a local set of gradients, or somebody else's memory.
+
+use super::params::{ParamId, ParamInfo, Params};
+use crate::pool::AlignedBuf;
+
+/// What a [`GradSink`] may fail with.
+pub type SinkError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Receives gradients in memory of its own choosing.
+///
+/// *Order*: `ready` fires exactly once per parameter per backward pass, in true
+/// backward order, the moment that gradient is final; parameters that the loss
+/// does not depend on come first, filled with zeros.
+///
+/// An implementation must not touch tensors of the step that is running backward.
+pub trait GradSink {
+    /// Memory for this parameter's gradient, as long as the parameter. Asked
+    /// once per write: the first use of a pass overwrites it (whatever it
+    /// holds), later uses add to it.
+    fn slot(&mut self, param: ParamId) -> &mut [f32];
+
+    /// The gradient of `param` is final and will not be touched again.
+    ///
+    /// # Errors
+    /// Whatever stops the training step; backward ends with it at once.
+    fn ready(&mut self, param: ParamId) -> Result<(), SinkError>;
+
+    /// Whether the first write of this pass should add to what the slot holds
+    /// (a later micro-step of an accumulated gradient) instead of overwriting it.
+    fn accumulates(&self) -> bool {
+        false
+    }
+}
+
+/// Finished gradients, for an optimizer to read.
+pub trait GradView {
+    /// The gradient of one parameter, in the parameter's own memory order.
+    fn grad(&self, param: ParamId) -> &[f32];
+}
+
+/// Gradients of all parameters in one flat region laid out like the parameters'.
+#[derive(Clone)]
+pub struct Grads {
+    values: AlignedBuf,
+    infos: Vec<ParamInfo>,
+    accumulate: bool,
+}
+
+impl Grads {
+    /// Zeros, laid out like `params`.
+    pub fn like(params: &Params) -> Self {
+        Grads {
+            values: AlignedBuf::zeroed(params.flat().len()),
+            infos: params.infos().to_vec(),
+            accumulate: false,
+        }
+    }
+
+    /// The whole region, gaps (zeros) included.
+    pub fn flat(&self) -> &[f32] {
+        &self.values
+    }
+
+    /// The whole region for writing; gaps must stay zero.
+    pub fn flat_mut(&mut self) -> &mut [f32] {
+        &mut self.values
+    }
+
+    /// Sets every gradient to zero. Needed only before accumulating: a plain
+    /// backward pass overwrites.
+    pub fn zero(&mut self) {
+        self.values.fill(0.0);
+    }
+
+    /// Whether following backward passes add to the gradients (micro-steps)
+    /// instead of overwriting them.
+    pub fn set_accumulate(&mut self, on: bool) {
+        self.accumulate = on;
+    }
+
+    /// A copy of one gradient in PyTorch's row-major order.
+    pub fn export(&self, param: ParamId) -> Vec<f32> {
+        let info = &self.infos[param.index()];
+        let values = self.grad(param);
+        let mut out = vec![0.0; info.len];
+        info.layout
+            .for_each_index(&info.shape, |o, i| out[o] = values[i]);
+        out
+    }
+}
+
+impl GradSink for Grads {
+    fn slot(&mut self, param: ParamId) -> &mut [f32] {
+        let i = &self.infos[param.index()];
+        &mut self.values[i.offset..i.offset + i.len]
+    }
+
+    fn ready(&mut self, _: ParamId) -> Result<(), SinkError> {
+        Ok(())
+    }
+
+    fn accumulates(&self) -> bool {
+        self.accumulate
+    }
+}
+
+impl GradView for Grads {
+    fn grad(&self, param: ParamId) -> &[f32] {
+        let i = &self.infos[param.index()];
+        &self.values[i.offset..i.offset + i.len]
+    }
+}
+
+impl std::fmt::Debug for Grads {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Grads")
+            .field("parameters", &self.infos.len())
+            .finish()
+    }
+}

@@ -1,0 +1,42 @@
+//! How a parameter lies in memory compared with PyTorch's tensor of the same name.
+
+/// Memory order of a parameter inside the engine. PyTorch's order is seen only
+/// through [`Params::export`](crate::Params::export) and
+/// [`Params::import`](crate::Params::import).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Layout {
+    /// Row-major in PyTorch's shape.
+    Same,
+    /// PyTorch's `[out, in, kh, kw]`, kept as `(kh, kw, in, out)`.
+    Conv,
+}
+
+impl Layout {
+    /// Calls `f(outside, inside)` for every element: its index in PyTorch's
+    /// row-major order and its index in the engine's memory.
+    pub(crate) fn for_each_index(self, shape: &[usize], mut f: impl FnMut(usize, usize)) {
+        let len: usize = shape.iter().product();
+        match (self, shape) {
+            (Layout::Conv, &[out, inp, kh, kw]) => {
+                for o in 0..out {
+                    for i in 0..inp {
+                        for t in 0..kh * kw {
+                            f((o * inp + i) * kh * kw + t, (t * inp + i) * out + o);
+                        }
+                    }
+                }
+            }
+            // `Scope` admits the layout above only with four dimensions.
+            _ => (0..len).for_each(|i| f(i, i)),
+        }
+    }
+
+    /// Number of dimensions this layout needs, if it minds.
+    pub(crate) fn rank(self) -> Option<usize> {
+        match self {
+            Layout::Same => None,
+            Layout::Conv => Some(4),
+        }
+    }
+}

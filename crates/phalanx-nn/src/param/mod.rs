@@ -1,0 +1,12 @@
+//! Parameters: dotted names and PyTorch's shapes outside, one flat 64-byte
+//! aligned region inside.
+
+mod grads;
+mod layout;
+mod params;
+mod scope;
+
+pub use grads::{GradSink, GradView, Grads, SinkError};
+pub use layout::Layout;
+pub use params::{BufferId, ParamId, ParamInfo, Params};
+pub use scope::{Init, Scope, Seed};

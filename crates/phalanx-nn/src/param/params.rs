@@ -1,0 +1,210 @@
+//! The built parameters and buffers of a model.
+
+use super::layout::Layout;
+use crate::error::{Error, Result};
+use crate::pool::AlignedBuf;
+
+/// A parameter of one [`Params`], by registration order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ParamId(pub(crate) u32);
+
+impl ParamId {
+    /// Position in registration order, from 0; index into [`Params::infos`].
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// A buffer (running statistics and the like: state without a gradient).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BufferId(pub(crate) u32);
+
+impl BufferId {
+    /// Position in registration order, from 0; index into [`Params::buffer_infos`].
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// Name, shape and place of one parameter or buffer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ParamInfo {
+    /// PyTorch's dotted name, e.g. `conv1.weight`.
+    pub name: String,
+    /// PyTorch's shape. The order in memory is `layout`.
+    pub shape: Vec<usize>,
+    /// First element in the flat region; a multiple of 16 (64 bytes).
+    pub offset: usize,
+    /// Number of elements.
+    pub len: usize,
+    /// Memory order compared with PyTorch's.
+    pub layout: Layout,
+}
+
+/// Every parameter and buffer of a model, each kind in one flat region.
+///
+/// Each starts on a 64-byte boundary; the gaps between them hold zeros, so a
+/// hash, a broadcast or an optimizer may treat [`flat`](Params::flat) as one array.
+#[derive(Clone)]
+pub struct Params {
+    pub(crate) values: AlignedBuf,
+    pub(crate) infos: Vec<ParamInfo>,
+    pub(crate) buffer_values: AlignedBuf,
+    pub(crate) buffer_infos: Vec<ParamInfo>,
+}
+
+impl Params {
+    /// Number of parameters (tensors).
+    pub fn len(&self) -> usize {
+        self.infos.len()
+    }
+
+    /// Whether there is no parameter at all.
+    pub fn is_empty(&self) -> bool {
+        self.infos.is_empty()
+    }
+
+    /// Number of elements of all parameters, without the gaps.
+    pub fn numel(&self) -> usize {
+        self.infos.iter().map(|i| i.len).sum()
+    }
+
+    /// The whole region, gaps (zeros) included.
+    pub fn flat(&self) -> &[f32] {
+        &self.values
+    }
+
+    /// The whole region for writing. Whoever writes the gaps must write zeros.
+    pub fn flat_mut(&mut self) -> &mut [f32] {
+        &mut self.values
+    }
+
+    /// One parameter in the engine's memory order.
+    ///
+    /// # Panics
+    /// If `id` belongs to another, larger model.
+    pub fn get(&self, id: ParamId) -> &[f32] {
+        let i = &self.infos[id.index()];
+        &self.values[i.offset..i.offset + i.len]
+    }
+
+    /// One parameter for writing, in the engine's memory order.
+    ///
+    /// # Panics
+    /// If `id` belongs to another, larger model.
+    pub fn get_mut(&mut self, id: ParamId) -> &mut [f32] {
+        let i = &self.infos[id.index()];
+        &mut self.values[i.offset..i.offset + i.len]
+    }
+
+    /// Names, shapes and places in registration order.
+    pub fn infos(&self) -> &[ParamInfo] {
+        &self.infos
+    }
+
+    /// All ids in registration order.
+    pub fn ids(&self) -> impl ExactSizeIterator<Item = ParamId> + DoubleEndedIterator + use<> {
+        (0..self.infos.len() as u32).map(ParamId)
+    }
+
+    /// The parameter of that dotted name.
+    pub fn find(&self, name: &str) -> Option<ParamId> {
+        self.infos
+            .iter()
+            .position(|i| i.name == name)
+            .map(|i| ParamId(i as u32))
+    }
+
+    /// A copy of one parameter in PyTorch's row-major order.
+    pub fn export(&self, id: ParamId) -> Vec<f32> {
+        export(&self.infos[id.index()], self.get(id))
+    }
+
+    /// Sets one parameter from PyTorch's row-major order.
+    ///
+    /// # Errors
+    /// `Usage` when the number of values is not the parameter's.
+    pub fn import(&mut self, id: ParamId, values: &[f32]) -> Result<()> {
+        let info = self.infos[id.index()].clone();
+        import(&info, values, self.get_mut(id))
+    }
+
+    /// Names, shapes and places of the buffers in registration order.
+    pub fn buffer_infos(&self) -> &[ParamInfo] {
+        &self.buffer_infos
+    }
+
+    /// All buffers in registration order.
+    pub fn buffer_ids(&self) -> impl ExactSizeIterator<Item = BufferId> + use<> {
+        (0..self.buffer_infos.len() as u32).map(BufferId)
+    }
+
+    /// The buffer of that dotted name.
+    pub fn find_buffer(&self, name: &str) -> Option<BufferId> {
+        self.buffer_infos
+            .iter()
+            .position(|i| i.name == name)
+            .map(|i| BufferId(i as u32))
+    }
+
+    /// The region of all buffers, gaps (zeros) included.
+    pub fn buffers_flat(&self) -> &[f32] {
+        &self.buffer_values
+    }
+
+    /// The region of all buffers for writing; gaps must stay zero.
+    pub fn buffers_flat_mut(&mut self) -> &mut [f32] {
+        &mut self.buffer_values
+    }
+
+    /// One buffer.
+    ///
+    /// # Panics
+    /// If `id` belongs to another, larger model.
+    pub fn buffer(&self, id: BufferId) -> &[f32] {
+        let i = &self.buffer_infos[id.index()];
+        &self.buffer_values[i.offset..i.offset + i.len]
+    }
+
+    /// One buffer for writing.
+    ///
+    /// # Panics
+    /// If `id` belongs to another, larger model.
+    pub fn buffer_mut(&mut self, id: BufferId) -> &mut [f32] {
+        let i = &self.buffer_infos[id.index()];
+        &mut self.buffer_values[i.offset..i.offset + i.len]
+    }
+}
+
+impl std::fmt::Debug for Params {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Params")
+            .field("parameters", &self.len())
+            .field("elements", &self.numel())
+            .field("buffers", &self.buffer_infos.len())
+            .finish()
+    }
+}
+
+fn export(info: &ParamInfo, values: &[f32]) -> Vec<f32> {
+    let mut out = vec![0.0; info.len];
+    info.layout
+        .for_each_index(&info.shape, |o, i| out[o] = values[i]);
+    out
+}
+
+pub(super) fn import(info: &ParamInfo, from: &[f32], into: &mut [f32]) -> Result<()> {
+    if from.len() != info.len {
+        return Err(Error::usage(format!(
+            "parameter {} of shape {:?} has {} values, got {}",
+            info.name,
+            info.shape,
+            info.len,
+            from.len()
+        )));
+    }
+    info.layout
+        .for_each_index(&info.shape, |o, i| into[i] = from[o]);
+    Ok(())
+}

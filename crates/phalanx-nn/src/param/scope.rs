@@ -1,0 +1,307 @@
+//! Registration: layers name their parameters, then `build` allocates once.
+
+use std::cell::RefCell;
+use std::collections::HashSet;
+use std::rc::Rc;
+
+use super::layout::Layout;
+use super::params::{BufferId, ParamId, ParamInfo, Params, import};
+use crate::error::{Error, Result};
+use crate::pool::{AlignedBuf, round_up};
+use crate::rng::{init, torch::Generator};
+
+/// Seed of the initial weights; `Seed(n)` stands for `torch.manual_seed(n)`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seed(pub u64);
+
+/// How a parameter or buffer starts. Draws happen at registration, in PyTorch's
+/// memory order, so that a model built in PyTorch's order starts with PyTorch's bits.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Init {
+    /// Every element this value; draws nothing.
+    Constant(f32),
+    /// PyTorch's default for weights of linear and convolution layers:
+    /// uniform, Kaiming with a = sqrt 5, for this fan-in.
+    KaimingUniform {
+        /// Inputs of one output element.
+        fan_in: usize,
+    },
+    /// PyTorch's default for their biases: uniform within 1 / sqrt(fan-in).
+    FanInUniform {
+        /// Inputs of one output element.
+        fan_in: usize,
+    },
+    /// Uniform in [low, high).
+    Uniform {
+        /// Lower bound.
+        low: f64,
+        /// Upper bound.
+        high: f64,
+    },
+    /// Normal.
+    Normal {
+        /// Mean.
+        mean: f64,
+        /// Standard deviation.
+        std: f64,
+    },
+}
+
+/// Where a module registers its parameters: a name prefix over one shared list.
+///
+/// Mistakes (a name used twice, an impossible shape) are reported by
+/// [`build`](Scope::build), so that model constructors need no error handling.
+pub struct Scope {
+    prefix: String,
+    shared: Rc<RefCell<Registry>>,
+}
+
+struct Registry {
+    generator: Generator,
+    params: Section,
+    buffers: Section,
+    names: HashSet<String>,
+    first_mistake: Option<Error>,
+}
+
+/// Parameters or buffers so far: places, and values in PyTorch's order.
+#[derive(Default)]
+struct Section {
+    infos: Vec<ParamInfo>,
+    values: Vec<Vec<f32>>,
+    end: usize,
+}
+
+impl Section {
+    fn add(&mut self, name: String, shape: &[usize], layout: Layout, values: Vec<f32>) -> u32 {
+        let len = values.len();
+        self.infos.push(ParamInfo {
+            name,
+            shape: shape.to_vec(),
+            offset: self.end,
+            len,
+            layout,
+        });
+        self.values.push(values);
+        self.end += round_up(len);
+        self.infos.len() as u32 - 1
+    }
+
+    fn build(&self) -> Result<AlignedBuf> {
+        let mut flat = AlignedBuf::zeroed(self.end);
+        for (info, values) in self.infos.iter().zip(&self.values) {
+            import(info, values, &mut flat[info.offset..info.offset + info.len])?;
+        }
+        Ok(flat)
+    }
+}
+
+impl Scope {
+    /// An empty root. Initial values are those PyTorch draws after
+    /// `torch.manual_seed(seed)` when modules are constructed in the same order.
+    pub fn new(seed: Seed) -> Self {
+        Scope {
+            prefix: String::new(),
+            shared: Rc::new(RefCell::new(Registry {
+                generator: Generator::new(seed.0),
+                params: Section::default(),
+                buffers: Section::default(),
+                names: HashSet::new(),
+                first_mistake: None,
+            })),
+        }
+    }
+
+    /// A view that puts `name.` before everything registered through it.
+    pub fn enter(&mut self, name: &str) -> Scope {
+        Scope {
+            prefix: self.full(name),
+            shared: Rc::clone(&self.shared),
+        }
+    }
+
+    fn full(&self, name: &str) -> String {
+        if self.prefix.is_empty() {
+            name.to_owned()
+        } else {
+            format!("{}.{name}", self.prefix)
+        }
+    }
+
+    /// Registers a parameter of PyTorch's `shape`.
+    pub fn param(&mut self, name: &str, shape: &[usize], layout: Layout, init: Init) -> ParamId {
+        let (full, values) = self.admit(name, shape, layout, init);
+        ParamId(
+            self.shared
+                .borrow_mut()
+                .params
+                .add(full, shape, layout, values),
+        )
+    }
+
+    /// Registers a buffer filled with `value`.
+    pub fn buffer(&mut self, name: &str, shape: &[usize], value: f32) -> BufferId {
+        let (full, values) = self.admit(name, shape, Layout::Same, Init::Constant(value));
+        BufferId(
+            self.shared
+                .borrow_mut()
+                .buffers
+                .add(full, shape, Layout::Same, values),
+        )
+    }
+
+    fn admit(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        layout: Layout,
+        init: Init,
+    ) -> (String, Vec<f32>) {
+        let full = self.full(name);
+        let mut r = self.shared.borrow_mut();
+        let mistake = if name.is_empty() || name.starts_with('.') || name.ends_with('.') {
+            Some(format!("parameter name {full:?} has an empty part"))
+        } else if !r.names.insert(full.clone()) {
+            Some(format!("parameter name {full} is registered twice"))
+        } else if layout.rank().is_some_and(|n| n != shape.len()) {
+            Some(format!(
+                "parameter {full}: shape {shape:?} does not fit layout {layout:?}"
+            ))
+        } else {
+            None
+        };
+        let elems = shape
+            .iter()
+            .try_fold(1usize, |n, &d| n.checked_mul(d))
+            .filter(|&n| n <= isize::MAX as usize / 8);
+        let mistake = match (mistake, elems) {
+            (None, None) => Some(format!("parameter {full}: shape {shape:?} is too large")),
+            (m, _) => m,
+        };
+        if let Some(m) = mistake {
+            r.first_mistake.get_or_insert_with(|| Error::usage(m));
+            return (full, Vec::new());
+        }
+        let mut values = vec![0.0; elems.unwrap_or(0)];
+        init.fill(&mut r.generator, &mut values);
+        (full, values)
+    }
+
+    /// Lays everything out and hands over the parameters.
+    ///
+    /// # Errors
+    /// `Usage`: the first mistake made while registering.
+    pub fn build(self) -> Result<Params> {
+        let mut r = self.shared.borrow_mut();
+        if let Some(e) = r.first_mistake.take() {
+            return Err(e);
+        }
+        let params = std::mem::take(&mut r.params);
+        let buffers = std::mem::take(&mut r.buffers);
+        Ok(Params {
+            values: params.build()?,
+            infos: params.infos,
+            buffer_values: buffers.build()?,
+            buffer_infos: buffers.infos,
+        })
+    }
+}
+
+impl Init {
+    fn fill(self, generator: &mut Generator, values: &mut [f32]) {
+        match self {
+            Init::Constant(v) => values.fill(v),
+            Init::KaimingUniform { fan_in } => init::fill_weight(generator, values, fan_in),
+            Init::FanInUniform { fan_in } => init::fill_bias(generator, values, fan_in),
+            Init::Uniform { low, high } => generator.fill_uniform_f32(values, low, high),
+            Init::Normal { mean, std } => generator.fill_normal_f32(values, mean, std),
+        }
+    }
+}
+
+impl std::fmt::Debug for Scope {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Scope")
+            .field("prefix", &self.prefix)
+            .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn two() -> Params {
+        let mut s = Scope::new(Seed(3));
+        let mut a = s.enter("a");
+        a.param(
+            "weight",
+            &[2, 3, 1, 2],
+            Layout::Conv,
+            Init::KaimingUniform { fan_in: 6 },
+        );
+        a.param("bias", &[2], Layout::Same, Init::FanInUniform { fan_in: 6 });
+        a.buffer("mean", &[2], 1.0);
+        s.build().unwrap()
+    }
+
+    #[test]
+    fn names_places_and_gaps() {
+        let p = two();
+        let w = p.find("a.weight").unwrap();
+        let b = p.find("a.bias").unwrap();
+        assert_eq!((w.index(), b.index(), p.len(), p.numel()), (0, 1, 2, 14));
+        assert_eq!(p.infos()[1].offset, 16);
+        assert_eq!(p.flat().len(), 32);
+        assert!(
+            p.flat()[12..16]
+                .iter()
+                .chain(&p.flat()[18..])
+                .all(|&v| v == 0.0)
+        );
+        assert!(p.get(w).iter().all(|&v| v != 0.0));
+        assert_eq!(p.buffer(p.find_buffer("a.mean").unwrap()), [1.0, 1.0]);
+        assert!(p.find("a.mean").is_none());
+    }
+
+    #[test]
+    fn draws_follow_pytorchs_order_and_export_gives_them_back() {
+        let p = two();
+        let mut want = vec![0.0; 12];
+        init::fill_weight(&mut Generator::new(3), &mut want, 6);
+        assert_eq!(p.export(ParamId(0)), want);
+        // (kh, kw, in, out) inside: element [out 1, in 2, 0, kw 1].
+        assert_eq!(p.get(ParamId(0))[(3 + 2) * 2 + 1], want[(3 + 2) * 2 + 1]);
+        assert_ne!(p.get(ParamId(0)), want);
+        let mut q = two();
+        q.flat_mut().fill(0.0);
+        q.import(ParamId(0), &want).unwrap();
+        assert_eq!(q.get(ParamId(0)), p.get(ParamId(0)));
+        assert!(
+            q.import(ParamId(1), &want)
+                .unwrap_err()
+                .to_string()
+                .contains("a.bias")
+        );
+    }
+
+    #[test]
+    fn mistakes_surface_in_build() {
+        let mut s = Scope::new(Seed(0));
+        s.param("x", &[1], Layout::Same, Init::Constant(0.0));
+        s.param("x", &[1], Layout::Same, Init::Constant(0.0));
+        assert!(
+            s.build()
+                .unwrap_err()
+                .to_string()
+                .contains("x is registered twice")
+        );
+        let mut s = Scope::new(Seed(0));
+        s.param("w", &[1, 2, 3], Layout::Conv, Init::Constant(0.0));
+        assert!(s.build().unwrap_err().to_string().contains("does not fit"));
+        let mut s = Scope::new(Seed(0));
+        s.param("w", &[usize::MAX, 2], Layout::Same, Init::Constant(0.0));
+        assert!(s.build().unwrap_err().to_string().contains("too large"));
+    }
+}

@@ -1,0 +1,223 @@
+//! A caching pool: buffers go back to a free list of their size class and come
+//! out again, so that from the second training step on nothing is allocated.
+//!
+//! There are four size classes per power of two (at most a quarter is wasted).
+//! Starts are staggered by a cache line from buffer to buffer: arrays that are
+//! walked together must not lie a multiple of 4 KiB apart.
+
+use std::ptr::NonNull;
+
+use super::aligned::{ALIGN_ELEMS, AlignedBuf};
+
+/// A buffer handed out by a [`Pool`]. Not `Clone`, no `Drop`: the tape gives it
+/// back with [`Pool::put`]. Its contents are whatever the last user left.
+///
+/// The memory lives until the pool is dropped; the tape owns both, and never
+/// lets a reference outlive its borrow of the step.
+pub(crate) struct Buf {
+    ptr: NonNull<f32>,
+    len: usize,
+    class: u32,
+    slab: u32,
+}
+
+// SAFETY: a `Buf` is the only access to its memory, like a `Box<[f32]>`.
+unsafe impl Send for Buf {}
+
+impl Buf {
+    pub(crate) fn slice(&self) -> &[f32] {
+        // SAFETY: `ptr` is valid for `len` initialised elements of a slab that
+        // outlives every `Buf` (see the type), and nobody else has this buffer.
+        unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
+    }
+
+    pub(crate) fn slice_mut(&mut self) -> &mut [f32] {
+        // SAFETY: as in `slice`; `&mut self` makes it exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }
+    }
+
+    /// The first `len` bytes of the memory, for small integers.
+    pub(crate) fn bytes_mut(&mut self, len: usize) -> &mut [u8] {
+        assert!(len <= self.len * size_of::<f32>());
+        // SAFETY: as in `slice_mut`; any bytes make valid `f32`s and back.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().cast(), len) }
+    }
+}
+
+/// One allocation of the system, reused for buffers of one class.
+struct Slab {
+    memory: AlignedBuf,
+    /// First element handed out: the stagger.
+    start: usize,
+    class: usize,
+}
+
+/// The pool of one tape.
+#[derive(Default)]
+pub(crate) struct Pool {
+    slabs: Vec<Slab>,
+    /// Free slabs by class.
+    free: Vec<Vec<u32>>,
+    allocations: u64,
+    bytes: u64,
+    /// Overwrite buffers when they come back, to show up anything that still
+    /// reads them. For tests.
+    poison: bool,
+}
+
+impl Pool {
+    /// A buffer of exactly `len` elements with arbitrary contents.
+    pub(crate) fn get(&mut self, len: usize) -> Buf {
+        let class = class_of(len);
+        if self.free.len() <= class {
+            self.free.resize_with(class + 1, Vec::new);
+        }
+        let slab = match self.free[class].pop() {
+            Some(s) => s,
+            None => self.allocate(class),
+        };
+        let s = &mut self.slabs[slab as usize];
+        let start = s.start;
+        // SAFETY: the slab holds the class's size plus the stagger, so `start`
+        // is inside it.
+        let ptr = unsafe { s.memory.as_mut_ptr().add(start) };
+        // SAFETY: derived from the slab's non-null pointer.
+        let ptr = unsafe { NonNull::new_unchecked(ptr) };
+        Buf {
+            ptr,
+            len,
+            class: class as u32,
+            slab,
+        }
+    }
+
+    /// A buffer of zeros.
+    pub(crate) fn get_zeroed(&mut self, len: usize) -> Buf {
+        let mut b = self.get(len);
+        b.slice_mut().fill(0.0);
+        b
+    }
+
+    fn allocate(&mut self, class: usize) -> u32 {
+        let start = self.slabs.len() % 16 * ALIGN_ELEMS;
+        let memory = AlignedBuf::zeroed(size_of_class(class) + start);
+        self.allocations += 1;
+        self.bytes += (memory.len() * size_of::<f32>()) as u64;
+        self.slabs.push(Slab {
+            memory,
+            start,
+            class,
+        });
+        self.slabs.len() as u32 - 1
+    }
+
+    /// Takes a buffer back.
+    pub(crate) fn put(&mut self, mut buf: Buf) {
+        if self.poison {
+            buf.slice_mut().fill(f32::NAN);
+        }
+        self.free[buf.class as usize].push(buf.slab);
+    }
+
+    /// Takes back everything, also buffers that were lost on an error path
+    /// (a dropped `Buf` cannot be used any more). The caller holds none.
+    pub(crate) fn reclaim(&mut self) {
+        if self.in_use() == 0 {
+            return;
+        }
+        self.free.iter_mut().for_each(Vec::clear);
+        for (i, s) in self.slabs.iter().enumerate() {
+            self.free[s.class].push(i as u32);
+        }
+    }
+
+    /// System allocations so far.
+    pub(crate) fn allocations(&self) -> u64 {
+        self.allocations
+    }
+
+    /// Bytes held from the system.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Buffers that are out.
+    pub(crate) fn in_use(&self) -> usize {
+        self.slabs.len() - self.free.iter().map(Vec::len).sum::<usize>()
+    }
+
+    pub(crate) fn set_poison(&mut self, on: bool) {
+        self.poison = on;
+    }
+}
+
+/// Smallest class, in elements.
+const SMALLEST: usize = 256;
+
+/// Class of a length: 4 per power of two from [`SMALLEST`] up.
+fn class_of(len: usize) -> usize {
+    if len <= SMALLEST {
+        return 0;
+    }
+    let units = (len - 1) / SMALLEST; // >= 1
+    let power = units.ilog2() as usize;
+    // Position within the power of two, in quarters (rounded up by `len - 1`).
+    let quarter = ((len - 1) * 4 / (SMALLEST << power)) - 4;
+    power * 4 + quarter + 1
+}
+
+/// Elements of a class: the largest length that `class_of` puts there.
+fn size_of_class(class: usize) -> usize {
+    if class == 0 {
+        return SMALLEST;
+    }
+    let (power, quarter) = ((class - 1) / 4, (class - 1) % 4);
+    (SMALLEST << power) / 4 * (5 + quarter)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn classes_fit_tightly() {
+        let mut last = 0;
+        for len in 0..20_000 {
+            let c = class_of(len);
+            assert!(c == last || c == last + 1, "{len}");
+            last = c;
+            let size = size_of_class(c);
+            assert!(
+                size >= len && (c == 0 || size * 4 <= len * 5 + 4),
+                "{len} {size}"
+            );
+            assert!(c == 0 || size_of_class(c - 1) < len);
+        }
+    }
+
+    #[test]
+    fn buffers_are_reused_and_counted() {
+        let mut p = Pool::default();
+        let a = p.get(1000);
+        let at = a.slice().as_ptr();
+        assert_eq!(at as usize % 64, 0);
+        assert_eq!((p.allocations(), p.in_use()), (1, 1));
+        p.put(a);
+        let b = p.get(1020);
+        assert_eq!(b.slice().as_ptr(), at);
+        assert_eq!(b.slice().len(), 1020);
+        let c = p.get_zeroed(1000);
+        assert_eq!(p.allocations(), 2);
+        assert_ne!(
+            c.slice().as_ptr() as usize % 4096,
+            b.slice().as_ptr() as usize % 4096
+        );
+        p.put(b);
+        p.put(c);
+        assert_eq!(p.in_use(), 0);
+        p.set_poison(true);
+        let z = p.get(0);
+        assert!(z.slice().is_empty());
+        p.put(z);
+    }
+}

@@ -1,0 +1,13 @@
+//! Random numbers, two kinds for two purposes.
+//!
+//! * [`philox`]: counter-based. The value belongs to *(key, counter)*, not to
+//!   a place in a stream, so a sample's dropout mask or a drawn image is the
+//!   same whichever rank, thread or resume asks for it.
+//! * [`torch`]: PyTorch's CPU generator bit for bit, for everything that is
+//!   laid beside PyTorch: the order of the data and the initial weights
+//!   ([`init`]).
+
+pub mod init;
+mod mt19937;
+pub mod philox;
+pub mod torch;

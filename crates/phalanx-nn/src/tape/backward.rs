@@ -1,0 +1,218 @@
+//! The backward walk.
+
+use super::node::{Recorded, Visit};
+use super::state::{SlotId, State};
+use crate::error::{Error, Result};
+use crate::kernels::{Mode, elementwise};
+use crate::par::Team;
+use crate::param::{GradSink, ParamId, Params};
+use crate::pool::{Buf, Pool};
+use crate::tensor::Shape;
+
+/// What a node's backward works with.
+pub(crate) struct Pass<'p> {
+    pub(crate) team: &'p Team,
+    pub(crate) params: &'p Params,
+    state: &'p mut State,
+    sink: &'p mut dyn GradSink,
+    accumulates: bool,
+}
+
+impl Pass<'_> {
+    pub(crate) fn pool(&mut self) -> &mut Pool {
+        &mut self.state.pool
+    }
+
+    pub(crate) fn shape(&self, id: SlotId) -> Shape {
+        self.state.shape(id)
+    }
+
+    /// A value that the current node has saved.
+    pub(crate) fn value<'v>(&self, id: SlotId) -> &'v [f32] {
+        let v = self.state.value(id);
+        // SAFETY: the node's save count keeps the slot's memory from being
+        // given back, moved or written until the node has been processed
+        // (`run` lowers it afterwards), and no node keeps what it reads here.
+        unsafe { std::slice::from_raw_parts(v.as_ptr(), v.len()) }
+    }
+
+    /// The same for memory that holds bytes.
+    pub(crate) fn bytes<'v>(&self, id: SlotId, len: usize) -> &'v [u8] {
+        let v = self.value(id);
+        assert!(len <= size_of_val(v));
+        // SAFETY: as in `value`; every byte of an `f32` is an initialised byte.
+        unsafe { std::slice::from_raw_parts(v.as_ptr().cast(), len) }
+    }
+
+    pub(crate) fn labels(&self, range: (usize, usize)) -> &[u32] {
+        self.state.labels(range)
+    }
+
+    pub(crate) fn samples(&self, rows: usize) -> &[u64] {
+        self.state.samples(rows)
+    }
+
+    /// Whether a gradient of this slot is of use to anybody.
+    pub(crate) fn wants(&self, id: SlotId) -> bool {
+        self.state.wants_grad(id)
+    }
+
+    /// Lets `write` put one use's gradient of `param` into the sink's memory,
+    /// and reports the parameter when this was its last use.
+    pub(crate) fn param(
+        &mut self,
+        param: ParamId,
+        write: impl FnOnce(&mut [f32], Mode),
+    ) -> Result<()> {
+        let i = param.index();
+        let first = !std::mem::replace(&mut self.state.written[i], true);
+        let mode = if first && !self.accumulates {
+            Mode::Write
+        } else {
+            Mode::Add
+        };
+        write(slot_of(self.sink, self.params, param)?, mode);
+        self.state.uses[i] -= 1;
+        if self.state.uses[i] == 0 {
+            report(self.sink, self.params, param)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Adds `grad` to the gradient of a slot.
+    pub(crate) fn give(&mut self, id: SlotId, grad: Buf) {
+        let slot = &mut self.state.slots[id.index()];
+        if !slot.wants_grad {
+            self.state.pool.put(grad);
+        } else if let Some(sum) = &mut slot.grad {
+            elementwise::add(self.team, sum.slice_mut(), grad.slice());
+            self.state.pool.put(grad);
+        } else {
+            slot.grad = Some(grad);
+        }
+    }
+}
+
+fn slot_of<'s>(
+    sink: &'s mut dyn GradSink,
+    params: &Params,
+    param: ParamId,
+) -> Result<&'s mut [f32]> {
+    let info = &params.infos()[param.index()];
+    let slot = sink.slot(param);
+    if slot.len() == info.len {
+        return Ok(slot);
+    }
+    Err(Error::usage(format!(
+        "the gradient sink gave {} elements for {}, which has {}",
+        slot.len(),
+        info.name,
+        info.len
+    )))
+}
+
+fn report(sink: &mut dyn GradSink, params: &Params, param: ParamId) -> Result<()> {
+    sink.ready(param).map_err(|e| {
+        let name = &params.infos()[param.index()].name;
+        Error::sink(format!("the gradient of {name} was not accepted: {e}"), e)
+    })
+}
+
+/// Walks the recorded nodes from `loss` with the given gradient of it.
+pub(super) fn run(
+    state: &mut State,
+    team: &Team,
+    params: &Params,
+    loss: SlotId,
+    gradient: &[f32],
+    sink: &mut dyn GradSink,
+) -> Result<()> {
+    check(state, loss, gradient)?;
+    state.walked = true;
+    let mut nodes = std::mem::take(&mut state.nodes);
+
+    state.reached.clear();
+    state.reached.resize(state.slots.len(), false);
+    state.reached[loss.index()] = true;
+    state.uses.clear();
+    state.uses.resize(params.len(), 0);
+    state.written.clear();
+    state.written.resize(params.len(), false);
+    for node in nodes.iter().rev() {
+        let mut on = false;
+        node.visit(&mut |v| match v {
+            Visit::Output(s) => on = state.reached[s.index()],
+            Visit::Input(s) if on => state.reached[s.index()] = true,
+            Visit::Param(p) if on => state.uses[p.index()] += 1,
+            _ => {}
+        });
+    }
+
+    let mut seed = state.pool.get(gradient.len());
+    seed.slice_mut().copy_from_slice(gradient);
+    state.slots[loss.index()].grad = Some(seed);
+
+    let accumulates = sink.accumulates();
+    for id in params.ids().filter(|id| state.uses[id.index()] == 0) {
+        if !accumulates {
+            slot_of(sink, params, id)?.fill(0.0);
+        }
+        report(sink, params, id)?;
+    }
+
+    let mut pass = Pass {
+        team,
+        params,
+        state,
+        sink,
+        accumulates,
+    };
+    while let Some(node) = nodes.pop() {
+        let mut out = None;
+        node.visit(&mut |v| {
+            if let Visit::Output(s) = v {
+                out = Some(s);
+            }
+        });
+        let slot = out.ok_or_else(|| Error::internal("a recorded node has no output"))?;
+        if pass.state.reached[slot.index()] {
+            let grad = pass.state.slots[slot.index()].grad.take();
+            let grad = grad.ok_or_else(|| Error::internal("a gradient is missing in backward"))?;
+            node.backward(&mut pass, grad)?;
+        }
+        node.visit(&mut |v| {
+            if let Visit::Saved(s) = v {
+                pass.state.unsave(s);
+            }
+        });
+    }
+    state.nodes = nodes; // empty; keeps its capacity
+    Ok(())
+}
+
+fn check(state: &State, loss: SlotId, gradient: &[f32]) -> Result<()> {
+    if state.walked {
+        return Err(Error::usage(
+            "this step already ran its backward pass; start a new step",
+        ));
+    }
+    if !state.training {
+        return Err(Error::usage(
+            "an inference step records nothing and has no backward pass",
+        ));
+    }
+    let numel = state.shape(loss).numel();
+    if numel != gradient.len() {
+        return Err(Error::usage(format!(
+            "backward got a gradient of {} elements for a tensor of {numel}",
+            gradient.len()
+        )));
+    }
+    if !state.wants_grad(loss) {
+        return Err(Error::usage(
+            "this tensor depends on no parameter and no variable",
+        ));
+    }
+    Ok(())
+}

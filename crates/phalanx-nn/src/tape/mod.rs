@@ -1,0 +1,185 @@
+//! The tape: recording a step and walking it backwards. `README.md` beside
+//! this file has the states of a slot.
+
+mod backward;
+mod key;
+mod node;
+mod state;
+
+pub(crate) use backward::Pass;
+pub use key::StepKey;
+pub(crate) use node::{Recorded, Visit};
+pub(crate) use state::{SlotId, State};
+
+use std::cell::{RefCell, RefMut};
+
+use crate::error::{Error, Result};
+use crate::par::{Team, Threads};
+use crate::param::{GradSink, ParamId, ParamInfo, Params};
+use crate::tensor::{Shape, Tensor};
+
+/// Memory and threads of one training loop. Made once, used for every step.
+pub struct Tape {
+    team: Team,
+    state: RefCell<State>,
+}
+
+impl Tape {
+    /// A tape whose operations run on `threads` threads. Results do not depend
+    /// on the number; should the system refuse threads, one is used.
+    pub fn new(threads: Threads) -> Self {
+        Tape {
+            team: Team::new(threads),
+            state: RefCell::default(),
+        }
+    }
+
+    /// Starts a training step: operations are recorded, dropout drops.
+    pub fn step<'a>(&'a mut self, params: &'a Params, key: StepKey<'_>) -> Step<'a> {
+        self.start(params, key, true)
+    }
+
+    /// Starts an evaluation: nothing is recorded, dropout does nothing, and
+    /// memory returns to the pool as handles drop.
+    pub fn inference<'a>(&'a mut self, params: &'a Params) -> Step<'a> {
+        self.start(params, StepKey::new(0, 0), false)
+    }
+
+    fn start<'a>(&'a mut self, params: &'a Params, key: StepKey<'_>, training: bool) -> Step<'a> {
+        self.state.get_mut().start(&key, training);
+        Step { tape: self, params }
+    }
+
+    /// Allocations that the pool has asked of the system so far. Stands still
+    /// once every shape of the loop has been seen.
+    pub fn allocations(&self) -> u64 {
+        self.state.borrow().pool.allocations()
+    }
+
+    /// Bytes that the pool holds.
+    pub fn pool_bytes(&self) -> u64 {
+        self.state.borrow().pool.bytes()
+    }
+
+    /// Threads that compute.
+    pub fn threads(&self) -> usize {
+        self.team.threads()
+    }
+
+    /// Fills buffers with NaN when they return to the pool, so that reading
+    /// one afterwards shows. For tests.
+    pub fn poison(&mut self, on: bool) {
+        self.state.get_mut().pool.set_poison(on);
+    }
+}
+
+impl std::fmt::Debug for Tape {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tape")
+            .field("threads", &self.threads())
+            .finish()
+    }
+}
+
+/// One step in progress. It borrows the parameters: they cannot change before
+/// it ends. Dropping it returns all memory to the pool.
+pub struct Step<'a> {
+    tape: &'a Tape,
+    params: &'a Params,
+}
+
+impl<'a> Step<'a> {
+    /// A network input: a copy of `data`, of `shape` (images: N, H, W, C). It
+    /// gets no gradient.
+    ///
+    /// # Errors
+    /// `Usage` when data and shape disagree.
+    pub fn input<'s>(&'s self, data: &[f32], shape: &[usize]) -> Result<Tensor<'s>> {
+        self.leaf(data, shape, false)
+    }
+
+    /// An input whose own gradient is wanted: [`Tensor::grad`] of a shared
+    /// handle gives it after the backward pass.
+    ///
+    /// # Errors
+    /// `Usage` when data and shape disagree.
+    pub fn variable<'s>(&'s self, data: &[f32], shape: &[usize]) -> Result<Tensor<'s>> {
+        self.leaf(data, shape, true)
+    }
+
+    fn leaf<'s>(&'s self, data: &[f32], shape: &[usize], wants_grad: bool) -> Result<Tensor<'s>> {
+        let shape = Shape::new(shape)?;
+        if shape.numel() != data.len() {
+            return Err(Error::usage(format!(
+                "input of shape {shape:?} needs {} values, got {}",
+                shape.numel(),
+                data.len()
+            )));
+        }
+        let slot = {
+            let mut st = self.state();
+            let mut buf = st.pool.get(data.len());
+            buf.slice_mut().copy_from_slice(data);
+            st.add_leaf(shape, buf, wants_grad)
+        };
+        Ok(Tensor::new(self, slot))
+    }
+
+    /// Whether this step trains (records, drops out) rather than evaluates.
+    pub fn training(&self) -> bool {
+        self.state().training
+    }
+
+    /// The parameters of this step.
+    pub fn params(&self) -> &'a Params {
+        self.params
+    }
+
+    pub(crate) fn team(&self) -> &'a Team {
+        &self.tape.team
+    }
+
+    /// Not to be held across a call that makes or drops a tensor.
+    pub(crate) fn state(&self) -> RefMut<'a, State> {
+        self.tape.state.borrow_mut()
+    }
+
+    /// Place and shape of a parameter of this step's model.
+    pub(crate) fn info(&self, id: ParamId) -> Result<&'a ParamInfo> {
+        self.params.infos().get(id.index()).ok_or_else(|| {
+            Error::usage(format!(
+                "parameter number {} is not one of this step's {}: the layer belongs to another model",
+                id.index(),
+                self.params.len()
+            ))
+        })
+    }
+
+    pub(crate) fn backward(
+        &self,
+        slot: SlotId,
+        gradient: &[f32],
+        sink: &mut dyn GradSink,
+    ) -> Result<()> {
+        backward::run(
+            &mut self.state(),
+            self.team(),
+            self.params,
+            slot,
+            gradient,
+            sink,
+        )
+    }
+}
+
+impl Drop for Step<'_> {
+    fn drop(&mut self) {
+        self.state().finish();
+    }
+}
+
+impl std::fmt::Debug for Step<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Step").finish_non_exhaustive()
+    }
+}

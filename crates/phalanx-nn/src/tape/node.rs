@@ -1,0 +1,67 @@
+//! Recorded operations: an enum in a vector whose capacity is kept, so that
+//! recording allocates nothing.
+
+use super::backward::Pass;
+use super::state::SlotId;
+use crate::error::Result;
+use crate::ops;
+use crate::param::ParamId;
+use crate::pool::Buf;
+
+/// What a node names.
+pub(crate) enum Visit {
+    /// Its output slot.
+    Output(SlotId),
+    /// A slot it read, which may want a gradient.
+    Input(SlotId),
+    /// A slot whose value its backward will read.
+    Saved(SlotId),
+    /// A parameter whose gradient it contributes to, once.
+    Param(ParamId),
+}
+
+/// One recorded operation.
+pub(crate) trait Recorded {
+    /// Names everything the node refers to; the output comes first.
+    fn visit(&self, f: &mut dyn FnMut(Visit));
+
+    /// Turns the gradient of the output into gradients of parameters and
+    /// inputs. `dy` may be overwritten and passed on.
+    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()>;
+}
+
+macro_rules! nodes {
+    ($($name:ident($ty:ty)),* $(,)?) => {
+        /// All kinds of recorded operations.
+        pub(crate) enum Node { $($name($ty)),* }
+
+        $(impl From<$ty> for Node {
+            fn from(n: $ty) -> Node { Node::$name(n) }
+        })*
+
+        impl Recorded for Node {
+            fn visit(&self, f: &mut dyn FnMut(Visit)) {
+                match self { $(Node::$name(n) => n.visit(f)),* }
+            }
+            fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
+                match self { $(Node::$name(n) => n.backward(pass, dy)),* }
+            }
+        }
+    };
+}
+
+nodes! {
+    Add(ops::add::Add),
+    Conv2d(ops::conv2d::Conv2d),
+    Custom(ops::custom::Custom),
+    Dropout(ops::dropout::Dropout),
+    Flatten(ops::flatten::Flatten),
+    Linear(ops::linear::Linear),
+    LogSoftmax(ops::log_softmax::LogSoftmax),
+    MaxPool2d(ops::max_pool2d::MaxPool2d),
+    Mse(ops::mse::Mse),
+    Nll(ops::nll::Nll),
+    Relu(ops::relu::Relu),
+    Reshape(ops::reshape::Reshape),
+    Scale(ops::scale::Scale),
+}

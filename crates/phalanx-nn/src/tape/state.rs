@@ -1,0 +1,222 @@
+//! Slots and recorded nodes of the current step.
+
+use super::key::StepKey;
+use super::node::{Node, Recorded};
+use crate::error::{Error, Result};
+use crate::kernels::dropout::MaskKey;
+use crate::pool::{Buf, Pool};
+use crate::tensor::Shape;
+
+/// A value of the current step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SlotId(u32);
+
+impl SlotId {
+    pub(crate) fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+pub(super) struct Slot {
+    pub(super) shape: Shape,
+    pub(super) buf: Option<Buf>,
+    pub(super) grad: Option<Buf>,
+    pub(super) handles: u32,
+    pub(super) saved: u32,
+    /// Depends on a parameter or a variable.
+    pub(super) wants_grad: bool,
+    /// Its gradient is kept for the user.
+    pub(super) keep_grad: bool,
+}
+
+/// Everything of a tape but its threads. Vectors keep their capacity.
+#[derive(Default)]
+pub(crate) struct State {
+    pub(crate) pool: Pool,
+    pub(super) slots: Vec<Slot>,
+    pub(super) nodes: Vec<Node>,
+    pub(super) walked: bool,
+    pub(crate) training: bool,
+    key: Option<MaskKey>,
+    samples: Vec<u64>,
+    numbered: bool,
+    random_ops: u32,
+    /// Labels of the losses, end to end.
+    labels: Vec<u32>,
+    pub(super) reached: Vec<bool>,
+    pub(super) uses: Vec<u32>,
+    pub(super) written: Vec<bool>,
+}
+
+impl State {
+    pub(super) fn start(&mut self, key: &StepKey<'_>, training: bool) {
+        // A step that was leaked (`mem::forget`) has not cleaned up.
+        self.finish();
+        self.training = training;
+        self.walked = false;
+        self.random_ops = 0;
+        // The high half of the seed is folded in so that seeds below 2^32 give
+        // the plain key (seed, operation).
+        self.key = Some(MaskKey {
+            key: [key.seed as u32, ((key.seed >> 32) as u32).rotate_left(16)],
+            epoch: key.epoch as u32,
+            step: key.step as u32,
+        });
+        self.samples.extend_from_slice(key.samples);
+        self.numbered = key.samples.is_empty();
+    }
+
+    pub(super) fn finish(&mut self) {
+        for slot in self.slots.drain(..) {
+            slot.buf
+                .into_iter()
+                .chain(slot.grad)
+                .for_each(|b| self.pool.put(b));
+        }
+        self.nodes.clear();
+        self.labels.clear();
+        self.samples.clear();
+        self.pool.reclaim();
+    }
+
+    /// Key of the next random operation, and the ids of its samples.
+    pub(crate) fn next_mask(&mut self, rows: usize) -> Result<MaskKey> {
+        if self.numbered {
+            self.samples.clear();
+            self.samples.extend(0..rows as u64);
+        } else if self.samples.len() != rows {
+            return Err(Error::usage(format!(
+                "the step's key names {} samples, but dropout meets {rows} rows",
+                self.samples.len()
+            )));
+        }
+        let base = self
+            .key
+            .ok_or_else(|| Error::internal("no step has been started"))?;
+        let key = MaskKey {
+            key: [base.key[0], base.key[1] ^ self.random_ops],
+            ..base
+        };
+        self.random_ops += 1;
+        Ok(key)
+    }
+
+    /// Ids of the first `rows` samples (or their places in the batch).
+    pub(crate) fn samples(&self, rows: usize) -> &[u64] {
+        &self.samples[..rows]
+    }
+
+    pub(crate) fn add_labels(&mut self, labels: &[u32]) -> (usize, usize) {
+        let first = self.labels.len();
+        self.labels.extend_from_slice(labels);
+        (first, labels.len())
+    }
+
+    pub(crate) fn labels(&self, (first, len): (usize, usize)) -> &[u32] {
+        &self.labels[first..first + len]
+    }
+
+    fn push(&mut self, shape: Shape, buf: Buf, wants_grad: bool, keep_grad: bool) -> SlotId {
+        debug_assert_eq!(buf.slice().len(), shape.numel());
+        let buf = Some(buf);
+        self.slots.push(Slot {
+            shape,
+            buf,
+            grad: None,
+            handles: 0,
+            saved: 0,
+            wants_grad,
+            keep_grad,
+        });
+        SlotId(self.slots.len() as u32 - 1)
+    }
+
+    pub(crate) fn add_leaf(&mut self, shape: Shape, buf: Buf, wants_grad: bool) -> SlotId {
+        let wants = wants_grad && self.training;
+        self.push(shape, buf, wants, wants)
+    }
+
+    /// A slot for memory that only a node's backward reads (`buf` of any length).
+    pub(crate) fn add_aux(&mut self, buf: Buf) -> Result<SlotId> {
+        let shape = Shape::new(&[buf.slice().len()])?;
+        Ok(self.push(shape, buf, false, false))
+    }
+
+    /// A slot for an operation's output.
+    pub(crate) fn add_output(&mut self, shape: Shape, buf: Buf, wants_grad: bool) -> SlotId {
+        self.push(shape, buf, wants_grad, false)
+    }
+
+    /// Records how `node`'s output came about; what it saves stays until
+    /// backward has used it.
+    pub(crate) fn record(&mut self, node: impl Into<Node>) {
+        let node = node.into();
+        node.visit(&mut |v| {
+            if let super::Visit::Saved(s) = v {
+                self.slots[s.index()].saved += 1;
+            }
+        });
+        self.nodes.push(node);
+    }
+
+    /// Whether an operation on this operand must be recorded.
+    pub(crate) fn wants_grad(&self, id: SlotId) -> bool {
+        self.slots[id.index()].wants_grad
+    }
+
+    pub(crate) fn shape(&self, id: SlotId) -> Shape {
+        self.slots[id.index()].shape
+    }
+
+    /// Elements of a slot that is held or saved.
+    pub(crate) fn value(&self, id: SlotId) -> &[f32] {
+        self.slots[id.index()].buf.as_ref().map_or(&[], Buf::slice)
+    }
+
+    pub(crate) fn kept_grad(&self, id: SlotId) -> Option<&[f32]> {
+        let s = &self.slots[id.index()];
+        s.grad
+            .as_ref()
+            .filter(|_| s.keep_grad && self.walked)
+            .map(Buf::slice)
+    }
+
+    /// A buffer with this operand's elements, to be overwritten: its own memory
+    /// when the operation holds the only handle and no node saved it, else a copy.
+    pub(crate) fn take_for_writing(&mut self, id: SlotId) -> Buf {
+        let s = &mut self.slots[id.index()];
+        if s.handles == 1
+            && s.saved == 0
+            && let Some(b) = s.buf.take()
+        {
+            return b;
+        }
+        let mut to = self.pool.get(self.slots[id.index()].shape.numel());
+        to.slice_mut().copy_from_slice(self.value(id));
+        to
+    }
+
+    pub(crate) fn hold(&mut self, id: SlotId) {
+        self.slots[id.index()].handles += 1;
+    }
+
+    pub(crate) fn let_go(&mut self, id: SlotId) {
+        self.slots[id.index()].handles -= 1;
+        self.release(id);
+    }
+
+    pub(super) fn unsave(&mut self, id: SlotId) {
+        self.slots[id.index()].saved -= 1;
+        self.release(id);
+    }
+
+    fn release(&mut self, id: SlotId) {
+        let s = &mut self.slots[id.index()];
+        if s.handles == 0
+            && s.saved == 0
+            && let Some(b) = s.buf.take()
+        {
+            self.pool.put(b);
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! The handle users hold: an index and a borrow of the step.
+
+use crate::param::GradSink;
+use crate::tape::{SlotId, Step};
+use crate::tensor::Shape;
+use crate::{Error, Result};
+
+/// A value of one training step: images are (N, H, W, C), everything else is
+/// row-major with the batch outermost.
+///
+/// Operations take their operands by value, so that they can overwrite memory
+/// nobody needs any more; [`share`](Tensor::share) makes a second handle.
+pub struct Tensor<'s> {
+    step: &'s Step<'s>,
+    slot: SlotId,
+}
+
+impl<'s> Tensor<'s> {
+    pub(crate) fn new(step: &'s Step<'s>, slot: SlotId) -> Self {
+        step.state().hold(slot);
+        Tensor { step, slot }
+    }
+
+    pub(crate) fn step(&self) -> &'s Step<'s> {
+        self.step
+    }
+
+    pub(crate) fn slot(&self) -> SlotId {
+        self.slot
+    }
+
+    pub(crate) fn dims(&self) -> Shape {
+        self.step.state().shape(self.slot)
+    }
+
+    /// Sizes, outermost first.
+    pub fn shape(&self) -> Vec<usize> {
+        self.dims().to_vec()
+    }
+
+    /// Number of elements.
+    pub fn numel(&self) -> usize {
+        self.dims().numel()
+    }
+
+    /// The elements, row-major (channels-last for images).
+    pub fn data(&self) -> &[f32] {
+        let state = self.step.state();
+        let v = state.value(self.slot);
+        // SAFETY: this handle is counted, and an operation that overwrites,
+        // moves or gives back a slot's memory needs a count of one *and* that
+        // handle by value, which the borrow of `self` rules out. The pool's
+        // memory itself lives as long as the tape, which the step borrows.
+        unsafe { std::slice::from_raw_parts(v.as_ptr(), v.len()) }
+    }
+
+    /// A copy of the elements.
+    pub fn to_vec(&self) -> Vec<f32> {
+        self.data().to_vec()
+    }
+
+    /// The value of a tensor of one element, such as a loss.
+    ///
+    /// # Panics
+    /// If there is not exactly one element.
+    pub fn item(&self) -> f32 {
+        let d = self.data();
+        assert!(
+            d.len() == 1,
+            "item() of a tensor of shape {:?}",
+            self.dims()
+        );
+        d[0]
+    }
+
+    /// A second handle on the same value.
+    #[must_use]
+    pub fn share(&self) -> Self {
+        Tensor::new(self.step, self.slot)
+    }
+
+    /// The gradient of a [`Step::variable`] after the backward pass; `None` for
+    /// other tensors, before it, and where the loss does not depend on it.
+    pub fn grad(&self) -> Option<Vec<f32>> {
+        self.step.state().kept_grad(self.slot).map(<[f32]>::to_vec)
+    }
+
+    /// Runs the backward pass from this loss (one element). Gradients are
+    /// written into memory that `sink` supplies; `sink.ready` fires inside.
+    ///
+    /// *Order*: nodes in exact reverse of recording; parameters that the loss
+    /// does not depend on are zero-filled and reported first.
+    ///
+    /// # Errors
+    /// `Usage` when this is not one element, depends on nothing that has a
+    /// gradient, or the step already ran its backward pass; `Sink` when the
+    /// sink refused a gradient (the step is then of no further use).
+    pub fn backward(self, sink: &mut dyn GradSink) -> Result<()> {
+        if self.numel() != 1 {
+            return Err(Error::usage(format!(
+                "backward needs a loss of one element, this tensor has shape {:?}; use backward_with",
+                self.dims()
+            )));
+        }
+        self.backward_with(&[1.0], sink)
+    }
+
+    /// As [`backward`](Tensor::backward) from a tensor of any shape, given the
+    /// gradient with respect to it.
+    ///
+    /// # Errors
+    /// As [`backward`](Tensor::backward).
+    pub fn backward_with(self, gradient: &[f32], sink: &mut dyn GradSink) -> Result<()> {
+        self.step.backward(self.slot, gradient, sink)
+    }
+}
+
+impl Drop for Tensor<'_> {
+    fn drop(&mut self) {
+        self.step.state().let_go(self.slot);
+    }
+}
+
+impl std::fmt::Debug for Tensor<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tensor")
+            .field("shape", &self.dims())
+            .finish()
+    }
+}

@@ -1,0 +1,54 @@
+//! Shapes without allocation.
+
+use std::fmt;
+use std::ops::Deref;
+
+use crate::error::{Error, Result};
+
+/// Dimensions at most.
+const MAX_RANK: usize = 6;
+
+/// Sizes of a dense row-major tensor, outermost first.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Shape {
+    dims: [usize; MAX_RANK],
+    rank: u8,
+}
+
+impl Shape {
+    pub(crate) fn new(dims: &[usize]) -> Result<Self> {
+        let mut d = [1; MAX_RANK];
+        let Some(head) = d.get_mut(..dims.len()) else {
+            return Err(Error::usage(format!(
+                "shape {dims:?} has more than {MAX_RANK} dimensions"
+            )));
+        };
+        head.copy_from_slice(dims);
+        let total = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
+        if total.is_none_or(|n| n > isize::MAX as usize / 8) {
+            return Err(Error::usage(format!("shape {dims:?} is too large")));
+        }
+        Ok(Shape {
+            dims: d,
+            rank: dims.len() as u8,
+        })
+    }
+
+    /// Number of elements.
+    pub(crate) fn numel(&self) -> usize {
+        self.iter().product()
+    }
+}
+
+impl Deref for Shape {
+    type Target = [usize];
+    fn deref(&self) -> &[usize] {
+        &self.dims[..usize::from(self.rank)]
+    }
+}
+
+impl fmt::Debug for Shape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", &**self)
+    }
+}

@@ -1,0 +1,874 @@
+//! Every operation's backward against central differences of a plain forward
+//! in f64, written here independently of the crate.
+
+mod common;
+
+use common::{Recorder, noise};
+use phalanx_nn::layers::{Act, Conv2dOptions, MaxPool2dOptions};
+use phalanx_nn::{
+    CustomOp, ErrorKind, GradView, Init, Layout, ParamId, Params, Reduction, Result, Scope, Seed,
+    Step, StepKey, Tape, Tensor, Threads,
+};
+
+/// One thing that is differentiated: a parameter (PyTorch's order) or an input.
+#[derive(Clone)]
+struct Leaf {
+    shape: Vec<usize>,
+    layout: Option<Layout>,
+    values: Vec<f32>,
+}
+
+fn input(shape: &[usize], stream: u64) -> Leaf {
+    Leaf {
+        shape: shape.to_vec(),
+        layout: None,
+        values: noise(shape.iter().product(), stream),
+    }
+}
+
+fn param(shape: &[usize], layout: Layout, stream: u64) -> Leaf {
+    Leaf {
+        layout: Some(layout),
+        ..input(shape, stream)
+    }
+}
+
+/// Leaves of a step: parameters by place, inputs as tensors, `None` for the others.
+struct Given<'s> {
+    params: Vec<Option<ParamId>>,
+    inputs: Vec<Option<Tensor<'s>>>,
+}
+
+impl<'s> Given<'s> {
+    fn p(&self, i: usize) -> ParamId {
+        self.params[i].unwrap()
+    }
+    fn x(&mut self, i: usize) -> Tensor<'s> {
+        self.inputs[i].take().unwrap()
+    }
+}
+
+/// Runs `net` and compares its output with `oracle` and its gradients (of
+/// `sum(out * r)`, r fixed) with central differences of it. The gradient of
+/// every element of every leaf is checked.
+fn check(
+    name: &str,
+    leaves: &[Leaf],
+    net: impl for<'s> Fn(&mut Given<'s>, &'s Step<'s>) -> Result<Tensor<'s>>,
+    oracle: impl Fn(&[Vec<f64>]) -> Vec<f64>,
+) {
+    let mut scope = Scope::new(Seed(0));
+    let ids: Vec<Option<ParamId>> = leaves
+        .iter()
+        .enumerate()
+        .map(|(i, l)| {
+            l.layout
+                .map(|layout| scope.param(&format!("p{i}"), &l.shape, layout, Init::Constant(0.0)))
+        })
+        .collect();
+    let mut params = scope.build().unwrap();
+    for (l, id) in leaves.iter().zip(&ids) {
+        if let Some(id) = id {
+            params.import(*id, &l.values).unwrap();
+        }
+    }
+    let mut sink = Recorder::like(&params);
+    let mut tape = Tape::new(Threads(2));
+    tape.poison(true);
+    let (out, grads) = run(&mut tape, &params, leaves, &ids, &net, &mut sink);
+
+    let at: Vec<Vec<f64>> = leaves
+        .iter()
+        .map(|l| l.values.iter().map(|&v| f64::from(v)).collect())
+        .collect();
+    let want = oracle(&at);
+    let r: Vec<f64> = noise(want.len(), 99)
+        .iter()
+        .map(|&v| f64::from(v))
+        .collect();
+    compare(name, "output", &out, &want);
+    let value = |at: &[Vec<f64>]| oracle(at).iter().zip(&r).map(|(o, r)| o * r).sum::<f64>();
+    for (i, got) in grads.iter().enumerate() {
+        let h = 1e-5;
+        let differences: Vec<f64> = (0..at[i].len())
+            .map(|j| {
+                let mut moved = at.clone();
+                moved[i][j] += h;
+                let up = value(&moved);
+                moved[i][j] -= 2.0 * h;
+                (up - value(&moved)) / (2.0 * h)
+            })
+            .collect();
+        compare(name, &format!("gradient of leaf {i}"), got, &differences);
+    }
+}
+
+fn run(
+    tape: &mut Tape,
+    params: &Params,
+    leaves: &[Leaf],
+    ids: &[Option<ParamId>],
+    net: &impl for<'s> Fn(&mut Given<'s>, &'s Step<'s>) -> Result<Tensor<'s>>,
+    sink: &mut Recorder,
+) -> (Vec<f32>, Vec<Vec<f32>>) {
+    let step = tape.step(params, StepKey::new(1, 2).seed(3));
+    run_in(&step, leaves, ids, net, sink)
+}
+
+fn run_in<'s>(
+    step: &'s Step<'s>,
+    leaves: &[Leaf],
+    ids: &[Option<ParamId>],
+    net: &impl Fn(&mut Given<'s>, &'s Step<'s>) -> Result<Tensor<'s>>,
+    sink: &mut Recorder,
+) -> (Vec<f32>, Vec<Vec<f32>>) {
+    let inputs: Vec<Option<Tensor<'s>>> = leaves
+        .iter()
+        .map(|l| {
+            l.layout
+                .is_none()
+                .then(|| step.variable(&l.values, &l.shape).unwrap())
+        })
+        .collect();
+    let seen: Vec<Option<Tensor<'s>>> = inputs
+        .iter()
+        .map(|t| t.as_ref().map(Tensor::share))
+        .collect();
+    let out = net(
+        &mut Given {
+            params: ids.to_vec(),
+            inputs,
+        },
+        step,
+    )
+    .unwrap();
+    let values = out.to_vec();
+    let r = noise(values.len(), 99);
+    out.backward_with(&r, sink).unwrap();
+    let grads = seen
+        .iter()
+        .zip(ids)
+        .map(|(t, id)| match (t, id) {
+            (Some(t), _) => t.grad().unwrap(),
+            (None, Some(id)) => sink.grads.export(*id),
+            (None, None) => unreachable!(),
+        })
+        .collect();
+    (values, grads)
+}
+
+fn compare(name: &str, what: &str, got: &[f32], want: &[f64]) {
+    assert_eq!(got.len(), want.len(), "{name}: {what}");
+    let largest = want.iter().fold(1e-3f64, |a, v| a.max(v.abs()));
+    for (i, (&g, &w)) in got.iter().zip(want).enumerate() {
+        assert!(
+            (f64::from(g) - w).abs() < 1e-5 * largest,
+            "{name}: {what}[{i}] is {g}, should be {w}"
+        );
+    }
+}
+
+// The plain forwards, in f64. Images are (N, H, W, C).
+
+fn relu(x: Vec<f64>) -> Vec<f64> {
+    x.into_iter().map(|v| v.max(0.0)).collect()
+}
+
+/// `w`: [out][in].
+fn linear(x: &[f64], w: &[f64], b: Option<&[f64]>, inp: usize, out: usize) -> Vec<f64> {
+    x.chunks(inp)
+        .flat_map(|row| {
+            (0..out).map(move |o| {
+                b.map_or(0.0, |b| b[o])
+                    + row
+                        .iter()
+                        .zip(&w[o * inp..])
+                        .map(|(x, w)| x * w)
+                        .sum::<f64>()
+            })
+        })
+        .collect()
+}
+
+struct Conv {
+    n: usize,
+    h: usize,
+    w: usize,
+    cin: usize,
+    cout: usize,
+    k: (usize, usize),
+    s: usize,
+    p: usize,
+    d: usize,
+    g: usize,
+}
+
+impl Conv {
+    fn out(&self) -> (usize, usize) {
+        let size = |i, k| (i + 2 * self.p - self.d * (k - 1) - 1) / self.s + 1;
+        (size(self.h, self.k.0), size(self.w, self.k.1))
+    }
+
+    /// `w`: [out][in / g][kh][kw].
+    fn run(&self, x: &[f64], w: &[f64], b: Option<&[f64]>) -> Vec<f64> {
+        let ((oh, ow), gi, go) = (self.out(), self.cin / self.g, self.cout / self.g);
+        let mut y = vec![0.0; self.n * oh * ow * self.cout];
+        for (i, y) in y.iter_mut().enumerate() {
+            let (o, ox, oy, n) = (
+                i % self.cout,
+                i / self.cout % ow,
+                i / self.cout / ow % oh,
+                i / self.cout / ow / oh,
+            );
+            let mut sum = b.map_or(0.0, |b| b[o]);
+            for c in 0..gi {
+                for ky in 0..self.k.0 {
+                    for kx in 0..self.k.1 {
+                        let yy = (oy * self.s + ky * self.d) as isize - self.p as isize;
+                        let xx = (ox * self.s + kx * self.d) as isize - self.p as isize;
+                        if yy >= 0 && xx >= 0 && (yy as usize) < self.h && (xx as usize) < self.w {
+                            let pixel = (n * self.h + yy as usize) * self.w + xx as usize;
+                            sum += x[pixel * self.cin + o / go * gi + c]
+                                * w[((o * gi + c) * self.k.0 + ky) * self.k.1 + kx];
+                        }
+                    }
+                }
+            }
+            *y = sum;
+        }
+        y
+    }
+}
+
+fn max_pool(
+    x: &[f64],
+    (n, h, w, c): (usize, usize, usize, usize),
+    k: usize,
+    s: usize,
+    p: usize,
+) -> Vec<f64> {
+    let (oh, ow) = ((h + 2 * p - k) / s + 1, (w + 2 * p - k) / s + 1);
+    let mut y = vec![f64::NEG_INFINITY; n * oh * ow * c];
+    for (i, y) in y.iter_mut().enumerate() {
+        let (ch, ox, oy, im) = (i % c, i / c % ow, i / c / ow % oh, i / c / ow / oh);
+        for ky in 0..k {
+            for kx in 0..k {
+                let (yy, xx) = ((oy * s + ky).wrapping_sub(p), (ox * s + kx).wrapping_sub(p));
+                if yy < h && xx < w {
+                    *y = y.max(x[((im * h + yy) * w + xx) * c + ch]);
+                }
+            }
+        }
+    }
+    y
+}
+
+fn flatten(x: &[f64], (n, p, c): (usize, usize, usize)) -> Vec<f64> {
+    let mut y = vec![0.0; x.len()];
+    for i in 0..n {
+        for k in 0..c {
+            for q in 0..p {
+                y[(i * c + k) * p + q] = x[(i * p + q) * c + k];
+            }
+        }
+    }
+    y
+}
+
+fn log_softmax(x: &[f64], classes: usize) -> Vec<f64> {
+    x.chunks(classes)
+        .flat_map(|row| {
+            let sum = row.iter().map(|v| v.exp()).sum::<f64>().ln();
+            row.iter().map(move |v| v - sum)
+        })
+        .collect()
+}
+
+fn nll(x: &[f64], classes: usize, labels: &[u32], divisor: f64) -> Vec<f64> {
+    vec![
+        x.chunks(classes)
+            .zip(labels)
+            .map(|(row, &l)| -row[l as usize])
+            .sum::<f64>()
+            / divisor,
+    ]
+}
+
+#[test]
+fn elementwise_operations() {
+    let x = [input(&[3, 7], 1)];
+    check("relu", &x, |g, _| g.x(0).relu(), |v| relu(v[0].clone()));
+    check(
+        "scale",
+        &x,
+        |g, _| g.x(0).scale(-2.5),
+        |v| v[0].iter().map(|x| x * -2.5).collect(),
+    );
+    check(
+        "reshape",
+        &x,
+        |g, _| g.x(0).reshape(&[7, 3])?.relu(),
+        |v| relu(v[0].clone()),
+    );
+    let two = [input(&[3, 7], 1), input(&[3, 7], 2)];
+    check(
+        "add",
+        &two,
+        |g, _| g.x(0).add(g.x(1)),
+        |v| v[0].iter().zip(&v[1]).map(|(a, b)| a + b).collect(),
+    );
+    check(
+        "a value used three times",
+        &x,
+        |g, _| {
+            let x = g.x(0);
+            let (a, b) = (x.share(), x.share());
+            x.relu()?.add(a.scale(3.0)?)?.add(b)
+        },
+        |v| v[0].iter().map(|x| x.max(0.0) + 4.0 * x).collect(),
+    );
+}
+
+#[test]
+fn linear_layers() {
+    let leaves = [
+        input(&[4, 5], 1),
+        param(&[3, 5], Layout::Same, 2),
+        param(&[3], Layout::Same, 3),
+    ];
+    check(
+        "linear",
+        &leaves,
+        |g, _| g.x(0).linear(g.p(1), Some(g.p(2)), Act::None),
+        |v| linear(&v[0], &v[1], Some(&v[2]), 5, 3),
+    );
+    check(
+        "linear with relu",
+        &leaves,
+        |g, _| g.x(0).linear(g.p(1), Some(g.p(2)), Act::Relu),
+        |v| relu(linear(&v[0], &v[1], Some(&v[2]), 5, 3)),
+    );
+    check(
+        "matmul in three dimensions, [in, out]",
+        &[input(&[2, 2, 5], 1), param(&[5, 2], Layout::Same, 2)],
+        |g, _| g.x(0).matmul(g.p(1)),
+        |v| {
+            let w: Vec<f64> = (0..10).map(|i| v[1][i % 5 * 2 + i / 5]).collect();
+            linear(&v[0], &w, None, 5, 2)
+        },
+    );
+    check(
+        "one parameter used twice",
+        &[
+            input(&[2, 3], 1),
+            param(&[3, 3], Layout::Same, 2),
+            param(&[3], Layout::Same, 3),
+        ],
+        |g, _| {
+            let y = g.x(0).linear(g.p(1), Some(g.p(2)), Act::Relu)?;
+            y.linear(g.p(1), Some(g.p(2)), Act::None)
+        },
+        |v| {
+            let y = relu(linear(&v[0], &v[1], Some(&v[2]), 3, 3));
+            linear(&y, &v[1], Some(&v[2]), 3, 3)
+        },
+    );
+}
+
+#[test]
+fn convolutions() {
+    let base = Conv {
+        n: 2,
+        h: 6,
+        w: 7,
+        cin: 2,
+        cout: 3,
+        k: (3, 3),
+        s: 1,
+        p: 0,
+        d: 1,
+        g: 1,
+    };
+    let cases = [
+        ("few channels", Conv { ..base }),
+        ("over the image", Conv { cin: 6, ..base }),
+        (
+            "over the image, padded",
+            Conv {
+                cin: 6,
+                p: 1,
+                ..base
+            },
+        ),
+        (
+            "1x1",
+            Conv {
+                cin: 16,
+                k: (1, 1),
+                ..base
+            },
+        ),
+        (
+            "5x2, padded",
+            Conv {
+                cin: 8,
+                k: (5, 2),
+                p: 1,
+                ..base
+            },
+        ),
+        ("stride", Conv { s: 2, p: 1, ..base }),
+        (
+            "groups",
+            Conv {
+                cin: 4,
+                cout: 6,
+                g: 2,
+                p: 1,
+                ..base
+            },
+        ),
+        (
+            "depthwise",
+            Conv {
+                cin: 4,
+                cout: 4,
+                g: 4,
+                p: 1,
+                ..base
+            },
+        ),
+        (
+            "dilation",
+            Conv {
+                d: 2,
+                p: 2,
+                s: 2,
+                ..base
+            },
+        ),
+    ];
+    for (name, c) in cases {
+        let leaves = [
+            input(&[c.n, c.h, c.w, c.cin], 1),
+            param(&[c.cout, c.cin / c.g, c.k.0, c.k.1], Layout::Conv, 2),
+            param(&[c.cout], Layout::Same, 3),
+        ];
+        let o = Conv2dOptions::rect(c.k.0, c.k.1)
+            .stride_rect(c.s, c.s)
+            .padding_rect(c.p, c.p)
+            .dilation_rect(c.d, c.d)
+            .groups(c.g);
+        check(
+            name,
+            &leaves,
+            |g, _| g.x(0).conv2d(g.p(1), Some(g.p(2)), o, Act::None),
+            |v| c.run(&v[0], &v[1], Some(&v[2])),
+        );
+        check(
+            &format!("{name}, relu, no bias"),
+            &leaves[..2],
+            |g, _| g.x(0).conv2d(g.p(1), None, o, Act::Relu),
+            |v| relu(c.run(&v[0], &v[1], None)),
+        );
+    }
+}
+
+#[test]
+fn pooling_and_flatten() {
+    let x = [input(&[2, 6, 5, 3], 1)];
+    for (k, s, p) in [(2, 2, 0), (3, 2, 1), (3, 1, 0)] {
+        let o = MaxPool2dOptions::new(k).stride(s).padding(p);
+        check(
+            "max-pool",
+            &x,
+            move |g, _| g.x(0).max_pool2d(o),
+            |v| max_pool(&v[0], (2, 6, 5, 3), k, s, p),
+        );
+    }
+    let wide = [input(&[1, 4, 4, 35], 1)];
+    check(
+        "max-pool, many channels",
+        &wide,
+        |g, _| g.x(0).max_pool2d(2),
+        |v| max_pool(&v[0], (1, 4, 4, 35), 2, 2, 0),
+    );
+    check(
+        "flatten",
+        &x,
+        |g, _| g.x(0).flatten(),
+        |v| flatten(&v[0], (2, 30, 3)),
+    );
+}
+
+#[test]
+fn dropout() {
+    // The mask is read off the output; then it is a plain product.
+    let x = [input(&[3, 40, 2, 2], 1)];
+    for channels in [false, true] {
+        let params = Scope::new(Seed(0)).build().unwrap();
+        let mut tape = Tape::new(Threads(1));
+        let mask: Vec<f64> = {
+            let step = tape.step(&params, StepKey::new(1, 2).seed(3));
+            let t = step.input(&[1.0; 480], &[3, 40, 2, 2]).unwrap();
+            let t = if channels {
+                t.dropout2d(0.3)
+            } else {
+                t.dropout(0.3)
+            };
+            t.unwrap().to_vec().into_iter().map(f64::from).collect()
+        };
+        let kept = mask.iter().filter(|&&m| m != 0.0).count();
+        assert!((250..420).contains(&kept) || channels, "{kept}");
+        assert!(
+            mask.iter()
+                .all(|&m| m == 0.0 || m == f64::from(1.0f32 / 0.7f32))
+        );
+        check(
+            "dropout",
+            &x,
+            |g, _| {
+                if channels {
+                    g.x(0).dropout2d(0.3)
+                } else {
+                    g.x(0).dropout(0.3)
+                }
+            },
+            |v| v[0].iter().zip(&mask).map(|(x, m)| x * m).collect(),
+        );
+        let step = tape.inference(&params);
+        let t = step
+            .input(&x[0].values, &x[0].shape)
+            .unwrap()
+            .dropout(0.3)
+            .unwrap();
+        assert_eq!(t.data(), x[0].values);
+    }
+}
+
+#[test]
+fn a_samples_mask_depends_on_its_id_not_on_its_place() {
+    let params = Scope::new(Seed(0)).build().unwrap();
+    let mut tape = Tape::new(Threads(1));
+    let mut mask = |epoch, step, seed, samples: &[u64]| {
+        let s = tape.step(
+            &params,
+            StepKey::new(epoch, step).seed(seed).samples(samples),
+        );
+        let t = s
+            .input(&vec![1.0; samples.len() * 100], &[samples.len(), 100])
+            .unwrap();
+        let first = t.share().dropout(0.5).unwrap().to_vec();
+        let second = t.dropout(0.5).unwrap().to_vec();
+        assert_ne!(first, second, "two operations of a step share a mask");
+        first
+    };
+    let both = mask(0, 0, 1, &[10, 20]);
+    assert_eq!(mask(0, 0, 1, &[20, 7])[..100], both[100..]);
+    assert_ne!(both[..100], both[100..]);
+    assert_ne!(mask(1, 0, 1, &[10, 20]), both);
+    assert_ne!(mask(0, 1, 1, &[10, 20]), both);
+    assert_ne!(mask(0, 0, 2, &[10, 20]), both);
+    assert_ne!(mask(0, 0, 1 << 40, &[10, 20]), mask(0, 0, 0, &[10, 20]));
+    let s = tape.step(&params, StepKey::new(0, 0).samples(&[1]));
+    let e = s
+        .input(&[1.0; 4], &[2, 2])
+        .unwrap()
+        .dropout(0.5)
+        .unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Usage);
+}
+
+#[test]
+fn losses() {
+    let x = [input(&[4, 5], 1)];
+    let labels = [2, 0, 4, 4];
+    check(
+        "log-softmax",
+        &x,
+        |g, _| g.x(0).log_softmax(),
+        |v| log_softmax(&v[0], 5),
+    );
+    check(
+        "nll",
+        &x,
+        |g, _| g.x(0).nll_loss(&labels, 7.0),
+        |v| nll(&v[0], 5, &labels, 7.0),
+    );
+    check(
+        "cross-entropy",
+        &x,
+        |g, _| g.x(0).cross_entropy(&labels, 4.0),
+        |v| nll(&log_softmax(&v[0], 5), 5, &labels, 4.0),
+    );
+    let t = noise(20, 8);
+    for (reduction, divisor) in [
+        (Reduction::Sum, 1.0),
+        (Reduction::Mean, 20.0),
+        (Reduction::Over(3.0), 3.0),
+    ] {
+        check(
+            "mse",
+            &x,
+            |g, _| g.x(0).mse_loss(&t, reduction),
+            |v| {
+                vec![
+                    v[0].iter()
+                        .zip(&t)
+                        .map(|(x, t)| (x - f64::from(*t)).powi(2))
+                        .sum::<f64>()
+                        / divisor,
+                ]
+            },
+        );
+    }
+}
+
+/// `a * b + a²`, element by element.
+struct Product;
+
+impl CustomOp for Product {
+    fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) {
+        for (o, (a, b)) in output.iter_mut().zip(inputs[0].iter().zip(inputs[1])) {
+            *o = a * b + a * a;
+        }
+    }
+
+    fn backward(
+        &self,
+        inputs: &[&[f32]],
+        output: &[f32],
+        d_output: &[f32],
+        d_inputs: &mut [&mut [f32]],
+    ) {
+        for i in 0..output.len() {
+            let (a, b) = (inputs[0][i], inputs[1][i]);
+            d_inputs[0][i] = d_output[i] * (b + 2.0 * a);
+            d_inputs[1][i] = d_output[i] * a;
+        }
+    }
+}
+
+#[test]
+fn custom_operations() {
+    check(
+        "custom",
+        &[input(&[6], 1), input(&[6], 2)],
+        |g, step| {
+            let (a, b) = (g.x(0).scale(2.0)?, g.x(1));
+            step.custom(Box::new(Product), vec![a, b], &[6])?.relu()
+        },
+        |v| {
+            relu(
+                v[0].iter()
+                    .zip(&v[1])
+                    .map(|(a, b)| 2.0 * a * b + 4.0 * a * a)
+                    .collect(),
+            )
+        },
+    );
+}
+
+#[test]
+fn a_whole_network() {
+    let c1 = Conv {
+        n: 2,
+        h: 8,
+        w: 8,
+        cin: 1,
+        cout: 6,
+        k: (3, 3),
+        s: 1,
+        p: 0,
+        d: 1,
+        g: 1,
+    };
+    let c2 = Conv {
+        h: 6,
+        w: 6,
+        cin: 6,
+        cout: 5,
+        ..Conv {
+            n: 2,
+            h: 0,
+            w: 0,
+            cin: 0,
+            cout: 0,
+            k: (3, 3),
+            s: 1,
+            p: 0,
+            d: 1,
+            g: 1,
+        }
+    };
+    let leaves = [
+        input(&[2, 8, 8, 1], 1),
+        param(&[6, 1, 3, 3], Layout::Conv, 2),
+        param(&[6], Layout::Same, 3),
+        param(&[5, 6, 3, 3], Layout::Conv, 4),
+        param(&[5], Layout::Same, 5),
+        param(&[4, 20], Layout::Same, 6),
+        param(&[4], Layout::Same, 7),
+    ];
+    check(
+        "network",
+        &leaves,
+        |g, _| {
+            let x = g
+                .x(0)
+                .conv2d(g.p(1), Some(g.p(2)), 3.into(), Act::None)?
+                .relu()?;
+            let x = x.conv2d(g.p(3), Some(g.p(4)), 3.into(), Act::Relu)?;
+            let x = x.max_pool2d(2)?.flatten()?;
+            x.linear(g.p(5), Some(g.p(6)), Act::None)?
+                .cross_entropy(&[1, 3], 2.0)
+        },
+        |v| {
+            let x = relu(c1.run(&v[0], &v[1], Some(&v[2])));
+            let x = relu(c2.run(&x, &v[3], Some(&v[4])));
+            let x = flatten(&max_pool(&x, (2, 4, 4, 5), 2, 2, 0), (2, 4, 5));
+            nll(
+                &log_softmax(&linear(&x, &v[5], Some(&v[6]), 20, 4), 4),
+                4,
+                &[1, 3],
+                2.0,
+            )
+        },
+    );
+}
+
+#[test]
+fn a_parameter_used_twice_is_ready_once_and_accumulation_adds() {
+    let mut scope = Scope::new(Seed(0));
+    let w = scope.param(
+        "w",
+        &[2, 2],
+        Layout::Same,
+        Init::Uniform {
+            low: -1.0,
+            high: 1.0,
+        },
+    );
+    let params = scope.build().unwrap();
+    let mut tape = Tape::new(Threads(1));
+    let mut sink = Recorder::like(&params);
+    let step = tape.step(&params, StepKey::new(0, 0));
+    let x = step.input(&[1.0, 2.0], &[1, 2]).unwrap();
+    let y = x.matmul(w).unwrap().matmul(w).unwrap();
+    y.mse_loss(&[0.0, 0.0], Reduction::Sum)
+        .unwrap()
+        .backward(&mut sink)
+        .unwrap();
+    assert_eq!(sink.order, [w]);
+    drop(step);
+
+    // Two accumulated micro-steps are twice one.
+    let mut grads = phalanx_nn::Grads::like(&params);
+    grads.set_accumulate(true);
+    for _ in 0..2 {
+        let step = tape.step(&params, StepKey::new(0, 0));
+        let x = step.input(&[1.0, 2.0], &[1, 2]).unwrap();
+        x.matmul(w)
+            .unwrap()
+            .mse_loss(&[0.5, 0.0], Reduction::Sum)
+            .unwrap()
+            .backward(&mut grads)
+            .unwrap();
+    }
+    let twice = grads.grad(w).to_vec();
+    grads.set_accumulate(false);
+    let step = tape.step(&params, StepKey::new(0, 0));
+    let x = step.input(&[1.0, 2.0], &[1, 2]).unwrap();
+    x.matmul(w)
+        .unwrap()
+        .mse_loss(&[0.5, 0.0], Reduction::Sum)
+        .unwrap()
+        .backward(&mut grads)
+        .unwrap();
+    for (t, o) in twice.iter().zip(grads.grad(w)) {
+        assert_eq!(*t, 2.0 * o);
+    }
+}
+
+#[test]
+fn mistakes_are_named() {
+    let mut scope = Scope::new(Seed(0));
+    let w = scope.param("fc.weight", &[3, 4], Layout::Same, Init::Constant(0.0));
+    let k = scope.param(
+        "conv.weight",
+        &[2, 3, 3, 3],
+        Layout::Conv,
+        Init::Constant(0.0),
+    );
+    let params = scope.build().unwrap();
+    let mut other = Scope::new(Seed(0));
+    for i in 0..5 {
+        other.param(&format!("x{i}"), &[1], Layout::Same, Init::Constant(0.0));
+    }
+    let foreign = other.param("y", &[1, 1], Layout::Same, Init::Constant(0.0));
+    let mut tape = Tape::new(Threads(1));
+    let step = tape.step(&params, StepKey::new(0, 0));
+    let x = || step.input(&[0.0; 10], &[2, 5]).unwrap();
+    let image = || step.input(&[0.0; 12], &[1, 2, 2, 3]).unwrap();
+    let says = |r: Result<Tensor<'_>>, part: &str| {
+        let e = r.unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Usage);
+        assert!(e.to_string().contains(part), "{e}");
+    };
+    says(step.input(&[0.0; 3], &[2, 2]), "needs 4 values, got 3");
+    says(step.input(&[], &[usize::MAX, 3]), "too large");
+    says(step.input(&[], &[0; 7]), "more than 6");
+    says(x().matmul(w), "fc.weight takes 3 inputs");
+    says(x().matmul(k), "not a matrix");
+    says(x().matmul(foreign), "another model");
+    says(x().linear(w, Some(k), Act::None), "takes 4");
+    says(x().conv2d(k, None, 3.into(), Act::None), "needs images");
+    says(
+        image().conv2d(k, None, 3.into(), Act::None),
+        "does not fit images of 2 x 2",
+    );
+    says(
+        image().conv2d(k, None, Conv2dOptions::new(3).groups(0), Act::None),
+        "0 groups",
+    );
+    says(
+        image().conv2d(
+            k,
+            None,
+            Conv2dOptions::new(3).padding(1).stride(0),
+            Act::None,
+        ),
+        "does not fit",
+    );
+    says(image().max_pool2d(3), "does not fit");
+    says(image().max_pool2d(17), "256");
+    says(image().max_pool2d(0), "does not fit");
+    says(x().dropout(1.5), "1.5");
+    says(x().nll_loss(&[1], 1.0), "1 labels for 2 rows");
+    says(x().nll_loss(&[1, 5], 1.0), "label 5 of row 1");
+    says(x().mse_loss(&[0.0], Reduction::Sum), "1 targets");
+    says(x().add(image()), "differ");
+    says(x().reshape(&[3, 3]), "cannot reshape");
+    let mut sink = Recorder::like(&params);
+    let e = x().backward(&mut sink).unwrap_err();
+    assert!(e.to_string().contains("one element"));
+    let e = x()
+        .nll_loss(&[1, 1], 1.0)
+        .unwrap()
+        .backward(&mut sink)
+        .unwrap_err();
+    assert!(e.to_string().contains("depends on no parameter"));
+    let v = step.variable(&[1.0], &[1]).unwrap();
+    let again = v.share().scale(2.0).unwrap();
+    v.scale(2.0).unwrap().backward(&mut sink).unwrap();
+    let e = again.backward(&mut sink).unwrap_err();
+    assert!(e.to_string().contains("already ran"));
+    drop(step);
+    let step = tape.inference(&params);
+    let e = step
+        .variable(&[1.0], &[1])
+        .unwrap()
+        .backward(&mut sink)
+        .unwrap_err();
+    assert!(e.to_string().contains("inference"));
+}

@@ -1,0 +1,453 @@
+//! Whole steps: the golden linear run, PyTorch's MNIST losses, equal bits,
+//! memory, order of readiness.
+
+mod common;
+
+use std::error::Error as _;
+use std::io::Read;
+use std::path::Path;
+
+use common::{Recorder, hashed, noise};
+use phalanx_nn::layers::Linear;
+use phalanx_nn::models::{LinearToy, MnistCnn};
+use phalanx_nn::optim::{Adam, Sgd};
+use phalanx_nn::{
+    ErrorKind, GradSink, GradView, Grads, Params, Reduction, Scope, Seed, StepKey, Tape, Threads,
+};
+use serde_json::Value;
+use sha2::Digest;
+
+/// The OneFlow document's program: two ranks, gradients averaged, 500 steps of
+/// SGD. Its printed losses are the expected ones, to the last digit.
+#[test]
+fn golden_linear_run() {
+    let mut scope = Scope::new(Seed(0));
+    let model = LinearToy::new(&mut scope);
+    let mut params = scope.build().unwrap();
+    let mut sgd = Sgd::new(&params, 0.01);
+    let mut tape = Tape::new(Threads(1));
+    let ranks = [
+        ([1.0, 2.0, 2.0, 3.0], [8.0, 13.0]),
+        ([4.0, 6.0, 3.0, 1.0], [26.0, 9.0]),
+    ];
+    let mut printed = Vec::new();
+    for i in 0..500 {
+        let mut mean = [0.0f32; 2];
+        for (x, y) in &ranks {
+            let mut grads = Grads::like(&params);
+            let step = tape.step(&params, StepKey::new(0, i));
+            let x = step.input(x, &[2, 2]).unwrap();
+            let loss = model
+                .forward(x)
+                .unwrap()
+                .mse_loss(y, Reduction::Sum)
+                .unwrap();
+            if i == 49 || i == 499 {
+                printed.push(f64::from(loss.item()));
+            }
+            loss.backward(&mut grads).unwrap();
+            for (m, g) in mean.iter_mut().zip(grads.grad(model.w)) {
+                *m += g * 0.5;
+            }
+        }
+        let mut grads = Grads::like(&params);
+        grads.slot(model.w).copy_from_slice(&mean);
+        sgd.step(&mut params, &grads).unwrap();
+    }
+    #[allow(clippy::excessive_precision)] // as the document prints them
+    let document = [
+        0.00025336415274068713,
+        0.004111831542104483,
+        4.547473508864641e-12,
+        6.184563972055912e-11,
+    ];
+    assert_eq!(printed, document);
+    let w = params.get(model.w);
+    assert!(
+        (w[0] - 2.0).abs() < 1e-5 && (w[1] - 3.0).abs() < 1e-5,
+        "{w:?}"
+    );
+}
+
+struct Batch {
+    images: Vec<f32>,
+    labels: Vec<u32>,
+}
+
+/// Five batches of formula images (parity/README.md).
+fn made() -> Vec<Batch> {
+    (0..5)
+        .map(|t| {
+            let mut images = hashed(16 * 784, 100 + t, 8, 1.0);
+            let labels: Vec<u32> = (0..16).map(|i| i % 10).collect();
+            for (i, &l) in labels.iter().enumerate() {
+                let row = i * 784 + (2 * l as usize + 4) * 28;
+                images[row..row + 28].fill(2.0);
+            }
+            Batch { images, labels }
+        })
+        .collect()
+}
+
+/// The first 320 training images of MNIST, if the data is at hand.
+fn real() -> Option<Vec<Batch>> {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/data/mnist");
+    let read = |name: &str, header: usize, len: usize| {
+        let file = std::fs::File::open(dir.join(name)).ok()?;
+        let mut bytes = vec![0; header + len];
+        flate2::read::GzDecoder::new(file)
+            .read_exact(&mut bytes)
+            .ok()?;
+        Some(bytes.split_off(header))
+    };
+    let pixels = read("train-images-idx3-ubyte.gz", 16, 320 * 784)?;
+    let labels = read("train-labels-idx1-ubyte.gz", 8, 320)?;
+    let scaled: Vec<f32> = pixels
+        .iter()
+        .map(|&p| (f32::from(p) / 255.0 - 0.1307) / 0.3081)
+        .collect();
+    Some(
+        scaled
+            .chunks(64 * 784)
+            .zip(labels.chunks(64))
+            .map(|(i, l)| Batch {
+                images: i.to_vec(),
+                labels: l.iter().map(|&l| u32::from(l)).collect(),
+            })
+            .collect(),
+    )
+}
+
+/// The network without dropout, weights by formula.
+fn formula_mnist(scale: &Value) -> (MnistCnn, Params) {
+    let mut scope = Scope::new(Seed(0));
+    let model = MnistCnn::with_dropout(&mut scope, 0.0, 0.0);
+    let mut params = scope.build().unwrap();
+    for id in params.ids() {
+        let info = params.infos()[id.index()].clone();
+        let values = hashed(
+            info.len,
+            id.index() as u64,
+            16,
+            scale[&info.name].as_f64().unwrap(),
+        );
+        params.import(id, &values).unwrap();
+    }
+    (model, params)
+}
+
+fn l2(values: &[f32]) -> f64 {
+    values
+        .iter()
+        .map(|&v| f64::from(v) * f64::from(v))
+        .sum::<f64>()
+        .sqrt()
+}
+
+fn assert_close(what: &str, got: f64, want: f64, relative: f64) {
+    assert!(
+        (got - want).abs() <= relative * want.abs(),
+        "{what}: {got}, PyTorch has {want}"
+    );
+}
+
+fn five_steps(fixture: &Value, run: &Value, batches: &[Batch]) {
+    let (model, mut params) = formula_mnist(&fixture["scale"]);
+    let mut tape = Tape::new(Threads(2));
+    let mut grads = Grads::like(&params);
+    let optimizer = run["optimizer"].as_str().unwrap();
+    let mut sgd = Sgd::new(&params, 0.02).momentum(0.9);
+    let mut adam = Adam::new(&params, 1e-3);
+    for (i, b) in batches.iter().enumerate() {
+        let n = b.labels.len();
+        let step = tape.step(&params, StepKey::new(0, i as u64));
+        let x = step.input(&b.images, &[n, 28, 28, 1]).unwrap();
+        let loss = model
+            .forward(x)
+            .unwrap()
+            .nll_loss(&b.labels, n as f32)
+            .unwrap();
+        let want = run["losses_f64"][i].as_f64().unwrap();
+        assert_close(
+            &format!("{optimizer}, loss {i}"),
+            f64::from(loss.item()),
+            want,
+            1e-5,
+        );
+        loss.backward(&mut grads).unwrap();
+        drop(step);
+        if i == 0 {
+            for id in params.ids() {
+                let name = &params.infos()[id.index()].name;
+                assert_close(
+                    name,
+                    l2(grads.grad(id)),
+                    run["first_gradient_l2"][name].as_f64().unwrap(),
+                    1e-5,
+                );
+            }
+        }
+        if optimizer.starts_with("sgd") {
+            sgd.step(&mut params, &grads).unwrap();
+        } else {
+            adam.step(&mut params, &grads).unwrap();
+        }
+    }
+    for id in params.ids() {
+        let name = &params.infos()[id.index()].name;
+        assert_close(
+            name,
+            l2(params.get(id)),
+            run["final_parameter_l2"][name].as_f64().unwrap(),
+            1e-4,
+        );
+    }
+    assert!(params_gaps_are_zero(&params));
+}
+
+fn params_gaps_are_zero(params: &Params) -> bool {
+    let mut inside = vec![false; params.flat().len()];
+    for i in params.infos() {
+        inside[i.offset..i.offset + i.len].fill(true);
+    }
+    params
+        .flat()
+        .iter()
+        .zip(inside)
+        .all(|(v, inside)| inside || v.to_bits() == 0)
+}
+
+#[test]
+fn mnist_losses_are_pytorchs() {
+    let fixture: Value = serde_json::from_str(include_str!("fixtures/mnist_cnn.json")).unwrap();
+    let real = real();
+    if real.is_none() {
+        eprintln!("skipped: the runs on real images, for want of ../shared/data/mnist");
+    }
+    let made = made();
+    let mut runs = 0;
+    for run in fixture["runs"].as_array().unwrap() {
+        match (run["data"].as_str().unwrap(), &real) {
+            ("made", _) => five_steps(&fixture, run, &made),
+            (_, Some(batches)) => five_steps(&fixture, run, batches),
+            (_, None) => continue,
+        }
+        runs += 1;
+    }
+    assert!(runs >= 2);
+}
+
+/// Two steps of the network with dropout: losses and all gradients.
+fn two_steps(tape: &mut Tape, batch: usize) -> (Vec<f32>, Vec<f32>) {
+    let mut scope = Scope::new(Seed(5));
+    let model = MnistCnn::new(&mut scope);
+    let mut params = scope.build().unwrap();
+    let mut grads = Grads::like(&params);
+    let mut sgd = Sgd::new(&params, 0.05);
+    let images = noise(batch * 784, 7);
+    let labels: Vec<u32> = (0..batch as u32).map(|i| i % 10).collect();
+    let mut losses = vec![];
+    for i in 0..2 {
+        let step = tape.step(&params, StepKey::new(0, i).seed(3));
+        let x = step.input(&images, &[batch, 28, 28, 1]).unwrap();
+        let loss = model
+            .forward(x)
+            .unwrap()
+            .nll_loss(&labels, batch.max(1) as f32)
+            .unwrap();
+        losses.push(loss.item());
+        loss.backward(&mut grads).unwrap();
+        drop(step);
+        sgd.step(&mut params, &grads).unwrap();
+    }
+    (losses, grads.flat().to_vec())
+}
+
+#[test]
+fn bits_do_not_depend_on_threads_or_on_old_contents_of_buffers() {
+    let one = two_steps(&mut Tape::new(Threads(1)), 10);
+    assert!(one.0.iter().all(|l| l.is_finite()));
+    for threads in [2, 4] {
+        assert_eq!(
+            two_steps(&mut Tape::new(Threads(threads)), 10),
+            one,
+            "{threads} threads"
+        );
+    }
+    let mut poisoned = Tape::new(Threads(1));
+    poisoned.poison(true);
+    assert_eq!(two_steps(&mut poisoned, 10), one, "poisoned buffers");
+    assert_eq!(two_steps(&mut poisoned, 10), one, "a used tape");
+}
+
+#[test]
+fn allocations_stand_still_after_the_second_step() {
+    let mut scope = Scope::new(Seed(5));
+    let model = MnistCnn::new(&mut scope);
+    let params = scope.build().unwrap();
+    let mut grads = Grads::like(&params);
+    let mut tape = Tape::new(Threads(1));
+    let images = noise(4 * 784, 7);
+    let mut counts = vec![];
+    for i in 0..6 {
+        let step = tape.step(&params, StepKey::new(0, i));
+        let x = step.input(&images, &[4, 28, 28, 1]).unwrap();
+        let loss = model
+            .forward(x)
+            .unwrap()
+            .nll_loss(&[0, 1, 2, 3], 4.0)
+            .unwrap();
+        loss.backward(&mut grads).unwrap();
+        drop(step);
+        let step = tape.inference(&params);
+        model
+            .forward(step.input(&images, &[4, 28, 28, 1]).unwrap())
+            .unwrap();
+        drop(step);
+        counts.push(tape.allocations());
+    }
+    assert!(counts[0] > 0);
+    assert!(counts[1..].iter().all(|&c| c == counts[1]), "{counts:?}");
+}
+
+#[test]
+fn an_empty_batch_gives_zero_gradients() {
+    let (losses, grads) = two_steps(&mut Tape::new(Threads(2)), 0);
+    assert!(losses.iter().all(|l| l.to_bits() == 0), "{losses:?}");
+    assert!(grads.iter().all(|g| *g == 0.0));
+}
+
+#[test]
+fn gradients_become_ready_in_true_backward_order_in_the_sinks_memory() {
+    let mut scope = Scope::new(Seed(5));
+    let unused = Linear::new(scope.enter("unused"), 3, 2);
+    let model = MnistCnn::new(&mut scope);
+    let params = scope.build().unwrap();
+    let mut sink = Recorder::like(&params);
+    sink.grads.flat_mut().fill(f32::NAN); // a first use overwrites
+    let mut tape = Tape::new(Threads(1));
+    let step = tape.step(&params, StepKey::new(0, 0));
+    let x = step.input(&noise(2 * 784, 1), &[2, 28, 28, 1]).unwrap();
+    model
+        .forward(x)
+        .unwrap()
+        .nll_loss(&[1, 2], 2.0)
+        .unwrap()
+        .backward(&mut sink)
+        .unwrap();
+    drop(step);
+    assert_eq!(
+        sink.names(&params),
+        [
+            "unused.weight",
+            "unused.bias",
+            "fc2.bias",
+            "fc2.weight",
+            "fc1.bias",
+            "fc1.weight",
+            "conv2.weight",
+            "conv2.bias",
+            "conv1.weight",
+            "conv1.bias"
+        ]
+    );
+    assert!(sink.grads.grad(unused.weight).iter().all(|&g| g == 0.0));
+    for id in params.ids() {
+        let info = &params.infos()[id.index()];
+        assert_eq!(
+            sink.written_at[id.index()],
+            Some(sink.grads.flat()[info.offset..].as_ptr())
+        );
+        assert!(
+            sink.grads.grad(id).iter().all(|g| g.is_finite()),
+            "{}",
+            info.name
+        );
+    }
+    // Gaps were not touched.
+    assert!(sink.grads.flat().iter().any(|g| g.is_nan()));
+}
+
+#[test]
+fn a_refused_gradient_ends_the_pass_and_the_tape_goes_on() {
+    let mut scope = Scope::new(Seed(5));
+    let a = Linear::new(scope.enter("a"), 3, 3);
+    let b = Linear::new(scope.enter("b"), 3, 1);
+    let params = scope.build().unwrap();
+    let mut tape = Tape::new(Threads(1));
+    let go = |tape: &mut Tape, sink: &mut Recorder| {
+        let step = tape.step(&params, StepKey::new(0, 0));
+        let x = step.input(&[1.0, 2.0, 3.0], &[1, 3]).unwrap();
+        let y = b.forward(a.forward(x).unwrap().relu().unwrap()).unwrap();
+        y.mse_loss(&[1.0], Reduction::Sum).unwrap().backward(sink)
+    };
+    let mut bad = Recorder::like(&params);
+    bad.refuse = b.bias;
+    let e = go(&mut tape, &mut bad).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Sink);
+    assert!(e.to_string().contains("b.bias"), "{e}");
+    assert_eq!(e.source().unwrap().to_string(), "no more");
+    assert_eq!(bad.names(&params), ["b.bias"]);
+    let before = {
+        go(&mut tape, &mut Recorder::like(&params)).unwrap();
+        tape.allocations()
+    };
+    for _ in 0..3 {
+        let mut again = Recorder::like(&params);
+        again.refuse = a.bias;
+        go(&mut tape, &mut again).unwrap_err();
+        go(&mut tape, &mut Recorder::like(&params)).unwrap();
+    }
+    assert_eq!(
+        tape.allocations(),
+        before,
+        "memory was lost on the error path"
+    );
+}
+
+#[test]
+fn initial_weights_are_pytorchs() {
+    let fixture: Value = serde_json::from_str(include_str!("fixtures/rng.json")).unwrap();
+    let mut compared = 0;
+    for case in fixture["init"].as_array().unwrap() {
+        if !case["model"]
+            .as_str()
+            .unwrap()
+            .to_lowercase()
+            .contains("mnist")
+        {
+            continue;
+        }
+        let mut scope = Scope::new(Seed(case["seed"].as_u64().unwrap()));
+        MnistCnn::new(&mut scope);
+        let params = scope.build().unwrap();
+        for id in params.ids() {
+            let name = &params.infos()[id.index()].name;
+            let bytes: Vec<u8> = params
+                .export(id)
+                .iter()
+                .flat_map(|v| v.to_le_bytes())
+                .collect();
+            let hash = hex::encode(sha2::Sha256::digest(&bytes));
+            assert_eq!(hash, case["sha256_f32le"][name].as_str().unwrap(), "{name}");
+            compared += 1;
+        }
+    }
+    assert_eq!(compared, 16);
+}
+
+/// Ranks may be threads: a tape and its parameters move between them.
+#[test]
+fn engine_state_can_move_to_another_thread() {
+    fn sendable<T: Send>() {}
+    fn shareable<T: Sync>() {}
+    sendable::<Tape>();
+    sendable::<Params>();
+    sendable::<Grads>();
+    shareable::<Params>();
+    let one = two_steps(&mut Tape::new(Threads(1)), 3);
+    let other = std::thread::spawn(|| two_steps(&mut Tape::new(Threads(1)), 3))
+        .join()
+        .unwrap();
+    assert_eq!(one, other);
+}
