@@ -1,0 +1,103 @@
+//! The crate's one error type.
+
+use std::fmt;
+use std::io;
+use std::path::Path;
+
+/// `Result` with this crate's [`Error`].
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Whose mistake an [`Error`] is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The user's mistake: a missing folder, an impossible setting.
+    Usage,
+    /// A file does not hold what it should: truncated, damaged, of another
+    /// kind, or of another model.
+    Data,
+    /// No room left on the device, in the quota, or under the size limit.
+    DiskFull,
+    /// The system refused to read, write or start a thread.
+    Io,
+    /// A bug of this crate, or a data set that panicked.
+    Internal,
+}
+
+/// What went wrong: one sentence that names the culprit, further lines with
+/// the way out.
+#[derive(Debug)]
+pub struct Error {
+    kind: ErrorKind,
+    message: String,
+    source: Option<Box<dyn std::error::Error + Send + Sync>>,
+}
+
+impl Error {
+    /// An error of that kind. Data sets outside this crate report with it.
+    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Self {
+            kind,
+            message: message.into(),
+            source: None,
+        }
+    }
+
+    /// The same error with its cause.
+    #[must_use]
+    pub fn with_source(mut self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
+        self.source = Some(Box::new(source));
+        self
+    }
+
+    /// Whose mistake it is.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+
+    pub(crate) fn usage(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::Usage, message)
+    }
+
+    pub(crate) fn data(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::Data, message)
+    }
+
+    pub(crate) fn internal(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::Internal, message)
+    }
+
+    /// A system call on `path` failed; `action` reads like "cannot write".
+    pub(crate) fn io(action: &str, path: &Path, source: io::Error) -> Self {
+        let full = match source.kind() {
+            io::ErrorKind::StorageFull => Some("the disk is full"),
+            io::ErrorKind::QuotaExceeded => Some("the disk quota is used up"),
+            io::ErrorKind::FileTooLarge => Some("the file would exceed the size limit"),
+            _ => None,
+        };
+        let path = path.display();
+        match full {
+            Some(why) => Self::new(
+                ErrorKind::DiskFull,
+                format!("{action} {path}: {why}\n  free some space or choose another folder"),
+            ),
+            None => Self::new(ErrorKind::Io, format!("{action} {path}: {source}")),
+        }
+        .with_source(source)
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match &self.source {
+            Some(source) => Some(source.as_ref()),
+            None => None,
+        }
+    }
+}

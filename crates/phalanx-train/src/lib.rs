@@ -1,0 +1,48 @@
+//! What surrounds a training step: data sets, samplers, a prefetching loader,
+//! checkpoints, metrics and progress.
+//!
+//! Data moves one way: [`Dataset`] → [`sampler`] → [`loader`] → the model →
+//! [`metrics`] and [`checkpoint`]. Nothing here talks to other ranks: what
+//! must be summed over ranks (means, confusion counts) is offered as plain
+//! numbers for the caller's all-reduce.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use phalanx_train::loader::{Loader, LoaderOptions};
+//! use phalanx_train::sampler::{Cursor, Sampler, SamplerConfig};
+//! use phalanx_train::synthetic;
+//!
+//! # fn main() -> phalanx_train::Result<()> {
+//! let data = Arc::new(synthetic::digits(100, 1));
+//! let rank = SamplerConfig { samples: 100, world: 2, rank: 0, shuffle: true, seed: 1 };
+//! let sampler = Sampler::exact(rank, 32)?;
+//! let mut loader = Loader::new(data, LoaderOptions::default())?;
+//! for plan in sampler.epochs(Cursor::START)?.take(2) {
+//!     loader.start(plan);
+//!     let mut samples = 0;
+//!     while let Some(batch) = loader.next_batch()? {
+//!         samples += batch.labels.len(); // train here
+//!     }
+//!     assert_eq!(samples, 50);
+//! }
+//! # Ok(())
+//! # }
+//! ```
+
+#![forbid(unsafe_code)]
+
+pub mod checkpoint;
+mod dataset;
+mod error;
+pub mod files;
+pub mod loader;
+pub mod metrics;
+pub mod mnist;
+pub mod process;
+pub mod progress;
+pub mod sampler;
+pub mod synthetic;
+mod text;
+
+pub use dataset::Dataset;
+pub use error::{Error, ErrorKind, Result};

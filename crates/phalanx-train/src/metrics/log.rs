@@ -1,0 +1,111 @@
+//! `metrics.jsonl` and `summary.json`.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use crate::files::atomic_write;
+use crate::{Error, Result};
+
+/// Appends one JSON object a line; every line is in the file before the call
+/// returns, so a killed run leaves all of them.
+///
+/// Ranks other than 0 hold a [`disabled`](Self::disabled) one and call it all
+/// the same.
+#[derive(Debug)]
+pub struct MetricsLog {
+    out: Option<(PathBuf, File)>,
+    every_steps: u64,
+    last_step: Option<u64>,
+    /// Kept, so that a line costs no allocation.
+    line: Vec<u8>,
+}
+
+impl MetricsLog {
+    /// A new file, or an emptied one, at `path`. Of the steps, each
+    /// `every_steps`-th is written.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when `every_steps` is 0; `Io` or `DiskFull` naming the path.
+    pub fn create(path: &Path, every_steps: u64) -> Result<Self> {
+        if every_steps == 0 {
+            return Err(Error::usage(
+                "steps between metric lines must be at least 1",
+            ));
+        }
+        let file = File::create(path).map_err(|e| Error::io("cannot create", path, e))?;
+        Ok(Self {
+            out: Some((path.to_path_buf(), file)),
+            every_steps,
+            last_step: None,
+            line: Vec::new(),
+        })
+    }
+
+    /// Writes nothing, for the ranks that do not log.
+    pub fn disabled() -> Self {
+        Self {
+            out: None,
+            every_steps: 1,
+            last_step: None,
+            line: Vec::new(),
+        }
+    }
+
+    /// Writes the record of a step if it is this step's turn: steps 0, N, 2N…
+    ///
+    /// # Errors
+    ///
+    /// `Internal` when `step` does not rise from call to call (over all
+    /// epochs there is one count); `DiskFull` or `Io` naming the file.
+    pub fn step(&mut self, step: u64, record: &impl Serialize) -> Result<()> {
+        if self.last_step.is_some_and(|last| step <= last) {
+            return Err(Error::internal(format!(
+                "metrics of step {step} after those of step {}",
+                self.last_step.unwrap_or_default()
+            )));
+        }
+        self.last_step = Some(step);
+        if step.is_multiple_of(self.every_steps) {
+            self.event(record)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Writes any record: the end of an epoch, a test, the configuration.
+    ///
+    /// # Errors
+    ///
+    /// `DiskFull` or `Io` naming the file; `Internal` for a record that is no
+    /// JSON. NaN and infinities become `null`.
+    pub fn event(&mut self, record: &impl Serialize) -> Result<()> {
+        let Some((path, file)) = &mut self.out else {
+            return Ok(());
+        };
+        self.line.clear();
+        serde_json::to_writer(&mut self.line, record).map_err(no_json)?;
+        self.line.push(b'\n');
+        // One system call a line: nothing is left behind in a buffer.
+        file.write_all(&self.line)
+            .map_err(|e| Error::io("cannot write", path, e))
+    }
+}
+
+/// Writes `summary.json` or any other small result, indented, atomically.
+///
+/// # Errors
+///
+/// `DiskFull` or `Io` naming the path; `Internal` for a value that is no JSON.
+pub fn write_summary(path: &Path, summary: &impl Serialize) -> Result<()> {
+    let mut bytes = serde_json::to_vec_pretty(summary).map_err(no_json)?;
+    bytes.push(b'\n');
+    atomic_write(path, &bytes)
+}
+
+fn no_json(source: serde_json::Error) -> Error {
+    Error::internal(format!("metrics cannot be written as JSON: {source}")).with_source(source)
+}

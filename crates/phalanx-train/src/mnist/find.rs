@@ -1,0 +1,82 @@
+//! Where the files are.
+
+use std::path::{Path, PathBuf};
+
+use super::Split;
+use crate::{Error, Result};
+
+/// The folders searched, in this order, and whether only Fashion-MNIST lies
+/// there.
+const FOLDERS: [(&str, bool); 4] = [
+    ("", false),
+    ("raw", false),
+    ("MNIST/raw", false),
+    ("FashionMNIST/raw", true),
+];
+
+const EXPECTED: &str = "  expected train-images-idx3-ubyte, train-labels-idx1-ubyte, \
+    t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte, each plain or .gz\n  \
+    get them:   \"The MNIST database of handwritten digits\" by LeCun, Cortes and Burges, \
+    or Fashion-MNIST by Zalando Research\n  \
+    or try:     --data synthetic";
+
+/// The two files of a split.
+#[derive(Debug)]
+pub(super) struct Found {
+    pub(super) images: PathBuf,
+    pub(super) labels: PathBuf,
+    pub(super) fashion: bool,
+}
+
+pub(super) fn find(folder: &Path, split: Split) -> Result<Found> {
+    let shown = folder.display();
+    if !folder.exists() {
+        return Err(Error::usage(format!("no data folder {shown}\n{EXPECTED}")));
+    }
+    if !folder.is_dir() {
+        return Err(Error::usage(format!(
+            "{shown} is a file, not a data folder\n{EXPECTED}"
+        )));
+    }
+    let (images, labels) = match split {
+        Split::Train => ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+        Split::Test => ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+    };
+    let mut half = None;
+    for (inside, fashion_only) in FOLDERS {
+        let place = folder.join(inside);
+        match (plain_or_gz(&place, images), plain_or_gz(&place, labels)) {
+            (Some(images), Some(labels)) => {
+                let fashion = fashion_only || is_fashion(folder);
+                return Ok(Found {
+                    images,
+                    labels,
+                    fashion,
+                });
+            }
+            (Some(_), None) => half = half.or(Some((place, labels))),
+            (None, Some(_)) => half = half.or(Some((place, images))),
+            (None, None) => {}
+        }
+    }
+    Err(match half {
+        Some((place, missing)) => Error::usage(format!(
+            "{} lacks {missing} (plain or .gz)\n{EXPECTED}",
+            place.display()
+        )),
+        None => Error::usage(format!("no MNIST files in {shown}\n{EXPECTED}")),
+    })
+}
+
+fn plain_or_gz(folder: &Path, name: &str) -> Option<PathBuf> {
+    [folder.join(name), folder.join(format!("{name}.gz"))]
+        .into_iter()
+        .find(|path| path.is_file())
+}
+
+/// The files of both sets have the same names; only a folder's name tells.
+fn is_fashion(folder: &Path) -> bool {
+    folder
+        .iter()
+        .any(|part| part.to_string_lossy().to_lowercase().contains("fashion"))
+}

@@ -1,0 +1,31 @@
+//! The exact order: each sample once, whatever the number of ranks.
+
+use super::SamplerConfig;
+use super::plan::{EpochPlan, StepEnd};
+
+/// Cuts what `done` leaves of the permutation into global batches and gives
+/// this rank every `world`-th element of each.
+pub(super) fn plan(
+    config: &SamplerConfig,
+    epoch: u64,
+    permutation: Vec<u64>,
+    global_batch: usize,
+    done: usize,
+) -> EpochPlan {
+    let rest = &permutation[done..];
+    let mut indices = Vec::with_capacity(rest.len() / config.world + 1);
+    let mut steps = Vec::with_capacity(rest.len().div_ceil(global_batch));
+    for batch in rest.chunks(global_batch) {
+        indices.extend(batch.iter().skip(config.rank).step_by(config.world));
+        steps.push(StepEnd {
+            end: indices.len(),
+            global_len: batch.len(),
+        });
+    }
+    EpochPlan {
+        epoch,
+        indices,
+        steps,
+        done: done as u64,
+    }
+}

@@ -1,0 +1,237 @@
+//! Which rank trains on which sample, and when.
+//!
+//! Two orders over the same permutation (PyTorch's, from seed + epoch):
+//!
+//! * **exact** (the default of a run): the permutation is cut into
+//!   consecutive global batches; rank r takes elements r, r + world, … of
+//!   each. Every sample once per epoch at any world size, nothing padded or
+//!   dropped; the last batch may be short, or empty on some ranks, and every
+//!   rank takes the same number of steps. The global batches do not depend
+//!   on the world size, so a run goes on from any [`Cursor`] on any number of
+//!   ranks.
+//! * **torch**: what `DistributedSampler` and `DataLoader` do, padding and
+//!   dropping included, bit for bit, for laying runs beside PyTorch's.
+//!
+//! The epoch belongs to the iterator that [`Sampler::epochs`] returns. There
+//! is no `set_epoch` to forget, hence no repeated permutation.
+
+mod exact;
+mod plan;
+mod torch;
+
+pub use plan::{EpochPlan, StepPlan};
+pub use torch::TorchBatches;
+
+use crate::{Error, Result};
+use phalanx_nn::rng::torch::Generator;
+
+/// What both orders need to know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SamplerConfig {
+    /// Samples of the data set.
+    pub samples: usize,
+    /// Number of ranks.
+    pub world: usize,
+    /// This rank, from 0.
+    pub rank: usize,
+    /// Whether to permute; without, samples come in the data set's order.
+    pub shuffle: bool,
+    /// Seed of the permutations; epoch e uses seed + e.
+    pub seed: u64,
+}
+
+/// A place in the training order that is valid for any world size: the
+/// resumable state of a sampler, together with its seed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Cursor {
+    /// Epoch, from 0.
+    pub epoch: u64,
+    /// Samples of this epoch that all ranks together have already taken, in
+    /// the order of the epoch (padding of the torch order included).
+    pub samples: u64,
+}
+
+impl Cursor {
+    /// The very beginning.
+    pub const START: Self = Self {
+        epoch: 0,
+        samples: 0,
+    };
+}
+
+/// One rank's view of the training order.
+#[derive(Clone, Debug)]
+pub struct Sampler {
+    config: SamplerConfig,
+    order: Order,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Order {
+    Exact { global_batch: usize },
+    Torch(TorchBatches),
+}
+
+impl Sampler {
+    /// The exact order with `global_batch` samples a step over all ranks.
+    ///
+    /// # Errors
+    ///
+    /// Usage: no rank, a rank outside the world, or an empty batch.
+    pub fn exact(config: SamplerConfig, global_batch: usize) -> Result<Self> {
+        check(&config, global_batch)?;
+        let order = Order::Exact { global_batch };
+        Ok(Self { config, order })
+    }
+
+    /// PyTorch's order: `DistributedSampler` under a `DataLoader`.
+    ///
+    /// # Errors
+    ///
+    /// Usage: no rank, a rank outside the world, or an empty batch.
+    pub fn torch(config: SamplerConfig, batches: TorchBatches) -> Result<Self> {
+        check(&config, batches.batch_size)?;
+        let order = Order::Torch(batches);
+        Ok(Self { config, order })
+    }
+
+    /// The whole of epoch `epoch`: a pure function.
+    pub fn epoch(&self, epoch: u64) -> EpochPlan {
+        let permutation = self.permutation(epoch);
+        match self.order {
+            Order::Exact { global_batch } => {
+                exact::plan(&self.config, epoch, permutation, global_batch, 0)
+            }
+            Order::Torch(batches) => torch::plan(&self.config, epoch, permutation, batches, 0),
+        }
+    }
+
+    /// What `cursor` leaves of its epoch.
+    ///
+    /// Finding the place costs nothing; no sample is read and thrown away.
+    ///
+    /// # Errors
+    ///
+    /// Usage: the cursor lies beyond the epoch's end, or (torch order only)
+    /// not on a boundary between steps of this world size.
+    pub fn resume(&self, cursor: Cursor) -> Result<EpochPlan> {
+        let epoch = cursor.epoch;
+        match self.order {
+            Order::Exact { global_batch } => {
+                let done = within(cursor, self.config.samples)?;
+                let permutation = self.permutation(epoch);
+                Ok(exact::plan(
+                    &self.config,
+                    epoch,
+                    permutation,
+                    global_batch,
+                    done,
+                ))
+            }
+            Order::Torch(batches) => {
+                let world = self.config.world;
+                let per_rank = torch::samples_per_rank(&self.config, batches.drop_samples);
+                let end = torch::kept(per_rank, batches) * world;
+                let done = within(cursor, end)?;
+                let step = batches.batch_size.saturating_mul(world);
+                if done != end && !done.is_multiple_of(step) {
+                    return Err(Error::usage(format!(
+                        "cannot resume epoch {epoch} after {done} samples in the torch order: \
+                         {world} ranks take {step} a step\n  use the world size and batch \
+                         that the run was started with, or the exact order"
+                    )));
+                }
+                let permutation = self.permutation(epoch);
+                Ok(torch::plan(
+                    &self.config,
+                    epoch,
+                    permutation,
+                    batches,
+                    done / world,
+                ))
+            }
+        }
+    }
+
+    /// All epochs from `start` on, without end. The iterator owns the epoch:
+    /// each plan belongs to the next one.
+    ///
+    /// # Errors
+    ///
+    /// As [`resume`](Self::resume).
+    pub fn epochs(&self, start: Cursor) -> Result<Epochs> {
+        let first = (start.samples > 0)
+            .then(|| self.resume(start))
+            .transpose()?;
+        Ok(Epochs {
+            sampler: self.clone(),
+            epoch: start.epoch,
+            first,
+        })
+    }
+
+    /// What the sampler was made with.
+    pub fn config(&self) -> &SamplerConfig {
+        &self.config
+    }
+
+    fn permutation(&self, epoch: u64) -> Vec<u64> {
+        let n = self.config.samples;
+        if self.config.shuffle {
+            Generator::new(self.config.seed.wrapping_add(epoch)).randperm(n)
+        } else {
+            (0..n as u64).collect()
+        }
+    }
+}
+
+/// Plans of successive epochs; see [`Sampler::epochs`].
+#[derive(Debug)]
+pub struct Epochs {
+    sampler: Sampler,
+    epoch: u64,
+    /// The rest of a resumed epoch.
+    first: Option<EpochPlan>,
+}
+
+impl Iterator for Epochs {
+    type Item = EpochPlan;
+
+    fn next(&mut self) -> Option<EpochPlan> {
+        let plan = match self.first.take() {
+            Some(rest) => rest,
+            None => self.sampler.epoch(self.epoch),
+        };
+        self.epoch += 1;
+        Some(plan)
+    }
+}
+
+/// The cursor's sample count, if the epoch has that many.
+fn within(cursor: Cursor, end: usize) -> Result<usize> {
+    usize::try_from(cursor.samples)
+        .ok()
+        .filter(|&done| done <= end)
+        .ok_or_else(|| {
+            Error::usage(format!(
+                "cannot resume epoch {} after {} samples; it has {end}",
+                cursor.epoch, cursor.samples
+            ))
+        })
+}
+
+fn check(config: &SamplerConfig, batch: usize) -> Result<()> {
+    let SamplerConfig { world, rank, .. } = *config;
+    if world == 0 {
+        return Err(Error::usage("a sampler needs at least one rank"));
+    }
+    if rank >= world {
+        return Err(Error::usage(format!(
+            "rank {rank} is outside a world of {world} ranks"
+        )));
+    }
+    if batch == 0 {
+        return Err(Error::usage("the batch size must be at least 1"));
+    }
+    Ok(())
+}

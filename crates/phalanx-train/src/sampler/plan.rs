@@ -1,0 +1,92 @@
+//! The steps of one epoch on one rank.
+
+use super::Cursor;
+
+/// What one rank does in one step.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StepPlan {
+    /// Samples of this rank, in order. May be empty in the exact order.
+    pub indices: Vec<u64>,
+    /// Samples of this step over all ranks: the divisor of a mean.
+    pub global_len: usize,
+}
+
+/// The steps of one epoch, or of the rest of it, on one rank.
+///
+/// It holds the rank's samples once; steps are cut out of them on demand.
+#[derive(Clone, Debug)]
+pub struct EpochPlan {
+    pub(super) epoch: u64,
+    /// All samples of this rank in this plan, step after step.
+    pub(super) indices: Vec<u64>,
+    /// Where each step ends in `indices`, and its length over all ranks.
+    pub(super) steps: Vec<StepEnd>,
+    /// Samples of the epoch that were taken before this plan.
+    pub(super) done: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StepEnd {
+    pub(super) end: usize,
+    pub(super) global_len: usize,
+}
+
+impl EpochPlan {
+    /// The epoch, from 0.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Number of steps, the same on every rank.
+    pub fn len(&self) -> usize {
+        self.steps.len()
+    }
+
+    /// Whether nothing is left to do.
+    pub fn is_empty(&self) -> bool {
+        self.steps.is_empty()
+    }
+
+    /// Samples of this rank in all steps together.
+    pub fn samples(&self) -> usize {
+        self.indices.len()
+    }
+
+    /// Step `index`, counted from the beginning of this plan.
+    pub fn step(&self, index: usize) -> Option<StepPlan> {
+        let (indices, global_len) = self.slice(index)?;
+        Some(StepPlan {
+            indices: indices.to_vec(),
+            global_len,
+        })
+    }
+
+    /// Samples of this rank in step `index` and the step's length over all
+    /// ranks, without a copy.
+    pub fn slice(&self, index: usize) -> Option<(&[u64], usize)> {
+        let StepEnd { end, global_len } = *self.steps.get(index)?;
+        let start = index.checked_sub(1).map_or(0, |i| self.steps[i].end);
+        Some((&self.indices[start..end], global_len))
+    }
+
+    /// All steps in order.
+    pub fn iter(&self) -> impl Iterator<Item = StepPlan> + '_ {
+        (0..self.len()).map_while(|i| self.step(i))
+    }
+
+    /// The place to resume from after `steps` steps of this plan; at the
+    /// plan's end, the beginning of the next epoch.
+    pub fn cursor_after(&self, steps: usize) -> Cursor {
+        if steps >= self.len() {
+            return Cursor {
+                epoch: self.epoch + 1,
+                samples: 0,
+            };
+        }
+        let taken: usize = self.steps[..steps].iter().map(|s| s.global_len).sum();
+        Cursor {
+            epoch: self.epoch,
+            samples: self.done + taken as u64,
+        }
+    }
+}
