@@ -1,0 +1,150 @@
+//! Element types that travel between ranks.
+
+use half::{bf16, f16};
+
+/// The type of one element, as it is named in frame headers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum DType {
+    /// IEEE 754 binary32.
+    F32,
+    /// IEEE 754 binary64.
+    F64,
+    /// IEEE 754 binary16; reduced in f32.
+    F16,
+    /// bfloat16 (upper half of an f32); reduced in f32.
+    Bf16,
+    /// Signed 32-bit integer; sums and products wrap.
+    I32,
+    /// Signed 64-bit integer; sums and products wrap.
+    I64,
+    /// Unsigned byte; sums and products wrap.
+    U8,
+}
+
+impl DType {
+    /// Every element type, in wire order.
+    pub const ALL: [DType; 7] = [
+        DType::F32,
+        DType::F64,
+        DType::F16,
+        DType::Bf16,
+        DType::I32,
+        DType::I64,
+        DType::U8,
+    ];
+
+    /// Size of one element in bytes.
+    pub const fn size_bytes(self) -> usize {
+        match self {
+            DType::F32 | DType::I32 => 4,
+            DType::F64 | DType::I64 => 8,
+            DType::F16 | DType::Bf16 => 2,
+            DType::U8 => 1,
+        }
+    }
+
+    /// The name used in messages, as Rust spells it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            DType::F32 => "f32",
+            DType::F64 => "f64",
+            DType::F16 => "f16",
+            DType::Bf16 => "bf16",
+            DType::I32 => "i32",
+            DType::I64 => "i64",
+            DType::U8 => "u8",
+        }
+    }
+
+    /// Whether the mean of such elements is such an element.
+    pub const fn is_float(self) -> bool {
+        matches!(self, DType::F32 | DType::F64 | DType::F16 | DType::Bf16)
+    }
+
+    /// Code in frame headers; 0 is left for "no data".
+    pub(crate) const fn wire(self) -> u8 {
+        match self {
+            DType::F32 => 1,
+            DType::F64 => 2,
+            DType::F16 => 3,
+            DType::Bf16 => 4,
+            DType::I32 => 5,
+            DType::I64 => 6,
+            DType::U8 => 7,
+        }
+    }
+
+    /// Inverse of [`DType::wire`].
+    pub(crate) fn from_wire(code: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|d| d.wire() == code)
+    }
+}
+
+impl std::fmt::Display for DType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// A type whose values travel between ranks. Sealed: the crate moves elements
+/// as bytes and relies on every bit pattern being a valid value and on there
+/// being no padding.
+pub trait Element:
+    sealed::Sealed + Copy + Default + PartialEq + std::fmt::Debug + Send + Sync + 'static
+{
+    /// The element type's name on the wire.
+    const DTYPE: DType;
+}
+
+macro_rules! element {
+    ($($t:ty => $d:ident),* $(,)?) => {$(
+        impl sealed::Sealed for $t {}
+        impl Element for $t {
+            const DTYPE: DType = DType::$d;
+        }
+    )*};
+}
+
+element! {
+    f32 => F32,
+    f64 => F64,
+    f16 => F16,
+    bf16 => Bf16,
+    i32 => I32,
+    i64 => I64,
+    u8 => U8,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_match_the_rust_types() {
+        fn check<T: Element>() {
+            assert_eq!(T::DTYPE.size_bytes(), size_of::<T>());
+        }
+        check::<f32>();
+        check::<f64>();
+        check::<f16>();
+        check::<bf16>();
+        check::<i32>();
+        check::<i64>();
+        check::<u8>();
+    }
+
+    #[test]
+    fn wire_codes_are_distinct_and_never_zero() {
+        for d in DType::ALL {
+            assert_ne!(d.wire(), 0);
+            assert_eq!(DType::from_wire(d.wire()), Some(d));
+        }
+        assert_eq!(DType::from_wire(0), None);
+        assert_eq!(DType::from_wire(8), None);
+    }
+}

@@ -1,0 +1,41 @@
+//! Plans already built. Training repeats a few shapes for hours.
+
+use std::sync::Arc;
+
+use crate::plan::{RankPlan, Spec, build};
+use crate::{Error, Result};
+
+/// Shapes remembered; a model has at most a few dozen buckets.
+const MAX_PLANS: usize = 256;
+
+/// The plans of one rank, found by what they are for.
+pub(super) struct PlanCache {
+    rank: usize,
+    /// Looked up by hash, never iterated.
+    plans: std::collections::HashMap<Spec, Arc<RankPlan>>,
+}
+
+impl PlanCache {
+    pub(super) fn new(rank: usize) -> Self {
+        PlanCache {
+            rank,
+            plans: std::collections::HashMap::new(),
+        }
+    }
+
+    /// The plan for `spec`, checked for memory safety when it is built.
+    pub(super) fn get(&mut self, spec: &Spec) -> Result<Arc<RankPlan>> {
+        if let Some(plan) = self.plans.get(spec) {
+            return Ok(Arc::clone(plan));
+        }
+        let plan = Arc::new(build(spec, self.rank));
+        plan.check_local()
+            .map_err(|e| Error::internal(format!("wrong plan for {spec:?}: {e}")).with_source(e))?;
+        // A caller with ever new shapes must not fill the memory.
+        if self.plans.len() >= MAX_PLANS {
+            self.plans.clear();
+        }
+        self.plans.insert(*spec, Arc::clone(&plan));
+        Ok(plan)
+    }
+}

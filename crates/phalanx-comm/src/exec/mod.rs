@@ -1,0 +1,518 @@
+//! The executor: runs one rank's plan over its mesh.
+//!
+//! All sends and receives of a round progress at the same time: the executor
+//! goes round the unfinished transfers, moves what each link takes or gives
+//! without blocking, and sleeps in the mesh when none could move. One
+//! deadline covers the whole operation.
+//!
+//! On any failure the group is poisoned before the error is returned, so that
+//! the other ranks leave too, with the first cause; afterwards every operation
+//! is refused.
+
+mod cache;
+mod signature;
+mod transfer;
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use phalanx_wire::frame::MAX_FRAME_BYTES;
+
+use self::cache::PlanCache;
+use self::signature::Signature;
+use self::transfer::{Context, Receiver, Sender};
+use crate::kernel::{self, Source};
+use crate::memory::Scratch;
+use crate::plan::{Buf, Collective, Local, Method, Part, RankPlan, Round, Spec};
+use crate::transport::{Interest, Mesh, Poison};
+use crate::wait::deadline_in;
+use crate::{DType, Error, ReduceOp, Result};
+
+/// Turns with progress after which the clock is looked at although nothing
+/// was idle.
+const TURNS_PER_CLOCK: u32 = 64;
+
+/// Limits of time and size, the same for all operations of a group.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    /// For the first operation: ranks may have started and compiled unevenly.
+    pub(crate) first_op_timeout: Duration,
+    pub(crate) op_timeout: Duration,
+    pub(crate) segment_bytes: usize,
+}
+
+/// One operation as the caller asked for it, but for its memory.
+#[derive(Clone, Debug)]
+pub(crate) struct Operation {
+    pub(crate) collective: Collective,
+    pub(crate) method: Method,
+    pub(crate) dtype: Option<DType>,
+    pub(crate) op: Option<ReduceOp>,
+    pub(crate) root: usize,
+    pub(crate) target: usize,
+    pub(crate) count: usize,
+    pub(crate) label: Option<Arc<str>>,
+    pub(crate) timeout: Option<Duration>,
+}
+
+/// Base addresses of a plan's buffers.
+#[derive(Clone, Copy)]
+struct Memory {
+    input: *const u8,
+    output: *mut u8,
+    scratch: *mut u8,
+    elem_bytes: usize,
+}
+
+impl Memory {
+    /// Where a part begins, for reading.
+    ///
+    /// # Safety
+    ///
+    /// The part lies within its buffer.
+    unsafe fn read_at(&self, part: &Part) -> *const u8 {
+        let base = match part.buf {
+            Buf::Input => self.input,
+            Buf::Output => self.output.cast_const(),
+            Buf::Scratch => self.scratch.cast_const(),
+        };
+        // SAFETY: within the buffer, says the caller. An empty part may have
+        // a null base, then the offset is zero.
+        unsafe { base.add(part.start * self.elem_bytes) }
+    }
+
+    /// Where a part begins, for writing.
+    ///
+    /// # Safety
+    ///
+    /// The part lies within its buffer, which is not the input.
+    unsafe fn write_at(&self, part: &Part) -> *mut u8 {
+        let base = match part.buf {
+            Buf::Input | Buf::Output => self.output,
+            Buf::Scratch => self.scratch,
+        };
+        // SAFETY: as above.
+        unsafe { base.add(part.start * self.elem_bytes) }
+    }
+
+    fn bytes(&self, part: &Part) -> usize {
+        part.len * self.elem_bytes
+    }
+}
+
+/// Runs the operations of one rank in one group, one after another.
+pub(crate) struct Executor {
+    mesh: Mesh,
+    epoch: u32,
+    group: u32,
+    limits: Limits,
+    /// Of collectives; point-to-point messages are counted per peer, because
+    /// only two ranks take part in each.
+    seq: u64,
+    sent_to: Vec<u64>,
+    received_from: Vec<u64>,
+    operations: u64,
+    failed: Option<Error>,
+    plans: PlanCache,
+    scratch: Scratch,
+    senders: Vec<Sender>,
+    receivers: Vec<Receiver>,
+    want: Vec<Interest>,
+    sources: Sources,
+    bytes_sent: Arc<[AtomicU64]>,
+}
+
+/// Room for the addresses of a fold's sources, kept to allocate it once.
+struct Sources(Vec<Source>);
+
+// SAFETY: addresses are in it only while a fold runs, which borrows the
+// executor, so that it cannot go to another thread meanwhile. What a panic
+// leaves behind is cleared before it is used.
+unsafe impl Send for Sources {}
+
+impl Executor {
+    pub(crate) fn new(mesh: Mesh, epoch: u32, group: u32, limits: Limits) -> Self {
+        let world = mesh.world();
+        let limits = Limits {
+            segment_bytes: limits.segment_bytes.clamp(1, MAX_FRAME_BYTES as usize),
+            ..limits
+        };
+        Executor {
+            epoch,
+            group,
+            limits,
+            seq: 0,
+            sent_to: vec![0; world],
+            received_from: vec![0; world],
+            operations: 0,
+            failed: None,
+            plans: PlanCache::new(mesh.rank()),
+            scratch: Scratch::new(),
+            senders: Vec::new(),
+            receivers: Vec::new(),
+            want: vec![Interest::default(); world],
+            sources: Sources(Vec::with_capacity(world)),
+            bytes_sent: (0..world).map(|_| AtomicU64::new(0)).collect(),
+            mesh,
+        }
+    }
+
+    /// Payload bytes sent to each rank so far, readable from any thread.
+    pub(crate) fn bytes_sent(&self) -> Arc<[AtomicU64]> {
+        Arc::clone(&self.bytes_sent)
+    }
+
+    /// Runs one operation to its end.
+    ///
+    /// # Safety
+    ///
+    /// `operation.op` supports the type. `input` and `output` are valid, for
+    /// reading and for writing, for as many elements of `dtype` as [`Spec::input_elems`] and
+    /// [`Spec::output_elems`] say, aligned, initialised and disjoint; and
+    /// nobody else writes the input or touches the output until this returns.
+    pub(crate) unsafe fn run(
+        &mut self,
+        operation: &Operation,
+        input: *const u8,
+        output: *mut u8,
+    ) -> Result<()> {
+        let rank = self.mesh.rank();
+        let signature = Signature {
+            collective: operation.collective,
+            method: operation.method,
+            dtype: operation.dtype,
+            op: operation.op,
+            root: operation.root,
+            count: operation.count,
+            seq: self.next_seq(operation),
+        };
+        let named = |error: Error| {
+            let mut name = signature.to_string();
+            if let Some(label) = &operation.label {
+                let _ = write!(name, " of {label}");
+            }
+            error.with_rank(rank).with_operation(name)
+        };
+        if let Some(error) = self.refusal() {
+            return Err(named(error));
+        }
+        // SAFETY: handed on from the caller.
+        let result = unsafe { self.run_checked(operation, &signature, input, output) };
+        self.operations += 1;
+        result.map_err(|error| {
+            // Poison first, then look: of several ranks that fail at the same
+            // time one is the first, and all others report its failure.
+            let cause = format!("{} in {signature}", error.message());
+            let first = self.mesh.poison(&Poison::new(rank, cause));
+            let error = match self.mesh.abort_handle().poisoned() {
+                Some(p) if !first => Error::aborted(p.origin_rank, p.cause).with_source(error),
+                _ => error,
+            };
+            let error = named(error);
+            self.failed = Some(error.clone());
+            error
+        })
+    }
+
+    /// Why this group takes no more operations, if it does not.
+    fn refusal(&self) -> Option<Error> {
+        if let Some(p) = self.mesh.abort_handle().poisoned() {
+            return Some(Error::aborted(p.origin_rank, p.cause));
+        }
+        let first = self.failed.as_ref()?;
+        Some(Error::aborted(self.mesh.rank(), first.message()).with_source(first.clone()))
+    }
+
+    fn next_seq(&mut self, operation: &Operation) -> u64 {
+        let counter = if operation.collective != Collective::SendRecv {
+            &mut self.seq
+        } else if operation.root == self.mesh.rank() {
+            &mut self.sent_to[operation.target]
+        } else {
+            &mut self.received_from[operation.root]
+        };
+        let seq = *counter;
+        *counter += 1;
+        seq
+    }
+
+    /// # Safety
+    ///
+    /// As [`Executor::run`].
+    unsafe fn run_checked(
+        &mut self,
+        operation: &Operation,
+        signature: &Signature,
+        input: *const u8,
+        output: *mut u8,
+    ) -> Result<()> {
+        let elem_bytes = operation.dtype.map_or(1, DType::size_bytes);
+        let plan = self.plans.get(&Spec {
+            method: operation.method,
+            world: self.mesh.world(),
+            count: operation.count,
+            elem_bytes,
+            root: operation.root,
+            target: operation.target,
+        })?;
+        let (scratch, _) = self.scratch.reserve(plan.scratch_elems * elem_bytes);
+        let memory = Memory {
+            input,
+            output,
+            scratch,
+            elem_bytes,
+        };
+        let limit = operation.timeout.unwrap_or(if self.operations == 0 {
+            self.limits.first_op_timeout
+        } else {
+            self.limits.op_timeout
+        });
+        let deadline = Deadline::in_(limit);
+        for (step, round) in plan.rounds.iter().enumerate() {
+            let context = Context {
+                signature,
+                epoch: self.epoch,
+                group: self.group,
+                step: step as u32,
+                segment_bytes: self.limits.segment_bytes,
+                rank: self.mesh.rank(),
+            };
+            // SAFETY: the plan passed `check_local`: its parts lie within the
+            // buffers the caller vouches for and the scratch just reserved.
+            unsafe {
+                self.transfer(round, &memory, &context, &deadline)?;
+                self.compute(round, &memory, operation, &plan);
+            }
+        }
+        Ok(())
+    }
+
+    /// Completes all transfers of a round.
+    ///
+    /// # Safety
+    ///
+    /// All parts of the round lie within `memory`, and no received part
+    /// overlaps another received or sent one.
+    unsafe fn transfer(
+        &mut self,
+        round: &Round,
+        memory: &Memory,
+        context: &Context<'_>,
+        deadline: &Deadline,
+    ) -> Result<()> {
+        self.senders
+            .resize_with(self.senders.len().max(round.sends.len()), Sender::new);
+        self.receivers
+            .resize_with(self.receivers.len().max(round.recvs.len()), Receiver::new);
+        for (sender, send) in self.senders.iter_mut().zip(&round.sends) {
+            sender.begin(send.peer, memory.bytes(&send.part));
+        }
+        for (receiver, recv) in self.receivers.iter_mut().zip(&round.recvs) {
+            receiver.begin(recv.peer, memory.bytes(&recv.part));
+        }
+        let mut left = round.sends.len() + round.recvs.len();
+        let until = deadline.at(context.step);
+        let (mut spins, mut turns) = (0u32, 0u32);
+        while left > 0 {
+            let mut moved = false;
+            for (sender, send) in self.senders.iter_mut().zip(&round.sends) {
+                if sender.done {
+                    continue;
+                }
+                let bytes = memory.bytes(&send.part);
+                // SAFETY: readable for `bytes`, initialised, and nothing is
+                // received over it in this round. The slice lives for one
+                // call, and no `&mut` to these bytes is made meanwhile.
+                let payload = unsafe {
+                    std::slice::from_raw_parts(non_null(memory.read_at(&send.part)), bytes)
+                };
+                let progress = sender.step(self.mesh.link(send.peer), payload, context)?;
+                moved |= progress.moved;
+                if progress.done {
+                    left -= 1;
+                    self.bytes_sent[send.peer].fetch_add(bytes as u64, Ordering::Relaxed);
+                }
+            }
+            for (receiver, recv) in self.receivers.iter_mut().zip(&round.recvs) {
+                if receiver.done {
+                    continue;
+                }
+                let bytes = memory.bytes(&recv.part);
+                // SAFETY: writable for `bytes` and disjoint from all other
+                // parts in flight, so this is the only reference to them.
+                let place = unsafe {
+                    std::slice::from_raw_parts_mut(
+                        non_null(memory.write_at(&recv.part)).cast_mut(),
+                        bytes,
+                    )
+                };
+                let progress = receiver.step(self.mesh.link(recv.peer), place, context)?;
+                moved |= progress.moved;
+                left -= usize::from(progress.done);
+            }
+            if moved {
+                spins = 0;
+                turns += 1;
+                if left > 0 && turns.is_multiple_of(TURNS_PER_CLOCK) && Instant::now() >= until {
+                    return Err(self.timeout(round, deadline, context.step));
+                }
+            } else if left > 0 {
+                // Only after a fruitless turn: a rank that was stopped beyond
+                // its deadline must not blame peers whose data lies there.
+                if Instant::now() >= until {
+                    return Err(self.timeout(round, deadline, context.step));
+                }
+                self.note_unfinished(round);
+                self.mesh.idle(&self.want, spins, until)?;
+                spins = spins.saturating_add(1);
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes to `want` which transfers of the round are unfinished.
+    fn note_unfinished(&mut self, round: &Round) {
+        self.want.fill(Interest::default());
+        for sender in self.senders[..round.sends.len()].iter().filter(|s| !s.done) {
+            self.want[sender.peer].send = true;
+        }
+        for receiver in self.receivers[..round.recvs.len()]
+            .iter()
+            .filter(|r| !r.done)
+        {
+            self.want[receiver.peer].recv = true;
+        }
+    }
+
+    /// Names exactly the ranks whose transfers are unfinished. Blames one only
+    /// in the first round: later it may be waiting for somebody else.
+    fn timeout(&mut self, round: &Round, deadline: &Deadline, step: u32) -> Error {
+        self.note_unfinished(round);
+        let mut names = String::new();
+        let mut only = None;
+        for (peer, want) in self.want.iter().enumerate() {
+            let what = match (want.send, want.recv) {
+                (false, false) => continue,
+                (true, false) => "to take data",
+                (_, true) => "to send data",
+            };
+            only = if names.is_empty() { Some(peer) } else { None };
+            let comma = if names.is_empty() { "" } else { ", " };
+            let _ = write!(names, "{comma}rank {peer} {what}");
+        }
+        let late = format!(
+            "timed out after {:.2} s (limit {:.2} s) waiting for {names}",
+            deadline.elapsed().as_secs_f64(),
+            deadline.limit.as_secs_f64(),
+        );
+        match only {
+            _ if step > 0 => Error::timeout(format!("{late} (or for whom they wait)")),
+            Some(peer) => Error::timeout(late).with_peer(peer),
+            None => Error::timeout(late),
+        }
+    }
+
+    /// Runs the local steps of a round.
+    ///
+    /// # Safety
+    ///
+    /// All parts of the round lie within `memory`; folds overlap their sources
+    /// exactly or not at all, copies not at all.
+    unsafe fn compute(
+        &mut self,
+        round: &Round,
+        memory: &Memory,
+        operation: &Operation,
+        plan: &RankPlan,
+    ) {
+        for step in &round.local {
+            match step {
+                Local::Copy { from, into } => {
+                    // SAFETY: both lie within their buffers and are disjoint.
+                    unsafe {
+                        std::ptr::copy_nonoverlapping(
+                            memory.read_at(from),
+                            memory.write_at(into),
+                            memory.bytes(into),
+                        );
+                    }
+                }
+                Local::Fold {
+                    into,
+                    sources,
+                    finish,
+                } => {
+                    let (Some(dtype), Some(op)) = (operation.dtype, operation.op) else {
+                        // Plans that fold belong to collectives that reduce,
+                        // which always have both.
+                        unreachable!("a fold in {}", operation.collective.name())
+                    };
+                    let addresses = &mut self.sources.0;
+                    addresses.clear();
+                    // SAFETY: the parts lie within their buffers.
+                    addresses.extend(sources.iter().map(|part| unsafe { memory.read_at(part) }));
+                    // SAFETY: lengths are equal and within the buffers, the
+                    // destination equals a source or is disjoint from it, the
+                    // transfers of the round are over, the op supports the
+                    // type (checked when the operation was asked for).
+                    unsafe {
+                        kernel::fold(
+                            dtype,
+                            op,
+                            memory.write_at(into),
+                            addresses,
+                            into.len,
+                            finish.then_some(plan.world),
+                        );
+                    }
+                    addresses.clear();
+                }
+            }
+        }
+    }
+}
+
+/// Slices of zero length still need a non-null address.
+fn non_null(address: *const u8) -> *const u8 {
+    if address.is_null() {
+        std::ptr::NonNull::<u8>::dangling().as_ptr().cast_const()
+    } else {
+        address
+    }
+}
+
+/// One limit for one whole operation, on the monotonic clock.
+struct Deadline {
+    started: Instant,
+    limit: Duration,
+    /// In the first round.
+    at: Instant,
+    /// In later rounds; see [`Deadline::in_`].
+    at_last: Instant,
+}
+
+impl Deadline {
+    /// In the first round every rank sends without waiting for anybody, so
+    /// who is waited for then is the culprit. Later a peer may only be
+    /// waiting itself. Hence ranks in later rounds are a little more patient:
+    /// if another rank knows better, its error comes first.
+    fn in_(limit: Duration) -> Self {
+        let grace = (limit / 16).min(Duration::from_secs(1));
+        Deadline {
+            started: Instant::now(),
+            limit,
+            at: deadline_in(limit),
+            at_last: deadline_in(limit.saturating_add(grace)),
+        }
+    }
+
+    fn at(&self, step: u32) -> Instant {
+        if step == 0 { self.at } else { self.at_last }
+    }
+
+    fn elapsed(&self) -> Duration {
+        self.started.elapsed()
+    }
+}

@@ -1,0 +1,201 @@
+//! What an operation is, as all ranks must agree on it, and how frames carry it.
+
+use std::fmt;
+
+use phalanx_wire::frame::{Header, Kind};
+
+use crate::plan::{Collective, Method};
+use crate::{DType, ReduceOp};
+
+/// One operation of a group. Every frame carries it; a receiver compares it
+/// with its own, so that ranks in different operations find out at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Signature {
+    pub(crate) collective: Collective,
+    pub(crate) method: Method,
+    /// Absent for operations without data.
+    pub(crate) dtype: Option<DType>,
+    /// Absent for operations that do not reduce.
+    pub(crate) op: Option<ReduceOp>,
+    /// The root, or the sender of a point-to-point message.
+    pub(crate) root: usize,
+    pub(crate) count: usize,
+    pub(crate) seq: u64,
+}
+
+impl Signature {
+    /// The header of a data frame of this operation; the caller fills in
+    /// step, offset and length.
+    pub(crate) fn header(&self, epoch: u32, group: u32) -> Header {
+        let mut header = Header::new(Kind::Data);
+        header.collective = self.collective.wire();
+        header.plan = self.method.wire();
+        header.dtype = self.dtype.map_or(0, DType::wire);
+        header.op = self.op.map_or(0, ReduceOp::wire);
+        // Ranks are below 2³²: a group of more is refused when it forms.
+        header.root = self.root as u32;
+        header.count = self.count as u64;
+        header.seq = self.seq;
+        header.epoch = epoch;
+        header.group = group;
+        header
+    }
+
+    /// Whether a peer's frame belongs to the same operation.
+    pub(crate) fn matches(&self, theirs: &Header) -> bool {
+        theirs.collective == self.collective.wire()
+            && theirs.plan == self.method.wire()
+            && theirs.dtype == self.dtype.map_or(0, DType::wire)
+            && theirs.op == self.op.map_or(0, ReduceOp::wire)
+            && u64::from(theirs.root) == self.root as u64
+            && theirs.count == self.count as u64
+            && theirs.seq == self.seq
+    }
+}
+
+/// `all_reduce f32 sum of 100 elements by direct (seq 7)`
+impl fmt::Display for Signature {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        describe(
+            f,
+            self.collective,
+            self.dtype,
+            self.op,
+            self.count as u64,
+            self.root as u64,
+            Some(self.method),
+            self.seq,
+        )
+    }
+}
+
+/// A peer's operation, read from its frame; shown like [`Signature`].
+pub(crate) struct Theirs<'a>(pub(crate) &'a Header);
+
+impl fmt::Display for Theirs<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let header = self.0;
+        match Collective::from_wire(header.collective) {
+            Some(collective) => describe(
+                f,
+                collective,
+                DType::from_wire(header.dtype),
+                ReduceOp::from_wire(header.op),
+                header.count,
+                u64::from(header.root),
+                Method::from_wire(header.plan),
+                header.seq,
+            ),
+            None => write!(
+                f,
+                "an operation unknown here (code {}, seq {})",
+                header.collective, header.seq
+            ),
+        }
+    }
+}
+
+#[allow(clippy::too_many_arguments)]
+fn describe(
+    f: &mut fmt::Formatter<'_>,
+    collective: Collective,
+    dtype: Option<DType>,
+    op: Option<ReduceOp>,
+    count: u64,
+    root: u64,
+    method: Option<Method>,
+    seq: u64,
+) -> fmt::Result {
+    f.write_str(collective.name())?;
+    if let Some(dtype) = dtype {
+        write!(f, " {dtype}")?;
+        if let Some(op) = op {
+            write!(f, " {op}")?;
+        }
+        let plural = if count == 1 { "" } else { "s" };
+        write!(f, " of {count} element{plural}")?;
+    }
+    if collective.has_root() {
+        write!(f, " with root {root}")?;
+    }
+    if collective == Collective::SendRecv {
+        write!(f, " from rank {root}")?;
+    }
+    // Where there is a choice, ranks may have chosen differently.
+    if let (Some(method), true) = (
+        method,
+        matches!(
+            collective,
+            Collective::AllReduce | Collective::Broadcast | Collective::Reduce
+        ),
+    ) {
+        write!(f, " by {}", method.name())?;
+    }
+    write!(f, " (seq {seq})")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn all_reduce() -> Signature {
+        Signature {
+            collective: Collective::AllReduce,
+            method: Method::AllReduceDirect,
+            dtype: Some(DType::F32),
+            op: Some(ReduceOp::Sum),
+            root: 0,
+            count: 100,
+            seq: 7,
+        }
+    }
+
+    #[test]
+    fn both_sides_read_alike() {
+        let mine = all_reduce();
+        assert_eq!(
+            mine.to_string(),
+            "all_reduce f32 sum of 100 elements by direct (seq 7)"
+        );
+        let header = mine.header(3, 9);
+        assert_eq!(Theirs(&header).to_string(), mine.to_string());
+        assert!(mine.matches(&header));
+        assert_eq!((header.epoch, header.group), (3, 9));
+    }
+
+    #[test]
+    fn any_difference_is_a_mismatch() {
+        let mine = all_reduce();
+        let others = [
+            Signature {
+                collective: Collective::Broadcast,
+                ..mine
+            },
+            Signature {
+                method: Method::AllReduceRing,
+                ..mine
+            },
+            Signature {
+                dtype: Some(DType::I32),
+                ..mine
+            },
+            Signature {
+                op: Some(ReduceOp::Max),
+                ..mine
+            },
+            Signature { root: 1, ..mine },
+            Signature { count: 101, ..mine },
+            Signature { seq: 8, ..mine },
+        ];
+        for other in others {
+            assert!(!mine.matches(&other.header(0, 0)), "{other}");
+        }
+    }
+
+    #[test]
+    fn unknown_codes_are_shown_not_trusted() {
+        let mut header = all_reduce().header(0, 0);
+        header.collective = 77;
+        assert!(Theirs(&header).to_string().contains("code 77"));
+    }
+}

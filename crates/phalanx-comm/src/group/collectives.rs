@@ -1,0 +1,621 @@
+//! The collectives, typed: lengths and ranks are checked here, then the
+//! executor works on bytes.
+//!
+//! Every collective has a blocking form on slices and an asynchronous one on
+//! [`Bucket`]s, which it takes and gives back. Mistakes that are visible here
+//! are `Usage` errors: nothing was sent and the group stays usable, but the
+//! *other* ranks, if they made no mistake, wait for this one.
+
+use super::{Call, ProcessGroup, Work};
+use crate::exec::Operation;
+use crate::plan::{Collective, Method};
+use crate::select::{self, Algorithm};
+use crate::{Bucket, Element, ReduceOp, Result};
+
+/// Addresses of an operation's input and output.
+type Addresses = (*const u8, *mut u8);
+
+/// Where there is no input.
+const NO_INPUT: *const u8 = std::ptr::null();
+
+impl ProcessGroup {
+    /// Replaces `data` on every rank by the reduction of all ranks' data.
+    ///
+    /// *Order:* see [`ReduceOp`]; the same bits on all ranks.
+    /// *Cost:* direct: 2 rounds, about `2·n·(P − 1)/P` bytes sent per rank;
+    /// small data: 1 round, `(P − 1)·n`.
+    ///
+    /// # Errors
+    ///
+    /// As for all operations, see [`ProcessGroup`]. `Usage` for the mean of
+    /// integers.
+    pub fn all_reduce<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<()> {
+        self.all_reduce_with(data, op, &Call::default())
+    }
+
+    /// [`ProcessGroup::all_reduce`] with an algorithm, a label or a deadline.
+    ///
+    /// # Errors
+    ///
+    /// As [`ProcessGroup::all_reduce`].
+    pub fn all_reduce_with<T: Element>(
+        &self,
+        data: &mut [T],
+        op: ReduceOp,
+        call: &Call,
+    ) -> Result<()> {
+        let operation = self.ask_all_reduce::<T>(data.len(), op, call)?;
+        self.now(&operation, &[], data)
+    }
+
+    /// [`ProcessGroup::all_reduce`] in the background.
+    pub fn all_reduce_async<T: Element>(
+        &self,
+        data: Bucket<T>,
+        op: ReduceOp,
+        call: Call,
+    ) -> Work<Bucket<T>> {
+        let operation = self.ask_all_reduce::<T>(data.len(), op, &call);
+        self.later(operation, data, in_place)
+    }
+
+    fn ask_all_reduce<T: Element>(
+        &self,
+        count: usize,
+        op: ReduceOp,
+        call: &Call,
+    ) -> Result<Operation> {
+        const NAME: &str = "all_reduce";
+        self.check_op::<T>(NAME, op)?;
+        let algorithm = [call.algorithm, self.defaults.algorithm, self.core.algorithm]
+            .into_iter()
+            .find(|a| *a != Algorithm::Auto)
+            .unwrap_or(Algorithm::Auto);
+        let bytes = count * size_of::<T>();
+        let method = select::all_reduce(algorithm, self.core.world, bytes);
+        Ok(self.ask::<T>(method, count, call).reducing(op))
+    }
+
+    /// Replaces `data` on every rank by that of rank `root`.
+    ///
+    /// *Cost:* small data: `⌈log₂ P⌉` rounds, at most `⌈log₂ P⌉·n` bytes sent
+    /// per rank; large data: 2 rounds, at most `2n`.
+    ///
+    /// # Errors
+    ///
+    /// As for all operations, see [`ProcessGroup`].
+    pub fn broadcast<T: Element>(&self, data: &mut [T], root: usize) -> Result<()> {
+        let operation = self.ask_broadcast::<T>(data.len(), root, &Call::default())?;
+        self.now(&operation, &[], data)
+    }
+
+    /// [`ProcessGroup::broadcast`] in the background.
+    pub fn broadcast_async<T: Element>(
+        &self,
+        data: Bucket<T>,
+        root: usize,
+        call: Call,
+    ) -> Work<Bucket<T>> {
+        let operation = self.ask_broadcast::<T>(data.len(), root, &call);
+        self.later(operation, data, in_place)
+    }
+
+    fn ask_broadcast<T: Element>(
+        &self,
+        count: usize,
+        root: usize,
+        call: &Call,
+    ) -> Result<Operation> {
+        self.check_peer("broadcast", "root", root)?;
+        let method = select::broadcast(self.core.world, count * size_of::<T>());
+        Ok(self.ask::<T>(method, count, call).rooted(root))
+    }
+
+    /// Replaces `data` on rank `root` by the reduction of all ranks' data; the
+    /// other ranks' data stays as it is.
+    ///
+    /// *Order:* canonical, see [`ReduceOp`].
+    /// *Cost:* 1 round for small data, otherwise 2; `n` bytes sent per rank.
+    ///
+    /// # Errors
+    ///
+    /// As for all operations, see [`ProcessGroup`]. `Usage` for the mean of
+    /// integers.
+    pub fn reduce<T: Element>(&self, data: &mut [T], op: ReduceOp, root: usize) -> Result<()> {
+        let operation = self.ask_reduce::<T>(data.len(), op, root, &Call::default())?;
+        self.now(&operation, &[], data)
+    }
+
+    /// [`ProcessGroup::reduce`] in the background.
+    pub fn reduce_async<T: Element>(
+        &self,
+        data: Bucket<T>,
+        op: ReduceOp,
+        root: usize,
+        call: Call,
+    ) -> Work<Bucket<T>> {
+        let operation = self.ask_reduce::<T>(data.len(), op, root, &call);
+        self.later(operation, data, in_place)
+    }
+
+    fn ask_reduce<T: Element>(
+        &self,
+        count: usize,
+        op: ReduceOp,
+        root: usize,
+        call: &Call,
+    ) -> Result<Operation> {
+        self.check_op::<T>("reduce", op)?;
+        self.check_peer("reduce", "root", root)?;
+        let method = select::reduce(self.core.world, count * size_of::<T>());
+        Ok(self.ask::<T>(method, count, call).reducing(op).rooted(root))
+    }
+
+    /// Writes the inputs of all ranks, in rank order, to `output` on every
+    /// rank; `output` is `world_size` times as long as `input`.
+    ///
+    /// *Cost:* 1 round, `(P − 1)·n` bytes sent per rank.
+    ///
+    /// # Errors
+    ///
+    /// As for all operations, see [`ProcessGroup`]. `Usage` for a wrong length.
+    pub fn all_gather<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<()> {
+        let operation = self.ask_all_gather::<T>(input.len(), output.len(), &Call::default())?;
+        self.now(&operation, input, output)
+    }
+
+    /// [`ProcessGroup::all_gather`] in the background.
+    pub fn all_gather_async<T: Element>(
+        &self,
+        input: Bucket<T>,
+        output: Bucket<T>,
+        call: Call,
+    ) -> Work<(Bucket<T>, Bucket<T>)> {
+        let operation = self.ask_all_gather::<T>(input.len(), output.len(), &call);
+        self.later(operation, (input, output), both)
+    }
+
+    fn ask_all_gather<T: Element>(
+        &self,
+        input: usize,
+        output: usize,
+        call: &Call,
+    ) -> Result<Operation> {
+        self.check_len("all_gather", "output", output, input * self.core.world)?;
+        Ok(self.ask::<T>(Method::AllGather, input, call))
+    }
+
+    /// Reduces the inputs of all ranks and gives part `r` of the result to
+    /// rank `r`; `input` is `world_size` times as long as `output`.
+    ///
+    /// *Order:* canonical, see [`ReduceOp`].
+    /// *Cost:* 1 round, `(P − 1)·n` bytes sent per rank, `n` being one part.
+    ///
+    /// # Errors
+    ///
+    /// As for all operations, see [`ProcessGroup`]. `Usage` for a wrong length
+    /// or the mean of integers.
+    pub fn reduce_scatter<T: Element>(
+        &self,
+        input: &[T],
+        output: &mut [T],
+        op: ReduceOp,
+    ) -> Result<()> {
+        let operation =
+            self.ask_reduce_scatter::<T>(input.len(), output.len(), op, &Call::default())?;
+        self.now(&operation, input, output)
+    }
+
+    /// [`ProcessGroup::reduce_scatter`] in the background.
+    pub fn reduce_scatter_async<T: Element>(
+        &self,
+        input: Bucket<T>,
+        output: Bucket<T>,
+        op: ReduceOp,
+        call: Call,
+    ) -> Work<(Bucket<T>, Bucket<T>)> {
+        let operation = self.ask_reduce_scatter::<T>(input.len(), output.len(), op, &call);
+        self.later(operation, (input, output), both)
+    }
+
+    fn ask_reduce_scatter<T: Element>(
+        &self,
+        input: usize,
+        output: usize,
+        op: ReduceOp,
+        call: &Call,
+    ) -> Result<Operation> {
+        const NAME: &str = "reduce_scatter";
+        self.check_op::<T>(NAME, op)?;
+        self.check_len(NAME, "input", input, output * self.core.world)?;
+        Ok(self
+            .ask::<T>(Method::ReduceScatter, output, call)
+            .reducing(op))
+    }
+
+    /// Writes the inputs of all ranks, in rank order, to `output` on rank
+    /// `root`, where it must be given and be `world_size` times as long as
+    /// `input`; elsewhere it is not used.
+    ///
+    /// *Cost:* 1 round, `n` bytes sent by every rank but the root.
+    ///
+    /// # Errors
+    ///
+    /// As for all operations, see [`ProcessGroup`]. `Usage` for a missing
+    /// output or a wrong length.
+    pub fn gather<T: Element>(
+        &self,
+        input: &[T],
+        output: Option<&mut [T]>,
+        root: usize,
+    ) -> Result<()> {
+        let len = output.as_ref().map(|output| output.len());
+        let operation = self.ask_gather::<T>(input.len(), len, root, &Call::default())?;
+        self.now(&operation, input, output.unwrap_or_default())
+    }
+
+    /// [`ProcessGroup::gather`] in the background.
+    pub fn gather_async<T: Element>(
+        &self,
+        input: Bucket<T>,
+        output: Option<Bucket<T>>,
+        root: usize,
+        call: Call,
+    ) -> Work<(Bucket<T>, Option<Bucket<T>>)> {
+        let len = output.as_ref().map(|output| output.len());
+        let operation = self.ask_gather::<T>(input.len(), len, root, &call);
+        self.later(operation, (input, output), |(input, output)| {
+            let output = output
+                .as_mut()
+                .map_or(std::ptr::null_mut(), |o| o.as_mut_ptr());
+            (input.as_ptr().cast(), output.cast())
+        })
+    }
+
+    fn ask_gather<T: Element>(
+        &self,
+        input: usize,
+        output: Option<usize>,
+        root: usize,
+        call: &Call,
+    ) -> Result<Operation> {
+        const NAME: &str = "gather";
+        self.check_peer(NAME, "root", root)?;
+        if self.core.rank == root {
+            self.check_given(NAME, "output", output, input * self.core.world)?;
+        }
+        Ok(self.ask::<T>(Method::Gather, input, call).rooted(root))
+    }
+
+    /// Gives part `r` of the input of rank `root` to rank `r`. The input must
+    /// be given on the root and be `world_size` times as long as `output`;
+    /// elsewhere it is not used.
+    ///
+    /// *Cost:* 1 round, `(P − 1)·n` bytes sent by the root, `n` being one part.
+    ///
+    /// # Errors
+    ///
+    /// As for all operations, see [`ProcessGroup`]. `Usage` for a missing
+    /// input or a wrong length.
+    pub fn scatter<T: Element>(
+        &self,
+        input: Option<&[T]>,
+        output: &mut [T],
+        root: usize,
+    ) -> Result<()> {
+        let len = input.map(<[T]>::len);
+        let operation = self.ask_scatter::<T>(len, output.len(), root, &Call::default())?;
+        self.now(&operation, input.unwrap_or_default(), output)
+    }
+
+    /// [`ProcessGroup::scatter`] in the background.
+    pub fn scatter_async<T: Element>(
+        &self,
+        input: Option<Bucket<T>>,
+        output: Bucket<T>,
+        root: usize,
+        call: Call,
+    ) -> Work<(Option<Bucket<T>>, Bucket<T>)> {
+        let len = input.as_ref().map(|input| input.len());
+        let operation = self.ask_scatter::<T>(len, output.len(), root, &call);
+        self.later(operation, (input, output), |(input, output)| {
+            let input = input.as_ref().map_or(std::ptr::null(), |i| i.as_ptr());
+            (input.cast(), output.as_mut_ptr().cast())
+        })
+    }
+
+    fn ask_scatter<T: Element>(
+        &self,
+        input: Option<usize>,
+        output: usize,
+        root: usize,
+        call: &Call,
+    ) -> Result<Operation> {
+        const NAME: &str = "scatter";
+        self.check_peer(NAME, "root", root)?;
+        if self.core.rank == root {
+            self.check_given(NAME, "input", input, output * self.core.world)?;
+        }
+        Ok(self.ask::<T>(Method::Scatter, output, call).rooted(root))
+    }
+
+    /// Gives part `r` of the input to rank `r` and receives one part from
+    /// each, in rank order. Input and output have the same length, a multiple
+    /// of `world_size`.
+    ///
+    /// *Cost:* 1 round, `(P − 1)·n` bytes sent per rank, `n` being one part.
+    ///
+    /// # Errors
+    ///
+    /// As for all operations, see [`ProcessGroup`]. `Usage` for a wrong length.
+    pub fn all_to_all<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<()> {
+        let operation = self.ask_all_to_all::<T>(input.len(), output.len(), &Call::default())?;
+        self.now(&operation, input, output)
+    }
+
+    /// [`ProcessGroup::all_to_all`] in the background.
+    pub fn all_to_all_async<T: Element>(
+        &self,
+        input: Bucket<T>,
+        output: Bucket<T>,
+        call: Call,
+    ) -> Work<(Bucket<T>, Bucket<T>)> {
+        let operation = self.ask_all_to_all::<T>(input.len(), output.len(), &call);
+        self.later(operation, (input, output), both)
+    }
+
+    fn ask_all_to_all<T: Element>(
+        &self,
+        input: usize,
+        output: usize,
+        call: &Call,
+    ) -> Result<Operation> {
+        const NAME: &str = "all_to_all";
+        let world = self.core.world;
+        if !input.is_multiple_of(world) {
+            return Err(self.usage(
+                NAME,
+                format!("the input has {input} elements, which {world} ranks cannot share equally"),
+            ));
+        }
+        self.check_len(NAME, "output", output, input)?;
+        Ok(self.ask::<T>(Method::AllToAll, input / world, call))
+    }
+
+    /// Waits until all ranks have come.
+    ///
+    /// *Cost:* `⌈log₂ P⌉` rounds of empty messages.
+    ///
+    /// # Errors
+    ///
+    /// As for all operations, see [`ProcessGroup`].
+    pub fn barrier(&self) -> Result<()> {
+        self.now::<u8>(&self.ask_barrier(&Call::default()), &[], &mut [])
+    }
+
+    /// [`ProcessGroup::barrier`] in the background.
+    pub fn barrier_async(&self, call: Call) -> Work<()> {
+        self.later(Ok(self.ask_barrier(&call)), (), |()| {
+            (NO_INPUT, std::ptr::null_mut())
+        })
+    }
+
+    fn ask_barrier(&self, call: &Call) -> Operation {
+        Operation {
+            dtype: None,
+            ..self.ask::<u8>(Method::Barrier, 0, call)
+        }
+    }
+
+    /// The barrier at the end of the group.
+    pub(super) fn goodbye(&self) -> Result<()> {
+        let operation = Operation {
+            collective: Collective::Shutdown,
+            ..self.ask_barrier(&Call::default())
+        };
+        self.now::<u8>(&operation, &[], &mut [])
+    }
+
+    /// Sends `data` to rank `to`, which must [`recv`](ProcessGroup::recv) as
+    /// many elements.
+    ///
+    /// *Blocks until* the data is on its way. A long message needs its
+    /// receiver: two ranks that both send first may wait for each other until
+    /// the deadline; let one receive first, or use
+    /// [`all_to_all`](ProcessGroup::all_to_all).
+    ///
+    /// # Errors
+    ///
+    /// As for all operations, see [`ProcessGroup`].
+    pub fn send<T: Element>(&self, data: &[T], to: usize) -> Result<()> {
+        let operation = self.ask_send::<T>(data.len(), to, &Call::default())?;
+        self.now(&operation, data, &mut [])
+    }
+
+    /// [`ProcessGroup::send`] in the background.
+    pub fn send_async<T: Element>(
+        &self,
+        data: Bucket<T>,
+        to: usize,
+        call: Call,
+    ) -> Work<Bucket<T>> {
+        let operation = self.ask_send::<T>(data.len(), to, &call);
+        self.later(operation, data, |data| {
+            (data.as_ptr().cast(), std::ptr::null_mut())
+        })
+    }
+
+    fn ask_send<T: Element>(&self, count: usize, to: usize, call: &Call) -> Result<Operation> {
+        self.check_other("send", to)?;
+        let operation = self
+            .ask::<T>(Method::PointToPoint, count, call)
+            .rooted(self.core.rank);
+        Ok(Operation {
+            target: to,
+            ..operation
+        })
+    }
+
+    /// Receives what rank `from` [`send`](ProcessGroup::send)s.
+    ///
+    /// # Errors
+    ///
+    /// As for all operations, see [`ProcessGroup`].
+    pub fn recv<T: Element>(&self, data: &mut [T], from: usize) -> Result<()> {
+        let operation = self.ask_recv::<T>(data.len(), from, &Call::default())?;
+        self.now(&operation, &[], data)
+    }
+
+    /// [`ProcessGroup::recv`] in the background.
+    pub fn recv_async<T: Element>(
+        &self,
+        data: Bucket<T>,
+        from: usize,
+        call: Call,
+    ) -> Work<Bucket<T>> {
+        let operation = self.ask_recv::<T>(data.len(), from, &call);
+        self.later(operation, data, in_place)
+    }
+
+    fn ask_recv<T: Element>(&self, count: usize, from: usize, call: &Call) -> Result<Operation> {
+        self.check_other("recv", from)?;
+        let operation = self
+            .ask::<T>(Method::PointToPoint, count, call)
+            .rooted(from);
+        Ok(Operation {
+            target: self.core.rank,
+            ..operation
+        })
+    }
+
+    /// An operation without root or reduction.
+    fn ask<T: Element>(&self, method: Method, count: usize, call: &Call) -> Operation {
+        Operation {
+            collective: method.collective(),
+            method,
+            dtype: Some(T::DTYPE),
+            op: None,
+            root: 0,
+            target: 0,
+            count,
+            label: call.label.clone().or_else(|| self.defaults.label.clone()),
+            timeout: call.timeout.or(self.defaults.timeout),
+        }
+    }
+
+    /// Runs an operation in this thread. The slices are as long as the
+    /// operation's plan wants them: the `ask_` functions have checked.
+    fn now<T: Element>(&self, operation: &Operation, input: &[T], output: &mut [T]) -> Result<()> {
+        let (input, output) = (input.as_ptr().cast(), output.as_mut_ptr().cast());
+        self.core.queue.run(|executor| {
+            // SAFETY: both slices are borrowed until this returns, the output
+            // exclusively; their lengths were checked against the plan's.
+            unsafe { executor.run(operation, input, output) }
+        })
+    }
+
+    /// Runs an operation on the communication thread, which owns `held`
+    /// meanwhile. `addresses` points into memory that `held` owns, as long as
+    /// the plan wants it.
+    fn later<B: Send + 'static>(
+        &self,
+        operation: Result<Operation>,
+        held: B,
+        addresses: impl FnOnce(&mut B) -> Addresses + Send + 'static,
+    ) -> Work<B> {
+        let operation = match operation {
+            Ok(operation) => operation,
+            Err(error) => return Work::failed(error),
+        };
+        let (work, completer) = Work::new();
+        let rank = self.core.rank;
+        self.core.queue.submit(Box::new(move |executor| {
+            let executor = match executor {
+                Ok(executor) => executor,
+                Err(error) => {
+                    let name = operation.collective.name();
+                    return completer.finish(Err(error.with_rank(rank).with_operation(name)));
+                }
+            };
+            completer.start();
+            let mut held = held;
+            let (input, output) = addresses(&mut held);
+            // SAFETY: the memory belongs to `held`, which this closure owns
+            // until the run is over; lengths were checked against the plan's.
+            let result = unsafe { executor.run(&operation, input, output) };
+            completer.finish(result.map(|()| held));
+        }));
+        work
+    }
+
+    fn check_op<T: Element>(&self, name: &str, op: ReduceOp) -> Result<()> {
+        if op.supports(T::DTYPE) {
+            return Ok(());
+        }
+        Err(self.usage(
+            name,
+            format!(
+                "the {op} of {} is not defined: use sum, or a float type",
+                T::DTYPE
+            ),
+        ))
+    }
+
+    fn check_peer(&self, name: &str, role: &str, rank: usize) -> Result<()> {
+        if rank < self.core.world {
+            return Ok(());
+        }
+        let world = self.core.world;
+        Err(self.usage(
+            name,
+            format!("{role} {rank} does not exist in a group of {world}"),
+        ))
+    }
+
+    fn check_other(&self, name: &str, rank: usize) -> Result<()> {
+        self.check_peer(name, "rank", rank)?;
+        if rank == self.core.rank {
+            return Err(self.usage(name, "a rank does not talk to itself: copy the data".into()));
+        }
+        Ok(())
+    }
+
+    fn check_len(&self, name: &str, what: &str, len: usize, needed: usize) -> Result<()> {
+        if len == needed {
+            return Ok(());
+        }
+        let world = self.core.world;
+        Err(self.usage(
+            name,
+            format!("the {what} has {len} elements, {needed} are needed with {world} ranks"),
+        ))
+    }
+
+    fn check_given(&self, name: &str, what: &str, len: Option<usize>, needed: usize) -> Result<()> {
+        match len {
+            Some(len) => self.check_len(name, what, len, needed),
+            None => Err(self.usage(name, format!("the root needs an {what}"))),
+        }
+    }
+}
+
+impl Operation {
+    fn reducing(self, op: ReduceOp) -> Self {
+        Operation {
+            op: Some(op),
+            ..self
+        }
+    }
+
+    fn rooted(self, root: usize) -> Self {
+        Operation { root, ..self }
+    }
+}
+
+fn in_place<T: Element>(data: &mut Bucket<T>) -> Addresses {
+    (NO_INPUT, data.as_mut_ptr().cast())
+}
+
+fn both<T: Element>((input, output): &mut (Bucket<T>, Bucket<T>)) -> Addresses {
+    (input.as_ptr().cast(), output.as_mut_ptr().cast())
+}

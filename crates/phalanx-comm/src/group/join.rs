@@ -1,0 +1,375 @@
+//! How processes become a group.
+
+use std::fs::File;
+use std::io::Read;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use phalanx_store::{FileStore, MemStore, Store, TcpServer, TcpStore};
+use phalanx_wire::Token;
+
+use super::launch::{Launch, Meeting, TokenSource, no_token, token_variable};
+use super::options::{InitOptions, Transport};
+use crate::transport::{BindAddr, FormOptions, Mesh, Prefer, form, thread_mesh};
+use crate::{Error, Result};
+
+/// Id of the group of all ranks; subgroups have other ones.
+pub(super) const WORLD_GROUP: u32 = 0;
+
+/// What later subgroups need to form their own links.
+pub(super) struct Processes {
+    pub(super) store: Arc<dyn Store>,
+    pub(super) token: Token,
+    pub(super) epoch: u32,
+    pub(super) bind: BindAddr,
+    pub(super) options: InitOptions,
+    /// Rank 0 hosts the store unless the launcher does; it ends with the last
+    /// of its groups. Held, not used.
+    pub(super) _host: Option<TcpServer>,
+}
+
+impl Processes {
+    /// Forms the links of one group.
+    pub(super) fn form(
+        &self,
+        group: u32,
+        rank: usize,
+        world: usize,
+        timeout: Duration,
+    ) -> Result<Mesh> {
+        if world == 1 {
+            return lone_mesh();
+        }
+        agree_on_world(&*self.store, self.epoch, group, rank, world)?;
+        form(
+            &*self.store,
+            &FormOptions {
+                rank,
+                world,
+                token: self.token.clone(),
+                epoch: self.epoch,
+                group,
+                timeout,
+                bind: self.bind,
+                prefer: match self.options.transport {
+                    Transport::Auto => Prefer::Auto,
+                    Transport::Shm => Prefer::Shm,
+                    Transport::Tcp => Prefer::Tcp,
+                },
+                ring_bytes: self.options.ring_bytes,
+            },
+        )
+    }
+}
+
+/// The mesh of a group of one: no links.
+pub(super) fn lone_mesh() -> Result<Mesh> {
+    thread_mesh(1, 0)
+        .pop()
+        .ok_or_else(|| Error::internal("no mesh for a group of one"))
+}
+
+/// What [`meet`] found out.
+pub(super) struct Met {
+    pub(super) rank: usize,
+    pub(super) world: usize,
+    pub(super) mesh: Mesh,
+    pub(super) processes: Processes,
+}
+
+/// Resolves the options, opens the store and forms the links.
+pub(super) fn meet(options: InitOptions) -> Result<Met> {
+    let started = Instant::now();
+    let launch = Launch::resolve(&options, |name| std::env::var(name).ok())?;
+    let (rank, world) = (launch.rank, launch.world);
+    meet_as(&launch, options, started)
+        .map_err(|e| e.with_rank(rank))
+        .map(|(mesh, processes)| Met {
+            rank,
+            world,
+            mesh,
+            processes,
+        })
+}
+
+fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(Mesh, Processes)> {
+    let left = || options.timeout.saturating_sub(started.elapsed());
+    let known = match &options.token {
+        Some(token) => Some(token.clone()),
+        None => read_token(&launch.token)?,
+    };
+    let processes = match &launch.meeting {
+        Meeting::Alone => Processes {
+            store: Arc::new(MemStore::new()),
+            token: known.map_or_else(mint, Ok)?,
+            epoch: launch.epoch,
+            bind: bind(&options, None),
+            options: options.clone(),
+            _host: None,
+        },
+        Meeting::Tcp { host, port } => {
+            let token = known.ok_or_else(no_token)?;
+            let addresses = resolve(host, *port)?;
+            let server = if launch.rank == 0 && !launch.external_store {
+                Some(host_store(&addresses, &token, host, *port)?)
+            } else {
+                None
+            };
+            let place = if host.contains(':') {
+                format!("[{host}]:{port}")
+            } else {
+                format!("{host}:{port}")
+            };
+            let store = TcpStore::connect(&place, token.clone(), left()).map_err(|e| {
+                let hint = if launch.rank == 0 || launch.external_store {
+                    String::new()
+                } else {
+                    " (rank 0 hosts it: was rank 0 started, and can this host reach it?)".into()
+                };
+                let error = Error::from(e);
+                let message = format!(
+                    "cannot reach the store at {place}{hint}: {}",
+                    error.message()
+                );
+                Error::new(error.kind(), message).with_source(error)
+            })?;
+            Processes {
+                store: Arc::new(store),
+                token,
+                epoch: launch.epoch,
+                bind: bind(&options, addresses.first().copied()),
+                options: options.clone(),
+                _host: server,
+            }
+        }
+        Meeting::File(path) => {
+            let store: Arc<dyn Store> = Arc::new(FileStore::open(path)?);
+            let token = match known {
+                Some(token) => token,
+                None => agree_on_token(&*store, launch.epoch)?,
+            };
+            Processes {
+                store,
+                token,
+                epoch: launch.epoch,
+                bind: bind(&options, None),
+                options: options.clone(),
+                _host: None,
+            }
+        }
+    };
+    let mesh = processes.form(WORLD_GROUP, launch.rank, launch.world, left())?;
+    if launch.rank == 0 && matches!(launch.meeting, Meeting::File(_)) {
+        // Everyone has it, and the file may outlive the job.
+        processes.store.delete(&token_key(launch.epoch))?;
+    }
+    Ok((mesh, processes))
+}
+
+pub(super) fn mint() -> Result<Token> {
+    Token::generate().map_err(|e| {
+        Error::new(crate::ErrorKind::Io, format!("cannot make a token: {e}")).with_source(e)
+    })
+}
+
+/// Where to listen for peers; `towards` is the store.
+fn bind(options: &InitOptions, towards: Option<SocketAddr>) -> BindAddr {
+    match (options.bind, towards) {
+        (Some(ip), _) => BindAddr::Ip(ip),
+        (None, Some(store)) if !store.ip().is_loopback() => BindAddr::Auto(store),
+        (None, _) => BindAddr::Loopback,
+    }
+}
+
+fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>> {
+    let found: Vec<SocketAddr> = (host, port)
+        .to_socket_addrs()
+        .map_err(|e| Error::io(format_args!("cannot find the host {host:?}"), e))?
+        .collect();
+    if found.is_empty() {
+        return Err(Error::usage(format!("the host {host:?} has no address")));
+    }
+    Ok(found)
+}
+
+/// Listens on the first of the master's addresses that is one of ours.
+fn host_store(addresses: &[SocketAddr], token: &Token, host: &str, port: u16) -> Result<TcpServer> {
+    let mut last = None;
+    for address in addresses {
+        match TcpServer::bind(*address, token.clone()) {
+            Ok(server) => return Ok(server),
+            Err(e) => last = Some(Error::from(e)),
+        }
+    }
+    let Some(last) = last else {
+        return Err(Error::internal("no address to listen on"));
+    };
+    Err(Error::new(
+        last.kind(),
+        format!(
+            "rank 0 cannot host the store on {host}:{port}: {}; the master address must be one of \
+             this host's, and the port must be free (set PHALANX_STORE=external if the launcher \
+             hosts the store)",
+            last.message()
+        ),
+    )
+    .with_source(last))
+}
+
+/// Reads the token that the environment names.
+fn read_token(source: &TokenSource) -> Result<Option<Token>> {
+    let text = match source {
+        TokenSource::None => return Ok(None),
+        TokenSource::Variable => token_variable().unwrap_or_default(),
+        TokenSource::File(path) => read_token_file(path)?,
+    };
+    let token = Token::from_hex(&text).map_err(|e| {
+        let place = match source {
+            TokenSource::File(path) => format!("the file {}", path.display()),
+            _ => "PHALANX_TOKEN".to_owned(),
+        };
+        Error::usage(format!("{place} holds no token: {e}")).with_source(e)
+    })?;
+    Ok(Some(token))
+}
+
+/// Hexadecimal digits of a token.
+const TOKEN_TEXT_BYTES: usize = 64;
+
+fn read_token_file(path: &Path) -> Result<String> {
+    let failed = |e| {
+        Error::io(
+            format_args!("cannot read the token file {}", path.display()),
+            e,
+        )
+    };
+    let file = File::open(path).map_err(failed)?;
+    let about = file.metadata().map_err(failed)?;
+    // Pipes and memfds of a launcher are private anyway.
+    if about.is_file() && about.nlink() > 0 && about.mode() & 0o077 != 0 {
+        return Err(Error::usage(format!(
+            "the token file {} can be read by others (mode {:o}): chmod 600 it",
+            path.display(),
+            about.mode() & 0o777
+        )));
+    }
+    // Exactly what is needed: a pipe whose writer stays must not block us.
+    let mut text = Vec::with_capacity(TOKEN_TEXT_BYTES);
+    file.take(TOKEN_TEXT_BYTES as u64)
+        .read_to_end(&mut text)
+        .map_err(failed)?;
+    Ok(String::from_utf8_lossy(&text).into_owned())
+}
+
+fn token_key(epoch: u32) -> String {
+    format!("join/{epoch}/token")
+}
+
+/// The ranks of one private file agree on a token through it: whoever may
+/// read the file may join, which is what its mode is for.
+fn agree_on_token(store: &dyn Store, epoch: u32) -> Result<Token> {
+    let mine = mint()?.to_hex();
+    let agreed = store.compare_set(&token_key(epoch), None, mine.as_bytes())?;
+    Token::from_hex(&String::from_utf8_lossy(&agreed)).map_err(|e| {
+        Error::usage(format!("the store file holds a broken token: {e}")).with_source(e)
+    })
+}
+
+/// The first rank to arrive says how large the world is; one with another
+/// opinion is refused at once, and its refusal ends the wait of the others.
+/// The keys are those of `transport::form`, whose last member removes them.
+fn agree_on_world(
+    store: &dyn Store,
+    epoch: u32,
+    group: u32,
+    rank: usize,
+    world: usize,
+) -> Result<()> {
+    let prefix = format!("comm/{epoch}/{group}/");
+    let mine = format!("{world} {rank}");
+    let agreed = store.compare_set(&format!("{prefix}world"), None, mine.as_bytes())?;
+    let agreed = String::from_utf8_lossy(&agreed).into_owned();
+    let (size, by) = agreed.split_once(' ').unwrap_or((&agreed, "?"));
+    if size == world.to_string() {
+        return Ok(());
+    }
+    let message = format!(
+        "rank {rank} was started with a world size of {world}, rank {by} with {size}: \
+         all ranks must be started with the same"
+    );
+    store.compare_set(
+        &format!("{prefix}failed"),
+        None,
+        format!("{rank}\n{message}").as_bytes(),
+    )?;
+    Err(Error::usage(message)
+        .with_rank(rank)
+        .with_operation("forming the group"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ErrorKind;
+    use std::io::Write;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn token_file_must_be_private() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        let token = Token::generate().unwrap();
+        writeln!(file, "{}", token.to_hex()).unwrap();
+        let source = TokenSource::File(file.path().into());
+        let read = read_token(&source).unwrap().unwrap();
+        assert_eq!(read.to_hex(), token.to_hex());
+        let mode = std::fs::Permissions::from_mode(0o644);
+        std::fs::set_permissions(file.path(), mode).unwrap();
+        let error = read_token(&source).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Usage);
+        assert!(error.to_string().contains("chmod 600"), "{error}");
+    }
+
+    #[test]
+    fn broken_token_is_refused_and_not_repeated() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(b"deadbeef").unwrap();
+        let error = read_token(&TokenSource::File(file.path().into())).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Usage);
+        assert!(!error.to_string().contains("deadbeef"), "{error}");
+    }
+
+    #[test]
+    fn token_comes_through_a_pipe_that_stays_open() {
+        let (read, write) = rustix::pipe::pipe().unwrap();
+        let token = Token::generate().unwrap();
+        let mut writer = File::from(write);
+        writer.write_all(token.to_hex().as_bytes()).unwrap();
+        let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&read));
+        let text = read_token_file(Path::new(&path)).unwrap();
+        assert_eq!(text, token.to_hex());
+        drop(writer);
+    }
+
+    #[test]
+    fn ranks_of_one_file_agree_on_a_token() {
+        let store = MemStore::new();
+        let first = agree_on_token(&store, 0).unwrap();
+        let second = agree_on_token(&store, 0).unwrap();
+        assert_eq!(first.to_hex(), second.to_hex());
+        assert_ne!(agree_on_token(&store, 1).unwrap().to_hex(), first.to_hex());
+    }
+
+    #[test]
+    fn wrong_world_is_refused_with_both_sides() {
+        let store = MemStore::new();
+        agree_on_world(&store, 0, 0, 0, 2).unwrap();
+        agree_on_world(&store, 0, 0, 1, 2).unwrap();
+        let error = agree_on_world(&store, 0, 0, 3, 4).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Usage);
+        let text = error.to_string();
+        assert!(text.contains("world size of 4, rank 0 with 2"), "{text}");
+    }
+}

@@ -1,0 +1,323 @@
+//! What the options and the environment say: pure, nothing is opened here.
+
+use std::path::PathBuf;
+
+use super::options::InitOptions;
+use crate::{Error, Result};
+
+/// Names of environment variables. The first four are PyTorch's.
+const RANK: &str = "RANK";
+const WORLD_SIZE: &str = "WORLD_SIZE";
+const MASTER_ADDR: &str = "MASTER_ADDR";
+const MASTER_PORT: &str = "MASTER_PORT";
+/// A private file, or `/proc/self/fd/N`, with the token.
+const TOKEN_FILE: &str = "PHALANX_TOKEN_FILE";
+/// The token itself: visible to other processes of the same user.
+const TOKEN: &str = "PHALANX_TOKEN";
+/// `external`: the launcher hosts the store, rank 0 need not.
+const STORE: &str = "PHALANX_STORE";
+/// `True`: the same, as torchrun says it.
+const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
+const EPOCH: &str = "PHALANX_EPOCH";
+const RESTARTS: &str = "TORCHELASTIC_RESTART_COUNT";
+
+/// Where the ranks meet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Meeting {
+    /// Nobody else is expected.
+    Alone,
+    Tcp {
+        host: String,
+        port: u16,
+    },
+    File(PathBuf),
+}
+
+/// Where the token comes from when the options have none.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum TokenSource {
+    File(PathBuf),
+    Variable,
+    None,
+}
+
+/// The validated answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Launch {
+    pub(super) rank: usize,
+    pub(super) world: usize,
+    pub(super) epoch: u32,
+    pub(super) meeting: Meeting,
+    pub(super) token: TokenSource,
+    /// Somebody else hosts the TCP store.
+    pub(super) external_store: bool,
+}
+
+impl Launch {
+    /// `variable` looks up an environment variable.
+    pub(super) fn resolve(
+        options: &InitOptions,
+        variable: impl Fn(&str) -> Option<String>,
+    ) -> Result<Launch> {
+        let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
+        let number = |given: Option<usize>, name: &str| match given {
+            Some(value) => Ok(value),
+            None => match variable(name) {
+                Some(text) => parse::<usize>(name, &text),
+                None => Err(Error::usage(format!(
+                    "{name} is not set: start this program with `phalanx launch`, or set \
+                     {RANK} and {WORLD_SIZE} (and {MASTER_ADDR}, {MASTER_PORT} for env://)"
+                ))),
+            },
+        };
+        let rank = number(options.rank, RANK)?;
+        let world = number(options.world_size, WORLD_SIZE)?;
+        check_rank(rank, world)?;
+        let epoch = match options.epoch {
+            Some(epoch) => epoch,
+            None => match variable(EPOCH) {
+                Some(text) => parse(EPOCH, &text)?,
+                None => match variable(RESTARTS) {
+                    Some(text) => parse(RESTARTS, &text)?,
+                    None => 0,
+                },
+            },
+        };
+        let meeting = Self::meeting(&options.init_method, world, &variable)?;
+        let token = match (variable(TOKEN_FILE), variable(TOKEN)) {
+            (Some(path), _) => TokenSource::File(path.into()),
+            (None, Some(_)) => TokenSource::Variable,
+            (None, None) => TokenSource::None,
+        };
+        let external_store = variable(STORE).is_some_and(|v| v == "external")
+            || variable(AGENT_STORE).is_some_and(|v| v.eq_ignore_ascii_case("true") || v == "1");
+        Ok(Launch {
+            rank,
+            world,
+            epoch,
+            meeting,
+            token,
+            external_store,
+        })
+    }
+
+    fn meeting(
+        method: &str,
+        world: usize,
+        variable: &impl Fn(&str) -> Option<String>,
+    ) -> Result<Meeting> {
+        if method == "env://" || method == "env" {
+            let (host, port) = match (variable(MASTER_ADDR), variable(MASTER_PORT)) {
+                (Some(host), Some(port)) => (host, port),
+                _ if world == 1 => return Ok(Meeting::Alone),
+                (host, _) => {
+                    let name = if host.is_some() {
+                        MASTER_PORT
+                    } else {
+                        MASTER_ADDR
+                    };
+                    return Err(Error::usage(format!(
+                        "{name} is not set: env:// needs {MASTER_ADDR} and {MASTER_PORT}, \
+                         the address of rank 0; `phalanx launch` sets both"
+                    )));
+                }
+            };
+            let port = parse(MASTER_PORT, &port)?;
+            return Ok(Meeting::Tcp { host, port });
+        }
+        if let Some(address) = method.strip_prefix("tcp://") {
+            let (host, port) = address
+                .trim_end_matches('/')
+                .rsplit_once(':')
+                .filter(|(host, _)| !host.is_empty())
+                .ok_or_else(|| {
+                    Error::usage(format!(
+                        "{method:?} has no host and port: write tcp://host:port"
+                    ))
+                })?;
+            let host = host.trim_start_matches('[').trim_end_matches(']');
+            return Ok(Meeting::Tcp {
+                host: host.to_owned(),
+                port: parse("the port in tcp://host:port", port)?,
+            });
+        }
+        if let Some(path) = method.strip_prefix("file://") {
+            if path.is_empty() {
+                return Err(Error::usage(
+                    "file:// has no path: write file:///path/to/file",
+                ));
+            }
+            return Ok(Meeting::File(path.into()));
+        }
+        Err(Error::usage(format!(
+            "unknown init method {method:?}: choose env://, tcp://host:port or file:///path"
+        )))
+    }
+}
+
+pub(super) fn check_rank(rank: usize, world: usize) -> Result<()> {
+    if world == 0 {
+        return Err(Error::usage(
+            "a world size of 0: at least one rank is needed",
+        ));
+    }
+    if rank >= world {
+        return Err(Error::usage(format!(
+            "rank {rank} does not exist in a world of {world}: ranks are 0 to {}",
+            world - 1
+        )));
+    }
+    if u32::try_from(world).is_err() {
+        return Err(Error::usage(format!(
+            "a world of {world} ranks is too large"
+        )));
+    }
+    Ok(())
+}
+
+fn parse<N: std::str::FromStr>(name: &str, text: &str) -> Result<N> {
+    text.trim()
+        .parse()
+        .map_err(|_| Error::usage(format!("{name} is {text:?}, which is no valid number")))
+}
+
+/// Reads a token variable's text; the value is never shown.
+pub(super) fn token_variable() -> Option<String> {
+    std::env::var(TOKEN).ok()
+}
+
+/// Says how to make a token.
+pub(super) fn no_token() -> Error {
+    Error::usage(format!(
+        "no job token: ranks that meet over tcp must prove that they belong together. Start them \
+         with `phalanx launch`, or make one file for all ranks, `(umask 077; openssl rand -hex 32 \
+         > job.token)`, and set {TOKEN_FILE}=job.token (or its contents as {TOKEN})"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ErrorKind;
+
+    fn resolve(method: &str, variables: &[(&str, &str)]) -> Result<Launch> {
+        let options = InitOptions {
+            init_method: method.into(),
+            ..InitOptions::default()
+        };
+        Launch::resolve(&options, |name| {
+            variables
+                .iter()
+                .find(|(n, _)| *n == name)
+                .map(|(_, v)| (*v).to_owned())
+        })
+    }
+
+    const TWO: [(&str, &str); 4] = [
+        (RANK, "1"),
+        (WORLD_SIZE, "2"),
+        (MASTER_ADDR, "10.0.0.1"),
+        (MASTER_PORT, "29500"),
+    ];
+
+    #[test]
+    fn environment_is_read_like_pytorchs() {
+        let launch = resolve("env://", &TWO).unwrap();
+        assert_eq!((launch.rank, launch.world, launch.epoch), (1, 2, 0));
+        assert_eq!(
+            launch.meeting,
+            Meeting::Tcp {
+                host: "10.0.0.1".into(),
+                port: 29500
+            }
+        );
+        assert_eq!(launch.token, TokenSource::None);
+        assert!(!launch.external_store);
+    }
+
+    #[test]
+    fn launchers_store_token_and_epoch_are_honoured() {
+        let mut variables = TWO.to_vec();
+        variables.extend([
+            (AGENT_STORE, "True"),
+            (RESTARTS, "3"),
+            (TOKEN, "ab"),
+            (TOKEN_FILE, "/proc/self/fd/9"),
+        ]);
+        let launch = resolve("env://", &variables).unwrap();
+        assert!(launch.external_store);
+        assert_eq!(launch.epoch, 3);
+        assert_eq!(launch.token, TokenSource::File("/proc/self/fd/9".into()));
+        variables.extend([(EPOCH, "5")]);
+        assert_eq!(resolve("env://", &variables).unwrap().epoch, 5);
+        let external = [(RANK, "0"), (WORLD_SIZE, "2"), (STORE, "external")];
+        assert!(resolve("tcp://h:1", &external).unwrap().external_store);
+    }
+
+    #[test]
+    fn options_win_over_variables() {
+        let options = InitOptions {
+            init_method: "tcp://[::1]:7000".into(),
+            rank: Some(0),
+            world_size: Some(3),
+            epoch: Some(9),
+            ..InitOptions::default()
+        };
+        let launch = Launch::resolve(&options, |_| Some("7".into())).unwrap();
+        assert_eq!((launch.rank, launch.world, launch.epoch), (0, 3, 9));
+        assert_eq!(
+            launch.meeting,
+            Meeting::Tcp {
+                host: "::1".into(),
+                port: 7000
+            }
+        );
+    }
+
+    #[test]
+    fn one_rank_needs_no_meeting() {
+        let launch = resolve("env://", &[(RANK, "0"), (WORLD_SIZE, "1")]).unwrap();
+        assert_eq!(launch.meeting, Meeting::Alone);
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        type Variables<'a> = &'a [(&'a str, &'a str)];
+        let cases: [(&str, Variables<'_>, &str); 9] = [
+            ("env://", &[], "RANK is not set"),
+            ("env://", &[(RANK, "0")], "WORLD_SIZE is not set"),
+            (
+                "env://",
+                &[(RANK, "0"), (WORLD_SIZE, "2")],
+                "MASTER_ADDR is not set",
+            ),
+            (
+                "env://",
+                &[(RANK, "0"), (WORLD_SIZE, "2"), (MASTER_ADDR, "h")],
+                "MASTER_PORT is not set",
+            ),
+            (
+                "env://",
+                &[(RANK, "2"), (WORLD_SIZE, "2")],
+                "rank 2 does not exist",
+            ),
+            ("env://", &[(RANK, "x"), (WORLD_SIZE, "2")], "\"x\""),
+            (
+                "tcp://nohost",
+                &[(RANK, "0"), (WORLD_SIZE, "2")],
+                "tcp://host:port",
+            ),
+            ("file://", &[(RANK, "0"), (WORLD_SIZE, "2")], "file:///path"),
+            (
+                "mpi://",
+                &[(RANK, "0"), (WORLD_SIZE, "2")],
+                "unknown init method",
+            ),
+        ];
+        for (method, variables, expected) in cases {
+            let error = resolve(method, variables).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Usage);
+            assert!(error.to_string().contains(expected), "{error}");
+        }
+    }
+}

@@ -1,0 +1,333 @@
+//! Process groups: the ranks, and what they can do together.
+
+mod collectives;
+mod join;
+mod launch;
+mod options;
+mod queue;
+mod registry;
+mod subgroup;
+mod work;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use phalanx_store::Store;
+
+pub use self::options::{Call, GroupOptions, InitOptions, Transport};
+pub use self::work::{OpTimes, Work};
+
+use self::join::{Processes, WORLD_GROUP};
+use self::launch::check_rank;
+use self::queue::Queue;
+use self::registry::Registry;
+use crate::exec::{Executor, Limits};
+use crate::select::Algorithm;
+use crate::transport::{AbortHandle, BindAddr, Mesh, Poison, TransportKind, thread_mesh};
+use crate::{Bucket, Element, Error, Result};
+
+/// One rank's membership in a group of ranks that communicate.
+///
+/// A handle is cheap to clone and may be used from several threads; operations
+/// are then served one at a time in the order in which they were issued. All
+/// ranks must issue the same operations in the same order. When they do not,
+/// the first rank to notice gets an error that names both sides
+/// ([`ErrorKind::Desync`](crate::ErrorKind::Desync)).
+///
+/// *Deadlines.* Every operation has one; see [`InitOptions`] and [`Call`].
+///
+/// *Failure.* After any failure but a usage error the group is poisoned: all
+/// ranks leave their operations with
+/// [`ErrorKind::Aborted`](crate::ErrorKind::Aborted) naming the rank that
+/// failed first and why, and later operations are refused. Contents of buffers
+/// given to a failed operation are undefined. A poisoned group never recovers;
+/// form a new one with the next epoch.
+///
+/// *End.* [`ProcessGroup::shutdown`] on all ranks is the orderly end. Dropping
+/// the last handle finishes what was issued and leaves; ranks that still expect
+/// something of this one then get a lost-peer error. Dropped by a panic it
+/// aborts the group.
+///
+/// ```
+/// use phalanx_comm::{GroupOptions, ProcessGroup, ReduceOp};
+///
+/// let groups = ProcessGroup::threads(3, GroupOptions::default());
+/// std::thread::scope(|scope| {
+///     for group in &groups {
+///         scope.spawn(move || {
+///             let mut data = [group.rank() as f32, 1.0];
+///             group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+///             assert_eq!(data, [3.0, 3.0]);
+///         });
+///     }
+/// });
+/// ```
+#[derive(Clone)]
+pub struct ProcessGroup {
+    core: Arc<Core>,
+    defaults: Call,
+}
+
+/// Fields are dropped in this order: first the queue finishes and leaves the
+/// group, then the store goes.
+struct Core {
+    queue: Queue,
+    rank: usize,
+    world: usize,
+    id: u32,
+    abort: AbortHandle,
+    transports: Vec<(usize, TransportKind)>,
+    bytes_sent: Arc<[AtomicU64]>,
+    algorithm: Algorithm,
+    limits: Limits,
+    /// Subgroups made so far; part of their identity.
+    subgroups: AtomicU64,
+    origin: Arc<Origin>,
+}
+
+/// Where subgroups get their links from.
+enum Origin {
+    Threads {
+        registry: Arc<Registry>,
+        ring_bytes: usize,
+    },
+    Processes(Box<Processes>),
+}
+
+impl ProcessGroup {
+    /// Forms the group of all ranks of a job.
+    ///
+    /// *Blocks until* all ranks have joined, at most [`InitOptions::timeout`].
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when settings are missing or contradict each other (also
+    /// between ranks), `Timeout` naming the ranks that did not come.
+    pub fn init(options: InitOptions) -> Result<Self> {
+        let met = join::meet(options)?;
+        Ok(Self::assemble(met.rank, met.world, met.mesh, met.processes))
+    }
+
+    /// Forms a group through a store that the caller has opened. `rank` and
+    /// `world` stand in for those in `options`, which must have a token unless
+    /// `world` is 1; its `init_method` is not used.
+    ///
+    /// # Errors
+    ///
+    /// As [`ProcessGroup::init`].
+    pub fn from_store(
+        store: Arc<dyn Store>,
+        rank: usize,
+        world: usize,
+        options: InitOptions,
+    ) -> Result<Self> {
+        check_rank(rank, world)?;
+        let token = match &options.token {
+            Some(token) => token.clone(),
+            None if world == 1 => join::mint()?,
+            None => return Err(launch::no_token().with_rank(rank)),
+        };
+        let processes = Processes {
+            store,
+            token,
+            epoch: options.epoch.unwrap_or(0),
+            bind: options.bind.map_or(BindAddr::Loopback, BindAddr::Ip),
+            _host: None,
+            options,
+        };
+        let mesh = processes.form(WORLD_GROUP, rank, world, processes.options.timeout)?;
+        Ok(Self::assemble(rank, world, mesh, processes))
+    }
+
+    /// A group of `world` ranks that are threads of this process; hand one
+    /// handle to each.
+    ///
+    /// # Panics
+    ///
+    /// When the system refuses the memory, or `world` is larger than 128.
+    pub fn threads(world: usize, options: GroupOptions) -> Vec<Self> {
+        let ring_bytes = options.ring_bytes.unwrap_or(0);
+        let origin = Arc::new(Origin::Threads {
+            registry: Arc::new(Registry::default()),
+            ring_bytes,
+        });
+        thread_mesh(world, ring_bytes)
+            .into_iter()
+            .enumerate()
+            .map(|(rank, mesh)| {
+                Self::from_mesh(
+                    Member {
+                        rank,
+                        world,
+                        id: WORLD_GROUP,
+                        epoch: 0,
+                        limits: options.limits(),
+                        algorithm: options.algorithm,
+                    },
+                    mesh,
+                    Arc::clone(&origin),
+                )
+            })
+            .collect()
+    }
+
+    fn assemble(rank: usize, world: usize, mesh: Mesh, processes: Processes) -> Self {
+        let member = Member {
+            rank,
+            world,
+            id: WORLD_GROUP,
+            epoch: processes.epoch,
+            limits: processes.options.limits(),
+            algorithm: processes.options.algorithm,
+        };
+        Self::from_mesh(
+            member,
+            mesh,
+            Arc::new(Origin::Processes(Box::new(processes))),
+        )
+    }
+
+    fn from_mesh(member: Member, mesh: Mesh, origin: Arc<Origin>) -> Self {
+        let abort = mesh.abort_handle();
+        let transports = mesh.describe();
+        let executor = Executor::new(mesh, member.epoch, member.id, member.limits);
+        let bytes_sent = executor.bytes_sent();
+        tracing::debug!(
+            rank = member.rank,
+            world = member.world,
+            group = member.id,
+            epoch = member.epoch,
+            "joined"
+        );
+        ProcessGroup {
+            core: Arc::new(Core {
+                queue: Queue::new(member.rank, abort.clone(), executor),
+                rank: member.rank,
+                world: member.world,
+                id: member.id,
+                abort,
+                transports,
+                bytes_sent,
+                algorithm: member.algorithm,
+                limits: member.limits,
+                subgroups: AtomicU64::new(0),
+                origin,
+            }),
+            defaults: Call::default(),
+        }
+    }
+
+    /// This process's (or thread's) rank in the group.
+    pub fn rank(&self) -> usize {
+        self.core.rank
+    }
+
+    /// Number of ranks in the group.
+    pub fn world_size(&self) -> usize {
+        self.core.world
+    }
+
+    /// The store through which the group met; groups of threads have none.
+    pub fn store(&self) -> Option<&Arc<dyn Store>> {
+        match &*self.core.origin {
+            Origin::Threads { .. } => None,
+            Origin::Processes(processes) => Some(&processes.store),
+        }
+    }
+
+    /// How each other rank is reached.
+    pub fn transports(&self) -> Vec<(usize, TransportKind)> {
+        self.core.transports.clone()
+    }
+
+    /// Payload bytes sent to each rank so far, indexed by rank.
+    pub fn bytes_sent_to(&self) -> Vec<u64> {
+        self.core
+            .bytes_sent
+            .iter()
+            .map(|n| n.load(Ordering::Relaxed))
+            .collect()
+    }
+
+    /// A handle to the same group whose operations use `call` where they are
+    /// not told otherwise.
+    ///
+    /// ```
+    /// use phalanx_comm::{Call, GroupOptions, ProcessGroup};
+    /// use std::time::Duration;
+    /// let group = ProcessGroup::threads(1, GroupOptions::default()).remove(0);
+    /// let hasty = group.with_call(Call { timeout: Some(Duration::from_secs(1)), ..Call::default() });
+    /// hasty.barrier().unwrap();
+    /// ```
+    #[must_use]
+    pub fn with_call(&self, call: Call) -> Self {
+        ProcessGroup {
+            core: Arc::clone(&self.core),
+            defaults: call,
+        }
+    }
+
+    /// A zeroed bucket for asynchronous operations.
+    ///
+    /// # Panics
+    ///
+    /// As [`Bucket::zeroed`].
+    pub fn bucket<T: Element>(&self, len_elems: usize) -> Bucket<T> {
+        Bucket::zeroed(len_elems)
+    }
+
+    /// Ends the group for all ranks, at once and from any thread: operations
+    /// in flight fail with `Aborted`, naming this rank and `cause` (of which
+    /// 200 bytes are kept). The first cause wins.
+    pub fn abort(&self, cause: &str) {
+        self.core.abort.poison(&Poison::new(self.core.rank, cause));
+    }
+
+    /// The orderly end: finishes what was issued, waits for all ranks to do
+    /// the same, and leaves. Other handles to this group take no more
+    /// operations; this one is used up:
+    ///
+    /// ```compile_fail,E0382
+    /// fn end(group: phalanx_comm::ProcessGroup) {
+    ///     group.shutdown().unwrap();
+    ///     group.barrier().unwrap();
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As any operation; the group is left all the same.
+    pub fn shutdown(self) -> Result<()> {
+        let result = self.goodbye();
+        self.core.queue.close();
+        result
+    }
+
+    /// A mistake found before anything was sent.
+    fn usage(&self, name: &str, message: String) -> Error {
+        Error::usage(message)
+            .with_rank(self.core.rank)
+            .with_operation(name)
+    }
+}
+
+impl std::fmt::Debug for ProcessGroup {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ProcessGroup")
+            .field("rank", &self.core.rank)
+            .field("world", &self.core.world)
+            .field("id", &self.core.id)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Who a rank is in a group, and what its operations may take.
+#[derive(Clone, Copy)]
+struct Member {
+    rank: usize,
+    world: usize,
+    id: u32,
+    epoch: u32,
+    limits: Limits,
+    algorithm: Algorithm,
+}

@@ -1,0 +1,168 @@
+//! What callers may choose.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use phalanx_wire::Token;
+
+use crate::exec::Limits;
+use crate::select::Algorithm;
+
+/// Time for all ranks to join (collectives.md §9).
+const FORMING: Duration = Duration::from_secs(300);
+/// Time for the first operation of a group: ranks load and compile unevenly.
+const FIRST_OPERATION: Duration = Duration::from_secs(300);
+/// Time for every later operation.
+const OPERATION: Duration = Duration::from_secs(60);
+/// One frame: large enough that headers cost nothing, small enough that a
+/// second one is in flight while the first is being read (collectives.md §4).
+const SEGMENT_BYTES: usize = 512 << 10;
+
+/// Which transport to use between processes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Transport {
+    /// Shared memory between ranks of one host, TCP otherwise; found out per
+    /// pair by trying.
+    #[default]
+    Auto,
+    /// Shared memory only: forming fails when ranks are on several hosts.
+    Shm,
+    /// TCP only.
+    Tcp,
+}
+
+impl std::str::FromStr for Transport {
+    type Err = crate::Error;
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "auto" => Ok(Transport::Auto),
+            "shm" => Ok(Transport::Shm),
+            "tcp" => Ok(Transport::Tcp),
+            _ => Err(crate::Error::usage(format!(
+                "unknown transport {text:?}: choose auto, shm or tcp"
+            ))),
+        }
+    }
+}
+
+/// How a group of processes is formed and what its operations may take.
+#[derive(Clone, Debug)]
+pub struct InitOptions {
+    /// Where the ranks meet: `env://` (the variables `MASTER_ADDR` and
+    /// `MASTER_PORT`), `tcp://host:port`, or `file:///path`.
+    pub init_method: String,
+    /// This process's rank; default: the variable `RANK`.
+    pub rank: Option<usize>,
+    /// Number of ranks; default: the variable `WORLD_SIZE`.
+    pub world_size: Option<usize>,
+    /// The job's secret; default: the file named by `PHALANX_TOKEN_FILE`,
+    /// then the variable `PHALANX_TOKEN`. With `file://` the ranks agree on
+    /// one through the file itself.
+    pub token: Option<Token>,
+    /// How often the job has been formed anew; default: the variables
+    /// `PHALANX_EPOCH`, then `TORCHELASTIC_RESTART_COUNT`, then 0. Ranks of
+    /// different epochs do not meet.
+    pub epoch: Option<u32>,
+    /// Deadline for all ranks to join; 300 s.
+    pub timeout: Duration,
+    /// Deadline of an operation; 60 s.
+    pub op_timeout: Duration,
+    /// Deadline of the first operation; 300 s.
+    pub first_op_timeout: Duration,
+    /// Which transport to use.
+    pub transport: Transport,
+    /// The address on which this rank listens for its peers; default: loopback
+    /// when the ranks meet there, otherwise the address from which the meeting
+    /// point is reached. Never all interfaces.
+    pub bind: Option<IpAddr>,
+    /// Most payload bytes in one frame; 512 KiB.
+    pub segment_bytes: usize,
+    /// Capacity of one shared-memory ring; default: chosen by the world size.
+    pub ring_bytes: Option<usize>,
+    /// How all-reduce is carried out unless the call says otherwise.
+    pub algorithm: Algorithm,
+}
+
+impl Default for InitOptions {
+    fn default() -> Self {
+        InitOptions {
+            init_method: "env://".into(),
+            rank: None,
+            world_size: None,
+            token: None,
+            epoch: None,
+            timeout: FORMING,
+            op_timeout: OPERATION,
+            first_op_timeout: FIRST_OPERATION,
+            transport: Transport::Auto,
+            bind: None,
+            segment_bytes: SEGMENT_BYTES,
+            ring_bytes: None,
+            algorithm: Algorithm::Auto,
+        }
+    }
+}
+
+impl InitOptions {
+    pub(super) fn limits(&self) -> Limits {
+        Limits {
+            first_op_timeout: self.first_op_timeout,
+            op_timeout: self.op_timeout,
+            segment_bytes: self.segment_bytes,
+        }
+    }
+}
+
+/// What the operations of a group of threads may take.
+#[derive(Clone, Debug)]
+pub struct GroupOptions {
+    /// Deadline of an operation; 60 s.
+    pub op_timeout: Duration,
+    /// Deadline of the first operation; 300 s.
+    pub first_op_timeout: Duration,
+    /// Most payload bytes in one frame; 512 KiB.
+    pub segment_bytes: usize,
+    /// Capacity of the ring between two ranks; default: chosen by the world
+    /// size.
+    pub ring_bytes: Option<usize>,
+    /// How all-reduce is carried out unless the call says otherwise.
+    pub algorithm: Algorithm,
+}
+
+impl Default for GroupOptions {
+    fn default() -> Self {
+        GroupOptions {
+            op_timeout: OPERATION,
+            first_op_timeout: FIRST_OPERATION,
+            segment_bytes: SEGMENT_BYTES,
+            ring_bytes: None,
+            algorithm: Algorithm::Auto,
+        }
+    }
+}
+
+impl GroupOptions {
+    pub(super) fn limits(&self) -> Limits {
+        Limits {
+            first_op_timeout: self.first_op_timeout,
+            op_timeout: self.op_timeout,
+            segment_bytes: self.segment_bytes,
+        }
+    }
+}
+
+/// What one call may set. What is left out comes from the group.
+#[derive(Clone, Debug, Default)]
+pub struct Call {
+    /// How an all-reduce is carried out; other collectives ignore it. All
+    /// ranks must choose alike.
+    pub algorithm: Algorithm,
+    /// What errors call this operation, e.g. the bucket and its parameters.
+    pub label: Option<Arc<str>>,
+    /// Deadline of this operation, counted from when its turn comes. An error
+    /// may come up to a sixteenth (at most a second) later: ranks that only
+    /// wait for waiting ranks let those speak first that know whom to blame.
+    pub timeout: Option<Duration>,
+}

@@ -1,0 +1,229 @@
+//! One operation at a time, in the order of issue.
+//!
+//! Every operation takes a *ticket* when it is issued and runs when its
+//! ticket is served. A blocking call runs in its caller's thread, so that with
+//! nothing else going on it costs two uncontended locks and no thread switch.
+//! Asynchronous ones run on one communication thread per group, started at
+//! the first of them.
+//!
+//! | event            | tickets                  | who runs                     |
+//! |------------------|--------------------------|------------------------------|
+//! | blocking call    | takes the next, waits    | the caller, when served      |
+//! | asynchronous     | takes the next, returns  | the communication thread     |
+//! | operation over   | serves the next          | whoever holds it             |
+//! | last handle gone | no new ones              | the thread finishes its jobs |
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use crate::exec::Executor;
+use crate::transport::{AbortHandle, Poison};
+use crate::{Error, Result};
+
+/// An asynchronous operation. It is told when it cannot run.
+pub(super) type Job = Box<dyn FnOnce(Result<&mut Executor>) + Send>;
+
+/// The queue of one rank in one group. Dropping it finishes the jobs issued.
+pub(super) struct Queue {
+    shared: Arc<Shared>,
+    /// Present once the first asynchronous operation was issued.
+    worker: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct Shared {
+    rank: usize,
+    abort: AbortHandle,
+    state: Mutex<State>,
+    turn: Condvar,
+    executor: Mutex<Executor>,
+}
+
+#[derive(Default)]
+struct State {
+    next_ticket: u64,
+    serving: u64,
+    jobs: VecDeque<(u64, Job)>,
+    /// Threads asleep on `turn`: nobody is woken for nothing.
+    sleepers: usize,
+    closed: bool,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // No code of others runs under this lock.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn executor(&self) -> MutexGuard<'_, Executor> {
+        // After a panic inside an operation the group is poisoned, and the
+        // executor refuses everything.
+        self.executor.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn sleep<'a>(&self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        state.sleepers += 1;
+        let mut state = self
+            .turn
+            .wait(state)
+            .unwrap_or_else(PoisonError::into_inner);
+        state.sleepers -= 1;
+        state
+    }
+
+    fn wake(&self, state: MutexGuard<'_, State>) {
+        let sleepers = state.sleepers;
+        drop(state);
+        if sleepers > 0 {
+            self.turn.notify_all();
+        }
+    }
+
+    fn poison_by_panic(&self) {
+        let cause = format!("rank {} panicked inside an operation", self.rank);
+        self.abort.poison(&Poison::new(self.rank, cause));
+    }
+}
+
+/// Whoever holds it may run; dropping it serves the next ticket.
+struct Turn<'a>(&'a Shared);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.lock();
+        state.serving += 1;
+        self.0.wake(state);
+    }
+}
+
+impl Queue {
+    pub(super) fn new(rank: usize, abort: AbortHandle, executor: Executor) -> Self {
+        Queue {
+            shared: Arc::new(Shared {
+                rank,
+                abort,
+                state: Mutex::new(State::default()),
+                turn: Condvar::new(),
+                executor: Mutex::new(executor),
+            }),
+            worker: Mutex::new(None),
+        }
+    }
+
+    /// Runs `operation` in this thread when everything issued before is over.
+    pub(super) fn run<R>(&self, operation: impl FnOnce(&mut Executor) -> Result<R>) -> Result<R> {
+        let shared = &*self.shared;
+        let mut state = shared.lock();
+        if state.closed {
+            return Err(closed());
+        }
+        let ticket = state.next_ticket;
+        state.next_ticket += 1;
+        while state.serving != ticket {
+            state = shared.sleep(state);
+        }
+        drop(state);
+        let _turn = Turn(shared);
+        let mut executor = shared.executor();
+        match catch_unwind(AssertUnwindSafe(|| operation(&mut executor))) {
+            Ok(result) => result,
+            Err(panic) => {
+                shared.poison_by_panic();
+                drop(executor);
+                std::panic::resume_unwind(panic)
+            }
+        }
+    }
+
+    /// Issues `job`; it runs when everything issued before is over.
+    pub(super) fn submit(&self, job: Job) {
+        // Held until the job is queued, so that a thread that could not be
+        // started is noticed before a ticket is taken.
+        let mut worker = self.worker.lock().unwrap_or_else(PoisonError::into_inner);
+        if worker.is_none() {
+            let shared = Arc::clone(&self.shared);
+            let started = std::thread::Builder::new()
+                .name(format!("phalanx-comm-{}", shared.rank))
+                .spawn(move || work(&shared));
+            match started {
+                Ok(handle) => *worker = Some(handle),
+                Err(e) => {
+                    // The other ranks count on this operation.
+                    let error = Error::io("cannot start the communication thread", e);
+                    self.shared
+                        .abort
+                        .poison(&Poison::new(self.shared.rank, error.message()));
+                    return job(Err(error));
+                }
+            }
+        }
+        let mut state = self.shared.lock();
+        if state.closed {
+            drop(state);
+            return job(Err(closed()));
+        }
+        let ticket = state.next_ticket;
+        state.next_ticket += 1;
+        state.jobs.push_back((ticket, job));
+        self.shared.wake(state);
+    }
+
+    /// Takes no more operations. Those issued still run.
+    pub(super) fn close(&self) {
+        let mut state = self.shared.lock();
+        state.closed = true;
+        self.shared.wake(state);
+    }
+}
+
+fn closed() -> Error {
+    Error::usage("the group was shut down; form a new one")
+}
+
+/// The communication thread.
+fn work(shared: &Shared) {
+    loop {
+        let mut state = shared.lock();
+        let job = loop {
+            match state.jobs.front() {
+                Some((ticket, _)) if *ticket == state.serving => {
+                    break state.jobs.pop_front().map(|(_, job)| job);
+                }
+                None if state.closed => break None,
+                _ => state = shared.sleep(state),
+            }
+        };
+        drop(state);
+        let Some(job) = job else { return };
+        let _turn = Turn(shared);
+        let mut executor = shared.executor();
+        if catch_unwind(AssertUnwindSafe(|| job(Ok(&mut executor)))).is_err() {
+            // The job's handle completed itself when it was dropped. The panic
+            // message is on stderr already.
+            shared.poison_by_panic();
+        }
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            // The other ranks shall not wait for what will never come.
+            let cause = format!("rank {} panicked", self.shared.rank);
+            self.shared
+                .abort
+                .poison(&Poison::new(self.shared.rank, cause));
+        }
+        self.close();
+        let worker = self
+            .worker
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(worker) = worker {
+            // It catches panics of jobs, so there is nothing to learn here.
+            let _ = worker.join();
+        }
+    }
+}

@@ -1,0 +1,38 @@
+//! Where threads of one process find the meshes of their subgroups.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+use crate::transport::{Mesh, thread_mesh};
+
+/// Shared by all ranks of one group of threads, and by its subgroups.
+#[derive(Default)]
+pub(super) struct Registry {
+    /// Meshes not yet fetched, by group id. Looked up, never iterated.
+    waiting: Mutex<HashMap<u32, Vec<Option<Mesh>>>>,
+}
+
+impl Registry {
+    /// The mesh of member `index` of the group `id` with `world` members. The
+    /// first to come makes all; the last to come leaves no trace.
+    pub(super) fn take(
+        &self,
+        id: u32,
+        index: usize,
+        world: usize,
+        ring_bytes: usize,
+    ) -> Option<Mesh> {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let seats = waiting.entry(id).or_insert_with(|| {
+            thread_mesh(world, ring_bytes)
+                .into_iter()
+                .map(Some)
+                .collect()
+        });
+        let mesh = seats.get_mut(index).and_then(Option::take);
+        if seats.iter().all(Option::is_none) {
+            waiting.remove(&id);
+        }
+        mesh
+    }
+}

@@ -1,0 +1,145 @@
+//! Groups of some of the ranks.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::join::lone_mesh;
+use super::{Member, Origin, ProcessGroup};
+use crate::{Error, ErrorKind, Result};
+
+impl ProcessGroup {
+    /// Forms a group of some ranks of this one. All ranks of *this* group must
+    /// call it, with the same ranks; members get `Some`, the others `None`.
+    ///
+    /// In the new group ranks are numbered in ascending order of their number
+    /// here, whatever the order of `ranks` (as in PyTorch), so that canonical
+    /// order stays ascending. It has links of its own: operations of the two
+    /// groups do not wait for each other, and one can fail without the other.
+    ///
+    /// *Blocks until* all ranks of this group have come and the members are
+    /// connected; deadlines as for an operation, then
+    /// [`InitOptions::timeout`](super::InitOptions::timeout).
+    ///
+    /// # Errors
+    ///
+    /// `Usage` for an empty list, a rank twice, or an unknown one; `Desync`
+    /// when ranks ask for different groups.
+    pub fn new_group(&self, ranks: &[usize]) -> Result<Option<ProcessGroup>> {
+        const NAME: &str = "new_group";
+        let mut members = ranks.to_vec();
+        members.sort_unstable();
+        if members.is_empty() {
+            return Err(self.usage(NAME, "no ranks were given".into()));
+        }
+        if let Some(pair) = members.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(self.usage(NAME, format!("rank {} is given twice", pair[0])));
+        }
+        if let Some(unknown) = members.iter().find(|rank| **rank >= self.core.world) {
+            return Err(self.usage(
+                NAME,
+                format!(
+                    "rank {unknown} does not exist in a group of {}",
+                    self.core.world
+                ),
+            ));
+        }
+        let number = self.core.subgroups.fetch_add(1, Ordering::Relaxed);
+        let print = fingerprint(self.core.id, number, &members);
+        self.agree(print).map_err(|e| e.with_operation(NAME))?;
+
+        let Ok(rank) = members.binary_search(&self.core.rank) else {
+            return Ok(None);
+        };
+        let member = Member {
+            rank,
+            world: members.len(),
+            id: group_id(print),
+            epoch: self.epoch(),
+            limits: self.core.limits,
+            algorithm: self.core.algorithm,
+        };
+        let named = |e: Error| e.with_rank(self.core.rank).with_operation(NAME);
+        let mesh = match &*self.core.origin {
+            _ if member.world == 1 => lone_mesh().map_err(named)?,
+            Origin::Threads {
+                registry,
+                ring_bytes,
+            } => registry
+                .take(member.id, rank, member.world, *ring_bytes)
+                .ok_or_else(|| named(Error::internal("two subgroups have the same id")))?,
+            Origin::Processes(processes) => processes
+                .form(member.id, rank, member.world, processes.options.timeout)
+                .map_err(named)?,
+        };
+        Ok(Some(Self::from_mesh(
+            member,
+            mesh,
+            Arc::clone(&self.core.origin),
+        )))
+    }
+
+    fn epoch(&self) -> u32 {
+        match &*self.core.origin {
+            Origin::Threads { .. } => 0,
+            Origin::Processes(processes) => processes.epoch,
+        }
+    }
+
+    /// Compares what all ranks ask for. All see the same answers, so all
+    /// succeed or all fail, and this group stays usable.
+    fn agree(&self, print: u64) -> Result<()> {
+        let mine = [print.cast_signed()];
+        let mut all = vec![0i64; self.core.world];
+        self.all_gather(&mine, &mut all)?;
+        match all.iter().position(|other| *other != all[0]) {
+            None => Ok(()),
+            Some(other) => Err(Error::new(
+                ErrorKind::Desync,
+                format!(
+                    "ranks 0 and {other} ask for different groups: all ranks must make the same \
+                     groups in the same order"
+                ),
+            )
+            .with_rank(self.core.rank)
+            .with_peer(other)),
+        }
+    }
+}
+
+/// FNV-1a over the parent, the number of the call and the members.
+fn fingerprint(parent: u32, number: u64, members: &[usize]) -> u64 {
+    let words = [u64::from(parent), number]
+        .into_iter()
+        .chain(members.iter().map(|r| *r as u64));
+    words
+        .flat_map(u64::to_le_bytes)
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+        })
+}
+
+/// A group id that is not the world's.
+fn group_id(fingerprint: u64) -> u32 {
+    ((fingerprint >> 32) as u32 ^ fingerprint as u32) | 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_differ_by_members_number_and_parent() {
+        let ids: std::collections::HashSet<u32> = [
+            fingerprint(0, 0, &[0, 1]),
+            fingerprint(0, 1, &[0, 1]),
+            fingerprint(0, 0, &[0, 2]),
+            fingerprint(1, 0, &[0, 1]),
+            fingerprint(0, 0, &[0, 1, 2]),
+        ]
+        .into_iter()
+        .map(group_id)
+        .collect();
+        assert_eq!(ids.len(), 5);
+        assert!(!ids.contains(&0));
+    }
+}

@@ -1,0 +1,65 @@
+//! Process groups and collectives over threads, shared memory and TCP.
+//!
+//! A [`ProcessGroup`] is one rank's membership in a group of ranks, which are
+//! processes (on one host or many) or threads of one process. Together they
+//! broadcast, reduce, gather, scatter and exchange plain slices of numbers, in
+//! the caller's thread or in the background ([`Work`], [`Bucket`]).
+//!
+//! What sets it apart:
+//!
+//! * *Determinism.* Reductions are left folds in ascending rank order, with one
+//!   rounding at the end: the same bits on all ranks, in all runs, over all
+//!   transports and for all bucket layouts ([`ReduceOp`]). The ring, which
+//!   cannot do that, must be asked for ([`Algorithm::Ring`]).
+//! * *No hangs.* Every operation has a deadline, and its error names the ranks
+//!   waited for. Every frame says which operation it belongs to, so ranks in
+//!   different operations find out at once. The first failure ends the
+//!   operations of all ranks, and all report *that* failure.
+//! * *Plans as data.* What each rank sends, receives and adds is a value
+//!   ([`plan`]), checked for every world size up to 64 without any I/O.
+//!
+//! # Example
+//!
+//! ```
+//! use phalanx_comm::{Bucket, Call, GroupOptions, ProcessGroup, ReduceOp};
+//!
+//! let groups = ProcessGroup::threads(2, GroupOptions::default());
+//! std::thread::scope(|scope| {
+//!     for group in groups {
+//!         scope.spawn(move || {
+//!             let gradients = Bucket::from_slice(&[group.rank() as f32; 1000]);
+//!             let work = group.all_reduce_async(gradients, ReduceOp::Mean, Call::default());
+//!             // … the rest of the backward pass runs here …
+//!             let gradients = work.wait()?;
+//!             assert!(gradients.iter().all(|g| *g == 0.5));
+//!             group.shutdown()
+//!         });
+//!     }
+//! });
+//! ```
+//!
+//! # Layers
+//!
+//! `group` (what callers see) → `select` (which method) → [`plan`] (what each
+//! rank does) → `exec` (runs plans) → [`transport`] (moves bytes) → `wait`
+//! (sleeps and wakes). `kernel` does the arithmetic.
+
+mod dtype;
+mod error;
+mod exec;
+mod group;
+mod kernel;
+mod memory;
+mod op;
+pub mod plan;
+mod select;
+pub mod transport;
+mod wait;
+
+pub use dtype::{DType, Element};
+pub use error::{Error, ErrorKind, Result};
+pub use group::{Call, GroupOptions, InitOptions, OpTimes, ProcessGroup, Transport, Work};
+pub use memory::Bucket;
+pub use op::ReduceOp;
+pub use select::Algorithm;
+pub use transport::TransportKind;

@@ -1,0 +1,202 @@
+//! Aligned memory: [`Bucket`] for callers, [`Scratch`] for the executor.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+
+use crate::Element;
+
+/// Alignment of all memory of this crate and of chunk boundaries: one cache
+/// line, and one AVX-512 register.
+pub(crate) const ALIGN_BYTES: usize = 64;
+
+/// Owned, zeroed, 64-byte aligned bytes.
+struct Block {
+    start: NonNull<u8>,
+    bytes: usize,
+}
+
+impl Block {
+    fn zeroed(bytes: usize) -> Self {
+        if bytes == 0 {
+            // SAFETY: ALIGN_BYTES is not zero. The address is never read.
+            let start =
+                unsafe { NonNull::new_unchecked(std::ptr::without_provenance_mut(ALIGN_BYTES)) };
+            return Block { start, bytes };
+        }
+        let layout = Self::layout(bytes);
+        // SAFETY: the layout's size is not zero.
+        let raw = unsafe { alloc_zeroed(layout) };
+        let Some(start) = NonNull::new(raw) else {
+            handle_alloc_error(layout)
+        };
+        Block { start, bytes }
+    }
+
+    fn layout(bytes: usize) -> Layout {
+        match Layout::from_size_align(bytes, ALIGN_BYTES) {
+            Ok(layout) => layout,
+            // As `Vec` does: a size beyond `isize::MAX` is a capacity
+            // overflow of the caller, not a condition to handle.
+            Err(_) => panic!("a bucket of {bytes} bytes exceeds the address space"),
+        }
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        if self.bytes != 0 {
+            // SAFETY: allocated in `zeroed` with this very layout.
+            unsafe { dealloc(self.start.as_ptr(), Self::layout(self.bytes)) }
+        }
+    }
+}
+
+// SAFETY: a `Block` owns its bytes, like `Box<[u8]>`.
+unsafe impl Send for Block {}
+// SAFETY: shared access to a `Block` only reads.
+unsafe impl Sync for Block {}
+
+/// Memory for asynchronous collectives: owned, 64-byte aligned, zeroed.
+///
+/// An asynchronous operation takes the bucket *by value* and gives it back
+/// when it is finished. Hence no reference into it can exist while other
+/// ranks read or write it; the compiler refuses this:
+///
+/// ```compile_fail,E0382
+/// use phalanx_comm::{Bucket, Call, ProcessGroup, ReduceOp};
+/// fn step(group: &ProcessGroup, mut bucket: Bucket<f32>) {
+///     let work = group.all_reduce_async(bucket, ReduceOp::Mean, Call::default());
+///     bucket[0] = 1.0; // still in flight
+///     work.wait().unwrap();
+/// }
+/// ```
+///
+/// The same with the write after `wait` compiles:
+///
+/// ```
+/// use phalanx_comm::{Bucket, Call, ProcessGroup, ReduceOp};
+/// fn step(group: &ProcessGroup, bucket: Bucket<f32>) {
+///     let work = group.all_reduce_async(bucket, ReduceOp::Mean, Call::default());
+///     let mut bucket = work.wait().unwrap();
+///     bucket[0] = 1.0;
+/// }
+/// ```
+///
+/// After a failed operation the bucket is gone: its contents would be
+/// undefined anyway.
+pub struct Bucket<T: Element> {
+    block: Block,
+    len: usize,
+    elements: PhantomData<T>,
+}
+
+impl<T: Element> Bucket<T> {
+    /// A bucket of `len_elems` zeros.
+    ///
+    /// # Panics
+    ///
+    /// When the bytes exceed the address space, as `Vec` does.
+    pub fn zeroed(len_elems: usize) -> Self {
+        let Some(bytes) = len_elems.checked_mul(size_of::<T>()) else {
+            panic!("a bucket of {len_elems} elements exceeds the address space")
+        };
+        Bucket {
+            block: Block::zeroed(bytes),
+            len: len_elems,
+            elements: PhantomData,
+        }
+    }
+
+    /// A bucket with a copy of `elements`.
+    pub fn from_slice(elements: &[T]) -> Self {
+        let mut bucket = Self::zeroed(elements.len());
+        bucket.copy_from_slice(elements);
+        bucket
+    }
+}
+
+impl<T: Element> Deref for Bucket<T> {
+    type Target = [T];
+    fn deref(&self) -> &[T] {
+        // SAFETY: `len` elements were allocated, aligned to 64 ≥ align_of T,
+        // and initialised with zeros, a valid value of every element type.
+        unsafe { std::slice::from_raw_parts(self.block.start.as_ptr().cast(), self.len) }
+    }
+}
+
+impl<T: Element> DerefMut for Bucket<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as in `deref`; the bucket owns the block exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.block.start.as_ptr().cast(), self.len) }
+    }
+}
+
+impl<T: Element> Default for Bucket<T> {
+    /// An empty bucket; allocates nothing.
+    fn default() -> Self {
+        Self::zeroed(0)
+    }
+}
+
+impl<T: Element> fmt::Debug for Bucket<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Bucket<{}>({} elements)", T::DTYPE, self.len)
+    }
+}
+
+/// Working memory of the executor. Grows, never shrinks, keeps no contents.
+pub(crate) struct Scratch {
+    block: Block,
+}
+
+impl Scratch {
+    pub(crate) fn new() -> Self {
+        Scratch {
+            block: Block::zeroed(0),
+        }
+    }
+
+    /// At least `bytes` bytes; earlier contents are lost when it grows.
+    pub(crate) fn reserve(&mut self, bytes: usize) -> (*mut u8, usize) {
+        if bytes > self.block.bytes {
+            // The old block goes first, so that the peak is one block.
+            self.block = Block::zeroed(0);
+            self.block = Block::zeroed(bytes);
+        }
+        (self.block.start.as_ptr(), self.block.bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_are_zeroed_and_aligned() {
+        for len in [0usize, 1, 15, 16, 17, 1000] {
+            let b = Bucket::<f64>::zeroed(len);
+            assert_eq!(b.len(), len);
+            assert!(b.iter().all(|x| *x == 0.0));
+            assert_eq!(b.as_ptr() as usize % ALIGN_BYTES, 0);
+        }
+    }
+
+    #[test]
+    fn from_slice_copies() {
+        let mut b = Bucket::from_slice(&[1i32, 2, 3]);
+        b[1] = 7;
+        assert_eq!(&b[..], &[1, 7, 3]);
+    }
+
+    #[test]
+    fn scratch_only_grows() {
+        let mut s = Scratch::new();
+        assert_eq!(s.reserve(100).1, 100);
+        let (p, n) = s.reserve(10);
+        assert_eq!((s.reserve(100).0, n), (p, 100));
+        assert_eq!(s.reserve(200).1, 200);
+    }
+}

@@ -1,0 +1,551 @@
+//! Plans: what each rank sends, receives and computes, as data.
+//!
+//! A collective is described by a [`Spec`]; [`build`] turns it into one
+//! [`RankPlan`] per rank, with no I/O and no clock. A plan is a list of
+//! [`Round`]s. In a round all sends and receives run at the same time; when
+//! all of them are complete, the round's local steps run in order; then the
+//! next round begins. Rounds are numbered alike on all ranks, and a transfer
+//! belongs to the same round on both sides. So no plan can deadlock: by
+//! induction, all transfers of round *k* are posted on both sides once round
+//! *k − 1* is complete everywhere it matters.
+//!
+//! Because plans are data they can be *checked* before they are trusted:
+//! [`check::check`] simulates all ranks symbolically and compares the result
+//! with what the collective promises.
+//!
+//! Vocabulary: a *bucket* (what the caller hands over) consists of *chunks*
+//! (one per rank); a transfer moves as *segments* (one frame each).
+
+mod all_gather;
+mod all_reduce_direct;
+mod all_reduce_one_round;
+mod all_reduce_ring;
+mod all_to_all;
+mod barrier;
+mod broadcast_scatter;
+mod broadcast_tree;
+pub mod check;
+mod chunks;
+mod gather;
+mod local;
+mod point_to_point;
+mod reduce_owners;
+mod reduce_root;
+mod reduce_scatter;
+mod scatter;
+
+pub use chunks::Chunks;
+pub use local::PlanError;
+
+use crate::memory::ALIGN_BYTES;
+
+/// Which collective operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Collective {
+    /// Everyone ends with the reduction of everyone's data.
+    AllReduce,
+    /// Everyone ends with the root's data.
+    Broadcast,
+    /// The root ends with the reduction; the others' data is unchanged.
+    Reduce,
+    /// Everyone ends with everyone's data, in rank order.
+    AllGather,
+    /// Rank `r` ends with part `r` of the reduction.
+    ReduceScatter,
+    /// The root ends with everyone's data, in rank order.
+    Gather,
+    /// Rank `r` ends with part `r` of the root's data.
+    Scatter,
+    /// Rank `r` ends with part `r` of everyone's data, in rank order.
+    AllToAll,
+    /// Nobody leaves before everybody has come.
+    Barrier,
+    /// One rank's data goes to one other rank.
+    SendRecv,
+    /// The barrier that ends a group in good order.
+    Shutdown,
+}
+
+impl Collective {
+    /// Every collective, in wire order.
+    pub const ALL: [Collective; 11] = [
+        Collective::AllReduce,
+        Collective::Broadcast,
+        Collective::Reduce,
+        Collective::AllGather,
+        Collective::ReduceScatter,
+        Collective::Gather,
+        Collective::Scatter,
+        Collective::AllToAll,
+        Collective::Barrier,
+        Collective::SendRecv,
+        Collective::Shutdown,
+    ];
+
+    /// The name used in messages: the method of `ProcessGroup`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Collective::AllReduce => "all_reduce",
+            Collective::Broadcast => "broadcast",
+            Collective::Reduce => "reduce",
+            Collective::AllGather => "all_gather",
+            Collective::ReduceScatter => "reduce_scatter",
+            Collective::Gather => "gather",
+            Collective::Scatter => "scatter",
+            Collective::AllToAll => "all_to_all",
+            Collective::Barrier => "barrier",
+            Collective::SendRecv => "send/recv",
+            Collective::Shutdown => "shutdown",
+        }
+    }
+
+    /// Whether one rank plays a special part.
+    pub const fn has_root(self) -> bool {
+        matches!(
+            self,
+            Collective::Broadcast | Collective::Reduce | Collective::Gather | Collective::Scatter
+        )
+    }
+
+    /// Whether elements are combined.
+    pub const fn reduces(self) -> bool {
+        matches!(
+            self,
+            Collective::AllReduce | Collective::Reduce | Collective::ReduceScatter
+        )
+    }
+
+    /// Whether data is replaced where it lies, so that `Output` holds the
+    /// input at first and there is no `Input`.
+    pub const fn in_place(self) -> bool {
+        matches!(
+            self,
+            Collective::AllReduce | Collective::Broadcast | Collective::Reduce
+        )
+    }
+
+    /// Code in frame headers.
+    pub(crate) const fn wire(self) -> u8 {
+        match self {
+            Collective::AllReduce => 1,
+            Collective::Broadcast => 2,
+            Collective::Reduce => 3,
+            Collective::AllGather => 4,
+            Collective::ReduceScatter => 5,
+            Collective::Gather => 6,
+            Collective::Scatter => 7,
+            Collective::AllToAll => 8,
+            Collective::Barrier => 9,
+            Collective::SendRecv => 10,
+            Collective::Shutdown => 11,
+        }
+    }
+
+    /// Inverse of [`Collective::wire`].
+    pub(crate) fn from_wire(code: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|c| c.wire() == code)
+    }
+}
+
+/// How a collective is carried out. One file each in this folder, whose head
+/// comment gives steps, bytes and order of additions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Method {
+    /// All-reduce: reduce-scatter by chunk owners, then all-gather.
+    AllReduceDirect,
+    /// All-reduce: everyone gets everything and folds it all.
+    AllReduceOneRound,
+    /// All-reduce over neighbours only.
+    AllReduceRing,
+    /// Broadcast down a binomial tree.
+    BroadcastTree,
+    /// Broadcast: scatter of chunks, then all-gather.
+    BroadcastScatter,
+    /// Reduce: everyone sends to the root, which folds.
+    ReduceRoot,
+    /// Reduce: chunk owners fold, then send to the root.
+    ReduceOwners,
+    /// All-gather in one round.
+    AllGather,
+    /// Reduce-scatter in one round.
+    ReduceScatter,
+    /// Gather in one round.
+    Gather,
+    /// Scatter in one round.
+    Scatter,
+    /// All-to-all in one round.
+    AllToAll,
+    /// Dissemination barrier.
+    Barrier,
+    /// One transfer.
+    PointToPoint,
+}
+
+impl Method {
+    /// Every method, in wire order.
+    pub const ALL: [Method; 14] = [
+        Method::AllReduceDirect,
+        Method::AllReduceOneRound,
+        Method::AllReduceRing,
+        Method::BroadcastTree,
+        Method::BroadcastScatter,
+        Method::ReduceRoot,
+        Method::ReduceOwners,
+        Method::AllGather,
+        Method::ReduceScatter,
+        Method::Gather,
+        Method::Scatter,
+        Method::AllToAll,
+        Method::Barrier,
+        Method::PointToPoint,
+    ];
+
+    /// The collective that this method carries out. (A dissemination barrier
+    /// also serves [`Collective::Shutdown`].)
+    pub const fn collective(self) -> Collective {
+        match self {
+            Method::AllReduceDirect | Method::AllReduceOneRound | Method::AllReduceRing => {
+                Collective::AllReduce
+            }
+            Method::BroadcastTree | Method::BroadcastScatter => Collective::Broadcast,
+            Method::ReduceRoot | Method::ReduceOwners => Collective::Reduce,
+            Method::AllGather => Collective::AllGather,
+            Method::ReduceScatter => Collective::ReduceScatter,
+            Method::Gather => Collective::Gather,
+            Method::Scatter => Collective::Scatter,
+            Method::AllToAll => Collective::AllToAll,
+            Method::Barrier => Collective::Barrier,
+            Method::PointToPoint => Collective::SendRecv,
+        }
+    }
+
+    /// Whether reductions are the left fold in ascending rank order, rounded
+    /// once at the end.
+    pub const fn canonical(self) -> bool {
+        !matches!(self, Method::AllReduceRing)
+    }
+
+    /// The name used in messages and logs.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Method::AllReduceDirect => "direct",
+            Method::AllReduceOneRound => "one-round",
+            Method::AllReduceRing => "ring",
+            Method::BroadcastTree => "tree",
+            Method::BroadcastScatter => "scatter+all-gather",
+            Method::ReduceRoot => "root folds",
+            Method::ReduceOwners => "owners fold",
+            Method::AllGather
+            | Method::ReduceScatter
+            | Method::Gather
+            | Method::Scatter
+            | Method::AllToAll => "one round",
+            Method::Barrier => "dissemination",
+            Method::PointToPoint => "point to point",
+        }
+    }
+
+    /// Code in frame headers.
+    pub(crate) const fn wire(self) -> u8 {
+        match self {
+            Method::AllReduceDirect => 1,
+            Method::AllReduceOneRound => 2,
+            Method::AllReduceRing => 3,
+            Method::BroadcastTree => 4,
+            Method::BroadcastScatter => 5,
+            Method::ReduceRoot => 6,
+            Method::ReduceOwners => 7,
+            Method::AllGather => 8,
+            Method::ReduceScatter => 9,
+            Method::Gather => 10,
+            Method::Scatter => 11,
+            Method::AllToAll => 12,
+            Method::Barrier => 13,
+            Method::PointToPoint => 14,
+        }
+    }
+
+    /// Inverse of [`Method::wire`].
+    pub(crate) fn from_wire(code: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|m| m.wire() == code)
+    }
+}
+
+/// One collective, seen from nowhere: what all ranks agree on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Spec {
+    /// How it is carried out.
+    pub method: Method,
+    /// Ranks in the group.
+    pub world: usize,
+    /// Elements: of the whole data where it is replaced in place, otherwise
+    /// of one rank's part.
+    pub count: usize,
+    /// Bytes of one element; chunk boundaries are multiples of 64 bytes.
+    pub elem_bytes: usize,
+    /// The root, or the sender of a point-to-point transfer; otherwise 0.
+    pub root: usize,
+    /// The receiver of a point-to-point transfer; otherwise 0.
+    pub target: usize,
+}
+
+impl Spec {
+    /// Elements that the caller's input buffer must have on `rank`.
+    pub fn input_elems(&self, rank: usize) -> usize {
+        let all = self.count * self.world;
+        match self.method.collective() {
+            Collective::AllGather | Collective::Gather => self.count,
+            Collective::ReduceScatter | Collective::AllToAll => all,
+            Collective::Scatter if rank == self.root => all,
+            Collective::SendRecv if rank == self.root => self.count,
+            _ => 0,
+        }
+    }
+
+    /// Elements that the caller's output buffer must have on `rank`.
+    pub fn output_elems(&self, rank: usize) -> usize {
+        let all = self.count * self.world;
+        match self.method.collective() {
+            Collective::AllReduce | Collective::Broadcast | Collective::Reduce => self.count,
+            Collective::AllGather | Collective::AllToAll => all,
+            Collective::ReduceScatter | Collective::Scatter => self.count,
+            Collective::Gather if rank == self.root => all,
+            Collective::SendRecv if rank == self.target => self.count,
+            _ => 0,
+        }
+    }
+
+    /// How `count` elements are cut into one chunk per rank.
+    pub fn chunks(&self) -> Chunks {
+        Chunks::new(self.count, self.world, self.line_elems())
+    }
+
+    /// Elements in 64 bytes.
+    fn line_elems(&self) -> usize {
+        (ALIGN_BYTES / self.elem_bytes.max(1)).max(1)
+    }
+
+    /// `elems` rounded up to whole 64-byte lines, so that the next run of
+    /// scratch memory is aligned.
+    fn padded(&self, elems: usize) -> usize {
+        elems.next_multiple_of(self.line_elems())
+    }
+}
+
+/// Which memory a [`Part`] lies in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Buf {
+    /// The caller's input; only read.
+    Input,
+    /// The caller's output, which also holds the input of in-place collectives.
+    Output,
+    /// Working memory; undefined when the plan starts.
+    Scratch,
+}
+
+/// A run of elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Part {
+    /// The memory it lies in.
+    pub buf: Buf,
+    /// Its first element.
+    pub start: usize,
+    /// Its elements.
+    pub len: usize,
+}
+
+impl Part {
+    fn new(buf: Buf, start: usize, len: usize) -> Self {
+        Part { buf, start, len }
+    }
+
+    fn of(buf: Buf, range: std::ops::Range<usize>) -> Self {
+        Part::new(buf, range.start, range.len())
+    }
+
+    fn end(&self) -> usize {
+        self.start + self.len
+    }
+
+    fn overlaps(&self, other: &Part) -> bool {
+        self.buf == other.buf
+            && self.len > 0
+            && other.len > 0
+            && self.start < other.end()
+            && other.start < self.end()
+    }
+}
+
+/// One message, seen from one side. Zero elements still make one (empty)
+/// frame: that is what barriers are made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Transfer {
+    /// The other rank.
+    pub peer: usize,
+    /// What is read, or where it is written.
+    pub part: Part,
+}
+
+/// Work on this rank alone.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Local {
+    /// `into` = left fold of the sources in this order, rounded once.
+    Fold {
+        /// Where the result goes; may equal a source, must not overlap one
+        /// otherwise.
+        into: Part,
+        /// What is folded, first to last.
+        sources: Vec<Part>,
+        /// Whether this completes the reduction, so that a mean is scaled.
+        finish: bool,
+    },
+    /// `into` = `from`.
+    Copy {
+        /// What is read.
+        from: Part,
+        /// Where it goes.
+        into: Part,
+    },
+}
+
+/// Transfers that run at the same time, then local steps in order.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Round {
+    /// At most one per peer.
+    pub sends: Vec<Transfer>,
+    /// At most one per peer.
+    pub recvs: Vec<Transfer>,
+    /// Run in order when all transfers are complete.
+    pub local: Vec<Local>,
+}
+
+impl Round {
+    /// Adds a send unless it is empty.
+    fn send(&mut self, peer: usize, part: Part) {
+        if part.len > 0 {
+            self.sends.push(Transfer { peer, part });
+        }
+    }
+
+    /// Adds a receive unless it is empty.
+    fn recv(&mut self, peer: usize, part: Part) {
+        if part.len > 0 {
+            self.recvs.push(Transfer { peer, part });
+        }
+    }
+
+    /// Adds the fold that completes a reduction, unless it is empty.
+    fn fold_all(&mut self, into: Part, sources: Vec<Part>) {
+        if into.len > 0 {
+            self.local.push(Local::Fold {
+                into,
+                sources,
+                finish: true,
+            });
+        }
+    }
+
+    /// Adds a copy unless it is empty.
+    fn copy(&mut self, from: Part, into: Part) {
+        if into.len > 0 {
+            self.local.push(Local::Copy { from, into });
+        }
+    }
+}
+
+/// What one rank does in one collective.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankPlan {
+    /// Ranks in the group.
+    pub world: usize,
+    /// The rank whose plan this is.
+    pub rank: usize,
+    /// Elements of the caller's input.
+    pub input_elems: usize,
+    /// Elements of the caller's output.
+    pub output_elems: usize,
+    /// Elements of working memory.
+    pub scratch_elems: usize,
+    /// The rounds, in order.
+    pub rounds: Vec<Round>,
+}
+
+impl RankPlan {
+    fn new(spec: &Spec, rank: usize) -> Self {
+        RankPlan {
+            world: spec.world,
+            rank,
+            input_elems: spec.input_elems(rank),
+            output_elems: spec.output_elems(rank),
+            scratch_elems: 0,
+            rounds: Vec::new(),
+        }
+    }
+
+    /// Elements that this rank sends to all its peers together.
+    pub fn sent_elems(&self) -> usize {
+        self.rounds
+            .iter()
+            .flat_map(|round| &round.sends)
+            .map(|send| send.part.len)
+            .sum()
+    }
+}
+
+/// The plan of `rank`. Pure: equal arguments give equal plans on every rank.
+pub fn build(spec: &Spec, rank: usize) -> RankPlan {
+    match spec.method {
+        Method::AllReduceDirect => all_reduce_direct::build(spec, rank),
+        Method::AllReduceOneRound => all_reduce_one_round::build(spec, rank),
+        Method::AllReduceRing => all_reduce_ring::build(spec, rank),
+        Method::BroadcastTree => broadcast_tree::build(spec, rank),
+        Method::BroadcastScatter => broadcast_scatter::build(spec, rank),
+        Method::ReduceRoot => reduce_root::build(spec, rank),
+        Method::ReduceOwners => reduce_owners::build(spec, rank),
+        Method::AllGather => all_gather::build(spec, rank),
+        Method::ReduceScatter => reduce_scatter::build(spec, rank),
+        Method::Gather => gather::build(spec, rank),
+        Method::Scatter => scatter::build(spec, rank),
+        Method::AllToAll => all_to_all::build(spec, rank),
+        Method::Barrier => barrier::build(spec, rank),
+        Method::PointToPoint => point_to_point::build(spec, rank),
+    }
+}
+
+/// Elements that `rank` sends in total, by the formula in the head comment of
+/// the method's file; the checker compares it with the plan.
+pub fn stated_sent_elems(spec: &Spec, rank: usize) -> usize {
+    match spec.method {
+        Method::AllReduceDirect => all_reduce_direct::sent_elems(spec, rank),
+        Method::AllReduceOneRound => all_reduce_one_round::sent_elems(spec),
+        Method::AllReduceRing => all_reduce_ring::sent_elems(spec, rank),
+        Method::BroadcastTree => broadcast_tree::sent_elems(spec, rank),
+        Method::BroadcastScatter => broadcast_scatter::sent_elems(spec, rank),
+        Method::ReduceRoot => reduce_root::sent_elems(spec, rank),
+        Method::ReduceOwners => reduce_owners::sent_elems(spec, rank),
+        Method::AllGather => all_gather::sent_elems(spec),
+        Method::ReduceScatter => reduce_scatter::sent_elems(spec),
+        Method::Gather => gather::sent_elems(spec, rank),
+        Method::Scatter => scatter::sent_elems(spec, rank),
+        Method::AllToAll => all_to_all::sent_elems(spec),
+        Method::Barrier => 0,
+        Method::PointToPoint => point_to_point::sent_elems(spec, rank),
+    }
+}
+
+/// The peers of `rank` in rotated order: step `k` sends to `rank + k` and
+/// receives from `rank − k`, so that at any moment each receiver has about
+/// one sender.
+fn rotation(rank: usize, world: usize) -> impl Iterator<Item = (usize, usize)> {
+    (1..world).map(move |k| ((rank + k) % world, (rank + world - k) % world))
+}
+
+/// The place of `peer` among the `world − 1` scratch slots of `rank`.
+fn slot(rank: usize, peer: usize) -> usize {
+    if peer < rank { peer } else { peer - 1 }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,355 @@
+use super::check::{check, check_plans};
+use super::*;
+
+fn spec(method: Method, world: usize, count: usize, root: usize) -> Spec {
+    Spec {
+        method,
+        world,
+        count,
+        elem_bytes: 4,
+        root,
+        target: 0,
+    }
+}
+
+/// All distinct specs of one method, world and count that a checker should see.
+fn variants(method: Method, world: usize, count: usize) -> Vec<Spec> {
+    let collective = method.collective();
+    if collective == Collective::SendRecv {
+        let mut all = Vec::new();
+        if world > 1 {
+            all.push(Spec {
+                target: world - 1,
+                ..spec(method, world, count, 0)
+            });
+            all.push(Spec {
+                target: world / 2,
+                ..spec(method, world, count, world - 1)
+            });
+            all.retain(|s| s.root != s.target);
+        }
+        return all;
+    }
+    let mut roots = vec![0];
+    if collective.has_root() {
+        roots.extend([world / 2, world - 1]);
+        roots.sort_unstable();
+        roots.dedup();
+    }
+    roots
+        .into_iter()
+        .map(|root| spec(method, world, count, root))
+        .collect()
+}
+
+#[test]
+fn every_plan_up_to_64_ranks_keeps_its_promise() {
+    for method in Method::ALL {
+        for world in 1..=64usize {
+            let mut counts = vec![0, 1, world - 1, world, world + 1, 1000, 10007];
+            counts.dedup();
+            if method == Method::Barrier {
+                counts.truncate(1);
+            }
+            for count in counts {
+                for spec in variants(method, world, count) {
+                    if let Err(e) = check(&spec) {
+                        panic!("{spec:?}: {e}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn plans_hold_for_every_element_size() {
+    for method in Method::ALL {
+        for world in [1, 2, 3, 5, 8] {
+            for elem_bytes in [1, 2, 4, 8] {
+                for count in [1, 7, 63, 64, 65, 511, 1000] {
+                    for spec in variants(method, world, count) {
+                        let spec = Spec { elem_bytes, ..spec };
+                        if let Err(e) = check(&spec) {
+                            panic!("{spec:?}: {e}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn long_chunks_are_reduced_a_segment_at_a_time() {
+    for world in [2, 3, 5] {
+        for elem_bytes in [1, 2, 4, 8] {
+            // Three whole segments a rank, and one that only the first ranks have.
+            let segment = (256 << 10) / elem_bytes;
+            let spec = Spec {
+                elem_bytes,
+                ..spec(Method::AllReduceDirect, world, 3 * world * segment + 1, 0)
+            };
+            assert_eq!(check(&spec), Ok(()), "{spec:?}");
+            for rank in 0..world {
+                let plan = build(&spec, rank);
+                assert_eq!(plan.rounds.len(), 8);
+                assert_eq!(plan.scratch_elems, (world - 1) * segment);
+            }
+        }
+    }
+}
+
+/// Calls `change` with a copy of the plans for every place in them, and wants
+/// the checker to refuse each changed copy.
+fn refuses(
+    spec: &Spec,
+    what: &str,
+    mut change: impl FnMut(&mut [RankPlan], usize) -> bool,
+) -> usize {
+    let plans: Vec<RankPlan> = (0..spec.world).map(|r| build(spec, r)).collect();
+    assert_eq!(check_plans(spec, &plans), Ok(()));
+    let mut tried = 0;
+    for place in 0.. {
+        let mut changed = plans.clone();
+        if !change(&mut changed, place) {
+            break;
+        }
+        if changed == plans {
+            continue;
+        }
+        assert!(
+            check_plans(spec, &changed).is_err(),
+            "{what} at place {place} of {spec:?} went unnoticed"
+        );
+        tried += 1;
+    }
+    tried
+}
+
+/// All rounds of all ranks.
+fn rounds(plans: &mut [RankPlan]) -> impl Iterator<Item = &mut Round> {
+    plans.iter_mut().flat_map(|p| p.rounds.iter_mut())
+}
+
+/// Applies `change` to the `place`th item of a kind; false when there are
+/// fewer.
+fn nth<'a, T: 'a>(
+    mut items: impl Iterator<Item = &'a mut T>,
+    place: usize,
+    change: impl FnOnce(&mut T),
+) -> bool {
+    match items.nth(place) {
+        Some(item) => {
+            change(item);
+            true
+        }
+        None => false,
+    }
+}
+
+fn faulty_specs() -> Vec<Spec> {
+    let mut all = Vec::new();
+    for method in Method::ALL {
+        for world in [2, 4, 5] {
+            all.extend(variants(method, world, 1000));
+        }
+    }
+    all
+}
+
+#[test]
+fn a_dropped_transfer_is_noticed() {
+    let mut tried = 0;
+    for spec in faulty_specs() {
+        for sends in [true, false] {
+            tried += refuses(&spec, "a dropped transfer", |plans, place| {
+                let mut left = place;
+                for round in rounds(plans) {
+                    let list = if sends {
+                        &mut round.sends
+                    } else {
+                        &mut round.recvs
+                    };
+                    if left < list.len() {
+                        list.remove(left);
+                        return true;
+                    }
+                    left -= list.len();
+                }
+                false
+            });
+        }
+    }
+    assert!(tried > 500, "{tried}");
+}
+
+#[test]
+fn a_dropped_pair_of_transfers_is_noticed() {
+    let mut tried = 0;
+    for spec in faulty_specs() {
+        tried += refuses(&spec, "a dropped pair", |plans, place| {
+            let mut left = place;
+            for rank in 0..plans.len() {
+                for index in 0..plans[rank].rounds.len() {
+                    let sends = &mut plans[rank].rounds[index].sends;
+                    if left < sends.len() {
+                        let peer = sends.remove(left).peer;
+                        plans[peer].rounds[index].recvs.retain(|t| t.peer != rank);
+                        return true;
+                    }
+                    left -= sends.len();
+                }
+            }
+            false
+        });
+    }
+    assert!(tried > 250, "{tried}");
+}
+
+#[test]
+fn a_shifted_or_resized_range_is_noticed() {
+    let mut tried = 0;
+    for spec in faulty_specs() {
+        for change in [
+            (|p: &mut Part| p.start += 1) as fn(&mut Part),
+            |p| p.start = p.start.wrapping_sub(1),
+            |p| p.len += 1,
+            |p| p.len = p.len.saturating_sub(1),
+        ] {
+            // An empty message may come from anywhere.
+            if spec.method == Method::Barrier {
+                continue;
+            }
+            for sends in [true, false] {
+                tried += refuses(&spec, "a changed range", |plans, place| {
+                    let transfers = rounds(plans).flat_map(|r| {
+                        if sends {
+                            r.sends.iter_mut()
+                        } else {
+                            r.recvs.iter_mut()
+                        }
+                    });
+                    nth(transfers, place, |t| change(&mut t.part))
+                });
+            }
+            tried += refuses(&spec, "a changed destination", |plans, place| {
+                let steps = rounds(plans).flat_map(|r| r.local.iter_mut());
+                nth(steps, place, |step| match step {
+                    Local::Fold { into, .. } | Local::Copy { into, .. } => change(into),
+                })
+            });
+        }
+    }
+    assert!(tried > 2000, "{tried}");
+}
+
+#[test]
+fn a_changed_peer_is_noticed() {
+    let mut tried = 0;
+    for spec in faulty_specs() {
+        for sends in [true, false] {
+            tried += refuses(&spec, "a changed peer", |plans, place| {
+                let transfers = rounds(plans).flat_map(|r| {
+                    if sends {
+                        r.sends.iter_mut()
+                    } else {
+                        r.recvs.iter_mut()
+                    }
+                });
+                nth(transfers, place, |t| t.peer += 1)
+            });
+        }
+    }
+    assert!(tried > 500, "{tried}");
+}
+
+#[test]
+fn a_changed_fold_is_noticed() {
+    let mut tried = 0;
+    for spec in faulty_specs() {
+        for kind in 0..4 {
+            tried += refuses(&spec, "a changed fold", |plans, place| {
+                let folds = rounds(plans)
+                    .flat_map(|r| r.local.iter_mut())
+                    .filter(|step| matches!(step, Local::Fold { .. }));
+                nth(folds, place, |step| {
+                    let Local::Fold {
+                        sources, finish, ..
+                    } = step
+                    else {
+                        return;
+                    };
+                    match kind {
+                        0 => {
+                            let last = sources.len() - 1;
+                            sources.swap(last - 1, last);
+                        }
+                        1 => drop(sources.pop()),
+                        2 => sources.push(sources[0]),
+                        _ => *finish = !*finish,
+                    }
+                })
+            });
+        }
+        tried += refuses(&spec, "a dropped local step", |plans, place| {
+            let mut left = place;
+            for round in rounds(plans) {
+                if left < round.local.len() {
+                    round.local.remove(left);
+                    return true;
+                }
+                left -= round.local.len();
+            }
+            false
+        });
+    }
+    assert!(tried > 200, "{tried}");
+}
+
+#[test]
+fn a_write_over_memory_in_flight_is_noticed() {
+    // Rank 0 receives chunk 1 to where it still sends chunk 2 from.
+    let spec = spec(Method::AllReduceDirect, 3, 1000, 0);
+    let mut plans: Vec<RankPlan> = (0..3).map(|r| build(&spec, r)).collect();
+    let sent = plans[0].rounds[0].sends[0].part;
+    plans[0].rounds[0].recvs[0].part.buf = sent.buf;
+    plans[0].rounds[0].recvs[0].part.start = sent.start;
+    assert!(check_plans(&spec, &plans).is_err());
+    // Two receives into the same place.
+    let mut plans: Vec<RankPlan> = (0..3).map(|r| build(&spec, r)).collect();
+    plans[0].rounds[1].recvs[1].part = plans[0].rounds[1].recvs[0].part;
+    assert!(plans[0].check_local().is_err());
+}
+
+#[test]
+fn ring_ranks_talk_to_their_neighbours_only() {
+    for world in 2..=9 {
+        let spec = spec(Method::AllReduceRing, world, 1000, 0);
+        for rank in 0..world {
+            let plan = build(&spec, rank);
+            assert_eq!(plan.rounds.len(), 2 * (world - 1));
+            for round in &plan.rounds {
+                assert!(round.sends.iter().all(|t| t.peer == (rank + 1) % world));
+                assert!(
+                    round
+                        .recvs
+                        .iter()
+                        .all(|t| t.peer == (rank + world - 1) % world)
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn wire_codes_are_distinct() {
+    for c in Collective::ALL {
+        assert_eq!(Collective::from_wire(c.wire()), Some(c));
+    }
+    for m in Method::ALL {
+        assert_eq!(Method::from_wire(m.wire()), Some(m));
+    }
+    assert_eq!(Collective::from_wire(0), None);
+    assert_eq!(Method::from_wire(0), None);
+}

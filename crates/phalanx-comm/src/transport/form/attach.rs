@@ -1,0 +1,312 @@
+//! Shared memory among the ranks of one host, by trying it.
+//!
+//! | key | written by | value |
+//! |---|---|---|
+//! | `host/R` | the host, rank R | `at NAME` of the Unix socket, or `no REASON` |
+//! | `seat/R` | every rank of the host | `ok`, or `no REASON` |
+//!
+//! A pair uses shared memory only when both say `ok`.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::time::{Duration, Instant};
+
+use phalanx_store::auth;
+use phalanx_wire::Token;
+use phalanx_wire::handshake::{Hello, Role};
+
+use super::super::admit::admit;
+use super::super::layout::{Layout, MAX_SEATS, ring_capacity};
+use super::super::segment::Segment;
+use super::super::shm::{self, Watch};
+use super::rendezvous::Rendezvous;
+use crate::{Error, Result};
+
+/// Longest wait for a message that is due at once.
+const PROMPT: Duration = Duration::from_secs(5);
+/// Turn of a member that waits for its host: how often it looks into the store.
+const TURN: Duration = Duration::from_millis(100);
+/// Rings are touched in advance when they are not larger than this, in total
+/// per rank: first touch costs 0.5 ms per MiB, once, here or in the first
+/// operation.
+const POPULATE_BYTES: usize = 8 << 20;
+
+/// What this rank got.
+pub(crate) struct Attached {
+    pub(crate) segment: Segment,
+    pub(crate) seat: usize,
+    /// Peers to be reached through the segment: rank and seat.
+    pub(crate) neighbours: Vec<(usize, usize)>,
+    pub(crate) watches: Vec<Watch>,
+}
+
+/// What is tried, and as whom.
+pub(crate) struct Attempt<'a> {
+    pub(crate) meeting: &'a Rendezvous<'a>,
+    pub(crate) me: Hello,
+    pub(crate) token: &'a Token,
+    /// The ranks with our hint, ascending, us included; the index is the seat.
+    pub(crate) ranks: &'a [usize],
+    pub(crate) ring_bytes: Option<usize>,
+}
+
+/// A rank without shared memory, and why.
+pub(crate) type Reason = (usize, String);
+
+/// What a host has before anybody comes.
+struct Prepared {
+    listener: UnixListener,
+    memory: OwnedFd,
+    segment: Segment,
+    nonce: [u8; 32],
+}
+
+/// A probe ends with an error only when forming as a whole ends; otherwise
+/// with the reason why there is no shared memory.
+type Probe<T> = Result<std::result::Result<T, String>>;
+
+/// Unwraps the inner result or returns its reason.
+macro_rules! or_no {
+    ($result:expr) => {
+        match $result {
+            Ok(value) => value,
+            Err(reason) => return Ok(Err(reason.to_string())),
+        }
+    };
+}
+
+impl Attempt<'_> {
+    /// Tries, agrees with the others, and returns the memory and the reasons
+    /// why some ranks are not in it.
+    pub(crate) fn run(&self) -> Result<(Option<Attached>, Vec<Reason>)> {
+        let rank = self.meeting.rank;
+        let Some(seat) = self.ranks.iter().position(|&r| r == rank) else {
+            return Err(Error::internal(format!(
+                "rank {rank} is not on its own host"
+            )));
+        };
+        let attached = if seat == 0 {
+            self.host()?
+        } else {
+            self.join(seat)?
+        };
+        let mine = match &attached {
+            Ok(_) => "ok".to_owned(),
+            Err(reason) => format!("no {reason}"),
+        };
+        self.meeting.publish("seat", mine.as_bytes())?;
+        let others = self
+            .meeting
+            .collect("seat", self.ranks, "answer about shared memory")?;
+        let mut reasons = Vec::new();
+        for (&rank, answer) in self.ranks.iter().zip(&others) {
+            if answer != b"ok" {
+                let reason = String::from_utf8_lossy(answer);
+                reasons.push((
+                    rank,
+                    reason.strip_prefix("no ").unwrap_or(&reason).to_owned(),
+                ));
+            }
+        }
+        let Ok(mut attached) = attached else {
+            return Ok((None, reasons));
+        };
+        let is_in = |rank: usize| !reasons.iter().any(|(out, _)| *out == rank);
+        attached.neighbours.retain(|(rank, _)| is_in(*rank));
+        attached
+            .watches
+            .retain(|watch| is_in(watch.rank) && watch.rank != rank);
+        Ok((Some(attached), reasons))
+    }
+
+    /// The lowest rank: makes the memory and hands it to those who come.
+    fn host(&self) -> Probe<Attached> {
+        let Prepared {
+            listener,
+            memory,
+            segment,
+            nonce,
+        } = match self.prepare() {
+            Ok(prepared) => prepared,
+            Err(reason) => {
+                self.meeting
+                    .publish("host", format!("no {reason}").as_bytes())?;
+                return Ok(Err(reason));
+            }
+        };
+        let expected: Vec<(usize, u16)> = self.ranks[1..].iter().map(|&rank| (rank, 0)).collect();
+        let members = admit(
+            &listener,
+            self.me,
+            self.token,
+            &expected,
+            self.meeting.deadline,
+            |missing| {
+                self.meeting.check()?;
+                // Who has said "no" will not come any more.
+                for &(rank, _) in missing {
+                    if self.meeting.peek("seat", rank)?.is_none() {
+                        return Ok(true);
+                    }
+                }
+                Ok(false)
+            },
+        )?;
+        drop(listener);
+        let own = rustix::process::getpid();
+        let process = rustix::process::pidfd_open(own, rustix::process::PidfdFlags::empty());
+        let process = or_no!(process.map_err(|e| format!("pidfd_open: {e}")));
+        let mut seated = vec![(0, own.as_raw_nonzero().get().unsigned_abs(), process)];
+        let mut sockets = Vec::new();
+        for mut member in members {
+            let greeting = member
+                .socket
+                .set_read_timeout(Some(self.meeting.left().clamp(TURN, PROMPT)))
+                .map_err(|e| e.to_string())
+                .and_then(|()| shm::receive_greeting(&mut member.socket));
+            let seat = self.ranks.iter().position(|&rank| rank == member.rank);
+            match (greeting, seat) {
+                (Ok((pid, process)), Some(seat)) => {
+                    seated.push((seat, pid, process));
+                    sockets.push((member.rank, member.socket));
+                }
+                // It sees its socket close, and says "no" with its own reason.
+                (Err(e), _) => tracing::warn!("rank {} cannot share memory: {e}", member.rank),
+                (Ok(_), None) => {}
+            }
+        }
+        let list: Vec<_> = seated
+            .iter()
+            .map(|(seat, pid, process)| (*seat, *pid, process.as_fd()))
+            .collect();
+        for (rank, socket) in &sockets {
+            if let Err(e) = shm::hand_over(socket, &nonce, memory.as_fd(), &list) {
+                tracing::warn!("rank {rank} cannot share memory: {e}");
+            }
+        }
+        Ok(Ok(self.seated(segment, 0, seated)))
+    }
+
+    /// Everything the host can fail at before anybody comes.
+    fn prepare(&self) -> std::result::Result<Prepared, String> {
+        let seats = self.ranks.len();
+        let capacity = ring_capacity(seats, self.ring_bytes);
+        let layout = Layout::new(seats, capacity).ok_or_else(|| {
+            format!("{seats} ranks on one host, at most {MAX_SEATS} can share memory")
+        })?;
+        let mut nonce = [0; 32];
+        getrandom::fill(&mut nonce).map_err(|e| format!("no random numbers: {e}"))?;
+        let (memory, segment) = shm::create(layout, &nonce)?;
+        let mut name = [0; 16];
+        getrandom::fill(&mut name).map_err(|e| format!("no random numbers: {e}"))?;
+        let name = format!("phalanx-{:032x}", u128::from_le_bytes(name));
+        let listener = SocketAddr::from_abstract_name(&name)
+            .and_then(|address| UnixListener::bind_addr(&address))
+            .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
+            .map_err(|e| format!("no Unix socket: {e}"))?;
+        self.meeting
+            .publish("host", format!("at {name}").as_bytes())
+            .map_err(|e| e.to_string())?;
+        Ok(Prepared {
+            listener,
+            memory,
+            segment,
+            nonce,
+        })
+    }
+
+    /// Any other rank: fetches the memory from the host.
+    fn join(&self, seat: usize) -> Probe<Attached> {
+        let host = self.ranks[0];
+        let place = self
+            .meeting
+            .collect("host", &[host], "offer shared memory")?;
+        let place = String::from_utf8_lossy(&place[0]).into_owned();
+        let Some(name) = place.strip_prefix("at ") else {
+            let reason = place.strip_prefix("no ").unwrap_or("its answer is garbled");
+            return Ok(Err(format!("rank {host} offers none: {reason}")));
+        };
+        let mut socket = or_no!(self.call(host, name));
+        or_no!(shm::greet(&socket));
+        // The host answers when the last rank has come.
+        or_no!(socket.set_read_timeout(Some(TURN)));
+        let mut byte = [0];
+        loop {
+            use rustix::net::{RecvFlags, recv};
+            match recv(&socket, &mut byte[..], RecvFlags::PEEK) {
+                Ok((_, 0)) => return Ok(Err(format!("rank {host} closed the connection"))),
+                Ok(_) => break,
+                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {
+                    self.meeting.check()?;
+                    if self.meeting.left().is_zero() {
+                        return Ok(Err(format!("rank {host} did not answer in time")));
+                    }
+                }
+                Err(e) => return Ok(Err(format!("rank {host}: {e}"))),
+            }
+        }
+        or_no!(socket.set_read_timeout(Some(PROMPT)));
+        let roster = or_no!(shm::receive(&mut socket));
+        let segment = or_no!(shm::open(&roster.memory, self.ranks.len(), &roster.nonce));
+        if !roster.members.iter().any(|(theirs, ..)| *theirs == seat) {
+            return Ok(Err(format!("rank {host} did not list us")));
+        }
+        if roster
+            .members
+            .iter()
+            .any(|(theirs, ..)| *theirs >= self.ranks.len())
+        {
+            return Ok(Err(format!("rank {host} listed an impossible seat")));
+        }
+        Ok(Ok(self.seated(segment, seat, roster.members)))
+    }
+
+    /// Connects to the host's socket and shows who we are.
+    fn call(&self, host: usize, name: &str) -> std::result::Result<UnixStream, String> {
+        let until = Instant::now() + self.meeting.left().min(PROMPT);
+        let mut socket =
+            shm::connect(name, until).map_err(|e| format!("connecting to rank {host}: {e}"))?;
+        shm::check_same_user(&socket).map_err(|e| e.to_string())?;
+        let timeout = self.meeting.left().clamp(TURN, PROMPT);
+        let peer = auth::initiate(&mut socket, self.me, self.token, timeout)
+            .map_err(|e| format!("rank {host}: {e}"))?;
+        if peer.rank as usize != host || peer.role != Role::SharedMemory {
+            return Err(format!("rank {} answered for rank {host}", peer.rank));
+        }
+        Ok(socket)
+    }
+
+    fn seated(
+        &self,
+        segment: Segment,
+        seat: usize,
+        members: Vec<(usize, u32, OwnedFd)>,
+    ) -> Attached {
+        segment.sit(seat);
+        let capacity = ring_capacity(self.ranks.len(), self.ring_bytes);
+        if capacity * (self.ranks.len() - 1) <= POPULATE_BYTES {
+            segment.populate(seat);
+        }
+        let watches: Vec<Watch> = members
+            .into_iter()
+            .map(|(seat, pid, process)| Watch {
+                rank: self.ranks[seat],
+                seat,
+                pid,
+                process,
+            })
+            .collect();
+        let neighbours = watches
+            .iter()
+            .filter(|watch| watch.seat != seat)
+            .map(|watch| (watch.rank, watch.seat))
+            .collect();
+        Attached {
+            segment,
+            seat,
+            neighbours,
+            watches,
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! TCP connections of the pairs that do not share memory: of each pair the
+//! higher rank connects to the lower, once per stream.
+
+use std::net::{IpAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use phalanx_wire::Token;
+use phalanx_wire::handshake::Hello;
+
+use super::super::admit::{Admitted, admit};
+use super::super::segment::Segment;
+use super::super::tcp::{CONTROL, Control, DATA, TcpLink, dial, options};
+use super::member::Member;
+use super::rendezvous::Rendezvous;
+use crate::{Error, Result};
+
+/// Listens on a free port of `ip`.
+pub(crate) fn listen(ip: IpAddr) -> Result<TcpListener> {
+    let refused = |e| {
+        Error::io(
+            format_args!("cannot listen on {ip} (is it an address of this host?)"),
+            e,
+        )
+    };
+    let listener = TcpListener::bind((ip, 0)).map_err(refused)?;
+    listener.set_nonblocking(true).map_err(refused)?;
+    Ok(listener)
+}
+
+/// Connects to all `peers`.
+pub(crate) fn connect(
+    meeting: &Rendezvous<'_>,
+    me: Hello,
+    token: &Token,
+    listener: &TcpListener,
+    members: &[Member],
+    peers: &[usize],
+    segment: &Arc<Segment>,
+) -> Result<Vec<TcpLink>> {
+    let rank = meeting.rank;
+    let higher: Vec<usize> = peers.iter().copied().filter(|&peer| peer > rank).collect();
+    let lower: Vec<usize> = peers.iter().copied().filter(|&peer| peer < rank).collect();
+    let expected: Vec<(usize, u16)> = higher
+        .iter()
+        .flat_map(|&peer| [(peer, DATA), (peer, CONTROL)])
+        .collect();
+    let stop = AtomicBool::new(false);
+    let check = || {
+        if stop.load(Ordering::Relaxed) {
+            return Err(Error::internal("the other half of connecting failed first"));
+        }
+        meeting.check()
+    };
+    let (accepted, dialled) = std::thread::scope(|scope| {
+        let accepting = scope.spawn(|| {
+            let result = admit(listener, me, token, &expected, meeting.deadline, |_| {
+                check().map(|()| true)
+            });
+            if result.is_err() {
+                stop.store(true, Ordering::Relaxed);
+            }
+            result
+        });
+        let mut dialled = Vec::new();
+        let mut result = Ok(());
+        'all: for &peer in &lower {
+            for stream in [DATA, CONTROL] {
+                match dial(meeting, me, token, peer, &members[peer], stream, &check) {
+                    Ok(socket) => dialled.push(Admitted {
+                        rank: peer,
+                        stream,
+                        socket,
+                    }),
+                    Err(e) => {
+                        stop.store(true, Ordering::Relaxed);
+                        result = Err(e);
+                        break 'all;
+                    }
+                }
+            }
+        }
+        let accepted = accepting
+            .join()
+            .unwrap_or_else(|_| Err(Error::internal("the accepting thread panicked")));
+        (accepted, result.map(|()| dialled))
+    });
+    // Whichever half failed first tells the reason; the other was stopped.
+    let (accepted, dialled) = match (accepted, dialled) {
+        (Ok(accepted), Ok(dialled)) => (accepted, dialled),
+        (Err(e), Ok(_)) | (Ok(_), Err(e)) => return Err(e),
+        (Err(a), Err(d)) if a.kind() == crate::ErrorKind::Internal => return Err(d),
+        (Err(a), Err(_)) => return Err(a),
+    };
+    let came = |peer: usize, stream: u16| {
+        accepted
+            .iter()
+            .any(|member| (member.rank, member.stream) == (peer, stream))
+    };
+    let missing: Vec<usize> = higher
+        .iter()
+        .copied()
+        .filter(|&p| !came(p, DATA) || !came(p, CONTROL))
+        .collect();
+    if !missing.is_empty() {
+        return Err(meeting.late(&higher, &missing, "connect over tcp"));
+    }
+    let mut sockets = accepted;
+    sockets.extend(dialled);
+    peers
+        .iter()
+        .map(|&peer| {
+            let data = take(&mut sockets, peer, DATA)?;
+            let control = take(&mut sockets, peer, CONTROL)?;
+            let which = (meeting.epoch, meeting.group);
+            let control = Control::new(peer, which, control, Arc::clone(segment));
+            Ok(TcpLink::new(rank, data, Arc::new(control)))
+        })
+        .collect()
+}
+
+/// The socket of `peer` for `stream`, ready for use.
+fn take(sockets: &mut Vec<Admitted<TcpStream>>, peer: usize, stream: u16) -> Result<TcpStream> {
+    let at = sockets
+        .iter()
+        .position(|s| (s.rank, s.stream) == (peer, stream));
+    let at = at.ok_or_else(|| Error::internal(format!("no stream {stream} to rank {peer}")))?;
+    let socket = sockets.swap_remove(at).socket;
+    options::prepare(&socket)
+        .map_err(|e| Error::io(format_args!("setting up the connection to rank {peer}"), e))?;
+    Ok(socket)
+}

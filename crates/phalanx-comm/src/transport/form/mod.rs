@@ -1,0 +1,294 @@
+//! Forming a group through a store: who is here, who is on my host, connect.
+//!
+//! 1. Every rank claims its number with a record of where it is.
+//! 2. Ranks with the same hint try shared memory ([`attach`]).
+//! 3. All other pairs connect over TCP ([`connect`]).
+//! 4. When all are through, the last one removes the keys.
+//!
+//! One deadline covers everything; its error names the missing ranks. The
+//! first failure is marked in the store and ends the wait of all.
+
+mod attach;
+mod connect;
+mod host;
+mod member;
+mod rendezvous;
+
+pub use host::{BindAddr, local_address_towards};
+pub(super) use member::Member;
+pub(super) use rendezvous::Rendezvous;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use phalanx_store::Store;
+use phalanx_wire::Token;
+use phalanx_wire::handshake::{Hello, Role};
+
+use super::TransportKind;
+use super::layout::{Layout, MAX_SEATS};
+use super::mesh::{Mesh, Parts};
+use super::segment::Segment;
+use crate::wait::{Policy, deadline_in};
+use crate::{Error, ErrorKind, Result};
+use attach::Attempt;
+use host::Host;
+
+/// Which transport to use between ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Prefer {
+    /// Shared memory where it works, TCP elsewhere.
+    #[default]
+    Auto,
+    /// Shared memory, or an error saying why not.
+    Shm,
+    /// TCP, also on one host.
+    Tcp,
+}
+
+impl Prefer {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Prefer::Auto => "auto",
+            Prefer::Shm => "shm",
+            Prefer::Tcp => "tcp",
+        }
+    }
+
+    pub(crate) fn parse(text: &str) -> Option<Prefer> {
+        [Prefer::Auto, Prefer::Shm, Prefer::Tcp]
+            .into_iter()
+            .find(|p| p.name() == text)
+    }
+}
+
+/// How to form a group.
+#[derive(Clone, Debug)]
+pub struct FormOptions {
+    /// This rank.
+    pub rank: usize,
+    /// Number of ranks.
+    pub world: usize,
+    /// The job's secret.
+    pub token: Token,
+    /// How often the job has formed its groups anew. A failed forming leaves
+    /// its mark: form again with the next epoch.
+    pub epoch: u32,
+    /// The group within the epoch.
+    pub group: u32,
+    /// Limit for the whole forming.
+    pub timeout: Duration,
+    /// Where to listen for peers that are reached over TCP.
+    pub bind: BindAddr,
+    /// Which transport to use.
+    pub prefer: Prefer,
+    /// Capacity of each ring in shared memory; by default a share of 64 MiB
+    /// between 64 KiB and 1 MiB.
+    pub ring_bytes: Option<usize>,
+}
+
+/// Forms the links of one rank, together with all other ranks of the group.
+///
+/// *Blocks until* all ranks have formed theirs, at most `o.timeout`.
+///
+/// # Errors
+///
+/// `Timeout` naming the ranks that did not come; `Usage` when ranks disagree
+/// (world size, transport, a rank taken twice) or an address cannot be used;
+/// `Aborted` with the first cause when another rank failed.
+pub fn form(store: &dyn Store, o: &FormOptions) -> Result<Mesh> {
+    form_at(store, o, Host::here())
+}
+
+/// [`form`] for a rank that says it is on `host`; tests say what they like.
+pub(crate) fn form_at(store: &dyn Store, o: &FormOptions, host: Host) -> Result<Mesh> {
+    if o.rank >= o.world || u32::try_from(o.world).is_err() {
+        return Err(Error::usage(format!(
+            "rank {} of a world of {}",
+            o.rank, o.world
+        )));
+    }
+    let policy = Policy::from_env().map_err(Error::usage)?;
+    let meeting = Rendezvous {
+        store,
+        rank: o.rank,
+        world: o.world,
+        epoch: o.epoch,
+        group: o.group,
+        timeout: o.timeout,
+        deadline: deadline_in(o.timeout),
+    };
+    let result = join(&meeting, o, host, policy);
+    if let Err(e) = &result {
+        meeting.fail(e);
+    }
+    result.map_err(|e| e.with_rank(o.rank).with_operation("forming the group"))
+}
+
+fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -> Result<Mesh> {
+    let hello = |role| {
+        Hello::new(role, o.token.job_id())
+            .rank(o.rank as u32)
+            .world(o.world as u32)
+            .epoch(o.epoch)
+            .group(o.group)
+    };
+    let listener = match o.prefer {
+        Prefer::Shm => None,
+        _ if o.world == 1 => None,
+        _ => Some(connect::listen(o.bind.resolve()?)?),
+    };
+    let address = listener
+        .as_ref()
+        .map(std::net::TcpListener::local_addr)
+        .transpose()
+        .map_err(|e| Error::io("asking for the address we listen on", e))?;
+    let instance = getrandom::u64()
+        .map_err(|e| Error::new(ErrorKind::Io, format!("no random numbers: {e}")))?;
+    let record = Member {
+        instance,
+        world: o.world,
+        prefer: o.prefer,
+        host,
+        address,
+    };
+    let members = meet(meeting, &record)?;
+
+    let hint = &members[o.rank].host.hint;
+    let local: Vec<usize> = (0..o.world)
+        .filter(|&r| !hint.is_empty() && members[r].host.hint == *hint)
+        .collect();
+    if o.prefer == Prefer::Shm
+        && let Some(far) = (0..o.world).find(|r| *r != o.rank && !local.contains(r))
+    {
+        return Err(Error::usage(format!(
+            "rank {far} is on another host, network name space or user than rank {}: \
+             shared memory cannot reach it; use the transport auto or tcp",
+            o.rank
+        )));
+    }
+    let mut attached = None;
+    if o.prefer != Prefer::Tcp && local.len() > 1 {
+        let attempt = Attempt {
+            meeting,
+            me: hello(Role::SharedMemory),
+            token: &o.token,
+            ranks: &local,
+            ring_bytes: o.ring_bytes,
+        };
+        let (memory, reasons) = attempt.run()?;
+        if let Some((rank, reason)) = reasons.first() {
+            if o.prefer == Prefer::Shm {
+                return Err(Error::new(
+                    ErrorKind::Io,
+                    format!(
+                        "rank {rank} has no shared memory: {reason}; use the transport auto or tcp"
+                    ),
+                ));
+            }
+            for (rank, reason) in &reasons {
+                tracing::warn!("no shared memory with rank {rank} ({reason}): using tcp");
+            }
+        }
+        attached = memory;
+    }
+    let (segment, seat, neighbours, watches) = match attached {
+        Some(a) => (Arc::new(a.segment), a.seat, a.neighbours, a.watches),
+        None => (Arc::new(alone()?), 0, Vec::new(), Vec::new()),
+    };
+    let peers: Vec<usize> = (0..o.world)
+        .filter(|&p| p != o.rank && !neighbours.iter().any(|&(rank, _)| rank == p))
+        .collect();
+    let sockets = match (&listener, peers.is_empty()) {
+        (_, true) => Vec::new(),
+        (Some(listener), false) => {
+            check_reachable(o.rank, &members, &peers)?;
+            let me = hello(Role::Peer);
+            connect::connect(meeting, me, &o.token, listener, &members, &peers, &segment)?
+        }
+        (None, false) => return Err(Error::internal("some peers are left and nobody listens")),
+    };
+    drop(listener);
+    meeting.finish()?;
+    tracing::debug!(
+        rank = o.rank,
+        world = o.world,
+        shm = neighbours.len(),
+        tcp = sockets.len(),
+        "formed"
+    );
+    Ok(Mesh::assemble(Parts {
+        rank: o.rank,
+        world: o.world,
+        segment,
+        seat,
+        neighbours,
+        kind: TransportKind::Shm,
+        sockets,
+        watches,
+        local_ranks: local.len().clamp(1, MAX_SEATS),
+        policy,
+    }))
+}
+
+/// Publishes our record and reads everybody's.
+fn meet(meeting: &Rendezvous<'_>, record: &Member) -> Result<Vec<Member>> {
+    meeting.claim("member", &record.encode())?;
+    let all: Vec<usize> = (0..meeting.world).collect();
+    let records = meeting.collect("member", &all, "arrive")?;
+    let mut members = Vec::with_capacity(records.len());
+    for (rank, bytes) in records.iter().enumerate() {
+        let member = Member::decode(bytes)
+            .map_err(|e| Error::protocol(rank, format!("rank {rank} cannot take part: {e}")))?;
+        if member.world != meeting.world {
+            return Err(Error::usage(format!(
+                "rank {rank} was started for {} ranks, rank {} for {}",
+                member.world, meeting.rank, meeting.world
+            ))
+            .with_peer(rank));
+        }
+        if member.prefer != record.prefer {
+            return Err(Error::usage(format!(
+                "rank {rank} was started with transport {}, rank {} with {}",
+                member.prefer.name(),
+                meeting.rank,
+                record.prefer.name()
+            ))
+            .with_peer(rank));
+        }
+        members.push(member);
+    }
+    Ok(members)
+}
+
+/// A loopback address is only reached from its own host: better said now than
+/// after minutes of refused connections.
+fn check_reachable(rank: usize, members: &[Member], peers: &[usize]) -> Result<()> {
+    let mine = &members[rank].host.machine;
+    for &peer in peers {
+        let member = &members[peer];
+        let is_loopback = |m: &Member| m.address.is_some_and(|a| a.ip().is_loopback());
+        let lower = &members[peer.min(rank)];
+        if member.host.machine != *mine && is_loopback(lower) {
+            return Err(Error::usage(format!(
+                "rank {} is on another host than rank {}, which listens on loopback only; \
+                 give it an address that the others can reach",
+                peer.max(rank),
+                peer.min(rank)
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// The segment of a rank that shares no memory: its bell and poison only.
+fn alone() -> Result<Segment> {
+    let layout = Layout::new(1, super::ring::MIN_CAPACITY_BYTES)
+        .ok_or_else(|| Error::internal("the smallest layout is impossible"))?;
+    let segment = Segment::private(layout).map_err(|e| Error::io("mapping memory", e))?;
+    segment.sit(0);
+    Ok(segment)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,212 @@
+//! The store as a forming group uses it: waits with one deadline, errors that
+//! name ranks, and a mark by which the first failure ends everyone's wait.
+
+use std::time::{Duration, Instant};
+
+use phalanx_store::{ErrorKind as StoreKind, Store};
+
+use crate::{Error, ErrorKind, Result};
+
+/// Distance between two looks at the failure mark while waiting.
+const SLICE: Duration = Duration::from_millis(250);
+
+/// One rank's view of its forming group.
+pub(crate) struct Rendezvous<'a> {
+    pub(crate) store: &'a dyn Store,
+    pub(crate) rank: usize,
+    pub(crate) world: usize,
+    pub(crate) epoch: u32,
+    pub(crate) group: u32,
+    pub(crate) timeout: Duration,
+    pub(crate) deadline: Instant,
+}
+
+impl Rendezvous<'_> {
+    fn prefix(&self) -> String {
+        format!("comm/{}/{}/", self.epoch, self.group)
+    }
+
+    /// The key of this group for `topic` and `rank`.
+    pub(crate) fn key(&self, topic: &str, rank: usize) -> String {
+        format!("{}{topic}/{rank}", self.prefix())
+    }
+
+    /// Time left.
+    pub(crate) fn left(&self) -> Duration {
+        self.deadline.saturating_duration_since(Instant::now())
+    }
+
+    /// Publishes `value` for this rank.
+    pub(crate) fn publish(&self, topic: &str, value: &[u8]) -> Result<()> {
+        self.store
+            .set(&self.key(topic, self.rank), value)
+            .map_err(|e| self.store_failed("publishing to the store", e))
+    }
+
+    /// Publishes `value` as nobody else may have done before for this rank.
+    pub(crate) fn claim(&self, topic: &str, value: &[u8]) -> Result<()> {
+        let stored = self
+            .store
+            .compare_set(&self.key(topic, self.rank), None, value)
+            .map_err(|e| self.store_failed("publishing to the store", e))?;
+        if stored != value {
+            return Err(Error::usage(format!(
+                "rank {} is already taken: another process joined epoch {} of this job with the same rank",
+                self.rank, self.epoch
+            )));
+        }
+        Ok(())
+    }
+
+    /// The values of `topic` of all `ranks`; `what` completes "ranks 2, 5 did
+    /// not …".
+    pub(crate) fn collect(&self, topic: &str, ranks: &[usize], what: &str) -> Result<Vec<Vec<u8>>> {
+        let keys: Vec<String> = ranks.iter().map(|&rank| self.key(topic, rank)).collect();
+        let names: Vec<&str> = keys.iter().map(String::as_str).collect();
+        loop {
+            match self.store.wait(&names, self.left().min(SLICE)) {
+                Ok(()) => break,
+                Err(e) if e.kind() == StoreKind::Timeout => {
+                    // Ranks with the same deadline see for themselves who is
+                    // missing; those with a later one hear it from us.
+                    if !self.left().is_zero() {
+                        self.check()?;
+                    } else {
+                        let is_missing = |rank: &&usize| {
+                            let key = self.key(topic, **rank);
+                            e.missing_keys().contains(&key)
+                        };
+                        let missing: Vec<usize> =
+                            ranks.iter().filter(is_missing).copied().collect();
+                        return Err(self.late(ranks, &missing, what));
+                    }
+                }
+                Err(e) => return Err(self.store_failed("waiting for the other ranks", e)),
+            }
+        }
+        names
+            .iter()
+            .map(|key| {
+                self.store
+                    .try_get(key)
+                    .map_err(|e| self.store_failed("reading from the store", e))?
+                    .ok_or_else(|| {
+                        Error::new(
+                            ErrorKind::Protocol,
+                            format!("the store lost the key {key:?} while the group formed"),
+                        )
+                    })
+            })
+            .collect()
+    }
+
+    /// The value of `topic` of one rank if it is there.
+    pub(crate) fn peek(&self, topic: &str, rank: usize) -> Result<Option<Vec<u8>>> {
+        self.store
+            .try_get(&self.key(topic, rank))
+            .map_err(|e| self.store_failed("reading from the store", e))
+    }
+
+    /// The error for ranks that were waited for too long.
+    pub(crate) fn late(&self, ranks: &[usize], missing: &[usize], what: &str) -> Error {
+        let arrived: Vec<usize> = ranks
+            .iter()
+            .filter(|rank| !missing.contains(rank))
+            .copied()
+            .collect();
+        let mut message = format!(
+            "{} did not {what} within {}",
+            name(missing),
+            humane(self.timeout)
+        );
+        if !arrived.is_empty() {
+            message.push_str(&format!("; arrived: {}", list(&arrived)));
+        }
+        let error = Error::timeout(message);
+        match missing {
+            [one] => error.with_peer(*one),
+            _ => error,
+        }
+    }
+
+    /// Ends the forming of all ranks, unless somebody was first. Also after a
+    /// missed deadline: a rank that comes later would wait for us in vain.
+    pub(crate) fn fail(&self, error: &Error) {
+        if error.kind() == ErrorKind::Aborted {
+            return;
+        }
+        let text = format!("{}\n{}", self.rank, error.message());
+        let key = format!("{}failed", self.prefix());
+        if let Err(e) = self.store.compare_set(&key, None, text.as_bytes()) {
+            tracing::debug!("could not tell the other ranks that forming failed: {e}");
+        }
+    }
+
+    /// Errors if another rank has failed.
+    pub(crate) fn check(&self) -> Result<()> {
+        let key = format!("{}failed", self.prefix());
+        let mark = self
+            .store
+            .try_get(&key)
+            .map_err(|e| self.store_failed("reading from the store", e))?;
+        let Some(mark) = mark else { return Ok(()) };
+        let mark = String::from_utf8_lossy(&mark);
+        let parts = mark
+            .split_once('\n')
+            .and_then(|(rank, cause)| Some((rank.parse().ok()?, cause)));
+        Err(match parts {
+            Some((rank, cause)) => {
+                Error::aborted(rank, format!("it could not form the group: {cause}"))
+            }
+            None => Error::new(ErrorKind::Protocol, format!("the key {key:?} is garbled")),
+        })
+    }
+
+    /// Waits until all ranks are through, then removes every key of this
+    /// forming; the last one does it, when nobody reads any more.
+    pub(crate) fn finish(&self) -> Result<()> {
+        self.publish("ready", b"1")?;
+        let all: Vec<usize> = (0..self.world).collect();
+        self.collect("ready", &all, "finish connecting")?;
+        let done = format!("{}done", self.prefix());
+        let count = self
+            .store
+            .add(&done, 1)
+            .map_err(|e| self.store_failed("counting in the store", e))?;
+        if usize::try_from(count).is_ok_and(|count| count >= self.world) {
+            self.store
+                .delete_prefix(&self.prefix())
+                .map_err(|e| self.store_failed("cleaning the store", e))?;
+        }
+        Ok(())
+    }
+
+    fn store_failed(&self, what: &str, e: phalanx_store::Error) -> Error {
+        Error::new(ErrorKind::of_store(&e), format!("{what}: {e}")).with_source(e)
+    }
+}
+
+/// "rank 2" or "ranks 2, 5".
+pub(crate) fn name(ranks: &[usize]) -> String {
+    match ranks {
+        [one] => format!("rank {one}"),
+        many => format!("ranks {}", list(many)),
+    }
+}
+
+fn list(ranks: &[usize]) -> String {
+    ranks
+        .iter()
+        .map(usize::to_string)
+        .collect::<Vec<_>>()
+        .join(", ")
+}
+
+/// "30 s", "1.5 s", "200 ms".
+fn humane(duration: Duration) -> String {
+    if duration < Duration::from_secs(1) {
+        format!("{} ms", duration.as_millis())
+    } else {
+        format!("{} s", duration.as_millis() as f64 / 1000.0)
+    }
+}

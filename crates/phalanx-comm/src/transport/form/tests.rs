@@ -1,0 +1,484 @@
+//! Forming through a store, with threads as ranks.
+
+use std::io::Write;
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::time::Instant;
+
+use phalanx_store::MemStore;
+
+use super::super::testing::{PATIENCE, exchange, loiter, on_all, recv_byte};
+use super::super::{Interest, Poison};
+use super::*;
+
+mod processes;
+
+fn options(rank: usize, world: usize, token: &Token, prefer: Prefer) -> FormOptions {
+    FormOptions {
+        rank,
+        world,
+        token: token.clone(),
+        epoch: 1,
+        group: 0,
+        timeout: PATIENCE,
+        bind: BindAddr::Loopback,
+        prefer,
+        ring_bytes: None,
+    }
+}
+
+/// Forms a group whose rank r says it is on `hosts[r]`.
+fn form_on(store: &MemStore, prefer: Prefer, hosts: &[&str]) -> Vec<Result<Mesh>> {
+    let token = Token::generate().unwrap();
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = hosts
+            .iter()
+            .enumerate()
+            .map(|(rank, hint)| {
+                let o = options(rank, hosts.len(), &token, prefer);
+                let host = Host {
+                    machine: "this".to_owned(),
+                    hint: (*hint).to_owned(),
+                };
+                scope.spawn(move || form_at(store, &o, host))
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    })
+}
+
+fn formed(prefer: Prefer, hosts: &[&str]) -> Vec<Mesh> {
+    let store = MemStore::new();
+    let meshes = form_on(&store, prefer, hosts)
+        .into_iter()
+        .map(Result::unwrap)
+        .collect();
+    assert_eq!(
+        store.delete_prefix("").unwrap_or(0),
+        0,
+        "keys were left in the store"
+    );
+    meshes
+}
+
+fn kinds(mesh: &Mesh) -> Vec<TransportKind> {
+    mesh.describe().into_iter().map(|(_, kind)| kind).collect()
+}
+
+#[test]
+fn one_host_shares_memory() {
+    for world in [2, 3, 5] {
+        on_all(formed(Prefer::Auto, &vec!["a"; world]), |mut mesh| {
+            assert_eq!(kinds(&mesh), vec![TransportKind::Shm; world - 1]);
+            exchange(&mut mesh, 200_000).unwrap();
+        });
+    }
+}
+
+#[test]
+fn tcp_on_request() {
+    for world in [2, 4] {
+        on_all(formed(Prefer::Tcp, &vec!["a"; world]), |mut mesh| {
+            assert_eq!(kinds(&mesh), vec![TransportKind::Tcp; world - 1]);
+            exchange(&mut mesh, 3_000_000).unwrap();
+            exchange(&mut mesh, 1).unwrap();
+        });
+    }
+}
+
+#[test]
+fn hosts_are_mixed_per_pair() {
+    use TransportKind::{Shm, Tcp};
+    // Hosts interleaved, and one alone.
+    let expected = [
+        vec![Tcp, Shm, Tcp, Tcp],
+        vec![Tcp, Tcp, Shm, Tcp],
+        vec![Shm, Tcp, Tcp, Tcp],
+        vec![Tcp, Shm, Tcp, Tcp],
+        vec![Tcp, Tcp, Tcp, Tcp],
+    ];
+    on_all(
+        formed(Prefer::Auto, &["a", "b", "a", "b", "c"]),
+        |mut mesh| {
+            assert_eq!(kinds(&mesh), expected[mesh.rank()]);
+            exchange(&mut mesh, 500_000).unwrap();
+            exchange(&mut mesh, 1).unwrap();
+        },
+    );
+}
+
+#[test]
+fn a_rank_without_a_hint_uses_tcp() {
+    for mesh in formed(Prefer::Auto, &["", ""]) {
+        assert_eq!(kinds(&mesh), [TransportKind::Tcp]);
+    }
+}
+
+#[test]
+fn a_group_of_one_needs_nobody() {
+    for prefer in [Prefer::Auto, Prefer::Shm, Prefer::Tcp] {
+        let mut meshes = formed(prefer, &["a"]);
+        assert!(meshes[0].describe().is_empty());
+        loiter(&mut meshes[0], Duration::from_millis(5)).unwrap();
+    }
+}
+
+#[test]
+fn the_real_host_is_found_by_probing() {
+    let store = MemStore::new();
+    let token = Token::generate().unwrap();
+    let meshes: Vec<Mesh> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..2)
+            .map(|rank| {
+                let o = options(rank, 2, &token, Prefer::Shm);
+                let store = &store;
+                scope.spawn(move || form(store, &o).unwrap())
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    on_all(meshes, |mut mesh| exchange(&mut mesh, 10_000).unwrap());
+}
+
+#[test]
+fn several_groups_share_a_store() {
+    let store = Arc::new(MemStore::new());
+    let token = Token::generate().unwrap();
+    std::thread::scope(|scope| {
+        for group in 0..3 {
+            for rank in 0..2 {
+                let o = FormOptions {
+                    group,
+                    ..options(rank, 2, &token, Prefer::Auto)
+                };
+                let store = Arc::clone(&store);
+                scope.spawn(move || exchange(&mut form(&*store, &o).unwrap(), 1000).unwrap());
+            }
+        }
+    });
+}
+
+#[test]
+fn forming_may_take_for_ever() {
+    let store = MemStore::new();
+    let token = Token::generate().unwrap();
+    for prefer in [Prefer::Shm, Prefer::Tcp] {
+        std::thread::scope(|scope| {
+            for rank in 0..2 {
+                let o = FormOptions {
+                    timeout: Duration::MAX,
+                    ..options(rank, 2, &token, prefer)
+                };
+                let store = &store;
+                scope.spawn(move || form(store, &o).unwrap());
+            }
+        });
+    }
+}
+
+#[test]
+fn late_ranks_are_named() {
+    let store = MemStore::new();
+    let token = Token::generate().unwrap();
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        for rank in [0, 2] {
+            let timeout = Duration::from_millis(400);
+            let o = FormOptions {
+                timeout,
+                ..options(rank, 4, &token, Prefer::Auto)
+            };
+            let store = &store;
+            scope.spawn(move || {
+                let e = form(store, &o).unwrap_err();
+                assert_eq!(e.kind(), ErrorKind::Timeout);
+                let text = e.to_string();
+                assert!(
+                    text.contains("ranks 1, 3 did not arrive within 400 ms; arrived: 0, 2"),
+                    "{text}"
+                );
+            });
+        }
+    });
+    assert!(start.elapsed() < Duration::from_secs(3));
+}
+
+#[test]
+fn who_comes_after_the_others_gave_up_hears_it_at_once() {
+    let store = MemStore::new();
+    let token = Token::generate().unwrap();
+    for prefer in [Prefer::Shm, Prefer::Tcp] {
+        let epoch = prefer as u32;
+        let hasty = FormOptions {
+            epoch,
+            timeout: Duration::from_millis(100),
+            ..options(0, 2, &token, prefer)
+        };
+        assert_eq!(form(&store, &hasty).unwrap_err().kind(), ErrorKind::Timeout);
+        let late = FormOptions {
+            epoch,
+            ..options(1, 2, &token, prefer)
+        };
+        let start = Instant::now();
+        let e = form(&store, &late).unwrap_err();
+        assert!(start.elapsed() < PATIENCE / 2, "{:?}", start.elapsed());
+        assert_eq!(e.origin_rank(), Some(0), "{e}");
+        assert!(e.to_string().contains("rank 1 did not arrive"), "{e}");
+    }
+}
+
+#[test]
+fn a_rank_taken_twice_is_refused() {
+    let store = MemStore::new();
+    let token = Token::generate().unwrap();
+    let timeout = Duration::from_secs(2);
+    let errors: Vec<Error> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..2)
+            .map(|_| {
+                let o = FormOptions {
+                    timeout,
+                    ..options(1, 2, &token, Prefer::Auto)
+                };
+                let store = &store;
+                scope.spawn(move || form(store, &o).unwrap_err())
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    let usage: Vec<_> = errors
+        .iter()
+        .filter(|e| e.kind() == ErrorKind::Usage)
+        .collect();
+    assert_eq!(usage.len(), 1, "{errors:?}");
+    assert!(
+        usage[0].to_string().contains("rank 1 is already taken"),
+        "{}",
+        usage[0]
+    );
+}
+
+#[test]
+fn disagreement_is_named_and_ends_everyones_wait() {
+    let token = Token::generate().unwrap();
+    let disagree = |a: FormOptions, b: FormOptions| {
+        let store = MemStore::new();
+        let start = Instant::now();
+        let errors = std::thread::scope(|scope| {
+            let a = scope.spawn(|| form(&store, &a).unwrap_err().to_string());
+            let b = scope.spawn(|| form(&store, &b).unwrap_err().to_string());
+            [a.join().unwrap(), b.join().unwrap()]
+        });
+        assert!(start.elapsed() < PATIENCE / 2);
+        errors
+    };
+    let auto = |rank, world| options(rank, world, &token, Prefer::Auto);
+    for text in disagree(auto(0, 2), options(1, 2, &token, Prefer::Tcp)) {
+        assert!(text.contains("transport"), "{text}");
+    }
+    for text in disagree(auto(0, 2), auto(1, 3)) {
+        assert!(text.contains("was started for"), "{text}");
+    }
+}
+
+#[test]
+fn shm_on_request_or_an_error_saying_why() {
+    let results = form_on(&MemStore::new(), Prefer::Shm, &["a", "b"]);
+    for result in results {
+        let e = result.unwrap_err();
+        assert!(e.to_string().contains("another host"), "{e}");
+    }
+}
+
+#[test]
+fn loopback_between_machines_is_refused_at_once() {
+    let store = MemStore::new();
+    let token = Token::generate().unwrap();
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let o = options(rank, 2, &token, Prefer::Auto);
+            let name = format!("machine {rank}");
+            let host = Host {
+                machine: name.clone(),
+                hint: name,
+            };
+            let store = &store;
+            scope.spawn(move || {
+                let e = form_at(store, &o, host).unwrap_err();
+                assert!(e.to_string().contains("loopback only"), "{e}");
+            });
+        }
+    });
+}
+
+/// The address that `rank` has published, as an attacker on the network would
+/// find it by scanning.
+fn published(store: &MemStore, rank: usize) -> SocketAddr {
+    let key = format!("comm/1/0/member/{rank}");
+    let record = store.get(&key, PATIENCE).unwrap();
+    Member::decode(&record).unwrap().address.unwrap()
+}
+
+#[test]
+fn strangers_do_not_disturb_forming() {
+    let store = MemStore::new();
+    let token = Token::generate().unwrap();
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..3)
+            .map(|rank| {
+                let (store, o) = (&store, options(rank, 3, &token, Prefer::Tcp));
+                scope.spawn(move || {
+                    // Rank 2 is late: the others listen for a while.
+                    if rank == 2 {
+                        std::thread::sleep(Duration::from_millis(200));
+                    }
+                    form(store, &o).unwrap()
+                })
+            })
+            .collect();
+        let mut slow = Vec::new();
+        for rank in 0..2 {
+            let address = published(&store, rank);
+            for _ in 0..40 {
+                slow.push(TcpStream::connect(address).unwrap());
+            }
+            drop(TcpStream::connect(address).unwrap());
+            let mut http = TcpStream::connect(address).unwrap();
+            http.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+                .unwrap();
+            let mut noise = TcpStream::connect(address).unwrap();
+            noise.write_all(&[0x5a; 4096]).unwrap();
+        }
+        let meshes = ranks.into_iter().map(|t| t.join().unwrap()).collect();
+        drop(slow);
+        on_all(meshes, |mut mesh| exchange(&mut mesh, 10_000).unwrap());
+    });
+}
+
+#[test]
+fn another_token_is_a_users_mistake() {
+    let store = MemStore::new();
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let token = Token::generate().unwrap();
+            let timeout = Duration::from_secs(3);
+            let o = FormOptions {
+                timeout,
+                ..options(rank, 2, &token, Prefer::Tcp)
+            };
+            let store = &store;
+            scope.spawn(move || {
+                let e = form(store, &o).unwrap_err();
+                let kind = if rank == 1 {
+                    ErrorKind::Usage
+                } else {
+                    ErrorKind::Aborted
+                };
+                assert_eq!(e.kind(), kind, "{e}");
+            });
+        }
+    });
+}
+
+#[test]
+fn abort_crosses_tcp_with_its_cause() {
+    on_all(formed(Prefer::Tcp, &["a"; 3]), |mut mesh| {
+        if mesh.rank() == 1 {
+            std::thread::sleep(Duration::from_millis(20));
+            mesh.poison(&Poison::new(1, "disk full"));
+            return;
+        }
+        // Rank 0 waits for the aborting rank, rank 2 for an innocent one.
+        let peer = if mesh.rank() == 0 { 1 } else { 0 };
+        let e = recv_byte(&mut mesh, peer).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Aborted, "{e}");
+        assert_eq!(e.origin_rank(), Some(1));
+        assert!(e.to_string().contains("disk full"), "{e}");
+        assert_eq!(mesh.abort_handle().poisoned().unwrap().origin_rank, 1);
+    });
+}
+
+#[test]
+fn abort_reaches_all_hosts_of_a_mixed_mesh() {
+    on_all(formed(Prefer::Auto, &["a", "a", "b", "b"]), |mut mesh| {
+        let start = Instant::now();
+        if mesh.rank() == 3 {
+            std::thread::sleep(Duration::from_millis(20));
+            mesh.abort_handle().poison(&Poison::new(3, "enough"));
+        }
+        // Everybody waits for its neighbour in shared memory only.
+        let peer = mesh.rank() ^ 1;
+        let e = recv_byte(&mut mesh, peer).unwrap_err();
+        assert_eq!(e.origin_rank(), Some(3), "{e}");
+        assert!(start.elapsed() < Duration::from_secs(2));
+    });
+}
+
+#[test]
+fn leaving_over_tcp_is_a_loss_only_for_those_who_expect_something() {
+    on_all(formed(Prefer::Tcp, &["a"; 3]), |mut mesh| {
+        match mesh.rank() {
+            0 => {
+                assert_eq!(recv_byte(&mut mesh, 2).unwrap(), b'a');
+                let e = recv_byte(&mut mesh, 2).unwrap_err();
+                assert_eq!(e.kind(), ErrorKind::PeerLost, "{e}");
+                assert_eq!(e.peer(), Some(2));
+                assert!(e.to_string().contains("left the group"), "{e}");
+            }
+            1 => {
+                // Still works with the others after rank 2 has gone.
+                loiter(&mut mesh, Duration::from_millis(150)).unwrap();
+                assert!(mesh.describe().contains(&(2, TransportKind::Tcp)));
+            }
+            _ => assert_eq!(mesh.link(0).try_send(b"a").unwrap(), 1),
+        }
+    });
+}
+
+#[test]
+fn sending_to_one_who_left_over_tcp_ends() {
+    on_all(formed(Prefer::Tcp, &["a"; 2]), |mut mesh| {
+        if mesh.rank() == 1 {
+            return;
+        }
+        let until = Instant::now() + PATIENCE;
+        let want = [
+            Interest::default(),
+            Interest {
+                send: true,
+                recv: false,
+            },
+        ];
+        let e = loop {
+            assert!(Instant::now() < until);
+            match mesh.link(1).try_send(&[0; 65_536]) {
+                Ok(0) => {
+                    if let Err(e) = mesh.idle(&want, 9, until) {
+                        break e;
+                    }
+                }
+                Ok(_) => {}
+                Err(e) => break e,
+            }
+        };
+        assert_eq!(e.kind(), ErrorKind::PeerLost, "{e}");
+        assert_eq!(e.peer(), Some(1));
+    });
+}
+
+#[test]
+fn a_poisoned_rank_that_leaves_passes_the_first_cause_on() {
+    on_all(
+        formed(Prefer::Auto, &["a", "a", "b"]),
+        |mut mesh| match mesh.rank() {
+            0 => assert!(mesh.poison(&Poison::new(0, "root"))),
+            // Hears it in shared memory, and leaves.
+            1 => {
+                assert!(loiter(&mut mesh, PATIENCE).is_err());
+            }
+            _ => {
+                let e = recv_byte(&mut mesh, 1).unwrap_err();
+                assert_eq!(e.origin_rank(), Some(0), "{e}");
+            }
+        },
+    );
+}

@@ -1,0 +1,140 @@
+//! Ranks as real processes, and their deaths.
+//!
+//! The test binary runs itself: [`child`] does nothing in a normal run and is
+//! a rank when the variables below are set.
+
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use phalanx_store::{TcpServer, TcpStore};
+
+use super::*;
+
+const PLACE: &str = "PHALANX_TEST_STORE";
+const TOKEN: &str = "PHALANX_TEST_TOKEN";
+const RANK: &str = "PHALANX_TEST_RANK";
+const PREFER: &str = "PHALANX_TEST_PREFER";
+
+/// A child that does not outlive its test.
+struct Rank(Child);
+
+impl Rank {
+    fn start(rank: usize, place: &str, token: &Token, prefer: Prefer, temp: &Path) -> Rank {
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "transport::form::tests::processes::child",
+                "--nocapture",
+            ])
+            .env(PLACE, place)
+            .env(TOKEN, token.to_hex())
+            .env(RANK, rank.to_string())
+            .env(PREFER, prefer.name())
+            .env("TMPDIR", temp)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        Rank(child)
+    }
+
+    /// SIGKILL: nothing in the process gets a chance to say goodbye.
+    fn kill(&mut self) -> u32 {
+        self.0.kill().unwrap();
+        self.0.id()
+    }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The child: forms, sends one byte to rank 0, then waits for one that never
+/// comes.
+#[test]
+fn child() {
+    let Ok(place) = std::env::var(PLACE) else {
+        return;
+    };
+    let variable = |name| std::env::var(name).unwrap();
+    let token = Token::from_hex(&variable(TOKEN)).unwrap();
+    let store = TcpStore::connect(&place, token.clone(), PATIENCE).unwrap();
+    let rank: usize = variable(RANK).parse().unwrap();
+    let prefer = Prefer::parse(&variable(PREFER)).unwrap();
+    let mut mesh = form(&store, &options(rank, 3, &token, prefer)).unwrap();
+    exchange(&mut mesh, 100_000).unwrap();
+    assert_eq!(mesh.link(0).try_send(b"!").unwrap(), 1);
+    // Until killed, or rank 0 or 2 is gone. The cause is passed on before we
+    // leave, as the layer above does.
+    let e = recv_byte(&mut mesh, 0).unwrap_err();
+    mesh.poison(&Poison::new(rank, e.to_string()));
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let Ok(entries) = std::fs::read_dir(folder) else {
+        return Vec::new();
+    };
+    entries
+        .flatten()
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .collect()
+}
+
+/// Kills rank 2 while ranks 0 and 1 wait, `waiting` deciding for whom.
+fn kill_one(prefer: Prefer, kind: TransportKind) {
+    let token = Token::generate().unwrap();
+    let server = TcpServer::bind("127.0.0.1:0".parse().unwrap(), token.clone()).unwrap();
+    let place = server.local_addr().to_string();
+    let temp = tempfile::tempdir().unwrap();
+    let mut bystander = Rank::start(1, &place, &token, prefer, temp.path());
+    let mut victim = Rank::start(2, &place, &token, prefer, temp.path());
+    let store = TcpStore::connect(&place, token.clone(), PATIENCE).unwrap();
+    let mut mesh = form(&store, &options(0, 3, &token, prefer)).unwrap();
+    assert_eq!(mesh.describe(), [(1, kind), (2, kind)]);
+    exchange(&mut mesh, 100_000).unwrap();
+    assert_eq!(recv_byte(&mut mesh, 1).unwrap(), b'!');
+    assert_eq!(recv_byte(&mut mesh, 2).unwrap(), b'!');
+
+    let start = Instant::now();
+    let pid = victim.kill();
+    // We wait for the innocent one; the dead one is named all the same.
+    let e = recv_byte(&mut mesh, 1).unwrap_err();
+    let elapsed = start.elapsed();
+    assert!(elapsed < Duration::from_secs(1), "{elapsed:?}");
+    match e.kind() {
+        ErrorKind::PeerLost => assert_eq!(e.peer(), Some(2), "{e}"),
+        // The bystander saw it first and told us.
+        _ => assert_eq!(e.origin_rank(), Some(1), "{e}"),
+    }
+    let named = match kind {
+        TransportKind::Tcp => "rank 2 is gone".to_owned(),
+        _ => format!("rank 2 (process {pid}) died"),
+    };
+    assert!(e.to_string().contains(&named), "{e}");
+    mesh.poison(&Poison::new(0, e.to_string()));
+    // The bystander ends too: it saw the same, or hears it from us.
+    drop(mesh);
+    let status = bystander.0.wait().unwrap();
+    assert!(status.success(), "{status}");
+    assert!(start.elapsed() < Duration::from_secs(3));
+    drop(victim);
+    assert_eq!(names(temp.path()), [""; 0], "left in the temporary folder");
+    let shared = names(Path::new("/dev/shm"));
+    assert!(
+        !shared.iter().any(|name| name.contains("phalanx")),
+        "{shared:?}"
+    );
+}
+
+#[test]
+fn a_killed_process_is_named_within_a_second_over_shm() {
+    kill_one(Prefer::Shm, TransportKind::Shm);
+}
+
+#[test]
+fn a_killed_process_is_named_within_a_second_over_tcp() {
+    kill_one(Prefer::Tcp, TransportKind::Tcp);
+}

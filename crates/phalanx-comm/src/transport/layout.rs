@@ -1,0 +1,166 @@
+//! Where things lie in the segment that the ranks of one host share.
+//!
+//! ```text
+//! header   magic, version, seats, ring bytes, nonce                   128 B
+//! poison   state with origin rank, length, cause                      256 B
+//! seats    per rank: bell (128 B), state (128 B)
+//! rings    per ordered pair (from, to), from ≠ to: see `ring.rs`
+//! ```
+//!
+//! A *seat* is a rank's index among the ranks of its host, in rank order.
+
+use super::ring::{MAX_CAPACITY_BYTES, MIN_CAPACITY_BYTES, ring_bytes};
+use crate::wait::BELL_BYTES;
+
+/// Most ranks that may share a segment: 128 × 127 rings of the smallest
+/// default size are 1 GiB of address space, and 128 process handles fit into
+/// one `SCM_RIGHTS` message (the kernel's limit is 253).
+pub(crate) const MAX_SEATS: usize = 128;
+
+const HEADER_BYTES: usize = 128;
+const POISON_BYTES: usize = 256;
+const SEAT_BYTES: usize = 2 * BELL_BYTES;
+
+/// Room for all rings of a segment unless the caller says otherwise.
+const RINGS_BYTES: usize = 64 << 20;
+const DEFAULT_RING_MIN_BYTES: usize = 64 << 10;
+const DEFAULT_RING_MAX_BYTES: usize = 1 << 20;
+
+/// Capacity of each of the rings among `seats` ranks: what the caller asked
+/// for, made a power of two in range, or a share of 64 MiB between 64 KiB and
+/// 1 MiB.
+pub(crate) fn ring_capacity(seats: usize, requested: Option<usize>) -> usize {
+    let bytes = requested.unwrap_or_else(|| {
+        let pairs = seats * seats.saturating_sub(1);
+        (RINGS_BYTES / pairs.max(1)).clamp(DEFAULT_RING_MIN_BYTES, DEFAULT_RING_MAX_BYTES)
+    });
+    let bytes = bytes.clamp(MIN_CAPACITY_BYTES, MAX_CAPACITY_BYTES);
+    // Down, not up: the caller gave a limit. Exact for powers of two.
+    1 << bytes.ilog2()
+}
+
+/// All offsets follow from these two numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Layout {
+    seats: usize,
+    capacity: usize,
+}
+
+impl Layout {
+    /// `None` when the numbers cannot be those of a segment: they may come
+    /// from a peer.
+    pub(crate) fn new(seats: usize, capacity: usize) -> Option<Layout> {
+        let capacity_ok = capacity.is_power_of_two()
+            && (MIN_CAPACITY_BYTES..=MAX_CAPACITY_BYTES).contains(&capacity);
+        // With both limits the total is below 2^45: no sum here can overflow.
+        (capacity_ok && (1..=MAX_SEATS).contains(&seats)).then_some(Layout { seats, capacity })
+    }
+
+    /// No segment is larger than this.
+    pub(crate) const MAX_TOTAL: usize = 1 << 45;
+
+    pub(crate) fn seats(&self) -> usize {
+        self.seats
+    }
+
+    pub(crate) fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Size of the whole segment.
+    pub(crate) fn total(&self) -> usize {
+        self.rings() + self.stride() * self.seats * (self.seats - 1)
+    }
+
+    pub(crate) const MAGIC: usize = 0;
+    pub(crate) const VERSION: usize = 8;
+    pub(crate) const SEATS: usize = 12;
+    pub(crate) const CAPACITY: usize = 16;
+    /// Four 64-bit words.
+    pub(crate) const NONCE: usize = 32;
+
+    pub(crate) const POISON_STATE: usize = HEADER_BYTES;
+    pub(crate) const POISON_LENGTH: usize = HEADER_BYTES + 4;
+    /// 25 64-bit words.
+    pub(crate) const POISON_CAUSE: usize = HEADER_BYTES + 8;
+
+    fn seat(&self, seat: usize) -> usize {
+        HEADER_BYTES + POISON_BYTES + seat * SEAT_BYTES
+    }
+
+    pub(crate) fn bell(&self, seat: usize) -> usize {
+        self.seat(seat)
+    }
+
+    pub(crate) fn seat_state(&self, seat: usize) -> usize {
+        self.seat(seat) + BELL_BYTES
+    }
+
+    fn rings(&self) -> usize {
+        self.seat(self.seats)
+    }
+
+    fn stride(&self) -> usize {
+        ring_bytes(self.capacity).next_multiple_of(128)
+    }
+
+    /// The ring that `from` writes and `to` reads (`from != to`).
+    pub(crate) fn ring(&self, from: usize, to: usize) -> usize {
+        let column = if to > from { to - 1 } else { to };
+        self.rings() + (from * (self.seats - 1) + column) * self.stride()
+    }
+
+    /// All rings that `from` writes: offset and size.
+    pub(crate) fn rings_from(&self, from: usize) -> (usize, usize) {
+        let row = self.stride() * (self.seats - 1);
+        (self.rings() + from * row, row)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rings_are_disjoint_aligned_and_inside() {
+        for seats in 1..=8 {
+            for capacity in [64, 128, 4096, 1 << 16] {
+                let layout = Layout::new(seats, capacity).unwrap();
+                let mut taken = vec![(0, layout.seat(seats))];
+                for from in 0..seats {
+                    let (row, bytes) = layout.rings_from(from);
+                    for to in (0..seats).filter(|&to| to != from) {
+                        let start = layout.ring(from, to);
+                        let end = start + ring_bytes(capacity);
+                        assert!(start.is_multiple_of(128));
+                        assert!(row <= start && end <= row + bytes);
+                        taken.push((start, end));
+                    }
+                }
+                taken.sort_unstable();
+                assert!(taken.windows(2).all(|w| w[0].1 <= w[1].0));
+                assert!(taken.last().unwrap().1 <= layout.total());
+            }
+        }
+    }
+
+    #[test]
+    fn default_capacity_follows_the_number_of_ranks() {
+        assert_eq!(ring_capacity(2, None), 1 << 20);
+        assert_eq!(ring_capacity(8, None), 1 << 20);
+        assert_eq!(ring_capacity(16, None), 1 << 18);
+        assert_eq!(ring_capacity(64, None), 1 << 16);
+        assert_eq!(ring_capacity(2, Some(5000)), 4096);
+        assert_eq!(ring_capacity(2, Some(0)), MIN_CAPACITY_BYTES);
+        assert_eq!(ring_capacity(2, Some(usize::MAX)), MAX_CAPACITY_BYTES);
+    }
+
+    #[test]
+    fn impossible_layouts_are_refused() {
+        assert!(Layout::new(0, 4096).is_none());
+        assert!(Layout::new(MAX_SEATS + 1, 4096).is_none());
+        assert!(Layout::new(2, 0).is_none());
+        assert!(Layout::new(2, 4097).is_none());
+        assert!(Layout::new(2, 1 << 40).is_none());
+    }
+}

@@ -1,0 +1,540 @@
+//! All links of one rank in one group, and how to wait for them.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+use super::layout::{Layout, MAX_SEATS, ring_capacity};
+use super::poison::Poison;
+use super::ring::{Consumer, Corrupt, Producer};
+use super::segment::Segment;
+use super::shm::Watch;
+use super::tcp::{Control, Fate, TcpLink};
+use super::{Interest, Link, TransportKind};
+use crate::wait::{Budget, Policy, SLICE, Wake, usable_cores};
+use crate::{Error, Result};
+
+/// Longest wait when sockets and shared memory must both be watched: a wait
+/// for one of them cannot be ended by the other.
+const MIXED_SLICE: Duration = Duration::from_millis(50);
+
+/// First and longest turn of shared memory when both are awaited.
+const TURN_MIN: Duration = Duration::from_micros(50);
+/// See [`TURN_MIN`].
+const TURN_MAX: Duration = Duration::from_millis(1);
+
+/// Fruitless rounds over sockets before the kernel is asked to wait, when the
+/// core would otherwise be idle.
+const SOCKET_ROUNDS: u32 = 8;
+
+/// A peer in memory that we share with it.
+pub(super) struct RingLink {
+    rank: usize,
+    peer: usize,
+    seat: usize,
+    kind: TransportKind,
+    tx: Producer,
+    rx: Consumer,
+    segment: Arc<Segment>,
+}
+
+impl RingLink {
+    fn corrupt(&self, what: Corrupt) -> Error {
+        Error::protocol(
+            self.peer,
+            format!("rank {} cannot be trusted: {what}", self.peer),
+        )
+        .with_rank(self.rank)
+    }
+
+    /// Whether an awaited call would make progress (an error counts: the call
+    /// will report it).
+    fn ready(&mut self, want: Interest) -> bool {
+        (want.recv && self.rx.readable().unwrap_or(true))
+            || (want.send && self.tx.writable().unwrap_or(true))
+    }
+
+    /// The peer left and what we want of it can never happen.
+    fn abandoned(&mut self, want: Interest) -> bool {
+        // `has_left` first: what the peer wrote before leaving is then visible.
+        self.segment.has_left(self.seat)
+            && ((want.recv && !self.rx.readable().unwrap_or(true))
+                || (want.send && !self.tx.writable().unwrap_or(true)))
+    }
+}
+
+impl Link for RingLink {
+    fn try_send(&mut self, bytes: &[u8]) -> Result<usize> {
+        let bell = self.segment.bell(self.seat);
+        self.tx
+            .write(bytes, || bell.ring())
+            .map_err(|e| self.corrupt(e))
+    }
+
+    fn try_recv(&mut self, into: &mut [u8]) -> Result<usize> {
+        let bell = self.segment.bell(self.seat);
+        self.rx
+            .read(into, || bell.ring())
+            .map_err(|e| self.corrupt(e))
+    }
+
+    fn kind(&self) -> TransportKind {
+        self.kind
+    }
+}
+
+/// What stands where a rank would have a link to itself.
+struct NoLink;
+
+impl Link for NoLink {
+    fn try_send(&mut self, _bytes: &[u8]) -> Result<usize> {
+        Err(Error::internal("a rank has no link to itself"))
+    }
+
+    fn try_recv(&mut self, _into: &mut [u8]) -> Result<usize> {
+        Err(Error::internal("a rank has no link to itself"))
+    }
+
+    fn kind(&self) -> TransportKind {
+        TransportKind::Thread
+    }
+}
+
+enum Peer {
+    Own(NoLink),
+    Ring(RingLink),
+    Tcp(TcpLink),
+}
+
+/// What abort handles share with their mesh.
+struct Shared {
+    rank: usize,
+    segment: Arc<Segment>,
+    controls: Vec<Arc<Control>>,
+}
+
+impl Shared {
+    /// True if `cause` is the first.
+    fn poison(&self, cause: &Poison) -> bool {
+        // Only the first cause travels; a later one is an echo of it.
+        let first = self.segment.poison(cause);
+        if first {
+            for control in &self.controls {
+                control.send_abort(cause);
+            }
+        }
+        first
+    }
+
+    /// The error to report for a peer's end: the group's first cause if there
+    /// is one, of which that end is probably the echo.
+    #[cold]
+    fn blame(&self, end: Error) -> Error {
+        self.check().err().unwrap_or(end.with_rank(self.rank))
+    }
+
+    fn check(&self) -> Result<()> {
+        if !self.segment.is_poisoned() {
+            return Ok(());
+        }
+        match self.segment.poisoned() {
+            Some(poison) => Err(poison.to_error().with_rank(self.rank)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Aborts a group from any thread, also while its mesh sleeps.
+#[derive(Clone)]
+pub struct AbortHandle {
+    shared: Arc<Shared>,
+}
+
+impl AbortHandle {
+    /// Poisons the group: first cause wins; those who wait for shared memory
+    /// wake up at once, those who wait for sockets when the message arrives, or
+    /// within 50 ms.
+    pub fn poison(&self, cause: &Poison) {
+        self.shared.poison(cause);
+    }
+
+    /// The first cause, if the group is poisoned.
+    pub fn poisoned(&self) -> Option<Poison> {
+        self.shared.segment.poisoned()
+    }
+}
+
+impl std::fmt::Debug for AbortHandle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AbortHandle")
+            .field("rank", &self.shared.rank)
+            .finish()
+    }
+}
+
+/// All links of one rank in one group.
+///
+/// Dropping a mesh leaves the group: peers that expect nothing more of this
+/// rank notice nothing, the others get a lost-peer error. Dropped by a panic
+/// it poisons the group instead.
+pub struct Mesh {
+    shared: Arc<Shared>,
+    seat: usize,
+    peers: Vec<Peer>,
+    budget: Budget,
+    watches: Vec<Watch>,
+    next_watch: Instant,
+}
+
+impl std::fmt::Debug for Mesh {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Mesh")
+            .field("rank", &self.rank())
+            .field("world", &self.world())
+            .field("links", &self.describe())
+            .finish()
+    }
+}
+
+/// What a mesh is made of.
+pub(super) struct Parts {
+    pub(super) rank: usize,
+    pub(super) world: usize,
+    /// The memory shared with other ranks of this host, or one of our own.
+    pub(super) segment: Arc<Segment>,
+    /// Our seat there.
+    pub(super) seat: usize,
+    /// Peers in that memory: rank and seat.
+    pub(super) neighbours: Vec<(usize, usize)>,
+    pub(super) kind: TransportKind,
+    pub(super) sockets: Vec<TcpLink>,
+    pub(super) watches: Vec<Watch>,
+    /// Ranks on this host, however they are reached.
+    pub(super) local_ranks: usize,
+    pub(super) policy: Policy,
+}
+
+impl Mesh {
+    pub(super) fn assemble(parts: Parts) -> Mesh {
+        let mut peers: Vec<Peer> = (0..parts.world).map(|_| Peer::Own(NoLink)).collect();
+        let controls = parts
+            .sockets
+            .iter()
+            .map(|link| Arc::clone(link.control()))
+            .collect();
+        for link in parts.sockets {
+            let peer = link.peer();
+            peers[peer] = Peer::Tcp(link);
+        }
+        for (peer, seat) in parts.neighbours {
+            let (tx, rx) = parts.segment.ends(parts.seat, seat);
+            peers[peer] = Peer::Ring(RingLink {
+                rank: parts.rank,
+                peer,
+                seat,
+                kind: parts.kind,
+                tx,
+                rx,
+                segment: Arc::clone(&parts.segment),
+            });
+        }
+        Mesh {
+            shared: Arc::new(Shared {
+                rank: parts.rank,
+                segment: parts.segment,
+                controls,
+            }),
+            seat: parts.seat,
+            peers,
+            budget: Budget::new(parts.policy, parts.local_ranks, usable_cores()),
+            watches: parts.watches,
+            next_watch: Instant::now() + SLICE,
+        }
+    }
+
+    /// This rank.
+    pub(crate) fn rank(&self) -> usize {
+        self.shared.rank
+    }
+
+    /// Number of ranks in the group.
+    pub(crate) fn world(&self) -> usize {
+        self.peers.len()
+    }
+
+    /// The link to `peer`; a link to oneself only returns errors.
+    pub(crate) fn link(&mut self, peer: usize) -> &mut dyn Link {
+        match &mut self.peers[peer] {
+            Peer::Own(link) => link,
+            Peer::Ring(link) => link,
+            Peer::Tcp(link) => link,
+        }
+    }
+
+    /// How each peer is reached.
+    pub fn describe(&self) -> Vec<(usize, TransportKind)> {
+        let kind = |peer: &Peer| match peer {
+            Peer::Own(_) => None,
+            Peer::Ring(link) => Some(link.kind()),
+            Peer::Tcp(link) => Some(link.kind()),
+        };
+        self.peers
+            .iter()
+            .enumerate()
+            .filter_map(|(i, p)| Some((i, kind(p)?)))
+            .collect()
+    }
+
+    /// Poisons the group; see [`AbortHandle::poison`]. True if `cause` is the
+    /// first that this host knows.
+    pub(crate) fn poison(&self, cause: &Poison) -> bool {
+        self.shared.poison(cause)
+    }
+
+    /// A handle that can abort from another thread.
+    pub(crate) fn abort_handle(&self) -> AbortHandle {
+        AbortHandle {
+            shared: Arc::clone(&self.shared),
+        }
+    }
+
+    /// Sleeps until some link may have progressed, `until` has passed, or at
+    /// most 100 ms.
+    ///
+    /// `want[peer]` says what is waited for. `spins` counts the caller's
+    /// fruitless rounds so far: 0 polls and yields first, as far as the wait
+    /// policy allows; later ones sleep at once.
+    ///
+    /// # Errors
+    ///
+    /// `Aborted` when the group is poisoned, `PeerLost` when a peer is gone:
+    /// any peer whose process died or whose connection broke, and an awaited
+    /// one that has left in good order.
+    pub(crate) fn idle(&mut self, want: &[Interest], spins: u32, until: Instant) -> Result<()> {
+        self.shared.check()?;
+        let now = Instant::now();
+        if now >= self.next_watch {
+            self.watch()?;
+            self.next_watch = now
+                + if self.shared.controls.is_empty() {
+                    SLICE
+                } else {
+                    MIXED_SLICE
+                };
+        }
+        let (mut rings, mut sockets) = (false, false);
+        for (peer, want) in self
+            .peers
+            .iter_mut()
+            .zip(want)
+            .filter(|(_, want)| want.any())
+        {
+            match peer {
+                Peer::Own(_) => {}
+                Peer::Ring(link) => {
+                    if link.abandoned(*want) {
+                        return Err(self.shared.blame(Fate::Left.into_error(link.peer)));
+                    }
+                    rings = true;
+                }
+                Peer::Tcp(_) => sockets = true,
+            }
+        }
+        let limit = if self.shared.controls.is_empty() {
+            SLICE
+        } else {
+            MIXED_SLICE
+        };
+        let timeout = until.saturating_duration_since(now).min(limit);
+        let fresh = spins == 0;
+        if !sockets {
+            self.wait_memory(want, fresh, timeout);
+        } else if !rings {
+            if self.budget.polls() && spins < SOCKET_ROUNDS {
+                std::hint::spin_loop();
+            } else {
+                self.wait_sockets(want, timeout)?;
+            }
+        } else {
+            // Turns: memory gets the time, sockets a look after each turn.
+            let end = now + timeout;
+            let mut turn = TURN_MIN;
+            loop {
+                let left = end.saturating_duration_since(Instant::now());
+                if self.wait_memory(want, fresh, turn.min(left)) != Wake::Elapsed
+                    || self.wait_sockets(want, Duration::ZERO)?
+                    || left.is_zero()
+                {
+                    break;
+                }
+                turn = (turn * 2).min(TURN_MAX);
+            }
+        }
+        self.shared.check()
+    }
+
+    /// Waits for rings in shared memory.
+    fn wait_memory(&mut self, want: &[Interest], fresh: bool, timeout: Duration) -> Wake {
+        let segment = &self.shared.segment;
+        let peers = &mut self.peers;
+        self.budget
+            .wait(segment.bell(self.seat), fresh, timeout, || {
+                segment.is_poisoned()
+                    || peers.iter_mut().zip(want).any(|(peer, want)| match peer {
+                        Peer::Ring(link) if want.any() => {
+                            link.ready(*want) || link.segment.has_left(link.seat)
+                        }
+                        _ => false,
+                    })
+            })
+    }
+
+    /// Waits for sockets: awaited data, and news on any control socket. True
+    /// if there was something.
+    fn wait_sockets(&self, want: &[Interest], timeout: Duration) -> Result<bool> {
+        let mut fds = Vec::with_capacity(2 * self.shared.controls.len());
+        let mut controls = Vec::with_capacity(self.shared.controls.len());
+        for control in self
+            .shared
+            .controls
+            .iter()
+            .filter(|control| control.is_open())
+        {
+            fds.push(PollFd::from_borrowed_fd(control.socket(), PollFlags::IN));
+            controls.push(control);
+        }
+        for (peer, want) in self.peers.iter().zip(want).filter(|(_, want)| want.any()) {
+            if let Peer::Tcp(link) = peer {
+                let mut events = PollFlags::empty();
+                events.set(PollFlags::IN, want.recv);
+                events.set(PollFlags::OUT, want.send);
+                fds.push(PollFd::from_borrowed_fd(link.socket(), events));
+            }
+        }
+        if fds.is_empty() {
+            return Ok(false);
+        }
+        poll(&mut fds, timeout).map_err(|e| Error::io("poll", e).with_rank(self.shared.rank))?;
+        for (fd, control) in fds.iter().zip(&controls) {
+            if fd.revents().is_empty() {
+                continue;
+            }
+            match control.pump() {
+                None | Some(Fate::Left) => {}
+                Some(fate) => {
+                    return Err(self.shared.blame(fate.into_error(control.peer())));
+                }
+            }
+        }
+        Ok(fds.iter().any(|fd| !fd.revents().is_empty()))
+    }
+
+    /// Looks at the lives of all peers, awaited or not.
+    fn watch(&mut self) -> Result<()> {
+        let segment = Arc::clone(&self.shared.segment);
+        self.watches.retain(|watch| !segment.has_left(watch.seat));
+        let mut fds: Vec<PollFd<'_>> = self
+            .watches
+            .iter()
+            .map(|watch| PollFd::new(&watch.process, PollFlags::IN))
+            .collect();
+        if !fds.is_empty() {
+            poll(&mut fds, Duration::ZERO)
+                .map_err(|e| Error::io("poll", e).with_rank(self.shared.rank))?;
+        }
+        let dead = fds.iter().position(|fd| !fd.revents().is_empty());
+        if let Some(watch) = dead.map(|i| &self.watches[i]) {
+            // It may have left between our look at its seat and its end.
+            if !segment.has_left(watch.seat) {
+                let message = format!("rank {} (process {}) died", watch.rank, watch.pid);
+                return Err(self.shared.blame(Error::peer_lost(watch.rank, message)));
+            }
+        }
+        self.wait_sockets(&[], Duration::ZERO)?;
+        Ok(())
+    }
+}
+
+impl Drop for Mesh {
+    fn drop(&mut self) {
+        let shared = &self.shared;
+        if std::thread::panicking() {
+            shared.poison(&Poison::new(
+                shared.rank,
+                format!("rank {} panicked", shared.rank),
+            ));
+        }
+        // Relayed: a peer may see our end before the first cause reaches it.
+        let cause = shared.segment.poisoned();
+        for control in &shared.controls {
+            match &cause {
+                Some(cause) => control.send_abort(cause),
+                None => control.send_goodbye(),
+            }
+        }
+        shared.segment.leave(self.seat);
+    }
+}
+
+/// `poll` with a timeout; interruptions count as timeouts.
+fn poll(fds: &mut [PollFd<'_>], timeout: Duration) -> std::io::Result<()> {
+    let timeout = Timespec {
+        tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: timeout.subsec_nanos().into(),
+    };
+    match rustix::event::poll(fds, Some(&timeout)) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// A group of `world` ranks that are threads of this process. `ring_bytes`
+/// is the capacity of each ring; 0 chooses it by the number of ranks.
+///
+/// # Panics
+///
+/// When the system refuses the memory, or `world` is larger than 128.
+pub fn thread_mesh(world: usize, ring_bytes: usize) -> Vec<Mesh> {
+    if world == 0 {
+        return Vec::new();
+    }
+    assert!(
+        world <= MAX_SEATS,
+        "at most {MAX_SEATS} ranks may be threads, not {world}"
+    );
+    let capacity = ring_capacity(world, (ring_bytes > 0).then_some(ring_bytes));
+    let policy = Policy::from_env().unwrap_or_else(|message| {
+        tracing::warn!("{message}; using auto");
+        Policy::Auto
+    });
+    let layout = Layout::new(world, capacity).unwrap_or_else(|| {
+        unreachable!("{world} seats and rings of {capacity} bytes are within the limits")
+    });
+    let segment = match Segment::private(layout) {
+        Ok(segment) => Arc::new(segment),
+        Err(e) => panic!("cannot map {} bytes for {world} ranks: {e}", layout.total()),
+    };
+    // All seats first: nobody may see a peer as absent.
+    (0..world).for_each(|seat| segment.sit(seat));
+    (0..world)
+        .map(|rank| {
+            Mesh::assemble(Parts {
+                rank,
+                world,
+                segment: Arc::clone(&segment),
+                seat: rank,
+                neighbours: (0..world).filter(|&p| p != rank).map(|p| (p, p)).collect(),
+                kind: TransportKind::Thread,
+                sockets: Vec::new(),
+                watches: Vec::new(),
+                local_ranks: world,
+                policy,
+            })
+        })
+        .collect()
+}
+
+#[cfg(test)]
+#[path = "mesh_tests.rs"]
+mod tests;

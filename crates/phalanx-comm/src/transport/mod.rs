@@ -1,0 +1,89 @@
+//! Transports: how bytes get from one rank to another.
+//!
+//! A [`Mesh`] holds one link per peer, a full-duplex ordered byte stream
+//! that never blocks, and knows how to sleep until one of them may have
+//! progressed. What the bytes mean is the business of the layers above.
+//!
+//! * *thread*: ranks are threads of this process; rings in private memory.
+//! * *shm*: ranks are processes of one host; the same rings in a memfd that no
+//!   file system knows, passed over an authenticated Unix socket.
+//! * *tcp*: ranks are anywhere; two sockets per pair, one for the bytes and
+//!   one that says why they ended.
+//!
+//! Architecture invariants: no call of a link blocks (but for a quarter of a
+//! second, once, to learn why a connection ended); nothing read from
+//! shared memory or from a socket is used before it was checked; no name in
+//! any file system; every wait has a deadline, and at least every 100 ms looks
+//! at the group's poison and at its peers' lives.
+
+mod admit;
+mod form;
+mod layout;
+mod mesh;
+mod poison;
+mod region;
+mod ring;
+mod segment;
+mod shm;
+mod tcp;
+#[cfg(test)]
+mod testing;
+
+pub use form::{BindAddr, FormOptions, Prefer, form, local_address_towards};
+pub use mesh::{AbortHandle, Mesh, thread_mesh};
+pub use poison::{MAX_CAUSE_BYTES, Poison};
+
+use crate::Result;
+
+/// How two ranks talk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum TransportKind {
+    /// Memory of one process.
+    Thread,
+    /// Memory shared by processes of one host.
+    Shm,
+    /// A TCP connection.
+    Tcp,
+}
+
+impl TransportKind {
+    /// Lower-case name, as in options and logs.
+    pub fn name(self) -> &'static str {
+        match self {
+            TransportKind::Thread => "thread",
+            TransportKind::Shm => "shm",
+            TransportKind::Tcp => "tcp",
+        }
+    }
+}
+
+impl std::fmt::Display for TransportKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What a caller of `Mesh::idle` waits for from one peer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Interest {
+    /// Room to send.
+    pub send: bool,
+    /// Bytes to receive.
+    pub recv: bool,
+}
+
+impl Interest {
+    pub(crate) fn any(self) -> bool {
+        self.send || self.recv
+    }
+}
+
+/// One peer as a full-duplex ordered byte stream. All calls are non-blocking.
+pub(crate) trait Link: Send {
+    /// Takes as many of `bytes` as fit now and says how many; 0 = full now.
+    fn try_send(&mut self, bytes: &[u8]) -> Result<usize>;
+    /// Gives what is there, at most `into.len()` bytes; 0 = nothing now.
+    fn try_recv(&mut self, into: &mut [u8]) -> Result<usize>;
+    /// How this peer is reached.
+    fn kind(&self) -> TransportKind;
+}

@@ -1,0 +1,124 @@
+//! A piece of mapped memory that other threads or processes may write.
+//!
+//! Nothing here hands out references to plain bytes: only to atomics (which
+//! may change under us by definition) and raw pointers that the ring copies
+//! through.
+
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+/// Memory mapped read-write, unmapped on drop.
+pub(crate) struct Region {
+    base: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: the mapping belongs to the whole process, not to a thread, and is
+// unmapped once, by drop. All access goes through atomics or through raw
+// copies whose exclusivity the ring protocol establishes.
+unsafe impl Send for Region {}
+// SAFETY: as above; `&Region` gives out atomics and raw pointers only.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// Zeroed memory of this process alone.
+    pub(crate) fn anonymous(bytes: usize) -> std::io::Result<Region> {
+        let bytes = bytes.max(1);
+        // SAFETY: a new mapping at an address of the kernel's choice; it
+        // overlaps nothing we own.
+        let base = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE,
+            )
+        }?;
+        Region::adopt(base.cast(), bytes)
+    }
+
+    /// The first `bytes` of the object behind `fd`, shared with everyone who
+    /// maps it. The caller has checked that the object is that large and can
+    /// no longer shrink (touching a truncated page would kill the process).
+    pub(crate) fn shared(fd: BorrowedFd<'_>, bytes: usize) -> std::io::Result<Region> {
+        // SAFETY: a new mapping at an address of the kernel's choice; it
+        // overlaps nothing we own.
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                fd,
+                0,
+            )
+        }?;
+        Region::adopt(base.cast(), bytes)
+    }
+
+    fn adopt(base: *mut u8, bytes: usize) -> std::io::Result<Region> {
+        NonNull::new(base)
+            .map(|base| Region { base, bytes })
+            .ok_or_else(|| std::io::Error::other("the kernel mapped memory at address zero"))
+    }
+
+    /// Size of the mapping.
+    pub(crate) fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// The 32-bit atomic at `offset`.
+    ///
+    /// # Panics
+    ///
+    /// On an offset outside or misaligned: layouts are ours, so that is a bug.
+    pub(crate) fn u32_at(&self, offset: usize) -> &AtomicU32 {
+        assert!(offset.is_multiple_of(4) && self.bytes >= 4 && offset <= self.bytes - 4);
+        // SAFETY: in bounds and aligned (mappings start on a page); an atomic
+        // may be written by others while the reference exists; the mapping
+        // outlives `&self`.
+        unsafe { AtomicU32::from_ptr(self.base.as_ptr().add(offset).cast()) }
+    }
+
+    /// The 64-bit atomic at `offset`; panics like [`Region::u32_at`].
+    pub(crate) fn u64_at(&self, offset: usize) -> &AtomicU64 {
+        assert!(offset.is_multiple_of(8) && self.bytes >= 8 && offset <= self.bytes - 8);
+        // SAFETY: as in `u32_at`.
+        unsafe { AtomicU64::from_ptr(self.base.as_ptr().add(offset).cast()) }
+    }
+
+    /// Pointer to `bytes` bytes at `offset`; panics when they are not inside.
+    pub(crate) fn bytes_at(&self, offset: usize, bytes: usize) -> *mut u8 {
+        assert!(offset <= self.bytes && bytes <= self.bytes - offset);
+        // SAFETY: the offset is inside the mapping.
+        unsafe { self.base.as_ptr().add(offset) }
+    }
+
+    /// Touches pages `[offset, offset + bytes)` now rather than in the first
+    /// operation (first touch of shared memory cost 0.5 ms per MiB). Best
+    /// effort: old kernels refuse.
+    pub(crate) fn populate(&self, offset: usize, bytes: usize) {
+        const PAGE: usize = 4096;
+        let start = offset - offset % PAGE;
+        let end = (offset + bytes).min(self.bytes);
+        if start < end {
+            let address = self.bytes_at(start, end - start);
+            // SAFETY: the range lies inside our mapping; populating changes
+            // no byte.
+            let _ = unsafe {
+                rustix::mm::madvise(address.cast(), end - start, Advice::LinuxPopulateWrite)
+            };
+        }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        // SAFETY: we own the mapping, and whoever holds pointers into it also
+        // holds an `Arc` of this region.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
+    }
+}

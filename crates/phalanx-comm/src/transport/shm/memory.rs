@@ -1,0 +1,51 @@
+//! Making and opening the memfd of a segment.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::fs::{MemfdFlags, SealFlags};
+
+use super::super::layout::Layout;
+use super::super::region::Region;
+use super::super::segment::Segment;
+
+/// What must be sealed before anybody maps: its size, and the seals.
+const SEALS: SealFlags = SealFlags::SHRINK
+    .union(SealFlags::GROW)
+    .union(SealFlags::SEAL);
+
+/// A fresh segment and the descriptor to hand out. Errors are texts for the
+/// store, where other ranks read why there is no shared memory.
+pub(crate) fn create(layout: Layout, nonce: &[u8; 32]) -> Result<(OwnedFd, Segment), String> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    // Old kernels do not know NOEXEC_SEAL; some new ones insist on it.
+    let fd = rustix::fs::memfd_create("phalanx", flags | MemfdFlags::NOEXEC_SEAL)
+        .or_else(|_| rustix::fs::memfd_create("phalanx", flags))
+        .map_err(|e| format!("memfd_create: {e}"))?;
+    rustix::fs::ftruncate(&fd, layout.total() as u64)
+        .map_err(|e| format!("no {} bytes of shared memory: {e}", layout.total()))?;
+    rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(|e| format!("sealing: {e}"))?;
+    let region = Region::shared(fd.as_fd(), layout.total()).map_err(|e| format!("mmap: {e}"))?;
+    Ok((fd, Segment::create(region, layout, nonce)))
+}
+
+/// Opens a segment that another process made, after checking that nobody can
+/// change its size any more and that it is the one that was promised.
+pub(crate) fn open(fd: &OwnedFd, seats: usize, nonce: &[u8; 32]) -> Result<Segment, String> {
+    let seals = rustix::fs::fcntl_get_seals(fd)
+        .map_err(|e| format!("the descriptor is not a memfd: {e}"))?;
+    if !seals.contains(SEALS) {
+        return Err("the segment is not sealed against a change of its size".to_owned());
+    }
+    if seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE) {
+        return Err("the segment is sealed against writing".to_owned());
+    }
+    let size = rustix::fs::fstat(fd)
+        .map_err(|e| format!("fstat: {e}"))?
+        .st_size;
+    let size = usize::try_from(size)
+        .ok()
+        .filter(|size| (1..=Layout::MAX_TOTAL).contains(size))
+        .ok_or_else(|| format!("the segment has an impossible size of {size} bytes"))?;
+    let region = Region::shared(fd.as_fd(), size).map_err(|e| format!("mmap: {e}"))?;
+    Segment::open(region, seats, nonce)
+}

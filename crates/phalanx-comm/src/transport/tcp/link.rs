@@ -1,0 +1,90 @@
+//! The data connection of a pair.
+
+use std::io::{ErrorKind as IoKind, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+use super::super::{Link, TransportKind};
+use super::control::Control;
+use crate::{Error, Result};
+
+/// A peer behind a socket.
+pub(crate) struct TcpLink {
+    rank: usize,
+    stream: TcpStream,
+    control: Arc<Control>,
+}
+
+impl TcpLink {
+    /// `stream` is connected, authenticated and non-blocking.
+    pub(crate) fn new(rank: usize, stream: TcpStream, control: Arc<Control>) -> TcpLink {
+        TcpLink {
+            rank,
+            stream,
+            control,
+        }
+    }
+
+    pub(crate) fn peer(&self) -> usize {
+        self.control.peer()
+    }
+
+    pub(crate) fn control(&self) -> &Arc<Control> {
+        &self.control
+    }
+
+    pub(crate) fn socket(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+
+    #[cold]
+    fn ended(&self, how: &str) -> Error {
+        self.control
+            .reason(how)
+            .into_error(self.peer())
+            .with_rank(self.rank)
+    }
+}
+
+impl Link for TcpLink {
+    fn try_send(&mut self, bytes: &[u8]) -> Result<usize> {
+        if bytes.is_empty() {
+            return Ok(0);
+        }
+        loop {
+            match self.stream.write(bytes) {
+                Ok(n) => return Ok(n),
+                Err(e) if e.kind() == IoKind::WouldBlock => return Ok(0),
+                Err(e) if e.kind() == IoKind::Interrupted => {}
+                Err(e) => return Err(self.ended(&e.to_string())),
+            }
+        }
+    }
+
+    fn try_recv(&mut self, into: &mut [u8]) -> Result<usize> {
+        if into.is_empty() {
+            return Ok(0);
+        }
+        loop {
+            match self.stream.read(into) {
+                Ok(0) => return Err(self.ended("its connection was closed")),
+                Ok(n) => return Ok(n),
+                Err(e) if e.kind() == IoKind::WouldBlock => return Ok(0),
+                Err(e) if e.kind() == IoKind::Interrupted => {}
+                Err(e) => return Err(self.ended(&e.to_string())),
+            }
+        }
+    }
+
+    fn kind(&self) -> TransportKind {
+        TransportKind::Tcp
+    }
+}
+
+impl Drop for TcpLink {
+    fn drop(&mut self) {
+        // The peer sees the end even where a forked child still holds the socket.
+        let _ = self.stream.shutdown(Shutdown::Write);
+    }
+}

@@ -1,0 +1,441 @@
+//! What happens when something goes wrong: everybody leaves, with the cause.
+
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+use phalanx_comm::{Algorithm, Bucket, Call, Error, ErrorKind, ProcessGroup, ReduceOp};
+
+use crate::common::{EVERYWHERE, Over, groups, on_each};
+
+fn within(limit: Duration) -> Call {
+    Call {
+        timeout: Some(limit),
+        ..Call::default()
+    }
+}
+
+/// Returns when *all* ranks have done their first operation. After a barrier
+/// of the group alone a rank may still be in it when the next one aborts.
+fn all_ready(group: &ProcessGroup, gate: &Barrier) {
+    group.barrier().unwrap();
+    gate.wait();
+}
+
+/// The error that came first, by its text; all errors must agree on it.
+fn first_cause(errors: &[(usize, Error)]) -> (usize, String) {
+    let own: Vec<_> = errors
+        .iter()
+        .filter(|(_, e)| e.kind() != ErrorKind::Aborted)
+        .collect();
+    let echoes: Vec<_> = errors
+        .iter()
+        .filter(|(_, e)| e.kind() == ErrorKind::Aborted)
+        .collect();
+    assert_eq!(own.len(), 1, "more than one first cause: {errors:#?}");
+    let (origin, error) = own[0];
+    for (_, echo) in echoes {
+        assert_eq!(echo.origin_rank(), Some(*origin), "{echo}");
+    }
+    (*origin, error.to_string())
+}
+
+#[test]
+fn late_rank_is_named() {
+    for over in EVERYWHERE {
+        let gate = Barrier::new(4);
+        let limit = Duration::from_millis(400);
+        let results = on_each(groups(over, 4), |group| {
+            // All are there before the clock starts.
+            all_ready(&group, &gate);
+            let mut data = vec![1f32; 5000];
+            let started = Instant::now();
+            if group.rank() == 2 {
+                std::thread::sleep(limit * 3);
+                let error = group.all_reduce(&mut data, ReduceOp::Sum).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Aborted, "{error}");
+                return None;
+            }
+            let call = Call {
+                label: Some("bucket 4 (fc1.weight)".into()),
+                ..within(limit)
+            };
+            let error = group
+                .all_reduce_with(&mut data, ReduceOp::Sum, &call)
+                .unwrap_err();
+            assert!(
+                started.elapsed() < limit * 3,
+                "{over:?}: took {:?}",
+                started.elapsed()
+            );
+            assert!(
+                error.to_string().contains("bucket 4 (fc1.weight)"),
+                "{error}"
+            );
+            Some((group.rank(), error))
+        });
+        let errors: Vec<_> = results.into_iter().flatten().collect();
+        assert_eq!(errors.len(), 3);
+        let own: Vec<_> = errors
+            .iter()
+            .filter(|(_, e)| e.kind() == ErrorKind::Timeout)
+            .collect();
+        // Of those that share memory exactly one is the first; over tcp
+        // several may reach their deadline before they hear of the others'.
+        assert!(!own.is_empty(), "{over:?}: {errors:#?}");
+        assert!(over == Over::Tcp || own.len() == 1, "{over:?}: {errors:#?}");
+        for (rank, error) in &errors {
+            let text = error.message();
+            assert!(
+                text.contains("waiting for rank 2 to send data"),
+                "{over:?}: {error}"
+            );
+            let others = [0, 1, 3].map(|r| text.contains(&format!("rank {r} to ")));
+            assert_eq!(others, [false; 3], "{over:?}, rank {rank}: {error}");
+        }
+        for (_, error) in own {
+            assert_eq!(error.peer(), Some(2));
+            assert!(error.to_string().contains("limit 0.40 s"), "{error}");
+            assert!(error.to_string().contains("seq 1"), "{error}");
+        }
+    }
+}
+
+fn fail_in_ring(group: &ProcessGroup, limit: Duration) -> Error {
+    let call = Call {
+        algorithm: Algorithm::Ring,
+        ..within(limit)
+    };
+    group
+        .all_reduce_with(&mut [1f32; 1000], ReduceOp::Sum, &call)
+        .unwrap_err()
+}
+
+/// In a ring most ranks wait for one that waits itself.
+#[test]
+fn who_only_waits_is_not_blamed() {
+    let limit = Duration::from_millis(1600);
+    let gate = Barrier::new(4);
+    let errors = on_each(groups(Over::Thread, 4), |group| {
+        all_ready(&group, &gate);
+        match group.rank() {
+            0 => std::thread::sleep(limit * 2),
+            // Begins after its followers, so that their deadlines come first.
+            1 => std::thread::sleep(limit / 80),
+            _ => {}
+        }
+        let error = fail_in_ring(&group, limit);
+        (group.rank(), error)
+    });
+    let (origin, text) = first_cause(&errors);
+    assert_eq!(origin, 1, "{text}");
+    assert!(text.contains("waiting for rank 0 to send data"), "{text}");
+    assert_eq!(errors[1].1.peer(), Some(0));
+}
+
+#[test]
+fn a_timeout_in_a_later_round_blames_nobody() {
+    let gate = Barrier::new(3);
+    on_each(groups(Over::Thread, 3), |group| {
+        all_ready(&group, &gate);
+        let limit = Duration::from_millis(if group.rank() == 2 { 100 } else { 40_000 });
+        if group.rank() == 0 {
+            std::thread::sleep(Duration::from_millis(500));
+        }
+        let error = fail_in_ring(&group, limit);
+        assert!(
+            error.message().contains("rank 1 to send data (or for whom"),
+            "{error}"
+        );
+        assert_eq!(error.peer(), None);
+    });
+}
+
+#[test]
+fn several_late_ranks_are_all_named() {
+    on_each(groups(Over::Thread, 4), |group| {
+        if group.rank() == 0 {
+            let call = Call {
+                algorithm: Algorithm::OneRound,
+                ..within(Duration::from_millis(150))
+            };
+            let error = group
+                .all_reduce_with(&mut [1u8], ReduceOp::Sum, &call)
+                .unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Timeout);
+            for rank in 1..4 {
+                assert!(
+                    error
+                        .to_string()
+                        .contains(&format!("rank {rank} to send data")),
+                    "{error}"
+                );
+            }
+        } else {
+            // Stay until rank 0 has given up: leaving would be another error.
+            std::thread::sleep(Duration::from_millis(600));
+        }
+    });
+}
+
+#[test]
+fn desync_names_both_sides() {
+    for over in EVERYWHERE {
+        let gate = Barrier::new(2);
+        let errors = on_each(groups(over, 2), |group| {
+            all_ready(&group, &gate);
+            let error = if group.rank() == 0 {
+                group
+                    .all_reduce(&mut [1f32; 100], ReduceOp::Sum)
+                    .unwrap_err()
+            } else {
+                group.broadcast(&mut [1i64; 7], 0).unwrap_err()
+            };
+            (group.rank(), error)
+        });
+        // Both may notice; whoever was first, the texts agree on the two sides.
+        for (rank, error) in &errors {
+            let text = error.to_string();
+            assert!(
+                matches!(error.kind(), ErrorKind::Desync | ErrorKind::Aborted),
+                "{over:?}: {error}"
+            );
+            assert!(
+                text.contains("rank 0 called all_reduce f32 sum of 100"),
+                "{rank}: {text}"
+            );
+            assert!(
+                text.contains("rank 1 called broadcast i64 of 7"),
+                "{rank}: {text}"
+            );
+        }
+        assert!(errors.iter().any(|(_, e)| e.kind() == ErrorKind::Desync));
+    }
+}
+
+#[test]
+fn desync_covers_length_type_op_algorithm_and_order() {
+    type Step = fn(&ProcessGroup) -> Result<(), Error>;
+    let pairs: [(Step, Step); 6] = [
+        (
+            |g| g.all_reduce(&mut [0f32; 10], ReduceOp::Sum),
+            |g| g.all_reduce(&mut [0f32; 11], ReduceOp::Sum),
+        ),
+        (
+            |g| g.all_reduce(&mut [0f32; 10], ReduceOp::Sum),
+            |g| g.all_reduce(&mut [0i32; 10], ReduceOp::Sum),
+        ),
+        (
+            |g| g.all_reduce(&mut [0f32; 10], ReduceOp::Sum),
+            |g| g.all_reduce(&mut [0f32; 10], ReduceOp::Mean),
+        ),
+        (
+            |g| g.all_reduce(&mut [0f32; 10], ReduceOp::Sum),
+            |g| {
+                let call = Call {
+                    algorithm: Algorithm::Ring,
+                    ..Call::default()
+                };
+                g.all_reduce_with(&mut [0f32; 10], ReduceOp::Sum, &call)
+            },
+        ),
+        (
+            |g| g.broadcast(&mut [0u8; 3], 0).and_then(|()| g.barrier()),
+            |g| g.barrier().and_then(|()| g.broadcast(&mut [0u8; 3], 0)),
+        ),
+        (
+            |g| g.send(&[1f32; 4], 1).and_then(|()| g.barrier()),
+            |g| g.recv(&mut [0f32; 5], 0).and_then(|()| g.barrier()),
+        ),
+    ];
+    for (index, (zero, one)) in pairs.into_iter().enumerate() {
+        let errors = on_each(groups(Over::Thread, 2), |group| {
+            if group.rank() == 0 {
+                zero(&group)
+            } else {
+                one(&group)
+            }
+        });
+        let kinds: Vec<_> = errors
+            .iter()
+            .filter_map(|r| r.as_ref().err().map(Error::kind))
+            .collect();
+        assert!(
+            kinds.contains(&ErrorKind::Desync),
+            "pair {index}: {errors:#?}"
+        );
+    }
+}
+
+#[test]
+fn abort_unblocks_everyone() {
+    for over in EVERYWHERE {
+        let gate = Barrier::new(4);
+        let took = on_each(groups(over, 4), |group| {
+            all_ready(&group, &gate);
+            if group.rank() == 0 {
+                std::thread::sleep(Duration::from_millis(100));
+                group.abort("disk full");
+                let error = group.barrier().unwrap_err();
+                assert_eq!(error.origin_rank(), Some(0));
+                return Instant::now();
+            }
+            let error = group
+                .all_reduce(&mut [1f32; 3000], ReduceOp::Sum)
+                .unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Aborted, "{over:?}: {error}");
+            assert_eq!(error.origin_rank(), Some(0));
+            assert!(error.to_string().contains("disk full"), "{error}");
+            // Refused from now on, with the same cause.
+            let again = group.barrier().unwrap_err();
+            assert_eq!(again.kind(), ErrorKind::Aborted);
+            assert!(again.to_string().contains("disk full"), "{again}");
+            Instant::now()
+        });
+        let last = took.iter().max().unwrap().duration_since(took[0]);
+        assert!(
+            last < Duration::from_secs(1),
+            "{over:?}: {last:?} after the abort"
+        );
+    }
+}
+
+#[test]
+fn abort_also_ends_what_is_queued() {
+    on_each(groups(Over::Thread, 2), |group| {
+        if group.rank() == 1 {
+            std::thread::sleep(Duration::from_millis(300));
+            return;
+        }
+        let works: Vec<_> = (0..5)
+            .map(|_| {
+                let data = Bucket::<f32>::zeroed(1000);
+                group.all_reduce_async(data, ReduceOp::Sum, Call::default())
+            })
+            .collect();
+        group.abort("changed my mind");
+        for work in works {
+            let error = work.wait().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Aborted);
+            assert!(error.to_string().contains("changed my mind"), "{error}");
+        }
+    });
+}
+
+#[test]
+fn first_cause_wins() {
+    for over in EVERYWHERE {
+        let gate = Barrier::new(3);
+        on_each(groups(over, 3), |group| {
+            all_ready(&group, &gate);
+            if group.rank() == 2 {
+                group.abort("the first cause");
+            }
+            let error = group
+                .all_reduce(&mut [1f32; 9000], ReduceOp::Sum)
+                .unwrap_err();
+            group.abort("an echo");
+            let again = group.barrier().unwrap_err();
+            for error in [error, again] {
+                assert_eq!(error.origin_rank(), Some(2), "{over:?}: {error}");
+                assert!(error.to_string().contains("the first cause"), "{error}");
+                assert!(!error.to_string().contains("an echo"), "{error}");
+            }
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_is_named() {
+    for over in EVERYWHERE {
+        let gate = Barrier::new(3);
+        let results = on_each(groups(over, 3), |group| {
+            all_ready(&group, &gate);
+            if group.rank() == 1 {
+                return None;
+            }
+            let error = group
+                .all_reduce(&mut [1f32; 9000], ReduceOp::Sum)
+                .unwrap_err();
+            Some((group.rank(), error))
+        });
+        let errors: Vec<_> = results.into_iter().flatten().collect();
+        assert!(
+            errors.iter().any(|(_, e)| e.kind() == ErrorKind::PeerLost),
+            "{errors:#?}"
+        );
+        for (_, error) in &errors {
+            assert!(
+                matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::Aborted),
+                "{over:?}: {error}"
+            );
+            assert!(error.message().contains("rank 1"), "{over:?}: {error}");
+        }
+    }
+}
+
+#[test]
+fn a_panicking_rank_unblocks_the_others() {
+    for over in EVERYWHERE {
+        let mut members = groups(over, 3);
+        let last = members.pop().unwrap();
+        let waiting = std::thread::spawn(move || {
+            on_each(members, |group| {
+                (group.rank(), group.barrier().unwrap_err())
+            })
+        });
+        let panicked = std::thread::spawn(move || {
+            let _group = last;
+            std::thread::sleep(Duration::from_millis(50));
+            std::panic::resume_unwind(Box::new("silent"));
+        });
+        assert!(panicked.join().is_err());
+        for (_, error) in waiting.join().unwrap() {
+            assert_eq!(error.kind(), ErrorKind::Aborted, "{over:?}: {error}");
+            assert_eq!(error.origin_rank(), Some(2));
+            assert!(error.to_string().contains("rank 2 panicked"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn orderly_end_is_no_loss() {
+    for over in EVERYWHERE {
+        for world in [2, 3, 5] {
+            on_each(groups(over, world), |group| {
+                let other = group.clone();
+                let mut data = vec![1f32; 2000];
+                group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+                // Ranks come to the end at different times.
+                std::thread::sleep(Duration::from_millis(15 * group.rank() as u64));
+                group.shutdown().unwrap();
+                let error = other.barrier().unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Usage);
+                assert!(error.to_string().contains("shut down"), "{error}");
+                let work = other.barrier_async(Call::default());
+                assert_eq!(work.wait().unwrap_err().kind(), ErrorKind::Usage);
+            });
+        }
+    }
+}
+
+#[test]
+fn failures_agree_on_the_first_cause() {
+    for over in EVERYWHERE {
+        let gate = Barrier::new(3);
+        let errors = on_each(groups(over, 3), |group| {
+            all_ready(&group, &gate);
+            // Only rank 0 has a deadline.
+            let limit = Duration::from_secs(if group.rank() == 0 { 0 } else { 40 });
+            if group.rank() == 1 {
+                std::thread::sleep(Duration::from_millis(200));
+            }
+            let call = within(limit);
+            let error = group
+                .all_reduce_with(&mut [1f32; 9000], ReduceOp::Sum, &call)
+                .unwrap_err();
+            (group.rank(), error)
+        });
+        let (origin, text) = first_cause(&errors);
+        assert_eq!(origin, 0, "{text}");
+    }
+}

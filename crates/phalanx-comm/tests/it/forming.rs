@@ -1,0 +1,209 @@
+//! How groups come to be: `tcp://`, `file://`, and what can go wrong.
+
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use phalanx_comm::{
+    Error, ErrorKind, InitOptions, ProcessGroup, ReduceOp, Transport, TransportKind,
+};
+use phalanx_store::{MemStore, TcpServer};
+use phalanx_wire::Token;
+
+use crate::common::{Over, PATIENCE, init_options};
+
+/// Runs `init` for each of the given options at once.
+fn init_all(all: Vec<InitOptions>) -> Vec<Result<ProcessGroup, Error>> {
+    let members: Vec<_> = all
+        .into_iter()
+        .map(|options| std::thread::spawn(move || ProcessGroup::init(options)))
+        .collect();
+    members
+        .into_iter()
+        .map(|member| member.join().unwrap())
+        .collect()
+}
+
+fn options(method: &str, rank: usize, world: usize) -> InitOptions {
+    InitOptions {
+        init_method: method.into(),
+        rank: Some(rank),
+        world_size: Some(world),
+        timeout: PATIENCE,
+        ..InitOptions::default()
+    }
+}
+
+/// The sum of ranks over a group, then its orderly end.
+fn use_and_leave(groups: Vec<Result<ProcessGroup, Error>>) {
+    let world = groups.len() as i64;
+    crate::common::on_each(groups.into_iter().map(Result::unwrap).collect(), |group| {
+        let mut data = [group.rank() as i64];
+        group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+        assert_eq!(data, [world * (world - 1) / 2]);
+        group.shutdown().unwrap();
+    });
+}
+
+/// A port that was free a moment ago.
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port()
+}
+
+#[test]
+fn ranks_meet_over_tcp_with_rank_0_hosting() {
+    let method = format!("tcp://127.0.0.1:{}", free_port());
+    let token = Token::generate().unwrap();
+    for transport in [Transport::Auto, Transport::Tcp] {
+        let all = (0..3).map(|rank| InitOptions {
+            token: Some(token.clone()),
+            transport,
+            ..options(&method, rank, 3)
+        });
+        let groups = init_all(all.collect());
+        let kind = if transport == Transport::Tcp {
+            TransportKind::Tcp
+        } else {
+            TransportKind::Shm
+        };
+        for (rank, group) in groups.iter().enumerate() {
+            let group = group.as_ref().unwrap();
+            assert_eq!((group.rank(), group.world_size()), (rank, 3));
+            assert!(group.store().is_some());
+            assert!(group.transports().iter().all(|(_, k)| *k == kind));
+        }
+        use_and_leave(groups);
+    }
+}
+
+#[test]
+fn ranks_meet_in_a_file_without_a_token_again_and_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let method = format!("file://{}/meet", dir.path().display());
+    for _ in 0..3 {
+        use_and_leave(init_all(
+            (0..2).map(|rank| options(&method, rank, 2)).collect(),
+        ));
+    }
+}
+
+#[test]
+fn one_rank_meets_nobody() {
+    let group = ProcessGroup::init(options("env://", 0, 1)).unwrap();
+    use_and_leave(vec![Ok(group)]);
+}
+
+#[test]
+fn absent_ranks_are_listed() {
+    let token = Token::generate().unwrap();
+    let server = TcpServer::bind("127.0.0.1:0".parse().unwrap(), token.clone()).unwrap();
+    let store =
+        phalanx_store::TcpStore::connect(&server.local_addr().to_string(), token.clone(), PATIENCE)
+            .unwrap();
+    let options = InitOptions {
+        timeout: Duration::from_millis(600),
+        ..init_options(Over::Tcp, &token)
+    };
+    let store = Arc::new(store);
+    let members: Vec<_> = [0, 3]
+        .map(|rank| {
+            let (store, options) = (store.clone(), options.clone());
+            std::thread::spawn(move || ProcessGroup::from_store(store, rank, 5, options))
+        })
+        .into_iter()
+        .collect();
+    for member in members {
+        let error = member.join().unwrap().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+        assert!(
+            error.to_string().contains("ranks 1, 2, 4 did not arrive"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn wrong_world_is_refused_on_both_sides_at_once() {
+    let store = Arc::new(MemStore::new());
+    let token = Token::generate().unwrap();
+    let started = Instant::now();
+    let members: Vec<_> = [(0, 2), (1, 3)]
+        .map(|(rank, world)| {
+            let (store, options) = (store.clone(), init_options(Over::Shm, &token));
+            std::thread::spawn(move || ProcessGroup::from_store(store, rank, world, options))
+        })
+        .into_iter()
+        .collect();
+    for member in members {
+        let error = member.join().unwrap().unwrap_err();
+        assert!(
+            matches!(error.kind(), ErrorKind::Usage | ErrorKind::Aborted),
+            "{error}"
+        );
+        let text = error.to_string();
+        assert!(text.contains("world size of"), "{text}");
+        assert!(
+            text.contains("all ranks must be started with the same"),
+            "{text}"
+        );
+    }
+    assert!(started.elapsed() < PATIENCE / 2);
+}
+
+#[test]
+fn tcp_without_a_token_says_how_to_make_one() {
+    // The variables may be set where the tests run; then there is a token.
+    if std::env::var_os("PHALANX_TOKEN")
+        .or(std::env::var_os("PHALANX_TOKEN_FILE"))
+        .is_some()
+    {
+        return;
+    }
+    let error = ProcessGroup::init(options("tcp://127.0.0.1:1", 0, 2)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Usage);
+    assert!(error.to_string().contains("PHALANX_TOKEN_FILE"), "{error}");
+    let store = Arc::new(MemStore::new());
+    let error = ProcessGroup::from_store(store, 0, 2, InitOptions::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Usage);
+}
+
+#[test]
+fn a_busy_port_is_explained() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let error = ProcessGroup::init(InitOptions {
+        token: Some(Token::generate().unwrap()),
+        ..options(&format!("tcp://127.0.0.1:{port}"), 0, 2)
+    })
+    .unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Usage);
+    let text = error.to_string();
+    assert!(text.contains("rank 0 cannot host the store"), "{text}");
+    assert!(text.contains(&port.to_string()), "{text}");
+}
+
+#[test]
+fn a_missing_host_is_named_within_the_deadline() {
+    let started = Instant::now();
+    let method = format!("tcp://127.0.0.1:{}", free_port());
+    let error = ProcessGroup::init(InitOptions {
+        token: Some(Token::generate().unwrap()),
+        timeout: Duration::from_millis(300),
+        ..options(&method, 1, 2)
+    })
+    .unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    assert!(error.to_string().contains("was rank 0 started"), "{error}");
+    assert!(started.elapsed() < Duration::from_secs(5));
+}
+
+#[test]
+fn a_rank_outside_the_world_is_a_mistake() {
+    let error = ProcessGroup::init(options("file:///nowhere", 2, 2)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Usage);
+    assert!(error.to_string().contains("ranks are 0 to 1"), "{error}");
+}

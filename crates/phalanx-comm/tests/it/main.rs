@@ -1,0 +1,9 @@
+//! Ranks as threads, over every transport.
+
+mod collectives;
+mod common;
+mod faults;
+mod forming;
+mod grid;
+mod handles;
+mod subgroups;

@@ -1,0 +1,131 @@
+//! Groups of some of the ranks.
+
+use std::time::Duration;
+
+use phalanx_comm::{Call, ErrorKind, ReduceOp};
+
+use crate::common::{EVERYWHERE, Over, groups, on_each};
+
+#[test]
+fn subgroups_reduce_among_themselves() {
+    for over in EVERYWHERE {
+        on_each(groups(over, 5), |group| {
+            let rank = group.rank();
+            // Given out of order; numbered in order.
+            let even = group.new_group(&[4, 0, 2]).unwrap();
+            let odd = group.new_group(&[1, 3]).unwrap();
+            assert_eq!(even.is_some(), rank % 2 == 0);
+            assert_eq!(odd.is_some(), rank % 2 == 1);
+            let mine = even.or(odd).unwrap();
+            assert_eq!(mine.rank(), rank / 2);
+            assert_eq!(mine.world_size(), if rank % 2 == 0 { 3 } else { 2 });
+            for _ in 0..5 {
+                let mut data = vec![rank as i32; 3000];
+                mine.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+                assert!(data.iter().all(|x| *x == if rank % 2 == 0 { 6 } else { 4 }));
+                let mut data = vec![rank as i32; 3000];
+                group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+                assert!(data.iter().all(|x| *x == 10));
+            }
+            mine.shutdown().unwrap();
+            group.shutdown().unwrap();
+        });
+    }
+}
+
+#[test]
+fn subgroups_can_be_nested_and_repeated() {
+    for over in EVERYWHERE {
+        on_each(groups(over, 4), |group| {
+            for _ in 0..2 {
+                let Some(three) = group.new_group(&[1, 2, 3]).unwrap() else {
+                    continue;
+                };
+                if let Some(two) = three.new_group(&[0, 2]).unwrap() {
+                    let mut data = [group.rank() as u8];
+                    two.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+                    assert_eq!(data, [4]);
+                }
+                let alone = three.new_group(&[1]).unwrap();
+                assert_eq!(alone.is_some(), three.rank() == 1);
+                if let Some(alone) = alone {
+                    alone.barrier().unwrap();
+                }
+            }
+            group.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
+fn subgroups_fail_without_their_parent() {
+    for over in EVERYWHERE {
+        on_each(groups(over, 3), |group| {
+            let pair = group.new_group(&[0, 1]).unwrap();
+            if let Some(pair) = &pair {
+                if pair.rank() == 0 {
+                    pair.abort("only the pair");
+                }
+                let error = pair.barrier().unwrap_err();
+                assert!(error.to_string().contains("only the pair"), "{error}");
+            }
+            let mut data = [1i32];
+            group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+            assert_eq!(data, [3]);
+        });
+    }
+}
+
+#[test]
+fn subgroups_that_differ_are_refused_on_all_ranks() {
+    on_each(groups(Over::Thread, 3), |group| {
+        let wanted: &[usize] = if group.rank() == 1 { &[0, 1] } else { &[0, 2] };
+        let error = group.new_group(wanted).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Desync);
+        assert!(
+            error
+                .to_string()
+                .contains("ranks 0 and 1 ask for different groups"),
+            "{error}"
+        );
+        // The parent is fine.
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn subgroups_of_nobody_are_mistakes() {
+    on_each(groups(Over::Thread, 2), |group| {
+        for (ranks, text) in [
+            (&[][..], "no ranks"),
+            (&[0, 0][..], "rank 0 is given twice"),
+            (&[0, 2][..], "rank 2 does not exist"),
+        ] {
+            let error = group.new_group(ranks).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Usage);
+            assert!(error.to_string().contains(text), "{error}");
+        }
+        assert!(group.new_group(&[1]).is_ok());
+    });
+}
+
+#[test]
+fn subgroup_and_parent_run_at_the_same_time() {
+    on_each(groups(Over::Thread, 3), |group| {
+        let pair = group.new_group(&[0, 1]).unwrap();
+        let call = || Call {
+            timeout: Some(Duration::from_secs(30)),
+            ..Call::default()
+        };
+        // The parent's operation waits for rank 2; the pair's does not.
+        if group.rank() == 2 {
+            std::thread::sleep(Duration::from_millis(200));
+            group.barrier().unwrap();
+            return;
+        }
+        let waiting = group.barrier_async(call());
+        pair.unwrap().barrier().unwrap();
+        assert!(!waiting.is_done());
+        waiting.wait().unwrap();
+    });
+}
