@@ -130,8 +130,10 @@ unsafe fn product_at(c: *mut f32, stride: usize, a: Mat<'_>, b: Mat<'_>, mode: M
 const MIN_PART: usize = 1 << 21;
 /// Parts at most: enough to keep 16 threads busy.
 const MAX_PARTS: usize = 16;
-/// Parts are whole multiples of this many rows or columns (vectors of every
-/// instruction set, and no part of one row, which takes another path).
+/// Parts but the last are whole multiples of this many rows or columns: whole
+/// vectors of every instruction set. (A last part of one row takes another path
+/// inside `gemm` and may have other bits than it would have uncut; the cut goes by
+/// shape, so they are the same on any number of threads.)
 const GRAIN: usize = 64;
 
 /// `c (+)= a * b`, cut over its longer side; every element of `c` belongs to

@@ -64,10 +64,11 @@ impl MaxPool2dOptions {
         MaxPool2dOptions { ceil: true, ..self }
     }
 
-    /// Output size along dimension `d`, as PyTorch computes it.
+    /// Output size along dimension `d`, as PyTorch computes it; `None` when
+    /// PyTorch refuses.
     fn out_size(&self, d: usize, input: usize) -> Option<usize> {
         let (k, s, p) = (self.kernel[d], self.stride[d], self.padding[d]);
-        if p > k / 2 {
+        if p > k / 2 || input == 0 || self.dilation[d] == 0 {
             return None;
         }
         let reach = self.dilation[d]

@@ -12,11 +12,12 @@ pub type SinkError = Box<dyn std::error::Error + Send + Sync>;
 /// backward order, the moment that gradient is final; parameters that the loss
 /// does not depend on come first, filled with zeros.
 ///
-/// An implementation must not touch tensors of the step that is running backward.
+/// An implementation must not touch tensors of the step that is running
+/// backward: that panics.
 pub trait GradSink {
-    /// Memory for this parameter's gradient, as long as the parameter. Asked
-    /// once per write: the first use of a pass overwrites it (whatever it
-    /// holds), later uses add to it.
+    /// Memory for this parameter's gradient, as long as the parameter (another
+    /// length ends the pass with an error). Asked once per write: the first use
+    /// of a pass overwrites it (whatever it holds), later uses add to it.
     fn slot(&mut self, param: ParamId) -> &mut [f32];
 
     /// The gradient of `param` is final and will not be touched again.
@@ -34,7 +35,8 @@ pub trait GradSink {
 
 /// Finished gradients, for an optimizer to read.
 pub trait GradView {
-    /// The gradient of one parameter, in the parameter's own memory order.
+    /// The gradient of one parameter, in the parameter's own memory order;
+    /// empty when there is none.
     fn grad(&self, param: ParamId) -> &[f32];
 }
 
@@ -79,6 +81,9 @@ impl Grads {
     }
 
     /// A copy of one gradient in PyTorch's row-major order.
+    ///
+    /// # Panics
+    /// If `param` belongs to another, larger model.
     pub fn export(&self, param: ParamId) -> Vec<f32> {
         let info = &self.infos[param.index()];
         let values = self.grad(param);
@@ -91,8 +96,10 @@ impl Grads {
 
 impl GradSink for Grads {
     fn slot(&mut self, param: ParamId) -> &mut [f32] {
-        let i = &self.infos[param.index()];
-        &mut self.values[i.offset..i.offset + i.len]
+        match self.infos.get(param.index()) {
+            Some(i) => &mut self.values[i.offset..i.offset + i.len],
+            None => &mut [], // of another model
+        }
     }
 
     fn ready(&mut self, _: ParamId) -> Result<(), SinkError> {
@@ -106,8 +113,10 @@ impl GradSink for Grads {
 
 impl GradView for Grads {
     fn grad(&self, param: ParamId) -> &[f32] {
-        let i = &self.infos[param.index()];
-        &self.values[i.offset..i.offset + i.len]
+        match self.infos.get(param.index()) {
+            Some(i) => &self.values[i.offset..i.offset + i.len],
+            None => &[], // of another model
+        }
     }
 }
 

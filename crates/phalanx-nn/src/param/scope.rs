@@ -160,7 +160,7 @@ impl Scope {
     ) -> (String, Vec<f32>) {
         let full = self.full(name);
         let mut r = self.shared.borrow_mut();
-        let mistake = if name.is_empty() || name.starts_with('.') || name.ends_with('.') {
+        let mistake = if full.split('.').any(str::is_empty) {
             Some(format!("parameter name {full:?} has an empty part"))
         } else if !r.names.insert(full.clone()) {
             Some(format!("parameter name {full} is registered twice"))
@@ -297,6 +297,15 @@ mod tests {
                 .to_string()
                 .contains("x is registered twice")
         );
+        for (outer, name) in [("a", ""), ("a..b", "w"), ("", ".w"), (".", "w")] {
+            let mut s = Scope::new(Seed(0));
+            s.enter(outer)
+                .param(name, &[1], Layout::Same, Init::Constant(0.0));
+            assert!(
+                s.build().unwrap_err().to_string().contains("empty part"),
+                "{outer:?} {name:?}"
+            );
+        }
         let mut s = Scope::new(Seed(0));
         s.param("w", &[1, 2, 3], Layout::Conv, Init::Constant(0.0));
         assert!(s.build().unwrap_err().to_string().contains("does not fit"));

@@ -8,7 +8,9 @@ use std::ptr::NonNull;
 pub(crate) const ALIGN_BYTES: usize = 64;
 /// The same in elements.
 pub(crate) const ALIGN_ELEMS: usize = ALIGN_BYTES / size_of::<f32>();
-/// From here on a region asks for huge pages (first touch is several times faster).
+/// From here on a region starts on a huge page's boundary, so that the system
+/// can back it with huge pages where it is set to (first touch is several times
+/// faster).
 const HUGE_BYTES: usize = 2 << 20;
 
 /// Rounds a length in elements up to whole cache lines.

@@ -17,8 +17,11 @@ pub fn weight_bound(fan_in: usize) -> f64 {
     3.0_f64.sqrt() * (gain / (fan_in as f64).sqrt())
 }
 
-/// Bound of the uniform biases.
+/// Bound of the uniform biases; 0 for a layer without inputs.
 pub fn bias_bound(fan_in: usize) -> f64 {
+    if fan_in == 0 {
+        return 0.0;
+    }
     1.0 / (fan_in as f64).sqrt()
 }
 

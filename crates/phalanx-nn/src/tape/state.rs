@@ -21,7 +21,8 @@ pub(super) struct Slot {
     pub(super) shape: Shape,
     pub(super) buf: Option<Buf>,
     pub(super) grad: Option<Buf>,
-    pub(super) handles: u32,
+    /// 64 bits: forgotten handles must not be able to wrap it around to one.
+    pub(super) handles: u64,
     pub(super) saved: u32,
     /// Depends on a parameter or a variable.
     pub(super) wants_grad: bool,
@@ -82,8 +83,10 @@ impl State {
     /// Key of the next random operation, and the ids of its samples.
     pub(crate) fn next_mask(&mut self, rows: usize) -> Result<MaskKey> {
         if self.numbered {
-            self.samples.clear();
-            self.samples.extend(0..rows as u64);
+            // Only ever longer: backward makes the mask of an earlier
+            // operation again, which may have had more rows.
+            let known = self.samples.len() as u64;
+            self.samples.extend(known..rows as u64);
         } else if self.samples.len() != rows {
             return Err(Error::usage(format!(
                 "the step's key names {} samples, but dropout meets {rows} rows",

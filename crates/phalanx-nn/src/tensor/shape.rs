@@ -24,7 +24,10 @@ impl Shape {
             )));
         };
         head.copy_from_slice(dims);
-        let total = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
+        // A zero must not hide the others: operations multiply some of the sizes.
+        let total = dims
+            .iter()
+            .try_fold(1usize, |n, &d| n.checked_mul(d.max(1)));
         if total.is_none_or(|n| n > isize::MAX as usize / 8) {
             return Err(Error::usage(format!("shape {dims:?} is too large")));
         }

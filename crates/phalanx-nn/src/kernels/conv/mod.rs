@@ -79,8 +79,8 @@ pub(crate) fn partials(s: &ConvShape) -> usize {
         .min(s.images.max(1))
 }
 
-/// `dw (+)=` the weight gradient and, when asked for, `db (+)=` the bias
-/// gradient. `work` holds `partials(s) * (weight_len + out)` elements.
+/// `dw (+)=` the weight gradient. `work` holds `partials(s) * weight_len`
+/// elements.
 ///
 /// *Order*: images of a chunk one after another, chunks folded in order.
 pub(crate) fn weight_gradient(

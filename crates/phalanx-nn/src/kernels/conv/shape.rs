@@ -18,7 +18,8 @@ pub(crate) struct ConvShape {
 }
 
 impl ConvShape {
-    /// Size of the output along one dimension; `None` when the kernel does not fit.
+    /// Size of the output along one dimension; `None` when the kernel does not
+    /// fit, the image is empty, or the stride or the dilation is 0.
     pub(crate) fn out_size(
         input: usize,
         kernel: usize,
@@ -26,6 +27,9 @@ impl ConvShape {
         padding: usize,
         dilation: usize,
     ) -> Option<usize> {
+        if input == 0 || dilation == 0 {
+            return None;
+        }
         let reach = dilation
             .checked_mul(kernel.checked_sub(1)?)?
             .checked_add(1)?;

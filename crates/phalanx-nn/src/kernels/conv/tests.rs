@@ -44,6 +44,16 @@ fn shapes() -> Vec<ConvShape> {
         shape([9, 7], 4, 4, [3, 3], one, one, one, 4),
         shape([11, 10], 3, 2, [3, 2], [2, 1], [0, 2], [2, 3], 1),
         shape([3, 3], 1, 2, [3, 3], one, [3, 3], one, 1),
+        // One pixel; one output; a kernel larger than the image; stride beyond
+        // the kernel, with a remainder; one row, one column.
+        shape([1, 1], 16, 3, [1, 1], one, [0, 0], one, 1),
+        shape([1, 1], 8, 4, [3, 3], one, one, one, 1),
+        shape([1, 1], 2, 1, [1, 1], [3, 3], [0, 0], one, 1),
+        shape([3, 3], 8, 4, [3, 3], one, [0, 0], one, 1),
+        shape([2, 1], 8, 2, [5, 4], one, [2, 3], one, 1),
+        shape([8, 9], 3, 4, [2, 2], [4, 5], [0, 0], one, 1),
+        shape([1, 9], 8, 4, [1, 3], one, [0, 0], one, 1),
+        shape([9, 1], 16, 4, [3, 1], one, [0, 0], one, 1),
     ]
 }
 

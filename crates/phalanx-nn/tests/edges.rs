@@ -1,0 +1,197 @@
+//! Edges that a user can reach: odd shapes, foreign gradients, a sink that panics.
+
+mod common;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use common::Recorder;
+use phalanx_nn::layers::{Act, Conv2dOptions, Linear, MaxPool2dOptions};
+use phalanx_nn::optim::{Adam, Sgd};
+use phalanx_nn::{
+    ErrorKind, GradSink, Grads, Init, Layout, ParamId, Params, Reduction, Result, Scope, Seed,
+    SinkError, StepKey, Tape, Tensor, Threads,
+};
+
+fn is_usage<T: std::fmt::Debug>(r: Result<T>, part: &str) {
+    let e = r.unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Usage);
+    assert!(e.to_string().contains(part), "{e}");
+}
+
+/// The mask of the first dropout must be made again after one with fewer rows.
+#[test]
+fn dropouts_of_one_step_may_have_different_numbers_of_rows() {
+    let params = Scope::new(Seed(0)).build().unwrap();
+    let mut tape = Tape::new(Threads(1));
+    let mut sink = Grads::like(&params);
+    let step = tape.step(&params, StepKey::new(0, 0));
+    let x = step.variable(&[1.0; 48], &[8, 6]).unwrap();
+    let seen = x.share();
+    let first = x.dropout(0.5).unwrap();
+    let second = first.share().reshape(&[2, 24]).unwrap();
+    let second = second.dropout(0.5).unwrap();
+    let product = second.to_vec(); // of both masks, as the input is one
+    assert!(first.data() != product);
+    second.backward_with(&[1.0; 48], &mut sink).unwrap();
+    assert_eq!(seen.grad().unwrap(), product);
+}
+
+#[test]
+fn shapes_that_do_not_fit_are_refused() {
+    let mut scope = Scope::new(Seed(0));
+    let w = scope.param(
+        "w",
+        &[2, 16, 3, 3],
+        Layout::Conv,
+        Init::Uniform {
+            low: -1.0,
+            high: 1.0,
+        },
+    );
+    let params = scope.build().unwrap();
+    let mut tape = Tape::new(Threads(1));
+    let step = tape.step(&params, StepKey::new(0, 0));
+    let conv = |shape: &[usize], o| {
+        let values = vec![0.0; shape.iter().product()];
+        step.input(&values, shape)?.conv2d(w, None, o, Act::None)
+    };
+    let o = Conv2dOptions::new(3);
+    is_usage(conv(&[1, 4, 0, 16], o.padding(2)), "does not fit");
+    is_usage(conv(&[1, 0, 4, 16], o.padding(2)), "does not fit");
+    is_usage(conv(&[1, 4, 4, 16], o.dilation_rect(0, 1)), "does not fit");
+    is_usage(
+        conv(&[0, 4, 4, 16], o.padding(usize::MAX / 4)),
+        "is too large",
+    );
+    is_usage(
+        conv(&[1, 4, 4, 16], o.padding(usize::MAX / 2 + 1)),
+        "does not fit",
+    );
+    let pool = |shape: &[usize], o: MaxPool2dOptions| {
+        let values = vec![0.0; shape.iter().product()];
+        step.input(&values, shape)?.max_pool2d(o)
+    };
+    let o = MaxPool2dOptions::new(2);
+    is_usage(pool(&[1, 4, 4, 1], o.dilation(0)), "does not fit");
+    is_usage(pool(&[1, 0, 4, 1], o.padding(1)), "does not fit");
+    is_usage(step.input(&[], &[0, usize::MAX, 2]), "too large");
+}
+
+#[test]
+fn gradients_of_another_model_are_refused() {
+    let mut scope = Scope::new(Seed(0));
+    let net = Linear::new(scope.enter("fc"), 2, 1);
+    let mut params = scope.build().unwrap();
+    let mut foreign = Grads::like(&Scope::new(Seed(0)).build().unwrap());
+    let mut tape = Tape::new(Threads(1));
+    let step = tape.step(&params, StepKey::new(0, 0));
+    let x = step.input(&[1.0, 2.0], &[1, 2]).unwrap();
+    let loss = net
+        .forward(x)
+        .unwrap()
+        .mse_loss(&[0.0], Reduction::Sum)
+        .unwrap();
+    is_usage(loss.backward(&mut foreign), "gave 0 elements for fc.bias");
+    drop(step);
+    let before = params.flat().to_vec();
+    let (mut sgd, mut adam) = (Sgd::new(&params, 0.1), Adam::new(&params, 0.1));
+    is_usage(sgd.step(&mut params, &foreign), "fc.weight has 0 elements");
+    is_usage(adam.step(&mut params, &foreign), "fc.weight has 0 elements");
+    assert_eq!(params.flat(), before);
+}
+
+#[test]
+fn a_layer_without_inputs_gives_its_bias_which_is_zero() {
+    let mut scope = Scope::new(Seed(0));
+    let net = Linear::new(scope.enter("fc"), 0, 3);
+    let params = scope.build().unwrap();
+    let mut grads = Grads::like(&params);
+    let mut tape = Tape::new(Threads(1));
+    let step = tape.step(&params, StepKey::new(0, 0));
+    let y = net.forward(step.input(&[], &[2, 0]).unwrap()).unwrap();
+    assert_eq!(y.data(), [0.0; 6]);
+    y.backward_with(&[1.0; 6], &mut grads).unwrap();
+    assert_eq!(grads.export(net.bias.unwrap()), [2.0; 3]);
+}
+
+fn two_layers() -> (Linear, Linear, Params) {
+    let mut scope = Scope::new(Seed(5));
+    let a = Linear::new(scope.enter("a"), 3, 3);
+    let b = Linear::new(scope.enter("b"), 3, 3);
+    (a, b, scope.build().unwrap())
+}
+
+/// Only uses that the loss depends on count: `a` is ready after its one use
+/// there, whether or not other branches used it before or after.
+#[test]
+fn uses_in_branches_that_the_loss_does_not_see_do_not_count() {
+    let (a, b, params) = two_layers();
+    let gradients = |branches: bool| {
+        let mut tape = Tape::new(Threads(1));
+        tape.poison(true);
+        let mut sink = Recorder::like(&params);
+        let step = tape.step(&params, StepKey::new(0, 0));
+        let x = step.input(&[1.0, 2.0, 3.0], &[1, 3]).unwrap();
+        let aside = |x: &Tensor<'_>| {
+            if branches {
+                let y = b.forward(x.share()).unwrap();
+                a.forward(y.relu().unwrap()).unwrap();
+            }
+        };
+        aside(&x);
+        let y = a.forward(x).unwrap();
+        aside(&y);
+        let twice = y.share();
+        y.add(twice)
+            .unwrap()
+            .mse_loss(&[1.0; 3], Reduction::Sum)
+            .unwrap()
+            .backward(&mut sink)
+            .unwrap();
+        assert_eq!(
+            sink.names(&params),
+            ["b.weight", "b.bias", "a.bias", "a.weight"]
+        );
+        sink.grads.flat().to_vec()
+    };
+    assert_eq!(gradients(true), gradients(false));
+}
+
+/// Panics at one parameter.
+struct Panics(Grads, ParamId);
+
+impl GradSink for Panics {
+    fn slot(&mut self, param: ParamId) -> &mut [f32] {
+        self.0.slot(param)
+    }
+
+    fn ready(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
+        assert_ne!(param, self.1, "on purpose");
+        Ok(())
+    }
+}
+
+#[test]
+fn a_tape_survives_a_sink_that_panics() {
+    let (a, b, params) = two_layers();
+    let mut tape = Tape::new(Threads(1));
+    tape.poison(true);
+    let loss = |tape: &mut Tape, sink: &mut dyn GradSink| {
+        let step = tape.step(&params, StepKey::new(0, 0));
+        let x = step.input(&[1.0, 2.0, 3.0], &[1, 3]).unwrap();
+        let y = a.forward_act(x, Act::Relu).unwrap();
+        let loss = b.forward(y).unwrap().mse_loss(&[1.0; 3], Reduction::Sum);
+        loss.unwrap().backward(sink).unwrap();
+    };
+    let mut want = Grads::like(&params);
+    loss(&mut tape, &mut want);
+    let allocations = tape.allocations();
+    for bad in params.ids() {
+        let mut sink = Panics(Grads::like(&params), bad);
+        catch_unwind(AssertUnwindSafe(|| loss(&mut tape, &mut sink))).unwrap_err();
+        let mut got = Grads::like(&params);
+        loss(&mut tape, &mut got);
+        assert_eq!(got.flat(), want.flat());
+    }
+    assert_eq!(tape.allocations(), allocations);
+}
