@@ -1,0 +1,230 @@
+//! Which parameter's gradient lies in which bucket. Pure arithmetic.
+
+use std::ops::Range;
+
+/// Elements per 64-byte line: every gradient starts on its own line, so neither
+/// SIMD nor the chunk owners of an all-reduce ever share one.
+const LINE_ELEMS: usize = 16;
+
+/// Size limits of buckets, in bytes of gradient (padding not counted).
+///
+/// A bucket is closed as soon as it has *reached* its cap, so it may exceed the
+/// cap by one tensor (PyTorch's rule). The first bucket is small so that
+/// communication starts early, the last so that little of it remains once
+/// backward has ended (collectives.md §7).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BucketCaps {
+    /// Cap of the bucket that fills first.
+    pub first_bytes: usize,
+    /// Cap of the others.
+    pub cap_bytes: usize,
+    /// The last bucket is cut so that what is reduced last is at most this
+    /// large, where tensor borders allow it. `None` leaves it as it comes.
+    pub last_bytes: Option<usize>,
+}
+
+impl BucketCaps {
+    /// Defaults for ranks on one host: 1 MiB, 4 MiB, last 1 MiB.
+    pub const ONE_HOST: BucketCaps = BucketCaps {
+        first_bytes: 1 << 20,
+        cap_bytes: 4 << 20,
+        last_bytes: Some(1 << 20),
+    };
+    /// Defaults across hosts: 1 MiB, 8 MiB, last 1 MiB.
+    pub const ACROSS_HOSTS: BucketCaps = BucketCaps {
+        first_bytes: 1 << 20,
+        cap_bytes: 8 << 20,
+        last_bytes: Some(1 << 20),
+    };
+    /// PyTorch's defaults: 1 MiB, 25 MiB.
+    pub const PYTORCH: BucketCaps = BucketCaps {
+        first_bytes: 1 << 20,
+        cap_bytes: 25 << 20,
+        last_bytes: None,
+    };
+
+    /// One cap for every bucket, as `bucket_cap_mb` given explicitly in PyTorch.
+    pub fn uniform(cap_bytes: usize) -> BucketCaps {
+        BucketCaps {
+            first_bytes: cap_bytes,
+            cap_bytes,
+            last_bytes: None,
+        }
+    }
+}
+
+/// The assignment of parameters to buckets and of gradients to places in them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BucketPlan {
+    buckets: Vec<Vec<usize>>,
+    /// Per parameter: bucket and element range in it.
+    places: Vec<(usize, Range<usize>)>,
+    /// Elements per bucket, padding included.
+    bucket_elems: Vec<usize>,
+}
+
+impl BucketPlan {
+    /// Fills buckets with the parameters in `order` (indices into `lens`, each
+    /// exactly once); `lens` are element counts of `f32` gradients.
+    ///
+    /// Before the true order is known, `order` is the reverse of registration.
+    pub fn new(lens: &[usize], order: &[usize], caps: BucketCaps) -> BucketPlan {
+        let bytes = |p: usize| lens[p] * size_of::<f32>();
+        let mut buckets: Vec<Vec<usize>> = Vec::new();
+        let mut open: Vec<usize> = Vec::new();
+        let mut open_bytes = 0;
+        for &param in order {
+            open.push(param);
+            open_bytes += bytes(param);
+            let cap = if buckets.is_empty() {
+                caps.first_bytes
+            } else {
+                caps.cap_bytes
+            };
+            if open_bytes >= cap {
+                buckets.push(std::mem::take(&mut open));
+                open_bytes = 0;
+            }
+        }
+        if !open.is_empty() {
+            buckets.push(open);
+        }
+        if let (Some(last_bytes), Some(last)) = (caps.last_bytes, buckets.last_mut()) {
+            let tail = tail_within(last, last_bytes, bytes);
+            if tail > 0 && tail < last.len() {
+                let tail = last.split_off(last.len() - tail);
+                buckets.push(tail);
+            }
+        }
+        Self::lay_out(lens, buckets)
+    }
+
+    fn lay_out(lens: &[usize], buckets: Vec<Vec<usize>>) -> BucketPlan {
+        let mut places = vec![(0, 0..0); lens.len()];
+        let mut bucket_elems = Vec::with_capacity(buckets.len());
+        for (b, params) in buckets.iter().enumerate() {
+            let mut at = 0;
+            for &p in params {
+                places[p] = (b, at..at + lens[p]);
+                at = (at + lens[p]).next_multiple_of(LINE_ELEMS);
+            }
+            bucket_elems.push(at);
+        }
+        BucketPlan {
+            buckets,
+            places,
+            bucket_elems,
+        }
+    }
+
+    /// Parameters of each bucket, in the order in which they lie in it.
+    pub fn buckets(&self) -> &[Vec<usize>] {
+        &self.buckets
+    }
+
+    /// Bucket of a parameter and the element range of its gradient in it.
+    pub fn place(&self, param: usize) -> (usize, Range<usize>) {
+        let (bucket, range) = &self.places[param];
+        (*bucket, range.clone())
+    }
+
+    /// Elements of bucket `bucket`, padding to 64-byte lines included.
+    pub fn bucket_elems(&self, bucket: usize) -> usize {
+        self.bucket_elems[bucket]
+    }
+
+    /// Bytes of gradient in bucket `bucket`, padding not counted.
+    pub fn bucket_bytes(&self, bucket: usize) -> usize {
+        self.buckets[bucket]
+            .iter()
+            .map(|&p| self.places[p].1.len() * size_of::<f32>())
+            .sum()
+    }
+}
+
+/// How many parameters at the end of `bucket` fit into `limit_bytes` together.
+fn tail_within(bucket: &[usize], limit_bytes: usize, bytes: impl Fn(usize) -> usize) -> usize {
+    let mut sum = 0;
+    bucket
+        .iter()
+        .rev()
+        .take_while(|&&p| {
+            sum += bytes(p);
+            sum <= limit_bytes
+        })
+        .count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reversed(n: usize) -> Vec<usize> {
+        (0..n).rev().collect()
+    }
+
+    /// Sizes of PyTorch's basic MNIST CNN.
+    const MNIST: [usize; 8] = [288, 32, 18_432, 64, 1_179_648, 128, 1_280, 10];
+
+    #[test]
+    fn mnist_cnn_has_pytorchs_two_buckets() {
+        // ../shared/parity/buckets.json, "mnist cnn", defaults, later iterations.
+        let plan = BucketPlan::new(&MNIST, &reversed(8), BucketCaps::PYTORCH);
+        assert_eq!(plan.buckets(), [vec![7, 6, 5, 4], vec![3, 2, 1, 0]]);
+        assert_eq!(plan.bucket_bytes(0), 4_724_264);
+        assert_eq!(plan.bucket_bytes(1), 75_264);
+        let one = BucketPlan::new(&MNIST, &reversed(8), BucketCaps::uniform(25 << 20));
+        assert_eq!(one.buckets().len(), 1);
+    }
+
+    #[test]
+    fn assignment_is_pytorchs() {
+        // ../shared/parity/buckets.json, "assignment": float counts and caps.
+        let counts = [300_000, 10, 200_000, 10, 10, 7_000_000, 10, 10];
+        let order: Vec<usize> = (0..8).collect();
+        let plan = |caps| BucketPlan::new(&counts, &order, caps).buckets().to_vec();
+        let small = vec![vec![0], vec![1, 2, 3, 4, 5], vec![6, 7]];
+        assert_eq!(plan(BucketCaps::PYTORCH), small);
+        assert_eq!(
+            plan(BucketCaps::uniform(25 << 20)),
+            [vec![0, 1, 2, 3, 4, 5], vec![6, 7]]
+        );
+        assert_eq!(plan(BucketCaps::uniform(1 << 20)), small);
+    }
+
+    #[test]
+    fn last_bucket_is_cut_to_its_cap() {
+        let caps = BucketCaps {
+            first_bytes: 4,
+            cap_bytes: 1 << 30,
+            last_bytes: Some(400),
+        };
+        let plan = BucketPlan::new(&[50, 50, 500, 1], &reversed(4), caps);
+        assert_eq!(plan.buckets(), [vec![3], vec![2], vec![1, 0]]);
+        // A last tensor above the cap cannot be cut.
+        let plan = BucketPlan::new(&[500, 50, 1], &reversed(3), caps);
+        assert_eq!(plan.buckets(), [vec![2], vec![1, 0]]);
+    }
+
+    #[test]
+    fn every_gradient_has_its_own_lines() {
+        for cap in [1, 100, 5_000, 1 << 20, usize::MAX] {
+            let plan = BucketPlan::new(&MNIST, &reversed(8), BucketCaps::uniform(cap));
+            let mut seen = vec![0; 8];
+            for (b, params) in plan.buckets().iter().enumerate() {
+                let mut end = 0;
+                for &p in params {
+                    seen[p] += 1;
+                    let (bucket, range) = plan.place(p);
+                    assert_eq!(bucket, b);
+                    assert_eq!(range.len(), MNIST[p]);
+                    assert_eq!(range.start % LINE_ELEMS, 0);
+                    assert!(range.start >= end);
+                    end = range.end;
+                }
+                assert!(plan.bucket_elems(b) >= end);
+            }
+            assert_eq!(seen, [1; 8]);
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! Are the weights still the same on all ranks?
+
+use phalanx_comm::ProcessGroup;
+use phalanx_nn::Params;
+use sha2::{Digest, Sha256};
+
+use crate::error::{Error, Result};
+
+/// Compares `digest` (any hash of the weights) with all other ranks. Costs one all-gather of
+/// 32 bytes a rank when the ranks agree.
+///
+/// *Blocks* until all ranks of the group call it.
+///
+/// # Errors
+///
+/// `Mismatch`, on every rank, naming the ranks that differ from rank 0 and the
+/// first parameter or buffer in which the first of them does.
+pub fn verify_equal(group: &ProcessGroup, params: &Params, digest: [u8; 32]) -> Result<()> {
+    let failed = |e| Error::comm_while("the ranks' weights could not be compared", e);
+    let world = group.world_size();
+    if world == 1 {
+        return Ok(());
+    }
+    let mut all = vec![0u8; world * digest.len()];
+    group.all_gather(&digest, &mut all).map_err(failed)?;
+    let hashes: Vec<&[u8]> = all.chunks_exact(digest.len()).collect();
+    let different: Vec<usize> = (1..world).filter(|&r| hashes[r] != hashes[0]).collect();
+    let Some(&first) = different.first() else {
+        return Ok(());
+    };
+    let mine: Vec<u8> = params
+        .ids()
+        .map(|id| params.get(id))
+        .chain(params.buffer_ids().map(|id| params.buffer(id)))
+        .flat_map(hash_elems)
+        .collect();
+    let mut all = vec![0u8; world * mine.len()];
+    group.all_gather(&mine, &mut all).map_err(failed)?;
+    let of = |rank: usize| all[rank * mine.len()..][..mine.len()].chunks_exact(32);
+    let name = params
+        .infos()
+        .iter()
+        .chain(params.buffer_infos())
+        .zip(of(0).zip(of(first)))
+        .find(|(_, (a, b))| a != b)
+        .map_or("what is neither parameter nor buffer", |(info, _)| {
+            &info.name
+        });
+    let ranks: Vec<String> = different.iter().map(usize::to_string).collect();
+    Err(Error::mismatch(format!(
+        "the weights of rank{} {} differ from rank 0's, first in {name}; the ranks no longer train the same model",
+        if ranks.len() == 1 { "" } else { "s" },
+        ranks.join(", ")
+    )))
+}
+
+fn hash_elems(values: &[f32]) -> [u8; 32] {
+    let mut hash = Sha256::new();
+    for value in values {
+        hash.update(value.to_le_bytes());
+    }
+    hash.finalize().into()
+}

@@ -1,0 +1,75 @@
+//! The crate's one error type.
+
+use std::fmt;
+
+/// Result of this crate.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// What went wrong, for callers that must decide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// Occurs when the caller used the reducer wrongly: a parameter without a
+    /// gradient, a gradient reported twice, sizes that do not fit.
+    Usage,
+    /// Occurs when ranks disagree on model, options or weights.
+    Mismatch,
+    /// Occurs when a collective failed; [`Error::comm`] has the details.
+    Comm,
+}
+
+/// A failure of the reducer or the wrapper.
+#[derive(Debug)]
+pub struct Error {
+    kind: ErrorKind,
+    message: String,
+    comm: Option<phalanx_comm::Error>,
+}
+
+impl Error {
+    pub(crate) fn usage(message: impl Into<String>) -> Self {
+        Error {
+            kind: ErrorKind::Usage,
+            message: message.into(),
+            comm: None,
+        }
+    }
+
+    pub(crate) fn mismatch(message: impl Into<String>) -> Self {
+        Error {
+            kind: ErrorKind::Mismatch,
+            message: message.into(),
+            comm: None,
+        }
+    }
+
+    pub(crate) fn comm_while(what: impl Into<String>, cause: phalanx_comm::Error) -> Self {
+        Error {
+            kind: ErrorKind::Comm,
+            message: what.into(),
+            comm: Some(cause),
+        }
+    }
+
+    /// What went wrong.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+
+    /// The collective's own error, when one failed.
+    pub fn comm(&self) -> Option<&phalanx_comm::Error> {
+        self.comm.as_ref()
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.comm.as_ref().map(|e| e as _)
+    }
+}

@@ -1,0 +1,138 @@
+//! Do all ranks train the same model with the same settings?
+//!
+//! Each rank writes down names, shapes and options as lines of text; only the
+//! hashes travel. When they differ, the texts of rank 0 and of the first rank that
+//! differs are broadcast, so that every rank can name the first difference.
+
+use phalanx_comm::ProcessGroup;
+use sha2::{Digest, Sha256};
+
+use crate::error::{Error, Result};
+
+/// Longest text that is compared line by line (8 MiB is about 100,000
+/// parameters); a peer's length is checked against it before it is believed.
+const MAX_TEXT_BYTES: i64 = 8 << 20;
+
+/// What must be equal on all ranks, one fact a line.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Fingerprint {
+    lines: Vec<String>,
+}
+
+impl Fingerprint {
+    /// No facts yet.
+    pub fn new() -> Fingerprint {
+        Fingerprint::default()
+    }
+
+    /// Adds a fact. The order of facts counts.
+    pub fn line(&mut self, fact: impl Into<String>) -> &mut Self {
+        self.lines.push(fact.into().replace('\n', " "));
+        self
+    }
+
+    /// Compares with all other ranks.
+    ///
+    /// *Blocks* until all ranks of the group call it.
+    ///
+    /// # Errors
+    ///
+    /// `Mismatch`, on every rank, naming the first rank that differs from rank
+    /// 0 and the first line in which it does.
+    pub fn compare(&self, group: &ProcessGroup) -> Result<()> {
+        let failed = |e| Error::comm_while("the ranks' models could not be compared", e);
+        let world = group.world_size();
+        if world == 1 {
+            return Ok(());
+        }
+        let text = self.lines.join("\n");
+        let mine = Sha256::digest(text.as_bytes());
+        let mut all = vec![0u8; world * mine.len()];
+        group
+            .all_gather(mine.as_slice(), &mut all)
+            .map_err(failed)?;
+        let mut hashes = all.chunks_exact(mine.len());
+        let first = hashes.next().unwrap_or_default();
+        let Some(other) = hashes.position(|h| h != first).map(|i| i + 1) else {
+            return Ok(());
+        };
+        let reference = share_text(group, &text, 0)?;
+        let different = share_text(group, &text, other)?;
+        Err(Error::mismatch(describe(&reference, &different, other)))
+    }
+}
+
+/// Broadcasts `root`'s text to all ranks.
+fn share_text(group: &ProcessGroup, mine: &str, root: usize) -> Result<String> {
+    let failed = |e| Error::comm_while("the ranks' models could not be compared", e);
+    let mut len = [mine.len() as i64];
+    group.broadcast(&mut len, root).map_err(failed)?;
+    let len = usize::try_from(len[0].clamp(0, MAX_TEXT_BYTES)).unwrap_or(0);
+    let mut bytes = vec![0u8; len];
+    if group.rank() == root {
+        bytes.copy_from_slice(&mine.as_bytes()[..len]);
+    }
+    group.broadcast(&mut bytes, root).map_err(failed)?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// The first difference between rank 0's text and rank `other`'s.
+fn describe(reference: &str, different: &str, other: usize) -> String {
+    // Not `lines`: it would hide a difference in carriage returns.
+    let mut left = reference.split('\n');
+    let mut right = different.split('\n');
+    loop {
+        match (left.next(), right.next()) {
+            (Some(a), Some(b)) if a == b => {}
+            (None, None) => {
+                return format!(
+                    "rank {other} differs from rank 0, but only beyond the compared {MAX_TEXT_BYTES} bytes"
+                );
+            }
+            (a, b) => {
+                return format!(
+                    "rank {other} does not train the same model as rank 0: rank 0 has {} where rank {other} has \
+                     {}; start all ranks with the same program and arguments",
+                    shown(a),
+                    shown(b)
+                );
+            }
+        }
+    }
+}
+
+/// A peer's line as it is printed: quoted, control characters escaped, not endless.
+fn shown(line: Option<&str>) -> String {
+    const SHOWN_CHARS: usize = 300;
+    let Some(line) = line else {
+        return "nothing".to_owned();
+    };
+    let head: String = line.chars().take(SHOWN_CHARS).collect();
+    let more = if head.len() < line.len() { "..." } else { "" };
+    format!("{head:?}{more}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn first_difference_is_named() {
+        let text = describe("a\nfc1.weight [128]\nx", "a\nfc1.weight [64]\ny", 3);
+        assert!(text.contains("rank 3"), "{text}");
+        assert!(text.contains("rank 0 has \"fc1.weight [128]\""), "{text}");
+        assert!(text.contains("rank 3 has \"fc1.weight [64]\""), "{text}");
+        let text = describe("a", "a\nb", 1);
+        assert!(
+            text.contains("rank 0 has nothing where rank 1 has \"b\""),
+            "{text}"
+        );
+        let text = describe("a\nb", "a\r\nb", 1);
+        assert!(
+            text.contains(r#"rank 0 has "a" where rank 1 has "a\r""#),
+            "{text}"
+        );
+        let text = describe("a", &"\x1b".repeat(1 << 20), 1);
+        assert!(text.len() < 5000 && !text.contains('\x1b'));
+    }
+}

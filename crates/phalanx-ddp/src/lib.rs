@@ -1,0 +1,43 @@
+//! Gradient reducer and `DistributedDataParallel`.
+//!
+//! Three layers, each usable without the one above it:
+//!
+//! * [`BucketPlan`]: which parameter's gradient lies in which bucket. Pure.
+//! * [`Reducer`]: owns the bucket memory, hands out the slice in which a
+//!   gradient is to be produced, starts a bucket's all-reduce the moment its
+//!   last gradient is final, and gives the averaged gradients back. It speaks
+//!   parameter indices and `f32` slices, so any engine can drive it.
+//! * [`DistributedDataParallel`]: the reducer as gradient sink and gradient view
+//!   of a `phalanx-nn` model; compares the ranks' models and broadcasts rank
+//!   0's parameters and buffers when it is built.
+//!
+//! # Order
+//!
+//! The average over ranks is the process group's: with its default (canonical)
+//! algorithms a left fold in ascending rank order followed by one
+//! multiplication by `1 / world`. It depends on neither bucket layout nor timing,
+//! so training on P ranks equals accumulating P micro-batches in one process,
+//! bit for bit, and `tests/accumulation.rs` proves it.
+//!
+//! # Blocking
+//!
+//! Producing gradients never blocks on a peer; [`Reducer::finish`] and the
+//! construction of [`DistributedDataParallel`] do, each under the process group's
+//! deadlines.
+#![forbid(unsafe_code)]
+
+mod bucket;
+mod ddp;
+mod equal;
+mod error;
+mod fingerprint;
+mod reducer;
+mod trace;
+
+pub use bucket::{BucketCaps, BucketPlan};
+pub use ddp::{DdpOptions, DistributedDataParallel};
+pub use equal::verify_equal;
+pub use error::{Error, ErrorKind, Result};
+pub use fingerprint::Fingerprint;
+pub use reducer::{ParamSpec, Reducer, ReducerOptions};
+pub use trace::{BucketTimes, StepTimes};

@@ -1,0 +1,398 @@
+//! Averages gradients over ranks, bucket by bucket, while backward still runs.
+//!
+//! # States of a bucket
+//!
+//! | state | memory is | left by |
+//! |---|---|---|
+//! | `Filling` | written by backward through [`Reducer::slot`] | last `ready` of the bucket, and all earlier buckets launched |
+//! | `InFlight` | owned by the process group; no reference exists | [`Reducer::finish`] |
+//! | `Reduced` | readable through [`Reducer::grad`] | first `slot` or `ready` of the next backward |
+//!
+//! Buckets are launched strictly in index order, even when a later one fills
+//! first, so that all ranks issue the same sequence of collectives.
+//!
+//! After the first backward the buckets are laid out again in the order in
+//! which rank 0's gradients became ready (once; PyTorch's rule).
+//!
+//! Source: Li et al., "PyTorch Distributed", VLDB 2020, §3.2; PyTorch's
+//! `torch/csrc/distributed/c10d/reducer.cpp`.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use phalanx_comm::{Bucket, Call, ProcessGroup, ReduceOp, Work};
+
+use crate::bucket::{BucketCaps, BucketPlan};
+use crate::error::{Error, Result};
+use crate::trace::{BucketTimes, StepTimes};
+
+/// Name and size of one parameter, as the reducer needs it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ParamSpec {
+    /// Dotted name, for messages.
+    pub name: String,
+    /// Number of `f32` elements.
+    pub len: usize,
+}
+
+/// Settings of a [`Reducer`]. They must be the same on all ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReducerOptions {
+    /// Bucket caps.
+    pub caps: BucketCaps,
+    /// Lay the buckets out again after the first backward, in the order in
+    /// which gradients were observed to become ready.
+    pub rebuild: bool,
+}
+
+impl Default for ReducerOptions {
+    fn default() -> Self {
+        ReducerOptions {
+            caps: BucketCaps::ONE_HOST,
+            rebuild: true,
+        }
+    }
+}
+
+enum Memory {
+    Filling(Bucket<f32>),
+    InFlight(Work<Bucket<f32>>),
+    Reduced(Bucket<f32>),
+    /// The all-reduce failed and took the memory with it.
+    Lost,
+}
+
+/// Gradient buckets of one model on one rank.
+pub struct Reducer {
+    group: ProcessGroup,
+    params: Vec<ParamSpec>,
+    options: ReducerOptions,
+    plan: BucketPlan,
+    labels: Vec<Arc<str>>,
+    memory: Vec<Memory>,
+    /// Gradients still missing, per bucket.
+    missing: Vec<usize>,
+    ready: Vec<bool>,
+    /// Parameters in the order in which they became ready in this backward.
+    order: Vec<usize>,
+    next_launch: usize,
+    in_backward: bool,
+    /// Layout to change to before the next backward.
+    rebuilt_plan: Option<BucketPlan>,
+    was_rebuilt: bool,
+    /// Where a gradient goes that should not come at all (see `slot`).
+    spill: Vec<f32>,
+    failed: bool,
+    times: StepTimes,
+    launched_at: Vec<Instant>,
+}
+
+impl Reducer {
+    /// Allocates buckets for `params`, given in registration order. Local: no
+    /// communication. All ranks must pass the same parameters and options
+    /// ([`crate::Fingerprint`] compares them).
+    pub fn new(group: ProcessGroup, params: Vec<ParamSpec>, options: ReducerOptions) -> Reducer {
+        let lens: Vec<usize> = params.iter().map(|p| p.len).collect();
+        let order: Vec<usize> = (0..params.len()).rev().collect();
+        let plan = BucketPlan::new(&lens, &order, options.caps);
+        let mut reducer = Reducer {
+            group,
+            ready: vec![false; params.len()],
+            order: Vec::with_capacity(params.len()),
+            params,
+            options,
+            plan,
+            labels: Vec::new(),
+            memory: Vec::new(),
+            missing: Vec::new(),
+            next_launch: 0,
+            in_backward: false,
+            rebuilt_plan: None,
+            was_rebuilt: false,
+            spill: Vec::new(),
+            failed: false,
+            times: StepTimes::default(),
+            launched_at: Vec::new(),
+        };
+        reducer.allocate();
+        reducer
+    }
+
+    fn allocate(&mut self) {
+        self.memory.clear(); // the old layout's, before as much again is asked for
+        let buckets = self.plan.buckets();
+        self.labels = buckets
+            .iter()
+            .enumerate()
+            .map(|(b, params)| self.label(b, buckets.len(), params))
+            .collect();
+        self.memory = (0..buckets.len())
+            .map(|b| Memory::Reduced(self.group.bucket(self.plan.bucket_elems(b))))
+            .collect();
+        self.missing = buckets.iter().map(Vec::len).collect();
+    }
+
+    /// What error messages and traces call a bucket.
+    fn label(&self, bucket: usize, of: usize, params: &[usize]) -> Arc<str> {
+        const SHOWN: usize = 4;
+        let mut names: Vec<&str> = params
+            .iter()
+            .take(SHOWN)
+            .map(|&p| self.params[p].name.as_str())
+            .collect();
+        let more = format!("{} more", params.len().saturating_sub(SHOWN));
+        if params.len() > SHOWN {
+            names.push(&more);
+        }
+        format!("bucket {bucket} of {of}: {}", names.join(", ")).into()
+    }
+
+    /// The current bucket layout.
+    pub fn plan(&self) -> &BucketPlan {
+        &self.plan
+    }
+
+    /// The process group that reduces.
+    pub fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    /// When things happened in the step that [`finish`](Self::finish) ended last.
+    pub fn times(&self) -> &StepTimes {
+        &self.times
+    }
+
+    /// Memory in which the gradient of `param` is to be produced, inside its
+    /// bucket. The first call after a [`finish`](Self::finish) begins a new step and makes all
+    /// former gradients unreadable. Contents are those of the step before:
+    /// write first, add later. Empty when there is no such parameter.
+    pub fn slot(&mut self, param: usize) -> &mut [f32] {
+        self.begin();
+        if param >= self.params.len() {
+            return &mut [];
+        }
+        let (bucket, range) = self.plan.place(param);
+        // A gradient that arrives after its bucket was launched must not touch
+        // it. `ready` will refuse it by name; until then it goes aside.
+        if let Memory::Filling(memory) = &mut self.memory[bucket] {
+            return &mut memory[range];
+        }
+        self.spill.resize(range.len().max(self.spill.len()), 0.0);
+        &mut self.spill[..range.len()]
+    }
+
+    /// Says that the gradient of `param` is final. Launches every bucket that
+    /// is full by now and whose predecessors are launched. Does not block.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when the parameter was ready before in this backward, when there
+    /// is no such parameter, or when an earlier step failed.
+    pub fn ready(&mut self, param: usize) -> Result<()> {
+        self.begin();
+        self.check_usable()?;
+        if param >= self.params.len() {
+            return Err(Error::usage(format!(
+                "there is no parameter number {param}: the reducer was made for {}, numbered from 0",
+                self.params.len()
+            )));
+        }
+        if std::mem::replace(&mut self.ready[param], true) {
+            return Err(Error::usage(format!(
+                "the gradient of {} was marked ready twice in one backward; a parameter used several times must be \
+                 reported once, after its last use",
+                self.params[param].name
+            )));
+        }
+        self.order.push(param);
+        self.missing[self.plan.place(param).0] -= 1;
+        while self.missing.get(self.next_launch) == Some(&0) {
+            self.launch(self.next_launch);
+            self.next_launch += 1;
+        }
+        Ok(())
+    }
+
+    fn check_usable(&self) -> Result<()> {
+        if self.failed {
+            return Err(Error::usage(
+                "an earlier step failed, so gradients are undefined; form a new process group and a new reducer",
+            ));
+        }
+        Ok(())
+    }
+
+    fn launch(&mut self, bucket: usize) {
+        self.launched_at.push(Instant::now());
+        let memory = match std::mem::replace(&mut self.memory[bucket], Memory::Lost) {
+            Memory::Filling(memory) => memory,
+            // `begin` made every bucket `Filling`, and each is launched once.
+            other => {
+                self.memory[bucket] = other;
+                return;
+            }
+        };
+        self.memory[bucket] = if self.group.world_size() == 1 {
+            Memory::Reduced(memory)
+        } else {
+            let call = Call {
+                label: Some(self.labels[bucket].clone()),
+                ..Call::default()
+            };
+            Memory::InFlight(self.group.all_reduce_async(memory, ReduceOp::Mean, call))
+        };
+    }
+
+    /// Ends backward: waits until every gradient is averaged over all ranks.
+    ///
+    /// *Blocks* until all ranks have launched all their buckets, under the
+    /// group's operation deadline.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` naming the parameters that got no gradient (nothing is waited
+    /// for then, and the group is aborted, so that the other ranks do not wait
+    /// for the missing buckets either); `Comm` naming bucket and peer when an all-reduce failed. After an error
+    /// the gradients are undefined and the reducer refuses further steps.
+    pub fn finish(&mut self) -> Result<()> {
+        self.begin();
+        self.check_usable()?;
+        let ended = Instant::now();
+        self.times.backward_ended = Some(ended);
+        if self.order.len() < self.params.len() {
+            self.failed = true;
+            let error = self.no_gradient_error();
+            self.group.abort(&error.to_string());
+            return Err(error);
+        }
+        for bucket in 0..self.memory.len() {
+            self.collect(bucket)?;
+        }
+        self.times.reduced = Some(Instant::now());
+        if self.options.rebuild && !self.was_rebuilt {
+            self.plan_rebuild()?;
+        }
+        self.in_backward = false;
+        Ok(())
+    }
+
+    fn no_gradient_error(&self) -> Error {
+        let names: Vec<&str> = (0..self.params.len())
+            .filter(|&p| !self.ready[p])
+            .map(|p| self.params[p].name.as_str())
+            .collect();
+        Error::usage(format!(
+            "no gradient for {} of {} parameters on rank {}: {}; backward must report every parameter (zeros for \
+             unused ones) before the step ends",
+            names.len(),
+            self.params.len(),
+            self.group.rank(),
+            names.join(", ")
+        ))
+    }
+
+    fn collect(&mut self, bucket: usize) -> Result<()> {
+        match std::mem::replace(&mut self.memory[bucket], Memory::Lost) {
+            Memory::InFlight(work) => match work.wait_traced() {
+                Ok((memory, times)) => {
+                    self.memory[bucket] = Memory::Reduced(memory);
+                    self.times.buckets.push(BucketTimes {
+                        bucket,
+                        bytes: self.plan.bucket_bytes(bucket),
+                        label: self.labels[bucket].clone(),
+                        launched: self.launched_at[bucket],
+                        started: times.started,
+                        finished: times.finished,
+                    });
+                    Ok(())
+                }
+                Err(cause) => {
+                    self.failed = true;
+                    Err(Error::comm_while(
+                        format!("gradients could not be averaged ({})", self.labels[bucket]),
+                        cause,
+                    ))
+                }
+            },
+            other => {
+                self.memory[bucket] = other;
+                Ok(())
+            }
+        }
+    }
+
+    /// Plans the layout in rank 0's observed order; taken on by the next `begin`, since
+    /// this step's gradients are still to be read from the old buckets.
+    fn plan_rebuild(&mut self) -> Result<()> {
+        self.was_rebuilt = true;
+        if self.group.world_size() > 1 {
+            let mut order: Vec<i64> = self.order.iter().map(|&p| p as i64).collect();
+            self.group.broadcast(&mut order, 0).map_err(|e| {
+                self.failed = true;
+                Error::comm_while("rank 0's gradient order could not be broadcast", e)
+            })?;
+            for (mine, theirs) in self.order.iter_mut().zip(order) {
+                *mine = usize::try_from(theirs).unwrap_or(usize::MAX);
+            }
+            let mut sorted = self.order.clone();
+            sorted.sort_unstable();
+            if sorted.into_iter().ne(0..self.params.len()) {
+                self.failed = true;
+                return Err(Error::mismatch(
+                    "rank 0 sent a gradient order that does not name every parameter once; \
+                     the ranks run different models",
+                ));
+            }
+        }
+        let lens: Vec<usize> = self.params.iter().map(|p| p.len).collect();
+        let plan = BucketPlan::new(&lens, &self.order, self.options.caps);
+        if plan != self.plan {
+            self.rebuilt_plan = Some(plan);
+        }
+        Ok(())
+    }
+
+    /// Starts a new backward unless one runs.
+    fn begin(&mut self) {
+        if self.in_backward {
+            return;
+        }
+        self.in_backward = true;
+        if let Some(plan) = self.rebuilt_plan.take() {
+            self.plan = plan;
+            self.allocate();
+        }
+        for (missing, params) in self.missing.iter_mut().zip(self.plan.buckets()) {
+            *missing = params.len();
+        }
+        self.ready.fill(false);
+        self.order.clear();
+        self.next_launch = 0;
+        self.launched_at.clear();
+        self.times.buckets.clear();
+        self.times.backward_began = Some(Instant::now());
+        for memory in &mut self.memory {
+            if let Memory::Reduced(bucket) = std::mem::replace(memory, Memory::Lost) {
+                *memory = Memory::Filling(bucket);
+            }
+        }
+    }
+
+    /// The averaged gradient of `param`; empty unless the last backward was
+    /// finished, and when there is no such parameter.
+    pub fn grad(&self, param: usize) -> &[f32] {
+        if param >= self.params.len() {
+            return &[];
+        }
+        let (bucket, range) = self.plan.place(param);
+        match &self.memory[bucket] {
+            Memory::Reduced(memory) if !self.in_backward => &memory[range],
+            _ => &[],
+        }
+    }
+
+    /// Whether an earlier step failed, so that gradients are undefined.
+    pub fn is_failed(&self) -> bool {
+        self.failed
+    }
+}
