@@ -1,0 +1,304 @@
+//! Times one collective at several sizes.
+//!
+//! Protocol: results are verified before anything is timed; rank 0 chooses the
+//! number of iterations and broadcasts it; every iteration is timed on every
+//! rank and counts with the time of its slowest rank.
+
+use std::time::{Duration, Instant};
+
+use phalanx_comm::{ProcessGroup, ReduceOp};
+use serde_json::json;
+
+use super::sizes::ByteSize;
+use crate::error::{Error, ErrorKind, Result};
+use crate::ranks::RankArgs;
+use crate::train::RankContext;
+use crate::train::format;
+
+/// Arguments of a collective benchmark.
+#[derive(Debug, Clone, clap::Args)]
+pub struct CollectiveArgs {
+    /// Sizes, separated by commas
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "4,1KiB,64KiB,1MiB,25MiB",
+        value_name = "SIZE,..."
+    )]
+    pub bytes: Vec<ByteSize>,
+    /// Iterations per size [default: as many as fit into a second, 5 to 2000]
+    #[arg(long, value_name = "N")]
+    pub iters: Option<usize>,
+    /// One JSON object a line instead of a table
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub ranks: RankArgs,
+}
+
+/// What is timed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Op {
+    AllReduce,
+    Broadcast,
+    Reduce,
+    AllGather,
+    ReduceScatter,
+    AllToAll,
+    Barrier,
+}
+
+impl Op {
+    fn name(self) -> &'static str {
+        match self {
+            Op::AllReduce => "all-reduce",
+            Op::Broadcast => "broadcast",
+            Op::Reduce => "reduce",
+            Op::AllGather => "all-gather",
+            Op::ReduceScatter => "reduce-scatter",
+            Op::AllToAll => "all-to-all",
+            Op::Barrier => "barrier",
+        }
+    }
+
+    /// Bus bandwidth per algorithm bandwidth, by NCCL's definition.
+    fn bus_factor(self, world: usize) -> f64 {
+        let p = world as f64;
+        match self {
+            Op::AllReduce => 2.0 * (p - 1.0) / p,
+            Op::AllGather | Op::ReduceScatter | Op::AllToAll => (p - 1.0) / p,
+            Op::Broadcast | Op::Reduce | Op::Barrier => 1.0,
+        }
+    }
+}
+
+const WARMUP_ITERS: usize = 3;
+const TARGET: Duration = Duration::from_secs(1);
+
+/// Runs the benchmark as one rank; rank 0 prints.
+///
+/// # Errors
+///
+/// A failed collective, or a wrong result.
+pub fn run_rank(ctx: &RankContext, op: Op, args: &CollectiveArgs) -> Result<()> {
+    let transport = transport_name(ctx);
+    if ctx.is_main() && !args.json {
+        ctx.line(&format!(
+            "{} f32 sum, {} ranks, {transport}\n{:>12} {:>8} {:>12} {:>12} {:>12} {:>11} {:>11}",
+            op.name(),
+            ctx.world(),
+            "bytes",
+            "iters",
+            "median",
+            "p10",
+            "p90",
+            "algbw",
+            "busbw"
+        ))?;
+    }
+    let sizes: &[ByteSize] = if op == Op::Barrier {
+        &[ByteSize(0)]
+    } else {
+        &args.bytes
+    };
+    for size in sizes {
+        let mut run = Run::new(&ctx.group, op, size.0);
+        run.verify()?;
+        let iters = agree_on_iterations(&ctx.group, &mut run, args.iters)?;
+        let mut times_us = Vec::with_capacity(iters);
+        for _ in 0..iters {
+            ctx.group.barrier()?;
+            let began = Instant::now();
+            run.once()?;
+            times_us.push(began.elapsed().as_secs_f64() * 1e6);
+        }
+        ctx.group.all_reduce(&mut times_us, ReduceOp::Max)?;
+        if ctx.is_main() {
+            times_us.sort_by(f64::total_cmp);
+            report(ctx, op, transport, run.bytes(), &times_us, args.json)?;
+        }
+    }
+    Ok(())
+}
+
+fn report(
+    ctx: &RankContext,
+    op: Op,
+    transport: &str,
+    bytes: usize,
+    sorted_us: &[f64],
+    as_json: bool,
+) -> Result<()> {
+    let at = |q: f64| sorted_us[((sorted_us.len() - 1) as f64 * q).round() as usize];
+    let median = at(0.5);
+    let alg_gb_s = bytes as f64 / median / 1e3;
+    let bus_gb_s = alg_gb_s * op.bus_factor(ctx.world());
+    if as_json {
+        let line = json!({
+            "op": op.name(), "transport": transport, "world": ctx.world(), "bytes": bytes,
+            "iters": sorted_us.len(), "median_us": median, "p10_us": at(0.1), "p90_us": at(0.9),
+            "alg_gb_s": alg_gb_s, "bus_gb_s": bus_gb_s,
+        });
+        return ctx.line(&line.to_string());
+    }
+    let time = |us: f64| {
+        if us < 1000.0 {
+            format!("{us:.1} µs")
+        } else {
+            format!("{:.2} ms", us / 1000.0)
+        }
+    };
+    let speed = |gb_s: f64| {
+        if bytes < 1024 {
+            "-".to_owned()
+        } else {
+            format!("{gb_s:.2} GB/s")
+        }
+    };
+    ctx.line(&format!(
+        "{:>12} {:>8} {:>12} {:>12} {:>12} {:>11} {:>11}",
+        format::bytes(bytes),
+        sorted_us.len(),
+        time(median),
+        time(at(0.1)),
+        time(at(0.9)),
+        speed(alg_gb_s),
+        speed(bus_gb_s)
+    ))
+}
+
+fn transport_name(ctx: &RankContext) -> &'static str {
+    use phalanx_comm::TransportKind::{Shm, Tcp, Thread};
+    let kinds: Vec<_> = ctx
+        .group
+        .transports()
+        .iter()
+        .map(|(_, kind)| *kind)
+        .collect();
+    match (
+        kinds.contains(&Thread),
+        kinds.contains(&Shm),
+        kinds.contains(&Tcp),
+    ) {
+        (true, ..) => "thread",
+        (_, true, true) => "shm+tcp",
+        (_, true, false) => "shm",
+        (_, false, true) => "tcp",
+        _ => "none",
+    }
+}
+
+/// Rank 0 measures a few iterations and tells all how many to run.
+fn agree_on_iterations(
+    group: &ProcessGroup,
+    run: &mut Run<'_>,
+    wanted: Option<usize>,
+) -> Result<usize> {
+    for _ in 0..WARMUP_ITERS {
+        run.once()?;
+    }
+    group.barrier()?;
+    let began = Instant::now();
+    for _ in 0..WARMUP_ITERS {
+        run.once()?;
+    }
+    let each = began.elapsed() / WARMUP_ITERS as u32;
+    let fitting = TARGET.as_nanos() / each.as_nanos().max(1);
+    let mut iters = [wanted.unwrap_or((fitting as usize).clamp(5, 2000)) as i64];
+    group.broadcast(&mut iters, 0)?;
+    Ok(usize::try_from(iters[0]).unwrap_or(1).max(1))
+}
+
+/// Buffers of one benchmark.
+struct Run<'a> {
+    group: &'a ProcessGroup,
+    op: Op,
+    whole: Vec<f32>,
+    other: Vec<f32>,
+    part: Vec<f32>,
+}
+
+impl<'a> Run<'a> {
+    fn new(group: &'a ProcessGroup, op: Op, bytes: usize) -> Self {
+        let world = group.world_size();
+        let parts = matches!(op, Op::AllGather | Op::ReduceScatter | Op::AllToAll);
+        let elems = if parts {
+            bytes.div_ceil(4).div_ceil(world) * world
+        } else {
+            bytes.div_ceil(4)
+        };
+        Run {
+            group,
+            op,
+            whole: vec![0.0; elems],
+            other: vec![0.0; if op == Op::AllToAll { elems } else { 0 }],
+            part: vec![0.0; if parts { elems / world } else { 0 }],
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        self.whole.len() * size_of::<f32>()
+    }
+
+    fn once(&mut self) -> Result<()> {
+        let group = self.group;
+        match self.op {
+            Op::AllReduce => group.all_reduce(&mut self.whole, ReduceOp::Sum)?,
+            Op::Broadcast => group.broadcast(&mut self.whole, 0)?,
+            Op::Reduce => group.reduce(&mut self.whole, ReduceOp::Sum, 0)?,
+            Op::AllGather => group.all_gather(&self.part, &mut self.whole)?,
+            Op::ReduceScatter => {
+                group.reduce_scatter(&self.whole, &mut self.part, ReduceOp::Sum)?
+            }
+            Op::AllToAll => group.all_to_all(&self.whole, &mut self.other)?,
+            Op::Barrier => group.barrier()?,
+        }
+        Ok(())
+    }
+
+    /// Runs once on known numbers (element i of rank r is r + i mod 17; small
+    /// integers, so sums are exact) and compares.
+    fn verify(&mut self) -> Result<()> {
+        let (rank, world) = (self.group.rank(), self.group.world_size());
+        let value = |r: usize, i: usize| (r + i % 17) as f32;
+        let sum = |i: usize| (0..world).map(|r| value(r, i)).sum::<f32>();
+        let part_len = self.part.len();
+        for (i, v) in self.whole.iter_mut().enumerate() {
+            *v = value(rank, i);
+        }
+        for (i, v) in self.part.iter_mut().enumerate() {
+            *v = value(rank, i);
+        }
+        self.once()?;
+        let right = match self.op {
+            Op::AllReduce => all(&self.whole, sum),
+            Op::Broadcast => all(&self.whole, |i| value(0, i)),
+            Op::Reduce => rank != 0 || all(&self.whole, sum),
+            Op::AllGather => all(&self.whole, |i| value(i / part_len, i % part_len)),
+            Op::ReduceScatter => all(&self.part, |i| sum(rank * part_len + i)),
+            Op::AllToAll => all(&self.other, |i| {
+                value(i / part_len, rank * part_len + i % part_len)
+            }),
+            Op::Barrier => true,
+        };
+        // Sums would grow without bound over thousands of iterations.
+        self.whole.fill(0.0);
+        self.part.fill(0.0);
+        if right {
+            Ok(())
+        } else {
+            Err(Error::new(
+                ErrorKind::Failed,
+                format!(
+                    "{} of {} bytes gave a wrong result on rank {rank}; this is a bug in phalanx",
+                    self.op.name(),
+                    self.bytes()
+                ),
+            ))
+        }
+    }
+}
+
+fn all(got: &[f32], want: impl Fn(usize) -> f32) -> bool {
+    got.iter().enumerate().all(|(i, &v)| v == want(i))
+}

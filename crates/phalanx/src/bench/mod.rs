@@ -1,0 +1,62 @@
+//! `phalanx bench`: collectives and whole training steps, timed.
+
+mod collective;
+mod sizes;
+mod train;
+
+use crate::error::Result;
+use crate::ranks::{self, Speakers};
+
+/// Arguments of `phalanx bench`.
+#[derive(Debug, clap::Args)]
+pub struct BenchArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum What {
+    /// Sum over all ranks, result on all
+    AllReduce(collective::CollectiveArgs),
+    /// Rank 0's data to all
+    Broadcast(collective::CollectiveArgs),
+    /// Sum over all ranks, result on rank 0
+    Reduce(collective::CollectiveArgs),
+    /// Every rank's part to all; bytes are those of the whole result
+    AllGather(collective::CollectiveArgs),
+    /// Sum over all ranks, each keeps its part; bytes are those of the whole input
+    ReduceScatter(collective::CollectiveArgs),
+    /// A part from every rank to every rank; bytes are those of the whole input
+    AllToAll(collective::CollectiveArgs),
+    /// No data: everyone waits for everyone
+    Barrier(collective::CollectiveArgs),
+    /// Training steps on synthetic data, steady state
+    Train(train::TrainBenchArgs),
+}
+
+/// Runs `phalanx bench`.
+///
+/// # Errors
+///
+/// Whatever ended a rank, wrong results included.
+pub fn run(args: BenchArgs) -> Result<()> {
+    use collective::Op;
+    let (op, args) = match args.what {
+        What::Train(args) => {
+            args.validate()?;
+            return ranks::run(&args.ranks, Speakers::Rank0, &[], |ctx| {
+                train::run_rank(ctx, &args)
+            });
+        }
+        What::AllReduce(args) => (Op::AllReduce, args),
+        What::Broadcast(args) => (Op::Broadcast, args),
+        What::Reduce(args) => (Op::Reduce, args),
+        What::AllGather(args) => (Op::AllGather, args),
+        What::ReduceScatter(args) => (Op::ReduceScatter, args),
+        What::AllToAll(args) => (Op::AllToAll, args),
+        What::Barrier(args) => (Op::Barrier, args),
+    };
+    ranks::run(&args.ranks, Speakers::Rank0, &[], |ctx| {
+        collective::run_rank(ctx, op, &args)
+    })
+}

@@ -1,0 +1,207 @@
+//! The command line: what can be typed, and which room it leads to.
+
+mod explain;
+mod normalise;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+
+use crate::error::Result;
+use crate::{bench, launch, train};
+use normalise::{Flag, normalise};
+
+/// Distributed data-parallel training: ranks that march in step.
+#[derive(Parser, Debug)]
+#[command(
+    name = "phalanx",
+    version,
+    disable_help_subcommand = true,
+    args_override_self = true,
+    after_help = "Exit codes: 0 ok, 1 training failed, 2 usage, 3 a peer was lost, 4 timeout, 130 interrupted.\n\
+                  Flags may be written with dashes or underscores."
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// The commands of the stable contract, and three for our own processes.
+#[derive(Subcommand, Debug)]
+enum Command {
+    /// Train a model on N ranks.
+    Train(Box<train::TrainArgs>),
+    /// Measure collectives and training steps.
+    Bench(Box<bench::BenchArgs>),
+    /// Start N ranks of any program, watch them, and end them together.
+    #[command(
+        args_override_self = true,
+        override_usage = "phalanx launch [OPTIONS] [--] PROGRAM [ARGS]..."
+    )]
+    Launch(Box<launch::LaunchCli>),
+    /// Write a new job token, the secret that the launchers of one job share.
+    Token(TokenCli),
+    /// What a launcher starts as: binds the rank's life to it, then becomes PROGRAM.
+    #[command(hide = true)]
+    ExecRank(launch::ShimCli),
+    /// Ends the ranks of a launcher that was killed.
+    #[command(hide = true)]
+    Guard,
+}
+
+/// `phalanx token`.
+#[derive(clap::Args, Debug)]
+struct TokenCli {
+    /// The file to create (readable by you only; an existing file is kept).
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+}
+
+/// Parses the process's command line, does what it says, and gives the
+/// exit code. Everything that goes wrong has been printed.
+pub(crate) fn main() -> ExitCode {
+    match parse(std::env::args_os()) {
+        Ok(Some(cli)) => match run(cli.command) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                error.print();
+                ExitCode::from(error.exit_code())
+            }
+        },
+        Ok(None) => ExitCode::SUCCESS,
+        Err(error) => {
+            error.print();
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+fn run(command: Command) -> Result<()> {
+    match command {
+        Command::Train(args) => train::run(*args),
+        Command::Bench(args) => bench::run(*args),
+        Command::Launch(cli) => launch::run(&cli),
+        Command::Token(cli) => launch::write_token(&cli.out),
+        Command::ExecRank(cli) => launch::exec_rank(&cli),
+        Command::Guard => launch::guard(),
+    }
+}
+
+/// `Ok(None)`: help or the version was asked for and printed.
+fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Option<Cli>> {
+    let mut parser = Cli::command();
+    parser.build();
+    let mut args = args.into_iter();
+    let name = args.next().unwrap_or_else(|| "phalanx".into());
+    let args = normalise(args, |flag| launch_flag(&parser, flag));
+    let path = commands(&parser, &args);
+    let parsed = parser
+        .try_get_matches_from_mut(std::iter::once(name).chain(args))
+        .and_then(|matches| Cli::from_arg_matches(&matches));
+    match parsed {
+        Ok(cli) => Ok(Some(cli)),
+        Err(error) => explain::explain(&error, &parser, &path).map_or(Ok(None), Err),
+    }
+}
+
+/// The commands that `args` begin with, for messages about the rest.
+fn commands(parser: &clap::Command, args: &[OsString]) -> Vec<String> {
+    let mut path = Vec::new();
+    let mut command = parser;
+    for arg in args {
+        if arg.as_encoded_bytes().starts_with(b"-") {
+            continue;
+        }
+        match arg.to_str().and_then(|name| command.find_subcommand(name)) {
+            Some(found) => {
+                path.push(found.get_name().to_owned());
+                command = found;
+            }
+            None => break,
+        }
+    }
+    path
+}
+
+/// What kind of flag `name` is for `launch`, read from the parser itself, so
+/// that no second list can go stale.
+fn launch_flag(parser: &clap::Command, name: &str) -> Option<Flag> {
+    let launch = parser.find_subcommand("launch")?;
+    let arg = launch.get_arguments().find(|arg| {
+        arg.get_long() == Some(name)
+            || arg
+                .get_all_aliases()
+                .is_some_and(|aliases| aliases.contains(&name))
+    })?;
+    if arg.get_action().takes_values() {
+        Some(Flag::TakesValue)
+    } else {
+        Some(Flag::Switch)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error_of(args: &[&str]) -> String {
+        let args = std::iter::once("phalanx").chain(args.iter().copied());
+        parse(args.map(OsString::from)).unwrap_err().render()
+    }
+
+    #[test]
+    fn the_parser_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn unknown_words_get_a_suggestion() {
+        let text = error_of(&["lunch", "sh"]);
+        assert!(
+            text.starts_with("error: unknown command \"lunch\"; did you mean \"launch\"?   ("),
+            "{text}"
+        );
+        let text = error_of(&["launch", "--nproc_per_nod", "2", "sh"]);
+        assert!(
+            text.starts_with(
+                "error: unknown flag \"--nproc-per-nod\"; did you mean \"--nproc-per-node\"?\n"
+            ),
+            "{text}"
+        );
+        assert!(
+            text.ends_with("  see     phalanx launch --help\n"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn both_spellings_reach_the_same_field() {
+        for flag in ["--nproc_per_node", "--nproc-per-node"] {
+            let args = [
+                "phalanx", "launch", flag, "3", "prog", "--a_b", "--nnodes", "x",
+            ];
+            let cli = parse(args.map(OsString::from)).unwrap().unwrap();
+            let Command::Launch(launch) = cli.command else {
+                panic!("not launch")
+            };
+            assert_eq!(launch.nproc_per_node.as_deref(), Some("3"));
+            assert_eq!(launch.program, ["prog", "--a_b", "--nnodes", "x"]);
+        }
+    }
+
+    #[test]
+    fn launch_without_a_program_says_so() {
+        let text = error_of(&["launch", "--nproc-per-node", "2"]);
+        assert!(text.starts_with("error: missing "), "{text}");
+        assert!(text.contains("PROGRAM"), "{text}");
+    }
+
+    #[test]
+    fn nothing_typed_is_a_usage_error_with_the_commands() {
+        let text = error_of(&[]);
+        assert!(text.starts_with("error: no command given\n"), "{text}");
+        assert!(text.contains("launch"), "{text}");
+    }
+}

@@ -1,0 +1,179 @@
+//! The command line as typed, made regular before clap sees it.
+//!
+//! Flags may be written with dashes or underscores (`--nproc_per_node`, as
+//! torchrun's users do). For `launch` the program's own arguments begin at
+//! the first word that is no flag of ours, and from there on nothing may be
+//! touched: a `--` is put in front of them.
+
+use std::ffi::OsString;
+
+/// What is known about one flag of `launch`.
+pub(super) enum Flag {
+    /// Takes the next word as its value (unless written `--flag=value`).
+    TakesValue,
+    /// Stands alone.
+    Switch,
+}
+
+/// Rewrites `args` (without the program's own name). `flag` says what kind
+/// of flag a long name of `launch` is; unknown names are left for clap to
+/// complain about.
+pub(super) fn normalise(
+    args: impl IntoIterator<Item = OsString>,
+    flag: impl Fn(&str) -> Option<Flag>,
+) -> Vec<OsString> {
+    let mut out = Vec::new();
+    let mut args = args.into_iter();
+    let mut command: Option<OsString> = None;
+    while let Some(arg) = args.next() {
+        if arg == "--" {
+            out.push(arg);
+            break;
+        }
+        if !arg.as_encoded_bytes().starts_with(b"-") || arg == "-" {
+            if command.is_none() {
+                command = Some(arg.clone());
+                out.push(arg);
+                continue;
+            }
+            if command.as_ref().is_some_and(|c| c == "launch") {
+                out.push("--".into());
+                out.push(arg);
+                break;
+            }
+            out.push(arg);
+            continue;
+        }
+        let (arg, name, has_value) = dashed(arg);
+        out.push(arg);
+        let in_launch = command.as_ref().is_some_and(|c| c == "launch");
+        if in_launch
+            && !has_value
+            && matches!(name.as_deref().and_then(&flag), Some(Flag::TakesValue))
+        {
+            out.extend(args.next());
+        }
+    }
+    out.extend(args);
+    out
+}
+
+/// `--a_b=c_d` becomes `--a-b=c_d`; also returns the name and whether a
+/// value is attached. Words that are not long flags come back unchanged.
+fn dashed(arg: OsString) -> (OsString, Option<String>, bool) {
+    let Some(text) = arg.to_str() else {
+        // A flag's name is ASCII, but its attached value may be any bytes.
+        let bytes = arg.as_encoded_bytes();
+        let attached = bytes.contains(&b'=');
+        return (arg, None, attached);
+    };
+    let Some(body) = text.strip_prefix("--") else {
+        return (arg, None, false);
+    };
+    let (name, value) = match body.split_once('=') {
+        Some((name, value)) => (name, Some(value)),
+        None => (body, None),
+    };
+    let name = name.replace('_', "-");
+    let whole = match value {
+        Some(value) => format!("--{name}={value}"),
+        None => format!("--{name}"),
+    };
+    (whole.into(), Some(name), value.is_some())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(args: &[&str]) -> Vec<String> {
+        normalise(args.iter().map(OsString::from), |name| match name {
+            "nproc-per-node" | "master-port" => Some(Flag::TakesValue),
+            "standalone" => Some(Flag::Switch),
+            _ => None,
+        })
+        .into_iter()
+        .map(|a| a.into_string().unwrap())
+        .collect()
+    }
+
+    #[test]
+    fn underscores_become_dashes_in_names_only() {
+        assert_eq!(
+            run(&[
+                "train",
+                "mnist",
+                "--batch_size=a_b",
+                "--data_dir",
+                "my_data"
+            ]),
+            [
+                "train",
+                "mnist",
+                "--batch-size=a_b",
+                "--data-dir",
+                "my_data"
+            ]
+        );
+    }
+
+    #[test]
+    fn the_program_and_its_arguments_stay_as_they_are() {
+        assert_eq!(
+            run(&[
+                "launch",
+                "--nproc_per_node",
+                "2",
+                "--standalone",
+                "prog_a",
+                "--x_y",
+                "--",
+                "z"
+            ]),
+            [
+                "launch",
+                "--nproc-per-node",
+                "2",
+                "--standalone",
+                "--",
+                "prog_a",
+                "--x_y",
+                "--",
+                "z"
+            ]
+        );
+        assert_eq!(
+            run(&["launch", "--nproc_per_node=2", "sh", "-c", "exit 3"]),
+            ["launch", "--nproc-per-node=2", "--", "sh", "-c", "exit 3"]
+        );
+        assert_eq!(
+            run(&["launch", "--standalone", "--", "a_b", "--c_d"]),
+            ["launch", "--standalone", "--", "a_b", "--c_d"]
+        );
+    }
+
+    #[test]
+    fn an_unknown_flag_of_launch_is_left_for_the_parser() {
+        assert_eq!(
+            run(&["launch", "--nproc_per_nod", "2", "sh"]),
+            ["launch", "--nproc-per-nod", "--", "2", "sh"]
+        );
+    }
+
+    #[test]
+    fn flags_of_other_commands_do_not_end_at_words() {
+        assert_eq!(
+            run(&["bench", "all-reduce", "--world", "2", "--warm_up", "3"]),
+            ["bench", "all-reduce", "--world", "2", "--warm-up", "3"]
+        );
+    }
+
+    #[test]
+    fn a_flag_without_its_value_is_no_crash() {
+        assert_eq!(
+            run(&["launch", "--master_port"]),
+            ["launch", "--master-port"]
+        );
+        assert_eq!(run(&[]), Vec::<String>::new());
+    }
+}

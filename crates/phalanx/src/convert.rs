@@ -1,0 +1,85 @@
+//! Errors of the libraries as errors for a person, with the right exit code.
+//!
+//! A lost peer may lie two errors deep (engine: the sink refused; reducer:
+//! the bucket could not be averaged; group: rank 3 is gone), so the kind is
+//! taken from the deepest error that knows.
+
+use std::error::Error as StdError;
+
+use crate::error::{Error, ErrorKind};
+
+fn comm_kind(error: &phalanx_comm::Error) -> ErrorKind {
+    use phalanx_comm::ErrorKind as Comm;
+    match error.kind() {
+        Comm::Usage => ErrorKind::Usage,
+        Comm::Timeout => ErrorKind::Timeout,
+        Comm::PeerLost | Comm::Aborted => ErrorKind::PeerLost,
+        Comm::Io => ErrorKind::System,
+        _ => ErrorKind::Failed,
+    }
+}
+
+/// The kind of the first process group error in the chain, else `default`.
+fn kind_within(error: &(dyn StdError + 'static), default: ErrorKind) -> ErrorKind {
+    let mut next = Some(error);
+    while let Some(current) = next {
+        if let Some(comm) = current.downcast_ref::<phalanx_comm::Error>() {
+            return comm_kind(comm);
+        }
+        next = current.source();
+    }
+    default
+}
+
+/// Our error with the library's text and causes: further lines of its message
+/// become notes.
+fn convert(error: impl StdError + Send + Sync + 'static, default: ErrorKind) -> Error {
+    let kind = kind_within(&error, default);
+    let text = error.to_string();
+    let mut lines = text.lines();
+    let mut ours = Error::new(kind, lines.next().unwrap_or_default());
+    // Only what the message does not say already.
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            ours = ours.note("since", cause_text);
+        }
+        source = cause.source();
+    }
+    let more: Vec<&str> = lines.map(str::trim).collect();
+    if more.is_empty() {
+        ours
+    } else {
+        ours.note("", more.join("\n"))
+    }
+}
+
+impl From<phalanx_comm::Error> for Error {
+    fn from(error: phalanx_comm::Error) -> Self {
+        convert(error, ErrorKind::Failed)
+    }
+}
+
+impl From<phalanx_ddp::Error> for Error {
+    fn from(error: phalanx_ddp::Error) -> Self {
+        convert(error, ErrorKind::Failed)
+    }
+}
+
+impl From<phalanx_nn::Error> for Error {
+    fn from(error: phalanx_nn::Error) -> Self {
+        convert(error, ErrorKind::Failed)
+    }
+}
+
+impl From<phalanx_train::Error> for Error {
+    fn from(error: phalanx_train::Error) -> Self {
+        let kind = match error.kind() {
+            phalanx_train::ErrorKind::Usage => ErrorKind::Usage,
+            phalanx_train::ErrorKind::Io => ErrorKind::System,
+            _ => ErrorKind::Failed,
+        };
+        convert(error, kind)
+    }
+}

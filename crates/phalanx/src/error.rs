@@ -1,0 +1,177 @@
+//! What goes wrong, as a person at a terminal should read it.
+//!
+//! One `error: ...` line, then indented lines with a label of at most eight
+//! columns (`so`, `perhaps`, `fix`, ...), as `screens.md` draws them.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::io::Write;
+
+/// A result whose error is for the person who typed the command.
+pub(crate) type Result<T> = std::result::Result<T, Error>;
+
+/// Who has to act, and hence with which code the program ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub(crate) enum ErrorKind {
+    /// The job itself failed (a rank ended with an error of its own).
+    Failed,
+    /// The command line, the environment or a file named by them is wrong.
+    Usage,
+    /// A rank or a node died or became unreachable.
+    PeerLost,
+    /// A deadline passed.
+    Timeout,
+    /// Somebody asked us to stop (Ctrl-C, SIGTERM, SIGHUP, SIGQUIT).
+    Interrupted,
+    /// The operating system refused something that should have worked.
+    System,
+}
+
+impl ErrorKind {
+    /// The exit code of the stable contract (design README §3).
+    pub(crate) fn exit_code(self) -> u8 {
+        match self {
+            ErrorKind::Failed | ErrorKind::System => 1,
+            ErrorKind::Usage => 2,
+            ErrorKind::PeerLost => 3,
+            ErrorKind::Timeout => 4,
+            ErrorKind::Interrupted => 130,
+        }
+    }
+
+    /// The kind that ends with `code`; everything outside the contract is a
+    /// failed job.
+    pub(crate) fn from_exit_code(code: u8) -> Self {
+        match code {
+            2 => ErrorKind::Usage,
+            3 => ErrorKind::PeerLost,
+            4 => ErrorKind::Timeout,
+            130 => ErrorKind::Interrupted,
+            _ => ErrorKind::Failed,
+        }
+    }
+}
+
+/// An error with its consequence, its likely reason and the way out.
+#[derive(Debug)]
+pub(crate) struct Error {
+    kind: ErrorKind,
+    message: String,
+    notes: Vec<(String, String)>,
+    source: Option<Box<dyn StdError + Send + Sync>>,
+}
+
+impl Error {
+    /// `message` is lower case and names the culprit.
+    pub(crate) fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Error {
+            kind,
+            message: message.into(),
+            notes: Vec::new(),
+            source: None,
+        }
+    }
+
+    /// A mistake in what was typed or set.
+    pub(crate) fn usage(message: impl Into<String>) -> Self {
+        Error::new(ErrorKind::Usage, message)
+    }
+
+    /// Adds an indented line; `text` may have several lines.
+    pub(crate) fn note(mut self, label: &str, text: impl Into<String>) -> Self {
+        self.notes.push((label.to_owned(), text.into()));
+        self
+    }
+
+    /// Chains the cause; it is printed on the same line.
+    pub(crate) fn caused_by(mut self, source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
+        self.source = Some(source.into());
+        self
+    }
+
+    /// The error's kind.
+    pub(crate) fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+
+    /// The code the process should end with.
+    pub(crate) fn exit_code(&self) -> u8 {
+        self.kind.exit_code()
+    }
+
+    /// The whole chain on one line, without the `error: `.
+    pub(crate) fn chain(&self) -> String {
+        let mut line = self.message.clone();
+        let mut next = self.source.as_ref().map(|s| s.as_ref() as &dyn StdError);
+        while let Some(cause) = next {
+            let text = cause.to_string();
+            // Some sources repeat their own source in their text.
+            if !line.ends_with(&text) {
+                line.push_str(": ");
+                line.push_str(&text);
+            }
+            next = cause.source();
+        }
+        line
+    }
+
+    /// The text as it is printed, with a final newline.
+    pub(crate) fn render(&self) -> String {
+        let mut text = format!("error: {}\n", self.chain());
+        for (label, body) in &self.notes {
+            for (index, line) in body.lines().enumerate() {
+                let label = if index == 0 { label.as_str() } else { "" };
+                text.push_str(format!("  {label:<7} {line}").trim_end());
+                text.push('\n');
+            }
+        }
+        text
+    }
+
+    /// Prints to stderr; a closed stderr is no second error.
+    pub(crate) fn print(&self) {
+        let _ = std::io::stderr().write_all(self.render().as_bytes());
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl StdError for Error {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        self.source
+            .as_ref()
+            .map(|s| s.as_ref() as &(dyn StdError + 'static))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chain_is_one_line_and_notes_are_indented() {
+        let io = std::io::Error::other("disk full");
+        let error = Error::new(ErrorKind::System, "cannot write run.log")
+            .caused_by(io)
+            .note("so", "nothing was saved")
+            .note("stderr", "one\ntwo");
+        assert_eq!(
+            error.render(),
+            "error: cannot write run.log: disk full\n  so      nothing was saved\n  stderr  one\n          two\n"
+        );
+        assert_eq!(error.exit_code(), 1);
+    }
+
+    #[test]
+    fn exit_codes_round_trip() {
+        for code in [1, 2, 3, 4, 130] {
+            assert_eq!(ErrorKind::from_exit_code(code).exit_code(), code);
+        }
+        assert_eq!(ErrorKind::from_exit_code(77).exit_code(), 1);
+    }
+}

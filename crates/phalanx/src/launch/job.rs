@@ -1,0 +1,560 @@
+//! The launch itself: the store hosted, the nodes met, the ranks started,
+//! watched, stopped and, if so wished, started again.
+
+use std::collections::HashSet;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+use phalanx_store::{Store, TcpServer, TcpStore};
+use rustix::process::Signal;
+
+use super::Event;
+use super::contract::{self, Own, Shared};
+use super::guard::Guard;
+use super::machine::{Action, Machine, Why};
+use super::nodes::{self, Card, Nodes};
+use super::oom::OomWatch;
+use super::plan::LaunchPlan;
+use super::pump::{Sink, Stream};
+use super::ranks::{Rank, Starter};
+use super::reap;
+use super::report::{self, Verdict, Who};
+use super::signals::SignalWatch;
+use super::token;
+use crate::error::{Error, ErrorKind, Result};
+
+/// How long an exit that may be an echo waits for its cause.
+const ECHO_WAIT: Duration = Duration::from_millis(200);
+/// After SIGKILL the kernel needs moments; a process that hangs in the kernel
+/// for longer than this is reported instead of awaited.
+const REAP_LIMIT: Duration = Duration::from_secs(5);
+/// How long the report waits for the last output of the rank that failed.
+const LAST_OUTPUT: Duration = Duration::from_millis(100);
+/// How often to look for ended orphans while nothing else happens.
+const SWEEP: Duration = Duration::from_secs(30);
+/// How long a local store takes to answer.
+const LOCAL_STORE: Duration = Duration::from_secs(10);
+
+/// Runs the plan to its end.
+///
+/// # Errors
+/// The root cause, whose kind gives the exit code.
+pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
+    reap::adopt_orphans();
+    let (sender, events) = channel();
+    let signals = SignalWatch::start(sender.clone())?;
+    let host = host_name();
+    let token_fd = token::memory_file(&plan.token)?;
+    let mut place = match &plan.meeting {
+        None => nodes::host_locally(plan.local_port, plan.bind, &plan.token)?,
+        Some(meeting) => nodes::meeting_place(meeting, plan.bind, &plan.token)?,
+    };
+    if let Some(warning) = &place.warning {
+        eprintln!("warning: {warning}");
+    }
+    let nodes = match &plan.meeting {
+        None => None,
+        Some(meeting) => {
+            let card = Card {
+                nodes: meeting.nodes,
+                local_ranks: plan.local_ranks,
+                run_id: plan.run_id.clone(),
+                host: host.clone(),
+                pid: std::process::id(),
+                version: env!("CARGO_PKG_VERSION").to_owned(),
+            };
+            let nodes = nodes::join(
+                &mut place,
+                meeting.node_rank,
+                card,
+                &plan.token,
+                meeting.host_is_default,
+                plan.meeting_timeout,
+                || match events.try_recv() {
+                    Ok(Event::Signal(signal)) => Some(interrupted(signal)),
+                    _ => None,
+                },
+            )?;
+            nodes.watch(sender.clone())?;
+            Some(nodes)
+        }
+    };
+    let shared = shared(plan, &place, nodes.as_ref());
+    let mut job = Job {
+        plan,
+        host,
+        shared,
+        nodes,
+        _server: place.server.take(),
+        dial: place.dial,
+        token_fd,
+        out: Sink::of(Stream::Out),
+        err: Sink::of(Stream::Err),
+        oom: OomWatch::start(),
+        decided: None,
+        sender,
+        events,
+    };
+    let result = job.attempts();
+    if let Some(nodes) = &job.nodes {
+        nodes.leave(
+            nodes.cards().len(),
+            job.decided.unwrap_or_else(Instant::now),
+        );
+    }
+    drop(signals);
+    result
+}
+
+fn shared(plan: &LaunchPlan, place: &nodes::Place, nodes: Option<&Nodes>) -> Shared {
+    let node_rank = plan.meeting.as_ref().map_or(0, |m| m.node_rank);
+    let ranks: Vec<usize> = match nodes {
+        None => vec![plan.local_ranks],
+        Some(nodes) => nodes.cards().iter().map(|card| card.local_ranks).collect(),
+    };
+    Shared {
+        node_rank,
+        nodes: ranks.len(),
+        first_rank: ranks.iter().take(node_rank).sum(),
+        local_ranks: plan.local_ranks,
+        world: ranks.iter().sum(),
+        role: plan.role.clone(),
+        master_addr: place.master_addr.clone(),
+        master_port: place.master_port,
+        run_id: plan.run_id.clone(),
+        max_restarts: plan.max_restarts,
+        bind: place.bind.map(|ip| ip.to_string()),
+        threads_set: plan.threads_set,
+    }
+}
+
+struct Job<'a> {
+    plan: &'a LaunchPlan,
+    host: String,
+    shared: Shared,
+    nodes: Option<Nodes>,
+    /// The store of a launch on one node.
+    _server: Option<TcpServer>,
+    dial: String,
+    token_fd: std::os::fd::OwnedFd,
+    out: Arc<Sink>,
+    err: Arc<Sink>,
+    oom: OomWatch,
+    /// When the last stop began.
+    decided: Option<Instant>,
+    sender: Sender<Event>,
+    events: Receiver<Event>,
+}
+
+/// How one attempt ended.
+enum Outcome {
+    Success,
+    /// A rank failed; another attempt may help.
+    Failed(Error),
+    /// Nothing to try again: interrupted, or failed elsewhere.
+    Final(Error),
+}
+
+impl Job<'_> {
+    fn attempts(&mut self) -> Result<()> {
+        let mut restarts = 0;
+        loop {
+            match self.attempt(restarts)? {
+                Outcome::Success => return self.wait_for_others(),
+                Outcome::Final(error) => return Err(error),
+                Outcome::Failed(error) if restarts >= self.plan.max_restarts => return Err(error),
+                Outcome::Failed(error) => {
+                    restarts += 1;
+                    eprintln!(
+                        "restart {restarts} of {}: {}",
+                        self.plan.max_restarts,
+                        error.chain()
+                    );
+                    self.clear_store()?;
+                }
+            }
+        }
+    }
+
+    /// A new world must not find the keys of the old one.
+    fn clear_store(&self) -> Result<()> {
+        TcpStore::connect(&self.dial, self.plan.token.clone(), LOCAL_STORE)
+            .and_then(|store| store.delete_prefix(""))
+            .map(drop)
+            .map_err(|error| {
+                Error::new(ErrorKind::System, "cannot clear the store for a restart")
+                    .caused_by(error)
+            })
+    }
+
+    fn attempt(&mut self, restarts: u32) -> Result<Outcome> {
+        let guard = Arc::new(Guard::start()?);
+        if self.nodes.is_some() && self.shared.node_rank > 0 {
+            let verdict = Verdict {
+                code: ErrorKind::PeerLost.exit_code(),
+                echo: false,
+                node: self.shared.node_rank,
+                message: format!(
+                    "the launcher of node {} (pid {}, host {}) was killed, and its ranks with it",
+                    self.shared.node_rank,
+                    std::process::id(),
+                    self.host
+                ),
+                notes: Vec::new(),
+            };
+            if let Ok(text) = serde_json::to_string(&verdict) {
+                guard.tell(&self.dial, &self.plan.token, &text);
+            }
+        }
+        let mut ranks = Vec::with_capacity(self.plan.local_ranks);
+        let started = self.start_ranks(restarts, &guard, &mut ranks);
+        let mut children: HashSet<i32> = ranks
+            .iter()
+            .map(|rank| rank.pid.as_raw_nonzero().get())
+            .collect();
+        children.extend(i32::try_from(guard.pid()));
+        // The watchers hold it; with the last of them the guard ends.
+        drop(guard);
+        let mut watch = Supervision {
+            children,
+            machine: Machine::new(ranks.len(), self.plan.stop_grace, ECHO_WAIT),
+            ranks,
+            reaped: 0,
+            give_up: None,
+            stopping_since: None,
+            verdict: None,
+        };
+        if let Err(error) = started {
+            // Those that did start must not outlive the attempt.
+            watch.kill();
+            watch.machine = Machine::new(watch.ranks.len(), Duration::ZERO, Duration::ZERO);
+            self.watch_to_the_end(&mut watch);
+            if let Some(nodes) = &self.nodes {
+                nodes.publish(&self.plain_verdict(error.exit_code(), &error.chain()));
+            }
+            return Err(error);
+        }
+        self.watch_to_the_end(&mut watch);
+        self.decided = watch.stopping_since;
+        Ok(self.outcome(watch))
+    }
+
+    fn start_ranks(&self, restarts: u32, guard: &Arc<Guard>, ranks: &mut Vec<Rank>) -> Result<()> {
+        let starter = Starter {
+            program: &self.plan.program,
+            args: &self.plan.args,
+            token: self.token_fd.as_fd(),
+            out: &self.out,
+            err: &self.err,
+            prefix: self.plan.prefix,
+            rank0_owns_stderr: self.plan.rank0_owns_stderr,
+            logs: self.plan.logs.as_ref(),
+            guard,
+            events: &self.sender,
+        };
+        for local_rank in 0..self.plan.local_ranks {
+            let rank = self.shared.first_rank + local_rank;
+            ranks.push(
+                starter.start(local_rank, rank, restarts, |error_file, token_file| {
+                    let own = Own {
+                        local_rank,
+                        restarts,
+                        error_file,
+                        token_file,
+                    };
+                    contract::variables(&self.shared, &own)
+                        .into_iter()
+                        .map(|(name, value)| (name.into(), value))
+                        .chain(self.plan.variables.iter().cloned())
+                        .collect()
+                })?,
+            );
+        }
+        Ok(())
+    }
+
+    /// Follows the ranks until all have ended and were reaped.
+    fn watch_to_the_end(&self, watch: &mut Supervision) {
+        loop {
+            let now = Instant::now();
+            let over = watch.machine.finished() && watch.reaped == watch.ranks.len();
+            if over || watch.give_up.is_some_and(|at| now >= at) {
+                return;
+            }
+            let wake = [watch.machine.next_tick(), watch.give_up]
+                .into_iter()
+                .flatten()
+                .min();
+            let limit = wake.map_or(SWEEP, |at| at.saturating_duration_since(now));
+            let action = match self.events.recv_timeout(limit) {
+                Ok(event) => watch.take(event, Instant::now()),
+                Err(RecvTimeoutError::Timeout) => {
+                    reap::reap_strangers(&watch.children);
+                    Action::None
+                }
+                // Cannot be: we hold a sender ourselves.
+                Err(RecvTimeoutError::Disconnected) => Action::None,
+            };
+            watch.act(action);
+            let action = watch.machine.tick(Instant::now());
+            watch.act(action);
+            self.decide(watch);
+        }
+    }
+
+    /// Once a stop has begun: puts the verdict into words, and tells others.
+    fn decide(&self, watch: &mut Supervision) {
+        if watch.verdict.is_some() {
+            return;
+        }
+        let verdict = match watch.machine.why() {
+            None | Some(Why::Elsewhere) => return,
+            Some(Why::Interrupt(signal)) => {
+                let what = interrupted(signal);
+                let message = match self.node() {
+                    None => what.chain(),
+                    Some(node) => format!("node {node} (host {}) was {}", self.host, what.chain()),
+                };
+                self.plain_verdict(ErrorKind::Interrupted.exit_code(), &message)
+            }
+            Some(Why::Rank(local)) => self.rank_verdict(watch, local),
+        };
+        watch.verdict = Some(match &self.nodes {
+            None => verdict,
+            Some(nodes) => nodes.publish(&verdict),
+        });
+    }
+
+    fn rank_verdict(&self, watch: &Supervision, local: usize) -> Verdict {
+        let (Some(rank), Some(end)) = (watch.ranks.get(local), watch.machine.end(local)) else {
+            return self.plain_verdict(1, "a rank failed");
+        };
+        rank.output_ended(Instant::now() + LAST_OUTPUT);
+        let mut notes = Vec::new();
+        let killed = matches!(end, super::machine::End::Signal(9));
+        if let Some(hint) = self.oom.hint(self.plan.local_ranks).filter(|_| killed) {
+            notes.push(("perhaps".to_owned(), hint));
+        }
+        let error_json = rank.error_json();
+        let lines = rank.last_lines();
+        if let Some(text) = error_json.as_deref().and_then(report::error_file_message) {
+            notes.push(("said".to_owned(), text));
+        } else if let Some(text) = report::said(&lines) {
+            notes.push(("stderr".to_owned(), text));
+        }
+        if let Some(json) = error_json {
+            hand_up(&json);
+        }
+        Verdict {
+            code: end.job_code(),
+            echo: end.is_echo(),
+            node: self.shared.node_rank,
+            message: report::headline(
+                &Who {
+                    rank: rank.rank,
+                    pid: rank.pid.as_raw_nonzero().get(),
+                    host: &self.host,
+                    node: self.node(),
+                },
+                end,
+            ),
+            notes,
+        }
+    }
+
+    fn plain_verdict(&self, code: u8, message: &str) -> Verdict {
+        Verdict {
+            code,
+            echo: false,
+            node: self.shared.node_rank,
+            message: message.to_owned(),
+            notes: Vec::new(),
+        }
+    }
+
+    /// Our node's number, when there are several.
+    fn node(&self) -> Option<usize> {
+        (self.shared.nodes > 1).then_some(self.shared.node_rank)
+    }
+
+    fn outcome(&self, watch: Supervision) -> Outcome {
+        let Some(why) = watch.machine.why() else {
+            return Outcome::Success;
+        };
+        // What others know by now may explain more than what we saw.
+        let shared = self.nodes.as_ref().and_then(Nodes::verdict);
+        let verdict = match (shared, watch.verdict) {
+            (Some(shared), Some(own)) if shared.echo && !own.echo => own,
+            (Some(shared), _) => shared,
+            (None, Some(own)) => own,
+            (None, None) => self.plain_verdict(3, "another node failed and gave no reason"),
+        };
+        let name = |local: &usize| self.shared.first_rank + local;
+        let stopped: Vec<usize> = watch.machine.stopped().iter().map(name).collect();
+        let took = watch
+            .stopping_since
+            .map_or(Duration::ZERO, |since| since.elapsed());
+        let mut so = report::stopped(&stopped, took);
+        let immortal: Vec<usize> = (0..watch.ranks.len())
+            .filter(|local| watch.machine.end(*local).is_none())
+            .map(|local| name(&local))
+            .collect();
+        if !immortal.is_empty() {
+            so = Some(format!(
+                "{} did not end even by SIGKILL; the kernel is holding it up",
+                report::rank_list(&immortal)
+            ));
+        }
+        let culprit = match why {
+            Why::Rank(local) => Some(local),
+            _ => None,
+        };
+        let mut error = verdict.into_error(so);
+        let also: Vec<String> = watch
+            .machine
+            .also_failed(culprit)
+            .iter()
+            .map(|(local, end)| format!("rank {} {}", name(local), report::ended(*end)))
+            .collect();
+        if !also.is_empty() {
+            let more = also.len().saturating_sub(4);
+            let mut text = also.into_iter().take(4).collect::<Vec<_>>().join(", ");
+            if more > 0 {
+                text.push_str(&format!(", and {more} more"));
+            }
+            error = error.note("also", text);
+        }
+        match why {
+            Why::Rank(_) if self.nodes.is_none() => Outcome::Failed(error),
+            _ => Outcome::Final(error),
+        }
+    }
+
+    /// All ranks here ended well. With several nodes, nobody leaves before
+    /// all are through: the store must not vanish under running ranks, and
+    /// all launchers must end with the same code.
+    fn wait_for_others(&mut self) -> Result<()> {
+        let Some(nodes) = &self.nodes else {
+            return Ok(());
+        };
+        nodes.done()?;
+        loop {
+            if nodes.all_done()? {
+                return Ok(());
+            }
+            match self.events.try_recv() {
+                Ok(Event::Signal(signal)) => {
+                    let error = interrupted(signal);
+                    let message = format!(
+                        "node {} (host {}) was {}",
+                        self.shared.node_rank,
+                        self.host,
+                        error.chain()
+                    );
+                    let verdict = self.plain_verdict(error.exit_code(), &message);
+                    return Err(nodes.publish(&verdict).into_error(None));
+                }
+                Ok(Event::Abort(verdict)) => return Err(verdict.into_error(None)),
+                Ok(Event::StoreLost(why)) => return Err(store_lost(&why)),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// The ranks of one attempt, and how far their end has come.
+struct Supervision {
+    ranks: Vec<Rank>,
+    /// Processes that somebody waits for.
+    children: HashSet<i32>,
+    machine: Machine,
+    reaped: usize,
+    give_up: Option<Instant>,
+    stopping_since: Option<Instant>,
+    verdict: Option<Verdict>,
+}
+
+impl Supervision {
+    fn take(&mut self, event: Event, now: Instant) -> Action {
+        match event {
+            Event::Ended(local, end, at) => self.machine.ended(local, end, at),
+            Event::Reaped => {
+                self.reaped += 1;
+                Action::None
+            }
+            Event::Signal(signal) => self.machine.interrupted(signal, now),
+            Event::Abort(verdict) => {
+                if self.machine.why().is_none() {
+                    self.verdict = Some(*verdict);
+                }
+                self.machine.failed_elsewhere(now)
+            }
+            Event::StoreLost(why) => {
+                if self.machine.why().is_none() {
+                    let lost = store_lost(&why);
+                    self.verdict = Some(Verdict {
+                        code: lost.exit_code(),
+                        echo: false,
+                        node: 0,
+                        message: lost.chain(),
+                        notes: Vec::new(),
+                    });
+                }
+                self.machine.failed_elsewhere(now)
+            }
+        }
+    }
+
+    fn act(&mut self, action: Action) {
+        match action {
+            Action::None => {}
+            Action::Terminate => {
+                self.stopping_since = Some(Instant::now());
+                for rank in &self.ranks {
+                    rank.signal(Signal::TERM);
+                }
+            }
+            Action::Kill => self.kill(),
+        }
+    }
+
+    fn kill(&mut self) {
+        self.give_up = Some(Instant::now() + REAP_LIMIT);
+        for rank in &self.ranks {
+            rank.signal(Signal::KILL);
+        }
+    }
+}
+
+fn interrupted(signal: i32) -> Error {
+    Error::new(
+        ErrorKind::Interrupted,
+        format!("interrupted by {}", report::signal_name(signal)),
+    )
+}
+
+fn store_lost(why: &str) -> Error {
+    Error::new(
+        ErrorKind::PeerLost,
+        format!("lost the launcher of node 0: {why}"),
+    )
+}
+
+/// As torchrun does: whoever started us with a TORCHELASTIC_ERROR_FILE gets
+/// the root cause's error file there.
+fn hand_up(json: &str) {
+    if let Some(path) = std::env::var_os("TORCHELASTIC_ERROR_FILE") {
+        // The launch has failed anyway; this is a courtesy.
+        let _ = std::fs::write(path, json);
+    }
+}
+
+/// This host's name.
+fn host_name() -> String {
+    rustix::system::uname()
+        .nodename()
+        .to_string_lossy()
+        .into_owned()
+}

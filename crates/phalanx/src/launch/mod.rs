@@ -1,0 +1,170 @@
+//! `phalanx launch`: N ranks of any program, started, watched, ended together.
+//!
+//! ```text
+//! LaunchCli ─resolve─▶ LaunchArgs ─prepare─▶ LaunchPlan ─run─▶ ranks
+//!   (typed)   pure      (meant)    files      (will be)   store, nodes,
+//!              args, cluster, streams   plan, token         guard, ranks
+//! ```
+//!
+//! Who does what while ranks run:
+//!
+//! * the **main thread** starts the ranks (the kernel's parent-death signal
+//!   goes by thread, so it must be one that lives as long as the launcher),
+//!   then takes events one by one and asks [`machine`] what to do;
+//! * a thread for each rank waits for its end, two more pump its output;
+//! * one thread waits for signals; with several nodes, one for the others;
+//! * a **guard** process ends what is left when the launcher is killed.
+//!
+//! Nothing is written to disk without `--log-dir`: the token and the ranks'
+//! error files are memory files that vanish with the last process.
+
+mod args;
+mod cluster;
+mod contract;
+mod guard;
+mod job;
+mod machine;
+mod nodes;
+mod oom;
+mod plan;
+mod pump;
+mod ranks;
+mod reap;
+mod report;
+mod shim;
+mod signals;
+mod streams;
+mod token;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+pub(crate) use args::LaunchCli;
+pub(crate) use cluster::{RankPlace, rank_place, real_env};
+pub(crate) use guard::guard;
+pub(crate) use ranks::Prefix;
+pub(crate) use shim::{ShimCli, exec_rank};
+pub(crate) use token::write_token;
+
+use crate::error::Result;
+use args::LaunchArgs;
+use machine::End;
+use plan::LaunchPlan;
+use report::Verdict;
+
+/// torchrun's port, for jobs on several nodes.
+pub(crate) const DEFAULT_PORT: u16 = 29500;
+
+/// From SIGTERM to SIGKILL: long enough to say goodbye, short enough that
+/// everything is gone within two seconds.
+pub(crate) const STOP_GRACE: Duration = Duration::from_millis(1500);
+
+/// What the main thread hears of.
+enum Event {
+    /// A local rank ended then.
+    Ended(usize, End, Instant),
+    /// A rank was reaped, and its group is gone.
+    Reaped,
+    /// We got this signal.
+    Signal(i32),
+    /// Another node wrote a verdict.
+    Abort(Box<Verdict>),
+    /// The store does not answer any more.
+    StoreLost(String),
+}
+
+/// `phalanx launch`.
+pub(crate) fn run(cli: &LaunchCli) -> Result<()> {
+    let env = cluster::real_env();
+    let args = LaunchArgs::resolve(cli, &env, cores())?;
+    job::run(&LaunchPlan::prepare(args, &env)?)
+}
+
+/// How many ranks `auto` means: the cores that we may use.
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Ranks on this host that a command starts for itself.
+#[derive(Clone, Debug)]
+pub(crate) struct LocalRun {
+    /// How many.
+    pub(crate) ranks: usize,
+    /// The program; this very binary if not set otherwise.
+    pub(crate) program: OsString,
+    /// Its arguments.
+    pub(crate) args: Vec<OsString>,
+    /// Variables in addition to the launcher's contract.
+    pub(crate) variables: Vec<(OsString, OsString)>,
+    /// Whose lines get a prefix.
+    pub(crate) prefix: Prefix,
+    /// Rank 0 writes to our stderr itself, so that its progress bar sees the
+    /// terminal. Its last lines are then not known to the report.
+    pub(crate) rank0_owns_stderr: bool,
+    /// From SIGTERM to SIGKILL.
+    pub(crate) stop_grace: Duration,
+}
+
+impl LocalRun {
+    /// `ranks` times this binary with `args`. Rank 0 speaks for the job: its
+    /// lines are not prefixed, and on a terminal it draws on it directly.
+    pub(crate) fn new(ranks: usize, args: Vec<OsString>) -> Self {
+        use std::io::IsTerminal;
+        LocalRun {
+            ranks,
+            program: std::env::current_exe()
+                .map_or_else(|_| own_program(), PathBuf::into_os_string),
+            args,
+            variables: Vec::new(),
+            prefix: Prefix::AllButRank0,
+            rank0_owns_stderr: std::io::stderr().is_terminal(),
+            stop_grace: STOP_GRACE,
+        }
+    }
+}
+
+/// Starts the ranks on this host and stays until all have ended; the store
+/// is hosted on a free loopback port. Whatever the environment says about
+/// nodes is not asked.
+///
+/// Must be called on a thread that lives as long as the process, best the
+/// main one.
+///
+/// # Errors
+/// The root cause; its [`exit_code`](crate::error::Error::exit_code) is the
+/// job's, printing it is the caller's.
+pub(crate) fn run_local(local: LocalRun) -> Result<()> {
+    let env = cluster::real_env();
+    let plan = LaunchPlan {
+        meeting: None,
+        meeting_timeout: Duration::ZERO,
+        local_port: None,
+        bind: None,
+        local_ranks: local.ranks,
+        run_id: plan::random_id()?,
+        max_restarts: 0,
+        logs: None,
+        token: token::mint()?,
+        stop_grace: local.stop_grace,
+        role: "default".to_owned(),
+        prefix: local.prefix,
+        rank0_owns_stderr: local.rank0_owns_stderr,
+        program: local.program,
+        args: local.args,
+        variables: local.variables,
+        threads_set: env.contains_key("OMP_NUM_THREADS"),
+    };
+    let result = job::run(&plan);
+    if result.is_err() && plan.rank0_owns_stderr {
+        // Rank 0's progress bar may have left the cursor inside a line.
+        eprintln!();
+    }
+    result
+}
+
+/// This very binary, even when the file was replaced by a newer build while
+/// we run.
+fn own_program() -> OsString {
+    "/proc/self/exe".into()
+}

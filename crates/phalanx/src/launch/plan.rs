@@ -1,0 +1,218 @@
+//! From what is meant to what will be done: the program found, the token
+//! read or minted. The last step before sockets and processes.
+
+use std::ffi::{OsStr, OsString};
+use std::net::IpAddr;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use phalanx_wire::Token;
+
+use super::args::{LaunchArgs, Meeting};
+use super::cluster::Env;
+use super::ranks::{Logs, Prefix};
+use super::token;
+use crate::error::{Error, ErrorKind, Result};
+
+/// Everything a launch needs to know, checked.
+pub(crate) struct LaunchPlan {
+    /// `None`: one node.
+    pub(crate) meeting: Option<Meeting>,
+    /// How long to wait for the other nodes.
+    pub(crate) meeting_timeout: Duration,
+    /// The store's port on one node; `None`: a free one.
+    pub(crate) local_port: Option<u16>,
+    /// Listen address.
+    pub(crate) bind: Option<IpAddr>,
+    /// Ranks on this node.
+    pub(crate) local_ranks: usize,
+    /// The job's name.
+    pub(crate) run_id: String,
+    /// Restarts allowed.
+    pub(crate) max_restarts: u32,
+    /// Output files.
+    pub(crate) logs: Option<Logs>,
+    /// The job's secret.
+    pub(crate) token: Token,
+    /// From SIGTERM to SIGKILL.
+    pub(crate) stop_grace: Duration,
+    /// ROLE_NAME.
+    pub(crate) role: String,
+    /// Whose lines get a prefix.
+    pub(crate) prefix: Prefix,
+    /// Rank 0 writes to our stderr itself.
+    pub(crate) rank0_owns_stderr: bool,
+    /// What to run.
+    pub(crate) program: OsString,
+    /// Its arguments.
+    pub(crate) args: Vec<OsString>,
+    /// More variables for the ranks.
+    pub(crate) variables: Vec<(OsString, OsString)>,
+    /// OMP_NUM_THREADS is set outside.
+    pub(crate) threads_set: bool,
+}
+
+impl LaunchPlan {
+    /// Finds the program, reads or mints the token.
+    ///
+    /// # Errors
+    /// `Usage` for a program that is not there and for a missing, loose or
+    /// broken token file.
+    pub(crate) fn prepare(args: LaunchArgs, env: &Env) -> Result<Self> {
+        find_program(&args.program, env.get("PATH").map(String::as_str))?;
+        let token = match token::given(args.token_file.as_deref(), env)? {
+            Some(token) => token,
+            None if args.meeting.is_none() => token::mint()?,
+            None => {
+                return Err(Error::usage("launchers on several nodes need a common job token")
+                    .note("make", "phalanx token --out job.token     (once; copy it to every node, mode 0600)")
+                    .note("then", "phalanx launch --token-file job.token ...")
+                    .note("or", format!("set {} to its text, where no file can be shared", token::TOKEN_VARIABLE)));
+            }
+        };
+        let run_id = match (args.run_id, &args.meeting, args.local_port) {
+            (Some(id), ..) => id,
+            (None, None, None) => random_id()?,
+            // As torchrun: a given address without a name is "none".
+            _ => "none".to_owned(),
+        };
+        let logs = args.log_dir.map(|dir| Logs {
+            dir: dir.join(&run_id),
+            redirects: args.redirects,
+            tee: args.tee,
+        });
+        let alone = args.local_ranks == 1 && args.meeting.is_none();
+        Ok(LaunchPlan {
+            meeting: args.meeting,
+            meeting_timeout: args.meeting_timeout,
+            local_port: args.local_port,
+            bind: args.bind,
+            local_ranks: args.local_ranks,
+            run_id,
+            max_restarts: args.max_restarts,
+            logs,
+            token,
+            stop_grace: args.stop_grace,
+            role: args.role,
+            prefix: if args.prefix && !alone {
+                Prefix::Everybody
+            } else {
+                Prefix::Nobody
+            },
+            rank0_owns_stderr: false,
+            program: args.program,
+            args: args.args,
+            variables: Vec::new(),
+            threads_set: env.contains_key("OMP_NUM_THREADS"),
+        })
+    }
+}
+
+/// A name that no other job has, in the form of a UUID.
+pub(crate) fn random_id() -> Result<String> {
+    let mut bytes = [0u8; 16];
+    getrandom::fill(&mut bytes)
+        .map_err(|error| Error::new(ErrorKind::System, "no random numbers").caused_by(error))?;
+    bytes[6] = bytes[6] & 0x0f | 0x40;
+    bytes[8] = bytes[8] & 0x3f | 0x80;
+    let hex = hex::encode(bytes);
+    Ok(format!(
+        "{}-{}-{}-{}-{}",
+        &hex[..8],
+        &hex[8..12],
+        &hex[12..16],
+        &hex[16..20],
+        &hex[20..]
+    ))
+}
+
+/// Checks that the program can be started, so that a slip of the finger is
+/// one message and not one from every rank.
+fn find_program(program: &OsStr, path: Option<&str>) -> Result<()> {
+    let shown = program.display();
+    if program.is_empty() {
+        return Err(Error::usage("the program's name is empty"));
+    }
+    if program.as_encoded_bytes().contains(&b'/') {
+        let file = Path::new(program);
+        return match std::fs::metadata(file) {
+            Err(error) => Err(Error::usage(format!("cannot start {shown}")).caused_by(error)),
+            Ok(_) if executable(file) => Ok(()),
+            Ok(_) => Err(interpreter_hint(
+                Error::usage(format!("{shown} is not an executable file")),
+                program,
+                true,
+            )),
+        };
+    }
+    // What execvp takes where PATH is unset.
+    let path = path.unwrap_or("/bin:/usr/bin");
+    let found = path
+        .split(':')
+        .map(|dir| PathBuf::from(if dir.is_empty() { "." } else { dir }).join(program))
+        .any(|file| executable(&file));
+    if found {
+        return Ok(());
+    }
+    let error = Error::usage(format!("no program \"{shown}\" in PATH"));
+    Err(if Path::new(program).is_file() {
+        interpreter_hint(error, program, executable(Path::new(program)))
+    } else {
+        error
+    })
+}
+
+fn executable(file: &Path) -> bool {
+    std::fs::metadata(file)
+        .is_ok_and(|about| about.is_file() && about.permissions().mode() & 0o111 != 0)
+}
+
+/// torchrun takes a script; we take a program.
+fn interpreter_hint(error: Error, program: &OsStr, here: bool) -> Error {
+    let shown = program.display();
+    let python = Path::new(program).extension().is_some_and(|e| e == "py");
+    if python {
+        error.note("try", format!("phalanx launch ... python3 {shown}"))
+    } else if here && !program.as_encoded_bytes().contains(&b'/') {
+        error.note("try", format!("phalanx launch ... ./{shown}"))
+    } else {
+        error.note("fix", format!("chmod +x {shown}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_are_found_or_named() {
+        assert!(find_program("sh".as_ref(), Some("/nowhere:/bin")).is_ok());
+        assert!(find_program("sh".as_ref(), None).is_ok());
+        assert!(find_program("/bin/sh".as_ref(), None).is_ok());
+        for (program, want) in [
+            ("", "empty"),
+            ("no-such-program", "no program \"no-such-program\" in PATH"),
+            ("/no/such", "cannot start /no/such: "),
+            ("/etc/passwd", "/etc/passwd is not an executable file"),
+            ("/bin", "/bin is not an executable file"),
+        ] {
+            let error = find_program(program.as_ref(), Some("/bin")).unwrap_err();
+            assert!(error.chain().contains(want), "{}", error.chain());
+            assert_eq!(error.exit_code(), 2);
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let script = dir.path().join("train.py");
+        std::fs::write(&script, "").unwrap();
+        let error = find_program(script.as_os_str(), None).unwrap_err();
+        assert!(error.render().contains("python3 "), "{}", error.render());
+    }
+
+    #[test]
+    fn random_ids_look_like_uuids_and_differ() {
+        let (a, b) = (random_id().unwrap(), random_id().unwrap());
+        assert_ne!(a, b);
+        assert_eq!(a.len(), 36);
+        assert_eq!(a.as_bytes()[14], b'4');
+    }
+}

@@ -1,0 +1,399 @@
+//! One rank as a child process: started, signalled, waited for, reaped.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::io::{Errno, FdFlags, fcntl_setfd};
+use rustix::process::{
+    Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid,
+};
+
+use super::Event;
+use super::guard::Guard;
+use super::machine::End;
+use super::pump::{self, Open, Route, Sink, Tail};
+use super::reap::reap_group;
+use super::streams::StreamChoice;
+use crate::error::{Error, ErrorKind, Result};
+
+/// How long after a rank's end the output of what it left behind is read
+/// before that is killed.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// Error files are short; this is what is read of one.
+const ERROR_FILE_BYTES: u64 = 1 << 20;
+
+/// Which ranks' lines get a prefix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Prefix {
+    /// None: bytes pass as they come.
+    Nobody,
+    /// Every rank's.
+    Everybody,
+    /// All but those of rank 0, which speaks for the job.
+    AllButRank0,
+}
+
+impl Prefix {
+    fn of(self, rank: usize) -> Option<usize> {
+        match self {
+            Prefix::Nobody => None,
+            Prefix::Everybody => Some(rank),
+            Prefix::AllButRank0 => Some(rank).filter(|rank| *rank > 0),
+        }
+    }
+}
+
+/// Files for the ranks' output.
+#[derive(Clone, Debug)]
+pub(crate) struct Logs {
+    /// `LOG_DIR/RUN_ID`.
+    pub(crate) dir: PathBuf,
+    /// Streams that go to files only.
+    pub(crate) redirects: StreamChoice,
+    /// Streams that go to files and on.
+    pub(crate) tee: StreamChoice,
+}
+
+/// What is needed to start any rank of this launcher.
+pub(crate) struct Starter<'a> {
+    /// The program.
+    pub(crate) program: &'a OsStr,
+    /// Its arguments.
+    pub(crate) args: &'a [OsString],
+    /// The token's memory file.
+    pub(crate) token: BorrowedFd<'a>,
+    /// Our stdout.
+    pub(crate) out: &'a Arc<Sink>,
+    /// Our stderr.
+    pub(crate) err: &'a Arc<Sink>,
+    /// Whose lines get a prefix.
+    pub(crate) prefix: Prefix,
+    /// Rank 0 writes to our stderr itself, for its progress bar, and to our
+    /// stdout too unless its lines need a prefix.
+    pub(crate) rank0_owns_stderr: bool,
+    /// Output files.
+    pub(crate) logs: Option<&'a Logs>,
+    /// The guard to register with.
+    pub(crate) guard: &'a Arc<Guard>,
+    /// Where the news go.
+    pub(crate) events: &'a Sender<Event>,
+}
+
+/// Where a rank may write why it failed.
+enum ErrorFile {
+    /// In memory: nothing to clean up, whoever is killed.
+    Memory(OwnedFd),
+    /// In the log folder.
+    Path(PathBuf),
+}
+
+/// A started rank.
+pub(crate) struct Rank {
+    /// Global rank.
+    pub(crate) rank: usize,
+    /// Process id, also that of its group.
+    pub(crate) pid: Pid,
+    /// The pid while it is ours to signal: until the process is reaped.
+    alive: Arc<Mutex<Option<Pid>>>,
+    tail: Arc<Mutex<Tail>>,
+    open: Open,
+    error_file: ErrorFile,
+}
+
+impl Starter<'_> {
+    /// Starts one rank. Must be called on the thread that lives as long as
+    /// the launcher: the kernel's parent-death signal goes by thread.
+    ///
+    /// `variables` is given the paths of the error file and the token file.
+    pub(crate) fn start(
+        &self,
+        local: usize,
+        rank: usize,
+        restarts: u32,
+        variables: impl FnOnce(OsString, OsString) -> Vec<(OsString, OsString)>,
+    ) -> Result<Rank> {
+        let failed = |what: &str, error: std::io::Error| {
+            Error::new(ErrorKind::System, format!("cannot {what} for rank {rank}")).caused_by(error)
+        };
+        let folder = match self.logs {
+            None => None,
+            Some(logs) => {
+                let folder = logs.dir.join(format!("attempt_{restarts}/{local}"));
+                std::fs::create_dir_all(&folder).map_err(|error| {
+                    Error::usage(format!("cannot make the log folder {}", folder.display()))
+                        .caused_by(error)
+                })?;
+                Some(folder)
+            }
+        };
+        let error_file = match &folder {
+            Some(folder) => ErrorFile::Path(absolute(&folder.join("error.json"))),
+            None => ErrorFile::Memory(
+                memfd_create("phalanx-error-file", MemfdFlags::CLOEXEC)
+                    .map_err(|error| failed("make an error file", error.into()))?,
+            ),
+        };
+        let error_path = match &error_file {
+            ErrorFile::Path(path) => path.clone().into_os_string(),
+            ErrorFile::Memory(fd) => inherited_path(fd.as_fd()),
+        };
+
+        // Everything that can fail comes before the process.
+        let tail = Arc::new(Mutex::new(Tail::default()));
+        let prefix = self.prefix.of(rank);
+        let out = self.route(local, true, prefix, folder.as_deref(), None)?;
+        let err = self.route(local, false, prefix, folder.as_deref(), Some(&tail))?;
+
+        let inherit = self.rank0_owns_stderr && rank == 0;
+        let guard_end = self
+            .guard
+            .end_for_rank()
+            .map_err(|error| failed("reach the guard", error))?;
+        let mut command = Command::new(super::own_program());
+        command
+            .arg0("phalanx")
+            .args([
+                "exec-rank",
+                "--parent",
+                &std::process::id().to_string(),
+                "--",
+            ])
+            .arg(self.program)
+            .args(self.args)
+            .stdin(Stdio::from(guard_end))
+            // On one terminal a pipe would delay lines of results until the
+            // progress bar is drawn again, over them.
+            .stdout(if inherit && prefix.is_none() {
+                Stdio::inherit()
+            } else {
+                Stdio::piped()
+            })
+            .stderr(if inherit {
+                Stdio::inherit()
+            } else {
+                Stdio::piped()
+            })
+            .env_remove(super::token::TOKEN_VARIABLE)
+            // A launcher around us may have set it for its own network.
+            .env_remove(super::contract::BIND_VARIABLE)
+            .envs(variables(error_path, inherited_path(self.token)));
+        // Only this rank may inherit its own descriptors. All ranks are
+        // started by this one thread, so the flag is down for nobody else.
+        let own = match &error_file {
+            ErrorFile::Memory(fd) => Some(fd.as_fd()),
+            ErrorFile::Path(_) => None,
+        };
+        let handed_down: Vec<BorrowedFd<'_>> = std::iter::once(self.token).chain(own).collect();
+        let set = |flags: FdFlags| -> std::io::Result<()> {
+            for fd in &handed_down {
+                fcntl_setfd(fd, flags)?;
+            }
+            Ok(())
+        };
+        let spawned = set(FdFlags::empty()).and_then(|()| command.spawn());
+        set(FdFlags::CLOEXEC).map_err(|error| failed("close descriptors", error))?;
+        let mut child = spawned.map_err(|error| failed("start a process", error))?;
+        let Some(pid) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) else {
+            return Err(Error::new(ErrorKind::System, "a process has no number"));
+        };
+
+        let open = Open::default();
+        let mut pumped = Ok(());
+        if let Some(pipe) = child.stdout.take() {
+            pumped = pumped.and(pump::start(pipe, out, &open));
+        }
+        if let Some(pipe) = child.stderr.take() {
+            pumped = pumped.and(pump::start(pipe, err, &open));
+        }
+        let alive = Arc::new(Mutex::new(Some(pid)));
+        let watched = watch(Watch {
+            child,
+            pid,
+            local,
+            alive: alive.clone(),
+            open: open.clone(),
+            guard: self.guard.clone(),
+            events: self.events.clone(),
+        });
+        let rank = Rank {
+            rank,
+            pid,
+            alive,
+            tail,
+            open,
+            error_file,
+        };
+        if let Err(error) = pumped.and(watched) {
+            rank.signal(Signal::KILL);
+            return Err(failed("start a thread", error));
+        }
+        Ok(rank)
+    }
+
+    fn route(
+        &self,
+        local: usize,
+        out: bool,
+        prefix: Option<usize>,
+        folder: Option<&Path>,
+        tail: Option<&Arc<Mutex<Tail>>>,
+    ) -> Result<Route> {
+        let pick = |choice: &StreamChoice| {
+            let streams = choice.of(local);
+            if out { streams.out } else { streams.err }
+        };
+        let (hide, keep) = match self.logs {
+            None => (false, false),
+            Some(logs) => (
+                pick(&logs.redirects),
+                pick(&logs.redirects) || pick(&logs.tee),
+            ),
+        };
+        let file = match folder.filter(|_| keep) {
+            None => None,
+            Some(folder) => {
+                let path = folder.join(if out { "stdout.log" } else { "stderr.log" });
+                Some(File::create(&path).map_err(|error| {
+                    Error::usage(format!("cannot create {}", path.display())).caused_by(error)
+                })?)
+            }
+        };
+        let sink = if out { self.out } else { self.err };
+        Ok(Route {
+            sink: (!hide).then(|| sink.clone()),
+            prefix,
+            file,
+            tail: tail.cloned(),
+        })
+    }
+}
+
+impl Rank {
+    /// Sends `signal` to the rank and all that it started in its group.
+    pub(crate) fn signal(&self, signal: Signal) {
+        let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(pid) = *alive
+            && kill_process_group(pid, signal) == Err(Errno::SRCH)
+        {
+            // It has not got as far as its own group yet.
+            let _ = kill_process(pid, signal);
+        }
+    }
+
+    /// Waits until its output has been read, at most until `until`.
+    pub(crate) fn output_ended(&self, until: Instant) -> bool {
+        self.open.wait_closed(until)
+    }
+
+    /// The last lines of its stderr.
+    pub(crate) fn last_lines(&self) -> Vec<String> {
+        self.tail
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .lines()
+    }
+
+    /// What it wrote to its error file, if anything.
+    pub(crate) fn error_json(&self) -> Option<String> {
+        let mut text = String::new();
+        match &self.error_file {
+            ErrorFile::Path(path) => {
+                let file = File::open(path).ok()?;
+                file.take(ERROR_FILE_BYTES).read_to_string(&mut text).ok()?;
+            }
+            ErrorFile::Memory(fd) => {
+                let file = File::from(fd.try_clone().ok()?);
+                let length = file.metadata().ok()?.len().min(ERROR_FILE_BYTES);
+                let mut bytes = vec![0; usize::try_from(length).ok()?];
+                file.read_exact_at(&mut bytes, 0).ok()?;
+                text = String::from_utf8(bytes).ok()?;
+            }
+        }
+        (!text.is_empty()).then_some(text)
+    }
+}
+
+/// The path by which a child finds a descriptor that it inherits.
+fn inherited_path(fd: BorrowedFd<'_>) -> OsString {
+    format!("/proc/self/fd/{}", fd.as_raw_fd()).into()
+}
+
+/// Ranks may change their folder.
+fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
+}
+
+/// What the thread that waits for one rank needs.
+struct Watch {
+    child: Child,
+    pid: Pid,
+    local: usize,
+    alive: Arc<Mutex<Option<Pid>>>,
+    open: Open,
+    guard: Arc<Guard>,
+    events: Sender<Event>,
+}
+
+/// Waits for the rank on a thread of its own.
+///
+/// The rank's end is told at once, but the process stays a zombie until its
+/// output was read and its group was killed: as long as it is one, its number
+/// cannot belong to anybody else, so the group can be killed safely.
+fn watch(mut watch: Watch) -> std::io::Result<()> {
+    let run = move || {
+        let end = wait_end(watch.pid);
+        let _ = watch
+            .events
+            .send(Event::Ended(watch.local, end, Instant::now()));
+        watch.open.wait_closed(Instant::now() + LINGER);
+        {
+            let mut alive = watch.alive.lock().unwrap_or_else(PoisonError::into_inner);
+            let _ = kill_process_group(watch.pid, Signal::KILL);
+            let _ = watch.child.wait();
+            *alive = None;
+        }
+        reap_group(watch.pid);
+        watch.guard.ended(watch.pid);
+        // Dropped first: whoever hears that all are reaped may end the guard.
+        drop(watch.guard);
+        let _ = watch.events.send(Event::Reaped);
+    };
+    thread::Builder::new()
+        .name("rank".into())
+        .stack_size(64 << 10)
+        .spawn(run)
+        .map(drop)
+}
+
+/// Blocks until the process has ended, without reaping it.
+fn wait_end(pid: Pid) -> End {
+    loop {
+        match waitid(
+            WaitId::Pid(pid),
+            WaitIdOptions::EXITED | WaitIdOptions::NOWAIT,
+        ) {
+            Ok(Some(status)) => {
+                return match (status.exit_status(), status.terminating_signal()) {
+                    (Some(code), _) => End::Code(code),
+                    (None, Some(signal)) => End::Signal(signal),
+                    (None, None) => continue,
+                };
+            }
+            Ok(None) | Err(Errno::INTR) => {}
+            // It cannot be anybody else's to wait for; never loop on it.
+            Err(_) => return End::Code(255),
+        }
+    }
+}

@@ -1,0 +1,325 @@
+//! The words of the last report: what happened, to whom, what the rank said.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::machine::End;
+use crate::error::{Error, ErrorKind};
+
+/// Lines of a rank's stderr that the report repeats, at most.
+const SAID_LINES: usize = 20;
+/// Without a recognisable message, only the end is shown.
+const LAST_LINES: usize = 10;
+
+/// Why the job ended, as launchers tell each other through the store.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Verdict {
+    /// The exit code for every launcher.
+    pub(crate) code: u8,
+    /// Probably the consequence of something not yet reported.
+    pub(crate) echo: bool,
+    /// The node that says so.
+    pub(crate) node: usize,
+    /// One line, lower case.
+    pub(crate) message: String,
+    /// Indented lines, as (label, text).
+    pub(crate) notes: Vec<(String, String)>,
+}
+
+impl Verdict {
+    /// The error that this launcher prints and ends with.
+    pub(crate) fn into_error(self, stopped: Option<String>) -> Error {
+        let mut error = Error::new(ErrorKind::from_exit_code(self.code), self.message);
+        if let Some(stopped) = stopped {
+            error = error.note("so", stopped);
+        }
+        for (label, text) in self.notes {
+            error = error.note(&label, text);
+        }
+        error
+    }
+}
+
+/// Who a rank is, for the message.
+#[derive(Clone, Debug)]
+pub(crate) struct Who<'a> {
+    /// Global rank.
+    pub(crate) rank: usize,
+    /// Process id.
+    pub(crate) pid: i32,
+    /// Host name.
+    pub(crate) host: &'a str,
+    /// Node number, when there are several.
+    pub(crate) node: Option<usize>,
+}
+
+/// `rank 1 (pid 4711, host node-a) was killed by SIGKILL`.
+pub(crate) fn headline(who: &Who<'_>, end: End) -> String {
+    let node = who.node.map_or(String::new(), |n| format!("node {n}, "));
+    format!(
+        "rank {} ({node}pid {}, host {}) {}",
+        who.rank,
+        who.pid,
+        who.host,
+        ended(end)
+    )
+}
+
+/// `was killed by SIGKILL`, `exited with code 7`.
+pub(crate) fn ended(end: End) -> String {
+    match end {
+        End::Signal(signal) => format!("was killed by {}", signal_name(signal)),
+        End::Code(code @ 129..=159) => format!(
+            "exited with code {code} (a shell's way to say {})",
+            signal_name(code - 128)
+        ),
+        End::Code(126) => "exited with code 126 (the program cannot be run)".into(),
+        End::Code(127) => "exited with code 127 (no such program)".into(),
+        End::Code(3) => "exited with code 3 (it lost a peer)".into(),
+        End::Code(4) => "exited with code 4 (a deadline passed)".into(),
+        End::Code(code) => format!("exited with code {code}"),
+    }
+}
+
+/// Linux's names on all architectures that Rust's tier 1 knows.
+pub(crate) fn signal_name(signal: i32) -> String {
+    const NAMES: [&str; 31] = [
+        "SIGHUP",
+        "SIGINT",
+        "SIGQUIT",
+        "SIGILL",
+        "SIGTRAP",
+        "SIGABRT",
+        "SIGBUS",
+        "SIGFPE",
+        "SIGKILL",
+        "SIGUSR1",
+        "SIGSEGV",
+        "SIGUSR2",
+        "SIGPIPE",
+        "SIGALRM",
+        "SIGTERM",
+        "SIGSTKFLT",
+        "SIGCHLD",
+        "SIGCONT",
+        "SIGSTOP",
+        "SIGTSTP",
+        "SIGTTIN",
+        "SIGTTOU",
+        "SIGURG",
+        "SIGXCPU",
+        "SIGXFSZ",
+        "SIGVTALRM",
+        "SIGPROF",
+        "SIGWINCH",
+        "SIGIO",
+        "SIGPWR",
+        "SIGSYS",
+    ];
+    usize::try_from(signal)
+        .ok()
+        .and_then(|n| NAMES.get(n.checked_sub(1)?))
+        .map_or_else(|| format!("signal {signal}"), |name| (*name).to_owned())
+}
+
+/// `rank 0`, `ranks 0 and 2`, `ranks 0-6 and 9`.
+pub(crate) fn rank_list(ranks: &[usize]) -> String {
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for &rank in ranks {
+        match runs.last_mut() {
+            Some((_, last)) if *last + 1 == rank => *last = rank,
+            _ => runs.push((rank, rank)),
+        }
+    }
+    let mut words: Vec<String> = Vec::new();
+    for (first, last) in runs {
+        match last - first {
+            0 => words.push(first.to_string()),
+            1 => words.extend([first.to_string(), last.to_string()]),
+            _ => words.push(format!("{first}-{last}")),
+        }
+    }
+    let plural = if ranks.len() == 1 { "" } else { "s" };
+    match words.split_last() {
+        None => "no rank".into(),
+        Some((last, [])) => format!("rank{plural} {last}"),
+        Some((last, rest)) => format!("rank{plural} {} and {last}", rest.join(", ")),
+    }
+}
+
+/// `rank 0 was stopped within 0.2 s`; `None` when nobody was left to stop.
+pub(crate) fn stopped(ranks: &[usize], took: Duration) -> Option<String> {
+    let were = match ranks {
+        [] => return None,
+        [_] => "was",
+        _ => "were",
+    };
+    let took = took.as_secs_f64().max(0.1);
+    Some(format!(
+        "{} {were} stopped within {took:.1} s",
+        rank_list(ranks)
+    ))
+}
+
+/// The part of a rank's last stderr lines that says what went wrong: from
+/// the last line that begins a message (ours, Python's, a Rust panic's) on,
+/// or else just the end.
+pub(crate) fn said(lines: &[String]) -> Option<String> {
+    let lines: Vec<&str> = lines.iter().map(|line| line.trim_end()).collect();
+    let end = lines.iter().rposition(|line| !line.is_empty())? + 1;
+    let lines = &lines[..end];
+    let begins = |line: &&str| {
+        line.starts_with("error: ")
+            || line.starts_with("Traceback (most recent call last)")
+            || (line.starts_with("thread '") && line.contains("panicked at"))
+    };
+    let from = lines
+        .iter()
+        .rposition(begins)
+        .unwrap_or(end.saturating_sub(LAST_LINES));
+    let part = &lines[from..];
+    if part.len() <= SAID_LINES {
+        return Some(part.join("\n"));
+    }
+    // The first line says what kind of trouble, the last ones what.
+    let skipped = part.len() - (SAID_LINES - 1);
+    Some(format!(
+        "{}\n... {skipped} lines ...\n{}",
+        part[0],
+        part[part.len() - (SAID_LINES - 2)..].join("\n")
+    ))
+}
+
+/// The message of an error file as PyTorch's `record` writes it: either
+/// `{"message": {"message": TEXT, "extraInfo": {...}}}` or `{"message": TEXT}`.
+pub(crate) fn error_file_message(json: &str) -> Option<String> {
+    let value: serde_json::Value = serde_json::from_str(json).ok()?;
+    let message = value.get("message")?;
+    let text = message
+        .as_str()
+        .or_else(|| message.get("message")?.as_str())?;
+    let text: String = text.chars().take(2000).collect();
+    (!text.trim().is_empty()).then_some(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lines(text: &str) -> Vec<String> {
+        text.lines().map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn headlines() {
+        let mut who = Who {
+            rank: 1,
+            pid: 4711,
+            host: "node-a",
+            node: None,
+        };
+        assert_eq!(
+            headline(&who, End::Signal(9)),
+            "rank 1 (pid 4711, host node-a) was killed by SIGKILL"
+        );
+        who.node = Some(2);
+        assert_eq!(
+            headline(&who, End::Code(7)),
+            "rank 1 (node 2, pid 4711, host node-a) exited with code 7"
+        );
+        assert!(ended(End::Code(139)).contains("SIGSEGV"));
+        assert_eq!(signal_name(11), "SIGSEGV");
+        assert_eq!(signal_name(34), "signal 34");
+        assert_eq!(signal_name(-1), "signal -1");
+        assert_eq!(signal_name(0), "signal 0");
+    }
+
+    #[test]
+    fn lists_of_ranks() {
+        for (ranks, want) in [
+            (&[][..], "no rank"),
+            (&[3], "rank 3"),
+            (&[0, 1], "ranks 0 and 1"),
+            (&[0, 2], "ranks 0 and 2"),
+            (&[0, 1, 2, 3, 9], "ranks 0-3 and 9"),
+            (&[0, 1, 2], "ranks 0-2"),
+            (&[0, 2, 4, 5], "ranks 0, 2, 4 and 5"),
+        ] {
+            assert_eq!(rank_list(ranks), want);
+        }
+        assert_eq!(stopped(&[], Duration::ZERO), None);
+        assert_eq!(
+            stopped(&[0, 2], Duration::from_millis(212)).unwrap(),
+            "ranks 0 and 2 were stopped within 0.2 s"
+        );
+        assert_eq!(
+            stopped(&[0], Duration::from_millis(2)).unwrap(),
+            "rank 0 was stopped within 0.1 s"
+        );
+    }
+
+    #[test]
+    fn the_message_is_found_among_the_last_lines() {
+        assert_eq!(said(&[]), None);
+        assert_eq!(said(&lines("\n\n")), None);
+        assert_eq!(said(&lines("a\nb\n\n")).unwrap(), "a\nb");
+        assert_eq!(
+            said(&lines("noise\nerror: no data in d\n  expected x")).unwrap(),
+            "error: no data in d\n  expected x"
+        );
+        let python = "x\nTraceback (most recent call last):\n  File \"a\"\nValueError: boom";
+        assert!(said(&lines(python)).unwrap().starts_with("Traceback"));
+        let panic = "x\nthread 'main' (12) panicked at src/main.rs:1:1:\nboom\nnote: run with";
+        assert!(said(&lines(panic)).unwrap().starts_with("thread 'main'"));
+        let many: Vec<String> = (0..40).map(|n| n.to_string()).collect();
+        assert_eq!(said(&many).unwrap().lines().count(), LAST_LINES);
+        let mut long = vec!["error: long".to_owned()];
+        long.extend(many);
+        let said = said(&long).unwrap();
+        assert_eq!(said.lines().count(), SAID_LINES);
+        assert!(
+            said.starts_with("error: long\n... 22 lines ...\n22\n"),
+            "{said}"
+        );
+        assert!(said.ends_with("\n39"));
+    }
+
+    #[test]
+    fn error_files() {
+        for (json, want) in [
+            (r#"{"message": "boom", "timestamp": 1}"#, Some("boom")),
+            (
+                r#"{"message": {"message": "ValueError: boom", "extraInfo": {"py_callstack": "..", "timestamp": "1"}}}"#,
+                Some("ValueError: boom"),
+            ),
+            (r#"{"message": {}}"#, None),
+            (r#"{"message": "  "}"#, None),
+            ("[1", None),
+            ("", None),
+        ] {
+            assert_eq!(error_file_message(json).as_deref(), want, "{json}");
+        }
+    }
+
+    #[test]
+    fn a_verdict_becomes_the_same_error_everywhere() {
+        let verdict = Verdict {
+            code: 3,
+            echo: false,
+            node: 1,
+            message: "rank 1 was killed by SIGKILL".into(),
+            notes: vec![("stderr".into(), "x\ny".into())],
+        };
+        let json = serde_json::to_string(&verdict).unwrap();
+        assert!(!json.contains('\n'), "one line, for the guard's pipe");
+        let back: Verdict = serde_json::from_str(&json).unwrap();
+        assert_eq!(back, verdict);
+        let error = back.into_error(stopped(&[0], Duration::from_millis(200)));
+        assert_eq!(error.exit_code(), 3);
+        assert_eq!(
+            error.render(),
+            "error: rank 1 was killed by SIGKILL\n  so      rank 0 was stopped within 0.2 s\n  stderr  x\n          y\n"
+        );
+    }
+}

@@ -1,0 +1,72 @@
+//! Ctrl-C and its relatives, as events.
+
+use std::sync::mpsc::Sender;
+use std::thread;
+
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+use signal_hook::iterator::{Handle, Signals};
+
+use super::Event;
+use crate::error::{Error, ErrorKind, Result};
+
+/// While it lives, SIGINT, SIGTERM, SIGHUP and SIGQUIT arrive as
+/// [`Event::Signal`] instead of ending the process.
+pub(crate) struct SignalWatch(Handle);
+
+impl SignalWatch {
+    /// Starts watching. SIGHUP is left alone where it is ignored: that is
+    /// what `nohup` asks for.
+    pub(crate) fn start(events: Sender<Event>) -> Result<Self> {
+        let failed = |error: std::io::Error| {
+            Error::new(ErrorKind::System, "cannot watch for signals").caused_by(error)
+        };
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let mut watched = vec![SIGINT, SIGTERM, SIGQUIT];
+        if !ignored(&status, SIGHUP) {
+            watched.push(SIGHUP);
+        }
+        let mut signals = Signals::new(watched).map_err(failed)?;
+        let handle = signals.handle();
+        thread::Builder::new()
+            .name("signals".into())
+            .stack_size(64 << 10)
+            .spawn(move || {
+                for signal in signals.forever() {
+                    if events.send(Event::Signal(signal)).is_err() {
+                        break;
+                    }
+                }
+            })
+            .map_err(failed)?;
+        Ok(SignalWatch(handle))
+    }
+}
+
+impl Drop for SignalWatch {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
+/// Whether `/proc/self/status` says that `signal` is ignored.
+fn ignored(status: &str, signal: i32) -> bool {
+    status
+        .lines()
+        .find_map(|line| line.strip_prefix("SigIgn:"))
+        .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
+        .is_some_and(|mask| mask & (1 << (signal - 1)) != 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_mask_of_ignored_signals() {
+        let status = "SigBlk:\t0000000000000000\nSigIgn:\t0000000000001001\nSigCgt:\t0\n";
+        assert!(ignored(status, SIGHUP));
+        assert!(!ignored(status, SIGINT));
+        assert!(ignored(status, 13));
+        assert!(!ignored("", SIGHUP));
+    }
+}

@@ -1,0 +1,16 @@
+//! The `phalanx` program: the command line and what it starts.
+#![forbid(unsafe_code)]
+
+mod bench;
+mod cli;
+mod convert;
+mod error;
+mod launch;
+mod log;
+mod ranks;
+mod train;
+
+fn main() -> std::process::ExitCode {
+    log::start();
+    cli::main()
+}

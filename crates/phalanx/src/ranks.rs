@@ -1,0 +1,298 @@
+//! How `train` and `bench` become ranks.
+//!
+//! | asked for | this process |
+//! |---|---|
+//! | `RANK` is set (under a launcher) | is that rank |
+//! | `--transport thread` | runs all ranks as threads |
+//! | `--nproc-per-node 1` | is the only rank |
+//! | otherwise | starts itself once per rank and supervises |
+
+use std::ffi::OsString;
+use std::net::IpAddr;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use phalanx_comm::{Algorithm, GroupOptions, InitOptions, ProcessGroup, Transport};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::launch::{self, LocalRun, Prefix, RankPlace};
+use crate::train::RankContext;
+
+/// Which kind of link the ranks use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum TransportArg {
+    /// Shared memory between ranks of one host, TCP between hosts
+    Auto,
+    /// Ranks are threads of one process
+    Thread,
+    /// Shared memory only (an error where it is impossible)
+    Shm,
+    /// TCP only
+    Tcp,
+}
+
+/// Which all-reduce algorithm is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum AlgorithmArg {
+    /// Chosen by size; always folds in ascending rank order
+    Auto,
+    /// Chunk owners fold, then send the result to all
+    Direct,
+    /// Everyone sends all to everyone and folds
+    OneRound,
+    /// Ring: each rank talks to its neighbours only
+    Ring,
+}
+
+/// Flags about ranks, shared by all recipes and benchmarks.
+#[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Ranks")]
+pub struct RankArgs {
+    /// Ranks to start on this host (not under a launcher, which decides itself)
+    #[arg(long, visible_alias = "world", default_value_t = 1, value_name = "N")]
+    pub nproc_per_node: usize,
+    /// How ranks talk to each other
+    #[arg(long, value_enum, default_value_t = TransportArg::Auto)]
+    pub transport: TransportArg,
+    /// All-reduce algorithm
+    #[arg(long, value_enum, default_value_t = AlgorithmArg::Auto)]
+    pub algorithm: AlgorithmArg,
+    /// Compute threads per rank [default: cores divided by local ranks]
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Where ranks find each other: env://, tcp://HOST:PORT or file:///PATH
+    #[arg(long, default_value = "env://", value_name = "URL")]
+    pub init_method: String,
+    /// Seconds in which all ranks must have arrived
+    #[arg(long, default_value_t = 300.0, value_name = "S")]
+    pub init_timeout: f64,
+    /// Seconds a collective may take (the first of a run may take 300)
+    #[arg(long, default_value_t = 60.0, value_name = "S")]
+    pub timeout: f64,
+    /// Address to listen on for other ranks [default: loopback, or towards the master on several hosts]
+    #[arg(long, value_name = "IP", env = "PHALANX_BIND")]
+    pub bind: Option<IpAddr>,
+}
+
+impl RankArgs {
+    /// The world size, when it is known before the ranks have met.
+    pub fn known_world(&self) -> Result<usize> {
+        let place = launch::rank_place(&launch::real_env())?;
+        Ok(place.map_or(self.nproc_per_node, |place| place.world))
+    }
+
+    fn validate(&self) -> Result<()> {
+        if self.nproc_per_node == 0 {
+            return Err(Error::usage("--nproc-per-node must be at least 1"));
+        }
+        if self.threads == Some(0) {
+            return Err(Error::usage("--threads must be at least 1"));
+        }
+        for (flag, seconds) in [
+            ("--timeout", self.timeout),
+            ("--init-timeout", self.init_timeout),
+        ] {
+            if Duration::try_from_secs_f64(seconds).is_ok_and(|d| !d.is_zero()) {
+                continue;
+            }
+            return Err(Error::usage(format!(
+                "{flag} must be a number of seconds above 0"
+            )));
+        }
+        Ok(())
+    }
+
+    fn algorithm(&self) -> Algorithm {
+        match self.algorithm {
+            AlgorithmArg::Auto => Algorithm::Auto,
+            AlgorithmArg::Direct => Algorithm::Direct,
+            AlgorithmArg::OneRound => Algorithm::OneRound,
+            AlgorithmArg::Ring => Algorithm::Ring,
+        }
+    }
+}
+
+/// Who writes results, and hence whose lines need the rank in front.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Speakers {
+    /// Rank 0 speaks for the job.
+    Rank0,
+    /// Every rank prints results of its own.
+    All,
+}
+
+/// When the command was typed, in nanoseconds since 1970, for the ranks that it starts.
+const STARTED_VARIABLE: &str = "PHALANX_STARTED_NS";
+
+/// Runs `rank` in every rank of the world (or in the one that this process is).
+/// `extra` arguments are added to the command line of started ranks.
+///
+/// # Errors
+///
+/// The root cause.
+pub fn run(
+    args: &RankArgs,
+    speakers: Speakers,
+    extra: &[String],
+    rank: impl Fn(&RankContext) -> Result<()> + Sync,
+) -> Result<()> {
+    args.validate()?;
+    let started = Instant::now() - since_command_start();
+    if let Some(place) = launch::rank_place(&launch::real_env())? {
+        as_launched_rank(args, &place, started, rank)
+    } else if args.transport == TransportArg::Thread || args.nproc_per_node == 1 {
+        as_threads(args, speakers, started, rank)
+    } else {
+        let own = std::env::args_os().skip(1);
+        let mut local = LocalRun::new(
+            args.nproc_per_node,
+            own.chain(extra.iter().map(OsString::from)).collect(),
+        );
+        if speakers == Speakers::All {
+            local.prefix = Prefix::Everybody;
+        }
+        if let Ok(now) = SystemTime::now().duration_since(UNIX_EPOCH) {
+            local
+                .variables
+                .push((STARTED_VARIABLE.into(), now.as_nanos().to_string().into()));
+        }
+        launch::run_local(local)
+    }
+}
+
+/// How long ago the command was typed that started this rank; nothing when this is it.
+fn since_command_start() -> Duration {
+    std::env::var(STARTED_VARIABLE)
+        .ok()
+        .and_then(|text| text.parse().ok())
+        .map(Duration::from_nanos)
+        .and_then(|then| {
+            SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .ok()?
+                .checked_sub(then)
+        })
+        .unwrap_or_default()
+}
+
+fn as_launched_rank(
+    args: &RankArgs,
+    place: &RankPlace,
+    started: Instant,
+    rank: impl Fn(&RankContext) -> Result<()>,
+) -> Result<()> {
+    // A cluster engine's own variables say all that env:// needs, by other names.
+    let init_method = if args.init_method == "env://" && place.source != "RANK" {
+        format!("tcp://{}:{}", place.master_addr, place.master_port)
+    } else {
+        args.init_method.clone()
+    };
+    let transport = match args.transport {
+        TransportArg::Auto => Transport::Auto,
+        TransportArg::Shm => Transport::Shm,
+        TransportArg::Tcp => Transport::Tcp,
+        TransportArg::Thread => {
+            return Err(Error::usage(
+                "--transport thread runs all ranks in one process, but a launcher started this one as a rank of \
+                 several; use auto, shm or tcp",
+            ));
+        }
+    };
+    let group = ProcessGroup::init(InitOptions {
+        init_method,
+        rank: Some(place.rank),
+        world_size: Some(place.world),
+        timeout: Duration::from_secs_f64(args.init_timeout),
+        op_timeout: Duration::from_secs_f64(args.timeout),
+        transport,
+        bind: args.bind,
+        algorithm: args.algorithm(),
+        ..InitOptions::default()
+    })?;
+    let local_world = env_number("LOCAL_WORLD_SIZE").unwrap_or(1);
+    let ctx = RankContext {
+        threads: threads(args, local_world),
+        prefix: None,
+        started,
+        group,
+    };
+    let outcome = rank(&ctx);
+    finish(ctx, outcome)
+}
+
+fn as_threads(
+    args: &RankArgs,
+    speakers: Speakers,
+    started: Instant,
+    rank: impl Fn(&RankContext) -> Result<()> + Sync,
+) -> Result<()> {
+    let world = args.nproc_per_node;
+    let options = GroupOptions {
+        op_timeout: Duration::from_secs_f64(args.timeout),
+        algorithm: args.algorithm(),
+        ..GroupOptions::default()
+    };
+    let outcomes: Vec<Result<()>> = std::thread::scope(|scope| {
+        let handles: Vec<_> = ProcessGroup::threads(world, options)
+            .into_iter()
+            .map(|group| {
+                let ctx = RankContext {
+                    threads: threads(args, world),
+                    prefix: (world > 1 && speakers == Speakers::All)
+                        .then(|| format!("[rank {}] ", group.rank())),
+                    started,
+                    group,
+                };
+                let rank = &rank;
+                scope.spawn(move || {
+                    let outcome = rank(&ctx);
+                    finish(ctx, outcome)
+                })
+            })
+            .collect();
+        handles
+            .into_iter()
+            .enumerate()
+            .map(|(r, handle)| {
+                handle.join().unwrap_or_else(|_| {
+                    Err(Error::new(
+                        ErrorKind::Failed,
+                        format!("rank {r} panicked; this is a bug in phalanx"),
+                    ))
+                })
+            })
+            .collect()
+    });
+    // A rank that only heard of another's failure is not the cause.
+    let mut failures: Vec<Error> = outcomes.into_iter().filter_map(Result::err).collect();
+    let cause = failures
+        .iter()
+        .position(|e| e.kind() != ErrorKind::PeerLost)
+        .unwrap_or(0);
+    if failures.is_empty() {
+        Ok(())
+    } else {
+        Err(failures.swap_remove(cause))
+    }
+}
+
+/// Leaves the group: orderly after success; after a failure, so that the others
+/// hear the cause at once instead of finding a lost connection.
+fn finish(ctx: RankContext, outcome: Result<()>) -> Result<()> {
+    match outcome {
+        Ok(()) => Ok(ctx.group.shutdown()?),
+        Err(error) => {
+            ctx.group.abort(&error.to_string());
+            Err(error)
+        }
+    }
+}
+
+/// Compute threads of a rank: an equal part of the cores.
+fn threads(args: &RankArgs, local_world: usize) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    args.threads.unwrap_or((cores / local_world.max(1)).max(1))
+}
+
+fn env_number(name: &str) -> Option<usize> {
+    std::env::var(name).ok()?.trim().parse().ok()
+}

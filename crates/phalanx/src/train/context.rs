@@ -1,0 +1,99 @@
+//! What a recipe knows about the rank it runs as.
+
+use std::io::Write;
+use std::time::Instant;
+
+use phalanx_comm::{ProcessGroup, TransportKind};
+
+use crate::error::{Error, ErrorKind, Result};
+
+/// One rank of a training run.
+pub struct RankContext {
+    /// The world's process group.
+    pub group: ProcessGroup,
+    /// Compute threads of this rank.
+    pub threads: usize,
+    /// Put before each line of results when several ranks share one standard output and no
+    /// launcher in between does it.
+    pub prefix: Option<String>,
+    /// When the command was started, as well as we know.
+    pub started: Instant,
+}
+
+impl RankContext {
+    /// This rank, 0-based.
+    pub fn rank(&self) -> usize {
+        self.group.rank()
+    }
+
+    /// Number of ranks.
+    pub fn world(&self) -> usize {
+        self.group.world_size()
+    }
+
+    /// Whether this rank reports and saves.
+    pub fn is_main(&self) -> bool {
+        self.rank() == 0
+    }
+
+    /// Writes results to standard output, whole lines at a time.
+    ///
+    /// # Errors
+    ///
+    /// Fails when standard output cannot be written (a full disk behind a
+    /// redirection). A closed pipe is success: nobody wants to read on.
+    pub fn line(&self, text: &str) -> Result<()> {
+        let mut block = String::with_capacity(text.len() + 16);
+        for line in text.split('\n') {
+            if let Some(prefix) = &self.prefix {
+                block.push_str(prefix);
+            }
+            block.push_str(line);
+            block.push('\n');
+        }
+        let mut out = std::io::stdout().lock();
+        match out.write_all(block.as_bytes()).and_then(|()| out.flush()) {
+            Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(Error::new(
+                ErrorKind::Failed,
+                "standard output could not be written",
+            )
+            .caused_by(e)),
+            _ => Ok(()),
+        }
+    }
+
+    /// A remark for the person at the terminal, on standard error, from rank 0 only.
+    pub fn note(&self, text: &str) {
+        if self.is_main() {
+            eprintln!("{text}");
+        }
+    }
+
+    /// "2 ranks on 1 host over shared memory, 1 thread each of 2 cores (AVX-512)".
+    pub fn describe(&self) -> String {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let plural = |n: usize, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
+        let mut text = plural(self.world(), "rank");
+        let kinds: Vec<TransportKind> = self.group.transports().iter().map(|(_, k)| *k).collect();
+        let has = |kind| kinds.contains(&kind);
+        let over = match (
+            has(TransportKind::Thread),
+            has(TransportKind::Shm),
+            has(TransportKind::Tcp),
+        ) {
+            (true, ..) => " as threads of one process",
+            (_, true, true) => " over shared memory and TCP",
+            (_, true, false) => " on 1 host over shared memory",
+            (_, false, true) => " over TCP",
+            _ => "",
+        };
+        text.push_str(over);
+        let each = if self.world() > 1 { " each" } else { "" };
+        format!(
+            "{text}, {}{each} of {} ({})",
+            plural(self.threads, "thread"),
+            plural(cores, "core"),
+            phalanx_nn::isa_name()
+        )
+    }
+}

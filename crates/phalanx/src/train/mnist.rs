@@ -1,0 +1,578 @@
+//! `train mnist`: PyTorch's basic MNIST CNN, data parallel.
+//!
+//! The lines that make it distributed are marked `DDP`; without them this is a
+//! single-process training loop.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use phalanx_comm::ReduceOp;
+use phalanx_ddp::{BucketCaps, DdpOptions, DistributedDataParallel, verify_equal};
+use phalanx_nn::models::MnistCnn;
+use phalanx_nn::optim::Sgd;
+use phalanx_nn::{Params, Scope, Seed, StepKey, Tape, Threads};
+use phalanx_train::loader::{Loader, LoaderOptions};
+use phalanx_train::metrics::{Confusion, Mean, MetricsLog, write_summary};
+use phalanx_train::progress::Progress;
+use phalanx_train::sampler::{Sampler, SamplerConfig, TorchBatches};
+use phalanx_train::{Dataset, checkpoint, mnist, process, synthetic};
+use serde_json::json;
+
+use super::context::RankContext;
+use super::format::{bytes, thousands};
+use super::trace::Trace;
+use crate::error::{Error, ErrorKind, Result};
+
+/// Which samples a rank gets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum SamplerKind {
+    /// Each sample exactly once an epoch at any number of ranks; nothing
+    /// padded, nothing dropped
+    Exact,
+    /// As PyTorch's DistributedSampler: pads with repeated samples
+    Torch,
+}
+
+/// Arguments of `train mnist`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct MnistArgs {
+    /// Folder with the MNIST (or Fashion-MNIST) files, or `synthetic` for drawn digits
+    #[arg(long, default_value = "synthetic", value_name = "DIR|synthetic")]
+    pub data: String,
+    /// Times to go over the training set
+    #[arg(long, default_value_t = 3, value_name = "N")]
+    pub epochs: usize,
+    /// Samples per rank and step
+    #[arg(long, default_value_t = 64, value_name = "N")]
+    pub batch_size: usize,
+    /// Samples per step over all ranks, instead of --batch-size times the number of ranks
+    #[arg(long, value_name = "N", conflicts_with = "batch_size")]
+    pub global_batch_size: Option<usize>,
+    /// Samples per rank and step while testing
+    #[arg(long, default_value_t = 500, value_name = "N")]
+    pub test_batch_size: usize,
+    /// Learning rate
+    #[arg(long, default_value_t = 0.05)]
+    pub lr: f64,
+    /// SGD momentum
+    #[arg(long, default_value_t = 0.9)]
+    pub momentum: f64,
+    /// Seed of weights, shuffling, dropout and synthetic data
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// Which samples a rank gets
+    #[arg(long, value_enum, default_value_t = SamplerKind::Exact)]
+    pub sampler: SamplerKind,
+    /// Print and log the loss every so many steps
+    #[arg(long, default_value_t = 100, value_name = "N")]
+    pub log_interval: usize,
+    /// Training samples of the synthetic set (a sixth as many for testing)
+    #[arg(long, default_value_t = 60_000, value_name = "N")]
+    pub synthetic_samples: usize,
+    /// Gradient bucket cap in MiB [default: 4 on one host, 8 across hosts; first and last 1]
+    #[arg(long, value_name = "MIB")]
+    pub bucket_cap_mb: Option<f64>,
+    /// Threads that prepare batches, per rank
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub workers: usize,
+    /// Folder for metrics, summary and weights [default: runs/mnist-<date>-<time>]
+    #[arg(long, value_name = "DIR")]
+    pub output_dir: Option<PathBuf>,
+    /// Write a Chrome trace of the third step, one file a rank: FILE.<rank>.json
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
+}
+
+/// Result of one pass over the test set, the same on all ranks.
+struct Tested {
+    loss: f64,
+    accuracy: f64,
+}
+
+struct Data {
+    train: Arc<dyn Dataset>,
+    test: Arc<dyn Dataset>,
+    description: String,
+}
+
+/// Checks what can be checked before any rank is started.
+///
+/// # Errors
+///
+/// Usage errors naming the flag.
+pub fn validate(args: &MnistArgs, world: usize) -> Result<()> {
+    let positive = [
+        ("--epochs", args.epochs),
+        ("--batch-size", args.batch_size),
+        ("--test-batch-size", args.test_batch_size),
+        ("--log-interval", args.log_interval),
+        ("--workers", args.workers),
+        ("--synthetic-samples", args.synthetic_samples),
+        ("--global-batch-size", args.global_batch_size.unwrap_or(1)),
+    ];
+    for (flag, value) in positive {
+        if value == 0 {
+            return Err(Error::usage(format!("{flag} must be at least 1")));
+        }
+    }
+    if !(args.lr.is_finite() && args.lr >= 0.0) {
+        return Err(Error::usage("--lr must be a number from 0 up"));
+    }
+    if !(0.0..1.0).contains(&args.momentum) {
+        return Err(Error::usage("--momentum must lie in 0..1 (1 excluded)"));
+    }
+    if args
+        .bucket_cap_mb
+        .is_some_and(|cap| !(cap.is_finite() && cap > 0.0))
+    {
+        return Err(Error::usage("--bucket-cap-mb must be above 0"));
+    }
+    if let Some(global) = args.global_batch_size {
+        if global < world {
+            return Err(Error::usage(format!(
+                "--global-batch-size {global} leaves some of the {world} ranks without a sample; use at least {world}"
+            )));
+        }
+        if args.sampler == SamplerKind::Torch && !global.is_multiple_of(world) {
+            return Err(Error::usage(format!(
+                "--sampler torch gives every rank the same batch size, and --global-batch-size {global} is not \
+                 divisible by {world} ranks; use --sampler exact or another size"
+            )));
+        }
+    }
+    // The data is looked at once here, so that a wrong folder is one error and not
+    // one per rank.
+    if args.data != "synthetic" {
+        mnist::check(args.data.as_ref())?;
+    }
+    Ok(())
+}
+
+/// Trains as one rank.
+///
+/// # Errors
+///
+/// Anything that ends the training; the kind decides the exit code.
+pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
+    validate(args, ctx.world())?;
+    let world = ctx.world();
+    let global_batch = args.global_batch_size.unwrap_or(args.batch_size * world);
+    let data = load(args)?;
+
+    let mut scope = Scope::new(Seed(args.seed));
+    let net = MnistCnn::new(&mut scope);
+    let mut params = scope.build()?;
+    let mut ddp =
+        DistributedDataParallel::new(ctx.group.clone(), &mut params, ddp_options(args, &data))?; // DDP
+    let mut optimizer = Sgd::new(&params, args.lr).momentum(args.momentum);
+    let mut tape = Tape::new(Threads(ctx.threads));
+
+    let sampler = sampler(ctx, args, data.train.len(), global_batch)?;
+    let output = Output::open(ctx, args)?;
+    let steps = sampler.epoch(0).len();
+    announce(
+        ctx,
+        args,
+        &data,
+        &params,
+        &ddp,
+        steps,
+        global_batch,
+        &output,
+    );
+
+    let mut log = output.metrics()?;
+    let mut progress = Progress::for_rank(ctx.rank());
+    let mut loader = loader(args, &data.train)?;
+    let trace = Trace::new(args.trace.as_deref(), ctx);
+    let mut accuracies = Vec::new();
+    let mut timing = Timing::default();
+    let mut last = Tested {
+        loss: f64::NAN,
+        accuracy: f64::NAN,
+    };
+    let mut weights = String::new();
+    for epoch in 1..=args.epochs {
+        progress.begin(epoch as u64, args.epochs as u64, steps);
+        loader.start(sampler.epoch(epoch as u64 - 1));
+        let began = Instant::now();
+        let mut index = 0;
+        while let Some(batch) = loader.next_batch()? {
+            let key = StepKey::new(epoch as u64 - 1, index as u64)
+                .seed(args.seed)
+                .samples(&batch.indices);
+            let marks = trace.begin(epoch, index);
+            let step = tape.step(&params, key);
+            let [h, w, c] = data.train.image_shape();
+            let images = step.input(&batch.images, &[batch.labels.len(), h, w, c])?;
+            // The mean over ranks of (sum of local losses) / (global samples / ranks)
+            // is the mean over the global batch, however unevenly it is cut.
+            let divisor = batch.global_len as f32 / world as f32;
+            let loss = net.forward(images)?.nll_loss(&batch.labels, divisor)?;
+            let sum = f64::from(loss.item()) * f64::from(divisor);
+            let forward_ended = Instant::now();
+            loss.backward(&mut ddp)?;
+            drop(step);
+            ddp.finish()?; // DDP
+            optimizer.step(&mut params, &ddp)?;
+            trace.end(marks, forward_ended, ddp.times())?;
+
+            let mean = sum / batch.labels.len().max(1) as f64;
+            if !mean.is_finite() {
+                return Err(diverged(ctx, args, mean, epoch, index));
+            }
+            timing.add(ddp.times().exposed(), batch.global_len);
+            progress.step(batch.global_len, Some(mean));
+            if index.is_multiple_of(args.log_interval) && ctx.is_main() {
+                let (n, done) = (data.train.len(), index * global_batch);
+                let percent = 100.0 * index as f64 / steps as f64;
+                let text =
+                    format!("Train Epoch: {epoch} [{done}/{n} ({percent:.0}%)]\tloss={mean:.4}");
+                progress.suspend(|| ctx.line(&text))?;
+                log.event(&json!({
+                    "step": (epoch - 1) * steps + index, "epoch": epoch, "loss": mean, "lr": args.lr,
+                    "elapsed_s": ctx.started.elapsed().as_secs_f64(),
+                    "exposed_comm_ms": ddp.times().exposed().as_secs_f64() * 1e3,
+                    "data_wait_ms": loader.waited().as_secs_f64() * 1e3,
+                }))?;
+            }
+            index += 1;
+        }
+        timing.trained += began.elapsed();
+        progress.end();
+
+        weights = checkpoint::weights_sha256(&params);
+        let mut digest = [0; 32];
+        hex::decode_to_slice(&weights, &mut digest)
+            .map_err(|e| Error::new(ErrorKind::Failed, "the weights have no hash").caused_by(e))?;
+        verify_equal(&ctx.group, &params, digest)?; // DDP
+        last = test(ctx, args, &net, &params, &mut tape, &data.test)?;
+        accuracies.push(last.accuracy);
+        if ctx.is_main() {
+            ctx.line(&format!(
+                "\ntest_loss={:.4}\naccuracy={:.4}\n",
+                last.loss, last.accuracy
+            ))?;
+            log.event(&json!({
+                "step": epoch * steps, "epoch": epoch, "test_loss": last.loss, "accuracy": last.accuracy,
+                "weights_sha256": weights,
+            }))?;
+        }
+    }
+    output.save(ctx, args, &params, &accuracies, &last, &timing, &weights)?;
+    ctx.group.barrier()?; // DDP: nobody leaves before the files are complete
+    ctx.note(&format!(
+        "done in {:.1} s: accuracy {:.2} %, {} images/s, communication exposed {:.1} % of the step",
+        ctx.started.elapsed().as_secs_f64(),
+        last.accuracy * 100.0,
+        thousands(timing.images_per_s() as usize),
+        timing.exposed_percent(),
+    ));
+    let equal = if world > 1 {
+        format!(" equal on all {world} ranks")
+    } else {
+        String::new()
+    };
+    ctx.note(&format!(
+        "weights {}…{equal}; saved {}",
+        &weights[..12],
+        output.model_path().display()
+    ));
+    Ok(())
+}
+
+fn diverged(ctx: &RankContext, args: &MnistArgs, loss: f64, epoch: usize, index: usize) -> Error {
+    Error::new(
+        ErrorKind::Failed,
+        format!(
+            "the loss became {loss} on rank {} in epoch {epoch}, step {}",
+            ctx.rank(),
+            index + 1
+        ),
+    )
+    .note("try", format!("a smaller --lr (now {})", args.lr))
+}
+
+// DDP: the rank's part of the training set.
+fn sampler(
+    ctx: &RankContext,
+    args: &MnistArgs,
+    samples: usize,
+    global_batch: usize,
+) -> Result<Sampler> {
+    let config = SamplerConfig {
+        samples,
+        world: ctx.world(),
+        rank: ctx.rank(),
+        shuffle: true,
+        seed: args.seed,
+    };
+    Ok(match args.sampler {
+        SamplerKind::Exact => Sampler::exact(config, global_batch)?,
+        SamplerKind::Torch => Sampler::torch(
+            config,
+            TorchBatches {
+                batch_size: global_batch / ctx.world(),
+                drop_samples: false,
+                drop_batch: false,
+            },
+        )?,
+    })
+}
+
+fn loader(args: &MnistArgs, data: &Arc<dyn Dataset>) -> Result<Loader> {
+    let options = LoaderOptions {
+        workers: args.workers,
+        ..LoaderOptions::default()
+    };
+    Ok(Loader::new(data.clone(), options)?)
+}
+
+fn load(args: &MnistArgs) -> Result<Data> {
+    if args.data == "synthetic" {
+        let (n, m) = (args.synthetic_samples, (args.synthetic_samples / 6).max(1));
+        // The test digits follow the training digits, so none is seen in training.
+        Ok(Data {
+            train: Arc::new(synthetic::digits(n, args.seed)),
+            test: Arc::new(synthetic::range(n as u64, m, args.seed)),
+            description: format!(
+                "synthetic digits, {} train / {} test, seed {}",
+                thousands(n),
+                thousands(m),
+                args.seed
+            ),
+        })
+    } else {
+        let train = mnist::load(args.data.as_ref(), mnist::Split::Train)?;
+        let test = mnist::load(args.data.as_ref(), mnist::Split::Test)?;
+        let description = format!(
+            "{} in {}, {} train / {} test",
+            train.name(),
+            args.data,
+            thousands(train.len()),
+            thousands(test.len())
+        );
+        Ok(Data {
+            train: Arc::new(train),
+            test: Arc::new(test),
+            description,
+        })
+    }
+}
+
+fn ddp_options(args: &MnistArgs, data: &Data) -> DdpOptions {
+    DdpOptions {
+        caps: args
+            .bucket_cap_mb
+            .map(|mib| BucketCaps::uniform((mib * f64::from(1 << 20)) as usize)),
+        keep_layout: false,
+        must_agree: vec![
+            format!(
+                "epochs {} batch {} global {:?} lr {} momentum {} seed {} sampler {:?}",
+                args.epochs,
+                args.batch_size,
+                args.global_batch_size,
+                args.lr,
+                args.momentum,
+                args.seed,
+                args.sampler
+            ),
+            format!("data {} train, {} test", data.train.len(), data.test.len()),
+        ],
+    }
+}
+
+#[expect(
+    clippy::too_many_arguments,
+    reason = "prints what each of them says, once"
+)]
+fn announce(
+    ctx: &RankContext,
+    args: &MnistArgs,
+    data: &Data,
+    params: &Params,
+    ddp: &DistributedDataParallel,
+    steps: usize,
+    global_batch: usize,
+    output: &Output,
+) {
+    let count: usize = params.infos().iter().map(|i| i.len).sum();
+    let buckets = ddp.plan().buckets().len();
+    let sizes: Vec<String> = (0..buckets)
+        .map(|b| bytes(ddp.plan().bucket_bytes(b)))
+        .collect();
+    let cut = if global_batch.is_multiple_of(ctx.world()) {
+        format!(
+            "{global_batch} = {} x {}",
+            ctx.world(),
+            global_batch / ctx.world()
+        )
+    } else {
+        format!("{global_batch} over {} ranks", ctx.world())
+    };
+    ctx.note(&format!(
+        "phalanx {}  mnist  {}",
+        env!("CARGO_PKG_VERSION"),
+        ctx.describe()
+    ));
+    ctx.note(&format!("data     {}", data.description));
+    ctx.note(&format!(
+        "model    MNIST CNN, {} parameters in {} tensors, {buckets} bucket{} ({})",
+        thousands(count),
+        params.infos().len(),
+        if buckets == 1 { "" } else { "s" },
+        sizes.join(", ")
+    ));
+    ctx.note(&format!(
+        "training {} epoch{} of {steps} steps, global batch {cut}, SGD lr {} momentum {}",
+        args.epochs,
+        if args.epochs == 1 { "" } else { "s" },
+        args.lr,
+        args.momentum
+    ));
+    ctx.note(&format!("output   {}", output.dir.display()));
+}
+
+/// Tests exactly: every sample once over all ranks, sums and counts reduced.
+fn test(
+    ctx: &RankContext,
+    args: &MnistArgs,
+    net: &MnistCnn,
+    params: &Params,
+    tape: &mut Tape,
+    data: &Arc<dyn Dataset>,
+) -> Result<Tested> {
+    let [h, w, c] = data.image_shape();
+    let config = SamplerConfig {
+        samples: data.len(),
+        world: ctx.world(),
+        rank: ctx.rank(),
+        shuffle: false,
+        seed: 0,
+    };
+    let plan = Sampler::exact(config, args.test_batch_size * ctx.world())?.epoch(0);
+    let mut loader = loader(args, data)?;
+    loader.start(plan);
+    let mut loss = Mean::new();
+    let mut confusion = Confusion::new(data.classes());
+    while let Some(batch) = loader.next_batch()? {
+        let step = tape.inference(params);
+        let images = step.input(&batch.images, &[batch.labels.len(), h, w, c])?;
+        let scores = net.forward(images)?;
+        confusion.add_scores(scores.data(), &batch.labels)?;
+        let sum = scores.nll_loss(&batch.labels, 1.0)?.item();
+        loss.add_sum(f64::from(sum), batch.labels.len());
+    }
+    let mut parts = loss.parts();
+    ctx.group.all_reduce(&mut parts, ReduceOp::Sum)?; // DDP
+    ctx.group
+        .all_reduce(confusion.counts_mut(), ReduceOp::Sum)?; // DDP
+    Ok(Tested {
+        loss: Mean::from_parts(parts).mean().unwrap_or(f64::NAN),
+        accuracy: confusion.accuracy().unwrap_or(f64::NAN),
+    })
+}
+
+#[derive(Default)]
+struct Timing {
+    trained: Duration,
+    exposed: Duration,
+    images: usize,
+}
+
+impl Timing {
+    fn add(&mut self, exposed: Duration, images: usize) {
+        self.exposed += exposed;
+        self.images += images;
+    }
+
+    fn images_per_s(&self) -> f64 {
+        self.images as f64 / self.trained.as_secs_f64().max(1e-9)
+    }
+
+    fn exposed_percent(&self) -> f64 {
+        100.0 * self.exposed.as_secs_f64() / self.trained.as_secs_f64().max(1e-9)
+    }
+}
+
+/// The run's folder; only rank 0 touches it.
+struct Output {
+    dir: PathBuf,
+    is_main: bool,
+}
+
+impl Output {
+    fn open(ctx: &RankContext, args: &MnistArgs) -> Result<Output> {
+        let dir = args
+            .output_dir
+            .clone()
+            .unwrap_or_else(|| super::default_output_dir("mnist"));
+        if ctx.is_main() {
+            std::fs::create_dir_all(&dir).map_err(|e| {
+                Error::usage(format!(
+                    "the output folder {} cannot be made",
+                    dir.display()
+                ))
+                .caused_by(e)
+                .note("try", "another one with --output-dir")
+            })?;
+        }
+        Ok(Output {
+            dir,
+            is_main: ctx.is_main(),
+        })
+    }
+
+    fn metrics(&self) -> Result<MetricsLog> {
+        Ok(if self.is_main {
+            MetricsLog::create(&self.dir.join("metrics.jsonl"), 1)?
+        } else {
+            MetricsLog::disabled()
+        })
+    }
+
+    fn model_path(&self) -> PathBuf {
+        self.dir.join("mnist_cnn.safetensors")
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the summary names them all")]
+    fn save(
+        &self,
+        ctx: &RankContext,
+        args: &MnistArgs,
+        params: &Params,
+        accuracies: &[f64],
+        last: &Tested,
+        timing: &Timing,
+        weights: &str,
+    ) -> Result<()> {
+        if !self.is_main {
+            return Ok(());
+        }
+        let metadata = BTreeMap::from([("model".to_owned(), "mnist_cnn".to_owned())]);
+        checkpoint::save_params(&self.model_path(), params, &metadata)?;
+        write_summary(&self.dir.join("mnist_cnn_accuracies.json"), &accuracies)?;
+        let summary = json!({
+            "recipe": "mnist",
+            "version": env!("CARGO_PKG_VERSION"),
+            "arguments": std::env::args().skip(1).collect::<Vec<_>>(),
+            "world_size": ctx.world(),
+            "threads_per_rank": ctx.threads,
+            "transport": ctx.describe(),
+            "data": args.data,
+            "epochs": args.epochs,
+            "test_loss": last.loss,
+            "accuracy": last.accuracy,
+            "accuracies": accuracies,
+            "images_per_s": timing.images_per_s(),
+            "train_s": timing.trained.as_secs_f64(),
+            "exposed_comm_percent": timing.exposed_percent(),
+            "peak_rss_mib": process::peak_rss_bytes().map(|b| b as f64 / f64::from(1 << 20)),
+            "weights_sha256": weights,
+        });
+        write_summary(&self.dir.join("summary.json"), &summary)?;
+        Ok(())
+    }
+}

@@ -1,0 +1,77 @@
+//! `phalanx train`: recipes, and how their ranks come to be.
+
+mod context;
+pub mod format;
+mod linear;
+mod mnist;
+mod trace;
+
+pub use context::RankContext;
+
+use std::path::PathBuf;
+use std::time::SystemTime;
+
+use crate::error::Result;
+use crate::ranks::{self, RankArgs, Speakers};
+
+/// Arguments of `phalanx train`.
+#[derive(Debug, clap::Args)]
+pub struct TrainArgs {
+    #[command(subcommand)]
+    recipe: Recipe,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Recipe {
+    /// The OneFlow document's linear model: two weights, 500 steps
+    Linear {
+        #[command(flatten)]
+        args: linear::LinearArgs,
+        #[command(flatten)]
+        ranks: RankArgs,
+    },
+    /// PyTorch's basic MNIST CNN on MNIST, Fashion-MNIST or drawn digits
+    Mnist {
+        #[command(flatten)]
+        args: mnist::MnistArgs,
+        #[command(flatten)]
+        ranks: RankArgs,
+    },
+}
+
+/// Runs `phalanx train`: as one rank when a launcher set the environment, else
+/// as all of them.
+///
+/// # Errors
+///
+/// Whatever ended the training; the kind decides the exit code.
+pub fn run(args: TrainArgs) -> Result<()> {
+    match args.recipe {
+        Recipe::Linear { ranks, args } => {
+            linear::validate(&args)?;
+            ranks::run(&ranks, Speakers::All, &[], |ctx| {
+                linear::run_rank(ctx, &args)
+            })
+        }
+        Recipe::Mnist { ranks, mut args } => {
+            mnist::validate(&args, ranks.known_world()?)?;
+            // Chosen before the ranks start, so that all name the same folder.
+            let mut extra = Vec::new();
+            if args.output_dir.is_none() {
+                let dir = default_output_dir("mnist");
+                extra.push(format!("--output-dir={}", dir.display()));
+                args.output_dir = Some(dir);
+            }
+            ranks::run(&ranks, Speakers::Rank0, &extra, |ctx| {
+                mnist::run_rank(ctx, &args)
+            })
+        }
+    }
+}
+
+/// `runs/<recipe>-<date>-<time>` (UTC).
+fn default_output_dir(recipe: &str) -> PathBuf {
+    let now = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
+    let stamp: String = now.trim_end_matches('Z').replace('T', "-").replace(':', "");
+    PathBuf::from("runs").join(format!("{recipe}-{stamp}"))
+}

@@ -1,0 +1,105 @@
+//! `phalanx bench` prints what the design's stable contract says.
+
+use std::process::Command;
+
+use serde_json::Value;
+
+fn lines(args: &[&str]) -> Vec<Value> {
+    let output = Command::new(env!("CARGO_BIN_EXE_phalanx"))
+        .args(args)
+        .env_remove("RANK")
+        .output()
+        .expect("phalanx starts");
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{args:?}\n{err}");
+    String::from_utf8_lossy(&output.stdout)
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}")))
+        .collect()
+}
+
+#[test]
+fn every_collective_reports_every_size() {
+    for op in [
+        "all-reduce",
+        "broadcast",
+        "reduce",
+        "all-gather",
+        "reduce-scatter",
+        "all-to-all",
+        "barrier",
+    ] {
+        for transport in ["thread", "shm", "tcp"] {
+            let got = lines(&[
+                "bench",
+                op,
+                "--world",
+                "2",
+                "--transport",
+                transport,
+                "--bytes",
+                "4,1KiB",
+                "--iters",
+                "5",
+                "--json",
+            ]);
+            let sizes = if op == "barrier" { 1 } else { 2 };
+            assert_eq!(got.len(), sizes, "{op} over {transport}");
+            for line in &got {
+                assert_eq!(line["op"], op);
+                assert_eq!(line["transport"], transport);
+                assert_eq!(line["world"], 2);
+                assert_eq!(line["iters"], 5);
+                for key in [
+                    "bytes",
+                    "median_us",
+                    "p10_us",
+                    "p90_us",
+                    "alg_gb_s",
+                    "bus_gb_s",
+                ] {
+                    assert!(line[key].is_number(), "{op}: {key} in {line}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn training_bench_reports_the_contracts_keys() {
+    let got = lines(&[
+        "bench",
+        "train",
+        "mnist",
+        "--world",
+        "2",
+        "--threads",
+        "1",
+        "--batch",
+        "4",
+        "--steps",
+        "3",
+        "--warmup",
+        "1",
+        "--json",
+    ]);
+    assert_eq!(got.len(), 1);
+    let line = &got[0];
+    assert_eq!(line["model"], "mnist");
+    assert_eq!(
+        (&line["world"], &line["threads"], &line["batch"]),
+        (&2.into(), &1.into(), &4.into())
+    );
+    for key in [
+        "step_ms_median",
+        "images_per_s",
+        "exposed_comm_ms",
+        "peak_rss_mib",
+        "first_step_s",
+    ] {
+        assert!(
+            line[key].as_f64().is_some_and(|v| v >= 0.0),
+            "{key} in {line}"
+        );
+    }
+}

@@ -1,0 +1,120 @@
+//! What can be typed wrongly, and the first-minute commands.
+
+use crate::harness::Family;
+use std::os::unix::fs::PermissionsExt;
+
+#[test]
+fn version_and_help_go_to_stdout() {
+    let family = Family::new();
+    let done = family.run(&["--version"]);
+    assert_eq!(
+        (done.code(), done.out.as_str()),
+        (0, concat!("phalanx ", env!("CARGO_PKG_VERSION"), "\n"))
+    );
+    let done = family.run(&["launch", "--help"]);
+    assert_eq!(done.code(), 0);
+    assert!(done.out.contains("--nproc-per-node"), "{done:#?}");
+    assert!(!done.out.contains("exec-rank"));
+}
+
+#[test]
+fn unknown_words_are_usage_errors_with_a_suggestion() {
+    let family = Family::new();
+    for (args, want) in [
+        (
+            &["lunch", "sh"][..],
+            "error: unknown command \"lunch\"; did you mean \"launch\"?",
+        ),
+        (
+            &["launch", "--nproc-per-nodes", "2", "sh"],
+            "did you mean \"--nproc-per-node\"?",
+        ),
+        (
+            &["launch", "--master_prot", "2", "sh"],
+            "did you mean \"--master-port\"?",
+        ),
+        (&["launch"], "error: missing PROGRAM"),
+        (
+            &["launch", "--nproc-per-node", "two", "sh"],
+            "--nproc-per-node cannot be \"two\"",
+        ),
+        (&["launch", "--nnodes", "1:4", "sh"], "elastic"),
+        (
+            &["launch", "--nnodes", "2", "sh"],
+            "which of the 2 nodes is this?",
+        ),
+        (
+            &["launch", "no-such-program-here"],
+            "no program \"no-such-program-here\" in PATH",
+        ),
+        (&["token"], "--out"),
+    ] {
+        let done = family.run(args);
+        assert_eq!(done.code(), 2, "{done:#?}");
+        assert!(
+            done.err.starts_with("error: ") && done.err.contains(want),
+            "{want}: {done:#?}"
+        );
+        assert_eq!(done.out, "");
+    }
+}
+
+#[test]
+fn underscores_work_like_dashes() {
+    let family = Family::new();
+    let done = family.run(&[
+        "launch",
+        "--nproc_per_node=2",
+        "--no_prefix",
+        "sh",
+        "-c",
+        "echo $0 $RANK",
+        "--a_b",
+    ]);
+    assert_eq!(done.code(), 0, "{done:#?}");
+    assert_eq!(done.sorted(), ["--a_b 0", "--a_b 1"]);
+}
+
+#[test]
+fn a_closed_stdout_is_no_failure() {
+    let family = Family::new();
+    for args in [
+        "phalanx --help",
+        "phalanx launch sh -c 'for i in 1 2 3; do echo $i; sleep 0.05; done'",
+    ] {
+        let exe = env!("CARGO_BIN_EXE_phalanx");
+        let script = format!(
+            "{{ {} ; echo code $? >&2; }} | true",
+            args.replacen("phalanx", exe, 1)
+        );
+        let mut command = family.command(&[]);
+        let envs: Vec<_> = command
+            .get_envs()
+            .filter_map(|(k, v)| Some((k.to_owned(), v?.to_owned())))
+            .collect();
+        command = std::process::Command::new("sh");
+        command.args(["-c", &script]).envs(envs);
+        let output = command.output().unwrap();
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(err, "code 0\n");
+    }
+}
+
+#[test]
+fn a_token_is_written_once_and_privately() {
+    let family = Family::new();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("job.token");
+    let args = ["token", "--out", path.to_str().unwrap()];
+    assert_eq!(family.run(&args).code(), 0);
+    let text = std::fs::read_to_string(&path).unwrap();
+    assert_eq!(text.trim().len(), 64);
+    assert_eq!(
+        std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777,
+        0o600
+    );
+    let again = family.run(&args);
+    assert_eq!(again.code(), 2);
+    assert!(again.err.contains("exists"), "{again:#?}");
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
+}

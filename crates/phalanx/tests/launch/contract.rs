@@ -1,0 +1,159 @@
+//! What a rank finds in its environment.
+
+use std::collections::BTreeMap;
+
+use crate::harness::Family;
+
+/// `NAME=value` lines of one rank's `env`, from prefixed output.
+fn variables(out: &str, rank: usize) -> BTreeMap<String, String> {
+    let prefix = format!("[rank {rank}] ");
+    out.lines()
+        .filter_map(|line| line.strip_prefix(&prefix)?.split_once('='))
+        .map(|(name, value)| (name.to_owned(), value.to_owned()))
+        .collect()
+}
+
+#[test]
+fn ranks_get_torchruns_variables_and_no_secret() {
+    let family = Family::new();
+    let mut command = family.command(&["launch", "--nproc-per-node", "2", "env"]);
+    let secret = "ab".repeat(32);
+    command.env("PHALANX_TOKEN", &secret);
+    let done = crate::harness::Running::new(command).wait();
+    assert_eq!(done.code(), 0, "{done:#?}");
+    let fixture: BTreeMap<String, Vec<BTreeMap<String, String>>> =
+        serde_json::from_str(include_str!("../fixtures/torchrun.json")).unwrap();
+    let mut ports = Vec::new();
+    for (rank, torchrun) in fixture["one node, 2 processes"].iter().enumerate() {
+        let ours = variables(&done.out, rank);
+        for (name, value) in torchrun {
+            let mine = ours
+                .get(name)
+                .unwrap_or_else(|| panic!("{name} is missing"));
+            // Addresses, names and paths are each launcher's own.
+            if ![
+                "MASTER_ADDR",
+                "MASTER_PORT",
+                "TORCHELASTIC_RUN_ID",
+                "TORCHELASTIC_ERROR_FILE",
+            ]
+            .contains(&name.as_str())
+            {
+                assert_eq!(mine, value, "{name}");
+            }
+        }
+        assert_eq!(ours["MASTER_ADDR"], "127.0.0.1");
+        assert_eq!(ours["PHALANX_STORE"], "external");
+        assert!(ours["PHALANX_TOKEN_FILE"].starts_with("/proc/self/fd/"));
+        assert_eq!(ours["TORCHELASTIC_RUN_ID"].len(), 36);
+        ports.push(ours["MASTER_PORT"].clone());
+    }
+    assert_eq!(ports[0], ports[1]);
+    assert!(
+        !done.out.contains(&secret),
+        "the token is in the environment"
+    );
+}
+
+#[test]
+fn the_token_is_inherited_as_a_private_file_and_seen_by_nobody_else() {
+    let family = Family::new();
+    // Twice: each opening reads from the start.
+    let script = "cat $PHALANX_TOKEN_FILE $PHALANX_TOKEN_FILE; stat -L -c %a $PHALANX_TOKEN_FILE; \
+                  cat /proc/$PPID/cmdline /proc/self/cmdline | tr '\\0' ' '; echo";
+    let done = family.run(&["launch", "sh", "-c", script]);
+    assert_eq!(done.code(), 0, "{done:#?}");
+    let lines: Vec<&str> = done.out.lines().collect();
+    assert_eq!(lines[0].len(), 64, "{done:#?}");
+    assert_eq!(lines[0], lines[1]);
+    assert_eq!(lines[2], "600");
+    assert!(!lines[3].contains(lines[0]), "{done:#?}");
+}
+
+#[test]
+fn one_rank_keeps_all_threads_and_set_threads_stay() {
+    let family = Family::new();
+    let done = family.run(&["launch", "sh", "-c", "echo ${OMP_NUM_THREADS-unset}"]);
+    assert_eq!(done.out, "unset\n");
+    let mut command = family.command(&[
+        "launch",
+        "--nproc-per-node",
+        "2",
+        "--no-prefix",
+        "sh",
+        "-c",
+        "echo $OMP_NUM_THREADS",
+    ]);
+    command.env("OMP_NUM_THREADS", "7");
+    assert_eq!(crate::harness::Running::new(command).wait().out, "7\n7\n");
+}
+
+#[test]
+fn torchruns_own_input_variables_are_read() {
+    let family = Family::new();
+    let mut command = family.command(&[
+        "launch",
+        "--no-prefix",
+        "sh",
+        "-c",
+        "echo $RANK $WORLD_SIZE $TORCHELASTIC_RUN_ID",
+    ]);
+    command
+        .env("PET_NPROC_PER_NODE", "3")
+        .env("PET_NNODES", "1")
+        .env("PET_RDZV_ID", "job7");
+    let done = crate::harness::Running::new(command).wait();
+    assert_eq!(done.sorted(), ["0 3 job7", "1 3 job7", "2 3 job7"]);
+}
+
+#[test]
+fn ranks_lead_their_own_sessions_and_read_nothing() {
+    let family = Family::new();
+    // Fields 5 and 6 of stat are the process group and the session.
+    let script = "cut -d' ' -f1,5,6 /proc/$$/stat; cat; echo end";
+    let done = family.run(&["launch", "sh", "-c", script]);
+    let first: Vec<&str> = done.out.lines().next().unwrap().split(' ').collect();
+    assert!(first[0] == first[1] && first[1] == first[2], "{done:#?}");
+    assert!(done.out.ends_with("end\n"), "stdin is empty: {done:#?}");
+}
+
+#[test]
+fn the_store_listens_where_the_variables_say() {
+    let family = Family::new();
+    let script = "exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT && echo connected";
+    let done = family.run(&[
+        "launch",
+        "--nproc-per-node",
+        "2",
+        "--no-prefix",
+        "bash",
+        "-c",
+        script,
+    ]);
+    assert_eq!(done.out, "connected\nconnected\n", "{done:#?}");
+}
+
+#[test]
+fn a_given_port_is_used_and_an_occupied_one_is_named() {
+    let family = Family::new();
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    let done = family.run(&["launch", "--master-port", &port, "sh", "-c", "exit 0"]);
+    assert_eq!(done.code(), 2, "{done:#?}");
+    assert!(
+        done.err
+            .starts_with(&format!("error: cannot listen on 127.0.0.1:{port}: ")),
+        "{done:#?}"
+    );
+    assert!(done.err.contains("--master-port"), "{done:#?}");
+    drop(taken);
+    let done = family.run(&[
+        "launch",
+        "--master_port",
+        &port,
+        "sh",
+        "-c",
+        "echo $MASTER_PORT $TORCHELASTIC_RUN_ID",
+    ]);
+    assert_eq!(done.out, format!("{port} none\n"), "{done:#?}");
+}

@@ -1,0 +1,242 @@
+//! One rank fails: everybody ends, and the last words name the cause.
+
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::harness::{Family, TWO_SECONDS};
+
+/// Runs `script` on `ranks` ranks.
+fn ranks(family: &Family, ranks: &str, script: &str) -> crate::harness::Done {
+    family.run(&["launch", "--nproc-per-node", ranks, "sh", "-c", script])
+}
+
+#[test]
+fn a_killed_rank_ends_everything_within_two_seconds() {
+    let family = Family::new();
+    // Ranks that do not listen to SIGTERM, and have children.
+    let script =
+        "trap '' TERM; echo pid $$; echo dying words of $RANK >&2; while :; do sleep 50; done";
+    let mut running = family.start(&["launch", "--nproc-per-node", "3", "sh", "-c", script]);
+    let lines = running.lines(3);
+    let pid: i32 = lines
+        .iter()
+        .find_map(|line| line.strip_prefix("[rank 1] pid "))
+        .unwrap()
+        .parse()
+        .unwrap();
+    let killed_at = Instant::now();
+    kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+    let done = running.wait();
+    let took = killed_at.elapsed();
+    assert!(took < TWO_SECONDS, "{took:?}");
+    assert_eq!(family.alive(), Vec::<String>::new());
+    assert_eq!(done.code(), 3, "{done:#?}");
+    let last = done.last_error();
+    assert!(
+        last.starts_with(&format!("error: rank 1 (pid {pid}, host ")),
+        "{last}"
+    );
+    assert!(
+        last.lines()
+            .next()
+            .unwrap()
+            .ends_with(") was killed by SIGKILL"),
+        "{last}"
+    );
+    assert!(
+        last.contains("\n  so      ranks 0 and 2 were stopped within 1."),
+        "{last}"
+    );
+    assert!(last.contains("\n  stderr  dying words of 1\n"), "{last}");
+}
+
+#[test]
+fn ends_and_exit_codes() {
+    let family = Family::new();
+    for (end, code, words) in [
+        ("exit 1", 1, "exited with code 1"),
+        ("exit 2", 2, "exited with code 2"),
+        ("exit 4", 4, "exited with code 4"),
+        ("exit 7", 1, "exited with code 7"),
+        ("exit 130", 130, "exited with code 130"),
+        ("kill -SEGV $$", 3, "was killed by SIGSEGV"),
+        ("kill -ABRT $$", 3, "was killed by SIGABRT"),
+        ("kill -TERM $$", 3, "was killed by SIGTERM"),
+    ] {
+        let script = format!("if [ $RANK = 1 ]; then {end}; fi; exec sleep 50");
+        let done = ranks(&family, "2", &script);
+        assert_eq!(done.code(), code, "{end}: {done:#?}");
+        let first = done.last_error().lines().next().unwrap();
+        assert!(
+            first.starts_with("error: rank 1 (pid ") && first.contains(words),
+            "{end}: {first}"
+        );
+        assert!(done.took < TWO_SECONDS, "{end}: {:?}", done.took);
+    }
+}
+
+#[test]
+fn all_well_is_silent() {
+    let family = Family::new();
+    let done = ranks(&family, "4", "exit 0");
+    assert_eq!(
+        (done.code(), done.out.as_str(), done.err.as_str()),
+        (0, "", "")
+    );
+}
+
+#[test]
+fn the_cause_is_told_and_not_its_echo() {
+    let family = Family::new();
+    let dir = tempfile::tempdir().unwrap();
+    let flag = dir.path().join("flag");
+    // Ranks 0 and 2 notice that rank 1 is gone before the launcher sees it.
+    for (end, code, words) in [("kill -9 $$", 3, "SIGKILL"), ("exit 1", 1, "code 1")] {
+        let flag = flag.display();
+        let script = format!(
+            "if [ $RANK = 1 ]; then sleep 0.2; touch {flag}; sleep 0.05; {end}; fi; \
+             while [ ! -e {flag} ]; do sleep 0.01; done; exit 3"
+        );
+        let done = ranks(&family, "3", &script);
+        assert_eq!(done.code(), code, "{done:#?}");
+        let last = done.last_error();
+        assert!(
+            last.starts_with("error: rank 1 ") && last.contains(words),
+            "{last}"
+        );
+        assert!(last.contains("\n  also    rank "), "{last}");
+        std::fs::remove_file(dir.path().join("flag")).unwrap();
+    }
+
+    // Nothing but echoes: the first is all there is.
+    let done = ranks(&family, "2", "sleep 0.0$RANK; exit 3");
+    assert_eq!(done.code(), 3);
+    assert!(done.last_error().starts_with("error: rank 0 "), "{done:#?}");
+}
+
+#[test]
+fn a_polite_rank_may_say_goodbye() {
+    let family = Family::new();
+    let script = "if [ $RANK = 1 ]; then sleep 0.2; exit 5; fi; \
+                  trap 'echo goodbye; exit 0' TERM; sleep 50 & wait";
+    let done = ranks(&family, "2", script);
+    assert_eq!(done.code(), 1);
+    assert!(done.out.contains("[rank 0] goodbye\n"), "{done:#?}");
+    assert!(
+        done.took < Duration::from_millis(1500),
+        "nobody waited for the grace: {done:#?}"
+    );
+}
+
+#[test]
+fn the_grace_can_be_set() {
+    let family = Family::new();
+    let script =
+        "if [ $RANK = 1 ]; then sleep 0.2; exit 5; fi; trap '' TERM; while :; do sleep 50; done";
+    let done = family.run(&[
+        "launch",
+        "--nproc-per-node",
+        "2",
+        "--stop-grace-s",
+        "0.1",
+        "sh",
+        "-c",
+        script,
+    ]);
+    assert_eq!(done.code(), 1);
+    assert!(done.took < Duration::from_millis(1400), "{done:#?}");
+}
+
+#[test]
+fn the_ranks_own_error_text_is_repeated_last() {
+    let family = Family::new();
+    let script = "if [ $RANK = 0 ]; then exec sleep 50; fi; \
+                  echo noise >&2; echo 'error: no data in d' >&2; echo '  expected x' >&2; exit 2";
+    let done = ranks(&family, "2", script);
+    assert_eq!(done.code(), 2);
+    let last = &done.err[done.err.rfind("error: rank 1").unwrap()..];
+    assert!(
+        last.ends_with("  stderr  error: no data in d\n            expected x\n"),
+        "{last}"
+    );
+}
+
+#[test]
+fn an_error_file_says_more_than_stderr() {
+    let family = Family::new();
+    let dir = tempfile::tempdir().unwrap();
+    let outer = dir.path().join("outer.json");
+    let json = r#"{"message": {"message": "ValueError: boom", "extraInfo": {"timestamp": "1"}}}"#;
+    let script = format!("echo '{json}' > $TORCHELASTIC_ERROR_FILE; echo noise >&2; exit 1");
+    let mut command = family.command(&["launch", "sh", "-c", &script]);
+    command.env("TORCHELASTIC_ERROR_FILE", &outer);
+    let done = crate::harness::Running::new(command).wait();
+    assert!(
+        done.last_error()
+            .ends_with("\n  said    ValueError: boom\n"),
+        "{done:#?}"
+    );
+    // and is handed up, as torchrun does
+    assert_eq!(std::fs::read_to_string(&outer).unwrap().trim(), json);
+}
+
+#[test]
+fn a_program_that_cannot_run_is_one_clear_failure() {
+    let family = Family::new();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("broken");
+    std::fs::write(&path, "#!/no/such/interpreter\n").unwrap();
+    std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let done = family.run(&["launch", path.to_str().unwrap()]);
+    assert_eq!(done.code(), 2, "{done:#?}");
+    assert!(
+        done.err.contains("cannot start") && done.err.contains("broken"),
+        "{done:#?}"
+    );
+}
+
+#[test]
+fn restarts_begin_anew_and_are_counted() {
+    let family = Family::new();
+    let dir = tempfile::tempdir().unwrap();
+    let script = "echo $RANK attempt $TORCHELASTIC_RESTART_COUNT of $TORCHELASTIC_MAX_RESTARTS port $MASTER_PORT; \
+                  [ $TORCHELASTIC_RESTART_COUNT = 2 ] && exit 0; [ $RANK = 1 ] && exit 9; exec sleep 50";
+    let logs = dir.path().to_str().unwrap();
+    let args = [
+        "launch",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "3",
+        "--log-dir",
+        logs,
+        "--rdzv-id",
+        "r",
+    ];
+    let done = family.run(&[&args[..], &["sh", "-c", script]].concat());
+    assert_eq!(done.code(), 0, "{done:#?}");
+    assert!(
+        done.out.contains("[rank 1] 1 attempt 2 of 3 port "),
+        "{done:#?}"
+    );
+    assert!(
+        done.err.contains("restart 1 of 3: rank 1 (pid "),
+        "{done:#?}"
+    );
+    assert!(done.err.contains("restart 2 of 3: "), "{done:#?}");
+    assert!(dir.path().join("r/attempt_2/1/stdout.log").exists());
+    let ports: std::collections::BTreeSet<&str> = done
+        .out
+        .lines()
+        .filter_map(|l| l.rsplit(' ').next())
+        .collect();
+    assert_eq!(ports.len(), 1, "the port stays: {done:#?}");
+
+    let done = family.run(&["launch", "--max-restarts", "1", "sh", "-c", "exit 9"]);
+    assert_eq!(done.code(), 1);
+    assert!(
+        done.last_error().contains("exited with code 9"),
+        "{done:#?}"
+    );
+}

@@ -1,0 +1,122 @@
+//! Ctrl-C and its relatives.
+
+use std::os::unix::process::CommandExt;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Signal, kill_process_group};
+
+use crate::harness::{Family, Running, TWO_SECONDS};
+
+const STUBBORN: &str = "trap '' TERM INT HUP; echo ready; while :; do sleep 50; done";
+const POLITE: &str = "trap 'echo got TERM; exit 0' TERM; trap 'echo got INT' INT; echo ready; while :; do sleep 0.02; done";
+
+#[test]
+fn an_interrupt_ends_stubborn_ranks_within_two_seconds() {
+    let family = Family::new();
+    let mut running = family.start(&["launch", "--nproc-per-node", "2", "sh", "-c", STUBBORN]);
+    running.lines(2);
+    let start = Instant::now();
+    running.signal(Signal::INT);
+    let done = running.wait();
+    assert!(start.elapsed() < TWO_SECONDS, "{:?}", start.elapsed());
+    assert_eq!(done.code(), 130, "{done:#?}");
+    assert_eq!(family.alive(), Vec::<String>::new());
+    let last = done.last_error();
+    assert!(
+        last.starts_with(
+            "error: interrupted by SIGINT\n  so      ranks 0 and 1 were stopped within 1."
+        ),
+        "{last}"
+    );
+}
+
+#[test]
+fn every_kind_of_interrupt_reaches_the_ranks_once_as_sigterm() {
+    let family = Family::new();
+    for (signal, name) in [
+        (Signal::INT, "SIGINT"),
+        (Signal::TERM, "SIGTERM"),
+        (Signal::HUP, "SIGHUP"),
+        (Signal::QUIT, "SIGQUIT"),
+    ] {
+        // As a terminal does it: to the whole foreground process group.
+        let mut command = family.command(&["launch", "--nproc-per-node", "2", "sh", "-c", POLITE]);
+        command.process_group(0);
+        let mut running = Running::new(command);
+        running.lines(2);
+        kill_process_group(running.pid(), signal).unwrap();
+        let done = running.wait();
+        assert_eq!(done.code(), 130, "{name}: {done:#?}");
+        assert!(
+            done.last_error()
+                .starts_with(&format!("error: interrupted by {name}\n")),
+            "{done:#?}"
+        );
+        let said: Vec<&str> = done
+            .sorted()
+            .into_iter()
+            .filter(|l| !l.ends_with("ready"))
+            .collect();
+        assert_eq!(said, ["[rank 0] got TERM", "[rank 1] got TERM"], "{name}");
+    }
+}
+
+#[test]
+fn a_second_interrupt_kills_at_once() {
+    let family = Family::new();
+    let mut running = family.start(&["launch", "--stop-grace-s", "20", "sh", "-c", STUBBORN]);
+    running.line();
+    running.signal(Signal::INT);
+    thread::sleep(Duration::from_millis(400));
+    assert!(!family.alive().is_empty());
+    let start = Instant::now();
+    running.signal(Signal::INT);
+    let done = running.wait();
+    assert!(
+        start.elapsed() < Duration::from_secs(1),
+        "{:?}",
+        start.elapsed()
+    );
+    assert_eq!(done.code(), 130);
+}
+
+#[test]
+fn an_interrupt_sent_twice_at_once_still_leaves_the_grace() {
+    let family = Family::new();
+    let script =
+        "trap 'sleep 0.3; echo saved; exit 0' TERM; echo ready; while :; do sleep 0.02; done";
+    let mut running = family.start(&["launch", "sh", "-c", script]);
+    running.line();
+    // What GNU timeout does: to the process, then to its group.
+    running.signal(Signal::TERM);
+    running.signal(Signal::TERM);
+    let done = running.wait();
+    assert_eq!(done.code(), 130);
+    assert_eq!(done.out, "ready\nsaved\n");
+}
+
+#[test]
+fn nohup_is_respected() {
+    let family = Family::new();
+    let exe = env!("CARGO_BIN_EXE_phalanx");
+    let script =
+        format!("trap '' HUP; exec {exe} launch sh -c 'echo ready; sleep 0.3; echo finished'");
+    let mut command = family.command(&[]);
+    let envs: Vec<_> = command
+        .get_envs()
+        .filter_map(|(k, v)| Some((k.to_owned(), v?.to_owned())))
+        .collect();
+    command = std::process::Command::new("sh");
+    command
+        .args(["-c", &script])
+        .envs(envs)
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped());
+    let mut running = Running::new(command);
+    assert_eq!(running.line(), "ready");
+    running.signal(Signal::HUP);
+    let done = running.wait();
+    assert_eq!(done.code(), 0, "{done:#?}");
+    assert!(done.out.ends_with("finished\n"));
+}

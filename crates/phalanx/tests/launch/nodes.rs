@@ -1,0 +1,335 @@
+//! Several launchers on this host acting as several nodes.
+
+use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::harness::{Done, Family, Running, TWO_SECONDS};
+
+/// Two nodes' common ground: a port and a token file.
+struct Job {
+    family: Family,
+    port: String,
+    _dir: tempfile::TempDir,
+    token: PathBuf,
+}
+
+impl Job {
+    fn new() -> Self {
+        let family = Family::new();
+        let dir = tempfile::tempdir().unwrap();
+        let token = dir.path().join("job.token");
+        let done = family.run(&["token", "--out", token.to_str().unwrap()]);
+        assert_eq!(done.code(), 0, "{done:#?}");
+        let port = free_port();
+        Job {
+            family,
+            port: port.to_string(),
+            _dir: dir,
+            token,
+        }
+    }
+
+    fn node(&self, node: &str, more: &[&str], script: &str) -> Running {
+        self.node_of("2", node, self.token.to_str().unwrap(), more, script)
+    }
+
+    fn node_of(
+        &self,
+        nodes: &str,
+        node: &str,
+        token: &str,
+        more: &[&str],
+        script: &str,
+    ) -> Running {
+        let args = [
+            "launch",
+            "--nnodes",
+            nodes,
+            "--node-rank",
+            node,
+            "--master-port",
+            &self.port,
+            "--token-file",
+            token,
+            "--rdzv-timeout",
+            "20",
+        ];
+        self.family
+            .start(&[&args[..], more, &["sh", "-c", script]].concat())
+    }
+}
+
+/// A free port outside the range from which the system picks: other tests'
+/// stores come from there.
+fn free_port() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let first = u16::try_from(std::process::id() % 1000).unwrap() * 16;
+    loop {
+        let port = 12_000 + (first + NEXT.fetch_add(1, Ordering::Relaxed)) % 20_000;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
+}
+
+fn both(a: Running, b: Running) -> (Done, Done) {
+    (a.wait(), b.wait())
+}
+
+#[test]
+fn two_launchers_make_one_world_of_uneven_nodes() {
+    let job = Job::new();
+    let script = "echo $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, node $GROUP_RANK of $GROUP_WORLD_SIZE, \
+                  $MASTER_ADDR:$MASTER_PORT $PHALANX_BIND; cat $PHALANX_TOKEN_FILE";
+    let b = job.node("1", &["--nproc-per-node", "1"], script);
+    std::thread::sleep(Duration::from_millis(100));
+    let a = job.node("0", &["--nproc-per-node", "2"], script);
+    let (a, b) = both(a, b);
+    assert_eq!((a.code(), b.code()), (0, 0), "{a:#?} {b:#?}");
+    let address = format!("127.0.0.1:{} 127.0.0.1", job.port);
+    assert!(
+        a.out.contains(&format!(
+            "[rank 0] 0 of 3, 0 of 2, node 0 of 2, {address}\n"
+        )),
+        "{a:#?}"
+    );
+    assert!(
+        a.out.contains(&format!(
+            "[rank 1] 1 of 3, 1 of 2, node 0 of 2, {address}\n"
+        )),
+        "{a:#?}"
+    );
+    assert!(
+        b.out.contains(&format!(
+            "[rank 2] 2 of 3, 0 of 1, node 1 of 2, {address}\n"
+        )),
+        "{b:#?}"
+    );
+    let token = std::fs::read_to_string(&job.token).unwrap();
+    assert!(
+        b.out.contains(token.trim()),
+        "both nodes' ranks hold the job's token"
+    );
+}
+
+#[test]
+fn the_store_outlives_the_ranks_of_all_nodes() {
+    let job = Job::new();
+    // Node 0's ranks are through at once; node 1's still need the store.
+    let a = job.node("0", &[], "true");
+    let b = job.node(
+        "1",
+        &[],
+        "sleep 0.7; bash -c 'exec 3<>/dev/tcp/127.0.0.1/'$MASTER_PORT && echo reached",
+    );
+    let (a, b) = both(a, b);
+    assert_eq!((a.code(), b.code()), (0, 0), "{a:#?} {b:#?}");
+    assert_eq!(b.out, "[rank 1] reached\n");
+    assert!(a.took > Duration::from_millis(600), "{a:#?}");
+}
+
+#[test]
+fn a_failure_on_one_node_ends_all_and_is_named_everywhere() {
+    let job = Job::new();
+    let script = "trap '' TERM; echo pid $$; while :; do sleep 50; done";
+    let mut a = job.node("0", &["--nproc-per-node", "2"], script);
+    let mut b = job.node("1", &["--nproc-per-node", "2"], script);
+    a.lines(2);
+    let lines = b.lines(2);
+    let pid: i32 = lines
+        .iter()
+        .find_map(|l| l.strip_prefix("[rank 3] pid "))
+        .unwrap()
+        .parse()
+        .unwrap();
+    let start = Instant::now();
+    kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+    let (a, b) = both(a, b);
+    assert!(start.elapsed() < TWO_SECONDS, "{:?}", start.elapsed());
+    for done in [&a, &b] {
+        assert_eq!(done.code(), 3, "{done:#?}");
+        let first = done.last_error().lines().next().unwrap();
+        assert!(
+            first.starts_with(&format!("error: rank 3 (node 1, pid {pid}, host ")),
+            "{first}"
+        );
+        assert!(first.ends_with("was killed by SIGKILL"), "{first}");
+    }
+    assert!(
+        a.last_error()
+            .contains("\n  so      ranks 0 and 1 were stopped"),
+        "{a:#?}"
+    );
+    assert!(
+        b.last_error().contains("\n  so      rank 2 was stopped"),
+        "{b:#?}"
+    );
+}
+
+#[test]
+fn the_cause_on_one_node_beats_the_echo_on_another() {
+    let job = Job::new();
+    // Rank 0 loses its peer and says so long before the cause is seen.
+    let a = job.node("0", &[], "sleep 0.2; exit 3");
+    let b = job.node("1", &[], "trap '' TERM; sleep 1.2; exit 1");
+    let (a, b) = both(a, b);
+    // Rank 1's own end came after the stop, so the echo is all there is ...
+    assert_eq!((a.code(), b.code()), (3, 3), "{a:#?} {b:#?}");
+    // ... but within the waiting time the cause wins on both nodes.
+    let job = Job::new();
+    let a = job.node("0", &[], "[ $RANK = 0 ] && exec sleep 50");
+    let b = job.node(
+        "1",
+        &["--nproc-per-node", "2"],
+        "[ $RANK = 1 ] && exit 3; sleep 0.05; exit 1",
+    );
+    let (a, b) = both(a, b);
+    assert_eq!((a.code(), b.code()), (1, 1), "{a:#?} {b:#?}");
+    assert!(
+        a.last_error().starts_with("error: rank 2 (node 1, "),
+        "{a:#?}"
+    );
+}
+
+#[test]
+fn an_interrupt_of_one_launcher_ends_all() {
+    let job = Job::new();
+    let mut a = job.node("0", &[], "echo up; exec sleep 50");
+    let mut b = job.node("1", &[], "echo up; exec sleep 50");
+    a.line();
+    b.line();
+    b.signal(Signal::INT);
+    let (a, b) = both(a, b);
+    assert_eq!((a.code(), b.code()), (130, 130), "{a:#?} {b:#?}");
+    assert!(a.last_error().starts_with("error: node 1 (host "), "{a:#?}");
+    assert!(
+        a.last_error().contains("was interrupted by SIGINT"),
+        "{a:#?}"
+    );
+}
+
+#[test]
+fn a_killed_launcher_is_noticed_by_the_other_nodes() {
+    for (victim, want) in [
+        ("1", "the launcher of node 1 (pid "),
+        ("0", "lost the launcher of node 0: "),
+    ] {
+        let job = Job::new();
+        let script = "trap '' TERM; echo up; while :; do sleep 50; done";
+        let mut a = job.node("0", &[], script);
+        let mut b = job.node("1", &[], script);
+        a.line();
+        b.line();
+        let (dead, other) = if victim == "0" { (a, b) } else { (b, a) };
+        let start = Instant::now();
+        dead.signal(Signal::KILL);
+        let done = other.wait();
+        assert!(start.elapsed() < TWO_SECONDS, "{:?}", start.elapsed());
+        assert_eq!(done.code(), 3, "{done:#?}");
+        assert!(done.last_error().contains(want), "{want}: {done:#?}");
+        job.family.assert_gone_within(TWO_SECONDS);
+        drop(dead);
+    }
+}
+
+#[test]
+fn a_stranger_with_another_token_is_refused_and_harms_nobody() {
+    let job = Job::new();
+    let other = job.token.with_file_name("other.token");
+    let other = other.to_str().unwrap();
+    assert_eq!(job.family.run(&["token", "--out", other]).code(), 0);
+    let a = job.node("0", &[], "echo $WORLD_SIZE");
+    let stranger = job.node_of("2", "1", other, &[], "echo never").wait();
+    assert_eq!(stranger.code(), 2, "{stranger:#?}");
+    assert!(
+        stranger.err.contains(&format!("127.0.0.1:{}", job.port)),
+        "{stranger:#?}"
+    );
+    assert!(stranger.err.contains("token"), "{stranger:#?}");
+    let b = job.node("1", &[], "echo $WORLD_SIZE");
+    let (a, b) = both(a, b);
+    assert_eq!((a.code(), b.code()), (0, 0), "{a:#?} {b:#?}");
+    assert_eq!(a.out, "[rank 0] 2\n");
+}
+
+#[test]
+fn tokens_must_be_there_and_private() {
+    let job = Job::new();
+    let family = &job.family;
+    let done = family.run(&["launch", "--nnodes", "2", "--node-rank", "0", "true"]);
+    assert_eq!(done.code(), 2, "{done:#?}");
+    assert!(done.err.contains("phalanx token --out "), "{done:#?}");
+    std::fs::set_permissions(&job.token, std::fs::Permissions::from_mode(0o644)).unwrap();
+    let done = job.node("0", &[], "true").wait();
+    assert_eq!(done.code(), 2, "{done:#?}");
+    assert!(
+        done.err.contains("mode 0644") && done.err.contains("chmod 600"),
+        "{done:#?}"
+    );
+}
+
+#[test]
+fn a_master_that_never_starts_is_named_within_the_deadline() {
+    let job = Job::new();
+    let done = job.node("1", &["--rdzv-timeout", "1"], "true").wait();
+    assert_eq!(done.code(), 4, "{done:#?}");
+    assert!(
+        done.took > Duration::from_millis(900) && done.took < Duration::from_secs(3),
+        "{:?}",
+        done.took
+    );
+    let last = done.last_error();
+    assert!(last.contains(&format!("127.0.0.1:{}", job.port)), "{last}");
+    assert!(last.contains("--master-addr"), "{last}");
+}
+
+#[test]
+fn a_node_that_never_comes_is_named_within_the_deadline() {
+    let job = Job::new();
+    let token = job.token.to_str().unwrap();
+    let a = job.node_of("3", "0", token, &["--rdzv-timeout", "1"], "true");
+    let b = job.node_of("3", "1", token, &[], "true");
+    let (a, b) = both(a, b);
+    assert_eq!(a.code(), 4, "{a:#?}");
+    assert!(
+        a.last_error()
+            .starts_with("error: node 2 of 3 did not come within 1."),
+        "{a:#?}"
+    );
+    // The other one does not wait its own 20 s.
+    assert_eq!(b.code(), 4, "{b:#?}");
+    assert!(b.took < Duration::from_secs(5), "{b:#?}");
+}
+
+#[test]
+fn nodes_that_expect_different_worlds_do_not_start() {
+    let job = Job::new();
+    let token = job.token.to_str().unwrap();
+    let a = job.node_of("2", "0", token, &[], "echo never");
+    let b = job.node_of("3", "1", token, &[], "echo never");
+    let (a, b) = both(a, b);
+    assert_eq!((a.code(), b.code()), (2, 2), "{a:#?} {b:#?}");
+    for done in [&a, &b] {
+        assert!(done.err.contains("started with --nnodes"), "{done:#?}");
+        assert_eq!(done.out, "");
+    }
+}
+
+#[test]
+fn waiting_can_be_interrupted() {
+    let job = Job::new();
+    for node in ["0", "1"] {
+        let running = job.node(node, &[], "true");
+        std::thread::sleep(Duration::from_millis(300));
+        let start = Instant::now();
+        running.signal(Signal::INT);
+        let done = running.wait();
+        assert_eq!(done.code(), 130, "{done:#?}");
+        assert!(start.elapsed() < TWO_SECONDS, "{:?}", start.elapsed());
+    }
+}

@@ -1,0 +1,94 @@
+//! The launcher is killed with SIGKILL, at any moment: nothing may be left.
+
+use std::thread;
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::harness::{Family, TWO_SECONDS};
+
+#[test]
+fn a_killed_launcher_takes_ranks_and_their_children_along() {
+    let family = Family::new();
+    // Children in the background and in the foreground, deaf to SIGTERM.
+    let script = "trap '' TERM HUP; (trap '' TERM; sleep 60) & (sleep 61; true) & echo ready; sleep 62; true";
+    let mut running = family.start(&["launch", "--nproc-per-node", "3", "sh", "-c", script]);
+    running.lines(3);
+    assert!(family.alive().len() >= 9, "{:#?}", family.alive());
+    running.signal(Signal::KILL);
+    family.assert_gone_within(TWO_SECONDS);
+    assert_eq!(running.wait().code(), -1);
+}
+
+#[test]
+fn at_whatever_moment_the_launcher_is_killed() {
+    let family = Family::new();
+    for step in 0..30u64 {
+        let running = family.start(&[
+            "launch",
+            "--nproc-per-node",
+            "4",
+            "sh",
+            "-c",
+            "sleep 60 & sleep 61; true",
+        ]);
+        // The ranks start within the first 20 ms or so.
+        thread::sleep(Duration::from_micros(700 * step));
+        running.signal(Signal::KILL);
+        drop(running);
+        family.assert_gone_within(TWO_SECONDS);
+    }
+}
+
+#[test]
+fn a_killed_guard_leaves_the_ranks_tied_to_the_launcher() {
+    let family = Family::new();
+    let mut running = family.start(&[
+        "launch",
+        "--nproc-per-node",
+        "2",
+        "sh",
+        "-c",
+        "echo ready; exec sleep 60",
+    ]);
+    running.lines(2);
+    let guard = family
+        .alive()
+        .into_iter()
+        .find(|text| text.trim_end().ends_with(" guard"));
+    let pid: i32 = guard.unwrap().split(' ').next().unwrap().parse().unwrap();
+    kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+    thread::sleep(Duration::from_millis(50));
+    assert!(
+        family.alive().len() >= 3,
+        "the job goes on without its guard"
+    );
+    running.signal(Signal::KILL);
+    family.assert_gone_within(TWO_SECONDS);
+    drop(running);
+}
+
+#[test]
+fn a_rank_that_ends_takes_its_group_along() {
+    let family = Family::new();
+    let script = "sleep 60 >/dev/null 2>&1 & exit 0";
+    let done = family.run(&["launch", "--nproc-per-node", "2", "sh", "-c", script]);
+    assert_eq!(done.code(), 0, "{done:#?}");
+    assert_eq!(family.alive(), Vec::<String>::new());
+}
+
+#[test]
+fn no_zombies_are_left_to_init() {
+    let family = Family::new();
+    // The shell dies first, its child is killed as an orphan.
+    let script = "sleep 60 & echo child $!; sleep 61; true";
+    let mut running = family.start(&["launch", "sh", "-c", script]);
+    let line = running.line();
+    let child = line.strip_prefix("child ").unwrap();
+    running.signal(Signal::TERM);
+    assert_eq!(running.wait().code(), 130);
+    assert!(
+        !std::path::Path::new(&format!("/proc/{child}")).exists(),
+        "reaped, not only dead"
+    );
+}

@@ -1,0 +1,601 @@
+//! `phalanx train` as a person runs it: whole processes, real output.
+
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+/// Longer than any run here takes, even pinned to one core.
+const LIMIT: Duration = Duration::from_secs(120);
+/// What the issue promises after a kill.
+const GONE_WITHIN: Duration = Duration::from_secs(2);
+
+/// A command that no variable of the test's own environment reaches.
+fn phalanx(args: &[&str], dir: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
+    command.args(args).current_dir(dir).env("TMPDIR", dir);
+    for name in [
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "PHALANX_TOKEN",
+    ] {
+        command.env_remove(name);
+    }
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir().expect("a temporary folder")
+}
+
+/// Runs to the end, or fails the test after `LIMIT`.
+fn finish(command: &mut Command) -> Output {
+    let child = command.spawn().expect("phalanx starts");
+    let pid = child.id();
+    let (done, waiting) = std::sync::mpsc::channel::<()>();
+    let watchdog = std::thread::spawn(move || {
+        if waiting.recv_timeout(LIMIT) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+            signal(pid, "KILL");
+        }
+    });
+    let output = child.wait_with_output().expect("output");
+    drop(done);
+    watchdog.join().expect("watchdog");
+    output
+}
+
+fn signal(pid: u32, name: &str) {
+    Command::new("kill")
+        .args([&format!("-{name}"), &pid.to_string()])
+        .status()
+        .expect("kill runs");
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn run(args: &[&str], dir: &Path) -> (i32, String, String) {
+    let output = finish(&mut phalanx(args, dir));
+    let code = output.status.code().unwrap_or(-1);
+    (code, text(&output.stdout), text(&output.stderr))
+}
+
+/// Runs and requires success; standard output and error.
+fn succeed(args: &[&str], dir: &Path) -> (String, String) {
+    let (code, out, err) = run(args, dir);
+    assert_eq!(code, 0, "{args:?} failed\n{out}\n{err}");
+    (out, err)
+}
+
+fn summary(dir: &Path) -> Value {
+    let text = std::fs::read_to_string(dir.join("summary.json")).expect("summary.json");
+    serde_json::from_str(&text).expect("JSON")
+}
+
+/// Processes whose environment holds `marker`, as (pid, RANK).
+fn marked(marker: &str) -> Vec<(u32, Option<usize>)> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir("/proc").expect("/proc").flatten() {
+        let Ok(pid) = entry.file_name().to_string_lossy().parse::<u32>() else {
+            continue;
+        };
+        let Ok(environ) = std::fs::read(entry.path().join("environ")) else {
+            continue;
+        };
+        let mut variables = environ.split(|&b| b == 0).map(String::from_utf8_lossy);
+        if !variables.any(|v| v == marker) {
+            continue;
+        }
+        // A zombie has an empty environment, so everything here is alive.
+        let rank = environ
+            .split(|&b| b == 0)
+            .find_map(|v| v.strip_prefix(b"RANK="))
+            .and_then(|v| String::from_utf8_lossy(v).parse().ok());
+        found.push((pid, rank));
+    }
+    found
+}
+
+/// Starts a training that would run for hours, and waits until it trains.
+/// Gives the process, its marker and the pid of `rank`.
+fn start_endless(
+    dir: &Path,
+    name: &str,
+    extra: &[&str],
+    rank: usize,
+) -> (std::process::Child, String, u32) {
+    let marker = format!("PHALANX_TEST={name}-{}", std::process::id());
+    let mut args = vec![
+        "train",
+        "mnist",
+        "--nproc-per-node",
+        "3",
+        "--epochs",
+        "100000",
+        "--synthetic-samples",
+        "960",
+        "--batch-size",
+        "8",
+        "--log-interval",
+        "1",
+        "--threads",
+        "1",
+        "--output-dir",
+        "out",
+    ];
+    args.extend(extra);
+    let mut command = phalanx(&args, dir);
+    let (key, value) = marker.split_once('=').expect("marker");
+    let child = command.env(key, value).spawn().expect("phalanx starts");
+    let metrics = dir.join("out/metrics.jsonl");
+    let began = Instant::now();
+    while std::fs::read_to_string(&metrics).map_or(0, |t| t.lines().count()) < 3 {
+        assert!(began.elapsed() < LIMIT, "training did not start");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    // The shim becomes the rank by exec, so there is one process a rank.
+    let pid = marked(&marker)
+        .into_iter()
+        .find_map(|(pid, r)| (r == Some(rank)).then_some(pid))
+        .expect("the rank runs");
+    (child, marker, pid)
+}
+
+/// Requires that every process of the run ends within two seconds of `since`.
+fn all_gone(marker: &str, since: Instant) {
+    while !marked(marker).is_empty() {
+        assert!(
+            since.elapsed() < GONE_WITHIN,
+            "left after {:?}: {:?}",
+            since.elapsed(),
+            marked(marker)
+        );
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn shared_memory_names() -> Vec<std::ffi::OsString> {
+    let mut names: Vec<_> = std::fs::read_dir("/dev/shm")
+        .map(|dir| dir.flatten().map(|e| e.file_name()).collect())
+        .unwrap_or_default();
+    names.sort();
+    names
+}
+
+/// Golden test G1 (features.md §1.0): the OneFlow document's own numbers.
+fn check_g1(transport: &str) {
+    let dir = folder();
+    let (out, _) = succeed(
+        &[
+            "train",
+            "linear",
+            "--nproc-per-node",
+            "2",
+            "--transport",
+            transport,
+        ],
+        dir.path(),
+    );
+    let of = |rank: usize| -> Vec<String> {
+        let prefix = format!("[rank {rank}] ");
+        out.lines()
+            .filter_map(|l| l.strip_prefix(&prefix))
+            .map(str::to_owned)
+            .collect()
+    };
+    for (rank, at_50, at_500) in [
+        (0, "0.00025336415274068713", "4.547473508864641e-12"),
+        (1, "0.004111831542104483", "6.184563972055912e-11"),
+    ] {
+        let lines = of(rank);
+        assert_eq!(lines.len(), 12, "{out}");
+        assert_eq!(lines[0], format!("50/500 loss:{at_50}"));
+        assert_eq!(lines[9], format!("500/500 loss:{at_500}"));
+        assert_eq!(lines[10..], ["w:tensor([[2.0000],", "        [3.0000]])"]);
+    }
+}
+
+#[test]
+fn linear_prints_the_documents_numbers_over_threads() {
+    check_g1("thread");
+}
+
+#[test]
+fn linear_prints_the_documents_numbers_over_shared_memory() {
+    check_g1("shm");
+}
+
+#[test]
+fn linear_prints_the_documents_numbers_over_tcp() {
+    check_g1("tcp");
+}
+
+#[test]
+fn mnist_trains_reports_and_saves() {
+    let dir = folder();
+    let (out, err) = succeed(
+        &[
+            "train",
+            "mnist",
+            "--nproc_per_node",
+            "2",
+            "--epochs",
+            "2",
+            "--synthetic_samples",
+            "1500",
+            "--log-interval",
+            "5",
+            "--output-dir",
+            "out",
+            "--trace",
+            "trace",
+        ],
+        dir.path(),
+    );
+    assert!(
+        out.contains("Train Epoch: 1 [0/1500 (0%)]\tloss=2."),
+        "{out}"
+    );
+    assert!(
+        out.contains("Train Epoch: 2 [1280/1500 (83%)]\tloss="),
+        "{out}"
+    );
+    assert_eq!(out.matches("accuracy=").count(), 2, "{out}");
+    assert!(
+        !out.contains("[rank"),
+        "only rank 0 prints, so nothing needs a name: {out}"
+    );
+    for what in [
+        "2 ranks on 1 host over shared memory",
+        "1,199,882 parameters in 8 tensors",
+        "equal on all 2 ranks",
+    ] {
+        assert!(err.contains(what), "no \"{what}\" in\n{err}");
+    }
+    let summary = summary(&dir.path().join("out"));
+    assert!(
+        summary["accuracy"].as_f64().expect("accuracy") > 0.5,
+        "{summary}"
+    );
+    assert_eq!(summary["weights_sha256"].as_str().map(str::len), Some(64));
+    for file in [
+        "metrics.jsonl",
+        "mnist_cnn.safetensors",
+        "mnist_cnn_accuracies.json",
+    ] {
+        assert!(dir.path().join("out").join(file).exists(), "{file}");
+    }
+    for line in std::fs::read_to_string(dir.path().join("out/metrics.jsonl"))
+        .expect("metrics")
+        .lines()
+    {
+        let entry: Value = serde_json::from_str(line).expect("each line is JSON");
+        assert!(entry["step"].is_u64(), "{line}");
+    }
+    check_trace(&dir.path().join("trace.0.json"));
+    check_trace(&dir.path().join("trace.1.json"));
+}
+
+/// The first bucket's all-reduce starts before backward ends.
+fn check_trace(path: &Path) {
+    let trace: Value =
+        serde_json::from_str(&std::fs::read_to_string(path).expect("trace")).expect("JSON");
+    let events = trace["traceEvents"].as_array().expect("events");
+    let find = |name: &str| {
+        events
+            .iter()
+            .find(|e| e["name"].as_str().is_some_and(|n| n.starts_with(name)))
+            .unwrap_or_else(|| panic!("no {name} in {trace}"))
+    };
+    let backward = find("backward");
+    let end = backward["ts"].as_f64().expect("ts") + backward["dur"].as_f64().expect("dur");
+    let first = find("all_reduce bucket 0")["ts"].as_f64().expect("ts");
+    assert!(
+        first < end,
+        "the all-reduce began at {first} µs, backward ended at {end} µs"
+    );
+}
+
+#[test]
+fn weights_depend_on_neither_transport_nor_luck() {
+    let hash = |transport: &str| {
+        let dir = folder();
+        succeed(
+            &[
+                "train",
+                "mnist",
+                "--nproc-per-node",
+                "3",
+                "--epochs",
+                "1",
+                "--synthetic-samples",
+                "500",
+                "--batch-size",
+                "16",
+                "--transport",
+                transport,
+                "--output-dir",
+                "out",
+            ],
+            dir.path(),
+        );
+        summary(&dir.path().join("out"))["weights_sha256"]
+            .as_str()
+            .expect("hash")
+            .to_owned()
+    };
+    let thread = hash("thread");
+    assert_eq!(thread, hash("shm"));
+    assert_eq!(thread, hash("tcp"));
+}
+
+#[test]
+fn same_global_batch_trains_alike_on_1_and_4_ranks() {
+    let dir = folder();
+    let accuracy = |world: &str| {
+        succeed(
+            &[
+                "train",
+                "mnist",
+                "--nproc-per-node",
+                world,
+                "--transport",
+                "thread",
+                "--epochs",
+                "2",
+                "--synthetic-samples",
+                "3001",
+                "--global-batch-size",
+                "64",
+                "--output-dir",
+                world,
+            ],
+            dir.path(),
+        );
+        summary(&dir.path().join(world))["accuracy"]
+            .as_f64()
+            .expect("accuracy")
+    };
+    let (one, four) = (accuracy("1"), accuracy("4"));
+    assert!(one > 0.7, "accuracy {one}");
+    // 500 test digits: three of them are 0.6 points.
+    assert!((one - four).abs() < 0.011, "1 rank {one}, 4 ranks {four}");
+}
+
+#[test]
+fn killed_rank_ends_everything_and_is_named() {
+    let dir = folder();
+    let before = shared_memory_names();
+    let (child, marker, pid) = start_endless(dir.path(), "killed", &[], 1);
+    let killed = Instant::now();
+    signal(pid, "KILL");
+    all_gone(&marker, killed);
+    let output = child.wait_with_output().expect("output");
+    let err = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{err}");
+    let report = &err[err
+        .rfind("error: ")
+        .unwrap_or_else(|| panic!("no error in {err}"))..];
+    assert!(
+        report.contains("rank 1")
+            && report.contains("SIGKILL")
+            && report.contains(&pid.to_string()),
+        "{err}"
+    );
+    assert_eq!(shared_memory_names(), before);
+    let left: Vec<_> = std::fs::read_dir(dir.path())
+        .expect("folder")
+        .flatten()
+        .map(|e| e.file_name())
+        .collect();
+    assert_eq!(left, ["out"], "temporary files left");
+}
+
+#[test]
+fn killed_rank_is_named_over_tcp_too() {
+    let dir = folder();
+    let (child, marker, pid) = start_endless(dir.path(), "killed-tcp", &["--transport", "tcp"], 2);
+    let killed = Instant::now();
+    signal(pid, "KILL");
+    all_gone(&marker, killed);
+    let output = child.wait_with_output().expect("output");
+    let err = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{err}");
+    assert!(
+        err[err.rfind("error: ").unwrap_or(0)..].contains("rank 2"),
+        "{err}"
+    );
+}
+
+#[test]
+fn stopped_rank_is_named_when_the_deadline_passes() {
+    let dir = folder();
+    let (child, marker, pid) = start_endless(dir.path(), "stopped", &["--timeout", "2"], 1);
+    signal(pid, "STOP");
+    let stopped = Instant::now();
+    let output = child.wait_with_output().expect("output");
+    assert!(
+        stopped.elapsed() < Duration::from_secs(6),
+        "{:?}",
+        stopped.elapsed()
+    );
+    let err = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(4), "{err}");
+    assert!(err.contains("rank 1") && err.contains("bucket"), "{err}");
+    assert!(marked(&marker).is_empty(), "{:?}", marked(&marker));
+}
+
+#[test]
+fn interrupt_ends_everything_within_two_seconds() {
+    let dir = folder();
+    let (child, marker, _) = start_endless(dir.path(), "interrupt", &[], 0);
+    let sent = Instant::now();
+    signal(child.id(), "INT");
+    all_gone(&marker, sent);
+    let output = child.wait_with_output().expect("output");
+    assert_eq!(output.status.code(), Some(130), "{}", text(&output.stderr));
+}
+
+#[test]
+fn killed_launcher_leaves_no_orphan() {
+    let dir = folder();
+    let (mut child, marker, _) = start_endless(dir.path(), "launcher", &[], 0);
+    let killed = Instant::now();
+    signal(child.id(), "KILL");
+    child.wait().expect("reaped");
+    all_gone(&marker, killed);
+}
+
+#[test]
+fn rank_that_never_arrives_is_named_within_the_deadline() {
+    let dir = folder();
+    let free = std::net::TcpListener::bind("127.0.0.1:0")
+        .and_then(|l| l.local_addr())
+        .expect("a free port");
+    let began = Instant::now();
+    let output = finish(
+        phalanx(&["train", "linear", "--init-timeout", "2"], dir.path())
+            .env("RANK", "0")
+            .env("WORLD_SIZE", "3")
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", free.port().to_string())
+            .env("PHALANX_TOKEN", "ab".repeat(32)),
+    );
+    let err = text(&output.stderr);
+    assert!(
+        began.elapsed() < Duration::from_secs(10),
+        "{:?}",
+        began.elapsed()
+    );
+    assert_eq!(output.status.code(), Some(4), "{err}");
+    assert!(err.contains("ranks 1, 2"), "{err}");
+}
+
+#[test]
+fn mistakes_are_named_with_the_way_out() {
+    let dir = folder();
+    for (args, code, words) in [
+        (&["train", "minst"][..], 2, &["minst", "mnist"][..]),
+        (
+            &["train", "mnist", "--epoch", "1"],
+            2,
+            &["--epoch", "--epochs"],
+        ),
+        (
+            &["train", "mnist", "--batch-size", "0"],
+            2,
+            &["--batch-size", "at least 1"],
+        ),
+        (&["train", "mnist", "--lr", "fast"], 2, &["--lr", "fast"]),
+        (
+            &["train", "mnist", "--data", "pictures"],
+            2,
+            &["pictures", "train-images-idx3-ubyte", "--data synthetic"],
+        ),
+        (
+            &[
+                "train",
+                "mnist",
+                "--nproc-per-node",
+                "4",
+                "--global-batch-size",
+                "3",
+            ],
+            2,
+            &["--global-batch-size 3", "4"],
+        ),
+        (
+            &[
+                "train",
+                "mnist",
+                "--nproc-per-node",
+                "2",
+                "--data",
+                "pictures",
+            ],
+            2,
+            &["pictures"],
+        ),
+    ] {
+        let (got, out, err) = run(args, dir.path());
+        assert_eq!(got, code, "{args:?}\n{out}\n{err}");
+        for word in words {
+            assert!(err.contains(word), "{args:?}: no \"{word}\" in\n{err}");
+        }
+        assert_eq!(
+            err.matches("error: ").count(),
+            1,
+            "one error is enough: {err}"
+        );
+        assert!(!err.contains("panicked"), "{err}");
+    }
+    assert_eq!(
+        std::fs::read_dir(dir.path()).expect("folder").count(),
+        0,
+        "a mistake leaves no files"
+    );
+}
+
+#[test]
+fn diverged_training_is_an_error() {
+    let dir = folder();
+    let (code, _, err) = run(
+        &[
+            "train",
+            "mnist",
+            "--nproc-per-node",
+            "2",
+            "--lr",
+            "1e30",
+            "--synthetic-samples",
+            "512",
+            "--output-dir",
+            "out",
+        ],
+        dir.path(),
+    );
+    assert_eq!(code, 1, "{err}");
+    assert!(
+        err.contains("the loss became") && err.contains("--lr"),
+        "{err}"
+    );
+}
+
+#[test]
+fn real_mnist_reaches_the_expected_accuracy_in_a_short_run() {
+    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/data/mnist");
+    if !data.join("train-images-idx3-ubyte.gz").exists() {
+        eprintln!("skipped: no real MNIST in {}", data.display());
+        return;
+    }
+    let dir = folder();
+    let data = data.to_str().expect("path");
+    // A third of what .ci/run trains: enough to know that data and labels fit together.
+    succeed(
+        &[
+            "train",
+            "mnist",
+            "--data",
+            data,
+            "--nproc-per-node",
+            "2",
+            "--epochs",
+            "1",
+            "--output-dir",
+            "out",
+        ],
+        dir.path(),
+    );
+    let accuracy = summary(&dir.path().join("out"))["accuracy"]
+        .as_f64()
+        .expect("accuracy");
+    assert!(accuracy > 0.97, "accuracy {accuracy}");
+}
