@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Two launchers on two hosts, which are network namespaces joined by a veth
+# pair, train MNIST together over TCP. Usage: two_hosts.sh path/to/phalanx [data]
+set -euo pipefail
+phalanx=$(realpath "$1")
+data=${2:-synthetic}
+work=$(mktemp -d)
+a=phx-a-$$ b=phx-b-$$
+cleanup() {
+    local ns pid
+    for ns in "$a" "$b"; do
+        for pid in $(ip netns pids "$ns" 2>/dev/null); do kill -9 "$pid" 2>/dev/null || true; done
+        ip netns del "$ns" 2>/dev/null || true
+    done
+    rm -rf "$work"
+}
+trap cleanup EXIT
+ip netns add "$a"
+ip netns add "$b"
+ip link add "v$$a" netns "$a" type veth peer name "v$$b" netns "$b"
+ip -n "$a" addr add 10.77.0.1/24 dev "v$$a"
+ip -n "$b" addr add 10.77.0.2/24 dev "v$$b"
+for ns in "$a" "$b"; do ip -n "$ns" link set lo up; done
+ip -n "$a" link set "v$$a" up
+ip -n "$b" link set "v$$b" up
+
+"$phalanx" token --out "$work/job.token"
+node() { # node NAMESPACE NODE_RANK
+    ip netns exec "$1" timeout 300 "$phalanx" launch --nnodes 2 --node-rank "$2" --nproc-per-node 1 \
+        --master-addr 10.77.0.1 --token-file "$work/job.token" -- \
+        "$phalanx" train mnist --data "$data" --synthetic-samples 6000 --epochs 2 --threads 1 --output-dir "$work/run"
+}
+node "$b" 1 >"$work/b.log" 2>&1 &
+second=$!
+node "$a" 0 2>&1 | tee "$work/a.log"
+wait "$second"
+grep -q "2 ranks over TCP" "$work/a.log" || { echo "the ranks did not use TCP"; exit 1; }
+python3 -c 'import json, sys; s = json.load(open(sys.argv[1])); assert s["world_size"] == 2 and s["accuracy"] > 0.85, s' \
+    "$work/run/summary.json"
+echo "two hosts: ok"
