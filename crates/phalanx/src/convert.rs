@@ -38,13 +38,17 @@ fn convert(error: impl StdError + Send + Sync + 'static, default: ErrorKind) -> 
     let text = error.to_string();
     let mut lines = text.lines();
     let mut ours = Error::new(kind, lines.next().unwrap_or_default());
-    // Only what the message does not say already.
+    // Only what was not said already: the last part of a cause often is the
+    // text of its own cause.
+    let mut said = text.clone();
     let mut source = error.source();
     while let Some(cause) = source {
         let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            ours = ours.note("since", cause_text);
+        let end = cause_text.rsplit(": ").next().unwrap_or_default();
+        if !said.contains(end) {
+            ours = ours.note("since", cause_text.clone());
         }
+        said.push_str(&cause_text);
         source = cause.source();
     }
     let more: Vec<&str> = lines.map(str::trim).collect();

@@ -8,10 +8,14 @@
 //! | otherwise | starts itself once per rank and supervises |
 
 use std::ffi::OsString;
+use std::io::IsTerminal;
 use std::net::IpAddr;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use phalanx_comm::{Algorithm, GroupOptions, InitOptions, ProcessGroup, Transport};
+
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::launch::{self, LocalRun, Prefix, RankPlace};
@@ -81,12 +85,9 @@ impl RankArgs {
     }
 
     fn validate(&self) -> Result<()> {
-        if self.nproc_per_node == 0 {
-            return Err(Error::usage("--nproc-per-node must be at least 1"));
-        }
-        if self.threads == Some(0) {
-            return Err(Error::usage("--threads must be at least 1"));
-        }
+        check_count("--nproc-per-node", self.nproc_per_node, MAX_LOCAL_RANKS)?;
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        check_count("--threads", self.threads.unwrap_or(1), (4 * cores).max(16))?;
         for (flag, seconds) in [
             ("--timeout", self.timeout),
             ("--init-timeout", self.init_timeout),
@@ -122,6 +123,23 @@ pub enum Speakers {
 
 /// When the command was typed, in nanoseconds since 1970, for the ranks that it starts.
 const STARTED_VARIABLE: &str = "PHALANX_STARTED_NS";
+
+/// Ranks of one host that share one segment of memory at most; more than a
+/// few per core only wait for each other.
+const MAX_LOCAL_RANKS: usize = 128;
+
+/// A usage error unless `value` lies in `1..=largest`.
+pub fn check_count(flag: &str, value: usize, largest: usize) -> Result<()> {
+    if value == 0 {
+        Err(Error::usage(format!("{flag} must be at least 1")))
+    } else if value > largest {
+        Err(Error::usage(format!(
+            "{flag} can be at most {largest} here, not {value}"
+        )))
+    } else {
+        Ok(())
+    }
+}
 
 /// Runs `rank` in every rank of the world (or in the one that this process is).
 /// `extra` arguments are added to the command line of started ranks.
@@ -226,6 +244,7 @@ fn as_threads(
     rank: impl Fn(&RankContext) -> Result<()> + Sync,
 ) -> Result<()> {
     let world = args.nproc_per_node;
+    end_on_signals()?;
     let options = GroupOptions {
         op_timeout: Duration::from_secs_f64(args.timeout),
         algorithm: args.algorithm(),
@@ -273,6 +292,34 @@ fn as_threads(
     } else {
         Err(failures.swap_remove(cause))
     }
+}
+
+/// Ctrl-C and its relatives end the process with the contract's exit code,
+/// as they do where a launcher watches the ranks.
+fn end_on_signals() -> Result<()> {
+    let failed =
+        |e: std::io::Error| Error::new(ErrorKind::System, "cannot watch for signals").caused_by(e);
+    let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(failed)?;
+    std::thread::Builder::new()
+        .name("signals".into())
+        .spawn(move || {
+            if let Some(signal) = signals.forever().next() {
+                let name = if signal == SIGINT {
+                    "SIGINT"
+                } else {
+                    "SIGTERM"
+                };
+                // A progress bar may have left the cursor inside a line.
+                if std::io::stderr().is_terminal() {
+                    eprintln!();
+                }
+                let error = Error::new(ErrorKind::Interrupted, format!("interrupted by {name}"));
+                error.print();
+                std::process::exit(i32::from(error.exit_code()));
+            }
+        })
+        .map_err(failed)?;
+    Ok(())
 }
 
 /// Leaves the group: orderly after success; after a failure, so that the others

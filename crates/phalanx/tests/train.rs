@@ -429,7 +429,12 @@ fn stopped_rank_is_named_when_the_deadline_passes() {
     );
     let err = text(&output.stderr);
     assert_eq!(output.status.code(), Some(4), "{err}");
-    assert!(err.contains("rank 1") && err.contains("bucket"), "{err}");
+    assert!(err.contains("bucket"), "{err}");
+    let report = &err[err.rfind("\nerror: ").unwrap_or(0)..];
+    assert!(
+        report.contains(&format!("rank 1 (pid {pid}) is stopped")),
+        "{err}"
+    );
     assert!(marked(&marker).is_empty(), "{:?}", marked(&marker));
 }
 
@@ -496,6 +501,26 @@ fn mistakes_are_named_with_the_way_out() {
         ),
         (&["train", "mnist", "--lr", "fast"], 2, &["--lr", "fast"]),
         (
+            &["train", "mnist", "--lr", "-1"],
+            2,
+            &["--lr must be a number from 0 up"],
+        ),
+        (
+            &["train", "linear", "--nproc-per-node", "100000"],
+            2,
+            &["--nproc-per-node can be at most 128"],
+        ),
+        (
+            &[
+                "train",
+                "mnist",
+                "--synthetic-samples",
+                "18446744073709551615",
+            ],
+            2,
+            &["--synthetic-samples can be at most"],
+        ),
+        (
             &["train", "mnist", "--data", "pictures"],
             2,
             &["pictures", "train-images-idx3-ubyte", "--data synthetic"],
@@ -542,6 +567,126 @@ fn mistakes_are_named_with_the_way_out() {
         0,
         "a mistake leaves no files"
     );
+}
+
+/// Runs two ranks that are started with different arguments.
+fn unlike(dir: &Path, rank_0: &str, rank_1: &str) -> (i32, String) {
+    let phalanx = env!("CARGO_BIN_EXE_phalanx");
+    let common = "--synthetic-samples 64 --epochs 1 --threads 1 --output-dir out";
+    let script = format!(
+        "if [ $RANK = 0 ]; then exec {phalanx} train mnist {common} {rank_0}; \
+         else exec {phalanx} train mnist {common} {rank_1}; fi"
+    );
+    let (code, _, err) = run(
+        &["launch", "--nproc-per-node", "2", "--", "sh", "-c", &script],
+        dir,
+    );
+    (code, err)
+}
+
+#[test]
+fn different_arguments_or_data_are_named() {
+    for (a, b, words) in [
+        ("--lr 0.1", "--lr 0.2", ["--lr 0.1", "--lr 0.2"]),
+        ("--seed 1", "--seed 2", ["--seed 1", "--seed 2"]),
+        ("--bucket-cap-mb 1", "", ["1048576", "None"]),
+    ] {
+        let dir = folder();
+        let (code, err) = unlike(dir.path(), a, b);
+        assert_eq!(code, 1, "{a} against {b}: {err}");
+        for word in words {
+            assert!(
+                err.contains(word),
+                "{a} against {b}: no \"{word}\" in {err}"
+            );
+        }
+    }
+}
+
+#[test]
+fn output_that_cannot_be_written_is_a_failure() {
+    for world in ["1", "2"] {
+        let dir = folder();
+        let full = std::fs::OpenOptions::new()
+            .write(true)
+            .open("/dev/full")
+            .expect("/dev/full");
+        let output = finish(
+            phalanx(&["train", "linear", "--nproc-per-node", world], dir.path())
+                .stdout(Stdio::from(full)),
+        );
+        let err = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{world} ranks: {err}");
+        assert!(
+            err.contains("standard output") && err.contains("No space left"),
+            "{err}"
+        );
+    }
+}
+
+#[test]
+fn an_earlier_runs_results_do_not_survive_beside_new_metrics() {
+    let dir = folder();
+    let out = dir.path().join("out");
+    std::fs::create_dir(&out).expect("folder");
+    for name in ["summary.json", ".summary.json.Ab12Cd.tmp", "notes.txt"] {
+        std::fs::write(out.join(name), "old").expect("written");
+    }
+    let (code, _, _) = run(
+        &[
+            "train",
+            "mnist",
+            "--lr",
+            "1e30",
+            "--synthetic-samples",
+            "512",
+            "--output-dir",
+            "out",
+        ],
+        dir.path(),
+    );
+    assert_eq!(code, 1);
+    let mut left: Vec<String> = std::fs::read_dir(&out)
+        .expect("folder")
+        .flatten()
+        .map(|e| e.file_name().to_string_lossy().into_owned())
+        .collect();
+    left.sort();
+    assert_eq!(
+        left,
+        ["metrics.jsonl", "notes.txt"],
+        "only what is not ours stays"
+    );
+}
+
+#[test]
+fn interrupt_of_a_single_rank_has_the_contracts_code() {
+    let dir = folder();
+    let mut child = phalanx(
+        &[
+            "train",
+            "mnist",
+            "--epochs",
+            "100000",
+            "--synthetic-samples",
+            "64",
+            "--log-interval",
+            "1",
+            "--output-dir",
+            "out",
+        ],
+        dir.path(),
+    )
+    .spawn()
+    .expect("phalanx starts");
+    let began = Instant::now();
+    while !dir.path().join("out/metrics.jsonl").exists() {
+        assert!(began.elapsed() < LIMIT, "training did not start");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    signal(child.id(), "INT");
+    let status = child.wait().expect("ends");
+    assert_eq!(status.code(), Some(130));
 }
 
 #[test]

@@ -11,7 +11,7 @@ use serde_json::json;
 
 use super::sizes::ByteSize;
 use crate::error::{Error, ErrorKind, Result};
-use crate::ranks::RankArgs;
+use crate::ranks::{self, RankArgs};
 use crate::train::RankContext;
 use crate::train::format;
 
@@ -34,6 +34,20 @@ pub struct CollectiveArgs {
     pub json: bool,
     #[command(flatten)]
     pub ranks: RankArgs,
+}
+
+impl CollectiveArgs {
+    /// Checks what can be checked before any rank is started.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag.
+    pub fn validate(&self) -> Result<()> {
+        match self.iters {
+            Some(iters) => ranks::check_count("--iters", iters, 1 << 30),
+            None => Ok(()),
+        }
+    }
 }
 
 /// What is timed.
@@ -61,6 +75,11 @@ impl Op {
         }
     }
 
+    /// Whether numbers are added.
+    fn sums(self) -> bool {
+        matches!(self, Op::AllReduce | Op::Reduce | Op::ReduceScatter)
+    }
+
     /// Bus bandwidth per algorithm bandwidth, by NCCL's definition.
     fn bus_factor(self, world: usize) -> f64 {
         let p = world as f64;
@@ -84,9 +103,11 @@ pub fn run_rank(ctx: &RankContext, op: Op, args: &CollectiveArgs) -> Result<()> 
     let transport = transport_name(ctx);
     if ctx.is_main() && !args.json {
         ctx.line(&format!(
-            "{} f32 sum, {} ranks, {transport}\n{:>12} {:>8} {:>12} {:>12} {:>12} {:>11} {:>11}",
+            "{}{}, {} rank{}, {transport}\n{:>12} {:>8} {:>12} {:>12} {:>12} {:>11} {:>11}",
             op.name(),
+            if op.sums() { " f32 sum" } else { "" },
             ctx.world(),
+            if ctx.world() == 1 { "" } else { "s" },
             "bytes",
             "iters",
             "median",
@@ -149,7 +170,7 @@ fn report(
         }
     };
     let speed = |gb_s: f64| {
-        if bytes < 1024 {
+        if bytes < 1024 || ctx.world() == 1 {
             "-".to_owned()
         } else {
             format!("{gb_s:.2} GB/s")
@@ -184,7 +205,7 @@ fn transport_name(ctx: &RankContext) -> &'static str {
         (_, true, true) => "shm+tcp",
         (_, true, false) => "shm",
         (_, false, true) => "tcp",
-        _ => "none",
+        _ => "nobody to talk to",
     }
 }
 

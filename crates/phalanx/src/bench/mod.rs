@@ -56,6 +56,7 @@ pub fn run(args: BenchArgs) -> Result<()> {
         What::AllToAll(args) => (Op::AllToAll, args),
         What::Barrier(args) => (Op::Barrier, args),
     };
+    args.validate()?;
     ranks::run(&args.ranks, Speakers::Rank0, &[], |ctx| {
         collective::run_rank(ctx, op, &args)
     })

@@ -12,7 +12,7 @@ use phalanx_train::{Dataset, synthetic};
 use serde_json::json;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::ranks::RankArgs;
+use crate::ranks::{self, RankArgs};
 use crate::train::RankContext;
 
 /// Which model is trained.
@@ -56,10 +56,10 @@ impl TrainBenchArgs {
     ///
     /// Usage errors naming the flag.
     pub fn validate(&self) -> Result<()> {
-        for (flag, value) in [("--batch", self.batch), ("--steps", self.steps)] {
-            if value == 0 {
-                return Err(Error::usage(format!("{flag} must be at least 1")));
-            }
+        ranks::check_count("--batch", self.batch, 1 << 20)?;
+        ranks::check_count("--steps", self.steps, 1 << 30)?;
+        if self.warmup > 1 << 30 {
+            return Err(Error::usage("--warmup can be at most 1073741824"));
         }
         Ok(())
     }

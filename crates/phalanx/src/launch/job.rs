@@ -17,7 +17,7 @@ use super::machine::{Action, Machine, Why};
 use super::nodes::{self, Card, Nodes};
 use super::oom::OomWatch;
 use super::plan::LaunchPlan;
-use super::pump::{Sink, Stream};
+use super::pump::{Sink, Stream, Unwritten};
 use super::ranks::{Rank, Starter};
 use super::reap;
 use super::report::{self, Verdict, Who};
@@ -36,6 +36,9 @@ const LAST_OUTPUT: Duration = Duration::from_millis(100);
 const SWEEP: Duration = Duration::from_secs(30);
 /// How long a local store takes to answer.
 const LOCAL_STORE: Duration = Duration::from_secs(10);
+/// When ranks still run so long after one has ended well, it is said once:
+/// they may be waiting for it.
+const LONE_AFTER: Duration = Duration::from_secs(10);
 
 /// Runs the plan to its end.
 ///
@@ -82,6 +85,7 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
         }
     };
     let shared = shared(plan, &place, nodes.as_ref());
+    let unwritten = Unwritten::default();
     let mut job = Job {
         plan,
         host,
@@ -90,8 +94,9 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
         _server: place.server.take(),
         dial: place.dial,
         token_fd,
-        out: Sink::of(Stream::Out),
-        err: Sink::of(Stream::Err),
+        out: Sink::of(Stream::Out, unwritten.clone()),
+        err: Sink::of(Stream::Err, unwritten.clone()),
+        unwritten,
         oom: OomWatch::start(),
         decided: None,
         sender,
@@ -105,7 +110,13 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
         );
     }
     drop(signals);
-    result
+    match (result, job.unwritten.first()) {
+        (Ok(()), Some(what)) => Err(Error::new(
+            ErrorKind::Failed,
+            format!("all ranks ended well, but {what}"),
+        )),
+        (result, _) => result,
+    }
 }
 
 fn shared(plan: &LaunchPlan, place: &nodes::Place, nodes: Option<&Nodes>) -> Shared {
@@ -141,6 +152,7 @@ struct Job<'a> {
     token_fd: std::os::fd::OwnedFd,
     out: Arc<Sink>,
     err: Arc<Sink>,
+    unwritten: Unwritten,
     oom: OomWatch,
     /// When the last stop began.
     decided: Option<Instant>,
@@ -225,6 +237,8 @@ impl Job<'_> {
             give_up: None,
             stopping_since: None,
             verdict: None,
+            lone_at: None,
+            lone_said: false,
         };
         if let Err(error) = started {
             // Those that did start must not outlive the attempt.
@@ -248,6 +262,7 @@ impl Job<'_> {
             token: self.token_fd.as_fd(),
             out: &self.out,
             err: &self.err,
+            unwritten: &self.unwritten,
             prefix: self.plan.prefix,
             rank0_owns_stderr: self.plan.rank0_owns_stderr,
             logs: self.plan.logs.as_ref(),
@@ -283,7 +298,7 @@ impl Job<'_> {
             if over || watch.give_up.is_some_and(|at| now >= at) {
                 return;
             }
-            let wake = [watch.machine.next_tick(), watch.give_up]
+            let wake = [watch.machine.next_tick(), watch.give_up, watch.lone_at]
                 .into_iter()
                 .flatten()
                 .min();
@@ -301,7 +316,33 @@ impl Job<'_> {
             let action = watch.machine.tick(Instant::now());
             watch.act(action);
             self.decide(watch);
+            if watch.lone_at.is_some_and(|at| Instant::now() >= at) {
+                watch.lone_at = None;
+                self.say_who_still_runs(watch);
+            }
         }
+    }
+
+    /// Names the ranks that have ended well and those that have not.
+    fn say_who_still_runs(&self, watch: &Supervision) {
+        let (running, ended): (Vec<usize>, Vec<usize>) =
+            (0..watch.ranks.len()).partition(|local| watch.machine.end(*local).is_none());
+        if running.is_empty() || watch.machine.why().is_some() {
+            return;
+        }
+        let names = |locals: Vec<usize>| {
+            let ranks: Vec<usize> = locals.iter().map(|l| self.shared.first_rank + l).collect();
+            report::rank_list(&ranks)
+        };
+        eprintln!(
+            "waiting {} s: {} ended with code 0, but {} still at work, perhaps waiting for that",
+            LONE_AFTER.as_secs(),
+            names(ended),
+            match running.len() {
+                1 => format!("{} is", names(running)),
+                _ => format!("{} are", names(running)),
+            }
+        );
     }
 
     /// Once a stop has begun: puts the verdict into words, and tells others.
@@ -336,6 +377,16 @@ impl Job<'_> {
         let killed = matches!(end, super::machine::End::Signal(9));
         if let Some(hint) = self.oom.hint(self.plan.local_ranks).filter(|_| killed) {
             notes.push(("perhaps".to_owned(), hint));
+        }
+        if end == super::machine::End::Code(ErrorKind::Timeout.exit_code().into()) {
+            for other in watch.ranks.iter().filter(|other| other.is_stopped()) {
+                let text = format!(
+                    "rank {} (pid {}) is stopped, by SIGSTOP or a debugger",
+                    other.rank,
+                    other.pid.as_raw_nonzero()
+                );
+                notes.push(("perhaps".to_owned(), text));
+            }
         }
         let error_json = rank.error_json();
         let lines = rank.last_lines();
@@ -474,12 +525,20 @@ struct Supervision {
     give_up: Option<Instant>,
     stopping_since: Option<Instant>,
     verdict: Option<Verdict>,
+    /// When to say that some ranks have ended and others have not.
+    lone_at: Option<Instant>,
+    lone_said: bool,
 }
 
 impl Supervision {
     fn take(&mut self, event: Event, now: Instant) -> Action {
         match event {
-            Event::Ended(local, end, at) => self.machine.ended(local, end, at),
+            Event::Ended(local, end, at) => {
+                if end.is_ok() && !std::mem::replace(&mut self.lone_said, true) {
+                    self.lone_at = Some(at + LONE_AFTER);
+                }
+                self.machine.ended(local, end, at)
+            }
             Event::Reaped => {
                 self.reaped += 1;
                 Action::None

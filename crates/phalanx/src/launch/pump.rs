@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{IsTerminal, Read, Write};
 use std::os::fd::AsFd;
+use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -31,40 +32,80 @@ pub(crate) enum Stream {
     Err,
 }
 
+/// The first output that could not be written, if any. A run goes on without
+/// its output, but does not end as a success.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Unwritten(Arc<Mutex<Option<String>>>);
+
+impl Unwritten {
+    /// Remembers and reports the first failure. That nobody reads a pipe any
+    /// more is none: a training run does not die with the `head` that
+    /// watched it.
+    fn record(&self, what: &str, error: &std::io::Error) {
+        if error.kind() == std::io::ErrorKind::BrokenPipe {
+            return;
+        }
+        let mut first = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if first.is_none() {
+            let text = format!("{what} cannot be written: {error}");
+            // stderr itself may be what is full.
+            let _ = writeln!(
+                std::io::stderr(),
+                "warning: {text}; its later lines are lost"
+            );
+            *first = Some(text);
+        }
+    }
+
+    /// What was recorded.
+    pub(crate) fn first(&self) -> Option<String> {
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+}
+
 /// One of our own streams, unbuffered, shared by all pumps.
 pub(crate) struct Sink {
+    name: &'static str,
     file: Mutex<Option<File>>,
     colour: bool,
+    unwritten: Unwritten,
 }
 
 impl Sink {
     /// A sink over a copy of `stream`'s descriptor. A stream that is closed
     /// makes a sink that swallows.
-    pub(crate) fn of(stream: Stream) -> Arc<Sink> {
-        let (fd, terminal) = match stream {
+    pub(crate) fn of(stream: Stream, unwritten: Unwritten) -> Arc<Sink> {
+        let (name, fd, terminal) = match stream {
             Stream::Out => {
                 let own = std::io::stdout();
-                (own.as_fd().try_clone_to_owned(), own.is_terminal())
+                let fd = own.as_fd().try_clone_to_owned();
+                ("standard output", fd, own.is_terminal())
             }
             Stream::Err => {
                 let own = std::io::stderr();
-                (own.as_fd().try_clone_to_owned(), own.is_terminal())
+                let fd = own.as_fd().try_clone_to_owned();
+                ("standard error", fd, own.is_terminal())
             }
         };
         Arc::new(Sink {
+            name,
             file: Mutex::new(fd.ok().map(File::from)),
             colour: terminal && colour_wanted(),
+            unwritten,
         })
     }
 
-    /// Writes all of it or, when nobody reads any more, nothing ever again:
-    /// a training run does not die with the `head` that watched it.
+    /// Writes all of it or, when that fails, nothing ever again.
     fn write(&self, bytes: &[u8]) {
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(open) = file.as_mut()
-            && open.write_all(bytes).is_err()
+            && let Err(error) = open.write_all(bytes)
         {
             *file = None;
+            self.unwritten.record(self.name, &error);
         }
     }
 }
@@ -136,19 +177,31 @@ pub(crate) struct Route {
     /// The rank, to prefix its lines with.
     pub(crate) prefix: Option<usize>,
     /// A log file.
-    pub(crate) file: Option<File>,
+    pub(crate) log: Option<Log>,
     /// Where the last lines are kept (stderr).
     pub(crate) tail: Option<Arc<Mutex<Tail>>>,
+}
+
+/// A file that keeps a copy of a rank's output, or the only one.
+pub(crate) struct Log {
+    /// Open for writing.
+    pub(crate) file: File,
+    /// For messages.
+    pub(crate) path: PathBuf,
+    /// Where a failure is remembered.
+    pub(crate) unwritten: Unwritten,
 }
 
 impl Route {
     /// Whole lines, or anything where there is no prefix.
     fn pass(&mut self, bytes: &[u8]) {
-        if let Some(file) = &mut self.file
-            && file.write_all(bytes).is_err()
+        if let Some(log) = &mut self.log
+            && let Err(error) = log.file.write_all(bytes)
         {
-            // A full disk: the run matters more than its log.
-            self.file = None;
+            // A full disk: the run goes on, and fails at its end.
+            log.unwritten
+                .record(&log.path.display().to_string(), &error);
+            self.log = None;
         }
         let Some(sink) = &self.sink else { return };
         match self.prefix {
@@ -277,8 +330,10 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         let reader = file.try_clone().unwrap();
         let sink = Sink {
+            name: "a test",
             file: Mutex::new(Some(file)),
             colour: false,
+            unwritten: Unwritten::default(),
         };
         (Arc::new(sink), reader)
     }
@@ -294,7 +349,7 @@ mod tests {
         Route {
             sink: Some(sink.clone()),
             prefix,
-            file: None,
+            log: None,
             tail: None,
         }
     }

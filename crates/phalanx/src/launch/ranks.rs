@@ -22,7 +22,7 @@ use rustix::process::{
 use super::Event;
 use super::guard::Guard;
 use super::machine::End;
-use super::pump::{self, Open, Route, Sink, Tail};
+use super::pump::{self, Log, Open, Route, Sink, Tail, Unwritten};
 use super::reap::reap_group;
 use super::streams::StreamChoice;
 use crate::error::{Error, ErrorKind, Result};
@@ -78,6 +78,8 @@ pub(crate) struct Starter<'a> {
     pub(crate) out: &'a Arc<Sink>,
     /// Our stderr.
     pub(crate) err: &'a Arc<Sink>,
+    /// Where output that cannot be written is remembered.
+    pub(crate) unwritten: &'a Unwritten,
     /// Whose lines get a prefix.
     pub(crate) prefix: Prefix,
     /// Rank 0 writes to our stderr itself, for its progress bar, and to our
@@ -261,20 +263,25 @@ impl Starter<'_> {
                 pick(&logs.redirects) || pick(&logs.tee),
             ),
         };
-        let file = match folder.filter(|_| keep) {
+        let log = match folder.filter(|_| keep) {
             None => None,
             Some(folder) => {
                 let path = folder.join(if out { "stdout.log" } else { "stderr.log" });
-                Some(File::create(&path).map_err(|error| {
+                let file = File::create(&path).map_err(|error| {
                     Error::usage(format!("cannot create {}", path.display())).caused_by(error)
-                })?)
+                })?;
+                Some(Log {
+                    file,
+                    path,
+                    unwritten: self.unwritten.clone(),
+                })
             }
         };
         let sink = if out { self.out } else { self.err };
         Ok(Route {
             sink: (!hide).then(|| sink.clone()),
             prefix,
-            file,
+            log,
             tail: tail.cloned(),
         })
     }
@@ -290,6 +297,17 @@ impl Rank {
             // It has not got as far as its own group yet.
             let _ = kill_process(pid, signal);
         }
+    }
+
+    /// Whether somebody has stopped the process (state T in `/proc`).
+    pub(crate) fn is_stopped(&self) -> bool {
+        let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(pid) = *alive else { return false };
+        let path = format!("/proc/{}/stat", pid.as_raw_nonzero());
+        let stat = std::fs::read_to_string(path).unwrap_or_default();
+        // The state follows the name, which is in parentheses and may hold any.
+        stat.rsplit_once(") ")
+            .is_some_and(|(_, rest)| rest.starts_with(['T', 't']))
     }
 
     /// Waits until its output has been read, at most until `until`.

@@ -12,7 +12,8 @@ use phalanx_nn::{Reduction, Scope, Seed, StepKey, Tape, Threads};
 
 use super::context::RankContext;
 use super::format::python_repr;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
+use crate::ranks;
 
 /// Arguments of `train linear`.
 #[derive(Debug, Clone, clap::Args)]
@@ -21,7 +22,7 @@ pub struct LinearArgs {
     #[arg(long, default_value_t = 500, value_name = "N")]
     pub iterations: usize,
     /// Learning rate
-    #[arg(long, default_value_t = 0.01)]
+    #[arg(long, default_value_t = 0.01, allow_negative_numbers = true)]
     pub lr: f64,
 }
 
@@ -39,11 +40,10 @@ const PRINT_EVERY: usize = 50;
 ///
 /// Usage errors naming the flag.
 pub fn validate(args: &LinearArgs) -> Result<()> {
-    if args.lr.is_finite() {
-        Ok(())
-    } else {
-        Err(Error::usage("--lr must be a number"))
+    if !(args.lr.is_finite() && args.lr >= 0.0) {
+        return Err(Error::usage("--lr must be a number from 0 up"));
     }
+    ranks::check_count("--iterations", args.iterations, usize::MAX)
 }
 
 /// Trains as one rank.
@@ -56,7 +56,10 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
     let net = LinearToy::new(&mut scope);
     let mut params = scope.build()?;
     let options = DdpOptions {
-        must_agree: vec![format!("{args:?}")],
+        must_agree: vec![
+            format!("--iterations {}", args.iterations),
+            format!("--lr {}", args.lr),
+        ],
         ..DdpOptions::default()
     };
     let mut ddp = DistributedDataParallel::new(ctx.group.clone(), &mut params, options)?;
@@ -67,6 +70,18 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
         let step = tape.step(&params, StepKey::new(0, i as u64));
         let x = step.input(&TRAIN_X[data], &[2, 2])?;
         let loss = net.forward(x)?.mse_loss(&TRAIN_Y[data], Reduction::Sum)?;
+        if !loss.item().is_finite() {
+            return Err(Error::new(
+                ErrorKind::Failed,
+                format!(
+                    "the loss became {} on rank {} in step {}",
+                    loss.item(),
+                    ctx.rank(),
+                    i + 1
+                ),
+            )
+            .note("try", format!("a smaller --lr (now {})", args.lr)));
+        }
         if (i + 1) % PRINT_EVERY == 0 {
             let value = python_repr(f64::from(loss.item()));
             ctx.line(&format!("{}/{} loss:{value}", i + 1, args.iterations))?;

@@ -4,7 +4,7 @@
 //! single-process training loop.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -24,6 +24,7 @@ use super::context::RankContext;
 use super::format::{bytes, thousands};
 use super::trace::Trace;
 use crate::error::{Error, ErrorKind, Result};
+use crate::ranks;
 
 /// Which samples a rank gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -54,10 +55,10 @@ pub struct MnistArgs {
     #[arg(long, default_value_t = 500, value_name = "N")]
     pub test_batch_size: usize,
     /// Learning rate
-    #[arg(long, default_value_t = 0.05)]
+    #[arg(long, default_value_t = 0.05, allow_negative_numbers = true)]
     pub lr: f64,
     /// SGD momentum
-    #[arg(long, default_value_t = 0.9)]
+    #[arg(long, default_value_t = 0.9, allow_negative_numbers = true)]
     pub momentum: f64,
     /// Seed of weights, shuffling, dropout and synthetic data
     #[arg(long, default_value_t = 1)]
@@ -85,6 +86,9 @@ pub struct MnistArgs {
     pub trace: Option<PathBuf>,
 }
 
+/// Samples of one step; a million images of 28 x 28 are 3 GB.
+const MAX_BATCH: usize = 1 << 20;
+
 /// Result of one pass over the test set, the same on all ranks.
 struct Tested {
     loss: f64,
@@ -95,6 +99,8 @@ struct Data {
     train: Arc<dyn Dataset>,
     test: Arc<dyn Dataset>,
     description: String,
+    /// Tells other data apart, whatever its folder is called.
+    content: String,
 }
 
 /// Checks what can be checked before any rank is started.
@@ -103,19 +109,23 @@ struct Data {
 ///
 /// Usage errors naming the flag.
 pub fn validate(args: &MnistArgs, world: usize) -> Result<()> {
-    let positive = [
-        ("--epochs", args.epochs),
-        ("--batch-size", args.batch_size),
-        ("--test-batch-size", args.test_batch_size),
-        ("--log-interval", args.log_interval),
-        ("--workers", args.workers),
-        ("--synthetic-samples", args.synthetic_samples),
-        ("--global-batch-size", args.global_batch_size.unwrap_or(1)),
+    // The largest are far above any use; beyond them memory or arithmetic
+    // would give out in less clear words.
+    let counts = [
+        ("--epochs", args.epochs, usize::MAX),
+        ("--batch-size", args.batch_size, MAX_BATCH),
+        ("--test-batch-size", args.test_batch_size, MAX_BATCH),
+        ("--log-interval", args.log_interval, usize::MAX),
+        ("--workers", args.workers, 64),
+        ("--synthetic-samples", args.synthetic_samples, 100_000_000),
+        (
+            "--global-batch-size",
+            args.global_batch_size.unwrap_or(1),
+            MAX_BATCH,
+        ),
     ];
-    for (flag, value) in positive {
-        if value == 0 {
-            return Err(Error::usage(format!("{flag} must be at least 1")));
-        }
+    for (flag, value, largest) in counts {
+        ranks::check_count(flag, value, largest)?;
     }
     if !(args.lr.is_finite() && args.lr >= 0.0) {
         return Err(Error::usage("--lr must be a number from 0 up"));
@@ -343,6 +353,7 @@ fn load(args: &MnistArgs) -> Result<Data> {
                 thousands(m),
                 args.seed
             ),
+            content: format!("synthetic {n} + {m}, seed {}", args.seed),
         })
     } else {
         let train = mnist::load(args.data.as_ref(), mnist::Split::Train)?;
@@ -354,10 +365,19 @@ fn load(args: &MnistArgs) -> Result<Data> {
             thousands(train.len()),
             thousands(test.len())
         );
+        let content = format!(
+            "{} {} + {}, SHA-256 {:.16} + {:.16}",
+            train.name(),
+            train.len(),
+            test.len(),
+            train.sha256(),
+            test.sha256()
+        );
         Ok(Data {
             train: Arc::new(train),
             test: Arc::new(test),
             description,
+            content,
         })
     }
 }
@@ -368,20 +388,27 @@ fn ddp_options(args: &MnistArgs, data: &Data) -> DdpOptions {
             .bucket_cap_mb
             .map(|mib| BucketCaps::uniform((mib * f64::from(1 << 20)) as usize)),
         keep_layout: false,
-        must_agree: vec![
-            format!(
-                "epochs {} batch {} global {:?} lr {} momentum {} seed {} sampler {:?}",
-                args.epochs,
-                args.batch_size,
-                args.global_batch_size,
-                args.lr,
-                args.momentum,
-                args.seed,
-                args.sampler
-            ),
-            format!("data {} train, {} test", data.train.len(), data.test.len()),
-        ],
+        must_agree: must_agree(args, data),
     }
+}
+
+/// What must be the same on all ranks, a fact a line, so that a difference
+/// names just the flag or the data.
+fn must_agree(args: &MnistArgs, data: &Data) -> Vec<String> {
+    let batch = match args.global_batch_size {
+        Some(global) => format!("--global-batch-size {global}"),
+        None => format!("--batch-size {}", args.batch_size),
+    };
+    vec![
+        batch,
+        format!("--epochs {}", args.epochs),
+        format!("--lr {}", args.lr),
+        format!("--momentum {}", args.momentum),
+        format!("--seed {}", args.seed),
+        format!("--sampler {:?}", args.sampler).to_lowercase(),
+        format!("--test-batch-size {}", args.test_batch_size),
+        format!("data {}", data.content),
+    ]
 }
 
 #[expect(
@@ -497,6 +524,41 @@ impl Timing {
     }
 }
 
+const MODEL_FILE: &str = "mnist_cnn.safetensors";
+const ACCURACIES_FILE: &str = "mnist_cnn_accuracies.json";
+const SUMMARY_FILE: &str = "summary.json";
+const METRICS_FILE: &str = "metrics.jsonl";
+
+/// Removes what an earlier run left in the same folder, complete or not, so
+/// that a summary and weights always belong to the metrics beside them.
+fn clear_earlier_run(dir: &Path) -> Result<()> {
+    let failed = |e: std::io::Error| {
+        Error::new(
+            ErrorKind::System,
+            format!("an earlier run in {} cannot be removed", dir.display()),
+        )
+        .caused_by(e)
+        .note("try", "another folder with --output-dir")
+    };
+    const OURS: [&str; 3] = [MODEL_FILE, ACCURACIES_FILE, SUMMARY_FILE];
+    for entry in std::fs::read_dir(dir).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        let temporary_of = |ours: &str| {
+            let rest = name
+                .strip_prefix('.')
+                .and_then(|name| name.strip_prefix(ours));
+            rest.is_some_and(|rest| rest.ends_with(".tmp"))
+        };
+        // Complete, or the temporary file of a run that was killed while saving.
+        if OURS.iter().any(|ours| name == *ours || temporary_of(ours)) {
+            std::fs::remove_file(entry.path()).map_err(failed)?;
+        }
+    }
+    Ok(())
+}
+
 /// The run's folder; only rank 0 touches it.
 struct Output {
     dir: PathBuf,
@@ -510,14 +572,9 @@ impl Output {
             .clone()
             .unwrap_or_else(|| super::default_output_dir("mnist"));
         if ctx.is_main() {
-            std::fs::create_dir_all(&dir).map_err(|e| {
-                Error::usage(format!(
-                    "the output folder {} cannot be made",
-                    dir.display()
-                ))
-                .caused_by(e)
-                .note("try", "another one with --output-dir")
-            })?;
+            phalanx_train::files::create_folder(&dir)
+                .map_err(|e| Error::from(e).note("try", "another folder with --output-dir"))?;
+            clear_earlier_run(&dir)?;
         }
         Ok(Output {
             dir,
@@ -527,14 +584,14 @@ impl Output {
 
     fn metrics(&self) -> Result<MetricsLog> {
         Ok(if self.is_main {
-            MetricsLog::create(&self.dir.join("metrics.jsonl"), 1)?
+            MetricsLog::create(&self.dir.join(METRICS_FILE), 1)?
         } else {
             MetricsLog::disabled()
         })
     }
 
     fn model_path(&self) -> PathBuf {
-        self.dir.join("mnist_cnn.safetensors")
+        self.dir.join(MODEL_FILE)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the summary names them all")]
@@ -553,7 +610,7 @@ impl Output {
         }
         let metadata = BTreeMap::from([("model".to_owned(), "mnist_cnn".to_owned())]);
         checkpoint::save_params(&self.model_path(), params, &metadata)?;
-        write_summary(&self.dir.join("mnist_cnn_accuracies.json"), &accuracies)?;
+        write_summary(&self.dir.join(ACCURACIES_FILE), &accuracies)?;
         let summary = json!({
             "recipe": "mnist",
             "version": env!("CARGO_PKG_VERSION"),
@@ -572,7 +629,7 @@ impl Output {
             "peak_rss_mib": process::peak_rss_bytes().map(|b| b as f64 / f64::from(1 << 20)),
             "weights_sha256": weights,
         });
-        write_summary(&self.dir.join("summary.json"), &summary)?;
+        write_summary(&self.dir.join(SUMMARY_FILE), &summary)?;
         Ok(())
     }
 }

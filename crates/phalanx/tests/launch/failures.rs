@@ -240,3 +240,34 @@ fn restarts_begin_anew_and_are_counted() {
         "{done:#?}"
     );
 }
+
+#[test]
+fn a_rank_that_ends_long_before_the_others_is_mentioned() {
+    let family = Family::new();
+    let done = ranks(&family, "3", "[ $RANK = 1 ] || sleep 11");
+    assert_eq!(done.code(), 0, "{done:#?}");
+    assert_eq!(
+        done.err,
+        "waiting 10 s: rank 1 ended with code 0, but ranks 0 and 2 are still at work, perhaps waiting for that\n"
+    );
+}
+
+#[test]
+fn output_that_cannot_be_written_is_reported_once_and_fails_the_job() {
+    let family = Family::new();
+    let full = std::fs::File::options()
+        .write(true)
+        .open("/dev/full")
+        .unwrap();
+    let mut command = family.command(&["launch", "--nproc-per-node", "2", "seq", "1", "1000"]);
+    command.stdout(full);
+    let output = command.output().unwrap();
+    let err = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{err}");
+    assert_eq!(err.matches("warning: ").count(), 1, "{err}");
+    let last = err.lines().last().unwrap();
+    assert!(
+        last.starts_with("error: all ranks ended well, but standard output cannot be written"),
+        "{err}"
+    );
+}
