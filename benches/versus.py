@@ -41,9 +41,16 @@ else:
              for w in (2, 4) for t in ("shm", "tcp")]
 
 
-def run(cmd):
+def run(cmd, tries=3):
+    """Runs a side; Gloo now and then aborts while it shuts down, so a failure is tried again."""
     print("+", shlex.join(cmd), flush=True)
-    out = subprocess.run(cmd, check=True, capture_output=True, text=True).stdout
+    done = subprocess.run(cmd, capture_output=True, text=True)
+    if done.returncode:
+        print(f"  failed with status {done.returncode}: {done.stderr.strip()[-300:]}", flush=True)
+        if tries > 1:
+            return run(cmd, tries - 1)
+        raise SystemExit("gave up")
+    out = done.stdout
     return [json.loads(line[line.index("{"):]) for line in out.splitlines() if "{" in line]
 
 
@@ -56,8 +63,8 @@ for round_ in range(args.rounds):
                 commands.append(shlex.join([Path(cmd[0]).name, *[c.replace(str(HERE), "benches") for c in cmd[1:]]]))
             for line in run(cmd):
                 raw.append({"case": name, "side": side, "round": round_, **line})
-
-(args.out / "raw.jsonl").write_text("".join(json.dumps(r) + "\n" for r in raw))
+    # Written round by round, so that a broken run still leaves its figures.
+    (args.out / "raw.jsonl").write_text("".join(json.dumps(r) + "\n" for r in raw))
 
 
 def figures(name, side, key, size=None):

@@ -49,6 +49,7 @@ def worker():
             print(json.dumps({"op": "all-reduce", "transport": "gloo", "world": args.world, "bytes": size,
                               "iters": len(us), "median_us": at(0.5), "p10_us": at(0.1), "p90_us": at(0.9)}),
                   flush=True)
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -88,6 +88,7 @@ def worker():
                           "images_per_s": args.batch * args.world / med * 1e3,
                           "peak_rss_mib": peak_rss_mib(), "first_step_s": first}), flush=True)
     if args.world > 1:
+        dist.barrier()
         dist.destroy_process_group()
 
 
