@@ -62,9 +62,16 @@ pub fn atomic_write_with(
 ///
 /// # Errors
 ///
-/// `DiskFull` or `Io`, naming the folder.
+/// `Usage` when there is a file of that name; `DiskFull` or `Io`, naming the
+/// folder.
 pub fn create_folder(path: &Path) -> Result<()> {
-    fs::create_dir_all(path).map_err(|source| Error::io("cannot create folder", path, source))
+    fs::create_dir_all(path).map_err(|source| {
+        if path.is_file() {
+            Error::usage(format!("{} is a file, not a folder", path.display())).with_source(source)
+        } else {
+            Error::io("cannot create folder", path, source)
+        }
+    })
 }
 
 fn folder_of(path: &Path) -> PathBuf {

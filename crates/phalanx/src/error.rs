@@ -78,7 +78,8 @@ impl Error {
         Error::new(ErrorKind::Usage, message)
     }
 
-    /// Adds an indented line; `text` may have several lines.
+    /// Adds an indented line; `text` may have several lines, and an empty
+    /// `label` leaves it without a column of its own.
     pub(crate) fn note(mut self, label: &str, text: impl Into<String>) -> Self {
         self.notes.push((label.to_owned(), text.into()));
         self
@@ -121,8 +122,13 @@ impl Error {
         let mut text = format!("error: {}\n", self.chain());
         for (label, body) in &self.notes {
             for (index, line) in body.lines().enumerate() {
-                let label = if index == 0 { label.as_str() } else { "" };
-                text.push_str(format!("  {label:<7} {line}").trim_end());
+                let own = if index == 0 { label.as_str() } else { "" };
+                let line = if label.is_empty() {
+                    format!("  {line}")
+                } else {
+                    format!("  {own:<7} {line}")
+                };
+                text.push_str(line.trim_end());
                 text.push('\n');
             }
         }
@@ -159,10 +165,11 @@ mod tests {
         let error = Error::new(ErrorKind::System, "cannot write run.log")
             .caused_by(io)
             .note("so", "nothing was saved")
-            .note("stderr", "one\ntwo");
+            .note("stderr", "one\ntwo")
+            .note("", "three\nfour");
         assert_eq!(
             error.render(),
-            "error: cannot write run.log: disk full\n  so      nothing was saved\n  stderr  one\n          two\n"
+            "error: cannot write run.log: disk full\n  so      nothing was saved\n  stderr  one\n          two\n  three\n  four\n"
         );
         assert_eq!(error.exit_code(), 1);
     }

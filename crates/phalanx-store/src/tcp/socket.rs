@@ -37,7 +37,7 @@ pub(super) fn listen(addr: SocketAddr) -> Result<TcpListener> {
             ErrorKind::AddressInUse,
             format!(
                 "address {addr} is already in use: another job or a leftover process listens there; \
-                 stop it (`ss -ltnp 'sport = :{port}'` shows it), choose another port, or port 0 for a free one",
+                 stop it (`ss -ltnp 'sport = :{port}'` shows it) or choose another port",
                 port = addr.port()
             ),
         )

@@ -153,7 +153,7 @@ impl Context<'_> {
                 Ok(got)
             }
             Err(source) if self.compressed && is_damage(&source) => Err(Error::data(format!(
-                "{}: the compressed data is damaged after {} bytes{}",
+                "{}: the compressed data is damaged (noticed after {} bytes of content){}",
                 self.path.display(),
                 grouped(self.present),
                 checksum_note(self.path, self.fashion)

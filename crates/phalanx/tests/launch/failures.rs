@@ -16,7 +16,7 @@ fn a_killed_rank_ends_everything_within_two_seconds() {
     let family = Family::new();
     // Ranks that do not listen to SIGTERM, and have children.
     let script =
-        "trap '' TERM; echo pid $$; echo dying words of $RANK >&2; while :; do sleep 50; done";
+        "trap '' TERM; echo dying words of $RANK >&2; echo pid $$; while :; do sleep 50; done";
     let mut running = family.start(&["launch", "--nproc-per-node", "3", "sh", "-c", script]);
     let lines = running.lines(3);
     let pid: i32 = lines
