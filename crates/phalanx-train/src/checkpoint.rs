@@ -46,7 +46,7 @@ fn tensors(params: &Params) -> Vec<Tensor> {
     all
 }
 
-/// SHA-256 of all weights, in hexadecimal.
+/// SHA-256 of all weights.
 ///
 /// Defined over the outside view, so that it depends on neither this engine's
 /// memory layout nor the file format: for every parameter and buffer in
@@ -57,12 +57,17 @@ fn tensors(params: &Params) -> Vec<Tensor> {
 /// h = hashlib.sha256()
 /// for name in sorted(state): h.update(state[name].contiguous().numpy().tobytes())
 /// ```
-pub fn weights_sha256(params: &Params) -> String {
+pub fn weights_digest(params: &Params) -> [u8; 32] {
     let mut hash = Sha256::new();
     for tensor in tensors(params) {
         hash.update(little_endian(&tensor.values));
     }
-    hex::encode(hash.finalize())
+    hash.finalize().into()
+}
+
+/// [`weights_digest`] in hexadecimal.
+pub fn weights_sha256(params: &Params) -> String {
+    hex::encode(weights_digest(params))
 }
 
 /// Writes all parameters and buffers to `path`, atomically.

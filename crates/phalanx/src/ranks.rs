@@ -8,14 +8,10 @@
 //! | otherwise | starts itself once per rank and supervises |
 
 use std::ffi::OsString;
-use std::io::IsTerminal;
 use std::net::IpAddr;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use phalanx_comm::{Algorithm, GroupOptions, InitOptions, ProcessGroup, Transport};
-
-use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::launch::{self, LocalRun, Prefix, RankPlace};
@@ -226,7 +222,7 @@ fn as_launched_rank(
         algorithm: args.algorithm(),
         ..InitOptions::default()
     })?;
-    let local_world = env_number("LOCAL_WORLD_SIZE").unwrap_or(1);
+    let local_world = launch::number(&launch::real_env(), "LOCAL_WORLD_SIZE")?.unwrap_or(1);
     let ctx = RankContext {
         threads: threads(args, local_world),
         prefix: None,
@@ -244,7 +240,7 @@ fn as_threads(
     rank: impl Fn(&RankContext) -> Result<()> + Sync,
 ) -> Result<()> {
     let world = args.nproc_per_node;
-    end_on_signals()?;
+    launch::end_on_signals()?;
     let options = GroupOptions {
         op_timeout: Duration::from_secs_f64(args.timeout),
         algorithm: args.algorithm(),
@@ -294,34 +290,6 @@ fn as_threads(
     }
 }
 
-/// Ctrl-C and its relatives end the process with the contract's exit code,
-/// as they do where a launcher watches the ranks.
-fn end_on_signals() -> Result<()> {
-    let failed =
-        |e: std::io::Error| Error::new(ErrorKind::System, "cannot watch for signals").caused_by(e);
-    let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(failed)?;
-    std::thread::Builder::new()
-        .name("signals".into())
-        .spawn(move || {
-            if let Some(signal) = signals.forever().next() {
-                let name = if signal == SIGINT {
-                    "SIGINT"
-                } else {
-                    "SIGTERM"
-                };
-                // A progress bar may have left the cursor inside a line.
-                if std::io::stderr().is_terminal() {
-                    eprintln!();
-                }
-                let error = Error::new(ErrorKind::Interrupted, format!("interrupted by {name}"));
-                error.print();
-                std::process::exit(i32::from(error.exit_code()));
-            }
-        })
-        .map_err(failed)?;
-    Ok(())
-}
-
 /// Leaves the group: orderly after success; after a failure, so that the others
 /// hear the cause at once instead of finding a lost connection.
 fn finish(ctx: RankContext, outcome: Result<()>) -> Result<()> {
@@ -338,8 +306,4 @@ fn finish(ctx: RankContext, outcome: Result<()>) -> Result<()> {
 fn threads(args: &RankArgs, local_world: usize) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     args.threads.unwrap_or((cores / local_world.max(1)).max(1))
-}
-
-fn env_number(name: &str) -> Option<usize> {
-    std::env::var(name).ok()?.trim().parse().ok()
 }

@@ -100,14 +100,13 @@ const TARGET: Duration = Duration::from_secs(1);
 ///
 /// A failed collective, or a wrong result.
 pub fn run_rank(ctx: &RankContext, op: Op, args: &CollectiveArgs) -> Result<()> {
-    let transport = transport_name(ctx);
+    let transport = ctx.transport();
     if ctx.is_main() && !args.json {
         ctx.line(&format!(
-            "{}{}, {} rank{}, {transport}\n{:>12} {:>8} {:>12} {:>12} {:>12} {:>11} {:>11}",
+            "{}{}, {}, {transport}\n{:>12} {:>8} {:>12} {:>12} {:>12} {:>11} {:>11}",
             op.name(),
             if op.sums() { " f32 sum" } else { "" },
-            ctx.world(),
-            if ctx.world() == 1 { "" } else { "s" },
+            format::plural(ctx.world(), "rank"),
             "bytes",
             "iters",
             "median",
@@ -186,27 +185,6 @@ fn report(
         speed(alg_gb_s),
         speed(bus_gb_s)
     ))
-}
-
-fn transport_name(ctx: &RankContext) -> &'static str {
-    use phalanx_comm::TransportKind::{Shm, Tcp, Thread};
-    let kinds: Vec<_> = ctx
-        .group
-        .transports()
-        .iter()
-        .map(|(_, kind)| *kind)
-        .collect();
-    match (
-        kinds.contains(&Thread),
-        kinds.contains(&Shm),
-        kinds.contains(&Tcp),
-    ) {
-        (true, ..) => "thread",
-        (_, true, true) => "shm+tcp",
-        (_, true, false) => "shm",
-        (_, false, true) => "tcp",
-        _ => "nobody to talk to",
-    }
 }
 
 /// Rank 0 measures a few iterations and tells all how many to run.

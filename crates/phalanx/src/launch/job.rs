@@ -21,7 +21,7 @@ use super::pump::{Sink, Stream, Unwritten};
 use super::ranks::{Rank, Starter};
 use super::reap;
 use super::report::{self, Verdict, Who};
-use super::signals::SignalWatch;
+use super::signals::{SignalWatch, interrupted};
 use super::token;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -585,13 +585,6 @@ impl Supervision {
             rank.signal(Signal::KILL);
         }
     }
-}
-
-fn interrupted(signal: i32) -> Error {
-    Error::new(
-        ErrorKind::Interrupted,
-        format!("interrupted by {}", report::signal_name(signal)),
-    )
 }
 
 fn store_lost(why: &str) -> Error {

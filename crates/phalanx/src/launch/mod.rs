@@ -41,10 +41,11 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 pub(crate) use args::LaunchCli;
-pub(crate) use cluster::{RankPlace, rank_place, real_env};
+pub(crate) use cluster::{RankPlace, number, rank_place, real_env};
 pub(crate) use guard::guard;
 pub(crate) use ranks::Prefix;
 pub(crate) use shim::{ShimCli, exec_rank};
+pub(crate) use signals::end_on_signals;
 pub(crate) use token::write_token;
 
 use crate::error::Result;

@@ -1,12 +1,14 @@
 //! Ctrl-C and its relatives, as events.
 
-use std::sync::mpsc::Sender;
+use std::io::IsTerminal;
+use std::sync::mpsc::{Sender, channel};
 use std::thread;
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 
 use super::Event;
+use super::report;
 use crate::error::{Error, ErrorKind, Result};
 
 /// While it lives, SIGINT, SIGTERM, SIGHUP and SIGQUIT arrive as
@@ -46,6 +48,45 @@ impl Drop for SignalWatch {
     fn drop(&mut self) {
         self.0.close();
     }
+}
+
+/// The error of a process that `signal` ended.
+pub(super) fn interrupted(signal: i32) -> Error {
+    Error::new(
+        ErrorKind::Interrupted,
+        format!("interrupted by {}", report::signal_name(signal)),
+    )
+}
+
+/// From now on the same signals end this process with the contract's exit
+/// code, as they do where a launcher watches the ranks.
+///
+/// # Errors
+///
+/// When the system refuses a thread.
+pub(crate) fn end_on_signals() -> Result<()> {
+    let (sender, events) = channel();
+    let watch = SignalWatch::start(sender)?;
+    thread::Builder::new()
+        .name("end on signal".into())
+        .stack_size(128 << 10)
+        .spawn(move || {
+            let _watch = watch;
+            let Ok(Event::Signal(signal)) = events.recv() else {
+                return;
+            };
+            // A progress bar may have left the cursor inside a line.
+            if std::io::stderr().is_terminal() {
+                eprintln!();
+            }
+            let error = interrupted(signal);
+            error.print();
+            std::process::exit(i32::from(error.exit_code()));
+        })
+        .map_err(|error| {
+            Error::new(ErrorKind::System, "cannot watch for signals").caused_by(error)
+        })?;
+    Ok(())
 }
 
 /// Whether `/proc/self/status` says that `signal` is ignored.

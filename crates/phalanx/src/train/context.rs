@@ -1,10 +1,12 @@
 //! What a recipe knows about the rank it runs as.
 
+use std::fmt;
 use std::io::Write;
 use std::time::Instant;
 
 use phalanx_comm::{ProcessGroup, TransportKind};
 
+use super::format::plural;
 use crate::error::{Error, ErrorKind, Result};
 
 /// One rank of a training run.
@@ -69,22 +71,45 @@ impl RankContext {
         }
     }
 
+    /// An error unless `loss` is a number; `at` says where it was seen.
+    ///
+    /// # Errors
+    ///
+    /// Fails with the advice to lower the learning rate.
+    pub fn check_loss(&self, loss: f64, at: fmt::Arguments<'_>, lr: f64) -> Result<()> {
+        if loss.is_finite() {
+            return Ok(());
+        }
+        let what = format!("the loss became {loss} on rank {} in {at}", self.rank());
+        Err(Error::new(ErrorKind::Failed, what).note("try", format!("a smaller --lr (now {lr})")))
+    }
+
+    /// What this rank's links are: `thread`, `shm`, `tcp` or `shm+tcp`.
+    pub fn transport(&self) -> &'static str {
+        let links = self.group.transports();
+        let any = |kind| links.iter().any(|(_, k)| *k == kind);
+        match (
+            any(TransportKind::Thread),
+            any(TransportKind::Shm),
+            any(TransportKind::Tcp),
+        ) {
+            (true, ..) => "thread",
+            (_, true, true) => "shm+tcp",
+            (_, true, false) => "shm",
+            (_, false, true) => "tcp",
+            _ => "nobody to talk to",
+        }
+    }
+
     /// "2 ranks on 1 host over shared memory, 1 thread each of 2 cores (AVX-512)".
     pub fn describe(&self) -> String {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let plural = |n: usize, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
         let mut text = plural(self.world(), "rank");
-        let kinds: Vec<TransportKind> = self.group.transports().iter().map(|(_, k)| *k).collect();
-        let has = |kind| kinds.contains(&kind);
-        let over = match (
-            has(TransportKind::Thread),
-            has(TransportKind::Shm),
-            has(TransportKind::Tcp),
-        ) {
-            (true, ..) => " as threads of one process",
-            (_, true, true) => " over shared memory and TCP",
-            (_, true, false) => " on 1 host over shared memory",
-            (_, false, true) => " over TCP",
+        let over = match self.transport() {
+            "thread" => " as threads of one process",
+            "shm+tcp" => " over shared memory and TCP",
+            "shm" => " on 1 host over shared memory",
+            "tcp" => " over TCP",
             _ => "",
         };
         text.push_str(over);

@@ -42,6 +42,11 @@ pub fn thousands(n: usize) -> String {
     out
 }
 
+/// `1 rank`, `2 ranks`.
+pub fn plural(n: usize, what: &str) -> String {
+    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
+}
+
 /// Bytes in binary units with at most one decimal: `73.5 KiB`, `4 MiB`.
 pub fn bytes(n: usize) -> String {
     const UNITS: [&str; 4] = ["B", "KiB", "MiB", "GiB"];
@@ -88,5 +93,7 @@ mod tests {
         assert_eq!(bytes(75_264), "73.5 KiB");
         assert_eq!(bytes(4 << 20), "4 MiB");
         assert_eq!(bytes(40), "40 B");
+        assert_eq!(plural(1, "rank"), "1 rank");
+        assert_eq!(plural(2, "rank"), "2 ranks");
     }
 }

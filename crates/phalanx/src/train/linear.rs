@@ -12,7 +12,7 @@ use phalanx_nn::{Reduction, Scope, Seed, StepKey, Tape, Threads};
 
 use super::context::RankContext;
 use super::format::python_repr;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::Result;
 use crate::ranks;
 
 /// Arguments of `train linear`.
@@ -40,9 +40,7 @@ const PRINT_EVERY: usize = 50;
 ///
 /// Usage errors naming the flag.
 pub fn validate(args: &LinearArgs) -> Result<()> {
-    if !(args.lr.is_finite() && args.lr >= 0.0) {
-        return Err(Error::usage("--lr must be a number from 0 up"));
-    }
+    super::check_lr(args.lr)?;
     ranks::check_count("--iterations", args.iterations, usize::MAX)
 }
 
@@ -70,20 +68,10 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
         let step = tape.step(&params, StepKey::new(0, i as u64));
         let x = step.input(&TRAIN_X[data], &[2, 2])?;
         let loss = net.forward(x)?.mse_loss(&TRAIN_Y[data], Reduction::Sum)?;
-        if !loss.item().is_finite() {
-            return Err(Error::new(
-                ErrorKind::Failed,
-                format!(
-                    "the loss became {} on rank {} in step {}",
-                    loss.item(),
-                    ctx.rank(),
-                    i + 1
-                ),
-            )
-            .note("try", format!("a smaller --lr (now {})", args.lr)));
-        }
+        let value = f64::from(loss.item());
+        ctx.check_loss(value, format_args!("step {}", i + 1), args.lr)?;
         if (i + 1) % PRINT_EVERY == 0 {
-            let value = python_repr(f64::from(loss.item()));
+            let value = python_repr(value);
             ctx.line(&format!("{}/{} loss:{value}", i + 1, args.iterations))?;
         }
         loss.backward(&mut ddp)?;

@@ -21,7 +21,7 @@ use phalanx_train::{Dataset, checkpoint, mnist, process, synthetic};
 use serde_json::json;
 
 use super::context::RankContext;
-use super::format::{bytes, thousands};
+use super::format::{bytes, plural, thousands};
 use super::trace::Trace;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ranks;
@@ -127,9 +127,7 @@ pub fn validate(args: &MnistArgs, world: usize) -> Result<()> {
     for (flag, value, largest) in counts {
         ranks::check_count(flag, value, largest)?;
     }
-    if !(args.lr.is_finite() && args.lr >= 0.0) {
-        return Err(Error::usage("--lr must be a number from 0 up"));
-    }
+    super::check_lr(args.lr)?;
     if !(0.0..1.0).contains(&args.momentum) {
         return Err(Error::usage("--momentum must lie in 0..1 (1 excluded)"));
     }
@@ -230,9 +228,8 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
             trace.end(marks, forward_ended, ddp.times())?;
 
             let mean = sum / batch.labels.len().max(1) as f64;
-            if !mean.is_finite() {
-                return Err(diverged(ctx, args, mean, epoch, index));
-            }
+            let at = format_args!("epoch {epoch}, step {}", index + 1);
+            ctx.check_loss(mean, at, args.lr)?;
             timing.add(ddp.times().exposed(), batch.global_len);
             progress.step(batch.global_len, Some(mean));
             if index.is_multiple_of(args.log_interval) && ctx.is_main() {
@@ -245,7 +242,7 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
                     "step": (epoch - 1) * steps + index, "epoch": epoch, "loss": mean, "lr": args.lr,
                     "elapsed_s": ctx.started.elapsed().as_secs_f64(),
                     "exposed_comm_ms": ddp.times().exposed().as_secs_f64() * 1e3,
-                    "data_wait_ms": loader.waited().as_secs_f64() * 1e3,
+                    "data_wait_total_ms": loader.waited().as_secs_f64() * 1e3,
                 }))?;
             }
             index += 1;
@@ -253,10 +250,8 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
         timing.trained += began.elapsed();
         progress.end();
 
-        weights = checkpoint::weights_sha256(&params);
-        let mut digest = [0; 32];
-        hex::decode_to_slice(&weights, &mut digest)
-            .map_err(|e| Error::new(ErrorKind::Failed, "the weights have no hash").caused_by(e))?;
+        let digest = checkpoint::weights_digest(&params);
+        weights = hex::encode(digest);
         verify_equal(&ctx.group, &params, digest)?; // DDP
         last = test(ctx, args, &net, &params, &mut tape, &data.test)?;
         accuracies.push(last.accuracy);
@@ -291,18 +286,6 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
         output.model_path().display()
     ));
     Ok(())
-}
-
-fn diverged(ctx: &RankContext, args: &MnistArgs, loss: f64, epoch: usize, index: usize) -> Error {
-    Error::new(
-        ErrorKind::Failed,
-        format!(
-            "the loss became {loss} on rank {} in epoch {epoch}, step {}",
-            ctx.rank(),
-            index + 1
-        ),
-    )
-    .note("try", format!("a smaller --lr (now {})", args.lr))
 }
 
 // DDP: the rank's part of the training set.
@@ -446,16 +429,16 @@ fn announce(
     ));
     ctx.note(&format!("data     {}", data.description));
     ctx.note(&format!(
-        "model    MNIST CNN, {} parameters in {} tensors, {buckets} bucket{} ({})",
+        "model    MNIST CNN, {} parameters in {} tensors, {} ({})",
         thousands(count),
         params.infos().len(),
-        if buckets == 1 { "" } else { "s" },
+        plural(buckets, "bucket"),
         sizes.join(", ")
     ));
     ctx.note(&format!(
-        "training {} epoch{} of {steps} steps, global batch {cut}, SGD lr {} momentum {}",
-        args.epochs,
-        if args.epochs == 1 { "" } else { "s" },
+        "training {} of {}, global batch {cut}, SGD lr {} momentum {}",
+        plural(args.epochs, "epoch"),
+        plural(steps, "step"),
         args.lr,
         args.momentum
     ));

@@ -11,7 +11,7 @@ pub use context::RankContext;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ranks::{self, RankArgs, Speakers};
 
 /// Arguments of `phalanx train`.
@@ -66,6 +66,15 @@ pub fn run(args: TrainArgs) -> Result<()> {
                 mnist::run_rank(ctx, &args)
             })
         }
+    }
+}
+
+/// A usage error unless `lr` is a number from 0 up.
+fn check_lr(lr: f64) -> Result<()> {
+    if lr.is_finite() && lr >= 0.0 {
+        Ok(())
+    } else {
+        Err(Error::usage("--lr must be a number from 0 up"))
     }
 }
 

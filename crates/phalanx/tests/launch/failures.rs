@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::harness::{Family, TWO_SECONDS};
+use crate::harness::{Family, STOP_LIMIT};
 
 /// Runs `script` on `ranks` ranks.
 fn ranks(family: &Family, ranks: &str, script: &str) -> crate::harness::Done {
@@ -29,7 +29,7 @@ fn a_killed_rank_ends_everything_within_two_seconds() {
     kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
     let done = running.wait();
     let took = killed_at.elapsed();
-    assert!(took < TWO_SECONDS, "{took:?}");
+    assert!(took < STOP_LIMIT, "{took:?}");
     assert_eq!(family.alive(), Vec::<String>::new());
     assert_eq!(done.code(), 3, "{done:#?}");
     let last = done.last_error();
@@ -72,7 +72,7 @@ fn ends_and_exit_codes() {
             first.starts_with("error: rank 1 (pid ") && first.contains(words),
             "{end}: {first}"
         );
-        assert!(done.took < TWO_SECONDS, "{end}: {:?}", done.took);
+        assert!(done.took < STOP_LIMIT, "{end}: {:?}", done.took);
     }
 }
 

@@ -18,7 +18,7 @@ pub const LIMIT: Duration = Duration::from_secs(30);
 /// What the issue promises is two seconds (1.5 s of grace for stubborn ranks
 /// is most of it; 1.6 s is what a quiet machine shows). A second more for
 /// machines on which tests and builds compete for two cores.
-pub const TWO_SECONDS: Duration = Duration::from_millis(3000);
+pub const STOP_LIMIT: Duration = Duration::from_millis(3000);
 
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::harness::{Family, TWO_SECONDS};
+use crate::harness::{Family, STOP_LIMIT};
 
 #[test]
 fn a_killed_launcher_takes_ranks_and_their_children_along() {
@@ -16,7 +16,7 @@ fn a_killed_launcher_takes_ranks_and_their_children_along() {
     running.lines(3);
     assert!(family.alive().len() >= 9, "{:#?}", family.alive());
     running.signal(Signal::KILL);
-    family.assert_gone_within(TWO_SECONDS);
+    family.assert_gone_within(STOP_LIMIT);
     assert_eq!(running.wait().code(), -1);
 }
 
@@ -36,7 +36,7 @@ fn at_whatever_moment_the_launcher_is_killed() {
         thread::sleep(Duration::from_micros(700 * step));
         running.signal(Signal::KILL);
         drop(running);
-        family.assert_gone_within(TWO_SECONDS);
+        family.assert_gone_within(STOP_LIMIT);
     }
 }
 
@@ -64,7 +64,7 @@ fn a_killed_guard_leaves_the_ranks_tied_to_the_launcher() {
         "the job goes on without its guard"
     );
     running.signal(Signal::KILL);
-    family.assert_gone_within(TWO_SECONDS);
+    family.assert_gone_within(STOP_LIMIT);
     drop(running);
 }
 
