@@ -211,6 +211,8 @@ fn as_launched_rank(
             ));
         }
     };
+    let local_world = launch::number(&launch::real_env(), "LOCAL_WORLD_SIZE")?.unwrap_or(1);
+    let threads = threads(args, local_world);
     let group = ProcessGroup::init(InitOptions {
         init_method,
         rank: Some(place.rank),
@@ -220,11 +222,11 @@ fn as_launched_rank(
         transport,
         bind: args.bind,
         algorithm: args.algorithm(),
+        compute_threads: Some(threads),
         ..InitOptions::default()
     })?;
-    let local_world = launch::number(&launch::real_env(), "LOCAL_WORLD_SIZE")?.unwrap_or(1);
     let ctx = RankContext {
-        threads: threads(args, local_world),
+        threads,
         prefix: None,
         started,
         group,
@@ -244,6 +246,7 @@ fn as_threads(
     let options = GroupOptions {
         op_timeout: Duration::from_secs_f64(args.timeout),
         algorithm: args.algorithm(),
+        compute_threads: Some(threads(args, world)),
         ..GroupOptions::default()
     };
     let outcomes: Vec<Result<()>> = std::thread::scope(|scope| {

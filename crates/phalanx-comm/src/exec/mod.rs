@@ -164,6 +164,12 @@ impl Executor {
         Arc::clone(&self.bytes_sent)
     }
 
+    /// Says which thread runs the next operations: the communication thread
+    /// (`beside` compute) or a caller's.
+    pub(crate) fn run_beside(&mut self, beside: bool) {
+        self.mesh.run_beside(beside);
+    }
+
     /// Runs one operation to its end.
     ///
     /// # Safety

@@ -527,7 +527,7 @@ impl ProcessGroup {
             Ok(operation) => operation,
             Err(error) => return Work::failed(error),
         };
-        let (work, completer) = Work::new();
+        let (work, completer) = Work::new(self.core.callers.clone());
         let rank = self.core.rank;
         self.core.queue.submit(Box::new(move |executor| {
             let executor = match executor {

@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 use phalanx_store::{FileStore, MemStore, Store, TcpServer, TcpStore};
 use phalanx_wire::Token;
 
-use super::launch::{Launch, Meeting, TokenSource, no_token, token_variable};
+use super::launch::{
+    Launch, Meeting, TokenSource, compute_threads, environment, no_token, token_variable,
+};
 use super::options::{InitOptions, Transport};
 use crate::transport::{BindAddr, FormOptions, Mesh, Prefer, form, thread_mesh};
 use crate::{Error, Result};
@@ -60,6 +62,7 @@ impl Processes {
                     Transport::Tcp => Prefer::Tcp,
                 },
                 ring_bytes: self.options.ring_bytes,
+                compute_threads: compute_threads(self.options.compute_threads, environment)?,
             },
         )
     }
@@ -83,7 +86,7 @@ pub(super) struct Met {
 /// Resolves the options, opens the store and forms the links.
 pub(super) fn meet(options: InitOptions) -> Result<Met> {
     let started = Instant::now();
-    let launch = Launch::resolve(&options, |name| std::env::var(name).ok())?;
+    let launch = Launch::resolve(&options, environment)?;
     let (rank, world) = (launch.rank, launch.world);
     meet_as(&launch, options, started)
         .map_err(|e| e.with_rank(rank))

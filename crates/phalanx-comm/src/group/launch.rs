@@ -20,6 +20,37 @@ const STORE: &str = "PHALANX_STORE";
 const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 const EPOCH: &str = "PHALANX_EPOCH";
 const RESTARTS: &str = "TORCHELASTIC_RESTART_COUNT";
+const THREADS: &str = "PHALANX_THREADS";
+/// Set by our launcher and by torchrun; may be a list, one number a level.
+const OMP_THREADS: &str = "OMP_NUM_THREADS";
+
+/// Looks up a variable of this process.
+pub(super) fn environment(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+/// How many threads a rank computes with: what it says itself, or what
+/// `variable`s say, or one.
+pub(super) fn compute_threads(
+    given: Option<usize>,
+    variable: impl Fn(&str) -> Option<String>,
+) -> Result<usize> {
+    let variable = |name| variable(name).filter(|text| !text.trim().is_empty());
+    let threads = match (given, variable(THREADS)) {
+        (Some(threads), _) => threads,
+        (None, Some(text)) => parse(THREADS, &text)?,
+        (None, None) => variable(OMP_THREADS)
+            // Not ours: what OpenMP makes of nonsense is its business.
+            .and_then(|text| text.split(',').next()?.trim().parse().ok())
+            .unwrap_or(1),
+    };
+    if threads == 0 {
+        return Err(Error::usage(
+            "a rank with 0 compute threads: it has at least the one that calls",
+        ));
+    }
+    Ok(threads)
+}
 
 /// Where the ranks meet.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -272,6 +303,25 @@ mod tests {
                 port: 7000
             }
         );
+    }
+
+    #[test]
+    fn compute_threads_come_from_options_then_variables() {
+        let with = |given, variables: &[(&str, &str)]| {
+            compute_threads(given, |name| {
+                let found = variables.iter().find(|(n, _)| *n == name);
+                found.map(|(_, value)| (*value).to_owned())
+            })
+        };
+        assert_eq!(with(None, &[]).unwrap(), 1);
+        assert_eq!(with(None, &[(OMP_THREADS, "4,2")]).unwrap(), 4);
+        assert_eq!(with(None, &[(OMP_THREADS, "many")]).unwrap(), 1);
+        let both = [(THREADS, "3"), (OMP_THREADS, "4")];
+        assert_eq!(with(None, &both).unwrap(), 3);
+        assert_eq!(with(Some(2), &both).unwrap(), 2);
+        let error = with(None, &[(THREADS, "two")]).unwrap_err();
+        assert!(error.to_string().contains("PHALANX_THREADS"), "{error}");
+        assert_eq!(with(Some(0), &[]).unwrap_err().kind(), ErrorKind::Usage);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Process groups: the ranks, and what they can do together.
 
 mod collectives;
+mod describe;
 mod join;
 mod launch;
 mod options;
@@ -24,6 +25,7 @@ use self::registry::Registry;
 use crate::exec::{Executor, Limits};
 use crate::select::Algorithm;
 use crate::transport::{AbortHandle, BindAddr, Mesh, Poison, TransportKind, thread_mesh};
+use crate::wait::{Budgets, Callers, Topology};
 use crate::{Bucket, Element, Error, Result};
 
 /// One rank's membership in a group of ranks that communicate.
@@ -80,6 +82,9 @@ struct Core {
     bytes_sent: Arc<[AtomicU64]>,
     algorithm: Algorithm,
     limits: Limits,
+    callers: Callers,
+    /// How this rank waits, and who shares its cores.
+    budgets: Budgets,
     /// Subgroups made so far; part of their identity.
     subgroups: AtomicU64,
     origin: Arc<Origin>,
@@ -151,10 +156,17 @@ impl ProcessGroup {
             registry: Arc::new(Registry::default()),
             ring_bytes,
         });
+        let threads = launch::compute_threads(options.compute_threads, launch::environment)
+            .unwrap_or_else(|e| {
+                tracing::warn!("{}; assuming one compute thread", e.message());
+                1
+            });
+        let topology = Topology::of_threads(world, threads);
         thread_mesh(world, ring_bytes)
             .into_iter()
             .enumerate()
-            .map(|(rank, mesh)| {
+            .map(|(rank, mut mesh)| {
+                mesh.share_cores(topology);
                 Self::from_mesh(
                     Member {
                         rank,
@@ -190,6 +202,7 @@ impl ProcessGroup {
     fn from_mesh(member: Member, mesh: Mesh, origin: Arc<Origin>) -> Self {
         let abort = mesh.abort_handle();
         let transports = mesh.describe();
+        let (budgets, callers) = (mesh.budgets(), mesh.callers());
         let executor = Executor::new(mesh, member.epoch, member.id, member.limits);
         let bytes_sent = executor.bytes_sent();
         tracing::debug!(
@@ -197,11 +210,12 @@ impl ProcessGroup {
             world = member.world,
             group = member.id,
             epoch = member.epoch,
+            wait = %budgets,
             "joined"
         );
         ProcessGroup {
             core: Arc::new(Core {
-                queue: Queue::new(member.rank, abort.clone(), executor),
+                queue: Queue::new(member.rank, abort.clone(), executor, callers.clone()),
                 rank: member.rank,
                 world: member.world,
                 id: member.id,
@@ -210,6 +224,8 @@ impl ProcessGroup {
                 bytes_sent,
                 algorithm: member.algorithm,
                 limits: member.limits,
+                callers,
+                budgets,
                 subgroups: AtomicU64::new(0),
                 origin,
             }),
@@ -330,4 +346,28 @@ struct Member {
     epoch: u32,
     limits: Limits,
     algorithm: Algorithm,
+}
+
+/// Ranks for people: `0, 2-4, 7`.
+fn rank_list(ranks: &[usize]) -> String {
+    let runs = ranks.chunk_by(|a, b| a + 1 == *b);
+    let texts: Vec<String> = runs
+        .flat_map(|run| match run {
+            [first, .., last] if run.len() > 2 => vec![format!("{first}-{last}")],
+            few => few.iter().map(usize::to_string).collect(),
+        })
+        .collect();
+    texts.join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn ranks_are_listed_in_runs() {
+        let list = super::rank_list;
+        assert_eq!(list(&[]), "");
+        assert_eq!(list(&[3]), "3");
+        assert_eq!(list(&[0, 1]), "0, 1");
+        assert_eq!(list(&[0, 2, 3, 4, 7, 8]), "0, 2-4, 7, 8");
+    }
 }

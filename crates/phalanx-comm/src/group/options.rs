@@ -83,6 +83,11 @@ pub struct InitOptions {
     pub ring_bytes: Option<usize>,
     /// How all-reduce is carried out unless the call says otherwise.
     pub algorithm: Algorithm,
+    /// Threads with which this rank computes; default: the variables
+    /// `PHALANX_THREADS`, then `OMP_NUM_THREADS`, then 1. Together with those of
+    /// the other ranks of the host it decides whether a waiting rank may poll
+    /// or must leave its core to somebody who computes.
+    pub compute_threads: Option<usize>,
 }
 
 impl Default for InitOptions {
@@ -101,6 +106,7 @@ impl Default for InitOptions {
             segment_bytes: SEGMENT_BYTES,
             ring_bytes: None,
             algorithm: Algorithm::Auto,
+            compute_threads: None,
         }
     }
 }
@@ -129,6 +135,9 @@ pub struct GroupOptions {
     pub ring_bytes: Option<usize>,
     /// How all-reduce is carried out unless the call says otherwise.
     pub algorithm: Algorithm,
+    /// Threads with which each rank computes; see
+    /// [`InitOptions::compute_threads`].
+    pub compute_threads: Option<usize>,
 }
 
 impl Default for GroupOptions {
@@ -139,6 +148,7 @@ impl Default for GroupOptions {
             segment_bytes: SEGMENT_BYTES,
             ring_bytes: None,
             algorithm: Algorithm::Auto,
+            compute_threads: None,
         }
     }
 }

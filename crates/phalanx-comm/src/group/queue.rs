@@ -20,6 +20,7 @@ use std::thread::JoinHandle;
 
 use crate::exec::Executor;
 use crate::transport::{AbortHandle, Poison};
+use crate::wait::Callers;
 use crate::{Error, Result};
 
 /// An asynchronous operation. It is told when it cannot run.
@@ -38,6 +39,8 @@ struct Shared {
     state: Mutex<State>,
     turn: Condvar,
     executor: Mutex<Executor>,
+    /// Threads that wait instead of computing.
+    callers: Callers,
 }
 
 #[derive(Default)]
@@ -98,7 +101,12 @@ impl Drop for Turn<'_> {
 }
 
 impl Queue {
-    pub(super) fn new(rank: usize, abort: AbortHandle, executor: Executor) -> Self {
+    pub(super) fn new(
+        rank: usize,
+        abort: AbortHandle,
+        executor: Executor,
+        callers: Callers,
+    ) -> Self {
         Queue {
             shared: Arc::new(Shared {
                 rank,
@@ -106,6 +114,7 @@ impl Queue {
                 state: Mutex::new(State::default()),
                 turn: Condvar::new(),
                 executor: Mutex::new(executor),
+                callers,
             }),
             worker: Mutex::new(None),
         }
@@ -120,12 +129,16 @@ impl Queue {
         }
         let ticket = state.next_ticket;
         state.next_ticket += 1;
-        while state.serving != ticket {
-            state = shared.sleep(state);
+        if state.serving != ticket {
+            let _waiting = shared.callers.wait();
+            while state.serving != ticket {
+                state = shared.sleep(state);
+            }
         }
         drop(state);
         let _turn = Turn(shared);
         let mut executor = shared.executor();
+        executor.run_beside(false);
         match catch_unwind(AssertUnwindSafe(|| operation(&mut executor))) {
             Ok(result) => result,
             Err(panic) => {
@@ -198,6 +211,7 @@ fn work(shared: &Shared) {
         let Some(job) = job else { return };
         let _turn = Turn(shared);
         let mut executor = shared.executor();
+        executor.run_beside(true);
         if catch_unwind(AssertUnwindSafe(|| job(Ok(&mut executor)))).is_err() {
             // The job's handle completed itself when it was dropped. The panic
             // message is on stderr already.

@@ -59,7 +59,7 @@ impl ProcessGroup {
             algorithm: self.core.algorithm,
         };
         let named = |e: Error| e.with_rank(self.core.rank).with_operation(NAME);
-        let mesh = match &*self.core.origin {
+        let mut mesh = match &*self.core.origin {
             _ if member.world == 1 => lone_mesh().map_err(named)?,
             Origin::Threads {
                 registry,
@@ -71,18 +71,13 @@ impl ProcessGroup {
                 .form(member.id, rank, member.world, processes.options.timeout)
                 .map_err(named)?,
         };
+        // The ranks that are not members compute all the same.
+        mesh.share_cores(self.core.budgets.topology());
         Ok(Some(Self::from_mesh(
             member,
             mesh,
             Arc::clone(&self.core.origin),
         )))
-    }
-
-    fn epoch(&self) -> u32 {
-        match &*self.core.origin {
-            Origin::Threads { .. } => 0,
-            Origin::Processes(processes) => processes.epoch,
-        }
     }
 
     /// Compares what all ranks ask for. All see the same answers, so all

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use crate::wait::Callers;
 use crate::{Error, Result};
 
 /// When an operation ran; for traces.
@@ -35,6 +36,7 @@ pub struct OpTimes {
 #[must_use = "the operation's result and its memory come back from `wait`"]
 pub struct Work<B> {
     shared: Arc<Shared<B>>,
+    callers: Callers,
 }
 
 struct Shared<B> {
@@ -58,8 +60,9 @@ impl<B> Shared<B> {
 }
 
 impl<B> Work<B> {
-    /// A handle and the means to complete it.
-    pub(super) fn new() -> (Work<B>, Completer<B>) {
+    /// A handle and the means to complete it. Who waits for it is counted
+    /// among `callers`.
+    pub(super) fn new(callers: Callers) -> (Work<B>, Completer<B>) {
         let shared = Arc::new(Shared {
             state: Mutex::new(State {
                 issued: Instant::now(),
@@ -72,12 +75,12 @@ impl<B> Work<B> {
         let completer = Completer {
             shared: Arc::clone(&shared),
         };
-        (Work { shared }, completer)
+        (Work { shared, callers }, completer)
     }
 
     /// A handle that has failed already.
     pub(super) fn failed(error: Error) -> Work<B> {
-        let (work, completer) = Work::new();
+        let (work, completer) = Work::new(Callers::default());
         completer.finish(Err(error));
         work
     }
@@ -102,6 +105,7 @@ impl<B> Work<B> {
     /// As [`Work::wait`].
     pub fn wait_traced(self) -> Result<(B, OpTimes)> {
         let mut state = self.shared.lock();
+        let mut waiting = None;
         loop {
             if let Some(result) = state.result.take() {
                 let finished = state.finished.unwrap_or(state.issued);
@@ -112,6 +116,7 @@ impl<B> Work<B> {
                 };
                 return result.map(|value| (value, times));
             }
+            waiting.get_or_insert_with(|| self.callers.wait());
             state = self
                 .shared
                 .changed
@@ -189,7 +194,7 @@ mod tests {
 
     #[test]
     fn forgotten_completer_fails_the_work() {
-        let (work, completer) = Work::<u8>::new();
+        let (work, completer) = Work::<u8>::new(Callers::default());
         assert!(!work.is_done());
         drop(completer);
         assert!(work.is_done());
@@ -198,7 +203,7 @@ mod tests {
 
     #[test]
     fn result_crosses_threads_with_its_times() {
-        let (work, completer) = Work::new();
+        let (work, completer) = Work::new(Callers::default());
         std::thread::spawn(move || {
             completer.start();
             completer.finish(Ok(7));
@@ -210,7 +215,7 @@ mod tests {
 
     #[test]
     fn first_answer_counts() {
-        let (work, completer) = Work::new();
+        let (work, completer) = Work::new(Callers::default());
         completer.set(Ok(1));
         completer.set(Ok(2));
         drop(completer);

@@ -12,7 +12,7 @@ use super::segment::Segment;
 use super::shm::Watch;
 use super::tcp::{Control, Fate, TcpLink};
 use super::{Interest, Link, TransportKind};
-use crate::wait::{Budget, Policy, SLICE, Wake, usable_cores};
+use crate::wait::{Budget, Budgets, Callers, Policy, SLICE, Topology, Wake};
 use crate::{Error, Result};
 
 /// Longest wait when sockets and shared memory must both be watched: a wait
@@ -182,7 +182,10 @@ pub struct Mesh {
     shared: Arc<Shared>,
     seat: usize,
     peers: Vec<Peer>,
-    budget: Budget,
+    budgets: Budgets,
+    /// Operations run on the communication thread, beside compute.
+    beside: bool,
+    callers: Callers,
     watches: Vec<Watch>,
     next_watch: Instant,
 }
@@ -210,8 +213,8 @@ pub(super) struct Parts {
     pub(super) kind: TransportKind,
     pub(super) sockets: Vec<TcpLink>,
     pub(super) watches: Vec<Watch>,
-    /// Ranks on this host, however they are reached.
-    pub(super) local_ranks: usize,
+    /// Who shares our cores, however they are reached.
+    pub(super) topology: Topology,
     pub(super) policy: Policy,
 }
 
@@ -247,7 +250,9 @@ impl Mesh {
             }),
             seat: parts.seat,
             peers,
-            budget: Budget::new(parts.policy, parts.local_ranks, usable_cores()),
+            budgets: Budgets::new(parts.policy, parts.topology),
+            beside: false,
+            callers: Callers::default(),
             watches: parts.watches,
             next_watch: Instant::now() + SLICE,
         }
@@ -290,6 +295,33 @@ impl Mesh {
     /// first that this host knows.
     pub(crate) fn poison(&self, cause: &Poison) -> bool {
         self.shared.poison(cause)
+    }
+
+    /// Says that the cores are also shared as `topology` says: whichever
+    /// leaves less room counts.
+    pub(crate) fn share_cores(&mut self, topology: Topology) {
+        self.budgets = self.budgets.within(topology);
+    }
+
+    /// Who shares our cores, and how we wait because of that.
+    pub(crate) fn budgets(&self) -> Budgets {
+        self.budgets
+    }
+
+    /// Says which thread the next waits are on: the communication thread
+    /// (`beside` compute) or a caller's.
+    pub(crate) fn run_beside(&mut self, beside: bool) {
+        self.beside = beside;
+    }
+
+    /// Where threads that wait for the communication thread are counted.
+    pub(crate) fn callers(&self) -> Callers {
+        self.callers.clone()
+    }
+
+    /// How long a wait that begins now may keep its core busy.
+    pub(crate) fn budget(&self) -> Budget {
+        self.budgets.at(self.beside && !self.callers.some())
     }
 
     /// A handle that can abort from another thread.
@@ -351,7 +383,7 @@ impl Mesh {
         if !sockets {
             self.wait_memory(want, fresh, timeout);
         } else if !rings {
-            if self.budget.polls() && spins < SOCKET_ROUNDS {
+            if self.budget().polls() && spins < SOCKET_ROUNDS {
                 std::hint::spin_loop();
             } else {
                 self.wait_sockets(want, timeout)?;
@@ -376,18 +408,18 @@ impl Mesh {
 
     /// Waits for rings in shared memory.
     fn wait_memory(&mut self, want: &[Interest], fresh: bool, timeout: Duration) -> Wake {
+        let budget = self.budget();
         let segment = &self.shared.segment;
         let peers = &mut self.peers;
-        self.budget
-            .wait(segment.bell(self.seat), fresh, timeout, || {
-                segment.is_poisoned()
-                    || peers.iter_mut().zip(want).any(|(peer, want)| match peer {
-                        Peer::Ring(link) if want.any() => {
-                            link.ready(*want) || link.segment.has_left(link.seat)
-                        }
-                        _ => false,
-                    })
-            })
+        budget.wait(segment.bell(self.seat), fresh, timeout, || {
+            segment.is_poisoned()
+                || peers.iter_mut().zip(want).any(|(peer, want)| match peer {
+                    Peer::Ring(link) if want.any() => {
+                        link.ready(*want) || link.segment.has_left(link.seat)
+                    }
+                    _ => false,
+                })
+        })
     }
 
     /// Waits for sockets: awaited data, and news on any control socket. True
@@ -490,7 +522,8 @@ fn poll(fds: &mut [PollFd<'_>], timeout: Duration) -> std::io::Result<()> {
 }
 
 /// A group of `world` ranks that are threads of this process. `ring_bytes`
-/// is the capacity of each ring; 0 chooses it by the number of ranks.
+/// is the capacity of each ring; 0 chooses it by the number of ranks. Each is
+/// taken to compute with one thread.
 ///
 /// # Panics
 ///
@@ -528,7 +561,7 @@ pub fn thread_mesh(world: usize, ring_bytes: usize) -> Vec<Mesh> {
                 kind: TransportKind::Thread,
                 sockets: Vec::new(),
                 watches: Vec::new(),
-                local_ranks: world,
+                topology: Topology::of_threads(world, 1),
                 policy,
             })
         })

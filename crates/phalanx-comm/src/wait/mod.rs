@@ -1,29 +1,20 @@
 //! How a rank waits for its peers: poll, yield, sleep. The reasoning,
 //! protocol and proof are in `README.md` beside this file.
 
+mod budget;
 mod doorbell;
 #[cfg(test)]
 mod jitter;
+mod topology;
 
+pub(crate) use budget::{Budget, Budgets, Callers, Wake};
 pub(crate) use doorbell::{BELL_BYTES, Bell, FutexKind};
+pub(crate) use topology::{Share, Topology};
 
 use std::time::{Duration, Instant};
 
 /// Longest sleep without looking at poison, liveness and deadline again.
 pub(crate) const SLICE: Duration = Duration::from_millis(100);
-
-/// Longest polling phase. A 256 KiB chunk takes about this long to copy; a
-/// shorter budget slept in the middle of chunks and cost 2–2.5x
-/// (collectives.md §2), a longer one only burns a core.
-const PAUSE: Duration = Duration::from_micros(50);
-
-/// Polls between two yields (and looks at the clock) of the polling phase.
-/// About 2 µs: longer than the answer of a peer that runs, short against the
-/// time slice that a peer without a core would otherwise wait for.
-const POLLS_PER_YIELD: u32 = 64;
-
-/// Yields before sleeping.
-const YIELDS: u32 = 10;
 
 /// Environment variable that overrides the wait policy.
 const POLICY_VARIABLE: &str = "PHALANX_WAIT";
@@ -31,7 +22,7 @@ const POLICY_VARIABLE: &str = "PHALANX_WAIT";
 /// The wait policy a user may ask for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Policy {
-    /// Derived from cores and ranks.
+    /// Derived from cores, ranks and threads.
     Auto,
     /// Poll only; for dedicated hosts. Falls back to `Yield` without enough cores.
     Spin,
@@ -80,122 +71,22 @@ pub(crate) fn usable_cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// How much a waiter may do before it sleeps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Budget {
-    /// Polling phase.
-    pause: Duration,
-    /// Yields after the polling phase.
-    yields: u32,
-}
-
-impl Budget {
-    /// The budget of one of `local_ranks` ranks that share `cores` cores.
-    pub(crate) fn new(policy: Policy, local_ranks: usize, cores: usize) -> Budget {
-        let fits = local_ranks <= cores;
-        match policy {
-            Policy::Auto if fits => Budget {
-                pause: PAUSE,
-                yields: YIELDS,
-            },
-            Policy::Auto => Budget {
-                pause: Duration::ZERO,
-                yields: YIELDS,
-            },
-            Policy::Spin if fits => Budget {
-                pause: Duration::MAX,
-                yields: 0,
-            },
-            Policy::Spin | Policy::Yield => Budget {
-                pause: Duration::ZERO,
-                yields: u32::MAX,
-            },
-            Policy::Block => Budget {
-                pause: Duration::ZERO,
-                yields: 0,
-            },
-        }
+/// The last phase of a wait (README.md, "protocol to sleep"): sleeps at most
+/// `timeout` unless `ready`.
+fn sleep_unless(bell: Bell<'_>, timeout: Duration, mut ready: impl FnMut() -> bool) -> Wake {
+    #[cfg(test)]
+    jitter::step();
+    let announced = bell.announce();
+    #[cfg(test)]
+    jitter::step();
+    if ready() {
+        return Wake::Ready;
     }
-
-    /// Whether polling makes sense at all, i.e. every local rank has a core.
-    pub(crate) fn polls(&self) -> bool {
-        !self.pause.is_zero()
+    if announced.sleep(timeout) {
+        Wake::Rung
+    } else {
+        Wake::Elapsed
     }
-
-    /// Waits on `bell` until `ready` (checked with sequentially consistent
-    /// loads), somebody rang, or `timeout` passed. `fresh` is false when the
-    /// caller has already spent its budget on this wait.
-    ///
-    /// Guaranteed: returns within `timeout` plus scheduling delay, and a
-    /// publication after which the bell was rung is never slept through. Not
-    /// guaranteed: that `ready` holds on return.
-    pub(crate) fn wait(
-        &self,
-        bell: Bell<'_>,
-        fresh: bool,
-        timeout: Duration,
-        mut ready: impl FnMut() -> bool,
-    ) -> Wake {
-        if ready() {
-            return Wake::Ready;
-        }
-        if timeout.is_zero() {
-            return Wake::Elapsed;
-        }
-        let unlimited = self.pause == Duration::MAX || self.yields == u32::MAX;
-        let start = Instant::now();
-        if fresh || unlimited {
-            let pause = self.pause.min(timeout);
-            while !pause.is_zero() && start.elapsed() < pause {
-                for _ in 0..POLLS_PER_YIELD {
-                    std::hint::spin_loop();
-                    if ready() {
-                        return Wake::Ready;
-                    }
-                }
-                // "Enough cores" is a guess: somebody else may use them.
-                std::thread::yield_now();
-            }
-            for _ in 0..self.yields {
-                std::thread::yield_now();
-                if ready() {
-                    return Wake::Ready;
-                }
-                if self.yields == u32::MAX && start.elapsed() >= timeout {
-                    return Wake::Elapsed;
-                }
-            }
-        }
-        let left = timeout.saturating_sub(start.elapsed());
-        if left.is_zero() {
-            return Wake::Elapsed;
-        }
-        // README.md, "protocol to sleep".
-        #[cfg(test)]
-        jitter::step();
-        let announced = bell.announce();
-        #[cfg(test)]
-        jitter::step();
-        if ready() {
-            return Wake::Ready;
-        }
-        if announced.sleep(left) {
-            Wake::Rung
-        } else {
-            Wake::Elapsed
-        }
-    }
-}
-
-/// Why a wait ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Wake {
-    /// The condition holds.
-    Ready,
-    /// Somebody rang the bell (or the kernel woke us for its own reasons).
-    Rung,
-    /// The timeout passed.
-    Elapsed,
 }
 
 #[cfg(test)]
@@ -210,29 +101,6 @@ mod tests {
         assert_eq!(Policy::parse("yield"), Ok(Policy::Yield));
         assert_eq!(Policy::parse("block"), Ok(Policy::Block));
         assert!(Policy::parse("nap").unwrap_err().contains("nap"));
-    }
-
-    #[test]
-    fn never_pure_spin_when_ranks_outnumber_cores() {
-        for policy in [Policy::Auto, Policy::Spin, Policy::Yield, Policy::Block] {
-            assert!(!Budget::new(policy, 3, 2).polls(), "{policy:?}");
-        }
-        assert!(Budget::new(Policy::Auto, 2, 2).polls());
-        assert!(Budget::new(Policy::Spin, 2, 2).polls());
-    }
-
-    #[test]
-    fn timeout_is_kept_by_every_policy() {
-        for policy in [Policy::Auto, Policy::Spin, Policy::Yield, Policy::Block] {
-            let word = AtomicU32::new(0);
-            let bell = Bell::new(&word, FutexKind::Private);
-            let start = Instant::now();
-            let wake =
-                Budget::new(policy, 1, 2).wait(bell, true, Duration::from_millis(20), || false);
-            assert_eq!(wake, Wake::Elapsed, "{policy:?}");
-            assert!(start.elapsed() >= Duration::from_millis(20), "{policy:?}");
-            assert!(start.elapsed() < Duration::from_secs(5), "{policy:?}");
-        }
     }
 
     /// Two threads hand a counter back and forth, with random delays between

@@ -7,3 +7,4 @@ mod forming;
 mod grid;
 mod handles;
 mod subgroups;
+mod waiting;

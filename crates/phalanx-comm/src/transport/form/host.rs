@@ -40,6 +40,11 @@ impl Host {
             machine,
         }
     }
+
+    /// Ranks with the same one (unless empty) run on the same cores.
+    pub(crate) fn kernel(&self) -> &str {
+        self.machine.split('/').next().unwrap_or_default()
+    }
 }
 
 /// Where a rank listens for its peers.

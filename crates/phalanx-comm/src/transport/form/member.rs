@@ -4,10 +4,12 @@ use std::net::SocketAddr;
 
 use super::Prefer;
 use super::host::Host;
+use crate::wait::Share;
 
-const TITLE: &str = "phalanx-comm member 1";
-/// Longest record that is read; ours have about 250 bytes.
-const MAX_BYTES: usize = 1024;
+const TITLE: &str = "phalanx-comm member 2";
+/// Longest record that is read; ours have about 300 bytes, up to 3000 more when
+/// a rank may use every other core of a thousand.
+const MAX_BYTES: usize = 4096;
 
 /// One rank's record, as lines `name=value`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,6 +19,8 @@ pub(crate) struct Member {
     pub(crate) world: usize,
     pub(crate) prefer: Prefer,
     pub(crate) host: Host,
+    /// The cores it computes on.
+    pub(crate) share: Share,
     /// Where it listens, unless it wants shared memory only.
     pub(crate) address: Option<SocketAddr>,
 }
@@ -25,12 +29,13 @@ impl Member {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let address = self.address.map(|a| a.to_string()).unwrap_or_default();
         format!(
-            "{TITLE}\ninstance={:016x}\nworld={}\nprefer={}\nmachine={}\nhint={}\naddress={address}\n",
+            "{TITLE}\ninstance={:016x}\nworld={}\nprefer={}\nmachine={}\nhint={}\nshare={}\naddress={address}\n",
             self.instance,
             self.world,
             self.prefer.name(),
             self.host.machine,
             self.host.hint,
+            self.share.encode(),
         )
         .into_bytes()
     }
@@ -61,6 +66,7 @@ impl Member {
             machine: field("machine")?,
             hint: field("hint")?,
         };
+        let share = Share::decode(&field("share")?);
         let address = Some(field("address")?)
             .filter(|a| !a.is_empty())
             .map(|a| a.parse());
@@ -69,6 +75,7 @@ impl Member {
             world: world.map_err(|e| format!("world: {e}"))?,
             prefer: prefer.ok_or("it prefers an unknown transport")?,
             host,
+            share: share?,
             address: address.transpose().map_err(|e| format!("address: {e}"))?,
         })
     }
@@ -87,6 +94,7 @@ mod tests {
                 machine: "b/1".to_owned(),
                 hint: "b/1/0".to_owned(),
             },
+            share: Share::here(2),
             address: Some("127.0.0.1:4000".parse().unwrap()),
         }
     }
@@ -119,5 +127,6 @@ mod tests {
         let text = String::from_utf8(good).unwrap();
         assert!(Member::decode(text.replace("prefer=auto", "prefer=x").as_bytes()).is_err());
         assert!(Member::decode(text.replace("world=4", "world=-4").as_bytes()).is_err());
+        assert!(Member::decode(text.replace("2 threads", "0 threads").as_bytes()).is_err());
     }
 }

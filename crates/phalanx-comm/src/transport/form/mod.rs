@@ -26,10 +26,10 @@ use phalanx_wire::Token;
 use phalanx_wire::handshake::{Hello, Role};
 
 use super::TransportKind;
-use super::layout::{Layout, MAX_SEATS};
+use super::layout::Layout;
 use super::mesh::{Mesh, Parts};
 use super::segment::Segment;
-use crate::wait::{Policy, deadline_in};
+use crate::wait::{Policy, Share, Topology, deadline_in};
 use crate::{Error, ErrorKind, Result};
 use attach::Attempt;
 use host::Host;
@@ -85,6 +85,8 @@ pub struct FormOptions {
     /// Capacity of each ring in shared memory; by default a share of 64 MiB
     /// between 64 KiB and 1 MiB.
     pub ring_bytes: Option<usize>,
+    /// Threads with which this rank computes; at least one is assumed.
+    pub compute_threads: usize,
 }
 
 /// Forms the links of one rank, together with all other ranks of the group.
@@ -150,6 +152,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
         world: o.world,
         prefer: o.prefer,
         host,
+        share: Share::here(o.compute_threads),
         address,
     };
     let members = meet(meeting, &record)?;
@@ -167,6 +170,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
             o.rank
         )));
     }
+    let topology = topology(o.rank, &members);
     let mut attached = None;
     if o.prefer != Prefer::Tcp && local.len() > 1 {
         let attempt = Attempt {
@@ -226,9 +230,21 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
         kind: TransportKind::Shm,
         sockets,
         watches,
-        local_ranks: local.len().clamp(1, MAX_SEATS),
+        topology,
         policy,
     }))
+}
+
+/// Who shares our cores: all ranks under the same kernel, also those that
+/// share no memory with us.
+fn topology(rank: usize, members: &[Member]) -> Topology {
+    let kernel = members[rank].host.kernel();
+    let near =
+        |r: &usize| *r == rank || (!kernel.is_empty() && members[*r].host.kernel() == kernel);
+    let near: Vec<usize> = (0..members.len()).filter(near).collect();
+    let shares: Vec<Share> = near.iter().map(|&r| members[r].share.clone()).collect();
+    // Ascending, and we are in it.
+    Topology::of_host(near.partition_point(|&r| r < rank), &shares)
 }
 
 /// Publishes our record and reads everybody's.

@@ -24,6 +24,7 @@ fn options(rank: usize, world: usize, token: &Token, prefer: Prefer) -> FormOpti
         bind: BindAddr::Loopback,
         prefer,
         ring_bytes: None,
+        compute_threads: 1,
     }
 }
 

@@ -1,0 +1,55 @@
+//! What a group says about itself in one line.
+
+use std::fmt::Write as _;
+
+use super::{Origin, ProcessGroup};
+use crate::TransportKind;
+
+impl ProcessGroup {
+    /// This rank's membership in one line, for logs: rank and world, group
+    /// and epoch, how the others are reached, and how this rank waits for
+    /// them. *Not guaranteed:* the wording.
+    ///
+    /// ```
+    /// use phalanx_comm::{GroupOptions, ProcessGroup};
+    /// let group = ProcessGroup::threads(3, GroupOptions::default()).remove(1);
+    /// let text = group.describe();
+    /// assert!(text.starts_with("rank 1 of 3 (group 0, epoch 0), thread to 0, 2; "), "{text}");
+    /// ```
+    pub fn describe(&self) -> String {
+        let core = &self.core;
+        let mut text = format!(
+            "rank {} of {} (group {:#x}, epoch {})",
+            core.rank,
+            core.world,
+            core.id,
+            self.epoch()
+        )
+        .replace("group 0x0,", "group 0,");
+        for kind in [
+            TransportKind::Thread,
+            TransportKind::Shm,
+            TransportKind::Tcp,
+        ] {
+            let peers: Vec<usize> = core
+                .transports
+                .iter()
+                .filter(|(_, k)| *k == kind)
+                .map(|(peer, _)| *peer)
+                .collect();
+            if !peers.is_empty() {
+                let _ = write!(text, ", {kind} to {}", super::rank_list(&peers));
+            }
+        }
+        let _ = write!(text, "; {}", core.budgets);
+        text
+    }
+
+    /// How often the job had been formed anew when this group was.
+    pub fn epoch(&self) -> u32 {
+        match &*self.core.origin {
+            Origin::Threads { .. } => 0,
+            Origin::Processes(processes) => processes.epoch,
+        }
+    }
+}

@@ -1,0 +1,292 @@
+//! How much a waiter may do before it sleeps, and the wait itself.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use super::topology::Topology;
+use super::{Bell, Policy};
+
+/// Longest polling phase. A 256 KiB chunk takes about this long to copy; a
+/// shorter budget slept in the middle of chunks and cost 2–2.5x
+/// (collectives.md §2), a longer one only burns a core.
+const PAUSE: Duration = Duration::from_micros(50);
+
+/// Polls between two yields (and looks at the clock) of the polling phase.
+/// About 2 µs: longer than the answer of a peer that runs, short against the
+/// time slice that a peer without a core would otherwise wait for.
+const POLLS_PER_YIELD: u32 = 64;
+
+/// Yields before sleeping.
+const YIELDS: u32 = 10;
+
+/// How much a waiter may do before it sleeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Budget {
+    /// Polling phase.
+    pause: Duration,
+    /// Yields after the polling phase.
+    yields: u32,
+}
+
+impl Budget {
+    /// For tests: the budget of a thread that shares `cores` cores with others, `threads`
+    /// in all.
+    #[cfg(test)]
+    pub(crate) fn new(policy: Policy, threads: usize, cores: usize) -> Budget {
+        Self::chosen(policy, threads <= cores)
+    }
+
+    fn chosen(policy: Policy, fits: bool) -> Budget {
+        match policy {
+            Policy::Auto if fits => Budget {
+                pause: PAUSE,
+                yields: YIELDS,
+            },
+            Policy::Auto => Budget {
+                pause: Duration::ZERO,
+                yields: YIELDS,
+            },
+            Policy::Spin if fits => Budget {
+                pause: Duration::MAX,
+                yields: 0,
+            },
+            Policy::Spin | Policy::Yield => Budget {
+                pause: Duration::ZERO,
+                yields: u32::MAX,
+            },
+            Policy::Block => Budget {
+                pause: Duration::ZERO,
+                yields: 0,
+            },
+        }
+    }
+
+    /// Whether polling makes sense at all, i.e. every thread has a core.
+    pub(crate) fn polls(&self) -> bool {
+        !self.pause.is_zero()
+    }
+
+    /// Waits on `bell` until `ready` (checked with sequentially consistent
+    /// loads), somebody rang, or `timeout` passed. `fresh` is false when the
+    /// caller has already spent its budget on this wait.
+    ///
+    /// Guaranteed: returns within `timeout` plus scheduling delay, and a
+    /// publication after which the bell was rung is never slept through. Not
+    /// guaranteed: that `ready` holds on return.
+    pub(crate) fn wait(
+        &self,
+        bell: Bell<'_>,
+        fresh: bool,
+        timeout: Duration,
+        mut ready: impl FnMut() -> bool,
+    ) -> Wake {
+        if ready() {
+            return Wake::Ready;
+        }
+        if timeout.is_zero() {
+            return Wake::Elapsed;
+        }
+        let unlimited = self.pause == Duration::MAX || self.yields == u32::MAX;
+        let start = Instant::now();
+        if fresh || unlimited {
+            let pause = self.pause.min(timeout);
+            while !pause.is_zero() && start.elapsed() < pause {
+                for _ in 0..POLLS_PER_YIELD {
+                    std::hint::spin_loop();
+                    if ready() {
+                        return Wake::Ready;
+                    }
+                }
+                // "Enough cores" is a guess: somebody else may use them.
+                std::thread::yield_now();
+            }
+            for _ in 0..self.yields {
+                std::thread::yield_now();
+                if ready() {
+                    return Wake::Ready;
+                }
+                if self.yields == u32::MAX && start.elapsed() >= timeout {
+                    return Wake::Elapsed;
+                }
+            }
+        }
+        let left = timeout.saturating_sub(start.elapsed());
+        if left.is_zero() {
+            return Wake::Elapsed;
+        }
+        super::sleep_unless(bell, left, ready)
+    }
+}
+
+/// `spin 50 us, 10 yields, futex`
+impl fmt::Display for Budget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.pause, self.yields) {
+            (Duration::MAX, _) => f.write_str("spin"),
+            (_, u32::MAX) => f.write_str("yields"),
+            (pause, yields) => {
+                if !pause.is_zero() {
+                    write!(f, "spin {} us, ", pause.as_micros())?;
+                }
+                if yields > 0 {
+                    write!(f, "{yields} yields, ")?;
+                }
+                f.write_str("futex")
+            }
+        }
+    }
+}
+
+/// The budgets of one rank: which one holds depends on who waits.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Budgets {
+    policy: Policy,
+    topology: Topology,
+    /// Of a caller that has nothing else to do.
+    alone: Budget,
+    /// Of the communication thread while its caller computes.
+    beside: Budget,
+}
+
+impl Budgets {
+    pub(crate) fn new(policy: Policy, topology: Topology) -> Budgets {
+        Budgets {
+            policy,
+            topology,
+            alone: Budget::chosen(policy, topology.fits(false)),
+            beside: Budget::chosen(policy, topology.fits(true)),
+        }
+    }
+
+    /// The same ranks are also part of `other`, e.g. of a larger group.
+    pub(crate) fn within(self, other: Topology) -> Budgets {
+        Budgets::new(self.policy, self.topology.tighter(other))
+    }
+
+    pub(crate) fn topology(&self) -> Topology {
+        self.topology
+    }
+
+    /// The budget of a wait that starts now.
+    #[inline]
+    pub(crate) fn at(&self, beside: bool) -> Budget {
+        if beside { self.beside } else { self.alone }
+    }
+}
+
+/// `2 ranks x 1 thread on 2 cores: spin 50 us, 10 yields, futex`, and what
+/// differs beside compute.
+impl fmt::Display for Budgets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.topology, self.alone)?;
+        if self.beside != self.alone {
+            write!(f, "; beside compute: {}", self.beside)?;
+        }
+        Ok(())
+    }
+}
+
+/// Counts the threads of one rank that wait for an operation which the
+/// communication thread carries out: as long as there is one, that thread has
+/// its core.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Callers {
+    waiting: Arc<AtomicUsize>,
+}
+
+impl Callers {
+    /// The calling thread waits until the answer is dropped.
+    pub(crate) fn wait(&self) -> impl Drop + use<> {
+        struct Waiting(Arc<AtomicUsize>);
+        impl Drop for Waiting {
+            fn drop(&mut self) {
+                self.0.fetch_sub(1, Ordering::Relaxed);
+            }
+        }
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        Waiting(Arc::clone(&self.waiting))
+    }
+
+    /// Whether some thread waits. A hint: it decides how long one polls.
+    #[inline]
+    pub(crate) fn some(&self) -> bool {
+        self.waiting.load(Ordering::Relaxed) > 0
+    }
+}
+
+/// Why a wait ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wake {
+    /// The condition holds.
+    Ready,
+    /// Somebody rang the bell (or the kernel woke us for its own reasons).
+    Rung,
+    /// The timeout passed.
+    Elapsed,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wait::FutexKind;
+    use std::sync::atomic::AtomicU32;
+
+    const POLICIES: [Policy; 4] = [Policy::Auto, Policy::Spin, Policy::Yield, Policy::Block];
+
+    #[test]
+    fn never_pure_spin_when_threads_outnumber_cores() {
+        for policy in POLICIES {
+            assert!(!Budget::new(policy, 3, 2).polls(), "{policy:?}");
+        }
+        assert!(Budget::new(Policy::Auto, 2, 2).polls());
+        assert!(Budget::new(Policy::Spin, 2, 2).polls());
+    }
+
+    #[test]
+    fn timeout_is_kept_by_every_policy() {
+        for policy in POLICIES {
+            let word = AtomicU32::new(0);
+            let bell = Bell::new(&word, FutexKind::Private);
+            let start = Instant::now();
+            let wake =
+                Budget::new(policy, 1, 2).wait(bell, true, Duration::from_millis(20), || false);
+            assert_eq!(wake, Wake::Elapsed, "{policy:?}");
+            assert!(start.elapsed() >= Duration::from_millis(20), "{policy:?}");
+            assert!(start.elapsed() < Duration::from_secs(5), "{policy:?}");
+        }
+    }
+
+    #[test]
+    fn budgets_say_what_they_do() {
+        let texts: Vec<String> = POLICIES
+            .iter()
+            .flat_map(|&policy| [Budget::new(policy, 2, 2), Budget::new(policy, 3, 2)])
+            .map(|budget| budget.to_string())
+            .collect();
+        assert_eq!(
+            texts,
+            [
+                "spin 50 us, 10 yields, futex",
+                "10 yields, futex",
+                "spin",
+                "yields",
+                "yields",
+                "yields",
+                "futex",
+                "futex",
+            ]
+        );
+    }
+
+    #[test]
+    fn a_waiting_caller_frees_a_core() {
+        let callers = Callers::default();
+        assert!(!callers.some());
+        let waiting = callers.wait();
+        assert!(callers.some());
+        drop(waiting);
+        assert!(!callers.some());
+    }
+}
