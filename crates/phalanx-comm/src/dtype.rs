@@ -20,11 +20,13 @@ pub enum DType {
     I64,
     /// Unsigned byte; sums and products wrap.
     U8,
+    /// Signed byte; sums and products wrap.
+    I8,
 }
 
 impl DType {
     /// Every element type, in wire order.
-    pub const ALL: [DType; 7] = [
+    pub const ALL: [DType; 8] = [
         DType::F32,
         DType::F64,
         DType::F16,
@@ -32,6 +34,7 @@ impl DType {
         DType::I32,
         DType::I64,
         DType::U8,
+        DType::I8,
     ];
 
     /// Size of one element in bytes.
@@ -40,7 +43,7 @@ impl DType {
             DType::F32 | DType::I32 => 4,
             DType::F64 | DType::I64 => 8,
             DType::F16 | DType::Bf16 => 2,
-            DType::U8 => 1,
+            DType::U8 | DType::I8 => 1,
         }
     }
 
@@ -54,6 +57,7 @@ impl DType {
             DType::I32 => "i32",
             DType::I64 => "i64",
             DType::U8 => "u8",
+            DType::I8 => "i8",
         }
     }
 
@@ -72,6 +76,7 @@ impl DType {
             DType::I32 => 5,
             DType::I64 => 6,
             DType::U8 => 7,
+            DType::I8 => 8,
         }
     }
 
@@ -118,6 +123,7 @@ element! {
     i32 => I32,
     i64 => I64,
     u8 => U8,
+    i8 => I8,
 }
 
 #[cfg(test)]
@@ -136,6 +142,7 @@ mod tests {
         check::<i32>();
         check::<i64>();
         check::<u8>();
+        check::<i8>();
     }
 
     #[test]
@@ -145,6 +152,6 @@ mod tests {
             assert_eq!(DType::from_wire(d.wire()), Some(d));
         }
         assert_eq!(DType::from_wire(0), None);
-        assert_eq!(DType::from_wire(8), None);
+        assert_eq!(DType::from_wire(9), None);
     }
 }

@@ -9,15 +9,21 @@ use crate::DType;
 /// and bf16 widened to f32 first and rounded once at the end. Multiplication
 /// and addition are never fused, so the bits are the same on every processor.
 ///
-/// *Guaranteed:* all ranks end with the same bits. *Not guaranteed:* the sign
-/// and payload bits of a NaN that arithmetic produced.
+/// *Guaranteed:* all ranks end with the same bits, and these are the same on
+/// every processor; a NaN that a reduction yields is always the quiet one with
+/// no sign and no payload.
+///
+/// *Names.* `torch.distributed.ReduceOp` calls them `SUM`, `AVG`, `MIN`,
+/// `MAX`, `PRODUCT`, `BAND`, `BOR` and `BXOR`. Its `PREMUL_SUM` exists for
+/// NCCL only and is left out: multiply before the call. Booleans travel as
+/// `u8`, as in PyTorch, where `BitAnd` and `BitOr` are "all" and "any".
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ReduceOp {
     /// Sum. Integers wrap around on overflow, as two's complement does.
     Sum,
-    /// Sum, then one multiplication by `1/P` before the final rounding.
-    /// Integers are refused: their mean is not an integer.
+    /// Sum, then one multiplication by `1/P` before the final rounding
+    /// (PyTorch's `AVG`). Integers are refused: their mean is not an integer.
     Mean,
     /// Least element. A NaN on any rank wins, as in `torch.amin`. Of two
     /// zeros of different sign the lowest rank's is kept.
@@ -27,16 +33,25 @@ pub enum ReduceOp {
     Max,
     /// Product. Integers wrap around on overflow.
     Product,
+    /// Bitwise and, of integers only.
+    BitAnd,
+    /// Bitwise or, of integers only.
+    BitOr,
+    /// Bitwise exclusive or, of integers only.
+    BitXor,
 }
 
 impl ReduceOp {
     /// Every reduction, in wire order.
-    pub const ALL: [ReduceOp; 5] = [
+    pub const ALL: [ReduceOp; 8] = [
         ReduceOp::Sum,
         ReduceOp::Mean,
         ReduceOp::Min,
         ReduceOp::Max,
         ReduceOp::Product,
+        ReduceOp::BitAnd,
+        ReduceOp::BitOr,
+        ReduceOp::BitXor,
     ];
 
     /// The name used in messages.
@@ -47,12 +62,19 @@ impl ReduceOp {
             ReduceOp::Min => "min",
             ReduceOp::Max => "max",
             ReduceOp::Product => "product",
+            ReduceOp::BitAnd => "bit_and",
+            ReduceOp::BitOr => "bit_or",
+            ReduceOp::BitXor => "bit_xor",
         }
     }
 
     /// Whether elements of type `dtype` can be reduced so.
     pub const fn supports(self, dtype: DType) -> bool {
-        !matches!(self, ReduceOp::Mean) || dtype.is_float()
+        match self {
+            ReduceOp::Sum | ReduceOp::Min | ReduceOp::Max | ReduceOp::Product => true,
+            ReduceOp::Mean => dtype.is_float(),
+            ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => !dtype.is_float(),
+        }
     }
 
     /// Code in frame headers; 0 is left for collectives that do not reduce.
@@ -63,6 +85,9 @@ impl ReduceOp {
             ReduceOp::Min => 3,
             ReduceOp::Max => 4,
             ReduceOp::Product => 5,
+            ReduceOp::BitAnd => 6,
+            ReduceOp::BitOr => 7,
+            ReduceOp::BitXor => 8,
         }
     }
 
@@ -92,7 +117,12 @@ mod tests {
     }
 
     #[test]
-    fn mean_of_integers_is_refused() {
+    fn means_of_integers_and_bits_of_floats_are_refused() {
+        for dtype in DType::ALL {
+            for op in [ReduceOp::BitAnd, ReduceOp::BitOr, ReduceOp::BitXor] {
+                assert_ne!(op.supports(dtype), dtype.is_float());
+            }
+        }
         assert!(!ReduceOp::Mean.supports(DType::I64));
         assert!(!ReduceOp::Mean.supports(DType::U8));
         assert!(ReduceOp::Mean.supports(DType::Bf16));

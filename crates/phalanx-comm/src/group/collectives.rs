@@ -8,6 +8,7 @@
 
 use super::{Call, ProcessGroup, Work};
 use crate::exec::Operation;
+use crate::kernel::Isa;
 use crate::plan::{Collective, Method};
 use crate::select::{self, Algorithm};
 use crate::{Bucket, Element, ReduceOp, Result};
@@ -28,7 +29,7 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// As for all operations, see [`ProcessGroup`]. `Usage` for the mean of
-    /// integers.
+    /// integers or the bits of floats.
     pub fn all_reduce<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<()> {
         self.all_reduce_with(data, op, &Call::default())
     }
@@ -120,7 +121,7 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// As for all operations, see [`ProcessGroup`]. `Usage` for the mean of
-    /// integers.
+    /// integers or the bits of floats.
     pub fn reduce<T: Element>(&self, data: &mut [T], op: ReduceOp, root: usize) -> Result<()> {
         let operation = self.ask_reduce::<T>(data.len(), op, root, &Call::default())?;
         self.now(&operation, &[], data)
@@ -193,8 +194,8 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// As for all operations, see [`ProcessGroup`]. `Usage` for a wrong length
-    /// or the mean of integers.
+    /// As for all operations, see [`ProcessGroup`]. `Usage` for a wrong length,
+    /// the mean of integers or the bits of floats.
     pub fn reduce_scatter<T: Element>(
         &self,
         input: &[T],
@@ -550,14 +551,20 @@ impl ProcessGroup {
 
     fn check_op<T: Element>(&self, name: &str, op: ReduceOp) -> Result<()> {
         if op.supports(T::DTYPE) {
-            return Ok(());
+            // Ranks that are threads have no other place to hear of it.
+            return match Isa::chosen() {
+                Ok(_) => Ok(()),
+                Err(message) => Err(self.usage(name, message.into())),
+            };
         }
+        let instead = if T::DTYPE.is_float() {
+            "use an integer type"
+        } else {
+            "use sum, or a float type"
+        };
         Err(self.usage(
             name,
-            format!(
-                "the {op} of {} is not defined: use sum, or a float type",
-                T::DTYPE
-            ),
+            format!("the {op} of {} is not defined: {instead}", T::DTYPE),
         ))
     }
 

@@ -1,151 +1,241 @@
-//! The same loops compiled for several instruction sets, chosen at run time.
+//! Which instruction set folds, and the way from a type and an operator to
+//! the code for it.
+
+use std::fmt;
+use std::sync::OnceLock;
 
 use super::Source;
-use super::blocks;
-use super::lane::{Acc, Lane, Max, Min, Op, Product, Sum};
-use crate::ReduceOp;
+#[cfg(target_arch = "aarch64")]
+use super::neon::Neon;
+use super::scalar::Scalar;
+use super::vector::{
+    Bf16, BitAnd, BitOr, BitXor, Bits, F16, Float, Max, Mean, Min, Op, Product, Sum, Vector, Wide,
+};
+#[cfg(target_arch = "x86_64")]
+use super::{avx2::Avx2, avx512::Avx512};
+use crate::{DType, ReduceOp};
 
-/// What [`blocks`] offers for a type; lets plain types take the short path
-/// for two sources while 16-bit ones do not have it.
-pub(super) trait Fold: Lane {
-    /// # Safety
-    ///
-    /// As [`super::fold`].
-    unsafe fn run<O: Op<Self::Acc>>(
-        into: *mut Self,
-        sources: &[Source],
-        count: usize,
-        scale: Option<usize>,
-    );
+/// Environment variable that names the instruction set to use.
+const VARIABLE: &str = "PHALANX_ISA";
+
+/// Instruction sets with kernels of their own, from the plainest up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Isa {
+    /// What every processor has.
+    Scalar,
+    /// AVX2 with F16C.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    /// Part of every 64-bit ARM.
+    #[cfg(target_arch = "aarch64")]
+    Neon,
 }
 
-macro_rules! plain_fold {
-    ($($t:ty),*) => {$(
-        impl Fold for $t {
-            #[inline(always)]
-            unsafe fn run<O: Op<Self>>(into: *mut Self, sources: &[Source], count: usize, scale: Option<usize>) {
-                let own: Source = into.cast_const().cast();
-                // SAFETY: handed on from the caller; in the pair cases the
-                // other source differs from `into`, hence is disjoint.
-                unsafe {
-                    match *sources {
-                        [a, b] if a == own && b != own => blocks::fold_pair_in_place::<$t, O>(into, b, true, count, scale),
-                        [a, b] if b == own && a != own => blocks::fold_pair_in_place::<$t, O>(into, a, false, count, scale),
-                        _ => blocks::fold::<$t, O>(into, sources, count, scale),
-                    }
+impl Isa {
+    /// Those of this processor, from the plainest up.
+    pub(crate) fn available() -> Vec<Isa> {
+        let mut all = vec![Isa::Scalar];
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::is_x86_feature_detected as has;
+            if has!("avx2") && has!("f16c") {
+                all.push(Isa::Avx2);
+                if has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl") {
+                    all.push(Isa::Avx512);
                 }
             }
         }
-    )*};
-}
-plain_fold!(f32, f64, i32, i64, u8);
+        #[cfg(target_arch = "aarch64")]
+        all.push(Isa::Neon);
+        all
+    }
 
-macro_rules! wide_fold {
-    ($($t:ty),*) => {$(
-        impl Fold for $t {
-            #[inline(always)]
-            unsafe fn run<O: Op<f32>>(into: *mut Self, sources: &[Source], count: usize, scale: Option<usize>) {
-                // SAFETY: handed on from the caller.
-                unsafe { blocks::fold::<$t, O>(into, sources, count, scale) }
-            }
+    /// As `PHALANX_ISA` names it.
+    fn name(self) -> &'static str {
+        match self {
+            Isa::Scalar => "scalar",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => "avx512",
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => "neon",
         }
-    )*};
-}
-wide_fold!(half::f16, half::bf16);
+    }
 
-/// Picks the operator, then the widest instruction set this processor has.
+    /// The one that `text`, a value of `PHALANX_ISA`, names among
+    /// `available`; the error is a message for the user.
+    fn parse(text: &str, available: &[Isa]) -> Result<Isa, String> {
+        let best = available.last().copied().unwrap_or(Isa::Scalar);
+        if matches!(text, "" | "auto") {
+            return Ok(best);
+        }
+        let named = available.iter().copied().find(|isa| isa.name() == text);
+        named.ok_or_else(|| {
+            let names: Vec<&str> = available.iter().map(|isa| isa.name()).collect();
+            let names = names.join(", ");
+            format!(
+                "{VARIABLE}={text:?} is not an instruction set of this processor: \
+                 use {names} or auto"
+            )
+        })
+    }
+
+    /// The best of this processor, or the one that `PHALANX_ISA` names.
+    ///
+    /// # Errors
+    ///
+    /// A message for the user when it names none of this processor's.
+    pub(crate) fn chosen() -> Result<Isa, &'static str> {
+        static CHOSEN: OnceLock<Result<Isa, String>> = OnceLock::new();
+        let chosen = CHOSEN.get_or_init(|| {
+            let available = Isa::available();
+            match std::env::var(VARIABLE) {
+                Ok(text) => Isa::parse(text.trim(), &available),
+                Err(std::env::VarError::NotPresent) => Isa::parse("auto", &available),
+                Err(e) => Err(format!("{VARIABLE}: {e}")),
+            }
+        });
+        chosen.as_ref().copied().map_err(String::as_str)
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// One fold: what [`super::fold_to_many`] was asked for.
+pub(super) struct Job<'a> {
+    pub(super) into: &'a [*mut u8],
+    pub(super) sources: &'a [Source],
+    pub(super) count: usize,
+    /// For the mean; otherwise of no account.
+    pub(super) world: usize,
+}
+
+/// The vectors of an instruction set.
+pub(super) trait Set {
+    type F32: Wide;
+    type F64: Float<Elem = f64>;
+    type I8: Bits<Elem = i8>;
+    type U8: Bits<Elem = u8>;
+    type I32: Bits<Elem = i32>;
+    type I64: Bits<Elem = i64>;
+
+    /// [`super::pass::pass`] compiled for the instruction set.
+    ///
+    /// # Safety
+    ///
+    /// As [`super::fold_to_many`] for elements of type `V::Elem`, and the
+    /// processor has the instruction set.
+    unsafe fn run<V: Vector, O: Op<V>>(job: &Job<'_>);
+}
+
+/// Runs a job on one instruction set.
 ///
 /// # Safety
 ///
-/// As [`super::fold`].
-pub(super) unsafe fn fold<T: Fold>(
-    op: ReduceOp,
-    into: *mut T,
-    sources: &[Source],
-    count: usize,
-    scale: Option<usize>,
-) where
-    T::Acc: Acc,
-{
+/// As [`super::fold_to_many`], and the processor has the instruction set.
+pub(super) unsafe fn on(isa: Isa, dtype: DType, op: ReduceOp, job: &Job<'_>) {
+    // SAFETY: handed on from the caller.
+    unsafe {
+        match isa {
+            Isa::Scalar => with::<Scalar>(dtype, op, job),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => with::<Avx2>(dtype, op, job),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => with::<Avx512>(dtype, op, job),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => with::<Neon>(dtype, op, job),
+        }
+    }
+}
+
+/// # Safety
+///
+/// As [`on`] for the instruction set `S`.
+unsafe fn with<S: Set>(dtype: DType, op: ReduceOp, job: &Job<'_>) {
+    // SAFETY: handed on from the caller; the vectors are of the type that
+    // `dtype` names.
+    unsafe {
+        match dtype {
+            DType::F32 => float::<S, S::F32>(op, job),
+            DType::F64 => float::<S, S::F64>(op, job),
+            DType::F16 => float::<S, F16<S::F32>>(op, job),
+            DType::Bf16 => float::<S, Bf16<S::F32>>(op, job),
+            DType::I8 => integer::<S, S::I8>(op, job),
+            DType::U8 => integer::<S, S::U8>(op, job),
+            DType::I32 => integer::<S, S::I32>(op, job),
+            DType::I64 => integer::<S, S::I64>(op, job),
+        }
+    }
+}
+
+/// # Safety
+///
+/// As [`Set::run`].
+unsafe fn float<S: Set, V: Float>(op: ReduceOp, job: &Job<'_>) {
     // SAFETY: handed on from the caller.
     unsafe {
         match op {
-            ReduceOp::Sum => widest::<T, Sum>(into, sources, count, None),
-            ReduceOp::Mean => widest::<T, Sum>(into, sources, count, scale),
-            ReduceOp::Product => widest::<T, Product>(into, sources, count, None),
-            ReduceOp::Min => widest::<T, Min>(into, sources, count, None),
-            ReduceOp::Max => widest::<T, Max>(into, sources, count, None),
+            ReduceOp::Sum => S::run::<V, Sum>(job),
+            ReduceOp::Mean => S::run::<V, Mean>(job),
+            ReduceOp::Product => S::run::<V, Product>(job),
+            ReduceOp::Min => S::run::<V, Min>(job),
+            ReduceOp::Max => S::run::<V, Max>(job),
+            ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => {
+                unreachable!("{op} of floats was refused when it was asked for")
+            }
         }
     }
 }
 
 /// # Safety
 ///
-/// As [`super::fold`].
-unsafe fn widest<T: Fold, O: Op<T::Acc>>(
-    into: *mut T,
-    sources: &[Source],
-    count: usize,
-    scale: Option<usize>,
-) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        if std::arch::is_x86_feature_detected!("avx512f")
-            && std::arch::is_x86_feature_detected!("avx512bw")
-            && std::arch::is_x86_feature_detected!("avx512dq")
-            && std::arch::is_x86_feature_detected!("avx512vl")
-        {
-            // SAFETY: the features were just detected; the rest is handed on.
-            return unsafe { avx512::<T, O>(into, sources, count, scale) };
-        }
-        if std::arch::is_x86_feature_detected!("avx2") {
-            // SAFETY: the feature was just detected; the rest is handed on.
-            return unsafe { avx2::<T, O>(into, sources, count, scale) };
+/// As [`Set::run`].
+unsafe fn integer<S: Set, V: Bits>(op: ReduceOp, job: &Job<'_>) {
+    // SAFETY: handed on from the caller.
+    unsafe {
+        match op {
+            ReduceOp::Sum => S::run::<V, Sum>(job),
+            ReduceOp::Product => S::run::<V, Product>(job),
+            ReduceOp::Min => S::run::<V, Min>(job),
+            ReduceOp::Max => S::run::<V, Max>(job),
+            ReduceOp::BitAnd => S::run::<V, BitAnd>(job),
+            ReduceOp::BitOr => S::run::<V, BitOr>(job),
+            ReduceOp::BitXor => S::run::<V, BitXor>(job),
+            ReduceOp::Mean => {
+                unreachable!("the mean of integers was refused when it was asked for")
+            }
         }
     }
-    // SAFETY: handed on from the caller.
-    unsafe { baseline::<T, O>(into, sources, count, scale) }
 }
 
-/// # Safety
-///
-/// As [`super::fold`].
-pub(super) unsafe fn baseline<T: Fold, O: Op<T::Acc>>(
-    into: *mut T,
-    sources: &[Source],
-    count: usize,
-    scale: Option<usize>,
-) {
-    // SAFETY: handed on from the caller.
-    unsafe { T::run::<O>(into, sources, count, scale) }
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-/// # Safety
-///
-/// As [`super::fold`], and the processor has AVX2.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-pub(super) unsafe fn avx2<T: Fold, O: Op<T::Acc>>(
-    into: *mut T,
-    sources: &[Source],
-    count: usize,
-    scale: Option<usize>,
-) {
-    // SAFETY: handed on from the caller.
-    unsafe { T::run::<O>(into, sources, count, scale) }
-}
-
-/// # Safety
-///
-/// As [`super::fold`], and the processor has AVX-512 F, BW, DQ and VL.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub(super) unsafe fn avx512<T: Fold, O: Op<T::Acc>>(
-    into: *mut T,
-    sources: &[Source],
-    count: usize,
-    scale: Option<usize>,
-) {
-    // SAFETY: handed on from the caller.
-    unsafe { T::run::<O>(into, sources, count, scale) }
+    #[test]
+    fn names_are_read_and_nonsense_is_refused_with_the_choices() {
+        let all = Isa::available();
+        for isa in &all {
+            assert_eq!(Isa::parse(isa.name(), &all), Ok(*isa));
+        }
+        assert_eq!(Isa::parse("auto", &all).ok(), all.last().copied());
+        for text in ["sse9", "AVX2 ", "avx"] {
+            let error = Isa::parse(text, &all).unwrap_err();
+            assert!(
+                error.contains(text) && error.contains("scalar, "),
+                "{error}"
+            );
+        }
+        // Known, but not this processor's.
+        let error = Isa::parse("avx512", &[Isa::Scalar]).unwrap_err();
+        assert!(error.ends_with("use scalar or auto"), "{error}");
+    }
 }

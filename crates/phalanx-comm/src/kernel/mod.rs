@@ -1,36 +1,39 @@
 //! Fold kernels: the arithmetic of reductions.
 //!
 //! [`fold`] computes, element by element, the left fold of its sources in the
-//! order given. The work is cut into blocks that fit the first-level cache;
-//! one source after another is folded into an accumulator block, which is
-//! scaled, rounded and stored once. So 16-bit types are widened to f32, kept
-//! there over *all* sources, and rounded once.
+//! order given; [`fold_to_many`] writes it to several places. One pass reads
+//! every source once: the accumulators stay in registers, where they are
+//! scaled, rounded and from which they are stored. So 16-bit types are widened
+//! to f32, kept there over *all* sources, and rounded once.
 //!
-//! The loops are plain; the compiler vectorises them. [`isa`] compiles them a
-//! second and third time for wider registers and picks at run time. Nothing
-//! is ever contracted to a fused multiply-add or reassociated, so all copies
-//! give the same bits.
+//! `pass` is that loop, written once over `vector::Vector`; `scalar`, `avx2`,
+//! `avx512` and `neon` say what a vector is; `isa` chooses. Nothing is ever
+//! contracted to a fused multiply-add or reassociated, and every NaN in a
+//! result is the same one, so all instruction sets give the same bits.
 
-mod blocks;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod isa;
-mod lane;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod pass;
+mod scalar;
+mod vector;
 
+pub(crate) use self::isa::Isa;
+use self::isa::Job;
 use crate::{DType, ReduceOp};
-use half::{bf16, f16};
 
 /// A read-only run of elements given by its address.
 pub(crate) type Source = *const u8;
 
-/// Folds `count` elements of every source, in order, into `into`.
-/// `scale_by_inverse_of` is the world size when a mean is to be finished.
+/// [`fold_to_many`] for one destination.
 ///
 /// # Safety
 ///
-/// * `into` and all sources point to `count` initialised elements of `dtype`,
-///   aligned for it.
-/// * `into` is either disjoint from a source or exactly equal to it.
-/// * Nobody writes the sources or touches `into` meanwhile.
-/// * `op` supports `dtype`, and `sources` is not empty.
+/// As [`fold_to_many`].
 pub(crate) unsafe fn fold(
     dtype: DType,
     op: ReduceOp,
@@ -39,26 +42,64 @@ pub(crate) unsafe fn fold(
     count: usize,
     scale_by_inverse_of: Option<usize>,
 ) {
+    // SAFETY: handed on from the caller.
+    unsafe { fold_to_many(dtype, op, &[into], sources, count, scale_by_inverse_of) }
+}
+
+/// Folds `count` elements of every source, in order, and writes the result to
+/// every place of `into`. `scale_by_inverse_of` is the world size when a mean
+/// is to be finished; without it the mean is a sum that somebody else scales.
+///
+/// # Safety
+///
+/// * All places of `into` and all sources point to `count` initialised
+///   elements of `dtype`, aligned for it.
+/// * A place of `into` is either disjoint from a source or exactly equal to
+///   it, and disjoint from the other places.
+/// * Nobody writes the sources or touches `into` meanwhile.
+/// * `op` supports `dtype`, and `sources` is not empty.
+pub(crate) unsafe fn fold_to_many(
+    dtype: DType,
+    op: ReduceOp,
+    into: &[*mut u8],
+    sources: &[Source],
+    count: usize,
+    scale_by_inverse_of: Option<usize>,
+) {
+    // An unknown instruction set is refused long before anything is folded.
+    let isa = Isa::chosen().unwrap_or(Isa::Scalar);
+    // SAFETY: handed on from the caller; only instruction sets that this
+    // processor has are chosen.
+    unsafe { fold_on(isa, dtype, op, into, sources, count, scale_by_inverse_of) }
+}
+
+/// [`fold_to_many`] on one instruction set.
+///
+/// # Safety
+///
+/// As [`fold_to_many`], and the processor has the instruction set.
+unsafe fn fold_on(
+    isa: Isa,
+    dtype: DType,
+    op: ReduceOp,
+    into: &[*mut u8],
+    sources: &[Source],
+    count: usize,
+    scale_by_inverse_of: Option<usize>,
+) {
     debug_assert!(!sources.is_empty() && op.supports(dtype));
-    if count == 0 {
-        return;
-    }
-    macro_rules! typed {
-        ($t:ty) => {
-            // SAFETY: handed on from the caller; the type is the one `dtype`
-            // names.
-            unsafe { isa::fold::<$t>(op, into.cast::<$t>(), sources, count, scale_by_inverse_of) }
-        };
-    }
-    match dtype {
-        DType::F32 => typed!(f32),
-        DType::F64 => typed!(f64),
-        DType::F16 => typed!(f16),
-        DType::Bf16 => typed!(bf16),
-        DType::I32 => typed!(i32),
-        DType::I64 => typed!(i64),
-        DType::U8 => typed!(u8),
-    }
+    let (op, world) = match (op, scale_by_inverse_of) {
+        (ReduceOp::Mean, None) => (ReduceOp::Sum, 1),
+        (op, world) => (op, world.unwrap_or(1)),
+    };
+    let job = Job {
+        into,
+        sources,
+        count,
+        world,
+    };
+    // SAFETY: handed on from the caller.
+    unsafe { isa::on(isa, dtype, op, &job) }
 }
 
 #[cfg(test)]

@@ -213,6 +213,8 @@ fn mistakes_are_named_and_leave_the_group_usable() {
         let mut short = [0f32; 3];
         let errors = [
             group.all_reduce(&mut [1i32], ReduceOp::Mean),
+            group.all_reduce(&mut short, ReduceOp::BitAnd),
+            group.reduce(&mut [1f64], ReduceOp::BitXor, 0),
             group.broadcast(&mut short, 2),
             group.all_gather(&[1f32], &mut short),
             group.reduce_scatter(&[1f32; 4], &mut short, ReduceOp::Sum),
@@ -227,7 +229,9 @@ fn mistakes_are_named_and_leave_the_group_usable() {
                 .map(drop),
         ];
         let names = [
-            "all_reduce: the mean of i32",
+            "all_reduce: the mean of i32 is not defined: use sum",
+            "all_reduce: the bit_and of f32 is not defined: use an integer type",
+            "reduce: the bit_xor of f64",
             "broadcast: root 2 does not exist",
             "all_gather: the output has 3 elements, 2 are needed",
             "reduce_scatter: the input has 4 elements, 6 are needed",

@@ -164,6 +164,9 @@ macro_rules! integer_value {
                     ReduceOp::Product => a.wrapping_mul(x),
                     ReduceOp::Min => a.min(x),
                     ReduceOp::Max => a.max(x),
+                    ReduceOp::BitAnd => a & x,
+                    ReduceOp::BitOr => a | x,
+                    ReduceOp::BitXor => a ^ x,
                     _ => a.wrapping_add(x),
                 }
             }
@@ -173,7 +176,7 @@ macro_rules! integer_value {
         }
     )*};
 }
-integer_value!(i32, i64, u8);
+integer_value!(i8, i32, i64, u8);
 
 /// `count` values of rank `rank`, of mixed sign and size, so that sums depend
 /// on their order.

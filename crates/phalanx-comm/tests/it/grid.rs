@@ -120,7 +120,7 @@ fn grid(over: Over) {
         let (f32s, f64s) = (Cases::<f32>::new(world), Cases::<f64>::new(world));
         let (f16s, bf16s) = (Cases::<f16>::new(world), Cases::<bf16>::new(world));
         let (i32s, i64s) = (Cases::<i32>::new(world), Cases::<i64>::new(world));
-        let u8s = Cases::<u8>::new(world);
+        let (i8s, u8s) = (Cases::<i8>::new(world), Cases::<u8>::new(world));
         on_each(groups(over, world), |group| {
             f32s.run(&group, over);
             f64s.run(&group, over);
@@ -128,6 +128,7 @@ fn grid(over: Over) {
             bf16s.run(&group, over);
             i32s.run(&group, over);
             i64s.run(&group, over);
+            i8s.run(&group, over);
             u8s.run(&group, over);
             group.shutdown().unwrap();
         });

@@ -29,6 +29,7 @@ use super::TransportKind;
 use super::layout::Layout;
 use super::mesh::{Mesh, Parts};
 use super::segment::Segment;
+use crate::kernel::Isa;
 use crate::wait::{Policy, Share, Topology, deadline_in};
 use crate::{Error, ErrorKind, Result};
 use attach::Attempt;
@@ -111,6 +112,8 @@ pub(crate) fn form_at(store: &dyn Store, o: &FormOptions, host: Host) -> Result<
         )));
     }
     let policy = Policy::from_env().map_err(Error::usage)?;
+    // Nothing folds here, but now is the time to say it.
+    Isa::chosen().map_err(Error::usage)?;
     let meeting = Rendezvous {
         store,
         rank: o.rank,

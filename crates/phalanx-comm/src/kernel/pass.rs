@@ -1,0 +1,95 @@
+//! The loop of all kernels: one pass over the sources, accumulators in
+//! registers from the first load to the last store.
+
+use super::isa::Job;
+use super::vector::{Op, Vector};
+
+/// Vectors in flight: enough to hide the latency of four additions in a row
+/// and few enough for sixteen registers with both operands of a min and its
+/// mask.
+const AT_ONCE: usize = 4;
+
+/// Runs one job with vectors of one kind.
+///
+/// # Safety
+///
+/// As [`super::fold_to_many`] for elements of type `V::Elem`, and the
+/// processor has the instruction set. Must be inlined into a function that is
+/// compiled for it.
+#[inline(always)]
+pub(super) unsafe fn pass<V: Vector, O: Op<V>>(job: &Job<'_>) {
+    // SAFETY: handed on from the caller.
+    unsafe {
+        // Literal lengths unroll the loops over the sources: two ranks, with
+        // the result on one or on both, are by far the commonest job.
+        match (job.into, job.sources) {
+            (&[d], &[a, b]) => run::<V, O>(&[d], &[a, b], job),
+            (&[d, e], &[a, b]) => run::<V, O>(&[d, e], &[a, b], job),
+            (into, sources) => run::<V, O>(into, sources, job),
+        }
+    }
+}
+
+/// # Safety
+///
+/// As [`pass`]; `into` and `sources` are the job's.
+#[inline(always)]
+unsafe fn run<V: Vector, O: Op<V>>(into: &[*mut u8], sources: &[*const u8], job: &Job<'_>) {
+    let [first, rest @ ..] = sources else { return };
+    let count = job.count;
+    let mut at = 0;
+    // SAFETY: handed on from the caller for the state. Every access is to
+    // elements below `count`, and all sources are read at a place before any
+    // destination, which may be one of them, is written there.
+    unsafe {
+        let state = O::state(job.world);
+        let step = AT_ONCE * V::LANES;
+        while count - at >= step {
+            let place = |lane: usize| at + lane * V::LANES;
+            let from = first.cast::<V::Elem>();
+            let mut acc = [V::load(from.add(at)); AT_ONCE];
+            for (lane, a) in acc.iter_mut().enumerate().skip(1) {
+                *a = V::load(from.add(place(lane)));
+            }
+            for source in rest {
+                let from = source.cast::<V::Elem>();
+                for (lane, a) in acc.iter_mut().enumerate() {
+                    *a = O::apply(*a, V::load(from.add(place(lane))));
+                }
+            }
+            for a in &mut acc {
+                *a = O::finish(*a, state);
+            }
+            for destination in into {
+                let to = destination.cast::<V::Elem>();
+                for (lane, a) in acc.iter().enumerate() {
+                    a.store(to.add(place(lane)));
+                }
+            }
+            at += step;
+        }
+        while count - at >= V::LANES {
+            let mut acc = V::load(first.cast::<V::Elem>().add(at));
+            for source in rest {
+                acc = O::apply(acc, V::load(source.cast::<V::Elem>().add(at)));
+            }
+            acc = O::finish(acc, state);
+            for destination in into {
+                acc.store(destination.cast::<V::Elem>().add(at));
+            }
+            at += V::LANES;
+        }
+        let left = count - at;
+        if left > 0 {
+            let mut acc = V::load_part(first.cast::<V::Elem>().add(at), left);
+            for source in rest {
+                let x = V::load_part(source.cast::<V::Elem>().add(at), left);
+                acc = O::apply(acc, x);
+            }
+            acc = O::finish(acc, state);
+            for destination in into {
+                acc.store_part(destination.cast::<V::Elem>().add(at), left);
+            }
+        }
+    }
+}
