@@ -2,17 +2,24 @@
 
 use std::sync::Arc;
 
+use super::flow::Schedule;
 use crate::plan::{RankPlan, Spec, build};
 use crate::{Error, Result};
 
 /// Shapes remembered; a model has at most a few dozen buckets.
 const MAX_PLANS: usize = 256;
 
+/// A plan and how it is run.
+pub(super) struct Prepared {
+    pub(super) plan: RankPlan,
+    pub(super) schedule: Schedule,
+}
+
 /// The plans of one rank, found by what they are for.
 pub(super) struct PlanCache {
     rank: usize,
     /// Looked up by hash, never iterated.
-    plans: std::collections::HashMap<Spec, Arc<RankPlan>>,
+    plans: std::collections::HashMap<Spec, Arc<Prepared>>,
 }
 
 impl PlanCache {
@@ -23,14 +30,21 @@ impl PlanCache {
         }
     }
 
-    /// The plan for `spec`, checked for memory safety when it is built.
-    pub(super) fn get(&mut self, spec: &Spec) -> Result<Arc<RankPlan>> {
+    /// The plan for `spec`, checked for memory safety when it is built, with
+    /// the schedule that `prepare` makes of it.
+    pub(super) fn get(
+        &mut self,
+        spec: &Spec,
+        prepare: impl FnOnce(&RankPlan) -> Schedule,
+    ) -> Result<Arc<Prepared>> {
         if let Some(plan) = self.plans.get(spec) {
             return Ok(Arc::clone(plan));
         }
-        let plan = Arc::new(build(spec, self.rank));
+        let plan = build(spec, self.rank);
         plan.check_local()
             .map_err(|e| Error::internal(format!("wrong plan for {spec:?}: {e}")).with_source(e))?;
+        let schedule = prepare(&plan);
+        let plan = Arc::new(Prepared { plan, schedule });
         // A caller with ever new shapes must not fill the memory.
         if self.plans.len() >= MAX_PLANS {
             self.plans.clear();

@@ -1,15 +1,18 @@
 //! The executor: runs one rank's plan over its mesh.
 //!
-//! All sends and receives of a round progress at the same time: the executor
-//! goes round the unfinished transfers, moves what each link takes or gives
-//! without blocking, and sleeps in the mesh when none could move. One
-//! deadline covers the whole operation.
+//! All transfers that may run progress at the same time: the executor goes
+//! round the lanes, moves what each link takes or gives without blocking, runs
+//! the local steps that have come free, and sleeps in the mesh when nothing
+//! could move. Rounds overlap as far as the plan's memory allows
+//! (`plan::order`), so that the wire is busy while a rank folds. One deadline
+//! covers the whole operation.
 //!
 //! On any failure the group is poisoned before the error is returned, so that
 //! the other ranks leave too, with the first cause; afterwards every operation
 //! is refused.
 
 mod cache;
+mod flow;
 mod signature;
 mod transfer;
 
@@ -20,12 +23,14 @@ use std::time::{Duration, Instant};
 
 use phalanx_wire::frame::MAX_FRAME_BYTES;
 
-use self::cache::PlanCache;
+use self::cache::{PlanCache, Prepared};
+use self::flow::{Cut, Flow, Piece, Schedule};
 use self::signature::Signature;
-use self::transfer::{Context, Receiver, Sender};
+use self::transfer::Context;
 use crate::kernel::{self, Source};
 use crate::memory::Scratch;
-use crate::plan::{Buf, Collective, Local, Method, Part, RankPlan, Round, Spec};
+use crate::plan::order::Step;
+use crate::plan::{Buf, Collective, Local, Method, Part, Spec};
 use crate::transport::{Interest, Mesh, Poison};
 use crate::wait::deadline_in;
 use crate::{DType, Error, ReduceOp, Result};
@@ -117,8 +122,8 @@ pub(crate) struct Executor {
     failed: Option<Error>,
     plans: PlanCache,
     scratch: Scratch,
-    senders: Vec<Sender>,
-    receivers: Vec<Receiver>,
+    flow: Flow,
+    /// Per lane of the mesh.
     want: Vec<Interest>,
     sources: Sources,
     bytes_sent: Arc<[AtomicU64]>,
@@ -150,9 +155,8 @@ impl Executor {
             failed: None,
             plans: PlanCache::new(mesh.rank()),
             scratch: Scratch::new(),
-            senders: Vec::new(),
-            receivers: Vec::new(),
-            want: vec![Interest::default(); world],
+            flow: Flow::default(),
+            want: vec![Interest::default(); mesh.lanes()],
             sources: Sources(Vec::with_capacity(world)),
             bytes_sent: (0..world).map(|_| AtomicU64::new(0)).collect(),
             mesh,
@@ -255,15 +259,25 @@ impl Executor {
         output: *mut u8,
     ) -> Result<()> {
         let elem_bytes = operation.dtype.map_or(1, DType::size_bytes);
-        let plan = self.plans.get(&Spec {
-            method: operation.method,
-            world: self.mesh.world(),
-            count: operation.count,
+        let cut = Cut {
+            segment_bytes: self.limits.segment_bytes,
             elem_bytes,
-            root: operation.root,
-            target: operation.target,
-        })?;
-        let (scratch, _) = self.scratch.reserve(plan.scratch_elems * elem_bytes);
+        };
+        let mesh = &self.mesh;
+        let prepared = self.plans.get(
+            &Spec {
+                method: operation.method,
+                world: mesh.world(),
+                count: operation.count,
+                elem_bytes,
+                root: operation.root,
+                target: operation.target,
+            },
+            |plan| Schedule::new(plan, cut, |peer| mesh.streams(peer)),
+        )?;
+        let (scratch, _) = self
+            .scratch
+            .reserve(prepared.plan.scratch_elems * elem_bytes);
         let memory = Memory {
             input,
             output,
@@ -275,102 +289,69 @@ impl Executor {
         } else {
             self.limits.op_timeout
         });
-        let deadline = Deadline::in_(limit);
-        for (step, round) in plan.rounds.iter().enumerate() {
-            let context = Context {
-                signature,
-                epoch: self.epoch,
-                group: self.group,
-                step: step as u32,
-                segment_bytes: self.limits.segment_bytes,
-                rank: self.mesh.rank(),
-            };
-            // SAFETY: the plan passed `check_local`: its parts lie within the
-            // buffers the caller vouches for and the scratch just reserved.
-            unsafe {
-                self.transfer(round, &memory, &context, &deadline)?;
-                self.compute(round, &memory, operation, &plan);
-            }
-        }
-        Ok(())
+        let context = Context {
+            signature,
+            epoch: self.epoch,
+            group: self.group,
+            rank: self.mesh.rank(),
+        };
+        // SAFETY: the plan passed `check_local`: its parts lie within the
+        // buffers the caller vouches for and the scratch just reserved.
+        unsafe { self.carry_out(&prepared, &memory, operation, &context, limit) }
     }
 
-    /// Completes all transfers of a round.
+    /// Runs a prepared plan to its end.
     ///
     /// # Safety
     ///
-    /// All parts of the round lie within `memory`, and no received part
-    /// overlaps another received or sent one.
-    unsafe fn transfer(
+    /// The plan passed `check_local`, and its buffers are those of `memory`.
+    unsafe fn carry_out(
         &mut self,
-        round: &Round,
+        prepared: &Prepared,
         memory: &Memory,
+        operation: &Operation,
         context: &Context<'_>,
-        deadline: &Deadline,
+        limit: Duration,
     ) -> Result<()> {
-        self.senders
-            .resize_with(self.senders.len().max(round.sends.len()), Sender::new);
-        self.receivers
-            .resize_with(self.receivers.len().max(round.recvs.len()), Receiver::new);
-        for (sender, send) in self.senders.iter_mut().zip(&round.sends) {
-            sender.begin(send.peer, memory.bytes(&send.part));
-        }
-        for (receiver, recv) in self.receivers.iter_mut().zip(&round.recvs) {
-            receiver.begin(recv.peer, memory.bytes(&recv.part));
-        }
-        let mut left = round.sends.len() + round.recvs.len();
-        let until = deadline.at(context.step);
+        let Prepared { plan, schedule } = prepared;
+        let order = &schedule.order;
+        let deadline = Deadline::in_(limit);
+        self.flow.begin(schedule);
         let (mut spins, mut turns) = (0u32, 0u32);
-        while left > 0 {
-            let mut moved = false;
-            for (sender, send) in self.senders.iter_mut().zip(&round.sends) {
-                if sender.done {
-                    continue;
+        while !self.flow.is_done() {
+            // SAFETY: handed on from the caller.
+            let mut moved = unsafe { self.move_frames(schedule, memory, context)? };
+            // One at a time: the next frames may have come meanwhile.
+            if let Some(at) = self.flow.next_local() {
+                if let (round, Step::Local(i)) = order.steps[at as usize] {
+                    let step = &plan.rounds[round as usize].local[i];
+                    // SAFETY: everything that writes what it reads, or touches
+                    // what it writes, is complete or waits for it.
+                    unsafe { self.compute(step, memory, operation, plan.world) };
                 }
-                let bytes = memory.bytes(&send.part);
-                // SAFETY: readable for `bytes`, initialised, and nothing is
-                // received over it in this round. The slice lives for one
-                // call, and no `&mut` to these bytes is made meanwhile.
-                let payload = unsafe {
-                    std::slice::from_raw_parts(non_null(memory.read_at(&send.part)), bytes)
-                };
-                let progress = sender.step(self.mesh.link(send.peer), payload, context)?;
-                moved |= progress.moved;
-                if progress.done {
-                    left -= 1;
-                    self.bytes_sent[send.peer].fetch_add(bytes as u64, Ordering::Relaxed);
-                }
-            }
-            for (receiver, recv) in self.receivers.iter_mut().zip(&round.recvs) {
-                if receiver.done {
-                    continue;
-                }
-                let bytes = memory.bytes(&recv.part);
-                // SAFETY: writable for `bytes` and disjoint from all other
-                // parts in flight, so this is the only reference to them.
-                let place = unsafe {
-                    std::slice::from_raw_parts_mut(
-                        non_null(memory.write_at(&recv.part)).cast_mut(),
-                        bytes,
-                    )
-                };
-                let progress = receiver.step(self.mesh.link(recv.peer), place, context)?;
-                moved |= progress.moved;
-                left -= usize::from(progress.done);
+                self.flow.complete(order, at);
+                moved = true;
             }
             if moved {
                 spins = 0;
                 turns += 1;
-                if left > 0 && turns.is_multiple_of(TURNS_PER_CLOCK) && Instant::now() >= until {
-                    return Err(self.timeout(round, deadline, context.step));
+                if turns.is_multiple_of(TURNS_PER_CLOCK)
+                    && !self.flow.is_done()
+                    && Instant::now() >= deadline.at(self.flow.base)
+                {
+                    return Err(self.timeout(schedule, &deadline));
                 }
-            } else if left > 0 {
+            } else {
                 // Only after a fruitless turn: a rank that was stopped beyond
                 // its deadline must not blame peers whose data lies there.
+                let until = deadline.at(self.flow.base);
                 if Instant::now() >= until {
-                    return Err(self.timeout(round, deadline, context.step));
+                    return Err(self.timeout(schedule, &deadline));
                 }
-                self.note_unfinished(round);
+                self.note_wanted(schedule, |flow, piece| flow.may_run(piece));
+                if !self.want.iter().any(|want| want.any()) {
+                    return Err(Error::internal("the plan waits for itself"));
+                }
                 self.mesh.idle(&self.want, spins, until)?;
                 spins = spins.saturating_add(1);
             }
@@ -378,28 +359,106 @@ impl Executor {
         Ok(())
     }
 
-    /// Writes to `want` which transfers of the round are unfinished.
-    fn note_unfinished(&mut self, round: &Round) {
-        self.want.fill(Interest::default());
-        for sender in self.senders[..round.sends.len()].iter().filter(|s| !s.done) {
-            self.want[sender.peer].send = true;
+    /// Goes round the lanes once, at most a frame each; true if a byte moved.
+    ///
+    /// # Safety
+    ///
+    /// As [`Executor::carry_out`].
+    unsafe fn move_frames(
+        &mut self,
+        schedule: &Schedule,
+        memory: &Memory,
+        context: &Context<'_>,
+    ) -> Result<bool> {
+        let mut moved = false;
+        let world = self.mesh.world();
+        for (i, lane) in schedule.tx.iter().enumerate() {
+            let Some(piece) = lane.pieces.get(self.flow.tx[i].0) else {
+                continue;
+            };
+            if !self.flow.may_run(piece) {
+                continue;
+            }
+            let length = piece.frame.length as usize;
+            // SAFETY: within the part, which is readable and initialised, and
+            // whatever would overwrite it waits for this transfer. The slice
+            // lives for one call, and no `&mut` to these bytes is made
+            // meanwhile.
+            let payload = unsafe {
+                let start = memory.read_at(&piece.part).add(piece.frame.offset as usize);
+                std::slice::from_raw_parts(non_null(start), length)
+            };
+            let (next, sender) = &mut self.flow.tx[i];
+            let link = self.mesh.link(lane.stream * world + lane.peer);
+            let progress = sender.step(link, &piece.frame, payload, context)?;
+            moved |= progress.moved;
+            if progress.done {
+                *next += 1;
+                self.bytes_sent[lane.peer].fetch_add(length as u64, Ordering::Relaxed);
+                self.flow.complete(&schedule.order, piece.step);
+            }
         }
-        for receiver in self.receivers[..round.recvs.len()]
-            .iter()
-            .filter(|r| !r.done)
-        {
-            self.want[receiver.peer].recv = true;
+        for (i, lane) in schedule.rx.iter().enumerate() {
+            let Some(piece) = lane.pieces.get(self.flow.rx[i].0) else {
+                continue;
+            };
+            if !self.flow.may_run(piece) {
+                continue;
+            }
+            // SAFETY: within the part, which is writable, and everything else
+            // that touches it is complete or waits for this transfer, so this
+            // is the only reference to these bytes.
+            let place = unsafe {
+                let start = memory
+                    .write_at(&piece.part)
+                    .add(piece.frame.offset as usize);
+                std::slice::from_raw_parts_mut(
+                    non_null(start).cast_mut(),
+                    piece.frame.length as usize,
+                )
+            };
+            let (next, receiver) = &mut self.flow.rx[i];
+            let link = self.mesh.link(lane.stream * world + lane.peer);
+            let progress = receiver.step(link, lane.peer, &piece.frame, place, context)?;
+            moved |= progress.moved;
+            if progress.done {
+                *next += 1;
+                self.flow.complete(&schedule.order, piece.step);
+            }
+        }
+        Ok(moved)
+    }
+
+    /// Writes to `want` the lanes whose next piece is `wanted`.
+    fn note_wanted(&mut self, schedule: &Schedule, wanted: impl Fn(&Flow, &Piece) -> bool) {
+        let world = self.mesh.world();
+        self.want.fill(Interest::default());
+        for (lane, (next, _)) in schedule.tx.iter().zip(&self.flow.tx) {
+            let piece = lane.pieces.get(*next);
+            self.want[lane.stream * world + lane.peer].send =
+                piece.is_some_and(|piece| wanted(&self.flow, piece));
+        }
+        for (lane, (next, _)) in schedule.rx.iter().zip(&self.flow.rx) {
+            let piece = lane.pieces.get(*next);
+            self.want[lane.stream * world + lane.peer].recv =
+                piece.is_some_and(|piece| wanted(&self.flow, piece));
         }
     }
 
-    /// Names exactly the ranks whose transfers are unfinished. Blames one only
-    /// in the first round: later it may be waiting for somebody else.
-    fn timeout(&mut self, round: &Round, deadline: &Deadline, step: u32) -> Error {
-        self.note_unfinished(round);
+    /// Names exactly the ranks whose transfers of the first unfinished round
+    /// are unfinished. Blames one only in the very first round: later it may be
+    /// waiting for somebody else.
+    fn timeout(&mut self, schedule: &Schedule, deadline: &Deadline) -> Error {
+        let base = self.flow.base;
+        self.note_wanted(schedule, |_, piece| piece.frame.step as usize == base);
         let mut names = String::new();
         let mut only = None;
-        for (peer, want) in self.want.iter().enumerate() {
-            let what = match (want.send, want.recv) {
+        for peer in 0..self.mesh.world() {
+            let lanes = self.want.iter().skip(peer).step_by(self.mesh.world());
+            let (send, recv) = lanes.fold((false, false), |(send, recv), want| {
+                (send || want.send, recv || want.recv)
+            });
+            let what = match (send, recv) {
                 (false, false) => continue,
                 (true, false) => "to take data",
                 (_, true) => "to send data",
@@ -414,67 +473,66 @@ impl Executor {
             deadline.limit.as_secs_f64(),
         );
         match only {
-            _ if step > 0 => Error::timeout(format!("{late} (or for whom they wait)")),
+            _ if base > 0 => Error::timeout(format!("{late} (or for whom they wait)")),
             Some(peer) => Error::timeout(late).with_peer(peer),
             None => Error::timeout(late),
         }
     }
 
-    /// Runs the local steps of a round.
+    /// Runs a local step.
     ///
     /// # Safety
     ///
-    /// All parts of the round lie within `memory`; folds overlap their sources
-    /// exactly or not at all, copies not at all.
+    /// Its parts lie within `memory` and nobody else writes or, where it
+    /// writes, reads them; folds overlap their sources exactly or not at all,
+    /// copies not at all.
     unsafe fn compute(
         &mut self,
-        round: &Round,
+        step: &Local,
         memory: &Memory,
         operation: &Operation,
-        plan: &RankPlan,
+        world: usize,
     ) {
-        for step in &round.local {
-            match step {
-                Local::Copy { from, into } => {
-                    // SAFETY: both lie within their buffers and are disjoint.
-                    unsafe {
-                        std::ptr::copy_nonoverlapping(
-                            memory.read_at(from),
-                            memory.write_at(into),
-                            memory.bytes(into),
-                        );
-                    }
+        match step {
+            Local::Copy { from, into } => {
+                // SAFETY: both lie within their buffers and are disjoint.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(
+                        memory.read_at(from),
+                        memory.write_at(into),
+                        memory.bytes(into),
+                    );
                 }
-                Local::Fold {
-                    into,
-                    sources,
-                    finish,
-                } => {
-                    let (Some(dtype), Some(op)) = (operation.dtype, operation.op) else {
-                        // Plans that fold belong to collectives that reduce,
-                        // which always have both.
-                        unreachable!("a fold in {}", operation.collective.name())
-                    };
-                    let addresses = &mut self.sources.0;
-                    addresses.clear();
-                    // SAFETY: the parts lie within their buffers.
-                    addresses.extend(sources.iter().map(|part| unsafe { memory.read_at(part) }));
-                    // SAFETY: lengths are equal and within the buffers, the
-                    // destination equals a source or is disjoint from it, the
-                    // transfers of the round are over, the op supports the
-                    // type (checked when the operation was asked for).
-                    unsafe {
-                        kernel::fold(
-                            dtype,
-                            op,
-                            memory.write_at(into),
-                            addresses,
-                            into.len,
-                            finish.then_some(plan.world),
-                        );
-                    }
-                    addresses.clear();
+            }
+            Local::Fold {
+                into,
+                sources,
+                finish,
+            } => {
+                let (Some(dtype), Some(op)) = (operation.dtype, operation.op) else {
+                    // Plans that fold belong to collectives that reduce,
+                    // which always have both.
+                    unreachable!("a fold in {}", operation.collective.name())
+                };
+                let addresses = &mut self.sources.0;
+                addresses.clear();
+                // SAFETY: the parts lie within their buffers.
+                addresses.extend(sources.iter().map(|part| unsafe { memory.read_at(part) }));
+                // SAFETY: lengths are equal and within the buffers, the
+                // destination equals a source or is disjoint from it, no
+                // transfer touches them now, the op supports the type (checked
+                // when the operation was asked for).
+                unsafe {
+                    kernel::fold(
+                        dtype,
+                        op,
+                        memory.write_at(into),
+                        addresses,
+                        into.len,
+                        finish.then_some(world),
+                    );
                 }
+                addresses.clear();
             }
         }
     }
@@ -514,8 +572,8 @@ impl Deadline {
         }
     }
 
-    fn at(&self, step: u32) -> Instant {
-        if step == 0 { self.at } else { self.at_last }
+    fn at(&self, round: usize) -> Instant {
+        if round == 0 { self.at } else { self.at_last }
     }
 
     fn elapsed(&self) -> Duration {

@@ -1,23 +1,43 @@
 //! All-reduce, direct: reduce-scatter by chunk owners, then all-gather, a
 //! segment of every chunk at a time.
 //!
-//! *Steps:* 2 rounds for every segment of a chunk (2 in all when a chunk is no
-//! longer than that), each with up to `P − 1` sends and receives in flight.
+//! *Steps:* 2 rounds for every segment of a chunk, each with up to `P − 1`
+//! sends and receives in flight. A segment is gathered [`LAG`] rounds of
+//! scattering later, so that its owner folds it while others travel.
 //! *Bytes sent by rank r:* `(n − n_r) + (P − 1)·n_r`, with `n_r` its chunk;
 //! about `2·n·(P − 1)/P`, the least possible.
 //! *Order of additions:* canonical: owner `r` holds chunk `r` of all ranks and
 //! folds them in ascending rank order; segments cut elements apart, never an
 //! element's sum.
-//! *Scratch:* `P − 1` segments, so that what was received is folded while it
-//! is still in the cache.
+//! *Scratch:* `(P − 1)·(LAG + 1)` segments, so that what was received is
+//! folded while it is still in the cache.
 //! *Source:* collectives.md §4, "direct reduce-scatter + all-gather".
 
 use super::{Buf, Part, RankPlan, Round, Spec, rotation, slot};
 
-/// Bytes of a chunk that are folded at once. `P − 1` of these and the ring
-/// buffers should stay in a core's L2 cache; much smaller ones would spend
-/// their time on synchronisation.
-const SEGMENT_BYTES: usize = 256 << 10;
+/// Bytes of a chunk that are folded at once, at most: these and what arrives
+/// meanwhile should stay in a core's L2 cache.
+const SEGMENT_MAX_BYTES: usize = 256 << 10;
+
+/// And at least, if the chunk has as many: less would spend its time on
+/// synchronisation.
+const SEGMENT_MIN_BYTES: usize = 64 << 10;
+
+/// Segments of a chunk that is long enough, so that something travels while
+/// something else is folded.
+const SEGMENTS: usize = 4;
+
+/// Segments that are scattered before the first is gathered.
+const LAG: usize = 2;
+
+/// Elements of a segment, the same on all ranks.
+pub(super) fn segment_elems(spec: &Spec, longest: usize) -> usize {
+    let elems = |bytes: usize| (bytes / spec.elem_bytes.max(1)).max(1);
+    let even = longest
+        .div_ceil(SEGMENTS)
+        .clamp(elems(SEGMENT_MIN_BYTES), elems(SEGMENT_MAX_BYTES));
+    spec.padded(even)
+}
 
 pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
     let mut plan = RankPlan::new(spec, rank);
@@ -25,8 +45,8 @@ pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
         return plan;
     }
     let chunks = spec.chunks();
-    let segment_elems = spec.padded((SEGMENT_BYTES / spec.elem_bytes.max(1)).max(1));
     let longest = (0..spec.world).map(|r| chunks.len(r)).max().unwrap_or(0);
+    let segment_elems = segment_elems(spec, longest);
     let segments = longest.div_ceil(segment_elems);
     // Segment `k` of `owner`'s chunk; empty where the chunk has ended.
     let part = |owner, k: usize| {
@@ -36,18 +56,28 @@ pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
         Part::of(Buf::Output, start..end)
     };
     let stride = spec.padded(chunks.len(rank).min(segment_elems));
-    let inbox = |peer, len| Part::new(Buf::Scratch, slot(rank, peer) * stride, len);
-    plan.scratch_elems = stride * (spec.world - 1);
+    let depth = segments.clamp(1, LAG + 1);
+    let inbox = |k: usize, peer, len| {
+        let place = (k % depth) * (spec.world - 1) + slot(rank, peer);
+        Part::new(Buf::Scratch, place * stride, len)
+    };
+    plan.scratch_elems = stride * (spec.world - 1) * depth;
 
     let scatter = |k| {
         let mut round = Round::default();
         let mine = part(rank, k);
         for (to, from) in rotation(rank, spec.world) {
             round.send(to, part(to, k));
-            round.recv(from, inbox(from, mine.len));
+            round.recv(from, inbox(k, from, mine.len));
         }
         let sources = (0..spec.world)
-            .map(|r| if r == rank { mine } else { inbox(r, mine.len) })
+            .map(|r| {
+                if r == rank {
+                    mine
+                } else {
+                    inbox(k, r, mine.len)
+                }
+            })
             .collect();
         round.fold_all(mine, sources);
         round
@@ -60,16 +90,13 @@ pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
         }
         round
     };
-    // The results of a segment are gathered after the next one is scattered:
-    // by then the owners have had time to fold them.
-    for k in 0..segments {
-        plan.rounds.push(scatter(k));
-        if k > 0 {
-            plan.rounds.push(gather(k - 1));
+    for k in 0..segments + LAG {
+        if k < segments {
+            plan.rounds.push(scatter(k));
         }
-    }
-    if segments > 0 {
-        plan.rounds.push(gather(segments - 1));
+        if k >= LAG && k - LAG < segments {
+            plan.rounds.push(gather(k - LAG));
+        }
     }
     plan
 }

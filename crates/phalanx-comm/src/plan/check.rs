@@ -504,3 +504,7 @@ impl Simulation {
         cell.expr as usize == from && cell.elem == elem && inside + cell.len <= n
     }
 }
+
+#[cfg(test)]
+#[path = "overlap.rs"]
+mod overlap;

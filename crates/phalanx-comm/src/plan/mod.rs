@@ -7,7 +7,8 @@
 //! next round begins. Rounds are numbered alike on all ranks, and a transfer
 //! belongs to the same round on both sides. So no plan can deadlock: by
 //! induction, all transfers of round *k* are posted on both sides once round
-//! *k − 1* is complete everywhere it matters.
+//! *k − 1* is complete everywhere it matters. That is what a plan *means*; the
+//! executor runs ahead where no memory forbids it ([`order`]).
 //!
 //! Because plans are data they can be *checked* before they are trusted:
 //! [`check::check`] simulates all ranks symbolically and compares the result
@@ -28,6 +29,7 @@ pub mod check;
 mod chunks;
 mod gather;
 mod local;
+pub(crate) mod order;
 mod point_to_point;
 mod reduce_owners;
 mod reduce_root;

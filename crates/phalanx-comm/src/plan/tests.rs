@@ -84,17 +84,17 @@ fn plans_hold_for_every_element_size() {
 fn long_chunks_are_reduced_a_segment_at_a_time() {
     for world in [2, 3, 5] {
         for elem_bytes in [1, 2, 4, 8] {
-            // Three whole segments a rank, and one that only the first ranks have.
+            // Eight whole segments a rank, and one that only the first ranks have.
             let segment = (256 << 10) / elem_bytes;
             let spec = Spec {
                 elem_bytes,
-                ..spec(Method::AllReduceDirect, world, 3 * world * segment + 1, 0)
+                ..spec(Method::AllReduceDirect, world, 8 * world * segment + 1, 0)
             };
             assert_eq!(check(&spec), Ok(()), "{spec:?}");
             for rank in 0..world {
                 let plan = build(&spec, rank);
-                assert_eq!(plan.rounds.len(), 8);
-                assert_eq!(plan.scratch_elems, (world - 1) * segment);
+                assert_eq!(plan.rounds.len(), 18);
+                assert_eq!(plan.scratch_elems, 3 * (world - 1) * segment);
             }
         }
     }

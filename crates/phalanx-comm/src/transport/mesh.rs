@@ -268,9 +268,19 @@ impl Mesh {
         self.peers.len()
     }
 
-    /// The link to `peer`; a link to oneself only returns errors.
-    pub(crate) fn link(&mut self, peer: usize) -> &mut dyn Link {
-        match &mut self.peers[peer] {
+    /// Streams with `peer`; a lane is `stream * world + peer`.
+    pub(crate) fn streams(&self, _peer: usize) -> usize {
+        1
+    }
+
+    /// Number of lanes: each has a link, and an interest in [`Mesh::idle`].
+    pub(crate) fn lanes(&self) -> usize {
+        self.peers.len()
+    }
+
+    /// The link of a lane; one to oneself only returns errors.
+    pub(crate) fn link(&mut self, lane: usize) -> &mut dyn Link {
+        match &mut self.peers[lane] {
             Peer::Own(link) => link,
             Peer::Ring(link) => link,
             Peer::Tcp(link) => link,

@@ -63,7 +63,7 @@ impl std::fmt::Display for TransportKind {
     }
 }
 
-/// What a caller of `Mesh::idle` waits for from one peer.
+/// What a caller of `Mesh::idle` waits for on one stream with one peer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Interest {
     /// Room to send.
@@ -84,6 +84,29 @@ pub(crate) trait Link: Send {
     fn try_send(&mut self, bytes: &[u8]) -> Result<usize>;
     /// Gives what is there, at most `into.len()` bytes; 0 = nothing now.
     fn try_recv(&mut self, into: &mut [u8]) -> Result<usize>;
+
+    /// [`Link::try_send`] of two runs of bytes, one behind the other.
+    fn try_send_both(&mut self, first: &[u8], then: &[u8]) -> Result<usize> {
+        let sent = if first.is_empty() {
+            0
+        } else {
+            self.try_send(first)?
+        };
+        if sent < first.len() || then.is_empty() {
+            return Ok(sent);
+        }
+        Ok(sent + self.try_send(then)?)
+    }
+
+    /// [`Link::try_recv`] into two places, of which the first is filled first.
+    fn try_recv_both(&mut self, first: &mut [u8], then: &mut [u8]) -> Result<usize> {
+        let got = self.try_recv(first)?;
+        if got < first.len() || then.is_empty() {
+            return Ok(got);
+        }
+        Ok(got + self.try_recv(then)?)
+    }
+
     /// How this peer is reached.
     fn kind(&self) -> TransportKind;
 }

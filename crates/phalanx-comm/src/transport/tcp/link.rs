@@ -1,6 +1,6 @@
 //! The data connection of a pair.
 
-use std::io::{ErrorKind as IoKind, Read, Write};
+use std::io::{ErrorKind as IoKind, IoSlice, IoSliceMut, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -38,6 +38,31 @@ impl TcpLink {
         self.stream.as_fd()
     }
 
+    /// `slices` are not all empty.
+    fn send_slices(&mut self, slices: &[IoSlice<'_>]) -> Result<usize> {
+        loop {
+            match self.stream.write_vectored(slices) {
+                Ok(n) => return Ok(n),
+                Err(e) if e.kind() == IoKind::WouldBlock => return Ok(0),
+                Err(e) if e.kind() == IoKind::Interrupted => {}
+                Err(e) => return Err(self.ended(&e.to_string())),
+            }
+        }
+    }
+
+    /// `slices` are not all empty.
+    fn recv_slices(&mut self, slices: &mut [IoSliceMut<'_>]) -> Result<usize> {
+        loop {
+            match self.stream.read_vectored(slices) {
+                Ok(0) => return Err(self.ended("its connection was closed")),
+                Ok(n) => return Ok(n),
+                Err(e) if e.kind() == IoKind::WouldBlock => return Ok(0),
+                Err(e) if e.kind() == IoKind::Interrupted => {}
+                Err(e) => return Err(self.ended(&e.to_string())),
+            }
+        }
+    }
+
     #[cold]
     fn ended(&self, how: &str) -> Error {
         self.control
@@ -52,29 +77,25 @@ impl Link for TcpLink {
         if bytes.is_empty() {
             return Ok(0);
         }
-        loop {
-            match self.stream.write(bytes) {
-                Ok(n) => return Ok(n),
-                Err(e) if e.kind() == IoKind::WouldBlock => return Ok(0),
-                Err(e) if e.kind() == IoKind::Interrupted => {}
-                Err(e) => return Err(self.ended(&e.to_string())),
-            }
-        }
+        self.send_slices(&[IoSlice::new(bytes)])
     }
 
     fn try_recv(&mut self, into: &mut [u8]) -> Result<usize> {
         if into.is_empty() {
             return Ok(0);
         }
-        loop {
-            match self.stream.read(into) {
-                Ok(0) => return Err(self.ended("its connection was closed")),
-                Ok(n) => return Ok(n),
-                Err(e) if e.kind() == IoKind::WouldBlock => return Ok(0),
-                Err(e) if e.kind() == IoKind::Interrupted => {}
-                Err(e) => return Err(self.ended(&e.to_string())),
-            }
+        self.recv_slices(&mut [IoSliceMut::new(into)])
+    }
+
+    fn try_send_both(&mut self, first: &[u8], then: &[u8]) -> Result<usize> {
+        if first.is_empty() {
+            return self.try_send(then);
         }
+        self.send_slices(&[IoSlice::new(first), IoSlice::new(then)])
+    }
+
+    fn try_recv_both(&mut self, first: &mut [u8], then: &mut [u8]) -> Result<usize> {
+        self.recv_slices(&mut [IoSliceMut::new(first), IoSliceMut::new(then)])
     }
 
     fn kind(&self) -> TransportKind {

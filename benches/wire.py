@@ -1,0 +1,232 @@
+#!/usr/bin/env python3
+"""Ours against Gloo between hosts that are network namespaces, on a shaped wire.
+
+    cargo build --release
+    sudo benches/wire.py --python VENV/bin/python --out benches/runs/DATE-tcp-wire
+    sudo benches/wire.py --python VENV/bin/python --hosts 2 --rates 1 --delay-ms 1
+
+Every host is a network namespace whose only way out is a veth pair into a
+switch, a namespace of its own. Both ends of each pair are shaped with
+`tc ... tbf`: one limits what the host sends, the other what it receives, as
+a full-duplex network card does. `netem` is not in every kernel, so delay is
+made by a switch of our own: instead of a bridge, `wire_delay.py` copies
+packets from port to port and holds each back for the time asked for.
+
+Each round runs ours, then Gloo, on the same wire; figures are medians over
+rounds of medians, with the smallest and largest in brackets. The bound is
+2(H - 1)/H * bytes / rate; of a tcp payload at most 95 % gets through at an MTU
+of 1500, because headers are on the wire too. Prints a table; --out also keeps
+raw.jsonl, summary.md and the exact commands. Everything that is made is
+removed again, also on Ctrl-C.
+"""
+import argparse
+import json
+import os
+import platform
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+p = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
+p.add_argument("--python", help="interpreter with torch; without it only ours is measured")
+p.add_argument("--phalanx", default=str(HERE.parent / "target/release/phalanx"))
+p.add_argument("--hosts", default="2,3,4", help="numbers of hosts, separated by commas")
+p.add_argument("--ranks-per-host", type=int, default=1)
+p.add_argument("--rates", default="1,10", help="Gbit/s, separated by commas; 0 = not shaped")
+p.add_argument("--delay-ms", type=float, default=0.0, help="one way")
+p.add_argument("--mtu", type=int, default=1500)
+p.add_argument("--bytes", default="4,1024,65536,1048576,26214400")
+p.add_argument("--rounds", type=int, default=3)
+p.add_argument("--bench", default="", help="further arguments of `phalanx bench all-reduce`")
+p.add_argument("--out", type=Path)
+args = p.parse_args()
+SIZES = [int(b) for b in args.bytes.split(",")]
+NAME = f"phw{os.getpid()}"
+
+
+class Wire:
+    """H hosts and a switch; the context manager removes them."""
+
+    def __init__(self, hosts, gbit):
+        self.hosts, self.gbit, self.names, self.children = hosts, gbit, [], []
+
+    def __enter__(self):
+        try:
+            self.build()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def namespace(self, name):
+        sh("ip", "netns", "add", name)
+        self.names.append(name)
+        sh("ip", "-n", name, "link", "set", "lo", "up")
+
+    def build(self):
+        switch = f"{NAME}s"
+        self.namespace(switch)
+        if not args.delay_ms:
+            sh("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+            sh("ip", "-n", switch, "link", "set", "br0", "up")
+        for h in range(self.hosts):
+            host, port = f"{NAME}h{h}", f"port{h}"
+            self.namespace(host)
+            sh("ip", "link", "add", "eth0", "netns", host, "mtu", str(args.mtu), "type", "veth",
+               "peer", "name", port, "netns", switch, "mtu", str(args.mtu))
+            sh("ip", "-n", host, "addr", "add", f"10.78.0.{h + 1}/24", "dev", "eth0")
+            if not args.delay_ms:
+                sh("ip", "-n", switch, "link", "set", port, "master", "br0")
+            for ns, dev in ((host, "eth0"), (switch, port)):
+                sh("ip", "-n", ns, "link", "set", dev, "up")
+                if self.gbit:
+                    # A burst of 0.2 ms: long enough that late timers do not limit the rate, short enough that
+                    # little data gets through at the speed of memory. Packets must fit it. 4 MiB: a switch's buffer.
+                    burst = max(int(self.gbit * 1e9 / 8 * 0.2e-3), 5000)
+                    sh("ip", "-n", ns, "link", "set", dev, "gso_max_size", str(min(65536, burst * 2 // 3)))
+                    sh("tc", "-n", ns, "qdisc", "add", "dev", dev, "root", "tbf",
+                       "rate", f"{self.gbit:g}gbit", "burst", str(burst), "limit", "4mb")
+        if args.delay_ms:
+            ports = [f"port{h}" for h in range(self.hosts)]
+            self.children.append(subprocess.Popen(["ip", "netns", "exec", switch, sys.executable,
+                                                   str(HERE / "wire_delay.py"), str(args.delay_ms), *ports]))
+            time.sleep(0.3)
+
+    def start(self, host, cmd, env=None, **more):
+        child = subprocess.Popen(["ip", "netns", "exec", f"{NAME}h{host}", *cmd], stdin=subprocess.DEVNULL,
+                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                 env=dict(os.environ, **(env or {})), **more)
+        self.children.append(child)
+        return child
+
+    def __exit__(self, *_):
+        for name in self.names:
+            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+            for pid in pids:
+                try:
+                    os.kill(int(pid), signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+        for child in self.children:
+            if child.poll() is None:
+                child.kill()
+            child.communicate() if child.stdout else child.wait()
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def sh(*cmd):
+    done = subprocess.run(cmd, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(cmd)}: {done.stderr.strip()}")
+
+
+def ours(wire, token):
+    bench = [args.phalanx, "bench", "all-reduce", "--bytes", args.bytes, "--json", *shlex.split(args.bench)]
+    return [(h, [args.phalanx, "launch", "--nnodes", str(wire.hosts), "--node-rank", str(h),
+                 "--nproc-per-node", str(args.ranks_per_host), "--master-addr", "10.78.0.1",
+                 "--token-file", token, "--", *bench], {}) for h in range(wire.hosts)]
+
+
+def gloo(wire, _token):
+    world = wire.hosts * args.ranks_per_host
+    script = [args.python, str(HERE / "peers/gloo_allreduce.py"), "--world", str(world), "--bytes", args.bytes]
+    return [(r // args.ranks_per_host, script,
+             {"RANK": str(r), "WORLD_SIZE": str(world), "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29500",
+              "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}) for r in range(world)]
+
+
+def run(wire, side, token, tries=3):
+    """One measurement of one side. Gloo now and then aborts at its end, so a failure is tried again."""
+    commands = side(wire, token)
+    children = [wire.start(h, cmd, env) for h, cmd, env in commands]
+    out = [c.communicate(timeout=300) for c in children]
+    wire.children = [c for c in wire.children if c not in children]
+    failed = [(c.args, o[1].strip()[-400:]) for c, o in zip(children, out) if c.returncode]
+    if failed:
+        print(f"  {side.__name__} failed: {failed[0]}", file=sys.stderr, flush=True)
+        if tries > 1:
+            time.sleep(1)
+            return run(wire, side, token, tries - 1)
+        raise SystemExit("gave up")
+    return [json.loads(line[line.index("{"):]) for o in out for line in o[0].splitlines() if "{" in line], commands
+
+
+def cell(us):
+    unit, f = ("ms", 1e-3) if statistics.median(us) >= 1000 else ("µs", 1.0)
+    return f"{statistics.median(us) * f:.2f} {unit} [{min(us) * f:.2f}..{max(us) * f:.2f}]"
+
+
+def main():
+    sides = [ours] + ([gloo] if args.python else [])
+    raw, commands, rows = [], [], []
+    head = ["| hosts | Gbit/s | bytes | ours | Gloo | bound | ours: share of bound | times faster than Gloo |",
+            "|---|---|---|---|---|---|---|---|"]
+    print("\n".join(head), flush=True)
+    with tempfile.TemporaryDirectory() as work:
+        token = f"{work}/job.token"
+        sh(args.phalanx, "token", "--out", token)
+        for gbit in map(float, args.rates.split(",")):
+            for hosts in map(int, args.hosts.split(",")):
+                figures = {(s.__name__, b): [] for s in sides for b in SIZES}
+                with Wire(hosts, gbit) as wire:
+                    for round_ in range(args.rounds):
+                        for side in sides:
+                            lines, cmds = run(wire, side, token)
+                            if round_ == 0:
+                                commands += [f"host {h}: " + " ".join(f"{k}={v}" for k, v in env.items())
+                                             + " " + shlex.join(cmd) for h, cmd, env in cmds]
+                            for line in lines:
+                                raw.append({"hosts": hosts, "ranks_per_host": args.ranks_per_host, "gbit": gbit,
+                                            "delay_ms": args.delay_ms, "side": side.__name__, "round": round_, **line})
+                                figures[side.__name__, line["bytes"]].append(line["median_us"])
+                for b in SIZES:
+                    mine, peer = figures["ours", b], figures.get(("gloo", b), [])
+                    # The bound counts hosts: what stays inside one does not use the wire.
+                    bound = 2 * (hosts - 1) / hosts * b * 8 / (gbit * 1e3) if gbit else 0
+                    ratio = [y / x for x, y in zip(mine, peer)]
+                    big = bound and b >= 1 << 20
+                    rows.append(f"| {hosts} | {gbit:g} | {b} | {cell(mine)} | {cell(peer) if peer else '-'} | "
+                                f"{f'{bound / 1e3:.2f} ms' if big else '-'} | "
+                                f"{f'{100 * bound / statistics.median(mine):.1f} %' if big else '-'} | "
+                                f"{f'{statistics.median(ratio):.2f} [{min(ratio):.2f}..{max(ratio):.2f}]' if ratio else '-'} |")
+                    print(rows[-1], flush=True)
+    if args.out:
+        keep(raw, commands, head + rows)
+
+
+def keep(raw, commands, table):
+    args.out.mkdir(parents=True, exist_ok=True)
+    name = f"-delay{args.delay_ms:g}" if args.delay_ms else ""
+    if args.ranks_per_host > 1:
+        name += f"-{args.ranks_per_host}ranks"
+    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
+    congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    torch = args.python and subprocess.run([args.python, "-c", "import torch; print(torch.__version__)"],
+                                           capture_output=True, text=True).stdout.strip()
+    (args.out / f"raw{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in raw))
+    text = [f"# All-reduce over a shaped wire: ours against Gloo (PyTorch {torch})", "",
+            f"{os.cpu_count()} cores ({cpu}) for all hosts together, {platform.system()} {platform.release()}, "
+            f"congestion control {congestion}, MTU {args.mtu}, {args.ranks_per_host} rank(s) a host, "
+            f"one-way delay {args.delay_ms:g} ms, {args.rounds} interleaved rounds; median [smallest..largest].", "",
+            *table, "", "Run as:", "", "```", shlex.join(["benches/wire.py", *sys.argv[1:]]), "```", "",
+            "which runs, at the same time on every host:", "", "```", *commands, "```", ""]
+    (args.out / f"summary{name}.md").write_text("\n".join(text))
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+for s in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(s, interrupted)
+try:
+    main()
+except KeyboardInterrupt:
+    sys.exit(130)
