@@ -72,10 +72,7 @@ fn run(spec: &Spec, orders: Vec<Order>, mut random: u64) -> Result {
                 free.extend(send.filter(|at| rank.free(*at)).map(|at| (r, at)));
                 let recv = head(&plans[r], rank, peer, false);
                 let there = !wire[peer * world + r].is_empty();
-                free.extend(
-                    recv.filter(|at| there && rank.free(*at))
-                        .map(|at| (r, at)),
-                );
+                free.extend(recv.filter(|at| there && rank.free(*at)).map(|at| (r, at)));
             }
             free.extend(
                 (0..rank.order.steps.len())
@@ -147,7 +144,11 @@ fn specs() -> Vec<Spec> {
 fn any_order_that_is_left_keeps_the_promise() {
     for spec in specs() {
         for seed in 1..6 {
-            if let Err(e) = run(&spec, orders(&spec), 0x9e37_79b9_7f4a_7c15u64.rotate_left(seed)) {
+            if let Err(e) = run(
+                &spec,
+                orders(&spec),
+                0x9e37_79b9_7f4a_7c15u64.rotate_left(seed),
+            ) {
                 panic!("{spec:?} with seed {seed}: {e}");
             }
         }
