@@ -53,6 +53,7 @@ mod memory;
 mod op;
 pub mod plan;
 mod select;
+mod sync;
 pub mod transport;
 mod wait;
 

@@ -97,6 +97,33 @@ impl Region {
         unsafe { self.base.as_ptr().add(offset) }
     }
 
+    /// Copies `bytes` to `offset`; panics when they do not fit.
+    ///
+    /// # Safety
+    ///
+    /// By the protocol of this memory the place belongs to the caller now:
+    /// nobody else reads or writes it. (A peer in another process that breaks
+    /// the protocol can spoil the bytes, not us.)
+    #[inline]
+    pub(crate) unsafe fn write_at(&self, offset: usize, bytes: &[u8]) {
+        let target = self.bytes_at(offset, bytes.len());
+        // SAFETY: in bounds (checked above); `bytes` is a Rust reference and
+        // hence never part of a region; exclusive, says the caller.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target, bytes.len()) }
+    }
+
+    /// Copies what lies at `offset`; panics when that is not inside.
+    ///
+    /// # Safety
+    ///
+    /// By the protocol of this memory nobody writes the place now.
+    #[inline]
+    pub(crate) unsafe fn read_at(&self, offset: usize, into: &mut [u8]) {
+        let source = self.bytes_at(offset, into.len());
+        // SAFETY: as in `write_at`.
+        unsafe { std::ptr::copy_nonoverlapping(source, into.as_mut_ptr(), into.len()) }
+    }
+
     /// Touches pages `[offset, offset + bytes)` now rather than in the first
     /// operation (first touch of shared memory cost 0.5 ms per MiB). Best
     /// effort: old kernels refuse.

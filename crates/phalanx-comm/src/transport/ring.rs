@@ -14,9 +14,9 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::region::Region;
+use crate::sync::{AtomicU64, Ordering};
 
 /// Distance between the positions, so that each has cache lines of its own
 /// (two 64-byte lines: x86 prefetches them in pairs).
@@ -70,7 +70,8 @@ impl Shape {
     fn new(region: Arc<Region>, offset: usize, capacity: usize) -> Shape {
         assert!(capacity.is_power_of_two() && capacity >= MIN_CAPACITY_BYTES);
         assert!(offset.is_multiple_of(LINE_BYTES));
-        let _ = region.bytes_at(offset, ring_bytes(capacity));
+        assert!(region.len() >= ring_bytes(capacity));
+        assert!(offset <= region.len() - ring_bytes(capacity));
         Shape {
             region,
             offset,
@@ -86,16 +87,12 @@ impl Shape {
         self.region.u64_at(self.offset + LINE_BYTES)
     }
 
-    /// The contiguous piece that starts at `position`: pointer and length,
-    /// at most `wanted`.
-    fn piece(&self, position: u64, wanted: usize) -> (*mut u8, usize) {
+    /// The contiguous piece that starts at `position`: offset in the region
+    /// and length, at most `wanted`.
+    fn piece(&self, position: u64, wanted: usize) -> (usize, usize) {
         let at = (position & (self.capacity as u64 - 1)) as usize;
         let length = wanted.min(self.capacity - at);
-        (
-            self.region
-                .bytes_at(self.offset + HEADER_BYTES + at, length),
-            length,
-        )
+        (self.offset + HEADER_BYTES + at, length)
     }
 }
 
@@ -169,14 +166,12 @@ impl Producer {
             }
             while left > 0 {
                 let (target, length) = self.shape.piece(self.tail, left);
-                // SAFETY: `target` has `length` bytes inside the region (see
-                // `piece`), which outlives us. They are free: positions
-                // [tail, head + capacity) belong to the producer until `tail`
-                // is published below, and there is one producer. `bytes` is
-                // our caller's memory and never part of a region. A consumer
-                // that breaks the protocol can spoil the bytes, not us.
+                // SAFETY: the piece is free: positions [tail, head + capacity)
+                // belong to the producer until `tail` is published below, and
+                // there is one producer.
                 unsafe {
-                    std::ptr::copy_nonoverlapping(bytes.as_ptr().add(done), target, length);
+                    let region = &self.shape.region;
+                    region.write_at(target, &bytes[done..done + length]);
                 }
                 self.tail += length as u64;
                 done += length;
@@ -243,14 +238,12 @@ impl Consumer {
             }
             while left > 0 {
                 let (source, length) = self.shape.piece(self.head, left);
-                // SAFETY: `source` has `length` bytes inside the region.
-                // Positions [head, tail) belong to the consumer until `head`
-                // is published below; the load of `tail` made the producer's
-                // bytes visible. `into` is our caller's memory, never part of
-                // a region. A producer that breaks the protocol can spoil the
-                // bytes, not us.
+                // SAFETY: positions [head, tail) belong to the consumer until
+                // `head` is published below; the load of `tail` made the
+                // producer's bytes visible.
                 unsafe {
-                    std::ptr::copy_nonoverlapping(source, into.as_mut_ptr().add(done), length);
+                    let region = &self.shape.region;
+                    region.read_at(source, &mut into[done..done + length]);
                 }
                 self.head += length as u64;
                 done += length;
@@ -263,6 +256,6 @@ impl Consumer {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 #[path = "ring_tests.rs"]
 mod tests;

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use super::sleep::sleep_unless;
 use super::topology::Topology;
-use super::{Bell, Policy};
+use super::{Bell, Policy, Wake};
 
 /// Longest polling phase. A 256 KiB chunk takes about this long to copy; a
 /// shorter budget slept in the middle of chunks and cost 2–2.5x
@@ -116,7 +117,7 @@ impl Budget {
         if left.is_zero() {
             return Wake::Elapsed;
         }
-        super::sleep_unless(bell, left, ready)
+        sleep_unless(bell, left, ready)
     }
 }
 
@@ -214,17 +215,6 @@ impl Callers {
     pub(crate) fn some(&self) -> bool {
         self.waiting.load(Ordering::Relaxed) > 0
     }
-}
-
-/// Why a wait ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Wake {
-    /// The condition holds.
-    Ready,
-    /// Somebody rang the bell (or the kernel woke us for its own reasons).
-    Rung,
-    /// The timeout passed.
-    Elapsed,
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
 //! The bell of one rank: futex word and sleeper count in one.
 
-use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::time::Duration;
 
-use rustix::thread::futex;
+use crate::sync::Ordering::SeqCst;
+use crate::sync::{AtomicU32, FutexKind, futex_wait, futex_wake};
 
 /// The waiter runs; nobody needs to wake it.
 const AWAKE: u32 = 0;
@@ -13,15 +13,6 @@ const ASLEEP: u32 = 1;
 /// Room of one bell: two 64-byte lines, because x86 prefetches them in pairs.
 /// A guess on other machines; wrong, it costs speed only.
 pub(crate) const BELL_BYTES: usize = 128;
-
-/// Who shares the futex word.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum FutexKind {
-    /// Threads of this process.
-    Private,
-    /// Several processes that map the same memory.
-    Shared,
-}
 
 /// A view of one rank's bell.
 #[derive(Clone, Copy)]
@@ -33,13 +24,6 @@ pub(crate) struct Bell<'a> {
 impl<'a> Bell<'a> {
     pub(crate) fn new(word: &'a AtomicU32, kind: FutexKind) -> Self {
         Bell { word, kind }
-    }
-
-    fn flags(&self) -> futex::Flags {
-        match self.kind {
-            FutexKind::Private => futex::Flags::PRIVATE,
-            FutexKind::Shared => futex::Flags::empty(),
-        }
     }
 
     /// Wakes the owner if it sleeps. The publication must have been made with
@@ -59,8 +43,7 @@ impl<'a> Bell<'a> {
         if self.word.swap(AWAKE, SeqCst) != AWAKE {
             #[cfg(test)]
             super::jitter::step();
-            // Cannot fail on a mapped word; and the sleeper's slice ends anyway.
-            let _ = futex::wake(self.word, self.flags(), i32::MAX as u32);
+            futex_wake(self.word, self.kind);
         }
     }
 
@@ -80,14 +63,9 @@ pub(crate) struct Announced<'a> {
 impl Announced<'_> {
     /// Sleeps until rung or `timeout`; true if not the timeout ended it.
     pub(crate) fn sleep(self, timeout: Duration) -> bool {
-        let timeout = futex::Timespec {
-            tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
-            tv_nsec: timeout.subsec_nanos().into(),
-        };
         #[cfg(test)]
         super::jitter::step();
-        let result = futex::wait(self.bell.word, self.bell.flags(), ASLEEP, Some(&timeout));
-        result != Err(rustix::io::Errno::TIMEDOUT)
+        futex_wait(self.bell.word, self.bell.kind, ASLEEP, timeout)
     }
 }
 

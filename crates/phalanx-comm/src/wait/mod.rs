@@ -5,10 +5,13 @@ mod budget;
 mod doorbell;
 #[cfg(test)]
 mod jitter;
+mod sleep;
 mod topology;
 
-pub(crate) use budget::{Budget, Budgets, Callers, Wake};
-pub(crate) use doorbell::{BELL_BYTES, Bell, FutexKind};
+pub(crate) use crate::sync::FutexKind;
+pub(crate) use budget::{Budget, Budgets, Callers};
+pub(crate) use doorbell::{BELL_BYTES, Bell};
+pub(crate) use sleep::Wake;
 pub(crate) use topology::{Share, Topology};
 
 use std::time::{Duration, Instant};
@@ -69,24 +72,6 @@ pub(crate) fn usable_cores() -> usize {
     // The standard library reads both (sched_getaffinity; cpu.max and its
     // version 1 counterpart, over all ancestors).
     std::thread::available_parallelism().map_or(1, usize::from)
-}
-
-/// The last phase of a wait (README.md, "protocol to sleep"): sleeps at most
-/// `timeout` unless `ready`.
-fn sleep_unless(bell: Bell<'_>, timeout: Duration, mut ready: impl FnMut() -> bool) -> Wake {
-    #[cfg(test)]
-    jitter::step();
-    let announced = bell.announce();
-    #[cfg(test)]
-    jitter::step();
-    if ready() {
-        return Wake::Ready;
-    }
-    if announced.sleep(timeout) {
-        Wake::Rung
-    } else {
-        Wake::Elapsed
-    }
 }
 
 #[cfg(test)]
