@@ -1,44 +1,85 @@
 #!/usr/bin/env python3
-"""Ours against PyTorch and Gloo, interleaved in one run on the same cores.
+"""Ours against PyTorch, Gloo and Open MPI, interleaved in one run on the same cores.
 
     python3 -m venv /tmp/venv && /tmp/venv/bin/pip install torch numpy
+    apt-get install openmpi-bin libopenmpi-dev      # without it that column is left out
     cargo build --release
-    benches/versus.py mnist      --python /tmp/venv/bin/python --out benches/runs/DATE-WHAT
-    benches/versus.py all-reduce --python /tmp/venv/bin/python --out benches/runs/DATE-WHAT
+    benches/versus.py mnist       --python /tmp/venv/bin/python --out benches/runs/DATE-WHAT
+    benches/versus.py collectives --python /tmp/venv/bin/python --out benches/runs/DATE-WHAT
+    benches/versus.py collectives --ops all-reduce --worlds 2 --bytes 1048576 ...
 
-Each round runs ours, then the peer; figures are medians over rounds with the
-smallest and largest in brackets. Writes raw.jsonl (one line a measurement),
-summary.md and the exact commands. Nothing else may compute meanwhile.
+Each round runs every side of a case, one after the other; figures are medians
+over rounds with the smallest and largest in brackets. Writes raw.jsonl (one
+line a measurement), summary.md and the exact commands. Nothing else may
+compute meanwhile.
 """
 import argparse
 import json
 import os
 import platform
 import shlex
+import shutil
 import statistics
 import subprocess
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-p = argparse.ArgumentParser()
-p.add_argument("what", choices=["mnist", "all-reduce"])
+OPS = ["all-reduce", "broadcast", "all-gather", "reduce-scatter", "all-to-all", "barrier"]
+p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+p.add_argument("what", choices=["mnist", "collectives"])
 p.add_argument("--python", required=True, help="interpreter with torch")
 p.add_argument("--phalanx", default=str(HERE.parent / "target/release/phalanx"))
 p.add_argument("--rounds", type=int, default=5)
 p.add_argument("--out", required=True, type=Path)
+p.add_argument("--ops", default=",".join(OPS), help="collectives: which ones")
+p.add_argument("--worlds", default="2,4,8", help="collectives: numbers of ranks")
+p.add_argument("--transports", default="shm,tcp", help="collectives: ours (peers run beside each)")
+p.add_argument("--bytes", default="4,1024,1048576,26214400,46871552", help="collectives: sizes")
+p.add_argument("--seconds", type=float, default=0.5, help="collectives: seconds a peer spends on a size")
 args = p.parse_args()
 args.out.mkdir(parents=True, exist_ok=True)
+BUILT = Path(tempfile.mkdtemp(prefix="phalanx-peers-"))
 
-SIZES = "4,1024,1048576,26214400"
-if args.what == "mnist":
-    CASES = [(f"{w} rank{'s' * (w > 1)} x {t} thread{'s' * (t > 1)}, batch {b}",
-              f"bench train mnist --world {w} --threads {t} --batch {b} --json",
-              f"torch_train.py --world {w} --threads {t} --batch {b}")
-             for w, t, b in [(1, 1, 64), (1, 2, 64), (2, 1, 64), (2, 1, 32)]]
-else:
-    CASES = [(f"{w} ranks, {t}", f"bench all-reduce --world {w} --transport {t} --bytes {SIZES} --json",
-              f"gloo_allreduce.py --world {w} --bytes {SIZES}")
-             for w in (2, 4) for t in ("shm", "tcp")]
+
+def build(compiler, name):
+    """A peer written in C; None when its compiler is not here."""
+    if shutil.which(compiler) is None:
+        return None
+    subprocess.run([compiler, "-O3", "-march=native", HERE / "peers" / f"{name}.c", "-o", BUILT / name], check=True)
+    return str(BUILT / name)
+
+
+def training_cases():
+    """Name, then side -> command, for every case."""
+    for w, t, b in [(1, 1, 64), (1, 2, 64), (2, 1, 64), (2, 1, 32)]:
+        yield f"{w} rank{'s' * (w > 1)} x {t} thread{'s' * (t > 1)}, batch {b}", {
+            "ours": [args.phalanx, "bench", "train", "mnist", *f"--world {w} --threads {t} --batch {b} --json".split()],
+            "peer": [args.python, f"{HERE}/peers/torch_train.py", *f"--world {w} --threads {t} --batch {b}".split()]}
+
+
+def collective_cases():
+    mpi, floor = build("mpicc", "mpi_collectives"), build("cc", "memory_floor")
+    for op in args.ops.split(","):
+        for world in args.worlds.split(","):
+            for transport in args.transports.split(","):
+                ours = [args.phalanx, "bench", op, "--world", world, "--transport", transport, "--json"]
+                sized = ["--bytes", args.bytes] if op != "barrier" else []
+                gloo = [args.python, f"{HERE}/peers/gloo_collectives.py", op, "--world", world, "--bytes", args.bytes,
+                        "--seconds", str(args.seconds)]
+                sides = {"ours": ours + sized}
+                if transport == "shm" and op != "barrier":
+                    sides["registered"] = ours + sized + ["--registered"]
+                sides["Gloo"] = gloo
+                if mpi and transport == "shm":
+                    sides["Open MPI"] = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", world, mpi, op, args.bytes,
+                                         str(args.seconds)]
+                if floor and (op, world, transport) == ("all-reduce", "2", "shm"):
+                    sides["memory"] = [floor, args.bytes]
+                yield f"{op}, {world} ranks, {transport}", sides
+
+
+CASES = list(training_cases() if args.what == "mnist" else collective_cases())
 
 
 def run(cmd, tries=3):
@@ -56,19 +97,21 @@ def run(cmd, tries=3):
 
 raw, commands = [], []
 for round_ in range(args.rounds):
-    for name, ours, peer in CASES:
-        for side, cmd in (("ours", [args.phalanx, *ours.split()]),
-                          ("peer", [args.python, str(HERE / "peers" / peer.split()[0]), *peer.split()[1:]])):
+    for name, sides in CASES:
+        for side, cmd in sides.items():
             if round_ == 0:
-                commands.append(shlex.join([Path(cmd[0]).name, *[c.replace(str(HERE), "benches") for c in cmd[1:]]]))
-            for line in run(cmd):
-                raw.append({"case": name, "side": side, "round": round_, **line})
+                shown = [c.replace(str(HERE), "benches").replace(str(BUILT), "benches/peers") for c in cmd[1:]]
+                commands.append(shlex.join([Path(cmd[0]).name, *shown]))
+            # A part per rank may round a size up or down: sizes are told by their order.
+            asked = [0] if name.startswith("barrier") else map(int, args.bytes.split(","))
+            for size, line in zip(asked, run(cmd)):
+                raw.append({"case": name, "side": side, "round": round_, "asked": size, **line})
     # Written round by round, so that a broken run still leaves its figures.
     (args.out / "raw.jsonl").write_text("".join(json.dumps(r) + "\n" for r in raw))
 
 
 def figures(name, side, key, size=None):
-    return [r[key] for r in raw if r["case"] == name and r["side"] == side and r.get("bytes") == size]
+    return [r[key] for r in raw if r["case"] == name and r["side"] == side and size in (None, r["asked"])]
 
 
 def cell(v, digits=1):
@@ -78,23 +121,33 @@ def cell(v, digits=1):
 rows = []
 if args.what == "mnist":
     rows += ["| case | ours, ms a step | PyTorch, ms a step | images/s ratio | peak MiB ours / PyTorch | first step s |", "|---|---|---|---|---|---|"]
-    for name, _, _ in CASES:
+    for name, _ in CASES:
         a, b = figures(name, "ours", "step_ms_median"), figures(name, "peer", "step_ms_median")
         ratio = [y / x for x, y in zip(a, b)]
         mem = [statistics.median(figures(name, s, "peak_rss_mib")) for s in ("ours", "peer")]
         first = [statistics.median(figures(name, s, "first_step_s")) for s in ("ours", "peer")]
         rows.append(f"| {name} | {cell(a)} | {cell(b)} | {cell(ratio, 2)} | {mem[0]:.0f} / {mem[1]:.0f} | {first[0]:.2f} / {first[1]:.2f} |")
 else:
-    rows += ["| case | bytes | ours, µs | Gloo, µs | times faster |", "|---|---|---|---|---|"]
-    for name, _, _ in CASES:
-        for size in map(int, SIZES.split(",")):
-            a, b = figures(name, "ours", "median_us", size), figures(name, "peer", "median_us", size)
-            rows.append(f"| {name} | {size} | {cell(a)} | {cell(b)} | {cell([y / x for x, y in zip(a, b)], 2)} |")
+    # Per case and size: every side's time; then, round by round, how many times
+    # faster than each peer, and how many times slower than the memory allows.
+    PEERS = ["Gloo", "Open MPI", "memory"]
+    rows += ["| case | bytes | ours, µs | registered, µs | Gloo, µs | Open MPI, µs | memory floor, µs | ours: x Gloo, x Open MPI | registered: x Gloo, x Open MPI, of floor |",
+             "|---|---|---|---|---|---|---|---|---|"]
+    for name, sides in CASES:
+        for size in sorted({r["asked"] for r in raw if r["case"] == name}):
+            t = {side: figures(name, side, "median_us", size) for side in sides}
+            ratio = lambda side, peer: f"{statistics.median(y / x for x, y in zip(t[side], t[peer])):.2f}" if t.get(side) and t.get(peer) else "–"
+            near = f"{statistics.median(x / y for x, y in zip(t['registered'], t['memory'])):.2f}" if t.get("registered") and t.get("memory") else "–"
+            shown = [cell(t[s]) if t.get(s) else "–" for s in ("ours", "registered", *PEERS)]
+            rows.append(f"| {name} | {size} | {' | '.join(shown)} | {ratio('ours', 'Gloo')}, {ratio('ours', 'Open MPI')} | "
+                        f"{ratio('registered', 'Gloo')}, {ratio('registered', 'Open MPI')}, {near} |")
 
 cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
 torch = subprocess.run([args.python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True).stdout.strip()
 rustc = subprocess.run(["rustc", "--version"], capture_output=True, text=True).stdout.strip()
-text = [f"# {args.what}: ours against PyTorch {torch}", "",
+shutil.rmtree(BUILT)
+mpi_version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout.split("\n")[0] if shutil.which("mpirun") else "no Open MPI"
+text = [f"# {args.what}: ours against PyTorch {torch}, {mpi_version}", "",
         f"{os.cpu_count()} cores ({cpu}), {platform.system()} {platform.release()}, {rustc}, {args.rounds} interleaved rounds; "
         "median [smallest..largest].", "", *rows, "", "Commands of a round:", "", "```", *commands, "```", ""]
 (args.out / "summary.md").write_text("\n".join(text))
