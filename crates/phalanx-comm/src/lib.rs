@@ -52,6 +52,7 @@ mod kernel;
 mod memory;
 mod op;
 pub mod plan;
+pub mod recorder;
 mod select;
 mod sync;
 pub mod transport;

@@ -25,12 +25,13 @@ use phalanx_wire::frame::MAX_FRAME_BYTES;
 
 use self::cache::{PlanCache, Prepared};
 use self::flow::{Cut, Flow, Piece, Schedule};
-use self::signature::Signature;
+pub(crate) use self::signature::Signature;
 use self::transfer::Context;
 use crate::kernel::{self, Source};
 use crate::memory::Scratch;
 use crate::plan::order::Step;
 use crate::plan::{Buf, Collective, Local, Method, Part, Spec};
+use crate::recorder::Flight;
 use crate::transport::{Interest, Mesh, Poison};
 use crate::wait::deadline_in;
 use crate::{DType, Error, ReduceOp, Result};
@@ -110,6 +111,7 @@ impl Memory {
 /// Runs the operations of one rank in one group, one after another.
 pub(crate) struct Executor {
     mesh: Mesh,
+    flight: Flight,
     epoch: u32,
     group: u32,
     limits: Limits,
@@ -138,13 +140,14 @@ struct Sources(Vec<Source>);
 unsafe impl Send for Sources {}
 
 impl Executor {
-    pub(crate) fn new(mesh: Mesh, epoch: u32, group: u32, limits: Limits) -> Self {
+    pub(crate) fn new(mesh: Mesh, flight: Flight, epoch: u32, group: u32, limits: Limits) -> Self {
         let world = mesh.world();
         let limits = Limits {
             segment_bytes: limits.segment_bytes.clamp(1, MAX_FRAME_BYTES as usize),
             ..limits
         };
         Executor {
+            flight,
             epoch,
             group,
             limits,
@@ -172,6 +175,11 @@ impl Executor {
     /// (`beside` compute) or a caller's.
     pub(crate) fn run_beside(&mut self, beside: bool) {
         self.mesh.run_beside(beside);
+    }
+
+    /// The next operation was noted in the flight recorder when it was issued.
+    pub(crate) fn adopt(&mut self, ticket: u64) {
+        self.flight.adopt(ticket);
     }
 
     /// Runs one operation to its end.
@@ -206,10 +214,13 @@ impl Executor {
             error.with_rank(rank).with_operation(name)
         };
         if let Some(error) = self.refusal() {
+            self.flight.refuse();
             return Err(named(error));
         }
+        self.flight.begin(operation, &signature);
         // SAFETY: handed on from the caller.
         let result = unsafe { self.run_checked(operation, &signature, input, output) };
+        self.flight.end(&signature, result.is_ok());
         self.operations += 1;
         result.map_err(|error| {
             // Poison first, then look: of several ranks that fail at the same
@@ -222,6 +233,7 @@ impl Executor {
             };
             let error = named(error);
             self.failed = Some(error.clone());
+            self.flight.failed(&error.to_string());
             error
         })
     }
@@ -315,6 +327,7 @@ impl Executor {
     ) -> Result<()> {
         let Prepared { plan, schedule } = prepared;
         let order = &schedule.order;
+        self.flight.set_limit(limit);
         let deadline = Deadline::in_(limit);
         self.flow.begin(schedule);
         let (mut spins, mut turns) = (0u32, 0u32);
@@ -333,25 +346,28 @@ impl Executor {
                 moved = true;
             }
             if moved {
+                self.flight.progress();
                 spins = 0;
                 turns += 1;
                 if turns.is_multiple_of(TURNS_PER_CLOCK)
                     && !self.flow.is_done()
                     && Instant::now() >= deadline.at(self.flow.base)
                 {
-                    return Err(self.timeout(schedule, &deadline));
+                    return Err(self.timeout(schedule, &deadline, context));
                 }
             } else {
                 // Only after a fruitless turn: a rank that was stopped beyond
                 // its deadline must not blame peers whose data lies there.
                 let until = deadline.at(self.flow.base);
                 if Instant::now() >= until {
-                    return Err(self.timeout(schedule, &deadline));
+                    return Err(self.timeout(schedule, &deadline, context));
                 }
                 self.note_wanted(schedule, |flow, piece| flow.may_run(piece));
                 if !self.want.iter().any(|want| want.any()) {
                     return Err(Error::internal("the plan waits for itself"));
                 }
+                let world = self.mesh.world();
+                self.flight.waiting(&self.want, world, spins);
                 self.mesh.idle(&self.want, spins, until)?;
                 spins = spins.saturating_add(1);
             }
@@ -448,9 +464,15 @@ impl Executor {
     /// Names exactly the ranks whose transfers of the first unfinished round
     /// are unfinished. Blames one only in the very first round: later it may be
     /// waiting for somebody else.
-    fn timeout(&mut self, schedule: &Schedule, deadline: &Deadline) -> Error {
+    fn timeout(
+        &mut self,
+        schedule: &Schedule,
+        deadline: &Deadline,
+        context: &Context<'_>,
+    ) -> Error {
         let base = self.flow.base;
         self.note_wanted(schedule, |_, piece| piece.frame.step as usize == base);
+        self.flight.waiting(&self.want, self.mesh.world(), 1);
         let mut names = String::new();
         let mut only = None;
         for peer in 0..self.mesh.world() {
@@ -467,13 +489,21 @@ impl Executor {
             let comma = if names.is_empty() { "" } else { ", " };
             let _ = write!(names, "{comma}rank {peer} {what}");
         }
+        let echo = match base {
+            0 => "",
+            _ => " (or for whom they wait)",
+        };
+        let excuse = self
+            .flight
+            .excuse(context.signature)
+            .map_or(String::new(), |excuse| format!("; {excuse}"));
         let late = format!(
-            "timed out after {:.2} s (limit {:.2} s) waiting for {names}",
+            "timed out after {:.2} s (limit {:.2} s) waiting for {names}{echo}{excuse}",
             deadline.elapsed().as_secs_f64(),
             deadline.limit.as_secs_f64(),
         );
         match only {
-            _ if base > 0 => Error::timeout(format!("{late} (or for whom they wait)")),
+            _ if base > 0 => Error::timeout(late),
             Some(peer) => Error::timeout(late).with_peer(peer),
             None => Error::timeout(late),
         }
@@ -514,6 +544,7 @@ impl Executor {
                     // which always have both.
                     unreachable!("a fold in {}", operation.collective.name())
                 };
+                let began = self.flight.fold_begins();
                 let addresses = &mut self.sources.0;
                 addresses.clear();
                 // SAFETY: the parts lie within their buffers.
@@ -533,6 +564,7 @@ impl Executor {
                     );
                 }
                 addresses.clear();
+                self.flight.folded(began);
             }
         }
     }
@@ -564,11 +596,16 @@ impl Deadline {
     /// if another rank knows better, its error comes first.
     fn in_(limit: Duration) -> Self {
         let grace = (limit / 16).min(Duration::from_secs(1));
+        // One look at the clock: more would show in operations of 0.6 µs.
+        let started = Instant::now();
+        let at = started
+            .checked_add(limit)
+            .unwrap_or_else(|| deadline_in(limit));
         Deadline {
-            started: Instant::now(),
+            started,
             limit,
-            at: deadline_in(limit),
-            at_last: deadline_in(limit.saturating_add(grace)),
+            at,
+            at_last: at.checked_add(grace).unwrap_or(at),
         }
     }
 

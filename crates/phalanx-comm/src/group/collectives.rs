@@ -6,6 +6,8 @@
 //! are `Usage` errors: nothing was sent and the group stays usable, but the
 //! *other* ranks, if they made no mistake, wait for this one.
 
+use std::sync::Arc;
+
 use super::{Call, ProcessGroup, Work};
 use crate::exec::Operation;
 use crate::kernel::Isa;
@@ -530,15 +532,19 @@ impl ProcessGroup {
         };
         let (work, completer) = Work::new(self.core.callers.clone());
         let rank = self.core.rank;
+        let recorder = Arc::clone(&self.core.recorder);
+        let ticket = recorder.queued(self.core.epoch, self.core.id, &operation);
         self.core.queue.submit(Box::new(move |executor| {
             let executor = match executor {
                 Ok(executor) => executor,
                 Err(error) => {
+                    recorder.abandon(ticket);
                     let name = operation.collective.name();
                     return completer.finish(Err(error.with_rank(rank).with_operation(name)));
                 }
             };
             completer.start();
+            executor.adopt(ticket);
             let mut held = held;
             let (input, output) = addresses(&mut held);
             // SAFETY: the memory belongs to `held`, which this closure owns

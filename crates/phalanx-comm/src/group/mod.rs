@@ -23,6 +23,7 @@ use self::launch::check_rank;
 use self::queue::Queue;
 use self::registry::Registry;
 use crate::exec::{Executor, Limits};
+use crate::recorder::{Flight, Place, Recorder, Watched};
 use crate::select::Algorithm;
 use crate::transport::{AbortHandle, BindAddr, Mesh, Poison, TransportKind, thread_mesh};
 use crate::wait::{Budgets, Callers, Topology};
@@ -77,6 +78,8 @@ struct Core {
     rank: usize,
     world: usize,
     id: u32,
+    epoch: u32,
+    recorder: Arc<Recorder>,
     abort: AbortHandle,
     transports: Vec<(usize, TransportKind)>,
     bytes_sent: Arc<[AtomicU64]>,
@@ -88,6 +91,15 @@ struct Core {
     /// Subgroups made so far; part of their identity.
     subgroups: AtomicU64,
     origin: Arc<Origin>,
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let reason = format!("rank {} panicked", self.rank);
+            self.recorder.failed(&reason);
+        }
+    }
 }
 
 /// Where subgroups get their links from.
@@ -110,7 +122,13 @@ impl ProcessGroup {
     /// between ranks), `Timeout` naming the ranks that did not come.
     pub fn init(options: InitOptions) -> Result<Self> {
         let met = join::meet(options)?;
-        Ok(Self::assemble(met.rank, met.world, met.mesh, met.processes))
+        Self::assemble(
+            met.rank,
+            met.world,
+            met.mesh,
+            met.processes,
+            &Place::Launcher,
+        )
     }
 
     /// Forms a group through a store that the caller has opened. `rank` and
@@ -141,7 +159,7 @@ impl ProcessGroup {
             options,
         };
         let mesh = processes.form(WORLD_GROUP, rank, world, processes.options.timeout)?;
-        Ok(Self::assemble(rank, world, mesh, processes))
+        Self::assemble(rank, world, mesh, processes, &Place::Private)
     }
 
     /// A group of `world` ranks that are threads of this process; hand one
@@ -167,6 +185,10 @@ impl ProcessGroup {
             .enumerate()
             .map(|(rank, mut mesh)| {
                 mesh.share_cores(topology);
+                let recorder = match Recorder::new(rank, world, &Place::Private) {
+                    Ok(recorder) => recorder,
+                    Err(e) => panic!("cannot map the flight recorder of rank {rank}: {e}"),
+                };
                 Self::from_mesh(
                     Member {
                         rank,
@@ -178,12 +200,21 @@ impl ProcessGroup {
                     },
                     mesh,
                     Arc::clone(&origin),
+                    Arc::new(recorder),
                 )
             })
             .collect()
     }
 
-    fn assemble(rank: usize, world: usize, mesh: Mesh, processes: Processes) -> Self {
+    fn assemble(
+        rank: usize,
+        world: usize,
+        mesh: Mesh,
+        processes: Processes,
+        place: &Place,
+    ) -> Result<Self> {
+        let recorder = Recorder::new(rank, world, place)
+            .map_err(|e| Error::io("mapping the flight recorder", e).with_rank(rank))?;
         let member = Member {
             rank,
             world,
@@ -192,18 +223,32 @@ impl ProcessGroup {
             limits: processes.options.limits(),
             algorithm: processes.options.algorithm,
         };
-        Self::from_mesh(
+        Ok(Self::from_mesh(
             member,
             mesh,
             Arc::new(Origin::Processes(Box::new(processes))),
-        )
+            Arc::new(recorder),
+        ))
     }
 
-    fn from_mesh(member: Member, mesh: Mesh, origin: Arc<Origin>) -> Self {
+    fn from_mesh(member: Member, mesh: Mesh, origin: Arc<Origin>, recorder: Arc<Recorder>) -> Self {
         let abort = mesh.abort_handle();
         let transports = mesh.describe();
         let (budgets, callers) = (mesh.budgets(), mesh.callers());
-        let executor = Executor::new(mesh, member.epoch, member.id, member.limits);
+        let store = match &*origin {
+            Origin::Threads { .. } => None,
+            Origin::Processes(processes) => Some(Arc::clone(&processes.store)),
+        };
+        let watched = Watched::new(
+            Arc::clone(&recorder),
+            (member.epoch, member.id),
+            member.rank,
+            mesh.cells(),
+            store,
+        );
+        let kinds = transports.iter().fold(0, |sum, (_, kind)| sum | kind.bit());
+        let flight = Flight::new(watched, kinds);
+        let executor = Executor::new(mesh, flight, member.epoch, member.id, member.limits);
         let bytes_sent = executor.bytes_sent();
         tracing::debug!(
             rank = member.rank,
@@ -219,6 +264,8 @@ impl ProcessGroup {
                 rank: member.rank,
                 world: member.world,
                 id: member.id,
+                epoch: member.epoch,
+                recorder,
                 abort,
                 transports,
                 bytes_sent,
@@ -296,7 +343,35 @@ impl ProcessGroup {
     /// in flight fail with `Aborted`, naming this rank and `cause` (of which
     /// 200 bytes are kept). The first cause wins.
     pub fn abort(&self, cause: &str) {
+        self.core.recorder.failed(cause);
         self.core.abort.poison(&Poison::new(self.core.rank, cause));
+    }
+
+    /// Says what this rank is doing from now on (`backward`, `loading data`),
+    /// of which 24 bytes are shown. When the rank is late or dies, others are told.
+    ///
+    /// *Cost:* tens of nanoseconds.
+    pub fn set_phase(&self, name: &str) {
+        self.core.recorder.set_phase(name);
+    }
+
+    /// Says where in the training this rank is; both are counted from 1.
+    pub fn set_position(&self, epoch: u64, step: u64) {
+        self.core.recorder.set_position(epoch, step);
+    }
+
+    /// Where this rank writes its flight recorder when it fails, as
+    /// `rank-N.json`, unless `PHALANX_FLIGHT_DIR` (or an earlier call) says
+    /// otherwise. Under a launcher that reads the recorders itself, nothing is
+    /// written here.
+    pub fn set_flight_dir(&self, dir: &std::path::Path) {
+        self.core.recorder.set_dir(dir);
+    }
+
+    /// What this rank's flight recorder holds: its last 4096 operations in
+    /// all groups. *Cost:* a few milliseconds.
+    pub fn flight(&self) -> crate::recorder::Dump {
+        self.core.recorder.dump()
     }
 
     /// The orderly end: finishes what was issued, waits for all ranks to do

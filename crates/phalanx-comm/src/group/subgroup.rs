@@ -54,7 +54,7 @@ impl ProcessGroup {
             rank,
             world: members.len(),
             id: group_id(print),
-            epoch: self.epoch(),
+            epoch: self.core.epoch,
             limits: self.core.limits,
             algorithm: self.core.algorithm,
         };
@@ -77,6 +77,7 @@ impl ProcessGroup {
             member,
             mesh,
             Arc::clone(&self.core.origin),
+            Arc::clone(&self.core.recorder),
         )))
     }
 

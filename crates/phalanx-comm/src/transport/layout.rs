@@ -3,7 +3,7 @@
 //! ```text
 //! header   magic, version, seats, ring bytes, nonce                   128 B
 //! poison   state with origin rank, length, cause                      256 B
-//! seats    per rank: bell (128 B), state (128 B)
+//! seats    per rank: bell (128 B), state and what it is doing (128 B, `recorder/cell.rs`)
 //! rings    per ordered pair (from, to), from ≠ to: see `ring.rs`
 //! ```
 //!

@@ -12,6 +12,7 @@ use super::segment::Segment;
 use super::shm::Watch;
 use super::tcp::{Control, Fate, TcpLink};
 use super::{Interest, Link, TransportKind};
+use crate::recorder::cell::Cell;
 use crate::wait::{Budget, Budgets, Callers, Policy, SLICE, Topology, Wake};
 use crate::{Error, Result};
 
@@ -299,6 +300,24 @@ impl Mesh {
             .enumerate()
             .filter_map(|(i, p)| Some((i, kind(p)?)))
             .collect()
+    }
+
+    /// What ranks of this host tell each other, by rank; our own included.
+    pub(crate) fn cells(&self) -> Vec<Option<Cell>> {
+        let cell = |seat| Some(self.shared.segment.cell(seat));
+        let mut cells: Vec<Option<Cell>> = self
+            .peers
+            .iter()
+            .take(self.world())
+            .map(|peer| match peer {
+                Peer::Ring(link) => cell(link.seat),
+                Peer::Own(_) | Peer::Tcp(_) => None,
+            })
+            .collect();
+        if let Some(own) = cells.get_mut(self.shared.rank) {
+            *own = cell(self.seat);
+        }
+        cells
     }
 
     /// Poisons the group; see [`AbortHandle::poison`]. True if `cause` is the

@@ -32,6 +32,7 @@ mod testing;
 pub use form::{BindAddr, FormOptions, Prefer, form, local_address_towards};
 pub use mesh::{AbortHandle, Mesh, thread_mesh};
 pub use poison::{MAX_CAUSE_BYTES, Poison};
+pub(crate) use region::Region;
 
 use crate::Result;
 
@@ -47,6 +48,15 @@ pub enum TransportKind {
 }
 
 impl TransportKind {
+    /// A set of kinds is a sum of these.
+    pub(crate) const fn bit(self) -> u8 {
+        match self {
+            TransportKind::Thread => 1,
+            TransportKind::Shm => 2,
+            TransportKind::Tcp => 4,
+        }
+    }
+
     /// Lower-case name, as in options and logs.
     pub fn name(self) -> &'static str {
         match self {

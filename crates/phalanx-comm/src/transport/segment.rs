@@ -7,6 +7,7 @@ use super::layout::Layout;
 use super::poison::{self, Poison};
 use super::region::Region;
 use super::ring::{Consumer, Producer};
+use crate::recorder::cell::Cell;
 use crate::wait::{Bell, FutexKind};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"PHLXSEG\0");
@@ -121,6 +122,11 @@ impl Segment {
     /// The bell of the rank on `seat`.
     pub(crate) fn bell(&self, seat: usize) -> Bell<'_> {
         Bell::new(self.region.u32_at(self.layout.bell(seat)), self.futex)
+    }
+
+    /// What the rank on `seat` tells the others of this host.
+    pub(crate) fn cell(&self, seat: usize) -> Cell {
+        Cell::new(Arc::clone(&self.region), self.layout.seat_state(seat))
     }
 
     /// Wakes everyone.

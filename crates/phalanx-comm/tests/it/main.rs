@@ -3,6 +3,7 @@
 mod collectives;
 mod common;
 mod faults;
+mod flight;
 mod forming;
 mod grid;
 mod handles;

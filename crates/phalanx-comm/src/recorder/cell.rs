@@ -1,0 +1,124 @@
+//! What the ranks of one host see of each other: a seat's spare words.
+//!
+//! One rank writes, all others read, and only when they have waited for
+//! seconds. What changes with every operation lies on another cache line than
+//! the seat's state, which waiting peers poll.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+
+use super::layout::{read_text, write_text};
+use crate::transport::Region;
+
+/// Words, from the seat's state on.
+const PID: usize = 1;
+const PID_SPACE: usize = 2;
+const PHASE_SINCE: usize = 3;
+const PHASE: usize = 4;
+const PHASE_WORDS: usize = 3;
+const POSITION: usize = 7;
+/// The second line.
+const ENTERED: usize = 8;
+const DONE: usize = 9;
+const AWAITED: usize = 10;
+const AWAITED_HIGH: usize = 11;
+
+/// One rank's words in memory that others read.
+pub(crate) struct Cell {
+    region: Arc<Region>,
+    /// Of the seat's state.
+    offset: usize,
+}
+
+/// What was read of a rank; nothing in it is trusted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Seen {
+    pub(crate) pid: u32,
+    /// Process ids mean the same only in one pid namespace.
+    pub(crate) pid_space: u64,
+    /// Name, and since when on the monotonic clock.
+    pub(crate) phase: Option<(String, u64)>,
+    /// `epoch << 40 | step`, plus 1, or 0.
+    pub(crate) position: u64,
+    /// The last operation entered, and the last completed.
+    pub(crate) entered: Option<u64>,
+    pub(crate) done: Option<u64>,
+    pub(crate) awaited: [u64; 2],
+}
+
+impl Cell {
+    pub(crate) fn new(region: Arc<Region>, offset: usize) -> Cell {
+        Cell { region, offset }
+    }
+
+    #[inline]
+    fn word(&self, index: usize) -> &AtomicU64 {
+        self.region.u64_at(self.offset + 8 * index)
+    }
+
+    /// This process takes the cell.
+    pub(crate) fn sit(&self) {
+        self.word(PID).store(u64::from(std::process::id()), Relaxed);
+        self.word(PID_SPACE).store(pid_space(), Relaxed);
+    }
+
+    pub(crate) fn set_phase(&self, name: &str, now_ns: u64) {
+        self.word(PHASE_SINCE).store(now_ns, Relaxed);
+        write_text(name, PHASE_WORDS, |i, word| {
+            self.word(PHASE + i).store(word, Relaxed);
+        });
+    }
+
+    pub(crate) fn set_position(&self, packed: u64) {
+        self.word(POSITION).store(packed, Relaxed);
+    }
+
+    #[inline]
+    pub(crate) fn enter(&self, seq: u64) {
+        self.word(ENTERED).store(seq + 1, Relaxed);
+    }
+
+    #[inline]
+    pub(crate) fn done(&self, seq: u64) {
+        self.word(DONE).store(seq + 1, Relaxed);
+    }
+
+    #[inline]
+    pub(crate) fn await_ranks(&self, mask: [u64; 2]) {
+        self.word(AWAITED).store(mask[0], Relaxed);
+        self.word(AWAITED_HIGH).store(mask[1], Relaxed);
+    }
+
+    pub(crate) fn read(&self) -> Seen {
+        let get = |index: usize| self.word(index).load(Relaxed);
+        let since = get(PHASE_SINCE);
+        Seen {
+            pid: get(PID) as u32,
+            pid_space: get(PID_SPACE),
+            phase: (since > 0).then(|| {
+                let text = read_text((0..PHASE_WORDS).map(|i| get(PHASE + i)));
+                (text, since)
+            }),
+            position: get(POSITION),
+            entered: get(ENTERED).checked_sub(1),
+            done: get(DONE).checked_sub(1),
+            awaited: [get(AWAITED), get(AWAITED_HIGH)],
+        }
+    }
+}
+
+/// The number of this process's pid namespace; 0: unknown.
+pub(crate) fn pid_space() -> u64 {
+    std::fs::read_link("/proc/self/ns/pid")
+        .ok()
+        .and_then(|link| {
+            let digits: String = link
+                .to_string_lossy()
+                .chars()
+                .filter(char::is_ascii_digit)
+                .collect();
+            digits.parse().ok()
+        })
+        .unwrap_or(0)
+}

@@ -1,0 +1,344 @@
+//! A recorder's contents as a value.
+
+use std::os::fd::OwnedFd;
+
+use serde::{Deserialize, Serialize};
+
+use super::clock::{Anchor, Clock, Scale};
+use super::layout::{
+    ENTRIES, LABEL_LOST, LABELS, WORDS, entry, entry_at, head, label_at, printable, read_text,
+    state,
+};
+use super::memory;
+use crate::plan::{Collective, Method};
+use crate::{DType, ReduceOp};
+
+/// How far an operation came.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// Issued; earlier ones are not over.
+    Queued,
+    /// In progress, or waiting.
+    Running,
+    /// Complete.
+    Done,
+    /// Failed, here or elsewhere.
+    Aborted,
+}
+
+/// What a rank is doing outside of operations.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Phase {
+    /// `backward`, `loading data`, ...
+    pub name: String,
+    /// For how long, when the dump was taken.
+    pub for_ms: u64,
+}
+
+/// Where in the training a rank is; both counted from 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Position {
+    /// Pass over the data.
+    pub epoch: u64,
+    /// Optimizer step within it.
+    pub step: u64,
+}
+
+/// One operation. Moments are on the host's monotonic clock, in nanoseconds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Entry {
+    /// How many operations this rank had issued before.
+    pub n: u64,
+    /// Number among the group's collectives (point to point: among the pair's
+    /// messages); not known while it is queued.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seq: Option<u64>,
+    /// The process group's epoch.
+    pub epoch: u32,
+    /// 0 is the world; other numbers are subgroups.
+    pub group: u32,
+    /// `all_reduce`, ...
+    pub op: String,
+    /// `f32`, ...; operations without data have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dtype: Option<String>,
+    /// `sum`, ...
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reduce: Option<String>,
+    /// Elements.
+    pub count: u64,
+    /// The plan that all ranks chose.
+    pub method: String,
+    /// The root, or the sender of a message.
+    pub root: u32,
+    /// The receiver of a message.
+    pub target: u32,
+    /// `shm`, `tcp`, `shm+tcp`, `thread`.
+    pub transport: String,
+    /// Index into [`Dump::labels`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub label: Option<u16>,
+    /// How far it came.
+    pub state: State,
+    /// When it was issued.
+    pub queued_ns: u64,
+    /// When it was its turn.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub started_ns: Option<u64>,
+    /// When first something moved after a wait. Operations below 32 KiB are
+    /// not timed so finely.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub progress_ns: Option<u64>,
+    /// When it was over.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub done_ns: Option<u64>,
+    /// Time without progress.
+    pub waiting_ns: u64,
+    /// Time in folds.
+    pub folding_ns: u64,
+    /// The rest: moving bytes.
+    pub moving_ns: u64,
+    /// Ranks waited for when the dump was taken or the operation failed;
+    /// only ranks below 128 are noted.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub awaited: Vec<u32>,
+    /// The rank waited for longest.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slowest: Option<u32>,
+}
+
+/// What one rank's recorder held at one moment.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Dump {
+    /// [`Dump::FORMAT`].
+    pub format: String,
+    /// The rank.
+    pub rank: usize,
+    /// Ranks in the job.
+    pub world: usize,
+    /// Epoch of its newest group.
+    pub epoch: u32,
+    /// Host name.
+    pub host: String,
+    /// Process id.
+    pub pid: u32,
+    /// Why it was taken, if something failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// How the process ended, if whoever took the dump knows.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ended: Option<String>,
+    /// When it was taken (when it failed, if it did), on the host's monotonic
+    /// clock...
+    pub taken_ns: u64,
+    /// ...and in nanoseconds since 1970: with both, dumps of several hosts
+    /// can be laid side by side.
+    pub taken_unix_ns: u64,
+    /// What the rank was doing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub phase: Option<Phase>,
+    /// Where in the training.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub position: Option<Position>,
+    /// Operations ever recorded.
+    pub recorded: u64,
+    /// Texts that operations refer to.
+    pub labels: Vec<String>,
+    /// The newest first, so that a truncated file still tells the end.
+    pub entries: Vec<Entry>,
+}
+
+impl Dump {
+    /// Name and version of the format.
+    pub const FORMAT: &'static str = "phalanx flight 1";
+
+    /// What the rank that has this memory recorded, whatever became of it.
+    ///
+    /// # Errors
+    ///
+    /// A text that says why there is nothing to read.
+    pub fn from_memory(file: &OwnedFd) -> Result<Dump, String> {
+        let words = memory::read_words(file)?;
+        let clock = Clock::from_code(words[head::CLOCK]).unwrap_or(Clock::Monotonic);
+        Ok(Dump::decode(&words, clock.anchor()))
+    }
+
+    /// Reads all `WORDS` words; they may say anything. `now` is on the
+    /// recorder's clock.
+    pub(crate) fn decode(words: &[u64], now: Anchor) -> Dump {
+        debug_assert_eq!(words.len(), WORDS);
+        let first = Anchor {
+            ticks: words[head::ANCHOR_TICKS],
+            monotonic_ns: words[head::ANCHOR_MONOTONIC],
+            wall_ns: words[head::ANCHOR_WALL],
+        };
+        let scale = Scale::new(first, now);
+        let text = |at: usize, count: usize| read_text(words[at..at + count].iter().copied());
+        let taken_ns = match words[head::FAILED_AT] {
+            0 => now.monotonic_ns,
+            ticks => scale.moment(ticks).min(now.monotonic_ns),
+        };
+        let phase = (words[head::PHASE_SINCE] > 0).then(|| Phase {
+            name: text(head::PHASE, head::PHASE_WORDS),
+            for_ms: taken_ns.saturating_sub(scale.moment(words[head::PHASE_SINCE])) / 1_000_000,
+        });
+        let used = usize::try_from(words[head::LABELS_USED]).unwrap_or(0);
+        let labels = (0..used.min(LABELS))
+            .map(|index| {
+                let at = label_at(index);
+                text(at + 1, super::layout::LABEL_WORDS - 1)
+            })
+            .collect();
+        let next = words[head::TICKETS];
+        let oldest = next.saturating_sub(ENTRIES as u64);
+        let entries = (oldest..next)
+            .rev()
+            .filter_map(|ticket| {
+                let at = entry_at(ticket);
+                Entry::decode(words.get(at..at + entry::WORDS)?, ticket, &scale)
+            })
+            .collect();
+        Dump {
+            format: Self::FORMAT.to_owned(),
+            rank: (words[head::RANK] & u64::from(u32::MAX)) as usize,
+            world: (words[head::RANK] >> 32) as usize,
+            epoch: words[head::EPOCH] as u32,
+            host: host_name(),
+            pid: words[head::OWNER] as u32,
+            reason: Some(text(head::REASON, head::REASON_WORDS)).filter(|text| !text.is_empty()),
+            ended: None,
+            taken_ns,
+            taken_unix_ns: now
+                .wall_ns
+                .saturating_sub(now.monotonic_ns.saturating_sub(taken_ns)),
+            phase,
+            position: position(words[head::POSITION]),
+            recorded: next,
+            labels,
+            entries,
+        }
+    }
+
+    /// The text that an operation's label refers to.
+    pub fn label_of(&self, entry: &Entry) -> Option<&str> {
+        let label = entry.label?;
+        if label == LABEL_LOST {
+            return Some("a label that was not kept");
+        }
+        self.labels.get(usize::from(label)).map(String::as_str)
+    }
+}
+
+/// This host's name.
+pub(crate) fn host_name() -> String {
+    rustix::system::uname()
+        .nodename()
+        .to_string_lossy()
+        .into_owned()
+}
+
+/// Unpacks `epoch << 40 | step`, plus 1.
+pub(crate) fn position(packed: u64) -> Option<Position> {
+    let packed = packed.checked_sub(1)?;
+    Some(Position {
+        epoch: packed >> 40,
+        step: packed & ((1 << 40) - 1),
+    })
+}
+
+/// The ranks whose bits are set.
+pub(crate) fn ranks_of(mask: [u64; 2]) -> Vec<u32> {
+    (0..128)
+        .filter(|rank| mask[*rank as usize / 64] >> (rank % 64) & 1 == 1)
+        .collect()
+}
+
+impl Entry {
+    pub(crate) fn decode(words: &[u64], ticket: u64, scale: &Scale) -> Option<Entry> {
+        if words[entry::STAMP] != ticket.wrapping_add(1) {
+            return None;
+        }
+        let state = match words[entry::STATE] {
+            state::QUEUED => State::Queued,
+            state::RUNNING => State::Running,
+            state::DONE => State::Done,
+            state::ABORTED => State::Aborted,
+            _ => return None,
+        };
+        let what = words[entry::WHAT].to_le_bytes();
+        let moment = |at: usize| (words[at] > 0).then(|| scale.moment(words[at]));
+        let over = matches!(state, State::Done | State::Aborted);
+        let started_ns = moment(entry::STARTED);
+        let done_ns = moment(entry::DONE).filter(|_| over);
+        let waiting_ns = scale.span(words[entry::WAITED]);
+        let folding_ns = scale.span(words[entry::FOLDED]);
+        let took = match (started_ns, done_ns) {
+            (Some(from), Some(to)) => to.saturating_sub(from),
+            _ => 0,
+        };
+        let label = u16::from_le_bytes([what[5], what[6]]);
+        Some(Entry {
+            n: ticket,
+            seq: Some(words[entry::SEQ]).filter(|seq| *seq != u64::MAX),
+            epoch: (words[entry::GROUP] >> 32) as u32,
+            group: words[entry::GROUP] as u32,
+            op: Collective::from_wire(what[0])
+                .map_or_else(|| format!("operation {}", what[0]), |c| c.name().to_owned()),
+            method: Method::from_wire(what[1])
+                .map_or_else(|| format!("method {}", what[1]), |m| m.name().to_owned()),
+            dtype: DType::from_wire(what[2]).map(|dtype| dtype.to_string()),
+            reduce: ReduceOp::from_wire(what[3]).map(|op| op.to_string()),
+            count: words[entry::COUNT],
+            root: words[entry::ROOT] as u32,
+            target: (words[entry::ROOT] >> 32) as u32,
+            transport: transport_name(what[4]),
+            label: match label {
+                0 => None,
+                LABEL_LOST => Some(LABEL_LOST),
+                index => Some(index - 1),
+            },
+            state,
+            queued_ns: scale.moment(words[entry::QUEUED]),
+            started_ns,
+            progress_ns: moment(entry::PROGRESS),
+            done_ns,
+            waiting_ns,
+            folding_ns,
+            moving_ns: took.saturating_sub(waiting_ns.saturating_add(folding_ns)),
+            awaited: ranks_of([words[entry::AWAITED], words[entry::AWAITED_HIGH]]),
+            slowest: u32::try_from(words[entry::SLOWEST])
+                .ok()
+                .and_then(|rank| rank.checked_sub(1)),
+        })
+    }
+
+    /// `all_reduce f32 sum of 100 elements`, as all ranks must agree on it.
+    pub fn describe(&self) -> String {
+        let mut text = printable(&self.op);
+        if let Some(dtype) = &self.dtype {
+            text.push_str(&format!(" {}", printable(dtype)));
+            if let Some(reduce) = &self.reduce {
+                text.push_str(&format!(" {}", printable(reduce)));
+            }
+            let plural = if self.count == 1 { "" } else { "s" };
+            text.push_str(&format!(" of {} element{plural}", self.count));
+        }
+        if matches!(
+            self.op.as_str(),
+            "broadcast" | "reduce" | "gather" | "scatter"
+        ) {
+            text.push_str(&format!(" with root {}", self.root));
+        }
+        text
+    }
+}
+
+/// The links an operation's group has: a sum of 1, 2 and 4.
+fn transport_name(code: u8) -> String {
+    let names: Vec<&str> = [(1, "thread"), (2, "shm"), (4, "tcp")]
+        .into_iter()
+        .filter_map(|(bit, name)| (code & bit != 0).then_some(name))
+        .collect();
+    names.join("+")
+}

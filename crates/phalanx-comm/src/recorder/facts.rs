@@ -1,0 +1,306 @@
+//! What is known of another rank that does not come, and how it is said.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::cell::{Seen, pid_space};
+use super::dump::position;
+use super::layout::printable;
+
+/// Longest record that is read from the store; ours have about 300 bytes.
+pub(super) const MAX_RECORD_BYTES: usize = 2048;
+/// A record older than this does not say what its rank is doing now.
+const STALE: Duration = Duration::from_secs(12);
+
+/// What a rank tells the ranks that share no memory with it, through the store.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Record {
+    pub(super) host: String,
+    /// Kernel and pid namespace: where the pid means something.
+    pub(super) machine: String,
+    pub(super) pid: u32,
+    pub(super) phase: Option<String>,
+    /// For how long, when it was said.
+    pub(super) phase_ms: u64,
+    pub(super) position: u64,
+    pub(super) entered: Option<u64>,
+    pub(super) done: Option<u64>,
+    /// When it was said.
+    pub(super) unix_ms: u64,
+}
+
+impl Record {
+    /// Nothing in it is trusted.
+    pub(super) fn decode(bytes: &[u8]) -> Option<Record> {
+        let bytes = bytes.get(..bytes.len().min(MAX_RECORD_BYTES))?;
+        let mut record: Record = serde_json::from_slice(bytes).ok()?;
+        record.host = printable(&record.host);
+        record.phase = record.phase.as_deref().map(printable);
+        Some(record)
+    }
+}
+
+/// This kernel and pid namespace.
+pub(super) fn machine() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    format!("{}/{}", boot.trim(), pid_space())
+}
+
+/// What is known of one rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Fact {
+    pub(crate) rank: usize,
+    pub(crate) host: Option<String>,
+    /// Whether it runs under this kernel, so that `/proc` knows it.
+    pub(crate) is_local: bool,
+    pub(crate) pid: u32,
+    pub(crate) phase: Option<(String, Duration)>,
+    pub(crate) position: u64,
+    /// The last collective it entered, and the last it completed.
+    pub(crate) entered: Option<u64>,
+    pub(crate) done: Option<u64>,
+}
+
+impl Fact {
+    pub(super) fn of_cell(rank: usize, seen: Seen, own_space: u64, now_ns: u64) -> Fact {
+        Fact {
+            rank,
+            host: None,
+            is_local: seen.pid_space == own_space,
+            pid: seen.pid,
+            phase: seen
+                .phase
+                .map(|(name, since)| (name, Duration::from_nanos(now_ns.saturating_sub(since)))),
+            position: seen.position,
+            entered: seen.entered,
+            done: seen.done,
+        }
+    }
+
+    pub(super) fn of_record(rank: usize, record: Record, own_machine: &str, now_ms: u64) -> Fact {
+        let age = Duration::from_millis(now_ms.saturating_sub(record.unix_ms));
+        let is_fresh = age < STALE;
+        let phase_for = Duration::from_millis(record.phase_ms) + age;
+        Fact {
+            rank,
+            is_local: record.machine == own_machine,
+            host: Some(record.host),
+            pid: record.pid,
+            phase: record
+                .phase
+                .filter(|_| is_fresh)
+                .map(|name| (name, phase_for)),
+            position: if is_fresh { record.position } else { 0 },
+            entered: record.entered.filter(|_| is_fresh),
+            done: record.done.filter(|_| is_fresh),
+        }
+    }
+
+    /// `rank 2 (pid 4712, host node-b)`.
+    pub(super) fn name(&self) -> String {
+        match &self.host {
+            Some(host) if !self.is_local => {
+                format!("rank {} (pid {}, host {host})", self.rank, self.pid)
+            }
+            _ => format!("rank {} (pid {})", self.rank, self.pid),
+        }
+    }
+
+    /// Whether it is in collective `seq` now.
+    pub(super) fn is_in(&self, seq: u64) -> bool {
+        self.entered == Some(seq) && self.done != Some(seq)
+    }
+
+    /// What it is doing instead of coming to `seq`, without its name.
+    pub(super) fn doing(&self, seq: Option<u64>) -> String {
+        let process = if self.is_local {
+            Process::look(self.pid)
+        } else {
+            Process::Unknown
+        };
+        let mut parts = Vec::new();
+        match process {
+            Process::Stopped => parts.push("is stopped (SIGSTOP or a debugger)".to_owned()),
+            Process::Dead => parts.push("is dead".to_owned()),
+            Process::Unknown | Process::Alive => {}
+        }
+        let waits = seq.is_some_and(|seq| self.is_in(seq));
+        if waits {
+            parts.push("has come but does not go on".to_owned());
+        } else if let Some(done) = self.done {
+            parts.push(format!("last completed seq {done}"));
+        }
+        if let Some((name, since)) = self.phase.as_ref().filter(|_| !waits) {
+            let verb = match process {
+                Process::Stopped | Process::Dead => "was",
+                _ => "is",
+            };
+            let mut text = format!("{verb} in {name} for {}", seconds(*since));
+            if let Some(at) = position(self.position) {
+                text.push_str(&format!(" (epoch {} step {})", at.epoch, at.step));
+            }
+            parts.push(text);
+        }
+        if parts.is_empty() {
+            parts.push("has not said what it is doing".to_owned());
+        }
+        parts.join(" and ")
+    }
+}
+
+/// What the kernel says of a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Process {
+    Unknown,
+    Alive,
+    Stopped,
+    Dead,
+}
+
+impl Process {
+    fn look(pid: u32) -> Process {
+        let stat = match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
+            Ok(stat) => stat,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Process::Dead,
+            Err(_) => return Process::Unknown,
+        };
+        // The state follows the name, which is in parentheses and may hold any.
+        let state = stat
+            .rsplit_once(") ")
+            .and_then(|(_, rest)| rest.chars().next());
+        match state {
+            Some('T' | 't') => Process::Stopped,
+            Some('Z' | 'X' | 'x') => Process::Dead,
+            Some(_) => Process::Alive,
+            None => Process::Unknown,
+        }
+    }
+}
+
+/// `11 s`, `2 min 5 s`; below ten seconds with a decimal.
+pub(crate) fn seconds(time: Duration) -> String {
+    let whole = time.as_secs();
+    match whole {
+        0..=9 => format!("{:.1} s", time.as_secs_f64()),
+        10..=119 => format!("{whole} s"),
+        _ => format!("{} min {} s", whole / 60, whole % 60),
+    }
+}
+
+/// `rank 0`, `ranks 0, 1, 3`; of many, the first.
+pub(super) fn ranks(ranks: &[usize]) -> String {
+    const SHOWN: usize = 8;
+    let shown: Vec<String> = ranks.iter().take(SHOWN).map(usize::to_string).collect();
+    let plural = if ranks.len() == 1 { "" } else { "s" };
+    let more = match ranks.len().saturating_sub(SHOWN) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    format!("rank{plural} {}{more}", shown.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fact() -> Fact {
+        Fact {
+            rank: 2,
+            host: Some("node-b".into()),
+            is_local: false,
+            pid: 4712,
+            phase: Some(("loading data".into(), Duration::from_secs(58))),
+            position: (1 << 40 | 212) + 1,
+            entered: Some(811),
+            done: Some(811),
+        }
+    }
+
+    #[test]
+    fn a_late_rank_is_described() {
+        let fact = fact();
+        assert_eq!(fact.name(), "rank 2 (pid 4712, host node-b)");
+        assert_eq!(
+            fact.doing(Some(812)),
+            "last completed seq 811 and is in loading data for 58 s (epoch 1 step 212)"
+        );
+        let waiting = Fact {
+            entered: Some(812),
+            ..fact
+        };
+        assert_eq!(waiting.doing(Some(812)), "has come but does not go on");
+    }
+
+    #[test]
+    fn the_kernel_knows_who_is_dead_or_stopped() {
+        let own = std::process::id();
+        assert_eq!(Process::look(own), Process::Alive);
+        assert_eq!(Process::look(u32::MAX), Process::Dead);
+        let mut child = std::process::Command::new("sleep")
+            .arg("60")
+            .spawn()
+            .unwrap();
+        let pid = rustix::process::Pid::from_child(&child);
+        rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+        let number = child.id();
+        let dead = || Fact {
+            is_local: true,
+            pid: number,
+            phase: None,
+            ..fact()
+        };
+        let until = std::time::Instant::now() + Duration::from_secs(10);
+        while Process::look(number) != Process::Stopped {
+            assert!(std::time::Instant::now() < until);
+            std::thread::yield_now();
+        }
+        assert_eq!(
+            dead().doing(Some(812)),
+            "is stopped (SIGSTOP or a debugger) and last completed seq 811"
+        );
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(dead().doing(None).starts_with("is dead"));
+    }
+
+    #[test]
+    fn old_records_tell_only_who_it_was() {
+        let record = Record {
+            host: "node\x1b[2J".into(),
+            machine: "m".into(),
+            pid: 7,
+            phase: Some("backward".into()),
+            phase_ms: 2000,
+            position: 1,
+            entered: Some(3),
+            done: Some(3),
+            unix_ms: 100_000,
+        };
+        let bytes = serde_json::to_vec(&record).unwrap();
+        let record = Record::decode(&bytes).unwrap();
+        assert_eq!(record.host, "node?[2J");
+        let fresh = Fact::of_record(1, record.clone(), "m", 103_000);
+        assert!(fresh.is_local);
+        assert_eq!(
+            fresh.phase,
+            Some(("backward".to_owned(), Duration::from_secs(5)))
+        );
+        let stale = Fact::of_record(1, record, "other", 900_000);
+        assert_eq!((stale.phase, stale.done, stale.pid), (None, None, 7));
+        for end in 0..bytes.len() {
+            assert_eq!(Record::decode(&bytes[..end]), None);
+        }
+    }
+
+    #[test]
+    fn durations_and_ranks() {
+        assert_eq!(seconds(Duration::from_millis(1240)), "1.2 s");
+        assert_eq!(seconds(Duration::from_secs(58)), "58 s");
+        assert_eq!(seconds(Duration::from_secs(605)), "10 min 5 s");
+        assert_eq!(ranks(&[2]), "rank 2");
+        assert_eq!(ranks(&[0, 1, 3]), "ranks 0, 1, 3");
+        let many: Vec<usize> = (0..11).collect();
+        assert_eq!(ranks(&many), "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 3 more");
+    }
+}

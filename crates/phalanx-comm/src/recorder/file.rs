@@ -1,0 +1,164 @@
+//! Dumps as files: `rank-N.json`, one JSON document each.
+//!
+//! The newest operation comes first and every operation has a line of its
+//! own, so that a file which was cut off can still be read up to the cut.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+
+use super::dump::{Dump, Entry};
+use super::layout::{ENTRIES, LABELS, printable};
+
+/// Largest file that is read; ours have at most two megabytes.
+pub const MAX_DUMP_BYTES: u64 = 8 << 20;
+
+/// Longest text kept of a file's strings.
+const MAX_TEXT_BYTES: usize = 1024;
+
+/// Why a file is no dump.
+#[derive(Debug)]
+pub struct DumpError(String);
+
+impl fmt::Display for DumpError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for DumpError {}
+
+impl Dump {
+    /// Writes `rank-N.json` into `dir`, which is made if need be; replaces an
+    /// older one as a whole.
+    ///
+    /// # Errors
+    ///
+    /// Those of the file system.
+    pub fn write_into(&self, dir: &Path) -> std::io::Result<PathBuf> {
+        std::fs::create_dir_all(dir)?;
+        let name = format!("rank-{}.json", self.rank);
+        let path = dir.join(&name);
+        let temporary = dir.join(format!(".{name}.{}.tmp", std::process::id()));
+        let written = File::create(&temporary)
+            .and_then(|mut file| file.write_all(self.to_json()?.as_bytes()))
+            .and_then(|()| std::fs::rename(&temporary, &path));
+        if let Err(e) = written {
+            let _ = std::fs::remove_file(&temporary);
+            return Err(e);
+        }
+        Ok(path)
+    }
+
+    fn to_json(&self) -> std::io::Result<String> {
+        let head = Dump {
+            entries: Vec::new(),
+            ..self.clone()
+        };
+        // The entries are the last field: the head ends with "[]}".
+        let mut text = serde_json::to_string(&head)?;
+        text.truncate(text.len() - "]}".len());
+        for (i, entry) in self.entries.iter().enumerate() {
+            text.push_str(if i == 0 { "\n" } else { ",\n" });
+            text.push_str(&serde_json::to_string(entry)?);
+        }
+        text.push_str("\n]}\n");
+        Ok(text)
+    }
+
+    /// Reads a dump. The flag says that the file was cut off and only the newest
+    /// operations could be read.
+    ///
+    /// # Errors
+    ///
+    /// What is wrong with the file: missing, too large, no dump, of another
+    /// version.
+    pub fn read(path: &Path) -> Result<(Dump, bool), DumpError> {
+        let failed = |what: &dyn fmt::Display| DumpError(format!("{}: {what}", path.display()));
+        let mut bytes = Vec::new();
+        File::open(path)
+            .and_then(|file| file.take(MAX_DUMP_BYTES + 1).read_to_end(&mut bytes))
+            .map_err(|e| failed(&e))?;
+        if bytes.len() as u64 > MAX_DUMP_BYTES {
+            return Err(failed(&format!(
+                "larger than {} MiB: no flight recorder writes so much",
+                MAX_DUMP_BYTES >> 20
+            )));
+        }
+        Dump::from_json(&bytes).map_err(|e| failed(&e))
+    }
+
+    /// As [`Dump::read`], from bytes.
+    ///
+    /// # Errors
+    ///
+    /// As [`Dump::read`].
+    pub fn from_json(bytes: &[u8]) -> Result<(Dump, bool), DumpError> {
+        let refused = |text: String| Err(DumpError(text));
+        let (mut dump, is_cut) = match serde_json::from_slice::<Dump>(bytes) {
+            Ok(dump) => (dump, false),
+            Err(e) if e.is_eof() => match salvage(bytes) {
+                Some(dump) => (dump, true),
+                None => return refused(format!("ends after {} bytes, in its head", bytes.len())),
+            },
+            Err(e) => {
+                return refused(format!(
+                    "is no flight recorder dump: {}",
+                    printable(&e.to_string())
+                ));
+            }
+        };
+        if dump.format != Dump::FORMAT {
+            let theirs: String = printable(&dump.format).chars().take(40).collect();
+            return refused(format!(
+                "has the format {theirs:?}, this program reads {:?}",
+                Dump::FORMAT
+            ));
+        }
+        if dump.world > MAX_WORLD || dump.rank >= dump.world {
+            return refused(format!(
+                "claims to be of rank {} of {}",
+                dump.rank, dump.world
+            ));
+        }
+        dump.entries.truncate(ENTRIES);
+        dump.labels.truncate(LABELS);
+        let clean = |text: &mut String| {
+            text.truncate(text.floor_char_boundary(MAX_TEXT_BYTES));
+            *text = printable(text);
+        };
+        clean(&mut dump.host);
+        dump.reason.iter_mut().for_each(clean);
+        dump.ended.iter_mut().for_each(clean);
+        dump.labels.iter_mut().for_each(clean);
+        if let Some(phase) = &mut dump.phase {
+            clean(&mut phase.name);
+        }
+        for entry in &mut dump.entries {
+            let Entry {
+                op,
+                method,
+                transport,
+                dtype,
+                reduce,
+                awaited,
+                ..
+            } = entry;
+            [op, method, transport].into_iter().for_each(clean);
+            dtype.iter_mut().chain(reduce).for_each(clean);
+            awaited.truncate(128);
+        }
+        Ok((dump, is_cut))
+    }
+}
+
+/// More ranks than any job has; a limit for tables that are made of it.
+const MAX_WORLD: usize = 1 << 20;
+
+/// Reads the complete lines of a file that was cut off.
+fn salvage(bytes: &[u8]) -> Option<Dump> {
+    let end = bytes.iter().rposition(|byte| *byte == b'\n')?;
+    let kept = bytes[..end].strip_suffix(b",").unwrap_or(&bytes[..end]);
+    serde_json::from_slice(&[kept, b"]}"].concat()).ok()
+}

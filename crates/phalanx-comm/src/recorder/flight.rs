@@ -1,0 +1,313 @@
+//! The executor's side: what is noted of one operation while it runs.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::{Relaxed, Release};
+use std::time::Duration;
+
+use super::cell::Cell;
+use super::layout::{entry, state};
+use super::{Recorder, Watched, monitor, root};
+use crate::exec::{Operation, Signature};
+use crate::plan::Collective;
+use crate::transport::Interest;
+
+/// An operation of fewer bytes takes microseconds: its parts are not timed,
+/// and if it ever waited, it did nothing else worth speaking of.
+const BRIEF_BYTES: usize = 32 << 10;
+
+/// Notes the operations of one group, one after another.
+///
+/// Whatever path an operation takes, it calls [`begin`](Flight::begin), then
+/// [`waiting`](Flight::waiting) or [`waiting_for`](Flight::waiting_for) each
+/// time before it sleeps and [`progress`](Flight::progress) when it goes on, and
+/// [`end`](Flight::end).
+pub(crate) struct Flight {
+    recorder: Arc<Recorder>,
+    watched: Arc<Watched>,
+    epoch: u32,
+    group: u32,
+    transport: u8,
+    cell: Option<Arc<Cell>>,
+    /// The ticket under which the next operation was queued.
+    adopted: Option<u64>,
+    ticket: u64,
+    brief: bool,
+    is_collective: bool,
+    started: u64,
+    waiting: bool,
+    ever_waited: bool,
+    since: u64,
+    waited: u64,
+    progressed: u64,
+    folded: u64,
+    awaited: [u64; 2],
+    /// The rank waited for longest, plus 1, and how long.
+    slowest: (u64, u64),
+}
+
+impl Flight {
+    /// `transport` is 1 for threads, 2 shared memory, 4 TCP, or a sum of them.
+    pub(crate) fn new(watched: Watched, transport: u8) -> Flight {
+        let watched = Arc::new(watched);
+        let recorder = Arc::clone(&watched.recorder);
+        let (epoch, group) = watched.ids();
+        let cell = watched.own_cell().cloned();
+        recorder.join(epoch, cell.as_ref());
+        if watched.has_peers() {
+            monitor::watch(Arc::downgrade(&watched));
+        }
+        Flight {
+            recorder,
+            watched,
+            epoch,
+            group,
+            transport,
+            cell,
+            adopted: None,
+            ticket: 0,
+            brief: true,
+            is_collective: false,
+            started: 0,
+            waiting: false,
+            ever_waited: false,
+            since: 0,
+            waited: 0,
+            progressed: 0,
+            folded: 0,
+            awaited: [0; 2],
+            slowest: (0, 0),
+        }
+    }
+
+    /// The next operation was queued under this ticket.
+    pub(crate) fn adopt(&mut self, ticket: u64) {
+        self.adopted = Some(ticket);
+    }
+
+    /// The next operation does not run: the group has failed.
+    #[cold]
+    pub(crate) fn refuse(&mut self) {
+        if let Some(ticket) = self.adopted.take() {
+            self.recorder.abandon(ticket);
+        }
+    }
+
+    /// It is this operation's turn.
+    #[inline]
+    pub(crate) fn begin(&mut self, operation: &Operation, signature: &Signature) {
+        let recorder = &*self.recorder;
+        let now = recorder.clock.ticks();
+        let queued = self.adopted.take().filter(|ticket| {
+            let words = recorder.memory.entry(*ticket);
+            words[entry::STAMP].load(Relaxed) == ticket + 1
+        });
+        self.ticket = queued.unwrap_or_else(|| recorder.ticket());
+        let words = recorder.memory.entry(self.ticket);
+        let set = |at: usize, value: u64| words[at].store(value, Relaxed);
+        if queued.is_none() {
+            words[entry::STAMP].store(0, Relaxed);
+            std::sync::atomic::fence(Release);
+            set(
+                entry::GROUP,
+                u64::from(self.epoch) << 32 | u64::from(self.group),
+            );
+            set(entry::COUNT, operation.count as u64);
+            set(entry::ROOT, root(operation));
+            set(entry::QUEUED, now);
+            for at in entry::PROGRESS..entry::STATE {
+                set(at, 0);
+            }
+        }
+        set(entry::WHAT, recorder.what(operation, self.transport));
+        set(entry::SEQ, signature.seq);
+        set(entry::STARTED, now);
+        set(entry::STATE, state::RUNNING);
+        words[entry::STAMP].store(self.ticket + 1, Release);
+
+        let elem_bytes = operation.dtype.map_or(1, crate::DType::size_bytes);
+        self.brief = operation.count.saturating_mul(elem_bytes) < BRIEF_BYTES;
+        self.is_collective = operation.collective != Collective::SendRecv;
+        self.started = now;
+        self.since = now;
+        self.waiting = false;
+        self.ever_waited = false;
+        self.waited = 0;
+        self.progressed = 0;
+        self.folded = 0;
+        self.awaited = [0; 2];
+        self.slowest = (0, 0);
+        self.watched.moved.store(0, Relaxed);
+        self.watched.current.store(self.ticket + 1, Release);
+        if let Some(cell) = self.cell.as_ref().filter(|_| self.is_collective) {
+            cell.enter(signature.seq);
+        }
+    }
+
+    /// Nothing moves: these ranks are waited for. To be called before every
+    /// sleep; repeated for the same ranks it costs nothing. `want` has one or
+    /// more lanes of `world` ranks each; `spins` counts
+    /// fruitless attempts before: a first short wait of a brief operation is
+    /// not worth a note.
+    #[inline]
+    pub(crate) fn waiting(&mut self, want: &[Interest], world: usize, spins: u32) {
+        if self.brief && spins == 0 {
+            return;
+        }
+        let mut mask = [0_u64; 2];
+        for (lane, _) in want.iter().enumerate().filter(|(_, want)| want.any()) {
+            let peer = lane % world.max(1);
+            if let Some(word) = mask.get_mut(peer / 64) {
+                *word |= 1 << (peer % 64);
+            }
+        }
+        self.wait(mask);
+    }
+
+    /// The same for a single rank.
+    #[inline]
+    #[allow(dead_code, reason = "for paths that wait for one rank at a time")]
+    pub(crate) fn waiting_for(&mut self, peer: usize) {
+        let mut mask = [0; 2];
+        if let Some(word) = mask.get_mut(peer / 64) {
+            *word = 1 << (peer % 64);
+        }
+        self.wait(mask);
+    }
+
+    #[inline]
+    fn wait(&mut self, mask: [u64; 2]) {
+        if self.waiting && mask == self.awaited {
+            return;
+        }
+        let now = if self.brief {
+            0
+        } else {
+            self.recorder.clock.ticks()
+        };
+        if self.waiting {
+            // Somebody came, others did not yet.
+            self.account(now);
+        }
+        self.waiting = true;
+        self.ever_waited = true;
+        self.since = now;
+        self.awaited = mask;
+        let words = self.recorder.memory.entry(self.ticket);
+        words[entry::AWAITED].store(mask[0], Relaxed);
+        words[entry::AWAITED_HIGH].store(mask[1], Relaxed);
+        if let Some(cell) = &self.cell {
+            cell.await_ranks(mask);
+        }
+    }
+
+    /// Something moved after a wait.
+    #[inline]
+    pub(crate) fn progress(&mut self) {
+        if !self.waiting {
+            return;
+        }
+        let now = if self.brief {
+            0
+        } else {
+            self.recorder.clock.ticks()
+        };
+        self.account(now);
+        self.waiting = false;
+        self.since = now;
+        if !self.brief {
+            // Also tells watchers that a long transfer is not a stuck one.
+            let words = self.recorder.memory.entry(self.ticket);
+            if self.progressed == 0 {
+                words[entry::PROGRESS].store(now, Relaxed);
+            }
+            self.progressed = now;
+            self.watched.moved.store(now, Relaxed);
+        }
+    }
+
+    fn account(&mut self, now: u64) {
+        let took = now.saturating_sub(self.since);
+        self.waited += took;
+        if let Some(peer) = lowest(self.awaited)
+            && (took >= self.slowest.1)
+        {
+            self.slowest = (peer + 1, took);
+        }
+    }
+
+    /// When folding of `bytes` begins; hand it to [`Flight::folded`].
+    #[inline]
+    pub(crate) fn fold_begins(&self) -> u64 {
+        if self.brief {
+            0
+        } else {
+            self.recorder.clock.ticks()
+        }
+    }
+
+    /// Folding ended.
+    #[inline]
+    pub(crate) fn folded(&mut self, began: u64) {
+        if !self.brief {
+            self.folded += self.recorder.clock.ticks().saturating_sub(began);
+        }
+    }
+
+    /// The operation is over, well or not.
+    #[inline]
+    pub(crate) fn end(&mut self, signature: &Signature, is_ok: bool) {
+        let now = self.recorder.clock.ticks();
+        if self.waiting {
+            self.account(if self.brief { 0 } else { now });
+        }
+        if self.brief && self.ever_waited {
+            self.waited = now.saturating_sub(self.started);
+        }
+        let words = self.recorder.memory.entry(self.ticket);
+        let set = |at: usize, value: u64| words[at].store(value, Relaxed);
+        set(entry::DONE, now);
+        set(entry::WAITED, self.waited);
+        set(entry::FOLDED, self.folded);
+        set(entry::SLOWEST, self.slowest.0);
+        if is_ok && self.ever_waited {
+            set(entry::AWAITED, 0);
+            set(entry::AWAITED_HIGH, 0);
+        }
+        let state = if is_ok { state::DONE } else { state::ABORTED };
+        words[entry::STATE].store(state, Release);
+        self.watched.current.store(0, Relaxed);
+        self.recorder.memory.prefetch(self.ticket + 1);
+        if let Some(cell) = self.cell.as_ref().filter(|_| self.is_collective && is_ok) {
+            cell.done(signature.seq);
+        }
+    }
+
+    /// The running operation's deadline.
+    #[inline]
+    pub(crate) fn set_limit(&self, limit: Duration) {
+        let ns = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
+        self.watched.limit_ns.store(ns, Relaxed);
+    }
+
+    /// What the ranks waited for are doing instead, as far as it is known.
+    #[cold]
+    pub(crate) fn excuse(&self, signature: &Signature) -> Option<String> {
+        let seq = self.is_collective.then_some(signature.seq);
+        self.watched.excuse(&self.watched.awaited(), seq)
+    }
+
+    /// Writes the reason down, and the recorder out.
+    #[cold]
+    pub(crate) fn failed(&self, reason: &str) {
+        self.recorder.failed(reason);
+    }
+}
+
+/// The lowest bit, over both words.
+fn lowest(mask: [u64; 2]) -> Option<u64> {
+    match mask {
+        [0, 0] => None,
+        [0, high] => Some(64 + u64::from(high.trailing_zeros())),
+        [low, _] => Some(u64::from(low.trailing_zeros())),
+    }
+}

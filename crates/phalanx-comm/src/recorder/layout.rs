@@ -1,0 +1,168 @@
+//! Where things lie in a recorder's memory, in 64-bit words.
+//!
+//! ```text
+//! header   who, which clock, phase, why it failed        4 KiB
+//! entries  4096 of 128 B, a ring by ticket              512 KiB
+//! labels   255 texts of at most 248 B                     64 KiB
+//! ```
+//!
+//! The memory may be shared with the launcher, which reads it when the rank
+//! was killed and cannot speak any more.
+
+/// Operations remembered.
+pub(crate) const ENTRIES: usize = 4096;
+/// Different labels remembered.
+pub(crate) const LABELS: usize = 255;
+/// Says that an operation had a label for which there was no room.
+pub(crate) const LABEL_LOST: u16 = u16::MAX;
+
+pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"PHLXFLT\0");
+pub(crate) const VERSION: u64 = 1;
+
+/// Words of the header.
+pub(crate) mod head {
+    pub(crate) const MAGIC: usize = 0;
+    pub(crate) const VERSION: usize = 1;
+    /// The process that writes; 0: nobody yet.
+    pub(crate) const OWNER: usize = 2;
+    /// `world << 32 | rank`.
+    pub(crate) const RANK: usize = 3;
+    pub(crate) const EPOCH: usize = 4;
+    pub(crate) const CLOCK: usize = 5;
+    pub(crate) const ANCHOR_TICKS: usize = 6;
+    pub(crate) const ANCHOR_MONOTONIC: usize = 7;
+    pub(crate) const ANCHOR_WALL: usize = 8;
+    pub(crate) const LABELS_USED: usize = 9;
+    /// Ticks; 0: no phase was ever set.
+    pub(crate) const PHASE_SINCE: usize = 10;
+    /// Four words of text, padded with zeros.
+    pub(crate) const PHASE: usize = 11;
+    pub(crate) const PHASE_WORDS: usize = 4;
+    /// `epoch << 40 | step`, plus 1; 0: unknown.
+    pub(crate) const POSITION: usize = 15;
+    /// Ticks; 0: nothing failed.
+    pub(crate) const FAILED_AT: usize = 16;
+    /// Why: text, padded with zeros.
+    pub(crate) const REASON: usize = 17;
+    pub(crate) const REASON_WORDS: usize = 64;
+    /// Tickets given out; on a cache line of its own.
+    pub(crate) const TICKETS: usize = 96;
+    pub(crate) const WORDS: usize = 512;
+}
+
+/// Words of an entry.
+pub(crate) mod entry {
+    /// Ticket + 1; 0 while the entry is being made.
+    pub(crate) const STAMP: usize = 0;
+    pub(crate) const SEQ: usize = 1;
+    /// `epoch << 32 | group`.
+    pub(crate) const GROUP: usize = 2;
+    pub(crate) const COUNT: usize = 3;
+    /// collective, method, dtype, reduce-op, transport (8 bits each), label (16).
+    pub(crate) const WHAT: usize = 4;
+    /// `target << 32 | root`.
+    pub(crate) const ROOT: usize = 5;
+    pub(crate) const QUEUED: usize = 6;
+    pub(crate) const STARTED: usize = 7;
+    pub(crate) const PROGRESS: usize = 8;
+    pub(crate) const DONE: usize = 9;
+    pub(crate) const WAITED: usize = 10;
+    pub(crate) const FOLDED: usize = 11;
+    /// Ranks 0 to 63 that are waited for, as bits, then 64 to 127.
+    pub(crate) const AWAITED: usize = 12;
+    pub(crate) const AWAITED_HIGH: usize = 13;
+    /// The rank that was waited for longest, plus 1.
+    pub(crate) const SLOWEST: usize = 14;
+    pub(crate) const STATE: usize = 15;
+    pub(crate) const WORDS: usize = 16;
+}
+
+/// States of an operation, as stored.
+pub(crate) mod state {
+    pub(crate) const QUEUED: u64 = 1;
+    pub(crate) const RUNNING: u64 = 2;
+    pub(crate) const DONE: u64 = 3;
+    pub(crate) const ABORTED: u64 = 4;
+}
+
+/// Words of a label: length in bytes, then text.
+pub(crate) const LABEL_WORDS: usize = 32;
+/// Most bytes of a label.
+pub(crate) const LABEL_BYTES: usize = 8 * (LABEL_WORDS - 1);
+
+pub(crate) const fn entry_at(ticket: u64) -> usize {
+    head::WORDS + (ticket as usize % ENTRIES) * entry::WORDS
+}
+
+pub(crate) const fn label_at(index: usize) -> usize {
+    head::WORDS + ENTRIES * entry::WORDS + index * LABEL_WORDS
+}
+
+/// Words in all.
+pub(crate) const WORDS: usize = label_at(LABELS);
+
+/// `text` cut at a character to at most `bytes` bytes.
+pub(crate) fn cut(text: &str, bytes: usize) -> &str {
+    &text[..text.floor_char_boundary(bytes)]
+}
+
+/// `text` as words, padded with zeros, through `store`.
+pub(crate) fn write_text(text: &str, words: usize, mut store: impl FnMut(usize, u64)) {
+    let bytes = cut(text, 8 * words).as_bytes();
+    for index in 0..words {
+        let mut word = [0; 8];
+        let part = bytes.get(8 * index..).unwrap_or_default();
+        let part = &part[..part.len().min(8)];
+        word[..part.len()].copy_from_slice(part);
+        store(index, u64::from_le_bytes(word));
+    }
+}
+
+/// The text in `words`, up to the first zero. Whatever is no text becomes
+/// question marks, control characters included: it will be printed.
+pub(crate) fn read_text(words: impl Iterator<Item = u64>) -> String {
+    let bytes: Vec<u8> = words
+        .flat_map(u64::to_le_bytes)
+        .take_while(|byte| *byte != 0)
+        .collect();
+    printable(&String::from_utf8_lossy(&bytes))
+}
+
+/// The same text without control characters.
+pub(crate) fn printable(text: &str) -> String {
+    text.chars()
+        .map(|c| if c.is_control() { '?' } else { c })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_disjoint_and_inside() {
+        assert!(head::REASON + head::REASON_WORDS <= head::TICKETS);
+        assert!(head::PHASE + head::PHASE_WORDS <= head::POSITION);
+        assert_eq!(entry_at(0), head::WORDS);
+        assert_eq!(entry_at(ENTRIES as u64), entry_at(0));
+        assert!(entry_at(ENTRIES as u64 - 1) + entry::WORDS <= label_at(0));
+        assert!(WORDS * 8 < 1 << 20, "a megabyte a rank is too much");
+    }
+
+    #[test]
+    fn texts_come_back_cut_at_characters() {
+        for (text, want) in [
+            ("backward", "backward"),
+            ("", ""),
+            ("exactly sixteen!", "exactly sixteen!"),
+            ("more than sixteen", "more than sixtee"),
+            ("fifteen bytes, é", "fifteen bytes, "),
+        ] {
+            let mut words = [7; 2];
+            write_text(text, 2, |i, word| words[i] = word);
+            assert_eq!(read_text(words.into_iter()), want);
+        }
+        let escape = u64::from_le_bytes(*b"a\x1b[2Jb\n\0");
+        assert_eq!(read_text([escape].into_iter()), "a?[2Jb?");
+    }
+}

@@ -1,0 +1,293 @@
+//! The flight recorder: what this rank's last 4096 operations were, always on.
+//!
+//! | part | does |
+//! |---|---|
+//! | [`flight`] | the executor's hooks: begin, wait, progress, fold, end |
+//! | [`memory`], [`layout`] | a fixed piece of memory, private or shared with the launcher |
+//! | [`clock`] | a clock that costs a few nanoseconds |
+//! | [`dump`], [`file`] | the memory as a value, as JSON, and back |
+//! | [`cell`] | what ranks of one host see of each other while they live |
+//! | [`monitor`], [`watch`], [`facts`] | a thread that says who is late, in what, and what it is doing instead |
+//!
+//! *Cost:* an operation makes some twenty relaxed stores into memory of its
+//! own and reads the processor's counter twice; nothing is allocated, and no
+//! lock is taken unless the operation has a label.
+//!
+//! *Who writes the dumps.* A rank writes its own when it fails
+//! ([`ProcessGroup::set_flight_dir`](crate::ProcessGroup::set_flight_dir),
+//! `PHALANX_FLIGHT_DIR`). Under `phalanx launch` and `phalanx train` the
+//! memory is shared with the launcher (`PHALANX_FLIGHT_FILE`), which writes
+//! them instead: also for ranks that were killed or stopped.
+
+pub(crate) mod cell;
+pub(crate) mod clock;
+mod dump;
+mod facts;
+mod file;
+mod flight;
+mod layout;
+mod memory;
+mod monitor;
+mod watch;
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+pub use dump::{Dump, Entry, Phase, Position, State};
+pub use file::{DumpError, MAX_DUMP_BYTES};
+pub use memory::create_memory;
+
+pub(crate) use flight::Flight;
+pub(crate) use watch::Watched;
+
+use crate::exec::Operation;
+use cell::Cell;
+use clock::{Anchor, Clock};
+use layout::{LABEL_BYTES, LABEL_LOST, LABELS, entry, head, label_at, state};
+use memory::Memory;
+
+/// Names the memory file of a rank's recorder; set by the launcher.
+pub const FILE_VARIABLE: &str = "PHALANX_FLIGHT_FILE";
+/// Names the folder into which a failing rank writes its recorder.
+pub const DIR_VARIABLE: &str = "PHALANX_FLIGHT_DIR";
+
+/// One rank's recorder, shared by its groups.
+pub(crate) struct Recorder {
+    memory: Memory,
+    clock: Clock,
+    anchor: Anchor,
+    late_after: Duration,
+    /// The launcher sees the memory, so it writes the dumps.
+    is_shared: bool,
+    labels: Mutex<Vec<Arc<str>>>,
+    /// What others see of this rank, one cell a group.
+    cells: Mutex<Vec<Weak<Cell>>>,
+    dir: Mutex<Option<PathBuf>>,
+    dumped: AtomicBool,
+}
+
+/// Where a recorder's memory comes from.
+pub(crate) enum Place {
+    Private,
+    /// What the launcher offers, if it does.
+    Launcher,
+}
+
+impl Recorder {
+    pub(crate) fn new(rank: usize, world: usize, place: &Place) -> std::io::Result<Recorder> {
+        let variable = |name| std::env::var(name).ok().filter(|text| !text.is_empty());
+        let offered = match place {
+            Place::Private => None,
+            Place::Launcher => variable(FILE_VARIABLE),
+        };
+        let shared = offered.and_then(|path| match Memory::shared(&path) {
+            Ok(memory) => Some(memory),
+            Err(e) => {
+                tracing::debug!("the launcher cannot see the flight recorder: {e}");
+                None
+            }
+        });
+        let is_shared = shared.is_some();
+        let memory = match shared {
+            Some(memory) => memory,
+            None => Memory::private()?,
+        };
+        let clock = Clock::best();
+        let anchor = clock.anchor();
+        let set = |at: usize, value: u64| memory.word(at).store(value, Relaxed);
+        set(head::OWNER, u64::from(std::process::id()));
+        set(head::RANK, (world as u64) << 32 | rank as u64);
+        set(head::CLOCK, clock.code());
+        set(head::ANCHOR_TICKS, anchor.ticks);
+        set(head::ANCHOR_MONOTONIC, anchor.monotonic_ns);
+        set(head::ANCHOR_WALL, anchor.wall_ns);
+        set(head::VERSION, layout::VERSION);
+        memory.word(head::MAGIC).store(layout::MAGIC, Release);
+        Ok(Recorder {
+            memory,
+            clock,
+            anchor,
+            late_after: watch::late_after(),
+            is_shared,
+            labels: Mutex::new(Vec::with_capacity(LABELS)),
+            cells: Mutex::default(),
+            dir: Mutex::new(variable(DIR_VARIABLE).map(PathBuf::from)),
+            dumped: AtomicBool::new(false),
+        })
+    }
+
+    /// A group of this epoch is formed, in which others see `cell`.
+    pub(crate) fn join(&self, epoch: u32, cell: Option<&Arc<Cell>>) {
+        let word = self.memory.word(head::EPOCH);
+        word.fetch_max(u64::from(epoch), Relaxed);
+        if let Some(cell) = cell {
+            cell.sit();
+            let mut cells = lock(&self.cells);
+            cells.retain(|cell| cell.strong_count() > 0);
+            cells.push(Arc::downgrade(cell));
+        }
+    }
+
+    /// What the rank is doing from now on.
+    pub(crate) fn set_phase(&self, name: &str) {
+        let memory = &self.memory;
+        memory
+            .word(head::PHASE_SINCE)
+            .store(self.clock.ticks(), Relaxed);
+        layout::write_text(name, head::PHASE_WORDS, |i, word| {
+            memory.word(head::PHASE + i).store(word, Relaxed);
+        });
+        let cells = lock(&self.cells);
+        if !cells.is_empty() {
+            let now = clock::monotonic_ns();
+            for cell in cells.iter().filter_map(Weak::upgrade) {
+                cell.set_phase(name, now);
+            }
+        }
+    }
+
+    /// Where in the training the rank is; both counted from 1.
+    pub(crate) fn set_position(&self, epoch: u64, step: u64) {
+        let packed = (epoch << 40 | step & ((1 << 40) - 1)) + 1;
+        self.memory.word(head::POSITION).store(packed, Relaxed);
+        for cell in lock(&self.cells).iter().filter_map(Weak::upgrade) {
+            cell.set_position(packed);
+        }
+    }
+
+    /// An operation was issued and will run later.
+    pub(crate) fn queued(&self, epoch: u32, group: u32, operation: &Operation) -> u64 {
+        let ticket = self.ticket();
+        let words = self.memory.entry(ticket);
+        words[entry::STAMP].store(0, Relaxed);
+        std::sync::atomic::fence(Release);
+        let set = |at: usize, value: u64| words[at].store(value, Relaxed);
+        set(entry::SEQ, u64::MAX);
+        set(entry::GROUP, u64::from(epoch) << 32 | u64::from(group));
+        set(entry::COUNT, operation.count as u64);
+        set(entry::WHAT, self.what(operation, 0));
+        set(entry::ROOT, root(operation));
+        set(entry::QUEUED, self.clock.ticks());
+        for at in entry::STARTED..entry::STATE {
+            set(at, 0);
+        }
+        set(entry::STATE, state::QUEUED);
+        words[entry::STAMP].store(ticket + 1, Release);
+        ticket
+    }
+
+    /// An issued operation will never run.
+    pub(crate) fn abandon(&self, ticket: u64) {
+        let words = self.memory.entry(ticket);
+        if words[entry::STAMP].load(Relaxed) == ticket + 1 {
+            words[entry::DONE].store(self.clock.ticks(), Relaxed);
+            words[entry::STATE].store(state::ABORTED, Release);
+        }
+    }
+
+    fn ticket(&self) -> u64 {
+        self.memory.word(head::TICKETS).fetch_add(1, Relaxed)
+    }
+
+    fn what(&self, operation: &Operation, transport: u8) -> u64 {
+        let label = operation
+            .label
+            .as_ref()
+            .map_or(0, |label| self.label(label));
+        let bytes = [
+            operation.collective.wire(),
+            operation.method.wire(),
+            operation.dtype.map_or(0, crate::DType::wire),
+            operation.op.map_or(0, crate::ReduceOp::wire),
+            transport,
+            label.to_le_bytes()[0],
+            label.to_le_bytes()[1],
+            0,
+        ];
+        u64::from_le_bytes(bytes)
+    }
+
+    /// The label's number, from 1. Labels are few and live long: a bucket's
+    /// is found by its address.
+    fn label(&self, label: &Arc<str>) -> u16 {
+        let mut labels = lock(&self.labels);
+        let known = labels
+            .iter()
+            .position(|known| Arc::ptr_eq(known, label))
+            .or_else(|| labels.iter().position(|known| **known == **label));
+        if let Some(index) = known {
+            return index as u16 + 1;
+        }
+        let index = labels.len();
+        if index >= LABELS {
+            return LABEL_LOST;
+        }
+        let text = layout::cut(label, LABEL_BYTES);
+        let at = label_at(index);
+        let word = |i: usize| self.memory.word(at + i);
+        word(0).store(text.len() as u64, Relaxed);
+        layout::write_text(text, layout::LABEL_WORDS - 1, |i, value| {
+            word(1 + i).store(value, Relaxed);
+        });
+        labels.push(Arc::clone(label));
+        self.memory
+            .word(head::LABELS_USED)
+            .store(labels.len() as u64, Release);
+        labels.len() as u16
+    }
+
+    /// The text of an operation's label.
+    fn label_text(&self, entry: &Entry) -> Option<Arc<str>> {
+        let labels = lock(&self.labels);
+        labels.get(usize::from(entry.label?)).cloned()
+    }
+
+    pub(crate) fn set_dir(&self, dir: &Path) {
+        lock(&self.dir).get_or_insert_with(|| dir.to_owned());
+    }
+
+    /// The rank failed: the first reason is kept, and the recorder written.
+    #[cold]
+    pub(crate) fn failed(&self, reason: &str) {
+        let at = self.memory.word(head::FAILED_AT);
+        let now = self.clock.ticks().max(1);
+        if at.compare_exchange(0, now, Acquire, Relaxed).is_ok() {
+            layout::write_text(reason, head::REASON_WORDS, |i, word| {
+                self.memory.word(head::REASON + i).store(word, Relaxed);
+            });
+        }
+        if self.is_shared || self.dumped.swap(true, Relaxed) {
+            return;
+        }
+        if let Some(Err(e)) = self.write() {
+            tracing::warn!("the flight recorder could not be written: {e}");
+        }
+    }
+
+    /// Writes the recorder into its folder; `None` when it has none.
+    pub(crate) fn write(&self) -> Option<std::io::Result<PathBuf>> {
+        let dir = lock(&self.dir).clone()?;
+        Some(self.dump().write_into(&dir))
+    }
+
+    /// What is recorded now.
+    pub(crate) fn dump(&self) -> Dump {
+        Dump::decode(&self.memory.copy(), self.clock.anchor())
+    }
+}
+
+/// `target << 32 | root`.
+fn root(operation: &Operation) -> u64 {
+    (operation.target as u64) << 32 | operation.root as u64
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Every change under these locks is complete in itself.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests;

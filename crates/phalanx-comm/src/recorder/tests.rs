@@ -1,0 +1,287 @@
+//! The recorder by itself: wrap-around, many writers, hostile memory and files.
+
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+
+use super::layout::{ENTRIES, WORDS, entry_at};
+use super::*;
+use crate::plan::{Collective, Method};
+use crate::{DType, ReduceOp};
+
+fn recorder() -> Recorder {
+    Recorder::new(1, 4, &Place::Private).unwrap()
+}
+
+fn operation(count: usize, label: Option<&Arc<str>>) -> Operation {
+    Operation {
+        collective: Collective::AllReduce,
+        method: Method::AllReduceDirect,
+        dtype: Some(DType::F32),
+        op: Some(ReduceOp::Sum),
+        root: 0,
+        target: 0,
+        count,
+        label: label.cloned(),
+        timeout: None,
+    }
+}
+
+#[test]
+fn the_last_4096_operations_are_kept_newest_first() {
+    let recorder = recorder();
+    let extra = 1000;
+    for count in 0..ENTRIES + extra {
+        recorder.queued(2, 0, &operation(count, None));
+    }
+    let dump = recorder.dump();
+    assert_eq!(dump.recorded as usize, ENTRIES + extra);
+    assert_eq!(dump.entries.len(), ENTRIES);
+    let counts: Vec<u64> = dump.entries.iter().map(|entry| entry.count).collect();
+    let want: Vec<u64> = (extra as u64..(ENTRIES + extra) as u64).rev().collect();
+    assert_eq!(counts, want);
+    let newest = &dump.entries[0];
+    assert_eq!(newest.state, State::Queued);
+    assert_eq!((newest.epoch, newest.seq), (2, None));
+    assert_eq!(
+        newest.describe(),
+        format!("all_reduce f32 sum of {} elements", ENTRIES + extra - 1)
+    );
+    assert!(newest.queued_ns <= dump.taken_ns);
+}
+
+/// Many writers and a reader that copies all the time: no entry is lost once
+/// all is quiet, and none is ever a mixture of two.
+#[test]
+fn concurrent_writers_never_mix() {
+    const WRITERS: usize = 4;
+    const EACH: usize = 20_000;
+    let recorder = recorder();
+    let labels: Vec<Arc<str>> = (0..WRITERS).map(|w| format!("writer {w}").into()).collect();
+    let check = |dump: &Dump| {
+        for entry in &dump.entries {
+            let writer = entry.count as usize / EACH;
+            assert_eq!(entry.group as usize, writer);
+            let label = format!("writer {writer}");
+            assert_eq!(dump.label_of(entry), Some(label.as_str()));
+        }
+    };
+    let running = AtomicBool::new(true);
+    std::thread::scope(|scope| {
+        let writers: Vec<_> = (0..WRITERS)
+            .map(|w| {
+                let (recorder, label) = (&recorder, &labels[w]);
+                scope.spawn(move || {
+                    for i in 0..EACH {
+                        recorder.queued(0, w as u32, &operation(w * EACH + i, Some(label)));
+                    }
+                })
+            })
+            .collect();
+        let reader = scope.spawn(|| {
+            let mut copies = 0;
+            while running.load(SeqCst) || copies == 0 {
+                check(&recorder.dump());
+                copies += 1;
+            }
+        });
+        writers.into_iter().for_each(|w| w.join().unwrap());
+        running.store(false, SeqCst);
+        reader.join().unwrap();
+    });
+    let dump = recorder.dump();
+    assert_eq!(dump.recorded as usize, WRITERS * EACH);
+    assert_eq!(dump.entries.len(), ENTRIES);
+    check(&dump);
+}
+
+#[test]
+fn labels_beyond_the_room_are_said_to_be_lost() {
+    let recorder = recorder();
+    for i in 0..LABELS + 5 {
+        let label: Arc<str> = format!("label {i} {}", "é".repeat(200)).into();
+        recorder.queued(0, 0, &operation(i, Some(&label)));
+        // The same text at another address is the same label.
+        let again: Arc<str> = label.to_string().into();
+        recorder.queued(0, 0, &operation(i, Some(&again)));
+    }
+    let dump = recorder.dump();
+    assert_eq!(dump.labels.len(), LABELS);
+    for entry in &dump.entries {
+        let label = dump.label_of(entry).unwrap();
+        if (entry.count as usize) < LABELS {
+            assert!(label.starts_with(&format!("label {} é", entry.count)));
+            assert!(label.len() <= LABEL_BYTES);
+        } else {
+            assert_eq!(label, "a label that was not kept");
+        }
+    }
+}
+
+#[test]
+fn phase_position_and_reason_are_in_the_dump() {
+    let recorder = recorder();
+    assert_eq!(recorder.dump().phase, None);
+    recorder.set_phase("loading data");
+    recorder.set_position(3, 212);
+    std::thread::sleep(Duration::from_millis(30));
+    recorder.failed("rank 2 is gone");
+    recorder.failed("an echo of it");
+    let dump = recorder.dump();
+    assert_eq!((dump.rank, dump.world), (1, 4));
+    assert_eq!(dump.reason.as_deref(), Some("rank 2 is gone"));
+    let at = dump.position.unwrap();
+    assert_eq!((at.epoch, at.step), (3, 212));
+    let phase = dump.phase.unwrap();
+    assert_eq!(phase.name, "loading data");
+    assert!((25..5000).contains(&phase.for_ms), "{}", phase.for_ms);
+    // The moment of the failure counts, not that of the reading.
+    std::thread::sleep(Duration::from_millis(50));
+    let later = recorder.dump();
+    assert!(later.taken_ns.abs_diff(dump.taken_ns) < 5_000_000);
+}
+
+#[test]
+fn a_launcher_reads_what_a_dead_rank_wrote() {
+    use std::os::fd::AsRawFd;
+    let file = create_memory().unwrap();
+    assert!(Dump::from_memory(&file).unwrap_err().contains("never"));
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let memory = Memory::shared(&path).unwrap();
+    assert!(Memory::shared(&path).is_err(), "it has an owner");
+    let private = recorder();
+    private.set_phase("backward");
+    private.queued(5, 0, &operation(77, None));
+    for i in 0..WORDS {
+        let word = private.memory.word(i).load(Relaxed);
+        memory.word(i).store(word, Relaxed);
+    }
+    drop(memory);
+    let dump = Dump::from_memory(&file).unwrap();
+    assert_eq!(dump.pid, std::process::id());
+    assert_eq!(dump.entries[0].count, 77);
+    assert_eq!(dump.phase.unwrap().name, "backward");
+}
+
+#[test]
+fn unsealed_and_short_memory_files_are_refused() {
+    use std::os::fd::AsRawFd;
+    let file = rustix::fs::memfd_create("t", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&file, memory::BYTES as u64).unwrap();
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    assert!(Memory::shared(&path).is_err(), "not sealed");
+    rustix::fs::ftruncate(&file, 4096).unwrap();
+    rustix::fs::fcntl_add_seals(
+        &file,
+        rustix::fs::SealFlags::SHRINK | rustix::fs::SealFlags::GROW,
+    )
+    .unwrap();
+    assert!(Memory::shared(&path).is_err(), "too short");
+    assert!(Dump::from_memory(&file).is_err());
+    assert!(Memory::shared("/dev/null").is_err());
+}
+
+/// A small generator: the same bytes in every run.
+fn random(seed: u64) -> impl FnMut() -> u64 {
+    let mut state = seed | 1;
+    move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    }
+}
+
+#[test]
+fn whatever_the_memory_says_can_be_decoded() {
+    let clock = Clock::best();
+    for seed in 1..200 {
+        let mut next = random(u64::wrapping_mul(seed, 0x9e37_79b9_7f4a_7c15));
+        let mut words = recorder().memory.copy();
+        let newest = next() % 10_000;
+        words[head::TICKETS] = newest;
+        for _ in 0..3000 {
+            let ticket = newest.saturating_sub(next() % 300);
+            let at = entry_at(ticket);
+            words[at] = ticket.wrapping_add(1);
+            words[at + 1 + (next() % 15) as usize] = next() >> (next() % 64);
+            words[(next() % WORDS as u64) as usize] = next() >> (next() % 64);
+        }
+        if seed % 4 == 0 {
+            words[head::TICKETS] = next();
+        }
+        let dump = Dump::decode(&words, clock.anchor());
+        for entry in &dump.entries {
+            let _ = (entry.describe(), dump.label_of(entry));
+        }
+    }
+}
+
+fn written(recorder: &Recorder) -> Vec<u8> {
+    let dir = tempfile::tempdir().unwrap();
+    recorder.set_dir(dir.path());
+    let path = recorder.write().unwrap().unwrap();
+    assert_eq!(path.file_name().unwrap(), "rank-1.json");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+    std::fs::read(path).unwrap()
+}
+
+#[test]
+fn files_come_back_whole_or_up_to_the_cut() {
+    let recorder = recorder();
+    let label: Arc<str> = "bucket 0 of 2: fc1.weight".into();
+    for count in 0..20 {
+        recorder.queued(0, 0, &operation(count, Some(&label)));
+    }
+    let bytes = written(&recorder);
+    let (whole, is_cut) = Dump::from_json(&bytes).unwrap();
+    assert!(!is_cut);
+    assert_eq!(whole.entries.len(), 20);
+    assert_eq!(whole.label_of(&whole.entries[3]), Some(&*label));
+    let mut salvaged = 0;
+    for end in 0..bytes.len() - 1 {
+        match Dump::from_json(&bytes[..end]) {
+            Ok((dump, is_cut)) => {
+                assert!(is_cut || dump.entries.len() == 20);
+                assert_eq!(dump.entries, whole.entries[..dump.entries.len()]);
+                salvaged = salvaged.max(dump.entries.len());
+            }
+            Err(e) => assert!(!e.to_string().is_empty()),
+        }
+    }
+    assert_eq!(salvaged, 20);
+}
+
+#[test]
+fn hostile_files_are_refused_or_tamed() {
+    let bytes = written(&recorder());
+    let text = String::from_utf8(bytes.clone()).unwrap();
+    for (change, want) in [
+        (("flight 1", "flight 2"), "has the format"),
+        (("\"rank\":1", "\"rank\":9"), "claims to be of rank 9 of 4"),
+        (("\"world\":4", "\"world\":99999999999"), "claims"),
+        (("\"rank\":1", "\"rank\":-1"), "is no flight recorder dump"),
+        (("\"format\"", "\"fromat\""), "is no flight recorder dump"),
+    ] {
+        let lie = text.replace(change.0, change.1);
+        let error = Dump::from_json(lie.as_bytes()).unwrap_err().to_string();
+        assert!(error.contains(want), "{change:?}: {error}");
+    }
+    for garbage in [&b"[1]"[..], b"{}", b"\xff\xfe", &[b'['; 100_000]] {
+        assert!(Dump::from_json(garbage).is_err());
+    }
+    let mut next = random(7);
+    for _ in 0..5000 {
+        let mut bytes = bytes.clone();
+        for _ in 0..1 + next() % 4 {
+            let at = (next() % bytes.len() as u64) as usize;
+            bytes[at] = next() as u8;
+        }
+        if let Ok((dump, _)) = Dump::from_json(&bytes) {
+            assert!(!dump.host.chars().any(char::is_control));
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("rank-0.json");
+    std::fs::write(&path, vec![b' '; MAX_DUMP_BYTES as usize + 1]).unwrap();
+    let error = Dump::read(&path).unwrap_err().to_string();
+    assert!(error.contains("rank-0.json: larger than 8 MiB"), "{error}");
+}

@@ -1,0 +1,393 @@
+//! One group as its watcher sees it: the operation in progress, what the
+//! other ranks are doing, and what is said when one does not come.
+
+use std::sync::Arc;
+use std::sync::Mutex;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use phalanx_store::Store;
+
+use super::cell::{Cell, pid_space};
+use super::clock::{self, Scale};
+use super::dump::{Entry, State, ranks_of};
+use super::facts::{self, Fact, Record};
+use super::layout::head;
+use super::{Recorder, lock};
+use crate::plan::Collective;
+
+/// When a waiting rank first says for whom; see [`LATE_VARIABLE`].
+const LATE_AFTER: Duration = Duration::from_secs(10);
+/// Seconds after which a waiting rank says for whom it waits.
+pub(crate) const LATE_VARIABLE: &str = "PHALANX_LATE_AFTER_S";
+/// Idle or in one phase for so long, a rank says so in the store.
+const QUIET: Duration = Duration::from_secs(5);
+
+/// One rank's view of one group.
+pub(crate) struct Watched {
+    pub(super) recorder: Arc<Recorder>,
+    epoch: u32,
+    group: u32,
+    rank: usize,
+    /// Of the ranks on this host, ours included.
+    cells: Vec<Option<Arc<Cell>>>,
+    /// Present when some rank can only be asked through it.
+    store: Option<Arc<dyn Store>>,
+    /// The running operation's ticket, plus 1; 0: none.
+    pub(super) current: AtomicU64,
+    /// The running operation's limit in nanoseconds.
+    pub(super) limit_ns: AtomicU64,
+    /// When something last moved in a long operation, in ticks.
+    pub(super) moved: AtomicU64,
+    talk: Mutex<Talk>,
+    /// What the store said of ranks without a cell.
+    heard: Mutex<Vec<Fact>>,
+}
+
+/// What was said, so that it is said once.
+#[derive(Default)]
+struct Talk {
+    /// The ticket spoken about, and how often.
+    late: (u64, u32),
+    published_ns: Option<u64>,
+}
+
+impl Watched {
+    pub(crate) fn new(
+        recorder: Arc<Recorder>,
+        (epoch, group): (u32, u32),
+        rank: usize,
+        cells: Vec<Option<Cell>>,
+        store: Option<Arc<dyn Store>>,
+    ) -> Watched {
+        let cells: Vec<Option<Arc<Cell>>> =
+            cells.into_iter().map(|cell| cell.map(Arc::new)).collect();
+        Watched {
+            recorder,
+            epoch,
+            group,
+            rank,
+            store: store.filter(|_| cells.iter().any(Option::is_none)),
+            cells,
+            current: AtomicU64::new(0),
+            limit_ns: AtomicU64::new(0),
+            moved: AtomicU64::new(0),
+            talk: Mutex::default(),
+            heard: Mutex::default(),
+        }
+    }
+
+    pub(super) fn own_cell(&self) -> Option<&Arc<Cell>> {
+        self.cells.get(self.rank)?.as_ref()
+    }
+
+    pub(super) fn has_peers(&self) -> bool {
+        self.cells.len() > 1
+    }
+
+    pub(super) fn ids(&self) -> (u32, u32) {
+        (self.epoch, self.group)
+    }
+
+    /// Looks at the group; from the watching thread, twice a second.
+    pub(super) fn look(&self) {
+        let recorder = &*self.recorder;
+        let now = recorder.clock.anchor();
+        let scale = Scale::new(recorder.anchor, now);
+        let running = self
+            .current
+            .load(Relaxed)
+            .checked_sub(1)
+            .and_then(|ticket| {
+                let words = recorder.memory.read_entry(ticket)?;
+                Entry::decode(&words, ticket, &scale).filter(|e| e.state == State::Running)
+            });
+        let since = |entry: &Entry| {
+            let moved = match self.moved.load(Relaxed) {
+                0 => 0,
+                ticks => scale.moment(ticks),
+            };
+            moved.max(entry.started_ns.unwrap_or(now.monotonic_ns))
+        };
+        let waited = running.as_ref().map_or(Duration::ZERO, |entry| {
+            Duration::from_nanos(now.monotonic_ns.saturating_sub(since(entry)))
+        });
+        self.publish(running.as_ref(), waited, &scale, now.monotonic_ns);
+        let Some(entry) = running else { return };
+        let limit = Duration::from_nanos(self.limit_ns.load(Relaxed));
+        // Soon an error will want to know.
+        if limit.saturating_sub(waited) < Duration::from_secs(2) {
+            self.ask();
+        }
+        let mut talk = lock(&self.talk);
+        if talk.late.0 != entry.n + 1 {
+            talk.late = (entry.n + 1, 0);
+        }
+        if waited < threshold(recorder.late_after, talk.late.1) {
+            return;
+        }
+        talk.late.1 += 1;
+        drop(talk);
+        self.ask();
+        if let Some(text) = self.report(&entry, waited, limit) {
+            say(&text);
+        }
+    }
+
+    /// What is known of all other ranks.
+    fn facts(&self) -> Vec<Fact> {
+        let (space, now) = (pid_space(), clock::monotonic_ns());
+        let mut facts: Vec<Fact> = self
+            .cells
+            .iter()
+            .enumerate()
+            .filter(|(rank, _)| *rank != self.rank)
+            .filter_map(|(rank, cell)| {
+                let seen = cell.as_ref()?.read();
+                Some(Fact::of_cell(rank, seen, space, now))
+            })
+            .collect();
+        facts.extend(lock(&self.heard).iter().cloned());
+        facts.sort_by_key(|fact| fact.rank);
+        facts
+    }
+
+    /// What `ranks` are doing instead of coming to `seq`, for an error; of
+    /// many ranks, the first two. What the store has to say was asked before.
+    pub(super) fn excuse(&self, ranks: &[usize], seq: Option<u64>) -> Option<String> {
+        let facts = self.facts();
+        // Who is waited for may wait itself, for somebody who has not come.
+        let absent = |fact: &&Fact| {
+            seq.is_some_and(|seq| !fact.is_in(seq) && fact.done.is_none_or(|done| done < seq))
+        };
+        let is_absent = facts.iter().any(|fact| absent(&fact));
+        let known: Vec<String> = facts
+            .iter()
+            .filter(|fact| {
+                if is_absent {
+                    absent(fact)
+                } else {
+                    ranks.contains(&fact.rank)
+                }
+            })
+            .take(2)
+            .map(|fact| format!("{} {}", fact.name(), fact.doing(seq)))
+            .collect();
+        (!known.is_empty()).then(|| known.join("; "))
+    }
+
+    /// What to say of an operation that does not go on; nothing if a lower
+    /// rank of this host waits in it too, and says it.
+    fn report(&self, entry: &Entry, waited: Duration, limit: Duration) -> Option<String> {
+        let facts = self.facts();
+        let is_collective = entry.op != Collective::SendRecv.name();
+        let seq = entry.seq.filter(|_| is_collective);
+        let awaited: Vec<usize> = entry.awaited.iter().map(|rank| *rank as usize).collect();
+        let (mut waiting, mut late) = (vec![self.rank], Vec::new());
+        for fact in &facts {
+            let is_in = seq.is_some_and(|seq| fact.is_in(seq));
+            let is_past = seq.is_some_and(|seq| fact.done.is_some_and(|done| done >= seq));
+            if is_in {
+                waiting.push(fact.rank);
+            } else if !is_past && (is_collective || awaited.contains(&fact.rank)) {
+                late.push(fact.rank);
+            }
+        }
+        waiting.sort_unstable();
+        let lower_speaks = facts.iter().any(|fact| {
+            let here = self.cells.get(fact.rank).is_some_and(Option::is_some) || fact.is_local;
+            here && fact.rank < self.rank && waiting.contains(&fact.rank)
+        });
+        if lower_speaks {
+            return None;
+        }
+        if late.is_empty() {
+            late = awaited;
+        }
+        if late.is_empty() {
+            return None;
+        }
+        let fact_of = |rank: usize| facts.iter().find(|fact| fact.rank == rank);
+        let names = match &late[..] {
+            [rank] => fact_of(*rank).map_or(format!("rank {rank}"), Fact::name),
+            many => facts::ranks(many),
+        };
+        let verb = match late.len() {
+            1 => "has not come",
+            _ => "have not come",
+        };
+        let number = entry.seq.map_or(String::new(), |seq| format!(" seq {seq}"));
+        let label = self
+            .recorder
+            .label_text(entry)
+            .map_or(String::new(), |label| format!(" ({label})"));
+        let group = match self.group {
+            0 => String::new(),
+            group => format!(" of group {group:#x}"),
+        };
+        let mut text = format!(
+            "waiting {} s: {names} {verb} to {}{number}{group}{label}",
+            waited.as_secs(),
+            entry.op,
+        );
+        for rank in late.iter().take(4) {
+            let line = fact_of(*rank).map_or_else(
+                || format!("\n  rank {rank} has not said what it is doing"),
+                |fact| format!("\n  rank {rank} {}", fact.doing(seq)),
+            );
+            text.push_str(&line);
+        }
+        let wait = if waiting.len() == 1 { "waits" } else { "wait" };
+        text.push_str(&format!("\n  {} {wait}", facts::ranks(&waiting)));
+        if limit > waited {
+            text.push_str(&format!("; deadline in {} s", (limit - waited).as_secs()));
+        }
+        Some(text)
+    }
+
+    /// Tells ranks that share no memory with us what we are doing, when that
+    /// has not changed for a while.
+    fn publish(&self, running: Option<&Entry>, waited: Duration, scale: &Scale, now_ns: u64) {
+        let Some(store) = &self.store else { return };
+        let memory = &self.recorder.memory;
+        let get = |at: usize| memory.word(at).load(Relaxed);
+        let phase_for = match get(head::PHASE_SINCE) {
+            0 => Duration::ZERO,
+            ticks => Duration::from_nanos(now_ns.saturating_sub(scale.moment(ticks))),
+        };
+        let limit = Duration::from_nanos(self.limit_ns.load(Relaxed));
+        let quiet = QUIET.min(if limit.is_zero() { QUIET } else { limit / 4 });
+        let is_quiet = waited.max(phase_for) >= quiet;
+        let due = match lock(&self.talk).published_ns {
+            // Who we are, once: a rank that is stopped cannot say it any more.
+            None => true,
+            Some(last) => is_quiet && Duration::from_nanos(now_ns.saturating_sub(last)) >= quiet,
+        };
+        if !due {
+            return;
+        }
+        let seen = self.own_cell().map(|cell| cell.read());
+        let record = Record {
+            host: super::dump::host_name(),
+            machine: facts::machine(),
+            pid: std::process::id(),
+            phase: (get(head::PHASE_SINCE) > 0).then(|| {
+                let words = (0..head::PHASE_WORDS).map(|i| get(head::PHASE + i));
+                super::layout::read_text(words)
+            }),
+            phase_ms: u64::try_from(phase_for.as_millis()).unwrap_or(u64::MAX),
+            position: get(head::POSITION),
+            entered: running
+                .and_then(|entry| entry.seq)
+                .or(seen.as_ref().and_then(|seen| seen.entered)),
+            done: seen.as_ref().and_then(|seen| seen.done),
+            unix_ms: unix_ms(),
+        };
+        lock(&self.talk).published_ns = Some(now_ns);
+        let published = serde_json::to_vec(&record)
+            .map_err(|e| e.to_string())
+            .and_then(|bytes| {
+                store
+                    .set(&self.key(self.rank), &bytes)
+                    .map_err(|e| e.to_string())
+            });
+        if let Err(e) = published {
+            // The store may have ended with its rank: no news then.
+            tracing::debug!("the store does not take what rank {} does: {e}", self.rank);
+        }
+    }
+
+    /// Asks the store about all ranks that have no cell.
+    fn ask(&self) {
+        let Some(store) = &self.store else { return };
+        let machine = facts::machine();
+        let mut heard = Vec::new();
+        for (rank, _) in self
+            .cells
+            .iter()
+            .enumerate()
+            .filter(|(_, cell)| cell.is_none())
+        {
+            match store.try_get(&self.key(rank)) {
+                Ok(Some(bytes)) => heard.extend(
+                    Record::decode(&bytes)
+                        .map(|record| Fact::of_record(rank, record, &machine, unix_ms())),
+                ),
+                Ok(None) => {}
+                Err(_) => break,
+            }
+        }
+        *lock(&self.heard) = heard;
+    }
+
+    fn key(&self, rank: usize) -> String {
+        format!("flight/{}/{}/{rank}", self.epoch, self.group)
+    }
+
+    /// Ranks that the running operation waits for.
+    pub(super) fn awaited(&self) -> Vec<usize> {
+        let mask = self.current.load(Relaxed).checked_sub(1).map(|ticket| {
+            let words = self.recorder.memory.entry(ticket);
+            [
+                words[super::layout::entry::AWAITED].load(Relaxed),
+                words[super::layout::entry::AWAITED_HIGH].load(Relaxed),
+            ]
+        });
+        ranks_of(mask.unwrap_or_default())
+            .into_iter()
+            .map(|rank| rank as usize)
+            .collect()
+    }
+}
+
+/// After 10 s, 30 s, 60 s and then every minute, if the first is 10 s.
+fn threshold(first: Duration, said: u32) -> Duration {
+    match said {
+        0 => first,
+        1 => first * 3,
+        n => first * 6 * (n - 1),
+    }
+}
+
+/// What [`LATE_VARIABLE`] says.
+pub(super) fn late_after() -> Duration {
+    std::env::var(LATE_VARIABLE)
+        .ok()
+        .and_then(|text| text.parse().ok())
+        .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+        .filter(|time| !time.is_zero())
+        .unwrap_or(LATE_AFTER)
+}
+
+fn unix_ms() -> u64 {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX))
+}
+
+/// One write, so that the lines of several processes do not mix; over a
+/// progress bar if there is one, which comes back by itself.
+fn say(text: &str) {
+    use std::io::{IsTerminal, Write};
+    let mut stderr = std::io::stderr().lock();
+    let clear = if stderr.is_terminal() {
+        "\r\x1b[2K"
+    } else {
+        ""
+    };
+    // A closed stderr is no second trouble.
+    let _ = stderr.write_all(format!("{clear}{text}\n").as_bytes());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_said_after_10_30_60_120_seconds() {
+        let first = Duration::from_secs(10);
+        let said: Vec<u64> = (0..5).map(|n| threshold(first, n).as_secs()).collect();
+        assert_eq!(said, [10, 30, 60, 120, 180]);
+    }
+}

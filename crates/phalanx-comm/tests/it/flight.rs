@@ -1,0 +1,163 @@
+//! The flight recorder over every transport: what an error and a dump say
+//! about a rank that does not come.
+
+use std::sync::Barrier;
+use std::time::Duration;
+
+use phalanx_comm::recorder::{Dump, State};
+use phalanx_comm::{Bucket, Call, ErrorKind, ReduceOp};
+
+use crate::common::{EVERYWHERE, Over, groups, on_each};
+
+#[test]
+fn late_rank_is_named_with_what_it_is_doing() {
+    for over in EVERYWHERE {
+        let dir = tempfile::tempdir().unwrap();
+        let gate = Barrier::new(2);
+        let errors = on_each(groups(over, 2), |group| {
+            group.set_flight_dir(dir.path());
+            group.barrier().unwrap();
+            if group.rank() == 1 {
+                group.set_position(3, 7);
+                group.set_phase("loading data");
+                gate.wait();
+                return None;
+            }
+            let call = Call {
+                label: Some("bucket 4 of 7: layer3.0.conv1.weight".into()),
+                timeout: Some(Duration::from_secs(2)),
+                ..Call::default()
+            };
+            let bucket = Bucket::from_slice(&[1.0_f32; 100]);
+            let error = group
+                .all_reduce_async(bucket, ReduceOp::Mean, call)
+                .wait()
+                .unwrap_err();
+            gate.wait();
+            Some(error)
+        });
+        let error = errors[0].as_ref().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{over:?}");
+        let text = error.to_string();
+        assert!(text.contains("waiting for rank 1"), "{over:?}: {text}");
+        assert!(text.contains("is in loading data for"), "{over:?}: {text}");
+        assert!(text.contains("(epoch 3 step 7)"), "{over:?}: {text}");
+        if over != Over::Tcp {
+            assert!(text.contains("last completed seq 0"), "{over:?}: {text}");
+        }
+
+        let (dump, is_cut) = Dump::read(&dir.path().join("rank-0.json")).unwrap();
+        assert!(!is_cut);
+        let reason = dump.reason.as_deref().unwrap_or_default();
+        assert!(reason.contains("timed out after 2"), "{reason}");
+        let last = &dump.entries[0];
+        assert_eq!((last.state, last.seq), (State::Aborted, Some(1)));
+        assert_eq!(last.awaited, [1]);
+        assert_eq!(last.slowest, Some(1));
+        assert_eq!(
+            dump.label_of(last),
+            Some("bucket 4 of 7: layer3.0.conv1.weight")
+        );
+        let took = Duration::from_nanos(last.done_ns.unwrap() - last.started_ns.unwrap());
+        assert!(took > Duration::from_millis(1900), "{took:?}");
+        assert_eq!(dump.entries[1].op, "barrier");
+        assert_eq!(dump.entries[1].state, State::Done);
+    }
+}
+
+#[test]
+fn operations_are_recorded_with_their_times() {
+    for over in EVERYWHERE {
+        let dumps = on_each(groups(over, 3), |group| {
+            let mut large = vec![group.rank() as f32; 100_000];
+            if group.rank() == 2 {
+                std::thread::sleep(Duration::from_millis(100));
+            }
+            group.all_reduce(&mut large, ReduceOp::Sum).unwrap();
+            group.broadcast(&mut large[..10], 1).unwrap();
+            let part = group.new_group(&[0, 2]).unwrap();
+            if let Some(part) = part {
+                part.barrier().unwrap();
+            }
+            if group.rank() == 0 {
+                group.send(&large[..5], 1).unwrap();
+            } else if group.rank() == 1 {
+                group.recv(&mut large[..5], 0).unwrap();
+            }
+            let dump = group.flight();
+            group.shutdown().unwrap();
+            dump
+        });
+        for (rank, dump) in dumps.iter().enumerate() {
+            assert_eq!((dump.rank, dump.world), (rank, 3));
+            let oldest: Vec<_> = dump.entries.iter().rev().collect();
+            assert!(oldest.iter().all(|entry| entry.state == State::Done));
+            let reduce = oldest[0];
+            assert_eq!(reduce.describe(), "all_reduce f32 sum of 100000 elements");
+            assert_eq!(reduce.method, "direct");
+            assert_eq!(reduce.transport, format!("{over:?}").to_lowercase());
+            let took = reduce.done_ns.unwrap() - reduce.started_ns.unwrap();
+            let parts = reduce.waiting_ns + reduce.folding_ns + reduce.moving_ns;
+            assert!(took.abs_diff(parts) < 1000, "{took} {parts}");
+            if rank < 2 {
+                assert_eq!(reduce.slowest, Some(2), "{over:?}");
+                assert!(reduce.waiting_ns > 50_000_000, "{reduce:?}");
+            }
+            assert!(reduce.folding_ns > 0);
+            assert_eq!(
+                oldest[1].describe(),
+                "broadcast f32 of 10 elements with root 1"
+            );
+            let of_group = oldest.iter().filter(|entry| entry.group != 0).count();
+            assert_eq!(of_group, usize::from(rank != 1), "{over:?}");
+            let sent = oldest.iter().filter(|entry| entry.op == "send/recv");
+            assert_eq!(sent.count(), usize::from(rank < 2));
+        }
+    }
+}
+
+#[test]
+fn queued_operations_are_seen_behind_the_one_that_waits() {
+    let gate = Barrier::new(2);
+    on_each(groups(Over::Thread, 2), |group| {
+        if group.rank() == 1 {
+            gate.wait();
+            group.abort("enough");
+            return;
+        }
+        let works: Vec<_> = (0..3)
+            .map(|_| {
+                let bucket = Bucket::from_slice(&[0_u8; 10]);
+                group.all_reduce_async(bucket, ReduceOp::Max, Call::default())
+            })
+            .collect();
+        while group.flight().entries[2].state != State::Running {
+            std::thread::yield_now();
+        }
+        let states: Vec<State> = group.flight().entries.iter().map(|e| e.state).collect();
+        assert_eq!(states, [State::Queued, State::Queued, State::Running]);
+        gate.wait();
+        for work in works {
+            assert_eq!(work.wait().unwrap_err().kind(), ErrorKind::Aborted);
+        }
+        let dump = group.flight();
+        assert!(dump.entries.iter().all(|e| e.state == State::Aborted));
+    });
+}
+
+#[test]
+fn a_panic_leaves_a_dump() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut pair = groups(Over::Thread, 2);
+    let group = pair.remove(1);
+    group.set_flight_dir(dir.path());
+    let panicked = std::thread::spawn(move || {
+        group.set_phase("forward");
+        let _held = group;
+        panic!("on purpose");
+    });
+    assert!(panicked.join().is_err());
+    let (dump, _) = Dump::read(&dir.path().join("rank-1.json")).unwrap();
+    assert_eq!(dump.reason.as_deref(), Some("rank 1 panicked"));
+    assert_eq!(dump.phase.unwrap().name, "forward");
+}
