@@ -362,12 +362,16 @@ impl Executor {
                 if Instant::now() >= until {
                     return Err(self.timeout(schedule, &deadline, context));
                 }
+                if self.flight.notes_wait(spins) {
+                    // Of later rounds ranks may be waited for that wait themselves.
+                    let base = self.flow.base;
+                    self.note_wanted(schedule, |_, piece| piece.frame.step as usize == base);
+                    self.flight.waiting(&self.want, self.mesh.world());
+                }
                 self.note_wanted(schedule, |flow, piece| flow.may_run(piece));
                 if !self.want.iter().any(|want| want.any()) {
                     return Err(Error::internal("the plan waits for itself"));
                 }
-                let world = self.mesh.world();
-                self.flight.waiting(&self.want, world, spins);
                 self.mesh.idle(&self.want, spins, until)?;
                 spins = spins.saturating_add(1);
             }
@@ -472,7 +476,7 @@ impl Executor {
     ) -> Error {
         let base = self.flow.base;
         self.note_wanted(schedule, |_, piece| piece.frame.step as usize == base);
-        self.flight.waiting(&self.want, self.mesh.world(), 1);
+        self.flight.waiting(&self.want, self.mesh.world());
         let mut names = String::new();
         let mut only = None;
         for peer in 0..self.mesh.world() {

@@ -143,16 +143,18 @@ impl Flight {
         }
     }
 
-    /// Nothing moves: these ranks are waited for. To be called before every
-    /// sleep; repeated for the same ranks it costs nothing. `want` has one or
-    /// more lanes of `world` ranks each; `spins` counts
-    /// fruitless attempts before: a first short wait of a brief operation is
-    /// not worth a note.
+    /// Whether a wait after so many fruitless attempts is worth a note: the
+    /// first, short one of a brief operation is not.
     #[inline]
-    pub(crate) fn waiting(&mut self, want: &[Interest], world: usize, spins: u32) {
-        if self.brief && spins == 0 {
-            return;
-        }
+    pub(crate) fn notes_wait(&self, spins: u32) -> bool {
+        !self.brief || spins > 0
+    }
+
+    /// Nothing moves: these ranks are waited for. To be called before every
+    /// sleep that [`notes_wait`](Flight::notes_wait); repeated for the same
+    /// ranks it costs nothing. `want` has one or more lanes of `world` ranks each.
+    #[inline]
+    pub(crate) fn waiting(&mut self, want: &[Interest], world: usize) {
         let mut mask = [0_u64; 2];
         for (lane, _) in want.iter().enumerate().filter(|(_, want)| want.any()) {
             let peer = lane % world.max(1);
