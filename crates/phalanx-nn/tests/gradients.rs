@@ -4,7 +4,9 @@
 mod common;
 
 use common::{Recorder, noise};
-use phalanx_nn::layers::{Act, Conv2dOptions, MaxPool2dOptions};
+use phalanx_nn::layers::{
+    Act, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, MaxPool2dOptions,
+};
 use phalanx_nn::{
     CustomOp, ErrorKind, GradView, Init, Layout, ParamId, Params, Reduction, Result, Scope, Seed,
     Step, StepKey, Tape, Tensor, Threads,
@@ -871,4 +873,137 @@ fn mistakes_are_named() {
         .backward(&mut sink)
         .unwrap_err();
     assert!(e.to_string().contains("inference"));
+}
+
+/// Rows of `c` channels, normalised over all rows.
+fn batch_norm(x: &[f64], c: usize, w: &[f64], b: &[f64], eps: f64) -> Vec<f64> {
+    let rows = x.len() / c;
+    let column = |k: usize| x.iter().skip(k).step_by(c);
+    let constants: Vec<(f64, f64)> = (0..c)
+        .map(|k| {
+            let mean = column(k).sum::<f64>() / rows as f64;
+            let var = column(k).map(|v| (v - mean).powi(2)).sum::<f64>() / rows as f64;
+            (mean, 1.0 / (var + eps).sqrt())
+        })
+        .collect();
+    x.iter()
+        .enumerate()
+        .map(|(i, v)| (v - constants[i % c].0) * constants[i % c].1 * w[i % c] + b[i % c])
+        .collect()
+}
+
+#[test]
+fn batch_normalisation() {
+    // 70 channels: a whole block of lanes and a rest.
+    for (c, rows) in [(3, 8), (70, 4)] {
+        let leaves = [
+            input(&[rows, c], 1),
+            param(&[c], Layout::Same, 2),
+            param(&[c], Layout::Same, 3),
+            input(&[rows, c], 4),
+        ];
+        let options = |g: &Given<'_>| BatchNormOptions {
+            weight: Some(g.p(1)),
+            bias: Some(g.p(2)),
+            running: None,
+            momentum: None,
+            eps: 1e-3,
+        };
+        let plain = |v: &[Vec<f64>]| batch_norm(&v[0], c, &v[1], &v[2], 1e-3);
+        check(
+            "batch norm",
+            &leaves[..3],
+            |g, _| g.x(0).batch_norm(&options(g), None, Act::None),
+            plain,
+        );
+        check(
+            "batch norm, relu",
+            &leaves[..3],
+            |g, _| g.x(0).batch_norm(&options(g), None, Act::Relu),
+            |v| relu(plain(v)),
+        );
+        let sum = |v: &[Vec<f64>]| plain(v).iter().zip(&v[3]).map(|(a, b)| a + b).collect();
+        check(
+            "batch norm, residual",
+            &leaves,
+            |g, _| {
+                let o = options(g);
+                let (x, r) = (g.x(0), g.x(3));
+                x.batch_norm(&o, Some(r), Act::None)
+            },
+            sum,
+        );
+        check(
+            "batch norm, residual, relu",
+            &leaves,
+            |g, _| {
+                let o = options(g);
+                let (x, r) = (g.x(0), g.x(3));
+                x.batch_norm(&o, Some(r), Act::Relu)
+            },
+            |v| relu(sum(v)),
+        );
+    }
+}
+
+#[test]
+fn average_pooling() {
+    let (n, h, w, c) = (2, 5, 6, 3);
+    // Mean over the inputs of each window, divided by `count` or by how many there are.
+    let pool = |x: &[f64], windows: &[(usize, usize, usize, usize)], count: Option<f64>| {
+        let mut y = vec![];
+        for i in 0..n {
+            for &(y0, y1, x0, x1) in windows {
+                for k in 0..c {
+                    let mut sum = 0.0;
+                    for yy in y0..y1 {
+                        for xx in x0..x1 {
+                            sum += x[((i * h + yy) * w + xx) * c + k];
+                        }
+                    }
+                    y.push(sum / count.unwrap_or(((y1 - y0) * (x1 - x0)) as f64));
+                }
+            }
+        }
+        y
+    };
+    let x = [input(&[n, h, w, c], 1)];
+    let mut fixed = vec![];
+    for oy in 0..3usize {
+        for ox in 0..3usize {
+            let low = |o: usize| (2 * o).saturating_sub(1);
+            fixed.push((low(oy), (2 * oy + 2).min(h), low(ox), (2 * ox + 2).min(w)));
+        }
+    }
+    let options = AvgPool2dOptions::new(3).stride(2).padding(1);
+    check(
+        "average pooling, padding counted",
+        &x,
+        |g, _| g.x(0).avg_pool2d(options),
+        |v| pool(&v[0], &fixed, Some(9.0)),
+    );
+    check(
+        "average pooling, padding left out",
+        &x,
+        |g, _| g.x(0).avg_pool2d(options.exclude_padding()),
+        |v| pool(&v[0], &fixed, None),
+    );
+    let rows = [(0, 2), (1, 4), (3, 5)];
+    let columns = [(0, 2), (1, 3), (3, 5), (4, 6)];
+    let adaptive: Vec<_> = rows
+        .iter()
+        .flat_map(|r| columns.iter().map(move |c| (r.0, r.1, c.0, c.1)))
+        .collect();
+    check(
+        "adaptive average pooling",
+        &x,
+        |g, _| g.x(0).adaptive_avg_pool2d(3, 4),
+        |v| pool(&v[0], &adaptive, None),
+    );
+    check(
+        "global average pooling",
+        &x,
+        |g, _| g.x(0).global_avg_pool(),
+        |v| pool(&v[0], &[(0, h, 0, w)], None),
+    );
 }

@@ -4,7 +4,9 @@
 mod common;
 
 use common::{Array, channels_first};
-use phalanx_nn::layers::{Act, Conv2dOptions, MaxPool2dOptions};
+use phalanx_nn::layers::{
+    Act, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, MaxPool2dOptions, RunningStats,
+};
 use phalanx_nn::losses::IGNORE_LABEL;
 use phalanx_nn::{
     Grads, Init, Layout, Params, Reduction, Result, Scope, Seed, StepKey, Tape, Tensor, Threads,
@@ -52,6 +54,50 @@ fn pool_options(o: &Value) -> MaxPool2dOptions {
     }
 }
 
+fn avg_options(o: &Value) -> AvgPool2dOptions {
+    let n = |name: &str, default: usize| o[name].as_u64().map_or(default, |v| v as usize);
+    let kernel = n("kernel_size", 1);
+    let mut p = AvgPool2dOptions::new(kernel)
+        .stride(n("stride", kernel))
+        .padding(n("padding", 0));
+    if o["ceil_mode"].as_bool() == Some(true) {
+        p = p.ceil_mode();
+    }
+    if o["count_include_pad"].as_bool() == Some(false) {
+        p = p.exclude_padding();
+    }
+    p
+}
+
+fn norm_options(o: &Value, params: &Params, affine: bool) -> BatchNormOptions {
+    let buffer = |name| params.find_buffer(name).unwrap();
+    BatchNormOptions {
+        weight: params.find("weight").filter(|_| affine),
+        bias: params.find("bias").filter(|_| affine),
+        running: Some(RunningStats {
+            mean: buffer("running_mean"),
+            var: buffer("running_var"),
+            batches: buffer("num_batches_tracked"),
+        }),
+        momentum: match o.get("momentum") {
+            Some(m) => m.as_f64(),
+            None => Some(0.1),
+        },
+        eps: o["eps"].as_f64().unwrap_or(1e-5),
+    }
+}
+
+/// Trains the running statistics on the case's first batch (weight 1, bias 0).
+fn first_batch(case: &Value, params: &mut Params, tape: &mut Tape) {
+    let x = Array::parse(&case["first_batch"]).channels_last();
+    let step = tape.step(params, StepKey::new(0, 0));
+    let options = norm_options(&case["options"], params, false);
+    let x = step.input(&x.data, &x.shape).unwrap();
+    x.batch_norm(&options, None, Act::None).unwrap();
+    drop(step);
+    tape.update_buffers(params).unwrap();
+}
+
 fn labels(v: &Value) -> Vec<u32> {
     v["data"]
         .as_array()
@@ -83,6 +129,12 @@ fn run<'s>(case: &Value, params: &Params, x: Tensor<'s>) -> Result<Tensor<'s>> {
             )
         }
         "linear" => x.linear(id("weight").unwrap(), id("bias"), Act::None),
+        "avg_pool2d" => x.avg_pool2d(avg_options(o)),
+        "adaptive_avg_pool2d" => {
+            let (h, w) = pair(&o["output_size"], 1);
+            x.adaptive_avg_pool2d(h, w)
+        }
+        "batch_norm" => x.batch_norm(&norm_options(o, params, true), None, Act::None),
         "max_pool2d" => x.max_pool2d(pool_options(o)),
         "relu" => x.relu(),
         "log_softmax" => x.log_softmax(),
@@ -153,12 +205,28 @@ fn every_case_agrees_with_pytorch() {
                 Init::Constant(0.0),
             );
         }
+        if let Some(state) = case["state_after"].as_object() {
+            for (n, a) in state {
+                let start = if n == "running_var" { 1.0 } else { 0.0 };
+                scope.buffer(n, &Array::parse(a).shape, start);
+            }
+        }
         let mut params = scope.build().unwrap();
         for (n, a) in &given {
             params.import(params.find(n).unwrap(), &a.data).unwrap();
         }
+        if case["first_batch"].is_object() {
+            first_batch(case, &mut params, &mut tape);
+        }
         let mut grads = Grads::like(&params);
         let x = Array::parse(&inputs["x"]).channels_last();
+        if case["options"]["eval"].as_bool() == Some(true) {
+            let step = tape.inference(&params);
+            let out = run(case, &params, step.input(&x.data, &x.shape).unwrap()).unwrap();
+            let got = channels_first(out.data(), &out.shape());
+            check(name, "out", &got, &Array::parse(&case["out"]).data, error);
+            continue;
+        }
         let step = tape.step(&params, StepKey::new(0, 0));
         let input = step.variable(&x.data, &x.shape).unwrap();
         let seen = input.share();
@@ -196,6 +264,13 @@ fn every_case_agrees_with_pytorch() {
                 error,
             );
         }
+        if let Some(state) = case["state_after"].as_object() {
+            tape.update_buffers(&mut params).unwrap();
+            for (n, a) in state {
+                let got = params.buffer(params.find_buffer(n).unwrap());
+                check(name, n, got, &Array::parse(a).data, error);
+            }
+        }
     }
-    assert_eq!(cases.len(), 40);
+    assert_eq!(cases.len(), 54);
 }

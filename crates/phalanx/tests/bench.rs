@@ -67,25 +67,18 @@ fn every_collective_reports_every_size() {
 
 #[test]
 fn training_bench_reports_the_contracts_keys() {
-    let got = lines(&[
-        "bench",
-        "train",
-        "mnist",
-        "--world",
-        "2",
-        "--threads",
-        "1",
-        "--batch",
-        "4",
-        "--steps",
-        "3",
-        "--warmup",
-        "1",
-        "--json",
-    ]);
+    for model in ["mnist", "resnet18"] {
+        training_bench(model);
+    }
+}
+
+fn training_bench(model: &str) {
+    let command =
+        format!("bench train {model} --world 2 --threads 1 --batch 4 --steps 3 --warmup 1 --json");
+    let got = lines(&command.split(' ').collect::<Vec<_>>());
     assert_eq!(got.len(), 1);
     let line = &got[0];
-    assert_eq!(line["model"], "mnist");
+    assert_eq!(line["model"], model);
     assert_eq!(
         (&line["world"], &line["threads"], &line["batch"]),
         (&2.into(), &1.into(), &4.into())

@@ -7,6 +7,8 @@
 
 #[macro_use]
 pub(crate) mod isa;
+pub(crate) mod avg_pool;
+pub(crate) mod batch_norm;
 pub(crate) mod bias;
 pub(crate) mod conv;
 pub(crate) mod dropout;

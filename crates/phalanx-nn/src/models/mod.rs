@@ -2,6 +2,8 @@
 
 mod linear_toy;
 mod mnist_cnn;
+mod resnet;
 
 pub use linear_toy::LinearToy;
 pub use mnist_cnn::MnistCnn;
+pub use resnet::{CifarResNet, ResNet};

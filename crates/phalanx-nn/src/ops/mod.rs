@@ -2,6 +2,8 @@
 //! `tape/README.md` has the table of what each one saves.
 
 pub(crate) mod add;
+pub(crate) mod avg_pool2d;
+pub(crate) mod batch_norm;
 pub(crate) mod conv2d;
 pub(crate) mod custom;
 pub(crate) mod dropout;
@@ -15,6 +17,8 @@ pub(crate) mod relu;
 pub(crate) mod reshape;
 pub(crate) mod scale;
 
+pub use avg_pool2d::AvgPool2dOptions;
+pub use batch_norm::{BatchNormOptions, RunningStats};
 pub use conv2d::Conv2dOptions;
 pub use max_pool2d::MaxPool2dOptions;
 

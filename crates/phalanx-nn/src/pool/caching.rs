@@ -36,6 +36,14 @@ impl Buf {
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }
     }
 
+    /// The memory as doubles, half as many.
+    pub(crate) fn f64_mut(&mut self) -> &mut [f64] {
+        let len = self.len / 2;
+        // SAFETY: as in `slice_mut`; buffers start on a cache line, and any
+        // bytes make valid `f64`s and back.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().cast(), len) }
+    }
+
     /// The first `len` bytes of the memory, for small integers.
     pub(crate) fn bytes_mut(&mut self, len: usize) -> &mut [u8] {
         assert!(len <= self.len * size_of::<f32>());

@@ -50,6 +50,16 @@ impl Tape {
         Step { tape: self, params }
     }
 
+    /// Moves the batch statistics of the training step that just ended into
+    /// the running ones (batch normalisation). After each training step, before
+    /// the next one or an evaluation; does nothing where there are none.
+    ///
+    /// # Errors
+    /// `Usage` when `params` are another model's.
+    pub fn update_buffers(&mut self, params: &mut Params) -> Result<()> {
+        self.state.get_mut().statistics.apply(params)
+    }
+
     /// Allocations that the pool has asked of the system so far. Stands still
     /// once every shape of the loop has been seen.
     pub fn allocations(&self) -> u64 {

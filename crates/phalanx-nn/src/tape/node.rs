@@ -52,6 +52,8 @@ macro_rules! nodes {
 
 nodes! {
     Add(ops::add::Add),
+    AvgPool2d(ops::avg_pool2d::AvgPool2d),
+    BatchNorm(ops::batch_norm::BatchNorm),
     Conv2d(ops::conv2d::Conv2d),
     Custom(ops::custom::Custom),
     Dropout(ops::dropout::Dropout),

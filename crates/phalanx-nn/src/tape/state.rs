@@ -4,6 +4,7 @@ use super::key::StepKey;
 use super::node::{Node, Recorded};
 use crate::error::{Error, Result};
 use crate::kernels::dropout::MaskKey;
+use crate::ops::batch_norm::Statistics;
 use crate::pool::{Buf, Pool};
 use crate::tensor::Shape;
 
@@ -42,6 +43,8 @@ pub(crate) struct State {
     samples: Vec<u64>,
     numbered: bool,
     random_ops: u32,
+    /// Batch statistics that the running ones have yet to take over.
+    pub(crate) statistics: Statistics,
     /// Labels of the losses, end to end.
     labels: Vec<u32>,
     pub(super) reached: Vec<bool>,
@@ -56,6 +59,7 @@ impl State {
         self.training = training;
         self.walked = false;
         self.random_ops = 0;
+        self.statistics.age();
         // The high half of the seed is folded in so that seeds below 2^32 give
         // the plain key (seed, operation).
         self.key = Some(MaskKey {

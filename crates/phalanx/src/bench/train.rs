@@ -4,9 +4,10 @@ use std::time::{Duration, Instant};
 
 use phalanx_comm::ReduceOp;
 use phalanx_ddp::{DdpOptions, DistributedDataParallel};
-use phalanx_nn::models::MnistCnn;
+use phalanx_nn::models::{CifarResNet, MnistCnn};
 use phalanx_nn::optim::Sgd;
-use phalanx_nn::{Scope, Seed, StepKey, Tape, Threads};
+use phalanx_nn::rng::torch::Generator;
+use phalanx_nn::{Scope, Seed, StepKey, Tape, Tensor, Threads};
 use phalanx_train::process::peak_rss_bytes;
 use phalanx_train::{Dataset, synthetic};
 use serde_json::json;
@@ -20,6 +21,53 @@ use crate::train::RankContext;
 pub enum Model {
     /// PyTorch's basic MNIST CNN
     Mnist,
+    /// The CIFAR ResNet-18 of the distributed-training guide
+    Resnet18,
+}
+
+impl Model {
+    fn key(self) -> &'static str {
+        match self {
+            Model::Mnist => "mnist",
+            Model::Resnet18 => "resnet18",
+        }
+    }
+
+    fn title(self) -> &'static str {
+        match self {
+            Model::Mnist => "mnist CNN",
+            Model::Resnet18 => "CIFAR ResNet-18",
+        }
+    }
+}
+
+/// The network that is timed.
+enum Net {
+    Mnist(MnistCnn),
+    Resnet18(CifarResNet),
+}
+
+impl Net {
+    fn new(model: Model, scope: &mut Scope) -> Net {
+        match model {
+            Model::Mnist => Net::Mnist(MnistCnn::new(scope)),
+            Model::Resnet18 => Net::Resnet18(CifarResNet::resnet18(scope)),
+        }
+    }
+
+    fn loss<'s>(&self, x: Tensor<'s>, labels: &[u32]) -> phalanx_nn::Result<Tensor<'s>> {
+        let divisor = labels.len() as f32;
+        match self {
+            Net::Mnist(net) => net.forward(x)?.nll_loss(labels, divisor),
+            Net::Resnet18(net) => net.forward(x)?.cross_entropy(labels, divisor),
+        }
+    }
+}
+
+/// Ready-made batches of one rank.
+struct Batches {
+    image: [usize; 3],
+    all: Vec<(Vec<f32>, Vec<u32>)>,
 }
 
 /// Arguments of `bench train`.
@@ -68,27 +116,52 @@ impl TrainBenchArgs {
 /// Ready-made batches that the steps go round.
 const BATCHES: usize = 4;
 
+/// Drawn digits, as the MNIST recipe's synthetic set has them.
+fn digits(ctx: &RankContext, batch: usize) -> Result<Batches> {
+    let data = synthetic::digits(BATCHES * batch * ctx.world(), 1);
+    let image = data.image_shape();
+    let mut all = Vec::with_capacity(BATCHES);
+    for b in 0..BATCHES {
+        let mut images = vec![0.0; batch * image.iter().product::<usize>()];
+        let mut labels = Vec::with_capacity(batch);
+        for (i, image) in images.chunks_exact_mut(images.len() / batch).enumerate() {
+            labels.push(data.read((b * ctx.world() + ctx.rank()) * batch + i, image)?);
+        }
+        all.push((images, labels));
+    }
+    Ok(Batches { image, all })
+}
+
+/// CIFAR-sized noise, other numbers for every rank and batch.
+fn noise(ctx: &RankContext, batch: usize) -> Batches {
+    let image = [32, 32, 3];
+    let len = batch * image.iter().product::<usize>();
+    let all = (0..BATCHES).map(|b| {
+        let mut numbers = vec![0.0; len];
+        let mut generator = Generator::new((b * ctx.world() + ctx.rank()) as u64);
+        generator.fill_uniform_f32(&mut numbers, -1.0, 1.0);
+        (numbers, (0..batch as u32).map(|i| i % 10).collect())
+    });
+    Batches {
+        image,
+        all: all.collect(),
+    }
+}
+
 /// Runs the benchmark as one rank; rank 0 prints.
 ///
 /// # Errors
 ///
 /// Anything that ends the training.
 pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
-    let data = synthetic::digits(BATCHES * args.batch * ctx.world(), 1);
-    let [h, w, c] = data.image_shape();
-    let pixels = h * w * c;
-    let mut batches = Vec::with_capacity(BATCHES);
-    for b in 0..BATCHES {
-        let mut images = vec![0.0; args.batch * pixels];
-        let mut labels = Vec::with_capacity(args.batch);
-        for (i, image) in images.chunks_exact_mut(pixels).enumerate() {
-            labels.push(data.read((b * ctx.world() + ctx.rank()) * args.batch + i, image)?);
-        }
-        batches.push((images, labels));
-    }
+    let batches = match args.recipe {
+        Model::Mnist => digits(ctx, args.batch)?,
+        Model::Resnet18 => noise(ctx, args.batch),
+    };
+    let [h, w, c] = batches.image;
 
     let mut scope = Scope::new(Seed(1));
-    let net = MnistCnn::new(&mut scope);
+    let net = Net::new(args.recipe, &mut scope);
     let mut params = scope.build()?;
     let mut ddp =
         DistributedDataParallel::new(ctx.group.clone(), &mut params, DdpOptions::default())?;
@@ -99,15 +172,16 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
     let mut times_ms = Vec::with_capacity(args.steps);
     let mut exposed_ms = Vec::with_capacity(args.steps);
     for i in 0..args.warmup + args.steps {
-        let (images, labels) = &batches[i % BATCHES];
+        let (images, labels) = &batches.all[i % BATCHES];
         let began = Instant::now();
         let step = tape.step(&params, StepKey::new(0, i as u64));
         let x = step.input(images, &[args.batch, h, w, c])?;
-        let loss = net.forward(x)?.nll_loss(labels, args.batch as f32)?;
+        let loss = net.loss(x, labels)?;
         let value = loss.item();
         loss.backward(&mut ddp)?;
         drop(step);
         ddp.finish()?;
+        tape.update_buffers(&mut params)?;
         optimizer.step(&mut params, &ddp)?;
         if !value.is_finite() {
             return Err(Error::new(
@@ -136,15 +210,16 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
     let exposed = median(&mut exposed_ms);
     if args.json {
         let line = json!({
-            "model": "mnist", "world": ctx.world(), "threads": ctx.threads, "batch": args.batch,
+            "model": args.recipe.key(), "world": ctx.world(), "threads": ctx.threads, "batch": args.batch,
             "steps": args.steps, "step_ms_median": step_ms, "images_per_s": images_per_s,
             "exposed_comm_ms": exposed, "peak_rss_mib": peak_mib[0], "first_step_s": first_step.as_secs_f64(),
         });
         return ctx.line(&line.to_string());
     }
     ctx.line(&format!(
-        "mnist CNN fp32, {}, batch {} a rank\nstep          {step_ms:.2} ms (median of {})\nthroughput    {images_per_s:.0} images/s\n\
+        "{} fp32, {}, batch {} a rank\nstep          {step_ms:.2} ms (median of {})\nthroughput    {images_per_s:.0} images/s\n\
          communication {exposed:.2} ms exposed a step\nmemory        {:.0} MiB peak a rank\nfirst step    {:.2} s after start",
+        args.recipe.title(),
         ctx.describe(),
         args.batch,
         args.steps,

@@ -1,0 +1,25 @@
+//! Average pooling.
+
+use super::AvgPool2dOptions;
+use crate::{Result, Tensor};
+
+/// The mean of each window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AvgPool2d {
+    options: AvgPool2dOptions,
+}
+
+impl AvgPool2d {
+    /// `options`: a window size, or [`AvgPool2dOptions`].
+    pub fn new(options: impl Into<AvgPool2dOptions>) -> Self {
+        AvgPool2d {
+            options: options.into(),
+        }
+    }
+
+    /// # Errors
+    /// As [`Tensor::avg_pool2d`].
+    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+        x.avg_pool2d(self.options)
+    }
+}

@@ -1,0 +1,101 @@
+//! Batch normalisation.
+
+use super::{Act, BatchNormOptions, RunningStats};
+use crate::param::{Init, Layout, Scope};
+use crate::{Result, Tensor};
+
+/// Normalises every channel of images (N, H, W, C), or every feature of rows
+/// (N, C), with PyTorch's `weight`, `bias`, `running_mean`, `running_var` and
+/// `num_batches_tracked`.
+#[derive(Clone, Copy, Debug)]
+pub struct BatchNorm {
+    options: BatchNormOptions,
+}
+
+/// Over images, as PyTorch calls it.
+pub type BatchNorm2d = BatchNorm;
+/// Over rows, as PyTorch calls it.
+pub type BatchNorm1d = BatchNorm;
+
+impl BatchNorm {
+    /// PyTorch's defaults: weight 1, bias 0, momentum 0.1, eps 1e-5.
+    pub fn new(scope: Scope, channels: usize) -> Self {
+        let mut scope = scope;
+        let weight = scope.param("weight", &[channels], Layout::Same, Init::Constant(1.0));
+        let bias = scope.param("bias", &[channels], Layout::Same, Init::Constant(0.0));
+        Self::with(scope, channels, Some(weight), Some(bias))
+    }
+
+    /// Without weight and bias.
+    pub fn without_affine(scope: Scope, channels: usize) -> Self {
+        Self::with(scope, channels, None, None)
+    }
+
+    fn with(
+        mut scope: Scope,
+        channels: usize,
+        weight: Option<crate::ParamId>,
+        bias: Option<crate::ParamId>,
+    ) -> Self {
+        BatchNorm {
+            options: BatchNormOptions {
+                weight,
+                bias,
+                running: Some(RunningStats {
+                    mean: scope.buffer("running_mean", &[channels], 0.0),
+                    var: scope.buffer("running_var", &[channels], 1.0),
+                    batches: scope.buffer("num_batches_tracked", &[], 0.0),
+                }),
+                momentum: Some(0.1),
+                eps: 1e-5,
+            },
+        }
+    }
+
+    /// Sets the share of a new batch in the running statistics; `None` averages
+    /// all batches alike.
+    #[must_use]
+    pub fn momentum(mut self, momentum: Option<f64>) -> Self {
+        self.options.momentum = momentum;
+        self
+    }
+
+    /// Sets what is added to the variance.
+    #[must_use]
+    pub fn eps(mut self, eps: f64) -> Self {
+        self.options.eps = eps;
+        self
+    }
+
+    /// Its parameters, buffers and settings.
+    pub fn options(&self) -> &BatchNormOptions {
+        &self.options
+    }
+
+    /// # Errors
+    /// As [`Tensor::batch_norm`].
+    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+        self.forward_act(x, Act::None)
+    }
+
+    /// The layer followed by `act`, fused.
+    ///
+    /// # Errors
+    /// As [`Tensor::batch_norm`].
+    pub fn forward_act<'s>(&self, x: Tensor<'s>, act: Act) -> Result<Tensor<'s>> {
+        x.batch_norm(&self.options, None, act)
+    }
+
+    /// `act(norm(x) + residual)`, fused.
+    ///
+    /// # Errors
+    /// As [`Tensor::batch_norm`].
+    pub fn forward_residual<'s>(
+        &self,
+        x: Tensor<'s>,
+        residual: Tensor<'s>,
+        act: Act,
+    ) -> Result<Tensor<'s>> {
+        x.batch_norm(&self.options, Some(residual), act)
+    }
+}

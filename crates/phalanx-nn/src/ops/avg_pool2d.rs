@@ -1,0 +1,186 @@
+//! Average pooling over fixed or adaptive windows. Saves nothing.
+
+use crate::kernels::avg_pool::{self, AvgShape, Windows};
+use crate::pool::Buf;
+use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tensor::Shape;
+use crate::{Error, Result, Tensor};
+
+/// Window, stride and padding of an average pooling.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AvgPool2dOptions {
+    kernel: usize,
+    stride: usize,
+    padding: usize,
+    counted: bool,
+    ceil: bool,
+}
+
+impl AvgPool2dOptions {
+    /// A square window, moved by its own size; zeros of the padding count.
+    pub fn new(kernel: usize) -> Self {
+        AvgPool2dOptions {
+            kernel,
+            stride: kernel,
+            padding: 0,
+            counted: true,
+            ceil: false,
+        }
+    }
+
+    /// Sets the stride of both directions.
+    #[must_use]
+    pub fn stride(self, stride: usize) -> Self {
+        AvgPool2dOptions { stride, ..self }
+    }
+
+    /// Sets the zero padding of both directions.
+    #[must_use]
+    pub fn padding(self, padding: usize) -> Self {
+        AvgPool2dOptions { padding, ..self }
+    }
+
+    /// Divides by the number of inputs inside the image only.
+    #[must_use]
+    pub fn exclude_padding(self) -> Self {
+        AvgPool2dOptions {
+            counted: false,
+            ..self
+        }
+    }
+
+    /// Keeps windows that reach past the end of the image.
+    #[must_use]
+    pub fn ceil_mode(self) -> Self {
+        AvgPool2dOptions { ceil: true, ..self }
+    }
+
+    /// Output size, as PyTorch computes it; `None` when PyTorch refuses.
+    fn out_size(&self, input: usize) -> Option<usize> {
+        let (k, s, p) = (self.kernel, self.stride, self.padding);
+        if p > k / 2 || input == 0 || k == 0 {
+            return None;
+        }
+        let span = input.checked_add(2 * p)?.checked_sub(k)?;
+        let extra = if self.ceil { s.checked_sub(1)? } else { 0 };
+        let out = span.checked_add(extra)?.checked_div(s)? + 1;
+        // The last window must begin inside the image or its leading padding.
+        Some(if self.ceil && (out - 1) * s >= input + p {
+            out - 1
+        } else {
+            out
+        })
+    }
+}
+
+/// A square window of this size, moved by its own size.
+impl From<usize> for AvgPool2dOptions {
+    fn from(kernel: usize) -> Self {
+        Self::new(kernel)
+    }
+}
+
+pub(crate) struct AvgPool2d {
+    x: SlotId,
+    out: SlotId,
+    shape: AvgShape,
+}
+
+impl<'s> Tensor<'s> {
+    /// The mean of each window of images (N, H, W, C).
+    ///
+    /// # Errors
+    /// `Usage` when the window does not fit.
+    pub fn avg_pool2d(self, options: impl Into<AvgPool2dOptions>) -> Result<Tensor<'s>> {
+        let (o, [images, h, w, channels]) = (options.into(), self.image_dims("avg_pool2d")?);
+        let (Some(oh), Some(ow)) = (o.out_size(h), o.out_size(w)) else {
+            return Err(Error::usage(format!(
+                "avg_pool2d: {o:?} does not fit images of {h} x {w}"
+            )));
+        };
+        let windows = Windows::Fixed {
+            kernel: o.kernel,
+            stride: o.stride,
+            padding: o.padding,
+            counted: o.counted,
+        };
+        self.averages(AvgShape {
+            images,
+            channels,
+            input: [h, w],
+            output: [oh, ow],
+            windows: [windows; 2],
+        })
+    }
+
+    /// Means of windows chosen so that the output is `height` x `width`.
+    ///
+    /// # Errors
+    /// `Usage` when that is nothing, or the operand is no image.
+    pub fn adaptive_avg_pool2d(self, height: usize, width: usize) -> Result<Tensor<'s>> {
+        let [images, h, w, channels] = self.image_dims("adaptive_avg_pool2d")?;
+        if height * width == 0 || h * w == 0 {
+            return Err(Error::usage(format!(
+                "adaptive_avg_pool2d: cannot make {height} x {width} of {h} x {w}"
+            )));
+        }
+        self.averages(AvgShape {
+            images,
+            channels,
+            input: [h, w],
+            output: [height, width],
+            windows: [Windows::Adaptive; 2],
+        })
+    }
+
+    /// The mean over all pixels, one row a sample: (N, H, W, C) to (N, C).
+    ///
+    /// # Errors
+    /// `Usage` when the operand is no image.
+    pub fn global_avg_pool(self) -> Result<Tensor<'s>> {
+        let [images, .., channels] = self.image_dims("global_avg_pool")?;
+        self.adaptive_avg_pool2d(1, 1)?.reshape(&[images, channels])
+    }
+
+    fn image_dims(&self, what: &str) -> Result<[usize; 4]> {
+        <[usize; 4]>::try_from(&*self.dims()).map_err(|_| {
+            Error::usage(format!(
+                "{what} needs images (N, H, W, C), got shape {:?}",
+                self.dims()
+            ))
+        })
+    }
+
+    fn averages(self, s: AvgShape) -> Result<Tensor<'s>> {
+        let (step, x) = (self.step(), self.slot());
+        let shape = Shape::new(&[s.images, s.output[0], s.output[1], s.channels])?;
+        let out = {
+            let mut st = step.state();
+            let mut buf = st.pool.get(shape.numel());
+            avg_pool::forward(step.team(), &s, st.value(x), buf.slice_mut());
+            let wants = st.wants_grad(x);
+            let out = st.add_output(shape, buf, wants);
+            if wants {
+                st.record(AvgPool2d { x, out, shape: s });
+            }
+            out
+        };
+        Ok(Tensor::new(step, out))
+    }
+}
+
+impl Recorded for AvgPool2d {
+    fn visit(&self, f: &mut dyn FnMut(Visit)) {
+        f(Visit::Output(self.out));
+        f(Visit::Input(self.x));
+    }
+
+    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
+        let numel = pass.shape(self.x).numel();
+        let mut dx = pass.pool().get(numel);
+        avg_pool::backward(pass.team, &self.shape, dy.slice(), dx.slice_mut());
+        pass.pool().put(dy);
+        pass.give(self.x, dx);
+        Ok(())
+    }
+}

@@ -1,0 +1,401 @@
+//! Batch normalisation over all but the last dimension, with a residual and a
+//! ReLU fused to its end: `y = act((x - mean) / sqrt(var + eps) * w + b + r)`.
+//!
+//! Saves its input and four numbers a channel; its output only when a ReLU
+//! follows a residual (else the backward pass recomputes what the ReLU let
+//! through). Running statistics change after the step, in
+//! [`Tape::update_buffers`](crate::Tape::update_buffers).
+
+use super::Act;
+use crate::kernels::Mode;
+use crate::kernels::batch_norm::{self, Backward, Channels, Gate};
+use crate::param::{BufferId, ParamId};
+use crate::pool::Buf;
+use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::{Error, Result, Tensor};
+
+/// Where the running statistics of a batch normalisation live.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RunningStats {
+    /// Mean of every channel.
+    pub mean: BufferId,
+    /// Unbiased variance of every channel.
+    pub var: BufferId,
+    /// Number of batches so far, one element.
+    pub batches: BufferId,
+}
+
+/// Parameters, buffers and settings of a batch normalisation.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BatchNormOptions {
+    /// Factor of every channel, if there is one.
+    pub weight: Option<ParamId>,
+    /// Offset of every channel, if there is one.
+    pub bias: Option<ParamId>,
+    /// Statistics to evaluate with; without any the batch's own are used.
+    pub running: Option<RunningStats>,
+    /// Share of a new batch in the running statistics; `None` averages all batches alike.
+    pub momentum: Option<f64>,
+    /// Added to the variance.
+    pub eps: f64,
+}
+
+pub(crate) struct BatchNorm {
+    x: SlotId,
+    residual: Option<SlotId>,
+    out: SlotId,
+    /// Mean, inverse deviation, scale and shift of every channel.
+    constants: SlotId,
+    weight: Option<ParamId>,
+    bias: Option<ParamId>,
+    act: Act,
+    channels: usize,
+}
+
+/// Mean, inverse deviation, scale, shift.
+fn parts(constants: &[f32], c: usize) -> (Channels<'_>, &[f32]) {
+    let channels = Channels {
+        mean: &constants[..c],
+        scale: &constants[2 * c..3 * c],
+        shift: &constants[3 * c..4 * c],
+    };
+    (channels, &constants[c..2 * c])
+}
+
+impl<'s> Tensor<'s> {
+    /// Normalises every channel (last dimension), adds `residual`, applies `act`.
+    ///
+    /// A training step uses the batch's mean and biased variance and notes both
+    /// for [`Tape::update_buffers`](crate::Tape::update_buffers); an evaluation uses the running ones.
+    ///
+    /// # Errors
+    /// `Usage` when sizes do not fit, a training batch has only one value a
+    /// channel, or the statistics of the step before were never taken over.
+    pub fn batch_norm(
+        self,
+        options: &BatchNormOptions,
+        residual: Option<Tensor<'s>>,
+        act: Act,
+    ) -> Result<Tensor<'s>> {
+        let (step, x, dims) = (self.step(), self.slot(), self.dims());
+        let c = self.check(options, residual.as_ref())?;
+        let residual_slot = residual.as_ref().map(Tensor::slot);
+        let out = {
+            let mut st = step.state();
+            let mut constants = st.pool.get(4 * c);
+            let numel = dims.numel();
+            let training = st.training;
+            let batch = training || options.running.is_none();
+            if numel > 0 && batch {
+                let mut sums = st.pool.get(4 * c);
+                let mut work = st.pool.get(batch_norm::partials_len(numel, c));
+                let (mean, squares) = sums.f64_mut().split_at_mut(c);
+                batch_norm::statistics(step.team(), st.value(x), work.slice_mut(), mean, squares);
+                let rows = (numel / c) as f64;
+                for i in 0..c {
+                    let var = squares[i] / rows;
+                    constants.slice_mut()[i] = mean[i] as f32;
+                    constants.slice_mut()[c + i] = (1.0 / (var + options.eps).sqrt()) as f32;
+                }
+                if training && let Some(running) = options.running {
+                    let stats = mean.iter().zip(&*squares);
+                    let stats = stats.map(|(&m, &q)| (m as f32, (q / (rows - 1.0)) as f32));
+                    st.statistics.note(running, options.momentum, stats);
+                }
+                st.pool.put(work);
+                st.pool.put(sums);
+            } else if let (false, Some(r)) = (batch, options.running) {
+                let params = step.params();
+                constants.slice_mut()[..c].copy_from_slice(params.buffer(r.mean));
+                for (i, &v) in params.buffer(r.var).iter().enumerate() {
+                    constants.slice_mut()[c + i] =
+                        (1.0 / (f64::from(v) + options.eps).sqrt()) as f32;
+                }
+            } else {
+                constants.slice_mut().fill(0.0); // an empty batch
+            }
+            finish_constants(
+                constants.slice_mut(),
+                c,
+                |id| id.map(|id| step.params().get(id)),
+                options,
+            );
+
+            let relu = act == Act::Relu;
+            let mut y = st.pool.get(numel);
+            let (channels, _) = parts(constants.slice(), c);
+            let r = residual_slot.map_or(&[][..], |r| st.value(r));
+            batch_norm::normalise(step.team(), st.value(x), y.slice_mut(), channels, r, relu);
+            let out = st.add_output(dims, y, training);
+            if training {
+                let constants = st.add_aux(constants)?;
+                st.record(BatchNorm {
+                    x,
+                    residual: residual_slot,
+                    out,
+                    constants,
+                    weight: options.weight,
+                    bias: options.bias,
+                    act,
+                    channels: c,
+                });
+            } else {
+                st.pool.put(constants);
+            }
+            out
+        };
+        Ok(Tensor::new(step, out))
+    }
+
+    /// Number of channels, if everything fits.
+    fn check(&self, o: &BatchNormOptions, residual: Option<&Tensor<'s>>) -> Result<usize> {
+        let (step, dims) = (self.step(), self.dims());
+        let Some(&c) = dims.last().filter(|&&c| c > 0) else {
+            return Err(Error::usage(format!(
+                "batch_norm needs channels in the last dimension, got shape {dims:?}"
+            )));
+        };
+        for id in o.weight.into_iter().chain(o.bias) {
+            let info = step.info(id)?;
+            if info.len != c {
+                return Err(Error::usage(format!(
+                    "batch_norm: {} has {} values for {c} channels",
+                    info.name, info.len
+                )));
+            }
+        }
+        if let Some(r) = o.running {
+            for (id, len) in [(r.mean, c), (r.var, c), (r.batches, 1)] {
+                match step.params().buffer_infos().get(id.index()) {
+                    Some(info) if info.len == len => {}
+                    _ => {
+                        return Err(Error::usage(format!(
+                            "batch_norm: running statistics do not fit {c} channels of this step's model"
+                        )));
+                    }
+                }
+            }
+        }
+        if let Some(r) = residual {
+            if !std::ptr::eq(step, r.step()) {
+                return Err(Error::usage(
+                    "batch_norm: the residual belongs to another step",
+                ));
+            }
+            if r.dims() != dims {
+                return Err(Error::usage(format!(
+                    "batch_norm: residual of shape {:?} for {dims:?}",
+                    r.dims()
+                )));
+            }
+        }
+        let st = step.state();
+        if st.training && dims.numel() == c {
+            return Err(Error::usage(format!(
+                "batch_norm: one value a channel (shape {dims:?}) has no variance to train with; use larger batches"
+            )));
+        }
+        if o.running.is_some() && st.statistics.stale() {
+            return Err(Error::usage(
+                "running statistics of the step before were not taken over; call Tape::update_buffers after each training step",
+            ));
+        }
+        Ok(c)
+    }
+}
+
+/// Scale and shift from mean and inverse deviation.
+fn finish_constants<'p>(
+    constants: &mut [f32],
+    c: usize,
+    values: impl Fn(Option<ParamId>) -> Option<&'p [f32]>,
+    options: &BatchNormOptions,
+) {
+    let (weight, bias) = (values(options.weight), values(options.bias));
+    for i in 0..c {
+        let w = weight.map_or(1.0, |w| w[i]);
+        constants[2 * c + i] = constants[c + i] * w;
+        constants[3 * c + i] = bias.map_or(0.0, |b| b[i]);
+    }
+}
+
+impl BatchNorm {
+    fn gated_by_output(&self) -> bool {
+        self.act == Act::Relu && self.residual.is_some()
+    }
+
+    fn one_gradient(
+        pass: &mut Pass<'_>,
+        id: Option<ParamId>,
+        values: impl Iterator<Item = f64>,
+    ) -> Result<()> {
+        let Some(id) = id else { return Ok(()) };
+        pass.param(id, |g, mode| {
+            for (g, v) in g.iter_mut().zip(values) {
+                *g = match mode {
+                    Mode::Write => v as f32,
+                    Mode::Add => *g + v as f32,
+                };
+            }
+        })
+    }
+}
+
+impl Recorded for BatchNorm {
+    fn visit(&self, f: &mut dyn FnMut(Visit)) {
+        f(Visit::Output(self.out));
+        f(Visit::Input(self.x));
+        self.residual
+            .map(Visit::Input)
+            .into_iter()
+            .for_each(&mut *f);
+        self.weight.map(Visit::Param).into_iter().for_each(&mut *f);
+        self.bias.map(Visit::Param).into_iter().for_each(&mut *f);
+        f(Visit::Saved(self.x));
+        f(Visit::Saved(self.constants));
+        if self.gated_by_output() {
+            f(Visit::Saved(self.out));
+        }
+    }
+
+    fn backward(&self, pass: &mut Pass<'_>, mut dy: Buf) -> Result<()> {
+        let (team, c) = (pass.team, self.channels);
+        let x = pass.value(self.x);
+        let (channels, inverse) = parts(pass.value(self.constants), c);
+        let gate = match self.act {
+            Act::None => Gate::Open,
+            Act::Relu if self.residual.is_some() => Gate::Output(pass.value(self.out)),
+            Act::Relu => Gate::Relu,
+        };
+        let numel = dy.slice().len();
+        let mut work = pass.pool().get(batch_norm::partials_len(numel, c));
+        let mut sums = pass.pool().get(4 * c);
+        let mut coefficients = pass.pool().get(2 * c);
+        let (total, products) = sums.f64_mut().split_at_mut(c);
+        batch_norm::backward_sums(
+            team,
+            x,
+            dy.slice_mut(),
+            channels,
+            gate,
+            work.slice_mut(),
+            (&mut *total, &mut *products),
+        );
+        let scaled = products
+            .iter()
+            .zip(inverse)
+            .map(|(&p, &i)| p * f64::from(i));
+        Self::one_gradient(pass, self.weight, scaled)?;
+        Self::one_gradient(pass, self.bias, total.iter().copied())?;
+
+        let rows = (numel / c).max(1) as f64;
+        let (slope, offset) = coefficients.slice_mut().split_at_mut(c);
+        for i in 0..c {
+            let (scale, inverse) = (f64::from(channels.scale[i]), f64::from(inverse[i]));
+            slope[i] = (-scale * inverse * inverse * products[i] / rows) as f32;
+            offset[i] = (-scale * total[i] / rows) as f32;
+        }
+        let b = Backward {
+            channels,
+            slope,
+            offset,
+        };
+        match self.residual.filter(|&r| pass.wants(r)) {
+            Some(r) => {
+                if pass.wants(self.x) {
+                    let mut dx = pass.pool().get(numel);
+                    batch_norm::gradient_to(team, x, dy.slice(), dx.slice_mut(), b);
+                    pass.give(self.x, dx);
+                }
+                pass.give(r, dy);
+            }
+            None => {
+                batch_norm::gradient(team, x, dy.slice_mut(), b, matches!(gate, Gate::Relu));
+                pass.give(self.x, dy);
+            }
+        }
+        pass.pool().put(coefficients);
+        pass.pool().put(sums);
+        pass.pool().put(work);
+        Ok(())
+    }
+}
+
+/// Batch statistics of a step, to be taken over into the buffers after it.
+/// Vectors keep their capacity.
+#[derive(Default)]
+pub(crate) struct Statistics {
+    notes: Vec<Note>,
+    /// Means, then unbiased variances, of each note.
+    values: Vec<f32>,
+    /// The step that noted them is over.
+    old: bool,
+}
+
+struct Note {
+    running: RunningStats,
+    momentum: Option<f64>,
+    channels: usize,
+}
+
+impl Statistics {
+    fn note(
+        &mut self,
+        running: RunningStats,
+        momentum: Option<f64>,
+        stats: impl ExactSizeIterator<Item = (f32, f32)> + Clone,
+    ) {
+        self.notes.push(Note {
+            running,
+            momentum,
+            channels: stats.len(),
+        });
+        self.values.extend(stats.clone().map(|s| s.0));
+        self.values.extend(stats.map(|s| s.1));
+    }
+
+    fn stale(&self) -> bool {
+        self.old
+    }
+
+    /// A new step starts.
+    pub(crate) fn age(&mut self) {
+        self.old = !self.notes.is_empty();
+    }
+
+    /// Moves every noted statistic into the running ones, in recording order.
+    pub(crate) fn apply(&mut self, params: &mut crate::Params) -> Result<()> {
+        let fits = |id: BufferId, len: usize| {
+            params
+                .buffer_infos()
+                .get(id.index())
+                .is_some_and(|i| i.len == len)
+        };
+        if !self.notes.iter().all(|n| {
+            let r = n.running;
+            fits(r.mean, n.channels) && fits(r.var, n.channels) && fits(r.batches, 1)
+        }) {
+            return Err(Error::usage(
+                "running statistics do not fit these parameters: they belong to another model",
+            ));
+        }
+        let mut rest = &*self.values;
+        for note in &self.notes {
+            let (now, later) = rest.split_at(2 * note.channels);
+            rest = later;
+            let (mean, var) = now.split_at(note.channels);
+            let count = &mut params.buffer_mut(note.running.batches)[0];
+            *count += 1.0;
+            let m = note.momentum.unwrap_or(1.0 / f64::from(*count));
+            for (id, batch) in [(note.running.mean, mean), (note.running.var, var)] {
+                for (r, &b) in params.buffer_mut(id).iter_mut().zip(batch) {
+                    *r = ((1.0 - m) * f64::from(*r) + m * f64::from(b)) as f32;
+                }
+            }
+        }
+        self.notes.clear();
+        self.values.clear();
+        self.old = false;
+        Ok(())
+    }
+}
