@@ -120,11 +120,12 @@ const BATCHES: usize = 4;
 fn digits(ctx: &RankContext, batch: usize) -> Result<Batches> {
     let data = synthetic::digits(BATCHES * batch * ctx.world(), 1);
     let image = data.image_shape();
+    let pixels = image.iter().product();
     let mut all = Vec::with_capacity(BATCHES);
     for b in 0..BATCHES {
-        let mut images = vec![0.0; batch * image.iter().product::<usize>()];
+        let mut images = vec![0.0; batch * pixels];
         let mut labels = Vec::with_capacity(batch);
-        for (i, image) in images.chunks_exact_mut(images.len() / batch).enumerate() {
+        for (i, image) in images.chunks_exact_mut(pixels).enumerate() {
             labels.push(data.read((b * ctx.world() + ctx.rank()) * batch + i, image)?);
         }
         all.push((images, labels));
