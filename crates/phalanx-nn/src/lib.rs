@@ -49,6 +49,7 @@ mod error;
 mod kernels;
 pub mod layers;
 pub mod losses;
+pub mod measure;
 pub mod models;
 mod ops;
 pub mod optim;

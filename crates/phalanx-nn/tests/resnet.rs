@@ -106,13 +106,19 @@ fn ten_steps_follow_pytorchs_losses() {
             let loss = net.step(i as u64);
             bound.check(&format!("{name}, loss {i}"), loss, want, torch);
             if i == 0 {
+                // ReLUs on the verge fall this way or that: PyTorch's own float32
+                // is off by 0.13 % in one of the large network's gradients.
+                let (g64, g32) = (&case["first_gradient_l2"], &case["first_gradient_l2_f32"]);
+                let relative = |n: &String| {
+                    let (a, b) = (g64[n].as_f64().unwrap(), g32[n].as_f64().unwrap());
+                    (a - b).abs() / a
+                };
+                let off = g64.as_object().unwrap().keys().map(relative);
+                let allowed = (10.0 * off.fold(0.0, f64::max)).max(2e-5);
                 for id in net.params.ids() {
                     let info = &net.params.infos()[id.index()];
-                    let want = case["first_gradient_l2"][&info.name].as_f64().unwrap();
+                    let want = g64[&info.name].as_f64().unwrap();
                     let got = l2(net.grads.grad(id));
-                    // Every ReLU on the verge that falls the other way shows;
-                    // the large network has 1.5 million of them.
-                    let allowed = if name == "tiny" { 2e-5 } else { 1e-3 };
                     assert!(
                         (got - want).abs() <= allowed * want,
                         "{name}, gradient of {}: {got}, PyTorch has {want}",

@@ -96,3 +96,17 @@ fn training_bench(model: &str) {
         );
     }
 }
+
+#[test]
+fn kernels_bench_lists_every_convolution_and_pass() {
+    let got = lines(&["bench", "kernels", "--batch", "2", "--time", "1", "--json"]);
+    assert_eq!(got.len(), 3 * 11 - 1);
+    for line in &got {
+        for key in ["best_ms", "gflops", "peak_share"] {
+            assert!(
+                line[key].as_f64().is_some_and(|v| v > 0.0),
+                "{key} in {line}"
+            );
+        }
+    }
+}

@@ -7,13 +7,17 @@
 
 #[macro_use]
 pub(crate) mod isa;
+#[macro_use]
+pub(crate) mod vector;
 pub(crate) mod avg_pool;
 pub(crate) mod batch_norm;
 pub(crate) mod bias;
 pub(crate) mod conv;
 pub(crate) mod dropout;
 pub(crate) mod elementwise;
+pub(crate) mod fma_peak;
 pub(crate) mod max_pool;
+pub(crate) mod panel;
 pub(crate) mod product;
 #[cfg(test)]
 pub(crate) mod scalar;

@@ -129,10 +129,13 @@ impl<'s> Tensor<'s> {
         let out = {
             let mut st = step.state();
             let mut buf = st.pool.get(shape.numel());
+            let mut work = st.pool.get(conv::work_len(&s));
             let w = step.params().get(weight);
             let b = bias.map(|b| step.params().get(b));
             let relu = act == Act::Relu;
-            conv::forward(step.team(), &s, st.value(x), w, b, relu, buf.slice_mut());
+            let (memory, y) = (work.slice_mut(), buf.slice_mut());
+            conv::forward(step.team(), &s, st.value(x), w, (b, relu), memory, y);
+            st.pool.put(work);
             let training = st.training;
             let out = st.add_output(shape, buf, training);
             if training {
@@ -229,9 +232,7 @@ impl Recorded for Conv2d {
         }
         // PyTorch's order within a convolution: weight, then bias; both before
         // the input gradient, so that their reduction can start meanwhile.
-        let mut work = pass
-            .pool()
-            .get(conv::partials(s) * s.weight_len().max(s.out));
+        let mut work = pass.pool().get(conv::work_len(s));
         let x = pass.value(self.x);
         let d = dy.slice();
         pass.param(self.weight, |dw, mode| {
@@ -242,15 +243,13 @@ impl Recorded for Conv2d {
                 conv::bias_gradient(team, s, d, work.slice_mut(), db, mode)
             })?;
         }
-        pass.pool().put(work);
         if pass.wants(self.x) {
             let mut dx = pass.pool().get(s.images * s.in_len());
-            let mut turned = pass.pool().get(s.weight_len());
             let w = pass.params.get(self.weight);
-            conv::input_gradient(team, s, w, dy.slice(), turned.slice_mut(), dx.slice_mut());
-            pass.pool().put(turned);
+            conv::input_gradient(team, s, w, dy.slice(), work.slice_mut(), dx.slice_mut());
             pass.give(self.x, dx);
         }
+        pass.pool().put(work);
         pass.pool().put(dy);
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! `phalanx bench`: collectives and whole training steps, timed.
 
 mod collective;
+mod kernels;
 mod sizes;
 mod train;
 
@@ -32,6 +33,8 @@ enum What {
     Barrier(collective::CollectiveArgs),
     /// Training steps on synthetic data, steady state
     Train(train::TrainBenchArgs),
+    /// Each convolution of the CIFAR ResNet-18, alone, without ranks
+    Kernels(kernels::KernelArgs),
 }
 
 /// Runs `phalanx bench`.
@@ -42,6 +45,7 @@ enum What {
 pub fn run(args: BenchArgs) -> Result<()> {
     use collective::Op;
     let (op, args) = match args.what {
+        What::Kernels(args) => return kernels::run(&args),
         What::Train(args) => {
             args.validate()?;
             return ranks::run(&args.ranks, Speakers::Rank0, &[], |ctx| {

@@ -53,15 +53,7 @@ impl RankContext {
             block.push_str(line);
             block.push('\n');
         }
-        let mut out = std::io::stdout().lock();
-        match out.write_all(block.as_bytes()).and_then(|()| out.flush()) {
-            Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(Error::new(
-                ErrorKind::Failed,
-                "standard output could not be written",
-            )
-            .caused_by(e)),
-            _ => Ok(()),
-        }
+        print(&block)
     }
 
     /// A remark for the person at the terminal, on standard error, from rank 0 only.
@@ -120,5 +112,20 @@ impl RankContext {
             plural(cores, "core"),
             phalanx_nn::isa_name()
         )
+    }
+}
+
+/// Writes `block` to standard output at once.
+///
+/// # Errors
+///
+/// Fails when standard output cannot be written. A closed pipe is success.
+pub fn print(block: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(block.as_bytes()).and_then(|()| out.flush()) {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => {
+            Err(Error::new(ErrorKind::Failed, "standard output could not be written").caused_by(e))
+        }
+        _ => Ok(()),
     }
 }

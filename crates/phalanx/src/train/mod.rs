@@ -6,7 +6,7 @@ mod linear;
 mod mnist;
 mod trace;
 
-pub use context::RankContext;
+pub use context::{RankContext, print};
 
 use std::path::PathBuf;
 use std::time::SystemTime;

@@ -8,9 +8,11 @@
 //! * `gather`: everything else: windows copied into a block that fits the L2
 //!   cache, then one product.
 
+mod direct;
 mod gather;
 mod shape;
 mod unit;
+mod winograd;
 
 pub(crate) use shape::ConvShape;
 
@@ -22,6 +24,8 @@ use crate::par::{Disjoint, Team};
 /// How a layer is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Method {
+    Winograd,
+    Direct,
     Unit,
     Gather,
 }
@@ -32,7 +36,11 @@ const MIN_WINDOW_ROW: usize = 16;
 impl Method {
     fn of(s: &ConvShape) -> Self {
         let plain = s.stride == [1, 1] && s.dilation == [1, 1] && s.groups == 1;
-        if plain && s.kernel[1] * s.inp >= MIN_WINDOW_ROW {
+        if winograd::fits(s) {
+            Method::Winograd
+        } else if direct::fits(s) {
+            Method::Direct
+        } else if plain && s.kernel[1] * s.inp >= MIN_WINDOW_ROW {
             Method::Unit
         } else {
             Method::Gather
@@ -46,12 +54,18 @@ pub(crate) fn forward(
     s: &ConvShape,
     x: &[f32],
     w: &[f32],
-    bias: Option<&[f32]>,
-    relu: bool,
+    (bias, relu): (Option<&[f32]>, bool),
+    work: &mut [f32],
     y: &mut [f32],
 ) {
     let (il, ol) = (s.in_len(), s.out_len());
     let (method, bias) = (Method::of(s), bias.unwrap_or(&[]));
+    if method == Method::Winograd {
+        return winograd::forward(team, s, x, w, (bias, relu), work, y);
+    }
+    if method == Method::Direct {
+        return direct::forward(team, s, x, w, (bias, relu), work, y);
+    }
     let out = Disjoint::new(y);
     team.run(s.images, |i| {
         // SAFETY: chunk i alone touches image i.
@@ -59,7 +73,7 @@ pub(crate) fn forward(
         let x = &x[i * il..(i + 1) * il];
         match method {
             Method::Unit => unit::forward(s, x, w, bias, relu, y),
-            Method::Gather => {
+            _ => {
                 gather::forward(s, x, w, y);
                 finish(y, bias, relu); // the image is still in cache
             }
@@ -72,15 +86,24 @@ const PARTIAL_ELEMS: usize = 1 << 20;
 /// Partial sums at most.
 const MAX_PARTIALS: usize = 8;
 
+/// Elements of `work` of all four passes.
+pub(crate) fn work_len(s: &ConvShape) -> usize {
+    let len = match Method::of(s) {
+        Method::Winograd => winograd::work_len(s).max(partials(s) * s.out),
+        Method::Direct => partials(s) * s.out,
+        _ => partials(s) * s.weight_len().max(s.out),
+    };
+    len.max(s.weight_len())
+}
+
 /// Number of partial sums of a weight gradient: by shape alone.
-pub(crate) fn partials(s: &ConvShape) -> usize {
+fn partials(s: &ConvShape) -> usize {
     (PARTIAL_ELEMS / s.weight_len().max(1))
         .clamp(1, MAX_PARTIALS)
         .min(s.images.max(1))
 }
 
-/// `dw (+)=` the weight gradient. `work` holds `partials(s) * weight_len`
-/// elements.
+/// `dw (+)=` the weight gradient. `work` holds [`work_len`] elements.
 ///
 /// *Order*: images of a chunk one after another, chunks folded in order.
 pub(crate) fn weight_gradient(
@@ -92,11 +115,17 @@ pub(crate) fn weight_gradient(
     dw: &mut [f32],
     mode: Mode,
 ) {
+    let method = Method::of(s);
+    if method == Method::Winograd {
+        return winograd::weight_gradient(team, s, x, dy, work, dw, mode);
+    }
+    if method == Method::Direct {
+        return direct::weight_gradient(team, s, x, dy, dw, mode);
+    }
     let chunks = partials(s);
     let per = s.images.div_ceil(chunks);
     let len = s.weight_len();
     let (il, ol) = (s.in_len(), s.out_len());
-    let method = Method::of(s);
     let parts = &mut work[..chunks * len];
     team.split(parts, len, |at, dw| {
         let chunk = at / len;
@@ -106,15 +135,15 @@ pub(crate) fn weight_gradient(
             let (x, dy) = (&x[i * il..(i + 1) * il], &dy[i * ol..(i + 1) * ol]);
             match method {
                 Method::Unit => unit::weight_gradient(s, x, dy, dw),
-                Method::Gather => gather::weight_gradient(s, x, dy, dw),
+                _ => gather::weight_gradient(s, x, dy, dw),
             }
         }
     });
     fold(team, parts, dw, mode);
 }
 
-/// `db (+)=` the sum of `dy` over images and pixels. `work` holds
-/// `partials(s) * out` elements.
+/// `db (+)=` the sum of `dy` over images and pixels. `work` holds [`work_len`]
+/// elements.
 pub(crate) fn bias_gradient(
     team: &Team,
     s: &ConvShape,
@@ -135,18 +164,22 @@ pub(crate) fn bias_gradient(
     fold(team, parts, db, mode);
 }
 
-/// Overwrites `dx` with the input gradient. `turned` holds `weight_len`
-/// elements for the weights in the order that this pass wants.
+/// `dx (+)=` the input gradient. `work` holds [`work_len`] elements.
 pub(crate) fn input_gradient(
     team: &Team,
     s: &ConvShape,
     w: &[f32],
     dy: &[f32],
-    turned: &mut [f32],
+    work: &mut [f32],
     dx: &mut [f32],
 ) {
     let method = Method::of(s);
+    let turned = &mut work[..s.weight_len()];
     match method {
+        Method::Winograd => {
+            return winograd::input_gradient(team, s, w, dy, work, dx, Mode::Write);
+        }
+        Method::Direct => return direct::input_gradient(team, s, w, dy, work, dx),
         Method::Unit => unit::turn(s, w, turned),
         Method::Gather => gather::turn(s, w, turned),
     }
@@ -157,7 +190,7 @@ pub(crate) fn input_gradient(
         let dy = &dy[i * ol..(i + 1) * ol];
         match method {
             Method::Unit => unit::input_gradient(s, turned, dy, dx),
-            Method::Gather => gather::input_gradient(s, turned, dy, dx),
+            _ => gather::input_gradient(s, turned, dy, dx),
         }
     });
 }

@@ -1,11 +1,12 @@
 //! Every method against the plain definition in f64.
 
 use super::*;
+use crate::kernels::isa::on_each_isa;
 use crate::kernels::scalar::noise;
 use crate::par::Threads;
 
 #[allow(clippy::too_many_arguments)] // one line a case
-fn shape(
+pub(super) fn shape(
     input: [usize; 2],
     inp: usize,
     out: usize,
@@ -54,11 +55,19 @@ fn shapes() -> Vec<ConvShape> {
         shape([8, 9], 3, 4, [2, 2], [4, 5], [0, 0], one, 1),
         shape([1, 9], 8, 4, [1, 3], one, [0, 0], one, 1),
         shape([9, 1], 16, 4, [3, 1], one, [0, 0], one, 1),
+        // Channels in multiples of sixteen.
+        shape([9, 8], 16, 32, [3, 3], [2, 2], one, one, 1),
+        shape([8, 8], 32, 80, [3, 3], [2, 2], one, one, 1),
+        shape([7, 8], 16, 64, [1, 1], [2, 2], [0, 0], one, 1),
+        shape([7, 6], 48, 16, [1, 1], one, [0, 0], one, 1),
+        shape([9, 10], 16, 16, [3, 2], [3, 1], [0, 2], [2, 3], 1),
+        shape([3, 2], 16, 16, [2, 2], [4, 5], [2, 3], one, 1),
+        shape([12, 11], 16, 16, [7, 7], [2, 2], [3, 3], one, 1),
     ]
 }
 
 /// For every product of the convolution: (output, input, weight) indices.
-fn each(s: &ConvShape, mut f: impl FnMut(usize, usize, usize)) {
+pub(super) fn each(s: &ConvShape, mut f: impl FnMut(usize, usize, usize)) {
     let (gi, go) = (s.group_in(), s.group_out());
     for i in 0..s.images {
         for oy in 0..s.output[0] {
@@ -91,14 +100,14 @@ fn each(s: &ConvShape, mut f: impl FnMut(usize, usize, usize)) {
     }
 }
 
-struct Case {
-    x: Vec<f32>,
-    w: Vec<f32>,
-    dy: Vec<f32>,
-    b: Vec<f32>,
+pub(super) struct Case {
+    pub x: Vec<f32>,
+    pub w: Vec<f32>,
+    pub dy: Vec<f32>,
+    pub b: Vec<f32>,
 }
 
-fn case(s: &ConvShape) -> Case {
+pub(super) fn case(s: &ConvShape) -> Case {
     Case {
         x: noise(s.images * s.in_len(), 1),
         w: noise(s.weight_len(), 2),
@@ -108,18 +117,17 @@ fn case(s: &ConvShape) -> Case {
 }
 
 /// y, dw, db, dx of one run.
-fn run(s: &ConvShape, c: &Case, threads: usize) -> [Vec<f32>; 4] {
+pub(super) fn run(s: &ConvShape, c: &Case, threads: usize) -> [Vec<f32>; 4] {
     let team = Team::new(Threads(threads));
     let mut y = vec![f32::NAN; c.dy.len()];
-    forward(&team, s, &c.x, &c.w, Some(&c.b), false, &mut y);
-    let mut work = vec![f32::NAN; partials(s) * s.weight_len().max(s.out)];
+    let mut work = vec![f32::NAN; work_len(s)];
+    forward(&team, s, &c.x, &c.w, (Some(&c.b), false), &mut work, &mut y);
     let mut dw = vec![f32::NAN; c.w.len()];
     weight_gradient(&team, s, &c.x, &c.dy, &mut work, &mut dw, Mode::Write);
     let mut db = vec![1.0; s.out];
     bias_gradient(&team, s, &c.dy, &mut work, &mut db, Mode::Add);
-    let mut turned = vec![f32::NAN; c.w.len()];
     let mut dx = vec![f32::NAN; c.x.len()];
-    input_gradient(&team, s, &c.w, &c.dy, &mut turned, &mut dx);
+    input_gradient(&team, s, &c.w, &c.dy, &mut work, &mut dx);
     [y, dw, db, dx]
 }
 
@@ -160,10 +168,13 @@ fn all_passes_agree_with_the_definition() {
 }
 
 #[test]
-fn threads_do_not_change_a_bit() {
+fn threads_and_vectors_do_not_change_a_bit() {
     for s in shapes() {
         let c = case(&s);
         let one = run(&s, &c, 1);
+        if Method::of(&s) == Method::Direct {
+            on_each_isa(|isa| assert_eq!(one, run(&s, &c, 1), "{s:?} {isa:?}"));
+        }
         assert_eq!(one, run(&s, &c, 2), "{s:?}");
         assert_eq!(one, run(&s, &c, 4), "{s:?}");
     }
@@ -173,6 +184,7 @@ fn threads_do_not_change_a_bit() {
 fn both_methods_are_used_and_no_images_are_fine() {
     let methods: Vec<Method> = shapes().iter().map(Method::of).collect();
     assert!(methods.contains(&Method::Unit) && methods.contains(&Method::Gather));
+    assert!(methods.contains(&Method::Direct));
     for mut s in shapes() {
         s.images = 0;
         let [y, dw, db, dx] = run(&s, &case(&s), 2);

@@ -1,0 +1,172 @@
+//! Times each convolution of a network alone, all three passes.
+
+use std::time::{Duration, Instant};
+
+use phalanx_nn::Threads;
+use phalanx_nn::layers::Conv2dOptions;
+use phalanx_nn::measure::{ConvPass, Convolution, fma_peak_gflops};
+use serde_json::json;
+
+use crate::error::Result;
+use crate::ranks;
+use crate::train;
+
+/// Arguments of `bench kernels`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct KernelArgs {
+    /// Images in a batch
+    #[arg(long, default_value_t = 64, value_name = "N")]
+    pub batch: usize,
+    /// Compute threads
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub threads: usize,
+    /// Milliseconds to spend on each pass of each layer
+    #[arg(long, default_value_t = 150, value_name = "MS")]
+    pub time: u64,
+    /// One JSON object a line instead of a table
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// A convolution of the network, and how often it occurs.
+struct Layer {
+    times: usize,
+    input: [usize; 3],
+    outputs: usize,
+    kernel: usize,
+    stride: usize,
+}
+
+const fn layer(
+    times: usize,
+    size: usize,
+    inputs: usize,
+    outputs: usize,
+    kernel: usize,
+    stride: usize,
+) -> Layer {
+    Layer {
+        times,
+        input: [size, size, inputs],
+        outputs,
+        kernel,
+        stride,
+    }
+}
+
+/// The convolutions of the CIFAR ResNet-18.
+const RESNET18: [Layer; 11] = [
+    layer(1, 32, 3, 64, 3, 1),
+    layer(4, 32, 64, 64, 3, 1),
+    layer(1, 32, 64, 128, 3, 2),
+    layer(1, 32, 64, 128, 1, 2),
+    layer(3, 16, 128, 128, 3, 1),
+    layer(1, 16, 128, 256, 3, 2),
+    layer(1, 16, 128, 256, 1, 2),
+    layer(3, 8, 256, 256, 3, 1),
+    layer(1, 8, 256, 512, 3, 2),
+    layer(1, 8, 256, 512, 1, 2),
+    layer(3, 4, 512, 512, 3, 1),
+];
+
+/// Runs the benchmark and prints.
+///
+/// # Errors
+///
+/// Usage errors naming the flag, and output that is gone.
+pub fn run(args: &KernelArgs) -> Result<()> {
+    ranks::check_count("--batch", args.batch, 1 << 14)?;
+    ranks::check_count("--threads", args.threads, 1 << 10)?;
+    let peak = fma_peak_gflops(100);
+    if !args.json {
+        print_line(&format!(
+            "convolutions of the CIFAR ResNet-18, batch {}, {}, fp32; {peak:.0} GFLOP/s is the peak of one core\n\
+             GFLOP/s count the plain sum's operations: methods that need fewer can exceed the peak\n{:<22} {:>5} {:>15} {:>9} {:>9} {:>6}",
+            args.batch,
+            crate::train::format::plural(args.threads, "thread"),
+            "layer",
+            "times",
+            "pass",
+            "best",
+            "GFLOP/s",
+            "peak"
+        ))?;
+    }
+    let mut total_ms = 0.0;
+    for (i, l) in RESNET18.iter().enumerate() {
+        let options = Conv2dOptions::new(l.kernel)
+            .stride(l.stride)
+            .padding(l.kernel / 2);
+        let threads = Threads(args.threads);
+        let mut c = Convolution::new(args.batch, l.input, l.outputs, options, threads)?;
+        for pass in ConvPass::ALL {
+            // Nobody wants the gradient of the images.
+            if i == 0 && pass == ConvPass::InputGradient {
+                continue;
+            }
+            let best = best_of(&mut c, pass, Duration::from_millis(args.time));
+            let gflops = c.flops() / best.as_secs_f64() / 1e9;
+            let share = gflops / (peak * args.threads as f64);
+            total_ms += best.as_secs_f64() * 1e3 * l.times as f64;
+            report(args, l, pass, best, gflops, share)?;
+        }
+    }
+    if args.json {
+        return Ok(());
+    }
+    print_line(&format!(
+        "{:<22} {:>5} {:>15} {total_ms:>6.1} ms",
+        "all", "", "one step"
+    ))
+}
+
+/// The shortest of as many runs as fit, at least three.
+fn best_of(c: &mut Convolution, pass: ConvPass, time: Duration) -> Duration {
+    let (began, mut best, mut runs) = (Instant::now(), Duration::MAX, 0);
+    while runs < 3 || began.elapsed() < time {
+        let start = Instant::now();
+        c.run(pass);
+        best = best.min(start.elapsed());
+        runs += 1;
+    }
+    best
+}
+
+fn report(
+    args: &KernelArgs,
+    l: &Layer,
+    pass: ConvPass,
+    best: Duration,
+    gflops: f64,
+    share: f64,
+) -> Result<()> {
+    let name = match pass {
+        ConvPass::Forward => "forward",
+        ConvPass::InputGradient => "input gradient",
+        ConvPass::WeightGradient => "weight gradient",
+    };
+    let [size, _, inputs] = l.input;
+    let ms = best.as_secs_f64() * 1e3;
+    if args.json {
+        let line = json!({
+            "model": "resnet18", "batch": args.batch, "threads": args.threads, "times": l.times,
+            "size": size, "inputs": inputs, "outputs": l.outputs, "kernel": l.kernel, "stride": l.stride,
+            "pass": name, "best_ms": ms, "gflops": gflops, "peak_share": share,
+        });
+        return print_line(&line.to_string());
+    }
+    let stride = if l.stride == 1 { "" } else { "/2" };
+    print_line(&format!(
+        "{:<22} {:>5} {name:>15} {ms:>6.2} ms {gflops:>9.0} {:>5.0}%",
+        format!(
+            "{size}x{size} {inputs}-{} {}x{}{stride}",
+            l.outputs, l.kernel, l.kernel
+        ),
+        l.times,
+        share * 100.0
+    ))
+}
+
+fn print_line(line: &str) -> Result<()> {
+    train::print(&format!("{line}\n"))
+}
