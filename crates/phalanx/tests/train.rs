@@ -204,6 +204,19 @@ fn check_g1(transport: &str) {
 }
 
 #[test]
+fn unknown_instruction_sets_are_refused_with_the_choices() {
+    let dir = folder();
+    for ranks in ["1", "2"] {
+        let args = ["train", "linear", "--nproc-per-node", ranks];
+        let output = finish(phalanx(&args, dir.path()).env("PHALANX_ISA", "sse9"));
+        let err = text(&output.stderr);
+        assert!(!output.status.success(), "{err}");
+        let said = "PHALANX_ISA=\"sse9\" is not an instruction set of this processor: use scalar";
+        assert!(err.contains(said), "{err}");
+    }
+}
+
+#[test]
 fn linear_prints_the_documents_numbers_over_threads() {
     check_g1("thread");
 }

@@ -26,9 +26,8 @@ impl Set for Neon {
     }
 }
 
-// `fmin` orders zeros by their sign, which would make the result depend on
-// it; hence a comparison and a choice. `!(a <= x)` is "less or a NaN", but
-// must be false when only `a` is one: a NaN that is in stays in.
+// `fmin` orders zeros by their sign, where the first is to be kept; hence a
+// comparison and a choice: less, or a NaN, which does not equal itself.
 vector! {
     F32 of [f32; 4] in float32x4_t;
     memory {

@@ -1,11 +1,9 @@
-//! The other collectives, over every transport, world size and root.
+//! Collectives beyond the grid: messages in order, all in flight at once, and
+//! mistakes.
 
-use half::{bf16, f16};
-use phalanx_comm::{Bucket, Call, ErrorKind, ProcessGroup, ReduceOp};
+use phalanx_comm::{Bucket, Call, ErrorKind, ReduceOp};
 
-use crate::common::{
-    EVERYWHERE, Over, Value, assert_same_bits, groups, on_each, serial_fold, values,
-};
+use crate::common::{EVERYWHERE, Over, Value, groups, on_each, serial_fold, values};
 
 const COUNTS: [usize; 5] = [0, 1, 9, 1000, 10007];
 
@@ -15,100 +13,6 @@ fn inputs<T: Value>(world: usize, count: usize) -> Vec<Vec<T>> {
 
 fn part<T: Value>(data: &[T], rank: usize, len: usize) -> &[T] {
     &data[rank * len..(rank + 1) * len]
-}
-
-fn moves<T: Value>(group: &ProcessGroup, over: Over) {
-    let (rank, world) = (group.rank(), group.world_size());
-    for count in COUNTS {
-        let what = |name: &'static str, root: usize| {
-            move || format!("{over:?} {name} of {count}, root {root}, rank {rank} of {world}")
-        };
-        let each = inputs::<T>(world, count);
-        let mine = &each[rank];
-        let everything = each.concat();
-        let mut all = vec![T::default(); count * world];
-        group.all_gather(mine, &mut all).unwrap();
-        assert_same_bits(&all, &everything, what("all_gather", 0));
-
-        let long = inputs::<T>(world, count * world);
-        group.all_to_all(&long[rank], &mut all).unwrap();
-        let want: Vec<T> = long
-            .iter()
-            .flat_map(|l| part(l, rank, count).to_vec())
-            .collect();
-        assert_same_bits(&all, &want, what("all_to_all", 0));
-
-        for root in [0, world - 1] {
-            let mut data = mine.clone();
-            group.broadcast(&mut data, root).unwrap();
-            assert_same_bits(&data, &each[root], what("broadcast", root));
-
-            let mut gathered = vec![T::default(); count * world];
-            let output = (rank == root).then_some(&mut gathered[..]);
-            group.gather(mine, output, root).unwrap();
-            if rank == root {
-                assert_same_bits(&gathered, &everything, what("gather", root));
-            }
-
-            let input = (rank == root).then_some(&everything[..]);
-            let mut got = vec![T::default(); count];
-            group.scatter(input, &mut got, root).unwrap();
-            assert_same_bits(&got, mine, what("scatter", root));
-        }
-        group.barrier().unwrap();
-    }
-}
-
-fn reductions<T: Value>(group: &ProcessGroup, over: Over) {
-    let (rank, world) = (group.rank(), group.world_size());
-    for count in COUNTS {
-        for op in ReduceOp::ALL.into_iter().filter(|op| op.supports(T::DTYPE)) {
-            let what = |name: &'static str| {
-                move || format!("{over:?} {name} {op} of {count}, rank {rank} of {world}")
-            };
-            let each = inputs::<T>(world, count);
-            let sum = serial_fold(op, &each);
-            for root in [0, world - 1] {
-                let mut data = each[rank].clone();
-                group.reduce(&mut data, op, root).unwrap();
-                // Other ranks' data is not touched.
-                let want = if rank == root { &sum } else { &each[rank] };
-                assert_same_bits(&data, want, what("reduce"));
-            }
-            let long = inputs::<T>(world, count * world);
-            let sum = serial_fold(op, &long);
-            let mut got = vec![T::default(); count];
-            group.reduce_scatter(&long[rank], &mut got, op).unwrap();
-            assert_same_bits(&got, part(&sum, rank, count), what("reduce_scatter"));
-        }
-    }
-}
-
-#[test]
-fn every_collective_moves_what_it_promises() {
-    for over in EVERYWHERE {
-        for world in 1..=8 {
-            on_each(groups(over, world), |group| {
-                moves::<f32>(&group, over);
-                moves::<u8>(&group, over);
-                moves::<f64>(&group, over);
-                moves::<bf16>(&group, over);
-            });
-        }
-    }
-}
-
-#[test]
-fn reduce_and_reduce_scatter_equal_the_serial_fold() {
-    for over in EVERYWHERE {
-        for world in 1..=8 {
-            on_each(groups(over, world), |group| {
-                reductions::<f32>(&group, over);
-                reductions::<f16>(&group, over);
-                reductions::<i64>(&group, over);
-            });
-        }
-    }
 }
 
 #[test]

@@ -100,19 +100,24 @@ pub trait Value: Element {
     /// Accumulator type.
     type Wide: Copy;
     fn make(x: f64) -> Self;
+    fn from_bits(bits: u64) -> Self;
     fn bits(self) -> u64;
     fn widen(self) -> Self::Wide;
+    /// Rounds; a NaN becomes the one that reductions yield.
     fn narrow(x: Self::Wide) -> Self;
     fn combine(op: ReduceOp, a: Self::Wide, x: Self::Wide) -> Self::Wide;
     fn scale(x: Self::Wide, world: usize) -> Self::Wide;
 }
 
 macro_rules! float_value {
-    ($t:ty, $wide:ty, $make:expr, $widen:expr, $narrow:expr) => {
+    ($t:ty, $bits:ty, $wide:ty, $make:expr, $widen:expr, $narrow:expr, $nan:expr) => {
         impl Value for $t {
             type Wide = $wide;
             fn make(x: f64) -> Self {
                 $make(x)
+            }
+            fn from_bits(bits: u64) -> Self {
+                <$t>::from_bits(bits as $bits)
             }
             fn bits(self) -> u64 {
                 u64::from(self.to_bits())
@@ -121,6 +126,9 @@ macro_rules! float_value {
                 $widen(self)
             }
             fn narrow(x: $wide) -> Self {
+                if x.is_nan() {
+                    return <$t>::from_bits($nan);
+                }
                 $narrow(x)
             }
             fn combine(op: ReduceOp, a: $wide, x: $wide) -> $wide {
@@ -138,10 +146,26 @@ macro_rules! float_value {
         }
     };
 }
-float_value!(f32, f32, |x| x as f32, |x| x, |x| x);
-float_value!(f64, f64, |x| x, |x| x, |x| x);
-float_value!(f16, f32, f16::from_f64, f16::to_f32, f16::from_f32);
-float_value!(bf16, f32, bf16::from_f64, bf16::to_f32, bf16::from_f32);
+float_value!(f32, u32, f32, |x| x as f32, |x| x, |x| x, 0x7fc0_0000);
+float_value!(f64, u64, f64, |x| x, |x| x, |x| x, 0x7ff8_0000_0000_0000);
+float_value!(
+    f16,
+    u16,
+    f32,
+    f16::from_f64,
+    f16::to_f32,
+    f16::from_f32,
+    0x7e00
+);
+float_value!(
+    bf16,
+    u16,
+    f32,
+    bf16::from_f64,
+    bf16::to_f32,
+    bf16::from_f32,
+    0x7fc0
+);
 
 macro_rules! integer_value {
     ($($t:ty),*) => {$(
@@ -149,6 +173,9 @@ macro_rules! integer_value {
             type Wide = $t;
             fn make(x: f64) -> Self {
                 (x * 1e6) as i64 as $t
+            }
+            fn from_bits(bits: u64) -> Self {
+                bits as $t
             }
             fn bits(self) -> u64 {
                 self as u64
@@ -193,8 +220,35 @@ pub fn values<T: Value>(rank: usize, count: usize) -> Vec<T> {
         .collect()
 }
 
-/// The left fold in ascending rank order, rounded once.
+/// Like [`values`], but one in eight of any bits at all: NaNs of all kinds,
+/// infinities, denormal numbers, the greatest integers.
+pub fn wild_values<T: Value>(rank: usize, count: usize) -> Vec<T> {
+    let mut state = rank as u64 + 77;
+    let mut values = values::<T>(rank, count);
+    for value in &mut values {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
+        if state >> 61 == 0 {
+            // All ones and all zeros in the exponent are frequent.
+            let bits = T::from_bits(state >> 9).bits();
+            *value = T::from_bits(match state >> 59 & 3 {
+                0 => bits,
+                1 => !0,
+                2 => bits | 0x7ff0_7c00_7f80_7c00 | 0x7f80_0000,
+                _ => bits & 0x0003,
+            });
+        }
+    }
+    values
+}
+
+/// The left fold in ascending rank order, rounded once. A rank alone keeps its
+/// data as it is.
 pub fn serial_fold<T: Value>(op: ReduceOp, inputs: &[Vec<T>]) -> Vec<T> {
+    if let [alone] = inputs {
+        return alone.clone();
+    }
     (0..inputs[0].len())
         .map(|i| {
             let mut a = inputs[0][i].widen();

@@ -1,5 +1,6 @@
 //! Ranks as threads, over every transport.
 
+mod all_reduce;
 mod collectives;
 mod common;
 mod faults;

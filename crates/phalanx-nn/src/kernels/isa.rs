@@ -16,22 +16,61 @@ thread_local! {
     pub(crate) static FORCED: std::cell::Cell<Option<Isa>> = const { std::cell::Cell::new(None) };
 }
 
+/// Environment variable that names the instruction set to use; phalanx-comm
+/// reads it alike.
+const VARIABLE: &str = "PHALANX_ISA";
+
 /// The instruction set in use: the best one of this processor, or a lower one
-/// named by `PHALANX_ISA=scalar|avx2|avx512`.
+/// named by `PHALANX_ISA`.
 pub(crate) fn isa() -> Isa {
     #[cfg(test)]
     if let Some(i) = FORCED.get() {
         return i.min(detected());
     }
-    static ISA: OnceLock<Isa> = OnceLock::new();
-    *ISA.get_or_init(|| {
-        let wanted = match std::env::var("PHALANX_ISA").as_deref() {
-            Ok("scalar") => Isa::Scalar,
-            Ok("avx2") => Isa::Avx2,
-            _ => Isa::Avx512,
-        };
-        wanted.min(detected())
-    })
+    // What is wrong was said when the parameters were laid out.
+    chosen().unwrap_or_else(|_| detected())
+}
+
+/// [`isa`], or a message for the user when `PHALANX_ISA` names none of this
+/// processor's.
+pub(crate) fn chosen() -> Result<Isa, &'static str> {
+    static CHOSEN: OnceLock<Result<Isa, String>> = OnceLock::new();
+    let chosen = CHOSEN.get_or_init(|| match std::env::var(VARIABLE) {
+        Ok(text) => parse(text.trim(), detected()),
+        Err(std::env::VarError::NotPresent) => Ok(detected()),
+        Err(e) => Err(format!("{VARIABLE}: {e}")),
+    });
+    chosen.as_ref().copied().map_err(String::as_str)
+}
+
+/// Reads a value of `PHALANX_ISA` on a processor that has `best` and less.
+fn parse(text: &str, best: Isa) -> Result<Isa, String> {
+    // Plain code for 64-bit ARM uses NEON, which all of them have.
+    let choices: &[(&str, Isa)] = if cfg!(target_arch = "x86_64") {
+        &[
+            ("scalar", Isa::Scalar),
+            ("avx2", Isa::Avx2),
+            ("avx512", Isa::Avx512),
+        ]
+    } else if cfg!(target_arch = "aarch64") {
+        &[("scalar", Isa::Scalar), ("neon", Isa::Scalar)]
+    } else {
+        &[("scalar", Isa::Scalar)]
+    };
+    if matches!(text, "" | "auto") {
+        return Ok(best);
+    }
+    let here = || choices.iter().filter(|(_, isa)| *isa <= best);
+    match here().find(|(name, _)| *name == text) {
+        Some((_, isa)) => Ok(*isa),
+        None => {
+            let names: Vec<&str> = here().map(|(name, _)| *name).collect();
+            Err(format!(
+                "{VARIABLE}={text:?} is not an instruction set of this processor: use {} or auto",
+                names.join(", ")
+            ))
+        }
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -92,4 +131,29 @@ pub(crate) fn on_each_isa(mut f: impl FnMut(Isa)) {
         f(isa);
     }
     FORCED.set(None);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nonsense_is_refused_with_the_choices() {
+        assert_eq!(parse("auto", Isa::Scalar), Ok(Isa::Scalar));
+        assert_eq!(parse("scalar", detected()), Ok(Isa::Scalar));
+        for text in ["sse9", "AVX2", "avx512 "] {
+            let error = parse(text, Isa::Scalar).unwrap_err();
+            assert!(error.contains(text), "{error}");
+            assert!(error.contains("use scalar"), "{error}");
+            assert!(error.ends_with(" or auto"), "{error}");
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn what_the_processor_lacks_is_refused() {
+        assert_eq!(parse("avx2", Isa::Avx512), Ok(Isa::Avx2));
+        let error = parse("avx512", Isa::Avx2).unwrap_err();
+        assert!(error.ends_with("use scalar, avx2 or auto"), "{error}");
+    }
 }

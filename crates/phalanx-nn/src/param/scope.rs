@@ -7,6 +7,7 @@ use std::rc::Rc;
 use super::layout::Layout;
 use super::params::{BufferId, ParamId, ParamInfo, Params, import};
 use crate::error::{Error, Result};
+use crate::kernels::isa;
 use crate::pool::{AlignedBuf, round_up};
 use crate::rng::{init, torch::Generator};
 
@@ -191,8 +192,11 @@ impl Scope {
     /// Lays everything out and hands over the parameters.
     ///
     /// # Errors
-    /// `Usage`: the first mistake made while registering.
+    /// `Usage`: the first mistake made while registering, or `PHALANX_ISA`
+    /// names an instruction set that this processor does not have.
     pub fn build(self) -> Result<Params> {
+        // Every model passes here before anything is computed.
+        isa::chosen().map_err(Error::usage)?;
         let mut r = self.shared.borrow_mut();
         if let Some(e) = r.first_mistake.take() {
             return Err(e);

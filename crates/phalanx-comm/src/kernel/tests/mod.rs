@@ -3,6 +3,7 @@
 mod bounds;
 mod conversions;
 mod oracle;
+mod speed;
 
 use self::oracle::Oracle;
 use super::*;
