@@ -60,7 +60,10 @@ mod wait;
 
 pub use dtype::{DType, Element};
 pub use error::{Error, ErrorKind, Result};
-pub use group::{Call, GroupOptions, InitOptions, OpTimes, ProcessGroup, Transport, Work};
+pub use group::{
+    Call, Coalesced, GroupOptions, InitOptions, MAX_OBJECT_BYTES, OpTimes, P2POp, ProcessGroup,
+    Transport, Work,
+};
 pub use memory::Bucket;
 pub use op::ReduceOp;
 pub use select::Algorithm;

@@ -15,6 +15,21 @@ pub(super) struct Prepared {
     pub(super) schedule: Schedule,
 }
 
+impl Prepared {
+    /// A plan for `what`, checked for memory safety, with the schedule that
+    /// `prepare` makes of it.
+    pub(super) fn new(
+        plan: RankPlan,
+        what: &impl std::fmt::Debug,
+        prepare: impl FnOnce(&RankPlan) -> Schedule,
+    ) -> Result<Self> {
+        plan.check_local()
+            .map_err(|e| Error::internal(format!("wrong plan for {what:?}: {e}")).with_source(e))?;
+        let schedule = prepare(&plan);
+        Ok(Prepared { plan, schedule })
+    }
+}
+
 /// The plans of one rank, found by what they are for.
 pub(super) struct PlanCache {
     rank: usize,
@@ -40,11 +55,7 @@ impl PlanCache {
         if let Some(plan) = self.plans.get(spec) {
             return Ok(Arc::clone(plan));
         }
-        let plan = build(spec, self.rank);
-        plan.check_local()
-            .map_err(|e| Error::internal(format!("wrong plan for {spec:?}: {e}")).with_source(e))?;
-        let schedule = prepare(&plan);
-        let plan = Arc::new(Prepared { plan, schedule });
+        let plan = Arc::new(Prepared::new(build(spec, self.rank), spec, prepare)?);
         // A caller with ever new shapes must not fill the memory.
         if self.plans.len() >= MAX_PLANS {
             self.plans.clear();

@@ -30,6 +30,24 @@ impl Cut {
         let share = total.div_ceil(streams).next_multiple_of(64);
         share.max(STRIPE_MIN_BYTES).min(self.segment_bytes)
     }
+
+    /// The frames of a transfer of `total` bytes in round `step`. Nothing still
+    /// makes one, empty, frame.
+    pub(super) fn frames(
+        &self,
+        step: u32,
+        total: usize,
+        streams: usize,
+    ) -> impl ExactSizeIterator<Item = Frame> + use<> {
+        let frame_bytes = self.frame_bytes(total, streams);
+        (0..total.div_ceil(frame_bytes).max(1)).map(move |k| Frame {
+            step,
+            stream: (k % streams) as u16,
+            offset: (k * frame_bytes) as u64,
+            // At most MAX_FRAME_BYTES: segment_bytes is clamped to it.
+            length: frame_bytes.min(total - k * frame_bytes) as u32,
+        })
+    }
 }
 
 /// One frame of a lane.
@@ -73,24 +91,15 @@ impl Schedule {
             };
             let streams = streams(transfer.peer);
             let total = transfer.part.len * cut.elem_bytes;
-            let frame_bytes = cut.frame_bytes(total, streams);
-            // Nothing still makes one, empty, frame.
-            let frames = total.div_ceil(frame_bytes).max(1);
-            pieces[at] = frames as u32;
-            for k in 0..frames {
-                let offset = k * frame_bytes;
-                let stream = k % streams;
+            let frames = cut.frames(round, total, streams);
+            pieces[at] = frames.len() as u32;
+            for frame in frames {
                 let piece = Piece {
                     step: at as u32,
-                    frame: Frame {
-                        step: round,
-                        stream: stream as u16,
-                        offset: offset as u64,
-                        // At most MAX_FRAME_BYTES: segment_bytes is clamped to it.
-                        length: frame_bytes.min(total - offset) as u32,
-                    },
+                    frame,
                     part: transfer.part,
                 };
+                let stream = usize::from(frame.stream);
                 lane(lanes, transfer.peer, stream).pieces.push(piece);
             }
         }

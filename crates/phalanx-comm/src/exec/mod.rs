@@ -13,6 +13,7 @@
 
 mod cache;
 mod flow;
+mod messages;
 mod signature;
 mod transfer;
 
@@ -23,6 +24,8 @@ use std::time::{Duration, Instant};
 
 use phalanx_wire::frame::MAX_FRAME_BYTES;
 
+pub(crate) use self::messages::{Data, Message};
+
 use self::cache::{PlanCache, Prepared};
 use self::flow::{Cut, Flow, Piece, Schedule};
 pub(crate) use self::signature::Signature;
@@ -30,7 +33,7 @@ use self::transfer::Context;
 use crate::kernel::{self, Source};
 use crate::memory::Scratch;
 use crate::plan::order::Step;
-use crate::plan::{Buf, Collective, Local, Method, Part, Spec};
+use crate::plan::{Buf, Collective, Local, Method, Part, RankPlan, Spec};
 use crate::recorder::Flight;
 use crate::transport::{Interest, Mesh, Poison};
 use crate::wait::deadline_in;
@@ -59,6 +62,11 @@ pub(crate) struct Operation {
     pub(crate) root: usize,
     pub(crate) target: usize,
     pub(crate) count: usize,
+    /// How the elements are made up, where that is not by the world size
+    /// alone; see [`Signature::lengths`].
+    pub(crate) lengths: u16,
+    /// The plan, where the method does not say everything.
+    pub(crate) plan: Option<Arc<RankPlan>>,
     pub(crate) label: Option<Arc<str>>,
     pub(crate) timeout: Option<Duration>,
 }
@@ -188,7 +196,7 @@ impl Executor {
     ///
     /// `operation.op` supports the type. `input` and `output` are valid, for
     /// reading and for writing, for as many elements of `dtype` as [`Spec::input_elems`] and
-    /// [`Spec::output_elems`] say, aligned, initialised and disjoint; and
+    /// [`Spec::output_elems`] (or the operation's own plan) say, aligned, initialised and disjoint; and
     /// nobody else writes the input or touches the output until this returns.
     pub(crate) unsafe fn run(
         &mut self,
@@ -204,6 +212,7 @@ impl Executor {
             op: operation.op,
             root: operation.root,
             count: operation.count,
+            lengths: operation.lengths,
             seq: self.next_seq(operation),
         };
         let named = |error: Error| {
@@ -223,19 +232,49 @@ impl Executor {
         self.flight.end(&signature, result.is_ok());
         self.operations += 1;
         result.map_err(|error| {
-            // Poison first, then look: of several ranks that fail at the same
-            // time one is the first, and all others report its failure.
             let cause = format!("{} in {signature}", error.message());
-            let first = self.mesh.poison(&Poison::new(rank, cause));
-            let error = match self.mesh.abort_handle().poisoned() {
-                Some(p) if !first => Error::aborted(p.origin_rank, p.cause).with_source(error),
-                _ => error,
-            };
-            let error = named(error);
+            let error = named(self.poison_over(error, cause));
             self.failed = Some(error.clone());
             self.flight.failed(&error.to_string());
             error
         })
+    }
+
+    /// Poisons the group over an error; returns what to report.
+    fn poison_over(&self, error: Error, cause: String) -> Error {
+        // Poison first, then look: of several ranks that fail at the same
+        // time one is the first, and all others report its failure.
+        let first = self.mesh.poison(&Poison::new(self.mesh.rank(), cause));
+        match self.mesh.abort_handle().poisoned() {
+            Some(p) if !first => Error::aborted(p.origin_rank, p.cause).with_source(error),
+            _ => error,
+        }
+    }
+
+    /// How long the next operation may take.
+    fn limit(&self, asked: Option<Duration>) -> Duration {
+        asked.unwrap_or(if self.operations == 0 {
+            self.limits.first_op_timeout
+        } else {
+            self.limits.op_timeout
+        })
+    }
+
+    /// Looks whether the group is poisoned or a peer is gone; for operations
+    /// that wait for something else than their links.
+    pub(crate) fn look(&mut self) -> Result<()> {
+        if let Some(error) = self.refusal() {
+            return Err(error.with_rank(self.mesh.rank()));
+        }
+        self.want.fill(Interest::default());
+        self.mesh
+            .idle(&self.want, 1, Instant::now())
+            .map_err(|error| {
+                let cause = error.message().to_owned();
+                let error = self.poison_over(error, cause).with_rank(self.mesh.rank());
+                self.failed = Some(error.clone());
+                error
+            })
     }
 
     /// Why this group takes no more operations, if it does not.
@@ -276,17 +315,21 @@ impl Executor {
             elem_bytes,
         };
         let mesh = &self.mesh;
-        let prepared = self.plans.get(
-            &Spec {
-                method: operation.method,
-                world: mesh.world(),
-                count: operation.count,
-                elem_bytes,
-                root: operation.root,
-                target: operation.target,
-            },
-            |plan| Schedule::new(plan, cut, |peer| mesh.streams(peer)),
-        )?;
+        let prepare = |plan: &RankPlan| Schedule::new(plan, cut, |peer| mesh.streams(peer));
+        let prepared = match &operation.plan {
+            Some(plan) => Arc::new(Prepared::new((**plan).clone(), signature, prepare)?),
+            None => self.plans.get(
+                &Spec {
+                    method: operation.method,
+                    world: mesh.world(),
+                    count: operation.count,
+                    elem_bytes,
+                    root: operation.root,
+                    target: operation.target,
+                },
+                prepare,
+            )?,
+        };
         let (scratch, _) = self
             .scratch
             .reserve(prepared.plan.scratch_elems * elem_bytes);
@@ -296,11 +339,7 @@ impl Executor {
             scratch,
             elem_bytes,
         };
-        let limit = operation.timeout.unwrap_or(if self.operations == 0 {
-            self.limits.first_op_timeout
-        } else {
-            self.limits.op_timeout
-        });
+        let limit = self.limit(operation.timeout);
         let context = Context {
             signature,
             epoch: self.epoch,
@@ -477,6 +516,24 @@ impl Executor {
         let base = self.flow.base;
         self.note_wanted(schedule, |_, piece| piece.frame.step as usize == base);
         self.flight.waiting(&self.want, self.mesh.world());
+        let echo = match base {
+            0 => "",
+            _ => " (or for whom they wait)",
+        };
+        let (late, only) = self.late(deadline, echo, context.signature);
+        match only {
+            Some(peer) if base == 0 => Error::timeout(late).with_peer(peer),
+            _ => Error::timeout(late),
+        }
+    }
+
+    /// Says who is wanted and what of, and who it is if that is only one.
+    fn late(
+        &self,
+        deadline: &Deadline,
+        echo: &str,
+        signature: &Signature,
+    ) -> (String, Option<usize>) {
         let mut names = String::new();
         let mut only = None;
         for peer in 0..self.mesh.world() {
@@ -493,24 +550,16 @@ impl Executor {
             let comma = if names.is_empty() { "" } else { ", " };
             let _ = write!(names, "{comma}rank {peer} {what}");
         }
-        let echo = match base {
-            0 => "",
-            _ => " (or for whom they wait)",
-        };
         let excuse = self
             .flight
-            .excuse(context.signature)
+            .excuse(signature)
             .map_or(String::new(), |excuse| format!("; {excuse}"));
         let late = format!(
             "timed out after {:.2} s (limit {:.2} s) waiting for {names}{echo}{excuse}",
             deadline.elapsed().as_secs_f64(),
             deadline.limit.as_secs_f64(),
         );
-        match only {
-            _ if base > 0 => Error::timeout(late),
-            Some(peer) => Error::timeout(late).with_peer(peer),
-            None => Error::timeout(late),
-        }
+        (late, only)
     }
 
     /// Runs a local step.

@@ -20,6 +20,9 @@ pub(crate) struct Signature {
     /// The root, or the sender of a point-to-point message.
     pub(crate) root: usize,
     pub(crate) count: usize,
+    /// Short hash of the lengths of which `count` is the sum, where ranks or
+    /// tensors have different ones; otherwise 0.
+    pub(crate) lengths: u16,
     pub(crate) seq: u64,
 }
 
@@ -35,6 +38,7 @@ impl Signature {
         // Ranks are below 2³²: a group of more is refused when it forms.
         header.root = self.root as u32;
         header.count = self.count as u64;
+        header.flags = self.lengths;
         header.seq = self.seq;
         header.epoch = epoch;
         header.group = group;
@@ -49,6 +53,7 @@ impl Signature {
             && theirs.op == self.op.map_or(0, ReduceOp::wire)
             && u64::from(theirs.root) == self.root as u64
             && theirs.count == self.count as u64
+            && theirs.flags == self.lengths
             && theirs.seq == self.seq
     }
 }
@@ -64,6 +69,7 @@ impl fmt::Display for Signature {
             self.count as u64,
             self.root as u64,
             Some(self.method),
+            self.lengths,
             self.seq,
         )
     }
@@ -84,6 +90,7 @@ impl fmt::Display for Theirs<'_> {
                 header.count,
                 u64::from(header.root),
                 Method::from_wire(header.plan),
+                header.flags,
                 header.seq,
             ),
             None => write!(
@@ -104,6 +111,7 @@ fn describe(
     count: u64,
     root: u64,
     method: Option<Method>,
+    lengths: u16,
     seq: u64,
 ) -> fmt::Result {
     f.write_str(collective.name())?;
@@ -131,6 +139,10 @@ fn describe(
     ) {
         write!(f, " by {}", method.name())?;
     }
+    if lengths != 0 {
+        // Only to be compared: it tells two layouts of one size apart.
+        write!(f, " in lengths #{lengths:04x}")?;
+    }
     write!(f, " (seq {seq})")
 }
 
@@ -146,6 +158,7 @@ mod tests {
             op: Some(ReduceOp::Sum),
             root: 0,
             count: 100,
+            lengths: 0,
             seq: 7,
         }
     }
@@ -185,6 +198,7 @@ mod tests {
             },
             Signature { root: 1, ..mine },
             Signature { count: 101, ..mine },
+            Signature { lengths: 9, ..mine },
             Signature { seq: 8, ..mine },
         ];
         for other in others {

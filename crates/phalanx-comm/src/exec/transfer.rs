@@ -278,6 +278,7 @@ mod tests {
             op: Some(ReduceOp::Sum),
             root: 0,
             count: 9000,
+            lengths: 0,
             seq: 4,
         }
     }

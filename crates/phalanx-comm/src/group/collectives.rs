@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use super::{Call, ProcessGroup, Work};
-use crate::exec::Operation;
+use crate::exec::{Executor, Operation};
 use crate::kernel::Isa;
 use crate::plan::{Collective, Method};
 use crate::select::{self, Algorithm};
@@ -62,7 +62,7 @@ impl ProcessGroup {
         self.later(operation, data, in_place)
     }
 
-    fn ask_all_reduce<T: Element>(
+    pub(super) fn ask_all_reduce<T: Element>(
         &self,
         count: usize,
         op: ReduceOp,
@@ -103,7 +103,7 @@ impl ProcessGroup {
         self.later(operation, data, in_place)
     }
 
-    fn ask_broadcast<T: Element>(
+    pub(super) fn ask_broadcast<T: Element>(
         &self,
         count: usize,
         root: usize,
@@ -178,7 +178,7 @@ impl ProcessGroup {
         self.later(operation, (input, output), both)
     }
 
-    fn ask_all_gather<T: Element>(
+    pub(super) fn ask_all_gather<T: Element>(
         &self,
         input: usize,
         output: usize,
@@ -367,7 +367,7 @@ impl ProcessGroup {
         self.later(operation, (input, output), both)
     }
 
-    fn ask_all_to_all<T: Element>(
+    pub(super) fn ask_all_to_all<T: Element>(
         &self,
         input: usize,
         output: usize,
@@ -492,7 +492,7 @@ impl ProcessGroup {
     }
 
     /// An operation without root or reduction.
-    fn ask<T: Element>(&self, method: Method, count: usize, call: &Call) -> Operation {
+    pub(super) fn ask<T: Element>(&self, method: Method, count: usize, call: &Call) -> Operation {
         Operation {
             collective: method.collective(),
             method,
@@ -501,6 +501,8 @@ impl ProcessGroup {
             root: 0,
             target: 0,
             count,
+            lengths: 0,
+            plan: None,
             label: call.label.clone().or_else(|| self.defaults.label.clone()),
             timeout: call.timeout.or(self.defaults.timeout),
         }
@@ -508,13 +510,15 @@ impl ProcessGroup {
 
     /// Runs an operation in this thread. The slices are as long as the
     /// operation's plan wants them: the `ask_` functions have checked.
-    fn now<T: Element>(&self, operation: &Operation, input: &[T], output: &mut [T]) -> Result<()> {
-        let (input, output) = (input.as_ptr().cast(), output.as_mut_ptr().cast());
-        self.core.queue.run(|executor| {
-            // SAFETY: both slices are borrowed until this returns, the output
-            // exclusively; their lengths were checked against the plan's.
-            unsafe { executor.run(operation, input, output) }
-        })
+    pub(super) fn now<T: Element>(
+        &self,
+        operation: &Operation,
+        input: &[T],
+        output: &mut [T],
+    ) -> Result<()> {
+        self.core
+            .queue
+            .run(|executor| run_on(executor, operation, input, output))
     }
 
     /// Runs an operation on the communication thread, which owns `held`
@@ -555,7 +559,7 @@ impl ProcessGroup {
         work
     }
 
-    fn check_op<T: Element>(&self, name: &str, op: ReduceOp) -> Result<()> {
+    pub(super) fn check_op<T: Element>(&self, name: &str, op: ReduceOp) -> Result<()> {
         if op.supports(T::DTYPE) {
             // Ranks that are threads have no other place to hear of it.
             return match Isa::chosen() {
@@ -574,7 +578,7 @@ impl ProcessGroup {
         ))
     }
 
-    fn check_peer(&self, name: &str, role: &str, rank: usize) -> Result<()> {
+    pub(super) fn check_peer(&self, name: &str, role: &str, rank: usize) -> Result<()> {
         if rank < self.core.world {
             return Ok(());
         }
@@ -585,7 +589,7 @@ impl ProcessGroup {
         ))
     }
 
-    fn check_other(&self, name: &str, rank: usize) -> Result<()> {
+    pub(super) fn check_other(&self, name: &str, rank: usize) -> Result<()> {
         self.check_peer(name, "rank", rank)?;
         if rank == self.core.rank {
             return Err(self.usage(name, "a rank does not talk to itself: copy the data".into()));
@@ -593,7 +597,13 @@ impl ProcessGroup {
         Ok(())
     }
 
-    fn check_len(&self, name: &str, what: &str, len: usize, needed: usize) -> Result<()> {
+    pub(super) fn check_len(
+        &self,
+        name: &str,
+        what: &str,
+        len: usize,
+        needed: usize,
+    ) -> Result<()> {
         if len == needed {
             return Ok(());
         }
@@ -604,7 +614,13 @@ impl ProcessGroup {
         ))
     }
 
-    fn check_given(&self, name: &str, what: &str, len: Option<usize>, needed: usize) -> Result<()> {
+    pub(super) fn check_given(
+        &self,
+        name: &str,
+        what: &str,
+        len: Option<usize>,
+        needed: usize,
+    ) -> Result<()> {
         match len {
             Some(len) => self.check_len(name, what, len, needed),
             None => Err(self.usage(name, format!("the root needs an {what}"))),
@@ -612,15 +628,28 @@ impl ProcessGroup {
     }
 }
 
+/// Runs an operation whose turn it is. The slices are as long as its plan wants
+/// them: the caller has checked.
+pub(super) fn run_on<T: Element>(
+    executor: &mut Executor,
+    operation: &Operation,
+    input: &[T],
+    output: &mut [T],
+) -> Result<()> {
+    // SAFETY: both slices are borrowed until this returns, the output
+    // exclusively; their lengths were checked against the plan's.
+    unsafe { executor.run(operation, input.as_ptr().cast(), output.as_mut_ptr().cast()) }
+}
+
 impl Operation {
-    fn reducing(self, op: ReduceOp) -> Self {
+    pub(super) fn reducing(self, op: ReduceOp) -> Self {
         Operation {
             op: Some(op),
             ..self
         }
     }
 
-    fn rooted(self, root: usize) -> Self {
+    pub(super) fn rooted(self, root: usize) -> Self {
         Operation { root, ..self }
     }
 }

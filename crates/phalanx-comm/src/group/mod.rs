@@ -1,13 +1,18 @@
 //! Process groups: the ranks, and what they can do together.
 
+mod batch;
+mod coalesced;
 mod collectives;
 mod describe;
 mod join;
 mod launch;
+mod monitored;
+mod objects;
 mod options;
 mod queue;
 mod registry;
 mod subgroup;
+mod uneven;
 mod work;
 
 use std::sync::Arc;
@@ -15,6 +20,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use phalanx_store::Store;
 
+pub use self::batch::P2POp;
+pub use self::coalesced::Coalesced;
+pub use self::objects::MAX_OBJECT_BYTES;
 pub use self::options::{Call, GroupOptions, InitOptions, Transport};
 pub use self::work::{OpTimes, Work};
 
@@ -90,6 +98,8 @@ struct Core {
     budgets: Budgets,
     /// Subgroups made so far; part of their identity.
     subgroups: AtomicU64,
+    /// Monitored barriers so far; part of their keys.
+    monitored: AtomicU64,
     origin: Arc<Origin>,
 }
 
@@ -274,6 +284,7 @@ impl ProcessGroup {
                 callers,
                 budgets,
                 subgroups: AtomicU64::new(0),
+                monitored: AtomicU64::new(0),
                 origin,
             }),
             defaults: Call::default(),
@@ -421,6 +432,22 @@ struct Member {
     epoch: u32,
     limits: Limits,
     algorithm: Algorithm,
+}
+
+/// FNV-1a, for telling apart what ranks should have alike.
+fn fnv(words: impl Iterator<Item = u64>) -> u64 {
+    words
+        .flat_map(u64::to_le_bytes)
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+        })
+}
+
+/// A short hash of lengths, never 0; see `Signature::lengths`.
+fn lengths_hash(lengths: impl Iterator<Item = usize>) -> u16 {
+    let hash = fnv(lengths.map(|len| len as u64));
+    let folded = hash ^ (hash >> 16) ^ (hash >> 32) ^ (hash >> 48);
+    (folded as u16).max(1)
 }
 
 /// Ranks for people: `0, 2-4, 7`.

@@ -107,11 +107,7 @@ fn fingerprint(parent: u32, number: u64, members: &[usize]) -> u64 {
     let words = [u64::from(parent), number]
         .into_iter()
         .chain(members.iter().map(|r| *r as u64));
-    words
-        .flat_map(u64::to_le_bytes)
-        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-        })
+    super::fnv(words)
 }
 
 /// A group id that is not the world's.

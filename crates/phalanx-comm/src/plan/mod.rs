@@ -35,9 +35,11 @@ mod reduce_owners;
 mod reduce_root;
 mod reduce_scatter;
 mod scatter;
+mod uneven;
 
 pub use chunks::Chunks;
 pub use local::PlanError;
+pub(crate) use uneven::Uneven;
 
 use crate::memory::ALIGN_BYTES;
 
@@ -326,14 +328,24 @@ impl Spec {
 
     /// Elements in 64 bytes.
     fn line_elems(&self) -> usize {
-        (ALIGN_BYTES / self.elem_bytes.max(1)).max(1)
+        line_elems(self.elem_bytes)
     }
 
-    /// `elems` rounded up to whole 64-byte lines, so that the next run of
-    /// scratch memory is aligned.
+    /// [`padded_elems`] of this element type.
     fn padded(&self, elems: usize) -> usize {
-        elems.next_multiple_of(self.line_elems())
+        padded_elems(elems, self.elem_bytes)
     }
+}
+
+/// Elements in 64 bytes.
+fn line_elems(elem_bytes: usize) -> usize {
+    (ALIGN_BYTES / elem_bytes.max(1)).max(1)
+}
+
+/// `elems` rounded up to whole 64-byte lines, so that the next run of
+/// scratch memory is aligned.
+fn padded_elems(elems: usize, elem_bytes: usize) -> usize {
+    elems.next_multiple_of(line_elems(elem_bytes))
 }
 
 /// Which memory a [`Part`] lies in.

@@ -20,6 +20,8 @@ fn operation(count: usize, label: Option<&Arc<str>>) -> Operation {
         root: 0,
         target: 0,
         count,
+        lengths: 0,
+        plan: None,
         label: label.cloned(),
         timeout: None,
     }

@@ -1,6 +1,8 @@
 //! Ranks as threads, over every transport.
 
 mod all_reduce;
+mod batch;
+mod coalesced;
 mod collectives;
 mod common;
 mod faults;
@@ -8,5 +10,8 @@ mod flight;
 mod forming;
 mod grid;
 mod handles;
+mod monitored;
+mod objects;
 mod subgroups;
+mod uneven;
 mod waiting;

@@ -1,0 +1,204 @@
+//! Many small tensors in one operation.
+//!
+//! A collective of a few elements costs a hand-over or two, whatever is in it;
+//! a hundred of them cost a hundred. Packed one behind the other they cost one,
+//! and two copies of a few kilobytes.
+
+use super::{Call, ProcessGroup, lengths_hash};
+use crate::exec::Operation;
+use crate::plan::Method;
+use crate::{Bucket, Element, ReduceOp, Result};
+
+/// Tensors of one element type that go through a collective together; made
+/// by [`ProcessGroup::coalesced`].
+///
+/// All ranks must add as many tensors of the same lengths in the same order;
+/// that is checked.
+///
+/// ```
+/// use phalanx_comm::{GroupOptions, ProcessGroup, ReduceOp};
+///
+/// let group = ProcessGroup::threads(1, GroupOptions::default()).remove(0);
+/// let (mut weights, mut bias) = ([1.0f32; 6], [2.0f32; 3]);
+/// group
+///     .coalesced()
+///     .tensor(&mut weights)
+///     .tensor(&mut bias)
+///     .all_reduce(ReduceOp::Mean)
+///     .unwrap();
+/// assert_eq!((weights, bias), ([1.0; 6], [2.0; 3]));
+/// ```
+#[must_use = "nothing happens before `all_reduce`, `broadcast` or `reduce`"]
+pub struct Coalesced<'a, T: Element> {
+    group: &'a ProcessGroup,
+    tensors: Vec<&'a mut [T]>,
+}
+
+impl<'a, T: Element> Coalesced<'a, T> {
+    /// Adds one tensor.
+    pub fn tensor(mut self, tensor: &'a mut [T]) -> Self {
+        self.tensors.push(tensor);
+        self
+    }
+
+    /// Adds tensors.
+    pub fn tensors(mut self, tensors: impl IntoIterator<Item = &'a mut [T]>) -> Self {
+        self.tensors.extend(tensors);
+        self
+    }
+
+    /// [`ProcessGroup::all_reduce_coalesced`].
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn all_reduce(mut self, op: ReduceOp) -> Result<()> {
+        self.group.all_reduce_coalesced(&mut self.tensors, op)
+    }
+
+    /// [`ProcessGroup::broadcast_coalesced`].
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn broadcast(mut self, root: usize) -> Result<()> {
+        self.group.broadcast_coalesced(&mut self.tensors, root)
+    }
+}
+
+impl ProcessGroup {
+    /// Collects tensors for one operation.
+    pub fn coalesced<T: Element>(&self) -> Coalesced<'_, T> {
+        Coalesced {
+            group: self,
+            tensors: Vec::new(),
+        }
+    }
+
+    /// [`all_reduce`](ProcessGroup::all_reduce) of every tensor, as one
+    /// operation. PyTorch: `all_reduce_coalesced`.
+    ///
+    /// *Order:* see [`ReduceOp`]; the same bits as one by one. (The ring's
+    /// depend on how data is cut: where it is asked for, tensors are reduced one
+    /// by one.)
+    ///
+    /// # Errors
+    ///
+    /// As [`ProcessGroup::all_reduce`]; `Desync` where ranks have tensors of
+    /// other lengths or in another order of lengths.
+    pub fn all_reduce_coalesced<T: Element>(
+        &self,
+        tensors: &mut [&mut [T]],
+        op: ReduceOp,
+    ) -> Result<()> {
+        let call = Call::default();
+        let total = total_len(tensors);
+        let operation = self.ask_all_reduce::<T>(total, op, &call)?;
+        if !operation.method.canonical() {
+            return tensors
+                .iter_mut()
+                .try_for_each(|tensor| self.all_reduce(tensor, op));
+        }
+        self.packed(operation, tensors)
+    }
+
+    /// [`broadcast`](ProcessGroup::broadcast) of every tensor, as one
+    /// operation: what PyTorch's `DistributedDataParallel` does with buffers
+    /// (`_broadcast_coalesced`).
+    ///
+    /// # Errors
+    ///
+    /// As [`ProcessGroup::broadcast`]; `Desync` where ranks have tensors of
+    /// other lengths or in another order of lengths.
+    pub fn broadcast_coalesced<T: Element>(
+        &self,
+        tensors: &mut [&mut [T]],
+        root: usize,
+    ) -> Result<()> {
+        let call = Call::default();
+        let operation = self.ask_broadcast::<T>(total_len(tensors), root, &call)?;
+        self.packed(operation, tensors)
+    }
+
+    /// [`all_gather`](ProcessGroup::all_gather) of every input into the output
+    /// at the same index, as one operation. PyTorch: `all_gather_coalesced`.
+    ///
+    /// # Errors
+    ///
+    /// As [`ProcessGroup::all_gather`]; `Usage` where there are not as many
+    /// outputs as inputs; `Desync` where ranks have tensors of other lengths or
+    /// in another order of lengths.
+    pub fn all_gather_coalesced<T: Element>(
+        &self,
+        inputs: &[&[T]],
+        outputs: &mut [&mut [T]],
+    ) -> Result<()> {
+        const NAME: &str = "all_gather_coalesced";
+        if inputs.len() != outputs.len() {
+            return Err(self.usage(
+                NAME,
+                format!(
+                    "{} inputs and {} outputs are given",
+                    inputs.len(),
+                    outputs.len()
+                ),
+            ));
+        }
+        let world = self.core.world;
+        for (input, output) in inputs.iter().zip(outputs.iter()) {
+            self.check_len(NAME, "output", output.len(), input.len() * world)?;
+        }
+        let lens = || inputs.iter().map(|input| input.len());
+        let total: usize = lens().sum();
+        let operation = Operation {
+            lengths: lengths_hash(lens()),
+            ..self.ask::<T>(Method::AllGather, total, &Call::default())
+        };
+        let mut packed = Bucket::<T>::zeroed(total);
+        let mut rest = &mut packed[..];
+        for input in inputs {
+            let (place, after) = rest.split_at_mut(input.len());
+            place.copy_from_slice(input);
+            rest = after;
+        }
+        let mut all = Bucket::<T>::zeroed(total * world);
+        self.now(&operation, &packed, &mut all)?;
+        let mut start = 0;
+        for (input, output) in inputs.iter().zip(outputs.iter_mut()) {
+            let len = input.len();
+            for rank in 0..world {
+                let from = rank * total + start;
+                output[rank * len..(rank + 1) * len].copy_from_slice(&all[from..from + len]);
+            }
+            start += len;
+        }
+        Ok(())
+    }
+
+    /// Runs an in-place operation over all tensors, one behind the other.
+    fn packed<T: Element>(&self, operation: Operation, tensors: &mut [&mut [T]]) -> Result<()> {
+        let operation = Operation {
+            lengths: lengths_hash(tensors.iter().map(|tensor| tensor.len())),
+            ..operation
+        };
+        let mut packed = Bucket::<T>::zeroed(operation.count);
+        let mut rest = &mut packed[..];
+        for tensor in tensors.iter() {
+            let (place, after) = rest.split_at_mut(tensor.len());
+            place.copy_from_slice(tensor);
+            rest = after;
+        }
+        self.now(&operation, &[], &mut packed)?;
+        let mut rest = &packed[..];
+        for tensor in tensors.iter_mut() {
+            let (place, after) = rest.split_at(tensor.len());
+            tensor.copy_from_slice(place);
+            rest = after;
+        }
+        Ok(())
+    }
+}
+
+fn total_len<T>(tensors: &[&mut [T]]) -> usize {
+    tensors.iter().map(|tensor| tensor.len()).sum()
+}

@@ -1,0 +1,238 @@
+//! A barrier that says who did not come.
+//!
+//! It goes through the store, not over the links between ranks: a rank that
+//! comes late leaves nothing behind there that would be taken for another
+//! operation, so the group stays usable. Rank 0 keeps the list:
+//!
+//! | key | written by | says |
+//! |---|---|---|
+//! | `here/r` | rank r: `here`, or `gone` when it has lost patience; rank 0: `seen` | whether r has come |
+//! | `verdict` | rank 0 | who was missing, or nobody |
+//! | `left` | everybody | how many have read it; the last one removes all keys |
+//!
+//! `here → gone` and `here → seen` are compare-and-set: a rank that gives up
+//! and rank 0 agree on which came first.
+
+use std::time::{Duration, Instant};
+
+use phalanx_store::{ErrorKind as StoreKind, Store};
+
+use super::{Origin, ProcessGroup, rank_list};
+use crate::exec::Executor;
+use crate::wait::deadline_in;
+use crate::{Error, Result};
+
+const NAME: &str = "monitored_barrier";
+
+/// Longest wait for the store without looking at poison and peers' lives.
+const SLICE: Duration = Duration::from_millis(50);
+
+/// How much longer than rank 0 the others wait for its verdict: it takes a few
+/// round trips to the store for every rank.
+const GRACE: Duration = Duration::from_secs(2);
+
+const HERE: &[u8] = b"here";
+const SEEN: &[u8] = b"seen";
+const GONE: &[u8] = b"gone";
+
+/// One barrier as one rank sees it.
+struct Barrier<'a> {
+    group: &'a ProcessGroup,
+    store: &'a dyn Store,
+    prefix: String,
+    timeout: Duration,
+}
+
+impl ProcessGroup {
+    /// A [`barrier`](ProcessGroup::barrier) after which rank 0 names every
+    /// rank that did not come within `timeout`. PyTorch: `monitored_barrier`
+    /// with `wait_all_ranks=True`. Meant for finding out who hangs; it costs
+    /// several round trips to the store, where `barrier` costs a microsecond.
+    ///
+    /// The clock of each rank runs from when it comes. When somebody does not
+    /// come, *all* ranks get an error, also those that come later; nothing is
+    /// poisoned and the group stays usable: go on, try again, or
+    /// [`abort`](ProcessGroup::abort).
+    ///
+    /// # Errors
+    ///
+    /// `Timeout`: on rank 0 with the list of the ranks that did not come; on
+    /// the others with rank 0's list, or naming rank 0 if it did not come
+    /// itself. `PeerLost` or `Aborted` when a rank died or the group was
+    /// poisoned meanwhile.
+    pub fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
+        if self.core.world == 1 {
+            return self.barrier();
+        }
+        let number = &self.core.monitored;
+        self.core.queue.run(|executor| {
+            let barrier = Barrier {
+                group: self,
+                store: self.meeting(),
+                prefix: format!(
+                    "monitored/{}/{:x}/{}/",
+                    self.epoch(),
+                    self.core.id,
+                    number.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
+                ),
+                timeout,
+            };
+            let result = if self.core.rank == 0 {
+                barrier.keep_list(executor)
+            } else {
+                barrier.report(executor)
+            };
+            let left = barrier.leave();
+            result.and(left)
+        })
+    }
+
+    /// Where the ranks of this group can leave messages for each other.
+    fn meeting(&self) -> &dyn Store {
+        match &*self.core.origin {
+            Origin::Threads { registry, .. } => registry.store(),
+            Origin::Processes(processes) => &*processes.store,
+        }
+    }
+}
+
+impl Barrier<'_> {
+    fn here(&self, rank: usize) -> String {
+        format!("{}here/{rank}", self.prefix)
+    }
+
+    fn verdict(&self) -> String {
+        format!("{}verdict", self.prefix)
+    }
+
+    /// Rank 0's part.
+    fn keep_list(&self, executor: &mut Executor) -> Result<()> {
+        let start = Instant::now();
+        self.set(&self.here(0), HERE)?;
+        let others: Vec<usize> = (1..self.group.core.world).collect();
+        let missing = self.wait(executor, &others, deadline_in(self.timeout))?;
+        let mut gone = Vec::new();
+        for &rank in others.iter().filter(|rank| !missing.contains(rank)) {
+            let answer = self.swap(&self.here(rank), HERE, SEEN)?;
+            if answer == GONE {
+                gone.push(rank);
+            }
+        }
+        let mut verdict = Vec::new();
+        if !missing.is_empty() {
+            let arrived: Vec<usize> = (0..self.group.core.world)
+                .filter(|rank| !missing.contains(rank) && !gone.contains(rank))
+                .collect();
+            verdict.push(format!(
+                "{} did not arrive within {:.2} s; arrived: {}",
+                ranks(&missing),
+                start.elapsed().as_secs_f64(),
+                rank_list(&arrived)
+            ));
+        }
+        if !gone.is_empty() {
+            verdict.push(format!("{} had given up before rank 0 came", ranks(&gone)));
+        }
+        let verdict = verdict.join("; ");
+        self.set(&self.verdict(), verdict.as_bytes())?;
+        let absent = [missing, gone].concat();
+        match (&absent[..], verdict) {
+            ([], _) => Ok(()),
+            ([one], verdict) => Err(self.late(verdict).with_peer(*one)),
+            (_, verdict) => Err(self.late(verdict)),
+        }
+    }
+
+    /// The part of all others.
+    fn report(&self, executor: &mut Executor) -> Result<()> {
+        let mine = self.here(self.group.core.rank);
+        self.set(&mine, HERE)?;
+        let absent = self.wait(executor, &[0], deadline_in(self.timeout))?;
+        if !absent.is_empty() {
+            // Rank 0 may have seen us in this very moment: then it answers.
+            if self.swap(&mine, HERE, GONE)? == GONE {
+                let text = format!(
+                    "rank 0 did not arrive within {:.2} s, so nobody says who else is missing",
+                    self.timeout.as_secs_f64()
+                );
+                return Err(self.late(text).with_peer(0));
+            }
+        }
+        let until = deadline_in(self.timeout.saturating_add(GRACE));
+        let verdict = loop {
+            executor.look()?;
+            let left = until.saturating_duration_since(Instant::now());
+            match self.store.get(&self.verdict(), left.min(SLICE)) {
+                Ok(verdict) => break verdict,
+                Err(e) if e.kind() == StoreKind::Timeout && !left.is_zero() => {}
+                Err(e) if e.kind() == StoreKind::Timeout => {
+                    let text = "rank 0 came but never said who was missing".to_owned();
+                    return Err(self.late(text).with_peer(0));
+                }
+                Err(e) => return Err(self.named(e.into())),
+            }
+        };
+        if verdict.is_empty() {
+            return Ok(());
+        }
+        // From another rank, but only to be shown.
+        let verdict = String::from_utf8_lossy(&verdict).into_owned();
+        Err(self.late(format!("rank 0 says: {verdict}")).with_peer(0))
+    }
+
+    /// Waits for `ranks`; returns those that did not come.
+    fn wait(&self, executor: &mut Executor, ranks: &[usize], until: Instant) -> Result<Vec<usize>> {
+        let keys: Vec<String> = ranks.iter().map(|&rank| self.here(rank)).collect();
+        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+        loop {
+            executor.look()?;
+            let left = until.saturating_duration_since(Instant::now());
+            match self.store.wait(&keys, left.min(SLICE)) {
+                Ok(()) => return Ok(Vec::new()),
+                Err(e) if e.kind() == StoreKind::Timeout => {
+                    if left.is_zero() {
+                        let missing = e.missing_keys();
+                        let is_missing = |rank: &&usize| missing.contains(&self.here(**rank));
+                        return Ok(ranks.iter().filter(is_missing).copied().collect());
+                    }
+                }
+                Err(e) => return Err(self.named(e.into())),
+            }
+        }
+    }
+
+    /// The last to leave removes the keys.
+    fn leave(&self) -> Result<()> {
+        let left = self.store.add(&format!("{}left", self.prefix), 1);
+        let removed = left.and_then(|left| {
+            if left == self.group.core.world as i64 {
+                self.store.delete_prefix(&self.prefix)?;
+            }
+            Ok(())
+        });
+        removed.map_err(|e| self.named(e.into()))
+    }
+
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.store.set(key, value).map_err(|e| self.named(e.into()))
+    }
+
+    fn swap(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
+        self.store
+            .compare_set(key, Some(expected), desired)
+            .map_err(|e| self.named(e.into()))
+    }
+
+    fn late(&self, message: String) -> Error {
+        self.named(Error::timeout(message))
+    }
+
+    fn named(&self, error: Error) -> Error {
+        error.with_rank(self.group.core.rank).with_operation(NAME)
+    }
+}
+
+fn ranks(list: &[usize]) -> String {
+    let plural = if list.len() == 1 { "rank" } else { "ranks" };
+    format!("{plural} {}", rank_list(list))
+}

@@ -1,0 +1,258 @@
+//! Collectives whose lengths differ by rank.
+//!
+//! Lengths are part of what all ranks must agree on: a short hash of them is
+//! in every frame, so that ranks with different opinions find out at once.
+
+use std::sync::Arc;
+
+use super::collectives::run_on;
+use super::{Call, ProcessGroup, lengths_hash};
+use crate::exec::{Executor, Operation};
+use crate::plan::{Method, Uneven};
+use crate::transport::Poison;
+use crate::{Element, Error, ErrorKind, ReduceOp, Result};
+
+impl ProcessGroup {
+    /// [`all_gather`](ProcessGroup::all_gather) of inputs that differ in
+    /// length: rank `r` gives `lengths[r]` elements, and all of them lie one
+    /// behind the other in `output` on every rank. `lengths` must be the same
+    /// everywhere.
+    ///
+    /// PyTorch: `all_gather` with tensors of different sizes in the list.
+    ///
+    /// *Cost:* 1 round, `(P − 1)` times its own input sent per rank.
+    ///
+    /// # Errors
+    ///
+    /// As for all operations, see [`ProcessGroup`]. `Usage` for lengths that
+    /// do not fit the slices; `Desync` where ranks have different lengths.
+    pub fn all_gather_v<T: Element>(
+        &self,
+        input: &[T],
+        lengths: &[usize],
+        output: &mut [T],
+    ) -> Result<()> {
+        const NAME: &str = "all_gather_v";
+        let total = self.check_lengths(NAME, lengths)?;
+        self.check_exact(NAME, "input", input.len(), lengths[self.core.rank])?;
+        self.check_exact(NAME, "output", output.len(), total)?;
+        let operation = self.ask_uneven::<T>(
+            Method::AllGather,
+            lengths,
+            total,
+            Uneven::AllGather { lengths },
+        );
+        self.now(&operation, input, output)
+    }
+
+    /// [`reduce_scatter`](ProcessGroup::reduce_scatter) into parts that differ
+    /// in length: rank `r` gets `lengths[r]` elements of the reduction. The
+    /// parts lie one behind the other in `input`. `lengths` must be the same
+    /// everywhere.
+    ///
+    /// PyTorch: `reduce_scatter` with tensors of different sizes in the list.
+    ///
+    /// *Order:* canonical, see [`ReduceOp`].
+    /// *Cost:* 1 round, all but its own part sent per rank.
+    ///
+    /// # Errors
+    ///
+    /// As [`ProcessGroup::all_gather_v`], and `Usage` for an operation that
+    /// the type does not have.
+    pub fn reduce_scatter_v<T: Element>(
+        &self,
+        input: &[T],
+        lengths: &[usize],
+        output: &mut [T],
+        op: ReduceOp,
+    ) -> Result<()> {
+        const NAME: &str = "reduce_scatter_v";
+        self.check_op::<T>(NAME, op)?;
+        let total = self.check_lengths(NAME, lengths)?;
+        self.check_exact(NAME, "input", input.len(), total)?;
+        self.check_exact(NAME, "output", output.len(), lengths[self.core.rank])?;
+        let operation = self
+            .ask_uneven::<T>(
+                Method::ReduceScatter,
+                lengths,
+                total,
+                Uneven::ReduceScatter { lengths },
+            )
+            .reducing(op);
+        self.now(&operation, input, output)
+    }
+
+    /// Gives `input_lengths[r]` elements of the input to rank `r` and receives
+    /// `output_lengths[r]` from it; the parts lie one behind the other, in rank
+    /// order. What a rank sends to another must be what that one expects.
+    ///
+    /// PyTorch: `all_to_all_single` with `input_split_sizes` and
+    /// `output_split_sizes`.
+    ///
+    /// *Cost:* 2 rounds, of which the first compares the lengths; all but its
+    /// own part sent per rank.
+    ///
+    /// # Errors
+    ///
+    /// As for all operations, see [`ProcessGroup`]. `Usage` for lengths that
+    /// do not fit the slices. `Desync` where two ranks disagree about a length,
+    /// before any data moves: the rank that expects something else names the
+    /// sender, the others hear of it as `Aborted`.
+    pub fn all_to_all_v<T: Element>(
+        &self,
+        input: &[T],
+        input_lengths: &[usize],
+        output: &mut [T],
+        output_lengths: &[usize],
+    ) -> Result<()> {
+        const NAME: &str = "all_to_all_v";
+        let rank = self.core.rank;
+        let sent = self.check_lengths(NAME, input_lengths)?;
+        let received = self.check_lengths(NAME, output_lengths)?;
+        self.check_exact(NAME, "input", input.len(), sent)?;
+        self.check_exact(NAME, "output", output.len(), received)?;
+        if input_lengths[rank] != output_lengths[rank] {
+            return Err(self.usage(
+                NAME,
+                format!(
+                    "this rank gives itself {} elements but expects {}",
+                    input_lengths[rank], output_lengths[rank]
+                ),
+            ));
+        }
+        let call = Call::default();
+        let world = self.core.world;
+        let compare = self.ask_all_to_all::<i64>(world, world, &call)?;
+        let lens = |lengths: &[usize]| lengths.iter().map(|&n| n as i64).collect::<Vec<_>>();
+        let (mine, mut theirs) = (lens(input_lengths), vec![0; world]);
+        let kind = Uneven::AllToAll {
+            sends: input_lengths,
+            recvs: output_lengths,
+        };
+        let operation = Operation {
+            // Not the same on all ranks; the lengths were compared.
+            count: 0,
+            lengths: 1,
+            ..self.ask_uneven::<T>(Method::AllToAll, &[], 0, kind)
+        };
+        // Both in one turn: nothing of another thread comes between.
+        self.core.queue.run(|executor| {
+            run_on(executor, &compare, &mine, &mut theirs)?;
+            let expected = lens(output_lengths);
+            match (0..world).find(|&peer| theirs[peer] != expected[peer]) {
+                None => run_on(executor, &operation, input, output),
+                Some(peer) => Err(self.disagree(
+                    peer,
+                    NAME,
+                    format!(
+                        "rank {peer} sends {} elements to rank {rank}, which expects {}",
+                        theirs[peer], expected[peer]
+                    ),
+                )),
+            }
+        })
+    }
+
+    /// Poisons the group over what `peer` said, and returns the error.
+    fn disagree(&self, peer: usize, name: &str, message: String) -> Error {
+        let rank = self.core.rank;
+        self.core
+            .abort
+            .poison(&Poison::new(rank, format!("{message} in {name}")));
+        Error::new(ErrorKind::Desync, message)
+            .with_rank(rank)
+            .with_peer(peer)
+            .with_operation(name)
+    }
+
+    /// Gathers what differs in length on the root, as
+    /// [`all_gather_v`](ProcessGroup::all_gather_v) does everywhere; all know
+    /// the `lengths`.
+    pub(super) fn gather_v_on<T: Element>(
+        &self,
+        executor: &mut Executor,
+        input: &[T],
+        lengths: &[usize],
+        output: &mut [T],
+        root: usize,
+    ) -> Result<()> {
+        let kind = Uneven::Gather { lengths, root };
+        let operation = self
+            .ask_uneven::<T>(Method::Gather, lengths, lengths.iter().sum(), kind)
+            .rooted(root);
+        run_on(executor, &operation, input, output)
+    }
+
+    /// Scatters what differs in length; all know the `lengths`.
+    pub(super) fn scatter_v_on<T: Element>(
+        &self,
+        executor: &mut Executor,
+        input: &[T],
+        lengths: &[usize],
+        output: &mut [T],
+        root: usize,
+    ) -> Result<()> {
+        let kind = Uneven::Scatter { lengths, root };
+        let operation = self
+            .ask_uneven::<T>(Method::Scatter, lengths, lengths.iter().sum(), kind)
+            .rooted(root);
+        run_on(executor, &operation, input, output)
+    }
+
+    /// [`ProcessGroup::all_gather_v`] whose turn it is; lengths were checked.
+    pub(super) fn all_gather_v_on<T: Element>(
+        &self,
+        executor: &mut Executor,
+        input: &[T],
+        lengths: &[usize],
+        output: &mut [T],
+    ) -> Result<()> {
+        let kind = Uneven::AllGather { lengths };
+        let total = lengths.iter().sum();
+        let operation = self.ask_uneven::<T>(Method::AllGather, lengths, total, kind);
+        run_on(executor, &operation, input, output)
+    }
+
+    fn ask_uneven<T: Element>(
+        &self,
+        method: Method,
+        lengths: &[usize],
+        total: usize,
+        kind: Uneven<'_>,
+    ) -> Operation {
+        let plan = kind.plan(self.core.rank, self.core.world, size_of::<T>());
+        Operation {
+            lengths: lengths_hash(lengths.iter().copied()),
+            plan: Some(Arc::new(plan)),
+            ..self.ask::<T>(method, total, &Call::default())
+        }
+    }
+
+    /// One length for each rank; returns their sum.
+    fn check_lengths(&self, name: &str, lengths: &[usize]) -> Result<usize> {
+        if lengths.len() != self.core.world {
+            return Err(self.usage(
+                name,
+                format!(
+                    "{} lengths are given for {} ranks",
+                    lengths.len(),
+                    self.core.world
+                ),
+            ));
+        }
+        lengths
+            .iter()
+            .try_fold(0usize, |sum, len| sum.checked_add(*len))
+            .ok_or_else(|| self.usage(name, "the lengths exceed the address space".into()))
+    }
+
+    fn check_exact(&self, name: &str, what: &str, len: usize, needed: usize) -> Result<()> {
+        if len == needed {
+            return Ok(());
+        }
+        Err(self.usage(
+            name,
+            format!("the {what} has {len} elements, the lengths ask for {needed}"),
+        ))
+    }
+}

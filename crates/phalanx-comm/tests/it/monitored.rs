@@ -1,0 +1,114 @@
+//! The barrier that says who did not come.
+
+use std::time::{Duration, Instant};
+
+use phalanx_comm::{ErrorKind, ReduceOp};
+
+use crate::common::{EVERYWHERE, Over, PATIENCE, groups, on_each};
+
+#[test]
+fn everybody_comes() {
+    for over in EVERYWHERE {
+        for world in 1..=8 {
+            on_each(groups(over, world), |group| {
+                for _ in 0..3 {
+                    group.monitored_barrier(PATIENCE).unwrap();
+                }
+                if let Some(store) = group.store() {
+                    group.barrier().unwrap();
+                    let left = store.delete_prefix("monitored/").unwrap();
+                    assert_eq!(left, 0, "keys were left in the store");
+                }
+            });
+        }
+    }
+}
+
+/// All ranks hear who was late, the late ones too; then the group goes on.
+#[test]
+fn late_ranks_are_named_by_rank_0_and_nothing_is_poisoned() {
+    for over in EVERYWHERE {
+        for world in [2, 5, 8] {
+            let late: Vec<usize> = (0..world).filter(|r| r % 3 == 1).collect();
+            let errors = on_each(groups(over, world), |group| {
+                let rank = group.rank();
+                if late.contains(&rank) {
+                    std::thread::sleep(Duration::from_millis(700));
+                }
+                let error = group
+                    .monitored_barrier(Duration::from_millis(300))
+                    .unwrap_err();
+                let mut data = [1f32];
+                group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+                assert_eq!(data, [world as f32]);
+                group.monitored_barrier(PATIENCE).unwrap();
+                error
+            });
+            let names = match world {
+                2 => "rank 1 did not arrive within 0.3",
+                5 => "ranks 1, 4 did not arrive within 0.3",
+                _ => "ranks 1, 4, 7 did not arrive within 0.3",
+            };
+            for (rank, error) in errors.into_iter().enumerate() {
+                assert_eq!(error.kind(), ErrorKind::Timeout);
+                let text = error.to_string();
+                assert!(text.contains("monitored_barrier: "), "{text}");
+                assert!(text.contains(names), "{text}");
+                if rank == 0 {
+                    let arrived = if world == 8 { "0, 2, 3, 5, 6" } else { "0" };
+                    assert!(text.contains(&format!("arrived: {arrived}")), "{text}");
+                } else {
+                    assert!(text.contains("rank 0 says: "), "{text}");
+                    assert_eq!(error.peer(), Some(0));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn rank_0_that_does_not_come_is_named_and_hears_of_it() {
+    for over in [Over::Thread, Over::Shm] {
+        let errors = on_each(groups(over, 3), |group| {
+            if group.rank() == 0 {
+                std::thread::sleep(Duration::from_millis(600));
+            }
+            let error = group
+                .monitored_barrier(Duration::from_millis(200))
+                .unwrap_err();
+            group.barrier().unwrap();
+            error
+        });
+        for (rank, error) in errors.into_iter().enumerate() {
+            assert_eq!(error.kind(), ErrorKind::Timeout);
+            let text = error.to_string();
+            let wanted = if rank == 0 {
+                "ranks 1, 2 had given up before rank 0 came"
+            } else {
+                "rank 0 did not arrive within 0.20 s"
+            };
+            assert!(text.contains(wanted), "{text}");
+        }
+    }
+}
+
+#[test]
+fn an_abort_ends_the_wait_at_once() {
+    let start = Instant::now();
+    let errors = on_each(groups(Over::Thread, 3), |group| {
+        if group.rank() == 2 {
+            std::thread::sleep(Duration::from_millis(100));
+            group.abort("out of memory");
+            return None;
+        }
+        Some(group.monitored_barrier(PATIENCE).unwrap_err())
+    });
+    for error in errors.into_iter().flatten() {
+        assert_eq!(error.kind(), ErrorKind::Aborted);
+        assert!(
+            error.to_string().contains("rank 2: out of memory"),
+            "{error}"
+        );
+    }
+    assert!(start.elapsed() < Duration::from_secs(5));
+}
