@@ -8,7 +8,7 @@
 //! belongs to the same round on both sides. So no plan can deadlock: by
 //! induction, all transfers of round *k* are posted on both sides once round
 //! *k − 1* is complete everywhere it matters. That is what a plan *means*; the
-//! executor runs ahead where no memory forbids it ([`order`]).
+//! executor runs ahead where no memory forbids it (`order.rs`).
 //!
 //! Because plans are data they can be *checked* before they are trusted:
 //! [`check::check`] simulates all ranks symbolically and compares the result
