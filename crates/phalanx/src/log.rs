@@ -11,7 +11,7 @@ const VARIABLE: &str = "PHALANX_LOG";
 /// Starts logging: warnings and worse unless `PHALANX_LOG` says otherwise.
 pub(crate) fn start() {
     let wanted = std::env::var(VARIABLE).unwrap_or_default();
-    let level = wanted.parse().unwrap_or(LevelFilter::WARN);
+    let level = level(&wanted);
     let colour = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     // Fails only when a subscriber is set already, which is then in charge.
     let _ = tracing_subscriber::fmt()
@@ -21,4 +21,31 @@ pub(crate) fn start() {
         .with_target(false)
         .without_time()
         .try_init();
+}
+
+/// Warnings where nothing, or nothing that is known, is wanted.
+fn level(wanted: &str) -> LevelFilter {
+    // The library takes an empty text for "error".
+    if wanted.is_empty() {
+        return LevelFilter::WARN;
+    }
+    wanted.parse().unwrap_or(LevelFilter::WARN)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn warnings_are_shown_unless_somebody_says_otherwise() {
+        for (wanted, level_then) in [
+            ("", LevelFilter::WARN),
+            ("nonsense", LevelFilter::WARN),
+            ("off", LevelFilter::OFF),
+            ("error", LevelFilter::ERROR),
+            ("debug", LevelFilter::DEBUG),
+        ] {
+            assert_eq!(level(wanted), level_then, "{wanted:?}");
+        }
+    }
 }

@@ -7,6 +7,7 @@
 //! fair time is closed. Used for TCP and for the Unix socket of a host.
 
 use std::collections::VecDeque;
+use std::io::{Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -26,13 +27,19 @@ use crate::Result;
 /// How long a pending handshake is safe from being closed for a newer one. A
 /// member's takes a few milliseconds.
 const FAIR_TIME: Duration = Duration::from_millis(250);
+/// The same for one that has not said a byte: a member's hello comes right
+/// behind its connection.
+const SILENT_TIME: Duration = Duration::from_millis(20);
+/// Connections that may wait to be accepted. The ranks listen while they wait
+/// for the last of them to come: strangers should not fill the queue that fast.
+const BACKLOG: i32 = 1024;
 /// Turn of the accept loop: how long a finished handshake may go unnoticed.
 const TURN: Duration = Duration::from_millis(2);
 /// Distance between two calls of the caller's `check`, which asks the store.
 const CHECK_EVERY: Duration = Duration::from_millis(100);
 
 /// A socket that can be accepted here.
-pub(super) trait Socket: Channel + Sized + Send + 'static {
+pub(super) trait Socket: Channel + AsFd + Sized + Send + 'static {
     /// Another handle of the same socket.
     fn duplicate(&self) -> std::io::Result<Self>;
     /// Ends it, also for a thread that blocks in it.
@@ -158,6 +165,38 @@ pub(super) struct Admitted<S> {
     pub(super) socket: S,
 }
 
+/// A socket that remembers whether anything was ever read from it.
+struct Listening<S> {
+    socket: S,
+    heard: Arc<AtomicBool>,
+}
+
+impl<S: Socket> Read for Listening<S> {
+    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
+        let count = self.socket.read(into)?;
+        if count > 0 {
+            self.heard.store(true, Ordering::Relaxed);
+        }
+        Ok(count)
+    }
+}
+
+impl<S: Socket> Write for Listening<S> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.socket.write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.socket.flush()
+    }
+}
+
+impl<S: Socket> Channel for Listening<S> {
+    fn set_timeouts(&self, limit: Option<Duration>) -> std::io::Result<()> {
+        self.socket.set_timeouts(limit)
+    }
+}
+
 /// One open handshake.
 struct Pending<S> {
     id: u64,
@@ -166,9 +205,21 @@ struct Pending<S> {
     /// Whether its fate is sealed: either it has proven the token and is being
     /// told so, or it was closed to make room. Whoever sets it decides which.
     sealed: Arc<AtomicBool>,
+    /// Whether the peer has said anything.
+    heard: Arc<AtomicBool>,
     /// It was closed to make room.
     closed: bool,
     thread: JoinHandle<()>,
+}
+
+impl<S: Socket> Pending<S> {
+    /// Whether the peer has said anything, read or not.
+    fn has_spoken(&self) -> bool {
+        use rustix::net::{RecvFlags, recv};
+        let peek = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        self.heard.load(Ordering::Relaxed)
+            || recv(&self.socket, &mut [0_u8; 1], peek).is_ok_and(|(_, bytes)| bytes > 0)
+    }
 }
 
 struct Door<S> {
@@ -205,7 +256,7 @@ impl<S: Socket> Door<S> {
     }
 
     /// Starts the handshake of a fresh connection.
-    fn open(&mut self, mut socket: S, from: IpAddr) {
+    fn open(&mut self, socket: S, from: IpAddr) {
         let twin = match socket.prepare().and_then(|()| socket.duplicate()) {
             Ok(twin) => twin,
             Err(e) => {
@@ -223,6 +274,11 @@ impl<S: Socket> Door<S> {
         let (strangers, place) = (Arc::clone(&self.strangers), self.place.clone());
         let sealed = Arc::new(AtomicBool::new(false));
         let seal = Arc::clone(&sealed);
+        let heard = Arc::new(AtomicBool::new(false));
+        let mut socket = Listening {
+            socket,
+            heard: Arc::clone(&heard),
+        };
         let work = move || {
             let mut reserved = None;
             let result = auth::accept(&mut socket, &token, HANDSHAKE_TIMEOUT, |peer| {
@@ -239,7 +295,7 @@ impl<S: Socket> Door<S> {
                 Ok(peer) => Some(Admitted {
                     rank: peer.rank as usize,
                     stream: peer.stream,
-                    socket,
+                    socket: socket.socket,
                 }),
                 Err(e) => {
                     if let Some(peer) = reserved {
@@ -262,6 +318,7 @@ impl<S: Socket> Door<S> {
                     since: Instant::now(),
                     socket: twin,
                     sealed,
+                    heard,
                     closed: false,
                     thread,
                 });
@@ -276,18 +333,21 @@ impl<S: Socket> Door<S> {
         if self.pending.len() < MAX_PENDING_HANDSHAKES {
             return true;
         }
-        // One at a time, in order of age.
-        if self.pending.iter().any(|pending| pending.closed) {
-            return false;
-        }
-        let oldest = self
-            .pending
-            .iter_mut()
-            .take_while(|pending| pending.since.elapsed() >= FAIR_TIME)
-            .find(|pending| !pending.sealed.swap(true, Ordering::AcqRel));
-        if let Some(oldest) = oldest {
-            oldest.closed = true;
-            oldest.socket.end();
+        // Whoever has said nothing goes, all at once: behind a crowd of them
+        // members wait. The others go one at a time, in order of age.
+        let mut room = self.pending.iter().any(|p| p.closed);
+        for pending in self.pending.iter_mut().filter(|p| !p.closed) {
+            let age = pending.since.elapsed();
+            if age < SILENT_TIME {
+                break;
+            }
+            let silent = !pending.has_spoken();
+            let due = silent || (age >= FAIR_TIME && !room);
+            if due && !pending.sealed.swap(true, Ordering::AcqRel) {
+                pending.closed = true;
+                pending.socket.end();
+                room = true;
+            }
         }
         false
     }
@@ -305,6 +365,14 @@ impl<S: Socket> Door<S> {
             members.extend(admitted);
         }
         members
+    }
+}
+
+/// Makes the queue in front of a listening socket longer than the standard
+/// library does. Best effort: a short one costs time, not members.
+pub(super) fn lengthen_backlog(listener: &impl AsFd) {
+    if let Err(e) = rustix::net::listen(listener, BACKLOG) {
+        tracing::debug!("listen: {e}");
     }
 }
 

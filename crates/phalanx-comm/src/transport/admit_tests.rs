@@ -164,14 +164,20 @@ fn the_caller_can_give_up_or_fail() {
     assert!(Instant::now() < far);
 }
 
-#[test]
-fn room_is_made_by_the_oldest_stranger_never_by_a_member() {
+/// A full door after `time`: which of the connections were closed. Those for
+/// which `speaks` says so have sent a byte; number 0 is a member that is being
+/// let in right now.
+fn closed_at_a_full_door(time: Duration, speaks: impl Fn(u64) -> bool) -> Vec<usize> {
     let scene = scene();
     let mut door = Door::<TcpStream>::new(scene.hello(0), &scene.token, &[]);
     let mut others = Vec::new();
     for id in 0..MAX_PENDING_HANDSHAKES as u64 {
         assert!(door.has_room());
-        others.push(TcpStream::connect(scene.address).unwrap());
+        let mut other = TcpStream::connect(scene.address).unwrap();
+        if speaks(id) {
+            other.write_all(b"P").unwrap();
+        }
+        others.push(other);
         let socket = loop {
             match scene.listener.take() {
                 Ok((socket, _)) => break socket,
@@ -182,14 +188,14 @@ fn room_is_made_by_the_oldest_stranger_never_by_a_member() {
             id,
             since: Instant::now(),
             socket,
-            // The oldest is a member that is being let in right now.
+            heard: Arc::default(),
             sealed: Arc::new(AtomicBool::new(id == 0)),
             closed: false,
             thread: std::thread::spawn(|| ()),
         });
     }
-    std::thread::sleep(FAIR_TIME);
-    // However often it is asked, one is closed: the oldest that may be.
+    std::thread::sleep(time);
+    // However often it is asked, room is made once.
     for _ in 0..3 {
         assert!(!door.has_room());
     }
@@ -197,6 +203,19 @@ fn room_is_made_by_the_oldest_stranger_never_by_a_member() {
         other.set_nonblocking(true).unwrap();
         other.read(&mut [0; 1]).is_ok_and(|n| n == 0)
     });
-    let closed: Vec<usize> = closed.enumerate().filter(|c| c.1).map(|c| c.0).collect();
-    assert_eq!(closed, [1]);
+    closed.enumerate().filter(|c| c.1).map(|c| c.0).collect()
+}
+
+#[test]
+fn room_is_made_by_the_oldest_stranger_never_by_a_member() {
+    assert_eq!(closed_at_a_full_door(FAIR_TIME, |_| true), [1]);
+}
+
+#[test]
+fn room_is_made_by_the_silent_first() {
+    let closed = closed_at_a_full_door(SILENT_TIME, |id| id % 2 == 0);
+    let silent: Vec<usize> = (0..MAX_PENDING_HANDSHAKES)
+        .filter(|id| id % 2 == 1)
+        .collect();
+    assert_eq!(closed, silent);
 }

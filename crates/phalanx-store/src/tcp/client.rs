@@ -28,6 +28,11 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 /// in which another address would have answered.
 const ATTEMPT_WITHIN: Duration = Duration::from_secs(3);
 
+/// Longest wait of an attempt for the server's part of the handshake: behind a
+/// crowd of strangers it takes seconds until our turn comes, and who leaves
+/// goes to the end of the queue again.
+const GREETED_WITHIN: Duration = Duration::from_secs(8);
+
 /// Stands for "no deadline": longer than a server waits (49 days), and short
 /// enough to be added to a point in time.
 const FOREVER: Duration = Duration::from_secs(50 * 24 * 3600);
@@ -163,14 +168,14 @@ impl TcpStore {
     }
 
     fn attempt_one(&self, addr: SocketAddr, deadline: Instant) -> Result<Connection> {
-        let left = || {
+        let left = |most: Duration| {
             deadline
                 .saturating_duration_since(Instant::now())
                 // Zero would be refused as an argument.
-                .clamp(Duration::from_millis(1), ATTEMPT_WITHIN)
+                .clamp(Duration::from_millis(1), most)
         };
-        let mut stream =
-            TcpStream::connect_timeout(&addr, left()).map_err(|e| Error::io("connecting", e))?;
+        let mut stream = TcpStream::connect_timeout(&addr, left(ATTEMPT_WITHIN))
+            .map_err(|e| Error::io("connecting", e))?;
         // On loopback, an attempt at a port where nobody listens can meet
         // itself: the system picks that very port for our side.
         if stream.local_addr().ok() == stream.peer_addr().ok() {
@@ -181,7 +186,7 @@ impl TcpStore {
         }
         tune(&stream).map_err(|e| Error::io("setting up a connection", e))?;
         let hello = Hello::new(Role::StoreClient, self.token.job_id());
-        let server = auth::initiate(&mut stream, hello, &self.token, left())?;
+        let server = auth::initiate(&mut stream, hello, &self.token, left(GREETED_WITHIN))?;
         if server.role != Role::StoreServer {
             return Err(Error::new(
                 ErrorKind::Stranger,

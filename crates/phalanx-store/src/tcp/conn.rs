@@ -10,8 +10,8 @@ use phalanx_wire::handshake::{
 };
 use phalanx_wire::store_msg::{LENGTH_BYTES, MAX_REQUEST_BYTES, request_bytes};
 
-/// Capacity that an outbox keeps.
-const OUTBOX_KEPT_BYTES: usize = 64 << 10;
+/// Capacity that an idle inbox or outbox keeps.
+const BUFFER_KEPT_BYTES: usize = 64 << 10;
 
 /// Where a connection stands.
 pub(super) enum State {
@@ -33,6 +33,8 @@ pub(super) struct Wait {
     pub(super) keys: Vec<String>,
     /// Mentions of this connection in the table of waiters.
     pub(super) outstanding: usize,
+    /// Bytes of all keys.
+    pub(super) key_bytes: u64,
     /// When to answer with the missing keys.
     pub(super) deadline: Instant,
     /// Whether to answer with the value of the only key.
@@ -45,8 +47,13 @@ pub(super) struct Conn {
     pub(super) state: State,
     /// When it was accepted.
     pub(super) since: Instant,
-    /// Received, not yet understood.
+    /// The other side has gone; what it said before still counts.
+    pub(super) ended: bool,
+    /// Since when a request is incomplete or an answer not taken.
+    pub(super) stalled: Option<Instant>,
+    /// Received; the first `understood` bytes are done with.
     inbox: Vec<u8>,
+    understood: usize,
     /// To send; `sent` bytes of it have been.
     pub(super) outbox: Vec<u8>,
     sent: usize,
@@ -76,7 +83,10 @@ impl Conn {
             peer,
             state: State::Greeting,
             since: Instant::now(),
+            ended: false,
+            stalled: None,
             inbox: Vec::new(),
+            understood: 0,
             outbox: Vec::new(),
             sent: 0,
         }
@@ -95,11 +105,54 @@ impl Conn {
         } else {
             MAX_REQUEST_BYTES + LENGTH_BYTES
         };
-        most.saturating_sub(self.inbox.len())
+        most.saturating_sub(self.unread().len())
+    }
+
+    /// Received and not yet understood.
+    fn unread(&self) -> &[u8] {
+        self.inbox.get(self.understood..).unwrap_or_default()
+    }
+
+    /// The next `bytes` bytes are understood. Moving the rest to the front
+    /// for each of many small requests would cost the square of their number.
+    fn understand(&mut self, bytes: usize) {
+        self.understood += bytes;
+        if self.understood >= self.inbox.len() {
+            self.understood = 0;
+            self.inbox.clear();
+            // One large request must not hold a megabyte for ever.
+            self.inbox.shrink_to(BUFFER_KEPT_BYTES);
+        }
+    }
+
+    /// Whether the other side has ever said anything.
+    pub(super) fn has_spoken(&self) -> bool {
+        !self.inbox.is_empty() || !matches!(self.state, State::Greeting)
+    }
+
+    /// Memory that this connection takes.
+    pub(super) fn buffered_bytes(&self) -> u64 {
+        let keys = match &self.state {
+            State::Waiting(wait) => wait.key_bytes,
+            _ => 0,
+        };
+        (self.inbox.capacity() + self.outbox.capacity()) as u64 + keys
+    }
+
+    /// Notes whether the other side owes us something: the rest of a request,
+    /// or room for an answer. `complete` says that more requests wait only
+    /// for their turn.
+    pub(super) fn note_stall(&mut self, complete: bool) {
+        let owes = self.has_output() || (!complete && !self.unread().is_empty());
+        let waits = matches!(self.state, State::Waiting(_));
+        self.stalled = match (owes && !waits, self.stalled) {
+            (false, _) => None,
+            (true, since) => Some(since.unwrap_or_else(Instant::now)),
+        };
     }
 
     pub(super) fn wants_input(&self) -> bool {
-        !matches!(self.state, State::Closing) && self.room() > 0
+        !self.ended && !matches!(self.state, State::Closing) && self.room() > 0
     }
 
     pub(super) fn has_output(&self) -> bool {
@@ -117,6 +170,11 @@ impl Conn {
             match self.stream.read(&mut chunk[..room]) {
                 Ok(0) => return Pulled::Gone,
                 Ok(n) => {
+                    if self.understood > 0 {
+                        // Once a read, not once a request.
+                        self.inbox.drain(..self.understood);
+                        self.understood = 0;
+                    }
                     self.inbox.extend_from_slice(&chunk[..n]);
                     // A short read has emptied the socket; `poll` tells when
                     // there is more.
@@ -145,7 +203,7 @@ impl Conn {
         self.sent = 0;
         self.outbox.clear();
         // One large value must not hold a megabyte for ever.
-        self.outbox.shrink_to(OUTBOX_KEPT_BYTES);
+        self.outbox.shrink_to(BUFFER_KEPT_BYTES);
         Pulled::Open
     }
 
@@ -156,22 +214,20 @@ impl Conn {
             State::Challenged(_) => Awaiting::Proof,
             _ => return Ok(Greeted::NotYet),
         };
-        let Some(prefix) = self.inbox.first_chunk::<PREFIX_BYTES>() else {
+        let Some(prefix) = self.unread().first_chunk::<PREFIX_BYTES>() else {
             return Ok(Greeted::NotYet);
         };
         let bytes = PREFIX_BYTES + body_bytes(prefix, awaiting)?;
-        let Some(message) = self.inbox.get(..bytes) else {
+        let Some(message) = self.unread().get(..bytes) else {
             return Ok(Greeted::NotYet);
         };
+        // At most MAX_MESSAGE_BYTES.
+        let message = message.to_vec();
+        self.understand(bytes);
         match std::mem::replace(&mut self.state, State::Closing) {
-            State::Challenged(acceptor) => {
-                let proven = acceptor.verify(message)?;
-                self.inbox.drain(..bytes);
-                Ok(Greeted::Proven(proven))
-            }
+            State::Challenged(acceptor) => Ok(Greeted::Proven(acceptor.verify(&message)?)),
             _ => {
-                let (acceptor, challenge) = Acceptor::start(message, token)?;
-                self.inbox.drain(..bytes);
+                let (acceptor, challenge) = Acceptor::start(&message, token)?;
                 self.outbox.extend_from_slice(&challenge);
                 self.state = State::Challenged(Box::new(acceptor));
                 Ok(Greeted::NotYet)
@@ -181,16 +237,16 @@ impl Conn {
 
     /// The body of the next request, if it is complete.
     pub(super) fn next_request(&mut self) -> Result<Option<Vec<u8>>, phalanx_wire::Error> {
-        let Some(length) = self.inbox.first_chunk::<LENGTH_BYTES>() else {
+        let unread = self.unread();
+        let Some(length) = unread.first_chunk::<LENGTH_BYTES>() else {
             return Ok(None);
         };
         let end = LENGTH_BYTES + request_bytes(*length)?;
-        if self.inbox.len() < end {
+        let Some(body) = unread.get(LENGTH_BYTES..end) else {
             return Ok(None);
-        }
-        let rest = self.inbox.split_off(end);
-        let mut body = std::mem::replace(&mut self.inbox, rest);
-        body.drain(..LENGTH_BYTES);
+        };
+        let body = body.to_vec();
+        self.understand(end);
         Ok(Some(body))
     }
 }

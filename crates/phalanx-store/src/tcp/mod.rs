@@ -6,6 +6,7 @@
 
 mod client;
 mod conn;
+mod room;
 mod server;
 mod socket;
 mod waiters;

@@ -1,6 +1,6 @@
 //! The store server: a thread around `poll`.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::io::{ErrorKind as IoKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::os::unix::net::UnixStream;
@@ -15,16 +15,12 @@ use phalanx_wire::store_msg::{Failure, Request, Response};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::conn::{Conn, Greeted, Pulled, State, Wait};
+use super::room;
 use super::socket::{listen, tune};
 use super::waiters::{ConnId, Waiters};
 use crate::auth::{HANDSHAKE_TIMEOUT, MAX_PENDING_HANDSHAKES, StrangerLog};
 use crate::table::{Limits, Table};
 use crate::{Error, ErrorKind, Result};
-
-/// How long a handshake may hold its place when all places are taken: a
-/// member needs one round trip, a stranger who says nothing would sit for
-/// [`HANDSHAKE_TIMEOUT`] and keep members out.
-const EVICT_AFTER: Duration = Duration::from_millis(250);
 
 /// Pause after the process ran out of file descriptors: the listener stays
 /// readable, so polling it would spin.
@@ -35,6 +31,14 @@ const SCRATCH_BYTES: usize = 128 << 10;
 
 /// Connections accepted before the members are served again.
 const ACCEPT_BATCH: usize = 64;
+
+/// Requests of one member served before the others have their turn.
+const REQUESTS_PER_TURN: usize = 64;
+
+/// What is buffered for all members together at most: all requests under way,
+/// answers not taken, keys waited for. Four thousand ranks that wait for each
+/// other come to 80 MiB.
+const MAX_BUFFERED_BYTES: u64 = 128 << 20;
 
 /// Bounds of a server. The defaults are those of the design; tests and small
 /// hosts may want others.
@@ -49,6 +53,10 @@ pub struct ServerOptions {
     pub max_pending_handshakes: usize,
     /// How long a handshake may take (5 s).
     pub handshake_timeout: Duration,
+    /// Most bytes buffered for all members together (128 MiB), in addition to
+    /// what the store holds: incomplete requests, answers that are not taken,
+    /// and, for up to half of it, keys that are waited for.
+    pub max_buffered_bytes: u64,
 }
 
 impl Default for ServerOptions {
@@ -58,6 +66,7 @@ impl Default for ServerOptions {
             max_clients: 4096,
             max_pending_handshakes: MAX_PENDING_HANDSHAKES,
             handshake_timeout: HANDSHAKE_TIMEOUT,
+            max_buffered_bytes: MAX_BUFFERED_BYTES,
         }
     }
 }
@@ -69,6 +78,7 @@ struct Shared {
     rejected: AtomicU64,
     clients: AtomicUsize,
     pending_waits: AtomicUsize,
+    buffered_bytes: AtomicU64,
 }
 
 /// A store server. It runs in a thread of its own until it is dropped, which
@@ -168,6 +178,8 @@ impl TcpServer {
             next_id: 0,
             accept_again: None,
             answered: Vec::new(),
+            unfinished: BTreeSet::new(),
+            waited_bytes: 0,
             scratch: vec![0; SCRATCH_BYTES],
         };
         let thread = std::thread::Builder::new()
@@ -203,6 +215,11 @@ impl TcpServer {
     pub fn pending_waits(&self) -> usize {
         self.shared.pending_waits.load(Ordering::Relaxed)
     }
+
+    /// Bytes buffered for members now, beside what the store holds.
+    pub fn buffered_bytes(&self) -> u64 {
+        self.shared.buffered_bytes.load(Ordering::Relaxed)
+    }
 }
 
 impl Drop for TcpServer {
@@ -216,6 +233,15 @@ impl Drop for TcpServer {
             let _ = thread.join();
         }
     }
+}
+
+/// What one step came to.
+#[derive(PartialEq, Eq)]
+enum Step {
+    /// There may be more to do.
+    On,
+    /// Nothing to do until something happens.
+    Rest,
 }
 
 /// The state of the server's thread.
@@ -238,6 +264,11 @@ struct Serving {
     /// Waits that were answered because of what another connection did: these
     /// have something to send, and may have asked more in the meantime.
     answered: Vec<ConnId>,
+    /// Members with more complete requests than they were served in one turn.
+    unfinished: BTreeSet<ConnId>,
+    /// Bytes of keys that members wait for; a little too high between two
+    /// counts.
+    waited_bytes: u64,
     /// What one read fills.
     scratch: Vec<u8>,
 }
@@ -260,14 +291,39 @@ impl Serving {
                 self.attend(id, flags);
             }
             self.expire();
+            for id in std::mem::take(&mut self.unfinished) {
+                self.advance(id);
+                self.leave_if_ended(id);
+            }
             while let Some(id) = self.answered.pop() {
                 self.advance(id);
             }
+            self.make_room();
             if accept {
                 self.accept();
             }
             self.publish();
         }
+    }
+
+    /// Closes members that owe us something, the largest first, until what is
+    /// buffered is within its bound.
+    fn make_room(&mut self) {
+        let mut bytes = room::buffered_bytes(&self.conns);
+        while bytes > self.options.max_buffered_bytes {
+            let Some(id) = room::largest_stalled(&self.conns) else {
+                // The rest is on its way through.
+                break;
+            };
+            if let Some(conn) = self.conns.get(&id) {
+                bytes -= conn.buffered_bytes();
+                let (place, source) = (&self.place, conn.peer.ip());
+                self.log.note(source, place, &"a member leaves requests unfinished or answers untaken, and the memory for that is used up");
+            }
+            self.close(id);
+        }
+        self.waited_bytes = room::waited_bytes(&self.conns);
+        self.shared.buffered_bytes.store(bytes, Ordering::Relaxed);
     }
 
     fn publish(&self) {
@@ -288,6 +344,9 @@ impl Serving {
             self.accept_again = None;
         }
         let mut due = self.accept_again;
+        if !self.unfinished.is_empty() {
+            due = Some(now);
+        }
         let mut sooner = |when: Instant| due = Some(due.map_or(when, |due| due.min(when)));
         let mut fds = Vec::with_capacity(self.conns.len() + 2);
         let mut ids = Vec::with_capacity(self.conns.len());
@@ -311,10 +370,8 @@ impl Serving {
         }
         let mut listening = self.accept_again.is_none();
         if pending >= self.options.max_pending_handshakes {
-            // No place: look again when the oldest may be evicted.
-            let oldest = self.conns.values().filter(|c| c.is_pending());
-            let evictable = oldest.map(|c| c.since + EVICT_AFTER).min();
-            if let Some(when) = evictable
+            // No place: look again when one may be taken from somebody.
+            if let Some((_, when)) = room::first_to_go(&self.conns)
                 && when > now
             {
                 listening = false;
@@ -353,12 +410,11 @@ impl Serving {
     /// Lets in whoever waits at the door, as far as there is room.
     fn accept(&mut self) {
         for _ in 0..ACCEPT_BATCH {
-            let pending = || self.conns.iter().filter(|(_, c)| c.is_pending());
-            if pending().count() >= self.options.max_pending_handshakes {
-                let oldest = pending().min_by_key(|(_, c)| c.since);
-                match oldest.map(|(id, c)| (*id, c.since)) {
-                    Some((id, since)) if since.elapsed() >= EVICT_AFTER => {
-                        self.refuse(id, &"sent nothing useful while others were waiting");
+            let pending = self.conns.values().filter(|c| c.is_pending()).count();
+            if pending >= self.options.max_pending_handshakes {
+                match room::first_to_go(&self.conns) {
+                    Some((id, when)) if when <= Instant::now() => {
+                        self.refuse(id, &"said nothing useful while others were waiting");
                     }
                     _ => return,
                 }
@@ -414,48 +470,83 @@ impl Serving {
             }
         }
         // What came before the end is judged first: a member's last set counts.
+        if let Some(conn) = self.conns.get_mut(&id) {
+            conn.ended |= gone;
+        }
         self.advance(id);
-        if gone {
+        self.leave_if_ended(id);
+    }
+
+    /// Closes a connection whose other side has gone, once all that it said
+    /// before has been done.
+    fn leave_if_ended(&mut self, id: ConnId) {
+        let ended = self.conns.get(&id).is_some_and(|conn| conn.ended);
+        if ended && !self.unfinished.contains(&id) {
             self.leave(id);
         }
     }
 
-    /// Works through what a connection has received.
+    /// Works through what a connection has received, as far as its turn goes.
     fn advance(&mut self, id: ConnId) {
-        loop {
-            let Some(conn) = self.conns.get_mut(&id) else {
-                return;
-            };
-            if conn.push() == Pulled::Gone {
-                return self.leave(id);
-            }
-            // One answer at a time: a member that does not read its answers
-            // gets no further ones, and cannot fill our memory with them.
-            if conn.has_output() {
-                return;
-            }
-            match conn.state {
-                State::Greeting | State::Challenged(_) => match conn.greet(&self.token) {
-                    Ok(Greeted::NotYet) if conn.has_output() => {}
-                    Ok(Greeted::NotYet) => return,
-                    Ok(Greeted::Proven(proven)) => self.decide(id, proven),
-                    Err(e) => {
-                        if e.kind() == phalanx_wire::ErrorKind::WrongVersion {
-                            // A courtesy; whether it arrives changes nothing.
-                            let _ = conn.stream.write(&version_notice());
-                        }
-                        return self.refuse(id, &e);
-                    }
-                },
-                State::Member => match conn.next_request() {
-                    Ok(None) => return,
-                    Ok(Some(body)) => self.serve(id, &body),
-                    Err(e) => self.offend(id, &e),
-                },
-                State::Waiting(_) => return,
-                State::Closing => return self.close(id),
+        let more = self.work(id);
+        if let Some(conn) = self.conns.get_mut(&id) {
+            conn.note_stall(more);
+        }
+        if more {
+            self.unfinished.insert(id);
+        }
+    }
+
+    /// Whether the turn ended before the connection's requests did.
+    fn work(&mut self, id: ConnId) -> bool {
+        for _ in 0..REQUESTS_PER_TURN {
+            if self.step(id) == Step::Rest {
+                return false;
             }
         }
+        true
+    }
+
+    /// One message, if it is complete and its answer has a place.
+    fn step(&mut self, id: ConnId) -> Step {
+        let Some(conn) = self.conns.get_mut(&id) else {
+            return Step::Rest;
+        };
+        if conn.push() == Pulled::Gone {
+            self.leave(id);
+            return Step::Rest;
+        }
+        // One answer at a time: a member that does not read its answers
+        // gets no further ones, and cannot fill our memory with them.
+        if conn.has_output() {
+            return Step::Rest;
+        }
+        match conn.state {
+            State::Greeting | State::Challenged(_) => match conn.greet(&self.token) {
+                Ok(Greeted::NotYet) if conn.has_output() => {}
+                Ok(Greeted::NotYet) => return Step::Rest,
+                Ok(Greeted::Proven(proven)) => self.decide(id, proven),
+                Err(e) => {
+                    if e.kind() == phalanx_wire::ErrorKind::WrongVersion {
+                        // A courtesy; whether it arrives changes nothing.
+                        let _ = conn.stream.write(&version_notice());
+                    }
+                    self.refuse(id, &e);
+                    return Step::Rest;
+                }
+            },
+            State::Member => match conn.next_request() {
+                Ok(None) => return Step::Rest,
+                Ok(Some(body)) => self.serve(id, &body),
+                Err(e) => self.offend(id, &e),
+            },
+            State::Waiting(_) => return Step::Rest,
+            State::Closing => {
+                self.close(id);
+                return Step::Rest;
+            }
+        }
+        Step::On
     }
 
     /// A peer has proven the token: may it stay?
@@ -543,7 +634,25 @@ impl Serving {
 
     /// Answers at once if all keys are there, else remembers who asked.
     fn wait(&mut self, id: ConnId, keys: &[&str], timeout_ms: u32, wants_value: bool) {
+        let key_bytes: u64 = keys.iter().map(|key| key.len() as u64).sum();
+        while self.waited_bytes + key_bytes > self.options.max_buffered_bytes / 2 {
+            // The longest list goes: this one, or another's.
+            let Some((other, bytes)) = room::longest_wait(&self.conns, key_bytes) else {
+                let response = Response::Failed(Failure::StoreFull);
+                return answer(&mut self.conns, &self.place, id, &response);
+            };
+            self.waited_bytes = self.waited_bytes.saturating_sub(bytes);
+            self.forget_wait(other);
+            if let Some(conn) = self.conns.get_mut(&other) {
+                conn.state = State::Member;
+            }
+            let response = Response::Failed(Failure::StoreFull);
+            answer(&mut self.conns, &self.place, other, &response);
+            self.answered.push(other);
+        }
+        self.waited_bytes += key_bytes;
         let wait = Wait {
+            key_bytes,
             keys: keys.iter().map(|&key| key.to_owned()).collect(),
             outstanding: 0,
             deadline: Instant::now() + Duration::from_millis(u64::from(timeout_ms)),

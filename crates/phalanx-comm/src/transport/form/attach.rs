@@ -16,7 +16,7 @@ use phalanx_store::auth;
 use phalanx_wire::Token;
 use phalanx_wire::handshake::{Hello, Role};
 
-use super::super::admit::admit;
+use super::super::admit::{admit, lengthen_backlog};
 use super::super::layout::{Layout, MAX_SEATS, ring_capacity};
 use super::super::segment::Segment;
 use super::super::shm::{self, Watch};
@@ -205,6 +205,7 @@ impl Attempt<'_> {
             .and_then(|address| UnixListener::bind_addr(&address))
             .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
             .map_err(|e| format!("no Unix socket: {e}"))?;
+        lengthen_backlog(&listener);
         self.meeting
             .publish("host", format!("at {name}").as_bytes())
             .map_err(|e| e.to_string())?;

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use phalanx_wire::Token;
 use phalanx_wire::handshake::Hello;
 
-use super::super::admit::{Admitted, admit};
+use super::super::admit::{Admitted, admit, lengthen_backlog};
 use super::super::segment::Segment;
 use super::super::tcp::{CONTROL, Control, DATA, TcpLink, dial, options};
 use super::member::Member;
@@ -25,6 +25,7 @@ pub(crate) fn listen(ip: IpAddr) -> Result<TcpListener> {
     };
     let listener = TcpListener::bind((ip, 0)).map_err(refused)?;
     listener.set_nonblocking(true).map_err(refused)?;
+    lengthen_backlog(&listener);
     Ok(listener)
 }
 

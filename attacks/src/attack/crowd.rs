@@ -1,0 +1,170 @@
+//! Many at once: who comes to take places, not to say anything.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use phalanx_wire::Token;
+use phalanx_wire::handshake::{Hello, Initiator, Role};
+use socket2::{Domain, SockAddr, Socket, Type};
+
+use crate::line::{Answer, Line, Place};
+use crate::scene::{LONG_PATIENCE, Scene, Tallies};
+
+/// Slow connections per port.
+const LORIS: usize = 100;
+/// Unproven hellos held per port at a time.
+const HALF: usize = 80;
+/// How long a crowd is held.
+const HOLD: Duration = Duration::from_secs(3);
+/// Connections at a fresh port: more than a backlog takes.
+const DOOR: usize = 300;
+
+/// A connection that is not waited for.
+fn start(place: &Place) -> Option<Socket> {
+    let (domain, address) = match place {
+        Place::Tcp(addr) => (Domain::for_address(*addr), SockAddr::from(*addr)),
+        Place::Unix(name) => (Domain::UNIX, SockAddr::unix(format!("\0{name}")).ok()?),
+    };
+    let socket = Socket::new(domain, Type::STREAM, None).ok()?;
+    socket.set_nonblocking(true).ok()?;
+    // In progress, done, or (Unix) no room: all the same to a crowd.
+    let _ = socket.connect(&address);
+    Some(socket)
+}
+
+fn hello() -> Option<Vec<u8>> {
+    let token = Token::generate().ok()?;
+    let hello = Hello::new(Role::Peer, token.job_id()).rank(1).world(2);
+    Initiator::start(hello, &token)
+        .ok()
+        .map(|(_, m)| m.to_vec())
+}
+
+/// One byte a second on many connections; whoever is closed comes again.
+pub fn loris(scene: &Scene, tallies: &Tallies, _: usize) {
+    let Some(hello) = hello() else { return };
+    let mut lines: Vec<(Place, Line, usize)> = Vec::new();
+    loop {
+        for target in scene.targets() {
+            let have = lines.iter().filter(|(p, ..)| *p == target.place).count();
+            for _ in have..LORIS {
+                match Line::open(&target.place, scene.source(), Duration::from_millis(50)) {
+                    Some(line) => lines.push((target.place.clone(), line, 0)),
+                    None => break,
+                }
+                if scene.is_over() {
+                    return;
+                }
+            }
+        }
+        let before = lines.len();
+        lines.retain_mut(|(_, line, said)| {
+            let alive = *said < hello.len() && line.say(&hello[*said..=*said]);
+            *said += 1;
+            alive
+        });
+        tallies.note_many("slow-loris", Answer::Closed, (before - lines.len()) as u64);
+        if !scene.sleep(Duration::from_secs(1)) {
+            tallies.note_many("slow-loris", Answer::Silent, lines.len() as u64);
+            return;
+        }
+    }
+}
+
+/// Sound hellos, whose challenge is not answered.
+pub fn half_a_handshake(scene: &Scene, tallies: &Tallies, _: usize) {
+    let Some(hello) = hello() else { return };
+    loop {
+        let mut held = Vec::new();
+        for target in scene.targets() {
+            for _ in 0..HALF {
+                let line = Line::open(&target.place, scene.source(), Duration::from_millis(50));
+                let Some(mut line) = line else { break };
+                line.say(&hello);
+                held.push(line);
+            }
+        }
+        // Held longer than anybody's fair time, then left for the next wave.
+        let going_on = scene.sleep(Duration::from_millis(700));
+        tallies.note_many("half-a-handshake", Answer::Silent, held.len() as u64);
+        if !going_on || !scene.sleep(Duration::from_millis(1500)) {
+            return;
+        }
+    }
+}
+
+/// So many connections at once, held, then reset.
+pub fn crowd(scene: &Scene, tallies: &Tallies, connections: usize) {
+    // Not in the first moment: that belongs to the door.
+    while scene.sleep(Duration::from_millis(2500)) {
+        let targets = scene.targets();
+        if targets.is_empty() {
+            continue;
+        }
+        let each = connections / targets.len();
+        let mut held = Vec::with_capacity(connections);
+        'open: for target in &targets {
+            for i in 0..each {
+                match start(&target.place) {
+                    Some(socket) => held.push(socket),
+                    None => break 'open,
+                }
+                if i % 256 == 0 && scene.is_over() {
+                    break 'open;
+                }
+            }
+        }
+        let mut came = vec![false; held.len()];
+        let since = Instant::now();
+        while since.elapsed() < HOLD && scene.sleep(Duration::from_millis(200)) {
+            for (came, socket) in came.iter_mut().zip(&held) {
+                *came |= socket.peer_addr().is_ok();
+            }
+        }
+        for socket in &held {
+            let _ = socket.set_linger(Some(Duration::ZERO));
+        }
+        let established = came.iter().filter(|came| **came).count();
+        tallies.note_many("crowd", Answer::Silent, established as u64);
+        tallies.note_many(
+            "crowd",
+            Answer::Unreachable,
+            (held.len() - established) as u64,
+        );
+    }
+}
+
+/// Connects and resets without a pause, for a second in three.
+pub fn resets(scene: &Scene, tallies: &Tallies, _: usize) {
+    while scene.sleep(Duration::from_secs(2)) {
+        let start_of_burst = Instant::now();
+        let mut count = 0;
+        while start_of_burst.elapsed() < Duration::from_secs(1) && !scene.is_over() {
+            for target in scene.targets() {
+                if let Some(socket) = start(&target.place) {
+                    let _ = socket.set_linger(Some(Duration::ZERO));
+                    count += 1;
+                }
+            }
+        }
+        tallies.note_many("reset-flood", Answer::Closed, count);
+    }
+}
+
+/// At each port that appears: a crowd that stays until it is thrown out.
+pub fn door(scene: &Scene, tallies: &Tallies, _: usize) {
+    let mut known = BTreeSet::new();
+    let mut held: Vec<(Instant, Socket)> = Vec::new();
+    while scene.sleep(Duration::from_millis(10)) {
+        for target in scene.targets() {
+            if known.insert(target.place.clone()) {
+                let crowd = (0..DOOR).filter_map(|_| start(&target.place));
+                held.extend(crowd.map(|socket| (Instant::now(), socket)));
+            }
+        }
+        let before = held.len();
+        held.retain(|(since, _)| since.elapsed() < LONG_PATIENCE);
+        tallies.note_many("door", Answer::Silent, (before - held.len()) as u64);
+    }
+    tallies.note_many("door", Answer::Silent, held.len() as u64);
+}
