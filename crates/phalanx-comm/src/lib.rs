@@ -62,7 +62,7 @@ pub use dtype::{DType, Element};
 pub use error::{Error, ErrorKind, Result};
 pub use group::{
     Call, Coalesced, GroupOptions, InitOptions, MAX_OBJECT_BYTES, OpTimes, P2POp, ProcessGroup,
-    Transport, Work,
+    Transport, Work, wait_all,
 };
 pub use memory::Bucket;
 pub use op::ReduceOp;

@@ -24,7 +24,7 @@ pub use self::batch::P2POp;
 pub use self::coalesced::Coalesced;
 pub use self::objects::MAX_OBJECT_BYTES;
 pub use self::options::{Call, GroupOptions, InitOptions, Transport};
-pub use self::work::{OpTimes, Work};
+pub use self::work::{OpTimes, Work, wait_all};
 
 use self::join::{Processes, WORLD_GROUP};
 use self::launch::check_rank;

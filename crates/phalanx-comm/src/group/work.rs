@@ -1,9 +1,9 @@
 //! Handles of asynchronous operations.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use crate::wait::Callers;
+use crate::wait::{Callers, deadline_in};
 use crate::{Error, Result};
 
 /// When an operation ran; for traces.
@@ -104,6 +104,42 @@ impl<B> Work<B> {
     ///
     /// As [`Work::wait`].
     pub fn wait_traced(self) -> Result<(B, OpTimes)> {
+        match self.wait_until(None) {
+            Ok(result) => result,
+            Err(_) => Err(Error::internal("a wait without a limit reached it")),
+        }
+    }
+
+    /// [`Work::wait`] for at most `limit`: gives the handle back when the
+    /// operation is not over by then. The operation is not disturbed. PyTorch:
+    /// `Work.wait(timeout)`.
+    ///
+    /// (To end an operation that takes too long, give it a deadline by
+    /// [`Call::timeout`](crate::Call::timeout).)
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use phalanx_comm::{Call, GroupOptions, ProcessGroup};
+    ///
+    /// let group = ProcessGroup::threads(1, GroupOptions::default()).remove(0);
+    /// let mut work = group.barrier_async(Call::default());
+    /// loop {
+    ///     match work.wait_for(Duration::from_millis(100)) {
+    ///         Ok(result) => break result.unwrap(),
+    ///         Err(running) => work = running, // show that we are alive
+    ///     }
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// The outer one is the handle; the inner one as [`Work::wait`].
+    pub fn wait_for(self, limit: Duration) -> std::result::Result<Result<B>, Self> {
+        let answer = self.wait_until(Some(deadline_in(limit)))?;
+        Ok(answer.map(|(value, _)| value))
+    }
+
+    fn wait_until(self, until: Option<Instant>) -> std::result::Result<Result<(B, OpTimes)>, Self> {
         let mut state = self.shared.lock();
         let mut waiting = None;
         loop {
@@ -114,18 +150,27 @@ impl<B> Work<B> {
                     started: state.started.unwrap_or(finished),
                     finished,
                 };
-                return result.map(|value| (value, times));
+                return Ok(result.map(|value| (value, times)));
             }
             waiting.get_or_insert_with(|| self.callers.wait());
-            state = self
-                .shared
-                .changed
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
+            let changed = &self.shared.changed;
+            state = match until.map(|until| until.saturating_duration_since(Instant::now())) {
+                None => changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Some(Duration::ZERO) => {
+                    drop(state);
+                    drop(waiting);
+                    return Err(self);
+                }
+                Some(left) => {
+                    let woken = changed.wait_timeout(state, left);
+                    woken.unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
         }
     }
 
-    /// Whether [`Work::wait`] would return at once.
+    /// Whether [`Work::wait`] would return at once. PyTorch:
+    /// `Work.is_completed`.
     pub fn is_done(&self) -> bool {
         self.shared.lock().result.is_some()
     }
@@ -139,6 +184,17 @@ impl<B> Work<B> {
     pub fn finished_at(&self) -> Option<Instant> {
         self.shared.lock().finished
     }
+}
+
+/// Waits for all and returns what was handed over, in the order given.
+///
+/// # Errors
+///
+/// The first failure in that order, after all are over: no memory is in flight
+/// any more.
+pub fn wait_all<B>(works: impl IntoIterator<Item = Work<B>>) -> Result<Vec<B>> {
+    let results: Vec<Result<B>> = works.into_iter().map(Work::wait).collect();
+    results.into_iter().collect()
 }
 
 impl<B> std::fmt::Debug for Work<B> {
@@ -211,6 +267,37 @@ mod tests {
         let (value, times) = work.wait_traced().unwrap();
         assert_eq!(value, 7);
         assert!(times.issued <= times.started && times.started <= times.finished);
+    }
+
+    #[test]
+    fn a_limited_wait_gives_the_handle_back() {
+        let (work, completer) = Work::new(Callers::default());
+        let start = Instant::now();
+        let work = work.wait_for(Duration::from_millis(20)).unwrap_err();
+        assert!(start.elapsed() >= Duration::from_millis(20));
+        assert!(!work.callers.some(), "nobody waits any more");
+        std::thread::spawn(move || completer.finish(Ok(7)));
+        let answer = work.wait_for(Duration::from_secs(20)).unwrap();
+        assert_eq!(answer.unwrap(), 7);
+        let failed = Work::<u8>::failed(Error::usage("no"));
+        let answer = failed.wait_for(Duration::ZERO).unwrap();
+        assert_eq!(answer.unwrap_err().kind(), ErrorKind::Usage);
+    }
+
+    #[test]
+    fn waiting_for_all_keeps_their_order_and_the_first_failure() {
+        let pairs: Vec<_> = (0..3).map(|_| Work::new(Callers::default())).collect();
+        let (works, completers): (Vec<_>, Vec<_>) = pairs.into_iter().unzip();
+        for (i, completer) in completers.into_iter().enumerate().rev() {
+            completer.finish(Ok(i));
+        }
+        assert_eq!(wait_all(works).unwrap(), [0, 1, 2]);
+        let works = [
+            Work::failed(Error::usage("first")),
+            Work::failed(Error::timeout("second")),
+        ];
+        assert_eq!(wait_all::<u8>(works).unwrap_err().kind(), ErrorKind::Usage);
+        assert!(wait_all::<u8>([]).unwrap().is_empty());
     }
 
     #[test]
