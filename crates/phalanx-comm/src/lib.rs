@@ -48,6 +48,7 @@ mod dtype;
 mod error;
 mod exec;
 mod group;
+mod host;
 mod kernel;
 mod memory;
 mod op;
@@ -64,6 +65,7 @@ pub use group::{
     Call, Coalesced, GroupOptions, InitOptions, MAX_OBJECT_BYTES, OpTimes, P2POp, ProcessGroup,
     Transport, Work, wait_all,
 };
+pub use host::CollectiveBytes;
 pub use memory::Bucket;
 pub use op::ReduceOp;
 pub use select::Algorithm;

@@ -5,8 +5,10 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use crate::Element;
+use crate::host::{Arena, Lease};
 
 /// Alignment of all memory of this crate and of chunk boundaries: one cache
 /// line, and one AVX-512 register.
@@ -16,15 +18,28 @@ pub(crate) const ALIGN_BYTES: usize = 64;
 struct Block {
     start: NonNull<u8>,
     bytes: usize,
+    place: Place,
+}
+
+/// Where a block lies, and how it is given back.
+enum Place {
+    Heap,
+    /// In memory that other ranks map. The lease gives it back.
+    Arena(#[expect(dead_code, reason = "held for its drop")] Lease),
 }
 
 impl Block {
     fn zeroed(bytes: usize) -> Self {
+        let place = Place::Heap;
         if bytes == 0 {
             // SAFETY: ALIGN_BYTES is not zero. The address is never read.
             let start =
                 unsafe { NonNull::new_unchecked(std::ptr::without_provenance_mut(ALIGN_BYTES)) };
-            return Block { start, bytes };
+            return Block {
+                start,
+                bytes,
+                place,
+            };
         }
         let layout = Self::layout(bytes);
         // SAFETY: the layout's size is not zero.
@@ -32,7 +47,11 @@ impl Block {
         let Some(start) = NonNull::new(raw) else {
             handle_alloc_error(layout)
         };
-        Block { start, bytes }
+        Block {
+            start,
+            bytes,
+            place,
+        }
     }
 
     fn layout(bytes: usize) -> Layout {
@@ -47,19 +66,26 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        if self.bytes != 0 {
+        if matches!(self.place, Place::Heap) && self.bytes != 0 {
             // SAFETY: allocated in `zeroed` with this very layout.
             unsafe { dealloc(self.start.as_ptr(), Self::layout(self.bytes)) }
         }
     }
 }
 
-// SAFETY: a `Block` owns its bytes, like `Box<[u8]>`.
+// SAFETY: a `Block` owns its bytes, like `Box<[u8]>`. Other ranks touch those
+// in an arena only while an operation owns the block (host/README.md).
 unsafe impl Send for Block {}
 // SAFETY: shared access to a `Block` only reads.
 unsafe impl Sync for Block {}
 
-/// Memory for asynchronous collectives: owned, 64-byte aligned, zeroed.
+/// Memory for collectives: owned, 64-byte aligned, zeroed.
+///
+/// Buckets made by [`ProcessGroup::bucket`](crate::ProcessGroup::bucket) are
+/// *registered* where all ranks of the group share memory: the others read and
+/// write them in place, and nothing is copied. The operations that do so take
+/// the bucket itself, by value or as `&mut Bucket`; a slice of it is ordinary
+/// memory to them.
 ///
 /// An asynchronous operation takes the bucket *by value* and gives it back
 /// when it is finished. Hence no reference into it can exist while other
@@ -108,6 +134,31 @@ impl<T: Element> Bucket<T> {
             len: len_elems,
             elements: PhantomData,
         }
+    }
+
+    /// A bucket of zeros in `arena`, or on the heap when it does not fit.
+    pub(crate) fn in_arena(arena: Option<&Arc<Arena>>, len_elems: usize) -> Self {
+        let leased = len_elems
+            .checked_mul(size_of::<T>())
+            .and_then(|bytes| Some((arena?.lease(bytes)?, bytes)));
+        let Some((lease, bytes)) = leased else {
+            return Self::zeroed(len_elems);
+        };
+        Bucket {
+            block: Block {
+                start: lease.start(),
+                bytes,
+                place: Place::Arena(lease),
+            },
+            len: len_elems,
+            elements: PhantomData,
+        }
+    }
+
+    /// Whether the bucket lies in memory that the other ranks of the group
+    /// that made it can read and write in place.
+    pub fn is_registered(&self) -> bool {
+        matches!(self.block.place, Place::Arena(_))
     }
 
     /// A bucket with a copy of `elements`.

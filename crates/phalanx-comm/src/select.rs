@@ -73,7 +73,7 @@ const REDUCE_ROOT_MAX_BYTES: usize = 32 << 10;
 
 /// Data up to this size is reduced in one round: where the extra bytes,
 /// `(P − 2 − 1/P)·n`, cost less than one more synchronisation.
-fn one_round_max_bytes(world: usize) -> usize {
+pub(crate) fn one_round_max_bytes(world: usize) -> usize {
     let p = world as f64;
     let extra = p - 2.0 - 1.0 / p;
     if extra <= 0.0 {

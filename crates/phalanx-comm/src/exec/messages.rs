@@ -95,6 +95,7 @@ impl Executor {
         let batch = Operation {
             collective: first.collective,
             method: first.method,
+            automatic: false,
             dtype: first.dtype,
             op: None,
             root: first.root,
@@ -141,6 +142,7 @@ impl Executor {
             count: message.bytes() / message.dtype.size_bytes(),
             lengths: 0,
             seq,
+            in_memory: false,
         }
     }
 

@@ -28,8 +28,9 @@ pub(crate) use self::messages::{Data, Message};
 
 use self::cache::{PlanCache, Prepared};
 use self::flow::{Cut, Flow, Piece, Schedule};
-pub(crate) use self::signature::Signature;
+pub(crate) use self::signature::{Signature, Told};
 use self::transfer::Context;
+use crate::host::{Arena, Buffers, Counters, Host, With};
 use crate::kernel::{self, Source};
 use crate::memory::Scratch;
 use crate::plan::order::Step;
@@ -57,6 +58,9 @@ pub(crate) struct Limits {
 pub(crate) struct Operation {
     pub(crate) collective: Collective,
     pub(crate) method: Method,
+    /// Whether the method may be replaced by shared memory: nobody asked for
+    /// this one.
+    pub(crate) automatic: bool,
     pub(crate) dtype: Option<DType>,
     pub(crate) op: Option<ReduceOp>,
     pub(crate) root: usize,
@@ -129,6 +133,8 @@ pub(crate) struct Executor {
     sent_to: Vec<u64>,
     received_from: Vec<u64>,
     operations: u64,
+    /// Present when all ranks share this host's memory.
+    host: Option<Host>,
     failed: Option<Error>,
     plans: PlanCache,
     scratch: Scratch,
@@ -150,6 +156,7 @@ unsafe impl Send for Sources {}
 impl Executor {
     pub(crate) fn new(mesh: Mesh, flight: Flight, epoch: u32, group: u32, limits: Limits) -> Self {
         let world = mesh.world();
+        let host = Host::new(&mesh, limits.segment_bytes);
         let limits = Limits {
             segment_bytes: limits.segment_bytes.clamp(1, MAX_FRAME_BYTES as usize),
             ..limits
@@ -163,6 +170,7 @@ impl Executor {
             sent_to: vec![0; world],
             received_from: vec![0; world],
             operations: 0,
+            host,
             failed: None,
             plans: PlanCache::new(mesh.rank()),
             scratch: Scratch::new(),
@@ -190,21 +198,30 @@ impl Executor {
         self.flight.adopt(ticket);
     }
 
+    /// Where this rank's registered buckets come from.
+    pub(crate) fn arena(&self) -> Option<Arc<Arena>> {
+        self.host.as_ref().and_then(Host::arena)
+    }
+
+    /// What collectives in shared memory move, readable from any thread.
+    pub(crate) fn counters(&self) -> Arc<Counters> {
+        self.host.as_ref().map(Host::counters).unwrap_or_default()
+    }
+
     /// Runs one operation to its end.
     ///
     /// # Safety
     ///
-    /// `operation.op` supports the type. `input` and `output` are valid, for
+    /// `operation.op` supports the type. Input and output are valid, for
     /// reading and for writing, for as many elements of `dtype` as [`Spec::input_elems`] and
     /// [`Spec::output_elems`] (or the operation's own plan) say, aligned, initialised and disjoint; and
     /// nobody else writes the input or touches the output until this returns.
-    pub(crate) unsafe fn run(
-        &mut self,
-        operation: &Operation,
-        input: *const u8,
-        output: *mut u8,
-    ) -> Result<()> {
+    /// When they are exposed, nobody refers to them until this returns, and
+    /// after an error nobody does ever again: a peer that does not know yet
+    /// may still be at them.
+    pub(crate) unsafe fn run(&mut self, operation: &Operation, buffers: Buffers) -> Result<()> {
         let rank = self.mesh.rank();
+        let in_memory = self.host.as_ref().is_some_and(|host| host.takes(operation));
         let signature = Signature {
             collective: operation.collective,
             method: operation.method,
@@ -214,6 +231,7 @@ impl Executor {
             count: operation.count,
             lengths: operation.lengths,
             seq: self.next_seq(operation),
+            in_memory,
         };
         let named = |error: Error| {
             let mut name = signature.to_string();
@@ -228,7 +246,7 @@ impl Executor {
         }
         self.flight.begin(operation, &signature);
         // SAFETY: handed on from the caller.
-        let result = unsafe { self.run_checked(operation, &signature, input, output) };
+        let result = unsafe { self.run_checked(operation, &signature, buffers) };
         self.flight.end(&signature, result.is_ok());
         self.operations += 1;
         result.map_err(|error| {
@@ -306,9 +324,27 @@ impl Executor {
         &mut self,
         operation: &Operation,
         signature: &Signature,
-        input: *const u8,
-        output: *mut u8,
+        buffers: Buffers,
     ) -> Result<()> {
+        let limit = self.limit(operation.timeout);
+        self.flight.set_limit(limit);
+        let deadline = Deadline::in_(limit);
+        if let Some(host) = &mut self.host {
+            let with = With {
+                mesh: &mut self.mesh,
+                flight: &mut self.flight,
+                operation,
+                signature,
+                deadline: &deadline,
+            };
+            if signature.in_memory {
+                // SAFETY: handed on from the caller.
+                return unsafe { host.run(with, buffers) };
+            }
+            if operation.collective != Collective::SendRecv {
+                host.announce(with)?;
+            }
+        }
         let elem_bytes = operation.dtype.map_or(1, DType::size_bytes);
         let cut = Cut {
             segment_bytes: self.limits.segment_bytes,
@@ -334,12 +370,11 @@ impl Executor {
             .scratch
             .reserve(prepared.plan.scratch_elems * elem_bytes);
         let memory = Memory {
-            input,
-            output,
+            input: buffers.input,
+            output: buffers.output,
             scratch,
             elem_bytes,
         };
-        let limit = self.limit(operation.timeout);
         let context = Context {
             signature,
             epoch: self.epoch,
@@ -348,7 +383,7 @@ impl Executor {
         };
         // SAFETY: the plan passed `check_local`: its parts lie within the
         // buffers the caller vouches for and the scratch just reserved.
-        unsafe { self.carry_out(&prepared, &memory, operation, &context, limit) }
+        unsafe { self.carry_out(&prepared, &memory, operation, &context, &deadline) }
     }
 
     /// Runs a prepared plan to its end.
@@ -362,12 +397,10 @@ impl Executor {
         memory: &Memory,
         operation: &Operation,
         context: &Context<'_>,
-        limit: Duration,
+        deadline: &Deadline,
     ) -> Result<()> {
         let Prepared { plan, schedule } = prepared;
         let order = &schedule.order;
-        self.flight.set_limit(limit);
-        let deadline = Deadline::in_(limit);
         self.flow.begin(schedule);
         let (mut spins, mut turns) = (0u32, 0u32);
         while !self.flow.is_done() {
@@ -392,14 +425,14 @@ impl Executor {
                     && !self.flow.is_done()
                     && Instant::now() >= deadline.at(self.flow.base)
                 {
-                    return Err(self.timeout(schedule, &deadline, context));
+                    return Err(self.timeout(schedule, deadline, context));
                 }
             } else {
                 // Only after a fruitless turn: a rank that was stopped beyond
                 // its deadline must not blame peers whose data lies there.
                 let until = deadline.at(self.flow.base);
                 if Instant::now() >= until {
-                    return Err(self.timeout(schedule, &deadline, context));
+                    return Err(self.timeout(schedule, deadline, context));
                 }
                 if self.flight.notes_wait(spins) {
                     // Of later rounds ranks may be waited for that wait themselves.
@@ -516,15 +549,8 @@ impl Executor {
         let base = self.flow.base;
         self.note_wanted(schedule, |_, piece| piece.frame.step as usize == base);
         self.flight.waiting(&self.want, self.mesh.world());
-        let echo = match base {
-            0 => "",
-            _ => " (or for whom they wait)",
-        };
-        let (late, only) = self.late(deadline, echo, context.signature);
-        match only {
-            Some(peer) if base == 0 => Error::timeout(late).with_peer(peer),
-            _ => Error::timeout(late),
-        }
+        let (late, only) = self.late(deadline, echo(base), context.signature);
+        missed(late, only, base)
     }
 
     /// Says who is wanted and what of, and who it is if that is only one.
@@ -534,32 +560,20 @@ impl Executor {
         echo: &str,
         signature: &Signature,
     ) -> (String, Option<usize>) {
-        let mut names = String::new();
-        let mut only = None;
-        for peer in 0..self.mesh.world() {
-            let lanes = self.want.iter().skip(peer).step_by(self.mesh.world());
+        let world = self.mesh.world();
+        let missing = (0..world).filter_map(|peer| {
+            let lanes = self.want.iter().skip(peer).step_by(world);
             let (send, recv) = lanes.fold((false, false), |(send, recv), want| {
                 (send || want.send, recv || want.recv)
             });
             let what = match (send, recv) {
-                (false, false) => continue,
+                (false, false) => return None,
                 (true, false) => "to take data",
                 (_, true) => "to send data",
             };
-            only = if names.is_empty() { Some(peer) } else { None };
-            let comma = if names.is_empty() { "" } else { ", " };
-            let _ = write!(names, "{comma}rank {peer} {what}");
-        }
-        let excuse = self
-            .flight
-            .excuse(signature)
-            .map_or(String::new(), |excuse| format!("; {excuse}"));
-        let late = format!(
-            "timed out after {:.2} s (limit {:.2} s) waiting for {names}{echo}{excuse}",
-            deadline.elapsed().as_secs_f64(),
-            deadline.limit.as_secs_f64(),
-        );
-        (late, only)
+            Some((peer, what))
+        });
+        deadline.late(missing, echo, self.flight.excuse(signature))
     }
 
     /// Runs a local step.
@@ -633,7 +647,7 @@ fn non_null(address: *const u8) -> *const u8 {
 }
 
 /// One limit for one whole operation, on the monotonic clock.
-struct Deadline {
+pub(crate) struct Deadline {
     started: Instant,
     limit: Duration,
     /// In the first round.
@@ -662,11 +676,61 @@ impl Deadline {
         }
     }
 
-    fn at(&self, round: usize) -> Instant {
+    pub(crate) fn at(&self, round: usize) -> Instant {
         if round == 0 { self.at } else { self.at_last }
     }
 
-    fn elapsed(&self) -> Duration {
-        self.started.elapsed()
+    /// Says that it has passed, names the `missing` ranks and what is waited
+    /// for, and who it is if that is only one. `excuse` says what they do
+    /// instead.
+    fn late(
+        &self,
+        missing: impl Iterator<Item = (usize, &'static str)>,
+        echo: &str,
+        excuse: Option<String>,
+    ) -> (String, Option<usize>) {
+        let mut names = String::new();
+        let mut only = None;
+        for (peer, what) in missing {
+            only = if names.is_empty() { Some(peer) } else { None };
+            let comma = if names.is_empty() { "" } else { ", " };
+            let _ = write!(names, "{comma}rank {peer} {what}");
+        }
+        let excuse = excuse.map_or(String::new(), |excuse| format!("; {excuse}"));
+        let late = format!(
+            "timed out after {:.2} s (limit {:.2} s) waiting for {names}{echo}{excuse}",
+            self.started.elapsed().as_secs_f64(),
+            self.limit.as_secs_f64(),
+        );
+        (late, only)
+    }
+
+    /// The error when it has passed in a round: `missing` ranks have not sent
+    /// what is due.
+    pub(crate) fn missed(
+        &self,
+        missing: impl Iterator<Item = usize>,
+        round: usize,
+        excuse: Option<String>,
+    ) -> Error {
+        let missing = missing.map(|rank| (rank, "to send data"));
+        let (late, only) = self.late(missing, echo(round), excuse);
+        missed(late, only, round)
+    }
+}
+
+/// Who is waited for in a later round may be waiting for somebody else.
+fn echo(round: usize) -> &'static str {
+    match round {
+        0 => "",
+        _ => " (or for whom they wait)",
+    }
+}
+
+/// Blames a rank only in the first round.
+fn missed(late: String, only: Option<usize>, round: usize) -> Error {
+    match only {
+        Some(peer) if round == 0 => Error::timeout(late).with_peer(peer),
+        _ => Error::timeout(late),
     }
 }

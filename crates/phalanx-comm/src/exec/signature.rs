@@ -7,6 +7,10 @@ use phalanx_wire::frame::{Header, Kind};
 use crate::plan::{Collective, Method};
 use crate::{DType, ReduceOp};
 
+/// Room of the sequence number in a cell: enough for a million a second for
+/// eight years.
+const SEQ_BITS: u32 = 48;
+
 /// One operation of a group. Every frame carries it; a receiver compares it
 /// with its own, so that ranks in different operations find out at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,9 +28,34 @@ pub(crate) struct Signature {
     /// tensors have different ones; otherwise 0.
     pub(crate) lengths: u16,
     pub(crate) seq: u64,
+    /// Whether it is carried out in shared memory rather than by the method's
+    /// plan (never so in a frame).
+    pub(crate) in_memory: bool,
 }
 
 impl Signature {
+    /// For a cell in shared memory; see [`Told`].
+    pub(crate) fn words(&self) -> [u64; 3] {
+        let method = if self.in_memory {
+            0
+        } else {
+            self.method.wire()
+        };
+        let codes = [
+            self.collective.wire(),
+            method,
+            self.dtype.map_or(0, DType::wire),
+            self.op.map_or(0, ReduceOp::wire),
+        ];
+        // Ranks are below 2³²: a group of more is refused when it forms.
+        let first = u64::from(u32::from_le_bytes(codes)) | (self.root as u64) << 32;
+        [
+            first,
+            self.count as u64,
+            self.seq | u64::from(self.lengths) << SEQ_BITS,
+        ]
+    }
+
     /// The header of a data frame of this operation; the caller fills in
     /// step, offset and length.
     pub(crate) fn header(&self, epoch: u32, group: u32) -> Header {
@@ -68,10 +97,38 @@ impl fmt::Display for Signature {
             self.op,
             self.count as u64,
             self.root as u64,
-            Some(self.method),
+            (!self.in_memory).then_some(self.method),
             self.lengths,
             self.seq,
         )
+    }
+}
+
+/// A peer's operation, read from its cell; shown like [`Signature`].
+pub(crate) struct Told(pub(crate) [u64; 3]);
+
+impl fmt::Display for Told {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [first, count, last] = self.0;
+        let seq = last & ((1 << SEQ_BITS) - 1);
+        let [collective, method, dtype, op] = (first as u32).to_le_bytes();
+        match Collective::from_wire(collective) {
+            Some(collective) => describe(
+                f,
+                collective,
+                DType::from_wire(dtype),
+                ReduceOp::from_wire(op),
+                count,
+                first >> 32,
+                Method::from_wire(method),
+                (last >> SEQ_BITS) as u16,
+                seq,
+            ),
+            None => write!(
+                f,
+                "an operation unknown here (code {collective}, seq {seq})"
+            ),
+        }
     }
 }
 
@@ -160,6 +217,7 @@ mod tests {
             count: 100,
             lengths: 0,
             seq: 7,
+            in_memory: false,
         }
     }
 
@@ -174,6 +232,23 @@ mod tests {
         assert_eq!(Theirs(&header).to_string(), mine.to_string());
         assert!(mine.matches(&header));
         assert_eq!((header.epoch, header.group), (3, 9));
+    }
+
+    #[test]
+    fn cells_tell_what_frames_tell() {
+        let mine = all_reduce();
+        assert_eq!(Told(mine.words()).to_string(), mine.to_string());
+        let in_memory = Signature {
+            in_memory: true,
+            ..mine
+        };
+        assert_ne!(mine.words(), in_memory.words());
+        assert_eq!(
+            in_memory.to_string(),
+            "all_reduce f32 sum of 100 elements (seq 7)"
+        );
+        assert_eq!(Told(in_memory.words()).to_string(), in_memory.to_string());
+        assert!(Told([77, 0, 0]).to_string().contains("code 77"));
     }
 
     #[test]
@@ -202,6 +277,7 @@ mod tests {
             Signature { seq: 8, ..mine },
         ];
         for other in others {
+            assert_ne!(mine.words(), other.words(), "{other}");
             assert!(!mine.matches(&other.header(0, 0)), "{other}");
         }
     }

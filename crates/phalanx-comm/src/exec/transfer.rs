@@ -280,6 +280,7 @@ mod tests {
             count: 9000,
             lengths: 0,
             seq: 4,
+            in_memory: false,
         }
     }
 

@@ -10,16 +10,11 @@ use std::sync::Arc;
 
 use super::{Call, ProcessGroup, Work};
 use crate::exec::{Executor, Operation};
+use crate::host::Buffers;
 use crate::kernel::Isa;
 use crate::plan::{Collective, Method};
 use crate::select::{self, Algorithm};
 use crate::{Bucket, Element, ReduceOp, Result};
-
-/// Addresses of an operation's input and output.
-type Addresses = (*const u8, *mut u8);
-
-/// Where there is no input.
-const NO_INPUT: *const u8 = std::ptr::null();
 
 impl ProcessGroup {
     /// Replaces `data` on every rank by the reduction of all ranks' data.
@@ -76,7 +71,11 @@ impl ProcessGroup {
             .unwrap_or(Algorithm::Auto);
         let bytes = count * size_of::<T>();
         let method = select::all_reduce(algorithm, self.core.world, bytes);
-        Ok(self.ask::<T>(method, count, call).reducing(op))
+        let operation = self.ask::<T>(method, count, call).reducing(op);
+        Ok(Operation {
+            automatic: algorithm == Algorithm::Auto,
+            ..operation
+        })
     }
 
     /// Replaces `data` on every rank by that of rank `root`.
@@ -141,7 +140,7 @@ impl ProcessGroup {
         self.later(operation, data, in_place)
     }
 
-    fn ask_reduce<T: Element>(
+    pub(super) fn ask_reduce<T: Element>(
         &self,
         count: usize,
         op: ReduceOp,
@@ -221,7 +220,7 @@ impl ProcessGroup {
         self.later(operation, (input, output), both)
     }
 
-    fn ask_reduce_scatter<T: Element>(
+    pub(super) fn ask_reduce_scatter<T: Element>(
         &self,
         input: usize,
         output: usize,
@@ -271,7 +270,7 @@ impl ProcessGroup {
             let output = output
                 .as_mut()
                 .map_or(std::ptr::null_mut(), |o| o.as_mut_ptr());
-            (input.as_ptr().cast(), output.cast())
+            exposed(input.as_ptr(), output)
         })
     }
 
@@ -323,7 +322,7 @@ impl ProcessGroup {
         let operation = self.ask_scatter::<T>(len, output.len(), root, &call);
         self.later(operation, (input, output), |(input, output)| {
             let input = input.as_ref().map_or(std::ptr::null(), |i| i.as_ptr());
-            (input.cast(), output.as_mut_ptr().cast())
+            exposed(input, output.as_mut_ptr())
         })
     }
 
@@ -398,9 +397,7 @@ impl ProcessGroup {
 
     /// [`ProcessGroup::barrier`] in the background.
     pub fn barrier_async(&self, call: Call) -> Work<()> {
-        self.later(Ok(self.ask_barrier(&call)), (), |()| {
-            (NO_INPUT, std::ptr::null_mut())
-        })
+        self.later(Ok(self.ask_barrier(&call)), (), |()| Buffers::none())
     }
 
     fn ask_barrier(&self, call: &Call) -> Operation {
@@ -444,7 +441,7 @@ impl ProcessGroup {
     ) -> Work<Bucket<T>> {
         let operation = self.ask_send::<T>(data.len(), to, &call);
         self.later(operation, data, |data| {
-            (data.as_ptr().cast(), std::ptr::null_mut())
+            exposed(data.as_ptr(), std::ptr::null_mut())
         })
     }
 
@@ -496,6 +493,7 @@ impl ProcessGroup {
         Operation {
             collective: method.collective(),
             method,
+            automatic: true,
             dtype: Some(T::DTYPE),
             op: None,
             root: 0,
@@ -522,13 +520,13 @@ impl ProcessGroup {
     }
 
     /// Runs an operation on the communication thread, which owns `held`
-    /// meanwhile. `addresses` points into memory that `held` owns, as long as
+    /// meanwhile. `buffers` points into memory that `held` owns, as long as
     /// the plan wants it.
     fn later<B: Send + 'static>(
         &self,
         operation: Result<Operation>,
         held: B,
-        addresses: impl FnOnce(&mut B) -> Addresses + Send + 'static,
+        buffers: impl FnOnce(&mut B) -> Buffers + Send + 'static,
     ) -> Work<B> {
         let operation = match operation {
             Ok(operation) => operation,
@@ -550,10 +548,11 @@ impl ProcessGroup {
             completer.start();
             executor.adopt(ticket);
             let mut held = held;
-            let (input, output) = addresses(&mut held);
+            let buffers = buffers(&mut held);
             // SAFETY: the memory belongs to `held`, which this closure owns
-            // until the run is over; lengths were checked against the plan's.
-            let result = unsafe { executor.run(&operation, input, output) };
+            // until the run is over, and after an error drops unseen; lengths
+            // were checked against the plan's.
+            let result = unsafe { executor.run(&operation, buffers) };
             completer.finish(result.map(|()| held));
         }));
         work
@@ -636,9 +635,14 @@ pub(super) fn run_on<T: Element>(
     input: &[T],
     output: &mut [T],
 ) -> Result<()> {
+    let buffers = Buffers {
+        input: input.as_ptr().cast(),
+        output: output.as_mut_ptr().cast(),
+        exposed: false,
+    };
     // SAFETY: both slices are borrowed until this returns, the output
     // exclusively; their lengths were checked against the plan's.
-    unsafe { executor.run(operation, input.as_ptr().cast(), output.as_mut_ptr().cast()) }
+    unsafe { executor.run(operation, buffers) }
 }
 
 impl Operation {
@@ -654,10 +658,19 @@ impl Operation {
     }
 }
 
-fn in_place<T: Element>(data: &mut Bucket<T>) -> Addresses {
-    (NO_INPUT, data.as_mut_ptr().cast())
+/// Buffers that the process group owns while it works on them.
+pub(super) fn exposed<T: Element>(input: *const T, output: *mut T) -> Buffers {
+    Buffers {
+        input: input.cast(),
+        output: output.cast(),
+        exposed: true,
+    }
 }
 
-fn both<T: Element>((input, output): &mut (Bucket<T>, Bucket<T>)) -> Addresses {
-    (input.as_ptr().cast(), output.as_mut_ptr().cast())
+pub(super) fn in_place<T: Element>(data: &mut Bucket<T>) -> Buffers {
+    exposed(std::ptr::null(), data.as_mut_ptr())
+}
+
+pub(super) fn both<T: Element>((input, output): &mut (Bucket<T>, Bucket<T>)) -> Buffers {
+    exposed(input.as_ptr(), output.as_mut_ptr())
 }

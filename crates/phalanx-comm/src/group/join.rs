@@ -63,6 +63,7 @@ impl Processes {
                 },
                 ring_bytes: self.options.ring_bytes,
                 compute_threads: compute_threads(self.options.compute_threads, environment)?,
+                arena_bytes: self.options.arena_bytes,
             },
         )
     }

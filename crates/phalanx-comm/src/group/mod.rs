@@ -10,6 +10,7 @@ mod monitored;
 mod objects;
 mod options;
 mod queue;
+mod registered;
 mod registry;
 mod subgroup;
 mod uneven;
@@ -31,9 +32,10 @@ use self::launch::check_rank;
 use self::queue::Queue;
 use self::registry::Registry;
 use crate::exec::{Executor, Limits};
+use crate::host::{Arena, CollectiveBytes, Counters};
 use crate::recorder::{Flight, Place, Recorder, Watched};
 use crate::select::Algorithm;
-use crate::transport::{AbortHandle, BindAddr, Mesh, Poison, TransportKind, thread_mesh};
+use crate::transport::{AbortHandle, BindAddr, Mesh, Poison, TransportKind, thread_mesh_with};
 use crate::wait::{Budgets, Callers, Topology};
 use crate::{Bucket, Element, Error, Result};
 
@@ -90,6 +92,9 @@ struct Core {
     recorder: Arc<Recorder>,
     abort: AbortHandle,
     transports: Vec<(usize, TransportKind)>,
+    /// Where this rank's registered buckets come from.
+    arena: Option<Arc<Arena>>,
+    counters: Arc<Counters>,
     bytes_sent: Arc<[AtomicU64]>,
     algorithm: Algorithm,
     limits: Limits,
@@ -117,6 +122,7 @@ enum Origin {
     Threads {
         registry: Arc<Registry>,
         ring_bytes: usize,
+        arena_bytes: Option<usize>,
     },
     Processes(Box<Processes>),
 }
@@ -183,6 +189,7 @@ impl ProcessGroup {
         let origin = Arc::new(Origin::Threads {
             registry: Arc::new(Registry::default()),
             ring_bytes,
+            arena_bytes: options.arena_bytes,
         });
         let threads = launch::compute_threads(options.compute_threads, launch::environment)
             .unwrap_or_else(|e| {
@@ -190,7 +197,7 @@ impl ProcessGroup {
                 1
             });
         let topology = Topology::of_threads(world, threads);
-        thread_mesh(world, ring_bytes)
+        thread_mesh_with(world, ring_bytes, options.arena_bytes)
             .into_iter()
             .enumerate()
             .map(|(rank, mut mesh)| {
@@ -260,6 +267,7 @@ impl ProcessGroup {
         let flight = Flight::new(watched, kinds);
         let executor = Executor::new(mesh, flight, member.epoch, member.id, member.limits);
         let bytes_sent = executor.bytes_sent();
+        let (arena, counters) = (executor.arena(), executor.counters());
         tracing::debug!(
             rank = member.rank,
             world = member.world,
@@ -278,6 +286,8 @@ impl ProcessGroup {
                 recorder,
                 abort,
                 transports,
+                arena,
+                counters,
                 bytes_sent,
                 algorithm: member.algorithm,
                 limits: member.limits,
@@ -341,13 +351,22 @@ impl ProcessGroup {
         }
     }
 
-    /// A zeroed bucket for asynchronous operations.
+    /// A zeroed bucket for operations of this group. Where all ranks share
+    /// memory it is *registered*: it lies where the others can read and write
+    /// it in place, so that collectives on it need not copy
+    /// ([`Bucket::is_registered`]). It keeps that memory alive, and may be
+    /// used with any group.
     ///
     /// # Panics
     ///
     /// As [`Bucket::zeroed`].
     pub fn bucket<T: Element>(&self, len_elems: usize) -> Bucket<T> {
-        Bucket::zeroed(len_elems)
+        Bucket::in_arena(self.core.arena.as_ref(), len_elems)
+    }
+
+    /// What this rank's collectives in shared memory have moved so far.
+    pub fn counters(&self) -> CollectiveBytes {
+        self.core.counters.read()
     }
 
     /// Ends the group for all ranks, at once and from any thread: operations

@@ -81,6 +81,11 @@ pub struct InitOptions {
     pub segment_bytes: usize,
     /// Capacity of one shared-memory ring; default: chosen by the world size.
     pub ring_bytes: Option<usize>,
+    /// Address space for the registered buckets of each rank, where ranks
+    /// share memory; default: 16 GiB, or what the system grants. 0 turns
+    /// registration off. Memory is used when it is touched; buckets that do
+    /// not fit lie on the heap. The lowest rank of a host decides.
+    pub arena_bytes: Option<usize>,
     /// How all-reduce is carried out unless the call says otherwise.
     pub algorithm: Algorithm,
     /// Threads with which this rank computes; default: the variables
@@ -105,6 +110,7 @@ impl Default for InitOptions {
             bind: None,
             segment_bytes: SEGMENT_BYTES,
             ring_bytes: None,
+            arena_bytes: None,
             algorithm: Algorithm::Auto,
             compute_threads: None,
         }
@@ -133,6 +139,11 @@ pub struct GroupOptions {
     /// Capacity of the ring between two ranks; default: chosen by the world
     /// size.
     pub ring_bytes: Option<usize>,
+    /// Address space for the registered buckets of each rank, where ranks
+    /// share memory; default: 16 GiB, or what the system grants. 0 turns
+    /// registration off. Memory is used when it is touched; buckets that do
+    /// not fit lie on the heap. The lowest rank of a host decides.
+    pub arena_bytes: Option<usize>,
     /// How all-reduce is carried out unless the call says otherwise.
     pub algorithm: Algorithm,
     /// Threads with which each rank computes; see
@@ -147,6 +158,7 @@ impl Default for GroupOptions {
             first_op_timeout: FIRST_OPERATION,
             segment_bytes: SEGMENT_BYTES,
             ring_bytes: None,
+            arena_bytes: None,
             algorithm: Algorithm::Auto,
             compute_threads: None,
         }

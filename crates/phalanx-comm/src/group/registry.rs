@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use phalanx_store::MemStore;
 
-use crate::transport::{Mesh, thread_mesh};
+use crate::transport::{Mesh, thread_mesh_with};
 
 /// Shared by all ranks of one group of threads, and by its subgroups.
 #[derive(Default)]
@@ -29,10 +29,11 @@ impl Registry {
         index: usize,
         world: usize,
         ring_bytes: usize,
+        arena_bytes: Option<usize>,
     ) -> Option<Mesh> {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let seats = waiting.entry(id).or_insert_with(|| {
-            thread_mesh(world, ring_bytes)
+            thread_mesh_with(world, ring_bytes, arena_bytes)
                 .into_iter()
                 .map(Some)
                 .collect()

@@ -64,8 +64,9 @@ impl ProcessGroup {
             Origin::Threads {
                 registry,
                 ring_bytes,
+                arena_bytes,
             } => registry
-                .take(member.id, rank, member.world, *ring_bytes)
+                .take(member.id, rank, member.world, *ring_bytes, *arena_bytes)
                 .ok_or_else(|| named(Error::internal("two subgroups have the same id")))?,
             Origin::Processes(processes) => processes
                 .form(member.id, rank, member.world, processes.options.timeout)

@@ -4,11 +4,14 @@
 //! header   magic, version, seats, ring bytes, nonce                   128 B
 //! poison   state with origin rank, length, cause                      256 B
 //! seats    per rank: bell (128 B), state and what it is doing (128 B, `recorder/cell.rs`)
+//! cells    per rank: two of 128 B, see `host/cell.rs`
 //! rings    per ordered pair (from, to), from ≠ to: see `ring.rs`
+//! staging  per rank: two stages and two results, see `host/README.md`
 //! ```
 //!
 //! A *seat* is a rank's index among the ranks of its host, in rank order.
 
+use super::region::PAGE_BYTES;
 use super::ring::{MAX_CAPACITY_BYTES, MIN_CAPACITY_BYTES, ring_bytes};
 use crate::wait::BELL_BYTES;
 
@@ -20,6 +23,15 @@ pub(crate) const MAX_SEATS: usize = 128;
 const HEADER_BYTES: usize = 128;
 const POISON_BYTES: usize = 256;
 const SEAT_BYTES: usize = 2 * BELL_BYTES;
+/// Room of one cell: a line and its neighbour, which x86 prefetches with it.
+pub(crate) const CELL_BYTES: usize = 128;
+
+/// Room for the staging of all ranks; touched only when it is used.
+const STAGING_BYTES: usize = 64 << 20;
+const STAGE_MIN_BYTES: usize = 64 << 10;
+const STAGE_MAX_BYTES: usize = 1 << 20;
+/// Two stages and two results.
+const STAGES: usize = 4;
 
 /// Room for all rings of a segment unless the caller says otherwise.
 const RINGS_BYTES: usize = 64 << 20;
@@ -69,7 +81,7 @@ impl Layout {
 
     /// Size of the whole segment.
     pub(crate) fn total(&self) -> usize {
-        self.rings() + self.stride() * self.seats * (self.seats - 1)
+        self.staging() + self.seats * STAGES * self.stage_capacity()
     }
 
     pub(crate) const MAGIC: usize = 0;
@@ -96,8 +108,33 @@ impl Layout {
         self.seat(seat) + BELL_BYTES
     }
 
+    /// Cell `which` (0 or 1) of a rank.
+    pub(crate) fn cell(&self, seat: usize, which: usize) -> usize {
+        self.seat(self.seats) + (2 * seat + which) * CELL_BYTES
+    }
+
     fn rings(&self) -> usize {
-        self.seat(self.seats)
+        self.cell(self.seats, 0)
+    }
+
+    fn staging(&self) -> usize {
+        (self.rings() + self.stride() * self.seats * (self.seats - 1)).next_multiple_of(PAGE_BYTES)
+    }
+
+    /// Bytes of each stage and of each result.
+    pub(crate) fn stage_capacity(&self) -> usize {
+        let share = STAGING_BYTES / (STAGES * self.seats);
+        share.clamp(STAGE_MIN_BYTES, STAGE_MAX_BYTES) / PAGE_BYTES * PAGE_BYTES
+    }
+
+    /// Stage `which` (0 or 1) of a rank: input that it lets its peers read.
+    pub(crate) fn stage(&self, seat: usize, which: usize) -> usize {
+        self.staging() + (STAGES * seat + which) * self.stage_capacity()
+    }
+
+    /// Result `which` (0 or 1) of a rank.
+    pub(crate) fn result(&self, seat: usize, which: usize) -> usize {
+        self.stage(seat, 2 + which)
     }
 
     fn stride(&self) -> usize {
@@ -135,6 +172,15 @@ mod tests {
                         assert!(start.is_multiple_of(128));
                         assert!(row <= start && end <= row + bytes);
                         taken.push((start, end));
+                    }
+                    for which in 0..2 {
+                        let cell = layout.cell(from, which);
+                        assert!(cell.is_multiple_of(128));
+                        taken.push((cell, cell + CELL_BYTES));
+                        for start in [layout.stage(from, which), layout.result(from, which)] {
+                            assert!(start.is_multiple_of(PAGE_BYTES));
+                            taken.push((start, start + layout.stage_capacity()));
+                        }
                     }
                 }
                 taken.sort_unstable();

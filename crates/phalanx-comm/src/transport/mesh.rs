@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
+use super::arenas::Arenas;
 use super::layout::{Layout, MAX_SEATS, ring_capacity};
 use super::poison::Poison;
 use super::ring::{Consumer, Corrupt, Producer};
@@ -181,6 +182,7 @@ impl std::fmt::Debug for AbortHandle {
 /// it poisons the group instead.
 pub struct Mesh {
     shared: Arc<Shared>,
+    arenas: Option<Arc<Arenas>>,
     seat: usize,
     peers: Vec<Peer>,
     budgets: Budgets,
@@ -207,6 +209,8 @@ pub(super) struct Parts {
     pub(super) world: usize,
     /// The memory shared with other ranks of this host, or one of our own.
     pub(super) segment: Arc<Segment>,
+    /// Where buckets come from.
+    pub(super) arenas: Option<Arc<Arenas>>,
     /// Our seat there.
     pub(super) seat: usize,
     /// Peers in that memory: rank and seat.
@@ -217,6 +221,13 @@ pub(super) struct Parts {
     /// Who shares our cores, however they are reached.
     pub(super) topology: Topology,
     pub(super) policy: Policy,
+}
+
+/// The memory of a group whose ranks are all on one host. Ranks and seats are
+/// the same numbers.
+pub(crate) struct SharedMemory {
+    pub(crate) segment: Arc<Segment>,
+    pub(crate) arenas: Option<Arc<Arenas>>,
 }
 
 impl Mesh {
@@ -249,6 +260,7 @@ impl Mesh {
                 segment: parts.segment,
                 controls,
             }),
+            arenas: parts.arenas,
             seat: parts.seat,
             peers,
             budgets: Budgets::new(parts.policy, parts.topology),
@@ -373,17 +385,7 @@ impl Mesh {
     /// any peer whose process died or whose connection broke, and an awaited
     /// one that has left in good order.
     pub(crate) fn idle(&mut self, want: &[Interest], spins: u32, until: Instant) -> Result<()> {
-        self.shared.check()?;
-        let now = Instant::now();
-        if now >= self.next_watch {
-            self.watch()?;
-            self.next_watch = now
-                + if self.shared.controls.is_empty() {
-                    SLICE
-                } else {
-                    MIXED_SLICE
-                };
-        }
+        let now = self.look_around()?;
         let (mut rings, mut sockets) = (false, false);
         for (peer, want) in self
             .peers
@@ -433,6 +435,78 @@ impl Mesh {
             }
         }
         self.shared.check()
+    }
+
+    /// Whether the next waits may poll: every thread has a core.
+    pub(crate) fn polls(&self) -> bool {
+        self.budget().polls()
+    }
+
+    /// Whether all ranks of the group share this host's memory, and it.
+    pub(crate) fn memory(&self) -> Option<SharedMemory> {
+        let shares = |(rank, peer): (usize, &Peer)| match peer {
+            Peer::Own(_) => rank == self.seat,
+            Peer::Ring(link) => rank == link.seat,
+            Peer::Tcp(_) => false,
+        };
+        let all = self.world() > 1
+            && self.world() == self.shared.segment.seats()
+            && self.peers.iter().enumerate().all(shares);
+        all.then(|| SharedMemory {
+            segment: Arc::clone(&self.shared.segment),
+            arenas: self.arenas.clone(),
+        })
+    }
+
+    /// Sleeps until `missing` holds for no rank, `until` has passed, or at
+    /// most 100 ms; for groups whose [`Mesh::memory`] is shared. Who makes
+    /// `missing` false rings our bell. `spins` as in [`Mesh::idle`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Mesh::idle`]; a missing rank that has left is a lost peer.
+    pub(crate) fn idle_for(
+        &mut self,
+        spins: u32,
+        until: Instant,
+        missing: impl Fn(usize) -> bool,
+    ) -> Result<()> {
+        let now = self.look_around()?;
+        let (segment, world) = (&self.shared.segment, self.peers.len());
+        // `has_left` first: what a rank did before it left is then visible.
+        let lost = |rank: usize| segment.has_left(rank) && missing(rank);
+        if let Some(rank) = (0..world).find(|&rank| lost(rank)) {
+            return Err(self.shared.blame(Fate::Left.into_error(rank)));
+        }
+        let timeout = until.saturating_duration_since(now).min(SLICE);
+        self.budget()
+            .wait(segment.bell(self.seat), spins == 0, timeout, || {
+                let mut waits = false;
+                for rank in (0..world).filter(|&rank| missing(rank)) {
+                    if segment.has_left(rank) {
+                        return true;
+                    }
+                    waits = true;
+                }
+                !waits || segment.is_poisoned()
+            });
+        self.shared.check()
+    }
+
+    /// What every wait looks at: poison, and now and then the peers' lives.
+    fn look_around(&mut self) -> Result<Instant> {
+        self.shared.check()?;
+        let now = Instant::now();
+        if now >= self.next_watch {
+            self.watch()?;
+            self.next_watch = now
+                + if self.shared.controls.is_empty() {
+                    SLICE
+                } else {
+                    MIXED_SLICE
+                };
+        }
+        Ok(now)
     }
 
     /// Waits for rings in shared memory.
@@ -558,6 +632,16 @@ fn poll(fds: &mut [PollFd<'_>], timeout: Duration) -> std::io::Result<()> {
 ///
 /// When the system refuses the memory, or `world` is larger than 128.
 pub fn thread_mesh(world: usize, ring_bytes: usize) -> Vec<Mesh> {
+    thread_mesh_with(world, ring_bytes, None)
+}
+
+/// [`thread_mesh`] with address space for each rank's buckets as in
+/// [`FormOptions::arena_bytes`](super::FormOptions::arena_bytes).
+pub(crate) fn thread_mesh_with(
+    world: usize,
+    ring_bytes: usize,
+    arena_bytes: Option<usize>,
+) -> Vec<Mesh> {
     if world == 0 {
         return Vec::new();
     }
@@ -577,6 +661,11 @@ pub fn thread_mesh(world: usize, ring_bytes: usize) -> Vec<Mesh> {
         Ok(segment) => Arc::new(segment),
         Err(e) => panic!("cannot map {} bytes for {world} ranks: {e}", layout.total()),
     };
+    let arenas = if world > 1 {
+        Arenas::private(world, arena_bytes).map(Arc::new)
+    } else {
+        None
+    };
     // All seats first: nobody may see a peer as absent.
     (0..world).for_each(|seat| segment.sit(seat));
     (0..world)
@@ -585,6 +674,7 @@ pub fn thread_mesh(world: usize, ring_bytes: usize) -> Vec<Mesh> {
                 rank,
                 world,
                 segment: Arc::clone(&segment),
+                arenas: arenas.clone(),
                 seat: rank,
                 neighbours: (0..world).filter(|&p| p != rank).map(|p| (p, p)).collect(),
                 kind: TransportKind::Thread,

@@ -17,6 +17,7 @@
 //! at the group's poison and at its peers' lives.
 
 mod admit;
+mod arenas;
 mod form;
 mod layout;
 mod mesh;
@@ -33,6 +34,11 @@ pub use form::{BindAddr, FormOptions, Prefer, form, local_address_towards};
 pub use mesh::{AbortHandle, Mesh, thread_mesh};
 pub use poison::{MAX_CAUSE_BYTES, Poison};
 pub(crate) use region::Region;
+
+pub(crate) use arenas::Arenas;
+pub(crate) use mesh::thread_mesh_with;
+pub(crate) use region::{HUGE_BYTES, PAGE_BYTES};
+pub(crate) use segment::Segment;
 
 use crate::Result;
 

@@ -4,11 +4,18 @@
 //! may change under us by definition) and raw pointers that the ring copies
 //! through.
 
+use std::ffi::c_void;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+/// A page of the base size.
+pub(crate) const PAGE_BYTES: usize = 4096;
+/// A huge page of x86-64 and of arm64 with 4 KiB pages. Wrong elsewhere, it
+/// costs speed only.
+pub(crate) const HUGE_BYTES: usize = 2 << 20;
 
 /// Memory mapped read-write, unmapped on drop.
 pub(crate) struct Region {
@@ -57,6 +64,80 @@ impl Region {
             )
         }?;
         Region::adopt(base.cast(), bytes)
+    }
+
+    /// Like [`Region::anonymous`], but on a huge-page boundary and without a
+    /// claim on memory before it is touched.
+    pub(crate) fn sparse(bytes: usize) -> std::io::Result<Region> {
+        Region::aligned(bytes, |place| {
+            // SAFETY: `place` is a reservation of our own, of these bytes,
+            // that nothing refers to yet; it is replaced as a whole.
+            unsafe {
+                rustix::mm::mmap_anonymous(
+                    place,
+                    bytes,
+                    ProtFlags::READ | ProtFlags::WRITE,
+                    MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED,
+                )
+            }
+        })
+    }
+
+    /// Like [`Region::shared`], but on a huge-page boundary.
+    pub(crate) fn shared_sparse(fd: BorrowedFd<'_>, bytes: usize) -> std::io::Result<Region> {
+        Region::aligned(bytes, |place| {
+            // SAFETY: as in `sparse`.
+            unsafe {
+                rustix::mm::mmap(
+                    place,
+                    bytes,
+                    ProtFlags::READ | ProtFlags::WRITE,
+                    MapFlags::SHARED | MapFlags::NORESERVE | MapFlags::FIXED,
+                    fd,
+                    0,
+                )
+            }
+        })
+    }
+
+    /// Reserves `bytes` on a huge-page boundary and lets `map` fill them.
+    fn aligned(
+        bytes: usize,
+        map: impl FnOnce(*mut c_void) -> rustix::io::Result<*mut c_void>,
+    ) -> std::io::Result<Region> {
+        let too_large = || std::io::Error::other("more than the address space");
+        let wide = bytes.checked_add(HUGE_BYTES).ok_or_else(too_large)?;
+        // SAFETY: a new mapping at an address of the kernel's choice, which
+        // nobody can access; it overlaps nothing we own.
+        let start = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                wide,
+                ProtFlags::empty(),
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
+        }?;
+        let head = start.addr().next_multiple_of(HUGE_BYTES) - start.addr();
+        // SAFETY: `head` is less than the huge page that was added.
+        let place = unsafe { start.byte_add(head) };
+        // SAFETY: `head + bytes` lies within the reservation.
+        let tail = unsafe { place.byte_add(bytes) };
+        // SAFETY: both ends belong to the reservation and nothing refers to
+        // them. A refusal costs address space only.
+        unsafe {
+            if head > 0 {
+                let _ = rustix::mm::munmap(start, head);
+            }
+            let _ = rustix::mm::munmap(tail, HUGE_BYTES - head);
+        }
+        match map(place) {
+            Ok(base) => Region::adopt(base.cast(), bytes),
+            Err(e) => {
+                // SAFETY: the reservation is ours and nothing refers to it.
+                let _ = unsafe { rustix::mm::munmap(place, bytes) };
+                Err(e.into())
+            }
+        }
     }
 
     fn adopt(base: *mut u8, bytes: usize) -> std::io::Result<Region> {
@@ -128,17 +209,33 @@ impl Region {
     /// operation (first touch of shared memory cost 0.5 ms per MiB). Best
     /// effort: old kernels refuse.
     pub(crate) fn populate(&self, offset: usize, bytes: usize) {
-        const PAGE: usize = 4096;
-        let start = offset - offset % PAGE;
+        let start = offset - offset % PAGE_BYTES;
         let end = (offset + bytes).min(self.bytes);
         if start < end {
-            let address = self.bytes_at(start, end - start);
-            // SAFETY: the range lies inside our mapping; populating changes
-            // no byte.
-            let _ = unsafe {
-                rustix::mm::madvise(address.cast(), end - start, Advice::LinuxPopulateWrite)
-            };
+            // SAFETY: populating changes no byte.
+            let _ = unsafe { self.advise(start, end - start, Advice::LinuxPopulateWrite) };
         }
+    }
+
+    /// Tells the kernel something about whole pages of this mapping.
+    ///
+    /// # Safety
+    ///
+    /// When the advice throws contents away, nobody refers to them.
+    ///
+    /// # Panics
+    ///
+    /// When the range is not inside.
+    pub(crate) unsafe fn advise(
+        &self,
+        offset: usize,
+        bytes: usize,
+        advice: Advice,
+    ) -> std::io::Result<()> {
+        let address = self.bytes_at(offset, bytes);
+        // SAFETY: the range lies inside our mapping; the rest is the caller's.
+        unsafe { rustix::mm::madvise(address.cast(), bytes, advice) }?;
+        Ok(())
     }
 }
 

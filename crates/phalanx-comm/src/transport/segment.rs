@@ -1,9 +1,10 @@
 //! The memory that the ranks of one host share: poison, bells, seats, rings.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
-use super::layout::Layout;
+use super::layout::{CELL_BYTES, Layout};
 use super::poison::{self, Poison};
 use super::region::Region;
 use super::ring::{Consumer, Producer};
@@ -11,7 +12,7 @@ use crate::recorder::cell::Cell;
 use crate::wait::{Bell, FutexKind};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"PHLXSEG\0");
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// A seat nobody took yet.
 #[cfg(test)]
@@ -205,6 +206,37 @@ impl Segment {
         )
     }
 
+    /// Word `word` (of 16) of cell `which` (0 or 1) of the rank on `seat`.
+    #[inline]
+    pub(crate) fn cell_word(&self, seat: usize, which: usize, word: usize) -> &AtomicU64 {
+        debug_assert!(word < CELL_BYTES / 8);
+        self.region.u64_at(self.layout.cell(seat, which) + 8 * word)
+    }
+
+    /// The bytes of that cell from word `word` on.
+    pub(crate) fn cell_bytes(&self, seat: usize, which: usize, word: usize) -> *mut u8 {
+        let offset = 8 * word;
+        self.region
+            .bytes_at(self.layout.cell(seat, which) + offset, CELL_BYTES - offset)
+    }
+
+    /// Bytes of each stage and of each result.
+    pub(crate) fn stage_capacity(&self) -> usize {
+        self.layout.stage_capacity()
+    }
+
+    /// Stage `which` (0 or 1) of the rank on `seat`.
+    pub(crate) fn stage(&self, seat: usize, which: usize) -> *mut u8 {
+        self.region
+            .bytes_at(self.layout.stage(seat, which), self.stage_capacity())
+    }
+
+    /// Result `which` (0 or 1) of the rank on `seat`.
+    pub(crate) fn result(&self, seat: usize, which: usize) -> *mut u8 {
+        self.region
+            .bytes_at(self.layout.result(seat, which), self.stage_capacity())
+    }
+
     /// What a hostile peer may do: any write anywhere.
     #[cfg(test)]
     pub(crate) fn scribble(&self, offset: usize, value: u64) {
@@ -262,7 +294,7 @@ mod tests {
             );
         }
         let region = written(&nonce);
-        region.u32_at(Layout::VERSION).store(2, SeqCst);
+        region.u32_at(Layout::VERSION).store(VERSION + 1, SeqCst);
         assert!(Segment::open(region, 3, &nonce).is_err(), "other version");
         assert!(
             Segment::open(Region::anonymous(32).unwrap(), 3, &nonce).is_err(),

@@ -12,6 +12,7 @@ mod grid;
 mod handles;
 mod monitored;
 mod objects;
+mod registered;
 mod subgroups;
 mod uneven;
 mod waiting;

@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use phalanx_comm::{ProcessGroup, ReduceOp};
+use phalanx_comm::{Bucket, Call, ProcessGroup, ReduceOp};
 use serde_json::json;
 
 use super::sizes::ByteSize;
@@ -29,6 +29,9 @@ pub struct CollectiveArgs {
     /// Iterations per size [default: as many as fit into a second, 5 to 2000]
     #[arg(long, value_name = "N")]
     pub iters: Option<usize>,
+    /// Data in registered buckets, which the other ranks read and write in place (ranks of one host)
+    #[arg(long)]
+    pub registered: bool,
     /// One JSON object a line instead of a table
     #[arg(long)]
     pub json: bool,
@@ -103,10 +106,11 @@ pub fn run_rank(ctx: &RankContext, op: Op, args: &CollectiveArgs) -> Result<()> 
     let transport = ctx.transport();
     if ctx.is_main() && !args.json {
         ctx.line(&format!(
-            "{}{}, {}, {transport}\n{:>12} {:>8} {:>12} {:>12} {:>12} {:>11} {:>11}",
+            "{}{}, {}, {transport}{}\n{:>12} {:>8} {:>12} {:>12} {:>12} {:>11} {:>11}",
             op.name(),
             if op.sums() { " f32 sum" } else { "" },
             format::plural(ctx.world(), "rank"),
+            if args.registered { ", registered" } else { "" },
             "bytes",
             "iters",
             "median",
@@ -122,7 +126,8 @@ pub fn run_rank(ctx: &RankContext, op: Op, args: &CollectiveArgs) -> Result<()> 
         &args.bytes
     };
     for size in sizes {
-        let mut run = Run::new(&ctx.group, op, size.0);
+        let mut run = Run::new(&ctx.group, op, size.0, args.registered);
+        run.check_registered()?;
         run.verify()?;
         let iters = agree_on_iterations(&ctx.group, &mut run, args.iters)?;
         let mut times_us = Vec::with_capacity(iters);
@@ -135,7 +140,7 @@ pub fn run_rank(ctx: &RankContext, op: Op, args: &CollectiveArgs) -> Result<()> 
         ctx.group.all_reduce(&mut times_us, ReduceOp::Max)?;
         if ctx.is_main() {
             times_us.sort_by(f64::total_cmp);
-            report(ctx, op, transport, run.bytes(), &times_us, args.json)?;
+            report(ctx, op, transport, &run, &times_us, args.json)?;
         }
     }
     Ok(())
@@ -145,10 +150,11 @@ fn report(
     ctx: &RankContext,
     op: Op,
     transport: &str,
-    bytes: usize,
+    run: &Run<'_>,
     sorted_us: &[f64],
     as_json: bool,
 ) -> Result<()> {
+    let bytes = run.bytes();
     let at = |q: f64| sorted_us[((sorted_us.len() - 1) as f64 * q).round() as usize];
     let median = at(0.5);
     let alg_gb_s = bytes as f64 / median / 1e3;
@@ -157,7 +163,7 @@ fn report(
         let line = json!({
             "op": op.name(), "transport": transport, "world": ctx.world(), "bytes": bytes,
             "iters": sorted_us.len(), "median_us": median, "p10_us": at(0.1), "p90_us": at(0.9),
-            "alg_gb_s": alg_gb_s, "bus_gb_s": bus_gb_s,
+            "alg_gb_s": alg_gb_s, "bus_gb_s": bus_gb_s, "registered": run.registered,
         });
         return ctx.line(&line.to_string());
     }
@@ -212,13 +218,14 @@ fn agree_on_iterations(
 struct Run<'a> {
     group: &'a ProcessGroup,
     op: Op,
-    whole: Vec<f32>,
-    other: Vec<f32>,
-    part: Vec<f32>,
+    registered: bool,
+    whole: Bucket<f32>,
+    other: Bucket<f32>,
+    part: Bucket<f32>,
 }
 
 impl<'a> Run<'a> {
-    fn new(group: &'a ProcessGroup, op: Op, bytes: usize) -> Self {
+    fn new(group: &'a ProcessGroup, op: Op, bytes: usize, registered: bool) -> Self {
         let world = group.world_size();
         let parts = matches!(op, Op::AllGather | Op::ReduceScatter | Op::AllToAll);
         let elems = if parts {
@@ -226,13 +233,32 @@ impl<'a> Run<'a> {
         } else {
             bytes.div_ceil(4)
         };
+        let bucket = |elems| match registered {
+            true => group.bucket(elems),
+            false => Bucket::zeroed(elems),
+        };
         Run {
             group,
             op,
-            whole: vec![0.0; elems],
-            other: vec![0.0; if op == Op::AllToAll { elems } else { 0 }],
-            part: vec![0.0; if parts { elems / world } else { 0 }],
+            registered,
+            whole: bucket(elems),
+            other: bucket(if op == Op::AllToAll { elems } else { 0 }),
+            part: bucket(if parts { elems / world } else { 0 }),
         }
+    }
+
+    /// Figures must not be those of something else than was asked for.
+    fn check_registered(&self) -> Result<()> {
+        let buckets = [&self.whole, &self.other, &self.part];
+        let missing = |b: &&Bucket<f32>| !b.is_empty() && !b.is_registered();
+        if self.registered && buckets.iter().any(missing) {
+            return Err(Error::new(
+                ErrorKind::Usage,
+                "there are no registered buckets here: they need two or more ranks, all on one host and linked by \
+                 shared memory (or as threads), and address space; leave out --registered",
+            ));
+        }
+        Ok(())
     }
 
     fn bytes(&self) -> usize {
@@ -241,6 +267,9 @@ impl<'a> Run<'a> {
 
     fn once(&mut self) -> Result<()> {
         let group = self.group;
+        if self.registered {
+            return self.once_registered();
+        }
         match self.op {
             Op::AllReduce => group.all_reduce(&mut self.whole, ReduceOp::Sum)?,
             Op::Broadcast => group.broadcast(&mut self.whole, 0)?,
@@ -250,6 +279,24 @@ impl<'a> Run<'a> {
                 group.reduce_scatter(&self.whole, &mut self.part, ReduceOp::Sum)?
             }
             Op::AllToAll => group.all_to_all(&self.whole, &mut self.other)?,
+            Op::Barrier => group.barrier()?,
+        }
+        Ok(())
+    }
+
+    fn once_registered(&mut self) -> Result<()> {
+        let group = self.group;
+        match self.op {
+            Op::AllReduce => {
+                group.all_reduce_bucket(&mut self.whole, ReduceOp::Sum, &Call::default())?;
+            }
+            Op::Broadcast => group.broadcast_bucket(&mut self.whole, 0)?,
+            Op::Reduce => group.reduce_bucket(&mut self.whole, ReduceOp::Sum, 0)?,
+            Op::AllGather => group.all_gather_bucket(&mut self.part, &mut self.whole)?,
+            Op::ReduceScatter => {
+                group.reduce_scatter_bucket(&mut self.whole, &mut self.part, ReduceOp::Sum)?;
+            }
+            Op::AllToAll => group.all_to_all_bucket(&mut self.whole, &mut self.other)?,
             Op::Barrier => group.barrier()?,
         }
         Ok(())

@@ -3,9 +3,10 @@
 //! | key | written by | value |
 //! |---|---|---|
 //! | `host/R` | the host, rank R | `at NAME` of the Unix socket, or `no REASON` |
-//! | `seat/R` | every rank of the host | `ok`, or `no REASON` |
+//! | `seat/R` | every rank of the host | `ok`, `ok without arenas`, or `no REASON` |
 //!
-//! A pair uses shared memory only when both say `ok`.
+//! A pair uses shared memory only when both say `ok`. Arenas are used only
+//! when everybody has them.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
@@ -17,11 +18,17 @@ use phalanx_wire::Token;
 use phalanx_wire::handshake::{Hello, Role};
 
 use super::super::admit::{admit, lengthen_backlog};
+use super::super::arenas::Arenas;
 use super::super::layout::{Layout, MAX_SEATS, ring_capacity};
 use super::super::segment::Segment;
 use super::super::shm::{self, Watch};
 use super::rendezvous::Rendezvous;
 use crate::{Error, Result};
+
+/// Answers of a rank that shares the segment.
+const OK: &str = "ok";
+/// See [`OK`].
+const OK_WITHOUT_ARENAS: &str = "ok without arenas";
 
 /// Longest wait for a message that is due at once.
 const PROMPT: Duration = Duration::from_secs(5);
@@ -35,6 +42,8 @@ const POPULATE_BYTES: usize = 8 << 20;
 /// What this rank got.
 pub(crate) struct Attached {
     pub(crate) segment: Segment,
+    /// Where buckets come from; all ranks have it, or none.
+    pub(crate) arenas: Option<Arenas>,
     pub(crate) seat: usize,
     /// Peers to be reached through the segment: rank and seat.
     pub(crate) neighbours: Vec<(usize, usize)>,
@@ -49,6 +58,7 @@ pub(crate) struct Attempt<'a> {
     /// The ranks with our hint, ascending, us included; the index is the seat.
     pub(crate) ranks: &'a [usize],
     pub(crate) ring_bytes: Option<usize>,
+    pub(crate) arena_bytes: Option<usize>,
 }
 
 /// A rank without shared memory, and why.
@@ -59,6 +69,7 @@ struct Prepared {
     listener: UnixListener,
     memory: OwnedFd,
     segment: Segment,
+    arenas: Option<(OwnedFd, Arenas)>,
     nonce: [u8; 32],
 }
 
@@ -92,7 +103,8 @@ impl Attempt<'_> {
             self.join(seat)?
         };
         let mine = match &attached {
-            Ok(_) => "ok".to_owned(),
+            Ok(attached) if attached.arenas.is_some() => OK.to_owned(),
+            Ok(_) => OK_WITHOUT_ARENAS.to_owned(),
             Err(reason) => format!("no {reason}"),
         };
         self.meeting.publish("seat", mine.as_bytes())?;
@@ -101,7 +113,7 @@ impl Attempt<'_> {
             .collect("seat", self.ranks, "answer about shared memory")?;
         let mut reasons = Vec::new();
         for (&rank, answer) in self.ranks.iter().zip(&others) {
-            if answer != b"ok" {
+            if answer != OK.as_bytes() && answer != OK_WITHOUT_ARENAS.as_bytes() {
                 let reason = String::from_utf8_lossy(answer);
                 reasons.push((
                     rank,
@@ -112,6 +124,9 @@ impl Attempt<'_> {
         let Ok(mut attached) = attached else {
             return Ok((None, reasons));
         };
+        if others.iter().any(|answer| answer != OK.as_bytes()) {
+            attached.arenas = None;
+        }
         let is_in = |rank: usize| !reasons.iter().any(|(out, _)| *out == rank);
         attached.neighbours.retain(|(rank, _)| is_in(*rank));
         attached
@@ -126,6 +141,7 @@ impl Attempt<'_> {
             listener,
             memory,
             segment,
+            arenas,
             nonce,
         } = match self.prepare() {
             Ok(prepared) => prepared,
@@ -180,12 +196,14 @@ impl Attempt<'_> {
             .iter()
             .map(|(seat, pid, process)| (*seat, *pid, process.as_fd()))
             .collect();
+        let (buckets, arenas) = arenas.unzip();
+        let buckets = buckets.as_ref().map(AsFd::as_fd);
         for (rank, socket) in &sockets {
-            if let Err(e) = shm::hand_over(socket, &nonce, memory.as_fd(), &list) {
+            if let Err(e) = shm::hand_over(socket, &nonce, memory.as_fd(), buckets, &list) {
                 tracing::warn!("rank {rank} cannot share memory: {e}");
             }
         }
-        Ok(Ok(self.seated(segment, 0, seated)))
+        Ok(Ok(self.seated(segment, arenas, 0, seated)))
     }
 
     /// Everything the host can fail at before anybody comes.
@@ -213,6 +231,7 @@ impl Attempt<'_> {
             listener,
             memory,
             segment,
+            arenas: Arenas::create(seats, self.arena_bytes),
             nonce,
         })
     }
@@ -260,7 +279,17 @@ impl Attempt<'_> {
         {
             return Ok(Err(format!("rank {host} listed an impossible seat")));
         }
-        Ok(Ok(self.seated(segment, seat, roster.members)))
+        let arenas = match &roster.arenas {
+            None => None,
+            Some(fd) => match Arenas::open(fd, self.ranks.len()) {
+                Ok(arenas) => Some(arenas),
+                Err(reason) => {
+                    tracing::debug!("no registered buckets: {reason}");
+                    None
+                }
+            },
+        };
+        Ok(Ok(self.seated(segment, arenas, seat, roster.members)))
     }
 
     /// Connects to the host's socket and shows who we are.
@@ -281,6 +310,7 @@ impl Attempt<'_> {
     fn seated(
         &self,
         segment: Segment,
+        arenas: Option<Arenas>,
         seat: usize,
         members: Vec<(usize, u32, OwnedFd)>,
     ) -> Attached {
@@ -305,6 +335,7 @@ impl Attempt<'_> {
             .collect();
         Attached {
             segment,
+            arenas,
             seat,
             neighbours,
             watches,

@@ -88,6 +88,10 @@ pub struct FormOptions {
     pub ring_bytes: Option<usize>,
     /// Threads with which this rank computes; at least one is assumed.
     pub compute_threads: usize,
+    /// Address space for the buckets of each rank that shares memory, 0 for
+    /// none; by default 16 GiB, or what the system grants. Memory is used
+    /// when it is touched. The lowest rank of a host decides.
+    pub arena_bytes: Option<usize>,
 }
 
 /// Forms the links of one rank, together with all other ranks of the group.
@@ -182,6 +186,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
             token: &o.token,
             ranks: &local,
             ring_bytes: o.ring_bytes,
+            arena_bytes: o.arena_bytes,
         };
         let (memory, reasons) = attempt.run()?;
         if let Some((rank, reason)) = reasons.first() {
@@ -199,9 +204,15 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
         }
         attached = memory;
     }
-    let (segment, seat, neighbours, watches) = match attached {
-        Some(a) => (Arc::new(a.segment), a.seat, a.neighbours, a.watches),
-        None => (Arc::new(alone()?), 0, Vec::new(), Vec::new()),
+    let (segment, arenas, seat, neighbours, watches) = match attached {
+        Some(a) => (
+            Arc::new(a.segment),
+            a.arenas.map(Arc::new),
+            a.seat,
+            a.neighbours,
+            a.watches,
+        ),
+        None => (Arc::new(alone()?), None, 0, Vec::new(), Vec::new()),
     };
     let peers: Vec<usize> = (0..o.world)
         .filter(|&p| p != o.rank && !neighbours.iter().any(|&(rank, _)| rank == p))
@@ -228,6 +239,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
         rank: o.rank,
         world: o.world,
         segment,
+        arenas,
         seat,
         neighbours,
         kind: TransportKind::Shm,

@@ -25,6 +25,7 @@ fn options(rank: usize, world: usize, token: &Token, prefer: Prefer) -> FormOpti
         prefer,
         ring_bytes: None,
         compute_threads: 1,
+        arena_bytes: None,
     }
 }
 

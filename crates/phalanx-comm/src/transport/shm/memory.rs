@@ -1,4 +1,4 @@
-//! Making and opening the memfd of a segment.
+//! Making and opening memfds.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -16,14 +16,7 @@ const SEALS: SealFlags = SealFlags::SHRINK
 /// A fresh segment and the descriptor to hand out. Errors are texts for the
 /// store, where other ranks read why there is no shared memory.
 pub(crate) fn create(layout: Layout, nonce: &[u8; 32]) -> Result<(OwnedFd, Segment), String> {
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    // Old kernels do not know NOEXEC_SEAL; some new ones insist on it.
-    let fd = rustix::fs::memfd_create("phalanx", flags | MemfdFlags::NOEXEC_SEAL)
-        .or_else(|_| rustix::fs::memfd_create("phalanx", flags))
-        .map_err(|e| format!("memfd_create: {e}"))?;
-    rustix::fs::ftruncate(&fd, layout.total() as u64)
-        .map_err(|e| format!("no {} bytes of shared memory: {e}", layout.total()))?;
-    rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(|e| format!("sealing: {e}"))?;
+    let fd = sealed_memfd("phalanx", layout.total())?;
     let region = Region::shared(fd.as_fd(), layout.total()).map_err(|e| format!("mmap: {e}"))?;
     Ok((fd, Segment::create(region, layout, nonce)))
 }
@@ -31,6 +24,27 @@ pub(crate) fn create(layout: Layout, nonce: &[u8; 32]) -> Result<(OwnedFd, Segme
 /// Opens a segment that another process made, after checking that nobody can
 /// change its size any more and that it is the one that was promised.
 pub(crate) fn open(fd: &OwnedFd, seats: usize, nonce: &[u8; 32]) -> Result<Segment, String> {
+    let size = sealed_size(fd, Layout::MAX_TOTAL)?;
+    let region = Region::shared(fd.as_fd(), size).map_err(|e| format!("mmap: {e}"))?;
+    Segment::open(region, seats, nonce)
+}
+
+/// A memfd of `bytes` zeros whose size nobody can change.
+pub(crate) fn sealed_memfd(name: &str, bytes: usize) -> Result<OwnedFd, String> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    // Old kernels do not know NOEXEC_SEAL; some new ones insist on it.
+    let fd = rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL)
+        .or_else(|_| rustix::fs::memfd_create(name, flags))
+        .map_err(|e| format!("memfd_create: {e}"))?;
+    rustix::fs::ftruncate(&fd, bytes as u64)
+        .map_err(|e| format!("no {bytes} bytes of shared memory: {e}"))?;
+    rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(|e| format!("sealing: {e}"))?;
+    Ok(fd)
+}
+
+/// Size of a memfd that another process made, after checking that nobody can
+/// change it any more and that it is at most `most`.
+pub(crate) fn sealed_size(fd: &OwnedFd, most: usize) -> Result<usize, String> {
     let seals = rustix::fs::fcntl_get_seals(fd)
         .map_err(|e| format!("the descriptor is not a memfd: {e}"))?;
     if !seals.contains(SEALS) {
@@ -42,10 +56,8 @@ pub(crate) fn open(fd: &OwnedFd, seats: usize, nonce: &[u8; 32]) -> Result<Segme
     let size = rustix::fs::fstat(fd)
         .map_err(|e| format!("fstat: {e}"))?
         .st_size;
-    let size = usize::try_from(size)
+    usize::try_from(size)
         .ok()
-        .filter(|size| (1..=Layout::MAX_TOTAL).contains(size))
-        .ok_or_else(|| format!("the segment has an impossible size of {size} bytes"))?;
-    let region = Region::shared(fd.as_fd(), size).map_err(|e| format!("mmap: {e}"))?;
-    Segment::open(region, seats, nonce)
+        .filter(|size| (1..=most).contains(size))
+        .ok_or_else(|| format!("the segment has an impossible size of {size} bytes"))
 }

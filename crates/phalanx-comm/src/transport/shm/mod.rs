@@ -11,7 +11,7 @@
 //! |---|---|---|---|
 //! | 1 | both | check of the other's user id, handshake | – |
 //! | 2 | member | its pid (4 bytes) | its own pidfd |
-//! | 3 | host | nonce (32 bytes), number of seats taken, and per such seat: seat, pid | the memfd, one pidfd per such seat |
+//! | 3 | host | nonce (32 bytes), number of seats taken, whether there are arenas, and per such seat: seat, pid | the segment, the arenas if there are any, one pidfd per such seat |
 //!
 //! A pidfd becomes readable when its process ends, whoever that process's
 //! parent is and whatever pid namespace it lives in, and pids cannot be
@@ -20,7 +20,7 @@
 mod memory;
 mod passing;
 
-pub(super) use memory::{create, open};
+pub(super) use memory::{create, open, sealed_memfd, sealed_size};
 pub(super) use passing::{connect, greet, hand_over, receive, receive_greeting};
 
 use std::os::fd::OwnedFd;

@@ -24,6 +24,8 @@ const MEMBER_BYTES: usize = 4 + PID_BYTES;
 pub(crate) struct Roster {
     pub(crate) nonce: [u8; NONCE_BYTES],
     pub(crate) memory: OwnedFd,
+    /// Where buckets come from, if the host has that.
+    pub(crate) arenas: Option<OwnedFd>,
     /// Seat, pid, pidfd of each member that came, the host and us included.
     pub(crate) members: Vec<(usize, u32, OwnedFd)>,
 }
@@ -74,11 +76,14 @@ pub(crate) fn hand_over(
     socket: &UnixStream,
     nonce: &[u8; NONCE_BYTES],
     memory: BorrowedFd<'_>,
+    arenas: Option<BorrowedFd<'_>>,
     members: &[(usize, u32, BorrowedFd<'_>)],
 ) -> Result<(), String> {
     let mut message = nonce.to_vec();
     message.extend_from_slice(&(members.len() as u32).to_le_bytes());
+    message.extend_from_slice(&u32::from(arenas.is_some()).to_le_bytes());
     let mut fds = vec![memory];
+    fds.extend(arenas);
     for (seat, pid, process) in members {
         message.extend_from_slice(&(*seat as u32).to_le_bytes());
         message.extend_from_slice(&pid.to_le_bytes());
@@ -89,14 +94,20 @@ pub(crate) fn hand_over(
 
 /// Step 3, on the member. The socket's read timeout is the deadline.
 pub(crate) fn receive(socket: &mut UnixStream) -> Result<Roster, String> {
-    let mut head = [0; NONCE_BYTES + 4];
-    let mut fds = receive_exact(socket, &mut head, 1 + MAX_SEATS)?;
+    let mut head = [0; NONCE_BYTES + 8];
+    let mut fds = receive_exact(socket, &mut head, 2 + MAX_SEATS)?;
     let mut nonce = [0; NONCE_BYTES];
     nonce.copy_from_slice(&head[..NONCE_BYTES]);
-    let mut count = [0; 4];
-    count.copy_from_slice(&head[NONCE_BYTES..]);
+    let (mut count, mut has_arenas) = ([0; 4], [0; 4]);
+    count.copy_from_slice(&head[NONCE_BYTES..NONCE_BYTES + 4]);
+    has_arenas.copy_from_slice(&head[NONCE_BYTES + 4..]);
     let count = u32::from_le_bytes(count) as usize;
-    if count > MAX_SEATS || fds.len() != 1 + count {
+    let memories = match u32::from_le_bytes(has_arenas) {
+        0 => 1,
+        1 => 2,
+        other => return Err(format!("the list of members is garbled ({other})")),
+    };
+    if count > MAX_SEATS || fds.len() != memories + count {
         return Err(format!(
             "{} descriptors came for {count} members",
             fds.len()
@@ -107,7 +118,8 @@ pub(crate) fn receive(socket: &mut UnixStream) -> Result<Roster, String> {
     socket
         .read_exact(bytes)
         .map_err(|e| format!("the list of members did not come: {e}"))?;
-    let processes = fds.split_off(1);
+    let processes = fds.split_off(memories);
+    let arenas = if memories == 2 { fds.pop() } else { None };
     let memory = fds.pop().ok_or("the segment did not come")?;
     let members = bytes
         .as_chunks::<4>()
@@ -127,6 +139,7 @@ pub(crate) fn receive(socket: &mut UnixStream) -> Result<Roster, String> {
     Ok(Roster {
         nonce,
         memory,
+        arenas,
         members,
     })
 }

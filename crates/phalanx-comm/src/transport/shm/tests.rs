@@ -128,7 +128,7 @@ fn descriptors_travel() {
     let (fd, _segment) = create(layout(), &NONCE).unwrap();
     let processes = [process(), process()];
     let list = [(0, 41, processes[0].as_fd()), (1, 42, processes[1].as_fd())];
-    hand_over(&host, &NONCE, fd.as_fd(), &list).unwrap();
+    hand_over(&host, &NONCE, fd.as_fd(), None, &list).unwrap();
     let roster = receive(&mut member).unwrap();
     assert_eq!(roster.nonce, NONCE);
     let seats: Vec<_> = roster
@@ -160,7 +160,7 @@ fn a_full_host_fits_one_message() {
     let list: Vec<_> = (0..super::super::layout::MAX_SEATS)
         .map(|seat| (seat, 1, process.as_fd()))
         .collect();
-    hand_over(&host, &NONCE, fd.as_fd(), &list).unwrap();
+    hand_over(&host, &NONCE, fd.as_fd(), None, &list).unwrap();
     assert_eq!(receive(&mut member).unwrap().members.len(), list.len());
 }
 

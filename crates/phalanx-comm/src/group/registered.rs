@@ -1,0 +1,152 @@
+//! Blocking collectives on buckets.
+//!
+//! The same operations as on slices, but the other ranks may read and write
+//! the memory in place where it is registered: a slice is borrowed by its
+//! caller meanwhile, a bucket is given to the operation as a whole.
+//!
+//! After an error a bucket is a new one, of zeros, on the heap: a rank that has
+//! not heard of the failure yet may still be at the old memory, which is not
+//! used again while the group lives.
+
+use super::collectives::{both, in_place};
+use super::{Call, ProcessGroup};
+use crate::exec::Operation;
+use crate::host::Buffers;
+use crate::{Bucket, Element, ErrorKind, ReduceOp, Result};
+
+impl ProcessGroup {
+    /// [`ProcessGroup::all_reduce_with`] on a bucket, without a copy when it
+    /// is registered on all ranks.
+    ///
+    /// *Cost:* 2 synchronisations; each rank reads `1/P` of all ranks' data
+    /// and writes it to all.
+    ///
+    /// # Errors
+    ///
+    /// As [`ProcessGroup::all_reduce_with`].
+    pub fn all_reduce_bucket<T: Element>(
+        &self,
+        data: &mut Bucket<T>,
+        op: ReduceOp,
+        call: &Call,
+    ) -> Result<()> {
+        let operation = self.ask_all_reduce::<T>(data.len(), op, call)?;
+        self.now_on_bucket(&operation, data)
+    }
+
+    /// [`ProcessGroup::broadcast`] on a bucket, without staging when the
+    /// root's is registered.
+    ///
+    /// # Errors
+    ///
+    /// As [`ProcessGroup::broadcast`].
+    pub fn broadcast_bucket<T: Element>(&self, data: &mut Bucket<T>, root: usize) -> Result<()> {
+        let operation = self.ask_broadcast::<T>(data.len(), root, &Call::default())?;
+        self.now_on_bucket(&operation, data)
+    }
+
+    /// [`ProcessGroup::reduce`] on a bucket, without a copy when it is
+    /// registered on all ranks.
+    ///
+    /// # Errors
+    ///
+    /// As [`ProcessGroup::reduce`].
+    pub fn reduce_bucket<T: Element>(
+        &self,
+        data: &mut Bucket<T>,
+        op: ReduceOp,
+        root: usize,
+    ) -> Result<()> {
+        let operation = self.ask_reduce::<T>(data.len(), op, root, &Call::default())?;
+        self.now_on_bucket(&operation, data)
+    }
+
+    /// [`ProcessGroup::all_gather`] on buckets, without staging when the input
+    /// is registered.
+    ///
+    /// # Errors
+    ///
+    /// As [`ProcessGroup::all_gather`].
+    pub fn all_gather_bucket<T: Element>(
+        &self,
+        input: &mut Bucket<T>,
+        output: &mut Bucket<T>,
+    ) -> Result<()> {
+        let operation = self.ask_all_gather::<T>(input.len(), output.len(), &Call::default())?;
+        self.now_on_buckets(&operation, input, output)
+    }
+
+    /// [`ProcessGroup::reduce_scatter`] on buckets, without a copy when the
+    /// input is registered on all ranks.
+    ///
+    /// # Errors
+    ///
+    /// As [`ProcessGroup::reduce_scatter`].
+    pub fn reduce_scatter_bucket<T: Element>(
+        &self,
+        input: &mut Bucket<T>,
+        output: &mut Bucket<T>,
+        op: ReduceOp,
+    ) -> Result<()> {
+        let operation =
+            self.ask_reduce_scatter::<T>(input.len(), output.len(), op, &Call::default())?;
+        self.now_on_buckets(&operation, input, output)
+    }
+
+    /// [`ProcessGroup::all_to_all`] on buckets, without staging when the input
+    /// is registered.
+    ///
+    /// # Errors
+    ///
+    /// As [`ProcessGroup::all_to_all`].
+    pub fn all_to_all_bucket<T: Element>(
+        &self,
+        input: &mut Bucket<T>,
+        output: &mut Bucket<T>,
+    ) -> Result<()> {
+        let operation = self.ask_all_to_all::<T>(input.len(), output.len(), &Call::default())?;
+        self.now_on_buckets(&operation, input, output)
+    }
+
+    fn now_on_bucket<T: Element>(&self, operation: &Operation, data: &mut Bucket<T>) -> Result<()> {
+        // Taken, so that whatever happens nobody else sees it meanwhile.
+        let mut held = std::mem::take(data);
+        let len = held.len();
+        let result = self.now_owned(operation, in_place(&mut held));
+        *data = after(&result, held, len);
+        result
+    }
+
+    fn now_on_buckets<T: Element>(
+        &self,
+        operation: &Operation,
+        input: &mut Bucket<T>,
+        output: &mut Bucket<T>,
+    ) -> Result<()> {
+        let mut held = (std::mem::take(input), std::mem::take(output));
+        let (input_len, output_len) = (held.0.len(), held.1.len());
+        let result = self.now_owned(operation, both(&mut held));
+        *input = after(&result, held.0, input_len);
+        *output = after(&result, held.1, output_len);
+        result
+    }
+
+    /// Runs an operation in this thread on buckets that the caller has taken.
+    fn now_owned(&self, operation: &Operation, buffers: Buffers) -> Result<()> {
+        self.core.queue.run(|executor| {
+            // SAFETY: the memory belongs to buckets that the caller holds and
+            // does not look at until this returns; lengths were checked against the
+            // plan's. After an error `after` drops them.
+            unsafe { executor.run(operation, buffers) }
+        })
+    }
+}
+
+/// What an operation leaves of a bucket of `len` elements.
+fn after<T: Element>(result: &Result<()>, bucket: Bucket<T>, len: usize) -> Bucket<T> {
+    match result {
+        // Refused before it began: nobody has touched it.
+        Err(error) if error.kind() != ErrorKind::Usage => Bucket::zeroed(len),
+        _ => bucket,
+    }
+}

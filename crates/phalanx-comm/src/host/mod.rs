@@ -1,0 +1,197 @@
+//! Collectives directly in the memory that the ranks of one host share.
+//!
+//! No frames, no rings: each rank says in its *cell* what it is doing and how
+//! far it is, and the others read its data where it lies. Who owns a chunk
+//! folds it from all ranks and writes the result to all of them. Algorithms,
+//! protocol, why no byte is overwritten too early, and what was measured are
+//! in `README.md` beside this file.
+//!
+//! | file | does |
+//! |---|---|
+//! | `cell` | what a rank publishes, and how others read it |
+//! | `run` | one operation: publish, wait, compare, time out |
+//! | `reduce` | all-reduce, reduce, reduce-scatter |
+//! | `exchange` | broadcast, all-gather, gather, scatter, all-to-all |
+//! | `arena` | where registered buckets come from |
+
+mod arena;
+mod cell;
+mod counters;
+mod exchange;
+mod reduce;
+mod run;
+
+pub use counters::CollectiveBytes;
+
+pub(crate) use arena::{Arena, Lease};
+pub(crate) use counters::Counters;
+pub(crate) use run::{Buffers, With};
+
+use std::sync::Arc;
+
+use self::run::Run;
+use crate::Result;
+use crate::exec::Operation;
+use crate::kernel::Source;
+use crate::plan::Collective;
+use crate::transport::{Arenas, Interest, Mesh, Segment};
+
+/// Most bytes of one stage when every rank has a core: two stages and two
+/// results of two ranks fit the second-level caches in use.
+const STAGE_BYTES: usize = 256 << 10;
+/// The same when ranks share cores: a synchronisation costs several switches
+/// then, so there should be few.
+const CROWDED_STAGE_BYTES: usize = 1 << 20;
+
+/// One rank's part in the collectives of its host.
+pub(crate) struct Host {
+    segment: Arc<Segment>,
+    arenas: Option<Arc<Arenas>>,
+    /// Ours among them.
+    arena: Option<Arc<Arena>>,
+    me: usize,
+    world: usize,
+    /// How often this rank has published; the same on all ranks in the same
+    /// place of an operation.
+    phase: u64,
+    /// Collectives begun; their parity selects the cell.
+    operations: u64,
+    /// Stages filled; the parity selects the next one.
+    turn: usize,
+    /// Bytes of a stage: what we wish for, then what all agreed on.
+    stage_bytes: usize,
+    agreed: bool,
+    /// Where the peers' data of the current operation lies, checked.
+    offsets: Vec<Option<u64>>,
+    lists: Lists,
+    /// Who is waited for, as the flight recorder reads it.
+    want: Vec<Interest>,
+    counters: Arc<Counters>,
+}
+
+/// Room for the addresses of a fold, kept to allocate it once.
+#[derive(Default)]
+struct Lists {
+    sources: Vec<Source>,
+    intos: Vec<*mut u8>,
+}
+
+// SAFETY: addresses are in it only while a fold runs, which borrows the host,
+// so that it cannot go to another thread meanwhile. What a panic leaves behind
+// is cleared before it is used.
+unsafe impl Send for Lists {}
+
+/// After a failure or a panic a peer may still write to what was in flight:
+/// none of that memory is used again, unless this is lifted.
+struct Quarantine(Option<Arc<Arena>>);
+
+impl Quarantine {
+    fn lift(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Quarantine {
+    fn drop(&mut self) {
+        if let Some(arena) = &self.0 {
+            arena.close();
+        }
+    }
+}
+
+impl Host {
+    /// `None` unless all ranks of the group share this host's memory.
+    /// `segment_bytes` limits the stages; ranks may wish for different ones.
+    pub(crate) fn new(mesh: &Mesh, segment_bytes: usize) -> Option<Host> {
+        let memory = mesh.memory()?;
+        let (me, world) = (mesh.rank(), mesh.world());
+        let most = if mesh.polls() {
+            STAGE_BYTES
+        } else {
+            CROWDED_STAGE_BYTES
+        };
+        Some(Host {
+            arena: memory
+                .arenas
+                .as_ref()
+                .map(|arenas| Arena::new(Arc::clone(arenas), me)),
+            arenas: memory.arenas,
+            me,
+            world,
+            phase: 0,
+            operations: 0,
+            turn: 0,
+            stage_bytes: segment_bytes.min(most).min(memory.segment.stage_capacity()),
+            segment: memory.segment,
+            agreed: false,
+            offsets: vec![None; world],
+            lists: Lists::default(),
+            want: vec![Interest::default(); world],
+            counters: Arc::new(Counters::default()),
+        })
+    }
+
+    /// Where this rank's registered buckets come from.
+    pub(crate) fn arena(&self) -> Option<Arc<Arena>> {
+        self.arena.clone()
+    }
+
+    /// Counts that can be read from any thread.
+    pub(crate) fn counters(&self) -> Arc<Counters> {
+        Arc::clone(&self.counters)
+    }
+
+    /// Whether `operation` is carried out here.
+    pub(crate) fn takes(&self, operation: &Operation) -> bool {
+        operation.automatic
+            && operation.plan.is_none()
+            && operation.collective != Collective::SendRecv
+    }
+
+    /// Runs one operation to its end.
+    ///
+    /// # Safety
+    ///
+    /// As [`Executor::run`](crate::exec::Executor::run).
+    pub(crate) unsafe fn run(&mut self, with: With<'_>, buffers: Buffers) -> Result<()> {
+        let quarantine = Quarantine(self.arena.clone());
+        let collective = with.operation.collective;
+        let mut run = Run::begin(self, with, buffers);
+        run.agree()?;
+        // SAFETY: handed on from the caller.
+        let result = unsafe {
+            match collective {
+                Collective::AllReduce | Collective::Reduce => run.reduce(),
+                Collective::ReduceScatter => run.reduce_scatter(),
+                Collective::Broadcast
+                | Collective::AllGather
+                | Collective::Gather
+                | Collective::Scatter
+                | Collective::AllToAll => run.exchange(),
+                // Nothing but to be there.
+                Collective::Barrier | Collective::Shutdown | Collective::SendRecv => {
+                    run.enter(None)
+                }
+            }
+        };
+        if result.is_ok() {
+            quarantine.lift();
+        }
+        result
+    }
+
+    /// Says that this rank runs an operation by its plan, so that peers who
+    /// wait here for another one find out. An all-reduce of data needs no
+    /// waiting: its plans end on no rank before all have begun, so that cells are not
+    /// overwritten unread.
+    pub(crate) fn announce(&mut self, with: With<'_>) -> Result<()> {
+        let operation = with.operation;
+        let mut run = Run::begin(self, with, Buffers::none());
+        if operation.collective == Collective::AllReduce && operation.count > 0 {
+            run.describe(None);
+            run.publish();
+            return Ok(());
+        }
+        run.enter(None)
+    }
+}

@@ -1,0 +1,354 @@
+//! All-reduce, reduce and reduce-scatter.
+//!
+//! *Order:* canonical; every element is folded once, by one rank, from all
+//! ranks' values in ascending order.
+
+use super::run::Run;
+use crate::Result;
+use crate::kernel;
+use crate::memory::ALIGN_BYTES;
+use crate::plan::Collective;
+
+impl Run<'_> {
+    /// All-reduce and reduce, where data is replaced in place.
+    ///
+    /// | data | steps | bytes copied per rank |
+    /// |---|---|---|
+    /// | small | 1: copy to own stage; then everyone folds all stages | n |
+    /// | all registered | 2: owners fold their chunk where it lies, and write it to all | 0 |
+    /// | otherwise | S + 1 for S segments: stage segment i, fold i − 1, fetch i − 2 | 2n(1 − 1/P) |
+    ///
+    /// # Safety
+    ///
+    /// As [`Executor::run`](crate::exec::Executor::run).
+    pub(super) unsafe fn reduce(&mut self) -> Result<()> {
+        let (count, bytes) = (self.operation.count, self.operation.count * self.elem_bytes);
+        if bytes <= self.one_round_bytes() {
+            // SAFETY: handed on from the caller.
+            return unsafe { self.reduce_small(bytes) };
+        }
+        let data = self.buffers.output;
+        let offset = self.offset_of(data, bytes);
+        let segment = self.host.stage_bytes / self.elem_bytes;
+        let segments = count.div_ceil(segment);
+        let piece = |i: usize| i * segment..count.min((i + 1) * segment);
+        if offset.is_none() {
+            // SAFETY: the data is the caller's; our next stage has been read
+            // by everyone (README.md, "why nothing is overwritten too early").
+            unsafe { self.stage_for_owners(piece(0), 0) };
+        }
+        self.enter(offset)?;
+        if self.host.offsets.iter().all(Option::is_some) {
+            let mine = self.chunks(count).range(self.host.me);
+            // SAFETY: all are here and none touches its data; nobody but us
+            // touches chunk `me` on any rank before the next step.
+            unsafe { self.fold_chunk(mine, None, 0) };
+            return self.step();
+        }
+        for i in 1..=segments {
+            // SAFETY: as told in README.md: what is staged, folded and fetched
+            // here are three different segments, and stages and results are
+            // used in turn.
+            unsafe {
+                if i < segments && offset.is_none() {
+                    self.stage_for_owners(piece(i), i);
+                }
+                self.fold_piece(piece(i - 1), i - 1);
+                if i >= 2 && offset.is_none() {
+                    self.fetch_results(piece(i - 2), i - 2);
+                }
+            }
+            self.step()?;
+        }
+        if offset.is_none() {
+            // SAFETY: as above; the others write no result before they have
+            // seen us in the next operation.
+            unsafe { self.fetch_results(piece(segments - 1), segments - 1) };
+        }
+        self.host.turn += segments;
+        Ok(())
+    }
+
+    /// Up to this size one synchronisation is saved at the price of folding
+    /// everything everywhere.
+    fn one_round_bytes(&self) -> usize {
+        crate::select::one_round_max_bytes(self.host.world).min(self.host.stage_bytes)
+    }
+
+    /// Whether `rank` gets the result.
+    fn receives(&self, rank: usize) -> bool {
+        self.operation.collective != Collective::Reduce || rank == self.operation.root
+    }
+
+    /// # Safety
+    ///
+    /// As [`Run::reduce`].
+    unsafe fn reduce_small(&mut self, bytes: usize) -> Result<()> {
+        let (me, turn, data) = (self.host.me, self.host.turn, self.buffers.output);
+        let place = self.stage(me, turn, bytes);
+        // SAFETY: the data is the caller's; our next stage and cell have been
+        // read by everyone.
+        unsafe { self.copy_staged(data, place, bytes) };
+        self.enter(None)?;
+        if self.receives(me) && bytes > 0 {
+            let mut lists = std::mem::take(&mut self.host.lists);
+            lists.sources.clear();
+            let places = (0..self.host.world).map(|rank| match rank == me {
+                true => data.cast_const(),
+                false => self.stage(rank, turn, bytes).cast_const(),
+            });
+            lists.sources.extend(places);
+            // SAFETY: everyone has published its data and none writes there
+            // before it has seen us in the next operation.
+            unsafe { self.fold(&[data], &lists.sources, self.operation.count) };
+            self.host.lists = lists;
+        }
+        self.host.turn += 1;
+        Ok(())
+    }
+
+    /// Copies what others own of the elements `piece` to our stage number
+    /// `turn` of this operation.
+    ///
+    /// # Safety
+    ///
+    /// The data is the caller's, and nobody reads that stage.
+    unsafe fn stage_for_owners(&mut self, piece: std::ops::Range<usize>, turn: usize) {
+        let chunks = self.chunks(piece.len());
+        let mine = chunks.range(self.host.me);
+        let stage = self.stage(self.host.me, self.host.turn + turn, usize::MAX);
+        let bytes = |elems: usize| elems * self.elem_bytes;
+        for part in [0..mine.start, mine.end..piece.len()] {
+            // SAFETY: the piece is inside the data and no longer than a stage.
+            unsafe {
+                self.copy_staged(
+                    self.buffers.output.add(bytes(piece.start + part.start)),
+                    stage.add(bytes(part.start)),
+                    bytes(part.len()),
+                );
+            }
+        }
+    }
+
+    /// Folds what we own of the elements `piece`, segment number `turn`.
+    ///
+    /// # Safety
+    ///
+    /// The segment is staged, and nobody else touches our chunk of it.
+    unsafe fn fold_piece(&mut self, piece: std::ops::Range<usize>, turn: usize) {
+        let mine = self.chunks(piece.len()).range(self.host.me);
+        // SAFETY: handed on from the caller.
+        unsafe {
+            self.fold_chunk(
+                piece.start + mine.start..piece.start + mine.end,
+                Some(mine.start),
+                turn,
+            );
+        }
+    }
+
+    /// Folds the elements `range`, which we own, from all ranks; writes them
+    /// to all ranks that get the result and said where, and, when others get
+    /// it too, to our result number `turn`. `in_stage` is where unregistered
+    /// ranks have staged them; `None` when all are registered.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Run::fold_piece`].
+    unsafe fn fold_chunk(
+        &mut self,
+        range: std::ops::Range<usize>,
+        in_stage: Option<usize>,
+        turn: usize,
+    ) {
+        if range.is_empty() {
+            return;
+        }
+        let mut lists = std::mem::take(&mut self.host.lists);
+        lists.sources.clear();
+        lists.intos.clear();
+        let at = range.start * self.elem_bytes;
+        let staged_at = in_stage.unwrap_or(0) * self.elem_bytes;
+        let mut to_result = false;
+        for rank in 0..self.host.world {
+            let place = match self.registered(rank) {
+                _ if rank == self.host.me => Some(self.buffers.output),
+                place => place,
+            };
+            match place {
+                Some(data) => {
+                    // SAFETY: the range lies inside the data.
+                    let data = unsafe { data.add(at) };
+                    lists.sources.push(data);
+                    if self.receives(rank) {
+                        lists.intos.push(data);
+                    }
+                }
+                None => {
+                    let stage = self.stage(rank, self.host.turn + turn, usize::MAX);
+                    // SAFETY: the chunk lies inside the stage.
+                    lists.sources.push(unsafe { stage.add(staged_at) });
+                    to_result |= self.receives(rank);
+                }
+            }
+        }
+        if to_result {
+            let result = self.result(self.host.me, turn);
+            // SAFETY: a result is as large as a stage.
+            lists.intos.push(unsafe { result.add(staged_at) });
+        }
+        // SAFETY: handed on from the caller. Destinations are sources or
+        // results, which are no sources.
+        unsafe { self.fold(&lists.intos, &lists.sources, range.len()) };
+        self.host.lists = lists;
+    }
+
+    /// # Safety
+    ///
+    /// As [`kernel::fold_to_many`], for `count` elements of the operation's type.
+    unsafe fn fold(&mut self, intos: &[*mut u8], sources: &[kernel::Source], count: usize) {
+        let (Some(dtype), Some(op)) = (self.operation.dtype, self.operation.op) else {
+            // Only collectives that reduce come here; these have both.
+            unreachable!("a fold in {}", self.operation.collective.name())
+        };
+        let began = self.with.flight.fold_begins();
+        // SAFETY: handed on from the caller; that the op supports the type was
+        // checked when the operation was asked for.
+        unsafe {
+            kernel::fold_to_many(dtype, op, intos, sources, count, Some(self.host.world));
+        }
+        self.with.flight.folded(began);
+        let bytes = count * self.elem_bytes * sources.len();
+        self.host.counters.folded(bytes);
+    }
+
+    /// Fetches what others own of the elements `piece` from their results,
+    /// unless they wrote it to us.
+    ///
+    /// # Safety
+    ///
+    /// The segment number `turn` is folded, and nobody else touches our data.
+    unsafe fn fetch_results(&mut self, piece: std::ops::Range<usize>, turn: usize) {
+        if !self.receives(self.host.me) {
+            return;
+        }
+        let chunks = self.chunks(piece.len());
+        let bytes = |elems: usize| elems * self.elem_bytes;
+        for owner in (0..self.host.world).filter(|&rank| rank != self.host.me) {
+            let part = chunks.range(owner);
+            // SAFETY: a result is as large as a stage, and the piece lies
+            // inside the data.
+            unsafe {
+                self.copy_staged(
+                    self.result(owner, turn).add(bytes(part.start)),
+                    self.buffers.output.add(bytes(piece.start + part.start)),
+                    bytes(part.len()),
+                );
+            }
+        }
+    }
+
+    /// Reduce-scatter: rank r gets part r of the reduction.
+    ///
+    /// | inputs | steps | bytes copied per rank |
+    /// |---|---|---|
+    /// | all registered | 2: fold our part from where all inputs lie | 0 |
+    /// | otherwise | S for S segments (+ 1 if some are registered): stage segment i of every part, fold i − 1 of ours | n(P − 1) |
+    ///
+    /// # Safety
+    ///
+    /// As [`Executor::run`](crate::exec::Executor::run).
+    pub(super) unsafe fn reduce_scatter(&mut self) -> Result<()> {
+        let (me, world, count) = (self.host.me, self.host.world, self.operation.count);
+        let part_bytes = count * self.elem_bytes;
+        let total = part_bytes * world;
+        let offset = self.offset_of(self.buffers.input, total);
+        // Of every part as much as fits, in whole lines.
+        let slot_bytes = self.host.stage_bytes / world / ALIGN_BYTES * ALIGN_BYTES;
+        let slot = slot_bytes / self.elem_bytes;
+        let segments = count.div_ceil(slot);
+        let piece = |i: usize| i * slot..count.min((i + 1) * slot);
+        // Tiny data is packed into the cell.
+        let stride = if segments == 1 {
+            part_bytes
+        } else {
+            slot_bytes
+        };
+        if offset.is_none() && count > 0 {
+            // SAFETY: our next stage has been read by everyone.
+            unsafe { self.stage_parts(piece(0), stride, 0, total) };
+        }
+        self.enter(offset)?;
+        if count == 0 {
+            return Ok(());
+        }
+        let some_registered = self.host.offsets.iter().any(Option::is_some);
+        let in_place = self.host.offsets.iter().all(Option::is_some);
+        let rounds = if in_place { 1 } else { segments };
+        for i in 1..=rounds {
+            let from = if in_place { 0..count } else { piece(i - 1) };
+            let mut lists = std::mem::take(&mut self.host.lists);
+            lists.sources.clear();
+            let at = me * part_bytes + from.start * self.elem_bytes;
+            // SAFETY: what is staged and what is folded are different segments
+            // in different stages; offsets lie inside inputs and stages.
+            unsafe {
+                if i < rounds && offset.is_none() {
+                    self.stage_parts(piece(i), stride, i, total);
+                }
+                for rank in 0..world {
+                    let source = match self.registered(rank) {
+                        _ if rank == me => self.buffers.input.add(at),
+                        Some(input) => input.add(at).cast_const(),
+                        None => {
+                            let stage = self.stage(rank, self.host.turn + i - 1, total);
+                            stage.add(me * stride).cast_const()
+                        }
+                    };
+                    lists.sources.push(source);
+                }
+                let into = self.buffers.output.add(from.start * self.elem_bytes);
+                self.fold(&[into], &lists.sources, from.len());
+            }
+            self.host.lists = lists;
+            // Registered inputs are read until here.
+            if i < rounds || some_registered {
+                self.step()?;
+            }
+        }
+        if !in_place {
+            self.host.turn += segments;
+        }
+        Ok(())
+    }
+
+    /// Copies the elements `piece` of every part but ours to our stage number
+    /// `turn` of this operation.
+    ///
+    /// # Safety
+    ///
+    /// The input is the caller's, and nobody reads that stage.
+    pub(super) unsafe fn stage_parts(
+        &mut self,
+        piece: std::ops::Range<usize>,
+        stride: usize,
+        turn: usize,
+        total: usize,
+    ) {
+        let part_bytes = self.operation.count * self.elem_bytes;
+        let stage = self.stage(self.host.me, self.host.turn + turn, total);
+        for rank in (0..self.host.world).filter(|&rank| rank != self.host.me) {
+            // SAFETY: the piece lies inside every part, and `world` strides
+            // inside the stage.
+            unsafe {
+                self.copy_staged(
+                    self.buffers
+                        .input
+                        .add(rank * part_bytes + piece.start * self.elem_bytes),
+                    stage.add(rank * stride),
+                    piece.len() * self.elem_bytes,
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,337 @@
+//! One operation of one rank: where its memory is, what it has published,
+//! whom it waits for.
+
+use super::Host;
+use super::cell::{Cell, PAYLOAD_BYTES};
+use crate::exec::{Deadline, Operation, Signature, Told};
+use crate::memory::ALIGN_BYTES;
+use crate::plan::{Chunks, Spec};
+use crate::recorder::Flight;
+use crate::transport::Mesh;
+use crate::wait::Bell;
+use crate::{DType, Error, ErrorKind, Result};
+
+/// Looks at the others' cells before the clock is read for the first time:
+/// the others are mostly there within a microsecond.
+const QUICK_LOOKS: u32 = 64;
+
+/// Base addresses of an operation's buffers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Buffers {
+    pub(crate) input: *const u8,
+    pub(crate) output: *mut u8,
+    /// Whether no reference into them exists, so that other ranks may read
+    /// and write them where they lie in our arena.
+    pub(crate) exposed: bool,
+}
+
+impl Buffers {
+    pub(crate) fn none() -> Buffers {
+        Buffers {
+            input: std::ptr::null(),
+            output: std::ptr::null_mut(),
+            exposed: false,
+        }
+    }
+}
+
+/// What an operation is, and what it runs with.
+pub(crate) struct With<'a> {
+    pub(crate) mesh: &'a mut Mesh,
+    pub(crate) flight: &'a mut Flight,
+    pub(crate) operation: &'a Operation,
+    pub(crate) signature: &'a Signature,
+    pub(crate) deadline: &'a Deadline,
+}
+
+/// An operation in progress.
+pub(super) struct Run<'a> {
+    pub(super) host: &'a mut Host,
+    pub(super) operation: &'a Operation,
+    pub(super) buffers: Buffers,
+    pub(super) elem_bytes: usize,
+    pub(super) with: With<'a>,
+    /// Which of the two cells is used.
+    which: usize,
+    /// Synchronisations done.
+    step: usize,
+}
+
+impl<'a> Run<'a> {
+    pub(super) fn begin(host: &'a mut Host, with: With<'a>, buffers: Buffers) -> Run<'a> {
+        let which = (host.operations % 2) as usize;
+        host.operations += 1;
+        host.offsets.fill(None);
+        Run {
+            host,
+            operation: with.operation,
+            buffers,
+            elem_bytes: with.operation.dtype.map_or(1, DType::size_bytes),
+            with,
+            which,
+            step: 0,
+        }
+    }
+
+    /// Before the first operation: how large a stage is.
+    pub(super) fn agree(&mut self) -> Result<()> {
+        if self.host.agreed {
+            return Ok(());
+        }
+        self.enter(None)?;
+        self.step = 0;
+        let least = (0..self.host.world)
+            .map(|rank| self.cell(rank).wish())
+            .min()
+            .unwrap_or(0);
+        // Every rank has a line in it, and no peer makes us write beyond it.
+        let line = |bytes: usize| bytes / ALIGN_BYTES * ALIGN_BYTES;
+        self.host.stage_bytes = line(least)
+            .max(ALIGN_BYTES * self.host.world)
+            .min(line(self.host.segment.stage_capacity()));
+        self.host.agreed = true;
+        Ok(())
+    }
+
+    fn cell(&self, rank: usize) -> Cell<'_> {
+        Cell::new(&self.host.segment, rank, self.which)
+    }
+
+    fn bell(&self, rank: usize) -> Bell<'_> {
+        self.host.segment.bell(rank)
+    }
+
+    /// Writes what this rank is doing. `offset` is where its data lies in its
+    /// arena.
+    pub(super) fn describe(&self, offset: Option<u64>) {
+        self.cell(self.host.me).describe(
+            self.with.signature.words(),
+            offset,
+            self.host.stage_bytes,
+        );
+    }
+
+    /// Says that everything up to here is done. True if all others are there.
+    pub(super) fn publish(&mut self) -> bool {
+        self.host.phase += 1;
+        let phase = self.host.phase;
+        self.cell(self.host.me).publish(phase);
+        // Everyone waits for the same: that all have come as far. Of several
+        // that publish at the same time, the last in the order of sequential
+        // consistency sees all others, so somebody wakes the sleepers.
+        let all = self.all_there();
+        if all {
+            for rank in 0..self.host.world {
+                if rank != self.host.me {
+                    self.bell(rank).ring();
+                }
+            }
+        }
+        all
+    }
+
+    fn is_there(&self, rank: usize) -> bool {
+        self.cell(rank).phase() >= self.host.phase
+    }
+
+    fn all_there(&self) -> bool {
+        (0..self.host.world).all(|rank| rank == self.host.me || self.is_there(rank))
+    }
+
+    /// Publishes what this rank is doing, waits until all have come, and
+    /// compares.
+    pub(super) fn enter(&mut self, offset: Option<u64>) -> Result<()> {
+        self.describe(offset);
+        self.step()?;
+        self.compare()?;
+        self.learn_offsets()
+    }
+
+    /// Publishes that this rank is as far as here, and waits for the others.
+    pub(super) fn step(&mut self) -> Result<()> {
+        if !self.publish() && !self.look() {
+            self.wait()?;
+        }
+        self.step += 1;
+        Ok(())
+    }
+
+    fn look(&self) -> bool {
+        let looks = if self.with.mesh.polls() {
+            QUICK_LOOKS
+        } else {
+            0
+        };
+        (0..looks).any(|_| {
+            std::hint::spin_loop();
+            self.all_there()
+        })
+    }
+
+    fn wait(&mut self) -> Result<()> {
+        let until = self.with.deadline.at(self.step);
+        for spins in 0.. {
+            if self.all_there() {
+                break;
+            }
+            if self.step == 0 {
+                // Who is there and does something else will not come.
+                self.compare()?;
+            }
+            if std::time::Instant::now() >= until {
+                return Err(self.timeout());
+            }
+            if self.with.flight.notes_wait(spins) {
+                self.note_missing();
+            }
+            let (segment, which, phase) = (&self.host.segment, self.which, self.host.phase);
+            let me = self.host.me;
+            self.with.mesh.idle_for(spins, until, |rank| {
+                rank != me && Cell::new(segment, rank, which).phase() < phase
+            })?;
+        }
+        self.with.flight.progress();
+        Ok(())
+    }
+
+    /// Tells the flight recorder who is waited for.
+    fn note_missing(&mut self) {
+        for rank in 0..self.host.world {
+            self.host.want[rank].recv = rank != self.host.me && !self.is_there(rank);
+        }
+        self.with.flight.waiting(&self.host.want, self.host.world);
+    }
+
+    /// Names exactly the ranks that have not come as far.
+    fn timeout(&mut self) -> Error {
+        self.note_missing();
+        let missing = (0..self.host.world).filter(|&rank| self.host.want[rank].recv);
+        let excuse = self.with.flight.excuse(self.with.signature);
+        self.with.deadline.missed(missing, self.step, excuse)
+    }
+
+    /// Compares with what those do who are there.
+    fn compare(&self) -> Result<()> {
+        let mine = self.with.signature.words();
+        for rank in 0..self.host.world {
+            if rank == self.host.me || !self.is_there(rank) {
+                continue;
+            }
+            let theirs = self.cell(rank).signature();
+            if theirs != mine {
+                return Err(Error::new(
+                    ErrorKind::Desync,
+                    format!(
+                        "ranks are in different operations: rank {} called {}, rank {rank} called {}",
+                        self.host.me,
+                        self.with.signature,
+                        Told(theirs)
+                    ),
+                )
+                .with_peer(rank));
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads where the others' data lies. What they say is checked here, once,
+    /// against the size of their data, which follows from the operation.
+    fn learn_offsets(&mut self) -> Result<()> {
+        for rank in 0..self.host.world {
+            let Some(offset) = self.cell(rank).offset() else {
+                continue;
+            };
+            let bytes = self.exposed_bytes(rank);
+            let inside = offset.is_multiple_of(ALIGN_BYTES as u64)
+                && self
+                    .host
+                    .arenas
+                    .as_ref()
+                    .is_some_and(|arenas| arenas.at(rank, offset, bytes).is_some());
+            if !inside {
+                return Err(Error::protocol(
+                    rank,
+                    format!(
+                        "rank {rank} cannot be trusted: it says that {bytes} bytes lie at {offset} \
+                         of its shared memory"
+                    ),
+                ));
+            }
+            self.host.offsets[rank] = Some(offset);
+        }
+        Ok(())
+    }
+
+    /// Bytes of the buffer of `rank` that others access.
+    fn exposed_bytes(&self, rank: usize) -> usize {
+        let spec = self.spec(self.operation.count);
+        let elems = if self.operation.collective.in_place() {
+            spec.output_elems(rank)
+        } else {
+            spec.input_elems(rank)
+        };
+        elems * self.elem_bytes
+    }
+
+    fn spec(&self, count: usize) -> Spec {
+        Spec {
+            method: self.operation.method,
+            world: self.host.world,
+            count,
+            elem_bytes: self.elem_bytes,
+            root: self.operation.root,
+            target: self.operation.target,
+        }
+    }
+
+    /// How `count` elements are shared among the owners.
+    pub(super) fn chunks(&self, count: usize) -> Chunks {
+        self.spec(count).chunks()
+    }
+
+    /// Where the `bytes` at `start` lie in our arena, if others may access
+    /// them there.
+    pub(super) fn offset_of(&self, start: *const u8, bytes: usize) -> Option<u64> {
+        if !self.buffers.exposed {
+            return None;
+        }
+        let arenas = self.host.arenas.as_ref()?;
+        let base = arenas.at(self.host.me, 0, 0)?.addr();
+        let offset = start.addr().checked_sub(base)? as u64;
+        arenas.at(self.host.me, offset, bytes).map(|_| offset)
+    }
+
+    /// The data of `rank`, if it said where it lies.
+    pub(super) fn registered(&self, rank: usize) -> Option<*mut u8> {
+        let arenas = self.host.arenas.as_ref()?;
+        arenas.at(rank, self.host.offsets[rank]?, self.exposed_bytes(rank))
+    }
+
+    /// Stage number `turn` of `rank`, or for tiny data its cell.
+    pub(super) fn stage(&self, rank: usize, turn: usize, total_bytes: usize) -> *mut u8 {
+        if total_bytes <= PAYLOAD_BYTES {
+            self.cell(rank).payload()
+        } else {
+            self.host.segment.stage(rank, turn % 2)
+        }
+    }
+
+    /// Result number `turn` of `rank` in this operation.
+    pub(super) fn result(&self, rank: usize, turn: usize) -> *mut u8 {
+        self.host.segment.result(rank, turn % 2)
+    }
+
+    /// Copies into or out of memory that others access.
+    ///
+    /// # Safety
+    ///
+    /// `bytes` at `from` are readable, as many at `into` writable, disjoint,
+    /// and touched by nobody else meanwhile.
+    pub(super) unsafe fn copy_staged(&self, from: *const u8, into: *mut u8, bytes: usize) {
+        if bytes > 0 {
+            // SAFETY: handed on from the caller.
+            unsafe { std::ptr::copy_nonoverlapping(from, into, bytes) };
+            self.host.counters.staged(bytes);
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! The memory from which the ranks of one host take their buckets: one arena
+//! per rank, all in one object that all of them map.
+//!
+//! It is sparse: pages exist once they are touched. So it can be far larger
+//! than what any model needs, and never has to grow (a mapping that grows
+//! would have to be announced to all peers).
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::process::{Resource, getrlimit};
+
+use super::region::{HUGE_BYTES, Region};
+use super::shm;
+
+/// Address space of one rank's arena. Gradients of four billion parameters.
+const ARENA_MAX_BYTES: usize = 16 << 30;
+/// Address space of all arenas of a host: 1/128 of what x86-64 has.
+const TOTAL_MAX_BYTES: usize = 1 << 40;
+/// Where address space is scarcer than this, there is no arena.
+const ARENA_MIN_BYTES: usize = 64 << 20;
+
+/// All arenas of a host, as one rank maps them.
+pub(crate) struct Arenas {
+    region: Region,
+    each_bytes: usize,
+    /// Whether pages belong to an object that other processes map.
+    shared: bool,
+}
+
+impl Arenas {
+    /// Arenas among threads of this process; `None` where the system refuses.
+    pub(super) fn private(seats: usize, requested: Option<usize>) -> Option<Arenas> {
+        let mut each = first_size(seats, requested)?;
+        loop {
+            if let Ok(region) = Region::sparse(each * seats) {
+                return Some(Arenas {
+                    region,
+                    each_bytes: each,
+                    shared: false,
+                });
+            }
+            each = smaller(each)?;
+        }
+    }
+
+    /// Arenas that other processes will map, and the descriptor to hand out.
+    pub(super) fn create(seats: usize, requested: Option<usize>) -> Option<(OwnedFd, Arenas)> {
+        // Beyond the limit `ftruncate` would not fail but kill us (SIGXFSZ).
+        let limit = getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX);
+        let mut each = first_size(seats, requested)?;
+        loop {
+            if (each * seats) as u64 <= limit
+                && let Ok(fd) = shm::sealed_memfd("phalanx-buckets", each * seats)
+                && let Ok(region) = Region::shared_sparse(fd.as_fd(), each * seats)
+            {
+                let arenas = Arenas {
+                    region,
+                    each_bytes: each,
+                    shared: true,
+                };
+                return Some((fd, arenas));
+            }
+            each = smaller(each)?;
+        }
+    }
+
+    /// The arenas that another process made. The error says what is wrong.
+    pub(super) fn open(fd: &OwnedFd, seats: usize) -> Result<Arenas, String> {
+        let bytes = shm::sealed_size(fd, TOTAL_MAX_BYTES)?;
+        let each_bytes = bytes / seats.max(1);
+        if each_bytes * seats != bytes || each_bytes == 0 || !each_bytes.is_multiple_of(HUGE_BYTES)
+        {
+            return Err(format!(
+                "{bytes} bytes cannot be the arenas of {seats} ranks"
+            ));
+        }
+        let region = Region::shared_sparse(fd.as_fd(), bytes)
+            .map_err(|e| format!("mmap of {bytes} bytes for buckets: {e}"))?;
+        Ok(Arenas {
+            region,
+            each_bytes,
+            shared: true,
+        })
+    }
+
+    /// Size of each arena.
+    pub(crate) fn each_bytes(&self) -> usize {
+        self.each_bytes
+    }
+
+    /// Whether pages belong to an object that other processes map.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.shared
+    }
+
+    /// The mapping, and where the arena of `seat` begins in it.
+    pub(crate) fn of(&self, seat: usize) -> (&Region, usize) {
+        (&self.region, seat * self.each_bytes)
+    }
+
+    /// Address of `bytes` bytes at `offset` of the arena of `seat`; `None`
+    /// when they are not inside, whoever says they are.
+    pub(crate) fn at(&self, seat: usize, offset: u64, bytes: usize) -> Option<*mut u8> {
+        let offset = usize::try_from(offset).ok()?;
+        let end = offset.checked_add(bytes)?;
+        (end <= self.each_bytes)
+            .then(|| self.region.bytes_at(seat * self.each_bytes + offset, bytes))
+    }
+}
+
+/// The size to try first; `None` when no arena is wanted.
+fn first_size(seats: usize, requested: Option<usize>) -> Option<usize> {
+    let most = ARENA_MAX_BYTES.min(TOTAL_MAX_BYTES / seats.max(1));
+    let bytes = match requested {
+        Some(0) => return None,
+        Some(bytes) => bytes.min(most),
+        None => most,
+    };
+    Some(bytes.max(1).next_multiple_of(HUGE_BYTES))
+}
+
+/// The size to try when `bytes` were refused.
+fn smaller(bytes: usize) -> Option<usize> {
+    let half = bytes / 2 / HUGE_BYTES * HUGE_BYTES;
+    (half >= ARENA_MIN_BYTES).then_some(half)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_outside_an_arena_have_no_address() {
+        let arenas = Arenas::private(3, Some(1)).unwrap();
+        let each = arenas.each_bytes();
+        assert_eq!(each, HUGE_BYTES);
+        for (offset, bytes, inside) in [
+            (0, each, true),
+            (each as u64, 0, true),
+            (0, each + 1, false),
+            (1, each, false),
+            (each as u64 + 1, 0, false),
+            (u64::MAX, 0, false),
+            (u64::MAX, usize::MAX, false),
+            (8, usize::MAX - 4, false),
+        ] {
+            let found = arenas.at(1, offset, bytes);
+            assert_eq!(found.is_some(), inside, "{offset} {bytes}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_arena_is_refused() {
+        let (fd, _) = Arenas::create(2, Some(4 << 20)).unwrap();
+        assert_eq!(Arenas::open(&fd, 2).unwrap().each_bytes(), 4 << 20);
+        assert!(Arenas::open(&fd, 3).is_err(), "no multiple");
+        let small = shm::sealed_memfd("small", 4096).unwrap();
+        assert!(Arenas::open(&small, 1).is_err(), "too small");
+        let pipe = rustix::pipe::pipe().unwrap().0;
+        assert!(Arenas::open(&pipe, 1).is_err(), "no memfd");
+        let open = rustix::fs::memfd_create("open", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&open, 4 << 20).unwrap();
+        let error = Arenas::open(&open, 2).err().unwrap();
+        assert!(error.contains("not sealed"), "{error}");
+    }
+
+    #[test]
+    fn no_arena_where_none_is_wanted() {
+        assert!(Arenas::private(2, Some(0)).is_none());
+        assert!(Arenas::create(2, Some(0)).is_none());
+    }
+}
