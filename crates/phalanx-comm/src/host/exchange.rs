@@ -81,7 +81,7 @@ impl Run<'_> {
         let offset = shows
             .then(|| self.offset_of(self.buffers.input, total))
             .flatten();
-        let slot = self.host.stage_bytes / parts / ALIGN_BYTES * ALIGN_BYTES;
+        let slot = self.segment_bytes(total) / parts / ALIGN_BYTES * ALIGN_BYTES;
         let segments = part.div_ceil(slot);
         let piece = |i: usize| i * slot..part.min((i + 1) * slot);
         // Tiny data is packed into the cell.

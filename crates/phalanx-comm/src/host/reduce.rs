@@ -3,6 +3,7 @@
 //! *Order:* canonical; every element is folded once, by one rank, from all
 //! ranks' values in ascending order.
 
+use super::COPIED_MAX_BYTES;
 use super::run::Run;
 use crate::Result;
 use crate::kernel;
@@ -14,7 +15,7 @@ impl Run<'_> {
     ///
     /// | data | steps | bytes copied per rank |
     /// |---|---|---|
-    /// | small | 1: copy to own stage; then everyone folds all stages | n |
+    /// | small, none registered (or very small) | 1: copy to own stage; then everyone folds all stages | n |
     /// | all registered | 2: owners fold their chunk where it lies, and write it to all | 0 |
     /// | otherwise | S + 1 for S segments: stage segment i, fold i − 1, fetch i − 2 | 2n(1 − 1/P) |
     ///
@@ -23,21 +24,37 @@ impl Run<'_> {
     /// As [`Executor::run`](crate::exec::Executor::run).
     pub(super) unsafe fn reduce(&mut self) -> Result<()> {
         let (count, bytes) = (self.operation.count, self.operation.count * self.elem_bytes);
-        if bytes <= self.one_round_bytes() {
-            // SAFETY: handed on from the caller.
-            return unsafe { self.reduce_small(bytes) };
-        }
         let data = self.buffers.output;
-        let offset = self.offset_of(data, bytes);
-        let segment = self.host.stage_bytes / self.elem_bytes;
-        let segments = count.div_ceil(segment);
+        let offset = match bytes <= self.copied_bytes() {
+            true => None,
+            false => self.offset_of(data, bytes),
+        };
+        let in_one_round = bytes <= self.one_round_bytes();
+        let segment = match in_one_round {
+            true => count,
+            false => self.segment_bytes(bytes) / self.elem_bytes,
+        };
+        let segments = count.div_ceil(segment.max(1));
         let piece = |i: usize| i * segment..count.min((i + 1) * segment);
         if offset.is_none() {
-            // SAFETY: the data is the caller's; our next stage has been read
+            // SAFETY: the data is the caller's; our next stage and cell have been read
             // by everyone (README.md, "why nothing is overwritten too early").
-            unsafe { self.stage_for_owners(piece(0), 0) };
+            unsafe {
+                if in_one_round {
+                    let stage = self.stage(self.host.me, self.host.turn, bytes);
+                    self.copy_staged(data, stage, bytes);
+                } else {
+                    self.stage_for_owners(piece(0), 0);
+                }
+            }
         }
         self.enter(offset)?;
+        if in_one_round && self.host.offsets.iter().all(Option::is_none) {
+            // SAFETY: handed on from the caller, and everyone has staged all.
+            unsafe { self.fold_everything(bytes) };
+            self.host.turn += 1;
+            return Ok(());
+        }
         if self.host.offsets.iter().all(Option::is_some) {
             let mine = self.chunks(count).range(self.host.me);
             // SAFETY: all are here and none touches its data; nobody but us
@@ -70,9 +87,17 @@ impl Run<'_> {
     }
 
     /// Up to this size one synchronisation is saved at the price of folding
-    /// everything everywhere.
+    /// everything everywhere, where nobody's data is registered.
     fn one_round_bytes(&self) -> usize {
         crate::select::one_round_max_bytes(self.host.world).min(self.host.stage_bytes)
+    }
+
+    /// Up to this size it is saved where data is registered, too.
+    fn copied_bytes(&self) -> usize {
+        match self.host.is_crowded() {
+            true => self.one_round_bytes(),
+            false => self.one_round_bytes().min(COPIED_MAX_BYTES),
+        }
     }
 
     /// Whether `rank` gets the result.
@@ -80,31 +105,27 @@ impl Run<'_> {
         self.operation.collective != Collective::Reduce || rank == self.operation.root
     }
 
+    /// Folds all of everyone's data, staged as a whole.
+    ///
     /// # Safety
     ///
-    /// As [`Run::reduce`].
-    unsafe fn reduce_small(&mut self, bytes: usize) -> Result<()> {
+    /// As [`Run::reduce`], and everyone has staged its data.
+    unsafe fn fold_everything(&mut self, bytes: usize) {
         let (me, turn, data) = (self.host.me, self.host.turn, self.buffers.output);
-        let place = self.stage(me, turn, bytes);
-        // SAFETY: the data is the caller's; our next stage and cell have been
-        // read by everyone.
-        unsafe { self.copy_staged(data, place, bytes) };
-        self.enter(None)?;
-        if self.receives(me) && bytes > 0 {
-            let mut lists = std::mem::take(&mut self.host.lists);
-            lists.sources.clear();
-            let places = (0..self.host.world).map(|rank| match rank == me {
-                true => data.cast_const(),
-                false => self.stage(rank, turn, bytes).cast_const(),
-            });
-            lists.sources.extend(places);
-            // SAFETY: everyone has published its data and none writes there
-            // before it has seen us in the next operation.
-            unsafe { self.fold(&[data], &lists.sources, self.operation.count) };
-            self.host.lists = lists;
+        if bytes == 0 || !self.receives(me) {
+            return;
         }
-        self.host.turn += 1;
-        Ok(())
+        let mut lists = std::mem::take(&mut self.host.lists);
+        lists.sources.clear();
+        let places = (0..self.host.world).map(|rank| match rank == me {
+            true => data.cast_const(),
+            false => self.stage(rank, turn, bytes).cast_const(),
+        });
+        lists.sources.extend(places);
+        // SAFETY: nobody writes there before it has seen us in the next
+        // operation.
+        unsafe { self.fold(&[data], &lists.sources, self.operation.count) };
+        self.host.lists = lists;
     }
 
     /// Copies what others own of the elements `piece` to our stage number
@@ -264,7 +285,7 @@ impl Run<'_> {
         let total = part_bytes * world;
         let offset = self.offset_of(self.buffers.input, total);
         // Of every part as much as fits, in whole lines.
-        let slot_bytes = self.host.stage_bytes / world / ALIGN_BYTES * ALIGN_BYTES;
+        let slot_bytes = self.segment_bytes(total) / world / ALIGN_BYTES * ALIGN_BYTES;
         let slot = slot_bytes / self.elem_bytes;
         let segments = count.div_ceil(slot);
         let piece = |i: usize| i * slot..count.min((i + 1) * slot);

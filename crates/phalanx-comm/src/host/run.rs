@@ -1,8 +1,8 @@
 //! One operation of one rank: where its memory is, what it has published,
 //! whom it waits for.
 
-use super::Host;
 use super::cell::{Cell, PAYLOAD_BYTES};
+use super::{Host, SEGMENT_MIN_BYTES, SEGMENTS_MIN};
 use crate::exec::{Deadline, Operation, Signature, Told};
 use crate::memory::ALIGN_BYTES;
 use crate::plan::{Chunks, Spec};
@@ -282,6 +282,18 @@ impl<'a> Run<'a> {
             root: self.operation.root,
             target: self.operation.target,
         }
+    }
+
+    /// Bytes of one segment of `total` that all go through one stage.
+    pub(super) fn segment_bytes(&self, total: usize) -> usize {
+        let stage = self.host.stage_bytes;
+        if self.host.is_crowded() {
+            return stage;
+        }
+        (total / SEGMENTS_MIN)
+            .next_multiple_of(ALIGN_BYTES)
+            .max(SEGMENT_MIN_BYTES.max(ALIGN_BYTES * self.host.world))
+            .min(stage)
     }
 
     /// How `count` elements are shared among the owners.
