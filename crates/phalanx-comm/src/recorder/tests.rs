@@ -15,6 +15,7 @@ fn operation(count: usize, label: Option<&Arc<str>>) -> Operation {
     Operation {
         collective: Collective::AllReduce,
         method: Method::AllReduceDirect,
+        automatic: true,
         dtype: Some(DType::F32),
         op: Some(ReduceOp::Sum),
         root: 0,
