@@ -6,7 +6,8 @@
 //! | 1–3 | the operation's signature |
 //! | 4 | where its data lies in its arena, or `STAGED` |
 //! | 5 | the stage size it wishes for |
-//! | 6–15 | data of at most 80 bytes |
+//! | 6–14 | data of at most 72 bytes |
+//! | 15 | the phase to which it was the last to come, if it had to wake others |
 //!
 //! Each rank has two cells and uses them in turn, one for each collective.
 
@@ -19,9 +20,10 @@ const SIGNATURE: usize = 1;
 const OFFSET: usize = 4;
 const WISH: usize = 5;
 const PAYLOAD: usize = 6;
+const LAST: usize = 15;
 
 /// Data up to this size rides in the cell.
-pub(super) const PAYLOAD_BYTES: usize = (16 - PAYLOAD) * 8;
+pub(super) const PAYLOAD_BYTES: usize = (LAST - PAYLOAD) * 8;
 
 /// The data is not in an arena.
 const STAGED: u64 = u64::MAX;
@@ -54,6 +56,18 @@ impl<'a> Cell<'a> {
     pub(super) fn publish(self, phase: u64) {
         let word = self.segment.cell_word(self.rank, self.which, PHASE);
         word.store(phase, SeqCst);
+    }
+
+    /// Tells those who slept that this rank was the last to come to `phase`.
+    pub(super) fn was_last(self, phase: u64) {
+        let word = self.segment.cell_word(self.rank, self.which, LAST);
+        word.store(phase, Relaxed);
+    }
+
+    /// The phase of the latest [`Cell::was_last`].
+    pub(super) fn last(self) -> u64 {
+        let word = self.segment.cell_word(self.rank, self.which, LAST);
+        word.load(Relaxed)
     }
 
     /// Writes what others may read once it is published.

@@ -121,11 +121,12 @@ impl<'a> Run<'a> {
         // consistency sees all others, so somebody wakes the sleepers.
         let all = self.all_there();
         if all {
-            for rank in 0..self.host.world {
-                if rank != self.host.me {
-                    self.bell(rank).ring();
-                }
+            let others = (0..self.host.world).filter(|&rank| rank != self.host.me);
+            // Not worth a write to a shared line while all are awake.
+            if others.clone().any(|rank| self.bell(rank).is_asleep()) {
+                self.cell(self.host.me).was_last(phase);
             }
+            others.for_each(|rank| self.bell(rank).ring());
         }
         all
     }
@@ -189,6 +190,12 @@ impl<'a> Run<'a> {
             self.with.mesh.idle_for(spins, until, |rank| {
                 rank != me && Cell::new(segment, rank, which).phase() < phase
             })?;
+        }
+        // Nobody is woken before the last has come, so whom we noted when we
+        // fell asleep may have come long before.
+        let last = |rank: &usize| self.cell(*rank).last() == self.host.phase;
+        if let Some(rank) = (0..self.host.world).find(last) {
+            self.with.flight.last_to_come(rank);
         }
         self.with.flight.progress();
         Ok(())

@@ -187,7 +187,11 @@ impl Flight {
             self.recorder.clock.ticks()
         };
         if self.waiting {
-            // Somebody came, others did not yet.
+            // Somebody came; the time goes to those who did not.
+            let still = [self.awaited[0] & mask[0], self.awaited[1] & mask[1]];
+            if still != [0; 2] {
+                self.awaited = still;
+            }
             self.account(now);
         }
         self.waiting = true;
@@ -199,6 +203,15 @@ impl Flight {
         words[entry::AWAITED_HIGH].store(mask[1], Relaxed);
         if let Some(cell) = &self.cell {
             cell.await_ranks(mask);
+        }
+    }
+
+    /// Of the ranks waited for, this one came last.
+    #[inline]
+    pub(crate) fn last_to_come(&mut self, peer: usize) {
+        if self.waiting && peer < 128 {
+            self.awaited = [0; 2];
+            self.awaited[peer / 64] = 1 << (peer % 64);
         }
     }
 

@@ -36,6 +36,12 @@ impl<'a> Bell<'a> {
         }
     }
 
+    /// Whether the owner sleeps or is about to; a hint, not a promise.
+    #[inline]
+    pub(crate) fn is_asleep(self) -> bool {
+        self.word.load(SeqCst) != AWAKE
+    }
+
     #[cold]
     fn wake(self) {
         #[cfg(test)]
