@@ -11,7 +11,7 @@ use crate::DType;
 ///
 /// *Guaranteed:* all ranks end with the same bits, and these are the same on
 /// every processor; a NaN that a reduction yields is always the quiet one with
-/// no sign and no payload.
+/// no sign and no payload. (A rank alone in its group keeps its data as it is.)
 ///
 /// *Names.* `torch.distributed.ReduceOp` calls them `SUM`, `AVG`, `MIN`,
 /// `MAX`, `PRODUCT`, `BAND`, `BOR` and `BXOR`. Its `PREMUL_SUM` exists for
