@@ -7,14 +7,19 @@
 //!   reduction, the form going round.
 //! * The way of asking goes round from case to case: blocking on slices, in
 //!   the background on buckets of the caller's, and of the group's (which
-//!   are registered where memory is shared). So does the root.
+//!   are registered where memory is shared); uneven and coalesced forms only
+//!   block. So does the root.
 //! * Subgroups of the odd and the even ranks: one case in seven, another
 //!   seventh in each. Seven divides none of the dimensions, so that all pairs
 //!   of form and count come up.
 
+mod asked;
+
 use half::{bf16, f16};
 use phalanx_comm::plan::{Method, Spec};
-use phalanx_comm::{Algorithm, Bucket, Call, ProcessGroup, ReduceOp};
+use phalanx_comm::{Algorithm, ProcessGroup, ReduceOp};
+
+use self::asked::*;
 
 use crate::common::{
     EVERYWHERE, Over, Value, assert_same_bits, groups, on_each, serial_fold, wild_values,
@@ -27,31 +32,39 @@ const LONGEST: usize = 10007;
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Form {
     AllReduce(Algorithm),
+    AllReduceCoalesced,
     Reduce,
     ReduceScatter,
+    ReduceScatterUneven,
     Broadcast,
     AllGather,
+    AllGatherUneven,
     Gather,
     Scatter,
     AllToAll,
+    AllToAllUneven,
     Message,
 }
 
-const REDUCING: [Form; 6] = [
+const REDUCING: [Form; 8] = [
     Form::AllReduce(Algorithm::Auto),
     Form::AllReduce(Algorithm::Direct),
     Form::AllReduce(Algorithm::OneRound),
     Form::AllReduce(Algorithm::Ring),
+    Form::AllReduceCoalesced,
     Form::Reduce,
     Form::ReduceScatter,
+    Form::ReduceScatterUneven,
 ];
 
-const MOVING: [Form; 6] = [
+const MOVING: [Form; 8] = [
     Form::Broadcast,
     Form::AllGather,
+    Form::AllGatherUneven,
     Form::Gather,
     Form::Scatter,
     Form::AllToAll,
+    Form::AllToAllUneven,
     Form::Message,
 ];
 
@@ -60,33 +73,12 @@ impl Form {
     fn in_parts(self) -> bool {
         !matches!(
             self,
-            Form::AllReduce(_) | Form::Reduce | Form::Broadcast | Form::Message
+            Form::AllReduce(_)
+                | Form::AllReduceCoalesced
+                | Form::Reduce
+                | Form::Broadcast
+                | Form::Message
         )
-    }
-}
-
-/// How it is asked for.
-#[derive(Clone, Copy, Debug)]
-enum Asked {
-    OnSlices,
-    OnOwnBuckets,
-    OnGroupBuckets,
-}
-
-impl Asked {
-    fn of(number: usize) -> Asked {
-        [Asked::OnSlices, Asked::OnOwnBuckets, Asked::OnGroupBuckets][number % 3]
-    }
-
-    fn bucket<T: Value>(self, group: &ProcessGroup, data: &[T]) -> Bucket<T> {
-        match self {
-            Asked::OnGroupBuckets => {
-                let mut bucket = group.bucket(data.len());
-                bucket.copy_from_slice(data);
-                bucket
-            }
-            _ => Bucket::from_slice(data),
-        }
     }
 }
 
@@ -141,9 +133,9 @@ impl<T: Value> Table<T> {
                 .for_each(|count| push(form, ReduceOp::Sum, count));
         }
         for (i, (op, _)) in folds.iter().enumerate() {
-            push(REDUCING[(i + world) % 6], *op, 1000);
-            push(REDUCING[(i + world + 3) % 6], *op, LONGEST);
-            push(MOVING[(i + world) % 6], *op, [1000, LONGEST][i % 2]);
+            push(REDUCING[(i + world) % 8], *op, 1000);
+            push(REDUCING[(i + world + 3) % 8], *op, LONGEST);
+            push(MOVING[(i + world) % 8], *op, [1000, LONGEST][i % 2]);
         }
         cases.retain(|case| case.number % thin == world % thin);
         Table {
@@ -180,6 +172,12 @@ impl<T: Value> Table<T> {
             let (_, fold) = self.folds.iter().find(|(of, _)| *of == op).unwrap();
             &fold[..long]
         };
+        // What rank `from` has for each rank, where that is uneven.
+        let row = |from: usize| -> Vec<usize> {
+            (0..world)
+                .map(|to| [count, 0, count / 2][(number + from + 2 * to) % 3])
+                .collect()
+        };
         let at_root = |data: Vec<T>| if rank == root { data } else { Vec::new() };
         let all = || -> Vec<T> { each(count).flatten().copied().collect() };
         let (got, want) = match form {
@@ -205,6 +203,52 @@ impl<T: Value> Table<T> {
             Form::ReduceScatter => {
                 let got = reduce_scatter(group, asked, &mine[..long], op);
                 (got, part(fold()))
+            }
+            Form::AllReduceCoalesced => {
+                let mut data = mine[..count].to_vec();
+                let (a, b) = data.split_at_mut(count / 3);
+                group
+                    .all_reduce_coalesced(&mut [b, &mut [], a], op)
+                    .unwrap();
+                (data, fold().to_vec())
+            }
+            Form::ReduceScatterUneven => {
+                let lengths = row(0);
+                let before: usize = lengths[..rank].iter().sum();
+                let input = &mine[..lengths.iter().sum()];
+                let mut got = vec![T::default(); lengths[rank]];
+                group
+                    .reduce_scatter_v(input, &lengths, &mut got, op)
+                    .unwrap();
+                (got, fold()[before..][..lengths[rank]].to_vec())
+            }
+            Form::AllGatherUneven => {
+                let lengths = row(0);
+                let want: Vec<T> = self
+                    .inputs
+                    .iter()
+                    .zip(&lengths)
+                    .flat_map(|(input, len)| input[..*len].to_vec())
+                    .collect();
+                let mut got = vec![T::default(); want.len()];
+                group
+                    .all_gather_v(&mine[..lengths[rank]], &lengths, &mut got)
+                    .unwrap();
+                (got, want)
+            }
+            Form::AllToAllUneven => {
+                let sends = row(rank);
+                let recvs: Vec<usize> = (0..world).map(|from| row(from)[rank]).collect();
+                let want: Vec<T> = (0..world)
+                    .flat_map(|from| {
+                        let before: usize = row(from)[..rank].iter().sum();
+                        self.inputs[from][before..][..recvs[from]].to_vec()
+                    })
+                    .collect();
+                let mut got = vec![T::default(); want.len()];
+                let input = &mine[..sends.iter().sum()];
+                group.all_to_all_v(input, &sends, &mut got, &recvs).unwrap();
+                (got, want)
             }
             Form::Broadcast => {
                 let want = self.inputs[root][..count].to_vec();
@@ -271,153 +315,6 @@ fn ring_fold<T: Value>(op: ReduceOp, inputs: &[Vec<T>], count: usize) -> Vec<T> 
         }
     }
     result
-}
-
-fn all_reduce<T: Value>(
-    group: &ProcessGroup,
-    asked: Asked,
-    data: &[T],
-    op: ReduceOp,
-    algorithm: Algorithm,
-) -> Vec<T> {
-    let call = Call {
-        algorithm,
-        ..Call::default()
-    };
-    if let Asked::OnSlices = asked {
-        let mut data = data.to_vec();
-        group.all_reduce_with(&mut data, op, &call).unwrap();
-        return data;
-    }
-    let work = group.all_reduce_async(asked.bucket(group, data), op, call);
-    work.wait().unwrap().to_vec()
-}
-
-fn reduce<T: Value>(
-    group: &ProcessGroup,
-    asked: Asked,
-    data: &[T],
-    op: ReduceOp,
-    root: usize,
-) -> Vec<T> {
-    if let Asked::OnSlices = asked {
-        let mut data = data.to_vec();
-        group.reduce(&mut data, op, root).unwrap();
-        return data;
-    }
-    let work = group.reduce_async(asked.bucket(group, data), op, root, Call::default());
-    work.wait().unwrap().to_vec()
-}
-
-fn reduce_scatter<T: Value>(
-    group: &ProcessGroup,
-    asked: Asked,
-    data: &[T],
-    op: ReduceOp,
-) -> Vec<T> {
-    let mut part = vec![T::default(); data.len() / group.world_size()];
-    if let Asked::OnSlices = asked {
-        group.reduce_scatter(data, &mut part, op).unwrap();
-        return part;
-    }
-    let (input, output) = (asked.bucket(group, data), asked.bucket(group, &part));
-    let work = group.reduce_scatter_async(input, output, op, Call::default());
-    let (input, output) = work.wait().unwrap();
-    assert_same_bits(&input, data, || format!("input of {op}"));
-    output.to_vec()
-}
-
-fn broadcast<T: Value>(group: &ProcessGroup, asked: Asked, data: &[T], root: usize) -> Vec<T> {
-    if let Asked::OnSlices = asked {
-        let mut data = data.to_vec();
-        group.broadcast(&mut data, root).unwrap();
-        return data;
-    }
-    let work = group.broadcast_async(asked.bucket(group, data), root, Call::default());
-    work.wait().unwrap().to_vec()
-}
-
-fn all_gather<T: Value>(group: &ProcessGroup, asked: Asked, data: &[T]) -> Vec<T> {
-    let mut all = vec![T::default(); data.len() * group.world_size()];
-    if let Asked::OnSlices = asked {
-        group.all_gather(data, &mut all).unwrap();
-        return all;
-    }
-    let (input, output) = (asked.bucket(group, data), asked.bucket(group, &all));
-    let work = group.all_gather_async(input, output, Call::default());
-    work.wait().unwrap().1.to_vec()
-}
-
-fn gather<T: Value>(group: &ProcessGroup, asked: Asked, data: &[T], root: usize) -> Vec<T> {
-    let is_root = group.rank() == root;
-    let mut all = vec![
-        T::default();
-        if is_root {
-            data.len() * group.world_size()
-        } else {
-            0
-        }
-    ];
-    if let Asked::OnSlices = asked {
-        let output = is_root.then_some(&mut all[..]);
-        group.gather(data, output, root).unwrap();
-        return all;
-    }
-    let output = is_root.then(|| asked.bucket(group, &all));
-    let work = group.gather_async(asked.bucket(group, data), output, root, Call::default());
-    let (_, output) = work.wait().unwrap();
-    output.map(|output| output.to_vec()).unwrap_or_default()
-}
-
-fn scatter<T: Value>(
-    group: &ProcessGroup,
-    asked: Asked,
-    data: Option<&[T]>,
-    count: usize,
-    root: usize,
-) -> Vec<T> {
-    let mut part = vec![T::default(); count];
-    if let Asked::OnSlices = asked {
-        group.scatter(data, &mut part, root).unwrap();
-        return part;
-    }
-    let input = data.map(|data| asked.bucket(group, data));
-    let work = group.scatter_async(input, asked.bucket(group, &part), root, Call::default());
-    work.wait().unwrap().1.to_vec()
-}
-
-fn all_to_all<T: Value>(group: &ProcessGroup, asked: Asked, data: &[T]) -> Vec<T> {
-    let mut all = vec![T::default(); data.len()];
-    if let Asked::OnSlices = asked {
-        group.all_to_all(data, &mut all).unwrap();
-        return all;
-    }
-    let (input, output) = (asked.bucket(group, data), asked.bucket(group, &all));
-    let work = group.all_to_all_async(input, output, Call::default());
-    work.wait().unwrap().1.to_vec()
-}
-
-/// Receives from `Ok(rank)`, or sends to `Err(rank)`; what was transferred.
-fn message<T: Value>(
-    group: &ProcessGroup,
-    asked: Asked,
-    data: &[T],
-    peer: Result<usize, usize>,
-) -> Vec<T> {
-    let mut got = vec![T::default(); data.len()];
-    let work = match (asked, peer) {
-        (Asked::OnSlices, Ok(from)) => {
-            group.recv(&mut got, from).unwrap();
-            return got;
-        }
-        (Asked::OnSlices, Err(to)) => {
-            group.send(data, to).unwrap();
-            return data.to_vec();
-        }
-        (_, Ok(from)) => group.recv_async(asked.bucket(group, &got), from, Call::default()),
-        (_, Err(to)) => group.send_async(asked.bucket(group, data), to, Call::default()),
-    };
-    work.wait().unwrap().to_vec()
 }
 
 /// The tables of all types for one world.
