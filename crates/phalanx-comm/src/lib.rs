@@ -47,6 +47,9 @@
 mod dtype;
 mod error;
 mod exec;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzzing;
 mod group;
 mod host;
 mod kernel;

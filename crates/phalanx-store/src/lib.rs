@@ -38,6 +38,9 @@
 pub mod auth;
 mod error;
 mod file;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzzing;
 mod mem;
 mod prefix;
 mod store;

@@ -35,6 +35,9 @@ pub mod checkpoint;
 mod dataset;
 mod error;
 pub mod files;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod loader;
 pub mod metrics;
 pub mod mnist;

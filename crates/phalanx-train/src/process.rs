@@ -7,7 +7,7 @@ pub fn peak_rss_bytes() -> Option<u64> {
     parse_peak_rss(&status)
 }
 
-fn parse_peak_rss(status: &str) -> Option<u64> {
+pub(crate) fn parse_peak_rss(status: &str) -> Option<u64> {
     let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)

@@ -255,7 +255,7 @@ impl Header {
 }
 
 /// Writes the checksum into the last four bytes.
-fn seal(bytes: &mut [u8; Header::BYTES]) {
+pub(crate) fn seal(bytes: &mut [u8; Header::BYTES]) {
     let crc = crc32c::crc32c(&bytes[..CRC_AT]);
     bytes[CRC_AT..].copy_from_slice(&crc.to_le_bytes());
 }

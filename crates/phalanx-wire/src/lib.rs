@@ -37,6 +37,9 @@
 mod bytes;
 mod error;
 pub mod frame;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod handshake;
 pub mod store_msg;
 mod token;

@@ -4,6 +4,32 @@
 //! programs build on under one name.
 #![forbid(unsafe_code)]
 
+// The program's own modules, for the fuzz targets only: a binary cannot be
+// linked into another.
+#[cfg(fuzzing)]
+#[allow(dead_code, reason = "main.rs uses the rest")]
+mod bench;
+#[cfg(fuzzing)]
+#[allow(dead_code, reason = "main.rs uses the rest")]
+mod cli;
+#[cfg(fuzzing)]
+mod convert;
+#[cfg(fuzzing)]
+#[allow(dead_code, reason = "main.rs uses the rest")]
+mod error;
+#[cfg(fuzzing)]
+#[doc(hidden)]
+pub mod fuzzing;
+#[cfg(fuzzing)]
+#[allow(dead_code, reason = "main.rs uses the rest")]
+mod launch;
+#[cfg(fuzzing)]
+#[allow(dead_code, reason = "main.rs uses the rest")]
+mod ranks;
+#[cfg(fuzzing)]
+#[allow(dead_code, reason = "main.rs uses the rest")]
+mod train;
+
 pub use phalanx_comm as comm;
 pub use phalanx_ddp as ddp;
 pub use phalanx_nn as nn;

@@ -5,6 +5,8 @@ mod bench;
 mod cli;
 mod convert;
 mod error;
+#[cfg(test)]
+mod fuzzing;
 mod launch;
 mod log;
 mod ranks;

@@ -4,6 +4,8 @@ mod batch;
 mod coalesced;
 mod collectives;
 mod describe;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 mod join;
 mod launch;
 mod monitored;

@@ -19,6 +19,8 @@
 mod admit;
 mod arenas;
 mod form;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 mod layout;
 mod mesh;
 mod poison;

@@ -15,7 +15,7 @@ const MAGIC: u64 = u64::from_le_bytes(*b"PHLXSEG\0");
 const VERSION: u32 = 2;
 
 /// A seat nobody took yet.
-#[cfg(test)]
+#[cfg(any(test, fuzzing))]
 const ABSENT: u32 = 0;
 /// The rank takes part.
 const PRESENT: u32 = 1;
@@ -161,7 +161,7 @@ impl Segment {
     }
 
     /// Whether the rank on `seat` ever came.
-    #[cfg(test)]
+    #[cfg(any(test, fuzzing))]
     pub(crate) fn is_taken(&self, seat: usize) -> bool {
         self.region
             .u32_at(self.layout.seat_state(seat))
@@ -237,8 +237,16 @@ impl Segment {
             .bytes_at(self.layout.result(seat, which), self.stage_capacity())
     }
 
+    /// Its first bytes as they are now: header, poison, seats.
+    #[cfg(any(test, fuzzing))]
+    pub(crate) fn head(&self) -> Vec<u8> {
+        (0..self.region.len().min(4096) / 8)
+            .flat_map(|i| self.region.u64_at(8 * i).load(SeqCst).to_le_bytes())
+            .collect()
+    }
+
     /// What a hostile peer may do: any write anywhere.
-    #[cfg(test)]
+    #[cfg(any(test, fuzzing))]
     pub(crate) fn scribble(&self, offset: usize, value: u64) {
         self.region.u64_at(offset).store(value, SeqCst);
     }

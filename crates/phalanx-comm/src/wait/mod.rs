@@ -3,6 +3,8 @@
 
 mod budget;
 mod doorbell;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 #[cfg(test)]
 mod jitter;
 mod sleep;

@@ -87,7 +87,8 @@ impl Share {
             }
             cores.extend(first..=last);
         }
-        if threads == 0 || threads > MAX_THREADS || quota == Some(0) {
+        let possible = 1..=MAX_CORES as usize;
+        if !(1..=MAX_THREADS).contains(&threads) || quota.is_some_and(|q| !possible.contains(&q)) {
             return Err(wrong());
         }
         Ok(Share {
@@ -222,6 +223,7 @@ mod tests {
             "1 threads on 0-4000000000",
             "1 threads on 0 quota 0",
             "1 threads on 0 quota x",
+            "1 threads on 0 quota 18446744073709551615",
             "99999999 threads on 0",
         ] {
             assert!(Share::decode(text).is_err(), "{text:?}");

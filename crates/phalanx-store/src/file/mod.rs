@@ -17,6 +17,8 @@
 //! guaranteed:* survival of a power failure, as a rendezvous does not outlive
 //! its job.
 
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 mod lock;
 mod log;
 

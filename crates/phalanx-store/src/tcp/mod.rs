@@ -12,4 +12,6 @@ mod socket;
 mod waiters;
 
 pub use client::TcpStore;
+#[cfg(any(test, fuzzing))]
+pub(crate) use server::fuzzing;
 pub use server::{ServerOptions, TcpServer};

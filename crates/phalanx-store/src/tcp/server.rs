@@ -22,6 +22,10 @@ use crate::auth::{HANDSHAKE_TIMEOUT, MAX_PENDING_HANDSHAKES, StrangerLog};
 use crate::table::{Limits, Table};
 use crate::{Error, ErrorKind, Result};
 
+#[cfg(any(test, fuzzing))]
+#[path = "fuzzing.rs"]
+pub(crate) mod fuzzing;
+
 /// Pause after the process ran out of file descriptors: the listener stays
 /// readable, so polling it would spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -163,25 +167,7 @@ impl TcpServer {
         woken.set_nonblocking(true).map_err(fail)?;
         waker.set_nonblocking(true).map_err(fail)?;
         let shared = Arc::new(Shared::default());
-        let serving = Serving {
-            place: format!("store server {addr}"),
-            listening_on: addr.ip(),
-            listener,
-            woken,
-            token,
-            options,
-            shared: shared.clone(),
-            log: StrangerLog::new(),
-            table: Table::new(options.limits),
-            waiters: Waiters::default(),
-            conns: HashMap::new(),
-            next_id: 0,
-            accept_again: None,
-            answered: Vec::new(),
-            unfinished: BTreeSet::new(),
-            waited_bytes: 0,
-            scratch: vec![0; SCRATCH_BYTES],
-        };
+        let serving = Serving::new((listener, addr), woken, token, options, shared.clone());
         let thread = std::thread::Builder::new()
             .name("phalanx-store".to_owned())
             .spawn(move || serving.run())
@@ -274,6 +260,34 @@ struct Serving {
 }
 
 impl Serving {
+    fn new(
+        (listener, addr): (TcpListener, SocketAddr),
+        woken: UnixStream,
+        token: Token,
+        options: ServerOptions,
+        shared: Arc<Shared>,
+    ) -> Serving {
+        Serving {
+            place: format!("store server {addr}"),
+            listening_on: addr.ip(),
+            listener,
+            woken,
+            token,
+            options,
+            shared,
+            log: StrangerLog::new(),
+            table: Table::new(options.limits),
+            waiters: Waiters::default(),
+            conns: HashMap::new(),
+            next_id: 0,
+            accept_again: None,
+            answered: Vec::new(),
+            unfinished: BTreeSet::new(),
+            waited_bytes: 0,
+            scratch: vec![0; SCRATCH_BYTES],
+        }
+    }
+
     fn run(mut self) {
         let mut ready = Vec::new();
         while !self.shared.stop.load(Ordering::Acquire) {
@@ -290,20 +304,26 @@ impl Serving {
             for (id, flags) in ready.drain(..) {
                 self.attend(id, flags);
             }
-            self.expire();
-            for id in std::mem::take(&mut self.unfinished) {
-                self.advance(id);
-                self.leave_if_ended(id);
-            }
-            while let Some(id) = self.answered.pop() {
-                self.advance(id);
-            }
-            self.make_room();
+            self.finish_turn();
             if accept {
                 self.accept();
             }
             self.publish();
         }
+    }
+
+    /// What follows from the bytes that have come: deadlines, further turns,
+    /// answers to those who waited, memory.
+    fn finish_turn(&mut self) {
+        self.expire();
+        for id in std::mem::take(&mut self.unfinished) {
+            self.advance(id);
+            self.leave_if_ended(id);
+        }
+        while let Some(id) = self.answered.pop() {
+            self.advance(id);
+        }
+        self.make_room();
     }
 
     /// Closes members that owe us something, the largest first, until what is
@@ -527,7 +547,8 @@ impl Serving {
                 Ok(Greeted::NotYet) => return Step::Rest,
                 Ok(Greeted::Proven(proven)) => self.decide(id, proven),
                 Err(e) => {
-                    if e.kind() == phalanx_wire::ErrorKind::WrongVersion {
+                    let first = matches!(conn.state, State::Greeting);
+                    if first && e.kind() == phalanx_wire::ErrorKind::WrongVersion {
                         // A courtesy; whether it arrives changes nothing.
                         let _ = conn.stream.write(&version_notice());
                     }

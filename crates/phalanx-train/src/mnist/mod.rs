@@ -85,6 +85,19 @@ pub fn load(folder: &Path, split: Split) -> Result<Mnist> {
     })
 }
 
+/// Sides of the images in a file, and the number of pixels of all of them.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn read_images_file(path: &Path) -> Result<([usize; 2], usize)> {
+    let images = idx::read_images(path, false)?;
+    Ok(([images.height, images.width], images.pixels.len()))
+}
+
+/// The labels in a file.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn read_labels_file(path: &Path) -> Result<Vec<u8>> {
+    idx::read_labels(path, false)
+}
+
 /// Whether both splits are in `folder`, without reading them.
 ///
 /// # Errors

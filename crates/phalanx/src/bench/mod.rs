@@ -5,6 +5,9 @@ mod kernels;
 mod sizes;
 mod train;
 
+#[cfg(any(test, fuzzing))]
+pub(crate) use sizes::ByteSize;
+
 use crate::error::Result;
 use crate::ranks::{self, Speakers};
 

@@ -89,6 +89,13 @@ fn run(command: Command) -> Result<()> {
     }
 }
 
+/// Parses and does nothing.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn parse_only<'a>(words: impl Iterator<Item = &'a str>) {
+    let words = words.map(OsString::from);
+    let _ = parse(std::iter::once("phalanx".into()).chain(words));
+}
+
 /// `Ok(None)`: help or the version was asked for and printed.
 fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Option<Cli>> {
     let mut parser = Cli::command();

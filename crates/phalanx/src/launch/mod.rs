@@ -21,6 +21,8 @@
 mod args;
 mod cluster;
 mod contract;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 mod guard;
 mod job;
 mod machine;

@@ -50,7 +50,7 @@ impl OomWatch {
 /// The files that may hold the count, best first, from `/proc/self/cgroup`.
 /// Inside a container the path is often that of the host and the group is
 /// mounted at the root, so the root is tried as well.
-fn candidates(groups: &str) -> Vec<PathBuf> {
+pub(super) fn candidates(groups: &str) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for line in groups.lines() {
         let mut parts = line.splitn(3, ':');
@@ -73,7 +73,7 @@ fn candidates(groups: &str) -> Vec<PathBuf> {
 }
 
 /// `oom_kill N` in `memory.events` or `memory.oom_control`.
-fn kills(text: &str) -> Option<u64> {
+pub(super) fn kills(text: &str) -> Option<u64> {
     text.lines()
         .find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
 }

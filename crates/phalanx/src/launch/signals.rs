@@ -90,7 +90,7 @@ pub(crate) fn end_on_signals() -> Result<()> {
 }
 
 /// Whether `/proc/self/status` says that `signal` is ignored.
-fn ignored(status: &str, signal: i32) -> bool {
+pub(super) fn ignored(status: &str, signal: i32) -> bool {
     status
         .lines()
         .find_map(|line| line.strip_prefix("SigIgn:"))

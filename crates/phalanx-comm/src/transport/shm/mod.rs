@@ -21,6 +21,8 @@ mod memory;
 mod passing;
 
 pub(super) use memory::{create, open, sealed_memfd, sealed_size};
+#[cfg(any(test, fuzzing))]
+pub(super) use passing::send;
 pub(super) use passing::{connect, greet, hand_over, receive, receive_greeting};
 
 use std::os::fd::OwnedFd;

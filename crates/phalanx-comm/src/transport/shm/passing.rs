@@ -145,7 +145,7 @@ pub(crate) fn receive(socket: &mut UnixStream) -> Result<Roster, String> {
 }
 
 /// Sends all of `bytes` and, with the first of them, the descriptors.
-pub(super) fn send(
+pub(crate) fn send(
     socket: &UnixStream,
     bytes: &[u8],
     fds: &[BorrowedFd<'_>],

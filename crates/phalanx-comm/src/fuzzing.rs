@@ -1,0 +1,40 @@
+//! What reads bytes of others here, fed with garbage: the bodies of the fuzz
+//! targets in `fuzz/`, which the tests here run on garbled seeds.
+
+use crate::group::fuzzing as group;
+use crate::transport::fuzzing as transport;
+use crate::wait::fuzzing as wait;
+
+/// Name, body, seeds.
+pub type Target = (&'static str, fn(&[u8]), fn() -> Vec<Vec<u8>>);
+
+/// All of them.
+pub const TARGETS: &[Target] = &[
+    ("comm_member", transport::member, transport::member_seeds),
+    (
+        "comm_failure_mark",
+        transport::failure_mark,
+        transport::failure_mark_seeds,
+    ),
+    ("comm_segment", transport::segment, transport::segment_seeds),
+    ("comm_roster", transport::roster, transport::roster_seeds),
+    ("comm_control", transport::control, transport::control_seeds),
+    ("comm_cores", wait::cores, wait::cores_seeds),
+    (
+        "comm_environment",
+        group::environment,
+        group::environment_seeds,
+    ),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_target_survives_garbled_seeds() {
+        for (_, run, seeds) in TARGETS {
+            phalanx_garble::feed(&seeds(), 2000, run);
+        }
+    }
+}

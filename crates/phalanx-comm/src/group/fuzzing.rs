@@ -1,0 +1,36 @@
+//! The environment and the init method, as anybody may have set them.
+
+use super::launch::Launch;
+use super::options::InitOptions;
+
+/// The first line is the init method, the others are `NAME=value`.
+pub(crate) fn environment(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    let mut lines = text.lines();
+    let options = InitOptions {
+        init_method: lines.next().unwrap_or_default().to_owned(),
+        ..InitOptions::default()
+    };
+    let variables: Vec<(&str, &str)> = lines.filter_map(|line| line.split_once('=')).collect();
+    let launch = Launch::resolve(&options, |name| {
+        let found = variables.iter().find(|(known, _)| *known == name);
+        found.map(|(_, value)| (*value).to_owned())
+    });
+    if let Ok(launch) = launch {
+        assert!(launch.rank < launch.world);
+        assert!(u32::try_from(launch.world).is_ok());
+    }
+    let _ = text.parse::<crate::Algorithm>();
+    let _ = text.parse::<crate::Transport>();
+}
+
+pub(crate) fn environment_seeds() -> Vec<Vec<u8>> {
+    [
+        "env://\nRANK=1\nWORLD_SIZE=2\nMASTER_ADDR=127.0.0.1\nMASTER_PORT=29500\n",
+        "tcp://[::1]:29500\nRANK=0\nWORLD_SIZE=4\nPHALANX_EPOCH=3\n",
+        "tcp://node-a:1/\nRANK=0\nWORLD_SIZE=1\nPHALANX_TOKEN_FILE=/proc/self/fd/9\n",
+        "file:///tmp/x\nRANK=3\nWORLD_SIZE=4\nTORCHELASTIC_RESTART_COUNT=2\nPHALANX_STORE=external\n",
+    ]
+    .map(|text| text.as_bytes().to_vec())
+    .into()
+}

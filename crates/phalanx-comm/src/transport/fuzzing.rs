@@ -1,0 +1,233 @@
+//! What a rank reads of its peers while a group forms and ends, and the
+//! memory that it shares with them.
+
+use std::io::Write;
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use phalanx_store::{MemStore, Store};
+use phalanx_wire::frame::{Header, Kind};
+
+use super::form::{Member, Rendezvous};
+use super::layout::Layout;
+use super::poison::MAX_CAUSE_BYTES;
+use super::region::Region;
+use super::segment::Segment;
+use super::shm;
+use super::tcp::Control;
+
+/// A rank's record in the store.
+pub(crate) fn member(data: &[u8]) {
+    if let Ok(member) = Member::decode(data) {
+        assert_eq!(Member::decode(&member.encode()).as_ref(), Ok(&member));
+    }
+}
+
+pub(crate) fn member_seeds() -> Vec<Vec<u8>> {
+    let texts = [
+        "instance=000000000000feed\nworld=4\nprefer=auto\nmachine=b/1\nhint=b/1/0\n\
+         share=2 threads on 0-3 quota 2\naddress=127.0.0.1:4000\n",
+        "instance=1\nworld=2\nprefer=shm\nmachine=\nhint=\nshare=1 threads on 0\naddress=\n",
+        "instance=f\nworld=2\nprefer=tcp\nmachine=m\nhint=h\nshare=1 threads on 0\naddress=[::1]:9\n",
+    ];
+    texts
+        .map(|text| format!("phalanx-comm member 1\n{text}").into_bytes())
+        .into()
+}
+
+/// The mark of a rank that could not form the group.
+pub(crate) fn failure_mark(data: &[u8]) {
+    let store = MemStore::new();
+    let timeout = Duration::from_secs(1);
+    let meeting = Rendezvous {
+        store: &store,
+        rank: 0,
+        world: 2,
+        epoch: 0,
+        group: 0,
+        timeout,
+        deadline: Instant::now() + timeout,
+    };
+    if store.set("comm/0/0/failed", data).is_ok() {
+        assert!(meeting.check().is_err());
+    }
+}
+
+pub(crate) fn failure_mark_seeds() -> Vec<Vec<u8>> {
+    vec![
+        b"1\nno such file".to_vec(),
+        b"18446744073709551615\n".to_vec(),
+    ]
+}
+
+/// Ranks and ring bytes of the segments here.
+const SEATS: usize = 3;
+const RING_BYTES: usize = 64;
+
+fn layout() -> Option<Layout> {
+    Layout::new(SEATS, RING_BYTES)
+}
+
+/// Memory that says of itself whatever it likes, and changes its mind: the
+/// first half of `data` is its header and rings when it is opened, the second
+/// half what they are afterwards.
+pub(crate) fn segment(data: &[u8]) {
+    let Some(layout) = layout() else { return };
+    let (before, after) = data.split_at(data.len() / 2);
+    let Ok(region) = Region::anonymous(layout.total()) else {
+        return;
+    };
+    let write = |write: &mut dyn FnMut(usize, u64), bytes: &[u8]| {
+        for (i, word) in bytes.as_chunks::<8>().0.iter().enumerate() {
+            if 8 * i + 8 <= layout.total() {
+                write(8 * i, u64::from_le_bytes(*word));
+            }
+        }
+    };
+    let store = std::sync::atomic::Ordering::SeqCst;
+    write(&mut |at, word| region.u64_at(at).store(word, store), before);
+    let mut nonce = [0; 32];
+    for (i, bytes) in nonce.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+        *bytes = region
+            .u64_at(Layout::NONCE + 8 * i)
+            .load(store)
+            .to_le_bytes();
+    }
+    let Ok(segment) = Segment::open(region, SEATS, &nonce) else {
+        return;
+    };
+    assert_eq!(segment.seats(), SEATS);
+    write(&mut |at, word| segment.scribble(at, word), after);
+    for seat in 0..SEATS {
+        let _ = segment.has_left(seat);
+        let _ = segment.is_taken(seat);
+    }
+    let (mut producer, mut consumer) = segment.ends(0, 1);
+    let mut bytes = [0; 3 * RING_BYTES];
+    let _ = producer.writable();
+    if let Ok(count) = producer.write(&bytes, || ()) {
+        assert!(count <= RING_BYTES);
+    }
+    if let Ok(count) = consumer.read(&mut bytes, || ()) {
+        assert!(count <= bytes.len());
+    }
+    let _ = consumer.readable();
+    // A writer that seems to be at it is waited for; not in a fuzz target.
+    const WRITING: u64 = 1;
+    let state = after.get(Layout::POISON_STATE..Layout::POISON_STATE + 4);
+    if state.is_some_and(|state| u64::from(state[0]) & 3 != WRITING) && segment.is_poisoned() {
+        // Each lossy character takes up to three bytes for one.
+        let cause = segment.poisoned().map(|poison| poison.cause.len());
+        assert!(cause.is_some_and(|bytes| bytes <= MAX_CAUSE_BYTES));
+    }
+    segment.ring_all();
+}
+
+pub(crate) fn segment_seeds() -> Vec<Vec<u8>> {
+    let whole = || -> Option<Vec<u8>> {
+        let layout = layout()?;
+        let region = Region::anonymous(layout.total()).ok()?;
+        let segment = Segment::create(region, layout, &[7; 32]);
+        segment.sit(1);
+        let mut bytes = segment.head();
+        segment.poison(&super::Poison::new(2, "disk full"));
+        bytes.extend(segment.head());
+        Some(bytes)
+    };
+    whole().into_iter().collect()
+}
+
+/// What the host of a segment hands over, bytes and one descriptor.
+pub(crate) fn roster(data: &[u8]) {
+    let Some((first, rest)) = data.split_first() else {
+        return;
+    };
+    let Ok((host, mut member)) = UnixStream::pair() else {
+        return;
+    };
+    let _ = member.set_read_timeout(Some(Duration::from_secs(1)));
+    let _ = host.set_write_timeout(Some(Duration::from_millis(10)));
+    let rest = &rest[..rest.len().min(4096)];
+    let Some(layout) = layout() else { return };
+    let Ok((memory, _)) = shm::create(layout, &[7; 32]) else {
+        return;
+    };
+    // Some of the same descriptor, as pidfds too.
+    let fds = vec![memory.as_fd(); usize::from(first % 4)];
+    if rest.is_empty() || shm::send(&host, rest, &fds).is_err() {
+        return;
+    }
+    let _ = host.shutdown(Shutdown::Both);
+    if first & 4 == 0 {
+        let _ = shm::receive_greeting(&mut member);
+    } else if let Ok(roster) = shm::receive(&mut member) {
+        assert_eq!(roster.members.len() + 1, fds.len());
+        let _ = shm::open(&roster.memory, SEATS, &roster.nonce);
+    }
+}
+
+pub(crate) fn roster_seeds() -> Vec<Vec<u8>> {
+    let mut roster = vec![4 + 3];
+    roster.extend([7; 32]);
+    roster.extend(2_u32.to_le_bytes());
+    for seat in 0..2_u32 {
+        roster.extend(seat.to_le_bytes());
+        roster.extend(4711_u32.to_le_bytes());
+    }
+    vec![roster, vec![1, 103, 18, 0, 0]]
+}
+
+thread_local! {
+    static DOOR: Option<TcpListener> = TcpListener::bind("127.0.0.1:0").ok();
+}
+
+/// A peer's control stream.
+pub(crate) fn control(data: &[u8]) {
+    let pair = DOOR.with(|door| {
+        let door = door.as_ref()?;
+        let peer = TcpStream::connect(door.local_addr().ok()?).ok()?;
+        let stream = door.accept().ok()?.0;
+        stream.set_nonblocking(true).ok()?;
+        Some((peer, stream))
+    });
+    let Some((mut peer, stream)) = pair else {
+        return;
+    };
+    // No port stays taken.
+    let _ = rustix::net::sockopt::set_socket_linger(&peer, Some(Duration::ZERO));
+    let Some(alone) = Layout::new(1, RING_BYTES) else {
+        return;
+    };
+    let Ok(segment) = Segment::private(alone) else {
+        return;
+    };
+    let control = Control::new(1, (0, 0), stream, Arc::new(segment));
+    if peer.write_all(&data[..data.len().min(4096)]).is_err() {
+        return;
+    }
+    let _ = control.pump();
+    drop(peer);
+    // Whatever it said, it is gone.
+    let start = Instant::now();
+    while control.pump().is_none() && start.elapsed() < Duration::from_secs(1) {
+        std::thread::yield_now();
+    }
+    assert!(!control.is_open());
+}
+
+pub(crate) fn control_seeds() -> Vec<Vec<u8>> {
+    let frame = |kind, cause: &[u8]| {
+        let mut header = Header::new(kind);
+        header.root = 1;
+        header.length = cause.len() as u32;
+        [&header.encode()[..], cause].concat()
+    };
+    vec![
+        frame(Kind::Abort, b"disk full"),
+        frame(Kind::Goodbye, b""),
+        frame(Kind::Heartbeat, b""),
+    ]
+}

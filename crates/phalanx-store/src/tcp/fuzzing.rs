@@ -1,0 +1,120 @@
+//! One connection of the server, driven by hand.
+
+use std::cell::RefCell;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use phalanx_wire::store_msg::{LENGTH_BYTES, Response, response_bytes};
+
+use super::super::conn::{Conn, State};
+use super::{PollFlags, ServerOptions, Serving, Shared};
+use crate::table::Limits;
+
+/// Small, so that they are met.
+const LIMITS: Limits = Limits::new(16, 4096);
+
+thread_local! {
+    static SERVER: RefCell<Option<(TcpListener, Serving)>> = const { RefCell::new(None) };
+}
+
+fn server() -> std::io::Result<(TcpListener, Serving)> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let options = ServerOptions {
+        limits: LIMITS,
+        max_buffered_bytes: 1 << 20,
+        ..ServerOptions::default()
+    };
+    let (_, woken) = UnixStream::pair()?;
+    let ours = (listener.try_clone()?, listener.local_addr()?);
+    let token = crate::fuzzing::token();
+    let serving = Serving::new(ours, woken, token, options, Arc::new(Shared::default()));
+    Ok((listener, serving))
+}
+
+impl Serving {
+    /// Serves this connection, as a member's or as a stranger's.
+    fn adopt(&mut self, stream: TcpStream, member: bool) -> std::io::Result<u64> {
+        let peer = stream.peer_addr()?;
+        let mut conn = Conn::new(stream, peer);
+        if member {
+            conn.state = State::Member;
+        }
+        self.next_id += 1;
+        self.conns.insert(self.next_id, conn);
+        Ok(self.next_id)
+    }
+
+    /// One turn of the server's loop in which this connection is ready.
+    fn turn(&mut self, id: u64) {
+        self.attend(id, PollFlags::IN | PollFlags::OUT);
+        self.finish_turn();
+        while !self.unfinished.is_empty() {
+            self.finish_turn();
+        }
+    }
+}
+
+/// A connected pair: ours, which resets at its end so that no port stays
+/// taken, and the server's.
+fn connect(listener: &TcpListener) -> std::io::Result<(TcpStream, TcpStream)> {
+    let ours = TcpStream::connect(listener.local_addr()?)?;
+    let (theirs, _) = listener.accept()?;
+    rustix::net::sockopt::set_socket_linger(&ours, Some(Duration::ZERO))?;
+    ours.set_nonblocking(true)?;
+    theirs.set_nonblocking(true)?;
+    Ok((ours, theirs))
+}
+
+/// The connection says `says` in pieces and leaves. The store stays within
+/// its limits, all answers are sound, and nothing remains.
+pub(crate) fn session(member: bool, piece: usize, says: &[u8]) {
+    SERVER.with_borrow_mut(|slot| {
+        if slot.is_none() {
+            *slot = server().ok();
+        }
+        let Some((listener, serving)) = slot else {
+            return;
+        };
+        // Out of ports or descriptors: nothing to test today.
+        let Ok((mut ours, theirs)) = connect(listener) else {
+            return;
+        };
+        let Ok(id) = serving.adopt(theirs, member) else {
+            return;
+        };
+        let mut heard = Vec::new();
+        for piece in says.chunks(piece) {
+            if ours.write_all(piece).is_err() {
+                break;
+            }
+            serving.turn(id);
+            let _ = ours.read_to_end(&mut heard);
+            assert!(serving.table.bytes() <= LIMITS.max_total_bytes);
+            assert!(serving.table.iter().count() <= LIMITS.max_keys);
+        }
+        if member {
+            check_answers(&heard);
+        } else {
+            assert!(heard.len() <= 72, "{} bytes for a stranger", heard.len());
+        }
+        drop(ours);
+        serving.turn(id);
+        assert!(serving.conns.is_empty(), "the connection stayed");
+        assert_eq!(serving.waiters.len(), 0, "a wait stayed");
+        assert!(serving.unfinished.is_empty());
+    });
+}
+
+fn check_answers(mut heard: &[u8]) {
+    while let Some((length, rest)) = heard.split_first_chunk::<LENGTH_BYTES>() {
+        let bytes = response_bytes(*length).expect("a length within the limits");
+        let Some(body) = rest.get(..bytes) else {
+            return;
+        };
+        Response::decode(body).expect("an answer that decodes");
+        heard = &rest[bytes..];
+    }
+}

@@ -1,0 +1,315 @@
+//! Every decoder of this crate, fed with what an enemy may send: the bodies
+//! of the fuzz targets in `fuzz/`, which the tests here run on garbled seeds.
+
+use crate::Token;
+use crate::frame::{Header, Kind, MAX_FRAME_BYTES, seal};
+use crate::handshake::{
+    Acceptor, Awaiting, Hello, Initiator, PREFIX_BYTES, RejectReason, Role, body_bytes,
+    version_notice,
+};
+use crate::store_msg::{
+    Failure, LENGTH_BYTES, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES, Request, Response, request_bytes,
+    response_bytes,
+};
+
+/// Name, body, seeds.
+pub type Target = (&'static str, fn(&[u8]), fn() -> Vec<Vec<u8>>);
+
+/// All of them.
+pub const TARGETS: &[Target] = &[
+    ("wire_frame", frame, frame_seeds),
+    (
+        "wire_strangers_handshake",
+        strangers_handshake,
+        handshake_seeds,
+    ),
+    ("wire_changed_handshake", changed_handshake, mask_seeds),
+    ("wire_store_request", store_request, request_seeds),
+    ("wire_store_response", store_response, response_seeds),
+    ("wire_token", token_text, token_seeds),
+];
+
+fn token() -> Token {
+    Token::from_hex(&"5a".repeat(32)).expect("64 digits")
+}
+
+fn hello(rank: u32) -> Hello {
+    Hello::new(Role::Peer, token().job_id()).rank(rank).world(2)
+}
+
+/// Whatever is accepted is what encoding would have written.
+fn frame(data: &[u8]) {
+    let Some(bytes) = data.first_chunk::<{ Header::BYTES }>() else {
+        return;
+    };
+    // As it is, and under a right checksum, to get past it.
+    let mut sealed = *bytes;
+    seal(&mut sealed);
+    for bytes in [*bytes, sealed] {
+        if let Ok(header) = Header::decode(&bytes) {
+            assert_eq!(header.encode(), bytes);
+            assert!(header.length <= MAX_FRAME_BYTES);
+            let length = u64::from(header.length);
+            assert!(header.check_posted(header.offset, length).is_ok());
+            if header.offset > 0 {
+                assert!(header.check_posted(0, header.offset - 1).is_err());
+            }
+            if length > 0 {
+                assert!(header.check_posted(header.offset, length - 1).is_err());
+            }
+        }
+    }
+}
+
+fn frame_seeds() -> Vec<Vec<u8>> {
+    let with = |kind| {
+        let mut header = Header::new(kind);
+        (header.seq, header.count, header.length) = (7, 1 << 20, 4096);
+        header.encode().to_vec()
+    };
+    Kind::ALL.into_iter().map(with).collect()
+}
+
+/// Without the token nobody gets through either state machine, whatever the
+/// messages and their order.
+fn strangers_handshake(data: &[u8]) {
+    let token = token();
+    for awaiting in [
+        Awaiting::Hello,
+        Awaiting::Challenge,
+        Awaiting::Proof,
+        Awaiting::Verdict,
+    ] {
+        if let Some(prefix) = data.first_chunk::<PREFIX_BYTES>()
+            && let Ok(bytes) = body_bytes(prefix, awaiting)
+        {
+            assert!(bytes < 512);
+        }
+    }
+    let cut = data.len().min(PREFIX_BYTES + Hello::BYTES);
+    let (first, rest) = data.split_at(cut);
+    if let Ok((acceptor, challenge)) = Acceptor::start(first, &token) {
+        assert_eq!(challenge.len(), 72);
+        assert!(acceptor.verify(&rest[..rest.len().min(40)]).is_err());
+    }
+    if let Ok((acceptor, _)) = Acceptor::start(first, &token) {
+        assert!(acceptor.verify(rest).is_err());
+    }
+    let Ok((initiator, first)) = Initiator::start(hello(1), &token) else {
+        return;
+    };
+    // A genuine challenge, then whatever comes as the verdict.
+    if let Ok((_, challenge)) = Acceptor::start(&first, &token)
+        && let Ok((proving, _)) = initiator.answer(&challenge)
+    {
+        assert!(proving.finish(data).is_err());
+    }
+    if let Ok((initiator, _)) = Initiator::start(hello(1), &token) {
+        assert!(initiator.answer(data).is_err());
+    }
+}
+
+fn handshake_seeds() -> Vec<Vec<u8>> {
+    let token = token();
+    let mut seeds = vec![version_notice().to_vec()];
+    for verdict in 0..2 {
+        let Ok((initiator, first)) = Initiator::start(hello(1), &token) else {
+            continue;
+        };
+        let Ok((acceptor, challenge)) = Acceptor::start(&first, &token) else {
+            continue;
+        };
+        let Ok((_, proof)) = initiator.answer(&challenge) else {
+            continue;
+        };
+        let Ok(proven) = acceptor.verify(&proof) else {
+            continue;
+        };
+        let last = match verdict {
+            0 => proven.welcome(hello(0)),
+            _ => proven.reject(RejectReason::WrongEpoch),
+        };
+        seeds.push([&first[..], &proof].concat());
+        seeds.push(challenge.to_vec());
+        seeds.push(last.to_vec());
+    }
+    seeds
+}
+
+/// Somebody in between who changes what both sides say: `data` is laid over
+/// the messages. Both sides succeed only if nothing was changed.
+fn changed_handshake(data: &[u8]) {
+    let token = token();
+    let mut mask = data.iter();
+    let mut changed = false;
+    let mut carry = |message: &[u8]| -> Vec<u8> {
+        let carried: Vec<u8> = message
+            .iter()
+            .map(|byte| byte ^ mask.next().copied().unwrap_or(0))
+            .collect();
+        changed |= carried != message;
+        carried
+    };
+    let Ok((initiator, first)) = Initiator::start(hello(1), &token) else {
+        return;
+    };
+    let Ok((acceptor, challenge)) = Acceptor::start(&carry(&first), &token) else {
+        return;
+    };
+    let Ok((proving, proof)) = initiator.answer(&carry(&challenge)) else {
+        assert!(changed);
+        return;
+    };
+    let Ok(proven) = acceptor.verify(&carry(&proof)) else {
+        assert!(changed);
+        return;
+    };
+    // The hello is covered by every proof, so it came as it was said.
+    assert_eq!((proven.peer().rank, proven.peer().job), (1, hello(1).job));
+    let verdict = carry(&proven.welcome(hello(0)));
+    assert_eq!(proving.finish(&verdict).is_ok(), !changed);
+}
+
+fn mask_seeds() -> Vec<Vec<u8>> {
+    let at = |byte: usize, bits: u8| {
+        let mut mask = vec![0; 300];
+        mask[byte] = bits;
+        mask
+    };
+    // One in each message.
+    vec![at(0, 0), at(10, 1), at(90, 0x80), at(160, 0xff), at(250, 2)]
+}
+
+/// Whatever is accepted is within the limits, and what encoding would have
+/// written.
+fn store_request(data: &[u8]) {
+    if let Some(length) = data.first_chunk::<LENGTH_BYTES>()
+        && let Ok(bytes) = request_bytes(*length)
+    {
+        assert!((1..=MAX_REQUEST_BYTES).contains(&bytes));
+    }
+    if let Ok(request) = Request::decode(data) {
+        assert!(request.check().is_ok());
+        let mut again = Vec::new();
+        assert!(request.encode(&mut again).is_ok());
+        assert_eq!(&again[LENGTH_BYTES..], data);
+    }
+}
+
+fn request_seeds() -> Vec<Vec<u8>> {
+    let requests = [
+        Request::Set {
+            key: "rank/0",
+            value: b"127.0.0.1:4000",
+        },
+        Request::Get {
+            key: "rank/1",
+            timeout_ms: 1000,
+        },
+        Request::TryGet { key: "a" },
+        Request::Wait {
+            keys: vec!["rank/0", "rank/1", "é"],
+            timeout_ms: 5,
+        },
+        Request::Add {
+            key: "n",
+            delta: -1,
+        },
+        Request::CompareSet {
+            key: "k",
+            expected: Some(b"old"),
+            desired: b"new",
+        },
+        Request::CompareSet {
+            key: "k",
+            expected: None,
+            desired: b"",
+        },
+        Request::Delete { key: "k" },
+        Request::DeletePrefix { prefix: "" },
+    ];
+    let body = |request: &Request<'_>| {
+        let mut bytes = Vec::new();
+        request.encode(&mut bytes).ok()?;
+        Some(bytes.split_off(LENGTH_BYTES))
+    };
+    requests.iter().filter_map(body).collect()
+}
+
+/// As [`store_request`].
+fn store_response(data: &[u8]) {
+    if let Some(length) = data.first_chunk::<LENGTH_BYTES>()
+        && let Ok(bytes) = response_bytes(*length)
+    {
+        assert!((1..=MAX_RESPONSE_BYTES).contains(&bytes));
+    }
+    if let Ok(response) = Response::decode(data) {
+        let mut again = Vec::new();
+        assert!(response.encode(&mut again).is_ok());
+        assert_eq!(&again[LENGTH_BYTES..], data);
+    }
+}
+
+fn response_seeds() -> Vec<Vec<u8>> {
+    let mut responses = vec![
+        Response::Done,
+        Response::Value(b"127.0.0.1:4000"),
+        Response::Nothing,
+        Response::Number(-3),
+        Response::Existed(true),
+        Response::Removed(9),
+        Response::Missing(vec!["rank/0", "rank/1"]),
+    ];
+    responses.extend(Failure::ALL.map(Response::Failed));
+    let body = |response: &Response<'_>| {
+        let mut bytes = Vec::new();
+        response.encode(&mut bytes).ok()?;
+        Some(bytes.split_off(LENGTH_BYTES))
+    };
+    responses.iter().filter_map(body).collect()
+}
+
+/// 64 digits, or an error that repeats none of the text.
+fn token_text(data: &[u8]) {
+    let Ok(text) = std::str::from_utf8(data) else {
+        return;
+    };
+    match Token::from_hex(text) {
+        Ok(token) => assert_eq!(token.to_hex(), text.trim().to_ascii_lowercase()),
+        Err(error) if text.trim().len() > 8 => {
+            assert!(!error.to_string().contains(text.trim()));
+        }
+        Err(_) => {}
+    }
+}
+
+fn token_seeds() -> Vec<Vec<u8>> {
+    vec![
+        "5a".repeat(32).into_bytes(),
+        format!(" {}\n", "0F".repeat(32)).into_bytes(),
+        b"PHALANX_TOKEN=".to_vec(),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn seeds_are_accepted() {
+        for bytes in frame_seeds() {
+            assert!(Header::decode(bytes.first_chunk().unwrap()).is_ok());
+        }
+        assert!(request_seeds().iter().all(|s| Request::decode(s).is_ok()));
+        assert_eq!(request_seeds().len(), 9);
+        assert!(response_seeds().iter().all(|s| Response::decode(s).is_ok()));
+        assert_eq!(handshake_seeds().len(), 7);
+    }
+
+    #[test]
+    fn every_target_survives_garbled_seeds() {
+        for (_, run, seeds) in TARGETS {
+            phalanx_garble::feed(&seeds(), 3000, run);
+        }
+    }
+}

@@ -1,0 +1,51 @@
+//! What the program reads of its environment and of other processes, fed
+//! with garbage: the bodies of the fuzz targets in `fuzz/`, which the tests
+//! here run on garbled seeds.
+
+use crate::launch::fuzzing as launch;
+
+/// Name, body, seeds.
+pub type Target = (&'static str, fn(&[u8]), fn() -> Vec<Vec<u8>>);
+
+/// All of them.
+pub const TARGETS: &[Target] = &[
+    ("phalanx_cluster", launch::cluster, launch::cluster_seeds),
+    ("phalanx_launch_args", launch::args, launch::args_seeds),
+    ("phalanx_messages", launch::messages, launch::messages_seeds),
+    ("phalanx_system", launch::system, launch::system_seeds),
+    ("phalanx_words", words, words_seeds),
+];
+
+/// A command line, word by word, and sizes as people write them.
+fn words(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    if let Ok(size) = text.parse::<crate::bench::ByteSize>() {
+        assert!(size.0 <= 1 << 36);
+    }
+    crate::cli::parse_only(text.lines());
+}
+
+fn words_seeds() -> Vec<Vec<u8>> {
+    [
+        "launch\n--nnodes\n2\n--node_rank=1\nprog\n--x\n",
+        "train\nmnist\n--nproc-per-node\n2\n--batch-size=64\n--lr\n0.1\n",
+        "bench\nall-reduce\n--world\n2\n--bytes\n4,1KiB,25MiB\n",
+        "44.7MB",
+        "1e400",
+        "exec-rank\n--parent\n1\n--\nx\n",
+    ]
+    .map(|text| text.as_bytes().to_vec())
+    .into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_target_survives_garbled_seeds() {
+        for (_, run, seeds) in TARGETS {
+            phalanx_garble::feed(&seeds(), 1000, run);
+        }
+    }
+}
