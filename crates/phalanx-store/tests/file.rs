@@ -276,3 +276,27 @@ fn a_long_log_is_written_anew() {
     assert_eq!(c.get("large", Duration::ZERO).unwrap(), value);
     assert_eq!(c.get("round", Duration::ZERO).unwrap(), [19]);
 }
+
+/// In a folder that others may write, a link leads where they like.
+#[test]
+fn links_and_what_is_no_file_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let precious = dir.path().join("precious");
+    std::fs::write(&precious, "").unwrap();
+    for name in ["store", "store.lock"] {
+        let link = dir.path().join(name);
+        std::os::unix::fs::symlink(&precious, &link).unwrap();
+        let error = FileStore::open(dir.path().join("store")).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Usage, "{name}: {error}");
+        assert!(error.to_string().contains("symbolic link"), "{error}");
+        std::fs::remove_file(&link).unwrap();
+        let _ = std::fs::remove_file(dir.path().join("store"));
+        let _ = std::fs::remove_file(dir.path().join("store.lock"));
+    }
+    assert_eq!(std::fs::read(&precious).unwrap(), b"");
+    let pipe = dir.path().join("pipe");
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status();
+    assert!(made.unwrap().success());
+    let error = FileStore::open(&pipe).unwrap_err();
+    assert!(error.to_string().contains("is no file"), "{error}");
+}

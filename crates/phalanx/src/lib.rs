@@ -34,5 +34,6 @@ pub use phalanx_comm as comm;
 pub use phalanx_ddp as ddp;
 pub use phalanx_nn as nn;
 pub use phalanx_store as store;
+#[cfg(not(fuzzing))]
 pub use phalanx_train as train;
 pub use phalanx_wire as wire;

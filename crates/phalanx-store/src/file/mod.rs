@@ -29,6 +29,8 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use phalanx_wire::store_msg::{Request, check_key};
+use rustix::fs::OFlags;
+use rustix::io::Errno;
 
 use crate::table::{Limits, Table};
 use crate::{Error, ErrorKind, Result, Store};
@@ -337,7 +339,10 @@ impl Inner {
         // A leftover of a killed process; nobody else writes here, as the
         // caller holds the lock.
         let _ = std::fs::remove_file(&sibling);
-        let file = open_file(&sibling)?;
+        let file = ours()
+            .create_new(true)
+            .open(&sibling)
+            .map_err(|e| Error::io(format_args!("opening {}", sibling.display()), e))?;
         lock::exclusive(&file, place, LOCK_WITHIN)?;
         let mut bytes = log::header(self.id).to_vec();
         let mut at = 0;
@@ -394,15 +399,51 @@ fn lock_path(path: &Path) -> PathBuf {
     with_suffix(path, ".lock")
 }
 
-fn open_file(path: &Path) -> Result<File> {
-    OpenOptions::new()
+/// How the store's own files are opened: for us alone, and never through a
+/// link, which in a folder that others may write leads where they like.
+fn ours() -> OpenOptions {
+    let mut options = OpenOptions::new();
+    options
         .read(true)
         .write(true)
+        .mode(0o600)
+        .custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed());
+    options
+}
+
+/// Opens or creates a file of the store. One that belongs to another user is
+/// refused: it would be that user's to change under us.
+fn open_file(path: &Path) -> Result<File> {
+    let fail = |e| Error::io(format_args!("opening {}", path.display()), e);
+    let file = ours()
         .create(true)
         .truncate(false)
-        .mode(0o600)
         .open(path)
-        .map_err(|e| Error::io(format_args!("opening {}", path.display()), e))
+        .map_err(|e| {
+            if e.raw_os_error() == Some(Errno::LOOP.raw_os_error()) {
+                let why = format!(
+                    "{} is a symbolic link: name the file itself",
+                    path.display()
+                );
+                return Error::new(ErrorKind::Usage, why).caused_by(e);
+            }
+            fail(e)
+        })?;
+    let about = file.metadata().map_err(fail)?;
+    if !about.is_file() {
+        let why = format!("{} is no file", path.display());
+        return Err(Error::new(ErrorKind::Usage, why));
+    }
+    let me = rustix::process::geteuid().as_raw();
+    if about.uid() != me && me != 0 {
+        let why = format!(
+            "{} belongs to user {}, and this is user {me}: name a file of your own",
+            path.display(),
+            about.uid()
+        );
+        return Err(Error::new(ErrorKind::Usage, why));
+    }
+    Ok(file)
 }
 
 fn leads_to(path: &Path, file: &File) -> Result<Leads> {

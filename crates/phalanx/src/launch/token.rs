@@ -10,7 +10,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use phalanx_wire::Token;
-use rustix::fs::{MemfdFlags, Mode, SealFlags, fchmod, fcntl_add_seals, memfd_create};
+use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, fchmod, fcntl_add_seals, memfd_create};
 
 use super::cluster::Env;
 use crate::error::{Error, ErrorKind, Result};
@@ -82,7 +82,13 @@ fn read(path: &Path) -> Result<Token> {
             error
         }
     };
-    let file = File::open(path).map_err(unreadable)?;
+    // A pipe would keep us waiting for its writer before we could say that it
+    // is no file.
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(OFlags::NONBLOCK.bits().cast_signed())
+        .open(path)
+        .map_err(unreadable)?;
     let about = file.metadata().map_err(unreadable)?;
     let mode = about.mode() & 0o7777;
     if !about.is_file() {
@@ -172,6 +178,19 @@ mod tests {
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
         std::fs::write(&path, "nonsense").unwrap();
         refused("holds no token");
+    }
+
+    #[test]
+    fn a_pipe_is_refused_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pipe");
+        let made = std::process::Command::new("mkfifo")
+            .args(["-m", "600"])
+            .arg(&path)
+            .status();
+        assert!(made.unwrap().success());
+        let error = given(Some(&path), &Env::new()).unwrap_err();
+        assert!(error.render().contains("is no file"), "{}", error.render());
     }
 
     #[test]
