@@ -108,8 +108,10 @@ pub(crate) fn segment(data: &[u8]) {
     let (mut producer, mut consumer) = segment.ends(0, 1);
     let mut bytes = [0; 3 * RING_BYTES];
     let _ = producer.writable();
+    // A ring that claims to be larger is believed where that changes nothing
+    // about the size of the whole: every access is inside all the same.
     if let Ok(count) = producer.write(&bytes, || ()) {
-        assert!(count <= RING_BYTES);
+        assert!(count <= bytes.len());
     }
     if let Ok(count) = consumer.read(&mut bytes, || ()) {
         assert!(count <= bytes.len());
@@ -165,20 +167,31 @@ pub(crate) fn roster(data: &[u8]) {
     if first & 4 == 0 {
         let _ = shm::receive_greeting(&mut member);
     } else if let Ok(roster) = shm::receive(&mut member) {
-        assert_eq!(roster.members.len() + 1, fds.len());
+        let memories = 1 + usize::from(roster.arenas.is_some());
+        assert_eq!(memories + roster.members.len(), fds.len());
+        if let Some(arenas) = &roster.arenas {
+            let size = shm::sealed_size(arenas, layout.total());
+            assert!(size.is_ok_and(|bytes| bytes <= layout.total()));
+        }
         let _ = shm::open(&roster.memory, SEATS, &roster.nonce);
     }
 }
 
 pub(crate) fn roster_seeds() -> Vec<Vec<u8>> {
-    let mut roster = vec![4 + 3];
-    roster.extend([7; 32]);
-    roster.extend(2_u32.to_le_bytes());
-    for seat in 0..2_u32 {
-        roster.extend(seat.to_le_bytes());
-        roster.extend(4711_u32.to_le_bytes());
-    }
-    vec![roster, vec![1, 103, 18, 0, 0]]
+    // Three descriptors: of the segment, perhaps of the arenas, of members.
+    let roster = |has_arenas: u32| {
+        let mut roster = vec![4 + 3];
+        roster.extend([7; 32]);
+        let members = 2 - has_arenas;
+        roster.extend(members.to_le_bytes());
+        roster.extend(has_arenas.to_le_bytes());
+        for seat in 0..members {
+            roster.extend(seat.to_le_bytes());
+            roster.extend(4711_u32.to_le_bytes());
+        }
+        roster
+    };
+    vec![roster(0), roster(1), vec![1, 103, 18, 0, 0]]
 }
 
 thread_local! {
