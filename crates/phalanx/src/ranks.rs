@@ -65,9 +65,12 @@ pub struct RankArgs {
     /// Seconds in which all ranks must have arrived
     #[arg(long, default_value_t = 300.0, value_name = "S")]
     pub init_timeout: f64,
-    /// Seconds a collective may take (the first of a run may take 300)
+    /// Seconds a collective may take
     #[arg(long, default_value_t = 60.0, value_name = "S")]
     pub timeout: f64,
+    /// Seconds the first collective of a run may take: ranks load their data unevenly
+    #[arg(long, default_value_t = 300.0, value_name = "S")]
+    pub first_timeout: f64,
     /// Address to listen on for other ranks [default: loopback, or towards the master on several hosts]
     #[arg(long, value_name = "IP", env = "PHALANX_BIND")]
     pub bind: Option<IpAddr>,
@@ -87,6 +90,7 @@ impl RankArgs {
         for (flag, seconds) in [
             ("--timeout", self.timeout),
             ("--init-timeout", self.init_timeout),
+            ("--first-timeout", self.first_timeout),
         ] {
             if Duration::try_from_secs_f64(seconds).is_ok_and(|d| !d.is_zero()) {
                 continue;
@@ -219,6 +223,7 @@ fn as_launched_rank(
         world_size: Some(place.world),
         timeout: Duration::from_secs_f64(args.init_timeout),
         op_timeout: Duration::from_secs_f64(args.timeout),
+        first_op_timeout: Duration::from_secs_f64(args.first_timeout),
         transport,
         bind: args.bind,
         algorithm: args.algorithm(),
@@ -245,6 +250,7 @@ fn as_threads(
     launch::end_on_signals()?;
     let options = GroupOptions {
         op_timeout: Duration::from_secs_f64(args.timeout),
+        first_op_timeout: Duration::from_secs_f64(args.first_timeout),
         algorithm: args.algorithm(),
         compute_threads: Some(threads(args, world)),
         ..GroupOptions::default()
