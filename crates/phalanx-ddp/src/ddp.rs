@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::fingerprint::Fingerprint;
 use crate::reducer::{ParamSpec, Reducer, ReducerOptions};
 use crate::trace::StepTimes;
+use crate::vote::Commit;
 
 /// Settings of [`DistributedDataParallel`].
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -43,8 +44,9 @@ pub struct DdpOptions {
 ///     let loss = net.forward(step.input(&x, &[1, 2])?)?.mse_loss(&y, phalanx_nn::Reduction::Mean)?;
 ///     loss.backward(&mut ddp)?;          // all-reduces start inside
 ///     drop(step);
-///     ddp.finish()?;                      // and end here
-///     optimizer.step(&mut params, &ddp)?;
+///     if ddp.finish()?.is_yes() {         // and end here; all ranks have voted
+///         optimizer.step(&mut params, &ddp)?;
+///     }
 /// }
 /// # Ok(()) }
 /// ```
@@ -97,14 +99,24 @@ impl DistributedDataParallel {
         })
     }
 
-    /// Waits until all gradients of this step are averaged
-    /// ([`Reducer::finish`]).
+    /// Waits until all gradients of this step are averaged, and says whether
+    /// the optimizer may have them ([`Reducer::finish`]).
     ///
     /// # Errors
     ///
     /// As [`Reducer::finish`].
-    pub fn finish(&mut self) -> Result<()> {
+    pub fn finish(&mut self) -> Result<Commit> {
         self.reducer.finish()
+    }
+
+    /// Votes against the step that runs ([`Reducer::veto`]).
+    pub fn veto(&mut self) {
+        self.reducer.veto();
+    }
+
+    /// How many steps were voted down so far.
+    pub fn skipped_steps(&self) -> u64 {
+        self.reducer.skipped_steps()
     }
 
     /// The bucket layout in use.

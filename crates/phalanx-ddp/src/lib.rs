@@ -33,6 +33,7 @@ mod error;
 mod fingerprint;
 mod reducer;
 mod trace;
+mod vote;
 
 pub use bucket::{BucketCaps, BucketPlan};
 pub use ddp::{DdpOptions, DistributedDataParallel};
@@ -41,3 +42,4 @@ pub use error::{Error, ErrorKind, Result};
 pub use fingerprint::Fingerprint;
 pub use reducer::{ParamSpec, Reducer, ReducerOptions};
 pub use trace::{BucketTimes, StepTimes};
+pub use vote::{Commit, Veto};

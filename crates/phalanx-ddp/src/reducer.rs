@@ -11,6 +11,9 @@
 //! Buckets are launched strictly in index order, even when a later one fills
 //! first, so that all ranks issue the same sequence of collectives.
 //!
+//! Behind the gradients of the last bucket ride the ranks' votes on the step
+//! (`vote.rs`).
+//!
 //! After the first backward the buckets are laid out again in the order in
 //! which rank 0's gradients became ready (once; PyTorch's rule).
 //!
@@ -25,6 +28,7 @@ use phalanx_comm::{Bucket, Call, ProcessGroup, ReduceOp, Work};
 use crate::bucket::{BucketCaps, BucketPlan};
 use crate::error::{Error, Result};
 use crate::trace::{BucketTimes, StepTimes};
+use crate::vote::{self, Ballot, Commit};
 
 /// Name and size of one parameter, as the reducer needs it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -83,6 +87,11 @@ pub struct Reducer {
     /// Where a gradient goes that should not come at all (see `slot`).
     spill: Vec<f32>,
     failed: bool,
+    /// This rank's vote on the step that runs.
+    ballot: Ballot,
+    /// Whether the gradients of the last step may be read.
+    committed: bool,
+    skipped: u64,
     times: StepTimes,
     launched_at: Vec<Instant>,
 }
@@ -111,6 +120,9 @@ impl Reducer {
             was_rebuilt: false,
             spill: Vec::new(),
             failed: false,
+            ballot: Ballot::default(),
+            committed: true,
+            skipped: 0,
             times: StepTimes::default(),
             launched_at: Vec::new(),
         };
@@ -127,7 +139,14 @@ impl Reducer {
             .map(|(b, params)| self.label(b, buckets.len(), params))
             .collect();
         self.memory = (0..buckets.len())
-            .map(|b| Memory::Reduced(self.group.bucket(self.plan.bucket_elems(b))))
+            .map(|b| {
+                let votes = if b + 1 == buckets.len() {
+                    self.group.world_size()
+                } else {
+                    0
+                };
+                Memory::Reduced(self.group.bucket(self.plan.bucket_elems(b) + votes))
+            })
             .collect();
         self.missing = buckets.iter().map(Vec::len).collect();
     }
@@ -204,8 +223,14 @@ impl Reducer {
                 self.params[param].name
             )));
         }
+        let (bucket, range) = self.plan.place(param);
+        if let Memory::Filling(memory) = &self.memory[bucket]
+            && !vote::all_finite(&memory[range])
+        {
+            self.ballot.not_finite(param);
+        }
         self.order.push(param);
-        self.missing[self.plan.place(param).0] -= 1;
+        self.missing[bucket] -= 1;
         while self.missing.get(self.next_launch) == Some(&0) {
             self.launch(self.next_launch);
             self.next_launch += 1;
@@ -224,7 +249,7 @@ impl Reducer {
 
     fn launch(&mut self, bucket: usize) {
         self.launched_at.push(Instant::now());
-        let memory = match std::mem::replace(&mut self.memory[bucket], Memory::Lost) {
+        let mut memory = match std::mem::replace(&mut self.memory[bucket], Memory::Lost) {
             Memory::Filling(memory) => memory,
             // `begin` made every bucket `Filling`, and each is launched once.
             other => {
@@ -232,6 +257,11 @@ impl Reducer {
                 return;
             }
         };
+        if bucket + 1 == self.memory.len() {
+            // Launched last: all gradients are final and have been looked at.
+            let votes = &mut memory[self.plan.bucket_elems(bucket)..];
+            self.ballot.cast(votes, self.group.rank());
+        }
         self.memory[bucket] = if self.group.world_size() == 1 {
             Memory::Reduced(memory)
         } else {
@@ -243,7 +273,18 @@ impl Reducer {
         };
     }
 
+    /// Votes against the step that runs, for a reason of the caller's own: no
+    /// rank will apply it. Counts if it comes before this rank's last gradient
+    /// is [`ready`](Self::ready).
+    pub fn veto(&mut self) {
+        self.begin();
+        self.ballot.veto(self.params.len());
+    }
+
     /// Ends backward: waits until every gradient is averaged over all ranks.
+    /// All ranks learn alike whether the step may be applied: not if a gradient
+    /// of some rank has an infinity or a NaN, or if a rank [vetoed](Self::veto)
+    /// it. The gradients are dropped then, and [`grad`](Self::grad) gives none.
     ///
     /// *Blocks* until all ranks have launched all their buckets, under the
     /// group's operation deadline.
@@ -254,7 +295,7 @@ impl Reducer {
     /// for then, and the group is aborted, so that the other ranks do not wait
     /// for the missing buckets either); `Comm` naming bucket and peer when an all-reduce failed. After an error
     /// the gradients are undefined and the reducer refuses further steps.
-    pub fn finish(&mut self) -> Result<()> {
+    pub fn finish(&mut self) -> Result<Commit> {
         self.begin();
         self.check_usable()?;
         let ended = Instant::now();
@@ -273,7 +314,20 @@ impl Reducer {
             self.plan_rebuild()?;
         }
         self.in_backward = false;
-        Ok(())
+        let commit = self.count_votes();
+        self.committed = commit.is_yes();
+        self.skipped += u64::from(!self.committed);
+        Ok(commit)
+    }
+
+    fn count_votes(&self) -> Commit {
+        let Some(Memory::Reduced(last)) = self.memory.last() else {
+            return Commit::Yes; // there are no parameters
+        };
+        let votes = &last[self.plan.bucket_elems(self.memory.len() - 1)..];
+        vote::count(votes, self.group.world_size(), |param| {
+            Some(self.params.get(param)?.name.clone())
+        })
     }
 
     fn no_gradient_error(&self) -> Error {
@@ -368,6 +422,7 @@ impl Reducer {
         self.ready.fill(false);
         self.order.clear();
         self.next_launch = 0;
+        self.ballot = Ballot::default();
         self.launched_at.clear();
         self.times.buckets.clear();
         self.times.backward_began = Some(Instant::now());
@@ -379,16 +434,21 @@ impl Reducer {
     }
 
     /// The averaged gradient of `param`; empty unless the last backward was
-    /// finished, and when there is no such parameter.
+    /// finished and not voted down, and when there is no such parameter.
     pub fn grad(&self, param: usize) -> &[f32] {
         if param >= self.params.len() {
             return &[];
         }
         let (bucket, range) = self.plan.place(param);
         match &self.memory[bucket] {
-            Memory::Reduced(memory) if !self.in_backward => &memory[range],
+            Memory::Reduced(memory) if !self.in_backward && self.committed => &memory[range],
             _ => &[],
         }
+    }
+
+    /// How many steps were voted down so far, the same number on all ranks.
+    pub fn skipped_steps(&self) -> u64 {
+        self.skipped
     }
 
     /// Whether an earlier step failed, so that gradients are undefined.

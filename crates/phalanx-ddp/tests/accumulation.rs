@@ -127,7 +127,7 @@ fn distributed(group: ProcessGroup, caps: BucketCaps) -> Trained {
     let mut losses = Vec::new();
     for step in 0..STEPS {
         losses.push(micro_step(&mut tape, &net, &params, step, rank, &mut ddp).to_bits());
-        ddp.finish().expect("finish");
+        assert!(ddp.finish().expect("finish").is_yes());
         optimizer.step(&mut params, &ddp).expect("step");
     }
     Trained {

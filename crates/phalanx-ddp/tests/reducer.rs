@@ -4,7 +4,7 @@ mod common;
 
 use common::{Over, ranks};
 use phalanx_comm::ProcessGroup;
-use phalanx_ddp::{BucketCaps, ErrorKind, Fingerprint, ParamSpec, Reducer, ReducerOptions};
+use phalanx_ddp::{BucketCaps, Commit, ErrorKind, Fingerprint, ParamSpec, Reducer, ReducerOptions};
 
 fn specs(lens: &[usize]) -> Vec<ParamSpec> {
     lens.iter()
@@ -44,7 +44,7 @@ fn gradients_are_averaged_whatever_order_they_come_in() {
                 let param = (i + rank + step) % 3;
                 produce(&mut reducer, param, (10 * param + rank) as f32);
             }
-            reducer.finish().expect("finish");
+            assert_eq!(reducer.finish().expect("finish"), Commit::Yes);
             for param in 0..3 {
                 let want = (10 * param + 1) as f32;
                 assert!(
@@ -70,7 +70,7 @@ fn gradient_is_produced_in_the_memory_that_is_reduced() {
         );
         let written = reducer.slot(0).as_ptr() as usize;
         produce(&mut reducer, 0, 1.0);
-        reducer.finish().expect("finish");
+        assert_eq!(reducer.finish().expect("finish"), Commit::Yes);
         (written, reducer.grad(0).as_ptr() as usize)
     });
     for (written, read) in pointers {
@@ -89,7 +89,7 @@ fn buckets_are_rebuilt_once_in_rank_0s_observed_order() {
             for param in order {
                 produce(&mut reducer, param, 1.0);
             }
-            reducer.finish().expect("finish");
+            assert_eq!(reducer.finish().expect("finish"), Commit::Yes);
             // This step's gradients are read from this step's buckets.
             assert!((0..3).all(|p| reducer.grad(p) == [1.0]));
             let want = if step == 0 {
@@ -111,7 +111,7 @@ fn first_bucket_is_reduced_before_backward_ends() {
         // to have launched too, then give the communication thread time.
         std::thread::sleep(std::time::Duration::from_millis(200));
         produce(&mut reducer, 0, 1.0);
-        reducer.finish().expect("finish");
+        assert_eq!(reducer.finish().expect("finish"), Commit::Yes);
         assert!(reducer.times().overlapped());
         let first = &reducer.times().buckets[0];
         let ended = reducer.times().backward_ended.expect("ended");
@@ -170,7 +170,7 @@ fn unknown_parameter_is_refused() {
     let error = reducer.ready(1).expect_err("there is no parameter 1");
     assert!(error.to_string().contains("number 1"), "{error}");
     produce(&mut reducer, 0, 1.0);
-    reducer.finish().expect("nothing was harmed");
+    assert_eq!(reducer.finish().expect("nothing was harmed"), Commit::Yes);
     assert_eq!(reducer.grad(0), [1.0; 2]);
     assert!(reducer.grad(1).is_empty());
 }
@@ -190,7 +190,7 @@ fn empty_parameters_and_empty_models_are_fine() {
                         for param in 0..lens.len() {
                             produce(&mut reducer, param, 1.0);
                         }
-                        reducer.finish().expect("finish");
+                        assert_eq!(reducer.finish().expect("finish"), Commit::Yes);
                         for (param, &len) in lens.iter().enumerate() {
                             assert_eq!(reducer.grad(param), vec![1.0; len]);
                         }
@@ -217,7 +217,7 @@ fn gradient_reported_twice_is_named_and_harms_nothing() {
             "{error}"
         );
         produce(&mut reducer, 0, 2.0);
-        reducer.finish().expect("finish");
+        assert_eq!(reducer.finish().expect("finish"), Commit::Yes);
         assert_eq!(reducer.grad(1), [2.0; 4]);
     });
 }
@@ -227,7 +227,7 @@ fn gradients_are_unreadable_while_backward_runs() {
     let mut reducer = Reducer::new(alone(), specs(&[2, 2]), ReducerOptions::default());
     produce(&mut reducer, 0, 1.0);
     produce(&mut reducer, 1, 1.0);
-    reducer.finish().expect("finish");
+    assert_eq!(reducer.finish().expect("finish"), Commit::Yes);
     assert_eq!(reducer.grad(0), [1.0, 1.0]);
     reducer.slot(1);
     assert!(reducer.grad(0).is_empty());

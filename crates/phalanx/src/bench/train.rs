@@ -181,9 +181,10 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
         let value = loss.item();
         loss.backward(&mut ddp)?;
         drop(step);
-        ddp.finish()?;
-        tape.update_buffers(&mut params)?;
-        optimizer.step(&mut params, &ddp)?;
+        if ddp.finish()?.is_yes() {
+            tape.update_buffers(&mut params)?;
+            optimizer.step(&mut params, &ddp)?;
+        }
         if !value.is_finite() {
             return Err(Error::new(
                 ErrorKind::Failed,

@@ -5,6 +5,7 @@ use std::io::Write;
 use std::time::Instant;
 
 use phalanx_comm::{ProcessGroup, TransportKind};
+use phalanx_ddp::Commit;
 
 use super::format::plural;
 use crate::error::{Error, ErrorKind, Result};
@@ -61,6 +62,11 @@ impl RankContext {
         if self.is_main() {
             eprintln!("{text}");
         }
+    }
+
+    /// Says that all ranks skip a step, and why; `at` says which.
+    pub fn note_skipped(&self, commit: &Commit, at: fmt::Arguments<'_>) {
+        self.note(&format!("warning: {at} is skipped on all ranks: {commit}"));
     }
 
     /// An error unless `loss` is a number; `at` says where it was seen.

@@ -76,8 +76,12 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
         }
         loss.backward(&mut ddp)?;
         drop(step);
-        ddp.finish()?;
-        optimizer.step(&mut params, &ddp)?;
+        let commit = ddp.finish()?;
+        if commit.is_yes() {
+            optimizer.step(&mut params, &ddp)?;
+        } else {
+            ctx.note_skipped(&commit, format_args!("step {}", i + 1));
+        }
     }
     let weight = params.export(net.w);
     let rows: Vec<String> = weight.iter().map(|w| format!("[{w:.4}]")).collect();

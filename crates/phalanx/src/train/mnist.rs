@@ -223,8 +223,13 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
             let forward_ended = Instant::now();
             loss.backward(&mut ddp)?;
             drop(step);
-            ddp.finish()?; // DDP
-            optimizer.step(&mut params, &ddp)?;
+            let commit = ddp.finish()?; // DDP
+            if commit.is_yes() {
+                optimizer.step(&mut params, &ddp)?;
+            } else {
+                let at = format_args!("epoch {epoch}, step {}", index + 1);
+                progress.suspend(|| ctx.note_skipped(&commit, at));
+            }
             trace.end(marks, forward_ended, ddp.times())?;
 
             let mean = sum / batch.labels.len().max(1) as f64;
@@ -266,6 +271,7 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
             }))?;
         }
     }
+    timing.skipped = ddp.skipped_steps();
     output.save(ctx, args, &params, &accuracies, &last, &timing, &weights)?;
     ctx.group.barrier()?; // DDP: nobody leaves before the files are complete
     ctx.note(&format!(
@@ -490,6 +496,8 @@ struct Timing {
     trained: Duration,
     exposed: Duration,
     images: usize,
+    /// Steps that the ranks voted down.
+    skipped: u64,
 }
 
 impl Timing {
@@ -609,6 +617,7 @@ impl Output {
             "images_per_s": timing.images_per_s(),
             "train_s": timing.trained.as_secs_f64(),
             "exposed_comm_percent": timing.exposed_percent(),
+            "skipped_steps": timing.skipped,
             "peak_rss_mib": process::peak_rss_bytes().map(|b| b as f64 / f64::from(1 << 20)),
             "weights_sha256": weights,
         });

@@ -1,0 +1,194 @@
+//! The commit vote: may the optimizer take this step?
+//!
+//! One lane per rank rides behind the gradients of the last bucket, so the
+//! vote costs no collective of its own. A rank leaves 0 in its lane, or says
+//! why not; all other ranks leave 0 there. A lane is thus the sum of one
+//! number and zeros, exact in every algorithm and undone from the mean by one
+//! rounded multiplication. All ranks get the same lanes, hence decide alike.
+//!
+//! | lane · world      | means                                         |
+//! |-------------------|-----------------------------------------------|
+//! | 0                 | yes                                           |
+//! | `p + 1`           | no: the gradient of parameter `p` is not finite |
+//! | `parameters + 1`  | no, for a reason of the caller's              |
+//!
+//! Source: torchft's `should_commit`, which is a collective of its own.
+
+use std::fmt;
+
+/// What the ranks decided about a step.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[must_use = "a step that was voted down must not reach the optimizer"]
+pub enum Commit {
+    /// All ranks are content: give the gradients to the optimizer.
+    Yes,
+    /// Some are not, and all ranks know: the gradients are dropped, and every rank skips the step.
+    No(Vec<Veto>),
+}
+
+impl Commit {
+    /// Whether the optimizer may take the step.
+    pub fn is_yes(&self) -> bool {
+        *self == Commit::Yes
+    }
+}
+
+/// Why one rank voted against a step.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Veto {
+    /// Who.
+    pub rank: usize,
+    /// The first parameter, in the order of backward, whose gradient had an
+    /// infinity or a NaN; `None` when the rank had another reason.
+    pub parameter: Option<String>,
+}
+
+/// `rank 1: the gradient of fc1.weight is not finite`
+impl fmt::Display for Veto {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.parameter {
+            Some(name) => write!(
+                f,
+                "rank {}: the gradient of {name} is not finite",
+                self.rank
+            ),
+            None => write!(f, "rank {} asked for it", self.rank),
+        }
+    }
+}
+
+/// The vetoes of one step, `rank 1: …; rank 3: …`; empty after a yes.
+impl fmt::Display for Commit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Commit::No(vetoes) = self else {
+            return Ok(());
+        };
+        for (i, veto) in vetoes.iter().enumerate() {
+            let semicolon = if i == 0 { "" } else { "; " };
+            write!(f, "{semicolon}{veto}")?;
+        }
+        Ok(())
+    }
+}
+
+/// This rank's vote in the making.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Ballot(u32);
+
+impl Ballot {
+    /// Votes no because of parameter number `param`, unless it did before.
+    pub(crate) fn not_finite(&mut self, param: usize) {
+        self.no(param);
+    }
+
+    /// Votes no for the caller's own reason; `params` is how many there are.
+    pub(crate) fn veto(&mut self, params: usize) {
+        self.no(params);
+    }
+
+    fn no(&mut self, code: usize) {
+        if self.0 == 0 {
+            // Beyond 2^22 a lane could be off by one after the mean.
+            self.0 = u32::try_from(code + 1).unwrap_or(u32::MAX).min(1 << 22);
+        }
+    }
+
+    /// Leaves the vote of `rank` in the lanes.
+    pub(crate) fn cast(self, lanes: &mut [f32], rank: usize) {
+        lanes.fill(0.0);
+        if let Some(lane) = lanes.get_mut(rank) {
+            *lane = self.0 as f32;
+        }
+    }
+}
+
+/// Counts the votes in the averaged `lanes`; `name` knows parameters by number.
+pub(crate) fn count(lanes: &[f32], world: usize, name: impl Fn(usize) -> Option<String>) -> Commit {
+    let vetoes: Vec<Veto> = lanes[..world]
+        .iter()
+        .enumerate()
+        // A NaN is no yes.
+        .filter(|(_, lane)| **lane != 0.0)
+        .map(|(rank, lane)| {
+            let code = (f64::from(*lane) * world as f64).round();
+            let parameter = (code >= 1.0).then(|| name(code as usize - 1)).flatten();
+            Veto { rank, parameter }
+        })
+        .collect();
+    if vetoes.is_empty() {
+        Commit::Yes
+    } else {
+        Commit::No(vetoes)
+    }
+}
+
+/// Whether no element is an infinity or a NaN.
+pub(crate) fn all_finite(values: &[f32]) -> bool {
+    const EXPONENT: u32 = 0x7f80_0000;
+    let bad = |value: &f32| u32::from(value.to_bits() & EXPONENT == EXPONENT);
+    // Blocks: without an exit inside, each becomes vector code.
+    values
+        .chunks(1024)
+        .all(|block| block.iter().fold(0, |any, value| any | bad(value)) == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_infinities_and_nans_are_not_finite() {
+        let mut values = vec![f32::MAX; 3000];
+        values[7] = f32::MIN_POSITIVE / 2.0;
+        values[8] = -0.0;
+        assert!(all_finite(&values) && all_finite(&[]));
+        for at in [0, 1023, 1024, 2999] {
+            for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let mut values = values.clone();
+                values[at] = bad;
+                assert!(!all_finite(&values), "{bad} at {at}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_vote_survives_the_mean_of_every_world() {
+        for world in (1..=130).chain([1000, 4096]) {
+            for code in [0, 1, 2, 77, 99_999, (1 << 22) - 1] {
+                let mut ballot = Ballot::default();
+                if code > 0 {
+                    ballot.not_finite(code - 1);
+                }
+                let mut lanes = vec![f32::NAN; world];
+                ballot.cast(&mut lanes, world - 1);
+                lanes
+                    .iter_mut()
+                    .for_each(|lane| *lane *= 1.0 / world as f32);
+                let commit = count(&lanes, world, |p| Some(p.to_string()));
+                let want = match code {
+                    0 => Commit::Yes,
+                    code => Commit::No(vec![Veto {
+                        rank: world - 1,
+                        parameter: Some((code - 1).to_string()),
+                    }]),
+                };
+                assert_eq!(commit, want, "world {world}, code {code}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_first_reason_is_kept_and_garbage_is_a_no() {
+        let mut ballot = Ballot::default();
+        ballot.not_finite(3);
+        ballot.not_finite(1);
+        ballot.veto(8);
+        let mut lanes = [0.0; 2];
+        ballot.cast(&mut lanes, 0);
+        assert_eq!(lanes, [4.0, 0.0]);
+        for garbage in [f32::NAN, f32::INFINITY, -3.0, 1e30] {
+            let commit = count(&[0.0, garbage], 2, |_| None);
+            assert_eq!(commit.to_string(), "rank 1 asked for it");
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! The commit vote: a step that one rank cannot take is taken by none.
+
+mod common;
+
+use common::{ALL, ranks};
+use phalanx_comm::ProcessGroup;
+use phalanx_ddp::{
+    BucketCaps, Commit, DdpOptions, DistributedDataParallel, ParamSpec, Reducer, ReducerOptions,
+};
+use phalanx_nn::optim::Sgd;
+use phalanx_nn::{GradSink, ParamId, Params, Scope, Seed, layers::Linear};
+
+fn reducer(group: ProcessGroup, caps: BucketCaps) -> Reducer {
+    let specs = [70, 1, 33].iter().enumerate().map(|(i, &len)| ParamSpec {
+        name: format!("layer{i}.weight"),
+        len,
+    });
+    let options = ReducerOptions {
+        caps,
+        ..ReducerOptions::default()
+    };
+    Reducer::new(group, specs.collect(), options)
+}
+
+/// One step in which `spoil` may write into a gradient.
+fn step(
+    reducer: &mut Reducer,
+    spoil: impl Fn(usize, &mut [f32]),
+) -> Result<Commit, phalanx_ddp::Error> {
+    for param in [2, 1, 0] {
+        let slot = reducer.slot(param);
+        slot.fill(1.0);
+        spoil(param, slot);
+        reducer.ready(param)?;
+    }
+    reducer.finish()
+}
+
+#[test]
+fn every_rank_learns_who_could_not_and_why() {
+    for over in ALL {
+        for world in 1..=4 {
+            for caps in [BucketCaps::uniform(1), BucketCaps::ONE_HOST] {
+                ranks(world, over, |group| {
+                    let rank = group.rank();
+                    let culprit = world - 1;
+                    let mut reducer = reducer(group, caps);
+                    for (param, bad) in [
+                        (0, f32::NAN),
+                        (1, f32::INFINITY),
+                        (2, f32::NEG_INFINITY),
+                        (2, -f32::NAN),
+                    ] {
+                        let commit = step(&mut reducer, |p, slot| {
+                            if rank == culprit && p <= param {
+                                // The first in backward's order is named.
+                                slot[slot.len() - 1] = bad;
+                            }
+                        })
+                        .expect("no rank is lost by a vote");
+                        assert_eq!(
+                            commit.to_string(),
+                            format!(
+                                "rank {culprit}: the gradient of layer{param}.weight is not finite"
+                            ),
+                            "{over:?}, world {world}"
+                        );
+                        assert!((0..3).all(|p| reducer.grad(p).is_empty()), "dropped");
+                        // The next step is a clean one.
+                        assert_eq!(step(&mut reducer, |_, _| ()).expect("step"), Commit::Yes);
+                        assert!(reducer.grad(0).iter().all(|g| *g == 1.0));
+                    }
+                    assert_eq!(reducer.skipped_steps(), 4);
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rank_may_veto_for_its_own_reasons_and_several_at_once() {
+    ranks(3, common::Over::Thread, |group| {
+        let rank = group.rank();
+        let mut reducer = reducer(group, BucketCaps::ONE_HOST);
+        if rank == 1 {
+            reducer.veto();
+        }
+        let commit = step(&mut reducer, |p, slot| {
+            if rank == 2 && p == 1 {
+                slot[0] = f32::NAN;
+            }
+        });
+        assert_eq!(
+            commit.expect("step").to_string(),
+            "rank 1 asked for it; rank 2: the gradient of layer1.weight is not finite"
+        );
+        assert_eq!(step(&mut reducer, |_, _| ()).expect("step"), Commit::Yes);
+    });
+}
+
+/// The optimizer refuses the gradients of a step that was voted down, so that
+/// a caller who does not ask cannot apply it either.
+#[test]
+fn a_step_voted_down_changes_no_bit() {
+    let bits =
+        |params: &Params| -> Vec<u32> { params.flat().iter().map(|p| p.to_bits()).collect() };
+    let trained = |group: ProcessGroup, spoiled: Option<usize>| {
+        let rank = group.rank();
+        let mut scope = Scope::new(Seed(3));
+        Linear::new(scope.enter("head"), 5, 4);
+        let mut params = scope.build().expect("model");
+        let mut ddp = DistributedDataParallel::new(group, &mut params, DdpOptions::default())
+            .expect("wrapped");
+        let mut optimizer = Sgd::new(&params, 0.1).momentum(0.9);
+        let mut taken = 0;
+        for i in 0..6 {
+            let ids: Vec<ParamId> = params.ids().collect();
+            for id in ids.into_iter().rev() {
+                let slot = ddp.slot(id);
+                slot.fill(taken as f32 + rank as f32);
+                if Some(i) == spoiled && rank == 1 {
+                    slot[0] = f32::INFINITY;
+                }
+                ddp.ready(id).expect("ready");
+            }
+            let before = bits(&params);
+            if ddp.finish().expect("finish").is_yes() {
+                optimizer.step(&mut params, &ddp).expect("step");
+                taken += 1;
+            } else {
+                optimizer.step(&mut params, &ddp).expect_err("no gradients");
+                assert_eq!(bits(&params), before);
+            }
+            if taken == 5 {
+                break;
+            }
+        }
+        bits(&params)
+    };
+    let plain = ranks(2, common::Over::Shm, |group| trained(group, None));
+    for spoiled in 0..5 {
+        let voted = ranks(2, common::Over::Shm, |group| trained(group, Some(spoiled)));
+        assert_eq!(voted, plain, "step {spoiled}");
+    }
+}
