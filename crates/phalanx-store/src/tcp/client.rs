@@ -2,6 +2,7 @@
 
 use std::io::{ErrorKind as IoKind, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -16,7 +17,7 @@ use crate::auth;
 use crate::{Error, ErrorKind, Result, Store};
 
 /// How long a server may take to answer, beyond the wait that it was asked
-/// for: the deadline of control messages.
+/// for, unless told otherwise: the deadline of control messages.
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
 
 /// First pause between attempts to connect; it doubles...
@@ -57,6 +58,8 @@ pub struct TcpStore {
     place: String,
     token: Token,
     idle: Mutex<Vec<Connection>>,
+    /// Milliseconds that a server may take to answer.
+    answer_ms: AtomicU32,
 }
 
 #[derive(Debug)]
@@ -94,10 +97,22 @@ impl TcpStore {
             place: format!("the store at {addr}"),
             token,
             idle: Mutex::default(),
+            answer_ms: AtomicU32::new(millis(ANSWER_WITHIN)),
         };
         let first = store.open(timeout, true)?;
         store.keep(first);
         Ok(store)
+    }
+
+    /// From now on a server may take `limit` to answer, beyond the wait that it
+    /// is asked for; 10 s at first. For the last words of a process that has no
+    /// time to wait for a host that is out of reach.
+    pub fn set_answer_limit(&self, limit: Duration) {
+        self.answer_ms.store(millis(limit), Ordering::Relaxed);
+    }
+
+    fn answer_within(&self) -> Duration {
+        Duration::from_millis(self.answer_ms.load(Ordering::Relaxed).into())
     }
 
     /// The address as given to [`connect`](Self::connect).
@@ -207,7 +222,7 @@ impl TcpStore {
         }
     }
 
-    /// Asks, waits at most `wait` plus [`ANSWER_WITHIN`], and gives the
+    /// Asks, waits at most `wait` plus the answer limit, and gives the
     /// response to `read`.
     fn ask<T>(
         &self,
@@ -222,10 +237,10 @@ impl TcpStore {
             .pop();
         let mut connection = match kept {
             Some(connection) => connection,
-            None => self.open(ANSWER_WITHIN, false)?,
+            None => self.open(self.answer_within(), false)?,
         };
         let body = connection
-            .round_trip(request, wait.saturating_add(ANSWER_WITHIN))
+            .round_trip(request, wait.saturating_add(self.answer_within()))
             .map_err(|fault| self.describe(fault, wait))?;
         let response = match Response::decode(body) {
             Ok(response) => response,
@@ -278,7 +293,7 @@ impl TcpStore {
                 format!(
                     "{} did not answer within {:.1?}: its process is stopped, or its host out of reach",
                     self.place,
-                    wait.saturating_add(ANSWER_WITHIN)
+                    wait.saturating_add(self.answer_within())
                 ),
             ),
             Fault::Io(e) => Error::io(format_args!("asking {}", self.place), e),

@@ -46,6 +46,10 @@ const BEAT_LIMIT: Duration = Duration::from_secs(15);
 /// so that every launcher can read the end of the story there.
 const LEAVE_LIMIT: Duration = Duration::from_secs(1);
 
+/// How long the store may take to answer once this node's end is decided: it
+/// may be out of reach, and an end must not wait for that.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
 /// How long one waits in silence.
 const QUIET: Duration = Duration::from_secs(5);
 
@@ -229,6 +233,8 @@ pub(crate) struct Nodes {
     me: usize,
     cards: Vec<Card>,
     stop: Arc<AtomicBool>,
+    /// The store did not answer our last words.
+    out_of_reach: AtomicBool,
 }
 
 /// Joins; `interrupted` is asked often and ends it.
@@ -274,6 +280,7 @@ pub(crate) fn join(
         me,
         cards: Vec::new(),
         stop: Arc::new(AtomicBool::new(false)),
+        out_of_reach: AtomicBool::new(false),
     };
     // From here on the others count on us: a failure must reach them.
     match nodes.gather(total, &card, started, deadline, &mut interrupted) {
@@ -389,7 +396,8 @@ impl Nodes {
                 break;
             }
             missing = left;
-            if let Some(verdict) = self.verdict() {
+            let verdict = self.store.try_get(ABORT_KEY).map_err(lost_store)?;
+            if let Some(verdict) = verdict.and_then(|bytes| decode::<Verdict>(&bytes)) {
                 return Err(verdict.into_error(None));
             }
             if let Some(error) = interrupted() {
@@ -492,6 +500,22 @@ impl Nodes {
             })
     }
 
+    /// Whether there is any use in asking the store: once the end is decided,
+    /// a store that did not answer is not asked again.
+    fn reachable<T>(&self, ask: impl FnOnce(&TcpStore) -> phalanx_store::Result<T>) -> Option<T> {
+        if self.out_of_reach.load(Ordering::Relaxed) {
+            return None;
+        }
+        self.store.set_answer_limit(LAST_WORDS);
+        match ask(&self.store) {
+            Ok(answer) => Some(answer),
+            Err(_) => {
+                self.out_of_reach.store(true, Ordering::Relaxed);
+                None
+            }
+        }
+    }
+
     /// Writes the verdict unless there is a better one, and gives back the
     /// one that holds.
     pub(crate) fn publish(&self, verdict: &Verdict) -> Verdict {
@@ -501,10 +525,8 @@ impl Nodes {
         let mut expected: Option<Vec<u8>> = None;
         // Twice: once against nothing, once against an echo.
         for _ in 0..2 {
-            let Ok(stored) = self
-                .store
-                .compare_set(ABORT_KEY, expected.as_deref(), &mine)
-            else {
+            let put = |store: &TcpStore| store.compare_set(ABORT_KEY, expected.as_deref(), &mine);
+            let Some(stored) = self.reachable(put) else {
                 break;
             };
             if stored == mine {
@@ -521,7 +543,7 @@ impl Nodes {
 
     /// The verdict that holds now.
     pub(crate) fn verdict(&self) -> Option<Verdict> {
-        decode(&self.store.try_get(ABORT_KEY).ok()??)
+        decode(&self.reachable(|store| store.try_get(ABORT_KEY))??)
     }
 
     /// Says that all ranks here ended well.
@@ -546,7 +568,8 @@ impl Nodes {
     /// is when the others could know how it ends.
     pub(crate) fn leave(&self, total: usize, decided: Instant) {
         self.stop.store(true, Ordering::Relaxed);
-        let _ = self.store.set(&format!("launch/left/{}", self.me), b"");
+        let left = format!("launch/left/{}", self.me);
+        self.reachable(|store| store.set(&left, b""));
         if self.server.is_none() {
             return;
         }
