@@ -287,3 +287,41 @@ fn lost_peer_is_reported_with_the_bucket() {
     );
     assert!(error.comm().is_some());
 }
+
+#[test]
+fn a_step_copies_no_gradient_where_ranks_share_memory() {
+    for over in [Over::Thread, Over::Shm] {
+        ranks(3, over, |group| {
+            let lens = [50_000, 60_000, 40_000];
+            let mut reducer = Reducer::new(group.clone(), specs(&lens), one_tensor_a_bucket());
+            let step = |reducer: &mut Reducer| {
+                for param in [1, 2, 0] {
+                    produce(reducer, param, (param + group.rank()) as f32);
+                }
+                reducer.finish().expect("finish");
+                assert_eq!(reducer.grad(2)[39_999], 3.0);
+                group.counters()
+            };
+            // The first step also tells all ranks in which order gradients
+            // came; the second one has new buckets.
+            let before = step(&mut reducer);
+            step(&mut reducer);
+            let after = step(&mut reducer);
+            assert_eq!(after.staged_bytes, before.staged_bytes, "{over:?}");
+            assert_eq!(after.moved_bytes, before.moved_bytes, "{over:?}");
+            // Two steps; a third of three ranks' gradients, but for whole lines.
+            let folded = after.folded_bytes - before.folded_bytes;
+            let gradients = 4 * lens.iter().sum::<usize>() as u64;
+            assert!(folded.abs_diff(2 * gradients) < 10_000, "{folded}");
+
+            // Ordinary memory of the same length: what others own is staged,
+            // and what they made of it is fetched.
+            let mut heap = vec![1f32; 150_000];
+            group
+                .all_reduce(&mut heap, phalanx_comm::ReduceOp::Sum)
+                .expect("all-reduce");
+            let staged = group.counters().staged_bytes - after.staged_bytes;
+            assert!(staged.abs_diff(2 * gradients * 2 / 3) < 10_000, "{staged}");
+        });
+    }
+}

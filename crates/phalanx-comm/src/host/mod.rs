@@ -20,6 +20,8 @@ mod counters;
 mod exchange;
 mod reduce;
 mod run;
+#[cfg(test)]
+mod tests;
 
 pub use counters::CollectiveBytes;
 
