@@ -26,6 +26,10 @@ pub enum ErrorKind {
     /// Occurs when another rank failed first, or somebody called `abort`.
     /// [`Error::origin_rank`] says who.
     Aborted,
+    /// Occurs when the others formed the group anew without this rank, because
+    /// it came too late. It cannot join any more; the message says what they
+    /// waited for.
+    Excluded,
     /// Occurs when two ranks are in different operations (one took another
     /// branch of the program). The message names both sides.
     Desync,

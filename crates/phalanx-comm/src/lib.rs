@@ -66,7 +66,7 @@ pub use dtype::{DType, Element};
 pub use error::{Error, ErrorKind, Result};
 pub use group::{
     Call, Coalesced, GroupOptions, InitOptions, MAX_OBJECT_BYTES, OpTimes, P2POp, ProcessGroup,
-    Transport, Work, wait_all,
+    ReformOptions, Transport, Work, wait_all,
 };
 pub use host::CollectiveBytes;
 pub use memory::Bucket;

@@ -21,7 +21,8 @@ use crate::{Error, Result};
 /// Id of the group of all ranks; subgroups have other ones.
 pub(super) const WORLD_GROUP: u32 = 0;
 
-/// What later subgroups need to form their own links.
+/// What later subgroups, and later epochs, need to form their own links.
+#[derive(Clone)]
 pub(super) struct Processes {
     pub(super) store: Arc<dyn Store>,
     pub(super) token: Token,
@@ -30,7 +31,7 @@ pub(super) struct Processes {
     pub(super) options: InitOptions,
     /// Rank 0 hosts the store unless the launcher does; it ends with the last
     /// of its groups. Held, not used.
-    pub(super) _host: Option<TcpServer>,
+    pub(super) _host: Option<Arc<TcpServer>>,
 }
 
 impl Processes {
@@ -46,7 +47,7 @@ impl Processes {
             return lone_mesh();
         }
         agree_on_world(&*self.store, self.epoch, group, rank, world)?;
-        form(
+        let mesh = form(
             &*self.store,
             &FormOptions {
                 rank,
@@ -65,7 +66,9 @@ impl Processes {
                 compute_threads: compute_threads(self.options.compute_threads, environment)?,
                 arena_bytes: self.options.arena_bytes,
             },
-        )
+        )?;
+        mesh.agree_through(&self.store, self.epoch, group);
+        Ok(mesh)
     }
 }
 
@@ -146,7 +149,7 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
                 epoch: launch.epoch,
                 bind: bind(&options, addresses.first().copied()),
                 options: options.clone(),
-                _host: server,
+                _host: server.map(Arc::new),
             }
         }
         Meeting::File(path) => {

@@ -13,6 +13,7 @@ mod objects;
 mod options;
 mod queue;
 mod registered;
+mod reform;
 mod registry;
 mod subgroup;
 mod uneven;
@@ -21,12 +22,13 @@ mod work;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use phalanx_store::Store;
+use phalanx_store::{MemStore, Store};
 
 pub use self::batch::P2POp;
 pub use self::coalesced::Coalesced;
 pub use self::objects::MAX_OBJECT_BYTES;
 pub use self::options::{Call, GroupOptions, InitOptions, Transport};
+pub use self::reform::ReformOptions;
 pub use self::work::{OpTimes, Work, wait_all};
 
 use self::join::{Processes, WORLD_GROUP};
@@ -56,7 +58,7 @@ use crate::{Bucket, Element, Error, Result};
 /// [`ErrorKind::Aborted`](crate::ErrorKind::Aborted) naming the rank that
 /// failed first and why, and later operations are refused. Contents of buffers
 /// given to a failed operation are undefined. A poisoned group never recovers;
-/// form a new one with the next epoch.
+/// [`ProcessGroup::reform`] makes a new one of the ranks that are left.
 ///
 /// *End.* [`ProcessGroup::shutdown`] on all ranks is the orderly end. Dropping
 /// the last handle finishes what was issued and leaves; ranks that still expect
@@ -92,6 +94,7 @@ struct Core {
     id: u32,
     epoch: u32,
     recorder: Arc<Recorder>,
+    identity: Identity,
     abort: AbortHandle,
     transports: Vec<(usize, TransportKind)>,
     /// Where this rank's registered buckets come from.
@@ -123,10 +126,23 @@ impl Drop for Core {
 enum Origin {
     Threads {
         registry: Arc<Registry>,
+        /// Where later epochs meet.
+        store: Arc<dyn Store>,
         ring_bytes: usize,
         arena_bytes: Option<usize>,
     },
     Processes(Box<Processes>),
+}
+
+/// Who a rank is over all epochs of a job, in which its number may change.
+#[derive(Clone, Debug)]
+struct Identity {
+    /// Its rank in the first epoch.
+    first_rank: usize,
+    /// The first ranks of this epoch's members, by rank.
+    roster: Arc<[usize]>,
+    /// Tells the job from others that used the same store.
+    job: u64,
 }
 
 impl ProcessGroup {
@@ -190,6 +206,7 @@ impl ProcessGroup {
         let ring_bytes = options.ring_bytes.unwrap_or(0);
         let origin = Arc::new(Origin::Threads {
             registry: Arc::new(Registry::default()),
+            store: Arc::new(MemStore::new()),
             ring_bytes,
             arena_bytes: options.arena_bytes,
         });
@@ -216,6 +233,7 @@ impl ProcessGroup {
                         epoch: 0,
                         limits: options.limits(),
                         algorithm: options.algorithm,
+                        identity: None,
                     },
                     mesh,
                     Arc::clone(&origin),
@@ -241,6 +259,7 @@ impl ProcessGroup {
             epoch: processes.epoch,
             limits: processes.options.limits(),
             algorithm: processes.options.algorithm,
+            identity: None,
         };
         Ok(Self::from_mesh(
             member,
@@ -254,6 +273,11 @@ impl ProcessGroup {
         let abort = mesh.abort_handle();
         let transports = mesh.describe();
         let (budgets, callers) = (mesh.budgets(), mesh.callers());
+        let identity = member.identity.unwrap_or_else(|| Identity {
+            first_rank: member.rank,
+            roster: (0..member.world).collect(),
+            job: mesh.instance(),
+        });
         let store = match &*origin {
             Origin::Threads { .. } => None,
             Origin::Processes(processes) => Some(Arc::clone(&processes.store)),
@@ -286,6 +310,7 @@ impl ProcessGroup {
                 id: member.id,
                 epoch: member.epoch,
                 recorder,
+                identity,
                 abort,
                 transports,
                 arena,
@@ -311,6 +336,17 @@ impl ProcessGroup {
     /// Number of ranks in the group.
     pub fn world_size(&self) -> usize {
         self.core.world
+    }
+
+    /// How often the group of this job has been formed anew.
+    pub fn epoch(&self) -> u32 {
+        self.core.epoch
+    }
+
+    /// This rank's number in the job's first epoch, by which people know it;
+    /// [`ProcessGroup::reform`] gives other ones.
+    pub fn first_rank(&self) -> usize {
+        self.core.identity.first_rank
     }
 
     /// The store through which the group met; groups of threads have none.
@@ -445,7 +481,7 @@ impl std::fmt::Debug for ProcessGroup {
 }
 
 /// Who a rank is in a group, and what its operations may take.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 struct Member {
     rank: usize,
     world: usize,
@@ -453,6 +489,8 @@ struct Member {
     epoch: u32,
     limits: Limits,
     algorithm: Algorithm,
+    /// `None`: this is its first group.
+    identity: Option<Identity>,
 }
 
 /// FNV-1a, for telling apart what ranks should have alike.

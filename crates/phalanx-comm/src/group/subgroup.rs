@@ -44,7 +44,8 @@ impl ProcessGroup {
             ));
         }
         let number = self.core.subgroups.fetch_add(1, Ordering::Relaxed);
-        let print = fingerprint(self.core.id, number, &members);
+        let call = number | u64::from(self.core.epoch) << 32;
+        let print = fingerprint(self.core.id, call, &members);
         self.agree(print).map_err(|e| e.with_operation(NAME))?;
 
         let Ok(rank) = members.binary_search(&self.core.rank) else {
@@ -57,6 +58,7 @@ impl ProcessGroup {
             epoch: self.core.epoch,
             limits: self.core.limits,
             algorithm: self.core.algorithm,
+            identity: None,
         };
         let named = |e: Error| e.with_rank(self.core.rank).with_operation(NAME);
         let mut mesh = match &*self.core.origin {
@@ -65,6 +67,7 @@ impl ProcessGroup {
                 registry,
                 ring_bytes,
                 arena_bytes,
+                ..
             } => registry
                 .take(member.id, rank, member.world, *ring_bytes, *arena_bytes)
                 .ok_or_else(|| named(Error::internal("two subgroups have the same id")))?,

@@ -1,11 +1,13 @@
 //! All links of one rank in one group, and how to wait for them.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use phalanx_store::Store;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::arenas::Arenas;
+use super::first_cause::FirstCause;
 use super::layout::{Layout, MAX_SEATS, ring_capacity};
 use super::poison::Poison;
 use super::ring::{Consumer, Corrupt, Producer};
@@ -114,19 +116,28 @@ struct Shared {
     rank: usize,
     segment: Arc<Segment>,
     controls: Vec<Arc<Control>>,
+    /// Present where ranks of several hosts must agree.
+    first_cause: OnceLock<FirstCause>,
 }
 
 impl Shared {
     /// True if `cause` is the first.
     fn poison(&self, cause: &Poison) -> bool {
         // Only the first cause travels; a later one is an echo of it.
-        let first = self.segment.poison(cause);
+        if self.segment.is_poisoned() {
+            return false;
+        }
+        let agreed = match self.first_cause.get() {
+            Some(first) => first.agree(cause),
+            None => cause.clone(),
+        };
+        let first = self.segment.poison(&agreed);
         if first {
             for control in &self.controls {
-                control.send_abort(cause);
+                control.send_abort(&agreed);
             }
         }
-        first
+        first && agreed == *cause
     }
 
     /// The error to report for a peer's end: the group's first cause if there
@@ -154,9 +165,9 @@ pub struct AbortHandle {
 }
 
 impl AbortHandle {
-    /// Poisons the group: first cause wins; those who wait for shared memory
-    /// wake up at once, those who wait for sockets when the message arrives, or
-    /// within 50 ms.
+    /// Poisons the group: first cause wins, over all hosts; those who wait for
+    /// shared memory wake up at once, those who wait for sockets when the
+    /// message arrives, or within 50 ms. May wait 40 ms for the store.
     pub fn poison(&self, cause: &Poison) {
         self.shared.poison(cause);
     }
@@ -191,6 +202,7 @@ pub struct Mesh {
     callers: Callers,
     watches: Vec<Watch>,
     next_watch: Instant,
+    instance: u64,
 }
 
 impl std::fmt::Debug for Mesh {
@@ -221,6 +233,8 @@ pub(super) struct Parts {
     /// Who shares our cores, however they are reached.
     pub(super) topology: Topology,
     pub(super) policy: Policy,
+    /// Random, the same on all ranks: tells this forming from all others.
+    pub(super) instance: u64,
 }
 
 /// The memory of a group whose ranks are all on one host. Ranks and seats are
@@ -259,8 +273,10 @@ impl Mesh {
                 rank: parts.rank,
                 segment: parts.segment,
                 controls,
+                first_cause: OnceLock::new(),
             }),
             arenas: parts.arenas,
+            instance: parts.instance,
             seat: parts.seat,
             peers,
             budgets: Budgets::new(parts.policy, parts.topology),
@@ -330,6 +346,22 @@ impl Mesh {
             *own = cell(self.seat);
         }
         cells
+    }
+
+    /// Random, the same on all ranks: tells this forming from all others.
+    pub(crate) fn instance(&self) -> u64 {
+        self.instance
+    }
+
+    /// From now on ranks of several hosts agree through `store` on the first
+    /// cause of an abort.
+    pub(crate) fn agree_through(&self, store: &Arc<dyn Store>, epoch: u32, group: u32) {
+        // On one host memory is the judge.
+        if !self.shared.controls.is_empty() {
+            let first = FirstCause::new(Arc::clone(store), epoch, group, self.instance);
+            // Set once, by the one that formed the group.
+            let _ = self.shared.first_cause.set(first);
+        }
     }
 
     /// Poisons the group; see [`AbortHandle::poison`]. True if `cause` is the
@@ -682,6 +714,7 @@ pub(crate) fn thread_mesh_with(
                 watches: Vec::new(),
                 topology: Topology::of_threads(world, 1),
                 policy,
+                instance: 0,
             })
         })
         .collect()

@@ -18,6 +18,7 @@
 
 mod admit;
 mod arenas;
+mod first_cause;
 mod form;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;

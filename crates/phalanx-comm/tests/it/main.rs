@@ -13,6 +13,7 @@ mod handles;
 mod monitored;
 mod objects;
 mod registered;
+mod reform;
 mod subgroups;
 mod uneven;
 mod waiting;

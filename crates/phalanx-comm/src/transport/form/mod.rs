@@ -247,6 +247,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
         watches,
         topology,
         policy,
+        instance: members[0].instance,
     }))
 }
 

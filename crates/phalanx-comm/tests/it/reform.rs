@@ -1,0 +1,525 @@
+//! A new group of the ranks that are left: epochs, majorities, stragglers,
+//! ranks as threads and as processes that are killed.
+
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, Instant};
+
+use phalanx_comm::{Call, Error, ErrorKind, InitOptions, ProcessGroup, ReduceOp, ReformOptions};
+use phalanx_store::{MemStore, TcpServer};
+use phalanx_wire::Token;
+
+use crate::common::{EVERYWHERE, Over, PATIENCE, groups, init_options, on_each};
+
+/// Returns when *all* ranks are through a barrier: after one of the group
+/// alone a rank may still be in it when the next one leaves.
+fn all_ready(group: &ProcessGroup, gate: &Barrier) {
+    group.barrier().unwrap();
+    gate.wait();
+}
+
+fn hasty() -> ReformOptions {
+    ReformOptions {
+        straggler_wait: Duration::from_millis(300),
+        timeout: PATIENCE,
+        ..ReformOptions::default()
+    }
+}
+
+/// The sum of first ranks over the group, by which its members are checked.
+fn sum_of_members(group: &ProcessGroup) -> i64 {
+    let mut data = [group.first_rank() as i64];
+    group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+    data[0]
+}
+
+#[test]
+fn survivors_go_on_whoever_was_lost() {
+    for over in EVERYWHERE {
+        for world in [3, 4] {
+            for victim in 0..world {
+                let gate = Barrier::new(world);
+                on_each(groups(over, world), |group| {
+                    all_ready(&group, &gate);
+                    let rank = group.rank();
+                    if rank == victim {
+                        return; // its links end
+                    }
+                    let error = group.barrier().unwrap_err();
+                    assert!(
+                        matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::Aborted),
+                        "{error}"
+                    );
+                    let other_handle = group.clone();
+                    let group = group.reform(hasty()).unwrap();
+                    assert_eq!(group.epoch(), 1);
+                    assert_eq!(group.world_size(), world - 1);
+                    assert_eq!(group.rank(), rank - usize::from(rank > victim));
+                    assert_eq!(group.first_rank(), rank);
+                    let all: usize = (0..world).sum();
+                    for _ in 0..3 {
+                        assert_eq!(sum_of_members(&group), (all - victim) as i64);
+                    }
+                    // The old group stays as it ended.
+                    let error = other_handle.barrier().unwrap_err();
+                    assert!(error.kind() != ErrorKind::Timeout, "{error}");
+                    drop(other_handle);
+                    // Subgroups of the new one work.
+                    let sub = group.new_group(&[0, 1]).unwrap();
+                    assert_eq!(sub.is_some(), group.rank() < 2);
+                    if let Some(sub) = sub {
+                        sub.barrier().unwrap();
+                    }
+                    group.shutdown().unwrap();
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn twice_in_a_row_down_to_one() {
+    for over in EVERYWHERE {
+        let gates = [4, 3, 2].map(Barrier::new);
+        on_each(groups(over, 4), |group| {
+            let first_rank = group.rank();
+            let mut group = group;
+            // Rank 0 goes, then rank 3, then rank 2: of 4, of 3, of 2.
+            for (epoch, victim) in [(1, 0), (2, 3), (3, 2)] {
+                all_ready(&group, &gates[epoch as usize - 1]);
+                if first_rank == victim {
+                    return;
+                }
+                group.barrier().unwrap_err();
+                let options = ReformOptions {
+                    min_world: Some(1),
+                    ..hasty()
+                };
+                // With a minimum of one, a fast rank must wait for the others.
+                group = group.reform(options).unwrap();
+                assert_eq!(group.epoch(), epoch);
+                assert_eq!(group.world_size(), 4 - epoch as usize);
+            }
+            assert_eq!((group.rank(), group.first_rank()), (0, 1));
+            assert_eq!(sum_of_members(&group), 1);
+            // Nobody is left: the epoch still changes hands.
+            group.abort("enough");
+            let group = group.reform(hasty()).unwrap();
+            assert_eq!((group.epoch(), group.world_size()), (4, 1));
+        });
+    }
+}
+
+#[test]
+fn all_may_go_on_after_an_abort() {
+    for over in EVERYWHERE {
+        let gate = Barrier::new(3);
+        on_each(groups(over, 3), |group| {
+            all_ready(&group, &gate);
+            let rank = group.rank();
+            if rank == 1 {
+                group.abort("changed my mind");
+            }
+            let started = Instant::now();
+            let group = group.reform(ReformOptions {
+                straggler_wait: PATIENCE,
+                timeout: PATIENCE,
+                ..ReformOptions::default()
+            });
+            let group = group.unwrap();
+            assert_eq!((group.rank(), group.world_size()), (rank, 3));
+            assert!(started.elapsed() < PATIENCE / 2, "nobody was waited for");
+            assert_eq!(sum_of_members(&group), 3);
+            group.shutdown().unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_straggler_is_refused_with_the_reason() {
+    for over in EVERYWHERE {
+        let formed = Barrier::new(4);
+        on_each(groups(over, 4), |group| {
+            let rank = group.rank();
+            all_ready(&group, &formed);
+            if rank == 2 {
+                formed.wait();
+                let error = group.reform(hasty()).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Excluded, "{error}");
+                let text = error.to_string();
+                assert!(
+                    text.contains("epoch 1 was formed without this rank (first rank 2)")
+                        && text.contains("first ranks 0, 1, 3")
+                        && text.contains("waited 0.3 s"),
+                    "{text}"
+                );
+                return;
+            }
+            let group = group.reform(hasty()).unwrap();
+            formed.wait();
+            for _ in 0..20 {
+                assert_eq!(sum_of_members(&group), 4);
+            }
+            group.shutdown().unwrap();
+        });
+    }
+}
+
+#[test]
+fn less_than_a_majority_does_not_go_on() {
+    let gate = Barrier::new(4);
+    on_each(groups(Over::Tcp, 4), |group| {
+        all_ready(&group, &gate);
+        if group.rank() >= 2 {
+            return;
+        }
+        let error = group
+            .reform(ReformOptions {
+                timeout: Duration::from_millis(700),
+                ..hasty()
+            })
+            .unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+        let text = error.to_string();
+        assert!(
+            text.contains("2 of 4 ranks came within 0.7 s, 3 are needed, more than half")
+                && text.contains("did not come: 2, 3"),
+            "{text}"
+        );
+    });
+}
+
+/// However the ranks are delayed, at most one group comes of it, and who is
+/// not in it is told.
+#[test]
+fn there_is_never_more_than_one_group() {
+    for round in 0..6_u64 {
+        let gate = Barrier::new(5);
+        let outcomes = on_each(groups(Over::Shm, 5), |group| {
+            all_ready(&group, &gate);
+            let rank = group.rank() as u64;
+            let pause = (rank * 7919 + round * 104_729) % 400;
+            std::thread::sleep(Duration::from_millis(pause));
+            let options = ReformOptions {
+                min_world: Some(2),
+                straggler_wait: Duration::from_millis(100),
+                timeout: PATIENCE,
+            };
+            match group.reform(options) {
+                Ok(group) => {
+                    let sum = sum_of_members(&group);
+                    let outcome = (group.epoch(), group.world_size(), sum);
+                    group.shutdown().unwrap();
+                    Some(outcome)
+                }
+                Err(error) => {
+                    assert_eq!(error.kind(), ErrorKind::Excluded, "{error}");
+                    None
+                }
+            }
+        });
+        let members: Vec<i64> = (0..5).filter(|r| outcomes[*r as usize].is_some()).collect();
+        let want = (1, members.len(), members.iter().sum::<i64>());
+        assert!(members.len() >= 2, "round {round}: {outcomes:?}");
+        for outcome in outcomes.iter().flatten() {
+            assert_eq!(*outcome, want, "round {round}: {outcomes:?}");
+        }
+    }
+}
+
+#[test]
+fn a_subgroup_cannot_be_formed_anew() {
+    on_each(groups(Over::Thread, 2), |group| {
+        let sub = group.new_group(&[0, 1]).unwrap().unwrap();
+        let error = sub.reform(hasty()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Usage);
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn a_store_that_died_with_rank_0_is_the_end_and_says_so() {
+    let port = std::net::TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
+    let token = Token::generate().unwrap();
+    let gate = Arc::new(Barrier::new(3));
+    let members: Vec<_> = (0..3)
+        .map(|rank| {
+            let (token, gate) = (token.clone(), gate.clone());
+            std::thread::spawn(move || {
+                let group = ProcessGroup::init(InitOptions {
+                    init_method: format!("tcp://127.0.0.1:{port}"),
+                    rank: Some(rank),
+                    world_size: Some(3),
+                    ..init_options(Over::Tcp, &token)
+                })
+                .unwrap();
+                all_ready(&group, &gate);
+                if rank == 0 {
+                    return;
+                }
+                group.barrier().unwrap_err();
+                let error = group.reform(hasty()).unwrap_err();
+                assert!(
+                    error.to_string().contains("rank 0 hosts the store"),
+                    "{error}"
+                );
+            })
+        })
+        .collect();
+    for member in members {
+        member.join().unwrap();
+    }
+}
+
+/// Every rank aborts at the same moment with a cause of its own; each is a
+/// "host" of its own here. All report the same one.
+#[test]
+fn hosts_agree_on_one_first_cause() {
+    for _ in 0..10 {
+        let gate = Barrier::new(4);
+        let errors = on_each(groups(Over::Tcp, 4), |group| {
+            all_ready(&group, &gate);
+            let rank = group.rank();
+            group.abort(&format!("cause of {rank}"));
+            let error = group.barrier().unwrap_err();
+            gate.wait();
+            error
+        });
+        let origin = errors[0].origin_rank().unwrap();
+        for error in &errors {
+            assert_eq!(error.origin_rank(), Some(origin), "{errors:#?}");
+            assert!(error.message().contains(&format!("cause of {origin}")));
+        }
+    }
+}
+
+/// A store that hangs does not hold an abort up.
+#[test]
+fn an_abort_does_not_wait_for_a_store_that_hangs() {
+    struct Hangs(MemStore, std::sync::atomic::AtomicBool);
+    impl phalanx_store::Store for Hangs {
+        fn set(&self, key: &str, value: &[u8]) -> phalanx_store::Result<()> {
+            self.0.set(key, value)
+        }
+        fn get(&self, key: &str, timeout: Duration) -> phalanx_store::Result<Vec<u8>> {
+            self.0.get(key, timeout)
+        }
+        fn try_get(&self, key: &str) -> phalanx_store::Result<Option<Vec<u8>>> {
+            self.0.try_get(key)
+        }
+        fn wait(&self, keys: &[&str], timeout: Duration) -> phalanx_store::Result<()> {
+            self.0.wait(keys, timeout)
+        }
+        fn add(&self, key: &str, delta: i64) -> phalanx_store::Result<i64> {
+            self.0.add(key, delta)
+        }
+        fn compare_set(
+            &self,
+            key: &str,
+            expected: Option<&[u8]>,
+            desired: &[u8],
+        ) -> phalanx_store::Result<Vec<u8>> {
+            if self.1.load(std::sync::atomic::Ordering::SeqCst) {
+                std::thread::sleep(Duration::from_secs(3));
+            }
+            self.0.compare_set(key, expected, desired)
+        }
+        fn delete(&self, key: &str) -> phalanx_store::Result<bool> {
+            self.0.delete(key)
+        }
+        fn delete_prefix(&self, prefix: &str) -> phalanx_store::Result<u64> {
+            self.0.delete_prefix(prefix)
+        }
+    }
+    let store = Arc::new(Hangs(MemStore::new(), false.into()));
+    let token = Token::generate().unwrap();
+    let members: Vec<_> = (0..2)
+        .map(|rank| {
+            let (store, options) = (store.clone(), init_options(Over::Tcp, &token));
+            std::thread::spawn(move || ProcessGroup::from_store(store, rank, 2, options))
+        })
+        .collect();
+    let members = members
+        .into_iter()
+        .map(|m| m.join().unwrap().unwrap())
+        .collect();
+    let gate = Barrier::new(2);
+    let took = on_each(members, |group: ProcessGroup| {
+        group.barrier().unwrap();
+        if gate.wait().is_leader() {
+            store.1.store(true, std::sync::atomic::Ordering::SeqCst);
+        }
+        gate.wait();
+        let start = Instant::now();
+        if group.rank() == 0 {
+            group.abort("no time");
+        }
+        let error = group.barrier().unwrap_err();
+        assert_eq!(error.origin_rank(), Some(0), "{error}");
+        start.elapsed()
+    });
+    assert!(took.iter().all(|t| *t < Duration::from_secs(1)), "{took:?}");
+}
+
+const PLACE: &str = "PHALANX_TEST_REFORM_STORE";
+const TOKEN: &str = "PHALANX_TEST_REFORM_TOKEN";
+const RANK: &str = "PHALANX_TEST_REFORM_RANK";
+const OVER: &str = "PHALANX_TEST_REFORM_OVER";
+const PROCESSES: usize = 4;
+
+struct Rank(Child);
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A rank that is a process of its own: reduces until somebody dies, forms
+/// anew, and so on; ends well when two are left and have reduced.
+#[test]
+fn child() {
+    let Ok(place) = std::env::var(PLACE) else {
+        return;
+    };
+    let variable = |name| std::env::var(name).unwrap();
+    let token = Token::from_hex(&variable(TOKEN)).unwrap();
+    let rank: usize = variable(RANK).parse().unwrap();
+    let over = if variable(OVER) == "tcp" {
+        Over::Tcp
+    } else {
+        Over::Shm
+    };
+    let store = phalanx_store::TcpStore::connect(&place, token.clone(), PATIENCE).unwrap();
+    let options = init_options(over, &token);
+    let mut group = ProcessGroup::from_store(Arc::new(store), rank, PROCESSES, options).unwrap();
+    let mut data = vec![1f32; 20_000];
+    loop {
+        let store = group.store().unwrap();
+        store
+            .set(&format!("test/ready/{}/{rank}", group.epoch()), b"1")
+            .unwrap();
+        if group.world_size() == 2 {
+            break;
+        }
+        let error: Error = loop {
+            data.fill(1.0);
+            match group.all_reduce(&mut data, ReduceOp::Sum) {
+                Ok(()) => assert!(data.iter().all(|x| *x == group.world_size() as f32)),
+                Err(error) => break error,
+            }
+        };
+        assert!(
+            matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::Aborted),
+            "{error}"
+        );
+        group = group
+            .reform(ReformOptions {
+                min_world: Some(2),
+                ..hasty()
+            })
+            .unwrap();
+    }
+    group.shutdown().unwrap();
+}
+
+fn kill_two_of_four(over: &str, victims: [usize; 2]) {
+    let token = Token::generate().unwrap();
+    let server = TcpServer::bind("127.0.0.1:0".parse().unwrap(), token.clone()).unwrap();
+    let place = server.local_addr().to_string();
+    let temp = tempfile::tempdir().unwrap();
+    let mut ranks: Vec<Rank> = (0..PROCESSES)
+        .map(|rank| {
+            let child = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "reform::child", "--nocapture"])
+                .env(PLACE, &place)
+                .env(TOKEN, token.to_hex())
+                .env(RANK, rank.to_string())
+                .env(OVER, over)
+                .env("TMPDIR", temp.path())
+                .stdin(Stdio::null())
+                .stdout(Stdio::null())
+                .spawn()
+                .unwrap();
+            Rank(child)
+        })
+        .collect();
+    let store = phalanx_store::TcpStore::connect(&place, token, PATIENCE).unwrap();
+    use phalanx_store::Store;
+    let mut alive: Vec<usize> = (0..PROCESSES).collect();
+    for (epoch, victim) in victims.into_iter().enumerate() {
+        let ready: Vec<String> = alive
+            .iter()
+            .map(|r| format!("test/ready/{epoch}/{r}"))
+            .collect();
+        let ready: Vec<&str> = ready.iter().map(String::as_str).collect();
+        store.wait(&ready, PATIENCE).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+        ranks[victim].0.kill().unwrap();
+        let killed = Instant::now();
+        alive.retain(|r| *r != victim);
+        let again: Vec<String> = alive
+            .iter()
+            .map(|r| format!("test/ready/{}/{r}", epoch + 1))
+            .collect();
+        let again: Vec<&str> = again.iter().map(String::as_str).collect();
+        store.wait(&again, PATIENCE).unwrap();
+        // Two seconds is the promise; the rest is for a machine that compiles.
+        let took = killed.elapsed();
+        assert!(
+            took < Duration::from_secs(4),
+            "{over} {victims:?}: {took:?}"
+        );
+    }
+    for rank in alive {
+        let status = ranks[rank].0.wait().unwrap();
+        assert!(status.success(), "{over} {victims:?} rank {rank}: {status}");
+    }
+    drop(ranks);
+    let left: Vec<_> = std::fs::read_dir(temp.path()).unwrap().flatten().collect();
+    assert!(left.is_empty(), "{left:?}");
+    let shared = std::fs::read_dir(Path::new("/dev/shm")).unwrap().flatten();
+    assert!(
+        !shared
+            .into_iter()
+            .any(|e| e.file_name().to_string_lossy().contains("phalanx"))
+    );
+}
+
+#[test]
+fn killed_processes_are_left_behind_over_shm() {
+    kill_two_of_four("shm", [0, 2]);
+    kill_two_of_four("shm", [3, 1]);
+}
+
+#[test]
+fn killed_processes_are_left_behind_over_tcp() {
+    kill_two_of_four("tcp", [0, 3]);
+    kill_two_of_four("tcp", [1, 0]);
+}
+
+/// The calls of the old handle carry over.
+#[test]
+fn defaults_of_the_handle_carry_over() {
+    on_each(groups(Over::Thread, 2), |group| {
+        let hasty_calls = group.with_call(Call {
+            label: Some("the label".into()),
+            timeout: Some(Duration::from_millis(50)),
+            ..Call::default()
+        });
+        drop(group);
+        let group = hasty_calls.reform(hasty()).unwrap();
+        if group.rank() == 0 {
+            let error = group.recv(&mut [0u8; 1], 1).unwrap_err();
+            assert!(error.to_string().contains("the label"), "{error}");
+        } else {
+            std::thread::sleep(Duration::from_millis(300));
+        }
+    });
+}
