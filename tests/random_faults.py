@@ -17,7 +17,9 @@ launchers in network namespaces), waits for a random moment of a random phase, a
 and checks that
 
   * every launcher and rank has ended in time: 2 s after a kill or a half-close; 1.1 deadlines and SLACK_S after a
-    stop or a drop (1.5 s of it is the launcher's grace between SIGTERM and SIGKILL, which a stopped rank uses up);
+    stop or a drop (1.5 s of it is the launcher's grace between SIGTERM and SIGKILL, which a stopped rank uses up).
+    The deadline is the collectives'; of launchers that lose each other when all their ranks have ended well, it is
+    that of their beats;
   * the exit codes are those of the contract (3 peer lost, 4 timeout);
   * the last report of every launcher that was left names the culprit and nobody else;
   * nothing is left: no process, no file in TMPDIR or /dev/shm, no temporary file beside the checkpoint, no part of one.
@@ -47,6 +49,8 @@ KILL_LIMIT_S = 2.0
 SLACK_S = 2.0
 STEP_TIMEOUT_S = 3.0
 FORM_TIMEOUT_S = 6.0
+# Launchers whose ranks have ended well, or that still wait for each other, have deadlines of their own.
+LAUNCHER_TIMEOUT_S = 15.0
 STEPS = 12  # per epoch, about
 PHASES = ["forming", "forward", "backward", "reduce", "commit", "validation", "saving"]
 MARK = "PHALANX_FAULT_MARK"
@@ -225,7 +229,7 @@ class Run:
                     into, master = ["ip", "netns", "exec", hosts.names[node]], hosts.address[0]
                 self.spawn([*into, phalanx, "launch", "--nnodes", str(len(nodes)), "--node-rank", str(node),
                             "--nproc-per-node", str(count), "--master-addr", master, "--master-port", str(port),
-                            "--token-file", token, "--rdzv-timeout", "20", "--", phalanx, *train], env)
+                            "--token-file", token, "--rdzv-timeout", str(FORM_TIMEOUT_S), "--", phalanx, *train], env)
 
     def spawn(self, args, env):
         process = subprocess.Popen(args, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -446,6 +450,9 @@ def check(run, fault, culprit, struck, gone):
     what = fault["what"]
     took = None if gone is None else gone - struck
     timeout = FORM_TIMEOUT_S if fault["phase"] == "forming" or fault["slow"] else STEP_TIMEOUT_S
+    reports = "".join(run.report(n) for n in range(len(run.launchers)))
+    if what == "drop" and ("has not been heard of" in reports or "lost the launcher" in reports):
+        timeout = LAUNCHER_TIMEOUT_S
     limit = KILL_LIMIT_S if what in ("kill-rank", "kill-launcher", "half-close") else 1.1 * timeout + SLACK_S
     if took is None or took > limit:
         late = ", ".join(f"{pid} {command(pid)[:60]}" for pid, _ in processes(run.mark))
@@ -530,7 +537,7 @@ def one(args, fault, timings, hosts, work):
             fault["slow"] = run.steps < 1
             done, culprit = strike(run, fault, hosts)
             struck = time.monotonic()
-            gone = run.wait_gone(struck + 1.1 * FORM_TIMEOUT_S + SLACK_S + 6)
+            gone = run.wait_gone(struck + 1.1 * LAUNCHER_TIMEOUT_S + SLACK_S + 4)
             codes = [p.poll() for p in run.launchers]
             if all(c == 0 for c in codes) and gone is not None:
                 raise Missed("it came after the last moment that matters")
