@@ -26,7 +26,7 @@ use super::token;
 use crate::error::{Error, ErrorKind, Result};
 
 /// How long an exit that may be an echo waits for its cause.
-const ECHO_WAIT: Duration = Duration::from_millis(200);
+const ECHO_WAIT: Duration = Duration::from_millis(400);
 /// After SIGKILL the kernel needs moments; a process that hangs in the kernel
 /// for longer than this is reported instead of awaited.
 const REAP_LIMIT: Duration = Duration::from_secs(5);

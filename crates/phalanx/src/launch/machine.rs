@@ -7,7 +7,7 @@
 //! | Running  | a rank fails by itself            | Stopping | terminate |
 //! | Running  | a rank fails as others told it    | Deciding |           |
 //! | Deciding | a rank fails by itself            | Stopping | terminate |
-//! | Deciding | 200 ms pass                       | Stopping | terminate |
+//! | Deciding | 400 ms pass                       | Stopping | terminate |
 //! | either   | interrupt, or another node failed | Stopping | terminate |
 //! | Stopping | grace over, or a second interrupt | Stopping | kill      |
 //! | Stopping | the first interrupt's twin         | Stopping |           |
