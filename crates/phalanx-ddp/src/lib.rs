@@ -32,6 +32,7 @@ mod equal;
 mod error;
 mod fingerprint;
 mod reducer;
+mod state;
 mod trace;
 mod vote;
 
@@ -41,5 +42,6 @@ pub use equal::verify_equal;
 pub use error::{Error, ErrorKind, Result};
 pub use fingerprint::Fingerprint;
 pub use reducer::{ParamSpec, Reducer, ReducerOptions};
+pub use state::agree_on_state;
 pub use trace::{BucketTimes, StepTimes};
 pub use vote::{Commit, Veto};

@@ -46,6 +46,8 @@ const BEAT_LIMIT: Duration = Duration::from_secs(15);
 /// so that every launcher can read the end of the story there.
 const LEAVE_LIMIT: Duration = Duration::from_secs(1);
 
+/// How long the store may take to answer while ranks run.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 /// How long the store may take to answer once this node's end is decided: it
 /// may be out of reach, and an end must not wait for that.
 const LAST_WORDS: Duration = Duration::from_millis(500);
@@ -262,6 +264,9 @@ pub(crate) fn join(
         &mut interrupted,
     )?;
     let total = card.nodes;
+    // Until all are here the meeting's deadline holds for every question.
+    let left = deadline.saturating_duration_since(Instant::now());
+    store.set_answer_limit(left.clamp(LAST_WORDS, ANSWER_LIMIT));
     let mine = encode(&card)?;
     let stored = store
         .compare_set(&node_key(me), None, &mine)
@@ -284,7 +289,10 @@ pub(crate) fn join(
     };
     // From here on the others count on us: a failure must reach them.
     match nodes.gather(total, &card, started, deadline, &mut interrupted) {
-        Ok(cards) => Ok(Nodes { cards, ..nodes }),
+        Ok(cards) => {
+            nodes.store.set_answer_limit(ANSWER_LIMIT);
+            Ok(Nodes { cards, ..nodes })
+        }
         Err(error) => {
             let verdict = Verdict {
                 code: error.exit_code(),

@@ -19,6 +19,7 @@ pub(super) use member::Member;
 pub(super) use rendezvous::Rendezvous;
 
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use phalanx_store::Store;
@@ -127,7 +128,21 @@ pub(crate) fn form_at(store: &dyn Store, o: &FormOptions, host: Host) -> Result<
         timeout: o.timeout,
         deadline: deadline_in(o.timeout),
     };
-    let result = join(&meeting, o, host, policy);
+    let result = std::thread::scope(|scope| {
+        let (running, stopped) = channel();
+        let beating = std::thread::Builder::new()
+            .name("phalanx-beat".to_owned())
+            .spawn_scoped(scope, {
+                let meeting = &meeting;
+                move || meeting.beat(&stopped)
+            });
+        if let Err(e) = beating {
+            tracing::debug!("cannot start a thread to show that we live: {e}");
+        }
+        let result = join(&meeting, o, host, policy);
+        drop(running);
+        result
+    });
     if let Err(e) = &result {
         meeting.fail(e);
     }

@@ -1,11 +1,20 @@
 //! The store as a forming group uses it: waits with one deadline, errors that
 //! name ranks, and a mark by which the first failure ends everyone's wait.
 
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use phalanx_store::{ErrorKind as StoreKind, Store};
 
 use crate::{Error, ErrorKind, Result};
+
+/// Distance between two signs of life of a rank that forms a group. The first
+/// comes after one of these: most formings are over by then.
+const BEAT: Duration = Duration::from_millis(100);
+/// How long a rank is listened to before it is called silent.
+const LISTEN: Duration = Duration::from_millis(350);
+/// Shorter deadlines are not lengthened by listening.
+const LISTEN_ABOVE: Duration = Duration::from_secs(2);
 
 /// Distance between two looks at the failure mark while waiting.
 const SLICE: Duration = Duration::from_millis(250);
@@ -107,23 +116,78 @@ impl Rendezvous<'_> {
             .map_err(|e| self.store_failed("reading from the store", e))
     }
 
-    /// The error for ranks that were waited for too long.
+    /// Shows that this rank lives until `stopped` is disconnected. Who is missed
+    /// at the deadline may be waiting itself; who is silent is to blame.
+    pub(crate) fn beat(&self, stopped: &Receiver<()>) {
+        let key = self.beat_key(self.rank);
+        let mut beaten = false;
+        while stopped.recv_timeout(BEAT) == Err(RecvTimeoutError::Timeout) {
+            // Without a store forming fails, and says so.
+            if self.store.add(&key, 1).is_err() {
+                return;
+            }
+            beaten = true;
+        }
+        if beaten && self.left() > Duration::ZERO {
+            let _ = self.store.delete(&key);
+        }
+    }
+
+    fn beat_key(&self, rank: usize) -> String {
+        // Not below the prefix: the last rank removes that when others may
+        // still be about to beat.
+        format!("beat/{}/{}/{rank}", self.epoch, self.group)
+    }
+
+    /// Those of `ranks` that show no sign of life; all when it is not known.
+    fn silent(&self, ranks: &[usize]) -> Vec<usize> {
+        let look = |rank: &usize| self.store.try_get(&self.beat_key(*rank)).ok().flatten();
+        let before: Vec<_> = ranks.iter().map(look).collect();
+        std::thread::sleep(LISTEN);
+        let silent: Vec<usize> = ranks
+            .iter()
+            .zip(before)
+            .filter(|(rank, before)| look(rank) == *before)
+            .map(|(rank, _)| *rank)
+            .collect();
+        if silent.is_empty() {
+            ranks.to_vec()
+        } else {
+            silent
+        }
+    }
+
+    /// The error for ranks that were waited for too long. Where some of them
+    /// only wait for the others, those are named.
     pub(crate) fn late(&self, ranks: &[usize], missing: &[usize], what: &str) -> Error {
         let arrived: Vec<usize> = ranks
             .iter()
             .filter(|rank| !missing.contains(rank))
             .copied()
             .collect();
+        let guilty = if missing.len() > 1 && self.timeout >= LISTEN_ABOVE {
+            self.silent(missing)
+        } else {
+            missing.to_vec()
+        };
         let mut message = format!(
             "{} did not {what} within {}",
-            name(missing),
+            name(&guilty),
             humane(self.timeout)
         );
         if !arrived.is_empty() {
             message.push_str(&format!("; arrived: {}", list(&arrived)));
         }
+        let waiting: Vec<usize> = missing
+            .iter()
+            .filter(|rank| !guilty.contains(rank))
+            .copied()
+            .collect();
+        if !waiting.is_empty() {
+            message.push_str(&format!("; waiting themselves: {}", list(&waiting)));
+        }
         let error = Error::timeout(message);
-        match missing {
+        match guilty.as_slice() {
             [one] => error.with_peer(*one),
             _ => error,
         }

@@ -67,6 +67,40 @@ fn kinds(mesh: &Mesh) -> Vec<TransportKind> {
     mesh.describe().into_iter().map(|(_, kind)| kind).collect()
 }
 
+/// Rank 2 comes and then shows no life; rank 1 cannot finish without it.
+#[test]
+fn who_only_waits_is_not_blamed_for_a_late_forming() {
+    let store = MemStore::new();
+    let token = Token::generate().unwrap();
+    let mut o = options(0, 4, &token, Prefer::Tcp);
+    o.timeout = Duration::from_secs(2);
+    // What rank 2 would have written before it was stopped.
+    let stopped = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let record = Member {
+        instance: 7,
+        world: 4,
+        prefer: Prefer::Tcp,
+        host: Host::here(),
+        address: Some(stopped.local_addr().unwrap()),
+    };
+    store.set("comm/1/0/member/2", &record.encode()).unwrap();
+    let errors: Vec<Error> = std::thread::scope(|scope| {
+        let ranks: Vec<_> = [0, 1, 3]
+            .into_iter()
+            .map(|rank| {
+                let (store, o) = (&store, FormOptions { rank, ..o.clone() });
+                scope.spawn(move || form(store, &o).unwrap_err())
+            })
+            .collect();
+        ranks.into_iter().map(|r| r.join().unwrap()).collect()
+    });
+    for e in errors {
+        let text = e.to_string();
+        assert!(text.contains("rank 2 did not"), "{text}");
+        assert!(!text.contains("ranks "), "{text}");
+    }
+}
+
 #[test]
 fn one_host_shares_memory() {
     for world in [2, 3, 5] {
