@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::{Origin, ProcessGroup};
+use super::ProcessGroup;
 use crate::TransportKind;
 
 impl ProcessGroup {
@@ -47,9 +47,6 @@ impl ProcessGroup {
 
     /// How often the job had been formed anew when this group was.
     pub fn epoch(&self) -> u32 {
-        match &*self.core.origin {
-            Origin::Threads { .. } => 0,
-            Origin::Processes(processes) => processes.epoch,
-        }
+        self.core.epoch
     }
 }

@@ -21,6 +21,11 @@ use crate::{Error, Result};
 /// Id of the group of all ranks; subgroups have other ones.
 pub(super) const WORLD_GROUP: u32 = 0;
 
+/// Shortest and longest time that a store may take to answer a rank.
+const STORE_MIN: Duration = Duration::from_secs(1);
+/// See [`STORE_MIN`].
+const STORE_MAX: Duration = Duration::from_secs(10);
+
 /// What later subgroups, and later epochs, need to form their own links.
 #[derive(Clone)]
 pub(super) struct Processes {
@@ -143,6 +148,8 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
                 );
                 Error::new(error.kind(), message).with_source(error)
             })?;
+            // No single question may use up the time in which all must come.
+            store.set_answer_limit((options.timeout / 5).clamp(STORE_MIN, STORE_MAX));
             Processes {
                 store: Arc::new(store),
                 token,

@@ -338,11 +338,6 @@ impl ProcessGroup {
         self.core.world
     }
 
-    /// How often the group of this job has been formed anew.
-    pub fn epoch(&self) -> u32 {
-        self.core.epoch
-    }
-
     /// This rank's number in the job's first epoch, by which people know it;
     /// [`ProcessGroup::reform`] gives other ones.
     pub fn first_rank(&self) -> usize {

@@ -110,7 +110,7 @@ impl ProcessGroup {
             epoch = epoch
                 .checked_add(1)
                 .ok_or_else(|| named(Error::usage("there are no more epochs")))?;
-            let members = meeting.meet(&*origin, epoch).map_err(named)?;
+            let members = meeting.meet(&origin, epoch).map_err(named)?;
             let Some(rank) = members.iter().position(|f| *f == first_rank) else {
                 return Err(named(meeting.excluded(epoch, &members)));
             };

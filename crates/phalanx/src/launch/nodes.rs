@@ -47,7 +47,7 @@ const BEAT_LIMIT: Duration = Duration::from_secs(15);
 const LEAVE_LIMIT: Duration = Duration::from_secs(1);
 
 /// How long the store may take to answer while ranks run.
-const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 /// How long the store may take to answer once this node's end is decided: it
 /// may be out of reach, and an end must not wait for that.
 const LAST_WORDS: Duration = Duration::from_millis(500);

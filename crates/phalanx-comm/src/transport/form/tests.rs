@@ -81,6 +81,7 @@ fn who_only_waits_is_not_blamed_for_a_late_forming() {
         world: 4,
         prefer: Prefer::Tcp,
         host: Host::here(),
+        share: Share::here(1),
         address: Some(stopped.local_addr().unwrap()),
     };
     store.set("comm/1/0/member/2", &record.encode()).unwrap();
