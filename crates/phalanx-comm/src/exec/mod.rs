@@ -15,6 +15,7 @@ mod cache;
 mod flow;
 mod messages;
 mod signature;
+mod stall;
 mod transfer;
 
 use std::fmt::Write as _;
@@ -29,6 +30,7 @@ pub(crate) use self::messages::{Data, Message};
 use self::cache::{PlanCache, Prepared};
 use self::flow::{Cut, Flow, Piece, Schedule};
 pub(crate) use self::signature::{Signature, Told};
+pub(crate) use self::stall::Board;
 use self::transfer::Context;
 use crate::host::{Arena, Buffers, Counters, Host, With};
 use crate::kernel::{self, Source};
@@ -38,7 +40,7 @@ use crate::plan::{Buf, Collective, Local, Method, Part, RankPlan, Spec};
 use crate::recorder::Flight;
 use crate::transport::{Interest, Mesh, Poison};
 use crate::wait::deadline_in;
-use crate::{DType, Error, ReduceOp, Result};
+use crate::{DType, Error, ErrorKind, ReduceOp, Result};
 
 /// Turns with progress after which the clock is looked at although nothing
 /// was idle.
@@ -143,6 +145,8 @@ pub(crate) struct Executor {
     want: Vec<Interest>,
     sources: Sources,
     bytes_sent: Arc<[AtomicU64]>,
+    /// Absent in a group of one.
+    board: Option<Board>,
 }
 
 /// Room for the addresses of a fold's sources, kept to allocate it once.
@@ -178,8 +182,14 @@ impl Executor {
             want: vec![Interest::default(); mesh.lanes()],
             sources: Sources(Vec::with_capacity(world)),
             bytes_sent: (0..world).map(|_| AtomicU64::new(0)).collect(),
+            board: None,
             mesh,
         }
+    }
+
+    /// Looks at `board` for ranks in other operations when nothing moves.
+    pub(crate) fn compare_on(&mut self, board: Board) {
+        self.board = Some(board);
     }
 
     /// Payload bytes sent to each rank so far, readable from any thread.
@@ -262,8 +272,17 @@ impl Executor {
     fn poison_over(&self, error: Error, cause: String) -> Error {
         // Poison first, then look: of several ranks that fail at the same
         // time one is the first, and all others report its failure.
+        let cause = match error.kind() {
+            // Names both operations already, and both must fit.
+            ErrorKind::Desync => error.message().to_owned(),
+            _ => cause,
+        };
         let first = self.mesh.poison(&Poison::new(self.mesh.rank(), cause));
+        let found = self.board.as_ref().is_some_and(Board::found);
         match self.mesh.abort_handle().poisoned() {
+            Some(p) if found && p.origin_rank == self.mesh.rank() => {
+                Error::new(ErrorKind::Desync, p.cause).with_source(error)
+            }
             Some(p) if !first => Error::aborted(p.origin_rank, p.cause).with_source(error),
             _ => error,
         }
@@ -403,6 +422,7 @@ impl Executor {
         let order = &schedule.order;
         self.flow.begin(schedule);
         let (mut spins, mut turns) = (0u32, 0u32);
+        let mut still_since = None;
         while !self.flow.is_done() {
             // SAFETY: handed on from the caller.
             let mut moved = unsafe { self.move_frames(schedule, memory, context)? };
@@ -420,6 +440,7 @@ impl Executor {
             if moved {
                 self.flight.progress();
                 spins = 0;
+                still_since = None;
                 turns += 1;
                 if turns.is_multiple_of(TURNS_PER_CLOCK)
                     && !self.flow.is_done()
@@ -431,7 +452,8 @@ impl Executor {
                 // Only after a fruitless turn: a rank that was stopped beyond
                 // its deadline must not blame peers whose data lies there.
                 let until = deadline.at(self.flow.base);
-                if Instant::now() >= until {
+                let now = Instant::now();
+                if now >= until {
                     return Err(self.timeout(schedule, deadline, context));
                 }
                 if self.flight.notes_wait(spins) {
@@ -441,6 +463,19 @@ impl Executor {
                     self.flight.waiting(&self.want, self.mesh.world());
                 }
                 self.note_wanted(schedule, |flow, piece| flow.may_run(piece));
+                if let Some(board) = &mut self.board {
+                    let world = self.mesh.world();
+                    let wanted = (0..world).filter(|peer| {
+                        let mut lanes = self.want.iter().skip(*peer).step_by(world);
+                        lanes.any(|want| want.any())
+                    });
+                    board.stalled(
+                        context.signature,
+                        || context.signature.header(context.epoch, context.group),
+                        wanted,
+                        (*still_since.get_or_insert(now), now),
+                    );
+                }
                 if !self.want.iter().any(|want| want.any()) {
                     return Err(Error::internal("the plan waits for itself"));
                 }

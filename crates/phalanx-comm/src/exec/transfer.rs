@@ -197,12 +197,7 @@ impl Receiver {
         if !context.signature.matches(&header) {
             return Err(Error::new(
                 ErrorKind::Desync,
-                format!(
-                    "ranks are in different operations: rank {} called {}, rank {peer} called {}",
-                    context.rank,
-                    context.signature,
-                    Theirs(&header)
-                ),
+                desync(context.rank, context.signature, peer, &Theirs(&header)),
             )
             .with_peer(peer));
         }
@@ -232,6 +227,20 @@ impl Receiver {
         }
         Ok(())
     }
+}
+
+/// Names both sides of ranks in different operations, the lower one first.
+pub(super) fn desync(rank: usize, mine: &Signature, peer: usize, theirs: &Theirs<'_>) -> String {
+    let (mine, theirs) = (
+        format!("rank {rank} called {mine}"),
+        format!("rank {peer} called {theirs}"),
+    );
+    let (first, second) = if rank < peer {
+        (mine, theirs)
+    } else {
+        (theirs, mine)
+    };
+    format!("ranks are in different operations: {first}, {second}")
 }
 
 #[cfg(test)]

@@ -35,7 +35,7 @@ use self::join::{Processes, WORLD_GROUP};
 use self::launch::check_rank;
 use self::queue::Queue;
 use self::registry::Registry;
-use crate::exec::{Executor, Limits};
+use crate::exec::{Board, Executor, Limits};
 use crate::host::{Arena, CollectiveBytes, Counters};
 use crate::recorder::{Flight, Place, Recorder, Watched};
 use crate::select::Algorithm;
@@ -291,7 +291,12 @@ impl ProcessGroup {
         );
         let kinds = transports.iter().fold(0, |sum, (_, kind)| sum | kind.bit());
         let flight = Flight::new(watched, kinds);
-        let executor = Executor::new(mesh, flight, member.epoch, member.id, member.limits);
+        let mut executor = Executor::new(mesh, flight, member.epoch, member.id, member.limits);
+        if member.world > 1 {
+            let which = (member.epoch, member.id, identity.job);
+            let board = Board::new(origin.store(), which, member.rank, abort.clone());
+            executor.compare_on(board);
+        }
         let bytes_sent = executor.bytes_sent();
         let (arena, counters) = (executor.arena(), executor.counters());
         tracing::debug!(
@@ -404,7 +409,7 @@ impl ProcessGroup {
 
     /// Ends the group for all ranks, at once and from any thread: operations
     /// in flight fail with `Aborted`, naming this rank and `cause` (of which
-    /// 200 bytes are kept). The first cause wins.
+    /// 400 bytes are kept). The first cause wins.
     pub fn abort(&self, cause: &str) {
         self.core.recorder.failed(cause);
         self.core.abort.poison(&Poison::new(self.core.rank, cause));

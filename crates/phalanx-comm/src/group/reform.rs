@@ -274,11 +274,11 @@ impl Reform<'_> {
 }
 
 impl Origin {
-    /// Where later epochs meet.
-    fn store(&self) -> &dyn Store {
+    /// The store of the group, also of one of threads.
+    pub(super) fn store(&self) -> Arc<dyn Store> {
         match self {
-            Origin::Threads { store, .. } => &**store,
-            Origin::Processes(processes) => &*processes.store,
+            Origin::Threads { store, .. } => Arc::clone(store),
+            Origin::Processes(processes) => Arc::clone(&processes.store),
         }
     }
 }

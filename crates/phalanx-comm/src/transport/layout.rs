@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! header   magic, version, seats, ring bytes, nonce                   128 B
-//! poison   state with origin rank, length, cause                      256 B
+//! poison   state with origin rank, length, cause                      512 B
 //! seats    per rank: bell (128 B), state and what it is doing (128 B, `recorder/cell.rs`)
 //! cells    per rank: two of 128 B, see `host/cell.rs`
 //! rings    per ordered pair (from, to), from ≠ to: see `ring.rs`
@@ -21,7 +21,7 @@ use crate::wait::BELL_BYTES;
 pub(crate) const MAX_SEATS: usize = 128;
 
 const HEADER_BYTES: usize = 128;
-const POISON_BYTES: usize = 256;
+const POISON_BYTES: usize = 512;
 const SEAT_BYTES: usize = 2 * BELL_BYTES;
 /// Room of one cell: a line and its neighbour, which x86 prefetches with it.
 pub(crate) const CELL_BYTES: usize = 128;
@@ -93,7 +93,7 @@ impl Layout {
 
     pub(crate) const POISON_STATE: usize = HEADER_BYTES;
     pub(crate) const POISON_LENGTH: usize = HEADER_BYTES + 4;
-    /// 25 64-bit words.
+    /// 50 64-bit words.
     pub(crate) const POISON_CAUSE: usize = HEADER_BYTES + 8;
 
     fn seat(&self, seat: usize) -> usize {

@@ -17,7 +17,7 @@ use super::layout::Layout;
 use super::region::Region;
 
 /// Bytes kept of a cause; longer ones are cut.
-pub const MAX_CAUSE_BYTES: usize = 200;
+pub const MAX_CAUSE_BYTES: usize = 400;
 
 const CLEAR: u32 = 0;
 const WRITING: u32 = 1;
@@ -159,10 +159,10 @@ mod tests {
 
     #[test]
     fn long_causes_are_cut_at_a_character() {
-        let poison = Poison::new(0, "é".repeat(150));
-        assert_eq!(poison.cause.len(), 200);
-        let poison = Poison::new(0, format!("x{}", "é".repeat(150)));
-        assert_eq!(poison.cause.len(), 199);
+        let poison = Poison::new(0, "é".repeat(250));
+        assert_eq!(poison.cause.len(), 400);
+        let poison = Poison::new(0, format!("x{}", "é".repeat(250)));
+        assert_eq!(poison.cause.len(), 399);
     }
 
     #[test]

@@ -439,3 +439,136 @@ fn failures_agree_on_the_first_cause() {
         assert_eq!(origin, 0, "{text}");
     }
 }
+
+/// One operation of the desync matrix.
+type Step = fn(&ProcessGroup) -> Result<(), Error>;
+
+/// Rank 0 does the first, the others the second; what each is called.
+const MATRIX: [(&str, Step, &str, Step, &str); 11] = [
+    (
+        "operation",
+        |g| g.all_reduce(&mut [0f32; 10], ReduceOp::Sum),
+        "called all_reduce f32 sum of 10 elements",
+        |g| g.all_gather(&[0f32; 10], &mut vec![0f32; 10 * g.world_size()]),
+        "called all_gather f32 of 10 elements",
+    ),
+    (
+        "dtype",
+        |g| g.all_reduce(&mut [0f32; 10], ReduceOp::Sum),
+        "called all_reduce f32 sum",
+        |g| g.all_reduce(&mut [0i64; 10], ReduceOp::Sum),
+        "called all_reduce i64 sum",
+    ),
+    (
+        "reduction",
+        |g| g.all_reduce(&mut [0f32; 10], ReduceOp::Sum),
+        "called all_reduce f32 sum",
+        |g| g.all_reduce(&mut [0f32; 10], ReduceOp::Mean),
+        "called all_reduce f32 mean",
+    ),
+    (
+        "count",
+        |g| g.all_reduce(&mut [0f32; 4000], ReduceOp::Sum),
+        "of 4000 elements",
+        |g| g.all_reduce(&mut [0f32; 4001], ReduceOp::Sum),
+        "of 4001 elements",
+    ),
+    (
+        // Whoever is first notices at its first or second operation.
+        "order",
+        |g| g.broadcast(&mut [0u8; 3], 0).and_then(|()| g.barrier()),
+        "called b",
+        |g| g.barrier().and_then(|()| g.broadcast(&mut [0u8; 3], 0)),
+        "called b",
+    ),
+    (
+        "one more operation",
+        |g| g.barrier().and_then(|()| g.barrier()),
+        "called barrier (seq ",
+        |g| g.broadcast(&mut [0u8; 3], 0),
+        "called b",
+    ),
+    // From here on both sides only receive, or begin with it.
+    (
+        "broadcast root",
+        |g| g.broadcast(&mut [0f32; 5], 1),
+        "called broadcast f32 of 5 elements with root 1",
+        |g| g.broadcast(&mut [0f32; 5], 0),
+        "called broadcast f32 of 5 elements with root 0",
+    ),
+    (
+        "scatter root",
+        |g| g.scatter(None, &mut [0f32; 5], 1),
+        "called scatter f32 of 5 elements with root 1",
+        |g| g.scatter(None, &mut [0f32; 5], 0),
+        "called scatter f32 of 5 elements with root 0",
+    ),
+    (
+        "gather root",
+        |g| g.gather(&[0f32; 5], Some(&mut vec![0f32; 5 * g.world_size()]), 0),
+        "called gather f32 of 5 elements with root 0",
+        |g| {
+            let mut all = vec![0f32; 5 * g.world_size()];
+            let place = (g.rank() == 1).then_some(all.as_mut_slice());
+            g.gather(&[0f32; 5], place, 1)
+        },
+        // A third rank may be through with it and in the next operation.
+        "called ",
+    ),
+    (
+        "reduce root",
+        |g| g.reduce(&mut [0f32; 5], ReduceOp::Sum, 0),
+        "called reduce f32 sum of 5 elements with root 0",
+        |g| g.reduce(&mut [0f32; 5], ReduceOp::Sum, 1),
+        "called ",
+    ),
+    (
+        "receivers of different operations",
+        |g| g.broadcast(&mut [0f32; 5], 1),
+        "called broadcast f32 of 5 elements with root 1",
+        |g| g.scatter(None, &mut [0f32; 5], 0),
+        "called scatter f32 of 5 elements with root 0",
+    ),
+];
+
+#[test]
+fn every_rank_learns_both_sides_of_a_desync_at_once() {
+    for over in EVERYWHERE {
+        for world in 2..=4 {
+            for (what, zero, zero_called, other, other_called) in MATRIX {
+                let gate = Barrier::new(world);
+                let what = format!("{what} over {over:?}, world {world}");
+                let errors = on_each(groups(over, world), |group| {
+                    all_ready(&group, &gate);
+                    let started = Instant::now();
+                    // A rank whose part is only to send may be through; it
+                    // hears of it in its next operation.
+                    let step = if group.rank() == 0 { zero } else { other };
+                    let error = step(&group)
+                        .and_then(|()| group.barrier())
+                        .expect_err(&what);
+                    let took = started.elapsed();
+                    assert!(took < Duration::from_secs(5), "{what}: {took:?}");
+                    gate.wait();
+                    error
+                });
+                let kinds: Vec<_> = errors.iter().map(Error::kind).collect();
+                assert!(kinds.contains(&ErrorKind::Desync), "{what}: {errors:#?}");
+                for error in &errors {
+                    assert!(
+                        matches!(error.kind(), ErrorKind::Desync | ErrorKind::Aborted),
+                        "{what}: {error}"
+                    );
+                    let text = error.to_string();
+                    // The lower rank is named first, and only rank 0 differs.
+                    let (zero, others) = text
+                        .split_once("different operations: rank 0 ")
+                        .and_then(|(_, both)| both.split_once(", rank "))
+                        .unwrap_or_else(|| panic!("{what}: {text}"));
+                    assert!(zero.contains(zero_called), "{what}: {text}");
+                    assert!(others.contains(other_called), "{what}: {text}");
+                }
+            }
+        }
+    }
+}

@@ -273,7 +273,10 @@ mod tests {
             (frame(Kind::Heartbeat, |_| ()), "Heartbeat"),
             (frame(Kind::Data, |_| ()), "Data"),
             (frame(Kind::Abort, |h| h.epoch = 2), "another group"),
-            (frame(Kind::Abort, |h| h.length = 201), "oversized"),
+            (
+                frame(Kind::Abort, |h| h.length = MAX_CAUSE_BYTES as u32 + 1),
+                "oversized",
+            ),
             (vec![0x47; Header::BYTES], "malformed"),
         ];
         for (bytes, expected) in cases {
