@@ -277,6 +277,7 @@ fn as_threads(
             .into_iter()
             .enumerate()
             .map(|(r, handle)| {
+                // Every operation in there has a deadline of its own.
                 handle.join().unwrap_or_else(|_| {
                     Err(Error::new(
                         ErrorKind::Failed,

@@ -1,21 +1,25 @@
 //! How processes become a group.
 
-use std::fs::File;
-use std::io::Read;
+use std::fs::OpenOptions;
+use std::io::{ErrorKind as IoKind, Read};
 use std::net::{SocketAddr, ToSocketAddrs};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use phalanx_store::{FileStore, MemStore, Store, TcpServer, TcpStore};
 use phalanx_wire::Token;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::OFlags;
+use rustix::io::Errno;
 
 use super::launch::{
     Launch, Meeting, TokenSource, compute_threads, environment, no_token, token_variable,
 };
 use super::options::{InitOptions, Transport};
 use crate::transport::{BindAddr, FormOptions, Mesh, Prefer, form, thread_mesh};
+use crate::wait::deadline_in;
 use crate::{Error, Result};
 
 /// Id of the group of all ranks; subgroups have other ones.
@@ -252,6 +256,8 @@ fn read_token(source: &TokenSource) -> Result<Option<Token>> {
 
 /// Hexadecimal digits of a token.
 const TOKEN_TEXT_BYTES: usize = 64;
+/// How long a pipe may take to give a token.
+const TOKEN_WITHIN: Duration = Duration::from_secs(10);
 
 fn read_token_file(path: &Path) -> Result<String> {
     let failed = |e| {
@@ -260,7 +266,12 @@ fn read_token_file(path: &Path) -> Result<String> {
             e,
         )
     };
-    let file = File::open(path).map_err(failed)?;
+    // Not blocking: opening a named pipe would wait for its writer.
+    let mut file = OpenOptions::new()
+        .read(true)
+        .custom_flags(OFlags::NONBLOCK.bits().cast_signed())
+        .open(path)
+        .map_err(failed)?;
     let about = file.metadata().map_err(failed)?;
     // Pipes and memfds of a launcher are private anyway.
     if about.is_file() && about.nlink() > 0 && about.mode() & 0o077 != 0 {
@@ -271,10 +282,36 @@ fn read_token_file(path: &Path) -> Result<String> {
         )));
     }
     // Exactly what is needed: a pipe whose writer stays must not block us.
-    let mut text = Vec::with_capacity(TOKEN_TEXT_BYTES);
-    file.take(TOKEN_TEXT_BYTES as u64)
-        .read_to_end(&mut text)
-        .map_err(failed)?;
+    let mut text = vec![0; TOKEN_TEXT_BYTES];
+    let mut have = 0;
+    let until = deadline_in(TOKEN_WITHIN);
+    while have < text.len() {
+        let left = until.saturating_duration_since(Instant::now());
+        let timeout = Timespec {
+            tv_sec: left.as_secs().cast_signed(),
+            tv_nsec: left.subsec_nanos().into(),
+        };
+        let mut fds = [PollFd::new(&file, PollFlags::IN)];
+        match poll(&mut fds, Some(&timeout)) {
+            Ok(0) => {
+                return Err(Error::timeout(format!(
+                    "the token file {} is a pipe into which nobody has written a token within {} s",
+                    path.display(),
+                    TOKEN_WITHIN.as_secs()
+                )));
+            }
+            Ok(_) => {}
+            Err(Errno::INTR) => continue,
+            Err(e) => return Err(failed(e.into())),
+        }
+        match file.read(&mut text[have..]) {
+            Ok(0) => break,
+            Ok(n) => have += n,
+            Err(e) if matches!(e.kind(), IoKind::WouldBlock | IoKind::Interrupted) => {}
+            Err(e) => return Err(failed(e)),
+        }
+    }
+    text.truncate(have);
     Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
@@ -328,6 +365,7 @@ fn agree_on_world(
 mod tests {
     use super::*;
     use crate::ErrorKind;
+    use std::fs::File;
     use std::io::Write;
     use std::os::unix::fs::PermissionsExt;
 

@@ -67,6 +67,9 @@ impl Shared {
 
     fn sleep<'a>(&self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
         state.sleepers += 1;
+        // Without a deadline of its own: who has the turn has one, and gives
+        // the turn on even by a panic. The communication thread sleeps until
+        // the last handle is gone.
         let mut state = self
             .turn
             .wait(state)
@@ -236,7 +239,8 @@ impl Drop for Queue {
             .unwrap_or_else(PoisonError::into_inner)
             .take();
         if let Some(worker) = worker {
-            // It catches panics of jobs, so there is nothing to learn here.
+            // It catches panics of jobs, so there is nothing to learn here. Each
+            // job that is left has its deadline.
             let _ = worker.join();
         }
     }

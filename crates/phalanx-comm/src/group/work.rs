@@ -155,6 +155,8 @@ impl<B> Work<B> {
             waiting.get_or_insert_with(|| self.callers.wait());
             let changed = &self.shared.changed;
             state = match until.map(|until| until.saturating_duration_since(Instant::now())) {
+                // Without a deadline of its own: every operation before this
+                // one has one, and a completer that is dropped completes too.
                 None => changed.wait(state).unwrap_or_else(PoisonError::into_inner),
                 Some(Duration::ZERO) => {
                     drop(state);

@@ -214,6 +214,7 @@ impl Drop for TcpServer {
         // Full means that a wake-up is under way already.
         let _ = self.waker.write(&[1]);
         if let Some(thread) = self.thread.take() {
+            // The thread polls and never blocks in a client, so it ends at once.
             // A panic there is a bug that has been printed; there is nobody
             // left to serve either way.
             let _ = thread.join();

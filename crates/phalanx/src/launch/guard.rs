@@ -24,7 +24,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use phalanx_store::{Store, TcpStore};
 use phalanx_wire::Token;
@@ -35,6 +35,9 @@ use crate::error::{Error, ErrorKind, Result};
 
 /// How long the guard tries to tell the other nodes.
 const TELL_LIMIT: Duration = Duration::from_secs(2);
+
+/// How long the launcher waits for the guard's end before it kills it.
+const END_LIMIT: Duration = Duration::from_secs(1);
 
 /// The launcher's end.
 pub(crate) struct Guard {
@@ -106,8 +109,17 @@ impl Drop for Guard {
         if let Ok(mut pipe) = self.pipe.lock() {
             drop(pipe.take());
         }
-        // It ends at the end of its pipe; nothing it does takes long then.
-        let _ = self.child.wait();
+        // It ends at the end of its pipe; nothing it does takes long then,
+        // unless somebody has stopped it.
+        let until = Instant::now() + END_LIMIT;
+        while matches!(self.child.try_wait(), Ok(None)) {
+            if Instant::now() >= until {
+                let _ = self.child.kill();
+                let _ = self.child.wait();
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }
 
@@ -167,6 +179,8 @@ pub(crate) fn guard() -> Result<()> {
     let mut told = Told::default();
     let mut line = Vec::new();
     let mut input = std::io::stdin().lock();
+    // Without a deadline: the guard lives as long as its launcher, whose end is
+    // the end of this pipe.
     loop {
         line.clear();
         match input.read_until(b'\n', &mut line) {

@@ -21,7 +21,7 @@ use super::pump::{Sink, Stream, Unwritten};
 use super::ranks::{Rank, Starter};
 use super::reap;
 use super::report::{self, Verdict, Who};
-use super::signals::{SignalWatch, interrupted};
+use super::signals::{SignalWatch, interrupted, suspend_self};
 use super::token;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -47,7 +47,7 @@ const LONE_AFTER: Duration = Duration::from_secs(10);
 pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
     reap::adopt_orphans();
     let (sender, events) = channel();
-    let signals = SignalWatch::start(sender.clone())?;
+    let signals = SignalWatch::start_with_suspend(sender.clone())?;
     let host = host_name();
     let token_fd = token::memory_file(&plan.token)?;
     let mut place = match &plan.meeting {
@@ -77,6 +77,10 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
                 plan.meeting_timeout,
                 || match events.try_recv() {
                     Ok(Event::Signal(signal)) => Some(interrupted(signal)),
+                    Ok(Event::Suspend) => {
+                        suspend_self();
+                        None
+                    }
                     _ => None,
                 },
             )?;
@@ -290,7 +294,8 @@ impl Job<'_> {
         Ok(())
     }
 
-    /// Follows the ranks until all have ended and were reaped.
+    /// Follows the ranks until all have ended and were reaped. That has no
+    /// deadline while nothing is wrong: a training lasts as long as it lasts.
     fn watch_to_the_end(&self, watch: &mut Supervision) {
         loop {
             let now = Instant::now();
@@ -491,6 +496,8 @@ impl Job<'_> {
             return Ok(());
         };
         nodes.done()?;
+        // As long as the other nodes' ranks run; a node that is lost is found
+        // by its beat.
         loop {
             if nodes.all_done()? {
                 return Ok(());
@@ -507,6 +514,7 @@ impl Job<'_> {
                     let verdict = self.plain_verdict(error.exit_code(), &message);
                     return Err(nodes.publish(&verdict).into_error(None));
                 }
+                Ok(Event::Suspend) => suspend_self(),
                 Ok(Event::Abort(verdict)) => return Err(verdict.into_error(None)),
                 Ok(Event::StoreLost(why)) => return Err(store_lost(&why)),
                 _ => {}
@@ -544,6 +552,10 @@ impl Supervision {
                 Action::None
             }
             Event::Signal(signal) => self.machine.interrupted(signal, now),
+            Event::Suspend => {
+                self.suspend();
+                Action::None
+            }
             Event::Abort(verdict) => {
                 if self.machine.why().is_none() {
                     self.verdict = Some(*verdict);
@@ -563,6 +575,19 @@ impl Supervision {
                 }
                 self.machine.failed_elsewhere(now)
             }
+        }
+    }
+
+    /// Ctrl-Z reaches the launcher only, as its ranks are in groups of their own:
+    /// they stop with it and go on with it. A deadline that passes meanwhile
+    /// counts only if nothing has come when they go on.
+    fn suspend(&self) {
+        for rank in &self.ranks {
+            rank.signal(Signal::STOP);
+        }
+        suspend_self();
+        for rank in &self.ranks {
+            rank.signal(Signal::CONT);
         }
     }
 

@@ -71,6 +71,8 @@ enum Event {
     Reaped,
     /// We got this signal.
     Signal(i32),
+    /// Ctrl-Z.
+    Suspend,
     /// Another node wrote a verdict.
     Abort(Box<Verdict>),
     /// The store does not answer any more.

@@ -395,7 +395,8 @@ fn watch(mut watch: Watch) -> std::io::Result<()> {
         .map(drop)
 }
 
-/// Blocks until the process has ended, without reaping it.
+/// Blocks until the process has ended, without reaping it. No deadline: a rank
+/// runs as long as it runs, and whoever wants it to end sends it a signal.
 fn wait_end(pid: Pid) -> End {
     loop {
         match waitid(

@@ -4,7 +4,8 @@ use std::io::IsTerminal;
 use std::sync::mpsc::{Sender, channel};
 use std::thread;
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+use rustix::process::{Signal, getpid, kill_process};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP};
 use signal_hook::iterator::{Handle, Signals};
 
 use super::Event;
@@ -19,11 +20,19 @@ impl SignalWatch {
     /// Starts watching. SIGHUP is left alone where it is ignored: that is
     /// what `nohup` asks for.
     pub(crate) fn start(events: Sender<Event>) -> Result<Self> {
+        Self::watch(events, vec![SIGINT, SIGTERM, SIGQUIT])
+    }
+
+    /// As [`start`](Self::start), and a Ctrl-Z is [`Event::Suspend`].
+    pub(crate) fn start_with_suspend(events: Sender<Event>) -> Result<Self> {
+        Self::watch(events, vec![SIGINT, SIGTERM, SIGQUIT, SIGTSTP])
+    }
+
+    fn watch(events: Sender<Event>, mut watched: Vec<i32>) -> Result<Self> {
         let failed = |error: std::io::Error| {
             Error::new(ErrorKind::System, "cannot watch for signals").caused_by(error)
         };
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-        let mut watched = vec![SIGINT, SIGTERM, SIGQUIT];
         if !ignored(&status, SIGHUP) {
             watched.push(SIGHUP);
         }
@@ -33,8 +42,13 @@ impl SignalWatch {
             .name("signals".into())
             .stack_size(64 << 10)
             .spawn(move || {
+                // Without a deadline: signals may never come. It ends with the handle.
                 for signal in signals.forever() {
-                    if events.send(Event::Signal(signal)).is_err() {
+                    let event = match signal {
+                        SIGTSTP => Event::Suspend,
+                        _ => Event::Signal(signal),
+                    };
+                    if events.send(event).is_err() {
                         break;
                     }
                 }
@@ -48,6 +62,12 @@ impl Drop for SignalWatch {
     fn drop(&mut self) {
         self.0.close();
     }
+}
+
+/// Stops this process, as a Ctrl-Z would have if nobody had asked for it;
+/// returns when it is continued.
+pub(super) fn suspend_self() {
+    let _ = kill_process(getpid(), Signal::STOP);
 }
 
 /// The error of a process that `signal` ended.
@@ -72,6 +92,7 @@ pub(crate) fn end_on_signals() -> Result<()> {
         .stack_size(128 << 10)
         .spawn(move || {
             let _watch = watch;
+            // Without a deadline: until a signal comes or the process ends.
             let Ok(Event::Signal(signal)) = events.recv() else {
                 return;
             };

@@ -120,3 +120,47 @@ fn nohup_is_respected() {
     assert_eq!(done.code(), 0, "{done:#?}");
     assert!(done.out.ends_with("finished\n"));
 }
+
+/// State in `/proc` of all processes of the family but its guard.
+fn states(family: &Family) -> Vec<char> {
+    let pid_of = |line: &String| line.split(' ').next().unwrap().to_owned();
+    family
+        .alive()
+        .iter()
+        .filter(|line| !line.contains(" guard"))
+        .filter_map(|line| {
+            let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid_of(line))).ok()?;
+            stat.rsplit_once(") ")?.1.chars().next()
+        })
+        .collect()
+}
+
+fn wait_for_states(family: &Family, what: &str, all: impl Fn(&[char]) -> bool) {
+    let until = Instant::now() + Duration::from_secs(10);
+    loop {
+        let states = states(family);
+        if all(&states) {
+            return;
+        }
+        assert!(Instant::now() < until, "{what}: {states:?}");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_ctrl_z_stops_the_ranks_too_and_a_continue_continues_all() {
+    let family = Family::new();
+    let script = "echo ready; exec sleep 0.7";
+    let mut running = family.start(&["launch", "--nproc-per-node", "2", "sh", "-c", script]);
+    running.lines(2);
+    running.signal(Signal::TSTP);
+    wait_for_states(&family, "stopped", |states| {
+        states.len() == 3 && states.iter().all(|s| *s == 'T')
+    });
+    // Stopped is stopped: nobody ends meanwhile.
+    thread::sleep(Duration::from_millis(900));
+    assert_eq!(states(&family), ['T', 'T', 'T']);
+    running.signal(Signal::CONT);
+    let done = running.wait();
+    assert_eq!(done.code(), 0, "{done:#?}");
+}

@@ -81,6 +81,7 @@ pub(crate) fn connect(
                 }
             }
         }
+        // It keeps to the meeting's deadline.
         let accepted = accepting
             .join()
             .unwrap_or_else(|_| Err(Error::internal("the accepting thread panicked")));
