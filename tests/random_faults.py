@@ -451,7 +451,8 @@ def check(run, fault, culprit, struck, gone):
     took = None if gone is None else gone - struck
     timeout = FORM_TIMEOUT_S if fault["phase"] == "forming" or fault["slow"] else STEP_TIMEOUT_S
     reports = "".join(run.report(n) for n in range(len(run.launchers)))
-    if what == "drop" and ("has not been heard of" in reports or "lost the launcher" in reports):
+    if (what == "drop" and ("has not been heard of" in reports or "lost the launcher" in reports)
+            or what == "stop-rank" and "all other ranks have ended well" in reports):
         timeout = LAUNCHER_TIMEOUT_S
     limit = KILL_LIMIT_S if what in ("kill-rank", "kill-launcher", "half-close") else 1.1 * timeout + SLACK_S
     if took is None or took > limit:
@@ -539,7 +540,9 @@ def one(args, fault, timings, hosts, work):
             struck = time.monotonic()
             gone = run.wait_gone(struck + 1.1 * LAUNCHER_TIMEOUT_S + SLACK_S + 4)
             codes = [p.poll() for p in run.launchers]
-            if all(c == 0 for c in codes) and gone is not None:
+            victim = culprit if fault["what"] == "kill-launcher" else None
+            if all(c == 0 for n, c in enumerate(codes) if n != victim) and len(codes) > (victim is not None) \
+                    and gone is not None:
                 raise Missed("it came after the last moment that matters")
             wrong, took, limit = check(run, fault, culprit, struck, gone)
             reports = [run.report(n) for n in range(len(run.launchers))]

@@ -102,7 +102,7 @@ impl ProcessGroup {
         };
         let origin = Arc::clone(&self.core.origin);
         let (limits, algorithm) = (self.core.limits, self.core.algorithm);
-        let defaults = self.defaults.clone();
+        let (defaults, recorder) = (self.defaults.clone(), Arc::clone(&self.core.recorder));
         // The old links go before new ones are made.
         drop(self);
         let mut epoch = old;
@@ -129,7 +129,7 @@ impl ProcessGroup {
             match meeting.connect(&origin, &member) {
                 Ok((mesh, origin)) => {
                     tracing::info!(epoch, rank, ?members, "formed the group anew");
-                    let core = Self::from_mesh(member, mesh, origin).core;
+                    let core = Self::from_mesh(member, mesh, origin, recorder).core;
                     return Ok(ProcessGroup { core, defaults });
                 }
                 Err(e) if meeting.left().is_zero() || e.kind() == ErrorKind::Usage => {

@@ -243,6 +243,7 @@ impl Job<'_> {
             verdict: None,
             lone_at: None,
             lone_said: false,
+            lone_told: false,
         };
         if let Err(error) = started {
             // Those that did start must not outlive the attempt.
@@ -322,8 +323,11 @@ impl Job<'_> {
             watch.act(action);
             self.decide(watch);
             if watch.lone_at.is_some_and(|at| Instant::now() >= at) {
-                watch.lone_at = None;
-                self.say_who_still_runs(watch);
+                watch.lone_at = Some(Instant::now() + LONE_AFTER);
+                if !std::mem::replace(&mut watch.lone_told, true) {
+                    self.say_who_still_runs(watch);
+                }
+                self.end_if_all_are_stopped(watch);
             }
         }
     }
@@ -348,6 +352,37 @@ impl Job<'_> {
                 _ => format!("{} are", names(running)),
             }
         );
+    }
+
+    /// Ranks that somebody has stopped, after all others have ended well, will
+    /// not end by themselves, and no other rank's deadline tells of them.
+    fn end_if_all_are_stopped(&self, watch: &mut Supervision) {
+        let running: Vec<&Rank> = (0..watch.ranks.len())
+            .filter(|local| watch.machine.end(*local).is_none())
+            .map(|local| &watch.ranks[local])
+            .collect();
+        let stopped = !running.is_empty() && running.iter().all(|rank| rank.is_stopped_by_signal());
+        if !stopped || watch.machine.why().is_some() {
+            return;
+        }
+        let names: Vec<String> = running
+            .iter()
+            .map(|rank| {
+                format!(
+                    "rank {} (pid {}) is stopped by a signal",
+                    rank.rank,
+                    rank.pid.as_raw_nonzero()
+                )
+            })
+            .collect();
+        let message = format!("{}, and all other ranks have ended well", names.join(", "));
+        let verdict = self.plain_verdict(ErrorKind::Timeout.exit_code(), &message);
+        watch.verdict = Some(match &self.nodes {
+            None => verdict,
+            Some(nodes) => nodes.publish(&verdict),
+        });
+        let action = watch.machine.failed_elsewhere(Instant::now());
+        watch.act(action);
     }
 
     /// Once a stop has begun: puts the verdict into words, and tells others.
@@ -536,6 +571,7 @@ struct Supervision {
     /// When to say that some ranks have ended and others have not.
     lone_at: Option<Instant>,
     lone_said: bool,
+    lone_told: bool,
 }
 
 impl Supervision {

@@ -301,13 +301,22 @@ impl Rank {
 
     /// Whether somebody has stopped the process (state T in `/proc`).
     pub(crate) fn is_stopped(&self) -> bool {
+        self.state_is(&['T', 't'])
+    }
+
+    /// As [`is_stopped`](Self::is_stopped), but not by a debugger.
+    pub(crate) fn is_stopped_by_signal(&self) -> bool {
+        self.state_is(&['T'])
+    }
+
+    fn state_is(&self, states: &[char]) -> bool {
         let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(pid) = *alive else { return false };
         let path = format!("/proc/{}/stat", pid.as_raw_nonzero());
         let stat = std::fs::read_to_string(path).unwrap_or_default();
         // The state follows the name, which is in parentheses and may hold any.
         stat.rsplit_once(") ")
-            .is_some_and(|(_, rest)| rest.starts_with(['T', 't']))
+            .is_some_and(|(_, rest)| rest.starts_with(states))
     }
 
     /// Waits until its output has been read, at most until `until`.

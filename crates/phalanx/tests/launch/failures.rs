@@ -271,3 +271,18 @@ fn output_that_cannot_be_written_is_reported_once_and_fails_the_job() {
         "{err}"
     );
 }
+
+/// Nobody else would notice: the others' last collective is over.
+#[test]
+fn a_rank_stopped_after_all_others_have_ended_is_the_end() {
+    let family = Family::new();
+    let done = ranks(&family, "2", "[ $RANK = 0 ] && exit 0; kill -STOP $$");
+    assert_eq!(done.code(), 4, "{done:#?}");
+    let last = done.last_error();
+    assert!(
+        last.starts_with("error: rank 1 (pid ")
+            && last.contains("is stopped by a signal, and all other ranks have ended well"),
+        "{last}"
+    );
+    assert!(done.took < Duration::from_secs(15), "{done:#?}");
+}
