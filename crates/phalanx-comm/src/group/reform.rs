@@ -221,12 +221,13 @@ impl Reform<'_> {
             Origin::Threads {
                 registry,
                 ring_bytes,
+                arena_bytes,
                 ..
             } => {
                 // Even: the ids of subgroups are odd.
                 let id = member.epoch << 1;
                 let mesh = registry
-                    .take(id, member.rank, member.world, *ring_bytes)
+                    .take(id, member.rank, member.world, *ring_bytes, *arena_bytes)
                     .ok_or_else(|| Error::internal("two epochs have the same id"))?;
                 Ok((mesh, Arc::clone(origin)))
             }
