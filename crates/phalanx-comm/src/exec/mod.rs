@@ -29,7 +29,7 @@ pub(crate) use self::messages::{Data, Message};
 
 use self::cache::{PlanCache, Prepared};
 use self::flow::{Cut, Flow, Piece, Schedule};
-pub(crate) use self::signature::{Signature, Told};
+pub(crate) use self::signature::{Signature, Told, desync};
 pub(crate) use self::stall::Board;
 use self::transfer::Context;
 use crate::host::{Arena, Buffers, Counters, Host, With};

@@ -159,6 +159,25 @@ impl fmt::Display for Theirs<'_> {
     }
 }
 
+/// Names both sides of ranks in different operations, the lower one first.
+pub(crate) fn desync(
+    rank: usize,
+    mine: &Signature,
+    peer: usize,
+    theirs: &dyn fmt::Display,
+) -> String {
+    let (mine, theirs) = (
+        format!("rank {rank} called {mine}"),
+        format!("rank {peer} called {theirs}"),
+    );
+    let (first, second) = if rank < peer {
+        (mine, theirs)
+    } else {
+        (theirs, mine)
+    };
+    format!("ranks are in different operations: {first}, {second}")
+}
+
 #[allow(clippy::too_many_arguments)]
 fn describe(
     f: &mut fmt::Formatter<'_>,

@@ -149,7 +149,7 @@ impl Desk {
             };
             if theirs.seq == report.signature.seq && !report.signature.matches(&theirs) {
                 let cause =
-                    super::transfer::desync(self.rank, &report.signature, *peer, &Theirs(&theirs));
+                    super::signature::desync(self.rank, &report.signature, *peer, &Theirs(&theirs));
                 self.found.store(true, Ordering::Release);
                 self.abort.poison(&Poison::new(self.rank, cause));
                 break;

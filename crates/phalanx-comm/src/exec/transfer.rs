@@ -13,7 +13,7 @@
 
 use phalanx_wire::frame::{Header, Kind};
 
-use super::signature::{Signature, Theirs};
+use super::signature::{Signature, Theirs, desync};
 use crate::transport::Link;
 use crate::{Error, ErrorKind, Result};
 
@@ -227,20 +227,6 @@ impl Receiver {
         }
         Ok(())
     }
-}
-
-/// Names both sides of ranks in different operations, the lower one first.
-pub(super) fn desync(rank: usize, mine: &Signature, peer: usize, theirs: &Theirs<'_>) -> String {
-    let (mine, theirs) = (
-        format!("rank {rank} called {mine}"),
-        format!("rank {peer} called {theirs}"),
-    );
-    let (first, second) = if rank < peer {
-        (mine, theirs)
-    } else {
-        (theirs, mine)
-    };
-    format!("ranks are in different operations: {first}, {second}")
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::cell::{Cell, PAYLOAD_BYTES};
 use super::{Host, SEGMENT_MIN_BYTES, SEGMENTS_MIN};
-use crate::exec::{Deadline, Operation, Signature, Told};
+use crate::exec::{Deadline, Operation, Signature, Told, desync};
 use crate::memory::ALIGN_BYTES;
 use crate::plan::{Chunks, Spec};
 use crate::recorder::Flight;
@@ -241,12 +241,7 @@ impl<'a> Run<'a> {
             if theirs != mine {
                 return Err(Error::new(
                     ErrorKind::Desync,
-                    format!(
-                        "ranks are in different operations: rank {} called {}, rank {rank} called {}",
-                        self.host.me,
-                        self.with.signature,
-                        Told(theirs)
-                    ),
+                    desync(self.host.me, self.with.signature, rank, &Told(theirs)),
                 )
                 .with_peer(rank));
             }
