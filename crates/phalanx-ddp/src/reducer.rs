@@ -300,6 +300,7 @@ impl Reducer {
         self.check_usable()?;
         let ended = Instant::now();
         self.times.backward_ended = Some(ended);
+        self.group.set_phase("averaging gradients");
         if self.order.len() < self.params.len() {
             self.failed = true;
             let error = self.no_gradient_error();
@@ -426,6 +427,7 @@ impl Reducer {
         self.launched_at.clear();
         self.times.buckets.clear();
         self.times.backward_began = Some(Instant::now());
+        self.group.set_phase("backward");
         for memory in &mut self.memory {
             if let Memory::Reduced(bucket) = std::mem::replace(memory, Memory::Lost) {
                 *memory = Memory::Filling(bucket);

@@ -7,6 +7,7 @@ mod convert;
 mod error;
 #[cfg(test)]
 mod fuzzing;
+mod inspect;
 mod launch;
 mod log;
 mod ranks;

@@ -9,6 +9,7 @@
 
 use std::ffi::OsString;
 use std::net::IpAddr;
+use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use phalanx_comm::{Algorithm, GroupOptions, InitOptions, ProcessGroup, Transport};
@@ -142,7 +143,8 @@ pub fn check_count(flag: &str, value: usize, largest: usize) -> Result<()> {
 }
 
 /// Runs `rank` in every rank of the world (or in the one that this process is).
-/// `extra` arguments are added to the command line of started ranks.
+/// `extra` arguments are added to the command line of started ranks; when
+/// these fail, their flight recorders are written into `flight_dir`.
 ///
 /// # Errors
 ///
@@ -151,6 +153,7 @@ pub fn run(
     args: &RankArgs,
     speakers: Speakers,
     extra: &[String],
+    flight_dir: Option<&Path>,
     rank: impl Fn(&RankContext) -> Result<()> + Sync,
 ) -> Result<()> {
     args.validate()?;
@@ -165,6 +168,7 @@ pub fn run(
             args.nproc_per_node,
             own.chain(extra.iter().map(OsString::from)).collect(),
         );
+        local.flight_dir = flight_dir.map(Path::to_owned);
         if speakers == Speakers::All {
             local.prefix = Prefix::Everybody;
         }

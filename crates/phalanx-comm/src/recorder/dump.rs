@@ -1,6 +1,7 @@
 //! A recorder's contents as a value.
 
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
@@ -135,6 +136,9 @@ pub struct Dump {
     /// ...and in nanoseconds since 1970: with both, dumps of several hosts
     /// can be laid side by side.
     pub taken_unix_ns: u64,
+    /// Where the rank wants its dumps; not part of a file.
+    #[serde(skip)]
+    pub folder: Option<PathBuf>,
     /// What the rank was doing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub phase: Option<Phase>,
@@ -212,6 +216,9 @@ impl Dump {
             taken_unix_ns: now
                 .wall_ns
                 .saturating_sub(now.monotonic_ns.saturating_sub(taken_ns)),
+            folder: Some(text(head::DIR, head::DIR_WORDS))
+                .filter(|text| !text.is_empty())
+                .map(PathBuf::from),
             phase,
             position: position(words[head::POSITION]),
             recorded: next,

@@ -47,6 +47,9 @@ pub(crate) mod head {
     pub(crate) const REASON_WORDS: usize = 64;
     /// Tickets given out; on a cache line of its own.
     pub(crate) const TICKETS: usize = 96;
+    /// Where the rank wants its dumps: a path, padded with zeros.
+    pub(crate) const DIR: usize = 128;
+    pub(crate) const DIR_WORDS: usize = 128;
     pub(crate) const WORDS: usize = 512;
 }
 
@@ -142,6 +145,8 @@ mod tests {
     #[test]
     fn parts_are_disjoint_and_inside() {
         assert!(head::REASON + head::REASON_WORDS <= head::TICKETS);
+        assert!(head::TICKETS + 8 <= head::DIR);
+        assert!(head::DIR + head::DIR_WORDS <= head::WORDS);
         assert!(head::PHASE + head::PHASE_WORDS <= head::POSITION);
         assert_eq!(entry_at(0), head::WORDS);
         assert_eq!(entry_at(ENTRIES as u64), entry_at(0));

@@ -246,7 +246,15 @@ impl Recorder {
     }
 
     pub(crate) fn set_dir(&self, dir: &Path) {
-        lock(&self.dir).get_or_insert_with(|| dir.to_owned());
+        let mut own = lock(&self.dir);
+        let dir = own.get_or_insert_with(|| absolute(dir));
+        // A launcher that has no folder of its own takes this one. A path that
+        // is cut would be another one.
+        if let Some(text) = dir.to_str().filter(|t| t.len() < 8 * head::DIR_WORDS) {
+            layout::write_text(text, head::DIR_WORDS, |i, word| {
+                self.memory.word(head::DIR + i).store(word, Relaxed);
+            });
+        }
     }
 
     /// The rank failed: the first reason is kept, and the recorder written.
@@ -282,6 +290,11 @@ impl Recorder {
 /// `target << 32 | root`.
 fn root(operation: &Operation) -> u64 {
     (operation.target as u64) << 32 | operation.root as u64
+}
+
+/// Ranks may change their folder.
+fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -51,7 +51,7 @@ pub fn run(args: BenchArgs) -> Result<()> {
         What::Kernels(args) => return kernels::run(&args),
         What::Train(args) => {
             args.validate()?;
-            return ranks::run(&args.ranks, Speakers::Rank0, &[], |ctx| {
+            return ranks::run(&args.ranks, Speakers::Rank0, &[], None, |ctx| {
                 train::run_rank(ctx, &args)
             });
         }
@@ -64,7 +64,7 @@ pub fn run(args: BenchArgs) -> Result<()> {
         What::Barrier(args) => (Op::Barrier, args),
     };
     args.validate()?;
-    ranks::run(&args.ranks, Speakers::Rank0, &[], |ctx| {
+    ranks::run(&args.ranks, Speakers::Rank0, &[], None, |ctx| {
         collective::run_rank(ctx, op, &args)
     })
 }

@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::error::Result;
-use crate::{bench, launch, train};
+use crate::{bench, inspect, launch, train};
 use normalise::{Flag, normalise};
 
 /// Distributed data-parallel training: ranks that march in step.
@@ -41,6 +41,8 @@ enum Command {
         override_usage = "phalanx launch [OPTIONS] [--] PROGRAM [ARGS]..."
     )]
     Launch(Box<launch::LaunchCli>),
+    /// Say in one sentence where a job hangs or why it died, from its flight recorders.
+    Inspect(inspect::InspectArgs),
     /// Write a new job token, the secret that the launchers of one job share.
     Token(TokenCli),
     /// What a launcher starts as: binds the rank's life to it, then becomes PROGRAM.
@@ -83,6 +85,7 @@ fn run(command: Command) -> Result<()> {
         Command::Train(args) => train::run(*args),
         Command::Bench(args) => bench::run(*args),
         Command::Launch(cli) => launch::run(&cli),
+        Command::Inspect(args) => inspect::run(&args),
         Command::Token(cli) => launch::write_token(&cli.out),
         Command::ExecRank(cli) => launch::exec_rank(&cli),
         Command::Guard => launch::guard(),

@@ -12,8 +12,9 @@ use rustix::process::Signal;
 
 use super::Event;
 use super::contract::{self, Own, Shared};
+use super::flight;
 use super::guard::Guard;
-use super::machine::{Action, Machine, Why};
+use super::machine::{Action, End, Machine, Why};
 use super::nodes::{self, Card, Nodes};
 use super::oom::OomWatch;
 use super::plan::LaunchPlan;
@@ -310,6 +311,10 @@ impl Job<'_> {
                 .min();
             let limit = wake.map_or(SWEEP, |at| at.saturating_duration_since(now));
             let action = match self.events.recv_timeout(limit) {
+                Ok(Event::Dump) => {
+                    self.show_flight(watch);
+                    Action::None
+                }
                 Ok(event) => watch.take(event, Instant::now()),
                 Err(RecvTimeoutError::Timeout) => {
                     reap::reap_strangers(&watch.children);
@@ -329,6 +334,15 @@ impl Job<'_> {
                 }
                 self.end_if_all_are_stopped(watch);
             }
+        }
+    }
+
+    /// Writes the flight recorders of the living job, and says where they are.
+    fn show_flight(&self, watch: &Supervision) {
+        let none = vec![None; watch.ranks.len()];
+        match flight::keep(&watch.ranks, &none, self.plan.flight_dir.as_deref()) {
+            Some(text) => eprintln!("flight recorders: {text}"),
+            None => eprintln!("flight recorders: no rank has one yet"),
         }
     }
 
@@ -414,6 +428,9 @@ impl Job<'_> {
         };
         rank.output_ended(Instant::now() + LAST_OUTPUT);
         let mut notes = Vec::new();
+        if let Some(text) = flight::last_known(&watch.ranks, rank, end) {
+            notes.push((report::WHILE.to_owned(), text));
+        }
         let killed = matches!(end, super::machine::End::Signal(9));
         if let Some(hint) = self.oom.hint(self.plan.local_ranks).filter(|_| killed) {
             notes.push(("perhaps".to_owned(), hint));
@@ -517,6 +534,16 @@ impl Job<'_> {
             }
             error = error.note("also", text);
         }
+        let ends: Vec<Option<End>> = (0..watch.ranks.len())
+            .map(|local| {
+                let by_itself = !watch.machine.stopped().contains(&local);
+                watch.machine.end(local).filter(|_| by_itself)
+            })
+            .collect();
+        let kept = flight::keep(&watch.ranks, &ends, self.plan.flight_dir.as_deref());
+        if let Some(text) = kept {
+            error = error.note("inspect", text);
+        }
         match why {
             Why::Rank(_) if self.nodes.is_none() => Outcome::Failed(error),
             _ => Outcome::Final(error),
@@ -592,6 +619,8 @@ impl Supervision {
                 self.suspend();
                 Action::None
             }
+            // Answered before.
+            Event::Dump => Action::None,
             Event::Abort(verdict) => {
                 if self.machine.why().is_none() {
                     self.verdict = Some(*verdict);

@@ -21,6 +21,7 @@
 mod args;
 mod cluster;
 mod contract;
+mod flight;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
 mod guard;
@@ -46,6 +47,7 @@ pub(crate) use args::LaunchCli;
 pub(crate) use cluster::{RankPlace, number, rank_place, real_env};
 pub(crate) use guard::guard;
 pub(crate) use ranks::Prefix;
+pub(crate) use report::rank_list;
 pub(crate) use shim::{ShimCli, exec_rank};
 pub(crate) use signals::end_on_signals;
 pub(crate) use token::write_token;
@@ -77,6 +79,8 @@ enum Event {
     Abort(Box<Verdict>),
     /// The store does not answer any more.
     StoreLost(String),
+    /// Somebody wants to see the flight recorders.
+    Dump,
 }
 
 /// `phalanx launch`.
@@ -109,6 +113,8 @@ pub(crate) struct LocalRun {
     pub(crate) rank0_owns_stderr: bool,
     /// From SIGTERM to SIGKILL.
     pub(crate) stop_grace: Duration,
+    /// Where the ranks' flight recorders are written when the run fails.
+    pub(crate) flight_dir: Option<PathBuf>,
 }
 
 impl LocalRun {
@@ -125,6 +131,7 @@ impl LocalRun {
             prefix: Prefix::AllButRank0,
             rank0_owns_stderr: std::io::stderr().is_terminal(),
             stop_grace: STOP_GRACE,
+            flight_dir: None,
         }
     }
 }
@@ -152,6 +159,7 @@ pub(crate) fn run_local(local: LocalRun) -> Result<()> {
         logs: None,
         token: token::mint()?,
         stop_grace: local.stop_grace,
+        flight_dir: local.flight_dir,
         role: "default".to_owned(),
         prefix: local.prefix,
         rank0_owns_stderr: local.rank0_owns_stderr,

@@ -35,6 +35,8 @@ pub(crate) struct LaunchPlan {
     pub(crate) logs: Option<Logs>,
     /// The job's secret.
     pub(crate) token: Token,
+    /// Where flight recorders are written; `None`: where the ranks wish.
+    pub(crate) flight_dir: Option<PathBuf>,
     /// From SIGTERM to SIGKILL.
     pub(crate) stop_grace: Duration,
     /// ROLE_NAME.
@@ -82,6 +84,11 @@ impl LaunchPlan {
             redirects: args.redirects,
             tee: args.tee,
         });
+        let flight_dir = env
+            .get(phalanx_comm::recorder::DIR_VARIABLE)
+            .filter(|dir| !dir.is_empty())
+            .map(PathBuf::from)
+            .or_else(|| Some(logs.as_ref()?.dir.join("flight")));
         let alone = args.local_ranks == 1 && args.meeting.is_none();
         Ok(LaunchPlan {
             meeting: args.meeting,
@@ -93,6 +100,7 @@ impl LaunchPlan {
             max_restarts: args.max_restarts,
             logs,
             token,
+            flight_dir,
             stop_grace: args.stop_grace,
             role: args.role,
             prefix: if args.prefix && !alone {

@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use phalanx_comm::recorder::Dump;
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::{Errno, FdFlags, fcntl_setfd};
 use rustix::process::{
@@ -112,6 +113,8 @@ pub(crate) struct Rank {
     tail: Arc<Mutex<Tail>>,
     open: Open,
     error_file: ErrorFile,
+    /// The memory of its flight recorder; whether it uses it is its own affair.
+    flight: OwnedFd,
 }
 
 impl Starter<'_> {
@@ -152,6 +155,10 @@ impl Starter<'_> {
             ErrorFile::Memory(fd) => inherited_path(fd.as_fd()),
         };
 
+        // Readable here even when the rank was killed or stopped.
+        let flight = phalanx_comm::recorder::create_memory()
+            .map_err(|error| failed("make a flight recorder", error))?;
+
         // Everything that can fail comes before the process.
         let tail = Arc::new(Mutex::new(Tail::default()));
         let prefix = self.prefix.of(rank);
@@ -190,14 +197,21 @@ impl Starter<'_> {
             .env_remove(super::token::TOKEN_VARIABLE)
             // A launcher around us may have set it for its own network.
             .env_remove(super::contract::BIND_VARIABLE)
-            .envs(variables(error_path, inherited_path(self.token)));
+            .envs(variables(error_path, inherited_path(self.token)))
+            .env(
+                phalanx_comm::recorder::FILE_VARIABLE,
+                inherited_path(flight.as_fd()),
+            );
         // Only this rank may inherit its own descriptors. All ranks are
         // started by this one thread, so the flag is down for nobody else.
         let own = match &error_file {
             ErrorFile::Memory(fd) => Some(fd.as_fd()),
             ErrorFile::Path(_) => None,
         };
-        let handed_down: Vec<BorrowedFd<'_>> = std::iter::once(self.token).chain(own).collect();
+        let handed_down: Vec<BorrowedFd<'_>> = [self.token, flight.as_fd()]
+            .into_iter()
+            .chain(own)
+            .collect();
         let set = |flags: FdFlags| -> std::io::Result<()> {
             for fd in &handed_down {
                 fcntl_setfd(fd, flags)?;
@@ -236,6 +250,7 @@ impl Starter<'_> {
             tail,
             open,
             error_file,
+            flight,
         };
         if let Err(error) = pumped.and(watched) {
             rank.signal(Signal::KILL);
@@ -330,6 +345,11 @@ impl Rank {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .lines()
+    }
+
+    /// What its flight recorder holds, if it has one.
+    pub(crate) fn flight(&self) -> Option<Dump> {
+        Dump::from_memory(&self.flight).ok()
     }
 
     /// What it wrote to its error file, if anything.

@@ -7,6 +7,8 @@ use serde::{Deserialize, Serialize};
 use super::machine::End;
 use crate::error::{Error, ErrorKind};
 
+/// Label of the note that says what a rank was doing.
+pub(crate) const WHILE: &str = "while";
 /// Lines of a rank's stderr that the report repeats, at most.
 const SAID_LINES: usize = 20;
 /// Without a recognisable message, only the end is shown.
@@ -31,10 +33,13 @@ impl Verdict {
     /// The error that this launcher prints and ends with.
     pub(crate) fn into_error(self, stopped: Option<String>) -> Error {
         let mut error = Error::new(ErrorKind::from_exit_code(self.code), self.message);
-        if let Some(stopped) = stopped {
-            error = error.note("so", stopped);
-        }
-        for (label, text) in self.notes {
+        // First what was going on, then what came of it.
+        let (first, rest): (Vec<_>, Vec<_>) = self
+            .notes
+            .into_iter()
+            .partition(|(label, _)| label == WHILE);
+        let so = stopped.map(|stopped| ("so".to_owned(), stopped));
+        for (label, text) in first.into_iter().chain(so).chain(rest) {
             error = error.note(&label, text);
         }
         error

@@ -5,7 +5,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread;
 
 use rustix::process::{Signal, getpid, kill_process};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR2};
 use signal_hook::iterator::{Handle, Signals};
 
 use super::Event;
@@ -13,19 +13,19 @@ use super::report;
 use crate::error::{Error, ErrorKind, Result};
 
 /// While it lives, SIGINT, SIGTERM, SIGHUP and SIGQUIT arrive as
-/// [`Event::Signal`] instead of ending the process.
+/// [`Event::Signal`] instead of ending the process, and SIGUSR2 as [`Event::Dump`].
 pub(crate) struct SignalWatch(Handle);
 
 impl SignalWatch {
     /// Starts watching. SIGHUP is left alone where it is ignored: that is
     /// what `nohup` asks for.
     pub(crate) fn start(events: Sender<Event>) -> Result<Self> {
-        Self::watch(events, vec![SIGINT, SIGTERM, SIGQUIT])
+        Self::watch(events, vec![SIGINT, SIGTERM, SIGQUIT, SIGUSR2])
     }
 
     /// As [`start`](Self::start), and a Ctrl-Z is [`Event::Suspend`].
     pub(crate) fn start_with_suspend(events: Sender<Event>) -> Result<Self> {
-        Self::watch(events, vec![SIGINT, SIGTERM, SIGQUIT, SIGTSTP])
+        Self::watch(events, vec![SIGINT, SIGTERM, SIGQUIT, SIGTSTP, SIGUSR2])
     }
 
     fn watch(events: Sender<Event>, mut watched: Vec<i32>) -> Result<Self> {
@@ -46,7 +46,8 @@ impl SignalWatch {
                 for signal in signals.forever() {
                     let event = match signal {
                         SIGTSTP => Event::Suspend,
-                        _ => Event::Signal(signal),
+                        SIGUSR2 => Event::Dump,
+                        signal => Event::Signal(signal),
                     };
                     if events.send(event).is_err() {
                         break;
@@ -93,8 +94,12 @@ pub(crate) fn end_on_signals() -> Result<()> {
         .spawn(move || {
             let _watch = watch;
             // Without a deadline: until a signal comes or the process ends.
-            let Ok(Event::Signal(signal)) = events.recv() else {
-                return;
+            let signal = loop {
+                match events.recv() {
+                    Ok(Event::Signal(signal)) => break signal,
+                    Ok(_) => {}
+                    Err(_) => return,
+                }
             };
             // A progress bar may have left the cursor inside a line.
             if std::io::stderr().is_terminal() {

@@ -166,6 +166,7 @@ pub fn validate(args: &MnistArgs, world: usize) -> Result<()> {
 pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
     validate(args, ctx.world())?;
     let world = ctx.world();
+    ctx.group.set_phase("starting");
     let global_batch = args.global_batch_size.unwrap_or(args.batch_size * world);
     let data = load(args)?;
 
@@ -207,7 +208,13 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
         loader.start(sampler.epoch(epoch as u64 - 1));
         let began = Instant::now();
         let mut index = 0;
-        while let Some(batch) = loader.next_batch()? {
+        loop {
+            ctx.group.set_phase("loading data");
+            let Some(batch) = loader.next_batch()? else {
+                break;
+            };
+            ctx.group.set_position(epoch as u64, index as u64 + 1);
+            ctx.group.set_phase("forward");
             let key = StepKey::new(epoch as u64 - 1, index as u64)
                 .seed(args.seed)
                 .samples(&batch.indices);
@@ -224,6 +231,7 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
             loss.backward(&mut ddp)?;
             drop(step);
             let commit = ddp.finish()?; // DDP
+            ctx.group.set_phase("optimizer");
             if commit.is_yes() {
                 optimizer.step(&mut params, &ddp)?;
             } else {
@@ -255,6 +263,7 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
         timing.trained += began.elapsed();
         progress.end();
 
+        ctx.group.set_phase("validation");
         let digest = checkpoint::weights_digest(&params);
         weights = hex::encode(digest);
         verify_equal(&ctx.group, &params, digest)?; // DDP
@@ -272,6 +281,7 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
         }
     }
     timing.skipped = ddp.skipped_steps();
+    ctx.group.set_phase("saving");
     output.save(ctx, args, &params, &accuracies, &last, &timing, &weights)?;
     ctx.group.barrier()?; // DDP: nobody leaves before the files are complete
     ctx.note(&format!(
@@ -542,12 +552,27 @@ fn clear_earlier_run(dir: &Path) -> Result<()> {
                 .and_then(|name| name.strip_prefix(ours));
             rest.is_some_and(|rest| rest.ends_with(".tmp"))
         };
+        if name == super::FLIGHT_DIR {
+            remove_flight_recorders(&entry.path());
+        }
         // Complete, or the temporary file of a run that was killed while saving.
         if OURS.iter().any(|ours| name == *ours || temporary_of(ours)) {
             std::fs::remove_file(entry.path()).map_err(failed)?;
         }
     }
     Ok(())
+}
+
+/// What `phalanx inspect` would find of an earlier run. Whoever made the
+/// folder unwritable learns it when the next ones are written.
+fn remove_flight_recorders(dir: &Path) {
+    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name.starts_with("rank-") && name.ends_with(".json") {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
 }
 
 /// The run's folder; only rank 0 touches it.
@@ -562,6 +587,7 @@ impl Output {
             .output_dir
             .clone()
             .unwrap_or_else(|| super::default_output_dir("mnist"));
+        ctx.group.set_flight_dir(&dir.join(super::FLIGHT_DIR));
         if ctx.is_main() {
             phalanx_train::files::create_folder(&dir)
                 .map_err(|e| Error::from(e).note("try", "another folder with --output-dir"))?;

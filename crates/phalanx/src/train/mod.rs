@@ -14,6 +14,9 @@ use std::time::SystemTime;
 use crate::error::{Error, Result};
 use crate::ranks::{self, RankArgs, Speakers};
 
+/// Folder for flight recorders, in a run's output folder.
+const FLIGHT_DIR: &str = "flight";
+
 /// Arguments of `phalanx train`.
 #[derive(Debug, clap::Args)]
 pub struct TrainArgs {
@@ -49,7 +52,7 @@ pub fn run(args: TrainArgs) -> Result<()> {
     match args.recipe {
         Recipe::Linear { ranks, args } => {
             linear::validate(&args)?;
-            ranks::run(&ranks, Speakers::All, &[], |ctx| {
+            ranks::run(&ranks, Speakers::All, &[], None, |ctx| {
                 linear::run_rank(ctx, &args)
             })
         }
@@ -62,7 +65,8 @@ pub fn run(args: TrainArgs) -> Result<()> {
                 extra.push(format!("--output-dir={}", dir.display()));
                 args.output_dir = Some(dir);
             }
-            ranks::run(&ranks, Speakers::Rank0, &extra, |ctx| {
+            let flight = args.output_dir.as_ref().map(|dir| dir.join(FLIGHT_DIR));
+            ranks::run(&ranks, Speakers::Rank0, &extra, flight.as_deref(), |ctx| {
                 mnist::run_rank(ctx, &args)
             })
         }

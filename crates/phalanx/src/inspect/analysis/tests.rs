@@ -1,0 +1,341 @@
+//! Golden sentences.
+
+use phalanx_comm::recorder::{Phase, Position};
+
+use super::*;
+
+const S: u64 = 1_000_000_000;
+
+fn entry(seq: u64, state: State) -> Entry {
+    Entry {
+        n: seq,
+        seq: Some(seq),
+        epoch: 3,
+        group: 0,
+        op: "all_reduce".into(),
+        dtype: Some("f32".into()),
+        reduce: Some("mean".into()),
+        count: 1000,
+        method: "direct".into(),
+        root: 0,
+        target: 0,
+        transport: "shm".into(),
+        label: Some(0),
+        state,
+        queued_ns: seq * S,
+        started_ns: Some(seq * S),
+        progress_ns: None,
+        done_ns: (state == State::Done).then_some(seq * S + 1000),
+        waiting_ns: 0,
+        folding_ns: 0,
+        moving_ns: 0,
+        awaited: Vec::new(),
+        slowest: None,
+    }
+}
+
+/// A rank that completed 809 to `done` and is in `running`.
+fn dump(rank: usize, done: u64, running: Option<u64>) -> Dump {
+    let mut entries: Vec<Entry> = running
+        .map(|seq| entry(seq, State::Running))
+        .into_iter()
+        .collect();
+    entries.extend((809..=done).rev().map(|seq| entry(seq, State::Done)));
+    Dump {
+        format: Dump::FORMAT.into(),
+        rank,
+        world: 4,
+        epoch: 3,
+        host: "node-a".into(),
+        pid: 100,
+        reason: None,
+        ended: None,
+        taken_ns: 900 * S,
+        taken_unix_ns: 2000 * S,
+        folder: None,
+        phase: None,
+        position: None,
+        recorded: 812,
+        labels: vec!["bucket 4 of 7: layer3.0.conv1.weight, layer3.0.bn1.bias".into()],
+        entries,
+    }
+}
+
+fn late_loader() -> Dump {
+    Dump {
+        phase: Some(Phase {
+            name: "loading data".into(),
+            for_ms: 58_000,
+        }),
+        ..dump(2, 811, None)
+    }
+}
+
+fn hang() -> Vec<Dump> {
+    vec![
+        dump(0, 811, Some(812)),
+        dump(1, 811, Some(812)),
+        late_loader(),
+        dump(3, 811, Some(812)),
+    ]
+}
+
+#[test]
+fn a_late_rank() {
+    let story = tell(&hang());
+    assert_eq!(
+        story.sentence,
+        "epoch 3: ranks 0, 1 and 3 wait in all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight, \
+         layer3.0.bn1.bias); rank 2 last completed seq 811 and is in loading data for 58 s"
+    );
+    assert_eq!((story.seq, story.desync), (Some(812), false));
+    assert_eq!(
+        (&story.waiting[..], &story.late[..]),
+        (&[0, 1, 3][..], &[2][..])
+    );
+    assert!(story.missing.is_empty());
+}
+
+#[test]
+fn a_killed_rank_inside_and_outside_of_the_operation() {
+    let mut dumps = hang();
+    dumps[2].ended = Some("was killed by SIGKILL".into());
+    dumps[2].position = Some(Position {
+        epoch: 1,
+        step: 212,
+    });
+    let story = tell(&dumps);
+    assert!(
+        story.sentence.ends_with(
+            "rank 2 was killed by SIGKILL, last completed seq 811 and was in loading data for 58 s (epoch 1 step 212)"
+        ),
+        "{}",
+        story.sentence
+    );
+    dumps[2] = Dump {
+        ended: Some("was killed by SIGKILL".into()),
+        ..dump(2, 811, Some(812))
+    };
+    let story = tell(&dumps);
+    assert!(
+        story
+            .sentence
+            .ends_with("rank 2 was killed by SIGKILL and was in it too"),
+        "{}",
+        story.sentence
+    );
+    assert_eq!(story.late, [2]);
+}
+
+#[test]
+fn missing_and_old_dumps_are_named() {
+    let mut dumps = hang();
+    dumps.remove(1);
+    dumps[2].epoch = 2;
+    let story = tell(&dumps);
+    assert_eq!(
+        story.sentence,
+        "epoch 3: rank 0 waits in all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight, \
+         layer3.0.bn1.bias); rank 2 last completed seq 811 and is in loading data for 58 s; \
+         ranks 1 and 3 left no dumps"
+    );
+    assert_eq!(story.missing, [1, 3]);
+    assert_eq!(story.notes, ["left aside: rank 3 of an earlier epoch"]);
+    // Without the late rank's own dump it is at least named.
+    let story = tell(&[
+        dump(0, 811, Some(812)),
+        dump(1, 811, Some(812)),
+        dump(3, 811, Some(812)),
+    ]);
+    assert!(
+        story.sentence.ends_with("; rank 2 left no dump"),
+        "{}",
+        story.sentence
+    );
+}
+
+#[test]
+fn different_operations_under_one_number() {
+    let mut dumps = hang();
+    let mut other = entry(812, State::Aborted);
+    other.op = "broadcast".into();
+    other.reduce = None;
+    other.count = 7;
+    other.root = 1;
+    other.label = None;
+    dumps[2].entries.insert(0, other);
+    let story = tell(&dumps);
+    assert_eq!(
+        story.sentence,
+        "epoch 3: ranks are in different operations: at seq 812 ranks 0, 1 and 3 called all_reduce f32 mean \
+         of 1000 elements (bucket 4 of 7: layer3.0.conv1.weight, layer3.0.bn1.bias) and rank 2 called \
+         broadcast f32 of 7 elements with root 1"
+    );
+    assert!(story.desync);
+    dumps[2].entries[0] = Entry {
+        method: "ring".into(),
+        ..entry(812, State::Running)
+    };
+    let story = tell(&dumps);
+    assert!(story.sentence.contains("by direct"), "{}", story.sentence);
+    assert!(
+        story
+            .sentence
+            .contains("rank 2 called all_reduce f32 mean of 1000 elements by ring"),
+        "{}",
+        story.sentence
+    );
+}
+
+#[test]
+fn all_came_and_one_does_not_go_on() {
+    let mut dumps: Vec<Dump> = (0..4).map(|rank| dump(rank, 811, Some(812))).collect();
+    for rank in [0, 1, 3] {
+        dumps[rank].entries[0].awaited = vec![2];
+    }
+    let story = tell(&dumps);
+    assert!(
+        story
+            .sentence
+            .contains("ranks 0-3 wait in all_reduce seq 812"),
+        "{}",
+        story.sentence
+    );
+    assert!(
+        story
+            .sentence
+            .ends_with("all have come to it; rank 2 did not go on"),
+        "{}",
+        story.sentence
+    );
+    assert_eq!(story.late, [2]);
+}
+
+#[test]
+fn nothing_is_wrong_or_nothing_is_known() {
+    let dumps: Vec<Dump> = (0..4).map(|rank| dump(rank, 811, None)).collect();
+    assert_eq!(
+        tell(&dumps).sentence,
+        "epoch 3: no rank is in an operation; all last completed seq 811"
+    );
+    assert_eq!(tell(&[]).sentence, "epoch 0: no operation was recorded");
+}
+
+#[test]
+fn the_first_failure_tells_its_reason() {
+    let mut dumps = hang();
+    dumps[0].reason = Some("timed out".into());
+    dumps[1].reason = Some("the group was aborted by rank 0".into());
+    dumps[1].taken_unix_ns += S;
+    dumps[3].entries.push(Entry {
+        seq: None,
+        n: 900,
+        ..entry(0, State::Queued)
+    });
+    assert_eq!(
+        tell(&dumps).notes,
+        [
+            "first failure, on rank 0: timed out",
+            "rank 3 has 1 more operation queued"
+        ]
+    );
+}
+
+#[test]
+fn who_comes_last_is_counted() {
+    let mut dumps = hang();
+    for entry in &mut dumps[2].entries {
+        entry.started_ns = entry.started_ns.map(|at| at + 3_000_000);
+    }
+    let story = tell(&dumps);
+    assert_eq!(story.compared, 3);
+    assert_eq!(
+        story.slowest,
+        [Arrivals {
+            rank: 2,
+            last: 3,
+            mean_late_us: 3000
+        }]
+    );
+    // Another host's monotonic clock began elsewhere; the wall clock counts.
+    let mut far = dumps.clone();
+    far[2].host = "node-b".into();
+    far[2].taken_ns += 50 * S;
+    for entry in &mut far[2].entries {
+        entry.started_ns = entry.started_ns.map(|at| at + 50 * S);
+    }
+    let story = tell(&far);
+    assert_eq!(story.slowest[0].mean_late_us, 3000);
+    assert!(story.notes[0].contains("clocks of several hosts"));
+}
+
+#[test]
+fn a_subgroup_is_named() {
+    let mut dumps: Vec<Dump> = (0..4).map(|rank| dump(rank, 811, None)).collect();
+    dumps[1].entries.insert(
+        0,
+        Entry {
+            group: 0x99,
+            label: None,
+            ..entry(5, State::Running)
+        },
+    );
+    dumps[3].entries.insert(
+        0,
+        Entry {
+            group: 0x99,
+            label: None,
+            ..entry(4, State::Done)
+        },
+    );
+    assert_eq!(
+        tell(&dumps).sentence,
+        "epoch 3: rank 1 waits in all_reduce seq 5 of group 0x99; rank 3 last completed seq 4"
+    );
+}
+
+#[test]
+fn durations() {
+    for (ns, want) in [
+        (900, "0.9 µs"),
+        (1_250_000, "1.2 ms"),
+        (2_340_000_000, "2.3 s"),
+        (58 * S, "58 s"),
+        (605 * S, "10 min 5 s"),
+    ] {
+        assert_eq!(duration(ns), want);
+    }
+}
+
+/// Whatever a hostile file says, there is a sentence and no panic.
+#[test]
+fn absurd_dumps_are_survived() {
+    let mut state = 7_u64;
+    let mut next = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    for _ in 0..2000 {
+        let mut dumps = hang();
+        for dump in &mut dumps {
+            dump.taken_ns = next() >> (next() % 64);
+            dump.taken_unix_ns = next() >> (next() % 64);
+            for entry in &mut dump.entries {
+                match next() % 6 {
+                    0 => entry.seq = Some(next() >> (next() % 64)),
+                    1 => entry.started_ns = Some(next()),
+                    2 => entry.label = Some(next() as u16),
+                    3 => entry.awaited = vec![next() as u32],
+                    4 => entry.done_ns = Some(next()),
+                    _ => entry.group = next() as u32,
+                }
+            }
+        }
+        let story = tell(&dumps);
+        assert!(story.sentence.starts_with("epoch 3: "));
+        let _ = super::super::render(&story, &dumps);
+        let _ = dumps.iter().map(last_known).count();
+    }
+}

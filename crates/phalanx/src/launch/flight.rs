@@ -1,0 +1,78 @@
+//! The ranks' flight recorders, whose memory the launcher shares: so it can
+//! tell of ranks that were killed or stopped, too.
+
+use std::path::{Path, PathBuf};
+
+use phalanx_comm::recorder::Dump;
+
+use super::machine::End;
+use super::ranks::Rank;
+use super::report;
+use crate::inspect::analysis;
+
+/// Exit codes of ranks that report somebody else's trouble: a lost peer, a
+/// deadline.
+const MESSENGERS: [i32; 2] = [3, 4];
+
+/// What `rank` was doing when it ended; of one that only lost a peer or met a
+/// deadline, what the ranks of this node were doing.
+pub(super) fn last_known(ranks: &[Rank], rank: &Rank, end: End) -> Option<String> {
+    let is_messenger = matches!(end, End::Code(code) if MESSENGERS.contains(&code));
+    if !is_messenger {
+        return analysis::last_known(&rank.flight()?);
+    }
+    let dumps: Vec<Dump> = ranks.iter().filter_map(Rank::flight).collect();
+    let story = analysis::tell(&dumps);
+    // Without an operation at which the ranks part there is nothing to add to
+    // the error itself.
+    story.seq.map(|_| story.sentence)
+}
+
+/// Writes the recorders of this node's ranks into `dir`, or where the ranks
+/// asked for it, and says how to look at them. `ends` has how each ended by
+/// itself. Nothing when no rank recorded anything.
+pub(super) fn keep(ranks: &[Rank], ends: &[Option<End>], dir: Option<&Path>) -> Option<String> {
+    let mut folder: Option<PathBuf> = dir.map(Path::to_owned);
+    let mut dumps = Vec::new();
+    for (rank, end) in ranks.iter().zip(ends) {
+        let Some(mut dump) = rank.flight() else {
+            continue;
+        };
+        dump.ended = end.filter(is_own_fate).map(report::ended);
+        if folder.is_none() {
+            folder.clone_from(&dump.folder);
+        }
+        dumps.push(dump);
+    }
+    if dumps.is_empty() {
+        return None;
+    }
+    let Some(folder) = folder else {
+        return Some(
+            "nothing was kept; set PHALANX_FLIGHT_DIR (or --log-dir) to keep flight recorders"
+                .into(),
+        );
+    };
+    for dump in &dumps {
+        if let Err(e) = dump.write_into(&folder) {
+            return Some(format!(
+                "the flight recorders could not be written into {}: {e}",
+                folder.display()
+            ));
+        }
+    }
+    // `inspect` finds the folder `flight` in a run's folder.
+    let shown = match folder.parent() {
+        Some(run) if folder.ends_with("flight") && !run.as_os_str().is_empty() => run,
+        _ => &folder,
+    };
+    Some(format!("phalanx inspect {}", shown.display()))
+}
+
+/// Whether the rank's end explains why others wait for it.
+fn is_own_fate(end: &End) -> bool {
+    match end {
+        End::Signal(_) => true,
+        End::Code(code) => *code != 0 && !MESSENGERS.contains(code),
+    }
+}
