@@ -18,8 +18,7 @@ const BRIEF_BYTES: usize = 32 << 10;
 /// Notes the operations of one group, one after another.
 ///
 /// Whatever path an operation takes, it calls [`begin`](Flight::begin), then
-/// [`waiting`](Flight::waiting) or [`waiting_for`](Flight::waiting_for) each
-/// time before it sleeps and [`progress`](Flight::progress) when it goes on, and
+/// [`waiting`](Flight::waiting) each time before it sleeps and [`progress`](Flight::progress) when it goes on, and
 /// [`end`](Flight::end).
 pub(crate) struct Flight {
     recorder: Arc<Recorder>,
@@ -161,17 +160,6 @@ impl Flight {
             if let Some(word) = mask.get_mut(peer / 64) {
                 *word |= 1 << (peer % 64);
             }
-        }
-        self.wait(mask);
-    }
-
-    /// The same for a single rank.
-    #[inline]
-    #[allow(dead_code, reason = "for paths that wait for one rank at a time")]
-    pub(crate) fn waiting_for(&mut self, peer: usize) {
-        let mut mask = [0; 2];
-        if let Some(word) = mask.get_mut(peer / 64) {
-            *word = 1 << (peer % 64);
         }
         self.wait(mask);
     }

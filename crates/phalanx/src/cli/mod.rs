@@ -68,7 +68,11 @@ pub(crate) fn main() -> ExitCode {
         Ok(Some(cli)) => match run(cli.command) {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {
-                error.print();
+                // A launcher tells it once, with what else it knows.
+                let text = error.render();
+                if !launch::hand_over(text.strip_prefix("error: ").unwrap_or(&text).trim_end()) {
+                    error.print();
+                }
                 ExitCode::from(error.exit_code())
             }
         },

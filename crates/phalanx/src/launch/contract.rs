@@ -9,6 +9,11 @@ use std::ffi::OsString;
 pub(crate) const STORE_VARIABLE: &str = "PHALANX_STORE";
 /// Names the file with the job token.
 pub(crate) const TOKEN_FILE_VARIABLE: &str = "PHALANX_TOKEN_FILE";
+/// Says that the process with this number need not print its last error: the
+/// launcher does, from its error file. `launcher`, until the shim knows the number.
+pub(crate) const ERRORS_VARIABLE: &str = "PHALANX_ERRORS";
+/// Where a rank may leave a report of its failure.
+pub(crate) const ERROR_FILE_VARIABLE: &str = "TORCHELASTIC_ERROR_FILE";
 /// The address this node's ranks listen on, when there are several nodes.
 pub(crate) const BIND_VARIABLE: &str = "PHALANX_BIND";
 
@@ -80,7 +85,7 @@ pub(crate) fn variables(shared: &Shared, own: &Own) -> BTreeMap<&'static str, Os
         ),
         ("TORCHELASTIC_RUN_ID", OsString::from(&shared.run_id)),
         ("TORCHELASTIC_USE_AGENT_STORE", "True".into()),
-        ("TORCHELASTIC_ERROR_FILE", own.error_file.clone()),
+        (ERROR_FILE_VARIABLE, own.error_file.clone()),
         (
             "TORCHELASTIC_SIGNALS_TO_HANDLE",
             "SIGTERM,SIGINT,SIGHUP,SIGQUIT".into(),

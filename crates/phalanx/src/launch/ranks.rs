@@ -164,6 +164,7 @@ impl Starter<'_> {
         let prefix = self.prefix.of(rank);
         let out = self.route(local, true, prefix, folder.as_deref(), None)?;
         let err = self.route(local, false, prefix, folder.as_deref(), Some(&tail))?;
+        let err_log_free = err.log.is_none();
 
         let inherit = self.rank0_owns_stderr && rank == 0;
         let guard_end = self
@@ -197,11 +198,16 @@ impl Starter<'_> {
             .env_remove(super::token::TOKEN_VARIABLE)
             // A launcher around us may have set it for its own network.
             .env_remove(super::contract::BIND_VARIABLE)
+            .env_remove(super::contract::ERRORS_VARIABLE)
             .envs(variables(error_path, inherited_path(self.token)))
             .env(
                 phalanx_comm::recorder::FILE_VARIABLE,
                 inherited_path(flight.as_fd()),
             );
+        // A log of its stderr should have its last words too.
+        if err_log_free {
+            command.env(super::contract::ERRORS_VARIABLE, "launcher");
+        }
         // Only this rank may inherit its own descriptors. All ranks are
         // started by this one thread, so the flag is down for nobody else.
         let own = match &error_file {

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::contract::{ERROR_FILE_VARIABLE, ERRORS_VARIABLE};
 use super::machine::End;
 use crate::error::{Error, ErrorKind};
 
@@ -194,6 +195,16 @@ pub(crate) fn said(lines: &[String]) -> Option<String> {
         part[0],
         part[part.len() - (SAID_LINES - 2)..].join("\n")
     ))
+}
+
+/// Leaves `text` to the launcher, if it has promised this process to print
+/// it; false: it must be printed here.
+pub(crate) fn hand_over(text: &str) -> bool {
+    let own = std::process::id().to_string();
+    let promised = std::env::var(ERRORS_VARIABLE).is_ok_and(|pid| pid == own);
+    let path = std::env::var_os(ERROR_FILE_VARIABLE).filter(|_| promised);
+    let json = serde_json::json!({ "message": text }).to_string();
+    path.is_some_and(|path| std::fs::write(path, json).is_ok())
 }
 
 /// The message of an error file as PyTorch's `record` writes it: either

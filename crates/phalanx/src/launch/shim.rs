@@ -11,6 +11,7 @@ use std::process::{Command, Stdio};
 
 use rustix::process::{Signal, getppid, set_parent_process_death_signal, setsid};
 
+use super::contract::ERRORS_VARIABLE;
 use super::guard;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -53,6 +54,12 @@ pub(crate) fn exec_rank(cli: &ShimCli) -> Result<()> {
             "the launcher is gone, so the rank does not start",
         ));
     }
-    let error = Command::new(program).args(args).stdin(Stdio::null()).exec();
+    let mut command = Command::new(program);
+    command.args(args).stdin(Stdio::null());
+    if std::env::var_os(ERRORS_VARIABLE).is_some() {
+        // Only the rank itself: what it starts may fail without consequence.
+        command.env(ERRORS_VARIABLE, std::process::id().to_string());
+    }
+    let error = command.exec();
     Err(Error::usage(format!("cannot start {}", program.display())).caused_by(error))
 }
