@@ -112,6 +112,11 @@ impl Fact {
         self.entered == Some(seq) && self.done != Some(seq)
     }
 
+    /// Whether the kernel says that it cannot go on by itself.
+    pub(super) fn is_halted(&self) -> bool {
+        self.is_local && matches!(Process::look(self.pid), Process::Stopped | Process::Dead)
+    }
+
     /// What it is doing instead of coming to `seq`, without its name.
     pub(super) fn doing(&self, seq: Option<u64>) -> String {
         let process = if self.is_local {
@@ -120,15 +125,17 @@ impl Fact {
             Process::Unknown
         };
         let mut parts = Vec::new();
+        let waits = seq.is_some_and(|seq| self.is_in(seq));
+        let within = if waits { " in the middle of it" } else { "" };
         match process {
-            Process::Stopped => parts.push("is stopped (SIGSTOP or a debugger)".to_owned()),
-            Process::Dead => parts.push("is dead".to_owned()),
+            Process::Stopped => parts.push(format!("is stopped (SIGSTOP or a debugger){within}")),
+            Process::Dead => parts.push(format!("is dead{within}")),
+            Process::Unknown | Process::Alive if waits => {
+                parts.push("has come but does not go on".to_owned());
+            }
             Process::Unknown | Process::Alive => {}
         }
-        let waits = seq.is_some_and(|seq| self.is_in(seq));
-        if waits {
-            parts.push("has come but does not go on".to_owned());
-        } else if let Some(done) = self.done {
+        if let Some(done) = self.done.filter(|_| !waits) {
             parts.push(format!("last completed seq {done}"));
         }
         if let Some((name, since)) = self.phase.as_ref().filter(|_| !waits) {

@@ -4,6 +4,7 @@
 //! runs while they are busy: a late rank can say what it is doing.
 
 use std::sync::{Mutex, PoisonError, Weak};
+use std::thread::Thread;
 use std::time::Duration;
 
 use super::watch::Watched;
@@ -12,19 +13,21 @@ const TURN: Duration = Duration::from_millis(500);
 
 struct Groups {
     watched: Vec<Weak<Watched>>,
-    is_running: bool,
+    thread: Option<Thread>,
 }
 
 static GROUPS: Mutex<Groups> = Mutex::new(Groups {
     watched: Vec::new(),
-    is_running: false,
+    thread: None,
 });
 
 /// Looks at this group from now on, as long as it exists.
 pub(crate) fn watch(group: Weak<Watched>) {
     let mut groups = GROUPS.lock().unwrap_or_else(PoisonError::into_inner);
     groups.watched.push(group);
-    if groups.is_running {
+    if let Some(thread) = &groups.thread {
+        // Now: a rank that is stopped in a moment cannot say who it is then.
+        thread.unpark();
         return;
     }
     let started = std::thread::Builder::new()
@@ -32,18 +35,17 @@ pub(crate) fn watch(group: Weak<Watched>) {
         .stack_size(256 << 10)
         .spawn(run);
     match started {
-        Ok(_) => groups.is_running = true,
+        Ok(handle) => groups.thread = Some(handle.thread().clone()),
         Err(e) => tracing::warn!("late ranks will not be reported: no thread: {e}"),
     }
 }
 
 fn run() {
     loop {
-        std::thread::sleep(TURN);
         let mut groups = GROUPS.lock().unwrap_or_else(PoisonError::into_inner);
         groups.watched.retain(|group| group.strong_count() > 0);
         if groups.watched.is_empty() {
-            groups.is_running = false;
+            groups.thread = None;
             return;
         }
         let watched = groups.watched.clone();
@@ -51,5 +53,6 @@ fn run() {
         for group in watched.iter().filter_map(Weak::upgrade) {
             group.look();
         }
+        std::thread::park_timeout(TURN);
     }
 }

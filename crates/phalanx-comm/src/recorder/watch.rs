@@ -188,7 +188,7 @@ impl Watched {
         for fact in &facts {
             let is_in = seq.is_some_and(|seq| fact.is_in(seq));
             let is_past = seq.is_some_and(|seq| fact.done.is_some_and(|done| done >= seq));
-            if is_in {
+            if is_in && !fact.is_halted() {
                 waiting.push(fact.rank);
             } else if !is_past && (is_collective || awaited.contains(&fact.rank)) {
                 late.push(fact.rank);
@@ -213,9 +213,14 @@ impl Watched {
             [rank] => fact_of(*rank).map_or(format!("rank {rank}"), Fact::name),
             many => facts::ranks(many),
         };
-        let verb = match late.len() {
-            1 => "has not come",
-            _ => "have not come",
+        let all_came = late
+            .iter()
+            .all(|rank| fact_of(*rank).is_some_and(|fact| seq.is_some_and(|seq| fact.is_in(seq))));
+        let verb = match (all_came, late.len()) {
+            (true, 1) => "does not go on in",
+            (true, _) => "do not go on in",
+            (false, 1) => "has not come to",
+            (false, _) => "have not come to",
         };
         let number = entry.seq.map_or(String::new(), |seq| format!(" seq {seq}"));
         let label = self
@@ -227,7 +232,7 @@ impl Watched {
             group => format!(" of group {group:#x}"),
         };
         let mut text = format!(
-            "waiting {} s: {names} {verb} to {}{number}{group}{label}",
+            "waiting {} s: {names} {verb} {}{number}{group}{label}",
             waited.as_secs(),
             entry.op,
         );

@@ -103,10 +103,9 @@ impl<'a> View<'a> {
             });
         }
         if let Some(phase) = &self.dump.phase {
-            let verb = if self.dump.ended.is_some() {
-                "was"
-            } else {
-                "is"
+            let verb = match self.dump.ended {
+                Some(_) => "was",
+                None => "is",
             };
             parts.push(format!(
                 "{verb} {}",
@@ -312,13 +311,14 @@ fn waiting(story: &mut Story, views: &[View<'_>]) -> Option<String> {
     }
     if absent.is_empty() && story.missing.is_empty() {
         // All came; they say themselves whom they wait for.
-        let mut awaited: Vec<usize> = inside
-            .iter()
-            .filter_map(|view| view.current)
-            .flat_map(|entry| entry.awaited.iter().map(|rank| *rank as usize))
-            .collect();
-        awaited.sort_unstable();
-        awaited.dedup();
+        let mut votes: BTreeMap<usize, usize> = BTreeMap::new();
+        let running = inside.iter().filter_map(|view| view.current);
+        for rank in running.flat_map(|entry| &entry.awaited) {
+            *votes.entry(*rank as usize).or_default() += 1;
+        }
+        let most = votes.values().max().copied();
+        votes.retain(|_, count| Some(*count) == most);
+        let awaited: Vec<usize> = votes.into_keys().collect();
         parts.push(match &awaited[..] {
             [] => "all have come to it".to_owned(),
             some => format!("all have come to it; {} did not go on", rank_list(some)),

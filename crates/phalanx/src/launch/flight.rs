@@ -10,35 +10,60 @@ use super::ranks::Rank;
 use super::report;
 use crate::inspect::analysis;
 
+/// How a rank is described that was stopped, not ended.
+const STOPPED: &str = "is stopped (SIGSTOP or a debugger)";
 /// Exit codes of ranks that report somebody else's trouble: a lost peer, a
 /// deadline.
 const MESSENGERS: [i32; 2] = [3, 4];
 
 /// What `rank` was doing when it ended; of one that only lost a peer or met a
 /// deadline, what the ranks of this node were doing.
-pub(super) fn last_known(ranks: &[Rank], rank: &Rank, end: End) -> Option<String> {
+pub(super) fn last_known(
+    ranks: &[Rank],
+    rank: &Rank,
+    end: End,
+    stopped: &[usize],
+) -> Option<String> {
     let is_messenger = matches!(end, End::Code(code) if MESSENGERS.contains(&code));
     if !is_messenger {
         return analysis::last_known(&rank.flight()?);
     }
-    let dumps: Vec<Dump> = ranks.iter().filter_map(Rank::flight).collect();
+    let dumps: Vec<Dump> = ranks
+        .iter()
+        .filter_map(|rank| {
+            let mut dump = rank.flight()?;
+            dump.ended = stopped.contains(&rank.rank).then(|| STOPPED.to_owned());
+            Some(dump)
+        })
+        .collect();
     let story = analysis::tell(&dumps);
     // Without an operation at which the ranks part there is nothing to add to
     // the error itself.
-    story.seq.map(|_| story.sentence)
+    let epoch = format!("epoch {}: ", story.epoch);
+    let sentence = story.sentence.strip_prefix(&epoch);
+    sentence.filter(|_| story.seq.is_some()).map(str::to_owned)
 }
 
 /// Writes the recorders of this node's ranks into `dir`, or where the ranks
 /// asked for it, and says how to look at them. `ends` has how each ended by
-/// itself. Nothing when no rank recorded anything.
-pub(super) fn keep(ranks: &[Rank], ends: &[Option<End>], dir: Option<&Path>) -> Option<String> {
+/// itself; `stopped` are those that somebody had stopped. Nothing when no rank recorded anything.
+pub(super) fn keep(
+    ranks: &[Rank],
+    ends: &[Option<End>],
+    stopped: &[usize],
+    dir: Option<&Path>,
+) -> Option<String> {
     let mut folder: Option<PathBuf> = dir.map(Path::to_owned);
     let mut dumps = Vec::new();
     for (rank, end) in ranks.iter().zip(ends) {
         let Some(mut dump) = rank.flight() else {
             continue;
         };
-        dump.ended = end.filter(is_own_fate).map(report::ended);
+        dump.ended = if stopped.contains(&rank.rank) {
+            Some(STOPPED.to_owned())
+        } else {
+            end.filter(is_own_fate).map(report::ended)
+        };
         if folder.is_none() {
             folder.clone_from(&dump.folder);
         }

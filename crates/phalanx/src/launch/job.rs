@@ -242,6 +242,7 @@ impl Job<'_> {
             give_up: None,
             stopping_since: None,
             verdict: None,
+            halted: None,
             lone_at: None,
             lone_said: false,
             lone_told: false,
@@ -340,7 +341,18 @@ impl Job<'_> {
     /// Writes the flight recorders of the living job, and says where they are.
     fn show_flight(&self, watch: &Supervision) {
         let none = vec![None; watch.ranks.len()];
-        match flight::keep(&watch.ranks, &none, self.plan.flight_dir.as_deref()) {
+        let halted: Vec<usize> = watch
+            .ranks
+            .iter()
+            .filter(|rank| rank.is_stopped())
+            .map(|rank| rank.rank)
+            .collect();
+        match flight::keep(
+            &watch.ranks,
+            &none,
+            &halted,
+            self.plan.flight_dir.as_deref(),
+        ) {
             Some(text) => eprintln!("flight recorders: {text}"),
             None => eprintln!("flight recorders: no rank has one yet"),
         }
@@ -404,6 +416,12 @@ impl Job<'_> {
         if watch.verdict.is_some() {
             return;
         }
+        // Later they will have been killed.
+        if watch.machine.why().is_some() && watch.halted.is_none() {
+            let is_stopped = |rank: &&Rank| rank.is_stopped();
+            let ranks = watch.ranks.iter().filter(is_stopped);
+            watch.halted = Some(ranks.map(|rank| rank.rank).collect());
+        }
         let verdict = match watch.machine.why() {
             None | Some(Why::Elsewhere) => return,
             Some(Why::Interrupt(signal)) => {
@@ -428,7 +446,7 @@ impl Job<'_> {
         };
         rank.output_ended(Instant::now() + LAST_OUTPUT);
         let mut notes = Vec::new();
-        if let Some(text) = flight::last_known(&watch.ranks, rank, end) {
+        if let Some(text) = flight::last_known(&watch.ranks, rank, end, watch.halted()) {
             notes.push((report::WHILE.to_owned(), text));
         }
         let killed = matches!(end, super::machine::End::Signal(9));
@@ -487,13 +505,13 @@ impl Job<'_> {
         (self.shared.nodes > 1).then_some(self.shared.node_rank)
     }
 
-    fn outcome(&self, watch: Supervision) -> Outcome {
+    fn outcome(&self, mut watch: Supervision) -> Outcome {
         let Some(why) = watch.machine.why() else {
             return Outcome::Success;
         };
         // What others know by now may explain more than what we saw.
         let shared = self.nodes.as_ref().and_then(Nodes::verdict);
-        let verdict = match (shared, watch.verdict) {
+        let verdict = match (shared, watch.verdict.take()) {
             (Some(shared), Some(own)) if shared.echo && !own.echo => own,
             (Some(shared), _) => shared,
             (None, Some(own)) => own,
@@ -540,7 +558,12 @@ impl Job<'_> {
                 watch.machine.end(local).filter(|_| by_itself)
             })
             .collect();
-        let kept = flight::keep(&watch.ranks, &ends, self.plan.flight_dir.as_deref());
+        let kept = flight::keep(
+            &watch.ranks,
+            &ends,
+            watch.halted(),
+            self.plan.flight_dir.as_deref(),
+        );
         if let Some(text) = kept {
             error = error.note("inspect", text);
         }
@@ -595,6 +618,8 @@ struct Supervision {
     give_up: Option<Instant>,
     stopping_since: Option<Instant>,
     verdict: Option<Verdict>,
+    /// Ranks that somebody had stopped when the end was decided.
+    halted: Option<Vec<usize>>,
     /// When to say that some ranks have ended and others have not.
     lone_at: Option<Instant>,
     lone_said: bool,
@@ -602,6 +627,10 @@ struct Supervision {
 }
 
 impl Supervision {
+    fn halted(&self) -> &[usize] {
+        self.halted.as_deref().unwrap_or_default()
+    }
+
     fn take(&mut self, event: Event, now: Instant) -> Action {
         match event {
             Event::Ended(local, end, at) => {
