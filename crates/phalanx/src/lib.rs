@@ -22,6 +22,9 @@ mod error;
 pub mod fuzzing;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
+mod inspect;
+#[cfg(fuzzing)]
+#[allow(dead_code, reason = "main.rs uses the rest")]
 mod launch;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
