@@ -667,8 +667,8 @@ fn an_earlier_runs_results_do_not_survive_beside_new_metrics() {
     left.sort();
     assert_eq!(
         left,
-        ["metrics.jsonl", "notes.txt"],
-        "only what is not ours stays"
+        ["flight", "metrics.jsonl", "notes.txt"],
+        "only what is not ours stays, and what tells why this one failed"
     );
 }
 

@@ -144,14 +144,14 @@ mod tests {
 
     #[test]
     fn parts_are_disjoint_and_inside() {
-        assert!(head::REASON + head::REASON_WORDS <= head::TICKETS);
-        assert!(head::TICKETS + 8 <= head::DIR);
-        assert!(head::DIR + head::DIR_WORDS <= head::WORDS);
-        assert!(head::PHASE + head::PHASE_WORDS <= head::POSITION);
+        const { assert!(head::REASON + head::REASON_WORDS <= head::TICKETS) };
+        const { assert!(head::TICKETS + 8 <= head::DIR) };
+        const { assert!(head::DIR + head::DIR_WORDS <= head::WORDS) };
+        const { assert!(head::PHASE + head::PHASE_WORDS <= head::POSITION) };
         assert_eq!(entry_at(0), head::WORDS);
         assert_eq!(entry_at(ENTRIES as u64), entry_at(0));
-        assert!(entry_at(ENTRIES as u64 - 1) + entry::WORDS <= label_at(0));
-        assert!(WORDS * 8 < 1 << 20, "a megabyte a rank is too much");
+        const { assert!(entry_at(ENTRIES as u64 - 1) + entry::WORDS <= label_at(0)) };
+        const { assert!(WORDS * 8 < 1 << 20, "a megabyte a rank is too much") };
     }
 
     #[test]

@@ -14,6 +14,8 @@ fn late_rank_is_named_with_what_it_is_doing() {
     for over in EVERYWHERE {
         let dir = tempfile::tempdir().unwrap();
         let gate = Barrier::new(2);
+        // Over tcp a rank says what it is doing when it has done so for 5 s.
+        let limit = if over == Over::Tcp { 8 } else { 2 };
         let errors = on_each(groups(over, 2), |group| {
             group.set_flight_dir(dir.path());
             group.barrier().unwrap();
@@ -25,7 +27,7 @@ fn late_rank_is_named_with_what_it_is_doing() {
             }
             let call = Call {
                 label: Some("bucket 4 of 7: layer3.0.conv1.weight".into()),
-                timeout: Some(Duration::from_secs(2)),
+                timeout: Some(Duration::from_secs(limit)),
                 ..Call::default()
             };
             let bucket = Bucket::from_slice(&[1.0_f32; 100]);
@@ -49,7 +51,8 @@ fn late_rank_is_named_with_what_it_is_doing() {
         let (dump, is_cut) = Dump::read(&dir.path().join("rank-0.json")).unwrap();
         assert!(!is_cut);
         let reason = dump.reason.as_deref().unwrap_or_default();
-        assert!(reason.contains("timed out after 2"), "{reason}");
+        let timed_out = format!("timed out after {limit}");
+        assert!(reason.contains(&timed_out), "{reason}");
         let last = &dump.entries[0];
         assert_eq!((last.state, last.seq), (State::Aborted, Some(1)));
         assert_eq!(last.awaited, [1]);
@@ -59,7 +62,7 @@ fn late_rank_is_named_with_what_it_is_doing() {
             Some("bucket 4 of 7: layer3.0.conv1.weight")
         );
         let took = Duration::from_nanos(last.done_ns.unwrap() - last.started_ns.unwrap());
-        assert!(took > Duration::from_millis(1900), "{took:?}");
+        assert!(took > Duration::from_secs(limit - 1), "{took:?}");
         assert_eq!(dump.entries[1].op, "barrier");
         assert_eq!(dump.entries[1].state, State::Done);
     }
