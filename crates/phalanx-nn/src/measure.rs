@@ -104,7 +104,8 @@ impl Convolution {
                 conv::forward(team, s, &self.x, &self.w, (None, false), work, &mut self.y);
             }
             ConvPass::InputGradient => {
-                conv::input_gradient(team, s, &self.w, &self.y, work, &mut self.dx);
+                let memory = (work, &mut *self.dx);
+                conv::input_gradient(team, s, &self.w, &self.y, memory, Mode::Write);
             }
             ConvPass::WeightGradient => {
                 let mode = Mode::Write;

@@ -2,7 +2,8 @@
 //!
 //! Every loop is compiled for AVX-512, AVX2 and the baseline from one body and
 //! uses fused multiply-adds and fixed orders of summation, so all three give
-//! the same bits. Matrix products go through `gemm`, which chooses for itself;
+//! the same bits. Convolutions over channels in sixteens have products of their
+//! own ([`vector`], [`panel`]); others go through `gemm`, which chooses for itself;
 //! [`scalar`] keeps plain references for the tests.
 
 #[macro_use]

@@ -3,7 +3,7 @@
 
 use super::Act;
 use crate::kernels::conv::{self, ConvShape};
-use crate::kernels::elementwise;
+use crate::kernels::{Mode, elementwise};
 use crate::param::{Layout, ParamId};
 use crate::pool::Buf;
 use crate::tape::{Pass, Recorded, SlotId, Visit};
@@ -244,10 +244,15 @@ impl Recorded for Conv2d {
             })?;
         }
         if pass.wants(self.x) {
-            let mut dx = pass.pool().get(s.images * s.in_len());
             let w = pass.params.get(self.weight);
-            conv::input_gradient(team, s, w, dy.slice(), work.slice_mut(), dx.slice_mut());
-            pass.give(self.x, dx);
+            // What came down a residual connection is added to in place.
+            let (mut dx, mode) = match pass.take(self.x) {
+                Some(sum) => (sum, Mode::Add),
+                None => (pass.pool().get(s.images * s.in_len()), Mode::Write),
+            };
+            let memory = (work.slice_mut(), dx.slice_mut());
+            conv::input_gradient(team, s, w, dy.slice(), memory, mode);
+            pass.restore(self.x, dx);
         }
         pass.pool().put(work);
         pass.pool().put(dy);

@@ -80,6 +80,17 @@ impl Pass<'_> {
         }
     }
 
+    /// The gradient that a slot has so far, for an operation that adds to it as
+    /// it goes; to be put back with [`restore`](Self::restore).
+    pub(crate) fn take(&mut self, id: SlotId) -> Option<Buf> {
+        self.state.slots[id.index()].grad.take()
+    }
+
+    /// Puts a slot's gradient back.
+    pub(crate) fn restore(&mut self, id: SlotId, grad: Buf) {
+        self.state.slots[id.index()].grad = Some(grad);
+    }
+
     /// Adds `grad` to the gradient of a slot.
     pub(crate) fn give(&mut self, id: SlotId, grad: Buf) {
         let slot = &mut self.state.slots[id.index()];

@@ -48,6 +48,8 @@ struct Product {
     b: *const f32,
     columns: usize,
     rows: usize,
+    /// Adds to what the first visit finds, instead of overwriting it.
+    add: bool,
 }
 
 #[inline(always)]
@@ -91,8 +93,10 @@ unsafe fn block_rows<V: Vector, const N: usize>(
             }
         }
         for (m, sums) in sums.iter().enumerate() {
-            for (n, s) in sums.iter().enumerate() {
-                s.store(t.to[r + m].add((j + n) * LANES));
+            for (n, &s) in sums.iter().enumerate() {
+                let to = t.to[r + m].add((j + n) * LANES);
+                let s = if p.add { V::load(to).add(s) } else { s };
+                s.store(to);
             }
         }
     }
@@ -100,7 +104,12 @@ unsafe fn block_rows<V: Vector, const N: usize>(
 
 #[inline(always)]
 unsafe fn columns<V: Vector, const N: usize>(t: &Table, p: &Product, j: usize) {
-    let group = (DEPTH / p.run).max(1);
+    // A sum that is added to something is made first, in registers.
+    let group = if p.add {
+        p.taps
+    } else {
+        (DEPTH / p.run).max(1)
+    };
     for first in (0..p.taps).step_by(group) {
         for r in (0..p.rows).step_by(ROWS) {
             // SAFETY: as in `block_rows`; rows past the last read zeros and write nowhere.
@@ -207,6 +216,7 @@ pub(super) fn forward(
                 b: packed.as_ptr(),
                 columns: s.out / LANES,
                 rows: count,
+                add: false,
             };
             // SAFETY: every pointer of the table is a pixel of `x` or `y`, or
             // `zeros` or `nowhere`; `packed` holds all panels.
@@ -276,6 +286,7 @@ pub(super) fn input_gradient(
     dy: &[f32],
     packed: &mut [f32],
     dx: &mut [f32],
+    mode: Mode,
 ) {
     assert!(dx.len() == s.images * s.in_len() && dy.len() == s.images * s.out_len());
     assert!(w.len() == s.weight_len());
@@ -287,6 +298,9 @@ pub(super) fn input_gradient(
     let len = dx.len();
     let out = Disjoint::new(dx);
     phases(s, |phase| {
+        if phase.count == 0 && mode == Mode::Add {
+            return;
+        }
         let pixels = phase.size[0] * phase.size[1];
         let rows = s.images * pixels;
         team.run(rows.div_ceil(BLOCK), |i| {
@@ -321,6 +335,7 @@ pub(super) fn input_gradient(
                     b: packed[phase.packed..].as_ptr(),
                     columns: s.inp / LANES,
                     rows: count,
+                    add: mode == Mode::Add,
                 };
                 if phase.count == 0 {
                     for to in &t.to[..count] {
@@ -447,12 +462,15 @@ pub(super) fn weight_gradient(
                 for (r, to) in part.chunks_exact_mut(wide).take(count).enumerate() {
                     to.copy_from_slice(&dy[(start + r) * s.out + first..][..wide]);
                 }
+                let mut places = [[0; 3]; PIXELS];
+                for (r, place) in places.iter_mut().take(count).enumerate() {
+                    let (image, p) = ((start + r) / pixels, (start + r) % pixels);
+                    *place = [image, p / s.output[1], p % s.output[1]];
+                }
                 for tap in 0..taps {
                     let (ky, kx) = (tap / s.kernel[1], tap % s.kernel[1]);
                     let mut table = [zeros.as_ptr(); PIXELS];
-                    for (r, to) in table.iter_mut().take(count).enumerate() {
-                        let (image, p) = ((start + r) / pixels, (start + r) % pixels);
-                        let (oy, ox) = (p / s.output[1], p % s.output[1]);
+                    for (to, &[image, oy, ox]) in table.iter_mut().zip(&places[..count]) {
                         if let (Some(iy), Some(ix)) =
                             (input_at(s, 0, oy, ky), input_at(s, 1, ox, kx))
                         {

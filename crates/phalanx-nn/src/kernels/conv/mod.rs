@@ -3,7 +3,10 @@
 //! A layer's method is a function of its shape alone ([`Method::of`]), never
 //! of a timing: another method means other bits.
 //!
-//! * `unit`: stride 1, no dilation, no groups: products straight over the
+//! * `winograd`: 3x3 at stride 1 with 32 channels and more, in sixteens.
+//! * `direct`: other kernels and strides with channels in sixteens, through
+//!   tables of pixel pointers.
+//! * `unit`: odd channels at stride 1, no dilation, no groups: products straight over the
 //!   image, whose overlapping windows are rows of a matrix with a short stride.
 //! * `gather`: everything else: windows copied into a block that fits the L2
 //!   cache, then one product.
@@ -19,7 +22,7 @@ pub(crate) use shape::ConvShape;
 use super::Mode;
 use super::bias::{column_sums, finish};
 use super::elementwise::fold;
-use crate::par::{Disjoint, Team};
+use crate::par::{Disjoint, Team, scratch};
 
 /// How a layer is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -170,28 +173,36 @@ pub(crate) fn input_gradient(
     s: &ConvShape,
     w: &[f32],
     dy: &[f32],
-    work: &mut [f32],
-    dx: &mut [f32],
+    (work, dx): (&mut [f32], &mut [f32]),
+    mode: Mode,
 ) {
     let method = Method::of(s);
+    if method == Method::Winograd {
+        return winograd::input_gradient(team, s, w, dy, work, dx, mode);
+    }
+    if method == Method::Direct {
+        return direct::input_gradient(team, s, w, dy, work, dx, mode);
+    }
     let turned = &mut work[..s.weight_len()];
     match method {
-        Method::Winograd => {
-            return winograd::input_gradient(team, s, w, dy, work, dx, Mode::Write);
-        }
-        Method::Direct => return direct::input_gradient(team, s, w, dy, work, dx),
         Method::Unit => unit::turn(s, w, turned),
-        Method::Gather => gather::turn(s, w, turned),
+        _ => gather::turn(s, w, turned),
     }
     let turned = &*turned;
     let (il, ol) = (s.in_len(), s.out_len());
-    team.split(dx, il, |at, dx| {
-        let i = at / il;
+    let image = |i: usize, dx: &mut [f32]| {
         let dy = &dy[i * ol..(i + 1) * ol];
         match method {
             Method::Unit => unit::input_gradient(s, turned, dy, dx),
             _ => gather::input_gradient(s, turned, dy, dx),
         }
+    };
+    team.split(dx, il, |at, dx| match mode {
+        Mode::Write => image(at / il, dx),
+        Mode::Add => scratch(il, |own| {
+            image(at / il, own);
+            dx.iter_mut().zip(own).for_each(|(d, o)| *d += *o);
+        }),
     });
 }
 

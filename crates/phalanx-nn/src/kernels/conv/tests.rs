@@ -127,7 +127,10 @@ pub(super) fn run(s: &ConvShape, c: &Case, threads: usize) -> [Vec<f32>; 4] {
     let mut db = vec![1.0; s.out];
     bias_gradient(&team, s, &c.dy, &mut work, &mut db, Mode::Add);
     let mut dx = vec![f32::NAN; c.x.len()];
-    input_gradient(&team, s, &c.w, &c.dy, &mut work, &mut dx);
+    input_gradient(&team, s, &c.w, &c.dy, (&mut work, &mut dx), Mode::Write);
+    let mut twice = dx.clone();
+    input_gradient(&team, s, &c.w, &c.dy, (&mut work, &mut twice), Mode::Add);
+    assert!(dx.iter().zip(&twice).all(|(a, b)| a + a == *b), "{s:?}");
     [y, dw, db, dx]
 }
 

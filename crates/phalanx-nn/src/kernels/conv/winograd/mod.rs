@@ -53,7 +53,7 @@ const STORED_WEIGHTS: usize = 256 * 256;
 const KEPT_TILES: usize = 256;
 /// Panels of sixteen outputs, and inputs, of the weights transformed at a time.
 const PART_PANELS: usize = 4;
-const PART_INPUTS: usize = 128;
+const PART_INPUTS: usize = 64;
 /// Tiles transformed in one go when threads share them.
 const GROUP: usize = 8;
 
@@ -205,10 +205,17 @@ fn by_blocks(
     let whole = pass.all_weights();
     let plane = whole.plane();
     let u = Disjoint::new(work);
-    // A panel of sixteen outputs is a part of its own in each position.
-    team.run(whole.panels, |panel| {
-        // SAFETY: this chunk alone writes its panel.
-        unsafe { one_panel(kernels, pass, panel, plane, u.pointer(0)) };
+    team.run(whole.panels.div_ceil(PART_PANELS), |i| {
+        let panel = i * PART_PANELS;
+        let part = Part {
+            panel,
+            panels: PART_PANELS.min(whole.panels - panel),
+            ..whole
+        };
+        // In each position these panels come after those before them.
+        let to = u.pointer(panel * pass.inp * LANES);
+        // SAFETY: this chunk alone writes its panels.
+        unsafe { weights::forward(kernels, part, plane, to) };
     });
     let u: *const f32 = u.pointer(0);
     let u = Shared(u);
@@ -324,21 +331,6 @@ fn by_panels(
             unsafe { tiles::output(&pass.grid, m, span, out.pointer(first), pass.out, finish) };
         });
     });
-}
-
-/// Transforms one panel of sixteen outputs into its place among all weights.
-///
-/// # Safety
-/// `u` holds all weights' transforms, and nobody else touches this panel.
-unsafe fn one_panel(k: Kernels<'_>, pass: Pass, panel: usize, plane: usize, u: *mut f32) {
-    let part = Part {
-        panel,
-        panels: 1,
-        input: 0,
-        inputs: pass.inp,
-    };
-    // SAFETY: the caller's promise; the panel's place is `panel` panels on.
-    unsafe { weights::forward(k, part, plane, u.add(panel * pass.inp * LANES)) };
 }
 
 /// Inputs and panels of outputs of the weight gradient that one chunk makes
@@ -459,16 +451,18 @@ fn gradient_by_blocks(
         });
     }
     let out = Disjoint::new(dw);
-    team.run(whole.panels, |panel| {
+    team.run(whole.panels.div_ceil(PART_PANELS), |i| {
+        let panel = i * PART_PANELS;
         let part = Part {
             panel,
-            panels: 1,
+            panels: PART_PANELS.min(whole.panels - panel),
             ..whole
         };
-        let from = sums.pointer(panel * s.inp * LANES);
+        let stride = s.inp * LANES;
+        let from = sums.pointer(panel * stride);
         let size = [s.inp, s.out];
-        // SAFETY: these sixteen outputs belong to this chunk.
-        unsafe { weights::gradient(from, part, plane, 0, out.pointer(0), size, mode) };
+        // SAFETY: these panels of outputs belong to this chunk.
+        unsafe { weights::gradient(from, part, plane, stride, out.pointer(0), size, mode) };
     });
 }
 

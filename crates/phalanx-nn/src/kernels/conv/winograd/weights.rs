@@ -41,8 +41,9 @@ const TAPS: usize = 9;
 
 #[inline(always)]
 unsafe fn forward_body<V: Vector>(k: Kernels<'_>, p: Part, plane: usize, u: *mut f32) {
-    for panel in 0..p.panels {
-        for i in 0..p.inputs {
+    // Panels inside: a row of the part is one run of memory.
+    for i in 0..p.inputs {
+        for panel in 0..p.panels {
             // SAFETY: part lies in the kernels, and `u` holds it.
             unsafe {
                 let to = u.add((panel * p.inputs + i) * LANES);
@@ -120,8 +121,8 @@ unsafe fn gradient_body<V: Vector>(
     mode: Mode,
 ) {
     let [inp, out] = size;
-    for panel in 0..p.panels {
-        for i in 0..p.inputs {
+    for i in 0..p.inputs {
+        for panel in 0..p.panels {
             // SAFETY: the part lies in both.
             unsafe {
                 let from = u.add(panel * stride + i * LANES);
