@@ -49,7 +49,7 @@ pub struct Position {
 /// One operation. Moments are on the host's monotonic clock, in nanoseconds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
-    /// How many operations this rank had issued before.
+    /// Grows from operation to operation of this rank.
     pub n: u64,
     /// Number among the group's collectives (point to point: among the pair's
     /// messages); not known while it is queued.
@@ -195,14 +195,17 @@ impl Dump {
             })
             .collect();
         let next = words[head::TICKETS];
-        let oldest = next.saturating_sub(ENTRIES as u64);
-        let entries = (oldest..next)
-            .rev()
-            .filter_map(|ticket| {
-                let at = entry_at(ticket);
+        let mut entries: Vec<Entry> = (0..ENTRIES as u64)
+            .filter_map(|slot| {
+                let at = entry_at(slot);
+                let ticket = words[at].checked_sub(1).filter(|n| *n < next)?;
+                if entry_at(ticket) != at {
+                    return None;
+                }
                 Entry::decode(words.get(at..at + entry::WORDS)?, ticket, &scale)
             })
             .collect();
+        entries.sort_unstable_by_key(|entry| std::cmp::Reverse(entry.n));
         Dump {
             format: Self::FORMAT.to_owned(),
             rank: (words[head::RANK] & u64::from(u32::MAX)) as usize,

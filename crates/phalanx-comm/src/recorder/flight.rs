@@ -96,16 +96,11 @@ impl Flight {
     pub(crate) fn begin(&mut self, operation: &Operation, signature: &Signature) {
         let recorder = &*self.recorder;
         let now = recorder.clock.ticks();
-        let queued = self.adopted.take().filter(|ticket| {
-            let words = recorder.memory.entry(*ticket);
-            words[entry::STAMP].load(Relaxed) == ticket + 1
-        });
-        self.ticket = queued.unwrap_or_else(|| recorder.ticket());
+        let queued = self.adopted.take();
+        self.ticket = queued.unwrap_or_else(|| recorder.claim());
         let words = recorder.memory.entry(self.ticket);
         let set = |at: usize, value: u64| words[at].store(value, Relaxed);
         if queued.is_none() {
-            words[entry::STAMP].store(0, Relaxed);
-            std::sync::atomic::fence(Release);
             set(
                 entry::GROUP,
                 u64::from(self.epoch) << 32 | u64::from(self.group),
@@ -121,7 +116,7 @@ impl Flight {
         set(entry::SEQ, signature.seq);
         set(entry::STARTED, now);
         set(entry::STATE, state::RUNNING);
-        words[entry::STAMP].store(self.ticket + 1, Release);
+        words[entry::STAMP].store(self.ticket.wrapping_add(1), Release);
 
         let elem_bytes = operation.dtype.map_or(1, crate::DType::size_bytes);
         self.brief = operation.count.saturating_mul(elem_bytes) < BRIEF_BYTES;
@@ -136,7 +131,9 @@ impl Flight {
         self.awaited = [0; 2];
         self.slowest = (0, 0);
         self.watched.moved.store(0, Relaxed);
-        self.watched.current.store(self.ticket + 1, Release);
+        self.watched
+            .current
+            .store(self.ticket.wrapping_add(1), Release);
         if let Some(cell) = self.cell.as_ref().filter(|_| self.is_collective) {
             cell.enter(signature.seq);
         }
@@ -279,7 +276,7 @@ impl Flight {
         let state = if is_ok { state::DONE } else { state::ABORTED };
         words[entry::STATE].store(state, Release);
         self.watched.current.store(0, Relaxed);
-        self.recorder.memory.prefetch(self.ticket + 1);
+        self.recorder.memory.prefetch(self.ticket.wrapping_add(1));
         if let Some(cell) = self.cell.as_ref().filter(|_| self.is_collective && is_ok) {
             cell.done(signature.seq);
         }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! header   who, which clock, phase, why it failed        4 KiB
-//! entries  4096 of 128 B, a ring by ticket              512 KiB
+//! entries  4096 of 128 B, a ring by ticket; one spare   512 KiB
 //! labels   255 texts of at most 248 B                     64 KiB
 //! ```
 //!
@@ -55,7 +55,7 @@ pub(crate) mod head {
 
 /// Words of an entry.
 pub(crate) mod entry {
-    /// Ticket + 1; 0 while the entry is being made.
+    /// Ticket + 1, or [`BUSY`](super::BUSY) while the entry is being made; 0: never used.
     pub(crate) const STAMP: usize = 0;
     pub(crate) const SEQ: usize = 1;
     /// `epoch << 32 | group`.
@@ -80,6 +80,12 @@ pub(crate) mod entry {
     pub(crate) const WORDS: usize = 16;
 }
 
+/// In a stamp: somebody is making this entry.
+pub(crate) const BUSY: u64 = 1 << 63;
+/// The ticket of an operation for which there was no room; its entry is a
+/// spare one that nobody reads.
+pub(crate) const NO_TICKET: u64 = u64::MAX;
+
 /// States of an operation, as stored.
 pub(crate) mod state {
     pub(crate) const QUEUED: u64 = 1;
@@ -94,11 +100,16 @@ pub(crate) const LABEL_WORDS: usize = 32;
 pub(crate) const LABEL_BYTES: usize = 8 * (LABEL_WORDS - 1);
 
 pub(crate) const fn entry_at(ticket: u64) -> usize {
-    head::WORDS + (ticket as usize % ENTRIES) * entry::WORDS
+    let slot = if ticket == NO_TICKET {
+        ENTRIES
+    } else {
+        ticket as usize % ENTRIES
+    };
+    head::WORDS + slot * entry::WORDS
 }
 
 pub(crate) const fn label_at(index: usize) -> usize {
-    head::WORDS + ENTRIES * entry::WORDS + index * LABEL_WORDS
+    head::WORDS + (ENTRIES + 1) * entry::WORDS + index * LABEL_WORDS
 }
 
 /// Words in all.
@@ -150,7 +161,11 @@ mod tests {
         const { assert!(head::PHASE + head::PHASE_WORDS <= head::POSITION) };
         assert_eq!(entry_at(0), head::WORDS);
         assert_eq!(entry_at(ENTRIES as u64), entry_at(0));
-        const { assert!(entry_at(ENTRIES as u64 - 1) + entry::WORDS <= label_at(0)) };
+        assert_eq!(
+            entry_at(ENTRIES as u64 - 1) + entry::WORDS,
+            entry_at(NO_TICKET)
+        );
+        assert_eq!(entry_at(NO_TICKET) + entry::WORDS, label_at(0));
         const { assert!(WORDS * 8 < 1 << 20, "a megabyte a rank is too much") };
     }
 

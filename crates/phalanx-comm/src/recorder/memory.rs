@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use rustix::fs::{MemfdFlags, OFlags, SealFlags};
 
-use super::layout::{MAGIC, VERSION, WORDS, entry, entry_at, head};
+use super::layout::{BUSY, ENTRIES, MAGIC, VERSION, WORDS, entry, entry_at, head};
 use crate::transport::Region;
 
 /// Bytes of a recorder's memory.
@@ -100,7 +100,7 @@ impl Memory {
     pub(crate) fn read_entry(&self, ticket: u64) -> Option<[u64; entry::WORDS]> {
         let words = self.entry(ticket);
         let before = words[entry::STAMP].load(Acquire);
-        if before != ticket + 1 {
+        if ticket >= BUSY - 1 || before != ticket + 1 {
             return None;
         }
         let copy = std::array::from_fn(|i| words[i].load(Relaxed));
@@ -111,11 +111,10 @@ impl Memory {
     /// A copy of everything, in which entries that were being written are empty.
     pub(crate) fn copy(&self) -> Vec<u64> {
         let mut copy: Vec<u64> = (0..WORDS).map(|i| self.word(i).load(Relaxed)).collect();
-        let next = self.word(head::TICKETS).load(Acquire);
-        let first = next.saturating_sub(super::layout::ENTRIES as u64);
-        for ticket in first..next {
-            let at = entry_at(ticket);
-            match self.read_entry(ticket) {
+        for slot in 0..ENTRIES as u64 {
+            let at = entry_at(slot);
+            let stamp = self.word(at).load(Relaxed);
+            match stamp.checked_sub(1).and_then(|n| self.read_entry(n)) {
                 Some(words) => copy[at..at + entry::WORDS].copy_from_slice(&words),
                 None => copy[at] = 0,
             }

@@ -46,7 +46,9 @@ pub(crate) use watch::Watched;
 use crate::exec::Operation;
 use cell::Cell;
 use clock::{Anchor, Clock};
-use layout::{LABEL_BYTES, LABEL_LOST, LABELS, entry, head, label_at, state};
+use layout::{
+    BUSY, ENTRIES, LABEL_BYTES, LABEL_LOST, LABELS, NO_TICKET, entry, head, label_at, state,
+};
 use memory::Memory;
 
 /// Names the memory file of a rank's recorder; set by the launcher.
@@ -160,10 +162,8 @@ impl Recorder {
 
     /// An operation was issued and will run later.
     pub(crate) fn queued(&self, epoch: u32, group: u32, operation: &Operation) -> u64 {
-        let ticket = self.ticket();
+        let ticket = self.claim();
         let words = self.memory.entry(ticket);
-        words[entry::STAMP].store(0, Relaxed);
-        std::sync::atomic::fence(Release);
         let set = |at: usize, value: u64| words[at].store(value, Relaxed);
         set(entry::SEQ, u64::MAX);
         set(entry::GROUP, u64::from(epoch) << 32 | u64::from(group));
@@ -175,21 +175,46 @@ impl Recorder {
             set(at, 0);
         }
         set(entry::STATE, state::QUEUED);
-        words[entry::STAMP].store(ticket + 1, Release);
+        words[entry::STAMP].store(ticket.wrapping_add(1), Release);
         ticket
     }
 
     /// An issued operation will never run.
     pub(crate) fn abandon(&self, ticket: u64) {
         let words = self.memory.entry(ticket);
-        if words[entry::STAMP].load(Relaxed) == ticket + 1 {
-            words[entry::DONE].store(self.clock.ticks(), Relaxed);
-            words[entry::STATE].store(state::ABORTED, Release);
-        }
+        words[entry::DONE].store(self.clock.ticks(), Relaxed);
+        words[entry::STATE].store(state::ABORTED, Release);
     }
 
-    fn ticket(&self) -> u64 {
-        self.memory.word(head::TICKETS).fetch_add(1, Relaxed)
+    /// A ticket whose entry belongs to the caller: until it stores the stamp
+    /// as a writer, and until it ends the operation as the only one to change it.
+    ///
+    /// Entries of operations that are not over are left alone, however many
+    /// came since: they tell where a rank hangs. [`NO_TICKET`] when all are
+    /// of this kind.
+    #[inline]
+    fn claim(&self) -> u64 {
+        for _ in 0..ENTRIES {
+            let ticket = self.memory.word(head::TICKETS).fetch_add(1, Relaxed);
+            let words = self.memory.entry(ticket);
+            let stamp = words[entry::STAMP].load(Acquire);
+            let is_live = stamp != 0
+                && matches!(
+                    words[entry::STATE].load(Acquire),
+                    state::QUEUED | state::RUNNING
+                );
+            // Busy stamps are larger than any ticket.
+            let is_taken = stamp > ticket || is_live;
+            if !is_taken
+                && words[entry::STAMP]
+                    .compare_exchange(stamp, BUSY | ticket, Acquire, Relaxed)
+                    .is_ok()
+            {
+                std::sync::atomic::fence(Release);
+                return ticket;
+            }
+        }
+        NO_TICKET
     }
 
     fn what(&self, operation: &Operation, transport: u8) -> u64 {
