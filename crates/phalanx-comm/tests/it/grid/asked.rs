@@ -7,19 +7,19 @@ use crate::common::{Value, assert_same_bits};
 /// How it is asked for.
 #[derive(Clone, Copy, Debug)]
 pub enum Asked {
-    OnSlices,
-    OnOwnBuckets,
-    OnGroupBuckets,
+    Slices,
+    OwnBuckets,
+    GroupBuckets,
 }
 
 impl Asked {
     pub fn of(number: usize) -> Asked {
-        [Asked::OnSlices, Asked::OnOwnBuckets, Asked::OnGroupBuckets][number % 3]
+        [Asked::Slices, Asked::OwnBuckets, Asked::GroupBuckets][number % 3]
     }
 
     fn bucket<T: Value>(self, group: &ProcessGroup, data: &[T]) -> Bucket<T> {
         match self {
-            Asked::OnGroupBuckets => {
+            Asked::GroupBuckets => {
                 let mut bucket = group.bucket(data.len());
                 bucket.copy_from_slice(data);
                 bucket
@@ -40,7 +40,7 @@ pub fn all_reduce<T: Value>(
         algorithm,
         ..Call::default()
     };
-    if let Asked::OnSlices = asked {
+    if let Asked::Slices = asked {
         let mut data = data.to_vec();
         group.all_reduce_with(&mut data, op, &call).unwrap();
         return data;
@@ -56,7 +56,7 @@ pub fn reduce<T: Value>(
     op: ReduceOp,
     root: usize,
 ) -> Vec<T> {
-    if let Asked::OnSlices = asked {
+    if let Asked::Slices = asked {
         let mut data = data.to_vec();
         group.reduce(&mut data, op, root).unwrap();
         return data;
@@ -72,7 +72,7 @@ pub fn reduce_scatter<T: Value>(
     op: ReduceOp,
 ) -> Vec<T> {
     let mut part = vec![T::default(); data.len() / group.world_size()];
-    if let Asked::OnSlices = asked {
+    if let Asked::Slices = asked {
         group.reduce_scatter(data, &mut part, op).unwrap();
         return part;
     }
@@ -84,7 +84,7 @@ pub fn reduce_scatter<T: Value>(
 }
 
 pub fn broadcast<T: Value>(group: &ProcessGroup, asked: Asked, data: &[T], root: usize) -> Vec<T> {
-    if let Asked::OnSlices = asked {
+    if let Asked::Slices = asked {
         let mut data = data.to_vec();
         group.broadcast(&mut data, root).unwrap();
         return data;
@@ -95,7 +95,7 @@ pub fn broadcast<T: Value>(group: &ProcessGroup, asked: Asked, data: &[T], root:
 
 pub fn all_gather<T: Value>(group: &ProcessGroup, asked: Asked, data: &[T]) -> Vec<T> {
     let mut all = vec![T::default(); data.len() * group.world_size()];
-    if let Asked::OnSlices = asked {
+    if let Asked::Slices = asked {
         group.all_gather(data, &mut all).unwrap();
         return all;
     }
@@ -114,7 +114,7 @@ pub fn gather<T: Value>(group: &ProcessGroup, asked: Asked, data: &[T], root: us
             0
         }
     ];
-    if let Asked::OnSlices = asked {
+    if let Asked::Slices = asked {
         let output = is_root.then_some(&mut all[..]);
         group.gather(data, output, root).unwrap();
         return all;
@@ -133,7 +133,7 @@ pub fn scatter<T: Value>(
     root: usize,
 ) -> Vec<T> {
     let mut part = vec![T::default(); count];
-    if let Asked::OnSlices = asked {
+    if let Asked::Slices = asked {
         group.scatter(data, &mut part, root).unwrap();
         return part;
     }
@@ -144,7 +144,7 @@ pub fn scatter<T: Value>(
 
 pub fn all_to_all<T: Value>(group: &ProcessGroup, asked: Asked, data: &[T]) -> Vec<T> {
     let mut all = vec![T::default(); data.len()];
-    if let Asked::OnSlices = asked {
+    if let Asked::Slices = asked {
         group.all_to_all(data, &mut all).unwrap();
         return all;
     }
@@ -162,11 +162,11 @@ pub fn message<T: Value>(
 ) -> Vec<T> {
     let mut got = vec![T::default(); data.len()];
     let work = match (asked, peer) {
-        (Asked::OnSlices, Ok(from)) => {
+        (Asked::Slices, Ok(from)) => {
             group.recv(&mut got, from).unwrap();
             return got;
         }
-        (Asked::OnSlices, Err(to)) => {
+        (Asked::Slices, Err(to)) => {
             group.send(data, to).unwrap();
             return data.to_vec();
         }
