@@ -2,12 +2,12 @@
 //!
 //! | part | does |
 //! |---|---|
-//! | [`flight`] | the executor's hooks: begin, wait, progress, fold, end |
-//! | [`memory`], [`layout`] | a fixed piece of memory, private or shared with the launcher |
-//! | [`clock`] | a clock that costs a few nanoseconds |
-//! | [`dump`], [`file`] | the memory as a value, as JSON, and back |
-//! | [`cell`] | what ranks of one host see of each other while they live |
-//! | [`monitor`], [`watch`], [`facts`] | a thread that says who is late, in what, and what it is doing instead |
+//! | `flight` | the executor's hooks: begin, wait, progress, fold, end |
+//! | `memory`, `layout` | a fixed piece of memory, private or shared with the launcher |
+//! | `clock` | a clock that costs a few nanoseconds |
+//! | `dump`, `file` | the memory as a value, as JSON, and back |
+//! | `cell` | what ranks of one host see of each other while they live |
+//! | `monitor`, `watch`, `facts` | a thread that says who is late, in what, and what it is doing instead |
 //!
 //! *Cost:* an operation makes some twenty relaxed stores into memory of its
 //! own and reads the processor's counter twice; nothing is allocated, and no
