@@ -3,14 +3,12 @@
 
     cargo build --release
     sudo benches/wire.py --python VENV/bin/python --out benches/runs/DATE-tcp-wire
-    sudo benches/wire.py --python VENV/bin/python --hosts 2 --rates 1 --delay-ms 1
+    sudo benches/wire.py --python VENV/bin/python --hosts 2 --rates 1
 
 Every host is a network namespace whose only way out is a veth pair into a
 switch, a namespace of its own. Both ends of each pair are shaped with
 `tc ... tbf`: one limits what the host sends, the other what it receives, as
-a full-duplex network card does. `netem` is not in every kernel, so delay is
-made by a switch of our own: instead of a bridge, `wire_delay.py` copies
-packets from port to port and holds each back for the time asked for.
+a full-duplex network card does.
 
 Each round runs ours, then Gloo, on the same wire; figures are medians over
 rounds of medians, with the smallest and largest in brackets. The bound is
@@ -39,7 +37,6 @@ p.add_argument("--phalanx", default=str(HERE.parent / "target/release/phalanx"))
 p.add_argument("--hosts", default="2,3,4", help="numbers of hosts, separated by commas")
 p.add_argument("--ranks-per-host", type=int, default=1)
 p.add_argument("--rates", default="1,10", help="Gbit/s, separated by commas; 0 = not shaped")
-p.add_argument("--delay-ms", type=float, default=0.0, help="one way")
 p.add_argument("--mtu", type=int, default=1500)
 p.add_argument("--bytes", default="4,1024,65536,1048576,26214400")
 p.add_argument("--rounds", type=int, default=3)
@@ -72,17 +69,15 @@ class Wire:
     def build(self):
         switch = f"{NAME}s"
         self.namespace(switch)
-        if not args.delay_ms:
-            sh("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
-            sh("ip", "-n", switch, "link", "set", "br0", "up")
+        sh("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+        sh("ip", "-n", switch, "link", "set", "br0", "up")
         for h in range(self.hosts):
             host, port = f"{NAME}h{h}", f"port{h}"
             self.namespace(host)
             sh("ip", "link", "add", "eth0", "netns", host, "mtu", str(args.mtu), "type", "veth",
                "peer", "name", port, "netns", switch, "mtu", str(args.mtu))
             sh("ip", "-n", host, "addr", "add", f"10.78.0.{h + 1}/24", "dev", "eth0")
-            if not args.delay_ms:
-                sh("ip", "-n", switch, "link", "set", port, "master", "br0")
+            sh("ip", "-n", switch, "link", "set", port, "master", "br0")
             for ns, dev in ((host, "eth0"), (switch, port)):
                 sh("ip", "-n", ns, "link", "set", dev, "up")
                 if self.gbit:
@@ -92,11 +87,6 @@ class Wire:
                     sh("ip", "-n", ns, "link", "set", dev, "gso_max_size", str(min(65536, burst * 2 // 3)))
                     sh("tc", "-n", ns, "qdisc", "add", "dev", dev, "root", "tbf",
                        "rate", f"{self.gbit:g}gbit", "burst", str(burst), "limit", "4mb")
-        if args.delay_ms:
-            ports = [f"port{h}" for h in range(self.hosts)]
-            self.children.append(subprocess.Popen(["ip", "netns", "exec", switch, sys.executable,
-                                                   str(HERE / "wire_delay.py"), str(args.delay_ms), *ports]))
-            time.sleep(0.3)
 
     def start(self, host, cmd, env=None, **more):
         child = subprocess.Popen(["ip", "netns", "exec", f"{NAME}h{host}", *cmd], stdin=subprocess.DEVNULL,
@@ -184,7 +174,7 @@ def main():
                                              + " " + shlex.join(cmd) for h, cmd, env in cmds]
                             for line in lines:
                                 raw.append({"hosts": hosts, "ranks_per_host": args.ranks_per_host, "gbit": gbit,
-                                            "delay_ms": args.delay_ms, "side": side.__name__, "round": round_, **line})
+                                            "side": side.__name__, "round": round_, **line})
                                 figures[side.__name__, line["bytes"]].append(line["median_us"])
                 for b in SIZES:
                     mine, peer = figures["ours", b], figures.get(("gloo", b), [])
@@ -203,9 +193,7 @@ def main():
 
 def keep(raw, commands, table):
     args.out.mkdir(parents=True, exist_ok=True)
-    name = f"-delay{args.delay_ms:g}" if args.delay_ms else ""
-    if args.ranks_per_host > 1:
-        name += f"-{args.ranks_per_host}ranks"
+    name = f"-{args.ranks_per_host}ranks" if args.ranks_per_host > 1 else ""
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
     congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     torch = args.python and subprocess.run([args.python, "-c", "import torch; print(torch.__version__)"],
@@ -214,7 +202,7 @@ def keep(raw, commands, table):
     text = [f"# All-reduce over a shaped wire: ours against Gloo (PyTorch {torch})", "",
             f"{os.cpu_count()} cores ({cpu}) for all hosts together, {platform.system()} {platform.release()}, "
             f"congestion control {congestion}, MTU {args.mtu}, {args.ranks_per_host} rank(s) a host, "
-            f"one-way delay {args.delay_ms:g} ms, {args.rounds} interleaved rounds; median [smallest..largest].", "",
+            f"{args.rounds} interleaved rounds; median [smallest..largest].", "",
             *table, "", "Run as:", "", "```", shlex.join(["benches/wire.py", *sys.argv[1:]]), "```", "",
             "which runs, at the same time on every host:", "", "```", *commands, "```", ""]
     (args.out / f"summary{name}.md").write_text("\n".join(text))
