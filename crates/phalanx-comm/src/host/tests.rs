@@ -57,8 +57,9 @@ fn meet(offset: u64, wish: usize) -> crate::Error {
     };
     let cell = Cell::new(&segment, 1, 0);
     cell.describe(signature.words(), Some(offset), wish);
-    // As far ahead as it likes: it need not wait for us.
-    cell.publish(3);
+    // It agrees on the stage and enters, and is never heard of again. (Where
+    // ranks share cores one more step could already be the last.)
+    cell.publish(2);
     let mut data = vec![1f32; COUNT];
     let buffers = Buffers {
         input: std::ptr::null(),
