@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Attacks a live training job for some seconds; about 25 s in all with the
+# Attacks a live training job for some seconds; about 40 s in all with the
 # default. Usage: attacks.sh path/to/phalanx [SECONDS]
 set -euo pipefail
 phalanx=$(realpath "$1")
