@@ -11,26 +11,40 @@
 //! * everything that [`RankPlan::check_local`] forbids;
 //! * a read of memory that nobody wrote, or a fold that mixes elements;
 //! * a result that is not what the collective promises, in canonical order
-//!   with one rounding, or for the ring in ring order and equal everywhere;
+//!   with one rounding (for the chain one a host), or for the ring in ring order
+//!   and for rails by hosts, and equal everywhere;
 //! * more or fewer bytes sent than the method's file states, and a ring rank
 //!   that talks to anybody but its neighbours.
 
 use std::collections::HashMap;
 
 use super::{
-    Buf, Collective, Local, Method, Part, PlanError, RankPlan, Spec, build, stated_sent_elems,
+    Buf, Collective, Hosts, Local, Method, Part, PlanError, RankPlan, Spec, build_on,
+    stated_sent_elems,
 };
 
 type Result<T = ()> = std::result::Result<T, PlanError>;
+
+/// Builds the plans of all ranks, which are on one host, and checks them
+/// together.
+///
+/// # Errors
+///
+/// [`PlanError`] with the first thing that is wrong.
+pub fn check(spec: &Spec) -> Result {
+    check_on(spec, &Hosts::one(spec.world))
+}
 
 /// Builds the plans of all ranks and checks them together.
 ///
 /// # Errors
 ///
 /// [`PlanError`] with the first thing that is wrong.
-pub fn check(spec: &Spec) -> Result {
-    let plans: Vec<RankPlan> = (0..spec.world).map(|rank| build(spec, rank)).collect();
-    check_plans(spec, &plans)
+pub fn check_on(spec: &Spec, hosts: &Hosts) -> Result {
+    let plans: Vec<RankPlan> = (0..spec.world)
+        .map(|rank| build_on(spec, hosts, rank))
+        .collect();
+    check_plans(spec, hosts, &plans)
 }
 
 /// Checks given plans, one per rank, against what `spec` promises.
@@ -38,8 +52,8 @@ pub fn check(spec: &Spec) -> Result {
 /// # Errors
 ///
 /// [`PlanError`] with the first thing that is wrong.
-pub fn check_plans(spec: &Spec, plans: &[RankPlan]) -> Result {
-    if plans.len() != spec.world {
+pub fn check_plans(spec: &Spec, hosts: &Hosts, plans: &[RankPlan]) -> Result {
+    if plans.len() != spec.world || hosts.world() != spec.world {
         return Err(PlanError::new("not one plan per rank"));
     }
     for (rank, plan) in plans.iter().enumerate() {
@@ -52,7 +66,7 @@ pub fn check_plans(spec: &Spec, plans: &[RankPlan]) -> Result {
             )));
         }
         plan.check_local()?;
-        let (sent, stated) = (plan.sent_elems(), stated_sent_elems(spec, rank));
+        let (sent, stated) = (plan.sent_elems(), stated_sent_elems(spec, hosts, rank));
         if sent != stated {
             return Err(PlanError::new(format!(
                 "rank {rank} sends {sent} elements, {stated} are stated"
@@ -69,7 +83,7 @@ pub fn check_plans(spec: &Spec, plans: &[RankPlan]) -> Result {
             .round(plans, round)
             .map_err(|e| PlanError::new(format!("round {round}: {e}")))?;
     }
-    simulation.check_result(spec)
+    simulation.check_result(spec, hosts)
 }
 
 fn check_neighbours(plans: &[RankPlan]) -> Result {
@@ -103,7 +117,8 @@ type ExprId = u32;
 enum Expr {
     /// An element of this rank's initial data.
     Leaf(usize),
-    /// A left fold; flattened when the first operand was itself a fold.
+    /// A left fold; flattened when the first operand was itself a fold, but
+    /// for rails, which fold folds.
     Fold {
         operands: Vec<ExprId>,
         /// Fold steps it took, hence roundings of 16-bit types.
@@ -215,6 +230,8 @@ struct Simulation {
     ids: HashMap<Expr, ExprId>,
     /// Per rank: of which ranks' arrival it knows (for barriers).
     known: Vec<Vec<bool>>,
+    /// Whether folds of folds are kept as such.
+    nested: bool,
 }
 
 impl Simulation {
@@ -226,6 +243,7 @@ impl Simulation {
             known: (0..spec.world)
                 .map(|r| (0..spec.world).map(|q| q == r).collect())
                 .collect(),
+            nested: spec.method == Method::AllReduceRails,
         };
         for plan in plans {
             let (buf, len) = if spec.method.collective().in_place() {
@@ -388,14 +406,14 @@ impl Simulation {
                     operands: inner,
                     passes: before,
                     ..
-                } if i == 0 => {
+                } if i == 0 && !self.nested => {
                     flat.extend_from_slice(inner);
                     passes += before;
                 }
-                Expr::Fold { .. } => {
+                Expr::Fold { .. } if !self.nested => {
                     return Err(PlanError::new(format!("rank {rank} makes no left fold")));
                 }
-                Expr::Leaf(_) => flat.push(id),
+                Expr::Fold { .. } | Expr::Leaf(_) => flat.push(id),
             }
         }
         Ok(self.intern(Expr::Fold {
@@ -405,7 +423,7 @@ impl Simulation {
         }))
     }
 
-    fn check_result(&self, spec: &Spec) -> Result {
+    fn check_result(&self, spec: &Spec, hosts: &Hosts) -> Result {
         let collective = spec.method.collective();
         if matches!(collective, Collective::Barrier) {
             return match self.known.iter().flatten().all(|k| *k) {
@@ -426,7 +444,7 @@ impl Simulation {
                         Collective::ReduceScatter => rank * spec.count + cell.start,
                         _ => cell.start,
                     };
-                    cell.elem == elem && self.is_reduction(spec, cell)
+                    cell.elem == elem && self.is_reduction(spec, hosts, cell)
                 } else {
                     self.is_moved(spec, rank, cell)
                 };
@@ -439,6 +457,12 @@ impl Simulation {
                 }
             }
             if collective == Collective::AllReduce {
+                let mut got = got;
+                got.dedup_by(|later, before| {
+                    let joined = later.continues(before);
+                    before.len += if joined { later.len } else { 0 };
+                    joined
+                });
                 match &ring_order {
                     Some(first) if *first != got => {
                         return Err(PlanError::new(format!(
@@ -455,7 +479,10 @@ impl Simulation {
 
     /// Whether the cell holds the finished fold of all ranks in the method's
     /// order.
-    fn is_reduction(&self, spec: &Spec, cell: &Cell) -> bool {
+    fn is_reduction(&self, spec: &Spec, hosts: &Hosts, cell: &Cell) -> bool {
+        if spec.method == Method::AllReduceRails && hosts.count() > 1 {
+            return self.is_fold_of_hosts(hosts, cell.expr);
+        }
         let Expr::Fold {
             operands,
             passes,
@@ -464,7 +491,13 @@ impl Simulation {
         else {
             return false;
         };
-        let first = if spec.method.canonical() {
+        let first = if spec.method == Method::AllReduceChain {
+            // A pass on every host but a first one with a single rank.
+            if *passes != hosts.count() - usize::from(hosts.ranks(0).len() == 1) {
+                return false;
+            }
+            0
+        } else if spec.method.canonical() || spec.method == Method::AllReduceRails {
             if *passes != 1 {
                 return false;
             }
@@ -483,6 +516,34 @@ impl Simulation {
                 .iter()
                 .enumerate()
                 .all(|(i, id)| *id as usize == (first + i) % spec.world)
+    }
+
+    /// Whether it is the finished fold over hosts of the folds over their
+    /// ranks.
+    fn is_fold_of_hosts(&self, hosts: &Hosts, expr: ExprId) -> bool {
+        let fold = |expr: ExprId, done: bool| match &self.exprs[expr as usize] {
+            Expr::Fold {
+                operands, finished, ..
+            } if *finished == done => Some(operands),
+            _ => None,
+        };
+        let Some(partials) = fold(expr, true) else {
+            return false;
+        };
+        partials.len() == hosts.count()
+            && partials.iter().enumerate().all(|(host, partial)| {
+                let ranks = hosts.ranks(host);
+                if ranks.len() == 1 {
+                    return *partial as usize == ranks.start;
+                }
+                fold(*partial, false).is_some_and(|operands| {
+                    operands.len() == ranks.len()
+                        && operands
+                            .iter()
+                            .zip(ranks)
+                            .all(|(id, rank)| *id as usize == rank)
+                })
+            })
     }
 
     /// Whether the cell holds the unchanged data that belongs there.

@@ -18,8 +18,10 @@
 //! (one per rank); a transfer moves as *segments* (one frame each).
 
 mod all_gather;
+mod all_reduce_chain;
 mod all_reduce_direct;
 mod all_reduce_one_round;
+mod all_reduce_rails;
 mod all_reduce_ring;
 mod all_to_all;
 mod barrier;
@@ -28,7 +30,10 @@ mod broadcast_tree;
 pub mod check;
 mod chunks;
 mod gather;
+mod grid;
+mod hosts;
 mod local;
+mod local_stage;
 pub(crate) mod order;
 mod point_to_point;
 mod reduce_owners;
@@ -38,6 +43,7 @@ mod scatter;
 mod uneven;
 
 pub use chunks::Chunks;
+pub use hosts::Hosts;
 pub use local::PlanError;
 pub(crate) use uneven::Uneven;
 
@@ -185,11 +191,16 @@ pub enum Method {
     Barrier,
     /// One transfer.
     PointToPoint,
+    /// All-reduce over several hosts: on each host, across them, on each host.
+    AllReduceRails,
+    /// All-reduce over several hosts: the prefix of the fold goes from host to
+    /// host.
+    AllReduceChain,
 }
 
 impl Method {
     /// Every method, in wire order.
-    pub const ALL: [Method; 14] = [
+    pub const ALL: [Method; 16] = [
         Method::AllReduceDirect,
         Method::AllReduceOneRound,
         Method::AllReduceRing,
@@ -204,15 +215,19 @@ impl Method {
         Method::AllToAll,
         Method::Barrier,
         Method::PointToPoint,
+        Method::AllReduceRails,
+        Method::AllReduceChain,
     ];
 
     /// The collective that this method carries out. (A dissemination barrier
     /// also serves [`Collective::Shutdown`].)
     pub const fn collective(self) -> Collective {
         match self {
-            Method::AllReduceDirect | Method::AllReduceOneRound | Method::AllReduceRing => {
-                Collective::AllReduce
-            }
+            Method::AllReduceDirect
+            | Method::AllReduceOneRound
+            | Method::AllReduceRing
+            | Method::AllReduceRails
+            | Method::AllReduceChain => Collective::AllReduce,
             Method::BroadcastTree | Method::BroadcastScatter => Collective::Broadcast,
             Method::ReduceRoot | Method::ReduceOwners => Collective::Reduce,
             Method::AllGather => Collective::AllGather,
@@ -225,10 +240,10 @@ impl Method {
         }
     }
 
-    /// Whether reductions are the left fold in ascending rank order, rounded
-    /// once at the end.
+    /// Whether reductions are the left fold in ascending rank order. All but
+    /// [`Method::AllReduceChain`] then round once, at the end.
     pub const fn canonical(self) -> bool {
-        !matches!(self, Method::AllReduceRing)
+        !matches!(self, Method::AllReduceRing | Method::AllReduceRails)
     }
 
     /// The name used in messages and logs.
@@ -237,6 +252,8 @@ impl Method {
             Method::AllReduceDirect => "direct",
             Method::AllReduceOneRound => "one-round",
             Method::AllReduceRing => "ring",
+            Method::AllReduceRails => "rails",
+            Method::AllReduceChain => "chain",
             Method::BroadcastTree => "tree",
             Method::BroadcastScatter => "scatter+all-gather",
             Method::ReduceRoot => "root folds",
@@ -268,6 +285,8 @@ impl Method {
             Method::AllToAll => 12,
             Method::Barrier => 13,
             Method::PointToPoint => 14,
+            Method::AllReduceRails => 15,
+            Method::AllReduceChain => 16,
         }
     }
 
@@ -508,9 +527,17 @@ impl RankPlan {
     }
 }
 
-/// The plan of `rank`. Pure: equal arguments give equal plans on every rank.
+/// The plan of `rank` when all ranks are on one host.
 pub fn build(spec: &Spec, rank: usize) -> RankPlan {
+    build_on(spec, &Hosts::one(spec.world), rank)
+}
+
+/// The plan of `rank`; `hosts` has `spec.world` ranks. Pure: equal arguments
+/// give equal plans on every rank.
+pub fn build_on(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
     match spec.method {
+        Method::AllReduceRails => all_reduce_rails::build(spec, hosts, rank),
+        Method::AllReduceChain => all_reduce_chain::build(spec, hosts, rank),
         Method::AllReduceDirect => all_reduce_direct::build(spec, rank),
         Method::AllReduceOneRound => all_reduce_one_round::build(spec, rank),
         Method::AllReduceRing => all_reduce_ring::build(spec, rank),
@@ -530,8 +557,10 @@ pub fn build(spec: &Spec, rank: usize) -> RankPlan {
 
 /// Elements that `rank` sends in total, by the formula in the head comment of
 /// the method's file; the checker compares it with the plan.
-pub fn stated_sent_elems(spec: &Spec, rank: usize) -> usize {
+pub fn stated_sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
     match spec.method {
+        Method::AllReduceRails => all_reduce_rails::sent_elems(spec, hosts, rank),
+        Method::AllReduceChain => all_reduce_chain::sent_elems(spec, hosts, rank),
         Method::AllReduceDirect => all_reduce_direct::sent_elems(spec, rank),
         Method::AllReduceOneRound => all_reduce_one_round::sent_elems(spec),
         Method::AllReduceRing => all_reduce_ring::sent_elems(spec, rank),

@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 
 use super::super::order::{Order, Step, WINDOW};
-use super::super::{Method, RankPlan, Spec, build};
+use super::super::{Hosts, Method, RankPlan, Spec, build_on};
 use super::{Cell, PlanError, Result, Simulation};
 
 struct Rank {
@@ -49,9 +49,9 @@ fn head(plan: &RankPlan, rank: &Rank, peer: usize, sends: bool) -> Option<usize>
     })
 }
 
-fn run(spec: &Spec, orders: Vec<Order>, mut random: u64) -> Result {
+fn run(spec: &Spec, hosts: &Hosts, orders: Vec<Order>, mut random: u64) -> Result {
     let world = spec.world;
-    let plans: Vec<RankPlan> = (0..world).map(|rank| build(spec, rank)).collect();
+    let plans: Vec<RankPlan> = (0..world).map(|rank| build_on(spec, hosts, rank)).collect();
     let mut simulation = Simulation::new(spec, &plans);
     let mut ranks: Vec<Rank> = orders
         .into_iter()
@@ -106,14 +106,26 @@ fn run(spec: &Spec, orders: Vec<Order>, mut random: u64) -> Result {
     }
     match ranks.iter().position(|rank| rank.done.contains(&false)) {
         Some(r) => Err(PlanError::new(format!("rank {r} is stuck"))),
-        None => simulation.check_result(spec),
+        None => simulation.check_result(spec, hosts),
     }
 }
 
-fn orders(spec: &Spec) -> Vec<Order> {
+fn orders(spec: &Spec, hosts: &Hosts) -> Vec<Order> {
     (0..spec.world)
-        .map(|rank| Order::of(&build(spec, rank)))
+        .map(|rank| Order::of(&build_on(spec, hosts, rank)))
         .collect()
+}
+
+/// What a plan may be run on.
+fn hosts_of(spec: &Spec) -> Vec<Hosts> {
+    let mut all = vec![Hosts::one(spec.world)];
+    if matches!(spec.method, Method::AllReduceRails | Method::AllReduceChain) {
+        all.push(Hosts::of_sizes(&vec![1; spec.world]));
+        all.push(Hosts::of_sizes(&[spec.world / 2, spec.world.div_ceil(2)]));
+        all.push(Hosts::of_sizes(&[2, 1, spec.world.saturating_sub(3)]));
+        all.retain(|hosts| hosts.world() == spec.world);
+    }
+    all
 }
 
 fn specs() -> Vec<Spec> {
@@ -143,13 +155,12 @@ fn specs() -> Vec<Spec> {
 #[test]
 fn any_order_that_is_left_keeps_the_promise() {
     for spec in specs() {
-        for seed in 1..6 {
-            if let Err(e) = run(
-                &spec,
-                orders(&spec),
-                0x9e37_79b9_7f4a_7c15u64.rotate_left(seed),
-            ) {
-                panic!("{spec:?} with seed {seed}: {e}");
+        for hosts in hosts_of(&spec) {
+            for seed in 1..4 {
+                let random = 0x9e37_79b9_7f4a_7c15u64.rotate_left(seed);
+                if let Err(e) = run(&spec, &hosts, orders(&spec, &hosts), random) {
+                    panic!("{spec:?} on {hosts:?} with seed {seed}: {e}");
+                }
             }
         }
     }
@@ -162,7 +173,10 @@ fn without_the_dependencies_it_would_break() {
         Method::AllReduceOneRound,
         Method::AllReduceRing,
         Method::BroadcastTree,
+        Method::AllReduceRails,
+        Method::AllReduceChain,
     ] {
+        let hosts = Hosts::of_sizes(&[2, 2]);
         let spec = Spec {
             method,
             world: 4,
@@ -172,11 +186,11 @@ fn without_the_dependencies_it_would_break() {
             target: 0,
         };
         let broken = |seed| {
-            let mut orders = orders(&spec);
+            let mut orders = orders(&spec, &hosts);
             for order in &mut orders {
                 order.forget();
             }
-            run(&spec, orders, seed).is_err()
+            run(&spec, &hosts, orders, seed).is_err()
         };
         assert!((1..20).any(broken), "{method:?}");
     }
@@ -194,7 +208,7 @@ fn a_signal_waits_for_the_signals_before_it() {
             target: 0,
         };
         for rank in 0..world {
-            let order = Order::of(&build(&spec, rank));
+            let order = Order::of(&build_on(&spec, &Hosts::one(world), rank));
             for (at, (round, step)) in order.steps.iter().enumerate() {
                 if let Step::Send(_) = step {
                     assert_eq!(order.waits[at], 2 * round, "rank {rank} of {world}");

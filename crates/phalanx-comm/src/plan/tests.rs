@@ -1,4 +1,4 @@
-use super::check::{check, check_plans};
+use super::check::{self, check, check_on};
 use super::*;
 
 fn spec(method: Method, world: usize, count: usize, root: usize) -> Spec {
@@ -96,6 +96,96 @@ fn long_chunks_are_reduced_a_segment_at_a_time() {
                 assert_eq!(plan.rounds.len(), 18);
                 assert_eq!(plan.scratch_elems, 3 * (world - 1) * segment);
             }
+        }
+    }
+}
+
+/// [`check::check_plans`] of ranks on one host.
+fn check_plans(spec: &Spec, plans: &[RankPlan]) -> Result<(), PlanError> {
+    check::check_plans(spec, &Hosts::one(spec.world), plans)
+}
+
+const HIERARCHICAL: [Method; 2] = [Method::AllReduceRails, Method::AllReduceChain];
+
+#[test]
+fn hierarchical_plans_keep_their_promise_on_any_grid() {
+    let grids: [&[usize]; 16] = [
+        &[1, 1],
+        &[1, 1, 1, 1, 1],
+        &[2, 2],
+        &[2, 4],
+        &[4, 2],
+        &[3, 3],
+        &[2, 2, 2],
+        &[4, 4, 4, 4],
+        &[8, 8],
+        &[2, 1, 3],
+        &[1, 3],
+        &[3, 1, 1, 2],
+        &[5, 4, 3, 2, 1],
+        &[1, 7, 1],
+        &[16, 16, 16, 16],
+        &[4; 16],
+    ];
+    for sizes in grids {
+        let hosts = Hosts::of_sizes(sizes);
+        let world = hosts.world();
+        for method in HIERARCHICAL {
+            for count in [0, 1, world - 1, world, world + 1, 1000, 10007] {
+                for elem_bytes in [1, 4, 8] {
+                    let spec = Spec {
+                        elem_bytes,
+                        ..spec(method, world, count, 0)
+                    };
+                    if let Err(e) = check_on(&spec, &hosts) {
+                        panic!("{spec:?} on {sizes:?}: {e}");
+                    }
+                }
+            }
+            if world <= 16 {
+                let spec = spec(method, world, (1 << 20) + 17, 0);
+                assert_eq!(check_on(&spec, &hosts), Ok(()), "{spec:?} on {sizes:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_changed_hierarchical_plan_is_noticed() {
+    for sizes in [&[2usize, 2][..], &[2, 1, 3]] {
+        let hosts = Hosts::of_sizes(sizes);
+        for method in HIERARCHICAL {
+            let spec = spec(method, hosts.world(), 1000, 0);
+            let plans: Vec<RankPlan> = (0..spec.world)
+                .map(|rank| build_on(&spec, &hosts, rank))
+                .collect();
+            let mut tried = 0;
+            for rank in 0..spec.world {
+                for index in 0..plans[rank].rounds.len() {
+                    for change in 0..3 {
+                        let mut changed = plans.clone();
+                        let round = &mut changed[rank].rounds[index];
+                        let fold = round.local.iter_mut().find_map(|step| match step {
+                            Local::Fold {
+                                sources, finish, ..
+                            } => Some((sources, finish)),
+                            Local::Copy { .. } => None,
+                        });
+                        match (change, fold) {
+                            (0, Some((sources, _))) => sources.swap(0, 1),
+                            (1, Some((_, finish))) => *finish = !*finish,
+                            (2, _) if !round.sends.is_empty() => drop(round.sends.remove(0)),
+                            _ => continue,
+                        }
+                        tried += 1;
+                        assert!(
+                            check::check_plans(&spec, &hosts, &changed).is_err(),
+                            "change {change} of rank {rank}, round {index}, {spec:?}"
+                        );
+                    }
+                }
+            }
+            assert!(tried >= 20, "{tried}");
         }
     }
 }
