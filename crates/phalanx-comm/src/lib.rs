@@ -71,5 +71,5 @@ pub use group::{
 pub use host::CollectiveBytes;
 pub use memory::Bucket;
 pub use op::ReduceOp;
-pub use select::Algorithm;
+pub use select::{Algorithm, Costs, Rules, Selector};
 pub use transport::TransportKind;

@@ -42,6 +42,10 @@ pub enum AlgorithmArg {
     OneRound,
     /// Ring: each rank talks to its neighbours only
     Ring,
+    /// On each host, across hosts by rails, on each host
+    Hierarchical,
+    /// On each host, then from host to host and back, in ascending rank order
+    Chain,
 }
 
 /// Flags about ranks, shared by all recipes and benchmarks.
@@ -109,6 +113,8 @@ impl RankArgs {
             AlgorithmArg::Direct => Algorithm::Direct,
             AlgorithmArg::OneRound => Algorithm::OneRound,
             AlgorithmArg::Ring => Algorithm::Ring,
+            AlgorithmArg::Hierarchical => Algorithm::Hierarchical,
+            AlgorithmArg::Chain => Algorithm::Chain,
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::flow::Schedule;
-use crate::plan::{RankPlan, Spec, build};
+use crate::plan::{Hosts, RankPlan, Spec, build_on};
 use crate::{Error, Result};
 
 /// Shapes remembered; a model has at most a few dozen buckets.
@@ -33,14 +33,16 @@ impl Prepared {
 /// The plans of one rank, found by what they are for.
 pub(super) struct PlanCache {
     rank: usize,
+    hosts: Hosts,
     /// Looked up by hash, never iterated.
     plans: std::collections::HashMap<Spec, Arc<Prepared>>,
 }
 
 impl PlanCache {
-    pub(super) fn new(rank: usize) -> Self {
+    pub(super) fn new(rank: usize, hosts: Hosts) -> Self {
         PlanCache {
             rank,
+            hosts,
             plans: std::collections::HashMap::new(),
         }
     }
@@ -55,7 +57,11 @@ impl PlanCache {
         if let Some(plan) = self.plans.get(spec) {
             return Ok(Arc::clone(plan));
         }
-        let plan = Arc::new(Prepared::new(build(spec, self.rank), spec, prepare)?);
+        let plan = Arc::new(Prepared::new(
+            build_on(spec, &self.hosts, self.rank),
+            spec,
+            prepare,
+        )?);
         // A caller with ever new shapes must not fill the memory.
         if self.plans.len() >= MAX_PLANS {
             self.plans.clear();

@@ -176,7 +176,7 @@ impl Executor {
             operations: 0,
             host,
             failed: None,
-            plans: PlanCache::new(mesh.rank()),
+            plans: PlanCache::new(mesh.rank(), mesh.hosts().clone()),
             scratch: Scratch::new(),
             flow: Flow::default(),
             want: vec![Interest::default(); mesh.lanes()],
@@ -216,6 +216,15 @@ impl Executor {
     /// What collectives in shared memory move, readable from any thread.
     pub(crate) fn counters(&self) -> Arc<Counters> {
         self.host.as_ref().map(Host::counters).unwrap_or_default()
+    }
+
+    /// Counts bytes, and the first operation, from here on. Sequence numbers
+    /// go on: others may still be one behind.
+    pub(crate) fn forget_past(&mut self) {
+        self.operations = 0;
+        for sent in &*self.bytes_sent {
+            sent.store(0, Ordering::Relaxed);
+        }
     }
 
     /// Runs one operation to its end.

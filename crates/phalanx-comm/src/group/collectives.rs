@@ -13,7 +13,7 @@ use crate::exec::{Executor, Operation};
 use crate::host::Buffers;
 use crate::kernel::Isa;
 use crate::plan::{Collective, Method};
-use crate::select::{self, Algorithm};
+use crate::select::Algorithm;
 use crate::{Bucket, Element, ReduceOp, Result};
 
 impl ProcessGroup {
@@ -70,10 +70,10 @@ impl ProcessGroup {
             .find(|a| *a != Algorithm::Auto)
             .unwrap_or(Algorithm::Auto);
         let bytes = count * size_of::<T>();
-        let method = select::all_reduce(algorithm, self.core.world, bytes);
+        let method = self.core.selector.all_reduce(algorithm, bytes, T::DTYPE);
         let operation = self.ask::<T>(method, count, call).reducing(op);
         Ok(Operation {
-            automatic: algorithm == Algorithm::Auto,
+            automatic: algorithm == Algorithm::Auto && operation.automatic,
             ..operation
         })
     }
@@ -109,7 +109,7 @@ impl ProcessGroup {
         call: &Call,
     ) -> Result<Operation> {
         self.check_peer("broadcast", "root", root)?;
-        let method = select::broadcast(self.core.world, count * size_of::<T>());
+        let method = self.choose::<T>(Collective::Broadcast, count);
         Ok(self.ask::<T>(method, count, call).rooted(root))
     }
 
@@ -149,7 +149,7 @@ impl ProcessGroup {
     ) -> Result<Operation> {
         self.check_op::<T>("reduce", op)?;
         self.check_peer("reduce", "root", root)?;
-        let method = select::reduce(self.core.world, count * size_of::<T>());
+        let method = self.choose::<T>(Collective::Reduce, count);
         Ok(self.ask::<T>(method, count, call).reducing(op).rooted(root))
     }
 
@@ -488,12 +488,20 @@ impl ProcessGroup {
         })
     }
 
+    fn choose<T: Element>(&self, collective: Collective, count: usize) -> Method {
+        let bytes = count * size_of::<T>();
+        self.core.selector.choose(collective, bytes, T::DTYPE)
+    }
+
     /// An operation without root or reduction.
     pub(super) fn ask<T: Element>(&self, method: Method, count: usize, call: &Call) -> Operation {
+        let bytes = count * size_of::<T>();
+        let selector = &self.core.selector;
+        let prescribed = selector.rules().method(method.collective(), bytes);
         Operation {
             collective: method.collective(),
             method,
-            automatic: true,
+            automatic: prescribed.is_none() && selector.hosts().count() <= 1,
             dtype: Some(T::DTYPE),
             op: None,
             root: 0,

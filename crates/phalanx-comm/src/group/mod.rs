@@ -11,6 +11,7 @@ mod launch;
 mod monitored;
 mod objects;
 mod options;
+mod probe;
 mod queue;
 mod reform;
 mod registered;
@@ -37,8 +38,9 @@ use self::queue::Queue;
 use self::registry::Registry;
 use crate::exec::{Board, Executor, Limits};
 use crate::host::{Arena, CollectiveBytes, Counters};
+use crate::plan::Hosts;
 use crate::recorder::{Flight, Place, Recorder, Watched};
-use crate::select::Algorithm;
+use crate::select::{Algorithm, Costs, Rules, Selector};
 use crate::transport::{AbortHandle, BindAddr, Mesh, Poison, TransportKind, thread_mesh_with};
 use crate::wait::{Budgets, Callers, Topology};
 use crate::{Bucket, Element, Error, Result};
@@ -102,6 +104,7 @@ struct Core {
     counters: Arc<Counters>,
     bytes_sent: Arc<[AtomicU64]>,
     algorithm: Algorithm,
+    selector: Selector,
     limits: Limits,
     callers: Callers,
     /// How this rank waits, and who shares its cores.
@@ -201,7 +204,8 @@ impl ProcessGroup {
     ///
     /// # Panics
     ///
-    /// When the system refuses the memory, or `world` is larger than 128.
+    /// When the system refuses the memory, `world` is larger than 128, or
+    /// `options.ranks_per_host` does not add up to it.
     pub fn threads(world: usize, options: GroupOptions) -> Vec<Self> {
         let ring_bytes = options.ring_bytes.unwrap_or(0);
         let origin = Arc::new(Origin::Threads {
@@ -216,6 +220,21 @@ impl ProcessGroup {
                 1
             });
         let topology = Topology::of_threads(world, threads);
+        let hosts = match &options.ranks_per_host[..] {
+            [] => Hosts::one(world),
+            sizes => Hosts::of_sizes(sizes),
+        };
+        assert_eq!(
+            hosts.world(),
+            world,
+            "the ranks of all hosts must be those of the group"
+        );
+        let asked = Rules::from_env().unwrap_or_else(|e| {
+            tracing::warn!("{}; ignored", e.message());
+            Rules::default()
+        });
+        let rules = options.rules.clone().then(asked);
+        let selector = Selector::new(hosts, Costs::default(), rules);
         thread_mesh_with(world, ring_bytes, options.arena_bytes)
             .into_iter()
             .enumerate()
@@ -225,7 +244,8 @@ impl ProcessGroup {
                     Ok(recorder) => recorder,
                     Err(e) => panic!("cannot map the flight recorder of rank {rank}: {e}"),
                 };
-                Self::from_mesh(
+                mesh.set_hosts(selector.hosts().clone());
+                let group = Self::from_mesh(
                     Member {
                         rank,
                         world,
@@ -236,9 +256,12 @@ impl ProcessGroup {
                         identity: None,
                     },
                     mesh,
+                    selector.clone(),
                     Arc::clone(&origin),
                     Arc::new(recorder),
-                )
+                    false,
+                );
+                group.unwrap_or_else(|e| unreachable!("nothing was measured: {e}"))
             })
             .collect()
     }
@@ -252,6 +275,9 @@ impl ProcessGroup {
     ) -> Result<Self> {
         let recorder = Recorder::new(rank, world, place)
             .map_err(|e| Error::io("mapping the flight recorder", e).with_rank(rank))?;
+        let rules = processes.options.rules.clone().then(Rules::from_env()?);
+        let selector = Selector::new(mesh.hosts().clone(), Costs::default(), rules);
+        let probe = processes.options.probe && probe::is_allowed();
         let member = Member {
             rank,
             world,
@@ -261,15 +287,25 @@ impl ProcessGroup {
             algorithm: processes.options.algorithm,
             identity: None,
         };
-        Ok(Self::from_mesh(
+        Self::from_mesh(
             member,
             mesh,
+            selector,
             Arc::new(Origin::Processes(Box::new(processes))),
             Arc::new(recorder),
-        ))
+            probe,
+        )
     }
 
-    fn from_mesh(member: Member, mesh: Mesh, origin: Arc<Origin>, recorder: Arc<Recorder>) -> Self {
+    /// `probe`: measure the wire, if there are several hosts.
+    fn from_mesh(
+        member: Member,
+        mesh: Mesh,
+        mut selector: Selector,
+        origin: Arc<Origin>,
+        recorder: Arc<Recorder>,
+        probe: bool,
+    ) -> Result<Self> {
         let abort = mesh.abort_handle();
         let transports = mesh.describe();
         let (budgets, callers) = (mesh.budgets(), mesh.callers());
@@ -292,6 +328,9 @@ impl ProcessGroup {
         let kinds = transports.iter().fold(0, |sum, (_, kind)| sum | kind.bit());
         let flight = Flight::new(watched, kinds);
         let mut executor = Executor::new(mesh, flight, member.epoch, member.id, member.limits);
+        if probe && selector.hosts().count() > 1 {
+            selector.set_costs(probe::measure(&mut executor, selector.hosts())?);
+        }
         if member.world > 1 {
             let which = (member.epoch, member.id, identity.job);
             let board = Board::new(origin.store(), which, member.rank, abort.clone());
@@ -305,9 +344,12 @@ impl ProcessGroup {
             group = member.id,
             epoch = member.epoch,
             wait = %budgets,
+            hosts = selector.hosts().count(),
+            costs = ?selector.costs(),
+            rules = %selector.rules(),
             "joined"
         );
-        ProcessGroup {
+        Ok(ProcessGroup {
             core: Arc::new(Core {
                 queue: Queue::new(member.rank, abort.clone(), executor, callers.clone()),
                 rank: member.rank,
@@ -322,6 +364,7 @@ impl ProcessGroup {
                 counters,
                 bytes_sent,
                 algorithm: member.algorithm,
+                selector,
                 limits: member.limits,
                 callers,
                 budgets,
@@ -330,7 +373,12 @@ impl ProcessGroup {
                 origin,
             }),
             defaults: Call::default(),
-        }
+        })
+    }
+
+    /// What chooses the plan of an operation: hosts, agreed costs and rules.
+    pub fn selector(&self) -> &Selector {
+        &self.core.selector
     }
 
     /// This process's (or thread's) rank in the group.

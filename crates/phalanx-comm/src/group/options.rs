@@ -7,7 +7,7 @@ use std::time::Duration;
 use phalanx_wire::Token;
 
 use crate::exec::Limits;
-use crate::select::Algorithm;
+use crate::select::{Algorithm, Rules};
 
 /// Time for all ranks to join (collectives.md §9).
 const FORMING: Duration = Duration::from_secs(300);
@@ -88,6 +88,14 @@ pub struct InitOptions {
     pub arena_bytes: Option<usize>,
     /// How all-reduce is carried out unless the call says otherwise.
     pub algorithm: Algorithm,
+    /// Methods by operation and size, where neither the call nor `algorithm`
+    /// says otherwise; the variable `PHALANX_ALGORITHM` adds to them and counts
+    /// more. The same on all ranks.
+    pub rules: Rules,
+    /// Whether the wire between hosts is measured while the group forms (a few
+    /// milliseconds; not on one host); the variable `PHALANX_PROBE=0` says no. The
+    /// same on all ranks.
+    pub probe: bool,
     /// Threads with which this rank computes; default: the variables
     /// `PHALANX_THREADS`, then `OMP_NUM_THREADS`, then 1. Together with those of
     /// the other ranks of the host it decides whether a waiting rank may poll
@@ -112,6 +120,8 @@ impl Default for InitOptions {
             ring_bytes: None,
             arena_bytes: None,
             algorithm: Algorithm::Auto,
+            rules: Rules::default(),
+            probe: true,
             compute_threads: None,
         }
     }
@@ -146,6 +156,12 @@ pub struct GroupOptions {
     pub arena_bytes: Option<usize>,
     /// How all-reduce is carried out unless the call says otherwise.
     pub algorithm: Algorithm,
+    /// Methods by operation and size, where neither the call nor `algorithm`
+    /// says otherwise.
+    pub rules: Rules,
+    /// Ranks per host, to try out plans for several hosts in one process; empty: all
+    /// ranks are on one host. Memory and waiting stay what they are.
+    pub ranks_per_host: Vec<usize>,
     /// Threads with which each rank computes; see
     /// [`InitOptions::compute_threads`].
     pub compute_threads: Option<usize>,
@@ -160,6 +176,8 @@ impl Default for GroupOptions {
             ring_bytes: None,
             arena_bytes: None,
             algorithm: Algorithm::Auto,
+            rules: Rules::default(),
+            ranks_per_host: Vec::new(),
             compute_threads: None,
         }
     }

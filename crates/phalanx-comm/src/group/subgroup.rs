@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 
 use super::join::lone_mesh;
 use super::{Member, Origin, ProcessGroup};
+use crate::select::Selector;
 use crate::{Error, ErrorKind, Result};
 
 impl ProcessGroup {
@@ -77,12 +78,16 @@ impl ProcessGroup {
         };
         // The ranks that are not members compute all the same.
         mesh.share_cores(self.core.budgets.topology());
-        Ok(Some(Self::from_mesh(
-            member,
-            mesh,
-            Arc::clone(&self.core.origin),
-            Arc::clone(&self.core.recorder),
-        )))
+        let parent = &self.core.selector;
+        // The wire is that of the group it comes from.
+        let selector = Selector::new(
+            mesh.hosts().clone(),
+            *parent.costs(),
+            parent.rules().clone(),
+        );
+        let origin = Arc::clone(&self.core.origin);
+        let recorder = Arc::clone(&self.core.recorder);
+        Self::from_mesh(member, mesh, selector, origin, recorder, false).map(Some)
     }
 
     /// Compares what all ranks ask for. All see the same answers, so all

@@ -15,6 +15,7 @@ use super::segment::Segment;
 use super::shm::Watch;
 use super::tcp::{Control, Fate, TcpLink};
 use super::{Interest, Link, TransportKind};
+use crate::plan::Hosts;
 use crate::recorder::cell::Cell;
 use crate::wait::{Budget, Budgets, Callers, Policy, SLICE, Topology, Wake};
 use crate::{Error, Result};
@@ -194,6 +195,7 @@ impl std::fmt::Debug for AbortHandle {
 pub struct Mesh {
     shared: Arc<Shared>,
     arenas: Option<Arc<Arenas>>,
+    hosts: Hosts,
     seat: usize,
     peers: Vec<Peer>,
     budgets: Budgets,
@@ -229,6 +231,8 @@ pub(super) struct Parts {
     pub(super) neighbours: Vec<(usize, usize)>,
     pub(super) kind: TransportKind,
     pub(super) sockets: Vec<TcpLink>,
+    /// Which ranks share a host.
+    pub(super) hosts: Hosts,
     pub(super) watches: Vec<Watch>,
     /// Who shares our cores, however they are reached.
     pub(super) topology: Topology,
@@ -277,6 +281,7 @@ impl Mesh {
             }),
             arenas: parts.arenas,
             instance: parts.instance,
+            hosts: parts.hosts,
             seat: parts.seat,
             peers,
             budgets: Budgets::new(parts.policy, parts.topology),
@@ -295,6 +300,16 @@ impl Mesh {
     /// Number of ranks in the group.
     pub(crate) fn world(&self) -> usize {
         self.peers.len()
+    }
+
+    /// Which ranks share a host; the same on all ranks.
+    pub(crate) fn hosts(&self) -> &Hosts {
+        &self.hosts
+    }
+
+    /// Says which ranks share a host, as far as plans go.
+    pub(crate) fn set_hosts(&mut self, hosts: Hosts) {
+        self.hosts = hosts;
     }
 
     /// Streams with `peer`; a lane is `stream * world + peer`.
@@ -711,6 +726,7 @@ pub(crate) fn thread_mesh_with(
                 neighbours: (0..world).filter(|&p| p != rank).map(|p| (p, p)).collect(),
                 kind: TransportKind::Thread,
                 sockets: Vec::new(),
+                hosts: Hosts::one(world),
                 watches: Vec::new(),
                 topology: Topology::of_threads(world, 1),
                 policy,

@@ -10,6 +10,7 @@ mod flight;
 mod forming;
 mod grid;
 mod handles;
+mod hierarchical;
 mod monitored;
 mod objects;
 mod reform;

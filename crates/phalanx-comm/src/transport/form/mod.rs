@@ -31,6 +31,7 @@ use super::layout::Layout;
 use super::mesh::{Mesh, Parts};
 use super::segment::Segment;
 use crate::kernel::Isa;
+use crate::plan::Hosts;
 use crate::wait::{Policy, Share, Topology, deadline_in};
 use crate::{Error, ErrorKind, Result};
 use attach::Attempt;
@@ -259,11 +260,26 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
         neighbours,
         kind: TransportKind::Shm,
         sockets,
+        hosts: hosts(o.prefer, &members),
         watches,
         topology,
         policy,
         instance: members[0].instance,
     }))
+}
+
+/// Which ranks share a host and its memory. Where all talk over TCP, or ranks are
+/// not numbered host by host, each counts as a host of its own.
+fn hosts(prefer: Prefer, members: &[Member]) -> Hosts {
+    let alone = || Hosts::of_sizes(&vec![1; members.len()]);
+    if prefer == Prefer::Tcp {
+        return alone();
+    }
+    let hints: Vec<&str> = members.iter().map(|m| m.host.hint.as_str()).collect();
+    if hints.contains(&"") {
+        return alone();
+    }
+    Hosts::of_names(&hints).unwrap_or_else(alone)
 }
 
 /// Who shares our cores: all ranks under the same kernel, also those that

@@ -1,0 +1,327 @@
+//! Which method carries out a collective.
+//!
+//! Pure functions of what all ranks know alike (sizes, hosts, agreed costs,
+//! rules), so all ranks choose alike. What was chosen is in every frame header;
+//! ranks that were configured differently find out at the first frame.
+//!
+//! Only plans in canonical order are chosen unless another is asked for, and
+//! all of those give the same bits: so it does not matter for a result what
+//! was measured, or chosen.
+
+mod cost;
+mod rules;
+
+pub use cost::Costs;
+pub use rules::Rules;
+
+use crate::DType;
+use crate::plan::{Collective, Hosts, Method};
+
+/// How all-reduce is carried out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Algorithm {
+    /// What is predicted to be fastest of the plans in canonical order.
+    #[default]
+    Auto,
+    /// Reduce-scatter by chunk owners, then all-gather: two rounds, least
+    /// bytes, canonical order.
+    Direct,
+    /// Everyone sends everything to everyone and folds it all: one round,
+    /// canonical order.
+    OneRound,
+    /// Over a ring: each rank sends only to its successor and receives only
+    /// from its predecessor, in `2(P − 1)` steps. The order of additions is
+    /// fixed and the same on all ranks, but not canonical.
+    Ring,
+    /// On each host, then across hosts by as many rails as a host has ranks,
+    /// then on each host: least bytes between hosts. The order of additions is
+    /// fixed and the same on all ranks (by hosts), but not canonical.
+    Hierarchical,
+    /// On each host, then from host to host and back: canonical order, more
+    /// bytes between more than two hosts. (f16 and bf16 are rounded once per
+    /// host on the way.)
+    Chain,
+}
+
+impl Algorithm {
+    /// Every choice.
+    pub const ALL: [Algorithm; 6] = [
+        Algorithm::Auto,
+        Algorithm::Direct,
+        Algorithm::OneRound,
+        Algorithm::Ring,
+        Algorithm::Hierarchical,
+        Algorithm::Chain,
+    ];
+
+    /// The name used in options and messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Algorithm::Auto => "auto",
+            Algorithm::Direct => "direct",
+            Algorithm::OneRound => "one-round",
+            Algorithm::Ring => "ring",
+            Algorithm::Hierarchical => "hierarchical",
+            Algorithm::Chain => "chain",
+        }
+    }
+
+    const fn method(self) -> Option<Method> {
+        match self {
+            Algorithm::Auto => None,
+            Algorithm::Direct => Some(Method::AllReduceDirect),
+            Algorithm::OneRound => Some(Method::AllReduceOneRound),
+            Algorithm::Ring => Some(Method::AllReduceRing),
+            Algorithm::Hierarchical => Some(Method::AllReduceRails),
+            Algorithm::Chain => Some(Method::AllReduceChain),
+        }
+    }
+}
+
+impl std::fmt::Display for Algorithm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for Algorithm {
+    type Err = crate::Error;
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let name = text.replace('_', "-");
+        Self::ALL
+            .into_iter()
+            .find(|a| a.name() == name)
+            .ok_or_else(|| {
+                crate::Error::usage(format!(
+                    "unknown all-reduce algorithm {text:?}: choose auto, direct, one-round, ring, \
+                     hierarchical or chain"
+                ))
+            })
+    }
+}
+
+/// Most data that is folded in one round: beyond it the scratch memory, not the
+/// synchronisation, decides.
+const ONE_ROUND_MAX_BYTES: usize = 64 << 10;
+/// Data that is always folded in one round on one host (collectives.md §1).
+const ONE_ROUND_MIN_BYTES: usize = 2 << 10;
+/// What one synchronisation costs, in bytes that could be moved meanwhile:
+/// 5 µs at 10 GB/s (collectives.md §1).
+const SYNC_COST_BYTES: f64 = 50_000.0;
+/// Up to this size a tree of whole messages beats two rounds of chunks on one host: the
+/// data is no longer than a few latencies.
+const BROADCAST_TREE_MAX_BYTES: usize = 64 << 10;
+/// Up to this size per peer the root folds alone on one host.
+const REDUCE_ROOT_MAX_BYTES: usize = 32 << 10;
+
+/// Data up to this size is reduced in one round on one host: where the extra
+/// bytes, `(P − 2 − 1/P)·n`, cost less than one more synchronisation.
+pub(crate) fn one_round_max_bytes(world: usize) -> usize {
+    let p = world as f64;
+    let extra = p - 2.0 - 1.0 / p;
+    if extra <= 0.0 {
+        return ONE_ROUND_MAX_BYTES;
+    }
+    ((SYNC_COST_BYTES / extra) as usize).clamp(ONE_ROUND_MIN_BYTES, ONE_ROUND_MAX_BYTES)
+}
+
+/// Chooses for one group.
+#[derive(Clone, Debug)]
+pub struct Selector {
+    hosts: Hosts,
+    costs: Costs,
+    rules: Rules,
+}
+
+impl Selector {
+    /// All ranks of a group must give the same.
+    pub fn new(hosts: Hosts, costs: Costs, rules: Rules) -> Selector {
+        Selector {
+            hosts,
+            costs,
+            rules,
+        }
+    }
+
+    /// Which ranks share a host.
+    pub fn hosts(&self) -> &Hosts {
+        &self.hosts
+    }
+
+    /// The constants in use.
+    pub fn costs(&self) -> &Costs {
+        &self.costs
+    }
+
+    /// What was prescribed.
+    pub fn rules(&self) -> &Rules {
+        &self.rules
+    }
+
+    pub(crate) fn set_costs(&mut self, costs: Costs) {
+        self.costs = costs;
+    }
+
+    /// Predicted seconds.
+    pub fn predict(&self, method: Method, bytes: usize) -> f64 {
+        self.costs.predict(method, bytes, &self.hosts)
+    }
+
+    /// What is chosen from for a collective of `bytes` per rank without a rule.
+    pub fn candidates(&self, collective: Collective, bytes: usize, dtype: DType) -> Vec<Method> {
+        match collective {
+            Collective::AllReduce => {
+                let mut all = vec![Method::AllReduceDirect];
+                if bytes <= ONE_ROUND_MAX_BYTES {
+                    all.insert(0, Method::AllReduceOneRound);
+                }
+                // Where hosts have one rank each, direct is as good and shorter.
+                let several = self.hosts.count() > 1 && self.hosts.most_ranks() > 1;
+                if several && !matches!(dtype, DType::F16 | DType::Bf16) {
+                    all.push(Method::AllReduceChain);
+                }
+                all
+            }
+            Collective::Broadcast => vec![Method::BroadcastTree, Method::BroadcastScatter],
+            Collective::Reduce => vec![Method::ReduceRoot, Method::ReduceOwners],
+            Collective::AllGather => vec![Method::AllGather],
+            Collective::ReduceScatter => vec![Method::ReduceScatter],
+            Collective::Gather => vec![Method::Gather],
+            Collective::Scatter => vec![Method::Scatter],
+            Collective::AllToAll => vec![Method::AllToAll],
+            Collective::Barrier | Collective::Shutdown => vec![Method::Barrier],
+            Collective::SendRecv => vec![Method::PointToPoint],
+        }
+    }
+
+    /// What carries out a collective of `bytes` per rank.
+    pub fn choose(&self, collective: Collective, bytes: usize, dtype: DType) -> Method {
+        if let Some(method) = self.rules.method(collective, bytes) {
+            return method;
+        }
+        let candidates = self.candidates(collective, bytes, dtype);
+        if self.hosts.count() <= 1
+            && let Some(method) = self.on_one_host(collective, bytes)
+        {
+            return method;
+        }
+        // Of equals the first, on all ranks.
+        let mut best = (f64::INFINITY, candidates[0]);
+        for method in candidates {
+            let seconds = self.predict(method, bytes);
+            if seconds < best.0 {
+                best = (seconds, method);
+            }
+        }
+        best.1
+    }
+
+    /// Crossings that were measured on one host.
+    fn on_one_host(&self, collective: Collective, bytes: usize) -> Option<Method> {
+        let world = self.hosts.world();
+        match collective {
+            Collective::AllReduce if bytes <= one_round_max_bytes(world) => {
+                Some(Method::AllReduceOneRound)
+            }
+            Collective::AllReduce => Some(Method::AllReduceDirect),
+            Collective::Broadcast if world <= 2 || bytes <= BROADCAST_TREE_MAX_BYTES => {
+                Some(Method::BroadcastTree)
+            }
+            Collective::Broadcast => Some(Method::BroadcastScatter),
+            Collective::Reduce if world <= 1 || bytes <= REDUCE_ROOT_MAX_BYTES => {
+                Some(Method::ReduceRoot)
+            }
+            Collective::Reduce => Some(Method::ReduceOwners),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn all_reduce(&self, algorithm: Algorithm, bytes: usize, dtype: DType) -> Method {
+        algorithm
+            .method()
+            .unwrap_or_else(|| self.choose(Collective::AllReduce, bytes, dtype))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn selector(sizes: &[usize]) -> Selector {
+        Selector::new(Hosts::of_sizes(sizes), Costs::default(), Rules::default())
+    }
+
+    fn all_reduce(selector: &Selector, bytes: usize) -> Method {
+        selector.choose(Collective::AllReduce, bytes, DType::F32)
+    }
+
+    #[test]
+    fn one_host_keeps_its_crossings() {
+        let two = selector(&[2]);
+        assert_eq!(all_reduce(&two, 64 << 10), Method::AllReduceOneRound);
+        assert_eq!(all_reduce(&two, (64 << 10) + 1), Method::AllReduceDirect);
+        let many = selector(&[100]);
+        assert_eq!(all_reduce(&many, 2 << 10), Method::AllReduceOneRound);
+        assert_eq!(all_reduce(&many, 4 << 10), Method::AllReduceDirect);
+        let four = selector(&[4]);
+        assert_eq!(all_reduce(&four, 24 << 10), Method::AllReduceOneRound);
+        assert_eq!(all_reduce(&four, 32 << 10), Method::AllReduceDirect);
+    }
+
+    #[test]
+    fn nothing_is_chosen_that_leaves_canonical_order() {
+        for sizes in [
+            &[1usize][..],
+            &[7],
+            &[1, 1, 1],
+            &[4, 4],
+            &[2, 1, 3],
+            &[8; 8],
+        ] {
+            let selector = selector(sizes);
+            for bytes in [0, 4, 1 << 10, 1 << 20, 1 << 30] {
+                for collective in Collective::ALL {
+                    for dtype in [DType::F32, DType::F16] {
+                        let method = selector.choose(collective, bytes, dtype);
+                        assert!(method.canonical(), "{method:?}");
+                        assert!(dtype == DType::F32 || method != Method::AllReduceChain);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn many_ranks_on_many_hosts_are_chained() {
+        let grid = selector(&[4, 4, 4]);
+        assert_eq!(all_reduce(&grid, 25 << 20), Method::AllReduceChain);
+        assert_eq!(
+            grid.choose(Collective::AllReduce, 25 << 20, DType::Bf16),
+            Method::AllReduceDirect
+        );
+        assert_eq!(all_reduce(&grid, 64), Method::AllReduceOneRound);
+        assert_eq!(
+            all_reduce(&selector(&[1, 1, 1]), 25 << 20),
+            Method::AllReduceDirect
+        );
+    }
+
+    #[test]
+    fn rules_and_algorithms_go_before_predictions() {
+        let mut selector = selector(&[2, 2]);
+        selector.rules = "all_reduce=ring:1MiB-".parse().unwrap();
+        assert_eq!(all_reduce(&selector, 1 << 20), Method::AllReduceRing);
+        let asked = |algorithm| selector.all_reduce(algorithm, 1 << 20, DType::F32);
+        assert_eq!(asked(Algorithm::Auto), Method::AllReduceRing);
+        assert_eq!(asked(Algorithm::Hierarchical), Method::AllReduceRails);
+    }
+
+    #[test]
+    fn names_parse_back() {
+        for a in Algorithm::ALL {
+            assert_eq!(a.name().parse::<Algorithm>().ok(), Some(a));
+        }
+        assert!("rings".parse::<Algorithm>().is_err());
+    }
+}

@@ -1,0 +1,190 @@
+//! All-reduce over a grid of hosts and ranks, bit for bit: the chain against
+//! the serial fold, rails against the fold of the hosts' folds.
+
+use std::sync::Arc;
+
+use half::bf16;
+use phalanx_comm::plan::{Collective, Hosts, Method};
+use phalanx_comm::{
+    Algorithm, Call, DType, ErrorKind, GroupOptions, ProcessGroup, ReduceOp, Rules,
+};
+use phalanx_store::MemStore;
+use phalanx_wire::Token;
+
+use crate::common::{
+    Over, PATIENCE, RING_BYTES, SEGMENT_BYTES, Value, assert_same_bits, groups, init_options,
+    on_each, serial_fold, values,
+};
+
+const GRIDS: [&[usize]; 6] = [&[2, 2], &[2, 4], &[3, 3], &[2, 1, 3], &[1, 3], &[1, 1, 1]];
+
+fn on_hosts(sizes: &[usize], rules: &str) -> Vec<ProcessGroup> {
+    ProcessGroup::threads(
+        sizes.iter().sum(),
+        GroupOptions {
+            op_timeout: PATIENCE,
+            first_op_timeout: PATIENCE,
+            segment_bytes: SEGMENT_BYTES,
+            ring_bytes: Some(RING_BYTES),
+            rules: rules.parse().unwrap(),
+            ranks_per_host: sizes.to_vec(),
+            ..GroupOptions::default()
+        },
+    )
+}
+
+/// Left fold from `from` on, rounded at the end, scaled by the inverse of
+/// `mean_of` if given.
+fn fold<T: Value>(op: ReduceOp, inputs: &[&Vec<T>], mean_of: Option<usize>) -> Vec<T> {
+    (0..inputs[0].len())
+        .map(|i| {
+            let mut wide = inputs[0][i].widen();
+            for input in &inputs[1..] {
+                wide = T::combine(op, wide, input[i].widen());
+            }
+            if let (ReduceOp::Mean, Some(world)) = (op, mean_of) {
+                wide = T::scale(wide, world);
+            }
+            T::narrow(wide)
+        })
+        .collect()
+}
+
+/// The fold over hosts of the folds over their ranks.
+fn rails_fold<T: Value>(op: ReduceOp, hosts: &Hosts, inputs: &[Vec<T>]) -> Vec<T> {
+    let partials: Vec<Vec<T>> = (0..hosts.count())
+        .map(|host| {
+            fold(
+                op,
+                &inputs[hosts.ranks(host)].iter().collect::<Vec<_>>(),
+                None,
+            )
+        })
+        .collect();
+    fold(op, &partials.iter().collect::<Vec<_>>(), Some(inputs.len()))
+}
+
+fn check<T: Value>(sizes: &[usize], counts: &[usize], chain_is_canonical: bool) {
+    let hosts = Hosts::of_sizes(sizes);
+    let world = hosts.world();
+    let ops: Vec<ReduceOp> = ReduceOp::ALL
+        .into_iter()
+        .filter(|op| op.supports(T::DTYPE))
+        .collect();
+    for &count in counts {
+        for &op in &ops {
+            let inputs: Vec<Vec<T>> = (0..world).map(|r| values(r, count)).collect();
+            let (canonical, rails) = (serial_fold(op, &inputs), rails_fold(op, &hosts, &inputs));
+            let results = on_each(on_hosts(sizes, ""), |group| {
+                [Algorithm::Chain, Algorithm::Hierarchical, Algorithm::Auto].map(|algorithm| {
+                    let mut data = inputs[group.rank()].clone();
+                    let call = Call {
+                        algorithm,
+                        ..Call::default()
+                    };
+                    group.all_reduce_with(&mut data, op, &call).unwrap();
+                    data
+                })
+            });
+            for (rank, [chain, hierarchical, auto]) in results.iter().enumerate() {
+                let named = |what| format!("{what} {op} of {count} on rank {rank} of {sizes:?}");
+                if chain_is_canonical {
+                    assert_same_bits(chain, &canonical, || named("chain"));
+                }
+                assert_same_bits(chain, &results[0][0], || named("chain, all ranks,"));
+                assert_same_bits(hierarchical, &rails, || named("rails"));
+                assert_same_bits(auto, &canonical, || named("auto"));
+            }
+        }
+    }
+}
+
+#[test]
+fn the_chain_is_canonical_and_rails_fold_by_hosts() {
+    for sizes in GRIDS {
+        check::<f32>(sizes, &[0, 1, 5, 10007], true);
+        check::<f64>(sizes, &[1000], true);
+        check::<i32>(sizes, &[1000], true);
+        check::<u8>(sizes, &[1000], true);
+        check::<bf16>(sizes, &[1000], false);
+    }
+}
+
+#[test]
+fn long_data_is_pipelined_over_hosts() {
+    for sizes in [&[2usize, 2][..], &[2, 1, 3]] {
+        check::<f32>(sizes, &[400_003], true);
+    }
+}
+
+#[test]
+fn the_default_chains_large_data_where_hosts_have_several_ranks() {
+    let group = on_hosts(&[2, 2, 2], "").remove(0);
+    let choose = |bytes| {
+        group
+            .selector()
+            .choose(Collective::AllReduce, bytes, DType::F32)
+    };
+    assert_eq!(choose(25 << 20), Method::AllReduceChain);
+    assert_eq!(choose(4), Method::AllReduceOneRound);
+}
+
+#[test]
+fn rules_choose_by_size_and_differing_ones_are_named() {
+    on_each(on_hosts(&[3], "all_reduce=ring:1k-"), |group| {
+        let sent = |count: usize| {
+            let before: u64 = group.bytes_sent_to().iter().sum();
+            let mut data = vec![1f32; count];
+            group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+            assert!(data.iter().all(|x| *x == 3.0));
+            let talked_to = group.bytes_sent_to().iter().filter(|n| **n > 0).count();
+            (
+                group.bytes_sent_to().iter().sum::<u64>() - before,
+                talked_to,
+            )
+        };
+        // A ring of three only sends to the next.
+        assert_eq!(sent(256).1, 1);
+        assert_eq!(sent(16).0, 2 * 64);
+    });
+    // Two ranks of one group that were configured differently.
+    let store = Arc::new(MemStore::new());
+    let token = Token::generate().unwrap();
+    let errors: Vec<_> = ["", "all_reduce=direct"]
+        .into_iter()
+        .enumerate()
+        .map(|(rank, rules)| {
+            let (store, mut options) = (store.clone(), init_options(Over::Tcp, &token));
+            options.rules = rules.parse::<Rules>().unwrap();
+            std::thread::spawn(move || {
+                let group = ProcessGroup::from_store(store, rank, 2, options).unwrap();
+                group.all_reduce(&mut [1f32; 8], ReduceOp::Sum).unwrap_err()
+            })
+        })
+        .collect::<Vec<_>>()
+        .into_iter()
+        .map(|member| member.join().unwrap())
+        .collect();
+    assert!(
+        errors.iter().any(|e| e.kind() == ErrorKind::Desync
+            && e.to_string().contains("rank 0 called")
+            && e.to_string().contains("by one-round")
+            && e.to_string().contains("by direct")),
+        "{errors:?}"
+    );
+}
+
+#[test]
+fn the_wire_is_measured_alike_on_all_ranks_and_leaves_no_trace() {
+    let costs = on_each(groups(Over::Tcp, 3), |group| {
+        assert_eq!(group.bytes_sent_to(), [0, 0, 0]);
+        *group.selector().costs()
+    });
+    assert_eq!(costs[0], costs[1]);
+    assert_eq!(costs[0], costs[2]);
+    assert!(costs[0].wire_latency_s > 1e-6 && costs[0].wire_latency_s < 10.0);
+    assert!(costs[0].wire_bytes_per_s > 1e4, "{costs:?}");
+    // Nothing between hosts, nothing measured.
+    let one = groups(Over::Shm, 2);
+    assert_eq!(*one[0].selector().costs(), phalanx_comm::Costs::default());
+}
