@@ -169,30 +169,36 @@ impl Selector {
     }
 
     /// What is chosen from for a collective of `bytes` per rank without a rule.
-    pub fn candidates(&self, collective: Collective, bytes: usize, dtype: DType) -> Vec<Method> {
-        match collective {
-            Collective::AllReduce => {
-                let mut all = vec![Method::AllReduceDirect];
-                if bytes <= ONE_ROUND_MAX_BYTES {
-                    all.insert(0, Method::AllReduceOneRound);
-                }
-                // Where hosts have one rank each, direct is as good and shorter.
-                let several = self.hosts.count() > 1 && self.hosts.most_ranks() > 1;
-                if several && !matches!(dtype, DType::F16 | DType::Bf16) {
-                    all.push(Method::AllReduceChain);
-                }
-                all
-            }
-            Collective::Broadcast => vec![Method::BroadcastTree, Method::BroadcastScatter],
-            Collective::Reduce => vec![Method::ReduceRoot, Method::ReduceOwners],
-            Collective::AllGather => vec![Method::AllGather],
-            Collective::ReduceScatter => vec![Method::ReduceScatter],
-            Collective::Gather => vec![Method::Gather],
-            Collective::Scatter => vec![Method::Scatter],
-            Collective::AllToAll => vec![Method::AllToAll],
-            Collective::Barrier | Collective::Shutdown => vec![Method::Barrier],
-            Collective::SendRecv => vec![Method::PointToPoint],
-        }
+    pub fn candidates(
+        &self,
+        collective: Collective,
+        bytes: usize,
+        dtype: DType,
+    ) -> impl Iterator<Item = Method> {
+        let all: &'static [Method] = match collective {
+            Collective::AllReduce => &[
+                Method::AllReduceOneRound,
+                Method::AllReduceDirect,
+                Method::AllReduceChain,
+            ],
+            Collective::Broadcast => &[Method::BroadcastTree, Method::BroadcastScatter],
+            Collective::Reduce => &[Method::ReduceRoot, Method::ReduceOwners],
+            Collective::AllGather => &[Method::AllGather],
+            Collective::ReduceScatter => &[Method::ReduceScatter],
+            Collective::Gather => &[Method::Gather],
+            Collective::Scatter => &[Method::Scatter],
+            Collective::AllToAll => &[Method::AllToAll],
+            Collective::Barrier | Collective::Shutdown => &[Method::Barrier],
+            Collective::SendRecv => &[Method::PointToPoint],
+        };
+        // Where hosts have one rank each, direct is as good and shorter.
+        let several = self.hosts.count() > 1 && self.hosts.most_ranks() > 1;
+        let wide = matches!(dtype, DType::F16 | DType::Bf16);
+        all.iter().copied().filter(move |method| match method {
+            Method::AllReduceOneRound => bytes <= ONE_ROUND_MAX_BYTES,
+            Method::AllReduceChain => several && !wide,
+            _ => true,
+        })
     }
 
     /// What carries out a collective of `bytes` per rank.
@@ -200,21 +206,19 @@ impl Selector {
         if let Some(method) = self.rules.method(collective, bytes) {
             return method;
         }
-        let candidates = self.candidates(collective, bytes, dtype);
         if self.hosts.count() <= 1
             && let Some(method) = self.on_one_host(collective, bytes)
         {
             return method;
         }
-        // Of equals the first, on all ranks.
-        let mut best = (f64::INFINITY, candidates[0]);
-        for method in candidates {
-            let seconds = self.predict(method, bytes);
-            if seconds < best.0 {
-                best = (seconds, method);
-            }
-        }
-        best.1
+        // Of equals the first, on all ranks. Every collective has a candidate.
+        let by_time = |a: &Method, b: &Method| {
+            let (a, b) = (self.predict(*a, bytes), self.predict(*b, bytes));
+            a.total_cmp(&b)
+        };
+        self.candidates(collective, bytes, dtype)
+            .min_by(by_time)
+            .unwrap_or(Method::Barrier)
     }
 
     /// Crossings that were measured on one host.
