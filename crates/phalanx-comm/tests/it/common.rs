@@ -38,6 +38,8 @@ pub fn init_options(over: Over, token: &Token) -> InitOptions {
         },
         segment_bytes: SEGMENT_BYTES,
         ring_bytes: Some(RING_BYTES),
+        // Tests count operations; the probe has one of its own.
+        probe: false,
         ..InitOptions::default()
     }
 }
