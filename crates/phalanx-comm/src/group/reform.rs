@@ -30,6 +30,7 @@ use phalanx_store::{ErrorKind as StoreKind, Store};
 
 use super::join::{WORLD_GROUP, lone_mesh};
 use super::{Identity, Member, Origin, ProcessGroup};
+use crate::select::Selector;
 use crate::transport::Mesh;
 use crate::wait::deadline_in;
 use crate::{Error, ErrorKind, Result};
@@ -103,6 +104,7 @@ impl ProcessGroup {
         let origin = Arc::clone(&self.core.origin);
         let (limits, algorithm) = (self.core.limits, self.core.algorithm);
         let (defaults, recorder) = (self.defaults.clone(), Arc::clone(&self.core.recorder));
+        let chosen_by = self.core.selector.clone();
         // The old links go before new ones are made.
         drop(self);
         let mut epoch = old;
@@ -129,8 +131,14 @@ impl ProcessGroup {
             match meeting.connect(&origin, &member) {
                 Ok((mesh, origin)) => {
                     tracing::info!(epoch, rank, ?members, "formed the group anew");
-                    let core = Self::from_mesh(member, mesh, origin, recorder).core;
-                    return Ok(ProcessGroup { core, defaults });
+                    // The wire is still the one that was measured.
+                    let selector = Selector::new(
+                        mesh.hosts().clone(),
+                        *chosen_by.costs(),
+                        chosen_by.rules().clone(),
+                    );
+                    let group = Self::from_mesh(member, mesh, selector, origin, recorder, false)?;
+                    return Ok(ProcessGroup { defaults, ..group });
                 }
                 Err(e) if meeting.left().is_zero() || e.kind() == ErrorKind::Usage => {
                     return Err(named(e));
