@@ -28,6 +28,9 @@ mod inspect;
 mod launch;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
+mod plan;
+#[cfg(fuzzing)]
+#[allow(dead_code, reason = "main.rs uses the rest")]
 mod ranks;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]

@@ -10,6 +10,7 @@ mod fuzzing;
 mod inspect;
 mod launch;
 mod log;
+mod plan;
 mod ranks;
 mod train;
 

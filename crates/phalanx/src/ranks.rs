@@ -81,7 +81,29 @@ pub struct RankArgs {
     pub bind: Option<IpAddr>,
 }
 
+/// A command line of nothing but [`RankArgs`].
+#[derive(clap::Parser)]
+struct Bare {
+    #[command(flatten)]
+    ranks: RankArgs,
+}
+
 impl RankArgs {
+    /// What holds when nothing is typed, for commands without these flags.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors of environment variables that stand for flags.
+    pub fn untyped() -> Result<RankArgs> {
+        use clap::Parser as _;
+        match Bare::try_parse_from(["phalanx"]) {
+            Ok(bare) => Ok(bare.ranks),
+            Err(e) => Err(Error::usage(
+                e.to_string().trim_start_matches("error: ").trim(),
+            )),
+        }
+    }
+
     /// The world size, when it is known before the ranks have met.
     pub fn known_world(&self) -> Result<usize> {
         let place = launch::rank_place(&launch::real_env())?;

@@ -1,4 +1,4 @@
-//! `phalanx bench` prints what the design's stable contract says.
+//! `phalanx bench` and `phalanx plan` print what the design's stable contract says.
 
 use std::process::Command;
 
@@ -109,4 +109,42 @@ fn kernels_bench_lists_every_convolution_and_pass() {
             );
         }
     }
+}
+
+#[test]
+fn plan_shows_given_hosts_and_those_of_a_launcher() {
+    let given = lines(&["plan", "--nnodes", "3", "--nproc-per-node", "4", "--json"]);
+    assert_eq!(given.len(), 1);
+    assert_eq!(given[0]["ranks_per_host"], serde_json::json!([4, 4, 4]));
+    assert_eq!(given[0]["measured"], false);
+    let plans = |line: &Value| {
+        let rows = line["selection"].as_array().cloned().unwrap_or_default();
+        let large = rows.iter().filter(|row| row["bytes"] == 25 << 20);
+        large
+            .map(|row| row["plan"].as_str().unwrap_or_default().to_owned())
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(plans(&given[0])[0], "chain", "{:?}", given[0]);
+    let program = env!("CARGO_BIN_EXE_phalanx");
+    // The launcher leads each line with the rank.
+    let launched = Command::new(program)
+        .args([
+            "launch",
+            "--nproc-per-node",
+            "2",
+            "--",
+            program,
+            "plan",
+            "--json",
+        ])
+        .env_remove("RANK")
+        .output()
+        .expect("phalanx starts");
+    let out = String::from_utf8_lossy(&launched.stdout);
+    assert!(launched.status.success(), "{launched:?}");
+    let json = &out[out.find('{').unwrap_or_else(|| panic!("no JSON in {out}"))..];
+    let line: Value = serde_json::from_str(json.trim()).expect("JSON");
+    assert_eq!(line["world"], 2);
+    assert_eq!(line["in_shared_memory"], true);
+    assert_eq!(out.matches('{').count(), json.matches('{').count());
 }

@@ -5,7 +5,6 @@ mod kernels;
 mod sizes;
 mod train;
 
-#[cfg(any(test, fuzzing))]
 pub(crate) use sizes::ByteSize;
 
 use crate::error::Result;

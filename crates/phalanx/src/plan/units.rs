@@ -1,0 +1,81 @@
+//! Rates and times as people write them: `10gbit`, `0.1ms`.
+
+use std::str::FromStr;
+
+/// Bytes a second.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rate(pub f64);
+
+/// Seconds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Delay(pub f64);
+
+/// The number in front, and the unit behind it in lower case.
+fn split(text: &str) -> Option<(f64, String)> {
+    let text = text.trim();
+    let digits = text
+        .find(|c: char| !(c.is_ascii_digit() || c == '.'))
+        .unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let number: f64 = number.parse().ok()?;
+    number
+        .is_finite()
+        .then(|| (number, unit.trim().to_ascii_lowercase()))
+}
+
+impl FromStr for Rate {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Rate, String> {
+        let wrong = || format!("\"{text}\" is no rate; examples: 10gbit, 800mbit, 1.25GB");
+        let (number, unit) = split(text).ok_or_else(wrong)?;
+        let bytes = match unit.trim_end_matches("/s") {
+            "gbit" => 1e9 / 8.0,
+            "mbit" => 1e6 / 8.0,
+            "kbit" => 1e3 / 8.0,
+            "gb" => 1e9,
+            "mb" => 1e6,
+            _ => return Err(wrong()),
+        };
+        if number * bytes < 1.0 {
+            return Err(format!("the rate {text} is below a byte a second"));
+        }
+        Ok(Rate(number * bytes))
+    }
+}
+
+impl FromStr for Delay {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Delay, String> {
+        let wrong = || format!("\"{text}\" is no time; examples: 30us, 0.1ms, 1ms");
+        let (number, unit) = split(text).ok_or_else(wrong)?;
+        let seconds = match unit.as_str() {
+            "us" | "µs" => 1e-6,
+            "ms" => 1e-3,
+            "s" => 1.0,
+            _ => return Err(wrong()),
+        };
+        Ok(Delay(number * seconds))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_and_delays_are_read() {
+        assert_eq!("10gbit".parse(), Ok(Rate(1.25e9)));
+        assert_eq!("800 Mbit/s".parse(), Ok(Rate(1e8)));
+        assert_eq!("1.5GB/s".parse(), Ok(Rate(1.5e9)));
+        assert_eq!("0.5ms".parse(), Ok(Delay(0.5e-3)));
+        assert_eq!("0s".parse(), Ok(Delay(0.0)));
+        for text in ["", "10", "gbit", "0gbit", "-1gbit", "1e9mbit", "1tbit"] {
+            assert!(text.parse::<Rate>().is_err(), "{text}");
+        }
+        for text in ["", "1", "ms", "-1ms", "1h"] {
+            assert!(text.parse::<Delay>().is_err(), "{text}");
+        }
+    }
+}
