@@ -51,11 +51,11 @@ fn noise(len: usize, mut state: u32) -> AlignedBuf {
 }
 
 impl Convolution {
-    /// `images` of (height, width, inputs), `outputs` channels; groups and bias of
-    /// `options` are ignored.
+    /// `images` of (height, width, inputs), `outputs` channels; the bias of
+    /// `options` is ignored.
     ///
     /// # Errors
-    /// `Usage` when the kernel does not fit the images.
+    /// `Usage` when the kernel does not fit the images or the groups do not divide the channels.
     pub fn new(
         images: usize,
         [height, width, inputs]: [usize; 3],
@@ -72,6 +72,12 @@ impl Convolution {
                 "{o:?} does not fit images of {height} x {width}"
             )));
         };
+        if o.groups == 0 || !inputs.is_multiple_of(o.groups) || !outputs.is_multiple_of(o.groups) {
+            return Err(Error::usage(format!(
+                "{} groups do not divide {inputs} inputs and {outputs} outputs",
+                o.groups
+            )));
+        }
         let shape = ConvShape {
             images,
             input: [height, width],
@@ -82,7 +88,7 @@ impl Convolution {
             stride: o.stride,
             padding: o.padding,
             dilation: o.dilation,
-            groups: 1,
+            groups: o.groups,
         };
         Ok(Convolution {
             team: Team::new(threads),

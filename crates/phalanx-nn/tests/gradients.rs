@@ -441,6 +441,31 @@ fn convolutions() {
             },
         ),
         (
+            "depthwise, a vector of channels and some",
+            Conv {
+                n: 1,
+                cin: 18,
+                cout: 18,
+                g: 18,
+                p: 1,
+                s: 2,
+                ..base
+            },
+        ),
+        (
+            "depthwise in registers",
+            Conv {
+                n: 1,
+                h: 4,
+                w: 5,
+                cin: 16,
+                cout: 16,
+                g: 16,
+                p: 1,
+                ..base
+            },
+        ),
+        (
             "dilation",
             Conv {
                 d: 2,
@@ -474,6 +499,25 @@ fn convolutions() {
             |v| relu(c.run(&v[0], &v[1], None)),
         );
     }
+    // Images twelve times as large reach the upper bound.
+    check(
+        "relu6 behind a convolution",
+        &[
+            input(&[2, 4, 4, 3], 1),
+            param(&[5, 3, 1, 1], Layout::Conv, 2),
+        ],
+        |g, _| {
+            let x = g.x(0).scale(12.0)?;
+            x.conv2d(g.p(1), None, Conv2dOptions::new(1), Act::Relu6)
+        },
+        |v| {
+            let w = &v[1];
+            v[0].chunks(3)
+                .flat_map(|x| (0..5).map(move |o| (0..3).map(|c| 12.0 * x[c] * w[o * 3 + c]).sum()))
+                .map(|y: f64| y.clamp(0.0, 6.0))
+                .collect()
+        },
+    );
 }
 
 #[test]
@@ -942,6 +986,31 @@ fn batch_normalisation() {
                 x.batch_norm(&o, Some(r), Act::Relu)
             },
             |v| relu(sum(v)),
+        );
+        // Weights of up to 1 reach 6 only with an offset.
+        let lifted = |v: &[Vec<f64>]| -> Vec<f64> {
+            let sum: Vec<f64> = sum(v);
+            sum.iter().map(|s| s.clamp(0.0, 6.0)).collect()
+        };
+        let mut six = leaves.clone();
+        for (i, v) in six[2].values.iter_mut().enumerate() {
+            *v += [0.0, 6.0][i % 2];
+        }
+        check(
+            "batch norm, residual, relu6",
+            &six,
+            |g, _| {
+                let o = options(g);
+                let (x, r) = (g.x(0), g.x(3));
+                x.batch_norm(&o, Some(r), Act::Relu6)
+            },
+            lifted,
+        );
+        check(
+            "batch norm, relu6",
+            &six[..3],
+            |g, _| g.x(0).batch_norm(&options(g), None, Act::Relu6),
+            |v| plain(v).iter().map(|s| s.clamp(0.0, 6.0)).collect(),
         );
     }
 }

@@ -7,6 +7,7 @@
 //! chunk's squares are taken around its own mean while it is in cache, so a
 //! large common offset costs no digits.
 
+use super::elementwise::Clip;
 use crate::par::{Disjoint, Team};
 
 /// Elements of one chunk: 64 KiB, which stays in L2 between two sweeps.
@@ -67,45 +68,53 @@ simd! {
     /// Mean and sum of squared deviations of one chunk.
     fn chunk_statistics(x: &[f32], means: &mut [f32], squares: &mut [f32]) {
         let c = means.len();
-        let n = 1.0 / (x.len() / c) as f32;
         let mut at = 0;
-        while at < c {
-            let width = LANES.min(c - at);
-            if width == LANES {
-                let mut sum = [0.0f32; LANES];
-                for row in x.chunks_exact(c) {
-                    for (s, &v) in sum.iter_mut().zip(&row[at..at + LANES]) {
-                        *s += v;
-                    }
-                }
-                let mean = sum.map(|s| s * n);
-                let mut square = [0.0f32; LANES];
-                let mut rest = [0.0f32; LANES];
-                for row in x.chunks_exact(c) {
-                    let row = &row[at..at + LANES];
-                    for i in 0..LANES {
-                        let d = row[i] - mean[i];
-                        rest[i] += d;
-                        square[i] = d.mul_add(d, square[i]);
-                    }
-                }
-                for i in 0..LANES {
-                    // What rounding left between the mean and the true one.
-                    means[at + i] = rest[i].mul_add(n, mean[i]);
-                    squares[at + i] = (-rest[i] * n).mul_add(rest[i], square[i]);
-                }
-            } else {
-                for i in at..c {
-                    let column = || x[i..].iter().step_by(c);
-                    let mean = column().fold(0.0f32, |s, &v| s + v) * n;
-                    let rest = column().fold(0.0f32, |s, &v| s + (v - mean));
-                    let square = column().fold(0.0f32, |q, &v| (v - mean).mul_add(v - mean, q));
-                    means[i] = rest.mul_add(n, mean);
-                    squares[i] = (-rest * n).mul_add(rest, square);
-                }
-            }
-            at += width;
+        // One body for each width: sums stay in registers.
+        while at + LANES <= c {
+            statistics_of::<LANES>(x, at, means, squares);
+            at += LANES;
         }
+        while at + 16 <= c {
+            statistics_of::<16>(x, at, means, squares);
+            at += 16;
+        }
+        while at + 8 <= c {
+            statistics_of::<8>(x, at, means, squares);
+            at += 8;
+        }
+        while at < c {
+            statistics_of::<1>(x, at, means, squares);
+            at += 1;
+        }
+    }
+}
+
+/// Statistics of channels `at .. at + W` of the rows `x`.
+#[inline(always)]
+fn statistics_of<const W: usize>(x: &[f32], at: usize, means: &mut [f32], squares: &mut [f32]) {
+    let c = means.len();
+    let n = 1.0 / (x.len() / c) as f32;
+    let mut sum = [0.0f32; W];
+    for row in x.chunks_exact(c) {
+        for (s, &v) in sum.iter_mut().zip(&row[at..at + W]) {
+            *s += v;
+        }
+    }
+    let mean = sum.map(|s| s * n);
+    let mut square = [0.0f32; W];
+    let mut rest = [0.0f32; W];
+    for row in x.chunks_exact(c) {
+        let row = &row[at..at + W];
+        for i in 0..W {
+            let d = row[i] - mean[i];
+            rest[i] += d;
+            square[i] = d.mul_add(d, square[i]);
+        }
+    }
+    for i in 0..W {
+        // What rounding left between the mean and the true one.
+        means[at + i] = rest[i].mul_add(n, mean[i]);
+        squares[at + i] = (-rest[i] * n).mul_add(rest[i], square[i]);
     }
 }
 
@@ -160,34 +169,27 @@ pub(crate) fn statistics(
 }
 
 /// `(x - mean) * scale + shift`: forward and backward must agree in every bit
-/// on where a ReLU let something through.
+/// on where an activation let something through.
 #[inline(always)]
 fn affine(x: f32, mean: f32, scale: f32, shift: f32) -> f32 {
     (x - mean).mul_add(scale, shift)
 }
 
-#[inline(always)]
-fn relu(v: f32) -> f32 {
-    if v < 0.0 { 0.0 } else { v }
-}
-
 simd! {
-    fn normalise_rows(x: &[f32], y: &mut [f32], c: Channels<'_>, residual: &[f32], relu_too: bool) {
+    fn normalise_rows(x: &[f32], y: &mut [f32], c: Channels<'_>, residual: &[f32], clip: Clip) {
         let n = c.mean.len();
         let (mean, scale, shift) = (&c.mean[..n], &c.scale[..n], &c.shift[..n]);
         if residual.is_empty() {
             for (x, y) in x.chunks_exact(n).zip(y.chunks_exact_mut(n)) {
                 for i in 0..n {
-                    let v = affine(x[i], mean[i], scale[i], shift[i]);
-                    y[i] = if relu_too { relu(v) } else { v };
+                    y[i] = clip.apply(affine(x[i], mean[i], scale[i], shift[i]));
                 }
             }
         } else {
             let rows = x.chunks_exact(n).zip(y.chunks_exact_mut(n));
             for ((x, y), r) in rows.zip(residual.chunks_exact(n)) {
                 for i in 0..n {
-                    let v = affine(x[i], mean[i], scale[i], shift[i]) + r[i];
-                    y[i] = if relu_too { relu(v) } else { v };
+                    y[i] = clip.apply(affine(x[i], mean[i], scale[i], shift[i]) + r[i]);
                 }
             }
         }
@@ -201,80 +203,95 @@ pub(crate) fn normalise(
     y: &mut [f32],
     channels: Channels<'_>,
     residual: &[f32],
-    relu: bool,
+    clip: Clip,
 ) {
     let piece = Chunks::of(x.len(), channels.mean.len()).elems();
     team.split(y, piece, |at, y| {
         let r = residual.get(at..at + y.len()).unwrap_or(&[]);
-        normalise_rows(&x[at..at + y.len()], y, channels, r, relu);
+        normalise_rows(&x[at..at + y.len()], y, channels, r, clip);
     });
 }
 
 /// What stood between the normalisation and the gradient that arrives.
 #[derive(Clone, Copy)]
 pub(crate) enum Gate<'a> {
-    /// Nothing.
-    Open,
-    /// A ReLU right after it: recomputed from the input.
-    Relu,
-    /// A ReLU after the sum with a residual: this was its output.
-    Output(&'a [f32]),
+    /// At most an activation right after it: recomputed from the input.
+    Clip(Clip),
+    /// An activation after the sum with a residual: this was its output.
+    Output(&'a [f32], Clip),
 }
 
 simd! {
     /// Sums of one chunk: of dz, and of dz times the deviation. `dz` is what
-    /// the ReLU lets through of `dy`; with an output to gate by it is stored.
+    /// the activation lets through of `dy`; with an output to gate by it is stored.
     fn chunk_sums(
         x: &[f32], dy: &mut [f32], c: Channels<'_>, gate: Gate<'_>, sums: &mut [f32], products: &mut [f32],
     ) {
         let n = sums.len();
-        if let Gate::Output(y) = gate {
-            for (d, &v) in dy.iter_mut().zip(y) {
-                *d = if v <= 0.0 { 0.0 } else { *d };
+        let clip = match gate {
+            Gate::Clip(clip) => clip,
+            Gate::Output(y, clip) => {
+                for (d, &v) in dy.iter_mut().zip(y) {
+                    *d = if clip.closed(v) { 0.0 } else { *d };
+                }
+                Clip { low: f32::NAN, high: f32::NAN }
             }
-        }
-        let again = matches!(gate, Gate::Relu);
+        };
         let mut at = 0;
+        while at + LANES <= n {
+            sums_of::<LANES>(x, dy, c, clip, at, sums, products);
+            at += LANES;
+        }
+        while at + 16 <= n {
+            sums_of::<16>(x, dy, c, clip, at, sums, products);
+            at += 16;
+        }
+        while at + 8 <= n {
+            sums_of::<8>(x, dy, c, clip, at, sums, products);
+            at += 8;
+        }
         while at < n {
-            let width = LANES.min(n - at);
-            if width == LANES {
-                let mut s = [0.0f32; LANES];
-                let mut p = [0.0f32; LANES];
-                let lane = |v: &[f32]| -> [f32; LANES] {
-                    let mut a = [0.0; LANES];
-                    a.copy_from_slice(&v[at..at + LANES]);
-                    a
-                };
-                let (mean, scale, shift) = (lane(c.mean), lane(c.scale), lane(c.shift));
-                for (x, d) in x.chunks_exact(n).zip(dy.chunks_exact(n)) {
-                    let (x, d) = (&x[at..at + LANES], &d[at..at + LANES]);
-                    for i in 0..LANES {
-                        let v = x[i] - mean[i];
-                        let closed = again && v.mul_add(scale[i], shift[i]) <= 0.0;
-                        let z = if closed { 0.0 } else { d[i] };
-                        s[i] += z;
-                        p[i] = z.mul_add(v, p[i]);
-                    }
-                }
-                sums[at..at + LANES].copy_from_slice(&s);
-                products[at..at + LANES].copy_from_slice(&p);
-            } else {
-                for i in at..n {
-                    let (mut s, mut p) = (0.0f32, 0.0f32);
-                    for (x, d) in x.chunks_exact(n).zip(dy.chunks_exact(n)) {
-                        let v = x[i] - c.mean[i];
-                        let closed = again && v.mul_add(c.scale[i], c.shift[i]) <= 0.0;
-                        let z = if closed { 0.0 } else { d[i] };
-                        s += z;
-                        p = z.mul_add(v, p);
-                    }
-                    sums[i] = s;
-                    products[i] = p;
-                }
-            }
-            at += width;
+            sums_of::<1>(x, dy, c, clip, at, sums, products);
+            at += 1;
         }
     }
+}
+
+/// The sums of channels `at .. at + W`.
+#[inline(always)]
+fn sums_of<const W: usize>(
+    x: &[f32],
+    dy: &[f32],
+    c: Channels<'_>,
+    clip: Clip,
+    at: usize,
+    sums: &mut [f32],
+    products: &mut [f32],
+) {
+    let n = sums.len();
+    let mut s = [0.0f32; W];
+    let mut p = [0.0f32; W];
+    let lane = |v: &[f32]| -> [f32; W] {
+        let mut a = [0.0; W];
+        a.copy_from_slice(&v[at..at + W]);
+        a
+    };
+    let (mean, scale, shift) = (lane(c.mean), lane(c.scale), lane(c.shift));
+    for (x, d) in x.chunks_exact(n).zip(dy.chunks_exact(n)) {
+        let (x, d) = (&x[at..at + W], &d[at..at + W]);
+        for i in 0..W {
+            let v = x[i] - mean[i];
+            let z = if clip.closed(v.mul_add(scale[i], shift[i])) {
+                0.0
+            } else {
+                d[i]
+            };
+            s[i] += z;
+            p[i] = z.mul_add(v, p[i]);
+        }
+    }
+    sums[at..at + W].copy_from_slice(&s);
+    products[at..at + W].copy_from_slice(&p);
 }
 
 simd! {
@@ -315,7 +332,7 @@ pub(crate) fn backward_sums(
         // SAFETY: this chunk alone touches these rows.
         let dy = unsafe { dy.range(range.clone()) };
         let gate = match gate {
-            Gate::Output(y) => Gate::Output(&y[range.clone()]),
+            Gate::Output(y, clip) => Gate::Output(&y[range.clone()], clip),
             other => other,
         };
         let (sums, products) = part.split_at_mut(c);
@@ -333,7 +350,7 @@ pub(crate) struct Backward<'a> {
 }
 
 simd! {
-    fn gradient_rows(x: &[f32], dz: &mut [f32], b: Backward<'_>, again: bool) {
+    fn gradient_rows(x: &[f32], dz: &mut [f32], b: Backward<'_>, clip: Clip) {
         let n = b.slope.len();
         let c = b.channels;
         let (mean, scale, shift) = (&c.mean[..n], &c.scale[..n], &c.shift[..n]);
@@ -341,7 +358,7 @@ simd! {
         for (x, d) in x.chunks_exact(n).zip(dz.chunks_exact_mut(n)) {
             for i in 0..n {
                 let v = x[i] - mean[i];
-                let closed = again && v.mul_add(scale[i], shift[i]) <= 0.0;
+                let closed = clip.closed(v.mul_add(scale[i], shift[i]));
                 let z = if closed { 0.0 } else { d[i] };
                 d[i] = z.mul_add(scale[i], v.mul_add(slope[i], offset[i]));
             }
@@ -364,11 +381,11 @@ simd! {
     }
 }
 
-/// `dy` becomes the gradient of `x`; `relu` gates it as [`Gate::Relu`] does.
-pub(crate) fn gradient(team: &Team, x: &[f32], dy: &mut [f32], b: Backward<'_>, relu: bool) {
+/// `dy` becomes the gradient of `x`; `clip` gates it as [`Gate::Clip`] does.
+pub(crate) fn gradient(team: &Team, x: &[f32], dy: &mut [f32], b: Backward<'_>, clip: Clip) {
     let piece = Chunks::of(x.len(), b.slope.len()).elems();
     team.split(dy, piece, |at, d| {
-        gradient_rows(&x[at..at + d.len()], d, b, relu);
+        gradient_rows(&x[at..at + d.len()], d, b, clip);
     });
 }
 

@@ -36,6 +36,56 @@ simd! {
     }
 }
 
+/// Bounds of an activation; NaN where there is none, as every comparison with it is false.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Clip {
+    pub low: f32,
+    pub high: f32,
+}
+
+impl Clip {
+    /// `v` inside the bounds; NaN stays.
+    #[inline(always)]
+    pub(crate) fn apply(self, v: f32) -> f32 {
+        let v = if v < self.low { self.low } else { v };
+        if v > self.high { self.high } else { v }
+    }
+
+    /// Whether `v`, before or after clipping, lets no gradient through.
+    #[inline(always)]
+    pub(crate) fn closed(self, v: f32) -> bool {
+        (v <= self.low) | (v >= self.high)
+    }
+}
+
+simd! {
+    fn clip_piece(y: &mut [f32], clip: Clip) {
+        for v in y {
+            *v = clip.apply(*v);
+        }
+    }
+}
+
+simd! {
+    fn clip_backward_piece(y: &[f32], dy: &mut [f32], clip: Clip) {
+        for (d, &v) in dy.iter_mut().zip(y) {
+            *d = if clip.closed(v) { 0.0 } else { *d };
+        }
+    }
+}
+
+/// In place: values outside the bounds become the bounds.
+pub(crate) fn clip(team: &Team, y: &mut [f32], clip: Clip) {
+    team.split(y, PIECE, |_, p| clip_piece(p, clip));
+}
+
+/// In place: the gradient passes where the output `y` is inside the bounds.
+pub(crate) fn clip_backward(team: &Team, y: &[f32], dy: &mut [f32], clip: Clip) {
+    team.split(dy, PIECE, |at, p| {
+        clip_backward_piece(&y[at..at + p.len()], p, clip)
+    });
+}
+
 /// In place: negative values become 0.
 pub(crate) fn relu(team: &Team, y: &mut [f32]) {
     team.split(y, PIECE, |_, p| relu_piece(p));

@@ -2,8 +2,10 @@
 
 mod linear_toy;
 mod mnist_cnn;
+mod mobilenet;
 mod resnet;
 
 pub use linear_toy::LinearToy;
 pub use mnist_cnn::MnistCnn;
+pub use mobilenet::MobileNetV2;
 pub use resnet::{CifarResNet, ResNet};

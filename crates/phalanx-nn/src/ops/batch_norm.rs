@@ -1,8 +1,8 @@
-//! Batch normalisation over all but the last dimension, with a residual and a
-//! ReLU fused to its end: `y = act((x - mean) / sqrt(var + eps) * w + b + r)`.
+//! Batch normalisation over all but the last dimension, with a residual and an
+//! activation fused to its end: `y = act((x - mean) / sqrt(var + eps) * w + b + r)`.
 //!
-//! Saves its input and four numbers a channel; its output only when a ReLU
-//! follows a residual (else the backward pass recomputes what the ReLU let
+//! Saves its input and four numbers a channel; its output only when an activation
+//! follows a residual (else the backward pass recomputes what it let
 //! through). Running statistics change after the step, in
 //! [`Tape::update_buffers`](crate::Tape::update_buffers).
 
@@ -121,11 +121,17 @@ impl<'s> Tensor<'s> {
                 options,
             );
 
-            let relu = act == Act::Relu;
             let mut y = st.pool.get(numel);
             let (channels, _) = parts(constants.slice(), c);
             let r = residual_slot.map_or(&[][..], |r| st.value(r));
-            batch_norm::normalise(step.team(), st.value(x), y.slice_mut(), channels, r, relu);
+            batch_norm::normalise(
+                step.team(),
+                st.value(x),
+                y.slice_mut(),
+                channels,
+                r,
+                act.clip(),
+            );
             let out = st.add_output(dims, y, training);
             if training {
                 let constants = st.add_aux(constants)?;
@@ -221,7 +227,7 @@ fn finish_constants<'p>(
 
 impl BatchNorm {
     fn gated_by_output(&self) -> bool {
-        self.act == Act::Relu && self.residual.is_some()
+        self.act != Act::None && self.residual.is_some()
     }
 
     fn one_gradient(
@@ -262,10 +268,11 @@ impl Recorded for BatchNorm {
         let (team, c) = (pass.team, self.channels);
         let x = pass.value(self.x);
         let (channels, inverse) = parts(pass.value(self.constants), c);
-        let gate = match self.act {
-            Act::None => Gate::Open,
-            Act::Relu if self.residual.is_some() => Gate::Output(pass.value(self.out)),
-            Act::Relu => Gate::Relu,
+        let clip = self.act.clip();
+        let gate = if self.gated_by_output() {
+            Gate::Output(pass.value(self.out), clip)
+        } else {
+            Gate::Clip(clip)
         };
         let numel = dy.slice().len();
         let mut work = pass.pool().get(batch_norm::partials_len(numel, c));
@@ -310,7 +317,17 @@ impl Recorded for BatchNorm {
                 pass.give(r, dy);
             }
             None => {
-                batch_norm::gradient(team, x, dy.slice_mut(), b, matches!(gate, Gate::Relu));
+                batch_norm::gradient(
+                    team,
+                    x,
+                    dy.slice_mut(),
+                    b,
+                    if self.gated_by_output() {
+                        Act::None.clip()
+                    } else {
+                        clip
+                    },
+                );
                 pass.give(self.x, dy);
             }
         }

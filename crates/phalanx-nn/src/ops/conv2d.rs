@@ -1,5 +1,5 @@
 //! Two-dimensional convolution: `y = act(conv(x, W) + b)`. Saves its input,
-//! and its output when a ReLU is fused.
+//! and its output when an activation is fused.
 
 use super::Act;
 use crate::kernels::conv::{self, ConvShape};
@@ -136,6 +136,9 @@ impl<'s> Tensor<'s> {
             let (memory, y) = (work.slice_mut(), buf.slice_mut());
             conv::forward(step.team(), &s, st.value(x), w, (b, relu), memory, y);
             st.pool.put(work);
+            if act == Act::Relu6 {
+                elementwise::clip(step.team(), buf.slice_mut(), act.clip());
+            }
             let training = st.training;
             let out = st.add_output(shape, buf, training);
             if training {
@@ -220,15 +223,16 @@ impl Recorded for Conv2d {
         f(Visit::Param(self.weight));
         self.bias.map(Visit::Param).into_iter().for_each(&mut *f);
         f(Visit::Saved(self.x));
-        if self.act == Act::Relu {
+        if self.act != Act::None {
             f(Visit::Saved(self.out));
         }
     }
 
     fn backward(&self, pass: &mut Pass<'_>, mut dy: Buf) -> Result<()> {
         let (team, s) = (pass.team, &self.shape);
-        if self.act == Act::Relu {
-            elementwise::relu_backward(team, pass.value(self.out), dy.slice_mut());
+        if self.act != Act::None {
+            let clip = self.act.clip();
+            elementwise::clip_backward(team, pass.value(self.out), dy.slice_mut(), clip);
         }
         // PyTorch's order within a convolution: weight, then bias; both before
         // the input gradient, so that their reduction can start meanwhile.

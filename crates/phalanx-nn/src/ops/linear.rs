@@ -1,5 +1,5 @@
 //! Products with a parameter: `y = act(x W + b)`. Saves its input, and its
-//! output when a ReLU is fused.
+//! output when an activation is fused.
 
 use super::Act;
 use crate::kernels::Mode;
@@ -123,6 +123,9 @@ impl<'s> Tensor<'s> {
             let wm = sizes.matrix(step.params().get(weight));
             product_team(step.team(), y, xm, wm, Mode::Write);
             finish(y, bias_values.unwrap_or(&[]), act == Act::Relu);
+            if act == Act::Relu6 {
+                elementwise::clip(step.team(), buf.slice_mut(), act.clip());
+            }
             let training = st.training;
             let out = st.add_output(shape, buf, training);
             if training {
@@ -149,7 +152,7 @@ impl Recorded for Linear {
         f(Visit::Param(self.weight));
         self.bias.map(Visit::Param).into_iter().for_each(&mut *f);
         f(Visit::Saved(self.x));
-        if self.act == Act::Relu {
+        if self.act != Act::None {
             f(Visit::Saved(self.out));
         }
     }
@@ -157,8 +160,9 @@ impl Recorded for Linear {
     fn backward(&self, pass: &mut Pass<'_>, mut dy: Buf) -> Result<()> {
         let (team, sizes) = (pass.team, self.sizes);
         let Sizes { inp, out, order } = sizes;
-        if self.act == Act::Relu {
-            elementwise::relu_backward(team, pass.value(self.out), dy.slice_mut());
+        if self.act != Act::None {
+            let clip = self.act.clip();
+            elementwise::clip_backward(team, pass.value(self.out), dy.slice_mut(), clip);
         }
         // PyTorch's order within a linear layer: bias, then weight.
         if let Some(b) = self.bias {

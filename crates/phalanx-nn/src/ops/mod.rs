@@ -17,6 +17,8 @@ pub(crate) mod relu;
 pub(crate) mod reshape;
 pub(crate) mod scale;
 
+use crate::kernels::elementwise::Clip;
+
 pub use avg_pool2d::AvgPool2dOptions;
 pub use batch_norm::{BatchNormOptions, RunningStats};
 pub use conv2d::Conv2dOptions;
@@ -31,4 +33,18 @@ pub enum Act {
     None,
     /// max(0, x); its derivative at 0 is 0.
     Relu,
+    /// min(max(0, x), 6); its derivative at 0 and at 6 is 0.
+    Relu6,
+}
+
+impl Act {
+    /// What it clips to; NaN where there is no bound (comparisons with it are false).
+    pub(crate) fn clip(self) -> Clip {
+        let (low, high) = match self {
+            Act::None => (f32::NAN, f32::NAN),
+            Act::Relu => (0.0, f32::NAN),
+            Act::Relu6 => (0.0, 6.0),
+        };
+        Clip { low, high }
+    }
 }

@@ -141,6 +141,16 @@ impl Scope {
         )
     }
 
+    /// Draws the values of a registered parameter again, as models do that
+    /// start from other numbers than their layers' defaults.
+    pub fn redraw(&mut self, param: ParamId, init: Init) {
+        let mut shared = self.shared.borrow_mut();
+        let r = &mut *shared;
+        if let Some(values) = r.params.values.get_mut(param.index()) {
+            init.fill(&mut r.generator, values);
+        }
+    }
+
     /// Registers a buffer filled with `value`.
     pub fn buffer(&mut self, name: &str, shape: &[usize], value: f32) -> BufferId {
         let (full, values) = self.admit(name, shape, Layout::Same, Init::Constant(value));

@@ -14,6 +14,9 @@ use crate::train;
 /// Arguments of `bench kernels`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct KernelArgs {
+    /// Network whose convolutions are timed
+    #[arg(value_enum, default_value_t = Network::Resnet18)]
+    pub network: Network,
     /// Images in a batch
     #[arg(long, default_value_t = 64, value_name = "N")]
     pub batch: usize,
@@ -28,6 +31,38 @@ pub struct KernelArgs {
     pub json: bool,
 }
 
+/// Networks whose convolutions can be timed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Network {
+    /// The CIFAR ResNet-18 of the distributed-training guide
+    Resnet18,
+    /// torchvision's MobileNetV2 on 32 x 32 images
+    Mobilenetv2,
+}
+
+impl Network {
+    fn key(self) -> &'static str {
+        match self {
+            Network::Resnet18 => "resnet18",
+            Network::Mobilenetv2 => "mobilenetv2",
+        }
+    }
+
+    fn title(self) -> &'static str {
+        match self {
+            Network::Resnet18 => "the CIFAR ResNet-18",
+            Network::Mobilenetv2 => "MobileNetV2",
+        }
+    }
+
+    fn layers(self) -> &'static [Layer] {
+        match self {
+            Network::Resnet18 => &RESNET18,
+            Network::Mobilenetv2 => &MOBILENETV2,
+        }
+    }
+}
+
 /// A convolution of the network, and how often it occurs.
 struct Layer {
     times: usize,
@@ -35,6 +70,20 @@ struct Layer {
     outputs: usize,
     kernel: usize,
     stride: usize,
+    groups: usize,
+}
+
+/// A 3x3 kernel for each channel.
+const fn depthwise(times: usize, size: usize, channels: usize, stride: usize) -> Layer {
+    Layer {
+        groups: channels,
+        ..layer(times, size, channels, channels, 3, stride)
+    }
+}
+
+/// A 1x1 kernel.
+const fn one(times: usize, size: usize, inputs: usize, outputs: usize) -> Layer {
+    layer(times, size, inputs, outputs, 1, 1)
 }
 
 const fn layer(
@@ -51,6 +100,7 @@ const fn layer(
         outputs,
         kernel,
         stride,
+        groups: 1,
     }
 }
 
@@ -69,6 +119,44 @@ const RESNET18: [Layer; 11] = [
     layer(3, 4, 512, 512, 3, 1),
 ];
 
+/// The convolutions of torchvision's MobileNetV2 on 32 x 32 images.
+const MOBILENETV2: [Layer; 33] = [
+    layer(1, 32, 3, 32, 3, 2),
+    depthwise(1, 16, 32, 1),
+    one(1, 16, 32, 16),
+    one(1, 16, 16, 96),
+    depthwise(1, 16, 96, 2),
+    one(1, 8, 96, 24),
+    one(2, 8, 24, 144),
+    depthwise(1, 8, 144, 1),
+    one(1, 8, 144, 24),
+    depthwise(1, 8, 144, 2),
+    one(1, 4, 144, 32),
+    one(3, 4, 32, 192),
+    depthwise(2, 4, 192, 1),
+    one(2, 4, 192, 32),
+    depthwise(1, 4, 192, 2),
+    one(1, 2, 192, 64),
+    one(4, 2, 64, 384),
+    depthwise(4, 2, 384, 1),
+    one(3, 2, 384, 64),
+    one(1, 2, 384, 96),
+    one(3, 2, 96, 576),
+    depthwise(2, 2, 576, 1),
+    one(2, 2, 576, 96),
+    depthwise(1, 2, 576, 2),
+    one(1, 1, 576, 160),
+    one(3, 1, 160, 960),
+    depthwise(3, 1, 960, 1),
+    one(2, 1, 960, 160),
+    one(1, 1, 960, 320),
+    one(1, 1, 320, 1280),
+    // On larger images, where the memory's speed shows.
+    depthwise(0, 56, 144, 1),
+    depthwise(0, 56, 144, 2),
+    depthwise(0, 14, 384, 1),
+];
+
 /// Runs the benchmark and prints.
 ///
 /// # Errors
@@ -80,8 +168,9 @@ pub fn run(args: &KernelArgs) -> Result<()> {
     let peak = fma_peak_gflops(100);
     if !args.json {
         print_line(&format!(
-            "convolutions of the CIFAR ResNet-18, batch {}, {}, fp32; {peak:.0} GFLOP/s is the peak of one core\n\
+            "convolutions of {}, batch {}, {}, fp32; {peak:.0} GFLOP/s is the peak of one core\n\
              GFLOP/s count the plain sum's operations: methods that need fewer can exceed the peak\n{:<22} {:>5} {:>15} {:>9} {:>9} {:>6}",
+            args.network.title(),
             args.batch,
             crate::train::format::plural(args.threads, "thread"),
             "layer",
@@ -93,10 +182,11 @@ pub fn run(args: &KernelArgs) -> Result<()> {
         ))?;
     }
     let mut total_ms = 0.0;
-    for (i, l) in RESNET18.iter().enumerate() {
+    for (i, l) in args.network.layers().iter().enumerate() {
         let options = Conv2dOptions::new(l.kernel)
             .stride(l.stride)
-            .padding(l.kernel / 2);
+            .padding(l.kernel / 2)
+            .groups(l.groups);
         let threads = Threads(args.threads);
         let mut c = Convolution::new(args.batch, l.input, l.outputs, options, threads)?;
         for pass in ConvPass::ALL {
@@ -149,17 +239,18 @@ fn report(
     let ms = best.as_secs_f64() * 1e3;
     if args.json {
         let line = json!({
-            "model": "resnet18", "batch": args.batch, "threads": args.threads, "times": l.times,
-            "size": size, "inputs": inputs, "outputs": l.outputs, "kernel": l.kernel, "stride": l.stride,
+            "model": args.network.key(), "batch": args.batch, "threads": args.threads, "times": l.times,
+            "size": size, "inputs": inputs, "outputs": l.outputs, "kernel": l.kernel, "stride": l.stride, "groups": l.groups,
             "pass": name, "best_ms": ms, "gflops": gflops, "peak_share": share,
         });
         return print_line(&line.to_string());
     }
     let stride = if l.stride == 1 { "" } else { "/2" };
+    let depthwise = if l.groups == 1 { "" } else { " dw" };
     print_line(&format!(
         "{:<22} {:>5} {name:>15} {ms:>6.2} ms {gflops:>9.0} {:>5.0}%",
         format!(
-            "{size}x{size} {inputs}-{} {}x{}{stride}",
+            "{size}x{size} {inputs}-{} {}x{}{stride}{depthwise}",
             l.outputs, l.kernel, l.kernel
         ),
         l.times,

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use phalanx_comm::ReduceOp;
 use phalanx_ddp::{DdpOptions, DistributedDataParallel};
-use phalanx_nn::models::{CifarResNet, MnistCnn};
+use phalanx_nn::models::{CifarResNet, MnistCnn, MobileNetV2};
 use phalanx_nn::optim::Sgd;
 use phalanx_nn::rng::torch::Generator;
 use phalanx_nn::{Scope, Seed, StepKey, Tape, Tensor, Threads};
@@ -23,6 +23,8 @@ pub enum Model {
     Mnist,
     /// The CIFAR ResNet-18 of the distributed-training guide
     Resnet18,
+    /// torchvision's MobileNetV2 on 32 x 32 images
+    Mobilenetv2,
 }
 
 impl Model {
@@ -30,6 +32,7 @@ impl Model {
         match self {
             Model::Mnist => "mnist",
             Model::Resnet18 => "resnet18",
+            Model::Mobilenetv2 => "mobilenetv2",
         }
     }
 
@@ -37,6 +40,7 @@ impl Model {
         match self {
             Model::Mnist => "mnist CNN",
             Model::Resnet18 => "CIFAR ResNet-18",
+            Model::Mobilenetv2 => "MobileNetV2",
         }
     }
 }
@@ -45,6 +49,7 @@ impl Model {
 enum Net {
     Mnist(MnistCnn),
     Resnet18(CifarResNet),
+    Mobilenetv2(MobileNetV2),
 }
 
 impl Net {
@@ -52,6 +57,7 @@ impl Net {
         match model {
             Model::Mnist => Net::Mnist(MnistCnn::new(scope)),
             Model::Resnet18 => Net::Resnet18(CifarResNet::resnet18(scope)),
+            Model::Mobilenetv2 => Net::Mobilenetv2(MobileNetV2::new(scope, 10)),
         }
     }
 
@@ -60,6 +66,7 @@ impl Net {
         match self {
             Net::Mnist(net) => net.forward(x)?.nll_loss(labels, divisor),
             Net::Resnet18(net) => net.forward(x)?.cross_entropy(labels, divisor),
+            Net::Mobilenetv2(net) => net.forward(x)?.cross_entropy(labels, divisor),
         }
     }
 }
@@ -157,7 +164,7 @@ fn noise(ctx: &RankContext, batch: usize) -> Batches {
 pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
     let batches = match args.recipe {
         Model::Mnist => digits(ctx, args.batch)?,
-        Model::Resnet18 => noise(ctx, args.batch),
+        Model::Resnet18 | Model::Mobilenetv2 => noise(ctx, args.batch),
     };
     let [h, w, c] = batches.image;
 

@@ -4,15 +4,19 @@
 //! of a timing: another method means other bits.
 //!
 //! * `winograd`: 3x3 at stride 1 with 32 channels and more, in sixteens.
+//! * `depthwise`: a kernel for each channel.
 //! * `direct`: other kernels and strides with channels in sixteens, through
 //!   tables of pixel pointers.
+//! * `pointwise`: 1x1 at stride 1 with other channels: one product.
 //! * `unit`: odd channels at stride 1, no dilation, no groups: products straight over the
 //!   image, whose overlapping windows are rows of a matrix with a short stride.
 //! * `gather`: everything else: windows copied into a block that fits the L2
 //!   cache, then one product.
 
+mod depthwise;
 mod direct;
 mod gather;
+mod pointwise;
 mod shape;
 mod unit;
 mod winograd;
@@ -28,7 +32,9 @@ use crate::par::{Disjoint, Team, scratch};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Method {
     Winograd,
+    Depthwise,
     Direct,
+    Pointwise,
     Unit,
     Gather,
 }
@@ -41,8 +47,12 @@ impl Method {
         let plain = s.stride == [1, 1] && s.dilation == [1, 1] && s.groups == 1;
         if winograd::fits(s) {
             Method::Winograd
+        } else if depthwise::fits(s) {
+            Method::Depthwise
         } else if direct::fits(s) {
             Method::Direct
+        } else if pointwise::fits(s) {
+            Method::Pointwise
         } else if plain && s.kernel[1] * s.inp >= MIN_WINDOW_ROW {
             Method::Unit
         } else {
@@ -68,6 +78,12 @@ pub(crate) fn forward(
     }
     if method == Method::Direct {
         return direct::forward(team, s, x, w, (bias, relu), work, y);
+    }
+    if method == Method::Depthwise {
+        return depthwise::forward(team, s, x, w, (bias, relu), y, Mode::Write);
+    }
+    if method == Method::Pointwise {
+        return pointwise::forward(team, s, x, w, (bias, relu), y);
     }
     let out = Disjoint::new(y);
     team.run(s.images, |i| {
@@ -133,7 +149,18 @@ pub(crate) fn weight_gradient(
     team.split(parts, len, |at, dw| {
         let chunk = at / len;
         let images = (chunk * per).min(s.images)..((chunk + 1) * per).min(s.images);
-        dw.fill(0.0);
+        match method {
+            Method::Depthwise | Method::Pointwise => {
+                let x = &x[images.start * il..images.end * il];
+                let dy = &dy[images.start * ol..images.end * ol];
+                return if method == Method::Depthwise {
+                    depthwise::weight_gradient(s, x, dy, dw)
+                } else {
+                    pointwise::weight_gradient(s, x, dy, dw)
+                };
+            }
+            _ => dw.fill(0.0),
+        }
         for i in images {
             let (x, dy) = (&x[i * il..(i + 1) * il], &dy[i * ol..(i + 1) * ol]);
             match method {
@@ -183,7 +210,13 @@ pub(crate) fn input_gradient(
     if method == Method::Direct {
         return direct::input_gradient(team, s, w, dy, work, dx, mode);
     }
+    if method == Method::Pointwise {
+        return pointwise::input_gradient(team, s, w, dy, dx, mode);
+    }
     let turned = &mut work[..s.weight_len()];
+    if method == Method::Depthwise {
+        return depthwise::input_gradient(team, s, w, dy, turned, dx, mode);
+    }
     match method {
         Method::Unit => unit::turn(s, w, turned),
         _ => gather::turn(s, w, turned),

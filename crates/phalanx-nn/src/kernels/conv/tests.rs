@@ -63,6 +63,17 @@ fn shapes() -> Vec<ConvShape> {
         shape([9, 10], 16, 16, [3, 2], [3, 1], [0, 2], [2, 3], 1),
         shape([3, 2], 16, 16, [2, 2], [4, 5], [2, 3], one, 1),
         shape([12, 11], 16, 16, [7, 7], [2, 2], [3, 3], one, 1),
+        // A kernel for each channel, and 1x1 with channels that are no sixteens.
+        shape([9, 8], 32, 32, [3, 3], one, one, one, 32),
+        shape([8, 9], 96, 96, [3, 3], [2, 2], one, one, 96),
+        shape([2, 2], 16, 16, [3, 3], one, one, one, 16),
+        shape([1, 1], 16, 16, [3, 3], one, one, one, 16),
+        shape([9, 11], 16, 16, [3, 3], [1, 2], [2, 0], [2, 3], 16),
+        shape([9, 11], 21, 21, [5, 4], [2, 3], [2, 1], one, 21),
+        shape([6, 5], 80, 80, [5, 5], one, [2, 2], one, 80),
+        shape([3, 4], 16, 16, [3, 3], one, [5, 4], one, 16),
+        shape([2, 9], 16, 16, [1, 3], [3, 2], [1, 0], one, 16),
+        shape([5, 6], 24, 40, [1, 1], one, [0, 0], one, 1),
     ]
 }
 
@@ -175,7 +186,7 @@ fn threads_and_vectors_do_not_change_a_bit() {
     for s in shapes() {
         let c = case(&s);
         let one = run(&s, &c, 1);
-        if Method::of(&s) == Method::Direct {
+        if matches!(Method::of(&s), Method::Direct | Method::Depthwise) {
             on_each_isa(|isa| assert_eq!(one, run(&s, &c, 1), "{s:?} {isa:?}"));
         }
         assert_eq!(one, run(&s, &c, 2), "{s:?}");
@@ -187,7 +198,8 @@ fn threads_and_vectors_do_not_change_a_bit() {
 fn both_methods_are_used_and_no_images_are_fine() {
     let methods: Vec<Method> = shapes().iter().map(Method::of).collect();
     assert!(methods.contains(&Method::Unit) && methods.contains(&Method::Gather));
-    assert!(methods.contains(&Method::Direct));
+    assert!(methods.contains(&Method::Direct) && methods.contains(&Method::Depthwise));
+    assert!(methods.contains(&Method::Pointwise));
     for mut s in shapes() {
         s.images = 0;
         let [y, dw, db, dx] = run(&s, &case(&s), 2);

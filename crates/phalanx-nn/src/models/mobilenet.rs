@@ -1,0 +1,190 @@
+//! MobileNetV2 (Sandler et al. 2018) as torchvision builds it, under its names
+//! (`features.1.conv.0.0.weight`, `classifier.1.bias`).
+
+use crate::layers::{Act, BatchNorm, Conv2d, Conv2dOptions, Dropout, Linear};
+use crate::param::{Init, Scope};
+use crate::{Result, Tensor};
+
+/// Expansion, outputs, repetitions and first stride of each stage.
+const STAGES: [[usize; 4]; 7] = [
+    [1, 16, 1, 1],
+    [6, 24, 2, 2],
+    [6, 32, 3, 2],
+    [6, 64, 4, 2],
+    [6, 96, 3, 1],
+    [6, 160, 3, 2],
+    [6, 320, 1, 1],
+];
+/// Channels of the first and of the last convolution.
+const STEM: usize = 32;
+const LAST: usize = 1280;
+
+/// A bias-free convolution and its normalisation.
+#[derive(Clone, Copy, Debug)]
+struct ConvNorm {
+    conv: Conv2d,
+    norm: BatchNorm,
+    /// Outputs times kernel taps: torchvision's fan-out.
+    fan_out: usize,
+}
+
+impl ConvNorm {
+    fn new(
+        scope: &mut Scope,
+        [conv, norm]: [&str; 2],
+        [inputs, outputs, kernel]: [usize; 3],
+        options: Conv2dOptions,
+    ) -> Self {
+        ConvNorm {
+            conv: Conv2d::new(scope.enter(conv), inputs, outputs, options.no_bias()),
+            norm: BatchNorm::new(scope.enter(norm), outputs),
+            fan_out: outputs * kernel * kernel,
+        }
+    }
+
+    fn one(scope: &mut Scope, names: [&str; 2], inputs: usize, outputs: usize) -> Self {
+        Self::new(scope, names, [inputs, outputs, 1], Conv2dOptions::new(1))
+    }
+
+    fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+        self.norm.forward_act(self.conv.forward(x)?, Act::Relu6)
+    }
+}
+
+/// An inverted residual: 1x1 up, depthwise 3x3, 1x1 down, and around them where
+/// sizes allow.
+#[derive(Clone, Debug)]
+struct Block {
+    /// Followed by ReLU6 each.
+    path: Vec<ConvNorm>,
+    end: ConvNorm,
+    residual: bool,
+}
+
+impl Block {
+    fn new(scope: Scope, [inputs, outputs, expansion, stride]: [usize; 4]) -> Self {
+        let mut scope = scope;
+        let mut scope = scope.enter("conv");
+        let inner = inputs * expansion;
+        let mut path = Vec::new();
+        if expansion != 1 {
+            path.push(ConvNorm::one(
+                &mut scope.enter("0"),
+                ["0", "1"],
+                inputs,
+                inner,
+            ));
+        }
+        let depthwise = Conv2dOptions::new(3)
+            .stride(stride)
+            .padding(1)
+            .groups(inner);
+        let at = path.len();
+        path.push(ConvNorm::new(
+            &mut scope.enter(&at.to_string()),
+            ["0", "1"],
+            [inner, inner, 3],
+            depthwise,
+        ));
+        let names = [(at + 1).to_string(), (at + 2).to_string()];
+        Block {
+            path,
+            end: ConvNorm::one(&mut scope, [&names[0], &names[1]], inner, outputs),
+            residual: stride == 1 && inputs == outputs,
+        }
+    }
+
+    fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+        let around = self.residual.then(|| x.share());
+        let mut x = x;
+        for layer in &self.path {
+            x = layer.forward(x)?;
+        }
+        let x = self.end.conv.forward(x)?;
+        match around {
+            Some(around) => self.end.norm.forward_residual(x, around, Act::None),
+            None => self.end.norm.forward(x),
+        }
+    }
+}
+
+/// torchvision's `mobilenet_v2`: 158 tensors, 2,236,682 parameters for ten
+/// classes; images are halved five times, so 32 x 32 ones end as one pixel.
+#[derive(Clone, Debug)]
+pub struct MobileNetV2 {
+    stem: ConvNorm,
+    blocks: Vec<Block>,
+    last: ConvNorm,
+    dropout: Dropout,
+    head: Linear,
+}
+
+impl MobileNetV2 {
+    /// Width 1, dropout 0.2 before the classifier, torchvision's initial
+    /// weights (its draws in its order; normal ones agree to 2e-6).
+    pub fn new(scope: &mut Scope, classes: usize) -> Self {
+        let mut features = scope.enter("features");
+        let options = Conv2dOptions::new(3).stride(2).padding(1);
+        let stem = ConvNorm::new(&mut features.enter("0"), ["0", "1"], [3, STEM, 3], options);
+        let (mut width, mut blocks) = (STEM, Vec::new());
+        for [expansion, outputs, times, first] in STAGES {
+            for i in 0..times {
+                let stride = if i == 0 { first } else { 1 };
+                let name = (blocks.len() + 1).to_string();
+                let sizes = [width, outputs, expansion, stride];
+                blocks.push(Block::new(features.enter(&name), sizes));
+                width = outputs;
+            }
+        }
+        let name = (blocks.len() + 1).to_string();
+        let last = ConvNorm::one(&mut features.enter(&name), ["0", "1"], width, LAST);
+        let head = Linear::new(scope.enter("classifier").enter("1"), LAST, classes);
+        let net = MobileNetV2 {
+            stem,
+            blocks,
+            last,
+            dropout: Dropout::new(0.2),
+            head,
+        };
+        net.draw(scope);
+        net
+    }
+
+    /// Sets the share of features that are dropped before the classifier.
+    #[must_use]
+    pub fn dropout(mut self, p: f64) -> Self {
+        self.dropout = Dropout::new(p);
+        self
+    }
+
+    /// torchvision draws all weights again, in the order of its modules:
+    /// Kaiming-normal by fan-out, and 0.01 for the classifier.
+    fn draw(&self, scope: &mut Scope) {
+        let inner = self
+            .blocks
+            .iter()
+            .flat_map(|b| b.path.iter().chain([&b.end]));
+        for layer in [&self.stem].into_iter().chain(inner).chain([&self.last]) {
+            let std = 2f64.sqrt() / (layer.fan_out as f64).sqrt();
+            scope.redraw(layer.conv.weight, Init::Normal { mean: 0.0, std });
+        }
+        let std = 0.01;
+        scope.redraw(self.head.weight, Init::Normal { mean: 0.0, std });
+        if let Some(bias) = self.head.bias {
+            scope.redraw(bias, Init::Constant(0.0));
+        }
+    }
+
+    /// Images (N, H, W, 3) to logits (N, classes).
+    ///
+    /// # Errors
+    /// `Usage` for other shapes.
+    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+        let mut x = self.stem.forward(x)?;
+        for block in &self.blocks {
+            x = block.forward(x)?;
+        }
+        let x = self.last.forward(x)?.global_avg_pool()?;
+        self.head.forward(self.dropout.forward(x)?)
+    }
+}
