@@ -7,6 +7,8 @@ use crate::bucket::{BucketCaps, BucketPlan};
 use crate::error::{Error, Result};
 use crate::fingerprint::Fingerprint;
 use crate::reducer::{ParamSpec, Reducer, ReducerOptions};
+use crate::route::{Routes, Selection};
+use crate::step::{self, Average, GlobalBatch, GlobalStep, Uneven};
 use crate::trace::StepTimes;
 use crate::vote::Commit;
 
@@ -18,9 +20,63 @@ pub struct DdpOptions {
     pub caps: Option<BucketCaps>,
     /// Keep the first layout instead of rebuilding it in observed order.
     pub keep_layout: bool,
+    /// What the mean of gradients is taken over, in steps that
+    /// [`begin`](DistributedDataParallel::begin) starts.
+    pub average: Average,
+    /// Whether a rank may have no data while another has.
+    pub uneven: Uneven,
+    /// What becomes of parameters that a loss does not depend on.
+    pub unused: Unused,
+    /// When buffers (running statistics) are made equal over the ranks.
+    pub buffers: Buffers,
+    /// Parameters by name that each rank trains for itself: their gradients
+    /// are not averaged, and rank 0's values are not broadcast.
+    pub ignored: Vec<String>,
+    /// Parameters by name that are not trained: they are in no bucket, and
+    /// optimizers leave them alone.
+    pub frozen: Vec<String>,
     /// Further facts that must be equal on all ranks (hyperparameters, data
     /// set): compared with the model at construction.
     pub must_agree: Vec<String>,
+}
+
+/// What becomes of parameters that a rank's loss does not depend on.
+///
+/// Finding them costs nothing: the tape knows them, and one lane a parameter
+/// behind the last bucket counts the ranks that used it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Unused {
+    /// A rank that does not use one gives zeros; one that no rank uses has no
+    /// gradient, and optimizers leave it alone (PyTorch:
+    /// `find_unused_parameters=True`).
+    #[default]
+    Allow,
+    /// An error naming them (PyTorch's default, which does not name them).
+    Refuse,
+    /// Allowed, but the same ones in every step; an error names the first
+    /// that changes (PyTorch: `static_graph=True`).
+    SameEveryStep,
+}
+
+/// When and how buffers are made equal over the ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Buffers {
+    /// Never: each rank keeps its own.
+    #[default]
+    Never,
+    /// All take rank 0's (PyTorch: `broadcast_buffers=True`).
+    RankZero(Every),
+    /// All take the mean.
+    Mean(Every),
+}
+
+/// How often buffers are made equal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Every {
+    /// In [`DistributedDataParallel::sync_buffers`], called once a step.
+    Step,
+    /// In [`DistributedDataParallel::end_epoch`] only.
+    Epoch,
 }
 
 /// Keeps one model per rank in step: equal parameters at the start, averaged
@@ -50,8 +106,15 @@ pub struct DdpOptions {
 /// }
 /// # Ok(()) }
 /// ```
+///
+/// [`begin`](Self::begin) starts steps of several micro-batches, of uneven ranks, and
+/// of ranks that have run out of data.
 pub struct DistributedDataParallel {
     reducer: Reducer,
+    routes: Routes,
+    average: Average,
+    uneven: Uneven,
+    buffers: Buffers,
 }
 
 impl DistributedDataParallel {
@@ -69,6 +132,7 @@ impl DistributedDataParallel {
         params: &mut Params,
         options: DdpOptions,
     ) -> Result<DistributedDataParallel> {
+        let routes = Routes::new(params, &options.ignored, &options.frozen, options.unused)?;
         // First of all: whether the ranks agree on anything that follows.
         fingerprint(&group, params, &options).compare(&group)?;
         let caps = match options.caps {
@@ -81,22 +145,123 @@ impl DistributedDataParallel {
         };
         if group.world_size() > 1 {
             let failed = |e| Error::comm_while("rank 0's parameters could not be broadcast", e);
+            let own = routes.ignored_values(params);
             group.broadcast(params.flat_mut(), 0).map_err(failed)?;
+            routes.restore_ignored(params, own);
             group
                 .broadcast(params.buffers_flat_mut(), 0)
                 .map_err(failed)?;
         }
         let specs = params
-            .infos()
-            .iter()
-            .map(|info| ParamSpec {
+            .ids()
+            .zip(params.infos())
+            .filter(|(id, _)| matches!(routes.of(*id), Selection::Reduced(_)))
+            .map(|(_, info)| ParamSpec {
                 name: info.name.clone(),
                 len: info.len,
             })
             .collect();
         Ok(DistributedDataParallel {
             reducer: Reducer::new(group, specs, reducer_options),
+            routes,
+            average: options.average,
+            uneven: options.uneven,
+            buffers: options.buffers,
         })
+    }
+
+    /// Starts a step in which this rank has one micro-batch of each of `sizes`
+    /// samples (or tokens). None means that it has run out of data; it takes
+    /// part with zeros until [`GlobalStep::is_over`] says that all have.
+    ///
+    /// ```no_run
+    /// # fn f(ddp: &mut phalanx_ddp::DistributedDataParallel, backward: impl Fn(usize, &mut dyn phalanx_nn::GradSink)) -> phalanx_ddp::Result<()> {
+    /// let mut step = ddp.begin(&[64, 64, 17])?;
+    /// for i in 0..3 {
+    ///     backward(i, step.micro_batch()?);
+    /// }
+    /// let commit = step.finish()?;
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// *Blocks* until all ranks of the group begin it, to compare sizes;
+    /// [`begin_known`](Self::begin_known) does not.
+    ///
+    /// # Errors
+    ///
+    /// `Mismatch` naming a rank without data under [`Uneven::Refuse`]; `Usage`
+    /// while a step is in progress; `Comm` when a peer is lost or late.
+    pub fn begin(&mut self, sizes: &[usize]) -> Result<GlobalStep<'_>> {
+        let global = step::exchange(self.reducer.group(), sizes, self.uneven)?;
+        self.begin_known(sizes, global)
+    }
+
+    /// [`begin`](Self::begin) without communication, for callers that know
+    /// the sizes over all ranks, as [`GlobalBatch`] must say on each alike.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` while a step is in progress, or after one failed.
+    pub fn begin_known(&mut self, sizes: &[usize], global: GlobalBatch) -> Result<GlobalStep<'_>> {
+        let world = self.reducer.group().world_size();
+        let (weights, scale) = step::weigh(self.average, sizes, global, world);
+        if global.samples > 0 {
+            self.reducer.plan_step(&weights, scale)?;
+            self.routes.plan_step(&weights);
+        }
+        Ok(GlobalStep {
+            ddp: self,
+            micro_batches: sizes.len(),
+            given: 0,
+            global,
+        })
+    }
+
+    pub(crate) fn reducer_mut(&mut self) -> &mut Reducer {
+        &mut self.reducer
+    }
+
+    pub(crate) fn next_micro_batch(&mut self, index: usize) {
+        self.routes.start_micro_batch(index);
+    }
+
+    /// Makes buffers equal, if that is to be done every step. Call it after
+    /// [`Tape::update_buffers`](phalanx_nn::Tape::update_buffers).
+    ///
+    /// *Blocks* until all ranks call it, if there is anything to do.
+    ///
+    /// # Errors
+    ///
+    /// `Comm` when a peer is lost or late.
+    pub fn sync_buffers(&self, params: &mut Params) -> Result<()> {
+        self.equal_buffers(params, Every::Step)
+    }
+
+    /// Makes buffers equal, if that is to be done at all, also when it is
+    /// done every step.
+    ///
+    /// *Blocks* until all ranks call it, if there is anything to do.
+    ///
+    /// # Errors
+    ///
+    /// `Comm` when a peer is lost or late.
+    pub fn end_epoch(&self, params: &mut Params) -> Result<()> {
+        self.equal_buffers(params, Every::Epoch)
+    }
+
+    fn equal_buffers(&self, params: &mut Params, now: Every) -> Result<()> {
+        let due = |every| every == Every::Step || now == Every::Epoch;
+        let group = self.reducer.group();
+        if group.world_size() == 1 || params.buffers_flat().is_empty() {
+            return Ok(());
+        }
+        let values = params.buffers_flat_mut();
+        let done = match self.buffers {
+            Buffers::RankZero(every) if due(every) => group.broadcast(values, 0),
+            Buffers::Mean(every) if due(every) => group.all_reduce(values, ReduceOp::Mean),
+            _ => return Ok(()),
+        };
+        done.map_err(|e| Error::comm_while("buffers could not be made equal", e))
     }
 
     /// Waits until all gradients of this step are averaged, and says whether
@@ -106,7 +271,13 @@ impl DistributedDataParallel {
     ///
     /// As [`Reducer::finish`].
     pub fn finish(&mut self) -> Result<Commit> {
-        self.reducer.finish()
+        if let Err(error) = self.routes.check_unused(self.reducer.group().rank()) {
+            self.reducer.group().abort(&error.to_string());
+            return Err(error);
+        }
+        let commit = self.reducer.finish()?;
+        self.routes.finish();
+        Ok(commit)
     }
 
     /// Votes against the step that runs ([`Reducer::veto`]).
@@ -137,20 +308,56 @@ impl DistributedDataParallel {
 
 impl GradSink for DistributedDataParallel {
     fn slot(&mut self, param: ParamId) -> &mut [f32] {
-        self.reducer.slot(param.index())
+        match self.routes.of(param) {
+            Selection::Reduced(index) => self.reducer.slot(index),
+            _ => self.routes.slot(param),
+        }
     }
 
     fn ready(
         &mut self,
         param: ParamId,
     ) -> std::result::Result<(), Box<dyn std::error::Error + Send + Sync>> {
-        Ok(self.reducer.ready(param.index())?)
+        self.routes.used(param);
+        match self.routes.of(param) {
+            Selection::Reduced(index) => Ok(self.reducer.ready(index)?),
+            Selection::Unknown => Err(self.routes.unknown(param).into()),
+            _ => {
+                self.routes.ready(param);
+                Ok(())
+            }
+        }
+    }
+
+    fn unused(
+        &mut self,
+        param: ParamId,
+    ) -> std::result::Result<(), Box<dyn std::error::Error + Send + Sync>> {
+        match self.routes.of(param) {
+            Selection::Reduced(index) => Ok(self.reducer.unused(index)?),
+            Selection::Unknown => Err(self.routes.unknown(param).into()),
+            _ => {
+                self.routes.slot(param).fill(0.0);
+                self.routes.ready(param);
+                Ok(())
+            }
+        }
     }
 }
 
 impl GradView for DistributedDataParallel {
     fn grad(&self, param: ParamId) -> &[f32] {
-        self.reducer.grad(param.index())
+        match self.routes.of(param) {
+            Selection::Reduced(index) => self.reducer.grad(index),
+            _ => self.routes.grad(param),
+        }
+    }
+
+    fn untouched(&self, param: ParamId) -> bool {
+        match self.routes.of(param) {
+            Selection::Reduced(index) => self.reducer.is_untouched(index),
+            _ => self.routes.untouched(param),
+        }
     }
 }
 
@@ -181,6 +388,12 @@ fn fingerprint(group: &ProcessGroup, params: &Params, options: &DdpOptions) -> F
         None => "buckets sized by where the ranks are".to_owned(),
     });
     print.line(format!("buckets rebuilt: {}", !options.keep_layout));
+    print.line(format!("gradients averaged over {:?}", options.average));
+    print.line(format!("uneven data: {:?}", options.uneven));
+    print.line(format!("unused parameters: {:?}", options.unused));
+    print.line(format!("buffers made equal: {:?}", options.buffers));
+    print.line(format!("parameters ignored: {:?}", options.ignored));
+    print.line(format!("parameters frozen: {:?}", options.frozen));
     for fact in &options.must_agree {
         print.line(fact.as_str());
     }

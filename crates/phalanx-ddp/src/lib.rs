@@ -19,10 +19,16 @@
 //! so training on P ranks equals accumulating P micro-batches in one process,
 //! bit for bit, and `tests/accumulation.rs` proves it.
 //!
+//! # Steps
+//!
+//! `backward(&mut ddp)` and `finish` are a step of one micro-batch, averaged
+//! plainly over ranks. [`DistributedDataParallel::begin`] starts one of
+//! several, weighted by samples (`step.rs` has the rule).
+//!
 //! # Blocking
 //!
 //! Producing gradients never blocks on a peer; [`Reducer::finish`] and the
-//! construction of [`DistributedDataParallel`] do, each under the process group's
+//! construction of [`DistributedDataParallel`] and `begin` do, each under the process group's
 //! deadlines.
 #![forbid(unsafe_code)]
 
@@ -32,16 +38,19 @@ mod equal;
 mod error;
 mod fingerprint;
 mod reducer;
+mod route;
 mod state;
+mod step;
 mod trace;
 mod vote;
 
 pub use bucket::{BucketCaps, BucketPlan};
-pub use ddp::{DdpOptions, DistributedDataParallel};
+pub use ddp::{Buffers, DdpOptions, DistributedDataParallel, Every, Unused};
 pub use equal::verify_equal;
 pub use error::{Error, ErrorKind, Result};
 pub use fingerprint::Fingerprint;
 pub use reducer::{ParamSpec, Reducer, ReducerOptions};
 pub use state::agree_on_state;
+pub use step::{Average, GlobalBatch, GlobalStep, Uneven};
 pub use trace::{BucketTimes, StepTimes};
 pub use vote::{Commit, Veto};

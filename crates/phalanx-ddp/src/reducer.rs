@@ -12,7 +12,14 @@
 //! first, so that all ranks issue the same sequence of collectives.
 //!
 //! Behind the gradients of the last bucket ride the ranks' votes on the step
-//! (`vote.rs`).
+//! (`vote.rs`), and one lane a parameter that counts the ranks that used it.
+//!
+//! # Micro-batches
+//!
+//! A step of several micro-batches is declared before its first gradient
+//! ([`Reducer::plan_step`]). The first writes into the buckets; each later
+//! one is finished in memory of its own and then added, so its bits do not
+//! depend on what was there before. Buckets are launched in the last.
 //!
 //! After the first backward the buckets are laid out again in the order in
 //! which rank 0's gradients became ready (once; PyTorch's rule).
@@ -66,6 +73,30 @@ enum Memory {
     Lost,
 }
 
+/// How the gradient of one step comes about.
+struct Micro {
+    /// Factor of each micro-batch's gradient; 0 drops it.
+    weights: Vec<f32>,
+    /// Factor of the mean over ranks.
+    scale: f32,
+    /// Which one runs.
+    index: usize,
+}
+
+impl Micro {
+    fn single() -> Micro {
+        Micro {
+            weights: vec![1.0],
+            scale: 1.0,
+            index: 0,
+        }
+    }
+
+    fn is_last(&self) -> bool {
+        self.index + 1 >= self.weights.len()
+    }
+}
+
 /// Gradient buckets of one model on one rank.
 pub struct Reducer {
     group: ProcessGroup,
@@ -87,6 +118,15 @@ pub struct Reducer {
     /// Where a gradient goes that should not come at all (see `slot`).
     spill: Vec<f32>,
     failed: bool,
+    /// The step that runs, or that the next gradient begins.
+    micro: Micro,
+    /// Where micro-batches after the first are finished; parameter after parameter.
+    scratch: Vec<f32>,
+    scratch_at: Vec<usize>,
+    /// Parameters that some micro-batch of this step used on this rank.
+    used: Vec<bool>,
+    /// Parameters that no rank used in the last finished step.
+    untouched: Vec<bool>,
     /// This rank's vote on the step that runs.
     ballot: Ballot,
     /// Whether the gradients of the last step may be read.
@@ -107,6 +147,11 @@ impl Reducer {
         let mut reducer = Reducer {
             group,
             ready: vec![false; params.len()],
+            micro: Micro::single(),
+            scratch: Vec::new(),
+            scratch_at: starts(&lens),
+            used: vec![false; params.len()],
+            untouched: vec![false; params.len()],
             order: Vec::with_capacity(params.len()),
             params,
             options,
@@ -141,7 +186,7 @@ impl Reducer {
         self.memory = (0..buckets.len())
             .map(|b| {
                 let votes = if b + 1 == buckets.len() {
-                    self.group.world_size()
+                    self.group.world_size() + self.params.len()
                 } else {
                     0
                 };
@@ -191,6 +236,10 @@ impl Reducer {
             return &mut [];
         }
         let (bucket, range) = self.plan.place(param);
+        if self.micro.index > 0 {
+            let at = self.scratch_at[param];
+            return &mut self.scratch[at..at + range.len()];
+        }
         // A gradient that arrives after its bucket was launched must not touch
         // it. `ready` will refuse it by name; until then it goes aside.
         if let Memory::Filling(memory) = &mut self.memory[bucket] {
@@ -223,19 +272,129 @@ impl Reducer {
                 self.params[param].name
             )));
         }
+        self.used[param] = true;
+        self.take_gradient(param);
+        Ok(())
+    }
+
+    /// Says that this rank's loss does not depend on `param`: its part of the
+    /// gradient is zero. When all ranks say so, the mean is not zero but
+    /// absent ([`is_untouched`](Self::is_untouched)). Otherwise as [`ready`](Self::ready).
+    ///
+    /// # Errors
+    ///
+    /// As [`ready`](Self::ready).
+    pub fn unused(&mut self, param: usize) -> Result<()> {
+        self.begin();
+        if param < self.params.len() {
+            self.slot(param).fill(0.0);
+        }
+        let used = self.used.get(param).copied().unwrap_or_default();
+        self.ready(param)?;
+        self.used[param] = used;
+        Ok(())
+    }
+
+    /// Weighs a finished gradient, adds it to those of earlier micro-batches,
+    /// and launches what is complete by it.
+    fn take_gradient(&mut self, param: usize) {
         let (bucket, range) = self.plan.place(param);
-        if let Memory::Filling(memory) = &self.memory[bucket]
-            && !vote::all_finite(&memory[range])
-        {
-            self.ballot.not_finite(param);
+        let weight = self.micro.weights.get(self.micro.index).copied();
+        if let Memory::Filling(memory) = &mut self.memory[bucket] {
+            let sum = &mut memory[range.clone()];
+            let at = self.scratch_at[param];
+            let later = self.micro.index > 0;
+            let new = if later {
+                &mut self.scratch[at..at + range.len()]
+            } else {
+                &mut *sum
+            };
+            match weight {
+                // No sample, so no gradient, whatever the mean over none came to.
+                Some(0.0) => new.fill(0.0),
+                Some(weight) if weight != 1.0 => new.iter_mut().for_each(|g| *g *= weight),
+                _ => {}
+            }
+            if !vote::all_finite(new) {
+                self.ballot.not_finite(param);
+            }
+            if later {
+                let new = &self.scratch[at..at + range.len()];
+                sum.iter_mut().zip(new).for_each(|(s, g)| *s += g);
+            }
         }
         self.order.push(param);
+        if !self.micro.is_last() {
+            return;
+        }
         self.missing[bucket] -= 1;
+        self.launch_full();
+    }
+
+    fn launch_full(&mut self) {
         while self.missing.get(self.next_launch) == Some(&0) {
             self.launch(self.next_launch);
             self.next_launch += 1;
         }
+    }
+
+    /// Declares the next step: one micro-batch for each of `weights`, whose
+    /// gradients are multiplied by them and added in order; the mean of that
+    /// over the ranks is multiplied by `scale`. A weight of 0 drops the
+    /// gradient; no weight at all means that this rank has no data, and takes
+    /// part with zeros. Without this call a step is one micro-batch of weight
+    /// 1. `scale` must be the same on all ranks.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when the backward of a step has begun already.
+    pub fn plan_step(&mut self, weights: &[f32], scale: f32) -> Result<()> {
+        self.check_usable()?;
+        if self.in_backward {
+            return Err(Error::usage(
+                "micro-batches must be declared before the first backward of a step; this one has begun",
+            ));
+        }
+        if weights.len() > 1 {
+            let elems = self.params.iter().map(|p| p.len).sum();
+            self.scratch.resize(elems, 0.0);
+        }
+        self.micro = Micro {
+            weights: weights.to_vec(),
+            scale,
+            index: 0,
+        };
         Ok(())
+    }
+
+    /// Goes on to the next micro-batch of the step.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when there is none, or naming the parameters that the one
+    /// before gave no gradient for.
+    pub fn next_micro_batch(&mut self) -> Result<()> {
+        self.check_usable()?;
+        if self.micro.is_last() {
+            return Err(Error::usage(format!(
+                "the step was declared with {} micro-batches and all of them have run",
+                self.micro.weights.len()
+            )));
+        }
+        if self.order.len() < self.params.len() {
+            return Err(self.fail(self.no_gradient_error()));
+        }
+        self.micro.index += 1;
+        self.ready.fill(false);
+        self.order.clear();
+        Ok(())
+    }
+
+    /// Makes the reducer unusable and lets the other ranks know.
+    fn fail(&mut self, error: Error) -> Error {
+        self.failed = true;
+        self.group.abort(&error.to_string());
+        error
     }
 
     fn check_usable(&self) -> Result<()> {
@@ -259,8 +418,12 @@ impl Reducer {
         };
         if bucket + 1 == self.memory.len() {
             // Launched last: all gradients are final and have been looked at.
-            let votes = &mut memory[self.plan.bucket_elems(bucket)..];
+            let tail = &mut memory[self.plan.bucket_elems(bucket)..];
+            let (votes, used) = tail.split_at_mut(self.group.world_size());
             self.ballot.cast(votes, self.group.rank());
+            for (lane, &used) in used.iter_mut().zip(&self.used) {
+                *lane = f32::from(u8::from(used));
+            }
         }
         self.memory[bucket] = if self.group.world_size() == 1 {
             Memory::Reduced(memory)
@@ -301,11 +464,16 @@ impl Reducer {
         let ended = Instant::now();
         self.times.backward_ended = Some(ended);
         self.group.set_phase("averaging gradients");
-        if self.order.len() < self.params.len() {
-            self.failed = true;
-            let error = self.no_gradient_error();
-            self.group.abort(&error.to_string());
-            return Err(error);
+        if self.micro.weights.is_empty() {
+            self.launch_zeros();
+        } else if !self.micro.is_last() {
+            let (done, of) = (self.micro.index + 1, self.micro.weights.len());
+            return Err(self.fail(Error::usage(format!(
+                "the step was declared with {of} micro-batches, but on rank {} it ended after {done}",
+                self.group.rank()
+            ))));
+        } else if self.order.len() < self.params.len() {
+            return Err(self.fail(self.no_gradient_error()));
         }
         for bucket in 0..self.memory.len() {
             self.collect(bucket)?;
@@ -316,19 +484,48 @@ impl Reducer {
         }
         self.in_backward = false;
         let commit = self.count_votes();
+        let micro = std::mem::replace(&mut self.micro, Micro::single());
+        if commit.is_yes() && micro.scale != 1.0 {
+            self.multiply(micro.scale);
+        }
         self.committed = commit.is_yes();
         self.skipped += u64::from(!self.committed);
         Ok(commit)
     }
 
-    fn count_votes(&self) -> Commit {
+    fn count_votes(&mut self) -> Commit {
         let Some(Memory::Reduced(last)) = self.memory.last() else {
             return Commit::Yes; // there are no parameters
         };
-        let votes = &last[self.plan.bucket_elems(self.memory.len() - 1)..];
+        let tail = &last[self.plan.bucket_elems(self.memory.len() - 1)..];
+        let (votes, used) = tail.split_at(self.group.world_size());
+        for (untouched, lane) in self.untouched.iter_mut().zip(used) {
+            *untouched = *lane == 0.0;
+        }
         vote::count(votes, self.group.world_size(), |param| {
             Some(self.params.get(param)?.name.clone())
         })
+    }
+
+    fn multiply(&mut self, scale: f32) {
+        for (bucket, memory) in self.memory.iter_mut().enumerate() {
+            if let Memory::Reduced(memory) = memory {
+                let gradients = &mut memory[..self.plan.bucket_elems(bucket)];
+                gradients.iter_mut().for_each(|g| *g *= scale);
+            }
+        }
+    }
+
+    /// This rank's part in a step it has no data for.
+    fn launch_zeros(&mut self) {
+        for (bucket, memory) in self.memory.iter_mut().enumerate() {
+            if let Memory::Filling(memory) = memory {
+                memory[..self.plan.bucket_elems(bucket)].fill(0.0);
+            }
+        }
+        self.order = (0..self.params.len()).rev().collect();
+        self.missing.fill(0);
+        self.launch_full();
     }
 
     fn no_gradient_error(&self) -> Error {
@@ -421,6 +618,7 @@ impl Reducer {
             *missing = params.len();
         }
         self.ready.fill(false);
+        self.used.fill(false);
         self.order.clear();
         self.next_launch = 0;
         self.ballot = Ballot::default();
@@ -448,6 +646,12 @@ impl Reducer {
         }
     }
 
+    /// Whether no rank used `param` in the last finished step, so that there
+    /// is no gradient of it and an optimizer must leave it alone.
+    pub fn is_untouched(&self, param: usize) -> bool {
+        self.untouched.get(param).copied().unwrap_or_default()
+    }
+
     /// How many steps were voted down so far, the same number on all ranks.
     pub fn skipped_steps(&self) -> u64 {
         self.skipped
@@ -457,4 +661,15 @@ impl Reducer {
     pub fn is_failed(&self) -> bool {
         self.failed
     }
+}
+
+/// Where each of several runs of `lens` elements begins when they lie one behind the other.
+fn starts(lens: &[usize]) -> Vec<usize> {
+    let mut at = 0;
+    lens.iter()
+        .map(|len| {
+            at += len;
+            at - len
+        })
+        .collect()
 }

@@ -109,6 +109,9 @@ impl Adam {
         self.steps += 1;
         let scalars = self.scalars(self.steps);
         for index in 0..params.infos().len() {
+            if grads.untouched(ParamId(index as u32)) {
+                continue;
+            }
             let info = &params.infos()[index];
             let range = info.offset..info.offset + info.len;
             run_fused(Update {

@@ -64,8 +64,9 @@ fn check_layout(elems: usize, params: &Params, grads: &dyn GradView) -> Result<(
         )));
     }
     for (index, info) in params.infos().iter().enumerate() {
-        let got = grads.grad(ParamId(index as u32)).len();
-        if got != info.len {
+        let id = ParamId(index as u32);
+        let got = grads.grad(id).len();
+        if got != info.len && !grads.untouched(id) {
             return Err(Error::usage(format!(
                 "gradient of {} has {got} elements, the parameter {}",
                 info.name, info.len

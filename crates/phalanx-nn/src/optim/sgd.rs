@@ -97,6 +97,9 @@ impl Sgd {
             self.buffer = vec![0.0; self.elems];
         }
         for index in 0..params.infos().len() {
+            if grads.untouched(ParamId(index as u32)) {
+                continue;
+            }
             let info = &params.infos()[index];
             let range = info.offset..info.offset + info.len;
             // Plain descent has no buffer to hand out.

@@ -26,6 +26,18 @@ pub trait GradSink {
     /// Whatever stops the training step; backward ends with it at once.
     fn ready(&mut self, param: ParamId) -> Result<(), SinkError>;
 
+    /// The loss does not depend on `param`. Unless a sink wants to know, it
+    /// sees a gradient of zeros (or, accumulating, one that adds nothing).
+    ///
+    /// # Errors
+    /// As [`ready`](Self::ready).
+    fn unused(&mut self, param: ParamId) -> Result<(), SinkError> {
+        if !self.accumulates() {
+            self.slot(param).fill(0.0);
+        }
+        self.ready(param)
+    }
+
     /// Whether the first write of this pass should add to what the slot holds
     /// (a later micro-step of an accumulated gradient) instead of overwriting it.
     fn accumulates(&self) -> bool {
@@ -38,6 +50,12 @@ pub trait GradView {
     /// The gradient of one parameter, in the parameter's own memory order;
     /// empty when there is none.
     fn grad(&self, param: ParamId) -> &[f32];
+
+    /// Whether nobody used this parameter, so that an optimizer must leave it
+    /// and its state alone (PyTorch: `grad is None`).
+    fn untouched(&self, _param: ParamId) -> bool {
+        false
+    }
 }
 
 /// Gradients of all parameters in one flat region laid out like the parameters'.

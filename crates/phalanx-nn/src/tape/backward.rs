@@ -5,7 +5,7 @@ use super::state::{SlotId, State};
 use crate::error::{Error, Result};
 use crate::kernels::{Mode, elementwise};
 use crate::par::Team;
-use crate::param::{GradSink, ParamId, Params};
+use crate::param::{GradSink, ParamId, Params, SinkError};
 use crate::pool::{Buf, Pool};
 use crate::tensor::Shape;
 
@@ -124,7 +124,15 @@ fn slot_of<'s>(
 }
 
 fn report(sink: &mut dyn GradSink, params: &Params, param: ParamId) -> Result<()> {
-    sink.ready(param).map_err(|e| {
+    accepted(sink.ready(param), params, param)
+}
+
+fn accepted(
+    answer: std::result::Result<(), SinkError>,
+    params: &Params,
+    param: ParamId,
+) -> Result<()> {
+    answer.map_err(|e| {
         let name = &params.infos()[param.index()].name;
         Error::sink(format!("the gradient of {name} was not accepted: {e}"), e)
     })
@@ -166,10 +174,8 @@ pub(super) fn run(
 
     let accumulates = sink.accumulates();
     for id in params.ids().filter(|id| state.uses[id.index()] == 0) {
-        if !accumulates {
-            slot_of(sink, params, id)?.fill(0.0);
-        }
-        report(sink, params, id)?;
+        slot_of(sink, params, id)?; // of another model, perhaps
+        accepted(sink.unused(id), params, id)?;
     }
 
     let mut pass = Pass {

@@ -1,0 +1,250 @@
+//! The wrapper's options: unused, frozen and ignored parameters, buffers.
+
+mod common;
+
+use common::{Over, ranks};
+use phalanx_comm::ProcessGroup;
+use phalanx_ddp::{Buffers, DdpOptions, DistributedDataParallel, ErrorKind, Every, Unused};
+use phalanx_nn::layers::{BatchNorm, Linear};
+use phalanx_nn::optim::{Adam, Sgd};
+use phalanx_nn::{GradView, Params, Reduction, Scope, Seed, StepKey, Tape, Threads};
+
+/// A trunk used twice (a shared parameter), and heads of which a step uses one.
+struct Net {
+    trunk: Linear,
+    heads: Vec<Linear>,
+}
+
+fn model(heads: usize) -> (Net, Params) {
+    let mut scope = Scope::new(Seed(3));
+    let trunk = Linear::new(scope.enter("trunk"), 2, 2);
+    let heads = (0..heads)
+        .map(|h| Linear::new(scope.enter(&format!("head{h}")), 2, 1))
+        .collect();
+    (Net { trunk, heads }, scope.build().expect("model builds"))
+}
+
+fn backward(
+    net: &Net,
+    params: &Params,
+    head: usize,
+    sink: &mut dyn phalanx_nn::GradSink,
+) -> Result<(), phalanx_nn::Error> {
+    let mut tape = Tape::new(Threads(1));
+    let step = tape.step(params, StepKey::new(0, 0));
+    let x = step.input(&[1.0, -2.0], &[1, 2])?;
+    let x = net.trunk.forward(net.trunk.forward(x)?)?;
+    let loss = net.heads[head]
+        .forward(x)?
+        .mse_loss(&[1.0], Reduction::Sum)?;
+    loss.backward(sink)
+}
+
+fn grads_of(net: &Net, params: &Params, head: usize) -> phalanx_nn::Grads {
+    let mut grads = phalanx_nn::Grads::like(params);
+    backward(net, params, head, &mut grads).expect("backward");
+    grads
+}
+
+#[test]
+fn branches_may_differ_by_rank_and_unused_parameters_stay_untouched() {
+    for world in 1..=8 {
+        ranks(world, Over::Thread, |group| {
+            let rank = group.rank();
+            // The last head is used by nobody; the others by a rank each.
+            let (net, mut params) = model(world + 1);
+            let before = params.clone();
+            let mut ddp = DistributedDataParallel::new(group, &mut params, DdpOptions::default())
+                .expect("ddp");
+            let mut optimizer = Adam::new(&params, 0.1);
+            let mut sum = vec![0.0f64; params.flat().len()];
+            for head in 0..world {
+                let one = grads_of(&net, &params, head);
+                sum.iter_mut()
+                    .zip(one.flat())
+                    .for_each(|(s, g)| *s += f64::from(*g) / world as f64);
+            }
+            backward(&net, &params, rank, &mut ddp).expect("backward");
+            assert!(ddp.finish().expect("finish").is_yes());
+            for (id, info) in params.ids().zip(params.infos()) {
+                let unused = info.name.starts_with(&format!("head{world}"));
+                assert_eq!(ddp.untouched(id), unused, "{}", info.name);
+                for (g, w) in ddp.grad(id).iter().zip(&sum[info.offset..]) {
+                    assert!(
+                        (f64::from(*g) - w).abs() < 1e-5,
+                        "{}: {g} for {w}",
+                        info.name
+                    );
+                }
+            }
+            optimizer.step(&mut params, &ddp).expect("step");
+            for (id, info) in params.ids().zip(params.infos()) {
+                let changed = params.get(id) != before.get(id);
+                assert_eq!(
+                    changed,
+                    !info.name.starts_with(&format!("head{world}")),
+                    "{}",
+                    info.name
+                );
+            }
+        });
+    }
+}
+
+#[test]
+fn unused_parameters_are_named_where_they_are_refused() {
+    let errors = ranks(2, Over::Thread, |group| {
+        let rank = group.rank();
+        let (net, mut params) = model(2);
+        let options = DdpOptions {
+            unused: Unused::Refuse,
+            ..DdpOptions::default()
+        };
+        // Each of these may meet the abort of a peer that was faster.
+        let lost = (ErrorKind::Comm, String::new());
+        let Ok(mut ddp) = DistributedDataParallel::new(group, &mut params, options) else {
+            return lost;
+        };
+        if backward(&net, &params, rank, &mut ddp).is_err() {
+            return lost;
+        }
+        let error = ddp.finish().expect_err("a head is unused");
+        (error.kind(), error.to_string())
+    });
+    let (kind, text) = &errors[0];
+    // A rank may learn of the other's error before it finds its own.
+    assert!(errors.iter().any(|(kind, _)| *kind == ErrorKind::Usage));
+    if *kind == ErrorKind::Usage {
+        assert!(
+            text.contains("rank 0 does not depend on 2 of 6 parameters: head1.weight, head1.bias"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn a_static_graph_that_changes_names_the_parameter() {
+    let group = ProcessGroup::threads(1, Default::default()).remove(0);
+    let (net, mut params) = model(2);
+    let options = DdpOptions {
+        unused: Unused::SameEveryStep,
+        ..DdpOptions::default()
+    };
+    let mut ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+    for _ in 0..2 {
+        backward(&net, &params, 1, &mut ddp).expect("backward");
+        assert!(ddp.finish().expect("the same graph").is_yes());
+    }
+    backward(&net, &params, 0, &mut ddp).expect("backward");
+    let text = ddp.finish().expect_err("another head").to_string();
+    assert!(
+        text.contains("head0.weight was not used in the first and is used in this one"),
+        "{text}"
+    );
+}
+
+#[test]
+fn frozen_parameters_stay_and_ignored_ones_are_each_ranks_own() {
+    ranks(3, Over::Thread, |group| {
+        let rank = group.rank();
+        let (net, mut params) = model(1);
+        let head = params.find("head0.weight").expect("head");
+        params.get_mut(head).fill(1.0 + rank as f32);
+        let options = DdpOptions {
+            frozen: vec!["trunk.bias".to_owned()],
+            ignored: vec!["head0.weight".to_owned()],
+            ..DdpOptions::default()
+        };
+        let mut ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+        assert_eq!(
+            params.get(head),
+            [1.0 + rank as f32; 2],
+            "an ignored parameter was broadcast"
+        );
+        let before = params.clone();
+        let own = grads_of(&net, &params, 0);
+        let mut step = ddp.begin(&[1, 1]).expect("begin");
+        for _ in 0..2 {
+            backward(&net, &params, 0, step.micro_batch().expect("declared")).expect("backward");
+        }
+        assert!(step.finish().expect("finish").is_yes());
+        for (g, w) in ddp.grad(head).iter().zip(own.grad(head)) {
+            assert!((g - w).abs() < 1e-5, "{g} for {w}");
+        }
+        Sgd::new(&params, 0.1)
+            .weight_decay(0.1)
+            .step(&mut params, &ddp)
+            .expect("step");
+        let frozen = params.find("trunk.bias").expect("bias");
+        assert_eq!(params.get(frozen), before.get(frozen));
+        assert_ne!(params.get(head), before.get(head));
+    });
+}
+
+#[test]
+fn frozen_and_ignored_names_must_exist() {
+    let (_, mut params) = model(1);
+    for (frozen, ignored) in [
+        (vec!["nope".to_owned()], vec![]),
+        (vec![], vec!["nope".to_owned()]),
+    ] {
+        let options = DdpOptions {
+            frozen,
+            ignored,
+            ..DdpOptions::default()
+        };
+        let group = ProcessGroup::threads(1, Default::default()).remove(0);
+        let error = DistributedDataParallel::new(group, &mut params, options)
+            .err()
+            .expect("no such parameter");
+        assert!(error.to_string().contains("nope was to be "), "{error}");
+    }
+}
+
+#[test]
+fn parameters_of_a_changed_model_are_refused_by_name() {
+    let group = ProcessGroup::threads(1, Default::default()).remove(0);
+    let (_, mut params) = model(1);
+    let mut ddp =
+        DistributedDataParallel::new(group, &mut params, DdpOptions::default()).expect("ddp");
+    let (net, larger) = model(2);
+    let error = backward(&net, &larger, 1, &mut ddp).expect_err("head1 is new");
+    assert!(
+        error.to_string().contains("head1.bias, which has 1"),
+        "{error}"
+    );
+}
+
+#[test]
+fn buffers_follow_their_policy() {
+    let policies = [
+        (Buffers::Never, [10.0, 20.0, 30.0], [10.0, 20.0, 30.0]),
+        (Buffers::RankZero(Every::Step), [10.0; 3], [10.0; 3]),
+        (
+            Buffers::RankZero(Every::Epoch),
+            [10.0, 20.0, 30.0],
+            [10.0; 3],
+        ),
+        (Buffers::Mean(Every::Step), [20.0; 3], [20.0; 3]),
+        (Buffers::Mean(Every::Epoch), [10.0, 20.0, 30.0], [20.0; 3]),
+    ];
+    for (buffers, after_step, after_epoch) in policies {
+        ranks(3, Over::Thread, |group| {
+            let rank = group.rank();
+            let mut scope = Scope::new(Seed(3));
+            BatchNorm::new(scope.enter("bn"), 4);
+            let mut params = scope.build().expect("model builds");
+            let options = DdpOptions {
+                buffers,
+                ..DdpOptions::default()
+            };
+            let ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+            let mean = params.find_buffer("bn.running_mean").expect("buffer");
+            params.buffer_mut(mean).fill(10.0 * (rank + 1) as f32);
+            ddp.sync_buffers(&mut params).expect("step");
+            assert_eq!(params.buffer(mean), [after_step[rank]; 4], "{buffers:?}");
+            ddp.end_epoch(&mut params).expect("epoch");
+            assert_eq!(params.buffer(mean), [after_epoch[rank]; 4], "{buffers:?}");
+        });
+    }
+}

@@ -1,0 +1,372 @@
+//! Steps of several micro-batches, uneven ranks and joins, against one
+//! process that has all samples.
+
+mod common;
+
+use common::{Over, ranks};
+use phalanx_comm::ProcessGroup;
+use phalanx_ddp::{Average, BucketCaps, DdpOptions, DistributedDataParallel, ErrorKind, Uneven};
+use phalanx_nn::layers::Linear;
+use phalanx_nn::optim::Sgd;
+use phalanx_nn::{
+    GradSink, GradView, Grads, Params, Reduction, Scope, Seed, StepKey, Tape, Threads,
+};
+
+const IN: usize = 5;
+const OUT: usize = 3;
+
+struct Net {
+    first: Linear,
+    last: Linear,
+}
+
+fn model() -> (Net, Params) {
+    let mut scope = Scope::new(Seed(3));
+    let net = Net {
+        first: Linear::new(scope.enter("first"), IN, 7),
+        last: Linear::new(scope.enter("last"), 7, OUT),
+    };
+    (net, scope.build().expect("model builds"))
+}
+
+/// Inputs and targets of samples `from..from + n`.
+fn data(from: usize, n: usize) -> (Vec<f32>, Vec<f32>) {
+    let value = |i: usize| ((i * 37 + 11) % 101) as f32 / 50.0 - 1.0;
+    (
+        (from * IN..(from + n) * IN).map(value).collect(),
+        (from * OUT..(from + n) * OUT)
+            .map(|i| value(i + 5))
+            .collect(),
+    )
+}
+
+/// Backward of the mean loss over samples `from..from + n`.
+fn backward(
+    net: &Net,
+    params: &Params,
+    tape: &mut Tape,
+    from: usize,
+    n: usize,
+    sink: &mut dyn GradSink,
+) {
+    let (x, y) = data(from, n);
+    let step = tape.step(params, StepKey::new(0, 0));
+    let x = step.input(&x, &[n, IN]).expect("input");
+    let hidden = net
+        .first
+        .forward(x)
+        .and_then(phalanx_nn::Tensor::relu)
+        .expect("first");
+    let loss = net.last.forward(hidden).expect("last");
+    let loss = loss.mse_loss(&y, Reduction::Mean).expect("loss");
+    loss.backward(sink).expect("backward");
+}
+
+fn close(ddp: &dyn GradView, want: &dyn GradView, params: &Params, what: &str) {
+    for id in params.ids() {
+        for (i, (g, w)) in ddp.grad(id).iter().zip(want.grad(id)).enumerate() {
+            let name = &params.infos()[id.index()].name;
+            assert!(
+                (g - w).abs() < 1e-6,
+                "{what}: {name}[{i}] is {g}, joined {w}"
+            );
+        }
+        assert_eq!(ddp.grad(id).len(), want.grad(id).len());
+    }
+}
+
+/// Sizes of the micro-batches of `rank`: all different, some empty, and the
+/// last of several ranks without any.
+fn uneven_sizes(rank: usize, world: usize) -> Vec<usize> {
+    match rank {
+        0 => vec![4, 1],
+        r if r > 1 && r + 1 == world => vec![],
+        r if r % 2 == 1 => vec![r + 2],
+        r => vec![2, 0, r],
+    }
+}
+
+#[test]
+fn any_cut_gives_the_gradient_of_the_joined_batch() {
+    for world in 1..=8 {
+        let total: usize = (0..world)
+            .map(|r| uneven_sizes(r, world).iter().sum::<usize>())
+            .sum();
+        let (net, params) = model();
+        let mut joined = Grads::like(&params);
+        backward(
+            &net,
+            &params,
+            &mut Tape::new(Threads(1)),
+            0,
+            total,
+            &mut joined,
+        );
+        let joined = &joined;
+        ranks(world, Over::Thread, |group| {
+            let rank = group.rank();
+            let mut from: usize = (0..rank)
+                .map(|r| uneven_sizes(r, world).iter().sum::<usize>())
+                .sum();
+            let (net, mut params) = model();
+            let mut tape = Tape::new(Threads(1));
+            let mut ddp = DistributedDataParallel::new(group, &mut params, one_tensor_a_bucket())
+                .expect("ddp");
+            // Twice: the second step runs in rebuilt buckets.
+            for _ in 0..2 {
+                let sizes = uneven_sizes(rank, world);
+                let first = from;
+                let mut step = ddp.begin(&sizes).expect("begin");
+                assert_eq!(step.global().samples, total);
+                for n in sizes {
+                    backward(
+                        &net,
+                        &params,
+                        &mut tape,
+                        from,
+                        n,
+                        step.micro_batch().expect("declared"),
+                    );
+                    from += n;
+                }
+                assert!(step.finish().expect("finish").is_yes());
+                close(&ddp, joined, &params, &format!("rank {rank} of {world}"));
+                from = first;
+            }
+        });
+    }
+}
+
+fn one_tensor_a_bucket() -> DdpOptions {
+    DdpOptions {
+        caps: Some(BucketCaps::uniform(1)),
+        ..DdpOptions::default()
+    }
+}
+
+/// Weights after five steps of `world` ranks with `each` micro-batches.
+fn train(group: ProcessGroup, each: usize) -> Vec<u32> {
+    let (rank, world) = (group.rank(), group.world_size());
+    let (net, mut params) = model();
+    let mut tape = Tape::new(Threads(1));
+    let mut ddp =
+        DistributedDataParallel::new(group, &mut params, DdpOptions::default()).expect("ddp");
+    let mut optimizer = Sgd::new(&params, 0.05).momentum(0.9);
+    for i in 0..5 {
+        let mut step = ddp.begin(&vec![4; each]).expect("begin");
+        for micro in 0..each {
+            let from = 4 * ((i * world + rank) * each + micro);
+            backward(
+                &net,
+                &params,
+                &mut tape,
+                from,
+                4,
+                step.micro_batch().expect("declared"),
+            );
+        }
+        assert!(step.finish().expect("finish").is_yes());
+        optimizer.step(&mut params, &ddp).expect("step");
+    }
+    params.flat().iter().map(|v| v.to_bits()).collect()
+}
+
+#[test]
+fn ranks_equal_one_rank_with_as_many_micro_batches_bit_for_bit() {
+    for world in 2..=8 {
+        let want = ranks(1, Over::Thread, |group| train(group, world)).remove(0);
+        for (rank, got) in ranks(world, Over::Thread, |group| train(group, 1))
+            .iter()
+            .enumerate()
+        {
+            assert_eq!(*got, want, "rank {rank} of {world}");
+        }
+    }
+}
+
+#[test]
+fn ranks_that_run_out_of_data_join_until_the_last_has_done() {
+    for world in [2, 3, 5, 8] {
+        let steps = ranks(world, Over::Thread, |group| {
+            let rank = group.rank();
+            let (net, mut params) = model();
+            let mut tape = Tape::new(Threads(1));
+            let mut ddp =
+                DistributedDataParallel::new(group.clone(), &mut params, DdpOptions::default())
+                    .expect("ddp");
+            let mut optimizer = Sgd::new(&params, 0.05);
+            let mut steps = 0;
+            loop {
+                // Rank r has r + 1 batches.
+                let sizes: &[usize] = if steps <= rank { &[3] } else { &[] };
+                let mut step = ddp.begin(sizes).expect("begin");
+                if step.is_over() {
+                    break;
+                }
+                for _ in sizes {
+                    backward(
+                        &net,
+                        &params,
+                        &mut tape,
+                        3 * steps,
+                        3,
+                        step.micro_batch().expect("declared"),
+                    );
+                }
+                assert!(step.finish().expect("finish").is_yes());
+                // All ranks that are left have the same samples here, so the
+                // mean is theirs, however many are left.
+                let mut alone = Grads::like(&params);
+                backward(&net, &params, &mut tape, 3 * steps, 3, &mut alone);
+                close(&ddp, &alone, &params, "the mean over samples");
+                optimizer.step(&mut params, &ddp).expect("step");
+                steps += 1;
+            }
+            (steps, params.flat().to_vec())
+        });
+        for (rank, ended) in steps.iter().enumerate() {
+            assert_eq!(ended.0, world, "steps of rank {rank}");
+            assert!(ended.1 == steps[0].1, "weights of rank {rank}");
+        }
+    }
+}
+
+#[test]
+fn the_plain_mean_divides_by_all_ranks_or_by_those_with_data() {
+    for (average, divisor) in [(Average::Ranks, 4.0), (Average::ActiveRanks, 3.0)] {
+        ranks(4, Over::Thread, |group| {
+            let rank = group.rank();
+            let (net, mut params) = model();
+            let mut tape = Tape::new(Threads(1));
+            let options = DdpOptions {
+                average,
+                ..DdpOptions::default()
+            };
+            let mut ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+            let sizes: &[usize] = if rank == 2 { &[] } else { &[2] };
+            let mut step = ddp.begin(sizes).expect("begin");
+            for &n in sizes {
+                backward(
+                    &net,
+                    &params,
+                    &mut tape,
+                    0,
+                    n,
+                    step.micro_batch().expect("declared"),
+                );
+            }
+            assert!(step.finish().expect("finish").is_yes());
+            let mut one = Grads::like(&params);
+            backward(&net, &params, &mut tape, 0, 2, &mut one);
+            one.flat_mut().iter_mut().for_each(|g| *g *= 3.0 / divisor);
+            close(&ddp, &one, &params, "plain mean");
+        });
+    }
+}
+
+#[test]
+fn a_rank_without_data_is_named_where_that_is_refused() {
+    let errors = ranks(3, Over::Thread, |group| {
+        let rank = group.rank();
+        let (_, mut params) = model();
+        let options = DdpOptions {
+            uneven: Uneven::Refuse,
+            ..DdpOptions::default()
+        };
+        let mut ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+        let sizes: &[usize] = if rank == 1 { &[] } else { &[2] };
+        ddp.begin(sizes).err().expect("refused")
+    });
+    for error in errors {
+        assert_eq!(error.kind(), ErrorKind::Mismatch);
+        let text = error.to_string();
+        assert!(
+            text.contains("rank 1 has no data left while rank 0"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn micro_batches_other_than_declared_are_refused() {
+    let alone = || ProcessGroup::threads(1, Default::default()).remove(0);
+    let (net, mut params) = model();
+    let mut tape = Tape::new(Threads(1));
+    let new = |params: &mut Params| {
+        DistributedDataParallel::new(alone(), params, DdpOptions::default()).expect("ddp")
+    };
+
+    let mut ddp = new(&mut params);
+    let mut step = ddp.begin(&[2, 2, 2]).expect("begin");
+    for _ in 0..2 {
+        backward(
+            &net,
+            &params,
+            &mut tape,
+            0,
+            2,
+            step.micro_batch().expect("declared"),
+        );
+    }
+    let text = step.finish().expect_err("one is missing").to_string();
+    assert!(
+        text.contains("declared with 3 micro-batches, but on rank 0 it ended after 2"),
+        "{text}"
+    );
+
+    let mut ddp = new(&mut params);
+    let mut step = ddp.begin(&[2]).expect("begin");
+    backward(
+        &net,
+        &params,
+        &mut tape,
+        0,
+        2,
+        step.micro_batch().expect("declared"),
+    );
+    let text = step.micro_batch().err().expect("one too many").to_string();
+    assert!(
+        text.contains("declared with 1 micro-batches and all of them have run"),
+        "{text}"
+    );
+
+    let mut ddp = new(&mut params);
+    backward(&net, &params, &mut tape, 0, 2, &mut ddp);
+    let text = ddp.begin(&[2, 2]).err().expect("too late").to_string();
+    assert!(
+        text.contains("declared before the first backward"),
+        "{text}"
+    );
+
+    let mut ddp = new(&mut params);
+    let mut step = ddp.begin(&[2, 2]).expect("begin");
+    step.micro_batch().expect("declared");
+    let text = step.micro_batch().err().expect("nothing came").to_string();
+    assert!(
+        text.contains("no gradient for 4 of 4 parameters on rank 0: first.weight"),
+        "{text}"
+    );
+}
+
+#[test]
+fn an_infinite_gradient_in_any_micro_batch_votes_the_step_down() {
+    let commits = ranks(2, Over::Thread, |group| {
+        let rank = group.rank();
+        let (_, mut params) = model();
+        let mut ddp =
+            DistributedDataParallel::new(group, &mut params, DdpOptions::default()).expect("ddp");
+        let mut step = ddp.begin(&[1, 1, 1]).expect("begin");
+        for micro in 0..3 {
+            let sink = step.micro_batch().expect("declared");
+            for id in params.ids() {
+                let bad = rank == 1 && micro == 1 && id.index() == 2;
+                sink.slot(id).fill(if bad { f32::INFINITY } else { 1.0 });
+                sink.ready(id).expect("ready");
+            }
+        }
+        step.finish().expect("finish").to_string()
+    });
+    for commit in commits {
+        assert_eq!(commit, "rank 1: the gradient of last.weight is not finite");
+    }
+}
