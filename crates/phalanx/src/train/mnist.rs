@@ -386,8 +386,8 @@ fn ddp_options(args: &MnistArgs, data: &Data) -> DdpOptions {
         caps: args
             .bucket_cap_mb
             .map(|mib| BucketCaps::uniform((mib * f64::from(1 << 20)) as usize)),
-        keep_layout: false,
         must_agree: must_agree(args, data),
+        ..DdpOptions::default()
     }
 }
 
