@@ -22,13 +22,22 @@ const POLLS_PER_YIELD: u32 = 64;
 /// Yields before sleeping.
 const YIELDS: u32 = 10;
 
+/// How long ranks that share cores with each other, and with nobody else, hand
+/// those cores on before they sleep. A round of them takes a few microseconds,
+/// a wake-up ten times that: once one rank slept, all would sleep in every
+/// operation after it. A yield that takes longer went to somebody who
+/// computes, then it is time to sleep.
+const YIELDING: Duration = Duration::from_micros(100);
+
 /// How much a waiter may do before it sleeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Budget {
     /// Polling phase.
     pause: Duration,
-    /// Yields after the polling phase.
+    /// Yields after the polling phase, and then more of them
     yields: u32,
+    /// until the wait has taken this long.
+    yielding: Duration,
 }
 
 impl Budget {
@@ -36,31 +45,40 @@ impl Budget {
     /// in all.
     #[cfg(test)]
     pub(crate) fn new(policy: Policy, threads: usize, cores: usize) -> Budget {
-        Self::chosen(policy, threads <= cores)
+        Self::chosen(policy, threads <= cores, false)
     }
 
-    fn chosen(policy: Policy, fits: bool) -> Budget {
+    /// `fits`: every thread has a core. `beside`: threads that are not in the
+    /// wait compute meanwhile, so a yield is a core given away.
+    fn chosen(policy: Policy, fits: bool, beside: bool) -> Budget {
+        let sleep = Budget {
+            pause: Duration::ZERO,
+            yields: 0,
+            yielding: Duration::ZERO,
+        };
         match policy {
             Policy::Auto if fits => Budget {
                 pause: PAUSE,
                 yields: YIELDS,
+                ..sleep
+            },
+            Policy::Auto if beside => Budget {
+                yields: YIELDS,
+                ..sleep
             },
             Policy::Auto => Budget {
-                pause: Duration::ZERO,
-                yields: YIELDS,
+                yielding: YIELDING,
+                ..sleep
             },
             Policy::Spin if fits => Budget {
                 pause: Duration::MAX,
-                yields: 0,
+                ..sleep
             },
             Policy::Spin | Policy::Yield => Budget {
-                pause: Duration::ZERO,
-                yields: u32::MAX,
+                yielding: Duration::MAX,
+                ..sleep
             },
-            Policy::Block => Budget {
-                pause: Duration::ZERO,
-                yields: 0,
-            },
+            Policy::Block => sleep,
         }
     }
 
@@ -89,7 +107,7 @@ impl Budget {
         if timeout.is_zero() {
             return Wake::Elapsed;
         }
-        let unlimited = self.pause == Duration::MAX || self.yields == u32::MAX;
+        let unlimited = self.pause.max(self.yielding) == Duration::MAX;
         let start = Instant::now();
         if fresh || unlimited {
             let pause = self.pause.min(timeout);
@@ -103,14 +121,14 @@ impl Budget {
                 // "Enough cores" is a guess: somebody else may use them.
                 std::thread::yield_now();
             }
-            for _ in 0..self.yields {
+            let yielding = self.yielding.min(timeout);
+            let mut yields = 0;
+            while yields < self.yields || start.elapsed() < yielding {
                 std::thread::yield_now();
                 if ready() {
                     return Wake::Ready;
                 }
-                if self.yields == u32::MAX && start.elapsed() >= timeout {
-                    return Wake::Elapsed;
-                }
+                yields += 1;
             }
         }
         let left = timeout.saturating_sub(start.elapsed());
@@ -124,19 +142,22 @@ impl Budget {
 /// `spin 50 us, 10 yields, futex`
 impl fmt::Display for Budget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match (self.pause, self.yields) {
-            (Duration::MAX, _) => f.write_str("spin"),
-            (_, u32::MAX) => f.write_str("yields"),
-            (pause, yields) => {
-                if !pause.is_zero() {
-                    write!(f, "spin {} us, ", pause.as_micros())?;
-                }
-                if yields > 0 {
-                    write!(f, "{yields} yields, ")?;
-                }
-                f.write_str("futex")
-            }
+        if self.pause == Duration::MAX {
+            return f.write_str("spin");
         }
+        if self.yielding == Duration::MAX {
+            return f.write_str("yields");
+        }
+        if !self.pause.is_zero() {
+            write!(f, "spin {} us, ", self.pause.as_micros())?;
+        }
+        if self.yields > 0 {
+            write!(f, "{} yields, ", self.yields)?;
+        }
+        if !self.yielding.is_zero() {
+            write!(f, "yield {} us, ", self.yielding.as_micros())?;
+        }
+        f.write_str("futex")
     }
 }
 
@@ -156,8 +177,8 @@ impl Budgets {
         Budgets {
             policy,
             topology,
-            alone: Budget::chosen(policy, topology.fits(false)),
-            beside: Budget::chosen(policy, topology.fits(true)),
+            alone: Budget::chosen(policy, topology.fits(false), false),
+            beside: Budget::chosen(policy, topology.fits(true), true),
         }
     }
 
@@ -259,7 +280,7 @@ mod tests {
             texts,
             [
                 "spin 50 us, 10 yields, futex",
-                "10 yields, futex",
+                "yield 100 us, futex",
                 "spin",
                 "yields",
                 "yields",

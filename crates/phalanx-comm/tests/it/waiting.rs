@@ -81,7 +81,7 @@ fn eight_ranks_share_one_core_in_bounded_time() {
         for world in [4, 8] {
             let start = Instant::now();
             on_each(groups(over, world), |group| {
-                assert!(group.describe().contains("on 1 core: 10 yields"));
+                assert!(group.describe().contains("on 1 core: yield 100 us"));
                 for round in 0..ROUNDS {
                     let mut data = [round as f32; 100];
                     group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
