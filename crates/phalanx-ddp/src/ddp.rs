@@ -1,15 +1,17 @@
 //! `DistributedDataParallel`: the reducer as gradient sink of an engine model.
 
 use phalanx_comm::{ProcessGroup, ReduceOp, TransportKind};
-use phalanx_nn::{GradSink, GradView, ParamId, Params};
+use phalanx_nn::{GradSink, GradView, ParamId, Params, Tape};
 
 use crate::bucket::{BucketCaps, BucketPlan};
 use crate::error::{Error, Result};
 use crate::fingerprint::Fingerprint;
 use crate::reducer::{ParamSpec, Reducer, ReducerOptions};
 use crate::route::{Routes, Selection};
+use crate::shards::Shards;
 use crate::step::{self, Average, GlobalBatch, GlobalStep, Uneven};
 use crate::trace::StepTimes;
+use crate::tree::ShardTree;
 use crate::vote::Commit;
 
 /// Settings of [`DistributedDataParallel`].
@@ -23,6 +25,8 @@ pub struct DdpOptions {
     /// What the mean of gradients is taken over, in steps that
     /// [`begin`](DistributedDataParallel::begin) starts.
     pub average: Average,
+    /// How far results are the same from run to run.
+    pub deterministic: Deterministic,
     /// Whether a rank may have no data while another has.
     pub uneven: Uneven,
     /// What becomes of parameters that a loss does not depend on.
@@ -56,6 +60,20 @@ pub enum Unused {
     /// Allowed, but the same ones in every step; an error names the first
     /// that changes (PyTorch: `static_graph=True`).
     SameEveryStep,
+}
+
+/// How far the bits of a step are fixed. Everything else being equal:
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Deterministic {
+    /// They depend on the number of ranks, and on nothing else: gradients are
+    /// added in the order of the ranks.
+    #[default]
+    Ranks,
+    /// They do not even depend on the number of ranks: the global batch is
+    /// cut into this many logical shards, one micro-batch each, whose
+    /// gradients and buffers are added in one fixed tree ([`ShardTree`]).
+    /// Steps are started with [`DistributedDataParallel::begin`].
+    Shards(ShardTree),
 }
 
 /// When and how buffers are made equal over the ranks.
@@ -111,6 +129,8 @@ pub enum Every {
 /// of ranks that have run out of data.
 pub struct DistributedDataParallel {
     reducer: Reducer,
+    /// Does the reducer's work where gradients are folded over shards.
+    shards: Option<Box<Shards>>,
     routes: Routes,
     average: Average,
     uneven: Uneven,
@@ -152,7 +172,7 @@ impl DistributedDataParallel {
                 .broadcast(params.buffers_flat_mut(), 0)
                 .map_err(failed)?;
         }
-        let specs = params
+        let specs: Vec<ParamSpec> = params
             .ids()
             .zip(params.infos())
             .filter(|(id, _)| matches!(routes.of(*id), Selection::Reduced(_)))
@@ -161,8 +181,17 @@ impl DistributedDataParallel {
                 len: info.len,
             })
             .collect();
+        let (specs, shards) = match options.deterministic {
+            Deterministic::Ranks => (specs, None),
+            Deterministic::Shards(tree) => {
+                let buffers = params.buffers_flat().len();
+                let shards = Shards::new(group.clone(), tree, specs, buffers)?;
+                (Vec::new(), Some(Box::new(shards)))
+            }
+        };
         Ok(DistributedDataParallel {
             reducer: Reducer::new(group, specs, reducer_options),
+            shards,
             routes,
             average: options.average,
             uneven: options.uneven,
@@ -204,10 +233,18 @@ impl DistributedDataParallel {
     /// `Usage` while a step is in progress, or after one failed.
     pub fn begin_known(&mut self, sizes: &[usize], global: GlobalBatch) -> Result<GlobalStep<'_>> {
         let world = self.reducer.group().world_size();
-        let (weights, scale) = step::weigh(self.average, sizes, global, world);
-        if global.samples > 0 {
-            self.reducer.plan_step(&weights, scale)?;
-            self.routes.plan_step(&weights);
+        if let Some(shards) = &mut self.shards {
+            let weights = step::weigh_shards(self.average, sizes, shards.tree(), global.samples);
+            if global.samples > 0 {
+                shards.plan_step(sizes, &weights, global.samples)?;
+                self.routes.plan_step(&weights);
+            }
+        } else {
+            let (weights, scale) = step::weigh(self.average, sizes, global, world);
+            if global.samples > 0 {
+                self.reducer.plan_step(&weights, scale)?;
+                self.routes.plan_step(&weights);
+            }
         }
         Ok(GlobalStep {
             ddp: self,
@@ -217,16 +254,41 @@ impl DistributedDataParallel {
         })
     }
 
-    pub(crate) fn reducer_mut(&mut self) -> &mut Reducer {
-        &mut self.reducer
-    }
-
-    pub(crate) fn next_micro_batch(&mut self, index: usize) {
+    /// Micro-batch `index` of a declared step of `of` begins.
+    pub(crate) fn next_micro_batch(&mut self, index: usize, of: usize) -> Result<()> {
+        if let Some(shards) = &mut self.shards {
+            shards.next_micro_batch()?;
+        } else if index > 0 || of == 0 {
+            self.reducer.next_micro_batch()?;
+        }
         self.routes.start_micro_batch(index);
+        Ok(())
     }
 
-    /// Makes buffers equal, if that is to be done every step. Call it after
-    /// [`Tape::update_buffers`](phalanx_nn::Tape::update_buffers).
+    /// [`Tape::update_buffers`](phalanx_nn::Tape::update_buffers) as the wrapper
+    /// needs it: with [`Deterministic::Shards`] every shard starts from the
+    /// buffers of the step's beginning. Call it after the backward of each
+    /// micro-batch, and [`sync_buffers`](Self::sync_buffers) at the end of the step.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when `params` are another model's or no micro-batch has run.
+    pub fn update_buffers(&mut self, tape: &mut Tape, params: &mut Params) -> Result<()> {
+        let before = match &self.shards {
+            Some(_) => params.buffers_flat().to_vec(),
+            None => Vec::new(),
+        };
+        tape.update_buffers(params)
+            .map_err(|e| Error::usage(e.to_string()))?;
+        match &mut self.shards {
+            Some(shards) => shards.keep_buffers(params, &before),
+            None => Ok(()),
+        }
+    }
+
+    /// Makes buffers equal, if that is to be done every step; with
+    /// [`Deterministic::Shards`] puts the mean over shards into the model.
+    /// Call it after [`finish`](Self::finish).
     ///
     /// *Blocks* until all ranks call it, if there is anything to do.
     ///
@@ -250,6 +312,12 @@ impl DistributedDataParallel {
     }
 
     fn equal_buffers(&self, params: &mut Params, now: Every) -> Result<()> {
+        if let Some(shards) = &self.shards {
+            if now == Every::Step {
+                shards.put_buffers(params);
+            }
+            return Ok(());
+        }
         let due = |every| every == Every::Step || now == Every::Epoch;
         let group = self.reducer.group();
         if group.world_size() == 1 || params.buffers_flat().is_empty() {
@@ -275,22 +343,31 @@ impl DistributedDataParallel {
             self.reducer.group().abort(&error.to_string());
             return Err(error);
         }
-        let commit = self.reducer.finish()?;
+        let commit = match &mut self.shards {
+            Some(shards) => shards.finish()?,
+            None => self.reducer.finish()?,
+        };
         self.routes.finish();
         Ok(commit)
     }
 
     /// Votes against the step that runs ([`Reducer::veto`]).
     pub fn veto(&mut self) {
-        self.reducer.veto();
+        match &mut self.shards {
+            Some(shards) => shards.veto(),
+            None => self.reducer.veto(),
+        }
     }
 
     /// How many steps were voted down so far.
     pub fn skipped_steps(&self) -> u64 {
-        self.reducer.skipped_steps()
+        match &self.shards {
+            Some(shards) => shards.skipped_steps(),
+            None => self.reducer.skipped_steps(),
+        }
     }
 
-    /// The bucket layout in use.
+    /// The bucket layout in use; no bucket with [`Deterministic::Shards`].
     pub fn plan(&self) -> &BucketPlan {
         self.reducer.plan()
     }
@@ -302,14 +379,20 @@ impl DistributedDataParallel {
 
     /// When things happened in the last finished step.
     pub fn times(&self) -> &StepTimes {
-        self.reducer.times()
+        match &self.shards {
+            Some(shards) => shards.times(),
+            None => self.reducer.times(),
+        }
     }
 }
 
 impl GradSink for DistributedDataParallel {
     fn slot(&mut self, param: ParamId) -> &mut [f32] {
         match self.routes.of(param) {
-            Selection::Reduced(index) => self.reducer.slot(index),
+            Selection::Reduced(index) => match &mut self.shards {
+                Some(shards) => shards.slot(index),
+                None => self.reducer.slot(index),
+            },
             _ => self.routes.slot(param),
         }
     }
@@ -320,7 +403,13 @@ impl GradSink for DistributedDataParallel {
     ) -> std::result::Result<(), Box<dyn std::error::Error + Send + Sync>> {
         self.routes.used(param);
         match self.routes.of(param) {
-            Selection::Reduced(index) => Ok(self.reducer.ready(index)?),
+            Selection::Reduced(index) => {
+                match &mut self.shards {
+                    Some(shards) => shards.ready(index, true)?,
+                    None => self.reducer.ready(index)?,
+                }
+                Ok(())
+            }
             Selection::Unknown => Err(self.routes.unknown(param).into()),
             _ => {
                 self.routes.ready(param);
@@ -334,7 +423,16 @@ impl GradSink for DistributedDataParallel {
         param: ParamId,
     ) -> std::result::Result<(), Box<dyn std::error::Error + Send + Sync>> {
         match self.routes.of(param) {
-            Selection::Reduced(index) => Ok(self.reducer.unused(index)?),
+            Selection::Reduced(index) => {
+                match &mut self.shards {
+                    Some(shards) => {
+                        shards.slot(index).fill(0.0);
+                        shards.ready(index, false)?;
+                    }
+                    None => self.reducer.unused(index)?,
+                }
+                Ok(())
+            }
             Selection::Unknown => Err(self.routes.unknown(param).into()),
             _ => {
                 self.routes.slot(param).fill(0.0);
@@ -348,14 +446,20 @@ impl GradSink for DistributedDataParallel {
 impl GradView for DistributedDataParallel {
     fn grad(&self, param: ParamId) -> &[f32] {
         match self.routes.of(param) {
-            Selection::Reduced(index) => self.reducer.grad(index),
+            Selection::Reduced(index) => match &self.shards {
+                Some(shards) => shards.grad(index),
+                None => self.reducer.grad(index),
+            },
             _ => self.routes.grad(param),
         }
     }
 
     fn untouched(&self, param: ParamId) -> bool {
         match self.routes.of(param) {
-            Selection::Reduced(index) => self.reducer.is_untouched(index),
+            Selection::Reduced(index) => match &self.shards {
+                Some(shards) => shards.is_untouched(index),
+                None => self.reducer.is_untouched(index),
+            },
             _ => self.routes.untouched(param),
         }
     }
@@ -389,6 +493,7 @@ fn fingerprint(group: &ProcessGroup, params: &Params, options: &DdpOptions) -> F
     });
     print.line(format!("buckets rebuilt: {}", !options.keep_layout));
     print.line(format!("gradients averaged over {:?}", options.average));
+    print.line(format!("deterministic: {:?}", options.deterministic));
     print.line(format!("uneven data: {:?}", options.uneven));
     print.line(format!("unused parameters: {:?}", options.unused));
     print.line(format!("buffers made equal: {:?}", options.buffers));

@@ -19,6 +19,10 @@
 //! so training on P ranks equals accumulating P micro-batches in one process,
 //! bit for bit, and `tests/accumulation.rs` proves it.
 //!
+//! With [`Deterministic::Shards`] it does not depend on the number of ranks
+//! either: gradients are added over logical shards of the global batch in one
+//! fixed tree (`tree.rs`, `shards.rs`).
+//!
 //! # Steps
 //!
 //! `backward(&mut ddp)` and `finish` are a step of one micro-batch, averaged
@@ -39,13 +43,15 @@ mod error;
 mod fingerprint;
 mod reducer;
 mod route;
+mod shards;
 mod state;
 mod step;
 mod trace;
+mod tree;
 mod vote;
 
 pub use bucket::{BucketCaps, BucketPlan};
-pub use ddp::{Buffers, DdpOptions, DistributedDataParallel, Every, Unused};
+pub use ddp::{Buffers, DdpOptions, Deterministic, DistributedDataParallel, Every, Unused};
 pub use equal::verify_equal;
 pub use error::{Error, ErrorKind, Result};
 pub use fingerprint::Fingerprint;
@@ -53,4 +59,5 @@ pub use reducer::{ParamSpec, Reducer, ReducerOptions};
 pub use state::agree_on_state;
 pub use step::{Average, GlobalBatch, GlobalStep, Uneven};
 pub use trace::{BucketTimes, StepTimes};
+pub use tree::ShardTree;
 pub use vote::{Commit, Veto};

@@ -14,9 +14,11 @@
 //! order and multiply once by `1 / P`: the same bits.
 
 use phalanx_comm::ProcessGroup;
+use phalanx_nn::{Params, Tape};
 
 use crate::ddp::DistributedDataParallel;
 use crate::error::{Error, Result};
+use crate::tree::ShardTree;
 use crate::vote::Commit;
 
 /// What the mean of gradients is taken over.
@@ -122,6 +124,21 @@ pub(crate) fn weigh(
     }
 }
 
+/// Weights of this rank's shards; the same for a shard whoever computes it.
+pub(crate) fn weigh_shards(
+    average: Average,
+    sizes: &[usize],
+    tree: ShardTree,
+    samples: usize,
+) -> Vec<f32> {
+    let present = tree.present(samples);
+    let weight = |&size: &usize| match average {
+        Average::Samples => (size as f64 * present as f64 / samples.max(1) as f64) as f32,
+        Average::Ranks | Average::ActiveRanks => 1.0,
+    };
+    sizes.iter().map(weight).collect()
+}
+
 /// A step in progress; made by [`DistributedDataParallel::begin`].
 #[must_use = "a step that is not finished leaves the other ranks waiting"]
 pub struct GlobalStep<'a> {
@@ -152,12 +169,18 @@ impl GlobalStep<'_> {
     /// `Usage` when all declared ones were given, or naming the parameters
     /// that the one before gave no gradient for.
     pub fn micro_batch(&mut self) -> Result<&mut DistributedDataParallel> {
-        if self.given > 0 || self.micro_batches == 0 {
-            self.ddp.reducer_mut().next_micro_batch()?;
-        }
-        self.ddp.next_micro_batch(self.given);
+        self.ddp.next_micro_batch(self.given, self.micro_batches)?;
         self.given += 1;
         Ok(self.ddp)
+    }
+
+    /// [`DistributedDataParallel::update_buffers`] within the step.
+    ///
+    /// # Errors
+    ///
+    /// As that.
+    pub fn update_buffers(&mut self, tape: &mut Tape, params: &mut Params) -> Result<()> {
+        self.ddp.update_buffers(tape, params)
     }
 
     /// Waits until the gradients of all ranks are averaged, and says whether

@@ -191,3 +191,19 @@ fn impossible_settings_are_refused() {
     assert!(error.to_string().contains("6 samples; it has 5"), "{error}");
     assert!(sampler.epochs(beyond).is_err());
 }
+
+#[test]
+fn interleaved_parts_are_each_parts_steps_in_turn_and_keep_the_cursor() {
+    let plans: Vec<EpochPlan> = (1..4)
+        .map(|part| sampler(50, 5, part, 12).epoch(2))
+        .collect();
+    let all = EpochPlan::interleave(&plans);
+    assert_eq!((all.parts(), all.len(), all.epoch()), (3, 15, 2));
+    for (i, step) in all.iter().enumerate() {
+        assert_eq!(Some(step), plans[i % 3].step(i / 3));
+    }
+    for steps in 0..=5 {
+        assert_eq!(all.cursor_after(3 * steps), plans[0].cursor_after(steps));
+    }
+    assert!(EpochPlan::interleave(&[]).is_empty());
+}

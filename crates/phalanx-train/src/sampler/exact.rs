@@ -27,5 +27,6 @@ pub(super) fn plan(
         indices,
         steps,
         done: done as u64,
+        parts: 1,
     }
 }

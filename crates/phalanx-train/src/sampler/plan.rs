@@ -23,6 +23,8 @@ pub struct EpochPlan {
     pub(super) steps: Vec<StepEnd>,
     /// Samples of the epoch that were taken before this plan.
     pub(super) done: u64,
+    /// Micro-batches of one optimizer step: each step above is one of them.
+    pub(super) parts: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -74,6 +76,34 @@ impl EpochPlan {
         (0..self.len()).map_while(|i| self.step(i))
     }
 
+    /// The plans of several parts of a rank's batches as one: step after
+    /// step, the micro-batch of each part in turn. `global_len` stays that of
+    /// the optimizer step. All must be plans of the same epoch and cut.
+    pub fn interleave(plans: &[EpochPlan]) -> EpochPlan {
+        let mut all = EpochPlan {
+            epoch: plans.first().map_or(0, |p| p.epoch),
+            indices: Vec::with_capacity(plans.iter().map(|p| p.indices.len()).sum()),
+            steps: Vec::new(),
+            done: plans.first().map_or(0, |p| p.done),
+            parts: plans.len().max(1),
+        };
+        for index in 0..plans.iter().map(EpochPlan::len).max().unwrap_or(0) {
+            for (indices, global_len) in plans.iter().filter_map(|p| p.slice(index)) {
+                all.indices.extend_from_slice(indices);
+                all.steps.push(StepEnd {
+                    end: all.indices.len(),
+                    global_len,
+                });
+            }
+        }
+        all
+    }
+
+    /// Micro-batches of one optimizer step; 1 but for [interleaved](Self::interleave) plans.
+    pub fn parts(&self) -> usize {
+        self.parts
+    }
+
     /// The place to resume from after `steps` steps of this plan; at the
     /// plan's end, the beginning of the next epoch.
     pub fn cursor_after(&self, steps: usize) -> Cursor {
@@ -83,7 +113,8 @@ impl EpochPlan {
                 samples: 0,
             };
         }
-        let taken: usize = self.steps[..steps].iter().map(|s| s.global_len).sum();
+        let steps = self.steps[..steps].iter().step_by(self.parts);
+        let taken: usize = steps.map(|s| s.global_len).sum();
         Cursor {
             epoch: self.epoch,
             samples: self.done + taken as u64,

@@ -66,5 +66,6 @@ pub(super) fn plan(
         indices,
         steps,
         done: (skip * world) as u64,
+        parts: 1,
     }
 }

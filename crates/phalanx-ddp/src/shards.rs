@@ -1,0 +1,484 @@
+//! Gradients with the same bits for every world size: one micro-batch a
+//! logical shard, added in the fixed tree of [`ShardTree`].
+//!
+//! # Memory
+//!
+//! Each shard's gradient is finished in memory of its own. Two siblings are
+//! added as soon as both are there, so a rank with `n` shards holds at most
+//! `log2 n + 1` gradients and, where its range is not aligned, as many
+//! partial sums, which is what it sends.
+//!
+//! # Exchange
+//!
+//! When the last shard is done, every rank sends its partial sums of each
+//! chunk to the chunk's owner, who finishes the tree, scales once, and gives
+//! the result to all. With as many ranks as a power of two that divides the
+//! shards, this moves what an all-reduce moves; else up to twice that on the
+//! way to the owners.
+//!
+//! # Buffers
+//!
+//! Every shard starts from the buffers of the step's beginning; the step ends
+//! with the mean over shards of what each has made of them.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use phalanx_comm::{ProcessGroup, ReduceOp};
+use phalanx_nn::Params;
+
+use crate::error::{Error, Result};
+use crate::reducer::ParamSpec;
+use crate::trace::StepTimes;
+use crate::tree::{Node, ShardTree};
+use crate::vote::{self, Ballot, Commit};
+
+/// Borders between chunks lie on 64-byte lines.
+const LINE_ELEMS: usize = 16;
+
+pub(crate) struct Shards {
+    group: ProcessGroup,
+    tree: ShardTree,
+    params: Vec<ParamSpec>,
+    /// First element of each parameter's gradient.
+    starts: Vec<usize>,
+    grad_elems: usize,
+    buffer_elems: usize,
+    free: Vec<Vec<f32>>,
+    /// Partial sums of this rank, ascending.
+    nodes: Vec<(Node, Vec<f32>)>,
+    step: Option<Step>,
+    /// Mean gradients, then mean buffers, of the last step.
+    result: Vec<f32>,
+    untouched: Vec<bool>,
+    committed: bool,
+    failed: bool,
+    skipped: u64,
+    times: StepTimes,
+}
+
+/// The step that runs.
+struct Step {
+    weights: Vec<f32>,
+    present: usize,
+    /// The shard in work and its gradient.
+    current: Option<(usize, Vec<f32>)>,
+    given: usize,
+    ready: Vec<bool>,
+    used: Vec<bool>,
+    /// Buffers at the step's beginning, once a shard has changed them.
+    base: Option<Vec<f32>>,
+    kept_buffers: bool,
+    ballot: Ballot,
+}
+
+impl Shards {
+    pub(crate) fn new(
+        group: ProcessGroup,
+        tree: ShardTree,
+        params: Vec<ParamSpec>,
+        buffer_elems: usize,
+    ) -> Result<Shards> {
+        if group.world_size() > tree.shards() {
+            return Err(Error::usage(format!(
+                "{} ranks cannot share {} shards; use at least as many shards as ranks",
+                group.world_size(),
+                tree.shards()
+            )));
+        }
+        let mut at = 0;
+        let starts = params
+            .iter()
+            .map(|p| {
+                let start = at;
+                at = (at + p.len).next_multiple_of(LINE_ELEMS);
+                start
+            })
+            .collect();
+        Ok(Shards {
+            group,
+            tree,
+            starts,
+            grad_elems: at,
+            buffer_elems,
+            free: Vec::new(),
+            nodes: Vec::new(),
+            step: None,
+            result: vec![0.0; at + buffer_elems],
+            untouched: vec![false; params.len()],
+            params,
+            committed: false,
+            failed: false,
+            skipped: 0,
+            times: StepTimes::default(),
+        })
+    }
+
+    pub(crate) fn tree(&self) -> ShardTree {
+        self.tree
+    }
+
+    /// Starts a step whose global batch has `samples` samples; `weights` are
+    /// those of this rank's shards and `sizes` their samples.
+    pub(crate) fn plan_step(
+        &mut self,
+        sizes: &[usize],
+        weights: &[f32],
+        samples: usize,
+    ) -> Result<()> {
+        self.check_usable()?;
+        if self.step.is_some() {
+            return Err(Error::usage("the step before was not finished"));
+        }
+        let range = self.tree.range(self.group.world_size(), self.group.rank());
+        let want: Vec<usize> = range.map(|s| self.tree.size(samples, s)).collect();
+        let trimmed = |sizes: &[usize]| {
+            let end = sizes.iter().rposition(|n| *n > 0).map_or(0, |i| i + 1);
+            sizes[..end].to_vec()
+        };
+        if trimmed(sizes) != trimmed(&want) {
+            return Err(Error::usage(format!(
+                "rank {} gives micro-batches of {sizes:?} samples, but its part of {samples} samples in {} shards \
+                 is {want:?}; cut each global batch as ShardTree says",
+                self.group.rank(),
+                self.tree.shards()
+            )));
+        }
+        self.step = Some(Step {
+            weights: weights[..trimmed(&want).len()].to_vec(),
+            present: self.tree.present(samples),
+            current: None,
+            given: 0,
+            ready: vec![false; self.params.len()],
+            used: vec![false; self.params.len()],
+            base: None,
+            kept_buffers: false,
+            ballot: Ballot::default(),
+        });
+        self.times = StepTimes {
+            backward_began: Some(Instant::now()),
+            ..StepTimes::default()
+        };
+        self.committed = false;
+        Ok(())
+    }
+
+    pub(crate) fn next_micro_batch(&mut self) -> Result<()> {
+        self.check_usable()?;
+        self.complete_shard()?;
+        let first = self
+            .tree
+            .range(self.group.world_size(), self.group.rank())
+            .start;
+        let Some(step) = &mut self.step else {
+            return Err(no_step());
+        };
+        if step.given == step.weights.len() {
+            return Err(Error::usage(format!(
+                "this rank's part of the step is {} shards and all of them have run",
+                step.given
+            )));
+        }
+        let elems = self.grad_elems + self.buffer_elems;
+        let memory = self.free.pop().unwrap_or_else(|| vec![0.0; elems]);
+        step.current = Some((first + step.given, memory));
+        step.given += 1;
+        step.ready.fill(false);
+        step.kept_buffers = self.buffer_elems == 0;
+        Ok(())
+    }
+
+    pub(crate) fn slot(&mut self, param: usize) -> &mut [f32] {
+        let (Some(&start), Some(spec)) = (self.starts.get(param), self.params.get(param)) else {
+            return &mut [];
+        };
+        match self.step.as_mut().and_then(|s| s.current.as_mut()) {
+            Some((_, memory)) => &mut memory[start..start + spec.len],
+            None => {
+                // `ready` will refuse it; until then it goes aside.
+                if self.free.is_empty() {
+                    self.free
+                        .push(vec![0.0; self.grad_elems + self.buffer_elems]);
+                }
+                &mut self.free[0][start..start + spec.len]
+            }
+        }
+    }
+
+    pub(crate) fn ready(&mut self, param: usize, used: bool) -> Result<()> {
+        self.check_usable()?;
+        let (Some(&start), Some(spec)) = (self.starts.get(param), self.params.get(param)) else {
+            return Err(Error::usage(format!(
+                "there is no parameter number {param}"
+            )));
+        };
+        let Some(step) = &mut self.step else {
+            return Err(no_step());
+        };
+        let Some((_, memory)) = &mut step.current else {
+            return Err(no_step());
+        };
+        if std::mem::replace(&mut step.ready[param], true) {
+            return Err(Error::usage(format!(
+                "the gradient of {} was marked ready twice in one backward; a parameter used several times must be \
+                 reported once, after its last use",
+                spec.name
+            )));
+        }
+        step.used[param] |= used;
+        let gradient = &mut memory[start..start + spec.len];
+        let weight = step.weights[step.given - 1];
+        if weight != 1.0 {
+            gradient.iter_mut().for_each(|g| *g *= weight);
+        }
+        if !vote::all_finite(gradient) {
+            step.ballot.not_finite(param);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn veto(&mut self) {
+        let params = self.params.len();
+        if let Some(step) = &mut self.step {
+            step.ballot.veto(params);
+        }
+    }
+
+    /// Takes what the shard that has just run made of the buffers, and puts
+    /// those of the step's beginning back.
+    pub(crate) fn keep_buffers(&mut self, params: &mut Params, before: &[f32]) -> Result<()> {
+        let Some(step) = &mut self.step else {
+            return Err(no_step());
+        };
+        let Some((_, memory)) = &mut step.current else {
+            return Err(no_step());
+        };
+        memory[self.grad_elems..].copy_from_slice(params.buffers_flat());
+        let base = step.base.get_or_insert_with(|| before.to_vec());
+        params.buffers_flat_mut().copy_from_slice(base);
+        step.kept_buffers = true;
+        Ok(())
+    }
+
+    /// Adds the finished shard to its sibling, if that is there.
+    fn complete_shard(&mut self) -> Result<()> {
+        let Some(step) = &mut self.step else {
+            return Ok(());
+        };
+        let Some((shard, mut memory)) = step.current.take() else {
+            return Ok(());
+        };
+        let missing: Vec<&str> = (0..self.params.len())
+            .filter(|p| !step.ready[*p])
+            .map(|p| self.params[p].name.as_str())
+            .collect();
+        if !missing.is_empty() {
+            let error = Error::usage(format!(
+                "no gradient for {} of {} parameters on rank {}: {}",
+                missing.len(),
+                self.params.len(),
+                self.group.rank(),
+                missing.join(", ")
+            ));
+            return Err(self.fail(error));
+        }
+        if !step.kept_buffers {
+            let error = Error::usage(
+                "the model has buffers, and those of a shard were not taken; call \
+                 GlobalStep::update_buffers after the backward of each micro-batch",
+            );
+            return Err(self.fail(error));
+        }
+        let mut node = Node::leaf(shard);
+        while let Some(parent) = self.nodes.last().and_then(|(left, _)| left.joins(node)) {
+            let Some((_, mut left)) = self.nodes.pop() else {
+                break;
+            };
+            add(&mut left, &memory);
+            self.free.push(std::mem::replace(&mut memory, left));
+            node = parent;
+        }
+        self.nodes.push((node, memory));
+        Ok(())
+    }
+
+    pub(crate) fn finish(&mut self) -> Result<Commit> {
+        self.check_usable()?;
+        self.times.backward_ended = Some(Instant::now());
+        self.group.set_phase("averaging gradients");
+        self.complete_shard()?;
+        let Some(step) = self.step.take() else {
+            return Err(no_step());
+        };
+        if step.given < step.weights.len() {
+            let error = Error::usage(format!(
+                "rank {} has {} shards of this step, but it ended after {}",
+                self.group.rank(),
+                step.weights.len(),
+                step.given
+            ));
+            return Err(self.fail(error));
+        }
+        let commit = match self.vote(&step).and_then(|commit| {
+            self.exchange(step.present)?;
+            Ok(commit)
+        }) {
+            Ok(commit) => commit,
+            Err(error) => {
+                self.failed = true;
+                return Err(error);
+            }
+        };
+        self.committed = commit.is_yes();
+        self.skipped += u64::from(!self.committed);
+        self.times.reduced = Some(Instant::now());
+        Ok(commit)
+    }
+
+    /// Votes and used parameters of all ranks, in one small all-reduce.
+    fn vote(&mut self, step: &Step) -> Result<Commit> {
+        let world = self.group.world_size();
+        let mut lanes = vec![0.0f32; world + self.params.len()];
+        let (votes, used) = lanes.split_at_mut(world);
+        step.ballot.cast(votes, self.group.rank());
+        for (lane, used) in used.iter_mut().zip(&step.used) {
+            *lane = f32::from(u8::from(*used));
+        }
+        if world > 1 {
+            self.group
+                .all_reduce(&mut lanes, ReduceOp::Sum)
+                .map_err(|e| Error::comm_while("the ranks could not vote on the step", e))?;
+        }
+        let (votes, used) = lanes.split_at_mut(world);
+        for (untouched, lane) in self.untouched.iter_mut().zip(used) {
+            *untouched = *lane == 0.0;
+        }
+        // `count` expects means.
+        votes.iter_mut().for_each(|v| *v /= world as f32);
+        Ok(vote::count(votes, world, |p| {
+            Some(self.params.get(p)?.name.clone())
+        }))
+    }
+
+    /// Finishes the tree over all ranks; the mean is in `result` afterwards.
+    fn exchange(&mut self, present: usize) -> Result<()> {
+        let world = self.group.world_size();
+        let scale = 1.0 / present.max(1) as f32;
+        if world == 1 {
+            let nodes: VecDeque<_> = self.nodes.drain(..).collect();
+            let free = &mut self.free;
+            let sum = self.tree.fold(nodes, |mut left, right| {
+                add(&mut left, &right);
+                free.push(right);
+                left
+            });
+            if let Some(sum) = sum {
+                self.result
+                    .iter_mut()
+                    .zip(&sum)
+                    .for_each(|(r, s)| *r = s * scale);
+                self.free.push(sum);
+            }
+            return Ok(());
+        }
+        let failed = |e| Error::comm_while("gradients of the shards could not be added", e);
+        let me = self.group.rank();
+        let elems = self.result.len();
+        let lines = elems.div_ceil(LINE_ELEMS);
+        let border = |r: usize| (r * lines / world * LINE_ELEMS).min(elems);
+        let chunk = |r: usize| border(r)..border(r + 1);
+        let nodes: Vec<Vec<Node>> = (0..world)
+            .map(|r| self.tree.partial_nodes(world, r, present))
+            .collect();
+        let sends: Vec<usize> = (0..world)
+            .map(|r| chunk(r).len() * self.nodes.len())
+            .collect();
+        let mine = chunk(me);
+        let receives: Vec<usize> = nodes.iter().map(|n| n.len() * mine.len()).collect();
+        let mut out = Vec::with_capacity(sends.iter().sum());
+        for r in 0..world {
+            for (_, memory) in &self.nodes {
+                out.extend_from_slice(&memory[chunk(r)]);
+            }
+        }
+        let mut parts = vec![0.0f32; receives.iter().sum()];
+        self.group
+            .all_to_all_v(&out, &sends, &mut parts, &receives)
+            .map_err(failed)?;
+        self.free
+            .extend(self.nodes.drain(..).map(|(_, memory)| memory));
+        let mut own = vec![0.0f32; mine.len()];
+        if !mine.is_empty() {
+            let all = nodes
+                .into_iter()
+                .flatten()
+                .zip(parts.chunks_exact_mut(mine.len()));
+            let sum = self.tree.fold(all.collect(), |left, right| {
+                add(left, right);
+                left
+            });
+            if let Some(sum) = sum {
+                own.iter_mut().zip(sum).for_each(|(o, s)| *o = *s * scale);
+            }
+        }
+        let lengths: Vec<usize> = (0..world).map(|r| chunk(r).len()).collect();
+        self.group
+            .all_gather_v(&own, &lengths, &mut self.result)
+            .map_err(failed)
+    }
+
+    /// Puts the mean of the shards' buffers into the model.
+    pub(crate) fn put_buffers(&self, params: &mut Params) {
+        if self.committed {
+            params
+                .buffers_flat_mut()
+                .copy_from_slice(&self.result[self.grad_elems..]);
+        }
+    }
+
+    pub(crate) fn grad(&self, param: usize) -> &[f32] {
+        match (self.starts.get(param), self.params.get(param)) {
+            (Some(&start), Some(spec)) if self.committed => &self.result[start..start + spec.len],
+            _ => &[],
+        }
+    }
+
+    pub(crate) fn is_untouched(&self, param: usize) -> bool {
+        self.untouched.get(param).copied().unwrap_or_default()
+    }
+
+    pub(crate) fn skipped_steps(&self) -> u64 {
+        self.skipped
+    }
+
+    pub(crate) fn times(&self) -> &StepTimes {
+        &self.times
+    }
+
+    fn check_usable(&self) -> Result<()> {
+        if self.failed {
+            return Err(Error::usage(
+                "an earlier step failed, so gradients are undefined; form a new process group and a new \
+                 DistributedDataParallel",
+            ));
+        }
+        Ok(())
+    }
+
+    fn fail(&mut self, error: Error) -> Error {
+        self.failed = true;
+        self.group.abort(&error.to_string());
+        error
+    }
+}
+
+fn add(left: &mut [f32], right: &[f32]) {
+    left.iter_mut().zip(right).for_each(|(l, r)| *l += r);
+}
+
+fn no_step() -> Error {
+    Error::usage(
+        "with gradients folded over shards, a step starts with DistributedDataParallel::begin and each shard with \
+         GlobalStep::micro_batch",
+    )
+}
