@@ -33,6 +33,7 @@
 
 pub mod checkpoint;
 mod dataset;
+pub mod digest;
 mod error;
 pub mod files;
 #[cfg(any(test, fuzzing))]

@@ -353,6 +353,76 @@ fn weights_depend_on_neither_transport_nor_luck() {
     assert_eq!(thread, hash("tcp"));
 }
 
+/// Trains the MNIST CNN on `world` ranks; its three digests.
+fn digests(dir: &Path, world: &str, more: &[&str]) -> [String; 3] {
+    let mut args = vec![
+        "train",
+        "mnist",
+        "--nproc-per-node",
+        world,
+        "--epochs",
+        "2",
+        "--synthetic-samples",
+        "500",
+        "--global-batch-size",
+        "96",
+        "--test-batch-size",
+        "16",
+        "--log-interval",
+        "1",
+        "--output-dir",
+        "out",
+    ];
+    args.extend(more);
+    succeed(&args, dir);
+    let summary = summary(&dir.join("out"));
+    ["weights_sha256", "optimizer_sha256", "metrics_sha256"]
+        .map(|key| summary[key].as_str().expect("a digest").to_owned())
+}
+
+/// Two epochs with dropout and a short last batch: weights, optimizer state and
+/// metrics to the last bit.
+#[test]
+fn sharded_training_does_not_depend_on_the_number_of_ranks() {
+    let dir = folder();
+    let shards = |world: &str, more: &[&str]| {
+        let more = [&["--deterministic", "shards"], more].concat();
+        digests(dir.path(), world, &more)
+    };
+    let one = shards("1", &[]);
+    assert_ne!(one[0], one[1]);
+    for (world, transport, cap, threads) in [
+        ("1", "thread", "1", "2"),
+        ("2", "shm", "0.001", "1"),
+        ("3", "tcp", "4", "2"),
+        ("3", "thread", "100", "1"),
+        ("4", "tcp", "1", "1"),
+        ("8", "thread", "1", "1"),
+        ("8", "shm", "1", "1"),
+    ] {
+        let more = [
+            "--transport",
+            transport,
+            "--bucket-cap-mb",
+            cap,
+            "--threads",
+            threads,
+        ];
+        assert_eq!(shards(world, &more), one, "{world} ranks, {more:?}");
+    }
+    // The digests do tell: ranks instead of shards give other bits.
+    assert_ne!(digests(dir.path(), "2", &[])[0], one[0]);
+}
+
+/// Weights and optimizer; metrics differ, since rank 0 logs its own loss.
+#[test]
+fn ranks_equal_one_rank_that_accumulates() {
+    let dir = folder();
+    let four = digests(dir.path(), "4", &["--transport", "thread"]);
+    let one = digests(dir.path(), "1", &["--accumulate", "4"]);
+    assert_eq!(four[..2], one[..2]);
+}
+
 /// The weights that a run of the MNIST CNN saved.
 fn saved_weights(dir: &Path) -> Params {
     let mut scope = Scope::new(Seed(0));
@@ -570,6 +640,38 @@ fn mistakes_are_named_with_the_way_out() {
             ],
             2,
             &["--global-batch-size 3", "4"],
+        ),
+        (
+            &["train", "mnist", "--deterministic", "shards"],
+            2,
+            &[
+                "needs a --global-batch-size",
+                "grows with the number of ranks",
+            ],
+        ),
+        (
+            &[
+                "train",
+                "mnist",
+                "--nproc-per-node",
+                "9",
+                "--deterministic",
+                "shards",
+                "--global-batch-size",
+                "64",
+            ],
+            2,
+            &["9 ranks cannot share 8 shards; use --shards 16"],
+        ),
+        (
+            &["train", "mnist", "--accumulate", "2", "--sampler", "torch"],
+            2,
+            &["--sampler torch goes with neither --accumulate"],
+        ),
+        (
+            &["train", "mnist", "--accumulate", "0"],
+            2,
+            &["--accumulate", "at least 1"],
         ),
         (
             &[

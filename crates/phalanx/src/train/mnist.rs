@@ -9,18 +9,20 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use phalanx_comm::ReduceOp;
-use phalanx_ddp::{BucketCaps, DdpOptions, DistributedDataParallel, verify_equal};
+use phalanx_ddp::{BucketCaps, DdpOptions, DistributedDataParallel, ShardTree, verify_equal};
 use phalanx_nn::models::MnistCnn;
 use phalanx_nn::optim::Sgd;
 use phalanx_nn::{Params, Scope, Seed, StepKey, Tape, Threads};
+use phalanx_train::digest::{MetricsDigest, optimizer_sha256};
 use phalanx_train::loader::{Loader, LoaderOptions};
-use phalanx_train::metrics::{Confusion, Mean, MetricsLog, write_summary};
+use phalanx_train::metrics::{Confusion, MetricsLog, write_summary};
 use phalanx_train::progress::Progress;
 use phalanx_train::sampler::{Sampler, SamplerConfig, TorchBatches};
 use phalanx_train::{Dataset, checkpoint, mnist, process, synthetic};
 use serde_json::json;
 
 use super::context::RankContext;
+use super::cut::{Cut, CutArgs, Determinism};
 use super::format::{bytes, plural, thousands};
 use super::trace::Trace;
 use crate::error::{Error, ErrorKind, Result};
@@ -75,6 +77,8 @@ pub struct MnistArgs {
     /// Gradient bucket cap in MiB [default: 4 on one host, 8 across hosts; first and last 1]
     #[arg(long, value_name = "MIB")]
     pub bucket_cap_mb: Option<f64>,
+    #[command(flatten)]
+    pub cut: CutArgs,
     /// Threads that prepare batches, per rank
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub workers: usize,
@@ -150,6 +154,11 @@ pub fn validate(args: &MnistArgs, world: usize) -> Result<()> {
             )));
         }
     }
+    args.cut.validate(
+        world,
+        args.global_batch_size,
+        args.sampler == SamplerKind::Torch,
+    )?;
     // The data is looked at once here, so that a wrong folder is one error and not
     // one per rank.
     if args.data != "synthetic" {
@@ -174,13 +183,14 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
     let net = MnistCnn::new(&mut scope);
     let mut params = scope.build()?;
     let mut ddp =
-        DistributedDataParallel::new(ctx.group.clone(), &mut params, ddp_options(args, &data))?; // DDP
+        DistributedDataParallel::new(ctx.group.clone(), &mut params, ddp_options(args, &data)?)?; // DDP
     let mut optimizer = Sgd::new(&params, args.lr).momentum(args.momentum);
     let mut tape = Tape::new(Threads(ctx.threads));
 
-    let sampler = sampler(ctx, args, data.train.len(), global_batch)?;
+    let cut = Cut::new(&args.cut, world, ctx.rank())?; // DDP
+    let samplers = samplers(&cut, ctx, args, data.train.len(), global_batch)?;
     let output = Output::open(ctx, args)?;
-    let steps = sampler.epoch(0).len();
+    let steps = cut.epoch(&samplers, 0).len() / cut.mine().len();
     announce(
         ctx,
         args,
@@ -202,35 +212,44 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
         loss: f64::NAN,
         accuracy: f64::NAN,
     };
+    let mut metrics = MetricsDigest::new();
     let mut weights = String::new();
     for epoch in 1..=args.epochs {
         progress.begin(epoch as u64, args.epochs as u64, steps);
-        loader.start(sampler.epoch(epoch as u64 - 1));
+        let plan = cut.epoch(&samplers, epoch as u64 - 1);
+        loader.start(plan.clone());
         let began = Instant::now();
-        let mut index = 0;
-        loop {
-            ctx.group.set_phase("loading data");
-            let Some(batch) = loader.next_batch()? else {
-                break;
-            };
+        for index in 0..steps {
             ctx.group.set_position(epoch as u64, index as u64 + 1);
-            ctx.group.set_phase("forward");
-            let key = StepKey::new(epoch as u64 - 1, index as u64)
-                .seed(args.seed)
-                .samples(&batch.indices);
+            let (sizes, global) = cut.sizes(&plan, index);
+            let busy = sizes.iter().filter(|n| **n > 0).count();
+            let mut sums = vec![0.0; cut.parts()];
             let marks = trace.begin(epoch, index);
-            let step = tape.step(&params, key);
-            let [h, w, c] = data.train.image_shape();
-            let images = step.input(&batch.images, &[batch.labels.len(), h, w, c])?;
-            // The mean over ranks of (sum of local losses) / (global samples / ranks)
-            // is the mean over the global batch, however unevenly it is cut.
-            let divisor = batch.global_len as f32 / world as f32;
-            let loss = net.forward(images)?.nll_loss(&batch.labels, divisor)?;
-            let sum = f64::from(loss.item()) * f64::from(divisor);
-            let forward_ended = Instant::now();
-            loss.backward(&mut ddp)?;
-            drop(step);
-            let commit = ddp.finish()?; // DDP
+            let mut forward_ended = Instant::now();
+            // DDP: the mean is taken over all samples, however unevenly they are cut.
+            let mut micro_batches = ddp.begin_known(&sizes[..busy], global)?;
+            for part in cut.mine() {
+                ctx.group.set_phase("loading data");
+                let Some(batch) = loader.next_batch()? else {
+                    break;
+                };
+                if batch.labels.is_empty() {
+                    continue;
+                }
+                ctx.group.set_phase("forward");
+                let key = StepKey::new(epoch as u64 - 1, index as u64)
+                    .seed(args.seed)
+                    .samples(&batch.indices);
+                let step = tape.step(&params, key);
+                let [h, w, c] = data.train.image_shape();
+                let images = step.input(&batch.images, &[batch.labels.len(), h, w, c])?;
+                let samples = batch.labels.len() as f32;
+                let loss = net.forward(images)?.nll_loss(&batch.labels, samples)?;
+                sums[part] = f64::from(loss.item()) * f64::from(samples);
+                forward_ended = Instant::now();
+                loss.backward(micro_batches.micro_batch()?)?; // DDP
+            }
+            let commit = micro_batches.finish()?; // DDP
             ctx.group.set_phase("optimizer");
             if commit.is_yes() {
                 optimizer.step(&mut params, &ddp)?;
@@ -240,12 +259,25 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
             }
             trace.end(marks, forward_ended, ddp.times())?;
 
-            let mean = sum / batch.labels.len().max(1) as f64;
+            let local: f64 = sums.iter().sum();
+            let mean = local / sizes.iter().sum::<usize>().max(1) as f64;
             let at = format_args!("epoch {epoch}, step {}", index + 1);
             ctx.check_loss(mean, at, args.lr)?;
-            timing.add(ddp.times().exposed(), batch.global_len);
-            progress.step(batch.global_len, Some(mean));
-            if index.is_multiple_of(args.log_interval) && ctx.is_main() {
+            timing.add(ddp.times().exposed(), global.samples);
+            progress.step(global.samples, Some(mean));
+            let logged = index.is_multiple_of(args.log_interval);
+            let mean = match cut.tree() {
+                // DDP: the loss of the global batch, whoever had which shard.
+                Some(tree) if logged => {
+                    ShardTree::gather_values(&ctx.group, &mut sums)?;
+                    tree.sum(&sums) / global.samples as f64
+                }
+                _ => mean,
+            };
+            if logged {
+                metrics.add(mean);
+            }
+            if logged && ctx.is_main() {
                 let (n, done) = (data.train.len(), index * global_batch);
                 let percent = 100.0 * index as f64 / steps as f64;
                 let text =
@@ -258,7 +290,6 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
                     "data_wait_total_ms": loader.waited().as_secs_f64() * 1e3,
                 }))?;
             }
-            index += 1;
         }
         timing.trained += began.elapsed();
         progress.end();
@@ -267,7 +298,9 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
         let digest = checkpoint::weights_digest(&params);
         weights = hex::encode(digest);
         verify_equal(&ctx.group, &params, digest)?; // DDP
-        last = test(ctx, args, &net, &params, &mut tape, &data.test)?;
+        last = test(ctx, args, &cut, &net, &params, &mut tape, &data.test)?;
+        metrics.add(last.loss);
+        metrics.add(last.accuracy);
         accuracies.push(last.accuracy);
         if ctx.is_main() {
             ctx.line(&format!(
@@ -282,7 +315,12 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
     }
     timing.skipped = ddp.skipped_steps();
     ctx.group.set_phase("saving");
-    output.save(ctx, args, &params, &accuracies, &last, &timing, &weights)?;
+    let digests = Digests {
+        weights: weights.clone(),
+        optimizer: optimizer_sha256(&optimizer),
+        metrics: metrics.sha256(),
+    };
+    output.save(ctx, args, &params, &accuracies, &last, &timing, &digests)?;
     ctx.group.barrier()?; // DDP: nobody leaves before the files are complete
     ctx.note(&format!(
         "done in {:.1} s: accuracy {:.2} %, {} images/s, communication exposed {:.1} % of the step",
@@ -304,13 +342,14 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
     Ok(())
 }
 
-// DDP: the rank's part of the training set.
-fn sampler(
+// DDP: the rank's parts of the training set.
+fn samplers(
+    cut: &Cut,
     ctx: &RankContext,
     args: &MnistArgs,
     samples: usize,
     global_batch: usize,
-) -> Result<Sampler> {
+) -> Result<Vec<Sampler>> {
     let config = SamplerConfig {
         samples,
         world: ctx.world(),
@@ -318,16 +357,18 @@ fn sampler(
         shuffle: true,
         seed: args.seed,
     };
-    Ok(match args.sampler {
-        SamplerKind::Exact => Sampler::exact(config, global_batch)?,
-        SamplerKind::Torch => Sampler::torch(
-            config,
-            TorchBatches {
-                batch_size: global_batch / ctx.world(),
-                drop_samples: false,
-                drop_batch: false,
-            },
-        )?,
+    cut.samplers(config, |config| {
+        Ok(match args.sampler {
+            SamplerKind::Exact => Sampler::exact(config, global_batch)?,
+            SamplerKind::Torch => Sampler::torch(
+                config,
+                TorchBatches {
+                    batch_size: global_batch / ctx.world(),
+                    drop_samples: false,
+                    drop_batch: false,
+                },
+            )?,
+        })
     })
 }
 
@@ -381,14 +422,15 @@ fn load(args: &MnistArgs) -> Result<Data> {
     }
 }
 
-fn ddp_options(args: &MnistArgs, data: &Data) -> DdpOptions {
-    DdpOptions {
+fn ddp_options(args: &MnistArgs, data: &Data) -> Result<DdpOptions> {
+    Ok(DdpOptions {
         caps: args
             .bucket_cap_mb
             .map(|mib| BucketCaps::uniform((mib * f64::from(1 << 20)) as usize)),
+        deterministic: args.cut.deterministic()?,
         must_agree: must_agree(args, data),
         ..DdpOptions::default()
-    }
+    })
 }
 
 /// What must be the same on all ranks, a fact a line, so that a difference
@@ -398,7 +440,7 @@ fn must_agree(args: &MnistArgs, data: &Data) -> Vec<String> {
         Some(global) => format!("--global-batch-size {global}"),
         None => format!("--batch-size {}", args.batch_size),
     };
-    vec![
+    let mut facts = vec![
         batch,
         format!("--epochs {}", args.epochs),
         format!("--lr {}", args.lr),
@@ -407,7 +449,9 @@ fn must_agree(args: &MnistArgs, data: &Data) -> Vec<String> {
         format!("--sampler {:?}", args.sampler).to_lowercase(),
         format!("--test-batch-size {}", args.test_batch_size),
         format!("data {}", data.content),
-    ]
+    ];
+    facts.extend(args.cut.must_agree());
+    facts
 }
 
 #[expect(
@@ -429,7 +473,11 @@ fn announce(
     let sizes: Vec<String> = (0..buckets)
         .map(|b| bytes(ddp.plan().bucket_bytes(b)))
         .collect();
-    let cut = if global_batch.is_multiple_of(ctx.world()) {
+    let buckets = match args.cut.deterministic {
+        Determinism::Ranks => format!("{} ({})", plural(buckets, "bucket"), sizes.join(", ")),
+        Determinism::Shards => format!("added over {} shards", args.cut.shards),
+    };
+    let mut cut = if global_batch.is_multiple_of(ctx.world()) {
         format!(
             "{global_batch} = {} x {}",
             ctx.world(),
@@ -438,6 +486,9 @@ fn announce(
     } else {
         format!("{global_batch} over {} ranks", ctx.world())
     };
+    if args.cut.accumulate > 1 {
+        cut.push_str(&format!(" in {} micro-batches", args.cut.accumulate));
+    }
     ctx.note(&format!(
         "phalanx {}  mnist  {}",
         env!("CARGO_PKG_VERSION"),
@@ -445,11 +496,9 @@ fn announce(
     ));
     ctx.note(&format!("data     {}", data.description));
     ctx.note(&format!(
-        "model    MNIST CNN, {} parameters in {} tensors, {} ({})",
+        "model    MNIST CNN, {} parameters in {} tensors, {buckets}",
         thousands(count),
         params.infos().len(),
-        plural(buckets, "bucket"),
-        sizes.join(", ")
     ));
     ctx.note(&format!(
         "training {} of {}, global batch {cut}, SGD lr {} momentum {}",
@@ -465,6 +514,7 @@ fn announce(
 fn test(
     ctx: &RankContext,
     args: &MnistArgs,
+    cut: &Cut,
     net: &MnistCnn,
     params: &Params,
     tape: &mut Tape,
@@ -478,27 +528,43 @@ fn test(
         shuffle: false,
         seed: 0,
     };
-    let plan = Sampler::exact(config, args.test_batch_size * ctx.world())?.epoch(0);
+    // Cut as in training, so that no sum depends on the ranks if none may.
+    let batch = args.test_batch_size.saturating_mul(cut.parts());
+    let samplers = cut.samplers(config, |config| Ok(Sampler::exact(config, batch)?))?;
+    let plan = cut.epoch(&samplers, 0);
+    let parts = plan.parts();
+    let mut sums = vec![0.0; plan.len() / parts * cut.parts()];
     let mut loader = loader(args, data)?;
     loader.start(plan);
-    let mut loss = Mean::new();
     let mut confusion = Confusion::new(data.classes());
+    let mut index = 0;
     while let Some(batch) = loader.next_batch()? {
+        let place = index / parts * cut.parts() + cut.mine().start + index % parts;
+        index += 1;
+        if batch.labels.is_empty() {
+            continue;
+        }
         let step = tape.inference(params);
         let images = step.input(&batch.images, &[batch.labels.len(), h, w, c])?;
         let scores = net.forward(images)?;
         confusion.add_scores(scores.data(), &batch.labels)?;
-        let sum = scores.nll_loss(&batch.labels, 1.0)?.item();
-        loss.add_sum(f64::from(sum), batch.labels.len());
+        sums[place] = f64::from(scores.nll_loss(&batch.labels, 1.0)?.item());
     }
-    let mut parts = loss.parts();
-    ctx.group.all_reduce(&mut parts, ReduceOp::Sum)?; // DDP
+    ShardTree::gather_values(&ctx.group, &mut sums)?; // DDP
     ctx.group
         .all_reduce(confusion.counts_mut(), ReduceOp::Sum)?; // DDP
+    let total: f64 = sums.iter().sum();
     Ok(Tested {
-        loss: Mean::from_parts(parts).mean().unwrap_or(f64::NAN),
+        loss: total / data.len() as f64,
         accuracy: confusion.accuracy().unwrap_or(f64::NAN),
     })
+}
+
+/// SHA-256 of what a run ends with, in hexadecimal.
+struct Digests {
+    weights: String,
+    optimizer: String,
+    metrics: String,
 }
 
 #[derive(Default)]
@@ -620,7 +686,7 @@ impl Output {
         accuracies: &[f64],
         last: &Tested,
         timing: &Timing,
-        weights: &str,
+        digests: &Digests,
     ) -> Result<()> {
         if !self.is_main {
             return Ok(());
@@ -645,7 +711,10 @@ impl Output {
             "exposed_comm_percent": timing.exposed_percent(),
             "skipped_steps": timing.skipped,
             "peak_rss_mib": process::peak_rss_bytes().map(|b| b as f64 / f64::from(1 << 20)),
-            "weights_sha256": weights,
+            "deterministic": format!("{:?}", args.cut.deterministic).to_lowercase(),
+            "weights_sha256": digests.weights,
+            "optimizer_sha256": digests.optimizer,
+            "metrics_sha256": digests.metrics,
         });
         write_summary(&self.dir.join(SUMMARY_FILE), &summary)?;
         Ok(())

@@ -1,6 +1,7 @@
 //! `phalanx train`: recipes, and how their ranks come to be.
 
 mod context;
+mod cut;
 pub mod format;
 mod linear;
 mod mnist;

@@ -1,0 +1,82 @@
+//! SHA-256 of what a run ends with besides its weights, to compare runs bit
+//! for bit.
+
+use phalanx_nn::optim::Optimizer;
+use sha2::{Digest, Sha256};
+
+/// SHA-256 of an optimizer's state, in hexadecimal: the number of steps
+/// (u64), then name and float32 values of each buffer, in the optimizer's
+/// order and memory layout, all little-endian.
+pub fn optimizer_sha256(optimizer: &dyn Optimizer) -> String {
+    let mut hash = Sha256::new();
+    hash.update(optimizer.steps().to_le_bytes());
+    for (name, values) in optimizer.state() {
+        hash.update(name.as_bytes());
+        for value in values {
+            hash.update(value.to_le_bytes());
+        }
+    }
+    hex::encode(hash.finalize())
+}
+
+/// SHA-256 of a sequence of measured values.
+#[derive(Clone, Debug, Default)]
+pub struct MetricsDigest {
+    hash: Sha256,
+}
+
+impl MetricsDigest {
+    /// Nothing measured yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a value: all 64 bits count.
+    pub fn add(&mut self, value: f64) {
+        self.hash.update(value.to_le_bytes());
+    }
+
+    /// The digest of all values so far, in hexadecimal.
+    pub fn sha256(&self) -> String {
+        hex::encode(self.hash.clone().finalize())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use phalanx_nn::optim::Sgd;
+    use phalanx_nn::{Scope, Seed, layers::Linear};
+
+    #[test]
+    fn every_bit_of_a_metric_counts_and_so_does_the_order() {
+        let digest = |values: &[f64]| {
+            let mut digest = MetricsDigest::new();
+            values.iter().for_each(|v| digest.add(*v));
+            digest.sha256()
+        };
+        assert_eq!(digest(&[1.0, 2.0]), digest(&[1.0, 2.0]));
+        assert_ne!(digest(&[1.0, 2.0]), digest(&[2.0, 1.0]));
+        assert_ne!(digest(&[1.0]), digest(&[1.0 + f64::EPSILON]));
+        // sha256 of nothing
+        assert!(digest(&[]).starts_with("e3b0c44298fc1c14"));
+    }
+
+    #[test]
+    fn steps_and_state_of_an_optimizer_count() {
+        let mut scope = Scope::new(Seed(0));
+        Linear::new(scope.enter("only"), 2, 2);
+        let params = scope.build().expect("model builds");
+        let elems = params.flat().len();
+        let mut sgd = Sgd::new(&params, 0.1).momentum(0.9);
+        let mut seen = vec![optimizer_sha256(&sgd)];
+        for (steps, value) in [(1, 0.0f32), (2, 0.0), (2, -0.0)] {
+            let buffer = vec![value; elems];
+            sgd.restore(steps, &[("momentum_buffer", &buffer)])
+                .expect("restore");
+            let digest = optimizer_sha256(&sgd);
+            assert!(!seen.contains(&digest));
+            seen.push(digest);
+        }
+    }
+}
