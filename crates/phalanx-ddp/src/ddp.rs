@@ -1,5 +1,7 @@
 //! `DistributedDataParallel`: the reducer as gradient sink of an engine model.
 
+use std::sync::Arc;
+
 use phalanx_comm::{ProcessGroup, ReduceOp, TransportKind};
 use phalanx_nn::{GradSink, GradView, ParamId, Params, Tape};
 
@@ -10,6 +12,7 @@ use crate::reducer::{ParamSpec, Reducer, ReducerOptions};
 use crate::route::{Routes, Selection};
 use crate::shards::Shards;
 use crate::step::{self, Average, GlobalBatch, GlobalStep, Uneven};
+use crate::sync_norm::SyncBatchNorm;
 use crate::trace::StepTimes;
 use crate::tree::ShardTree;
 use crate::vote::Commit;
@@ -265,6 +268,15 @@ impl DistributedDataParallel {
         Ok(())
     }
 
+    /// Leaves it to the caller to weigh micro-batch `index`; the weight.
+    pub(crate) fn weigh_at_loss(&mut self, index: usize) -> f32 {
+        self.routes.weighed_at_loss();
+        match &mut self.shards {
+            Some(shards) => shards.weigh_at_loss(index),
+            None => self.reducer.weigh_at_loss(index),
+        }
+    }
+
     /// [`Tape::update_buffers`](phalanx_nn::Tape::update_buffers) as the wrapper
     /// needs it: with [`Deterministic::Shards`] every shard starts from the
     /// buffers of the step's beginning. Call it after the backward of each
@@ -284,6 +296,32 @@ impl DistributedDataParallel {
             Some(shards) => shards.keep_buffers(params, &before),
             None => Ok(()),
         }
+    }
+
+    /// Makes every batch normalisation of the model use the batch of all ranks,
+    /// from the next training step of `tape` on ([`SyncBatchNorm`]; PyTorch:
+    /// `convert_sync_batchnorm`). The wrapper's own group forms another for it.
+    ///
+    /// *Blocks* until all ranks of the group call it.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` with [`Deterministic::Shards`], where every shard has statistics
+    /// of its own; `Comm` when a peer is lost or late.
+    pub fn sync_batch_norm(&self, tape: &mut Tape) -> Result<()> {
+        if self.shards.is_some() {
+            return Err(Error::usage(
+                "gradients folded over shards take batch statistics of each shard; leave out sync_batch_norm, or use \
+                 fewer shards for larger statistics",
+            ));
+        }
+        let group = self.reducer.group();
+        let ranks: Vec<usize> = (0..group.world_size()).collect();
+        let own = group
+            .new_group(&ranks)
+            .map_err(|e| Error::comm_while("no group for batch statistics could be formed", e))?;
+        tape.join_statistics(own.map(|group| Arc::new(SyncBatchNorm::new(group)) as _));
+        Ok(())
     }
 
     /// Makes buffers equal, if that is to be done every step; with

@@ -367,6 +367,19 @@ impl Reducer {
         Ok(())
     }
 
+    /// The weight of micro-batch `index`, which is not applied any more,
+    /// unless it is 0.
+    pub(crate) fn weigh_at_loss(&mut self, index: usize) -> f32 {
+        let weight = self.micro.weights.get_mut(index);
+        weight.map_or(1.0, |w| {
+            if *w == 0.0 {
+                0.0
+            } else {
+                std::mem::replace(w, 1.0)
+            }
+        })
+    }
+
     /// Goes on to the next micro-batch of the step.
     ///
     /// # Errors

@@ -29,6 +29,7 @@ pub(crate) struct Routes {
     /// Of the micro-batches of this step.
     weights: Vec<f32>,
     micro: usize,
+    at_loss: bool,
     policy: Unused,
     /// Used by some micro-batch of this step.
     used: Vec<bool>,
@@ -91,6 +92,7 @@ impl Routes {
             scratch: Vec::new(),
             weights: vec![1.0],
             micro: 0,
+            at_loss: false,
             policy,
             used: vec![false; selection.len()],
             first: None,
@@ -133,7 +135,13 @@ impl Routes {
         self.micro = 0;
     }
 
+    /// The caller weighs the loss of the micro-batch that begins.
+    pub(crate) fn weighed_at_loss(&mut self) {
+        self.at_loss = true;
+    }
+
     pub(crate) fn start_micro_batch(&mut self, index: usize) {
+        self.at_loss = false;
         self.micro = index;
     }
 
@@ -165,7 +173,11 @@ impl Routes {
         // A rank's own mean: its weights over their sum.
         let total: f32 = self.weights.iter().sum();
         let own = self.weights.get(self.micro).copied().unwrap_or(0.0);
-        let weight = if own == total { 1.0 } else { own / total };
+        let weight = match self.at_loss {
+            true => 1.0 / total,
+            false if own == total => 1.0,
+            false => own / total,
+        };
         let at: usize = self.lens[..index].iter().sum();
         let sum = &mut self.own[index];
         if own == 0.0 {
@@ -239,6 +251,7 @@ impl Routes {
     pub(crate) fn finish(&mut self) {
         self.used.fill(false);
         self.any = false;
+        self.at_loss = false;
         self.weights = vec![1.0];
         self.micro = 0;
     }

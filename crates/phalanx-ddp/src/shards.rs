@@ -188,6 +188,13 @@ impl Shards {
         Ok(())
     }
 
+    /// The weight of micro-batch `index`, which is not applied any more.
+    pub(crate) fn weigh_at_loss(&mut self, index: usize) -> f32 {
+        let weights = self.step.as_mut().map(|s| &mut s.weights);
+        let weight = weights.and_then(|w| w.get_mut(index));
+        weight.map_or(1.0, |w| std::mem::replace(w, 1.0))
+    }
+
     pub(crate) fn slot(&mut self, param: usize) -> &mut [f32] {
         let (Some(&start), Some(spec)) = (self.starts.get(param), self.params.get(param)) else {
             return &mut [];

@@ -174,6 +174,23 @@ impl GlobalStep<'_> {
         Ok(self.ddp)
     }
 
+    /// [`micro_batch`](Self::micro_batch) for callers that weigh the loss
+    /// themselves: gives the gradient to start its backward with
+    /// ([`Tensor::backward_with`](phalanx_nn::Tensor::backward_with)) besides the sink. Uneven
+    /// batches under [`sync_batch_norm`](DistributedDataParallel::sync_batch_norm) need it: there the
+    /// gradients of different ranks meet inside backward, and have to be
+    /// weighed by then.
+    ///
+    /// # Errors
+    ///
+    /// As [`micro_batch`](Self::micro_batch).
+    pub fn weighed_micro_batch(&mut self) -> Result<([f32; 1], &mut DistributedDataParallel)> {
+        let index = self.given;
+        let ddp = self.micro_batch()?;
+        let weight = ddp.weigh_at_loss(index);
+        Ok(([weight], ddp))
+    }
+
     /// [`DistributedDataParallel::update_buffers`] within the step.
     ///
     /// # Errors

@@ -40,13 +40,25 @@ fn data(from: usize, n: usize) -> (Vec<f32>, Vec<f32>) {
     )
 }
 
-/// Backward of the mean loss over samples `from..from + n`.
+/// [`weighed`] by 1.
 fn backward(
     net: &Net,
     params: &Params,
     tape: &mut Tape,
     from: usize,
     n: usize,
+    sink: &mut dyn GradSink,
+) {
+    weighed(net, params, tape, (from, n), [1.0], sink);
+}
+
+/// Backward, starting from `weight`, of the mean loss over samples `from..from + n`.
+fn weighed(
+    net: &Net,
+    params: &Params,
+    tape: &mut Tape,
+    (from, n): (usize, usize),
+    weight: [f32; 1],
     sink: &mut dyn GradSink,
 ) {
     let (x, y) = data(from, n);
@@ -59,7 +71,7 @@ fn backward(
         .expect("first");
     let loss = net.last.forward(hidden).expect("last");
     let loss = loss.mse_loss(&y, Reduction::Mean).expect("loss");
-    loss.backward(sink).expect("backward");
+    loss.backward_with(&weight, sink).expect("backward");
 }
 
 fn close(ddp: &dyn GradView, want: &dyn GradView, params: &Params, what: &str) {
@@ -112,21 +124,20 @@ fn any_cut_gives_the_gradient_of_the_joined_batch() {
             let mut tape = Tape::new(Threads(1));
             let mut ddp = DistributedDataParallel::new(group, &mut params, one_tensor_a_bucket())
                 .expect("ddp");
-            // Twice: the second step runs in rebuilt buckets.
-            for _ in 0..2 {
+            // The second step runs in rebuilt buckets, and weighs its losses.
+            for at_loss in [false, true] {
                 let sizes = uneven_sizes(rank, world);
                 let first = from;
                 let mut step = ddp.begin(&sizes).expect("begin");
                 assert_eq!(step.global().samples, total);
                 for n in sizes {
-                    backward(
-                        &net,
-                        &params,
-                        &mut tape,
-                        from,
-                        n,
-                        step.micro_batch().expect("declared"),
-                    );
+                    if at_loss {
+                        let (weight, sink) = step.weighed_micro_batch().expect("declared");
+                        weighed(&net, &params, &mut tape, (from, n), weight, sink);
+                    } else {
+                        let sink = step.micro_batch().expect("declared");
+                        backward(&net, &params, &mut tape, from, n, sink);
+                    }
                     from += n;
                 }
                 assert!(step.finish().expect("finish").is_yes());

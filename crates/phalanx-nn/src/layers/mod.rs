@@ -8,7 +8,8 @@ mod linear;
 mod max_pool2d;
 
 pub use crate::ops::{
-    Act, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, MaxPool2dOptions, RunningStats,
+    Act, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, JoinStatistics, MaxPool2dOptions,
+    RunningStats,
 };
 pub use avg_pool2d::AvgPool2d;
 pub use batch_norm::{BatchNorm, BatchNorm1d, BatchNorm2d};

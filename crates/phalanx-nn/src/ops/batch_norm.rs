@@ -9,7 +9,7 @@
 use super::Act;
 use crate::kernels::Mode;
 use crate::kernels::batch_norm::{self, Backward, Channels, Gate};
-use crate::param::{BufferId, ParamId};
+use crate::param::{BufferId, ParamId, SinkError};
 use crate::pool::Buf;
 use crate::tape::{Pass, Recorded, SlotId, Visit};
 use crate::{Error, Result, Tensor};
@@ -40,6 +40,33 @@ pub struct BatchNormOptions {
     pub eps: f64,
 }
 
+/// Makes the statistics of a training batch those of a larger one, of which
+/// this batch is a part (synchronised batch normalisation). Evaluation never asks.
+pub trait JoinStatistics: Send + Sync {
+    /// Gets mean and sum of squared deviations from it of every channel, over
+    /// `rows` values each (0 of an empty batch); leaves those of the joined
+    /// batch, and returns its `rows`.
+    ///
+    /// # Errors
+    /// Whatever stops the training step.
+    fn join(
+        &self,
+        rows: f64,
+        mean: &mut [f64],
+        squares: &mut [f64],
+    ) -> std::result::Result<f64, SinkError>;
+
+    /// Leaves the sums over all parts of the joined batch.
+    ///
+    /// # Errors
+    /// Whatever stops the training step.
+    fn sum(&self, sums: &mut [f64]) -> std::result::Result<(), SinkError>;
+}
+
+fn not_joined(e: SinkError) -> Error {
+    Error::sink(format!("batch statistics were not joined: {e}"), e)
+}
+
 pub(crate) struct BatchNorm {
     x: SlotId,
     residual: Option<SlotId>,
@@ -50,6 +77,8 @@ pub(crate) struct BatchNorm {
     bias: Option<ParamId>,
     act: Act,
     channels: usize,
+    /// Values a channel of the joined batch, if this one is part of one.
+    joined: Option<f64>,
 }
 
 /// Mean, inverse deviation, scale, shift.
@@ -86,18 +115,43 @@ impl<'s> Tensor<'s> {
             let numel = dims.numel();
             let training = st.training;
             let batch = training || options.running.is_none();
-            if numel > 0 && batch {
+            let join = st.join.clone().filter(|_| training);
+            let mut joined = None;
+            if (numel > 0 || join.is_some()) && batch {
                 let mut sums = st.pool.get(4 * c);
                 let mut work = st.pool.get(batch_norm::partials_len(numel, c));
                 let (mean, squares) = sums.f64_mut().split_at_mut(c);
-                batch_norm::statistics(step.team(), st.value(x), work.slice_mut(), mean, squares);
-                let rows = (numel / c) as f64;
+                if numel > 0 {
+                    batch_norm::statistics(
+                        step.team(),
+                        st.value(x),
+                        work.slice_mut(),
+                        mean,
+                        squares,
+                    );
+                } else {
+                    mean.fill(0.0);
+                    squares.fill(0.0);
+                }
+                let mut rows = (numel / c) as f64;
+                if let Some(join) = join {
+                    rows = join.join(rows, mean, squares).map_err(not_joined)?;
+                    joined = Some(rows);
+                    if rows == 1.0 {
+                        return Err(Error::usage(
+                            "batch_norm: one value a channel in the joined batch has no variance to train with; use larger batches",
+                        ));
+                    }
+                }
                 for i in 0..c {
-                    let var = squares[i] / rows;
+                    let var = squares[i] / rows.max(1.0);
                     constants.slice_mut()[i] = mean[i] as f32;
                     constants.slice_mut()[c + i] = (1.0 / (var + options.eps).sqrt()) as f32;
                 }
-                if training && let Some(running) = options.running {
+                if training
+                    && rows > 0.0
+                    && let Some(running) = options.running
+                {
                     let stats = mean.iter().zip(&*squares);
                     let stats = stats.map(|(&m, &q)| (m as f32, (q / (rows - 1.0)) as f32));
                     st.statistics.note(running, options.momentum, stats);
@@ -144,6 +198,7 @@ impl<'s> Tensor<'s> {
                     bias: options.bias,
                     act,
                     channels: c,
+                    joined,
                 });
             } else {
                 st.pool.put(constants);
@@ -196,7 +251,7 @@ impl<'s> Tensor<'s> {
             }
         }
         let st = step.state();
-        if st.training && dims.numel() == c {
+        if st.training && dims.numel() == c && st.join.is_none() {
             return Err(Error::usage(format!(
                 "batch_norm: one value a channel (shape {dims:?}) has no variance to train with; use larger batches"
             )));
@@ -295,7 +350,12 @@ impl Recorded for BatchNorm {
         Self::one_gradient(pass, self.weight, scaled)?;
         Self::one_gradient(pass, self.bias, total.iter().copied())?;
 
-        let rows = (numel / c).max(1) as f64;
+        let mut rows = (numel / c).max(1) as f64;
+        if let Some((joined, join)) = self.joined.zip(pass.join()) {
+            rows = joined.max(1.0);
+            join.sum(sums.f64_mut()).map_err(not_joined)?;
+        }
+        let (total, products) = sums.f64_mut().split_at_mut(c);
         let (slope, offset) = coefficients.slice_mut().split_at_mut(c);
         for i in 0..c {
             let (scale, inverse) = (f64::from(channels.scale[i]), f64::from(inverse[i]));

@@ -20,7 +20,7 @@ pub(crate) mod scale;
 use crate::kernels::elementwise::Clip;
 
 pub use avg_pool2d::AvgPool2dOptions;
-pub use batch_norm::{BatchNormOptions, RunningStats};
+pub use batch_norm::{BatchNormOptions, JoinStatistics, RunningStats};
 pub use conv2d::Conv2dOptions;
 pub use max_pool2d::MaxPool2dOptions;
 

@@ -1,9 +1,12 @@
 //! The backward walk.
 
+use std::sync::Arc;
+
 use super::node::{Recorded, Visit};
 use super::state::{SlotId, State};
 use crate::error::{Error, Result};
 use crate::kernels::{Mode, elementwise};
+use crate::ops::batch_norm::JoinStatistics;
 use crate::par::Team;
 use crate::param::{GradSink, ParamId, Params, SinkError};
 use crate::pool::{Buf, Pool};
@@ -42,6 +45,11 @@ impl Pass<'_> {
         assert!(len <= size_of_val(v));
         // SAFETY: as in `value`; every byte of an `f32` is an initialised byte.
         unsafe { std::slice::from_raw_parts(v.as_ptr().cast(), len) }
+    }
+
+    /// Who joins batch statistics, if anybody does.
+    pub(crate) fn join(&self) -> Option<Arc<dyn JoinStatistics>> {
+        self.state.join.clone()
     }
 
     pub(crate) fn labels(&self, range: (usize, usize)) -> &[u32] {

@@ -12,8 +12,10 @@ pub(crate) use node::{Recorded, Visit};
 pub(crate) use state::{SlotId, State};
 
 use std::cell::{RefCell, RefMut};
+use std::sync::Arc;
 
 use crate::error::{Error, Result};
+use crate::ops::batch_norm::JoinStatistics;
 use crate::par::{Team, Threads};
 use crate::param::{GradSink, ParamId, ParamInfo, Params};
 use crate::tensor::{Shape, Tensor};
@@ -58,6 +60,12 @@ impl Tape {
     /// `Usage` when `params` are another model's.
     pub fn update_buffers(&mut self, params: &mut Params) -> Result<()> {
         self.state.get_mut().statistics.apply(params)
+    }
+
+    /// Joins the batch statistics of every batch normalisation in the training
+    /// steps that follow (the whole model at once), or no longer does.
+    pub fn join_statistics(&mut self, join: Option<Arc<dyn JoinStatistics>>) {
+        self.state.get_mut().join = join;
     }
 
     /// Allocations that the pool has asked of the system so far. Stands still

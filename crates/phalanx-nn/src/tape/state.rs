@@ -1,10 +1,12 @@
 //! Slots and recorded nodes of the current step.
 
+use std::sync::Arc;
+
 use super::key::StepKey;
 use super::node::{Node, Recorded};
 use crate::error::{Error, Result};
 use crate::kernels::dropout::MaskKey;
-use crate::ops::batch_norm::Statistics;
+use crate::ops::batch_norm::{JoinStatistics, Statistics};
 use crate::pool::{Buf, Pool};
 use crate::tensor::Shape;
 
@@ -45,6 +47,8 @@ pub(crate) struct State {
     random_ops: u32,
     /// Batch statistics that the running ones have yet to take over.
     pub(crate) statistics: Statistics,
+    /// Joins batch statistics with those of other ranks.
+    pub(crate) join: Option<Arc<dyn JoinStatistics>>,
     /// Labels of the losses, end to end.
     labels: Vec<u32>,
     pub(super) reached: Vec<bool>,

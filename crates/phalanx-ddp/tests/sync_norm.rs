@@ -1,0 +1,280 @@
+//! Synchronised batch normalisation against PyTorch and the joined batch.
+
+mod common;
+
+use common::{ALL, Over, ranks};
+use phalanx_comm::ProcessGroup;
+use phalanx_ddp::{DdpOptions, Deterministic, DistributedDataParallel, ShardTree};
+use phalanx_nn::layers::{BatchNorm, Linear};
+use phalanx_nn::{GradView, Grads, Params, Reduction, Scope, Seed, StepKey, Tape, Threads};
+use serde_json::Value;
+
+fn floats(value: &Value) -> Vec<f32> {
+    let data = value["data"].as_array().expect("data");
+    data.iter()
+        .map(|v| v.as_f64().expect("a number") as f32)
+        .collect()
+}
+
+/// PyTorch's `(N, C, ...)` as our `(N, ..., C)`, and back.
+fn channels_last(values: &[f32], shape: &[usize], back: bool) -> Vec<f32> {
+    let (n, c) = (shape[0], shape[1]);
+    let space: usize = shape[2..].iter().product();
+    let mut out = vec![0.0; values.len()];
+    for i in 0..n * c * space {
+        let (sample, channel, place) = (i / (c * space), i / space % c, i % space);
+        let ours = (sample * space + place) * c + channel;
+        if back {
+            out[i] = values[ours];
+        } else {
+            out[ours] = values[i];
+        }
+    }
+    out
+}
+
+fn close(got: &[f32], want: &[f32], what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    for (i, (g, w)) in got.iter().zip(want).enumerate() {
+        let bound = 1e-6 * w.abs().max(1.0);
+        assert!(
+            (g - w).abs() <= bound,
+            "{what}[{i}] is {g}, PyTorch has {w}"
+        );
+    }
+}
+
+/// All fields of one rank of one case.
+fn check_case(case: &Value, group: ProcessGroup) {
+    let name = case["name"].as_str().expect("name");
+    let rank = group.rank();
+    let shape: Vec<usize> = case["x"]["shape"]
+        .as_array()
+        .expect("shape")
+        .iter()
+        .map(|n| n.as_u64().expect("a size") as usize)
+        .collect();
+    let sizes: Vec<usize> = case["rank_sizes"]
+        .as_array()
+        .expect("sizes")
+        .iter()
+        .map(|n| n.as_u64().expect("a size") as usize)
+        .collect();
+    let row: usize = shape[1..].iter().product();
+    let first: usize = sizes[..rank].iter().sum();
+    let own = |key: &str| floats(&case[key])[first * row..(first + sizes[rank]) * row].to_vec();
+    let mut own_shape = shape.clone();
+    own_shape[0] = sizes[rank];
+    // N, spatial dimensions, C.
+    let mut ours: Vec<usize> = own_shape.clone();
+    let channels = ours.remove(1);
+    ours.push(channels);
+
+    let mut scope = Scope::new(Seed(1));
+    let norm = BatchNorm::new(scope.enter("bn"), channels);
+    let mut params = scope.build().expect("model builds");
+    let id = |name: &str, params: &Params| params.find(name).expect("parameter");
+    for (name, key) in [("bn.weight", "weight"), ("bn.bias", "bias")] {
+        let id = id(name, &params);
+        params.import(id, &floats(&case[key])).expect("import");
+    }
+    let ddp = DistributedDataParallel::new(group, &mut params, DdpOptions::default()).expect("ddp");
+    let mut tape = Tape::new(Threads(1));
+    ddp.sync_batch_norm(&mut tape).expect("converted");
+    let mut grads = Grads::like(&params);
+    {
+        let step = tape.step(&params, StepKey::new(0, 0));
+        let x = channels_last(&own("x"), &own_shape, false);
+        let x = step.variable(&x, &ours).expect("input");
+        let shared = x.share();
+        let y = norm.forward(x).expect("forward");
+        let out = channels_last(y.data(), &own_shape, true);
+        close(&out, &own("out"), &format!("{name}: out of rank {rank}"));
+        let dout = channels_last(&own("dout"), &own_shape, false);
+        y.backward_with(&dout, &mut grads).expect("backward");
+        let dx = shared.grad().unwrap_or_default();
+        let dx = channels_last(&dx, &own_shape, true);
+        close(
+            &dx,
+            &own("grad_x"),
+            &format!("{name}: grad_x of rank {rank}"),
+        );
+    }
+    let local = &case["grads_of_each_rank_before_averaging"][rank];
+    for (param, key) in [("bn.weight", "grad_weight"), ("bn.bias", "grad_bias")] {
+        let got = grads.grad(id(param, &params));
+        for (g, w) in got.iter().zip(floats(&local[key])) {
+            assert!(
+                (g - w).abs() < 1e-5,
+                "{name}: {key} of rank {rank}: {g} for {w}"
+            );
+        }
+    }
+    tape.update_buffers(&mut params).expect("buffers");
+    for (buffer, key) in [
+        ("bn.running_mean", "running_mean"),
+        ("bn.running_var", "running_var"),
+    ] {
+        let id = params.find_buffer(buffer).expect("buffer");
+        close(
+            params.buffer(id),
+            &floats(&case[key]),
+            &format!("{name}: {key} of rank {rank}"),
+        );
+    }
+}
+
+#[test]
+fn every_case_of_pytorch() {
+    let text = include_str!("fixtures/syncbn.json");
+    let cases: Vec<Value> = serde_json::from_str(text).expect("fixture");
+    assert_eq!(cases.len(), 4);
+    for case in &cases {
+        let world = case["rank_sizes"].as_array().expect("sizes").len();
+        for over in ALL {
+            ranks(world, over, |group| check_case(case, group));
+        }
+    }
+}
+
+struct Net {
+    first: Linear,
+    norm: BatchNorm,
+    last: Linear,
+}
+
+fn model() -> (Net, Params) {
+    let mut scope = Scope::new(Seed(5));
+    let net = Net {
+        first: Linear::new(scope.enter("first"), 3, 6),
+        norm: BatchNorm::new(scope.enter("norm"), 6),
+        last: Linear::new(scope.enter("last"), 6, 2),
+    };
+    (net, scope.build().expect("model builds"))
+}
+
+/// Samples `from..from + n` through the model; mean loss and its backward.
+fn backward(
+    net: &Net,
+    params: &Params,
+    tape: &mut Tape,
+    (from, n): (usize, usize),
+    weight: [f32; 1],
+    sink: &mut dyn phalanx_nn::GradSink,
+) {
+    let value = |i: usize| ((i * 37 + 11) % 101) as f32 / 50.0 - 1.0;
+    let x: Vec<f32> = (from * 3..(from + n) * 3).map(value).collect();
+    let y: Vec<f32> = (from * 2..(from + n) * 2).map(|i| value(i + 5)).collect();
+    let step = tape.step(params, StepKey::new(0, 0));
+    let x = step.input(&x, &[n, 3]).expect("input");
+    let loss = net
+        .first
+        .forward(x)
+        .and_then(|x| net.norm.forward(x))
+        .and_then(phalanx_nn::Tensor::relu)
+        .and_then(|x| net.last.forward(x))
+        .and_then(|x| x.mse_loss(&y, Reduction::Mean))
+        .expect("forward");
+    loss.backward_with(&weight, sink).expect("backward");
+}
+
+/// A whole step of a whole model: uneven ranks, one of them without data.
+#[test]
+fn a_step_of_uneven_ranks_is_that_of_the_joined_batch() {
+    for sizes in [vec![5, 3], vec![1, 4, 2], vec![3, 0, 2, 6], vec![2; 8]] {
+        let (net, mut joined) = model();
+        let total = sizes.iter().sum();
+        let mut want = Grads::like(&joined);
+        let mut tape = Tape::new(Threads(1));
+        backward(&net, &joined, &mut tape, (0, total), [1.0], &mut want);
+        tape.update_buffers(&mut joined).expect("buffers");
+        let (want, joined, sizes) = (&want, &joined, &sizes);
+        ranks(sizes.len(), Over::Thread, |group| {
+            let rank = group.rank();
+            let from = sizes[..rank].iter().sum();
+            let (net, mut params) = model();
+            let mut ddp = DistributedDataParallel::new(group, &mut params, DdpOptions::default())
+                .expect("ddp");
+            let mut tape = Tape::new(Threads(1));
+            ddp.sync_batch_norm(&mut tape).expect("converted");
+            // A rank without data runs a batch of none.
+            let mut step = ddp.begin(&sizes[rank..=rank]).expect("begin");
+            let (weight, sink) = step.weighed_micro_batch().expect("declared");
+            let part = (from, sizes[rank]);
+            backward(&net, &params, &mut tape, part, weight, sink);
+            assert!(step.finish().expect("finish").is_yes());
+            tape.update_buffers(&mut params).expect("buffers");
+            for (id, info) in params.ids().zip(params.infos()) {
+                for (g, w) in ddp.grad(id).iter().zip(want.grad(id)) {
+                    assert!(
+                        (g - w).abs() < 1e-6,
+                        "{} of rank {rank}: {g} for {w}",
+                        info.name
+                    );
+                }
+            }
+            for (b, w) in params.buffers_flat().iter().zip(joined.buffers_flat()) {
+                assert!((b - w).abs() < 1e-6, "buffers of rank {rank}: {b} for {w}");
+            }
+        });
+    }
+}
+
+/// Only one rank evaluates: were there any communication, it would wait in vain.
+#[test]
+fn evaluation_does_not_communicate() {
+    ranks(2, Over::Thread, |group| {
+        let (net, mut params) = model();
+        let ddp = DistributedDataParallel::new(group.clone(), &mut params, DdpOptions::default())
+            .expect("ddp");
+        let mut tape = Tape::new(Threads(1));
+        ddp.sync_batch_norm(&mut tape).expect("converted");
+        if group.rank() == 1 {
+            let step = tape.inference(&params);
+            let x = step.input(&[0.5; 6], &[2, 3]).expect("input");
+            let x = net.first.forward(x).expect("first");
+            assert_eq!(net.norm.forward(x).expect("norm").shape(), [2, 6]);
+        }
+        group.barrier().expect("barrier");
+    });
+}
+
+#[test]
+fn one_value_over_all_ranks_is_refused_on_all() {
+    let errors = ranks(2, Over::Thread, |group| {
+        let n = group.rank();
+        let (net, mut params) = model();
+        let ddp =
+            DistributedDataParallel::new(group, &mut params, DdpOptions::default()).expect("ddp");
+        let mut tape = Tape::new(Threads(1));
+        ddp.sync_batch_norm(&mut tape).expect("converted");
+        let step = tape.step(&params, StepKey::new(0, 0));
+        let x = step.input(&vec![0.5; 3 * n], &[n, 3]).expect("input");
+        let x = net.first.forward(x).expect("first");
+        net.norm.forward(x).expect_err("no variance").to_string()
+    });
+    for text in errors {
+        assert!(
+            text.contains("one value a channel in the joined batch"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn shards_have_statistics_of_their_own() {
+    let group = ProcessGroup::threads(1, Default::default()).remove(0);
+    let (_, mut params) = model();
+    let options = DdpOptions {
+        deterministic: Deterministic::Shards(ShardTree::new(4).expect("fits")),
+        ..DdpOptions::default()
+    };
+    let ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+    let error = ddp
+        .sync_batch_norm(&mut Tape::new(Threads(1)))
+        .expect_err("refused");
+    assert!(
+        error.to_string().contains("batch statistics of each shard"),
+        "{error}"
+    );
+}
