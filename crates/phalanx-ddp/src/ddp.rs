@@ -8,6 +8,7 @@ use phalanx_nn::{GradSink, GradView, ParamId, Params, Tape};
 use crate::bucket::{BucketCaps, BucketPlan};
 use crate::error::{Error, Result};
 use crate::fingerprint::Fingerprint;
+use crate::hooks::GradientHook;
 use crate::reducer::{ParamSpec, Reducer, ReducerOptions};
 use crate::route::{Routes, Selection};
 use crate::shards::Shards;
@@ -296,6 +297,28 @@ impl DistributedDataParallel {
             Some(shards) => shards.keep_buffers(params, &before),
             None => Ok(()),
         }
+    }
+
+    /// Lets `hook` average gradients from the next step on ([`GradientHook`]);
+    /// `None` goes back to float32 all-reduces that start inside backward.
+    ///
+    /// *Blocks* until all ranks of the group call it, to compare names.
+    ///
+    /// # Errors
+    ///
+    /// `Mismatch` when ranks set different hooks; `Usage` within a step and
+    /// with [`Deterministic::Shards`]; `Comm` when a peer is lost or late.
+    pub fn set_hook(&mut self, hook: Option<Box<dyn GradientHook>>) -> Result<()> {
+        if self.shards.is_some() {
+            return Err(Error::usage(
+                "gradients folded over shards travel as they are; leave out the gradient hook",
+            ));
+        }
+        let mut print = Fingerprint::new();
+        let name = hook.as_ref().map_or("none".to_owned(), |h| h.name());
+        print.line(format!("gradient hook {name}"));
+        print.compare(self.reducer.group())?;
+        self.reducer.set_hook(hook)
     }
 
     /// Makes every batch normalisation of the model use the batch of all ranks,

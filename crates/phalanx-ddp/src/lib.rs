@@ -41,6 +41,7 @@ mod ddp;
 mod equal;
 mod error;
 mod fingerprint;
+mod hooks;
 mod reducer;
 mod route;
 mod shards;
@@ -56,6 +57,7 @@ pub use ddp::{Buffers, DdpOptions, Deterministic, DistributedDataParallel, Every
 pub use equal::verify_equal;
 pub use error::{Error, ErrorKind, Result};
 pub use fingerprint::Fingerprint;
+pub use hooks::{Bf16Gradients, F16Gradients, GradientHook, LocalGradients, LocalSgd};
 pub use reducer::{ParamSpec, Reducer, ReducerOptions};
 pub use state::agree_on_state;
 pub use step::{Average, GlobalBatch, GlobalStep, Uneven};

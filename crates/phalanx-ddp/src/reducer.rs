@@ -34,6 +34,7 @@ use phalanx_comm::{Bucket, Call, ProcessGroup, ReduceOp, Work};
 
 use crate::bucket::{BucketCaps, BucketPlan};
 use crate::error::{Error, Result};
+use crate::hooks::GradientHook;
 use crate::trace::{BucketTimes, StepTimes};
 use crate::vote::{self, Ballot, Commit};
 
@@ -118,6 +119,8 @@ pub struct Reducer {
     /// Where a gradient goes that should not come at all (see `slot`).
     spill: Vec<f32>,
     failed: bool,
+    /// Averages buckets instead of the all-reduce.
+    hook: Option<Box<dyn GradientHook>>,
     /// The step that runs, or that the next gradient begins.
     micro: Micro,
     /// Where micro-batches after the first are finished; parameter after parameter.
@@ -147,6 +150,7 @@ impl Reducer {
         let mut reducer = Reducer {
             group,
             ready: vec![false; params.len()],
+            hook: None,
             micro: Micro::single(),
             scratch: Vec::new(),
             scratch_at: starts(&lens),
@@ -438,7 +442,7 @@ impl Reducer {
                 *lane = f32::from(u8::from(used));
             }
         }
-        self.memory[bucket] = if self.group.world_size() == 1 {
+        self.memory[bucket] = if self.group.world_size() == 1 || self.hook.is_some() {
             Memory::Reduced(memory)
         } else {
             let call = Call {
@@ -491,6 +495,13 @@ impl Reducer {
         for bucket in 0..self.memory.len() {
             self.collect(bucket)?;
         }
+        if self.group.world_size() > 1
+            && let Some(mut hook) = self.hook.take()
+        {
+            let done = self.run_hook(hook.as_mut());
+            self.hook = Some(hook);
+            done.inspect_err(|_| self.failed = true)?;
+        }
         self.times.reduced = Some(Instant::now());
         if self.options.rebuild && !self.was_rebuilt {
             self.plan_rebuild()?;
@@ -518,6 +529,59 @@ impl Reducer {
         vote::count(votes, self.group.world_size(), |param| {
             Some(self.params.get(param)?.name.clone())
         })
+    }
+
+    /// Lets the hook average every bucket, then the ranks vote, also on what
+    /// it made of the gradients.
+    fn run_hook(&mut self, hook: &mut dyn GradientHook) -> Result<()> {
+        let (rank, last) = (self.group.rank(), self.memory.len().saturating_sub(1));
+        for (bucket, memory) in self.memory.iter_mut().enumerate() {
+            let Memory::Reduced(memory) = memory else {
+                continue;
+            };
+            let (gradients, tail) = memory.split_at_mut(self.plan.bucket_elems(bucket));
+            let started = Instant::now();
+            hook.average(&self.group, bucket, gradients)?;
+            self.times.buckets.push(BucketTimes {
+                bucket,
+                bytes: self.plan.bucket_bytes(bucket),
+                label: self.labels[bucket].clone(),
+                launched: self.launched_at[bucket],
+                started,
+                finished: Instant::now(),
+            });
+            for &param in &self.plan.buckets()[bucket] {
+                let (_, range) = self.plan.place(param);
+                if !vote::all_finite(&gradients[range]) {
+                    self.ballot.not_finite(param);
+                }
+            }
+            if bucket == last {
+                self.ballot.cast(&mut tail[..self.group.world_size()], rank);
+                self.group
+                    .all_reduce(tail, ReduceOp::Mean)
+                    .map_err(|e| Error::comm_while("the ranks could not vote on the step", e))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets `hook` average the buckets of the steps that follow, after backward;
+    /// `None` goes back to all-reduces inside backward. Must be the same on
+    /// all ranks.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when the backward of a step has begun already.
+    pub fn set_hook(&mut self, hook: Option<Box<dyn GradientHook>>) -> Result<()> {
+        self.check_usable()?;
+        if self.in_backward {
+            return Err(Error::usage(
+                "a gradient hook must be set between steps; the backward of this one has begun",
+            ));
+        }
+        self.hook = hook;
+        Ok(())
     }
 
     fn multiply(&mut self, scale: f32) {

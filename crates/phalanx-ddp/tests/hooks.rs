@@ -1,0 +1,308 @@
+//! Gradient hooks: numbers, votes, bytes on the wire, and training with them.
+
+mod common;
+
+use common::{ALL, Over, ranks};
+use phalanx_comm::{ProcessGroup, ReduceOp};
+use phalanx_ddp::{
+    Bf16Gradients, BucketCaps, DdpOptions, Deterministic, DistributedDataParallel, ErrorKind,
+    F16Gradients, GradientHook, LocalGradients, LocalSgd, ParamSpec, Reducer, ReducerOptions,
+    Result, ShardTree,
+};
+use phalanx_nn::layers::Linear;
+use phalanx_nn::optim::Sgd;
+use phalanx_nn::{Params, Reduction, Scope, Seed, StepKey, Tape, Threads};
+
+const LENS: [usize; 3] = [1000, 7, 5000];
+
+fn reducer(group: ProcessGroup) -> Reducer {
+    let specs = LENS
+        .iter()
+        .enumerate()
+        .map(|(i, &len)| ParamSpec {
+            name: format!("layer{i}.weight"),
+            len,
+        })
+        .collect();
+    let options = ReducerOptions {
+        caps: BucketCaps::uniform(4096),
+        ..ReducerOptions::default()
+    };
+    Reducer::new(group, specs, options)
+}
+
+fn value(rank: usize, param: usize, i: usize) -> f32 {
+    (((rank * 31 + param * 17 + i) * 2_654_435) % 1009) as f32 / 500.0 - 1.0
+}
+
+/// One step; what came of it as text, and the gradients.
+fn step(reducer: &mut Reducer, scale: f32) -> (String, Vec<Vec<f32>>) {
+    let rank = reducer.group().rank();
+    for (param, &len) in LENS.iter().enumerate().rev() {
+        let slot = reducer.slot(param);
+        (0..len).for_each(|i| slot[i] = scale * value(rank, param, i));
+        reducer.ready(param).expect("ready");
+    }
+    let commit = reducer.finish().expect("finish").to_string();
+    (
+        commit,
+        (0..LENS.len()).map(|p| reducer.grad(p).to_vec()).collect(),
+    )
+}
+
+/// Greatest difference from the mean in f64, relative to values of up to 1.
+fn error_of(hook: fn() -> Box<dyn GradientHook>, over: Over, world: usize) -> f64 {
+    let all = ranks(world, over, |group| {
+        let mut reducer = reducer(group);
+        reducer.set_hook(Some(hook())).expect("between steps");
+        // The second step runs in the rebuilt layout.
+        step(&mut reducer, 1.0);
+        let (commit, grads) = step(&mut reducer, 1.0);
+        assert_eq!(commit, "");
+        assert_eq!(
+            reducer.times().buckets.len(),
+            reducer.plan().buckets().len()
+        );
+        grads
+    });
+    let mut worst = 0.0f64;
+    for (param, got) in all[0].iter().enumerate() {
+        for (i, got) in got.iter().enumerate() {
+            let mean = (0..world)
+                .map(|r| f64::from(value(r, param, i)))
+                .sum::<f64>()
+                / world as f64;
+            worst = worst.max((f64::from(*got) - mean).abs());
+        }
+    }
+    assert!(
+        all.iter().all(|grads| *grads == all[0]),
+        "ranks got different gradients"
+    );
+    worst
+}
+
+#[test]
+fn sixteen_bits_are_as_exact_as_they_can_be() {
+    for world in [2, 3, 4, 8] {
+        for over in ALL {
+            // One rounding of inputs, one a fold at most, one of the mean.
+            let bf16 = error_of(|| Box::new(Bf16Gradients::default()), over, world);
+            assert!(
+                bf16 > 1e-4 && bf16 < 2.5 / 128.0,
+                "bf16, {world} over {over:?}: {bf16}"
+            );
+            let f16 = error_of(|| Box::new(F16Gradients::default()), over, world);
+            assert!(
+                f16 > 1e-5 && f16 < 2.5 / 1024.0,
+                "f16, {world} over {over:?}: {f16}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_float16_overflow_votes_the_step_down_on_all_ranks() {
+    let texts = ranks(2, Over::Thread, |group| {
+        let mut reducer = reducer(group);
+        reducer
+            .set_hook(Some(Box::new(F16Gradients::default())))
+            .expect("set");
+        let (commit, grads) = step(&mut reducer, 1e6);
+        assert!(grads.iter().all(Vec::is_empty));
+        assert_eq!(
+            step(&mut reducer, 1.0).0,
+            "",
+            "the next step is content again"
+        );
+        commit
+    });
+    for text in texts {
+        assert_eq!(
+            text,
+            "rank 0: the gradient of layer2.weight is not finite; rank 1: the gradient of layer2.weight is not finite"
+        );
+    }
+}
+
+#[test]
+fn sixteen_bits_halve_the_bytes_on_the_wire_and_local_gradients_send_next_to_none() {
+    let sent = |hook: fn() -> Option<Box<dyn GradientHook>>| {
+        let all = ranks(2, Over::Tcp, |group| {
+            let mut reducer = reducer(group.clone());
+            reducer.set_hook(hook()).expect("set");
+            step(&mut reducer, 1.0);
+            let before: u64 = group.bytes_sent_to().iter().sum();
+            for _ in 0..10 {
+                step(&mut reducer, 1.0);
+            }
+            group.bytes_sent_to().iter().sum::<u64>() - before
+        });
+        all[0] as f64 / 10.0
+    };
+    let full = sent(|| None);
+    let half = sent(|| Some(Box::new(Bf16Gradients::default())));
+    let none = sent(|| Some(Box::new(LocalGradients)));
+    let gradients = 4.0 * LENS.iter().sum::<usize>() as f64;
+    assert!(
+        full > gradients && full < 1.2 * gradients,
+        "{full} for {gradients}"
+    );
+    assert!(half < 0.65 * full, "{half} of {full}");
+    assert!(none < 0.05 * full, "{none} of {full}");
+}
+
+/// A user's own: the sum instead of the mean.
+struct SumOf(f32);
+
+impl GradientHook for SumOf {
+    fn name(&self) -> String {
+        format!("{} times the sum", self.0)
+    }
+
+    fn average(&mut self, group: &ProcessGroup, _: usize, gradients: &mut [f32]) -> Result<()> {
+        group
+            .all_reduce(gradients, ReduceOp::Sum)
+            .expect("all-reduce");
+        gradients.iter_mut().for_each(|g| *g *= self.0);
+        Ok(())
+    }
+}
+
+fn model() -> (Linear, Params) {
+    let mut scope = Scope::new(Seed(3));
+    let net = Linear::new(scope.enter("only"), 3, 2);
+    (net, scope.build().expect("model builds"))
+}
+
+/// Weights after `steps` steps, each rank with its own samples.
+fn train(
+    group: ProcessGroup,
+    hook: Option<Box<dyn GradientHook>>,
+    mut local: Option<LocalSgd>,
+    steps: usize,
+) -> Vec<f32> {
+    let rank = group.rank();
+    let (net, mut params) = model();
+    let mut ddp = DistributedDataParallel::new(group.clone(), &mut params, DdpOptions::default())
+        .expect("ddp");
+    ddp.set_hook(hook).expect("set");
+    let mut optimizer = Sgd::new(&params, 0.1);
+    let mut tape = Tape::new(Threads(1));
+    for i in 0..steps {
+        let x: Vec<f32> = (0..12).map(|j| value(rank, i % 7, j)).collect();
+        let y: Vec<f32> = x
+            .chunks(3)
+            .flat_map(|x| [x[0] - x[1], x[2] + 0.5])
+            .collect();
+        let step = tape.step(&params, StepKey::new(0, i as u64));
+        let x = step.input(&x, &[4, 3]).expect("input");
+        let loss = net
+            .forward(x)
+            .and_then(|x| x.mse_loss(&y, Reduction::Mean))
+            .expect("loss");
+        loss.backward(&mut ddp).expect("backward");
+        drop(step);
+        assert!(ddp.finish().expect("finish").is_yes());
+        optimizer.step(&mut params, &ddp).expect("step");
+        if let Some(local) = &mut local {
+            let averaged = local.after_step(&group, &mut params).expect("average");
+            assert_eq!(averaged, (i + 1) % 5 == 0);
+        }
+    }
+    params.flat().to_vec()
+}
+
+fn distance(a: &[f32], b: &[f32]) -> f32 {
+    a.iter()
+        .zip(b)
+        .map(|(a, b)| (a - b).abs())
+        .fold(0.0, f32::max)
+}
+
+#[test]
+fn a_users_own_hook_replaces_the_mean() {
+    ranks(4, Over::Thread, |group| {
+        let mean = train(group.clone(), None, None, 20);
+        let own = train(group, Some(Box::new(SumOf(0.25))), None, 20);
+        assert_eq!(mean, own, "a quarter of the sum is the mean of four");
+    });
+}
+
+#[test]
+fn every_way_learns_the_same_function() {
+    for all in ranks(3, Over::Thread, |group| {
+        let local = LocalSgd::new(5).expect("five");
+        [
+            train(group.clone(), None, None, 400),
+            train(
+                group.clone(),
+                Some(Box::new(Bf16Gradients::default())),
+                None,
+                400,
+            ),
+            train(
+                group.clone(),
+                Some(Box::new(F16Gradients::default())),
+                None,
+                400,
+            ),
+            train(group, Some(Box::new(LocalGradients)), Some(local), 400),
+        ]
+    }) {
+        // The function is linear, so all have one optimum to reach.
+        for (way, weights) in all.iter().enumerate().skip(1) {
+            let apart = distance(weights, &all[0]);
+            assert!(apart < 2e-2, "way {way} ends {apart} apart");
+        }
+    }
+}
+
+#[test]
+fn local_weights_are_equal_after_they_were_averaged_only() {
+    let weights = |steps| {
+        ranks(2, Over::Thread, |group| {
+            train(
+                group,
+                Some(Box::new(LocalGradients)),
+                Some(LocalSgd::new(5).expect("five")),
+                steps,
+            )
+        })
+    };
+    let four = weights(4);
+    assert_ne!(four[0], four[1]);
+    let five = weights(5);
+    assert_eq!(five[0], five[1]);
+    assert!(LocalSgd::new(0).is_err());
+}
+
+#[test]
+fn mistakes_are_named() {
+    let errors = ranks(2, Over::Thread, |group| {
+        let rank = group.rank();
+        let (_, mut params) = model();
+        let mut ddp =
+            DistributedDataParallel::new(group, &mut params, DdpOptions::default()).expect("ddp");
+        ddp.set_hook(Some(Box::new(SumOf(rank as f32))))
+            .expect_err("different")
+    });
+    for error in errors {
+        assert_eq!(error.kind(), ErrorKind::Mismatch);
+        let text = error.to_string();
+        assert!(text.contains("gradient hook 0 times the sum"), "{text}");
+    }
+    let alone = || ProcessGroup::threads(1, Default::default()).remove(0);
+    let mut reducer = reducer(alone());
+    reducer.slot(0);
+    let text = reducer.set_hook(None).expect_err("in a step").to_string();
+    assert!(text.contains("between steps"), "{text}");
+    let (_, mut params) = model();
+    let options = DdpOptions {
+        deterministic: Deterministic::Shards(ShardTree::new(2).expect("fits")),
+        ..DdpOptions::default()
+    };
+    let mut ddp = DistributedDataParallel::new(alone(), &mut params, options).expect("ddp");
+    let text = ddp.set_hook(None).expect_err("shards").to_string();
+    assert!(text.contains("leave out the gradient hook"), "{text}");
+}
