@@ -51,6 +51,7 @@ mod sync_norm;
 mod trace;
 mod tree;
 mod vote;
+mod zero;
 
 pub use bucket::{BucketCaps, BucketPlan};
 pub use ddp::{Buffers, DdpOptions, Deterministic, DistributedDataParallel, Every, Unused};
@@ -65,3 +66,4 @@ pub use sync_norm::SyncBatchNorm;
 pub use trace::{BucketTimes, StepTimes};
 pub use tree::ShardTree;
 pub use vote::{Commit, Veto};
+pub use zero::ShardedOptimizer;

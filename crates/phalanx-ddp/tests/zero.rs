@@ -1,0 +1,156 @@
+//! Sharded optimizer state: the bits and the memory.
+
+mod common;
+
+use common::{ALL, Over, ranks};
+use phalanx_comm::ProcessGroup;
+use phalanx_ddp::{ErrorKind, ShardedOptimizer};
+use phalanx_nn::layers::Linear;
+use phalanx_nn::optim::{Adam, Optimizer, Sgd};
+use phalanx_nn::{GradView, ParamId, Params, Scope, Seed};
+
+/// Tensors of which none is a multiple of a line, one of them large.
+fn params() -> Params {
+    let mut scope = Scope::new(Seed(3));
+    Linear::new(scope.enter("first"), 5, 7);
+    Linear::new(scope.enter("large"), 41, 37);
+    Linear::new(scope.enter("last"), 3, 1);
+    scope.build().expect("model builds")
+}
+
+/// Averaged gradients of one step; `last.bias` has none.
+struct Made(Vec<Vec<f32>>);
+
+impl Made {
+    fn new(params: &Params, step: usize) -> Made {
+        let value = |p: usize, i: usize| {
+            (((step * 31 + p * 17 + i) * 2_654_435) % 1009) as f32 / 500.0 - 1.0
+        };
+        let lens = params.infos().iter().enumerate();
+        Made(
+            lens.map(|(p, info)| (0..info.len).map(|i| value(p, i)).collect())
+                .collect(),
+        )
+    }
+}
+
+impl GradView for Made {
+    fn grad(&self, param: ParamId) -> &[f32] {
+        &self.0[param.index()]
+    }
+
+    fn untouched(&self, param: ParamId) -> bool {
+        param.index() + 1 == self.0.len()
+    }
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|v| v.to_bits()).collect()
+}
+
+type State = Vec<(&'static str, Vec<f32>)>;
+
+/// Weights and state after steps `from..to` without sharding.
+fn whole<O: Optimizer>(make: impl Fn(&Params) -> O, steps: usize) -> (Params, State) {
+    let mut params = params();
+    let mut optimizer = make(&params);
+    for step in 0..steps {
+        let grads = Made::new(&params, step);
+        optimizer.step(&mut params, &grads).expect("step");
+    }
+    let state = optimizer
+        .state()
+        .into_iter()
+        .map(|(n, v)| (n, v.to_vec()))
+        .collect();
+    (params, state)
+}
+
+/// The same on a rank; stops after five steps and goes on in a new optimizer.
+fn sharded<O: Optimizer>(
+    group: ProcessGroup,
+    make: impl Fn(&Params) -> O,
+) -> (Params, State, usize) {
+    let mut params = params();
+    let new = |params: &Params| ShardedOptimizer::new(group.clone(), params, &make).expect("cut");
+    let mut optimizer = new(&params);
+    for step in 0..10 {
+        if step == 5 {
+            let state = optimizer.gather_state().expect("gather");
+            let state: Vec<(&str, &[f32])> =
+                state.iter().map(|(n, v)| (*n, v.as_slice())).collect();
+            optimizer = new(&params);
+            optimizer.restore(5, &state).expect("restore");
+        }
+        let grads = Made::new(&params, step);
+        optimizer.step(&mut params, &grads).expect("step");
+    }
+    let bytes = optimizer.state_bytes();
+    (params, optimizer.gather_state().expect("gather"), bytes)
+}
+
+fn check<O: Optimizer>(make: impl Fn(&Params) -> O + Sync + Copy) {
+    let (want, state) = whole(make, 10);
+    let all: usize = state.iter().map(|(_, v)| 4 * v.len()).sum();
+    for world in 1..=8 {
+        let transports: &[Over] = if world == 3 { &ALL } else { &[Over::Thread] };
+        for &over in transports {
+            let ranks = ranks(world, over, |group| sharded(group, make));
+            let held: usize = ranks.iter().map(|r| r.2).sum();
+            assert!(held <= all, "{held} of {all} bytes on {world} ranks");
+            for (rank, (params, own, bytes)) in ranks.iter().enumerate() {
+                assert_eq!(
+                    bits(params.flat()),
+                    bits(want.flat()),
+                    "weights of rank {rank} of {world}"
+                );
+                assert_eq!(own.len(), state.len());
+                for ((name, own), (_, want)) in own.iter().zip(&state) {
+                    assert_eq!(bits(own), bits(want), "{name} on rank {rank} of {world}");
+                }
+                // At most one line more than its share of each of the buffers.
+                assert!(
+                    *bytes <= all / world + 2 * 64 * state.len(),
+                    "{bytes} of {all} on {world}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn sgd_with_momentum_has_the_same_bits() {
+    check(|p| Sgd::new(p, 0.05).momentum(0.9).weight_decay(1e-3));
+}
+
+#[test]
+fn adam_has_the_same_bits() {
+    check(|p| Adam::new(p, 0.01));
+}
+
+#[test]
+fn other_layouts_are_refused() {
+    let group = ProcessGroup::threads(1, Default::default()).remove(0);
+    let params = params();
+    let mut optimizer =
+        ShardedOptimizer::new(group, &params, |p| Sgd::new(p, 0.1).momentum(0.9)).expect("cut");
+    let mut scope = Scope::new(Seed(3));
+    Linear::new(scope.enter("other"), 5, 7);
+    let mut other = scope.build().expect("model builds");
+    let grads = Made::new(&other, 0);
+    let error = optimizer
+        .step(&mut other, &grads)
+        .expect_err("another model");
+    assert_eq!(error.kind(), ErrorKind::Usage);
+    assert!(
+        error.to_string().contains("parameter elements, not"),
+        "{error}"
+    );
+    let error = optimizer
+        .restore(1, &[("momentum_buffer", &[0.0; 3])])
+        .expect_err("too short");
+    assert!(
+        error.to_string().contains("momentum_buffer has 3 elements"),
+        "{error}"
+    );
+}
