@@ -244,3 +244,41 @@ fn impossible_settings_and_foreign_parameters_are_refused() {
     assert!(error.to_string().contains("p0"), "{error}");
     assert_eq!(params.flat(), before);
 }
+
+/// Two groups with rates and decays of their own, clipped together.
+#[test]
+fn clipped_groups_equal_pytorch() {
+    use phalanx_nn::optim::{clip_factor, grad_norm};
+    let fixture = fixture();
+    let case = &fixture["clipped_two_groups"];
+    let start = floats(&fixture["start"]);
+    let mut groups = [(1.0, 0.1, 0.1), (2.0, 0.02, 0.0)].map(|(scale, lr, decay)| {
+        let mut params = params_of(&[9]);
+        let own: Vec<f32> = start.iter().map(|v| v / scale).collect();
+        spread(&mut params, &own);
+        let sgd = Sgd::new(&params, lr).momentum(0.9).weight_decay(decay);
+        (scale, params, sgd)
+    });
+    let wanted = case["a_b_after_each_step"].as_array().unwrap();
+    let list = fixture["gradients"].as_array().unwrap();
+    assert_eq!(wanted.len(), list.len());
+    for (i, (gradient, want)) in list.iter().zip(wanted).enumerate() {
+        let all = groups.each_ref().map(|(scale, params, _)| {
+            let own: Vec<f32> = floats(gradient).iter().map(|v| v * scale).collect();
+            gradients(params, &own)
+        });
+        let squares = groups
+            .iter()
+            .zip(&all)
+            .map(|(g, grads)| grad_norm(&g.1, grads).powi(2));
+        let norm = squares.sum::<f64>().sqrt();
+        let torch = f64::from(floats(&case["norm_before_clipping"][i])[0]);
+        assert!((norm - torch).abs() <= 1e-6 * torch, "{norm} {torch}");
+        for (k, ((_, params, sgd), grads)) in groups.iter_mut().zip(&all).enumerate() {
+            sgd.step_scaled(params, grads, clip_factor(norm, 1.5))
+                .unwrap();
+            let what = format!("group {k} after step {}", i + 1);
+            assert_same(&gathered(params), &floats(&want[k]), 1e-6, &what);
+        }
+    }
+}

@@ -10,19 +10,25 @@
 pub(crate) mod isa;
 #[macro_use]
 pub(crate) mod vector;
+pub(crate) mod activation;
 pub(crate) mod avg_pool;
 pub(crate) mod batch_norm;
 pub(crate) mod bias;
+pub(crate) mod broadcast;
 pub(crate) mod conv;
 pub(crate) mod dropout;
 pub(crate) mod elementwise;
 pub(crate) mod fma_peak;
+pub(crate) mod layer_norm;
+pub(crate) mod math;
 pub(crate) mod max_pool;
 pub(crate) mod panel;
 pub(crate) mod product;
+pub(crate) mod reduce;
 #[cfg(test)]
 pub(crate) mod scalar;
 pub(crate) mod softmax;
+pub(crate) mod softmax_dim;
 pub(crate) mod transpose;
 
 /// Whether a kernel overwrites its output or adds to it.

@@ -1,19 +1,33 @@
 //! Layers: plain structs that hold parameter ids.
 
+mod activation;
 mod avg_pool2d;
 mod batch_norm;
+mod conv1d;
 mod conv2d;
+mod conv_transpose2d;
 mod dropout;
+mod embedding;
+mod group_norm;
+mod layer_norm;
 mod linear;
 mod max_pool2d;
+mod multi_head_attention;
 
 pub use crate::ops::{
     Act, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, JoinStatistics, MaxPool2dOptions,
     RunningStats,
 };
+pub use activation::Activation;
 pub use avg_pool2d::AvgPool2d;
 pub use batch_norm::{BatchNorm, BatchNorm1d, BatchNorm2d};
+pub use conv_transpose2d::ConvTranspose2d;
+pub use conv1d::Conv1d;
 pub use conv2d::Conv2d;
 pub use dropout::Dropout;
+pub use embedding::Embedding;
+pub use group_norm::GroupNorm;
+pub use layer_norm::LayerNorm;
 pub use linear::Linear;
 pub use max_pool2d::MaxPool2d;
+pub use multi_head_attention::MultiHeadAttention;

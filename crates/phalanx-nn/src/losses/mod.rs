@@ -2,6 +2,8 @@
 
 mod cross_entropy;
 
+pub use crate::ops::cross_entropy::CrossEntropyOptions;
+
 /// A label that counts for nothing (PyTorch's -100).
 pub const IGNORE_LABEL: u32 = u32::MAX;
 

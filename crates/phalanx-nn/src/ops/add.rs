@@ -1,5 +1,6 @@
-//! Sum of two tensors of one shape. Saves nothing.
+//! Sum of two tensors, in place where their shapes agree. Saves nothing.
 
+use crate::kernels::broadcast::Arithmetic;
 use crate::kernels::elementwise;
 use crate::pool::Buf;
 use crate::tape::{Pass, Recorded, SlotId, Visit};
@@ -12,10 +13,10 @@ pub(crate) struct Add {
 }
 
 impl<'s> Tensor<'s> {
-    /// `self + other`, both of one shape and one step.
+    /// `self + other`; sizes of 1 repeat, shapes are aligned at the last dimension.
     ///
     /// # Errors
-    /// `Usage` when the shapes or the steps differ.
+    /// `Usage` when the shapes do not fit or the steps differ.
     #[allow(clippy::should_implement_trait)] // it can fail
     pub fn add(self, other: Tensor<'s>) -> Result<Tensor<'s>> {
         let (step, a, b) = (self.step(), self.slot(), other.slot());
@@ -23,11 +24,7 @@ impl<'s> Tensor<'s> {
             return Err(Error::usage("add: the tensors belong to different steps"));
         }
         if self.dims() != other.dims() {
-            return Err(Error::usage(format!(
-                "add: shapes {:?} and {:?} differ",
-                self.dims(),
-                other.dims()
-            )));
+            return self.binary(other, Arithmetic::Add);
         }
         let out = {
             let mut st = step.state();

@@ -156,6 +156,38 @@ impl<'s> Tensor<'s> {
         Ok(Tensor::new(step, out))
     }
 
+    /// `act(conv(x, W) + b)` of sequences (N, L, C), for a weight of PyTorch's
+    /// shape (out, in / groups, k) registered with [`Layout::Conv1d`]; of
+    /// `options` the second direction counts.
+    ///
+    /// # Errors
+    /// `Usage` when the sizes do not fit.
+    pub fn conv1d(
+        self,
+        weight: ParamId,
+        bias: Option<ParamId>,
+        options: Conv2dOptions,
+        act: Act,
+    ) -> Result<Tensor<'s>> {
+        let dims = self.dims();
+        let &[n, l, c] = &*dims else {
+            return Err(Error::usage(format!(
+                "conv1d needs sequences (N, L, C), got shape {dims:?}"
+            )));
+        };
+        let options = Conv2dOptions {
+            kernel: [1, options.kernel[1]],
+            stride: [1, options.stride[1]],
+            padding: [0, options.padding[1]],
+            dilation: [1, options.dilation[1]],
+            ..options
+        };
+        let y = self.reshape(&[n, 1, l, c])?;
+        let y = y.conv2d(weight, bias, options, act)?;
+        let dims = y.dims();
+        y.reshape(&[n, dims[2], dims[3]])
+    }
+
     fn conv_shape(
         &self,
         weight: ParamId,
@@ -164,10 +196,17 @@ impl<'s> Tensor<'s> {
     ) -> Result<ConvShape> {
         let (info, dims) = (self.step().info(weight)?, self.dims());
         let wrong = |what: String| Err(Error::usage(format!("convolution {}: {what}", info.name)));
-        let (&[images, h, w, inp], &[out, group_in, kh, kw]) = (&*dims, &*info.shape) else {
+        let (out, group_in, kh, kw) = match (info.layout, &*info.shape) {
+            (Layout::Conv, &[out, group_in, kh, kw]) => (out, group_in, kh, kw),
+            (Layout::Conv1d, &[out, group_in, k]) => (out, group_in, 1, k),
+            (layout, shape) => {
+                return wrong(format!("{layout:?} {shape:?} is no convolution's weight"));
+            }
+        };
+        let &[images, h, w, inp] = &*dims else {
             return wrong(format!("needs images (N, H, W, C), got shape {dims:?}"));
         };
-        if info.layout != Layout::Conv || [kh, kw] != o.kernel {
+        if [kh, kw] != o.kernel {
             return wrong(format!(
                 "weight of shape {:?} does not fit a kernel of {:?}",
                 info.shape, o.kernel

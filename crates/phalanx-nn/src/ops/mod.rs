@@ -2,20 +2,32 @@
 //! `tape/README.md` has the table of what each one saves.
 
 pub(crate) mod add;
+pub(crate) mod arithmetic;
 pub(crate) mod avg_pool2d;
 pub(crate) mod batch_norm;
+pub(crate) mod bmm;
 pub(crate) mod conv2d;
+pub(crate) mod conv_transpose2d;
+pub(crate) mod cross_entropy;
 pub(crate) mod custom;
 pub(crate) mod dropout;
+pub(crate) mod element_loss;
+pub(crate) mod embedding;
 pub(crate) mod flatten;
+pub(crate) mod layer_norm;
 pub(crate) mod linear;
 pub(crate) mod log_softmax;
 pub(crate) mod max_pool2d;
 pub(crate) mod mse;
 pub(crate) mod nll;
+pub(crate) mod permute;
+pub(crate) mod reduction;
 pub(crate) mod relu;
 pub(crate) mod reshape;
 pub(crate) mod scale;
+pub(crate) mod slice;
+pub(crate) mod softmax;
+pub(crate) mod unary;
 
 use crate::kernels::elementwise::Clip;
 

@@ -104,6 +104,10 @@ impl Adam {
     /// another layout than the parameters the optimizer was made for. Nothing
     /// was changed then.
     pub fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()> {
+        self.scaled(params, grads, 1.0)
+    }
+
+    fn scaled(&mut self, params: &mut Params, grads: &dyn GradView, factor: f32) -> Result<()> {
         self.check()?;
         check_layout(self.elems, params, grads)?;
         self.steps += 1;
@@ -121,6 +125,7 @@ impl Adam {
                 v: &mut self.square[range.clone()],
                 largest: self.largest.get_mut(range).unwrap_or_default(),
                 scalars,
+                factor,
             });
         }
         Ok(())
@@ -177,6 +182,15 @@ impl Adam {
 }
 
 impl Optimizer for Adam {
+    fn step_scaled(
+        &mut self,
+        params: &mut Params,
+        grads: &dyn GradView,
+        factor: f32,
+    ) -> Result<()> {
+        self.scaled(params, grads, factor)
+    }
+
     fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()> {
         Adam::step(self, params, grads)
     }
@@ -247,6 +261,8 @@ struct Update<'a> {
     v: &'a mut [f32],
     largest: &'a mut [f32],
     scalars: Scalars,
+    /// What gradients are multiplied by.
+    factor: f32,
 }
 
 impl Pass for Update<'_> {
@@ -256,12 +272,12 @@ impl Pass for Update<'_> {
         let elements = self.p.iter_mut().zip(self.g).zip(self.m).zip(self.v);
         if self.largest.is_empty() {
             for (((p, &g), m), v) in elements {
-                let moved = s.moments(*p, g, m, v);
+                let moved = s.moments(*p, g * self.factor, m, v);
                 *p = s.apply(moved, *m, *v);
             }
         } else {
             for ((((p, &g), m), v), largest) in elements.zip(self.largest) {
-                let moved = s.moments(*p, g, m, v);
+                let moved = s.moments(*p, g * self.factor, m, v);
                 // torch.maximum: a NaN stays.
                 if *v > *largest || v.is_nan() {
                     *largest = *v;

@@ -12,9 +12,12 @@
 //! one rounding everywhere, and elements do not touch each other.
 
 mod adam;
+mod clip;
+pub mod schedule;
 mod sgd;
 
 pub use adam::Adam;
+pub use clip::{clip_factor, grad_norm, step_clipped};
 pub use sgd::Sgd;
 
 use crate::param::{GradView, ParamId, Params};
@@ -30,6 +33,15 @@ pub trait Optimizer {
     /// another layout than the parameters the optimizer was made for. Nothing
     /// was changed then.
     fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()>;
+
+    /// As [`step`](Self::step) with every gradient multiplied by `factor` as it
+    /// is read (rounded, as if it had been multiplied before).
+    ///
+    /// # Errors
+    ///
+    /// As [`step`](Self::step).
+    fn step_scaled(&mut self, params: &mut Params, grads: &dyn GradView, factor: f32)
+    -> Result<()>;
 
     /// The learning rate of the next step.
     fn lr(&self) -> f64;

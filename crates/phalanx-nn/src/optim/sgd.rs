@@ -83,6 +83,10 @@ impl Sgd {
     /// another layout than the parameters the optimizer was made for. Nothing
     /// was changed then.
     pub fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()> {
+        self.scaled(params, grads, 1.0)
+    }
+
+    fn scaled(&mut self, params: &mut Params, grads: &dyn GradView, factor: f32) -> Result<()> {
         self.check()?;
         check_layout(self.elems, params, grads)?;
         let scalars = Scalars {
@@ -109,6 +113,7 @@ impl Sgd {
                 p: &mut params.flat_mut()[range],
                 buf: buffer,
                 scalars,
+                factor,
                 mode,
             });
         }
@@ -143,6 +148,15 @@ impl Sgd {
 }
 
 impl Optimizer for Sgd {
+    fn step_scaled(
+        &mut self,
+        params: &mut Params,
+        grads: &dyn GradView,
+        factor: f32,
+    ) -> Result<()> {
+        self.scaled(params, grads, factor)
+    }
+
     fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()> {
         Sgd::step(self, params, grads)
     }
@@ -207,6 +221,8 @@ struct Update<'a> {
     g: &'a [f32],
     buf: &'a mut [f32],
     scalars: Scalars,
+    /// What gradients are multiplied by.
+    factor: f32,
     mode: Mode,
 }
 
@@ -216,6 +232,7 @@ impl Pass for Update<'_> {
         let s = self.scalars;
         // A zero decay must not touch the gradient: infinity * 0 is NaN.
         let decayed = |p: f32, g: f32| {
+            let g = g * self.factor;
             if s.decay == 0.0 {
                 g
             } else {

@@ -10,6 +10,8 @@ pub enum Layout {
     Same,
     /// PyTorch's `[out, in, kh, kw]`, kept as `(kh, kw, in, out)`.
     Conv,
+    /// PyTorch's `[out, in, k]`, kept as `(k, in, out)`.
+    Conv1d,
 }
 
 impl Layout {
@@ -18,16 +20,17 @@ impl Layout {
     pub(crate) fn for_each_index(self, shape: &[usize], mut f: impl FnMut(usize, usize)) {
         let len: usize = shape.iter().product();
         match (self, shape) {
-            (Layout::Conv, &[out, inp, kh, kw]) => {
+            (Layout::Conv, &[out, inp, _, _]) | (Layout::Conv1d, &[out, inp, _]) => {
+                let taps: usize = shape[2..].iter().product();
                 for o in 0..out {
                     for i in 0..inp {
-                        for t in 0..kh * kw {
-                            f((o * inp + i) * kh * kw + t, (t * inp + i) * out + o);
+                        for t in 0..taps {
+                            f((o * inp + i) * taps + t, (t * inp + i) * out + o);
                         }
                     }
                 }
             }
-            // `Scope` admits the layout above only with four dimensions.
+            // `Scope` admits the layouts above only with their dimensions.
             _ => (0..len).for_each(|i| f(i, i)),
         }
     }
@@ -37,6 +40,7 @@ impl Layout {
         match self {
             Layout::Same => None,
             Layout::Conv => Some(4),
+            Layout::Conv1d => Some(3),
         }
     }
 }

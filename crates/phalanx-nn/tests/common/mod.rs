@@ -1,6 +1,8 @@
 //! What several tests need.
 #![allow(dead_code)] // every test takes its part
 
+pub mod differences;
+
 use phalanx_nn::{GradSink, Grads, ParamId, Params, SinkError};
 use serde_json::Value;
 

@@ -1,0 +1,131 @@
+//! Functions of one number and their derivatives, element by element.
+
+use super::math::{erf, exp, sigmoid, tanh};
+use crate::par::{PIECE, Team};
+
+/// A function that is applied to every element.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Function {
+    Relu6,
+    LeakyRelu(f32),
+    Gelu,
+    GeluTanh,
+    Silu,
+    Hardswish,
+    Hardsigmoid,
+    Sigmoid,
+    Tanh,
+    Exp,
+}
+
+impl Function {
+    /// Whether the derivative is made from the output; from the input otherwise.
+    pub(crate) fn by_output(self) -> bool {
+        matches!(self, Function::Sigmoid | Function::Tanh | Function::Exp)
+    }
+}
+
+/// sqrt(2 / pi) and the cubic's coefficient of the tanh form of GELU.
+const ROOT: f32 = 0.797_884_6;
+const CUBIC: f32 = 0.044_715;
+
+#[inline(always)]
+fn clip6(x: f32) -> f32 {
+    let x = if x < 0.0 { 0.0 } else { x };
+    if x > 6.0 { 6.0 } else { x }
+}
+
+#[inline(always)]
+fn phi(x: f32) -> f32 {
+    0.5 * (1.0 + erf(x * std::f32::consts::FRAC_1_SQRT_2))
+}
+
+#[inline(always)]
+fn bent(x: f32) -> f32 {
+    tanh(ROOT * (CUBIC * x * x).mul_add(x, x))
+}
+
+#[inline(always)]
+fn each(y: &mut [f32], f: impl Fn(f32) -> f32) {
+    for v in y {
+        *v = f(*v);
+    }
+}
+
+simd! {
+    fn forward_piece(f: Function, y: &mut [f32]) {
+        match f {
+            Function::Relu6 => each(y, clip6),
+            Function::LeakyRelu(slope) => each(y, |x| if x > 0.0 { x } else { x * slope }),
+            Function::Gelu => each(y, |x| x * phi(x)),
+            Function::GeluTanh => each(y, |x| 0.5 * x * (1.0 + bent(x))),
+            Function::Silu => each(y, |x| x * sigmoid(x)),
+            Function::Hardswish => each(y, |x| x * clip6(x + 3.0) / 6.0),
+            Function::Hardsigmoid => each(y, |x| clip6(x + 3.0) / 6.0),
+            Function::Sigmoid => each(y, sigmoid),
+            Function::Tanh => each(y, tanh),
+            Function::Exp => each(y, exp),
+        }
+    }
+}
+
+#[inline(always)]
+fn times(saved: &[f32], dy: &mut [f32], slope: impl Fn(f32) -> f32) {
+    for (d, &v) in dy.iter_mut().zip(saved) {
+        *d *= slope(v);
+    }
+}
+
+/// As [`times`] where the slope is 1 or 0: an infinite gradient must not become NaN.
+#[inline(always)]
+fn pass(saved: &[f32], dy: &mut [f32], closed: impl Fn(f32) -> bool) {
+    for (d, &v) in dy.iter_mut().zip(saved) {
+        *d = if closed(v) { 0.0 } else { *d };
+    }
+}
+
+simd! {
+    fn backward_piece(f: Function, saved: &[f32], dy: &mut [f32]) {
+        match f {
+            Function::Relu6 => pass(saved, dy, |x| (x <= 0.0) | (x >= 6.0)),
+            Function::LeakyRelu(slope) => times(saved, dy, |x| if x > 0.0 { 1.0 } else { slope }),
+            Function::Gelu => times(saved, dy, |x| {
+                /// 1 / sqrt(2 pi).
+                const HEIGHT: f32 = 0.398_942_3;
+                (x * HEIGHT).mul_add(exp(-0.5 * x * x), phi(x))
+            }),
+            Function::GeluTanh => times(saved, dy, |x| {
+                let t = bent(x);
+                let slope = ROOT * (3.0 * CUBIC * x).mul_add(x, 1.0);
+                (0.5 * x * slope).mul_add((-t).mul_add(t, 1.0), 0.5 * (1.0 + t))
+            }),
+            Function::Silu => times(saved, dy, |x| {
+                let s = sigmoid(x);
+                s * x.mul_add(1.0 - s, 1.0)
+            }),
+            Function::Hardswish => times(saved, dy, |x| {
+                let inner = if x < 3.0 { x / 3.0 + 0.5 } else { 1.0 };
+                if x <= -3.0 { 0.0 } else { inner }
+            }),
+            Function::Hardsigmoid => {
+                times(saved, dy, |x| if (x > -3.0) & (x < 3.0) { 1.0 / 6.0 } else { 0.0 });
+            }
+            Function::Sigmoid => times(saved, dy, |y| y * (1.0 - y)),
+            Function::Tanh => times(saved, dy, |y| (-y).mul_add(y, 1.0)),
+            Function::Exp => times(saved, dy, |y| y),
+        }
+    }
+}
+
+/// In place.
+pub(crate) fn forward(team: &Team, f: Function, y: &mut [f32]) {
+    team.split(y, PIECE, |_, p| forward_piece(f, p));
+}
+
+/// `dy` times the derivative; `saved` is the output or the input
+/// ([`Function::by_output`]).
+pub(crate) fn backward(team: &Team, f: Function, saved: &[f32], dy: &mut [f32]) {
+    team.split(dy, PIECE, |at, p| {
+        backward_piece(f, &saved[at..at + p.len()], p);
+    });
+}

@@ -1,0 +1,179 @@
+//! Exponential, hyperbolic tangent and error function in f32, written so that
+//! loops over them become vectors: no branches, no calls, fused multiply-adds.
+//!
+//! *Source*: polynomials of Cephes (Moshier), as PyTorch's own vector kernels
+//! descend from. Errors: `exp` 2 units in the last place, the others 3e-7 absolute.
+
+/// `coefficients` from the highest power down.
+#[inline(always)]
+fn polynomial<const N: usize>(x: f32, coefficients: [f32; N]) -> f32 {
+    coefficients
+        .into_iter()
+        .fold(0.0, |sum: f32, c| sum.mul_add(x, c))
+}
+
+/// `e^x`; 0 below -104, infinity above 88.8.
+#[inline(always)]
+pub(crate) fn exp(x: f32) -> f32 {
+    /// Adding it leaves the nearest whole number in the low bits.
+    const MAGIC: f32 = 12_582_912.0;
+    // A comparison with NaN is false: it stays.
+    let c = if x < -104.0 { -104.0 } else { x };
+    let c = if c > 90.0 { 90.0 } else { c };
+    let shifted = c.mul_add(std::f32::consts::LOG2_E, MAGIC);
+    let n = shifted - MAGIC;
+    // ln 2 in two parts: the first product is exact.
+    let r = n.mul_add(-0.693_359_4, c);
+    let r = n.mul_add(2.121_944_4e-4, r);
+    let p = polynomial(
+        r,
+        [
+            1.987_569_1e-4,
+            1.398_199_9e-3,
+            8.333_452e-3,
+            4.166_579_6e-2,
+            1.666_666_6e-1,
+            0.5,
+        ],
+    );
+    let e = p.mul_add(r * r, r) + 1.0;
+    // 2^n in two factors, so that results below the normal range come out.
+    let n = (shifted.to_bits() as i32).wrapping_sub(MAGIC.to_bits() as i32);
+    let half = n >> 1;
+    let power = |n: i32| f32::from_bits((n.wrapping_add(127) as u32) << 23);
+    e * power(half) * power(n.wrapping_sub(half))
+}
+
+/// `1 / (1 + e^-x)`.
+#[inline(always)]
+pub(crate) fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
+/// Hyperbolic tangent.
+#[inline(always)]
+pub(crate) fn tanh(x: f32) -> f32 {
+    let z = x * x;
+    let small = polynomial(
+        z,
+        [
+            -5.704_988_7e-3,
+            2.063_908_8e-2,
+            -5.373_971_6e-2,
+            1.333_144_2e-1,
+            -3.333_328e-1,
+        ],
+    );
+    let small = (small * z).mul_add(x, x);
+    let large = 1.0 - 2.0 / (exp(2.0 * x.abs()) + 1.0);
+    if x.abs() < 0.625 {
+        small
+    } else {
+        large.copysign(x)
+    }
+}
+
+/// The error function.
+#[inline(always)]
+pub(crate) fn erf(x: f32) -> f32 {
+    let a = x.abs();
+    let near = x * polynomial(
+        x * x,
+        [
+            7.853_861e-5,
+            -8.010_194e-4,
+            5.188_327_7e-3,
+            -2.685_381e-2,
+            1.128_358_5e-1,
+            -3.761_262_7e-1,
+            std::f32::consts::FRAC_2_SQRT_PI,
+        ],
+    );
+    let q = 1.0 / a;
+    let middle = polynomial(
+        q * q,
+        [
+            2.326_82e-2,
+            -1.387_039_4e-1,
+            3.687_424_7e-1,
+            -5.824_733e-1,
+            6.210_004_7e-1,
+            -4.944_515_3e-1,
+            3.404_88e-1,
+            -2.741_127e-1,
+            5.638_259_5e-1,
+        ],
+    );
+    let far = polynomial(
+        q * q,
+        [
+            -1.047_766_4e1,
+            1.297_72e1,
+            -7.495_518_7,
+            2.921_019,
+            -1.015_265_3,
+            4.218_463_3e-1,
+            -2.820_767_5e-1,
+            5.641_895_5e-1,
+        ],
+    );
+    let tail = exp(-a * a) * q * if a < 2.0 { middle } else { far };
+    if a < 1.0 {
+        near
+    } else {
+        (1.0 - tail).copysign(x)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn functions_agree_with_the_system_library_in_double() {
+        for i in -9_000..=9_000 {
+            let x = i as f32 / 100.0;
+            let (got, want) = (f64::from(exp(x)), f64::from(x).exp());
+            if want < f64::from(f32::MAX) {
+                assert!(
+                    (got - want).abs() <= 2.5e-7 * want + 1.5e-45,
+                    "exp {x}: {got}"
+                );
+            }
+            let near = |got: f32, want: f64, what: &str| {
+                let bound = 3e-7 * want.abs().clamp(1e-3, 1.0);
+                assert!(
+                    (f64::from(got) - want).abs() <= bound,
+                    "{what} {x}: {got} {want}"
+                );
+            };
+            near(tanh(x / 10.0), f64::from(x / 10.0).tanh(), "tanh");
+            near(sigmoid(x), 1.0 / (1.0 + f64::from(-x).exp()), "sigmoid");
+        }
+        assert_eq!(exp(100.0), f32::INFINITY);
+        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
+        assert_eq!(exp(f32::INFINITY), f32::INFINITY);
+        assert_eq!((tanh(0.0), tanh(50.0), tanh(-50.0)), (0.0, 1.0, -1.0));
+        for f in [exp, tanh, sigmoid, erf] {
+            assert!(f(f32::NAN).is_nan());
+        }
+        // Values of Abramowitz and Stegun, table 7.1.
+        for (x, want) in [
+            (0.0, 0.0),
+            (0.1, 0.112_462_916),
+            (0.5, 0.520_499_878),
+            (1.0, 0.842_700_793),
+            (1.5, 0.966_105_146),
+            (2.0, 0.995_322_265),
+            (3.0, 0.999_977_910),
+            (8.0, 1.0),
+        ] {
+            assert!(
+                (f64::from(erf(x)) - want).abs() < 2e-7,
+                "erf {x}: {}",
+                erf(x)
+            );
+            assert_eq!(erf(-x), -erf(x));
+        }
+    }
+}

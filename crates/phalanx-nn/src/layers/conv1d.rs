@@ -1,0 +1,50 @@
+//! A one-dimensional convolution.
+
+use super::{Act, Conv2dOptions};
+use crate::param::{Init, Layout, ParamId, Scope};
+use crate::{Result, Tensor};
+
+/// A convolution over sequences (N, L, C) with PyTorch's `weight` of shape
+/// `[out, in / groups, k]` and its initial values.
+#[derive(Clone, Copy, Debug)]
+pub struct Conv1d {
+    /// The weight.
+    pub weight: ParamId,
+    /// The bias, if there is one.
+    pub bias: Option<ParamId>,
+    options: Conv2dOptions,
+}
+
+impl Conv1d {
+    /// `options`: a kernel size, or [`Conv2dOptions`], whose second direction counts.
+    pub fn new(
+        scope: Scope,
+        inputs: usize,
+        outputs: usize,
+        options: impl Into<Conv2dOptions>,
+    ) -> Self {
+        let (mut scope, options) = (scope, options.into());
+        let group_in = inputs / options.groups.max(1);
+        let shape = [outputs, group_in, options.kernel[1]];
+        let fan_in = group_in * options.kernel[1];
+        let init = Init::KaimingUniform { fan_in };
+        let weight = scope.param("weight", &shape, Layout::Conv1d, init);
+        let init = Init::FanInUniform { fan_in };
+        let bias = options
+            .bias
+            .then(|| scope.param("bias", &[outputs], Layout::Same, init));
+        Conv1d {
+            weight,
+            bias,
+            options,
+        }
+    }
+
+    /// Sequences (N, L, C) to sequences.
+    ///
+    /// # Errors
+    /// `Usage` when the sizes do not fit.
+    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+        x.conv1d(self.weight, self.bias, self.options, Act::None)
+    }
+}

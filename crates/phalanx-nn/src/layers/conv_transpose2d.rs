@@ -1,0 +1,63 @@
+//! A transposed two-dimensional convolution.
+
+use super::Conv2dOptions;
+use crate::param::{Init, Layout, ParamId, Scope};
+use crate::{Result, Tensor};
+
+/// A transposed convolution over images (N, H, W, C) with PyTorch's `weight` of
+/// shape `[in, out / groups, kh, kw]` and its initial values.
+#[derive(Clone, Copy, Debug)]
+pub struct ConvTranspose2d {
+    /// The weight.
+    pub weight: ParamId,
+    /// The bias, if there is one.
+    pub bias: Option<ParamId>,
+    options: Conv2dOptions,
+    extra: [usize; 2],
+}
+
+impl ConvTranspose2d {
+    /// `options`: a kernel size, or [`Conv2dOptions`].
+    pub fn new(
+        scope: Scope,
+        inputs: usize,
+        outputs: usize,
+        options: impl Into<Conv2dOptions>,
+    ) -> Self {
+        let (mut scope, options) = (scope, options.into());
+        let [kh, kw] = options.kernel;
+        let group_out = outputs / options.groups.max(1);
+        // PyTorch takes the second dimension for the inputs here too.
+        let fan_in = group_out * kh * kw;
+        let shape = [inputs, group_out, kh, kw];
+        let init = Init::KaimingUniform { fan_in };
+        let weight = scope.param("weight", &shape, Layout::Conv, init);
+        let init = Init::FanInUniform { fan_in };
+        let bias = options
+            .bias
+            .then(|| scope.param("bias", &[outputs], Layout::Same, init));
+        ConvTranspose2d {
+            weight,
+            bias,
+            options,
+            extra: [0, 0],
+        }
+    }
+
+    /// Adds rows and columns to the end of the output (PyTorch's `output_padding`).
+    #[must_use]
+    pub fn output_padding(self, height: usize, width: usize) -> Self {
+        ConvTranspose2d {
+            extra: [height, width],
+            ..self
+        }
+    }
+
+    /// Images (N, H, W, C) to images.
+    ///
+    /// # Errors
+    /// `Usage` when the sizes do not fit.
+    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+        x.conv_transpose2d(self.weight, self.bias, self.options, self.extra)
+    }
+}

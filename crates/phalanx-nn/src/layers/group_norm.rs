@@ -1,0 +1,41 @@
+//! Group normalisation.
+
+use crate::param::{Init, Layout, ParamId, Scope};
+use crate::{Result, Tensor};
+
+/// Normalises groups of channels of each image (N, …, C), with PyTorch's
+/// `weight` (ones) and `bias` (zeros).
+#[derive(Clone, Copy, Debug)]
+pub struct GroupNorm {
+    /// The factor of every channel.
+    pub weight: ParamId,
+    /// The offset of every channel.
+    pub bias: ParamId,
+    groups: usize,
+    eps: f64,
+}
+
+impl GroupNorm {
+    /// `groups` divides `channels`; eps 1e-5.
+    pub fn new(scope: Scope, groups: usize, channels: usize) -> Self {
+        let mut scope = scope;
+        GroupNorm {
+            weight: scope.param("weight", &[channels], Layout::Same, Init::Constant(1.0)),
+            bias: scope.param("bias", &[channels], Layout::Same, Init::Constant(0.0)),
+            groups,
+            eps: 1e-5,
+        }
+    }
+
+    /// Sets what is added to the variance.
+    #[must_use]
+    pub fn eps(self, eps: f64) -> Self {
+        GroupNorm { eps, ..self }
+    }
+
+    /// # Errors
+    /// `Usage` when the sizes do not fit.
+    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+        x.group_norm(self.groups, (Some(self.weight), Some(self.bias)), self.eps)
+    }
+}

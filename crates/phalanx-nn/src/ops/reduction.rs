@@ -1,0 +1,160 @@
+//! Sums, means and maxima over dimensions. Sums and means save nothing, maxima
+//! their input and output.
+
+use crate::kernels::broadcast::{Arithmetic, Stretch, arithmetic};
+use crate::kernels::elementwise;
+use crate::kernels::reduce::{Fold, RANK, reduce};
+use crate::pool::Buf;
+use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tensor::Shape;
+use crate::{Error, Result, Tensor};
+
+pub(crate) struct Reduction {
+    x: SlotId,
+    out: SlotId,
+    fold: Fold,
+    factor: f64,
+    over: [bool; RANK],
+}
+
+impl<'s> Tensor<'s> {
+    /// The sum over dimensions `dims` (0 is the outermost; none means all).
+    /// `keep`: they stay, with size 1.
+    ///
+    /// # Errors
+    /// `Usage` for a dimension that is not there or named twice.
+    pub fn sum(self, dims: &[usize], keep: bool) -> Result<Tensor<'s>> {
+        self.reduction(Fold::Sum, false, dims, keep)
+    }
+
+    /// The mean over dimensions, as [`sum`](Tensor::sum).
+    ///
+    /// # Errors
+    /// As [`sum`](Tensor::sum).
+    pub fn mean(self, dims: &[usize], keep: bool) -> Result<Tensor<'s>> {
+        self.reduction(Fold::Sum, true, dims, keep)
+    }
+
+    /// The largest element over dimensions; NaN if there is one. Equal largest
+    /// elements share the gradient, as in PyTorch's `amax`.
+    ///
+    /// # Errors
+    /// As [`sum`](Tensor::sum), and when there is nothing to choose from.
+    pub fn max(self, dims: &[usize], keep: bool) -> Result<Tensor<'s>> {
+        self.reduction(Fold::Max, false, dims, keep)
+    }
+
+    fn reduction(self, fold: Fold, mean: bool, dims: &[usize], keep: bool) -> Result<Tensor<'s>> {
+        let (step, x, shape) = (self.step(), self.slot(), self.dims());
+        let mut over = [dims.is_empty(); RANK];
+        for &d in dims {
+            if d >= shape.len() || std::mem::replace(&mut over[d], true) {
+                return Err(Error::usage(format!(
+                    "reduction over dimensions {dims:?} of shape {shape:?}: {d} is not there or named twice"
+                )));
+            }
+        }
+        let (mut kept, mut rank, mut count) = ([0; RANK], 0, 1);
+        for (i, &n) in shape.iter().enumerate() {
+            if over[i] {
+                count *= n;
+            }
+            if !over[i] || keep {
+                kept[rank] = if over[i] { 1 } else { n };
+                rank += 1;
+            }
+        }
+        if fold == Fold::Max && count == 0 {
+            return Err(Error::usage(format!(
+                "max over dimensions {dims:?} of shape {shape:?}, which hold nothing"
+            )));
+        }
+        let factor = if mean { 1.0 / count as f64 } else { 1.0 };
+        let to = Shape::new(&kept[..rank])?;
+        let out = {
+            let mut st = step.state();
+            let mut buf = st.pool.get(to.numel());
+            let y = buf.slice_mut();
+            reduce(step.team(), (fold, factor), st.value(x), &shape, &over, y);
+            let wants = st.wants_grad(x);
+            let out = st.add_output(to, buf, wants);
+            if wants {
+                st.record(Reduction {
+                    x,
+                    out,
+                    fold,
+                    factor,
+                    over,
+                });
+            }
+            out
+        };
+        Ok(Tensor::new(step, out))
+    }
+}
+
+impl Reduction {
+    /// Repeats `from`, of the reduced shape, over the input's, and combines it.
+    fn spread(&self, pass: &mut Pass<'_>, op: Arithmetic, x: &[f32], from: &[f32]) -> Result<Buf> {
+        let shape = pass.shape(self.x);
+        let mut kept = [1; RANK];
+        for (i, &n) in shape.iter().enumerate() {
+            kept[i] = if self.over[i] { 1 } else { n };
+        }
+        let s = Stretch::of(&shape, &kept[..shape.len()])
+            .ok_or_else(|| Error::internal("a reduction no longer fits its input"))?;
+        let mut to = pass.pool().get(shape.numel());
+        arithmetic(pass.team, op, &s, x, from, to.slice_mut());
+        Ok(to)
+    }
+}
+
+impl Recorded for Reduction {
+    fn visit(&self, f: &mut dyn FnMut(Visit)) {
+        f(Visit::Output(self.out));
+        f(Visit::Input(self.x));
+        if self.fold == Fold::Max {
+            f(Visit::Saved(self.x));
+            f(Visit::Saved(self.out));
+        }
+    }
+
+    fn backward(&self, pass: &mut Pass<'_>, mut dy: Buf) -> Result<()> {
+        let (team, shape) = (pass.team, pass.shape(self.x));
+        if self.fold == Fold::Sum {
+            elementwise::scale(team, dy.slice_mut(), self.factor as f32);
+            let zeros = pass.pool().get_zeroed(shape.numel());
+            let dx = self.spread(pass, Arithmetic::Add, zeros.slice(), dy.slice())?;
+            pass.pool().put(zeros);
+            pass.pool().put(dy);
+            pass.give(self.x, dx);
+            return Ok(());
+        }
+        // One where an element is the largest, then shared among the equal ones.
+        let (x, most) = (pass.value(self.x), pass.value(self.out));
+        let mut hits = self.spread(pass, Arithmetic::Sub, x, most)?;
+        for v in hits.slice_mut() {
+            // Infinity minus infinity is NaN, and a hit.
+            *v = if *v == 0.0 || v.is_nan() { 1.0 } else { 0.0 };
+        }
+        let mut count = pass.pool().get(dy.slice().len());
+        let fold = (Fold::Sum, 1.0);
+        reduce(
+            team,
+            fold,
+            hits.slice(),
+            &shape,
+            &self.over,
+            count.slice_mut(),
+        );
+        for (d, n) in dy.slice_mut().iter_mut().zip(count.slice()) {
+            *d /= n;
+        }
+        let dx = self.spread(pass, Arithmetic::Mul, hits.slice(), dy.slice())?;
+        pass.pool().put(count);
+        pass.pool().put(hits);
+        pass.pool().put(dy);
+        pass.give(self.x, dx);
+        Ok(())
+    }
+}

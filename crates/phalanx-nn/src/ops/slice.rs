@@ -1,0 +1,183 @@
+//! A range of one dimension, and its opposite: tensors joined along one.
+//! Save nothing.
+
+use std::ops::Range;
+
+use crate::par::Team;
+use crate::pool::Buf;
+use crate::tape::{Pass, Recorded, SlotId, Step, Visit};
+use crate::tensor::Shape;
+use crate::{Error, Result, Tensor};
+
+/// An array as `outer` runs of `wide` elements, of which a part starts at `at`
+/// and is `len` long.
+#[derive(Clone, Copy)]
+struct Part {
+    wide: usize,
+    at: usize,
+    len: usize,
+}
+
+impl Part {
+    fn of(shape: &[usize], dim: usize, range: Range<usize>) -> Self {
+        let inner: usize = shape[dim + 1..].iter().product();
+        Part {
+            wide: shape[dim] * inner,
+            at: range.start * inner,
+            len: range.len() * inner,
+        }
+    }
+
+    /// `to` becomes the part of `from`.
+    fn take(self, team: &Team, from: &[f32], to: &mut [f32]) {
+        team.split(to, self.len, |i, to| {
+            // `split` cuts an empty array into nothing.
+            let start = i / self.len * self.wide + self.at;
+            to.copy_from_slice(&from[start..start + self.len]);
+        });
+    }
+
+    /// The part of `to` becomes `from`; `rest` is done to the other elements.
+    fn put(self, team: &Team, from: &[f32], to: &mut [f32], rest: impl Fn(&mut [f32]) + Sync) {
+        team.split(to, self.wide, |i, to| {
+            let row = i / self.wide * self.len;
+            rest(&mut to[..self.at]);
+            rest(&mut to[self.at + self.len..]);
+            to[self.at..self.at + self.len].copy_from_slice(&from[row..row + self.len]);
+        });
+    }
+}
+
+pub(crate) struct Slice {
+    x: SlotId,
+    out: SlotId,
+    part: Part,
+}
+
+pub(crate) struct Concat {
+    inputs: Vec<SlotId>,
+    out: SlotId,
+    dim: usize,
+}
+
+impl<'s> Tensor<'s> {
+    /// Elements `range` of dimension `dim`, all of the others.
+    ///
+    /// # Errors
+    /// `Usage` when that is not there.
+    pub fn slice(self, dim: usize, range: Range<usize>) -> Result<Tensor<'s>> {
+        let (step, x, dims) = (self.step(), self.slot(), self.dims());
+        if dim >= dims.len() || range.start > range.end || range.end > dims[dim] {
+            return Err(Error::usage(format!(
+                "slice {range:?} of dimension {dim} of shape {dims:?}"
+            )));
+        }
+        let mut sizes = [0; 6];
+        sizes[..dims.len()].copy_from_slice(&dims);
+        sizes[dim] = range.len();
+        let shape = Shape::new(&sizes[..dims.len()])?;
+        let part = Part::of(&dims, dim, range);
+        let out = {
+            let mut st = step.state();
+            let mut buf = st.pool.get(shape.numel());
+            part.take(step.team(), st.value(x), buf.slice_mut());
+            let wants = st.wants_grad(x);
+            let out = st.add_output(shape, buf, wants);
+            if wants {
+                st.record(Slice { x, out, part });
+            }
+            out
+        };
+        Ok(Tensor::new(step, out))
+    }
+}
+
+impl Step<'_> {
+    /// Tensors one after another along dimension `dim`; their other sizes agree.
+    /// (Allocates a list of its operands.)
+    ///
+    /// # Errors
+    /// `Usage` when there is none, shapes do not fit, or one belongs to another step.
+    pub fn concat<'s>(&'s self, tensors: Vec<Tensor<'s>>, dim: usize) -> Result<Tensor<'s>> {
+        let Some(first) = tensors.first() else {
+            return Err(Error::usage("concat of no tensors"));
+        };
+        let dims = first.dims();
+        let mut sizes = [0; 6];
+        sizes[..dims.len()].copy_from_slice(&dims);
+        let mut total = 0;
+        for t in &tensors {
+            let own = t.dims();
+            let fits = dim < dims.len()
+                && own.len() == dims.len()
+                && (0..dims.len()).all(|i| i == dim || own[i] == dims[i]);
+            if !fits || !std::ptr::eq(t.step(), self) {
+                return Err(Error::usage(format!(
+                    "concat along dimension {dim}: {own:?} does not fit {dims:?}, or belongs to another step"
+                )));
+            }
+            total += own[dim];
+        }
+        sizes[dim] = total;
+        let shape = Shape::new(&sizes[..dims.len()])?;
+        let inputs: Vec<SlotId> = tensors.iter().map(Tensor::slot).collect();
+        let out = {
+            let mut st = self.state();
+            let mut buf = st.pool.get(shape.numel());
+            let mut at = 0;
+            for &x in &inputs {
+                let n = st.shape(x)[dim];
+                let part = Part::of(&shape, dim, at..at + n);
+                part.put(self.team(), st.value(x), buf.slice_mut(), |_| {});
+                at += n;
+            }
+            let wants = inputs.iter().any(|&x| st.wants_grad(x));
+            let out = st.add_output(shape, buf, wants);
+            if wants {
+                st.record(Concat { inputs, out, dim });
+            }
+            out
+        };
+        Ok(Tensor::new(self, out))
+    }
+}
+
+impl Recorded for Slice {
+    fn visit(&self, f: &mut dyn FnMut(Visit)) {
+        f(Visit::Output(self.out));
+        f(Visit::Input(self.x));
+    }
+
+    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
+        let numel = pass.shape(self.x).numel();
+        let mut dx = pass.pool().get(numel);
+        let zero = |rest: &mut [f32]| rest.fill(0.0);
+        self.part.put(pass.team, dy.slice(), dx.slice_mut(), zero);
+        pass.pool().put(dy);
+        pass.give(self.x, dx);
+        Ok(())
+    }
+}
+
+impl Recorded for Concat {
+    fn visit(&self, f: &mut dyn FnMut(Visit)) {
+        f(Visit::Output(self.out));
+        self.inputs.iter().for_each(|&x| f(Visit::Input(x)));
+    }
+
+    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
+        let (shape, mut at) = (pass.shape(self.out), 0);
+        for &x in &self.inputs {
+            let own = pass.shape(x);
+            let part = Part::of(&shape, self.dim, at..at + own[self.dim]);
+            at += own[self.dim];
+            if pass.wants(x) {
+                let mut dx = pass.pool().get(own.numel());
+                part.take(pass.team, dy.slice(), dx.slice_mut());
+                pass.give(x, dx);
+            }
+        }
+        pass.pool().put(dy);
+        Ok(())
+    }
+}

@@ -1,0 +1,51 @@
+//! The norm of all gradients, and its limit.
+
+use super::Optimizer;
+use crate::Result;
+use crate::param::{GradView, Params};
+
+/// Sums side by side.
+const LANES: usize = 16;
+
+/// The Euclidean norm of all gradients together.
+///
+/// *Order*: sixteen sums of squares a parameter, folded in order, parameters in
+/// order; in f64. The same on all ranks whose gradients are.
+pub fn grad_norm(params: &Params, grads: &dyn GradView) -> f64 {
+    let squares = |g: &[f32]| {
+        let mut lanes = [0.0f64; LANES];
+        for row in g.chunks(LANES) {
+            for (l, &v) in lanes.iter_mut().zip(row) {
+                *l += f64::from(v) * f64::from(v);
+            }
+        }
+        lanes.iter().sum::<f64>()
+    };
+    let all = params.ids().map(|id| squares(grads.grad(id)));
+    all.sum::<f64>().sqrt()
+}
+
+/// What PyTorch's `clip_grad_norm_` multiplies gradients of this norm by:
+/// `min(1, limit / (norm + 1e-6))`.
+pub fn clip_factor(norm: f64, limit: f64) -> f32 {
+    let factor = limit / (norm + 1e-6);
+    // NaN stays, as in PyTorch.
+    (if factor > 1.0 { 1.0 } else { factor }) as f32
+}
+
+/// A step with gradients scaled down to a norm of at most `limit`; gives the norm
+/// before. The gradients themselves stay as they are: the optimizer scales them
+/// as it reads them.
+///
+/// # Errors
+/// As [`Optimizer::step`].
+pub fn step_clipped(
+    optimizer: &mut dyn Optimizer,
+    params: &mut Params,
+    grads: &dyn GradView,
+    limit: f64,
+) -> Result<f64> {
+    let norm = grad_norm(params, grads);
+    optimizer.step_scaled(params, grads, clip_factor(norm, limit))?;
+    Ok(norm)
+}
