@@ -423,6 +423,52 @@ fn ranks_equal_one_rank_that_accumulates() {
     assert_eq!(four[..2], one[..2]);
 }
 
+#[test]
+fn sixteen_bit_gradients_halve_the_bytes_and_learn_as_well() {
+    let dir = folder();
+    let run = |kind: &str| {
+        succeed(
+            &[
+                "train",
+                "mnist",
+                "--nproc-per-node",
+                "2",
+                "--transport",
+                "tcp",
+                "--epochs",
+                "2",
+                "--synthetic-samples",
+                "1500",
+                "--gradient-type",
+                kind,
+                "--output-dir",
+                kind,
+            ],
+            dir.path(),
+        );
+        let summary = summary(&dir.path().join(kind));
+        let number = |key: &str| summary[key].as_f64().expect("a number");
+        (number("accuracy"), number("sent_bytes"))
+    };
+    let full = run("f32");
+    for kind in ["bf16", "f16"] {
+        let half = run(kind);
+        assert!(
+            half.1 < 0.55 * full.1,
+            "{kind} sent {} of {} bytes",
+            half.1,
+            full.1
+        );
+        // 250 pictures are tested.
+        assert!(
+            half.0 > full.0 - 0.05,
+            "{kind}: accuracy {} for {}",
+            half.0,
+            full.0
+        );
+    }
+}
+
 /// The weights that a run of the MNIST CNN saved.
 fn saved_weights(dir: &Path) -> Params {
     let mut scope = Scope::new(Seed(0));
@@ -667,6 +713,20 @@ fn mistakes_are_named_with_the_way_out() {
             &["train", "mnist", "--accumulate", "2", "--sampler", "torch"],
             2,
             &["--sampler torch goes with neither --accumulate"],
+        ),
+        (
+            &[
+                "train",
+                "mnist",
+                "--deterministic",
+                "shards",
+                "--global-batch-size",
+                "64",
+                "--gradient-type",
+                "f16",
+            ],
+            2,
+            &["leave out --gradient-type"],
         ),
         (
             &["train", "mnist", "--accumulate", "0"],

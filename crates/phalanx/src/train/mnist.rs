@@ -9,7 +9,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use phalanx_comm::ReduceOp;
-use phalanx_ddp::{BucketCaps, DdpOptions, DistributedDataParallel, ShardTree, verify_equal};
+use phalanx_ddp::{
+    Bf16Gradients, BucketCaps, DdpOptions, DistributedDataParallel, F16Gradients, GradientHook,
+    ShardTree, verify_equal,
+};
 use phalanx_nn::models::MnistCnn;
 use phalanx_nn::optim::Sgd;
 use phalanx_nn::{Params, Scope, Seed, StepKey, Tape, Threads};
@@ -21,6 +24,7 @@ use phalanx_train::sampler::{Sampler, SamplerConfig, TorchBatches};
 use phalanx_train::{Dataset, checkpoint, mnist, process, synthetic};
 use serde_json::json;
 
+use super::advice::Spent;
 use super::context::RankContext;
 use super::cut::{Cut, CutArgs, Determinism};
 use super::format::{bytes, plural, thousands};
@@ -36,6 +40,27 @@ pub enum SamplerKind {
     Exact,
     /// As PyTorch's DistributedSampler: pads with repeated samples
     Torch,
+}
+
+/// As what gradients travel between ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum GradientType {
+    /// As they are, while backward still runs
+    F32,
+    /// Half the bytes, 8 bits of precision, after backward
+    Bf16,
+    /// Half the bytes, 11 bits of precision, after backward
+    F16,
+}
+
+impl GradientType {
+    fn hook(self) -> Option<Box<dyn GradientHook>> {
+        match self {
+            GradientType::F32 => None,
+            GradientType::Bf16 => Some(Box::new(Bf16Gradients::default())),
+            GradientType::F16 => Some(Box::new(F16Gradients::default())),
+        }
+    }
 }
 
 /// Arguments of `train mnist`.
@@ -77,6 +102,9 @@ pub struct MnistArgs {
     /// Gradient bucket cap in MiB [default: 4 on one host, 8 across hosts; first and last 1]
     #[arg(long, value_name = "MIB")]
     pub bucket_cap_mb: Option<f64>,
+    /// As what gradients travel between ranks
+    #[arg(long, value_enum, default_value_t = GradientType::F32)]
+    pub gradient_type: GradientType,
     #[command(flatten)]
     pub cut: CutArgs,
     /// Threads that prepare batches, per rank
@@ -159,6 +187,11 @@ pub fn validate(args: &MnistArgs, world: usize) -> Result<()> {
         args.global_batch_size,
         args.sampler == SamplerKind::Torch,
     )?;
+    if args.gradient_type != GradientType::F32 && args.cut.deterministic == Determinism::Shards {
+        return Err(Error::usage(
+            "--deterministic shards adds gradients as they are; leave out --gradient-type",
+        ));
+    }
     // The data is looked at once here, so that a wrong folder is one error and not
     // one per rank.
     if args.data != "synthetic" {
@@ -184,6 +217,9 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
     let mut params = scope.build()?;
     let mut ddp =
         DistributedDataParallel::new(ctx.group.clone(), &mut params, ddp_options(args, &data)?)?; // DDP
+    if let Some(hook) = args.gradient_type.hook() {
+        ddp.set_hook(Some(hook))?; // DDP
+    }
     let mut optimizer = Sgd::new(&params, args.lr).momentum(args.momentum);
     let mut tape = Tape::new(Threads(ctx.threads));
 
@@ -314,6 +350,11 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
         }
     }
     timing.skipped = ddp.skipped_steps();
+    timing.waited = loader.waited();
+    timing.sent_bytes = ctx.group.bytes_sent_to().iter().sum();
+    for advice in timing.spent(steps * args.epochs).advice(args.workers) {
+        ctx.note(&format!("warning: {advice}"));
+    }
     ctx.group.set_phase("saving");
     let digests = Digests {
         weights: weights.clone(),
@@ -448,6 +489,7 @@ fn must_agree(args: &MnistArgs, data: &Data) -> Vec<String> {
         format!("--seed {}", args.seed),
         format!("--sampler {:?}", args.sampler).to_lowercase(),
         format!("--test-batch-size {}", args.test_batch_size),
+        format!("--gradient-type {:?}", args.gradient_type).to_lowercase(),
         format!("data {}", data.content),
     ];
     facts.extend(args.cut.must_agree());
@@ -574,12 +616,25 @@ struct Timing {
     images: usize,
     /// Steps that the ranks voted down.
     skipped: u64,
+    /// For batches, in training.
+    waited: Duration,
+    /// By this rank to all others, whatever for.
+    sent_bytes: u64,
 }
 
 impl Timing {
     fn add(&mut self, exposed: Duration, images: usize) {
         self.exposed += exposed;
         self.images += images;
+    }
+
+    fn spent(&self, steps: usize) -> Spent {
+        Spent {
+            steps,
+            total: self.trained,
+            exposed: self.exposed,
+            data: self.waited,
+        }
     }
 
     fn images_per_s(&self) -> f64 {
@@ -709,6 +764,8 @@ impl Output {
             "images_per_s": timing.images_per_s(),
             "train_s": timing.trained.as_secs_f64(),
             "exposed_comm_percent": timing.exposed_percent(),
+            "data_wait_s": timing.waited.as_secs_f64(),
+            "sent_bytes": timing.sent_bytes,
             "skipped_steps": timing.skipped,
             "peak_rss_mib": process::peak_rss_bytes().map(|b| b as f64 / f64::from(1 << 20)),
             "deterministic": format!("{:?}", args.cut.deterministic).to_lowercase(),

@@ -1,5 +1,6 @@
 //! `phalanx train`: recipes, and how their ranks come to be.
 
+mod advice;
 mod context;
 mod cut;
 pub mod format;
