@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use super::elsewhere::{Elsewhere, LOOK};
 use super::flow::Cut;
 use super::signature::Signature;
 use super::transfer::{Context, Frame, Receiver, Sender};
@@ -175,6 +176,7 @@ impl Executor {
         let contexts: Vec<Context<'_>> = signatures.iter().map(context).collect();
         let until = deadline.at(0);
         let mut spins = 0u32;
+        let mut elsewhere = Elsewhere::default();
         loop {
             let mut moved = false;
             for lane in &mut tx {
@@ -220,6 +222,7 @@ impl Executor {
             if moved {
                 self.flight.progress();
                 spins = 0;
+                elsewhere.forget();
                 continue;
             }
             self.want.fill(Interest::default());
@@ -232,7 +235,8 @@ impl Executor {
             if self.flight.notes_wait(spins) {
                 self.flight.waiting(&self.want, world);
             }
-            if Instant::now() >= until {
+            let now = Instant::now();
+            if now >= until {
                 self.flight.waiting(&self.want, world);
                 // A peer may itself be waiting, so only a lone one is blamed.
                 let (late, only) = self.late(deadline, "", &signatures[0]);
@@ -242,7 +246,19 @@ impl Executor {
                     None => late,
                 });
             }
-            self.mesh.idle(&self.want, spins, until)?;
+            // Named by the batch's first unfinished message.
+            let open = tx
+                .first()
+                .map(|lane| &lane.frames)
+                .or(rx.first().map(|lane| &lane.frames));
+            let open = open
+                .and_then(|frames| frames.front())
+                .map_or(0, |(index, _)| *index);
+            let me = (self.mesh.rank(), &signatures[open]);
+            if elsewhere.look(self.host.as_ref(), &self.want, me)? {
+                continue;
+            }
+            self.mesh.idle(&self.want, spins, until.min(now + LOOK))?;
             spins = spins.saturating_add(1);
         }
     }

@@ -12,6 +12,7 @@
 //! is refused.
 
 mod cache;
+mod elsewhere;
 mod flow;
 mod messages;
 mod signature;
@@ -28,6 +29,7 @@ use phalanx_wire::frame::MAX_FRAME_BYTES;
 pub(crate) use self::messages::{Data, Message};
 
 use self::cache::{PlanCache, Prepared};
+use self::elsewhere::{Elsewhere, LOOK};
 use self::flow::{Cut, Flow, Piece, Schedule};
 pub(crate) use self::signature::{Signature, Told, desync};
 pub(crate) use self::stall::Board;
@@ -432,6 +434,7 @@ impl Executor {
         self.flow.begin(schedule);
         let (mut spins, mut turns) = (0u32, 0u32);
         let mut still_since = None;
+        let mut elsewhere = Elsewhere::default();
         while !self.flow.is_done() {
             // SAFETY: handed on from the caller.
             let mut moved = unsafe { self.move_frames(schedule, memory, context)? };
@@ -450,6 +453,7 @@ impl Executor {
                 self.flight.progress();
                 spins = 0;
                 still_since = None;
+                elsewhere.forget();
                 turns += 1;
                 if turns.is_multiple_of(TURNS_PER_CLOCK)
                     && !self.flow.is_done()
@@ -487,6 +491,14 @@ impl Executor {
                 }
                 if !self.want.iter().any(|want| want.any()) {
                     return Err(Error::internal("the plan waits for itself"));
+                }
+                let mut until = until;
+                if operation.collective == Collective::SendRecv {
+                    let me = (context.rank, context.signature);
+                    if elsewhere.look(self.host.as_ref(), &self.want, me)? {
+                        continue;
+                    }
+                    until = until.min(now + LOOK);
                 }
                 self.mesh.idle(&self.want, spins, until)?;
                 spins = spins.saturating_add(1);

@@ -3,7 +3,7 @@
 use std::fs::OpenOptions;
 use std::io::{ErrorKind as IoKind, Read};
 use std::net::{SocketAddr, ToSocketAddrs};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -273,14 +273,17 @@ fn read_token_file(path: &Path) -> Result<String> {
         .open(path)
         .map_err(failed)?;
     let about = file.metadata().map_err(failed)?;
-    // Pipes and memfds of a launcher are private anyway.
-    if about.is_file() && about.nlink() > 0 && about.mode() & 0o077 != 0 {
+    // What has no name in any folder is private: memfds, pipes of a launcher
+    // (whose mode is 600).
+    let named = about.nlink() > 0 && (about.is_file() || about.file_type().is_fifo());
+    if named && about.mode() & 0o077 != 0 {
         return Err(Error::usage(format!(
             "the token file {} can be read by others (mode {:o}): chmod 600 it",
             path.display(),
             about.mode() & 0o777
         )));
     }
+    check_owner(path, about.uid(), rustix::process::geteuid().as_raw())?;
     // Exactly what is needed: a pipe whose writer stays must not block us.
     let mut text = vec![0; TOKEN_TEXT_BYTES];
     let mut have = 0;
@@ -313,6 +316,19 @@ fn read_token_file(path: &Path) -> Result<String> {
     }
     text.truncate(have);
     Ok(String::from_utf8_lossy(&text).into_owned())
+}
+
+/// Whoever owns the file may write another token into it, and knows this one.
+fn check_owner(path: &Path, owner: u32, me: u32) -> Result<()> {
+    // Root may run the job of a user, whose file is then as good.
+    if owner == me || owner == 0 || me == 0 {
+        return Ok(());
+    }
+    Err(Error::usage(format!(
+        "the token file {} belongs to user {owner}, this process runs as user {me}: use a file of \
+         your own (chown {me}, chmod 600)",
+        path.display()
+    )))
 }
 
 fn token_key(epoch: u32) -> String {
@@ -365,6 +381,7 @@ fn agree_on_world(
 mod tests {
     use super::*;
     use crate::ErrorKind;
+    use rustix::fs::FileType;
     use std::fs::File;
     use std::io::Write;
     use std::os::unix::fs::PermissionsExt;
@@ -381,6 +398,30 @@ mod tests {
         std::fs::set_permissions(file.path(), mode).unwrap();
         let error = read_token(&source).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Usage);
+        assert!(error.to_string().contains("chmod 600"), "{error}");
+    }
+
+    #[test]
+    fn token_file_must_be_ours_or_roots() {
+        let path = Path::new("job.token");
+        check_owner(path, 1000, 1000).unwrap();
+        check_owner(path, 0, 1000).unwrap();
+        check_owner(path, 1000, 0).unwrap();
+        let error = check_owner(path, 1001, 1000).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Usage);
+        let text = error.to_string();
+        assert!(text.contains("job.token belongs to user 1001"), "{text}");
+        assert!(text.contains("as user 1000"), "{text}");
+    }
+
+    #[test]
+    fn a_pipe_that_others_can_read_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pipe");
+        let mode = rustix::fs::Mode::from_raw_mode(0o600);
+        rustix::fs::mknodat(rustix::fs::CWD, &path, FileType::Fifo, mode, 0).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o640)).unwrap();
+        let error = read_token_file(&path).unwrap_err();
         assert!(error.to_string().contains("chmod 600"), "{error}");
     }
 

@@ -31,6 +31,7 @@ pub(crate) use run::{Buffers, With};
 
 use std::sync::Arc;
 
+use self::cell::Cell;
 use self::run::Run;
 use crate::Result;
 use crate::exec::Operation;
@@ -163,6 +164,18 @@ impl Host {
         operation.automatic
             && operation.plan.is_none()
             && operation.collective != Collective::SendRecv
+    }
+
+    /// Number of ranks.
+    pub(crate) fn world(&self) -> usize {
+        self.world
+    }
+
+    /// What `rank` is doing, as its cell says, if that is a collective which
+    /// this rank has not begun.
+    pub(crate) fn ahead(&self, rank: usize) -> Option<[u64; 3]> {
+        let cell = Cell::new(&self.segment, rank, (self.operations % 2) as usize);
+        (cell.phase() > self.phase).then(|| cell.signature())
     }
 
     /// Runs one operation to its end.

@@ -17,7 +17,12 @@
 //! ([`ProcessGroup::set_flight_dir`](crate::ProcessGroup::set_flight_dir),
 //! `PHALANX_FLIGHT_DIR`). Under `phalanx launch` and `phalanx train` the
 //! memory is shared with the launcher (`PHALANX_FLIGHT_FILE`), which writes
-//! them instead: also for ranks that were killed or stopped.
+//! them instead: also for ranks that were killed or stopped, and on SIGUSR2 to
+//! the *launcher*. No signal handler is installed in a rank: SIGUSR2 to a rank
+//! ends it, as any process that does not expect it; a program that was not
+//! started by the launcher reads
+//! [`ProcessGroup::flight`](crate::ProcessGroup::flight) from a thread or a
+//! handler of its own.
 
 pub(crate) mod cell;
 pub(crate) mod clock;
@@ -40,6 +45,7 @@ pub use dump::{Dump, Entry, Phase, Position, State};
 pub use file::{DumpError, MAX_DUMP_BYTES};
 pub use memory::create_memory;
 
+pub(crate) use dump::host_name;
 pub(crate) use flight::Flight;
 pub(crate) use watch::Watched;
 

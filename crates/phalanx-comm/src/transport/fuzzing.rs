@@ -50,6 +50,7 @@ pub(crate) fn failure_mark(data: &[u8]) {
         group: 0,
         timeout,
         deadline: Instant::now() + timeout,
+        refused: std::sync::atomic::AtomicBool::new(false),
     };
     if store.set("comm/0/0/failed", data).is_ok() {
         assert!(meeting.check().is_err());

@@ -3,9 +3,9 @@
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use phalanx_comm::{Algorithm, Bucket, Call, Error, ErrorKind, ProcessGroup, ReduceOp};
+use phalanx_comm::{Algorithm, Bucket, Call, Error, ErrorKind, P2POp, ProcessGroup, ReduceOp};
 
-use crate::common::{EVERYWHERE, Over, groups, on_each};
+use crate::common::{EVERYWHERE, Over, PATIENCE, groups, on_each};
 
 fn within(limit: Duration) -> Call {
     Call {
@@ -263,6 +263,117 @@ fn desync_covers_length_type_op_algorithm_and_order() {
             kinds.contains(&ErrorKind::Desync),
             "pair {index}: {errors:#?}"
         );
+    }
+}
+
+/// A collective in shared memory sends no frame, and a send may be in its ring
+/// before anybody looks: still nobody waits for the deadline.
+#[test]
+fn messages_against_collectives_name_both_sides_at_once() {
+    type Step = fn(&ProcessGroup) -> Result<(), Error>;
+    let barrier: Step = |g| g.barrier();
+    let recv: Step = |g| g.recv(&mut [0f32; 4], 1 - g.rank());
+    let large_send: Step = |g| g.send(&vec![0f32; 50_000], 1 - g.rank());
+    let batch: Step = |g| {
+        let mut into = [0f32; 4];
+        g.batch_send_recv([P2POp::recv(&mut into, 1 - g.rank())])
+    };
+    let reduce: Step = |g| g.all_reduce(&mut [0f32; 10], ReduceOp::Sum);
+    let long: Step = |g| g.all_reduce(&mut vec![0f32; 90_000], ReduceOp::Sum);
+    let pairs = [
+        ("recv and all_reduce", recv, reduce),
+        ("all_reduce and recv", reduce, recv),
+        ("recv and barrier", recv, barrier),
+        ("send and all_reduce", large_send, reduce),
+        ("large all_reduce and send", long, large_send),
+        ("batch and all_reduce", batch, reduce),
+    ];
+    for (name, zero, one) in pairs {
+        for over in [Over::Thread, Over::Shm] {
+            for warm in [0, 1, 2] {
+                let gate = Barrier::new(2);
+                let errors = on_each(groups(over, 2), |group| {
+                    for _ in 0..warm {
+                        group.barrier().unwrap();
+                    }
+                    gate.wait();
+                    let started = Instant::now();
+                    let error = [zero, one][group.rank()](&group).unwrap_err();
+                    assert!(started.elapsed() < PATIENCE / 5, "{name}: {error}");
+                    error
+                });
+                let sides =
+                    |text: &str| text.contains("rank 0 called ") && text.contains("rank 1 called ");
+                for error in &errors {
+                    assert!(
+                        matches!(error.kind(), ErrorKind::Desync | ErrorKind::Aborted),
+                        "{name} over {over:?}: {error}"
+                    );
+                    assert!(sides(&error.to_string()), "{name} over {over:?}: {error}");
+                    assert!(error.to_string().contains("send/recv f32 of"), "{error}");
+                }
+                assert!(errors.iter().any(|e| e.kind() == ErrorKind::Desync));
+            }
+        }
+    }
+}
+
+/// What was sent before the sender went into a collective is still received.
+#[test]
+fn a_message_sent_before_a_collective_is_no_desync() {
+    for over in EVERYWHERE {
+        on_each(groups(over, 2), |group| {
+            for turn in 0..200 {
+                let (me, other) = (group.rank(), 1 - group.rank());
+                let mut data = [turn as f32; 4];
+                if (turn + me) % 2 == 0 {
+                    group.send(&data, other).unwrap();
+                } else {
+                    if turn % 50 < 2 {
+                        // Let the sender wait in the collective.
+                        std::thread::sleep(Duration::from_millis(30));
+                    }
+                    let mut into = [0f32; 4];
+                    group.recv(&mut into, other).unwrap();
+                    assert_eq!(into, data);
+                }
+                group.all_reduce(&mut data, ReduceOp::Max).unwrap();
+                assert_eq!(data, [turn as f32; 4]);
+            }
+        });
+    }
+}
+
+/// A receive of another length or type than what was sent.
+#[test]
+fn messages_of_another_length_or_type_name_both_sides() {
+    type Step = fn(&ProcessGroup) -> Result<(), Error>;
+    let receives: [Step; 3] = [
+        |g| g.recv(&mut [0f32; 5], 0),
+        |g| g.recv(&mut [0f32; 3], 0),
+        |g| g.recv(&mut [0i32; 4], 0),
+    ];
+    for over in EVERYWHERE {
+        for recv in receives {
+            let errors = on_each(groups(over, 2), |group| {
+                let started = Instant::now();
+                let error = if group.rank() == 0 {
+                    // Small messages are sent before anybody takes them.
+                    let sent = group.send(&[1f32; 4], 1);
+                    sent.and_then(|()| group.barrier()).unwrap_err()
+                } else {
+                    recv(&group).unwrap_err()
+                };
+                assert!(started.elapsed() < PATIENCE / 5, "{over:?}: {error}");
+                error
+            });
+            assert_eq!(errors[1].kind(), ErrorKind::Desync, "{over:?}");
+            for error in errors {
+                let text = error.to_string();
+                assert!(text.contains("rank 0 called send/recv f32 of 4"), "{text}");
+                assert!(text.contains("rank 1 called send/recv"), "{text}");
+            }
+        }
     }
 }
 

@@ -18,8 +18,9 @@ use analysis::Story;
     phalanx inspect runs/mnist-2026-11-20-154233\n  \
     epoch 0: ranks 0, 1 and 3 wait in all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight); rank 2\n  \
     last completed seq 811 and is in loading data for 58 s (epoch 3 step 101)\n\n\
-    Recorders are written when a rank fails, and for a living job on SIGUSR2 to its launcher:\n  \
-    kill -USR2 PID")]
+    Recorders are written when a rank fails, and for a living job on SIGUSR2 to its launcher\n\
+    (not to a rank, which it would end):\n  \
+    kill -USR2 PID_OF_PHALANX_LAUNCH_OR_TRAIN")]
 pub(crate) struct InspectArgs {
     /// A run's output folder, a folder of dumps, or dumps (rank-N.json), also of several hosts
     #[arg(required = true, value_name = "DIR|FILE")]

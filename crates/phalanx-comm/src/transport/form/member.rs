@@ -4,18 +4,29 @@ use std::net::SocketAddr;
 
 use super::Prefer;
 use super::host::Host;
+use crate::recorder::host_name;
 use crate::wait::Share;
 
-const TITLE: &str = "phalanx-comm member 2";
+const TITLE: &str = "phalanx-comm member 3";
 /// Longest record that is read; ours have about 300 bytes, up to 3000 more when
 /// a rank may use every other core of a thousand.
 const MAX_BYTES: usize = 4096;
+
+/// This process as [`Member::process`] names it.
+pub(crate) fn this_process() -> String {
+    let id = std::process::id();
+    // It goes into a line of its own, and the kernel takes any bytes.
+    let host = host_name().replace(char::is_control, "");
+    format!("process {id} on {host}")
+}
 
 /// One rank's record, as lines `name=value`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Member {
     /// Random: two processes that claim one rank differ in it.
     pub(crate) instance: u64,
+    /// Which process it is, for people: "process 4711 on node7".
+    pub(crate) process: String,
     pub(crate) world: usize,
     pub(crate) prefer: Prefer,
     pub(crate) host: Host,
@@ -29,8 +40,9 @@ impl Member {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let address = self.address.map(|a| a.to_string()).unwrap_or_default();
         format!(
-            "{TITLE}\ninstance={:016x}\nworld={}\nprefer={}\nmachine={}\nhint={}\nshare={}\naddress={address}\n",
+            "{TITLE}\ninstance={:016x}\nprocess={}\nworld={}\nprefer={}\nmachine={}\nhint={}\nshare={}\naddress={address}\n",
             self.instance,
+            self.process,
             self.world,
             self.prefer.name(),
             self.host.machine,
@@ -60,6 +72,7 @@ impl Member {
                 .ok_or_else(|| format!("its record has no {name} where one belongs"))
         };
         let instance = u64::from_str_radix(&field("instance")?, 16);
+        let process = field("process")?;
         let world = field("world")?.parse();
         let prefer = Prefer::parse(&field("prefer")?);
         let host = Host {
@@ -72,6 +85,7 @@ impl Member {
             .map(|a| a.parse());
         Ok(Member {
             instance: instance.map_err(|e| format!("instance: {e}"))?,
+            process,
             world: world.map_err(|e| format!("world: {e}"))?,
             prefer: prefer.ok_or("it prefers an unknown transport")?,
             host,
@@ -88,6 +102,7 @@ mod tests {
     fn member() -> Member {
         Member {
             instance: 0xfeed,
+            process: this_process(),
             world: 4,
             prefer: Prefer::Auto,
             host: Host {

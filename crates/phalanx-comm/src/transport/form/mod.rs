@@ -6,7 +6,9 @@
 //! 4. When all are through, the last one removes the keys.
 //!
 //! One deadline covers everything; its error names the missing ranks. The
-//! first failure is marked in the store and ends the wait of all.
+//! first failure is marked in the store and ends the wait of all. A process
+//! whose rank is taken is no such failure: it is refused, and the others form
+//! with the one that came first.
 
 mod attach;
 mod connect;
@@ -16,9 +18,11 @@ mod rendezvous;
 
 pub use host::{BindAddr, local_address_towards};
 pub(super) use member::Member;
+use member::this_process;
 pub(super) use rendezvous::Rendezvous;
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
@@ -104,7 +108,8 @@ pub struct FormOptions {
 ///
 /// `Timeout` naming the ranks that did not come; `Usage` when ranks disagree
 /// (world size, transport, a rank taken twice) or an address cannot be used;
-/// `Aborted` with the first cause when another rank failed.
+/// `Aborted` with the first cause when another rank failed. Who finds its rank
+/// taken fails alone; its error names the process that has it.
 pub fn form(store: &dyn Store, o: &FormOptions) -> Result<Mesh> {
     form_at(store, o, Host::here())
 }
@@ -128,6 +133,7 @@ pub(crate) fn form_at(store: &dyn Store, o: &FormOptions, host: Host) -> Result<
         group: o.group,
         timeout: o.timeout,
         deadline: deadline_in(o.timeout),
+        refused: AtomicBool::new(false),
     };
     let result = std::thread::scope(|scope| {
         let (running, stopped) = channel();
@@ -172,6 +178,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
         .map_err(|e| Error::new(ErrorKind::Io, format!("no random numbers: {e}")))?;
     let record = Member {
         instance,
+        process: this_process(),
         world: o.world,
         prefer: o.prefer,
         host,
@@ -294,9 +301,23 @@ fn topology(rank: usize, members: &[Member]) -> Topology {
     Topology::of_host(near.partition_point(|&r| r < rank), &shares)
 }
 
+/// Most characters of a holder's name that are repeated.
+const HOLDER_CHARS: usize = 100;
+
 /// Publishes our record and reads everybody's.
 fn meet(meeting: &Rendezvous<'_>, record: &Member) -> Result<Vec<Member>> {
-    meeting.claim("member", &record.encode())?;
+    if let Some(theirs) = meeting.claim("member", &record.encode())? {
+        let holder = Member::decode(&theirs).map_or_else(
+            |_| "another process".to_owned(),
+            |theirs| theirs.process.chars().take(HOLDER_CHARS).collect(),
+        );
+        return Err(Error::usage(format!(
+            "rank {} is already taken by {holder}, which joined epoch {} of this job first; this \
+             process, {}, does not take part: give it a rank of its own, or end the other one and \
+             form with the next epoch",
+            meeting.rank, meeting.epoch, record.process
+        )));
+    }
     let all: Vec<usize> = (0..meeting.world).collect();
     let records = meeting.collect("member", &all, "arrive")?;
     let mut members = Vec::with_capacity(records.len());

@@ -1,6 +1,7 @@
 //! The store as a forming group uses it: waits with one deadline, errors that
 //! name ranks, and a mark by which the first failure ends everyone's wait.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -28,6 +29,9 @@ pub(crate) struct Rendezvous<'a> {
     pub(crate) group: u32,
     pub(crate) timeout: Duration,
     pub(crate) deadline: Instant,
+    /// Whether another process has our rank: then this forming is theirs, and
+    /// our failure nobody else's.
+    pub(crate) refused: AtomicBool,
 }
 
 impl Rendezvous<'_> {
@@ -52,19 +56,18 @@ impl Rendezvous<'_> {
             .map_err(|e| self.store_failed("publishing to the store", e))
     }
 
-    /// Publishes `value` as nobody else may have done before for this rank.
-    pub(crate) fn claim(&self, topic: &str, value: &[u8]) -> Result<()> {
+    /// Publishes `value` unless another process has done so for this rank:
+    /// the first one keeps the rank, and what it published is returned.
+    pub(crate) fn claim(&self, topic: &str, value: &[u8]) -> Result<Option<Vec<u8>>> {
         let stored = self
             .store
             .compare_set(&self.key(topic, self.rank), None, value)
             .map_err(|e| self.store_failed("publishing to the store", e))?;
-        if stored != value {
-            return Err(Error::usage(format!(
-                "rank {} is already taken: another process joined epoch {} of this job with the same rank",
-                self.rank, self.epoch
-            )));
+        if stored == value {
+            return Ok(None);
         }
-        Ok(())
+        self.refused.store(true, Ordering::Relaxed);
+        Ok(Some(stored))
     }
 
     /// The values of `topic` of all `ranks`; `what` completes "ranks 2, 5 did
@@ -128,9 +131,14 @@ impl Rendezvous<'_> {
             }
             beaten = true;
         }
-        if beaten && self.left() > Duration::ZERO {
+        // Of a rank with two processes the beat is the other one's.
+        if beaten && !self.is_refused() && self.left() > Duration::ZERO {
             let _ = self.store.delete(&key);
         }
+    }
+
+    fn is_refused(&self) -> bool {
+        self.refused.load(Ordering::Relaxed)
     }
 
     fn beat_key(&self, rank: usize) -> String {
@@ -194,9 +202,10 @@ impl Rendezvous<'_> {
     }
 
     /// Ends the forming of all ranks, unless somebody was first. Also after a
-    /// missed deadline: a rank that comes later would wait for us in vain.
+    /// missed deadline: a rank that comes later would wait for us in vain. Not
+    /// when our rank was taken: the others form with who has it.
     pub(crate) fn fail(&self, error: &Error) {
-        if error.kind() == ErrorKind::Aborted {
+        if error.kind() == ErrorKind::Aborted || self.is_refused() {
             return;
         }
         let text = format!("{}\n{}", self.rank, error.message());
