@@ -56,6 +56,7 @@ pub mod optim;
 mod par;
 pub mod param;
 mod pool;
+pub mod profile;
 pub mod rng;
 mod tape;
 mod tensor;

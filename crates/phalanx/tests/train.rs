@@ -253,9 +253,25 @@ fn mnist_trains_reports_and_saves() {
             "out",
             "--trace",
             "trace",
+            "--profile",
+            "profile",
         ],
         dir.path(),
     );
+    // Operations and layers of both passes, for each rank; rank 0 shows the table.
+    assert_eq!(err.matches("Chrome trace of 10 steps").count(), 1, "{err}");
+    for rank in 0..2 {
+        let file = dir.path().join(format!("profile.{rank}.json"));
+        let trace: serde_json::Value =
+            serde_json::from_str(&std::fs::read_to_string(file).expect("profile")).expect("JSON");
+        let events = trace["traceEvents"].as_array().expect("events");
+        for pass in ["forward", "backward"] {
+            let of = |e: &&serde_json::Value| {
+                e["name"] == "Conv2d" && e["args"]["layer"] == "conv1" && e["args"]["pass"] == pass
+            };
+            assert_eq!(events.iter().filter(of).count(), 10, "{pass}");
+        }
+    }
     assert!(
         out.contains("Train Epoch: 1 [0/1500 (0%)]\tloss=2."),
         "{out}"

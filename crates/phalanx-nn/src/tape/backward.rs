@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use std::time::Instant;
+
 use super::node::{Recorded, Visit};
 use super::state::{SlotId, State};
 use crate::error::{Error, Result};
@@ -204,7 +206,11 @@ pub(super) fn run(
         if pass.state.reached[slot.index()] {
             let grad = pass.state.slots[slot.index()].grad.take();
             let grad = grad.ok_or_else(|| Error::internal("a gradient is missing in backward"))?;
+            let began = pass.state.clock.as_ref().map(|_| Instant::now());
             node.backward(&mut pass, grad)?;
+            if let (Some(clock), Some(began)) = (&mut pass.state.clock, began) {
+                clock.backward(node.name(), node.param(), began);
+            }
         }
         node.visit(&mut |v| {
             if let Visit::Saved(s) = v {

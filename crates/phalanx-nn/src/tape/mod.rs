@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::ops::batch_norm::JoinStatistics;
 use crate::par::{Team, Threads};
 use crate::param::{GradSink, ParamId, ParamInfo, Params};
+use crate::profile::{Clock, Profile};
 use crate::tensor::{Shape, Tensor};
 
 /// Memory and threads of one training loop. Made once, used for every step.
@@ -82,6 +83,19 @@ impl Tape {
     /// Threads that compute.
     pub fn threads(&self) -> usize {
         self.team.threads()
+    }
+
+    /// Starts (or stops) taking the time of every operation of training steps:
+    /// two readings of the clock each. What was taken before is dropped.
+    pub fn profile(&mut self, on: bool) {
+        self.state.get_mut().clock = on.then(Clock::default);
+    }
+
+    /// The times taken so far, which are forgotten; empty without
+    /// [`profile`](Tape::profile). `params` are those of the steps.
+    pub fn take_profile(&mut self, params: &Params) -> Profile {
+        let clock = self.state.get_mut().clock.as_mut();
+        clock.map_or_else(Profile::default, |c| c.take(params))
     }
 
     /// Fills buffers with NaN when they return to the pool, so that reading

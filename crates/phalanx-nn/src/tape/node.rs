@@ -39,6 +39,24 @@ macro_rules! nodes {
             fn from(n: $ty) -> Node { Node::$name(n) }
         })*
 
+        impl Node {
+            /// What the operation is called.
+            pub(crate) fn name(&self) -> &'static str {
+                match self { $(Node::$name(_) => stringify!($name)),* }
+            }
+
+            /// The first parameter it uses.
+            pub(crate) fn param(&self) -> Option<ParamId> {
+                let mut first = None;
+                self.visit(&mut |v| {
+                    if let Visit::Param(p) = v {
+                        first = first.or(Some(p));
+                    }
+                });
+                first
+            }
+        }
+
         impl Recorded for Node {
             fn visit(&self, f: &mut dyn FnMut(Visit)) {
                 match self { $(Node::$name(n) => n.visit(f)),* }

@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::kernels::dropout::MaskKey;
 use crate::ops::batch_norm::{JoinStatistics, Statistics};
 use crate::pool::{Buf, Pool};
+use crate::profile::Clock;
 use crate::tensor::Shape;
 
 /// A value of the current step.
@@ -51,6 +52,8 @@ pub(crate) struct State {
     pub(crate) join: Option<Arc<dyn JoinStatistics>>,
     /// Labels of the losses, end to end.
     labels: Vec<u32>,
+    /// Times of operations, if anybody wants them.
+    pub(super) clock: Option<Clock>,
     pub(super) reached: Vec<bool>,
     pub(super) uses: Vec<u32>,
     pub(super) written: Vec<bool>,
@@ -62,6 +65,9 @@ impl State {
         self.finish();
         self.training = training;
         self.walked = false;
+        if let Some(clock) = &mut self.clock {
+            clock.mark();
+        }
         self.random_ops = 0;
         self.statistics.age();
         // The high half of the seed is folded in so that seeds below 2^32 give
@@ -162,6 +168,9 @@ impl State {
     /// backward has used it.
     pub(crate) fn record(&mut self, node: impl Into<Node>) {
         let node = node.into();
+        if let Some(clock) = &mut self.clock {
+            clock.forward(node.name(), node.param());
+        }
         node.visit(&mut |v| {
             if let super::Visit::Saved(s) = v {
                 self.slots[s.index()].saved += 1;

@@ -15,6 +15,7 @@ use serde_json::json;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ranks::{self, RankArgs};
 use crate::train::RankContext;
+use crate::train::profile::Profiler;
 
 /// Which model is trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -97,6 +98,9 @@ pub struct TrainBenchArgs {
     /// Steps before that
     #[arg(long, default_value_t = 5, value_name = "N")]
     pub warmup: usize,
+    /// Time operations and layers of steps 3 to 12: a table, and a Chrome trace for each rank: FILE.<rank>.json
+    #[arg(long, value_name = "FILE")]
+    pub profile: Option<std::path::PathBuf>,
     /// One JSON object instead of text
     #[arg(long)]
     pub json: bool,
@@ -176,12 +180,14 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
     let mut optimizer = Sgd::new(&params, 0.01).momentum(0.9);
     let mut tape = Tape::new(Threads(ctx.threads));
 
+    let mut profiler = Profiler::new(args.profile.as_deref(), ctx);
     let mut first_step = Duration::ZERO;
     let mut times_ms = Vec::with_capacity(args.steps);
     let mut exposed_ms = Vec::with_capacity(args.steps);
     for i in 0..args.warmup + args.steps {
         let (images, labels) = &batches.all[i % BATCHES];
         let began = Instant::now();
+        profiler.before(&mut tape);
         let step = tape.step(&params, StepKey::new(0, i as u64));
         let x = step.input(images, &[args.batch, h, w, c])?;
         let loss = net.loss(x, labels)?;
@@ -205,7 +211,9 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
             times_ms.push(began.elapsed().as_secs_f64() * 1e3);
             exposed_ms.push(ddp.times().exposed().as_secs_f64() * 1e3);
         }
+        profiler.after(ctx, &mut tape, &params)?;
     }
+    profiler.finish(ctx, &mut tape, &params)?;
     // A step lasts as long as on its slowest rank.
     ctx.group.all_reduce(&mut times_ms, ReduceOp::Max)?;
     ctx.group.all_reduce(&mut exposed_ms, ReduceOp::Mean)?;

@@ -28,6 +28,7 @@ use super::advice::Spent;
 use super::context::RankContext;
 use super::cut::{Cut, CutArgs, Determinism};
 use super::format::{bytes, plural, thousands};
+use super::profile::Profiler;
 use super::trace::Trace;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ranks;
@@ -116,6 +117,9 @@ pub struct MnistArgs {
     /// Write a Chrome trace of the third step, one file a rank: FILE.<rank>.json
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
+    /// Time operations and layers of steps 3 to 12: a table, and a Chrome trace for each rank: FILE.<rank>.json
+    #[arg(long, value_name = "FILE")]
+    pub profile: Option<PathBuf>,
 }
 
 /// Samples of one step; a million images of 28 x 28 are 3 GB.
@@ -242,6 +246,7 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
     let mut progress = Progress::for_rank(ctx.rank());
     let mut loader = loader(args, &data.train)?;
     let trace = Trace::new(args.trace.as_deref(), ctx);
+    let mut profiler = Profiler::new(args.profile.as_deref(), ctx);
     let mut accuracies = Vec::new();
     let mut timing = Timing::default();
     let mut last = Tested {
@@ -261,6 +266,7 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
             let busy = sizes.iter().filter(|n| **n > 0).count();
             let mut sums = vec![0.0; cut.parts()];
             let marks = trace.begin(epoch, index);
+            profiler.before(&mut tape);
             let mut forward_ended = Instant::now();
             // DDP: the mean is taken over all samples, however unevenly they are cut.
             let mut micro_batches = ddp.begin_known(&sizes[..busy], global)?;
@@ -294,6 +300,7 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
                 progress.suspend(|| ctx.note_skipped(&commit, at));
             }
             trace.end(marks, forward_ended, ddp.times())?;
+            profiler.after(ctx, &mut tape, &params)?;
 
             let local: f64 = sums.iter().sum();
             let mean = local / sizes.iter().sum::<usize>().max(1) as f64;
@@ -349,6 +356,7 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
             }))?;
         }
     }
+    profiler.finish(ctx, &mut tape, &params)?;
     timing.skipped = ddp.skipped_steps();
     timing.waited = loader.waited();
     timing.sent_bytes = ctx.group.bytes_sent_to().iter().sum();

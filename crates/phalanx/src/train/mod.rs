@@ -6,6 +6,7 @@ mod cut;
 pub mod format;
 mod linear;
 mod mnist;
+pub(crate) mod profile;
 mod trace;
 
 pub use context::{RankContext, print};
@@ -38,7 +39,7 @@ enum Recipe {
     /// PyTorch's basic MNIST CNN on MNIST, Fashion-MNIST or drawn digits
     Mnist {
         #[command(flatten)]
-        args: mnist::MnistArgs,
+        args: Box<mnist::MnistArgs>,
         #[command(flatten)]
         ranks: RankArgs,
     },
