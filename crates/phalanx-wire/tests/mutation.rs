@@ -5,6 +5,7 @@
 //! whatever is accepted encodes to the very bytes it was decoded from, so no
 //! two spellings of one message exist.
 
+use phalanx_garble::Dice;
 use phalanx_wire::Token;
 use phalanx_wire::frame::{Header, Kind, MAX_FRAME_BYTES};
 use phalanx_wire::handshake::{
@@ -13,53 +14,6 @@ use phalanx_wire::handshake::{
 use phalanx_wire::store_msg::{
     Failure, LENGTH_BYTES, MAX_REQUEST_BYTES, Request, Response, request_bytes,
 };
-
-/// Marsaglia's xorshift64.
-struct Dice(u64);
-
-impl Dice {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    fn below(&mut self, n: usize) -> usize {
-        (self.next() % n as u64) as usize
-    }
-
-    fn byte(&mut self) -> u8 {
-        // Ends of ranges are where decoders err.
-        match self.below(4) {
-            0 => [0, 1, 0x7f, 0x80, 0xfe, 0xff][self.below(6)],
-            _ => self.next() as u8,
-        }
-    }
-
-    /// One to four changes: a byte, a bit, a cut, a run of noise, a doubling.
-    fn garble(&mut self, bytes: &mut Vec<u8>) {
-        for _ in 0..=self.below(4) {
-            let at = self.below(bytes.len().max(1));
-            match self.below(6) {
-                0 | 1 if !bytes.is_empty() => bytes[at] = self.byte(),
-                2 if !bytes.is_empty() => bytes[at] ^= 1 << self.below(8),
-                3 => bytes.truncate(at),
-                4 => {
-                    for _ in 0..self.below(9) {
-                        let byte = self.byte();
-                        bytes.push(byte);
-                    }
-                }
-                _ => {
-                    let part = bytes[at.min(bytes.len())..].to_vec();
-                    bytes.extend_from_slice(&part);
-                    bytes.truncate(1 << 16);
-                }
-            }
-        }
-    }
-}
 
 /// CRC-32C bit by bit, so that the test does not trust the code under test.
 fn slow_crc(bytes: &[u8]) -> u32 {
@@ -77,20 +31,20 @@ fn garbled_headers() {
     for _ in 0..200_000 {
         let header = Header {
             kind: Kind::ALL[dice.below(Kind::ALL.len())],
-            flags: dice.next() as u16,
+            flags: dice.roll() as u16,
             dtype: dice.byte(),
             op: dice.byte(),
             collective: dice.byte(),
             plan: dice.byte(),
-            epoch: dice.next() as u32,
-            group: dice.next() as u32,
-            seq: dice.next(),
-            step: dice.next() as u32,
-            stream: dice.next() as u16,
-            root: dice.next() as u32,
-            count: dice.next(),
-            offset: dice.next() >> dice.below(40),
-            length: dice.next() as u32 % (MAX_FRAME_BYTES + 1),
+            epoch: dice.roll() as u32,
+            group: dice.roll() as u32,
+            seq: dice.roll(),
+            step: dice.roll() as u32,
+            stream: dice.roll() as u16,
+            root: dice.roll() as u32,
+            count: dice.roll(),
+            offset: dice.roll() >> dice.below(40),
+            length: dice.roll() as u32 % (MAX_FRAME_BYTES + 1),
         };
         let mut bytes = header.encode().to_vec();
         dice.garble(&mut bytes);
@@ -193,7 +147,7 @@ fn garbled_requests() {
     for _ in 0..100_000 {
         let key = ["k", "rank/0", "a/long/key/é"][dice.below(3)];
         let value = [&b""[..], b"1", b"some value"][dice.below(3)];
-        let timeout_ms = dice.next() as u32;
+        let timeout_ms = dice.roll() as u32;
         let request = match dice.below(8) {
             0 => Request::Set { key, value },
             1 => Request::Get { key, timeout_ms },
@@ -204,7 +158,7 @@ fn garbled_requests() {
             },
             4 => Request::Add {
                 key,
-                delta: dice.next() as i64,
+                delta: dice.roll() as i64,
             },
             5 => Request::CompareSet {
                 key,
@@ -241,9 +195,9 @@ fn garbled_responses() {
             0 => Response::Done,
             1 => Response::Value(b"some value"),
             2 => Response::Nothing,
-            3 => Response::Number(dice.next() as i64),
+            3 => Response::Number(dice.roll() as i64),
             4 => Response::Existed(dice.below(2) == 0),
-            5 => Response::Removed(dice.next()),
+            5 => Response::Removed(dice.roll()),
             6 => Response::Missing(vec!["rank/3"; 1 + dice.below(9)]),
             _ => Response::Failed(Failure::ALL[dice.below(Failure::ALL.len())]),
         };
