@@ -310,9 +310,20 @@ fn waiting(story: &mut Story, views: &[View<'_>]) -> Option<String> {
         parts.push(format!("so with {}", rank_list(&more)));
     }
     if absent.is_empty() && story.missing.is_empty() {
-        // All came; they say themselves whom they wait for.
+        // All came; they say themselves whom they wait for. But where a
+        // connection broke, both its ends left, and the others wait for those
+        // or for each other as it happens: the first failure tells then.
+        let broke = |view: &View<'_>| {
+            let reason = view.dump.reason.as_deref();
+            reason.is_some_and(|reason| reason.contains(" is gone: "))
+        };
         let mut votes: BTreeMap<usize, usize> = BTreeMap::new();
-        let running = inside.iter().filter_map(|view| view.current);
+        let asked = if views.iter().any(broke) {
+            &[][..]
+        } else {
+            &inside[..]
+        };
+        let running = asked.iter().filter_map(|view| view.current);
         for rank in running.flat_map(|entry| &entry.awaited) {
             *votes.entry(*rank as usize).or_default() += 1;
         }

@@ -211,6 +211,21 @@ fn all_came_and_one_does_not_go_on() {
     assert_eq!(story.late, [2]);
 }
 
+/// Between ranks 1 and 3; most wait for rank 2, which only heard of it late.
+#[test]
+fn nobody_is_blamed_by_vote_for_a_broken_connection() {
+    let mut dumps: Vec<Dump> = (0..4).map(|rank| dump(rank, 811, Some(812))).collect();
+    for rank in [0, 1, 3] {
+        dumps[rank].entries[0].awaited = vec![2];
+    }
+    dumps[3].reason = Some("all_reduce: rank 1 is gone: its connection was closed".into());
+    let story = tell(&dumps);
+    let sentence = &story.sentence;
+    assert!(sentence.ends_with("all have come to it"), "{sentence}");
+    assert!(story.late.is_empty());
+    assert!(story.notes[0].contains("on rank 3: all_reduce: rank 1 is gone"));
+}
+
 #[test]
 fn nothing_is_wrong_or_nothing_is_known() {
     let dumps: Vec<Dump> = (0..4).map(|rank| dump(rank, 811, None)).collect();
