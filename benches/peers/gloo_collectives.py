@@ -24,16 +24,16 @@ args = p.parse_args()
 
 
 def operation(dist, torch, world, size):
-    """The call to be timed, on memory that was touched."""
+    """The call to be timed, on memory that was written (pages of zeros may all be one page)."""
     part = max(1, size // 4 // world)
-    whole = torch.zeros(part * world)
-    mine = torch.zeros(part)
+    whole = torch.ones(part * world)
+    mine = torch.ones(part)
     return {
-        "all-reduce": lambda x=torch.zeros(max(1, size // 4)): dist.all_reduce(x),
-        "broadcast": lambda x=torch.zeros(max(1, size // 4)): dist.broadcast(x, 0),
+        "all-reduce": lambda x=torch.ones(max(1, size // 4)): dist.all_reduce(x),
+        "broadcast": lambda x=torch.ones(max(1, size // 4)): dist.broadcast(x, 0),
         "all-gather": lambda: dist.all_gather_into_tensor(whole, mine),
         "reduce-scatter": lambda: dist.reduce_scatter_tensor(mine, whole),
-        "all-to-all": lambda out=torch.zeros(part * world): dist.all_to_all_single(out, whole),
+        "all-to-all": lambda out=torch.ones(part * world): dist.all_to_all_single(out, whole),
         "barrier": dist.barrier,
     }[args.op]
 
