@@ -126,7 +126,7 @@ def ours(wire, token):
 
 def gloo(wire, _token):
     world = wire.hosts * args.ranks_per_host
-    script = [args.python, str(HERE / "peers/gloo_allreduce.py"), "--world", str(world), "--bytes", args.bytes]
+    script = [args.python, str(HERE / "peers/gloo_collectives.py"), "all-reduce", "--world", str(world), "--bytes", args.bytes]
     return [(r // args.ranks_per_host, script,
              {"RANK": str(r), "WORLD_SIZE": str(world), "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29500",
               "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}) for r in range(world)]
