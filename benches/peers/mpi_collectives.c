@@ -63,6 +63,11 @@ int main(int argc, char **argv) {
         for (size_t i = 0; i < room / sizeof(float); i++) in[i] = out[i] = 1;
         double each = 0, worst;
         for (int i = 0; i < 3; i++) call(count);
+        /* A tenth of a second to settle on the cores, as ours. */
+        for (int i = 0; i < 3; i++) each += timed(count) / 3;
+        MPI_Allreduce(&each, &worst, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
+        for (int i = 0, n = (int)(0.1 / worst); i < n; i++) call(count);
+        each = 0;
         for (int i = 0; i < 3; i++) each += timed(count) / 3;
         MPI_Allreduce(&each, &worst, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
         double want = target / worst;

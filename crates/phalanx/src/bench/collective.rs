@@ -95,6 +95,10 @@ impl Op {
 }
 
 const WARMUP_ITERS: usize = 3;
+/// Ranks that were just started may share a core while another is free: the
+/// kernel needs some ticks to see it, in which a small operation takes ten
+/// times its time.
+const SETTLING: Duration = Duration::from_millis(100);
 const TARGET: Duration = Duration::from_secs(1);
 
 /// Runs the benchmark as one rank; rank 0 prints.
@@ -199,15 +203,23 @@ fn agree_on_iterations(
     run: &mut Run<'_>,
     wanted: Option<usize>,
 ) -> Result<usize> {
-    for _ in 0..WARMUP_ITERS {
+    let timed = |run: &mut Run<'_>| -> Result<Duration> {
+        group.barrier()?;
+        let began = Instant::now();
+        for _ in 0..WARMUP_ITERS {
+            run.once()?;
+        }
+        Ok(began.elapsed() / WARMUP_ITERS as u32)
+    };
+    timed(run)?;
+    let each = timed(run)?;
+    let settling = SETTLING.as_nanos() / each.as_nanos().max(1);
+    let mut settling = [settling.min(1 << 20) as i64];
+    group.broadcast(&mut settling, 0)?;
+    for _ in 0..settling[0] {
         run.once()?;
     }
-    group.barrier()?;
-    let began = Instant::now();
-    for _ in 0..WARMUP_ITERS {
-        run.once()?;
-    }
-    let each = began.elapsed() / WARMUP_ITERS as u32;
+    let each = timed(run)?;
     let fitting = TARGET.as_nanos() / each.as_nanos().max(1);
     let mut iters = [wanted.unwrap_or((fitting as usize).clamp(5, 2000)) as i64];
     group.broadcast(&mut iters, 0)?;
