@@ -191,6 +191,19 @@ impl Scene {
         self.over.load(Ordering::Relaxed)
     }
 
+    /// Whether the job ends within `limit`, or has: the store goes a moment
+    /// before we hear of it.
+    pub fn ends_within(&self, limit: Duration) -> bool {
+        let start = std::time::Instant::now();
+        while !self.is_over() && self.store().is_some() {
+            if start.elapsed() >= limit {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        true
+    }
+
     /// Sleeps, but not beyond the end; false at the end.
     pub fn sleep(&self, time: Duration) -> bool {
         let start = std::time::Instant::now();
