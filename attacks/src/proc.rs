@@ -122,6 +122,7 @@ mod tests {
     use std::net::TcpListener;
     use std::os::linux::net::SocketAddrExt;
     use std::os::unix::net::UnixListener;
+    use std::time::{Duration, Instant};
 
     #[test]
     fn our_own_listeners_are_found() {
@@ -144,7 +145,13 @@ mod tests {
             .spawn()
             .unwrap();
         let family = family(&[std::process::id()]);
-        let visible = shows(child.id(), "60");
+        // A child counts as started while the kernel still lays out its new memory, command line included.
+        let started = Instant::now();
+        let mut visible = shows(child.id(), "60");
+        while !visible && started.elapsed() < Duration::from_secs(5) {
+            std::thread::sleep(Duration::from_millis(1));
+            visible = shows(child.id(), "60");
+        }
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(family.contains(&child.id()));
