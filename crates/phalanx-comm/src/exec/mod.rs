@@ -55,6 +55,7 @@ pub(crate) struct Limits {
     pub(crate) first_op_timeout: Duration,
     pub(crate) op_timeout: Duration,
     pub(crate) segment_bytes: usize,
+    pub(crate) single_copy_min_bytes: Option<usize>,
 }
 
 /// One operation as the caller asked for it, but for its memory.
@@ -162,7 +163,7 @@ unsafe impl Send for Sources {}
 impl Executor {
     pub(crate) fn new(mesh: Mesh, flight: Flight, epoch: u32, group: u32, limits: Limits) -> Self {
         let world = mesh.world();
-        let host = Host::new(&mesh, limits.segment_bytes);
+        let host = Host::new(&mesh, &limits);
         let limits = Limits {
             segment_bytes: limits.segment_bytes.clamp(1, MAX_FRAME_BYTES as usize),
             ..limits

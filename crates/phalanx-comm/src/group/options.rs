@@ -86,6 +86,12 @@ pub struct InitOptions {
     /// registration off. Memory is used when it is touched; buckets that do
     /// not fit lie on the heap. The lowest rank of a host decides.
     pub arena_bytes: Option<usize>,
+    /// Least bytes of a rank's input from which the others of its host read it
+    /// where it lies (broadcast, all-gather, gather, scatter, all-to-all;
+    /// `process_vm_readv`), registered or not, instead of from a stage: one
+    /// copy less. Default: chosen by measurement; the variable
+    /// `PHALANX_SINGLE_COPY=0` and systems that forbid it say never.
+    pub single_copy_min_bytes: Option<usize>,
     /// How all-reduce is carried out unless the call says otherwise.
     pub algorithm: Algorithm,
     /// Methods by operation and size, where neither the call nor `algorithm`
@@ -119,6 +125,7 @@ impl Default for InitOptions {
             segment_bytes: SEGMENT_BYTES,
             ring_bytes: None,
             arena_bytes: None,
+            single_copy_min_bytes: None,
             algorithm: Algorithm::Auto,
             rules: Rules::default(),
             probe: true,
@@ -133,6 +140,7 @@ impl InitOptions {
             first_op_timeout: self.first_op_timeout,
             op_timeout: self.op_timeout,
             segment_bytes: self.segment_bytes,
+            single_copy_min_bytes: self.single_copy_min_bytes,
         }
     }
 }
@@ -154,6 +162,12 @@ pub struct GroupOptions {
     /// registration off. Memory is used when it is touched; buckets that do
     /// not fit lie on the heap. The lowest rank of a host decides.
     pub arena_bytes: Option<usize>,
+    /// Least bytes of a rank's input from which the others of its host read it
+    /// where it lies (broadcast, all-gather, gather, scatter, all-to-all;
+    /// `process_vm_readv`), registered or not, instead of from a stage: one
+    /// copy less. Default: chosen by measurement; the variable
+    /// `PHALANX_SINGLE_COPY=0` and systems that forbid it say never.
+    pub single_copy_min_bytes: Option<usize>,
     /// How all-reduce is carried out unless the call says otherwise.
     pub algorithm: Algorithm,
     /// Methods by operation and size, where neither the call nor `algorithm`
@@ -175,6 +189,7 @@ impl Default for GroupOptions {
             segment_bytes: SEGMENT_BYTES,
             ring_bytes: None,
             arena_bytes: None,
+            single_copy_min_bytes: None,
             algorithm: Algorithm::Auto,
             rules: Rules::default(),
             ranks_per_host: Vec::new(),
@@ -189,6 +204,7 @@ impl GroupOptions {
             first_op_timeout: self.first_op_timeout,
             op_timeout: self.op_timeout,
             segment_bytes: self.segment_bytes,
+            single_copy_min_bytes: self.single_copy_min_bytes,
         }
     }
 }

@@ -4,20 +4,21 @@
 //! |---|---|
 //! | 0 | phase: how often the rank has published; written last |
 //! | 1–3 | the operation's signature |
-//! | 4 | where its data lies in its arena, or `STAGED` |
-//! | 5 | the stage size it wishes for |
-//! | 6–14 | data of at most 72 bytes |
+//! | 4 | where its data lies: a [`Place`] |
+//! | 5 | the stage size it wishes for; highest bit: it can read all others' memory |
+//! | 6–14 | data of at most 72 bytes; before the first operation a [`Sign`] |
 //! | 15 | the phase to which it was the last to come, if it had to wake others |
 //!
 //! Each rank has two cells and uses them in turn, one for each collective.
 
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
+use super::direct::Sign;
 use crate::transport::Segment;
 
 const PHASE: usize = 0;
 const SIGNATURE: usize = 1;
-const OFFSET: usize = 4;
+const PLACE: usize = 4;
 const WISH: usize = 5;
 const PAYLOAD: usize = 6;
 const LAST: usize = 15;
@@ -25,8 +26,23 @@ const LAST: usize = 15;
 /// Data up to this size rides in the cell.
 pub(super) const PAYLOAD_BYTES: usize = (LAST - PAYLOAD) * 8;
 
-/// The data is not in an arena.
+/// A place that is staged.
 const STAGED: u64 = u64::MAX;
+/// A place that is an address, not an offset. No user's address has it.
+const ADDRESS: u64 = 1 << 63;
+/// A rank can read all others' memory.
+const READS: u64 = 1 << 63;
+
+/// Where others find a rank's data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    /// Piece by piece in its stages.
+    Staged,
+    /// At this offset into its arena.
+    Arena(u64),
+    /// At this address in its process.
+    Address(u64),
+}
 
 /// One of the two cells of one rank.
 #[derive(Clone, Copy)]
@@ -71,13 +87,19 @@ impl<'a> Cell<'a> {
     }
 
     /// Writes what others may read once it is published.
-    pub(super) fn describe(self, signature: [u64; 3], offset: Option<u64>, wish: usize) {
+    pub(super) fn describe(self, signature: [u64; 3], place: Place, wish: usize, reads: bool) {
         let word = |i| self.segment.cell_word(self.rank, self.which, i);
         for (i, value) in signature.into_iter().enumerate() {
             word(SIGNATURE + i).store(value, Relaxed);
         }
-        word(OFFSET).store(offset.unwrap_or(STAGED), Relaxed);
-        word(WISH).store(wish as u64, Relaxed);
+        let place = match place {
+            Place::Staged => STAGED,
+            Place::Arena(offset) => offset,
+            Place::Address(address) => address | ADDRESS,
+        };
+        word(PLACE).store(place, Relaxed);
+        let wish = wish as u64 & !READS;
+        word(WISH).store(wish | if reads { READS } else { 0 }, Relaxed);
     }
 
     pub(super) fn signature(self) -> [u64; 3] {
@@ -88,15 +110,41 @@ impl<'a> Cell<'a> {
     }
 
     /// Where the rank says that its data lies; not checked.
-    pub(super) fn offset(self) -> Option<u64> {
-        let word = self.segment.cell_word(self.rank, self.which, OFFSET);
-        Some(word.load(Relaxed)).filter(|offset| *offset != STAGED)
+    pub(super) fn place(self) -> Place {
+        let word = self.segment.cell_word(self.rank, self.which, PLACE);
+        match word.load(Relaxed) {
+            STAGED => Place::Staged,
+            address if address & ADDRESS != 0 => Place::Address(address & !ADDRESS),
+            offset => Place::Arena(offset),
+        }
     }
 
     /// The stage size it wishes for; not checked.
     pub(super) fn wish(self) -> usize {
         let word = self.segment.cell_word(self.rank, self.which, WISH);
-        usize::try_from(word.load(Relaxed)).unwrap_or(usize::MAX)
+        usize::try_from(word.load(Relaxed) & !READS).unwrap_or(usize::MAX)
+    }
+
+    /// Whether it says that it can read all others' memory.
+    pub(super) fn reads(self) -> bool {
+        let word = self.segment.cell_word(self.rank, self.which, WISH);
+        word.load(Relaxed) & READS != 0
+    }
+
+    /// Puts a sign where data comes later.
+    pub(super) fn show(self, sign: Sign) {
+        for (i, value) in sign.words().into_iter().enumerate() {
+            let word = self.segment.cell_word(self.rank, self.which, PAYLOAD + i);
+            word.store(value, Relaxed);
+        }
+    }
+
+    /// The sign that is there; not checked.
+    pub(super) fn shown(self) -> Sign {
+        Sign::of(std::array::from_fn(|i| {
+            let word = self.segment.cell_word(self.rank, self.which, PAYLOAD + i);
+            word.load(Relaxed)
+        }))
     }
 
     /// Where tiny data lies: [`PAYLOAD_BYTES`], aligned to 16.

@@ -7,13 +7,17 @@
 //!
 //! | inputs | steps | bytes copied per rank |
 //! |---|---|---|
-//! | all registered | 2: takers copy from where inputs lie | what it takes |
+//! | all registered, or large and readable through the kernel (`direct`) | 2: takers copy from where inputs lie | what it takes |
 //! | otherwise | S for S segments (+ 1 if some are registered): givers stage segment i, takers copy i − 1 | what it gives and takes |
 
+use std::ops::Range;
+
+use super::cell::Place;
+use super::direct;
 use super::run::Run;
-use crate::Result;
 use crate::memory::ALIGN_BYTES;
 use crate::plan::Collective;
+use crate::{Error, Result};
 
 /// Which collective it is, as this file sees it.
 #[derive(Clone, Copy)]
@@ -62,7 +66,35 @@ impl Shape {
     }
 }
 
+/// From and below which size of a rank's input the others read it through the
+/// kernel: a system call and a look at each page have to be worth one copy
+/// less. Measured on two cores (README.md, "What was measured").
+fn read_bytes(collective: Collective, world: usize, is_crowded: bool) -> Range<usize> {
+    match (collective, is_crowded) {
+        // Everyone reads the same: it stays in a cache once it is staged.
+        (Collective::Broadcast, true) => 0..0,
+        (Collective::AllGather, true) => 512 << 10..usize::MAX,
+        (_, true) => 128 << 10..usize::MAX,
+        (Collective::AllGather | Collective::AllToAll, false) => 16 << 10..usize::MAX,
+        // One rank gives or takes: what is large had better keep both busy,
+        // the one with copying in, the other with copying out.
+        (_, false) if world == 2 => 16 << 10..2 << 20,
+        (_, false) => 0..0,
+    }
+}
+
 impl Run<'_> {
+    /// Whether the others read our `total` bytes of input through the kernel
+    /// where they are not registered.
+    fn is_read(&self, total: usize) -> bool {
+        let host = &self.host;
+        let range = match host.read_min_bytes {
+            Some(min) => min..usize::MAX,
+            None => read_bytes(self.operation.collective, host.world, host.is_crowded()),
+        };
+        self.reads_memory() && range.contains(&total)
+    }
+
     /// # Safety
     ///
     /// As [`Executor::run`](crate::exec::Executor::run).
@@ -78,20 +110,27 @@ impl Run<'_> {
         let gives = shape.gives(me);
         // What only this rank takes need not be shown to others.
         let shows = gives && shape.taker != Some(me);
-        let offset = shows
-            .then(|| self.offset_of(self.buffers.input, total))
-            .flatten();
+        let place = match shows {
+            true => self.place_of(self.buffers.input, total),
+            false => Place::Staged,
+        };
+        let place = match place {
+            Place::Staged if shows && self.is_read(total) => {
+                Place::Address(self.buffers.input.addr() as u64)
+            }
+            place => place,
+        };
         let slot = self.segment_bytes(total) / parts / ALIGN_BYTES * ALIGN_BYTES;
         let segments = part.div_ceil(slot);
         let piece = |i: usize| i * slot..part.min((i + 1) * slot);
         // Tiny data is packed into the cell.
         let stride = if segments == 1 { part } else { slot };
-        let stages = shows && offset.is_none();
+        let stages = shows && place == Place::Staged;
         if stages && part > 0 {
             // SAFETY: our next stage has been read by everyone.
             unsafe { self.stage_given(shape, piece(0), stride, 0, total) };
         }
-        self.enter(offset)?;
+        self.enter(place)?;
         if part == 0 {
             return Ok(());
         }
@@ -105,9 +144,9 @@ impl Run<'_> {
             self.host.counters.moved(part);
         }
         let shown = |rank: usize| shape.gives(rank) && shape.taker != Some(rank);
-        let registered = |run: &Self, rank: usize| run.host.offsets[rank].is_some();
-        let some = (0..world).any(|rank| shown(rank) && registered(self, rank));
-        let all = (0..world).all(|rank| !shown(rank) || registered(self, rank));
+        let in_place = |run: &Self, rank: usize| run.host.places[rank] != Place::Staged;
+        let some = (0..world).any(|rank| shown(rank) && in_place(self, rank));
+        let all = (0..world).all(|rank| !shown(rank) || in_place(self, rank));
         let rounds = if all { 1 } else { segments };
         for i in 1..=rounds {
             let range = if all { 0..part } else { piece(i - 1) };
@@ -118,10 +157,10 @@ impl Run<'_> {
                     self.stage_given(shape, piece(i), stride, i, total);
                 }
                 if shape.takes(me) {
-                    self.take_from_all(shape, range, stride, i - 1, total);
+                    self.take_from_all(shape, range, stride, i - 1, total)?;
                 }
             }
-            // Registered inputs are read until here.
+            // Inputs that lie where they are read are read until here.
             if i < rounds || some {
                 self.step()?;
             }
@@ -141,7 +180,7 @@ impl Run<'_> {
     unsafe fn stage_given(
         &mut self,
         shape: Shape,
-        piece: std::ops::Range<usize>,
+        piece: Range<usize>,
         stride: usize,
         turn: usize,
         total: usize,
@@ -166,15 +205,15 @@ impl Run<'_> {
     ///
     /// # Safety
     ///
-    /// They are staged as number `turn`, or registered.
+    /// They are staged as number `turn`, or their owners wait until they are read.
     unsafe fn take_from_all(
         &mut self,
         shape: Shape,
-        range: std::ops::Range<usize>,
+        range: Range<usize>,
         stride: usize,
         turn: usize,
         total: usize,
-    ) {
+    ) -> Result<()> {
         let (me, world) = (self.host.me, self.host.world);
         let part = self.operation.count * self.elem_bytes;
         // Not all from the same rank at the same time.
@@ -191,18 +230,41 @@ impl Run<'_> {
                     .buffers
                     .output
                     .add(shape.place_of(rank) * part + range.start);
-                match self.registered(rank) {
-                    Some(input) => {
-                        let from = input.add(index * part + range.start);
-                        std::ptr::copy_nonoverlapping(from, into, range.len());
+                let at = index * part + range.start;
+                match (self.registered(rank), self.host.places[rank]) {
+                    (Some(input), _) => {
+                        std::ptr::copy_nonoverlapping(input.add(at), into, range.len());
                         self.host.counters.moved(range.len());
                     }
-                    None => {
+                    (None, Place::Address(address)) => {
+                        let process = self.host.processes[rank];
+                        let from = address.wrapping_add(at as u64);
+                        direct::read(process, from, into, range.len())
+                            .map_err(|e| self.unreadable(rank, e))?;
+                        self.host.counters.moved(range.len());
+                    }
+                    (None, _) => {
                         let stage = self.stage(rank, self.host.turn + turn, total);
                         self.copy_staged(stage.add(index * stride), into, range.len());
                     }
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// Why the memory of `rank` cannot be read any more.
+    fn unreadable(&self, rank: usize, e: std::io::Error) -> Error {
+        let process = self.host.processes[rank];
+        match e.raw_os_error() {
+            Some(libc::ESRCH) => {
+                Error::peer_lost(rank, format!("rank {rank} (process {process}) died"))
+            }
+            _ => Error::protocol(
+                rank,
+                format!("the data of rank {rank} (process {process}) cannot be read: {e}"),
+            )
+            .with_source(e),
         }
     }
 }

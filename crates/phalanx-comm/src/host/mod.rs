@@ -12,11 +12,13 @@
 //! | `run` | one operation: publish, wait, compare, time out |
 //! | `reduce` | all-reduce, reduce, reduce-scatter |
 //! | `exchange` | broadcast, all-gather, gather, scatter, all-to-all |
+//! | `direct` | reading what is not registered, through the kernel |
 //! | `arena` | where registered buckets come from |
 
 mod arena;
 mod cell;
 mod counters;
+mod direct;
 mod exchange;
 mod reduce;
 mod run;
@@ -31,10 +33,11 @@ pub(crate) use run::{Buffers, With};
 
 use std::sync::Arc;
 
-use self::cell::Cell;
+use self::cell::{Cell, Place};
+use self::direct::Mark;
 use self::run::Run;
 use crate::Result;
-use crate::exec::Operation;
+use crate::exec::{Limits, Operation};
 use crate::kernel::Source;
 use crate::plan::Collective;
 use crate::transport::{Arenas, Interest, Mesh, Segment};
@@ -74,8 +77,19 @@ pub(crate) struct Host {
     /// Bytes of a stage: what we wish for, then what all agreed on.
     stage_bytes: usize,
     agreed: bool,
+    /// What the others read to see whether they can.
+    mark: Option<Mark>,
+    /// Least bytes of our input that the others read where it lies, if the
+    /// user says so.
+    read_min_bytes: Option<usize>,
+    /// Whether this rank can read the memory of all others.
+    reads: bool,
+    /// Whether all ranks can.
+    all_read: bool,
+    /// Process ids of the ranks, if they can.
+    processes: Vec<u64>,
     /// Where the peers' data of the current operation lies, checked.
-    offsets: Vec<Option<u64>>,
+    places: Vec<Place>,
     lists: Lists,
     /// Who is waited for, as the flight recorder reads it.
     want: Vec<Interest>,
@@ -115,7 +129,7 @@ impl Drop for Quarantine {
 impl Host {
     /// `None` unless all ranks of the group share this host's memory.
     /// `segment_bytes` limits the stages; ranks may wish for different ones.
-    pub(crate) fn new(mesh: &Mesh, segment_bytes: usize) -> Option<Host> {
+    pub(crate) fn new(mesh: &Mesh, limits: &Limits) -> Option<Host> {
         let memory = mesh.memory()?;
         let (me, world) = (mesh.rank(), mesh.world());
         let most = if mesh.polls() {
@@ -134,10 +148,18 @@ impl Host {
             phase: 0,
             operations: 0,
             turn: 0,
-            stage_bytes: segment_bytes.min(most).min(memory.segment.stage_capacity()),
+            stage_bytes: limits
+                .segment_bytes
+                .min(most)
+                .min(memory.segment.stage_capacity()),
             segment: memory.segment,
             agreed: false,
-            offsets: vec![None; world],
+            mark: Mark::new(),
+            read_min_bytes: limits.single_copy_min_bytes,
+            reads: false,
+            all_read: false,
+            processes: Vec::new(),
+            places: vec![Place::Staged; world],
             lists: Lists::default(),
             want: vec![Interest::default(); world],
             counters: Arc::new(Counters::default()),
@@ -200,7 +222,7 @@ impl Host {
                 | Collective::AllToAll => run.exchange(),
                 // Nothing but to be there.
                 Collective::Barrier | Collective::Shutdown | Collective::SendRecv => {
-                    run.enter(None)
+                    run.enter(Place::Staged)
                 }
             }
         };
@@ -218,10 +240,10 @@ impl Host {
         let operation = with.operation;
         let mut run = Run::begin(self, with, Buffers::none());
         if operation.collective == Collective::AllReduce && operation.count > 0 {
-            run.describe(None);
+            run.describe(Place::Staged);
             run.publish();
             return Ok(());
         }
-        run.enter(None)
+        run.enter(Place::Staged)
     }
 }

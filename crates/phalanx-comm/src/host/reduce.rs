@@ -4,6 +4,7 @@
 //! ranks' values in ascending order.
 
 use super::COPIED_MAX_BYTES;
+use super::cell::Place;
 use super::run::Run;
 use crate::Result;
 use crate::kernel;
@@ -25,10 +26,11 @@ impl Run<'_> {
     pub(super) unsafe fn reduce(&mut self) -> Result<()> {
         let (count, bytes) = (self.operation.count, self.operation.count * self.elem_bytes);
         let data = self.buffers.output;
-        let offset = match bytes <= self.copied_bytes() {
-            true => None,
-            false => self.offset_of(data, bytes),
+        let place = match bytes <= self.copied_bytes() {
+            true => Place::Staged,
+            false => self.place_of(data, bytes),
         };
+        let stages = place == Place::Staged;
         let in_one_round = bytes <= self.one_round_bytes();
         let segment = match in_one_round {
             true => count,
@@ -36,7 +38,7 @@ impl Run<'_> {
         };
         let segments = count.div_ceil(segment.max(1));
         let piece = |i: usize| i * segment..count.min((i + 1) * segment);
-        if offset.is_none() {
+        if stages {
             // SAFETY: the data is the caller's; our next stage and cell have been read
             // by everyone (README.md, "why nothing is overwritten too early").
             unsafe {
@@ -48,14 +50,14 @@ impl Run<'_> {
                 }
             }
         }
-        self.enter(offset)?;
-        if in_one_round && self.host.offsets.iter().all(Option::is_none) {
+        self.enter(place)?;
+        if in_one_round && !self.any_registered() {
             // SAFETY: handed on from the caller, and everyone has staged all.
             unsafe { self.fold_everything(bytes) };
             self.host.turn += 1;
             return Ok(());
         }
-        if self.host.offsets.iter().all(Option::is_some) {
+        if self.all_registered() {
             let mine = self.chunks(count).range(self.host.me);
             // SAFETY: all are here and none touches its data; nobody but us
             // touches chunk `me` on any rank before the next step.
@@ -67,17 +69,17 @@ impl Run<'_> {
             // here are three different segments, and stages and results are
             // used in turn.
             unsafe {
-                if i < segments && offset.is_none() {
+                if i < segments && stages {
                     self.stage_for_owners(piece(i), i);
                 }
                 self.fold_piece(piece(i - 1), i - 1);
-                if i >= 2 && offset.is_none() {
+                if i >= 2 && stages {
                     self.fetch_results(piece(i - 2), i - 2);
                 }
             }
             self.step()?;
         }
-        if offset.is_none() {
+        if stages {
             // SAFETY: as above; the others write no result before they have
             // seen us in the next operation.
             unsafe { self.fetch_results(piece(segments - 1), segments - 1) };
@@ -283,7 +285,8 @@ impl Run<'_> {
         let (me, world, count) = (self.host.me, self.host.world, self.operation.count);
         let part_bytes = count * self.elem_bytes;
         let total = part_bytes * world;
-        let offset = self.offset_of(self.buffers.input, total);
+        let place = self.place_of(self.buffers.input, total);
+        let stages = place == Place::Staged;
         // Of every part as much as fits, in whole lines.
         let slot_bytes = self.segment_bytes(total) / world / ALIGN_BYTES * ALIGN_BYTES;
         let slot = slot_bytes / self.elem_bytes;
@@ -295,16 +298,16 @@ impl Run<'_> {
         } else {
             slot_bytes
         };
-        if offset.is_none() && count > 0 {
+        if stages && count > 0 {
             // SAFETY: our next stage has been read by everyone.
             unsafe { self.stage_parts(piece(0), stride, 0, total) };
         }
-        self.enter(offset)?;
+        self.enter(place)?;
         if count == 0 {
             return Ok(());
         }
-        let some_registered = self.host.offsets.iter().any(Option::is_some);
-        let in_place = self.host.offsets.iter().all(Option::is_some);
+        let some_registered = self.any_registered();
+        let in_place = self.all_registered();
         let rounds = if in_place { 1 } else { segments };
         for i in 1..=rounds {
             let from = if in_place { 0..count } else { piece(i - 1) };
@@ -314,7 +317,7 @@ impl Run<'_> {
             // SAFETY: what is staged and what is folded are different segments
             // in different stages; offsets lie inside inputs and stages.
             unsafe {
-                if i < rounds && offset.is_none() {
+                if i < rounds && stages {
                     self.stage_parts(piece(i), stride, i, total);
                 }
                 for rank in 0..world {

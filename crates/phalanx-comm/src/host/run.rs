@@ -3,11 +3,12 @@
 
 use std::time::{Duration, Instant};
 
-use super::cell::{Cell, PAYLOAD_BYTES};
+use super::cell::{Cell, PAYLOAD_BYTES, Place};
+use super::direct::{Mark, Sign};
 use super::{Host, SEGMENT_MIN_BYTES, SEGMENTS_MIN};
 use crate::exec::{Deadline, Operation, Signature, Told, desync};
 use crate::memory::ALIGN_BYTES;
-use crate::plan::{Chunks, Spec};
+use crate::plan::{Chunks, Collective, Spec};
 use crate::recorder::Flight;
 use crate::transport::Mesh;
 use crate::wait::Bell;
@@ -68,7 +69,7 @@ impl<'a> Run<'a> {
     pub(super) fn begin(host: &'a mut Host, with: With<'a>, buffers: Buffers) -> Run<'a> {
         let which = (host.operations % 2) as usize;
         host.operations += 1;
-        host.offsets.fill(None);
+        host.places.fill(Place::Staged);
         Run {
             host,
             operation: with.operation,
@@ -80,12 +81,16 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Before the first operation: how large a stage is.
+    /// Before the first operation: how large a stage is, and whether all can
+    /// read each other's memory.
     pub(super) fn agree(&mut self) -> Result<()> {
         if self.host.agreed {
             return Ok(());
         }
-        self.enter(None)?;
+        let sign = self.host.mark.as_ref().map(Mark::sign);
+        self.cell(self.host.me).show(sign.unwrap_or_default());
+        // No data is shown yet; whoever is faster may already show some.
+        self.meet(Place::Staged)?;
         self.step = 0;
         let least = (0..self.host.world)
             .map(|rank| self.cell(rank).wish())
@@ -96,6 +101,16 @@ impl<'a> Run<'a> {
         self.host.stage_bytes = line(least)
             .max(ALIGN_BYTES * self.host.world)
             .min(line(self.host.segment.stage_capacity()));
+        let others = (0..self.host.world).filter(|&rank| rank != self.host.me);
+        let signs: Vec<Sign> = (0..self.host.world)
+            .map(|rank| self.cell(rank).shown())
+            .collect();
+        self.host.reads = sign.is_some() && { others }.all(|rank| signs[rank].is_readable());
+        self.host.processes = signs.iter().map(|sign| sign.process).collect();
+        // What was shown is overwritten, and what each found is told.
+        self.meet(Place::Staged)?;
+        self.step = 0;
+        self.host.all_read = (0..self.host.world).all(|rank| self.cell(rank).reads());
         self.host.agreed = true;
         Ok(())
     }
@@ -108,13 +123,13 @@ impl<'a> Run<'a> {
         self.host.segment.bell(rank)
     }
 
-    /// Writes what this rank is doing. `offset` is where its data lies in its
-    /// arena.
-    pub(super) fn describe(&self, offset: Option<u64>) {
+    /// Writes what this rank is doing, and where its data lies.
+    pub(super) fn describe(&self, place: Place) {
         self.cell(self.host.me).describe(
             self.with.signature.words(),
-            offset,
+            place,
             self.host.stage_bytes,
+            self.host.reads,
         );
     }
 
@@ -148,11 +163,16 @@ impl<'a> Run<'a> {
 
     /// Publishes what this rank is doing, waits until all have come, and
     /// compares.
-    pub(super) fn enter(&mut self, offset: Option<u64>) -> Result<()> {
-        self.describe(offset);
+    pub(super) fn enter(&mut self, place: Place) -> Result<()> {
+        self.meet(place)?;
+        self.learn_places()
+    }
+
+    /// [`Run::enter`], but for reading where the others' data lies.
+    fn meet(&mut self, place: Place) -> Result<()> {
+        self.describe(place);
         self.step()?;
-        self.compare()?;
-        self.learn_offsets()
+        self.compare()
     }
 
     /// Publishes that this rank is as far as here, and waits for the others.
@@ -251,30 +271,52 @@ impl<'a> Run<'a> {
 
     /// Reads where the others' data lies. What they say is checked here, once,
     /// against the size of their data, which follows from the operation.
-    fn learn_offsets(&mut self) -> Result<()> {
+    fn learn_places(&mut self) -> Result<()> {
         for rank in 0..self.host.world {
-            let Some(offset) = self.cell(rank).offset() else {
-                continue;
-            };
+            let place = self.cell(rank).place();
             let bytes = self.exposed_bytes(rank);
-            let inside = offset.is_multiple_of(ALIGN_BYTES as u64)
-                && self
-                    .host
-                    .arenas
-                    .as_ref()
-                    .is_some_and(|arenas| arenas.at(rank, offset, bytes).is_some());
-            if !inside {
+            let fits = match place {
+                Place::Staged => true,
+                Place::Arena(offset) => {
+                    offset.is_multiple_of(ALIGN_BYTES as u64)
+                        && self
+                            .host
+                            .arenas
+                            .as_ref()
+                            .is_some_and(|arenas| arenas.at(rank, offset, bytes).is_some())
+                }
+                // The kernel will check it.
+                Place::Address(_) => self.reads_memory(),
+            };
+            if !fits {
+                let place = match place {
+                    Place::Arena(offset) => format!("at {offset} of its shared memory"),
+                    _ => "in memory of its own".to_owned(),
+                };
                 return Err(Error::protocol(
                     rank,
                     format!(
-                        "rank {rank} cannot be trusted: it says that {bytes} bytes lie at {offset} \
-                         of its shared memory"
+                        "rank {rank} cannot be trusted: it says that {bytes} bytes lie {place}"
                     ),
                 ));
             }
-            self.host.offsets[rank] = Some(offset);
+            self.host.places[rank] = place;
         }
         Ok(())
+    }
+
+    /// Whether ranks may read each other's data where it lies, registered or
+    /// not, in this operation. The same on all ranks.
+    pub(super) fn reads_memory(&self) -> bool {
+        let moves = matches!(
+            self.operation.collective,
+            Collective::Broadcast
+                | Collective::AllGather
+                | Collective::Gather
+                | Collective::Scatter
+                | Collective::AllToAll
+        );
+        self.host.all_read && moves
     }
 
     /// Bytes of the buffer of `rank` that others access.
@@ -318,20 +360,38 @@ impl<'a> Run<'a> {
 
     /// Where the `bytes` at `start` lie in our arena, if others may access
     /// them there.
-    pub(super) fn offset_of(&self, start: *const u8, bytes: usize) -> Option<u64> {
-        if !self.buffers.exposed {
-            return None;
+    pub(super) fn place_of(&self, start: *const u8, bytes: usize) -> Place {
+        let offset = || {
+            let arenas = self.host.arenas.as_ref()?;
+            let base = arenas.at(self.host.me, 0, 0)?.addr();
+            let offset = start.addr().checked_sub(base)? as u64;
+            arenas.at(self.host.me, offset, bytes).map(|_| offset)
+        };
+        match self.buffers.exposed.then(offset).flatten() {
+            Some(offset) => Place::Arena(offset),
+            None => Place::Staged,
         }
-        let arenas = self.host.arenas.as_ref()?;
-        let base = arenas.at(self.host.me, 0, 0)?.addr();
-        let offset = start.addr().checked_sub(base)? as u64;
-        arenas.at(self.host.me, offset, bytes).map(|_| offset)
     }
 
-    /// The data of `rank`, if it said where it lies.
+    /// The data of `rank`, if it is registered.
     pub(super) fn registered(&self, rank: usize) -> Option<*mut u8> {
+        let Place::Arena(offset) = self.host.places[rank] else {
+            return None;
+        };
         let arenas = self.host.arenas.as_ref()?;
-        arenas.at(rank, self.host.offsets[rank]?, self.exposed_bytes(rank))
+        arenas.at(rank, offset, self.exposed_bytes(rank))
+    }
+
+    /// Whether the data of all ranks is registered.
+    pub(super) fn all_registered(&self) -> bool {
+        let mut places = self.host.places.iter();
+        places.all(|place| matches!(place, Place::Arena(_)))
+    }
+
+    /// Whether the data of any rank is registered.
+    pub(super) fn any_registered(&self) -> bool {
+        let mut places = self.host.places.iter();
+        places.any(|place| matches!(place, Place::Arena(_)))
     }
 
     /// Stage number `turn` of `rank`, or for tiny data its cell.

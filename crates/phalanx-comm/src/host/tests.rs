@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::Buffers;
-use super::cell::Cell;
+use super::cell::{self, Cell};
 use crate::exec::{Executor, Limits, Operation, Signature};
 use crate::plan::{Collective, Method};
 use crate::recorder::{Flight, Place, Recorder, Watched};
@@ -28,6 +28,7 @@ fn meet(offset: u64, wish: usize) -> crate::Error {
         first_op_timeout: limit,
         op_timeout: limit,
         segment_bytes: 1 << 20,
+        single_copy_min_bytes: None,
     };
     let mut executor = Executor::new(mesh, Flight::new(watched, 1), 0, 0, limits);
     let operation = Operation {
@@ -56,10 +57,10 @@ fn meet(offset: u64, wish: usize) -> crate::Error {
         in_memory: true,
     };
     let cell = Cell::new(&segment, 1, 0);
-    cell.describe(signature.words(), Some(offset), wish);
-    // It agrees on the stage and enters, and is never heard of again. (Where
+    cell.describe(signature.words(), cell::Place::Arena(offset), wish, false);
+    // It agrees on the stage (two steps) and enters, and is never heard of again. (Where
     // ranks share cores one more step could already be the last.)
-    cell.publish(2);
+    cell.publish(3);
     let mut data = vec![1f32; COUNT];
     let buffers = Buffers {
         input: std::ptr::null(),

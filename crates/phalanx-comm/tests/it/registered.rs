@@ -148,6 +148,66 @@ fn moves(group: &ProcessGroup, over: Over) {
     }
 }
 
+/// One group over processes' way of forming (the ranks are threads all the
+/// same) whose inputs are read where they lie from `min_bytes[rank]` on.
+fn reading_groups(min_bytes: &[usize]) -> Vec<ProcessGroup> {
+    let store = std::sync::Arc::new(phalanx_store::MemStore::new());
+    let token = phalanx_wire::Token::generate().unwrap();
+    let world = min_bytes.len();
+    std::thread::scope(|scope| {
+        let members: Vec<_> = min_bytes
+            .iter()
+            .enumerate()
+            .map(|(rank, min_bytes)| {
+                let (store, token) = (store.clone(), &token);
+                scope.spawn(move || {
+                    let options = InitOptions {
+                        single_copy_min_bytes: Some(*min_bytes),
+                        ..init_options(Over::Shm, token)
+                    };
+                    ProcessGroup::from_store(store, rank, world, options).unwrap()
+                })
+            })
+            .collect();
+        members.into_iter().map(|m| m.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn moves_promise_the_same_where_the_kernel_reads() {
+    // From the first byte, from somewhere in the middle, never, and not alike on all ranks.
+    for min_bytes in [
+        vec![0; 2],
+        vec![0; 3],
+        vec![0; 8],
+        vec![1000; 4],
+        vec![0, usize::MAX, 100],
+        vec![usize::MAX, 0, 0, 5000, 1],
+    ] {
+        on_each(reading_groups(&min_bytes), |group| moves(&group, Over::Shm));
+    }
+}
+
+#[test]
+fn what_the_kernel_reads_is_not_staged() {
+    const COUNT: usize = 300_000;
+    on_each(reading_groups(&[1 << 20; 3]), |group| {
+        let input = vec![group.rank() as f32; COUNT];
+        let mut output = vec![0f32; 3 * COUNT];
+        group.all_gather(&input, &mut output).unwrap();
+        let want = |i: usize| (i / COUNT) as f32;
+        assert!(output.iter().enumerate().all(|(i, x)| *x == want(i)));
+        let bytes = group.counters();
+        assert_eq!(bytes.staged_bytes, 0);
+        assert_eq!(bytes.moved_bytes, 3 * 4 * COUNT as u64);
+        // Below the limit it is.
+        group
+            .all_gather(&input[..1000], &mut output[..3000])
+            .unwrap();
+        assert!(group.counters().staged_bytes > 0);
+    });
+}
+
 #[test]
 fn reductions_equal_the_serial_fold_wherever_data_lies() {
     for over in ON_ONE_HOST {
