@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use phalanx_nn::{Init, Layout, Params, Scope, Seed};
 
+use crate::pth::{self, DType, PthFile, Saved};
 use crate::{checkpoint, mnist, process};
 
 /// Name, body, seeds.
@@ -18,6 +19,8 @@ pub const TARGETS: &[Target] = &[
     ("train_idx_images", idx_images, idx_seeds),
     ("train_idx_labels", idx_labels, idx_seeds),
     ("train_safetensors", safetensors, safetensors_seeds),
+    ("train_pth_archive", pth_archive, pth_seeds),
+    ("train_pth_pickle", pth_pickle, pickle_seeds),
     ("train_proc_status", proc_status, proc_seeds),
 ];
 
@@ -105,6 +108,66 @@ fn safetensors_seeds() -> Vec<Vec<u8>> {
     saved().into_iter().chain([half]).collect()
 }
 
+/// Reads a file and all its tensors.
+fn read_pth(path: &Path) {
+    let Ok(file) = PthFile::read(path) else {
+        return;
+    };
+    for (_, tensor) in file.state_dict().into_iter().flatten() {
+        assert_eq!(tensor.to_f32().len(), tensor.len());
+    }
+    if let Some(mut params) = model() {
+        let before = checkpoint::weights_sha256(&params);
+        if checkpoint::load_params(path, &mut params).is_err() {
+            assert_eq!(checkpoint::weights_sha256(&params), before);
+        }
+    }
+}
+
+fn pth_archive(data: &[u8]) {
+    if let Some((_file, path)) = file(data) {
+        read_pth(&path);
+    }
+}
+
+/// As a pickle in a good archive, behind whose checksums garbage would never
+/// get to the machine. Six numbers are there for it to refer to.
+fn pth_pickle(data: &[u8]) {
+    let mut whole = Vec::new();
+    if pth::write_archive(&mut whole, "a", data, &[&[1; 24]]).is_ok() {
+        pth_archive(&whole);
+    }
+}
+
+fn pth_seeds() -> Vec<Vec<u8>> {
+    let tensors = pth_tensors();
+    let mut whole = Vec::new();
+    let written = pth::write_state_dict(&mut whole, "seed", &tensors);
+    written.map(|()| whole).into_iter().collect()
+}
+
+fn pickle_seeds() -> Vec<Vec<u8>> {
+    let views = b"\x80\x02}q\x00(X\x01\0\0\0aq\x01ctorch._utils\n_rebuild_tensor_v2\nq\x02((X\x07\0\0\0storage\
+        ctorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x06tq\x03QK\x01K\x02K\x02\x86K\x01K\x02\x86\x89\
+        ccollections\nOrderedDict\n)RtRX\x01\0\0\0b]q\x04(K\x01M\x02\x03J\x01\0\0\0\x8a\x01\xffG?\xf0\0\0\0\0\0\0\
+        N\x88h\x01ej\x04\0\0\0\x85a\x87s.";
+    vec![views.to_vec(), pth::pickle(&pth_tensors()[..1])]
+}
+
+/// What [`model`] has.
+fn pth_tensors() -> Vec<Saved> {
+    let saved = |name: &str, shape: &[usize]| Saved {
+        name: name.to_owned(),
+        dtype: DType::F32,
+        shape: shape.to_vec(),
+        bytes: vec![0; 4 * shape.iter().product::<usize>()],
+    };
+    vec![
+        saved("fc.weight", &[2, 3]),
+        saved("norm.running_mean", &[2]),
+    ]
+}
+
 fn proc_status(data: &[u8]) {
     let _ = process::parse_peak_rss(&String::from_utf8_lossy(data));
 }
@@ -138,6 +201,8 @@ mod tests {
             .count();
         assert_eq!(accepted, 5);
         let (_file, path) = file(&safetensors_seeds()[0]).unwrap();
+        checkpoint::load_params(&path, &mut model().unwrap()).unwrap();
+        let (_file, path) = file(&pth_seeds()[0]).unwrap();
         checkpoint::load_params(&path, &mut model().unwrap()).unwrap();
     }
 }

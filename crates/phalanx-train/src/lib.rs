@@ -44,6 +44,7 @@ pub mod metrics;
 pub mod mnist;
 pub mod process;
 pub mod progress;
+pub mod pth;
 pub mod sampler;
 pub mod synthetic;
 mod text;

@@ -1,0 +1,228 @@
+//! Weights from a file of either kind into a model.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use phalanx_nn::Params;
+use safetensors::{Dtype, SafeTensors};
+
+use super::{Tensor, tensors};
+use crate::pth::{DType, LEGACY_START, PthFile, ZIP_START, strip_module};
+use crate::{Error, Result};
+
+/// What a file of weights says beside them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Loaded {
+    /// A safetensors file's metadata; a `.pth` file has none.
+    pub metadata: BTreeMap<String, String>,
+    /// What is odd about the file, a sentence each.
+    pub warnings: Vec<String>,
+}
+
+/// One tensor of a file.
+struct Found<'a> {
+    /// As the file's format spells it: `F32`, `float32`.
+    dtype_name: String,
+    /// `None`: a type that only this format has.
+    dtype: Option<DType>,
+    shape: Vec<usize>,
+    /// Row-major, little-endian.
+    bytes: Box<dyn Fn() -> Cow<'a, [u8]> + 'a>,
+}
+
+/// Fills `params` from the file at `path`, of safetensors or PyTorch's `.pth`;
+/// its content tells which.
+///
+/// The file must hold exactly the parameters and buffers of `params`, each
+/// in its shape, parameters in float64, float32, float16 or bfloat16. Names may all
+/// have the prefix `module.` of a data-parallel wrapper.
+///
+/// # Errors
+///
+/// `Usage` when there is no such file; `Io` when it cannot be read; `Data`
+/// when it is truncated, of neither format, or of another model, naming
+/// the first tensors that differ. `params` is then unchanged.
+pub fn load_params(path: &Path, params: &mut Params) -> Result<Loaded> {
+    if is_pytorch(path)? {
+        let file = PthFile::read(path)?;
+        let found = file.state_dict()?.into_iter().map(|(name, tensor)| {
+            let found = Found {
+                dtype_name: tensor.dtype().to_string(),
+                dtype: Some(tensor.dtype()),
+                shape: tensor.shape().to_vec(),
+                bytes: Box::new(|| tensor.to_bytes().into()),
+            };
+            (name, found)
+        });
+        fill(path, params, found.collect())?;
+        return Ok(Loaded {
+            metadata: BTreeMap::new(),
+            warnings: file.warnings().to_vec(),
+        });
+    }
+    let bytes = std::fs::read(path).map_err(|source| Error::io("cannot read", path, source))?;
+    let broken = |source: safetensors::SafeTensorError| {
+        Error::data(format!(
+            "{} is no complete safetensors file: {}",
+            path.display(),
+            explain(&source, &bytes)
+        ))
+        .with_source(source)
+    };
+    let file = SafeTensors::deserialize(&bytes).map_err(broken)?;
+    let (_, header) = SafeTensors::read_metadata(&bytes).map_err(broken)?;
+    let mut found: Vec<(String, Found<'_>)> = file
+        .iter()
+        .map(|(name, view)| {
+            let found = Found {
+                dtype_name: format!("{:?}", view.dtype()),
+                dtype: dtype(view.dtype()),
+                shape: view.shape().to_vec(),
+                bytes: Box::new(move || view.data().into()),
+            };
+            (name.to_owned(), found)
+        })
+        .collect();
+    strip_module(found.iter_mut().map(|(name, _)| name));
+    fill(path, params, found.into_iter().collect())?;
+    let metadata = header.metadata().clone().unwrap_or_default();
+    Ok(Loaded {
+        metadata: metadata.into_iter().collect(),
+        warnings: Vec::new(),
+    })
+}
+
+/// Whether the file starts like one of PyTorch's, old or new.
+fn is_pytorch(path: &Path) -> Result<bool> {
+    let file = File::open(path).map_err(|source| match source.kind() {
+        std::io::ErrorKind::NotFound => {
+            Error::usage(format!("no checkpoint {}", path.display())).with_source(source)
+        }
+        _ => Error::io("cannot read", path, source),
+    })?;
+    let mut start = Vec::new();
+    file.take(LEGACY_START.len() as u64)
+        .read_to_end(&mut start)
+        .map_err(|source| Error::io("cannot read", path, source))?;
+    Ok(start.starts_with(&ZIP_START) || start == LEGACY_START)
+}
+
+/// The type of that name; safetensors has some that nothing here computes with.
+fn dtype(of: Dtype) -> Option<DType> {
+    Some(match of {
+        Dtype::F64 => DType::F64,
+        Dtype::F32 => DType::F32,
+        Dtype::F16 => DType::F16,
+        Dtype::BF16 => DType::BF16,
+        Dtype::I64 => DType::I64,
+        Dtype::I32 => DType::I32,
+        Dtype::I16 => DType::I16,
+        Dtype::I8 => DType::I8,
+        Dtype::U8 => DType::U8,
+        Dtype::BOOL => DType::Bool,
+        _ => return None,
+    })
+}
+
+/// Compares all names, types and shapes, then sets the values.
+fn fill(path: &Path, params: &mut Params, found: HashMap<String, Found<'_>>) -> Result<()> {
+    let expected = tensors(params);
+    let missing: Vec<&str> = expected
+        .iter()
+        .map(|t| t.name.as_str())
+        .filter(|name| !found.contains_key(*name))
+        .collect();
+    let strangers: Vec<&str> = found
+        .keys()
+        .map(String::as_str)
+        .filter(|name| {
+            expected
+                .binary_search_by(|t| t.name.as_str().cmp(name))
+                .is_err()
+        })
+        .collect();
+    if !strangers.is_empty() || !missing.is_empty() {
+        return Err(Error::data(format!(
+            "{} is of another model:{}{}",
+            path.display(),
+            listed(" it lacks", missing),
+            listed(" the model does not know", strangers)
+        )));
+    }
+    let mut values = Vec::with_capacity(expected.len());
+    for tensor in &expected {
+        let Some(found) = found.get(&tensor.name) else {
+            continue;
+        };
+        // Only counts and the like may be whole numbers.
+        let is_parameter = params.find(&tensor.name).is_some();
+        let dtype = found
+            .dtype
+            .filter(|dtype| dtype.is_float() || !is_parameter);
+        match dtype {
+            Some(dtype) if found.shape == tensor.shape => {
+                values.push(dtype.to_f32(&(found.bytes)()));
+            }
+            _ => {
+                return Err(Error::data(format!(
+                    "{}: {} is {} of shape {:?}, the model has F32 of shape {:?}",
+                    path.display(),
+                    tensor.name,
+                    found.dtype_name,
+                    found.shape,
+                    tensor.shape
+                )));
+            }
+        }
+    }
+    for (Tensor { name, .. }, values) in expected.iter().zip(&values) {
+        put(params, name, values)?;
+    }
+    Ok(())
+}
+
+/// Sets the parameter or buffer of that name, whose length was checked.
+fn put(params: &mut Params, name: &str, values: &[f32]) -> Result<()> {
+    if let Some(id) = params.find(name) {
+        return params.import(id, values).map_err(|source| {
+            Error::internal(format!("cannot import {name}: {source}")).with_source(source)
+        });
+    }
+    if let Some(id) = params.find_buffer(name) {
+        params.buffer_mut(id).copy_from_slice(values);
+    }
+    Ok(())
+}
+
+/// The library's message in the reader's terms where it has one.
+fn explain(error: &safetensors::SafeTensorError, bytes: &[u8]) -> String {
+    use safetensors::SafeTensorError as E;
+    match error {
+        E::HeaderTooSmall | E::InvalidHeaderLength | E::MetadataIncompleteBuffer => format!(
+            "it has {} bytes, which is not what its header promises; it may be truncated",
+            bytes.len()
+        ),
+        E::HeaderTooLarge => "the length of its header is absurd; it is of another kind".to_owned(),
+        other => other.to_string(),
+    }
+}
+
+/// `; it lacks a, b, c and 4 more`.
+fn listed(what: &str, mut names: Vec<&str>) -> String {
+    const SHOWN: usize = 4;
+    if names.is_empty() {
+        return String::new();
+    }
+    names.sort_unstable();
+    let more = names.len().saturating_sub(SHOWN);
+    names.truncate(SHOWN);
+    let tail = if more > 0 {
+        format!(" and {more} more")
+    } else {
+        String::new()
+    };
+    format!("{what} {}{tail};", names.join(", "))
+}

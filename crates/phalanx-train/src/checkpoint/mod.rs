@@ -1,0 +1,170 @@
+//! Weights in files: safetensors, which Python reads with
+//! `safetensors.torch.load_file`, and PyTorch's own `.pth`, both with PyTorch's
+//! names, shapes and order of elements.
+//!
+//! Equal weights and metadata give equal bytes. Files are written atomically
+//! and read completely before the first parameter changes.
+
+mod load;
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::Path;
+
+use phalanx_nn::{ParamInfo, Params};
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+
+use crate::Result;
+use crate::files::atomic_write_with;
+use crate::pth::{self, DType, Saved};
+
+pub use load::{Loaded, load_params};
+
+/// The key that the format reserves for metadata.
+const METADATA: &str = "__metadata__";
+
+/// A parameter or buffer in PyTorch's form.
+struct Tensor {
+    name: String,
+    shape: Vec<usize>,
+    values: Vec<f32>,
+}
+
+/// Parameters and buffers in ascending order of their names.
+fn tensors(params: &Params) -> Vec<Tensor> {
+    let parameters = params.ids().zip(params.infos()).map(|(id, info)| Tensor {
+        name: info.name.clone(),
+        shape: info.shape.clone(),
+        values: params.export(id),
+    });
+    let buffers = params
+        .buffer_ids()
+        .zip(params.buffer_infos())
+        .map(|(id, info)| Tensor {
+            name: info.name.clone(),
+            shape: info.shape.clone(),
+            values: params.buffer(id).to_vec(),
+        });
+    let mut all: Vec<Tensor> = parameters.chain(buffers).collect();
+    all.sort_by(|a, b| a.name.cmp(&b.name));
+    all
+}
+
+/// Writes all parameters and buffers to `path` as `torch.save(state_dict())`
+/// would, atomically: float32, but for `num_batches_tracked`, which is int64
+/// there. Buffers follow the parameters of their layer.
+///
+/// # Errors
+///
+/// `DiskFull` or `Io`, naming the path; the file is then as it was before.
+pub fn save_pth(path: &Path, params: &Params) -> Result<()> {
+    let saved = |info: &ParamInfo, values: &[f32]| {
+        let counts = info.name.rsplit('.').next() == Some("num_batches_tracked");
+        let (dtype, bytes) = if counts {
+            let whole = values.iter().flat_map(|v| (*v as i64).to_le_bytes());
+            (DType::I64, whole.collect())
+        } else {
+            (DType::F32, little_endian(values))
+        };
+        Saved {
+            name: info.name.clone(),
+            dtype,
+            shape: info.shape.clone(),
+            bytes,
+        }
+    };
+    let mut buffers: Vec<Saved> = params
+        .buffer_ids()
+        .zip(params.buffer_infos())
+        .map(|(id, info)| saved(info, params.buffer(id)))
+        .collect();
+    let mut all = Vec::with_capacity(params.len() + buffers.len());
+    let mut infos = params.ids().zip(params.infos()).peekable();
+    while let Some((id, info)) = infos.next() {
+        all.push(saved(info, &params.export(id)));
+        let layer = layer_of(&info.name);
+        if infos
+            .peek()
+            .is_none_or(|(_, next)| layer_of(&next.name) != layer)
+        {
+            all.extend(buffers.extract_if(.., |b| layer_of(&b.name) == layer));
+        }
+    }
+    all.append(&mut buffers);
+    pth::save_state_dict(path, &all)
+}
+
+/// `bn1` of `bn1.weight`.
+fn layer_of(name: &str) -> &str {
+    name.rsplit_once('.').map_or("", |(layer, _)| layer)
+}
+
+/// SHA-256 of all weights.
+///
+/// Defined over the outside view, so that it depends on neither this engine's
+/// memory layout nor the file format: for every parameter and buffer in
+/// ascending byte order of the names, its float32 values in PyTorch's
+/// row-major order, little-endian; nothing else. In Python:
+///
+/// ```text
+/// h = hashlib.sha256()
+/// for name in sorted(state): h.update(state[name].contiguous().numpy().tobytes())
+/// ```
+pub fn weights_digest(params: &Params) -> [u8; 32] {
+    let mut hash = Sha256::new();
+    for tensor in tensors(params) {
+        hash.update(little_endian(&tensor.values));
+    }
+    hash.finalize().into()
+}
+
+/// [`weights_digest`] in hexadecimal.
+pub fn weights_sha256(params: &Params) -> String {
+    hex::encode(weights_digest(params))
+}
+
+/// Writes all parameters and buffers to `path`, atomically.
+///
+/// # Errors
+///
+/// `DiskFull` or `Io`, naming the path; the file is then as it was before.
+pub fn save_params(
+    path: &Path,
+    params: &Params,
+    metadata: &BTreeMap<String, String>,
+) -> Result<()> {
+    let tensors = tensors(params);
+    // Written by hand because the library keeps metadata in a hash map, whose
+    // order, hence the file's bytes, would change from run to run.
+    let mut header = Map::new();
+    if !metadata.is_empty() {
+        header.insert(METADATA.to_owned(), json!(metadata));
+    }
+    let mut offset = 0;
+    for tensor in &tensors {
+        let end = offset + tensor.values.len() * size_of::<f32>();
+        let entry = json!({
+            "dtype": "F32",
+            "shape": tensor.shape,
+            "data_offsets": [offset, end],
+        });
+        header.insert(tensor.name.clone(), entry);
+        offset = end;
+    }
+    let mut header = Value::Object(header).to_string().into_bytes();
+    // The data must begin at a multiple of 8.
+    header.resize(header.len().next_multiple_of(8), b' ');
+    atomic_write_with(path, |out: &mut dyn Write| {
+        out.write_all(&(header.len() as u64).to_le_bytes())?;
+        out.write_all(&header)?;
+        for tensor in &tensors {
+            out.write_all(&little_endian(&tensor.values))?;
+        }
+        Ok(())
+    })
+}
+
+fn little_endian(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|v| v.to_le_bytes()).collect()
+}

@@ -1,0 +1,300 @@
+//! The zip archive around a pickle and its storages.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use rawzip::{CompressionMethod, FileReader, ZipArchive, ZipArchiveEntryWayfinder};
+
+use super::{LEGACY_START, ZIP_START};
+use crate::{Error, Result};
+
+/// Bytes of `data.pkl`. That of a network of a thousand tensors has 200 kB.
+const MAX_PICKLE_BYTES: u64 = 32 << 20;
+
+/// Entries of an archive; one a storage.
+const MAX_ENTRIES: u64 = 1 << 20;
+
+/// The newest format that PyTorch itself reads (`kMaxSupportedFileFormatVersion`).
+const MAX_VERSION: u32 = 10;
+
+struct Entry {
+    place: ZipArchiveEntryWayfinder,
+    size_bytes: u64,
+    crc: u32,
+}
+
+/// An open archive whose directory was checked.
+pub(super) struct Archive {
+    path: PathBuf,
+    zip: ZipArchive<FileReader>,
+    /// By name, without the root folder.
+    entries: HashMap<String, Entry>,
+    warnings: Vec<String>,
+}
+
+impl Archive {
+    pub fn open(path: &Path) -> Result<Archive> {
+        let mut file = File::open(path).map_err(|source| match source.kind() {
+            std::io::ErrorKind::NotFound => {
+                Error::usage(format!("no checkpoint {}", path.display())).with_source(source)
+            }
+            _ => Error::io("cannot read", path, source),
+        })?;
+        let cannot_read = |source| Error::io("cannot read", path, source);
+        let file_bytes = file.metadata().map_err(cannot_read)?.len();
+        let mut start = Vec::new();
+        (&mut file)
+            .take(LEGACY_START.len() as u64)
+            .read_to_end(&mut start)
+            .map_err(cannot_read)?;
+        if start == LEGACY_START {
+            return Err(Error::data(format!(
+                "{} is in PyTorch's format from before 2020, a bare pickle and no zip archive\n  \
+                 load it in Python and torch.save() it again",
+                path.display()
+            )));
+        }
+        if !start.starts_with(&ZIP_START) {
+            return Err(Error::data(format!(
+                "{} is no PyTorch file: it has {file_bytes} bytes and starts with {}, a zip archive with {}",
+                path.display(),
+                hex::encode(&start[..start.len().min(4)]),
+                hex::encode(ZIP_START),
+            )));
+        }
+        let refused = |source| damaged(path, file_bytes, source);
+        let mut buffer = vec![0; rawzip::RECOMMENDED_BUFFER_SIZE];
+        let zip = ZipArchive::from_file(file, &mut buffer).map_err(refused)?;
+        let mut archive = Archive {
+            path: path.to_path_buf(),
+            entries: HashMap::new(),
+            warnings: Vec::new(),
+            zip,
+        };
+        let names = archive.list(file_bytes)?;
+        archive.keep_below_root(names)?;
+        archive.check_conventions()?;
+        Ok(archive)
+    }
+
+    /// Full names and places of all entries.
+    fn list(&self, file_bytes: u64) -> Result<Vec<(String, Entry)>> {
+        let expected = self.zip.entries_hint();
+        if expected > MAX_ENTRIES {
+            return Err(self.wrong(format_args!(
+                "its directory promises {expected} entries; at most {MAX_ENTRIES} are read"
+            )));
+        }
+        let mut all = Vec::new();
+        let mut total_bytes = 0u64;
+        let mut buffer = vec![0; rawzip::MAX_CENTRAL_DIRECTORY_RECORD_SIZE];
+        let mut entries = self.zip.entries(&mut buffer);
+        while let Some(record) = entries
+            .next_entry()
+            .map_err(|source| damaged(&self.path, file_bytes, source))?
+        {
+            let name = String::from_utf8(record.file_path().as_ref().to_vec()).map_err(|e| {
+                let lossy = String::from_utf8_lossy(e.as_bytes()).into_owned();
+                self.wrong(format_args!("the name of entry {lossy:?} is not UTF-8"))
+            })?;
+            if all.len() as u64 >= expected {
+                return Err(self.wrong(format_args!(
+                    "its directory has more than the {expected} entries that it promises"
+                )));
+            }
+            let (size_bytes, stored) = (
+                record.uncompressed_size_hint(),
+                record.compressed_size_hint(),
+            );
+            if record.flags().is_encrypted() {
+                return Err(self.wrong(format_args!("entry {name} is encrypted")));
+            }
+            if record.compression_method() != CompressionMethod::STORE {
+                return Err(self.wrong(format_args!(
+                    "entry {name} is compressed; torch.save stores entries as they are"
+                )));
+            }
+            if size_bytes != stored {
+                return Err(self.wrong(format_args!(
+                    "entry {name} is stored but takes {stored} bytes for {size_bytes}"
+                )));
+            }
+            // Entries that lie over each other could otherwise multiply a small file.
+            total_bytes = total_bytes.saturating_add(size_bytes);
+            if total_bytes > file_bytes {
+                return Err(self.wrong(format_args!(
+                    "with entry {name} its directory promises {total_bytes} bytes, and the file has {file_bytes}"
+                )));
+            }
+            let entry = Entry {
+                place: record.wayfinder(),
+                size_bytes,
+                crc: record.crc32(),
+            };
+            all.push((name, entry));
+        }
+        if (all.len() as u64) < expected {
+            return Err(self.wrong(format_args!(
+                "its directory has {} of the {expected} entries that it promises",
+                all.len()
+            )));
+        }
+        Ok(all)
+    }
+
+    /// Everything must lie in the one folder that has a `data.pkl`.
+    fn keep_below_root(&mut self, all: Vec<(String, Entry)>) -> Result<()> {
+        let roots: Vec<String> = all
+            .iter()
+            .filter_map(|(name, _)| name.strip_suffix("/data.pkl"))
+            .filter(|root| !root.contains('/'))
+            .map(|root| format!("{root}/"))
+            .collect();
+        let mut roots = roots.iter();
+        let (Some(root), None) = (roots.next(), roots.next()) else {
+            return Err(self.wrong(format_args!(
+                "it needs exactly one <folder>/data.pkl, as torch.save writes it"
+            )));
+        };
+        for (name, entry) in all {
+            let Some(inner) = name.strip_prefix(root).filter(|inner| {
+                inner
+                    .split('/')
+                    .all(|part| !matches!(part, "" | "." | ".."))
+            }) else {
+                return Err(self.wrong(format_args!("entry {name:?} lies outside of {root}")));
+            };
+            if self.entries.contains_key(inner) {
+                return Err(self.wrong(format_args!("entry {name} is there twice")));
+            }
+            self.entries.insert(inner.to_owned(), entry);
+        }
+        Ok(())
+    }
+
+    /// The small entries that say how to read the others.
+    fn check_conventions(&mut self) -> Result<()> {
+        let version = self.read("version", 64)?;
+        let version = String::from_utf8_lossy(&version).trim().to_owned();
+        match version.parse::<u32>() {
+            Ok(1..=MAX_VERSION) => {}
+            _ => {
+                return Err(self.wrong(format_args!(
+                    "it is of format version {version:?}; versions 1 to {MAX_VERSION} are read"
+                )));
+            }
+        }
+        if self.entries.contains_key("byteorder") {
+            let order = self.read("byteorder", 64)?;
+            if order != b"little" {
+                return Err(self.wrong(format_args!(
+                    "its byte order is {:?}; only \"little\" is read",
+                    String::from_utf8_lossy(&order)
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// The pickle's bytes.
+    pub fn pickle(&mut self) -> Result<Vec<u8>> {
+        self.read("data.pkl", MAX_PICKLE_BYTES)
+    }
+
+    /// The bytes of a storage, exactly `size_bytes` of them; the error is a
+    /// reason, for the pickle machine to place.
+    pub fn storage(
+        &mut self,
+        key: &str,
+        size_bytes: usize,
+    ) -> std::result::Result<Vec<u8>, StorageError> {
+        let name = format!("data/{key}");
+        let Some(entry) = self.entries.get(&name) else {
+            return Err(StorageError::Refused(format!(
+                "it refers to storage {key:?}, and the archive has no entry {name}"
+            )));
+        };
+        if entry.size_bytes != size_bytes as u64 {
+            return Err(StorageError::Refused(format!(
+                "it refers to storage {key:?} of {size_bytes} bytes, and entry {name} has {}",
+                entry.size_bytes
+            )));
+        }
+        self.read(&name, size_bytes as u64)
+            .map_err(StorageError::File)
+    }
+
+    /// What was odd but harmless.
+    pub fn into_warnings(self) -> Vec<String> {
+        self.warnings
+    }
+
+    fn read(&mut self, name: &str, largest_bytes: u64) -> Result<Vec<u8>> {
+        let Some(entry) = self.entries.get(name) else {
+            return Err(self.wrong(format_args!("it has no entry {name}")));
+        };
+        let (size_bytes, expected) = (entry.size_bytes, entry.crc);
+        if size_bytes > largest_bytes {
+            return Err(self.wrong(format_args!(
+                "entry {name} has {size_bytes} bytes; at most {largest_bytes} are read"
+            )));
+        }
+        let found = self.zip.get_entry(entry.place).map_err(|source| {
+            self.wrong(format_args!("entry {name}: {source}"))
+                .with_source(source)
+        })?;
+        let (from, to) = found.compressed_data_range();
+        // Not more than the file has: `list` saw to it.
+        let mut bytes = Vec::with_capacity(size_bytes as usize);
+        found
+            .reader()
+            .read_to_end(&mut bytes)
+            .map_err(|source| Error::io("cannot read", &self.path, source))?;
+        if bytes.len() as u64 != size_bytes {
+            return Err(self.wrong(format_args!(
+                "entry {name}, bytes {from} to {to} of the file, ends after {} of {size_bytes} bytes",
+                bytes.len()
+            )));
+        }
+        let actual = crc32fast::hash(&bytes);
+        if actual != expected {
+            // PyTorch can be told to write zeros, and never looks itself.
+            if expected != 0 {
+                return Err(self.wrong(format_args!(
+                    "entry {name}, bytes {from} to {to} of the file, is damaged: \
+                     its CRC-32 is {actual:08x}, the directory says {expected:08x}"
+                )));
+            }
+            // Once is enough.
+            if self.warnings.is_empty() {
+                self.warnings.push(format!(
+                    "{}: saved without checksums, so damage would not be noticed",
+                    self.path.display()
+                ));
+            }
+        }
+        Ok(bytes)
+    }
+
+    fn wrong(&self, what: std::fmt::Arguments<'_>) -> Error {
+        Error::data(format!("{}: {what}", self.path.display()))
+    }
+}
+
+/// Why a storage cannot be had.
+pub(super) enum StorageError {
+    /// The pickle asks for what is not there.
+    Refused(String),
+    /// The archive is damaged.
+    File(Error),
+}
+
+fn damaged(path: &Path, file_bytes: u64, source: rawzip::Error) -> Error {
+    Error::data(format!(
+        "{} is no complete zip archive: {source}; it has {file_bytes} bytes and may be truncated",
+        path.display()
+    ))
+    .with_source(source)
+}

@@ -1,0 +1,316 @@
+//! Types of numbers, storages, and tensors as views of storages.
+
+use std::fmt;
+use std::sync::Arc;
+
+use half::{bf16, f16};
+
+/// Dimensions of a tensor; PyTorch's own kernels stop at 64, real models at 6.
+/// The cap bounds what one reference to a shape can cost.
+pub(super) const MAX_DIMS: usize = 16;
+
+/// A tensor with strides of 0 may have more elements than its storage; up to
+/// this many are believed.
+pub(super) const MAX_EXPANDED: usize = 1 << 16;
+
+/// Type of a tensor's numbers, as both file formats know them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[allow(missing_docs, reason = "their names say it")]
+pub enum DType {
+    F64,
+    F32,
+    F16,
+    BF16,
+    I64,
+    I32,
+    I16,
+    I8,
+    U8,
+    Bool,
+}
+
+/// Type, name of the storage's class in module `torch`, bytes, PyTorch's name.
+const DTYPES: [(DType, &str, usize, &str); 10] = [
+    (DType::F64, "DoubleStorage", 8, "float64"),
+    (DType::F32, "FloatStorage", 4, "float32"),
+    (DType::F16, "HalfStorage", 2, "float16"),
+    (DType::BF16, "BFloat16Storage", 2, "bfloat16"),
+    (DType::I64, "LongStorage", 8, "int64"),
+    (DType::I32, "IntStorage", 4, "int32"),
+    (DType::I16, "ShortStorage", 2, "int16"),
+    (DType::I8, "CharStorage", 1, "int8"),
+    (DType::U8, "ByteStorage", 1, "uint8"),
+    (DType::Bool, "BoolStorage", 1, "bool"),
+];
+
+impl DType {
+    fn entry(self) -> &'static (DType, &'static str, usize, &'static str) {
+        // In the order of the enumeration, which a test checks.
+        &DTYPES[self as usize]
+    }
+
+    /// Bytes of one number.
+    pub fn size_bytes(self) -> usize {
+        self.entry().2
+    }
+
+    /// Whether its numbers have fractions.
+    pub fn is_float(self) -> bool {
+        matches!(self, DType::F64 | DType::F32 | DType::F16 | DType::BF16)
+    }
+
+    pub(super) fn storage_class(self) -> &'static str {
+        self.entry().1
+    }
+
+    pub(super) fn from_storage_class(class: &str) -> Option<DType> {
+        DTYPES.iter().find(|d| d.1 == class).map(|d| d.0)
+    }
+
+    /// The numbers behind `bytes` (little-endian) as float32, rounded to
+    /// nearest even where float32 has no such number.
+    pub(crate) fn to_f32(self, bytes: &[u8]) -> Vec<f32> {
+        fn each<const N: usize>(bytes: &[u8], number: impl Fn([u8; N]) -> f32) -> Vec<f32> {
+            bytes.as_chunks().0.iter().map(|b| number(*b)).collect()
+        }
+        match self {
+            DType::F64 => each(bytes, |b| f64::from_le_bytes(b) as f32),
+            DType::F32 => each(bytes, f32::from_le_bytes),
+            DType::F16 => each(bytes, |b| f16::from_le_bytes(b).to_f32()),
+            DType::BF16 => each(bytes, |b| bf16::from_le_bytes(b).to_f32()),
+            DType::I64 => each(bytes, |b| i64::from_le_bytes(b) as f32),
+            DType::I32 => each(bytes, |b| i32::from_le_bytes(b) as f32),
+            DType::I16 => each(bytes, |b| f32::from(i16::from_le_bytes(b))),
+            DType::I8 => each(bytes, |b| f32::from(i8::from_le_bytes(b))),
+            DType::U8 => each(bytes, |[b]| f32::from(b)),
+            DType::Bool => each(bytes, |[b]| f32::from(u8::from(b != 0))),
+        }
+    }
+}
+
+/// PyTorch's name: `float32`.
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.entry().3)
+    }
+}
+
+/// The memory behind one or several tensors.
+#[derive(Debug)]
+pub(super) struct Storage {
+    pub dtype: DType,
+    /// Little-endian; a whole number of numbers.
+    pub bytes: Vec<u8>,
+}
+
+impl Storage {
+    fn len(&self) -> usize {
+        self.bytes.len() / self.dtype.size_bytes()
+    }
+}
+
+/// A tensor of a file: a view of a storage that others may share.
+#[derive(Clone, Debug)]
+pub struct Tensor {
+    storage: Arc<Storage>,
+    /// In elements, as are the strides.
+    offset: usize,
+    shape: Vec<usize>,
+    strides: Vec<usize>,
+    len: usize,
+}
+
+impl Tensor {
+    /// A view of `storage`, or why it is none.
+    pub(super) fn view(
+        storage: Arc<Storage>,
+        offset: usize,
+        shape: Vec<usize>,
+        strides: Vec<usize>,
+    ) -> Result<Tensor, String> {
+        if shape.len() != strides.len() {
+            return Err(format!(
+                "a tensor has shape {shape:?} but strides {strides:?}; they must be of one length"
+            ));
+        }
+        if shape.len() > MAX_DIMS {
+            return Err(format!(
+                "a tensor has {} dimensions; at most {MAX_DIMS} are read",
+                shape.len()
+            ));
+        }
+        let available = storage.len();
+        let len = count(&shape);
+        // The last element; a tensor without elements reaches nothing.
+        let last = match len {
+            Some(0) => Some(offset),
+            Some(_) => shape.iter().zip(&strides).try_fold(offset, |at, (d, s)| {
+                (d - 1).checked_mul(*s)?.checked_add(at)
+            }),
+            None => None,
+        };
+        let (Some(len), Some(last)) = (len, last) else {
+            return Err(format!(
+                "a tensor of shape {shape:?} and strides {strides:?} has more elements than can be counted"
+            ));
+        };
+        if offset > available || (len > 0 && last >= available) {
+            return Err(format!(
+                "a tensor of shape {shape:?}, strides {strides:?} and offset {offset} reaches outside its storage \
+                 of {available} elements"
+            ));
+        }
+        if len > available && len > MAX_EXPANDED {
+            return Err(format!(
+                "a tensor of shape {shape:?} repeats a storage of {available} elements with stride 0; \
+                 at most {MAX_EXPANDED} elements are believed"
+            ));
+        }
+        Ok(Tensor {
+            storage,
+            offset,
+            shape,
+            strides,
+            len,
+        })
+    }
+
+    /// Type of its numbers.
+    pub fn dtype(&self) -> DType {
+        self.storage.dtype
+    }
+
+    /// Its shape, PyTorch's; empty for a scalar.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no element.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Distance in elements between neighbours of each dimension.
+    pub fn strides(&self) -> &[usize] {
+        &self.strides
+    }
+
+    /// First element in the storage.
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// Its numbers in row-major order, little-endian.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let size = self.dtype().size_bytes();
+        let bytes = &self.storage.bytes;
+        if self.strides == row_major(&self.shape) {
+            return bytes[self.offset * size..(self.offset + self.len) * size].to_vec();
+        }
+        let mut out = Vec::with_capacity(self.len * size);
+        let mut index = vec![0; self.shape.len()];
+        let mut at = self.offset;
+        for _ in 0..self.len {
+            out.extend_from_slice(&bytes[at * size..(at + 1) * size]);
+            for d in (0..index.len()).rev() {
+                index[d] += 1;
+                at += self.strides[d];
+                if index[d] < self.shape[d] {
+                    break;
+                }
+                at -= self.strides[d] * self.shape[d];
+                index[d] = 0;
+            }
+        }
+        out
+    }
+
+    /// Its numbers in row-major order as float32.
+    pub fn to_f32(&self) -> Vec<f32> {
+        self.dtype().to_f32(&self.to_bytes())
+    }
+}
+
+/// Elements of that shape; 0 as soon as one dimension is 0.
+pub(super) fn count(shape: &[usize]) -> Option<usize> {
+    if shape.contains(&0) {
+        return Some(0);
+    }
+    shape.iter().try_fold(1usize, |n, d| n.checked_mul(*d))
+}
+
+/// Strides of a contiguous tensor, as PyTorch gives them.
+pub(super) fn row_major(shape: &[usize]) -> Vec<usize> {
+    let mut next = 1usize;
+    let mut strides = vec![0; shape.len()];
+    for (stride, d) in strides.iter_mut().zip(shape).rev() {
+        *stride = next;
+        // Beside a dimension of 0 the others may be anything.
+        next = next.saturating_mul((*d).max(1));
+    }
+    strides
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn storage(n: u8) -> Arc<Storage> {
+        let bytes = (0..n).flat_map(|v| f32::from(v).to_le_bytes()).collect();
+        Arc::new(Storage {
+            dtype: DType::F32,
+            bytes,
+        })
+    }
+
+    #[test]
+    fn the_table_is_in_the_order_of_the_types() {
+        for (i, entry) in DTYPES.iter().enumerate() {
+            assert_eq!(entry.0 as usize, i);
+            assert_eq!(DType::from_storage_class(entry.1), Some(entry.0));
+        }
+    }
+
+    #[test]
+    fn views_follow_their_strides() {
+        let view = |offset, shape: &[usize], strides: &[usize]| {
+            let view = Tensor::view(storage(12), offset, shape.to_vec(), strides.to_vec());
+            view.map(|t| t.to_f32())
+        };
+        assert_eq!(view(1, &[4], &[2]).unwrap(), [1.0, 3.0, 5.0, 7.0]);
+        assert_eq!(
+            view(0, &[2, 3], &[1, 4]).unwrap(),
+            [0.0, 4.0, 8.0, 1.0, 5.0, 9.0]
+        );
+        assert_eq!(view(5, &[2, 2], &[0, 1]).unwrap(), [5.0, 6.0, 5.0, 6.0]);
+        assert_eq!(view(11, &[], &[]).unwrap(), [11.0]);
+        assert!(view(12, &[0, usize::MAX], &[7, 7]).unwrap().is_empty());
+    }
+
+    #[test]
+    fn geometry_that_lies_is_refused() {
+        let why = |offset, shape: &[usize], strides: &[usize]| {
+            Tensor::view(storage(12), offset, shape.to_vec(), strides.to_vec()).unwrap_err()
+        };
+        for (offset, shape, strides) in [
+            (0, &[13][..], &[1][..]),
+            (12, &[], &[]),
+            (13, &[0], &[1]),
+            (0, &[2, 7], &[6, 1]),
+        ] {
+            assert!(why(offset, shape, strides).contains("outside its storage"));
+        }
+        assert!(why(0, &[2], &[usize::MAX]).contains("outside its storage"));
+        assert!(why(usize::MAX, &[2], &[1]).contains("can be counted"));
+        assert!(why(1, &[2], &[usize::MAX]).contains("can be counted"));
+        assert!(why(0, &[1 << 40, 1 << 40], &[0, 0]).contains("can be counted"));
+        assert!(why(0, &[MAX_EXPANDED + 1], &[0]).contains("stride 0"));
+        assert!(why(0, &[1; MAX_DIMS + 1], &[1; MAX_DIMS + 1]).contains("dimensions"));
+        assert!(why(0, &[1], &[]).contains("one length"));
+    }
+}

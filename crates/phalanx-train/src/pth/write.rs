@@ -1,0 +1,229 @@
+//! Writing a state dict as `torch.save` does.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write;
+use std::path::Path;
+
+use rawzip::extra_fields::ExtraFieldId;
+use rawzip::path::EntryPath;
+use rawzip::{CompressionMethod, Crc32Option, Header, ZipArchiveWriter, ZipDataWriter};
+
+use super::tensor::{DType, row_major};
+use crate::Result;
+use crate::files::atomic_write_with;
+
+/// Where the data of each entry begins: at a multiple of this, so that a
+/// reader may map the file.
+const ALIGNMENT_BYTES: u64 = 64;
+
+/// Fixed part of a zip entry's local header, and the head of an extra field.
+const LOCAL_HEADER_BYTES: u64 = 30;
+const EXTRA_HEAD_BYTES: u64 = 4;
+
+/// PyTorch pads with an extra field of this kind, filled with `Z`.
+const PADDING_FIELD: ExtraFieldId = ExtraFieldId::new(u16::from_le_bytes(*b"FB"));
+
+/// A tensor to be written.
+#[derive(Clone, Debug)]
+pub struct Saved {
+    /// PyTorch's dotted name.
+    pub name: String,
+    /// Type of its numbers.
+    pub dtype: DType,
+    /// PyTorch's shape.
+    pub shape: Vec<usize>,
+    /// Row-major, little-endian; as many as the shape needs.
+    pub bytes: Vec<u8>,
+}
+
+/// Writes `tensors` to `path` as a state dict, atomically; the archive's root
+/// folder is called after the file, as PyTorch does it. Equal tensors give
+/// equal bytes under the same name.
+///
+/// # Errors
+///
+/// As [`atomic_write_with`]; also when a name or the number of tensors exceeds what
+/// the format can say.
+pub fn save_state_dict(path: &Path, tensors: &[Saved]) -> Result<()> {
+    let root = path
+        .file_stem()
+        .map_or_else(|| "archive".into(), |stem| stem.to_string_lossy());
+    atomic_write_with(path, |out| write_state_dict(out, &root, tensors))
+}
+
+/// Writes the archive of [`save_state_dict`] to `out`.
+///
+/// # Errors
+///
+/// Those of `out`; `InvalidInput` when a tensor's bytes are not as many as its
+/// shape needs, or a name exceeds what the format can say.
+pub fn write_state_dict(out: &mut dyn Write, root: &str, tensors: &[Saved]) -> std::io::Result<()> {
+    for tensor in tensors {
+        let elements = super::tensor::count(&tensor.shape);
+        let needed = elements.and_then(|n| n.checked_mul(tensor.dtype.size_bytes()));
+        if needed != Some(tensor.bytes.len()) {
+            return Err(std::io::Error::new(
+                std::io::ErrorKind::InvalidInput,
+                format!(
+                    "{} of shape {:?} has {} bytes",
+                    tensor.name,
+                    tensor.shape,
+                    tensor.bytes.len()
+                ),
+            ));
+        }
+    }
+    let storages: Vec<&[u8]> = tensors.iter().map(|t| &t.bytes[..]).collect();
+    write_archive(out, root, &pickle(tensors), &storages)
+}
+
+/// The archive around a pickle and its storages.
+pub(crate) fn write_archive(
+    out: &mut dyn Write,
+    root: &str,
+    pickle: &[u8],
+    storages: &[&[u8]],
+) -> std::io::Result<()> {
+    let mut zip = ZipArchiveWriter::new(out);
+    let mut entry = |name: &str, bytes: &[u8]| add(&mut zip, &format!("{root}/{name}"), bytes);
+    entry("data.pkl", pickle)?;
+    entry(".format_version", b"1")?;
+    entry(".storage_alignment", ALIGNMENT_BYTES.to_string().as_bytes())?;
+    entry("byteorder", b"little")?;
+    for (key, bytes) in storages.iter().enumerate() {
+        entry(&format!("data/{key}"), bytes)?;
+    }
+    entry("version", b"3\n")?;
+    zip.finish().map_err(to_io)?;
+    Ok(())
+}
+
+fn add<W: Write>(zip: &mut ZipArchiveWriter<W>, name: &str, bytes: &[u8]) -> std::io::Result<()> {
+    let unpadded = zip.stream_offset() + LOCAL_HEADER_BYTES + name.len() as u64 + EXTRA_HEAD_BYTES;
+    let padding = unpadded.next_multiple_of(ALIGNMENT_BYTES) - unpadded;
+    let (mut entry, config) = zip
+        .new_file(EntryPath::verbatim(name.as_bytes()))
+        .compression_method(CompressionMethod::STORE)
+        .extra_field(PADDING_FIELD, &vec![b'Z'; padding as usize], Header::LOCAL)
+        .map_err(to_io)?
+        .crc32(Crc32Option::Custom(crc32fast::hash(bytes)))
+        .start()
+        .map_err(to_io)?;
+    let mut data: ZipDataWriter<_> = config.wrap(&mut entry);
+    data.write_all(bytes)?;
+    let (_, descriptor) = data.finish().map_err(to_io)?;
+    entry.finish(descriptor).map_err(to_io)?;
+    Ok(())
+}
+
+fn to_io(error: rawzip::Error) -> std::io::Error {
+    match error.into_kind() {
+        rawzip::ErrorKind::IO(error) => error,
+        other => std::io::Error::new(std::io::ErrorKind::InvalidInput, other.to_string()),
+    }
+}
+
+/// Protocol 2, without remembering anything: a reader needs none of it.
+pub(crate) fn pickle(tensors: &[Saved]) -> Vec<u8> {
+    let mut p = Pickle(b"\x80\x02".to_vec());
+    p.ordered_dict();
+    p.op(b"(");
+    for (key, tensor) in tensors.iter().enumerate() {
+        p.text(&tensor.name);
+        p.global("torch._utils", "_rebuild_tensor_v2");
+        p.op(b"((");
+        p.text("storage");
+        p.global("torch", tensor.dtype.storage_class());
+        p.text(&key.to_string());
+        p.text("cpu");
+        p.int(tensor.bytes.len() / tensor.dtype.size_bytes());
+        p.op(b"tQ");
+        p.int(0);
+        p.sizes(&tensor.shape);
+        p.sizes(&row_major(&tensor.shape));
+        // No gradient, no hooks.
+        p.op(b"\x89");
+        p.ordered_dict();
+        p.op(b"tR");
+    }
+    p.op(b"u");
+    p.metadata(tensors);
+    p.op(b".");
+    p.0
+}
+
+struct Pickle(Vec<u8>);
+
+impl Pickle {
+    fn op(&mut self, bytes: &[u8]) {
+        self.0.extend_from_slice(bytes);
+    }
+
+    fn global(&mut self, module: &str, name: &str) {
+        self.op(format!("c{module}\n{name}\n").as_bytes());
+    }
+
+    fn ordered_dict(&mut self) {
+        self.global("collections", "OrderedDict");
+        self.op(b")R");
+    }
+
+    fn text(&mut self, text: &str) {
+        self.op(b"X");
+        // A name of 4 GiB would not fit a zip entry's 64 KiB either.
+        self.op(&(text.len() as u32).to_le_bytes());
+        self.op(text.as_bytes());
+    }
+
+    fn int(&mut self, value: usize) {
+        if let Ok(byte) = u8::try_from(value) {
+            self.op(&[b'K', byte]);
+        } else if let Ok(short) = u16::try_from(value) {
+            self.op(b"M");
+            self.op(&short.to_le_bytes());
+        } else if let Ok(long) = i32::try_from(value) {
+            self.op(b"J");
+            self.op(&long.to_le_bytes());
+        } else {
+            self.op(&[0x8a, 8]);
+            self.op(&(value as u64).to_le_bytes());
+        }
+    }
+
+    fn sizes(&mut self, sizes: &[usize]) {
+        self.op(b"(");
+        for size in sizes {
+            self.int(*size);
+        }
+        self.op(b"t");
+    }
+
+    /// `_metadata`: for each module the version of its layout. 2 is a batch
+    /// norm with `num_batches_tracked`; everything else here is at 1.
+    fn metadata(&mut self, tensors: &[Saved]) {
+        let mut modules: BTreeMap<&str, usize> = BTreeMap::from([("", 1)]);
+        let counted: BTreeSet<&str> = tensors
+            .iter()
+            .filter_map(|t| t.name.strip_suffix(".num_batches_tracked"))
+            .collect();
+        for tensor in tensors {
+            for (at, _) in tensor.name.match_indices('.') {
+                let module = &tensor.name[..at];
+                let version = if counted.contains(module) { 2 } else { 1 };
+                modules.insert(module, version);
+            }
+        }
+        self.op(b"}(");
+        self.text("_metadata");
+        self.ordered_dict();
+        self.op(b"(");
+        for (module, version) in modules {
+            self.text(module);
+            self.op(b"}(");
+            self.text("version");
+            self.int(version);
+            self.op(b"u");
+        }
+        self.op(b"uub");
+    }
+}
