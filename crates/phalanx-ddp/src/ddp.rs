@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use phalanx_comm::{ProcessGroup, ReduceOp, TransportKind};
-use phalanx_nn::{GradSink, GradView, ParamId, Params, Tape};
+use phalanx_nn::{GradSink, GradView, Layout, ParamId, ParamInfo, Params, Tape};
 
 use crate::bucket::{BucketCaps, BucketPlan};
 use crate::error::{Error, Result};
@@ -183,6 +183,7 @@ impl DistributedDataParallel {
             .map(|(_, info)| ParamSpec {
                 name: info.name.clone(),
                 len: info.len,
+                columns: columns(info),
             })
             .collect();
         let (specs, shards) = match options.deterministic {
@@ -319,6 +320,12 @@ impl DistributedDataParallel {
         print.line(format!("gradient hook {name}"));
         print.compare(self.reducer.group())?;
         self.reducer.set_hook(hook)
+    }
+
+    /// The hook that was set, for its state in checkpoints
+    /// ([`GradientHook::gather_state`]).
+    pub fn hook_mut(&mut self) -> Option<&mut (dyn GradientHook + 'static)> {
+        self.reducer.hook_mut()
     }
 
     /// Makes every batch normalisation of the model use the batch of all ranks,
@@ -523,6 +530,16 @@ impl GradView for DistributedDataParallel {
             },
             _ => self.routes.untouched(param),
         }
+    }
+}
+
+/// Length of a row of a parameter as it lies in memory: a matrix of its first
+/// dimension by all others, or for a convolution, whose first lies innermost, the transpose.
+fn columns(info: &ParamInfo) -> usize {
+    match (info.layout, info.shape.as_slice()) {
+        (_, [] | [_]) => 1,
+        (Layout::Same, [first, ..]) => (info.len / first.max(&1)).max(1),
+        (_, [first, ..]) => (*first).max(1),
     }
 }
 

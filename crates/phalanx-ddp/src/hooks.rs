@@ -1,15 +1,65 @@
 //! What travels instead of float32 gradients.
 //!
-//! A hook averages each bucket over the ranks in its own way. It is called
-//! when backward has ended, bucket by bucket in index order, so its
-//! communication is not hidden behind backward; the default, without a hook,
-//! is. The votes of a step travel apart from it, as they are.
+//! A hook averages each bucket over the ranks in its own way. It is called in
+//! three stages, each bucket by bucket in index order, so that all ranks issue
+//! the same collectives: [`launch`](GradientHook::launch) inside backward, the moment a bucket is
+//! full; [`advance`](GradientHook::advance) and [`average`](GradientHook::average) when backward has ended. What a hook
+//! sends in `launch` is hidden behind backward as the default's all-reduces
+//! are. The votes of a step travel apart from it, as they are.
+
+use std::ops::Range;
+use std::sync::Arc;
 
 use half::{bf16, f16};
-use phalanx_comm::{ProcessGroup, ReduceOp};
+use phalanx_comm::{OpTimes, ProcessGroup, ReduceOp};
 use phalanx_nn::Params;
 
 use crate::error::{Error, Result};
+use crate::messages::Messages;
+use crate::vote::Commit;
+
+/// One gradient in a bucket.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct GradTensor<'a> {
+    /// Number of the parameter among those reduced; it keeps it when buckets are laid out anew.
+    pub param: usize,
+    /// Name of the parameter.
+    pub name: &'a str,
+    /// Where its gradient lies in the bucket.
+    pub range: Range<usize>,
+    /// Length of a row, seen as a matrix in memory; 1 for what is none.
+    pub columns: usize,
+}
+
+/// One bucket of gradients in a step, as a hook sees it.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct GradBucket<'a> {
+    /// Its number, in the order of launching.
+    pub index: usize,
+    /// This rank's own gradients; after [`GradientHook::average`] what the optimizer is to
+    /// get. Gaps between tensors are zeros or finite leftovers.
+    pub gradients: &'a mut [f32],
+    /// What lies in it.
+    pub tensors: &'a [GradTensor<'a>],
+    /// What error messages call it.
+    pub label: &'a Arc<str>,
+    /// What the reducer will multiply the mean by, the same on all ranks
+    /// (1 but for accumulation and uneven data).
+    pub scale: f32,
+    /// When its communication ran, for traces; the hook may say.
+    pub ran: Option<OpTimes>,
+}
+
+/// What a resumed training needs of a hook, the same on all ranks.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct HookState {
+    /// Steps that the hook has averaged.
+    pub steps: u64,
+    /// Tensors by name.
+    pub tensors: Vec<(String, Vec<f32>)>,
+}
 
 /// Averages the gradients of one bucket over the ranks.
 pub trait GradientHook: Send {
@@ -17,22 +67,70 @@ pub trait GradientHook: Send {
     /// same on all ranks.
     fn name(&self) -> String;
 
-    /// Replaces `gradients` of bucket number `bucket`, this rank's own, by what
-    /// the optimizer is to get: on all ranks the same bits, if the ranks' weights are
-    /// to stay equal. Gaps between tensors are zeros or finite leftovers.
+    /// Starts the work on a bucket that is full, inside backward. It must not
+    /// wait for other ranks, and leaves `gradients` finite where they are.
+    ///
+    /// # Errors
+    ///
+    /// `Comm` when a collective could not be issued.
+    fn launch(&mut self, _group: &ProcessGroup, _bucket: &mut GradBucket<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    /// Goes on with a bucket, after backward and before the first
+    /// [`average`](Self::average) of the step: for hooks of two collectives, so that the
+    /// second of one bucket runs beside that of the next.
     ///
     /// # Errors
     ///
     /// `Comm` when a collective failed.
-    fn average(&mut self, group: &ProcessGroup, bucket: usize, gradients: &mut [f32])
-    -> Result<()>;
+    fn advance(&mut self, _group: &ProcessGroup, _bucket: &mut GradBucket<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    /// Replaces `bucket.gradients`, this rank's own, by what the optimizer is to
+    /// get: on all ranks the same bits, if the ranks' weights are to stay equal.
+    ///
+    /// # Errors
+    ///
+    /// `Comm` when a collective failed.
+    fn average(&mut self, group: &ProcessGroup, bucket: &mut GradBucket<'_>) -> Result<()>;
+
+    /// The ranks have voted on the step: what it changed in the hook is kept,
+    /// or dropped with its gradients.
+    fn decided(&mut self, _commit: &Commit) {}
+
+    /// State for a checkpoint, valid at any number of ranks. *Blocks* until
+    /// all ranks call it, if there is any.
+    ///
+    /// # Errors
+    ///
+    /// `Comm` when a peer is lost or late.
+    fn gather_state(&self, _group: &ProcessGroup) -> Result<HookState> {
+        Ok(HookState::default())
+    }
+
+    /// Puts back what [`gather_state`](Self::gather_state) gave, before the first step. Local.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` for state that is not this hook's.
+    fn restore_state(&mut self, state: &HookState) -> Result<()> {
+        if *state == HookState::default() {
+            return Ok(());
+        }
+        Err(Error::usage(format!(
+            "saved state of a gradient hook was given to the hook {}, which has none",
+            self.name()
+        )))
+    }
 }
 
 /// Gradients travel as bfloat16: half the bytes, 8 bits of precision, the
 /// range of float32. The mean is folded in rank order and rounded to bfloat16.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Default)]
 pub struct Bf16Gradients {
-    wire: Vec<bf16>,
+    wire: Messages<bf16>,
 }
 
 impl GradientHook for Bf16Gradients {
@@ -40,14 +138,18 @@ impl GradientHook for Bf16Gradients {
         "bf16".to_owned()
     }
 
-    fn average(&mut self, group: &ProcessGroup, _: usize, gradients: &mut [f32]) -> Result<()> {
-        self.wire.clear();
-        self.wire
-            .extend(gradients.iter().map(|g| bf16::from_f32(*g)));
-        group
-            .all_reduce(&mut self.wire, ReduceOp::Mean)
-            .map_err(|e| Error::comm_while("bfloat16 gradients could not be averaged", e))?;
-        let pairs = gradients.iter_mut().zip(&self.wire);
+    fn launch(&mut self, group: &ProcessGroup, bucket: &mut GradBucket<'_>) -> Result<()> {
+        let len = bucket.gradients.len();
+        let wire = self.wire.prepare(group, bucket.index, len);
+        let pairs = wire.iter_mut().zip(&*bucket.gradients);
+        pairs.for_each(|(w, g)| *w = bf16::from_f32(*g));
+        self.wire.launch(group, bucket, ReduceOp::Mean);
+        Ok(())
+    }
+
+    fn average(&mut self, _: &ProcessGroup, bucket: &mut GradBucket<'_>) -> Result<()> {
+        let wire = self.wire.wait(bucket, "bfloat16 gradients")?;
+        let pairs = bucket.gradients.iter_mut().zip(wire);
         pairs.for_each(|(g, w)| *g = w.to_f32());
         Ok(())
     }
@@ -56,9 +158,9 @@ impl GradientHook for Bf16Gradients {
 /// Gradients travel as float16: half the bytes, 11 bits of precision. They are
 /// divided by the number of ranks first, so that their sum does not overflow
 /// where none of them does; one beyond 65,504 votes the step down.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Default)]
 pub struct F16Gradients {
-    wire: Vec<f16>,
+    wire: Messages<f16>,
 }
 
 impl GradientHook for F16Gradients {
@@ -66,15 +168,19 @@ impl GradientHook for F16Gradients {
         "f16".to_owned()
     }
 
-    fn average(&mut self, group: &ProcessGroup, _: usize, gradients: &mut [f32]) -> Result<()> {
+    fn launch(&mut self, group: &ProcessGroup, bucket: &mut GradBucket<'_>) -> Result<()> {
         let share = 1.0 / group.world_size() as f32;
-        self.wire.clear();
-        self.wire
-            .extend(gradients.iter().map(|g| f16::from_f32(*g * share)));
-        group
-            .all_reduce(&mut self.wire, ReduceOp::Sum)
-            .map_err(|e| Error::comm_while("float16 gradients could not be averaged", e))?;
-        let pairs = gradients.iter_mut().zip(&self.wire);
+        let len = bucket.gradients.len();
+        let wire = self.wire.prepare(group, bucket.index, len);
+        let pairs = wire.iter_mut().zip(&*bucket.gradients);
+        pairs.for_each(|(w, g)| *w = f16::from_f32(*g * share));
+        self.wire.launch(group, bucket, ReduceOp::Sum);
+        Ok(())
+    }
+
+    fn average(&mut self, _: &ProcessGroup, bucket: &mut GradBucket<'_>) -> Result<()> {
+        let wire = self.wire.wait(bucket, "float16 gradients")?;
+        let pairs = bucket.gradients.iter_mut().zip(wire);
         pairs.for_each(|(g, w)| *g = w.to_f32());
         Ok(())
     }
@@ -90,7 +196,7 @@ impl GradientHook for LocalGradients {
         "local".to_owned()
     }
 
-    fn average(&mut self, _: &ProcessGroup, _: usize, _: &mut [f32]) -> Result<()> {
+    fn average(&mut self, _: &ProcessGroup, _: &mut GradBucket<'_>) -> Result<()> {
         Ok(())
     }
 }

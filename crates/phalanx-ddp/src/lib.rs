@@ -42,6 +42,9 @@ mod equal;
 mod error;
 mod fingerprint;
 mod hooks;
+mod low_rank;
+mod messages;
+mod power_sgd;
 mod reducer;
 mod route;
 mod shards;
@@ -58,7 +61,11 @@ pub use ddp::{Buffers, DdpOptions, Deterministic, DistributedDataParallel, Every
 pub use equal::verify_equal;
 pub use error::{Error, ErrorKind, Result};
 pub use fingerprint::Fingerprint;
-pub use hooks::{Bf16Gradients, F16Gradients, GradientHook, LocalGradients, LocalSgd};
+pub use hooks::{
+    Bf16Gradients, F16Gradients, GradBucket, GradTensor, GradientHook, HookState, LocalGradients,
+    LocalSgd,
+};
+pub use power_sgd::{PowerSgd, PowerSgdOptions};
 pub use reducer::{ParamSpec, Reducer, ReducerOptions};
 pub use state::agree_on_state;
 pub use step::{Average, GlobalBatch, GlobalStep, Uneven};

@@ -30,11 +30,11 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use phalanx_comm::{Bucket, Call, ProcessGroup, ReduceOp, Work};
+use phalanx_comm::{Bucket, Call, OpTimes, ProcessGroup, ReduceOp, Work};
 
 use crate::bucket::{BucketCaps, BucketPlan};
 use crate::error::{Error, Result};
-use crate::hooks::GradientHook;
+use crate::hooks::{GradBucket, GradTensor, GradientHook};
 use crate::trace::{BucketTimes, StepTimes};
 use crate::vote::{self, Ballot, Commit};
 
@@ -45,6 +45,9 @@ pub struct ParamSpec {
     pub name: String,
     /// Number of `f32` elements.
     pub len: usize,
+    /// Length of a row where it is a matrix in memory, else 1; for hooks that
+    /// compress matrices.
+    pub columns: usize,
 }
 
 /// Settings of a [`Reducer`]. They must be the same on all ranks.
@@ -72,6 +75,14 @@ enum Memory {
     Reduced(Bucket<f32>),
     /// The all-reduce failed and took the memory with it.
     Lost,
+}
+
+/// A part of a hook's work on one bucket.
+#[derive(Clone, Copy)]
+enum Stage {
+    Launch,
+    Advance,
+    Average,
 }
 
 /// How the gradient of one step comes about.
@@ -277,8 +288,7 @@ impl Reducer {
             )));
         }
         self.used[param] = true;
-        self.take_gradient(param);
-        Ok(())
+        self.take_gradient(param)
     }
 
     /// Says that this rank's loss does not depend on `param`: its part of the
@@ -301,7 +311,7 @@ impl Reducer {
 
     /// Weighs a finished gradient, adds it to those of earlier micro-batches,
     /// and launches what is complete by it.
-    fn take_gradient(&mut self, param: usize) {
+    fn take_gradient(&mut self, param: usize) -> Result<()> {
         let (bucket, range) = self.plan.place(param);
         let weight = self.micro.weights.get(self.micro.index).copied();
         if let Memory::Filling(memory) = &mut self.memory[bucket] {
@@ -329,17 +339,26 @@ impl Reducer {
         }
         self.order.push(param);
         if !self.micro.is_last() {
-            return;
+            return Ok(());
         }
         self.missing[bucket] -= 1;
-        self.launch_full();
+        self.launch_full()
     }
 
-    fn launch_full(&mut self) {
+    fn launch_full(&mut self) -> Result<()> {
         while self.missing.get(self.next_launch) == Some(&0) {
             self.launch(self.next_launch);
+            if self.has_hook_to_run() {
+                self.run_stage(self.next_launch, Stage::Launch)
+                    .map_err(|e| self.fail(e))?;
+            }
             self.next_launch += 1;
         }
+        Ok(())
+    }
+
+    fn has_hook_to_run(&self) -> bool {
+        self.hook.is_some() && self.group.world_size() > 1
     }
 
     /// Declares the next step: one micro-batch for each of `weights`, whose
@@ -482,7 +501,7 @@ impl Reducer {
         self.times.backward_ended = Some(ended);
         self.group.set_phase("averaging gradients");
         if self.micro.weights.is_empty() {
-            self.launch_zeros();
+            self.launch_zeros()?;
         } else if !self.micro.is_last() {
             let (done, of) = (self.micro.index + 1, self.micro.weights.len());
             return Err(self.fail(Error::usage(format!(
@@ -495,12 +514,8 @@ impl Reducer {
         for bucket in 0..self.memory.len() {
             self.collect(bucket)?;
         }
-        if self.group.world_size() > 1
-            && let Some(mut hook) = self.hook.take()
-        {
-            let done = self.run_hook(hook.as_mut());
-            self.hook = Some(hook);
-            done.inspect_err(|_| self.failed = true)?;
+        if self.has_hook_to_run() {
+            self.run_hook().inspect_err(|_| self.failed = true)?;
         }
         self.times.reduced = Some(Instant::now());
         if self.options.rebuild && !self.was_rebuilt {
@@ -511,6 +526,11 @@ impl Reducer {
         let micro = std::mem::replace(&mut self.micro, Micro::single());
         if commit.is_yes() && micro.scale != 1.0 {
             self.multiply(micro.scale);
+        }
+        if self.has_hook_to_run()
+            && let Some(hook) = &mut self.hook
+        {
+            hook.decided(&commit);
         }
         self.committed = commit.is_yes();
         self.skipped += u64::from(!self.committed);
@@ -531,44 +551,81 @@ impl Reducer {
         })
     }
 
+    /// Lets the hook work on a launched bucket; when its communication ran, if it says.
+    fn run_stage(&mut self, bucket: usize, stage: Stage) -> Result<Option<OpTimes>> {
+        let (Some(hook), Memory::Reduced(memory)) =
+            (self.hook.as_deref_mut(), &mut self.memory[bucket])
+        else {
+            return Ok(None);
+        };
+        let tensor = |&param: &usize| GradTensor {
+            param,
+            name: &self.params[param].name,
+            range: self.plan.place(param).1,
+            columns: self.params[param].columns,
+        };
+        let tensors: Vec<GradTensor<'_>> = self.plan.buckets()[bucket].iter().map(tensor).collect();
+        let mut view = GradBucket {
+            index: bucket,
+            gradients: &mut memory[..self.plan.bucket_elems(bucket)],
+            tensors: &tensors,
+            label: &self.labels[bucket],
+            scale: self.micro.scale,
+            ran: None,
+        };
+        match stage {
+            Stage::Launch => hook.launch(&self.group, &mut view),
+            Stage::Advance => hook.advance(&self.group, &mut view),
+            Stage::Average => hook.average(&self.group, &mut view),
+        }?;
+        Ok(view.ran)
+    }
+
     /// Lets the hook average every bucket, then the ranks vote, also on what
     /// it made of the gradients.
-    fn run_hook(&mut self, hook: &mut dyn GradientHook) -> Result<()> {
-        let (rank, last) = (self.group.rank(), self.memory.len().saturating_sub(1));
-        for (bucket, memory) in self.memory.iter_mut().enumerate() {
-            let Memory::Reduced(memory) = memory else {
-                continue;
-            };
-            let (gradients, tail) = memory.split_at_mut(self.plan.bucket_elems(bucket));
-            let started = Instant::now();
-            hook.average(&self.group, bucket, gradients)?;
+    fn run_hook(&mut self) -> Result<()> {
+        let mut first = Vec::with_capacity(self.memory.len());
+        for bucket in 0..self.memory.len() {
+            first.push(self.run_stage(bucket, Stage::Advance)?);
+        }
+        for (bucket, first) in first.into_iter().enumerate() {
+            let began = Instant::now();
+            let second = self.run_stage(bucket, Stage::Average)?;
+            let started = first.or(second).map_or(began, |ran| ran.started);
+            let finished = second
+                .or(first)
+                .map_or_else(Instant::now, |ran| ran.finished);
             self.times.buckets.push(BucketTimes {
                 bucket,
                 bytes: self.plan.bucket_bytes(bucket),
                 label: self.labels[bucket].clone(),
                 launched: self.launched_at[bucket],
                 started,
-                finished: Instant::now(),
+                finished,
             });
+            let Memory::Reduced(memory) = &mut self.memory[bucket] else {
+                continue;
+            };
             for &param in &self.plan.buckets()[bucket] {
                 let (_, range) = self.plan.place(param);
-                if !vote::all_finite(&gradients[range]) {
+                if !vote::all_finite(&memory[range]) {
                     self.ballot.not_finite(param);
                 }
             }
-            if bucket == last {
-                self.ballot.cast(&mut tail[..self.group.world_size()], rank);
-                self.group
-                    .all_reduce(tail, ReduceOp::Mean)
-                    .map_err(|e| Error::comm_while("the ranks could not vote on the step", e))?;
-            }
         }
-        Ok(())
+        let Some(Memory::Reduced(last)) = self.memory.last_mut() else {
+            return Ok(());
+        };
+        let tail = &mut last[self.plan.bucket_elems(self.plan.buckets().len() - 1)..];
+        self.ballot
+            .cast(&mut tail[..self.group.world_size()], self.group.rank());
+        self.group
+            .all_reduce(tail, ReduceOp::Mean)
+            .map_err(|e| Error::comm_while("the ranks could not vote on the step", e))
     }
 
-    /// Lets `hook` average the buckets of the steps that follow, after backward;
-    /// `None` goes back to all-reduces inside backward. Must be the same on
-    /// all ranks.
+    /// Lets `hook` average the buckets of the steps that follow; `None` goes
+    /// back to all-reduces. Must be the same on all ranks.
     ///
     /// # Errors
     ///
@@ -584,6 +641,11 @@ impl Reducer {
         Ok(())
     }
 
+    /// The hook, for its state.
+    pub fn hook_mut(&mut self) -> Option<&mut (dyn GradientHook + 'static)> {
+        self.hook.as_deref_mut()
+    }
+
     fn multiply(&mut self, scale: f32) {
         for (bucket, memory) in self.memory.iter_mut().enumerate() {
             if let Memory::Reduced(memory) = memory {
@@ -594,7 +656,7 @@ impl Reducer {
     }
 
     /// This rank's part in a step it has no data for.
-    fn launch_zeros(&mut self) {
+    fn launch_zeros(&mut self) -> Result<()> {
         for (bucket, memory) in self.memory.iter_mut().enumerate() {
             if let Memory::Filling(memory) = memory {
                 memory[..self.plan.bucket_elems(bucket)].fill(0.0);
@@ -602,7 +664,7 @@ impl Reducer {
         }
         self.order = (0..self.params.len()).rev().collect();
         self.missing.fill(0);
-        self.launch_full();
+        self.launch_full()
     }
 
     fn no_gradient_error(&self) -> Error {

@@ -2,12 +2,14 @@
 
 mod common;
 
+use std::time::{Duration, Instant};
+
 use common::{ALL, Over, ranks};
 use phalanx_comm::{ProcessGroup, ReduceOp};
 use phalanx_ddp::{
     Bf16Gradients, BucketCaps, DdpOptions, Deterministic, DistributedDataParallel, ErrorKind,
-    F16Gradients, GradientHook, LocalGradients, LocalSgd, ParamSpec, Reducer, ReducerOptions,
-    Result, ShardTree,
+    F16Gradients, GradBucket, GradientHook, LocalGradients, LocalSgd, ParamSpec, PowerSgd,
+    PowerSgdOptions, Reducer, ReducerOptions, Result, ShardTree,
 };
 use phalanx_nn::layers::Linear;
 use phalanx_nn::optim::Sgd;
@@ -22,6 +24,7 @@ fn reducer(group: ProcessGroup) -> Reducer {
         .map(|(i, &len)| ParamSpec {
             name: format!("layer{i}.weight"),
             len,
+            columns: 1,
         })
         .collect();
     let options = ReducerOptions {
@@ -152,6 +155,47 @@ fn sixteen_bits_halve_the_bytes_on_the_wire_and_local_gradients_send_next_to_non
     assert!(none < 0.05 * full, "{none} of {full}");
 }
 
+/// The first bucket's bytes leave while later gradients are still to come.
+#[test]
+fn hooks_send_inside_backward() {
+    let hooks: [fn() -> Box<dyn GradientHook>; 3] = [
+        || Box::new(Bf16Gradients::default()),
+        || Box::new(F16Gradients::default()),
+        || {
+            let options = PowerSgdOptions {
+                start_step: 1,
+                ..PowerSgdOptions::default()
+            };
+            Box::new(PowerSgd::new(options).expect("settings"))
+        },
+    ];
+    for hook in hooks {
+        ranks(2, Over::Tcp, |group| {
+            let mut reducer = reducer(group.clone());
+            reducer.set_hook(Some(hook())).expect("set");
+            step(&mut reducer, 1.0);
+            let sent = || group.bytes_sent_to().iter().sum::<u64>();
+            let before = sent();
+            let first = reducer.plan().buckets()[0].clone();
+            let ready = |reducer: &mut Reducer, param: usize| {
+                reducer.slot(param).fill(1.0);
+                reducer.ready(param).expect("ready");
+            };
+            first.iter().for_each(|param| ready(&mut reducer, *param));
+            let limit = Instant::now() + Duration::from_secs(60);
+            while sent() == before {
+                assert!(Instant::now() < limit, "nothing was sent inside backward");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            for param in (0..LENS.len()).filter(|p| !first.contains(p)) {
+                ready(&mut reducer, param);
+            }
+            assert!(reducer.finish().expect("finish").is_yes());
+            assert!(reducer.times().overlapped());
+        });
+    }
+}
+
 /// A user's own: the sum instead of the mean.
 struct SumOf(f32);
 
@@ -160,11 +204,11 @@ impl GradientHook for SumOf {
         format!("{} times the sum", self.0)
     }
 
-    fn average(&mut self, group: &ProcessGroup, _: usize, gradients: &mut [f32]) -> Result<()> {
+    fn average(&mut self, group: &ProcessGroup, bucket: &mut GradBucket<'_>) -> Result<()> {
         group
-            .all_reduce(gradients, ReduceOp::Sum)
+            .all_reduce(bucket.gradients, ReduceOp::Sum)
             .expect("all-reduce");
-        gradients.iter_mut().for_each(|g| *g *= self.0);
+        bucket.gradients.iter_mut().for_each(|g| *g *= self.0);
         Ok(())
     }
 }

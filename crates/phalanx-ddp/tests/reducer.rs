@@ -12,6 +12,7 @@ fn specs(lens: &[usize]) -> Vec<ParamSpec> {
         .map(|(i, &len)| ParamSpec {
             name: format!("layer{i}.weight"),
             len,
+            columns: 1,
         })
         .collect()
 }

@@ -14,6 +14,7 @@ fn reducer(group: ProcessGroup, caps: BucketCaps) -> Reducer {
     let specs = [70, 1, 33].iter().enumerate().map(|(i, &len)| ParamSpec {
         name: format!("layer{i}.weight"),
         len,
+        columns: 1,
     });
     let options = ReducerOptions {
         caps,

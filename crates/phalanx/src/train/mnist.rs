@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use phalanx_comm::ReduceOp;
 use phalanx_ddp::{
     Bf16Gradients, BucketCaps, DdpOptions, DistributedDataParallel, F16Gradients, GradientHook,
-    ShardTree, verify_equal,
+    PowerSgd, PowerSgdOptions, ShardTree, verify_equal,
 };
 use phalanx_nn::models::MnistCnn;
 use phalanx_nn::optim::Sgd;
@@ -48,19 +48,27 @@ pub enum SamplerKind {
 pub enum GradientType {
     /// As they are, while backward still runs
     F32,
-    /// Half the bytes, 8 bits of precision, after backward
+    /// Half the bytes, 8 bits of precision
     Bf16,
-    /// Half the bytes, 11 bits of precision, after backward
+    /// Half the bytes, 11 bits of precision
     F16,
+    /// Matrices as products of two thin ones, after --powersgd-start steps
+    Powersgd,
 }
 
 impl GradientType {
-    fn hook(self) -> Option<Box<dyn GradientHook>> {
-        match self {
+    fn hook(args: &MnistArgs) -> Result<Option<Box<dyn GradientHook>>> {
+        Ok(match args.gradient_type {
             GradientType::F32 => None,
             GradientType::Bf16 => Some(Box::new(Bf16Gradients::default())),
             GradientType::F16 => Some(Box::new(F16Gradients::default())),
-        }
+            GradientType::Powersgd => Some(Box::new(PowerSgd::new(PowerSgdOptions {
+                rank: args.powersgd_rank,
+                start_step: args.powersgd_start,
+                seed: args.seed,
+                ..PowerSgdOptions::default()
+            })?)),
+        })
     }
 }
 
@@ -106,6 +114,12 @@ pub struct MnistArgs {
     /// As what gradients travel between ranks
     #[arg(long, value_enum, default_value_t = GradientType::F32)]
     pub gradient_type: GradientType,
+    /// Columns of the thin matrices of --gradient-type powersgd
+    #[arg(long, default_value_t = 2, value_name = "N")]
+    pub powersgd_rank: usize,
+    /// Steps with plain means before --gradient-type powersgd begins
+    #[arg(long, default_value_t = 100, value_name = "N")]
+    pub powersgd_start: u64,
     #[command(flatten)]
     pub cut: CutArgs,
     /// Threads that prepare batches, per rank
@@ -153,6 +167,7 @@ pub fn validate(args: &MnistArgs, world: usize) -> Result<()> {
         ("--test-batch-size", args.test_batch_size, MAX_BATCH),
         ("--log-interval", args.log_interval, usize::MAX),
         ("--workers", args.workers, 64),
+        ("--powersgd-rank", args.powersgd_rank, 1024),
         ("--synthetic-samples", args.synthetic_samples, 100_000_000),
         (
             "--global-batch-size",
@@ -221,7 +236,7 @@ pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
     let mut params = scope.build()?;
     let mut ddp =
         DistributedDataParallel::new(ctx.group.clone(), &mut params, ddp_options(args, &data)?)?; // DDP
-    if let Some(hook) = args.gradient_type.hook() {
+    if let Some(hook) = GradientType::hook(args)? {
         ddp.set_hook(Some(hook))?; // DDP
     }
     let mut optimizer = Sgd::new(&params, args.lr).momentum(args.momentum);
