@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::sync::atomic::Ordering::SeqCst;
+
 use common::{Over, ranks};
 use phalanx_comm::ProcessGroup;
 use phalanx_ddp::{BucketCaps, Commit, ErrorKind, Fingerprint, ParamSpec, Reducer, ReducerOptions};
@@ -105,21 +107,39 @@ fn buckets_are_rebuilt_once_in_rank_0s_observed_order() {
 
 #[test]
 fn first_bucket_is_reduced_before_backward_ends() {
+    // However long backward takes, a reducer that waits for its end is late.
+    const LONGEST_MS: u64 = 6400;
+    let late = std::sync::atomic::AtomicUsize::new(0);
+    let gate = std::sync::Barrier::new(2);
     ranks(2, Over::Thread, |group| {
         let mut reducer = Reducer::new(group.clone(), specs(&[8, 8]), one_tensor_a_bucket());
-        produce(&mut reducer, 1, 1.0);
-        // Backward is still running (parameter 0 is missing); wait for the peer
-        // to have launched too, then give the communication thread time.
-        std::thread::sleep(std::time::Duration::from_millis(200));
-        produce(&mut reducer, 0, 1.0);
-        assert_eq!(reducer.finish().expect("finish"), Commit::Yes);
-        assert!(reducer.times().overlapped());
-        let first = &reducer.times().buckets[0];
-        let ended = reducer.times().backward_ended.expect("ended");
-        assert!(
-            first.finished < ended,
-            "the first bucket was not done when backward ended"
-        );
+        let mut backward_ms = 100;
+        loop {
+            produce(&mut reducer, 1, 1.0);
+            // Backward is still running (parameter 0 is missing); the peer may
+            // still have to launch too, and the communication thread needs time.
+            std::thread::sleep(std::time::Duration::from_millis(backward_ms));
+            produce(&mut reducer, 0, 1.0);
+            assert_eq!(reducer.finish().expect("finish"), Commit::Yes);
+            let first = &reducer.times().buckets[0];
+            let ended = reducer.times().backward_ended.expect("ended");
+            let in_time = reducer.times().overlapped() && first.finished < ended;
+            late.fetch_add(usize::from(!in_time), SeqCst);
+            gate.wait();
+            let all_in_time = late.load(SeqCst) == 0;
+            if gate.wait().is_leader() {
+                late.store(0, SeqCst);
+            }
+            gate.wait();
+            if all_in_time {
+                break;
+            }
+            assert!(
+                backward_ms < LONGEST_MS,
+                "the first bucket was not done when backward ended"
+            );
+            backward_ms *= 4;
+        }
     });
 }
 

@@ -161,7 +161,8 @@ fn train(
                 drop(ddp);
                 group = group
                     .reform(ReformOptions {
-                        straggler_wait: Duration::from_millis(300),
+                        // Nobody who comes is left out on a busy machine.
+                        straggler_wait: Duration::from_millis(1000),
                         ..ReformOptions::default()
                     })
                     .expect("formed anew");

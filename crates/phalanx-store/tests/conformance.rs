@@ -177,7 +177,7 @@ mod checks {
 
     pub fn wait_needs_all_keys_at_once(fixture: &dyn Fixture) {
         let (a, b) = (fixture.member(), fixture.member());
-        let waiter = thread::spawn(move || a.wait(&["x", "y"], Duration::from_millis(200)));
+        let waiter = thread::spawn(move || a.wait(&["x", "y"], Duration::from_millis(1000)));
         thread::sleep(Duration::from_millis(30));
         b.set("x", b"").unwrap();
         thread::sleep(Duration::from_millis(30));

@@ -1,12 +1,16 @@
 //! The flight recorder from end to end: ranks of a training are stopped or
 //! killed, and a person reads what happened.
 
+mod support;
+
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use support::heed_signals;
+
 /// Longer than any run here takes, on a busy machine.
-const LIMIT: Duration = Duration::from_secs(100);
+const LIMIT: Duration = Duration::from_secs(240);
 
 /// A training that would run for hours, on three ranks.
 struct Job {
@@ -71,6 +75,7 @@ impl Job {
 
 /// A command that no variable of the test's own environment reaches.
 fn phalanx(dir: &Path) -> Command {
+    heed_signals();
     let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
     command.current_dir(dir);
     for (name, _) in std::env::vars_os() {
@@ -130,7 +135,9 @@ fn a_stopped_rank_is_named(transport: &str) {
     let (code, err, dir) = job.end();
     assert_eq!(code, 4, "{err}");
     // While it still waits, once: from the lowest rank.
-    let late = line(&err, "waiting 2 s: ");
+    let late = line(&err, "waiting ");
+    let (seconds, late) = late.split_once(" s: ").unwrap_or_else(|| panic!("{err}"));
+    assert!(seconds.parse::<u64>().is_ok_and(|s| s >= 2), "{err}");
     let name = format!("rank 2 (pid {stopped}) ");
     let verb = late.strip_prefix(&name).unwrap_or_else(|| panic!("{late}"));
     assert!(
@@ -142,11 +149,16 @@ fn a_stopped_rank_is_named(transport: &str) {
         doing.starts_with("is stopped (SIGSTOP or a debugger)"),
         "{doing}"
     );
-    let waits = line(&err, "  ranks 0, 1 wait; deadline in ");
-    assert!(waits.ends_with(" s"), "{waits}");
-    assert_eq!(err.matches("waiting 2 s: ").count(), 1, "{err}");
+    let waits = line(&err, "  ranks 0, 1 wait");
+    assert!(
+        waits.is_empty() || waits.starts_with("; deadline in "),
+        "{waits}"
+    );
+    // Once in two seconds, three times that later for the second time.
+    let said = |line: &&str| line.contains("waiting ") && line.contains(" s: rank 2 ");
+    assert!((1..=2).contains(&err.lines().filter(said).count()), "{err}");
     // In the error and in the report.
-    assert!(err.contains("timed out after 6."), "{err}");
+    assert!(err.contains("timed out after "), "{err}");
     let of_error = format!("rank 2 (pid {stopped}) is stopped (SIGSTOP or a debugger)");
     assert!(err.contains(&of_error), "{err}");
     let what = line(&err, "  while   ");

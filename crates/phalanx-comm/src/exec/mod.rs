@@ -618,19 +618,22 @@ impl Executor {
         signature: &Signature,
     ) -> (String, Option<usize>) {
         let world = self.mesh.world();
-        let missing = (0..world).filter_map(|peer| {
-            let lanes = self.want.iter().skip(peer).step_by(world);
-            let (send, recv) = lanes.fold((false, false), |(send, recv), want| {
-                (send || want.send, recv || want.recv)
-            });
-            let what = match (send, recv) {
-                (false, false) => return None,
-                (true, false) => "to take data",
-                (_, true) => "to send data",
-            };
-            Some((peer, what))
-        });
-        deadline.late(missing, echo, self.flight.excuse(signature))
+        let missing: Vec<(usize, &str)> = (0..world)
+            .filter_map(|peer| {
+                let lanes = self.want.iter().skip(peer).step_by(world);
+                let (send, recv) = lanes.fold((false, false), |(send, recv), want| {
+                    (send || want.send, recv || want.recv)
+                });
+                let what = match (send, recv) {
+                    (false, false) => return None,
+                    (true, false) => "to take data",
+                    (_, true) => "to send data",
+                };
+                Some((peer, what))
+            })
+            .collect();
+        let ranks: Vec<usize> = missing.iter().map(|(peer, _)| *peer).collect();
+        deadline.late(&missing, echo, self.flight.blame(&ranks, signature))
     }
 
     /// Runs a local step.
@@ -737,41 +740,57 @@ impl Deadline {
         if round == 0 { self.at } else { self.at_last }
     }
 
-    /// Says that it has passed, names the `missing` ranks and what is waited
-    /// for, and who it is if that is only one. `excuse` says what they do
-    /// instead.
+    /// Says that it has passed, names who is to `blame` and what the `missing`
+    /// ranks are waited for, and who it is if that is only one.
     fn late(
         &self,
-        missing: impl Iterator<Item = (usize, &'static str)>,
+        missing: &[(usize, &'static str)],
         echo: &str,
-        excuse: Option<String>,
+        (culprits, excuse): (Vec<usize>, Option<String>),
     ) -> (String, Option<usize>) {
-        let mut names = String::new();
-        let mut only = None;
-        for (peer, what) in missing {
-            only = if names.is_empty() { Some(peer) } else { None };
-            let comma = if names.is_empty() { "" } else { ", " };
-            let _ = write!(names, "{comma}rank {peer} {what}");
-        }
+        let what = |rank: usize| {
+            let found = missing.iter().find(|(peer, _)| *peer == rank);
+            found.map_or("to send data", |(_, what)| *what)
+        };
+        let names: Vec<String> = culprits
+            .iter()
+            .map(|rank| format!("rank {rank} {}", what(*rank)))
+            .collect();
+        let others: Vec<String> = missing
+            .iter()
+            .filter(|(peer, _)| !culprits.contains(peer))
+            .map(|(peer, _)| peer.to_string())
+            .collect();
+        let others = match &others[..] {
+            [] => String::new(),
+            [one] => format!("; rank {one} seems to wait as well"),
+            many => format!("; ranks {} seem to wait as well", many.join(", ")),
+        };
         let excuse = excuse.map_or(String::new(), |excuse| format!("; {excuse}"));
         let late = format!(
-            "timed out after {:.2} s (limit {:.2} s) waiting for {names}{echo}{excuse}",
+            "timed out after {:.2} s (limit {:.2} s) waiting for {}{echo}{others}{excuse}",
             self.started.elapsed().as_secs_f64(),
             self.limit.as_secs_f64(),
+            names.join(", "),
         );
+        let only = match culprits[..] {
+            [one] => Some(one),
+            _ => None,
+        };
         (late, only)
     }
 
     /// The error when it has passed in a round: `missing` ranks have not sent
-    /// what is due.
+    /// what is due; `blame` says who is to blame.
     pub(crate) fn missed(
         &self,
         missing: impl Iterator<Item = usize>,
         round: usize,
-        excuse: Option<String>,
+        blame: impl FnOnce(&[usize]) -> (Vec<usize>, Option<String>),
     ) -> Error {
-        let missing = missing.map(|rank| (rank, "to send data"));
-        let (late, only) = self.late(missing, echo(round), excuse);
+        let missing: Vec<(usize, &str)> = missing.map(|rank| (rank, "to send data")).collect();
+        let ranks: Vec<usize> = missing.iter().map(|(rank, _)| *rank).collect();
+        let (late, only) = self.late(&missing, echo(round), blame(&ranks));
         missed(late, only, round)
     }
 }

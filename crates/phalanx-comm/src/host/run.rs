@@ -246,8 +246,9 @@ impl<'a> Run<'a> {
     fn timeout(&mut self) -> Error {
         self.note_missing();
         let missing = (0..self.host.world).filter(|&rank| self.host.want[rank].recv);
-        let excuse = self.with.flight.excuse(self.with.signature);
-        self.with.deadline.missed(missing, self.step, excuse)
+        let (flight, signature) = (&*self.with.flight, self.with.signature);
+        let blame = |missing: &[usize]| flight.blame(missing, signature);
+        self.with.deadline.missed(missing, self.step, blame)
     }
 
     /// Compares with what those do who are there.

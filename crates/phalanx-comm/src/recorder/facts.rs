@@ -1,11 +1,12 @@
 //! What is known of another rank that does not come, and how it is said.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::cell::{Seen, pid_space};
-use super::dump::position;
+use super::dump::{position, ranks_of};
 use super::layout::printable;
 
 /// Longest record that is read from the store; ours have about 300 bytes.
@@ -60,6 +61,8 @@ pub(crate) struct Fact {
     /// The last collective it entered, and the last it completed.
     pub(crate) entered: Option<u64>,
     pub(crate) done: Option<u64>,
+    /// For whom it waits now itself; of ranks whose cell we see.
+    pub(crate) awaits: Vec<usize>,
 }
 
 impl Fact {
@@ -75,6 +78,10 @@ impl Fact {
             position: seen.position,
             entered: seen.entered,
             done: seen.done,
+            awaits: ranks_of(seen.awaited)
+                .into_iter()
+                .map(|rank| rank as usize)
+                .collect(),
         }
     }
 
@@ -94,6 +101,8 @@ impl Fact {
             position: if is_fresh { record.position } else { 0 },
             entered: record.entered.filter(|_| is_fresh),
             done: record.done.filter(|_| is_fresh),
+            // It has told so seconds ago; who it was then would be a guess.
+            awaits: Vec::new(),
         }
     }
 
@@ -154,6 +163,32 @@ impl Fact {
         }
         parts.join(" and ")
     }
+}
+
+/// Who holds everybody up when `missing` ranks do not come to rank `me`: those
+/// that the kernel holds, and else those that do not wait themselves. A rank of
+/// which nothing is known is taken for one of these. When all wait for each
+/// other, or for `me`, it is the missing ones.
+pub(super) fn culprits(facts: &[Fact], me: usize, missing: &[usize]) -> Vec<usize> {
+    let mut seen = BTreeSet::from([me]);
+    let mut next: Vec<usize> = missing.to_vec();
+    let (mut halted, mut idle) = (Vec::new(), Vec::new());
+    while let Some(rank) = next.pop() {
+        if !seen.insert(rank) {
+            continue;
+        }
+        match facts.iter().find(|fact| fact.rank == rank) {
+            Some(fact) if fact.is_halted() => halted.push(rank),
+            Some(fact) if !fact.awaits.is_empty() => next.extend(&fact.awaits),
+            _ => idle.push(rank),
+        }
+    }
+    let mut found = if halted.is_empty() { idle } else { halted };
+    if found.is_empty() {
+        found = missing.to_vec();
+    }
+    found.sort_unstable();
+    found
 }
 
 /// What the kernel says of a process.
@@ -221,7 +256,32 @@ mod tests {
             position: (1 << 40 | 212) + 1,
             entered: Some(811),
             done: Some(811),
+            awaits: Vec::new(),
         }
+    }
+
+    #[test]
+    fn who_only_waits_is_no_culprit() {
+        let rank = |rank, awaits: &[usize]| Fact {
+            rank,
+            awaits: awaits.to_vec(),
+            ..fact()
+        };
+        // 3 waits for 2, which waits for 0, of which nothing is known.
+        let facts = [rank(1, &[]), rank(2, &[0, 3])];
+        assert_eq!(culprits(&facts, 3, &[2]), [0]);
+        assert_eq!(culprits(&facts, 3, &[2, 1]), [0, 1]);
+        // In a circle: as it is.
+        let facts = [rank(1, &[2]), rank(2, &[3, 1])];
+        assert_eq!(culprits(&facts, 3, &[2]), [2]);
+        assert_eq!(culprits(&facts, 3, &[]), [0; 0]);
+        // What the kernel says is beyond doubt.
+        let dead = Fact {
+            is_local: true,
+            pid: u32::MAX,
+            ..rank(0, &[1])
+        };
+        assert_eq!(culprits(&[dead, rank(1, &[])], 3, &[0, 1, 2]), [0]);
     }
 
     #[test]
@@ -257,7 +317,7 @@ mod tests {
             phase: None,
             ..fact()
         };
-        let until = std::time::Instant::now() + Duration::from_secs(10);
+        let until = std::time::Instant::now() + Duration::from_secs(60);
         while Process::look(number) != Process::Stopped {
             assert!(std::time::Instant::now() < until);
             std::thread::yield_now();

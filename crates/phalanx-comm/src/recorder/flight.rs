@@ -134,8 +134,12 @@ impl Flight {
         self.watched
             .current
             .store(self.ticket.wrapping_add(1), Release);
-        if let Some(cell) = self.cell.as_ref().filter(|_| self.is_collective) {
-            cell.enter(signature.seq);
+        if let Some(cell) = &self.cell {
+            // An operation that failed left whom it had waited for.
+            cell.await_ranks([0; 2]);
+            if self.is_collective {
+                cell.enter(signature.seq);
+            }
         }
     }
 
@@ -214,6 +218,9 @@ impl Flight {
         self.account(now);
         self.waiting = false;
         self.since = now;
+        if let Some(cell) = &self.cell {
+            cell.await_ranks([0; 2]);
+        }
         if !self.brief {
             // Also tells watchers that a long transfer is not a stuck one.
             let words = self.recorder.memory.entry(self.ticket);
@@ -277,8 +284,13 @@ impl Flight {
         words[entry::STATE].store(state, Release);
         self.watched.current.store(0, Relaxed);
         self.recorder.memory.prefetch(self.ticket.wrapping_add(1));
-        if let Some(cell) = self.cell.as_ref().filter(|_| self.is_collective && is_ok) {
-            cell.done(signature.seq);
+        if let Some(cell) = self.cell.as_ref().filter(|_| is_ok) {
+            if self.waiting {
+                cell.await_ranks([0; 2]);
+            }
+            if self.is_collective {
+                cell.done(signature.seq);
+            }
         }
     }
 
@@ -289,11 +301,17 @@ impl Flight {
         self.watched.limit_ns.store(ns, Relaxed);
     }
 
-    /// What the ranks waited for are doing instead, as far as it is known.
+    /// Of the `missing` ranks and those for whom they wait themselves, the ones
+    /// that hold everybody up, as far as that is known, and what they are
+    /// doing instead. Never empty unless `missing` is.
     #[cold]
-    pub(crate) fn excuse(&self, signature: &Signature) -> Option<String> {
+    pub(crate) fn blame(
+        &self,
+        missing: &[usize],
+        signature: &Signature,
+    ) -> (Vec<usize>, Option<String>) {
         let seq = self.is_collective.then_some(signature.seq);
-        self.watched.excuse(&self.watched.awaited(), seq)
+        self.watched.blame(missing, seq)
     }
 
     /// Writes the reason down, and the recorder out.

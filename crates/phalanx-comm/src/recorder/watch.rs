@@ -11,7 +11,7 @@ use phalanx_store::Store;
 
 use super::cell::{Cell, pid_space};
 use super::clock::{self, Scale};
-use super::dump::{Entry, State, ranks_of};
+use super::dump::{Entry, State};
 use super::facts::{self, Fact, Record};
 use super::layout::head;
 use super::{Recorder, lock};
@@ -153,28 +153,17 @@ impl Watched {
         facts
     }
 
-    /// What `ranks` are doing instead of coming to `seq`, for an error; of
-    /// many ranks, the first two. What the store has to say was asked before.
-    pub(super) fn excuse(&self, ranks: &[usize], seq: Option<u64>) -> Option<String> {
+    /// Who of the `missing` ranks, and of those for whom they wait, is to
+    /// blame, and what they are doing instead of coming to `seq`, for an error.
+    pub(super) fn blame(
+        &self,
+        missing: &[usize],
+        seq: Option<u64>,
+    ) -> (Vec<usize>, Option<String>) {
         let facts = self.facts();
-        // Who is waited for may wait itself, for somebody who has not come.
-        let absent = |fact: &&Fact| {
-            seq.is_some_and(|seq| !fact.is_in(seq) && fact.done.is_none_or(|done| done < seq))
-        };
-        let is_absent = facts.iter().any(|fact| absent(&fact));
-        let known: Vec<String> = facts
-            .iter()
-            .filter(|fact| {
-                if is_absent {
-                    absent(fact)
-                } else {
-                    ranks.contains(&fact.rank)
-                }
-            })
-            .take(2)
-            .map(|fact| format!("{} {}", fact.name(), fact.doing(seq)))
-            .collect();
-        (!known.is_empty()).then(|| known.join("; "))
+        let culprits = facts::culprits(&facts, self.rank, missing);
+        let excuse = excuse(&facts, &culprits, seq);
+        (culprits, excuse)
     }
 
     /// What to say of an operation that does not go on; nothing if a lower
@@ -329,21 +318,30 @@ impl Watched {
     fn key(&self, rank: usize) -> String {
         format!("flight/{}/{}/{rank}", self.epoch, self.group)
     }
+}
 
-    /// Ranks that the running operation waits for.
-    pub(super) fn awaited(&self) -> Vec<usize> {
-        let mask = self.current.load(Relaxed).checked_sub(1).map(|ticket| {
-            let words = self.recorder.memory.entry(ticket);
-            [
-                words[super::layout::entry::AWAITED].load(Relaxed),
-                words[super::layout::entry::AWAITED_HIGH].load(Relaxed),
-            ]
-        });
-        ranks_of(mask.unwrap_or_default())
-            .into_iter()
-            .map(|rank| rank as usize)
-            .collect()
-    }
+/// What `ranks` are doing instead of coming to `seq`; of many ranks, the first
+/// two. What the store has to say was asked before.
+fn excuse(facts: &[Fact], ranks: &[usize], seq: Option<u64>) -> Option<String> {
+    // Who is waited for may wait itself, for somebody who has not come.
+    let absent = |fact: &&Fact| {
+        seq.is_some_and(|seq| !fact.is_in(seq) && fact.done.is_none_or(|done| done < seq))
+    };
+    let is_halted = |fact: &Fact| ranks.contains(&fact.rank) && fact.is_halted();
+    let is_absent = facts.iter().any(|fact| absent(&fact)) && !facts.iter().any(is_halted);
+    let known: Vec<String> = facts
+        .iter()
+        .filter(|fact| {
+            if is_absent {
+                absent(fact)
+            } else {
+                ranks.contains(&fact.rank)
+            }
+        })
+        .take(2)
+        .map(|fact| format!("{} {}", fact.name(), fact.doing(seq)))
+        .collect();
+    (!known.is_empty()).then(|| known.join("; "))
 }
 
 /// After 10 s, 30 s, 60 s and then every minute, if the first is 10 s.

@@ -1,6 +1,10 @@
 //! Properties of a mesh of threads.
 
-use super::super::testing::{PATIENCE, exchange, loiter, on_all, recv_byte};
+use super::super::testing::{PATIENCE, SOON, exchange, loiter, on_all, recv_byte};
+
+/// How often a wake-up is tried: one that is missed costs a slice of 100 ms
+/// every time, a busy machine so much now and then.
+const TRIES: usize = 200;
 use super::*;
 use crate::ErrorKind;
 
@@ -43,7 +47,7 @@ fn idle_keeps_its_deadline() {
         meshes[0].idle(&want, spins, until).unwrap();
         spins += 1;
     }
-    assert!(start.elapsed() < Duration::from_secs(2));
+    assert!(start.elapsed() < SOON);
     // Sleeping, not spinning: about two rounds, not thousands.
     assert!(spins < 50, "{spins} rounds");
 }
@@ -60,17 +64,16 @@ fn idle_returns_at_once_when_there_is_something() {
             recv: true,
         },
     ];
-    for _ in 0..100 {
+    // Sleeping would take a slice of 100 ms each time.
+    for _ in 0..1000 {
         meshes[0].idle(&want, 7, start + PATIENCE).unwrap();
     }
-    assert!(start.elapsed() < Duration::from_millis(500));
+    assert!(start.elapsed() < SOON);
 }
 
 #[test]
 fn abort_from_another_thread_wakes_all_sleepers() {
-    // A missed wake-up costs up to a slice of 100 ms; one try in five must
-    // show that nobody waits for it.
-    let fastest = (0..5)
+    let at_once = (0..TRIES)
         .map(|_| {
             let meshes = thread_mesh(4, 0);
             let handle = meshes[2].abort_handle();
@@ -97,8 +100,8 @@ fn abort_from_another_thread_wakes_all_sleepers() {
             assert_eq!(handle.poisoned().unwrap().cause, "out of memory");
             start.unwrap()
         })
-        .min();
-    assert!(fastest.unwrap() < Duration::from_millis(50), "{fastest:?}");
+        .any(|took| took < Duration::from_millis(50));
+    assert!(at_once, "a slice was waited for in each of {TRIES} tries");
 }
 
 #[test]
@@ -189,10 +192,10 @@ fn a_link_to_oneself_is_an_error_not_a_panic() {
     );
 }
 
-/// The fastest of five waits of rank 0 that `act` of rank 1 ends after 30 ms.
-/// A missed bell costs up to a slice of 100 ms, in every try.
+/// One wait at least of rank 0 ends at once when `act` of rank 1 ends it after
+/// 30 ms.
 fn woken_after(want: Interest, prepare: impl Fn(&mut Mesh), act: impl Fn(&mut Mesh) + Sync) {
-    let fastest = (0..5).map(|_| {
+    let mut tries = (0..TRIES).map(|_| {
         let mut meshes = thread_mesh(2, 64);
         let mut other = meshes.remove(1);
         let mut mesh = meshes.remove(0);
@@ -210,8 +213,8 @@ fn woken_after(want: Interest, prepare: impl Fn(&mut Mesh), act: impl Fn(&mut Me
             Instant::now().saturating_duration_since(acting.join().unwrap())
         })
     });
-    let fastest = fastest.min().unwrap();
-    assert!(fastest < Duration::from_millis(30), "{fastest:?}");
+    let at_once = tries.any(|took| took < Duration::from_millis(30));
+    assert!(at_once, "a slice was waited for in each of {TRIES} tries");
 }
 
 #[test]

@@ -6,7 +6,9 @@ use super::{Interest, Mesh};
 use crate::Result;
 
 /// Longest wait of a test; reaching it is a failure.
-pub(super) const PATIENCE: Duration = Duration::from_secs(20);
+pub(super) const PATIENCE: Duration = Duration::from_secs(120);
+/// What happens at once is over by then, also on a busy machine.
+pub(super) const SOON: Duration = Duration::from_secs(30);
 
 /// Byte `i` of what `from` sends to `to`.
 pub(super) fn pattern(from: usize, to: usize, i: usize) -> u8 {

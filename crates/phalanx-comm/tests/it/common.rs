@@ -23,7 +23,11 @@ pub const SEGMENT_BYTES: usize = 1000;
 pub const RING_BYTES: usize = 4096;
 
 /// A limit that no healthy test reaches, even on a busy machine.
-pub const PATIENCE: Duration = Duration::from_secs(50);
+pub const PATIENCE: Duration = Duration::from_secs(120);
+
+/// What happens at once is over by then, also on a busy machine; what does not
+/// takes until [`PATIENCE`].
+pub const SOON: Duration = Duration::from_secs(30);
 
 pub fn init_options(over: Over, token: &Token) -> InitOptions {
     InitOptions {

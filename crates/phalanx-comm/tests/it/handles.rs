@@ -1,5 +1,6 @@
 //! Order and life of operations, buckets and handles.
 
+use std::sync::Barrier;
 use std::time::Duration;
 
 use phalanx_comm::{Bucket, Call, DType, ErrorKind, ReduceOp};
@@ -104,9 +105,10 @@ fn work_outlives_its_group() {
 
 #[test]
 fn failed_work_that_nobody_waits_for_shows_in_the_next_call() {
+    let failed = Barrier::new(2);
     on_each(groups(Over::Thread, 2), |group| {
         if group.rank() == 1 {
-            std::thread::sleep(Duration::from_millis(300));
+            failed.wait();
             return;
         }
         let call = Call {
@@ -115,6 +117,7 @@ fn failed_work_that_nobody_waits_for_shows_in_the_next_call() {
         };
         drop(group.barrier_async(call));
         let error = group.barrier().unwrap_err();
+        failed.wait();
         assert_eq!(error.kind(), ErrorKind::Aborted);
         assert_eq!(error.origin_rank(), Some(0));
         assert!(error.to_string().contains("timed out"), "{error}");
@@ -128,16 +131,19 @@ fn first_operation_has_its_own_deadline() {
         op_timeout: Duration::from_millis(100),
         ..phalanx_comm::GroupOptions::default()
     };
+    let failed = Barrier::new(2);
     on_each(phalanx_comm::ProcessGroup::threads(2, options), |group| {
         if group.rank() == 1 {
             std::thread::sleep(Duration::from_millis(300));
         }
         group.barrier().unwrap();
         if group.rank() == 1 {
-            std::thread::sleep(Duration::from_millis(300));
+            failed.wait();
             assert_eq!(group.barrier().unwrap_err().kind(), ErrorKind::Aborted);
         } else {
-            assert_eq!(group.barrier().unwrap_err().kind(), ErrorKind::Timeout);
+            let error = group.barrier().unwrap_err();
+            failed.wait();
+            assert_eq!(error.kind(), ErrorKind::Timeout);
         }
     });
 }

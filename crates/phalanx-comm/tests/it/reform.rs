@@ -3,6 +3,7 @@
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
@@ -10,7 +11,7 @@ use phalanx_comm::{Call, Error, ErrorKind, InitOptions, ProcessGroup, ReduceOp, 
 use phalanx_store::{MemStore, TcpServer};
 use phalanx_wire::Token;
 
-use crate::common::{EVERYWHERE, Over, PATIENCE, groups, init_options, on_each};
+use crate::common::{EVERYWHERE, Over, PATIENCE, SOON, groups, init_options, on_each};
 
 /// Returns when *all* ranks are through a barrier: after one of the group
 /// alone a rank may still be in it when the next one leaves.
@@ -19,9 +20,13 @@ fn all_ready(group: &ProcessGroup, gate: &Barrier) {
     gate.wait();
 }
 
+/// Long enough that a rank which does come is never left out, also on a busy
+/// machine.
+const STRAGGLER_WAIT: Duration = Duration::from_millis(1200);
+
 fn hasty() -> ReformOptions {
     ReformOptions {
-        straggler_wait: Duration::from_millis(300),
+        straggler_wait: STRAGGLER_WAIT,
         timeout: PATIENCE,
         ..ReformOptions::default()
     }
@@ -37,8 +42,10 @@ fn sum_of_members(group: &ProcessGroup) -> i64 {
 #[test]
 fn survivors_go_on_whoever_was_lost() {
     for over in EVERYWHERE {
-        for world in [3, 4] {
-            for victim in 0..world {
+        {
+            let world = 4;
+            // The first, one between, the last.
+            for victim in [0, world / 2, world - 1] {
                 let gate = Barrier::new(world);
                 on_each(groups(over, world), |group| {
                     all_ready(&group, &gate);
@@ -129,7 +136,7 @@ fn all_may_go_on_after_an_abort() {
             });
             let group = group.unwrap();
             assert_eq!((group.rank(), group.world_size()), (rank, 3));
-            assert!(started.elapsed() < PATIENCE / 2, "nobody was waited for");
+            assert!(started.elapsed() < SOON, "nobody was waited for");
             assert_eq!(sum_of_members(&group), 3);
             group.shutdown().unwrap();
         });
@@ -151,7 +158,7 @@ fn a_straggler_is_refused_with_the_reason() {
                 assert!(
                     text.contains("epoch 1 was formed without this rank (first rank 2)")
                         && text.contains("first ranks 0, 1, 3")
-                        && text.contains("waited 0.3 s"),
+                        && text.contains("waited 1.2 s"),
                     "{text}"
                 );
                 return;
@@ -176,14 +183,14 @@ fn less_than_a_majority_does_not_go_on() {
         }
         let error = group
             .reform(ReformOptions {
-                timeout: Duration::from_millis(700),
+                timeout: Duration::from_millis(3000),
                 ..hasty()
             })
             .unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
         let text = error.to_string();
         assert!(
-            text.contains("2 of 4 ranks came within 0.7 s, 3 are needed, more than half")
+            text.contains("2 of 4 ranks came within 3.0 s, 3 are needed, more than half")
                 && text.contains("did not come: 2, 3"),
             "{text}"
         );
@@ -324,8 +331,8 @@ fn an_abort_does_not_wait_for_a_store_that_hangs() {
             expected: Option<&[u8]>,
             desired: &[u8],
         ) -> phalanx_store::Result<Vec<u8>> {
-            if self.1.load(std::sync::atomic::Ordering::SeqCst) {
-                std::thread::sleep(Duration::from_secs(3));
+            while self.1.load(SeqCst) {
+                std::thread::sleep(Duration::from_millis(5));
             }
             self.0.compare_set(key, expected, desired)
         }
@@ -352,7 +359,7 @@ fn an_abort_does_not_wait_for_a_store_that_hangs() {
     let took = on_each(members, |group: ProcessGroup| {
         group.barrier().unwrap();
         if gate.wait().is_leader() {
-            store.1.store(true, std::sync::atomic::Ordering::SeqCst);
+            store.1.store(true, SeqCst);
         }
         gate.wait();
         let start = Instant::now();
@@ -363,7 +370,8 @@ fn an_abort_does_not_wait_for_a_store_that_hangs() {
         assert_eq!(error.origin_rank(), Some(0), "{error}");
         start.elapsed()
     });
-    assert!(took.iter().all(|t| *t < Duration::from_secs(1)), "{took:?}");
+    store.1.store(false, SeqCst);
+    assert!(took.iter().all(|t| *t < SOON), "{took:?}");
 }
 
 const PLACE: &str = "PHALANX_TEST_REFORM_STORE";
@@ -470,12 +478,8 @@ fn kill_two_of_four(over: &str, victims: [usize; 2]) {
             .collect();
         let again: Vec<&str> = again.iter().map(String::as_str).collect();
         store.wait(&again, PATIENCE).unwrap();
-        // Two seconds is the promise; the rest is for a machine that compiles.
         let took = killed.elapsed();
-        assert!(
-            took < Duration::from_secs(4),
-            "{over} {victims:?}: {took:?}"
-        );
+        assert!(took < SOON, "{over} {victims:?}: {took:?}");
     }
     for rank in alive {
         let status = ranks[rank].0.wait().unwrap();
@@ -507,6 +511,7 @@ fn killed_processes_are_left_behind_over_tcp() {
 /// The calls of the old handle carry over.
 #[test]
 fn defaults_of_the_handle_carry_over() {
+    let failed = Barrier::new(2);
     on_each(groups(Over::Thread, 2), |group| {
         let hasty_calls = group.with_call(Call {
             label: Some("the label".into()),
@@ -517,9 +522,10 @@ fn defaults_of_the_handle_carry_over() {
         let group = hasty_calls.reform(hasty()).unwrap();
         if group.rank() == 0 {
             let error = group.recv(&mut [0u8; 1], 1).unwrap_err();
+            failed.wait();
             assert!(error.to_string().contains("the label"), "{error}");
         } else {
-            std::thread::sleep(Duration::from_millis(300));
+            failed.wait();
         }
     });
 }

@@ -416,7 +416,8 @@ fn a_bucket_in_a_failed_operation_is_replaced() {
             group.barrier().unwrap();
             gate.wait();
             if group.rank() == 1 {
-                std::thread::sleep(Duration::from_millis(400));
+                // Until the other one has given up.
+                gate.wait();
                 return;
             }
             let mut bucket = group.bucket::<f32>(3000);
@@ -428,6 +429,7 @@ fn a_bucket_in_a_failed_operation_is_replaced() {
             let error = group
                 .all_reduce_bucket(&mut bucket, ReduceOp::Sum, &call)
                 .unwrap_err();
+            gate.wait();
             assert_eq!(error.kind(), ErrorKind::Timeout);
             assert!(error.to_string().contains("rank 1 to send data"), "{error}");
             assert!(!bucket.is_registered());

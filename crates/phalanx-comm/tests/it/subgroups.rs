@@ -1,10 +1,10 @@
 //! Groups of some of the ranks.
 
-use std::time::Duration;
+use std::sync::Barrier;
 
 use phalanx_comm::{Call, ErrorKind, ReduceOp};
 
-use crate::common::{EVERYWHERE, Over, groups, on_each};
+use crate::common::{EVERYWHERE, Over, PATIENCE, groups, on_each};
 
 #[test]
 fn subgroups_reduce_among_themselves() {
@@ -111,21 +111,23 @@ fn subgroups_of_nobody_are_mistakes() {
 
 #[test]
 fn subgroup_and_parent_run_at_the_same_time() {
+    let gate = Barrier::new(3);
     on_each(groups(Over::Thread, 3), |group| {
         let pair = group.new_group(&[0, 1]).unwrap();
         let call = || Call {
-            timeout: Some(Duration::from_secs(30)),
+            timeout: Some(PATIENCE),
             ..Call::default()
         };
         // The parent's operation waits for rank 2; the pair's does not.
         if group.rank() == 2 {
-            std::thread::sleep(Duration::from_millis(200));
+            gate.wait();
             group.barrier().unwrap();
             return;
         }
         let waiting = group.barrier_async(call());
         pair.unwrap().barrier().unwrap();
         assert!(!waiting.is_done());
+        gate.wait();
         waiting.wait().unwrap();
     });
 }

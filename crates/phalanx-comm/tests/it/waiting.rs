@@ -70,7 +70,7 @@ fn subgroups_know_of_those_who_are_no_members() {
 #[test]
 fn eight_ranks_share_one_core_in_bounded_time() {
     const ROUNDS: usize = 300;
-    const LIMIT: Duration = Duration::from_secs(15);
+    const LIMIT: Duration = Duration::from_secs(40);
     // Of this thread and those that it starts.
     let all = sched_getaffinity(None).unwrap();
     let core = (0..CpuSet::MAX_CPU).find(|&c| all.is_set(c)).unwrap();

@@ -10,7 +10,7 @@ use phalanx_wire::handshake::{Hello, Role};
 use phalanx_wire::store_msg::{Request, Response, response_bytes};
 
 /// A wait that is expected to succeed; never used up unless something is wrong.
-pub const LONG: Duration = Duration::from_secs(20);
+pub const LONG: Duration = Duration::from_secs(100);
 /// A wait that is expected to fail.
 pub const SHORT: Duration = Duration::from_millis(40);
 

@@ -103,6 +103,7 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
         err: Sink::of(Stream::Err, unwritten.clone()),
         unwritten,
         oom: OomWatch::start(),
+        guard: None,
         decided: None,
         sender,
         events,
@@ -159,6 +160,9 @@ struct Job<'a> {
     err: Arc<Sink>,
     unwritten: Unwritten,
     oom: OomWatch,
+    /// Of the last attempt. Other nodes wait for us until the very end, so it
+    /// must tell them until then.
+    guard: Option<Arc<Guard>>,
     /// When the last stop began.
     decided: Option<Instant>,
     sender: Sender<Event>,
@@ -207,6 +211,8 @@ impl Job<'_> {
     }
 
     fn attempt(&mut self, restarts: u32) -> Result<Outcome> {
+        // The one before says that it is done.
+        self.guard = None;
         let guard = Arc::new(Guard::start()?);
         if self.nodes.is_some() && self.shared.node_rank > 0 {
             let verdict = Verdict {
@@ -232,8 +238,8 @@ impl Job<'_> {
             .map(|rank| rank.pid.as_raw_nonzero().get())
             .collect();
         children.extend(i32::try_from(guard.pid()));
-        // The watchers hold it; with the last of them the guard ends.
-        drop(guard);
+        // On one node the watchers hold it; with the last of them it ends.
+        self.guard = Some(guard).filter(|_| self.nodes.is_some());
         let mut watch = Supervision {
             children,
             machine: Machine::new(ranks.len(), self.plan.stop_grace, ECHO_WAIT),

@@ -6,26 +6,27 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Signal, kill_process_group};
 
-use crate::harness::{Family, Running, STOP_LIMIT};
+use crate::harness::{Family, LIMIT, Running};
+use crate::support::SOON;
 
 const STUBBORN: &str = "trap '' TERM INT HUP; echo ready; while :; do sleep 50; done";
 const POLITE: &str = "trap 'echo got TERM; exit 0' TERM; trap 'echo got INT' INT; echo ready; while :; do sleep 0.02; done";
 
 #[test]
-fn an_interrupt_ends_stubborn_ranks_within_two_seconds() {
+fn an_interrupt_ends_stubborn_ranks() {
     let family = Family::new();
     let mut running = family.start(&["launch", "--nproc-per-node", "2", "sh", "-c", STUBBORN]);
     running.lines(2);
     let start = Instant::now();
     running.signal(Signal::INT);
     let done = running.wait();
-    assert!(start.elapsed() < STOP_LIMIT, "{:?}", start.elapsed());
+    assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
     assert_eq!(done.code(), 130, "{done:#?}");
     assert_eq!(family.alive(), Vec::<String>::new());
     let last = done.last_error();
     assert!(
         last.starts_with(
-            "error: interrupted by SIGINT\n  so      ranks 0 and 1 were stopped within 1."
+            "error: interrupted by SIGINT\n  so      ranks 0 and 1 were stopped within "
         ),
         "{last}"
     );
@@ -41,7 +42,8 @@ fn every_kind_of_interrupt_reaches_the_ranks_once_as_sigterm() {
         (Signal::QUIT, "SIGQUIT"),
     ] {
         // As a terminal does it: to the whole foreground process group.
-        let mut command = family.command(&["launch", "--nproc-per-node", "2", "sh", "-c", POLITE]);
+        let patient = ["launch", "--stop-grace-s", "60", "--nproc-per-node", "2"];
+        let mut command = family.command(&[&patient[..], &["sh", "-c", POLITE]].concat());
         command.process_group(0);
         let mut running = Running::new(command);
         running.lines(2);
@@ -65,7 +67,7 @@ fn every_kind_of_interrupt_reaches_the_ranks_once_as_sigterm() {
 #[test]
 fn a_second_interrupt_kills_at_once() {
     let family = Family::new();
-    let mut running = family.start(&["launch", "--stop-grace-s", "20", "sh", "-c", STUBBORN]);
+    let mut running = family.start(&["launch", "--stop-grace-s", "90", "sh", "-c", STUBBORN]);
     running.line();
     running.signal(Signal::INT);
     thread::sleep(Duration::from_millis(400));
@@ -73,11 +75,7 @@ fn a_second_interrupt_kills_at_once() {
     let start = Instant::now();
     running.signal(Signal::INT);
     let done = running.wait();
-    assert!(
-        start.elapsed() < Duration::from_secs(1),
-        "{:?}",
-        start.elapsed()
-    );
+    assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
     assert_eq!(done.code(), 130);
 }
 
@@ -86,7 +84,7 @@ fn an_interrupt_sent_twice_at_once_still_leaves_the_grace() {
     let family = Family::new();
     let script =
         "trap 'sleep 0.3; echo saved; exit 0' TERM; echo ready; while :; do sleep 0.02; done";
-    let mut running = family.start(&["launch", "sh", "-c", script]);
+    let mut running = family.start(&["launch", "--stop-grace-s", "60", "sh", "-c", script]);
     running.line();
     // What GNU timeout does: to the process, then to its group.
     running.signal(Signal::TERM);
@@ -136,7 +134,7 @@ fn states(family: &Family) -> Vec<char> {
 }
 
 fn wait_for_states(family: &Family, what: &str, all: impl Fn(&[char]) -> bool) {
-    let until = Instant::now() + Duration::from_secs(10);
+    let until = Instant::now() + LIMIT;
     loop {
         let states = states(family);
         if all(&states) {
@@ -150,7 +148,7 @@ fn wait_for_states(family: &Family, what: &str, all: impl Fn(&[char]) -> bool) {
 #[test]
 fn a_ctrl_z_stops_the_ranks_too_and_a_continue_continues_all() {
     let family = Family::new();
-    let script = "echo ready; exec sleep 0.7";
+    let script = "echo ready; exec sleep 4";
     let mut running = family.start(&["launch", "--nproc-per-node", "2", "sh", "-c", script]);
     running.lines(2);
     running.signal(Signal::TSTP);
@@ -158,7 +156,7 @@ fn a_ctrl_z_stops_the_ranks_too_and_a_continue_continues_all() {
         states.len() == 3 && states.iter().all(|s| *s == 'T')
     });
     // Stopped is stopped: nobody ends meanwhile.
-    thread::sleep(Duration::from_millis(900));
+    thread::sleep(Duration::from_millis(4200));
     assert_eq!(states(&family), ['T', 'T', 'T']);
     running.signal(Signal::CONT);
     let done = running.wait();

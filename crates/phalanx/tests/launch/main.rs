@@ -3,6 +3,8 @@
 //! its own is left anywhere.
 
 mod harness;
+#[path = "../support/mod.rs"]
+mod support;
 
 mod command_line;
 mod contract;

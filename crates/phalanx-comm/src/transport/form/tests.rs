@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use phalanx_store::MemStore;
 
-use super::super::testing::{PATIENCE, exchange, loiter, on_all, recv_byte};
+use super::super::testing::{PATIENCE, SOON, exchange, loiter, on_all, recv_byte};
 use super::super::{Interest, Poison};
 use super::*;
 
@@ -73,7 +73,7 @@ fn who_only_waits_is_not_blamed_for_a_late_forming() {
     let store = MemStore::new();
     let token = Token::generate().unwrap();
     let mut o = options(0, 4, &token, Prefer::Tcp);
-    o.timeout = Duration::from_secs(2);
+    o.timeout = Duration::from_secs(4);
     // What rank 2 would have written before it was stopped.
     let stopped = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let record = Member {
@@ -221,7 +221,7 @@ fn late_ranks_are_named() {
     let start = Instant::now();
     std::thread::scope(|scope| {
         for rank in [0, 2] {
-            let timeout = Duration::from_millis(400);
+            let timeout = Duration::from_millis(3000);
             let o = FormOptions {
                 timeout,
                 ..options(rank, 4, &token, Prefer::Auto)
@@ -232,13 +232,13 @@ fn late_ranks_are_named() {
                 assert_eq!(e.kind(), ErrorKind::Timeout);
                 let text = e.to_string();
                 assert!(
-                    text.contains("ranks 1, 3 did not arrive within 400 ms; arrived: 0, 2"),
+                    text.contains("ranks 1, 3 did not arrive within 3 s; arrived: 0, 2"),
                     "{text}"
                 );
             });
         }
     });
-    assert!(start.elapsed() < Duration::from_secs(3));
+    assert!(start.elapsed() < SOON);
 }
 
 #[test]
@@ -259,7 +259,7 @@ fn who_comes_after_the_others_gave_up_hears_it_at_once() {
         };
         let start = Instant::now();
         let e = form(&store, &late).unwrap_err();
-        assert!(start.elapsed() < PATIENCE / 2, "{:?}", start.elapsed());
+        assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
         assert_eq!(e.origin_rank(), Some(0), "{e}");
         assert!(e.to_string().contains("rank 1 did not arrive"), "{e}");
     }
@@ -277,7 +277,7 @@ fn of_a_rank_taken_twice_only_the_second_is_refused() {
             let twins = [1, 1].map(|rank| scope.spawn(move || form_as(rank)));
             // The refused one does not wait for the others to come.
             while !twins.iter().any(|twin| twin.is_finished()) {
-                assert!(started.elapsed() < PATIENCE / 2);
+                assert!(started.elapsed() < SOON);
                 std::thread::sleep(Duration::from_millis(5));
             }
             let mut zero = form_as(0).unwrap();
@@ -314,7 +314,7 @@ fn disagreement_is_named_and_ends_everyones_wait() {
             let b = scope.spawn(|| form(&store, &b).unwrap_err().to_string());
             [a.join().unwrap(), b.join().unwrap()]
         });
-        assert!(start.elapsed() < PATIENCE / 2);
+        assert!(start.elapsed() < SOON);
         errors
     };
     let auto = |rank, world| options(rank, world, &token, Prefer::Auto);
@@ -406,7 +406,7 @@ fn another_token_is_a_users_mistake() {
     std::thread::scope(|scope| {
         for rank in 0..2 {
             let token = Token::generate().unwrap();
-            let timeout = Duration::from_secs(3);
+            let timeout = Duration::from_secs(6);
             let o = FormOptions {
                 timeout,
                 ..options(rank, 2, &token, Prefer::Tcp)
@@ -455,7 +455,7 @@ fn abort_reaches_all_hosts_of_a_mixed_mesh() {
         let peer = mesh.rank() ^ 1;
         let e = recv_byte(&mut mesh, peer).unwrap_err();
         assert_eq!(e.origin_rank(), Some(3), "{e}");
-        assert!(start.elapsed() < Duration::from_secs(2));
+        assert!(start.elapsed() < SOON);
     });
 }
 

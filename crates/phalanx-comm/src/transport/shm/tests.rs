@@ -62,7 +62,7 @@ fn a_bell_rings_across_mappings() {
     let budget = Budget::new(Policy::Block, 2, 1);
     let wake = std::thread::scope(|scope| {
         let sleeper = scope.spawn(|| {
-            budget.wait(guest.bell(1), true, Duration::from_secs(20), || {
+            budget.wait(guest.bell(1), true, Duration::from_secs(60), || {
                 host.has_left(0)
             })
         });
@@ -223,7 +223,7 @@ fn a_host_that_does_not_accept_is_given_up() {
     };
     assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock, "{error}");
     assert!(!waiting.is_empty());
-    assert!(start.elapsed() < Duration::from_secs(10));
+    assert!(start.elapsed() < Duration::from_secs(60));
     // There is room again as soon as somebody is taken in.
     let _taken = listener.accept().unwrap();
     let socket = connect(&name, Instant::now()).unwrap();
