@@ -148,6 +148,8 @@ pub enum Speakers {
     Rank0,
     /// Every rank prints results of its own.
     All,
+    /// Every rank prints lines that say themselves whose they are.
+    Unmarked,
 }
 
 /// When the command was typed, in nanoseconds since 1970, for the ranks that it starts.
@@ -197,8 +199,10 @@ pub fn run(
             own.chain(extra.iter().map(OsString::from)).collect(),
         );
         local.flight_dir = flight_dir.map(Path::to_owned);
-        if speakers == Speakers::All {
-            local.prefix = Prefix::Everybody;
+        match speakers {
+            Speakers::Rank0 => {}
+            Speakers::All => local.prefix = Prefix::Everybody,
+            Speakers::Unmarked => local.prefix = Prefix::Nobody,
         }
         if let Ok(now) = SystemTime::now().duration_since(UNIX_EPOCH) {
             local

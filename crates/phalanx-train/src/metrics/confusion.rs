@@ -88,6 +88,11 @@ impl Confusion {
         Ok(())
     }
 
+    /// Number of classes.
+    pub fn classes(&self) -> usize {
+        self.classes
+    }
+
     /// Counts in rows of the true class, columns of the answer.
     pub fn counts(&self) -> &[i64] {
         &self.counts

@@ -3,11 +3,19 @@
 mod advice;
 mod context;
 mod cut;
+mod evaluate;
+mod fit;
 pub mod format;
+mod gradient;
 mod linear;
 mod mnist;
+mod output;
 pub(crate) mod profile;
+mod program;
+mod settings;
+mod timing;
 mod trace;
+mod voice;
 
 pub use context::{RankContext, print};
 
@@ -16,6 +24,7 @@ use std::time::SystemTime;
 
 use crate::error::{Error, Result};
 use crate::ranks::{self, RankArgs, Speakers};
+use settings::Settings;
 
 /// Folder for flight recorders, in a run's output folder.
 const FLIGHT_DIR: &str = "flight";
@@ -61,19 +70,35 @@ pub fn run(args: TrainArgs) -> Result<()> {
         }
         Recipe::Mnist { ranks, mut args } => {
             mnist::validate(&args, ranks.known_world()?)?;
-            // Chosen before the ranks start, so that all name the same folder.
-            let mut extra = Vec::new();
-            if args.output_dir.is_none() {
-                let dir = default_output_dir("mnist");
-                extra.push(format!("--output-dir={}", dir.display()));
-                args.output_dir = Some(dir);
-            }
-            let flight = args.output_dir.as_ref().map(|dir| dir.join(FLIGHT_DIR));
-            ranks::run(&ranks, Speakers::Rank0, &extra, flight.as_deref(), |ctx| {
+            let extra = choose_output_dir(&mut args.settings, "mnist");
+            let speakers = if args.document {
+                Speakers::Unmarked
+            } else {
+                Speakers::Rank0
+            };
+            let flight = flight_dir(&args.settings);
+            ranks::run(&ranks, speakers, &extra, flight.as_deref(), |ctx| {
                 mnist::run_rank(ctx, &args)
             })
         }
     }
+}
+
+/// Names the output folder before the ranks start, so that all name the same
+/// one; the flag that tells them.
+fn choose_output_dir(settings: &mut Settings, recipe: &str) -> Vec<String> {
+    if settings.output_dir.is_some() {
+        return Vec::new();
+    }
+    let dir = default_output_dir(recipe);
+    let flag = format!("--output-dir={}", dir.display());
+    settings.output_dir = Some(dir);
+    vec![flag]
+}
+
+/// Where flight recorders of a run with these settings go.
+fn flight_dir(settings: &Settings) -> Option<PathBuf> {
+    settings.output_dir.as_ref().map(|dir| dir.join(FLIGHT_DIR))
 }
 
 /// A usage error unless `lr` is a number from 0 up.

@@ -1,0 +1,424 @@
+//! The training loop of every image program, top to bottom.
+//!
+//! The lines that make it distributed are marked `DDP`; without them this is a
+//! single-process training loop.
+
+use std::time::Instant;
+
+use phalanx_ddp::{DistributedDataParallel, ShardTree, verify_equal};
+use phalanx_nn::{Params, Scope, Seed, StepKey, Tape, Threads};
+use phalanx_train::digest::{MetricsDigest, optimizer_sha256};
+use phalanx_train::progress::Progress;
+use phalanx_train::sampler::SamplerConfig;
+use phalanx_train::{checkpoint, process};
+use serde_json::json;
+
+use super::context::RankContext;
+use super::cut::{Cut, Determinism};
+use super::evaluate::{Tested, Tester, loader};
+use super::format::{bytes, plural, thousands};
+use super::output::Output;
+use super::profile::Profiler;
+use super::program::{Data, Net, Program};
+use super::timing::Timing;
+use super::trace::Trace;
+use super::voice::StepFacts;
+use crate::error::Result;
+
+/// SHA-256 of what a run ends with, in hexadecimal.
+struct Digests {
+    weights: String,
+    optimizer: String,
+    metrics: String,
+}
+
+/// Trains `program` as one rank.
+///
+/// # Errors
+///
+/// Anything that ends the training; the kind decides the exit code.
+pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
+    let settings = program.settings();
+    let world = ctx.world();
+    settings.validate(world)?;
+    ctx.group.set_phase("starting");
+    let mut voice = program.voice();
+    voice.starts(ctx)?;
+    let global_batch = settings.global_batch(world);
+    let data = program.data()?;
+    voice.loaded(ctx)?;
+
+    let mut scope = Scope::new(Seed(settings.seed));
+    let net = program.net(&mut scope);
+    let mut params = scope.build()?;
+    program.prepare(&mut params, &data)?;
+    let mut facts = settings.must_agree();
+    facts.extend(program.must_agree());
+    facts.push(format!("data {}", data.content));
+    let options = settings.ddp_options(facts, program.frozen())?;
+    let mut ddp = DistributedDataParallel::new(ctx.group.clone(), &mut params, options)?; // DDP
+    if let Some(hook) = settings.gradients.hook(settings.seed)? {
+        ddp.set_hook(Some(hook))?; // DDP
+    }
+    let (mut optimizer, optimizer_name) = program.optimizer(&params, world);
+    let mut tape = Tape::new(Threads(ctx.threads));
+
+    // DDP: the rank's parts of the training set.
+    let cut = Cut::new(&settings.cut, world, ctx.rank())?;
+    let config = SamplerConfig {
+        samples: data.train.len(),
+        world,
+        rank: ctx.rank(),
+        shuffle: true,
+        seed: settings.seed,
+    };
+    let samplers = settings.samplers(&cut, config, program.drops_last())?;
+    let steps = cut.epoch(&samplers, 0).len() / cut.mine().len();
+    let mut schedule = program.schedule(world, steps * settings.epochs)?;
+    let dir = settings.output_dir.clone();
+    let dir = dir.unwrap_or_else(|| super::default_output_dir(program.name()));
+    let mut output = Output::open(ctx, dir, program.files())?;
+    let about = About {
+        data: &data,
+        steps,
+        optimizer: &optimizer_name,
+    };
+    announce(ctx, program, &about, &params, &ddp, &output);
+    voice.trains(ctx, settings.epochs)?;
+
+    let mut log = output.metrics()?;
+    let mut progress = Progress::for_rank(ctx.rank());
+    let mut loader = loader(settings, &data.train)?;
+    let trace = Trace::new(settings.trace.as_deref(), ctx);
+    let mut profiler = Profiler::new(settings.profile.as_deref(), ctx);
+    let tester = Tester {
+        ctx,
+        program,
+        net: &net,
+        cut: &cut,
+        data: &data.test,
+    };
+    let mut accuracies = Vec::new();
+    let mut timing = Timing::default();
+    let mut last = Tested::nothing();
+    let mut metrics = MetricsDigest::new();
+    let mut weights = String::new();
+    for epoch in 1..=settings.epochs {
+        voice.epoch(ctx, epoch)?;
+        progress.begin(epoch as u64, settings.epochs as u64, steps);
+        let plan = cut.epoch(&samplers, epoch as u64 - 1);
+        loader.start(plan.clone());
+        let began = Instant::now();
+        let mut losses = EpochLoss::new(cut.parts());
+        for index in 0..steps {
+            ctx.group.set_position(epoch as u64, index as u64 + 1);
+            if let Some(schedule) = &schedule {
+                optimizer.set_lr(schedule.lr());
+            }
+            let (sizes, global) = cut.sizes(&plan, index);
+            let busy = sizes.iter().filter(|n| **n > 0).count();
+            let mut sums = vec![0.0; cut.parts()];
+            let marks = trace.begin(epoch, index);
+            profiler.before(&mut tape);
+            let buffers = params.buffers_flat().to_vec();
+            let mut forward_ended = Instant::now();
+            // DDP: the mean is taken over all samples, however unevenly they are cut.
+            let mut micro_batches = ddp.begin_known(&sizes[..busy], global)?;
+            for part in cut.mine() {
+                ctx.group.set_phase("loading data");
+                let Some(batch) = loader.next_batch()? else {
+                    break;
+                };
+                if batch.labels.is_empty() {
+                    continue;
+                }
+                ctx.group.set_phase("forward");
+                let key = StepKey::new(epoch as u64 - 1, index as u64)
+                    .seed(settings.seed)
+                    .samples(&batch.indices);
+                let step = tape.step(&params, key);
+                let [h, w, c] = data.train.image_shape();
+                let images = step.input(&batch.images, &[batch.labels.len(), h, w, c])?;
+                let samples = batch.labels.len() as f32;
+                let scores = net.forward(images)?;
+                let loss = program.loss().of(scores, &batch.labels, samples)?;
+                sums[part] = f64::from(loss.item()) * f64::from(samples);
+                forward_ended = Instant::now();
+                loss.backward(micro_batches.micro_batch()?)?; // DDP
+                drop(step);
+                micro_batches.update_buffers(&mut tape, &mut params)?;
+            }
+            let commit = micro_batches.finish()?; // DDP
+            ctx.group.set_phase("optimizer");
+            if commit.is_yes() {
+                ddp.sync_buffers(&mut params)?; // DDP
+                optimizer.step(&mut params, &ddp)?;
+            } else {
+                // Statistics of a batch that is not trained on must not stay.
+                params.buffers_flat_mut().copy_from_slice(&buffers);
+                let at = format_args!("epoch {epoch}, step {}", index + 1);
+                progress.suspend(|| ctx.note_skipped(&commit, at));
+            }
+            trace.end(marks, forward_ended, ddp.times())?;
+            profiler.after(ctx, &mut tape, &params)?;
+
+            let local: f64 = sums.iter().sum();
+            let mean = local / sizes.iter().sum::<usize>().max(1) as f64;
+            let at = format_args!("epoch {epoch}, step {}", index + 1);
+            ctx.check_loss(mean, at, optimizer.lr())?;
+            losses.add(&sums, mean, global.samples);
+            timing.add(ddp.times().exposed(), global.samples);
+            progress.step(global.samples, Some(mean));
+            let logged = index.is_multiple_of(settings.log_interval);
+            let mean = match cut.tree() {
+                // DDP: the loss of the global batch, whoever had which shard.
+                Some(tree) if logged => {
+                    ShardTree::gather_values(&ctx.group, &mut sums)?;
+                    tree.sum(&sums) / global.samples as f64
+                }
+                _ => mean,
+            };
+            let facts = StepFacts {
+                epoch,
+                index,
+                steps,
+                done: index * global_batch,
+                samples: data.train.len(),
+                loss: mean,
+                logged,
+            };
+            if let Some(text) = voice.step(ctx, &facts) {
+                progress.suspend(|| ctx.line(&text))?;
+            }
+            if logged {
+                metrics.add(mean);
+                log.event(&json!({
+                    "step": (epoch - 1) * steps + index, "epoch": epoch, "loss": mean, "lr": optimizer.lr(),
+                    "elapsed_s": ctx.started.elapsed().as_secs_f64(),
+                    "exposed_comm_ms": ddp.times().exposed().as_secs_f64() * 1e3,
+                    "data_wait_total_ms": loader.waited().as_secs_f64() * 1e3,
+                }))?;
+            }
+            if let Some(schedule) = &mut schedule {
+                schedule.advance();
+            }
+        }
+        let train_loss = losses.mean(ctx, &cut)?;
+        timing.trained += began.elapsed();
+        progress.end();
+        voice.trained(ctx, epoch, train_loss, losses.own())?;
+
+        ctx.group.set_phase("validation");
+        let began = Instant::now();
+        ddp.end_epoch(&mut params)?; // DDP
+        let digest = checkpoint::weights_digest(&params);
+        weights = hex::encode(digest);
+        verify_equal(&ctx.group, &params, digest)?; // DDP
+        last = tester.test(&params, &mut tape)?;
+        metrics.add(last.loss);
+        metrics.add(last.accuracy);
+        accuracies.push(last.accuracy);
+        timing.tested += began.elapsed();
+        voice.tested(ctx, epoch, &last)?;
+        log.event(&json!({
+            "step": epoch * steps, "epoch": epoch, "train_loss": train_loss, "test_loss": last.loss,
+            "accuracy": last.accuracy, "weights_sha256": weights,
+            "train_s": timing.trained.as_secs_f64(), "elapsed_s": ctx.started.elapsed().as_secs_f64(),
+        }))?;
+        ctx.group.set_phase("saving");
+        output.save_epoch(epoch, &params)?;
+    }
+    profiler.finish(ctx, &mut tape, &params)?;
+    timing.skipped = ddp.skipped_steps();
+    timing.waited = loader.waited();
+    timing.sent_bytes = ctx.group.bytes_sent_to().iter().sum();
+    for advice in timing
+        .spent(steps * settings.epochs)
+        .advice(settings.workers)
+    {
+        ctx.note(&format!("warning: {advice}"));
+    }
+    ctx.group.set_phase("saving");
+    voice.saves(ctx, true)?;
+    output.save_weights(&params)?;
+    voice.saves(ctx, false)?;
+    output.save_accuracies(&accuracies)?;
+    output.save_predictions(&tester.predictions(&params, &mut tape)?)?;
+    let digests = Digests {
+        weights,
+        optimizer: optimizer_sha256(optimizer.as_ref()),
+        metrics: metrics.sha256(),
+    };
+    output.save_summary(&summary(
+        ctx,
+        program,
+        &accuracies,
+        &last,
+        &timing,
+        &digests,
+    ))?;
+    ctx.group.barrier()?; // DDP: nobody leaves before the files are complete
+    voice.ends(ctx)?;
+    ctx.note(&format!(
+        "done in {:.1} s: accuracy {:.2} %, {} images/s, communication exposed {:.1} % of the step",
+        ctx.started.elapsed().as_secs_f64(),
+        last.accuracy * 100.0,
+        thousands(timing.images_per_s() as usize),
+        timing.exposed_percent(),
+    ));
+    let equal = if world > 1 {
+        format!(" equal on all {world} ranks")
+    } else {
+        String::new()
+    };
+    ctx.note(&format!(
+        "weights {}…{equal}; saved {}",
+        &digests.weights[..12],
+        output.saved().display()
+    ));
+    Ok(())
+}
+
+/// The losses of an epoch, kept by part, so that their sum does not depend on
+/// who had which part.
+struct EpochLoss {
+    sums: Vec<f64>,
+    samples: usize,
+    own: f64,
+    steps: usize,
+}
+
+impl EpochLoss {
+    fn new(parts: usize) -> EpochLoss {
+        EpochLoss {
+            sums: vec![0.0; parts],
+            samples: 0,
+            own: 0.0,
+            steps: 0,
+        }
+    }
+
+    fn add(&mut self, sums: &[f64], own: f64, samples: usize) {
+        for (total, sum) in self.sums.iter_mut().zip(sums) {
+            *total += sum;
+        }
+        self.samples += samples;
+        self.own += own;
+        self.steps += 1;
+    }
+
+    /// Mean of this rank's steps.
+    fn own(&self) -> f64 {
+        self.own / self.steps.max(1) as f64
+    }
+
+    /// Mean over the samples of all ranks, the same on all.
+    fn mean(&mut self, ctx: &RankContext, cut: &Cut) -> Result<f64> {
+        ShardTree::gather_values(&ctx.group, &mut self.sums)?; // DDP
+        let total = match cut.tree() {
+            Some(tree) => tree.sum(&self.sums),
+            None => self.sums.iter().sum(),
+        };
+        Ok(total / self.samples.max(1) as f64)
+    }
+}
+
+/// What is announced besides the settings.
+struct About<'a> {
+    data: &'a Data,
+    steps: usize,
+    optimizer: &'a str,
+}
+
+fn announce<P: Program>(
+    ctx: &RankContext,
+    program: &P,
+    about: &About<'_>,
+    params: &Params,
+    ddp: &DistributedDataParallel,
+    output: &Output,
+) {
+    let settings = program.settings();
+    let global_batch = settings.global_batch(ctx.world());
+    let count: usize = params.infos().iter().map(|i| i.len).sum();
+    let buckets = ddp.plan().buckets().len();
+    let sizes: Vec<String> = (0..buckets)
+        .map(|b| bytes(ddp.plan().bucket_bytes(b)))
+        .collect();
+    let buckets = match settings.cut.deterministic {
+        Determinism::Ranks => format!("{} ({})", plural(buckets, "bucket"), sizes.join(", ")),
+        Determinism::Shards => format!("added over {} shards", settings.cut.shards),
+    };
+    let mut cut = if global_batch.is_multiple_of(ctx.world()) {
+        format!(
+            "{global_batch} = {} x {}",
+            ctx.world(),
+            global_batch / ctx.world()
+        )
+    } else {
+        format!("{global_batch} over {} ranks", ctx.world())
+    };
+    if settings.cut.accumulate > 1 {
+        cut.push_str(&format!(" in {} micro-batches", settings.cut.accumulate));
+    }
+    ctx.note(&format!(
+        "phalanx {}  {}  {}",
+        env!("CARGO_PKG_VERSION"),
+        program.name(),
+        ctx.describe()
+    ));
+    ctx.note(&format!("data     {}", about.data.description));
+    ctx.note(&format!(
+        "model    {}, {} parameters in {} tensors, {buckets}",
+        program.title(),
+        thousands(count),
+        params.infos().len(),
+    ));
+    ctx.note(&format!(
+        "training {} of {}, global batch {cut}, {}",
+        plural(settings.epochs, "epoch"),
+        plural(about.steps, "step"),
+        about.optimizer,
+    ));
+    ctx.note(&format!("output   {}", output.dir().display()));
+}
+
+fn summary<P: Program>(
+    ctx: &RankContext,
+    program: &P,
+    accuracies: &[f64],
+    last: &Tested,
+    timing: &Timing,
+    digests: &Digests,
+) -> serde_json::Value {
+    let settings = program.settings();
+    json!({
+        "recipe": program.name(),
+        "version": env!("CARGO_PKG_VERSION"),
+        "arguments": std::env::args().skip(1).collect::<Vec<_>>(),
+        "world_size": ctx.world(),
+        "threads_per_rank": ctx.threads,
+        "transport": ctx.describe(),
+        "data": program.data_name(),
+        "seed": settings.seed,
+        "epochs": settings.epochs,
+        "test_loss": last.loss,
+        "accuracy": last.accuracy,
+        "accuracies": accuracies,
+        "class_accuracies": last.class_accuracies(),
+        "confusion": last.matrix(),
+        "images_per_s": timing.images_per_s(),
+        "train_s": timing.trained.as_secs_f64(),
+        "test_s": timing.tested.as_secs_f64(),
+        "total_s": ctx.started.elapsed().as_secs_f64(),
+        "exposed_comm_percent": timing.exposed_percent(),
+        "data_wait_s": timing.waited.as_secs_f64(),
+        "sent_bytes": timing.sent_bytes,
+        "skipped_steps": timing.skipped,
+        "peak_rss_mib": process::peak_rss_bytes().map(|b| b as f64 / f64::from(1 << 20)),
+        "deterministic": format!("{:?}", settings.cut.deterministic).to_lowercase(),
+        "weights_sha256": digests.weights,
+        "optimizer_sha256": digests.optimizer,
+        "metrics_sha256": digests.metrics,
+    })
+}

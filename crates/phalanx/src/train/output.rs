@@ -1,0 +1,285 @@
+//! A run's folder: what rank 0 writes there, and what an earlier run left.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use phalanx_nn::Params;
+use phalanx_train::checkpoint;
+use phalanx_train::metrics::{MetricsLog, write_summary};
+use serde::Serialize;
+
+use super::context::RankContext;
+use crate::error::{Error, ErrorKind, Result};
+
+const SUMMARY_FILE: &str = "summary.json";
+const METRICS_FILE: &str = "metrics.jsonl";
+const PREDICTIONS_FILE: &str = "predictions.jsonl";
+
+/// The files of one program besides those that every run has.
+#[derive(Debug, Clone, Copy)]
+pub struct Files {
+    /// The program's name, in a checkpoint's metadata.
+    pub model: &'static str,
+    /// The weights at the end, where they are saved once.
+    pub weights: Option<&'static str>,
+    /// Accuracy of each epoch as a JSON list, where the document has it.
+    pub accuracies: Option<&'static str>,
+    /// Whether every epoch is saved as `epoch_N.safetensors`.
+    pub each_epoch: bool,
+}
+
+impl Files {
+    /// The file of epoch `epoch`, counted from 1.
+    fn epoch(epoch: usize) -> String {
+        format!("epoch_{epoch}.safetensors")
+    }
+
+    /// Whether `name` is a file that a run of this program writes.
+    fn has(&self, name: &str) -> bool {
+        let fixed = [
+            Some(SUMMARY_FILE),
+            Some(PREDICTIONS_FILE),
+            self.weights,
+            self.accuracies,
+        ];
+        let number = |name: &str| {
+            let number = name.strip_prefix("epoch_")?.strip_suffix(".safetensors")?;
+            number.parse::<usize>().ok()
+        };
+        fixed.into_iter().flatten().any(|ours| ours == name)
+            || self.each_epoch && number(name).is_some()
+    }
+}
+
+/// The run's folder; only rank 0 touches it.
+#[derive(Debug)]
+pub struct Output {
+    dir: PathBuf,
+    files: Files,
+    is_main: bool,
+    /// What was saved last, for the closing line.
+    saved: PathBuf,
+}
+
+impl Output {
+    /// Prepares `dir` on rank 0: creates it, and removes an earlier run's
+    /// results. All ranks' flight recorders go there.
+    ///
+    /// # Errors
+    ///
+    /// Usage or system, naming the folder.
+    pub fn open(ctx: &RankContext, dir: PathBuf, files: Files) -> Result<Output> {
+        ctx.group.set_flight_dir(&dir.join(super::FLIGHT_DIR));
+        if ctx.is_main() {
+            phalanx_train::files::create_folder(&dir)
+                .map_err(|e| Error::from(e).note("try", "another folder with --output-dir"))?;
+            clear_earlier_run(&dir, &files)?;
+        }
+        Ok(Output {
+            saved: dir.clone(),
+            dir,
+            files,
+            is_main: ctx.is_main(),
+        })
+    }
+
+    /// The folder.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// What was saved last; the folder, when nothing was.
+    pub fn saved(&self) -> &Path {
+        &self.saved
+    }
+
+    /// The metrics log of rank 0; a disabled one elsewhere.
+    ///
+    /// # Errors
+    ///
+    /// Those of creating the file.
+    pub fn metrics(&self) -> Result<MetricsLog> {
+        Ok(if self.is_main {
+            MetricsLog::create(&self.dir.join(METRICS_FILE), 1)?
+        } else {
+            MetricsLog::disabled()
+        })
+    }
+
+    /// Saves the weights of a finished epoch, where the program does so.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn save_epoch(&mut self, epoch: usize, params: &Params) -> Result<()> {
+        if self.files.each_epoch {
+            self.save(
+                &Files::epoch(epoch),
+                params,
+                &[("epoch", epoch.to_string())],
+            )?;
+        }
+        Ok(())
+    }
+
+    /// Saves the weights at the end, where the program does so.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn save_weights(&mut self, params: &Params) -> Result<()> {
+        match self.files.weights {
+            Some(name) => self.save(name, params, &[]),
+            None => Ok(()),
+        }
+    }
+
+    fn save(&mut self, name: &str, params: &Params, more: &[(&str, String)]) -> Result<()> {
+        let path = self.dir.join(name);
+        if self.is_main {
+            let mut metadata = BTreeMap::from([("model".to_owned(), self.files.model.to_owned())]);
+            metadata.extend(more.iter().map(|(k, v)| ((*k).to_owned(), v.clone())));
+            checkpoint::save_params(&path, params, &metadata)?;
+        }
+        self.saved = path;
+        Ok(())
+    }
+
+    /// Saves the list of accuracies, where the document has one.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn save_accuracies(&self, accuracies: &[f64]) -> Result<()> {
+        match self.files.accuracies {
+            Some(name) if self.is_main => Ok(write_summary(&self.dir.join(name), &accuracies)?),
+            _ => Ok(()),
+        }
+    }
+
+    /// Writes the predictions of the first test batches, a JSON object a line.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn save_predictions(&self, rows: &[impl Serialize]) -> Result<()> {
+        if !self.is_main {
+            return Ok(());
+        }
+        let mut text = Vec::new();
+        for row in rows {
+            serde_json::to_writer(&mut text, row).map_err(|e| {
+                Error::new(ErrorKind::Failed, "predictions are no JSON").caused_by(e)
+            })?;
+            text.push(b'\n');
+        }
+        Ok(phalanx_train::files::atomic_write(
+            &self.dir.join(PREDICTIONS_FILE),
+            &text,
+        )?)
+    }
+
+    /// Writes the summary, last of all: with it, a run is complete.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn save_summary(&self, summary: &serde_json::Value) -> Result<()> {
+        if self.is_main {
+            write_summary(&self.dir.join(SUMMARY_FILE), summary)?;
+        }
+        Ok(())
+    }
+}
+
+/// Removes what an earlier run left in the same folder, complete or not, so
+/// that a summary and weights always belong to the metrics beside them.
+fn clear_earlier_run(dir: &Path, files: &Files) -> Result<()> {
+    let failed = |e: std::io::Error| {
+        Error::new(
+            ErrorKind::System,
+            format!("an earlier run in {} cannot be removed", dir.display()),
+        )
+        .caused_by(e)
+        .note("try", "another folder with --output-dir")
+    };
+    for entry in std::fs::read_dir(dir).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name == super::FLIGHT_DIR {
+            remove_flight_recorders(&entry.path());
+        }
+        // Complete, or the temporary file of a run that was killed while saving:
+        // `.NAME.<random>.tmp`.
+        let temporary_of = || {
+            let inner = name.strip_prefix('.')?.strip_suffix(".tmp")?;
+            Some(inner.rsplit_once('.')?.0)
+        };
+        if files.has(&name) || temporary_of().is_some_and(|name| files.has(name)) {
+            std::fs::remove_file(entry.path()).map_err(failed)?;
+        }
+    }
+    Ok(())
+}
+
+/// What `phalanx inspect` would find of an earlier run. Whoever made the
+/// folder unwritable learns it when the next ones are written.
+fn remove_flight_recorders(dir: &Path) {
+    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name.starts_with("rank-") && name.ends_with(".json") {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_files_of_this_program_are_an_earlier_runs() {
+        let files = Files {
+            model: "net",
+            weights: Some("net.safetensors"),
+            accuracies: None,
+            each_epoch: true,
+        };
+        for ours in [
+            "summary.json",
+            "predictions.jsonl",
+            "net.safetensors",
+            "epoch_12.safetensors",
+        ] {
+            assert!(files.has(ours), "{ours}");
+        }
+        for other in [
+            "metrics.jsonl",
+            "notes.txt",
+            "epoch_best.safetensors",
+            "epoch_1.pth",
+            "mnist_cnn.safetensors",
+        ] {
+            assert!(!files.has(other), "{other}");
+        }
+        let dir = tempfile::tempdir().expect("folder");
+        for name in [
+            "epoch_3.safetensors",
+            ".epoch_3.safetensors.77-1.tmp",
+            ".notes.tmp",
+            "notes.txt",
+        ] {
+            std::fs::write(dir.path().join(name), "old").expect("written");
+        }
+        clear_earlier_run(dir.path(), &files).expect("cleared");
+        let mut left: Vec<_> = std::fs::read_dir(dir.path())
+            .expect("folder")
+            .flatten()
+            .map(|e| e.file_name().to_string_lossy().into_owned())
+            .collect();
+        left.sort();
+        assert_eq!(left, [".notes.tmp", "notes.txt"]);
+    }
+}

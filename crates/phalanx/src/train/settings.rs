@@ -1,0 +1,226 @@
+//! What can be set for every image program, with defaults of its own.
+
+use std::path::PathBuf;
+
+use phalanx_ddp::{BucketCaps, Buffers, DdpOptions, Every};
+use phalanx_train::sampler::{Sampler, SamplerConfig, TorchBatches};
+
+use super::cut::{Cut, CutArgs, Determinism};
+use super::gradient::{GradientArgs, GradientType};
+use crate::error::{Error, Result};
+use crate::ranks;
+
+/// Which samples a rank gets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum SamplerKind {
+    /// Each sample exactly once an epoch at any number of ranks; nothing
+    /// padded, nothing dropped
+    Exact,
+    /// As PyTorch's DistributedSampler: pads with repeated samples
+    Torch,
+}
+
+/// Arguments that every image program has. Defaults are those of `train
+/// mnist`; another program sets its own where its command is declared.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Settings {
+    /// Times to go over the training set
+    #[arg(long, default_value_t = 3, value_name = "N")]
+    pub epochs: usize,
+    /// Samples per rank and step
+    #[arg(long, default_value_t = 64, value_name = "N")]
+    pub batch_size: usize,
+    /// Samples per step over all ranks, instead of --batch-size times the number of ranks
+    #[arg(long, value_name = "N", conflicts_with = "batch_size")]
+    pub global_batch_size: Option<usize>,
+    /// Samples per rank and step while testing
+    #[arg(long, default_value_t = 500, value_name = "N")]
+    pub test_batch_size: usize,
+    /// Learning rate
+    #[arg(long, default_value_t = 0.05, allow_negative_numbers = true)]
+    pub lr: f64,
+    /// Seed of weights, shuffling, dropout, augmentation and synthetic data
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// Which samples a rank gets
+    #[arg(long, value_enum, default_value_t = SamplerKind::Exact)]
+    pub sampler: SamplerKind,
+    /// Log the loss every so many steps (and print it, where the program does)
+    #[arg(long, default_value_t = 100, value_name = "N")]
+    pub log_interval: usize,
+    /// Training samples of the synthetic set (a sixth as many for testing)
+    #[arg(long, default_value_t = 60_000, value_name = "N")]
+    pub synthetic_samples: usize,
+    /// Gradient bucket cap in MiB [default: 4 on one host, 8 across hosts; first and last 1]
+    #[arg(long, value_name = "MIB")]
+    pub bucket_cap_mb: Option<f64>,
+    #[command(flatten)]
+    pub gradients: GradientArgs,
+    #[command(flatten)]
+    pub cut: CutArgs,
+    /// Threads that prepare batches, per rank
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub workers: usize,
+    /// Whether all ranks test their part, each sample once; `false`: as the program's document does it
+    #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "true|false")]
+    pub exact_validation: bool,
+    /// Test batches whose predictions are kept in predictions.jsonl
+    #[arg(long, default_value_t = 10, value_name = "N")]
+    pub log_batches: usize,
+    /// Images of each of these batches that are kept
+    #[arg(long, default_value_t = 32, value_name = "N")]
+    pub log_images: usize,
+    /// Folder for metrics, summary and weights [default: runs/PROGRAM-<date>-<time>]
+    #[arg(long, value_name = "DIR")]
+    pub output_dir: Option<PathBuf>,
+    /// Write a Chrome trace of the third step, one file a rank: FILE.<rank>.json
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
+    /// Time operations and layers of steps 3 to 12: a table, and a Chrome trace for each rank: FILE.<rank>.json
+    #[arg(long, value_name = "FILE")]
+    pub profile: Option<PathBuf>,
+}
+
+/// Samples of one step; a million images of 28 x 28 are 3 GB.
+const MAX_BATCH: usize = 1 << 20;
+
+impl Settings {
+    /// Checks what can be checked before any rank is started.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag.
+    pub fn validate(&self, world: usize) -> Result<()> {
+        // The largest are far above any use; beyond them memory or arithmetic
+        // would give out in less clear words.
+        let counts = [
+            ("--epochs", self.epochs, usize::MAX),
+            ("--batch-size", self.batch_size, MAX_BATCH),
+            ("--test-batch-size", self.test_batch_size, MAX_BATCH),
+            ("--log-interval", self.log_interval, usize::MAX),
+            ("--workers", self.workers, 64),
+            ("--synthetic-samples", self.synthetic_samples, 100_000_000),
+            (
+                "--global-batch-size",
+                self.global_batch_size.unwrap_or(1),
+                MAX_BATCH,
+            ),
+        ];
+        for (flag, value, largest) in counts {
+            ranks::check_count(flag, value, largest)?;
+        }
+        self.gradients.validate()?;
+        super::check_lr(self.lr)?;
+        if self
+            .bucket_cap_mb
+            .is_some_and(|cap| !(cap.is_finite() && cap > 0.0))
+        {
+            return Err(Error::usage("--bucket-cap-mb must be above 0"));
+        }
+        if let Some(global) = self.global_batch_size {
+            if global < world {
+                return Err(Error::usage(format!(
+                    "--global-batch-size {global} leaves some of the {world} ranks without a sample; use at least {world}"
+                )));
+            }
+            if self.sampler == SamplerKind::Torch && !global.is_multiple_of(world) {
+                return Err(Error::usage(format!(
+                    "--sampler torch gives every rank the same batch size, and --global-batch-size {global} is not \
+                     divisible by {world} ranks; use --sampler exact or another size"
+                )));
+            }
+        }
+        self.cut.validate(
+            world,
+            self.global_batch_size,
+            self.sampler == SamplerKind::Torch,
+        )?;
+        if self.cut.deterministic == Determinism::Shards {
+            if self.gradients.gradient_type != GradientType::F32 {
+                return Err(Error::usage(
+                    "--deterministic shards adds gradients as they are; leave out --gradient-type",
+                ));
+            }
+            if !self.exact_validation {
+                return Err(Error::usage(
+                    "--exact-validation false tests in an order of its own; leave it out with --deterministic shards",
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Samples of a step over all ranks.
+    pub fn global_batch(&self, world: usize) -> usize {
+        self.global_batch_size.unwrap_or(self.batch_size * world)
+    }
+
+    /// This rank's parts of a training set of `samples`.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when batches cannot be cut so.
+    pub fn samplers(
+        &self,
+        cut: &Cut,
+        config: SamplerConfig,
+        drop_last: bool,
+    ) -> Result<Vec<Sampler>> {
+        let (world, global) = (config.world, self.global_batch(config.world));
+        cut.samplers(config, |config| {
+            Ok(match self.sampler {
+                SamplerKind::Exact => Sampler::exact(config, global)?,
+                SamplerKind::Torch => Sampler::torch(
+                    config,
+                    TorchBatches {
+                        batch_size: global / world,
+                        drop_samples: false,
+                        drop_batch: drop_last,
+                    },
+                )?,
+            })
+        })
+    }
+
+    /// The wrapper's options. Running statistics become the mean of all ranks'
+    /// at the end of each epoch, before they are used.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when there can be no such number of shards.
+    pub fn ddp_options(&self, must_agree: Vec<String>, frozen: Vec<String>) -> Result<DdpOptions> {
+        Ok(DdpOptions {
+            caps: self
+                .bucket_cap_mb
+                .map(|mib| BucketCaps::uniform((mib * f64::from(1 << 20)) as usize)),
+            deterministic: self.cut.deterministic()?,
+            buffers: Buffers::Mean(Every::Epoch),
+            frozen,
+            must_agree,
+            ..DdpOptions::default()
+        })
+    }
+
+    /// What must be the same on all ranks, a fact a line, so that a difference
+    /// names just the flag.
+    pub fn must_agree(&self) -> Vec<String> {
+        let batch = match self.global_batch_size {
+            Some(global) => format!("--global-batch-size {global}"),
+            None => format!("--batch-size {}", self.batch_size),
+        };
+        let mut facts = vec![
+            batch,
+            format!("--epochs {}", self.epochs),
+            format!("--lr {}", self.lr),
+            format!("--seed {}", self.seed),
+            format!("--sampler {:?}", self.sampler).to_lowercase(),
+            format!("--test-batch-size {}", self.test_batch_size),
+            format!("--gradient-type {:?}", self.gradients.gradient_type).to_lowercase(),
+            format!("--exact-validation {}", self.exact_validation),
+            format!("--log-batches {}", self.log_batches),
+            format!("--log-images {}", self.log_images),
+        ];
+        facts.extend(self.cut.must_agree());
+        facts
+    }
+}
