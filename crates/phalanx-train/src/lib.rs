@@ -46,6 +46,7 @@ pub mod process;
 pub mod progress;
 pub mod pth;
 pub mod sampler;
+pub mod state;
 pub mod synthetic;
 mod text;
 

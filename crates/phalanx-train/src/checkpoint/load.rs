@@ -185,7 +185,7 @@ fn fill(path: &Path, params: &mut Params, found: HashMap<String, Found<'_>>) -> 
 }
 
 /// Sets the parameter or buffer of that name, whose length was checked.
-fn put(params: &mut Params, name: &str, values: &[f32]) -> Result<()> {
+pub(crate) fn put(params: &mut Params, name: &str, values: &[f32]) -> Result<()> {
     if let Some(id) = params.find(name) {
         return params.import(id, values).map_err(|source| {
             Error::internal(format!("cannot import {name}: {source}")).with_source(source)
@@ -198,7 +198,7 @@ fn put(params: &mut Params, name: &str, values: &[f32]) -> Result<()> {
 }
 
 /// The library's message in the reader's terms where it has one.
-fn explain(error: &safetensors::SafeTensorError, bytes: &[u8]) -> String {
+pub(crate) fn explain(error: &safetensors::SafeTensorError, bytes: &[u8]) -> String {
     use safetensors::SafeTensorError as E;
     match error {
         E::HeaderTooSmall | E::InvalidHeaderLength | E::MetadataIncompleteBuffer => format!(

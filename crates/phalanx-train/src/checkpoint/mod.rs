@@ -20,19 +20,21 @@ use crate::files::atomic_write_with;
 use crate::pth::{self, DType, Saved};
 
 pub use load::{Loaded, load_params};
+pub(crate) use load::{explain, put};
 
 /// The key that the format reserves for metadata.
 const METADATA: &str = "__metadata__";
 
 /// A parameter or buffer in PyTorch's form.
-struct Tensor {
-    name: String,
-    shape: Vec<usize>,
-    values: Vec<f32>,
+pub(crate) struct Tensor {
+    pub name: String,
+    pub shape: Vec<usize>,
+    /// Row-major.
+    pub values: Vec<f32>,
 }
 
 /// Parameters and buffers in ascending order of their names.
-fn tensors(params: &Params) -> Vec<Tensor> {
+pub(crate) fn tensors(params: &Params) -> Vec<Tensor> {
     let parameters = params.ids().zip(params.infos()).map(|(id, info)| Tensor {
         name: info.name.clone(),
         shape: info.shape.clone(),
@@ -135,6 +137,15 @@ pub fn save_params(
     metadata: &BTreeMap<String, String>,
 ) -> Result<()> {
     let tensors = tensors(params);
+    atomic_write_with(path, |out| write_tensors(out, metadata, &tensors))
+}
+
+/// Writes a safetensors file of `tensors` to `out`, in their order.
+pub(crate) fn write_tensors(
+    out: &mut dyn Write,
+    metadata: &BTreeMap<String, String>,
+    tensors: &[Tensor],
+) -> std::io::Result<()> {
     // Written by hand because the library keeps metadata in a hash map, whose
     // order, hence the file's bytes, would change from run to run.
     let mut header = Map::new();
@@ -142,7 +153,7 @@ pub fn save_params(
         header.insert(METADATA.to_owned(), json!(metadata));
     }
     let mut offset = 0;
-    for tensor in &tensors {
+    for tensor in tensors {
         let end = offset + tensor.values.len() * size_of::<f32>();
         let entry = json!({
             "dtype": "F32",
@@ -155,16 +166,14 @@ pub fn save_params(
     let mut header = Value::Object(header).to_string().into_bytes();
     // The data must begin at a multiple of 8.
     header.resize(header.len().next_multiple_of(8), b' ');
-    atomic_write_with(path, |out: &mut dyn Write| {
-        out.write_all(&(header.len() as u64).to_le_bytes())?;
-        out.write_all(&header)?;
-        for tensor in &tensors {
-            out.write_all(&little_endian(&tensor.values))?;
-        }
-        Ok(())
-    })
+    out.write_all(&(header.len() as u64).to_le_bytes())?;
+    out.write_all(&header)?;
+    for tensor in tensors {
+        out.write_all(&little_endian(&tensor.values))?;
+    }
+    Ok(())
 }
 
-fn little_endian(values: &[f32]) -> Vec<u8> {
+pub(crate) fn little_endian(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|v| v.to_le_bytes()).collect()
 }

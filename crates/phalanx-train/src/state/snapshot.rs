@@ -1,0 +1,127 @@
+//! A training's state, copied out of its way.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+
+use phalanx_nn::Params;
+use phalanx_nn::optim::Optimizer;
+use sha2::{Digest, Sha256};
+
+use super::manifest::{FORMAT, Manifest, Place, VERSION};
+use crate::checkpoint::{Tensor, tensors, write_tensors};
+
+/// Before the names of parameters and buffers in the data file.
+pub(super) const MODEL: &str = "model.";
+
+/// Before the names of the optimizer's buffers: `optimizer.BUFFER.PARAMETER`.
+pub(super) const OPTIMIZER: &str = "optimizer.";
+
+/// A copy of the state between two steps. Taking it costs a copy of memory;
+/// everything else can happen elsewhere and later.
+pub struct Snapshot {
+    params: Params,
+    optimizer: Vec<(String, Vec<f32>)>,
+    manifest: Manifest,
+}
+
+impl Snapshot {
+    /// Copies parameters and optimizer as they are before the step at `place`.
+    /// `facts` and `progress` are given back as they are.
+    pub fn take(
+        params: &Params,
+        optimizer: &dyn Optimizer,
+        place: Place,
+        facts: BTreeMap<String, String>,
+        progress: serde_json::Value,
+    ) -> Snapshot {
+        let buffers = optimizer.state();
+        Snapshot {
+            params: params.clone(),
+            manifest: Manifest {
+                format: FORMAT.to_owned(),
+                version: VERSION,
+                file: String::new(),
+                bytes: 0,
+                sha256: String::new(),
+                place,
+                optimizer_steps: optimizer.steps(),
+                optimizer_buffers: buffers.iter().map(|b| b.0.to_owned()).collect(),
+                facts,
+                progress,
+            },
+            optimizer: buffers
+                .into_iter()
+                .map(|(name, values)| (name.to_owned(), values.to_vec()))
+                .collect(),
+        }
+    }
+
+    /// Where it was taken.
+    pub fn place(&self) -> Place {
+        self.manifest.place
+    }
+
+    /// Writes the data file's content to `out`.
+    pub(super) fn write(&self, out: &mut dyn Write) -> std::io::Result<Written> {
+        let mut all: Vec<Tensor> = tensors(&self.params);
+        for tensor in &mut all {
+            tensor.name.insert_str(0, MODEL);
+        }
+        let mut as_params = self.params.clone();
+        for (buffer, values) in &self.optimizer {
+            as_params.flat_mut().copy_from_slice(values);
+            for (id, info) in as_params.ids().zip(as_params.infos()) {
+                all.push(Tensor {
+                    name: format!("{OPTIMIZER}{buffer}.{}", info.name),
+                    shape: info.shape.clone(),
+                    values: as_params.export(id),
+                });
+            }
+        }
+        let mut out = Hashed {
+            out,
+            hash: Sha256::new(),
+            bytes: 0,
+        };
+        write_tensors(&mut out, &BTreeMap::new(), &all)?;
+        Ok(Written {
+            bytes: out.bytes,
+            sha256: hex::encode(out.hash.finalize()),
+        })
+    }
+
+    /// The manifest for a data file of that name.
+    pub(super) fn manifest(&self, file: &str, written: Written) -> Manifest {
+        Manifest {
+            file: file.to_owned(),
+            bytes: written.bytes,
+            sha256: written.sha256,
+            ..self.manifest.clone()
+        }
+    }
+}
+
+/// What was written.
+pub(super) struct Written {
+    bytes: u64,
+    sha256: String,
+}
+
+struct Hashed<'a> {
+    out: &'a mut dyn Write,
+    hash: Sha256,
+    bytes: u64,
+}
+
+impl Write for Hashed<'_> {
+    fn write(&mut self, buffer: &[u8]) -> std::io::Result<usize> {
+        let taken = self.out.write(buffer)?;
+        self.hash.update(&buffer[..taken]);
+        self.bytes += taken as u64;
+        Ok(taken)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.out.flush()
+    }
+}

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Kills a process at random moments while it saves checkpoints; after each, the newest complete one must load.
+# Usage: checkpoint_kills.sh [KILLS]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PHALANX_KILLS=${1:-200} cargo test -p phalanx-train --test state -- --exact --nocapture \
+    after_a_kill_at_any_moment_the_newest_checkpoint_loads
+echo "checkpoint kills: ok"
