@@ -3,12 +3,16 @@
 
     cargo build --release
     sudo benches/wire.py --python VENV/bin/python --out benches/runs/DATE-tcp-wire
-    sudo benches/wire.py --python VENV/bin/python --hosts 2 --rates 1
+    sudo benches/wire.py --python VENV/bin/python --hosts 2 --rates 1 --delays 0,0.1,1,5
 
 Every host is a network namespace whose only way out is a veth pair into a
 switch, a namespace of its own. Both ends of each pair are shaped with
 `tc ... tbf`: one limits what the host sends, the other what it receives, as
 a full-duplex network card does.
+
+With a delay the switch is a program of ours (peers/delay.c, compiled with cc)
+that holds every frame for that time; it needs a core now and then, which the
+ranks miss where cores are few.
 
 Each round runs ours, then Gloo, on the same wire; figures are medians over
 rounds of medians, with the smallest and largest in brackets. The bound is
@@ -37,6 +41,7 @@ p.add_argument("--phalanx", default=str(HERE.parent / "target/release/phalanx"))
 p.add_argument("--hosts", default="2,3,4", help="numbers of hosts, separated by commas")
 p.add_argument("--ranks-per-host", type=int, default=1)
 p.add_argument("--rates", default="1,10", help="Gbit/s, separated by commas; 0 = not shaped")
+p.add_argument("--delays", default="0", help="ms from one host to another, separated by commas")
 p.add_argument("--mtu", type=int, default=1500)
 p.add_argument("--bytes", default="4,1024,65536,1048576,26214400")
 p.add_argument("--rounds", type=int, default=3)
@@ -50,8 +55,9 @@ NAME = f"phw{os.getpid()}"
 class Wire:
     """H hosts and a switch; the context manager removes them."""
 
-    def __init__(self, hosts, gbit):
-        self.hosts, self.gbit, self.names, self.children = hosts, gbit, [], []
+    def __init__(self, hosts, gbit, delay_ms):
+        self.hosts, self.gbit, self.delay_ms = hosts, gbit, delay_ms
+        self.names, self.children = [], []
 
     def __enter__(self):
         try:
@@ -69,15 +75,17 @@ class Wire:
     def build(self):
         switch = f"{NAME}s"
         self.namespace(switch)
-        sh("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
-        sh("ip", "-n", switch, "link", "set", "br0", "up")
+        if not self.delay_ms:
+            sh("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+            sh("ip", "-n", switch, "link", "set", "br0", "up")
         for h in range(self.hosts):
             host, port = f"{NAME}h{h}", f"port{h}"
             self.namespace(host)
             sh("ip", "link", "add", "eth0", "netns", host, "mtu", str(args.mtu), "type", "veth",
                "peer", "name", port, "netns", switch, "mtu", str(args.mtu))
             sh("ip", "-n", host, "addr", "add", f"10.78.0.{h + 1}/24", "dev", "eth0")
-            sh("ip", "-n", switch, "link", "set", port, "master", "br0")
+            if not self.delay_ms:
+                sh("ip", "-n", switch, "link", "set", port, "master", "br0")
             for ns, dev in ((host, "eth0"), (switch, port)):
                 sh("ip", "-n", ns, "link", "set", dev, "up")
                 if self.gbit:
@@ -87,6 +95,13 @@ class Wire:
                     sh("ip", "-n", ns, "link", "set", dev, "gso_max_size", str(min(65536, burst * 2 // 3)))
                     sh("tc", "-n", ns, "qdisc", "add", "dev", dev, "root", "tbf",
                        "rate", f"{self.gbit:g}gbit", "burst", str(burst), "limit", "4mb")
+        if self.delay_ms:
+            ports = [f"port{h}" for h in range(self.hosts)]
+            relay = subprocess.Popen(["ip", "netns", "exec", switch, delay_switch(), str(1000 * self.delay_ms), *ports],
+                                     stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+            self.children.append(relay)
+            if relay.stdout.readline().strip() != "ready":
+                raise SystemExit("the switch with a delay did not start")
 
     def start(self, host, cmd, env=None, **more):
         child = subprocess.Popen(["ip", "netns", "exec", f"{NAME}h{host}", *cmd], stdin=subprocess.DEVNULL,
@@ -109,6 +124,14 @@ class Wire:
             child.communicate() if child.stdout else child.wait()
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def delay_switch():
+    """The compiled switch."""
+    source, program = HERE / "peers/delay.c", Path(tempfile.gettempdir()) / f"{NAME}-delay"
+    if not program.exists():
+        sh("cc", "-O2", "-o", str(program), str(source))
+    return str(program)
 
 
 def sh(*cmd):
@@ -156,16 +179,17 @@ def cell(us):
 def main():
     sides = [ours] + ([gloo] if args.python else [])
     raw, commands, rows = [], [], []
-    head = ["| hosts | Gbit/s | bytes | ours | Gloo | bound | ours: share of bound | times faster than Gloo |",
-            "|---|---|---|---|---|---|---|---|"]
+    head = ["| hosts | Gbit/s | delay, ms | bytes | ours | Gloo | bound | ours: share of bound | times faster than Gloo |",
+            "|---|---|---|---|---|---|---|---|---|"]
     print("\n".join(head), flush=True)
     with tempfile.TemporaryDirectory() as work:
         token = f"{work}/job.token"
         sh(args.phalanx, "token", "--out", token)
-        for gbit in map(float, args.rates.split(",")):
+        wires = [(float(g), float(d)) for g in args.rates.split(",") for d in args.delays.split(",")]
+        for gbit, delay_ms in wires:
             for hosts in map(int, args.hosts.split(",")):
                 figures = {(s.__name__, b): [] for s in sides for b in SIZES}
-                with Wire(hosts, gbit) as wire:
+                with Wire(hosts, gbit, delay_ms) as wire:
                     for round_ in range(args.rounds):
                         for side in sides:
                             lines, cmds = run(wire, side, token)
@@ -173,7 +197,7 @@ def main():
                                 commands += [f"host {h}: " + " ".join(f"{k}={v}" for k, v in env.items())
                                              + " " + shlex.join(cmd) for h, cmd, env in cmds]
                             for line in lines:
-                                raw.append({"hosts": hosts, "ranks_per_host": args.ranks_per_host, "gbit": gbit,
+                                raw.append({"hosts": hosts, "ranks_per_host": args.ranks_per_host, "gbit": gbit, "delay_ms": delay_ms,
                                             "side": side.__name__, "round": round_, **line})
                                 figures[side.__name__, line["bytes"]].append(line["median_us"])
                 for b in SIZES:
@@ -182,7 +206,7 @@ def main():
                     bound = 2 * (hosts - 1) / hosts * b * 8 / (gbit * 1e3) if gbit else 0
                     ratio = [y / x for x, y in zip(mine, peer)]
                     big = bound and b >= 1 << 20
-                    rows.append(f"| {hosts} | {gbit:g} | {b} | {cell(mine)} | {cell(peer) if peer else '-'} | "
+                    rows.append(f"| {hosts} | {gbit:g} | {delay_ms:g} | {b} | {cell(mine)} | {cell(peer) if peer else '-'} | "
                                 f"{f'{bound / 1e3:.2f} ms' if big else '-'} | "
                                 f"{f'{100 * bound / statistics.median(mine):.1f} %' if big else '-'} | "
                                 f"{f'{statistics.median(ratio):.2f} [{min(ratio):.2f}..{max(ratio):.2f}]' if ratio else '-'} |")
@@ -218,3 +242,5 @@ try:
     main()
 except KeyboardInterrupt:
     sys.exit(130)
+finally:
+    (Path(tempfile.gettempdir()) / f"{NAME}-delay").unlink(missing_ok=True)
