@@ -15,7 +15,7 @@ use rustix::fs::OFlags;
 use rustix::io::Errno;
 
 use super::launch::{
-    Launch, Meeting, TokenSource, compute_threads, environment, no_token, token_variable,
+    Launch, Meeting, TokenSource, compute_threads, environment, no_token, streams, token_variable,
 };
 use super::options::{InitOptions, Transport};
 use crate::transport::{BindAddr, FormOptions, Mesh, Prefer, form, thread_mesh};
@@ -74,6 +74,7 @@ impl Processes {
                 ring_bytes: self.options.ring_bytes,
                 compute_threads: compute_threads(self.options.compute_threads, environment)?,
                 arena_bytes: self.options.arena_bytes,
+                streams: streams(self.options.streams, environment)?,
             },
         )?;
         mesh.agree_through(&self.store, self.epoch, group);

@@ -197,6 +197,10 @@ pub struct Mesh {
     arenas: Option<Arc<Arenas>>,
     hosts: Hosts,
     seat: usize,
+    world: usize,
+    /// Data streams by rank.
+    streams: Vec<usize>,
+    /// By lane: the first stream of every rank, the second of every rank, …
     peers: Vec<Peer>,
     budgets: Budgets,
     /// Operations run on the communication thread, beside compute.
@@ -250,15 +254,19 @@ pub(crate) struct SharedMemory {
 
 impl Mesh {
     pub(super) fn assemble(parts: Parts) -> Mesh {
-        let mut peers: Vec<Peer> = (0..parts.world).map(|_| Peer::Own(NoLink)).collect();
-        let controls = parts
-            .sockets
-            .iter()
-            .map(|link| Arc::clone(link.control()))
-            .collect();
+        let mut streams = vec![1; parts.world];
+        for link in &parts.sockets {
+            let most = &mut streams[link.peer()];
+            *most = (*most).max(link.index() + 1);
+        }
+        let lanes = parts.world * streams.iter().max().copied().unwrap_or(1);
+        let mut peers: Vec<Peer> = (0..lanes).map(|_| Peer::Own(NoLink)).collect();
+        // One for all streams of a pair.
+        let firsts = parts.sockets.iter().filter(|link| link.index() == 0);
+        let controls = firsts.map(|link| Arc::clone(link.control())).collect();
         for link in parts.sockets {
-            let peer = link.peer();
-            peers[peer] = Peer::Tcp(link);
+            let lane = link.index() * parts.world + link.peer();
+            peers[lane] = Peer::Tcp(link);
         }
         for (peer, seat) in parts.neighbours {
             let (tx, rx) = parts.segment.ends(parts.seat, seat);
@@ -283,6 +291,8 @@ impl Mesh {
             instance: parts.instance,
             hosts: parts.hosts,
             seat: parts.seat,
+            world: parts.world,
+            streams,
             peers,
             budgets: Budgets::new(parts.policy, parts.topology),
             beside: false,
@@ -299,7 +309,7 @@ impl Mesh {
 
     /// Number of ranks in the group.
     pub(crate) fn world(&self) -> usize {
-        self.peers.len()
+        self.world
     }
 
     /// Which ranks share a host; the same on all ranks.
@@ -313,8 +323,8 @@ impl Mesh {
     }
 
     /// Streams with `peer`; a lane is `stream * world + peer`.
-    pub(crate) fn streams(&self, _peer: usize) -> usize {
-        1
+    pub(crate) fn streams(&self, peer: usize) -> usize {
+        self.streams[peer]
     }
 
     /// Number of lanes: each has a link, and an interest in [`Mesh::idle`].
@@ -340,6 +350,7 @@ impl Mesh {
         };
         self.peers
             .iter()
+            .take(self.world)
             .enumerate()
             .filter_map(|(i, p)| Some((i, kind(p)?)))
             .collect()
@@ -519,7 +530,7 @@ impl Mesh {
         missing: impl Fn(usize) -> bool,
     ) -> Result<()> {
         let now = self.look_around()?;
-        let (segment, world) = (&self.shared.segment, self.peers.len());
+        let (segment, world) = (&self.shared.segment, self.world);
         // `has_left` first: what a rank did before it left is then visible.
         let lost = |rank: usize| segment.has_left(rank) && missing(rank);
         if let Some(rank) = (0..world).find(|&rank| lost(rank)) {

@@ -7,7 +7,7 @@
 //! * *thread*: ranks are threads of this process; rings in private memory.
 //! * *shm*: ranks are processes of one host; the same rings in a memfd that no
 //!   file system knows, passed over an authenticated Unix socket.
-//! * *tcp*: ranks are anywhere; two sockets per pair, one for the bytes and
+//! * *tcp*: ranks are anywhere; two sockets per pair (up to five on request), one for the bytes and
 //!   one that says why they ended.
 //!
 //! Architecture invariants: no call of a link blocks (but for a quarter of a

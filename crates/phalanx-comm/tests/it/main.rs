@@ -15,6 +15,7 @@ mod monitored;
 mod objects;
 mod reform;
 mod registered;
+mod streams;
 mod subgroups;
 mod uneven;
 mod waiting;

@@ -10,7 +10,7 @@ use phalanx_wire::handshake::Hello;
 
 use super::super::admit::{Admitted, admit, lengthen_backlog};
 use super::super::segment::Segment;
-use super::super::tcp::{CONTROL, Control, DATA, TcpLink, dial, options};
+use super::super::tcp::{CONTROL, Control, TcpLink, data, dial, options};
 use super::member::Member;
 use super::rendezvous::Rendezvous;
 use crate::{Error, Result};
@@ -29,7 +29,13 @@ pub(crate) fn listen(ip: IpAddr) -> Result<TcpListener> {
     Ok(listener)
 }
 
-/// Connects to all `peers`.
+/// Data connections of the pair of us and `member`: as many as both want.
+fn streams(ours: usize, member: &Member) -> usize {
+    ours.min(member.streams)
+}
+
+/// Connects to all `peers`, to each by as many data connections as both want.
+#[expect(clippy::too_many_arguments, reason = "all of a forming's parts")]
 pub(crate) fn connect(
     meeting: &Rendezvous<'_>,
     me: Hello,
@@ -37,14 +43,19 @@ pub(crate) fn connect(
     listener: &TcpListener,
     members: &[Member],
     peers: &[usize],
+    ours: usize,
     segment: &Arc<Segment>,
 ) -> Result<Vec<TcpLink>> {
     let rank = meeting.rank;
+    let wanted = |peer: usize| {
+        let all = (0..streams(ours, &members[peer])).map(data);
+        all.chain([CONTROL])
+    };
     let higher: Vec<usize> = peers.iter().copied().filter(|&peer| peer > rank).collect();
     let lower: Vec<usize> = peers.iter().copied().filter(|&peer| peer < rank).collect();
     let expected: Vec<(usize, u16)> = higher
         .iter()
-        .flat_map(|&peer| [(peer, DATA), (peer, CONTROL)])
+        .flat_map(|&peer| wanted(peer).map(move |stream| (peer, stream)))
         .collect();
     let stop = AtomicBool::new(false);
     let check = || {
@@ -66,7 +77,7 @@ pub(crate) fn connect(
         let mut dialled = Vec::new();
         let mut result = Ok(());
         'all: for &peer in &lower {
-            for stream in [DATA, CONTROL] {
+            for stream in wanted(peer) {
                 match dial(meeting, me, token, peer, &members[peer], stream, &check) {
                     Ok(socket) => dialled.push(Admitted {
                         rank: peer,
@@ -102,23 +113,24 @@ pub(crate) fn connect(
     let missing: Vec<usize> = higher
         .iter()
         .copied()
-        .filter(|&p| !came(p, DATA) || !came(p, CONTROL))
+        .filter(|&p| !wanted(p).all(|stream| came(p, stream)))
         .collect();
     if !missing.is_empty() {
         return Err(meeting.late(&higher, &missing, "connect over tcp"));
     }
     let mut sockets = accepted;
     sockets.extend(dialled);
-    peers
-        .iter()
-        .map(|&peer| {
-            let data = take(&mut sockets, peer, DATA)?;
-            let control = take(&mut sockets, peer, CONTROL)?;
-            let which = (meeting.epoch, meeting.group);
-            let control = Control::new(peer, which, control, Arc::clone(segment));
-            Ok(TcpLink::new(rank, data, Arc::new(control)))
-        })
-        .collect()
+    let mut links = Vec::new();
+    for &peer in peers {
+        let control = take(&mut sockets, peer, CONTROL)?;
+        let which = (meeting.epoch, meeting.group);
+        let control = Arc::new(Control::new(peer, which, control, Arc::clone(segment)));
+        for index in 0..streams(ours, &members[peer]) {
+            let socket = take(&mut sockets, peer, data(index))?;
+            links.push(TcpLink::new(rank, index, socket, Arc::clone(&control)));
+        }
+    }
+    Ok(links)
 }
 
 /// The socket of `peer` for `stream`, ready for use.

@@ -1,4 +1,4 @@
-//! The data connection of a pair.
+//! A data connection of a pair.
 
 use std::io::{ErrorKind as IoKind, IoSlice, IoSliceMut, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -12,15 +12,23 @@ use crate::{Error, Result};
 /// A peer behind a socket.
 pub(crate) struct TcpLink {
     rank: usize,
+    /// Which of the pair's data connections.
+    index: usize,
     stream: TcpStream,
     control: Arc<Control>,
 }
 
 impl TcpLink {
     /// `stream` is connected, authenticated and non-blocking.
-    pub(crate) fn new(rank: usize, stream: TcpStream, control: Arc<Control>) -> TcpLink {
+    pub(crate) fn new(
+        rank: usize,
+        index: usize,
+        stream: TcpStream,
+        control: Arc<Control>,
+    ) -> TcpLink {
         TcpLink {
             rank,
+            index,
             stream,
             control,
         }
@@ -28,6 +36,10 @@ impl TcpLink {
 
     pub(crate) fn peer(&self) -> usize {
         self.control.peer()
+    }
+
+    pub(crate) fn index(&self) -> usize {
+        self.index
     }
 
     pub(crate) fn control(&self) -> &Arc<Control> {
