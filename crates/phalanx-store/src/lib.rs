@@ -53,4 +53,4 @@ pub use mem::MemStore;
 pub use prefix::PrefixStore;
 pub use store::Store;
 pub use table::Limits;
-pub use tcp::{ServerOptions, TcpServer, TcpStore};
+pub use tcp::{ServerOptions, TcpServer, TcpStore, Will};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::{Error, Result, Store};
+use crate::{Error, Result, Store, Will};
 
 /// A view of another store in which every key `k` is the key `prefix/k` below.
 ///
@@ -90,5 +90,9 @@ impl Store for PrefixStore {
     fn delete_prefix(&self, prefix: &str) -> Result<u64> {
         self.inner
             .delete_prefix(&format!("{}{prefix}", self.prefix))
+    }
+
+    fn leave_will(&self, key: &str, value: &[u8]) -> Result<Option<Will>> {
+        self.inner.leave_will(&self.full(key)?, value)
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::Result;
+use crate::{Result, Will};
 
 /// A small key/value store that several ranks share.
 ///
@@ -55,6 +55,17 @@ pub trait Store: Send + Sync + 'static {
 
     /// Removes all keys that begin with `prefix`; says how many there were.
     fn delete_prefix(&self, prefix: &str) -> Result<u64>;
+
+    /// Has `value` (at most 4 KiB) stored under `key`, unless there is one by
+    /// then, when this process ends before it has dropped what it gets here,
+    /// however it ends. Also when its host cannot be reached any more, some
+    /// time later. `None`: this kind of store does not notice.
+    ///
+    /// # Errors
+    /// As [`set`](Self::set).
+    fn leave_will(&self, _key: &str, _value: &[u8]) -> Result<Option<Will>> {
+        Ok(None)
+    }
 }
 
 impl<S: Store + ?Sized> Store for Arc<S> {
@@ -88,5 +99,9 @@ impl<S: Store + ?Sized> Store for Arc<S> {
 
     fn delete_prefix(&self, prefix: &str) -> Result<u64> {
         (**self).delete_prefix(prefix)
+    }
+
+    fn leave_will(&self, key: &str, value: &[u8]) -> Result<Option<Will>> {
+        (**self).leave_will(key, value)
     }
 }

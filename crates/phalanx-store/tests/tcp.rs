@@ -4,14 +4,17 @@ mod common;
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use common::{LONG, Raw, SHORT, eventually, join, loopback, serve, serve_with};
-use phalanx_store::{ErrorKind, Limits, ServerOptions, Store, TcpServer, TcpStore, auth};
+use phalanx_store::{
+    ErrorKind, Limits, MemStore, PrefixStore, ServerOptions, Store, TcpServer, TcpStore, auth,
+};
 use phalanx_wire::Token;
 use phalanx_wire::handshake::{Hello, RejectReason, Role};
-use phalanx_wire::store_msg::{MAX_VALUE_BYTES, Request};
+use phalanx_wire::store_msg::{MAX_VALUE_BYTES, MAX_WILL_BYTES, Request};
 
 /// An address at which nobody listens.
 fn free_addr() -> SocketAddr {
@@ -463,4 +466,57 @@ fn a_round_trip_is_fast() {
     times.sort();
     println!("set + get: p10 {:?}, median {:?}", times[50], times[250]);
     assert!(times[0] < Duration::from_millis(10), "{:?}", times[0]);
+}
+
+/// A member that ends without a word is spoken for by the server.
+#[test]
+fn a_will_is_executed_when_its_member_is_gone() {
+    let (server, token) = serve();
+    let store = join(&server, &token);
+    let waiter = thread::spawn({
+        let store = join(&server, &token);
+        move || store.get("failed", LONG).unwrap()
+    });
+    eventually("the wait arrives", || server.pending_waits() == 1);
+    let mut raw = Raw::connect(&server, &token);
+    for (key, value) in [("other", &b"x"[..]), ("failed", b"rank 3 is gone")] {
+        let value = Some(value);
+        raw.send(&[Request::Will { key, value }]);
+        assert_eq!(raw.receive().unwrap(), "Done");
+    }
+    assert_eq!(store.try_get("failed").unwrap(), None);
+    drop(raw);
+    assert_eq!(waiter.join().unwrap(), b"rank 3 is gone");
+    assert_eq!(
+        store.try_get("other").unwrap(),
+        None,
+        "the last will counts"
+    );
+
+    // What is there already stays.
+    let mut raw = Raw::connect(&server, &token);
+    let (key, value) = ("failed", Some(&b"rank 4 is gone"[..]));
+    raw.send(&[Request::Will { key, value }]);
+    assert_eq!(raw.receive().unwrap(), "Done");
+    drop(raw);
+    eventually("it has left", || server.clients() <= 2);
+    assert_eq!(store.get("failed", LONG).unwrap(), b"rank 3 is gone");
+}
+
+#[test]
+fn a_will_that_was_taken_back_is_not_executed() {
+    let (server, token) = serve();
+    let store = Arc::new(join(&server, &token));
+    // Through a view, as groups may use it.
+    let view = PrefixStore::new(store.clone(), "forming");
+    for _ in 0..20 {
+        let will = view.leave_will("failed", b"rank 3 is gone").unwrap();
+        drop(will.expect("this store notices"));
+    }
+    let long = vec![7; MAX_WILL_BYTES + 1];
+    let error = view.leave_will("failed", &long).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Usage, "{error}");
+    eventually("they have left", || server.clients() == 1);
+    assert_eq!(store.try_get("forming/failed").unwrap(), None);
+    assert!(MemStore::new().leave_will("k", b"v").unwrap().is_none());
 }

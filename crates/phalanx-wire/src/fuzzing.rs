@@ -215,6 +215,14 @@ fn request_seeds() -> Vec<Vec<u8>> {
             key: "n",
             delta: -1,
         },
+        Request::Will {
+            key: "k",
+            value: Some(b"gone"),
+        },
+        Request::Will {
+            key: "k",
+            value: None,
+        },
         Request::CompareSet {
             key: "k",
             expected: Some(b"old"),
@@ -301,7 +309,7 @@ mod tests {
             assert!(Header::decode(bytes.first_chunk().unwrap()).is_ok());
         }
         assert!(request_seeds().iter().all(|s| Request::decode(s).is_ok()));
-        assert_eq!(request_seeds().len(), 9);
+        assert_eq!(request_seeds().len(), 11);
         assert!(response_seeds().iter().all(|s| Response::decode(s).is_ok()));
         assert_eq!(handshake_seeds().len(), 7);
     }

@@ -12,7 +12,7 @@ use phalanx_wire::handshake::{
     Acceptor, Awaiting, Hello, Initiator, MAX_MESSAGE_BYTES, PREFIX_BYTES, Role, body_bytes,
 };
 use phalanx_wire::store_msg::{
-    Failure, LENGTH_BYTES, MAX_REQUEST_BYTES, Request, Response, request_bytes,
+    Failure, LENGTH_BYTES, MAX_REQUEST_BYTES, MAX_WILL_BYTES, Request, Response, request_bytes,
 };
 
 /// CRC-32C bit by bit, so that the test does not trust the code under test.
@@ -148,7 +148,7 @@ fn garbled_requests() {
         let key = ["k", "rank/0", "a/long/key/é"][dice.below(3)];
         let value = [&b""[..], b"1", b"some value"][dice.below(3)];
         let timeout_ms = dice.roll() as u32;
-        let request = match dice.below(8) {
+        let request = match dice.below(9) {
             0 => Request::Set { key, value },
             1 => Request::Get { key, timeout_ms },
             2 => Request::TryGet { key },
@@ -166,6 +166,10 @@ fn garbled_requests() {
                 desired: value,
             },
             6 => Request::Delete { key },
+            7 => Request::Will {
+                key,
+                value: (value.len() <= MAX_WILL_BYTES && dice.below(2) == 0).then_some(value),
+            },
             _ => Request::DeletePrefix { prefix: key },
         };
         let mut message = Vec::new();

@@ -2,7 +2,7 @@
 
 use phalanx_wire::store_msg::{
     Failure, LENGTH_BYTES, MAX_KEY_BYTES, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES, MAX_VALUE_BYTES,
-    MAX_WAIT_KEYS, Request, Response, request_bytes, response_bytes,
+    MAX_WAIT_KEYS, MAX_WILL_BYTES, Request, Response, request_bytes, response_bytes,
 };
 use phalanx_wire::{Error, ErrorKind};
 
@@ -59,6 +59,11 @@ fn samples<'a>(key: &'a str, value: &'a [u8]) -> Vec<Request<'a>> {
             key,
             delta: i64::MIN,
         },
+        Request::Will {
+            key,
+            value: Some(&value[..value.len().min(MAX_WILL_BYTES)]),
+        },
+        Request::Will { key, value: None },
         Request::CompareSet {
             key,
             expected: None,
@@ -277,4 +282,27 @@ fn bad_flag() {
     assert_eq!(lie(&[6, 1, 0, b'k', 2]), ErrorKind::BadFlag);
     let error = Response::decode(&[0x85, 7]).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::BadFlag);
+}
+
+#[test]
+fn a_will_is_short() {
+    let long = vec![7; MAX_WILL_BYTES + 1];
+    let will = |value| Request::Will {
+        key: "k",
+        value: Some(value),
+    };
+    let error = will(&long[..]).check().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ValueTooLong);
+    let mut lying = body(&will(&long[1..]));
+    let at = lying.len() - MAX_WILL_BYTES - 4;
+    lying[at..at + 4].copy_from_slice(&(MAX_WILL_BYTES as u32 + 1).to_le_bytes());
+    lying.push(7);
+    assert_eq!(lie(&lying), ErrorKind::ValueTooLong);
+    // The flag is 0 or 1.
+    let mut odd = body(&Request::Will {
+        key: "k",
+        value: None,
+    });
+    *odd.last_mut().unwrap() = 2;
+    assert_eq!(lie(&odd), ErrorKind::BadFlag);
 }

@@ -18,7 +18,7 @@ use super::launch::{
     Launch, Meeting, TokenSource, compute_threads, environment, no_token, streams, token_variable,
 };
 use super::options::{InitOptions, Transport};
-use crate::transport::{BindAddr, FormOptions, Mesh, Prefer, form, thread_mesh};
+use crate::transport::{BindAddr, FormOptions, Mesh, Prefer, form, taken, thread_mesh};
 use crate::wait::deadline_in;
 use crate::{Error, Result};
 
@@ -363,6 +363,10 @@ fn agree_on_world(
     let (size, by) = agreed.split_once(' ').unwrap_or((&agreed, "?"));
     if size == world.to_string() {
         return Ok(());
+    }
+    // Somebody else's second process is wrong alone, whatever world it expects.
+    if let Some(error) = taken(store, epoch, group, rank)? {
+        return Err(error.with_rank(rank).with_operation("forming the group"));
     }
     let message = format!(
         "rank {rank} was started with a world size of {world}, rank {by} with {size}: \

@@ -154,6 +154,29 @@ fn wrong_world_is_refused_on_both_sides_at_once() {
     assert!(started.elapsed() < SOON);
 }
 
+/// A second process of a rank, started with another world size: the first one's
+/// group forms all the same.
+#[test]
+fn a_second_process_with_another_world_is_refused_alone() {
+    use phalanx_store::Store;
+    let store = Arc::new(MemStore::new());
+    let token = Token::generate().unwrap();
+    let start = |rank, world| {
+        let (store, options) = (store.clone(), init_options(Over::Shm, &token));
+        std::thread::spawn(move || ProcessGroup::from_store(store, rank, world, options))
+    };
+    let first = start(0, 2);
+    store.wait(&["comm/0/0/member/0"], PATIENCE).unwrap();
+    for world in [3, 1000] {
+        let error = start(0, world).join().unwrap().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Usage, "{error}");
+        let taken = "rank 0 is already taken by process ";
+        assert!(error.to_string().contains(taken), "{error}");
+    }
+    let second = start(1, 2);
+    use_and_leave([first, second].map(|m| m.join().unwrap()).into());
+}
+
 #[test]
 fn tcp_without_a_token_says_how_to_make_one() {
     // The variables may be set where the tests run; then there is a token.

@@ -62,6 +62,30 @@ pub struct TcpStore {
     answer_ms: AtomicU32,
 }
 
+/// What is stored when this process ends; see
+/// [`Store::leave_will`]. Dropping it takes it back.
+#[derive(Debug)]
+pub struct Will {
+    connection: Connection,
+    key: String,
+}
+
+impl Drop for Will {
+    fn drop(&mut self) {
+        let Connection { stream, buffer, .. } = &mut self.connection;
+        buffer.clear();
+        let back = Request::Will {
+            key: &self.key,
+            value: None,
+        };
+        // The server reads it before it sees the end, and nobody waits for its
+        // answer. A server that is gone keeps no will either.
+        if back.encode(buffer).is_ok() {
+            let _ = stream.write_all(buffer);
+        }
+    }
+}
+
 #[derive(Debug)]
 struct Connection {
     stream: TcpStream,
@@ -521,6 +545,31 @@ impl Store for TcpStore {
             Response::Existed(existed) => Some(existed),
             _ => None,
         })
+    }
+
+    fn leave_will(&self, key: &str, value: &[u8]) -> Result<Option<Will>> {
+        let request = Request::Will {
+            key,
+            value: Some(value),
+        };
+        request.check().map_err(|e| Error::bad_request(key, e))?;
+        // One of its own: others are handed from call to call, and closed.
+        let mut connection = self.open(self.answer_within(), false)?;
+        let body = connection
+            .round_trip(&request, self.answer_within())
+            .map_err(|fault| self.describe(fault, Duration::ZERO))?;
+        match Response::decode(body) {
+            Ok(Response::Done) => Ok(Some(Will {
+                connection,
+                key: key.to_owned(),
+            })),
+            Ok(Response::Failed(failure)) => Err(Error::failed(&self.place, key, failure)),
+            Ok(_) => Err(Error::new(
+                ErrorKind::Protocol,
+                format!("{} answered another question than was asked", self.place),
+            )),
+            Err(e) => Err(self.broken(e)),
+        }
     }
 
     fn delete_prefix(&self, prefix: &str) -> Result<u64> {

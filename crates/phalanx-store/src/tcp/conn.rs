@@ -51,6 +51,8 @@ pub(super) struct Conn {
     pub(super) ended: bool,
     /// Since when a request is incomplete or an answer not taken.
     pub(super) stalled: Option<Instant>,
+    /// What to store when it closes: key and value.
+    pub(super) will: Option<(String, Vec<u8>)>,
     /// Received; the first `understood` bytes are done with.
     inbox: Vec<u8>,
     understood: usize,
@@ -85,6 +87,7 @@ impl Conn {
             since: Instant::now(),
             ended: false,
             stalled: None,
+            will: None,
             inbox: Vec::new(),
             understood: 0,
             outbox: Vec::new(),
@@ -136,7 +139,8 @@ impl Conn {
             State::Waiting(wait) => wait.key_bytes,
             _ => 0,
         };
-        (self.inbox.capacity() + self.outbox.capacity()) as u64 + keys
+        let will = self.will.as_ref().map_or(0, |(k, v)| k.len() + v.len());
+        (self.inbox.capacity() + self.outbox.capacity() + will) as u64 + keys
     }
 
     /// Notes whether the other side owes us something: the rest of a request,

@@ -11,7 +11,7 @@ mod server;
 mod socket;
 mod waiters;
 
-pub use client::TcpStore;
+pub use client::{TcpStore, Will};
 #[cfg(any(test, fuzzing))]
 pub(crate) use server::fuzzing;
 pub use server::{ServerOptions, TcpServer};

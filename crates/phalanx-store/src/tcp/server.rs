@@ -643,6 +643,12 @@ impl Serving {
             Request::DeletePrefix { prefix } => {
                 Ok(Response::Removed(self.table.delete_prefix(prefix)))
             }
+            Request::Will { key, value } => {
+                if let Some(conn) = self.conns.get_mut(&id) {
+                    conn.will = value.map(|value| (key.to_owned(), value.to_vec()));
+                }
+                Ok(Response::Done)
+            }
             _ => Err(Failure::BadRequest),
         };
         let response = result.unwrap_or_else(Response::Failed);
@@ -820,8 +826,17 @@ impl Serving {
 
     fn close(&mut self, id: ConnId) {
         self.forget_wait(id);
-        self.conns.remove(&id);
+        let closed = self.conns.remove(&id);
         debug_assert!(!self.conns.is_empty() || self.waiters.len() == 0);
+        if let Some((key, value)) = closed.and_then(|conn| conn.will) {
+            // Where there is no room, nobody hears of it: as without a will.
+            if let Err(e) = self.table.compare_set(&key, None, &value) {
+                tracing::warn!(place = self.place, "cannot execute a will: {e:?}");
+            }
+            if self.table.contains(&key) {
+                self.announce(&key);
+            }
+        }
     }
 }
 

@@ -20,6 +20,8 @@ use crate::{Error, ErrorKind, Result};
 pub const MAX_KEY_BYTES: usize = 1 << 10;
 /// Longest value (1 MiB).
 pub const MAX_VALUE_BYTES: usize = 1 << 20;
+/// Longest value of a will (4 KiB): the server keeps one for each connection.
+pub const MAX_WILL_BYTES: usize = 4 << 10;
 /// Most keys of one wait.
 pub const MAX_WAIT_KEYS: usize = 1024;
 /// Most keys in a store (128 Ki).
@@ -110,6 +112,21 @@ pub fn check_value(value: &[u8]) -> Result<()> {
             ErrorKind::ValueTooLong,
             value.len() as u64,
             MAX_VALUE_BYTES as u64,
+        ));
+    }
+    Ok(())
+}
+
+/// Checks the length of a will's value.
+///
+/// # Errors
+/// [`ErrorKind::ValueTooLong`].
+pub fn check_will(value: &[u8]) -> Result<()> {
+    if value.len() > MAX_WILL_BYTES {
+        return Err(Error::with(
+            ErrorKind::ValueTooLong,
+            value.len() as u64,
+            MAX_WILL_BYTES as u64,
         ));
     }
     Ok(())

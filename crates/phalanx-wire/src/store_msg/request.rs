@@ -1,8 +1,8 @@
 //! What a client asks.
 
 use super::{
-    check_key, check_prefix, check_value, check_wait, message, put_key, put_keys, put_value,
-    take_flag, take_key, take_keys, take_prefix, take_value,
+    check_key, check_prefix, check_value, check_wait, check_will, message, put_key, put_keys,
+    put_value, take_flag, take_key, take_keys, take_prefix, take_value,
 };
 use crate::bytes::Reader;
 use crate::{Error, ErrorKind, Result};
@@ -63,6 +63,15 @@ pub enum Request<'a> {
         /// The prefix; empty means all keys.
         prefix: &'a str,
     },
+    /// When this connection closes, store the value unless there is one. A
+    /// connection has one will; the last one counts.
+    Will {
+        /// The key.
+        key: &'a str,
+        /// The value, of at most [`MAX_WILL_BYTES`](super::MAX_WILL_BYTES);
+        /// `None` takes the will back.
+        value: Option<&'a [u8]>,
+    },
 }
 
 const SET: u8 = 1;
@@ -73,6 +82,7 @@ const ADD: u8 = 5;
 const COMPARE_SET: u8 = 6;
 const DELETE: u8 = 7;
 const DELETE_PREFIX: u8 = 8;
+const WILL: u8 = 9;
 
 impl<'a> Request<'a> {
     /// Checks the limits without encoding.
@@ -104,6 +114,10 @@ impl<'a> Request<'a> {
                 check_value(desired)
             }
             Request::DeletePrefix { prefix } => check_prefix(prefix),
+            Request::Will { key, value } => {
+                check_key(key)?;
+                value.map_or(Ok(()), check_will)
+            }
         }
     }
 
@@ -159,6 +173,14 @@ impl<'a> Request<'a> {
                 out.push(DELETE_PREFIX);
                 put_key(out, prefix);
             }
+            Request::Will { key, value } => {
+                out.push(WILL);
+                put_key(out, key);
+                out.push(u8::from(value.is_some()));
+                if let Some(value) = value {
+                    put_value(out, value);
+                }
+            }
         });
         Ok(())
     }
@@ -211,6 +233,16 @@ impl<'a> Request<'a> {
             DELETE_PREFIX => Request::DeletePrefix {
                 prefix: take_prefix(&mut r)?,
             },
+            WILL => {
+                let key = take_key(&mut r)?;
+                let value = if take_flag(&mut r)? {
+                    Some(take_value(&mut r)?)
+                } else {
+                    None
+                };
+                value.map_or(Ok(()), check_will)?;
+                Request::Will { key, value }
+            }
             other => return Err(Error::with(ErrorKind::UnknownCode, u64::from(other), 0)),
         };
         r.end()?;

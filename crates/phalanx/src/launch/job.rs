@@ -214,22 +214,12 @@ impl Job<'_> {
         // The one before says that it is done.
         self.guard = None;
         let guard = Arc::new(Guard::start()?);
-        if self.nodes.is_some() && self.shared.node_rank > 0 {
-            let verdict = Verdict {
-                code: ErrorKind::PeerLost.exit_code(),
-                echo: false,
-                node: self.shared.node_rank,
-                message: format!(
-                    "the launcher of node {} (pid {}, host {}) was killed, and its ranks with it",
-                    self.shared.node_rank,
-                    std::process::id(),
-                    self.host
-                ),
-                notes: Vec::new(),
-            };
+        if let Some(nodes) = self.nodes.as_ref().filter(|_| self.shared.node_rank > 0) {
+            let verdict = Verdict::of_killed(self.shared.node_rank, &self.host);
             if let Ok(text) = serde_json::to_string(&verdict) {
                 guard.tell(&self.dial, &self.plan.token, &text);
             }
+            nodes.is_guarded();
         }
         let mut ranks = Vec::with_capacity(self.plan.local_ranks);
         let started = self.start_ranks(restarts, &guard, &mut ranks);

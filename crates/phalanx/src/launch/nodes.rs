@@ -9,19 +9,20 @@
 //! | `launch/done/R`   | all ranks of node R ended well | node R                |
 //! | `launch/left/R`   | node R needs the store no more | node R                |
 //!
-//! A launcher that dies leaves no verdict itself; its guard writes one. A host
+//! A launcher that dies leaves no verdict itself; its guard writes one, or, before
+//! there is a guard, the store by its will. A host
 //! that dies or is cut off stops beating; node 0 notices. When node 0 dies,
 //! the store dies with it, and that is the message.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use phalanx_store::{ErrorKind as StoreKind, Store, TcpServer, TcpStore};
+use phalanx_store::{ErrorKind as StoreKind, Store, TcpServer, TcpStore, Will};
 use phalanx_wire::Token;
 use serde::{Deserialize, Serialize};
 
@@ -237,6 +238,8 @@ pub(crate) struct Nodes {
     stop: Arc<AtomicBool>,
     /// The store did not answer our last words.
     out_of_reach: AtomicBool,
+    /// Our verdict, should we be killed before we have a guard.
+    will: Mutex<Option<Will>>,
 }
 
 /// Joins; `interrupted` is asked often and ends it.
@@ -279,6 +282,13 @@ pub(crate) fn join(
         return Err(Error::usage(format!("there is a node {me} already: {who}"))
             .note("fix", "give every launcher its own --node-rank"));
     }
+    let will = match me {
+        // Its store would die with it.
+        0 => None,
+        _ => store
+            .leave_will(ABORT_KEY, &encode(&Verdict::of_killed(me, &card.host))?)
+            .map_err(lost_store)?,
+    };
     let nodes = Nodes {
         store: Arc::new(store),
         server: place.server.take(),
@@ -286,6 +296,7 @@ pub(crate) fn join(
         cards: Vec::new(),
         stop: Arc::new(AtomicBool::new(false)),
         out_of_reach: AtomicBool::new(false),
+        will: Mutex::new(will),
     };
     // From here on the others count on us: a failure must reach them.
     match nodes.gather(total, &card, started, deadline, &mut interrupted) {
@@ -439,6 +450,13 @@ impl Nodes {
                     .ok_or_else(|| Error::new(ErrorKind::System, format!("{key} vanished")))
             })
             .collect()
+    }
+
+    /// Our guard has our verdict: from now on a broken connection to the store
+    /// alone is nobody's death.
+    pub(crate) fn is_guarded(&self) {
+        let mut will = self.will.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(will.take());
     }
 
     /// The nodes' cards, by node rank.

@@ -31,6 +31,20 @@ pub(crate) struct Verdict {
 }
 
 impl Verdict {
+    /// What is to be said when the launcher of `node`, this process, is killed.
+    pub(crate) fn of_killed(node: usize, host: &str) -> Verdict {
+        Verdict {
+            code: ErrorKind::PeerLost.exit_code(),
+            echo: false,
+            node,
+            message: format!(
+                "the launcher of node {node} (pid {}, host {host}) was killed, and its ranks with it",
+                std::process::id(),
+            ),
+            notes: Vec::new(),
+        }
+    }
+
     /// The error that this launcher prints and ends with.
     pub(crate) fn into_error(self, stopped: Option<String>) -> Error {
         let mut error = Error::new(ErrorKind::from_exit_code(self.code), self.message);

@@ -26,7 +26,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use phalanx_store::Store;
+use phalanx_store::{Store, Will};
 use phalanx_wire::Token;
 use phalanx_wire::handshake::{Hello, Role};
 
@@ -196,7 +196,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
         streams: o.streams,
         address,
     };
-    let members = meet(meeting, &record)?;
+    let (members, will) = meet(meeting, &record)?;
 
     let hint = &members[o.rank].host.hint;
     let local: Vec<usize> = (0..o.world)
@@ -265,6 +265,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
     };
     drop(listener);
     meeting.finish()?;
+    drop(will);
     tracing::debug!(
         rank = o.rank,
         world = o.world,
@@ -318,19 +319,38 @@ fn topology(rank: usize, members: &[Member]) -> Topology {
 /// Most characters of a holder's name that are repeated.
 const HOLDER_CHARS: usize = 100;
 
-/// Publishes our record and reads everybody's.
-fn meet(meeting: &Rendezvous<'_>, record: &Member) -> Result<Vec<Member>> {
+/// The error of a process whose rank another one has, whose record is `theirs`.
+fn is_taken(epoch: u32, rank: usize, theirs: &[u8]) -> Error {
+    let holder = Member::decode(theirs).map_or_else(
+        |_| "another process".to_owned(),
+        |theirs| theirs.process.chars().take(HOLDER_CHARS).collect(),
+    );
+    Error::usage(format!(
+        "rank {rank} is already taken by {holder}, which joined epoch {epoch} of this job first; \
+         this process, {}, does not take part: give it a rank of its own, or end the other one and \
+         form with the next epoch",
+        this_process()
+    ))
+}
+
+/// Before this process claims `rank`: the error if another one has.
+pub(crate) fn taken(
+    store: &dyn Store,
+    epoch: u32,
+    group: u32,
+    rank: usize,
+) -> Result<Option<Error>> {
+    let record = store.try_get(&format!("comm/{epoch}/{group}/member/{rank}"))?;
+    Ok(record.map(|theirs| is_taken(epoch, rank, &theirs)))
+}
+
+/// Publishes our record and reads everybody's. Until the will is dropped the
+/// others hear of it when we end.
+fn meet(meeting: &Rendezvous<'_>, record: &Member) -> Result<(Vec<Member>, Option<Will>)> {
+    // Before the others know of us, so that from then on they hear of our end.
+    let will = meeting.leave_will(&record.process)?;
     if let Some(theirs) = meeting.claim("member", &record.encode())? {
-        let holder = Member::decode(&theirs).map_or_else(
-            |_| "another process".to_owned(),
-            |theirs| theirs.process.chars().take(HOLDER_CHARS).collect(),
-        );
-        return Err(Error::usage(format!(
-            "rank {} is already taken by {holder}, which joined epoch {} of this job first; this \
-             process, {}, does not take part: give it a rank of its own, or end the other one and \
-             form with the next epoch",
-            meeting.rank, meeting.epoch, record.process
-        )));
+        return Err(is_taken(meeting.epoch, meeting.rank, &theirs));
     }
     let all: Vec<usize> = (0..meeting.world).collect();
     let records = meeting.collect("member", &all, "arrive")?;
@@ -356,7 +376,7 @@ fn meet(meeting: &Rendezvous<'_>, record: &Member) -> Result<Vec<Member>> {
         }
         members.push(member);
     }
-    Ok(members)
+    Ok((members, will))
 }
 
 /// A loopback address is only reached from its own host: better said now than

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use phalanx_store::{ErrorKind as StoreKind, Store};
+use phalanx_store::{ErrorKind as StoreKind, Store, Will};
 
 use crate::{Error, ErrorKind, Result};
 
@@ -16,6 +16,9 @@ const BEAT: Duration = Duration::from_millis(100);
 const LISTEN: Duration = Duration::from_millis(350);
 /// Shorter deadlines are not lengthened by listening.
 const LISTEN_ABOVE: Duration = Duration::from_secs(2);
+
+/// Begins a failure mark that a rank did not write itself.
+const LOST: &str = "lost ";
 
 /// Distance between two looks at the failure mark while waiting.
 const SLICE: Duration = Duration::from_millis(250);
@@ -68,6 +71,20 @@ impl Rendezvous<'_> {
         }
         self.refused.store(true, Ordering::Relaxed);
         Ok(Some(stored))
+    }
+
+    /// Has the others told at once if this process ends while the group forms.
+    /// What is returned is to be dropped when it has formed.
+    pub(crate) fn leave_will(&self, process: &str) -> Result<Option<Will>> {
+        let text = format!(
+            "{LOST}{}\nrank {} ({process}) is gone: it ended before the group had formed, or its \
+             host is out of reach",
+            self.rank, self.rank
+        );
+        let key = format!("{}failed", self.prefix());
+        self.store
+            .leave_will(&key, text.as_bytes())
+            .map_err(|e| self.store_failed("publishing to the store", e))
     }
 
     /// The values of `topic` of all `ranks`; `what` completes "ranks 2, 5 did
@@ -224,10 +241,15 @@ impl Rendezvous<'_> {
             .map_err(|e| self.store_failed("reading from the store", e))?;
         let Some(mark) = mark else { return Ok(()) };
         let mark = String::from_utf8_lossy(&mark);
+        let (mark, is_lost) = match mark.strip_prefix(LOST) {
+            Some(rest) => (rest, true),
+            None => (&*mark, false),
+        };
         let parts = mark
             .split_once('\n')
             .and_then(|(rank, cause)| Some((rank.parse().ok()?, cause)));
         Err(match parts {
+            Some((rank, cause)) if is_lost => Error::peer_lost(rank, cause),
             Some((rank, cause)) => {
                 Error::aborted(rank, format!("it could not form the group: {cause}"))
             }

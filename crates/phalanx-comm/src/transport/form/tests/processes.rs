@@ -129,6 +129,44 @@ fn kill_one(prefer: Prefer, kind: TransportKind) {
     );
 }
 
+/// The store's server sees the connection of the dead one close.
+#[test]
+fn who_is_killed_while_the_group_forms_is_named_at_once() {
+    let token = Token::generate().unwrap();
+    let server = TcpServer::bind("127.0.0.1:0".parse().unwrap(), token.clone()).unwrap();
+    let place = server.local_addr().to_string();
+    let temp = tempfile::tempdir().unwrap();
+    for prefer in [Prefer::Auto, Prefer::Tcp] {
+        let store = TcpStore::connect(&place, token.clone(), PATIENCE).unwrap();
+        let mut victim = Rank::start(1, &place, &token, prefer, temp.path());
+        let error = std::thread::scope(|scope| {
+            let rank_0 = scope.spawn(|| form(&store, &options(0, 3, &token, prefer)).unwrap_err());
+            // Rank 2 never comes.
+            let started = Instant::now();
+            while store.try_get("comm/1/0/member/1").unwrap().is_none() {
+                assert!(started.elapsed() < PATIENCE);
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            let pid = victim.kill();
+            let killed = Instant::now();
+            let error = rank_0.join().unwrap();
+            assert!(killed.elapsed() < SOON, "{error}");
+            assert!(
+                error
+                    .to_string()
+                    .contains(&format!("rank 1 (process {pid} on ")),
+                "{error}"
+            );
+            error
+        });
+        assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+        assert_eq!(error.peer(), Some(1));
+        // The next kind of transport begins anew.
+        drop(victim);
+        store.delete_prefix("").unwrap();
+    }
+}
+
 #[test]
 fn a_killed_process_is_named_at_once_over_shm() {
     kill_one(Prefer::Shm, TransportKind::Shm);
