@@ -208,7 +208,7 @@ fn empty_message() {
 
 #[test]
 fn unknown_request_and_response() {
-    for code in [0, 9, 0x81, 0xff] {
+    for code in [0, 10, 0x81, 0xff] {
         assert_eq!(lie(&[code]), ErrorKind::UnknownCode);
     }
     for code in [0, 1, 0x80, 0x89, 0xff] {
