@@ -133,6 +133,32 @@ impl BucketPlan {
         self.bucket_elems[bucket]
     }
 
+    /// Elements of bucket `bucket` that each of `world` ranks gets when it is
+    /// scattered: whole lines, of which the last rank's may be padding.
+    pub fn chunk_elems(&self, bucket: usize, world: usize) -> usize {
+        self.bucket_elems[bucket]
+            .div_ceil(LINE_ELEMS * world.max(1))
+            .saturating_mul(LINE_ELEMS)
+    }
+
+    /// What of the gradients `rank` of `world` gets when buckets are scattered: parameters
+    /// and the runs of their elements, bucket by bucket.
+    pub fn scattered(&self, world: usize, rank: usize) -> Vec<(usize, Range<usize>)> {
+        let mut pieces = Vec::new();
+        for (bucket, params) in self.buckets.iter().enumerate() {
+            let chunk = self.chunk_elems(bucket, world);
+            for &param in params {
+                let place = &self.places[param].1;
+                let from = place.start.max(rank * chunk);
+                let to = place.end.min((rank + 1) * chunk);
+                if from < to {
+                    pieces.push((param, from - place.start..to - place.start));
+                }
+            }
+        }
+        pieces
+    }
+
     /// Bytes of gradient in bucket `bucket`, padding not counted.
     pub fn bucket_bytes(&self, bucket: usize) -> usize {
         self.buckets[bucket]
@@ -204,6 +230,28 @@ mod tests {
         // A last tensor above the cap cannot be cut.
         let plan = BucketPlan::new(&[500, 50, 1], &reversed(3), caps);
         assert_eq!(plan.buckets(), [vec![2], vec![1, 0]]);
+    }
+
+    #[test]
+    fn scattered_pieces_are_each_element_once_and_evenly_cut() {
+        for cap in [1, 5_000, 1 << 20, usize::MAX] {
+            let plan = BucketPlan::new(&MNIST, &reversed(8), BucketCaps::uniform(cap));
+            for world in 1..=8 {
+                let mut seen: Vec<Vec<u8>> = MNIST.iter().map(|n| vec![0; *n]).collect();
+                for rank in 0..world {
+                    let pieces = plan.scattered(world, rank);
+                    for (param, elems) in &pieces {
+                        assert_eq!(elems.start % LINE_ELEMS, 0);
+                        seen[*param][elems.clone()].iter_mut().for_each(|s| *s += 1);
+                    }
+                    let own: usize = pieces.iter().map(|p| p.1.len()).sum();
+                    let all: usize = MNIST.iter().sum();
+                    let most = all.div_ceil(world) + 2 * LINE_ELEMS * 8;
+                    assert!(own <= most, "{own} of {all} on {world}");
+                }
+                assert!(seen.iter().flatten().all(|s| *s == 1), "{cap} on {world}");
+            }
+        }
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! `DistributedDataParallel`: the reducer as gradient sink of an engine model.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use phalanx_comm::{ProcessGroup, ReduceOp, TransportKind};
@@ -9,7 +10,7 @@ use crate::bucket::{BucketCaps, BucketPlan};
 use crate::error::{Error, Result};
 use crate::fingerprint::Fingerprint;
 use crate::hooks::GradientHook;
-use crate::reducer::{ParamSpec, Reducer, ReducerOptions};
+use crate::reducer::{Exchange, ParamSpec, Reducer, ReducerOptions};
 use crate::route::{Routes, Selection};
 use crate::shards::Shards;
 use crate::step::{self, Average, GlobalBatch, GlobalStep, Uneven};
@@ -43,6 +44,9 @@ pub struct DdpOptions {
     /// Parameters by name that are not trained: they are in no bucket, and
     /// optimizers leave them alone.
     pub frozen: Vec<String>,
+    /// Whether every rank gets all gradients, or a part of them
+    /// for a sharded optimizer.
+    pub exchange: Exchange,
     /// Further facts that must be equal on all ranks (hyperparameters, data
     /// set): compared with the model at construction.
     pub must_agree: Vec<String>,
@@ -136,9 +140,12 @@ pub struct DistributedDataParallel {
     /// Does the reducer's work where gradients are folded over shards.
     shards: Option<Box<Shards>>,
     routes: Routes,
+    /// Parameters that are reduced, by their number in the reducer.
+    reduced: Vec<ParamId>,
     average: Average,
     uneven: Uneven,
     buffers: Buffers,
+    exchange: Exchange,
 }
 
 impl DistributedDataParallel {
@@ -157,6 +164,9 @@ impl DistributedDataParallel {
         options: DdpOptions,
     ) -> Result<DistributedDataParallel> {
         let routes = Routes::new(params, &options.ignored, &options.frozen, options.unused)?;
+        if options.exchange == Exchange::ReduceScatter {
+            check_scattered(&options)?;
+        }
         // First of all: whether the ranks agree on anything that follows.
         fingerprint(&group, params, &options).compare(&group)?;
         let caps = match options.caps {
@@ -166,6 +176,7 @@ impl DistributedDataParallel {
         let reducer_options = ReducerOptions {
             caps,
             rebuild: !options.keep_layout,
+            exchange: options.exchange,
         };
         if group.world_size() > 1 {
             let failed = |e| Error::comm_while("rank 0's parameters could not be broadcast", e);
@@ -176,10 +187,12 @@ impl DistributedDataParallel {
                 .broadcast(params.buffers_flat_mut(), 0)
                 .map_err(failed)?;
         }
+        let is_reduced = |id: &ParamId| matches!(routes.of(*id), Selection::Reduced(_));
+        let reduced: Vec<ParamId> = params.ids().filter(is_reduced).collect();
         let specs: Vec<ParamSpec> = params
             .ids()
             .zip(params.infos())
-            .filter(|(id, _)| matches!(routes.of(*id), Selection::Reduced(_)))
+            .filter(|(id, _)| is_reduced(id))
             .map(|(_, info)| ParamSpec {
                 name: info.name.clone(),
                 len: info.len,
@@ -198,9 +211,11 @@ impl DistributedDataParallel {
             reducer: Reducer::new(group, specs, reducer_options),
             shards,
             routes,
+            reduced,
             average: options.average,
             uneven: options.uneven,
             buffers: options.buffers,
+            exchange: options.exchange,
         })
     }
 
@@ -326,6 +341,41 @@ impl DistributedDataParallel {
     /// ([`GradientHook::gather_state`]).
     pub fn hook_mut(&mut self) -> Option<&mut (dyn GradientHook + 'static)> {
         self.reducer.hook_mut()
+    }
+
+    /// Which elements of which parameters `rank` gets the gradients of, with
+    /// [`Exchange::ReduceScatter`].
+    pub(crate) fn scattered(&self, rank: usize) -> Vec<(ParamId, Range<usize>)> {
+        let pieces = self
+            .plan()
+            .scattered(self.group().world_size(), rank)
+            .into_iter();
+        pieces.map(|(p, elems)| (self.reduced[p], elems)).collect()
+    }
+
+    /// This rank's gradient of some of those elements.
+    pub(crate) fn scattered_piece(&self, param: ParamId, elems: Range<usize>) -> &[f32] {
+        match self.routes.of(param) {
+            Selection::Reduced(index) => self.reducer.piece(index, elems),
+            _ => &[],
+        }
+    }
+
+    /// Puts the updated pieces of all ranks into `params`; `own` writes this rank's.
+    pub(crate) fn gather_pieces(
+        &mut self,
+        params: &mut Params,
+        mut own: impl FnMut(ParamId, Range<usize>, &mut [f32]),
+    ) -> Result<()> {
+        let reduced = &self.reduced;
+        self.reducer.gather_pieces(
+            |p, elems, to| own(reduced[p], elems, to),
+            |p, values| params.get_mut(reduced[p]).copy_from_slice(values),
+        )
+    }
+
+    pub(crate) fn is_scattered(&self) -> bool {
+        self.exchange == Exchange::ReduceScatter
     }
 
     /// Makes every batch normalisation of the model use the batch of all ranks,
@@ -533,6 +583,23 @@ impl GradView for DistributedDataParallel {
     }
 }
 
+/// What goes with scattered gradients?
+fn check_scattered(options: &DdpOptions) -> Result<()> {
+    if options.deterministic != Deterministic::Ranks {
+        return Err(Error::usage(
+            "gradients folded over shards are given to all ranks; leave out Exchange::ReduceScatter (the sharded \
+             optimizer works without)",
+        ));
+    }
+    if let Some(name) = options.ignored.first() {
+        return Err(Error::usage(format!(
+            "{name} is ignored, so each rank trains it for itself, but with Exchange::ReduceScatter no rank's \
+             optimizer has it; leave out one of both",
+        )));
+    }
+    Ok(())
+}
+
 /// Length of a row of a parameter as it lies in memory: a matrix of its first
 /// dimension by all others, or for a convolution, whose first lies innermost, the transpose.
 fn columns(info: &ParamInfo) -> usize {
@@ -572,6 +639,7 @@ fn fingerprint(group: &ProcessGroup, params: &Params, options: &DdpOptions) -> F
     print.line(format!("buckets rebuilt: {}", !options.keep_layout));
     print.line(format!("gradients averaged over {:?}", options.average));
     print.line(format!("deterministic: {:?}", options.deterministic));
+    print.line(format!("gradients exchanged by {:?}", options.exchange));
     print.line(format!("uneven data: {:?}", options.uneven));
     print.line(format!("unused parameters: {:?}", options.unused));
     print.line(format!("buffers made equal: {:?}", options.buffers));

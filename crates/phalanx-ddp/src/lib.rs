@@ -66,7 +66,7 @@ pub use hooks::{
     LocalSgd,
 };
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
-pub use reducer::{ParamSpec, Reducer, ReducerOptions};
+pub use reducer::{Exchange, ParamSpec, Reducer, ReducerOptions};
 pub use state::agree_on_state;
 pub use step::{Average, GlobalBatch, GlobalStep, Uneven};
 pub use sync_norm::SyncBatchNorm;

@@ -5,7 +5,7 @@
 //! | state | memory is | left by |
 //! |---|---|---|
 //! | `Filling` | written by backward through [`Reducer::slot`] | last `ready` of the bucket, and all earlier buckets launched |
-//! | `InFlight` | owned by the process group; no reference exists | [`Reducer::finish`] |
+//! | `InFlight`, `Scattering` | owned by the process group; no reference exists | [`Reducer::finish`] |
 //! | `Reduced` | readable through [`Reducer::grad`] | first `slot` or `ready` of the next backward |
 //!
 //! Buckets are launched strictly in index order, even when a later one fills
@@ -27,6 +27,7 @@
 //! Source: Li et al., "PyTorch Distributed", VLDB 2020, §3.2; PyTorch's
 //! `torch/csrc/distributed/c10d/reducer.cpp`.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -58,6 +59,20 @@ pub struct ReducerOptions {
     /// Lay the buckets out again after the first backward, in the order in
     /// which gradients were observed to become ready.
     pub rebuild: bool,
+    /// What becomes of a bucket. [`Exchange::ReduceScatter`] keeps the first layout.
+    pub exchange: Exchange,
+}
+
+/// Who gets the averaged gradients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Exchange {
+    /// Every rank all of them.
+    #[default]
+    AllReduce,
+    /// Every rank those of its part of each bucket, for
+    /// [`ShardedOptimizer::for_wrapper`](crate::ShardedOptimizer::for_wrapper): half the bytes; the other half
+    /// travels after the optimizer's step, as parameters.
+    ReduceScatter,
 }
 
 impl Default for ReducerOptions {
@@ -65,6 +80,7 @@ impl Default for ReducerOptions {
         ReducerOptions {
             caps: BucketCaps::ONE_HOST,
             rebuild: true,
+            exchange: Exchange::AllReduce,
         }
     }
 }
@@ -72,6 +88,8 @@ impl Default for ReducerOptions {
 enum Memory {
     Filling(Bucket<f32>),
     InFlight(Work<Bucket<f32>>),
+    /// With the chunk that this rank gets.
+    Scattering(Work<(Bucket<f32>, Bucket<f32>)>),
     Reduced(Bucket<f32>),
     /// The all-reduce failed and took the memory with it.
     Lost,
@@ -117,6 +135,10 @@ pub struct Reducer {
     plan: BucketPlan,
     labels: Vec<Arc<str>>,
     memory: Vec<Memory>,
+    /// What this rank has got of each scattered bucket.
+    chunks: Vec<Option<Bucket<f32>>>,
+    /// The votes, where they cannot ride behind the last bucket since it is scattered.
+    votes: Option<Memory>,
     /// Gradients still missing, per bucket.
     missing: Vec<usize>,
     ready: Vec<bool>,
@@ -173,6 +195,8 @@ impl Reducer {
             plan,
             labels: Vec::new(),
             memory: Vec::new(),
+            chunks: Vec::new(),
+            votes: None,
             missing: Vec::new(),
             next_launch: 0,
             in_backward: false,
@@ -181,7 +205,7 @@ impl Reducer {
             spill: Vec::new(),
             failed: false,
             ballot: Ballot::default(),
-            committed: true,
+            committed: false,
             skipped: 0,
             times: StepTimes::default(),
             launched_at: Vec::new(),
@@ -198,17 +222,26 @@ impl Reducer {
             .enumerate()
             .map(|(b, params)| self.label(b, buckets.len(), params))
             .collect();
+        let world = self.group.world_size();
+        let votes = world + self.params.len();
+        let scattered = self.is_scattered();
         self.memory = (0..buckets.len())
             .map(|b| {
-                let votes = if b + 1 == buckets.len() {
-                    self.group.world_size() + self.params.len()
-                } else {
-                    0
+                let elems = match scattered {
+                    true => self.plan.chunk_elems(b, world) * world,
+                    false if b + 1 == buckets.len() => self.plan.bucket_elems(b) + votes,
+                    false => self.plan.bucket_elems(b),
                 };
-                Memory::Reduced(self.group.bucket(self.plan.bucket_elems(b) + votes))
+                Memory::Reduced(self.group.bucket(elems))
             })
             .collect();
+        self.chunks = (0..buckets.len()).map(|_| None).collect();
+        self.votes = scattered.then(|| Memory::Reduced(self.group.bucket(votes)));
         self.missing = buckets.iter().map(Vec::len).collect();
+    }
+
+    fn is_scattered(&self) -> bool {
+        self.options.exchange == Exchange::ReduceScatter
     }
 
     /// What error messages and traces call a bucket.
@@ -452,24 +485,52 @@ impl Reducer {
                 return;
             }
         };
-        if bucket + 1 == self.memory.len() {
+        let is_last = bucket + 1 == self.memory.len();
+        if is_last && !self.is_scattered() {
             // Launched last: all gradients are final and have been looked at.
-            let tail = &mut memory[self.plan.bucket_elems(bucket)..];
-            let (votes, used) = tail.split_at_mut(self.group.world_size());
-            self.ballot.cast(votes, self.group.rank());
-            for (lane, &used) in used.iter_mut().zip(&self.used) {
-                *lane = f32::from(u8::from(used));
-            }
+            let elems = self.plan.bucket_elems(bucket);
+            self.cast_votes(&mut memory[elems..]);
         }
-        self.memory[bucket] = if self.group.world_size() == 1 || self.hook.is_some() {
+        let alone = self.group.world_size() == 1;
+        let call = Call {
+            label: Some(self.labels[bucket].clone()),
+            ..Call::default()
+        };
+        self.memory[bucket] = if alone || self.hook.is_some() {
             Memory::Reduced(memory)
+        } else if self.is_scattered() {
+            let chunk = self.chunks[bucket].take().unwrap_or_else(|| {
+                let world = self.group.world_size();
+                self.group.bucket(self.plan.chunk_elems(bucket, world))
+            });
+            Memory::Scattering(
+                self.group
+                    .reduce_scatter_async(memory, chunk, ReduceOp::Mean, call),
+            )
         } else {
-            let call = Call {
-                label: Some(self.labels[bucket].clone()),
-                ..Call::default()
-            };
             Memory::InFlight(self.group.all_reduce_async(memory, ReduceOp::Mean, call))
         };
+        if is_last && let Some(Memory::Filling(mut votes)) = self.votes.take() {
+            self.cast_votes(&mut votes);
+            self.votes = Some(if alone {
+                Memory::Reduced(votes)
+            } else {
+                let call = Call {
+                    label: Some("votes on the step".into()),
+                    ..Call::default()
+                };
+                Memory::InFlight(self.group.all_reduce_async(votes, ReduceOp::Mean, call))
+            });
+        }
+    }
+
+    /// This rank's vote, and which parameters it has used.
+    fn cast_votes(&self, lanes: &mut [f32]) {
+        let (votes, used) = lanes.split_at_mut(self.group.world_size());
+        self.ballot.cast(votes, self.group.rank());
+        for (lane, &used) in used.iter_mut().zip(&self.used) {
+            *lane = f32::from(u8::from(used));
+        }
     }
 
     /// Votes against the step that runs, for a reason of the caller's own: no
@@ -514,11 +575,12 @@ impl Reducer {
         for bucket in 0..self.memory.len() {
             self.collect(bucket)?;
         }
+        self.collect_votes()?;
         if self.has_hook_to_run() {
             self.run_hook().inspect_err(|_| self.failed = true)?;
         }
         self.times.reduced = Some(Instant::now());
-        if self.options.rebuild && !self.was_rebuilt {
+        if self.options.rebuild && !self.was_rebuilt && !self.is_scattered() {
             self.plan_rebuild()?;
         }
         self.in_backward = false;
@@ -538,11 +600,14 @@ impl Reducer {
     }
 
     fn count_votes(&mut self) -> Commit {
-        let Some(Memory::Reduced(last)) = self.memory.last() else {
-            return Commit::Yes; // there are no parameters
+        let lanes = match (&self.votes, self.memory.last()) {
+            (Some(Memory::Reduced(votes)), Some(_)) => &votes[..],
+            (None, Some(Memory::Reduced(last))) => {
+                &last[self.plan.bucket_elems(self.memory.len() - 1)..]
+            }
+            _ => return Commit::Yes, // there are no parameters
         };
-        let tail = &last[self.plan.bucket_elems(self.memory.len() - 1)..];
-        let (votes, used) = tail.split_at(self.group.world_size());
+        let (votes, used) = lanes.split_at(self.group.world_size());
         for (untouched, lane) in self.untouched.iter_mut().zip(used) {
             *untouched = *lane == 0.0;
         }
@@ -637,6 +702,11 @@ impl Reducer {
                 "a gradient hook must be set between steps; the backward of this one has begun",
             ));
         }
+        if hook.is_some() && self.is_scattered() {
+            return Err(Error::usage(
+                "a gradient hook gives every rank whole gradients; leave it out, or Exchange::ReduceScatter",
+            ));
+        }
         self.hook = hook;
         Ok(())
     }
@@ -649,7 +719,10 @@ impl Reducer {
     fn multiply(&mut self, scale: f32) {
         for (bucket, memory) in self.memory.iter_mut().enumerate() {
             if let Memory::Reduced(memory) = memory {
-                let gradients = &mut memory[..self.plan.bucket_elems(bucket)];
+                let gradients = match &mut self.chunks[bucket] {
+                    Some(chunk) => &mut chunk[..],
+                    None => &mut memory[..self.plan.bucket_elems(bucket)],
+                };
                 gradients.iter_mut().for_each(|g| *g *= scale);
             }
         }
@@ -683,33 +756,131 @@ impl Reducer {
     }
 
     fn collect(&mut self, bucket: usize) -> Result<()> {
-        match std::mem::replace(&mut self.memory[bucket], Memory::Lost) {
-            Memory::InFlight(work) => match work.wait_traced() {
-                Ok((memory, times)) => {
-                    self.memory[bucket] = Memory::Reduced(memory);
-                    self.times.buckets.push(BucketTimes {
-                        bucket,
-                        bytes: self.plan.bucket_bytes(bucket),
-                        label: self.labels[bucket].clone(),
-                        launched: self.launched_at[bucket],
-                        started: times.started,
-                        finished: times.finished,
-                    });
-                    Ok(())
-                }
-                Err(cause) => {
-                    self.failed = true;
-                    Err(Error::comm_while(
-                        format!("gradients could not be averaged ({})", self.labels[bucket]),
-                        cause,
-                    ))
-                }
-            },
+        let traced = match std::mem::replace(&mut self.memory[bucket], Memory::Lost) {
+            Memory::InFlight(work) => work.wait_traced().map(|(memory, times)| {
+                self.memory[bucket] = Memory::Reduced(memory);
+                times
+            }),
+            Memory::Scattering(work) => work.wait_traced().map(|((memory, chunk), times)| {
+                self.memory[bucket] = Memory::Reduced(memory);
+                self.chunks[bucket] = Some(chunk);
+                times
+            }),
             other => {
                 self.memory[bucket] = other;
-                Ok(())
+                return Ok(());
+            }
+        };
+        let times = traced.map_err(|cause| {
+            self.failed = true;
+            Error::comm_while(
+                format!("gradients could not be averaged ({})", self.labels[bucket]),
+                cause,
+            )
+        })?;
+        self.times.buckets.push(BucketTimes {
+            bucket,
+            bytes: self.plan.bucket_bytes(bucket),
+            label: self.labels[bucket].clone(),
+            launched: self.launched_at[bucket],
+            started: times.started,
+            finished: times.finished,
+        });
+        Ok(())
+    }
+
+    fn collect_votes(&mut self) -> Result<()> {
+        match self.votes.take() {
+            Some(Memory::InFlight(work)) => {
+                let votes = work.wait().map_err(|e| {
+                    self.failed = true;
+                    Error::comm_while("the ranks could not vote on the step", e)
+                })?;
+                self.votes = Some(Memory::Reduced(votes));
+            }
+            other => self.votes = other,
+        }
+        Ok(())
+    }
+
+    /// What this rank has of the averaged gradient of `param`; empty for elements that
+    /// are another rank's, and whenever [`grad`](Self::grad) would be.
+    pub(crate) fn piece(&self, param: usize, elems: Range<usize>) -> &[f32] {
+        if param >= self.params.len() || self.in_backward || !self.committed {
+            return &[];
+        }
+        let (bucket, place) = self.plan.place(param);
+        let run = place.start + elems.start..place.start + elems.end;
+        match (&self.chunks[bucket], &self.memory[bucket]) {
+            (Some(chunk), _) => {
+                let first = self.group.rank() * chunk.len();
+                let run = run.start.checked_sub(first).zip(run.end.checked_sub(first));
+                run.and_then(|(from, to)| chunk.get(from..to))
+                    .unwrap_or_default()
+            }
+            (None, Memory::Reduced(memory)) => memory.get(run).unwrap_or_default(),
+            _ => &[],
+        }
+    }
+
+    /// Gives every rank what each has made of its pieces, in the buckets'
+    /// memory: the gradients are gone then. `own` gives this rank's piece,
+    /// `whole` takes every parameter.
+    pub(crate) fn gather_pieces(
+        &mut self,
+        mut own: impl FnMut(usize, Range<usize>, &mut [f32]),
+        mut whole: impl FnMut(usize, &[f32]),
+    ) -> Result<()> {
+        self.check_usable()?;
+        self.committed = false; // nothing is to be read as a gradient any more
+        let (world, rank) = (self.group.world_size(), self.group.rank());
+        for (param, elems) in self.plan.scattered(world, rank) {
+            let (bucket, place) = self.plan.place(param);
+            let run = place.start + elems.start..place.start + elems.end;
+            if let Some(chunk) = &mut self.chunks[bucket] {
+                let first = rank * chunk.len();
+                own(param, elems, &mut chunk[run.start - first..run.end - first]);
+            } else if let Memory::Reduced(memory) = &mut self.memory[bucket] {
+                own(param, elems, &mut memory[run]);
             }
         }
+        let mut works = Vec::with_capacity(self.memory.len());
+        for bucket in 0..self.memory.len() {
+            let Some(chunk) = self.chunks[bucket].take() else {
+                continue;
+            };
+            match std::mem::replace(&mut self.memory[bucket], Memory::Lost) {
+                Memory::Reduced(memory) => {
+                    let call = Call {
+                        label: Some(self.labels[bucket].clone()),
+                        ..Call::default()
+                    };
+                    works.push((bucket, self.group.all_gather_async(chunk, memory, call)));
+                }
+                other => self.memory[bucket] = other,
+            }
+        }
+        for (bucket, work) in works {
+            let (chunk, memory) = work.wait().map_err(|e| {
+                self.failed = true;
+                Error::comm_while(
+                    format!(
+                        "updated parameters could not be gathered ({})",
+                        self.labels[bucket]
+                    ),
+                    e,
+                )
+            })?;
+            self.chunks[bucket] = Some(chunk);
+            self.memory[bucket] = Memory::Reduced(memory);
+        }
+        for param in 0..self.params.len() {
+            let (bucket, place) = self.plan.place(param);
+            if let Memory::Reduced(memory) = &self.memory[bucket] {
+                whole(param, &memory[place]);
+            }
+        }
+        Ok(())
     }
 
     /// Plans the layout in rank 0's observed order; taken on by the next `begin`, since
@@ -770,17 +941,25 @@ impl Reducer {
                 *memory = Memory::Filling(bucket);
             }
         }
+        if let Some(Memory::Reduced(votes)) = self.votes.take() {
+            self.votes = Some(Memory::Filling(votes));
+        }
     }
 
     /// The averaged gradient of `param`; empty unless the last backward was
-    /// finished and not voted down, and when there is no such parameter.
+    /// finished and not voted down, when there is no such parameter, and with
+    /// [`Exchange::ReduceScatter`], where no rank has whole gradients.
     pub fn grad(&self, param: usize) -> &[f32] {
         if param >= self.params.len() {
             return &[];
         }
         let (bucket, range) = self.plan.place(param);
         match &self.memory[bucket] {
-            Memory::Reduced(memory) if !self.in_backward && self.committed => &memory[range],
+            Memory::Reduced(memory)
+                if !self.in_backward && self.committed && !self.is_scattered() =>
+            {
+                &memory[range]
+            }
             _ => &[],
         }
     }

@@ -1,18 +1,26 @@
 //! Optimizer state cut over the ranks (ZeRO stage 1: Rajbhandari et al.,
 //! "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020).
 //!
-//! The flat region of all parameters is cut into one run of 64-byte lines a
-//! rank, through tensors where need be. A rank's optimizer knows its run only;
-//! after its step the runs are gathered. Since optimizers treat each element
-//! by itself, weights have the bits that they would have without.
+//! A rank's optimizer knows pieces of the parameters only, cut through tensors
+//! where need be; after its step the pieces are gathered. Since optimizers
+//! treat each element by itself, weights have the bits that they would have
+//! without. There are two cuts:
+//!
+//! * [`ShardedOptimizer::new`]: the flat region of all parameters in one run of 64-byte
+//!   lines a rank. Every rank has all averaged gradients ([`ShardedOptimizer::step`]).
+//! * [`ShardedOptimizer::for_wrapper`]: a part of each bucket, which is what a
+//!   reduce-scatter leaves ([`Exchange::ReduceScatter`](crate::Exchange::ReduceScatter)). A step moves
+//!   what an all-reduce moves, gradients one way and parameters the other, and
+//!   the parameters are gathered in the buckets' memory
+//!   ([`ShardedOptimizer::step_scattered`]).
 
 use std::ops::Range;
 
-use phalanx_comm::ProcessGroup;
-use phalanx_nn::optim::Optimizer;
-use phalanx_nn::{GradView, ParamId, Params, Scope, Seed};
-use phalanx_nn::{Init, Layout};
+use phalanx_comm::{ProcessGroup, ReduceOp};
+use phalanx_nn::optim::{Optimizer, clip_factor, grad_norm};
+use phalanx_nn::{GradView, Init, Layout, ParamId, Params, Scope, Seed};
 
+use crate::ddp::DistributedDataParallel;
 use crate::error::{Error, Result};
 
 const LINE_ELEMS: usize = 16;
@@ -22,19 +30,59 @@ const LINE_ELEMS: usize = 16;
 pub struct ShardedOptimizer<O> {
     group: ProcessGroup,
     optimizer: O,
-    /// This rank's run as parameters, named as those that they are pieces of.
+    /// This rank's pieces as parameters, named as those that they are pieces of.
     own: Params,
-    pieces: Vec<Piece>,
-    /// Elements of each rank's run.
+    /// Every rank's pieces.
+    cut: Vec<Vec<Piece>>,
+    /// Elements of the flat region of all parameters.
+    total: usize,
+    /// Elements that each rank gives when parts are gathered.
     lengths: Vec<usize>,
-    /// Where this rank's run lies in the flat region.
-    range: Range<usize>,
+    /// Whether the cut is a wrapper's.
+    scattered: bool,
 }
 
-/// A parameter, or the part of it that lies in this rank's run.
+/// A parameter, or the part of it that one rank has.
+#[derive(Debug, Clone)]
 struct Piece {
     param: ParamId,
     elems: Range<usize>,
+    /// Where it begins among the rank's own.
+    at: usize,
+    /// Where it begins in the flat region of all parameters.
+    flat: usize,
+}
+
+impl Piece {
+    fn own(&self) -> Range<usize> {
+        self.at..self.at + self.elems.len()
+    }
+
+    fn whole(&self) -> Range<usize> {
+        self.flat..self.flat + self.elems.len()
+    }
+}
+
+/// Lays pieces one behind the other, each on lines of its own.
+fn lay_out(params: &Params, pieces: Vec<(ParamId, Range<usize>)>) -> Vec<Piece> {
+    let mut next = 0;
+    let piece = |(param, elems): (ParamId, Range<usize>)| {
+        let at = next;
+        next = (at + elems.len()).next_multiple_of(LINE_ELEMS);
+        Piece {
+            param,
+            flat: params.infos()[param.index()].offset + elems.start,
+            elems,
+            at,
+        }
+    };
+    pieces.into_iter().map(piece).collect()
+}
+
+fn len_of(pieces: &[Piece]) -> usize {
+    pieces
+        .last()
+        .map_or(0, |p| p.own().end.next_multiple_of(LINE_ELEMS))
 }
 
 impl<O: Optimizer> ShardedOptimizer<O> {
@@ -52,40 +100,89 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         let (world, elems) = (group.world_size(), params.flat().len());
         let lines = elems.div_ceil(LINE_ELEMS);
         let border = |r: usize| (r * lines / world * LINE_ELEMS).min(elems);
-        let lengths: Vec<usize> = (0..world).map(|r| border(r + 1) - border(r)).collect();
-        let range = border(group.rank())..border(group.rank() + 1);
-        let mut scope = Scope::new(Seed(0));
-        let mut pieces = Vec::new();
-        for (param, info) in params.ids().zip(params.infos()) {
-            let from = info.offset.max(range.start);
-            let to = (info.offset + info.len).min(range.end);
-            if from < to {
-                let elems = from - info.offset..to - info.offset;
-                scope.param(
-                    &info.name,
-                    &[elems.len()],
-                    Layout::Same,
-                    Init::Constant(0.0),
-                );
-                pieces.push(Piece { param, elems });
+        let lengths = (0..world).map(|r| border(r + 1) - border(r)).collect();
+        let pieces = |rank: usize| {
+            let mut pieces = Vec::new();
+            for (param, info) in params.ids().zip(params.infos()) {
+                let from = info.offset.max(border(rank));
+                let to = (info.offset + info.len).min(border(rank + 1));
+                if from < to {
+                    pieces.push((param, from - info.offset..to - info.offset));
+                }
             }
+            lay_out(params, pieces)
+        };
+        let cut: Vec<Vec<Piece>> = (0..world).map(pieces).collect();
+        let as_in_flat =
+            |(r, pieces): (usize, &Vec<Piece>)| pieces.iter().all(|p| p.flat == border(r) + p.at);
+        if !cut.iter().enumerate().all(as_in_flat) {
+            return Err(not_in_lines());
+        }
+        Self::build(group, params, cut, lengths, make)
+    }
+
+    /// Cuts `params` as `wrapper` scatters their gradients, and has `make`
+    /// make the optimizer of this rank's part. Local: no communication. Frozen
+    /// parameters are no rank's.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` unless the wrapper was made with
+    /// [`Exchange::ReduceScatter`](crate::Exchange::ReduceScatter).
+    pub fn for_wrapper(
+        wrapper: &DistributedDataParallel,
+        params: &Params,
+        make: impl FnOnce(&Params) -> O,
+    ) -> Result<ShardedOptimizer<O>> {
+        if !wrapper.is_scattered() {
+            return Err(Error::usage(
+                "the wrapper gives all gradients to all ranks; make it with Exchange::ReduceScatter, or the \
+                 optimizer with ShardedOptimizer::new",
+            ));
+        }
+        let group = wrapper.group().clone();
+        let pieces = |rank| lay_out(params, wrapper.scattered(rank));
+        let cut: Vec<Vec<Piece>> = (0..group.world_size()).map(pieces).collect();
+        let lengths = cut.iter().map(|pieces| len_of(pieces)).collect();
+        let mut optimizer = Self::build(group, params, cut, lengths, make)?;
+        optimizer.scattered = true;
+        Ok(optimizer)
+    }
+
+    fn build(
+        group: ProcessGroup,
+        params: &Params,
+        cut: Vec<Vec<Piece>>,
+        lengths: Vec<usize>,
+        make: impl FnOnce(&Params) -> O,
+    ) -> Result<ShardedOptimizer<O>> {
+        let mut scope = Scope::new(Seed(0));
+        let pieces = &cut[group.rank()];
+        for piece in pieces {
+            let name = &params.infos()[piece.param.index()].name;
+            let shape = [piece.elems.len()];
+            scope.param(name, &shape, Layout::Same, Init::Constant(0.0));
         }
         let own = scope
             .build()
             .map_err(|e| Error::usage(format!("this rank's part cannot be laid out: {e}")))?;
-        if own.flat().len() > range.len() {
-            return Err(Error::usage(
-                "parameters do not lie line by line, so their optimizer state cannot be cut",
-            ));
+        let mut places = own.infos().iter().zip(pieces);
+        if own.flat().len() > len_of(pieces) || places.any(|(info, p)| info.offset != p.at) {
+            return Err(not_in_lines());
         }
         Ok(ShardedOptimizer {
             optimizer: make(&own),
             group,
             own,
-            pieces,
+            cut,
             lengths,
-            range,
+            total: params.flat().len(),
+            scattered: false,
         })
+    }
+
+    fn pieces(&self) -> &[Piece] {
+        &self.cut[self.group.rank()]
     }
 
     /// Updates this rank's part of `params` from the averaged `grads`, then
@@ -98,36 +195,168 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     /// `Usage` when `params` or `grads` have another layout; `Comm` when a peer
     /// is lost or late. `params` is undefined then.
     pub fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()> {
-        let total: usize = self.lengths.iter().sum();
-        if params.flat().len() != total {
-            return Err(Error::usage(format!(
-                "the sharded optimizer was made for {total} parameter elements, not {}",
-                params.flat().len()
-            )));
-        }
-        let len = self.own.flat().len();
-        let run = self.range.start..self.range.start + len;
-        self.own.flat_mut().copy_from_slice(&params.flat()[run]);
+        self.step_with(params, grads, 1.0)
+    }
+
+    /// [`step`](Self::step) with gradients scaled down to a norm of at most `limit`;
+    /// gives the norm before ([`grad_norm`]). The bits are those of
+    /// [`step_clipped`](phalanx_nn::optim::step_clipped) on the optimizer as a whole.
+    ///
+    /// # Errors
+    ///
+    /// As [`step`](Self::step).
+    pub fn step_clipped(
+        &mut self,
+        params: &mut Params,
+        grads: &dyn GradView,
+        limit: f64,
+    ) -> Result<f64> {
+        let norm = grad_norm(params, grads);
+        self.step_with(params, grads, clip_factor(norm, limit))?;
+        Ok(norm)
+    }
+
+    fn step_with(&mut self, params: &mut Params, grads: &dyn GradView, factor: f32) -> Result<()> {
+        self.check(params)?;
+        self.step_own(params, &Whole(grads), factor)?;
+        self.join(self.own.flat(), params.flat_mut())
+            .map_err(|e| Error::comm_while("updated parameters could not be gathered", e))
+    }
+
+    /// Updates this rank's part of `params` from what `wrapper` has left of
+    /// the gradients on this rank, then gathers the parts of all ranks.
+    ///
+    /// *Blocks* until all ranks of the group call it.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when `params` have another layout or `wrapper` is another's, or
+    /// has no gradients; `Comm` when a peer is lost or late. `params` is
+    /// undefined then.
+    pub fn step_scattered(
+        &mut self,
+        params: &mut Params,
+        wrapper: &mut DistributedDataParallel,
+    ) -> Result<()> {
+        self.step_scattered_with(params, wrapper, 1.0)
+    }
+
+    /// [`step_scattered`](Self::step_scattered) with gradients scaled down to a norm of at most
+    /// `limit`, the norm of the joined gradient of all ranks; gives the norm
+    /// before. Squares are added up in another order than in [`grad_norm`],
+    /// in f64: the norm differs from it in the last digits, the float32
+    /// factor made of it next to never.
+    ///
+    /// *Blocks* until all ranks of the group call it.
+    ///
+    /// # Errors
+    ///
+    /// As [`step_scattered`](Self::step_scattered).
+    pub fn step_scattered_clipped(
+        &mut self,
+        params: &mut Params,
+        wrapper: &mut DistributedDataParallel,
+        limit: f64,
+    ) -> Result<f64> {
         let view = Pieces {
-            pieces: &self.pieces,
-            grads,
+            pieces: self.pieces(),
+            source: wrapper,
         };
-        self.optimizer
-            .step(&mut self.own, &view)
-            .map_err(|e| Error::usage(format!("the optimizer refused its part: {e}")))?;
-        let own = padded(self.own.flat(), self.range.len());
-        if self.group.world_size() == 1 {
-            params.flat_mut().copy_from_slice(&own);
+        let norm = grad_norm(&self.own, &view);
+        let mut squares = [norm * norm];
+        if self.group.world_size() > 1 {
+            self.group
+                .all_reduce(&mut squares, ReduceOp::Sum)
+                .map_err(|e| Error::comm_while("the gradients' norm could not be joined", e))?;
+        }
+        let norm = squares[0].sqrt();
+        self.step_scattered_with(params, wrapper, clip_factor(norm, limit))?;
+        Ok(norm)
+    }
+
+    fn step_scattered_with(
+        &mut self,
+        params: &mut Params,
+        wrapper: &mut DistributedDataParallel,
+        factor: f32,
+    ) -> Result<()> {
+        self.check(params)?;
+        let fits = self.scattered && {
+            let theirs = wrapper.scattered(self.group.rank());
+            let mine = self.pieces().iter().map(|p| (p.param, p.elems.clone()));
+            wrapper.is_scattered() && mine.eq(theirs)
+        };
+        if !fits {
+            return Err(Error::usage(
+                "the sharded optimizer was made for another DistributedDataParallel",
+            ));
+        }
+        self.step_own(params, wrapper, factor)?;
+        let (own, mut pieces) = (self.own.flat(), self.pieces().iter());
+        // In the order in which they were cut.
+        wrapper.gather_pieces(params, |_, _, to| {
+            if let Some(piece) = pieces.next() {
+                to.copy_from_slice(&own[piece.own()]);
+            }
+        })
+    }
+
+    fn check(&self, params: &Params) -> Result<()> {
+        if params.flat().len() == self.total {
             return Ok(());
         }
-        self.group
-            .all_gather_v(&own, &self.lengths, params.flat_mut())
-            .map_err(|e| Error::comm_while("updated parameters could not be gathered", e))
+        Err(Error::usage(format!(
+            "the sharded optimizer was made for {} parameter elements, not {}",
+            self.total,
+            params.flat().len()
+        )))
+    }
+
+    /// Updates `own`.
+    fn step_own(&mut self, params: &Params, source: &dyn Source, factor: f32) -> Result<()> {
+        let pieces = &self.cut[self.group.rank()];
+        let own = self.own.flat_mut();
+        for piece in pieces {
+            own[piece.own()].copy_from_slice(&params.flat()[piece.whole()]);
+        }
+        let view = Pieces { pieces, source };
+        self.optimizer
+            .step_scaled(&mut self.own, &view, factor)
+            .map_err(|e| Error::usage(format!("the optimizer refused its part: {e}")))
+    }
+
+    /// Puts what all ranks have of their pieces, `own` on this one, where it
+    /// belongs in `whole`.
+    fn join(&self, own: &[f32], whole: &mut [f32]) -> phalanx_comm::Result<()> {
+        let own = padded(own, self.lengths[self.group.rank()]);
+        if !self.scattered && self.group.world_size() > 1 {
+            // The runs of the flat region, one behind the other, are the flat region.
+            return self.group.all_gather_v(&own, &self.lengths, whole);
+        }
+        let mut all = own;
+        if self.group.world_size() > 1 {
+            let mine = std::mem::replace(&mut all, vec![0.0; self.lengths.iter().sum()]);
+            self.group.all_gather_v(&mine, &self.lengths, &mut all)?;
+        }
+        let mut begin = 0;
+        for (pieces, len) in self.cut.iter().zip(&self.lengths) {
+            for piece in pieces {
+                let from = begin + piece.at..begin + piece.own().end;
+                whole[piece.whole()].copy_from_slice(&all[from]);
+            }
+            begin += len;
+        }
+        Ok(())
     }
 
     /// The optimizer of this rank's part, for its learning rate.
     pub fn optimizer_mut(&mut self) -> &mut O {
         &mut self.optimizer
+    }
+
+    /// Steps taken so far.
+    pub fn steps(&self) -> u64 {
+        self.optimizer.steps()
     }
 
     /// Bytes of optimizer state on this rank.
@@ -145,17 +374,10 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     ///
     /// `Comm` when a peer is lost or late.
     pub fn gather_state(&self) -> Result<Vec<(&'static str, Vec<f32>)>> {
-        let total = self.lengths.iter().sum();
         let gather = |(name, values): (&'static str, &[f32])| {
-            let own = padded(values, self.range.len());
-            let mut all = vec![0.0; total];
-            if self.group.world_size() == 1 {
-                all.copy_from_slice(&own);
-            } else {
-                self.group
-                    .all_gather_v(&own, &self.lengths, &mut all)
-                    .map_err(|e| Error::comm_while("optimizer state could not be gathered", e))?;
-            }
+            let mut all = vec![0.0; self.total];
+            self.join(values, &mut all)
+                .map_err(|e| Error::comm_while("optimizer state could not be gathered", e))?;
             Ok((name, all))
         };
         self.optimizer.state().into_iter().map(gather).collect()
@@ -167,44 +389,82 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     ///
     /// `Usage` for state of another optimizer or model.
     pub fn restore(&mut self, steps: u64, state: &[(&str, &[f32])]) -> Result<()> {
-        let total: usize = self.lengths.iter().sum();
-        if let Some((name, values)) = state.iter().find(|(_, v)| v.len() != total) {
+        if let Some((name, values)) = state.iter().find(|(_, v)| v.len() != self.total) {
             return Err(Error::usage(format!(
-                "saved optimizer state {name} has {} elements, expected {total}",
-                values.len()
+                "saved optimizer state {name} has {} elements, expected {}",
+                values.len(),
+                self.total
             )));
         }
-        let run = self.range.start..self.range.start + self.own.flat().len();
-        let own: Vec<(&str, &[f32])> = state.iter().map(|(n, v)| (*n, &v[run.clone()])).collect();
+        let part = |whole: &[f32]| {
+            let mut own = vec![0.0; self.own.flat().len()];
+            for piece in self.pieces() {
+                own[piece.own()].copy_from_slice(&whole[piece.whole()]);
+            }
+            own
+        };
+        let own: Vec<(&str, Vec<f32>)> = state.iter().map(|(n, v)| (*n, part(v))).collect();
+        let own: Vec<(&str, &[f32])> = own.iter().map(|(n, v)| (*n, v.as_slice())).collect();
         self.optimizer
             .restore(steps, &own)
             .map_err(|e| Error::usage(e.to_string()))
     }
 }
 
-/// A run ends where its last piece does, or in a gap, which holds zeros.
+fn not_in_lines() -> Error {
+    Error::usage("parameters do not lie line by line, so their optimizer state cannot be cut")
+}
+
+/// A rank's part ends where its last piece does, or in a gap, which holds zeros.
 fn padded(values: &[f32], len: usize) -> Vec<f32> {
     let mut all = values.to_vec();
     all.resize(len, 0.0);
     all
 }
 
+/// Where gradients of pieces come from.
+trait Source {
+    fn piece(&self, param: ParamId, elems: Range<usize>) -> &[f32];
+    fn is_untouched(&self, param: ParamId) -> bool;
+}
+
+/// Whole gradients.
+struct Whole<'a>(&'a dyn GradView);
+
+impl Source for Whole<'_> {
+    fn piece(&self, param: ParamId, elems: Range<usize>) -> &[f32] {
+        self.0.grad(param).get(elems).unwrap_or_default()
+    }
+
+    fn is_untouched(&self, param: ParamId) -> bool {
+        self.0.untouched(param)
+    }
+}
+
+impl Source for DistributedDataParallel {
+    fn piece(&self, param: ParamId, elems: Range<usize>) -> &[f32] {
+        self.scattered_piece(param, elems)
+    }
+
+    fn is_untouched(&self, param: ParamId) -> bool {
+        self.untouched(param)
+    }
+}
+
 /// Gradients of pieces.
 struct Pieces<'a> {
     pieces: &'a [Piece],
-    grads: &'a dyn GradView,
+    source: &'a dyn Source,
 }
 
 impl GradView for Pieces<'_> {
     fn grad(&self, param: ParamId) -> &[f32] {
         let piece = self.pieces.get(param.index());
-        piece
-            .and_then(|p| self.grads.grad(p.param).get(p.elems.clone()))
-            .unwrap_or_default()
+        piece.map_or(&[], |p| self.source.piece(p.param, p.elems.clone()))
     }
 
     fn untouched(&self, param: ParamId) -> bool {
         let piece = self.pieces.get(param.index());
-        piece.is_some_and(|p| self.grads.untouched(p.param))
+        piece.is_some_and(|p| self.source.is_untouched(p.param))
     }
 }

@@ -205,6 +205,7 @@ fn empty_parameters_and_empty_models_are_fine() {
                     let options = ReducerOptions {
                         caps,
                         rebuild: true,
+                        ..ReducerOptions::default()
                     };
                     let mut reducer = Reducer::new(group, specs(lens), options);
                     for _ in 0..3 {
