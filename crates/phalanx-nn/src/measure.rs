@@ -6,7 +6,7 @@ use crate::kernels::fma_peak;
 use crate::layers::Conv2dOptions;
 use crate::par::{Team, Threads};
 use crate::pool::AlignedBuf;
-use crate::{Error, Result};
+use crate::{Error, Precision, Result};
 
 /// One of the three passes of a convolution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,7 +52,7 @@ fn noise(len: usize, mut state: u32) -> AlignedBuf {
 
 impl Convolution {
     /// `images` of (height, width, inputs), `outputs` channels; the bias of
-    /// `options` is ignored.
+    /// `options` is ignored. Layers with groups multiply f32 at any precision.
     ///
     /// # Errors
     /// `Usage` when the kernel does not fit the images or the groups do not divide the channels.
@@ -62,6 +62,7 @@ impl Convolution {
         outputs: usize,
         options: Conv2dOptions,
         threads: Threads,
+        precision: Precision,
     ) -> Result<Self> {
         let o = options;
         let size = |d: usize, input| {
@@ -89,6 +90,7 @@ impl Convolution {
             padding: o.padding,
             dilation: o.dilation,
             groups: o.groups,
+            precision,
         };
         Ok(Convolution {
             team: Team::new(threads),

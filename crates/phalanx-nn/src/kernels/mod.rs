@@ -13,6 +13,7 @@ pub(crate) mod vector;
 pub(crate) mod activation;
 pub(crate) mod avg_pool;
 pub(crate) mod batch_norm;
+pub(crate) mod bf16;
 pub(crate) mod bias;
 pub(crate) mod broadcast;
 pub(crate) mod conv;

@@ -251,6 +251,7 @@ impl<'s> Tensor<'s> {
             padding: o.padding,
             dilation: o.dilation,
             groups: o.groups,
+            precision: self.step().state().precision,
         })
     }
 }

@@ -2,15 +2,17 @@
 //! output when an activation is fused.
 
 use super::Act;
-use crate::kernels::Mode;
 use crate::kernels::bias::{column_sums, finish};
+use crate::kernels::conv::ConvShape;
 use crate::kernels::elementwise;
 use crate::kernels::product::{Mat, product_team};
+use crate::kernels::{Mode, bf16};
+use crate::par::Team;
 use crate::param::{Layout, ParamId, ParamInfo};
 use crate::pool::Buf;
 use crate::tape::{Pass, Recorded, SlotId, Visit};
 use crate::tensor::Shape;
-use crate::{Error, Result, Tensor};
+use crate::{Error, Precision, Result, Tensor};
 
 pub(crate) struct Linear {
     x: SlotId,
@@ -20,6 +22,7 @@ pub(crate) struct Linear {
     act: Act,
     rows: usize,
     sizes: Sizes,
+    precision: Precision,
 }
 
 /// How the weight lies in memory.
@@ -59,6 +62,68 @@ impl Sizes {
         match self.order {
             Order::InOut => Mat::rows(w, self.inp, self.out, self.out),
             Order::OutIn => Mat::rows(w, self.out, self.inp, self.inp).t(),
+        }
+    }
+}
+
+/// Products in bf16: those of a 1x1 convolution whose weights lie as these do. PyTorch's
+/// order is that of the convolution back, from `out` channels to `inp`.
+impl Sizes {
+    /// That convolution, if products are made in bf16.
+    fn rounded(self, rows: usize, precision: Precision) -> Option<ConvShape> {
+        let (inp, out) = self.sides(self.inp, self.out);
+        let s = ConvShape {
+            images: 1,
+            input: [1, rows],
+            output: [1, rows],
+            inp,
+            out,
+            kernel: [1, 1],
+            stride: [1, 1],
+            padding: [0, 0],
+            dilation: [1, 1],
+            groups: 1,
+            precision,
+        };
+        (precision == Precision::Bf16 && rows > 0 && bf16::fits(&s)).then_some(s)
+    }
+
+    /// What is on the convolution's input side, then on its output side, of the
+    /// layer's two sides.
+    fn sides<T>(self, inp: T, out: T) -> (T, T) {
+        match self.order {
+            Order::InOut => (inp, out),
+            Order::OutIn => (out, inp),
+        }
+    }
+
+    fn forward(
+        self,
+        team: &Team,
+        s: &ConvShape,
+        x: &[f32],
+        w: &[f32],
+        work: &mut [f32],
+        y: &mut [f32],
+    ) {
+        match self.order {
+            Order::InOut => bf16::forward(team, s, x, w, (&[], false), work, y),
+            Order::OutIn => bf16::input_gradient(team, s, w, x, work, y, Mode::Write),
+        }
+    }
+
+    fn backward(
+        self,
+        team: &Team,
+        s: &ConvShape,
+        dy: &[f32],
+        w: &[f32],
+        work: &mut [f32],
+        dx: &mut [f32],
+    ) {
+        match self.order {
+            Order::InOut => bf16::input_gradient(team, s, w, dy, work, dx, Mode::Write),
+            Order::OutIn => bf16::forward(team, s, dy, w, (&[], false), work, dx),
         }
     }
 }
@@ -119,9 +184,18 @@ impl<'s> Tensor<'s> {
             let mut st = step.state();
             let mut buf = st.pool.get(rows * sizes.out);
             let y = buf.slice_mut();
-            let xm = Mat::rows(st.value(x), rows, last, last);
-            let wm = sizes.matrix(step.params().get(weight));
-            product_team(step.team(), y, xm, wm, Mode::Write);
+            let (precision, w) = (st.precision, step.params().get(weight));
+            match sizes.rounded(rows, precision) {
+                Some(s) => {
+                    let mut work = st.pool.get(bf16::work_len(&s));
+                    sizes.forward(step.team(), &s, st.value(x), w, work.slice_mut(), y);
+                    st.pool.put(work);
+                }
+                None => {
+                    let xm = Mat::rows(st.value(x), rows, last, last);
+                    product_team(step.team(), y, xm, sizes.matrix(w), Mode::Write);
+                }
+            }
             finish(y, bias_values.unwrap_or(&[]), act == Act::Relu);
             if act == Act::Relu6 {
                 elementwise::clip(step.team(), buf.slice_mut(), act.clip());
@@ -137,6 +211,7 @@ impl<'s> Tensor<'s> {
                     act,
                     rows,
                     sizes,
+                    precision,
                 });
             }
             out
@@ -174,6 +249,23 @@ impl Recorded for Linear {
                     elementwise::add(team, db, sums);
                 }),
             })?;
+        }
+        if let Some(s) = sizes.rounded(self.rows, self.precision) {
+            let mut work = pass.pool().get(bf16::work_len(&s));
+            let (x, d) = (pass.value(self.x), dy.slice());
+            pass.param(self.weight, |dw, mode| {
+                let (a, b) = sizes.sides(x, d);
+                bf16::weight_gradient(team, &s, a, b, work.slice_mut(), dw, mode);
+            })?;
+            if pass.wants(self.x) {
+                let mut dx = pass.pool().get(self.rows * inp);
+                let w = pass.params.get(self.weight);
+                sizes.backward(team, &s, d, w, work.slice_mut(), dx.slice_mut());
+                pass.give(self.x, dx);
+            }
+            pass.pool().put(work);
+            pass.pool().put(dy);
+            return Ok(());
         }
         let d = Mat::rows(dy.slice(), self.rows, out, out);
         let x = Mat::rows(pass.value(self.x), self.rows, inp, inp);

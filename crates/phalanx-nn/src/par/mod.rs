@@ -98,6 +98,11 @@ impl<'a, T> Disjoint<'a, T> {
         }
     }
 
+    /// Elements of the whole slice.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
     /// The elements of `range`.
     ///
     /// # Safety

@@ -4,11 +4,13 @@
 mod backward;
 mod key;
 mod node;
+mod precision;
 mod state;
 
 pub(crate) use backward::Pass;
 pub use key::StepKey;
 pub(crate) use node::{Recorded, Visit};
+pub use precision::Precision;
 pub(crate) use state::{SlotId, State};
 
 use std::cell::{RefCell, RefMut};
@@ -35,6 +37,12 @@ impl Tape {
             team: Team::new(threads),
             state: RefCell::default(),
         }
+    }
+
+    /// What convolutions and linear layers multiply in the steps that follow
+    /// (f32 at first); weights, sums and everything else stay f32.
+    pub fn set_precision(&mut self, precision: Precision) {
+        self.state.get_mut().precision = precision;
     }
 
     /// Starts a training step: operations are recorded, dropout drops.

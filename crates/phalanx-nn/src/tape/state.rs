@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::key::StepKey;
 use super::node::{Node, Recorded};
+use super::precision::Precision;
 use crate::error::{Error, Result};
 use crate::kernels::dropout::MaskKey;
 use crate::ops::batch_norm::{JoinStatistics, Statistics};
@@ -42,6 +43,8 @@ pub(crate) struct State {
     pub(super) nodes: Vec<Node>,
     pub(super) walked: bool,
     pub(crate) training: bool,
+    /// What convolutions and linear layers multiply.
+    pub(crate) precision: Precision,
     key: Option<MaskKey>,
     samples: Vec<u64>,
     numbered: bool,

@@ -10,6 +10,7 @@ use serde_json::json;
 use crate::error::Result;
 use crate::ranks;
 use crate::train;
+use crate::train::precision::PrecisionArg;
 
 /// Arguments of `bench kernels`.
 #[derive(Debug, Clone, clap::Args)]
@@ -26,6 +27,9 @@ pub struct KernelArgs {
     /// Milliseconds to spend on each pass of each layer
     #[arg(long, default_value_t = 150, value_name = "MS")]
     pub time: u64,
+    /// Numbers that are multiplied
+    #[arg(long, value_enum, default_value_t = PrecisionArg::Fp32)]
+    pub precision: PrecisionArg,
     /// One JSON object a line instead of a table
     #[arg(long)]
     pub json: bool,
@@ -168,11 +172,12 @@ pub fn run(args: &KernelArgs) -> Result<()> {
     let peak = fma_peak_gflops(100);
     if !args.json {
         print_line(&format!(
-            "convolutions of {}, batch {}, {}, fp32; {peak:.0} GFLOP/s is the peak of one core\n\
+            "convolutions of {}, batch {}, {}, {}; {peak:.0} GFLOP/s is the peak of one core\n\
              GFLOP/s count the plain sum's operations: methods that need fewer can exceed the peak\n{:<22} {:>5} {:>15} {:>9} {:>9} {:>6}",
             args.network.title(),
             args.batch,
             crate::train::format::plural(args.threads, "thread"),
+            args.precision.describe(),
             "layer",
             "times",
             "pass",
@@ -188,7 +193,8 @@ pub fn run(args: &KernelArgs) -> Result<()> {
             .padding(l.kernel / 2)
             .groups(l.groups);
         let threads = Threads(args.threads);
-        let mut c = Convolution::new(args.batch, l.input, l.outputs, options, threads)?;
+        let precision = args.precision.into();
+        let mut c = Convolution::new(args.batch, l.input, l.outputs, options, threads, precision)?;
         for pass in ConvPass::ALL {
             // Nobody wants the gradient of the images.
             if i == 0 && pass == ConvPass::InputGradient {
@@ -239,7 +245,7 @@ fn report(
     let ms = best.as_secs_f64() * 1e3;
     if args.json {
         let line = json!({
-            "model": args.network.key(), "batch": args.batch, "threads": args.threads, "times": l.times,
+            "model": args.network.key(), "batch": args.batch, "threads": args.threads, "precision": args.precision.title(), "times": l.times,
             "size": size, "inputs": inputs, "outputs": l.outputs, "kernel": l.kernel, "stride": l.stride, "groups": l.groups,
             "pass": name, "best_ms": ms, "gflops": gflops, "peak_share": share,
         });

@@ -15,6 +15,7 @@ use serde_json::json;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ranks::{self, RankArgs};
 use crate::train::RankContext;
+use crate::train::precision::PrecisionArg;
 use crate::train::profile::Profiler;
 
 /// Which model is trained.
@@ -98,6 +99,9 @@ pub struct TrainBenchArgs {
     /// Steps before that
     #[arg(long, default_value_t = 5, value_name = "N")]
     pub warmup: usize,
+    /// Numbers that convolutions and linear layers multiply; weights, sums and the rest are fp32 either way
+    #[arg(long, value_enum, default_value_t = PrecisionArg::Fp32)]
+    pub precision: PrecisionArg,
     /// Time operations and layers of steps 3 to 12: a table, and a Chrome trace for each rank: FILE.<rank>.json
     #[arg(long, value_name = "FILE")]
     pub profile: Option<std::path::PathBuf>,
@@ -179,6 +183,7 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
         DistributedDataParallel::new(ctx.group.clone(), &mut params, DdpOptions::default())?;
     let mut optimizer = Sgd::new(&params, 0.01).momentum(0.9);
     let mut tape = Tape::new(Threads(ctx.threads));
+    tape.set_precision(args.precision.into());
 
     let mut profiler = Profiler::new(args.profile.as_deref(), ctx);
     let mut first_step = Duration::ZERO;
@@ -227,16 +232,17 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
     let exposed = median(&mut exposed_ms);
     if args.json {
         let line = json!({
-            "model": args.recipe.key(), "world": ctx.world(), "threads": ctx.threads, "batch": args.batch,
+            "model": args.recipe.key(), "world": ctx.world(), "threads": ctx.threads, "precision": args.precision.title(), "batch": args.batch,
             "steps": args.steps, "step_ms_median": step_ms, "images_per_s": images_per_s,
             "exposed_comm_ms": exposed, "peak_rss_mib": peak_mib[0], "first_step_s": first_step.as_secs_f64(),
         });
         return ctx.line(&line.to_string());
     }
     ctx.line(&format!(
-        "{} fp32, {}, batch {} a rank\nstep          {step_ms:.2} ms (median of {})\nthroughput    {images_per_s:.0} images/s\n\
+        "{} {}, {}, batch {} a rank\nstep          {step_ms:.2} ms (median of {})\nthroughput    {images_per_s:.0} images/s\n\
          communication {exposed:.2} ms exposed a step\nmemory        {:.0} MiB peak a rank\nfirst step    {:.2} s after start",
         args.recipe.title(),
+        args.precision.describe(),
         ctx.describe(),
         args.batch,
         args.steps,

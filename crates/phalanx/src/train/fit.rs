@@ -62,6 +62,7 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
     }
     let (mut optimizer, optimizer_name) = program.optimizer(&params, world);
     let mut tape = Tape::new(Threads(ctx.threads));
+    tape.set_precision(settings.precision.into());
 
     // DDP: the rank's parts of the training set.
     let cut = Cut::new(&settings.cut, world, ctx.rank())?;
@@ -398,6 +399,7 @@ fn summary<P: Program>(
         "arguments": std::env::args().skip(1).collect::<Vec<_>>(),
         "world_size": ctx.world(),
         "threads_per_rank": ctx.threads,
+        "precision": settings.precision.title(),
         "transport": ctx.describe(),
         "data": program.data_name(),
         "seed": settings.seed,

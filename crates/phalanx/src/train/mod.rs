@@ -10,6 +10,7 @@ mod gradient;
 mod linear;
 mod mnist;
 mod output;
+pub(crate) mod precision;
 pub(crate) mod profile;
 mod program;
 mod settings;

@@ -7,6 +7,7 @@ use phalanx_train::sampler::{Sampler, SamplerConfig, TorchBatches};
 
 use super::cut::{Cut, CutArgs, Determinism};
 use super::gradient::{GradientArgs, GradientType};
+use super::precision::PrecisionArg;
 use crate::error::{Error, Result};
 use crate::ranks;
 
@@ -54,6 +55,9 @@ pub struct Settings {
     /// Gradient bucket cap in MiB [default: 4 on one host, 8 across hosts; first and last 1]
     #[arg(long, value_name = "MIB")]
     pub bucket_cap_mb: Option<f64>,
+    /// Numbers that convolutions and linear layers multiply; weights, sums and the rest are fp32 either way
+    #[arg(long, value_enum, default_value_t = PrecisionArg::Fp32)]
+    pub precision: PrecisionArg,
     #[command(flatten)]
     pub gradients: GradientArgs,
     #[command(flatten)]
@@ -215,6 +219,7 @@ impl Settings {
             format!("--seed {}", self.seed),
             format!("--sampler {:?}", self.sampler).to_lowercase(),
             format!("--test-batch-size {}", self.test_batch_size),
+            format!("--precision {}", self.precision.title()),
             format!("--gradient-type {:?}", self.gradients.gradient_type).to_lowercase(),
             format!("--exact-validation {}", self.exact_validation),
             format!("--log-batches {}", self.log_batches),

@@ -3,6 +3,7 @@
 //! A layer's method is a function of its shape alone ([`Method::of`]), never
 //! of a timing: another method means other bits.
 //!
+//! * `bf16`: one group, where bf16 is asked for.
 //! * `winograd`: 3x3 at stride 1 with 32 channels and more, in sixteens.
 //! * `depthwise`: a kernel for each channel.
 //! * `direct`: other kernels and strides with channels in sixteens, through
@@ -23,14 +24,16 @@ mod winograd;
 
 pub(crate) use shape::ConvShape;
 
-use super::Mode;
 use super::bias::{column_sums, finish};
 use super::elementwise::fold;
+use super::{Mode, bf16};
+use crate::Precision;
 use crate::par::{Disjoint, Team, scratch};
 
 /// How a layer is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Method {
+    Bf16,
     Winograd,
     Depthwise,
     Direct,
@@ -45,7 +48,9 @@ const MIN_WINDOW_ROW: usize = 16;
 impl Method {
     fn of(s: &ConvShape) -> Self {
         let plain = s.stride == [1, 1] && s.dilation == [1, 1] && s.groups == 1;
-        if winograd::fits(s) {
+        if s.precision == Precision::Bf16 && bf16::fits(s) {
+            Method::Bf16
+        } else if winograd::fits(s) {
             Method::Winograd
         } else if depthwise::fits(s) {
             Method::Depthwise
@@ -73,6 +78,9 @@ pub(crate) fn forward(
 ) {
     let (il, ol) = (s.in_len(), s.out_len());
     let (method, bias) = (Method::of(s), bias.unwrap_or(&[]));
+    if method == Method::Bf16 {
+        return bf16::forward(team, s, x, w, (bias, relu), work, y);
+    }
     if method == Method::Winograd {
         return winograd::forward(team, s, x, w, (bias, relu), work, y);
     }
@@ -108,6 +116,7 @@ const MAX_PARTIALS: usize = 8;
 /// Elements of `work` of all four passes.
 pub(crate) fn work_len(s: &ConvShape) -> usize {
     let len = match Method::of(s) {
+        Method::Bf16 => bf16::work_len(s).max(partials(s) * s.out),
         Method::Winograd => winograd::work_len(s).max(partials(s) * s.out),
         Method::Direct => partials(s) * s.out,
         _ => partials(s) * s.weight_len().max(s.out),
@@ -135,6 +144,9 @@ pub(crate) fn weight_gradient(
     mode: Mode,
 ) {
     let method = Method::of(s);
+    if method == Method::Bf16 {
+        return bf16::weight_gradient(team, s, x, dy, work, dw, mode);
+    }
     if method == Method::Winograd {
         return winograd::weight_gradient(team, s, x, dy, work, dw, mode);
     }
@@ -204,6 +216,9 @@ pub(crate) fn input_gradient(
     mode: Mode,
 ) {
     let method = Method::of(s);
+    if method == Method::Bf16 {
+        return bf16::input_gradient(team, s, w, dy, work, dx, mode);
+    }
     if method == Method::Winograd {
         return winograd::input_gradient(team, s, w, dy, work, dx, mode);
     }
@@ -240,4 +255,4 @@ pub(crate) fn input_gradient(
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -1,5 +1,7 @@
 //! Sizes of one convolution.
 
+use crate::Precision;
+
 /// Sizes are (height, width); channels are innermost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ConvShape {
@@ -15,6 +17,8 @@ pub(crate) struct ConvShape {
     pub padding: [usize; 2],
     pub dilation: [usize; 2],
     pub groups: usize,
+    /// What is multiplied; layers with groups multiply f32 all the same.
+    pub precision: Precision,
 }
 
 impl ConvShape {

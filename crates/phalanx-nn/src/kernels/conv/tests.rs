@@ -6,7 +6,7 @@ use crate::kernels::scalar::noise;
 use crate::par::Threads;
 
 #[allow(clippy::too_many_arguments)] // one line a case
-pub(super) fn shape(
+pub(crate) fn shape(
     input: [usize; 2],
     inp: usize,
     out: usize,
@@ -29,6 +29,7 @@ pub(super) fn shape(
         padding,
         dilation,
         groups,
+        precision: Precision::F32,
     }
 }
 
@@ -78,7 +79,7 @@ fn shapes() -> Vec<ConvShape> {
 }
 
 /// For every product of the convolution: (output, input, weight) indices.
-pub(super) fn each(s: &ConvShape, mut f: impl FnMut(usize, usize, usize)) {
+pub(crate) fn each(s: &ConvShape, mut f: impl FnMut(usize, usize, usize)) {
     let (gi, go) = (s.group_in(), s.group_out());
     for i in 0..s.images {
         for oy in 0..s.output[0] {

@@ -1,0 +1,254 @@
+//! Outputs from inputs, and input gradients from output gradients: the same
+//! product over other windows.
+
+use super::layout::Layout;
+use super::pack::{self, Units};
+use super::tile::{Block, Tiles};
+use super::window::{MAX_TAPS, Place, Window};
+use super::{ConvShape, DEPTH, FORWARD_PIXELS, SIDE};
+use crate::kernels::Mode;
+use crate::kernels::bias::finish;
+use crate::par::{Disjoint, Team, scratch};
+
+/// Outputs of a chunk, about: its packed pixels stay in the L2 cache beside two
+/// panels of weights, which serve all of them.
+const CHUNK: usize = 256;
+/// Chunks from which on outputs are not cut by columns too.
+const ENOUGH: usize = 4;
+
+/// `y = act(conv(x, w) + bias)`. `work` holds [`work_len`](super::work_len) elements.
+pub(crate) fn forward(
+    team: &Team,
+    s: &ConvShape,
+    x: &[f32],
+    w: &[f32],
+    (bias, relu): (&[f32], bool),
+    work: &mut [f32],
+    y: &mut [f32],
+) {
+    assert!(x.len() == s.images * s.in_len() && y.len() == s.images * s.out_len());
+    assert!(w.len() == s.weight_len());
+    let window = Window::forward(s);
+    pack::weights(team, &window, w, s.out, work);
+    let out = Disjoint::new(y);
+    let job = Job {
+        window: &window,
+        source: x,
+        weights: work,
+        columns: s.out,
+        place: None,
+        mode: Mode::Write,
+        finish: (bias, relu),
+    };
+    job.run(team, &out);
+}
+
+/// `dx (+)=` the input gradient. `work` as in [`forward`].
+pub(crate) fn input_gradient(
+    team: &Team,
+    s: &ConvShape,
+    w: &[f32],
+    dy: &[f32],
+    work: &mut [f32],
+    dx: &mut [f32],
+    mode: Mode,
+) {
+    assert!(dx.len() == s.images * s.in_len() && dy.len() == s.images * s.out_len());
+    assert!(w.len() == s.weight_len());
+    let (whole, out) = (s.stride == [1, 1], Disjoint::new(dx));
+    let mut used = 0;
+    Window::phases(s, |window, place| {
+        let weights = &mut work[used..][..pack::weights_len(window, s.inp)];
+        used += weights.len();
+        if window.count > 0 {
+            pack::weights(team, window, w, s.inp, weights);
+        } else if mode == Mode::Write {
+            return blank(team, s, place, window.grid, &out);
+        } else {
+            return;
+        }
+        let job = Job {
+            window,
+            source: dy,
+            weights,
+            columns: s.inp,
+            place: (!whole).then_some(place),
+            mode,
+            finish: (&[], false),
+        };
+        job.run(team, &out);
+    });
+}
+
+/// Pixels of a phase that no output reads have no gradient.
+fn blank(team: &Team, s: &ConvShape, place: Place, grid: [usize; 2], out: &Disjoint<'_, f32>) {
+    team.run(s.images, |image| {
+        for p in 0..grid[0] * grid[1] {
+            let at = place.pixel(image, p / grid[1], p % grid[1]) * s.inp;
+            // SAFETY: this chunk alone touches this image's pixels of this phase.
+            unsafe { out.range(at..at + s.inp) }.fill(0.0);
+        }
+    });
+}
+
+impl Place {
+    /// Pixel of the batch where output (j, i) of an image lies.
+    fn pixel(&self, image: usize, j: usize, i: usize) -> usize {
+        let [y, x] = [
+            self.start[0] + j * self.step[0],
+            self.start[1] + i * self.step[1],
+        ];
+        (image * self.size[0] + y) * self.size[1] + x
+    }
+}
+
+struct Job<'a> {
+    window: &'a Window,
+    source: &'a [f32],
+    weights: &'a [f32],
+    columns: usize,
+    /// Where outputs lie, unless one after another.
+    place: Option<Place>,
+    mode: Mode,
+    finish: (&'a [f32], bool),
+}
+
+/// Sums of one block that go elsewhere than straight to their place.
+#[repr(C, align(64))]
+struct Sums([f32; SIDE * SIDE]);
+
+impl Job<'_> {
+    fn run(&self, team: &Team, out: &Disjoint<'_, f32>) {
+        let l = Layout::new(self.window, 16, FORWARD_PIXELS);
+        if l.units == 0 || l.pixels == 0 {
+            return;
+        }
+        let per = (CHUNK / l.pixels).max(1);
+        let chunks = l.units.div_ceil(per);
+        let wide = self.columns.div_ceil(SIDE);
+        let parts = if chunks < ENOUGH { wide.min(2) } else { 1 };
+        let part = wide.div_ceil(parts);
+        team.run(chunks * parts, |i| {
+            let first = i / parts * per;
+            let units = Units {
+                first,
+                count: per.min(l.units - first),
+            };
+            let from = (i % parts) * part;
+            self.chunk(&l, units, from..(from + part).min(wide), out);
+        });
+        let (bias, relu) = self.finish;
+        if parts > 1 && (relu || !bias.is_empty()) {
+            team.run(chunks, |i| {
+                let rows = i * per * l.pixels..((i + 1) * per).min(l.units) * l.pixels;
+                let c = self.columns;
+                // SAFETY: these rows belong to this chunk.
+                finish(
+                    unsafe { out.range(rows.start * c..rows.end * c) },
+                    bias,
+                    relu,
+                );
+            });
+        }
+    }
+
+    fn chunk(
+        &self,
+        l: &Layout,
+        units: Units,
+        blocks: std::ops::Range<usize>,
+        out: &Disjoint<'_, f32>,
+    ) {
+        let slots = l.copies * units.count * l.unit_slots();
+        let temporary = if l.gathered { l.slot + 16 } else { 0 };
+        // Reads of a last, partial tile end in the slots behind.
+        let len = (slots + SIDE) * l.slot / 2;
+        scratch(temporary + len, |memory| {
+            let (packed, temporary) = memory.split_at_mut(len);
+            let a = packed.as_mut_ptr().cast::<u16>();
+            // SAFETY: `packed` holds all slots.
+            unsafe { pack::slots(l, self.window, self.source, units, temporary, a) };
+            let tiles = Tiles::new();
+            let mut offsets = [0isize; MAX_TAPS];
+            for (tap, to) in offsets.iter_mut().enumerate().take(l.taps) {
+                let (copy, shift) = l.read(tap);
+                let slot = copy * units.count * l.unit_slots() + shift;
+                *to = (slot * l.slot * 2) as isize;
+            }
+            let panel = pack::panel_len(self.window);
+            let count = units.count * l.pixels;
+            for j in blocks.clone() {
+                for p in (0..count).step_by(SIDE) {
+                    let tile = |p: usize| {
+                        let slot = l.slot_of(if p < count { p } else { 0 });
+                        packed[slot * l.slot / 2..].as_ptr().cast::<u8>()
+                    };
+                    let mut b = Block {
+                        a: [tile(p), tile(p + 16)],
+                        a_stride: l.slot * 2,
+                        offsets: offsets.as_ptr(),
+                        runs: l.taps,
+                        run: l.slot / DEPTH,
+                        b: self.weights[2 * j * panel..].as_ptr().cast(),
+                        b_panel: panel * 4,
+                        c: [std::ptr::null_mut(); 2],
+                        c_stride: self.columns * 4,
+                        add: 0,
+                    };
+                    self.block(&tiles, &mut b, (units.first * l.pixels, p, count), j, out);
+                }
+            }
+        });
+        let (bias, relu) = self.finish;
+        let whole = blocks.len() == self.columns.div_ceil(SIDE);
+        if whole && (relu || !bias.is_empty()) {
+            let first = units.first * l.pixels * self.columns;
+            let len = units.count * l.pixels * self.columns;
+            // SAFETY: these rows belong to this chunk.
+            finish(unsafe { out.range(first..first + len) }, bias, relu);
+        }
+    }
+
+    /// Multiplies the block of outputs `p ..` of a chunk of `count` that starts at
+    /// output `first`, and columns `32 j ..`.
+    fn block(
+        &self,
+        tiles: &Tiles,
+        b: &mut Block,
+        (first, p, count): (usize, usize, usize),
+        j: usize,
+        out: &Disjoint<'_, f32>,
+    ) {
+        let (c, column) = (self.columns, j * SIDE);
+        let (rows, width) = (SIDE.min(count - p), SIDE.min(c - column));
+        if rows == SIDE && width == SIDE && self.place.is_none() && self.mode == Mode::Write {
+            let at = (first + p) * c + column;
+            b.c = [out.pointer(at), out.pointer(at + 16 * c)];
+            assert!(at + 31 * c + SIDE <= out.len());
+            // SAFETY: `a` and `b` point into packed memory of the sizes named; these
+            // sums belong to this chunk.
+            return unsafe { tiles.multiply(b) };
+        }
+        let mut sums = Sums([0.0; SIDE * SIDE]);
+        let to = sums.0.as_mut_ptr();
+        b.c = [to, to.wrapping_add(16 * SIDE)];
+        b.c_stride = SIDE * 4;
+        // SAFETY: as above; the sums are this function's.
+        unsafe { tiles.multiply(b) };
+        let [h, w] = self.window.grid;
+        for (r, sums) in sums.0.chunks_exact(SIDE).enumerate().take(rows) {
+            let n = first + p + r;
+            let pixel = match &self.place {
+                Some(place) => place.pixel(n / (h * w), n / w % h, n % w),
+                None => n,
+            };
+            let at = pixel * c + column;
+            // SAFETY: this output's columns belong to this chunk.
+            let to = unsafe { out.range(at..at + width) };
+            match self.mode {
+                Mode::Write => to.copy_from_slice(&sums[..width]),
+                Mode::Add => to.iter_mut().zip(sums).for_each(|(t, s)| *t += s),
+            }
+        }
+    }
+}

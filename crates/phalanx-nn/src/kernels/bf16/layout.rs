@@ -1,0 +1,148 @@
+//! How source pixels lie in bf16 so that the sixteen (or 32) outputs of a tile
+//! read them at constant distances, under every tap.
+//!
+//! The grid is cut into *units*: images, or bands of large ones. Pixels stand in
+//! *slots*; a layout holds one or several *copies* of a unit's pixels, shifted
+//! against each other, so that output p under tap t reads slot
+//! `slot_of(p) + shift(t)`.
+
+use super::DEPTH;
+use super::window::{MAX_TAPS, Window};
+
+/// Outputs of a unit at most, in forward passes and input gradients.
+pub(super) const FORWARD_PIXELS: usize = 2048;
+/// The same in weight gradients: both packed operands stay in the L1 cache.
+pub(super) const WEIGHT_PIXELS: usize = 512;
+
+pub(super) struct Layout {
+    /// Windows of few channels are gathered: a slot holds all taps of an output.
+    pub gathered: bool,
+    /// Outputs in a row after which the next tile may start anywhere; units lie
+    /// one after another without a gap.
+    pub flat: bool,
+    /// Units of the whole batch.
+    pub units: usize,
+    /// Units of an image.
+    bands: usize,
+    /// Rows of the grid in a unit.
+    pub band: usize,
+    /// Outputs of a unit.
+    pub pixels: usize,
+    /// Columns of the grid.
+    columns: usize,
+    /// Rows and slots of a row, of each unit in a copy.
+    pub lines: usize,
+    pub width: usize,
+    pub copies: usize,
+    /// Source row and column of each copy's first slot, in the first band.
+    first: [[isize; 2]; MAX_TAPS],
+    /// Rows and columns of the source between slots.
+    steps: [usize; 2],
+    /// Channels of a slot, a multiple of 32.
+    pub slot: usize,
+    /// Products over slots: taps, or one when gathered.
+    pub taps: usize,
+    /// Copy and slots' distance in it, for each tap.
+    reads: [(usize, usize); MAX_TAPS],
+}
+
+impl Layout {
+    /// For tiles of `tile` outputs, units of `most` outputs if rows allow.
+    pub(super) fn new(w: &Window, tile: usize, most: usize) -> Self {
+        let [rows, columns] = w.grid;
+        let band = (1..=rows)
+            .rev()
+            .find(|b| rows.is_multiple_of(*b) && (b * columns <= most || *b == 1))
+            .unwrap_or(1);
+        let bands = rows / band.max(1);
+        let mut l = Layout {
+            gathered: !w.channels.is_multiple_of(DEPTH),
+            flat: true,
+            units: w.images * bands,
+            bands: bands.max(1),
+            band,
+            pixels: band * columns,
+            columns: columns.max(1),
+            lines: band,
+            width: columns,
+            copies: 0,
+            first: [[0; 2]; MAX_TAPS],
+            steps: w.step,
+            slot: w.channels,
+            taps: w.count,
+            reads: [(0, 0); MAX_TAPS],
+        };
+        if l.gathered {
+            l.slot = w.depth().next_multiple_of(DEPTH);
+            (l.copies, l.taps) = (1, 1);
+            return l;
+        }
+        let offsets = &w.offsets[..w.count];
+        if w.count == 1 || !l.pixels.is_multiple_of(tile) {
+            for (t, &o) in offsets.iter().enumerate() {
+                l.first[t] = o;
+                l.reads[t] = (t, 0);
+            }
+            l.copies = w.count;
+            return l;
+        }
+        l.flat = false;
+        let low = |d: usize| offsets.iter().map(|o| o[d]).min().unwrap_or(0);
+        let high = |d: usize| offsets.iter().map(|o| o[d]).max().unwrap_or(0);
+        let padded = tile == 16 && columns.is_multiple_of(tile) && w.step[1] == 1;
+        if padded {
+            l.width += (high(1) - low(1)) as usize;
+        }
+        for (t, o) in offsets.iter().enumerate() {
+            let down = (o[0] - low(0)) as usize;
+            let (phase, shift) = (down % w.step[0], down / w.step[0]);
+            l.lines = l.lines.max(band + shift);
+            let column = if padded { low(1) } else { o[1] };
+            let first = [low(0) + phase as isize, column];
+            let copy = l.first[..l.copies].iter().position(|f| *f == first);
+            let copy = copy.unwrap_or_else(|| {
+                l.first[l.copies] = first;
+                l.copies += 1;
+                l.copies - 1
+            });
+            l.reads[t] = (copy, shift * l.width + (o[1] - column) as usize);
+        }
+        l
+    }
+
+    /// Slots of one unit in one copy.
+    pub(super) fn unit_slots(&self) -> usize {
+        self.lines * self.width
+    }
+
+    /// Slot of output `p`, counted over units from the first one packed.
+    pub(super) fn slot_of(&self, p: usize) -> usize {
+        let (unit, p) = (p / self.pixels, p % self.pixels);
+        unit * self.unit_slots() + p / self.columns * self.width + p % self.columns
+    }
+
+    /// Copy that a tap reads, and how many slots from an output's own.
+    pub(super) fn read(&self, tap: usize) -> (usize, usize) {
+        self.reads[tap]
+    }
+
+    /// Image of a unit, and its first row in the grid.
+    pub(super) fn place(&self, unit: usize) -> (usize, usize) {
+        (unit / self.bands, unit % self.bands * self.band)
+    }
+
+    /// Source row of a copy's line, for a unit that starts at `row` of the grid.
+    pub(super) fn row(&self, copy: usize, row: usize, line: usize) -> isize {
+        self.first[copy][0] + ((row + line) * self.steps[0]) as isize
+    }
+
+    /// Source column of a copy's slot in a line.
+    pub(super) fn column(&self, copy: usize, at: usize) -> isize {
+        self.first[copy][1] + (at * self.steps[1]) as isize
+    }
+
+    /// Whether the slots of a line are neighbours in the source.
+    pub(super) fn dense(&self) -> bool {
+        self.steps[1] == 1
+    }
+}

@@ -1,0 +1,565 @@
+//! Rounding to bf16, and the orders in which tiles want their operands.
+
+use super::layout::Layout;
+use super::window::Window;
+use super::{DEPTH, SIDE};
+use crate::par::Team;
+
+/// Columns of a panel, and of a vector.
+pub(super) const LANES: usize = 16;
+/// Dwords of a panel's block: sixteen rows of sixteen pairs.
+pub(super) const BLOCK: usize = LANES * LANES;
+
+/// The upper half of an f32, rounded to nearest, ties to even. Subnormal numbers
+/// become zero, as they do in the processor's own conversion; NaN stays.
+#[inline(always)]
+pub(super) fn round(v: f32) -> u16 {
+    let bits = v.to_bits();
+    let up = (bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16) as u16;
+    let (upper, magnitude) = ((bits >> 16) as u16, bits & 0x7fff_ffff);
+    let r = if magnitude > 0x7f80_0000 {
+        upper | 0x40
+    } else {
+        up
+    };
+    if magnitude < 0x0080_0000 {
+        upper & 0x8000
+    } else {
+        r
+    }
+}
+
+/// Sixteen pairs of bf16 in a register.
+///
+/// # Safety
+/// Methods of [`Wide`] run in functions compiled for AVX-512 with bf16 only, on
+/// processors that have it. Pointers are valid for what is read or written.
+pub(super) trait Pack {
+    type Reg: Copy;
+    unsafe fn zero() -> Self::Reg;
+    /// Lane i: `low[i]` below `high[i]`, of sixteen values each.
+    unsafe fn pair(low: *const f32, high: *const f32) -> Self::Reg;
+    /// 32 values in their order.
+    unsafe fn narrow(from: *const f32) -> Self::Reg;
+    /// Stores 64 bytes.
+    unsafe fn store(r: Self::Reg, to: *mut u32);
+    /// Transposes sixteen registers of sixteen lanes.
+    unsafe fn turn(rows: [Self::Reg; LANES]) -> [Self::Reg; LANES];
+}
+
+/// Without instructions of its own.
+struct Plain;
+
+impl Pack for Plain {
+    type Reg = [u32; LANES];
+
+    #[inline(always)]
+    unsafe fn zero() -> Self::Reg {
+        [0; LANES]
+    }
+    #[inline(always)]
+    unsafe fn pair(low: *const f32, high: *const f32) -> Self::Reg {
+        // SAFETY: sixteen values each, by the trait's contract.
+        let (low, high) = unsafe {
+            (
+                low.cast::<[f32; LANES]>().read_unaligned(),
+                high.cast::<[f32; LANES]>().read_unaligned(),
+            )
+        };
+        std::array::from_fn(|i| u32::from(round(low[i])) | u32::from(round(high[i])) << 16)
+    }
+    #[inline(always)]
+    unsafe fn narrow(from: *const f32) -> Self::Reg {
+        // SAFETY: 32 values, by the trait's contract.
+        let v = unsafe { from.cast::<[f32; 2 * LANES]>().read_unaligned() };
+        std::array::from_fn(|i| u32::from(round(v[2 * i])) | u32::from(round(v[2 * i + 1])) << 16)
+    }
+    #[inline(always)]
+    unsafe fn store(r: Self::Reg, to: *mut u32) {
+        // SAFETY: 64 bytes, by the trait's contract.
+        unsafe { to.cast::<Self::Reg>().write_unaligned(r) }
+    }
+    #[inline(always)]
+    unsafe fn turn(rows: [Self::Reg; LANES]) -> [Self::Reg; LANES] {
+        std::array::from_fn(|i| std::array::from_fn(|j| rows[j][i]))
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::{LANES, Pack};
+    use std::arch::x86_64::*;
+
+    /// AVX-512 with its bf16 conversions.
+    pub(super) struct Wide;
+
+    /// Words 0, 16, 1, 17, …
+    #[repr(align(64))]
+    struct Words([u16; 32]);
+    static INTERLEAVED: Words = {
+        let mut w = [0; 32];
+        let mut i = 0;
+        while i < 16 {
+            w[2 * i] = i as u16;
+            w[2 * i + 1] = (16 + i) as u16;
+            i += 1;
+        }
+        Words(w)
+    };
+
+    // SAFETY (every block below): the trait's contract.
+    impl Pack for Wide {
+        type Reg = __m512i;
+
+        #[inline(always)]
+        unsafe fn zero() -> __m512i {
+            // SAFETY: see the impl.
+            unsafe { _mm512_setzero_si512() }
+        }
+        #[inline(always)]
+        unsafe fn pair(low: *const f32, high: *const f32) -> __m512i {
+            // SAFETY: see the impl.
+            unsafe {
+                let both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(high), _mm512_loadu_ps(low));
+                let order = _mm512_load_si512((&raw const INTERLEAVED.0).cast());
+                _mm512_permutexvar_epi16(order, std::mem::transmute::<__m512bh, __m512i>(both))
+            }
+        }
+        #[inline(always)]
+        unsafe fn narrow(from: *const f32) -> __m512i {
+            // SAFETY: see the impl.
+            unsafe {
+                let (low, high) = (_mm512_loadu_ps(from), _mm512_loadu_ps(from.add(LANES)));
+                std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low))
+            }
+        }
+        #[inline(always)]
+        unsafe fn store(r: __m512i, to: *mut u32) {
+            // SAFETY: see the impl.
+            unsafe { _mm512_storeu_si512(to.cast(), r) }
+        }
+        #[inline(always)]
+        unsafe fn turn(rows: [__m512i; LANES]) -> [__m512i; LANES] {
+            // Pairs of rows, then of pairs, then quarters of registers.
+            // SAFETY: see the impl.
+            unsafe {
+                let mut a = rows;
+                for i in 0..8 {
+                    a[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
+                    a[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
+                }
+                let mut b = a;
+                for i in 0..4 {
+                    b[4 * i] = _mm512_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
+                    b[4 * i + 1] = _mm512_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
+                    b[4 * i + 2] = _mm512_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
+                    b[4 * i + 3] = _mm512_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
+                }
+                // b[4 i + j], quarter q: column 4 q + j of rows 4 i .. 4 i + 4.
+                let mut r = b;
+                for j in 0..4 {
+                    let even = _mm512_shuffle_i32x4::<0x88>(b[j], b[4 + j]);
+                    let odd = _mm512_shuffle_i32x4::<0xdd>(b[j], b[4 + j]);
+                    let even2 = _mm512_shuffle_i32x4::<0x88>(b[8 + j], b[12 + j]);
+                    let odd2 = _mm512_shuffle_i32x4::<0xdd>(b[8 + j], b[12 + j]);
+                    r[j] = _mm512_shuffle_i32x4::<0x88>(even, even2);
+                    r[8 + j] = _mm512_shuffle_i32x4::<0xdd>(even, even2);
+                    r[4 + j] = _mm512_shuffle_i32x4::<0x88>(odd, odd2);
+                    r[12 + j] = _mm512_shuffle_i32x4::<0xdd>(odd, odd2);
+                }
+                r
+            }
+        }
+    }
+
+    /// Whether this processor converts to bf16 by itself.
+    pub(super) fn wide() -> bool {
+        use crate::kernels::isa::{Isa, isa};
+        isa() == Isa::Avx512 && std::arch::is_x86_feature_detected!("avx512bf16")
+    }
+}
+
+/// Defines `unsafe fn name(args)` that calls `body::<P>` compiled for what this processor has.
+macro_rules! packing {
+    ($(#[$meta:meta])* unsafe fn $name:ident($($arg:ident: $ty:ty),* $(,)?) = $body:ident) => {
+        $(#[$meta])*
+        #[allow(clippy::too_many_arguments)]
+        pub(super) unsafe fn $name($($arg: $ty),*) {
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
+                #[allow(clippy::too_many_arguments)]
+                unsafe fn wide($($arg: $ty),*) {
+                    // SAFETY: compiled for it; the rest is the caller's promise.
+                    unsafe { $body::<x86::Wide>($($arg),*) }
+                }
+                #[target_feature(enable = "avx2,fma")]
+                #[allow(clippy::too_many_arguments)]
+                unsafe fn avx2($($arg: $ty),*) {
+                    // SAFETY: plain code; the rest is the caller's promise.
+                    unsafe { $body::<Plain>($($arg),*) }
+                }
+                use crate::kernels::isa::{Isa, isa};
+                if x86::wide() {
+                    // SAFETY: the processor has what `wide` is compiled for.
+                    return unsafe { wide($($arg),*) };
+                }
+                if isa() >= Isa::Avx2 {
+                    // SAFETY: as above.
+                    return unsafe { avx2($($arg),*) };
+                }
+            }
+            // SAFETY: the caller's promise.
+            unsafe { $body::<Plain>($($arg),*) }
+        }
+    };
+}
+
+static ZEROS: [f32; DEPTH] = [0.0; DEPTH];
+
+/// Dwords of the packed weights of a window with `columns` outputs.
+pub(super) fn weights_len(w: &Window, columns: usize) -> usize {
+    columns.next_multiple_of(SIDE) / LANES * panel_len(w)
+}
+
+/// Dwords of one panel.
+pub(super) fn panel_len(w: &Window) -> usize {
+    w.depth().div_ceil(DEPTH) * BLOCK
+}
+
+/// Packs a layer's weights `[taps][inputs][outputs]` into panels of sixteen
+/// outputs (inputs, if the window turns them), columns past the last zero.
+pub(super) fn weights(team: &Team, w: &Window, from: &[f32], columns: usize, to: &mut [f32]) {
+    let len = panel_len(w);
+    team.split(&mut to[..weights_len(w, columns)], len, |at, panel| {
+        let to = panel.as_mut_ptr().cast::<u32>();
+        // SAFETY: the panel holds `len` dwords.
+        unsafe { weights_panel(w, from, columns, at / len * LANES, to) };
+    });
+}
+
+packing! {
+    unsafe fn weights_panel(w: &Window, from: &[f32], columns: usize, first: usize, to: *mut u32) = weights_panel_body
+}
+
+#[inline(always)]
+unsafe fn weights_panel_body<P: Pack>(
+    w: &Window,
+    from: &[f32],
+    columns: usize,
+    first: usize,
+    to: *mut u32,
+) {
+    let width = LANES.min(columns.saturating_sub(first));
+    let depth = w.depth();
+    // Element (k, column) of the product's second operand.
+    let at = |k: usize, column: usize| {
+        let (tap, c) = (w.taps[k / w.channels] as usize, k % w.channels);
+        if w.turned {
+            (tap * columns + column) * w.channels + c
+        } else {
+            (tap * w.channels + c) * columns + column
+        }
+    };
+    let whole = w.channels.is_multiple_of(DEPTH);
+    for block in 0..depth.div_ceil(DEPTH) {
+        let k0 = block * DEPTH;
+        // SAFETY: sixteen rows of a block that the panel holds; sources are slices of `from`.
+        unsafe {
+            let to = to.add(block * BLOCK);
+            if w.turned && whole {
+                let mut rows = [P::zero(); LANES];
+                for (j, row) in rows.iter_mut().enumerate().take(width) {
+                    *row = P::narrow(from[at(k0, first + j)..][..DEPTH].as_ptr());
+                }
+                for (j, row) in P::turn(rows).into_iter().enumerate() {
+                    P::store(row, to.add(j * LANES));
+                }
+                continue;
+            }
+            for r in 0..LANES {
+                let k = k0 + 2 * r;
+                if !w.turned && width == LANES && k + 1 < depth {
+                    let (low, high) = (&from[at(k, first)..], &from[at(k + 1, first)..]);
+                    let pair = P::pair(low[..LANES].as_ptr(), high[..LANES].as_ptr());
+                    P::store(pair, to.add(r * LANES));
+                    continue;
+                }
+                let mut pair = [ZEROS; 2];
+                for (i, row) in pair.iter_mut().enumerate().filter(|(i, _)| k + i < depth) {
+                    for (j, v) in row.iter_mut().enumerate().take(width) {
+                        *v = from[at(k + i, first + j)];
+                    }
+                }
+                P::store(
+                    P::pair(pair[0].as_ptr(), pair[1].as_ptr()),
+                    to.add(r * LANES),
+                );
+            }
+        }
+    }
+}
+
+/// Rows of `dy`, `[rows][columns]`, in pairs: panels of sixteen columns, each of
+/// `blocks` blocks of 32 rows; rows past the last are zero.
+///
+/// # Safety
+/// `to` holds the panels of `columns` (in 32s).
+#[inline(always)]
+unsafe fn rows_body<P: Pack>(rows: &[f32], columns: usize, blocks: usize, to: *mut u32) {
+    let count = rows.len() / columns;
+    for pair in 0..blocks * LANES {
+        let row = |i: usize| (2 * pair + i < count).then(|| &rows[(2 * pair + i) * columns..]);
+        let (low, high) = (row(0), row(1));
+        let mut first = 0;
+        while first < columns.next_multiple_of(SIDE) {
+            // SAFETY: sources hold sixteen values; the pair's row lies in its panel.
+            unsafe {
+                let to = to.add(first / LANES * blocks * BLOCK + pair * LANES);
+                let value = if first + LANES <= columns {
+                    let at = |r: Option<&[f32]>| {
+                        r.map_or(ZEROS.as_ptr(), |r| r[first..][..LANES].as_ptr())
+                    };
+                    P::pair(at(low), at(high))
+                } else {
+                    let mut ends = [ZEROS; 2];
+                    for (end, row) in ends.iter_mut().zip([low, high]) {
+                        let rest = columns.saturating_sub(first);
+                        if let Some(row) = row {
+                            end[..rest].copy_from_slice(&row[first.min(columns)..columns]);
+                        }
+                    }
+                    P::pair(ends[0].as_ptr(), ends[1].as_ptr())
+                };
+                P::store(value, to);
+            }
+            first += LANES;
+        }
+    }
+}
+
+packing! {
+    /// # Safety
+    /// As `rows_body`.
+    unsafe fn rows(rows: &[f32], columns: usize, blocks: usize, to: *mut u32) = rows_body
+}
+
+/// Which units of a batch are packed.
+#[derive(Clone, Copy)]
+pub(super) struct Units {
+    pub first: usize,
+    pub count: usize,
+}
+
+/// The pixel that a slot shows, if it lies inside the source.
+#[inline(always)]
+fn pixel(w: &Window, image: usize, y: isize, x: isize) -> Option<usize> {
+    let inside = y >= 0 && x >= 0 && y < w.source[0] as isize && x < w.source[1] as isize;
+    inside.then(|| (image * w.source[0] + y as usize) * w.source[1] + x as usize)
+}
+
+/// All taps of output `(j, i)` one after another, then zeros up to the slot's size.
+/// `to` holds sixteen values more than the slot.
+#[inline(always)]
+fn gather(w: &Window, source: &[f32], image: usize, j: usize, i: usize, to: &mut [f32]) {
+    let c = w.channels;
+    let mut at = 0;
+    let mut tap = 0;
+    while tap < w.count {
+        let [dy, dx] = w.offsets[tap];
+        let (y, x) = ((j * w.step[0]) as isize + dy, (i * w.step[1]) as isize + dx);
+        // Neighbouring taps of a row are neighbours in the source.
+        let mut run = 1;
+        while tap + run < w.count && w.offsets[tap + run] == [dy, dx + run as isize] {
+            run += 1;
+        }
+        let ends = pixel(w, image, y, x).zip(pixel(w, image, y, x + run as isize - 1));
+        match ends {
+            Some((p, _)) if run * c <= LANES && p * c + LANES <= source.len() => {
+                // What is copied too much is overwritten next.
+                to[at..at + LANES].copy_from_slice(&source[p * c..p * c + LANES]);
+            }
+            Some((p, _)) => to[at..at + run * c].copy_from_slice(&source[p * c..(p + run) * c]),
+            None => {
+                for (n, to) in to[at..at + run * c].chunks_exact_mut(c).enumerate() {
+                    match pixel(w, image, y, x + n as isize) {
+                        Some(p) => to.copy_from_slice(&source[p * c..(p + 1) * c]),
+                        None => to.fill(0.0),
+                    }
+                }
+            }
+        }
+        at += run * c;
+        tap += run;
+    }
+    to[at..].fill(0.0);
+}
+
+packing! {
+    /// Fills all slots of some units: `[copy][unit][line][slot][channel]`. `temporary`
+    /// holds a gathered slot and sixteen values.
+    ///
+    /// # Safety
+    /// `to` holds all slots.
+    unsafe fn slots(l: &Layout, w: &Window, source: &[f32], units: Units, temporary: &mut [f32], to: *mut u16) = slots_body
+}
+
+#[inline(always)]
+unsafe fn narrow_all<P: Pack>(from: &[f32], to: *mut u16) {
+    for (i, from) in from.chunks_exact(DEPTH).enumerate() {
+        // SAFETY: the caller's memory holds as many values as `from`.
+        unsafe { P::store(P::narrow(from.as_ptr()), to.add(i * DEPTH).cast()) };
+    }
+}
+
+#[inline(always)]
+unsafe fn slots_body<P: Pack>(
+    l: &Layout,
+    w: &Window,
+    source: &[f32],
+    units: Units,
+    temporary: &mut [f32],
+    to: *mut u16,
+) {
+    let mut to = to;
+    for copy in 0..l.copies {
+        for unit in units.first..units.first + units.count {
+            let (image, row) = l.place(unit);
+            for line in 0..l.lines {
+                // SAFETY: lines follow one another, as the caller's memory does.
+                unsafe {
+                    if l.gathered {
+                        for i in 0..l.width {
+                            gather(w, source, image, row + line, i, temporary);
+                            narrow_all::<P>(&temporary[..l.slot], to.add(i * l.slot));
+                        }
+                    } else if l.dense() {
+                        let first = [l.row(copy, row, line), l.column(copy, 0)];
+                        dense_line::<P>(l, w, source, image, first, to);
+                    } else {
+                        let y = l.row(copy, row, line);
+                        for i in 0..l.width {
+                            let to = to.add(i * l.slot);
+                            match pixel(w, image, y, l.column(copy, i)) {
+                                Some(p) => {
+                                    narrow_all::<P>(&source[p * l.slot..(p + 1) * l.slot], to);
+                                }
+                                None => to.write_bytes(0, l.slot),
+                            }
+                        }
+                    }
+                    to = to.add(l.width * l.slot);
+                }
+            }
+        }
+    }
+}
+
+/// A line whose slots are neighbours in the source.
+#[inline(always)]
+unsafe fn dense_line<P: Pack>(
+    l: &Layout,
+    w: &Window,
+    source: &[f32],
+    image: usize,
+    [y, x]: [isize; 2],
+    to: *mut u16,
+) {
+    let width = l.width as isize;
+    let left = (-x).clamp(0, width) as usize;
+    let end = (w.source[1] as isize - x).clamp(left as isize, width) as usize;
+    // SAFETY: the caller's memory holds the line.
+    unsafe {
+        match pixel(w, image, y, x + left as isize) {
+            Some(p) => {
+                to.write_bytes(0, left * l.slot);
+                let from = &source[p * l.slot..(p + end - left) * l.slot];
+                narrow_all::<P>(from, to.add(left * l.slot));
+                let right = (l.width - end) * l.slot;
+                to.add(end * l.slot).write_bytes(0, right);
+            }
+            None => to.write_bytes(0, l.width * l.slot),
+        }
+    }
+}
+
+/// What [`columns`] packs.
+#[derive(Clone, Copy)]
+pub(super) struct Columns {
+    pub units: Units,
+    /// Channels (of a slot) from where to where, in sixteens.
+    pub from: usize,
+    pub to: usize,
+    /// Bytes between two channels' rows.
+    pub stride: usize,
+}
+
+packing! {
+    /// The slots of some units transposed: `[copy][channel][slot]`, rows in 32s of
+    /// slots, zeros past the last. `temporary` holds 32 gathered slots and sixteen
+    /// values, or zeros for the channels of one slot.
+    ///
+    /// # Safety
+    /// `to` holds all rows.
+    unsafe fn columns(l: &Layout, w: &Window, source: &[f32], c: &Columns, temporary: &mut [f32], to: *mut u8) = columns_body
+}
+
+#[inline(always)]
+unsafe fn columns_body<P: Pack>(
+    l: &Layout,
+    w: &Window,
+    source: &[f32],
+    c: &Columns,
+    temporary: &mut [f32],
+    to: *mut u8,
+) {
+    let slots = c.units.count * l.unit_slots();
+    for copy in 0..l.copies {
+        let (mut unit, mut line, mut i) = (0, 0, 0);
+        for block in 0..slots.div_ceil(DEPTH) {
+            let mut rows = [ZEROS.as_ptr(); DEPTH];
+            if l.gathered {
+                temporary.fill(0.0);
+            } else {
+                rows = [temporary.as_ptr(); DEPTH];
+            }
+            for (q, from) in rows.iter_mut().enumerate() {
+                let (image, row) = l.place(c.units.first + unit);
+                if l.gathered {
+                    let to = &mut temporary[q * l.slot..];
+                    *from = to.as_ptr();
+                    if unit < c.units.count {
+                        gather(w, source, image, row + line, i, &mut to[..l.slot + LANES]);
+                    }
+                } else if unit < c.units.count {
+                    let (y, x) = (l.row(copy, row, line), l.column(copy, i));
+                    if let Some(p) = pixel(w, image, y, x) {
+                        *from = source[p * l.slot..(p + 1) * l.slot].as_ptr();
+                    }
+                }
+                i += 1;
+                if i == l.width {
+                    (i, line) = (0, line + 1);
+                    if line == l.lines {
+                        (line, unit) = (0, unit + 1);
+                    }
+                }
+            }
+            for first in (c.from..c.to).step_by(LANES) {
+                // SAFETY: each pointer has the channels of a slot behind it; the
+                // caller's memory holds 64 bytes of every channel's row for this block.
+                unsafe {
+                    let mut tile = [P::zero(); LANES];
+                    for (r, tile) in tile.iter_mut().enumerate() {
+                        *tile = P::pair(rows[2 * r].add(first), rows[2 * r + 1].add(first));
+                    }
+                    let channel = copy * (c.to - c.from) + first - c.from;
+                    let to = to.add(channel * c.stride + block * 64);
+                    for (r, row) in P::turn(tile).into_iter().enumerate() {
+                        P::store(row, to.add(r * c.stride).cast());
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,300 @@
+//! The block product: 32 x 32 sums, two by two tiles.
+
+use std::mem::offset_of;
+
+use crate::kernels::isa::{Isa, isa};
+
+/// `c (+)= a b` for 32 rows and 32 columns.
+///
+/// Rows of `a` hold bf16 values; every run starts `offsets[i]` bytes behind the
+/// row's pointer and is `run` blocks of 32 values long. `b` lies in panels of 16
+/// columns: a block is 1 KiB, sixteen rows of sixteen pairs of values.
+#[repr(C)]
+pub(super) struct Block {
+    /// First rows of the two tiles.
+    pub a: [*const u8; 2],
+    /// Bytes between rows of a tile.
+    pub a_stride: usize,
+    pub offsets: *const isize,
+    /// At least one.
+    pub runs: usize,
+    /// At least one.
+    pub run: usize,
+    pub b: *const u8,
+    /// Bytes from a panel to the next.
+    pub b_panel: usize,
+    /// First rows of the two tiles of sums.
+    pub c: [*mut f32; 2],
+    /// Bytes between rows of sums.
+    pub c_stride: usize,
+    /// Whether to continue the sums found in `c`: 0 or 1.
+    pub add: usize,
+}
+
+/// Bytes of a tile of `b`, and of a panel's block.
+pub(super) const TILE_BYTES: usize = 1024;
+
+/// Sixteen rows of 64 bytes for all eight tiles, palette 1.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[repr(C, align(64))]
+struct Config([u8; 64]);
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+static CONFIG: Config = {
+    let mut c = [0; 64];
+    c[0] = 1;
+    let mut i = 0;
+    while i < 8 {
+        c[16 + 2 * i] = 64;
+        c[48 + i] = 16;
+        i += 1;
+    }
+    Config(c)
+};
+
+/// Whether the processor multiplies bf16 tiles and the system lets this process.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn detected() -> bool {
+    use std::sync::OnceLock;
+    static HERE: OnceLock<bool> = OnceLock::new();
+    *HERE.get_or_init(|| {
+        const BF16: u32 = 1 << 22;
+        const TILE: u32 = 1 << 24;
+        /// `arch_prctl`: ask to use a processor state component; 18 is tile data.
+        const ARCH_REQ_XCOMP_PERM: libc::c_ulong = 0x1023;
+        const XFEATURE_XTILEDATA: libc::c_ulong = 18;
+        let bits = std::arch::x86_64::__cpuid_count(7, 0).edx;
+        bits & BF16 != 0
+            && bits & TILE != 0
+            // SAFETY: the call asks for a permission and touches no memory.
+            && unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) } == 0
+    })
+}
+
+/// Whether blocks are multiplied by AMX tiles.
+pub(crate) fn has_tiles() -> bool {
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    return isa() == Isa::Avx512 && detected();
+    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    return false;
+}
+
+/// The right to multiply blocks on this thread: holds the tiles' configuration.
+pub(super) struct Tiles {
+    amx: bool,
+    /// The configuration is the thread's.
+    _here: std::marker::PhantomData<*const ()>,
+}
+
+impl Tiles {
+    pub(super) fn new() -> Self {
+        let amx = has_tiles();
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        if amx {
+            // SAFETY: the processor has tiles and the system permits them
+            // (`has_tiles`); `CONFIG` is a valid configuration of 64 bytes.
+            unsafe {
+                std::arch::asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack, readonly));
+            }
+        }
+        Tiles {
+            amx,
+            _here: std::marker::PhantomData,
+        }
+    }
+
+    /// Multiplies one block.
+    ///
+    /// # Safety
+    /// `offsets` names `runs` offsets; 32 rows of `a` hold `run` blocks behind each
+    /// of them; two panels of `b` hold `runs * run` blocks; 32 rows of 32 sums are
+    /// valid and touched by nobody else. Rows of `c` may coincide.
+    pub(super) unsafe fn multiply(&self, b: &Block) {
+        debug_assert!(b.runs > 0 && b.run > 0);
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        if self.amx {
+            // SAFETY: tiles are configured on this thread; the rest is the caller's promise.
+            return unsafe { multiply_amx(b) };
+        }
+        // SAFETY: the caller's promise.
+        unsafe { multiply_plain(std::ptr::from_ref(b)) };
+    }
+}
+
+impl Drop for Tiles {
+    fn drop(&mut self) {
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        if self.amx {
+            // SAFETY: tiles are configured on this thread; nobody's are in use.
+            unsafe { std::arch::asm!("tilerelease", options(nostack, nomem)) };
+        }
+    }
+}
+
+/// # Safety
+/// As [`Tiles::multiply`], on a thread whose tiles are configured.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[inline]
+unsafe fn multiply_amx(block: &Block) {
+    // SAFETY: reads and writes what the caller promises; tiles are no registers
+    // that the compiler uses, and none of them keeps a value past the block.
+    unsafe {
+        std::arch::asm!(
+            "mov {sa}, [{d} + {o_sa}]",
+            "mov {b0}, [{d} + {o_b}]",
+            "mov {b1}, [{d} + {o_bp}]",
+            "add {b1}, {b0}",
+            "mov {t}, [{d} + {o_t}]",
+            "mov {e}, [{d} + {o_e}]",
+            "mov {x:e}, 64",
+            "cmp qword ptr [{d} + {o_add}], 0",
+            "jne 20f",
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            "jmp 22f",
+            "20:",
+            "mov {p}, [{d} + {o_c0}]",
+            "mov {q}, [{d} + {o_sc}]",
+            "tileloadd tmm0, [{p} + {q}*1]",
+            "tileloadd tmm1, [{p} + {q}*1 + 64]",
+            "mov {p}, [{d} + {o_c1}]",
+            "tileloadd tmm2, [{p} + {q}*1]",
+            "tileloadd tmm3, [{p} + {q}*1 + 64]",
+            "22:",
+            "mov {q}, [{t}]",
+            "mov {p}, {q}",
+            "add {p}, [{d} + {o_a0}]",
+            "add {q}, [{d} + {o_a1}]",
+            "mov {n}, [{d} + {o_n}]",
+            "23:",
+            "tileloadd tmm4, [{p} + {sa}*1]",
+            "tileloadd tmm6, [{b0} + {x}*1]",
+            "tileloadd tmm5, [{q} + {sa}*1]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tileloadd tmm7, [{b1} + {x}*1]",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "add {p}, 64",
+            "add {q}, 64",
+            "add {b0}, 1024",
+            "add {b1}, 1024",
+            "dec {n}",
+            "jnz 23b",
+            "add {t}, 8",
+            "dec {e}",
+            "jnz 22b",
+            "mov {p}, [{d} + {o_c0}]",
+            "mov {q}, [{d} + {o_sc}]",
+            "tilestored [{p} + {q}*1], tmm0",
+            "tilestored [{p} + {q}*1 + 64], tmm1",
+            "mov {p}, [{d} + {o_c1}]",
+            "tilestored [{p} + {q}*1], tmm2",
+            "tilestored [{p} + {q}*1 + 64], tmm3",
+            d = in(reg) std::ptr::from_ref(block),
+            sa = out(reg) _,
+            b0 = out(reg) _,
+            b1 = out(reg) _,
+            t = out(reg) _,
+            e = out(reg) _,
+            x = out(reg) _,
+            p = out(reg) _,
+            q = out(reg) _,
+            n = out(reg) _,
+            o_sa = const offset_of!(Block, a_stride),
+            o_b = const offset_of!(Block, b),
+            o_bp = const offset_of!(Block, b_panel),
+            o_t = const offset_of!(Block, offsets),
+            o_e = const offset_of!(Block, runs),
+            o_n = const offset_of!(Block, run),
+            o_a0 = const offset_of!(Block, a),
+            o_a1 = const offset_of!(Block, a) + 8,
+            o_c0 = const offset_of!(Block, c),
+            o_c1 = const offset_of!(Block, c) + 8,
+            o_sc = const offset_of!(Block, c_stride),
+            o_add = const offset_of!(Block, add),
+            options(nostack),
+        );
+    }
+}
+
+/// Rows whose sums stay in registers.
+const ROWS: usize = 4;
+const LANES: usize = 16;
+
+simd! {
+    /// What `multiply_amx` computes, in f32.
+    fn plain(b: &Block) {
+        for r in (0..2 * LANES).step_by(ROWS) {
+            for half in 0..2 {
+                // SAFETY: the caller of `multiply_plain` has promised what `Tiles::multiply` asks.
+                unsafe { plain_rows(b, r, half) }
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As [`Tiles::multiply`].
+unsafe fn multiply_plain(b: *const Block) {
+    // SAFETY: the block is the caller's; what it points to is promised.
+    plain(unsafe { &*b });
+}
+
+/// # Safety
+/// As [`Tiles::multiply`].
+#[inline(always)]
+unsafe fn plain_rows(b: &Block, r: usize, half: usize) {
+    let odd_bits = 0xffff_0000u32;
+    // SAFETY: rows r .. r + ROWS and columns of this half lie in the block.
+    unsafe {
+        let row = |i: usize| b.a[(r + i) / LANES].add((r + i) % LANES * b.a_stride);
+        let sum = |i: usize| {
+            let c = b.c[(r + i) / LANES].cast::<u8>();
+            c.add((r + i) % LANES * b.c_stride)
+                .cast::<[f32; LANES]>()
+                .add(half)
+        };
+        let mut sums = [[0.0f32; LANES]; ROWS];
+        if b.add != 0 {
+            for (i, s) in sums.iter_mut().enumerate() {
+                *s = sum(i).read_unaligned();
+            }
+        }
+        let mut tile = b.b.add(half * b.b_panel);
+        for run in 0..b.runs {
+            let start = *b.offsets.add(run);
+            for block in 0..b.run {
+                let mut even = [[0.0f32; LANES]; ROWS];
+                let mut odd = [[0.0f32; LANES]; ROWS];
+                for k in 0..LANES {
+                    let pairs = tile.cast::<[u32; LANES]>().add(k).read_unaligned();
+                    let low = pairs.map(|p| f32::from_bits(p << 16));
+                    let high = pairs.map(|p| f32::from_bits(p & odd_bits));
+                    for i in 0..ROWS {
+                        let a = row(i).offset(start).add(64 * block).cast::<u32>();
+                        let a = a.add(k).read_unaligned();
+                        let (lo, hi) = (f32::from_bits(a << 16), f32::from_bits(a & odd_bits));
+                        for l in 0..LANES {
+                            even[i][l] = lo.mul_add(low[l], even[i][l]);
+                        }
+                        for l in 0..LANES {
+                            odd[i][l] = hi.mul_add(high[l], odd[i][l]);
+                        }
+                    }
+                }
+                for (s, (e, o)) in sums.iter_mut().zip(even.iter().zip(&odd)) {
+                    for l in 0..LANES {
+                        s[l] += e[l] + o[l];
+                    }
+                }
+                tile = tile.add(TILE_BYTES);
+            }
+        }
+        for (i, s) in sums.iter().enumerate() {
+            sum(i).write_unaligned(*s);
+        }
+    }
+}

@@ -1,0 +1,32 @@
+//! What products multiply.
+
+/// Numbers that convolutions and linear layers multiply, in all three passes.
+///
+/// Weights, gradients, sums and every other operation are f32 either way: with
+/// bf16 the operands of a product are rounded while they are packed (nearest,
+/// ties to even), and their products are added in f32. Convolutions with groups,
+/// and products of two activations ([`Tensor::bmm`](crate::Tensor::bmm)), multiply
+/// f32 always.
+///
+/// Where the processor has AMX tiles they make the products; elsewhere f32
+/// arithmetic does, slower than f32's own kernels, with the same bits but for
+/// subnormal numbers, which AMX takes for zero.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Precision {
+    /// 24 bits of mantissa.
+    #[default]
+    F32,
+    /// 8 bits of mantissa, the range of f32.
+    Bf16,
+}
+
+impl Precision {
+    /// Whether this processor has instructions for such products, so that they
+    /// are faster than f32's.
+    pub fn is_native(self) -> bool {
+        match self {
+            Precision::F32 => true,
+            Precision::Bf16 => crate::kernels::bf16::has_tiles(),
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! Whole steps, counted by the allocator itself: in steady state nobody asks it but `gemm`.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+use phalanx_nn::models::{CifarResNet, MnistCnn, MobileNetV2};
+use phalanx_nn::optim::Sgd;
+use phalanx_nn::{Grads, Precision, Result, Scope, Seed, StepKey, Tape, Tensor, Threads};
+
+struct Counting;
+
+thread_local! {
+    static ASKED: Cell<u64> = const { Cell::new(0) };
+}
+
+// SAFETY: everything is passed on to the system's allocator; counting allocates nothing.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ASKED.set(ASKED.get() + 1);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+/// Requests of each of some steps.
+fn count(
+    precision: Precision,
+    image: [usize; 3],
+    model: impl FnOnce(&mut Scope) -> Model,
+) -> Vec<u64> {
+    let mut scope = Scope::new(Seed(1));
+    let model = model(&mut scope);
+    let mut params = scope.build().unwrap();
+    let mut grads = Grads::like(&params);
+    let mut sgd = Sgd::new(&params, 0.01).momentum(0.9);
+    let mut tape = Tape::new(Threads(1));
+    tape.set_precision(precision);
+    let [h, w, c] = image;
+    let images = vec![0.25; 2 * h * w * c];
+    (0..5)
+        .map(|i| {
+            let before = ASKED.get();
+            let step = tape.step(&params, StepKey::new(0, i));
+            let x = step.input(&images, &[2, h, w, c]).unwrap();
+            let loss = model.loss(x, &[1, 2]).unwrap();
+            loss.backward(&mut grads).unwrap();
+            drop(step);
+            tape.update_buffers(&mut params).unwrap();
+            sgd.step(&mut params, &grads).unwrap();
+            ASKED.get() - before
+        })
+        .collect()
+}
+
+enum Model {
+    Mnist(MnistCnn),
+    Resnet(CifarResNet),
+    Mobilenet(MobileNetV2),
+}
+
+impl Model {
+    fn loss<'s>(&self, x: Tensor<'s>, labels: &[u32]) -> Result<Tensor<'s>> {
+        match self {
+            Model::Mnist(m) => m.forward(x)?.nll_loss(labels, 2.0),
+            Model::Resnet(m) => m.forward(x)?.cross_entropy(labels, 2.0),
+            Model::Mobilenet(m) => m.forward(x)?.cross_entropy(labels, 2.0),
+        }
+    }
+}
+
+#[test]
+fn steps_allocate_nothing_once_they_have_run() {
+    for precision in [Precision::F32, Precision::Bf16] {
+        for counts in [
+            count(precision, [28, 28, 1], |s| Model::Mnist(MnistCnn::new(s))),
+            count(precision, [16, 16, 3], |s| {
+                Model::Resnet(CifarResNet::new(s, &[32, 64], 1, 10))
+            }),
+            count(precision, [32, 32, 3], |s| {
+                Model::Mobilenet(MobileNetV2::new(s, 10))
+            }),
+        ] {
+            assert!(counts[0] > 0, "nothing was counted");
+            let steady = match precision {
+                Precision::Bf16 => 0,
+                // `gemm` asks for a workspace of its own in each of its products.
+                Precision::F32 => counts[2].min(40),
+            };
+            assert_eq!(counts[2..], [steady; 3], "{precision:?}");
+        }
+    }
+}

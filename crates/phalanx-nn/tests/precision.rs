@@ -1,0 +1,166 @@
+//! Steps whose products are made in bf16.
+
+mod common;
+
+use common::{hashed, noise};
+use phalanx_nn::layers::{Act, Linear};
+use phalanx_nn::models::{CifarResNet, MnistCnn};
+use phalanx_nn::optim::Sgd;
+use phalanx_nn::{
+    GradView, Grads, Layout, Precision, Scope, Seed, StepKey, Tape, Threads, param::Init,
+};
+
+/// What a value becomes in a product.
+fn bf16(v: f32) -> f64 {
+    let bits = v.to_bits();
+    f64::from(f32::from_bits(
+        (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff_0000,
+    ))
+}
+
+/// Losses, weights and statistics after some steps of a small ResNet.
+fn resnet(
+    precision: Precision,
+    threads: usize,
+    poison: bool,
+) -> (Vec<f32>, Vec<f32>, Vec<f32>, Vec<u64>) {
+    let mut scope = Scope::new(Seed(7));
+    let model = CifarResNet::new(&mut scope, &[32, 64], 2, 10);
+    let mut params = scope.build().unwrap();
+    let mut grads = Grads::like(&params);
+    let mut sgd = Sgd::new(&params, 0.01).momentum(0.9);
+    let mut tape = Tape::new(Threads(threads));
+    tape.set_precision(precision);
+    tape.poison(poison);
+    let shape = [5, 16, 16, 3];
+    let (mut losses, mut counts) = (vec![], vec![]);
+    for i in 0..6 {
+        let images = hashed(shape.iter().product(), 200 + i % 3, 8, 1.0);
+        let step = tape.step(&params, StepKey::new(0, i));
+        let x = step.input(&images, &shape).unwrap();
+        let loss = model.forward(x).unwrap();
+        let loss = loss.cross_entropy(&[0, 1, 2, 3, 4], 5.0).unwrap();
+        losses.push(loss.item());
+        loss.backward(&mut grads).unwrap();
+        drop(step);
+        tape.update_buffers(&mut params).unwrap();
+        sgd.step(&mut params, &grads).unwrap();
+        counts.push(tape.allocations());
+    }
+    (
+        losses,
+        params.flat().to_vec(),
+        params.buffers_flat().to_vec(),
+        counts,
+    )
+}
+
+#[test]
+fn bits_do_not_depend_on_threads_or_old_contents_and_allocations_stand_still() {
+    let one = resnet(Precision::Bf16, 1, false);
+    assert!(one.0.iter().all(|l| l.is_finite()));
+    assert!(one.3[1..].iter().all(|&c| c == one.3[1]), "{:?}", one.3);
+    for (threads, poison) in [(1, true), (2, false), (4, false)] {
+        let other = resnet(Precision::Bf16, threads, poison);
+        assert!(
+            (&other.0, &other.1, &other.2) == (&one.0, &one.1, &one.2),
+            "{threads} threads, poison {poison}"
+        );
+    }
+}
+
+#[test]
+fn training_follows_f32() {
+    let (f32s, bf16s) = (
+        resnet(Precision::F32, 2, false),
+        resnet(Precision::Bf16, 2, false),
+    );
+    assert_ne!(f32s.0, bf16s.0, "bf16 must not be f32");
+    for (i, (a, b)) in f32s.0.iter().zip(&bf16s.0).enumerate() {
+        assert!((a - b).abs() < 0.02 * a.abs().max(1.0), "loss {i}: {a} {b}");
+    }
+}
+
+#[test]
+fn the_mnist_cnn_follows_f32() {
+    let run = |precision, threads| {
+        let mut scope = Scope::new(Seed(5));
+        let model = MnistCnn::new(&mut scope);
+        let params = scope.build().unwrap();
+        let mut grads = Grads::like(&params);
+        let mut tape = Tape::new(Threads(threads));
+        tape.set_precision(precision);
+        let images = noise(10 * 784, 7);
+        let labels: Vec<u32> = (0..10).collect();
+        let step = tape.step(&params, StepKey::new(0, 0));
+        let x = step.input(&images, &[10, 28, 28, 1]).unwrap();
+        let loss = model.forward(x).unwrap().nll_loss(&labels, 10.0).unwrap();
+        let value = loss.item();
+        loss.backward(&mut grads).unwrap();
+        (value, grads.flat().to_vec())
+    };
+    let (want, got) = (run(Precision::F32, 1), run(Precision::Bf16, 1));
+    assert!((want.0 - got.0).abs() < 0.01, "{} {}", want.0, got.0);
+    let norm = |v: &mut dyn Iterator<Item = f32>| v.map(|v| f64::from(v * v)).sum::<f64>().sqrt();
+    let off = norm(&mut want.1.iter().zip(&got.1).map(|(a, b)| a - b));
+    // Eight bits of each factor, and a few max-pooling windows that choose another pixel.
+    let whole = norm(&mut want.1.iter().copied());
+    assert!(off < 0.05 * whole, "{off} of {whole}");
+    assert!(run(Precision::Bf16, 2) == got && run(Precision::Bf16, 4) == got);
+}
+
+#[test]
+fn linear_layers_and_matrices_multiply_rounded_values() {
+    let (rows, inp, out) = (37, 45, 50);
+    let (x, d) = (noise(rows * inp, 1), noise(rows * out, 2));
+    let mut scope = Scope::new(Seed(3));
+    let layer = Linear::without_bias(scope.enter("linear"), inp, out);
+    let matrix = scope.param(
+        "matrix",
+        &[inp, out],
+        Layout::Same,
+        Init::KaimingUniform { fan_in: inp },
+    );
+    let params = scope.build().unwrap();
+    for (id, turned) in [(layer.weight, true), (matrix, false)] {
+        let mut tape = Tape::new(Threads(2));
+        tape.set_precision(Precision::Bf16);
+        let mut grads = Grads::like(&params);
+        let step = tape.step(&params, StepKey::new(0, 0));
+        let input = step.variable(&x, &[rows, inp]).unwrap();
+        let y = match turned {
+            true => input.share().linear(id, None, Act::None),
+            false => input.share().matmul(id),
+        }
+        .unwrap();
+        let w = params.get(id);
+        let weight = |i: usize, o: usize| bf16(w[if turned { o * inp + i } else { i * out + o }]);
+        for (n, got) in y.to_vec().iter().enumerate() {
+            let (r, o) = (n / out, n % out);
+            let want: f64 = (0..inp).map(|i| bf16(x[r * inp + i]) * weight(i, o)).sum();
+            assert!((f64::from(*got) - want).abs() < 1e-5, "y {n}: {got} {want}");
+        }
+        y.backward_with(&d, &mut grads).unwrap();
+        for (n, got) in input.grad().unwrap().iter().enumerate() {
+            let (r, i) = (n / inp, n % inp);
+            let want: f64 = (0..out).map(|o| bf16(d[r * out + o]) * weight(i, o)).sum();
+            assert!(
+                (f64::from(*got) - want).abs() < 1e-5,
+                "dx {n}: {got} {want}"
+            );
+        }
+        for (n, got) in grads.grad(id).iter().enumerate() {
+            let (i, o) = if turned {
+                (n % inp, n / inp)
+            } else {
+                (n / out, n % out)
+            };
+            let sum = |r: usize| bf16(x[r * inp + i]) * bf16(d[r * out + o]);
+            let want: f64 = (0..rows).map(sum).sum();
+            assert!(
+                (f64::from(*got) - want).abs() < 1e-5,
+                "dw {n}: {got} {want}"
+            );
+        }
+    }
+}
