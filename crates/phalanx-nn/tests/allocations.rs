@@ -87,11 +87,11 @@ fn steps_allocate_nothing_once_they_have_run() {
                 Model::Mobilenet(MobileNetV2::new(s, 10))
             }),
         ] {
-            assert!(counts[0] > 0, "nothing was counted");
+            assert!(counts[0] > counts[4], "nothing was counted: {counts:?}");
             let steady = match precision {
                 Precision::Bf16 => 0,
                 // `gemm` asks for a workspace of its own in each of its products.
-                Precision::F32 => counts[2].min(40),
+                Precision::F32 => counts[2],
             };
             assert_eq!(counts[2..], [steady; 3], "{precision:?}");
         }
