@@ -370,8 +370,9 @@ fn announce<P: Program>(
     ));
     ctx.note(&format!("data     {}", about.data.description));
     ctx.note(&format!(
-        "model    {}, {} parameters in {} tensors, {buckets}",
+        "model    {}, {}, {} parameters in {} tensors, {buckets}",
         program.title(),
+        program.settings().precision.describe(),
         thousands(count),
         params.infos().len(),
     ));
