@@ -294,6 +294,19 @@ impl DistributedDataParallel {
         }
     }
 
+    /// The tree, and the samples of the step that runs in it.
+    pub(crate) fn shards_in_step(&self) -> Option<(ShardTree, usize)> {
+        let shards = self.shards.as_ref()?;
+        Some((shards.tree(), shards.samples()?))
+    }
+
+    /// Takes the running statistics that all shards together have come to.
+    pub(crate) fn keep_joined_buffers(&mut self, params: &mut Params, before: &[f32]) {
+        if let Some(shards) = &mut self.shards {
+            shards.keep_joined_buffers(params, before);
+        }
+    }
+
     /// [`Tape::update_buffers`](phalanx_nn::Tape::update_buffers) as the wrapper
     /// needs it: with [`Deterministic::Shards`] every shard starts from the
     /// buffers of the step's beginning. Call it after the backward of each
@@ -386,13 +399,13 @@ impl DistributedDataParallel {
     ///
     /// # Errors
     ///
-    /// `Usage` with [`Deterministic::Shards`], where every shard has statistics
-    /// of its own; `Comm` when a peer is lost or late.
+    /// `Usage` with [`Deterministic::Shards`], where [`GlobalStep::run_joined`]
+    /// does it; `Comm` when a peer is lost or late.
     pub fn sync_batch_norm(&self, tape: &mut Tape) -> Result<()> {
         if self.shards.is_some() {
             return Err(Error::usage(
-                "gradients folded over shards take batch statistics of each shard; leave out sync_batch_norm, or use \
-                 fewer shards for larger statistics",
+                "gradients folded over shards take batch statistics of each shard; for those of the global batch, run \
+                 its shards with GlobalStep::run_joined",
             ));
         }
         let group = self.reducer.group();

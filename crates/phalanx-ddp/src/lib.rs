@@ -42,7 +42,9 @@ mod equal;
 mod error;
 mod fingerprint;
 mod hooks;
+mod joined;
 mod low_rank;
+mod meeting;
 mod messages;
 mod power_sgd;
 mod reducer;
@@ -65,6 +67,7 @@ pub use hooks::{
     Bf16Gradients, F16Gradients, GradBucket, GradTensor, GradientHook, HookState, LocalGradients,
     LocalSgd,
 };
+pub use joined::{JoinedShard, JoinedShards};
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
 pub use reducer::{Exchange, ParamSpec, Reducer, ReducerOptions};
 pub use state::agree_on_state;

@@ -50,6 +50,8 @@ pub(crate) struct Shards {
     step: Option<Step>,
     /// Mean gradients, then mean buffers, of the last step.
     result: Vec<f32>,
+    /// Buffers of the last step, where its shards were joined.
+    joined: Option<Vec<f32>>,
     untouched: Vec<bool>,
     committed: bool,
     failed: bool,
@@ -60,6 +62,7 @@ pub(crate) struct Shards {
 /// The step that runs.
 struct Step {
     weights: Vec<f32>,
+    samples: usize,
     present: usize,
     /// The shard in work and its gradient.
     current: Option<(usize, Vec<f32>)>,
@@ -69,6 +72,8 @@ struct Step {
     /// Buffers at the step's beginning, once a shard has changed them.
     base: Option<Vec<f32>>,
     kept_buffers: bool,
+    /// Whether the shards have joint statistics, so that buffers need no mean.
+    joined: bool,
     ballot: Ballot,
 }
 
@@ -105,6 +110,7 @@ impl Shards {
             nodes: Vec::new(),
             step: None,
             result: vec![0.0; at + buffer_elems],
+            joined: None,
             untouched: vec![false; params.len()],
             params,
             committed: false,
@@ -146,6 +152,7 @@ impl Shards {
         }
         self.step = Some(Step {
             weights: weights[..trimmed(&want).len()].to_vec(),
+            samples,
             present: self.tree.present(samples),
             current: None,
             given: 0,
@@ -153,6 +160,7 @@ impl Shards {
             used: vec![false; self.params.len()],
             base: None,
             kept_buffers: false,
+            joined: false,
             ballot: Ballot::default(),
         });
         self.times = StepTimes {
@@ -160,6 +168,7 @@ impl Shards {
             ..StepTimes::default()
         };
         self.committed = false;
+        self.joined = None;
         Ok(())
     }
 
@@ -184,7 +193,7 @@ impl Shards {
         step.current = Some((first + step.given, memory));
         step.given += 1;
         step.ready.fill(false);
-        step.kept_buffers = self.buffer_elems == 0;
+        step.kept_buffers = self.buffer_elems == 0 || step.joined;
         Ok(())
     }
 
@@ -265,6 +274,21 @@ impl Shards {
         params.buffers_flat_mut().copy_from_slice(base);
         step.kept_buffers = true;
         Ok(())
+    }
+
+    /// Takes the buffers that all shards together have come to, the same on
+    /// all ranks, and puts those of the step's beginning back.
+    pub(crate) fn keep_joined_buffers(&mut self, params: &mut Params, before: &[f32]) {
+        if let Some(step) = &mut self.step {
+            step.joined = true;
+            self.joined = Some(params.buffers_flat().to_vec());
+            params.buffers_flat_mut().copy_from_slice(before);
+        }
+    }
+
+    /// Samples of the global batch of the step that runs.
+    pub(crate) fn samples(&self) -> Option<usize> {
+        Some(self.step.as_ref()?.samples)
     }
 
     /// Adds the finished shard to its sibling, if that is there.
@@ -437,9 +461,11 @@ impl Shards {
     /// Puts the mean of the shards' buffers into the model.
     pub(crate) fn put_buffers(&self, params: &mut Params) {
         if self.committed {
-            params
-                .buffers_flat_mut()
-                .copy_from_slice(&self.result[self.grad_elems..]);
+            let buffers = match &self.joined {
+                Some(joined) => &joined[..],
+                None => &self.result[self.grad_elems..],
+            };
+            params.buffers_flat_mut().copy_from_slice(buffers);
         }
     }
 

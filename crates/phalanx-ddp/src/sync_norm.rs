@@ -58,9 +58,9 @@ impl JoinStatistics for SyncBatchNorm {
     }
 }
 
-/// Combines `all`, for each rank its count, means and sums of squared
-/// deviations, in rank order; the joined count.
-fn combine(all: &[f64], mean: &mut [f64], squares: &mut [f64]) -> f64 {
+/// Combines `all`, for each rank (or shard) its count, means and sums of squared
+/// deviations, in that order; the joined count.
+pub(crate) fn combine(all: &[f64], mean: &mut [f64], squares: &mut [f64]) -> f64 {
     let c = mean.len();
     let ranks = || all.chunks_exact(1 + 2 * c).filter(|r| r[0] > 0.0);
     let rows: f64 = ranks().map(|r| r[0]).sum();

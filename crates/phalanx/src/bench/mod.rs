@@ -2,6 +2,7 @@
 
 mod collective;
 mod kernels;
+mod overhead;
 mod sizes;
 mod train;
 

@@ -7,11 +7,12 @@ use phalanx_ddp::{DdpOptions, DistributedDataParallel};
 use phalanx_nn::models::{CifarResNet, MnistCnn, MobileNetV2};
 use phalanx_nn::optim::Sgd;
 use phalanx_nn::rng::torch::Generator;
-use phalanx_nn::{Scope, Seed, StepKey, Tape, Tensor, Threads};
+use phalanx_nn::{GradSink, Grads, Params, Scope, Seed, StepKey, Tape, Tensor, Threads};
 use phalanx_train::process::peak_rss_bytes;
 use phalanx_train::{Dataset, synthetic};
 use serde_json::json;
 
+use super::overhead;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ranks::{self, RankArgs};
 use crate::train::RankContext;
@@ -30,7 +31,7 @@ pub enum Model {
 }
 
 impl Model {
-    fn key(self) -> &'static str {
+    pub(super) fn key(self) -> &'static str {
         match self {
             Model::Mnist => "mnist",
             Model::Resnet18 => "resnet18",
@@ -38,7 +39,7 @@ impl Model {
         }
     }
 
-    fn title(self) -> &'static str {
+    pub(super) fn title(self) -> &'static str {
         match self {
             Model::Mnist => "mnist CNN",
             Model::Resnet18 => "CIFAR ResNet-18",
@@ -79,6 +80,70 @@ struct Batches {
     all: Vec<(Vec<f32>, Vec<u32>)>,
 }
 
+/// All that one rank trains with.
+pub(super) struct Trainer {
+    net: Net,
+    params: Params,
+    ddp: DistributedDataParallel,
+    /// Gradients of steps without communication.
+    alone: Grads,
+    optimizer: Sgd,
+    tape: Tape,
+    batches: Batches,
+    batch: usize,
+}
+
+impl Trainer {
+    fn new(ctx: &RankContext, args: &TrainBenchArgs, batches: Batches) -> Result<Trainer> {
+        let mut scope = Scope::new(Seed(1));
+        let net = Net::new(args.recipe, &mut scope);
+        let mut params = scope.build()?;
+        let group = ctx.group.clone();
+        let ddp = DistributedDataParallel::new(group, &mut params, DdpOptions::default())?;
+        let mut tape = Tape::new(Threads(ctx.threads));
+        tape.set_precision(args.precision.into());
+        Ok(Trainer {
+            net,
+            ddp,
+            alone: Grads::like(&params),
+            optimizer: Sgd::new(&params, 0.01).momentum(0.9),
+            tape,
+            params,
+            batches,
+            batch: args.batch,
+        })
+    }
+
+    /// Step `i`; not `synced`, each rank takes it for itself.
+    pub(super) fn step(&mut self, i: usize, synced: bool) -> Result<()> {
+        let (images, labels) = &self.batches.all[i % BATCHES];
+        let [h, w, c] = self.batches.image;
+        let step = self.tape.step(&self.params, StepKey::new(0, i as u64));
+        let x = step.input(images, &[self.batch, h, w, c])?;
+        let loss = self.net.loss(x, labels)?;
+        let value = loss.item();
+        loss.backward(match synced {
+            true => &mut self.ddp as &mut dyn GradSink,
+            false => &mut self.alone,
+        })?;
+        drop(step);
+        if !synced || self.ddp.finish()?.is_yes() {
+            self.tape.update_buffers(&mut self.params)?;
+            match synced {
+                true => self.optimizer.step(&mut self.params, &self.ddp)?,
+                false => self.optimizer.step(&mut self.params, &self.alone)?,
+            }
+        }
+        if !value.is_finite() {
+            return Err(Error::new(
+                ErrorKind::Failed,
+                format!("the loss became {value} in step {i}"),
+            ));
+        }
+        Ok(())
+    }
+}
+
 /// Arguments of `bench train`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct TrainBenchArgs {
@@ -102,6 +167,9 @@ pub struct TrainBenchArgs {
     /// Numbers that convolutions and linear layers multiply; weights, sums and the rest are fp32 either way
     #[arg(long, value_enum, default_value_t = PrecisionArg::Fp32)]
     pub precision: PrecisionArg,
+    /// What the ranks' communication costs a step: time blocks of steps with it and without in turn
+    #[arg(long, conflicts_with = "profile")]
+    pub overhead: bool,
     /// Time operations and layers of steps 3 to 12: a table, and a Chrome trace for each rank: FILE.<rank>.json
     #[arg(long, value_name = "FILE")]
     pub profile: Option<std::path::PathBuf>,
@@ -174,51 +242,28 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
         Model::Mnist => digits(ctx, args.batch)?,
         Model::Resnet18 | Model::Mobilenetv2 => noise(ctx, args.batch),
     };
-    let [h, w, c] = batches.image;
-
-    let mut scope = Scope::new(Seed(1));
-    let net = Net::new(args.recipe, &mut scope);
-    let mut params = scope.build()?;
-    let mut ddp =
-        DistributedDataParallel::new(ctx.group.clone(), &mut params, DdpOptions::default())?;
-    let mut optimizer = Sgd::new(&params, 0.01).momentum(0.9);
-    let mut tape = Tape::new(Threads(ctx.threads));
-    tape.set_precision(args.precision.into());
-
+    let mut trainer = Trainer::new(ctx, args, batches)?;
+    if args.overhead {
+        return overhead::run(ctx, args, &mut trainer);
+    }
     let mut profiler = Profiler::new(args.profile.as_deref(), ctx);
     let mut first_step = Duration::ZERO;
     let mut times_ms = Vec::with_capacity(args.steps);
     let mut exposed_ms = Vec::with_capacity(args.steps);
     for i in 0..args.warmup + args.steps {
-        let (images, labels) = &batches.all[i % BATCHES];
         let began = Instant::now();
-        profiler.before(&mut tape);
-        let step = tape.step(&params, StepKey::new(0, i as u64));
-        let x = step.input(images, &[args.batch, h, w, c])?;
-        let loss = net.loss(x, labels)?;
-        let value = loss.item();
-        loss.backward(&mut ddp)?;
-        drop(step);
-        if ddp.finish()?.is_yes() {
-            tape.update_buffers(&mut params)?;
-            optimizer.step(&mut params, &ddp)?;
-        }
-        if !value.is_finite() {
-            return Err(Error::new(
-                ErrorKind::Failed,
-                format!("the loss became {value} in step {i}"),
-            ));
-        }
+        profiler.before(&mut trainer.tape);
+        trainer.step(i, true)?;
         if i == 0 {
             first_step = ctx.started.elapsed();
         }
         if i >= args.warmup {
             times_ms.push(began.elapsed().as_secs_f64() * 1e3);
-            exposed_ms.push(ddp.times().exposed().as_secs_f64() * 1e3);
+            exposed_ms.push(trainer.ddp.times().exposed().as_secs_f64() * 1e3);
         }
-        profiler.after(ctx, &mut tape, &params)?;
+        profiler.after(ctx, &mut trainer.tape, &trainer.params)?;
     }
-    profiler.finish(ctx, &mut tape, &params)?;
+    profiler.finish(ctx, &mut trainer.tape, &trainer.params)?;
     // A step lasts as long as on its slowest rank.
     ctx.group.all_reduce(&mut times_ms, ReduceOp::Max)?;
     ctx.group.all_reduce(&mut exposed_ms, ReduceOp::Mean)?;
@@ -252,7 +297,7 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
 }
 
 /// Middle value (the upper one of an even count).
-fn median(values: &mut [f64]) -> f64 {
+pub(super) fn median(values: &mut [f64]) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }

@@ -1,0 +1,238 @@
+//! Batch statistics of the whole global batch under
+//! [`Deterministic::Shards`](crate::Deterministic::Shards).
+//!
+//! A shard by itself has statistics of its own few samples. For those of all,
+//! every shard has to be at the same layer at the same time, so the shards of
+//! a rank run side by side, each on a thread and a tape of its own, and meet
+//! in each batch normalisation (`meeting.rs`). Each keeps its own gradient,
+//! and those are added in the same tree as ever: no bit depends on the number
+//! of ranks.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use phalanx_nn::{GradSink, GradView, Grads, ParamId, Params, SinkError, Tape, Threads};
+
+use crate::error::{Error, Result};
+use crate::meeting::{Meeting, Seat, with_causes};
+use crate::step::GlobalStep;
+
+/// What a user's shard may fail with.
+type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+/// Tapes and gradients of shards that run side by side; made once, used for
+/// every step ([`GlobalStep::run_joined`]). Each shard has memory of its own for
+/// activations and gradients.
+pub struct JoinedShards {
+    threads: Threads,
+    lanes: Vec<Lane>,
+}
+
+struct Lane {
+    tape: Tape,
+    sink: ShardSink,
+}
+
+impl JoinedShards {
+    /// For shards that compute on `threads` threads each. Tapes are made as
+    /// they are needed.
+    pub fn new(threads: Threads) -> JoinedShards {
+        JoinedShards {
+            threads,
+            lanes: Vec::new(),
+        }
+    }
+}
+
+/// One shard of a step, on its thread.
+pub struct JoinedShard<'a> {
+    /// Its number; its samples are `shard, shard + S, shard + 2S, …` of the
+    /// global batch cut into `S` shards. On a rank that has no samples in a short batch, one
+    /// that no rank has: such a rank runs the model on a batch of none.
+    pub shard: usize,
+    /// How many they are.
+    pub samples: usize,
+    /// To record the step on.
+    pub tape: &'a mut Tape,
+    /// Of the model.
+    pub params: &'a Params,
+    /// What backward of the *mean* loss over the shard's samples starts with
+    /// ([`Tensor::backward_with`](phalanx_nn::Tensor::backward_with)).
+    pub weight: [f32; 1],
+    /// Where its gradient goes.
+    pub sink: &'a mut dyn GradSink,
+}
+
+impl GlobalStep<'_> {
+    /// Runs all micro-batches of this rank at once with `run`, each on a
+    /// thread of its own; batch normalisations take the statistics of the
+    /// global batch, the same bits on all ranks and for any number of them.
+    /// Running statistics, joined likewise, are put into the model by
+    /// [`sync_buffers`](crate::DistributedDataParallel::sync_buffers). In place of
+    /// [`micro_batch`](Self::micro_batch) and [`update_buffers`](Self::update_buffers); every step of a training does it
+    /// either way.
+    ///
+    /// *Blocks* until all ranks of the group run it, if the model has batch
+    /// normalisations.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` without [`Deterministic::Shards`](crate::Deterministic::Shards), after a
+    /// [`micro_batch`](Self::micro_batch), or when `run` fails or panics in a shard; `Comm` when a
+    /// peer is lost or late. The group is aborted then.
+    pub fn run_joined(
+        &mut self,
+        team: &mut JoinedShards,
+        params: &mut Params,
+        run: impl Fn(JoinedShard<'_>) -> std::result::Result<(), Failure> + Sync,
+    ) -> Result<()> {
+        if self.given > 0 {
+            return Err(Error::usage(
+                "a step of joined shards runs all of them at once; leave out micro_batch",
+            ));
+        }
+        let Some((tree, samples)) = self.ddp.shards_in_step() else {
+            return Err(Error::usage(
+                "shards are joined under Deterministic::Shards, in a step with samples; use sync_batch_norm otherwise",
+            ));
+        };
+        let group = self.ddp.group().clone();
+        let (world, rank) = (group.world_size(), group.rank());
+        let present = tree.present(samples);
+        let of_rank = |r: usize| {
+            let range = tree.range(world, r);
+            range.start..range.end.min(present).max(range.start)
+        };
+        let mine: Range<usize> = of_rank(rank);
+        let meeting = Meeting::new(group, (0..world).map(|r| of_rank(r).len()).collect());
+        while team.lanes.len() < mine.len().max(1) {
+            team.lanes.push(Lane {
+                tape: Tape::new(team.threads),
+                sink: ShardSink {
+                    grads: Grads::like(params),
+                    used: vec![false; params.len()],
+                },
+            });
+        }
+        let lanes = &mut team.lanes[..mine.len().max(1)];
+        let weights: Vec<f32> = (0..mine.len()).map(|i| self.ddp.weigh_at_loss(i)).collect();
+        let outcome: Vec<Result<()>> = std::thread::scope(|scope| {
+            let (run, params, weights) = (&run, &*params, &weights);
+            let start = |(member, lane): (usize, &mut Lane)| {
+                let Lane { tape, sink } = lane;
+                sink.used.fill(false);
+                let seat = Seat {
+                    meeting: Arc::clone(&meeting),
+                    member,
+                };
+                tape.join_statistics(Some(Arc::new(seat)));
+                let shard = if member < mine.len() {
+                    mine.start + member
+                } else {
+                    tree.shards()
+                };
+                let guard = Guard(&meeting, shard);
+                let given = JoinedShard {
+                    shard,
+                    samples: if member < mine.len() {
+                        tree.size(samples, shard)
+                    } else {
+                        0
+                    },
+                    tape,
+                    params,
+                    weight: [weights.get(member).copied().unwrap_or(0.0)],
+                    sink,
+                };
+                let done = run(given).map_err(|e| {
+                    Error::usage(format!("shard {shard} failed: {}", with_causes(&*e)))
+                });
+                match &done {
+                    Ok(()) => std::mem::forget(guard),
+                    Err(error) => guard.0.fail(&error.to_string()),
+                }
+                done
+            };
+            let threads: Vec<_> = lanes
+                .iter_mut()
+                .enumerate()
+                .map(|lane| scope.spawn(move || start(lane)))
+                .collect();
+            let ended = threads.into_iter().map(|t| {
+                t.join()
+                    .unwrap_or_else(|_| Err(Error::usage("a shard panicked")))
+            });
+            ended.collect()
+        });
+        for done in outcome {
+            done?;
+        }
+        let before = params.buffers_flat().to_vec();
+        for lane in lanes.iter_mut() {
+            // The same statistics on all; each tape has to be rid of its own.
+            params.buffers_flat_mut().copy_from_slice(&before);
+            lane.tape
+                .update_buffers(params)
+                .map_err(|e| Error::usage(e.to_string()))?;
+        }
+        self.ddp.keep_joined_buffers(params, &before);
+        for lane in lanes.iter().take(mine.len()) {
+            let sink = self.micro_batch()?;
+            lane.sink.give(params, sink)?;
+        }
+        Ok(())
+    }
+}
+
+/// Says that a shard has ended before its time, also when it panics.
+struct Guard<'a>(&'a Meeting, usize);
+
+impl Drop for Guard<'_> {
+    fn drop(&mut self) {
+        self.0
+            .fail(&format!("shard {} did not end its step", self.1));
+    }
+}
+
+/// One shard's gradient, and which parameters it uses.
+struct ShardSink {
+    grads: Grads,
+    used: Vec<bool>,
+}
+
+impl ShardSink {
+    /// Hands the gradient on, the last parameter first.
+    fn give(&self, params: &Params, to: &mut dyn GradSink) -> Result<()> {
+        for param in params.ids().rev() {
+            let done = if self.used[param.index()] {
+                let values = self.grads.grad(param);
+                let slot = to.slot(param);
+                if slot.len() == values.len() {
+                    slot.copy_from_slice(values);
+                }
+                to.ready(param)
+            } else {
+                to.unused(param)
+            };
+            done.map_err(|e| Error::usage(e.to_string()))?;
+        }
+        Ok(())
+    }
+}
+
+impl GradSink for ShardSink {
+    fn slot(&mut self, param: ParamId) -> &mut [f32] {
+        self.grads.slot(param)
+    }
+
+    fn ready(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
+        if let Some(used) = self.used.get_mut(param.index()) {
+            *used = true;
+        }
+        self.grads.ready(param)
+    }
+
+    fn unused(&mut self, _: ParamId) -> std::result::Result<(), SinkError> {
+        Ok(())
+    }
+}
