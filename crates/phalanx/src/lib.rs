@@ -16,6 +16,9 @@ mod cli;
 mod convert;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
+mod download;
+#[cfg(fuzzing)]
+#[allow(dead_code, reason = "main.rs uses the rest")]
 mod error;
 #[cfg(fuzzing)]
 #[doc(hidden)]

@@ -4,6 +4,7 @@
 mod bench;
 mod cli;
 mod convert;
+mod download;
 mod error;
 #[cfg(test)]
 mod fuzzing;

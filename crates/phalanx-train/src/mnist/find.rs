@@ -14,11 +14,23 @@ const FOLDERS: [(&str, bool); 4] = [
     ("FashionMNIST/raw", true),
 ];
 
-const EXPECTED: &str = "  expected train-images-idx3-ubyte, train-labels-idx1-ubyte, \
-    t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte, each plain or .gz\n  \
-    get them:   \"The MNIST database of handwritten digits\" by LeCun, Cortes and Burges, \
-    or Fashion-MNIST by Zalando Research\n  \
-    or try:     --data synthetic";
+/// What belongs into `folder`, and where it comes from.
+fn expected(folder: &Path) -> String {
+    let set = if is_fashion(folder) {
+        ("fashion-mnist", "30.9 MB")
+    } else {
+        ("mnist", "11.6 MB")
+    };
+    format!(
+        "  expected train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, \
+         t10k-labels-idx1-ubyte, each plain or .gz\n  \
+         get them:   phalanx download {} --to {}      ({})\n  \
+         or try:     --data synthetic",
+        set.0,
+        folder.display(),
+        set.1
+    )
+}
 
 /// The two files of a split.
 #[derive(Debug)]
@@ -31,11 +43,15 @@ pub(super) struct Found {
 pub(super) fn find(folder: &Path, split: Split) -> Result<Found> {
     let shown = folder.display();
     if !folder.exists() {
-        return Err(Error::usage(format!("no data folder {shown}\n{EXPECTED}")));
+        return Err(Error::usage(format!(
+            "no data folder {shown}\n{}",
+            expected(folder)
+        )));
     }
     if !folder.is_dir() {
         return Err(Error::usage(format!(
-            "{shown} is a file, not a data folder\n{EXPECTED}"
+            "{shown} is a file, not a data folder\n{}",
+            expected(&folder.with_file_name("data"))
         )));
     }
     let (images, labels) = match split {
@@ -61,10 +77,11 @@ pub(super) fn find(folder: &Path, split: Split) -> Result<Found> {
     }
     Err(match half {
         Some((place, missing)) => Error::usage(format!(
-            "{} lacks {missing} (plain or .gz)\n{EXPECTED}",
-            place.display()
+            "{} lacks {missing} (plain or .gz)\n{}",
+            place.display(),
+            expected(folder)
         )),
-        None => Error::usage(format!("no MNIST files in {shown}\n{EXPECTED}")),
+        None => Error::usage(format!("no MNIST files in {shown}\n{}", expected(folder))),
     })
 }
 

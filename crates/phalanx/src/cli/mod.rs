@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::error::Result;
-use crate::{bench, inspect, launch, plan, train};
+use crate::{bench, download, inspect, launch, plan, train};
 use normalise::{Flag, normalise};
 
 /// Distributed data-parallel training: ranks that march in step.
@@ -43,6 +43,8 @@ enum Command {
     Launch(Box<launch::LaunchCli>),
     /// Show which plan carries out each operation, how long it should take, and how large buckets should be.
     Plan(plan::PlanArgs),
+    /// Get a data set from where its authors publish it.
+    Download(download::DownloadArgs),
     /// Say in one sentence where a job hangs or why it died, from its flight recorders.
     Inspect(inspect::InspectArgs),
     /// Write a new job token, the secret that the launchers of one job share.
@@ -92,6 +94,7 @@ fn run(command: Command) -> Result<()> {
         Command::Bench(args) => bench::run(*args),
         Command::Launch(cli) => launch::run(&cli),
         Command::Plan(args) => plan::run(&args),
+        Command::Download(args) => download::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Token(cli) => launch::write_token(&cli.out),
         Command::ExecRank(cli) => launch::exec_rank(&cli),

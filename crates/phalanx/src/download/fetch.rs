@@ -1,0 +1,428 @@
+//! Getting one file over HTTP: resumed where it broke off, tried again, checked.
+
+use std::fs::{File as OsFile, OpenOptions};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::fs::{FlockOperation, flock};
+use ureq::Agent;
+use ureq::http::StatusCode;
+use ureq::http::header::{CONTENT_RANGE, RANGE};
+use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
+
+use super::meter::Meter;
+use super::sets::File;
+use super::sum;
+use crate::error::{Error, ErrorKind, Result};
+
+/// Limits of time; tests have shorter ones.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Patience {
+    /// To connect, and for every piece of an answer.
+    pub(super) silence: Duration,
+    /// Failures in a row, without a byte in between, after which a source is given up.
+    pub(super) attempts: u32,
+    /// Before the first new attempt; doubled each time.
+    pub(super) pause: Duration,
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        Patience {
+            silence: Duration::from_secs(20),
+            attempts: 4,
+            pause: Duration::from_secs(1),
+        }
+    }
+}
+
+/// The file of root certificates to trust instead of the usual ones, as OpenSSL's
+/// and curl's users know it.
+const ROOTS: &str = "SSL_CERT_FILE";
+
+/// A client that waits no longer than that.
+///
+/// # Errors
+///
+/// `Usage` if the file of root certificates cannot be read.
+pub(super) fn agent(patience: Patience) -> Result<Agent> {
+    let mut config = Agent::config_builder()
+        .http_status_as_error(false)
+        .timeout_connect(Some(patience.silence))
+        .timeout_recv_response(Some(patience.silence))
+        .timeout_per_read(Some(patience.silence))
+        .timeout_per_write(Some(patience.silence))
+        .user_agent(concat!("phalanx/", env!("CARGO_PKG_VERSION")));
+    if has_tls() {
+        let tls = TlsConfig::builder()
+            .unversioned_rustls_crypto_provider(Arc::new(rustls_graviola::default_provider()));
+        let tls = match std::env::var_os(ROOTS).filter(|path| !path.is_empty()) {
+            Some(path) => tls.root_certs(roots(Path::new(&path))?),
+            None => tls,
+        };
+        config = config.tls_config(tls.build());
+    }
+    Ok(config.build().into())
+}
+
+/// The certificates in a PEM file.
+fn roots(path: &Path) -> Result<RootCerts> {
+    let wrong = |e: String| {
+        Error::usage(format!(
+            "{ROOTS} names {}, which is no file of certificates: {e}",
+            path.display()
+        ))
+    };
+    let text = std::fs::read(path).map_err(|e| wrong(e.to_string()))?;
+    let mut certificates = Vec::new();
+    for item in parse_pem(&text) {
+        if let PemItem::Certificate(certificate) = item.map_err(|e| wrong(e.to_string()))? {
+            certificates.push(certificate);
+        }
+    }
+    if certificates.is_empty() {
+        return Err(wrong("it has none".to_owned()));
+    }
+    Ok(RootCerts::Specific(Arc::new(certificates)))
+}
+
+/// Whether this processor has the instructions that the TLS library takes for
+/// granted (x86-64 since 2014; ARM with AES).
+fn has_tls() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    let has = std::arch::is_x86_feature_detected!("aes")
+        && std::arch::is_x86_feature_detected!("pclmulqdq")
+        && std::arch::is_x86_feature_detected!("bmi1")
+        && std::arch::is_x86_feature_detected!("adx")
+        && std::arch::is_x86_feature_detected!("avx2");
+    #[cfg(target_arch = "aarch64")]
+    let has = std::arch::is_aarch64_feature_detected!("aes")
+        && std::arch::is_aarch64_feature_detected!("pmull")
+        && std::arch::is_aarch64_feature_detected!("sha2");
+    has
+}
+
+/// Why an attempt failed.
+enum Failure {
+    /// Worth trying again.
+    Passing(String),
+    /// This source does not have it.
+    Final(String),
+    /// It is not the network.
+    Here(Error),
+}
+
+/// What became of a file.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Got {
+    /// It came from there.
+    From(String),
+    /// It was there already.
+    Already,
+}
+
+/// The half-finished file beside its place, which one process has at a time.
+struct Part {
+    file: OsFile,
+    path: PathBuf,
+}
+
+impl Part {
+    /// Opens it, and waits for another process that is at it.
+    fn open(target: &Path, meter: &mut Meter) -> Result<Part> {
+        let mut name = target.as_os_str().to_owned();
+        name.push(".part");
+        let path = PathBuf::from(name);
+        let refused = |e: std::io::Error| cannot("write", &path, e);
+        loop {
+            let file = OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .open(&path)
+                .map_err(refused)?;
+            if flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
+                meter.note("waiting for another process that downloads the same file");
+                flock(&file, FlockOperation::LockExclusive).map_err(|e| refused(e.into()))?;
+            }
+            // It may have been finished and renamed while we waited.
+            let is_ours = std::fs::metadata(&path).is_ok_and(|there| {
+                use std::os::unix::fs::MetadataExt;
+                file.metadata()
+                    .is_ok_and(|ours| (ours.dev(), ours.ino()) == (there.dev(), there.ino()))
+            });
+            if is_ours || target.exists() {
+                return Ok(Part { file, path });
+            }
+        }
+    }
+
+    fn len(&self) -> std::result::Result<u64, Failure> {
+        let len = self.file.metadata().map(|m| m.len());
+        len.map_err(|e| Failure::Here(cannot("read", &self.path, e)))
+    }
+
+    fn cut(&mut self, len: u64) -> std::result::Result<(), Failure> {
+        self.file
+            .set_len(len)
+            .and_then(|()| self.file.seek(SeekFrom::Start(len)).map(|_| ()))
+            .map_err(|e| Failure::Here(cannot("write", &self.path, e)))
+    }
+}
+
+fn cannot(what: &str, path: &Path, e: std::io::Error) -> Error {
+    Error::new(
+        ErrorKind::System,
+        format!("cannot {what} {}", path.display()),
+    )
+    .caused_by(e)
+}
+
+/// Gets `file` from the first of `sources` that has it, into `folder`.
+///
+/// What is there already and has the published sum is left alone; what was
+/// begun is continued. The file appears under its name when it is whole and
+/// its sum is right, or not at all. *Blocks* at most `patience` without a byte.
+///
+/// # Errors
+///
+/// `System` where the folder refuses, or no source gives the file: each is
+/// named with its reason. `Usage` if another file is in its place.
+pub(super) fn fetch(
+    agent: &Agent,
+    patience: Patience,
+    sources: &[String],
+    folder: &Path,
+    file: &File,
+    meter: &mut Meter,
+) -> Result<Got> {
+    let target = folder.join(file.name);
+    if is_there(&target, file)? {
+        return Ok(Got::Already);
+    }
+    let mut part = Part::open(&target, meter)?;
+    if is_there(&target, file)? {
+        return Ok(Got::Already);
+    }
+    let mut reasons = Vec::new();
+    for source in sources {
+        let url = format!("{}/{}", source.trim_end_matches('/'), file.name);
+        match from(agent, patience, &url, &mut part, file, meter) {
+            Ok(()) => {
+                finish(&part, &target)?;
+                return Ok(Got::From(url));
+            }
+            Err(Failure::Passing(reason) | Failure::Final(reason)) => {
+                reasons.push(format!("{url}: {reason}"));
+            }
+            Err(Failure::Here(error)) => return Err(error),
+        }
+    }
+    let mut error = Error::new(ErrorKind::System, format!("no source gave {}", file.name));
+    for (i, reason) in reasons.into_iter().enumerate() {
+        error = error.note(if i == 0 { "tried" } else { "" }, reason);
+    }
+    if part.len().is_ok_and(|len| len > 0) {
+        error = error.note(
+            "kept",
+            format!("{} (the next try goes on there)", part.path.display()),
+        );
+    } else {
+        // Nothing worth keeping.
+        let _ = std::fs::remove_file(&part.path);
+    }
+    Err(error.note(
+        "perhaps",
+        format!(
+            "this machine has no way out (https_proxy is heeded); or get {} elsewhere and put it into {}",
+            file.name,
+            folder.display()
+        ),
+    ))
+}
+
+/// Whether the finished file is in its place.
+fn is_there(target: &Path, file: &File) -> Result<bool> {
+    match sum::differs(target, file.sum) {
+        Ok(None) => Ok(true),
+        Ok(Some(has)) => Err(Error::usage(format!(
+            "{} is not the published file: it has {has}, expected {}",
+            target.display(),
+            file.sum.shown()
+        ))
+        .note("fix", "remove it, or download with --force")),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(false),
+        Err(e) => Err(cannot("read", target, e)),
+    }
+}
+
+fn finish(part: &Part, target: &Path) -> Result<()> {
+    part.file
+        .sync_all()
+        .and_then(|()| std::fs::rename(&part.path, target))
+        .map_err(|e| cannot("write", target, e))?;
+    // So that the name, too, outlives a crash of the machine. Best effort.
+    if let Some(folder) = target.parent()
+        && let Ok(folder) = OsFile::open(folder)
+    {
+        let _ = folder.sync_all();
+    }
+    Ok(())
+}
+
+/// All attempts at one source.
+fn from(
+    agent: &Agent,
+    patience: Patience,
+    url: &str,
+    part: &mut Part,
+    file: &File,
+    meter: &mut Meter,
+) -> std::result::Result<(), Failure> {
+    if url.starts_with("https:") && !has_tls() {
+        let reason = "this processor is too old for the TLS library";
+        return Err(Failure::Final(reason.to_owned()));
+    }
+    let (mut failures, mut pause) = (0, patience.pause);
+    let mut goes_on = part.len()? > 0;
+    loop {
+        let before = part.len()?;
+        let failure = match attempt(agent, url, part, file, meter) {
+            Ok(()) => match sum::differs(&part.path, file.sum) {
+                Ok(None) => return Ok(()),
+                Ok(Some(_)) if goes_on => {
+                    goes_on = false;
+                    part.cut(0)?;
+                    "what was there before is no part of it".to_owned()
+                }
+                Ok(Some(has)) => {
+                    part.cut(0)?;
+                    return Err(Failure::Final(format!(
+                        "it sent another file ({has}, expected {})",
+                        file.sum.shown()
+                    )));
+                }
+                Err(e) => return Err(Failure::Here(cannot("read", &part.path, e))),
+            },
+            Err(Failure::Passing(reason)) => reason,
+            Err(failure) => return Err(failure),
+        };
+        // Who sends a little each time gets as many attempts as it takes.
+        if part.len()? > before {
+            (failures, pause) = (0, patience.pause);
+        } else {
+            failures += 1;
+        }
+        if failures >= patience.attempts {
+            return Err(Failure::Passing(failure));
+        }
+        meter.note(&format!("{failure}; trying again"));
+        std::thread::sleep(pause);
+        pause *= 2;
+    }
+}
+
+/// One request: what is missing of the file.
+fn attempt(
+    agent: &Agent,
+    url: &str,
+    part: &mut Part,
+    file: &File,
+    meter: &mut Meter,
+) -> std::result::Result<(), Failure> {
+    let have = part.len()?;
+    let mut request = agent.get(url);
+    if have > 0 {
+        request = request.header(RANGE, format!("bytes={have}-"));
+    }
+    let answer = request.call().map_err(|e| failure(&e))?;
+    let start = match answer.status() {
+        StatusCode::OK => 0,
+        StatusCode::PARTIAL_CONTENT => {
+            let range = answer.headers().get(CONTENT_RANGE);
+            let range = range.and_then(|range| range.to_str().ok());
+            match range.and_then(range_start) {
+                Some(start) if start == have => start,
+                _ => {
+                    part.cut(0)?;
+                    return Err(Failure::Passing(
+                        "it sent another part than asked for".into(),
+                    ));
+                }
+            }
+        }
+        // More than there is: what we have is not the beginning of this file.
+        StatusCode::RANGE_NOT_SATISFIABLE if have > 0 => {
+            part.cut(0)?;
+            return Err(Failure::Passing("it has less than we got before".into()));
+        }
+        status if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS => {
+            return Err(Failure::Passing(format!("HTTP status {status}")));
+        }
+        status => return Err(Failure::Final(format!("HTTP status {status}"))),
+    };
+    part.cut(start)?;
+    meter.at(start);
+    // A source that does not know when to stop must not fill the disk.
+    let most = 2 * file.bytes + (1 << 20);
+    let mut body = answer
+        .into_body()
+        .into_with_config()
+        .limit(u64::MAX)
+        .reader();
+    let mut bytes = vec![0; 1 << 16];
+    let mut at = start;
+    loop {
+        let count = match body.read(&mut bytes) {
+            Ok(0) => return Ok(()),
+            Ok(count) => count,
+            Err(e) => {
+                return Err(Failure::Passing(format!(
+                    "broke off after {at} bytes ({e})"
+                )));
+            }
+        };
+        if at + count as u64 > most {
+            part.cut(0)?;
+            return Err(Failure::Final(format!(
+                "it sent more than {most} bytes where {} are expected",
+                file.bytes
+            )));
+        }
+        part.file
+            .write_all(&bytes[..count])
+            .map_err(|e| Failure::Here(cannot("write", &part.path, e)))?;
+        at += count as u64;
+        meter.at(at);
+    }
+}
+
+/// The `4096` of `bytes 4096-8191/8192`.
+fn range_start(range: &str) -> Option<u64> {
+    range
+        .strip_prefix("bytes ")?
+        .split_once('-')?
+        .0
+        .parse()
+        .ok()
+}
+
+fn failure(e: &ureq::Error) -> Failure {
+    match e {
+        ureq::Error::BadUri(_) | ureq::Error::Http(_) => Failure::Final(e.to_string()),
+        ureq::Error::TooManyRedirects => Failure::Final("it redirects without end".to_owned()),
+        // What TLS does not accept, it will not accept the next time.
+        ureq::Error::Io(e) if e.kind() == std::io::ErrorKind::InvalidData => Failure::Final(
+            format!("{e} ({ROOTS} may name a file of further root certificates)"),
+        ),
+        ureq::Error::Io(e) => Failure::Passing(e.to_string()),
+        ureq::Error::HostNotFound => Failure::Passing("its name is not known here".to_owned()),
+        _ => Failure::Passing(e.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,149 @@
+//! `phalanx download`: data sets from where their authors publish them.
+//!
+//! | file | does |
+//! |---|---|
+//! | `sets` | names, addresses, sizes, published sums |
+//! | `fetch` | one file: resume, try again, check, rename |
+//! | `sum` | whether a file is the published one |
+//! | `meter` | how far it is |
+
+mod fetch;
+mod meter;
+mod sets;
+mod sum;
+
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, ErrorKind, Result};
+use fetch::{Got, Patience};
+use meter::Meter;
+use sets::{DataSet, SETS};
+
+/// `phalanx download`.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "Examples:\n  \
+    phalanx download mnist                     into data/mnist\n  \
+    phalanx download cifar10 --to /datasets    into /datasets\n  \
+    phalanx download mnist cifar10             into data/mnist and data/cifar10\n\n\
+    A download that broke off goes on where it was. Files appear when they are whole and\n\
+    have the sum that their authors published. The proxy of https_proxy and\n\
+    the root certificates of SSL_CERT_FILE are heeded.")]
+pub(crate) struct DownloadArgs {
+    /// What to download: mnist, fashion-mnist, cifar10.
+    #[arg(value_name = "SET", required = true)]
+    sets: Vec<String>,
+    /// The folder for the files; with several sets, one folder for each in it [default: data/SET].
+    #[arg(long, value_name = "DIR")]
+    to: Option<PathBuf>,
+    /// Get the files from this folder on the web instead of their authors' (a mirror).
+    #[arg(long, value_name = "URL")]
+    from: Option<String>,
+    /// Replace files that are there and are not the published ones.
+    #[arg(long)]
+    force: bool,
+}
+
+/// Downloads what was asked for.
+pub(crate) fn run(args: &DownloadArgs) -> Result<()> {
+    let sets: Vec<&DataSet> = args.sets.iter().map(|n| named(n)).collect::<Result<_>>()?;
+    let patience = Patience::default();
+    let agent = fetch::agent(patience)?;
+    for set in &sets {
+        let folder = match (&args.to, sets.len()) {
+            (None, _) => Path::new("data").join(set.name),
+            (Some(to), 1) => to.clone(),
+            (Some(to), _) => to.join(set.name),
+        };
+        std::fs::create_dir_all(&folder).map_err(|e| {
+            Error::new(
+                ErrorKind::System,
+                format!("cannot make the folder {}", folder.display()),
+            )
+            .caused_by(e)
+        })?;
+        let sources: Vec<String> = match &args.from {
+            Some(url) => vec![url.clone()],
+            None => set.sources.iter().map(|&s| s.to_owned()).collect(),
+        };
+        println!(
+            "{}: {} ({:.1} MB)",
+            set.name,
+            set.title,
+            set.bytes() as f64 / 1e6
+        );
+        for file in set.files {
+            if args.force {
+                discard_other(&folder.join(file.name), file)?;
+            }
+            let mut meter = Meter::new(file.name, file.bytes);
+            let got = fetch::fetch(&agent, patience, &sources, &folder, file, &mut meter)?;
+            drop(meter);
+            match got {
+                Got::Already => println!("  {}  is there", file.name),
+                Got::From(url) => println!("  {}  from {url}", file.name),
+            }
+        }
+        println!("next: {} {}", set.next, folder.display());
+    }
+    Ok(())
+}
+
+/// Removes what is in the file's place, unless it is that file.
+fn discard_other(path: &Path, file: &sets::File) -> Result<()> {
+    let removed = match sum::differs(path, file.sum) {
+        Ok(Some(_)) => std::fs::remove_file(path),
+        Ok(None) => Ok(()),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(e) => Err(e),
+    };
+    removed.map_err(|e| {
+        Error::new(
+            ErrorKind::System,
+            format!("cannot replace {}", path.display()),
+        )
+        .caused_by(e)
+    })
+}
+
+fn named(name: &str) -> Result<&'static DataSet> {
+    let wanted = name.to_lowercase().replace('_', "-");
+    let alias = match wanted.as_str() {
+        "cifar-10" => "cifar10",
+        "fashionmnist" => "fashion-mnist",
+        other => other,
+    };
+    if let Some(set) = SETS.iter().find(|set| set.name == alias) {
+        return Ok(set);
+    }
+    let names: Vec<&str> = SETS.iter().map(|set| set.name).collect();
+    let near = names
+        .iter()
+        .map(|known| (strsim::jaro_winkler(alias, known), known))
+        .filter(|(likeness, _)| *likeness > 0.7)
+        .max_by(|a, b| a.0.total_cmp(&b.0));
+    let hint = near.map_or(String::new(), |(_, known)| {
+        format!("; did you mean \"{known}\"?")
+    });
+    Err(Error::usage(format!(
+        "no data set \"{name}\"{hint}   ({})",
+        names.join(", ")
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_found_and_mistakes_explained() {
+        assert_eq!(named("mnist").unwrap().name, "mnist");
+        assert_eq!(named("CIFAR-10").unwrap().name, "cifar10");
+        assert_eq!(named("fashion_mnist").unwrap().name, "fashion-mnist");
+        let text = named("minst").unwrap_err().chain();
+        assert_eq!(
+            text,
+            "no data set \"minst\"; did you mean \"mnist\"?   (mnist, fashion-mnist, cifar10)"
+        );
+        assert!(!named("imagenet").unwrap_err().chain().contains("did you"));
+    }
+}
