@@ -42,12 +42,12 @@ impl Default for Patience {
 /// and curl's users know it.
 const ROOTS: &str = "SSL_CERT_FILE";
 
-/// A client that waits no longer than that.
+/// A client that waits no longer than that, for addresses of which one `needs_tls`.
 ///
 /// # Errors
 ///
 /// `Usage` if the file of root certificates cannot be read.
-pub(super) fn agent(patience: Patience) -> Result<Agent> {
+pub(super) fn agent(patience: Patience, needs_tls: bool) -> Result<Agent> {
     let mut config = Agent::config_builder()
         .http_status_as_error(false)
         .timeout_connect(Some(patience.silence))
@@ -55,7 +55,7 @@ pub(super) fn agent(patience: Patience) -> Result<Agent> {
         .timeout_per_read(Some(patience.silence))
         .timeout_per_write(Some(patience.silence))
         .user_agent(concat!("phalanx/", env!("CARGO_PKG_VERSION")));
-    if has_tls() {
+    if needs_tls && has_tls() {
         let tls = TlsConfig::builder()
             .unversioned_rustls_crypto_provider(Arc::new(rustls_graviola::default_provider()));
         let tls = match std::env::var_os(ROOTS).filter(|path| !path.is_empty()) {

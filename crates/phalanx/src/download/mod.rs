@@ -47,7 +47,6 @@ pub(crate) struct DownloadArgs {
 pub(crate) fn run(args: &DownloadArgs) -> Result<()> {
     let sets: Vec<&DataSet> = args.sets.iter().map(|n| named(n)).collect::<Result<_>>()?;
     let patience = Patience::default();
-    let agent = fetch::agent(patience)?;
     for set in &sets {
         let folder = match (&args.to, sets.len()) {
             (None, _) => Path::new("data").join(set.name),
@@ -65,6 +64,8 @@ pub(crate) fn run(args: &DownloadArgs) -> Result<()> {
             Some(url) => vec![url.clone()],
             None => set.sources.iter().map(|&s| s.to_owned()).collect(),
         };
+        // A mirror without it may still redirect to one with it.
+        let agent = fetch::agent(patience, true)?;
         println!(
             "{}: {} ({:.1} MB)",
             set.name,

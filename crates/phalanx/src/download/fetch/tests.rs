@@ -202,7 +202,7 @@ impl Case {
     }
 
     fn fetch_with(&self, patience: Patience, sources: &[String]) -> Result<Got> {
-        let (agent, file) = (agent(patience).unwrap(), content().1);
+        let (agent, file) = (agent(patience, false).unwrap(), content().1);
         let mut meter = Meter::silent();
         fetch(
             &agent,
