@@ -22,7 +22,7 @@ pub fn optimizer_sha256(optimizer: &dyn Optimizer) -> String {
 /// SHA-256 of a sequence of measured values.
 #[derive(Clone, Debug, Default)]
 pub struct MetricsDigest {
-    hash: Sha256,
+    values: Vec<f64>,
 }
 
 impl MetricsDigest {
@@ -33,12 +33,21 @@ impl MetricsDigest {
 
     /// Adds a value: all 64 bits count.
     pub fn add(&mut self, value: f64) {
-        self.hash.update(value.to_le_bytes());
+        self.values.push(value);
+    }
+
+    /// All values so far.
+    pub fn values(&self) -> &[f64] {
+        &self.values
     }
 
     /// The digest of all values so far, in hexadecimal.
     pub fn sha256(&self) -> String {
-        hex::encode(self.hash.clone().finalize())
+        let mut hash = Sha256::new();
+        for value in &self.values {
+            hash.update(value.to_le_bytes());
+        }
+        hex::encode(hash.finalize())
     }
 }
 

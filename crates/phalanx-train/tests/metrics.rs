@@ -210,3 +210,27 @@ fn a_path_without_a_file_name_is_refused() {
     let error = atomic_write(Path::new("/"), b"x").unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Usage);
 }
+
+#[test]
+fn a_log_goes_on_where_it_is_told_to() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("metrics.jsonl");
+    // A file that is not there is an empty one.
+    let mut log = MetricsLog::resume(&path, 1, |_| false).unwrap();
+    for step in 0..4 {
+        log.event(&json!({"step": step})).unwrap();
+    }
+    drop(log);
+    // A kill cut the last line off.
+    let mut bytes = fs::read(&path).unwrap();
+    bytes.extend_from_slice(b"{\"step\": 0, \"lo");
+    fs::write(&path, bytes).unwrap();
+    let mut log = MetricsLog::resume(&path, 1, |r| r["step"].as_u64() < Some(2)).unwrap();
+    log.event(&json!({"step": 9})).unwrap();
+    assert_eq!(
+        fs::read_to_string(&path).unwrap(),
+        "{\"step\":0}\n{\"step\":1}\n{\"step\":9}\n"
+    );
+    let error = MetricsLog::resume(&path, 0, |_| true).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Usage);
+}

@@ -53,7 +53,7 @@ fn facts() -> BTreeMap<String, String> {
 
 fn snapshot(params: &Params, optimizer: &dyn Optimizer, step: u64) -> Snapshot {
     Snapshot::take(
-        params,
+        params.clone(),
         optimizer,
         at(step),
         facts(),

@@ -37,6 +37,9 @@ mod plan;
 mod ranks;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
+mod stop;
+#[cfg(fuzzing)]
+#[allow(dead_code, reason = "main.rs uses the rest")]
 mod train;
 
 pub use phalanx_comm as comm;

@@ -13,6 +13,7 @@ mod launch;
 mod log;
 mod plan;
 mod ranks;
+mod stop;
 mod train;
 
 fn main() -> std::process::ExitCode {

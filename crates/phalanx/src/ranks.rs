@@ -16,6 +16,7 @@ use phalanx_comm::{Algorithm, GroupOptions, InitOptions, ProcessGroup, Transport
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::launch::{self, LocalRun, Prefix, RankPlace};
+use crate::stop;
 use crate::train::RankContext;
 
 /// Which kind of link the ranks use.
@@ -199,6 +200,9 @@ pub fn run(
             own.chain(extra.iter().map(OsString::from)).collect(),
         );
         local.flight_dir = flight_dir.map(Path::to_owned);
+        if let Some(grace) = stop::grace() {
+            local.stop_grace = grace;
+        }
         match speakers {
             Speakers::Rank0 => {}
             Speakers::All => local.prefix = Prefix::Everybody,

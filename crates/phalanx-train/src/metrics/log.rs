@@ -31,11 +31,7 @@ impl MetricsLog {
     ///
     /// `Usage` when `every_steps` is 0; `Io` or `DiskFull` naming the path.
     pub fn create(path: &Path, every_steps: u64) -> Result<Self> {
-        if every_steps == 0 {
-            return Err(Error::usage(
-                "steps between metric lines must be at least 1",
-            ));
-        }
+        check_interval(every_steps)?;
         let file = File::create(path).map_err(|e| Error::io("cannot create", path, e))?;
         Ok(Self {
             out: Some((path.to_path_buf(), file)),
@@ -43,6 +39,45 @@ impl MetricsLog {
             last_step: None,
             line: Vec::new(),
         })
+    }
+
+    /// Goes on with the file at `path`, of whose records only those stay that
+    /// `keep` wants, in their order; a new file if there is none.
+    ///
+    /// # Errors
+    ///
+    /// As [`create`](Self::create); also what [`atomic_write`] says.
+    pub fn resume(
+        path: &Path,
+        every_steps: u64,
+        keep: impl Fn(&serde_json::Value) -> bool,
+    ) -> Result<Self> {
+        check_interval(every_steps)?;
+        let old = match std::fs::read(path) {
+            Ok(bytes) => bytes,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Vec::new(),
+            Err(e) => return Err(Error::io("cannot read", path, e)),
+        };
+        let mut kept = Vec::with_capacity(old.len());
+        for line in old.split_inclusive(|b| *b == b'\n') {
+            // A line that was cut off by a kill is no record.
+            if line.ends_with(b"\n")
+                && serde_json::from_slice(line).is_ok_and(|record| keep(&record))
+            {
+                kept.extend_from_slice(line);
+            }
+        }
+        atomic_write(path, &kept)?;
+        let mut log = Self {
+            every_steps,
+            ..Self::disabled()
+        };
+        let file = File::options()
+            .append(true)
+            .open(path)
+            .map_err(|e| Error::io("cannot open", path, e))?;
+        log.out = Some((path.to_path_buf(), file));
+        Ok(log)
     }
 
     /// Writes nothing, for the ranks that do not log.
@@ -104,6 +139,15 @@ pub fn write_summary(path: &Path, summary: &impl Serialize) -> Result<()> {
     let mut bytes = serde_json::to_vec_pretty(summary).map_err(no_json)?;
     bytes.push(b'\n');
     atomic_write(path, &bytes)
+}
+
+fn check_interval(every_steps: u64) -> Result<()> {
+    if every_steps == 0 {
+        return Err(Error::usage(
+            "steps between metric lines must be at least 1",
+        ));
+    }
+    Ok(())
 }
 
 fn no_json(source: serde_json::Error) -> Error {

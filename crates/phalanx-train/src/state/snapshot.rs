@@ -25,10 +25,10 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Copies parameters and optimizer as they are before the step at `place`.
-    /// `facts` and `progress` are given back as they are.
+    /// Keeps `params` and copies the optimizer as they are before the step at
+    /// `place`. `facts` and `progress` are given back as they are.
     pub fn take(
-        params: &Params,
+        params: Params,
         optimizer: &dyn Optimizer,
         place: Place,
         facts: BTreeMap<String, String>,
@@ -36,7 +36,7 @@ impl Snapshot {
     ) -> Snapshot {
         let buffers = optimizer.state();
         Snapshot {
-            params: params.clone(),
+            params,
             manifest: Manifest {
                 format: FORMAT.to_owned(),
                 version: VERSION,

@@ -644,6 +644,12 @@ impl Supervision {
                 self.suspend();
                 Action::None
             }
+            Event::Checkpoint => {
+                for rank in &self.ranks {
+                    rank.tell(Signal::USR1);
+                }
+                Action::None
+            }
             // Answered before.
             Event::Dump => Action::None,
             Event::Abort(verdict) => {

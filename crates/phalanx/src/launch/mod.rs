@@ -75,6 +75,8 @@ enum Event {
     Signal(i32),
     /// Ctrl-Z.
     Suspend,
+    /// SIGUSR1: for the ranks, which may save and end.
+    Checkpoint,
     /// Another node wrote a verdict.
     Abort(Box<Verdict>),
     /// The store does not answer any more.

@@ -320,6 +320,14 @@ impl Rank {
         }
     }
 
+    /// Sends `signal` to the rank alone: what it started may not expect it.
+    pub(crate) fn tell(&self, signal: Signal) {
+        let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(pid) = *alive {
+            let _ = kill_process(pid, signal);
+        }
+    }
+
     /// Whether somebody has stopped the process (state T in `/proc`).
     pub(crate) fn is_stopped(&self) -> bool {
         self.state_is(&['T', 't'])

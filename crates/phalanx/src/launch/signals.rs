@@ -5,12 +5,13 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread;
 
 use rustix::process::{Signal, getpid, kill_process};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR2};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::{Handle, Signals};
 
 use super::Event;
 use super::report;
 use crate::error::{Error, ErrorKind, Result};
+use crate::stop;
 
 /// While it lives, SIGINT, SIGTERM, SIGHUP and SIGQUIT arrive as
 /// [`Event::Signal`] instead of ending the process, and SIGUSR2 as [`Event::Dump`].
@@ -23,9 +24,13 @@ impl SignalWatch {
         Self::watch(events, vec![SIGINT, SIGTERM, SIGQUIT, SIGUSR2])
     }
 
-    /// As [`start`](Self::start), and a Ctrl-Z is [`Event::Suspend`].
+    /// As [`start`](Self::start), and a Ctrl-Z is [`Event::Suspend`], SIGUSR1
+    /// [`Event::Checkpoint`].
     pub(crate) fn start_with_suspend(events: Sender<Event>) -> Result<Self> {
-        Self::watch(events, vec![SIGINT, SIGTERM, SIGQUIT, SIGTSTP, SIGUSR2])
+        Self::watch(
+            events,
+            vec![SIGINT, SIGTERM, SIGQUIT, SIGTSTP, SIGUSR1, SIGUSR2],
+        )
     }
 
     fn watch(events: Sender<Event>, mut watched: Vec<i32>) -> Result<Self> {
@@ -46,6 +51,7 @@ impl SignalWatch {
                 for signal in signals.forever() {
                     let event = match signal {
                         SIGTSTP => Event::Suspend,
+                        SIGUSR1 => Event::Checkpoint,
                         SIGUSR2 => Event::Dump,
                         signal => Event::Signal(signal),
                     };
@@ -94,8 +100,12 @@ pub(crate) fn end_on_signals() -> Result<()> {
         .spawn(move || {
             let _watch = watch;
             // Without a deadline: until a signal comes or the process ends.
+            let mut told = false;
             let signal = loop {
                 match events.recv() {
+                    // The training saves and ends; whoever asks twice does not wait.
+                    Ok(Event::Signal(SIGTERM))
+                        if stop::is_listening() && !std::mem::replace(&mut told, true) => {}
                     Ok(Event::Signal(signal)) => break signal,
                     Ok(_) => {}
                     Err(_) => return,

@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use phalanx_ddp::{Deterministic, GlobalBatch, ShardTree};
-use phalanx_train::sampler::{EpochPlan, Sampler, SamplerConfig};
+use phalanx_train::sampler::{Cursor, EpochPlan, Sampler, SamplerConfig};
 
 use crate::error::{Error, Result};
 use crate::ranks;
@@ -176,6 +176,17 @@ impl Cut {
     pub fn epoch(&self, samplers: &[Sampler], epoch: u64) -> EpochPlan {
         let plans: Vec<EpochPlan> = samplers.iter().map(|s| s.epoch(epoch)).collect();
         EpochPlan::interleave(&plans)
+    }
+
+    /// What `cursor` leaves of its epoch, in the same way.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when no step of this cut begins there.
+    pub fn rest(&self, samplers: &[Sampler], cursor: Cursor) -> Result<EpochPlan> {
+        let plans: phalanx_train::Result<Vec<EpochPlan>> =
+            samplers.iter().map(|s| s.resume(cursor)).collect();
+        Ok(EpochPlan::interleave(&plans?))
     }
 
     /// Sizes of this rank's micro-batches in step `index` of `plan`, and those

@@ -5,11 +5,13 @@
 
 use std::time::Instant;
 
+use phalanx_comm::ReduceOp;
 use phalanx_ddp::{DistributedDataParallel, ShardTree, verify_equal};
 use phalanx_nn::{Params, Scope, Seed, StepKey, Tape, Threads};
 use phalanx_train::digest::{MetricsDigest, optimizer_sha256};
 use phalanx_train::progress::Progress;
 use phalanx_train::sampler::SamplerConfig;
+use phalanx_train::state::Place;
 use phalanx_train::{checkpoint, process};
 use serde_json::json;
 
@@ -20,6 +22,8 @@ use super::format::{bytes, plural, thousands};
 use super::output::Output;
 use super::profile::Profiler;
 use super::program::{Data, Net, Program};
+use super::sample_log::SampleLog;
+use super::saving::{History, Now, Resumed, Saving};
 use super::timing::Timing;
 use super::trace::Trace;
 use super::voice::StepFacts;
@@ -45,13 +49,21 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
     let mut voice = program.voice();
     voice.starts(ctx)?;
     let global_batch = settings.global_batch(world);
+    let dir = settings.output_dir.clone();
+    let dir = dir.unwrap_or_else(|| super::default_output_dir(program.name()));
+    let resumed = Resumed::find(ctx, &settings.saving, &dir)?;
     let data = program.data()?;
     voice.loaded(ctx)?;
+    let resumable = settings.resumable(program.name(), &data.content, world);
 
     let mut scope = Scope::new(Seed(settings.seed));
     let net = program.net(&mut scope);
     let mut params = scope.build()?;
     program.prepare(&mut params, &data)?;
+    if let Some(resumed) = &resumed {
+        resumed.check(&resumable)?;
+        resumed.params(&mut params)?;
+    }
     let mut facts = settings.must_agree();
     facts.extend(program.must_agree());
     facts.push(format!("data {}", data.content));
@@ -61,6 +73,9 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
         ddp.set_hook(Some(hook))?; // DDP
     }
     let (mut optimizer, optimizer_name) = program.optimizer(&params, world);
+    if let Some(resumed) = &resumed {
+        resumed.optimizer(ctx, &params, optimizer.as_mut())?; // DDP
+    }
     let mut tape = Tape::new(Threads(ctx.threads));
     tape.set_precision(settings.precision.into());
 
@@ -76,9 +91,14 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
     let samplers = settings.samplers(&cut, config, program.drops_last())?;
     let steps = cut.epoch(&samplers, 0).len() / cut.mine().len();
     let mut schedule = program.schedule(world, steps * settings.epochs)?;
-    let dir = settings.output_dir.clone();
-    let dir = dir.unwrap_or_else(|| super::default_output_dir(program.name()));
-    let mut output = Output::open(ctx, dir, program.files())?;
+    let mut output = Output::open(ctx, dir, program.files(), resumed.is_some())?;
+    let mut saving = Saving::open(
+        ctx,
+        &settings.saving,
+        resumable,
+        output.dir(),
+        resumed.is_some(),
+    )?;
     let about = About {
         data: &data,
         steps,
@@ -87,7 +107,23 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
     announce(ctx, program, &about, &params, &ddp, &output);
     voice.trains(ctx, settings.epochs)?;
 
-    let mut log = output.metrics()?;
+    let mut place = resumed.as_ref().map(Resumed::place).unwrap_or_default();
+    let history = resumed.as_ref().map(Resumed::history).transpose()?;
+    let history = history.unwrap_or_default();
+    if let Some(schedule) = &mut schedule {
+        (0..place.step).for_each(|_| schedule.advance());
+    }
+    if resumed.is_some() {
+        ctx.note(&format!(
+            "resumed  after {} of {}: epoch {}, step {}",
+            thousands(place.step as usize),
+            plural(steps * settings.epochs, "step"),
+            place.epoch + 1,
+            place.step_in_epoch + 1
+        ));
+    }
+    let mut log = output.metrics(resumed.as_ref().map(Resumed::place))?;
+    let mut samples = SampleLog::open(ctx, settings.log_samples.as_deref())?;
     let mut progress = Progress::for_rank(ctx.rank());
     let mut loader = loader(settings, &data.train)?;
     let trace = Trace::new(settings.trace.as_deref(), ctx);
@@ -99,24 +135,37 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
         cut: &cut,
         data: &data.test,
     };
-    let mut accuracies = Vec::new();
+    let mut accuracies = history.accuracies();
     let mut timing = Timing::default();
+    let mut stop = false;
     let mut last = Tested::nothing();
     let mut metrics = MetricsDigest::new();
-    let mut weights = String::new();
-    for epoch in 1..=settings.epochs {
+    history
+        .metrics()
+        .into_iter()
+        .for_each(|value| metrics.add(value));
+    let mut weights = hex::encode(checkpoint::weights_digest(&params));
+    if place.epoch as usize >= settings.epochs {
+        last = tester.test(&params, &mut tape)?;
+    }
+    for epoch in place.epoch as usize + 1..=settings.epochs {
         voice.epoch(ctx, epoch)?;
         progress.begin(epoch as u64, settings.epochs as u64, steps);
-        let plan = cut.epoch(&samplers, epoch as u64 - 1);
+        // Steps of this epoch that were taken before the run was resumed.
+        let first = place.step_in_epoch as usize;
+        let plan = cut.rest(&samplers, place.cursor())?;
         loader.start(plan.clone());
         let began = Instant::now();
         let mut losses = EpochLoss::new(cut.parts());
-        for index in 0..steps {
+        if first > 0 {
+            losses.resume(ctx, &cut, &history);
+        }
+        for index in first..steps {
             ctx.group.set_position(epoch as u64, index as u64 + 1);
             if let Some(schedule) = &schedule {
                 optimizer.set_lr(schedule.lr());
             }
-            let (sizes, global) = cut.sizes(&plan, index);
+            let (sizes, global) = cut.sizes(&plan, index - first);
             let busy = sizes.iter().filter(|n| **n > 0).count();
             let mut sums = vec![0.0; cut.parts()];
             let marks = trace.begin(epoch, index);
@@ -133,6 +182,7 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
                 if batch.labels.is_empty() {
                     continue;
                 }
+                samples.add(&batch.indices);
                 ctx.group.set_phase("forward");
                 let key = StepKey::new(epoch as u64 - 1, index as u64)
                     .seed(settings.seed)
@@ -160,6 +210,7 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
                 let at = format_args!("epoch {epoch}, step {}", index + 1);
                 progress.suspend(|| ctx.note_skipped(&commit, at));
             }
+            samples.step(epoch, index)?;
             trace.end(marks, forward_ended, ddp.times())?;
             profiler.after(ctx, &mut tape, &params)?;
 
@@ -203,6 +254,29 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
             if let Some(schedule) = &mut schedule {
                 schedule.advance();
             }
+            let cursor = plan.cursor_after((index - first + 1) * plan.parts());
+            let ended = index + 1 == steps;
+            place = Place {
+                epoch: cursor.epoch,
+                samples: cursor.samples,
+                step_in_epoch: if ended { 0 } else { index as u64 + 1 },
+                step: place.step + 1,
+            };
+            let now = saving.after_step(place.step)?; // DDP
+            if ended {
+                // Saved after the test.
+                stop = now == Now::Stop;
+            } else if now != Now::GoOn {
+                ctx.group.set_phase("saving");
+                let copy = ddp_copy(ctx, &cut, &params)?;
+                let (sums, seen) = losses.gathered(ctx)?;
+                let history = History::new(&accuracies, metrics.values(), &sums, seen);
+                saving.save(copy, optimizer.as_ref(), place, &history)?;
+                if now == Now::Stop {
+                    progress.end();
+                    return saving.stop(place);
+                }
+            }
         }
         let train_loss = losses.mean(ctx, &cut)?;
         timing.trained += began.elapsed();
@@ -228,7 +302,19 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
         }))?;
         ctx.group.set_phase("saving");
         output.save_epoch(epoch, &params)?;
+        if saving.enabled() {
+            let before = &accuracies[..accuracies.len() - 1];
+            if before.iter().all(|a| last.accuracy > *a) {
+                output.save_best(epoch, last.accuracy, &params)?;
+            }
+            let history = History::new(&accuracies, metrics.values(), &[], 0);
+            saving.save(params.clone(), optimizer.as_ref(), place, &history)?;
+            if stop && epoch < settings.epochs {
+                return saving.stop(place);
+            }
+        }
     }
+    saving.finish()?;
     profiler.finish(ctx, &mut tape, &params)?;
     timing.skipped = ddp.skipped_steps();
     timing.waited = loader.waited();
@@ -308,6 +394,26 @@ impl EpochLoss {
         self.steps += 1;
     }
 
+    /// The sums of all ranks, and the samples in them.
+    fn gathered(&self, ctx: &RankContext) -> Result<(Vec<f64>, usize)> {
+        let mut sums = self.sums.clone();
+        ShardTree::gather_values(&ctx.group, &mut sums)?; // DDP
+        Ok((sums, self.samples))
+    }
+
+    /// Goes on from what a checkpoint says. Whoever has a part has its sum;
+    /// where the parts are others now, rank 0 has them all.
+    fn resume(&mut self, ctx: &RankContext, cut: &Cut, history: &History) {
+        let (sums, samples) = history.losses();
+        self.samples = samples;
+        if cut.tree().is_some() && sums.len() == self.sums.len() {
+            let mine = cut.mine();
+            self.sums[mine.clone()].copy_from_slice(&sums[mine]);
+        } else if ctx.is_main() {
+            self.sums[0] = sums.iter().sum();
+        }
+    }
+
     /// Mean of this rank's steps.
     fn own(&self) -> f64 {
         self.own / self.steps.max(1) as f64
@@ -322,6 +428,18 @@ impl EpochLoss {
         };
         Ok(total / self.samples.max(1) as f64)
     }
+}
+
+/// The parameters for a checkpoint between two steps of an epoch. Running
+/// statistics that are each rank's own until the epoch ends become their mean,
+/// in the copy only: a resumed rank may stand for any of them.
+fn ddp_copy(ctx: &RankContext, cut: &Cut, params: &Params) -> Result<Params> {
+    let mut copy = params.clone();
+    if cut.tree().is_none() && ctx.world() > 1 && !copy.buffers_flat().is_empty() {
+        let buffers = copy.buffers_flat_mut();
+        ctx.group.all_reduce(buffers, ReduceOp::Mean)?; // DDP
+    }
+    Ok(copy)
 }
 
 /// What is announced besides the settings.

@@ -13,6 +13,8 @@ mod output;
 pub(crate) mod precision;
 pub(crate) mod profile;
 mod program;
+mod sample_log;
+mod saving;
 mod settings;
 mod timing;
 mod trace;
@@ -25,6 +27,7 @@ use std::time::SystemTime;
 
 use crate::error::{Error, Result};
 use crate::ranks::{self, RankArgs, Speakers};
+use crate::stop;
 use settings::Settings;
 
 /// Folder for flight recorders, in a run's output folder.
@@ -72,6 +75,9 @@ pub fn run(args: TrainArgs) -> Result<()> {
         Recipe::Mnist { ranks, mut args } => {
             mnist::validate(&args, ranks.known_world()?)?;
             let extra = choose_output_dir(&mut args.settings, "mnist");
+            if args.settings.saving.enabled() {
+                stop::expect();
+            }
             let speakers = if args.document {
                 Speakers::Unmarked
             } else {
@@ -91,7 +97,8 @@ fn choose_output_dir(settings: &mut Settings, recipe: &str) -> Vec<String> {
     if settings.output_dir.is_some() {
         return Vec::new();
     }
-    let dir = default_output_dir(recipe);
+    let dir = settings.saving.resumed_dir();
+    let dir = dir.unwrap_or_else(|| default_output_dir(recipe));
     let flag = format!("--output-dir={}", dir.display());
     settings.output_dir = Some(dir);
     vec![flag]

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use phalanx_nn::Params;
 use phalanx_train::checkpoint;
 use phalanx_train::metrics::{MetricsLog, write_summary};
+use phalanx_train::state::Place;
 use serde::Serialize;
 
 use super::context::RankContext;
@@ -13,6 +14,7 @@ use crate::error::{Error, ErrorKind, Result};
 
 const SUMMARY_FILE: &str = "summary.json";
 const METRICS_FILE: &str = "metrics.jsonl";
+const BEST_FILE: &str = "best.safetensors";
 const PREDICTIONS_FILE: &str = "predictions.jsonl";
 
 /// The files of one program besides those that every run has.
@@ -36,19 +38,30 @@ impl Files {
 
     /// Whether `name` is a file that a run of this program writes.
     fn has(&self, name: &str) -> bool {
-        let fixed = [
-            Some(SUMMARY_FILE),
-            Some(PREDICTIONS_FILE),
-            self.weights,
-            self.accuracies,
-        ];
+        let weights = |ours: &str| name == ours || Path::new(name) == pytorch(Path::new(ours));
         let number = |name: &str| {
-            let number = name.strip_prefix("epoch_")?.strip_suffix(".safetensors")?;
+            let number = name.strip_prefix("epoch_")?;
+            let number = number
+                .strip_suffix(".safetensors")
+                .or_else(|| number.strip_suffix(".pth"))?;
             number.parse::<usize>().ok()
         };
-        fixed.into_iter().flatten().any(|ours| ours == name)
+        [SUMMARY_FILE, PREDICTIONS_FILE].contains(&name)
+            || self.accuracies.is_some_and(|ours| ours == name)
+            || self.weights.into_iter().chain([BEST_FILE]).any(weights)
             || self.each_epoch && number(name).is_some()
     }
+}
+
+/// The PyTorch file beside a safetensors file: `epoch_N.pth` and
+/// `mnist_cnn.pt`, as the documents call them.
+fn pytorch(path: &Path) -> PathBuf {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    path.with_extension(if name.starts_with("epoch_") || name == BEST_FILE {
+        "pth"
+    } else {
+        "pt"
+    })
 }
 
 /// The run's folder; only rank 0 touches it.
@@ -63,17 +76,19 @@ pub struct Output {
 
 impl Output {
     /// Prepares `dir` on rank 0: creates it, and removes an earlier run's
-    /// results. All ranks' flight recorders go there.
+    /// results, unless this run goes on with it. All ranks' flight recorders go there.
     ///
     /// # Errors
     ///
     /// Usage or system, naming the folder.
-    pub fn open(ctx: &RankContext, dir: PathBuf, files: Files) -> Result<Output> {
+    pub fn open(ctx: &RankContext, dir: PathBuf, files: Files, resumed: bool) -> Result<Output> {
         ctx.group.set_flight_dir(&dir.join(super::FLIGHT_DIR));
         if ctx.is_main() {
             phalanx_train::files::create_folder(&dir)
                 .map_err(|e| Error::from(e).note("try", "another folder with --output-dir"))?;
-            clear_earlier_run(&dir, &files)?;
+            if !resumed {
+                clear_earlier_run(&dir, &files)?;
+            }
         }
         Ok(Output {
             saved: dir.clone(),
@@ -93,14 +108,22 @@ impl Output {
         &self.saved
     }
 
-    /// The metrics log of rank 0; a disabled one elsewhere.
+    /// The metrics log of rank 0, up to where a resumed run goes on; a disabled
+    /// one elsewhere.
     ///
     /// # Errors
     ///
     /// Those of creating the file.
-    pub fn metrics(&self) -> Result<MetricsLog> {
-        Ok(if self.is_main {
-            MetricsLog::create(&self.dir.join(METRICS_FILE), 1)?
+    pub fn metrics(&self, resumed: Option<Place>) -> Result<MetricsLog> {
+        let path = self.dir.join(METRICS_FILE);
+        Ok(if let (true, Some(place)) = (self.is_main, resumed) {
+            // What was measured after the checkpoint will be measured again.
+            MetricsLog::resume(&path, 1, |record| {
+                let step = record["step"].as_u64().unwrap_or(u64::MAX);
+                step < place.step || (step == place.step && !record["test_loss"].is_null())
+            })?
+        } else if self.is_main {
+            MetricsLog::create(&path, 1)?
         } else {
             MetricsLog::disabled()
         })
@@ -140,8 +163,25 @@ impl Output {
             let mut metadata = BTreeMap::from([("model".to_owned(), self.files.model.to_owned())]);
             metadata.extend(more.iter().map(|(k, v)| ((*k).to_owned(), v.clone())));
             checkpoint::save_params(&path, params, &metadata)?;
+            checkpoint::save_pth(&pytorch(&path), params)?;
         }
         self.saved = path;
+        Ok(())
+    }
+
+    /// Saves the weights of the best epoch so far.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn save_best(&mut self, epoch: usize, accuracy: f64, params: &Params) -> Result<()> {
+        let saved = self.saved.clone();
+        let more = [
+            ("epoch", epoch.to_string()),
+            ("accuracy", accuracy.to_string()),
+        ];
+        self.save(BEST_FILE, params, &more)?;
+        self.saved = saved;
         Ok(())
     }
 
@@ -252,6 +292,10 @@ mod tests {
             "predictions.jsonl",
             "net.safetensors",
             "epoch_12.safetensors",
+            "epoch_12.pth",
+            "net.pt",
+            "best.safetensors",
+            "best.pth",
         ] {
             assert!(files.has(ours), "{ours}");
         }
@@ -259,7 +303,7 @@ mod tests {
             "metrics.jsonl",
             "notes.txt",
             "epoch_best.safetensors",
-            "epoch_1.pth",
+            "epoch_x.pth",
             "mnist_cnn.safetensors",
         ] {
             assert!(!files.has(other), "{other}");

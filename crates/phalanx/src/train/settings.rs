@@ -1,5 +1,6 @@
 //! What can be set for every image program, with defaults of its own.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use phalanx_ddp::{BucketCaps, Buffers, DdpOptions, Every};
@@ -8,6 +9,7 @@ use phalanx_train::sampler::{Sampler, SamplerConfig, TorchBatches};
 use super::cut::{Cut, CutArgs, Determinism};
 use super::gradient::{GradientArgs, GradientType};
 use super::precision::PrecisionArg;
+use super::saving::{self, SavingArgs};
 use crate::error::{Error, Result};
 use crate::ranks;
 
@@ -74,6 +76,11 @@ pub struct Settings {
     /// Images of each of these batches that are kept
     #[arg(long, default_value_t = 32, value_name = "N")]
     pub log_images: usize,
+    #[command(flatten)]
+    pub saving: SavingArgs,
+    /// Append the numbers of the samples that each step trained on, one file a rank: FILE.<rank>.jsonl
+    #[arg(long, value_name = "FILE")]
+    pub log_samples: Option<PathBuf>,
     /// Folder for metrics, summary and weights [default: runs/PROGRAM-<date>-<time>]
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
@@ -115,6 +122,7 @@ impl Settings {
         }
         self.gradients.validate()?;
         super::check_lr(self.lr)?;
+        self.saving.validate(self.output_dir.is_some())?;
         if self
             .bucket_cap_mb
             .is_some_and(|cap| !(cap.is_finite() && cap > 0.0))
@@ -205,6 +213,19 @@ impl Settings {
         })
     }
 
+    /// What a resumed run must share with the one that was saved.
+    pub fn resumable(&self, program: &str, data: &str, world: usize) -> BTreeMap<String, String> {
+        let mut more = vec![
+            ("data", data.to_owned()),
+            ("--seed", self.seed.to_string()),
+            ("--sampler", format!("{:?}", self.sampler).to_lowercase()),
+        ];
+        if self.cut.deterministic == Determinism::Shards {
+            more.push(("--shards", self.cut.shards.to_string()));
+        }
+        saving::facts(program, &more, self.global_batch(world))
+    }
+
     /// What must be the same on all ranks, a fact a line, so that a difference
     /// names just the flag.
     pub fn must_agree(&self) -> Vec<String> {
@@ -225,6 +246,7 @@ impl Settings {
             format!("--log-batches {}", self.log_batches),
             format!("--log-images {}", self.log_images),
         ];
+        facts.extend(self.saving.must_agree());
         facts.extend(self.cut.must_agree());
         facts
     }

@@ -1,0 +1,58 @@
+//! Being asked to stop, by a signal that a training answers with a checkpoint.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock};
+use std::time::Duration;
+
+use signal_hook::consts::{SIGTERM, SIGUSR1};
+
+use crate::error::{Error, ErrorKind, Result};
+
+/// The signal that came, or 0.
+static ASKED: LazyLock<Arc<AtomicUsize>> = LazyLock::new(Arc::default);
+
+static LISTENING: AtomicBool = AtomicBool::new(false);
+
+static EXPECTED: AtomicBool = AtomicBool::new(false);
+
+/// From SIGTERM to SIGKILL where ranks may have a checkpoint to save.
+const GRACE: Duration = Duration::from_secs(30);
+
+/// Says that the ranks which this process starts will [`listen`].
+pub fn expect() {
+    EXPECTED.store(true, Ordering::Relaxed);
+}
+
+/// How long ranks may take to end, if longer than usual.
+pub fn grace() -> Option<Duration> {
+    EXPECTED.load(Ordering::Relaxed).then_some(GRACE)
+}
+
+/// From now on SIGTERM and SIGUSR1 only leave word ([`asked`]) in this process.
+///
+/// # Errors
+///
+/// When the system refuses.
+pub fn listen() -> Result<()> {
+    if LISTENING.swap(true, Ordering::SeqCst) {
+        return Ok(());
+    }
+    for signal in [SIGTERM, SIGUSR1] {
+        signal_hook::flag::register_usize(signal, ASKED.clone(), signal as usize)
+            .map_err(|e| Error::new(ErrorKind::System, "cannot listen for signals").caused_by(e))?;
+    }
+    Ok(())
+}
+
+/// Whether this process answers the first SIGTERM itself.
+pub fn is_listening() -> bool {
+    LISTENING.load(Ordering::SeqCst)
+}
+
+/// The signal that asked this process to stop, if one has.
+pub fn asked() -> Option<i32> {
+    match ASKED.load(Ordering::Relaxed) {
+        0 => None,
+        signal => i32::try_from(signal).ok(),
+    }
+}

@@ -1,0 +1,351 @@
+//! Stopping a training and going on with it, as a person does it: whole
+//! processes, real files.
+
+mod support;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use support::heed_signals;
+
+/// Longer than any run here takes.
+const LIMIT: Duration = Duration::from_secs(240);
+
+/// Samples of the drawn training set, and of a step.
+const SAMPLES: usize = 640;
+const BATCH: usize = 64;
+const EPOCHS: usize = 2;
+
+/// `train mnist` in `dir` with output folder `run`.
+fn train(dir: &Path, run: &str, more: &[&str]) -> Command {
+    heed_signals();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
+    command
+        .args(["train", "mnist", "--output-dir", run, "--log-interval", "1"])
+        .args(["--synthetic-samples", &SAMPLES.to_string()])
+        .args(["--global-batch-size", &BATCH.to_string()])
+        .args(["--threads", "1", "--test-batch-size", "50"])
+        .args(more)
+        .current_dir(dir)
+        .env("TMPDIR", dir)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    for name in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
+        command.env_remove(name);
+    }
+    command
+}
+
+fn signal(pid: u32, name: &str) {
+    let pid = pid.to_string();
+    let killed = Command::new("kill").args(["-s", name, &pid]).status();
+    assert!(killed.expect("kill runs").success());
+}
+
+/// Waits for the end, or fails the test after `LIMIT`.
+fn finish(child: Child) -> (i32, String) {
+    let pid = child.id();
+    let (done, waiting) = std::sync::mpsc::channel::<()>();
+    let watchdog = std::thread::spawn(move || {
+        if waiting.recv_timeout(LIMIT) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+            let _ = Command::new("kill").args(["-9", &pid.to_string()]).status();
+        }
+    });
+    let Output {
+        status,
+        stdout,
+        stderr,
+    } = child.wait_with_output().expect("output");
+    drop(done);
+    watchdog.join().expect("watchdog");
+    let text = [stdout, stderr].concat();
+    (
+        status.code().unwrap_or(-1),
+        String::from_utf8_lossy(&text).into_owned(),
+    )
+}
+
+fn run(mut command: Command) -> (i32, String) {
+    finish(command.spawn().expect("phalanx starts"))
+}
+
+fn succeed(command: Command) -> String {
+    let (code, text) = run(command);
+    assert_eq!(code, 0, "{text}");
+    text
+}
+
+/// The three hashes that a run ends with.
+fn hashes(run: &Path) -> Vec<String> {
+    let text = std::fs::read_to_string(run.join("summary.json")).expect("summary.json");
+    let summary: Value = serde_json::from_str(&text).expect("JSON");
+    ["weights_sha256", "optimizer_sha256", "metrics_sha256"]
+        .map(|name| summary[name].as_str().expect("a hash").to_owned())
+        .into()
+}
+
+fn records(path: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    text.lines()
+        .map(|line| serde_json::from_str(line).expect("JSON"))
+        .collect()
+}
+
+/// How often each sample was trained on, by epoch, in all sample logs.
+fn seen(dir: &Path) -> BTreeMap<u64, Vec<u64>> {
+    let mut seen: BTreeMap<u64, Vec<u64>> = BTreeMap::new();
+    for entry in std::fs::read_dir(dir).expect("folder").flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if !name.starts_with("seen.") {
+            continue;
+        }
+        for record in records(&entry.path()) {
+            let samples = record["samples"].as_array().expect("samples");
+            let epoch = seen.entry(record["epoch"].as_u64().expect("epoch"));
+            epoch
+                .or_default()
+                .extend(samples.iter().filter_map(Value::as_u64));
+        }
+    }
+    seen.values_mut()
+        .for_each(|samples| samples.sort_unstable());
+    seen
+}
+
+/// Stops after `first` and again after `second` steps, at another number of
+/// ranks each time; compares with a run that was left alone.
+fn stopped_twice(more: &[&str], first: &str, second: &str, same_bits: bool) {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let go = |run: &str, extra: &[&str]| {
+        let args = [more, &["--epochs", "2"], extra].concat();
+        succeed(train(dir, run, &args))
+    };
+    let logged = |extra: &[&str]| go("stopped", &[&["--log-samples", "seen"], extra].concat());
+    let text = logged(&["--nproc-per-node", "2", "--stop-after", first]);
+    assert!(text.contains("go on with --resume auto"), "{text}");
+    assert!(!dir.join("stopped/summary.json").exists());
+    let text = logged(&[
+        "--nproc-per-node",
+        "3",
+        "--resume",
+        "auto",
+        "--stop-after",
+        second,
+    ]);
+    assert!(text.contains("resumed  after"), "{text}");
+    logged(&["--resume", "stopped"]);
+
+    let seen = seen(dir);
+    let all: Vec<u64> = (0..SAMPLES as u64).collect();
+    assert_eq!(seen.len(), EPOCHS);
+    for (epoch, samples) in &seen {
+        assert_eq!(*samples, all, "epoch {epoch}");
+    }
+    // One record a step and one an epoch, none twice.
+    let metrics = records(&dir.join("stopped/metrics.jsonl"));
+    assert_eq!(metrics.len(), EPOCHS * (SAMPLES / BATCH + 1));
+    let accuracies = std::fs::read_to_string(dir.join("stopped/mnist_cnn_accuracies.json"));
+    let accuracies: Vec<f64> = serde_json::from_str(&accuracies.expect("file")).expect("JSON");
+    assert_eq!(accuracies.len(), EPOCHS);
+    if same_bits {
+        go("alone", &[]);
+        assert_eq!(hashes(&dir.join("alone")), hashes(&dir.join("stopped")));
+        let other = records(&dir.join("alone/metrics.jsonl"));
+        for (a, b) in metrics.iter().zip(&other) {
+            for name in [
+                "epoch",
+                "step",
+                "loss",
+                "lr",
+                "train_loss",
+                "test_loss",
+                "accuracy",
+            ] {
+                assert_eq!(a[name], b[name], "{name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn no_sample_is_lost_or_repeated_on_2_then_3_then_1_ranks() {
+    // In the middle of the first epoch, then of the second.
+    stopped_twice(&[], "7", "6", false);
+}
+
+#[test]
+fn under_deterministic_shards_not_a_bit_is_lost_either() {
+    let shards = ["--deterministic", "shards", "--shards", "4"];
+    stopped_twice(&shards, "3", "9", true);
+}
+
+#[test]
+fn a_stop_at_the_end_of_an_epoch_is_no_different() {
+    let shards = [
+        "--deterministic",
+        "shards",
+        "--shards",
+        "4",
+        "--transport",
+        "thread",
+    ];
+    stopped_twice(&shards, "10", "1", true);
+}
+
+/// Starts a long training on two ranks and waits until it has taken a step.
+fn running(dir: &Path) -> Child {
+    let args = [
+        "--epochs",
+        "1000",
+        "--nproc-per-node",
+        "2",
+        "--log-samples",
+        "seen",
+        "--save-every",
+        "1000000",
+    ];
+    let child = train(dir, "out", &args).spawn().expect("phalanx starts");
+    let began = Instant::now();
+    while records(&dir.join("out/metrics.jsonl")).is_empty() {
+        assert!(began.elapsed() < LIMIT, "no step was taken");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    child
+}
+
+/// After a signal: all ranks stopped after the same step, which was saved.
+fn stopped_together(dir: &Path, text: &str) {
+    assert!(text.contains("stopped asked by signal"), "{text}");
+    let steps: Vec<usize> = (0..2)
+        .map(|rank| records(&dir.join(format!("seen.{rank}.jsonl"))).len())
+        .collect();
+    assert_eq!(steps[0], steps[1]);
+    let manifest = dir.join(format!("out/checkpoints/step-{:09}.json", steps[0]));
+    let manifest: Value =
+        serde_json::from_slice(&std::fs::read(manifest).expect("saved")).expect("JSON");
+    assert_eq!(manifest["place"]["step"], steps[0]);
+    let more = ["--epochs", "1000", "--resume", "auto", "--stop-after", "1"];
+    let text = succeed(train(dir, "out", &more));
+    assert!(
+        text.contains(&format!("stopped as asked after {} steps", steps[0] + 1)),
+        "{text}"
+    );
+}
+
+#[test]
+fn sigusr1_saves_at_the_same_step_on_all_ranks_and_ends_well() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let child = running(dir.path());
+    signal(child.id(), "USR1");
+    let (code, text) = finish(child);
+    assert_eq!(code, 0, "{text}");
+    stopped_together(dir.path(), &text);
+}
+
+#[test]
+fn sigterm_does_the_same_before_it_interrupts() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let child = running(dir.path());
+    signal(child.id(), "TERM");
+    let (code, text) = finish(child);
+    assert_eq!(code, 130, "{text}");
+    stopped_together(dir.path(), &text);
+}
+
+#[test]
+fn a_training_that_is_another_is_not_gone_on_with() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    // Nothing there yet: auto starts from the beginning.
+    let text = succeed(train(
+        dir,
+        "out",
+        &["--resume", "auto", "--stop-after", "2"],
+    ));
+    assert!(!text.contains("resumed"), "{text}");
+    let refused = |more: &[&str], reason: &str| {
+        let (code, text) = run(train(dir, "out", &[more, &["--stop-after", "1"]].concat()));
+        assert_eq!(code, 2, "{text}");
+        assert!(text.contains(reason), "{text}");
+    };
+    refused(
+        &["--resume", "auto", "--seed", "2"],
+        "goes on with a training whose --seed is 1, and here it is 2",
+    );
+    refused(
+        &["--resume", "auto", "--sampler", "torch"],
+        "whose --sampler is exact, and here it is torch",
+    );
+    refused(
+        &["--resume", "elsewhere"],
+        "there is no checkpoint in elsewhere",
+    );
+    let mut other = train(dir, "out", &[]);
+    other.args(["--global-batch-size", "32", "--resume", "auto"]);
+    let (code, text) = run(other);
+    assert_eq!(code, 2, "{text}");
+    assert!(text.contains("--global-batch-size 64"), "{text}");
+    refused(&["--save-every", "0"], "--save-every must be at least 1");
+    refused(&["--keep", "0"], "--keep must be at least 1");
+    // All that was there still is, and a manifest may be named itself.
+    let manifest = "out/checkpoints/step-000000002.json";
+    let text = succeed(train(
+        dir,
+        "out",
+        &["--resume", manifest, "--stop-after", "1"],
+    ));
+    assert!(text.contains("resumed  after 2 of 30 steps"), "{text}");
+}
+
+#[test]
+fn a_disk_too_small_ends_the_training_or_is_warned_of() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    for (policy, code) in [("stop", 1), ("warn", 0)] {
+        let folder = dir.path().join(policy).join("checkpoints");
+        std::fs::create_dir_all(&folder).expect("folder");
+        let args = [
+            "--epochs",
+            "1",
+            "--save-every",
+            "3",
+            "--save-errors",
+            policy,
+        ];
+        let inner = train(dir.path(), policy, &args);
+        // In a mount namespace of its own, which ends with the command.
+        let mut command = Command::new("unshare");
+        command
+            .args(["--mount", "sh", "-c"])
+            .arg("mount -t tmpfs -o size=1m none \"$0\" && echo mounted && exec \"$@\"")
+            .arg(&folder)
+            .arg(inner.get_program())
+            .args(inner.get_args())
+            .current_dir(dir.path())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let Ok(child) = command.spawn() else {
+            eprintln!("skipped: there is no unshare");
+            return;
+        };
+        let (got, text) = finish(child);
+        if !text.contains("mounted") {
+            eprintln!("skipped: a small disk cannot be mounted here (it needs root)");
+            return;
+        }
+        assert_eq!(got, code, "{text}");
+        assert!(
+            text.contains("checkpoints/step-000000003.safetensors: the disk is full"),
+            "{text}"
+        );
+        assert_eq!(
+            dir.path().join(policy).join("summary.json").exists(),
+            policy == "warn"
+        );
+    }
+}
