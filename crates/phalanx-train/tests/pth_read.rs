@@ -256,7 +256,7 @@ fn a_file_cut_anywhere_is_refused() {
 fn no_changed_byte_changes_a_number() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("flipped.pth");
-    let whole = fs::read(fixtures().join("hand/plain.pth")).unwrap();
+    let whole = fs::read(fixtures().join("hand/minimal_entries.pth")).unwrap();
     let said = |path: &Path| {
         let file = PthFile::read(path).ok()?;
         let all = file.state_dict().ok()?.into_iter();
@@ -269,7 +269,7 @@ fn no_changed_byte_changes_a_number() {
     let original = said(&path).unwrap();
     let mut refusals = 0;
     for at in 0..whole.len() {
-        for change in [0x01, 0x80, 0xff] {
+        for change in [0x01, 0x80] {
             let mut bytes = whole.clone();
             bytes[at] ^= change;
             fs::write(&path, &bytes).unwrap();
