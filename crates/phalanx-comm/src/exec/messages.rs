@@ -177,6 +177,7 @@ impl Executor {
         let until = deadline.at(0);
         let mut spins = 0u32;
         let mut elsewhere = Elsewhere::default();
+        let mut still_since = None;
         loop {
             let mut moved = false;
             for lane in &mut tx {
@@ -223,6 +224,7 @@ impl Executor {
                 self.flight.progress();
                 spins = 0;
                 elsewhere.forget();
+                still_since = None;
                 continue;
             }
             self.want.fill(Interest::default());
@@ -258,6 +260,10 @@ impl Executor {
             if elsewhere.look(self.host.as_ref(), &self.want, me)? {
                 continue;
             }
+            let since = *still_since.get_or_insert(now);
+            // The signature says nothing of messages with others.
+            let peer = messages[open].peer;
+            self.compare_if_stalled(&signatures[open], peer..peer + 1, (since, now));
             self.mesh.idle(&self.want, spins, until.min(now + LOOK))?;
             spins = spins.saturating_add(1);
         }

@@ -20,6 +20,7 @@ mod stall;
 mod transfer;
 
 use std::fmt::Write as _;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -32,6 +33,7 @@ use self::cache::{PlanCache, Prepared};
 use self::elsewhere::{Elsewhere, LOOK};
 use self::flow::{Cut, Flow, Piece, Schedule};
 pub(crate) use self::signature::{Signature, Told, desync};
+use self::stall::Awaited;
 pub(crate) use self::stall::Board;
 use self::transfer::Context;
 use crate::host::{Arena, Buffers, Counters, Host, With};
@@ -477,19 +479,8 @@ impl Executor {
                     self.flight.waiting(&self.want, self.mesh.world());
                 }
                 self.note_wanted(schedule, |flow, piece| flow.may_run(piece));
-                if let Some(board) = &mut self.board {
-                    let world = self.mesh.world();
-                    let wanted = (0..world).filter(|peer| {
-                        let mut lanes = self.want.iter().skip(*peer).step_by(world);
-                        lanes.any(|want| want.any())
-                    });
-                    board.stalled(
-                        context.signature,
-                        || context.signature.header(context.epoch, context.group),
-                        wanted,
-                        (*still_since.get_or_insert(now), now),
-                    );
-                }
+                let since = *still_since.get_or_insert(now);
+                self.compare_if_stalled(context.signature, 0..plan.world, (since, now));
                 if !self.want.iter().any(|want| want.any()) {
                     return Err(Error::internal("the plan waits for itself"));
                 }
@@ -506,6 +497,40 @@ impl Executor {
             }
         }
         Ok(())
+    }
+
+    /// Nothing has moved since the first of the `times`, and `want` says for whom
+    /// we wait, of which `peers` matter.
+    fn compare_if_stalled(
+        &mut self,
+        signature: &Signature,
+        peers: Range<usize>,
+        times: (Instant, Instant),
+    ) {
+        // In shared memory messages are compared with what the cells say.
+        let is_seen = self.host.is_some() && signature.collective == Collective::SendRecv;
+        let Some(board) = self.board.as_mut().filter(|_| !is_seen) else {
+            return;
+        };
+        let (want, world) = (&self.want, self.mesh.world());
+        let (sent, received) = (&self.sent_to, &self.received_from);
+        let awaits = peers.filter_map(|peer| {
+            let lanes = || want.iter().skip(peer).step_by(world);
+            lanes().any(|want| want.any()).then(|| Awaited {
+                peer,
+                data: lanes().any(|want| want.recv),
+                sent: sent[peer],
+                received: received[peer],
+            })
+        });
+        let (epoch, group) = (self.epoch, self.group);
+        board.stalled(
+            signature,
+            || signature.header(epoch, group),
+            self.seq,
+            awaits,
+            times,
+        );
     }
 
     /// Goes round the lanes once, at most a frame each; true if a byte moved.

@@ -6,7 +6,10 @@
 //! that has waited without a byte moving for [`AFTER`] leaves in the store
 //! which operation it is in, and looks what those say for whom it waits. The
 //! same number of an operation with another content is a desync for certain,
-//! however late either of them is; anything else may just be slow.
+//! however late either of them is. So is a collective that waits for data of a
+//! rank which has not begun it and waits itself, for a message that its peer in
+//! the collective has not sent, or not received: neither can leave before the
+//! other, however old their words are. Anything else may just be slow.
 //!
 //! Asking is the business of a thread of its own, started at the first stall:
 //! a store whose host is gone must not hold up an operation's deadline.
@@ -51,8 +54,90 @@ struct Desk {
 
 struct Report {
     signature: Signature,
+    post: Post,
+}
+
+/// One rank for which another waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Awaited {
+    pub(super) peer: usize,
+    /// Whether for data of it, rather than for room.
+    pub(super) data: bool,
+    /// Messages to and from it that were begun so far.
+    pub(super) sent: u64,
+    pub(super) received: u64,
+}
+
+/// What a stalled rank says of itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Post {
     header: Header,
-    waits_for: Vec<usize>,
+    /// Collectives begun so far.
+    begun: u64,
+    awaits: Vec<Awaited>,
+}
+
+/// Bytes of an [`Awaited`] in a post.
+const AWAITED_BYTES: usize = 21;
+
+impl Post {
+    fn encode(&self) -> Vec<u8> {
+        let mut bytes = self.header.encode().to_vec();
+        bytes.extend(self.begun.to_le_bytes());
+        for awaited in &self.awaits {
+            // Ranks are below 2³²: a group of more is refused when it forms.
+            bytes.extend((awaited.peer as u32).to_le_bytes());
+            bytes.push(u8::from(awaited.data));
+            bytes.extend(awaited.sent.to_le_bytes());
+            bytes.extend(awaited.received.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// Nothing in it is trusted; more than [`ASKED`] ranks are not read.
+    fn decode(bytes: &[u8]) -> Option<Post> {
+        let (header, rest) = bytes.split_first_chunk()?;
+        let (begun, rest) = rest.split_first_chunk()?;
+        let awaits = rest.chunks_exact(AWAITED_BYTES).take(ASKED).map(|bytes| {
+            let (peer, rest) = bytes.split_first_chunk()?;
+            let (data, rest) = rest.split_first()?;
+            let (sent, rest) = rest.split_first_chunk()?;
+            Some(Awaited {
+                peer: u32::from_le_bytes(*peer) as usize,
+                data: *data != 0,
+                sent: u64::from_le_bytes(*sent),
+                received: u64::from_le_bytes(*rest.first_chunk()?),
+            })
+        });
+        Some(Post {
+            header: Header::decode(header).ok()?,
+            begun: u64::from_le_bytes(*begun),
+            awaits: awaits.collect::<Option<_>>()?,
+        })
+    }
+
+    fn is_message(&self) -> bool {
+        self.header.collective == Collective::SendRecv.wire()
+    }
+
+    fn awaited(&self, peer: usize) -> Option<&Awaited> {
+        self.awaits.iter().find(|awaited| awaited.peer == peer)
+    }
+}
+
+/// Whether rank `at`, in the collective of `inside`, and rank `other`, in the
+/// message of `outside`, wait for each other for ever.
+fn is_deadlock((at, inside): (usize, &Post), (other, outside): (usize, &Post)) -> bool {
+    let (Some(of_other), Some(_)) = (inside.awaited(other), outside.awaited(at)) else {
+        return false;
+    };
+    let is_sender = outside.header.root == other as u32;
+    let begun = if is_sender {
+        of_other.received
+    } else {
+        of_other.sent
+    };
+    of_other.data && outside.begun <= inside.header.seq && begun <= outside.header.seq
 }
 
 impl Board {
@@ -83,12 +168,11 @@ impl Board {
         &mut self,
         signature: &Signature,
         header: impl FnOnce() -> Header,
-        waits_for: impl Iterator<Item = usize>,
+        begun: u64,
+        awaits: impl Iterator<Item = Awaited>,
         (since, now): (Instant, Instant),
     ) {
-        // Messages between two ranks are counted by those two alone.
-        if signature.collective == Collective::SendRecv
-            || now.duration_since(since) < AFTER
+        if now.duration_since(since) < AFTER
             || self
                 .told
                 .is_some_and(|told| now.duration_since(told) < AGAIN)
@@ -110,8 +194,11 @@ impl Board {
         let Some(tell) = &self.tell else { return };
         let report = Report {
             signature: *signature,
-            header: header(),
-            waits_for: waits_for.take(ASKED).collect(),
+            post: Post {
+                header: header(),
+                begun,
+                awaits: awaits.take(ASKED).collect(),
+            },
         };
         match tell.try_send(report) {
             // Full: the store is slow, and the question before this one open.
@@ -139,22 +226,116 @@ impl Desk {
     }
 
     fn compare(&self, mine: &str, report: &Report) -> phalanx_store::Result<()> {
-        self.store.set(mine, &report.header.encode())?;
-        for peer in &report.waits_for {
+        self.store.set(mine, &report.post.encode())?;
+        for Awaited { peer, .. } in &report.post.awaits {
             let Some(bytes) = self.store.try_get(&format!("{}/{peer}", self.prefix))? else {
                 continue;
             };
-            let Some(theirs) = bytes.first_chunk().and_then(|b| Header::decode(b).ok()) else {
+            let Some(theirs) = Post::decode(&bytes) else {
                 continue;
             };
-            if theirs.seq == report.signature.seq && !report.signature.matches(&theirs) {
-                let cause =
-                    super::signature::desync(self.rank, &report.signature, *peer, &Theirs(&theirs));
+            let (mine, me) = (&report.post, self.rank);
+            let is_desync = match (mine.is_message(), theirs.is_message()) {
+                (false, false) => {
+                    theirs.header.seq == report.signature.seq
+                        && !report.signature.matches(&theirs.header)
+                }
+                (false, true) => is_deadlock((me, mine), (*peer, &theirs)),
+                (true, false) => is_deadlock((*peer, &theirs), (me, mine)),
+                // Counted by these two alone.
+                (true, true) => false,
+            };
+            if is_desync {
+                let theirs = Theirs(&theirs.header);
+                let cause = super::signature::desync(self.rank, &report.signature, *peer, &theirs);
                 self.found.store(true, Ordering::Release);
                 self.abort.poison(&Poison::new(self.rank, cause));
                 break;
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use phalanx_wire::frame::Kind;
+
+    fn post(
+        collective: Collective,
+        (root, seq): (u32, u64),
+        begun: u64,
+        awaits: &[Awaited],
+    ) -> Post {
+        let mut header = Header::new(Kind::Data);
+        header.collective = collective.wire();
+        (header.root, header.seq) = (root, seq);
+        Post {
+            header,
+            begun,
+            awaits: awaits.to_vec(),
+        }
+    }
+
+    fn awaited(peer: usize, data: bool, sent: u64, received: u64) -> Awaited {
+        Awaited {
+            peer,
+            data,
+            sent,
+            received,
+        }
+    }
+
+    #[test]
+    fn posts_round_trip_and_garbage_is_none() {
+        let awaits = [awaited(3, true, 7, 1 << 40), awaited(9, false, 0, 0)];
+        let post = post(Collective::AllReduce, (0, 5), 6, &awaits);
+        let bytes = post.encode();
+        assert_eq!(Post::decode(&bytes), Some(post));
+        for end in 0..72 {
+            assert_eq!(Post::decode(&bytes[..end]), None);
+        }
+        let long = [&bytes[..], &[0; AWAITED_BYTES * 100]].concat();
+        assert_eq!(Post::decode(&long).unwrap().awaits.len(), ASKED);
+    }
+
+    /// Rank 0 is in collective 5, rank 1 in message 2 between them.
+    #[test]
+    fn only_what_cannot_end_is_a_deadlock() {
+        let inside = |sent, received, data| {
+            post(
+                Collective::Barrier,
+                (0, 5),
+                6,
+                &[awaited(1, data, sent, received)],
+            )
+        };
+        let outside = |root, begun| {
+            post(
+                Collective::SendRecv,
+                (root, 2),
+                begun,
+                &[awaited(0, true, 0, 0)],
+            )
+        };
+        let met = |inside: &Post, outside: &Post| is_deadlock((0, inside), (1, outside));
+        // Rank 1 receives message 2, of which rank 0 has begun two or three.
+        assert!(met(&inside(2, 9, true), &outside(0, 5)));
+        assert!(
+            !met(&inside(3, 0, true), &outside(0, 5)),
+            "it is on its way"
+        );
+        // Rank 1 sends it.
+        assert!(met(&inside(9, 2, true), &outside(1, 5)));
+        assert!(!met(&inside(0, 3, true), &outside(1, 5)), "it was taken");
+        // Rank 1 was in the collective before; its part is on its way.
+        assert!(!met(&inside(2, 9, true), &outside(0, 6)));
+        // Rank 0 only waits for room, or for somebody else.
+        assert!(!met(&inside(2, 9, false), &outside(0, 5)));
+        let other = post(Collective::Barrier, (0, 5), 6, &[awaited(2, true, 0, 0)]);
+        assert!(!met(&other, &outside(0, 5)));
+        let elsewhere = post(Collective::SendRecv, (2, 2), 5, &[awaited(2, true, 0, 0)]);
+        assert!(!met(&inside(2, 9, true), &elsewhere));
     }
 }
