@@ -9,7 +9,7 @@ use phalanx_nn::{GradSink, GradView, Layout, ParamId, ParamInfo, Params, Tape};
 use crate::bucket::{BucketCaps, BucketPlan};
 use crate::error::{Error, Result};
 use crate::fingerprint::Fingerprint;
-use crate::hooks::GradientHook;
+use crate::hooks::{GradientHook, HookState};
 use crate::reducer::{Exchange, ParamSpec, Reducer, ReducerOptions};
 use crate::route::{Routes, Selection};
 use crate::shards::Shards;
@@ -50,6 +50,15 @@ pub struct DdpOptions {
     /// Further facts that must be equal on all ranks (hyperparameters, data
     /// set): compared with the model at construction.
     pub must_agree: Vec<String>,
+}
+
+/// State of a wrapper ([`DistributedDataParallel::gather_state`]).
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct DdpState {
+    /// Steps that were voted down.
+    pub skipped_steps: u64,
+    /// Name and state of the gradient hook.
+    pub hook: Option<(String, HookState)>,
 }
 
 /// What becomes of parameters that a rank's loss does not depend on.
@@ -354,6 +363,53 @@ impl DistributedDataParallel {
     /// ([`GradientHook::gather_state`]).
     pub fn hook_mut(&mut self) -> Option<&mut (dyn GradientHook + 'static)> {
         self.reducer.hook_mut()
+    }
+
+    /// What a checkpoint needs of the wrapper itself, the same on all ranks and
+    /// valid for any number of them. Parameters, buffers and optimizer are
+    /// saved apart; the layout of buckets and which parameters are unused are found anew.
+    ///
+    /// *Blocks* until all ranks of the group call it, if there is a hook with state.
+    ///
+    /// # Errors
+    ///
+    /// `Comm` when a peer is lost or late.
+    pub fn gather_state(&self) -> Result<DdpState> {
+        let hook = match self.reducer.hook() {
+            Some(hook) => Some((hook.name(), hook.gather_state(self.group())?)),
+            None => None,
+        };
+        Ok(DdpState {
+            skipped_steps: self.skipped_steps(),
+            hook,
+        })
+    }
+
+    /// Puts back what [`gather_state`](Self::gather_state) gave, after
+    /// [`set_hook`](Self::set_hook) and before the first step. Local.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when the state is of another hook, or of one with other settings.
+    pub fn restore_state(&mut self, state: &DdpState) -> Result<()> {
+        let name = |hook: Option<&str>| hook.map_or("no gradient hook".to_owned(), str::to_owned);
+        let own = self.reducer.hook().map(GradientHook::name);
+        let saved = state.hook.as_ref().map(|(name, _)| name.as_str());
+        if own.as_deref() != saved {
+            return Err(Error::usage(format!(
+                "the training was saved with {}, but goes on with {}",
+                name(saved),
+                name(own.as_deref())
+            )));
+        }
+        if let (Some(hook), Some((_, saved))) = (self.reducer.hook_mut(), &state.hook) {
+            hook.restore_state(saved)?;
+        }
+        match &mut self.shards {
+            Some(shards) => shards.set_skipped_steps(state.skipped_steps),
+            None => self.reducer.set_skipped_steps(state.skipped_steps),
+        }
+        Ok(())
     }
 
     /// Which elements of which parameters `rank` gets the gradients of, with

@@ -59,7 +59,9 @@ mod vote;
 mod zero;
 
 pub use bucket::{BucketCaps, BucketPlan};
-pub use ddp::{Buffers, DdpOptions, Deterministic, DistributedDataParallel, Every, Unused};
+pub use ddp::{
+    Buffers, DdpOptions, DdpState, Deterministic, DistributedDataParallel, Every, Unused,
+};
 pub use equal::verify_equal;
 pub use error::{Error, ErrorKind, Result};
 pub use fingerprint::Fingerprint;

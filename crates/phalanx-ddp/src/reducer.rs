@@ -711,6 +711,11 @@ impl Reducer {
         Ok(())
     }
 
+    /// The hook that is set.
+    pub fn hook(&self) -> Option<&(dyn GradientHook + 'static)> {
+        self.hook.as_deref()
+    }
+
     /// The hook, for its state.
     pub fn hook_mut(&mut self) -> Option<&mut (dyn GradientHook + 'static)> {
         self.hook.as_deref_mut()
@@ -973,6 +978,10 @@ impl Reducer {
     /// How many steps were voted down so far, the same number on all ranks.
     pub fn skipped_steps(&self) -> u64 {
         self.skipped
+    }
+
+    pub(crate) fn set_skipped_steps(&mut self, steps: u64) {
+        self.skipped = steps;
     }
 
     /// Whether an earlier step failed, so that gradients are undefined.

@@ -484,6 +484,10 @@ impl Shards {
         self.skipped
     }
 
+    pub(crate) fn set_skipped_steps(&mut self, steps: u64) {
+        self.skipped = steps;
+    }
+
     pub(crate) fn times(&self) -> &StepTimes {
         &self.times
     }

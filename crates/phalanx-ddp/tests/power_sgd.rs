@@ -6,9 +6,11 @@ mod common;
 use common::{ALL, Over, ranks};
 use phalanx_comm::ProcessGroup;
 use phalanx_ddp::{
-    BucketCaps, Error, GradientHook, HookState, ParamSpec, PowerSgd, PowerSgdOptions, Reducer,
-    ReducerOptions,
+    BucketCaps, DdpOptions, DistributedDataParallel, Error, GradientHook, HookState, ParamSpec,
+    PowerSgd, PowerSgdOptions, Reducer, ReducerOptions,
 };
+use phalanx_nn::layers::Linear;
+use phalanx_nn::{Reduction, Scope, Seed, StepKey, Tape, Threads};
 use serde_json::Value;
 
 /// Rows and columns; the last is no matrix.
@@ -234,6 +236,53 @@ fn nothing_is_lost_for_good() {
         check(&sums, &state);
         assert_eq!(state.steps, 20);
     }
+}
+
+/// The same through the wrapper; other settings are refused.
+#[test]
+fn the_wrapper_keeps_the_hooks_state() {
+    ranks(2, Over::Thread, |group| {
+        let make = || {
+            let mut scope = Scope::new(Seed(3));
+            let net = Linear::new(scope.enter("only"), 40, 30);
+            let mut params = scope.build().expect("model builds");
+            let ddp =
+                DistributedDataParallel::new(group.clone(), &mut params, DdpOptions::default());
+            (net, params, ddp.expect("ddp"))
+        };
+        let hook = |rank| {
+            let hook = PowerSgd::new(options(rank)).expect("settings");
+            Some(Box::new(hook) as Box<dyn GradientHook>)
+        };
+        let (net, params, mut ddp) = make();
+        ddp.set_hook(hook(2)).expect("set");
+        let mut tape = Tape::new(Threads(1));
+        for index in 0..3 {
+            let x: Vec<f32> = (0..80).map(|i| value(index, group.rank(), 0, i)).collect();
+            let step = tape.step(&params, StepKey::new(0, index as u64));
+            let x = step.input(&x, &[2, 40]).expect("input");
+            let y = net.forward(x).expect("forward");
+            let loss = y.mse_loss(&[0.5; 60], Reduction::Mean).expect("loss");
+            loss.backward(&mut ddp).expect("backward");
+            drop(step);
+            assert!(ddp.finish().expect("finish").is_yes());
+        }
+        let saved = ddp.gather_state().expect("gather");
+        let (_, hooks) = saved.hook.as_ref().expect("a hook");
+        assert_eq!(hooks.steps, 3);
+        assert_eq!(hooks.tensors.len(), 2, "an error and a factor");
+        let (_, _, mut other) = make();
+        let text = other
+            .restore_state(&saved)
+            .expect_err("no hook")
+            .to_string();
+        assert!(text.contains("goes on with no gradient hook"), "{text}");
+        other.set_hook(hook(3)).expect("set");
+        other.restore_state(&saved).expect_err("another rank");
+        other.set_hook(hook(2)).expect("set");
+        other.restore_state(&saved).expect("restore");
+        assert_eq!(other.gather_state().expect("gather"), saved);
+    });
 }
 
 #[test]

@@ -160,7 +160,16 @@ fn check(widths: &[usize]) {
             "{world} ranks over {over:?}"
         );
     }
-    let stopped = run(3, Over::Thread, None, 0, 2);
-    let gone_on = run(2, Over::Thread, Some(&stopped), 2, STEPS);
-    assert!(same(&gone_on, &want), "stopped on 3 ranks, went on with 2");
+    for ((one, over), (other, then)) in [
+        ((3, Over::Thread), (2, Over::Shm)),
+        ((1, Over::Thread), (4, Over::Tcp)),
+        ((2, Over::Tcp), (1, Over::Thread)),
+    ] {
+        let stopped = run(one, over, None, 0, 2);
+        let gone_on = run(other, then, Some(&stopped), 2, STEPS);
+        assert!(
+            same(&gone_on, &want),
+            "stopped on {one} ranks over {over:?}, went on with {other} over {then:?}"
+        );
+    }
 }
