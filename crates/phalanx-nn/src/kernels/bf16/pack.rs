@@ -3,7 +3,7 @@
 use super::layout::Layout;
 use super::window::Window;
 use super::{DEPTH, SIDE};
-use crate::par::Team;
+use crate::par::{Disjoint, Team};
 
 /// Columns of a panel, and of a vector.
 pub(super) const LANES: usize = 16;
@@ -227,23 +227,105 @@ pub(super) fn panel_len(w: &Window) -> usize {
     w.depth().div_ceil(DEPTH) * BLOCK
 }
 
+/// Blocks of 32 weights' rows that one chunk packs.
+const ROW_BLOCKS: usize = 4;
+
 /// Packs a layer's weights `[taps][inputs][outputs]` into panels of sixteen
 /// outputs (inputs, if the window turns them), columns past the last zero.
+/// Memory is read in its own order: weights of large layers come from far away.
 pub(super) fn weights(team: &Team, w: &Window, from: &[f32], columns: usize, to: &mut [f32]) {
-    let len = panel_len(w);
-    team.split(&mut to[..weights_len(w, columns)], len, |at, panel| {
-        let to = panel.as_mut_ptr().cast::<u32>();
-        // SAFETY: the panel holds `len` dwords.
-        unsafe { weights_panel(w, from, columns, at / len * LANES, to) };
+    let to = &mut to[..weights_len(w, columns)];
+    if w.turned {
+        let len = panel_len(w);
+        return team.split(to, len, |at, panel| {
+            let to = panel.as_mut_ptr().cast();
+            // SAFETY: the panel holds `len` dwords.
+            unsafe { turned_panel(w, from, columns, at / len * LANES, to) };
+        });
+    }
+    let blocks = w.depth().div_ceil(DEPTH);
+    let out = Disjoint::new(to);
+    team.run(blocks.div_ceil(ROW_BLOCKS), |i| {
+        let first = i * ROW_BLOCKS;
+        let to = out.pointer(0).cast();
+        for block in first..(first + ROW_BLOCKS).min(blocks) {
+            // SAFETY: these blocks of every panel belong to this chunk.
+            unsafe { row_block(w, from, columns, block, to) };
+        }
     });
 }
 
 packing! {
-    unsafe fn weights_panel(w: &Window, from: &[f32], columns: usize, first: usize, to: *mut u32) = weights_panel_body
+    /// # Safety
+    /// `to` holds all panels; nobody else touches this block of them.
+    unsafe fn row_block(w: &Window, from: &[f32], columns: usize, block: usize, to: *mut u32) = row_block_body
 }
 
 #[inline(always)]
-unsafe fn weights_panel_body<P: Pack>(
+unsafe fn row_block_body<P: Pack>(
+    w: &Window,
+    from: &[f32],
+    columns: usize,
+    block: usize,
+    to: *mut u32,
+) {
+    let (depth, panel) = (w.depth(), panel_len(w));
+    // Taps are in the kernel's order and all there: row k of the weights is row k of the product.
+    let row = |k: usize| (k < depth).then(|| &from[k * columns..(k + 1) * columns]);
+    for r in 0..LANES {
+        let k = block * DEPTH + 2 * r;
+        // SAFETY: the panels hold row `r` of this block.
+        unsafe {
+            pair_row::<P>(
+                [row(k), row(k + 1)],
+                columns,
+                to.add(block * BLOCK + r * LANES),
+                panel,
+            )
+        };
+    }
+}
+
+/// Stores pairs of two rows' values, sixteen columns to a panel, up to whole 32s.
+///
+/// # Safety
+/// `to` holds sixteen dwords in every panel, `panel` dwords apart.
+#[inline(always)]
+unsafe fn pair_row<P: Pack>(rows: [Option<&[f32]>; 2], columns: usize, to: *mut u32, panel: usize) {
+    let [low, high] = rows;
+    for (n, first) in (0..columns.next_multiple_of(SIDE))
+        .step_by(LANES)
+        .enumerate()
+    {
+        // SAFETY: sources hold sixteen values; the rest is the caller's promise.
+        unsafe {
+            let value = if first + LANES <= columns {
+                let at =
+                    |r: Option<&[f32]>| r.map_or(ZEROS.as_ptr(), |r| r[first..][..LANES].as_ptr());
+                P::pair(at(low), at(high))
+            } else {
+                let mut ends = [ZEROS; 2];
+                let rest = columns.saturating_sub(first);
+                for (end, row) in ends.iter_mut().zip([low, high]) {
+                    if let Some(row) = row {
+                        end[..rest].copy_from_slice(&row[first.min(columns)..columns]);
+                    }
+                }
+                P::pair(ends[0].as_ptr(), ends[1].as_ptr())
+            };
+            P::store(value, to.add(n * panel));
+        }
+    }
+}
+
+packing! {
+    /// # Safety
+    /// `to` holds a panel.
+    unsafe fn turned_panel(w: &Window, from: &[f32], columns: usize, first: usize, to: *mut u32) = turned_panel_body
+}
+
+#[inline(always)]
+unsafe fn turned_panel_body<P: Pack>(
     w: &Window,
     from: &[f32],
     columns: usize,
@@ -255,46 +337,30 @@ unsafe fn weights_panel_body<P: Pack>(
     // Element (k, column) of the product's second operand.
     let at = |k: usize, column: usize| {
         let (tap, c) = (w.taps[k / w.channels] as usize, k % w.channels);
-        if w.turned {
-            (tap * columns + column) * w.channels + c
-        } else {
-            (tap * w.channels + c) * columns + column
-        }
+        (tap * columns + column) * w.channels + c
     };
     let whole = w.channels.is_multiple_of(DEPTH);
     for block in 0..depth.div_ceil(DEPTH) {
-        let k0 = block * DEPTH;
-        // SAFETY: sixteen rows of a block that the panel holds; sources are slices of `from`.
+        let k = block * DEPTH;
+        // SAFETY: it touches no memory.
+        let mut rows = [unsafe { P::zero() }; LANES];
+        for (j, row) in rows.iter_mut().enumerate().take(width) {
+            let mut part = ZEROS;
+            let values = if whole {
+                &from[at(k, first + j)..][..DEPTH]
+            } else {
+                for (i, v) in part.iter_mut().enumerate().take(depth - k) {
+                    *v = from[at(k + i, first + j)];
+                }
+                &part[..]
+            };
+            // SAFETY: 32 values.
+            *row = unsafe { P::narrow(values.as_ptr()) };
+        }
+        // SAFETY: sixteen rows of a block that the panel holds.
         unsafe {
-            let to = to.add(block * BLOCK);
-            if w.turned && whole {
-                let mut rows = [P::zero(); LANES];
-                for (j, row) in rows.iter_mut().enumerate().take(width) {
-                    *row = P::narrow(from[at(k0, first + j)..][..DEPTH].as_ptr());
-                }
-                for (j, row) in P::turn(rows).into_iter().enumerate() {
-                    P::store(row, to.add(j * LANES));
-                }
-                continue;
-            }
-            for r in 0..LANES {
-                let k = k0 + 2 * r;
-                if !w.turned && width == LANES && k + 1 < depth {
-                    let (low, high) = (&from[at(k, first)..], &from[at(k + 1, first)..]);
-                    let pair = P::pair(low[..LANES].as_ptr(), high[..LANES].as_ptr());
-                    P::store(pair, to.add(r * LANES));
-                    continue;
-                }
-                let mut pair = [ZEROS; 2];
-                for (i, row) in pair.iter_mut().enumerate().filter(|(i, _)| k + i < depth) {
-                    for (j, v) in row.iter_mut().enumerate().take(width) {
-                        *v = from[at(k + i, first + j)];
-                    }
-                }
-                P::store(
-                    P::pair(pair[0].as_ptr(), pair[1].as_ptr()),
-                    to.add(r * LANES),
-                );
+            for (j, row) in P::turn(rows).into_iter().enumerate() {
+                P::store(row, to.add(block * BLOCK + j * LANES));
             }
         }
     }
@@ -308,33 +374,11 @@ unsafe fn weights_panel_body<P: Pack>(
 #[inline(always)]
 unsafe fn rows_body<P: Pack>(rows: &[f32], columns: usize, blocks: usize, to: *mut u32) {
     let count = rows.len() / columns;
+    let row = |r: usize| (r < count).then(|| &rows[r * columns..(r + 1) * columns]);
     for pair in 0..blocks * LANES {
-        let row = |i: usize| (2 * pair + i < count).then(|| &rows[(2 * pair + i) * columns..]);
-        let (low, high) = (row(0), row(1));
-        let mut first = 0;
-        while first < columns.next_multiple_of(SIDE) {
-            // SAFETY: sources hold sixteen values; the pair's row lies in its panel.
-            unsafe {
-                let to = to.add(first / LANES * blocks * BLOCK + pair * LANES);
-                let value = if first + LANES <= columns {
-                    let at = |r: Option<&[f32]>| {
-                        r.map_or(ZEROS.as_ptr(), |r| r[first..][..LANES].as_ptr())
-                    };
-                    P::pair(at(low), at(high))
-                } else {
-                    let mut ends = [ZEROS; 2];
-                    for (end, row) in ends.iter_mut().zip([low, high]) {
-                        let rest = columns.saturating_sub(first);
-                        if let Some(row) = row {
-                            end[..rest].copy_from_slice(&row[first.min(columns)..columns]);
-                        }
-                    }
-                    P::pair(ends[0].as_ptr(), ends[1].as_ptr())
-                };
-                P::store(value, to);
-            }
-            first += LANES;
-        }
+        let rows = [row(2 * pair), row(2 * pair + 1)];
+        // SAFETY: the panels hold this row.
+        unsafe { pair_row::<P>(rows, columns, to.add(pair * LANES), blocks * BLOCK) };
     }
 }
 
