@@ -3,8 +3,8 @@
 
 use super::layout::Layout;
 use super::pack::{self, Units};
-use super::tile::{Block, Tiles};
-use super::window::{MAX_TAPS, Place, Window};
+use super::tile::{Block, Sums, Tiles};
+use super::window::{MAX_RUNS, Place, Window};
 use super::{ConvShape, DEPTH, FORWARD_PIXELS, SIDE};
 use crate::kernels::Mode;
 use crate::kernels::bias::finish;
@@ -113,10 +113,6 @@ struct Job<'a> {
     finish: (&'a [f32], bool),
 }
 
-/// Sums of one block that go elsewhere than straight to their place.
-#[repr(C, align(64))]
-struct Sums([f32; SIDE * SIDE]);
-
 impl Job<'_> {
     fn run(&self, team: &Team, out: &Disjoint<'_, f32>) {
         let l = Layout::new(self.window, 16, FORWARD_PIXELS);
@@ -169,11 +165,17 @@ impl Job<'_> {
             // SAFETY: `packed` holds all slots.
             unsafe { pack::slots(l, self.window, self.source, units, temporary, a) };
             let tiles = Tiles::new();
-            let mut offsets = [0isize; MAX_TAPS];
-            for (tap, to) in offsets.iter_mut().enumerate().take(l.taps) {
-                let (copy, shift) = l.read(tap);
-                let slot = copy * units.count * l.unit_slots() + shift;
-                *to = (slot * l.slot * 2) as isize;
+            let mut offsets = [0isize; MAX_RUNS];
+            let w = self.window;
+            let run = if l.gathered { l.slot } else { w.run() };
+            let runs = l.taps * l.slot / run;
+            if !l.gathered {
+                for (i, to) in offsets.iter_mut().enumerate().take(runs) {
+                    let (tap, channel) = w.run_at(i);
+                    let (copy, shift) = l.read(tap);
+                    let slot = copy * units.count * l.unit_slots() + shift;
+                    *to = ((slot * l.slot + channel) * 2) as isize;
+                }
             }
             let panel = pack::panel_len(self.window);
             let count = units.count * l.pixels;
@@ -187,8 +189,8 @@ impl Job<'_> {
                         a: [tile(p), tile(p + 16)],
                         a_stride: l.slot * 2,
                         offsets: offsets.as_ptr(),
-                        runs: l.taps,
-                        run: l.slot / DEPTH,
+                        runs,
+                        run: run / DEPTH,
                         b: self.weights[2 * j * panel..].as_ptr().cast(),
                         b_panel: panel * 4,
                         c: [std::ptr::null_mut(); 2],
@@ -229,14 +231,11 @@ impl Job<'_> {
             // sums belong to this chunk.
             return unsafe { tiles.multiply(b) };
         }
-        let mut sums = Sums([0.0; SIDE * SIDE]);
-        let to = sums.0.as_mut_ptr();
-        b.c = [to, to.wrapping_add(16 * SIDE)];
-        b.c_stride = SIDE * 4;
-        // SAFETY: as above; the sums are this function's.
-        unsafe { tiles.multiply(b) };
+        let mut sums = Sums::new();
+        // SAFETY: as above.
+        let sums = unsafe { sums.multiply(tiles, b) };
         let [h, w] = self.window.grid;
-        for (r, sums) in sums.0.chunks_exact(SIDE).enumerate().take(rows) {
+        for (r, sums) in sums.chunks_exact(SIDE).enumerate().take(rows) {
             let n = first + p + r;
             let pixel = match &self.place {
                 Some(place) => place.pixel(n / (h * w), n / w % h, n % w),

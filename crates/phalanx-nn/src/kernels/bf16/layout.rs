@@ -56,7 +56,7 @@ impl Layout {
             .unwrap_or(1);
         let bands = rows / band.max(1);
         let mut l = Layout {
-            gathered: !w.channels.is_multiple_of(DEPTH),
+            gathered: w.gathered(),
             flat: true,
             units: w.images * bands,
             bands: bands.max(1),
@@ -139,6 +139,20 @@ impl Layout {
     /// Source column of a copy's slot in a line.
     pub(super) fn column(&self, copy: usize, at: usize) -> isize {
         self.first[copy][1] + (at * self.steps[1]) as isize
+    }
+
+    /// Copy whose slots, moved by one, are this copy's: from one that starts with the
+    /// source's rows. Whether by one to the left.
+    pub(super) fn moved(&self, w: &Window, copy: usize) -> Option<(usize, bool)> {
+        let [row, column] = self.first[copy];
+        let whole = self.dense() && self.width == w.source[1] && DEPTH.is_multiple_of(self.width);
+        if self.gathered || !whole || column.abs() != 1 {
+            return None;
+        }
+        let from = self.first[..self.copies]
+            .iter()
+            .position(|f| *f == [row, 0])?;
+        Some((from, column == 1))
     }
 
     /// Whether the slots of a line are neighbours in the source.

@@ -43,6 +43,10 @@ pub(super) trait Pack {
     unsafe fn narrow(from: *const f32) -> Self::Reg;
     /// Stores 64 bytes.
     unsafe fn store(r: Self::Reg, to: *mut u32);
+    /// 32 words, zero where the mask is.
+    unsafe fn masked(from: *const u16, mask: u32) -> Self::Reg;
+    /// Asks for a line that will be read soon; any address will do.
+    unsafe fn fetch(at: *const f32);
     /// Transposes sixteen registers of sixteen lanes.
     unsafe fn turn(rows: [Self::Reg; LANES]) -> [Self::Reg; LANES];
 }
@@ -79,6 +83,17 @@ impl Pack for Plain {
         // SAFETY: 64 bytes, by the trait's contract.
         unsafe { to.cast::<Self::Reg>().write_unaligned(r) }
     }
+    #[inline(always)]
+    unsafe fn masked(from: *const u16, mask: u32) -> Self::Reg {
+        let word = |i: usize| {
+            // SAFETY: words that the mask shows are valid, by the trait's contract.
+            (mask >> i & 1 == 1).then(|| u32::from(unsafe { from.wrapping_add(i).read() }))
+        };
+        let word = |i: usize| word(i).unwrap_or(0);
+        std::array::from_fn(|i| word(2 * i) | word(2 * i + 1) << 16)
+    }
+    #[inline(always)]
+    unsafe fn fetch(_: *const f32) {}
     #[inline(always)]
     unsafe fn turn(rows: [Self::Reg; LANES]) -> [Self::Reg; LANES] {
         std::array::from_fn(|i| std::array::from_fn(|j| rows[j][i]))
@@ -137,6 +152,16 @@ mod x86 {
         unsafe fn store(r: __m512i, to: *mut u32) {
             // SAFETY: see the impl.
             unsafe { _mm512_storeu_si512(to.cast(), r) }
+        }
+        #[inline(always)]
+        unsafe fn masked(from: *const u16, mask: u32) -> __m512i {
+            // SAFETY: see the impl; what the mask hides is not read.
+            unsafe { _mm512_maskz_loadu_epi16(mask, from.cast()) }
+        }
+        #[inline(always)]
+        unsafe fn fetch(at: *const f32) {
+            // SAFETY: a hint.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
         }
         #[inline(always)]
         unsafe fn turn(rows: [__m512i; LANES]) -> [__m512i; LANES] {
@@ -255,6 +280,19 @@ pub(super) fn weights(team: &Team, w: &Window, from: &[f32], columns: usize, to:
     });
 }
 
+/// Tap of the kernel and channel at place `k` of the inner dimension.
+#[inline(always)]
+fn element(w: &Window, k: usize) -> (usize, usize) {
+    let run = w.run();
+    let (tap, c) = if w.gathered() {
+        (k / w.channels, k % w.channels)
+    } else {
+        let (tap, channel) = w.run_at(k / run);
+        (tap, channel + k % run)
+    };
+    (usize::from(w.taps[tap]), c)
+}
+
 packing! {
     /// # Safety
     /// `to` holds all panels; nobody else touches this block of them.
@@ -270,8 +308,11 @@ unsafe fn row_block_body<P: Pack>(
     to: *mut u32,
 ) {
     let (depth, panel) = (w.depth(), panel_len(w));
-    // Taps are in the kernel's order and all there: row k of the weights is row k of the product.
-    let row = |k: usize| (k < depth).then(|| &from[k * columns..(k + 1) * columns]);
+    let row = |k: usize| {
+        let (tap, c) = (k < depth).then(|| element(w, k))?;
+        let row = tap * w.channels + c;
+        Some(&from[row * columns..(row + 1) * columns])
+    };
     for r in 0..LANES {
         let k = block * DEPTH + 2 * r;
         // SAFETY: the panels hold row `r` of this block.
@@ -335,11 +376,8 @@ unsafe fn turned_panel_body<P: Pack>(
     let width = LANES.min(columns.saturating_sub(first));
     let depth = w.depth();
     // Element (k, column) of the product's second operand.
-    let at = |k: usize, column: usize| {
-        let (tap, c) = (w.taps[k / w.channels] as usize, k % w.channels);
-        (tap * columns + column) * w.channels + c
-    };
-    let whole = w.channels.is_multiple_of(DEPTH);
+    let at = |(tap, c): (usize, usize), column: usize| (tap * columns + column) * w.channels + c;
+    let whole = !w.gathered();
     for block in 0..depth.div_ceil(DEPTH) {
         let k = block * DEPTH;
         // SAFETY: it touches no memory.
@@ -347,10 +385,10 @@ unsafe fn turned_panel_body<P: Pack>(
         for (j, row) in rows.iter_mut().enumerate().take(width) {
             let mut part = ZEROS;
             let values = if whole {
-                &from[at(k, first + j)..][..DEPTH]
+                &from[at(element(w, k), first + j)..][..DEPTH]
             } else {
                 for (i, v) in part.iter_mut().enumerate().take(depth - k) {
-                    *v = from[at(k + i, first + j)];
+                    *v = from[at(element(w, k + i), first + j)];
                 }
                 &part[..]
             };
@@ -558,7 +596,7 @@ unsafe fn columns_body<P: Pack>(
     to: *mut u8,
 ) {
     let slots = c.units.count * l.unit_slots();
-    for copy in 0..l.copies {
+    for copy in (0..l.copies).filter(|copy| l.moved(w, *copy).is_none()) {
         let (mut unit, mut line, mut i) = (0, 0, 0);
         for block in 0..slots.div_ceil(DEPTH) {
             let mut rows = [ZEROS.as_ptr(); DEPTH];
@@ -595,13 +633,46 @@ unsafe fn columns_body<P: Pack>(
                 unsafe {
                     let mut tile = [P::zero(); LANES];
                     for (r, tile) in tile.iter_mut().enumerate() {
-                        *tile = P::pair(rows[2 * r].add(first), rows[2 * r + 1].add(first));
+                        let (low, high) = (rows[2 * r].add(first), rows[2 * r + 1].add(first));
+                        P::fetch(low.wrapping_add(DEPTH * l.slot));
+                        P::fetch(high.wrapping_add(DEPTH * l.slot));
+                        *tile = P::pair(low, high);
                     }
                     let channel = copy * (c.to - c.from) + first - c.from;
                     let to = to.add(channel * c.stride + block * 64);
                     for (r, row) in P::turn(tile).into_iter().enumerate() {
                         P::store(row, to.add(r * c.stride).cast());
                     }
+                }
+            }
+        }
+    }
+    for copy in 0..l.copies {
+        let Some((from, left)) = l.moved(w, copy) else {
+            continue;
+        };
+        // Columns whose neighbour lies outside of the source: one in every line.
+        let step = (0..DEPTH).step_by(l.width).fold(0, |m, i| m | 1u32 << i);
+        let mask = if left {
+            !(step << (l.width - 1))
+        } else {
+            !step
+        };
+        let channels = c.to - c.from;
+        for channel in 0..channels {
+            // SAFETY: both copies' rows lie in the caller's memory; of the words before
+            // the first and past the last the mask shows none.
+            unsafe {
+                let from = to.add((from * channels + channel) * c.stride).cast::<u16>();
+                let from = if left {
+                    from.wrapping_add(1)
+                } else {
+                    from.wrapping_sub(1)
+                };
+                let to = to.add((copy * channels + channel) * c.stride);
+                for block in 0..slots.div_ceil(DEPTH) {
+                    let row = P::masked(from.wrapping_add(block * DEPTH), mask);
+                    P::store(row, to.add(block * 64).cast());
                 }
             }
         }

@@ -1,7 +1,8 @@
 //! The block product: 32 x 32 sums, two by two tiles.
 
-use std::mem::offset_of;
+use std::mem::{MaybeUninit, offset_of};
 
+use super::SIDE;
 use crate::kernels::isa::{Isa, isa};
 
 /// `c (+)= a b` for 32 rows and 32 columns.
@@ -29,6 +30,32 @@ pub(super) struct Block {
     pub c_stride: usize,
     /// Whether to continue the sums found in `c`: 0 or 1.
     pub add: usize,
+}
+
+/// Sums of one block that do not go straight to their place.
+#[repr(C, align(64))]
+pub(super) struct Sums(MaybeUninit<[f32; SIDE * SIDE]>);
+
+impl Sums {
+    pub(super) fn new() -> Self {
+        Sums(MaybeUninit::uninit())
+    }
+
+    /// Multiplies a block into these sums, which start from zero.
+    ///
+    /// # Safety
+    /// As [`Tiles::multiply`], but for `c`.
+    pub(super) unsafe fn multiply(&mut self, tiles: &Tiles, b: &mut Block) -> &[f32; SIDE * SIDE] {
+        let to = self.0.as_mut_ptr().cast::<f32>();
+        b.c = [to, to.wrapping_add(SIDE / 2 * SIDE)];
+        b.c_stride = SIDE * size_of::<f32>();
+        b.add = 0;
+        // SAFETY: the caller's promise; the product writes every sum.
+        unsafe {
+            tiles.multiply(b);
+            self.0.assume_init_ref()
+        }
+    }
 }
 
 /// Bytes of a tile of `b`, and of a panel's block.

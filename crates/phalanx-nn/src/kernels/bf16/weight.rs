@@ -3,7 +3,7 @@
 
 use super::layout::Layout;
 use super::pack::{self, BLOCK, Columns, LANES, Units};
-use super::tile::{Block, Tiles};
+use super::tile::{Block, Sums, Tiles};
 use super::window::Window;
 use super::{ConvShape, DEPTH, SIDE, WEIGHT_PIXELS};
 use crate::kernels::Mode;
@@ -169,9 +169,6 @@ struct Job<'a> {
     dy: &'a [f32],
 }
 
-#[repr(C, align(64))]
-struct Sums([f32; SIDE * SIDE]);
-
 impl Job<'_> {
     /// Packs the output gradients of a segment.
     fn pair_rows(&self, segment: usize, to: &mut [f32]) {
@@ -185,10 +182,10 @@ impl Job<'_> {
 
     /// Rows of the weights that a chunk of channels makes.
     fn rows(&self, first: usize) -> impl Iterator<Item = usize> {
-        let (l, inp, depth) = (&self.cut.layout, self.window.channels, self.window.depth());
+        let (l, w, depth) = (&self.cut.layout, self.window, self.window.depth());
         let channels = self.cut.channels;
         (0..l.taps).flat_map(move |tap| {
-            let from = tap * inp + first;
+            let from = usize::from(w.taps[tap]) * w.channels + first;
             from..(from + channels).min(depth)
         })
     }
@@ -250,7 +247,8 @@ impl Job<'_> {
                                 c_stride: s.out * 4,
                                 add: add.into(),
                             };
-                            let row = tap * self.window.channels + first + c;
+                            let w = self.window;
+                            let row = usize::from(w.taps[tap]) * w.channels + first + c;
                             self.block(&tiles, b, row, column, sums);
                         }
                     }
@@ -291,28 +289,18 @@ impl Job<'_> {
             // sums belong to this chunk.
             return unsafe { tiles.multiply(&Block { c, ..b }) };
         }
-        let mut own = Sums([0.0; SIDE * SIDE]);
-        for (r, own) in own.0.chunks_exact_mut(SIDE).enumerate().take(rows) {
-            if b.add != 0 {
-                let at = at + r * s.out;
-                // SAFETY: these sums belong to this chunk.
-                own[..width].copy_from_slice(unsafe { sums.range(at..at + width) });
-            }
-        }
-        let to = own.0.as_mut_ptr();
-        let c = [to, to.wrapping_add(16 * SIDE)];
-        // SAFETY: as above; the sums are this function's.
-        unsafe {
-            tiles.multiply(&Block {
-                c,
-                c_stride: SIDE * 4,
-                ..b
-            });
-        }
-        for (r, own) in own.0.chunks_exact(SIDE).enumerate().take(rows) {
+        let (mut own, add, mut b) = (Sums::new(), b.add != 0, b);
+        // SAFETY: as above.
+        let own = unsafe { own.multiply(tiles, &mut b) };
+        for (r, own) in own.chunks_exact(SIDE).enumerate().take(rows) {
             let at = at + r * s.out;
             // SAFETY: these sums belong to this chunk.
-            unsafe { sums.range(at..at + width) }.copy_from_slice(&own[..width]);
+            let to = unsafe { sums.range(at..at + width) };
+            if add {
+                to.iter_mut().zip(own).for_each(|(t, o)| *t += o);
+            } else {
+                to.copy_from_slice(&own[..width]);
+            }
         }
     }
 }

@@ -1,5 +1,6 @@
 //! A convolution as outputs see it: which source pixels each tap reads.
 
+use super::DEPTH;
 use crate::kernels::conv::ConvShape;
 
 /// Kernel taps at most: tables lie on the stack.
@@ -21,6 +22,12 @@ pub(super) struct Window {
     /// Whether weights enter transposed: `channels` are the layer's outputs.
     pub turned: bool,
 }
+
+/// Channels of a run: the rows of a tile that the taps of a column share stay in the
+/// L1 cache from one to the next.
+const RUN: usize = 128;
+/// Runs of a product at most.
+pub(super) const MAX_RUNS: usize = 1024;
 
 /// Where outputs of a grid lie among the pixels of an image.
 #[derive(Clone, Copy)]
@@ -44,12 +51,8 @@ impl Window {
             count: 0,
             turned: false,
         };
-        for ky in 0..s.kernel[0] {
-            for kx in 0..s.kernel[1] {
-                let at = |d: usize, k| (k * s.dilation[d]) as isize - s.padding[d] as isize;
-                w.push([at(0, ky), at(1, kx)], ky * s.kernel[1] + kx);
-            }
-        }
+        let at = |d: usize, k| (k * s.dilation[d]) as isize - s.padding[d] as isize;
+        w.fill(s, |ky, kx| Some([at(0, ky), at(1, kx)]));
         w.flattened()
     }
 
@@ -75,13 +78,7 @@ impl Window {
                     let stride = s.stride[d] as isize;
                     (far.rem_euclid(stride) == 0).then_some(far.div_euclid(stride))
                 };
-                for ky in 0..s.kernel[0] {
-                    for kx in 0..s.kernel[1] {
-                        if let (Some(y), Some(x)) = (at(0, ky), at(1, kx)) {
-                            w.push([y, x], ky * s.kernel[1] + kx);
-                        }
-                    }
-                }
+                w.fill(s, |ky, kx| Some([at(0, ky)?, at(1, kx)?]));
                 let place = Place {
                     size: s.input,
                     start,
@@ -95,10 +92,54 @@ impl Window {
         }
     }
 
-    fn push(&mut self, offset: [isize; 2], tap: usize) {
-        self.offsets[self.count] = offset;
-        self.taps[self.count] = tap as u8;
-        self.count += 1;
+    /// Notes the taps that have an offset: row by row where windows are gathered (their
+    /// rows are copied whole), else column by column.
+    fn fill(&mut self, s: &ConvShape, offset: impl Fn(usize, usize) -> Option<[isize; 2]>) {
+        let [rows, columns] = s.kernel;
+        for i in 0..rows * columns {
+            let (ky, kx) = if self.gathered() {
+                (i / columns, i % columns)
+            } else {
+                (i % rows, i / rows)
+            };
+            if let Some(offset) = offset(ky, kx) {
+                self.offsets[self.count] = offset;
+                self.taps[self.count] = (ky * columns + kx) as u8;
+                self.count += 1;
+            }
+        }
+    }
+
+    /// Whether channels are too few for slots of their own: a slot holds all taps of an output.
+    pub(super) fn gathered(&self) -> bool {
+        !self.channels.is_multiple_of(DEPTH)
+    }
+
+    /// Channels of a run of the product's inner dimension.
+    pub(super) fn run(&self) -> usize {
+        let runs = self.count * (self.channels / RUN);
+        if self.count > 1 && self.channels.is_multiple_of(RUN) && runs <= MAX_RUNS {
+            RUN
+        } else {
+            self.channels
+        }
+    }
+
+    /// Tap and first channel of a run: column by column of the kernel, all taps of
+    /// a column for some channels, then for the next.
+    pub(super) fn run_at(&self, run: usize) -> (usize, usize) {
+        let parts = self.channels / self.run();
+        let (mut first, mut rest) = (0, run);
+        loop {
+            let column = self.offsets[first][1];
+            let taps = &self.offsets[first..self.count];
+            let taps = taps.iter().take_while(|o| o[1] == column).count();
+            if rest < taps * parts || first + taps == self.count {
+                return (first + rest % taps, rest / taps * self.run());
+            }
+            rest -= taps * parts;
+            first += taps;
+        }
     }
 
     /// A 1x1 kernel that moves nothing: every pixel is an image of its own, so that
