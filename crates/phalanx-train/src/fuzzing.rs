@@ -21,6 +21,7 @@ pub const TARGETS: &[Target] = &[
     ("train_safetensors", safetensors, safetensors_seeds),
     ("train_pth_archive", pth_archive, pth_seeds),
     ("train_pth_pickle", pth_pickle, pickle_seeds),
+    ("train_image", image, image_seeds),
     ("train_proc_status", proc_status, proc_seeds),
 ];
 
@@ -116,6 +117,10 @@ fn read_pth(path: &Path) {
     for (_, tensor) in file.state_dict().into_iter().flatten() {
         assert_eq!(tensor.to_f32().len(), tensor.len());
     }
+    if let Ok((tensors, _)) = checkpoint::read_tensors(path) {
+        let bytes: usize = tensors.iter().map(|t| t.bytes.len()).sum();
+        assert!(bytes <= 16 << 20);
+    }
     if let Some(mut params) = model() {
         let before = checkpoint::weights_sha256(&params);
         if checkpoint::load_params(path, &mut params).is_err() {
@@ -166,6 +171,30 @@ fn pth_tensors() -> Vec<Saved> {
         saved("fc.weight", &[2, 3]),
         saved("norm.running_mean", &[2]),
     ]
+}
+
+fn image(data: &[u8]) {
+    if let Some((_file, path)) = file(data) {
+        for channels in [1, 3] {
+            if let Ok(pixels) = crate::image::read(&path, [2, 2, channels]) {
+                assert_eq!(pixels.len(), 4 * channels);
+            }
+        }
+    }
+}
+
+fn image_seeds() -> Vec<Vec<u8>> {
+    let png = || -> Option<Vec<u8>> {
+        let mut out = Vec::new();
+        let mut encoder = png::Encoder::new(&mut out, 2, 2);
+        encoder.set_color(png::ColorType::Grayscale);
+        let mut writer = encoder.write_header().ok()?;
+        writer.write_image_data(&[1, 2, 3, 4]).ok()?;
+        writer.finish().ok()?;
+        Some(out)
+    };
+    let pgm = b"P5 # c\n2 2\n255\n\x01\x02\x03\x04".to_vec();
+    png().into_iter().chain([pgm]).collect()
 }
 
 fn proc_status(data: &[u8]) {

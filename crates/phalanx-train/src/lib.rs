@@ -39,6 +39,7 @@ pub mod files;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;
+pub mod image;
 pub mod loader;
 pub mod metrics;
 pub mod mnist;

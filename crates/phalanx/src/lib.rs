@@ -21,6 +21,9 @@ mod download;
 #[allow(dead_code, reason = "main.rs uses the rest")]
 mod error;
 #[cfg(fuzzing)]
+#[allow(dead_code, reason = "main.rs uses the rest")]
+mod export;
+#[cfg(fuzzing)]
 #[doc(hidden)]
 pub mod fuzzing;
 #[cfg(fuzzing)]
@@ -32,6 +35,9 @@ mod launch;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
 mod plan;
+#[cfg(fuzzing)]
+#[allow(dead_code, reason = "main.rs uses the rest")]
+mod predict;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
 mod ranks;

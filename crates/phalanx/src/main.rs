@@ -6,12 +6,14 @@ mod cli;
 mod convert;
 mod download;
 mod error;
+mod export;
 #[cfg(test)]
 mod fuzzing;
 mod inspect;
 mod launch;
 mod log;
 mod plan;
+mod predict;
 mod ranks;
 mod stop;
 mod train;

@@ -10,7 +10,8 @@ use phalanx_nn::Params;
 use safetensors::{Dtype, SafeTensors};
 
 use super::{Tensor, tensors};
-use crate::pth::{DType, LEGACY_START, PthFile, ZIP_START, strip_module};
+use crate::pth::{DType, LEGACY_START, PthFile, Saved, ZIP_START, strip_module};
+use crate::state::{MODEL, State};
 use crate::{Error, Result};
 
 /// What a file of weights says beside them.
@@ -46,6 +47,75 @@ struct Found<'a> {
 /// when it is truncated, of neither format, or of another model, naming
 /// the first tensors that differ. `params` is then unchanged.
 pub fn load_params(path: &Path, params: &mut Params) -> Result<Loaded> {
+    with_tensors(path, |found, loaded| {
+        fill(path, params, found.into_iter().collect())?;
+        Ok(loaded)
+    })
+}
+
+/// All tensors of the file at `path`: safetensors, PyTorch's `.pth`, or the
+/// manifest (`.json`) of a resumable checkpoint, whose model it then is.
+///
+/// # Errors
+///
+/// As [`load_params`], but for the model; also `Data` when tensors that share
+/// memory in the file would take far more than the file when written out.
+pub fn read_tensors(path: &Path) -> Result<(Vec<Saved>, Loaded)> {
+    let file_bytes = std::fs::metadata(path).map_or(0, |m| m.len());
+    with_tensors(path, |found, loaded| {
+        let mut all = Vec::with_capacity(found.len());
+        let mut total_bytes = 0u64;
+        for (name, tensor) in found {
+            let Some(dtype) = tensor.dtype else {
+                return Err(Error::data(format!(
+                    "{}: {name} is {}, which PyTorch's older files cannot hold",
+                    path.display(),
+                    tensor.dtype_name
+                )));
+            };
+            let bytes = (tensor.shape.iter()).fold(dtype.size_bytes() as u64, |n, d| {
+                n.saturating_mul(*d as u64)
+            });
+            total_bytes = total_bytes.saturating_add(bytes);
+            // The state of a checkpoint lies beside its manifest.
+            if total_bytes > LARGEST_COPIES * file_bytes.max(1 << 20) && !is_manifest(path) {
+                return Err(Error::data(format!(
+                    "{}: its tensors share so much memory that, each by itself, they take more than {LARGEST_COPIES} \
+                     times the file",
+                    path.display()
+                )));
+            }
+            all.push(Saved {
+                name,
+                dtype,
+                shape: tensor.shape,
+                bytes: (tensor.bytes)().into_owned(),
+            });
+        }
+        Ok((all, loaded))
+    })
+}
+
+/// Tensors that share memory are written out as often as they are there, up
+/// to this many times the size of their file.
+const LARGEST_COPIES: u64 = 16;
+
+type AllFound<'a> = Vec<(String, Found<'a>)>;
+
+/// Gives `take` the tensors of a file of any kind.
+fn with_tensors<R>(path: &Path, take: impl FnOnce(AllFound<'_>, Loaded) -> Result<R>) -> Result<R> {
+    if is_manifest(path) {
+        let state = State::load(path)?;
+        let (mut found, loaded) = safetensors(path, state.data())?;
+        found.retain_mut(|(name, _)| match name.strip_prefix(MODEL) {
+            Some(inner) => {
+                *name = inner.to_owned();
+                true
+            }
+            None => false,
+        });
+        return take(found, loaded);
+    }
     if is_pytorch(path)? {
         let file = PthFile::read(path)?;
         let found = file.state_dict()?.into_iter().map(|(name, tensor)| {
@@ -57,25 +127,37 @@ pub fn load_params(path: &Path, params: &mut Params) -> Result<Loaded> {
             };
             (name, found)
         });
-        fill(path, params, found.collect())?;
-        return Ok(Loaded {
+        let loaded = Loaded {
             metadata: BTreeMap::new(),
             warnings: file.warnings().to_vec(),
-        });
+        };
+        return take(found.collect(), loaded);
     }
     let bytes = std::fs::read(path).map_err(|source| Error::io("cannot read", path, source))?;
+    let (mut found, loaded) = safetensors(path, &bytes)?;
+    strip_module(found.iter_mut().map(|(name, _)| name));
+    take(found, loaded)
+}
+
+fn is_manifest(path: &Path) -> bool {
+    path.extension().is_some_and(|e| e == "json")
+}
+
+/// The tensors of a safetensors file with these bytes, by name.
+fn safetensors<'a>(path: &Path, bytes: &'a [u8]) -> Result<(AllFound<'a>, Loaded)> {
     let broken = |source: safetensors::SafeTensorError| {
         Error::data(format!(
             "{} is no complete safetensors file: {}",
             path.display(),
-            explain(&source, &bytes)
+            explain(&source, bytes)
         ))
         .with_source(source)
     };
-    let file = SafeTensors::deserialize(&bytes).map_err(broken)?;
-    let (_, header) = SafeTensors::read_metadata(&bytes).map_err(broken)?;
-    let mut found: Vec<(String, Found<'_>)> = file
-        .iter()
+    let file = SafeTensors::deserialize(bytes).map_err(broken)?;
+    let (_, header) = SafeTensors::read_metadata(bytes).map_err(broken)?;
+    let mut found: AllFound<'a> = file
+        .tensors()
+        .into_iter()
         .map(|(name, view)| {
             let found = Found {
                 dtype_name: format!("{:?}", view.dtype()),
@@ -83,16 +165,16 @@ pub fn load_params(path: &Path, params: &mut Params) -> Result<Loaded> {
                 shape: view.shape().to_vec(),
                 bytes: Box::new(move || view.data().into()),
             };
-            (name.to_owned(), found)
+            (name, found)
         })
         .collect();
-    strip_module(found.iter_mut().map(|(name, _)| name));
-    fill(path, params, found.into_iter().collect())?;
+    found.sort_by(|a, b| a.0.cmp(&b.0));
     let metadata = header.metadata().clone().unwrap_or_default();
-    Ok(Loaded {
+    let loaded = Loaded {
         metadata: metadata.into_iter().collect(),
         warnings: Vec::new(),
-    })
+    };
+    Ok((found, loaded))
 }
 
 /// Whether the file starts like one of PyTorch's, old or new.

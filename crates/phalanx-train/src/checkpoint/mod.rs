@@ -19,7 +19,7 @@ use crate::Result;
 use crate::files::atomic_write_with;
 use crate::pth::{self, DType, Saved};
 
-pub use load::{Loaded, load_params};
+pub use load::{Loaded, load_params, read_tensors};
 pub(crate) use load::{explain, put};
 
 /// The key that the format reserves for metadata.
@@ -31,6 +31,17 @@ pub(crate) struct Tensor {
     pub shape: Vec<usize>,
     /// Row-major.
     pub values: Vec<f32>,
+}
+
+impl From<Tensor> for Saved {
+    fn from(tensor: Tensor) -> Saved {
+        Saved {
+            name: tensor.name,
+            dtype: DType::F32,
+            shape: tensor.shape,
+            bytes: little_endian(&tensor.values),
+        }
+    }
 }
 
 /// Parameters and buffers in ascending order of their names.
@@ -62,8 +73,7 @@ pub(crate) fn tensors(params: &Params) -> Vec<Tensor> {
 /// `DiskFull` or `Io`, naming the path; the file is then as it was before.
 pub fn save_pth(path: &Path, params: &Params) -> Result<()> {
     let saved = |info: &ParamInfo, values: &[f32]| {
-        let counts = info.name.rsplit('.').next() == Some("num_batches_tracked");
-        let (dtype, bytes) = if counts {
+        let (dtype, bytes) = if is_count(&info.name) {
             let whole = values.iter().flat_map(|v| (*v as i64).to_le_bytes());
             (DType::I64, whole.collect())
         } else {
@@ -136,15 +146,51 @@ pub fn save_params(
     params: &Params,
     metadata: &BTreeMap<String, String>,
 ) -> Result<()> {
-    let tensors = tensors(params);
+    let tensors: Vec<Saved> = tensors(params).into_iter().map(Saved::from).collect();
     atomic_write_with(path, |out| write_tensors(out, metadata, &tensors))
+}
+
+/// Writes `tensors` to `path` atomically: as PyTorch does where its name ends
+/// in `.pth` or `.pt`, as safetensors with `metadata` otherwise. Counts of
+/// batches (`num_batches_tracked`) are int64 for PyTorch.
+///
+/// # Errors
+///
+/// `DiskFull` or `Io`, naming the path; the file is then as it was before.
+pub fn save_tensors(
+    path: &Path,
+    mut tensors: Vec<Saved>,
+    metadata: &BTreeMap<String, String>,
+) -> Result<()> {
+    let torch = path.extension().is_some_and(|e| e == "pth" || e == "pt");
+    if !torch {
+        // As the library orders them: wider numbers first, so that all are aligned.
+        tensors.sort_by(|a, b| {
+            let width = |t: &Saved| std::cmp::Reverse(t.dtype.size_bytes());
+            (width(a), &a.name).cmp(&(width(b), &b.name))
+        });
+        return atomic_write_with(path, |out| write_tensors(out, metadata, &tensors));
+    }
+    for tensor in &mut tensors {
+        if is_count(&tensor.name) && tensor.dtype.is_float() {
+            let whole = tensor.dtype.to_f32(&tensor.bytes).into_iter();
+            tensor.bytes = whole.flat_map(|v| (v as i64).to_le_bytes()).collect();
+            tensor.dtype = DType::I64;
+        }
+    }
+    pth::save_state_dict(path, &tensors)
+}
+
+/// Whether PyTorch has a whole number under this name.
+fn is_count(name: &str) -> bool {
+    name.rsplit('.').next() == Some("num_batches_tracked")
 }
 
 /// Writes a safetensors file of `tensors` to `out`, in their order.
 pub(crate) fn write_tensors(
     out: &mut dyn Write,
     metadata: &BTreeMap<String, String>,
-    tensors: &[Tensor],
+    tensors: &[Saved],
 ) -> std::io::Result<()> {
     // Written by hand because the library keeps metadata in a hash map, whose
     // order, hence the file's bytes, would change from run to run.
@@ -154,9 +200,9 @@ pub(crate) fn write_tensors(
     }
     let mut offset = 0;
     for tensor in tensors {
-        let end = offset + tensor.values.len() * size_of::<f32>();
+        let end = offset + tensor.bytes.len();
         let entry = json!({
-            "dtype": "F32",
+            "dtype": tensor.dtype.safetensors_name(),
             "shape": tensor.shape,
             "data_offsets": [offset, end],
         });
@@ -169,7 +215,7 @@ pub(crate) fn write_tensors(
     out.write_all(&(header.len() as u64).to_le_bytes())?;
     out.write_all(&header)?;
     for tensor in tensors {
-        out.write_all(&little_endian(&tensor.values))?;
+        out.write_all(&tensor.bytes)?;
     }
     Ok(())
 }

@@ -111,7 +111,7 @@ pub fn check(folder: &Path) -> Result<()> {
 
 /// (x / 255 - mean) / deviation in float32, as torchvision's `ToTensor` and
 /// `Normalize` round it.
-pub(crate) fn normalised() -> [f32; 256] {
+pub fn normalised() -> [f32; 256] {
     std::array::from_fn(|x| (x as f32 / 255.0 - MEAN) / DEVIATION)
 }
 

@@ -59,6 +59,22 @@ impl DType {
         matches!(self, DType::F64 | DType::F32 | DType::F16 | DType::BF16)
     }
 
+    /// What safetensors call it.
+    pub(crate) fn safetensors_name(self) -> &'static str {
+        match self {
+            DType::F64 => "F64",
+            DType::F32 => "F32",
+            DType::F16 => "F16",
+            DType::BF16 => "BF16",
+            DType::I64 => "I64",
+            DType::I32 => "I32",
+            DType::I16 => "I16",
+            DType::I8 => "I8",
+            DType::U8 => "U8",
+            DType::Bool => "BOOL",
+        }
+    }
+
     pub(super) fn storage_class(self) -> &'static str {
         self.entry().1
     }

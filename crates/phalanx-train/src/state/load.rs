@@ -98,6 +98,11 @@ impl State {
         &self.manifest
     }
 
+    /// The data file's content.
+    pub(crate) fn data(&self) -> &[u8] {
+        &self.data
+    }
+
     /// Sets all parameters and buffers.
     ///
     /// # Errors

@@ -23,4 +23,5 @@ pub use background::Background;
 pub use folder::Folder;
 pub use load::State;
 pub use manifest::{Manifest, Place};
+pub(crate) use snapshot::MODEL;
 pub use snapshot::Snapshot;

@@ -9,9 +9,10 @@ use sha2::{Digest, Sha256};
 
 use super::manifest::{FORMAT, Manifest, Place, VERSION};
 use crate::checkpoint::{Tensor, tensors, write_tensors};
+use crate::pth::Saved;
 
 /// Before the names of parameters and buffers in the data file.
-pub(super) const MODEL: &str = "model.";
+pub(crate) const MODEL: &str = "model.";
 
 /// Before the names of the optimizer's buffers: `optimizer.BUFFER.PARAMETER`.
 pub(super) const OPTIMIZER: &str = "optimizer.";
@@ -63,19 +64,21 @@ impl Snapshot {
 
     /// Writes the data file's content to `out`.
     pub(super) fn write(&self, out: &mut dyn Write) -> std::io::Result<Written> {
-        let mut all: Vec<Tensor> = tensors(&self.params);
-        for tensor in &mut all {
+        let mut all: Vec<Saved> = Vec::new();
+        for mut tensor in tensors(&self.params) {
             tensor.name.insert_str(0, MODEL);
+            all.push(tensor.into());
         }
         let mut as_params = self.params.clone();
         for (buffer, values) in &self.optimizer {
             as_params.flat_mut().copy_from_slice(values);
             for (id, info) in as_params.ids().zip(as_params.infos()) {
-                all.push(Tensor {
+                let tensor = Tensor {
                     name: format!("{OPTIMIZER}{buffer}.{}", info.name),
                     shape: info.shape.clone(),
                     values: as_params.export(id),
-                });
+                };
+                all.push(tensor.into());
             }
         }
         let mut out = Hashed {

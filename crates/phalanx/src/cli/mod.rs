@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::error::Result;
-use crate::{bench, download, inspect, launch, plan, train};
+use crate::{bench, download, export, inspect, launch, plan, predict, train};
 use normalise::{Flag, normalise};
 
 /// Distributed data-parallel training: ranks that march in step.
@@ -33,6 +33,10 @@ struct Cli {
 enum Command {
     /// Train a model on N ranks.
     Train(Box<train::TrainArgs>),
+    /// Say what a trained network makes of images.
+    Predict(predict::PredictArgs),
+    /// Write a checkpoint's weights in another format, for PyTorch or safetensors.
+    Export(export::ExportArgs),
     /// Measure collectives and training steps.
     Bench(Box<bench::BenchArgs>),
     /// Start N ranks of any program, watch them, and end them together.
@@ -91,6 +95,8 @@ pub(crate) fn main() -> ExitCode {
 fn run(command: Command) -> Result<()> {
     match command {
         Command::Train(args) => train::run(*args),
+        Command::Predict(args) => predict::run(&args),
+        Command::Export(args) => export::run(&args),
         Command::Bench(args) => bench::run(*args),
         Command::Launch(cli) => launch::run(&cli),
         Command::Plan(args) => plan::run(&args),

@@ -21,6 +21,7 @@ mod trace;
 mod voice;
 
 pub use context::{RankContext, print};
+pub use program::Net;
 
 use std::path::PathBuf;
 use std::time::SystemTime;

@@ -1,0 +1,225 @@
+//! Single images in files: PNG, and netpbm's binary PGM and PPM.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+
+use crate::{Error, Result};
+
+/// Bytes of a netpbm header, comments included.
+const MAX_HEADER_BYTES: usize = 4096;
+
+/// Reads the image at `path` as height x width x channels bytes. Grey becomes
+/// three equal channels where three are wanted; colours become grey by the
+/// weights of ITU-R BT.601; transparency is dropped.
+///
+/// # Errors
+///
+/// `Usage` when there is no such file; `Io` when it cannot be read; `Data`,
+/// naming the file and what was expected, when it is of another kind or size, or damaged.
+pub fn read(path: &Path, shape: [usize; 3]) -> Result<Vec<u8>> {
+    let file = File::open(path).map_err(|source| match source.kind() {
+        std::io::ErrorKind::NotFound => {
+            Error::usage(format!("no image {}", path.display())).with_source(source)
+        }
+        _ => Error::io("cannot read", path, source),
+    })?;
+    let mut start = [0; 2];
+    let mut file = BufReader::new(file);
+    file.read_exact(&mut start)
+        .map_err(|source| Error::io("cannot read", path, source))?;
+    let whole = start.chain(file);
+    let (pixels, channels) = match &start {
+        [0x89, b'P'] => png(path, whole, shape)?,
+        b"P5" | b"P6" => netpbm(path, whole, shape)?,
+        _ => {
+            return Err(wrong(
+                path,
+                "it is neither PNG nor binary PGM or PPM".to_owned(),
+            ));
+        }
+    };
+    Ok(to_channels(&pixels, channels, shape[2]))
+}
+
+fn wrong(path: &Path, what: String) -> Error {
+    Error::data(format!("{}: {what}", path.display()))
+}
+
+/// An error unless the image has the model's size.
+fn check_size(path: &Path, width: usize, height: usize, [h, w, _]: [usize; 3]) -> Result<()> {
+    if (height, width) == (h, w) {
+        return Ok(());
+    }
+    Err(wrong(
+        path,
+        format!("it has {width} x {height} pixels, the model takes {w} x {h}"),
+    ))
+}
+
+fn png(path: &Path, data: impl Read, shape: [usize; 3]) -> Result<(Vec<u8>, usize)> {
+    let damaged = |e: png::DecodingError| wrong(path, format!("it is no PNG: {e}")).with_source(e);
+    // The library reads from what can seek.
+    let mut bytes = Vec::new();
+    data.take(64 << 20)
+        .read_to_end(&mut bytes)
+        .map_err(|source| Error::io("cannot read", path, source))?;
+    let mut decoder = png::Decoder::new(std::io::Cursor::new(bytes));
+    decoder.set_transformations(png::Transformations::normalize_to_color8());
+    let mut reader = decoder.read_info().map_err(damaged)?;
+    let (width, height) = reader.info().size();
+    check_size(path, width as usize, height as usize, shape)?;
+    let size_bytes = reader
+        .output_buffer_size()
+        .ok_or_else(|| wrong(path, "it is larger than memory".to_owned()))?;
+    let mut pixels = vec![0; size_bytes];
+    let frame = reader.next_frame(&mut pixels).map_err(damaged)?;
+    pixels.truncate(frame.buffer_size());
+    let channels = frame.color_type.samples();
+    Ok((pixels, channels))
+}
+
+/// `P5` grey or `P6` colours: width, height, largest value, one space, pixels.
+fn netpbm(path: &Path, data: impl BufRead, shape: [usize; 3]) -> Result<(Vec<u8>, usize)> {
+    let mut bytes = data.bytes();
+    let mut next = || match bytes.next() {
+        Some(Ok(byte)) => Ok(byte),
+        Some(Err(source)) => Err(Error::io("cannot read", path, source)),
+        None => Err(wrong(path, "it ends early".to_owned())),
+    };
+    let channels = match [next()?, next()?] {
+        [_, b'6'] => 3,
+        _ => 1,
+    };
+    let mut numbers = [0usize; 3];
+    let (mut found, mut digits, mut comment) = (0, false, false);
+    for _ in 0..MAX_HEADER_BYTES {
+        let byte = next()?;
+        match byte {
+            _ if comment => comment = byte != b'\n',
+            b'0'..=b'9' => {
+                digits = true;
+                numbers[found] = numbers[found]
+                    .saturating_mul(10)
+                    .saturating_add(usize::from(byte - b'0'));
+            }
+            _ if digits => {
+                digits = false;
+                found += 1;
+                comment = byte == b'#';
+                if found == 3 {
+                    break;
+                }
+            }
+            b'#' => comment = true,
+            _ if byte.is_ascii_whitespace() => {}
+            _ => return Err(wrong(path, "its header is no netpbm header".to_owned())),
+        }
+    }
+    let [width, height, largest] = numbers;
+    if found < 3 || largest != 255 {
+        return Err(wrong(
+            path,
+            format!("its largest value is {largest}; only 255 is read"),
+        ));
+    }
+    check_size(path, width, height, shape)?;
+    let mut pixels = Vec::with_capacity(width * height * channels);
+    for _ in 0..width * height * channels {
+        pixels.push(next()?);
+    }
+    Ok((pixels, channels))
+}
+
+/// Grey, grey and alpha, colours, or colours and alpha to 1 or 3 channels.
+fn to_channels(pixels: &[u8], from: usize, to: usize) -> Vec<u8> {
+    let each = pixels.chunks_exact(from.max(1));
+    each.flat_map(|pixel| {
+        let colours: [u8; 3] = match *pixel {
+            [r, g, b, ..] => [r, g, b],
+            [grey, ..] => [grey; 3],
+            [] => [0; 3],
+        };
+        let [r, g, b] = colours.map(u32::from);
+        // Rounded to nearest; equal channels stay what they are.
+        let grey = ((299 * r + 587 * g + 114 * b + 500) / 1000) as u8;
+        if to == 1 {
+            vec![grey]
+        } else {
+            colours.to_vec()
+        }
+    })
+    .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read_bytes(bytes: &[u8], shape: [usize; 3]) -> Result<Vec<u8>> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.img");
+        std::fs::write(&path, bytes).unwrap();
+        read(&path, shape)
+    }
+
+    fn png_of(color: png::ColorType, width: u32, pixels: &[u8]) -> Vec<u8> {
+        let mut out = Vec::new();
+        let rows = pixels.len() / color.samples() / width as usize;
+        let mut encoder = png::Encoder::new(&mut out, width, rows as u32);
+        encoder.set_color(color);
+        encoder.set_depth(png::BitDepth::Eight);
+        let mut writer = encoder.write_header().unwrap();
+        writer.write_image_data(pixels).unwrap();
+        writer.finish().unwrap();
+        out
+    }
+
+    #[test]
+    fn all_kinds_of_pixels_become_what_the_model_takes() {
+        use png::ColorType::{Grayscale, GrayscaleAlpha, Rgb, Rgba};
+        let grey = png_of(Grayscale, 2, &[0, 100, 200, 255]);
+        assert_eq!(read_bytes(&grey, [2, 2, 1]).unwrap(), [0, 100, 200, 255]);
+        assert_eq!(
+            read_bytes(&grey, [2, 2, 3]).unwrap(),
+            [0, 0, 0, 100, 100, 100, 200, 200, 200, 255, 255, 255]
+        );
+        let alpha = png_of(GrayscaleAlpha, 1, &[7, 0, 9, 255]);
+        assert_eq!(read_bytes(&alpha, [2, 1, 1]).unwrap(), [7, 9]);
+        let rgb = png_of(Rgb, 2, &[255, 0, 0, 0, 0, 255]);
+        assert_eq!(read_bytes(&rgb, [1, 2, 1]).unwrap(), [76, 29]);
+        let rgba = png_of(Rgba, 1, &[1, 2, 3, 4]);
+        assert_eq!(read_bytes(&rgba, [1, 1, 3]).unwrap(), [1, 2, 3]);
+        let pgm = b"P5 # a comment\n2 2\n# another\n255\n\x00\x64\xc8\xff";
+        assert_eq!(read_bytes(pgm, [2, 2, 1]).unwrap(), [0, 100, 200, 255]);
+        let ppm = b"P6\n1 1 255\n\x01\x02\x03";
+        assert_eq!(read_bytes(ppm, [1, 1, 3]).unwrap(), [1, 2, 3]);
+    }
+
+    #[test]
+    fn other_files_are_refused_by_name() {
+        let why = |bytes: &[u8]| read_bytes(bytes, [2, 2, 1]).unwrap_err().to_string();
+        let good = png_of(png::ColorType::Grayscale, 2, &[0; 4]);
+        for (bytes, reason) in [
+            (&b"GIF89a"[..], "neither PNG nor binary"),
+            (
+                b"P5 3 2 255\n",
+                "it has 3 x 2 pixels, the model takes 2 x 2",
+            ),
+            (b"P5 99999999999999999999 2 255\n", "the model takes 2 x 2"),
+            (b"P5 2 2 65535\n", "only 255 is read"),
+            (b"P5 2 2 255\nab", "it ends early"),
+            (b"P5 2 x", "no netpbm header"),
+            (&good[..good.len() - 20], "it is no PNG"),
+            (
+                &png_of(png::ColorType::Grayscale, 1, &[0; 4]),
+                "it has 1 x 4 pixels",
+            ),
+        ] {
+            let text = why(bytes);
+            assert!(text.contains("x.img") && text.contains(reason), "{text}");
+        }
+        let missing = read(Path::new("/nowhere/x.png"), [1, 1, 1]).unwrap_err();
+        assert!(missing.to_string().contains("no image /nowhere/x.png"));
+    }
+}

@@ -1,0 +1,48 @@
+//! `phalanx export`: the weights of a checkpoint in another format.
+
+use std::path::PathBuf;
+
+use phalanx_train::checkpoint::{read_tensors, save_tensors};
+
+use crate::error::{Error, Result};
+use crate::train::format::{bytes, plural};
+
+/// Arguments of `phalanx export`.
+#[derive(Debug, clap::Args)]
+pub struct ExportArgs {
+    /// Weights (.pth, .pt, .safetensors), or a resumable checkpoint's .json
+    #[arg(value_name = "CHECKPOINT")]
+    checkpoint: PathBuf,
+    /// The file to write; its ending says the format: .pth and .pt for torch.load, or .safetensors
+    #[arg(long, value_name = "FILE")]
+    to: PathBuf,
+}
+
+/// Runs `phalanx export`.
+///
+/// # Errors
+///
+/// Usage for another ending; those of reading and writing, naming the file.
+pub fn run(args: &ExportArgs) -> Result<()> {
+    let ending = args.to.extension().and_then(|e| e.to_str());
+    if !matches!(ending, Some("pth" | "pt" | "safetensors")) {
+        return Err(Error::usage(format!(
+            "--to {}: the name must end in .pth, .pt or .safetensors",
+            args.to.display()
+        )));
+    }
+    let (tensors, loaded) = read_tensors(&args.checkpoint)?;
+    for warning in &loaded.warnings {
+        eprintln!("warning: {warning}");
+    }
+    let total_bytes: usize = tensors.iter().map(|t| t.bytes.len()).sum();
+    let count = tensors.len();
+    save_tensors(&args.to, tensors, &loaded.metadata)?;
+    eprintln!(
+        "{}: {}, {}",
+        args.to.display(),
+        plural(count, "tensor"),
+        bytes(total_bytes)
+    );
+    Ok(())
+}
