@@ -116,6 +116,16 @@ pub(super) unsafe fn read(process: u64, from: u64, into: *mut u8, bytes: usize) 
 mod tests {
     use super::*;
 
+    /// Some containers forbid it; groups then stage everything.
+    fn is_forbidden() -> bool {
+        let mut byte = [0];
+        let forbidden = own(&[1], &mut byte).is_err();
+        if forbidden {
+            eprintln!("skipped: this system forbids process_vm_readv");
+        }
+        forbidden
+    }
+
     fn own(from: &[u8], into: &mut [u8]) -> io::Result<()> {
         let process = u64::from(std::process::id());
         // SAFETY: as long as the slice is.
@@ -131,6 +141,9 @@ mod tests {
 
     #[test]
     fn bytes_are_read_where_they_lie() {
+        if is_forbidden() {
+            return;
+        }
         let from: Vec<u8> = (0..100_003_u32).map(|i| i as u8).collect();
         let mut into = vec![0; from.len()];
         own(&from, &mut into).unwrap();
@@ -156,6 +169,9 @@ mod tests {
 
     #[test]
     fn marks_are_found_and_strangers_are_not() {
+        if is_forbidden() {
+            return;
+        }
         let mark = Mark::new().unwrap();
         let sign = mark.sign();
         assert!(sign.is_readable());

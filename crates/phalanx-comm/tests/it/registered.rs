@@ -188,8 +188,25 @@ fn moves_promise_the_same_where_the_kernel_reads() {
     }
 }
 
+/// Whether the system lets processes read each other: some containers do not.
+fn kernel_reads() -> bool {
+    let (from, mut into) = (7_u64, 0_u64);
+    let at = |place: *mut u64| libc::iovec {
+        iov_base: place.cast(),
+        iov_len: 8,
+    };
+    let (local, remote) = (at(&raw mut into), at((&raw const from).cast_mut()));
+    // SAFETY: both are eight bytes of ours; only `into` is written.
+    let got = unsafe { libc::process_vm_readv(libc::getpid(), &local, 1, &remote, 1, 0) };
+    got == 8 && into == 7
+}
+
 #[test]
 fn what_the_kernel_reads_is_not_staged() {
+    if !kernel_reads() {
+        eprintln!("skipped: this system forbids process_vm_readv, so everything is staged");
+        return;
+    }
     const COUNT: usize = 300_000;
     on_each(reading_groups(&[1 << 20; 3]), |group| {
         let input = vec![group.rank() as f32; COUNT];
