@@ -150,12 +150,18 @@ fn missing_data_says_what_is_expected_and_what_to_do() {
         "t10k-images-idx3-ubyte",
         "t10k-labels-idx1-ubyte",
         "each plain or .gz",
-        "The MNIST database of handwritten digits",
-        "Fashion-MNIST",
+        "phalanx download mnist --to ",
+        "pictures      (11.6 MB)",
         "--data synthetic",
     ] {
         assert!(text.contains(word), "{word} is not in: {text}");
     }
+    let fashion = dir.path().join("fashion");
+    let text = mnist::load(&fashion, Split::Train).unwrap_err().to_string();
+    assert!(
+        text.contains("phalanx download fashion-mnist --to "),
+        "{text}"
+    );
     let file = dir.path().join("file");
     fs::write(&file, "x").unwrap();
     let error = mnist::load(&file, Split::Train).unwrap_err();
