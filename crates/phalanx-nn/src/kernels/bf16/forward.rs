@@ -158,7 +158,7 @@ impl Job<'_> {
         let slots = l.copies * units.count * l.unit_slots();
         let temporary = if l.gathered { l.slot + 16 } else { 0 };
         // Reads of a last, partial tile end in the slots behind.
-        let len = (slots + SIDE) * l.slot / 2;
+        let len = (slots + SIDE) * l.pitch / 2;
         scratch(temporary + len, |memory| {
             let (packed, temporary) = memory.split_at_mut(len);
             let a = packed.as_mut_ptr().cast::<u16>();
@@ -174,7 +174,7 @@ impl Job<'_> {
                     let (tap, channel) = w.run_at(i);
                     let (copy, shift) = l.read(tap);
                     let slot = copy * units.count * l.unit_slots() + shift;
-                    *to = ((slot * l.slot + channel) * 2) as isize;
+                    *to = ((slot * l.pitch + channel) * 2) as isize;
                 }
             }
             let panel = pack::panel_len(self.window);
@@ -183,11 +183,11 @@ impl Job<'_> {
                 for p in (0..count).step_by(SIDE) {
                     let tile = |p: usize| {
                         let slot = l.slot_of(if p < count { p } else { 0 });
-                        packed[slot * l.slot / 2..].as_ptr().cast::<u8>()
+                        packed[slot * l.pitch / 2..].as_ptr().cast::<u8>()
                     };
                     let mut b = Block {
                         a: [tile(p), tile(p + 16)],
-                        a_stride: l.slot * 2,
+                        a_stride: l.pitch * 2,
                         offsets: offsets.as_ptr(),
                         runs,
                         run: run / DEPTH,

@@ -40,10 +40,21 @@ pub(super) struct Layout {
     steps: [usize; 2],
     /// Channels of a slot, a multiple of 32.
     pub slot: usize,
+    /// Values from a slot to the next, where slots are rows of a tile: not a multiple of
+    /// 512 bytes, or the rows would share few sets of the L1 cache.
+    pub pitch: usize,
     /// Products over slots: taps, or one when gathered.
     pub taps: usize,
     /// Copy and slots' distance in it, for each tap.
     reads: [(usize, usize); MAX_TAPS],
+}
+
+fn pitch(slot: usize) -> usize {
+    if slot.is_multiple_of(256) {
+        slot + DEPTH
+    } else {
+        slot
+    }
 }
 
 impl Layout {
@@ -69,11 +80,13 @@ impl Layout {
             first: [[0; 2]; MAX_TAPS],
             steps: w.step,
             slot: w.channels,
+            pitch: pitch(w.channels),
             taps: w.count,
             reads: [(0, 0); MAX_TAPS],
         };
         if l.gathered {
             l.slot = w.depth().next_multiple_of(DEPTH);
+            l.pitch = pitch(l.slot);
             (l.copies, l.taps) = (1, 1);
             return l;
         }

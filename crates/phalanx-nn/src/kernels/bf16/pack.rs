@@ -513,7 +513,7 @@ unsafe fn slots_body<P: Pack>(
                     if l.gathered {
                         for i in 0..l.width {
                             gather(w, source, image, row + line, i, temporary);
-                            narrow_all::<P>(&temporary[..l.slot], to.add(i * l.slot));
+                            narrow_all::<P>(&temporary[..l.slot], to.add(i * l.pitch));
                         }
                     } else if l.dense() {
                         let first = [l.row(copy, row, line), l.column(copy, 0)];
@@ -521,7 +521,7 @@ unsafe fn slots_body<P: Pack>(
                     } else {
                         let y = l.row(copy, row, line);
                         for i in 0..l.width {
-                            let to = to.add(i * l.slot);
+                            let to = to.add(i * l.pitch);
                             match pixel(w, image, y, l.column(copy, i)) {
                                 Some(p) => {
                                     narrow_all::<P>(&source[p * l.slot..(p + 1) * l.slot], to);
@@ -530,7 +530,7 @@ unsafe fn slots_body<P: Pack>(
                             }
                         }
                     }
-                    to = to.add(l.width * l.slot);
+                    to = to.add(l.width * l.pitch);
                 }
             }
         }
@@ -554,13 +554,19 @@ unsafe fn dense_line<P: Pack>(
     unsafe {
         match pixel(w, image, y, x + left as isize) {
             Some(p) => {
-                to.write_bytes(0, left * l.slot);
+                to.write_bytes(0, left * l.pitch);
                 let from = &source[p * l.slot..(p + end - left) * l.slot];
-                narrow_all::<P>(from, to.add(left * l.slot));
-                let right = (l.width - end) * l.slot;
-                to.add(end * l.slot).write_bytes(0, right);
+                if l.pitch == l.slot {
+                    narrow_all::<P>(from, to.add(left * l.slot));
+                } else {
+                    for (i, from) in from.chunks_exact(l.slot).enumerate() {
+                        narrow_all::<P>(from, to.add((left + i) * l.pitch));
+                    }
+                }
+                let right = (l.width - end) * l.pitch;
+                to.add(end * l.pitch).write_bytes(0, right);
             }
-            None => to.write_bytes(0, l.width * l.slot),
+            None => to.write_bytes(0, l.width * l.pitch),
         }
     }
 }
