@@ -37,6 +37,7 @@
 #![forbid(unsafe_code)]
 
 mod bucket;
+mod data_parallel;
 mod ddp;
 mod equal;
 mod error;
@@ -50,6 +51,7 @@ mod power_sgd;
 mod reducer;
 mod route;
 mod shards;
+mod stages;
 mod state;
 mod step;
 mod sync_norm;
@@ -59,6 +61,7 @@ mod vote;
 mod zero;
 
 pub use bucket::{BucketCaps, BucketPlan};
+pub use data_parallel::{DataParallel, Replica, Traffic};
 pub use ddp::{
     Buffers, DdpOptions, DdpState, Deterministic, DistributedDataParallel, Every, Unused,
 };
@@ -72,6 +75,7 @@ pub use hooks::{
 pub use joined::{JoinedShard, JoinedShards};
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
 pub use reducer::{Exchange, ParamSpec, Reducer, ReducerOptions};
+pub use stages::{Received, Sent, receive_activation, send_activation};
 pub use state::agree_on_state;
 pub use step::{Average, GlobalBatch, GlobalStep, Uneven};
 pub use sync_norm::SyncBatchNorm;

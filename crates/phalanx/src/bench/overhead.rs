@@ -60,7 +60,7 @@ pub fn run(ctx: &RankContext, args: &TrainBenchArgs, trainer: &mut Trainer) -> R
     let (low, high) = (percent[quarter], percent[percent.len() - 1 - quarter]);
     if args.json {
         let line = json!({
-            "model": args.recipe.key(), "world": ctx.world(), "threads": ctx.threads, "batch": args.batch,
+            "model": args.recipe.key(), "world": ctx.world(), "threads": ctx.threads, "precision": args.precision.title(), "batch": args.batch,
             "blocks": blocks, "block_steps": BLOCK, "step_ms_median": synced_ms, "alone_ms_median": alone_ms,
             "overhead_percent": overhead, "overhead_percent_quartiles": [low, high],
             "overhead_percent_undisturbed": undisturbed,
@@ -68,10 +68,11 @@ pub fn run(ctx: &RankContext, args: &TrainBenchArgs, trainer: &mut Trainer) -> R
         return ctx.line(&line.to_string());
     }
     ctx.line(&format!(
-        "{} fp32, {}, batch {} a rank\nstep          {synced_ms:.2} ms, {alone_ms:.2} ms without communication (medians of \
+        "{} {}, {}, batch {} a rank\nstep          {synced_ms:.2} ms, {alone_ms:.2} ms without communication (medians of \
          {blocks} blocks of {BLOCK} steps each)\noverhead      {overhead:.1} % (median of pairs of blocks; middle half \
          {low:.1} to {high:.1} %), {undisturbed:.1} % between the fastest tenths",
         args.recipe.title(),
+        args.precision.describe(),
         ctx.describe(),
         args.batch,
     ))
