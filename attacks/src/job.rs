@@ -54,6 +54,8 @@ pub struct Job {
     started: Instant,
     ended: Option<Instant>,
     peaks: BTreeMap<u32, u64>,
+    /// Its processes at the last look.
+    pub family: BTreeSet<u32>,
     /// Processes whose arguments or environment showed the token.
     leaks: BTreeSet<u32>,
 }
@@ -101,6 +103,7 @@ impl Job {
             started: Instant::now(),
             ended: None,
             peaks: BTreeMap::new(),
+            family: BTreeSet::new(),
             leaks: BTreeSet::new(),
         };
         for node in 0..nodes {
@@ -165,7 +168,9 @@ impl Job {
         let secret = self.token.to_hex();
         self.leaks
             .extend(family.iter().filter(|pid| proc::shows(**pid, &secret)));
-        proc::listening(&family)
+        let places = proc::listening(&family);
+        self.family = family;
+        places
     }
 
     /// Whether all launchers have ended.

@@ -1,11 +1,14 @@
 //! One connection to the victim, over TCP or a Unix socket, with patience.
 
 use std::fmt;
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, IoSlice, Read, Write};
+use std::mem::MaybeUninit;
 use std::net::{Ipv4Addr, Shutdown, SocketAddr};
+use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use phalanx_wire::handshake::{Awaiting, PREFIX_BYTES, body_bytes};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use socket2::{Domain, SockAddr, Socket, Type};
 
 /// Where somebody listens.
@@ -98,6 +101,20 @@ impl Line {
     /// Sends; the other side may close in the middle of it.
     pub fn say(&mut self, bytes: &[u8]) -> bool {
         (&self.socket).write_all(bytes).is_ok()
+    }
+
+    /// Sends with descriptors attached, over a Unix socket.
+    pub fn say_with(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> bool {
+        let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(fds.len()))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        control.push(SendAncillaryMessage::ScmRights(fds))
+            && sendmsg(
+                &self.socket,
+                &[IoSlice::new(bytes)],
+                &mut control,
+                SendFlags::NOSIGNAL,
+            )
+            .is_ok()
     }
 
     /// No more from us, but we still listen.

@@ -96,6 +96,24 @@ fn unix_listener(line: &str) -> Option<(Place, u64)> {
     listens.then(|| (Place::Unix(name.to_owned()), inode))
 }
 
+/// Unix sockets in the abstract name space that listen now, of any process:
+/// name and inode.
+pub fn abstract_listeners() -> Vec<(String, u64)> {
+    let unix = fs::read_to_string("/proc/net/unix").unwrap_or_default();
+    let found = unix.lines().filter_map(unix_listener);
+    found
+        .filter_map(|(place, inode)| match place {
+            Place::Unix(name) => Some((name, inode)),
+            Place::Tcp(_) => None,
+        })
+        .collect()
+}
+
+/// Whether one of these processes holds the socket.
+pub fn holds(pids: &BTreeSet<u32>, inode: u64) -> bool {
+    sockets(pids).contains(&inode)
+}
+
 /// The most memory each process ever had, in KiB.
 pub fn peaks(pids: &BTreeSet<u32>) -> BTreeMap<u32, u64> {
     pids.iter()
@@ -131,6 +149,9 @@ mod tests {
         let address = std::os::unix::net::SocketAddr::from_abstract_name(&name).unwrap();
         let _unix = UnixListener::bind_addr(&address).unwrap();
         let me = family(&[std::process::id()]);
+        let listeners = abstract_listeners();
+        let inode = listeners.iter().find(|(n, _)| *n == name).unwrap().1;
+        assert!(holds(&me, inode) && !holds(&BTreeSet::new(), inode));
         let found = listening(&me);
         assert!(found.contains(&Place::Tcp(tcp.local_addr().unwrap())));
         assert!(found.contains(&Place::Unix(name)));

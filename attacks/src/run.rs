@@ -10,7 +10,7 @@ use phalanx_garble::Dice;
 use phalanx_store::{ErrorKind as StoreKind, Store};
 
 use crate::Cli;
-use crate::attack::{ALL, Attack, How, Shot, Who};
+use crate::attack::{ALL, Attack, How, SELDOM, Shot, Who};
 use crate::check::{MEMBERS_KIB, STRANGERS_KIB, compare, refusals};
 use crate::job::{Job, Kind, Trace};
 use crate::line::Place;
@@ -162,7 +162,7 @@ fn report(attack: &Attack, tallies: &Tallies, wrong: &mut Vec<String>) {
     for answer in tally.answers.keys().filter(|a| !attack.who.may_hear(a)) {
         wrong.push(format!("{}: was answered \"{answer}\"", attack.name));
     }
-    if tally.attempts == 0 {
+    if tally.attempts == 0 && !SELDOM.contains(&attack.name) {
         wrong.push(format!(
             "{}: no attempt was made; give it more --seconds",
             attack.name
@@ -214,7 +214,8 @@ fn attacked(
         }
         let watch = |job: &mut Job| -> Result<(), String> {
             while !job.has_ended()? {
-                for place in scene.update(job.look()) {
+                let places = job.look();
+                for place in scene.update(&job.family, places) {
                     let (scene, recorded) = (&scene, &recorded);
                     scope.spawn(move || volley(scope, scene, attacks, recorded, tallies, place));
                 }

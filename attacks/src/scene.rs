@@ -115,6 +115,8 @@ impl Tallies {
 pub struct Scene {
     /// Where the job listens now.
     places: Mutex<BTreeSet<Place>>,
+    /// The job's processes.
+    family: Mutex<BTreeSet<u32>>,
     /// The job's secret.
     pub token: Token,
     /// Where its store listens: what members know.
@@ -129,6 +131,7 @@ impl Scene {
     pub fn new(token: Token, store: SocketAddr) -> Scene {
         Scene {
             places: Mutex::default(),
+            family: Mutex::default(),
             token,
             store,
             turn: AtomicU64::new(0),
@@ -136,8 +139,16 @@ impl Scene {
         }
     }
 
-    /// Tells the attackers where the job listens; returns what is new.
-    pub fn update(&self, now: BTreeSet<Place>) -> Vec<Place> {
+    /// The job's processes as they were a moment ago.
+    pub fn family(&self) -> BTreeSet<u32> {
+        let family = self.family.lock().unwrap_or_else(PoisonError::into_inner);
+        family.clone()
+    }
+
+    /// Tells the attackers who the job is and where it listens; returns what is
+    /// new.
+    pub fn update(&self, family: &BTreeSet<u32>, now: BTreeSet<Place>) -> Vec<Place> {
+        family.clone_into(&mut self.family.lock().unwrap_or_else(PoisonError::into_inner));
         let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
         let new = now.difference(&places).cloned().collect();
         *places = now;

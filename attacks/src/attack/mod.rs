@@ -4,6 +4,7 @@ mod crowd;
 mod foreign;
 mod handshake;
 mod member;
+mod memory;
 
 use std::cell::RefCell;
 
@@ -100,8 +101,11 @@ const fn siege(
     }
 }
 
+/// Attacks at what is open for moments only, so that a short run may miss it.
+pub const SELDOM: [&str; 1] = ["memory-door"];
+
 /// Every attack there is.
-pub const ALL: [Attack; 31] = [
+pub const ALL: [Attack; 32] = [
     shots(
         "port-scan",
         Who::Stranger,
@@ -272,6 +276,12 @@ pub const ALL: [Attack; 31] = [
         crowd::door,
     ),
     siege(
+        "memory-door",
+        Who::Stranger,
+        "hands descriptors to the Unix socket that hands out memory",
+        memory::door,
+    ),
+    siege(
         "duplicate-rank",
         Who::Mad,
         "claims both ranks' places in the store while they meet",
@@ -293,6 +303,7 @@ mod tests {
     #[test]
     fn names_are_unique() {
         let names: BTreeSet<_> = ALL.iter().map(|a| a.name).collect();
+        assert!(SELDOM.iter().all(|name| names.contains(name)));
         assert_eq!(names.len(), ALL.len());
     }
 

@@ -18,6 +18,11 @@ pub const TARGETS: &[Target] = &[
     ),
     ("comm_segment", transport::segment, transport::segment_seeds),
     ("comm_roster", transport::roster, transport::roster_seeds),
+    (
+        "comm_unix_hello",
+        transport::unix_hello,
+        transport::unix_hello_seeds,
+    ),
     ("comm_control", transport::control, transport::control_seeds),
     ("comm_cores", wait::cores, wait::cores_seeds),
     (

@@ -1,7 +1,8 @@
-//! What the program reads of its environment and of other processes, fed
+//! What the program reads of its environment, of other processes and of dumps, fed
 //! with garbage: the bodies of the fuzz targets in `fuzz/`, which the tests
 //! here run on garbled seeds.
 
+use crate::inspect::fuzzing as inspect;
 use crate::launch::fuzzing as launch;
 
 /// Name, body, seeds.
@@ -13,6 +14,7 @@ pub const TARGETS: &[Target] = &[
     ("phalanx_launch_args", launch::args, launch::args_seeds),
     ("phalanx_messages", launch::messages, launch::messages_seeds),
     ("phalanx_system", launch::system, launch::system_seeds),
+    ("phalanx_dumps", inspect::dumps, inspect::dumps_seeds),
     ("phalanx_words", words, words_seeds),
 ];
 

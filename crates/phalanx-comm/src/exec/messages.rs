@@ -121,7 +121,7 @@ impl Executor {
             let error = self.poison_over(error, cause);
             let error = error.with_rank(rank).with_operation(&**name);
             self.failed = Some(error.clone());
-            self.flight.failed(&error.to_string());
+            self.flight.failed(&error);
             error
         })
     }

@@ -277,7 +277,7 @@ impl Executor {
             let cause = format!("{} in {signature}", error.message());
             let error = named(self.poison_over(error, cause));
             self.failed = Some(error.clone());
-            self.flight.failed(&error.to_string());
+            self.flight.failed(&error);
             error
         })
     }

@@ -39,7 +39,7 @@ use self::registry::Registry;
 use crate::exec::{Board, Executor, Limits};
 use crate::host::{Arena, CollectiveBytes, Counters};
 use crate::plan::Hosts;
-use crate::recorder::{Flight, Place, Recorder, Watched};
+use crate::recorder::{Failure, Flight, Place, Recorder, Watched};
 use crate::select::{Algorithm, Costs, Rules, Selector};
 use crate::transport::{AbortHandle, BindAddr, Mesh, Poison, TransportKind, thread_mesh_with};
 use crate::wait::{Budgets, Callers, Topology};
@@ -120,7 +120,7 @@ impl Drop for Core {
     fn drop(&mut self) {
         if std::thread::panicking() {
             let reason = format!("rank {} panicked", self.rank);
-            self.recorder.failed(&reason);
+            self.recorder.failed(&reason, Failure::Panicked);
         }
     }
 }
@@ -459,7 +459,7 @@ impl ProcessGroup {
     /// in flight fail with `Aborted`, naming this rank and `cause` (of which
     /// 400 bytes are kept). The first cause wins.
     pub fn abort(&self, cause: &str) {
-        self.core.recorder.failed(cause);
+        self.core.recorder.failed(cause, Failure::Aborted);
         self.core.abort.poison(&Poison::new(self.core.rank, cause));
     }
 

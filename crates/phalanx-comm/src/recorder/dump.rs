@@ -12,7 +12,7 @@ use super::layout::{
 };
 use super::memory;
 use crate::plan::{Collective, Method};
-use crate::{DType, ReduceOp};
+use crate::{DType, ErrorKind, ReduceOp};
 
 /// How far an operation came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -109,6 +109,61 @@ pub struct Entry {
     pub slowest: Option<u32>,
 }
 
+/// Why a rank gave up, as far as a reader of dumps must tell it apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Failure {
+    /// It lost a peer: that died, left, or the connection to it broke.
+    PeerLost,
+    /// A deadline passed.
+    Timeout,
+    /// Ranks were in different operations.
+    Desync,
+    /// The group was aborted, by this rank or another.
+    Aborted,
+    /// Its thread panicked.
+    Panicked,
+    /// Anything else, also what a newer version may call it.
+    #[serde(other)]
+    Other,
+}
+
+impl Failure {
+    const ALL: [Failure; 6] = [
+        Failure::PeerLost,
+        Failure::Timeout,
+        Failure::Desync,
+        Failure::Aborted,
+        Failure::Panicked,
+        Failure::Other,
+    ];
+
+    /// For the recorder's memory; 0 is none.
+    pub(super) fn code(self) -> u64 {
+        Self::ALL
+            .iter()
+            .position(|known| *known == self)
+            .map_or(0, |at| at as u64 + 1)
+    }
+
+    fn from_code(code: u64) -> Option<Failure> {
+        let at = usize::try_from(code.checked_sub(1)?).ok()?;
+        Some(Self::ALL.get(at).copied().unwrap_or(Failure::Other))
+    }
+
+    /// What an error is.
+    pub(crate) fn of(kind: ErrorKind) -> Failure {
+        match kind {
+            ErrorKind::PeerLost => Failure::PeerLost,
+            ErrorKind::Timeout => Failure::Timeout,
+            ErrorKind::Desync => Failure::Desync,
+            ErrorKind::Aborted => Failure::Aborted,
+            _ => Failure::Other,
+        }
+    }
+}
+
 /// What one rank's recorder held at one moment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Dump {
@@ -127,6 +182,9 @@ pub struct Dump {
     /// Why it was taken, if something failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
+    /// What kind of failure that was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failure: Option<Failure>,
     /// How the process ended, if whoever took the dump knows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended: Option<String>,
@@ -214,6 +272,7 @@ impl Dump {
             host: host_name(),
             pid: words[head::OWNER] as u32,
             reason: Some(text(head::REASON, head::REASON_WORDS)).filter(|text| !text.is_empty()),
+            failure: Failure::from_code(words[head::FAILURE]),
             ended: None,
             taken_ns,
             taken_unix_ns: now

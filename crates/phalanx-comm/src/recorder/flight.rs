@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use super::cell::Cell;
 use super::layout::{entry, state};
-use super::{Recorder, Watched, monitor, root};
+use super::{Failure, Recorder, Watched, monitor, root};
+use crate::Error;
 use crate::exec::{Operation, Signature};
 use crate::plan::Collective;
 use crate::transport::Interest;
@@ -316,8 +317,9 @@ impl Flight {
 
     /// Writes the reason down, and the recorder out.
     #[cold]
-    pub(crate) fn failed(&self, reason: &str) {
-        self.recorder.failed(reason);
+    pub(crate) fn failed(&self, error: &Error) {
+        let failure = Failure::of(error.kind());
+        self.recorder.failed(&error.to_string(), failure);
     }
 }
 

@@ -45,6 +45,8 @@ pub(crate) mod head {
     /// Why: text, padded with zeros.
     pub(crate) const REASON: usize = 17;
     pub(crate) const REASON_WORDS: usize = 64;
+    /// What kind of failure it was; 0: not said. See `Failure`.
+    pub(crate) const FAILURE: usize = 81;
     /// Tickets given out; on a cache line of its own.
     pub(crate) const TICKETS: usize = 96;
     /// Where the rank wants its dumps: a path, padded with zeros.

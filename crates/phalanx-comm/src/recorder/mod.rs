@@ -41,7 +41,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-pub use dump::{Dump, Entry, Phase, Position, State};
+pub use dump::{Dump, Entry, Failure, Phase, Position, State};
 pub use file::{DumpError, MAX_DUMP_BYTES};
 pub use memory::create_memory;
 
@@ -290,13 +290,16 @@ impl Recorder {
 
     /// The rank failed: the first reason is kept, and the recorder written.
     #[cold]
-    pub(crate) fn failed(&self, reason: &str) {
+    pub(crate) fn failed(&self, reason: &str, failure: Failure) {
         let at = self.memory.word(head::FAILED_AT);
         let now = self.clock.ticks().max(1);
         if at.compare_exchange(0, now, Acquire, Relaxed).is_ok() {
             layout::write_text(reason, head::REASON_WORDS, |i, word| {
                 self.memory.word(head::REASON + i).store(word, Relaxed);
             });
+            self.memory
+                .word(head::FAILURE)
+                .store(failure.code(), Relaxed);
         }
         if self.is_shared || self.dumped.swap(true, Relaxed) {
             return;

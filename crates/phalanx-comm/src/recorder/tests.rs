@@ -161,11 +161,12 @@ fn phase_position_and_reason_are_in_the_dump() {
     recorder.set_phase("loading data");
     recorder.set_position(3, 212);
     std::thread::sleep(Duration::from_millis(30));
-    recorder.failed("rank 2 is gone");
-    recorder.failed("an echo of it");
+    recorder.failed("rank 2 is gone", Failure::PeerLost);
+    recorder.failed("an echo of it", Failure::Aborted);
     let dump = recorder.dump();
     assert_eq!((dump.rank, dump.world), (1, 4));
     assert_eq!(dump.reason.as_deref(), Some("rank 2 is gone"));
+    assert_eq!(dump.failure, Some(Failure::PeerLost));
     let at = dump.position.unwrap();
     assert_eq!((at.epoch, at.step), (3, 212));
     let phase = dump.phase.unwrap();
@@ -322,4 +323,21 @@ fn hostile_files_are_refused_or_tamed() {
     std::fs::write(&path, vec![b' '; MAX_DUMP_BYTES as usize + 1]).unwrap();
     let error = Dump::read(&path).unwrap_err().to_string();
     assert!(error.contains("rank-0.json: larger than 8 MiB"), "{error}");
+}
+
+#[test]
+fn a_failure_of_a_newer_version_is_another_one() {
+    let recorder = recorder();
+    recorder.failed("rank 2 is gone", Failure::PeerLost);
+    let dir = tempfile::tempdir().unwrap();
+    let path = recorder.dump().write_into(dir.path()).unwrap();
+    let text = std::fs::read_to_string(path).unwrap();
+    let read = |text: &str| Dump::from_json(text.as_bytes()).unwrap().0.failure;
+    assert_eq!(read(&text), Some(Failure::PeerLost));
+    let newer = text.replace("\"peer_lost\"", "\"out_of_coffee\"");
+    assert_eq!(read(&newer), Some(Failure::Other));
+    // Written before there were kinds.
+    let older = text.replace("\"failure\":\"peer_lost\",", "");
+    assert_ne!(older, text);
+    assert_eq!(read(&older), None);
 }

@@ -8,8 +8,10 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use phalanx_store::{MemStore, Store};
+use phalanx_store::{MemStore, Store, auth};
+use phalanx_wire::Token;
 use phalanx_wire::frame::{Header, Kind};
+use phalanx_wire::handshake::{Hello, RejectReason, Role};
 
 use super::form::{Member, Rendezvous};
 use super::layout::Layout;
@@ -61,6 +63,7 @@ pub(crate) fn failure_mark_seeds() -> Vec<Vec<u8>> {
     vec![
         b"1\nno such file".to_vec(),
         b"18446744073709551615\n".to_vec(),
+        b"lost 2\nrank 2 is gone".to_vec(),
     ]
 }
 
@@ -244,5 +247,99 @@ pub(crate) fn control_seeds() -> Vec<Vec<u8>> {
         frame(Kind::Abort, b"disk full"),
         frame(Kind::Goodbye, b""),
         frame(Kind::Heartbeat, b""),
+    ]
+}
+
+/// At the door of the Unix socket where a host hands out its memory. The first
+/// byte says who comes: a stranger, whose bytes all the rest is, or a member
+/// with a hello of these bytes, whose greeting is what is left of them.
+pub(crate) fn unix_hello(data: &[u8]) {
+    let (Some((first, rest)), Ok((mut host, mut guest))) = (data.split_first(), UnixStream::pair())
+    else {
+        return;
+    };
+    let rest = &rest[..rest.len().min(4096)];
+    let Ok(token) = Token::from_hex(&"07".repeat(32)) else {
+        return;
+    };
+    let me = Hello::new(Role::SharedMemory, token.job_id())
+        .rank(0)
+        .world(3);
+    let patience = Duration::from_secs(5);
+    let decide = |peer: &Hello| {
+        me.check_same_group(peer)?;
+        match peer.role {
+            Role::SharedMemory => Ok(me),
+            _ => Err(RejectReason::WrongRole),
+        }
+    };
+    if first & 1 == 0 {
+        let _ = guest.write_all(rest);
+        let _ = guest.shutdown(Shutdown::Write);
+        // It has no token, so it proves nothing.
+        assert!(auth::accept(&mut host, &token, patience, decide).is_err());
+        return;
+    }
+    let mut field = rest.iter().copied();
+    let mut next = || field.next().map_or(0, u32::from);
+    let roles = [
+        Role::SharedMemory,
+        Role::Peer,
+        Role::Control,
+        Role::StoreClient,
+    ];
+    let role = roles[next() as usize % 4];
+    let hello = Hello::new(role, token.job_id() ^ u64::from(next() & 1))
+        .rank(next())
+        .world(next())
+        .epoch(next())
+        .group(next())
+        .stream(next() as u16);
+    let is_member = me.check_same_group(&hello).is_ok() && hello.role == Role::SharedMemory;
+    std::thread::scope(|scope| {
+        let token = &token;
+        let comes = scope.spawn(move || {
+            let met = auth::initiate(&mut guest, hello, token, patience);
+            if met.is_ok() {
+                let greeting = rest.get(7..).unwrap_or_default();
+                let fds = vec![guest.as_fd(); usize::from(first >> 1) % 4];
+                if !greeting.is_empty() {
+                    let _ = shm::send(&guest, greeting, &fds);
+                }
+            }
+            let _ = guest.shutdown(Shutdown::Both);
+            met.is_ok()
+        });
+        let accepted = auth::accept(&mut host, token, patience, decide);
+        assert_eq!(accepted.is_ok(), is_member);
+        if accepted.is_ok() {
+            let _ = host.set_read_timeout(Some(patience));
+            if let Ok((pid, _)) = shm::receive_greeting(&mut host) {
+                let sent = rest.get(7..11).and_then(|bytes| bytes.first_chunk());
+                assert_eq!(sent.map(|bytes| u32::from_le_bytes(*bytes)), Some(pid));
+            }
+        }
+        drop(host);
+        assert_eq!(comes.join().ok(), Some(is_member));
+    });
+}
+
+pub(crate) fn unix_hello_seeds() -> Vec<Vec<u8>> {
+    // The world is 3, epoch and group are 0; one descriptor and a pid.
+    let member = |descriptors: u8| {
+        let mut bytes = vec![1 + 2 * descriptors, 0, 0, 1, 3, 0, 0, 0];
+        bytes.extend(4711_u32.to_le_bytes());
+        bytes
+    };
+    let mut stranger = vec![0];
+    stranger.extend(b"PHHS\x01\x01\x44\0");
+    stranger.resize(77, 9);
+    vec![
+        member(1),
+        member(0),
+        member(3),
+        stranger,
+        b"\0GET / HTTP/1.1\r\n\r\n".to_vec(),
+        vec![1, 1, 1, 9, 9, 9, 9, 9],
     ]
 }

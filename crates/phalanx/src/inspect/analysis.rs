@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 
-use phalanx_comm::recorder::{Dump, Entry, State};
+use phalanx_comm::recorder::{Dump, Entry, Failure, State};
 use serde::Serialize;
 
 use crate::launch::rank_list;
@@ -313,10 +313,7 @@ fn waiting(story: &mut Story, views: &[View<'_>]) -> Option<String> {
         // All came; they say themselves whom they wait for. But where a
         // connection broke, both its ends left, and the others wait for those
         // or for each other as it happens: the first failure tells then.
-        let broke = |view: &View<'_>| {
-            let reason = view.dump.reason.as_deref();
-            reason.is_some_and(|reason| reason.contains(" is gone: "))
-        };
+        let broke = |view: &View<'_>| view.dump.failure == Some(Failure::PeerLost);
         let mut votes: BTreeMap<usize, usize> = BTreeMap::new();
         let asked = if views.iter().any(broke) {
             &[][..]

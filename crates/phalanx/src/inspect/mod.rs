@@ -2,6 +2,8 @@
 
 pub(crate) mod analysis;
 mod find;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 mod table;
 
 use std::io::Write;

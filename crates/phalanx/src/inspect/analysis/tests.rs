@@ -49,6 +49,7 @@ fn dump(rank: usize, done: u64, running: Option<u64>) -> Dump {
         host: "node-a".into(),
         pid: 100,
         reason: None,
+        failure: None,
         ended: None,
         taken_ns: 900 * S,
         taken_unix_ns: 2000 * S,
@@ -219,6 +220,7 @@ fn nobody_is_blamed_by_vote_for_a_broken_connection() {
         dumps[rank].entries[0].awaited = vec![2];
     }
     dumps[3].reason = Some("all_reduce: rank 1 is gone: its connection was closed".into());
+    dumps[3].failure = Some(Failure::PeerLost);
     let story = tell(&dumps);
     let sentence = &story.sentence;
     assert!(sentence.ends_with("all have come to it"), "{sentence}");
