@@ -12,7 +12,7 @@
 //!     sent.backward(grads)?;                      // waits for rank 1's gradient
 //! } else {
 //!     let (x, received) = receive_activation(group, step, &[64, 128], 0)?;
-//!     let loss = x.relu()?.sum()?;                // forward of rank 1's layers
+//!     let loss = x.relu()?.sum(&[0, 1], false)?; // forward of rank 1's layers
 //!     loss.backward(grads)?;
 //!     received.send_gradient()?;
 //! }
