@@ -81,9 +81,9 @@ fn a_training_goes_on_as_if_it_had_not_stopped() {
             let grads = gradients(&params, seed);
             optimizer.step(&mut params, &grads).unwrap();
         }
-        folder
-            .save(&snapshot(&params, optimizer.as_ref(), 3))
-            .unwrap();
+        let more = vec![("error".to_owned(), vec![0.1, -0.0, f32::MAX])];
+        let taken = snapshot(&params, optimizer.as_ref(), 3).with_more(more.clone());
+        folder.save(&taken).unwrap();
 
         let (state, damaged) = folder.newest().unwrap();
         let state = state.unwrap();
@@ -91,6 +91,9 @@ fn a_training_goes_on_as_if_it_had_not_stopped() {
         assert_eq!(state.manifest().place, at(3));
         assert_eq!(state.manifest().facts, facts());
         assert_eq!(state.manifest().progress, json!({"accuracies": [0.5]}));
+        assert_eq!(state.more("error", 3).unwrap(), more[0].1);
+        let error = state.more("error", 4).unwrap_err().to_string();
+        assert!(error.contains("more.error is F32 of shape [3]"), "{error}");
         let mut resumed = model(-1.0);
         let mut theirs = optimizers(&resumed).swap_remove(kind);
         state.restore_params(&mut resumed).unwrap();

@@ -9,7 +9,7 @@ use safetensors::{Dtype, SafeTensors};
 use sha2::{Digest, Sha256};
 
 use super::manifest::{FORMAT, Manifest, VERSION};
-use super::snapshot::{MODEL, OPTIMIZER};
+use super::snapshot::{MODEL, MORE, OPTIMIZER};
 use crate::checkpoint::{explain, put, tensors};
 use crate::pth::DType;
 use crate::{Error, Result};
@@ -159,6 +159,16 @@ impl State {
                 self.wrong(format_args!("it is of another optimizer: {source}"))
                     .with_source(source)
             })
+    }
+
+    /// The list of `len` numbers that was saved under this name
+    /// ([`Snapshot::with_more`](super::Snapshot::with_more)).
+    ///
+    /// # Errors
+    ///
+    /// `Data` when there is none, or it has another length.
+    pub fn more(&self, name: &str, len: usize) -> Result<Vec<f32>> {
+        self.values(&self.tensors()?, &format!("{MORE}{name}"), &[len])
     }
 
     fn tensors(&self) -> Result<SafeTensors<'_>> {

@@ -17,11 +17,15 @@ pub(crate) const MODEL: &str = "model.";
 /// Before the names of the optimizer's buffers: `optimizer.BUFFER.PARAMETER`.
 pub(super) const OPTIMIZER: &str = "optimizer.";
 
+/// Before the names of what else a program saves.
+pub(super) const MORE: &str = "more.";
+
 /// A copy of the state between two steps. Taking it costs a copy of memory;
 /// everything else can happen elsewhere and later.
 pub struct Snapshot {
     params: Params,
     optimizer: Vec<(String, Vec<f32>)>,
+    more: Vec<(String, Vec<f32>)>,
     manifest: Manifest,
 }
 
@@ -38,6 +42,7 @@ impl Snapshot {
         let buffers = optimizer.state();
         Snapshot {
             params,
+            more: Vec::new(),
             manifest: Manifest {
                 format: FORMAT.to_owned(),
                 version: VERSION,
@@ -55,6 +60,14 @@ impl Snapshot {
                 .map(|(name, values)| (name.to_owned(), values.to_vec()))
                 .collect(),
         }
+    }
+
+    /// The same with more lists of numbers, which [`State::more`](super::State::more)
+    /// gives back by name.
+    #[must_use]
+    pub fn with_more(mut self, more: Vec<(String, Vec<f32>)>) -> Snapshot {
+        self.more = more;
+        self
     }
 
     /// Where it was taken.
@@ -80,6 +93,14 @@ impl Snapshot {
                 };
                 all.push(tensor.into());
             }
+        }
+        for (name, values) in &self.more {
+            let tensor = Tensor {
+                name: format!("{MORE}{name}"),
+                shape: vec![values.len()],
+                values: values.clone(),
+            };
+            all.push(tensor.into());
         }
         let mut out = Hashed {
             out,

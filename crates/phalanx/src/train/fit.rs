@@ -72,6 +72,9 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
     if let Some(hook) = settings.gradients.hook(settings.seed)? {
         ddp.set_hook(Some(hook))?; // DDP
     }
+    if let Some(resumed) = &resumed {
+        resumed.wrapper(ctx, &mut ddp)?; // DDP
+    }
     let (mut optimizer, optimizer_name) = program.optimizer(&params, world);
     if let Some(resumed) = &resumed {
         resumed.optimizer(ctx, &params, optimizer.as_mut())?; // DDP
@@ -271,7 +274,7 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
                 let copy = ddp_copy(ctx, &cut, &params)?;
                 let (sums, seen) = losses.gathered(ctx)?;
                 let history = History::new(&accuracies, metrics.values(), &sums, seen);
-                saving.save(copy, optimizer.as_ref(), place, &history)?;
+                saving.save(copy, optimizer.as_ref(), &ddp, place, history)?;
                 if now == Now::Stop {
                     progress.end();
                     return saving.stop(place);
@@ -308,7 +311,7 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
                 output.save_best(epoch, last.accuracy, &params)?;
             }
             let history = History::new(&accuracies, metrics.values(), &[], 0);
-            saving.save(params.clone(), optimizer.as_ref(), place, &history)?;
+            saving.save(params.clone(), optimizer.as_ref(), &ddp, place, history)?;
             if stop && epoch < settings.epochs {
                 return saving.stop(place);
             }

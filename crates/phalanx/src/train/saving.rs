@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use phalanx_comm::ReduceOp;
+use phalanx_ddp::{DdpState, DistributedDataParallel, HookState};
 use phalanx_nn::Params;
 use phalanx_nn::optim::Optimizer;
 use phalanx_train::state::{Background, Folder, Manifest, Place, Snapshot, State};
@@ -117,6 +118,18 @@ pub struct History {
     /// Sums of the running epoch's losses by part of the batches, and samples.
     losses: Vec<u64>,
     samples: u64,
+    /// Steps that were voted down.
+    skipped_steps: u64,
+    hook: Option<Hook>,
+}
+
+/// The gradient hook's state; its numbers are in the data file.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+struct Hook {
+    name: String,
+    steps: u64,
+    /// Name and length.
+    tensors: Vec<(String, usize)>,
 }
 
 fn bits(values: &[f64]) -> Vec<u64> {
@@ -135,6 +148,7 @@ impl History {
             metrics: bits(metrics),
             losses: bits(losses),
             samples: samples as u64,
+            ..History::default()
         }
     }
 
@@ -249,6 +263,34 @@ impl Resumed {
             Some(state) => Ok(state.restore_params(params)?),
             None => Ok(()),
         }
+    }
+
+    /// Sets the wrapper's state on all ranks. *Blocks* until all call it.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when gradients travelled otherwise; peers that are lost.
+    pub fn wrapper(&self, ctx: &RankContext, ddp: &mut DistributedDataParallel) -> Result<()> {
+        let history = self.history()?;
+        let mut hook = None;
+        if let Some(saved) = history.hook {
+            let mut tensors = Vec::new();
+            for (name, len) in saved.tensors {
+                let mut values = match &self.state {
+                    Some(state) => state.more(&name, len)?,
+                    None => vec![0.0; len],
+                };
+                ctx.group.broadcast(&mut values, 0)?;
+                tensors.push((name, values));
+            }
+            let steps = saved.steps;
+            hook = Some((saved.name, HookState { steps, tensors }));
+        }
+        ddp.restore_state(&DdpState {
+            skipped_steps: history.skipped_steps,
+            hook,
+        })?;
+        Ok(())
     }
 
     /// Sets the optimizer's state on all ranks. *Blocks* until all call it.
@@ -422,7 +464,7 @@ impl<'a> Saving<'a> {
         })
     }
 
-    /// Saves on rank 0, while training goes on.
+    /// Saves on rank 0, while training goes on. *Blocks* until all ranks call it.
     ///
     /// # Errors
     ///
@@ -431,14 +473,28 @@ impl<'a> Saving<'a> {
         &mut self,
         params: Params,
         optimizer: &dyn Optimizer,
+        ddp: &DistributedDataParallel,
         place: Place,
-        history: &History,
+        mut history: History,
     ) -> Result<()> {
+        let state = ddp.gather_state()?;
+        history.skipped_steps = state.skipped_steps;
+        let mut more = Vec::new();
+        if let Some((name, hook)) = state.hook {
+            let lengths = hook.tensors.iter().map(|(name, v)| (name.clone(), v.len()));
+            history.hook = Some(Hook {
+                name,
+                steps: hook.steps,
+                tensors: lengths.collect(),
+            });
+            more = hook.tensors;
+        }
         let Some(background) = &mut self.background else {
             return Ok(());
         };
-        let progress = serde_json::to_value(history).map_err(no_json)?;
+        let progress = serde_json::to_value(&history).map_err(no_json)?;
         let snapshot = Snapshot::take(params, optimizer, place, self.facts.clone(), progress);
+        let snapshot = snapshot.with_more(more);
         let outcome = background.begin(snapshot);
         self.heed(outcome.map(|_| ()))
     }
