@@ -29,6 +29,16 @@ pub trait Dataset: Send + Sync {
     /// `index` is not below [`len`](Self::len), `out` has not exactly one
     /// image's elements, or the sample cannot be read.
     fn read(&self, index: usize, out: &mut [f32]) -> Result<u32>;
+
+    /// As [`read`](Self::read), in epoch `epoch` (from 0) of a training: what
+    /// the loader calls. Sets whose images change from epoch to epoch differ.
+    ///
+    /// # Errors
+    ///
+    /// As [`read`](Self::read).
+    fn read_in_epoch(&self, index: usize, _epoch: u64, out: &mut [f32]) -> Result<u32> {
+        self.read(index, out)
+    }
 }
 
 /// The checks that every [`Dataset::read`] starts with.

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use phalanx_nn::{Init, Layout, Params, Scope, Seed};
 
 use crate::pth::{self, DType, PthFile, Saved};
-use crate::{checkpoint, mnist, process};
+use crate::{checkpoint, cifar10, mnist, process};
 
 /// Name, body, seeds.
 pub type Target = (&'static str, fn(&[u8]), fn() -> Vec<Vec<u8>>);
@@ -22,6 +22,9 @@ pub const TARGETS: &[Target] = &[
     ("train_pth_archive", pth_archive, pth_seeds),
     ("train_pth_pickle", pth_pickle, pickle_seeds),
     ("train_image", image, image_seeds),
+    ("train_cifar_pickle", cifar_pickle, cifar_pickle_seeds),
+    ("train_cifar_binary", cifar_binary, cifar_binary_seeds),
+    ("train_cifar_archive", cifar_archive, cifar_archive_seeds),
     ("train_proc_status", proc_status, proc_seeds),
 ];
 
@@ -197,6 +200,72 @@ fn image_seeds() -> Vec<Vec<u8>> {
     png().into_iter().chain([pgm]).collect()
 }
 
+fn cifar_pickle(data: &[u8]) {
+    if let Ok(batch) = cifar10::parse_pickle(data) {
+        batch.consistent();
+    }
+}
+
+fn cifar_binary(data: &[u8]) {
+    if let Ok(batch) = cifar10::parse_binary(data) {
+        batch.consistent();
+    }
+}
+
+fn cifar_archive(data: &[u8]) {
+    if let Some((_file, path)) = file(data)
+        && let Ok(batches) = cifar10::read_archive(&path, cifar10::Split::Test)
+    {
+        assert_eq!(batches.len(), 1);
+        batches[0].1.consistent();
+    }
+}
+
+/// One image of class 7 as Python 2 and numpy pickled it.
+pub(crate) fn small_pickle() -> Vec<u8> {
+    let mut out = b"\x80\x02}q\x01(U\x06labelsq\x02]q\x03K\x07aU\x04dataq\x04cnumpy.core.multiarray\n_reconstruct\nq\x05\
+        cnumpy\nndarray\nq\x06K\x00\x85U\x01b\x87Rq\x07(K\x01K\x01M\x00\x0c\x86cnumpy\ndtype\nq\x08U\x02u1K\x00K\x01\x87R\
+        q\x09(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89T\x00\x0c\x00\x00"
+        .to_vec();
+    out.extend((0..3072_u32).map(|i| (i % 251) as u8));
+    out.extend(b"r\x00\x01\x00\x00tbU\x09filenames]q\x0aU\x05x.pngau.");
+    out
+}
+
+/// The same image in the binary version.
+pub(crate) fn small_binary() -> Vec<u8> {
+    std::iter::once(7)
+        .chain((0..3072_u32).map(|i| (i % 251) as u8))
+        .collect()
+}
+
+fn cifar_pickle_seeds() -> Vec<Vec<u8>> {
+    vec![small_pickle()]
+}
+
+fn cifar_binary_seeds() -> Vec<Vec<u8>> {
+    vec![small_binary()]
+}
+
+/// An archive of one member; empty if that is impossible.
+pub(crate) fn small_archive(name: &str, content: &[u8]) -> Vec<u8> {
+    let packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    let mut archive = tar::Builder::new(packed);
+    let mut header = tar::Header::new_gnu();
+    header.set_size(content.len() as u64);
+    header.set_mode(0o644);
+    let written = archive.append_data(&mut header, name, content);
+    let finished = written.and_then(|()| archive.into_inner()?.finish());
+    finished.unwrap_or_default()
+}
+
+fn cifar_archive_seeds() -> Vec<Vec<u8>> {
+    vec![
+        small_archive("cifar-10-batches-py/test_batch", &small_pickle()),
+        small_archive("cifar-10-batches-bin/test_batch.bin", &small_binary()),
+    ]
+}
+
 fn proc_status(data: &[u8]) {
     let _ = process::parse_peak_rss(&String::from_utf8_lossy(data));
 }
@@ -229,6 +298,15 @@ mod tests {
             })
             .count();
         assert_eq!(accepted, 5);
+        assert_eq!(
+            cifar10::parse_pickle(&small_pickle()).unwrap(),
+            cifar10::parse_binary(&small_binary()).unwrap()
+        );
+        for seed in cifar_archive_seeds() {
+            let (_file, path) = file(&seed).unwrap();
+            let batches = cifar10::read_archive(&path, cifar10::Split::Test).unwrap();
+            assert_eq!(batches[0].1.consistent(), 1);
+        }
         let (_file, path) = file(&safetensors_seeds()[0]).unwrap();
         checkpoint::load_params(&path, &mut model().unwrap()).unwrap();
         let (_file, path) = file(&pth_seeds()[0]).unwrap();

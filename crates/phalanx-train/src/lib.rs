@@ -31,7 +31,9 @@
 
 #![forbid(unsafe_code)]
 
+pub mod augment;
 pub mod checkpoint;
+pub mod cifar10;
 mod dataset;
 pub mod digest;
 mod error;

@@ -334,7 +334,9 @@ impl Shared {
             let images = batch.images.chunks_exact_mut(self.image_elems.max(1));
             for (&index, image) in indices.iter().zip(images) {
                 let index = usize::try_from(index).unwrap_or(usize::MAX);
-                batch.labels.push(self.dataset.read(index, image)?);
+                batch
+                    .labels
+                    .push(self.dataset.read_in_epoch(index, plan.epoch(), image)?);
             }
             Ok(())
         };

@@ -118,3 +118,74 @@ fn a_linear_model_learns_it_but_not_all_of_it() {
     eprintln!("linear model: {right} of 1000");
     assert!((600..930).contains(&right), "{right} of 1000");
 }
+
+/// Nearest class mean over raw pixels, trained on 2000 and tested on 1000: pictures are no
+/// noise, yet no plain template either.
+#[test]
+fn pictures_are_balanced_reproducible_and_no_templates() {
+    use phalanx_train::cifar10::Scaling;
+    use phalanx_train::synthetic::pictures;
+    let train = pictures(0, 2000, 5, Scaling::Normalised);
+    let test = pictures(2000, 1000, 5, Scaling::Normalised);
+    let read = |set: &dyn Dataset, i: usize| {
+        let mut image = vec![0.0; 3072];
+        let label = set.read(i, &mut image).expect("drawn");
+        (image, label as usize)
+    };
+    assert_eq!(
+        read(&train, 7),
+        read(&pictures(7, 1, 5, Scaling::Normalised), 0)
+    );
+    assert_ne!(
+        read(&train, 7).0,
+        read(&pictures(0, 8, 6, Scaling::Normalised), 7).0
+    );
+    let (mut means, mut counts) = (vec![vec![0.0f64; 3072]; 10], [0usize; 10]);
+    for i in 0..2000 {
+        let (image, label) = read(&train, i);
+        counts[label] += 1;
+        for (mean, value) in means[label].iter_mut().zip(&image) {
+            *mean += f64::from(*value);
+        }
+    }
+    assert!(counts.iter().all(|n| (150..250).contains(n)), "{counts:?}");
+    for (mean, count) in means.iter_mut().zip(counts) {
+        mean.iter_mut().for_each(|m| *m /= count as f64);
+    }
+    let right = (0..1000).filter(|i| {
+        let (image, label) = read(&test, *i);
+        let distance = |mean: &Vec<f64>| -> f64 {
+            mean.iter()
+                .zip(&image)
+                .map(|(m, v)| (m - f64::from(*v)).powi(2))
+                .sum()
+        };
+        let best = (0..10).min_by(|a, b| distance(&means[*a]).total_cmp(&distance(&means[*b])));
+        best == Some(label)
+    });
+    let right = right.count();
+    assert!((100..500).contains(&right), "{right} of 1000");
+}
+
+#[test]
+fn noise_has_the_documents_labels() {
+    use phalanx_train::synthetic::noise::noise;
+    let set = noise(1000, 2026, 0);
+    let mut labels = [0; 2];
+    let (mut sum, mut squares) = (0.0, 0.0);
+    for i in 0..1000 {
+        let mut image = vec![0.0; 3072];
+        labels[set.read(i, &mut image).expect("noise") as usize] += 1;
+        sum += image.iter().map(|v| f64::from(*v)).sum::<f64>();
+        squares += image
+            .iter()
+            .map(|v| f64::from(*v) * f64::from(*v))
+            .sum::<f64>();
+    }
+    assert_eq!(labels, [500, 500]);
+    let n = 3_072_000.0;
+    assert!(
+        (sum / n).abs() < 0.003 && (squares / n - 1.0).abs() < 0.005,
+        "{sum} {squares}"
+    );
+}

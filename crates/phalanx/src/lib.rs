@@ -48,6 +48,8 @@ mod stop;
 #[allow(dead_code, reason = "main.rs uses the rest")]
 mod train;
 
+mod spawn;
+
 pub use phalanx_comm as comm;
 pub use phalanx_ddp as ddp;
 pub use phalanx_nn as nn;
@@ -55,3 +57,4 @@ pub use phalanx_store as store;
 #[cfg(not(fuzzing))]
 pub use phalanx_train as train;
 pub use phalanx_wire as wire;
+pub use spawn::{Cause, SpawnError, Spawned, spawn};

@@ -68,6 +68,12 @@ pub struct RankArgs {
     /// Where ranks find each other: env://, tcp://HOST:PORT or file:///PATH
     #[arg(long, default_value = "env://", value_name = "URL")]
     pub init_method: String,
+    /// This task's number, where every task is started by hand with --world-size and --init-method tcp://HOST:PORT
+    #[arg(long, default_value_t = 0, value_name = "R")]
+    pub rank: usize,
+    /// Number of tasks that are started so, one rank each
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub world_size: usize,
     /// Seconds in which all ranks must have arrived
     #[arg(long, default_value_t = 300.0, value_name = "S")]
     pub init_timeout: f64,
@@ -107,8 +113,45 @@ impl RankArgs {
 
     /// The world size, when it is known before the ranks have met.
     pub fn known_world(&self) -> Result<usize> {
-        let place = launch::rank_place(&launch::real_env())?;
+        let place = self.place()?;
         Ok(place.map_or(self.nproc_per_node, |place| place.world))
+    }
+
+    /// Which rank this process is: as a launcher or the cluster says it, else as
+    /// `--rank` and `--world-size` do. `None`: it starts its ranks itself.
+    fn place(&self) -> Result<Option<RankPlace>> {
+        if let Some(place) = launch::rank_place(&launch::real_env())? {
+            return Ok(Some(place));
+        }
+        if self.world_size == 1 && self.rank == 0 {
+            return Ok(None);
+        }
+        if self.rank >= self.world_size {
+            return Err(Error::usage(format!(
+                "--rank {} does not exist among --world-size {}; ranks count from 0",
+                self.rank, self.world_size
+            )));
+        }
+        if self.nproc_per_node > 1 {
+            return Err(Error::usage(
+                "--world-size counts tasks of one rank each; leave out --nproc-per-node, or use `phalanx launch --nnodes`",
+            ));
+        }
+        if self.init_method == "env://" {
+            return Err(Error::usage(format!(
+                "{} tasks need a place to meet; give all of them the same --init-method tcp://HOST:PORT",
+                self.world_size
+            )));
+        }
+        Ok(Some(RankPlace {
+            source: "RANK",
+            rank: self.rank,
+            world: self.world_size,
+            local_rank: 0,
+            // Not looked at: the init method says it.
+            master_addr: String::new(),
+            master_port: 0,
+        }))
     }
 
     fn validate(&self) -> Result<()> {
@@ -189,7 +232,7 @@ pub fn run(
 ) -> Result<()> {
     args.validate()?;
     let started = Instant::now() - since_command_start();
-    if let Some(place) = launch::rank_place(&launch::real_env())? {
+    if let Some(place) = args.place()? {
         as_launched_rank(args, &place, started, rank)
     } else if args.transport == TransportArg::Thread || args.nproc_per_node == 1 {
         as_threads(args, speakers, started, rank)

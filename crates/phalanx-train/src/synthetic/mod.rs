@@ -8,7 +8,9 @@
 //! enter, so every machine draws the same bytes.
 
 mod glyphs;
+pub mod noise;
 mod pen;
+mod pictures;
 mod words;
 
 use crate::Result;
@@ -17,6 +19,8 @@ use crate::mnist::{Split, normalised};
 use glyphs::GLYPHS;
 use pen::{Canvas, Hand};
 use words::Words;
+
+pub use pictures::{Pictures, pictures};
 
 /// Height and width of an image.
 pub const SIDE: usize = 28;

@@ -93,7 +93,7 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
     };
     let samplers = settings.samplers(&cut, config, program.drops_last())?;
     let steps = cut.epoch(&samplers, 0).len() / cut.mine().len();
-    let mut schedule = program.schedule(world, steps * settings.epochs)?;
+    let mut schedule = program.schedule(world, steps * settings.epochs())?;
     let mut output = Output::open(ctx, dir, program.files(), resumed.is_some())?;
     let mut saving = Saving::open(
         ctx,
@@ -108,7 +108,7 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
         optimizer: &optimizer_name,
     };
     announce(ctx, program, &about, &params, &ddp, &output);
-    voice.trains(ctx, settings.epochs)?;
+    voice.trains(ctx, settings.epochs())?;
 
     let mut place = resumed.as_ref().map(Resumed::place).unwrap_or_default();
     let history = resumed.as_ref().map(Resumed::history).transpose()?;
@@ -120,7 +120,7 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
         ctx.note(&format!(
             "resumed  after {} of {}: epoch {}, step {}",
             thousands(place.step as usize),
-            plural(steps * settings.epochs, "step"),
+            plural(steps * settings.epochs(), "step"),
             place.epoch + 1,
             place.step_in_epoch + 1
         ));
@@ -148,12 +148,12 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
         .into_iter()
         .for_each(|value| metrics.add(value));
     let mut weights = hex::encode(checkpoint::weights_digest(&params));
-    if place.epoch as usize >= settings.epochs {
+    if place.epoch as usize >= settings.epochs() {
         last = tester.test(&params, &mut tape)?;
     }
-    for epoch in place.epoch as usize + 1..=settings.epochs {
+    for epoch in place.epoch as usize + 1..=settings.epochs() {
         voice.epoch(ctx, epoch)?;
-        progress.begin(epoch as u64, settings.epochs as u64, steps);
+        progress.begin(epoch as u64, settings.epochs() as u64, steps);
         // Steps of this epoch that were taken before the run was resumed.
         let first = place.step_in_epoch as usize;
         let plan = cut.rest(&samplers, place.cursor())?;
@@ -312,7 +312,7 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
             }
             let history = History::new(&accuracies, metrics.values(), &[], 0);
             saving.save(params.clone(), optimizer.as_ref(), &ddp, place, history)?;
-            if stop && epoch < settings.epochs {
+            if stop && epoch < settings.epochs() {
                 return saving.stop(place);
             }
         }
@@ -323,7 +323,7 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
     timing.waited = loader.waited();
     timing.sent_bytes = ctx.group.bytes_sent_to().iter().sum();
     for advice in timing
-        .spent(steps * settings.epochs)
+        .spent(steps * settings.epochs())
         .advice(settings.workers)
     {
         ctx.note(&format!("warning: {advice}"));
@@ -499,7 +499,7 @@ fn announce<P: Program>(
     ));
     ctx.note(&format!(
         "training {} of {}, global batch {cut}, {}",
-        plural(settings.epochs, "epoch"),
+        plural(settings.epochs(), "epoch"),
         plural(about.steps, "step"),
         about.optimizer,
     ));
@@ -525,7 +525,7 @@ fn summary<P: Program>(
         "transport": ctx.describe(),
         "data": program.data_name(),
         "seed": settings.seed,
-        "epochs": settings.epochs,
+        "epochs": settings.epochs(),
         "test_loss": last.loss,
         "accuracy": last.accuracy,
         "accuracies": accuracies,

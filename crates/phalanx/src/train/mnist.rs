@@ -113,7 +113,7 @@ impl Program for MnistArgs {
     }
 
     fn optimizer(&self, params: &Params, _world: usize) -> (Box<dyn Optimizer>, String) {
-        let (lr, momentum) = (self.settings.lr, self.momentum);
+        let (lr, momentum) = (self.settings.lr(), self.momentum);
         let sgd = Sgd::new(params, lr).momentum(momentum);
         (Box::new(sgd), format!("SGD lr {lr} momentum {momentum}"))
     }

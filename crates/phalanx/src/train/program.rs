@@ -41,7 +41,6 @@ pub enum Loss {
     /// Of scores that are log-probabilities.
     Nll,
     /// Of scores as they are; this share of the target is spread over all classes.
-    #[expect(dead_code, reason = "the CIFAR-10 programs use it")]
     CrossEntropy { smoothing: f64 },
 }
 
@@ -169,6 +168,5 @@ pub enum Testers {
     /// Rank 0, while the others wait.
     Rank0,
     /// Every rank, each the whole set.
-    #[expect(dead_code, reason = "the CIFAR-10 programs use it")]
     Everybody,
 }

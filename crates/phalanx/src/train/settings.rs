@@ -23,16 +23,16 @@ pub enum SamplerKind {
     Torch,
 }
 
-/// Arguments that every image program has. Defaults are those of `train
-/// mnist`; another program sets its own where its command is declared.
+/// Arguments that every image program has. Rates, epochs and batches have
+/// [`Defaults`] of each program's own, told in its help.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Settings {
     /// Times to go over the training set
-    #[arg(long, default_value_t = 3, value_name = "N")]
-    pub epochs: usize,
+    #[arg(long, value_name = "N")]
+    pub epochs: Option<usize>,
     /// Samples per rank and step
-    #[arg(long, default_value_t = 64, value_name = "N")]
-    pub batch_size: usize,
+    #[arg(long, value_name = "N")]
+    pub batch_size: Option<usize>,
     /// Samples per step over all ranks, instead of --batch-size times the number of ranks
     #[arg(long, value_name = "N", conflicts_with = "batch_size")]
     pub global_batch_size: Option<usize>,
@@ -40,8 +40,8 @@ pub struct Settings {
     #[arg(long, default_value_t = 500, value_name = "N")]
     pub test_batch_size: usize,
     /// Learning rate
-    #[arg(long, default_value_t = 0.05, allow_negative_numbers = true)]
-    pub lr: f64,
+    #[arg(long, allow_negative_numbers = true)]
+    pub lr: Option<f64>,
     /// Seed of weights, shuffling, dropout, augmentation and synthetic data
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
@@ -90,12 +90,53 @@ pub struct Settings {
     /// Time operations and layers of steps 3 to 12: a table, and a Chrome trace for each rank: FILE.<rank>.json
     #[arg(long, value_name = "FILE")]
     pub profile: Option<PathBuf>,
+    /// What holds where nothing was typed.
+    #[arg(skip)]
+    pub defaults: Defaults,
+}
+
+/// A program's own values of settings that nobody typed. Its recipe may decide
+/// them, so that the parser cannot.
+#[derive(Debug, Clone, Copy)]
+pub struct Defaults {
+    /// `--epochs`.
+    pub epochs: usize,
+    /// `--batch-size`.
+    pub batch_size: usize,
+    /// `--lr`.
+    pub lr: f64,
+}
+
+impl Default for Defaults {
+    /// Those of `train mnist`.
+    fn default() -> Defaults {
+        Defaults {
+            epochs: 3,
+            batch_size: 64,
+            lr: 0.05,
+        }
+    }
 }
 
 /// Samples of one step; a million images of 28 x 28 are 3 GB.
 const MAX_BATCH: usize = 1 << 20;
 
 impl Settings {
+    /// Times to go over the training set.
+    pub fn epochs(&self) -> usize {
+        self.epochs.unwrap_or(self.defaults.epochs)
+    }
+
+    /// Samples per rank and step, unless the global batch is given.
+    pub fn batch_size(&self) -> usize {
+        self.batch_size.unwrap_or(self.defaults.batch_size)
+    }
+
+    /// Learning rate.
+    pub fn lr(&self) -> f64 {
+        self.lr.unwrap_or(self.defaults.lr)
+    }
+
     /// Checks what can be checked before any rank is started.
     ///
     /// # Errors
@@ -105,8 +146,8 @@ impl Settings {
         // The largest are far above any use; beyond them memory or arithmetic
         // would give out in less clear words.
         let counts = [
-            ("--epochs", self.epochs, usize::MAX),
-            ("--batch-size", self.batch_size, MAX_BATCH),
+            ("--epochs", self.epochs(), usize::MAX),
+            ("--batch-size", self.batch_size(), MAX_BATCH),
             ("--test-batch-size", self.test_batch_size, MAX_BATCH),
             ("--log-interval", self.log_interval, usize::MAX),
             ("--workers", self.workers, 64),
@@ -121,8 +162,8 @@ impl Settings {
             ranks::check_count(flag, value, largest)?;
         }
         self.gradients.validate()?;
-        super::check_lr(self.lr)?;
         self.saving.validate(self.output_dir.is_some())?;
+        super::check_lr(self.lr())?;
         if self
             .bucket_cap_mb
             .is_some_and(|cap| !(cap.is_finite() && cap > 0.0))
@@ -164,7 +205,7 @@ impl Settings {
 
     /// Samples of a step over all ranks.
     pub fn global_batch(&self, world: usize) -> usize {
-        self.global_batch_size.unwrap_or(self.batch_size * world)
+        self.global_batch_size.unwrap_or(self.batch_size() * world)
     }
 
     /// This rank's parts of a training set of `samples`.
@@ -231,12 +272,12 @@ impl Settings {
     pub fn must_agree(&self) -> Vec<String> {
         let batch = match self.global_batch_size {
             Some(global) => format!("--global-batch-size {global}"),
-            None => format!("--batch-size {}", self.batch_size),
+            None => format!("--batch-size {}", self.batch_size()),
         };
         let mut facts = vec![
             batch,
-            format!("--epochs {}", self.epochs),
-            format!("--lr {}", self.lr),
+            format!("--epochs {}", self.epochs()),
+            format!("--lr {}", self.lr()),
             format!("--seed {}", self.seed),
             format!("--sampler {:?}", self.sampler).to_lowercase(),
             format!("--test-batch-size {}", self.test_batch_size),

@@ -1,6 +1,7 @@
 //! The documents' programs as a person runs them: whole processes, and their
 //! standard output beside the documents' own `print` lines.
 
+mod cifar;
 mod mnist;
 
 use std::path::Path;

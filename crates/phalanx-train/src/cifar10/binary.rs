@@ -1,0 +1,46 @@
+//! The binary version: records of one label byte and 3072 bytes of planes.
+
+use std::path::Path;
+
+use super::{Batch, CLASSES, PIXELS};
+use crate::text::grouped;
+use crate::{Error, Result};
+
+/// A label, then the planes.
+const RECORD: usize = 1 + PIXELS;
+
+/// Parses the bytes of one file.
+///
+/// # Errors
+///
+/// `Data`, naming the record and the offset.
+pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<Batch> {
+    let path = path.display();
+    let rest = bytes.len() % RECORD;
+    if rest != 0 || bytes.is_empty() {
+        return Err(Error::data(format!(
+            "{path} ends after {} bytes, {rest} bytes into record {}; expected whole records of {RECORD} bytes; the file \
+             is truncated or of another kind",
+            grouped(bytes.len() as u64),
+            bytes.len() / RECORD
+        )));
+    }
+    let count = bytes.len() / RECORD;
+    let mut batch = Batch {
+        planes: Vec::with_capacity(count * PIXELS),
+        labels: Vec::with_capacity(count),
+    };
+    for (i, record) in bytes.chunks_exact(RECORD).enumerate() {
+        if usize::from(record[0]) >= CLASSES {
+            return Err(Error::data(format!(
+                "{path}: label {} in record {i}, at byte {}; expected 0 to {}",
+                record[0],
+                grouped((i * RECORD) as u64),
+                CLASSES - 1
+            )));
+        }
+        batch.labels.push(record[0]);
+        batch.planes.extend_from_slice(&record[1..]);
+    }
+    Ok(batch)
+}

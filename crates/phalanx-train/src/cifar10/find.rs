@@ -1,0 +1,71 @@
+//! Where the files are.
+
+use std::path::{Path, PathBuf};
+
+use super::{Source, Split};
+use crate::{Error, Result};
+
+const PYTHON: &str = "cifar-10-batches-py";
+const BINARY: &str = "cifar-10-batches-bin";
+const ARCHIVES: [&str; 2] = ["cifar-10-python.tar.gz", "cifar-10-binary.tar.gz"];
+
+const EXPECTED: &str = "  expected cifar-10-batches-py/ (data_batch_1 to data_batch_5, test_batch), \
+    cifar-10-batches-bin/ (the same with .bin), cifar-10-python.tar.gz or cifar-10-binary.tar.gz\n  \
+    get them:   CIFAR-10 by Alex Krizhevsky, https://www.cs.toronto.edu/~kriz/cifar.html\n  \
+    or try:     --data synthetic";
+
+/// Published folder, ending of the files, and what they make.
+type Kind = (&'static str, &'static str, fn(PathBuf) -> Source);
+
+/// Finds the data set in `place`.
+///
+/// # Errors
+///
+/// `Usage`, naming what is missing.
+pub(super) fn find(place: &Path) -> Result<Source> {
+    let shown = place.display();
+    if place.is_file() {
+        if is_archive(place) {
+            return Ok(Source::Archive(place.to_owned()));
+        }
+        return Err(Error::usage(format!(
+            "{shown} is a file, neither a data folder nor an archive of CIFAR-10\n{EXPECTED}"
+        )));
+    }
+    if !place.is_dir() {
+        return Err(Error::usage(format!("no data folder {shown}\n{EXPECTED}")));
+    }
+    let kinds: [Kind; 2] = [
+        (PYTHON, "", Source::Python),
+        (BINARY, ".bin", Source::Binary),
+    ];
+    let mut half = None;
+    for (published, ending, source) in kinds {
+        for folder in [place.to_owned(), place.join(published)] {
+            let names = [Split::Train, Split::Test];
+            let names = names.iter().flat_map(|split| split.files());
+            let (there, lacking): (Vec<String>, Vec<String>) = names
+                .map(|name| format!("{name}{ending}"))
+                .partition(|name| folder.join(name).is_file());
+            match lacking.first() {
+                None => return Ok(source(folder)),
+                Some(first) if !there.is_empty() => {
+                    half.get_or_insert(format!("{} lacks {first}", folder.display()));
+                }
+                Some(_) => {}
+            }
+        }
+    }
+    let archives = ARCHIVES.map(|name| place.join(name));
+    if let Some(archive) = archives.into_iter().find(|path| path.is_file()) {
+        return Ok(Source::Archive(archive));
+    }
+    let what = half.unwrap_or_else(|| format!("no CIFAR-10 files in {shown}"));
+    Err(Error::usage(format!("{what}\n{EXPECTED}")))
+}
+
+/// By its name only: what is inside is said when it is read.
+fn is_archive(path: &Path) -> bool {
+    let name = path.file_name().map(|n| n.to_string_lossy().into_owned());
+    name.is_some_and(|name| name.ends_with(".tar.gz") || name.ends_with(".tgz"))
+}

@@ -1,0 +1,321 @@
+//! CIFAR-10 from the files that its authors publish: the Python version, the
+//! binary version, or either original archive, unopened.
+//!
+//! Images stay bytes in memory, turned from planes into pixels once; they become
+//! numbers when read.
+
+mod archive;
+mod binary;
+mod find;
+mod pickle;
+
+use std::path::{Path, PathBuf};
+
+use sha2::{Digest, Sha256};
+
+use crate::dataset::{Dataset, check_read};
+use crate::{Error, Result};
+
+/// Height and width of an image.
+pub const SIDE: usize = 32;
+/// Red, green, blue.
+pub const CHANNELS: usize = 3;
+/// Bytes of an image.
+pub const PIXELS: usize = SIDE * SIDE * CHANNELS;
+/// Number of classes.
+pub const CLASSES: usize = 10;
+/// Images in each of the published files.
+const BATCH_IMAGES: usize = 10_000;
+/// No batch file has as many bytes; more are not read into memory.
+const MAX_FILE_BYTES: u64 = 64 << 20;
+
+/// What the classes are called, by label.
+pub const CLASS_NAMES: [&str; CLASSES] = [
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+];
+/// Mean of the training pixels of each channel, in 0..1.
+pub const MEAN: [f32; CHANNELS] = [0.4914, 0.4822, 0.4465];
+/// Their standard deviation.
+pub const DEVIATION: [f32; CHANNELS] = [0.2470, 0.2435, 0.2616];
+
+/// Which half of the data set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Split {
+    /// 50,000 images.
+    Train,
+    /// 10,000 images.
+    Test,
+}
+
+impl Split {
+    /// Names of the files without ending.
+    fn files(self) -> &'static [&'static str] {
+        match self {
+            Split::Train => &[
+                "data_batch_1",
+                "data_batch_2",
+                "data_batch_3",
+                "data_batch_4",
+                "data_batch_5",
+            ],
+            Split::Test => &["test_batch"],
+        }
+    }
+}
+
+/// What a byte becomes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scaling {
+    /// A number in 0..=1 (the ModelArts document, torchvision's `ToTensor`).
+    Unit,
+    /// [`Unit`](Scaling::Unit) minus [`MEAN`], divided by [`DEVIATION`].
+    Normalised,
+}
+
+impl Scaling {
+    /// What every byte of every channel becomes, in float32 as torchvision rounds it.
+    pub(crate) fn table(self) -> [[f32; 256]; CHANNELS] {
+        std::array::from_fn(|c| {
+            std::array::from_fn(|x| {
+                let unit = x as f32 / 255.0;
+                match self {
+                    Scaling::Unit => unit,
+                    Scaling::Normalised => (unit - MEAN[c]) / DEVIATION[c],
+                }
+            })
+        })
+    }
+}
+
+/// Images and labels of one file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Batch {
+    /// Image after image; of each, rows of red, then of green, then of blue.
+    planes: Vec<u8>,
+    labels: Vec<u8>,
+}
+
+/// One split in memory, a byte a pixel and channel.
+#[derive(Clone)]
+pub struct Cifar10 {
+    pixels: Vec<u8>,
+    labels: Vec<u8>,
+    table: [[f32; 256]; CHANNELS],
+}
+
+/// Where a data set's files are, found but not read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// A folder of pickles (`data_batch_1`).
+    Python(PathBuf),
+    /// A folder of records (`data_batch_1.bin`).
+    Binary(PathBuf),
+    /// `cifar-10-python.tar.gz` or `cifar-10-binary.tar.gz`.
+    Archive(PathBuf),
+}
+
+/// Finds the data set in `folder`: the files themselves, their published
+/// folder (`cifar-10-batches-py`, `cifar-10-batches-bin`) or an archive. Does not read them.
+///
+/// # Errors
+///
+/// `Usage`, listing what is expected and where it comes from.
+pub fn check(folder: &Path) -> Result<Source> {
+    find::find(folder)
+}
+
+/// Reads one split from `folder`, as [`check`] finds it.
+///
+/// # Errors
+///
+/// `Usage` as [`check`]; `Data` naming file, offset and what was expected
+/// there, when a file is truncated, damaged, of another kind or hostile; `Io`
+/// when the system refuses to read.
+pub fn load(folder: &Path, split: Split, scaling: Scaling) -> Result<Cifar10> {
+    let batches = match find::find(folder)? {
+        Source::Python(folder) => read_files(&folder, split, "", pickle::parse)?,
+        Source::Binary(folder) => read_files(&folder, split, ".bin", binary::parse)?,
+        Source::Archive(file) => archive::read(&file, split)?,
+    };
+    for (path, batch) in &batches {
+        if batch.labels.len() != BATCH_IMAGES {
+            return Err(Error::data(format!(
+                "{} holds {} images, expected {BATCH_IMAGES}; it is no file of CIFAR-10",
+                path.display(),
+                batch.labels.len()
+            )));
+        }
+    }
+    Ok(Cifar10::new(
+        batches.into_iter().map(|(_, batch)| batch),
+        scaling,
+    ))
+}
+
+type Parse = fn(&Path, &[u8]) -> Result<Batch>;
+
+fn read_files(
+    folder: &Path,
+    split: Split,
+    ending: &str,
+    parse: Parse,
+) -> Result<Vec<(PathBuf, Batch)>> {
+    let read = |name: &&str| {
+        let path = folder.join(format!("{name}{ending}"));
+        let bytes = read_bounded(&path)?;
+        let batch = parse(&path, &bytes)?;
+        Ok((path, batch))
+    };
+    split.files().iter().map(read).collect()
+}
+
+/// The bytes of a file that is not absurdly large.
+fn read_bounded(path: &Path) -> Result<Vec<u8>> {
+    use std::io::Read;
+    let failed = |source| Error::io("cannot read", path, source);
+    let file = std::fs::File::open(path).map_err(failed)?;
+    let mut bytes = Vec::new();
+    file.take(MAX_FILE_BYTES + 1)
+        .read_to_end(&mut bytes)
+        .map_err(failed)?;
+    if bytes.len() as u64 > MAX_FILE_BYTES {
+        return Err(Error::data(format!(
+            "{} has more than {MAX_FILE_BYTES} bytes; no file of CIFAR-10 is as large",
+            path.display()
+        )));
+    }
+    Ok(bytes)
+}
+
+/// Parses the bytes of one file of the Python version.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn parse_pickle(bytes: &[u8]) -> Result<Batch> {
+    pickle::parse(Path::new("fuzzed"), bytes)
+}
+
+/// Parses the bytes of one file of the binary version.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn parse_binary(bytes: &[u8]) -> Result<Batch> {
+    binary::parse(Path::new("fuzzed"), bytes)
+}
+
+/// Reads one split of an archive.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn read_archive(path: &Path, split: Split) -> Result<Vec<(PathBuf, Batch)>> {
+    archive::read(path, split)
+}
+
+#[cfg(any(test, fuzzing))]
+impl Batch {
+    /// Number of images; panics when images and labels differ in number.
+    pub(crate) fn consistent(&self) -> usize {
+        assert_eq!(self.planes.len(), self.labels.len() * PIXELS);
+        assert!(self.labels.iter().all(|l| usize::from(*l) < CLASSES));
+        self.labels.len()
+    }
+}
+
+impl Cifar10 {
+    fn new(batches: impl IntoIterator<Item = Batch>, scaling: Scaling) -> Cifar10 {
+        let (mut pixels, mut labels) = (Vec::new(), Vec::new());
+        for batch in batches {
+            labels.extend_from_slice(&batch.labels);
+            pixels.reserve_exact(batch.planes.len());
+            for image in batch.planes.chunks_exact(PIXELS) {
+                let (red, rest) = image.split_at(SIDE * SIDE);
+                let (green, blue) = rest.split_at(SIDE * SIDE);
+                for ((r, g), b) in red.iter().zip(green).zip(blue) {
+                    pixels.extend_from_slice(&[*r, *g, *b]);
+                }
+            }
+        }
+        Cifar10 {
+            pixels,
+            labels,
+            table: scaling.table(),
+        }
+    }
+
+    /// The bytes of one image: rows of pixels of red, green and blue; `None`
+    /// beyond the end.
+    pub fn pixels(&self, index: usize) -> Option<&[u8]> {
+        self.pixels.chunks_exact(PIXELS).nth(index)
+    }
+
+    /// Forgets all but the first `samples` images.
+    pub fn truncate(&mut self, samples: usize) {
+        self.labels.truncate(samples);
+        self.pixels.truncate(self.labels.len() * PIXELS);
+    }
+
+    /// All labels in file order.
+    pub fn labels(&self) -> &[u8] {
+        &self.labels
+    }
+
+    /// SHA-256 of all pixels as [`pixels`](Self::pixels) gives them, then all
+    /// labels, in hexadecimal: tells data sets apart that differ in nothing else.
+    pub fn sha256(&self) -> String {
+        let mut hash = Sha256::new();
+        hash.update(&self.pixels);
+        hash.update(&self.labels);
+        hex::encode(hash.finalize())
+    }
+}
+
+impl std::fmt::Debug for Cifar10 {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Cifar10")
+            .field("samples", &self.labels.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Dataset for Cifar10 {
+    fn name(&self) -> &str {
+        "CIFAR-10"
+    }
+
+    fn len(&self) -> usize {
+        self.labels.len()
+    }
+
+    fn image_shape(&self) -> [usize; 3] {
+        [SIDE, SIDE, CHANNELS]
+    }
+
+    fn classes(&self) -> usize {
+        CLASSES
+    }
+
+    fn read(&self, index: usize, out: &mut [f32]) -> Result<u32> {
+        check_read(self, index, out)?;
+        let pixels = &self.pixels[index * PIXELS..(index + 1) * PIXELS];
+        scale(&self.table, pixels, out);
+        Ok(u32::from(self.labels[index]))
+    }
+}
+
+/// Bytes of pixels to numbers.
+pub(crate) fn scale(table: &[[f32; 256]; CHANNELS], pixels: &[u8], out: &mut [f32]) {
+    for (out, pixel) in out
+        .chunks_exact_mut(CHANNELS)
+        .zip(pixels.chunks_exact(CHANNELS))
+    {
+        for c in 0..CHANNELS {
+            out[c] = table[c][usize::from(pixel[c])];
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

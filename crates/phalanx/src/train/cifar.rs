@@ -1,0 +1,194 @@
+//! What the CIFAR-10 programs share: where images come from, and what is done
+//! to them.
+
+use std::sync::Arc;
+
+use phalanx_train::Dataset;
+use phalanx_train::augment::{Augmentation, Augmented};
+use phalanx_train::cifar10::{self, Cifar10, Scaling, Split};
+use phalanx_train::synthetic::{self, noise};
+
+use super::format::thousands;
+use super::program::Data;
+use super::settings::Settings;
+use crate::error::{Error, Result};
+use crate::ranks;
+
+/// Arguments about CIFAR-10.
+#[derive(Debug, Clone, clap::Args)]
+pub struct CifarArgs {
+    /// Folder with CIFAR-10 (pickles, binary version or original archive), the archive itself, or `synthetic` for
+    /// drawn pictures
+    #[arg(
+        long,
+        visible_alias = "data",
+        default_value = "input_dir",
+        value_name = "DIR|synthetic"
+    )]
+    pub data_url: String,
+    /// Random data instead, as the ModelArts document has it: nothing can be learned from it
+    #[arg(long, default_value_t = false, action = clap::ArgAction::Set, value_name = "true|false")]
+    pub custom_data: bool,
+    /// Train on the first N images only
+    #[arg(long, value_name = "N")]
+    pub train_samples: Option<usize>,
+    /// Test on the first N images only
+    #[arg(long, value_name = "N")]
+    pub test_samples: Option<usize>,
+}
+
+/// What is done to images before they are trained on.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Preparation {
+    /// What bytes become.
+    pub scaling: Scaling,
+    /// What changes from epoch to epoch.
+    pub augmentation: Option<Augmentation>,
+}
+
+impl CifarArgs {
+    /// Checks what can be checked before any rank is started.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag or the folder.
+    pub fn validate(&self) -> Result<()> {
+        for (flag, samples) in [
+            ("--train-samples", self.train_samples),
+            ("--test-samples", self.test_samples),
+        ] {
+            ranks::check_count(flag, samples.unwrap_or(1), 100_000_000)?;
+        }
+        if !self.custom_data && self.data_url != "synthetic" {
+            cifar10::check(self.data_url.as_ref())?;
+        }
+        Ok(())
+    }
+
+    /// As the user typed it.
+    pub fn name(&self) -> String {
+        if self.custom_data {
+            "custom random data".to_owned()
+        } else {
+            self.data_url.clone()
+        }
+    }
+
+    /// What must be the same on all ranks besides the content.
+    pub fn must_agree(&self) -> Vec<String> {
+        vec![
+            format!("--train-samples {:?}", self.train_samples),
+            format!("--test-samples {:?}", self.test_samples),
+        ]
+    }
+
+    /// Reads or makes it.
+    ///
+    /// # Errors
+    ///
+    /// Usage or data, naming folder or file.
+    pub fn load(&self, settings: &Settings, preparation: Preparation) -> Result<Data> {
+        let Preparation {
+            scaling,
+            augmentation,
+        } = preparation;
+        let seed = settings.seed;
+        let (train, test, mut description, content): (Arc<dyn Dataset>, Arc<dyn Dataset>, _, _);
+        if self.custom_data {
+            let n = self.train_samples.unwrap_or(noise::TRAIN_SAMPLES);
+            let m = self.test_samples.unwrap_or(noise::TEST_SAMPLES);
+            train = Arc::new(noise::noise(n, seed, 0));
+            test = Arc::new(noise::noise(m, seed, 1));
+            description = format!("custom random data, seed {seed}");
+            content = format!("custom {n} + {m}, seed {seed}");
+        } else if self.data_url == "synthetic" {
+            let n = self.train_samples.unwrap_or(settings.synthetic_samples);
+            let sixth = (settings.synthetic_samples / 6).max(1);
+            let m = self.test_samples.unwrap_or(sixth);
+            // The test pictures follow the training pictures, so none is seen in training.
+            let first = n.max(settings.synthetic_samples) as u64;
+            train = Arc::new(synthetic::pictures(0, n, seed, scaling));
+            test = Arc::new(synthetic::pictures(first, m, seed, scaling));
+            description = format!("synthetic pictures, seed {seed}");
+            content = format!("synthetic pictures {n} + {m} from {first}, seed {seed}");
+        } else {
+            let folder = self.data_url.as_ref();
+            let mut images = cifar10::load(folder, Split::Train, scaling)?;
+            images.truncate(self.train_samples.unwrap_or(usize::MAX));
+            let mut tests = cifar10::load(folder, Split::Test, scaling)?;
+            tests.truncate(self.test_samples.unwrap_or(usize::MAX));
+            description = format!("CIFAR-10 in {}", self.data_url);
+            content = sums(&images, &tests);
+            (train, test) = (Arc::new(images), Arc::new(tests));
+        }
+        description.push_str(&format!(
+            ", {} train / {} test",
+            thousands(train.len()),
+            thousands(test.len())
+        ));
+        let train: Arc<dyn Dataset> = match augmentation {
+            None => train,
+            Some(augmentation) => {
+                description.push_str(&format!(
+                    ", shifted by up to {}, flipped{}",
+                    augmentation.shift,
+                    if augmentation.cutout > 0 {
+                        ", cut out"
+                    } else {
+                        ""
+                    }
+                ));
+                Arc::new(Augmented::new(train, augmentation, seed)?)
+            }
+        };
+        Ok(Data {
+            train,
+            test,
+            description,
+            content,
+        })
+    }
+}
+
+fn sums(train: &Cifar10, test: &Cifar10) -> String {
+    format!(
+        "CIFAR-10 {} + {}, SHA-256 {:.16} + {:.16}",
+        train.len(),
+        test.len(),
+        train.sha256(),
+        test.sha256()
+    )
+}
+
+/// A black pixel as the data set scales it.
+pub fn black(scaling: Scaling) -> [f32; 3] {
+    match scaling {
+        Scaling::Unit => [0.0; 3],
+        Scaling::Normalised => std::array::from_fn(|c| -cifar10::MEAN[c] / cifar10::DEVIATION[c]),
+    }
+}
+
+/// The schedule of the speed records: up in straight lines to `lr` in `rising`
+/// of the steps, then down to `last` of it.
+///
+/// # Errors
+///
+/// Usage, when there are too few steps for a rise and a fall.
+pub fn one_cycle(
+    lr: f64,
+    steps: usize,
+    rising: f64,
+    first: f64,
+    last: f64,
+) -> Result<phalanx_nn::optim::schedule::Schedule> {
+    use phalanx_nn::optim::schedule::{OneCycle, Schedule};
+    let cycle = OneCycle {
+        rising,
+        divisor: 1.0 / first,
+        final_divisor: first / last,
+        cosine: false,
+        ..OneCycle::new(lr, steps as u64)
+    };
+    Schedule::one_cycle(cycle)
+        .map_err(|e| Error::from(e).note("try", "more --epochs, or smaller batches"))
+}

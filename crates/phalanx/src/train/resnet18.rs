@@ -1,0 +1,236 @@
+//! `train resnet18`: the ModelArts document's program, and a modern recipe for
+//! the same network.
+
+use phalanx_nn::models::CifarResNet;
+use phalanx_nn::optim::schedule::Schedule;
+use phalanx_nn::optim::{Adam, Optimizer, Sgd};
+use phalanx_nn::{Params, Scope, Tensor};
+use phalanx_train::augment::Augmentation;
+use phalanx_train::cifar10::Scaling;
+
+use super::cifar::{self, CifarArgs, Preparation};
+use super::context::RankContext;
+use super::fit;
+use super::modelarts::ModelArts;
+use super::output::Files;
+use super::program::{Data, Loss, Net, Program, Testers};
+use super::settings::{Defaults, Settings};
+use super::voice::Voice;
+use crate::error::Result;
+
+/// How the network is trained.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Recipe {
+    /// Adam at a constant rate on images as they are, 100 epochs
+    Document,
+    /// The same on normalised images with random crops (padding 4) and flips
+    Standard,
+    /// Few epochs: one cycle of SGD with Nesterov's momentum, label smoothing, crops and flips
+    Fast,
+}
+
+/// By what the learning rate is multiplied. The document has it both ways.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum LrScaling {
+    /// By nothing
+    None,
+    /// By the ranks of this host (the document's first listing)
+    Node,
+    /// By all ranks (its complete listing)
+    World,
+}
+
+/// Arguments of `train resnet18`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Resnet18Args {
+    /// As in the document; there is no GPU here, so both train on the processor
+    #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "true|false")]
+    pub enable_gpu: bool,
+    #[command(flatten)]
+    pub cifar: CifarArgs,
+    /// How the network is trained
+    #[arg(long, value_enum, default_value_t = Recipe::Document)]
+    pub recipe: Recipe,
+    /// By what the learning rate is multiplied
+    #[arg(long, value_enum, default_value_t = LrScaling::World)]
+    pub lr_scaling: LrScaling,
+    /// Print the lines on every rank, each its own loss, as the document does
+    #[arg(long)]
+    pub document: bool,
+    #[command(flatten)]
+    pub settings: Settings,
+    /// Ranks of this host, where several hosts train.
+    #[arg(skip)]
+    pub ranks_here: Option<usize>,
+}
+
+/// Weight decay of the fast recipe.
+const DECAY: f64 = 5e-4;
+
+impl Resnet18Args {
+    /// The recipe's values of what was not typed.
+    pub fn defaults(&self) -> Defaults {
+        match self.recipe {
+            Recipe::Document | Recipe::Standard => Defaults {
+                epochs: 100,
+                batch_size: 128,
+                lr: 0.01,
+            },
+            Recipe::Fast => Defaults {
+                epochs: 6,
+                batch_size: 64,
+                lr: 0.1,
+            },
+        }
+    }
+
+    /// The rate after scaling, when `world` ranks train.
+    fn lr(&self, world: usize) -> f64 {
+        let factor = match self.lr_scaling {
+            LrScaling::None => 1,
+            LrScaling::Node => self.ranks_here.unwrap_or(world),
+            LrScaling::World => world,
+        };
+        self.settings.lr() * factor as f64
+    }
+}
+
+/// Checks what can be checked before any rank is started.
+///
+/// # Errors
+///
+/// Usage errors naming the flag.
+pub fn validate(args: &Resnet18Args, world: usize) -> Result<()> {
+    args.settings.validate(world)?;
+    args.cifar.validate()
+}
+
+/// Trains as one rank.
+///
+/// # Errors
+///
+/// Anything that ends the training; the kind decides the exit code.
+pub fn run_rank(ctx: &RankContext, args: &Resnet18Args) -> Result<()> {
+    validate(args, ctx.world())?;
+    if args.cifar.custom_data {
+        // The document's own sentence; its complete listing logs it.
+        ctx.note(
+            "[warning] you are training on custom random dataset, validation accuracy may range from 0.4 to 0.6.",
+        );
+    }
+    fit::run(ctx, args)
+}
+
+impl Net for CifarResNet {
+    fn forward<'s>(&self, x: Tensor<'s>) -> phalanx_nn::Result<Tensor<'s>> {
+        CifarResNet::forward(self, x)
+    }
+}
+
+impl Program for Resnet18Args {
+    type Net = CifarResNet;
+
+    fn name(&self) -> &'static str {
+        "resnet18"
+    }
+
+    fn title(&self) -> &'static str {
+        "CIFAR ResNet-18"
+    }
+
+    fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    fn files(&self) -> Files {
+        Files {
+            model: "resnet18",
+            weights: None,
+            accuracies: None,
+            each_epoch: true,
+        }
+    }
+
+    fn data_name(&self) -> String {
+        self.cifar.name()
+    }
+
+    fn must_agree(&self) -> Vec<String> {
+        let mut facts = self.cifar.must_agree();
+        facts.push(format!("--recipe {:?}", self.recipe).to_lowercase());
+        facts.push(format!("--lr-scaling {:?}", self.lr_scaling).to_lowercase());
+        facts
+    }
+
+    fn data(&self) -> Result<Data> {
+        let (scaling, augmentation) = match self.recipe {
+            Recipe::Document => (Scaling::Unit, None),
+            Recipe::Standard => (
+                Scaling::Normalised,
+                Some(Augmentation::standard(cifar::black(Scaling::Normalised))),
+            ),
+            Recipe::Fast => (Scaling::Normalised, Some(Augmentation::fast())),
+        };
+        let preparation = Preparation {
+            scaling,
+            augmentation,
+        };
+        self.cifar.load(&self.settings, preparation)
+    }
+
+    fn net(&self, scope: &mut Scope) -> CifarResNet {
+        CifarResNet::resnet18(scope)
+    }
+
+    fn optimizer(&self, params: &Params, world: usize) -> (Box<dyn Optimizer>, String) {
+        let lr = self.lr(world);
+        match self.recipe {
+            Recipe::Document | Recipe::Standard => {
+                (Box::new(Adam::new(params, lr)), format!("Adam lr {lr}"))
+            }
+            Recipe::Fast => {
+                let sgd = Sgd::new(params, lr)
+                    .momentum(0.9)
+                    .nesterov(true)
+                    .weight_decay(DECAY);
+                (
+                    Box::new(sgd),
+                    format!("SGD one cycle to lr {lr}, Nesterov momentum 0.9, decay {DECAY}"),
+                )
+            }
+        }
+    }
+
+    fn schedule(&self, world: usize, steps: usize) -> Result<Option<Schedule>> {
+        match self.recipe {
+            Recipe::Document | Recipe::Standard => Ok(None),
+            Recipe::Fast => cifar::one_cycle(self.lr(world), steps, 0.25, 0.1, 0.02).map(Some),
+        }
+    }
+
+    fn loss(&self) -> Loss {
+        let smoothing = match self.recipe {
+            Recipe::Document | Recipe::Standard => 0.0,
+            Recipe::Fast => 0.1,
+        };
+        Loss::CrossEntropy { smoothing }
+    }
+
+    fn tests_mirrored(&self) -> bool {
+        self.recipe == Recipe::Fast
+    }
+
+    fn drops_last(&self) -> bool {
+        true
+    }
+
+    fn testers(&self) -> Testers {
+        Testers::Everybody
+    }
+
+    fn voice(&self) -> Box<dyn Voice> {
+        Box::new(ModelArts {
+            everybody: self.document,
+        })
+    }
+}

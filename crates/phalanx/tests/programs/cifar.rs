@@ -1,0 +1,355 @@
+//! The CIFAR-10 programs, on drawn pictures and on slices of the real set.
+
+use std::path::PathBuf;
+
+use super::*;
+
+/// Two epochs of few steps.
+const SMALL: [&str; 14] = [
+    "--synthetic_samples",
+    "96",
+    "--epochs",
+    "2",
+    "--batch_size",
+    "16",
+    "--test_batch_size",
+    "16",
+    "--threads",
+    "1",
+    "--log_interval",
+    "1",
+    "--output_dir",
+    "out",
+];
+
+/// The two `print` calls of the ModelArts document, an epoch.
+const EPOCH_SHAPE: &str = "train | epoch: # | loss: #.####\n\
+                           val | epoch: # | loss: #.#### | accuracy: #.#### \n\
+                           \n";
+
+fn program<'a>(name: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    [&["train", name][..], &SMALL, more].concat()
+}
+
+/// The real set, where there is one.
+fn real() -> Option<String> {
+    let near = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/data/cifar-10");
+    let set = std::env::var_os("PHALANX_DATA").map(|d| PathBuf::from(d).join("cifar-10"));
+    let found = [set, Some(near), Some("/work/shared/data/cifar-10".into())]
+        .into_iter()
+        .flatten()
+        .find(|folder| folder.join("cifar-10-batches-py/test_batch").is_file());
+    if found.is_none() {
+        eprintln!("skipped: no CIFAR-10 here; set PHALANX_DATA to the folder above cifar-10");
+    }
+    found.map(|folder| folder.display().to_string())
+}
+
+#[test]
+fn resnet18_prints_and_saves_what_the_document_does() {
+    let dir = tempfile::tempdir().expect("folder");
+    let (out, err) = succeed(
+        &program(
+            "resnet18",
+            &[
+                "--data_url",
+                "synthetic",
+                "--enable_gpu",
+                "false",
+                "--lr",
+                "0.001",
+            ],
+        ),
+        dir.path(),
+    );
+    assert_eq!(shape(&out), EPOCH_SHAPE.repeat(2), "{out}");
+    assert!(out.starts_with("train | epoch: 1 | loss: "), "{out}");
+    assert!(err.contains("11,173,962 parameters in 62 tensors"), "{err}");
+    let folder = dir.path().join("out");
+    for epoch in 1..=2 {
+        let (end, other) = (
+            folder.join(format!("epoch_{epoch}.safetensors")),
+            folder.join(format!("epoch_{epoch}.pth")),
+        );
+        assert!(end.is_file() || other.is_file(), "no file of epoch {epoch}");
+    }
+    let summary = json(&folder.join("summary.json"));
+    let matrix: Vec<Vec<i64>> =
+        serde_json::from_value(summary["confusion"].clone()).expect("matrix");
+    assert_eq!(
+        matrix.iter().flatten().sum::<i64>(),
+        16,
+        "each of the test pictures once"
+    );
+}
+
+#[test]
+fn every_rank_prints_in_the_documents_form_and_rates_scale_as_asked() {
+    let dir = tempfile::tempdir().expect("folder");
+    let more = [
+        "--data",
+        "synthetic",
+        "--nproc-per-node",
+        "2",
+        "--document",
+        "--exact-validation",
+        "false",
+    ];
+    let (out, err) = succeed(&program("resnet18", &more), dir.path());
+    for line in [
+        "train | epoch: 1 |",
+        "train | epoch: 2 |",
+        "val | epoch: 1 |",
+        "val | epoch: 2 |",
+    ] {
+        assert_eq!(
+            out.lines().filter(|l| l.starts_with(line)).count(),
+            2,
+            "{line}\n{out}"
+        );
+    }
+    // Each validates the whole set by the same weights.
+    let vals: Vec<&str> = out
+        .lines()
+        .filter(|l| l.starts_with("val | epoch: 2"))
+        .collect();
+    assert_eq!(vals[0], vals[1]);
+    assert!(
+        err.contains("Adam lr 0.02"),
+        "the complete listing's rule: {err}"
+    );
+    let none = [&more[..], &["--lr_scaling", "none"]].concat();
+    let (_, err) = succeed(&program("resnet18", &none), dir.path());
+    assert!(err.contains("Adam lr 0.01"), "{err}");
+}
+
+/// As the platform of the document starts it: a process a task, told by flags.
+#[test]
+fn tasks_that_are_started_by_hand_meet_by_init_method() {
+    let dir = tempfile::tempdir().expect("folder");
+    let meet = format!("file://{}", dir.path().join("meet").display());
+    let task = |rank: &'static str| {
+        let args = program(
+            "resnet18",
+            &[
+                "--custom_data",
+                "true",
+                "--train-samples",
+                "32",
+                "--test-samples",
+                "16",
+                "--init_method",
+                &meet,
+                "--world_size",
+                "2",
+                "--rank",
+                rank,
+            ],
+        );
+        phalanx(&args, dir.path())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("started")
+    };
+    let tasks = [task("1"), task("0")];
+    let [second, first] = tasks.map(|task| task.wait_with_output().expect("output"));
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(
+        first.status.success() && second.status.success(),
+        "{}\n{}",
+        text(&first.stderr),
+        text(&second.stderr)
+    );
+    assert_eq!(shape(&text(&first.stdout)), EPOCH_SHAPE.repeat(2));
+    assert_eq!(text(&second.stdout), "");
+    let warning =
+        "you are training on custom random dataset, validation accuracy may range from 0.4 to 0.6.";
+    assert!(text(&first.stderr).contains(warning));
+    assert_eq!(json(&dir.path().join("out/summary.json"))["world_size"], 2);
+}
+
+#[test]
+fn help_tells_the_documents_flags_and_defaults() {
+    let dir = tempfile::tempdir().expect("folder");
+    let (out, _) = succeed(&["train", "resnet18", "--help"], dir.path());
+    for (flag, default) in [
+        ("--enable-gpu", "[default: true]"),
+        ("--lr ", "[default: 0.01;"),
+        ("--epochs", "[default: 100;"),
+        ("--init-method", "[default: env://]"),
+        ("--rank ", "[default: 0]"),
+        ("--world-size", "[default: 1]"),
+        ("--custom-data", "[default: false]"),
+        ("--data-url", "[default: input_dir]"),
+        ("--output-dir", "[default: output_dir]"),
+    ] {
+        let at = out
+            .find(&format!("      {flag}"))
+            .unwrap_or_else(|| panic!("no {flag} in {out}"));
+        let rest = &out[at + flag.len()..];
+        let own = &rest[..rest.find("\n      --").unwrap_or(rest.len())];
+        let own = own.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(own.contains(default), "{flag}: no {default} in {own}");
+    }
+}
+
+/// Augmented, whitened, with label smoothing and one cycle: the same bits on any
+/// number of ranks.
+#[test]
+fn resnet9_trains_alike_on_one_and_two_ranks() {
+    let dir = tempfile::tempdir().expect("folder");
+    let weights = |world: &str| {
+        let args = [
+            "train",
+            "resnet9",
+            "--data",
+            "synthetic",
+            "--synthetic-samples",
+            "96",
+            "--epochs",
+            "2",
+            "--global-batch-size",
+            "32",
+            "--deterministic",
+            "shards",
+            "--shards",
+            "2",
+            "--cutout",
+            "4",
+            "--threads",
+            "1",
+            "--output-dir",
+            "out",
+            "--nproc-per-node",
+            world,
+        ];
+        let (out, _) = succeed(&args, dir.path());
+        assert_eq!(shape(&out), EPOCH_SHAPE.repeat(2), "{out}");
+        let summary = json(&dir.path().join("out/summary.json"));
+        (
+            summary["weights_sha256"].clone(),
+            summary["metrics_sha256"].clone(),
+        )
+    };
+    assert_eq!(weights("1"), weights("2"));
+    assert!(dir.path().join("out/resnet9.safetensors").is_file());
+}
+
+#[test]
+fn resnet9_learns_a_slice_of_the_real_set() {
+    let Some(data) = real() else {
+        return;
+    };
+    let dir = tempfile::tempdir().expect("folder");
+    let args = [
+        "train",
+        "resnet9",
+        "--data",
+        &data,
+        "--test-samples",
+        "400",
+        "--train-samples",
+        "1024",
+        "--epochs",
+        "2",
+        "--batch-size",
+        "32",
+        "--lr",
+        "0.6",
+        "--test-batch-size",
+        "250",
+        "--output-dir",
+        "out",
+    ];
+    succeed(&args, dir.path());
+    let accuracy = json(&dir.path().join("out/summary.json"))["accuracy"]
+        .as_f64()
+        .expect("accuracy");
+    assert!(
+        accuracy > 0.2,
+        "{accuracy} after two epochs of 1024 images; chance is 0.1"
+    );
+}
+
+#[test]
+fn mobilenetv2_prints_the_oneflow_documents_lines() {
+    let dir = tempfile::tempdir().expect("folder");
+    let args = program(
+        "mobilenetv2",
+        &["--data", "synthetic", "--nproc-per-node", "2"],
+    );
+    let (out, err) = succeed(&args, dir.path());
+    let epoch = "Epoch #\n-------------------------------\nloss: #.###### [    #/   #]\n";
+    assert_eq!(
+        shape(&out),
+        format!("Using cpu device\n{epoch}{epoch}"),
+        "{out}"
+    );
+    assert!(out.contains("[    0/   96]"), "{out}");
+    assert!(err.contains("2,236,682 parameters in 158 tensors"), "{err}");
+    assert!(dir.path().join("out/mobilenetv2.safetensors").is_file());
+}
+
+#[test]
+fn mistakes_are_named_before_any_rank_starts() {
+    let dir = tempfile::tempdir().expect("folder");
+    std::fs::write(dir.path().join("file.txt"), "x").expect("file");
+    for (args, words) in [
+        (
+            &["train", "resnet18"][..],
+            &["no data folder input_dir", "--data synthetic"][..],
+        ),
+        (
+            &["train", "resnet9", "--data", "file.txt"],
+            &["file.txt is a file", "archive"],
+        ),
+        (
+            &["train", "resnet9", "--data", "synthetic", "--momentum", "1"],
+            &["--momentum must lie in 0..1"],
+        ),
+        (
+            &[
+                "train",
+                "resnet9",
+                "--data",
+                "synthetic",
+                "--train-samples",
+                "0",
+            ],
+            &["--train-samples must be at least 1"],
+        ),
+        (
+            &[
+                "train",
+                "resnet18",
+                "--data",
+                "synthetic",
+                "--world-size",
+                "2",
+            ],
+            &["same --init-method tcp://HOST:PORT"],
+        ),
+        (
+            &["train", "resnet18", "--data", "synthetic", "--rank", "1"],
+            &["--rank 1 does not exist among --world-size 1"],
+        ),
+        (
+            &[
+                "train",
+                "resnet18",
+                "--data",
+                "synthetic",
+                "--custom_data",
+                "perhaps",
+            ],
+            &["--custom-data", "perhaps"],
+        ),
+    ] {
+        let (code, out, err) = run(args, dir.path());
+        assert_eq!(code, 2, "{args:?}\n{out}\n{err}");
+        for word in words {
+            assert!(err.contains(word), "{args:?}: no \"{word}\" in\n{err}");
+        }
+    }
+}
