@@ -164,7 +164,8 @@ fn pictures_are_balanced_reproducible_and_no_templates() {
         best == Some(label)
     });
     let right = right.count();
-    assert!((100..500).contains(&right), "{right} of 1000");
+    // Chance is 100. Who knows only the mean of each class should not know much more.
+    assert!(right < 500, "{right} of 1000");
 }
 
 #[test]
