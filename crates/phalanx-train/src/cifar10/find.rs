@@ -11,7 +11,7 @@ const ARCHIVES: [&str; 2] = ["cifar-10-python.tar.gz", "cifar-10-binary.tar.gz"]
 
 const EXPECTED: &str = "  expected cifar-10-batches-py/ (data_batch_1 to data_batch_5, test_batch), \
     cifar-10-batches-bin/ (the same with .bin), cifar-10-python.tar.gz or cifar-10-binary.tar.gz\n  \
-    get them:   CIFAR-10 by Alex Krizhevsky, https://www.cs.toronto.edu/~kriz/cifar.html\n  \
+    get them:   phalanx download cifar10 --to DIR      (170.5 MB)\n  \
     or try:     --data synthetic";
 
 /// Published folder, ending of the files, and what they make.
