@@ -47,6 +47,10 @@ pub enum AlgorithmArg {
     Hierarchical,
     /// On each host, then from host to host and back, in ascending rank order
     Chain,
+    /// Up and down two binary trees, each with half of the data
+    Tree,
+    /// Everyone's data is collected in log2(ranks) rounds, everyone folds
+    Doubling,
 }
 
 /// Flags about ranks, shared by all recipes and benchmarks.
@@ -181,6 +185,8 @@ impl RankArgs {
             AlgorithmArg::Ring => Algorithm::Ring,
             AlgorithmArg::Hierarchical => Algorithm::Hierarchical,
             AlgorithmArg::Chain => Algorithm::Chain,
+            AlgorithmArg::Tree => Algorithm::Tree,
+            AlgorithmArg::Doubling => Algorithm::Doubling,
         }
     }
 }

@@ -20,9 +20,11 @@
 mod all_gather;
 mod all_reduce_chain;
 mod all_reduce_direct;
+mod all_reduce_doubling;
 mod all_reduce_one_round;
 mod all_reduce_rails;
 mod all_reduce_ring;
+mod all_reduce_tree;
 mod all_to_all;
 mod barrier;
 mod broadcast_scatter;
@@ -39,7 +41,9 @@ mod point_to_point;
 mod reduce_owners;
 mod reduce_root;
 mod reduce_scatter;
+mod reduce_tree;
 mod scatter;
+mod tree;
 mod uneven;
 
 pub use chunks::Chunks;
@@ -196,11 +200,18 @@ pub enum Method {
     /// All-reduce over several hosts: the prefix of the fold goes from host to
     /// host.
     AllReduceChain,
+    /// All-reduce up and down two binary trees.
+    AllReduceTree,
+    /// All-reduce: the inputs are collected in `⌈log₂ P⌉` rounds, everyone folds
+    /// all.
+    AllReduceDoubling,
+    /// Reduce up a binary tree.
+    ReduceTree,
 }
 
 impl Method {
     /// Every method, in wire order.
-    pub const ALL: [Method; 16] = [
+    pub const ALL: [Method; 19] = [
         Method::AllReduceDirect,
         Method::AllReduceOneRound,
         Method::AllReduceRing,
@@ -217,6 +228,9 @@ impl Method {
         Method::PointToPoint,
         Method::AllReduceRails,
         Method::AllReduceChain,
+        Method::AllReduceTree,
+        Method::AllReduceDoubling,
+        Method::ReduceTree,
     ];
 
     /// The collective that this method carries out. (A dissemination barrier
@@ -227,9 +241,11 @@ impl Method {
             | Method::AllReduceOneRound
             | Method::AllReduceRing
             | Method::AllReduceRails
-            | Method::AllReduceChain => Collective::AllReduce,
+            | Method::AllReduceChain
+            | Method::AllReduceTree
+            | Method::AllReduceDoubling => Collective::AllReduce,
             Method::BroadcastTree | Method::BroadcastScatter => Collective::Broadcast,
-            Method::ReduceRoot | Method::ReduceOwners => Collective::Reduce,
+            Method::ReduceRoot | Method::ReduceOwners | Method::ReduceTree => Collective::Reduce,
             Method::AllGather => Collective::AllGather,
             Method::ReduceScatter => Collective::ReduceScatter,
             Method::Gather => Collective::Gather,
@@ -243,7 +259,13 @@ impl Method {
     /// Whether reductions are the left fold in ascending rank order. All but
     /// [`Method::AllReduceChain`] then round once, at the end.
     pub const fn canonical(self) -> bool {
-        !matches!(self, Method::AllReduceRing | Method::AllReduceRails)
+        !matches!(
+            self,
+            Method::AllReduceRing
+                | Method::AllReduceRails
+                | Method::AllReduceTree
+                | Method::ReduceTree
+        )
     }
 
     /// The name used in messages and logs.
@@ -254,7 +276,8 @@ impl Method {
             Method::AllReduceRing => "ring",
             Method::AllReduceRails => "rails",
             Method::AllReduceChain => "chain",
-            Method::BroadcastTree => "tree",
+            Method::AllReduceDoubling => "doubling",
+            Method::AllReduceTree | Method::BroadcastTree | Method::ReduceTree => "tree",
             Method::BroadcastScatter => "scatter+all-gather",
             Method::ReduceRoot => "root folds",
             Method::ReduceOwners => "owners fold",
@@ -287,6 +310,9 @@ impl Method {
             Method::PointToPoint => 14,
             Method::AllReduceRails => 15,
             Method::AllReduceChain => 16,
+            Method::AllReduceTree => 17,
+            Method::AllReduceDoubling => 18,
+            Method::ReduceTree => 19,
         }
     }
 
@@ -541,10 +567,13 @@ pub fn build_on(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
         Method::AllReduceDirect => all_reduce_direct::build(spec, rank),
         Method::AllReduceOneRound => all_reduce_one_round::build(spec, rank),
         Method::AllReduceRing => all_reduce_ring::build(spec, rank),
+        Method::AllReduceTree => all_reduce_tree::build(spec, rank),
+        Method::AllReduceDoubling => all_reduce_doubling::build(spec, rank),
         Method::BroadcastTree => broadcast_tree::build(spec, rank),
         Method::BroadcastScatter => broadcast_scatter::build(spec, rank),
         Method::ReduceRoot => reduce_root::build(spec, rank),
         Method::ReduceOwners => reduce_owners::build(spec, rank),
+        Method::ReduceTree => reduce_tree::build(spec, rank),
         Method::AllGather => all_gather::build(spec, rank),
         Method::ReduceScatter => reduce_scatter::build(spec, rank),
         Method::Gather => gather::build(spec, rank),
@@ -564,10 +593,13 @@ pub fn stated_sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
         Method::AllReduceDirect => all_reduce_direct::sent_elems(spec, rank),
         Method::AllReduceOneRound => all_reduce_one_round::sent_elems(spec),
         Method::AllReduceRing => all_reduce_ring::sent_elems(spec, rank),
+        Method::AllReduceTree => all_reduce_tree::sent_elems(spec, rank),
+        Method::AllReduceDoubling => all_reduce_doubling::sent_elems(spec),
         Method::BroadcastTree => broadcast_tree::sent_elems(spec, rank),
         Method::BroadcastScatter => broadcast_scatter::sent_elems(spec, rank),
         Method::ReduceRoot => reduce_root::sent_elems(spec, rank),
         Method::ReduceOwners => reduce_owners::sent_elems(spec, rank),
+        Method::ReduceTree => reduce_tree::sent_elems(spec, rank),
         Method::AllGather => all_gather::sent_elems(spec),
         Method::ReduceScatter => reduce_scatter::sent_elems(spec),
         Method::Gather => gather::sent_elems(spec, rank),

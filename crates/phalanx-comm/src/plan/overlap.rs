@@ -175,6 +175,9 @@ fn without_the_dependencies_it_would_break() {
         Method::BroadcastTree,
         Method::AllReduceRails,
         Method::AllReduceChain,
+        Method::AllReduceTree,
+        Method::AllReduceDoubling,
+        Method::ReduceTree,
     ] {
         let hosts = Hosts::of_sizes(&[2, 2]);
         let spec = Spec {

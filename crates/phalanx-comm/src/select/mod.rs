@@ -42,17 +42,27 @@ pub enum Algorithm {
     /// bytes between more than two hosts. (f16 and bf16 are rounded once per
     /// host on the way.)
     Chain,
+    /// Up and down two binary trees, each with half of the data: `2·log₂ P`
+    /// steps and about the least bytes at any number of hosts. The order of
+    /// additions is fixed and the same on all ranks (by subtrees), but not
+    /// canonical.
+    Tree,
+    /// The inputs are collected in `⌈log₂ P⌉` rounds and everyone folds them
+    /// all: for small data among many hosts. Canonical order.
+    Doubling,
 }
 
 impl Algorithm {
     /// Every choice.
-    pub const ALL: [Algorithm; 6] = [
+    pub const ALL: [Algorithm; 8] = [
         Algorithm::Auto,
         Algorithm::Direct,
         Algorithm::OneRound,
         Algorithm::Ring,
         Algorithm::Hierarchical,
         Algorithm::Chain,
+        Algorithm::Tree,
+        Algorithm::Doubling,
     ];
 
     /// The name used in options and messages.
@@ -64,6 +74,8 @@ impl Algorithm {
             Algorithm::Ring => "ring",
             Algorithm::Hierarchical => "hierarchical",
             Algorithm::Chain => "chain",
+            Algorithm::Tree => "tree",
+            Algorithm::Doubling => "doubling",
         }
     }
 
@@ -75,6 +87,8 @@ impl Algorithm {
             Algorithm::Ring => Some(Method::AllReduceRing),
             Algorithm::Hierarchical => Some(Method::AllReduceRails),
             Algorithm::Chain => Some(Method::AllReduceChain),
+            Algorithm::Tree => Some(Method::AllReduceTree),
+            Algorithm::Doubling => Some(Method::AllReduceDoubling),
         }
     }
 }
@@ -95,7 +109,7 @@ impl std::str::FromStr for Algorithm {
             .ok_or_else(|| {
                 crate::Error::usage(format!(
                     "unknown all-reduce algorithm {text:?}: choose auto, direct, one-round, ring, \
-                     hierarchical or chain"
+                     hierarchical, chain, tree or doubling"
                 ))
             })
     }
@@ -179,6 +193,7 @@ impl Selector {
             Collective::AllReduce => &[
                 Method::AllReduceOneRound,
                 Method::AllReduceDirect,
+                Method::AllReduceDoubling,
                 Method::AllReduceChain,
             ],
             Collective::Broadcast => &[Method::BroadcastTree, Method::BroadcastScatter],
@@ -196,6 +211,7 @@ impl Selector {
         let wide = matches!(dtype, DType::F16 | DType::Bf16);
         all.iter().copied().filter(move |method| match method {
             Method::AllReduceOneRound => bytes <= ONE_ROUND_MAX_BYTES,
+            Method::AllReduceDoubling => bytes <= ONE_ROUND_MAX_BYTES && self.hosts.count() > 1,
             Method::AllReduceChain => several && !wide,
             _ => true,
         })
@@ -282,6 +298,7 @@ mod tests {
             &[4, 4],
             &[2, 1, 3],
             &[8; 8],
+            &[1; 64],
         ] {
             let selector = selector(sizes);
             for bytes in [0, 4, 1 << 10, 1 << 20, 1 << 30] {
@@ -309,6 +326,15 @@ mod tests {
             all_reduce(&selector(&[1, 1, 1]), 25 << 20),
             Method::AllReduceDirect
         );
+    }
+
+    #[test]
+    fn small_data_of_many_hosts_is_collected_by_doubling() {
+        let many = selector(&[1; 64]);
+        assert_eq!(all_reduce(&many, 64), Method::AllReduceDoubling);
+        assert_eq!(all_reduce(&many, 25 << 20), Method::AllReduceDirect);
+        let few = selector(&[1; 8]);
+        assert_eq!(all_reduce(&few, 64), Method::AllReduceOneRound);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use crate::{Error, Result};
 pub(crate) const VARIABLE: &str = "PHALANX_ALGORITHM";
 
 /// What may be prescribed, by the names used in rules and options.
-const NAMES: [(Collective, &str, Method); 10] = [
+const NAMES: [(Collective, &str, Method); 13] = [
     (Collective::AllReduce, "direct", Method::AllReduceDirect),
     (
         Collective::AllReduce,
@@ -22,10 +22,13 @@ const NAMES: [(Collective, &str, Method); 10] = [
         Method::AllReduceRails,
     ),
     (Collective::AllReduce, "chain", Method::AllReduceChain),
+    (Collective::AllReduce, "tree", Method::AllReduceTree),
+    (Collective::AllReduce, "doubling", Method::AllReduceDoubling),
     (Collective::Broadcast, "tree", Method::BroadcastTree),
     (Collective::Broadcast, "scatter", Method::BroadcastScatter),
     (Collective::Reduce, "root", Method::ReduceRoot),
     (Collective::Reduce, "owners", Method::ReduceOwners),
+    (Collective::Reduce, "tree", Method::ReduceTree),
 ];
 
 /// One rule.

@@ -17,5 +17,6 @@ mod reform;
 mod registered;
 mod streams;
 mod subgroups;
+mod trees;
 mod uneven;
 mod waiting;

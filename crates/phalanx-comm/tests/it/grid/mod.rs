@@ -24,6 +24,7 @@ use self::asked::*;
 use crate::common::{
     EVERYWHERE, Over, Value, assert_same_bits, groups, on_each, serial_fold, wild_values,
 };
+use crate::trees::all_reduce_tree_fold;
 
 /// Elements of every rank's data; a case takes the first so many.
 const LONGEST: usize = 10007;
@@ -46,11 +47,13 @@ enum Form {
     Message,
 }
 
-const REDUCING: [Form; 8] = [
+const REDUCING: [Form; 10] = [
     Form::AllReduce(Algorithm::Auto),
     Form::AllReduce(Algorithm::Direct),
     Form::AllReduce(Algorithm::OneRound),
     Form::AllReduce(Algorithm::Ring),
+    Form::AllReduce(Algorithm::Tree),
+    Form::AllReduce(Algorithm::Doubling),
     Form::AllReduceCoalesced,
     Form::Reduce,
     Form::ReduceScatter,
@@ -133,8 +136,8 @@ impl<T: Value> Table<T> {
                 .for_each(|count| push(form, ReduceOp::Sum, count));
         }
         for (i, (op, _)) in folds.iter().enumerate() {
-            push(REDUCING[(i + world) % 8], *op, 1000);
-            push(REDUCING[(i + world + 3) % 8], *op, LONGEST);
+            push(REDUCING[(i + world) % 10], *op, 1000);
+            push(REDUCING[(i + world + 3) % 10], *op, LONGEST);
             push(MOVING[(i + world) % 8], *op, [1000, LONGEST][i % 2]);
         }
         cases.retain(|case| case.number % thin == world % thin);
@@ -182,10 +185,10 @@ impl<T: Value> Table<T> {
         let all = || -> Vec<T> { each(count).flatten().copied().collect() };
         let (got, want) = match form {
             Form::AllReduce(algorithm) => {
-                let want = if algorithm == Algorithm::Ring {
-                    ring_fold(op, &self.inputs, count)
-                } else {
-                    fold().to_vec()
+                let want = match algorithm {
+                    Algorithm::Ring => ring_fold(op, &self.inputs, count),
+                    Algorithm::Tree => all_reduce_tree_fold(op, &self.inputs, count),
+                    _ => fold().to_vec(),
                 };
                 (
                     all_reduce(group, asked, &mine[..count], op, algorithm),
