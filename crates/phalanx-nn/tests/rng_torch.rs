@@ -99,6 +99,23 @@ fn normal_numbers_within_2e_6() {
 }
 
 #[test]
+fn normal_numbers_bit_for_bit() {
+    let cases: Value = serde_json::from_str(include_str!("fixtures/randn.json")).unwrap();
+    let cases = cases.as_array().unwrap();
+    assert!(!cases.is_empty());
+    for case in cases {
+        let mut out = vec![0.0_f32; length(case)];
+        let (mean, std) = (
+            case["mean"].as_f64().unwrap(),
+            case["std"].as_f64().unwrap(),
+        );
+        seeded(case).fill_normal_f32(&mut out, mean, std);
+        let hash = sha256(out.iter().map(|v| v.to_le_bytes()));
+        assert_eq!(hash, case["sha256"].as_str().unwrap(), "{case}");
+    }
+}
+
+#[test]
 fn the_second_half_of_a_scalar_normal_pair_carries_over() {
     let mut split = Generator::new(9);
     let mut whole = Generator::new(9);

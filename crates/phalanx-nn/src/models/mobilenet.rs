@@ -121,7 +121,7 @@ pub struct MobileNetV2 {
 
 impl MobileNetV2 {
     /// Width 1, dropout 0.2 before the classifier, torchvision's initial
-    /// weights (its draws in its order; normal ones agree to 2e-6).
+    /// weights (its draws in its order).
     pub fn new(scope: &mut Scope, classes: usize) -> Self {
         let mut features = scope.enter("features");
         let options = Conv2dOptions::new(3).stride(2).padding(1);

@@ -7,6 +7,7 @@
 //!   laid beside PyTorch: the order of the data and the initial weights
 //!   ([`init`]).
 
+mod cephes;
 pub mod init;
 mod mt19937;
 pub mod philox;

@@ -31,6 +31,8 @@ use crate::error::Result;
 
 /// SHA-256 of what a run ends with, in hexadecimal.
 struct Digests {
+    /// Before the first step, unless the run went on from a checkpoint.
+    initial: Option<String>,
     weights: String,
     optimizer: String,
     metrics: String,
@@ -63,6 +65,8 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
     if let Some(resumed) = &resumed {
         resumed.check(&resumable)?;
         resumed.params(&mut params)?;
+    } else {
+        settings.init.fill(ctx, &mut params)?;
     }
     let mut facts = settings.must_agree();
     facts.extend(program.must_agree());
@@ -102,8 +106,10 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
         output.dir(),
         resumed.is_some(),
     )?;
+    let initial = (ctx.is_main() && resumed.is_none()).then(|| checkpoint::weights_sha256(&params));
     let about = About {
         data: &data,
+        initial: initial.as_deref(),
         steps,
         optimizer: &optimizer_name,
     };
@@ -335,6 +341,7 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
     output.save_accuracies(&accuracies)?;
     output.save_predictions(&tester.predictions(&params, &mut tape)?)?;
     let digests = Digests {
+        initial,
         weights,
         optimizer: optimizer_sha256(optimizer.as_ref()),
         metrics: metrics.sha256(),
@@ -448,6 +455,8 @@ fn ddp_copy(ctx: &RankContext, cut: &Cut, params: &Params) -> Result<Params> {
 /// What is announced besides the settings.
 struct About<'a> {
     data: &'a Data,
+    /// SHA-256 of the weights before the first step.
+    initial: Option<&'a str>,
     steps: usize,
     optimizer: &'a str,
 }
@@ -497,6 +506,10 @@ fn announce<P: Program>(
         thousands(count),
         params.infos().len(),
     ));
+    if let Some(initial) = about.initial {
+        let from = settings.init.describe(settings.seed);
+        ctx.note(&format!("weights  {from} ({initial:.12}…)"));
+    }
     ctx.note(&format!(
         "training {} of {}, global batch {cut}, {}",
         plural(settings.epochs(), "epoch"),
@@ -541,6 +554,7 @@ fn summary<P: Program>(
         "skipped_steps": timing.skipped,
         "peak_rss_mib": process::peak_rss_bytes().map(|b| b as f64 / f64::from(1 << 20)),
         "deterministic": format!("{:?}", settings.cut.deterministic).to_lowercase(),
+        "initial_sha256": digests.initial,
         "weights_sha256": digests.weights,
         "optimizer_sha256": digests.optimizer,
         "metrics_sha256": digests.metrics,

@@ -27,6 +27,9 @@ pub struct MnistArgs {
     /// SGD momentum
     #[arg(long, default_value_t = 0.9, allow_negative_numbers = true)]
     pub momentum: f64,
+    /// Shares of activations that training drops, before and after the first linear layer
+    #[arg(long, value_delimiter = ',', default_values_t = [0.25, 0.5], value_name = "FIRST,SECOND")]
+    pub dropout: Vec<f64>,
     /// Print all that the Flyte document's program prints, on every rank
     #[arg(long)]
     pub document: bool,
@@ -43,6 +46,11 @@ pub fn validate(args: &MnistArgs, world: usize) -> Result<()> {
     args.settings.validate(world)?;
     if !(0.0..1.0).contains(&args.momentum) {
         return Err(Error::usage("--momentum must lie in 0..1 (1 excluded)"));
+    }
+    if args.dropout.len() != 2 || !args.dropout.iter().all(|p| (0.0..1.0).contains(p)) {
+        return Err(Error::usage(
+            "--dropout takes two shares in 0..1 (1 excluded), as in --dropout 0.25,0.5",
+        ));
     }
     // The data is looked at once here, so that a wrong folder is one error and not
     // one per rank.
@@ -97,7 +105,10 @@ impl Program for MnistArgs {
     }
 
     fn must_agree(&self) -> Vec<String> {
-        vec![format!("--momentum {}", self.momentum)]
+        vec![
+            format!("--momentum {}", self.momentum),
+            format!("--dropout {:?}", self.dropout),
+        ]
     }
 
     fn data(&self) -> Result<Data> {
@@ -109,7 +120,9 @@ impl Program for MnistArgs {
     }
 
     fn net(&self, scope: &mut Scope) -> MnistCnn {
-        MnistCnn::new(scope)
+        // `validate` has counted them.
+        let share = |i: usize| self.dropout.get(i).copied().unwrap_or_default();
+        MnistCnn::with_dropout(scope, share(0), share(1))
     }
 
     fn optimizer(&self, params: &Params, _world: usize) -> (Box<dyn Optimizer>, String) {

@@ -21,6 +21,7 @@ mod resnet9;
 mod sample_log;
 mod saving;
 mod settings;
+mod start;
 mod timing;
 mod trace;
 mod voice;

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use clap::builder::{OsStringValueParser, TypedValueParser as _};
 use phalanx_ddp::{BucketCaps, Buffers, DdpOptions, Every};
 use phalanx_train::sampler::{Sampler, SamplerConfig, TorchBatches};
 
@@ -10,6 +11,7 @@ use super::cut::{Cut, CutArgs, Determinism};
 use super::gradient::{GradientArgs, GradientType};
 use super::precision::PrecisionArg;
 use super::saving::{self, SavingArgs};
+use super::start::Start;
 use crate::error::{Error, Result};
 use crate::ranks;
 
@@ -45,6 +47,9 @@ pub struct Settings {
     /// Seed of weights, shuffling, dropout, augmentation and synthetic data
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
+    /// Initial weights: PyTorch's for this --seed, bit for bit, or those of a file (.pth, .safetensors, a checkpoint's .json)
+    #[arg(long, default_value = "torch", value_parser = OsStringValueParser::new().map(Start::from), value_name = "torch|FILE")]
+    pub init: Start,
     /// Which samples a rank gets
     #[arg(long, value_enum, default_value_t = SamplerKind::Exact)]
     pub sampler: SamplerKind,

@@ -3,6 +3,7 @@
 
 mod cifar;
 mod mnist;
+mod start;
 
 use std::path::Path;
 use std::process::{Command, Stdio};

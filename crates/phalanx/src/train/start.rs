@@ -1,0 +1,59 @@
+//! Where a training's weights start.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use phalanx_nn::Params;
+use phalanx_train::checkpoint;
+
+use super::context::RankContext;
+use crate::error::Result;
+
+/// `--init`: what weights are before the first step.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Start {
+    /// What PyTorch draws after `torch.manual_seed(seed)` when it builds the
+    /// same network: the same bits.
+    Torch,
+    /// Those of a file.
+    File(PathBuf),
+}
+
+impl From<OsString> for Start {
+    fn from(text: OsString) -> Start {
+        if text == "torch" {
+            Start::Torch
+        } else {
+            Start::File(text.into())
+        }
+    }
+}
+
+impl Start {
+    /// Fills freshly built `params` of rank 0; the wrapper gives them to the
+    /// other ranks, so that only rank 0's host needs the file.
+    ///
+    /// # Errors
+    ///
+    /// Usage or data, naming the file and the first tensors that do not fit.
+    pub fn fill(&self, ctx: &RankContext, params: &mut Params) -> Result<()> {
+        let Start::File(path) = self else {
+            return Ok(());
+        };
+        if ctx.is_main() {
+            let loaded = checkpoint::load_params(path, params)?;
+            for warning in loaded.warnings {
+                ctx.note(&format!("warning: {warning}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// For the person at the terminal.
+    pub fn describe(&self, seed: u64) -> String {
+        match self {
+            Start::Torch => format!("as PyTorch draws them with seed {seed}"),
+            Start::File(path) => format!("from {}", path.display()),
+        }
+    }
+}
