@@ -395,7 +395,7 @@ fn a_pipeline_does_not_hold_up_others() {
             .collect();
         times.sort();
         // Most of them: the machine may be busy with other things.
-        assert!(times[25] < Duration::from_millis(1000), "{times:?}");
+        assert!(times[25] < DELAY, "{times:?}");
     });
 }
 

@@ -429,9 +429,13 @@ fn half_a_request() {
     assert_eq!(store.try_get(key).unwrap(), None);
 }
 
+/// Here none has to give up its place for another, which one that is not
+/// scheduled for 20 ms has to where there are fewer places than clients.
 #[test]
 fn many_clients_join_at_once() {
-    let (server, token) = serve();
+    let mut options = ServerOptions::default();
+    options.max_pending_handshakes = 100;
+    let (server, token) = serve_with(options);
     thread::scope(|scope| {
         for rank in 0..100 {
             let (server, token) = (&server, &token);

@@ -110,12 +110,9 @@ impl Run<'_> {
         let gives = shape.gives(me);
         // What only this rank takes need not be shown to others.
         let shows = gives && shape.taker != Some(me);
-        let place = match shows {
-            true => self.place_of(self.buffers.input, total),
-            false => Place::Staged,
-        };
-        let place = match place {
-            Place::Staged if shows && self.is_read(total) => {
+        let place = match self.place_of(self.buffers.input, total) {
+            _ if !shows => Place::Staged,
+            Place::Staged if self.is_read(total) => {
                 Place::Address(self.buffers.input.addr() as u64)
             }
             place => place,

@@ -215,15 +215,9 @@ impl Host {
             match collective {
                 Collective::AllReduce | Collective::Reduce => run.reduce(),
                 Collective::ReduceScatter => run.reduce_scatter(),
-                Collective::Broadcast
-                | Collective::AllGather
-                | Collective::Gather
-                | Collective::Scatter
-                | Collective::AllToAll => run.exchange(),
+                _ if collective.moves() => run.exchange(),
                 // Nothing but to be there.
-                Collective::Barrier | Collective::Shutdown | Collective::SendRecv => {
-                    run.enter(Place::Staged)
-                }
+                _ => run.enter(Place::Staged),
             }
         };
         if result.is_ok() {

@@ -8,7 +8,7 @@ use super::direct::{Mark, Sign};
 use super::{Host, SEGMENT_MIN_BYTES, SEGMENTS_MIN};
 use crate::exec::{Deadline, Operation, Signature, Told, desync};
 use crate::memory::ALIGN_BYTES;
-use crate::plan::{Chunks, Collective, Spec};
+use crate::plan::{Chunks, Spec};
 use crate::recorder::Flight;
 use crate::transport::Mesh;
 use crate::wait::Bell;
@@ -309,15 +309,7 @@ impl<'a> Run<'a> {
     /// Whether ranks may read each other's data where it lies, registered or
     /// not, in this operation. The same on all ranks.
     pub(super) fn reads_memory(&self) -> bool {
-        let moves = matches!(
-            self.operation.collective,
-            Collective::Broadcast
-                | Collective::AllGather
-                | Collective::Gather
-                | Collective::Scatter
-                | Collective::AllToAll
-        );
-        self.host.all_read && moves
+        self.host.all_read && self.operation.collective.moves()
     }
 
     /// Bytes of the buffer of `rank` that others access.

@@ -130,6 +130,18 @@ impl Collective {
         )
     }
 
+    /// Whether data goes from rank to rank as it is.
+    pub const fn moves(self) -> bool {
+        matches!(
+            self,
+            Collective::Broadcast
+                | Collective::AllGather
+                | Collective::Gather
+                | Collective::Scatter
+                | Collective::AllToAll
+        )
+    }
+
     /// Whether data is replaced where it lies, so that `Output` holds the
     /// input at first and there is no `Input`.
     pub const fn in_place(self) -> bool {

@@ -165,13 +165,16 @@ mod tests {
     #[test]
     fn a_reading_costs_nanoseconds() {
         let clock = Clock::best();
-        let started = Instant::now();
         let mut last = 0;
-        for _ in 0..10_000 {
-            last = clock.ticks().max(last);
-        }
-        // Generous: tests run beside compilers, unoptimised.
-        assert!(started.elapsed() < Duration::from_millis(50));
+        // The fastest of many tries: tests run beside compilers, unoptimised.
+        let fastest = (0..100).map(|_| {
+            let started = Instant::now();
+            for _ in 0..1000 {
+                last = clock.ticks().max(last);
+            }
+            started.elapsed()
+        });
+        assert!(fastest.min() < Some(Duration::from_millis(5)));
         assert!(last > 0);
     }
 }

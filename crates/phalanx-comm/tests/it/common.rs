@@ -62,11 +62,21 @@ pub fn groups(over: Over, world: usize) -> Vec<ProcessGroup> {
             },
         );
     }
+    formed(over, world, |_, options| options)
+}
+
+/// One handle per rank, in rank order, formed through a store as processes do,
+/// each with its own `options`.
+pub fn formed(
+    over: Over,
+    world: usize,
+    own: impl Fn(usize, InitOptions) -> InitOptions,
+) -> Vec<ProcessGroup> {
     let store = Arc::new(MemStore::new());
     let token = Token::generate().unwrap();
     let members: Vec<_> = (0..world)
         .map(|rank| {
-            let (store, options) = (store.clone(), init_options(over, &token));
+            let (store, options) = (store.clone(), own(rank, init_options(over, &token)));
             std::thread::spawn(move || ProcessGroup::from_store(store, rank, world, options))
         })
         .collect();

@@ -1,19 +1,15 @@
 //! All-reduce over a grid of hosts and ranks, bit for bit: the chain against
 //! the serial fold, rails against the fold of the hosts' folds.
 
-use std::sync::Arc;
-
 use half::bf16;
 use phalanx_comm::plan::{Collective, Hosts, Method};
 use phalanx_comm::{
-    Algorithm, Call, DType, ErrorKind, GroupOptions, ProcessGroup, ReduceOp, Rules,
+    Algorithm, Call, DType, ErrorKind, GroupOptions, InitOptions, ProcessGroup, ReduceOp, Rules,
 };
-use phalanx_store::MemStore;
-use phalanx_wire::Token;
 
 use crate::common::{
-    Over, PATIENCE, RING_BYTES, SEGMENT_BYTES, Value, assert_same_bits, groups, init_options,
-    on_each, serial_fold, values,
+    Over, PATIENCE, RING_BYTES, SEGMENT_BYTES, Value, assert_same_bits, formed, groups, on_each,
+    serial_fold, values,
 };
 
 const GRIDS: [&[usize]; 6] = [&[2, 2], &[2, 4], &[3, 3], &[2, 1, 3], &[1, 3], &[1, 1, 1]];
@@ -143,23 +139,13 @@ fn rules_choose_by_size_and_differing_ones_are_named() {
         assert_eq!(talked_to(256), 1);
     });
     // Two ranks of one group that were configured differently.
-    let store = Arc::new(MemStore::new());
-    let token = Token::generate().unwrap();
-    let errors: Vec<_> = ["", "all_reduce=direct"]
-        .into_iter()
-        .enumerate()
-        .map(|(rank, rules)| {
-            let (store, mut options) = (store.clone(), init_options(Over::Tcp, &token));
-            options.rules = rules.parse::<Rules>().unwrap();
-            std::thread::spawn(move || {
-                let group = ProcessGroup::from_store(store, rank, 2, options).unwrap();
-                group.all_reduce(&mut [1f32; 8], ReduceOp::Sum).unwrap_err()
-            })
-        })
-        .collect::<Vec<_>>()
-        .into_iter()
-        .map(|member| member.join().unwrap())
-        .collect();
+    let two = formed(Over::Tcp, 2, |rank, options| InitOptions {
+        rules: ["", "all_reduce=direct"][rank].parse::<Rules>().unwrap(),
+        ..options
+    });
+    let errors = on_each(two, |group| {
+        group.all_reduce(&mut [1f32; 8], ReduceOp::Sum).unwrap_err()
+    });
     assert!(
         errors.iter().any(|e| e.kind() == ErrorKind::Desync
             && e.to_string().contains("rank 0 called")
@@ -171,22 +157,16 @@ fn rules_choose_by_size_and_differing_ones_are_named() {
 
 #[test]
 fn the_wire_is_measured_alike_on_all_ranks_and_leaves_no_trace() {
-    let store = Arc::new(MemStore::new());
-    let token = Token::generate().unwrap();
-    let members: Vec<_> = (0..3)
-        .map(|rank| {
-            let (store, mut options) = (store.clone(), init_options(Over::Tcp, &token));
-            options.probe = true;
-            std::thread::spawn(move || {
-                let group = ProcessGroup::from_store(store, rank, 3, options).unwrap();
-                assert_eq!(group.bytes_sent_to(), [0, 0, 0]);
-                let costs = *group.selector().costs();
-                group.shutdown().unwrap();
-                costs
-            })
-        })
-        .collect();
-    let costs: Vec<_> = members.into_iter().map(|m| m.join().unwrap()).collect();
+    let three = formed(Over::Tcp, 3, |_, options| InitOptions {
+        probe: true,
+        ..options
+    });
+    let costs = on_each(three, |group| {
+        assert_eq!(group.bytes_sent_to(), [0, 0, 0]);
+        let costs = *group.selector().costs();
+        group.shutdown().unwrap();
+        costs
+    });
     assert_eq!(costs[0], costs[1]);
     assert_eq!(costs[0], costs[2]);
     assert!(costs[0].wire_latency_s > 1e-6 && costs[0].wire_latency_s < 10.0);

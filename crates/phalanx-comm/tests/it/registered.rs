@@ -8,9 +8,7 @@ use std::time::Duration;
 use half::{bf16, f16};
 use phalanx_comm::{Bucket, Call, ErrorKind, GroupOptions, InitOptions, ProcessGroup, ReduceOp};
 
-use crate::common::{
-    Over, Value, assert_same_bits, groups, init_options, on_each, serial_fold, values,
-};
+use crate::common::{Over, Value, assert_same_bits, formed, groups, on_each, serial_fold, values};
 
 const ON_ONE_HOST: [Over; 2] = [Over::Thread, Over::Shm];
 
@@ -148,28 +146,11 @@ fn moves(group: &ProcessGroup, over: Over) {
     }
 }
 
-/// One group over processes' way of forming (the ranks are threads all the
-/// same) whose inputs are read where they lie from `min_bytes[rank]` on.
+/// Groups whose rank r has its input read where it lies from `min_bytes[r]` on.
 fn reading_groups(min_bytes: &[usize]) -> Vec<ProcessGroup> {
-    let store = std::sync::Arc::new(phalanx_store::MemStore::new());
-    let token = phalanx_wire::Token::generate().unwrap();
-    let world = min_bytes.len();
-    std::thread::scope(|scope| {
-        let members: Vec<_> = min_bytes
-            .iter()
-            .enumerate()
-            .map(|(rank, min_bytes)| {
-                let (store, token) = (store.clone(), &token);
-                scope.spawn(move || {
-                    let options = InitOptions {
-                        single_copy_min_bytes: Some(*min_bytes),
-                        ..init_options(Over::Shm, token)
-                    };
-                    ProcessGroup::from_store(store, rank, world, options).unwrap()
-                })
-            })
-            .collect();
-        members.into_iter().map(|m| m.join().unwrap()).collect()
+    formed(Over::Shm, min_bytes.len(), |rank, options| InitOptions {
+        single_copy_min_bytes: Some(min_bytes[rank]),
+        ..options
     })
 }
 
@@ -397,29 +378,17 @@ fn a_bucket_outlives_its_group() {
 
 #[test]
 fn ranks_with_different_stage_sizes_agree() {
-    use phalanx_store::MemStore;
-    use phalanx_wire::Token;
-    let (store, token) = (
-        std::sync::Arc::new(MemStore::new()),
-        Token::generate().unwrap(),
-    );
     let inputs = inputs::<f32>(3, 4000);
     let want = serial_fold(ReduceOp::Sum, &inputs);
-    std::thread::scope(|scope| {
-        for rank in 0..3 {
-            let (store, token, inputs, want) = (store.clone(), &token, &inputs, &want);
-            scope.spawn(move || {
-                let options = InitOptions {
-                    segment_bytes: [1, 5000, 1 << 20][rank],
-                    ..init_options(Over::Shm, token)
-                };
-                let group = ProcessGroup::from_store(store, rank, 3, options).unwrap();
-                let mut data = inputs[rank].clone();
-                group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
-                assert_same_bits(&data, want, || format!("rank {rank}"));
-                group.shutdown().unwrap();
-            });
-        }
+    let groups = formed(Over::Shm, 3, |rank, options| InitOptions {
+        segment_bytes: [1, 5000, 1 << 20][rank],
+        ..options
+    });
+    on_each(groups, |group| {
+        let mut data = inputs[group.rank()].clone();
+        group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+        assert_same_bits(&data, &want, || format!("rank {}", group.rank()));
+        group.shutdown().unwrap();
     });
 }
 

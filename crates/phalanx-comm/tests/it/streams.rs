@@ -7,28 +7,13 @@ use phalanx_comm::{ErrorKind, InitOptions, ProcessGroup, ReduceOp};
 use phalanx_store::MemStore;
 use phalanx_wire::Token;
 
-use crate::common::{Over, assert_same_bits, init_options, on_each, serial_fold, values};
+use crate::common::{Over, assert_same_bits, formed, init_options, on_each, serial_fold, values};
 
 /// Groups over TCP, of which rank r wants `streams[r]` connections.
 fn groups(streams: &[usize]) -> Vec<ProcessGroup> {
-    let (store, token) = (Arc::new(MemStore::new()), Token::generate().unwrap());
-    let world = streams.len();
-    std::thread::scope(|scope| {
-        let members: Vec<_> = streams
-            .iter()
-            .enumerate()
-            .map(|(rank, &streams)| {
-                let (store, token) = (store.clone(), &token);
-                scope.spawn(move || {
-                    let options = InitOptions {
-                        streams: Some(streams),
-                        ..init_options(Over::Tcp, token)
-                    };
-                    ProcessGroup::from_store(store, rank, world, options).unwrap()
-                })
-            })
-            .collect();
-        members.into_iter().map(|m| m.join().unwrap()).collect()
+    formed(Over::Tcp, streams.len(), |rank, options| InitOptions {
+        streams: Some(streams[rank]),
+        ..options
     })
 }
 

@@ -1,35 +1,19 @@
 //! How ranks wait: what they know of each other's cores, and what happens when
 //! there are far too few.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use phalanx_comm::{GroupOptions, InitOptions, ProcessGroup, ReduceOp};
-use phalanx_store::MemStore;
-use phalanx_wire::Token;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-use crate::common::{EVERYWHERE, Over, groups, init_options, on_each};
+use crate::common::{EVERYWHERE, Over, formed, groups, on_each};
 
 /// Forms a group whose rank r computes with `threads[r]` threads.
 fn with_threads(over: Over, threads: &[usize]) -> Vec<ProcessGroup> {
-    let (store, token) = (Arc::new(MemStore::new()), Token::generate().unwrap());
-    let members: Vec<_> = threads
-        .iter()
-        .enumerate()
-        .map(|(rank, &threads)| {
-            let (store, world) = (store.clone(), 2);
-            let options = InitOptions {
-                compute_threads: Some(threads),
-                ..init_options(over, &token)
-            };
-            std::thread::spawn(move || ProcessGroup::from_store(store, rank, world, options))
-        })
-        .collect();
-    members
-        .into_iter()
-        .map(|member| member.join().unwrap().unwrap())
-        .collect()
+    formed(over, threads.len(), |rank, options| InitOptions {
+        compute_threads: Some(threads[rank]),
+        ..options
+    })
 }
 
 #[test]
