@@ -4,6 +4,7 @@
 //! threads. Threads take chunks in any order; an output element belongs to one
 //! chunk, or its partial sums are folded in chunk order afterwards.
 
+mod crew;
 mod scratch;
 
 pub(crate) use scratch::scratch;
@@ -11,47 +12,36 @@ pub(crate) use scratch::scratch;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use rayon::prelude::*;
+use crew::Crew;
 
 /// How many threads compute. `Threads(1)` uses the calling thread only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Threads(pub usize);
 
-/// The threads of one tape.
+/// The threads of one tape: the caller's and its helpers.
 pub(crate) struct Team {
     /// `None`: everything on the calling thread.
-    pool: Option<rayon::ThreadPool>,
-    threads: usize,
+    crew: Option<Crew>,
 }
 
 impl Team {
-    /// Starts the threads. If the system refuses them the team works alone:
+    /// Starts the threads. If the system refuses some the team works with fewer:
     /// the results are the same, only later.
     pub(crate) fn new(threads: Threads) -> Self {
-        let pool = (threads.0 > 1)
-            .then(|| {
-                rayon::ThreadPoolBuilder::new()
-                    .num_threads(threads.0)
-                    .thread_name(|i| format!("phalanx-nn-{i}"))
-                    .build()
-                    .ok()
-            })
-            .flatten();
-        let threads = if pool.is_some() { threads.0 } else { 1 };
-        Team { pool, threads }
+        let crew = (threads.0 > 1).then(|| Crew::new(threads.0 - 1));
+        Team {
+            crew: crew.filter(|c| c.helpers() > 0),
+        }
     }
 
     pub(crate) fn threads(&self) -> usize {
-        self.threads
+        1 + self.crew.as_ref().map_or(0, Crew::helpers)
     }
 
     /// Runs `f(0)`, …, `f(chunks - 1)`, each once, in any order.
     pub(crate) fn run(&self, chunks: usize, f: impl Fn(usize) + Sync) {
-        match &self.pool {
-            Some(p) if chunks > 1 => {
-                let f = &f;
-                p.install(|| (0..chunks).into_par_iter().with_max_len(1).for_each(f));
-            }
+        match &self.crew {
+            Some(crew) if chunks > 1 => crew.run(chunks, f),
             _ => (0..chunks).for_each(f),
         }
     }

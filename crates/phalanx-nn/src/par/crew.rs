@@ -1,0 +1,295 @@
+//! Threads that help a caller with its chunks. The caller works too, so on a
+//! busy machine it never waits for a helper that has not been scheduled; helpers
+//! watch for work for some microseconds after each call before they sleep.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+/// Looks at an awaited value before a thread sleeps: about 0.1 ms.
+const SPINS: usize = 2000;
+/// Bits of a ticket that count chunks still to be taken.
+const COUNT_BITS: u32 = 24;
+/// Chunks of one call at most.
+const MAX_CHUNKS: usize = (1 << COUNT_BITS) - 1;
+
+/// What the threads share.
+struct Shared {
+    /// Number of the call, and in the low bits its chunks that nobody has taken.
+    ticket: AtomicU64,
+    /// The call's function: what to call, and the closure to call it with.
+    call: AtomicPtr<()>,
+    closure: AtomicPtr<()>,
+    chunks: AtomicUsize,
+    /// Chunks that have not ended.
+    pending: AtomicUsize,
+    /// Somebody's call is under way.
+    busy: AtomicBool,
+    /// The caller sleeps until `pending` is 0.
+    waiting: AtomicBool,
+    door: Mutex<()>,
+    ended: Condvar,
+    /// The first panic of a chunk.
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+    stop: AtomicBool,
+    /// Which helpers sleep.
+    asleep: Vec<AtomicBool>,
+    spins: usize,
+}
+
+/// What [`Shared::call`] points to.
+type Call = unsafe fn(*const (), usize);
+
+/// Calls the closure that `f` points to.
+///
+/// # Safety
+/// `f` points to a living `F`.
+unsafe fn call_closure<F: Fn(usize) + Sync>(f: *const (), chunk: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { (*f.cast::<F>())(chunk) }
+}
+
+fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Shared {
+    /// Takes and runs chunks until none is left.
+    fn work(&self) {
+        loop {
+            let ticket = self.ticket.load(Ordering::Acquire);
+            let left = ticket as usize & MAX_CHUNKS;
+            if left == 0 {
+                return;
+            }
+            let call = self.call.load(Ordering::Relaxed);
+            let closure = self.closure.load(Ordering::Relaxed);
+            let chunk = self.chunks.load(Ordering::Relaxed).wrapping_sub(left);
+            let taken = self.ticket.compare_exchange_weak(
+                ticket,
+                ticket - 1,
+                Ordering::AcqRel,
+                Ordering::Relaxed,
+            );
+            if taken.is_err() {
+                continue;
+            }
+            // SAFETY: the ticket stood still between the two looks at it, and the
+            // three values change only between a call whose chunks have all
+            // ended and the next ticket: they are this call's. Its caller
+            // waits for this chunk before the closure goes.
+            let run = || unsafe { std::mem::transmute::<*mut (), Call>(call)(closure, chunk) };
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(run)) {
+                lock(&self.panic).get_or_insert(panic);
+            }
+            if self.pending.fetch_sub(1, Ordering::SeqCst) == 1
+                && self.waiting.load(Ordering::SeqCst)
+            {
+                let _door = lock(&self.door);
+                self.ended.notify_one();
+            }
+        }
+    }
+
+    /// A helper's life.
+    fn help(&self, me: usize) {
+        while !self.stop.load(Ordering::Acquire) {
+            self.work();
+            if (0..self.spins).any(|_| self.wanted()) {
+                continue;
+            }
+            self.asleep[me].store(true, Ordering::SeqCst);
+            // Either this look sees the new ticket, or its maker sees the flag.
+            fence(Ordering::SeqCst);
+            while !self.wanted() && self.asleep[me].load(Ordering::SeqCst) {
+                std::thread::park();
+            }
+            self.asleep[me].store(false, Ordering::SeqCst);
+        }
+    }
+
+    fn wanted(&self) -> bool {
+        std::hint::spin_loop();
+        self.ticket.load(Ordering::Acquire) as usize & MAX_CHUNKS != 0
+            || self.stop.load(Ordering::Acquire)
+    }
+
+    /// Returns once every chunk has ended.
+    fn wait(&self) {
+        let over = || self.pending.load(Ordering::SeqCst) == 0;
+        let spun = (0..self.spins).any(|_| {
+            std::hint::spin_loop();
+            over()
+        });
+        if spun {
+            return;
+        }
+        let mut door = lock(&self.door);
+        self.waiting.store(true, Ordering::SeqCst);
+        while !over() {
+            door = self
+                .ended
+                .wait(door)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        self.waiting.store(false, Ordering::SeqCst);
+    }
+}
+
+/// Helpers of one caller at a time.
+pub(super) struct Crew {
+    shared: Arc<Shared>,
+    helpers: Vec<JoinHandle<()>>,
+}
+
+impl Crew {
+    /// Starts `helpers` threads, or as many as the system allows.
+    pub(super) fn new(helpers: usize) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let shared = Arc::new(Shared {
+            ticket: AtomicU64::new(0),
+            call: AtomicPtr::default(),
+            closure: AtomicPtr::default(),
+            chunks: AtomicUsize::new(0),
+            pending: AtomicUsize::new(0),
+            busy: AtomicBool::new(false),
+            waiting: AtomicBool::new(false),
+            door: Mutex::default(),
+            ended: Condvar::new(),
+            panic: Mutex::default(),
+            stop: AtomicBool::new(false),
+            asleep: (0..helpers).map(|_| AtomicBool::new(false)).collect(),
+            // Where threads outnumber cores, watching takes time from working.
+            spins: if helpers < cores { SPINS } else { 0 },
+        });
+        let start = |i| {
+            let shared = Arc::clone(&shared);
+            std::thread::Builder::new()
+                .name(format!("phalanx-nn-{}", i + 1))
+                .spawn(move || shared.help(i))
+                .ok()
+        };
+        let helpers = (0..helpers).map_while(start).collect();
+        Crew { shared, helpers }
+    }
+
+    pub(super) fn helpers(&self) -> usize {
+        self.helpers.len()
+    }
+
+    /// Runs `f(0)`, …, `f(chunks - 1)`, each once, in any order; returns when all
+    /// have ended. A chunk's own call, or one while another thread's is under
+    /// way, runs on its thread alone.
+    ///
+    /// # Panics
+    /// With the first panic of `f`, after all chunks have ended.
+    pub(super) fn run<F: Fn(usize) + Sync>(&self, chunks: usize, f: F) {
+        if self.shared.busy.swap(true, Ordering::Acquire) {
+            return (0..chunks).for_each(f);
+        }
+        for first in (0..chunks).step_by(MAX_CHUNKS) {
+            self.share(MAX_CHUNKS.min(chunks - first), |i| f(first + i));
+        }
+        let panic = lock(&self.shared.panic).take();
+        self.shared.busy.store(false, Ordering::Release);
+        if let Some(panic) = panic {
+            resume_unwind(panic);
+        }
+    }
+
+    fn share<F: Fn(usize) + Sync>(&self, chunks: usize, f: F) {
+        let s = &*self.shared;
+        s.call
+            .store(call_closure::<F> as Call as *mut (), Ordering::Relaxed);
+        s.closure
+            .store(std::ptr::from_ref(&f).cast_mut().cast(), Ordering::Relaxed);
+        s.chunks.store(chunks, Ordering::Relaxed);
+        s.pending.store(chunks, Ordering::Relaxed);
+        let call = (s.ticket.load(Ordering::Relaxed) >> COUNT_BITS).wrapping_add(1);
+        s.ticket
+            .store(call << COUNT_BITS | chunks as u64, Ordering::Release);
+        fence(Ordering::SeqCst);
+        for (asleep, helper) in s.asleep.iter().zip(&self.helpers).take(chunks - 1) {
+            if asleep.load(Ordering::SeqCst) {
+                asleep.store(false, Ordering::SeqCst);
+                helper.thread().unpark();
+            }
+        }
+        s.work();
+        s.wait();
+    }
+}
+
+impl Drop for Crew {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        for helper in self.helpers.drain(..) {
+            helper.thread().unpark();
+            // It never panics: chunks' panics are caught.
+            let _ = helper.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicU32;
+
+    #[test]
+    fn many_short_calls_run_every_chunk_once() {
+        let crew = Crew::new(3);
+        for call in 0..3000 {
+            let chunks = call % 7;
+            let hits: [AtomicU32; 7] = Default::default();
+            crew.run(chunks, |i| {
+                hits[i].fetch_add(1, Ordering::Relaxed);
+            });
+            for (i, h) in hits.iter().enumerate() {
+                assert_eq!(h.load(Ordering::Relaxed), u32::from(i < chunks));
+            }
+        }
+    }
+
+    #[test]
+    fn chunks_may_call_and_so_may_others() {
+        let crew = Crew::new(1);
+        let sum = AtomicUsize::new(0);
+        std::thread::scope(|s| {
+            for _ in 0..3 {
+                s.spawn(|| {
+                    for _ in 0..100 {
+                        crew.run(4, |_| {
+                            crew.run(5, |i| {
+                                sum.fetch_add(i, Ordering::Relaxed);
+                            });
+                        });
+                    }
+                });
+            }
+        });
+        assert_eq!(sum.into_inner(), 3 * 100 * 4 * 10);
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_and_the_crew_goes_on() {
+        let crew = Crew::new(2);
+        for _ in 0..20 {
+            let ended = AtomicUsize::new(0);
+            let caught = catch_unwind(AssertUnwindSafe(|| {
+                crew.run(8, |i| {
+                    if i == 5 {
+                        resume_unwind(Box::new("chunk 5"));
+                    }
+                    ended.fetch_add(1, Ordering::Relaxed);
+                });
+            }));
+            let panic = caught.unwrap_err();
+            assert_eq!(panic.downcast_ref::<&str>(), Some(&"chunk 5"));
+            assert_eq!(ended.into_inner(), 7);
+        }
+        crew.run(3, |_| {});
+    }
+}
