@@ -4,7 +4,8 @@
     python3 -m venv /tmp/venv && /tmp/venv/bin/pip install torch numpy
     apt-get install openmpi-bin libopenmpi-dev      # without it that column is left out
     cargo build --release
-    benches/versus.py mnist       --python /tmp/venv/bin/python --out benches/runs/DATE-WHAT
+    benches/versus.py training    --python /tmp/venv/bin/python --out benches/runs/DATE-WHAT
+    benches/versus.py training    --models resnet18 --precisions fp32,bf16 --layouts channels-last ...
     benches/versus.py collectives --python /tmp/venv/bin/python --out benches/runs/DATE-WHAT
     benches/versus.py collectives --ops all-reduce --worlds 2 --bytes 1048576 ...
 
@@ -27,11 +28,15 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 OPS = ["all-reduce", "broadcast", "all-gather", "reduce-scatter", "all-to-all", "barrier"]
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-p.add_argument("what", choices=["mnist", "collectives"])
+p.add_argument("what", choices=["training", "collectives"])
 p.add_argument("--python", required=True, help="interpreter with torch")
 p.add_argument("--phalanx", default=str(HERE.parent / "target/release/phalanx"))
 p.add_argument("--rounds", type=int, default=5)
 p.add_argument("--out", required=True, type=Path)
+p.add_argument("--models", default="mnist,resnet18,mobilenetv2", help="training: which networks")
+p.add_argument("--precisions", default="fp32", help="training: fp32, bf16 (PyTorch: autocast)")
+p.add_argument("--layouts", default="nchw,channels-last", help="training: PyTorch's")
+p.add_argument("--steps", type=int, help="training: steps that are timed [default: 50 of mnist, 15 of the others]")
 p.add_argument("--ops", default=",".join(OPS), help="collectives: which ones")
 p.add_argument("--worlds", default="2,4,8", help="collectives: numbers of ranks")
 p.add_argument("--transports", default="shm,tcp", help="collectives: ours (peers run beside each)")
@@ -50,12 +55,23 @@ def build(compiler, name):
     return str(BUILT / name)
 
 
+# Ranks, threads of each, samples of each: as the project's marks name them.
+SHAPES = {"mnist": [(1, 1, 64), (1, 2, 64), (2, 1, 64), (2, 1, 32)],
+          "resnet18": [(2, 1, 64), (1, 2, 32), (1, 2, 128)],
+          "mobilenetv2": [(1, 1, 64), (1, 2, 64), (2, 1, 64)]}
+
+
 def training_cases():
     """Name, then side -> command, for every case."""
-    for w, t, b in [(1, 1, 64), (1, 2, 64), (2, 1, 64), (2, 1, 32)]:
-        yield f"{w} rank{'s' * (w > 1)} x {t} thread{'s' * (t > 1)}, batch {b}", {
-            "ours": [args.phalanx, "bench", "train", "mnist", *f"--world {w} --threads {t} --batch {b} --json".split()],
-            "peer": [args.python, f"{HERE}/peers/torch_train.py", *f"--world {w} --threads {t} --batch {b}".split()]}
+    for model in args.models.split(","):
+        for precision in args.precisions.split(","):
+            for w, t, b in SHAPES[model]:
+                steps = args.steps or (50 if model == "mnist" else 15)
+                asked = [model, *f"--world {w} --threads {t} --batch {b} --precision {precision} --steps {steps}".split()]
+                peer = [args.python, f"{HERE}/peers/torch_train.py", *asked]
+                sides = {"ours": [args.phalanx, "bench", "train", *asked, "--json"]}
+                sides |= {layout: peer + ["--channels-last"] * (layout == "channels-last") for layout in args.layouts.split(",")}
+                yield f"{model} {precision}, {w} rank{'s' * (w > 1)} x {t} thread{'s' * (t > 1)}, batch {b}", sides
 
 
 def collective_cases():
@@ -79,7 +95,7 @@ def collective_cases():
                 yield f"{op}, {world} ranks, {transport}", sides
 
 
-CASES = list(training_cases() if args.what == "mnist" else collective_cases())
+CASES = list(training_cases() if args.what == "training" else collective_cases())
 
 
 def run(cmd, tries=3):
@@ -119,14 +135,21 @@ def cell(v, digits=1):
 
 
 rows = []
-if args.what == "mnist":
-    rows += ["| case | ours, ms a step | PyTorch, ms a step | images/s ratio | peak MiB ours / PyTorch | first step s |", "|---|---|---|---|---|---|"]
-    for name, _ in CASES:
-        a, b = figures(name, "ours", "step_ms_median"), figures(name, "peer", "step_ms_median")
-        ratio = [y / x for x, y in zip(a, b)]
-        mem = [statistics.median(figures(name, s, "peak_rss_mib")) for s in ("ours", "peer")]
-        first = [statistics.median(figures(name, s, "first_step_s")) for s in ("ours", "peer")]
-        rows.append(f"| {name} | {cell(a)} | {cell(b)} | {cell(ratio, 2)} | {mem[0]:.0f} / {mem[1]:.0f} | {first[0]:.2f} / {first[1]:.2f} |")
+if args.what == "training":
+    layouts = args.layouts.split(",")
+    times = [f"PyTorch {layout}, ms a step" for layout in layouts]
+    ratios = [f"images/s: x {layout}" for layout in layouts]
+    columns = ["case", "ours, ms a step", *times, *ratios, "peak MiB a rank: ours / PyTorch", "first step s: ours / PyTorch"]
+    rows += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name, sides in CASES:
+        ms = {side: figures(name, side, "step_ms_median") for side in sides}
+        faster = [cell([y / x for x, y in zip(ms["ours"], ms[layout])], 2) for layout in layouts]
+        # Of several layouts, the better one's.
+        best = lambda key: (statistics.median(figures(name, "ours", key)),
+                            min(statistics.median(figures(name, layout, key)) for layout in layouts))
+        (mem, first) = (best("peak_rss_mib"), best("first_step_s"))
+        rows.append(f"| {name} | {' | '.join(map(cell, ms.values()))} | {' | '.join(faster)} | {mem[0]:.0f} / {mem[1]:.0f} | "
+                    f"{first[0]:.2f} / {first[1]:.2f} |")
 else:
     # Per case and size: every side's time; then, round by round, how many times
     # faster than each peer, and how many times slower than the memory allows.

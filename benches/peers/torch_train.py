@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""PyTorch's side of `versus.py mnist`: steps of its basic MNIST CNN on the CPU.
+"""PyTorch's side of `versus.py training`: steps of a network on the CPU.
 
 One process (world 1) or DistributedDataParallel over Gloo. Prints one JSON line
 with the keys of `phalanx bench train --json`. A step is forward, backward,
 optimizer and loss.item(), on ready-made batches; with several ranks each step
-counts with the time of its slowest rank, as ours does.
+counts with the time of its slowest rank, as ours does. bf16 is autocast.
 """
 import argparse
+import contextlib
 import json
 import os
 import socket
@@ -16,9 +17,12 @@ import sys
 import time
 
 p = argparse.ArgumentParser()
+p.add_argument("model", choices=["mnist", "resnet18", "mobilenetv2"])
 p.add_argument("--world", type=int, default=1)
 p.add_argument("--threads", type=int, default=1)
 p.add_argument("--batch", type=int, default=64)
+p.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+p.add_argument("--channels-last", action="store_true")
 p.add_argument("--steps", type=int, default=50)
 p.add_argument("--warmup", type=int, default=5)
 args = p.parse_args()
@@ -33,42 +37,30 @@ def worker():
     began = float(os.environ["PEER_T0"])
     rank = int(os.environ["RANK"])
     import torch
+    import torch.distributed as dist
     import torch.nn as nn
     import torch.nn.functional as F
+    from torch_models import MODELS
     torch.set_num_threads(args.threads)
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv1 = nn.Conv2d(1, 32, 3, 1)
-            self.conv2 = nn.Conv2d(32, 64, 3, 1)
-            self.dropout1 = nn.Dropout(0.25)
-            self.dropout2 = nn.Dropout(0.5)
-            self.fc1 = nn.Linear(9216, 128)
-            self.fc2 = nn.Linear(128, 10)
-
-        def forward(self, x):
-            x = F.relu(self.conv1(x))
-            x = F.max_pool2d(F.relu(self.conv2(x)), 2)
-            x = torch.flatten(self.dropout1(x), 1)
-            x = self.dropout2(F.relu(self.fc1(x)))
-            return F.log_softmax(self.fc2(x), dim=1)
-
-    import torch.distributed as dist
+    build, image = MODELS[args.model]
+    layout = {"memory_format": torch.channels_last} if args.channels_last else {}
     torch.manual_seed(1)
-    model = net = Net()
+    model = net = build().to(**layout) if layout else build()
     if args.world > 1:
         dist.init_process_group("gloo")
         net = nn.parallel.DistributedDataParallel(model)
     opt = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     g = torch.Generator().manual_seed(rank)
-    pool = [(torch.randn(args.batch, 1, 28, 28, generator=g), torch.randint(0, 10, (args.batch,), generator=g))
-            for _ in range(4)]
+    pool = [(torch.randn(args.batch, *image, generator=g).contiguous(**layout),
+             torch.randint(0, 10, (args.batch,), generator=g)) for _ in range(4)]
+    # Without autocast nothing of it is in the step.
+    precision = lambda: torch.autocast("cpu", dtype=torch.bfloat16) if args.precision == "bf16" else contextlib.nullcontext()
     times, first = [], None
     for i in range(args.warmup + args.steps):
         x, y = pool[i % len(pool)]
         t = time.perf_counter()
-        loss = F.nll_loss(net(x), y)
+        with precision():
+            loss = F.cross_entropy(net(x), y)
         opt.zero_grad()
         loss.backward()
         opt.step()
@@ -83,9 +75,9 @@ def worker():
         times = slowest.tolist()
     if rank == 0:
         med = statistics.median(times)
-        print(json.dumps({"model": "mnist", "world": args.world, "threads": args.threads, "batch": args.batch,
-                          "steps": args.steps, "step_ms_median": med,
-                          "images_per_s": args.batch * args.world / med * 1e3,
+        print(json.dumps({"model": args.model, "precision": args.precision, "channels_last": args.channels_last,
+                          "world": args.world, "threads": args.threads, "batch": args.batch, "steps": args.steps,
+                          "step_ms_median": med, "images_per_s": args.batch * args.world / med * 1e3,
                           "peak_rss_mib": peak_rss_mib(), "first_step_s": first}), flush=True)
     if args.world > 1:
         dist.barrier()
