@@ -13,6 +13,9 @@ mod bench;
 #[allow(dead_code, reason = "main.rs uses the rest")]
 mod cli;
 #[cfg(fuzzing)]
+#[allow(dead_code, reason = "main.rs uses the rest")]
+mod compare;
+#[cfg(fuzzing)]
 mod convert;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]

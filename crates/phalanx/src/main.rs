@@ -3,6 +3,7 @@
 
 mod bench;
 mod cli;
+mod compare;
 mod convert;
 mod download;
 mod error;

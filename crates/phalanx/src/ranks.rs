@@ -158,6 +158,26 @@ impl RankArgs {
         }))
     }
 
+    /// Checks them for ranks whose number somebody else decides, and that are processes.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag.
+    pub fn check_untyped_world(&self) -> Result<()> {
+        self.validate()?;
+        if self.nproc_per_node != 1 || self.world_size != 1 || self.rank != 0 {
+            return Err(Error::usage(
+                "--workers says how many ranks there are; leave out --nproc-per-node, --world-size and --rank",
+            ));
+        }
+        if self.transport == TransportArg::Thread {
+            return Err(Error::usage(
+                "workers of a comparison are processes; leave out --transport thread",
+            ));
+        }
+        Ok(())
+    }
+
     fn validate(&self) -> Result<()> {
         check_count("--nproc-per-node", self.nproc_per_node, MAX_LOCAL_RANKS)?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -207,7 +227,7 @@ const STARTED_VARIABLE: &str = "PHALANX_STARTED_NS";
 
 /// Ranks of one host that share one segment of memory at most; more than a
 /// few per core only wait for each other.
-const MAX_LOCAL_RANKS: usize = 128;
+pub const MAX_LOCAL_RANKS: usize = 128;
 
 /// A usage error unless `value` lies in `1..=largest`.
 pub fn check_count(flag: &str, value: usize, largest: usize) -> Result<()> {
@@ -244,26 +264,41 @@ pub fn run(
         as_threads(args, speakers, started, rank)
     } else {
         let own = std::env::args_os().skip(1);
-        let mut local = LocalRun::new(
-            args.nproc_per_node,
-            own.chain(extra.iter().map(OsString::from)).collect(),
-        );
-        local.flight_dir = flight_dir.map(Path::to_owned);
-        if let Some(grace) = stop::grace() {
-            local.stop_grace = grace;
-        }
-        match speakers {
-            Speakers::Rank0 => {}
-            Speakers::All => local.prefix = Prefix::Everybody,
-            Speakers::Unmarked => local.prefix = Prefix::Nobody,
-        }
-        if let Ok(now) = SystemTime::now().duration_since(UNIX_EPOCH) {
-            local
-                .variables
-                .push((STARTED_VARIABLE.into(), now.as_nanos().to_string().into()));
-        }
-        launch::run_local(local)
+        let own = own.chain(extra.iter().map(OsString::from)).collect();
+        let prefix = match speakers {
+            Speakers::Rank0 => Prefix::AllButRank0,
+            Speakers::All => Prefix::Everybody,
+            Speakers::Unmarked => Prefix::Nobody,
+        };
+        start(args.nproc_per_node, own, flight_dir, prefix)
     }
+}
+
+/// Starts this program with the arguments `own` as `world` ranks of this host, and
+/// *blocks* until all have ended. When they fail, their flight recorders are
+/// written into `flight_dir`.
+///
+/// # Errors
+///
+/// The root cause.
+pub fn start(
+    world: usize,
+    own: Vec<OsString>,
+    flight_dir: Option<&Path>,
+    prefix: Prefix,
+) -> Result<()> {
+    let mut local = LocalRun::new(world, own);
+    local.flight_dir = flight_dir.map(Path::to_owned);
+    local.prefix = prefix;
+    if let Some(grace) = stop::grace() {
+        local.stop_grace = grace;
+    }
+    if let Ok(now) = SystemTime::now().duration_since(UNIX_EPOCH) {
+        local
+            .variables
+            .push((STARTED_VARIABLE.into(), now.as_nanos().to_string().into()));
+    }
+    launch::run_local(local)
 }
 
 /// How long ago the command was typed that started this rank; nothing when this is it.

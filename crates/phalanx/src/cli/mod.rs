@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::error::Result;
-use crate::{bench, download, export, inspect, launch, plan, predict, train};
+use crate::{bench, compare, download, export, inspect, launch, plan, predict, train};
 use normalise::{Flag, normalise};
 
 /// Distributed data-parallel training: ranks that march in step.
@@ -33,6 +33,8 @@ struct Cli {
 enum Command {
     /// Train a model on N ranks.
     Train(Box<train::TrainArgs>),
+    /// Run the same training with one worker and with several: a table of duration and accuracy.
+    Compare(compare::CompareArgs),
     /// Say what a trained network makes of images.
     Predict(predict::PredictArgs),
     /// Write a checkpoint's weights in another format, for PyTorch or safetensors.
@@ -95,6 +97,7 @@ pub(crate) fn main() -> ExitCode {
 fn run(command: Command) -> Result<()> {
     match command {
         Command::Train(args) => train::run(*args),
+        Command::Compare(args) => compare::run(&args),
         Command::Predict(args) => predict::run(&args),
         Command::Export(args) => export::run(&args),
         Command::Bench(args) => bench::run(*args),
@@ -113,6 +116,17 @@ fn run(command: Command) -> Result<()> {
 pub(crate) fn parse_only<'a>(words: impl Iterator<Item = &'a str>) {
     let words = words.map(OsString::from);
     let _ = parse(std::iter::once("phalanx".into()).chain(words));
+}
+
+/// What `words` mean after `phalanx train`. `Ok(None)`: help was asked for and printed.
+pub(crate) fn parse_training(words: &[OsString]) -> Result<Option<Box<train::TrainArgs>>> {
+    let typed = ["phalanx".into(), "train".into()].into_iter();
+    Ok(match parse(typed.chain(words.iter().cloned()))? {
+        Some(Cli {
+            command: Command::Train(args),
+        }) => Some(args),
+        _ => None,
+    })
 }
 
 /// `Ok(None)`: help or the version was asked for and printed.

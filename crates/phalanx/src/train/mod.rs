@@ -40,7 +40,7 @@ use crate::stop;
 use settings::Settings;
 
 /// Folder for flight recorders, in a run's output folder.
-const FLIGHT_DIR: &str = "flight";
+pub(crate) const FLIGHT_DIR: &str = "flight";
 
 /// Arguments of `phalanx train`.
 #[derive(Debug, clap::Args)]
@@ -110,6 +110,61 @@ enum Recipe {
         #[command(flatten)]
         ranks: RankArgs,
     },
+}
+
+impl TrainArgs {
+    /// Checks that this training can be run with each of these numbers of workers, and gives the recipe's name.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag.
+    pub(crate) fn check_comparable(&self, worlds: &[usize]) -> Result<&'static str> {
+        type Check<'a> = Box<dyn Fn(usize) -> Result<()> + 'a>;
+        let (name, settings, ranks, check): (_, _, _, Check<'_>) = match &self.recipe {
+            Recipe::Linear { .. } => {
+                return Err(Error::usage(
+                    "train linear has no accuracy to compare; choose another recipe",
+                ));
+            }
+            Recipe::Mnist { args, ranks } => (
+                "mnist",
+                &args.settings,
+                ranks,
+                Box::new(|world| mnist::validate(args, world)),
+            ),
+            Recipe::Resnet18 { args, ranks } => (
+                "resnet18",
+                &args.settings,
+                ranks,
+                Box::new(|world| resnet18::validate(args, world)),
+            ),
+            Recipe::Resnet9 { args, ranks } => (
+                "resnet9",
+                &args.settings,
+                ranks,
+                Box::new(|world| resnet9::validate(args, world)),
+            ),
+            Recipe::Mobilenetv2 { args, ranks } => (
+                "mobilenetv2",
+                &args.settings,
+                ranks,
+                Box::new(|world| mobilenetv2::validate(args, world)),
+            ),
+        };
+        if settings.output_dir.is_some() {
+            return Err(Error::usage(
+                "each run of a comparison has a folder of its own; put --output-dir before the recipe",
+            ));
+        }
+        if settings.saving.resume.is_some() || settings.saving.stop_after.is_some() {
+            return Err(Error::usage(
+                "a comparison is of whole runs; leave out --resume and --stop-after",
+            ));
+        }
+        ranks.check_untyped_world()?;
+        worlds.iter().try_for_each(|world| check(*world))?;
+        Ok(name)
+    }
 }
 
 /// Runs `phalanx train`: as one rank when a launcher set the environment, else
@@ -216,7 +271,7 @@ fn check_lr(lr: f64) -> Result<()> {
 }
 
 /// `runs/<recipe>-<date>-<time>` (UTC).
-fn default_output_dir(recipe: &str) -> PathBuf {
+pub(crate) fn default_output_dir(recipe: &str) -> PathBuf {
     let now = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
     let stamp: String = now.trim_end_matches('Z').replace('T', "-").replace(':', "");
     PathBuf::from("runs").join(format!("{recipe}-{stamp}"))

@@ -2,6 +2,7 @@
 //! standard output beside the documents' own `print` lines.
 
 mod cifar;
+mod compare;
 mod mnist;
 mod start;
 
