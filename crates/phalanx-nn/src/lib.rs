@@ -46,6 +46,7 @@
 //! ```
 
 mod error;
+#[macro_use]
 mod kernels;
 pub mod layers;
 pub mod losses;
@@ -64,7 +65,7 @@ mod tensor;
 pub use error::{Error, ErrorKind, Result};
 pub use losses::Reduction;
 pub use ops::custom::CustomOp;
-pub use par::Threads;
+pub use par::{Threads, Workers};
 pub use param::{
     BufferId, GradSink, GradView, Grads, Init, Layout, ParamId, ParamInfo, Params, Scope, Seed,
     SinkError,

@@ -2,7 +2,7 @@
 //! project's parity fixtures): SGD in every bit, Adam within 2e-7.
 
 use phalanx_nn::optim::{Adam, Optimizer, Sgd};
-use phalanx_nn::{ErrorKind, Grads, Init, Layout, Params, Scope, Seed};
+use phalanx_nn::{ErrorKind, Grads, Init, Layout, Params, Scope, Seed, Tape, Threads};
 use serde_json::Value;
 
 fn fixture() -> Value {
@@ -279,6 +279,53 @@ fn clipped_groups_equal_pytorch() {
                 .unwrap();
             let what = format!("group {k} after step {}", i + 1);
             assert_same(&gathered(params), &floats(&want[k]), 1e-6, &what);
+        }
+    }
+}
+
+#[test]
+fn threads_do_not_change_a_bit_of_a_step() {
+    // Over and under the piece that a thread takes.
+    let start = params_of(&[100_000, 3, 20_000, 16_384]);
+    let wave = |from: usize, len: usize| (from..from + len).map(|i| (i as f32 * 0.7).sin());
+    type Make = fn(&Params) -> Box<dyn Optimizer>;
+    let makes: [Make; 4] = [
+        |p| Box::new(Sgd::new(p, 0.1)),
+        |p| {
+            Box::new(
+                Sgd::new(p, 0.1)
+                    .momentum(0.9)
+                    .nesterov(true)
+                    .weight_decay(1e-3),
+            )
+        },
+        |p| Box::new(Adam::new(p, 0.1).amsgrad(true)),
+        |p| Box::new(Adam::adamw(p, 0.1)),
+    ];
+    for make in makes {
+        let run = |threads: Option<usize>| {
+            let mut params = start.clone();
+            let values: Vec<f32> = wave(0, 136_387).collect();
+            spread(&mut params, &values);
+            let mut optimizer = make(&params);
+            if let Some(threads) = threads {
+                optimizer.set_workers(Tape::new(Threads(threads)).workers());
+            }
+            for step in 0..3 {
+                let values: Vec<f32> = wave(step * 977, 136_387).collect();
+                let grads = gradients(&params, &values);
+                optimizer.step(&mut params, &grads).unwrap();
+            }
+            let mut all = gathered(&params);
+            for (_, state) in optimizer.state() {
+                all.extend_from_slice(state);
+            }
+            all
+        };
+        let alone = run(None);
+        assert!(alone.iter().all(|v| v.is_finite()) && alone[..136_387] != gathered(&start));
+        for threads in [1, 2, 4] {
+            assert!(run(Some(threads)) == alone, "{threads} threads");
         }
     }
 }

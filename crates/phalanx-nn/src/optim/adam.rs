@@ -11,9 +11,9 @@
 //! p   = round(p + round(round(-lr / (1 - beta1^t) * m) / den))
 //! ```
 
-use super::{Optimizer, Pass, check_layout, check_setting, only_known, run_fused, saved};
+use super::{Optimizer, PIECE, Pass, check_layout, check_setting, only_known, run_fused, saved};
 use crate::param::{GradView, ParamId, Params};
-use crate::{Error, Result};
+use crate::{Error, Result, Workers};
 
 const EXP_AVG: &str = "exp_avg";
 const EXP_AVG_SQ: &str = "exp_avg_sq";
@@ -35,6 +35,7 @@ pub struct Adam {
     square: Vec<f32>,
     /// Running maximum of `square`; empty without AMSGrad.
     largest: Vec<f32>,
+    workers: Workers,
 }
 
 impl Adam {
@@ -55,6 +56,7 @@ impl Adam {
             mean: vec![0.0; elems],
             square: vec![0.0; elems],
             largest: Vec::new(),
+            workers: Workers::default(),
         }
     }
 
@@ -118,14 +120,24 @@ impl Adam {
             }
             let info = &params.infos()[index];
             let range = info.offset..info.offset + info.len;
-            run_fused(Update {
-                g: grads.grad(ParamId(index as u32)),
-                p: &mut params.flat_mut()[range.clone()],
-                m: &mut self.mean[range.clone()],
-                v: &mut self.square[range.clone()],
-                largest: self.largest.get_mut(range).unwrap_or_default(),
-                scalars,
-                factor,
+            let g = grads.grad(ParamId(index as u32));
+            let buffers = [
+                &mut params.flat_mut()[range.clone()],
+                &mut self.mean[range.clone()],
+                &mut self.square[range.clone()],
+                self.largest.get_mut(range).unwrap_or_default(),
+            ];
+            let workers = &self.workers;
+            workers.split_all(buffers, PIECE, |at, [p, m, v, largest]| {
+                run_fused(Update {
+                    g: &g[at..at + p.len()],
+                    p,
+                    m,
+                    v,
+                    largest,
+                    scalars,
+                    factor,
+                });
             });
         }
         Ok(())
@@ -193,6 +205,10 @@ impl Optimizer for Adam {
 
     fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()> {
         Adam::step(self, params, grads)
+    }
+
+    fn set_workers(&mut self, workers: Workers) {
+        self.workers = workers;
     }
 
     fn lr(&self) -> f64 {

@@ -7,20 +7,28 @@ use crate::param::{GradView, Params};
 /// Sums side by side.
 const LANES: usize = 16;
 
+simd! {
+    fn squares(g: &[f32]) -> f64 {
+        let mut lanes = [0.0f64; LANES];
+        let rows = g.chunks_exact(LANES);
+        let rest = rows.remainder();
+        for row in rows {
+            for (l, &v) in lanes.iter_mut().zip(row) {
+                *l += f64::from(v) * f64::from(v);
+            }
+        }
+        for (l, &v) in lanes.iter_mut().zip(rest) {
+            *l += f64::from(v) * f64::from(v);
+        }
+        lanes.iter().sum()
+    }
+}
+
 /// The Euclidean norm of all gradients together.
 ///
 /// *Order*: sixteen sums of squares a parameter, folded in order, parameters in
 /// order; in f64. The same on all ranks whose gradients are.
 pub fn grad_norm(params: &Params, grads: &dyn GradView) -> f64 {
-    let squares = |g: &[f32]| {
-        let mut lanes = [0.0f64; LANES];
-        for row in g.chunks(LANES) {
-            for (l, &v) in lanes.iter_mut().zip(row) {
-                *l += f64::from(v) * f64::from(v);
-            }
-        }
-        lanes.iter().sum::<f64>()
-    };
     let all = params.ids().map(|id| squares(grads.grad(id)));
     all.sum::<f64>().sqrt()
 }

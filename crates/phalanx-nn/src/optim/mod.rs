@@ -8,8 +8,8 @@
 //! State lies in memory of the same layout as [`Params::flat`], so it can be
 //! hashed, saved and sharded like the parameters themselves.
 //!
-//! Results do not depend on the instruction set: a fused multiply-add is
-//! one rounding everywhere, and elements do not touch each other.
+//! Results depend neither on the instruction set nor on the number of threads: a
+//! fused multiply-add is one rounding everywhere, and elements do not touch each other.
 
 mod adam;
 mod clip;
@@ -20,8 +20,10 @@ pub use adam::Adam;
 pub use clip::{clip_factor, grad_norm, step_clipped};
 pub use sgd::Sgd;
 
+#[cfg(target_arch = "x86_64")]
+use crate::kernels::isa::{Isa, isa};
 use crate::param::{GradView, ParamId, Params};
-use crate::{Error, Result};
+use crate::{Error, Result, Workers};
 
 /// What every optimizer offers to a training loop and to a checkpoint.
 pub trait Optimizer {
@@ -42,6 +44,11 @@ pub trait Optimizer {
     /// As [`step`](Self::step).
     fn step_scaled(&mut self, params: &mut Params, grads: &dyn GradView, factor: f32)
     -> Result<()>;
+
+    /// Lets the steps that follow run on a tape's threads
+    /// ([`Tape::workers`](crate::Tape::workers)); until then they run on the caller's.
+    /// The results are the same.
+    fn set_workers(&mut self, workers: Workers);
 
     /// The learning rate of the next step.
     fn lr(&self) -> f64;
@@ -129,22 +136,28 @@ trait Pass {
     fn run(self);
 }
 
-/// Runs `pass`, compiled for AVX2 with fused multiply-add where the processor
-/// has them. Without, each `mul_add` is a call into the C library: the same
-/// bits, many times slower.
+/// Elements that one thread updates at a time.
+const PIECE: usize = 16 * 1024;
+
+/// Runs `pass`, compiled for the instruction set in use. Without any, each
+/// `mul_add` is a call into the C library: the same bits, many times slower.
 fn run_fused(pass: impl Pass) {
     #[cfg(target_arch = "x86_64")]
     {
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+        fn wide(pass: impl Pass) {
+            pass.run();
+        }
         #[target_feature(enable = "avx2,fma")]
         fn fused(pass: impl Pass) {
             pass.run();
         }
-        if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma")
-        {
-            // SAFETY: both features that `fused` is compiled with were
-            // detected on this processor just above.
-            unsafe { fused(pass) };
-            return;
+        match isa() {
+            // SAFETY: `isa()` names only sets that this processor has.
+            Isa::Avx512 => return unsafe { wide(pass) },
+            // SAFETY: as above.
+            Isa::Avx2 => return unsafe { fused(pass) },
+            Isa::Scalar => {}
         }
     }
     pass.run();

@@ -11,9 +11,9 @@
 //! p   = fma(d, -lr, p)
 //! ```
 
-use super::{Optimizer, Pass, check_layout, check_setting, only_known, run_fused, saved};
+use super::{Optimizer, PIECE, Pass, check_layout, check_setting, only_known, run_fused, saved};
 use crate::param::{GradView, ParamId, Params};
-use crate::{Error, Result};
+use crate::{Error, Result, Workers};
 
 /// The name PyTorch gives the momentum state.
 const MOMENTUM_BUFFER: &str = "momentum_buffer";
@@ -30,6 +30,7 @@ pub struct Sgd {
     steps: u64,
     /// Empty until the first step with momentum.
     buffer: Vec<f32>,
+    workers: Workers,
 }
 
 impl Sgd {
@@ -44,6 +45,7 @@ impl Sgd {
             nesterov: false,
             steps: 0,
             buffer: Vec::new(),
+            workers: Workers::default(),
         }
     }
 
@@ -108,13 +110,19 @@ impl Sgd {
             let range = info.offset..info.offset + info.len;
             // Plain descent has no buffer to hand out.
             let buffer = self.buffer.get_mut(range.clone()).unwrap_or_default();
-            run_fused(Update {
-                g: grads.grad(ParamId(index as u32)),
-                p: &mut params.flat_mut()[range],
-                buf: buffer,
-                scalars,
-                factor,
-                mode,
+            let (g, p) = (
+                grads.grad(ParamId(index as u32)),
+                &mut params.flat_mut()[range],
+            );
+            self.workers.split_all([p, buffer], PIECE, |at, [p, buf]| {
+                run_fused(Update {
+                    g: &g[at..at + p.len()],
+                    p,
+                    buf,
+                    scalars,
+                    factor,
+                    mode,
+                });
             });
         }
         self.steps += 1;
@@ -159,6 +167,10 @@ impl Optimizer for Sgd {
 
     fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()> {
         Sgd::step(self, params, grads)
+    }
+
+    fn set_workers(&mut self, workers: Workers) {
+        self.workers = workers;
     }
 
     fn lr(&self) -> f64 {

@@ -11,6 +11,7 @@ pub(crate) use scratch::scratch;
 
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::sync::Arc;
 
 use crew::Crew;
 
@@ -62,6 +63,59 @@ impl Team {
             // SAFETY: chunk i alone touches this range.
             f(range.start, unsafe { shared.range(range) });
         });
+    }
+
+    /// As [`split`](Self::split) for slices of one length, cut alike; an empty
+    /// one among them gives every piece an empty one.
+    pub(crate) fn split_all<T: Send + Sync, const N: usize>(
+        &self,
+        data: [&mut [T]; N],
+        piece: usize,
+        f: impl Fn(usize, [&mut [T]; N]) + Sync,
+    ) {
+        let len = data.iter().map(|d| d.len()).max().unwrap_or(0);
+        assert!(data.iter().all(|d| d.is_empty() || d.len() == len));
+        let piece = piece.max(1);
+        let shared = data.map(Disjoint::new);
+        self.run(len.div_ceil(piece), |i| {
+            let range = i * piece..((i + 1) * piece).min(len);
+            let parts = shared.each_ref().map(|s| {
+                let own = if s.len() == 0 { 0..0 } else { range.clone() };
+                // SAFETY: chunk i alone touches this range of this slice.
+                unsafe { s.range(own) }
+            });
+            f(range.start, parts);
+        });
+    }
+}
+
+/// A tape's threads, for what computes beside it: the optimizer. The default is
+/// the calling thread alone.
+#[derive(Clone, Default)]
+pub struct Workers(Option<Arc<Team>>);
+
+impl Workers {
+    pub(crate) fn of(team: &Arc<Team>) -> Self {
+        Workers(Some(Arc::clone(team)))
+    }
+
+    /// [`Team::split_all`].
+    pub(crate) fn split_all<T: Send + Sync, const N: usize>(
+        &self,
+        data: [&mut [T]; N],
+        piece: usize,
+        f: impl Fn(usize, [&mut [T]; N]) + Sync,
+    ) {
+        static ALONE: Team = Team { crew: None };
+        let team = self.0.as_deref().unwrap_or(&ALONE);
+        team.split_all(data, piece, f);
+    }
+}
+
+impl std::fmt::Debug for Workers {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let threads = self.0.as_ref().map_or(1, |t| t.threads());
+        f.debug_tuple("Workers").field(&threads).finish()
     }
 }
 
@@ -136,6 +190,14 @@ mod tests {
                 }
             });
             assert!(v.iter().enumerate().all(|(i, &x)| i == x));
+            let (mut a, mut b) = ([0usize; 21], [0usize; 21]);
+            team.split_all([&mut a, &mut b, &mut []], 5, |first, [a, b, none]| {
+                assert!(none.is_empty() && a.len() == b.len());
+                a.fill(first);
+                b.fill(a.len());
+            });
+            assert_eq!((a[4], a[5], a[20]), (0, 5, 20));
+            assert_eq!((b[19], b[20]), (5, 1));
         }
     }
 }

@@ -18,14 +18,14 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::ops::batch_norm::JoinStatistics;
-use crate::par::{Team, Threads};
+use crate::par::{Team, Threads, Workers};
 use crate::param::{GradSink, ParamId, ParamInfo, Params};
 use crate::profile::{Clock, Profile};
 use crate::tensor::{Shape, Tensor};
 
 /// Memory and threads of one training loop. Made once, used for every step.
 pub struct Tape {
-    team: Team,
+    team: Arc<Team>,
     state: RefCell<State>,
 }
 
@@ -34,7 +34,7 @@ impl Tape {
     /// on the number; should the system refuse threads, one is used.
     pub fn new(threads: Threads) -> Self {
         Tape {
-            team: Team::new(threads),
+            team: Arc::new(Team::new(threads)),
             state: RefCell::default(),
         }
     }
@@ -91,6 +91,12 @@ impl Tape {
     /// Threads that compute.
     pub fn threads(&self) -> usize {
         self.team.threads()
+    }
+
+    /// The threads that compute, for an optimizer to use between steps
+    /// ([`Optimizer::set_workers`](crate::optim::Optimizer::set_workers)).
+    pub fn workers(&self) -> Workers {
+        Workers::of(&self.team)
     }
 
     /// Starts (or stops) taking the time of every operation of training steps:

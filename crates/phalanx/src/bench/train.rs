@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use phalanx_comm::ReduceOp;
 use phalanx_ddp::{DdpOptions, DistributedDataParallel};
 use phalanx_nn::models::{CifarResNet, MnistCnn, MobileNetV2};
-use phalanx_nn::optim::Sgd;
+use phalanx_nn::optim::{Optimizer, Sgd};
 use phalanx_nn::rng::torch::Generator;
 use phalanx_nn::{GradSink, Grads, Params, Scope, Seed, StepKey, Tape, Tensor, Threads};
 use phalanx_train::process::peak_rss_bytes;
@@ -102,11 +102,13 @@ impl Trainer {
         let ddp = DistributedDataParallel::new(group, &mut params, DdpOptions::default())?;
         let mut tape = Tape::new(Threads(ctx.threads));
         tape.set_precision(args.precision.into());
+        let mut optimizer = Sgd::new(&params, 0.01).momentum(0.9);
+        optimizer.set_workers(tape.workers());
         Ok(Trainer {
             net,
             ddp,
             alone: Grads::like(&params),
-            optimizer: Sgd::new(&params, 0.01).momentum(0.9),
+            optimizer,
             tape,
             params,
             batches,

@@ -85,6 +85,7 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
     }
     let mut tape = Tape::new(Threads(ctx.threads));
     tape.set_precision(settings.precision.into());
+    optimizer.set_workers(tape.workers());
 
     // DDP: the rank's parts of the training set.
     let cut = Cut::new(&settings.cut, world, ctx.rank())?;

@@ -22,7 +22,7 @@ use crate::kernels::vector::LANES;
 use crate::par::{Disjoint, Team, scratch};
 use tiles::{Domain, Finish, Grid, Span};
 use transform::{POSITIONS, STEP};
-use weights::{Kernels, Part};
+use weights::{Kernels, Part, Sums};
 
 /// Fewer channels than this on either side are faster without.
 const MIN_CHANNELS: usize = 32;
@@ -94,7 +94,7 @@ impl Pass {
     }
 
     fn keeps_tiles(&self) -> bool {
-        self.inp * self.out > STORED_WEIGHTS && self.grid.tiles() <= KEPT_TILES
+        self.inp * self.out >= STORED_WEIGHTS && self.grid.tiles() <= KEPT_TILES
     }
 
     fn all_weights(&self) -> Part {
@@ -348,13 +348,28 @@ fn gradient_keeps(s: &ConvShape) -> bool {
     s.inp * s.out >= STORED_WEIGHTS && Pass::forward(s).grid.tiles() <= KEPT_TILES
 }
 
+/// Elements that all partial sums of a weight gradient may take: more would
+/// cost more to fold than threads gain by not meeting at every block of tiles.
+const PARTIAL_ELEMS: usize = 640 * 1024;
+/// Blocks of tiles that a partial sum is worth.
+const PARTIAL_BLOCKS: usize = 8;
+
+/// Partial sums of a weight gradient, over runs of whole blocks: by shape alone.
+fn partials(s: &ConvShape) -> usize {
+    let blocks = Pass::forward(s).grid.tiles().div_ceil(gradient_block(s));
+    let room = PARTIAL_ELEMS / Pass::forward(s).all_weights().len();
+    room.min(blocks / PARTIAL_BLOCKS).clamp(1, 8)
+}
+
 fn weight_work(s: &ConvShape) -> usize {
     let pass = Pass::forward(s);
     let domains = |rows| Domain::len(rows, s.inp) + Domain::len(rows, s.out);
     if gradient_keeps(s) {
-        domains(pass.grid.tiles())
-    } else {
-        domains(gradient_block(s)) + pass.all_weights().len()
+        return domains(pass.grid.tiles());
+    }
+    match partials(s) {
+        1 => domains(gradient_block(s)) + pass.all_weights().len(),
+        parts => parts * pass.all_weights().len(),
     }
 }
 
@@ -376,7 +391,13 @@ pub(super) fn weight_gradient(
         both_domains(team, s, x, dy, (0, tiles), v, z);
         gradient_by_parts(team, s, v, z, tiles, dw, mode);
     } else {
-        gradient_by_blocks(team, s, x, dy, work, dw, mode);
+        let parts = partials(s);
+        if parts == 1 {
+            gradient_by_blocks(team, s, x, dy, work);
+        } else {
+            gradient_by_runs(team, s, x, dy, &mut work[..], parts);
+        }
+        finish_gradient(team, s, work, parts, dw, mode);
     }
 }
 
@@ -406,22 +427,44 @@ fn both_domains(
     });
 }
 
-/// Many tiles: sums of all weights are kept, tiles come block by block.
-fn gradient_by_blocks(
-    team: &Team,
+/// `sums (+)=` the products of one position's tiles, the first `count` of a block.
+///
+/// # Safety
+/// The domains hold `block` tiles of the layer's inputs and outputs, and nobody
+/// else touches the position's sums.
+unsafe fn sum_position(
     s: &ConvShape,
-    x: &[f32],
-    dy: &[f32],
-    work: &mut [f32],
-    dw: &mut [f32],
-    mode: Mode,
+    p: usize,
+    (v, z): (Domain, Domain),
+    count: usize,
+    sums: *mut f32,
+    add: bool,
 ) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        multiply_turned(&Panels {
+            a: v.data.add(p * v.plane),
+            a_panel: v.rows * LANES,
+            b: z.data.add(p * z.plane),
+            b_panel: z.rows * LANES,
+            c: sums,
+            c_panel: s.inp * LANES,
+            rows: s.inp,
+            depth: count,
+            columns: s.out / LANES,
+            add,
+        });
+    }
+}
+
+/// Many tiles, weights of some size: their sums are kept, tiles come block by
+/// block, and threads share a block's positions. `work` starts with the sums.
+fn gradient_by_blocks(team: &Team, s: &ConvShape, x: &[f32], dy: &[f32], work: &mut [f32]) {
     let (pass, block) = (Pass::forward(s), gradient_block(s));
     let (whole, tiles) = (pass.all_weights(), pass.grid.tiles());
-    let (v, rest) = work.split_at_mut(Domain::len(block, s.inp));
-    let (z, sums) = rest.split_at_mut(Domain::len(block, s.out));
+    let (sums, rest) = work.split_at_mut(whole.len());
+    let (v, z) = rest.split_at_mut(Domain::len(block, s.inp));
     let (v, z) = (Domain::new(v, block, s.inp), Domain::new(z, block, s.out));
-    assert!(sums.len() >= whole.len());
     let plane = whole.plane();
     if tiles == 0 {
         sums.fill(0.0);
@@ -432,24 +475,75 @@ fn gradient_by_blocks(
         both_domains(team, s, x, dy, (first, count), v, z);
         let shared = Shared((v, z));
         team.run(POSITIONS, |p| {
-            let (v, z) = shared.get();
             // SAFETY: position p of the sums belongs to this chunk.
             unsafe {
-                multiply_turned(&Panels {
-                    a: v.data.add(p * v.plane),
-                    a_panel: block * LANES,
-                    b: z.data.add(p * z.plane),
-                    b_panel: block * LANES,
-                    c: sums.pointer(p * plane),
-                    c_panel: s.inp * LANES,
-                    rows: s.inp,
-                    depth: count,
-                    columns: whole.panels,
-                    add: first > 0,
-                });
+                let to = sums.pointer(p * plane);
+                sum_position(s, p, shared.get(), count, to, first > 0);
             }
         });
     }
+}
+
+/// Many tiles, small weights: each chunk goes over a run of blocks with sums of its
+/// own, all in its core's cache. `work` receives the sums one after another.
+fn gradient_by_runs(
+    team: &Team,
+    s: &ConvShape,
+    x: &[f32],
+    dy: &[f32],
+    work: &mut [f32],
+    parts: usize,
+) {
+    let (pass, block) = (Pass::forward(s), gradient_block(s));
+    let (whole, tiles) = (pass.all_weights(), pass.grid.tiles());
+    let (len, plane) = (whole.len(), whole.plane());
+    let run = tiles.div_ceil(block).div_ceil(parts) * block;
+    team.split(&mut work[..parts * len], len, |at, sums| {
+        let from = at / len * run;
+        let to = (from + run).min(tiles);
+        if from >= to {
+            return sums.fill(0.0);
+        }
+        let size = Domain::len(block, s.inp);
+        let widest = s.inp.max(s.out);
+        scratch(size + Domain::len(block, s.out) + widest, |memory| {
+            let (v, rest) = memory.split_at_mut(size);
+            let (z, zeros) = rest.split_at_mut(Domain::len(block, s.out));
+            zeros.fill(0.0);
+            let (v, z) = (Domain::new(v, block, s.inp), Domain::new(z, block, s.out));
+            for first in (from..to).step_by(block) {
+                let count = block.min(to - first);
+                let span = Span {
+                    first,
+                    count,
+                    row: 0,
+                };
+                // SAFETY: sizes were checked by the caller; domains and sums are this chunk's.
+                unsafe {
+                    tiles::input(&pass.grid, x.as_ptr(), zeros.as_ptr(), span, v);
+                    tiles::gradient(&pass.grid, dy.as_ptr(), zeros.as_ptr(), span, z);
+                    for p in 0..POSITIONS {
+                        let to = sums.as_mut_ptr().add(p * plane);
+                        sum_position(s, p, (v, z), count, to, first > from);
+                    }
+                }
+            }
+        });
+    });
+}
+
+/// Adds up `parts` sums in order, and transforms them back.
+fn finish_gradient(
+    team: &Team,
+    s: &ConvShape,
+    sums: &[f32],
+    parts: usize,
+    dw: &mut [f32],
+    mode: Mode,
+) {
+    let whole = Pass::forward(s).all_weights();
+    let (len, plane) = (whole.len(), whole.plane());
+    assert!(sums.len() >= parts * len);
     let out = Disjoint::new(dw);
     team.run(whole.panels.div_ceil(PART_PANELS), |i| {
         let panel = i * PART_PANELS;
@@ -459,10 +553,15 @@ fn gradient_by_blocks(
             ..whole
         };
         let stride = s.inp * LANES;
-        let from = sums.pointer(panel * stride);
-        let size = [s.inp, s.out];
+        let from = Sums {
+            first: sums[panel * stride..].as_ptr(),
+            parts,
+            apart: len,
+            plane,
+            stride,
+        };
         // SAFETY: these panels of outputs belong to this chunk.
-        unsafe { weights::gradient(from, part, plane, stride, out.pointer(0), size, mode) };
+        unsafe { weights::gradient(from, part, out.pointer(0), [s.inp, s.out], mode) };
     });
 }
 
@@ -508,15 +607,14 @@ fn gradient_by_parts(
                         add: false,
                     });
                 }
-                weights::gradient(
-                    sums,
-                    part,
+                let from = Sums {
+                    first: sums,
+                    parts: 1,
+                    apart: 0,
                     plane,
                     stride,
-                    out.pointer(0),
-                    [s.inp, s.out],
-                    mode,
-                );
+                };
+                weights::gradient(from, part, out.pointer(0), [s.inp, s.out], mode);
             }
         });
     });

@@ -21,7 +21,23 @@ fn shapes() -> Vec<ConvShape> {
         images: 30,
         ..shape([7, 8], 32, 32, three, one, one, one, 1)
     });
+    // Weight gradients in two partial sums, the second over fewer tiles.
+    all.push(ConvShape {
+        images: 15,
+        ..shape([24, 23], 32, 32, three, one, one, one, 1)
+    });
     all
+}
+
+#[test]
+fn weight_gradients_come_in_all_ways() {
+    let ways: Vec<_> = shapes()
+        .iter()
+        .map(|s| (gradient_keeps(s), partials(s)))
+        .collect();
+    for way in [(true, 1), (false, 1), (false, 2)] {
+        assert!(ways.contains(&way), "{way:?}");
+    }
 }
 
 /// Relative L2 and largest error over largest value.

@@ -110,25 +110,35 @@ vectorised! {
     pub(super) unsafe fn forward(k: Kernels<'_>, p: Part, plane: usize, u: *mut f32) = transform_body
 }
 
+/// Transformed gradients of a part: partial sums to be added up in order.
+#[derive(Clone, Copy)]
+pub(super) struct Sums {
+    /// The part's first value in the first sum.
+    pub first: *const f32,
+    pub parts: usize,
+    /// Floats from one sum to the next, from one position to the next, and from one
+    /// panel of outputs to the next.
+    pub apart: usize,
+    pub plane: usize,
+    pub stride: usize,
+}
+
 #[inline(always)]
-unsafe fn gradient_body<V: Vector>(
-    u: *const f32,
-    p: Part,
-    plane: usize,
-    stride: usize,
-    dw: *mut f32,
-    size: [usize; 2],
-    mode: Mode,
-) {
+unsafe fn gradient_body<V: Vector>(u: Sums, p: Part, dw: *mut f32, size: [usize; 2], mode: Mode) {
     let [inp, out] = size;
     for i in 0..p.inputs {
         for panel in 0..p.panels {
             // SAFETY: the part lies in both.
             unsafe {
-                let from = u.add(panel * stride + i * LANES);
+                let from = u.first.add(panel * u.stride + i * LANES);
                 let to = dw.add((p.input + i) * out + (p.panel + panel) * LANES);
                 transform::weight_gradient_tile::<V>(
-                    |y, x| V::load(from.add((y * 6 + x) * plane)),
+                    |y, x| {
+                        let from = from.add((y * 6 + x) * u.plane);
+                        (1..u.parts).fold(V::load(from), |sum, part| {
+                            sum.add(V::load(from.add(part * u.apart)))
+                        })
+                    },
                     |y, x, v| {
                         let to = to.add((y * 3 + x) * inp * out);
                         match mode {
@@ -143,13 +153,12 @@ unsafe fn gradient_body<V: Vector>(
 }
 
 vectorised! {
-    /// Transforms part of the kernels' gradients back. In `u`, positions lie
-    /// `plane` floats apart, panels `stride`.
+    /// Adds up partial sums of part of the kernels' gradients and transforms them back.
     ///
     /// # Safety
-    /// `u` holds the part, `dw` all `9 * inp * out` values, and nobody else
-    /// touches the part of `dw`.
+    /// `u` holds the part in each of its sums, `dw` all `9 * inp * out` values, and
+    /// nobody else touches the part of `dw`.
     pub(super) unsafe fn gradient(
-        u: *const f32, p: Part, plane: usize, stride: usize, dw: *mut f32, size: [usize; 2], mode: Mode,
+        u: Sums, p: Part, dw: *mut f32, size: [usize; 2], mode: Mode,
     ) = gradient_body
 }
