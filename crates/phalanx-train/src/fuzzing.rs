@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use phalanx_nn::{Init, Layout, Params, Scope, Seed};
 
 use crate::pth::{self, DType, PthFile, Saved};
-use crate::{checkpoint, cifar10, mnist, process};
+use crate::{checkpoint, cifar10, mnist, process, state};
 
 /// Name, body, seeds.
 pub type Target = (&'static str, fn(&[u8]), fn() -> Vec<Vec<u8>>);
@@ -19,6 +19,7 @@ pub const TARGETS: &[Target] = &[
     ("train_idx_images", idx_images, idx_seeds),
     ("train_idx_labels", idx_labels, idx_seeds),
     ("train_safetensors", safetensors, safetensors_seeds),
+    ("train_checkpoint", state::fuzz, state::fuzz_seeds),
     ("train_pth_archive", pth_archive, pth_seeds),
     ("train_pth_pickle", pth_pickle, pickle_seeds),
     ("train_image", image, image_seeds),
@@ -70,7 +71,7 @@ fn idx_seeds() -> Vec<Vec<u8>> {
     vec![gzip(&images), gzip(&labels), gzip(&bomb), images, labels]
 }
 
-fn model() -> Option<Params> {
+pub(crate) fn model() -> Option<Params> {
     let mut scope = Scope::new(Seed(1));
     let mut fc = scope.enter("fc");
     fc.param(

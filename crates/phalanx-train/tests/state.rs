@@ -11,8 +11,9 @@ use phalanx_nn::{Grads, Init, Layout, Params, Scope, Seed};
 use phalanx_train::ErrorKind;
 use phalanx_train::checkpoint::weights_sha256;
 use phalanx_train::digest::optimizer_sha256;
-use phalanx_train::state::{Background, Folder, Place, Snapshot};
+use phalanx_train::state::{Background, Folder, Place, Snapshot, State};
 use serde_json::json;
+use sha2::{Digest, Sha256};
 
 fn model(value: f32) -> Params {
     let mut scope = Scope::new(Seed(1));
@@ -208,15 +209,48 @@ fn only_the_newest_are_kept_and_nothing_else_is_touched() {
     assert_eq!(names(dir.path()), ["notes.txt"]);
 }
 
+/// The same manifest with the hash that belongs to it.
+fn signed(text: &str) -> String {
+    let (before, rest) = text.rsplit_once("\"manifest_sha256\": \"").unwrap();
+    let with = |hash: &str| format!("{before}\"manifest_sha256\": \"{hash}{}", &rest[64..]);
+    with(&hex::encode(Sha256::digest(with(&"0".repeat(64)))))
+}
+
+#[test]
+fn no_wrong_digit_in_a_manifest_goes_unnoticed() {
+    let dir = tempfile::tempdir().unwrap();
+    let params = model(0.5);
+    let sgd = Sgd::new(&params, 0.1);
+    let path = Folder::new(dir.path(), 1)
+        .save(&snapshot(&params, &sgd, 3))
+        .unwrap();
+    let text = fs::read_to_string(&path).unwrap();
+    assert_eq!(signed(&text), text);
+    let digits: Vec<usize> = (0..text.len())
+        .filter(|&i| text.as_bytes()[i].is_ascii_digit())
+        .collect();
+    assert!(digits.len() > 100);
+    for at in digits {
+        let mut bytes = text.clone().into_bytes();
+        bytes[at] ^= 1;
+        fs::write(&path, bytes).unwrap();
+        let error = State::load(&path).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Data, "{error}");
+    }
+    fs::write(&path, text).unwrap();
+    State::load(&path).unwrap();
+}
+
 #[test]
 fn damaged_checkpoints_are_passed_over_by_name() {
     let dir = tempfile::tempdir().unwrap();
     let folder = Folder::new(dir.path(), 9);
     let params = model(0.5);
     let sgd = Sgd::new(&params, 0.1);
-    for step in 1..=6 {
+    for step in 1..=7 {
         folder.save(&snapshot(&params, &sgd, step)).unwrap();
     }
+    let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
     let path = |step: u32, end: &str| dir.path().join(format!("step-00000000{step}.{end}"));
     let change = |path: &Path, change: &dyn Fn(&mut Vec<u8>)| {
         let mut bytes = fs::read(path).unwrap();
@@ -231,14 +265,17 @@ fn damaged_checkpoints_are_passed_over_by_name() {
     });
     fs::remove_file(path(3, "safetensors")).unwrap();
     change(&path(2, "json"), &|bytes| {
-        let text = String::from_utf8(bytes.clone()).unwrap();
-        *bytes = text
-            .replace("step-000000002", "../step-000000001")
+        *bytes = signed(&text(bytes).replace("step-000000002", "../step-000000001")).into_bytes();
+    });
+    change(&path(7, "json"), &|bytes| {
+        *bytes = text(bytes)
+            .replace("\"samples\": 96", "\"samples\": 97")
             .into_bytes();
     });
     let (state, damaged) = folder.newest().unwrap();
     assert_eq!(state.unwrap().manifest().place.step, 1);
     let reasons = [
+        ("step-000000007.json", "it was damaged or edited"),
         ("step-000000006.json", "no manifest of a checkpoint"),
         ("step-000000005.safetensors", "it may be truncated"),
         ("step-000000004.safetensors", "is damaged: its SHA-256"),
@@ -252,7 +289,7 @@ fn damaged_checkpoints_are_passed_over_by_name() {
     fs::remove_file(path(1, "safetensors")).unwrap();
     let error = folder.newest().unwrap_err();
     assert!(error.to_string().contains("no checkpoint in"), "{error}");
-    assert!(error.to_string().contains("step-000000006.json"), "{error}");
+    assert!(error.to_string().contains("step-000000007.json"), "{error}");
 }
 
 #[test]

@@ -60,9 +60,10 @@ impl Folder {
             return Err(Error::internal("a checkpoint was saved but not written"));
         };
         let manifest = snapshot.manifest(&file, written);
-        let text = serde_json::to_vec_pretty(&manifest)
+        let text = manifest
+            .to_text()
             .map_err(|e| Error::internal(format!("a manifest is no JSON: {e}")).with_source(e));
-        if let Err(error) = text.and_then(|text| atomic_write(&manifest_path, &text)) {
+        if let Err(error) = text.and_then(|text| atomic_write(&manifest_path, text.as_bytes())) {
             let _ = fs::remove_file(&data_path);
             return Err(error);
         }

@@ -8,7 +8,7 @@ use phalanx_nn::optim::Optimizer;
 use safetensors::{Dtype, SafeTensors};
 use sha2::{Digest, Sha256};
 
-use super::manifest::{FORMAT, Manifest, VERSION};
+use super::manifest::Manifest;
 use super::snapshot::{MODEL, MORE, OPTIMIZER};
 use crate::checkpoint::{explain, put, tensors};
 use crate::pth::DType;
@@ -49,14 +49,7 @@ impl State {
             )));
         }
         let text = read(path)?;
-        let manifest: Manifest = serde_json::from_slice(&text)
-            .map_err(|e| wrong(format!("it is no manifest of a checkpoint: {e}")).with_source(e))?;
-        if manifest.format != FORMAT || manifest.version != VERSION {
-            return Err(wrong(format!(
-                "it is {:?} of version {}; expected {FORMAT:?} of version {VERSION}",
-                manifest.format, manifest.version
-            )));
-        }
+        let manifest = Manifest::from_text(&text).map_err(wrong)?;
         if Path::new(&manifest.file).file_name() != Some(manifest.file.as_ref()) {
             return Err(wrong(format!(
                 "its data file {:?} does not lie beside it",

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
 use crate::sampler::Cursor;
 
@@ -56,4 +57,49 @@ pub struct Manifest {
     pub facts: BTreeMap<String, String>,
     /// What else the program wants back: losses, accuracies.
     pub progress: serde_json::Value,
+    /// SHA-256 of the manifest's own text with [`NO_HASH`] in this place, so
+    /// that no wrong digit in it goes unnoticed. It is last.
+    pub(super) manifest_sha256: String,
+}
+
+/// Where the hash of a text goes while it is computed.
+pub(super) const NO_HASH: &str = "0000000000000000000000000000000000000000000000000000000000000000";
+
+impl Manifest {
+    /// The manifest's file, with its hash.
+    pub(super) fn to_text(&self) -> serde_json::Result<String> {
+        let unsigned = Manifest {
+            manifest_sha256: NO_HASH.to_owned(),
+            ..self.clone()
+        };
+        let text = serde_json::to_string_pretty(&unsigned)?;
+        let hash = hex::encode(Sha256::digest(&text));
+        Ok(put_last(&text, NO_HASH, &hash).unwrap_or(text))
+    }
+
+    /// Reads such a file; says what is wrong with it.
+    pub(super) fn from_text(text: &[u8]) -> Result<Manifest, String> {
+        let no_manifest =
+            |why: &dyn std::fmt::Display| format!("it is no manifest of a checkpoint: {why}");
+        let text = std::str::from_utf8(text).map_err(|e| no_manifest(&e))?;
+        let manifest: Manifest = serde_json::from_str(text).map_err(|e| no_manifest(&e))?;
+        if manifest.format != FORMAT || manifest.version != VERSION {
+            return Err(format!(
+                "it is {:?} of version {}; expected {FORMAT:?} of version {VERSION}",
+                manifest.format, manifest.version
+            ));
+        }
+        let saved = &manifest.manifest_sha256;
+        let found = put_last(text, saved, NO_HASH).map(|text| hex::encode(Sha256::digest(text)));
+        match found {
+            Some(found) if found == *saved => Ok(manifest),
+            _ => Err("it was damaged or edited: its text has another SHA-256 than it says".into()),
+        }
+    }
+}
+
+/// `text` with the last `old` in it replaced, if it has one.
+fn put_last(text: &str, old: &str, new: &str) -> Option<String> {
+    let (before, after) = text.rsplit_once(old)?;
+    Some([before, new, after].concat())
 }

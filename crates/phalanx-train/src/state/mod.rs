@@ -15,12 +15,16 @@
 
 mod background;
 mod folder;
+#[cfg(any(test, fuzzing))]
+mod fuzzing;
 mod load;
 mod manifest;
 mod snapshot;
 
 pub use background::Background;
 pub use folder::Folder;
+#[cfg(any(test, fuzzing))]
+pub(crate) use fuzzing::{fuzz, fuzz_seeds};
 pub use load::State;
 pub use manifest::{Manifest, Place};
 pub(crate) use snapshot::MODEL;

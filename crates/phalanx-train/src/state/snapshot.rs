@@ -7,7 +7,7 @@ use phalanx_nn::Params;
 use phalanx_nn::optim::Optimizer;
 use sha2::{Digest, Sha256};
 
-use super::manifest::{FORMAT, Manifest, Place, VERSION};
+use super::manifest::{FORMAT, Manifest, NO_HASH, Place, VERSION};
 use crate::checkpoint::{Tensor, tensors, write_tensors};
 use crate::pth::Saved;
 
@@ -54,6 +54,7 @@ impl Snapshot {
                 optimizer_buffers: buffers.iter().map(|b| b.0.to_owned()).collect(),
                 facts,
                 progress,
+                manifest_sha256: NO_HASH.to_owned(),
             },
             optimizer: buffers
                 .into_iter()

@@ -120,17 +120,24 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
     let mut place = resumed.as_ref().map(Resumed::place).unwrap_or_default();
     let history = resumed.as_ref().map(Resumed::history).transpose()?;
     let history = history.unwrap_or_default();
+    if let Some(resumed) = &resumed {
+        resumed.fits(steps)?;
+        let (taken, all) = (thousands(place.step as usize), steps * settings.epochs());
+        let next = match place.epoch as usize >= settings.epochs() {
+            true => "no epoch is left; --epochs N for more".to_owned(),
+            false => format!(
+                "epoch {}, step {}",
+                place.epoch + 1,
+                place.step_in_epoch + 1
+            ),
+        };
+        ctx.note(&format!(
+            "resumed  after {taken} of {}: {next}",
+            plural(all, "step")
+        ));
+    }
     if let Some(schedule) = &mut schedule {
         (0..place.step).for_each(|_| schedule.advance());
-    }
-    if resumed.is_some() {
-        ctx.note(&format!(
-            "resumed  after {} of {}: epoch {}, step {}",
-            thousands(place.step as usize),
-            plural(steps * settings.epochs(), "step"),
-            place.epoch + 1,
-            place.step_in_epoch + 1
-        ));
     }
     let mut log = output.metrics(resumed.as_ref().map(Resumed::place))?;
     let mut samples = SampleLog::open(ctx, settings.log_samples.as_deref())?;

@@ -230,6 +230,30 @@ impl Resumed {
         Ok(())
     }
 
+    /// An error unless its place lies in epochs of so many steps.
+    ///
+    /// # Errors
+    ///
+    /// Failed, naming both.
+    pub fn fits(&self, steps: usize) -> Result<()> {
+        let Place {
+            epoch,
+            step_in_epoch,
+            step,
+            ..
+        } = self.manifest.place;
+        // Another sampler's padding makes a step more or less at another world size.
+        let most = (u128::from(epoch) + 1) * (steps as u128 + 1);
+        if step_in_epoch < steps as u64 && u128::from(step) <= most {
+            return Ok(());
+        }
+        let what = format!(
+            "--resume {}: step {step_in_epoch} of epoch {epoch} cannot be the training's step {step} where an epoch has {steps} steps",
+            self.from
+        );
+        Err(Error::new(ErrorKind::Failed, what))
+    }
+
     /// Where it goes on.
     pub fn place(&self) -> Place {
         self.manifest.place
