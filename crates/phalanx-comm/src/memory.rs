@@ -7,12 +7,19 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+#[cfg(target_os = "linux")]
+use rustix::mm::Advice;
+
 use crate::Element;
 use crate::host::{Arena, Lease};
+use crate::transport::HUGE_BYTES;
 
 /// Alignment of all memory of this crate and of chunk boundaries: one cache
 /// line, and one AVX-512 register.
 pub(crate) const ALIGN_BYTES: usize = 64;
+/// From here on memory of one's own begins on a huge page's boundary, so that
+/// the system can back it with huge pages where it is set to.
+const LARGE_BYTES: usize = HUGE_BYTES;
 
 /// Owned, zeroed, 64-byte aligned bytes.
 struct Block {
@@ -47,6 +54,7 @@ impl Block {
         let Some(start) = NonNull::new(raw) else {
             handle_alloc_error(layout)
         };
+        huge_pages(raw, bytes);
         Block {
             start,
             bytes,
@@ -55,13 +63,30 @@ impl Block {
     }
 
     fn layout(bytes: usize) -> Layout {
-        match Layout::from_size_align(bytes, ALIGN_BYTES) {
+        let align = if bytes >= LARGE_BYTES {
+            HUGE_BYTES
+        } else {
+            ALIGN_BYTES
+        };
+        match Layout::from_size_align(bytes, align) {
             Ok(layout) => layout,
             // As `Vec` does: a size beyond `isize::MAX` is a capacity
             // overflow of the caller, not a condition to handle.
             Err(_) => panic!("a bucket of {bytes} bytes exceeds the address space"),
         }
     }
+}
+
+/// Asks for huge pages in `bytes` that were just allocated at `start`. Refused, it costs speed.
+fn huge_pages(start: *mut u8, bytes: usize) {
+    #[cfg(target_os = "linux")]
+    if bytes >= LARGE_BYTES {
+        let whole = bytes / HUGE_BYTES * HUGE_BYTES;
+        // SAFETY: this advice changes no byte, and these are the block's own, whole huge pages of them.
+        let _ = unsafe { rustix::mm::madvise(start.cast(), whole, Advice::LinuxHugepage) };
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = (start, bytes);
 }
 
 impl Drop for Block {
@@ -232,6 +257,15 @@ mod tests {
             assert_eq!(b.len(), len);
             assert!(b.iter().all(|x| *x == 0.0));
             assert_eq!(b.as_ptr() as usize % ALIGN_BYTES, 0);
+        }
+    }
+
+    #[test]
+    fn large_ones_begin_on_huge_pages() {
+        for bytes in [LARGE_BYTES, LARGE_BYTES + 1, 3 * LARGE_BYTES - 64] {
+            let b = Bucket::<u8>::zeroed(bytes);
+            assert!(b.iter().all(|x| *x == 0));
+            assert_eq!(b.as_ptr() as usize % HUGE_BYTES, 0);
         }
     }
 

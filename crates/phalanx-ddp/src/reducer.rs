@@ -362,7 +362,7 @@ impl Reducer {
                 Some(weight) if weight != 1.0 => new.iter_mut().for_each(|g| *g *= weight),
                 _ => {}
             }
-            if !vote::all_finite(new) {
+            if !phalanx_comm::all_finite(new) {
                 self.ballot.not_finite(param);
             }
             if later {
@@ -673,7 +673,7 @@ impl Reducer {
             };
             for &param in &self.plan.buckets()[bucket] {
                 let (_, range) = self.plan.place(param);
-                if !vote::all_finite(&memory[range]) {
+                if !phalanx_comm::all_finite(&memory[range]) {
                     self.ballot.not_finite(param);
                 }
             }

@@ -247,7 +247,7 @@ impl Shards {
         if weight != 1.0 {
             gradient.iter_mut().for_each(|g| *g *= weight);
         }
-        if !vote::all_finite(gradient) {
+        if !phalanx_comm::all_finite(gradient) {
             step.ballot.not_finite(param);
         }
         Ok(())

@@ -122,34 +122,9 @@ pub(crate) fn count(lanes: &[f32], world: usize, name: impl Fn(usize) -> Option<
     }
 }
 
-/// Whether no element is an infinity or a NaN.
-pub(crate) fn all_finite(values: &[f32]) -> bool {
-    const EXPONENT: u32 = 0x7f80_0000;
-    let bad = |value: &f32| u32::from(value.to_bits() & EXPONENT == EXPONENT);
-    // Blocks: without an exit inside, each becomes vector code.
-    values
-        .chunks(1024)
-        .all(|block| block.iter().fold(0, |any, value| any | bad(value)) == 0)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn only_infinities_and_nans_are_not_finite() {
-        let mut values = vec![f32::MAX; 3000];
-        values[7] = f32::MIN_POSITIVE / 2.0;
-        values[8] = -0.0;
-        assert!(all_finite(&values) && all_finite(&[]));
-        for at in [0, 1023, 1024, 2999] {
-            for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-                let mut values = values.clone();
-                values[at] = bad;
-                assert!(!all_finite(&values), "{bad} at {at}");
-            }
-        }
-    }
 
     #[test]
     fn every_vote_survives_the_mean_of_every_world() {

@@ -10,11 +10,13 @@
 //! `avx512` and `neon` say what a vector is; `isa` chooses. Nothing is ever
 //! contracted to a fused multiply-add or reassociated, and every NaN in a
 //! result is the same one, so all instruction sets give the same bits.
+//! [`all_finite`] only looks.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod finite;
 mod isa;
 #[cfg(target_arch = "aarch64")]
 mod neon;
@@ -22,6 +24,7 @@ mod pass;
 mod scalar;
 mod vector;
 
+pub use self::finite::all_finite;
 pub(crate) use self::isa::Isa;
 use self::isa::Job;
 use crate::{DType, ReduceOp};

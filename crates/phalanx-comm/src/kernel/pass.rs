@@ -17,7 +17,7 @@ const AHEAD_BYTES: usize = 1024;
 
 /// Asks for the `bytes` at `at` to be brought near; any address will do.
 #[inline(always)]
-fn ask_for(at: *const u8, bytes: usize) {
+pub(super) fn ask_for(at: *const u8, bytes: usize) {
     #[cfg(target_arch = "x86_64")]
     for line in 0..bytes.div_ceil(64) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
