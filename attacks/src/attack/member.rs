@@ -99,7 +99,7 @@ pub fn duplicate_rank(scene: &Scene, tallies: &Tallies, _: usize) {
 
 /// Claims a rank's place if it is taken.
 fn claim(store: &TcpStore, rank: usize) -> Option<Answer> {
-    let key = format!("comm/0/0/member/{rank}");
+    let key = format!("comm/0/0/2/member/{rank}");
     let before = store.try_get(&key).ok()??;
     let after = store.compare_set(&key, None, b"me").ok()?;
     if after == before {

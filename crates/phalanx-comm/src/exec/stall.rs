@@ -9,7 +9,10 @@
 //! however late either of them is. So is a collective that waits for data of a
 //! rank which has not begun it and waits itself, for a message that its peer in
 //! the collective has not sent, or not received: neither can leave before the
-//! other, however old their words are. Anything else may just be slow.
+//! other, however old their words are. And so are two ranks that each receive
+//! what the other has not begun to send. Anything else may just be slow: two
+//! that send to each other may still find room, and who waits for whom in a
+//! circle of three is not followed; these wait until the deadline.
 //!
 //! Asking is the business of a thread of its own, started at the first stall:
 //! a store whose host is gone must not hold up an operation's deadline.
@@ -140,6 +143,20 @@ fn is_deadlock((at, inside): (usize, &Post), (other, outside): (usize, &Post)) -
     of_other.data && outside.begun <= inside.header.seq && begun <= outside.header.seq
 }
 
+/// Whether two ranks each receive a message that the other has not begun to
+/// send. Who is in a receive begins nothing else, so neither ever will.
+fn is_face_to_face((a, mine): (usize, &Post), (b, theirs): (usize, &Post)) -> bool {
+    let (Some(of_b), Some(of_a)) = (mine.awaited(b), theirs.awaited(a)) else {
+        return false;
+    };
+    let receives = |post: &Post, from: usize| post.header.root == from as u32;
+    receives(mine, b)
+        && receives(theirs, a)
+        && (of_b.data && of_a.data)
+        && of_a.sent <= mine.header.seq
+        && of_b.sent <= theirs.header.seq
+}
+
 impl Board {
     /// `job` tells this job from others that used the same store.
     pub(crate) fn new(
@@ -235,6 +252,7 @@ impl Desk {
                 continue;
             };
             let (mine, me) = (&report.post, self.rank);
+            let mut why = "";
             let is_desync = match (mine.is_message(), theirs.is_message()) {
                 (false, false) => {
                     theirs.header.seq == report.signature.seq
@@ -242,12 +260,15 @@ impl Desk {
                 }
                 (false, true) => is_deadlock((me, mine), (*peer, &theirs)),
                 (true, false) => is_deadlock((*peer, &theirs), (me, mine)),
-                // Counted by these two alone.
-                (true, true) => false,
+                (true, true) => {
+                    why = "; each waits for the other to send";
+                    is_face_to_face((me, mine), (*peer, &theirs))
+                }
             };
             if is_desync {
                 let theirs = Theirs(&theirs.header);
                 let cause = super::signature::desync(self.rank, &report.signature, *peer, &theirs);
+                let cause = cause + why;
                 self.found.store(true, Ordering::Release);
                 self.abort.poison(&Poison::new(self.rank, cause));
                 break;
@@ -337,5 +358,32 @@ mod tests {
         assert!(!met(&other, &outside(0, 5)));
         let elsewhere = post(Collective::SendRecv, (2, 2), 5, &[awaited(2, true, 0, 0)]);
         assert!(!met(&inside(2, 9, true), &elsewhere));
+    }
+
+    /// Rank 0 receives message 4 of rank 1, which receives message 7 of rank 0.
+    #[test]
+    fn only_who_has_not_begun_to_send_is_face_to_face() {
+        let receiver = |from: u32, seq, sent, data| {
+            post(
+                Collective::SendRecv,
+                (from, seq),
+                0,
+                &[awaited(from as usize, data, sent, 0)],
+            )
+        };
+        let met = |zero: &Post, one: &Post| {
+            let there = is_face_to_face((0, zero), (1, one));
+            assert_eq!(there, is_face_to_face((1, one), (0, zero)));
+            there
+        };
+        let one = receiver(0, 7, 4, true);
+        assert!(met(&receiver(1, 4, 7, true), &one));
+        assert!(!met(&receiver(1, 4, 8, true), &one), "it is on its way");
+        assert!(!met(&receiver(1, 3, 7, true), &one), "it was sent before");
+        assert!(!met(&receiver(1, 4, 7, false), &one), "waits for room");
+        // Rank 0 sends, or receives from somebody else.
+        let sender = post(Collective::SendRecv, (0, 7), 0, &[awaited(1, true, 7, 0)]);
+        assert!(!met(&sender, &one));
+        assert!(!met(&receiver(2, 4, 7, true), &one));
     }
 }

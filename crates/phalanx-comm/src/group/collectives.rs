@@ -458,9 +458,12 @@ impl ProcessGroup {
 
     /// Receives what rank `from` [`send`](ProcessGroup::send)s.
     ///
+    /// *Blocks until* the data is there.
+    ///
     /// # Errors
     ///
-    /// As for all operations, see [`ProcessGroup`].
+    /// As for all operations, see [`ProcessGroup`]; `Desync` after a moment when
+    /// rank `from` itself receives what we have not sent.
     pub fn recv<T: Element>(&self, data: &mut [T], from: usize) -> Result<()> {
         let operation = self.ask_recv::<T>(data.len(), from, &Call::default())?;
         self.now(&operation, &[], data)

@@ -18,7 +18,7 @@ use super::launch::{
     Launch, Meeting, TokenSource, compute_threads, environment, no_token, streams, token_variable,
 };
 use super::options::{InitOptions, Transport};
-use crate::transport::{BindAddr, FormOptions, Mesh, Prefer, form, taken, thread_mesh};
+use crate::transport::{BindAddr, FormOptions, Mesh, Prefer, form, thread_mesh};
 use crate::wait::deadline_in;
 use crate::{Error, Result};
 
@@ -55,7 +55,6 @@ impl Processes {
         if world == 1 {
             return lone_mesh();
         }
-        agree_on_world(&*self.store, self.epoch, group, rank, world)?;
         let mesh = form(
             &*self.store,
             &FormOptions {
@@ -346,42 +345,6 @@ fn agree_on_token(store: &dyn Store, epoch: u32) -> Result<Token> {
     })
 }
 
-/// The first rank to arrive says how large the world is; one with another
-/// opinion is refused at once, and its refusal ends the wait of the others.
-/// The keys are those of `transport::form`, whose last member removes them.
-fn agree_on_world(
-    store: &dyn Store,
-    epoch: u32,
-    group: u32,
-    rank: usize,
-    world: usize,
-) -> Result<()> {
-    let prefix = format!("comm/{epoch}/{group}/");
-    let mine = format!("{world} {rank}");
-    let agreed = store.compare_set(&format!("{prefix}world"), None, mine.as_bytes())?;
-    let agreed = String::from_utf8_lossy(&agreed).into_owned();
-    let (size, by) = agreed.split_once(' ').unwrap_or((&agreed, "?"));
-    if size == world.to_string() {
-        return Ok(());
-    }
-    // Somebody else's second process is wrong alone, whatever world it expects.
-    if let Some(error) = taken(store, epoch, group, rank)? {
-        return Err(error.with_rank(rank).with_operation("forming the group"));
-    }
-    let message = format!(
-        "rank {rank} was started with a world size of {world}, rank {by} with {size}: \
-         all ranks must be started with the same"
-    );
-    store.compare_set(
-        &format!("{prefix}failed"),
-        None,
-        format!("{rank}\n{message}").as_bytes(),
-    )?;
-    Err(Error::usage(message)
-        .with_rank(rank)
-        .with_operation("forming the group"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -458,16 +421,5 @@ mod tests {
         let second = agree_on_token(&store, 0).unwrap();
         assert_eq!(first.to_hex(), second.to_hex());
         assert_ne!(agree_on_token(&store, 1).unwrap().to_hex(), first.to_hex());
-    }
-
-    #[test]
-    fn wrong_world_is_refused_with_both_sides() {
-        let store = MemStore::new();
-        agree_on_world(&store, 0, 0, 0, 2).unwrap();
-        agree_on_world(&store, 0, 0, 1, 2).unwrap();
-        let error = agree_on_world(&store, 0, 0, 3, 4).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Usage);
-        let text = error.to_string();
-        assert!(text.contains("world size of 4, rank 0 with 2"), "{text}");
     }
 }

@@ -52,9 +52,10 @@ pub(crate) fn failure_mark(data: &[u8]) {
         group: 0,
         timeout,
         deadline: Instant::now() + timeout,
-        refused: std::sync::atomic::AtomicBool::new(false),
+        taken: Default::default(),
+        misfit: Default::default(),
     };
-    if store.set("comm/0/0/failed", data).is_ok() {
+    if store.set("comm/0/0/2/failed", data).is_ok() {
         assert!(meeting.check().is_err());
     }
 }

@@ -33,7 +33,6 @@ mod tcp;
 #[cfg(test)]
 mod testing;
 
-pub(crate) use form::taken;
 pub use form::{BindAddr, FormOptions, Prefer, form, local_address_towards};
 pub use mesh::{AbortHandle, Mesh, thread_mesh};
 pub use poison::{MAX_CAUSE_BYTES, Poison};

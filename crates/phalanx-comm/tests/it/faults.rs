@@ -338,6 +338,67 @@ fn messages_against_collectives_name_both_sides_at_once() {
 }
 
 /// What was sent before the sender went into a collective is still received.
+/// Neither can ever send: found at once, over every transport, alone or in a batch.
+#[test]
+fn receives_that_face_each_other_name_both_sides_at_once() {
+    for over in EVERYWHERE {
+        for in_batch in [false, true] {
+            let started = Instant::now();
+            let errors = on_each(groups(over, 2), |group| {
+                // Message numbers differ in the two directions.
+                if group.rank() == 0 {
+                    group.send(&[1u8; 10], 1).unwrap();
+                } else if group.rank() == 1 {
+                    group.recv(&mut [0u8; 10], 0).unwrap();
+                }
+                let mut data = [0f32; 5];
+                let other = 1 - group.rank();
+                let received = if in_batch && other == 0 {
+                    group.batch_send_recv([P2POp::recv(&mut data, other)])
+                } else {
+                    group.recv(&mut data, other)
+                };
+                received.unwrap_err()
+            });
+            assert!(started.elapsed() < SOON);
+            for error in &errors {
+                assert!(
+                    matches!(error.kind(), ErrorKind::Desync | ErrorKind::Aborted),
+                    "{over:?}: {error}"
+                );
+                let text = error.to_string();
+                for side in ["from rank 1 (seq 0)", "from rank 0 (seq 1)"] {
+                    assert!(text.contains(side), "{over:?}: {text}");
+                }
+                assert!(text.contains("each waits for the other"), "{text}");
+            }
+            let kinds: Vec<_> = errors.iter().map(Error::kind).collect();
+            assert!(kinds.contains(&ErrorKind::Desync), "{errors:?}");
+        }
+    }
+}
+
+/// Long enough for every rank to have asked what the others are in.
+#[test]
+fn a_late_sender_is_no_desync() {
+    for over in EVERYWHERE {
+        on_each(groups(over, 2), |group| {
+            let other = 1 - group.rank();
+            for turn in 0..4i64 {
+                let mut data = [turn; 3];
+                if (turn as usize + group.rank()).is_multiple_of(2) {
+                    std::thread::sleep(Duration::from_millis(450));
+                    group.send(&data, other).unwrap();
+                } else {
+                    group.recv(&mut data, other).unwrap();
+                }
+                assert_eq!(data, [turn; 3]);
+            }
+            group.shutdown().unwrap();
+        });
+    }
+}
+
 #[test]
 fn a_message_sent_before_a_collective_is_no_desync() {
     for over in EVERYWHERE {

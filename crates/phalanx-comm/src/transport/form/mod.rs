@@ -8,13 +8,15 @@
 //! One deadline covers everything; its error names the missing ranks. The
 //! first failure is marked in the store and ends the wait of all. A process
 //! whose rank is taken is no such failure: it is refused, and the others form
-//! with the one that came first.
+//! with the one that came first. Nor is one that was started for another number
+//! of ranks than most ([`sizes`]).
 
 mod attach;
 mod connect;
 mod host;
 mod member;
 mod rendezvous;
+mod sizes;
 
 pub use host::{BindAddr, local_address_towards};
 pub(super) use member::Member;
@@ -41,6 +43,7 @@ use crate::wait::{Policy, Share, Topology, deadline_in};
 use crate::{Error, ErrorKind, Result};
 use attach::Attempt;
 use host::Host;
+use sizes::Sizes;
 
 /// Which transport to use between ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -113,7 +116,8 @@ pub struct FormOptions {
 /// `Timeout` naming the ranks that did not come; `Usage` when ranks disagree
 /// (world size, transport, a rank taken twice) or an address cannot be used;
 /// `Aborted` with the first cause when another rank failed. Who finds its rank
-/// taken fails alone; its error names the process that has it.
+/// taken fails alone; its error names the process that has it. So does who was
+/// started for another world size than most of the others.
 pub fn form(store: &dyn Store, o: &FormOptions) -> Result<Mesh> {
     form_at(store, o, Host::here())
 }
@@ -143,7 +147,8 @@ pub(crate) fn form_at(store: &dyn Store, o: &FormOptions, host: Host) -> Result<
         group: o.group,
         timeout: o.timeout,
         deadline: deadline_in(o.timeout),
-        refused: AtomicBool::new(false),
+        taken: AtomicBool::new(false),
+        misfit: AtomicBool::new(false),
     };
     let result = std::thread::scope(|scope| {
         let (running, stopped) = channel();
@@ -333,27 +338,20 @@ fn is_taken(epoch: u32, rank: usize, theirs: &[u8]) -> Error {
     ))
 }
 
-/// Before this process claims `rank`: the error if another one has.
-pub(crate) fn taken(
-    store: &dyn Store,
-    epoch: u32,
-    group: u32,
-    rank: usize,
-) -> Result<Option<Error>> {
-    let record = store.try_get(&format!("comm/{epoch}/{group}/member/{rank}"))?;
-    Ok(record.map(|theirs| is_taken(epoch, rank, &theirs)))
-}
-
 /// Publishes our record and reads everybody's. Until the will is dropped the
 /// others hear of it when we end.
 fn meet(meeting: &Rendezvous<'_>, record: &Member) -> Result<(Vec<Member>, Option<Will>)> {
+    let mut sizes = Sizes::enter(meeting)?;
     // Before the others know of us, so that from then on they hear of our end.
     let will = meeting.leave_will(&record.process)?;
     if let Some(theirs) = meeting.claim("member", &record.encode())? {
         return Err(is_taken(meeting.epoch, meeting.rank, &theirs));
     }
+    sizes.count_in()?;
     let all: Vec<usize> = (0..meeting.world).collect();
-    let records = meeting.collect("member", &all, "arrive")?;
+    let records = meeting
+        .collect_while("member", &all, "arrive", |missing| sizes.look(missing))
+        .map_err(|e| sizes.explain(e))?;
     let mut members = Vec::with_capacity(records.len());
     for (rank, bytes) in records.iter().enumerate() {
         let member = Member::decode(bytes)

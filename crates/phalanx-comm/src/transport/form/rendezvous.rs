@@ -32,14 +32,74 @@ pub(crate) struct Rendezvous<'a> {
     pub(crate) group: u32,
     pub(crate) timeout: Duration,
     pub(crate) deadline: Instant,
-    /// Whether another process has our rank: then this forming is theirs, and
-    /// our failure nobody else's.
-    pub(crate) refused: AtomicBool,
+    /// Whether another process has our rank.
+    pub(crate) taken: AtomicBool,
+    /// Whether ranks of another size are right. This forming is others' then, as
+    /// where our rank is taken, and our failure nobody else's.
+    pub(crate) misfit: AtomicBool,
 }
 
 impl Rendezvous<'_> {
-    fn prefix(&self) -> String {
+    /// Of all that form this group, whatever its size.
+    fn root(&self) -> String {
         format!("comm/{}/{}/", self.epoch, self.group)
+    }
+
+    /// Of those that form it with our size.
+    fn prefix(&self) -> String {
+        format!("{}{}/", self.root(), self.world)
+    }
+
+    /// Where the sizes are listed for which processes were started.
+    pub(super) fn sizes_key(&self) -> String {
+        format!("{}sizes", self.root())
+    }
+
+    /// Where a process that was turned away leaves its name.
+    pub(super) fn note_key(&self) -> String {
+        format!("{}turned_away", self.prefix())
+    }
+
+    fn came_key(&self) -> String {
+        format!("{}came", self.prefix())
+    }
+
+    /// This group as processes form it that were started for another size.
+    pub(super) fn of_size(&self, world: usize) -> Rendezvous<'_> {
+        Rendezvous {
+            world,
+            taken: AtomicBool::new(false),
+            misfit: AtomicBool::new(false),
+            ..*self
+        }
+    }
+
+    /// Counts this rank among those of its size that have come.
+    pub(super) fn count_in(&self) -> Result<()> {
+        let counted = self.store.add(&self.came_key(), 1);
+        counted.map_err(|e| self.store_failed("counting in the store", e))?;
+        Ok(())
+    }
+
+    /// Ranks of this size that have come.
+    pub(super) fn came(&self) -> Result<usize> {
+        let count = self.read(&self.came_key())?.unwrap_or_default();
+        Ok(String::from_utf8_lossy(&count).parse().unwrap_or(0))
+    }
+
+    pub(super) fn read(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        let value = self.store.try_get(key);
+        value.map_err(|e| self.store_failed("reading from the store", e))
+    }
+
+    pub(super) fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        let stored = self.store.set(key, value);
+        stored.map_err(|e| self.store_failed("publishing to the store", e))
+    }
+
+    /// Ranks of another size are right.
+    pub(super) fn is_misfit(&self) {
+        self.misfit.store(true, Ordering::Relaxed);
     }
 
     /// The key of this group for `topic` and `rank`.
@@ -54,9 +114,7 @@ impl Rendezvous<'_> {
 
     /// Publishes `value` for this rank.
     pub(crate) fn publish(&self, topic: &str, value: &[u8]) -> Result<()> {
-        self.store
-            .set(&self.key(topic, self.rank), value)
-            .map_err(|e| self.store_failed("publishing to the store", e))
+        self.set(&self.key(topic, self.rank), value)
     }
 
     /// Publishes `value` unless another process has done so for this rank:
@@ -69,7 +127,7 @@ impl Rendezvous<'_> {
         if stored == value {
             return Ok(None);
         }
-        self.refused.store(true, Ordering::Relaxed);
+        self.taken.store(true, Ordering::Relaxed);
         Ok(Some(stored))
     }
 
@@ -90,6 +148,18 @@ impl Rendezvous<'_> {
     /// The values of `topic` of all `ranks`; `what` completes "ranks 2, 5 did
     /// not …".
     pub(crate) fn collect(&self, topic: &str, ranks: &[usize], what: &str) -> Result<Vec<Vec<u8>>> {
+        self.collect_while(topic, ranks, what, |_| Ok(()))
+    }
+
+    /// [`collect`](Self::collect) as long as `look` has nothing against it, which
+    /// is told now and then who is missing.
+    pub(super) fn collect_while(
+        &self,
+        topic: &str,
+        ranks: &[usize],
+        what: &str,
+        mut look: impl FnMut(&[usize]) -> Result<()>,
+    ) -> Result<Vec<Vec<u8>>> {
         let keys: Vec<String> = ranks.iter().map(|&rank| self.key(topic, rank)).collect();
         let names: Vec<&str> = keys.iter().map(String::as_str).collect();
         loop {
@@ -98,17 +168,16 @@ impl Rendezvous<'_> {
                 Err(e) if e.kind() == StoreKind::Timeout => {
                     // Ranks with the same deadline see for themselves who is
                     // missing; those with a later one hear it from us.
-                    if !self.left().is_zero() {
-                        self.check()?;
-                    } else {
-                        let is_missing = |rank: &&usize| {
-                            let key = self.key(topic, **rank);
-                            e.missing_keys().contains(&key)
-                        };
-                        let missing: Vec<usize> =
-                            ranks.iter().filter(is_missing).copied().collect();
+                    let is_missing = |rank: &&usize| {
+                        let key = self.key(topic, **rank);
+                        e.missing_keys().contains(&key)
+                    };
+                    let missing: Vec<usize> = ranks.iter().filter(is_missing).copied().collect();
+                    if self.left().is_zero() {
                         return Err(self.late(ranks, &missing, what));
                     }
+                    self.check()?;
+                    look(&missing)?;
                 }
                 Err(e) => return Err(self.store_failed("waiting for the other ranks", e)),
             }
@@ -131,9 +200,7 @@ impl Rendezvous<'_> {
 
     /// The value of `topic` of one rank if it is there.
     pub(crate) fn peek(&self, topic: &str, rank: usize) -> Result<Option<Vec<u8>>> {
-        self.store
-            .try_get(&self.key(topic, rank))
-            .map_err(|e| self.store_failed("reading from the store", e))
+        self.read(&self.key(topic, rank))
     }
 
     /// Shows that this rank lives until `stopped` is disconnected. Who is missed
@@ -149,19 +216,19 @@ impl Rendezvous<'_> {
             beaten = true;
         }
         // Of a rank with two processes the beat is the other one's.
-        if beaten && !self.is_refused() && self.left() > Duration::ZERO {
+        if beaten && !self.taken.load(Ordering::Relaxed) && self.left() > Duration::ZERO {
             let _ = self.store.delete(&key);
         }
     }
 
     fn is_refused(&self) -> bool {
-        self.refused.load(Ordering::Relaxed)
+        self.taken.load(Ordering::Relaxed) || self.misfit.load(Ordering::Relaxed)
     }
 
     fn beat_key(&self, rank: usize) -> String {
         // Not below the prefix: the last rank removes that when others may
         // still be about to beat.
-        format!("beat/{}/{}/{rank}", self.epoch, self.group)
+        format!("beat/{}/{}/{}/{rank}", self.epoch, self.group, self.world)
     }
 
     /// Those of `ranks` that show no sign of life; all when it is not known.
@@ -220,7 +287,7 @@ impl Rendezvous<'_> {
 
     /// Ends the forming of all ranks, unless somebody was first. Also after a
     /// missed deadline: a rank that comes later would wait for us in vain. Not
-    /// when our rank was taken: the others form with who has it.
+    /// when we were refused: the others form without us.
     pub(crate) fn fail(&self, error: &Error) {
         if error.kind() == ErrorKind::Aborted || self.is_refused() {
             return;
@@ -235,10 +302,7 @@ impl Rendezvous<'_> {
     /// Errors if another rank has failed.
     pub(crate) fn check(&self) -> Result<()> {
         let key = format!("{}failed", self.prefix());
-        let mark = self
-            .store
-            .try_get(&key)
-            .map_err(|e| self.store_failed("reading from the store", e))?;
+        let mark = self.read(&key)?;
         let Some(mark) = mark else { return Ok(()) };
         let mark = String::from_utf8_lossy(&mark);
         let (mark, is_lost) = match mark.strip_prefix(LOST) {
@@ -270,13 +334,13 @@ impl Rendezvous<'_> {
             .map_err(|e| self.store_failed("counting in the store", e))?;
         if usize::try_from(count).is_ok_and(|count| count >= self.world) {
             self.store
-                .delete_prefix(&self.prefix())
+                .delete_prefix(&self.root())
                 .map_err(|e| self.store_failed("cleaning the store", e))?;
         }
         Ok(())
     }
 
-    fn store_failed(&self, what: &str, e: phalanx_store::Error) -> Error {
+    pub(super) fn store_failed(&self, what: &str, e: phalanx_store::Error) -> Error {
         Error::new(ErrorKind::of_store(&e), format!("{what}: {e}")).with_source(e)
     }
 }

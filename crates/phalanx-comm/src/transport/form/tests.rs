@@ -87,7 +87,7 @@ fn who_only_waits_is_not_blamed_for_a_late_forming() {
         streams: 1,
         address: Some(stopped.local_addr().unwrap()),
     };
-    store.set("comm/1/0/member/2", &record.encode()).unwrap();
+    store.set("comm/1/0/4/member/2", &record.encode()).unwrap();
     let errors: Vec<Error> = std::thread::scope(|scope| {
         let ranks: Vec<_> = [0, 1, 3]
             .into_iter()
@@ -305,6 +305,95 @@ fn of_a_rank_taken_twice_only_the_second_is_refused() {
     }
 }
 
+/// Waits until so many processes of a size have been counted in.
+fn wait_for(store: &MemStore, size: usize, come: usize) {
+    let started = Instant::now();
+    let key = format!("comm/1/0/{size}/came");
+    while store.try_get(&key).unwrap() != Some(come.to_string().into_bytes()) {
+        assert!(started.elapsed() < PATIENCE);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// A process with another size comes before all others: it is refused as soon as
+/// most of the right ones are there, and they form when the last has come.
+#[test]
+fn a_stray_of_another_size_that_came_first_is_refused_alone() {
+    for size in [3, 5, 1000] {
+        let store = MemStore::new();
+        let token = Token::generate().unwrap();
+        let form_as = |rank, world| form(&store, &options(rank, world, &token, Prefer::Auto));
+        std::thread::scope(|scope| {
+            let stray = scope.spawn(|| form_as(2, size).map(drop).unwrap_err());
+            wait_for(&store, size, 1);
+            let right = [0, 1, 3].map(|rank| scope.spawn(move || form_as(rank, 4).unwrap()));
+            // Not before the right one in its place has come: that is not needed.
+            let error = stray.join().unwrap();
+            assert_eq!(error.kind(), ErrorKind::Usage, "{error}");
+            let text = error.to_string();
+            assert!(
+                text.contains(&format!("rank 2 was started for {size} ranks"))
+                    && text.contains("that were started for 4"),
+                "{text}"
+            );
+            let last = form_as(2, 4).unwrap();
+            let mut meshes: Vec<Mesh> = right.map(|r| r.join().unwrap()).into();
+            meshes.insert(2, last);
+            on_all(meshes, |mut mesh| exchange(&mut mesh, 1000).unwrap());
+        });
+        assert_eq!(store.delete_prefix("").unwrap(), 0, "keys were left");
+    }
+}
+
+/// The same where the right ones are never more than the strays before they are
+/// complete.
+#[test]
+fn a_complete_group_is_right_whoever_came_first() {
+    let store = MemStore::new();
+    let token = Token::generate().unwrap();
+    let form_as = |rank, world| form(&store, &options(rank, world, &token, Prefer::Auto));
+    std::thread::scope(|scope| {
+        // Of a hundred, so they are no majority of anything.
+        let strays = [0, 1].map(|rank| {
+            let stray = scope.spawn(move || form_as(rank, 100).map(drop).unwrap_err());
+            wait_for(&store, 100, rank + 1);
+            stray
+        });
+        let right = [0, 1].map(|rank| scope.spawn(move || form_as(rank, 2).unwrap()));
+        let meshes = right.map(|r| r.join().unwrap()).into();
+        on_all(meshes, |mut mesh| exchange(&mut mesh, 1000).unwrap());
+        for stray in strays {
+            let error = stray.join().unwrap();
+            assert_eq!(error.kind(), ErrorKind::Usage, "{error}");
+            assert!(error.to_string().contains("does not take part"), "{error}");
+        }
+    });
+    assert_eq!(store.delete_prefix("").unwrap(), 0, "keys were left");
+}
+
+#[test]
+fn a_missed_deadline_says_who_was_turned_away() {
+    let store = MemStore::new();
+    let token = Token::generate().unwrap();
+    // What a process leaves that was started for another size.
+    let note = "process 7 on node7 was started as rank 2 of 4 and takes no part";
+    store
+        .set("comm/1/0/3/turned_away", note.as_bytes())
+        .unwrap();
+    std::thread::scope(|scope| {
+        for rank in [0, 1] {
+            let (store, mut o) = (&store, options(rank, 3, &token, Prefer::Tcp));
+            o.timeout = Duration::from_secs(1);
+            scope.spawn(move || {
+                let text = form(store, &o).map(drop).unwrap_err().to_string();
+                // Whose deadline comes first ends the other's wait.
+                assert!(text.contains("rank 2 did not arrive"), "{text}");
+                assert!(text.contains(note), "{text}");
+            });
+        }
+    });
+}
+
 #[test]
 fn disagreement_is_named_and_ends_everyones_wait() {
     let token = Token::generate().unwrap();
@@ -319,7 +408,11 @@ fn disagreement_is_named_and_ends_everyones_wait() {
         assert!(start.elapsed() < SOON);
         errors
     };
-    let auto = |rank, world| options(rank, world, &token, Prefer::Auto);
+    let auto = |rank, world| FormOptions {
+        // A quarter of it passes before nobody is taken to be right.
+        timeout: Duration::from_secs(20),
+        ..options(rank, world, &token, Prefer::Auto)
+    };
     for text in disagree(auto(0, 2), options(1, 2, &token, Prefer::Tcp)) {
         assert!(text.contains("transport"), "{text}");
     }
@@ -360,8 +453,8 @@ fn loopback_between_machines_is_refused_at_once() {
 
 /// The address that `rank` has published, as an attacker on the network would
 /// find it by scanning.
-fn published(store: &MemStore, rank: usize) -> SocketAddr {
-    let key = format!("comm/1/0/member/{rank}");
+fn published(store: &MemStore, world: usize, rank: usize) -> SocketAddr {
+    let key = format!("comm/1/0/{world}/member/{rank}");
     let record = store.get(&key, PATIENCE).unwrap();
     Member::decode(&record).unwrap().address.unwrap()
 }
@@ -385,7 +478,7 @@ fn strangers_do_not_disturb_forming() {
             .collect();
         let mut slow = Vec::new();
         for rank in 0..2 {
-            let address = published(&store, rank);
+            let address = published(&store, 3, rank);
             for _ in 0..40 {
                 slow.push(TcpStream::connect(address).unwrap());
             }

@@ -143,7 +143,7 @@ fn who_is_killed_while_the_group_forms_is_named_at_once() {
             let rank_0 = scope.spawn(|| form(&store, &options(0, 3, &token, prefer)).unwrap_err());
             // Rank 2 never comes.
             let started = Instant::now();
-            while store.try_get("comm/1/0/member/1").unwrap().is_none() {
+            while store.try_get("comm/1/0/3/member/1").unwrap().is_none() {
                 assert!(started.elapsed() < PATIENCE);
                 std::thread::sleep(Duration::from_millis(5));
             }
