@@ -156,7 +156,8 @@ impl ProcessGroup {
     /// Writes the inputs of all ranks, in rank order, to `output` on every
     /// rank; `output` is `world_size` times as long as `input`.
     ///
-    /// *Cost:* 1 round, `(P − 1)·n` bytes sent per rank.
+    /// *Cost:* 1 round, `(P − 1)·n` bytes sent per rank; where hosts have several
+    /// ranks each, every part goes to every other host once.
     ///
     /// # Errors
     ///
@@ -184,7 +185,8 @@ impl ProcessGroup {
         call: &Call,
     ) -> Result<Operation> {
         self.check_len("all_gather", "output", output, input * self.core.world)?;
-        Ok(self.ask::<T>(Method::AllGather, input, call))
+        let method = self.choose::<T>(Collective::AllGather, input);
+        Ok(self.ask::<T>(method, input, call))
     }
 
     /// Reduces the inputs of all ranks and gives part `r` of the result to

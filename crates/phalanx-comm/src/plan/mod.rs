@@ -18,6 +18,7 @@
 //! (one per rank); a transfer moves as *segments* (one frame each).
 
 mod all_gather;
+mod all_gather_hosts;
 mod all_reduce_chain;
 mod all_reduce_direct;
 mod all_reduce_doubling;
@@ -27,6 +28,7 @@ mod all_reduce_ring;
 mod all_reduce_tree;
 mod all_to_all;
 mod barrier;
+mod broadcast_hosts;
 mod broadcast_scatter;
 mod broadcast_tree;
 pub mod check;
@@ -46,6 +48,7 @@ mod scatter;
 mod tree;
 mod uneven;
 
+pub(crate) use broadcast_hosts::TREE_MAX_BYTES as BROADCAST_TREE_MAX_BYTES;
 pub use chunks::Chunks;
 pub use hosts::Hosts;
 pub use local::PlanError;
@@ -219,11 +222,15 @@ pub enum Method {
     AllReduceDoubling,
     /// Reduce up a binary tree.
     ReduceTree,
+    /// Broadcast to every host once, then inside it.
+    BroadcastHosts,
+    /// All-gather: every part to every host once, then inside it.
+    AllGatherHosts,
 }
 
 impl Method {
     /// Every method, in wire order.
-    pub const ALL: [Method; 19] = [
+    pub const ALL: [Method; 21] = [
         Method::AllReduceDirect,
         Method::AllReduceOneRound,
         Method::AllReduceRing,
@@ -243,6 +250,8 @@ impl Method {
         Method::AllReduceTree,
         Method::AllReduceDoubling,
         Method::ReduceTree,
+        Method::BroadcastHosts,
+        Method::AllGatherHosts,
     ];
 
     /// The collective that this method carries out. (A dissemination barrier
@@ -256,9 +265,11 @@ impl Method {
             | Method::AllReduceChain
             | Method::AllReduceTree
             | Method::AllReduceDoubling => Collective::AllReduce,
-            Method::BroadcastTree | Method::BroadcastScatter => Collective::Broadcast,
+            Method::BroadcastTree | Method::BroadcastScatter | Method::BroadcastHosts => {
+                Collective::Broadcast
+            }
             Method::ReduceRoot | Method::ReduceOwners | Method::ReduceTree => Collective::Reduce,
-            Method::AllGather => Collective::AllGather,
+            Method::AllGather | Method::AllGatherHosts => Collective::AllGather,
             Method::ReduceScatter => Collective::ReduceScatter,
             Method::Gather => Collective::Gather,
             Method::Scatter => Collective::Scatter,
@@ -289,6 +300,7 @@ impl Method {
             Method::AllReduceRails => "rails",
             Method::AllReduceChain => "chain",
             Method::AllReduceDoubling => "doubling",
+            Method::BroadcastHosts | Method::AllGatherHosts => "hosts",
             Method::AllReduceTree | Method::BroadcastTree | Method::ReduceTree => "tree",
             Method::BroadcastScatter => "scatter+all-gather",
             Method::ReduceRoot => "root folds",
@@ -325,6 +337,8 @@ impl Method {
             Method::AllReduceTree => 17,
             Method::AllReduceDoubling => 18,
             Method::ReduceTree => 19,
+            Method::BroadcastHosts => 20,
+            Method::AllGatherHosts => 21,
         }
     }
 
@@ -583,10 +597,12 @@ pub fn build_on(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
         Method::AllReduceDoubling => all_reduce_doubling::build(spec, rank),
         Method::BroadcastTree => broadcast_tree::build(spec, rank),
         Method::BroadcastScatter => broadcast_scatter::build(spec, rank),
+        Method::BroadcastHosts => broadcast_hosts::build(spec, hosts, rank),
         Method::ReduceRoot => reduce_root::build(spec, rank),
         Method::ReduceOwners => reduce_owners::build(spec, rank),
         Method::ReduceTree => reduce_tree::build(spec, rank),
         Method::AllGather => all_gather::build(spec, rank),
+        Method::AllGatherHosts => all_gather_hosts::build(spec, hosts, rank),
         Method::ReduceScatter => reduce_scatter::build(spec, rank),
         Method::Gather => gather::build(spec, rank),
         Method::Scatter => scatter::build(spec, rank),
@@ -609,10 +625,12 @@ pub fn stated_sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
         Method::AllReduceDoubling => all_reduce_doubling::sent_elems(spec),
         Method::BroadcastTree => broadcast_tree::sent_elems(spec, rank),
         Method::BroadcastScatter => broadcast_scatter::sent_elems(spec, rank),
+        Method::BroadcastHosts => broadcast_hosts::sent_elems(spec, hosts, rank),
         Method::ReduceRoot => reduce_root::sent_elems(spec, rank),
         Method::ReduceOwners => reduce_owners::sent_elems(spec, rank),
         Method::ReduceTree => reduce_tree::sent_elems(spec, rank),
         Method::AllGather => all_gather::sent_elems(spec),
+        Method::AllGatherHosts => all_gather_hosts::sent_elems(spec, hosts, rank),
         Method::ReduceScatter => reduce_scatter::sent_elems(spec),
         Method::Gather => gather::sent_elems(spec, rank),
         Method::Scatter => scatter::sent_elems(spec, rank),

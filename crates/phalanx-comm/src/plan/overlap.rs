@@ -119,7 +119,13 @@ fn orders(spec: &Spec, hosts: &Hosts) -> Vec<Order> {
 /// What a plan may be run on.
 fn hosts_of(spec: &Spec) -> Vec<Hosts> {
     let mut all = vec![Hosts::one(spec.world)];
-    if matches!(spec.method, Method::AllReduceRails | Method::AllReduceChain) {
+    if matches!(
+        spec.method,
+        Method::AllReduceRails
+            | Method::AllReduceChain
+            | Method::BroadcastHosts
+            | Method::AllGatherHosts
+    ) {
         all.push(Hosts::of_sizes(&vec![1; spec.world]));
         all.push(Hosts::of_sizes(&[spec.world / 2, spec.world.div_ceil(2)]));
         all.push(Hosts::of_sizes(&[2, 1, spec.world.saturating_sub(3)]));
@@ -178,6 +184,8 @@ fn without_the_dependencies_it_would_break() {
         Method::AllReduceTree,
         Method::AllReduceDoubling,
         Method::ReduceTree,
+        Method::BroadcastHosts,
+        Method::AllGatherHosts,
     ] {
         let hosts = Hosts::of_sizes(&[2, 2]);
         let spec = Spec {

@@ -4,7 +4,7 @@
 //! Wire and memory work of the same plan overlap (`plan::order`), so of the
 //! two the longer counts; latencies are paid one after another.
 
-use crate::plan::{Hosts, Method};
+use crate::plan::{BROADCAST_TREE_MAX_BYTES as TREE_MAX_BYTES, Hosts, Method};
 
 /// The constants of the formulas. Equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -107,6 +107,24 @@ impl Costs {
             Method::BroadcastTree => {
                 let rounds = p.log2().ceil();
                 rounds * (one + card(n) + core(2.0 * n))
+            }
+            Method::BroadcastHosts => {
+                let inside = if l > 1.0 { 2.0 * sync } else { 0.0 };
+                // Small data down a tree, whose root's card sends it as often as it is
+                // deep; large data along a chain, in segments.
+                let (hops, moved) = if bytes <= TREE_MAX_BYTES {
+                    (h.log2().ceil(), card(h.log2().ceil() * n))
+                } else {
+                    let segment = card((n / 8.0).min(l * SEGMENT_BYTES));
+                    (h - 1.0, card(n) + (h - 2.0).max(0.0) * segment)
+                };
+                inside + hops * wire + moved.max(core(4.0 * n))
+            }
+            Method::AllGatherHosts => {
+                let inside = if l > 1.0 { 2.0 * sync } else { 0.0 };
+                let messages = (h - 2.0).max(0.0) * self.wire_message_s;
+                let moved = card(l * (h - 1.0) * n);
+                inside + wire + messages + moved.max(core(4.0 * (p - 1.0) * n))
             }
             Method::BroadcastScatter => 2.0 * all + card(2.0 * l * n).max(core(4.0 * n)),
             Method::ReduceRoot => all + card((p - l) * n).max(core((p + 2.0) * n)),

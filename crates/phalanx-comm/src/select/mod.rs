@@ -196,9 +196,13 @@ impl Selector {
                 Method::AllReduceDoubling,
                 Method::AllReduceChain,
             ],
-            Collective::Broadcast => &[Method::BroadcastTree, Method::BroadcastScatter],
+            Collective::Broadcast => &[
+                Method::BroadcastTree,
+                Method::BroadcastScatter,
+                Method::BroadcastHosts,
+            ],
             Collective::Reduce => &[Method::ReduceRoot, Method::ReduceOwners],
-            Collective::AllGather => &[Method::AllGather],
+            Collective::AllGather => &[Method::AllGather, Method::AllGatherHosts],
             Collective::ReduceScatter => &[Method::ReduceScatter],
             Collective::Gather => &[Method::Gather],
             Collective::Scatter => &[Method::Scatter],
@@ -213,6 +217,7 @@ impl Selector {
             Method::AllReduceOneRound => bytes <= ONE_ROUND_MAX_BYTES,
             Method::AllReduceDoubling => bytes <= ONE_ROUND_MAX_BYTES && self.hosts.count() > 1,
             Method::AllReduceChain => several && !wide,
+            Method::BroadcastHosts | Method::AllGatherHosts => several,
             _ => true,
         })
     }
@@ -326,6 +331,30 @@ mod tests {
             all_reduce(&selector(&[1, 1, 1]), 25 << 20),
             Method::AllReduceDirect
         );
+    }
+
+    #[test]
+    fn what_is_not_reduced_goes_to_each_host_once() {
+        let grid = selector(&[4, 4, 4]);
+        let choose =
+            |selector: &Selector, collective, bytes| selector.choose(collective, bytes, DType::F32);
+        for bytes in [4 << 10, 1 << 20, 25 << 20] {
+            let broadcast = choose(&grid, Collective::Broadcast, bytes);
+            assert_eq!(broadcast, Method::BroadcastHosts, "{bytes}");
+        }
+        for bytes in [64 << 10, 1 << 20] {
+            let all_gather = choose(&grid, Collective::AllGather, bytes);
+            assert_eq!(all_gather, Method::AllGatherHosts, "{bytes}");
+        }
+        let flat = selector(&[1, 1, 1]);
+        for collective in [Collective::Broadcast, Collective::AllGather] {
+            let method = choose(&flat, collective, 1 << 20);
+            assert!(
+                flat.candidates(collective, 1 << 20, DType::F32)
+                    .any(|m| m == method)
+            );
+            assert_ne!(method.name(), "hosts");
+        }
     }
 
     #[test]

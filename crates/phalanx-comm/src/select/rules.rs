@@ -7,7 +7,7 @@ use crate::{Error, Result};
 pub(crate) const VARIABLE: &str = "PHALANX_ALGORITHM";
 
 /// What may be prescribed, by the names used in rules and options.
-const NAMES: [(Collective, &str, Method); 13] = [
+const NAMES: [(Collective, &str, Method); 16] = [
     (Collective::AllReduce, "direct", Method::AllReduceDirect),
     (
         Collective::AllReduce,
@@ -26,6 +26,9 @@ const NAMES: [(Collective, &str, Method); 13] = [
     (Collective::AllReduce, "doubling", Method::AllReduceDoubling),
     (Collective::Broadcast, "tree", Method::BroadcastTree),
     (Collective::Broadcast, "scatter", Method::BroadcastScatter),
+    (Collective::Broadcast, "hosts", Method::BroadcastHosts),
+    (Collective::AllGather, "direct", Method::AllGather),
+    (Collective::AllGather, "hosts", Method::AllGatherHosts),
     (Collective::Reduce, "root", Method::ReduceRoot),
     (Collective::Reduce, "owners", Method::ReduceOwners),
     (Collective::Reduce, "tree", Method::ReduceTree),
@@ -139,7 +142,8 @@ fn parse_rule(text: &str) -> Result<Rule> {
         let known: Vec<&str> = methods().map(|(_, n, _)| *n).collect();
         return Err(wrong(if known.is_empty() {
             format!(
-                "there is no choice for {operation:?}, only for all_reduce, broadcast and reduce"
+                "there is no choice for {operation:?}, only for all_reduce, broadcast, all_gather \
+                 and reduce"
             )
         } else {
             format!("{operation} is done by {}, not {name:?}", known.join(", "))

@@ -1,5 +1,6 @@
 //! All-reduce over a grid of hosts and ranks, bit for bit: the chain against
-//! the serial fold, rails against the fold of the hosts' folds.
+//! the serial fold, rails against the fold of the hosts' folds; and broadcasts and
+//! all-gathers that enter every host once.
 
 use half::bf16;
 use phalanx_comm::plan::{Collective, Hosts, Method};
@@ -174,4 +175,80 @@ fn the_wire_is_measured_alike_on_all_ranks_and_leaves_no_trace() {
     // Nothing between hosts, nothing measured.
     let one = groups(Over::Shm, 2);
     assert_eq!(*one[0].selector().costs(), phalanx_comm::Costs::default());
+}
+
+/// Bytes that the ranks of each host sent to ranks of each other host.
+fn between_hosts(hosts: &Hosts, sent: &[Vec<u64>]) -> Vec<Vec<u64>> {
+    let mut between = vec![vec![0; hosts.count()]; hosts.count()];
+    for (from, sent) in sent.iter().enumerate() {
+        for (to, bytes) in sent.iter().enumerate() {
+            between[hosts.host_of(from)][hosts.host_of(to)] += bytes;
+        }
+    }
+    for (host, row) in between.iter_mut().enumerate() {
+        row[host] = 0;
+    }
+    between
+}
+
+#[test]
+fn a_broadcast_reaches_every_host_once() {
+    for sizes in GRIDS.into_iter().chain([&[2usize, 2, 2, 2, 2][..]]) {
+        let hosts = Hosts::of_sizes(sizes);
+        let world = hosts.world();
+        // Nothing, less than a line, a tree of hosts, a chain in segments.
+        for count in [0usize, 3, 5000, 300_007] {
+            for root in [0, world / 2, world - 1] {
+                let want: Vec<f32> = values(root, count);
+                let sent = on_each(on_hosts(sizes, "broadcast=hosts"), |group| {
+                    let mut data: Vec<f32> = values(group.rank(), count);
+                    group.broadcast(&mut data, root).unwrap();
+                    assert_same_bits(&data, &want, || {
+                        format!("{count} from {root} on rank {} of {sizes:?}", group.rank())
+                    });
+                    group.bytes_sent_to()
+                });
+                let between = between_hosts(&hosts, &sent);
+                for host in 0..hosts.count() {
+                    let received: u64 = between.iter().map(|row| row[host]).sum();
+                    let whole = if hosts.host_of(root) == host {
+                        0
+                    } else {
+                        count * 4
+                    };
+                    assert_eq!(received, whole as u64, "host {host} of {sizes:?}");
+                    // In a chain no card sends more than it receives.
+                    let sends: u64 = between[host].iter().sum();
+                    assert!(count < 10_000 || sends <= count as u64 * 4);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn an_all_gather_brings_every_part_to_every_host_once() {
+    for sizes in GRIDS {
+        let hosts = Hosts::of_sizes(sizes);
+        let world = hosts.world();
+        for count in [0usize, 1, 5000, 70_001] {
+            let want: Vec<f32> = (0..world).flat_map(|r| values(r, count)).collect();
+            let sent = on_each(on_hosts(sizes, "all_gather=hosts"), |group| {
+                let input: Vec<f32> = values(group.rank(), count);
+                let mut data = vec![0f32; world * count];
+                group.all_gather(&input, &mut data).unwrap();
+                assert_same_bits(&data, &want, || {
+                    format!("{count} on rank {} of {sizes:?}", group.rank())
+                });
+                group.bytes_sent_to()
+            });
+            for (from, row) in between_hosts(&hosts, &sent).iter().enumerate() {
+                let parts = (hosts.ranks(from).len() * count * 4) as u64;
+                for (to, bytes) in row.iter().enumerate() {
+                    let whole = if from == to { 0 } else { parts };
+                    assert_eq!(*bytes, whole, "host {from} to {to} of {sizes:?}");
+                }
+            }
+        }
+    }
 }
