@@ -10,6 +10,7 @@ use std::ops::Range;
 use phalanx_nn::{GradSink, GradView, Grads, ParamId, Params, Tape, Threads};
 
 use crate::error::{Error, Result};
+use crate::own_grads::OwnGrads;
 use crate::step::{Average, GlobalBatch, weigh};
 
 /// What a replica may fail with.
@@ -38,7 +39,7 @@ pub struct DataParallel {
 struct Lane {
     params: Params,
     tape: Tape,
-    sink: Counted,
+    sink: OwnGrads,
 }
 
 /// One replica in a step, on its thread.
@@ -70,10 +71,7 @@ impl DataParallel {
         let lane = |_| Lane {
             params: params.clone(),
             tape: Tape::new(threads),
-            sink: Counted {
-                grads: Grads::like(params),
-                used: vec![false; params.len()],
-            },
+            sink: OwnGrads::like(params),
         };
         Ok(DataParallel {
             replicas: (0..replicas).map(lane).collect(),
@@ -109,7 +107,7 @@ impl DataParallel {
             lane.params.flat_mut().copy_from_slice(params.flat());
             let buffers = lane.params.buffers_flat_mut();
             buffers.copy_from_slice(params.buffers_flat());
-            lane.sink.used.fill(false);
+            lane.sink.begin();
             if r > 0 {
                 self.traffic.parameters_bytes += copied as u64;
                 self.traffic.samples_bytes += (part(r).len() * sample_bytes) as u64;
@@ -177,7 +175,7 @@ impl DataParallel {
             let (weights, of_mean) = weigh(Average::Samples, &[part(r).len()], global, count);
             scale = of_mean;
             let weight = weights[0];
-            let grads = lane.sink.grads.flat();
+            let grads = lane.sink.flat();
             if r > 0 {
                 self.traffic.gradients_bytes += size_of_val(grads) as u64;
             }
@@ -190,7 +188,7 @@ impl DataParallel {
                     *m + weighed(*g)
                 };
             }
-            for (any, used) in self.used.iter_mut().zip(&lane.sink.used) {
+            for (any, used) in self.used.iter_mut().zip(lane.sink.used()) {
                 *any |= used;
             }
         }
@@ -216,29 +214,5 @@ impl GradView for DataParallel {
 
     fn untouched(&self, param: ParamId) -> bool {
         !self.used.get(param.index()).copied().unwrap_or_default()
-    }
-}
-
-/// Gradients, and which parameters have any.
-struct Counted {
-    grads: Grads,
-    used: Vec<bool>,
-}
-
-impl GradSink for Counted {
-    fn slot(&mut self, param: ParamId) -> &mut [f32] {
-        self.grads.slot(param)
-    }
-
-    fn ready(&mut self, param: ParamId) -> std::result::Result<(), Failure> {
-        if let Some(used) = self.used.get_mut(param.index()) {
-            *used = true;
-        }
-        self.grads.ready(param)
-    }
-
-    fn unused(&mut self, param: ParamId) -> std::result::Result<(), Failure> {
-        self.grads.slot(param).fill(0.0);
-        self.grads.ready(param)
     }
 }

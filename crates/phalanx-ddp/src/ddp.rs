@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+#[cfg(doc)]
+use phalanx_comm::Algorithm;
 use phalanx_comm::{ProcessGroup, ReduceOp, TransportKind};
 use phalanx_nn::{GradSink, GradView, Layout, ParamId, ParamInfo, Params, Tape};
 
@@ -91,6 +93,11 @@ pub enum Deterministic {
     /// gradients and buffers are added in one fixed tree ([`ShardTree`]).
     /// Steps are started with [`DistributedDataParallel::begin`].
     Shards(ShardTree),
+    /// They are the same on all ranks, and that is all: where it is predicted to be faster
+    /// ([`Algorithm::Fastest`]; between hosts only), gradients are added in another
+    /// order. It follows from bucket sizes, hosts and the measured wire, so the last bits may be others in
+    /// another run, and with other buckets. An algorithm that the group was given goes before.
+    Off,
 }
 
 /// When and how buffers are made equal over the ranks.
@@ -186,6 +193,7 @@ impl DistributedDataParallel {
             caps,
             rebuild: !options.keep_layout,
             exchange: options.exchange,
+            any_order: options.deterministic == Deterministic::Off,
         };
         if group.world_size() > 1 {
             let failed = |e| Error::comm_while("rank 0's parameters could not be broadcast", e);
@@ -209,7 +217,7 @@ impl DistributedDataParallel {
             })
             .collect();
         let (specs, shards) = match options.deterministic {
-            Deterministic::Ranks => (specs, None),
+            Deterministic::Ranks | Deterministic::Off => (specs, None),
             Deterministic::Shards(tree) => {
                 let buffers = params.buffers_flat().len();
                 let shards = Shards::new(group.clone(), tree, specs, buffers)?;
@@ -654,7 +662,7 @@ impl GradView for DistributedDataParallel {
 
 /// What goes with scattered gradients?
 fn check_scattered(options: &DdpOptions) -> Result<()> {
-    if options.deterministic != Deterministic::Ranks {
+    if matches!(options.deterministic, Deterministic::Shards(_)) {
         return Err(Error::usage(
             "gradients folded over shards are given to all ranks; leave out Exchange::ReduceScatter (the sharded \
              optimizer works without)",

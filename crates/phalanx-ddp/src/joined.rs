@@ -11,10 +11,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use phalanx_nn::{GradSink, GradView, Grads, ParamId, Params, SinkError, Tape, Threads};
+use phalanx_nn::{GradSink, Params, Tape, Threads};
 
 use crate::error::{Error, Result};
 use crate::meeting::{Meeting, Seat, with_causes};
+use crate::own_grads::OwnGrads;
 use crate::step::GlobalStep;
 
 /// What a user's shard may fail with.
@@ -30,7 +31,7 @@ pub struct JoinedShards {
 
 struct Lane {
     tape: Tape,
-    sink: ShardSink,
+    sink: OwnGrads,
 }
 
 impl JoinedShards {
@@ -108,10 +109,7 @@ impl GlobalStep<'_> {
         while team.lanes.len() < mine.len().max(1) {
             team.lanes.push(Lane {
                 tape: Tape::new(team.threads),
-                sink: ShardSink {
-                    grads: Grads::like(params),
-                    used: vec![false; params.len()],
-                },
+                sink: OwnGrads::like(params),
             });
         }
         let lanes = &mut team.lanes[..mine.len().max(1)];
@@ -120,7 +118,7 @@ impl GlobalStep<'_> {
             let (run, params, weights) = (&run, &*params, &weights);
             let start = |(member, lane): (usize, &mut Lane)| {
                 let Lane { tape, sink } = lane;
-                sink.used.fill(false);
+                sink.begin();
                 let seat = Seat {
                     meeting: Arc::clone(&meeting),
                     member,
@@ -191,48 +189,5 @@ impl Drop for Guard<'_> {
     fn drop(&mut self) {
         self.0
             .fail(&format!("shard {} did not end its step", self.1));
-    }
-}
-
-/// One shard's gradient, and which parameters it uses.
-struct ShardSink {
-    grads: Grads,
-    used: Vec<bool>,
-}
-
-impl ShardSink {
-    /// Hands the gradient on, the last parameter first.
-    fn give(&self, params: &Params, to: &mut dyn GradSink) -> Result<()> {
-        for param in params.ids().rev() {
-            let done = if self.used[param.index()] {
-                let values = self.grads.grad(param);
-                let slot = to.slot(param);
-                if slot.len() == values.len() {
-                    slot.copy_from_slice(values);
-                }
-                to.ready(param)
-            } else {
-                to.unused(param)
-            };
-            done.map_err(|e| Error::usage(e.to_string()))?;
-        }
-        Ok(())
-    }
-}
-
-impl GradSink for ShardSink {
-    fn slot(&mut self, param: ParamId) -> &mut [f32] {
-        self.grads.slot(param)
-    }
-
-    fn ready(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
-        if let Some(used) = self.used.get_mut(param.index()) {
-            *used = true;
-        }
-        self.grads.ready(param)
-    }
-
-    fn unused(&mut self, _: ParamId) -> std::result::Result<(), SinkError> {
-        Ok(())
     }
 }

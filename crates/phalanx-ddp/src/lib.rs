@@ -47,6 +47,7 @@ mod joined;
 mod low_rank;
 mod meeting;
 mod messages;
+mod own_grads;
 mod power_sgd;
 mod reducer;
 mod route;

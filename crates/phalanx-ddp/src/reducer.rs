@@ -31,7 +31,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use phalanx_comm::{Bucket, Call, OpTimes, ProcessGroup, ReduceOp, Work};
+use phalanx_comm::{Algorithm, Bucket, Call, OpTimes, ProcessGroup, ReduceOp, Work};
 
 use crate::bucket::{BucketCaps, BucketPlan};
 use crate::error::{Error, Result};
@@ -61,6 +61,9 @@ pub struct ReducerOptions {
     pub rebuild: bool,
     /// What becomes of a bucket. [`Exchange::ReduceScatter`] keeps the first layout.
     pub exchange: Exchange,
+    /// Let all-reduces add in another order than that of the ranks where that is predicted to be
+    /// faster ([`Algorithm::Fastest`]), unless the group was given an algorithm.
+    pub any_order: bool,
 }
 
 /// Who gets the averaged gradients.
@@ -81,6 +84,7 @@ impl Default for ReducerOptions {
             caps: BucketCaps::ONE_HOST,
             rebuild: true,
             exchange: Exchange::AllReduce,
+            any_order: false,
         }
     }
 }
@@ -492,8 +496,13 @@ impl Reducer {
             self.cast_votes(&mut memory[elems..]);
         }
         let alone = self.group.world_size() == 1;
+        let algorithm = match self.group.algorithm() {
+            Algorithm::Auto if self.options.any_order => Algorithm::Fastest,
+            given => given,
+        };
         let call = Call {
             label: Some(self.labels[bucket].clone()),
+            algorithm,
             ..Call::default()
         };
         self.memory[bucket] = if alone || self.hook.is_some() {

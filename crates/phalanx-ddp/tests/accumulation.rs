@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{ALL, Over, ranks};
+use common::{ALL, Over, bits, ranks};
 use phalanx_comm::ProcessGroup;
 use phalanx_ddp::{BucketCaps, DdpOptions, DistributedDataParallel};
 use phalanx_nn::models::MnistCnn;
@@ -62,10 +62,6 @@ fn micro_step(
 struct Trained {
     losses: Vec<u32>,
     params: Vec<u32>,
-}
-
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|v| v.to_bits()).collect()
 }
 
 /// The oracle: no process group, no reducer. Each micro-batch's gradient is

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{ALL, Over, ranks};
+use common::{ALL, Over, bits, ranks, value};
 use phalanx_comm::ProcessGroup;
 use phalanx_ddp::{Buffers, DdpOptions, DistributedDataParallel, Every};
 use phalanx_nn::models::CifarResNet;
@@ -23,15 +23,6 @@ struct Trained {
     losses: Vec<u32>,
     /// After each step.
     buffers: Vec<Vec<f32>>,
-}
-
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|v| v.to_bits()).collect()
-}
-
-fn pixel(i: usize) -> f32 {
-    let mixed = (i as u32).wrapping_mul(0x9E37_79B9);
-    ((mixed ^ (mixed >> 15)) % 2001) as f32 / 1000.0 - 1.0
 }
 
 /// Trains with `of` micro-batches a step over all ranks.
@@ -58,7 +49,7 @@ fn train(group: ProcessGroup, of: usize, buffers: Buffers) -> Trained {
             let len = SIDE * SIDE * 3;
             let images: Vec<f32> = samples
                 .iter()
-                .flat_map(|s| (0..len).map(move |i| pixel(*s as usize * len + i)))
+                .flat_map(|s| (0..len).map(move |i| value(*s as usize * len + i)))
                 .collect();
             let labels: Vec<u32> = samples.iter().map(|s| (s * 7 % 10) as u32).collect();
             let key = StepKey::new(0, index as u64).samples(&samples);

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{ALL, Over, ranks};
+use common::{ALL, Over, bits, ranks};
 use phalanx_comm::ProcessGroup;
 use phalanx_ddp::{
     DdpOptions, Deterministic, DistributedDataParallel, Error, GlobalBatch, JoinedShard,
@@ -77,10 +77,6 @@ struct Trained {
     optimizer: Vec<Vec<u32>>,
     losses: Vec<u64>,
     gradient: Vec<f32>,
-}
-
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|v| v.to_bits()).collect()
 }
 
 fn options(shards: usize) -> DdpOptions {

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{ALL, Over, ranks};
+use common::{ALL, Over, bits, ranks, value};
 use phalanx_ddp::{
     DataParallel, DdpOptions, DistributedDataParallel, Traffic, receive_activation, send_activation,
 };
@@ -30,11 +30,6 @@ fn model() -> (Net, Params) {
         _idle: Linear::new(scope.enter("idle"), 3, 3),
     };
     (net, scope.build().expect("model builds"))
-}
-
-fn value(i: usize) -> f32 {
-    let mixed = (i as u32).wrapping_mul(0x9E37_79B9);
-    ((mixed ^ (mixed >> 15)) % 2001) as f32 / 1000.0 - 1.0
 }
 
 /// Inputs and targets of `samples` of step `index`.
@@ -64,10 +59,6 @@ fn backward(
     let value = loss.item();
     loss.backward(sink)?;
     Ok(value)
-}
-
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|v| v.to_bits()).collect()
 }
 
 const STEPS: usize = 5;

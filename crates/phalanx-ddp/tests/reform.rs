@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{ALL, Over, ranks};
+use common::{ALL, Over, bits, ranks};
 use phalanx_comm::{ProcessGroup, ReformOptions};
 use phalanx_ddp::{BucketCaps, DdpOptions, DistributedDataParallel, agree_on_state, verify_equal};
 use phalanx_nn::layers::Linear;
@@ -78,10 +78,6 @@ struct State {
     params: Vec<u32>,
     momentum: Vec<u32>,
     steps: u64,
-}
-
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|v| v.to_bits()).collect()
 }
 
 fn state(params: &Params, optimizer: &Sgd) -> State {

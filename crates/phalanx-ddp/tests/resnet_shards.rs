@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Over, ranks};
+use common::{Over, bits, ranks};
 use phalanx_comm::ProcessGroup;
 use phalanx_ddp::{DdpOptions, Deterministic, DistributedDataParallel, GlobalBatch, ShardTree};
 use phalanx_nn::models::CifarResNet;
@@ -32,10 +32,6 @@ fn pixels(sample: u64) -> impl Iterator<Item = f32> {
         let x = (sample * 193 + i).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
         x as f32 / (1u32 << 23) as f32 - 1.0
     })
-}
-
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|v| v.to_bits()).collect()
 }
 
 fn same(a: &State, b: &State) -> bool {

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{ALL, Over, ranks};
+use common::{ALL, Over, bits, ranks};
 use phalanx_comm::ProcessGroup;
 use phalanx_ddp::{
     DdpOptions, Deterministic, DistributedDataParallel, ErrorKind, GlobalBatch, ShardTree,
@@ -86,10 +86,6 @@ struct Trained {
     buffers: Vec<u32>,
     optimizer: Vec<Vec<u32>>,
     losses: Vec<u64>,
-}
-
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|v| v.to_bits()).collect()
 }
 
 fn train(group: ProcessGroup, tree: ShardTree, threads: usize) -> Trained {

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{ALL, Over, ranks};
+use common::{ALL, Over, bits, ranks};
 use phalanx_comm::ProcessGroup;
 use phalanx_ddp::{ErrorKind, ShardedOptimizer};
 use phalanx_nn::layers::Linear;
@@ -42,10 +42,6 @@ impl GradView for Made {
     fn untouched(&self, param: ParamId) -> bool {
         param.index() + 1 == self.0.len()
     }
-}
-
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|v| v.to_bits()).collect()
 }
 
 type State = Vec<(&'static str, Vec<f32>)>;

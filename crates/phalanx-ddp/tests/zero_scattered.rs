@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{ALL, Over, ranks};
+use common::{ALL, Over, bits, ranks, value};
 use phalanx_comm::ProcessGroup;
 use phalanx_ddp::{
     Bf16Gradients, BucketCaps, Commit, DdpOptions, Deterministic, DistributedDataParallel,
@@ -43,11 +43,6 @@ fn options(exchange: Exchange) -> DdpOptions {
         exchange,
         ..DdpOptions::default()
     }
-}
-
-fn value(i: usize) -> f32 {
-    let mixed = (i as u32).wrapping_mul(0x9E37_79B9);
-    ((mixed ^ (mixed >> 15)) % 2001) as f32 / 1000.0 - 1.0
 }
 
 /// Backward of step `index` on this rank in two micro-batches of uneven size; `bad` on rank 1.
@@ -160,10 +155,6 @@ fn scattered<O: Optimizer>(
     let bytes = optimizer.state_bytes();
     let state = optimizer.gather_state().expect("gather");
     (params.flat().to_vec(), state, norms, bytes)
-}
-
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|v| v.to_bits()).collect()
 }
 
 fn check<O: Optimizer>(make: impl Fn(&Params) -> O + Sync + Copy, limit: Option<f64>) {

@@ -51,6 +51,8 @@ pub enum AlgorithmArg {
     Tree,
     /// Everyone's data is collected in log2(ranks) rounds, everyone folds
     Doubling,
+    /// Chosen by size, in whatever order it adds
+    Fastest,
 }
 
 /// Flags about ranks, shared by all recipes and benchmarks.
@@ -207,6 +209,7 @@ impl RankArgs {
             AlgorithmArg::Chain => Algorithm::Chain,
             AlgorithmArg::Tree => Algorithm::Tree,
             AlgorithmArg::Doubling => Algorithm::Doubling,
+            AlgorithmArg::Fastest => Algorithm::Fastest,
         }
     }
 }

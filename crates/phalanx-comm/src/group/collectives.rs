@@ -65,10 +65,10 @@ impl ProcessGroup {
     ) -> Result<Operation> {
         const NAME: &str = "all_reduce";
         self.check_op::<T>(NAME, op)?;
-        let algorithm = [call.algorithm, self.defaults.algorithm, self.core.algorithm]
-            .into_iter()
-            .find(|a| *a != Algorithm::Auto)
-            .unwrap_or(Algorithm::Auto);
+        let algorithm = match call.algorithm {
+            Algorithm::Auto => self.algorithm(),
+            own => own,
+        };
         let bytes = count * size_of::<T>();
         let method = self.core.selector.all_reduce(algorithm, bytes, T::DTYPE);
         let operation = self.ask::<T>(method, count, call).reducing(op);

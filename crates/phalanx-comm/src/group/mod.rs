@@ -405,6 +405,14 @@ impl ProcessGroup {
         }
     }
 
+    /// How all-reduces are carried out that are not told otherwise.
+    pub fn algorithm(&self) -> Algorithm {
+        match self.defaults.algorithm {
+            Algorithm::Auto => self.core.algorithm,
+            own => own,
+        }
+    }
+
     /// How each other rank is reached.
     pub fn transports(&self) -> Vec<(usize, TransportKind)> {
         self.core.transports.clone()

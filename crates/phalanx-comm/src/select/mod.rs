@@ -4,9 +4,9 @@
 //! rules), so all ranks choose alike. What was chosen is in every frame header;
 //! ranks that were configured differently find out at the first frame.
 //!
-//! Only plans in canonical order are chosen unless another is asked for, and
-//! all of those give the same bits: so it does not matter for a result what
-//! was measured, or chosen.
+//! Only plans in canonical order are chosen unless another is asked for
+//! ([`Algorithm::Fastest`] asks for any), and all of those give the same bits: so it
+//! does not matter for a result what was measured, or chosen.
 
 mod cost;
 mod rules;
@@ -50,11 +50,15 @@ pub enum Algorithm {
     /// The inputs are collected in `⌈log₂ P⌉` rounds and everyone folds them
     /// all: for small data among many hosts. Canonical order.
     Doubling,
+    /// What is predicted to be fastest of all plans, whatever the order of
+    /// additions: the same on all ranks, but a run whose wire was measured to be
+    /// another, or whose data is cut into other sizes, may have other last bits.
+    Fastest,
 }
 
 impl Algorithm {
     /// Every choice.
-    pub const ALL: [Algorithm; 8] = [
+    pub const ALL: [Algorithm; 9] = [
         Algorithm::Auto,
         Algorithm::Direct,
         Algorithm::OneRound,
@@ -63,6 +67,7 @@ impl Algorithm {
         Algorithm::Chain,
         Algorithm::Tree,
         Algorithm::Doubling,
+        Algorithm::Fastest,
     ];
 
     /// The name used in options and messages.
@@ -76,12 +81,13 @@ impl Algorithm {
             Algorithm::Chain => "chain",
             Algorithm::Tree => "tree",
             Algorithm::Doubling => "doubling",
+            Algorithm::Fastest => "fastest",
         }
     }
 
     const fn method(self) -> Option<Method> {
         match self {
-            Algorithm::Auto => None,
+            Algorithm::Auto | Algorithm::Fastest => None,
             Algorithm::Direct => Some(Method::AllReduceDirect),
             Algorithm::OneRound => Some(Method::AllReduceOneRound),
             Algorithm::Ring => Some(Method::AllReduceRing),
@@ -109,7 +115,7 @@ impl std::str::FromStr for Algorithm {
             .ok_or_else(|| {
                 crate::Error::usage(format!(
                     "unknown all-reduce algorithm {text:?}: choose auto, direct, one-round, ring, \
-                     hierarchical, chain, tree or doubling"
+                     hierarchical, chain, tree, doubling or fastest"
                 ))
             })
     }
@@ -263,9 +269,32 @@ impl Selector {
     }
 
     pub(crate) fn all_reduce(&self, algorithm: Algorithm, bytes: usize, dtype: DType) -> Method {
-        algorithm
+        let chosen = algorithm
             .method()
-            .unwrap_or_else(|| self.choose(Collective::AllReduce, bytes, dtype))
+            .unwrap_or_else(|| self.choose(Collective::AllReduce, bytes, dtype));
+        match algorithm {
+            Algorithm::Fastest => self.faster_in_any_order(chosen, bytes),
+            _ => chosen,
+        }
+    }
+
+    /// What takes less time than `canonical`, unless that was prescribed. On one host nothing does.
+    fn faster_in_any_order(&self, canonical: Method, bytes: usize) -> Method {
+        let prescribed = self.rules.method(Collective::AllReduce, bytes).is_some();
+        if prescribed || self.hosts.count() <= 1 {
+            return canonical;
+        }
+        // Where hosts have one rank each, rails are what direct is.
+        let several = self.hosts.most_ranks() > 1;
+        let rails = several.then_some(Method::AllReduceRails);
+        let others = [Method::AllReduceRing, Method::AllReduceTree];
+        others
+            .into_iter()
+            .chain(rails)
+            .fold(canonical, |best, other| {
+                let is_less = self.predict(other, bytes) < self.predict(best, bytes);
+                if is_less { other } else { best }
+            })
     }
 }
 
@@ -316,6 +345,40 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn the_fastest_of_any_order_is_never_slower_and_sometimes_out_of_order() {
+        let mut out_of_order = 0;
+        for sizes in [
+            &[1usize][..],
+            &[7],
+            &[1, 1, 1],
+            &[4, 4],
+            &[2, 1, 3],
+            &[8; 8],
+            &[1; 64],
+        ] {
+            let selector = selector(sizes);
+            for bytes in [0, 4, 1 << 10, 1 << 16, 1 << 20, 1 << 30] {
+                let of = |algorithm| selector.all_reduce(algorithm, bytes, DType::F32);
+                let (auto, fastest) = (of(Algorithm::Auto), of(Algorithm::Fastest));
+                let seconds = |method| selector.predict(method, bytes);
+                assert!(seconds(fastest) <= seconds(auto), "{sizes:?}, {bytes}");
+                assert!(fastest == auto || !fastest.canonical());
+                assert!(fastest == auto || sizes.len() > 1);
+                out_of_order += usize::from(fastest != auto);
+            }
+        }
+        assert!(out_of_order > 5, "{out_of_order}");
+        let text = "all_reduce=direct".parse();
+        let ruled = Selector::new(
+            Hosts::of_sizes(&[8; 8]),
+            Costs::default(),
+            text.expect("a rule"),
+        );
+        let method = ruled.all_reduce(Algorithm::Fastest, 1 << 30, DType::F32);
+        assert_eq!(method, Method::AllReduceDirect);
     }
 
     #[test]

@@ -18,6 +18,17 @@ pub enum Over {
 
 pub const ALL: [Over; 3] = [Over::Thread, Over::Shm, Over::Tcp];
 
+/// What is compared where every bit counts.
+pub fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|v| v.to_bits()).collect()
+}
+
+/// The `i`-th of an endless row of numbers from -1 to 1 that look random.
+pub fn value(i: usize) -> f32 {
+    let mixed = (i as u32).wrapping_mul(0x9E37_79B9);
+    ((mixed ^ (mixed >> 15)) % 2001) as f32 / 1000.0 - 1.0
+}
+
 /// Runs `rank` on `world` threads and gives back what each returned, by rank.
 pub fn ranks<R: Send>(world: usize, over: Over, rank: impl Fn(ProcessGroup) -> R + Sync) -> Vec<R> {
     let timeout = Duration::from_secs(60);

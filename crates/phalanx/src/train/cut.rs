@@ -17,6 +17,8 @@ pub enum Determinism {
     Ranks,
     /// The same for every number of ranks, too
     Shards,
+    /// The same on all ranks; between hosts, gradients are added in whatever order is fastest
+    Off,
 }
 
 /// Arguments that say how a step is cut.
@@ -51,7 +53,7 @@ impl CutArgs {
                 "--sampler torch goes with neither --accumulate nor --deterministic shards; use --sampler exact",
             ));
         }
-        if self.deterministic == Determinism::Ranks {
+        if self.deterministic != Determinism::Shards {
             return Ok(());
         }
         if self.accumulate > 1 {
@@ -98,6 +100,7 @@ impl CutArgs {
     pub fn deterministic(&self) -> Result<Deterministic> {
         Ok(match self.deterministic {
             Determinism::Ranks => Deterministic::Ranks,
+            Determinism::Off => Deterministic::Off,
             Determinism::Shards => Deterministic::Shards(ShardTree::new(self.shards)?),
         })
     }
@@ -128,7 +131,7 @@ impl Cut {
                 world,
                 tree: Some(tree),
             },
-            Deterministic::Ranks => Cut {
+            Deterministic::Ranks | Deterministic::Off => Cut {
                 parts: world * args.accumulate,
                 mine: rank * args.accumulate..(rank + 1) * args.accumulate,
                 world,

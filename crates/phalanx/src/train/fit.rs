@@ -485,7 +485,9 @@ fn announce<P: Program>(
         .map(|b| bytes(ddp.plan().bucket_bytes(b)))
         .collect();
     let buckets = match settings.cut.deterministic {
-        Determinism::Ranks => format!("{} ({})", plural(buckets, "bucket"), sizes.join(", ")),
+        Determinism::Ranks | Determinism::Off => {
+            format!("{} ({})", plural(buckets, "bucket"), sizes.join(", "))
+        }
         Determinism::Shards => format!("added over {} shards", settings.cut.shards),
     };
     let mut cut = if global_batch.is_multiple_of(ctx.world()) {
