@@ -1,4 +1,4 @@
-//! Whole steps, counted by the allocator itself: in steady state nobody asks it but `gemm`.
+//! Whole steps, counted by the allocator itself: in steady state nobody asks it.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -88,12 +88,7 @@ fn steps_allocate_nothing_once_they_have_run() {
             }),
         ] {
             assert!(counts[0] > counts[4], "nothing was counted: {counts:?}");
-            let steady = match precision {
-                Precision::Bf16 => 0,
-                // `gemm` asks for a workspace of its own in each of its products.
-                Precision::F32 => counts[2],
-            };
-            assert_eq!(counts[2..], [steady; 3], "{precision:?}");
+            assert_eq!(counts[2..], [0; 3], "{precision:?}");
         }
     }
 }

@@ -1,13 +1,14 @@
-//! Matrix products through `gemm`, always on the calling thread: how a product
-//! is cut is decided here, by shape alone, so the number of threads cannot
-//! change a bit. (Its K block does follow the processor's cache sizes: two
-//! processor models may differ.)
-
-use gemm_common::Parallelism;
-use gemm_f32::gemm::f32::get_gemm_fn;
+//! Matrix products of any size and layout, always on the calling thread: how a product
+//! is cut is decided here, by shape alone.
+//!
+//! *Order*: an element is one chain of fused multiply-adds over the inner dimension,
+//! ascending, whatever the blocking, the cut and the instruction set; what it is added
+//! to is added to the whole sum.
 
 use super::Mode;
-use crate::par::{Disjoint, Team};
+use super::transpose::turn;
+use super::vector::{LANES, Vector};
+use crate::par::{Disjoint, Team, scratch};
 
 /// A matrix inside a slice, by strides in elements.
 #[derive(Clone, Copy)]
@@ -84,46 +85,261 @@ unsafe fn product_at(c: *mut f32, stride: usize, a: Mat<'_>, b: Mat<'_>, mode: M
     let (m, n, k) = (a.rows, b.cols, a.cols);
     assert_eq!(k, b.rows, "inner sizes of a product differ");
     assert!(a.end() <= a.data.len() && b.end() <= b.data.len());
-    if m == 0 || n == 0 {
-        return;
-    }
-    if k == 0 {
-        if mode == Mode::Write {
-            for r in 0..m {
+    let add = mode == Mode::Add;
+    for top in (0..m).step_by(SLAB) {
+        let rows = SLAB.min(m - top);
+        for left in (0..n).step_by(COLUMNS) {
+            let wide = COLUMNS.min(n - left);
+            let (a, b) = (
+                a.part(top, top + rows, 0, k),
+                b.part(0, k, left, left + wide),
+            );
+            // SAFETY: inside the block by the caller's promise.
+            let to = unsafe { c.add(top * stride + left) };
+            if add && k > DEPTH {
+                // The sum is made first, then added.
+                scratch(rows * wide, |sum| {
+                    // SAFETY: `sum` has this size.
+                    unsafe { block(sum.as_mut_ptr(), wide, a, b, false) };
+                    for (r, sum) in sum.chunks_exact(wide).enumerate() {
+                        // SAFETY: rows of the block, which this call alone touches.
+                        let to =
+                            unsafe { std::slice::from_raw_parts_mut(to.add(r * stride), wide) };
+                        to.iter_mut().zip(sum).for_each(|(t, s)| *t += s);
+                    }
+                });
+            } else {
                 // SAFETY: inside the block by the caller's promise.
-                unsafe { std::slice::from_raw_parts_mut(c.add(r * stride), n).fill(0.0) };
+                unsafe { block(to, stride, a, b, add) };
             }
         }
-        return;
     }
-    // `gemm` wants its output's columns contiguous: hand it the transposed
-    // problem, cᵀ = bᵀ aᵀ.
-    // SAFETY: sizes and strides describe memory inside the three blocks
-    // (asserted above for a and b, promised for c); the function pointer is
-    // chosen by `gemm` for this processor.
+}
+
+/// Rows for which one packing of `b` serves.
+const SLAB: usize = 1024;
+/// Columns of `b` packed at a time.
+const COLUMNS: usize = 256;
+/// Inner steps between two visits of `c`: packed, they and their columns fit L2.
+const DEPTH: usize = 512;
+/// Rows of `a` that stay in cache while the columns go by.
+const ROWS: usize = 96;
+
+/// `c = a * b`, or with `add` (inner size at most [`DEPTH`]) `c += a * b`.
+///
+/// # Safety
+/// As [`product_at`].
+unsafe fn block(c: *mut f32, stride: usize, a: Mat<'_>, b: Mat<'_>, add: bool) {
+    let (m, n, k) = (a.rows, b.cols, a.cols);
+    if k == 0 && !add {
+        for r in 0..m {
+            // SAFETY: inside the block by the caller's promise.
+            unsafe { std::slice::from_raw_parts_mut(c.add(r * stride), n).fill(0.0) };
+        }
+    }
+    let panels = n.div_ceil(LANES);
+    scratch(panels * LANES * k.min(DEPTH), |packed| {
+        for from in (0..k).step_by(DEPTH) {
+            let depth = DEPTH.min(k - from);
+            pack(b.part(from, from + depth, 0, n), packed);
+            for top in (0..m).step_by(ROWS) {
+                let rows = ROWS.min(m - top);
+                let a = a.part(top, top + rows, from, from + depth);
+                let strip = Strip {
+                    a: a.data.as_ptr(),
+                    a_row: a.row_stride,
+                    a_step: a.col_stride,
+                    b: packed.as_ptr(),
+                    depth,
+                    // SAFETY: inside the block by the caller's promise.
+                    c: unsafe { c.add(top * stride) },
+                    stride,
+                    rows,
+                    columns: n,
+                    begin: match (from > 0, add) {
+                        (true, _) => Begin::Continue,
+                        (false, true) => Begin::AddAfter,
+                        (false, false) => Begin::Zero,
+                    },
+                };
+                // SAFETY: `packed` holds the panels, the parts lie in their matrices.
+                unsafe { strips(&strip) };
+            }
+        }
+    });
+}
+
+simd! {
+    /// `b` into panels of sixteen columns, `[columns / 16][rows][16]`, the last filled up with zeros.
+    fn pack(b: Mat<'_>, to: &mut [f32]) {
+        for (j, panel) in to
+            .chunks_exact_mut(b.rows * LANES)
+            .take(b.cols.div_ceil(LANES))
+            .enumerate()
+        {
+            let (first, wide) = (j * LANES, LANES.min(b.cols - j * LANES));
+            let from = &b.data[first * b.col_stride..];
+            let (rows, _) = panel.as_chunks_mut::<LANES>();
+            if b.row_stride == 1 && wide == LANES {
+                turn(from, b.col_stride, panel, b.rows);
+                continue;
+            }
+            for (i, to) in rows.iter_mut().enumerate() {
+                let from = &from[i * b.row_stride..];
+                match from.first_chunk() {
+                    Some(all) if b.col_stride == 1 && wide == LANES => *to = *all,
+                    _ => {
+                        to.fill(0.0);
+                        for (l, to) in to[..wide].iter_mut().enumerate() {
+                            *to = from[l * b.col_stride];
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// How sums begin and end.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Begin {
+    /// At zero.
+    Zero,
+    /// With what `c` holds: a chain goes on.
+    Continue,
+    /// At zero; what `c` holds is added to the whole sum.
+    AddAfter,
+}
+
+/// Some rows of `a` times packed panels.
+struct Strip {
+    a: *const f32,
+    a_row: usize,
+    a_step: usize,
+    b: *const f32,
+    depth: usize,
+    c: *mut f32,
+    stride: usize,
+    rows: usize,
+    columns: usize,
+    begin: Begin,
+}
+
+/// `M` rows of `N` panels from panel `j` on; of the last panel `tail` columns exist.
+#[inline(always)]
+unsafe fn tile<V: Vector, const M: usize, const N: usize>(
+    s: &Strip,
+    r: usize,
+    j: usize,
+    tail: usize,
+) {
+    // SAFETY: rows r .. r + M and panels j .. j + N exist; of `c`, only columns
+    // that exist are touched.
     unsafe {
-        get_gemm_fn()(
-            n,
-            m,
-            k,
-            c,
-            stride as isize,
-            1,
-            mode == Mode::Add,
-            b.data.as_ptr(),
-            b.row_stride as isize,
-            b.col_stride as isize,
-            a.data.as_ptr(),
-            a.row_stride as isize,
-            a.col_stride as isize,
-            1.0,
-            1.0,
-            false,
-            false,
-            false,
-            Parallelism::None,
-        );
+        let c = s.c.add(r * s.stride + j * LANES);
+        let partial = |n: usize| n + 1 == N && tail < LANES;
+        let fetch = |m: usize, n: usize| {
+            let at = c.add(m * s.stride + n * LANES);
+            if partial(n) {
+                let mut own = [0.0; LANES];
+                std::ptr::copy_nonoverlapping(at, own.as_mut_ptr(), tail);
+                V::load(own.as_ptr())
+            } else {
+                V::load(at)
+            }
+        };
+        let mut sums = [[V::splat(0.0); N]; M];
+        if s.begin == Begin::Continue {
+            for (m, sums) in sums.iter_mut().enumerate() {
+                for (n, v) in sums.iter_mut().enumerate() {
+                    *v = fetch(m, n);
+                }
+            }
+        }
+        let panel = s.depth * LANES;
+        let b = s.b.add(j * panel);
+        let mut a = s.a.add(r * s.a_row);
+        for i in 0..s.depth {
+            let mut row = [V::splat(0.0); N];
+            for (n, v) in row.iter_mut().enumerate() {
+                *v = V::load(b.add(n * panel + i * LANES));
+            }
+            for (m, sums) in sums.iter_mut().enumerate() {
+                let v = V::splat(*a.add(m * s.a_row));
+                for (s, &b) in sums.iter_mut().zip(&row) {
+                    *s = v.fma(b, *s);
+                }
+            }
+            a = a.wrapping_add(s.a_step);
+        }
+        for (m, sums) in sums.iter().enumerate() {
+            for (n, &v) in sums.iter().enumerate() {
+                let v = match s.begin {
+                    Begin::AddAfter => fetch(m, n).add(v),
+                    _ => v,
+                };
+                let at = c.add(m * s.stride + n * LANES);
+                if partial(n) {
+                    let mut own = [0.0; LANES];
+                    v.store(own.as_mut_ptr());
+                    std::ptr::copy_nonoverlapping(own.as_ptr(), at, tail);
+                } else {
+                    v.store(at);
+                }
+            }
+        }
     }
+}
+
+#[inline(always)]
+unsafe fn group<V: Vector, const N: usize>(s: &Strip, j: usize) {
+    let tail = LANES.min(s.columns - (j + N - 1) * LANES);
+    let mut r = 0;
+    // SAFETY: only rows that exist.
+    unsafe {
+        while r + 6 <= s.rows {
+            tile::<V, 6, N>(s, r, j, tail);
+            r += 6;
+        }
+        if r + 4 <= s.rows {
+            tile::<V, 4, N>(s, r, j, tail);
+            r += 4;
+        }
+        while r < s.rows {
+            tile::<V, 1, N>(s, r, j, tail);
+            r += 1;
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn strips_body<V: Vector>(s: &Strip) {
+    let (mut j, panels) = (0, s.columns.div_ceil(LANES));
+    // SAFETY: only panels that exist.
+    unsafe {
+        if V::SPAN >= 4 {
+            while j + 4 <= panels {
+                group::<V, 4>(s, j);
+                j += 4;
+            }
+            if j + 2 <= panels {
+                group::<V, 2>(s, j);
+                j += 2;
+            }
+        }
+        while j < panels {
+            group::<V, 1>(s, j);
+            j += 1;
+        }
+    }
+}
+
+vectorised! {
+    /// All rows of the strip times all panels.
+    ///
+    /// # Safety
+    /// The matrices hold what the strip names, and nobody else touches its part of `c`.
+    unsafe fn strips(s: &Strip) = strips_body
 }
 
 /// Multiplications below which a product is not worth cutting.
@@ -131,9 +347,7 @@ const MIN_PART: usize = 1 << 21;
 /// Parts at most: enough to keep 16 threads busy.
 const MAX_PARTS: usize = 16;
 /// Parts but the last are whole multiples of this many rows or columns: whole
-/// vectors of every instruction set. (A last part of one row takes another path
-/// inside `gemm` and may have other bits than it would have uncut; the cut goes by
-/// shape, so they are the same on any number of threads.)
+/// vectors.
 const GRAIN: usize = 64;
 
 /// `c (+)= a * b`, cut over its longer side; every element of `c` belongs to
@@ -186,6 +400,9 @@ mod tests {
             (64, 128, 300),
             (130, 10, 64),
             (9, 32, 600),
+            (13, 300, 520),
+            (1100, 70, 9),
+            (3, 16, 1030),
             (3, 4, 0),
             (0, 4, 4),
         ] {
@@ -223,6 +440,29 @@ mod tests {
                     close(&c, 1.0);
                 }
             }
+        }
+    }
+
+    #[test]
+    fn bits_are_a_plain_chain_on_every_instruction_set() {
+        for (m, n, k) in [(14, 100, 70), (6, 64, 1100), (1, 17, 513)] {
+            let (a, b) = (noise(m * k, 1), noise(k * n, 2));
+            let chain = |i: usize, j: usize| {
+                (0..k).fold(0.0f32, |sum, p| a[i * k + p].mul_add(b[p * n + j], sum))
+            };
+            let want: Vec<f32> = (0..m * n).map(|at| chain(at / n, at % n)).collect();
+            crate::kernels::isa::on_each_isa(|isa| {
+                let (ma, mb) = (Mat::rows(&a, m, k, k), Mat::rows(&b, k, n, n));
+                let mut c = vec![f32::NAN; m * n];
+                product(&mut c, n, ma, mb, Mode::Write);
+                assert!(c == want, "{m} {n} {k} {isa:?}");
+                c.fill(0.75);
+                product(&mut c, n, ma, mb, Mode::Add);
+                assert!(
+                    c.iter().zip(&want).all(|(c, w)| *c == 0.75 + w),
+                    "{m} {n} {k} {isa:?}"
+                );
+            });
         }
     }
 

@@ -38,6 +38,31 @@ simd! {
     }
 }
 
+simd! {
+    /// `to[i][l] = from[l][i]` for sixteen rows of `len` elements, `stride` apart in `from`.
+    pub(crate) fn turn(from: &[f32], stride: usize, to: &mut [f32], len: usize) {
+        assert!(to.len() == len * BLOCK);
+        let (blocks, rest) = to.as_chunks_mut::<{ BLOCK * BLOCK }>();
+        for (at, block) in blocks.iter_mut().enumerate() {
+            let mut tile = [[0.0f32; BLOCK]; BLOCK];
+            for (l, row) in tile.iter_mut().enumerate() {
+                row.copy_from_slice(&from[l * stride + at * BLOCK..][..BLOCK]);
+            }
+            for (i, out) in block.chunks_exact_mut(BLOCK).enumerate() {
+                for (l, o) in out.iter_mut().enumerate() {
+                    *o = tile[l][i];
+                }
+            }
+        }
+        let done = blocks.len() * BLOCK;
+        for (i, out) in rest.chunks_exact_mut(BLOCK).enumerate() {
+            for (l, o) in out.iter_mut().enumerate() {
+                *o = from[l * stride + done + i];
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -51,6 +76,21 @@ mod tests {
             for i in 0..r {
                 for j in 0..c {
                     assert_eq!(to[j * r + i], from[i * c + j]);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn sixteen_rows_of_a_wider_matrix() {
+        for len in [0, 1, 16, 37] {
+            let stride = len + 3;
+            let from: Vec<f32> = (0..BLOCK * stride).map(|i| i as f32).collect();
+            let mut to = vec![0.0; len * BLOCK];
+            turn(&from, stride, &mut to, len);
+            for i in 0..len {
+                for l in 0..BLOCK {
+                    assert_eq!(to[i * BLOCK + l], from[l * stride + i]);
                 }
             }
         }
