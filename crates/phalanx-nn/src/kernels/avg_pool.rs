@@ -90,7 +90,7 @@ simd! {
 }
 
 /// Calls `f(output pixel, rows, columns, 1 / count)` for each output of an image.
-fn windows(s: &AvgShape, mut f: impl FnMut(usize, Range<usize>, Range<usize>, f32)) {
+pub(super) fn windows(s: &AvgShape, mut f: impl FnMut(usize, Range<usize>, Range<usize>, f32)) {
     for oy in 0..s.output[0] {
         let (rows, high) = s.window(0, oy);
         for ox in 0..s.output[1] {

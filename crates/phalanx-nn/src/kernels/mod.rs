@@ -3,14 +3,14 @@
 //! Every loop is compiled for AVX-512, AVX2 and the baseline from one body and
 //! uses fused multiply-adds and fixed orders of summation, so all three give
 //! the same bits. Convolutions over channels in sixteens have products of their
-//! own ([`vector`], [`panel`]); others go through `gemm`, which chooses for itself;
-//! [`scalar`] keeps plain references for the tests.
+//! own ([`vector`], [`panel`]); others, and layers, go through [`product`]; [`scalar`] keeps plain references for the tests.
 
 #[macro_use]
 pub(crate) mod isa;
 #[macro_use]
 pub(crate) mod vector;
 pub(crate) mod activation;
+pub(crate) mod adaptive_max;
 pub(crate) mod avg_pool;
 pub(crate) mod batch_norm;
 pub(crate) mod bf16;

@@ -7,21 +7,24 @@ pub use crate::ops::cross_entropy::CrossEntropyOptions;
 /// A label that counts for nothing (PyTorch's -100).
 pub const IGNORE_LABEL: u32 = u32::MAX;
 
-/// What a sum of element losses is divided by.
+/// What becomes of the losses of elements (of rows, in losses over classes): they
+/// are kept, or added up and divided.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Reduction {
-    /// Nothing.
+    /// One loss an element, or a row; ignored rows have 0.
+    None,
+    /// Their sum.
     Sum,
-    /// The number of elements (NaN for none, as in PyTorch).
+    /// The sum over the number of elements (NaN for none, as in PyTorch).
     Mean,
-    /// A given number, such as the size of the batch over all ranks.
+    /// The sum over a given number, such as the size of the batch over all ranks.
     Over(f32),
 }
 
 impl Reduction {
     pub(crate) fn divisor(self, elements: usize) -> f32 {
         match self {
-            Reduction::Sum => 1.0,
+            Reduction::None | Reduction::Sum => 1.0,
             Reduction::Mean => elements as f32,
             Reduction::Over(d) => d,
         }

@@ -142,7 +142,7 @@ impl<'s> Tensor<'s> {
         self.adaptive_avg_pool2d(1, 1)?.reshape(&[images, channels])
     }
 
-    fn image_dims(&self, what: &str) -> Result<[usize; 4]> {
+    pub(super) fn image_dims(&self, what: &str) -> Result<[usize; 4]> {
         <[usize; 4]>::try_from(&*self.dims()).map_err(|_| {
             Error::usage(format!(
                 "{what} needs images (N, H, W, C), got shape {:?}",

@@ -15,7 +15,8 @@ pub struct CrossEntropyOptions<'a> {
     /// Weight of each class; none means 1.
     pub class_weights: Option<&'a [f32]>,
     /// `Mean` divides by the sum of the weights of the rows' labels (without
-    /// weights, the number of rows), ignored rows left out.
+    /// weights, the number of rows), ignored rows left out; with shares of classes
+    /// for targets always by the number of rows.
     pub reduction: Reduction,
 }
 
@@ -44,17 +45,12 @@ impl<'s> Tensor<'s> {
         labels: &[u32],
         options: CrossEntropyOptions<'_>,
     ) -> Result<Tensor<'s>> {
-        let (step, x, dims) = (self.step(), self.slot(), self.dims());
-        let Some((&classes, outer)) = dims.split_last() else {
-            return Err(Error::usage(
-                "a loss over classes needs a dimension of classes",
-            ));
-        };
-        let rows: usize = outer.iter().product();
+        let (classes, rows) = self.classes(&options)?;
         if labels.len() != rows {
             return Err(Error::usage(format!(
-                "{} labels for {rows} rows of shape {dims:?}",
-                labels.len()
+                "{} labels for {rows} rows of shape {:?}",
+                labels.len(),
+                self.dims()
             )));
         }
         let ignored = |l: u32| l == IGNORE_LABEL;
@@ -66,6 +62,53 @@ impl<'s> Tensor<'s> {
                 "label {l} is not below {classes}, the number of classes"
             )));
         }
+        let weight = |c: usize| options.class_weights.map_or(1.0, |w| f64::from(w[c]));
+        let mean = labels
+            .iter()
+            .filter(|l| !ignored(**l))
+            .map(|&l| weight(l as usize))
+            .sum();
+        self.class_losses(classes, &options, mean, |row| {
+            let label = labels[row];
+            (!ignored(label)).then_some(move |c: usize| f64::from(u8::from(c == label as usize)))
+        })
+    }
+
+    /// PyTorch's `cross_entropy` with classes' probabilities for targets: one share a
+    /// score, in the scores' order. A row's loss is
+    /// `sum_c w[c] ((1 - e) t[c] + e / C) (-log p[c])`; shares need not add up to 1.
+    ///
+    /// *Order*: rows in order; in f64, rounded once.
+    ///
+    /// # Errors
+    /// `Usage` when there is not one share a score, or settings do not fit.
+    pub fn cross_entropy_shares(
+        self,
+        shares: &[f32],
+        options: CrossEntropyOptions<'_>,
+    ) -> Result<Tensor<'s>> {
+        let (classes, rows) = self.classes(&options)?;
+        if shares.len() != classes * rows {
+            return Err(Error::usage(format!(
+                "{} shares of classes for scores of shape {:?}",
+                shares.len(),
+                self.dims()
+            )));
+        }
+        self.class_losses(classes, &options, rows as f64, |row| {
+            let shares = &shares[row * classes..][..classes];
+            Some(move |c: usize| f64::from(shares[c]))
+        })
+    }
+
+    /// Numbers of classes and of rows, if the settings fit them.
+    fn classes(&self, options: &CrossEntropyOptions<'_>) -> Result<(usize, usize)> {
+        let dims = self.dims();
+        let Some((&classes, outer)) = dims.split_last() else {
+            return Err(Error::usage(
+                "a loss over classes needs a dimension of classes",
+            ));
+        };
         let smoothing = options.label_smoothing;
         if !(0.0..=1.0).contains(&smoothing) {
             return Err(Error::usage(format!(
@@ -80,58 +123,79 @@ impl<'s> Tensor<'s> {
                 w.len()
             )));
         }
+        Ok((classes, outer.iter().product()))
+    }
+
+    /// `target(row)` gives the share of each class in a row's target, or nothing for a
+    /// row that does not count. `mean` is what the mean divides by.
+    fn class_losses<F: Fn(usize) -> f64>(
+        self,
+        classes: usize,
+        options: &CrossEntropyOptions<'_>,
+        mean: f64,
+        target: impl Fn(usize) -> Option<F>,
+    ) -> Result<Tensor<'s>> {
+        let (step, x, dims) = (self.step(), self.slot(), self.dims());
         let weight = |c: usize| options.class_weights.map_or(1.0, |w| f64::from(w[c]));
+        let each = options.reduction == Reduction::None;
         let divisor = match options.reduction {
-            Reduction::Mean => labels
-                .iter()
-                .filter(|l| !ignored(**l))
-                .map(|&l| weight(l as usize))
-                .sum(),
-            Reduction::Sum => 1.0,
+            Reduction::None | Reduction::Sum => 1.0,
+            Reduction::Mean => mean,
             Reduction::Over(d) => f64::from(d),
         };
+        let smoothing = options.label_smoothing;
         let even = smoothing / classes.max(1) as f64;
+        let shape = Shape::new(if each { &dims[..dims.len() - 1] } else { &[] })?;
         let out = {
             let mut st = step.state();
             let wants = st.wants_grad(x);
             let mut grad = st.take_for_writing(x);
+            let mut buf = st.pool.get(shape.numel());
             let mut total = 0.0f64;
             let all_rows = grad.slice_mut().chunks_exact_mut(classes.max(1));
-            for (row, &label) in all_rows.zip(labels) {
-                if ignored(label) {
-                    row.fill(0.0);
-                    continue;
-                }
-                let label = label as usize;
-                let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-                let most = f64::from(most);
-                let sum: f64 = row.iter().map(|&v| (f64::from(v) - most).exp()).sum();
-                let shift = most + sum.ln();
-                // What -log p of each class counts for, and all of them together.
-                let part = |c: usize| {
-                    let sharp = if c == label { 1.0 - smoothing } else { 0.0 };
-                    weight(c) * (sharp + even)
-                };
-                let mut mass = 0.0;
-                for (c, &v) in row.iter().enumerate() {
-                    let part = part(c);
-                    mass += part;
-                    // An impossible class that does not count must not make NaN.
-                    if part != 0.0 {
-                        total += part * (shift - f64::from(v));
+            for (i, row) in all_rows.enumerate() {
+                let mut loss = 0.0f64;
+                if let Some(share) = target(i) {
+                    let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                    let most = f64::from(most);
+                    let sum: f64 = row.iter().map(|&v| (f64::from(v) - most).exp()).sum();
+                    let shift = most + sum.ln();
+                    // What -log p of each class counts for, and all of them together.
+                    let part = |c: usize| weight(c) * ((1.0 - smoothing) * share(c) + even);
+                    let mut mass = 0.0;
+                    for (c, &v) in row.iter().enumerate() {
+                        let part = part(c);
+                        mass += part;
+                        // An impossible class that does not count must not make NaN.
+                        if part != 0.0 {
+                            loss += part * (shift - f64::from(v));
+                        }
                     }
+                    for (c, v) in row.iter_mut().enumerate() {
+                        let p = (f64::from(*v) - shift).exp();
+                        *v = ((p * mass - part(c)) / divisor) as f32;
+                    }
+                } else {
+                    row.fill(0.0);
                 }
-                for (c, v) in row.iter_mut().enumerate() {
-                    let p = (f64::from(*v) - shift).exp();
-                    *v = ((p * mass - part(c)) / divisor) as f32;
+                if each {
+                    buf.slice_mut()[i] = loss as f32;
                 }
+                total += loss;
             }
-            let mut buf = st.pool.get(1);
-            buf.slice_mut()[0] = (total / divisor) as f32;
-            let out = st.add_output(Shape::new(&[])?, buf, wants);
+            if !each {
+                buf.slice_mut()[0] = (total / divisor) as f32;
+            }
+            let wide = if each { classes } else { grad.slice().len() };
+            let out = st.add_output(shape, buf, wants);
             if wants {
                 let gradient = st.add_aux(grad)?;
-                st.record(Prepared { x, out, gradient });
+                st.record(Prepared {
+                    x,
+                    out,
+                    gradient,
+                    wide,
+                });
             } else {
                 st.pool.put(grad);
             }
@@ -146,6 +210,8 @@ pub(crate) struct Prepared {
     pub(super) x: SlotId,
     pub(super) out: SlotId,
     pub(super) gradient: SlotId,
+    /// Elements that one element of the output is the loss of.
+    pub(super) wide: usize,
 }
 
 impl Recorded for Prepared {
@@ -156,10 +222,13 @@ impl Recorded for Prepared {
     }
 
     fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
-        let (g, factor) = (pass.value(self.gradient), dy.slice()[0]);
+        let (g, wide) = (pass.value(self.gradient), self.wide.max(1));
         let mut dx = pass.pool().get(g.len());
-        for (d, &g) in dx.slice_mut().iter_mut().zip(g) {
-            *d = g * factor;
+        let rows = dx.slice_mut().chunks_mut(wide).zip(g.chunks(wide));
+        for ((dx, g), &factor) in rows.zip(dy.slice()) {
+            for (d, &g) in dx.iter_mut().zip(g) {
+                *d = g * factor;
+            }
         }
         pass.pool().put(dy);
         pass.give(self.x, dx);

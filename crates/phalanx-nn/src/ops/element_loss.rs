@@ -9,7 +9,7 @@ use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 
 impl<'s> Tensor<'s> {
-    /// `sum(|x - target|)`, reduced; the derivative at 0 is 0.
+    /// `|x - target|`, reduced; the derivative at 0 is 0.
     ///
     /// # Errors
     /// `Usage` when `target` has another number of elements.
@@ -27,7 +27,7 @@ impl<'s> Tensor<'s> {
         })
     }
 
-    /// `sum(-(p t log s(x) + (1 - t) log(1 - s(x))))` with the sigmoid s, reduced.
+    /// `-(p t log s(x) + (1 - t) log(1 - s(x)))` with the sigmoid s, reduced.
     /// `positive` holds p of each element of the last dimension; none means 1.
     ///
     /// # Errors
@@ -78,18 +78,30 @@ impl<'s> Tensor<'s> {
             let mut st = step.state();
             let wants = st.wants_grad(x);
             let mut grad = st.take_for_writing(x);
+            let each = reduction == Reduction::None;
+            let mut buf = st.pool.get(if each { target.len() } else { 1 });
             let mut total = 0.0;
             for (i, (v, &t)) in grad.slice_mut().iter_mut().zip(target).enumerate() {
                 let (loss, slope) = f(i, *v, t);
+                if each {
+                    buf.slice_mut()[i] = loss as f32;
+                }
                 total += loss;
                 *v = (slope / divisor) as f32;
             }
-            let mut buf = st.pool.get(1);
-            buf.slice_mut()[0] = (total / divisor) as f32;
-            let out = st.add_output(Shape::new(&[])?, buf, wants);
+            let shape = if each { dims } else { Shape::new(&[])? };
+            if !each {
+                buf.slice_mut()[0] = (total / divisor) as f32;
+            }
+            let out = st.add_output(shape, buf, wants);
             if wants {
                 let gradient = st.add_aux(grad)?;
-                st.record(Prepared { x, out, gradient });
+                st.record(Prepared {
+                    x,
+                    out,
+                    gradient,
+                    wide: if each { 1 } else { target.len() },
+                });
             } else {
                 st.pool.put(grad);
             }

@@ -1,6 +1,7 @@
 //! Operations, one file each: shape checks, forward, what is saved, backward.
 //! `tape/README.md` has the table of what each one saves.
 
+pub(crate) mod adaptive_max_pool2d;
 pub(crate) mod add;
 pub(crate) mod arithmetic;
 pub(crate) mod avg_pool2d;

@@ -11,10 +11,12 @@ pub(crate) struct Mse {
     out: SlotId,
     difference: SlotId,
     divisor: f32,
+    /// One loss an element.
+    each: bool,
 }
 
 impl<'s> Tensor<'s> {
-    /// `sum((x - target)^2)`, reduced.
+    /// `(x - target)^2`, reduced.
     ///
     /// *Order*: squares in f32, summed in memory order in f64, rounded once.
     ///
@@ -32,15 +34,22 @@ impl<'s> Tensor<'s> {
         let out = {
             let mut st = step.state();
             let mut diff = st.take_for_writing(x);
+            let each = reduction == Reduction::None;
+            let mut buf = st.pool.get(if each { target.len() } else { 1 });
             let mut sum = 0.0f64;
-            for (d, &t) in diff.slice_mut().iter_mut().zip(target) {
+            for (i, (d, &t)) in diff.slice_mut().iter_mut().zip(target).enumerate() {
                 *d -= t;
+                if each {
+                    buf.slice_mut()[i] = *d * *d;
+                }
                 sum += f64::from(*d * *d);
             }
-            let mut buf = st.pool.get(1);
-            buf.slice_mut()[0] = (sum / f64::from(divisor)) as f32;
+            if !each {
+                buf.slice_mut()[0] = (sum / f64::from(divisor)) as f32;
+            }
             let wants = st.wants_grad(x);
-            let out = st.add_output(Shape::new(&[])?, buf, wants);
+            let shape = if each { dims } else { Shape::new(&[])? };
+            let out = st.add_output(shape, buf, wants);
             if wants {
                 let difference = st.add_aux(diff)?;
                 st.record(Mse {
@@ -48,6 +57,7 @@ impl<'s> Tensor<'s> {
                     out,
                     difference,
                     divisor,
+                    each,
                 });
             } else {
                 st.pool.put(diff);
@@ -67,10 +77,10 @@ impl Recorded for Mse {
 
     fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
         let diff = pass.value(self.difference);
-        let (g, norm) = (dy.slice()[0], 2.0 / self.divisor);
+        let norm = 2.0 / self.divisor;
         let mut dx = pass.pool().get(diff.len());
-        for (d, &v) in dx.slice_mut().iter_mut().zip(diff) {
-            *d = norm * v * g;
+        for (i, (d, &v)) in dx.slice_mut().iter_mut().zip(diff).enumerate() {
+            *d = norm * v * dy.slice()[if self.each { i } else { 0 }];
         }
         pass.pool().put(dy);
         pass.give(self.x, dx);

@@ -11,7 +11,8 @@ pub(crate) struct Nll {
     out: SlotId,
     labels: (usize, usize),
     classes: usize,
-    divisor: f32,
+    /// None: one loss a row.
+    divisor: Option<f32>,
 }
 
 impl<'s> Tensor<'s> {
@@ -26,6 +27,18 @@ impl<'s> Tensor<'s> {
     /// # Errors
     /// `Usage` when there is not one label per row or a label is no class.
     pub fn nll_loss(self, labels: &[u32], divisor: f32) -> Result<Tensor<'s>> {
+        self.nll(labels, Some(divisor))
+    }
+
+    /// `-x[row][label]` of each row; 0 where the label is [`IGNORE_LABEL`].
+    ///
+    /// # Errors
+    /// As [`nll_loss`](Tensor::nll_loss).
+    pub fn nll_losses(self, labels: &[u32]) -> Result<Tensor<'s>> {
+        self.nll(labels, None)
+    }
+
+    fn nll(self, labels: &[u32], divisor: Option<f32>) -> Result<Tensor<'s>> {
         let (step, x, dims) = (self.step(), self.slot(), self.dims());
         let Some((&classes, outer)) = dims.split_last() else {
             return Err(Error::usage(
@@ -50,17 +63,29 @@ impl<'s> Tensor<'s> {
         }
         let out = {
             let mut st = step.state();
-            let sum: f64 = labels
-                .iter()
-                .zip(st.value(x).chunks_exact(classes.max(1)))
-                .filter(|(l, _)| **l != IGNORE_LABEL)
-                .map(|(&l, row)| -f64::from(row[l as usize]))
-                .sum();
-            let mut buf = st.pool.get(1);
-            // `+ 0.0`: an empty sum is -0 in Rust.
-            buf.slice_mut()[0] = ((sum + 0.0) / f64::from(divisor)) as f32;
+            let shape = match divisor {
+                Some(_) => Shape::new(&[])?,
+                None => Shape::new(outer)?,
+            };
+            let mut buf = st.pool.get(shape.numel());
+            let scores = st.value(x).chunks_exact(classes.max(1));
+            let losses = labels.iter().zip(scores).map(|(&l, row)| match l {
+                IGNORE_LABEL => 0.0,
+                l => -f64::from(row[l as usize]),
+            });
+            match divisor {
+                // `+ 0.0`: an empty sum is -0 in Rust.
+                Some(d) => {
+                    buf.slice_mut()[0] = ((losses.sum::<f64>() + 0.0) / f64::from(d)) as f32;
+                }
+                None => {
+                    for (to, loss) in buf.slice_mut().iter_mut().zip(losses) {
+                        *to = loss as f32;
+                    }
+                }
+            }
             let wants = st.wants_grad(x);
-            let out = st.add_output(Shape::new(&[])?, buf, wants);
+            let out = st.add_output(shape, buf, wants);
             if wants {
                 let labels = st.add_labels(labels);
                 st.record(Nll {
@@ -85,12 +110,15 @@ impl Recorded for Nll {
 
     fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
         let numel = pass.shape(self.x).numel();
-        let g = -(dy.slice()[0] / self.divisor);
+        let g = |row: usize| match self.divisor {
+            Some(d) => -(dy.slice()[0] / d),
+            None => -dy.slice()[row],
+        };
         let mut dx = pass.pool().get_zeroed(numel);
         let rows = dx.slice_mut().chunks_exact_mut(self.classes.max(1));
-        for (row, &l) in rows.zip(pass.labels(self.labels)) {
+        for (i, (row, &l)) in rows.zip(pass.labels(self.labels)).enumerate() {
             if l != IGNORE_LABEL {
-                row[l as usize] = g;
+                row[l as usize] = g(i);
             }
         }
         pass.pool().put(dy);

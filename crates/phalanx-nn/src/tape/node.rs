@@ -69,6 +69,7 @@ macro_rules! nodes {
 }
 
 nodes! {
+    AdaptiveMaxPool2d(ops::adaptive_max_pool2d::AdaptiveMaxPool2d),
     Add(ops::add::Add),
     AvgPool2d(ops::avg_pool2d::AvgPool2d),
     ConvTranspose2d(ops::conv_transpose2d::ConvTranspose2d),
