@@ -250,12 +250,24 @@ fn cifar_binary_seeds() -> Vec<Vec<u8>> {
 
 /// An archive of one member; empty if that is impossible.
 pub(crate) fn small_archive(name: &str, content: &[u8]) -> Vec<u8> {
+    archive_of(&[(name, content)])
+}
+
+/// A tar.gz of these files, whatever they are called.
+pub(crate) fn archive_of(members: &[(&str, &[u8])]) -> Vec<u8> {
     let packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
     let mut archive = tar::Builder::new(packed);
-    let mut header = tar::Header::new_gnu();
-    header.set_size(content.len() as u64);
-    header.set_mode(0o644);
-    let written = archive.append_data(&mut header, name, content);
+    let append = |(name, content): &(&str, &[u8])| {
+        let mut header = tar::Header::new_gnu();
+        // Past the writer's own check, which refuses `..`.
+        let end = name.len().min(header.as_old().name.len());
+        header.as_old_mut().name[..end].copy_from_slice(&name.as_bytes()[..end]);
+        header.set_size(content.len() as u64);
+        header.set_mode(0o644);
+        header.set_cksum();
+        archive.append(&header, *content)
+    };
+    let written = members.iter().try_for_each(append);
     let finished = written.and_then(|()| archive.into_inner()?.finish());
     finished.unwrap_or_default()
 }

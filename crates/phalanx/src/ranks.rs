@@ -359,6 +359,7 @@ fn as_launched_rank(
     })?;
     let ctx = RankContext {
         threads,
+        local_rank: place.local_rank,
         prefix: None,
         started,
         group,
@@ -388,6 +389,7 @@ fn as_threads(
             .map(|group| {
                 let ctx = RankContext {
                     threads: threads(args, world),
+                    local_rank: group.rank(),
                     prefix: (world > 1 && speakers == Speakers::All)
                         .then(|| format!("[rank {}] ", group.rank())),
                     started,

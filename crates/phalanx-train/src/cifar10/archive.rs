@@ -1,5 +1,5 @@
-//! The original archives, read as they are: nothing is unpacked onto the disk,
-//! so no name in an archive can lead anywhere.
+//! The original archives: read as they are, or unpacked into the files that
+//! the data set is known to have, so that no name in an archive can lead anywhere.
 
 use std::fs::File;
 use std::io::{BufReader, Read};
@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 
 use flate2::read::MultiGzDecoder;
 
+use super::find::{BINARY, PYTHON};
 use super::{Batch, MAX_FILE_BYTES, Split, binary, pickle};
+use crate::files::{atomic_write, create_folder};
 use crate::{Error, Result};
 
 /// Members beyond this are no archive of CIFAR-10 (it has eight).
@@ -21,6 +23,61 @@ const MAX_TOTAL_BYTES: u64 = 512 << 20;
 ///
 /// `Data` when the archive is truncated, damaged or lacks a member; `Io`.
 pub(super) fn read(path: &Path, split: Split) -> Result<Vec<(PathBuf, Batch)>> {
+    let wanted = split.files();
+    let mut found: Vec<Option<(PathBuf, Batch)>> = wanted.iter().map(|_| None).collect();
+    members(path, wanted, |member| {
+        found[member.place] = Some((path.join(&member.name), member.parse(path)?));
+        Ok(())
+    })?;
+    Ok(found.into_iter().flatten().collect())
+}
+
+/// Writes the files of both splits into their published folder beside the
+/// archive, each only when it has been found to be what it should be.
+///
+/// # Errors
+///
+/// As [`read`]; `DiskFull` or `Io`, naming the file.
+pub(super) fn unpack(path: &Path) -> Result<()> {
+    let wanted = [Split::Train.files(), Split::Test.files()].concat();
+    let beside = path.parent().unwrap_or(Path::new(""));
+    members(path, &wanted, |member| {
+        member.parse(path)?;
+        let (published, ending) = if member.is_binary {
+            (BINARY, ".bin")
+        } else {
+            (PYTHON, "")
+        };
+        let folder = beside.join(published);
+        create_folder(&folder)?;
+        let name = format!("{}{ending}", wanted[member.place]);
+        atomic_write(&folder.join(name), &member.bytes)
+    })
+}
+
+/// A file of the data set in an archive.
+struct Member {
+    /// Which of the wanted.
+    place: usize,
+    /// As the archive has it.
+    name: String,
+    is_binary: bool,
+    bytes: Vec<u8>,
+}
+
+impl Member {
+    fn parse(&self, archive: &Path) -> Result<Batch> {
+        let inner = archive.join(&self.name);
+        if self.is_binary {
+            binary::parse(&inner, &self.bytes)
+        } else {
+            pickle::parse(&inner, &self.bytes)
+        }
+    }
+}
+
+/// Gives `take` every member that is called as one of `wanted`, until each was there.
+fn members(path: &Path, wanted: &[&str], mut take: impl FnMut(Member) -> Result<()>) -> Result<()> {
     let shown = path.display();
     let file = File::open(path).map_err(|e| Error::io("cannot read", path, e))?;
     // One byte above the limit tells "too large" from "ends there".
@@ -32,11 +89,10 @@ pub(super) fn read(path: &Path, split: Split) -> Result<Vec<(PathBuf, Batch)>> {
         ))
         .with_source(source)
     };
-    let wanted = split.files();
-    let mut found: Vec<Option<(PathBuf, Batch)>> = wanted.iter().map(|_| None).collect();
+    let mut found = vec![false; wanted.len()];
     let mut total = 0;
     for (count, member) in archive.entries().map_err(broken)?.enumerate() {
-        if found.iter().all(Option::is_some) {
+        if found.iter().all(|there| *there) {
             break;
         }
         let member = member.map_err(broken)?;
@@ -73,19 +129,18 @@ pub(super) fn read(path: &Path, split: Split) -> Result<Vec<(PathBuf, Batch)>> {
                 bytes.len()
             )));
         }
-        let inner = path.join(&name);
-        let batch = if is_binary {
-            binary::parse(&inner, &bytes)?
-        } else {
-            pickle::parse(&inner, &bytes)?
-        };
-        found[place] = Some((inner, batch));
+        take(Member {
+            place,
+            name,
+            is_binary,
+            bytes,
+        })?;
+        found[place] = true;
     }
-    let missing = found.iter().position(Option::is_none).map(|i| wanted[i]);
-    if let Some(name) = missing {
-        return Err(Error::data(format!(
+    match found.iter().position(|there| !there).map(|i| wanted[i]) {
+        Some(name) => Err(Error::data(format!(
             "{shown} has no member {name} (or {name}.bin); expected an archive of CIFAR-10"
-        )));
+        ))),
+        None => Ok(()),
     }
-    Ok(found.into_iter().flatten().collect())
 }

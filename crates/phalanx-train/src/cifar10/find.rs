@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use super::{Source, Split};
 use crate::{Error, Result};
 
-const PYTHON: &str = "cifar-10-batches-py";
-const BINARY: &str = "cifar-10-batches-bin";
+pub(super) const PYTHON: &str = "cifar-10-batches-py";
+pub(super) const BINARY: &str = "cifar-10-batches-bin";
 const ARCHIVES: [&str; 2] = ["cifar-10-python.tar.gz", "cifar-10-binary.tar.gz"];
 
 const EXPECTED: &str = "  expected cifar-10-batches-py/ (data_batch_1 to data_batch_5, test_batch), \

@@ -133,6 +133,21 @@ pub fn check(folder: &Path) -> Result<Source> {
     find::find(folder)
 }
 
+/// Unpacks the archive in `folder`, where there is nothing but one, into the
+/// published folder beside it, so that ranks need not do so each time they
+/// read. Files appear whole or not at all, and one killed on the way can be
+/// done again. An archive that `folder` itself names stays as it is.
+///
+/// # Errors
+///
+/// As [`load`]; `DiskFull` or `Io` when the system refuses to write.
+pub fn unpack(folder: &Path) -> Result<()> {
+    match find::find(folder)? {
+        Source::Archive(file) if folder.is_dir() => archive::unpack(&file),
+        _ => Ok(()),
+    }
+}
+
 /// Reads one split from `folder`, as [`check`] finds it.
 ///
 /// # Errors

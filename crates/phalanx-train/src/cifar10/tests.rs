@@ -2,7 +2,7 @@ use std::path::PathBuf;
 
 use super::*;
 use crate::ErrorKind;
-use crate::fuzzing::{small_archive, small_binary, small_pickle};
+use crate::fuzzing::{archive_of, small_archive, small_binary, small_pickle};
 
 /// Where the real files are, if anywhere.
 fn real() -> Option<PathBuf> {
@@ -236,6 +236,44 @@ fn archives_that_are_cut_damaged_or_of_something_else_are_named() {
         .expect_err("no archive")
         .to_string();
     assert!(text.contains("expected a complete tar.gz"), "{text}");
+}
+
+#[test]
+fn archives_are_unpacked_into_known_files_only() {
+    let dir = tempfile::tempdir().expect("folder");
+    let pickle = small_pickle();
+    let mut names: Vec<String> = (1..=5).map(|i| format!("../../data_batch_{i}")).collect();
+    names.push("etc/passwd".to_owned());
+    names.push("x/test_batch".to_owned());
+    let members: Vec<(&str, &[u8])> = names.iter().map(|n| (&n[..], &pickle[..])).collect();
+    std::fs::write(
+        dir.path().join("cifar-10-python.tar.gz"),
+        archive_of(&members),
+    )
+    .expect("written");
+    unpack(dir.path()).expect("unpacked");
+    let folder = dir.path().join("cifar-10-batches-py");
+    assert_eq!(
+        check(dir.path()).expect("there"),
+        Source::Python(folder.clone())
+    );
+    assert_eq!(std::fs::read_dir(dir.path()).expect("folder").count(), 2);
+    assert_eq!(std::fs::read_dir(&folder).expect("folder").count(), 6);
+    for entry in std::fs::read_dir(&folder).expect("folder").flatten() {
+        assert_eq!(std::fs::read(entry.path()).expect("a file"), pickle);
+    }
+    // Nothing is left to do.
+    unpack(dir.path()).expect("done before");
+
+    let half = tempfile::tempdir().expect("folder");
+    std::fs::write(
+        half.path().join("cifar-10-python.tar.gz"),
+        archive_of(&members[..3]),
+    )
+    .expect("written");
+    let text = unpack(half.path()).expect_err("half").to_string();
+    assert!(text.contains("has no member data_batch_4"), "{text}");
+    assert!(matches!(check(half.path()), Ok(Source::Archive(_))));
 }
 
 #[test]

@@ -183,8 +183,8 @@ fn cannot(what: &str, path: &Path, e: std::io::Error) -> Error {
 
 /// Gets `file` from the first of `sources` that has it, into `folder`.
 ///
-/// What is there already and has the published sum is left alone; what was
-/// begun is continued. The file appears under its name when it is whole and
+/// What is there already and has the published sum is left alone, and another
+/// file in its place is removed if `force` says so; what was begun is continued. The file appears under its name when it is whole and
 /// its sum is right, or not at all. *Blocks* at most `patience` without a byte.
 ///
 /// # Errors
@@ -197,14 +197,15 @@ pub(super) fn fetch(
     sources: &[String],
     folder: &Path,
     file: &File,
+    force: bool,
     meter: &mut Meter,
 ) -> Result<Got> {
     let target = folder.join(file.name);
-    if is_there(&target, file)? {
+    if is_there(&target, file, force)? {
         return Ok(Got::Already);
     }
     let mut part = Part::open(&target, meter)?;
-    if is_there(&target, file)? {
+    if is_there(&target, file, force)? {
         return Ok(Got::Already);
     }
     let mut reasons = Vec::new();
@@ -244,10 +245,14 @@ pub(super) fn fetch(
     ))
 }
 
-/// Whether the finished file is in its place.
-fn is_there(target: &Path, file: &File) -> Result<bool> {
+/// Whether the finished file is in its place; `force` removes another one.
+fn is_there(target: &Path, file: &File, force: bool) -> Result<bool> {
     match sum::differs(target, file.sum) {
         Ok(None) => Ok(true),
+        Ok(Some(_)) if force => match std::fs::remove_file(target) {
+            Ok(()) => Ok(false),
+            Err(e) => Err(cannot("replace", target, e)),
+        },
         Ok(Some(has)) => Err(Error::usage(format!(
             "{} is not the published file: it has {has}, expected {}",
             target.display(),

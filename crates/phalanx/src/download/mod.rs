@@ -53,17 +53,8 @@ pub(crate) fn run(args: &DownloadArgs) -> Result<()> {
             (Some(to), 1) => to.clone(),
             (Some(to), _) => to.join(set.name),
         };
-        std::fs::create_dir_all(&folder).map_err(|e| {
-            Error::new(
-                ErrorKind::System,
-                format!("cannot make the folder {}", folder.display()),
-            )
-            .caused_by(e)
-        })?;
-        let sources: Vec<String> = match &args.from {
-            Some(url) => vec![url.clone()],
-            None => set.sources.iter().map(|&s| s.to_owned()).collect(),
-        };
+        make(&folder)?;
+        let sources = sources(set, args.from.as_deref());
         // A mirror without it may still redirect to one with it.
         let agent = fetch::agent(patience, true)?;
         println!(
@@ -73,13 +64,7 @@ pub(crate) fn run(args: &DownloadArgs) -> Result<()> {
             set.bytes() as f64 / 1e6
         );
         for file in set.files {
-            if args.force {
-                discard_other(&folder.join(file.name), file)?;
-            }
-            let mut meter = Meter::new(file.name, file.bytes);
-            let got = fetch::fetch(&agent, patience, &sources, &folder, file, &mut meter)?;
-            drop(meter);
-            match got {
+            match get(&agent, patience, &sources, &folder, file, args.force)? {
                 Got::Already => println!("  {}  is there", file.name),
                 Got::From(url) => println!("  {}  from {url}", file.name),
             }
@@ -89,18 +74,50 @@ pub(crate) fn run(args: &DownloadArgs) -> Result<()> {
     Ok(())
 }
 
-/// Removes what is in the file's place, unless it is that file.
-fn discard_other(path: &Path, file: &sets::File) -> Result<()> {
-    let removed = match sum::differs(path, file.sum) {
-        Ok(Some(_)) => std::fs::remove_file(path),
-        Ok(None) => Ok(()),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
-        Err(e) => Err(e),
-    };
-    removed.map_err(|e| {
+/// Sees to it that all files of the set `name` are in `folder`, from their
+/// authors or from `mirror`, and shows on standard error how far it is.
+///
+/// # Errors
+///
+/// As `phalanx download`.
+pub(crate) fn ensure(name: &str, folder: &Path, mirror: Option<&str>) -> Result<()> {
+    let set = named(name)?;
+    make(folder)?;
+    let patience = Patience::default();
+    let sources = sources(set, mirror);
+    let agent = fetch::agent(patience, true)?;
+    for file in set.files {
+        get(&agent, patience, &sources, folder, file, false)?;
+    }
+    Ok(())
+}
+
+/// Gets one file; `force` replaces another one in its place.
+fn get(
+    agent: &ureq::Agent,
+    patience: Patience,
+    sources: &[String],
+    folder: &Path,
+    file: &sets::File,
+    force: bool,
+) -> Result<Got> {
+    let mut meter = Meter::new(file.name, file.bytes);
+    fetch::fetch(agent, patience, sources, folder, file, force, &mut meter)
+}
+
+/// The folders that have the set's files.
+fn sources(set: &DataSet, mirror: Option<&str>) -> Vec<String> {
+    match mirror {
+        Some(url) => vec![url.to_owned()],
+        None => set.sources.iter().map(|&s| s.to_owned()).collect(),
+    }
+}
+
+fn make(folder: &Path) -> Result<()> {
+    std::fs::create_dir_all(folder).map_err(|e| {
         Error::new(
             ErrorKind::System,
-            format!("cannot replace {}", path.display()),
+            format!("cannot make the folder {}", folder.display()),
         )
         .caused_by(e)
     })

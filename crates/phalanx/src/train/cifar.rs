@@ -9,6 +9,7 @@ use phalanx_train::cifar10::{self, Cifar10, Scaling, Split};
 use phalanx_train::synthetic::{self, noise};
 
 use super::format::thousands;
+use super::prepare::{Fetch, FetchArgs, Kind};
 use super::program::Data;
 use super::settings::Settings;
 use crate::error::{Error, Result};
@@ -29,6 +30,8 @@ pub struct CifarArgs {
     /// Random data instead, as the ModelArts document has it: nothing can be learned from it
     #[arg(long, default_value_t = false, action = clap::ArgAction::Set, value_name = "true|false")]
     pub custom_data: bool,
+    #[command(flatten)]
+    pub fetch: FetchArgs,
     /// Train on the first N images only
     #[arg(long, value_name = "N")]
     pub train_samples: Option<usize>,
@@ -59,10 +62,19 @@ impl CifarArgs {
         ] {
             ranks::check_count(flag, samples.unwrap_or(1), 100_000_000)?;
         }
-        if !self.custom_data && self.data_url != "synthetic" {
+        if self.custom_data {
+            self.fetch.refuse("--custom-data")?;
+        } else if self.data_url == "synthetic" {
+            self.fetch.refuse("synthetic")?;
+        } else if !self.fetch.wanted() {
             cifar10::check(self.data_url.as_ref())?;
         }
         Ok(())
+    }
+
+    /// How it is got first, where it may be missing.
+    pub fn fetch(&self) -> Option<Fetch> {
+        self.fetch.fetch(Kind::Cifar10, &self.data_url)
     }
 
     /// As the user typed it.

@@ -16,6 +16,8 @@ pub struct RankContext {
     pub group: ProcessGroup,
     /// Compute threads of this rank.
     pub threads: usize,
+    /// This rank among those of its host; 0 also where ranks are started by hand.
+    pub local_rank: usize,
     /// Put before each line of results when several ranks share one standard output and no
     /// launcher in between does it.
     pub prefix: Option<String>,

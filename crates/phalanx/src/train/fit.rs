@@ -20,6 +20,7 @@ use super::cut::{Cut, Determinism};
 use super::evaluate::{Tested, Tester, loader};
 use super::format::{bytes, plural, thousands};
 use super::output::Output;
+use super::prepare;
 use super::profile::Profiler;
 use super::program::{Data, Net, Program};
 use super::sample_log::SampleLog;
@@ -54,6 +55,7 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
     let dir = settings.output_dir.clone();
     let dir = dir.unwrap_or_else(|| super::default_output_dir(program.name()));
     let resumed = Resumed::find(ctx, &settings.saving, &dir)?;
+    prepare::data(ctx, program.fetch())?;
     let data = program.data()?;
     voice.loaded(ctx)?;
     let resumable = settings.resumable(program.name(), &data.content, world);

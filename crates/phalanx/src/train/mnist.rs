@@ -13,6 +13,7 @@ use super::evaluate::Tested;
 use super::fit;
 use super::format::thousands;
 use super::output::Files;
+use super::prepare::{Fetch, FetchArgs, Kind};
 use super::program::{Data, Loss, Net, Program, Testers};
 use super::settings::Settings;
 use super::voice::{StepFacts, Voice};
@@ -24,6 +25,8 @@ pub struct MnistArgs {
     /// Folder with the MNIST (or Fashion-MNIST) files, or `synthetic` for drawn digits
     #[arg(long, default_value = "synthetic", value_name = "DIR|synthetic")]
     pub data: String,
+    #[command(flatten)]
+    pub fetch: FetchArgs,
     /// SGD momentum
     #[arg(long, default_value_t = 0.9, allow_negative_numbers = true)]
     pub momentum: f64,
@@ -54,7 +57,9 @@ pub fn validate(args: &MnistArgs, world: usize) -> Result<()> {
     }
     // The data is looked at once here, so that a wrong folder is one error and not
     // one per rank.
-    if args.data != "synthetic" {
+    if args.data == "synthetic" {
+        args.fetch.refuse("synthetic")?;
+    } else if !args.fetch.wanted() {
         mnist::check(args.data.as_ref())?;
     }
     Ok(())
@@ -109,6 +114,10 @@ impl Program for MnistArgs {
             format!("--momentum {}", self.momentum),
             format!("--dropout {:?}", self.dropout),
         ]
+    }
+
+    fn fetch(&self) -> Option<Fetch> {
+        self.fetch.fetch(Kind::Mnist, &self.data)
     }
 
     fn data(&self) -> Result<Data> {

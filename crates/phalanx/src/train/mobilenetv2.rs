@@ -10,6 +10,7 @@ use super::context::RankContext;
 use super::evaluate::Tested;
 use super::fit;
 use super::output::Files;
+use super::prepare::Fetch;
 use super::program::{Data, Loss, Net, Program, Testers};
 use super::settings::{Defaults, Settings};
 use super::voice::{StepFacts, Voice};
@@ -91,6 +92,10 @@ impl Program for MobilenetArgs {
 
     fn must_agree(&self) -> Vec<String> {
         self.cifar.must_agree()
+    }
+
+    fn fetch(&self) -> Option<Fetch> {
+        self.cifar.fetch()
     }
 
     fn data(&self) -> Result<Data> {

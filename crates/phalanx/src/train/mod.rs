@@ -14,6 +14,7 @@ mod mobilenetv2;
 mod modelarts;
 mod output;
 pub(crate) mod precision;
+mod prepare;
 pub(crate) mod profile;
 mod program;
 mod resnet18;

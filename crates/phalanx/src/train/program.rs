@@ -9,6 +9,7 @@ use phalanx_nn::{Params, Reduction, Scope, Tensor};
 use phalanx_train::Dataset;
 
 use super::output::Files;
+use super::prepare::Fetch;
 use super::settings::Settings;
 use super::voice::Voice;
 use crate::error::Result;
@@ -103,6 +104,9 @@ pub trait Program {
 
     /// Settings of its own that must be the same on all ranks, a line each.
     fn must_agree(&self) -> Vec<String>;
+
+    /// How its data are got first, where they may be missing.
+    fn fetch(&self) -> Option<Fetch>;
 
     /// Reads or makes its data.
     ///

@@ -13,6 +13,7 @@ use super::context::RankContext;
 use super::fit;
 use super::modelarts::ModelArts;
 use super::output::Files;
+use super::prepare::Fetch;
 use super::program::{Data, Loss, Net, Program, Testers};
 use super::settings::{Defaults, Settings};
 use super::voice::Voice;
@@ -160,6 +161,10 @@ impl Program for Resnet18Args {
         facts.push(format!("--recipe {:?}", self.recipe).to_lowercase());
         facts.push(format!("--lr-scaling {:?}", self.lr_scaling).to_lowercase());
         facts
+    }
+
+    fn fetch(&self) -> Option<Fetch> {
+        self.cifar.fetch()
     }
 
     fn data(&self) -> Result<Data> {

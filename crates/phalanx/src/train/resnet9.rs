@@ -13,6 +13,7 @@ use super::context::RankContext;
 use super::fit;
 use super::modelarts::ModelArts;
 use super::output::Files;
+use super::prepare::Fetch;
 use super::program::{Data, Loss, Net, Program, Testers};
 use super::settings::{Defaults, Settings};
 use super::voice::Voice;
@@ -128,6 +129,10 @@ impl Program for Resnet9Args {
         facts.push(format!("--label-smoothing {}", self.label_smoothing));
         facts.push(format!("--cutout {}", self.cutout));
         facts
+    }
+
+    fn fetch(&self) -> Option<Fetch> {
+        self.cifar.fetch()
     }
 
     fn data(&self) -> Result<Data> {

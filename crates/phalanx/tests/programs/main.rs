@@ -3,13 +3,17 @@
 
 mod cifar;
 mod compare;
+mod fetch;
 mod mnist;
 mod start;
+#[path = "../support/mod.rs"]
+mod support;
 
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
+use support::free_port;
 
 /// A command that no variable of the test's own environment reaches. No test
 /// here waits for anything but the program's end: every wait inside it has a

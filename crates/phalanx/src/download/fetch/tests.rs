@@ -210,6 +210,7 @@ impl Case {
             sources,
             self.folder.path(),
             &file,
+            false,
             &mut meter,
         )
     }

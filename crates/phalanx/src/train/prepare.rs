@@ -1,0 +1,240 @@
+//! Data that must be there before ranks can read it: the first rank of each
+//! host gets it, the others wait.
+//!
+//! They wait in votes that all ranks take part in several times a second, so
+//! that a wait may last as long as a download, while a rank that dies or fails
+//! is noticed, and named, as in any other collective.
+
+use std::path::PathBuf;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+use phalanx_comm::ReduceOp;
+use phalanx_train::{cifar10, mnist};
+
+use super::context::RankContext;
+use crate::download;
+use crate::error::{Error, ErrorKind, Result};
+
+/// Between two votes.
+const VOTE_EVERY: Duration = Duration::from_millis(200);
+
+/// Arguments about data that are not there yet.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct FetchArgs {
+    /// Get the data set first if it is missing: the first rank of each host downloads and unpacks it, the others wait
+    #[arg(long)]
+    pub download: bool,
+    /// As --download, from this folder on the web instead of the authors' (a mirror)
+    #[arg(long, value_name = "URL")]
+    pub download_from: Option<String>,
+}
+
+impl FetchArgs {
+    /// Whether data may be missing at the start.
+    pub fn wanted(&self) -> bool {
+        self.download || self.download_from.is_some()
+    }
+
+    /// A usage error for data that nobody publishes.
+    pub fn refuse(&self, data: &str) -> Result<()> {
+        if self.wanted() {
+            return Err(Error::usage(format!(
+                "--download gets a data set into a folder, and {data} is none; name one with --data"
+            )));
+        }
+        Ok(())
+    }
+
+    /// What to do, for the published data set of that kind in `folder`.
+    pub fn fetch(&self, kind: Kind, folder: &str) -> Option<Fetch> {
+        self.wanted().then(|| Fetch {
+            kind,
+            folder: folder.into(),
+            from: self.download_from.clone(),
+        })
+    }
+}
+
+/// A data set that can be downloaded.
+#[derive(Debug, Clone, Copy)]
+pub enum Kind {
+    /// Four files, read as they are.
+    Mnist,
+    /// An archive, unpacked beside itself.
+    Cifar10,
+}
+
+/// Getting one data set into one folder.
+#[derive(Debug, Clone)]
+pub struct Fetch {
+    kind: Kind,
+    folder: PathBuf,
+    from: Option<String>,
+}
+
+impl Fetch {
+    /// Does it; nothing, where all is there.
+    ///
+    /// # Errors
+    ///
+    /// Those of downloading and unpacking, naming file and folder.
+    fn run(&self) -> Result<()> {
+        let from = self.from.as_deref();
+        match self.kind {
+            Kind::Mnist => {
+                if mnist::check(&self.folder).is_err() {
+                    download::ensure("mnist", &self.folder, from)?;
+                }
+            }
+            Kind::Cifar10 => {
+                if cifar10::check(&self.folder).is_err() {
+                    download::ensure("cifar10", &self.folder, from)?;
+                }
+                cifar10::unpack(&self.folder)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Runs `fetch` on the first rank of each host. *Blocks* until all these have
+/// done it; all ranks call it.
+///
+/// # Errors
+///
+/// What went wrong, on the rank where it did; the loss of that rank, with its
+/// reason, on the others.
+pub fn data(ctx: &RankContext, fetch: Option<Fetch>) -> Result<()> {
+    match fetch {
+        Some(fetch) => first_of_host(ctx, move || fetch.run()),
+        None => Ok(()),
+    }
+}
+
+fn first_of_host(
+    ctx: &RankContext,
+    work: impl FnOnce() -> Result<()> + Send + 'static,
+) -> Result<()> {
+    let is_first = ctx.local_rank == 0;
+    ctx.group.set_phase(if is_first {
+        "preparing data"
+    } else {
+        "waiting for data"
+    });
+    if ctx.world() == 1 {
+        return work();
+    }
+    let (done, outcome) = channel();
+    let mut busy = is_first;
+    if busy {
+        // Not waited for when another rank fails: the process is about to end.
+        std::thread::Builder::new()
+            .name("prepare".into())
+            .spawn(move || {
+                let _ = done.send(work());
+            })
+            .map_err(|e| Error::new(ErrorKind::System, "cannot start a thread").caused_by(e))?;
+    }
+    loop {
+        if busy {
+            match outcome.recv_timeout(VOTE_EVERY) {
+                // A failure ends this rank, and the votes of the others by name.
+                Ok(result) => {
+                    result?;
+                    busy = false;
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Error::new(
+                        ErrorKind::Failed,
+                        "preparing the data panicked; this is a bug in phalanx",
+                    ));
+                }
+            }
+        }
+        let mut anyone = [if busy { 1.0f32 } else { 0.0 }];
+        ctx.group.all_reduce(&mut anyone, ReduceOp::Max)?;
+        if anyone == [0.0] {
+            return Ok(());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::{Arc, Barrier};
+    use std::time::Instant;
+
+    use phalanx_comm::{GroupOptions, ProcessGroup};
+
+    use super::*;
+
+    /// Three ranks, two of them first of their hosts; what each ended with.
+    fn three(
+        work: impl Fn(usize) -> Result<()> + Clone + Send + Sync + 'static,
+    ) -> Vec<Result<()>> {
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> = ProcessGroup::threads(3, GroupOptions::default())
+                .into_iter()
+                .zip([0, 1, 0])
+                .map(|(group, local_rank)| {
+                    let work = work.clone();
+                    scope.spawn(move || {
+                        let ctx = RankContext {
+                            group,
+                            threads: 1,
+                            local_rank,
+                            prefix: None,
+                            started: Instant::now(),
+                        };
+                        let rank = ctx.rank();
+                        let outcome = first_of_host(&ctx, move || work(rank));
+                        if let Err(error) = &outcome {
+                            ctx.group.abort(&error.to_string());
+                        }
+                        outcome
+                    })
+                })
+                .collect();
+            let ended = ranks.into_iter().map(|rank| rank.join().expect("no panic"));
+            ended.collect()
+        })
+    }
+
+    #[test]
+    fn the_first_of_each_host_works_and_nobody_goes_on_before_all_have() {
+        let (worked, both) = (Arc::new(AtomicUsize::new(0)), Arc::new(Barrier::new(2)));
+        let (count, meet) = (Arc::clone(&worked), Arc::clone(&both));
+        let ended = three(move |rank| {
+            assert_ne!(rank, 1, "not the first of its host");
+            // Both at the same time, or this would never end.
+            meet.wait();
+            count.fetch_add(1, Ordering::SeqCst);
+            Ok(())
+        });
+        assert!(ended.iter().all(Result::is_ok), "{ended:?}");
+        assert_eq!(worked.load(Ordering::SeqCst), 2);
+    }
+
+    #[test]
+    fn a_failure_is_told_by_name_to_those_that_wait() {
+        let ended = three(|rank| match rank {
+            2 => Err(Error::new(ErrorKind::System, "the disk is on fire")),
+            // Longer than anybody will wait for it.
+            _ => loop {
+                std::thread::park();
+            },
+        });
+        let text = |rank: usize| ended[rank].as_ref().expect_err("failed").chain();
+        assert_eq!(text(2), "the disk is on fire");
+        for rank in [0, 1] {
+            let text = text(rank);
+            assert!(
+                text.contains("rank 2") && text.contains("the disk is on fire"),
+                "{text}"
+            );
+        }
+    }
+}
