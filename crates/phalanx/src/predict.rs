@@ -1,17 +1,19 @@
 //! `phalanx predict`: what a trained network says about images.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use phalanx_nn::models::MnistCnn;
+use phalanx_nn::models::{CifarResNet, MnistCnn, MobileNetV2, ResNet9};
 use phalanx_nn::{Params, Scope, Seed, Tape, Threads};
 use phalanx_train::checkpoint::{load_params, read_tensors, save_tensors};
+use phalanx_train::cifar10::{self, Scaling};
 use phalanx_train::metrics::argmax;
 use phalanx_train::{Dataset, image, mnist, synthetic};
 use serde::Serialize;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::ranks;
-use crate::train::{Net, print};
+use crate::train::{Net, mirrored, print};
 
 /// Arguments of `phalanx predict`.
 #[derive(Debug, clap::Args)]
@@ -25,6 +27,13 @@ pub struct PredictArgs {
     /// The network [default: what the checkpoint says, or the one that it fits]
     #[arg(long, value_parser = names(), value_name = "NAME")]
     model: Option<String>,
+    /// What networks of colour images take for a pixel [default: what the checkpoint says, or what the
+    /// network is trained with by default]
+    #[arg(long, value_enum, value_name = "unit|normalised")]
+    pixels: Option<Pixels>,
+    /// Whether to look at each image mirrored, too, and take the mean of the scores [default: as --pixels]
+    #[arg(long, value_name = "true|false")]
+    mirrored: Option<bool>,
     /// Predictions, a JSON object a line [default: standard output]
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
@@ -39,6 +48,24 @@ pub struct PredictArgs {
     threads: Option<usize>,
 }
 
+/// What a byte of a colour image becomes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Pixels {
+    /// 0 to 1
+    Unit,
+    /// The same less the training set's mean, divided by its deviation
+    Normalised,
+}
+
+impl Pixels {
+    fn scaling(self) -> Scaling {
+        match self {
+            Pixels::Unit => Scaling::Unit,
+            Pixels::Normalised => Scaling::Normalised,
+        }
+    }
+}
+
 /// A network that predictions can be made with.
 struct Known {
     /// As `--model` and a checkpoint's metadata have it.
@@ -46,16 +73,69 @@ struct Known {
     /// Height, width, channels.
     image: [usize; 3],
     build: fn(&mut Scope) -> Box<dyn Net>,
-    /// What the network takes for the 256 values of a byte.
-    normalised: fn() -> [f32; 256],
+    /// What it is trained with by default, and whether it is tested on mirrored images too.
+    looks: (Pixels, bool),
 }
 
-const KNOWN: [Known; 1] = [Known {
-    name: "mnist_cnn",
-    image: [28, 28, 1],
-    build: |scope| Box::new(MnistCnn::new(scope)),
-    normalised: mnist::normalised,
-}];
+const CIFAR: [usize; 3] = [32, 32, 3];
+
+const KNOWN: [Known; 4] = [
+    Known {
+        name: "mnist_cnn",
+        image: [28, 28, 1],
+        build: |scope| Box::new(MnistCnn::new(scope)),
+        looks: (Pixels::Normalised, false),
+    },
+    Known {
+        name: "resnet18",
+        image: CIFAR,
+        build: |scope| Box::new(CifarResNet::resnet18(scope)),
+        looks: (Pixels::Unit, false),
+    },
+    Known {
+        name: "resnet9",
+        image: CIFAR,
+        build: |scope| Box::new(ResNet9::new(scope, cifar10::CLASSES)),
+        looks: (Pixels::Normalised, true),
+    },
+    Known {
+        name: "mobilenetv2",
+        image: CIFAR,
+        build: |scope| Box::new(MobileNetV2::new(scope, cifar10::CLASSES)),
+        looks: (Pixels::Unit, false),
+    },
+];
+
+/// How a checkpoint's network looks at images.
+struct Looks {
+    scaling: Scaling,
+    mirrored: bool,
+}
+
+impl Looks {
+    /// As typed, else as the checkpoint says, else as the network is trained by default.
+    fn new(args: &PredictArgs, known: &Known, metadata: &BTreeMap<String, String>) -> Looks {
+        let (pixels, mirrored) = match metadata.get("pixels").map(String::as_str) {
+            Some("unit") => (Pixels::Unit, false),
+            Some("normalised") => (Pixels::Normalised, false),
+            _ => known.looks,
+        };
+        let said = metadata.get("mirrored").map(|text| text == "true");
+        Looks {
+            scaling: args.pixels.unwrap_or(pixels).scaling(),
+            mirrored: args.mirrored.or(said).unwrap_or(mirrored),
+        }
+    }
+
+    /// What each channel's bytes become.
+    fn tables(&self, known: &Known) -> Vec<[f32; 256]> {
+        if known.image[2] == 1 {
+            vec![mnist::normalised()]
+        } else {
+            self.scaling.table().to_vec()
+        }
+    }
+}
 
 fn names() -> clap::builder::PossibleValuesParser {
     KNOWN
@@ -89,8 +169,15 @@ pub fn run(args: &PredictArgs) -> Result<()> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = args.threads.unwrap_or(cores);
     ranks::check_count("--threads", threads, (4 * cores).max(16))?;
-    let (known, net, params) = network(&args.checkpoint, args.model.as_deref())?;
-    let source = Source::open(args, known)?;
+    let (known, net, params, metadata) = network(&args.checkpoint, args.model.as_deref())?;
+    if known.image[2] == 1 && args.pixels.is_some() {
+        return Err(Error::usage(format!(
+            "--pixels is for networks of colour images, and {} takes grey ones",
+            known.name
+        )));
+    }
+    let looks = Looks::new(args, known, &metadata);
+    let source = Source::open(args, known, &looks)?;
     let samples = source.len().min(args.limit.unwrap_or(usize::MAX));
     let mut tape = Tape::new(Threads(threads));
     let [h, w, c] = known.image;
@@ -105,9 +192,13 @@ pub fn run(args: &PredictArgs) -> Result<()> {
             truths.push(source.read(first + i, image, known)?);
         }
         let step = tape.inference(&params);
-        let scores = net
-            .forward(step.input(&images, &[batch, h, w, c])?)?
-            .to_vec();
+        let shape = [batch, h, w, c];
+        let mut scores = net.forward(step.input(&images, &shape)?)?;
+        if looks.mirrored {
+            let other = net.forward(step.input(&mirrored(&images, known.image), &shape)?)?;
+            scores = scores.add(other)?.scale(0.5)?;
+        }
+        let scores = scores.to_vec();
         let classes = scores.len() / batch;
         for (i, (scores, truth)) in scores.chunks_exact(classes).zip(truths).enumerate() {
             let guess = argmax(scores).unwrap_or(0) as u32;
@@ -140,8 +231,16 @@ pub fn run(args: &PredictArgs) -> Result<()> {
     Ok(())
 }
 
-/// The network of the checkpoint with its weights.
-fn network(path: &Path, wanted: Option<&str>) -> Result<(&'static Known, Box<dyn Net>, Params)> {
+/// What [`network`] finds.
+type Network = (
+    &'static Known,
+    Box<dyn Net>,
+    Params,
+    BTreeMap<String, String>,
+);
+
+/// The network of the checkpoint with its weights, and what the checkpoint says besides.
+fn network(path: &Path, wanted: Option<&str>) -> Result<Network> {
     let (tensors, loaded) = read_tensors(path)?;
     for warning in &loaded.warnings {
         eprintln!("warning: {warning}");
@@ -169,12 +268,21 @@ fn network(path: &Path, wanted: Option<&str>) -> Result<(&'static Known, Box<dyn
         let net = (known.build)(&mut scope);
         let mut params = scope.build()?;
         match load_params(path, &mut params) {
-            Ok(_) => return Ok((known, net, params)),
+            Ok(_) => return Ok((known, net, params, loaded.metadata)),
             Err(error) => why = Some(error),
         }
     }
     Err(match (why, said) {
-        (Some(error), _) => error.into(),
+        (Some(error), Some(_)) => error.into(),
+        (Some(_), None) => {
+            let names: Vec<&str> = KNOWN.iter().map(|known| known.name).collect();
+            Error::usage(format!(
+                "{} fits none of the networks that phalanx predict knows ({})",
+                path.display(),
+                names.join(", ")
+            ))
+            .note("see", "why it does not fit one of them, with --model NAME")
+        }
         (None, said) => Error::usage(format!(
             "the checkpoint is of the network {}, which phalanx predict does not know",
             said.unwrap_or("without a name")
@@ -185,17 +293,30 @@ fn network(path: &Path, wanted: Option<&str>) -> Result<(&'static Known, Box<dyn
 /// Where images come from.
 enum Source {
     Set(Box<dyn Dataset>),
-    Files(Vec<PathBuf>),
+    /// With what each channel's bytes become.
+    Files(Vec<PathBuf>, Vec<[f32; 256]>),
 }
 
 impl Source {
-    fn open(args: &PredictArgs, known: &Known) -> Result<Source> {
+    fn open(args: &PredictArgs, known: &Known, looks: &Looks) -> Result<Source> {
+        let grey = known.image[2] == 1;
         let set: Box<dyn Dataset> = match &args.data[..] {
             [one] if one.as_os_str() == "synthetic" => {
-                Box::new(synthetic::digits(args.limit.unwrap_or(1000), 1))
+                let samples = args.limit.unwrap_or(1000);
+                if grey {
+                    Box::new(synthetic::digits(samples, 1))
+                } else {
+                    Box::new(synthetic::pictures(0, samples, 1, looks.scaling))
+                }
             }
-            [one] if one.is_dir() => Box::new(mnist::load(one, mnist::Split::Test)?),
-            files => return Ok(Source::Files(files.to_vec())),
+            [one] if one.is_dir() => {
+                if grey {
+                    Box::new(mnist::load(one, mnist::Split::Test)?)
+                } else {
+                    Box::new(cifar10::load(one, cifar10::Split::Test, looks.scaling)?)
+                }
+            }
+            files => return Ok(Source::Files(files.to_vec(), looks.tables(known))),
         };
         if set.image_shape() != known.image {
             return Err(Error::usage(format!(
@@ -212,14 +333,14 @@ impl Source {
     fn len(&self) -> usize {
         match self {
             Source::Set(set) => set.len(),
-            Source::Files(files) => files.len(),
+            Source::Files(files, _) => files.len(),
         }
     }
 
     fn name(&self, index: usize) -> serde_json::Value {
         match self {
             Source::Set(_) => index.into(),
-            Source::Files(files) => files[index].to_string_lossy().into(),
+            Source::Files(files, _) => files[index].to_string_lossy().into(),
         }
     }
 
@@ -227,10 +348,10 @@ impl Source {
     fn read(&self, index: usize, out: &mut [f32], known: &Known) -> Result<Option<u32>> {
         match self {
             Source::Set(set) => Ok(Some(set.read(index, out)?)),
-            Source::Files(files) => {
-                let table = (known.normalised)();
+            Source::Files(files, tables) => {
                 let pixels = image::read(&files[index], known.image)?;
-                for (out, pixel) in out.iter_mut().zip(pixels) {
+                let channels = tables.iter().cycle();
+                for ((out, pixel), table) in out.iter_mut().zip(pixels).zip(channels) {
                     *out = table[usize::from(pixel)];
                 }
                 Ok(None)

@@ -4,13 +4,10 @@
 mod support;
 
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Output};
 use std::time::{Duration, Instant};
 
-use support::heed_signals;
-
-/// Longer than any run here takes, on a busy machine.
-const LIMIT: Duration = Duration::from_secs(240);
+use support::{LIMIT, ended, finish, phalanx, signal};
 
 /// A training that would run for hours, on three ranks.
 struct Job {
@@ -24,7 +21,7 @@ impl Job {
     fn start(name: &str, transport: &str, timeout: &str) -> Job {
         let dir = tempfile::tempdir().unwrap();
         let marker = format!("flight-{name}-{}", std::process::id());
-        let mut command = phalanx(dir.path());
+        let mut command = phalanx(&[], dir.path());
         command
             .args(["train", "mnist", "--nproc-per-node", "3", "--threads", "1"])
             .args(["--epochs", "100000", "--synthetic-samples", "960"])
@@ -44,53 +41,11 @@ impl Job {
         Job { dir, child, pids }
     }
 
-    fn signal(&self, pid: u32, name: &str) {
-        let kill = Command::new("kill")
-            .args([&format!("-{name}"), &pid.to_string()])
-            .status();
-        assert!(kill.unwrap().success());
-    }
-
     /// Exit code and stderr.
     fn end(self) -> (i32, String, tempfile::TempDir) {
-        let pid = self.child.id();
-        let (done, waiting) = std::sync::mpsc::channel::<()>();
-        let watchdog = std::thread::spawn(move || {
-            if waiting
-                .recv_timeout(LIMIT)
-                .is_err_and(|e| e == std::sync::mpsc::RecvTimeoutError::Timeout)
-            {
-                let _ = Command::new("kill")
-                    .args(["-KILL", &pid.to_string()])
-                    .status();
-            }
-        });
-        let output = self.child.wait_with_output().unwrap();
-        drop(done);
-        watchdog.join().unwrap();
-        let text = String::from_utf8_lossy(&output.stderr).into_owned();
-        (output.status.code().unwrap_or(-1), text, self.dir)
+        let (code, _, err) = ended(self.child);
+        (code, err, self.dir)
     }
-}
-
-/// A command that no variable of the test's own environment reaches.
-fn phalanx(dir: &Path) -> Command {
-    heed_signals();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
-    command.current_dir(dir);
-    for (name, _) in std::env::vars_os() {
-        let text = name.to_string_lossy();
-        if text.starts_with("PHALANX_")
-            || ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"].contains(&text.as_ref())
-        {
-            command.env_remove(&name);
-        }
-    }
-    command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    command
 }
 
 fn pid_of(marker: &str, rank: usize) -> u32 {
@@ -113,7 +68,7 @@ fn inspect(dir: &Path, args: &[&str]) -> (i32, String, String) {
         status,
         stdout,
         stderr,
-    } = phalanx(dir).arg("inspect").args(args).output().unwrap();
+    } = finish(phalanx(&["inspect"], dir).args(args));
     (
         status.code().unwrap_or(-1),
         String::from_utf8_lossy(&stdout).into_owned(),
@@ -131,7 +86,7 @@ fn line<'a>(text: &'a str, begin: &str) -> &'a str {
 fn a_stopped_rank_is_named(transport: &str) {
     let job = Job::start(&format!("stop-{transport}"), transport, "6");
     let stopped = job.pids[2];
-    job.signal(stopped, "STOP");
+    signal(stopped, "STOP");
     let (code, err, dir) = job.end();
     assert_eq!(code, 4, "{err}");
     // While it still waits, once: from the lowest rank.
@@ -224,7 +179,7 @@ fn a_stopped_rank_is_named_over_tcp() {
 fn a_killed_rank_leaves_its_last_operation() {
     let job = Job::start("kill", "shm", "30");
     let killed = job.pids[1];
-    job.signal(killed, "KILL");
+    signal(killed, "KILL");
     let (code, err, dir) = job.end();
     assert_eq!(code, 3, "{err}");
     let report = &err[err.rfind("\nerror: ").map_or(0, |at| at + 1)..];
@@ -254,7 +209,7 @@ fn a_killed_rank_leaves_its_last_operation() {
 #[test]
 fn a_living_job_shows_its_recorders_on_sigusr2() {
     let job = Job::start("usr2", "shm", "30");
-    job.signal(job.child.id(), "USR2");
+    signal(job.child.id(), "USR2");
     let file = job.dir.path().join("out/flight/rank-2.json");
     let began = Instant::now();
     while !file.exists() {
@@ -264,7 +219,7 @@ fn a_living_job_shows_its_recorders_on_sigusr2() {
     let (code, out, err) = inspect(job.dir.path(), &["out"]);
     assert_eq!(code, 0, "{err}");
     assert!(out.starts_with("epoch 0: "), "{out}");
-    job.signal(job.child.id(), "INT");
+    signal(job.child.id(), "INT");
     let (code, err, _) = job.end();
     assert_eq!(code, 130, "{err}");
     assert!(

@@ -1,34 +1,14 @@
 //! `phalanx predict` and `phalanx export` on what a training left.
 
+mod support;
+
 use std::path::Path;
-use std::process::Command;
 
 use serde_json::Value;
-
-fn phalanx(dir: &Path, args: &[&str]) -> (i32, String, String) {
-    let output = Command::new(env!("CARGO_BIN_EXE_phalanx"))
-        .args(args)
-        .current_dir(dir)
-        .env_remove("RANK")
-        .env_remove("WORLD_SIZE")
-        .output()
-        .expect("phalanx runs");
-    let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
-    (
-        output.status.code().unwrap_or(-1),
-        text(output.stdout),
-        text(output.stderr),
-    )
-}
-
-fn succeed(dir: &Path, args: &[&str]) -> (String, String) {
-    let (code, out, err) = phalanx(dir, args);
-    assert_eq!(code, 0, "{args:?}\n{out}\n{err}");
-    (out, err)
-}
+use support::{run, succeed};
 
 fn refused(dir: &Path, args: &[&str], reason: &str) {
-    let (code, _, err) = phalanx(dir, args);
+    let (code, _, err) = run(args, dir);
     assert_ne!(code, 0, "{args:?}");
     assert!(err.contains(reason), "{err}");
 }
@@ -37,7 +17,7 @@ fn refused(dir: &Path, args: &[&str], reason: &str) {
 fn trained() -> tempfile::TempDir {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let args = "train mnist --synthetic-samples 1200 --epochs 1 --threads 1 --output-dir run --save-every 10";
-    succeed(dir.path(), &args.split(' ').collect::<Vec<_>>());
+    succeed(&args.split(' ').collect::<Vec<_>>(), dir.path());
     dir
 }
 
@@ -60,7 +40,7 @@ fn every_form_of_a_checkpoint_predicts_the_same() {
             "--limit",
             "300",
         ];
-        succeed(dir, &args)
+        succeed(&args, dir)
     };
     let (expected, said) = predict("run/mnist_cnn.safetensors");
     assert!(said.contains("300 images with mnist_cnn, "), "{said}");
@@ -89,25 +69,25 @@ fn every_form_of_a_checkpoint_predicts_the_same() {
     assert_eq!(predict(manifest).0, expected);
     for to in ["a.pth", "b.safetensors", "c.pt"] {
         for from in ["run/mnist_cnn.pt", "run/mnist_cnn.safetensors", manifest] {
-            let (_, said) = succeed(dir, &["export", from, "--to", to]);
+            let (_, said) = succeed(&["export", from, "--to", to], dir);
             assert!(said.contains("8 tensors"), "{said}");
             assert_eq!(predict(to).0, expected, "{from} {to}");
         }
     }
     // What safetensors said about itself is not lost on the way.
     succeed(
-        dir,
         &[
             "export",
             "run/mnist_cnn.safetensors",
             "--to",
             "d.safetensors",
         ],
+        dir,
     );
     let read = |name: &str| std::fs::read(dir.join(name)).expect("file");
     assert_eq!(read("d.safetensors"), read("run/mnist_cnn.safetensors"));
     let args = "predict a.pth --data synthetic --limit 300 --batch-size 7 --output p.jsonl";
-    let (out, _) = succeed(dir, &args.split(' ').collect::<Vec<_>>());
+    let (out, _) = succeed(&args.split(' ').collect::<Vec<_>>(), dir);
     assert!(out.is_empty(), "{out}");
     assert_eq!(
         rows(&String::from_utf8(read("p.jsonl")).expect("text")).len(),
@@ -134,7 +114,7 @@ fn images_are_read_and_wrong_ones_named() {
     digit("one.pgm", 28);
     digit("wide.pgm", 30);
     let weights = "run/mnist_cnn.pt";
-    let (out, said) = succeed(dir, &["predict", weights, "--data", "one.pgm", "one.pgm"]);
+    let (out, said) = succeed(&["predict", weights, "--data", "one.pgm", "one.pgm"], dir);
     let all = rows(&out);
     assert_eq!(all.len(), 2);
     assert_eq!(all[0], all[1]);
@@ -181,4 +161,113 @@ fn images_are_read_and_wrong_ones_named() {
         &["export", "run/summary.json", "--to", "x.pth"],
         "no manifest of a checkpoint",
     );
+}
+
+#[test]
+fn cifar_networks_see_images_as_they_were_trained() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let all = |checkpoint: &str, more: &[&str]| {
+        let data = ["--data", "synthetic", "--limit", "6"];
+        let args = [&["predict", checkpoint][..], &data, more].concat();
+        let (out, said) = succeed(&args, dir);
+        let all = rows(&out);
+        assert_eq!(all.len(), 6);
+        assert!(said.contains("6 images with "), "{said}");
+        (out, said)
+    };
+    for (program, flags, plain, as_trained) in [
+        ("resnet9", &["--epochs", "1"][..], &[][..], &[][..]),
+        (
+            "resnet18",
+            &["--epochs", "1", "--recipe", "standard"],
+            &["--pixels", "unit"],
+            &["--pixels", "normalised"],
+        ),
+        ("mobilenetv2", &["--epochs", "1"], &[], &[]),
+    ] {
+        let train = ["train", program, "--data", "synthetic", "--output-dir"];
+        let small = "--synthetic-samples 32 --batch-size 8 --test-batch-size 2 --threads 1";
+        let small: Vec<&str> = small.split(' ').collect();
+        succeed(&[&train[..], &[program], &small, flags].concat(), dir);
+        let named = match program {
+            "resnet18" => format!("{program}/epoch_1"),
+            _ => format!("{program}/{program}"),
+        };
+        let torch = match program {
+            "resnet18" => format!("{named}.pth"),
+            _ => format!("{named}.pt"),
+        };
+        // A safetensors file says how; for PyTorch's, one has to, unless it is the default.
+        let (expected, said) = all(&format!("{named}.safetensors"), &[]);
+        assert!(said.contains(&format!("with {program}")), "{said}");
+        assert_eq!(all(&torch, as_trained).0, expected, "{program}");
+        if !plain.is_empty() {
+            assert_ne!(all(&torch, plain).0, expected, "{program}");
+        }
+        let mirrored = all(&torch, &["--mirrored", "true"]).0;
+        let straight = all(&torch, &["--mirrored", "false"]).0;
+        assert_ne!(mirrored, straight, "{program}");
+    }
+    // Colour images, by name.
+    let mut picture = b"P6\n32 32\n255\n".to_vec();
+    picture.extend((0..32 * 32 * 3).map(|i| (i * 7 % 256) as u8));
+    std::fs::write(dir.join("picture.ppm"), picture).expect("written");
+    let args = ["predict", "resnet9/resnet9.pt", "--data", "picture.ppm"];
+    assert_eq!(rows(&succeed(&args, dir).0).len(), 1);
+    refused(
+        dir,
+        &[
+            "predict",
+            "resnet9/resnet9.pt",
+            "--data",
+            "picture.ppm",
+            "--model",
+            "resnet18",
+        ],
+        "another model",
+    );
+}
+
+/// The same scores as the training's own test, on the real set where there is one.
+#[test]
+fn a_data_sets_predictions_are_those_of_the_training() {
+    let near = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/data/cifar-10");
+    let set = std::env::var_os("PHALANX_DATA").map(|d| Path::new(&d).join("cifar-10"));
+    let found = [set, Some(near), Some("/work/shared/data/cifar-10".into())]
+        .into_iter()
+        .flatten()
+        .find(|folder| folder.join("cifar-10-batches-py/test_batch").is_file());
+    let Some(data) = found else {
+        eprintln!("skipped: no CIFAR-10 here; set PHALANX_DATA to the folder above cifar-10");
+        return;
+    };
+    let data = data.display().to_string();
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let train = "train resnet9 --epochs 1 --train-samples 64 --test-samples 20 --batch-size 16 \
+                 --test-batch-size 10 --log-images 10 --threads 1 --output-dir run --data";
+    let train: Vec<&str> = train.split_whitespace().chain([&data[..]]).collect();
+    succeed(&train, dir);
+    let tested = std::fs::read_to_string(dir.join("run/predictions.jsonl")).expect("predictions");
+    let args = [
+        "predict",
+        "run/resnet9.safetensors",
+        "--limit",
+        "20",
+        "--data",
+    ];
+    let (out, _) = succeed(&[&args[..], &[&data]].concat(), dir);
+    let (tested, ours) = (rows(&tested), rows(&out));
+    assert_eq!((tested.len(), ours.len()), (20, 20));
+    for (theirs, ours) in tested.iter().zip(&ours) {
+        assert_eq!(theirs["truth"], ours["truth"]);
+        let scores = |row: &Value| -> Vec<f64> {
+            let scores = row["scores"].as_array().expect("scores");
+            scores.iter().filter_map(Value::as_f64).collect()
+        };
+        for (a, b) in scores(theirs).into_iter().zip(scores(ours)) {
+            assert!((a - b).abs() < 1e-4, "{a} {b}");
+        }
+    }
 }

@@ -5,14 +5,11 @@ mod support;
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use support::heed_signals;
-
-/// Longer than any run here takes.
-const LIMIT: Duration = Duration::from_secs(240);
+use support::{LIMIT, ended, phalanx, signal};
 
 /// Samples of the drawn training set, and of a step.
 const SAMPLES: usize = 640;
@@ -21,52 +18,20 @@ const EPOCHS: usize = 2;
 
 /// `train mnist` in `dir` with output folder `run`.
 fn train(dir: &Path, run: &str, more: &[&str]) -> Command {
-    heed_signals();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
+    let args = ["train", "mnist", "--output-dir", run, "--log-interval", "1"];
+    let mut command = phalanx(&args, dir);
     command
-        .args(["train", "mnist", "--output-dir", run, "--log-interval", "1"])
         .args(["--synthetic-samples", &SAMPLES.to_string()])
         .args(["--global-batch-size", &BATCH.to_string()])
         .args(["--threads", "1", "--test-batch-size", "50"])
-        .args(more)
-        .current_dir(dir)
-        .env("TMPDIR", dir)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    for name in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
-        command.env_remove(name);
-    }
+        .args(more);
     command
 }
 
-fn signal(pid: u32, name: &str) {
-    let pid = pid.to_string();
-    let killed = Command::new("kill").args(["-s", name, &pid]).status();
-    assert!(killed.expect("kill runs").success());
-}
-
-/// Waits for the end, or fails the test after `LIMIT`.
+/// Exit code, and standard output with standard error after it.
 fn finish(child: Child) -> (i32, String) {
-    let pid = child.id();
-    let (done, waiting) = std::sync::mpsc::channel::<()>();
-    let watchdog = std::thread::spawn(move || {
-        if waiting.recv_timeout(LIMIT) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
-            let _ = Command::new("kill").args(["-9", &pid.to_string()]).status();
-        }
-    });
-    let Output {
-        status,
-        stdout,
-        stderr,
-    } = child.wait_with_output().expect("output");
-    drop(done);
-    watchdog.join().expect("watchdog");
-    let text = [stdout, stderr].concat();
-    (
-        status.code().unwrap_or(-1),
-        String::from_utf8_lossy(&text).into_owned(),
-    )
+    let (code, out, err) = ended(child);
+    (code, out + &err)
 }
 
 fn run(mut command: Command) -> (i32, String) {

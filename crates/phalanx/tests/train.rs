@@ -3,81 +3,17 @@
 mod support;
 
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use phalanx_nn::models::MnistCnn;
 use phalanx_nn::{Params, Scope, Seed};
 use phalanx_train::checkpoint::load_params;
 use serde_json::Value;
-use support::{SOON, free_port, heed_signals};
-
-/// Longer than any run here takes, even pinned to one core.
-const LIMIT: Duration = Duration::from_secs(240);
-
-/// A command that no variable of the test's own environment reaches.
-fn phalanx(args: &[&str], dir: &Path) -> Command {
-    heed_signals();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
-    command.args(args).current_dir(dir).env("TMPDIR", dir);
-    for name in [
-        "RANK",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "PHALANX_TOKEN",
-    ] {
-        command.env_remove(name);
-    }
-    command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    command
-}
+use support::{LIMIT, SOON, finish, free_port, phalanx, run, signal, succeed, text};
 
 fn folder() -> tempfile::TempDir {
     tempfile::tempdir().expect("a temporary folder")
-}
-
-/// Runs to the end, or fails the test after `LIMIT`.
-fn finish(command: &mut Command) -> Output {
-    let child = command.spawn().expect("phalanx starts");
-    let pid = child.id();
-    let (done, waiting) = std::sync::mpsc::channel::<()>();
-    let watchdog = std::thread::spawn(move || {
-        if waiting.recv_timeout(LIMIT) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
-            signal(pid, "KILL");
-        }
-    });
-    let output = child.wait_with_output().expect("output");
-    drop(done);
-    watchdog.join().expect("watchdog");
-    output
-}
-
-fn signal(pid: u32, name: &str) {
-    Command::new("kill")
-        .args([&format!("-{name}"), &pid.to_string()])
-        .status()
-        .expect("kill runs");
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-fn run(args: &[&str], dir: &Path) -> (i32, String, String) {
-    let output = finish(&mut phalanx(args, dir));
-    let code = output.status.code().unwrap_or(-1);
-    (code, text(&output.stdout), text(&output.stderr))
-}
-
-/// Runs and requires success; standard output and error.
-fn succeed(args: &[&str], dir: &Path) -> (String, String) {
-    let (code, out, err) = run(args, dir);
-    assert_eq!(code, 0, "{args:?} failed\n{out}\n{err}");
-    (out, err)
 }
 
 fn summary(dir: &Path) -> Value {

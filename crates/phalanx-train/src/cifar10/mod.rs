@@ -83,7 +83,7 @@ pub enum Scaling {
 
 impl Scaling {
     /// What every byte of every channel becomes, in float32 as torchvision rounds it.
-    pub(crate) fn table(self) -> [[f32; 256]; CHANNELS] {
+    pub fn table(self) -> [[f32; 256]; CHANNELS] {
         std::array::from_fn(|c| {
             std::array::from_fn(|x| {
                 let unit = x as f32 / 255.0;

@@ -263,7 +263,7 @@ impl<P: Program> Tester<'_, P> {
 }
 
 /// Images (N, H, W, C) with left and right exchanged.
-fn mirrored(images: &[f32], [_, w, c]: [usize; 3]) -> Vec<f32> {
+pub fn mirrored(images: &[f32], [_, w, c]: [usize; 3]) -> Vec<f32> {
     let mut out = Vec::with_capacity(images.len());
     for row in images.chunks_exact((w * c).max(1)) {
         for pixel in row.chunks_exact(c.max(1)).rev() {

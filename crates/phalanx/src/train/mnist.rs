@@ -99,6 +99,7 @@ impl Program for MnistArgs {
     fn files(&self) -> Files {
         Files {
             model: "mnist_cnn",
+            about: &[],
             weights: Some("mnist_cnn.safetensors"),
             accuracies: Some("mnist_cnn_accuracies.json"),
             each_epoch: false,

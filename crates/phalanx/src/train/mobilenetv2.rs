@@ -80,6 +80,7 @@ impl Program for MobilenetArgs {
     fn files(&self) -> Files {
         Files {
             model: "mobilenetv2",
+            about: &[("pixels", "unit")],
             weights: Some("mobilenetv2.safetensors"),
             accuracies: None,
             each_epoch: false,

@@ -29,6 +29,7 @@ mod voice;
 mod whiten;
 
 pub use context::{RankContext, print};
+pub use evaluate::mirrored;
 pub use program::Net;
 
 use std::path::PathBuf;

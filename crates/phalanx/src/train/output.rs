@@ -22,6 +22,8 @@ const PREDICTIONS_FILE: &str = "predictions.jsonl";
 pub struct Files {
     /// The program's name, in a checkpoint's metadata.
     pub model: &'static str,
+    /// What else `phalanx predict` must know, there too.
+    pub about: &'static [(&'static str, &'static str)],
     /// The weights at the end, where they are saved once.
     pub weights: Option<&'static str>,
     /// Accuracy of each epoch as a JSON list, where the document has it.
@@ -161,6 +163,8 @@ impl Output {
         let path = self.dir.join(name);
         if self.is_main {
             let mut metadata = BTreeMap::from([("model".to_owned(), self.files.model.to_owned())]);
+            let about = self.files.about.iter();
+            metadata.extend(about.map(|(k, v)| ((*k).to_owned(), (*v).to_owned())));
             metadata.extend(more.iter().map(|(k, v)| ((*k).to_owned(), v.clone())));
             checkpoint::save_params(&path, params, &metadata)?;
             checkpoint::save_pth(&pytorch(&path), params)?;
@@ -283,6 +287,7 @@ mod tests {
     fn only_files_of_this_program_are_an_earlier_runs() {
         let files = Files {
             model: "net",
+            about: &[],
             weights: Some("net.safetensors"),
             accuracies: None,
             each_epoch: true,

@@ -146,6 +146,11 @@ impl Program for Resnet18Args {
     fn files(&self) -> Files {
         Files {
             model: "resnet18",
+            about: match self.recipe {
+                Recipe::Document => &[("pixels", "unit")],
+                Recipe::Standard => &[("pixels", "normalised")],
+                Recipe::Fast => &[("pixels", "normalised"), ("mirrored", "true")],
+            },
             weights: None,
             accuracies: None,
             each_epoch: true,

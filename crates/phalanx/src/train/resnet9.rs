@@ -112,6 +112,7 @@ impl Program for Resnet9Args {
     fn files(&self) -> Files {
         Files {
             model: "resnet9",
+            about: &[("pixels", "normalised"), ("mirrored", "true")],
             weights: Some("resnet9.safetensors"),
             accuracies: None,
             each_epoch: false,

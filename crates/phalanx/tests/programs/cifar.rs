@@ -146,15 +146,10 @@ fn tasks_that_are_started_by_hand_meet_by_init_method() {
                 rank,
             ],
         );
-        phalanx(&args, dir.path())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("started")
+        phalanx(&args, dir.path()).spawn().expect("started")
     };
     let tasks = [task("1"), task("0")];
-    let [second, first] = tasks.map(|task| task.wait_with_output().expect("output"));
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let [second, first] = tasks.map(wait);
     assert!(
         first.status.success() && second.status.success(),
         "{}\n{}",

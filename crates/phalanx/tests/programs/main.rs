@@ -10,47 +10,9 @@ mod start;
 mod support;
 
 use std::path::Path;
-use std::process::{Command, Stdio};
 
 use serde_json::Value;
-use support::free_port;
-
-/// A command that no variable of the test's own environment reaches. No test
-/// here waits for anything but the program's end: every wait inside it has a
-/// deadline of its own.
-fn phalanx(args: &[&str], dir: &Path) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
-    command.args(args).current_dir(dir).env("TMPDIR", dir);
-    for name in [
-        "RANK",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "PHALANX_TOKEN",
-    ] {
-        command.env_remove(name);
-    }
-    command.stdin(Stdio::null());
-    command
-}
-
-/// Exit code, standard output and standard error.
-fn run(args: &[&str], dir: &Path) -> (i32, String, String) {
-    let output = phalanx(args, dir).output().expect("phalanx runs");
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    (
-        output.status.code().unwrap_or(-1),
-        text(&output.stdout),
-        text(&output.stderr),
-    )
-}
-
-/// Runs and requires success; standard output and error.
-fn succeed(args: &[&str], dir: &Path) -> (String, String) {
-    let (code, out, err) = run(args, dir);
-    assert_eq!(code, 0, "{args:?} failed\n{out}\n{err}");
-    (out, err)
-}
+use support::{ended, free_port, phalanx, run, succeed, text, wait};
 
 fn json(path: &Path) -> Value {
     let text = std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
