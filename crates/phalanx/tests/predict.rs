@@ -187,7 +187,7 @@ fn cifar_networks_see_images_as_they_were_trained() {
         ("mobilenetv2", &["--epochs", "1"], &[], &[]),
     ] {
         let train = ["train", program, "--data", "synthetic", "--output-dir"];
-        let small = "--synthetic-samples 32 --batch-size 8 --test-batch-size 2 --threads 1";
+        let small = "--synthetic-samples 32 --batch-size 2 --test-batch-size 2 --threads 1";
         let small: Vec<&str> = small.split(' ').collect();
         succeed(&[&train[..], &[program], &small, flags].concat(), dir);
         let named = match program {
@@ -245,7 +245,7 @@ fn a_data_sets_predictions_are_those_of_the_training() {
     let data = data.display().to_string();
     let dir = tempfile::tempdir().expect("a temporary folder");
     let dir = dir.path();
-    let train = "train resnet9 --epochs 1 --train-samples 64 --test-samples 20 --batch-size 16 \
+    let train = "train resnet9 --epochs 1 --train-samples 64 --test-samples 20 --batch-size 4 \
                  --test-batch-size 10 --log-images 10 --threads 1 --output-dir run --data";
     let train: Vec<&str> = train.split_whitespace().chain([&data[..]]).collect();
     succeed(&train, dir);

@@ -125,6 +125,8 @@ fn first_of_host(
     if ctx.world() == 1 {
         return work();
     }
+    // Who fails at once must not be gone before all have met: they could not hear why.
+    ctx.group.barrier()?;
     let (done, outcome) = channel();
     let mut busy = is_first;
     if busy {

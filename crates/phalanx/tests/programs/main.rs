@@ -12,7 +12,7 @@ mod support;
 use std::path::Path;
 
 use serde_json::Value;
-use support::{ended, free_port, phalanx, run, succeed, text, wait};
+use support::{phalanx, run, succeed, text, wait};
 
 fn json(path: &Path) -> Value {
     let text = std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
