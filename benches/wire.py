@@ -150,19 +150,23 @@ def sh(*cmd):
         raise SystemExit(f"{shlex.join(cmd)}: {done.stderr.strip()}")
 
 
+def ranks(wire):
+    """Host of each rank and the variables that torchrun would set."""
+    world = wire.hosts * args.ranks_per_host
+    return [(r // args.ranks_per_host,
+             {"RANK": str(r), "WORLD_SIZE": str(world), "LOCAL_RANK": str(r % args.ranks_per_host),
+              "LOCAL_WORLD_SIZE": str(args.ranks_per_host), "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29500"}) for r in range(world)]
+
+
 def ours(wire, token):
     bench = [args.phalanx, "bench", "all-reduce", "--bytes", args.bytes, "--json", *shlex.split(args.bench)]
-    return [(h, [args.phalanx, "launch", "--nnodes", str(wire.hosts), "--node-rank", str(h),
-                 "--nproc-per-node", str(args.ranks_per_host), "--master-addr", "10.78.0.1",
-                 "--token-file", token, "--", *bench], {}) for h in range(wire.hosts)]
+    return [(h, bench, {**env, "PHALANX_TOKEN_FILE": token}) for h, env in ranks(wire)]
 
 
 def gloo(wire, _token):
     world = wire.hosts * args.ranks_per_host
     script = [args.python, str(HERE / "peers/gloo_collectives.py"), "all-reduce", "--world", str(world), "--bytes", args.bytes]
-    return [(r // args.ranks_per_host, script,
-             {"RANK": str(r), "WORLD_SIZE": str(world), "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29500",
-              "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}) for r in range(world)]
+    return [(h, script, {**env, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}) for h, env in ranks(wire)]
 
 
 def ceiling(shape, port):

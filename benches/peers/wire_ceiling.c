@@ -3,8 +3,9 @@
  *     cc -O2 -o wire_ceiling wire_ceiling.c && ./wire_ceiling RANK WORLD BYTES,BYTES... ring|mesh PORT ADDRESS_OF_0 ADDRESS_OF_1 ...
  *
  * Every process sends 2(WORLD - 1)/WORLD * BYTES to its successor and receives as many from its predecessor at the same time
- * (ring), or the same bytes in equal parts to and from everybody (mesh), over one TCP connection each way, in pieces of 1 MiB
- * from and to the same two buffers: nothing is framed, folded or waited for but bytes. Prints one JSON line a size, the median of the times of the rounds after the first. Gives up after 60 s without a byte. */
+ * (ring), or the same bytes in equal parts to and from everybody (mesh, one TCP connection a pair), in pieces of at most 1 MiB,
+ * from and to memory of BYTES each, as an all-reduce must: nothing is framed, folded or waited for but bytes. Prints one JSON line
+ * a size, the median of the times of the rounds after the first. Gives up after 60 s without a byte. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -23,7 +24,7 @@
 
 enum { PIECE = 1 << 20, ROUNDS = 31, PATIENCE_MS = 60000, MOST = 64 };
 
-static char outgoing[PIECE], incoming[PIECE];
+static char *outgoing, *incoming; /* as long as the data */
 
 static void fail(const char *what) { perror(what); exit(1); }
 
@@ -54,10 +55,10 @@ static int connect_to(const char *text, int port) {
     }
 }
 
-struct peer { int to, from; size_t bytes, sent, received; };
+struct peer { int to, from; size_t bytes, first, sent, received; };
 
 /* With all peers, both directions, until each has moved its bytes. */
-static void exchange(struct peer *peer, int peers) {
+static void exchange(struct peer *peer, int peers, size_t n) {
     for (int i = 0; i < peers; i++) peer[i].sent = peer[i].received = 0;
     for (;;) {
         int moved = 0, wanted = 0;
@@ -66,16 +67,18 @@ static void exchange(struct peer *peer, int peers) {
             struct peer *q = &peer[i];
             size_t left = q->bytes - q->received;
             if (left) {
-                ssize_t n = recv(q->from, incoming, left < PIECE ? left : PIECE, MSG_DONTWAIT);
-                if (n == 0) { fprintf(stderr, "a peer is gone\n"); exit(1); }
-                if (n < 0 && errno != EAGAIN && errno != EINTR) fail("recv");
-                if (n > 0) q->received += n, moved = 1;
+                size_t at = (q->first + q->received) % n, room = n - at < PIECE ? n - at : PIECE;
+                ssize_t got = recv(q->from, incoming + at, left < room ? left : room, MSG_DONTWAIT);
+                if (got == 0) { fprintf(stderr, "a peer is gone\n"); exit(1); }
+                if (got < 0 && errno != EAGAIN && errno != EINTR) fail("recv");
+                if (got > 0) q->received += got, moved = 1;
             }
             left = q->bytes - q->sent;
             if (left) {
-                ssize_t n = send(q->to, outgoing, left < PIECE ? left : PIECE, MSG_DONTWAIT | MSG_NOSIGNAL);
-                if (n < 0 && errno != EAGAIN && errno != EINTR) fail("send");
-                if (n > 0) q->sent += n, moved = 1;
+                size_t at = (q->first + q->sent) % n, room = n - at < PIECE ? n - at : PIECE;
+                ssize_t put = send(q->to, outgoing + at, left < room ? left : room, MSG_DONTWAIT | MSG_NOSIGNAL);
+                if (put < 0 && errno != EAGAIN && errno != EINTR) fail("send");
+                if (put > 0) q->sent += put, moved = 1;
             }
             if (q->received < q->bytes) p[wanted++] = (struct pollfd){q->from, POLLIN, 0};
             if (q->sent < q->bytes) p[wanted++] = (struct pollfd){q->to, POLLOUT, 0};
@@ -103,33 +106,46 @@ int main(int argc, char **argv) {
     setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
     if (listener < 0 || bind(listener, (struct sockaddr *)&mine, sizeof mine) || listen(listener, MOST)) fail("listen");
     struct peer peer[MOST];
-    /* To the successor and from the predecessor, or with everybody, who is told apart by the first byte. */
-    int peers = ring ? 1 : world - 1;
+    /* Ring: one connection to the successor and one from the predecessor. Mesh: one with everybody for both directions, dialled
+     * by the lower rank, who is told apart by the first byte. */
+    int peers = ring ? 1 : world - 1, expected = ring ? 1 : rank;
     for (int k = 0; k < peers; k++) {
+        int other = (rank + 1 + k) % world;
         char me = rank;
-        peer[k].to = connect_to(argv[6 + (rank + 1 + k) % world], port);
+        if (!ring && other < rank) continue;
+        peer[k].to = connect_to(argv[6 + other], port);
+        if (!ring) peer[k].from = peer[k].to;
         if (send(peer[k].to, &me, 1, MSG_NOSIGNAL) != 1) fail("send");
     }
-    for (int k = 0; k < peers; k++) {
+    for (int k = 0; k < expected; k++) {
         int from = accept(listener, NULL, NULL);
         char who = 0;
         if (from < 0 || recv(from, &who, 1, MSG_WAITALL) != 1) fail("accept");
-        peer[ring ? 0 : (who - rank - 1 + world) % world].from = from;
+        setsockopt(from, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+        struct peer *q = &peer[ring ? 0 : (who - rank - 1 + world) % world];
+        q->from = from;
+        if (!ring) q->to = from;
     }
-    memset(outgoing, 1, sizeof outgoing);
-    memset(incoming, 1, sizeof incoming);
     for (char *size = strtok(argv[3], ","); size; size = strtok(NULL, ",")) {
         size_t n = strtoull(size, NULL, 10);
         double us[ROUNDS];
-        for (int i = 0; i < peers; i++) peer[i].bytes = 2 * (world - 1) * n / world / peers;
-        exchange(peer, peers);
+        outgoing = malloc(n), incoming = malloc(n);
+        if (!n || !outgoing || !incoming) fail("malloc");
+        memset(outgoing, 1, n);
+        memset(incoming, 1, n);
+        for (int i = 0; i < peers; i++) {
+            peer[i].bytes = 2 * (world - 1) * n / world / peers;
+            peer[i].first = n / peers * i;
+        }
+        exchange(peer, peers, n);
         for (int k = 0; k < ROUNDS; k++) {
             double began = now_us();
-            exchange(peer, peers);
+            exchange(peer, peers, n);
             us[k] = now_us() - began;
         }
         qsort(us, ROUNDS, sizeof *us, ascending);
         if (rank == 0) printf("{\"op\": \"%s-ceiling\", \"bytes\": %zu, \"median_us\": %.3f}\n", ring ? "ring" : "mesh", n, us[ROUNDS / 2]);
+        free(outgoing), free(incoming);
     }
     return 0;
 }

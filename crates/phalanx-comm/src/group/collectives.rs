@@ -81,7 +81,8 @@ impl ProcessGroup {
     /// Replaces `data` on every rank by that of rank `root`.
     ///
     /// *Cost:* small data: `⌈log₂ P⌉` rounds, at most `⌈log₂ P⌉·n` bytes sent
-    /// per rank; large data: 2 rounds, at most `2n`.
+    /// per rank; large data: 2 rounds, at most `2n`. Where several hosts have several
+    /// ranks each, every host receives the data once.
     ///
     /// # Errors
     ///
