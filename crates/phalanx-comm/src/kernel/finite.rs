@@ -6,7 +6,7 @@ use super::pass::ask_for;
 
 /// Elements that are looked at together.
 const BLOCK: usize = 256;
-/// How far ahead to ask, in elements. Half and twice as far were no better.
+/// How far ahead to ask, in elements.
 const AHEAD: usize = 2048;
 
 /// Whether none of `values` is an infinity or a NaN. Reads them once, in
