@@ -32,11 +32,10 @@ const LAG: usize = 2;
 
 /// Elements of a segment, the same on all ranks.
 pub(super) fn segment_elems(spec: &Spec, longest: usize) -> usize {
-    let elems = |bytes: usize| (bytes / spec.elem_bytes.max(1)).max(1);
-    let even = longest
-        .div_ceil(SEGMENTS)
-        .clamp(elems(SEGMENT_MIN_BYTES), elems(SEGMENT_MAX_BYTES));
-    spec.padded(even)
+    spec.segment_elems(
+        longest.div_ceil(SEGMENTS),
+        SEGMENT_MIN_BYTES..=SEGMENT_MAX_BYTES,
+    )
 }
 
 pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {

@@ -75,11 +75,10 @@ pub(super) fn units(spec: &Spec, hosts: &Hosts) -> Vec<Unit> {
 
 /// Elements of a segment; no unit has a longer run.
 pub(super) fn segment_elems(spec: &Spec, longest: usize) -> usize {
-    let elems = |bytes: usize| (bytes / spec.elem_bytes.max(1)).max(1);
-    let even = longest
-        .div_ceil(SEGMENTS)
-        .clamp(elems(SEGMENT_MIN_BYTES), elems(SEGMENT_MAX_BYTES));
-    spec.padded(even)
+    spec.segment_elems(
+        longest.div_ceil(SEGMENTS),
+        SEGMENT_MIN_BYTES..=SEGMENT_MAX_BYTES,
+    )
 }
 
 fn segment_of(range: &Range<usize>, k: usize, segment: usize) -> Range<usize> {

@@ -402,6 +402,13 @@ impl Spec {
         line_elems(self.elem_bytes)
     }
 
+    /// Elements of a segment: `even`, within these bounds in whole elements,
+    /// then padded.
+    fn segment_elems(&self, even: usize, bytes: std::ops::RangeInclusive<usize>) -> usize {
+        let elems = |bytes: &usize| (bytes / self.elem_bytes.max(1)).max(1);
+        self.padded(even.clamp(elems(bytes.start()), elems(bytes.end())))
+    }
+
     /// [`padded_elems`] of this element type.
     fn padded(&self, elems: usize) -> usize {
         padded_elems(elems, self.elem_bytes)

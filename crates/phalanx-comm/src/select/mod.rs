@@ -323,17 +323,20 @@ mod tests {
         assert_eq!(all_reduce(&four, 32 << 10), Method::AllReduceDirect);
     }
 
+    /// Ranks of each host.
+    const GRIDS: [&[usize]; 7] = [
+        &[1],
+        &[7],
+        &[1, 1, 1],
+        &[4, 4],
+        &[2, 1, 3],
+        &[8; 8],
+        &[1; 64],
+    ];
+
     #[test]
     fn nothing_is_chosen_that_leaves_canonical_order() {
-        for sizes in [
-            &[1usize][..],
-            &[7],
-            &[1, 1, 1],
-            &[4, 4],
-            &[2, 1, 3],
-            &[8; 8],
-            &[1; 64],
-        ] {
+        for sizes in GRIDS {
             let selector = selector(sizes);
             for bytes in [0, 4, 1 << 10, 1 << 20, 1 << 30] {
                 for collective in Collective::ALL {
@@ -350,15 +353,7 @@ mod tests {
     #[test]
     fn the_fastest_of_any_order_is_never_slower_and_sometimes_out_of_order() {
         let mut out_of_order = 0;
-        for sizes in [
-            &[1usize][..],
-            &[7],
-            &[1, 1, 1],
-            &[4, 4],
-            &[2, 1, 3],
-            &[8; 8],
-            &[1; 64],
-        ] {
+        for sizes in GRIDS {
             let selector = selector(sizes);
             for bytes in [0, 4, 1 << 10, 1 << 16, 1 << 20, 1 << 30] {
                 let of = |algorithm| selector.all_reduce(algorithm, bytes, DType::F32);
