@@ -19,6 +19,7 @@ use crate::step::{self, Average, GlobalBatch, GlobalStep, Uneven};
 use crate::sync_norm::SyncBatchNorm;
 use crate::trace::StepTimes;
 use crate::tree::ShardTree;
+use crate::typed::GradType;
 use crate::vote::Commit;
 
 /// Settings of [`DistributedDataParallel`].
@@ -213,6 +214,7 @@ impl DistributedDataParallel {
             .map(|(_, info)| ParamSpec {
                 name: info.name.clone(),
                 len: info.len,
+                dtype: GradType::F32,
                 columns: columns(info),
             })
             .collect();

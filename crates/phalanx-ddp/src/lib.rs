@@ -6,7 +6,7 @@
 //! * [`Reducer`]: owns the bucket memory, hands out the slice in which a
 //!   gradient is to be produced, starts a bucket's all-reduce the moment its
 //!   last gradient is final, and gives the averaged gradients back. It speaks
-//!   parameter indices and `f32` slices, so any engine can drive it.
+//!   parameter indices and plain slices, so any engine can drive it.
 //! * [`DistributedDataParallel`]: the reducer as gradient sink and gradient view
 //!   of a `phalanx-nn` model; compares the ranks' models and broadcasts rank
 //!   0's parameters and buffers when it is built.
@@ -58,6 +58,7 @@ mod step;
 mod sync_norm;
 mod trace;
 mod tree;
+mod typed;
 mod vote;
 mod zero;
 
@@ -82,5 +83,6 @@ pub use step::{Average, GlobalBatch, GlobalStep, Uneven};
 pub use sync_norm::SyncBatchNorm;
 pub use trace::{BucketTimes, StepTimes};
 pub use tree::ShardTree;
+pub use typed::{GradType, Gradient};
 pub use vote::{Commit, Veto};
 pub use zero::ShardedOptimizer;

@@ -21,6 +21,9 @@
 //! one is finished in memory of its own and then added, so its bits do not
 //! depend on what was there before. Buckets are launched in the last.
 //!
+//! Gradients of several types lie in buckets of their own ([`GradType`]); votes then travel apart, unless
+//! the last bucket is of `f32`.
+//!
 //! After the first backward the buckets are laid out again in the order in
 //! which rank 0's gradients became ready (once; PyTorch's rule).
 //!
@@ -31,12 +34,14 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use phalanx_comm::{Algorithm, Bucket, Call, OpTimes, ProcessGroup, ReduceOp, Work};
+use half::{bf16, f16};
+use phalanx_comm::{Algorithm, Bucket, Call, OpTimes, ProcessGroup, ReduceOp};
 
 use crate::bucket::{BucketCaps, BucketPlan};
 use crate::error::{Error, Result};
 use crate::hooks::{GradBucket, GradTensor, GradientHook};
 use crate::trace::{BucketTimes, StepTimes};
+use crate::typed::{AnyMemory, GradType, Gradient, Memory, Spare, of_any};
 use crate::vote::{self, Ballot, Commit};
 
 /// Name and size of one parameter, as the reducer needs it.
@@ -44,8 +49,10 @@ use crate::vote::{self, Ballot, Commit};
 pub struct ParamSpec {
     /// Dotted name, for messages.
     pub name: String,
-    /// Number of `f32` elements.
+    /// Number of elements.
     pub len: usize,
+    /// What its gradient is made of.
+    pub dtype: GradType,
     /// Length of a row where it is a matrix in memory, else 1; for hooks that
     /// compress matrices.
     pub columns: usize,
@@ -89,22 +96,31 @@ impl Default for ReducerOptions {
     }
 }
 
-enum Memory {
-    Filling(Bucket<f32>),
-    InFlight(Work<Bucket<f32>>),
-    /// With the chunk that this rank gets.
-    Scattering(Work<(Bucket<f32>, Bucket<f32>)>),
-    Reduced(Bucket<f32>),
-    /// The all-reduce failed and took the memory with it.
-    Lost,
-}
-
 /// A part of a hook's work on one bucket.
 #[derive(Clone, Copy)]
 enum Stage {
     Launch,
     Advance,
     Average,
+}
+
+/// What one rank leaves in the last lanes.
+struct Vote<'a> {
+    ballot: Ballot,
+    rank: usize,
+    world: usize,
+    used: &'a [bool],
+}
+
+impl Vote<'_> {
+    /// This rank's vote, and which parameters it has used.
+    fn cast(&self, lanes: &mut [f32]) {
+        let (votes, used) = lanes.split_at_mut(self.world);
+        self.ballot.cast(votes, self.rank);
+        for (lane, &used) in used.iter_mut().zip(self.used) {
+            *lane = f32::from(u8::from(used));
+        }
+    }
 }
 
 /// How the gradient of one step comes about.
@@ -135,14 +151,16 @@ impl Micro {
 pub struct Reducer {
     group: ProcessGroup,
     params: Vec<ParamSpec>,
+    /// The first whose gradient is not made of `f32`.
+    not_f32: Option<usize>,
     options: ReducerOptions,
     plan: BucketPlan,
     labels: Vec<Arc<str>>,
-    memory: Vec<Memory>,
+    memory: Vec<AnyMemory>,
     /// What this rank has got of each scattered bucket.
     chunks: Vec<Option<Bucket<f32>>>,
-    /// The votes, where they cannot ride behind the last bucket since it is scattered.
-    votes: Option<Memory>,
+    /// The votes, where they cannot ride behind the last bucket since it is scattered, or not of `f32`.
+    votes: Option<Memory<f32>>,
     /// Gradients still missing, per bucket.
     missing: Vec<usize>,
     ready: Vec<bool>,
@@ -154,14 +172,16 @@ pub struct Reducer {
     rebuilt_plan: Option<BucketPlan>,
     was_rebuilt: bool,
     /// Where a gradient goes that should not come at all (see `slot`).
-    spill: Vec<f32>,
+    spill: Spare,
+    /// The first gradient of this backward that was asked for as another type than it is made of.
+    mistyped: Option<(usize, GradType)>,
     failed: bool,
     /// Averages buckets instead of the all-reduce.
     hook: Option<Box<dyn GradientHook>>,
     /// The step that runs, or that the next gradient begins.
     micro: Micro,
     /// Where micro-batches after the first are finished; parameter after parameter.
-    scratch: Vec<f32>,
+    scratch: Spare,
     scratch_at: Vec<usize>,
     /// Parameters that some micro-batch of this step used on this rank.
     used: Vec<bool>,
@@ -181,19 +201,19 @@ impl Reducer {
     /// communication. All ranks must pass the same parameters and options
     /// ([`crate::Fingerprint`] compares them).
     pub fn new(group: ProcessGroup, params: Vec<ParamSpec>, options: ReducerOptions) -> Reducer {
-        let lens: Vec<usize> = params.iter().map(|p| p.len).collect();
         let order: Vec<usize> = (0..params.len()).rev().collect();
-        let plan = BucketPlan::new(&lens, &order, options.caps);
+        let plan = plan(&params, &order, options.caps);
         let mut reducer = Reducer {
             group,
             ready: vec![false; params.len()],
             hook: None,
             micro: Micro::single(),
-            scratch: Vec::new(),
-            scratch_at: starts(&lens),
+            scratch: Spare::default(),
+            scratch_at: Spare::starts(params.iter().map(|p| (p.dtype, p.len))),
             used: vec![false; params.len()],
             untouched: vec![false; params.len()],
             order: Vec::with_capacity(params.len()),
+            not_f32: params.iter().position(|p| p.dtype != GradType::F32),
             params,
             options,
             plan,
@@ -206,7 +226,8 @@ impl Reducer {
             in_backward: false,
             rebuilt_plan: None,
             was_rebuilt: false,
-            spill: Vec::new(),
+            spill: Spare::default(),
+            mistyped: None,
             failed: false,
             ballot: Ballot::default(),
             committed: false,
@@ -229,18 +250,20 @@ impl Reducer {
         let world = self.group.world_size();
         let votes = world + self.params.len();
         let scattered = self.is_scattered();
+        let last = buckets.len().checked_sub(1);
+        let apart = scattered || last.is_some_and(|b| self.plan.bucket_type(b) != GradType::F32);
         self.memory = (0..buckets.len())
             .map(|b| {
                 let elems = match scattered {
                     true => self.plan.chunk_elems(b, world) * world,
-                    false if b + 1 == buckets.len() => self.plan.bucket_elems(b) + votes,
+                    false if b + 1 == buckets.len() && !apart => self.plan.bucket_elems(b) + votes,
                     false => self.plan.bucket_elems(b),
                 };
-                Memory::Reduced(self.group.bucket(elems))
+                AnyMemory::new(&self.group, self.plan.bucket_type(b), elems)
             })
             .collect();
         self.chunks = (0..buckets.len()).map(|_| None).collect();
-        self.votes = scattered.then(|| Memory::Reduced(self.group.bucket(votes)));
+        self.votes = apart.then(|| Memory::Reduced(self.group.bucket(votes)));
         self.missing = buckets.iter().map(Vec::len).collect();
     }
 
@@ -278,27 +301,38 @@ impl Reducer {
         &self.times
     }
 
-    /// Memory in which the gradient of `param` is to be produced, inside its
+    /// Memory in which the `f32` gradient of `param` is to be produced, inside its
     /// bucket. The first call after a [`finish`](Self::finish) begins a new step and makes all
     /// former gradients unreadable. Contents are those of the step before:
     /// write first, add later. Empty when there is no such parameter.
     pub fn slot(&mut self, param: usize) -> &mut [f32] {
+        self.slot_of::<f32>(param)
+    }
+
+    /// [`slot`](Self::slot) of a gradient of any type. Asked for as another type than it is made of,
+    /// it is empty, and [`ready`](Self::ready) and [`finish`](Self::finish) say so by name.
+    pub fn slot_of<T: Gradient>(&mut self, param: usize) -> &mut [T] {
         self.begin();
-        if param >= self.params.len() {
+        let Some(spec) = self.params.get(param) else {
+            return &mut [];
+        };
+        if spec.dtype != T::TYPE {
+            self.mistyped.get_or_insert((param, T::TYPE));
             return &mut [];
         }
         let (bucket, range) = self.plan.place(param);
         if self.micro.index > 0 {
             let at = self.scratch_at[param];
-            return &mut self.scratch[at..at + range.len()];
+            return &mut T::spare(&mut self.scratch)[at..at + range.len()];
         }
         // A gradient that arrives after its bucket was launched must not touch
         // it. `ready` will refuse it by name; until then it goes aside.
-        if let Memory::Filling(memory) = &mut self.memory[bucket] {
+        if let Some(Memory::Filling(memory)) = T::memory_mut(&mut self.memory[bucket]) {
             return &mut memory[range];
         }
-        self.spill.resize(range.len().max(self.spill.len()), 0.0);
-        &mut self.spill[..range.len()]
+        let spill = T::spare(&mut self.spill);
+        spill.resize(range.len().max(spill.len()), T::default());
+        &mut spill[..range.len()]
     }
 
     /// Says that the gradient of `param` is final. Launches every bucket that
@@ -307,10 +341,16 @@ impl Reducer {
     /// # Errors
     ///
     /// `Usage` when the parameter was ready before in this backward, when there
-    /// is no such parameter, or when an earlier step failed.
+    /// is no such parameter, when a gradient was asked for as another type than it is
+    /// made of, or when an earlier step failed.
     pub fn ready(&mut self, param: usize) -> Result<()> {
+        self.report(param, true)
+    }
+
+    fn report(&mut self, param: usize, used: bool) -> Result<()> {
         self.begin();
         self.check_usable()?;
+        self.check_types()?;
         if param >= self.params.len() {
             return Err(Error::usage(format!(
                 "there is no parameter number {param}: the reducer was made for {}, numbered from 0",
@@ -324,7 +364,8 @@ impl Reducer {
                 self.params[param].name
             )));
         }
-        self.used[param] = true;
+        // Before the last bucket is launched, which says so to the other ranks.
+        self.used[param] |= used;
         self.take_gradient(param)
     }
 
@@ -338,48 +379,61 @@ impl Reducer {
     pub fn unused(&mut self, param: usize) -> Result<()> {
         self.begin();
         if param < self.params.len() {
-            self.slot(param).fill(0.0);
+            match self.params[param].dtype {
+                GradType::F32 => self.slot_of::<f32>(param).fill(0.0),
+                GradType::F64 => self.slot_of::<f64>(param).fill(0.0),
+                GradType::F16 => self.slot_of::<f16>(param).fill(f16::ZERO),
+                GradType::Bf16 => self.slot_of::<bf16>(param).fill(bf16::ZERO),
+            }
         }
-        let used = self.used.get(param).copied().unwrap_or_default();
-        self.ready(param)?;
-        self.used[param] = used;
-        Ok(())
+        self.report(param, false)
     }
 
     /// Weighs a finished gradient, adds it to those of earlier micro-batches,
     /// and launches what is complete by it.
     fn take_gradient(&mut self, param: usize) -> Result<()> {
-        let (bucket, range) = self.plan.place(param);
-        let weight = self.micro.weights.get(self.micro.index).copied();
-        if let Memory::Filling(memory) = &mut self.memory[bucket] {
-            let sum = &mut memory[range.clone()];
-            let at = self.scratch_at[param];
-            let later = self.micro.index > 0;
-            let new = if later {
-                &mut self.scratch[at..at + range.len()]
-            } else {
-                &mut *sum
-            };
-            match weight {
-                // No sample, so no gradient, whatever the mean over none came to.
-                Some(0.0) => new.fill(0.0),
-                Some(weight) if weight != 1.0 => new.iter_mut().for_each(|g| *g *= weight),
-                _ => {}
-            }
-            if !phalanx_comm::all_finite(new) {
-                self.ballot.not_finite(param);
-            }
-            if later {
-                let new = &self.scratch[at..at + range.len()];
-                sum.iter_mut().zip(new).for_each(|(s, g)| *s += g);
-            }
+        match self.params[param].dtype {
+            GradType::F32 => self.weigh_and_add::<f32>(param),
+            GradType::F64 => self.weigh_and_add::<f64>(param),
+            GradType::F16 => self.weigh_and_add::<f16>(param),
+            GradType::Bf16 => self.weigh_and_add::<bf16>(param),
         }
         self.order.push(param);
         if !self.micro.is_last() {
             return Ok(());
         }
-        self.missing[bucket] -= 1;
+        self.missing[self.plan.place(param).0] -= 1;
         self.launch_full()
+    }
+
+    fn weigh_and_add<T: Gradient>(&mut self, param: usize) {
+        let (bucket, range) = self.plan.place(param);
+        let weight = self.micro.weights.get(self.micro.index).copied();
+        let Some(Memory::Filling(memory)) = T::memory_mut(&mut self.memory[bucket]) else {
+            return;
+        };
+        let at = self.scratch_at[param];
+        let scratch = at..at + range.len();
+        let sum = &mut memory[range];
+        let later = self.micro.index > 0;
+        let new = if later {
+            &mut T::spare(&mut self.scratch)[scratch.clone()]
+        } else {
+            &mut *sum
+        };
+        match weight {
+            // No sample, so no gradient, whatever the mean over none came to.
+            Some(0.0) => new.fill(T::default()),
+            Some(weight) if weight != 1.0 => new.iter_mut().for_each(|g| *g = g.times(weight)),
+            _ => {}
+        }
+        if !T::all_finite(new) {
+            self.ballot.not_finite(param);
+        }
+        if later {
+            let new = &T::spare(&mut self.scratch)[scratch];
+            sum.iter_mut().zip(new).for_each(|(s, g)| *s = s.plus(*g));
+        }
     }
 
     fn launch_full(&mut self) -> Result<()> {
@@ -416,8 +470,8 @@ impl Reducer {
             ));
         }
         if weights.len() > 1 {
-            let elems = self.params.iter().map(|p| p.len).sum();
-            self.scratch.resize(elems, 0.0);
+            let runs = self.params.iter().map(|p| (p.dtype, p.len));
+            self.scratch.hold(runs);
         }
         self.micro = Micro {
             weights: weights.to_vec(),
@@ -470,30 +524,56 @@ impl Reducer {
         error
     }
 
+    fn check_types(&self) -> Result<()> {
+        let Some((param, asked)) = self.mistyped else {
+            return Ok(());
+        };
+        let ParamSpec { name, dtype, .. } = &self.params[param];
+        Err(Error::usage(format!(
+            "the gradient of {name} is made of {dtype} but was asked for as {asked}; use slot_of::<{dtype}>"
+        )))
+    }
+
     fn check_usable(&self) -> Result<()> {
         if self.failed {
             return Err(Error::usage(
                 "an earlier step failed, so gradients are undefined; form a new process group and a new reducer",
             ));
         }
+        if self.is_scattered()
+            && let Some(other) = self.not_f32()
+        {
+            return Err(Error::usage(format!(
+                "Exchange::ReduceScatter is for f32 gradients, but that of {} is made of {}; use Exchange::AllReduce",
+                other.name, other.dtype
+            )));
+        }
         Ok(())
+    }
+
+    /// The first parameter whose gradient is not made of `f32`.
+    fn not_f32(&self) -> Option<&ParamSpec> {
+        self.params.get(self.not_f32?)
     }
 
     fn launch(&mut self, bucket: usize) {
         self.launched_at.push(Instant::now());
-        let mut memory = match std::mem::replace(&mut self.memory[bucket], Memory::Lost) {
-            Memory::Filling(memory) => memory,
-            // `begin` made every bucket `Filling`, and each is launched once.
-            other => {
-                self.memory[bucket] = other;
-                return;
-            }
-        };
         let is_last = bucket + 1 == self.memory.len();
-        if is_last && !self.is_scattered() {
-            // Launched last: all gradients are final and have been looked at.
-            let elems = self.plan.bucket_elems(bucket);
-            self.cast_votes(&mut memory[elems..]);
+        // Launched last: all gradients are final and have been looked at.
+        let vote = Vote {
+            ballot: self.ballot,
+            rank: self.group.rank(),
+            world: self.group.world_size(),
+            used: &self.used,
+        };
+        if is_last
+            && self.votes.is_none()
+            && let AnyMemory::F32(Memory::Filling(memory)) = &mut self.memory[bucket]
+        {
+            vote.cast(&mut memory[self.plan.bucket_elems(bucket)..]);
+        }
+        if is_last && let Some(Memory::Filling(votes)) = &mut self.votes {
+            vote.cast(votes);
         }
         let alone = self.group.world_size() == 1;
         let algorithm = match self.group.algorithm() {
@@ -505,40 +585,35 @@ impl Reducer {
             algorithm,
             ..Call::default()
         };
-        self.memory[bucket] = if alone || self.hook.is_some() {
-            Memory::Reduced(memory)
-        } else if self.is_scattered() {
-            let chunk = self.chunks[bucket].take().unwrap_or_else(|| {
-                let world = self.group.world_size();
-                self.group.bucket(self.plan.chunk_elems(bucket, world))
-            });
-            Memory::Scattering(
-                self.group
-                    .reduce_scatter_async(memory, chunk, ReduceOp::Mean, call),
-            )
-        } else {
-            Memory::InFlight(self.group.all_reduce_async(memory, ReduceOp::Mean, call))
+        let memory = std::mem::replace(&mut self.memory[bucket], AnyMemory::lost());
+        self.memory[bucket] = match memory {
+            memory if alone || self.hook.is_some() => {
+                of_any!(memory, m => m.left_alone().into())
+            }
+            AnyMemory::F32(Memory::Filling(memory)) if self.is_scattered() => {
+                let chunk = self.chunks[bucket].take().unwrap_or_else(|| {
+                    let world = self.group.world_size();
+                    self.group.bucket(self.plan.chunk_elems(bucket, world))
+                });
+                AnyMemory::F32(Memory::Scattering(self.group.reduce_scatter_async(
+                    memory,
+                    chunk,
+                    ReduceOp::Mean,
+                    call,
+                )))
+            }
+            memory => of_any!(memory, m => m.all_reduced(&self.group, call).into()),
         };
-        if is_last && let Some(Memory::Filling(mut votes)) = self.votes.take() {
-            self.cast_votes(&mut votes);
+        if is_last && let Some(votes) = self.votes.take() {
             self.votes = Some(if alone {
-                Memory::Reduced(votes)
+                votes.left_alone()
             } else {
                 let call = Call {
                     label: Some("votes on the step".into()),
                     ..Call::default()
                 };
-                Memory::InFlight(self.group.all_reduce_async(votes, ReduceOp::Mean, call))
+                votes.all_reduced(&self.group, call)
             });
-        }
-    }
-
-    /// This rank's vote, and which parameters it has used.
-    fn cast_votes(&self, lanes: &mut [f32]) {
-        let (votes, used) = lanes.split_at_mut(self.group.world_size());
-        self.ballot.cast(votes, self.group.rank());
-        for (lane, &used) in used.iter_mut().zip(&self.used) {
-            *lane = f32::from(u8::from(used));
         }
     }
 
@@ -562,11 +637,13 @@ impl Reducer {
     ///
     /// `Usage` naming the parameters that got no gradient (nothing is waited
     /// for then, and the group is aborted, so that the other ranks do not wait
-    /// for the missing buckets either); `Comm` naming bucket and peer when an all-reduce failed. After an error
-    /// the gradients are undefined and the reducer refuses further steps.
+    /// for the missing buckets either), or one that was asked for as another type; `Comm`
+    /// naming bucket and peer when an all-reduce failed. After an error the gradients are
+    /// undefined and the reducer refuses further steps.
     pub fn finish(&mut self) -> Result<Commit> {
         self.begin();
         self.check_usable()?;
+        self.check_types().map_err(|e| self.fail(e))?;
         let ended = Instant::now();
         self.times.backward_ended = Some(ended);
         self.group.set_phase("averaging gradients");
@@ -611,7 +688,7 @@ impl Reducer {
     fn count_votes(&mut self) -> Commit {
         let lanes = match (&self.votes, self.memory.last()) {
             (Some(Memory::Reduced(votes)), Some(_)) => &votes[..],
-            (None, Some(Memory::Reduced(last))) => {
+            (None, Some(AnyMemory::F32(Memory::Reduced(last)))) => {
                 &last[self.plan.bucket_elems(self.memory.len() - 1)..]
             }
             _ => return Commit::Yes, // there are no parameters
@@ -627,7 +704,7 @@ impl Reducer {
 
     /// Lets the hook work on a launched bucket; when its communication ran, if it says.
     fn run_stage(&mut self, bucket: usize, stage: Stage) -> Result<Option<OpTimes>> {
-        let (Some(hook), Memory::Reduced(memory)) =
+        let (Some(hook), AnyMemory::F32(Memory::Reduced(memory))) =
             (self.hook.as_deref_mut(), &mut self.memory[bucket])
         else {
             return Ok(None);
@@ -677,7 +754,7 @@ impl Reducer {
                 started,
                 finished,
             });
-            let Memory::Reduced(memory) = &mut self.memory[bucket] else {
+            let AnyMemory::F32(Memory::Reduced(memory)) = &mut self.memory[bucket] else {
                 continue;
             };
             for &param in &self.plan.buckets()[bucket] {
@@ -687,7 +764,7 @@ impl Reducer {
                 }
             }
         }
-        let Some(Memory::Reduced(last)) = self.memory.last_mut() else {
+        let Some(AnyMemory::F32(Memory::Reduced(last))) = self.memory.last_mut() else {
             return Ok(());
         };
         let tail = &mut last[self.plan.bucket_elems(self.plan.buckets().len() - 1)..];
@@ -703,7 +780,8 @@ impl Reducer {
     ///
     /// # Errors
     ///
-    /// `Usage` when the backward of a step has begun already.
+    /// `Usage` when the backward of a step has begun already, or naming a parameter whose
+    /// gradient is not made of `f32`.
     pub fn set_hook(&mut self, hook: Option<Box<dyn GradientHook>>) -> Result<()> {
         self.check_usable()?;
         if self.in_backward {
@@ -715,6 +793,15 @@ impl Reducer {
             return Err(Error::usage(
                 "a gradient hook gives every rank whole gradients; leave it out, or Exchange::ReduceScatter",
             ));
+        }
+        if let (Some(hook), Some(other)) = (&hook, self.not_f32()) {
+            return Err(Error::usage(format!(
+                "the gradient hook {} is for f32 gradients, but that of {} is made of {}; leave the hook out, or \
+                 average that parameter in another reducer",
+                hook.name(),
+                other.name,
+                other.dtype
+            )));
         }
         self.hook = hook;
         Ok(())
@@ -732,12 +819,10 @@ impl Reducer {
 
     fn multiply(&mut self, scale: f32) {
         for (bucket, memory) in self.memory.iter_mut().enumerate() {
-            if let Memory::Reduced(memory) = memory {
-                let gradients = match &mut self.chunks[bucket] {
-                    Some(chunk) => &mut chunk[..],
-                    None => &mut memory[..self.plan.bucket_elems(bucket)],
-                };
-                gradients.iter_mut().for_each(|g| *g *= scale);
+            let elems = self.plan.bucket_elems(bucket);
+            match &mut self.chunks[bucket] {
+                Some(chunk) => chunk.iter_mut().for_each(|g| *g *= scale),
+                None => of_any!(memory, m => m.multiply(elems, scale)),
             }
         }
     }
@@ -745,9 +830,8 @@ impl Reducer {
     /// This rank's part in a step it has no data for.
     fn launch_zeros(&mut self) -> Result<()> {
         for (bucket, memory) in self.memory.iter_mut().enumerate() {
-            if let Memory::Filling(memory) = memory {
-                memory[..self.plan.bucket_elems(bucket)].fill(0.0);
-            }
+            let elems = self.plan.bucket_elems(bucket);
+            of_any!(memory, m => m.fill_zeros(elems));
         }
         self.order = (0..self.params.len()).rev().collect();
         self.missing.fill(0);
@@ -770,28 +854,27 @@ impl Reducer {
     }
 
     fn collect(&mut self, bucket: usize) -> Result<()> {
-        let traced = match std::mem::replace(&mut self.memory[bucket], Memory::Lost) {
-            Memory::InFlight(work) => work.wait_traced().map(|(memory, times)| {
-                self.memory[bucket] = Memory::Reduced(memory);
-                times
-            }),
-            Memory::Scattering(work) => work.wait_traced().map(|((memory, chunk), times)| {
-                self.memory[bucket] = Memory::Reduced(memory);
-                self.chunks[bucket] = Some(chunk);
-                times
-            }),
-            other => {
-                self.memory[bucket] = other;
-                return Ok(());
+        let memory = std::mem::replace(&mut self.memory[bucket], AnyMemory::lost());
+        let traced = match memory {
+            AnyMemory::F32(Memory::Scattering(work)) => {
+                work.wait_traced().map(|((memory, chunk), times)| {
+                    self.chunks[bucket] = Some(chunk);
+                    (AnyMemory::F32(Memory::Reduced(memory)), Some(times))
+                })
             }
+            memory => of_any!(memory, m => m.collected().map(|(m, times)| (m.into(), times))),
         };
-        let times = traced.map_err(|cause| {
+        let (memory, times) = traced.map_err(|cause| {
             self.failed = true;
             Error::comm_while(
                 format!("gradients could not be averaged ({})", self.labels[bucket]),
                 cause,
             )
         })?;
+        self.memory[bucket] = memory;
+        let Some(times) = times else {
+            return Ok(()); // it was not in flight
+        };
         self.times.buckets.push(BucketTimes {
             bucket,
             bytes: self.plan.bucket_bytes(bucket),
@@ -804,15 +887,12 @@ impl Reducer {
     }
 
     fn collect_votes(&mut self) -> Result<()> {
-        match self.votes.take() {
-            Some(Memory::InFlight(work)) => {
-                let votes = work.wait().map_err(|e| {
-                    self.failed = true;
-                    Error::comm_while("the ranks could not vote on the step", e)
-                })?;
-                self.votes = Some(Memory::Reduced(votes));
-            }
-            other => self.votes = other,
+        if let Some(votes) = self.votes.take() {
+            let (votes, _) = votes.collected().map_err(|e| {
+                self.failed = true;
+                Error::comm_while("the ranks could not vote on the step", e)
+            })?;
+            self.votes = Some(votes);
         }
         Ok(())
     }
@@ -832,7 +912,7 @@ impl Reducer {
                 run.and_then(|(from, to)| chunk.get(from..to))
                     .unwrap_or_default()
             }
-            (None, Memory::Reduced(memory)) => memory.get(run).unwrap_or_default(),
+            (None, AnyMemory::F32(Memory::Reduced(memory))) => memory.get(run).unwrap_or_default(),
             _ => &[],
         }
     }
@@ -854,7 +934,7 @@ impl Reducer {
             if let Some(chunk) = &mut self.chunks[bucket] {
                 let first = rank * chunk.len();
                 own(param, elems, &mut chunk[run.start - first..run.end - first]);
-            } else if let Memory::Reduced(memory) = &mut self.memory[bucket] {
+            } else if let AnyMemory::F32(Memory::Reduced(memory)) = &mut self.memory[bucket] {
                 own(param, elems, &mut memory[run]);
             }
         }
@@ -863,8 +943,8 @@ impl Reducer {
             let Some(chunk) = self.chunks[bucket].take() else {
                 continue;
             };
-            match std::mem::replace(&mut self.memory[bucket], Memory::Lost) {
-                Memory::Reduced(memory) => {
+            match std::mem::replace(&mut self.memory[bucket], AnyMemory::lost()) {
+                AnyMemory::F32(Memory::Reduced(memory)) => {
                     let call = Call {
                         label: Some(self.labels[bucket].clone()),
                         ..Call::default()
@@ -886,11 +966,11 @@ impl Reducer {
                 )
             })?;
             self.chunks[bucket] = Some(chunk);
-            self.memory[bucket] = Memory::Reduced(memory);
+            self.memory[bucket] = AnyMemory::F32(Memory::Reduced(memory));
         }
         for param in 0..self.params.len() {
             let (bucket, place) = self.plan.place(param);
-            if let Memory::Reduced(memory) = &self.memory[bucket] {
+            if let AnyMemory::F32(Memory::Reduced(memory)) = &self.memory[bucket] {
                 whole(param, &memory[place]);
             }
         }
@@ -920,8 +1000,7 @@ impl Reducer {
                 ));
             }
         }
-        let lens: Vec<usize> = self.params.iter().map(|p| p.len).collect();
-        let plan = BucketPlan::new(&lens, &self.order, self.options.caps);
+        let plan = plan(&self.params, &self.order, self.options.caps);
         if plan != self.plan {
             self.rebuilt_plan = Some(plan);
         }
@@ -942,6 +1021,7 @@ impl Reducer {
             *missing = params.len();
         }
         self.ready.fill(false);
+        self.mistyped = None;
         self.used.fill(false);
         self.order.clear();
         self.next_launch = 0;
@@ -951,29 +1031,30 @@ impl Reducer {
         self.times.backward_began = Some(Instant::now());
         self.group.set_phase("backward");
         for memory in &mut self.memory {
-            if let Memory::Reduced(bucket) = std::mem::replace(memory, Memory::Lost) {
-                *memory = Memory::Filling(bucket);
-            }
+            of_any!(memory, m => m.begin());
         }
-        if let Some(Memory::Reduced(votes)) = self.votes.take() {
-            self.votes = Some(Memory::Filling(votes));
+        if let Some(votes) = &mut self.votes {
+            votes.begin();
         }
     }
 
-    /// The averaged gradient of `param`; empty unless the last backward was
+    /// The averaged `f32` gradient of `param`; empty unless the last backward was
     /// finished and not voted down, when there is no such parameter, and with
     /// [`Exchange::ReduceScatter`], where no rank has whole gradients.
     pub fn grad(&self, param: usize) -> &[f32] {
-        if param >= self.params.len() {
+        self.grad_of::<f32>(param)
+    }
+
+    /// [`grad`](Self::grad) of a gradient of any type; empty when it is not made of `T`. The mean is
+    /// folded in rank order (16-bit ones widened to `f32`, and rounded once).
+    pub fn grad_of<T: Gradient>(&self, param: usize) -> &[T] {
+        if param >= self.params.len() || self.in_backward || !self.committed || self.is_scattered()
+        {
             return &[];
         }
         let (bucket, range) = self.plan.place(param);
-        match &self.memory[bucket] {
-            Memory::Reduced(memory)
-                if !self.in_backward && self.committed && !self.is_scattered() =>
-            {
-                &memory[range]
-            }
+        match T::memory(&self.memory[bucket]) {
+            Some(Memory::Reduced(memory)) => &memory[range],
             _ => &[],
         }
     }
@@ -999,13 +1080,8 @@ impl Reducer {
     }
 }
 
-/// Where each of several runs of `lens` elements begins when they lie one behind the other.
-fn starts(lens: &[usize]) -> Vec<usize> {
-    let mut at = 0;
-    lens.iter()
-        .map(|len| {
-            at += len;
-            at - len
-        })
-        .collect()
+fn plan(params: &[ParamSpec], order: &[usize], caps: BucketCaps) -> BucketPlan {
+    let lens: Vec<usize> = params.iter().map(|p| p.len).collect();
+    let types: Vec<GradType> = params.iter().map(|p| p.dtype).collect();
+    BucketPlan::mixed(&lens, &types, order, caps)
 }

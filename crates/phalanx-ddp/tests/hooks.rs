@@ -8,8 +8,8 @@ use common::{ALL, Over, ranks};
 use phalanx_comm::{ProcessGroup, ReduceOp};
 use phalanx_ddp::{
     Bf16Gradients, BucketCaps, DdpOptions, Deterministic, DistributedDataParallel, ErrorKind,
-    F16Gradients, GradBucket, GradientHook, LocalGradients, LocalSgd, ParamSpec, PowerSgd,
-    PowerSgdOptions, Reducer, ReducerOptions, Result, ShardTree,
+    F16Gradients, GradBucket, GradType, GradientHook, LocalGradients, LocalSgd, ParamSpec,
+    PowerSgd, PowerSgdOptions, Reducer, ReducerOptions, Result, ShardTree,
 };
 use phalanx_nn::layers::Linear;
 use phalanx_nn::optim::Sgd;
@@ -24,6 +24,7 @@ fn reducer(group: ProcessGroup) -> Reducer {
         .map(|(i, &len)| ParamSpec {
             name: format!("layer{i}.weight"),
             len,
+            dtype: GradType::F32,
             columns: 1,
         })
         .collect();

@@ -6,7 +6,9 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use common::{Over, ranks};
 use phalanx_comm::ProcessGroup;
-use phalanx_ddp::{BucketCaps, Commit, ErrorKind, Fingerprint, ParamSpec, Reducer, ReducerOptions};
+use phalanx_ddp::{
+    BucketCaps, Commit, ErrorKind, Fingerprint, GradType, ParamSpec, Reducer, ReducerOptions,
+};
 
 fn specs(lens: &[usize]) -> Vec<ParamSpec> {
     lens.iter()
@@ -14,6 +16,7 @@ fn specs(lens: &[usize]) -> Vec<ParamSpec> {
         .map(|(i, &len)| ParamSpec {
             name: format!("layer{i}.weight"),
             len,
+            dtype: GradType::F32,
             columns: 1,
         })
         .collect()

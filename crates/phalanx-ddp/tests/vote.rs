@@ -5,7 +5,8 @@ mod common;
 use common::{ALL, ranks};
 use phalanx_comm::ProcessGroup;
 use phalanx_ddp::{
-    BucketCaps, Commit, DdpOptions, DistributedDataParallel, ParamSpec, Reducer, ReducerOptions,
+    BucketCaps, Commit, DdpOptions, DistributedDataParallel, GradType, ParamSpec, Reducer,
+    ReducerOptions,
 };
 use phalanx_nn::optim::Sgd;
 use phalanx_nn::{GradSink, ParamId, Params, Scope, Seed, layers::Linear};
@@ -14,6 +15,7 @@ fn reducer(group: ProcessGroup, caps: BucketCaps) -> Reducer {
     let specs = [70, 1, 33].iter().enumerate().map(|(i, &len)| ParamSpec {
         name: format!("layer{i}.weight"),
         len,
+        dtype: GradType::F32,
         columns: 1,
     });
     let options = ReducerOptions {
