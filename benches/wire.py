@@ -5,14 +5,7 @@
     sudo benches/wire.py --python VENV/bin/python --out benches/runs/DATE-tcp-wire
     sudo benches/wire.py --python VENV/bin/python --hosts 2 --rates 1 --delays 0,0.1,1,5
 
-Every host is a network namespace whose only way out is a veth pair into a
-switch, a namespace of its own. Both ends of each pair are shaped with
-`tc ... tbf`: one limits what the host sends, the other what it receives, as
-a full-duplex network card does.
-
-With a delay the switch is a program of ours (peers/delay.c, compiled with cc)
-that holds every frame for that time; it needs a core now and then, which the
-ranks miss where cores are few.
+shaped.py tells how the wire is made.
 
 Each round runs ours, then Gloo, then the ceiling, on the same wire; figures are
 medians over rounds of medians, with the smallest and largest in brackets. The
@@ -27,16 +20,15 @@ removed again, also on Ctrl-C.
 """
 import argparse
 import json
-import os
-import platform
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from shaped import Wire, compiled, environment, machine, run, sh, until_interrupted
 
 HERE = Path(__file__).resolve().parent
 p = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
@@ -54,108 +46,10 @@ p.add_argument("--out", type=Path)
 args = p.parse_args()
 SIZES = [int(b) for b in args.bytes.split(",")]
 LARGE = 1 << 20  # bytes from which rates matter more than latencies
-NAME = f"phw{os.getpid()}"
-
-
-class Wire:
-    """H hosts and a switch; the context manager removes them."""
-
-    def __init__(self, hosts, gbit, delay_ms):
-        self.hosts, self.gbit, self.delay_ms = hosts, gbit, delay_ms
-        self.names, self.children = [], []
-
-    def __enter__(self):
-        try:
-            self.build()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def namespace(self, name):
-        sh("ip", "netns", "add", name)
-        self.names.append(name)
-        sh("ip", "-n", name, "link", "set", "lo", "up")
-
-    def build(self):
-        switch = f"{NAME}s"
-        self.namespace(switch)
-        if not self.delay_ms:
-            sh("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
-            sh("ip", "-n", switch, "link", "set", "br0", "up")
-        for h in range(self.hosts):
-            host, port = f"{NAME}h{h}", f"port{h}"
-            self.namespace(host)
-            sh("ip", "link", "add", "eth0", "netns", host, "mtu", str(args.mtu), "type", "veth",
-               "peer", "name", port, "netns", switch, "mtu", str(args.mtu))
-            sh("ip", "-n", host, "addr", "add", f"10.78.0.{h + 1}/24", "dev", "eth0")
-            if not self.delay_ms:
-                sh("ip", "-n", switch, "link", "set", port, "master", "br0")
-            for ns, dev in ((host, "eth0"), (switch, port)):
-                sh("ip", "-n", ns, "link", "set", dev, "up")
-                if self.gbit:
-                    # A burst of 0.2 ms: long enough that late timers do not limit the rate, short enough that
-                    # little data gets through at the speed of memory. Packets must fit it. 4 MiB: a switch's buffer.
-                    burst = max(int(self.gbit * 1e9 / 8 * 0.2e-3), 5000)
-                    sh("ip", "-n", ns, "link", "set", dev, "gso_max_size", str(min(65536, burst * 2 // 3)))
-                    sh("tc", "-n", ns, "qdisc", "add", "dev", dev, "root", "tbf",
-                       "rate", f"{self.gbit:g}gbit", "burst", str(burst), "limit", "4mb")
-        if self.delay_ms:
-            ports = [f"port{h}" for h in range(self.hosts)]
-            relay = subprocess.Popen(["ip", "netns", "exec", switch, delay_switch(), str(1000 * self.delay_ms), *ports],
-                                     stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-            self.children.append(relay)
-            if relay.stdout.readline().strip() != "ready":
-                raise SystemExit("the switch with a delay did not start")
-
-    def start(self, host, cmd, env=None, **more):
-        child = subprocess.Popen(["ip", "netns", "exec", f"{NAME}h{host}", *cmd], stdin=subprocess.DEVNULL,
-                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                 env=dict(os.environ, **(env or {})), **more)
-        self.children.append(child)
-        return child
-
-    def __exit__(self, *_):
-        for name in self.names:
-            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
-            for pid in pids:
-                try:
-                    os.kill(int(pid), signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-        for child in self.children:
-            if child.poll() is None:
-                child.kill()
-            child.communicate() if child.stdout else child.wait()
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-def delay_switch():
-    """The compiled switch."""
-    return compiled("delay")
-
-
-def compiled(name):
-    """A program of peers/, for this run."""
-    program = Path(tempfile.gettempdir()) / f"{NAME}-{name}"
-    if not program.exists():
-        sh("cc", "-O2", "-o", str(program), str(HERE / f"peers/{name}.c"))
-    return str(program)
-
-
-def sh(*cmd):
-    done = subprocess.run(cmd, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{shlex.join(cmd)}: {done.stderr.strip()}")
 
 
 def ranks(wire):
-    """Host of each rank and the variables that torchrun would set."""
-    world = wire.hosts * args.ranks_per_host
-    return [(r // args.ranks_per_host,
-             {"RANK": str(r), "WORLD_SIZE": str(world), "LOCAL_RANK": str(r % args.ranks_per_host),
-              "LOCAL_WORLD_SIZE": str(args.ranks_per_host), "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29500"}) for r in range(world)]
+    return environment(wire, args.ranks_per_host)
 
 
 def ours(wire, token):
@@ -178,20 +72,17 @@ def ceiling(shape, port):
     return side
 
 
-def run(wire, side, token, tries=3):
+def measure(wire, side, token, tries=3):
     """One measurement of one side. Gloo now and then aborts at its end, so a failure is tried again."""
     commands = side(wire, token)
-    children = [wire.start(h, cmd, env) for h, cmd, env in commands]
-    out = [c.communicate(timeout=300) for c in children]
-    wire.children = [c for c in wire.children if c not in children]
-    failed = [(c.args, o[1].strip()[-400:]) for c, o in zip(children, out) if c.returncode]
+    out, failed = run(wire, commands)
     if failed:
-        print(f"  {side.__name__} failed: {failed[0]}", file=sys.stderr, flush=True)
+        print(f"  {side.__name__} failed: {failed}", file=sys.stderr, flush=True)
         if tries > 1:
             time.sleep(1)
-            return run(wire, side, token, tries - 1)
+            return measure(wire, side, token, tries - 1)
         raise SystemExit("gave up")
-    return [json.loads(line[line.index("{"):]) for o in out for line in o[0].splitlines() if "{" in line], commands
+    return [json.loads(line[line.index("{"):]) for o in out for line in o.splitlines() if "{" in line], commands
 
 
 def cell(us):
@@ -212,10 +103,10 @@ def main():
         for gbit, delay_ms in wires:
             for hosts in map(int, args.hosts.split(",")):
                 figures = {(s.__name__, b): [] for s in sides for b in SIZES}
-                with Wire(hosts, gbit, delay_ms) as wire:
+                with Wire(hosts, gbit, delay_ms, args.mtu) as wire:
                     for round_ in range(args.rounds):
                         for side in sides:
-                            lines, cmds = run(wire, side, token)
+                            lines, cmds = measure(wire, side, token)
                             if round_ == 0:
                                 commands += [f"host {h}: " + " ".join(f"{k}={v}" for k, v in env.items())
                                              + " " + shlex.join(cmd) for h, cmd, env in cmds]
@@ -244,30 +135,15 @@ def main():
 def keep(raw, commands, table):
     args.out.mkdir(parents=True, exist_ok=True)
     name = f"-{args.ranks_per_host}ranks" if args.ranks_per_host > 1 else ""
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
-    congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     torch = args.python and subprocess.run([args.python, "-c", "import torch; print(torch.__version__)"],
                                            capture_output=True, text=True).stdout.strip()
     (args.out / f"raw{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in raw))
     text = [f"# All-reduce over a shaped wire: ours against Gloo (PyTorch {torch})", "",
-            f"{os.cpu_count()} cores ({cpu}) for all hosts together, {platform.system()} {platform.release()}, "
-            f"congestion control {congestion}, MTU {args.mtu}, {args.ranks_per_host} rank(s) a host, "
+            f"{machine()}, MTU {args.mtu}, {args.ranks_per_host} rank(s) a host, "
             f"{args.rounds} interleaved rounds; median [smallest..largest].", "",
             *table, "", "Run as:", "", "```", shlex.join(["benches/wire.py", *sys.argv[1:]]), "```", "",
             "which runs, at the same time on every host:", "", "```", *commands, "```", ""]
     (args.out / f"summary{name}.md").write_text("\n".join(text))
 
 
-def interrupted(*_):
-    raise KeyboardInterrupt
-
-
-for s in (signal.SIGTERM, signal.SIGHUP):
-    signal.signal(s, interrupted)
-try:
-    main()
-except KeyboardInterrupt:
-    sys.exit(130)
-finally:
-    for left in Path(tempfile.gettempdir()).glob(f"{NAME}-*"):
-        left.unlink(missing_ok=True)
+until_interrupted(main)

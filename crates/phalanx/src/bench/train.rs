@@ -7,7 +7,8 @@ use phalanx_ddp::{DdpOptions, DistributedDataParallel};
 use phalanx_nn::models::{CifarResNet, MnistCnn, MobileNetV2};
 use phalanx_nn::optim::{Optimizer, Sgd};
 use phalanx_nn::rng::torch::Generator;
-use phalanx_nn::{GradSink, Grads, Params, Scope, Seed, StepKey, Tape, Tensor, Threads};
+use phalanx_nn::{GradSink, Grads, ParamId, Params, Scope, Seed, SinkError, StepKey};
+use phalanx_nn::{Tape, Tensor, Threads};
 use phalanx_train::process::peak_rss_bytes;
 use phalanx_train::{Dataset, synthetic};
 use serde_json::json;
@@ -91,6 +92,36 @@ pub(super) struct Trainer {
     tape: Tape,
     batches: Batches,
     batch: usize,
+    /// Of the last step without communication.
+    backward: Backward,
+}
+
+/// When things happened in a backward without communication.
+pub(super) struct Backward {
+    /// The first gradient was asked for.
+    pub began: Option<Instant>,
+    /// Each parameter's gradient was final.
+    pub ready: Vec<Option<Instant>>,
+    /// All gradients were.
+    pub ended: Option<Instant>,
+}
+
+/// Gradients that stay where they are, with the time of each.
+struct Watched<'a> {
+    grads: &'a mut Grads,
+    times: &'a mut Backward,
+}
+
+impl GradSink for Watched<'_> {
+    fn slot(&mut self, param: ParamId) -> &mut [f32] {
+        self.times.began.get_or_insert_with(Instant::now);
+        self.grads.slot(param)
+    }
+
+    fn ready(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
+        self.times.ready[param.index()] = Some(Instant::now());
+        self.grads.ready(param)
+    }
 }
 
 impl Trainer {
@@ -108,6 +139,11 @@ impl Trainer {
             net,
             ddp,
             alone: Grads::like(&params),
+            backward: Backward {
+                began: None,
+                ready: vec![None; params.ids().count()],
+                ended: None,
+            },
             optimizer,
             tape,
             params,
@@ -124,10 +160,16 @@ impl Trainer {
         let x = step.input(images, &[self.batch, h, w, c])?;
         let loss = self.net.loss(x, labels)?;
         let value = loss.item();
-        loss.backward(match synced {
-            true => &mut self.ddp as &mut dyn GradSink,
-            false => &mut self.alone,
-        })?;
+        if synced {
+            loss.backward(&mut self.ddp)?;
+        } else {
+            self.backward.began = None;
+            loss.backward(&mut Watched {
+                grads: &mut self.alone,
+                times: &mut self.backward,
+            })?;
+            self.backward.ended = Some(Instant::now());
+        }
         drop(step);
         if !synced || self.ddp.finish()?.is_yes() {
             self.tape.update_buffers(&mut self.params)?;
@@ -143,6 +185,28 @@ impl Trainer {
             ));
         }
         Ok(())
+    }
+
+    /// Averages the gradients that are in the buckets, as a step does, and nothing else.
+    pub(super) fn communicate(&mut self) -> Result<()> {
+        // The last layers' are the first that backward makes.
+        let ids: Vec<ParamId> = self.params.ids().collect();
+        for id in ids.into_iter().rev() {
+            self.ddp.ready(id).map_err(|e| {
+                Error::new(ErrorKind::Failed, "a gradient could not be averaged").caused_by(e)
+            })?;
+        }
+        let _ = self.ddp.finish()?;
+        Ok(())
+    }
+
+    /// Times of the last step without communication.
+    pub(super) fn backward(&self) -> &Backward {
+        &self.backward
+    }
+
+    pub(super) fn ddp(&self) -> &DistributedDataParallel {
+        &self.ddp
     }
 }
 
@@ -169,7 +233,7 @@ pub struct TrainBenchArgs {
     /// Numbers that convolutions and linear layers multiply; weights, sums and the rest are fp32 either way
     #[arg(long, value_enum, default_value_t = PrecisionArg::Fp32)]
     pub precision: PrecisionArg,
-    /// What the ranks' communication costs a step: time blocks of steps with it and without in turn
+    /// What the ranks' communication costs a step: time blocks of steps with it and without in turn, and of it alone
     #[arg(long, conflicts_with = "profile")]
     pub overhead: bool,
     /// Time operations and layers of steps 3 to 12: a table, and a Chrome trace for each rank: FILE.<rank>.json
