@@ -28,7 +28,7 @@ const SEGMENT_MIN_BYTES: usize = 64 << 10;
 const SEGMENTS: usize = 4;
 
 /// Segments that are scattered before the first is gathered.
-const LAG: usize = 6;
+const LAG: usize = 2;
 
 /// Elements of a segment, the same on all ranks.
 pub(super) fn segment_elems(spec: &Spec, longest: usize) -> usize {
