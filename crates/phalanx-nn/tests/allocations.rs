@@ -86,6 +86,9 @@ fn steps_allocate_nothing_once_they_have_run() {
             count(precision, [32, 32, 3], |s| {
                 Model::Mobilenet(MobileNetV2::new(s, 10))
             }),
+            count(precision, [32, 32, 3], |s| {
+                Model::Mobilenet(MobileNetV2::new(s, 10).recompute(true))
+            }),
         ] {
             assert!(counts[0] > counts[4], "nothing was counted: {counts:?}");
             assert_eq!(counts[2..], [0; 3], "{precision:?}");

@@ -117,6 +117,7 @@ pub struct MobileNetV2 {
     last: ConvNorm,
     dropout: Dropout,
     head: Linear,
+    recomputes: bool,
 }
 
 impl MobileNetV2 {
@@ -145,6 +146,7 @@ impl MobileNetV2 {
             last,
             dropout: Dropout::new(0.2),
             head,
+            recomputes: false,
         };
         net.draw(scope);
         net
@@ -175,6 +177,16 @@ impl MobileNetV2 {
         }
     }
 
+    /// Sets whether backward makes the values inside each block again, which the forward pass then
+    /// does not keep ([`Tensor::recompute`]); no bit changes.
+    #[must_use]
+    pub fn recompute(self, on: bool) -> Self {
+        Self {
+            recomputes: on,
+            ..self
+        }
+    }
+
     /// Images (N, H, W, 3) to logits (N, classes).
     ///
     /// # Errors
@@ -182,7 +194,7 @@ impl MobileNetV2 {
     pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
         let mut x = self.stem.forward(x)?;
         for block in &self.blocks {
-            x = block.forward(x)?;
+            x = super::run(self.recomputes, x, |x| block.forward(x))?;
         }
         let x = self.last.forward(x)?.global_avg_pool()?;
         self.head.forward(self.dropout.forward(x)?)

@@ -11,3 +11,18 @@ pub use mnist_cnn::MnistCnn;
 pub use mobilenet::MobileNetV2;
 pub use resnet::{CifarResNet, ResNet};
 pub use resnet9::ResNet9;
+
+use crate::{Result, Tensor};
+
+/// Runs a part of a model, whose values backward makes again if so wished.
+fn run<'s>(
+    recomputes: bool,
+    x: Tensor<'s>,
+    part: impl FnOnce(Tensor<'s>) -> Result<Tensor<'s>>,
+) -> Result<Tensor<'s>> {
+    if recomputes {
+        x.recompute(part)
+    } else {
+        part(x)
+    }
+}

@@ -72,6 +72,7 @@ pub struct CifarResNet {
     stem: ConvNorm,
     blocks: Vec<Block>,
     head: Linear,
+    recomputes: bool,
 }
 
 impl CifarResNet {
@@ -109,6 +110,17 @@ impl CifarResNet {
             stem,
             blocks: all,
             head: Linear::new(scope.enter("dense_layer"), width, classes),
+            recomputes: false,
+        }
+    }
+
+    /// Sets whether backward makes the values inside each block again, which the forward pass then
+    /// does not keep ([`Tensor::recompute`]); no bit changes.
+    #[must_use]
+    pub fn recompute(self, on: bool) -> Self {
+        Self {
+            recomputes: on,
+            ..self
         }
     }
 
@@ -119,7 +131,7 @@ impl CifarResNet {
     pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
         let mut x = self.stem.forward(x, Act::Relu)?;
         for block in &self.blocks {
-            x = block.forward(x)?;
+            x = super::run(self.recomputes, x, |x| block.forward(x))?;
         }
         self.head.forward(x.global_avg_pool()?)
     }
@@ -136,6 +148,7 @@ pub struct ResNet {
     pool: MaxPool2d,
     blocks: Vec<Block>,
     head: Linear,
+    recomputes: bool,
 }
 
 impl ResNet {
@@ -191,6 +204,17 @@ impl ResNet {
             pool: MaxPool2d::new(MaxPool2dOptions::new(3).stride(2).padding(1)),
             blocks,
             head: Linear::new(scope.enter("fc"), width, classes),
+            recomputes: false,
+        }
+    }
+
+    /// Sets whether backward makes the values inside each block again, which the forward pass then
+    /// does not keep ([`Tensor::recompute`]); no bit changes.
+    #[must_use]
+    pub fn recompute(self, on: bool) -> Self {
+        Self {
+            recomputes: on,
+            ..self
         }
     }
 
@@ -201,7 +225,7 @@ impl ResNet {
     pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
         let mut x = self.pool.forward(self.stem.forward(x, Act::Relu)?)?;
         for block in &self.blocks {
-            x = block.forward(x)?;
+            x = super::run(self.recomputes, x, |x| block.forward(x))?;
         }
         self.head.forward(x.global_avg_pool()?)
     }

@@ -3,7 +3,7 @@
 use crate::kernels::broadcast::Arithmetic;
 use crate::kernels::elementwise;
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
 use crate::{Error, Result, Tensor};
 
 pub(crate) struct Add {
@@ -28,8 +28,7 @@ impl<'s> Tensor<'s> {
         }
         let out = {
             let mut st = step.state();
-            let mut buf = st.take_for_writing(a);
-            elementwise::add(step.team(), buf.slice_mut(), st.value(b));
+            let buf = compute(&mut step.compute(&mut st), a, b);
             let (shape, wants) = (st.shape(a), st.wants_grad(a) || st.wants_grad(b));
             let out = st.add_output(shape, buf, wants);
             if wants {
@@ -39,6 +38,12 @@ impl<'s> Tensor<'s> {
         };
         Ok(Tensor::new(step, out))
     }
+}
+
+fn compute(c: &mut Compute<'_>, a: SlotId, b: SlotId) -> Buf {
+    let mut buf = c.state.take_for_writing(a);
+    elementwise::add(c.team, buf.slice_mut(), c.state.value(b));
+    buf
 }
 
 impl Recorded for Add {
@@ -59,5 +64,13 @@ impl Recorded for Add {
             pass.give(only, dy);
         }
         Ok(())
+    }
+
+    fn repeats(&self) -> bool {
+        true
+    }
+
+    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        Ok(compute(c, self.a, self.b))
     }
 }

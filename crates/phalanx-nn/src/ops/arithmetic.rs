@@ -5,7 +5,7 @@ use crate::kernels::broadcast::{Arithmetic, Stretch, arithmetic};
 use crate::kernels::elementwise;
 use crate::kernels::reduce::{Fold, RANK, reduce};
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 
@@ -68,15 +68,7 @@ impl<'s> Tensor<'s> {
         let shape = Shape::new(s.dims())?;
         let out = {
             let mut st = step.state();
-            let mut buf = st.pool.get(shape.numel());
-            arithmetic(
-                step.team(),
-                op,
-                &s,
-                st.value(a),
-                st.value(b),
-                buf.slice_mut(),
-            );
+            let buf = compute(&mut step.compute(&mut st), op, [a, b], &s, shape.numel());
             let wants = [st.wants_grad(a), st.wants_grad(b)];
             let out = st.add_output(shape, buf, wants[0] || wants[1]);
             if wants[0] || wants[1] {
@@ -97,6 +89,19 @@ impl<'s> Tensor<'s> {
         };
         Ok(Tensor::new(step, out))
     }
+}
+
+fn compute(
+    c: &mut Compute<'_>,
+    op: Arithmetic,
+    [a, b]: [SlotId; 2],
+    s: &Stretch,
+    numel: usize,
+) -> Buf {
+    let mut buf = c.state.pool.get(numel);
+    let (a, b) = (c.state.value(a), c.state.value(b));
+    arithmetic(c.team, op, s, a, b, buf.slice_mut());
+    buf
 }
 
 /// Gives `grad`, of the stretched `shape`, to an operand: sums where it was repeated.
@@ -207,5 +212,17 @@ impl Recorded for Binary {
             give_back(pass, self.a, &shape, g);
         }
         Ok(())
+    }
+
+    fn repeats(&self) -> bool {
+        true
+    }
+
+    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        let (a, b) = (c.state.shape(self.a), c.state.shape(self.b));
+        let s = Stretch::of(&a, &b)
+            .ok_or_else(|| Error::internal("operands no longer fit each other"))?;
+        let numel = c.state.shape(self.out).numel();
+        Ok(compute(c, self.op, [self.a, self.b], &s, numel))
     }
 }

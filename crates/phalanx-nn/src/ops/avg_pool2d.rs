@@ -2,7 +2,7 @@
 
 use crate::kernels::avg_pool::{self, AvgShape, Windows};
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 
@@ -156,8 +156,7 @@ impl<'s> Tensor<'s> {
         let shape = Shape::new(&[s.images, s.output[0], s.output[1], s.channels])?;
         let out = {
             let mut st = step.state();
-            let mut buf = st.pool.get(shape.numel());
-            avg_pool::forward(step.team(), &s, st.value(x), buf.slice_mut());
+            let buf = compute(&mut step.compute(&mut st), x, &s);
             let wants = st.wants_grad(x);
             let out = st.add_output(shape, buf, wants);
             if wants {
@@ -167,6 +166,13 @@ impl<'s> Tensor<'s> {
         };
         Ok(Tensor::new(step, out))
     }
+}
+
+fn compute(c: &mut Compute<'_>, x: SlotId, s: &AvgShape) -> Buf {
+    let numel = s.images * s.output[0] * s.output[1] * s.channels;
+    let mut buf = c.state.pool.get(numel);
+    avg_pool::forward(c.team, s, c.state.value(x), buf.slice_mut());
+    buf
 }
 
 impl Recorded for AvgPool2d {
@@ -182,5 +188,13 @@ impl Recorded for AvgPool2d {
         pass.pool().put(dy);
         pass.give(self.x, dx);
         Ok(())
+    }
+
+    fn repeats(&self) -> bool {
+        true
+    }
+
+    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        Ok(compute(c, self.x, &self.shape))
     }
 }

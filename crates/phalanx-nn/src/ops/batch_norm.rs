@@ -11,7 +11,8 @@ use crate::kernels::Mode;
 use crate::kernels::batch_norm::{self, Backward, Channels, Gate};
 use crate::param::{BufferId, ParamId, SinkError};
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::par::Team;
+use crate::tape::{Compute, Pass, Recorded, SlotId, State, Visit};
 use crate::{Error, Result, Tensor};
 
 /// Where the running statistics of a batch normalisation live.
@@ -176,16 +177,8 @@ impl<'s> Tensor<'s> {
             );
 
             let mut y = st.pool.get(numel);
-            let (channels, _) = parts(constants.slice(), c);
-            let r = residual_slot.map_or(&[][..], |r| st.value(r));
-            batch_norm::normalise(
-                step.team(),
-                st.value(x),
-                y.slice_mut(),
-                channels,
-                r,
-                act.clip(),
-            );
+            let operands = (x, residual_slot, constants.slice());
+            normalise(step.team(), &st, operands, act, y.slice_mut());
             let out = st.add_output(dims, y, training);
             if training {
                 let constants = st.add_aux(constants)?;
@@ -278,6 +271,19 @@ fn finish_constants<'p>(
         constants[2 * c + i] = constants[c + i] * w;
         constants[3 * c + i] = bias.map_or(0.0, |b| b[i]);
     }
+}
+
+/// `act(normalised x + residual)` by the constants of every channel.
+fn normalise(
+    team: &Team,
+    st: &State,
+    (x, residual, constants): (SlotId, Option<SlotId>, &[f32]),
+    act: Act,
+    y: &mut [f32],
+) {
+    let (channels, _) = parts(constants, constants.len() / 4);
+    let r = residual.map_or(&[][..], |r| st.value(r));
+    batch_norm::normalise(team, st.value(x), y, channels, r, act.clip());
 }
 
 impl BatchNorm {
@@ -395,6 +401,18 @@ impl Recorded for BatchNorm {
         pass.pool().put(sums);
         pass.pool().put(work);
         Ok(())
+    }
+
+    fn repeats(&self) -> bool {
+        true
+    }
+
+    /// With the statistics of the first time.
+    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        let mut y = c.state.pool.get(c.state.shape(self.x).numel());
+        let operands = (self.x, self.residual, c.state.value(self.constants));
+        normalise(c.team, c.state, operands, self.act, y.slice_mut());
+        Ok(y)
     }
 }
 

@@ -7,7 +7,7 @@ use crate::kernels::Mode;
 use crate::kernels::product::{Mat, product, product_team};
 use crate::par::Team;
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 
@@ -112,14 +112,7 @@ impl<'s> Tensor<'s> {
         let shape = Shape::new(&sizes[..rank])?;
         let out = {
             let mut st = step.state();
-            let mut buf = st.pool.get(shape.numel());
-            let (x, y) = (st.value(a), st.value(b));
-            each(
-                step.team(),
-                (s.count, s.m * s.n, s.n),
-                buf.slice_mut(),
-                |i| (a_of(s, at(x, i, s.m * s.k)), b_of(s, at(y, i, s.k * s.n))),
-            );
+            let buf = compute(&mut step.compute(&mut st), a, b, s);
             let wants = st.wants_grad(a) || st.wants_grad(b);
             let out = st.add_output(shape, buf, wants);
             if wants {
@@ -134,6 +127,16 @@ impl<'s> Tensor<'s> {
         };
         Ok(Tensor::new(step, out))
     }
+}
+
+fn compute(c: &mut Compute<'_>, a: SlotId, b: SlotId, s: Sizes) -> Buf {
+    let len = s.m * s.n;
+    let mut buf = c.state.pool.get(s.count * len);
+    let (x, y) = (c.state.value(a), c.state.value(b));
+    each(c.team, (s.count, len, s.n), buf.slice_mut(), |i| {
+        (a_of(s, at(x, i, s.m * s.k)), b_of(s, at(y, i, s.k * s.n)))
+    });
+    buf
 }
 
 impl Recorded for Bmm {
@@ -167,5 +170,13 @@ impl Recorded for Bmm {
         }
         pass.pool().put(dy);
         Ok(())
+    }
+
+    fn repeats(&self) -> bool {
+        true
+    }
+
+    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        Ok(compute(c, self.a, self.b, self.sizes))
     }
 }

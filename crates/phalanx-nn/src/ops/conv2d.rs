@@ -6,7 +6,7 @@ use crate::kernels::conv::{self, ConvShape};
 use crate::kernels::{Mode, elementwise};
 use crate::param::{Layout, ParamId};
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 
@@ -128,17 +128,7 @@ impl<'s> Tensor<'s> {
         let shape = Shape::new(&[s.images, s.output[0], s.output[1], s.out])?;
         let out = {
             let mut st = step.state();
-            let mut buf = st.pool.get(shape.numel());
-            let mut work = st.pool.get(conv::work_len(&s));
-            let w = step.params().get(weight);
-            let b = bias.map(|b| step.params().get(b));
-            let relu = act == Act::Relu;
-            let (memory, y) = (work.slice_mut(), buf.slice_mut());
-            conv::forward(step.team(), &s, st.value(x), w, (b, relu), memory, y);
-            st.pool.put(work);
-            if act == Act::Relu6 {
-                elementwise::clip(step.team(), buf.slice_mut(), act.clip());
-            }
+            let buf = compute(&mut step.compute(&mut st), x, (weight, bias), act, &s);
             let training = st.training;
             let out = st.add_output(shape, buf, training);
             if training {
@@ -256,6 +246,28 @@ impl<'s> Tensor<'s> {
     }
 }
 
+/// The output's elements.
+fn compute(
+    c: &mut Compute<'_>,
+    x: SlotId,
+    (weight, bias): (ParamId, Option<ParamId>),
+    act: Act,
+    s: &ConvShape,
+) -> Buf {
+    let mut buf = c.state.pool.get(s.images * s.out_len());
+    let mut work = c.state.pool.get(conv::work_len(s));
+    let w = c.params.get(weight);
+    let b = bias.map(|b| c.params.get(b));
+    let relu = act == Act::Relu;
+    let (memory, y) = (work.slice_mut(), buf.slice_mut());
+    conv::forward(c.team, s, c.state.value(x), w, (b, relu), memory, y);
+    c.state.pool.put(work);
+    if act == Act::Relu6 {
+        elementwise::clip(c.team, buf.slice_mut(), act.clip());
+    }
+    buf
+}
+
 impl Recorded for Conv2d {
     fn visit(&self, f: &mut dyn FnMut(Visit)) {
         f(Visit::Output(self.out));
@@ -301,5 +313,13 @@ impl Recorded for Conv2d {
         pass.pool().put(work);
         pass.pool().put(dy);
         Ok(())
+    }
+
+    fn repeats(&self) -> bool {
+        true
+    }
+
+    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        Ok(compute(c, self.x, (self.weight, self.bias), self.act, &self.shape))
     }
 }

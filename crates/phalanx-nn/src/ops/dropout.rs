@@ -2,7 +2,7 @@
 
 use crate::kernels::dropout::{MaskKey, Rate, Share, apply};
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
 use crate::{Error, Result, Tensor};
 
 pub(crate) struct Dropout {
@@ -63,14 +63,8 @@ impl<'s> Tensor<'s> {
             let rate = Rate::new(p);
             let mut buf = st.take_for_writing(x);
             if p > 0.0 {
-                apply(
-                    step.team(),
-                    buf.slice_mut(),
-                    st.samples(rows),
-                    key,
-                    rate,
-                    share,
-                );
+                let samples = st.samples(rows);
+                apply(step.team(), buf.slice_mut(), samples, key, rate, share);
             }
             let wants = st.wants_grad(x);
             let out = st.add_output(dims, buf, wants);
@@ -108,5 +102,17 @@ impl Recorded for Dropout {
         );
         pass.give(self.x, dy);
         Ok(())
+    }
+
+    fn repeats(&self) -> bool {
+        true
+    }
+
+    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        let mut buf = c.state.take_for_writing(self.x);
+        let samples = c.state.samples(self.rows);
+        let (key, rate, share) = (self.key, self.rate, self.share);
+        apply(c.team, buf.slice_mut(), samples, key, rate, share);
+        Ok(buf)
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::kernels::transpose::transpose;
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 
@@ -36,12 +36,7 @@ impl<'s> Tensor<'s> {
         let shape = Shape::new(&[n, pixels * channels])?;
         let out = {
             let mut st = step.state();
-            let mut buf = st.pool.get(shape.numel());
-            let from = st.value(x);
-            step.team()
-                .split(buf.slice_mut(), pixels * channels, |at, to| {
-                    transpose(&from[at..at + to.len()], to, pixels, channels);
-                });
+            let buf = compute(&mut step.compute(&mut st), x, [pixels, channels]);
             let wants = st.wants_grad(x);
             let out = st.add_output(shape, buf, wants);
             if wants {
@@ -56,6 +51,15 @@ impl<'s> Tensor<'s> {
         };
         Ok(Tensor::new(step, out))
     }
+}
+
+fn compute(c: &mut Compute<'_>, x: SlotId, [pixels, channels]: [usize; 2]) -> Buf {
+    let mut buf = c.state.pool.get(c.state.shape(x).numel());
+    let from = c.state.value(x);
+    c.team.split(buf.slice_mut(), pixels * channels, |at, to| {
+        transpose(&from[at..at + to.len()], to, pixels, channels);
+    });
+    buf
 }
 
 impl Recorded for Flatten {
@@ -74,5 +78,13 @@ impl Recorded for Flatten {
         pass.pool().put(dy);
         pass.give(self.x, dx);
         Ok(())
+    }
+
+    fn repeats(&self) -> bool {
+        true
+    }
+
+    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        Ok(compute(c, self.x, [self.pixels, self.channels]))
     }
 }

@@ -10,13 +10,18 @@ use crate::kernels::{Mode, bf16};
 use crate::par::Team;
 use crate::param::{Layout, ParamId, ParamInfo};
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
 use crate::tensor::Shape;
 use crate::{Error, Precision, Result, Tensor};
 
 pub(crate) struct Linear {
-    x: SlotId,
+    product: Product,
     out: SlotId,
+}
+
+/// All but where the output goes.
+struct Product {
+    x: SlotId,
     weight: ParamId,
     bias: Option<ParamId>,
     act: Act,
@@ -157,24 +162,22 @@ impl<'s> Tensor<'s> {
     ) -> Result<Tensor<'s>> {
         let (step, x, dims) = (self.step(), self.slot(), self.dims());
         let info = step.info(weight)?;
-        let Some((&last, outer)) = dims.split_last().filter(|(l, _)| **l == sizes.inp) else {
+        let Some((_, outer)) = dims.split_last().filter(|(l, _)| **l == sizes.inp) else {
             return Err(Error::usage(format!(
                 "{} takes {} inputs, the tensor has shape {dims:?}",
                 info.name, sizes.inp
             )));
         };
-        let bias_values = match bias {
-            Some(b) if step.info(b)?.len != sizes.out => {
-                return Err(Error::usage(format!(
-                    "{} has {} values for {} outputs",
-                    step.info(b)?.name,
-                    step.info(b)?.len,
-                    sizes.out
-                )));
-            }
-            Some(b) => Some(step.params().get(b)),
-            None => None,
-        };
+        if let Some(b) = bias
+            && step.info(b)?.len != sizes.out
+        {
+            return Err(Error::usage(format!(
+                "{} has {} values for {} outputs",
+                step.info(b)?.name,
+                step.info(b)?.len,
+                sizes.out
+            )));
+        }
         let rows: usize = outer.iter().product();
         let mut out_dims = [0; 6];
         out_dims[..outer.len()].copy_from_slice(outer);
@@ -182,37 +185,21 @@ impl<'s> Tensor<'s> {
         let shape = Shape::new(&out_dims[..dims.len()])?;
         let out = {
             let mut st = step.state();
-            let mut buf = st.pool.get(rows * sizes.out);
-            let y = buf.slice_mut();
-            let (precision, w) = (st.precision, step.params().get(weight));
-            match sizes.rounded(rows, precision) {
-                Some(s) => {
-                    let mut work = st.pool.get(bf16::work_len(&s));
-                    sizes.forward(step.team(), &s, st.value(x), w, work.slice_mut(), y);
-                    st.pool.put(work);
-                }
-                None => {
-                    let xm = Mat::rows(st.value(x), rows, last, last);
-                    product_team(step.team(), y, xm, sizes.matrix(w), Mode::Write);
-                }
-            }
-            finish(y, bias_values.unwrap_or(&[]), act == Act::Relu);
-            if act == Act::Relu6 {
-                elementwise::clip(step.team(), buf.slice_mut(), act.clip());
-            }
+            let precision = st.precision;
+            let product = Product {
+                x,
+                weight,
+                bias,
+                act,
+                rows,
+                sizes,
+                precision,
+            };
+            let buf = product.compute(&mut step.compute(&mut st));
             let training = st.training;
             let out = st.add_output(shape, buf, training);
             if training {
-                st.record(Linear {
-                    x,
-                    out,
-                    weight,
-                    bias,
-                    act,
-                    rows,
-                    sizes,
-                    precision,
-                });
+                st.record(Linear { product, out });
             }
             out
         };
@@ -220,27 +207,55 @@ impl<'s> Tensor<'s> {
     }
 }
 
+impl Product {
+    fn compute(&self, c: &mut Compute<'_>) -> Buf {
+        let (team, sizes, st) = (c.team, self.sizes, &mut *c.state);
+        let mut buf = st.pool.get(self.rows * sizes.out);
+        let y = buf.slice_mut();
+        let w = c.params.get(self.weight);
+        match sizes.rounded(self.rows, self.precision) {
+            Some(s) => {
+                let mut work = st.pool.get(bf16::work_len(&s));
+                sizes.forward(team, &s, st.value(self.x), w, work.slice_mut(), y);
+                st.pool.put(work);
+            }
+            None => {
+                let x = Mat::rows(st.value(self.x), self.rows, sizes.inp, sizes.inp);
+                product_team(team, y, x, sizes.matrix(w), Mode::Write);
+            }
+        }
+        let bias = self.bias.map_or(&[][..], |b| c.params.get(b));
+        finish(y, bias, self.act == Act::Relu);
+        if self.act == Act::Relu6 {
+            elementwise::clip(team, y, self.act.clip());
+        }
+        buf
+    }
+}
+
 impl Recorded for Linear {
     fn visit(&self, f: &mut dyn FnMut(Visit)) {
+        let p = &self.product;
         f(Visit::Output(self.out));
-        f(Visit::Input(self.x));
-        f(Visit::Param(self.weight));
-        self.bias.map(Visit::Param).into_iter().for_each(&mut *f);
-        f(Visit::Saved(self.x));
-        if self.act != Act::None {
+        f(Visit::Input(p.x));
+        f(Visit::Param(p.weight));
+        p.bias.map(Visit::Param).into_iter().for_each(&mut *f);
+        f(Visit::Saved(p.x));
+        if p.act != Act::None {
             f(Visit::Saved(self.out));
         }
     }
 
     fn backward(&self, pass: &mut Pass<'_>, mut dy: Buf) -> Result<()> {
-        let (team, sizes) = (pass.team, self.sizes);
+        let (p, team) = (&self.product, pass.team);
+        let sizes = p.sizes;
         let Sizes { inp, out, order } = sizes;
-        if self.act != Act::None {
-            let clip = self.act.clip();
+        if p.act != Act::None {
+            let clip = p.act.clip();
             elementwise::clip_backward(team, pass.value(self.out), dy.slice_mut(), clip);
         }
         // PyTorch's order within a linear layer: bias, then weight.
-        if let Some(b) = self.bias {
+        if let Some(b) = p.bias {
             let d = dy.slice();
             pass.param(b, |db, mode| match mode {
                 Mode::Write => column_sums(d, db),
@@ -250,36 +265,44 @@ impl Recorded for Linear {
                 }),
             })?;
         }
-        if let Some(s) = sizes.rounded(self.rows, self.precision) {
+        if let Some(s) = sizes.rounded(p.rows, p.precision) {
             let mut work = pass.pool().get(bf16::work_len(&s));
-            let (x, d) = (pass.value(self.x), dy.slice());
-            pass.param(self.weight, |dw, mode| {
+            let (x, d) = (pass.value(p.x), dy.slice());
+            pass.param(p.weight, |dw, mode| {
                 let (a, b) = sizes.sides(x, d);
                 bf16::weight_gradient(team, &s, a, b, work.slice_mut(), dw, mode);
             })?;
-            if pass.wants(self.x) {
-                let mut dx = pass.pool().get(self.rows * inp);
-                let w = pass.params.get(self.weight);
+            if pass.wants(p.x) {
+                let mut dx = pass.pool().get(p.rows * inp);
+                let w = pass.params.get(p.weight);
                 sizes.backward(team, &s, d, w, work.slice_mut(), dx.slice_mut());
-                pass.give(self.x, dx);
+                pass.give(p.x, dx);
             }
             pass.pool().put(work);
             pass.pool().put(dy);
             return Ok(());
         }
-        let d = Mat::rows(dy.slice(), self.rows, out, out);
-        let x = Mat::rows(pass.value(self.x), self.rows, inp, inp);
-        pass.param(self.weight, |dw, mode| match order {
+        let d = Mat::rows(dy.slice(), p.rows, out, out);
+        let x = Mat::rows(pass.value(p.x), p.rows, inp, inp);
+        pass.param(p.weight, |dw, mode| match order {
             Order::InOut => product_team(team, dw, x.t(), d, mode),
             Order::OutIn => product_team(team, dw, d.t(), x, mode),
         })?;
-        if pass.wants(self.x) {
-            let mut dx = pass.pool().get(self.rows * inp);
-            let w = sizes.matrix(pass.params.get(self.weight));
+        if pass.wants(p.x) {
+            let mut dx = pass.pool().get(p.rows * inp);
+            let w = sizes.matrix(pass.params.get(p.weight));
             product_team(team, dx.slice_mut(), d, w.t(), Mode::Write);
-            pass.give(self.x, dx);
+            pass.give(p.x, dx);
         }
         pass.pool().put(dy);
         Ok(())
+    }
+
+    fn repeats(&self) -> bool {
+        true
+    }
+
+    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        Ok(self.product.compute(c))
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::kernels::max_pool::{self, PoolShape};
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 
@@ -138,16 +138,7 @@ impl<'s> Tensor<'s> {
         let shape = Shape::new(&[images, oh, ow, channels])?;
         let out = {
             let mut st = step.state();
-            let numel = shape.numel();
-            let mut buf = st.pool.get(numel);
-            let mut winners = st.pool.get(numel.div_ceil(size_of::<f32>()));
-            max_pool::forward(
-                step.team(),
-                &s,
-                st.value(x),
-                buf.slice_mut(),
-                winners.bytes_mut(numel),
-            );
+            let (buf, winners) = compute(&mut step.compute(&mut st), x, &s);
             let wants = st.wants_grad(x);
             let out = st.add_output(shape, buf, wants);
             if wants {
@@ -167,6 +158,16 @@ impl<'s> Tensor<'s> {
     }
 }
 
+/// The maxima and where they were.
+fn compute(c: &mut Compute<'_>, x: SlotId, s: &PoolShape) -> (Buf, Buf) {
+    let numel = s.images * s.output[0] * s.output[1] * s.channels;
+    let mut buf = c.state.pool.get(numel);
+    let mut winners = c.state.pool.get(numel.div_ceil(size_of::<f32>()));
+    let (to, at) = (buf.slice_mut(), winners.bytes_mut(numel));
+    max_pool::forward(c.team, s, c.state.value(x), to, at);
+    (buf, winners)
+}
+
 impl Recorded for MaxPool2d {
     fn visit(&self, f: &mut dyn FnMut(Visit)) {
         f(Visit::Output(self.out));
@@ -182,5 +183,15 @@ impl Recorded for MaxPool2d {
         pass.pool().put(dy);
         pass.give(self.x, dx);
         Ok(())
+    }
+
+    fn repeats(&self) -> bool {
+        true
+    }
+
+    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        let (buf, winners) = compute(c, self.x, &self.shape);
+        c.state.pool.put(winners); // as before
+        Ok(buf)
     }
 }

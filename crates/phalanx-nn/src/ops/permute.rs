@@ -3,7 +3,7 @@
 use crate::kernels::reduce::RANK;
 use crate::par::{PIECE, Team};
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 
@@ -74,8 +74,7 @@ impl<'s> Tensor<'s> {
         let shape = Shape::new(&sizes[..order.len()])?;
         let out = {
             let mut st = step.state();
-            let mut buf = st.pool.get(shape.numel());
-            copy(step.team(), st.value(x), &dims, &to, buf.slice_mut());
+            let buf = compute(&mut step.compute(&mut st), x, &to);
             let wants = st.wants_grad(x);
             let out = st.add_output(shape, buf, wants);
             if wants {
@@ -104,6 +103,13 @@ impl<'s> Tensor<'s> {
     }
 }
 
+fn compute(c: &mut Compute<'_>, x: SlotId, order: &[usize]) -> Buf {
+    let shape = c.state.shape(x);
+    let mut buf = c.state.pool.get(shape.numel());
+    copy(c.team, c.state.value(x), &shape, order, buf.slice_mut());
+    buf
+}
+
 impl Recorded for Permute {
     fn visit(&self, f: &mut dyn FnMut(Visit)) {
         f(Visit::Output(self.out));
@@ -121,5 +127,13 @@ impl Recorded for Permute {
         pass.pool().put(dy);
         pass.give(self.x, dx);
         Ok(())
+    }
+
+    fn repeats(&self) -> bool {
+        true
+    }
+
+    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        Ok(compute(c, self.x, &self.order))
     }
 }

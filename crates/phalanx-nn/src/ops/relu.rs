@@ -2,7 +2,7 @@
 
 use crate::kernels::elementwise;
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
 use crate::{Result, Tensor};
 
 pub(crate) struct Relu {
@@ -19,8 +19,7 @@ impl<'s> Tensor<'s> {
         let (step, x) = (self.step(), self.slot());
         let out = {
             let mut st = step.state();
-            let mut buf = st.take_for_writing(x);
-            elementwise::relu(step.team(), buf.slice_mut());
+            let buf = compute(&mut step.compute(&mut st), x);
             let (shape, wants) = (st.shape(x), st.wants_grad(x));
             let out = st.add_output(shape, buf, wants);
             if wants {
@@ -30,6 +29,12 @@ impl<'s> Tensor<'s> {
         };
         Ok(Tensor::new(step, out))
     }
+}
+
+fn compute(c: &mut Compute<'_>, x: SlotId) -> Buf {
+    let mut buf = c.state.take_for_writing(x);
+    elementwise::relu(c.team, buf.slice_mut());
+    buf
 }
 
 impl Recorded for Relu {
@@ -43,5 +48,13 @@ impl Recorded for Relu {
         elementwise::relu_backward(pass.team, pass.value(self.out), dy.slice_mut());
         pass.give(self.x, dy);
         Ok(())
+    }
+
+    fn repeats(&self) -> bool {
+        true
+    }
+
+    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        Ok(compute(c, self.x))
     }
 }

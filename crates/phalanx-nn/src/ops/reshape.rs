@@ -2,7 +2,7 @@
 //! the only one. Saves nothing.
 
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 
@@ -48,5 +48,13 @@ impl Recorded for Reshape {
     fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
         pass.give(self.x, dy);
         Ok(())
+    }
+
+    fn repeats(&self) -> bool {
+        true
+    }
+
+    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        Ok(c.state.take_for_writing(self.x))
     }
 }

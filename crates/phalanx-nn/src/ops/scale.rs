@@ -2,7 +2,7 @@
 
 use crate::kernels::elementwise;
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
 use crate::{Result, Tensor};
 
 pub(crate) struct Scale {
@@ -20,8 +20,7 @@ impl<'s> Tensor<'s> {
         let (step, x) = (self.step(), self.slot());
         let out = {
             let mut st = step.state();
-            let mut buf = st.take_for_writing(x);
-            elementwise::scale(step.team(), buf.slice_mut(), factor);
+            let buf = compute(&mut step.compute(&mut st), x, factor);
             let (shape, wants) = (st.shape(x), st.wants_grad(x));
             let out = st.add_output(shape, buf, wants);
             if wants {
@@ -31,6 +30,12 @@ impl<'s> Tensor<'s> {
         };
         Ok(Tensor::new(step, out))
     }
+}
+
+fn compute(c: &mut Compute<'_>, x: SlotId, factor: f32) -> Buf {
+    let mut buf = c.state.take_for_writing(x);
+    elementwise::scale(c.team, buf.slice_mut(), factor);
+    buf
 }
 
 impl Recorded for Scale {
@@ -43,5 +48,13 @@ impl Recorded for Scale {
         elementwise::scale(pass.team, dy.slice_mut(), self.factor);
         pass.give(self.x, dy);
         Ok(())
+    }
+
+    fn repeats(&self) -> bool {
+        true
+    }
+
+    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        Ok(compute(c, self.x, self.factor))
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::par::Team;
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Step, Visit};
+use crate::tape::{Compute, Pass, Recorded, SlotId, Step, Visit};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 
@@ -35,6 +35,13 @@ impl Part {
             let start = i / self.len * self.wide + self.at;
             to.copy_from_slice(&from[start..start + self.len]);
         });
+    }
+
+    /// The part of a slot's value, `numel` elements.
+    fn of_slot(self, c: &mut Compute<'_>, x: SlotId, numel: usize) -> Buf {
+        let mut buf = c.state.pool.get(numel);
+        self.take(c.team, c.state.value(x), buf.slice_mut());
+        buf
     }
 
     /// The part of `to` becomes `from`; `rest` is done to the other elements.
@@ -79,8 +86,7 @@ impl<'s> Tensor<'s> {
         let part = Part::of(&dims, dim, range);
         let out = {
             let mut st = step.state();
-            let mut buf = st.pool.get(shape.numel());
-            part.take(step.team(), st.value(x), buf.slice_mut());
+            let buf = part.of_slot(&mut step.compute(&mut st), x, shape.numel());
             let wants = st.wants_grad(x);
             let out = st.add_output(shape, buf, wants);
             if wants {
@@ -156,6 +162,15 @@ impl Recorded for Slice {
         pass.pool().put(dy);
         pass.give(self.x, dx);
         Ok(())
+    }
+
+    fn repeats(&self) -> bool {
+        true
+    }
+
+    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        let numel = c.state.shape(self.out).numel();
+        Ok(self.part.of_slot(c, self.x, numel))
     }
 }
 

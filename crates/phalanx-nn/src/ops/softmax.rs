@@ -3,7 +3,7 @@
 
 use crate::kernels::softmax_dim;
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
 use crate::{Error, Result, Tensor};
 
 pub(crate) struct Softmax {
@@ -44,8 +44,7 @@ impl<'s> Tensor<'s> {
         let inner = dims[dim + 1..].iter().product();
         let out = {
             let mut st = step.state();
-            let mut buf = st.take_for_writing(x);
-            softmax_dim::forward(step.team(), buf.slice_mut(), n, inner, log);
+            let buf = compute(&mut step.compute(&mut st), x, (n, inner), log);
             let wants = st.wants_grad(x);
             let out = st.add_output(dims, buf, wants);
             if wants {
@@ -63,6 +62,12 @@ impl<'s> Tensor<'s> {
     }
 }
 
+fn compute(c: &mut Compute<'_>, x: SlotId, (n, inner): (usize, usize), log: bool) -> Buf {
+    let mut buf = c.state.take_for_writing(x);
+    softmax_dim::forward(c.team, buf.slice_mut(), n, inner, log);
+    buf
+}
+
 impl Recorded for Softmax {
     fn visit(&self, f: &mut dyn FnMut(Visit)) {
         f(Visit::Output(self.out));
@@ -75,5 +80,13 @@ impl Recorded for Softmax {
         softmax_dim::backward(pass.team, y, dy.slice_mut(), sizes, self.log);
         pass.give(self.x, dy);
         Ok(())
+    }
+
+    fn repeats(&self) -> bool {
+        true
+    }
+
+    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        Ok(compute(c, self.x, (self.n, self.inner), self.log))
     }
 }

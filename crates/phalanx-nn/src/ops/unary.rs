@@ -3,7 +3,7 @@
 
 use crate::kernels::activation::{self, Function};
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
 use crate::{Result, Tensor};
 
 pub(crate) struct Unary {
@@ -61,14 +61,8 @@ impl<'s> Tensor<'s> {
         let out = {
             let mut st = step.state();
             let (shape, wants) = (st.shape(x), st.wants_grad(x));
-            let mut buf = if wants && !function.by_output() {
-                let mut own = st.pool.get(shape.numel());
-                own.slice_mut().copy_from_slice(st.value(x));
-                own
-            } else {
-                st.take_for_writing(x)
-            };
-            activation::forward(step.team(), function, buf.slice_mut());
+            let keeps = wants && !function.by_output();
+            let buf = compute(&mut step.compute(&mut st), x, function, keeps);
             let out = st.add_output(shape, buf, wants);
             if wants {
                 st.record(Unary { x, out, function });
@@ -77,6 +71,19 @@ impl<'s> Tensor<'s> {
         };
         Ok(Tensor::new(step, out))
     }
+}
+
+/// The function of every element; `keeps`: the operand is left as it is.
+fn compute(c: &mut Compute<'_>, x: SlotId, function: Function, keeps: bool) -> Buf {
+    let mut buf = if keeps {
+        let mut own = c.state.pool.get(c.state.shape(x).numel());
+        own.slice_mut().copy_from_slice(c.state.value(x));
+        own
+    } else {
+        c.state.take_for_writing(x)
+    };
+    activation::forward(c.team, function, buf.slice_mut());
+    buf
 }
 
 impl Unary {
@@ -101,5 +108,13 @@ impl Recorded for Unary {
         activation::backward(pass.team, self.function, saved, dy.slice_mut());
         pass.give(self.x, dy);
         Ok(())
+    }
+
+    fn repeats(&self) -> bool {
+        true
+    }
+
+    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        Ok(compute(c, self.x, self.function, true))
     }
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::node::{Recorded, Visit};
+use super::segment;
 use super::state::{SlotId, State};
 use crate::error::{Error, Result};
 use crate::kernels::{Mode, elementwise};
@@ -18,7 +19,7 @@ use crate::tensor::Shape;
 pub(crate) struct Pass<'p> {
     pub(crate) team: &'p Team,
     pub(crate) params: &'p Params,
-    state: &'p mut State,
+    pub(super) state: &'p mut State,
     sink: &'p mut dyn GradSink,
     accumulates: bool,
 }
@@ -195,15 +196,11 @@ pub(super) fn run(
         sink,
         accumulates,
     };
-    while let Some(node) = nodes.pop() {
-        let mut out = None;
-        node.visit(&mut |v| {
-            if let Visit::Output(s) = v {
-                out = Some(s);
-            }
-        });
+    while let Some(node) = nodes.last() {
+        let out = node.output();
         let slot = out.ok_or_else(|| Error::internal("a recorded node has no output"))?;
         if pass.state.reached[slot.index()] {
+            segment::restore(&mut pass, &nodes, node)?;
             let grad = pass.state.slots[slot.index()].grad.take();
             let grad = grad.ok_or_else(|| Error::internal("a gradient is missing in backward"))?;
             let began = pass.state.clock.as_ref().map(|_| Instant::now());
@@ -212,11 +209,8 @@ pub(super) fn run(
                 clock.backward(node.name(), node.param(), began);
             }
         }
-        node.visit(&mut |v| {
-            if let Visit::Saved(s) = v {
-                pass.state.unsave(s);
-            }
-        });
+        pass.state.processed(node, nodes.len() - 1);
+        nodes.pop();
     }
     state.nodes = nodes; // empty; keeps its capacity
     Ok(())

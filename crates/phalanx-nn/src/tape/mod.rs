@@ -5,12 +5,14 @@ mod backward;
 mod key;
 mod node;
 mod precision;
+mod segment;
 mod state;
 
 pub(crate) use backward::Pass;
 pub use key::StepKey;
 pub(crate) use node::{Recorded, Visit};
 pub use precision::Precision;
+pub(crate) use segment::Compute;
 pub(crate) use state::{SlotId, State};
 
 use std::cell::{RefCell, RefMut};
@@ -188,6 +190,18 @@ impl<'a> Step<'a> {
     /// Not to be held across a call that makes or drops a tensor.
     pub(crate) fn state(&self) -> RefMut<'a, State> {
         self.tape.state.borrow_mut()
+    }
+
+    /// What operations compute with, on the step's memory.
+    pub(crate) fn compute<'c>(&self, state: &'c mut State) -> Compute<'c>
+    where
+        'a: 'c,
+    {
+        Compute {
+            team: self.team(),
+            params: self.params,
+            state,
+        }
     }
 
     /// Place and shape of a parameter of this step's model.

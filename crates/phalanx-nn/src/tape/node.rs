@@ -2,8 +2,9 @@
 //! recording allocates nothing.
 
 use super::backward::Pass;
+use super::segment::Compute;
 use super::state::SlotId;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ops;
 use crate::param::ParamId;
 use crate::pool::Buf;
@@ -28,6 +29,17 @@ pub(crate) trait Recorded {
     /// Turns the gradient of the output into gradients of parameters and
     /// inputs. `dy` may be overwritten and passed on.
     fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()>;
+
+    /// Whether [`again`](Self::again) can make the output's bits from the inputs.
+    /// Where not, a recomputed segment keeps the output.
+    fn repeats(&self) -> bool {
+        false
+    }
+
+    /// The output's elements, made again. The values of all inputs are there.
+    fn again(&self, _: &mut Compute<'_>) -> Result<Buf> {
+        Err(Error::internal("an operation cannot be run again"))
+    }
 }
 
 macro_rules! nodes {
@@ -55,6 +67,17 @@ macro_rules! nodes {
                 });
                 first
             }
+
+            /// The slot it fills.
+            pub(crate) fn output(&self) -> Option<SlotId> {
+                let mut out = None;
+                self.visit(&mut |v| {
+                    if let Visit::Output(s) = v {
+                        out = Some(s);
+                    }
+                });
+                out
+            }
         }
 
         impl Recorded for Node {
@@ -63,6 +86,12 @@ macro_rules! nodes {
             }
             fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
                 match self { $(Node::$name(n) => n.backward(pass, dy)),* }
+            }
+            fn repeats(&self) -> bool {
+                match self { $(Node::$name(n) => n.repeats()),* }
+            }
+            fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+                match self { $(Node::$name(n) => n.again(c)),* }
             }
         }
     };

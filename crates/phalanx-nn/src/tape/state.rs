@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use super::key::StepKey;
-use super::node::{Node, Recorded};
+use super::node::{Node, Recorded, Visit};
 use super::precision::Precision;
+use super::segment::Segments;
 use crate::error::{Error, Result};
 use crate::kernels::dropout::MaskKey;
 use crate::ops::batch_norm::{JoinStatistics, Statistics};
@@ -33,6 +34,10 @@ pub(super) struct Slot {
     pub(super) wants_grad: bool,
     /// Its gradient is kept for the user.
     pub(super) keep_grad: bool,
+    /// The node that can make the value again.
+    pub(super) maker: Option<u32>,
+    /// The segment that gave the value back.
+    pub(super) dropped: Option<u32>,
 }
 
 /// Everything of a tape but its threads. Vectors keep their capacity.
@@ -41,6 +46,7 @@ pub(crate) struct State {
     pub(crate) pool: Pool,
     pub(super) slots: Vec<Slot>,
     pub(super) nodes: Vec<Node>,
+    pub(super) segments: Segments,
     pub(super) walked: bool,
     pub(crate) training: bool,
     /// What convolutions and linear layers multiply.
@@ -92,6 +98,7 @@ impl State {
                 .for_each(|b| self.pool.put(b));
         }
         self.nodes.clear();
+        self.segments.clear();
         self.labels.clear();
         self.samples.clear();
         self.pool.reclaim();
@@ -147,6 +154,8 @@ impl State {
             saved: 0,
             wants_grad,
             keep_grad,
+            maker: None,
+            dropped: None,
         });
         SlotId(self.slots.len() as u32 - 1)
     }
@@ -168,18 +177,35 @@ impl State {
     }
 
     /// Records how `node`'s output came about; what it saves stays until
-    /// backward has used it.
+    /// backward has used it, and so does what a segment is given.
     pub(crate) fn record(&mut self, node: impl Into<Node>) {
         let node = node.into();
         if let Some(clock) = &mut self.clock {
             clock.forward(node.name(), node.param());
         }
-        node.visit(&mut |v| {
-            if let super::Visit::Saved(s) = v {
+        let maker = node.repeats().then_some(self.nodes.len() as u32);
+        let from = self.segments.open_from();
+        node.visit(&mut |v| match v {
+            Visit::Output(s) => self.slots[s.index()].maker = maker,
+            Visit::Saved(s) => self.slots[s.index()].saved += 1,
+            Visit::Input(s) if from.is_some_and(|f| self.given(s, f)) => {
                 self.slots[s.index()].saved += 1;
             }
+            _ => {}
         });
         self.nodes.push(node);
+        self.segments.note_node();
+    }
+
+    /// Backward is through with `node`, the last: what only it needed goes back
+    /// to the pool.
+    pub(super) fn processed(&mut self, node: &Node, index: usize) {
+        let from = self.segments.first_of(index);
+        node.visit(&mut |v| match v {
+            Visit::Saved(s) => self.unsave(s),
+            Visit::Input(s) if from.is_some_and(|f| self.given(s, f)) => self.unsave(s),
+            _ => {}
+        });
     }
 
     /// Whether an operation on this operand must be recorded.
@@ -205,11 +231,14 @@ impl State {
     }
 
     /// A buffer with this operand's elements, to be overwritten: its own memory
-    /// when the operation holds the only handle and no node saved it, else a copy.
+    /// when the operation holds the only handle, no node saved it and no open segment
+    /// was given it, else a copy.
     pub(crate) fn take_for_writing(&mut self, id: SlotId) -> Buf {
+        let needed = self.segments.open_from().is_some_and(|f| self.given(id, f));
         let s = &mut self.slots[id.index()];
         if s.handles == 1
             && s.saved == 0
+            && !needed
             && let Some(b) = s.buf.take()
         {
             return b;
@@ -228,7 +257,7 @@ impl State {
         self.release(id);
     }
 
-    pub(super) fn unsave(&mut self, id: SlotId) {
+    fn unsave(&mut self, id: SlotId) {
         self.slots[id.index()].saved -= 1;
         self.release(id);
     }

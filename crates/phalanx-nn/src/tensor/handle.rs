@@ -79,6 +79,30 @@ impl<'s> Tensor<'s> {
         Tensor::new(self.step, self.slot)
     }
 
+    /// Runs `part` of a model on this tensor and gives back the memory of what backward
+    /// would read of it, all but its result; backward makes that again, just before it reads it. For
+    /// the time of the part's forward pass (or less), a step needs memory for
+    /// fewer values; `part` may use other tensors too, and parts within it again.
+    ///
+    /// No bit changes, of gradients or anything else: the recorded operations run
+    /// again, not the code. Dropout drops the same elements, batch norms keep
+    /// their statistics (running ones change once, and joined ones are not
+    /// joined twice). Values that `part` hands out or holds are kept, and so are those that
+    /// the part is given; also outputs of operations that are not run again:
+    /// losses, embeddings, reductions, concatenations, transposed
+    /// convolutions, adaptive max-pools, log-softmax and a user's own. In an
+    /// evaluation it just runs `part`.
+    ///
+    /// # Errors
+    /// Those of `part`.
+    pub fn recompute<R>(self, part: impl FnOnce(Tensor<'s>) -> Result<R>) -> Result<R> {
+        let step = self.step;
+        let segment = step.state().open();
+        let result = part(self);
+        step.state().close(segment);
+        result
+    }
+
     /// The gradient of a [`Step::variable`] after the backward pass; `None` for
     /// other tensors, before it, and where the loss does not depend on it.
     pub fn grad(&self) -> Option<Vec<f32>> {

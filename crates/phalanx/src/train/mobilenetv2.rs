@@ -110,7 +110,7 @@ impl Program for MobilenetArgs {
     /// With the head for ten classes that the document's `model.classifer` (so
     /// spelled) never puts in its place.
     fn net(&self, scope: &mut Scope) -> MobileNetV2 {
-        MobileNetV2::new(scope, cifar10::CLASSES)
+        MobileNetV2::new(scope, cifar10::CLASSES).recompute(self.cifar.recompute)
     }
 
     fn optimizer(&self, params: &Params, _world: usize) -> (Box<dyn Optimizer>, String) {

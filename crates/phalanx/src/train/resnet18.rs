@@ -189,7 +189,7 @@ impl Program for Resnet18Args {
     }
 
     fn net(&self, scope: &mut Scope) -> CifarResNet {
-        CifarResNet::resnet18(scope)
+        CifarResNet::resnet18(scope).recompute(self.cifar.recompute)
     }
 
     fn optimizer(&self, params: &Params, world: usize) -> (Box<dyn Optimizer>, String) {

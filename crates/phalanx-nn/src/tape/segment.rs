@@ -1,0 +1,209 @@
+//! Recomputation: parts of a step whose inner values are given back when they
+//! have run, and made again when backward comes to them (T. Chen et al.,
+//! "Training deep nets with sublinear memory cost", 2016).
+//!
+//! What is made again is made from the recorded operations, not by running the
+//! model's code a second time: masks have their keys and batch norms their
+//! statistics, so both the bits and everything outside are as without.
+
+use std::time::Instant;
+
+use super::backward::Pass;
+use super::node::{Node, Recorded, Visit};
+use super::state::{SlotId, State};
+use crate::error::{Error, Result};
+use crate::par::Team;
+use crate::param::Params;
+
+/// Recorded operations between two points of the forward pass.
+pub(super) struct Segment {
+    /// Its first node.
+    first: u32,
+    /// One past its last node.
+    end: u32,
+    /// The segment around it.
+    around: Option<u32>,
+    /// Its values have been made again.
+    done: bool,
+}
+
+/// The segments of a step, in the order in which they began. Vectors keep
+/// their capacity.
+#[derive(Default)]
+pub(super) struct Segments {
+    all: Vec<Segment>,
+    /// The innermost that is still running.
+    open: Option<u32>,
+    /// For each node, the innermost segment it belongs to plus one.
+    owner: Vec<u32>,
+    /// Nodes to be run again, while that is decided.
+    wanted: Vec<bool>,
+}
+
+impl Segments {
+    pub(super) fn clear(&mut self) {
+        self.all.clear();
+        self.owner.clear();
+        self.open = None;
+    }
+
+    /// First node of the innermost open segment.
+    pub(super) fn open_from(&self) -> Option<u32> {
+        self.open.map(|i| self.all[i as usize].first)
+    }
+
+    /// A node has been recorded.
+    pub(super) fn note_node(&mut self) {
+        self.owner.push(self.open.map_or(0, |i| i + 1));
+    }
+
+    /// First node of the innermost segment that a node belongs to.
+    pub(super) fn first_of(&self, node: usize) -> Option<u32> {
+        let i = self.owner[node].checked_sub(1)?;
+        Some(self.all[i as usize].first)
+    }
+}
+
+/// What operations compute with, the first time and again.
+pub(crate) struct Compute<'c> {
+    pub(crate) team: &'c Team,
+    pub(crate) params: &'c Params,
+    pub(crate) state: &'c mut State,
+}
+
+impl State {
+    /// Starts a segment; what it is called for [`close`](Self::close).
+    pub(crate) fn open(&mut self) -> u32 {
+        let first = self.nodes.len() as u32;
+        let segments = &mut self.segments;
+        segments.all.push(Segment {
+            first,
+            end: first,
+            around: segments.open,
+            done: false,
+        });
+        let index = segments.all.len() as u32 - 1;
+        segments.open = Some(index);
+        index
+    }
+
+    /// Ends a segment (and any inside it that an error left open): values that nobody
+    /// holds and that can be made again go back to the pool.
+    pub(crate) fn close(&mut self, index: u32) {
+        let segment = &mut self.segments.all[index as usize];
+        segment.end = self.nodes.len() as u32;
+        self.segments.open = segment.around;
+        for node in &self.nodes[segment.first as usize..] {
+            let Some(out) = node.output() else { continue };
+            let slot = &mut self.slots[out.index()];
+            if slot.handles == 0
+                && slot.maker.is_some()
+                && let Some(buf) = slot.buf.take()
+            {
+                slot.dropped = Some(index);
+                self.pool.put(buf);
+            }
+        }
+    }
+
+    /// Whether a segment that began with node `first` cannot make this value itself.
+    pub(super) fn given(&self, id: SlotId, first: u32) -> bool {
+        self.slots[id.index()].maker.is_none_or(|m| m < first)
+    }
+}
+
+/// Makes what `node`, the last of `nodes`, has saved and a segment has given back.
+pub(super) fn restore(pass: &mut Pass<'_>, nodes: &[Node], node: &Node) -> Result<()> {
+    loop {
+        let mut missing = None;
+        node.visit(&mut |v| {
+            if let Visit::Saved(s) = v {
+                let slot = &pass.state.slots[s.index()];
+                missing = missing.or(slot.dropped.filter(|_| slot.buf.is_none()));
+            }
+        });
+        let Some(segment) = missing else {
+            return Ok(());
+        };
+        again(pass, nodes, segment)?;
+    }
+}
+
+/// Runs a segment's operations again, those around it first; `nodes` are those
+/// that backward has yet to process.
+fn again(pass: &mut Pass<'_>, nodes: &[Node], index: u32) -> Result<()> {
+    let segment = &mut pass.state.segments.all[index as usize];
+    if std::mem::replace(&mut segment.done, true) {
+        return Err(Error::internal("a segment was asked for values twice"));
+    }
+    let (first, end) = (segment.first as usize, segment.end as usize);
+    let end = end.min(nodes.len());
+    if let Some(around) = segment.around
+        && !pass.state.segments.all[around as usize].done
+    {
+        again(pass, nodes, around)?;
+    }
+
+    // Backwards, what is needed: what somebody saved, and what that is made of.
+    let mut wanted = std::mem::take(&mut pass.state.segments.wanted);
+    wanted.clear();
+    wanted.resize(end - first, false);
+    for (node, wanted) in nodes[first..end].iter().zip(&mut wanted).rev() {
+        let Some(out) = node.output() else { continue };
+        let slot = &pass.state.slots[out.index()];
+        let saved = slot.dropped == Some(index) && slot.saved > 0;
+        *wanted = slot.buf.is_none() && (saved || slot.handles > 0);
+        if *wanted {
+            node.visit(&mut |v| {
+                if let Visit::Input(s) = v {
+                    pass.state.hold(s);
+                }
+            });
+        }
+    }
+    for (node, _) in nodes[first..end].iter().zip(&wanted).filter(|w| *w.1) {
+        make(pass, node, index)?;
+    }
+    pass.state.segments.wanted = wanted;
+    Ok(())
+}
+
+/// Runs one operation again, and gives back what only it needed.
+fn make(pass: &mut Pass<'_>, node: &Node, index: u32) -> Result<()> {
+    let began = pass.state.clock.as_ref().map(|_| Instant::now());
+    let mut whole = true;
+    node.visit(&mut |v| {
+        if let Visit::Input(s) = v {
+            whole &= pass.state.slots[s.index()].buf.is_some();
+        }
+    });
+    let out = node.output().filter(|_| whole);
+    let out = out.ok_or_else(|| Error::internal("a recomputed operation lacks an operand"))?;
+    let buf = node.again(&mut Compute {
+        team: pass.team,
+        params: pass.params,
+        state: pass.state,
+    })?;
+    pass.state.slots[out.index()].buf = Some(buf);
+    node.visit(&mut |v| {
+        if let Visit::Input(s) = v {
+            let state = &mut *pass.state;
+            state.let_go(s);
+            // Values of a segment inside wait for their own turn.
+            let slot = &mut state.slots[s.index()];
+            let later = slot
+                .dropped
+                .is_some_and(|d| d != index && !state.segments.all[d as usize].done);
+            if later
+                && slot.handles == 0
+                && let Some(buf) = slot.buf.take()
+            {
+                state.pool.put(buf);
+            }
+        }
+    });
+    if let (Some(clock), Some(began)) = (&mut pass.state.clock, began) {
+        clock.backward(node.name(), node.param(), began);
+    }
+    Ok(())
+}
