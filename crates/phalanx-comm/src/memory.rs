@@ -1,6 +1,6 @@
 //! Aligned memory: [`Bucket`] for callers, [`Scratch`] for the executor.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -50,11 +50,14 @@ impl Block {
         }
         let layout = Self::layout(bytes);
         // SAFETY: the layout's size is not zero.
-        let raw = unsafe { alloc_zeroed(layout) };
+        let raw = unsafe { alloc(layout) };
         let Some(start) = NonNull::new(raw) else {
             handle_alloc_error(layout)
         };
+        // Before the zeros, which bring the pages into being.
         huge_pages(raw, bytes);
+        // SAFETY: `bytes` bytes that were just allocated.
+        unsafe { raw.write_bytes(0, bytes) };
         Block {
             start,
             bytes,

@@ -43,10 +43,15 @@ fn every_operation_of_a_step_is_timed_once_each_way() {
     );
     assert!(spans.is_sorted_by_key(|s| s.began));
     assert!(spans.iter().map(|s| s.time).sum::<std::time::Duration>() <= whole);
-    let table = profile.table(1, 2);
-    for part in ["Conv2d", "conv2", "others", "share"] {
-        assert!(table.contains(part), "{table}");
+    let (whole, short) = (profile.table(1, usize::MAX), profile.table(1, 2));
+    for part in ["Conv2d", "conv2", "share"] {
+        assert!(whole.contains(part), "{whole}");
     }
+    // Which two layers took longest, nobody knows.
+    assert!(
+        short.contains("others") && !whole.contains("others"),
+        "{short}"
+    );
     assert!(tape.take_profile(&params).spans().is_empty());
     tape.profile(false);
     step(&mut tape);

@@ -7,7 +7,7 @@ use common::{hashed, noise};
 use phalanx_nn::layers::{
     Act, BatchNorm, Conv2d, Conv2dOptions, LayerNorm, Linear, MultiHeadAttention,
 };
-use phalanx_nn::models::{CifarResNet, MobileNetV2, ResNet9};
+use phalanx_nn::models::{CifarResNet, MobileNetV2};
 use phalanx_nn::{Grads, Reduction, Result, Scope, Seed, StepKey, Tape, Tensor, Threads};
 
 /// What a training leaves: loss, gradients and buffers of each step, as bits.
@@ -87,16 +87,8 @@ fn models_keep_their_bits_in_less_memory() {
         |s, on| MobileNetV2::new(s, 10).recompute(on),
         |m, x| cross_entropy(m.forward(x)?),
     );
-    let resnet9 = both(
-        &[16, 32, 32, 3],
-        |s, on| ResNet9::with_widths(s, [16, 32, 32], 10).recompute(on),
-        |m, x| cross_entropy(m.forward(x)?),
-    );
-    for (name, [without, with], most) in [
-        ("ResNet", resnet, 0.8),
-        ("MobileNetV2", mobilenet, 0.85),
-        ("ResNet-9", resnet9, 1.0),
-    ] {
+    for (name, [without, with], most) in [("ResNet", resnet, 0.75), ("MobileNetV2", mobilenet, 0.6)]
+    {
         let share = with as f64 / without as f64;
         println!("{name}: {without} bytes without, {with} with: {share:.3}");
         assert!(share < most, "{name}: {with} of {without} bytes");

@@ -48,7 +48,6 @@ pub struct ResNet9 {
     stages: [Stage; 3],
     pool: MaxPool2d,
     head: Linear,
-    recomputes: bool,
 }
 
 impl ResNet9 {
@@ -69,7 +68,6 @@ impl ResNet9 {
             ],
             pool: MaxPool2d::new(3),
             head: Linear::without_bias(scope.enter("head"), c, classes),
-            recomputes: false,
         }
     }
 
@@ -108,16 +106,6 @@ impl ResNet9 {
         Ok(())
     }
 
-    /// Sets whether backward makes the values inside each stage again, which the forward pass then
-    /// does not keep ([`Tensor::recompute`]); no bit changes.
-    #[must_use]
-    pub fn recompute(self, on: bool) -> Self {
-        Self {
-            recomputes: on,
-            ..self
-        }
-    }
-
     /// Images (N, 32, 32, 3) to logits (N, classes).
     ///
     /// # Errors
@@ -125,7 +113,7 @@ impl ResNet9 {
     pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
         let mut x = self.whiten.forward_act(x, Act::Relu)?;
         for stage in &self.stages {
-            x = super::run(self.recomputes, x, |x| stage.forward(x))?;
+            x = stage.forward(x)?;
         }
         // Scores this small keep the first steps of a high rate calm.
         self.head

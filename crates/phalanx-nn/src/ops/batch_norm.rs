@@ -9,9 +9,9 @@
 use super::Act;
 use crate::kernels::Mode;
 use crate::kernels::batch_norm::{self, Backward, Channels, Gate};
+use crate::par::Team;
 use crate::param::{BufferId, ParamId, SinkError};
 use crate::pool::Buf;
-use crate::par::Team;
 use crate::tape::{Compute, Pass, Recorded, SlotId, State, Visit};
 use crate::{Error, Result, Tensor};
 

@@ -320,6 +320,12 @@ impl Recorded for Conv2d {
     }
 
     fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
-        Ok(compute(c, self.x, (self.weight, self.bias), self.act, &self.shape))
+        Ok(compute(
+            c,
+            self.x,
+            (self.weight, self.bias),
+            self.act,
+            &self.shape,
+        ))
     }
 }

@@ -1,5 +1,7 @@
 //! How a parameter lies in memory compared with PyTorch's tensor of the same name.
 
+use crate::pool::ALIGN_ELEMS;
+
 /// Memory order of a parameter inside the engine. PyTorch's order is seen only
 /// through [`Params::export`](crate::Params::export) and
 /// [`Params::import`](crate::Params::import).
@@ -15,17 +17,21 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// Calls `f(outside, inside)` for every element: its index in PyTorch's
+    /// Calls `f(outside, inside)` for every element, in any order: its index in PyTorch's
     /// row-major order and its index in the engine's memory.
     pub(crate) fn for_each_index(self, shape: &[usize], mut f: impl FnMut(usize, usize)) {
         let len: usize = shape.iter().product();
         match (self, shape) {
             (Layout::Conv, &[out, inp, _, _]) | (Layout::Conv1d, &[out, inp, _]) => {
                 let taps: usize = shape[2..].iter().product();
-                for o in 0..out {
+                // A cache line of outputs at a time: both sides are walked in lines.
+                for from in (0..out).step_by(ALIGN_ELEMS) {
+                    let outputs = from..(from + ALIGN_ELEMS).min(out);
                     for i in 0..inp {
                         for t in 0..taps {
-                            f((o * inp + i) * taps + t, (t * inp + i) * out + o);
+                            for o in outputs.clone() {
+                                f((o * inp + i) * taps + t, (t * inp + i) * out + o);
+                            }
                         }
                     }
                 }

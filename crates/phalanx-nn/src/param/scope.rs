@@ -70,12 +70,12 @@ struct Registry {
 #[derive(Default)]
 struct Section {
     infos: Vec<ParamInfo>,
-    values: Vec<Vec<f32>>,
+    values: Vec<AlignedBuf>,
     end: usize,
 }
 
 impl Section {
-    fn add(&mut self, name: String, shape: &[usize], layout: Layout, values: Vec<f32>) -> u32 {
+    fn add(&mut self, name: String, shape: &[usize], layout: Layout, values: AlignedBuf) -> u32 {
         let len = values.len();
         self.infos.push(ParamInfo {
             name,
@@ -89,10 +89,15 @@ impl Section {
         self.infos.len() as u32 - 1
     }
 
-    fn build(&self) -> Result<AlignedBuf> {
+    /// Everything in its place; PyTorch's order goes as it comes.
+    fn build(&mut self) -> Result<AlignedBuf> {
         let mut flat = AlignedBuf::zeroed(self.end);
-        for (info, values) in self.infos.iter().zip(&self.values) {
-            import(info, values, &mut flat[info.offset..info.offset + info.len])?;
+        for (info, values) in self.infos.iter().zip(self.values.drain(..)) {
+            import(
+                info,
+                &values,
+                &mut flat[info.offset..info.offset + info.len],
+            )?;
         }
         Ok(flat)
     }
@@ -168,7 +173,7 @@ impl Scope {
         shape: &[usize],
         layout: Layout,
         init: Init,
-    ) -> (String, Vec<f32>) {
+    ) -> (String, AlignedBuf) {
         let full = self.full(name);
         let mut r = self.shared.borrow_mut();
         let mistake = if full.split('.').any(str::is_empty) {
@@ -192,9 +197,9 @@ impl Scope {
         };
         if let Some(m) = mistake {
             r.first_mistake.get_or_insert_with(|| Error::usage(m));
-            return (full, Vec::new());
+            return (full, AlignedBuf::zeroed(0));
         }
-        let mut values = vec![0.0; elems.unwrap_or(0)];
+        let mut values = AlignedBuf::zeroed(elems.unwrap_or(0));
         init.fill(&mut r.generator, &mut values);
         (full, values)
     }
@@ -211,8 +216,8 @@ impl Scope {
         if let Some(e) = r.first_mistake.take() {
             return Err(e);
         }
-        let params = std::mem::take(&mut r.params);
-        let buffers = std::mem::take(&mut r.buffers);
+        let mut params = std::mem::take(&mut r.params);
+        let mut buffers = std::mem::take(&mut r.buffers);
         Ok(Params {
             values: params.build()?,
             infos: params.infos,

@@ -30,21 +30,32 @@ unsafe impl Send for AlignedBuf {}
 unsafe impl Sync for AlignedBuf {}
 
 impl AlignedBuf {
-    /// `len` zeros. Aborts when the system has no memory, as `Vec` does.
+    /// `len` zeros; of large ones, pages come into being when they are first written or read. Aborts
+    /// when the system has no memory, as `Vec` does.
     pub(crate) fn zeroed(len: usize) -> Self {
-        let Some(layout) = Self::layout(len) else {
-            return AlignedBuf {
+        match Self::layout(len) {
+            None => AlignedBuf {
                 ptr: NonNull::dangling(),
                 len: 0,
-            };
+            },
+            Some(layout) => {
+                let got = Self::try_zeroed(len);
+                got.unwrap_or_else(|| handle_alloc_error(layout))
+            }
+        }
+    }
+
+    /// The same, or `None` where the system refuses (`len` is not 0).
+    pub(crate) fn try_zeroed(len: usize) -> Option<Self> {
+        let layout = Self::layout(len)?;
+        let raw = if is_mapped(layout) {
+            mapped::zeroed(layout)?
+        } else {
+            // SAFETY: `layout` has a size above zero.
+            NonNull::new(unsafe { alloc_zeroed(layout) })?
         };
-        // SAFETY: `layout` has a size above zero.
-        let raw = unsafe { alloc_zeroed(layout) };
-        let Some(ptr) = NonNull::new(raw.cast::<f32>()) else {
-            handle_alloc_error(layout)
-        };
-        huge_pages(raw, layout);
-        AlignedBuf { ptr, len }
+        let ptr = raw.cast::<f32>();
+        Some(AlignedBuf { ptr, len })
     }
 
     fn layout(len: usize) -> Option<Layout> {
@@ -69,18 +80,75 @@ impl AlignedBuf {
     }
 }
 
-/// Asks for huge pages: transforms walk dozens of planes at a time, more than
-/// small pages' translations fit the processor. Refusal costs speed only.
-fn huge_pages(raw: *mut u8, layout: Layout) {
-    #[cfg(target_os = "linux")]
-    if layout.size() >= HUGE_BYTES {
-        let whole = layout.size() / HUGE_BYTES * HUGE_BYTES;
-        // SAFETY: advice on `whole` bytes that `alloc_zeroed` has just given us,
-        // from a boundary of huge pages on; it changes no contents.
-        unsafe { libc::madvise(raw.cast(), whole, libc::MADV_HUGEPAGE) };
+/// Whether the system maps this memory for us, instead of the allocator (which would
+/// write zeros into every page of it at once, on one thread).
+fn is_mapped(layout: Layout) -> bool {
+    cfg!(target_os = "linux") && layout.size() >= HUGE_BYTES
+}
+
+#[cfg(target_os = "linux")]
+mod mapped {
+    use super::{HUGE_BYTES, Layout, NonNull};
+
+    /// Whole huge pages that hold a layout.
+    fn bytes(layout: Layout) -> Option<usize> {
+        layout.size().checked_next_multiple_of(HUGE_BYTES)
     }
-    #[cfg(not(target_os = "linux"))]
-    let _ = (raw, layout);
+
+    /// Fresh pages, which read as zeros, from a boundary of huge pages on.
+    pub(super) fn zeroed(layout: Layout) -> Option<NonNull<u8>> {
+        let bytes = bytes(layout)?;
+        let whole = bytes.checked_add(HUGE_BYTES)?;
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        // Address space costs nothing before it is written to.
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: an anonymous mapping wherever the system likes, of nothing that is ours yet.
+        let raw = unsafe { libc::mmap(std::ptr::null_mut(), whole, rights, flags, -1, 0) };
+        if raw == libc::MAP_FAILED {
+            return None;
+        }
+        let raw = raw.cast::<u8>();
+        let before = raw.align_offset(HUGE_BYTES);
+        // SAFETY: `before` is less than a huge page, by which the mapping is longer than `bytes`.
+        let start = unsafe { raw.add(before) };
+        // SAFETY: `bytes` from `start` on lie inside the mapping.
+        let end = unsafe { start.add(bytes) };
+        for (from, len) in [(raw, before), (end, HUGE_BYTES - before)] {
+            if len > 0 {
+                // SAFETY: whole pages of our own mapping that nobody has seen.
+                unsafe { libc::munmap(from.cast(), len) };
+            }
+        }
+        // Transforms walk dozens of planes at a time, more than small pages' translations fit
+        // the processor; the first touch is faster, too. Refusal costs speed only.
+        // SAFETY: advice on our own mapping; it changes no contents.
+        unsafe { libc::madvise(start.cast(), bytes, libc::MADV_HUGEPAGE) };
+        NonNull::new(start)
+    }
+
+    /// Gives back what `zeroed` gave for the same layout.
+    ///
+    /// # Safety
+    /// Nobody uses the memory any more.
+    pub(super) unsafe fn free(at: NonNull<u8>, layout: Layout) {
+        if let Some(bytes) = bytes(layout) {
+            // SAFETY: what `zeroed` left of its mapping, which nobody uses any more.
+            unsafe { libc::munmap(at.as_ptr().cast(), bytes) };
+        }
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+mod mapped {
+    use super::{Layout, NonNull};
+
+    pub(super) fn zeroed(_: Layout) -> Option<NonNull<u8>> {
+        None
+    }
+
+    /// # Safety
+    /// Never called: nothing is mapped here.
+    pub(super) unsafe fn free(_: NonNull<u8>, _: Layout) {}
 }
 
 impl Deref for AlignedBuf {
@@ -109,8 +177,14 @@ impl Clone for AlignedBuf {
 
 impl Drop for AlignedBuf {
     fn drop(&mut self) {
-        if let Some(layout) = Self::layout(self.len) {
-            // SAFETY: allocated in `zeroed` with the same layout.
+        let Some(layout) = Self::layout(self.len) else {
+            return;
+        };
+        if is_mapped(layout) {
+            // SAFETY: mapped in `try_zeroed` with the same layout; its owner is gone.
+            unsafe { mapped::free(self.ptr.cast(), layout) }
+        } else {
+            // SAFETY: allocated in `try_zeroed` with the same layout.
             unsafe { dealloc(self.ptr.as_ptr().cast(), layout) }
         }
     }
@@ -122,7 +196,7 @@ mod tests {
 
     #[test]
     fn is_aligned_and_zero_and_may_be_empty() {
-        for len in [0, 1, 17, 1 << 20] {
+        for len in [0, 1, 17, 1 << 19, (1 << 19) + 1, 1 << 20] {
             let b = AlignedBuf::zeroed(len);
             assert_eq!(b.len(), len);
             assert!(len == 0 || (b.as_ptr() as usize).is_multiple_of(ALIGN_BYTES));

@@ -1,13 +1,14 @@
-//! A caching pool: buffers go back to a free list of their size class and come
-//! out again, so that from the second training step on nothing is allocated.
+//! A caching pool: what goes back comes out again, so that from the second training
+//! step on nothing is allocated.
 //!
-//! There are four size classes per power of two (at most a quarter is wasted).
-//! Starts are staggered by a cache line from buffer to buffer: arrays that are
-//! walked together must not lie a multiple of 4 KiB apart.
+//! Small buffers have a free list for each size class, four per power of two (at
+//! most a quarter is wasted); their starts are staggered by a cache line. Large ones are
+//! cut from a [`Region`].
 
 use std::ptr::NonNull;
 
 use super::aligned::{ALIGN_ELEMS, AlignedBuf};
+use super::region::{Extent, Region};
 
 /// A buffer handed out by a [`Pool`]. Not `Clone`, no `Drop`: the tape gives it
 /// back with [`Pool::put`]. Its contents are whatever the last user left.
@@ -17,8 +18,14 @@ use super::aligned::{ALIGN_ELEMS, AlignedBuf};
 pub(crate) struct Buf {
     ptr: NonNull<f32>,
     len: usize,
-    class: u32,
-    slab: u32,
+    place: Place,
+}
+
+/// Where a buffer's memory is.
+#[derive(Clone, Copy)]
+enum Place {
+    Small { class: u32, slab: u32 },
+    Large { region: u32, extent: Extent },
 }
 
 // SAFETY: a `Buf` is the only access to its memory, like a `Box<[f32]>`.
@@ -26,7 +33,7 @@ unsafe impl Send for Buf {}
 
 impl Buf {
     pub(crate) fn slice(&self) -> &[f32] {
-        // SAFETY: `ptr` is valid for `len` initialised elements of a slab that
+        // SAFETY: `ptr` is valid for `len` initialised elements of a slab or region that
         // outlives every `Buf` (see the type), and nobody else has this buffer.
         unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
     }
@@ -66,6 +73,10 @@ pub(crate) struct Pool {
     slabs: Vec<Slab>,
     /// Free slabs by class.
     free: Vec<Vec<u32>>,
+    /// One, unless address space is scarce.
+    regions: Vec<Region>,
+    /// Large buffers that are out.
+    large: usize,
     allocations: u64,
     bytes: u64,
     /// Overwrite buffers when they come back, to show up anything that still
@@ -76,7 +87,17 @@ pub(crate) struct Pool {
 impl Pool {
     /// A buffer of exactly `len` elements with arbitrary contents.
     pub(crate) fn get(&mut self, len: usize) -> Buf {
-        let class = class_of(len);
+        let (ptr, place) = if len <= LARGEST_SMALL {
+            self.small(class_of(len))
+        } else {
+            self.large(len)
+        };
+        // SAFETY: derived from the pointer of a slab or region, which is not null.
+        let ptr = unsafe { NonNull::new_unchecked(ptr) };
+        Buf { ptr, len, place }
+    }
+
+    fn small(&mut self, class: usize) -> (*mut f32, Place) {
         if self.free.len() <= class {
             self.free.resize_with(class + 1, Vec::new);
         }
@@ -89,13 +110,30 @@ impl Pool {
         // SAFETY: the slab holds the class's size plus the stagger, so `start`
         // is inside it.
         let ptr = unsafe { s.memory.as_mut_ptr().add(start) };
-        // SAFETY: derived from the slab's non-null pointer.
-        let ptr = unsafe { NonNull::new_unchecked(ptr) };
-        Buf {
-            ptr,
-            len,
-            class: class as u32,
-            slab,
+        let class = class as u32;
+        (ptr, Place::Small { class, slab })
+    }
+
+    fn large(&mut self, len: usize) -> (*mut f32, Place) {
+        self.large += 1;
+        let mut index = 0;
+        loop {
+            if index == self.regions.len() {
+                self.regions.push(Region::new(len));
+            }
+            let region = &mut self.regions[index];
+            let before = region.top();
+            if let Some(extent) = region.take(len) {
+                let grown = region.top() - before;
+                self.allocations += u64::from(grown > 0);
+                self.bytes += (grown * size_of::<f32>()) as u64;
+                let place = Place::Large {
+                    region: index as u32,
+                    extent,
+                };
+                return (region.at(extent), place);
+            }
+            index += 1;
         }
     }
 
@@ -124,7 +162,13 @@ impl Pool {
         if self.poison {
             buf.slice_mut().fill(f32::NAN);
         }
-        self.free[buf.class as usize].push(buf.slab);
+        match buf.place {
+            Place::Small { class, slab } => self.free[class as usize].push(slab),
+            Place::Large { region, extent } => {
+                self.large -= 1;
+                self.regions[region as usize].put(extent);
+            }
+        }
     }
 
     /// Takes back everything, also buffers that were lost on an error path
@@ -137,21 +181,23 @@ impl Pool {
         for (i, s) in self.slabs.iter().enumerate() {
             self.free[s.class].push(i as u32);
         }
+        self.large = 0;
+        self.regions.iter_mut().for_each(Region::reset);
     }
 
-    /// System allocations so far.
+    /// How often memory that had never been handed out was needed.
     pub(crate) fn allocations(&self) -> u64 {
         self.allocations
     }
 
-    /// Bytes held from the system.
+    /// Bytes that have been handed out (of large buffers: at most at once).
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 
     /// Buffers that are out.
     pub(crate) fn in_use(&self) -> usize {
-        self.slabs.len() - self.free.iter().map(Vec::len).sum::<usize>()
+        self.large + self.slabs.len() - self.free.iter().map(Vec::len).sum::<usize>()
     }
 
     pub(crate) fn set_poison(&mut self, on: bool) {
@@ -159,6 +205,9 @@ impl Pool {
     }
 }
 
+/// Largest buffer of a size class, in elements. Beyond it, what classes cannot use of each
+/// other would add up.
+const LARGEST_SMALL: usize = 1 << 14;
 /// Smallest class, in elements.
 const SMALLEST: usize = 256;
 
@@ -222,6 +271,25 @@ mod tests {
         );
         p.put(b);
         p.put(c);
+        assert_eq!(p.in_use(), 0);
+        // Large ones of one size serve another.
+        let bytes = p.bytes();
+        let (a, b) = (p.get(50_000), p.get(70_000));
+        assert_eq!(p.in_use(), 2);
+        assert_ne!(
+            a.slice().as_ptr() as usize % 4096,
+            b.slice().as_ptr() as usize % 4096
+        );
+        let (held, allocations) = (p.bytes(), p.allocations());
+        assert!(held >= bytes + 120_000 * 4 && held < bytes + 123_000 * 4);
+        p.put(a);
+        p.put(b);
+        let c = p.get(120_000);
+        assert_eq!((p.bytes(), p.allocations()), (held, allocations));
+        p.put(c);
+        // One that was lost comes back.
+        let _ = p.get(90_000);
+        p.reclaim();
         assert_eq!(p.in_use(), 0);
         p.set_poison(true);
         let z = p.get(0);

@@ -2,6 +2,7 @@
 
 mod aligned;
 mod caching;
+mod region;
 
-pub(crate) use aligned::{AlignedBuf, round_up};
+pub(crate) use aligned::{ALIGN_ELEMS, AlignedBuf, round_up};
 pub(crate) use caching::{Buf, Pool};

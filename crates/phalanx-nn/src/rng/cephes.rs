@@ -49,6 +49,7 @@ const SINE: [f32; 3] = [-1.951_529_6e-4, 8.332_161e-3, -1.666_665_5e-1];
 const COSINE: [f32; 3] = [2.443_315_7e-5, -1.388_731_6e-3, 4.166_664_6e-2];
 
 /// A polynomial, highest power first.
+#[inline(always)]
 fn polynomial(x: f32, coefficients: &[f32]) -> f32 {
     let (first, rest) = match coefficients {
         [first, rest @ ..] => (*first, rest),
@@ -58,6 +59,7 @@ fn polynomial(x: f32, coefficients: &[f32]) -> f32 {
 }
 
 /// Natural logarithm of `x` in (0, 1].
+#[inline(always)] // so that a caller's instruction set counts
 pub fn ln(x: f32) -> f32 {
     let bits = x.max(f32::MIN_POSITIVE).to_bits();
     let mut exponent = (bits >> 23) as f32 - 126.0;
@@ -77,6 +79,7 @@ pub fn ln(x: f32) -> f32 {
 }
 
 /// Sine and cosine of `x` in [0, 2 pi).
+#[inline(always)]
 pub fn sin_cos(x: f32) -> (f32, f32) {
     // The octant, made even: 0, 2, 4, 6 or 8.
     let octant = ((x * std::f32::consts::FRAC_2_PI * 2.0) as i32 + 1) & !1;

@@ -29,12 +29,36 @@ impl Mt19937 {
 
     fn twist(&mut self) {
         let s = &mut self.state;
-        for k in 0..N {
-            let y = (s[k] & 0x8000_0000) | (s[(k + 1) % N] & 0x7FFF_FFFF);
-            let odd = if y & 1 == 1 { 0x9908_B0DF } else { 0 };
-            s[k] = s[(k + M) % N] ^ (y >> 1) ^ odd;
+        let mixed = |this: u32, next: u32| {
+            let y = (this & 0x8000_0000) | (next & 0x7FFF_FFFF);
+            (y >> 1) ^ ((y & 1).wrapping_neg() & 0x9908_B0DF)
+        };
+        // In two runs without a remainder, which the compiler turns into vectors.
+        for k in 0..N - M {
+            s[k] = s[k + M] ^ mixed(s[k], s[k + 1]);
         }
+        for k in N - M..N - 1 {
+            s[k] = s[k + M - N] ^ mixed(s[k], s[k + 1]);
+        }
+        s[N - 1] = s[M - 1] ^ mixed(s[N - 1], s[0]);
         self.next = 0;
+    }
+
+    /// Fills `out` with the next words, each through `f`.
+    pub(super) fn fill<T>(&mut self, out: &mut [T], f: impl Fn(u32) -> T) {
+        let mut rest = out;
+        while !rest.is_empty() {
+            if self.next == N {
+                self.twist();
+            }
+            let n = rest.len().min(N - self.next);
+            let (now, later) = rest.split_at_mut(n);
+            for (o, &word) in now.iter_mut().zip(&self.state[self.next..]) {
+                *o = f(tempered(word));
+            }
+            self.next += n;
+            rest = later;
+        }
     }
 
     /// One tempered word.
@@ -43,11 +67,15 @@ impl Mt19937 {
         if self.next == N {
             self.twist();
         }
-        let mut y = self.state[self.next];
         self.next += 1;
-        y ^= y >> 11;
-        y ^= (y << 7) & 0x9D2C_5680;
-        y ^= (y << 15) & 0xEFC6_0000;
-        y ^ (y >> 18)
+        tempered(self.state[self.next - 1])
     }
+}
+
+#[inline(always)]
+fn tempered(mut y: u32) -> u32 {
+    y ^= y >> 11;
+    y ^= (y << 7) & 0x9D2C_5680;
+    y ^= (y << 15) & 0xEFC6_0000;
+    y ^ (y >> 18)
 }

@@ -108,16 +108,16 @@ impl Generator {
     /// in their last bit. Never returns `hi` unless `lo == hi`.
     #[inline]
     pub fn uniform_f32(&mut self, lo: f64, hi: f64) -> f32 {
-        let (lo, hi) = (lo as f32, hi as f32);
-        let x = (self.random() & 0x00FF_FFFF) as f32 * (1.0 / 16_777_216.0);
-        let value = x.mul_add(hi - lo, lo);
-        if value == hi { lo } else { value }
+        uniform(self.random(), lo as f32, hi as f32)
     }
 
     /// `tensor.uniform_(lo, hi)` over a contiguous float32 tensor.
     pub fn fill_uniform_f32(&mut self, out: &mut [f32], lo: f64, hi: f64) {
-        for value in out {
-            *value = self.uniform_f32(lo, hi);
+        let (lo, hi) = (lo as f32, hi as f32);
+        // Little enough to be in the cache for the second pass.
+        for block in out.chunks_mut(4096) {
+            self.words.fill(block, f32::from_bits);
+            uniforms(block, lo, hi);
         }
     }
 
@@ -163,29 +163,50 @@ impl Generator {
             }
             return;
         }
+        let (short_mean, short_std) = (mean as f32, std as f32);
         self.fill_uniform_f32(out, 0.0, 1.0);
-        for block in out.chunks_exact_mut(NORMAL_BLOCK) {
-            box_muller(block, mean, std);
-        }
+        box_muller(out, short_mean, short_std);
         if !n.is_multiple_of(NORMAL_BLOCK) {
             // PyTorch draws the last whole block anew instead of padding.
             let last = &mut out[n - NORMAL_BLOCK..];
             self.fill_uniform_f32(last, 0.0, 1.0);
-            box_muller(last, mean, std);
+            box_muller(last, short_mean, short_std);
         }
     }
 }
 
-/// Turns 16 uniform numbers into normal ones; value j pairs with value j + 8.
-fn box_muller(block: &mut [f32], mean: f64, std: f64) {
-    let (mean, std) = (mean as f32, std as f32);
-    let (first, second) = block.split_at_mut(NORMAL_BLOCK / 2);
-    for (a, b) in first.iter_mut().zip(second) {
-        // 1 - u is exact in float32 and lies in (0, 1].
-        let radius = (-2.0 * cephes::ln(1.0 - *a)).sqrt();
-        let (sine, cosine) = cephes::sin_cos(std::f32::consts::TAU * *b);
-        *a = (radius * cosine).mul_add(std, mean);
-        *b = (radius * sine).mul_add(std, mean);
+/// A word as a number from `lo` to `hi`.
+#[inline(always)]
+fn uniform(word: u32, lo: f32, hi: f32) -> f32 {
+    // Of 24 bits, so that a signed conversion (which vectors have) does.
+    let x = (word & 0x00FF_FFFF) as i32 as f32 * (1.0 / 16_777_216.0);
+    let value = x.mul_add(hi - lo, lo);
+    if value == hi { lo } else { value }
+}
+
+simd! {
+    /// Turns words (as the bits of floats) into uniform numbers.
+    fn uniforms(words: &mut [f32], lo: f32, hi: f32) {
+        for w in words {
+            *w = uniform(w.to_bits(), lo, hi);
+        }
+    }
+}
+
+simd! {
+    /// Turns whole blocks of 16 uniform numbers into normal ones; value j of a block
+    /// pairs with value j + 8.
+    fn box_muller(numbers: &mut [f32], mean: f32, std: f32) {
+        for block in numbers.chunks_exact_mut(NORMAL_BLOCK) {
+            let (first, second) = block.split_at_mut(NORMAL_BLOCK / 2);
+            for (a, b) in first.iter_mut().zip(second) {
+                // 1 - u is exact in float32 and lies in (0, 1].
+                let radius = (-2.0 * cephes::ln(1.0 - *a)).sqrt();
+                let (sine, cosine) = cephes::sin_cos(std::f32::consts::TAU * *b);
+                *a = (radius * cosine).mul_add(std, mean);
+                *b = (radius * sine).mul_add(std, mean);
+            }
+        }
     }
 }
 

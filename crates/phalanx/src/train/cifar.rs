@@ -15,7 +15,7 @@ use super::settings::Settings;
 use crate::error::{Error, Result};
 use crate::ranks;
 
-/// Arguments that every CIFAR-10 program has.
+/// Arguments about CIFAR-10.
 #[derive(Debug, Clone, clap::Args)]
 pub struct CifarArgs {
     /// Folder with CIFAR-10 (pickles, binary version or original archive), the archive itself, or `synthetic` for
@@ -38,10 +38,6 @@ pub struct CifarArgs {
     /// Test on the first N images only
     #[arg(long, value_name = "N")]
     pub test_samples: Option<usize>,
-    /// Keep only each block's input for the backward pass, which makes what is inside again: less memory for
-    /// activations, about a quarter more time, the same bits
-    #[arg(long)]
-    pub recompute: bool,
 }
 
 /// What is done to images before they are trained on.

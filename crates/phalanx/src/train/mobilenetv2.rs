@@ -21,6 +21,10 @@ use crate::error::Result;
 pub struct MobilenetArgs {
     #[command(flatten)]
     pub cifar: CifarArgs,
+    /// Keep only each block's input for the backward pass, which makes what is inside again: a fraction of the
+    /// memory for activations, the blocks' forward pass once more, the same bits
+    #[arg(long)]
+    pub recompute: bool,
     #[command(flatten)]
     pub settings: Settings,
 }
@@ -110,7 +114,7 @@ impl Program for MobilenetArgs {
     /// With the head for ten classes that the document's `model.classifer` (so
     /// spelled) never puts in its place.
     fn net(&self, scope: &mut Scope) -> MobileNetV2 {
-        MobileNetV2::new(scope, cifar10::CLASSES).recompute(self.cifar.recompute)
+        MobileNetV2::new(scope, cifar10::CLASSES).recompute(self.recompute)
     }
 
     fn optimizer(&self, params: &Params, _world: usize) -> (Box<dyn Optimizer>, String) {

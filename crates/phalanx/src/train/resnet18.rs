@@ -58,6 +58,10 @@ pub struct Resnet18Args {
     /// Print the lines on every rank, each its own loss, as the document does
     #[arg(long)]
     pub document: bool,
+    /// Keep only each block's input for the backward pass, which makes what is inside again: a fraction of the
+    /// memory for activations, the blocks' forward pass once more, the same bits
+    #[arg(long)]
+    pub recompute: bool,
     #[command(flatten)]
     pub settings: Settings,
     /// Ranks of this host, where several hosts train.
@@ -189,7 +193,7 @@ impl Program for Resnet18Args {
     }
 
     fn net(&self, scope: &mut Scope) -> CifarResNet {
-        CifarResNet::resnet18(scope).recompute(self.cifar.recompute)
+        CifarResNet::resnet18(scope).recompute(self.recompute)
     }
 
     fn optimizer(&self, params: &Params, world: usize) -> (Box<dyn Optimizer>, String) {

@@ -149,7 +149,7 @@ impl Program for Resnet9Args {
     }
 
     fn net(&self, scope: &mut Scope) -> ResNet9 {
-        ResNet9::new(scope, cifar10::CLASSES).recompute(self.cifar.recompute)
+        ResNet9::new(scope, cifar10::CLASSES)
     }
 
     fn prepare(&self, params: &mut Params, data: &Data) -> Result<()> {
