@@ -8,6 +8,9 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use phalanx_nn::models::MnistCnn;
+use phalanx_nn::{Params, Scope, Seed};
+use phalanx_train::checkpoint;
 use serde_json::Value;
 use support::{LIMIT, ended, phalanx, signal};
 
@@ -198,7 +201,12 @@ fn running(dir: &Path) -> Child {
         "--save-every",
         "1000000",
     ];
-    let child = train(dir, "out", &args).spawn().expect("phalanx starts");
+    started(train(dir, "out", &args), dir)
+}
+
+/// Starts it and waits until it has measured something.
+fn started(mut command: Command, dir: &Path) -> Child {
+    let child = command.spawn().expect("phalanx starts");
     let began = Instant::now();
     while records(&dir.join("out/metrics.jsonl")).is_empty() {
         assert!(began.elapsed() < LIMIT, "no step was taken");
@@ -289,6 +297,143 @@ fn a_training_that_is_another_is_not_gone_on_with() {
         &["--resume", manifest, "--stop-after", "1"],
     ));
     assert!(text.contains("resumed  after 2 of 30 steps"), "{text}");
+}
+
+/// `train linear` on so many ranks in `dir`, with output folder `run`.
+fn linear(dir: &Path, run: &str, ranks: &str, more: &[&str]) -> Command {
+    let args = ["train", "linear", "--output-dir", run, "--nproc-per-node"];
+    phalanx(&[&args[..], &[ranks], more].concat(), dir)
+}
+
+#[test]
+fn the_linear_program_goes_on_too_and_prints_what_is_left() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    // What rank 0 prints: the document's own numbers.
+    let said = |text: &str| -> Vec<String> {
+        let lines = text.lines().filter_map(|l| l.strip_prefix("[rank 0] "));
+        lines.map(str::to_owned).collect()
+    };
+    let alone = said(&succeed(linear(dir, "alone", "2", &[])));
+    assert_eq!(alone[0], "50/500 loss:0.00025336415274068713");
+    let first = succeed(linear(dir, "out", "2", &["--stop-after", "100"]));
+    assert!(
+        first.contains("stopped as asked after 100 steps"),
+        "{first}"
+    );
+    let more = ["--resume", "auto", "--stop-after", "37"];
+    succeed(linear(dir, "out", "2", &more));
+    assert!(!dir.join("out/summary.json").exists());
+    // Damage to the newest is passed over.
+    let newest = dir.join("out/checkpoints/step-000000137.safetensors");
+    let whole = std::fs::read(&newest).expect("saved");
+    std::fs::write(&newest, &whole[..whole.len() - 1]).expect("cut");
+    let (code, text) = run(linear(dir, "out", "3", &["--resume", "auto"]));
+    assert_eq!(code, 2, "{text}");
+    assert!(
+        text.contains("whose number of ranks is even, and here it is 3"),
+        "{text}"
+    );
+    let rest = succeed(linear(dir, "out", "2", &["--resume", "auto"]));
+    assert!(rest.contains("passed over a damaged checkpoint"), "{rest}");
+    assert!(rest.contains("resumed  after 100 of 500 steps"), "{rest}");
+    assert_eq!([&said(&first)[..2], &said(&rest)].concat(), alone);
+    let end = |run: &str| {
+        let text = std::fs::read_to_string(dir.join(run).join("summary.json"));
+        let summary: Value = serde_json::from_str(&text.expect("summary")).expect("JSON");
+        (
+            summary["weights_sha256"].clone(),
+            summary["optimizer_sha256"].clone(),
+        )
+    };
+    assert_eq!(end("alone"), end("out"));
+    let steps = |run: &str| -> Vec<Value> {
+        let metrics = records(&dir.join(run).join("metrics.jsonl"));
+        metrics.into_iter().map(|r| r["step"].clone()).collect()
+    };
+    assert_eq!(steps("alone"), steps("out"));
+    // Twice as many ranks have the same mean; and nothing is left to do but to show it.
+    let more = ["--resume", "auto", "--iterations", "550"];
+    let text = succeed(linear(dir, "out", "4", &more));
+    assert!(text.contains("[rank 3] 550/550 loss:"), "{text}");
+    let text = succeed(linear(dir, "out", "2", &more));
+    assert!(text.contains("--iterations N for more"), "{text}");
+    assert_eq!(said(&text), ["w:tensor([[2.0000],", "        [3.0000]])"]);
+}
+
+#[test]
+fn the_linear_program_saves_before_sigterm_ends_it() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let endless = ["--iterations", "1000000000", "--save-every", "999999999"];
+    let child = started(linear(dir, "out", "2", &endless), dir);
+    signal(child.id(), "TERM");
+    let (code, text) = finish(child);
+    assert_eq!(code, 130, "{text}");
+    let after = text.split("stopped asked by signal 15 after ").nth(1);
+    let after = after.unwrap_or_else(|| panic!("{text}")).split(' ').next();
+    let steps: u64 = after.and_then(|n| n.parse().ok()).expect("a number");
+    let manifest = format!("out/checkpoints/step-{steps:09}.json");
+    let more = ["--resume", &manifest, "--stop-after", "1"];
+    let text = succeed(linear(dir, "out", "2", &more));
+    let next = format!("stopped as asked after {} steps", steps + 1);
+    assert!(text.contains(&next), "{text}");
+}
+
+#[test]
+fn the_newest_and_the_best_are_kept() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let args = ["--epochs", "4", "--save-every", "1000", "--keep", "3"];
+    succeed(train(dir, "out", &args));
+    // One after each epoch; the first has gone.
+    let steps = SAMPLES / BATCH;
+    let mut expected: Vec<String> = (2..=4)
+        .flat_map(|epoch| ["json", "safetensors"].map(|e| format!("step-{:09}.{e}", epoch * steps)))
+        .collect();
+    expected.sort();
+    let there = std::fs::read_dir(dir.join("out/checkpoints")).expect("folder");
+    let mut there: Vec<String> = there
+        .flatten()
+        .map(|e| e.file_name().to_string_lossy().into_owned())
+        .collect();
+    there.sort();
+    assert_eq!(there, expected);
+    // The best epoch's weights are those of the metrics' line with the highest accuracy, the first of equals.
+    let metrics = records(&dir.join("out/metrics.jsonl"));
+    let tested: Vec<&Value> = metrics
+        .iter()
+        .filter(|r| !r["accuracy"].is_null())
+        .collect();
+    assert_eq!(tested.len(), 4);
+    let accuracy = |r: &Value| r["accuracy"].as_f64().expect("a number");
+    let best = tested.iter().skip(1).fold(tested[0], |best, r| {
+        if accuracy(r) > accuracy(best) {
+            r
+        } else {
+            best
+        }
+    });
+    for file in ["best.safetensors", "best.pth"] {
+        let mut params = model();
+        let path = dir.join("out").join(file);
+        let loaded = checkpoint::load_params(&path, &mut params).expect("loads");
+        assert_eq!(
+            checkpoint::weights_sha256(&params),
+            best["weights_sha256"].as_str().expect("a hash"),
+            "{file}"
+        );
+        if file == "best.safetensors" {
+            assert_eq!(loaded.metadata["epoch"], best["epoch"].to_string());
+        }
+    }
+}
+
+/// The network of `train mnist`.
+fn model() -> Params {
+    let mut scope = Scope::new(Seed(1));
+    MnistCnn::new(&mut scope);
+    scope.build().expect("a model")
 }
 
 #[test]

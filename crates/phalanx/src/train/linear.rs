@@ -5,13 +5,22 @@
 //! averaged over the ranks, which is what makes the printed losses come out to
 //! the last digit (features.md, golden test G1).
 
-use phalanx_ddp::{DdpOptions, DistributedDataParallel};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use phalanx_ddp::{DdpOptions, DistributedDataParallel, verify_equal};
 use phalanx_nn::models::LinearToy;
 use phalanx_nn::optim::Sgd;
 use phalanx_nn::{Reduction, Scope, Seed, StepKey, Tape, Threads};
+use phalanx_train::checkpoint;
+use phalanx_train::digest::optimizer_sha256;
+use phalanx_train::state::Place;
+use serde_json::json;
 
 use super::context::RankContext;
-use super::format::python_repr;
+use super::format::{plural, python_repr};
+use super::output::{Files, Output};
+use super::saving::{History, Now, Resumed, Saving, SavingArgs};
 use crate::error::Result;
 use crate::ranks;
 
@@ -24,6 +33,11 @@ pub struct LinearArgs {
     /// Learning rate
     #[arg(long, default_value_t = 0.01, allow_negative_numbers = true)]
     pub lr: f64,
+    #[command(flatten)]
+    pub saving: SavingArgs,
+    /// Folder for metrics, summary and weights [default: runs/linear-<date>-<time>]
+    #[arg(long, value_name = "DIR")]
+    pub output_dir: Option<PathBuf>,
 }
 
 /// The document gives two ranks two samples each; further ranks get them
@@ -34,6 +48,15 @@ const TRAIN_Y: [[f32; 2]; 2] = [[8., 13.], [26., 9.]];
 /// A loss line every so many steps, as in the document.
 const PRINT_EVERY: usize = 50;
 
+/// What a run leaves besides the files that every run does.
+const FILES: Files = Files {
+    model: "linear",
+    about: &[],
+    weights: Some("linear.safetensors"),
+    accuracies: None,
+    each_epoch: false,
+};
+
 /// Checks what can be checked before any rank is started.
 ///
 /// # Errors
@@ -41,7 +64,32 @@ const PRINT_EVERY: usize = 50;
 /// Usage errors naming the flag.
 pub fn validate(args: &LinearArgs) -> Result<()> {
     super::check_lr(args.lr)?;
+    args.saving.validate(args.output_dir.is_some())?;
     ranks::check_count("--iterations", args.iterations, usize::MAX)
+}
+
+/// What a resumed run must share with the one that was saved. The gradient is
+/// the mean over all ranks' samples: any even number of ranks has both
+/// halves of them equally often, each odd number has a mean of its own.
+fn resumable(world: usize) -> BTreeMap<String, String> {
+    let ranks = if world.is_multiple_of(TRAIN_X.len()) {
+        "even".to_owned()
+    } else {
+        world.to_string()
+    };
+    BTreeMap::from([
+        ("program".to_owned(), "linear".to_owned()),
+        ("number of ranks".to_owned(), ranks),
+    ])
+}
+
+/// After `taken` steps. There is one epoch, and every step sees all samples.
+fn place(taken: usize) -> Place {
+    Place {
+        step_in_epoch: taken as u64,
+        step: taken as u64,
+        ..Place::default()
+    }
 }
 
 /// Trains as one rank.
@@ -50,29 +98,60 @@ pub fn validate(args: &LinearArgs) -> Result<()> {
 ///
 /// Anything that ends the training.
 pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
+    validate(args)?;
+    let dir = args.output_dir.clone();
+    let dir = dir.unwrap_or_else(|| super::default_output_dir("linear"));
+    let resumed = Resumed::find(ctx, &args.saving, &dir)?;
     let mut scope = Scope::new(Seed(0));
     let net = LinearToy::new(&mut scope);
     let mut params = scope.build()?;
+    if let Some(resumed) = &resumed {
+        resumed.check(&resumable(ctx.world()))?;
+        resumed.params(&mut params)?;
+    }
+    let mut must_agree = args.saving.must_agree();
+    must_agree.push(format!("--iterations {}", args.iterations));
+    must_agree.push(format!("--lr {}", args.lr));
     let options = DdpOptions {
-        must_agree: vec![
-            format!("--iterations {}", args.iterations),
-            format!("--lr {}", args.lr),
-        ],
+        must_agree,
         ..DdpOptions::default()
     };
     let mut ddp = DistributedDataParallel::new(ctx.group.clone(), &mut params, options)?;
     let mut optimizer = Sgd::new(&params, args.lr);
+    if let Some(resumed) = &resumed {
+        resumed.wrapper(ctx, &mut ddp)?;
+        resumed.optimizer(ctx, &params, &mut optimizer)?;
+    }
+    let first = resumed.as_ref().map_or(0, |r| r.place().step as usize);
+    let mut output = Output::open(ctx, dir, FILES, resumed.is_some())?;
+    let mut log = output.metrics(resumed.as_ref().map(Resumed::place))?;
+    let facts = resumable(ctx.world());
+    let mut saving = Saving::open(ctx, &args.saving, facts, output.dir(), resumed.is_some())?;
+    ctx.note(&format!(
+        "phalanx {}  linear  {}\noutput   {}",
+        env!("CARGO_PKG_VERSION"),
+        ctx.describe(),
+        output.dir().display()
+    ));
+    if resumed.is_some() {
+        let all = plural(args.iterations, "step");
+        ctx.note(&match first < args.iterations {
+            true => format!("resumed  after {first} of {all}"),
+            false => format!("resumed  after {first} of {all}; --iterations N for more"),
+        });
+    }
     let mut tape = Tape::new(Threads(1));
     let data = ctx.rank() % TRAIN_X.len();
-    for i in 0..args.iterations {
+    for i in first..args.iterations {
         let step = tape.step(&params, StepKey::new(0, i as u64));
         let x = step.input(&TRAIN_X[data], &[2, 2])?;
         let loss = net.forward(x)?.mse_loss(&TRAIN_Y[data], Reduction::Sum)?;
         let value = f64::from(loss.item());
         ctx.check_loss(value, format_args!("step {}", i + 1), args.lr)?;
         if (i + 1) % PRINT_EVERY == 0 {
-            let value = python_repr(value);
-            ctx.line(&format!("{}/{} loss:{value}", i + 1, args.iterations))?;
+            let text = python_repr(value);
+            ctx.line(&format!("{}/{} loss:{text}", i + 1, args.iterations))?;
+            log.event(&json!({"step": i, "loss": value, "lr": args.lr}))?;
         }
         loss.backward(&mut ddp)?;
         drop(step);
@@ -82,8 +161,36 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
         } else {
             ctx.note_skipped(&commit, format_args!("step {}", i + 1));
         }
+        let now = saving.after_step(i as u64 + 1)?;
+        let ends = i + 1 == args.iterations;
+        if now != Now::GoOn || (ends && saving.enabled()) {
+            let (copy, at) = (params.clone(), place(i + 1));
+            saving.save(copy, &optimizer, &ddp, at, History::default())?;
+        }
+        if now == Now::Stop && !ends {
+            return saving.stop(place(i + 1));
+        }
     }
+    saving.finish()?;
+    let digest = checkpoint::weights_digest(&params);
+    verify_equal(&ctx.group, &params, digest)?;
     let weight = params.export(net.w);
     let rows: Vec<String> = weight.iter().map(|w| format!("[{w:.4}]")).collect();
-    ctx.line(&format!("w:tensor([{}])", rows.join(",\n        ")))
+    ctx.line(&format!("w:tensor([{}])", rows.join(",\n        ")))?;
+    output.save_weights(&params)?;
+    output.save_summary(&json!({
+        "recipe": "linear",
+        "version": env!("CARGO_PKG_VERSION"),
+        "arguments": std::env::args().skip(1).collect::<Vec<_>>(),
+        "world_size": ctx.world(),
+        "transport": ctx.describe(),
+        "iterations": args.iterations,
+        "lr": args.lr,
+        "skipped_steps": ddp.skipped_steps(),
+        "total_s": ctx.started.elapsed().as_secs_f64(),
+        "weights_sha256": hex::encode(digest),
+        "optimizer_sha256": optimizer_sha256(&optimizer),
+    }))?;
+    // Nobody leaves before the files are complete.
+    Ok(ctx.group.barrier()?)
 }

@@ -39,6 +39,7 @@ use crate::error::{Error, Result};
 use crate::launch;
 use crate::ranks::{self, RankArgs, Speakers};
 use crate::stop;
+use saving::SavingArgs;
 use settings::Settings;
 
 /// Folder for flight recorders, in a run's output folder.
@@ -54,6 +55,7 @@ pub struct TrainArgs {
 #[derive(Debug, clap::Subcommand)]
 enum Recipe {
     /// The OneFlow document's linear model: two weights, 500 steps
+    #[command(mut_arg("save_every", |a| a.help("Save resumable state every so many steps, at the end, and when SIGTERM or SIGUSR1 asks to stop")))]
     Linear {
         #[command(flatten)]
         args: linear::LinearArgs,
@@ -177,21 +179,21 @@ impl TrainArgs {
 /// Whatever ended the training; the kind decides the exit code.
 pub fn run(args: TrainArgs) -> Result<()> {
     match args.recipe {
-        Recipe::Linear { ranks, args } => {
+        Recipe::Linear { ranks, mut args } => {
             linear::validate(&args)?;
-            ranks::run(&ranks, Speakers::All, &[], None, |ctx| {
+            let (extra, flight) = before_ranks(&mut args.output_dir, &args.saving, "linear");
+            ranks::run(&ranks, Speakers::All, &extra, Some(&flight), |ctx| {
                 linear::run_rank(ctx, &args)
             })
         }
         Recipe::Mnist { ranks, mut args } => {
             mnist::validate(&args, ranks.known_world()?)?;
-            let extra = choose_output_dir(&mut args.settings, "mnist");
-            if args.settings.saving.enabled() {
-                stop::expect();
-            }
-            let flight = flight_dir(&args.settings);
+            let Settings {
+                output_dir, saving, ..
+            } = &mut args.settings;
+            let (extra, flight) = before_ranks(output_dir, saving, "mnist");
             let speakers = speakers(args.document);
-            ranks::run(&ranks, speakers, &extra, flight.as_deref(), |ctx| {
+            ranks::run(&ranks, speakers, &extra, Some(&flight), |ctx| {
                 mnist::run_rank(ctx, &args)
             })
         }
@@ -199,54 +201,60 @@ pub fn run(args: TrainArgs) -> Result<()> {
             args.settings.defaults = args.defaults();
             args.ranks_here = launch::number(&launch::real_env(), "LOCAL_WORLD_SIZE")?;
             resnet18::validate(&args, ranks.known_world()?)?;
-            let extra = choose_output_dir(&mut args.settings, "resnet18");
-            if args.settings.saving.enabled() {
-                stop::expect();
-            }
-            let flight = flight_dir(&args.settings);
+            let Settings {
+                output_dir, saving, ..
+            } = &mut args.settings;
+            let (extra, flight) = before_ranks(output_dir, saving, "resnet18");
             let speakers = speakers(args.document);
-            ranks::run(&ranks, speakers, &extra, flight.as_deref(), |ctx| {
+            ranks::run(&ranks, speakers, &extra, Some(&flight), |ctx| {
                 resnet18::run_rank(ctx, &args)
             })
         }
         Recipe::Resnet9 { ranks, mut args } => {
             args.settings.defaults = args.defaults();
             resnet9::validate(&args, ranks.known_world()?)?;
-            let extra = choose_output_dir(&mut args.settings, "resnet9");
-            if args.settings.saving.enabled() {
-                stop::expect();
-            }
-            let flight = flight_dir(&args.settings);
-            ranks::run(&ranks, Speakers::Rank0, &extra, flight.as_deref(), |ctx| {
+            let Settings {
+                output_dir, saving, ..
+            } = &mut args.settings;
+            let (extra, flight) = before_ranks(output_dir, saving, "resnet9");
+            ranks::run(&ranks, Speakers::Rank0, &extra, Some(&flight), |ctx| {
                 resnet9::run_rank(ctx, &args)
             })
         }
         Recipe::Mobilenetv2 { ranks, mut args } => {
             args.settings.defaults = args.defaults();
             mobilenetv2::validate(&args, ranks.known_world()?)?;
-            let extra = choose_output_dir(&mut args.settings, "mobilenetv2");
-            if args.settings.saving.enabled() {
-                stop::expect();
-            }
-            let flight = flight_dir(&args.settings);
-            ranks::run(&ranks, Speakers::Rank0, &extra, flight.as_deref(), |ctx| {
+            let Settings {
+                output_dir, saving, ..
+            } = &mut args.settings;
+            let (extra, flight) = before_ranks(output_dir, saving, "mobilenetv2");
+            ranks::run(&ranks, Speakers::Rank0, &extra, Some(&flight), |ctx| {
                 mobilenetv2::run_rank(ctx, &args)
             })
         }
     }
 }
 
-/// Names the output folder before the ranks start, so that all name the same
-/// one; the flag that tells them.
-fn choose_output_dir(settings: &mut Settings, recipe: &str) -> Vec<String> {
-    if settings.output_dir.is_some() {
-        return Vec::new();
+/// What is settled before the ranks start, so that all do the same: the output
+/// folder, and whether they will save when they are asked to stop. Gives the
+/// flags that tell them the folder, and where flight recorders go.
+fn before_ranks(
+    output_dir: &mut Option<PathBuf>,
+    saving: &SavingArgs,
+    recipe: &str,
+) -> (Vec<String>, PathBuf) {
+    if saving.enabled() {
+        stop::expect();
     }
-    let dir = settings.saving.resumed_dir();
-    let dir = dir.unwrap_or_else(|| default_output_dir(recipe));
-    let flag = format!("--output-dir={}", dir.display());
-    settings.output_dir = Some(dir);
-    vec![flag]
+    let mut extra = Vec::new();
+    let dir = output_dir.get_or_insert_with(|| {
+        let dir = saving.resumed_dir();
+        let dir = dir.unwrap_or_else(|| default_output_dir(recipe));
+        extra.push(format!("--output-dir={}", dir.display()));
+        dir
+    });
+    let flight = dir.join(FLIGHT_DIR);
+    (extra, flight)
 }
 
 /// Who prints: in a document's form every rank, unmarked as there.
@@ -256,11 +264,6 @@ fn speakers(document: bool) -> Speakers {
     } else {
         Speakers::Rank0
     }
-}
-
-/// Where flight recorders of a run with these settings go.
-fn flight_dir(settings: &Settings) -> Option<PathBuf> {
-    settings.output_dir.as_ref().map(|dir| dir.join(FLIGHT_DIR))
 }
 
 /// A usage error unless `lr` is a number from 0 up.

@@ -269,7 +269,7 @@ impl Resumed {
             Error::new(
                 ErrorKind::Failed,
                 format!(
-                    "--resume {}: no checkpoint of a training of images",
+                    "--resume {}: the checkpoint does not say what was measured before it",
                     self.from
                 ),
             )
