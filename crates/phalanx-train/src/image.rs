@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
-use crate::{Error, Result};
+use crate::{Error, ErrorKind, Result};
 
 /// Bytes of a netpbm header, comments included.
 const MAX_HEADER_BYTES: usize = 4096;
@@ -24,18 +24,27 @@ pub fn read(path: &Path, shape: [usize; 3]) -> Result<Vec<u8>> {
         }
         _ => Error::io("cannot read", path, source),
     })?;
-    let mut start = [0; 2];
+    let mut start = Vec::new();
     let mut file = BufReader::new(file);
-    file.read_exact(&mut start)
+    (&mut file)
+        .take(2)
+        .read_to_end(&mut start)
         .map_err(|source| Error::io("cannot read", path, source))?;
     let whole = start.chain(file);
-    let (pixels, channels) = match &start {
+    let (pixels, channels) = match &start[..] {
         [0x89, b'P'] => png(path, whole, shape)?,
         b"P5" | b"P6" => netpbm(path, whole, shape)?,
-        _ => {
+        [_, _] => {
             return Err(wrong(
                 path,
                 "it is neither PNG nor binary PGM or PPM".to_owned(),
+            ));
+        }
+        short => {
+            let has = short.len();
+            return Err(wrong(
+                path,
+                format!("it ends after {has} bytes; expected PNG, or binary PGM or PPM"),
             ));
         }
     };
@@ -58,12 +67,15 @@ fn check_size(path: &Path, width: usize, height: usize, [h, w, _]: [usize; 3]) -
 }
 
 fn png(path: &Path, data: impl Read, shape: [usize; 3]) -> Result<(Vec<u8>, usize)> {
-    let damaged = |e: png::DecodingError| wrong(path, format!("it is no PNG: {e}")).with_source(e);
     // The library reads from what can seek.
     let mut bytes = Vec::new();
     data.take(64 << 20)
         .read_to_end(&mut bytes)
         .map_err(|source| Error::io("cannot read", path, source))?;
+    let size_bytes = bytes.len();
+    let damaged = |e: png::DecodingError| {
+        wrong(path, format!("its {size_bytes} bytes are no PNG: {e}")).with_source(e)
+    };
     let mut decoder = png::Decoder::new(std::io::Cursor::new(bytes));
     decoder.set_transformations(png::Transformations::normalize_to_color8());
     let mut reader = decoder.read_info().map_err(damaged)?;
@@ -82,10 +94,14 @@ fn png(path: &Path, data: impl Read, shape: [usize; 3]) -> Result<(Vec<u8>, usiz
 /// `P5` grey or `P6` colours: width, height, largest value, one space, pixels.
 fn netpbm(path: &Path, data: impl BufRead, shape: [usize; 3]) -> Result<(Vec<u8>, usize)> {
     let mut bytes = data.bytes();
+    let mut at = 0;
     let mut next = || match bytes.next() {
-        Some(Ok(byte)) => Ok(byte),
+        Some(Ok(byte)) => {
+            at += 1;
+            Ok(byte)
+        }
         Some(Err(source)) => Err(Error::io("cannot read", path, source)),
-        None => Err(wrong(path, "it ends early".to_owned())),
+        None => Err(wrong(path, format!("it ends after {at} bytes, too early"))),
     };
     let channels = match [next()?, next()?] {
         [_, b'6'] => 3,
@@ -124,9 +140,16 @@ fn netpbm(path: &Path, data: impl BufRead, shape: [usize; 3]) -> Result<(Vec<u8>
         ));
     }
     check_size(path, width, height, shape)?;
-    let mut pixels = Vec::with_capacity(width * height * channels);
-    for _ in 0..width * height * channels {
-        pixels.push(next()?);
+    let expected = width * height * channels;
+    let mut pixels = Vec::with_capacity(expected);
+    for i in 0..expected {
+        pixels.push(next().map_err(|e| match e.kind() {
+            ErrorKind::Data => wrong(
+                path,
+                format!("it ends after {i} bytes of pixels, expected {expected}"),
+            ),
+            _ => e,
+        })?);
     }
     Ok((pixels, channels))
 }
@@ -208,9 +231,14 @@ mod tests {
             ),
             (b"P5 99999999999999999999 2 255\n", "the model takes 2 x 2"),
             (b"P5 2 2 65535\n", "only 255 is read"),
-            (b"P5 2 2 255\nab", "it ends early"),
+            (b"", "it ends after 0 bytes; expected PNG, or binary PGM"),
+            (b"P5 2", "it ends after 4 bytes"),
+            (
+                b"P5 2 2 255\nab",
+                "it ends after 2 bytes of pixels, expected 4",
+            ),
             (b"P5 2 x", "no netpbm header"),
-            (&good[..good.len() - 20], "it is no PNG"),
+            (&good[..good.len() - 20], "bytes are no PNG"),
             (
                 &png_of(png::ColorType::Grayscale, 1, &[0; 4]),
                 "it has 1 x 4 pixels",

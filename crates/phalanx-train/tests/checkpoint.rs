@@ -137,22 +137,35 @@ fn refused(bytes: &[u8]) -> String {
 fn a_file_cut_anywhere_is_refused() {
     let (_dir, path) = saved(&model(1));
     let whole = fs::read(path).unwrap();
+    let header_end = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
     for keep in 0..whole.len() {
         let text = refused(&whole[..keep]);
-        assert!(text.contains("no complete safetensors file"), "{text}");
+        let expected = if keep < 8 {
+            format!("it has {keep} bytes; expected at byte 0 the length of its header in 8")
+        } else if keep < header_end {
+            format!("its header should end at byte {header_end}, and it has {keep} bytes")
+        } else {
+            format!("it has {keep} bytes, its header promises {}", whole.len())
+        };
+        assert!(text.contains(&expected), "{text}");
+        assert!(text.contains("it may be truncated"), "{text}");
     }
-    let text = refused(&whole[..whole.len() - 4]);
-    assert!(text.contains("it may be truncated"), "{text}");
     let mut longer = whole.clone();
     longer.push(0);
-    refused(&longer);
+    let expected = format!("bytes, its header describes {}", whole.len());
+    assert!(refused(&longer).contains(&expected));
 }
 
 #[test]
 fn files_of_another_kind_are_refused() {
-    assert!(refused(b"\x89PNG\r\n\x1a\n and so on").contains("absurd"));
+    let text = refused(b"\x89PNG\r\n\x1a\n and so on");
+    assert!(text.contains("at byte 0 it promises a header of"), "{text}");
+    assert!(text.contains("expected at most 100000000"), "{text}");
     refused(&[0xff; 64]);
     refused(b"{}");
+    let text = refused(b"\x07\0\0\0\0\0\0\0{\"a\": x");
+    assert!(text.contains("in its header, bytes 8 to 15: "), "{text}");
+    assert!(text.contains("column 7"), "{text}");
     // A header that promises more than a machine has.
     let header = br#"{"a":{"dtype":"F32","shape":[9223372036854775807],"data_offsets":[0,4]}}"#;
     let mut bytes = (header.len() as u64).to_le_bytes().to_vec();

@@ -483,6 +483,7 @@ fn after_a_kill_at_any_moment_the_newest_checkpoint_loads() {
         assert_eq!(sgd.steps(), step);
         assert_eq!(sgd.state()[0].1[0], step as f32);
     }
+    println!("killed {kills} times while saving {seen} checkpoints; the newest loaded each time");
     // Two checkpoints, and at most one that was not finished or not yet removed.
     assert!(names(dir.path()).len() <= 6, "{:?}", names(dir.path()));
 }

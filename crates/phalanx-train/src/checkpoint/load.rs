@@ -279,17 +279,48 @@ pub(crate) fn put(params: &mut Params, name: &str, values: &[f32]) -> Result<()>
     Ok(())
 }
 
-/// The library's message in the reader's terms where it has one.
+/// The longest header that the library reads.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+/// The library's message in the reader's terms: where it is wrong, what was
+/// expected there.
 pub(crate) fn explain(error: &safetensors::SafeTensorError, bytes: &[u8]) -> String {
     use safetensors::SafeTensorError as E;
+    let there = bytes.len() as u64;
+    let Some(start) = bytes.first_chunk::<8>() else {
+        return format!(
+            "it has {there} bytes; expected at byte 0 the length of its header in 8; it may be truncated"
+        );
+    };
+    let header_bytes = u64::from_le_bytes(*start);
+    let header_end = header_bytes.saturating_add(8);
     match error {
-        E::HeaderTooSmall | E::InvalidHeaderLength | E::MetadataIncompleteBuffer => format!(
-            "it has {} bytes, which is not what its header promises; it may be truncated",
-            bytes.len()
+        E::HeaderTooLarge => format!(
+            "at byte 0 it promises a header of {header_bytes} bytes, expected at most {MAX_HEADER_BYTES}; it is of another kind"
         ),
-        E::HeaderTooLarge => "the length of its header is absurd; it is of another kind".to_owned(),
-        other => other.to_string(),
+        E::InvalidHeaderLength => format!(
+            "its header should end at byte {header_end}, and it has {there} bytes; it may be truncated"
+        ),
+        E::MetadataIncompleteBuffer => match promised_bytes(bytes, header_end) {
+            Some(promised) if promised < there => {
+                format!("it has {there} bytes, its header describes {promised}")
+            }
+            Some(promised) => {
+                format!("it has {there} bytes, its header promises {promised}; it may be truncated")
+            }
+            None => format!("its header does not describe the {there} bytes that it has"),
+        },
+        other => format!("in its header, bytes 8 to {header_end}: {other}"),
     }
+}
+
+/// Where the last tensor ends, as the header says.
+fn promised_bytes(bytes: &[u8], header_end: u64) -> Option<u64> {
+    let header = bytes.get(8..usize::try_from(header_end).ok()?)?;
+    let header: serde_json::Value = serde_json::from_slice(header).ok()?;
+    let tensors = header.as_object()?.values();
+    let ends = tensors.filter_map(|tensor| tensor["data_offsets"][1].as_u64());
+    ends.max().unwrap_or(0).checked_add(header_end)
 }
 
 /// `; it lacks a, b, c and 4 more`.

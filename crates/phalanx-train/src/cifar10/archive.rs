@@ -1,6 +1,7 @@
 //! The original archives: read as they are, or unpacked into the files that
 //! the data set is known to have, so that no name in an archive can lead anywhere.
 
+use std::cell::Cell;
 use std::fs::File;
 use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -55,6 +56,20 @@ pub(super) fn unpack(path: &Path) -> Result<()> {
     })
 }
 
+/// Counts what is read.
+struct Counted<'a, R> {
+    inner: R,
+    count: &'a Cell<u64>,
+}
+
+impl<R: Read> Read for Counted<'_, R> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let taken = self.inner.read(buffer)?;
+        self.count.set(self.count.get() + taken as u64);
+        Ok(taken)
+    }
+}
+
 /// A file of the data set in an archive.
 struct Member {
     /// Which of the wanted.
@@ -80,12 +95,17 @@ impl Member {
 fn members(path: &Path, wanted: &[&str], mut take: impl FnMut(Member) -> Result<()>) -> Result<()> {
     let shown = path.display();
     let file = File::open(path).map_err(|e| Error::io("cannot read", path, e))?;
+    let at = Cell::new(0);
+    let inside = Counted {
+        inner: MultiGzDecoder::new(BufReader::new(file)),
+        count: &at,
+    };
     // One byte above the limit tells "too large" from "ends there".
-    let inside = MultiGzDecoder::new(BufReader::new(file)).take(MAX_TOTAL_BYTES + 1);
-    let mut archive = tar::Archive::new(inside);
+    let mut archive = tar::Archive::new(inside.take(MAX_TOTAL_BYTES + 1));
     let broken = |source: std::io::Error| {
         Error::data(format!(
-            "{shown}: the archive cannot be read on, {source}; expected a complete tar.gz of CIFAR-10"
+            "{shown}: after {} bytes of content the archive cannot be read on, {source}; expected a complete tar.gz of CIFAR-10",
+            at.get()
         ))
         .with_source(source)
     };

@@ -9,10 +9,19 @@ pub(super) const PYTHON: &str = "cifar-10-batches-py";
 pub(super) const BINARY: &str = "cifar-10-batches-bin";
 const ARCHIVES: [&str; 2] = ["cifar-10-python.tar.gz", "cifar-10-binary.tar.gz"];
 
-const EXPECTED: &str = "  expected cifar-10-batches-py/ (data_batch_1 to data_batch_5, test_batch), \
-    cifar-10-batches-bin/ (the same with .bin), cifar-10-python.tar.gz or cifar-10-binary.tar.gz\n  \
-    get them:   phalanx download cifar10 --to DIR      (170.5 MB)\n  \
-    or try:     --data synthetic";
+/// What should be at `place`, and how to get it there.
+fn expected(place: &Path) -> String {
+    let folder = match place.is_file() {
+        true => "data/cifar10".into(),
+        false => place.display().to_string(),
+    };
+    format!(
+        "  expected cifar-10-batches-py/ (data_batch_1 to data_batch_5, test_batch), \
+         cifar-10-batches-bin/ (the same with .bin), cifar-10-python.tar.gz or cifar-10-binary.tar.gz\n  \
+         get them:   phalanx download cifar10 --to {folder}      (170.5 MB)\n  \
+         or try:     --data synthetic"
+    )
+}
 
 /// Published folder, ending of the files, and what they make.
 type Kind = (&'static str, &'static str, fn(PathBuf) -> Source);
@@ -29,11 +38,15 @@ pub(super) fn find(place: &Path) -> Result<Source> {
             return Ok(Source::Archive(place.to_owned()));
         }
         return Err(Error::usage(format!(
-            "{shown} is a file, neither a data folder nor an archive of CIFAR-10\n{EXPECTED}"
+            "{shown} is a file, neither a data folder nor an archive of CIFAR-10\n{}",
+            expected(place)
         )));
     }
     if !place.is_dir() {
-        return Err(Error::usage(format!("no data folder {shown}\n{EXPECTED}")));
+        return Err(Error::usage(format!(
+            "no data folder {shown}\n{}",
+            expected(place)
+        )));
     }
     let kinds: [Kind; 2] = [
         (PYTHON, "", Source::Python),
@@ -61,7 +74,7 @@ pub(super) fn find(place: &Path) -> Result<Source> {
         return Ok(Source::Archive(archive));
     }
     let what = half.unwrap_or_else(|| format!("no CIFAR-10 files in {shown}"));
-    Err(Error::usage(format!("{what}\n{EXPECTED}")))
+    Err(Error::usage(format!("{what}\n{}", expected(place))))
 }
 
 /// By its name only: what is inside is said when it is read.

@@ -249,9 +249,12 @@ impl<'a> Machine<'a> {
                 Some(0x1f) => "; it is compressed, give the whole archive instead",
                 _ => "",
             };
+            let found = match self.bytes {
+                [] => "an empty file".to_owned(),
+                bytes => hex::encode(&bytes[..bytes.len().min(2)]),
+            };
             return Err(self.error(format_args!(
-                "expected a pickle of protocol 2 (80 02), found {}{hint}",
-                hex::encode(&self.bytes[..self.bytes.len().min(2)])
+                "expected a pickle of protocol 2 (80 02), found {found}{hint}"
             )));
         }
         self.at = 2;

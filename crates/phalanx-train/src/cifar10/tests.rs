@@ -160,6 +160,7 @@ fn lies_in_a_pickle_are_named_with_their_place() {
             ["protocol 2", "found 8004"],
         ),
         (b"<html>".to_vec(), ["web page", "at byte 0"]),
+        (Vec::new(), ["found an empty file", "at byte 0"]),
         (deep, ["nested too deeply", "at byte 9"]),
         (many, ["more than 262144 values", "at byte 262,"]),
         (b"\x80\x02i\n.".to_vec(), ["instruction 69", "at byte 2"]),
@@ -236,6 +237,14 @@ fn archives_that_are_cut_damaged_or_of_something_else_are_named() {
         .expect_err("no archive")
         .to_string();
     assert!(text.contains("expected a complete tar.gz"), "{text}");
+    assert!(text.contains("after 0 bytes of content"), "{text}");
+    // Cut within the member: its header of 512 bytes and a part of it were there.
+    let text = read(&whole[..whole.len() / 2], Split::Test)
+        .expect_err("half")
+        .to_string();
+    let words = text.split(" after ").nth(1).expect("a place");
+    let at: u64 = (words.split(' ').next().and_then(|n| n.parse().ok())).expect("a number");
+    assert!((1..5120).contains(&at), "{text}");
 }
 
 #[test]

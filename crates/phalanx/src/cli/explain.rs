@@ -85,7 +85,7 @@ pub(super) fn explain(
                 Error::usage(line)
             };
             if let Some(cause) = std::error::Error::source(error) {
-                ours = ours.note("since", cause.to_string());
+                ours = ours.note("since", plain(cause));
             }
             if let Some(valid) = text(ContextKind::ValidValue) {
                 ours = ours.note("one of", valid);
@@ -110,6 +110,22 @@ pub(super) fn explain(
         }
     };
     Some(ours.note("see", help))
+}
+
+/// Why a value was not understood; the standard library says it to programmers.
+fn plain(cause: &(dyn std::error::Error + 'static)) -> String {
+    if let Some(whole) = cause.downcast_ref::<std::num::ParseIntError>() {
+        use std::num::IntErrorKind as K;
+        return match whole.kind() {
+            K::PosOverflow | K::NegOverflow => "it is too large a number",
+            _ => "a whole number is expected",
+        }
+        .to_owned();
+    }
+    if cause.is::<std::num::ParseFloatError>() {
+        return "a number is expected".to_owned();
+    }
+    cause.to_string()
 }
 
 /// The suggestion that is nearest to what was typed.

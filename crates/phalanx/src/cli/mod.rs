@@ -232,6 +232,20 @@ mod tests {
     }
 
     #[test]
+    fn values_that_are_no_numbers_are_said_to_be() {
+        for (flag, value, why) in [
+            ("--epochs", "two", "a whole number is expected"),
+            ("--epochs", "1.5", "a whole number is expected"),
+            ("--epochs", "99999999999999999999", "too large a number"),
+            ("--momentum", "much", "a number is expected"),
+        ] {
+            let text = error_of(&["train", "mnist", flag, value]);
+            assert!(text.contains(&format!("cannot be \"{value}\"")), "{text}");
+            assert!(text.contains(why), "{text}");
+        }
+    }
+
+    #[test]
     fn launch_without_a_program_says_so() {
         let text = error_of(&["launch", "--nproc-per-node", "2"]);
         assert!(text.starts_with("error: missing "), "{text}");
