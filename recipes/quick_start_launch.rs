@@ -4,26 +4,38 @@
 //! cargo build --release --example quick_start_launch
 //! phalanx launch --nproc_per_node 2 target/release/examples/quick_start_launch
 //! ```
+//!
+//! It trains on the CIFAR-10 in `./data` (`phalanx download cifar10 --to data`), or
+//! on drawn pictures where there is none, and saves `saved_model.ckpt`, which
+//! `torch.load` reads.
+
+use std::path::Path;
+use std::sync::Arc;
 
 use phalanx::comm::{InitOptions, ProcessGroup};
 use phalanx::ddp::{DistributedDataParallel, verify_equal};
 use phalanx::nn::layers::Linear;
 use phalanx::nn::optim::Sgd;
 use phalanx::nn::{Scope, Seed, StepKey, Tape, Threads};
-use phalanx::train::checkpoint;
+use phalanx::train::cifar10::{self, Scaling, Split};
 use phalanx::train::loader::{Loader, LoaderOptions};
 use phalanx::train::sampler::{Cursor, Sampler, SamplerConfig};
-use phalanx::train::synthetic;
+use phalanx::train::{Dataset, checkpoint, synthetic};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     // DDP: dist.init_process_group(); rank and world size come from the launcher.
     let group = ProcessGroup::init(InitOptions::default())?;
     let (rank, world) = (group.rank(), group.world_size());
+    let local_rank = local_rank()?;
 
+    let folder = Path::new("data");
+    let data: Arc<dyn Dataset> = match cifar10::check(folder) {
+        Ok(_) => Arc::new(cifar10::load(folder, Split::Train, Scaling::Unit)?),
+        Err(_) => Arc::new(synthetic::pictures(0, 512, 1, Scaling::Unit)),
+    };
     // DDP: the rank's part of every epoch; there is no set_epoch to forget.
-    let data = std::sync::Arc::new(synthetic::digits(512, 1));
     let config = SamplerConfig {
-        samples: 512,
+        samples: data.len(),
         world,
         rank,
         shuffle: true,
@@ -33,11 +45,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut loader = Loader::new(data, LoaderOptions::default())?;
 
     let mut scope = Scope::new(Seed(1));
-    let model = Linear::new(scope.enter("linear"), 784, 10);
+    let model = Linear::new(scope.enter("linear"), 3 * 32 * 32, 10);
     let mut params = scope.build()?;
     let mut ddp = DistributedDataParallel::new(group.clone(), &mut params, Default::default())?; // DDP
     let mut optimizer = Sgd::new(&params, 0.001);
     let mut tape = Tape::new(Threads(1));
+    println!("Loaded the model on CPU {local_rank}");
 
     for (epoch, plan) in sampler.epochs(Cursor::START)?.take(2).enumerate() {
         loader.start(plan);
@@ -45,7 +58,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         while let Some(batch) = loader.next_batch()? {
             let n = batch.labels.len();
             let step = tape.step(&params, StepKey::new(epoch as u64, index));
-            let scores = model.forward(step.input(&batch.images, &[n, 784])?)?;
+            let scores = model.forward(step.input(&batch.images, &[n, 3 * 32 * 32])?)?;
             let loss = scores.cross_entropy(&batch.labels, n as f32)?;
             if index == 0 {
                 println!("rank {rank}/{world} epoch {epoch} loss {:.4}", loss.item());
@@ -61,10 +74,17 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     verify_equal(&group, &params, checkpoint::weights_digest(&params))?; // DDP
     // DDP: one rank saves, under the model's own names.
     if rank == 0 {
-        let path = std::env::temp_dir().join("saved_model.safetensors");
-        checkpoint::save_params(&path, &params, &Default::default())?;
-        println!("saved {}", path.display());
+        checkpoint::save_pth(Path::new("saved_model.ckpt"), &params)?;
     }
     group.shutdown()?;
     Ok(())
+}
+
+/// `--local_rank`, or what the launcher says: the quick start's
+/// `torch.cuda.set_device(local_rank)` has nothing to choose here.
+fn local_rank() -> Result<usize, std::num::ParseIntError> {
+    let typed = std::env::args().skip_while(|arg| arg != "--local_rank");
+    let mut typed = typed.skip(1);
+    let number = typed.next().or_else(|| std::env::var("LOCAL_RANK").ok());
+    number.map_or(Ok(0), |text| text.parse())
 }

@@ -3,6 +3,7 @@
 # Usage: checkpoint_kills.sh [KILLS]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-PHALANX_KILLS=${1:-200} cargo test -p phalanx-train --test state -- --exact --nocapture \
+# The whole workspace, so that what `cargo test --workspace` built is used.
+PHALANX_KILLS=${1:-200} cargo test --workspace --locked --test state -- --exact --nocapture \
     after_a_kill_at_any_moment_the_newest_checkpoint_loads
 echo "checkpoint kills: ok"

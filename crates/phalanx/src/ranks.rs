@@ -63,7 +63,7 @@ pub struct RankArgs {
     #[arg(long, visible_alias = "world", default_value_t = 1, value_name = "N")]
     pub nproc_per_node: usize,
     /// How ranks talk to each other
-    #[arg(long, value_enum, default_value_t = TransportArg::Auto)]
+    #[arg(long, visible_alias = "backend", value_enum, default_value_t = TransportArg::Auto)]
     pub transport: TransportArg,
     /// All-reduce algorithm
     #[arg(long, value_enum, default_value_t = AlgorithmArg::Auto)]

@@ -244,6 +244,7 @@ fn mnist_trains_reports_and_saves() {
     assert_eq!(summary["weights_sha256"].as_str().map(str::len), Some(64));
     for file in [
         "metrics.jsonl",
+        "mnist_cnn.pt",
         "mnist_cnn.safetensors",
         "mnist_cnn_accuracies.json",
     ] {

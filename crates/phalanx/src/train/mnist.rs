@@ -28,7 +28,12 @@ pub struct MnistArgs {
     #[command(flatten)]
     pub fetch: FetchArgs,
     /// SGD momentum
-    #[arg(long, default_value_t = 0.9, allow_negative_numbers = true)]
+    #[arg(
+        long,
+        visible_alias = "sgd-momentum",
+        default_value_t = 0.9,
+        allow_negative_numbers = true
+    )]
     pub momentum: f64,
     /// Shares of activations that training drops, before and after the first linear layer
     #[arg(long, value_delimiter = ',', default_values_t = [0.25, 0.5], value_name = "FIRST,SECOND")]

@@ -42,7 +42,7 @@ pub struct Settings {
     #[arg(long, default_value_t = 500, value_name = "N")]
     pub test_batch_size: usize,
     /// Learning rate
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long, visible_alias = "learning-rate", allow_negative_numbers = true)]
     pub lr: Option<f64>,
     /// Seed of weights, shuffling, dropout, augmentation and synthetic data
     #[arg(long, default_value_t = 1)]

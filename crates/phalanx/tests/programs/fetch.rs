@@ -1,4 +1,4 @@
-//! `train --download`: one rank of a host gets the data, the others wait.
+//! `phalanx download`, and `train --download`: one rank of a host gets the data, the others wait.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -9,7 +9,18 @@ use std::thread::JoinHandle;
 
 use super::*;
 
-/// A server on loopback: files of a folder, or nothing at all.
+/// What a server does.
+#[derive(Clone)]
+enum Does {
+    /// It has nothing at all.
+    Nothing,
+    /// It has the files of a folder.
+    Serve(PathBuf),
+    /// The same, but the first answer about each file breaks off in its middle.
+    BreakOff(PathBuf),
+}
+
+/// A server on loopback, and what it was asked for.
 struct Server {
     address: SocketAddr,
     requests: Arc<Mutex<Vec<String>>>,
@@ -18,7 +29,7 @@ struct Server {
 }
 
 impl Server {
-    fn start(folder: Option<PathBuf>) -> Server {
+    fn start(does: Does) -> Server {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = listener.local_addr().expect("address");
         let requests = Arc::new(Mutex::new(Vec::new()));
@@ -30,7 +41,7 @@ impl Server {
                     return;
                 }
                 // A client that went away is no error of ours.
-                let _ = answer(stream.expect("a client"), folder.as_deref(), &seen);
+                let _ = answer(stream.expect("a client"), &does, &seen);
             }
         });
         Server {
@@ -64,26 +75,50 @@ impl Drop for Server {
 
 fn answer(
     mut stream: TcpStream,
-    folder: Option<&Path>,
+    does: &Does,
     requests: &Mutex<Vec<String>>,
 ) -> std::io::Result<()> {
     let mut lines = BufReader::new(stream.try_clone()?).lines();
     let first = lines.next().unwrap_or_else(|| Ok(String::new()))?;
-    while lines.next().transpose()?.is_some_and(|l| !l.is_empty()) {}
+    let mut start = 0;
+    while let Some(line) = lines.next().transpose()?.filter(|l| !l.is_empty()) {
+        if let Some(range) = line.to_lowercase().strip_prefix("range: bytes=") {
+            start = range.trim_end_matches('-').parse().unwrap_or(0);
+        }
+    }
     let name = first.split(' ').nth(1).unwrap_or_default();
     let name = name.trim_start_matches("/sets/").to_owned();
+    let (folder, breaks_off) = match does {
+        Does::Nothing => (None, false),
+        Does::Serve(folder) => (Some(folder), false),
+        Does::BreakOff(folder) => (Some(folder), true),
+    };
     let content = folder.and_then(|folder| std::fs::read(folder.join(&name)).ok());
-    requests.lock().expect("no panic").push(name);
-    let (status, content) = match content {
-        Some(content) => ("200 OK", content),
-        None => ("404 Not Found", Vec::new()),
+    let mut seen = requests.lock().expect("no panic");
+    let is_first = !seen.contains(&name);
+    seen.push(name);
+    drop(seen);
+    let Some(content) = content.filter(|content| start < content.len()) else {
+        return write!(
+            stream,
+            "HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+        );
+    };
+    let all = content.len();
+    let status = match start {
+        0 => "200 OK".to_owned(),
+        _ => format!(
+            "206 Partial Content\r\nContent-Range: bytes {start}-{}/{all}",
+            all - 1
+        ),
     };
     write!(
         stream,
         "HTTP/1.1 {status}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
-        content.len()
+        all - start
     )?;
-    stream.write_all(&content)
+    let end = if breaks_off && is_first { all / 2 } else { all };
+    stream.write_all(&content[start..end])
 }
 
 /// The original files of MNIST, where there are any.
@@ -104,7 +139,7 @@ fn real_mnist() -> Option<PathBuf> {
 fn three_ranks_download_each_file_once() {
     let Some(folder) = real_mnist() else { return };
     let dir = tempfile::tempdir().expect("folder");
-    let server = Server::start(Some(folder));
+    let server = Server::start(Does::Serve(folder));
     let url = server.url();
     let args = [
         "train",
@@ -123,24 +158,18 @@ fn three_ranks_download_each_file_once() {
         "out",
     ];
     succeed(&args, dir.path());
-    let files = [
-        "t10k-images-idx3-ubyte.gz",
-        "t10k-labels-idx1-ubyte.gz",
-        "train-images-idx3-ubyte.gz",
-        "train-labels-idx1-ubyte.gz",
-    ];
-    assert_eq!(server.requests(), files);
+    assert_eq!(server.requests(), MNIST_FILES);
     let there = std::fs::read_dir(dir.path().join("new/mnist")).expect("the folder");
-    assert_eq!(there.count(), files.len(), "nothing is left over");
+    assert_eq!(there.count(), MNIST_FILES.len(), "nothing is left over");
     // Nothing is asked for when all is there.
     succeed(&args, dir.path());
-    assert_eq!(server.requests().len(), files.len());
+    assert_eq!(server.requests().len(), MNIST_FILES.len());
 }
 
 #[test]
 fn a_download_that_fails_ends_all_ranks_and_names_the_one_that_tried() {
     let dir = tempfile::tempdir().expect("folder");
-    let server = Server::start(None);
+    let server = Server::start(Does::Nothing);
     let url = server.url();
     let args = [
         "train",
@@ -157,6 +186,218 @@ fn a_download_that_fails_ends_all_ranks_and_names_the_one_that_tried() {
     let cause = "no source gave cifar-10-python.tar.gz";
     assert!(err.contains(cause), "{err}");
     assert_eq!(server.requests(), ["cifar-10-python.tar.gz"]);
+}
+
+#[test]
+fn a_set_is_downloaded_though_every_answer_breaks_off_once() {
+    let Some(folder) = real_mnist() else { return };
+    let dir = tempfile::tempdir().expect("folder");
+    let server = Server::start(Does::BreakOff(folder.clone()));
+    let url = server.url();
+    let args = ["download", "mnist", "--to", "mnist", "--from", &url];
+    let (out, err) = succeed(&args, dir.path());
+    for name in MNIST_FILES {
+        assert!(out.contains(&format!("{name}  from {url}/{name}")), "{out}");
+        let (ours, theirs) = (dir.path().join("mnist").join(name), folder.join(name));
+        assert!(
+            std::fs::read(ours).expect("there") == std::fs::read(theirs).expect("there"),
+            "{name} is another"
+        );
+    }
+    assert!(
+        out.contains("next: phalanx train mnist --data mnist"),
+        "{out}"
+    );
+    assert_eq!(err.matches("broke off after").count(), 4, "{err}");
+    assert_eq!(server.requests().len(), 8, "{:?}", server.requests());
+    // All is there: nobody is asked.
+    let (out, _) = succeed(&args, dir.path());
+    assert_eq!(out.matches("  is there").count(), 4, "{out}");
+    assert_eq!(server.requests().len(), 8);
+}
+
+/// On a terminal, which `script` makes.
+#[test]
+fn a_download_shows_a_bar_on_a_terminal() {
+    let Some(folder) = real_mnist() else { return };
+    let dir = tempfile::tempdir().expect("folder");
+    let server = Server::start(Does::Serve(folder));
+    let command = format!(
+        "'{}' download mnist --to mnist --from {}",
+        env!("CARGO_BIN_EXE_phalanx"),
+        server.url()
+    );
+    let inner = phalanx(&[], dir.path());
+    let mut script = std::process::Command::new("script");
+    script.args(["--quiet", "--return", "--command", &command, "typescript"]);
+    script.current_dir(dir.path()).env("TERM", "xterm");
+    for (name, value) in inner.get_envs() {
+        match value {
+            Some(value) => script.env(name, value),
+            None => script.env_remove(name),
+        };
+    }
+    script.stdin(std::process::Stdio::null());
+    script.stdout(std::process::Stdio::piped());
+    script.stderr(std::process::Stdio::piped());
+    let Ok(child) = script.spawn() else {
+        eprintln!("skipped: there is no script(1) to make a terminal");
+        return;
+    };
+    let output = wait(child);
+    let shown = text(&output.stdout);
+    assert!(output.status.success(), "{shown}{}", text(&output.stderr));
+    // The largest file: its bar, its size, its rate.
+    for part in [
+        "train-images-idx3-ubyte.gz",
+        "━",
+        " %  ",
+        "MiB",
+        "/s",
+        " left",
+    ] {
+        assert!(shown.contains(part), "no {part:?} in {shown:?}");
+    }
+}
+
+#[test]
+fn another_file_than_the_published_one_is_refused_by_its_sum() {
+    let (dir, wrong) = (
+        tempfile::tempdir().expect("folder"),
+        tempfile::tempdir().expect("folder"),
+    );
+    for name in MNIST_FILES.iter().chain([&CIFAR_ARCHIVE]) {
+        std::fs::write(wrong.path().join(name), "something else").expect("written");
+    }
+    let server = Server::start(Does::Serve(wrong.path().into()));
+    let url = server.url();
+    // As a command of its own; and on three ranks, of which one tries and all end.
+    let train = ["train", "resnet9", "--data", "new", "--output-dir", "out"];
+    let ranks = ["--nproc-per-node", "3", "--download-from", &url];
+    for (args, name, sum) in [
+        (
+            vec!["download", "mnist", "--to", "new", "--from", &url],
+            MNIST_FILES[2],
+            "SHA-256 ",
+        ),
+        (
+            [&train[..], &ranks].concat(),
+            CIFAR_ARCHIVE,
+            "expected MD5 c58f30108f718f92721af3b95e74349a",
+        ),
+    ] {
+        let (code, _, err) = run(&args, dir.path());
+        assert_eq!(code, 1, "{err}");
+        for part in [name, "it sent another file (", sum] {
+            assert!(err.contains(part), "no {part:?} in {err}");
+        }
+        let left = std::fs::read_dir(dir.path().join("new")).expect("folder");
+        assert_eq!(left.count(), 0, "nothing is kept");
+    }
+    assert!(!dir.path().join("out/summary.json").exists());
+}
+
+/// An archive that somebody got by other means: the first rank unpacks it, and
+/// all train on what it held.
+#[test]
+fn an_archive_is_unpacked_once_and_trained_on_by_all_ranks() {
+    let dir = tempfile::tempdir().expect("folder");
+    let data = dir.path().join("data");
+    std::fs::create_dir(&data).expect("folder");
+    archive(&data.join(CIFAR_ARCHIVE));
+    let server = Server::start(Does::Nothing);
+    let url = server.url();
+    let args = [
+        "train",
+        "resnet9",
+        "--data",
+        "data",
+        "--download-from",
+        &url,
+        "--nproc-per-node",
+        "2",
+        "--threads",
+        "1",
+        "--train-samples",
+        "16",
+        "--test-samples",
+        "10",
+        "--batch-size",
+        "2",
+        "--epochs",
+        "4",
+        "--output-dir",
+        "out",
+    ];
+    let (_, err) = succeed(&args, dir.path());
+    assert!(
+        err.contains("CIFAR-10 in data, 16 train / 10 test"),
+        "{err}"
+    );
+    assert_eq!(server.requests().len(), 0, "nothing was missing");
+    let folder = data.join("cifar-10-batches-py");
+    let mut names: Vec<String> = std::fs::read_dir(&folder)
+        .expect("unpacked")
+        .flatten()
+        .map(|e| e.file_name().to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    assert_eq!(names, BATCHES);
+    // The test images are of class 0 to 9 in turn.
+    let summary = json(&dir.path().join("out/summary.json"));
+    let matrix: Vec<Vec<i64>> =
+        serde_json::from_value(summary["confusion"].clone()).expect("matrix");
+    assert!(matrix.iter().all(|row| row.iter().sum::<i64>() == 1));
+}
+
+const MNIST_FILES: [&str; 4] = [
+    "t10k-images-idx3-ubyte.gz",
+    "t10k-labels-idx1-ubyte.gz",
+    "train-images-idx3-ubyte.gz",
+    "train-labels-idx1-ubyte.gz",
+];
+const CIFAR_ARCHIVE: &str = "cifar-10-python.tar.gz";
+const BATCHES: [&str; 6] = [
+    "data_batch_1",
+    "data_batch_2",
+    "data_batch_3",
+    "data_batch_4",
+    "data_batch_5",
+    "test_batch",
+];
+
+/// An archive in CIFAR-10's form: plain images of class 0 to 9 in turn.
+fn archive(path: &Path) {
+    let file = std::fs::File::create(path).expect("created");
+    let packed = flate2::write::GzEncoder::new(file, flate2::Compression::fast());
+    let mut archive = tar::Builder::new(packed);
+    let batch = batch();
+    for name in BATCHES {
+        let mut header = tar::Header::new_ustar();
+        let inner = format!("cifar-10-batches-py/{name}");
+        header.set_path(inner).expect("a short path");
+        header.set_size(batch.len() as u64);
+        header.set_mode(0o644);
+        header.set_cksum();
+        archive.append(&header, &batch[..]).expect("written");
+    }
+    let packed = archive.into_inner().expect("written");
+    packed.finish().expect("written");
+}
+
+/// Ten thousand images as Python 2 pickled them.
+fn batch() -> Vec<u8> {
+    const IMAGES: usize = 10_000;
+    let mut bytes = b"\x80\x02}q\x01(U\x06labelsq\x02]q\x03(".to_vec();
+    (0..IMAGES).for_each(|i| bytes.extend([b'K', (i % 10) as u8]));
+    bytes.extend(b"eU\x04dataq\x04");
+    bytes.extend(b"cnumpy.core.multiarray\n_reconstruct\nq\x05cnumpy\nndarray\nq\x06K\x00\x85U\x01b\x87Rq\x07(K\x01M");
+    bytes.extend((IMAGES as u16).to_le_bytes());
+    bytes.extend(b"M\x00\x0c\x86cnumpy\ndtype\nq\x08U\x02u1K\x00K\x01\x87Rq\x09(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89T");
+    bytes.extend(((IMAGES * 3072) as u32).to_le_bytes());
+    bytes.resize(bytes.len() + IMAGES * 3072, 77);
+    bytes.extend(b"tbu.");
+    bytes
 }
 
 #[test]

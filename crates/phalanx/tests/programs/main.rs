@@ -5,6 +5,7 @@ mod cifar;
 mod compare;
 mod fetch;
 mod mnist;
+mod quick_start;
 mod start;
 #[path = "../support/mod.rs"]
 mod support;
@@ -49,6 +50,21 @@ fn shape(out: &str) -> String {
         }
     }
     shape
+}
+
+/// Each flag is in the help of `train RECIPE`, with these words beside it.
+fn help_tells(recipe: &str, flags: &[(&str, &str)]) {
+    let dir = tempfile::tempdir().expect("folder");
+    let (out, _) = succeed(&["train", recipe, "--help"], dir.path());
+    for (flag, words) in flags {
+        let at = out
+            .find(&format!("      {flag}"))
+            .unwrap_or_else(|| panic!("no {flag} in {out}"));
+        let rest = &out[at + flag.len()..];
+        let own = &rest[..rest.find("\n      --").unwrap_or(rest.len())];
+        let own = own.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(own.contains(words), "{flag}: no {words} in {own}");
+    }
 }
 
 #[test]

@@ -94,6 +94,37 @@ fn the_document_is_printed_line_for_line() {
     );
 }
 
+/// The document's hyperparameters, by their names there.
+#[test]
+fn help_tells_the_documents_hyperparameters() {
+    help_tells(
+        "mnist",
+        &[
+            ("--transport", "[alias: --backend]"),
+            ("--momentum", "[alias: --sgd-momentum]"),
+            ("--seed", "[default: 1]"),
+            ("--log-interval", "[default: 100]"),
+            ("--batch-size", "[default: 64]"),
+            ("--test-batch-size", "[default: 500]"),
+            ("--epochs", "[default: 3]"),
+            ("--lr ", "[alias: --learning-rate]"),
+        ],
+    );
+    let dir = tempfile::tempdir().expect("folder");
+    let typed = [
+        "--sgd_momentum",
+        "0.25",
+        "--learning_rate",
+        "0.125",
+        "--backend",
+        "thread",
+        "--stop_after",
+        "1",
+    ];
+    let (_, err) = succeed(&[&SMALL[..], &typed].concat(), dir.path());
+    assert!(err.contains("SGD lr 0.125 momentum 0.25"), "{err}");
+}
+
 /// One rank's lines cannot mix with another's: the whole transcript.
 #[test]
 fn one_rank_prints_the_whole_transcript_in_order() {
