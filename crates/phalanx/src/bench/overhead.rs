@@ -17,8 +17,7 @@
 //! ```
 //!
 //! of which each pair gives one. Not all that fits can be hidden, for the last bucket is full only when backward
-//! has ended: `hideable` is what buckets would hide that travel one after the other, each as
-//! soon as it is full, in the time it takes alone.
+//! has ended.
 
 use std::time::{Duration, Instant};
 
@@ -41,12 +40,10 @@ struct Pair {
     /// All of backward, and what is left of it when the first bucket is full.
     backward: f64,
     after_first: f64,
-    /// What of the communication a perfect overlap would hide.
-    hideable: f64,
 }
 
 impl Pair {
-    const FIGURES: usize = 6;
+    const FIGURES: usize = 5;
 
     fn figures(self) -> [f64; Self::FIGURES] {
         [
@@ -55,7 +52,6 @@ impl Pair {
             self.communication,
             self.backward,
             self.after_first,
-            self.hideable,
         ]
     }
 
@@ -67,7 +63,6 @@ impl Pair {
             communication: at(2),
             backward: at(3),
             after_first: at(4),
-            hideable: at(5),
         }
     }
 
@@ -151,18 +146,6 @@ fn look_at_backward(trainer: &Trainer, pair: &mut Pair) {
     };
     let full: Vec<f64> = plan.buckets().iter().map(full_ms).collect();
     pair.after_first = pair.backward - full.first().copied().unwrap_or(pair.backward);
-    let mut done: f64 = 0.0;
-    let alone = &trainer.ddp().times().buckets;
-    let mut from = alone.first().map(|first| first.launched);
-    for (full, bucket) in full.iter().zip(alone) {
-        // Buckets overlap each other: the time of one is what it adds to those before.
-        let own = from.map_or(0.0, |from| {
-            ms(bucket.finished.saturating_duration_since(from))
-        });
-        from = from.max(Some(bucket.finished));
-        done = done.max(*full) + own;
-    }
-    pair.hideable = (pair.communication - (done - pair.backward).max(0.0)).max(0.0);
 }
 
 fn report(
@@ -190,7 +173,7 @@ fn report(
     let [low, high] = quartiles(&percent);
     let communication_ms = middle(|p| p.communication);
     let (backward_ms, after_first_ms) = (middle(|p| p.backward), middle(|p| p.after_first));
-    let (fits_ms, hideable_ms) = (middle(Pair::fits), middle(|p| p.hideable));
+    let fits_ms = middle(Pair::fits);
     let hidden = middle(Pair::hidden_percent);
     let hidden_quartiles = quartiles(&of(Pair::hidden_percent));
     let plan = trainer.ddp().plan();
@@ -205,7 +188,7 @@ fn report(
             "overhead_percent_undisturbed": undisturbed,
             "bucket_bytes": buckets, "communication_alone_ms_median": communication_ms,
             "backward_ms_median": backward_ms, "backward_after_first_bucket_ms_median": after_first_ms,
-            "fits_ms_median": fits_ms, "hideable_ms_median": hideable_ms,
+            "fits_ms_median": fits_ms,
             "hidden_percent": hidden, "hidden_percent_quartiles": hidden_quartiles,
         });
         return ctx.line(&line.to_string());
