@@ -174,6 +174,7 @@ impl Pool {
     /// Takes back everything, also buffers that were lost on an error path
     /// (a dropped `Buf` cannot be used any more). The caller holds none.
     pub(crate) fn reclaim(&mut self) {
+        self.regions.iter_mut().for_each(Region::settle);
         if self.in_use() == 0 {
             return;
         }

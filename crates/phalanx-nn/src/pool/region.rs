@@ -30,6 +30,8 @@ pub(super) struct Region {
     free: Vec<Extent>,
     /// What has ever been handed out ends here.
     top: usize,
+    /// Up to here the system knows that the memory stays in use.
+    settled: usize,
 }
 
 impl Region {
@@ -45,6 +47,7 @@ impl Region {
             memory: memory.unwrap_or_else(|| AlignedBuf::zeroed(need)),
             free: Vec::new(),
             top: 0,
+            settled: 0,
         }
     }
 
@@ -108,6 +111,14 @@ impl Region {
                 start: 0,
                 len: self.top,
             });
+        }
+    }
+
+    /// Between two steps: what the last one used, the next will use.
+    pub(super) fn settle(&mut self) {
+        if self.top > self.settled {
+            self.memory.advise_huge(self.top);
+            self.settled = self.top;
         }
     }
 
@@ -179,6 +190,7 @@ mod tests {
             memory: AlignedBuf::zeroed(4096),
             free: Vec::new(),
             top: 0,
+            settled: 0,
         };
         let all = r.take(4096 - GAP).expect("room");
         assert_eq!(r.take(1), None);
