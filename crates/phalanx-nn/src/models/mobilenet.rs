@@ -180,11 +180,9 @@ impl MobileNetV2 {
     /// Sets whether backward makes the values inside each block again, which the forward pass then
     /// does not keep ([`Tensor::recompute`]); no bit changes.
     #[must_use]
-    pub fn recompute(self, on: bool) -> Self {
-        Self {
-            recomputes: on,
-            ..self
-        }
+    pub fn recompute(mut self, on: bool) -> Self {
+        self.recomputes = on;
+        self
     }
 
     /// Images (N, H, W, 3) to logits (N, classes).
@@ -192,10 +190,8 @@ impl MobileNetV2 {
     /// # Errors
     /// `Usage` for other shapes.
     pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
-        let mut x = self.stem.forward(x)?;
-        for block in &self.blocks {
-            x = super::run(self.recomputes, x, |x| block.forward(x))?;
-        }
+        let x = self.stem.forward(x)?;
+        let x = super::through(&self.blocks, self.recomputes, x, Block::forward)?;
         let x = self.last.forward(x)?.global_avg_pool()?;
         self.head.forward(self.dropout.forward(x)?)
     }

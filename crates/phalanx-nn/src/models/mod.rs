@@ -14,15 +14,16 @@ pub use resnet9::ResNet9;
 
 use crate::{Result, Tensor};
 
-/// Runs a part of a model, whose values backward makes again if so wished.
-fn run<'s>(
+/// One block of a model after the other; backward makes the values inside each again if so
+/// wished.
+fn through<'s, B>(
+    blocks: &[B],
     recomputes: bool,
     x: Tensor<'s>,
-    part: impl FnOnce(Tensor<'s>) -> Result<Tensor<'s>>,
+    forward: impl Fn(&B, Tensor<'s>) -> Result<Tensor<'s>>,
 ) -> Result<Tensor<'s>> {
-    if recomputes {
-        x.recompute(part)
-    } else {
-        part(x)
-    }
+    blocks.iter().try_fold(x, |x, block| match recomputes {
+        true => x.recompute(|x| forward(block, x)),
+        false => forward(block, x),
+    })
 }

@@ -117,11 +117,9 @@ impl CifarResNet {
     /// Sets whether backward makes the values inside each block again, which the forward pass then
     /// does not keep ([`Tensor::recompute`]); no bit changes.
     #[must_use]
-    pub fn recompute(self, on: bool) -> Self {
-        Self {
-            recomputes: on,
-            ..self
-        }
+    pub fn recompute(mut self, on: bool) -> Self {
+        self.recomputes = on;
+        self
     }
 
     /// Images (N, H, W, 3) to logits (N, classes).
@@ -129,10 +127,8 @@ impl CifarResNet {
     /// # Errors
     /// `Usage` for other shapes.
     pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
-        let mut x = self.stem.forward(x, Act::Relu)?;
-        for block in &self.blocks {
-            x = super::run(self.recomputes, x, |x| block.forward(x))?;
-        }
+        let x = self.stem.forward(x, Act::Relu)?;
+        let x = super::through(&self.blocks, self.recomputes, x, Block::forward)?;
         self.head.forward(x.global_avg_pool()?)
     }
 }
@@ -211,11 +207,9 @@ impl ResNet {
     /// Sets whether backward makes the values inside each block again, which the forward pass then
     /// does not keep ([`Tensor::recompute`]); no bit changes.
     #[must_use]
-    pub fn recompute(self, on: bool) -> Self {
-        Self {
-            recomputes: on,
-            ..self
-        }
+    pub fn recompute(mut self, on: bool) -> Self {
+        self.recomputes = on;
+        self
     }
 
     /// Images (N, H, W, 3) to logits (N, classes).
@@ -223,10 +217,8 @@ impl ResNet {
     /// # Errors
     /// `Usage` for other shapes.
     pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
-        let mut x = self.pool.forward(self.stem.forward(x, Act::Relu)?)?;
-        for block in &self.blocks {
-            x = super::run(self.recomputes, x, |x| block.forward(x))?;
-        }
+        let x = self.pool.forward(self.stem.forward(x, Act::Relu)?)?;
+        let x = super::through(&self.blocks, self.recomputes, x, Block::forward)?;
         self.head.forward(x.global_avg_pool()?)
     }
 }
