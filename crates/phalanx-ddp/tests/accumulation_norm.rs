@@ -89,7 +89,7 @@ fn joined(all: &[Trained]) -> Vec<u32> {
 
 #[test]
 fn ranks_equal_one_rank_that_accumulates() {
-    for world in [2, 3, 4] {
+    for world in [2, 3, 4, 8] {
         let want = ranks(1, Over::Thread, |g| train(g, world, Buffers::Never)).remove(0);
         let transports: &[Over] = if world == 3 { &ALL } else { &[Over::Thread] };
         for &over in transports {

@@ -99,7 +99,7 @@ fn trained(group: ProcessGroup) -> Vec<f32> {
 /// Over tcp each rank counts as a host of its own, and which plan is fastest depends on the wire.
 #[test]
 fn all_ranks_have_the_same_bits_and_the_weights_of_one_process_up_to_rounding() {
-    for world in 1..=4 {
+    for world in [1, 2, 3, 4, 8] {
         let want = alone(world);
         for over in [Over::Thread, Over::Shm, Over::Tcp] {
             let got = ranks(world, over, trained);

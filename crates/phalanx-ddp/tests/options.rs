@@ -93,92 +93,110 @@ fn branches_may_differ_by_rank_and_unused_parameters_stay_untouched() {
 
 #[test]
 fn unused_parameters_are_named_where_they_are_refused() {
-    let errors = ranks(2, Over::Thread, |group| {
-        let rank = group.rank();
-        let (net, mut params) = model(2);
-        let options = DdpOptions {
-            unused: Unused::Refuse,
-            ..DdpOptions::default()
-        };
-        // Each of these may meet the abort of a peer that was faster.
-        let lost = (ErrorKind::Comm, String::new());
-        let Ok(mut ddp) = DistributedDataParallel::new(group, &mut params, options) else {
-            return lost;
-        };
-        if backward(&net, &params, rank, &mut ddp).is_err() {
-            return lost;
+    for world in [2, 5, 8] {
+        let errors = ranks(world, Over::Thread, |group| {
+            let rank = group.rank();
+            let (net, mut params) = model(world);
+            let options = DdpOptions {
+                unused: Unused::Refuse,
+                ..DdpOptions::default()
+            };
+            // Each of these may meet the abort of a peer that was faster.
+            let lost = (ErrorKind::Comm, String::new());
+            let Ok(mut ddp) = DistributedDataParallel::new(group, &mut params, options) else {
+                return lost;
+            };
+            if backward(&net, &params, rank, &mut ddp).is_err() {
+                return lost;
+            }
+            let error = ddp.finish().expect_err("heads are unused");
+            (error.kind(), error.to_string())
+        });
+        // A rank may learn of another's error before it finds its own.
+        assert!(errors.iter().any(|(kind, _)| *kind == ErrorKind::Usage));
+        for (rank, (kind, text)) in errors.iter().enumerate() {
+            let first = usize::from(rank == 0);
+            let (unused, all) = (2 * (world - 1), 2 * world + 2);
+            assert!(
+                *kind != ErrorKind::Usage
+                    || text.contains(&format!(
+                        "rank {rank} does not depend on {unused} of {all} parameters: \
+                         head{first}.weight, head{first}.bias"
+                    )),
+                "{text}"
+            );
         }
-        let error = ddp.finish().expect_err("a head is unused");
-        (error.kind(), error.to_string())
-    });
-    let (kind, text) = &errors[0];
-    // A rank may learn of the other's error before it finds its own.
-    assert!(errors.iter().any(|(kind, _)| *kind == ErrorKind::Usage));
-    if *kind == ErrorKind::Usage {
-        assert!(
-            text.contains("rank 0 does not depend on 2 of 6 parameters: head1.weight, head1.bias"),
-            "{text}"
-        );
     }
 }
 
+/// Each rank uses a head of its own, the same every step, until all use another.
 #[test]
 fn a_static_graph_that_changes_names_the_parameter() {
-    let group = ProcessGroup::threads(1, Default::default()).remove(0);
-    let (net, mut params) = model(2);
-    let options = DdpOptions {
-        unused: Unused::SameEveryStep,
-        ..DdpOptions::default()
-    };
-    let mut ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
-    for _ in 0..2 {
-        backward(&net, &params, 1, &mut ddp).expect("backward");
-        assert!(ddp.finish().expect("the same graph").is_yes());
+    for world in [1, 2, 3, 8] {
+        let errors = ranks(world, Over::Thread, |group| {
+            let rank = group.rank();
+            let (net, mut params) = model(world + 1);
+            let options = DdpOptions {
+                unused: Unused::SameEveryStep,
+                ..DdpOptions::default()
+            };
+            let mut ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+            // A rank may meet the abort of a peer that was faster, in any step.
+            for head in [rank, rank, world] {
+                let step = backward(&net, &params, head, &mut ddp).map_err(|e| e.to_string());
+                if let Err(e) = step.and_then(|()| ddp.finish().map_err(|e| e.to_string())) {
+                    return (head, e);
+                }
+            }
+            panic!("another head is another graph");
+        });
+        let mut named = errors.iter().enumerate().map(|(rank, (head, text))| {
+            let what = "was used in the first and is not used in this one";
+            *head == world && text.contains(&format!("on rank {rank} head{rank}.weight {what}"))
+        });
+        assert!(named.any(|named| named), "{errors:?}");
     }
-    backward(&net, &params, 0, &mut ddp).expect("backward");
-    let text = ddp.finish().expect_err("another head").to_string();
-    assert!(
-        text.contains("head0.weight was not used in the first and is used in this one"),
-        "{text}"
-    );
 }
 
 #[test]
 fn frozen_parameters_stay_and_ignored_ones_are_each_ranks_own() {
-    ranks(3, Over::Thread, |group| {
-        let rank = group.rank();
-        let (net, mut params) = model(1);
-        let head = params.find("head0.weight").expect("head");
-        params.get_mut(head).fill(1.0 + rank as f32);
-        let options = DdpOptions {
-            frozen: vec!["trunk.bias".to_owned()],
-            ignored: vec!["head0.weight".to_owned()],
-            ..DdpOptions::default()
-        };
-        let mut ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
-        assert_eq!(
-            params.get(head),
-            [1.0 + rank as f32; 2],
-            "an ignored parameter was broadcast"
-        );
-        let before = params.clone();
-        let own = grads_of(&net, &params, 0);
-        let mut step = ddp.begin(&[1, 1]).expect("begin");
-        for _ in 0..2 {
-            backward(&net, &params, 0, step.micro_batch().expect("declared")).expect("backward");
-        }
-        assert!(step.finish().expect("finish").is_yes());
-        for (g, w) in ddp.grad(head).iter().zip(own.grad(head)) {
-            assert!((g - w).abs() < 1e-5, "{g} for {w}");
-        }
-        Sgd::new(&params, 0.1)
-            .weight_decay(0.1)
-            .step(&mut params, &ddp)
-            .expect("step");
-        let frozen = params.find("trunk.bias").expect("bias");
-        assert_eq!(params.get(frozen), before.get(frozen));
-        assert_ne!(params.get(head), before.get(head));
-    });
+    for world in [1, 3, 8] {
+        ranks(world, Over::Thread, |group| {
+            let rank = group.rank();
+            let (net, mut params) = model(1);
+            let head = params.find("head0.weight").expect("head");
+            params.get_mut(head).fill(1.0 + rank as f32);
+            let options = DdpOptions {
+                frozen: vec!["trunk.bias".to_owned()],
+                ignored: vec!["head0.weight".to_owned()],
+                ..DdpOptions::default()
+            };
+            let mut ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+            assert_eq!(
+                params.get(head),
+                [1.0 + rank as f32; 2],
+                "an ignored parameter was broadcast"
+            );
+            let before = params.clone();
+            let own = grads_of(&net, &params, 0);
+            let mut step = ddp.begin(&[1, 1]).expect("begin");
+            for _ in 0..2 {
+                backward(&net, &params, 0, step.micro_batch().expect("declared"))
+                    .expect("backward");
+            }
+            assert!(step.finish().expect("finish").is_yes());
+            for (g, w) in ddp.grad(head).iter().zip(own.grad(head)) {
+                assert!((g - w).abs() < 1e-5, "{g} for {w}");
+            }
+            Sgd::new(&params, 0.1)
+                .weight_decay(0.1)
+                .step(&mut params, &ddp)
+                .expect("step");
+            let frozen = params.find("trunk.bias").expect("bias");
+            assert_eq!(params.get(frozen), before.get(frozen));
+            assert_ne!(params.get(head), before.get(head));
+        });
+    }
 }
 
 #[test]
@@ -217,34 +235,39 @@ fn parameters_of_a_changed_model_are_refused_by_name() {
 
 #[test]
 fn buffers_follow_their_policy() {
-    let policies = [
-        (Buffers::Never, [10.0, 20.0, 30.0], [10.0, 20.0, 30.0]),
-        (Buffers::RankZero(Every::Step), [10.0; 3], [10.0; 3]),
-        (
-            Buffers::RankZero(Every::Epoch),
-            [10.0, 20.0, 30.0],
-            [10.0; 3],
-        ),
-        (Buffers::Mean(Every::Step), [20.0; 3], [20.0; 3]),
-        (Buffers::Mean(Every::Epoch), [10.0, 20.0, 30.0], [20.0; 3]),
+    // What a rank has afterwards: its own, rank 0's, or the mean of all.
+    let own = |rank: usize, _: usize| 10.0 * (rank + 1) as f32;
+    let first = |_: usize, _: usize| 10.0;
+    let mean = |_: usize, world: usize| 5.0 * (world + 1) as f32;
+    type After = fn(usize, usize) -> f32;
+    let policies: [(Buffers, After, After); 5] = [
+        (Buffers::Never, own, own),
+        (Buffers::RankZero(Every::Step), first, first),
+        (Buffers::RankZero(Every::Epoch), own, first),
+        (Buffers::Mean(Every::Step), mean, mean),
+        (Buffers::Mean(Every::Epoch), own, mean),
     ];
-    for (buffers, after_step, after_epoch) in policies {
-        ranks(3, Over::Thread, |group| {
-            let rank = group.rank();
-            let mut scope = Scope::new(Seed(3));
-            BatchNorm::new(scope.enter("bn"), 4);
-            let mut params = scope.build().expect("model builds");
-            let options = DdpOptions {
-                buffers,
-                ..DdpOptions::default()
-            };
-            let ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
-            let mean = params.find_buffer("bn.running_mean").expect("buffer");
-            params.buffer_mut(mean).fill(10.0 * (rank + 1) as f32);
-            ddp.sync_buffers(&mut params).expect("step");
-            assert_eq!(params.buffer(mean), [after_step[rank]; 4], "{buffers:?}");
-            ddp.end_epoch(&mut params).expect("epoch");
-            assert_eq!(params.buffer(mean), [after_epoch[rank]; 4], "{buffers:?}");
-        });
+    for world in [1, 2, 3, 8] {
+        for (buffers, after_step, after_epoch) in policies {
+            ranks(world, Over::Thread, |group| {
+                let rank = group.rank();
+                let mut scope = Scope::new(Seed(3));
+                BatchNorm::new(scope.enter("bn"), 4);
+                let mut params = scope.build().expect("model builds");
+                let options = DdpOptions {
+                    buffers,
+                    ..DdpOptions::default()
+                };
+                let ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+                let id = params.find_buffer("bn.running_mean").expect("buffer");
+                params.buffer_mut(id).fill(own(rank, world));
+                ddp.sync_buffers(&mut params).expect("step");
+                let want = after_step(rank, world);
+                assert_eq!(params.buffer(id), [want; 4], "{buffers:?}");
+                ddp.end_epoch(&mut params).expect("epoch");
+                let want = after_epoch(rank, world);
+                assert_eq!(params.buffer(id), [want; 4], "{buffers:?}");
+            });
+        }
     }
 }

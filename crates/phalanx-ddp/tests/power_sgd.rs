@@ -133,7 +133,7 @@ fn four_steps_are_those_of_pytorch() {
 
 #[test]
 fn full_rank_is_the_plain_mean() {
-    for world in [2, 3, 4] {
+    for world in [2, 3, 4, 8] {
         let full = PowerSgdOptions {
             min_compression_rate: 0.0,
             ..options(1000)

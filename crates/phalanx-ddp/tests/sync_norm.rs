@@ -2,9 +2,11 @@
 
 mod common;
 
+use std::sync::Arc;
+
 use common::{ALL, Over, ranks};
-use phalanx_comm::ProcessGroup;
-use phalanx_ddp::{DdpOptions, Deterministic, DistributedDataParallel, ShardTree};
+use phalanx_comm::{ProcessGroup, ReduceOp};
+use phalanx_ddp::{DdpOptions, Deterministic, DistributedDataParallel, ShardTree, SyncBatchNorm};
 use phalanx_nn::layers::{BatchNorm, Linear};
 use phalanx_nn::{GradView, Grads, Params, Reduction, Scope, Seed, StepKey, Tape, Threads};
 use serde_json::Value;
@@ -215,6 +217,53 @@ fn a_step_of_uneven_ranks_is_that_of_the_joined_batch() {
             }
             for (b, w) in params.buffers_flat().iter().zip(joined.buffers_flat()) {
                 assert!((b - w).abs() < 1e-6, "buffers of rank {rank}: {b} for {w}");
+            }
+        });
+    }
+}
+
+/// Statistics of some of the ranks only: PyTorch's `process_group` option.
+#[test]
+fn a_group_of_its_own_joins_its_ranks_alone() {
+    let sizes = [3, 2, 1, 5];
+    for members in [[0, 2], [1, 3]] {
+        // The joined batch of these two ranks, in ascending order of ranks.
+        let total = members.iter().map(|r| sizes[*r]).sum::<usize>();
+        let (net, params) = model();
+        let mut want = Grads::like(&params);
+        let mut tape = Tape::new(Threads(1));
+        let all = (0, total);
+        backward(&net, &params, &mut tape, all, [total as f32], &mut want);
+        let (want, params) = (&want, &params);
+        ranks(4, Over::Thread, |group| {
+            let rank = group.rank();
+            let pair = group.new_group(&members).expect("group");
+            let others: Vec<usize> = (0..4).filter(|r| !members.contains(r)).collect();
+            let other_pair = group.new_group(&others).expect("group");
+            let Some(pair) = pair else {
+                // Another normalisation at the same time, of other sizes.
+                let pair = other_pair.expect("member of one or the other");
+                let mut tape = Tape::new(Threads(1));
+                tape.join_statistics(Some(Arc::new(SyncBatchNorm::new(pair))));
+                let mut grads = Grads::like(params);
+                let part = (20 * rank, sizes[rank]);
+                return backward(&net, params, &mut tape, part, [1.0], &mut grads);
+            };
+            let from = if rank == members[0] {
+                0
+            } else {
+                sizes[members[0]]
+            };
+            let mut tape = Tape::new(Threads(1));
+            tape.join_statistics(Some(Arc::new(SyncBatchNorm::new(pair.clone()))));
+            let mut grads = Grads::like(params);
+            let part = (from, sizes[rank]);
+            let weight = [sizes[rank] as f32];
+            backward(&net, params, &mut tape, part, weight, &mut grads);
+            let mut sum = grads.flat().to_vec();
+            pair.all_reduce(&mut sum, ReduceOp::Sum).expect("sum");
+            for (g, w) in sum.iter().zip(want.flat()) {
+                assert!((g - w).abs() < 1e-5, "rank {rank}: {g} for {w}");
             }
         });
     }

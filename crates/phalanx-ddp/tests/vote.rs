@@ -42,7 +42,7 @@ fn step(
 #[test]
 fn every_rank_learns_who_could_not_and_why() {
     for over in ALL {
-        for world in 1..=4 {
+        for world in [1, 2, 3, 4, 8] {
             for caps in [BucketCaps::uniform(1), BucketCaps::ONE_HOST] {
                 ranks(world, over, |group| {
                     let rank = group.rank();

@@ -18,7 +18,7 @@ const STREAM: u32 = 0x6175_676d; // "augm"
 /// What is seen beyond an image's edge after a shift.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Edge {
-    /// This number of each channel; a black pixel as the data set scales it, for torchvision's
+    /// This number of each channel, of the first where there is but one; a black pixel as the data set scales it, for torchvision's
     /// `RandomCrop(padding=N)`.
     Constant([f32; 3]),
     /// The image mirrored at its edge, which is not repeated.
@@ -129,7 +129,7 @@ impl Augmented {
     ///
     /// # Errors
     ///
-    /// `Usage` when images have other than three channels, or are smaller
+    /// `Usage` when images have no channel or more than three, or are smaller
     /// than shift or cutout need.
     pub fn new(
         inner: Arc<dyn Dataset>,
@@ -138,9 +138,9 @@ impl Augmented {
     ) -> Result<Augmented> {
         let [h, w, c] = inner.image_shape();
         let least = h.min(w);
-        if c != 3 || augmentation.shift >= least || augmentation.cutout > least {
+        if !(1..=3).contains(&c) || augmentation.shift >= least || augmentation.cutout > least {
             return Err(Error::usage(format!(
-                "images of {h} x {w} x {c} cannot be shifted by {} with a hole of {}; three channels and larger sides are needed",
+                "images of {h} x {w} x {c} cannot be shifted by {} with a hole of {}; one to three channels and larger sides are needed",
                 augmentation.shift, augmentation.cutout
             )));
         }
@@ -172,7 +172,7 @@ impl Augmented {
                     (Some(y), Some(x), _) => {
                         pixel.copy_from_slice(&from[(y * w + x) * c..(y * w + x + 1) * c]);
                     }
-                    (.., Some(black)) => pixel.copy_from_slice(&black),
+                    (.., Some(black)) => pixel.copy_from_slice(&black[..c]),
                     (.., None) => pixel.fill(0.0),
                 }
             }
@@ -326,6 +326,52 @@ mod tests {
                 "every window, mirrored or not, comes"
             );
         }
+    }
+
+    /// One image of 3 x 3 in shades of grey.
+    struct Grey;
+
+    impl Dataset for Grey {
+        fn name(&self) -> &str {
+            "grey"
+        }
+
+        fn len(&self) -> usize {
+            100
+        }
+
+        fn image_shape(&self) -> [usize; 3] {
+            [3, 3, 1]
+        }
+
+        fn classes(&self) -> usize {
+            1
+        }
+
+        fn read(&self, _: usize, out: &mut [f32]) -> Result<u32> {
+            (1..).zip(out).for_each(|(i, value)| *value = i as f32);
+            Ok(0)
+        }
+    }
+
+    #[test]
+    fn images_of_one_channel_are_shifted_too() {
+        let augmentation = Augmentation {
+            shift: 1,
+            edge: Edge::Constant([-1.0; 3]),
+            ..NOTHING
+        };
+        let set = Augmented::new(Arc::new(Grey), augmentation, 7).expect("possible");
+        let seen: std::collections::BTreeSet<_> = (0..100)
+            .map(|sample| {
+                let mut out = [f32::NAN; 9];
+                set.read_in_epoch(sample, 0, &mut out).expect("read");
+                out.map(|v| v as i32)
+            })
+            .collect();
+        assert_eq!(seen.len(), 9, "every window comes");
+        assert!(seen.contains(&[1, 2, 3, 4, 5, 6, 7, 8, 9]));
+        assert!(seen.contains(&[5, 6, -1, 8, 9, -1, -1, -1, -1]));
     }
 
     #[test]

@@ -347,13 +347,13 @@ fn digests(dir: &Path, world: &str, more: &[&str]) -> [String; 3] {
         .map(|key| summary[key].as_str().expect("a digest").to_owned())
 }
 
-/// Two epochs with dropout and a short last batch: weights, optimizer state and
+/// Two epochs with dropout, augmentation and a short last batch: weights, optimizer state and
 /// metrics to the last bit.
 #[test]
 fn sharded_training_does_not_depend_on_the_number_of_ranks() {
     let dir = folder();
     let shards = |world: &str, more: &[&str]| {
-        let more = [&["--deterministic", "shards"], more].concat();
+        let more = [&["--deterministic", "shards", "--shift", "2"], more].concat();
         digests(dir.path(), world, &more)
     };
     let one = shards("1", &[]);
@@ -377,8 +377,10 @@ fn sharded_training_does_not_depend_on_the_number_of_ranks() {
         ];
         assert_eq!(shards(world, &more), one, "{world} ranks, {more:?}");
     }
-    // The digests do tell: ranks instead of shards give other bits.
-    assert_ne!(digests(dir.path(), "2", &[])[0], one[0]);
+    // The digests do tell: ranks instead of shards give other bits, and so do digits that are not shifted.
+    assert_ne!(digests(dir.path(), "2", &["--shift", "2"])[0], one[0]);
+    let unshifted = digests(dir.path(), "1", &["--deterministic", "shards"]);
+    assert_ne!(unshifted[0], one[0]);
 }
 
 /// Weights and optimizer; metrics differ, since rank 0 logs its own loss.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use phalanx_nn::models::MnistCnn;
 use phalanx_nn::optim::{Optimizer, Sgd};
 use phalanx_nn::{Params, Scope, Tensor};
+use phalanx_train::augment::{Augmentation, Augmented, Edge, Flip};
 use phalanx_train::{Dataset, mnist, synthetic};
 
 use super::context::RankContext;
@@ -38,6 +39,9 @@ pub struct MnistArgs {
     /// Shares of activations that training drops, before and after the first linear layer
     #[arg(long, value_delimiter = ',', default_values_t = [0.25, 0.5], value_name = "FIRST,SECOND")]
     pub dropout: Vec<f64>,
+    /// Shift each training digit at random by up to so many pixels in each direction, anew in every epoch
+    #[arg(long, default_value_t = 0, value_name = "PIXELS")]
+    pub shift: usize,
     /// Print all that the Flyte document's program prints, on every rank
     #[arg(long)]
     pub document: bool,
@@ -59,6 +63,12 @@ pub fn validate(args: &MnistArgs, world: usize) -> Result<()> {
         return Err(Error::usage(
             "--dropout takes two shares in 0..1 (1 excluded), as in --dropout 0.25,0.5",
         ));
+    }
+    if args.shift >= synthetic::SIDE {
+        return Err(Error::usage(format!(
+            "--shift must be less than the {} pixels of a digit's side",
+            synthetic::SIDE
+        )));
     }
     // The data is looked at once here, so that a wrong folder is one error and not
     // one per rank.
@@ -116,10 +126,15 @@ impl Program for MnistArgs {
     }
 
     fn must_agree(&self) -> Vec<String> {
-        vec![
+        let mut facts = vec![
             format!("--momentum {}", self.momentum),
             format!("--dropout {:?}", self.dropout),
-        ]
+        ];
+        // Left out where nothing is shifted, as in states that were saved before there was the flag.
+        if self.shift > 0 {
+            facts.push(format!("--shift {}", self.shift));
+        }
+        facts
     }
 
     fn fetch(&self) -> Option<Fetch> {
@@ -127,11 +142,24 @@ impl Program for MnistArgs {
     }
 
     fn data(&self) -> Result<Data> {
-        if self.data == "synthetic" {
-            Ok(drawn(self.settings.synthetic_samples, self.settings.seed))
+        let seed = self.settings.seed;
+        let mut data = if self.data == "synthetic" {
+            drawn(self.settings.synthetic_samples, seed)
         } else {
-            read(&self.data)
+            read(&self.data)?
+        };
+        if self.shift > 0 {
+            let augmentation = Augmentation {
+                shift: self.shift,
+                edge: Edge::Constant([mnist::normalised()[0]; 3]),
+                flip: Flip::Never,
+                cutout: 0,
+            };
+            data.train = Arc::new(Augmented::new(data.train, augmentation, seed)?);
+            let shifted = format!(", shifted by up to {}", self.shift);
+            data.description.push_str(&shifted);
         }
+        Ok(data)
     }
 
     fn net(&self, scope: &mut Scope) -> MnistCnn {

@@ -78,6 +78,7 @@ fn weights_that_do_not_fit_are_refused_by_name() {
         ("resnet18", &init[..], "first/mnist_cnn.pt"),
         ("mnist", &["--dropout", "0.5"], "--dropout"),
         ("mnist", &["--dropout", "0.5,1"], "--dropout"),
+        ("mnist", &["--shift", "28"], "--shift"),
     ] {
         let (code, _, err) = train(dir.path(), "next", program, more);
         assert!(code > 0, "{program} {more:?} ended with {code}");
