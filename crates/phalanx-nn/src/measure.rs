@@ -2,7 +2,8 @@
 
 use crate::kernels::Mode;
 use crate::kernels::conv::{self, ConvShape};
-use crate::kernels::fma_peak;
+use crate::kernels::element::{Bf16, Values, ValuesMut, convert, elements_mut};
+use crate::kernels::{bf16, fma_peak};
 use crate::layers::Conv2dOptions;
 use crate::par::{Team, Threads};
 use crate::pool::AlignedBuf;
@@ -32,12 +33,27 @@ impl ConvPass {
 pub struct Convolution {
     team: Team,
     shape: ConvShape,
+    /// Of inputs, outputs and their gradients in memory.
+    precision: Precision,
     x: AlignedBuf,
     w: AlignedBuf,
     y: AlignedBuf,
     dx: AlignedBuf,
     dw: AlignedBuf,
     work: AlignedBuf,
+}
+
+/// Numbers in (-1, 1) without pattern, as they lie in memory.
+fn values(team: &Team, precision: Precision, len: usize, state: u32) -> AlignedBuf {
+    let values = noise(len, state);
+    match precision {
+        Precision::F32 => values,
+        Precision::Bf16 => {
+            let mut b = AlignedBuf::zeroed(precision.memory_len(len));
+            convert(team, &values, elements_mut::<Bf16>(&mut b, len));
+            b
+        }
+    }
 }
 
 /// Numbers in (-1, 1) without pattern.
@@ -52,7 +68,8 @@ fn noise(len: usize, mut state: u32) -> AlignedBuf {
 
 impl Convolution {
     /// `images` of (height, width, inputs), `outputs` channels; the bias of
-    /// `options` is ignored. Layers with groups multiply f32 at any precision.
+    /// `options` is ignored. Layers with groups multiply f32 at any precision; where
+    /// others multiply bf16 their values lie in memory as bf16, as they do in a step.
     ///
     /// # Errors
     /// `Usage` when the kernel does not fit the images or the groups do not divide the channels.
@@ -92,32 +109,45 @@ impl Convolution {
             groups: o.groups,
             precision,
         };
+        let team = Team::new(threads);
+        let precision = if conv::in_bf16(&shape) {
+            Precision::Bf16
+        } else {
+            Precision::F32
+        };
+        let (inputs, outputs) = (images * shape.in_len(), images * shape.out_len());
         Ok(Convolution {
-            team: Team::new(threads),
             shape,
-            x: noise(images * shape.in_len(), 1),
+            precision,
+            x: values(&team, precision, inputs, 1),
             w: noise(shape.weight_len(), 2),
-            y: noise(images * shape.out_len(), 3),
-            dx: AlignedBuf::zeroed(images * shape.in_len()),
+            y: values(&team, precision, outputs, 3),
+            dx: AlignedBuf::zeroed(precision.memory_len(inputs)),
             dw: AlignedBuf::zeroed(shape.weight_len()),
             work: AlignedBuf::zeroed(conv::work_len(&shape)),
+            team,
         })
     }
 
     /// Runs one pass once.
     pub fn run(&mut self, pass: ConvPass) {
         let (team, s, work) = (&self.team, &self.shape, &mut *self.work);
+        let (inputs, outputs) = (s.images * s.in_len(), s.images * s.out_len());
+        let x = Values::of(&self.x, self.precision, inputs);
         match pass {
             ConvPass::Forward => {
-                conv::forward(team, s, &self.x, &self.w, (None, false), work, &mut self.y);
+                let y = ValuesMut::of(&mut self.y, self.precision, outputs);
+                conv::forward(team, s, x, &self.w, (None, false), work, y);
             }
             ConvPass::InputGradient => {
-                let memory = (work, &mut *self.dx);
-                conv::input_gradient(team, s, &self.w, &self.y, memory, Mode::Write);
+                let dy = Values::of(&self.y, self.precision, outputs);
+                let dx = ValuesMut::of(&mut self.dx, self.precision, inputs);
+                conv::input_gradient(team, s, &self.w, dy, (work, dx), Mode::Write);
             }
             ConvPass::WeightGradient => {
+                let dy = Values::of(&self.y, self.precision, outputs);
                 let mode = Mode::Write;
-                conv::weight_gradient(team, s, &self.x, &self.y, work, &mut self.dw, mode);
+                conv::weight_gradient(team, s, x, dy, work, &mut self.dw, mode);
             }
         }
     }
@@ -137,8 +167,13 @@ impl std::fmt::Debug for Convolution {
     }
 }
 
-/// Fused multiply-adds per second of one core, in GFLOP/s (two each), measured
-/// for about `milliseconds`: what no kernel can exceed.
-pub fn fma_peak_gflops(milliseconds: u64) -> f64 {
-    fma_peak::measure(std::time::Duration::from_millis(milliseconds))
+/// Operations per second of one core, in GFLOP/s (a multiply-add is two), measured for about
+/// `milliseconds`: what no kernel that multiplies such numbers can exceed. Of bf16 that
+/// is what tiles do without loading anything, where the processor has them.
+pub fn peak_gflops(precision: Precision, milliseconds: u64) -> f64 {
+    let time = std::time::Duration::from_millis(milliseconds);
+    match precision {
+        Precision::F32 => fma_peak::measure(time),
+        Precision::Bf16 => bf16::peak::measure(time),
+    }
 }

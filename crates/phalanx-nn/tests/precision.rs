@@ -3,7 +3,7 @@
 mod common;
 
 use common::{hashed, noise};
-use phalanx_nn::layers::{Act, Linear};
+use phalanx_nn::layers::{Act, BatchNorm, Conv2d, Conv2dOptions, Linear};
 use phalanx_nn::models::{CifarResNet, MnistCnn};
 use phalanx_nn::optim::Sgd;
 use phalanx_nn::{
@@ -162,5 +162,115 @@ fn linear_layers_and_matrices_multiply_rounded_values() {
                 "dw {n}: {got} {want}"
             );
         }
+    }
+}
+
+/// Losses, gradients and what readers saw, of a step through all that values in bf16
+/// can meet: residuals of either kind, other operations, two readers, recomputation.
+fn mixed(precision: Precision, threads: usize, recompute: bool) -> Vec<Vec<f32>> {
+    let mut scope = Scope::new(Seed(11));
+    let conv = |scope: &mut Scope, name: &str, inp, out| {
+        let options = Conv2dOptions::new(3).padding(1).no_bias();
+        Conv2d::new(scope.enter(name), inp, out, options)
+    };
+    let first = conv(&mut scope, "first", 3, 33);
+    let norm = BatchNorm::new(scope.enter("norm"), 33);
+    let second = conv(&mut scope, "second", 33, 33);
+    let norm2 = BatchNorm::new(scope.enter("norm2"), 33);
+    let params = scope.build().unwrap();
+    let mut grads = Grads::like(&params);
+    let mut tape = Tape::new(Threads(threads));
+    tape.set_precision(precision);
+    tape.poison(true);
+    let step = tape.step(&params, StepKey::new(0, 0));
+    let shape = [3, 5, 7, 33];
+    let x = step.variable(&noise(3 * 35 * 3, 1), &[3, 5, 7, 3]).unwrap();
+    let wide = step.variable(&noise(3 * 35 * 33, 2), &shape).unwrap();
+    let body = |x| {
+        // A residual in f32 beside a value in bf16, then the other way round.
+        let y = norm.forward_residual(first.forward(x)?, wide.share(), Act::Relu)?;
+        let z = second.forward(y.share())?;
+        let z = norm2.forward_residual(z, y.share(), Act::None)?;
+        let both = norm2.forward_residual(wide.share().relu()?, z.share(), Act::Relu6)?;
+        z.add(y)?.add(both)
+    };
+    let out = if recompute {
+        x.share().recompute(body)
+    } else {
+        body(x.share())
+    };
+    let out = out.unwrap();
+    let seen = out.to_vec();
+    let weights = noise(3 * 35 * 33, 4);
+    out.backward_with(&weights, &mut grads).unwrap();
+    vec![
+        seen,
+        x.grad().unwrap(),
+        wide.grad().unwrap(),
+        grads.flat().to_vec(),
+    ]
+}
+
+#[test]
+fn values_in_bf16_meet_other_operations() {
+    let (want, got) = (
+        mixed(Precision::F32, 1, false),
+        mixed(Precision::Bf16, 1, false),
+    );
+    for (i, (want, got)) in want.iter().zip(&got).enumerate() {
+        let norm =
+            |v: &mut dyn Iterator<Item = f32>| v.map(|v| f64::from(v * v)).sum::<f64>().sqrt();
+        let off = norm(&mut want.iter().zip(got).map(|(a, b)| a - b));
+        let whole = norm(&mut want.iter().copied());
+        // Of gradients mostly activations that open or close: n in a thousand of them make sqrt(n / 1000).
+        assert!(off > 0.0 && off < 0.06 * whole, "{i}: {off} of {whole}");
+    }
+    for threads in [1, 2, 4] {
+        assert!(
+            mixed(Precision::Bf16, threads, false) == got,
+            "{threads} threads"
+        );
+        assert!(
+            mixed(Precision::Bf16, threads, true) == got,
+            "{threads} threads again"
+        );
+    }
+}
+
+#[test]
+fn a_convolution_rounds_once_and_readers_see_its_values() {
+    let mut scope = Scope::new(Seed(2));
+    let options = Conv2dOptions::new(1).no_bias();
+    let layer = Conv2d::new(scope.enter("conv"), 40, 24, options);
+    let params = scope.build().unwrap();
+    let mut tape = Tape::new(Threads(1));
+    tape.set_precision(Precision::Bf16);
+    let images = noise(4 * 40, 3);
+    for training in [true, false] {
+        let step = match training {
+            true => tape.step(&params, StepKey::new(0, 0)),
+            false => tape.inference(&params),
+        };
+        let x = step.input(&images, &[1, 2, 2, 40]).unwrap();
+        let y = layer.forward(x).unwrap();
+        let other = y.share();
+        assert_eq!(y.data(), other.data());
+        let w = params.get(layer.weight);
+        for (n, &got) in y.data().iter().enumerate() {
+            let (p, o) = (n / 24, n % 24);
+            let sum: f64 = (0..40)
+                .map(|i| bf16(images[p * 40 + i]) * bf16(w[i * 24 + o]))
+                .sum();
+            assert_eq!(f64::from(got), bf16(got), "{n} is not bf16");
+            // Half a unit in the eighth bit, and f32's own rounding.
+            assert!(
+                (f64::from(got) - sum).abs() <= sum.abs() / 256.0 + 1e-6,
+                "{n}: {got} {sum}"
+            );
+        }
+        assert_eq!(
+            y.relu().unwrap().to_vec(),
+            other.data().iter().map(|v| v.max(0.0)).collect::<Vec<_>>()
+        );
     }
 }

@@ -7,6 +7,7 @@
 //! chunk's squares are taken around its own mean while it is in cache, so a
 //! large common offset costs no digits.
 
+use super::element::Element;
 use super::elementwise::Clip;
 use crate::par::{Disjoint, Team};
 
@@ -66,24 +67,24 @@ pub(crate) struct Channels<'a> {
 
 simd! {
     /// Mean and sum of squared deviations of one chunk.
-    fn chunk_statistics(x: &[f32], means: &mut [f32], squares: &mut [f32]) {
+    fn chunk_statistics<T: Element>(x: &[T], means: &mut [f32], squares: &mut [f32]) {
         let c = means.len();
         let mut at = 0;
         // One body for each width: sums stay in registers.
         while at + LANES <= c {
-            statistics_of::<LANES>(x, at, means, squares);
+            statistics_of::<LANES, T>(x, at, means, squares);
             at += LANES;
         }
         while at + 16 <= c {
-            statistics_of::<16>(x, at, means, squares);
+            statistics_of::<16, T>(x, at, means, squares);
             at += 16;
         }
         while at + 8 <= c {
-            statistics_of::<8>(x, at, means, squares);
+            statistics_of::<8, T>(x, at, means, squares);
             at += 8;
         }
         while at < c {
-            statistics_of::<1>(x, at, means, squares);
+            statistics_of::<1, T>(x, at, means, squares);
             at += 1;
         }
     }
@@ -91,13 +92,18 @@ simd! {
 
 /// Statistics of channels `at .. at + W` of the rows `x`.
 #[inline(always)]
-fn statistics_of<const W: usize>(x: &[f32], at: usize, means: &mut [f32], squares: &mut [f32]) {
+fn statistics_of<const W: usize, T: Element>(
+    x: &[T],
+    at: usize,
+    means: &mut [f32],
+    squares: &mut [f32],
+) {
     let c = means.len();
     let n = 1.0 / (x.len() / c) as f32;
     let mut sum = [0.0f32; W];
     for row in x.chunks_exact(c) {
         for (s, &v) in sum.iter_mut().zip(&row[at..at + W]) {
-            *s += v;
+            *s += v.wide();
         }
     }
     let mean = sum.map(|s| s * n);
@@ -106,7 +112,7 @@ fn statistics_of<const W: usize>(x: &[f32], at: usize, means: &mut [f32], square
     for row in x.chunks_exact(c) {
         let row = &row[at..at + W];
         for i in 0..W {
-            let d = row[i] - mean[i];
+            let d = row[i].wide() - mean[i];
             rest[i] += d;
             square[i] = d.mul_add(d, square[i]);
         }
@@ -148,9 +154,9 @@ simd! {
 
 /// Mean and sum of squared deviations of every channel of `x`. `work` holds
 /// [`partials_len`] elements; there is at least one row.
-pub(crate) fn statistics(
+pub(crate) fn statistics<T: Element>(
     team: &Team,
-    x: &[f32],
+    x: &[T],
     work: &mut [f32],
     mean: &mut [f64],
     squares: &mut [f64],
@@ -176,20 +182,21 @@ fn affine(x: f32, mean: f32, scale: f32, shift: f32) -> f32 {
 }
 
 simd! {
-    fn normalise_rows(x: &[f32], y: &mut [f32], c: Channels<'_>, residual: &[f32], clip: Clip) {
+    fn normalise_rows<T: Element>(x: &[T], y: &mut [T], c: Channels<'_>, residual: &[T], clip: Clip) {
         let n = c.mean.len();
         let (mean, scale, shift) = (&c.mean[..n], &c.scale[..n], &c.shift[..n]);
         if residual.is_empty() {
             for (x, y) in x.chunks_exact(n).zip(y.chunks_exact_mut(n)) {
                 for i in 0..n {
-                    y[i] = clip.apply(affine(x[i], mean[i], scale[i], shift[i]));
+                    y[i] = T::of(clip.apply(affine(x[i].wide(), mean[i], scale[i], shift[i])));
                 }
             }
         } else {
             let rows = x.chunks_exact(n).zip(y.chunks_exact_mut(n));
             for ((x, y), r) in rows.zip(residual.chunks_exact(n)) {
                 for i in 0..n {
-                    y[i] = clip.apply(affine(x[i], mean[i], scale[i], shift[i]) + r[i]);
+                    let v = affine(x[i].wide(), mean[i], scale[i], shift[i]) + r[i].wide();
+                    y[i] = T::of(clip.apply(v));
                 }
             }
         }
@@ -197,12 +204,12 @@ simd! {
 }
 
 /// `y = act((x - mean) * scale + shift + residual)`; an empty residual adds nothing.
-pub(crate) fn normalise(
+pub(crate) fn normalise<T: Element>(
     team: &Team,
-    x: &[f32],
-    y: &mut [f32],
+    x: &[T],
+    y: &mut [T],
     channels: Channels<'_>,
-    residual: &[f32],
+    residual: &[T],
     clip: Clip,
 ) {
     let piece = Chunks::of(x.len(), channels.mean.len()).elems();
@@ -214,44 +221,44 @@ pub(crate) fn normalise(
 
 /// What stood between the normalisation and the gradient that arrives.
 #[derive(Clone, Copy)]
-pub(crate) enum Gate<'a> {
+pub(crate) enum Gate<'a, T> {
     /// At most an activation right after it: recomputed from the input.
     Clip(Clip),
     /// An activation after the sum with a residual: this was its output.
-    Output(&'a [f32], Clip),
+    Output(&'a [T], Clip),
 }
 
 simd! {
     /// Sums of one chunk: of dz, and of dz times the deviation. `dz` is what
     /// the activation lets through of `dy`; with an output to gate by it is stored.
-    fn chunk_sums(
-        x: &[f32], dy: &mut [f32], c: Channels<'_>, gate: Gate<'_>, sums: &mut [f32], products: &mut [f32],
+    fn chunk_sums<T: Element>(
+        x: &[T], dy: &mut [T], c: Channels<'_>, gate: Gate<'_, T>, sums: &mut [f32], products: &mut [f32],
     ) {
         let n = sums.len();
         let clip = match gate {
             Gate::Clip(clip) => clip,
             Gate::Output(y, clip) => {
                 for (d, &v) in dy.iter_mut().zip(y) {
-                    *d = if clip.closed(v) { 0.0 } else { *d };
+                    *d = if clip.closed(v.wide()) { T::default() } else { *d };
                 }
                 Clip { low: f32::NAN, high: f32::NAN }
             }
         };
         let mut at = 0;
         while at + LANES <= n {
-            sums_of::<LANES>(x, dy, c, clip, at, sums, products);
+            sums_of::<LANES, T>(x, dy, c, clip, at, sums, products);
             at += LANES;
         }
         while at + 16 <= n {
-            sums_of::<16>(x, dy, c, clip, at, sums, products);
+            sums_of::<16, T>(x, dy, c, clip, at, sums, products);
             at += 16;
         }
         while at + 8 <= n {
-            sums_of::<8>(x, dy, c, clip, at, sums, products);
+            sums_of::<8, T>(x, dy, c, clip, at, sums, products);
             at += 8;
         }
         while at < n {
-            sums_of::<1>(x, dy, c, clip, at, sums, products);
+            sums_of::<1, T>(x, dy, c, clip, at, sums, products);
             at += 1;
         }
     }
@@ -259,9 +266,9 @@ simd! {
 
 /// The sums of channels `at .. at + W`.
 #[inline(always)]
-fn sums_of<const W: usize>(
-    x: &[f32],
-    dy: &[f32],
+fn sums_of<const W: usize, T: Element>(
+    x: &[T],
+    dy: &[T],
     c: Channels<'_>,
     clip: Clip,
     at: usize,
@@ -280,11 +287,11 @@ fn sums_of<const W: usize>(
     for (x, d) in x.chunks_exact(n).zip(dy.chunks_exact(n)) {
         let (x, d) = (&x[at..at + W], &d[at..at + W]);
         for i in 0..W {
-            let v = x[i] - mean[i];
+            let v = x[i].wide() - mean[i];
             let z = if clip.closed(v.mul_add(scale[i], shift[i])) {
                 0.0
             } else {
-                d[i]
+                d[i].wide()
             };
             s[i] += z;
             p[i] = z.mul_add(v, p[i]);
@@ -312,12 +319,12 @@ simd! {
 
 /// Per channel, over all rows: the sums of `dz` and of `dz * (x - mean)`. With
 /// [`Gate::Output`], `dy` becomes `dz`.
-pub(crate) fn backward_sums(
+pub(crate) fn backward_sums<T: Element>(
     team: &Team,
-    x: &[f32],
-    dy: &mut [f32],
+    x: &[T],
+    dy: &mut [T],
     channels: Channels<'_>,
-    gate: Gate<'_>,
+    gate: Gate<'_, T>,
     work: &mut [f32],
     (sums, products): (&mut [f64], &mut [f64]),
 ) {
@@ -333,7 +340,7 @@ pub(crate) fn backward_sums(
         let dy = unsafe { dy.range(range.clone()) };
         let gate = match gate {
             Gate::Output(y, clip) => Gate::Output(&y[range.clone()], clip),
-            other => other,
+            Gate::Clip(clip) => Gate::Clip(clip),
         };
         let (sums, products) = part.split_at_mut(c);
         chunk_sums(&x[range], dy, channels, gate, sums, products);
@@ -350,39 +357,45 @@ pub(crate) struct Backward<'a> {
 }
 
 simd! {
-    fn gradient_rows(x: &[f32], dz: &mut [f32], b: Backward<'_>, clip: Clip) {
+    fn gradient_rows<T: Element>(x: &[T], dz: &mut [T], b: Backward<'_>, clip: Clip) {
         let n = b.slope.len();
         let c = b.channels;
         let (mean, scale, shift) = (&c.mean[..n], &c.scale[..n], &c.shift[..n]);
         let (slope, offset) = (&b.slope[..n], &b.offset[..n]);
         for (x, d) in x.chunks_exact(n).zip(dz.chunks_exact_mut(n)) {
             for i in 0..n {
-                let v = x[i] - mean[i];
+                let v = x[i].wide() - mean[i];
                 let closed = clip.closed(v.mul_add(scale[i], shift[i]));
-                let z = if closed { 0.0 } else { d[i] };
-                d[i] = z.mul_add(scale[i], v.mul_add(slope[i], offset[i]));
+                let z = if closed { 0.0 } else { d[i].wide() };
+                d[i] = T::of(z.mul_add(scale[i], v.mul_add(slope[i], offset[i])));
             }
         }
     }
 }
 
 simd! {
-    fn gradient_rows_to(x: &[f32], dz: &[f32], dx: &mut [f32], b: Backward<'_>) {
+    fn gradient_rows_to<T: Element>(x: &[T], dz: &[T], dx: &mut [T], b: Backward<'_>) {
         let n = b.slope.len();
         let c = b.channels;
         let (mean, scale) = (&c.mean[..n], &c.scale[..n]);
         let (slope, offset) = (&b.slope[..n], &b.offset[..n]);
         for ((x, d), to) in x.chunks_exact(n).zip(dz.chunks_exact(n)).zip(dx.chunks_exact_mut(n)) {
             for i in 0..n {
-                let v = x[i] - mean[i];
-                to[i] = d[i].mul_add(scale[i], v.mul_add(slope[i], offset[i]));
+                let v = x[i].wide() - mean[i];
+                to[i] = T::of(d[i].wide().mul_add(scale[i], v.mul_add(slope[i], offset[i])));
             }
         }
     }
 }
 
 /// `dy` becomes the gradient of `x`; `clip` gates it as [`Gate::Clip`] does.
-pub(crate) fn gradient(team: &Team, x: &[f32], dy: &mut [f32], b: Backward<'_>, clip: Clip) {
+pub(crate) fn gradient<T: Element>(
+    team: &Team,
+    x: &[T],
+    dy: &mut [T],
+    b: Backward<'_>,
+    clip: Clip,
+) {
     let piece = Chunks::of(x.len(), b.slope.len()).elems();
     team.split(dy, piece, |at, d| {
         gradient_rows(&x[at..at + d.len()], d, b, clip);
@@ -390,7 +403,13 @@ pub(crate) fn gradient(team: &Team, x: &[f32], dy: &mut [f32], b: Backward<'_>, 
 }
 
 /// The gradient of `x` into memory of its own; `dz` is gated already.
-pub(crate) fn gradient_to(team: &Team, x: &[f32], dz: &[f32], dx: &mut [f32], b: Backward<'_>) {
+pub(crate) fn gradient_to<T: Element>(
+    team: &Team,
+    x: &[T],
+    dz: &[T],
+    dx: &mut [T],
+    b: Backward<'_>,
+) {
     let piece = Chunks::of(x.len(), b.slope.len()).elems();
     team.split(dx, piece, |at, to| {
         let range = at..at + to.len();

@@ -1,5 +1,6 @@
 //! Passes in which elements do not touch each other.
 
+use super::element::Element;
 use crate::par::{PIECE, Team};
 
 simd! {
@@ -21,9 +22,9 @@ simd! {
 }
 
 simd! {
-    fn add_piece(into: &mut [f32], from: &[f32]) {
-        for (a, &b) in into.iter_mut().zip(from) {
-            *a += b;
+    fn add_piece<T: Element>(into: &mut [T], from: &[T]) {
+        for (a, b) in into.iter_mut().zip(from) {
+            *a = T::of(a.wide() + b.wide());
         }
     }
 }
@@ -98,8 +99,8 @@ pub(crate) fn relu_backward(team: &Team, y: &[f32], dy: &mut [f32]) {
     });
 }
 
-/// `into += from`.
-pub(crate) fn add(team: &Team, into: &mut [f32], from: &[f32]) {
+/// `into += from`, rounded to what they are.
+pub(crate) fn add<T: Element>(team: &Team, into: &mut [T], from: &[T]) {
     team.split(into, PIECE, |at, p| add_piece(p, &from[at..at + p.len()]));
 }
 

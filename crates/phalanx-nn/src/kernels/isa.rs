@@ -93,23 +93,23 @@ fn detected() -> Isa {
 /// Defines a function whose body is compiled once per instruction set; the
 /// best one allowed is chosen at each call (one load and one compare).
 macro_rules! simd {
-    ($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident $(<$($g:ident: $bound:ident),*>)? ($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
-        $vis fn $name($($arg: $ty),*) $(-> $ret)? {
+        $vis fn $name $(<$($g: $bound),*>)? ($($arg: $ty),*) $(-> $ret)? {
             #[allow(clippy::too_many_arguments)]
             #[inline(always)]
-            fn body($($arg: $ty),*) $(-> $ret)? $body
+            fn body $(<$($g: $bound),*>)? ($($arg: $ty),*) $(-> $ret)? $body
 
             #[cfg(target_arch = "x86_64")]
             {
                 use $crate::kernels::isa::{Isa, isa};
                 #[allow(clippy::too_many_arguments)]
                 #[target_feature(enable = "avx2,fma")]
-                fn avx2($($arg: $ty),*) $(-> $ret)? { body($($arg),*) }
+                fn avx2 $(<$($g: $bound),*>)? ($($arg: $ty),*) $(-> $ret)? { body($($arg),*) }
                 #[allow(clippy::too_many_arguments)]
                 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-                fn avx512($($arg: $ty),*) $(-> $ret)? { body($($arg),*) }
+                fn avx512 $(<$($g: $bound),*>)? ($($arg: $ty),*) $(-> $ret)? { body($($arg),*) }
                 match isa() {
                     // SAFETY: `isa()` names only sets that this processor has.
                     Isa::Avx512 => return unsafe { avx512($($arg),*) },

@@ -18,6 +18,7 @@ pub(crate) mod bias;
 pub(crate) mod broadcast;
 pub(crate) mod conv;
 pub(crate) mod dropout;
+pub(crate) mod element;
 pub(crate) mod elementwise;
 pub(crate) mod fma_peak;
 pub(crate) mod layer_norm;

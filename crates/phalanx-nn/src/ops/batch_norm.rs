@@ -3,17 +3,19 @@
 //!
 //! Saves its input and four numbers a channel; its output only when an activation
 //! follows a residual (else the backward pass recomputes what it let
-//! through). Running statistics change after the step, in
+//! through). Its output, and the residual it adds, are of its input's precision;
+//! parameters, statistics and all arithmetic are f32. Running statistics change after the step, in
 //! [`Tape::update_buffers`](crate::Tape::update_buffers).
 
 use super::Act;
 use crate::kernels::Mode;
 use crate::kernels::batch_norm::{self, Backward, Channels, Gate};
+use crate::kernels::element::{Bf16, Element, Values, elements, elements_mut};
 use crate::par::Team;
 use crate::param::{BufferId, ParamId, SinkError};
 use crate::pool::Buf;
 use crate::tape::{Compute, Pass, Recorded, SlotId, State, Visit};
-use crate::{Error, Result, Tensor};
+use crate::{Error, Precision, Result, Tensor};
 
 /// Where the running statistics of a batch normalisation live.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,9 +109,10 @@ impl<'s> Tensor<'s> {
         residual: Option<Tensor<'s>>,
         act: Act,
     ) -> Result<Tensor<'s>> {
-        let (step, x, dims) = (self.step(), self.slot(), self.dims());
+        let (step, x, dims) = (self.step(), self.own_slot(), self.dims());
         let c = self.check(options, residual.as_ref())?;
-        let residual_slot = residual.as_ref().map(Tensor::slot);
+        let precision = step.state().precision_of(x);
+        let residual_slot = residual.as_ref().map(|r| r.slot_as(precision));
         let out = {
             let mut st = step.state();
             let mut constants = st.pool.get(4 * c);
@@ -123,13 +126,11 @@ impl<'s> Tensor<'s> {
                 let mut work = st.pool.get(batch_norm::partials_len(numel, c));
                 let (mean, squares) = sums.f64_mut().split_at_mut(c);
                 if numel > 0 {
-                    batch_norm::statistics(
-                        step.team(),
-                        st.value(x),
-                        work.slice_mut(),
-                        mean,
-                        squares,
-                    );
+                    let (team, work) = (step.team(), work.slice_mut());
+                    match st.values(x) {
+                        Values::F32(x) => batch_norm::statistics(team, x, work, mean, squares),
+                        Values::Bf16(x) => batch_norm::statistics(team, x, work, mean, squares),
+                    }
                 } else {
                     mean.fill(0.0);
                     squares.fill(0.0);
@@ -176,10 +177,10 @@ impl<'s> Tensor<'s> {
                 options,
             );
 
-            let mut y = st.pool.get(numel);
+            let mut y = st.pool.get(precision.memory_len(numel));
             let operands = (x, residual_slot, constants.slice());
             normalise(step.team(), &st, operands, act, y.slice_mut());
-            let out = st.add_output(dims, y, training);
+            let out = st.add_output_as((dims, precision), y, training);
             if training {
                 let constants = st.add_aux(constants)?;
                 st.record(BatchNorm {
@@ -281,9 +282,26 @@ fn normalise(
     act: Act,
     y: &mut [f32],
 ) {
+    match st.precision_of(x) {
+        Precision::F32 => normalise_as::<f32>(team, st, (x, residual, constants), act, y),
+        Precision::Bf16 => normalise_as::<Bf16>(team, st, (x, residual, constants), act, y),
+    }
+}
+
+fn normalise_as<T: Element>(
+    team: &Team,
+    st: &State,
+    (x, residual, constants): (SlotId, Option<SlotId>, &[f32]),
+    act: Act,
+    y: &mut [f32],
+) {
     let (channels, _) = parts(constants, constants.len() / 4);
-    let r = residual.map_or(&[][..], |r| st.value(r));
-    batch_norm::normalise(team, st.value(x), y, channels, r, act.clip());
+    let (x, r) = (
+        st.elements::<T>(x),
+        residual.map_or(&[][..], |r| st.elements(r)),
+    );
+    let y = elements_mut(y, x.len());
+    batch_norm::normalise(team, x, y, channels, r, act.clip());
 }
 
 impl BatchNorm {
@@ -325,17 +343,39 @@ impl Recorded for BatchNorm {
         }
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, mut dy: Buf) -> Result<()> {
+    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
+        match pass.precision_of(self.x) {
+            Precision::F32 => self.backward_as::<f32>(pass, dy),
+            Precision::Bf16 => self.backward_as::<Bf16>(pass, dy),
+        }
+    }
+
+    fn repeats(&self) -> bool {
+        true
+    }
+
+    /// With the statistics of the first time.
+    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        let (shape, precision) = (c.state.shape(self.x), c.state.precision_of(self.x));
+        let mut y = c.state.pool.get(precision.memory_len(shape.numel()));
+        let operands = (self.x, self.residual, c.state.value(self.constants));
+        normalise(c.team, c.state, operands, self.act, y.slice_mut());
+        Ok(y)
+    }
+}
+
+impl BatchNorm {
+    fn backward_as<T: Element>(&self, pass: &mut Pass<'_>, mut dy: Buf) -> Result<()> {
         let (team, c) = (pass.team, self.channels);
-        let x = pass.value(self.x);
+        let x = pass.elements::<T>(self.x);
         let (channels, inverse) = parts(pass.value(self.constants), c);
         let clip = self.act.clip();
         let gate = if self.gated_by_output() {
-            Gate::Output(pass.value(self.out), clip)
+            Gate::Output(pass.elements::<T>(self.out), clip)
         } else {
             Gate::Clip(clip)
         };
-        let numel = dy.slice().len();
+        let numel = x.len();
         let mut work = pass.pool().get(batch_norm::partials_len(numel, c));
         let mut sums = pass.pool().get(4 * c);
         let mut coefficients = pass.pool().get(2 * c);
@@ -343,7 +383,7 @@ impl Recorded for BatchNorm {
         batch_norm::backward_sums(
             team,
             x,
-            dy.slice_mut(),
+            elements_mut(dy.slice_mut(), numel),
             channels,
             gate,
             work.slice_mut(),
@@ -376,8 +416,9 @@ impl Recorded for BatchNorm {
         match self.residual.filter(|&r| pass.wants(r)) {
             Some(r) => {
                 if pass.wants(self.x) {
-                    let mut dx = pass.pool().get(numel);
-                    batch_norm::gradient_to(team, x, dy.slice(), dx.slice_mut(), b);
+                    let mut dx = pass.pool().get(T::PRECISION.memory_len(numel));
+                    let to = elements_mut(dx.slice_mut(), numel);
+                    batch_norm::gradient_to(team, x, elements(dy.slice(), numel), to, b);
                     pass.give(self.x, dx);
                 }
                 pass.give(r, dy);
@@ -386,7 +427,7 @@ impl Recorded for BatchNorm {
                 batch_norm::gradient(
                     team,
                     x,
-                    dy.slice_mut(),
+                    elements_mut(dy.slice_mut(), numel),
                     b,
                     if self.gated_by_output() {
                         Act::None.clip()
@@ -401,18 +442,6 @@ impl Recorded for BatchNorm {
         pass.pool().put(sums);
         pass.pool().put(work);
         Ok(())
-    }
-
-    fn repeats(&self) -> bool {
-        true
-    }
-
-    /// With the statistics of the first time.
-    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
-        let mut y = c.state.pool.get(c.state.shape(self.x).numel());
-        let operands = (self.x, self.residual, c.state.value(self.constants));
-        normalise(c.team, c.state, operands, self.act, y.slice_mut());
-        Ok(y)
     }
 }
 

@@ -1,14 +1,18 @@
 //! Two-dimensional convolution: `y = act(conv(x, W) + b)`. Saves its input,
 //! and its output when an activation is fused.
+//!
+//! Where products are made in bf16, an output without bias and activation is kept as
+//! bf16: a normalisation follows such a convolution.
 
 use super::Act;
 use crate::kernels::conv::{self, ConvShape};
+use crate::kernels::element::{Values, ValuesMut};
 use crate::kernels::{Mode, elementwise};
 use crate::param::{Layout, ParamId};
 use crate::pool::Buf;
 use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
 use crate::tensor::Shape;
-use crate::{Error, Result, Tensor};
+use crate::{Error, Precision, Result, Tensor};
 
 /// Kernel, stride, padding, dilation (height, width each) and groups of a convolution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,14 +127,20 @@ impl<'s> Tensor<'s> {
         options: Conv2dOptions,
         act: Act,
     ) -> Result<Tensor<'s>> {
-        let (step, x) = (self.step(), self.slot());
+        let step = self.step();
         let s = self.conv_shape(weight, bias, options)?;
+        let x = if conv::in_bf16(&s) {
+            self.own_slot()
+        } else {
+            self.slot()
+        };
         let shape = Shape::new(&[s.images, s.output[0], s.output[1], s.out])?;
         let out = {
             let mut st = step.state();
             let buf = compute(&mut step.compute(&mut st), x, (weight, bias), act, &s);
             let training = st.training;
-            let out = st.add_output(shape, buf, training);
+            let precision = output_precision(&s, bias, act);
+            let out = st.add_output_as((shape, precision), buf, training);
             if training {
                 st.record(Conv2d {
                     x,
@@ -246,6 +256,15 @@ impl<'s> Tensor<'s> {
     }
 }
 
+/// What the output's elements are.
+fn output_precision(s: &ConvShape, bias: Option<ParamId>, act: Act) -> Precision {
+    if conv::in_bf16(s) && bias.is_none() && act == Act::None {
+        Precision::Bf16
+    } else {
+        Precision::F32
+    }
+}
+
 /// The output's elements.
 fn compute(
     c: &mut Compute<'_>,
@@ -254,13 +273,15 @@ fn compute(
     act: Act,
     s: &ConvShape,
 ) -> Buf {
-    let mut buf = c.state.pool.get(s.images * s.out_len());
+    let (len, precision) = (s.images * s.out_len(), output_precision(s, bias, act));
+    let mut buf = c.state.pool.get(precision.memory_len(len));
     let mut work = c.state.pool.get(conv::work_len(s));
     let w = c.params.get(weight);
     let b = bias.map(|b| c.params.get(b));
     let relu = act == Act::Relu;
-    let (memory, y) = (work.slice_mut(), buf.slice_mut());
-    conv::forward(c.team, s, c.state.value(x), w, (b, relu), memory, y);
+    let y = ValuesMut::of(buf.slice_mut(), precision, len);
+    let memory = work.slice_mut();
+    conv::forward(c.team, s, c.state.values(x), w, (b, relu), memory, y);
     c.state.pool.put(work);
     if act == Act::Relu6 {
         elementwise::clip(c.team, buf.slice_mut(), act.clip());
@@ -289,25 +310,30 @@ impl Recorded for Conv2d {
         // PyTorch's order within a convolution: weight, then bias; both before
         // the input gradient, so that their reduction can start meanwhile.
         let mut work = pass.pool().get(conv::work_len(s));
-        let x = pass.value(self.x);
-        let d = dy.slice();
+        let x = pass.values(self.x);
+        let d = Values::of(
+            dy.slice(),
+            pass.precision_of(self.out),
+            s.images * s.out_len(),
+        );
         pass.param(self.weight, |dw, mode| {
             conv::weight_gradient(team, s, x, d, work.slice_mut(), dw, mode);
         })?;
         if let Some(b) = self.bias {
             pass.param(b, |db, mode| {
-                conv::bias_gradient(team, s, d, work.slice_mut(), db, mode)
+                conv::bias_gradient(team, s, d.f32(), work.slice_mut(), db, mode)
             })?;
         }
         if pass.wants(self.x) {
             let w = pass.params.get(self.weight);
             // What came down a residual connection is added to in place.
+            let (len, precision) = (s.images * s.in_len(), pass.precision_of(self.x));
             let (mut dx, mode) = match pass.take(self.x) {
                 Some(sum) => (sum, Mode::Add),
-                None => (pass.pool().get(s.images * s.in_len()), Mode::Write),
+                None => (pass.pool().get(precision.memory_len(len)), Mode::Write),
             };
-            let memory = (work.slice_mut(), dx.slice_mut());
-            conv::input_gradient(team, s, w, dy.slice(), memory, mode);
+            let to = ValuesMut::of(dx.slice_mut(), precision, len);
+            conv::input_gradient(team, s, w, d, (work.slice_mut(), to), mode);
             pass.restore(self.x, dx);
         }
         pass.pool().put(work);

@@ -4,6 +4,7 @@
 use crate::kernels::Mode;
 use crate::kernels::bias::finish;
 use crate::kernels::conv::{self, ConvShape};
+use crate::kernels::element::{Values, ValuesMut};
 use crate::param::{Layout, ParamId};
 use crate::pool::Buf;
 use crate::tape::{Pass, Recorded, SlotId, Visit};
@@ -43,8 +44,9 @@ impl<'s> Tensor<'s> {
             let mut buf = st.pool.get(shape.numel());
             let mut work = st.pool.get(conv::work_len(&s));
             let w = step.params().get(weight);
-            let memory = (work.slice_mut(), buf.slice_mut());
-            conv::input_gradient(step.team(), &s, w, st.value(x), memory, Mode::Write);
+            let memory = (work.slice_mut(), ValuesMut::F32(buf.slice_mut()));
+            let value = Values::F32(st.value(x));
+            conv::input_gradient(step.team(), &s, w, value, memory, Mode::Write);
             if let Some(b) = bias {
                 let b = step.params().get(b);
                 let piece = s.in_len().max(1);
@@ -148,6 +150,7 @@ impl Recorded for ConvTranspose2d {
         let (x, d) = (pass.value(self.x), dy.slice());
         let mut work = pass.pool().get(conv::work_len(s).max(8 * s.inp));
         pass.param(self.weight, |dw, mode| {
+            let (d, x) = (Values::F32(d), Values::F32(x));
             conv::weight_gradient(team, s, d, x, work.slice_mut(), dw, mode);
         })?;
         if let Some(b) = self.bias {
@@ -164,8 +167,8 @@ impl Recorded for ConvTranspose2d {
         if pass.wants(self.x) {
             let mut dx = pass.pool().get(x.len());
             let w = pass.params.get(self.weight);
-            let (memory, y) = (work.slice_mut(), dx.slice_mut());
-            conv::forward(team, s, d, w, (None, false), memory, y);
+            let (memory, y) = (work.slice_mut(), ValuesMut::F32(dx.slice_mut()));
+            conv::forward(team, s, Values::F32(d), w, (None, false), memory, y);
             pass.give(self.x, dx);
         }
         pass.pool().put(work);

@@ -4,6 +4,7 @@
 use super::Act;
 use crate::kernels::bias::{column_sums, finish};
 use crate::kernels::conv::ConvShape;
+use crate::kernels::element::{Values, ValuesMut};
 use crate::kernels::elementwise;
 use crate::kernels::product::{Mat, product_team};
 use crate::kernels::{Mode, bf16};
@@ -111,6 +112,7 @@ impl Sizes {
         work: &mut [f32],
         y: &mut [f32],
     ) {
+        let (x, y) = (Values::F32(x), ValuesMut::F32(y));
         match self.order {
             Order::InOut => bf16::forward(team, s, x, w, (&[], false), work, y),
             Order::OutIn => bf16::input_gradient(team, s, w, x, work, y, Mode::Write),
@@ -126,6 +128,7 @@ impl Sizes {
         work: &mut [f32],
         dx: &mut [f32],
     ) {
+        let (dy, dx) = (Values::F32(dy), ValuesMut::F32(dx));
         match self.order {
             Order::InOut => bf16::input_gradient(team, s, w, dy, work, dx, Mode::Write),
             Order::OutIn => bf16::forward(team, s, dy, w, (&[], false), work, dx),
@@ -269,7 +272,7 @@ impl Recorded for Linear {
             let mut work = pass.pool().get(bf16::work_len(&s));
             let (x, d) = (pass.value(p.x), dy.slice());
             pass.param(p.weight, |dw, mode| {
-                let (a, b) = sizes.sides(x, d);
+                let (a, b) = sizes.sides(Values::F32(x), Values::F32(d));
                 bf16::weight_gradient(team, &s, a, b, work.slice_mut(), dw, mode);
             })?;
             if pass.wants(p.x) {

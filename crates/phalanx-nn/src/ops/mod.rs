@@ -7,6 +7,7 @@ pub(crate) mod arithmetic;
 pub(crate) mod avg_pool2d;
 pub(crate) mod batch_norm;
 pub(crate) mod bmm;
+pub(crate) mod cast;
 pub(crate) mod conv2d;
 pub(crate) mod conv_transpose2d;
 pub(crate) mod cross_entropy;

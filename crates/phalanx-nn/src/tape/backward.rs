@@ -7,7 +7,9 @@ use std::time::Instant;
 use super::node::{Recorded, Visit};
 use super::segment;
 use super::state::{SlotId, State};
+use crate::Precision;
 use crate::error::{Error, Result};
+use crate::kernels::element::{Bf16, Element, Values, elements, elements_mut};
 use crate::kernels::{Mode, elementwise};
 use crate::ops::batch_norm::JoinStatistics;
 use crate::par::Team;
@@ -33,9 +35,27 @@ impl Pass<'_> {
         self.state.shape(id)
     }
 
-    /// A value that the current node has saved.
+    /// A value of f32 that the current node has saved.
     pub(crate) fn value<'v>(&self, id: SlotId) -> &'v [f32] {
-        let v = self.state.value(id);
+        self.elements(id)
+    }
+
+    /// What the elements of a slot and of its gradient are.
+    pub(crate) fn precision_of(&self, id: SlotId) -> Precision {
+        self.state.precision_of(id)
+    }
+
+    /// A value that the current node has saved.
+    pub(crate) fn values<'v>(&self, id: SlotId) -> Values<'v> {
+        match self.precision_of(id) {
+            Precision::F32 => Values::F32(self.elements(id)),
+            Precision::Bf16 => Values::Bf16(self.elements(id)),
+        }
+    }
+
+    /// The same, of a slot known to have such elements.
+    pub(crate) fn elements<'v, T: Element>(&self, id: SlotId) -> &'v [T] {
+        let v = self.state.elements::<T>(id);
         // SAFETY: the node's save count keeps the slot's memory from being
         // given back, moved or written until the node has been processed
         // (`run` lowers it afterwards), and no node keeps what it reads here.
@@ -102,13 +122,20 @@ impl Pass<'_> {
         self.state.slots[id.index()].grad = Some(grad);
     }
 
-    /// Adds `grad` to the gradient of a slot.
+    /// Adds `grad`, of the slot's precision, to its gradient.
     pub(crate) fn give(&mut self, id: SlotId, grad: Buf) {
         let slot = &mut self.state.slots[id.index()];
         if !slot.wants_grad {
             self.state.pool.put(grad);
         } else if let Some(sum) = &mut slot.grad {
-            elementwise::add(self.team, sum.slice_mut(), grad.slice());
+            let len = slot.shape.numel();
+            match slot.precision {
+                Precision::F32 => elementwise::add(self.team, sum.slice_mut(), grad.slice()),
+                Precision::Bf16 => {
+                    let sum = elements_mut::<Bf16>(sum.slice_mut(), len);
+                    elementwise::add(self.team, sum, elements(grad.slice(), len));
+                }
+            }
             self.state.pool.put(grad);
         } else {
             slot.grad = Some(grad);

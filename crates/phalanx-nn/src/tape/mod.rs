@@ -42,7 +42,7 @@ impl Tape {
     }
 
     /// What convolutions and linear layers multiply in the steps that follow
-    /// (f32 at first); weights, sums and everything else stay f32.
+    /// (f32 at first), and with it what some values are in memory: see [`Precision`].
     pub fn set_precision(&mut self, precision: Precision) {
         self.state.get_mut().precision = precision;
     }

@@ -107,6 +107,7 @@ nodes! {
     PreparedLoss(ops::cross_entropy::Prepared),
     Binary(ops::arithmetic::Binary),
     Bmm(ops::bmm::Bmm),
+    Cast(ops::cast::Cast),
     Concat(ops::slice::Concat),
     Permute(ops::permute::Permute),
     Reduction(ops::reduction::Reduction),

@@ -2,11 +2,17 @@
 
 /// Numbers that convolutions and linear layers multiply, in all three passes.
 ///
-/// Weights, gradients, sums and every other operation are f32 either way: with
-/// bf16 the operands of a product are rounded while they are packed (nearest,
-/// ties to even), and their products are added in f32. Convolutions with groups,
-/// and products of two activations ([`Tensor::bmm`](crate::Tensor::bmm)), multiply
-/// f32 always.
+/// Weights, their gradients, sums and statistics are f32 either way: with bf16 the
+/// operands of a product are rounded (nearest, ties to even), and their products
+/// are added in f32. Convolutions with groups, and products of two activations
+/// ([`Tensor::bmm`](crate::Tensor::bmm)), multiply f32 always.
+///
+/// With bf16 a convolution without bias and activation leaves its output in
+/// memory as bf16, rounded once; the batch normalisation after it computes in f32,
+/// and rounds its output (with residual and activation) once, too; and the
+/// gradients of both are bf16 between operations: half the memory, and half the
+/// bytes to move. Other operations, and [`Tensor::data`](crate::Tensor::data), get the
+/// same values as f32.
 ///
 /// Where the processor has AMX tiles they make the products; elsewhere f32
 /// arithmetic does, slower than f32's own kernels, with the same bits but for

@@ -8,6 +8,7 @@ use super::precision::Precision;
 use super::segment::Segments;
 use crate::error::{Error, Result};
 use crate::kernels::dropout::MaskKey;
+use crate::kernels::element::{Element, Values, elements};
 use crate::ops::batch_norm::{JoinStatistics, Statistics};
 use crate::pool::{Buf, Pool};
 use crate::profile::Clock;
@@ -25,6 +26,8 @@ impl SlotId {
 
 pub(super) struct Slot {
     pub(super) shape: Shape,
+    /// Of its elements, and of its gradient's.
+    pub(super) precision: Precision,
     pub(super) buf: Option<Buf>,
     pub(super) grad: Option<Buf>,
     /// 64 bits: forgotten handles must not be able to wrap it around to one.
@@ -143,11 +146,18 @@ impl State {
         &self.labels[first..first + len]
     }
 
-    fn push(&mut self, shape: Shape, buf: Buf, wants_grad: bool, keep_grad: bool) -> SlotId {
-        debug_assert_eq!(buf.slice().len(), shape.numel());
+    fn push(
+        &mut self,
+        (shape, precision): (Shape, Precision),
+        buf: Buf,
+        wants_grad: bool,
+        keep_grad: bool,
+    ) -> SlotId {
+        debug_assert_eq!(buf.slice().len(), precision.memory_len(shape.numel()));
         let buf = Some(buf);
         self.slots.push(Slot {
             shape,
+            precision,
             buf,
             grad: None,
             handles: 0,
@@ -162,18 +172,29 @@ impl State {
 
     pub(crate) fn add_leaf(&mut self, shape: Shape, buf: Buf, wants_grad: bool) -> SlotId {
         let wants = wants_grad && self.training;
-        self.push(shape, buf, wants, wants)
+        self.push((shape, Precision::F32), buf, wants, wants)
     }
 
     /// A slot for memory that only a node's backward reads (`buf` of any length).
     pub(crate) fn add_aux(&mut self, buf: Buf) -> Result<SlotId> {
         let shape = Shape::new(&[buf.slice().len()])?;
-        Ok(self.push(shape, buf, false, false))
+        Ok(self.push((shape, Precision::F32), buf, false, false))
     }
 
     /// A slot for an operation's output.
     pub(crate) fn add_output(&mut self, shape: Shape, buf: Buf, wants_grad: bool) -> SlotId {
-        self.push(shape, buf, wants_grad, false)
+        self.push((shape, Precision::F32), buf, wants_grad, false)
+    }
+
+    /// A slot for an output whose elements may be bf16: only what reads
+    /// [`values`](Self::values) or [`elements`](Self::elements) may name it.
+    pub(crate) fn add_output_as(
+        &mut self,
+        (shape, precision): (Shape, Precision),
+        buf: Buf,
+        wants_grad: bool,
+    ) -> SlotId {
+        self.push((shape, precision), buf, wants_grad, false)
     }
 
     /// Records how `node`'s output came about; what it saves stays until
@@ -217,9 +238,33 @@ impl State {
         self.slots[id.index()].shape
     }
 
-    /// Elements of a slot that is held or saved.
+    /// What the elements of a slot and of its gradient are.
+    pub(crate) fn precision_of(&self, id: SlotId) -> Precision {
+        self.slots[id.index()].precision
+    }
+
+    /// Elements of a slot that is held or saved, and f32.
     pub(crate) fn value(&self, id: SlotId) -> &[f32] {
+        debug_assert_eq!(self.precision_of(id), Precision::F32);
         self.slots[id.index()].buf.as_ref().map_or(&[], Buf::slice)
+    }
+
+    /// Elements of a slot that is held or saved.
+    pub(crate) fn values(&self, id: SlotId) -> Values<'_> {
+        let slot = &self.slots[id.index()];
+        match &slot.buf {
+            Some(buf) => Values::of(buf.slice(), slot.precision, slot.shape.numel()),
+            None => Values::F32(&[]),
+        }
+    }
+
+    /// The same, of a slot known to have such elements.
+    pub(crate) fn elements<T: Element>(&self, id: SlotId) -> &[T] {
+        let slot = &self.slots[id.index()];
+        assert_eq!(slot.precision, T::PRECISION);
+        slot.buf
+            .as_ref()
+            .map_or(&[], |buf| elements(buf.slice(), slot.shape.numel()))
     }
 
     pub(crate) fn kept_grad(&self, id: SlotId) -> Option<&[f32]> {

@@ -1,9 +1,11 @@
 //! The handle users hold: an index and a borrow of the step.
 
+use std::cell::Cell;
+
 use crate::param::GradSink;
 use crate::tape::{SlotId, Step};
 use crate::tensor::Shape;
-use crate::{Error, Result};
+use crate::{Error, Precision, Result};
 
 /// A value of one training step: images are (N, H, W, C), everything else is
 /// row-major with the batch outermost.
@@ -12,12 +14,15 @@ use crate::{Error, Result};
 /// nobody needs any more; [`share`](Tensor::share) makes a second handle.
 pub struct Tensor<'s> {
     step: &'s Step<'s>,
-    slot: SlotId,
+    /// Changes once at most, from a value in bf16 to the same in f32 or back, before
+    /// anybody borrows its elements.
+    slot: Cell<SlotId>,
 }
 
 impl<'s> Tensor<'s> {
     pub(crate) fn new(step: &'s Step<'s>, slot: SlotId) -> Self {
         step.state().hold(slot);
+        let slot = Cell::new(slot);
         Tensor { step, slot }
     }
 
@@ -25,12 +30,25 @@ impl<'s> Tensor<'s> {
         self.step
     }
 
+    /// The value's slot, of f32: what most operations read.
     pub(crate) fn slot(&self) -> SlotId {
-        self.slot
+        self.slot_as(Precision::F32)
+    }
+
+    /// The value's slot, whatever its elements are.
+    pub(crate) fn own_slot(&self) -> SlotId {
+        self.slot.get()
+    }
+
+    /// Names another slot from now on, of the same value.
+    pub(crate) fn move_to(&self, slot: SlotId) {
+        let mut state = self.step.state();
+        state.hold(slot);
+        state.let_go(self.slot.replace(slot));
     }
 
     pub(crate) fn dims(&self) -> Shape {
-        self.step.state().shape(self.slot)
+        self.step.state().shape(self.slot.get())
     }
 
     /// Sizes, outermost first.
@@ -45,8 +63,9 @@ impl<'s> Tensor<'s> {
 
     /// The elements, row-major (channels-last for images).
     pub fn data(&self) -> &[f32] {
+        let slot = self.slot();
         let state = self.step.state();
-        let v = state.value(self.slot);
+        let v = state.value(slot);
         // SAFETY: this handle is counted, and an operation that overwrites,
         // moves or gives back a slot's memory needs a count of one *and* that
         // handle by value, which the borrow of `self` rules out. The pool's
@@ -76,7 +95,7 @@ impl<'s> Tensor<'s> {
     /// A second handle on the same value.
     #[must_use]
     pub fn share(&self) -> Self {
-        Tensor::new(self.step, self.slot)
+        Tensor::new(self.step, self.slot.get())
     }
 
     /// Runs `part` of a model on this tensor and gives back the memory of what backward
@@ -106,7 +125,10 @@ impl<'s> Tensor<'s> {
     /// The gradient of a [`Step::variable`] after the backward pass; `None` for
     /// other tensors, before it, and where the loss does not depend on it.
     pub fn grad(&self) -> Option<Vec<f32>> {
-        self.step.state().kept_grad(self.slot).map(<[f32]>::to_vec)
+        self.step
+            .state()
+            .kept_grad(self.slot.get())
+            .map(<[f32]>::to_vec)
     }
 
     /// Runs the backward pass from this loss (one element). Gradients are
@@ -135,13 +157,13 @@ impl<'s> Tensor<'s> {
     /// # Errors
     /// As [`backward`](Tensor::backward).
     pub fn backward_with(self, gradient: &[f32], sink: &mut dyn GradSink) -> Result<()> {
-        self.step.backward(self.slot, gradient, sink)
+        self.step.backward(self.slot(), gradient, sink)
     }
 }
 
 impl Drop for Tensor<'_> {
     fn drop(&mut self) {
-        self.step.state().let_go(self.slot);
+        self.step.state().let_go(self.slot.get());
     }
 }
 

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use phalanx_nn::Threads;
 use phalanx_nn::layers::Conv2dOptions;
-use phalanx_nn::measure::{ConvPass, Convolution, fma_peak_gflops};
+use phalanx_nn::measure::{ConvPass, Convolution, peak_gflops};
+use phalanx_nn::{Precision, Threads};
 use serde_json::json;
 
 use crate::error::Result;
@@ -169,7 +169,12 @@ const MOBILENETV2: [Layer; 33] = [
 pub fn run(args: &KernelArgs) -> Result<()> {
     ranks::check_count("--batch", args.batch, 1 << 14)?;
     ranks::check_count("--threads", args.threads, 1 << 10)?;
-    let peak = fma_peak_gflops(100);
+    let peak = peak_gflops(args.precision.into(), 100);
+    // Layers with groups multiply f32 at any precision.
+    let grouped_peak = match args.precision {
+        PrecisionArg::Fp32 => peak,
+        PrecisionArg::Bf16 => peak_gflops(Precision::F32, 100),
+    };
     if !args.json {
         print_line(&format!(
             "convolutions of {}, batch {}, {}, {}; {peak:.0} GFLOP/s is the peak of one core\n\
@@ -202,6 +207,7 @@ pub fn run(args: &KernelArgs) -> Result<()> {
             }
             let best = best_of(&mut c, pass, Duration::from_millis(args.time));
             let gflops = c.flops() / best.as_secs_f64() / 1e9;
+            let peak = if l.groups == 1 { peak } else { grouped_peak };
             let share = gflops / (peak * args.threads as f64);
             total_ms += best.as_secs_f64() * 1e3 * l.times as f64;
             report(args, l, pass, best, gflops, share)?;

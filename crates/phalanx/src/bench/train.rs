@@ -232,7 +232,8 @@ pub struct TrainBenchArgs {
     /// Steps before that
     #[arg(long, default_value_t = 5, value_name = "N")]
     pub warmup: usize,
-    /// Numbers that convolutions and linear layers multiply; weights, sums and the rest are fp32 either way
+    /// Numbers that convolutions and linear layers multiply, and that convolutions and batch norms leave in
+    /// memory; weights, sums and the rest are fp32 either way
     #[arg(long, value_enum, default_value_t = PrecisionArg::Fp32)]
     pub precision: PrecisionArg,
     /// Keep only each block's input for the backward pass, which makes what is inside again: a fraction of the

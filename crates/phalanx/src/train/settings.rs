@@ -62,7 +62,8 @@ pub struct Settings {
     /// Gradient bucket cap in MiB [default: 4 on one host, 8 across hosts; first and last 1]
     #[arg(long, value_name = "MIB")]
     pub bucket_cap_mb: Option<f64>,
-    /// Numbers that convolutions and linear layers multiply; weights, sums and the rest are fp32 either way
+    /// Numbers that convolutions and linear layers multiply, and that convolutions and batch norms leave in
+    /// memory; weights, sums and the rest are fp32 either way
     #[arg(long, value_enum, default_value_t = PrecisionArg::Fp32)]
     pub precision: PrecisionArg,
     #[command(flatten)]

@@ -8,6 +8,7 @@ use super::window::{MAX_RUNS, Place, Window};
 use super::{ConvShape, DEPTH, FORWARD_PIXELS, SIDE};
 use crate::kernels::Mode;
 use crate::kernels::bias::finish;
+use crate::kernels::element::{Bf16, Element, Values, ValuesMut, elements_mut};
 use crate::par::{Disjoint, Team, scratch};
 
 /// Outputs of a chunk, about: its packed pixels stay in the L2 cache beside two
@@ -16,31 +17,58 @@ const CHUNK: usize = 256;
 /// Chunks from which on outputs are not cut by columns too.
 const ENOUGH: usize = 4;
 
-/// `y = act(conv(x, w) + bias)`. `work` holds [`work_len`](super::work_len) elements.
+/// `y = act(conv(x, w) + bias)`; outputs in bf16 have neither. `work` holds [`work_len`](super::work_len) elements.
 pub(crate) fn forward(
     team: &Team,
     s: &ConvShape,
-    x: &[f32],
+    x: Values<'_>,
     w: &[f32],
     (bias, relu): (&[f32], bool),
     work: &mut [f32],
-    y: &mut [f32],
+    y: ValuesMut<'_>,
 ) {
     assert!(x.len() == s.images * s.in_len() && y.len() == s.images * s.out_len());
     assert!(w.len() == s.weight_len());
     let window = Window::forward(s);
     pack::weights(team, &window, w, s.out, work);
-    let out = Disjoint::new(y);
     let job = Job {
         window: &window,
-        source: x,
         weights: work,
         columns: s.out,
         place: None,
         mode: Mode::Write,
         finish: (bias, relu),
+        out: &Out::of(y),
     };
-    job.run(team, &out);
+    job.run(team, x);
+}
+
+/// Outputs in memory, of which chunks write parts of their own.
+enum Out<'a> {
+    F32(Disjoint<'a, f32>),
+    /// Without bias or activation.
+    Bf16(Disjoint<'a, Bf16>),
+}
+
+impl<'a> Out<'a> {
+    fn of(values: ValuesMut<'a>) -> Self {
+        match values {
+            ValuesMut::F32(v) => Out::F32(Disjoint::new(v)),
+            ValuesMut::Bf16(v) => Out::Bf16(Disjoint::new(v)),
+        }
+    }
+
+    /// Adds the bias to finished rows, and applies the activation.
+    ///
+    /// # Safety
+    /// The elements of `range` belong to the caller.
+    unsafe fn finish(&self, range: std::ops::Range<usize>, (bias, relu): (&[f32], bool)) {
+        match self {
+            // SAFETY: the caller's promise.
+            Out::F32(out) => finish(unsafe { out.range(range) }, bias, relu),
+            Out::Bf16(_) => unreachable!("a bias or an activation after rounding"),
+        }
+    }
 }
 
 /// `dx (+)=` the input gradient. `work` as in [`forward`].
@@ -48,14 +76,14 @@ pub(crate) fn input_gradient(
     team: &Team,
     s: &ConvShape,
     w: &[f32],
-    dy: &[f32],
+    dy: Values<'_>,
     work: &mut [f32],
-    dx: &mut [f32],
+    dx: ValuesMut<'_>,
     mode: Mode,
 ) {
     assert!(dx.len() == s.images * s.in_len() && dy.len() == s.images * s.out_len());
     assert!(w.len() == s.weight_len());
-    let (whole, out) = (s.stride == [1, 1], Disjoint::new(dx));
+    let (whole, out) = (s.stride == [1, 1], Out::of(dx));
     let mut used = 0;
     Window::phases(s, |window, place| {
         let weights = &mut work[used..][..pack::weights_len(window, s.inp)];
@@ -69,24 +97,29 @@ pub(crate) fn input_gradient(
         }
         let job = Job {
             window,
-            source: dy,
             weights,
             columns: s.inp,
             place: (!whole).then_some(place),
             mode,
             finish: (&[], false),
+            out: &out,
         };
-        job.run(team, &out);
+        job.run(team, dy);
     });
 }
 
 /// Pixels of a phase that no output reads have no gradient.
-fn blank(team: &Team, s: &ConvShape, place: Place, grid: [usize; 2], out: &Disjoint<'_, f32>) {
+fn blank(team: &Team, s: &ConvShape, place: Place, grid: [usize; 2], out: &Out<'_>) {
     team.run(s.images, |image| {
         for p in 0..grid[0] * grid[1] {
             let at = place.pixel(image, p / grid[1], p % grid[1]) * s.inp;
             // SAFETY: this chunk alone touches this image's pixels of this phase.
-            unsafe { out.range(at..at + s.inp) }.fill(0.0);
+            unsafe {
+                match out {
+                    Out::F32(out) => out.range(at..at + s.inp).fill(0.0),
+                    Out::Bf16(out) => out.range(at..at + s.inp).fill(Bf16::default()),
+                }
+            }
         }
     });
 }
@@ -104,17 +137,24 @@ impl Place {
 
 struct Job<'a> {
     window: &'a Window,
-    source: &'a [f32],
     weights: &'a [f32],
     columns: usize,
     /// Where outputs lie, unless one after another.
     place: Option<Place>,
     mode: Mode,
     finish: (&'a [f32], bool),
+    out: &'a Out<'a>,
 }
 
 impl Job<'_> {
-    fn run(&self, team: &Team, out: &Disjoint<'_, f32>) {
+    fn run(&self, team: &Team, source: Values<'_>) {
+        match source {
+            Values::F32(source) => self.run_on(team, source),
+            Values::Bf16(source) => self.run_on(team, source),
+        }
+    }
+
+    fn run_on<S: Element>(&self, team: &Team, source: &[S]) {
         let l = Layout::new(self.window, 16, FORWARD_PIXELS);
         if l.units == 0 || l.pixels == 0 {
             return;
@@ -131,7 +171,7 @@ impl Job<'_> {
                 count: per.min(l.units - first),
             };
             let from = (i % parts) * part;
-            self.chunk(&l, units, from..(from + part).min(wide), out);
+            self.chunk(&l, source, units, from..(from + part).min(wide));
         });
         let (bias, relu) = self.finish;
         if parts > 1 && (relu || !bias.is_empty()) {
@@ -139,21 +179,17 @@ impl Job<'_> {
                 let rows = i * per * l.pixels..((i + 1) * per).min(l.units) * l.pixels;
                 let c = self.columns;
                 // SAFETY: these rows belong to this chunk.
-                finish(
-                    unsafe { out.range(rows.start * c..rows.end * c) },
-                    bias,
-                    relu,
-                );
+                unsafe { self.out.finish(rows.start * c..rows.end * c, self.finish) };
             });
         }
     }
 
-    fn chunk(
+    fn chunk<S: Element>(
         &self,
         l: &Layout,
+        source: &[S],
         units: Units,
         blocks: std::ops::Range<usize>,
-        out: &Disjoint<'_, f32>,
     ) {
         let slots = l.copies * units.count * l.unit_slots();
         let temporary = if l.gathered { l.slot + 16 } else { 0 };
@@ -161,9 +197,10 @@ impl Job<'_> {
         let len = (slots + SIDE) * l.pitch / 2;
         scratch(temporary + len, |memory| {
             let (packed, temporary) = memory.split_at_mut(len);
+            let temporary = elements_mut(temporary, temporary.len());
             let a = packed.as_mut_ptr().cast::<u16>();
             // SAFETY: `packed` holds all slots.
-            unsafe { pack::slots(l, self.window, self.source, units, temporary, a) };
+            unsafe { pack::slots(l, self.window, source, units, temporary, a) };
             let tiles = Tiles::new();
             let mut offsets = [0isize; MAX_RUNS];
             let w = self.window;
@@ -197,7 +234,7 @@ impl Job<'_> {
                         c_stride: self.columns * 4,
                         add: 0,
                     };
-                    self.block(&tiles, &mut b, (units.first * l.pixels, p, count), j, out);
+                    self.block(&tiles, &mut b, (units.first * l.pixels, p, count), j);
                 }
             }
         });
@@ -207,7 +244,7 @@ impl Job<'_> {
             let first = units.first * l.pixels * self.columns;
             let len = units.count * l.pixels * self.columns;
             // SAFETY: these rows belong to this chunk.
-            finish(unsafe { out.range(first..first + len) }, bias, relu);
+            unsafe { self.out.finish(first..first + len, self.finish) };
         }
     }
 
@@ -219,11 +256,15 @@ impl Job<'_> {
         b: &mut Block,
         (first, p, count): (usize, usize, usize),
         j: usize,
-        out: &Disjoint<'_, f32>,
     ) {
         let (c, column) = (self.columns, j * SIDE);
         let (rows, width) = (SIDE.min(count - p), SIDE.min(c - column));
-        if rows == SIDE && width == SIDE && self.place.is_none() && self.mode == Mode::Write {
+        let whole = rows == SIDE && width == SIDE;
+        if let Out::F32(out) = self.out
+            && whole
+            && self.place.is_none()
+            && self.mode == Mode::Write
+        {
             let at = (first + p) * c + column;
             b.c = [out.pointer(at), out.pointer(at + 16 * c)];
             assert!(at + 31 * c + SIDE <= out.len());
@@ -235,13 +276,25 @@ impl Job<'_> {
         // SAFETY: as above.
         let sums = unsafe { sums.multiply(tiles, b) };
         let [h, w] = self.window.grid;
-        for (r, sums) in sums.chunks_exact(SIDE).enumerate().take(rows) {
+        let mut at = [0; SIDE];
+        for (r, at) in at.iter_mut().enumerate().take(rows) {
             let n = first + p + r;
             let pixel = match &self.place {
                 Some(place) => place.pixel(n / (h * w), n / w % h, n % w),
                 None => n,
             };
-            let at = pixel * c + column;
+            *at = pixel * c + column;
+        }
+        let at = &at[..rows];
+        let out = match self.out {
+            Out::F32(out) => out,
+            Out::Bf16(out) => {
+                assert!(at.iter().all(|at| at + width <= out.len()));
+                // SAFETY: places inside the outputs, which belong to this chunk.
+                return unsafe { pack::outputs(sums, at, width, out.pointer(0), self.mode) };
+            }
+        };
+        for (sums, &at) in sums.chunks_exact(SIDE).zip(at) {
             // SAFETY: this output's columns belong to this chunk.
             let to = unsafe { out.range(at..at + width) };
             match self.mode {

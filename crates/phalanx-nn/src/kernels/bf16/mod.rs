@@ -1,8 +1,9 @@
 //! Products of bf16 values with f32 sums: convolutions and, as 1x1 convolutions,
 //! fully connected layers.
 //!
-//! Operands are rounded to bf16 (nearest, ties to even) while they are packed;
-//! weights, activations and gradients in memory stay f32. AMX tiles multiply
+//! Operands are rounded to bf16 (nearest, ties to even) while they are packed,
+//! where they are not bf16 in memory already; weights and their gradients are f32
+//! always, other results rounded once if their memory is bf16. AMX tiles multiply
 //! where the processor has them ([`tile`]), plain f32 arithmetic elsewhere.
 //!
 //! *Order*: the inner dimension is cut into blocks of 32. Of a block, products
@@ -14,6 +15,7 @@
 mod forward;
 mod layout;
 mod pack;
+pub(crate) mod peak;
 #[cfg(test)]
 mod tests;
 mod tile;
@@ -48,10 +50,4 @@ pub(crate) fn work_len(s: &ConvShape) -> usize {
     let mut backward = 0;
     Window::phases(s, |w, _| backward += pack::weights_len(w, s.inp));
     forward.max(backward).max(weight::work_len(s))
-}
-
-/// A bf16 in the upper half of an f32's bits.
-#[cfg(test)]
-pub(crate) fn rounded(v: f32) -> f32 {
-    f32::from_bits(u32::from(pack::round(v)) << 16)
 }

@@ -3,31 +3,14 @@
 use super::layout::Layout;
 use super::window::Window;
 use super::{DEPTH, SIDE};
+use crate::kernels::Mode;
+use crate::kernels::element::{Bf16, Element};
 use crate::par::{Disjoint, Team};
 
 /// Columns of a panel, and of a vector.
 pub(super) const LANES: usize = 16;
 /// Dwords of a panel's block: sixteen rows of sixteen pairs.
 pub(super) const BLOCK: usize = LANES * LANES;
-
-/// The upper half of an f32, rounded to nearest, ties to even. Subnormal numbers
-/// become zero, as they do in the processor's own conversion; NaN stays.
-#[inline(always)]
-pub(super) fn round(v: f32) -> u16 {
-    let bits = v.to_bits();
-    let up = (bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16) as u16;
-    let (upper, magnitude) = ((bits >> 16) as u16, bits & 0x7fff_ffff);
-    let r = if magnitude > 0x7f80_0000 {
-        upper | 0x40
-    } else {
-        up
-    };
-    if magnitude < 0x0080_0000 {
-        upper & 0x8000
-    } else {
-        r
-    }
-}
 
 /// Sixteen pairs of bf16 in a register.
 ///
@@ -38,17 +21,25 @@ pub(super) trait Pack {
     type Reg: Copy;
     unsafe fn zero() -> Self::Reg;
     /// Lane i: `low[i]` below `high[i]`, of sixteen values each.
-    unsafe fn pair(low: *const f32, high: *const f32) -> Self::Reg;
+    unsafe fn pair<S: Element>(low: *const S, high: *const S) -> Self::Reg;
     /// 32 values in their order.
-    unsafe fn narrow(from: *const f32) -> Self::Reg;
+    unsafe fn narrow<S: Element>(from: *const S) -> Self::Reg;
+    /// 32 values in their order, each added to what lies in `to`.
+    unsafe fn add_narrow(from: *const f32, to: *const Bf16) -> Self::Reg;
     /// Stores 64 bytes.
     unsafe fn store(r: Self::Reg, to: *mut u32);
     /// 32 words, zero where the mask is.
     unsafe fn masked(from: *const u16, mask: u32) -> Self::Reg;
     /// Asks for a line that will be read soon; any address will do.
-    unsafe fn fetch(at: *const f32);
+    unsafe fn fetch<S: Element>(at: *const S);
     /// Transposes sixteen registers of sixteen lanes.
     unsafe fn turn(rows: [Self::Reg; LANES]) -> [Self::Reg; LANES];
+}
+
+/// A value rounded, in the lower half of a word.
+#[inline(always)]
+fn word(v: f32) -> u32 {
+    u32::from(Bf16::of(v).bits())
 }
 
 /// Without instructions of its own.
@@ -62,21 +53,33 @@ impl Pack for Plain {
         [0; LANES]
     }
     #[inline(always)]
-    unsafe fn pair(low: *const f32, high: *const f32) -> Self::Reg {
+    unsafe fn pair<S: Element>(low: *const S, high: *const S) -> Self::Reg {
         // SAFETY: sixteen values each, by the trait's contract.
         let (low, high) = unsafe {
             (
-                low.cast::<[f32; LANES]>().read_unaligned(),
-                high.cast::<[f32; LANES]>().read_unaligned(),
+                low.cast::<[S; LANES]>().read_unaligned(),
+                high.cast::<[S; LANES]>().read_unaligned(),
             )
         };
-        std::array::from_fn(|i| u32::from(round(low[i])) | u32::from(round(high[i])) << 16)
+        std::array::from_fn(|i| word(low[i].wide()) | word(high[i].wide()) << 16)
     }
     #[inline(always)]
-    unsafe fn narrow(from: *const f32) -> Self::Reg {
+    unsafe fn narrow<S: Element>(from: *const S) -> Self::Reg {
         // SAFETY: 32 values, by the trait's contract.
-        let v = unsafe { from.cast::<[f32; 2 * LANES]>().read_unaligned() };
-        std::array::from_fn(|i| u32::from(round(v[2 * i])) | u32::from(round(v[2 * i + 1])) << 16)
+        let v = unsafe { from.cast::<[S; 2 * LANES]>().read_unaligned() };
+        std::array::from_fn(|i| word(v[2 * i].wide()) | word(v[2 * i + 1].wide()) << 16)
+    }
+    #[inline(always)]
+    unsafe fn add_narrow(from: *const f32, to: *const Bf16) -> Self::Reg {
+        // SAFETY: 32 values each, by the trait's contract.
+        let (v, t) = unsafe {
+            (
+                from.cast::<[f32; 2 * LANES]>().read_unaligned(),
+                to.cast::<[Bf16; 2 * LANES]>().read_unaligned(),
+            )
+        };
+        let sum = |i: usize| word(t[i].wide() + v[i]);
+        std::array::from_fn(|i| sum(2 * i) | sum(2 * i + 1) << 16)
     }
     #[inline(always)]
     unsafe fn store(r: Self::Reg, to: *mut u32) {
@@ -93,7 +96,7 @@ impl Pack for Plain {
         std::array::from_fn(|i| word(2 * i) | word(2 * i + 1) << 16)
     }
     #[inline(always)]
-    unsafe fn fetch(_: *const f32) {}
+    unsafe fn fetch<S: Element>(_: *const S) {}
     #[inline(always)]
     unsafe fn turn(rows: [Self::Reg; LANES]) -> [Self::Reg; LANES] {
         std::array::from_fn(|i| std::array::from_fn(|j| rows[j][i]))
@@ -102,7 +105,8 @@ impl Pack for Plain {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{LANES, Pack};
+    use super::{Bf16, Element, LANES, Pack};
+    use crate::Precision;
     use std::arch::x86_64::*;
 
     /// AVX-512 with its bf16 conversions.
@@ -132,20 +136,49 @@ mod x86 {
             unsafe { _mm512_setzero_si512() }
         }
         #[inline(always)]
-        unsafe fn pair(low: *const f32, high: *const f32) -> __m512i {
-            // SAFETY: see the impl.
+        unsafe fn pair<S: Element>(low: *const S, high: *const S) -> __m512i {
+            // SAFETY: see the impl; the values are of the type that `S` says.
             unsafe {
-                let both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(high), _mm512_loadu_ps(low));
                 let order = _mm512_load_si512((&raw const INTERLEAVED.0).cast());
-                _mm512_permutexvar_epi16(order, std::mem::transmute::<__m512bh, __m512i>(both))
+                let both = match S::PRECISION {
+                    Precision::F32 => {
+                        let (low, high) = (low.cast(), high.cast());
+                        let both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(high), _mm512_loadu_ps(low));
+                        std::mem::transmute::<__m512bh, __m512i>(both)
+                    }
+                    Precision::Bf16 => {
+                        let both = _mm512_castsi256_si512(_mm256_loadu_si256(low.cast()));
+                        _mm512_inserti64x4::<1>(both, _mm256_loadu_si256(high.cast()))
+                    }
+                };
+                _mm512_permutexvar_epi16(order, both)
             }
         }
         #[inline(always)]
-        unsafe fn narrow(from: *const f32) -> __m512i {
+        unsafe fn narrow<S: Element>(from: *const S) -> __m512i {
+            // SAFETY: see the impl; the values are of the type that `S` says.
+            unsafe {
+                match S::PRECISION {
+                    Precision::F32 => {
+                        let from = from.cast::<f32>();
+                        let (low, high) = (_mm512_loadu_ps(from), _mm512_loadu_ps(from.add(LANES)));
+                        std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low))
+                    }
+                    Precision::Bf16 => _mm512_loadu_si512(from.cast()),
+                }
+            }
+        }
+        #[inline(always)]
+        unsafe fn add_narrow(from: *const f32, to: *const Bf16) -> __m512i {
             // SAFETY: see the impl.
             unsafe {
-                let (low, high) = (_mm512_loadu_ps(from), _mm512_loadu_ps(from.add(LANES)));
-                std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low))
+                let sum = |i: usize| {
+                    let t = _mm256_loadu_si256(to.add(i).cast());
+                    let t = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(t));
+                    _mm512_add_ps(_mm512_castsi512_ps(t), _mm512_loadu_ps(from.add(i)))
+                };
+                let sums = _mm512_cvtne2ps_pbh(sum(LANES), sum(0));
+                std::mem::transmute::<__m512bh, __m512i>(sums)
             }
         }
         #[inline(always)]
@@ -159,7 +192,7 @@ mod x86 {
             unsafe { _mm512_maskz_loadu_epi16(mask, from.cast()) }
         }
         #[inline(always)]
-        unsafe fn fetch(at: *const f32) {
+        unsafe fn fetch<S: Element>(at: *const S) {
             // SAFETY: a hint.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
         }
@@ -206,23 +239,23 @@ mod x86 {
 
 /// Defines `unsafe fn name(args)` that calls `body::<P>` compiled for what this processor has.
 macro_rules! packing {
-    ($(#[$meta:meta])* unsafe fn $name:ident($($arg:ident: $ty:ty),* $(,)?) = $body:ident) => {
+    ($(#[$meta:meta])* unsafe fn $name:ident $(<$g:ident: $bound:ident>)? ($($arg:ident: $ty:ty),* $(,)?) = $body:ident) => {
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
-        pub(super) unsafe fn $name($($arg: $ty),*) {
+        pub(super) unsafe fn $name $(<$g: $bound>)? ($($arg: $ty),*) {
             #[cfg(target_arch = "x86_64")]
             {
                 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
                 #[allow(clippy::too_many_arguments)]
-                unsafe fn wide($($arg: $ty),*) {
+                unsafe fn wide $(<$g: $bound>)? ($($arg: $ty),*) {
                     // SAFETY: compiled for it; the rest is the caller's promise.
-                    unsafe { $body::<x86::Wide>($($arg),*) }
+                    unsafe { $body::<x86::Wide $(, $g)?>($($arg),*) }
                 }
                 #[target_feature(enable = "avx2,fma")]
                 #[allow(clippy::too_many_arguments)]
-                unsafe fn avx2($($arg: $ty),*) {
+                unsafe fn avx2 $(<$g: $bound>)? ($($arg: $ty),*) {
                     // SAFETY: plain code; the rest is the caller's promise.
-                    unsafe { $body::<Plain>($($arg),*) }
+                    unsafe { $body::<Plain $(, $g)?>($($arg),*) }
                 }
                 use crate::kernels::isa::{Isa, isa};
                 if x86::wide() {
@@ -235,12 +268,18 @@ macro_rules! packing {
                 }
             }
             // SAFETY: the caller's promise.
-            unsafe { $body::<Plain>($($arg),*) }
+            unsafe { $body::<Plain $(, $g)?>($($arg),*) }
         }
     };
 }
 
 static ZEROS: [f32; DEPTH] = [0.0; DEPTH];
+
+/// 32 zeros: of either type they are zero bytes.
+#[inline(always)]
+fn zeros<S: Element>() -> *const S {
+    ZEROS.as_ptr().cast()
+}
 
 /// Dwords of the packed weights of a window with `columns` outputs.
 pub(super) fn weights_len(w: &Window, columns: usize) -> usize {
@@ -317,7 +356,7 @@ unsafe fn row_block_body<P: Pack>(
         let k = block * DEPTH + 2 * r;
         // SAFETY: the panels hold row `r` of this block.
         unsafe {
-            pair_row::<P>(
+            pair_row::<P, f32>(
                 [row(k), row(k + 1)],
                 columns,
                 to.add(block * BLOCK + r * LANES),
@@ -332,7 +371,12 @@ unsafe fn row_block_body<P: Pack>(
 /// # Safety
 /// `to` holds sixteen dwords in every panel, `panel` dwords apart.
 #[inline(always)]
-unsafe fn pair_row<P: Pack>(rows: [Option<&[f32]>; 2], columns: usize, to: *mut u32, panel: usize) {
+unsafe fn pair_row<P: Pack, S: Element>(
+    rows: [Option<&[S]>; 2],
+    columns: usize,
+    to: *mut u32,
+    panel: usize,
+) {
     let [low, high] = rows;
     for (n, first) in (0..columns.next_multiple_of(SIDE))
         .step_by(LANES)
@@ -341,11 +385,10 @@ unsafe fn pair_row<P: Pack>(rows: [Option<&[f32]>; 2], columns: usize, to: *mut 
         // SAFETY: sources hold sixteen values; the rest is the caller's promise.
         unsafe {
             let value = if first + LANES <= columns {
-                let at =
-                    |r: Option<&[f32]>| r.map_or(ZEROS.as_ptr(), |r| r[first..][..LANES].as_ptr());
+                let at = |r: Option<&[S]>| r.map_or(zeros(), |r| r[first..][..LANES].as_ptr());
                 P::pair(at(low), at(high))
             } else {
-                let mut ends = [ZEROS; 2];
+                let mut ends = [[S::default(); LANES]; 2];
                 let rest = columns.saturating_sub(first);
                 for (end, row) in ends.iter_mut().zip([low, high]) {
                     if let Some(row) = row {
@@ -410,20 +453,20 @@ unsafe fn turned_panel_body<P: Pack>(
 /// # Safety
 /// `to` holds the panels of `columns` (in 32s).
 #[inline(always)]
-unsafe fn rows_body<P: Pack>(rows: &[f32], columns: usize, blocks: usize, to: *mut u32) {
+unsafe fn rows_body<P: Pack, S: Element>(rows: &[S], columns: usize, blocks: usize, to: *mut u32) {
     let count = rows.len() / columns;
     let row = |r: usize| (r < count).then(|| &rows[r * columns..(r + 1) * columns]);
     for pair in 0..blocks * LANES {
         let rows = [row(2 * pair), row(2 * pair + 1)];
         // SAFETY: the panels hold this row.
-        unsafe { pair_row::<P>(rows, columns, to.add(pair * LANES), blocks * BLOCK) };
+        unsafe { pair_row::<P, S>(rows, columns, to.add(pair * LANES), blocks * BLOCK) };
     }
 }
 
 packing! {
     /// # Safety
     /// As `rows_body`.
-    unsafe fn rows(rows: &[f32], columns: usize, blocks: usize, to: *mut u32) = rows_body
+    unsafe fn rows<S: Element>(rows: &[S], columns: usize, blocks: usize, to: *mut u32) = rows_body
 }
 
 /// Which units of a batch are packed.
@@ -443,7 +486,7 @@ fn pixel(w: &Window, image: usize, y: isize, x: isize) -> Option<usize> {
 /// All taps of output `(j, i)` one after another, then zeros up to the slot's size.
 /// `to` holds sixteen values more than the slot.
 #[inline(always)]
-fn gather(w: &Window, source: &[f32], image: usize, j: usize, i: usize, to: &mut [f32]) {
+fn gather<S: Element>(w: &Window, source: &[S], image: usize, j: usize, i: usize, to: &mut [S]) {
     let c = w.channels;
     let mut at = 0;
     let mut tap = 0;
@@ -466,7 +509,7 @@ fn gather(w: &Window, source: &[f32], image: usize, j: usize, i: usize, to: &mut
                 for (n, to) in to[at..at + run * c].chunks_exact_mut(c).enumerate() {
                     match pixel(w, image, y, x + n as isize) {
                         Some(p) => to.copy_from_slice(&source[p * c..(p + 1) * c]),
-                        None => to.fill(0.0),
+                        None => to.fill(S::default()),
                     }
                 }
             }
@@ -474,7 +517,7 @@ fn gather(w: &Window, source: &[f32], image: usize, j: usize, i: usize, to: &mut
         at += run * c;
         tap += run;
     }
-    to[at..].fill(0.0);
+    to[at..].fill(S::default());
 }
 
 packing! {
@@ -483,11 +526,11 @@ packing! {
     ///
     /// # Safety
     /// `to` holds all slots.
-    unsafe fn slots(l: &Layout, w: &Window, source: &[f32], units: Units, temporary: &mut [f32], to: *mut u16) = slots_body
+    unsafe fn slots<S: Element>(l: &Layout, w: &Window, source: &[S], units: Units, temporary: &mut [S], to: *mut u16) = slots_body
 }
 
 #[inline(always)]
-unsafe fn narrow_all<P: Pack>(from: &[f32], to: *mut u16) {
+unsafe fn narrow_all<P: Pack, S: Element>(from: &[S], to: *mut u16) {
     for (i, from) in from.chunks_exact(DEPTH).enumerate() {
         // SAFETY: the caller's memory holds as many values as `from`.
         unsafe { P::store(P::narrow(from.as_ptr()), to.add(i * DEPTH).cast()) };
@@ -495,12 +538,12 @@ unsafe fn narrow_all<P: Pack>(from: &[f32], to: *mut u16) {
 }
 
 #[inline(always)]
-unsafe fn slots_body<P: Pack>(
+unsafe fn slots_body<P: Pack, S: Element>(
     l: &Layout,
     w: &Window,
-    source: &[f32],
+    source: &[S],
     units: Units,
-    temporary: &mut [f32],
+    temporary: &mut [S],
     to: *mut u16,
 ) {
     let mut to = to;
@@ -513,18 +556,18 @@ unsafe fn slots_body<P: Pack>(
                     if l.gathered {
                         for i in 0..l.width {
                             gather(w, source, image, row + line, i, temporary);
-                            narrow_all::<P>(&temporary[..l.slot], to.add(i * l.pitch));
+                            narrow_all::<P, S>(&temporary[..l.slot], to.add(i * l.pitch));
                         }
                     } else if l.dense() {
                         let first = [l.row(copy, row, line), l.column(copy, 0)];
-                        dense_line::<P>(l, w, source, image, first, to);
+                        dense_line::<P, S>(l, w, source, image, first, to);
                     } else {
                         let y = l.row(copy, row, line);
                         for i in 0..l.width {
                             let to = to.add(i * l.pitch);
                             match pixel(w, image, y, l.column(copy, i)) {
                                 Some(p) => {
-                                    narrow_all::<P>(&source[p * l.slot..(p + 1) * l.slot], to);
+                                    narrow_all::<P, S>(&source[p * l.slot..(p + 1) * l.slot], to);
                                 }
                                 None => to.write_bytes(0, l.slot),
                             }
@@ -539,10 +582,10 @@ unsafe fn slots_body<P: Pack>(
 
 /// A line whose slots are neighbours in the source.
 #[inline(always)]
-unsafe fn dense_line<P: Pack>(
+unsafe fn dense_line<P: Pack, S: Element>(
     l: &Layout,
     w: &Window,
-    source: &[f32],
+    source: &[S],
     image: usize,
     [y, x]: [isize; 2],
     to: *mut u16,
@@ -557,10 +600,10 @@ unsafe fn dense_line<P: Pack>(
                 to.write_bytes(0, left * l.pitch);
                 let from = &source[p * l.slot..(p + end - left) * l.slot];
                 if l.pitch == l.slot {
-                    narrow_all::<P>(from, to.add(left * l.slot));
+                    narrow_all::<P, S>(from, to.add(left * l.slot));
                 } else {
                     for (i, from) in from.chunks_exact(l.slot).enumerate() {
-                        narrow_all::<P>(from, to.add((left + i) * l.pitch));
+                        narrow_all::<P, S>(from, to.add((left + i) * l.pitch));
                     }
                 }
                 let right = (l.width - end) * l.pitch;
@@ -589,25 +632,25 @@ packing! {
     ///
     /// # Safety
     /// `to` holds all rows.
-    unsafe fn columns(l: &Layout, w: &Window, source: &[f32], c: &Columns, temporary: &mut [f32], to: *mut u8) = columns_body
+    unsafe fn columns<S: Element>(l: &Layout, w: &Window, source: &[S], c: &Columns, temporary: &mut [S], to: *mut u8) = columns_body
 }
 
 #[inline(always)]
-unsafe fn columns_body<P: Pack>(
+unsafe fn columns_body<P: Pack, S: Element>(
     l: &Layout,
     w: &Window,
-    source: &[f32],
+    source: &[S],
     c: &Columns,
-    temporary: &mut [f32],
+    temporary: &mut [S],
     to: *mut u8,
 ) {
     let slots = c.units.count * l.unit_slots();
     for copy in (0..l.copies).filter(|copy| l.moved(w, *copy).is_none()) {
         let (mut unit, mut line, mut i) = (0, 0, 0);
         for block in 0..slots.div_ceil(DEPTH) {
-            let mut rows = [ZEROS.as_ptr(); DEPTH];
+            let mut rows = [zeros::<S>(); DEPTH];
             if l.gathered {
-                temporary.fill(0.0);
+                temporary.fill(S::default());
             } else {
                 rows = [temporary.as_ptr(); DEPTH];
             }
@@ -680,6 +723,46 @@ unsafe fn columns_body<P: Pack>(
                     let row = P::masked(from.wrapping_add(block * DEPTH), mask);
                     P::store(row, to.add(block * 64).cast());
                 }
+            }
+        }
+    }
+}
+
+packing! {
+    /// Rounds rows of a block's sums: `width` values of row r to `to + at[r]`, or added to
+    /// what lies there.
+    ///
+    /// # Safety
+    /// The places are valid and nobody else's.
+    unsafe fn outputs(sums: &[f32; SIDE * SIDE], at: &[usize], width: usize, to: *mut Bf16, mode: Mode) = outputs_body
+}
+
+#[inline(always)]
+unsafe fn outputs_body<P: Pack>(
+    sums: &[f32; SIDE * SIDE],
+    at: &[usize],
+    width: usize,
+    to: *mut Bf16,
+    mode: Mode,
+) {
+    for (sums, at) in sums.chunks_exact(SIDE).zip(at) {
+        // SAFETY: the caller's promise; a whole row is 32 values.
+        unsafe {
+            let to = to.add(*at);
+            if width == SIDE {
+                let row = match mode {
+                    Mode::Write => P::narrow(sums.as_ptr()),
+                    Mode::Add => P::add_narrow(sums.as_ptr(), to),
+                };
+                P::store(row, to.cast());
+                continue;
+            }
+            for (i, s) in sums.iter().enumerate().take(width) {
+                let v = match mode {
+                    Mode::Write => *s,
+                    Mode::Add => to.add(i).read().wide() + s,
+                };
+                to.add(i).write(Bf16::of(v));
             }
         }
     }

@@ -5,9 +5,15 @@ use super::*;
 use crate::Precision;
 use crate::kernels::Mode;
 use crate::kernels::conv::tests::{each, shape};
+use crate::kernels::element::{Bf16, Element, Values, ValuesMut};
 use crate::kernels::isa::on_each_isa;
 use crate::kernels::scalar::noise;
 use crate::par::{Team, Threads};
+
+/// What a value becomes in a product.
+fn rounded(v: f32) -> f32 {
+    Bf16::of(v).wide()
+}
 
 fn shapes() -> Vec<ConvShape> {
     let one = [1, 1];
@@ -67,18 +73,22 @@ fn run(s: &ConvShape, c: &Case, threads: usize) -> [Vec<f32>; 3] {
     let team = Team::new(Threads(threads));
     let mut work = vec![f32::NAN; work_len(s)];
     let mut y = vec![f32::NAN; c.dy.len()];
-    forward(&team, s, &c.x, &c.w, (&c.b, false), &mut work, &mut y);
+    let (x, d) = (Values::F32(&c.x), Values::F32(&c.dy));
+    let to = ValuesMut::F32(&mut y);
+    forward(&team, s, x, &c.w, (&c.b, false), &mut work, to);
     work.fill(f32::NAN);
     let mut dw = vec![f32::NAN; c.w.len()];
-    weight_gradient(&team, s, &c.x, &c.dy, &mut work, &mut dw, Mode::Write);
+    weight_gradient(&team, s, x, d, &mut work, &mut dw, Mode::Write);
     let mut twice = dw.clone();
-    weight_gradient(&team, s, &c.x, &c.dy, &mut work, &mut twice, Mode::Add);
+    weight_gradient(&team, s, x, d, &mut work, &mut twice, Mode::Add);
     assert!(dw.iter().zip(&twice).all(|(a, b)| a + a == *b), "{s:?}");
     work.fill(f32::NAN);
     let mut dx = vec![f32::NAN; c.x.len()];
-    input_gradient(&team, s, &c.w, &c.dy, &mut work, &mut dx, Mode::Write);
+    let to = ValuesMut::F32(&mut dx);
+    input_gradient(&team, s, &c.w, d, &mut work, to, Mode::Write);
     let mut twice = dx.clone();
-    input_gradient(&team, s, &c.w, &c.dy, &mut work, &mut twice, Mode::Add);
+    let to = ValuesMut::F32(&mut twice);
+    input_gradient(&team, s, &c.w, d, &mut work, to, Mode::Add);
     assert!(dx.iter().zip(&twice).all(|(a, b)| a + a == *b), "{s:?}");
     [y, dw, dx]
 }
@@ -132,6 +142,60 @@ fn threads_and_instruction_sets_do_not_change_a_bit() {
     }
 }
 
+/// Values in bf16.
+fn narrow(v: &[f32]) -> Vec<Bf16> {
+    v.iter().map(|v| Bf16::of(*v)).collect()
+}
+
+#[test]
+fn values_in_bf16_give_what_rounded_values_do_and_results_are_rounded_once() {
+    for s in shapes() {
+        let c = case(&s);
+        let team = Team::new(Threads(2));
+        let mut work = vec![f32::NAN; work_len(&s)];
+        let (x, dy) = (narrow(&c.x), narrow(&c.dy));
+        on_each_isa(|isa| {
+            if isa == crate::kernels::isa::Isa::Scalar && s.weight_len() > 1 << 15 {
+                return;
+            }
+            let w = &c.w;
+            let mut wide = vec![f32::NAN; c.dy.len()];
+            let to = ValuesMut::F32(&mut wide);
+            let from = Values::F32(&c.x);
+            forward(&team, &s, from, w, (&[], false), &mut work, to);
+            let mut y = vec![Bf16::of(f32::NAN); c.dy.len()];
+            let to = ValuesMut::Bf16(&mut y);
+            let from = Values::Bf16(&x);
+            forward(&team, &s, from, w, (&[], false), &mut work, to);
+            assert!(y == narrow(&wide), "y {s:?} {isa:?}");
+
+            let (mut want, mut dw) = (vec![f32::NAN; w.len()], vec![f32::NAN; w.len()]);
+            let (a, b) = (Values::F32(&c.x), Values::F32(&c.dy));
+            weight_gradient(&team, &s, a, b, &mut work, &mut want, Mode::Write);
+            let (a, b) = (Values::Bf16(&x), Values::Bf16(&dy));
+            weight_gradient(&team, &s, a, b, &mut work, &mut dw, Mode::Write);
+            assert!(dw == want, "dw {s:?} {isa:?}");
+
+            let mut wide = vec![f32::NAN; c.x.len()];
+            let (from, to) = (Values::F32(&c.dy), ValuesMut::F32(&mut wide));
+            input_gradient(&team, &s, w, from, &mut work, to, Mode::Write);
+            let mut dx = vec![Bf16::of(f32::NAN); c.x.len()];
+            let (from, to) = (Values::Bf16(&dy), ValuesMut::Bf16(&mut dx));
+            input_gradient(&team, &s, w, from, &mut work, to, Mode::Write);
+            assert!(dx == narrow(&wide), "dx {s:?} {isa:?}");
+            let sums: Vec<Bf16> = x
+                .iter()
+                .zip(&wide)
+                .map(|(x, d)| Bf16::of(x.wide() + d))
+                .collect();
+            let mut dx = x.clone();
+            let (from, to) = (Values::Bf16(&dy), ValuesMut::Bf16(&mut dx));
+            input_gradient(&team, &s, w, from, &mut work, to, Mode::Add);
+            assert!(dx == sums, "dx added {s:?} {isa:?}");
+        });
+    }
+}
+
 #[test]
 fn no_images_give_no_gradient() {
     for mut s in shapes() {
@@ -177,7 +241,7 @@ fn rounding_is_to_nearest_even_on_every_isa() {
     assert!(rounded(f32::NAN).is_nan() && rounded(f32::from_bits(0x7f80_0001)).is_nan());
     let mut rows = noise(4 * 32 * 32, 5);
     rows[..odd.len()].copy_from_slice(&odd);
-    let want: Vec<u16> = rows.iter().map(|v| pack::round(*v)).collect();
+    let want: Vec<u16> = rows.iter().map(|v| Bf16::of(*v).bits()).collect();
     on_each_isa(|isa| {
         let mut to = vec![0u32; 2 * 4 * 256];
         // SAFETY: two panels of four blocks.

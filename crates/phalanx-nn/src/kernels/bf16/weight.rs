@@ -7,6 +7,7 @@ use super::tile::{Block, Sums, Tiles};
 use super::window::Window;
 use super::{ConvShape, DEPTH, SIDE, WEIGHT_PIXELS};
 use crate::kernels::Mode;
+use crate::kernels::element::{Values, elements_mut};
 use crate::kernels::elementwise::fold;
 use crate::par::{Disjoint, Team, scratch};
 
@@ -94,8 +95,8 @@ pub(super) fn work_len(s: &ConvShape) -> usize {
 pub(crate) fn weight_gradient(
     team: &Team,
     s: &ConvShape,
-    x: &[f32],
-    dy: &[f32],
+    x: Values<'_>,
+    dy: Values<'_>,
     work: &mut [f32],
     dw: &mut [f32],
     mode: Mode,
@@ -165,8 +166,8 @@ struct Job<'a> {
     window: &'a Window,
     cut: &'a Cut,
     s: &'a ConvShape,
-    x: &'a [f32],
-    dy: &'a [f32],
+    x: Values<'a>,
+    dy: Values<'a>,
 }
 
 impl Job<'_> {
@@ -174,10 +175,34 @@ impl Job<'_> {
     fn pair_rows(&self, segment: usize, to: &mut [f32]) {
         let (units, l) = (self.cut.segment(segment), &self.cut.layout);
         let len = l.pixels * self.s.out;
-        let rows = &self.dy[units.first * len..][..units.count * len];
+        let range = units.first * len..(units.first + units.count) * len;
         assert!(to.len() >= self.cut.pairs_len(self.s));
+        let (out, blocks, to) = (self.s.out, self.cut.blocks, to.as_mut_ptr().cast());
         // SAFETY: `to` holds the panels of all columns.
-        unsafe { pack::rows(rows, self.s.out, self.cut.blocks, to.as_mut_ptr().cast()) };
+        unsafe {
+            match self.dy {
+                Values::F32(dy) => pack::rows(&dy[range], out, blocks, to),
+                Values::Bf16(dy) => pack::rows(&dy[range], out, blocks, to),
+            }
+        }
+    }
+
+    /// Packs channels of inputs.
+    ///
+    /// # Safety
+    /// `to` holds all copies of their rows.
+    unsafe fn columns(&self, columns: &Columns, temporary: &mut [f32], to: *mut u8) {
+        let (l, w) = (&self.cut.layout, self.window);
+        let len = temporary.len();
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self.x {
+                Values::F32(x) => pack::columns(l, w, x, columns, temporary, to),
+                Values::Bf16(x) => {
+                    pack::columns(l, w, x, columns, elements_mut(temporary, len), to);
+                }
+            }
+        }
     }
 
     /// Rows of the weights that a chunk of channels makes.
@@ -224,7 +249,7 @@ impl Job<'_> {
                 };
                 let to = packed.as_mut_ptr().cast::<u8>();
                 // SAFETY: `packed` holds all copies of the channels' rows.
-                unsafe { pack::columns(l, self.window, self.x, &columns, temporary, to) };
+                unsafe { self.columns(&columns, temporary, to) };
                 let mut offsets = [0isize; MAX_RUNS];
                 let (runs, run) = self.runs(units, &mut offsets);
                 let add = segment > segments.start;

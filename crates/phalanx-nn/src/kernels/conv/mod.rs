@@ -25,6 +25,7 @@ mod winograd;
 pub(crate) use shape::ConvShape;
 
 use super::bias::{column_sums, finish};
+use super::element::{Values, ValuesMut};
 use super::elementwise::fold;
 use super::{Mode, bf16};
 use crate::Precision;
@@ -66,21 +67,29 @@ impl Method {
     }
 }
 
-/// `y = act(conv(x, w) + bias)`. One chunk an image.
+/// Whether a layer's products are made in bf16, so that its operands and results may lie
+/// in memory as bf16.
+pub(crate) fn in_bf16(s: &ConvShape) -> bool {
+    Method::of(s) == Method::Bf16
+}
+
+/// `y = act(conv(x, w) + bias)`. One chunk an image. Values may be bf16 where [`in_bf16`]
+/// says so; outputs in bf16 have neither bias nor activation.
 pub(crate) fn forward(
     team: &Team,
     s: &ConvShape,
-    x: &[f32],
+    x: Values<'_>,
     w: &[f32],
     (bias, relu): (Option<&[f32]>, bool),
     work: &mut [f32],
-    y: &mut [f32],
+    y: ValuesMut<'_>,
 ) {
     let (il, ol) = (s.in_len(), s.out_len());
     let (method, bias) = (Method::of(s), bias.unwrap_or(&[]));
     if method == Method::Bf16 {
         return bf16::forward(team, s, x, w, (bias, relu), work, y);
     }
+    let (x, y) = (x.f32(), y.f32());
     if method == Method::Winograd {
         return winograd::forward(team, s, x, w, (bias, relu), work, y);
     }
@@ -137,8 +146,8 @@ fn partials(s: &ConvShape) -> usize {
 pub(crate) fn weight_gradient(
     team: &Team,
     s: &ConvShape,
-    x: &[f32],
-    dy: &[f32],
+    x: Values<'_>,
+    dy: Values<'_>,
     work: &mut [f32],
     dw: &mut [f32],
     mode: Mode,
@@ -147,6 +156,7 @@ pub(crate) fn weight_gradient(
     if method == Method::Bf16 {
         return bf16::weight_gradient(team, s, x, dy, work, dw, mode);
     }
+    let (x, dy) = (x.f32(), dy.f32());
     if method == Method::Winograd {
         return winograd::weight_gradient(team, s, x, dy, work, dw, mode);
     }
@@ -211,14 +221,15 @@ pub(crate) fn input_gradient(
     team: &Team,
     s: &ConvShape,
     w: &[f32],
-    dy: &[f32],
-    (work, dx): (&mut [f32], &mut [f32]),
+    dy: Values<'_>,
+    (work, dx): (&mut [f32], ValuesMut<'_>),
     mode: Mode,
 ) {
     let method = Method::of(s);
     if method == Method::Bf16 {
         return bf16::input_gradient(team, s, w, dy, work, dx, mode);
     }
+    let (dy, dx) = (dy.f32(), dx.f32());
     if method == Method::Winograd {
         return winograd::input_gradient(team, s, w, dy, work, dx, mode);
     }

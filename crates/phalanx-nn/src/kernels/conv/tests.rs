@@ -1,6 +1,7 @@
 //! Every method against the plain definition in f64.
 
 use super::*;
+use crate::kernels::element::{Values, ValuesMut};
 use crate::kernels::isa::on_each_isa;
 use crate::kernels::scalar::noise;
 use crate::par::Threads;
@@ -133,15 +134,19 @@ pub(super) fn run(s: &ConvShape, c: &Case, threads: usize) -> [Vec<f32>; 4] {
     let team = Team::new(Threads(threads));
     let mut y = vec![f32::NAN; c.dy.len()];
     let mut work = vec![f32::NAN; work_len(s)];
-    forward(&team, s, &c.x, &c.w, (Some(&c.b), false), &mut work, &mut y);
+    let (x, d) = (Values::F32(&c.x), Values::F32(&c.dy));
+    let (b, to) = ((Some(&c.b[..]), false), ValuesMut::F32(&mut y));
+    forward(&team, s, x, &c.w, b, &mut work, to);
     let mut dw = vec![f32::NAN; c.w.len()];
-    weight_gradient(&team, s, &c.x, &c.dy, &mut work, &mut dw, Mode::Write);
+    weight_gradient(&team, s, x, d, &mut work, &mut dw, Mode::Write);
     let mut db = vec![1.0; s.out];
     bias_gradient(&team, s, &c.dy, &mut work, &mut db, Mode::Add);
     let mut dx = vec![f32::NAN; c.x.len()];
-    input_gradient(&team, s, &c.w, &c.dy, (&mut work, &mut dx), Mode::Write);
+    let memory = (&mut work[..], ValuesMut::F32(&mut dx));
+    input_gradient(&team, s, &c.w, d, memory, Mode::Write);
     let mut twice = dx.clone();
-    input_gradient(&team, s, &c.w, &c.dy, (&mut work, &mut twice), Mode::Add);
+    let memory = (&mut work[..], ValuesMut::F32(&mut twice));
+    input_gradient(&team, s, &c.w, d, memory, Mode::Add);
     assert!(dx.iter().zip(&twice).all(|(a, b)| a + a == *b), "{s:?}");
     [y, dw, db, dx]
 }
