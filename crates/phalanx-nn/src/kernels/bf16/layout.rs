@@ -5,6 +5,10 @@
 //! *slots*; a layout holds one or several *copies* of a unit's pixels, shifted
 //! against each other, so that output p under tap t reads slot
 //! `slot_of(p) + shift(t)`.
+//!
+//! Where slots are neighbours in a tile's row (weight gradients), rows that do not begin
+//! on a cache line take twice as long to load: lines are added until every unit begins
+//! on one, and shifts that do not keep to lines get copies of their own.
 
 use super::DEPTH;
 use super::window::{MAX_TAPS, Window};
@@ -33,7 +37,12 @@ pub(super) struct Layout {
     /// Rows and slots of a row, of each unit in a copy.
     pub lines: usize,
     pub width: usize,
+    /// All copies, and how many of them are packed from the source: the others are earlier
+    /// ones shifted.
     pub copies: usize,
+    pub packed: usize,
+    /// Copy that each of the others shows, and by how many slots it is shifted.
+    shifted: [(usize, usize); MAX_TAPS],
     /// Source row and column of each copy's first slot, in the first band.
     first: [[isize; 2]; MAX_TAPS],
     /// Rows and columns of the source between slots.
@@ -77,6 +86,8 @@ impl Layout {
             lines: band,
             width: columns,
             copies: 0,
+            packed: 0,
+            shifted: [(0, 0); MAX_TAPS],
             first: [[0; 2]; MAX_TAPS],
             steps: w.step,
             slot: w.channels,
@@ -87,7 +98,7 @@ impl Layout {
         if l.gathered {
             l.slot = w.depth().next_multiple_of(DEPTH);
             l.pitch = pitch(l.slot);
-            (l.copies, l.taps) = (1, 1);
+            (l.copies, l.packed, l.taps) = (1, 1, 1);
             return l;
         }
         let offsets = &w.offsets[..w.count];
@@ -96,7 +107,7 @@ impl Layout {
                 l.first[t] = o;
                 l.reads[t] = (t, 0);
             }
-            l.copies = w.count;
+            (l.copies, l.packed) = (w.count, w.count);
             return l;
         }
         l.flat = false;
@@ -120,7 +131,37 @@ impl Layout {
             });
             l.reads[t] = (copy, shift * l.width + (o[1] - column) as usize);
         }
+        l.packed = l.copies;
+        if tile == DEPTH {
+            l.align();
+        }
         l
+    }
+
+    /// Lets every tap of every unit read whole cache lines.
+    fn align(&mut self) {
+        while !(self.lines * self.width).is_multiple_of(DEPTH) {
+            self.lines += 1;
+        }
+        for tap in 0..self.taps {
+            let read = self.reads[tap];
+            if read.1.is_multiple_of(DEPTH) {
+                continue;
+            }
+            let known = self.copies - self.packed;
+            let copy = self.shifted[..known].iter().position(|s| *s == read);
+            if copy.is_none() {
+                self.shifted[known] = read;
+                self.copies += 1;
+            }
+            let copy = copy.unwrap_or(known);
+            self.reads[tap] = (self.packed + copy, 0);
+        }
+    }
+
+    /// Copy that a copy behind those packed shows, and by how many slots it is shifted.
+    pub(super) fn shifted(&self, copy: usize) -> (usize, usize) {
+        self.shifted[copy - self.packed]
     }
 
     /// Slots of one unit in one copy.
@@ -162,7 +203,7 @@ impl Layout {
         if self.gathered || !whole || column.abs() != 1 {
             return None;
         }
-        let from = self.first[..self.copies]
+        let from = self.first[..self.packed]
             .iter()
             .position(|f| *f == [row, 0])?;
         Some((from, column == 1))

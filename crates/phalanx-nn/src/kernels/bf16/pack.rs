@@ -1,7 +1,7 @@
 //! Rounding to bf16, and the orders in which tiles want their operands.
 
 use super::layout::Layout;
-use super::window::Window;
+use super::window::{MAX_RUNS, Window};
 use super::{DEPTH, SIDE};
 use crate::kernels::Mode;
 use crate::kernels::element::{Bf16, Element};
@@ -420,29 +420,64 @@ unsafe fn turned_panel_body<P: Pack>(
     let depth = w.depth();
     // Element (k, column) of the product's second operand.
     let at = |(tap, c): (usize, usize), column: usize| (tap * columns + column) * w.channels + c;
-    let whole = !w.gathered();
-    for block in 0..depth.div_ceil(DEPTH) {
-        let k = block * DEPTH;
-        // SAFETY: it touches no memory.
-        let mut rows = [unsafe { P::zero() }; LANES];
-        for (j, row) in rows.iter_mut().enumerate().take(width) {
-            let mut part = ZEROS;
-            let values = if whole {
-                &from[at(element(w, k), first + j)..][..DEPTH]
-            } else {
+    if w.gathered() {
+        for block in 0..depth.div_ceil(DEPTH) {
+            let k = block * DEPTH;
+            let mut parts = [ZEROS; LANES];
+            for (j, part) in parts.iter_mut().enumerate().take(width) {
                 for (i, v) in part.iter_mut().enumerate().take(depth - k) {
                     *v = from[at(element(w, k + i), first + j)];
                 }
-                &part[..]
-            };
-            // SAFETY: 32 values.
-            *row = unsafe { P::narrow(values.as_ptr()) };
-        }
-        // SAFETY: sixteen rows of a block that the panel holds.
-        unsafe {
-            for (j, row) in P::turn(rows).into_iter().enumerate() {
-                P::store(row, to.add(block * BLOCK + j * LANES));
             }
+            let row = |j: usize| parts[j].as_ptr();
+            // SAFETY: 32 values each; the panel holds this block.
+            unsafe { turned_block::<P>(row, to.add(block * BLOCK)) };
+        }
+        return;
+    }
+    // Taps and channels in memory's order, and which run of the panel each is.
+    let run = w.run();
+    let runs = depth / run;
+    let mut order = [((0, 0), 0); MAX_RUNS];
+    for (i, entry) in order.iter_mut().enumerate().take(runs) {
+        *entry = (element(w, i * run), i);
+    }
+    order[..runs].sort_unstable();
+    for &((tap, c), i) in &order[..runs] {
+        for part in (0..run).step_by(DEPTH) {
+            let (channel, k) = (c + part, i * run + part);
+            let row = |j: usize| {
+                if j >= width {
+                    return ZEROS.as_ptr();
+                }
+                let values = from[at((tap, channel), first + j)..][..DEPTH].as_ptr();
+                // SAFETY: a hint; four lines on.
+                unsafe {
+                    P::fetch(values.wrapping_add(4 * LANES));
+                    P::fetch(values.wrapping_add(5 * LANES));
+                }
+                values
+            };
+            // SAFETY: 32 values each; the panel holds this block.
+            unsafe { turned_block::<P>(row, to.add(k / DEPTH * BLOCK)) };
+        }
+    }
+}
+
+/// Rounds 32 values of each of sixteen columns, and stores them pair by pair.
+///
+/// # Safety
+/// `column` gives pointers to 32 values; `to` holds a block.
+#[inline(always)]
+unsafe fn turned_block<P: Pack>(column: impl Fn(usize) -> *const f32, to: *mut u32) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut rows = [P::zero(); LANES];
+        for (j, row) in rows.iter_mut().enumerate() {
+            *row = P::narrow(column(j));
+        }
+        for (j, row) in P::turn(rows).into_iter().enumerate() {
+            P::store(row, to.add(j * LANES));
         }
     }
 }
@@ -645,7 +680,7 @@ unsafe fn columns_body<P: Pack, S: Element>(
     to: *mut u8,
 ) {
     let slots = c.units.count * l.unit_slots();
-    for copy in (0..l.copies).filter(|copy| l.moved(w, *copy).is_none()) {
+    for copy in (0..l.packed).filter(|copy| l.moved(w, *copy).is_none()) {
         let (mut unit, mut line, mut i) = (0, 0, 0);
         for block in 0..slots.div_ceil(DEPTH) {
             let mut rows = [zeros::<S>(); DEPTH];
@@ -696,7 +731,7 @@ unsafe fn columns_body<P: Pack, S: Element>(
             }
         }
     }
-    for copy in 0..l.copies {
+    for copy in 0..l.packed {
         let Some((from, left)) = l.moved(w, copy) else {
             continue;
         };
@@ -721,6 +756,22 @@ unsafe fn columns_body<P: Pack, S: Element>(
                 let to = to.add((copy * channels + channel) * c.stride);
                 for block in 0..slots.div_ceil(DEPTH) {
                     let row = P::masked(from.wrapping_add(block * DEPTH), mask);
+                    P::store(row, to.add(block * 64).cast());
+                }
+            }
+        }
+    }
+    for copy in l.packed..l.copies {
+        let (from, shift) = l.shifted(copy);
+        let channels = c.to - c.from;
+        for channel in 0..channels {
+            // SAFETY: both copies' rows lie in the caller's memory, the first before the
+            // second: what is read behind a row's end is memory, too, and no output reads it.
+            unsafe {
+                let from = to.add((from * channels + channel) * c.stride + 2 * shift);
+                let to = to.add((copy * channels + channel) * c.stride);
+                for block in 0..slots.div_ceil(DEPTH) {
+                    let row = P::narrow(from.add(block * 64).cast::<Bf16>());
                     P::store(row, to.add(block * 64).cast());
                 }
             }
