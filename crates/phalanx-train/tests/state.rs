@@ -54,7 +54,7 @@ fn facts() -> BTreeMap<String, String> {
 
 fn snapshot(params: &Params, optimizer: &dyn Optimizer, step: u64) -> Snapshot {
     Snapshot::take(
-        params.clone(),
+        params,
         optimizer,
         at(step),
         facts(),

@@ -118,7 +118,24 @@ impl Params {
 
     /// A copy of one parameter in PyTorch's row-major order.
     pub fn export(&self, id: ParamId) -> Vec<f32> {
-        export(&self.infos[id.index()], self.get(id))
+        let mut out = Vec::new();
+        self.export_of(id, &self.values, &mut out);
+        out
+    }
+
+    /// As [`export`](Params::export), but from `flat`, other values in the places of
+    /// [`flat`](Params::flat) (an optimizer's buffer), and into `out`, which is emptied
+    /// first and whose memory is used again.
+    ///
+    /// # Panics
+    /// If `id` belongs to another, larger model, or `flat` is shorter than this model's.
+    pub fn export_of(&self, id: ParamId, flat: &[f32], out: &mut Vec<f32>) {
+        let info = &self.infos[id.index()];
+        let values = &flat[info.offset..info.offset + info.len];
+        out.clear();
+        out.resize(info.len, 0.0);
+        info.layout
+            .for_each_index(&info.shape, |o, i| out[o] = values[i]);
     }
 
     /// Sets one parameter from PyTorch's row-major order.
@@ -185,13 +202,6 @@ impl std::fmt::Debug for Params {
             .field("buffers", &self.buffer_infos.len())
             .finish()
     }
-}
-
-fn export(info: &ParamInfo, values: &[f32]) -> Vec<f32> {
-    let mut out = vec![0.0; info.len];
-    info.layout
-        .for_each_index(&info.shape, |o, i| out[o] = values[i]);
-    out
 }
 
 pub(super) fn import(info: &ParamInfo, from: &[f32], into: &mut [f32]) -> Result<()> {

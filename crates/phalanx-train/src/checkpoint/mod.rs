@@ -192,6 +192,23 @@ pub(crate) fn write_tensors(
     metadata: &BTreeMap<String, String>,
     tensors: &[Saved],
 ) -> std::io::Result<()> {
+    let heads = tensors
+        .iter()
+        .map(|t| (&t.name[..], t.dtype, &t.shape[..], t.bytes.len()));
+    write_header(out, metadata, heads)?;
+    for tensor in tensors {
+        out.write_all(&tensor.bytes)?;
+    }
+    Ok(())
+}
+
+/// Writes what comes before the numbers in a safetensors file: of each tensor
+/// its name, type, shape and bytes, in the order in which they follow.
+pub(crate) fn write_header<'a>(
+    out: &mut dyn Write,
+    metadata: &BTreeMap<String, String>,
+    tensors: impl Iterator<Item = (&'a str, DType, &'a [usize], usize)>,
+) -> std::io::Result<()> {
     // Written by hand because the library keeps metadata in a hash map, whose
     // order, hence the file's bytes, would change from run to run.
     let mut header = Map::new();
@@ -199,25 +216,21 @@ pub(crate) fn write_tensors(
         header.insert(METADATA.to_owned(), json!(metadata));
     }
     let mut offset = 0;
-    for tensor in tensors {
-        let end = offset + tensor.bytes.len();
+    for (name, dtype, shape, bytes) in tensors {
+        let end = offset + bytes;
         let entry = json!({
-            "dtype": tensor.dtype.safetensors_name(),
-            "shape": tensor.shape,
+            "dtype": dtype.safetensors_name(),
+            "shape": shape,
             "data_offsets": [offset, end],
         });
-        header.insert(tensor.name.clone(), entry);
+        header.insert(name.to_owned(), entry);
         offset = end;
     }
     let mut header = Value::Object(header).to_string().into_bytes();
     // The data must begin at a multiple of 8.
     header.resize(header.len().next_multiple_of(8), b' ');
     out.write_all(&(header.len() as u64).to_le_bytes())?;
-    out.write_all(&header)?;
-    for tensor in tensors {
-        out.write_all(&tensor.bytes)?;
-    }
-    Ok(())
+    out.write_all(&header)
 }
 
 pub(crate) fn little_endian(values: &[f32]) -> Vec<u8> {

@@ -3,18 +3,28 @@
 use std::path::PathBuf;
 use std::thread::JoinHandle;
 
+use rustix::process::setpriority_process;
+use rustix::thread::gettid;
+
 use super::folder::Folder;
 use super::snapshot::Snapshot;
 use crate::{Error, Result};
 
-/// Saves one snapshot at a time on a thread of its own.
+/// Saves one snapshot at a time on a thread of its own, which takes a processor
+/// only while nobody else wants it: a step must not wait for what can wait. Nothing
+/// is lost by that but time, and whoever [waits](Background::wait) for the save
+/// leaves it the processor.
 ///
 /// A save that was begun is finished, or has failed, when this is dropped.
-#[derive(Debug)]
 pub struct Background {
     folder: Folder,
-    running: Option<JoinHandle<Result<PathBuf>>>,
+    running: Option<JoinHandle<(Result<PathBuf>, Snapshot)>>,
+    /// What was saved last, for its memory.
+    spare: Option<Snapshot>,
 }
+
+/// The lowest priority there is.
+const NICE: i32 = 19;
 
 impl Background {
     /// Saves into `folder`.
@@ -22,7 +32,19 @@ impl Background {
         Background {
             folder,
             running: None,
+            spare: None,
         }
+    }
+
+    /// The snapshot that was saved last, whose memory the next may be
+    /// [taken into](Snapshot::take_over).
+    pub fn spare(&mut self) -> Option<Snapshot> {
+        self.spare.take()
+    }
+
+    /// Gives memory that the next snapshot may be taken into.
+    pub fn set_spare(&mut self, spare: Snapshot) {
+        self.spare = Some(spare);
     }
 
     /// Whether the disk is still busy with the last one.
@@ -42,12 +64,29 @@ impl Background {
         let folder = self.folder.clone();
         let job = std::thread::Builder::new()
             .name("checkpoint".into())
-            .spawn(move || folder.save(&snapshot))
+            .spawn(move || {
+                // Where the system refuses, we are in the way a little more.
+                let _ = setpriority_process(Some(gettid()), NICE);
+                (folder.save(&snapshot), snapshot)
+            })
             .map_err(|source| {
                 Error::io("cannot start a thread to save", self.folder.path(), source)
             })?;
         self.running = Some(job);
         before
+    }
+
+    /// Saves on the caller's own thread, after a save that is still going on: for the last
+    /// checkpoint, which nothing but the save is left to wait for.
+    ///
+    /// # Errors
+    ///
+    /// Those of the save before, though this one is done all the same; then its own.
+    pub fn save(&mut self, snapshot: Snapshot) -> Result<PathBuf> {
+        let before = self.wait();
+        let saved = self.folder.save(&snapshot);
+        self.spare = Some(snapshot);
+        before.and(saved)
     }
 
     /// The outcome of the save that was going on, once it has ended; never
@@ -73,7 +112,10 @@ impl Background {
             return Ok(None);
         };
         match job.join() {
-            Ok(outcome) => outcome.map(Some),
+            Ok((outcome, snapshot)) => {
+                self.spare = Some(snapshot);
+                outcome.map(Some)
+            }
             Err(_) => Err(Error::internal("saving a checkpoint panicked")),
         }
     }
@@ -82,5 +124,91 @@ impl Background {
 impl Drop for Background {
     fn drop(&mut self) {
         let _ = self.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::sync::mpsc::channel;
+
+    use phalanx_nn::optim::Adam;
+    use phalanx_nn::{Grads, Init, Layout, Params, Scope, Seed};
+
+    use super::*;
+    use crate::state::Place;
+
+    fn model() -> Params {
+        let mut scope = Scope::new(Seed(1));
+        scope.param("w", &[8, 3, 3, 3], Layout::Conv, Init::Constant(0.5));
+        scope.buffer("running_mean", &[8], 0.0);
+        scope.build().unwrap()
+    }
+
+    fn take(old: Option<Snapshot>, params: &Params, optimizer: &Adam) -> Snapshot {
+        let (facts, nothing) = (BTreeMap::new(), serde_json::Value::Null);
+        Snapshot::take_over(old, params, optimizer, Place::default(), facts, nothing)
+    }
+
+    /// What a step that saves waits for is a copy into memory that is there.
+    #[test]
+    fn checkpoint_after_checkpoint_is_copied_into_the_same_memory() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut saver = Background::new(Folder::new(dir.path(), 1));
+        let mut params = model();
+        let mut adam = Adam::new(&params, 0.1);
+        let grads = Grads::like(&params);
+        adam.step(&mut params, &grads).unwrap();
+        saver.set_spare(take(None, &params, &adam));
+        let memory = |snapshot: &Snapshot| snapshot.memory();
+        let first = memory(saver.spare.as_ref().unwrap());
+        // All of the state, and nothing else: parameters, buffers, two lists of Adam's.
+        let floats = 3 * params.flat().len() + params.buffers_flat().len();
+        assert_eq!(first.iter().map(|m| m.1).sum::<usize>(), floats);
+        for round in 0..3 {
+            adam.step(&mut params, &grads).unwrap();
+            params.flat_mut()[0] = round as f32;
+            let old = saver.spare();
+            let snapshot = take(old, &params, &adam);
+            assert_eq!(memory(&snapshot), first);
+            match round {
+                1 => drop(saver.save(snapshot).unwrap()),
+                _ => drop(saver.begin(snapshot).unwrap()),
+            }
+            saver.wait().unwrap();
+            let state = saver.folder.newest().unwrap().0.unwrap();
+            let mut read = model();
+            state.restore_params(&mut read).unwrap();
+            assert_eq!(read.flat(), params.flat());
+        }
+        // Of another model it is left alone.
+        let mut scope = Scope::new(Seed(1));
+        scope.param("w", &[2], Layout::Same, Init::Constant(0.5));
+        let other = scope.build().unwrap();
+        let snapshot = take(saver.spare(), &other, &Adam::new(&other, 0.1));
+        assert_ne!(memory(&snapshot), first);
+    }
+
+    /// However long the disk takes, nobody is made to wait who only asks.
+    #[test]
+    fn a_disk_that_is_busy_is_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut saver = Background::new(Folder::new(dir.path(), 1));
+        let params = model();
+        let snapshot = take(None, &params, &Adam::new(&params, 0.1));
+        let (write, written) = channel();
+        saver.running = Some(std::thread::spawn(move || {
+            written.recv().unwrap();
+            (Ok("there".into()), snapshot)
+        }));
+        for _ in 0..1000 {
+            assert!(saver.is_busy());
+            assert_eq!(saver.poll().unwrap(), None);
+            assert!(saver.spare().is_none());
+        }
+        write.send(()).unwrap();
+        assert_eq!(saver.wait().unwrap(), Some("there".into()));
+        assert!(!saver.is_busy());
+        assert!(saver.spare().is_some());
     }
 }

@@ -56,7 +56,7 @@ pub(crate) fn fuzz_seeds() -> Vec<Vec<u8>> {
         };
         let facts = BTreeMap::from([("--seed".to_owned(), "1".to_owned())]);
         let progress = serde_json::json!({"losses": [0.5, 1]});
-        let snapshot = Snapshot::take(stepped, &optimizer, place, facts, progress)
+        let snapshot = Snapshot::take(&stepped, &optimizer, place, facts, progress)
             .with_more(vec![("residual".to_owned(), vec![0.5; 3])]);
         let folder = tempfile::tempdir().ok()?;
         let path = Folder::new(folder.path(), 1).save(&snapshot).ok()?;

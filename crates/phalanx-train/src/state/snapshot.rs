@@ -1,15 +1,17 @@
 //! A training's state, copied out of its way.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::io::Write;
 
-use phalanx_nn::Params;
 use phalanx_nn::optim::Optimizer;
+use phalanx_nn::{ParamId, ParamInfo, Params};
 use sha2::{Digest, Sha256};
 
 use super::manifest::{FORMAT, Manifest, NO_HASH, Place, VERSION};
-use crate::checkpoint::{Tensor, tensors, write_tensors};
-use crate::pth::Saved;
+use crate::checkpoint::write_header;
+use crate::pth::DType;
+use crate::{Error, Result};
 
 /// Before the names of parameters and buffers in the data file.
 pub(crate) const MODEL: &str = "model.";
@@ -30,18 +32,57 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Keeps `params` and copies the optimizer as they are before the step at
+    /// Copies `params` and the optimizer as they are before the step at
     /// `place`. `facts` and `progress` are given back as they are.
     pub fn take(
-        params: Params,
+        params: &Params,
         optimizer: &dyn Optimizer,
         place: Place,
         facts: BTreeMap<String, String>,
         progress: serde_json::Value,
     ) -> Snapshot {
-        let buffers = optimizer.state();
+        Snapshot::take_over(None, params, optimizer, place, facts, progress)
+    }
+
+    /// As [`take`](Snapshot::take), into the memory of `old`, which nobody needs any
+    /// more, where that is of the same model and optimizer: memory that was touched
+    /// before takes the copy several times as fast as memory that the system has yet
+    /// to find.
+    pub fn take_over(
+        old: Option<Snapshot>,
+        params: &Params,
+        optimizer: &dyn Optimizer,
+        place: Place,
+        facts: BTreeMap<String, String>,
+        progress: serde_json::Value,
+    ) -> Snapshot {
+        let state = optimizer.state();
+        let (old_params, mut old_buffers) = match old {
+            Some(old) => (Some(old.params), old.optimizer),
+            None => (None, Vec::new()),
+        };
+        let alike = |old: &Params| {
+            old.infos() == params.infos() && old.buffer_infos() == params.buffer_infos()
+        };
+        let params = match old_params.filter(alike) {
+            Some(mut old) => {
+                old.flat_mut().copy_from_slice(params.flat());
+                old.buffers_flat_mut()
+                    .copy_from_slice(params.buffers_flat());
+                old
+            }
+            None => params.clone(),
+        };
+        let buffers = state.iter().map(|(name, values)| {
+            let at = old_buffers.iter().position(|(old, _)| old == name);
+            let mut memory = at.map_or(Vec::new(), |at| old_buffers.swap_remove(at).1);
+            memory.clear();
+            memory.extend_from_slice(values);
+            ((*name).to_owned(), memory)
+        });
         Snapshot {
             params,
+            optimizer: buffers.collect(),
             more: Vec::new(),
             manifest: Manifest {
                 format: FORMAT.to_owned(),
@@ -51,16 +92,31 @@ impl Snapshot {
                 sha256: String::new(),
                 place,
                 optimizer_steps: optimizer.steps(),
-                optimizer_buffers: buffers.iter().map(|b| b.0.to_owned()).collect(),
+                optimizer_buffers: state.iter().map(|b| b.0.to_owned()).collect(),
                 facts,
                 progress,
                 manifest_sha256: NO_HASH.to_owned(),
             },
-            optimizer: buffers
-                .into_iter()
-                .map(|(name, values)| (name.to_owned(), values.to_vec()))
-                .collect(),
         }
+    }
+
+    /// The same with other values for the model's buffers (running statistics), in
+    /// the places of [`Params::buffers_flat`].
+    ///
+    /// # Errors
+    ///
+    /// `Internal` when they are not as many.
+    pub fn with_buffers(mut self, values: &[f32]) -> Result<Snapshot> {
+        let buffers = self.params.buffers_flat_mut();
+        if buffers.len() != values.len() {
+            return Err(Error::internal(format!(
+                "{} values for {} of a model's buffers",
+                values.len(),
+                buffers.len()
+            )));
+        }
+        buffers.copy_from_slice(values);
+        Ok(self)
     }
 
     /// The same with more lists of numbers, which [`State::more`](super::State::more)
@@ -76,43 +132,77 @@ impl Snapshot {
         self.manifest.place
     }
 
-    /// Writes the data file's content to `out`.
+    /// Where its numbers lie, and how many.
+    #[cfg(test)]
+    pub(super) fn memory(&self) -> Vec<(*const f32, usize)> {
+        let params = [self.params.flat(), self.params.buffers_flat()];
+        let optimizer = self.optimizer.iter().map(|(_, values)| &values[..]);
+        let all = params.into_iter().chain(optimizer);
+        all.map(|values| (values.as_ptr(), values.len())).collect()
+    }
+
+    /// Writes the data file's content to `out`, a tensor at a time: beside the
+    /// snapshot there is never more than one of them in memory.
     pub(super) fn write(&self, out: &mut dyn Write) -> std::io::Result<Written> {
-        let mut all: Vec<Saved> = Vec::new();
-        for mut tensor in tensors(&self.params) {
-            tensor.name.insert_str(0, MODEL);
-            all.push(tensor.into());
-        }
-        let mut as_params = self.params.clone();
-        for (buffer, values) in &self.optimizer {
-            as_params.flat_mut().copy_from_slice(values);
-            for (id, info) in as_params.ids().zip(as_params.infos()) {
-                let tensor = Tensor {
-                    name: format!("{OPTIMIZER}{buffer}.{}", info.name),
-                    shape: info.shape.clone(),
-                    values: as_params.export(id),
-                };
-                all.push(tensor.into());
-            }
-        }
-        for (name, values) in &self.more {
-            let tensor = Tensor {
-                name: format!("{MORE}{name}"),
-                shape: vec![values.len()],
-                values: values.clone(),
-            };
-            all.push(tensor.into());
-        }
         let mut out = Hashed {
             out,
             hash: Sha256::new(),
             bytes: 0,
         };
-        write_tensors(&mut out, &BTreeMap::new(), &all)?;
+        let parts = self.parts();
+        let heads = parts
+            .iter()
+            .map(|part| (&part.name[..], DType::F32, &part.shape[..], 4 * part.len()));
+        write_header(&mut out, &BTreeMap::new(), heads)?;
+        let (mut values, mut bytes) = (Vec::new(), Vec::new());
+        for part in &parts {
+            let row_major = match part.from {
+                Numbers::Flat(flat, id) => {
+                    self.params.export_of(id, flat, &mut values);
+                    &values
+                }
+                Numbers::List(list) => list,
+            };
+            for some in row_major.chunks(CHUNK) {
+                bytes.clear();
+                bytes.extend(some.iter().flat_map(|v| v.to_le_bytes()));
+                out.write_all(&bytes)?;
+            }
+        }
         Ok(Written {
             bytes: out.bytes,
             sha256: hex::encode(out.hash.finalize()),
         })
+    }
+
+    /// All tensors in the file's order: the model's by name, then the optimizer's
+    /// buffer by buffer, then the rest.
+    fn parts(&self) -> Vec<Part<'_>> {
+        let mut parts = Vec::new();
+        for (info, from) in in_order(&self.params) {
+            parts.push(Part {
+                name: format!("{MODEL}{}", info.name),
+                shape: Cow::Borrowed(&info.shape),
+                from,
+            });
+        }
+        for (buffer, values) in &self.optimizer {
+            for (id, info) in self.params.ids().zip(self.params.infos()) {
+                parts.push(Part {
+                    name: format!("{OPTIMIZER}{buffer}.{}", info.name),
+                    shape: Cow::Borrowed(&info.shape),
+                    from: Numbers::Flat(values, id),
+                });
+            }
+        }
+        for (name, values) in &self.more {
+            parts.push(Part {
+                name: format!("{MORE}{name}"),
+                shape: Cow::Owned(vec![values.len()]),
+                from: Numbers::List(values),
+            });
+        }
+        parts
     }
 
     /// The manifest for a data file of that name.
@@ -124,6 +214,43 @@ impl Snapshot {
             ..self.manifest.clone()
         }
     }
+}
+
+/// Numbers that become bytes at a time.
+const CHUNK: usize = 1 << 14;
+
+/// A tensor of the file.
+struct Part<'a> {
+    name: String,
+    shape: Cow<'a, [usize]>,
+    from: Numbers<'a>,
+}
+
+impl Part<'_> {
+    /// Numbers in it.
+    fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// Where a tensor's numbers are.
+#[derive(Clone, Copy)]
+enum Numbers<'a> {
+    /// In flat memory, in the place of that parameter and in the engine's order.
+    Flat(&'a [f32], ParamId),
+    /// Here, in PyTorch's order.
+    List(&'a [f32]),
+}
+
+/// Parameters and buffers in ascending order of their names.
+fn in_order(params: &Params) -> Vec<(&ParamInfo, Numbers<'_>)> {
+    let parameters = params.ids().zip(params.infos());
+    let parameters = parameters.map(|(id, info)| (info, Numbers::Flat(params.flat(), id)));
+    let buffers = params.buffer_ids().zip(params.buffer_infos());
+    let buffers = buffers.map(|(id, info)| (info, Numbers::List(params.buffer(id))));
+    let mut all: Vec<_> = parameters.chain(buffers).collect();
+    all.sort_by(|a, b| a.0.name.cmp(&b.0.name));
+    all
 }
 
 /// What was written.

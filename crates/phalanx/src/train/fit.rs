@@ -281,16 +281,26 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
                 step_in_epoch: if ended { 0 } else { index as u64 + 1 },
                 step: place.step + 1,
             };
+            saving.prepare(&params, optimizer.as_ref());
             let now = saving.after_step(place.step)?; // DDP
             if ended {
                 // Saved after the test.
                 stop = now == Now::Stop;
             } else if now != Now::GoOn {
                 ctx.group.set_phase("saving");
-                let copy = ddp_copy(ctx, &cut, &params)?;
+                let buffers = mean_buffers(ctx, &cut, &params)?;
                 let (sums, seen) = losses.gathered(ctx)?;
                 let history = History::new(&accuracies, metrics.values(), &sums, seen);
-                saving.save(copy, optimizer.as_ref(), &ddp, place, history)?;
+                let buffers = buffers.as_deref();
+                saving.save(
+                    now,
+                    &params,
+                    buffers,
+                    optimizer.as_ref(),
+                    &ddp,
+                    place,
+                    history,
+                )?;
                 if now == Now::Stop {
                     progress.end();
                     return saving.stop(place);
@@ -327,8 +337,12 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
                 output.save_best(epoch, last.accuracy, &params)?;
             }
             let history = History::new(&accuracies, metrics.values(), &[], 0);
-            saving.save(params.clone(), optimizer.as_ref(), &ddp, place, history)?;
-            if stop && epoch < settings.epochs() {
+            let now = match stop && epoch < settings.epochs() {
+                true => Now::Stop,
+                false => Now::Save,
+            };
+            saving.save(now, &params, None, optimizer.as_ref(), &ddp, place, history)?;
+            if now == Now::Stop {
                 return saving.stop(place);
             }
         }
@@ -450,16 +464,17 @@ impl EpochLoss {
     }
 }
 
-/// The parameters for a checkpoint between two steps of an epoch. Running
-/// statistics that are each rank's own until the epoch ends become their mean,
-/// in the copy only: a resumed rank may stand for any of them.
-fn ddp_copy(ctx: &RankContext, cut: &Cut, params: &Params) -> Result<Params> {
-    let mut copy = params.clone();
-    if cut.tree().is_none() && ctx.world() > 1 && !copy.buffers_flat().is_empty() {
-        let buffers = copy.buffers_flat_mut();
-        ctx.group.all_reduce(buffers, ReduceOp::Mean)?; // DDP
+/// The model's buffers for a checkpoint between two steps of an epoch, where they
+/// are other than the rank's: running statistics that are each rank's own until the
+/// epoch ends become their mean, in the checkpoint only. A resumed rank may stand for
+/// any of them.
+fn mean_buffers(ctx: &RankContext, cut: &Cut, params: &Params) -> Result<Option<Vec<f32>>> {
+    if cut.tree().is_some() || ctx.world() == 1 || params.buffers_flat().is_empty() {
+        return Ok(None);
     }
-    Ok(copy)
+    let mut buffers = params.buffers_flat().to_vec();
+    ctx.group.all_reduce(&mut buffers, ReduceOp::Mean)?; // DDP
+    Ok(Some(buffers))
 }
 
 /// What is announced besides the settings.

@@ -161,13 +161,15 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
         } else {
             ctx.note_skipped(&commit, format_args!("step {}", i + 1));
         }
-        let now = saving.after_step(i as u64 + 1)?;
-        let ends = i + 1 == args.iterations;
-        if now != Now::GoOn || (ends && saving.enabled()) {
-            let (copy, at) = (params.clone(), place(i + 1));
-            saving.save(copy, &optimizer, &ddp, at, History::default())?;
+        let mut now = saving.after_step(i as u64 + 1)?;
+        if i + 1 == args.iterations && saving.enabled() {
+            now = Now::Save;
         }
-        if now == Now::Stop && !ends {
+        if now != Now::GoOn {
+            let (history, at) = (History::default(), place(i + 1));
+            saving.save(now, &params, None, &optimizer, &ddp, at, history)?;
+        }
+        if now == Now::Stop {
             return saving.stop(place(i + 1));
         }
     }

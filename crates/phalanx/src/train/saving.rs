@@ -488,14 +488,33 @@ impl<'a> Saving<'a> {
         })
     }
 
-    /// Saves on rank 0, while training goes on. *Blocks* until all ranks call it.
+    /// After the first step of a run that saves on the way, when the optimizer has all
+    /// its state: finds rank 0 the memory for a checkpoint, so that no later step has to
+    /// wait while the system clears each of its pages.
+    pub fn prepare(&mut self, params: &Params, optimizer: &dyn Optimizer) {
+        if let (0, Some(_), Some(background)) =
+            (self.steps, self.args.save_every, &mut self.background)
+        {
+            let (place, nothing) = (Place::default(), serde_json::Value::Null);
+            let spare = Snapshot::take(params, optimizer, place, BTreeMap::new(), nothing);
+            background.set_spare(spare);
+        }
+    }
+
+    /// Saves on rank 0, while training goes on: all that the step waits for is a copy
+    /// of the state in memory. Before a stop it is on the disk on return. `buffers`
+    /// stand for the model's own, where these are each rank's. *Blocks* until all ranks
+    /// call it.
     ///
     /// # Errors
     ///
-    /// As [`after_step`](Self::after_step).
+    /// As [`after_step`](Self::after_step); before a stop also a save that failed: there
+    /// is nothing to go on from.
     pub fn save(
         &mut self,
-        params: Params,
+        now: Now,
+        params: &Params,
+        buffers: Option<&[f32]>,
         optimizer: &dyn Optimizer,
         ddp: &DistributedDataParallel,
         place: Place,
@@ -517,10 +536,19 @@ impl<'a> Saving<'a> {
             return Ok(());
         };
         let progress = serde_json::to_value(&history).map_err(no_json)?;
-        let snapshot = Snapshot::take(params, optimizer, place, self.facts.clone(), progress);
+        // For its memory.
+        let before = background.wait();
+        let (old, facts) = (background.spare(), self.facts.clone());
+        let mut snapshot = Snapshot::take_over(old, params, optimizer, place, facts, progress);
+        if let Some(buffers) = buffers {
+            snapshot = snapshot.with_buffers(buffers)?;
+        }
         let snapshot = snapshot.with_more(more);
-        let outcome = background.begin(snapshot);
-        self.heed(outcome.map(|_| ()))
+        let begun = match now {
+            Now::Stop => Ok(Some(background.save(snapshot)?)),
+            _ => background.begin(snapshot),
+        };
+        self.heed(before.and(begun).map(|_| ()))
     }
 
     /// Waits until what was begun is on the disk.
@@ -536,16 +564,12 @@ impl<'a> Saving<'a> {
         self.heed(outcome.map(|_| ()))
     }
 
-    /// As [`finish`](Self::finish), and says how to go on. *Blocks* until all
-    /// ranks call it.
+    /// Says how to go on from what was saved. *Blocks* until all ranks call it.
     ///
     /// # Errors
     ///
-    /// A save that failed: then there is nothing to go on from.
+    /// Peers that are lost.
     pub fn stop(&mut self, place: Place) -> Result<()> {
-        if let Some(background) = &mut self.background {
-            background.wait()?;
-        }
         self.ctx.group.barrier()?;
         let why = match stop::asked() {
             Some(signal) => format!("asked by signal {signal}"),
