@@ -5,7 +5,7 @@
 //! phalanx launch --nproc_per_node 2 target/release/examples/quick_start_launch
 //! ```
 //!
-//! It trains on the CIFAR-10 in `./data` (`phalanx download cifar10 --to data`), or
+//! It trains on the CIFAR-10 in `./data` (`phalanx download cifar10 --to data`), or, saying so,
 //! on drawn pictures where there is none, and saves `saved_model.ckpt`, which
 //! `torch.load` reads.
 
@@ -31,7 +31,17 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let folder = Path::new("data");
     let data: Arc<dyn Dataset> = match cifar10::check(folder) {
         Ok(_) => Arc::new(cifar10::load(folder, Split::Train, Scaling::Unit)?),
-        Err(_) => Arc::new(synthetic::pictures(0, 512, 1, Scaling::Unit)),
+        Err(missing) => {
+            if rank == 0 {
+                let missing = missing.to_string();
+                let what = missing.lines().next().unwrap_or_default();
+                let mend = "phalanx download cifar10 --to data";
+                eprintln!(
+                    "warning: {what}: training on drawn pictures instead (`{mend}` gets the real ones)"
+                );
+            }
+            Arc::new(synthetic::pictures(0, 512, 1, Scaling::Unit))
+        }
     };
     // DDP: the rank's part of every epoch; there is no set_epoch to forget.
     let config = SamplerConfig {

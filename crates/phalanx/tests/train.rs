@@ -117,37 +117,42 @@ fn shared_memory_names() -> Vec<std::ffi::OsString> {
     names
 }
 
-/// Golden test G1 (features.md §1.0): the OneFlow document's own numbers.
+/// What rank 0 and rank 1 of the OneFlow document's program print. The document
+/// shows the lines of steps 50 and 500, with `cuda:0` and `cuda:1`; those in
+/// between only have its form.
+const LINEAR: [(&str, &str); 2] = [
+    ("0.00025336415274068713", "4.547473508864641e-12"),
+    ("0.004111831542104483", "6.184563972055912e-11"),
+];
+
+/// Golden test G1 (features.md §1.0): the OneFlow document's own numbers, and
+/// every line of its transcript.
 fn check_g1(transport: &str) {
     let dir = folder();
-    let (out, _) = succeed(
-        &[
-            "train",
-            "linear",
-            "--nproc-per-node",
-            "2",
-            "--transport",
-            transport,
-        ],
-        dir.path(),
-    );
-    let of = |rank: usize| -> Vec<String> {
+    let args = ["train", "linear", "--nproc-per-node", "2", "--transport"];
+    let (out, _) = succeed(&[&args[..], &[transport]].concat(), dir.path());
+    for (rank, (at_50, at_500)) in LINEAR.into_iter().enumerate() {
         let prefix = format!("[rank {rank}] ");
-        out.lines()
-            .filter_map(|l| l.strip_prefix(&prefix))
-            .map(str::to_owned)
-            .collect()
-    };
-    for (rank, at_50, at_500) in [
-        (0, "0.00025336415274068713", "4.547473508864641e-12"),
-        (1, "0.004111831542104483", "6.184563972055912e-11"),
-    ] {
-        let lines = of(rank);
-        assert_eq!(lines.len(), 12, "{out}");
-        assert_eq!(lines[0], format!("50/500 loss:{at_50}"));
-        assert_eq!(lines[9], format!("500/500 loss:{at_500}"));
-        assert_eq!(lines[10..], ["w:tensor([[2.0000],", "        [3.0000]])"]);
+        let lines = out.lines().filter_map(|l| l.strip_prefix(&prefix));
+        let lines: Vec<&str> = lines.collect();
+        let mut expected: Vec<String> = (1..=10).map(|i| format!("{}/500 loss:", 50 * i)).collect();
+        expected[0].push_str(at_50);
+        expected[9].push_str(at_500);
+        for (line, between) in expected.iter_mut().zip(&lines).take(9).skip(1) {
+            // A loss as Python prints it.
+            let loss = between.strip_prefix(line.as_str()).unwrap_or_default();
+            assert!(loss.parse::<f64>().is_ok_and(|l| l > 0.0), "{out}");
+            line.push_str(loss);
+        }
+        expected.extend([
+            String::new(),
+            "w:tensor([[2.0000],".to_owned(),
+            format!("        [3.0000]], device='cpu:{rank}', dtype=oneflow.float32,"),
+            "       grad_fn=<accumulate_grad>)".to_owned(),
+        ]);
+        assert_eq!(lines, expected, "{out}");
     }
+    assert_eq!(out.lines().count(), 2 * 14, "{out}");
 }
 
 #[test]

@@ -92,6 +92,16 @@ fn place(taken: usize) -> Place {
     }
 }
 
+/// What the document's `print(f"\nw:{m.w}")` shows, its empty line first. A rank's
+/// device is the processor's, where the document has `cuda:1`.
+fn printed(weight: &[f32], device: usize) -> String {
+    let rows: Vec<String> = weight.iter().map(|w| format!("[{w:.4}]")).collect();
+    let rows = rows.join(",\n        ");
+    format!(
+        "\nw:tensor([{rows}], device='cpu:{device}', dtype=oneflow.float32,\n       grad_fn=<accumulate_grad>)"
+    )
+}
+
 /// Trains as one rank.
 ///
 /// # Errors
@@ -176,9 +186,7 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
     saving.finish()?;
     let digest = checkpoint::weights_digest(&params);
     verify_equal(&ctx.group, &params, digest)?;
-    let weight = params.export(net.w);
-    let rows: Vec<String> = weight.iter().map(|w| format!("[{w:.4}]")).collect();
-    ctx.line(&format!("w:tensor([{}])", rows.join(",\n        ")))?;
+    ctx.line(&printed(&params.export(net.w), ctx.local_rank))?;
     output.save_weights(&params)?;
     output.save_summary(&json!({
         "recipe": "linear",

@@ -63,7 +63,9 @@ fn the_launch_form_trains_and_leaves_the_documents_file() {
     let program = program.to_str().expect("text");
     // As the document types it.
     let args = ["launch", "--nproc_per_node", "2", program];
-    let (out, _) = succeed(&args, dir.path());
+    let (out, err) = succeed(&args, dir.path());
+    let told = "warning: no data folder data: training on drawn pictures instead (`phalanx download cifar10 --to data` gets the real ones)";
+    assert_eq!(err.matches(told).count(), 1, "{err}");
     let mut expected = vec!["Loaded the model on CPU #".to_owned(); 2];
     expected.extend(vec!["rank #/# epoch # loss #.####".to_owned(); 4]);
     let lines: Vec<String> = out
