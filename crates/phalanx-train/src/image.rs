@@ -37,7 +37,10 @@ pub fn read(path: &Path, shape: [usize; 3]) -> Result<Vec<u8>> {
         [_, _] => {
             return Err(wrong(
                 path,
-                "it is neither PNG nor binary PGM or PPM".to_owned(),
+                format!(
+                    "it is neither PNG nor binary PGM or PPM: it starts with {}, expected 8950, 5035 or 5036",
+                    hex::encode(&start)
+                ),
             ));
         }
         short => {
@@ -74,7 +77,11 @@ fn png(path: &Path, data: impl Read, shape: [usize; 3]) -> Result<(Vec<u8>, usiz
         .map_err(|source| Error::io("cannot read", path, source))?;
     let size_bytes = bytes.len();
     let damaged = |e: png::DecodingError| {
-        wrong(path, format!("its {size_bytes} bytes are no PNG: {e}")).with_source(e)
+        wrong(
+            path,
+            format!("its {size_bytes} bytes are no PNG, as expected from its first two: {e}"),
+        )
+        .with_source(e)
     };
     let mut decoder = png::Decoder::new(std::io::Cursor::new(bytes));
     decoder.set_transformations(png::Transformations::normalize_to_color8());
@@ -101,7 +108,10 @@ fn netpbm(path: &Path, data: impl BufRead, shape: [usize; 3]) -> Result<(Vec<u8>
             Ok(byte)
         }
         Some(Err(source)) => Err(Error::io("cannot read", path, source)),
-        None => Err(wrong(path, format!("it ends after {at} bytes, too early"))),
+        None => Err(wrong(
+            path,
+            format!("it ends after {at} bytes; expected width, height and 255 there"),
+        )),
     };
     let channels = match [next()?, next()?] {
         [_, b'6'] => 3,

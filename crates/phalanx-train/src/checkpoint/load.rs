@@ -177,7 +177,8 @@ fn safetensors<'a>(path: &Path, bytes: &'a [u8]) -> Result<(AllFound<'a>, Loaded
     Ok((found, loaded))
 }
 
-/// Whether the file starts like one of PyTorch's, old or new.
+/// Whether the file starts like one of PyTorch's, old or new; or is called so and
+/// does not start like safetensors.
 fn is_pytorch(path: &Path) -> Result<bool> {
     let file = File::open(path).map_err(|source| match source.kind() {
         std::io::ErrorKind::NotFound => {
@@ -189,7 +190,10 @@ fn is_pytorch(path: &Path) -> Result<bool> {
     file.take(LEGACY_START.len() as u64)
         .read_to_end(&mut start)
         .map_err(|source| Error::io("cannot read", path, source))?;
-    Ok(start.starts_with(&ZIP_START) || start == LEGACY_START)
+    let called = path.extension().is_some_and(|e| e == "pth" || e == "pt");
+    // Behind the length of a safetensors header.
+    let other = start.get(8) == Some(&b'{');
+    Ok(start.starts_with(&ZIP_START) || start == LEGACY_START || (called && !other))
 }
 
 /// The type of that name; safetensors has some that nothing here computes with.
@@ -310,7 +314,9 @@ pub(crate) fn explain(error: &safetensors::SafeTensorError, bytes: &[u8]) -> Str
             }
             None => format!("its header does not describe the {there} bytes that it has"),
         },
-        other => format!("in its header, bytes 8 to {header_end}: {other}"),
+        other => format!(
+            "in its header, bytes 8 to {header_end}, expected names, types and shapes: {other}"
+        ),
     }
 }
 

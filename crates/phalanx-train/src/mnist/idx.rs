@@ -192,7 +192,7 @@ impl Context<'_> {
     fn check_sizes(&self, sizes: &[u32]) -> Result<u64> {
         let unbelievable = || {
             Error::data(format!(
-                "{}: the header promises {sizes:?} elements; not MNIST{}",
+                "{}: the header promises {sizes:?} elements from byte 4 on; not MNIST{}",
                 self.path.display(),
                 checksum_note(self.path, self.fashion)
             ))

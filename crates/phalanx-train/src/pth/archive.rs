@@ -57,10 +57,13 @@ impl Archive {
             )));
         }
         if !start.starts_with(&ZIP_START) {
+            let starts = match &start[..start.len().min(4)] {
+                [] => String::new(),
+                start => format!(" and starts with {}", hex::encode(start)),
+            };
             return Err(Error::data(format!(
-                "{} is no PyTorch file: it has {file_bytes} bytes and starts with {}, a zip archive with {}",
+                "{} is no PyTorch file: it has {file_bytes} bytes{starts}; expected a zip archive, which starts with {}",
                 path.display(),
-                hex::encode(&start[..start.len().min(4)]),
                 hex::encode(ZIP_START),
             )));
         }
@@ -293,7 +296,7 @@ pub(super) enum StorageError {
 
 fn damaged(path: &Path, file_bytes: u64, source: rawzip::Error) -> Error {
     Error::data(format!(
-        "{} is no complete zip archive: {source}; it has {file_bytes} bytes and may be truncated",
+        "{} is no complete zip archive: {source}; expected a directory of its entries at the end; it has {file_bytes} bytes and may be truncated",
         path.display()
     ))
     .with_source(source)

@@ -79,9 +79,11 @@ impl Manifest {
 
     /// Reads such a file; says what is wrong with it.
     pub(super) fn from_text(text: &[u8]) -> Result<Manifest, String> {
-        let no_manifest =
-            |why: &dyn std::fmt::Display| format!("it is no manifest of a checkpoint: {why}");
-        let text = std::str::from_utf8(text).map_err(|e| no_manifest(&e))?;
+        let no_manifest = |why: &dyn std::fmt::Display| {
+            format!("it is no manifest of a checkpoint; expected whole JSON: {why}")
+        };
+        let text = std::str::from_utf8(text)
+            .map_err(|e| no_manifest(&format_args!("byte {} is no text", e.valid_up_to())))?;
         let manifest: Manifest = serde_json::from_str(text).map_err(|e| no_manifest(&e))?;
         if manifest.format != FORMAT || manifest.version != VERSION {
             return Err(format!(
