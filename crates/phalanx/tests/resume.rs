@@ -140,16 +140,44 @@ fn stopped_twice(more: &[&str], first: &str, second: &str, same_bits: bool) {
     }
 }
 
+/// Where to stop, and how many steps later again: as given, or, where
+/// `PHALANX_STOPS` says how often, at as many random steps (1 to 18 of 20).
+fn stops(first: u64, second: u64) -> Vec<(String, String)> {
+    let rounds = std::env::var("PHALANX_STOPS").map_or(0, |n| n.parse().expect("a number"));
+    if rounds == 0 {
+        return vec![(first.to_string(), second.to_string())];
+    }
+    let started = std::time::SystemTime::UNIX_EPOCH.elapsed();
+    let mut random = started.expect("a clock").as_nanos() as u64 | 1;
+    let mut below = |n: u64| {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        random % n
+    };
+    let pairs = (0..rounds).map(|_| {
+        let first = 1 + below(18);
+        let pair = (first, 1 + below(19 - first));
+        println!("stopping after {} steps, and {} later", pair.0, pair.1);
+        (pair.0.to_string(), pair.1.to_string())
+    });
+    pairs.collect()
+}
+
 #[test]
 fn no_sample_is_lost_or_repeated_on_2_then_3_then_1_ranks() {
     // In the middle of the first epoch, then of the second.
-    stopped_twice(&[], "7", "6", false);
+    for (first, second) in stops(7, 6) {
+        stopped_twice(&[], &first, &second, false);
+    }
 }
 
 #[test]
 fn under_deterministic_shards_not_a_bit_is_lost_either() {
     let shards = ["--deterministic", "shards", "--shards", "4"];
-    stopped_twice(&shards, "3", "9", true);
+    for (first, second) in stops(3, 9) {
+        stopped_twice(&shards, &first, &second, true);
+    }
 }
 
 #[test]

@@ -58,6 +58,45 @@ fn the_real_files_are_read_as_python_reads_them() {
     );
 }
 
+/// As the authors packed them: the published folder with all its files. Read in
+/// place, and unpacked first, it holds what the files themselves do.
+#[test]
+fn the_real_files_in_an_archive_are_the_same_set() {
+    let Some(folder) = real() else { return };
+    let Ok(Source::Python(folder)) = check(&folder) else {
+        eprintln!("skipped: the set here is not the Python version");
+        return;
+    };
+    let dir = tempfile::tempdir().expect("folder");
+    let file = std::fs::File::create(dir.path().join("cifar-10-python.tar.gz")).expect("file");
+    // Not compressed: 180 MB of noise would take a minute.
+    let packed = flate2::write::GzEncoder::new(file, flate2::Compression::none());
+    let mut archive = tar::Builder::new(packed);
+    archive
+        .append_dir_all("cifar-10-batches-py", &folder)
+        .expect("packed");
+    let packed = archive.into_inner().expect("written");
+    drop(packed.finish().expect("written"));
+    let digest = |place: &Path| {
+        let test = load(place, Split::Test, Scaling::Unit).expect("test");
+        test.sha256()
+    };
+    let expected = digest(&folder);
+    assert!(matches!(check(dir.path()), Ok(Source::Archive(_))));
+    assert_eq!(digest(dir.path()), expected);
+    unpack(dir.path()).expect("unpacked");
+    let inner = dir.path().join("cifar-10-batches-py");
+    assert_eq!(
+        check(dir.path()).expect("there"),
+        Source::Python(inner.clone())
+    );
+    assert_eq!(digest(dir.path()), expected);
+    for name in (1..=5).map(|i| format!("data_batch_{i}")) {
+        let read = |folder: &Path| std::fs::read(folder.join(&name)).expect("a batch");
+        assert!(read(&inner) == read(&folder), "{name} is another");
+    }
+}
+
 #[test]
 fn planes_become_pixels() {
     let batch = parse_binary(&small_binary()).expect("one image");

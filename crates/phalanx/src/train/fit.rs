@@ -24,7 +24,7 @@ use super::prepare;
 use super::profile::Profiler;
 use super::program::{Data, Net, Program};
 use super::sample_log::SampleLog;
-use super::saving::{History, Now, Resumed, Saving};
+use super::saving::{History, Now, Resumed, Saving, Whole};
 use super::timing::Timing;
 use super::trace::Trace;
 use super::voice::StepFacts;
@@ -291,16 +291,13 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
                 let buffers = mean_buffers(ctx, &cut, &params)?;
                 let (sums, seen) = losses.gathered(ctx)?;
                 let history = History::new(&accuracies, metrics.values(), &sums, seen);
-                let buffers = buffers.as_deref();
-                saving.save(
-                    now,
-                    &params,
-                    buffers,
-                    optimizer.as_ref(),
-                    &ddp,
-                    place,
-                    history,
-                )?;
+                let whole = Whole {
+                    params: &params,
+                    buffers: buffers.as_deref(),
+                    optimizer: optimizer.as_ref(),
+                    ddp: &ddp,
+                };
+                saving.save(now, &whole, place, history)?;
                 if now == Now::Stop {
                     progress.end();
                     return saving.stop(place);
@@ -341,7 +338,13 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
                 true => Now::Stop,
                 false => Now::Save,
             };
-            saving.save(now, &params, None, optimizer.as_ref(), &ddp, place, history)?;
+            let whole = Whole {
+                params: &params,
+                buffers: None,
+                optimizer: optimizer.as_ref(),
+                ddp: &ddp,
+            };
+            saving.save(now, &whole, place, history)?;
             if now == Now::Stop {
                 return saving.stop(place);
             }

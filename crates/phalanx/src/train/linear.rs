@@ -20,7 +20,7 @@ use serde_json::json;
 use super::context::RankContext;
 use super::format::{plural, python_repr};
 use super::output::{Files, Output};
-use super::saving::{History, Now, Resumed, Saving, SavingArgs};
+use super::saving::{History, Now, Resumed, Saving, SavingArgs, Whole};
 use crate::error::Result;
 use crate::ranks;
 
@@ -176,8 +176,13 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
             now = Now::Save;
         }
         if now != Now::GoOn {
-            let (history, at) = (History::default(), place(i + 1));
-            saving.save(now, &params, None, &optimizer, &ddp, at, history)?;
+            let whole = Whole {
+                params: &params,
+                buffers: None,
+                optimizer: &optimizer,
+                ddp: &ddp,
+            };
+            saving.save(now, &whole, place(i + 1), History::default())?;
         }
         if now == Now::Stop {
             return saving.stop(place(i + 1));

@@ -38,7 +38,7 @@ pub enum SaveErrors {
 /// Arguments about resumable checkpoints.
 #[derive(Debug, Clone, clap::Args)]
 pub struct SavingArgs {
-    /// Save resumable state every so many steps, after each epoch, and when SIGTERM or SIGUSR1 asks to stop
+    /// Save resumable state every so many steps (later while the one before is still being written), after each epoch, and when SIGTERM or SIGUSR1 asks to stop
     #[arg(long, value_name = "STEPS")]
     pub save_every: Option<u64>,
     /// Resumable checkpoints to keep, the newest
@@ -405,6 +405,15 @@ pub enum Now {
     Stop,
 }
 
+/// What a checkpoint is taken of.
+pub struct Whole<'a> {
+    pub params: &'a Params,
+    /// In the place of the model's own buffers, where these are each rank's.
+    pub buffers: Option<&'a [f32]>,
+    pub optimizer: &'a dyn Optimizer,
+    pub ddp: &'a DistributedDataParallel,
+}
+
 /// Takes checkpoints of one training.
 pub struct Saving<'a> {
     ctx: &'a RankContext,
@@ -502,9 +511,8 @@ impl<'a> Saving<'a> {
     }
 
     /// Saves on rank 0, while training goes on: all that the step waits for is a copy
-    /// of the state in memory. Before a stop it is on the disk on return. `buffers`
-    /// stand for the model's own, where these are each rank's. *Blocks* until all ranks
-    /// call it.
+    /// of the state in memory. Before a stop it is on the disk on return. *Blocks* until
+    /// all ranks call it.
     ///
     /// # Errors
     ///
@@ -513,14 +521,11 @@ impl<'a> Saving<'a> {
     pub fn save(
         &mut self,
         now: Now,
-        params: &Params,
-        buffers: Option<&[f32]>,
-        optimizer: &dyn Optimizer,
-        ddp: &DistributedDataParallel,
+        whole: &Whole<'_>,
         place: Place,
         mut history: History,
     ) -> Result<()> {
-        let state = ddp.gather_state()?;
+        let state = whole.ddp.gather_state()?;
         history.skipped_steps = state.skipped_steps;
         let mut more = Vec::new();
         if let Some((name, hook)) = state.hook {
@@ -539,8 +544,9 @@ impl<'a> Saving<'a> {
         // For its memory.
         let before = background.wait();
         let (old, facts) = (background.spare(), self.facts.clone());
+        let (params, optimizer) = (whole.params, whole.optimizer);
         let mut snapshot = Snapshot::take_over(old, params, optimizer, place, facts, progress);
-        if let Some(buffers) = buffers {
+        if let Some(buffers) = whole.buffers {
             snapshot = snapshot.with_buffers(buffers)?;
         }
         let snapshot = snapshot.with_more(more);
