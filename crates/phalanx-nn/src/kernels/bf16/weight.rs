@@ -258,7 +258,7 @@ impl Job<'_> {
                         for tap in 0..l.taps {
                             let (copy, shift) = l.read(tap);
                             let a = to.wrapping_add((copy * channels + c) * stride + 2 * shift);
-                            let b = Block {
+                            let mut b = Block {
                                 a: [a, a.wrapping_add(16 * stride)],
                                 a_stride: stride,
                                 offsets: offsets.as_ptr(),
@@ -274,7 +274,7 @@ impl Job<'_> {
                             };
                             let w = self.window;
                             let row = usize::from(w.taps[tap]) * w.channels + first + c;
-                            self.block(&tiles, b, row, column, sums);
+                            self.block(&tiles, &mut b, row, column, sums);
                         }
                     }
                 }
@@ -303,20 +303,29 @@ impl Job<'_> {
         (runs, piece / DEPTH)
     }
 
-    fn block(&self, tiles: &Tiles, b: Block, row: usize, column: usize, sums: &Disjoint<'_, f32>) {
+    /// Multiplies one block into its place. `b` is filled in place: a copy of what was just
+    /// written would wait for the tiles that were stored before it.
+    fn block(
+        &self,
+        tiles: &Tiles,
+        b: &mut Block,
+        row: usize,
+        column: usize,
+        sums: &Disjoint<'_, f32>,
+    ) {
         let (s, depth) = (self.s, self.window.depth());
         let (rows, width) = (SIDE.min(depth - row), SIDE.min(s.out - column));
         let at = row * s.out + column;
         if rows == SIDE && width == SIDE {
             assert!(at + 31 * s.out + SIDE <= sums.len());
-            let c = [sums.pointer(at), sums.pointer(at + 16 * s.out)];
+            b.c = [sums.pointer(at), sums.pointer(at + 16 * s.out)];
             // SAFETY: `a` and `b` point into packed memory of the sizes named; these
             // sums belong to this chunk.
-            return unsafe { tiles.multiply(&Block { c, ..b }) };
+            return unsafe { tiles.multiply(b) };
         }
-        let (mut own, add, mut b) = (Sums::new(), b.add != 0, b);
+        let (mut own, add) = (Sums::new(), b.add != 0);
         // SAFETY: as above.
-        let own = unsafe { own.multiply(tiles, &mut b) };
+        let own = unsafe { own.multiply(tiles, b) };
         for (r, own) in own.chunks_exact(SIDE).enumerate().take(rows) {
             let at = at + r * s.out;
             // SAFETY: these sums belong to this chunk.
