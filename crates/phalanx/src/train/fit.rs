@@ -268,6 +268,7 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
                     "elapsed_s": ctx.started.elapsed().as_secs_f64(),
                     "exposed_comm_ms": ddp.times().exposed().as_secs_f64() * 1e3,
                     "data_wait_total_ms": loader.waited().as_secs_f64() * 1e3,
+                    "saving_total_ms": timing.saved.as_secs_f64() * 1e3,
                 }))?;
             }
             if let Some(schedule) = &mut schedule {
@@ -283,6 +284,7 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
             };
             saving.prepare(&params, optimizer.as_ref());
             let now = saving.after_step(place.step)?; // DDP
+            let began = Instant::now();
             if ended {
                 // Saved after the test.
                 stop = now == Now::Stop;
@@ -298,6 +300,7 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
                     ddp: &ddp,
                 };
                 saving.save(now, &whole, place, history)?;
+                timing.saved += began.elapsed();
                 if now == Now::Stop {
                     progress.end();
                     return saving.stop(place);
@@ -580,6 +583,7 @@ fn summary<P: Program>(
         "total_s": ctx.started.elapsed().as_secs_f64(),
         "exposed_comm_percent": timing.exposed_percent(),
         "data_wait_s": timing.waited.as_secs_f64(),
+        "saving_s": timing.saved.as_secs_f64(),
         "sent_bytes": timing.sent_bytes,
         "skipped_steps": timing.skipped,
         "peak_rss_mib": process::peak_rss_bytes().map(|b| b as f64 / f64::from(1 << 20)),

@@ -19,6 +19,8 @@ pub struct Timing {
     pub skipped: u64,
     /// For batches, in training.
     pub waited: Duration,
+    /// For checkpoints between two steps, in training.
+    pub saved: Duration,
     /// By this rank to all others, whatever for.
     pub sent_bytes: u64,
 }
