@@ -4,7 +4,7 @@
 use std::cell::Cell;
 use std::fs::File;
 use std::io::{BufReader, Read};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use flate2::read::MultiGzDecoder;
 
@@ -18,19 +18,21 @@ const MAX_MEMBERS: usize = 64;
 /// Bytes of all members together beyond which reading stops.
 const MAX_TOTAL_BYTES: u64 = 512 << 20;
 
-/// Reads the members of one split, in their order.
+/// Gives `take` the batch of each member that is called as one of `files`, with
+/// its place among them, as they come.
 ///
 /// # Errors
 ///
-/// `Data` when the archive is truncated, damaged or lacks a member; `Io`.
-pub(super) fn read(path: &Path, split: Split) -> Result<Vec<(PathBuf, Batch)>> {
-    let wanted = split.files();
-    let mut found: Vec<Option<(PathBuf, Batch)>> = wanted.iter().map(|_| None).collect();
-    members(path, wanted, |member| {
-        found[member.place] = Some((path.join(&member.name), member.parse(path)?));
-        Ok(())
-    })?;
-    Ok(found.into_iter().flatten().collect())
+/// `Data` when the archive is truncated, damaged or lacks a member; `Io`; what `take` gives.
+pub(super) fn read(
+    path: &Path,
+    files: &[&str],
+    mut take: impl FnMut(usize, &Path, &Batch<'_>) -> Result<()>,
+) -> Result<()> {
+    members(path, files, |member| {
+        let batch = member.parse(path)?;
+        take(member.place, &path.join(&member.name), &batch)
+    })
 }
 
 /// Writes the files of both splits into their published folder beside the
@@ -81,7 +83,7 @@ struct Member {
 }
 
 impl Member {
-    fn parse(&self, archive: &Path) -> Result<Batch> {
+    fn parse(&self, archive: &Path) -> Result<Batch<'_>> {
         let inner = archive.join(&self.name);
         if self.is_binary {
             binary::parse(&inner, &self.bytes)

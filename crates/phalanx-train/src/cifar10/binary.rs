@@ -14,7 +14,7 @@ const RECORD: usize = 1 + PIXELS;
 /// # Errors
 ///
 /// `Data`, naming the record and the offset.
-pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<Batch> {
+pub(super) fn parse<'a>(path: &Path, bytes: &'a [u8]) -> Result<Batch<'a>> {
     let path = path.display();
     let rest = bytes.len() % RECORD;
     if rest != 0 || bytes.is_empty() {
@@ -25,11 +25,7 @@ pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<Batch> {
             bytes.len() / RECORD
         )));
     }
-    let count = bytes.len() / RECORD;
-    let mut batch = Batch {
-        planes: Vec::with_capacity(count * PIXELS),
-        labels: Vec::with_capacity(count),
-    };
+    let mut labels = Vec::with_capacity(bytes.len() / RECORD);
     for (i, record) in bytes.chunks_exact(RECORD).enumerate() {
         if usize::from(record[0]) >= CLASSES {
             return Err(Error::data(format!(
@@ -39,8 +35,11 @@ pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<Batch> {
                 CLASSES - 1
             )));
         }
-        batch.labels.push(record[0]);
-        batch.planes.extend_from_slice(&record[1..]);
+        labels.push(record[0]);
     }
-    Ok(batch)
+    Ok(Batch {
+        planes: &bytes[1..],
+        stride: RECORD,
+        labels,
+    })
 }

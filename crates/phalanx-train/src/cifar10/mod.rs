@@ -96,12 +96,22 @@ impl Scaling {
     }
 }
 
-/// Images and labels of one file.
+/// Images and labels of one file, images where they lie in its bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Batch {
+pub(crate) struct Batch<'a> {
     /// Image after image; of each, rows of red, then of green, then of blue.
-    planes: Vec<u8>,
+    planes: &'a [u8],
+    /// Bytes from one image to the next.
+    stride: usize,
     labels: Vec<u8>,
+}
+
+impl Batch<'_> {
+    /// The planes of each image.
+    pub(crate) fn images(&self) -> impl Iterator<Item = &[u8]> {
+        let starts = (0..self.labels.len()).map(|i| i * self.stride);
+        starts.map(|at| &self.planes[at..at + PIXELS])
+    }
 }
 
 /// One split in memory, a byte a pixel and channel.
@@ -156,12 +166,9 @@ pub fn unpack(folder: &Path) -> Result<()> {
 /// there, when a file is truncated, damaged, of another kind or hostile; `Io`
 /// when the system refuses to read.
 pub fn load(folder: &Path, split: Split, scaling: Scaling) -> Result<Cifar10> {
-    let batches = match find::find(folder)? {
-        Source::Python(folder) => read_files(&folder, split, "", pickle::parse)?,
-        Source::Binary(folder) => read_files(&folder, split, ".bin", binary::parse)?,
-        Source::Archive(file) => archive::read(&file, split)?,
-    };
-    for (path, batch) in &batches {
+    let files = split.files();
+    let mut set = Cifar10::with_room(files.len() * BATCH_IMAGES, scaling);
+    let take = |place: usize, path: &Path, batch: &Batch<'_>| {
         if batch.labels.len() != BATCH_IMAGES {
             return Err(Error::data(format!(
                 "{} holds {} images, expected {BATCH_IMAGES}; it is no file of CIFAR-10",
@@ -169,38 +176,48 @@ pub fn load(folder: &Path, split: Split, scaling: Scaling) -> Result<Cifar10> {
                 batch.labels.len()
             )));
         }
+        set.put(place * BATCH_IMAGES, batch);
+        Ok(())
+    };
+    match find::find(folder)? {
+        Source::Python(folder) => read_files(&folder, files, "", pickle::parse, take)?,
+        Source::Binary(folder) => read_files(&folder, files, ".bin", binary::parse, take)?,
+        Source::Archive(file) => archive::read(&file, files, take)?,
     }
-    Ok(Cifar10::new(
-        batches.into_iter().map(|(_, batch)| batch),
-        scaling,
-    ))
+    Ok(set)
 }
 
-type Parse = fn(&Path, &[u8]) -> Result<Batch>;
+type Parse = for<'a> fn(&Path, &'a [u8]) -> Result<Batch<'a>>;
 
+/// Gives `take` the batch of each of `files` with its place among them. All are
+/// read into the same memory: fresh memory costs more than reading does.
 fn read_files(
     folder: &Path,
-    split: Split,
+    files: &[&str],
     ending: &str,
     parse: Parse,
-) -> Result<Vec<(PathBuf, Batch)>> {
-    let read = |name: &&str| {
+    mut take: impl FnMut(usize, &Path, &Batch<'_>) -> Result<()>,
+) -> Result<()> {
+    let mut bytes = Vec::new();
+    for (place, name) in files.iter().enumerate() {
         let path = folder.join(format!("{name}{ending}"));
-        let bytes = read_bounded(&path)?;
-        let batch = parse(&path, &bytes)?;
-        Ok((path, batch))
-    };
-    split.files().iter().map(read).collect()
+        read_bounded(&path, &mut bytes)?;
+        take(place, &path, &parse(&path, &bytes)?)?;
+    }
+    Ok(())
 }
 
-/// The bytes of a file that is not absurdly large.
-fn read_bounded(path: &Path) -> Result<Vec<u8>> {
+/// Replaces `bytes` by those of a file that is not absurdly large.
+fn read_bounded(path: &Path, bytes: &mut Vec<u8>) -> Result<()> {
     use std::io::Read;
     let failed = |source| Error::io("cannot read", path, source);
     let file = std::fs::File::open(path).map_err(failed)?;
-    let mut bytes = Vec::new();
+    let len = file.metadata().map_err(failed)?.len();
+    bytes.clear();
+    // One byte more, so that the end is seen without growing.
+    bytes.reserve(len.min(MAX_FILE_BYTES) as usize + 1);
     file.take(MAX_FILE_BYTES + 1)
-        .read_to_end(&mut bytes)
+        .read_to_end(bytes)
         .map_err(failed)?;
     if bytes.len() as u64 > MAX_FILE_BYTES {
         return Err(Error::data(format!(
@@ -208,55 +225,66 @@ fn read_bounded(path: &Path) -> Result<Vec<u8>> {
             path.display()
         )));
     }
-    Ok(bytes)
+    Ok(())
 }
 
 /// Parses the bytes of one file of the Python version.
 #[cfg(any(test, fuzzing))]
-pub(crate) fn parse_pickle(bytes: &[u8]) -> Result<Batch> {
+pub(crate) fn parse_pickle(bytes: &[u8]) -> Result<Batch<'_>> {
     pickle::parse(Path::new("fuzzed"), bytes)
 }
 
 /// Parses the bytes of one file of the binary version.
 #[cfg(any(test, fuzzing))]
-pub(crate) fn parse_binary(bytes: &[u8]) -> Result<Batch> {
+pub(crate) fn parse_binary(bytes: &[u8]) -> Result<Batch<'_>> {
     binary::parse(Path::new("fuzzed"), bytes)
 }
 
-/// Reads one split of an archive.
+/// Reads one split of an archive; the labels of each batch with its place.
 #[cfg(any(test, fuzzing))]
-pub(crate) fn read_archive(path: &Path, split: Split) -> Result<Vec<(PathBuf, Batch)>> {
-    archive::read(path, split)
+pub(crate) fn read_archive(path: &Path, split: Split) -> Result<Vec<(usize, Vec<u8>)>> {
+    let mut found = Vec::new();
+    archive::read(path, split.files(), |place, _, batch| {
+        batch.consistent();
+        found.push((place, batch.labels.clone()));
+        Ok(())
+    })?;
+    Ok(found)
 }
 
 #[cfg(any(test, fuzzing))]
-impl Batch {
+impl Batch<'_> {
     /// Number of images; panics when images and labels differ in number.
     pub(crate) fn consistent(&self) -> usize {
-        assert_eq!(self.planes.len(), self.labels.len() * PIXELS);
+        assert_eq!(self.images().count(), self.labels.len());
+        let whole = self.planes.len() + self.stride - PIXELS;
+        assert_eq!(whole, self.labels.len() * self.stride);
         assert!(self.labels.iter().all(|l| usize::from(*l) < CLASSES));
         self.labels.len()
     }
 }
 
 impl Cifar10 {
-    fn new(batches: impl IntoIterator<Item = Batch>, scaling: Scaling) -> Cifar10 {
-        let (mut pixels, mut labels) = (Vec::new(), Vec::new());
-        for batch in batches {
-            labels.extend_from_slice(&batch.labels);
-            pixels.reserve_exact(batch.planes.len());
-            for image in batch.planes.chunks_exact(PIXELS) {
-                let (red, rest) = image.split_at(SIDE * SIDE);
-                let (green, blue) = rest.split_at(SIDE * SIDE);
-                for ((r, g), b) in red.iter().zip(green).zip(blue) {
-                    pixels.extend_from_slice(&[*r, *g, *b]);
-                }
-            }
-        }
+    /// As many black images, all of class 0, in memory that is not touched yet.
+    fn with_room(images: usize, scaling: Scaling) -> Cifar10 {
         Cifar10 {
-            pixels,
-            labels,
+            pixels: vec![0; images * PIXELS],
+            labels: vec![0; images],
             table: scaling.table(),
+        }
+    }
+
+    /// Replaces images from `first` on by those of `batch`, as pixels instead of planes.
+    fn put(&mut self, first: usize, batch: &Batch<'_>) {
+        self.labels[first..first + batch.labels.len()].copy_from_slice(&batch.labels);
+        let images = self.pixels[first * PIXELS..].chunks_exact_mut(PIXELS);
+        for (pixels, planes) in images.zip(batch.images()) {
+            let (red, rest) = planes.split_at(SIDE * SIDE);
+            let (green, blue) = rest.split_at(SIDE * SIDE);
+            let channels = red.iter().zip(green).zip(blue);
+            for (pixel, ((r, g), b)) in pixels.chunks_exact_mut(CHANNELS).zip(channels) {
+                pixel.copy_from_slice(&[*r, *g, *b]);
+            }
         }
     }
 

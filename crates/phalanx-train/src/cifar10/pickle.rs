@@ -73,8 +73,8 @@ impl Value<'_> {
     }
 }
 
-struct Machine<'a> {
-    path: &'a Path,
+struct Machine<'p, 'a> {
+    path: &'p Path,
     bytes: &'a [u8],
     /// Of the next byte.
     at: usize,
@@ -89,7 +89,7 @@ struct Machine<'a> {
 /// # Errors
 ///
 /// `Data`, naming file, offset and what was expected there.
-pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<Batch> {
+pub(super) fn parse<'a>(path: &Path, bytes: &'a [u8]) -> Result<Batch<'a>> {
     let mut machine = Machine {
         path,
         bytes,
@@ -103,7 +103,7 @@ pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<Batch> {
 }
 
 /// What the dictionary must hold.
-fn batch(path: &Path, entries: Vec<(&[u8], Value<'_>)>) -> Result<Batch> {
+fn batch<'a>(path: &Path, entries: Vec<(&'a [u8], Value<'a>)>) -> Result<Batch<'a>> {
     let wrong = |what: String| Error::data(format!("{}: {what}", path.display()));
     let (mut labels, mut planes) = (None, None);
     for (key, value) in entries {
@@ -143,12 +143,13 @@ fn batch(path: &Path, entries: Vec<(&[u8], Value<'_>)>) -> Result<Batch> {
         )));
     }
     Ok(Batch {
-        planes: data.to_vec(),
+        planes: data,
+        stride: PIXELS,
         labels,
     })
 }
 
-impl<'a> Machine<'a> {
+impl<'a> Machine<'_, 'a> {
     fn error(&self, what: impl std::fmt::Display) -> Error {
         Error::data(format!(
             "{}: at byte {}: {what}",
