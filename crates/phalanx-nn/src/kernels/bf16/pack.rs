@@ -682,6 +682,7 @@ unsafe fn columns_body<P: Pack, S: Element>(
     let slots = c.units.count * l.unit_slots();
     for copy in (0..l.packed).filter(|copy| l.moved(w, *copy).is_none()) {
         let (mut unit, mut line, mut i) = (0, 0, 0);
+        let (mut image, mut row, mut y) = (0, 0, 0);
         for block in 0..slots.div_ceil(DEPTH) {
             let mut rows = [zeros::<S>(); DEPTH];
             if l.gathered {
@@ -690,18 +691,21 @@ unsafe fn columns_body<P: Pack, S: Element>(
                 rows = [temporary.as_ptr(); DEPTH];
             }
             for (q, from) in rows.iter_mut().enumerate() {
-                let (image, row) = l.place(c.units.first + unit);
+                if i == 0 {
+                    // Divisions take longer than all else here: once a line.
+                    (image, row) = l.place(c.units.first + unit);
+                    y = l.row(copy, row, line);
+                }
                 if l.gathered {
                     let to = &mut temporary[q * l.slot..];
                     *from = to.as_ptr();
                     if unit < c.units.count {
                         gather(w, source, image, row + line, i, &mut to[..l.slot + LANES]);
                     }
-                } else if unit < c.units.count {
-                    let (y, x) = (l.row(copy, row, line), l.column(copy, i));
-                    if let Some(p) = pixel(w, image, y, x) {
-                        *from = source[p * l.slot..(p + 1) * l.slot].as_ptr();
-                    }
+                } else if unit < c.units.count
+                    && let Some(p) = pixel(w, image, y, l.column(copy, i))
+                {
+                    *from = source[p * l.slot..(p + 1) * l.slot].as_ptr();
                 }
                 i += 1;
                 if i == l.width {
