@@ -610,10 +610,13 @@ impl Executor {
             self.want[lane.stream * world + lane.peer].send =
                 piece.is_some_and(|piece| wanted(&self.flow, piece));
         }
-        for (lane, (next, _)) in schedule.rx.iter().zip(&self.flow.rx) {
-            let piece = lane.pieces.get(*next);
-            self.want[lane.stream * world + lane.peer].recv =
-                piece.is_some_and(|piece| wanted(&self.flow, piece));
+        for (lane, (next, receiver)) in schedule.rx.iter().zip(&self.flow.rx) {
+            let Some(piece) = lane.pieces.get(*next) else {
+                continue;
+            };
+            let want = &mut self.want[lane.stream * world + lane.peer];
+            want.recv = wanted(&self.flow, piece);
+            want.coming_bytes = receiver.coming_bytes(&piece.frame);
         }
     }
 

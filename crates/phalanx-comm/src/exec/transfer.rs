@@ -138,6 +138,14 @@ impl Receiver {
         self.received = 0;
     }
 
+    /// Bytes that are still to come of `frame`; 0 as long as its header is: what comes may be another one.
+    pub(super) fn coming_bytes(&self, frame: &Frame) -> usize {
+        match self.received >= Header::BYTES {
+            true => Header::BYTES + frame.length as usize - self.received,
+            false => 0,
+        }
+    }
+
     /// Receives what is there of `frame`, the next one of this lane; its
     /// payload goes to `place`.
     pub(super) fn step(
@@ -328,6 +336,34 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn nothing_is_certain_to_come_before_the_header_is_there() {
+        let signature = signature();
+        let context = context(&signature);
+        let frame = Frame {
+            step: 0,
+            stream: 0,
+            offset: 0,
+            length: 9000,
+        };
+        let mut link = Trickle {
+            bytes: VecDeque::new(),
+            at_once: 70,
+            capacity: 70,
+        };
+        let (mut tx, mut rx) = (Sender::new(), Receiver::new());
+        let payload = [3u8; 9000];
+        let mut place = [0u8; 9000];
+        assert_eq!(rx.coming_bytes(&frame), 0);
+        tx.step(&mut link, &frame, &payload, &context).unwrap();
+        let rest = link.bytes.split_off(Header::BYTES - 1);
+        rx.step(&mut link, 1, &frame, &mut place, &context).unwrap();
+        assert_eq!(rx.coming_bytes(&frame), 0);
+        link.bytes = rest;
+        rx.step(&mut link, 1, &frame, &mut place, &context).unwrap();
+        assert_eq!(rx.coming_bytes(&frame), 9000 - 6);
     }
 
     /// Lets a receiver of 100 bytes read one frame with `change`d header.

@@ -20,7 +20,7 @@ use std::thread::JoinHandle;
 
 use crate::exec::Executor;
 use crate::transport::{AbortHandle, Poison};
-use crate::wait::Callers;
+use crate::wait::{Callers, take_short_turns};
 use crate::{Error, Result};
 
 /// An asynchronous operation. It is told when it cannot run.
@@ -199,6 +199,7 @@ fn closed() -> Error {
 
 /// The communication thread.
 fn work(shared: &Shared) {
+    take_short_turns();
     loop {
         let mut state = shared.lock();
         let job = loop {

@@ -586,6 +586,8 @@ impl Mesh {
     /// Waits for sockets: awaited data, and news on any control socket. True
     /// if there was something.
     fn wait_sockets(&self, want: &[Interest], timeout: Duration) -> Result<bool> {
+        // Without a core of its own every wake-up interrupts somebody who computes.
+        let batched = self.beside && !self.budgets.at(true).polls();
         let mut fds = Vec::with_capacity(2 * self.shared.controls.len());
         let mut controls = Vec::with_capacity(self.shared.controls.len());
         for control in self
@@ -600,6 +602,9 @@ impl Mesh {
         for (peer, want) in self.peers.iter().zip(want).filter(|(_, want)| want.any()) {
             if let Peer::Tcp(link) = peer {
                 let mut events = PollFlags::empty();
+                if want.recv {
+                    link.wake_at(if batched { want.coming_bytes } else { 0 });
+                }
                 events.set(PollFlags::IN, want.recv);
                 events.set(PollFlags::OUT, want.send);
                 fds.push(PollFd::from_borrowed_fd(link.socket(), events));

@@ -40,6 +40,7 @@ fn idle_keeps_its_deadline() {
         Interest {
             send: false,
             recv: true,
+            ..Interest::default()
         },
     ];
     let mut spins = 0;
@@ -62,6 +63,7 @@ fn idle_returns_at_once_when_there_is_something() {
         Interest {
             send: false,
             recv: true,
+            ..Interest::default()
         },
     ];
     // Sleeping would take a slice of 100 ms each time.
@@ -222,6 +224,7 @@ fn bytes_wake_a_sleeper() {
     let want = Interest {
         send: false,
         recv: true,
+        ..Interest::default()
     };
     woken_after(
         want,
@@ -235,6 +238,7 @@ fn freed_space_wakes_a_sleeper() {
     let want = Interest {
         send: true,
         recv: false,
+        ..Interest::default()
     };
     woken_after(
         want,

@@ -89,6 +89,9 @@ pub struct Interest {
     pub send: bool,
     /// Bytes to receive.
     pub recv: bool,
+    /// At least how many bytes are on their way here for sure, 0 if that is not known: nobody need be woken
+    /// for each of them.
+    pub coming_bytes: usize,
 }
 
 impl Interest {

@@ -44,6 +44,7 @@ pub(super) fn exchange(mesh: &mut Mesh, bytes: usize) -> Result<()> {
             want[peer] = Interest {
                 send: sent[peer] < bytes,
                 recv: got[peer] < bytes,
+                ..Interest::default()
             };
         }
         if !want.iter().any(|w| w.any()) {

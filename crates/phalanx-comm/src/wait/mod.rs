@@ -9,12 +9,14 @@ pub(crate) mod fuzzing;
 mod jitter;
 mod sleep;
 mod topology;
+mod turns;
 
 pub(crate) use crate::sync::FutexKind;
 pub(crate) use budget::{Budget, Budgets, Callers};
 pub(crate) use doorbell::{BELL_BYTES, Bell};
 pub(crate) use sleep::Wake;
 pub(crate) use topology::{Share, Topology};
+pub(crate) use turns::take_short_turns;
 
 use std::time::{Duration, Instant};
 

@@ -587,6 +587,7 @@ fn sending_to_one_who_left_over_tcp_ends() {
             Interest {
                 send: true,
                 recv: false,
+                ..Interest::default()
             },
         ];
         let e = loop {

@@ -1,5 +1,6 @@
 //! A data connection of a pair.
 
+use std::cell::Cell;
 use std::io::{ErrorKind as IoKind, IoSlice, IoSliceMut, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -7,7 +8,12 @@ use std::sync::Arc;
 
 use super::super::{Link, TransportKind};
 use super::control::Control;
+use super::options::set_recv_low_water;
 use crate::{Error, Result};
+
+/// Most bytes that come before who waits for them is woken: a frame of usual size, which is handled as a whole
+/// anyway. Of 128 KiB, 512 KiB and none, this one left most of the core to compute (benches/runs/2026-11-21-overlap-why).
+const BATCH_BYTES: usize = 512 << 10;
 
 /// A peer behind a socket.
 pub(crate) struct TcpLink {
@@ -16,6 +22,8 @@ pub(crate) struct TcpLink {
     index: usize,
     stream: TcpStream,
     control: Arc<Control>,
+    /// Bytes from which on the kernel wakes us.
+    wakes_at: Cell<usize>,
 }
 
 impl TcpLink {
@@ -31,6 +39,7 @@ impl TcpLink {
             index,
             stream,
             control,
+            wakes_at: Cell::new(1),
         }
     }
 
@@ -48,6 +57,15 @@ impl TcpLink {
 
     pub(crate) fn socket(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
+    }
+
+    /// Lets the kernel call the socket readable only when [`BATCH_BYTES`] of `coming_bytes` are there, or all of them
+    /// where they are fewer; 0 is for the first byte. Those bytes must be certain to come.
+    pub(crate) fn wake_at(&self, coming_bytes: usize) {
+        let bytes = coming_bytes.clamp(1, BATCH_BYTES);
+        if self.wakes_at.get() != bytes && set_recv_low_water(&self.stream, bytes).is_ok() {
+            self.wakes_at.set(bytes);
+        }
     }
 
     /// `slices` are not all empty.
@@ -119,5 +137,69 @@ impl Drop for TcpLink {
     fn drop(&mut self) {
         // The peer sees the end even where a forked child still holds the socket.
         let _ = self.stream.shutdown(Shutdown::Write);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::layout::Layout;
+    use super::super::super::segment::Segment;
+    use super::*;
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    use std::net::TcpListener;
+
+    fn is_readable(link: &TcpLink, within_s: i64) -> bool {
+        let mut fds = [PollFd::from_borrowed_fd(link.socket(), PollFlags::IN)];
+        let timeout = Timespec {
+            tv_sec: within_s,
+            tv_nsec: 0,
+        };
+        poll(&mut fds, Some(&timeout)).unwrap();
+        !fds[0].revents().is_empty()
+    }
+
+    fn pair() -> (TcpStream, TcpLink) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let connect = || {
+            let there = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let here = listener.accept().unwrap().0;
+            here.set_nonblocking(true).unwrap();
+            (there, here)
+        };
+        let ((peer, data), (_, control)) = (connect(), connect());
+        let segment = Arc::new(Segment::private(Layout::new(1, 64).unwrap()).unwrap());
+        let control = Arc::new(Control::new(1, (0, 0), control, segment));
+        (peer, TcpLink::new(0, 0, data, control))
+    }
+
+    #[test]
+    fn wakes_for_a_batch_for_the_rest_and_for_the_end() {
+        let (mut peer, mut link) = pair();
+        link.wake_at(1000);
+        peer.write_all(&[7; 999]).unwrap();
+        // However late it looks.
+        assert!(!is_readable(&link, 0));
+        peer.write_all(&[7]).unwrap();
+        assert!(is_readable(&link, 60));
+        let mut got = [0; 2000];
+        assert_eq!(link.try_recv(&mut got).unwrap(), 1000);
+        // Bytes that are there are given whatever was asked for.
+        link.wake_at(1000);
+        peer.write_all(&[8; 3]).unwrap();
+        link.wake_at(0);
+        assert!(is_readable(&link, 60));
+        link.wake_at(1000);
+        assert_eq!(link.try_recv(&mut got).unwrap(), 3);
+        peer.write_all(&[9; 5]).unwrap();
+        drop(peer);
+        assert!(is_readable(&link, 60));
+        assert_eq!(link.try_recv(&mut got).unwrap(), 5);
+    }
+
+    #[test]
+    fn a_batch_has_a_limit() {
+        let (_peer, link) = pair();
+        link.wake_at(usize::MAX);
+        assert_eq!(link.wakes_at.get(), BATCH_BYTES);
     }
 }

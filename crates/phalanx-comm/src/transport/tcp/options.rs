@@ -1,7 +1,8 @@
 //! Socket options of a connection between ranks.
 
-use std::io::Result;
+use std::io::{Error, Result};
 use std::net::TcpStream;
+use std::os::fd::AsRawFd;
 use std::time::Duration;
 
 use rustix::net::sockopt;
@@ -28,6 +29,26 @@ pub(in super::super) fn prepare(stream: &TcpStream) -> Result<()> {
     sockopt::set_tcp_keepintvl(stream, KEEPALIVE)?;
     sockopt::set_tcp_keepcnt(stream, KEEPALIVE_PROBES)?;
     stream.set_nonblocking(true)
+}
+
+/// Says how many bytes must have come before the kernel calls `stream` readable, as `SO_RCVLOWAT`; a window that
+/// is full, or the end of the stream, always wakes.
+pub(super) fn set_recv_low_water(stream: &TcpStream, bytes: usize) -> Result<()> {
+    let bytes = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
+    // SAFETY: the descriptor is open, and the option's value is read from an integer of the length given.
+    let failed = unsafe {
+        libc::setsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_RCVLOWAT,
+            (&raw const bytes).cast(),
+            size_of::<libc::c_int>() as libc::socklen_t,
+        )
+    };
+    match failed {
+        0 => Ok(()),
+        _ => Err(Error::last_os_error()),
+    }
 }
 
 #[cfg(test)]
