@@ -5,6 +5,9 @@ switch, a namespace of its own. Both ends of each pair are shaped with
 `tc ... tbf`: one limits what the host sends, the other what it receives, as
 a full-duplex network card does.
 
+Two hosts may be joined by a *cable* instead: one veth pair, shaped where each host sends. Nothing plays a
+switch then on the cores that the ranks compute on.
+
 With a delay the switch is a program of ours (peers/delay.c, compiled with cc)
 that holds every frame for that time; it needs a core now and then, which the
 ranks miss where cores are few.
@@ -23,8 +26,11 @@ NAME = f"phw{os.getpid()}"
 class Wire:
     """H hosts and a switch; the context manager removes them."""
 
-    def __init__(self, hosts, gbit, delay_ms=0, mtu=1500):
-        self.hosts, self.gbit, self.delay_ms, self.mtu = hosts, gbit, delay_ms, mtu
+    def __init__(self, hosts, gbit, delay_ms=0, mtu=1500, cable=False, burst_ms=0.2):
+        if cable and (hosts != 2 or delay_ms):
+            raise SystemExit("a cable joins two hosts, and holds nothing back")
+        self.hosts, self.gbit, self.delay_ms, self.mtu, self.cable = hosts, gbit, delay_ms, mtu, cable
+        self.burst_ms = burst_ms
         self.names, self.children = [], []
 
     def __enter__(self):
@@ -41,6 +47,8 @@ class Wire:
         sh("ip", "-n", name, "link", "set", "lo", "up")
 
     def build(self):
+        if self.cable:
+            return self.build_cable()
         switch = f"{NAME}s"
         self.namespace(switch)
         if not self.delay_ms:
@@ -55,14 +63,7 @@ class Wire:
             if not self.delay_ms:
                 sh("ip", "-n", switch, "link", "set", port, "master", "br0")
             for ns, dev in ((host, "eth0"), (switch, port)):
-                sh("ip", "-n", ns, "link", "set", dev, "up")
-                if self.gbit:
-                    # A burst of 0.2 ms: long enough that late timers do not limit the rate, short enough that
-                    # little data gets through at the speed of memory. Packets must fit it. 4 MiB: a switch's buffer.
-                    burst = max(int(self.gbit * 1e9 / 8 * 0.2e-3), 5000)
-                    sh("ip", "-n", ns, "link", "set", dev, "gso_max_size", str(min(65536, burst * 2 // 3)))
-                    sh("tc", "-n", ns, "qdisc", "add", "dev", dev, "root", "tbf",
-                       "rate", f"{self.gbit:g}gbit", "burst", str(burst), "limit", "4mb")
+                self.shape(ns, dev)
         if self.delay_ms:
             ports = [f"port{h}" for h in range(self.hosts)]
             relay = subprocess.Popen(["ip", "netns", "exec", switch, delay_switch(), str(1000 * self.delay_ms), *ports],
@@ -70,6 +71,26 @@ class Wire:
             self.children.append(relay)
             if relay.stdout.readline().strip() != "ready":
                 raise SystemExit("the switch with a delay did not start")
+
+    def build_cable(self):
+        hosts = [f"{NAME}h{h}" for h in range(2)]
+        for host in hosts:
+            self.namespace(host)
+        sh("ip", "link", "add", "eth0", "netns", hosts[0], "mtu", str(self.mtu), "type", "veth",
+           "peer", "name", "eth0", "netns", hosts[1], "mtu", str(self.mtu))
+        for h, host in enumerate(hosts):
+            sh("ip", "-n", host, "addr", "add", f"10.78.0.{h + 1}/24", "dev", "eth0")
+            self.shape(host, "eth0")
+
+    def shape(self, ns, dev):
+        sh("ip", "-n", ns, "link", "set", dev, "up")
+        if self.gbit:
+            # A burst of 0.2 ms, unless asked otherwise: long enough that late timers do not limit the rate, short enough that
+            # little data gets through at the speed of memory. Packets must fit it. 4 MiB: a switch's buffer.
+            burst = max(int(self.gbit * 1e9 / 8 * self.burst_ms * 1e-3), 5000)
+            sh("ip", "-n", ns, "link", "set", dev, "gso_max_size", str(min(65536, burst * 2 // 3)))
+            sh("tc", "-n", ns, "qdisc", "add", "dev", dev, "root", "tbf",
+               "rate", f"{self.gbit:g}gbit", "burst", str(burst), "limit", "4mb")
 
     def start(self, host, cmd, env=None, **more):
         child = subprocess.Popen(["ip", "netns", "exec", f"{NAME}h{host}", *cmd], stdin=subprocess.DEVNULL,

@@ -202,6 +202,17 @@ impl Trainer {
         Ok(())
     }
 
+    /// Milliseconds of backward in the last step, `synced` or not.
+    pub(super) fn backward_ms(&self, synced: bool) -> f64 {
+        let times = self.ddp.times();
+        let (began, ended) = match synced {
+            true => (times.backward_began, times.backward_ended),
+            false => (self.backward.began, self.backward.ended),
+        };
+        let took = began.zip(ended).map(|(began, ended)| ended - began);
+        took.unwrap_or_default().as_secs_f64() * 1e3
+    }
+
     /// Times of the last step without communication.
     pub(super) fn backward(&self) -> &Backward {
         &self.backward
