@@ -676,6 +676,20 @@ fn mistakes_are_named_with_the_way_out() {
             &["9 ranks cannot share 8 shards; use --shards 16"],
         ),
         (
+            &[
+                "train",
+                "resnet18",
+                "--deterministic",
+                "shards",
+                "--global-batch-size",
+                "64",
+                "--lr-scaling",
+                "world",
+            ],
+            2,
+            &["--lr-scaling makes weights depend on the number of ranks"],
+        ),
+        (
             &["train", "mnist", "--accumulate", "2", "--sampler", "torch"],
             2,
             &["--sampler torch goes with neither --accumulate"],

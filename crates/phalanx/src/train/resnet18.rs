@@ -10,6 +10,7 @@ use phalanx_train::cifar10::Scaling;
 
 use super::cifar::{self, CifarArgs, Preparation};
 use super::context::RankContext;
+use super::cut::Determinism;
 use super::fit;
 use super::modelarts::ModelArts;
 use super::output::Files;
@@ -17,7 +18,7 @@ use super::prepare::Fetch;
 use super::program::{Data, Loss, Net, Program, Testers};
 use super::settings::{Defaults, Settings};
 use super::voice::Voice;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// How the network is trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -52,9 +53,10 @@ pub struct Resnet18Args {
     /// How the network is trained
     #[arg(long, value_enum, default_value_t = Recipe::Document)]
     pub recipe: Recipe,
-    /// By what the learning rate is multiplied
-    #[arg(long, value_enum, default_value_t = LrScaling::World)]
-    pub lr_scaling: LrScaling,
+    /// By what the learning rate is multiplied [default: world; none with --deterministic shards, under
+    /// which nothing depends on the number of ranks]
+    #[arg(long, value_enum)]
+    pub lr_scaling: Option<LrScaling>,
     /// Print the lines on every rank, each its own loss, as the document does
     #[arg(long)]
     pub document: bool,
@@ -89,9 +91,17 @@ impl Resnet18Args {
         }
     }
 
+    fn lr_scaling(&self) -> LrScaling {
+        self.lr_scaling
+            .unwrap_or(match self.settings.cut.deterministic {
+                Determinism::Shards => LrScaling::None,
+                _ => LrScaling::World,
+            })
+    }
+
     /// The rate after scaling, when `world` ranks train.
     fn lr(&self, world: usize) -> f64 {
-        let factor = match self.lr_scaling {
+        let factor = match self.lr_scaling() {
             LrScaling::None => 1,
             LrScaling::Node => self.ranks_here.unwrap_or(world),
             LrScaling::World => world,
@@ -107,6 +117,12 @@ impl Resnet18Args {
 /// Usage errors naming the flag.
 pub fn validate(args: &Resnet18Args, world: usize) -> Result<()> {
     args.settings.validate(world)?;
+    let shards = args.settings.cut.deterministic == Determinism::Shards;
+    if shards && args.lr_scaling() != LrScaling::None {
+        return Err(Error::usage(
+            "--lr-scaling makes weights depend on the number of ranks; leave it out with --deterministic shards",
+        ));
+    }
     args.cifar.validate()
 }
 
@@ -168,7 +184,7 @@ impl Program for Resnet18Args {
     fn must_agree(&self) -> Vec<String> {
         let mut facts = self.cifar.must_agree();
         facts.push(format!("--recipe {:?}", self.recipe).to_lowercase());
-        facts.push(format!("--lr-scaling {:?}", self.lr_scaling).to_lowercase());
+        facts.push(format!("--lr-scaling {:?}", self.lr_scaling()).to_lowercase());
         facts
     }
 

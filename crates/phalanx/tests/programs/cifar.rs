@@ -192,6 +192,44 @@ fn help_tells_the_documents_flags_and_defaults() {
 
 /// Augmented, whitened, with label smoothing and one cycle: the same bits on any
 /// number of ranks.
+/// The document multiplies the rate by the number of ranks; by shards nothing may depend on that.
+#[test]
+fn resnet18_trains_alike_on_one_and_two_ranks_by_shards() {
+    let dir = tempfile::tempdir().expect("folder");
+    let shards = |world: &str| {
+        let args = [
+            "train",
+            "resnet18",
+            "--custom_data",
+            "true",
+            "--train-samples",
+            "16",
+            "--test-samples",
+            "8",
+            "--epochs",
+            "1",
+            "--global-batch-size",
+            "8",
+            "--deterministic",
+            "shards",
+            "--shards",
+            "2",
+            "--threads",
+            "1",
+            "--output-dir",
+            "out",
+            "--nproc-per-node",
+            world,
+        ];
+        let (_, err) = succeed(&args, dir.path());
+        assert!(err.contains("Adam lr 0.01"), "{err}");
+        let summary = json(&dir.path().join("out/summary.json"));
+        ["weights_sha256", "optimizer_sha256", "metrics_sha256"]
+            .map(|key| summary[key].as_str().expect("a digest").to_owned())
+    };
+    assert_eq!(shards("1"), shards("2"));
+}
+
 #[test]
 fn resnet9_trains_alike_on_one_and_two_ranks() {
     let dir = tempfile::tempdir().expect("folder");
