@@ -163,7 +163,6 @@ fn skew_percent(ctx: &RankContext, mut alone: Vec<f64>) -> Result<f64> {
     let mut percent: Vec<f64> = blocks
         .map(|(slowest, mean)| 100.0 * (sum(slowest) / sum(mean) - 1.0))
         .collect();
-    percent.sort_by(f64::total_cmp);
     Ok(median(&mut percent))
 }
 

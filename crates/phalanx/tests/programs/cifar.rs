@@ -190,16 +190,30 @@ fn help_tells_the_documents_flags_and_defaults() {
     );
 }
 
-/// Augmented, whitened, with label smoothing and one cycle: the same bits on any
-/// number of ranks.
+/// Trains on `world` ranks by two shards: what it printed on either stream, and its summary.
+fn by_shards(dir: &Path, name: &str, more: &[&str], world: &str) -> (String, String, Value) {
+    let shards = [
+        "--deterministic",
+        "shards",
+        "--shards",
+        "2",
+        "--threads",
+        "1",
+        "--output-dir",
+        "out",
+        "--nproc-per-node",
+        world,
+    ];
+    let (out, err) = succeed(&[&["train", name], more, &shards].concat(), dir);
+    (out, err, json(&dir.join("out/summary.json")))
+}
+
 /// The document multiplies the rate by the number of ranks; by shards nothing may depend on that.
 #[test]
 fn resnet18_trains_alike_on_one_and_two_ranks_by_shards() {
     let dir = tempfile::tempdir().expect("folder");
-    let shards = |world: &str| {
-        let args = [
-            "train",
-            "resnet18",
+    let digests = |world: &str| {
+        let more = [
             "--custom_data",
             "true",
             "--train-samples",
@@ -210,33 +224,22 @@ fn resnet18_trains_alike_on_one_and_two_ranks_by_shards() {
             "1",
             "--global-batch-size",
             "8",
-            "--deterministic",
-            "shards",
-            "--shards",
-            "2",
-            "--threads",
-            "1",
-            "--output-dir",
-            "out",
-            "--nproc-per-node",
-            world,
         ];
-        let (_, err) = succeed(&args, dir.path());
+        let (_, err, summary) = by_shards(dir.path(), "resnet18", &more, world);
         assert!(err.contains("Adam lr 0.01"), "{err}");
-        let summary = json(&dir.path().join("out/summary.json"));
         ["weights_sha256", "optimizer_sha256", "metrics_sha256"]
             .map(|key| summary[key].as_str().expect("a digest").to_owned())
     };
-    assert_eq!(shards("1"), shards("2"));
+    assert_eq!(digests("1"), digests("2"));
 }
 
+/// Augmented, whitened, with label smoothing and one cycle: the same bits on any
+/// number of ranks.
 #[test]
 fn resnet9_trains_alike_on_one_and_two_ranks() {
     let dir = tempfile::tempdir().expect("folder");
     let weights = |world: &str| {
-        let args = [
-            "train",
-            "resnet9",
+        let more = [
             "--data",
             "synthetic",
             "--synthetic-samples",
@@ -245,22 +248,11 @@ fn resnet9_trains_alike_on_one_and_two_ranks() {
             "2",
             "--global-batch-size",
             "32",
-            "--deterministic",
-            "shards",
-            "--shards",
-            "2",
             "--cutout",
             "4",
-            "--threads",
-            "1",
-            "--output-dir",
-            "out",
-            "--nproc-per-node",
-            world,
         ];
-        let (out, _) = succeed(&args, dir.path());
+        let (out, _, summary) = by_shards(dir.path(), "resnet9", &more, world);
         assert_eq!(shape(&out), EPOCH_SHAPE.repeat(2), "{out}");
-        let summary = json(&dir.path().join("out/summary.json"));
         (
             summary["weights_sha256"].clone(),
             summary["metrics_sha256"].clone(),
