@@ -1,7 +1,8 @@
 //! The same values in the other precision. Saves nothing.
 
 use crate::Tensor;
-use crate::kernels::element::{Bf16, convert, elements, elements_mut};
+use crate::kernels::element::{Bf16, Values, convert, elements_mut};
+use crate::par::Team;
 use crate::pool::Buf;
 use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
 use crate::{Precision, Result};
@@ -38,14 +39,16 @@ impl Tensor<'_> {
 fn compute(c: &mut Compute<'_>, x: SlotId) -> Buf {
     let (len, from) = (c.state.shape(x).numel(), c.state.precision_of(x));
     let mut buf = c.state.pool.get(other(from).memory_len(len));
-    match from {
-        Precision::F32 => {
-            let to = elements_mut::<Bf16>(buf.slice_mut(), len);
-            convert(c.team, c.state.elements::<f32>(x), to);
-        }
-        Precision::Bf16 => convert(c.team, c.state.elements::<Bf16>(x), buf.slice_mut()),
-    }
+    turn(c.team, c.state.values(x), &mut buf);
     buf
+}
+
+/// Writes `from` to `buf` in the other precision.
+fn turn(team: &Team, from: Values<'_>, buf: &mut Buf) {
+    match from {
+        Values::F32(v) => convert(team, v, elements_mut::<Bf16>(buf.slice_mut(), v.len())),
+        Values::Bf16(v) => convert(team, v, buf.slice_mut()),
+    }
 }
 
 fn other(precision: Precision) -> Precision {
@@ -64,13 +67,8 @@ impl Recorded for Cast {
     fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
         let (len, to) = (pass.shape(self.x).numel(), pass.precision_of(self.x));
         let mut dx = pass.pool().get(to.memory_len(len));
-        match to {
-            Precision::F32 => convert(pass.team, elements::<Bf16>(dy.slice(), len), dx.slice_mut()),
-            Precision::Bf16 => {
-                let dx = elements_mut::<Bf16>(dx.slice_mut(), len);
-                convert(pass.team, dy.slice(), dx);
-            }
-        }
+        let from = Values::of(dy.slice(), other(to), len);
+        turn(pass.team, from, &mut dx);
         pass.pool().put(dy);
         pass.give(self.x, dx);
         Ok(())
