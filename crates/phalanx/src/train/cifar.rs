@@ -201,6 +201,7 @@ pub fn one_cycle(
         cosine: false,
         ..OneCycle::new(lr, steps as u64)
     };
-    Schedule::one_cycle(cycle)
-        .map_err(|e| Error::from(e).note("try", "more --epochs, or smaller batches"))
+    Schedule::one_cycle(cycle).map_err(|e| {
+        Error::usage(e.to_string()).note("try", "more --epochs, or a smaller --batch-size")
+    })
 }

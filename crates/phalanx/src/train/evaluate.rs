@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use phalanx_comm::ReduceOp;
 use phalanx_ddp::ShardTree;
-use phalanx_nn::{Params, Tape};
+use phalanx_nn::{Params, Step, Tape, Tensor};
 use phalanx_train::Dataset;
 use phalanx_train::loader::{Batch, Loader, LoaderOptions};
 use phalanx_train::metrics::{Confusion, argmax};
@@ -188,43 +188,44 @@ impl<P: Program> Tester<'_, P> {
         Ok(Tested::new(loss[0], tested.confusion))
     }
 
-    /// The first batches of the test set: image, guess, truth and scores of
-    /// their first images. Rank 0 computes them; nothing elsewhere.
+    /// The first images of each of the first test batches: image, guess, truth
+    /// and scores. Rank 0 computes them, and no others; nothing elsewhere.
     ///
     /// # Errors
     ///
     /// Samples that cannot be read.
     pub fn predictions(&self, params: &Params, tape: &mut Tape) -> Result<Vec<Prediction>> {
-        let (batches, images) = (self.settings().log_batches, self.settings().log_images);
-        if !self.ctx.is_main() || batches == 0 || images == 0 {
-            return Ok(Vec::new());
+        let mut rows = Vec::new();
+        if !self.ctx.is_main() {
+            return Ok(rows);
         }
         let batch = self.settings().test_batch_size;
-        let samples = self.data.len().min(batch.saturating_mul(batches));
-        let mut rows = Vec::new();
-        self.pass(
-            params,
-            tape,
-            whole_plan(samples, batch)?,
-            |index, batch, scores, _| {
-                let classes = scores.len() / batch.labels.len();
-                let samples = batch
-                    .indices
-                    .iter()
-                    .zip(&batch.labels)
-                    .zip(scores.chunks_exact(classes));
-                for (i, ((&image, &truth), scores)) in samples.take(images).enumerate() {
-                    rows.push(Prediction {
-                        id: format!("{index}_{i}"),
-                        image,
-                        guess: argmax(scores).unwrap_or(0) as u32,
-                        truth,
-                        scores: scores.to_vec(),
-                    });
-                }
-                Ok(())
-            },
-        )?;
+        let shape = self.data.image_shape();
+        let mut pixels = vec![0.0; shape.iter().product()];
+        for number in 0..self.settings().log_batches {
+            let first = batch.saturating_mul(number).min(self.data.len());
+            let images = self.settings().log_images.min(batch);
+            let (mut inputs, mut labels) = (Vec::new(), Vec::new());
+            for image in first..first.saturating_add(images).min(self.data.len()) {
+                labels.push(self.data.read(image, &mut pixels)?);
+                inputs.extend_from_slice(&pixels);
+            }
+            if labels.is_empty() {
+                break;
+            }
+            let step = tape.inference(params);
+            let scores = self.scores(&step, &inputs, labels.len())?.to_vec();
+            let classes = scores.len() / labels.len();
+            for (i, (truth, scores)) in labels.into_iter().zip(scores.chunks(classes)).enumerate() {
+                rows.push(Prediction {
+                    id: format!("{number}_{i}"),
+                    image: (first + i) as u64,
+                    guess: argmax(scores).unwrap_or(0) as u32,
+                    truth,
+                    scores: scores.to_vec(),
+                });
+            }
+        }
         Ok(rows)
     }
 
@@ -238,20 +239,13 @@ impl<P: Program> Tester<'_, P> {
         mut take: impl FnMut(usize, &Batch, &[f32], f64) -> Result<()>,
     ) -> Result<()> {
         let loss: Loss = self.program.loss().plain();
-        let [h, w, c] = self.data.image_shape();
         let mut loader = loader(self.settings(), self.data)?;
         loader.start(plan);
         let mut index = 0;
         while let Some(batch) = loader.next_batch()? {
             if !batch.labels.is_empty() {
-                let shape = [batch.labels.len(), h, w, c];
                 let step = tape.inference(params);
-                let mut scores = self.net.forward(step.input(&batch.images, &shape)?)?;
-                if self.program.tests_mirrored() {
-                    let mirrored = mirrored(&batch.images, [h, w, c]);
-                    let other = self.net.forward(step.input(&mirrored, &shape)?)?;
-                    scores = scores.add(other)?.scale(0.5)?;
-                }
+                let scores = self.scores(&step, &batch.images, batch.labels.len())?;
                 let values = scores.to_vec();
                 let sum = f64::from(loss.of(scores, &batch.labels, 1.0)?.item());
                 take(index, &batch, &values, sum)?;
@@ -259,6 +253,20 @@ impl<P: Program> Tester<'_, P> {
             index += 1;
         }
         Ok(())
+    }
+
+    /// The network's answers to `n` images, each also seen in a mirror where
+    /// the program wants it so.
+    fn scores<'s>(&self, step: &'s Step<'s>, images: &[f32], n: usize) -> Result<Tensor<'s>> {
+        let [h, w, c] = self.data.image_shape();
+        let shape = [n, h, w, c];
+        let scores = self.net.forward(step.input(images, &shape)?)?;
+        if !self.program.tests_mirrored() {
+            return Ok(scores);
+        }
+        let mirrored = mirrored(images, [h, w, c]);
+        let other = self.net.forward(step.input(&mirrored, &shape)?)?;
+        Ok(scores.add(other)?.scale(0.5)?)
     }
 }
 

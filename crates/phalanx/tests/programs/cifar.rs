@@ -371,6 +371,19 @@ fn mistakes_are_named_before_any_rank_starts() {
             ],
             &["--custom-data", "perhaps"],
         ),
+        (
+            &[
+                "train",
+                "resnet9",
+                "--data",
+                "synthetic",
+                "--train-samples",
+                "256",
+                "--epochs",
+                "1",
+            ],
+            &["one cycle of 2 steps", "more --epochs"],
+        ),
     ] {
         let (code, out, err) = run(args, dir.path());
         assert_eq!(code, 2, "{args:?}\n{out}\n{err}");
