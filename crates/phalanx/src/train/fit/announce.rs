@@ -1,0 +1,80 @@
+//! What is said before the first step.
+
+use phalanx_ddp::DistributedDataParallel;
+use phalanx_nn::Params;
+
+use crate::train::context::RankContext;
+use crate::train::cut::Determinism;
+use crate::train::format::{bytes, plural, thousands};
+use crate::train::output::Output;
+use crate::train::program::{Data, Program};
+
+/// What is announced besides the settings.
+pub(super) struct About<'a> {
+    pub(super) data: &'a Data,
+    /// SHA-256 of the weights before the first step.
+    pub(super) initial: Option<&'a str>,
+    pub(super) steps: usize,
+    pub(super) optimizer: &'a str,
+}
+
+/// Who trains, on what, which model, and how.
+pub(super) fn announce<P: Program>(
+    ctx: &RankContext,
+    program: &P,
+    about: &About<'_>,
+    params: &Params,
+    ddp: &DistributedDataParallel,
+    output: &Output,
+) {
+    let settings = program.settings();
+    let global_batch = settings.global_batch(ctx.world());
+    let count: usize = params.infos().iter().map(|i| i.len).sum();
+    let buckets = ddp.plan().buckets().len();
+    let sizes: Vec<String> = (0..buckets)
+        .map(|b| bytes(ddp.plan().bucket_bytes(b)))
+        .collect();
+    let buckets = match settings.cut.deterministic {
+        Determinism::Ranks | Determinism::Off => {
+            format!("{} ({})", plural(buckets, "bucket"), sizes.join(", "))
+        }
+        Determinism::Shards => format!("added over {} shards", settings.cut.shards),
+    };
+    let mut cut = if global_batch.is_multiple_of(ctx.world()) {
+        format!(
+            "{global_batch} = {} x {}",
+            ctx.world(),
+            global_batch / ctx.world()
+        )
+    } else {
+        format!("{global_batch} over {} ranks", ctx.world())
+    };
+    if settings.cut.accumulate > 1 {
+        cut.push_str(&format!(" in {} micro-batches", settings.cut.accumulate));
+    }
+    ctx.note(&format!(
+        "phalanx {}  {}  {}",
+        env!("CARGO_PKG_VERSION"),
+        program.name(),
+        ctx.describe()
+    ));
+    ctx.note(&format!("data     {}", about.data.description));
+    ctx.note(&format!(
+        "model    {}, {}, {} parameters in {} tensors, {buckets}",
+        program.title(),
+        program.settings().precision.describe(),
+        thousands(count),
+        params.infos().len(),
+    ));
+    if let Some(initial) = about.initial {
+        let from = settings.init.describe(settings.seed);
+        ctx.note(&format!("weights  {from} ({initial:.12}…)"));
+    }
+    ctx.note(&format!(
+        "training {} of {}, global batch {cut}, {}",
+        plural(settings.epochs(), "epoch"),
+        plural(about.steps, "step"),
+        about.optimizer,
+    ));
+    ctx.note(&format!("output   {}", output.dir().display()));
+}
