@@ -1,0 +1,89 @@
+//! Arguments about resumable checkpoints.
+
+use std::path::PathBuf;
+
+use super::{AUTO, FOLDER};
+use crate::error::{Error, Result};
+use crate::ranks;
+
+/// What to do about a checkpoint that cannot be saved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum SaveErrors {
+    /// End the training
+    Stop,
+    /// Warn, and train on
+    Warn,
+}
+
+/// Arguments about resumable checkpoints.
+#[derive(Debug, Clone, clap::Args)]
+pub struct SavingArgs {
+    /// Save resumable state every so many steps (later while the one before is still being written), after each epoch, and when SIGTERM or SIGUSR1 asks to stop
+    #[arg(long, value_name = "STEPS")]
+    pub save_every: Option<u64>,
+    /// Resumable checkpoints to keep, the newest
+    #[arg(long, default_value_t = 2, value_name = "N")]
+    pub keep: usize,
+    /// What to do about a checkpoint that cannot be saved
+    #[arg(long, value_enum, default_value_t = SaveErrors::Stop)]
+    pub save_errors: SaveErrors,
+    /// Go on from the newest checkpoint of the --output-dir, if there is one, of a run's folder, or from a checkpoint's JSON file
+    #[arg(long, value_name = "auto|PATH")]
+    pub resume: Option<String>,
+    /// Save and stop after so many steps of this run
+    #[arg(long, value_name = "STEPS")]
+    pub stop_after: Option<u64>,
+}
+
+impl SavingArgs {
+    /// Whether there are checkpoints at all.
+    pub fn enabled(&self) -> bool {
+        self.save_every.is_some() || self.resume.is_some() || self.stop_after.is_some()
+    }
+
+    /// Checks what can be checked before any rank is started.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag.
+    pub fn validate(&self, has_folder: bool) -> Result<()> {
+        ranks::check_count("--keep", self.keep, 1_000_000)?;
+        for (flag, steps) in [
+            ("--save-every", self.save_every),
+            ("--stop-after", self.stop_after),
+        ] {
+            if steps == Some(0) {
+                return Err(Error::usage(format!("{flag} must be at least 1")));
+            }
+        }
+        if self.resume.as_deref() == Some(AUTO) && !has_folder {
+            return Err(Error::usage(
+                "--resume auto looks for checkpoints in the --output-dir; say which",
+            ));
+        }
+        Ok(())
+    }
+
+    /// What must be the same on all ranks.
+    pub fn must_agree(&self) -> Vec<String> {
+        vec![
+            format!("--save-every {:?}", self.save_every),
+            format!("--stop-after {:?}", self.stop_after),
+            format!("--resume {:?}", self.resume),
+        ]
+    }
+
+    /// The run's folder that `--resume PATH` goes on in.
+    pub fn resumed_dir(&self) -> Option<PathBuf> {
+        let path = PathBuf::from(self.resume.as_ref().filter(|path| *path != AUTO)?);
+        let checkpoints = if path.is_file() {
+            path.parent()?
+        } else {
+            &path
+        };
+        if checkpoints.file_name()? == FOLDER {
+            return Some(checkpoints.parent()?.to_path_buf());
+        }
+        checkpoints.join(FOLDER).is_dir().then_some(path)
+    }
+}

@@ -1,0 +1,245 @@
+//! Resumable checkpoints of a running training: when one is taken, where the
+//! last one is found, and how a training goes on from it.
+//!
+//! Rank 0 reads and writes; the others hear of it, so only its host needs to
+//! see the folder. Ranks agree at the end of each step on what to do next:
+//! nothing, save, or save and stop, because somebody asked one of them to.
+
+mod args;
+mod history;
+mod resumed;
+
+pub use args::{SaveErrors, SavingArgs};
+pub use history::History;
+pub use resumed::{Resumed, facts};
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use phalanx_comm::ReduceOp;
+use phalanx_ddp::DistributedDataParallel;
+use phalanx_nn::Params;
+use phalanx_nn::optim::Optimizer;
+use phalanx_train::state::{Background, Folder, Place, Snapshot};
+
+use self::history::Hook;
+use super::context::RankContext;
+use crate::error::{Error, ErrorKind, Result};
+use crate::stop;
+
+/// Folder of checkpoints in a run's output folder.
+const FOLDER: &str = "checkpoints";
+
+/// `--resume` with this goes on from the newest checkpoint, or from the start.
+const AUTO: &str = "auto";
+
+/// What all ranks do after a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Now {
+    /// Train on.
+    GoOn,
+    /// Save, and train on.
+    Save,
+    /// Save, and stop.
+    Stop,
+}
+
+/// What a checkpoint is taken of.
+pub struct Whole<'a> {
+    pub params: &'a Params,
+    /// In the place of the model's own buffers, where these are each rank's.
+    pub buffers: Option<&'a [f32]>,
+    pub optimizer: &'a dyn Optimizer,
+    pub ddp: &'a DistributedDataParallel,
+}
+
+/// Takes checkpoints of one training.
+pub struct Saving<'a> {
+    ctx: &'a RankContext,
+    args: &'a SavingArgs,
+    facts: BTreeMap<String, String>,
+    /// On rank 0, if there are checkpoints at all.
+    background: Option<Background>,
+    path: PathBuf,
+    /// Steps of this run.
+    steps: u64,
+    /// A checkpoint is due since the disk was last busy.
+    due: bool,
+}
+
+impl<'a> Saving<'a> {
+    /// Prepares to save into the run's folder `dir`; what an earlier run left
+    /// there goes, unless this one goes on with it. From now on, SIGTERM and
+    /// SIGUSR1 end the training in an orderly way, if there are checkpoints.
+    ///
+    /// # Errors
+    ///
+    /// System, naming the folder.
+    pub fn open(
+        ctx: &'a RankContext,
+        args: &'a SavingArgs,
+        facts: BTreeMap<String, String>,
+        dir: &Path,
+        resumed: bool,
+    ) -> Result<Saving<'a>> {
+        let folder = Folder::new(&dir.join(FOLDER), args.keep);
+        if args.enabled() {
+            stop::listen()?;
+        }
+        if ctx.is_main() && !resumed {
+            folder.clear()?;
+        }
+        Ok(Saving {
+            ctx,
+            args,
+            facts,
+            path: folder.path().to_owned(),
+            background: (args.enabled() && ctx.is_main()).then(|| Background::new(folder)),
+            steps: 0,
+            due: false,
+        })
+    }
+
+    /// Whether there are checkpoints at all.
+    pub fn enabled(&self) -> bool {
+        self.args.enabled()
+    }
+
+    /// What to do after the training's step number `step`, counted from 1; the same on all
+    /// ranks. *Blocks* until all ranks call it, if there are checkpoints.
+    ///
+    /// # Errors
+    ///
+    /// A save that failed, unless these are only warned of; peers that are lost.
+    pub fn after_step(&mut self, step: u64) -> Result<Now> {
+        if !self.enabled() {
+            return Ok(Now::GoOn);
+        }
+        self.steps += 1;
+        let mut save = false;
+        if let Some(background) = &mut self.background {
+            self.due |= self.args.save_every.is_some_and(|n| step.is_multiple_of(n));
+            save = self.due && !background.is_busy();
+            let outcome = background.poll();
+            self.heed(outcome.map(|_| ()))?;
+        }
+        let stop = stop::asked().is_some() || self.args.stop_after.is_some_and(|n| self.steps >= n);
+        let mut wishes = [i32::from(save), i32::from(stop)];
+        if self.ctx.world() > 1 {
+            self.ctx.group.all_reduce(&mut wishes, ReduceOp::Max)?;
+        }
+        self.due &= !save;
+        Ok(match wishes {
+            [_, 1] => Now::Stop,
+            [1, _] => Now::Save,
+            _ => Now::GoOn,
+        })
+    }
+
+    /// After the first step of a run that saves on the way, when the optimizer has all
+    /// its state: finds rank 0 the memory for a checkpoint, so that no later step has to
+    /// wait while the system clears each of its pages.
+    pub fn prepare(&mut self, params: &Params, optimizer: &dyn Optimizer) {
+        if let (0, Some(_), Some(background)) =
+            (self.steps, self.args.save_every, &mut self.background)
+        {
+            let (place, nothing) = (Place::default(), serde_json::Value::Null);
+            let spare = Snapshot::take(params, optimizer, place, BTreeMap::new(), nothing);
+            background.set_spare(spare);
+        }
+    }
+
+    /// Saves on rank 0, while training goes on: all that the step waits for is a copy
+    /// of the state in memory. Before a stop it is on the disk on return. *Blocks* until
+    /// all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// As [`after_step`](Self::after_step); before a stop also a save that failed: there
+    /// is nothing to go on from.
+    pub fn save(
+        &mut self,
+        now: Now,
+        whole: &Whole<'_>,
+        place: Place,
+        mut history: History,
+    ) -> Result<()> {
+        let state = whole.ddp.gather_state()?;
+        history.skipped_steps = state.skipped_steps;
+        let mut more = Vec::new();
+        if let Some((name, hook)) = state.hook {
+            let lengths = hook.tensors.iter().map(|(name, v)| (name.clone(), v.len()));
+            history.hook = Some(Hook {
+                name,
+                steps: hook.steps,
+                tensors: lengths.collect(),
+            });
+            more = hook.tensors;
+        }
+        let Some(background) = &mut self.background else {
+            return Ok(());
+        };
+        let progress = serde_json::to_value(&history).map_err(no_json)?;
+        // For its memory.
+        let before = background.wait();
+        let (old, facts) = (background.spare(), self.facts.clone());
+        let (params, optimizer) = (whole.params, whole.optimizer);
+        let mut snapshot = Snapshot::take_over(old, params, optimizer, place, facts, progress);
+        if let Some(buffers) = whole.buffers {
+            snapshot = snapshot.with_buffers(buffers)?;
+        }
+        let snapshot = snapshot.with_more(more);
+        let begun = match now {
+            Now::Stop => Ok(Some(background.save(snapshot)?)),
+            _ => background.begin(snapshot),
+        };
+        self.heed(before.and(begun).map(|_| ()))
+    }
+
+    /// Waits until what was begun is on the disk.
+    ///
+    /// # Errors
+    ///
+    /// As [`after_step`](Self::after_step).
+    pub fn finish(&mut self) -> Result<()> {
+        let Some(background) = &mut self.background else {
+            return Ok(());
+        };
+        let outcome = background.wait();
+        self.heed(outcome.map(|_| ()))
+    }
+
+    /// Says how to go on from what was saved. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost.
+    pub fn stop(&mut self, place: Place) -> Result<()> {
+        self.ctx.group.barrier()?;
+        let why = match stop::asked() {
+            Some(signal) => format!("asked by signal {signal}"),
+            None => "as asked".to_owned(),
+        };
+        self.ctx.note(&format!(
+            "stopped {why} after {} steps; saved in {}\n  go on with --resume auto and the same --output-dir",
+            place.step,
+            self.path.display()
+        ));
+        Ok(())
+    }
+
+    fn heed(&self, outcome: phalanx_train::Result<()>) -> Result<()> {
+        match outcome {
+            Err(error) if self.args.save_errors == SaveErrors::Warn => {
+                self.ctx
+                    .note(&format!("warning: no checkpoint was saved: {error}"));
+                Ok(())
+            }
+            other => Ok(other?),
+        }
+    }
+}
+
+fn no_json(error: serde_json::Error) -> Error {
+    Error::new(ErrorKind::Failed, "a checkpoint's manifest is no JSON").caused_by(error)
+}

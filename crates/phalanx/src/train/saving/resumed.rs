@@ -1,0 +1,236 @@
+//! A checkpoint that a training goes on from.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use phalanx_ddp::{DdpState, DistributedDataParallel, HookState};
+use phalanx_nn::Params;
+use phalanx_nn::optim::Optimizer;
+use phalanx_train::state::{Folder, Manifest, Place, State};
+use serde::Deserialize;
+
+use super::{AUTO, FOLDER, History, SavingArgs, no_json};
+use crate::error::{Error, ErrorKind, Result};
+use crate::train::context::RankContext;
+
+/// The name of the fact that a flag can mend.
+const GLOBAL_BATCH: &str = "global batch size";
+
+/// What a resumed training must share with the one that was saved.
+pub fn facts(
+    program: &str,
+    more: &[(&str, String)],
+    global_batch: usize,
+) -> BTreeMap<String, String> {
+    let mut facts = BTreeMap::from([
+        ("program".to_owned(), program.to_owned()),
+        (GLOBAL_BATCH.to_owned(), global_batch.to_string()),
+    ]);
+    facts.extend(more.iter().map(|(k, v)| ((*k).to_owned(), v.clone())));
+    facts
+}
+
+/// Where a training goes on.
+pub struct Resumed {
+    manifest: Manifest,
+    /// Rank 0 has the numbers.
+    state: Option<State>,
+    from: String,
+}
+
+impl Resumed {
+    /// The checkpoint that `args` ask for; none, when they ask for none or
+    /// `auto` finds none. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Usage or data, naming folder or file.
+    pub fn find(ctx: &RankContext, args: &SavingArgs, dir: &Path) -> Result<Option<Resumed>> {
+        let Some(wanted) = &args.resume else {
+            return Ok(None);
+        };
+        let mut state = None;
+        if ctx.is_main() {
+            state = read(ctx, wanted, dir)?;
+        }
+        let text = match &state {
+            Some(state) => Some(serde_json::to_string(state.manifest()).map_err(no_json)?),
+            None => None,
+        };
+        let text: Option<String> = ctx.group.broadcast_object(Some(&text), 0)?;
+        let Some(text) = text else {
+            return Ok(None);
+        };
+        Ok(Some(Resumed {
+            manifest: serde_json::from_str(&text).map_err(no_json)?,
+            from: wanted.clone(),
+            state,
+        }))
+    }
+
+    /// An error unless the training now is the one that was saved.
+    ///
+    /// # Errors
+    ///
+    /// Usage, naming what differs and the way out.
+    pub fn check(&self, facts: &BTreeMap<String, String>) -> Result<()> {
+        let none = String::from("not there");
+        for (name, now) in facts {
+            let saved = self.manifest.facts.get(name).unwrap_or(&none);
+            if saved != now {
+                let what = format!(
+                    "--resume {} goes on with a training whose {name} is {saved}, and here it is {now}",
+                    self.from
+                );
+                let error = Error::usage(what);
+                return Err(match name.as_str() {
+                    GLOBAL_BATCH => error.note("try", format!("--global-batch-size {saved}")),
+                    _ => error,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// An error unless its place lies in epochs of so many steps.
+    ///
+    /// # Errors
+    ///
+    /// Failed, naming both.
+    pub fn fits(&self, steps: usize) -> Result<()> {
+        let Place {
+            epoch,
+            step_in_epoch,
+            step,
+            ..
+        } = self.manifest.place;
+        // Another sampler's padding makes a step more or less at another world size.
+        let most = (u128::from(epoch) + 1) * (steps as u128 + 1);
+        if step_in_epoch < steps as u64 && u128::from(step) <= most {
+            return Ok(());
+        }
+        let what = format!(
+            "--resume {}: step {step_in_epoch} of epoch {epoch} cannot be the training's step {step} where an epoch has {steps} steps",
+            self.from
+        );
+        Err(Error::new(ErrorKind::Failed, what))
+    }
+
+    /// Where it goes on.
+    pub fn place(&self) -> Place {
+        self.manifest.place
+    }
+
+    /// What was measured before.
+    ///
+    /// # Errors
+    ///
+    /// Data, when the checkpoint is another program's.
+    pub fn history(&self) -> Result<History> {
+        History::deserialize(&self.manifest.progress).map_err(|e| {
+            Error::new(
+                ErrorKind::Failed,
+                format!(
+                    "--resume {}: the checkpoint does not say what was measured before it",
+                    self.from
+                ),
+            )
+            .caused_by(e)
+        })
+    }
+
+    /// Sets the parameters on rank 0, whose are everybody's afterwards.
+    ///
+    /// # Errors
+    ///
+    /// Data, when it is of another model.
+    pub fn params(&self, params: &mut Params) -> Result<()> {
+        match &self.state {
+            Some(state) => Ok(state.restore_params(params)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Sets the wrapper's state on all ranks. *Blocks* until all call it.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when gradients travelled otherwise; peers that are lost.
+    pub fn wrapper(&self, ctx: &RankContext, ddp: &mut DistributedDataParallel) -> Result<()> {
+        let history = self.history()?;
+        let mut hook = None;
+        if let Some(saved) = history.hook {
+            let mut tensors = Vec::new();
+            for (name, len) in saved.tensors {
+                let mut values = match &self.state {
+                    Some(state) => state.more(&name, len)?,
+                    None => vec![0.0; len],
+                };
+                ctx.group.broadcast(&mut values, 0)?;
+                tensors.push((name, values));
+            }
+            let steps = saved.steps;
+            hook = Some((saved.name, HookState { steps, tensors }));
+        }
+        ddp.restore_state(&DdpState {
+            skipped_steps: history.skipped_steps,
+            hook,
+        })?;
+        Ok(())
+    }
+
+    /// Sets the optimizer's state on all ranks. *Blocks* until all call it.
+    ///
+    /// # Errors
+    ///
+    /// Data, when it is another optimizer's; peers that are lost.
+    pub fn optimizer(
+        &self,
+        ctx: &RankContext,
+        params: &Params,
+        optimizer: &mut dyn Optimizer,
+    ) -> Result<()> {
+        if let Some(state) = &self.state {
+            state.restore_optimizer(params, optimizer)?;
+        }
+        let mut buffers = Vec::new();
+        for name in &self.manifest.optimizer_buffers {
+            let own = optimizer.state().into_iter().find(|(own, _)| own == name);
+            let mut values = match own {
+                Some((_, values)) if self.state.is_some() => values.to_vec(),
+                _ => vec![0.0; params.flat().len()],
+            };
+            ctx.group.broadcast(&mut values, 0)?;
+            buffers.push((name.as_str(), values));
+        }
+        let views: Vec<(&str, &[f32])> = buffers.iter().map(|(n, v)| (*n, &v[..])).collect();
+        Ok(optimizer.restore(self.manifest.optimizer_steps, &views)?)
+    }
+}
+
+/// Reads the checkpoint on rank 0.
+fn read(ctx: &RankContext, wanted: &str, dir: &Path) -> Result<Option<State>> {
+    let path = if wanted == AUTO {
+        dir.join(FOLDER)
+    } else {
+        PathBuf::from(wanted)
+    };
+    if path.is_file() {
+        return Ok(Some(State::load(&path)?));
+    }
+    let inner = path.join(FOLDER);
+    let path = if inner.is_dir() { inner } else { path };
+    let (state, damaged) = Folder::new(&path, 1).newest()?;
+    for text in damaged {
+        ctx.note(&format!(
+            "warning: passed over a damaged checkpoint: {text}"
+        ));
+    }
+    if state.is_none() && wanted != AUTO {
+        return Err(Error::usage(format!(
+            "--resume {wanted}: there is no checkpoint in {}",
+            path.display()
+        )));
+    }
+    Ok(state)
+}
