@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use super::elsewhere::{Elsewhere, LOOK};
 use super::flow::Cut;
 use super::signature::Signature;
+use super::stall::Awaited;
 use super::transfer::{Context, Frame, Receiver, Sender};
 use super::{Deadline, Executor, Operation};
 use crate::plan::{Collective, Method};
@@ -249,21 +250,37 @@ impl Executor {
                 });
             }
             // Named by the batch's first unfinished message.
-            let open = tx
-                .first()
-                .map(|lane| &lane.frames)
-                .or(rx.first().map(|lane| &lane.frames));
-            let open = open
-                .and_then(|frames| frames.front())
-                .map_or(0, |(index, _)| *index);
+            let next = |frames: &VecDeque<(usize, Frame)>| frames.front().map(|(index, _)| *index);
+            let of_tx = tx.iter().filter_map(|lane| next(&lane.frames));
+            let of_rx = rx.iter().filter_map(|lane| next(&lane.frames));
+            let open = of_tx.chain(of_rx).next().unwrap_or(0);
             let me = (self.mesh.rank(), &signatures[open]);
             if elsewhere.look(self.host.as_ref(), &self.want, me)? {
                 continue;
             }
             let since = *still_since.get_or_insert(now);
-            // The signature says nothing of messages with others.
-            let peer = messages[open].peer;
-            self.compare_if_stalled(&signatures[open], peer..peer + 1, (since, now));
+            // Of several streams to one peer, the message that is due first.
+            let due = |peer, lanes: &mut dyn Iterator<Item = (usize, usize)>| {
+                let of_peer = lanes.filter(|(other, _)| *other == peer);
+                of_peer.map(|(_, index)| signatures[index].seq).min()
+            };
+            let awaits = (0..world).filter_map(|peer| {
+                let lanes = tx
+                    .iter()
+                    .filter_map(|lane| Some((lane.peer, next(&lane.frames)?)));
+                let gives = due(peer, &mut { lanes });
+                let lanes = rx
+                    .iter()
+                    .filter_map(|lane| Some((lane.peer, next(&lane.frames)?)));
+                let takes = due(peer, &mut { lanes });
+                (gives.is_some() || takes.is_some()).then_some(Awaited {
+                    peer,
+                    data: takes.is_some(),
+                    gives,
+                    takes,
+                })
+            });
+            self.compare_if_stalled(&signatures[open], awaits, (since, now));
             self.mesh.idle(&self.want, spins, until.min(now + LOOK))?;
             spins = spins.saturating_add(1);
         }

@@ -20,7 +20,6 @@ mod stall;
 mod transfer;
 
 use std::fmt::Write as _;
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -33,8 +32,8 @@ use self::cache::{PlanCache, Prepared};
 use self::elsewhere::{Elsewhere, LOOK};
 use self::flow::{Cut, Flow, Piece, Schedule};
 pub(crate) use self::signature::{Signature, Told, desync};
-use self::stall::Awaited;
 pub(crate) use self::stall::Board;
+use self::stall::{Awaited, Begun, is_circle_with};
 use self::transfer::Context;
 use crate::host::{Arena, Buffers, Counters, Host, With};
 use crate::kernel::{self, Source};
@@ -294,7 +293,10 @@ impl Executor {
         let first = self.mesh.poison(&Poison::new(self.mesh.rank(), cause));
         let found = self.board.as_ref().is_some_and(Board::found);
         match self.mesh.abort_handle().poisoned() {
-            Some(p) if found && p.origin_rank == self.mesh.rank() => {
+            Some(p)
+                if found && p.origin_rank == self.mesh.rank()
+                    || is_circle_with(&p.cause, self.mesh.rank()) =>
+            {
                 Error::new(ErrorKind::Desync, p.cause).with_source(error)
             }
             Some(p) if !first => Error::aborted(p.origin_rank, p.cause).with_source(error),
@@ -480,7 +482,10 @@ impl Executor {
                 }
                 self.note_wanted(schedule, |flow, piece| flow.may_run(piece));
                 let since = *still_since.get_or_insert(now);
-                self.compare_if_stalled(context.signature, 0..plan.world, (since, now));
+                let want = std::mem::take(&mut self.want);
+                let awaits = awaited(&want, self.mesh.world(), context);
+                self.compare_if_stalled(context.signature, awaits, (since, now));
+                self.want = want;
                 if !self.want.iter().any(|want| want.any()) {
                     return Err(Error::internal("the plan waits for itself"));
                 }
@@ -499,33 +504,27 @@ impl Executor {
         Ok(())
     }
 
-    /// Nothing has moved since the first of the `times`, and `want` says for whom
-    /// we wait, of which `peers` matter.
+    /// Nothing has moved since the first of the `times`, and `awaits` says for
+    /// whom we wait.
     fn compare_if_stalled(
         &mut self,
         signature: &Signature,
-        peers: Range<usize>,
+        awaits: impl Iterator<Item = Awaited>,
         times: (Instant, Instant),
     ) {
+        let (epoch, group) = (self.epoch, self.group);
         let Some(board) = &mut self.board else {
             return;
         };
-        let (want, world) = (&self.want, self.mesh.world());
-        let (sent, received) = (&self.sent_to, &self.received_from);
-        let awaits = peers.filter_map(|peer| {
-            let lanes = || want.iter().skip(peer).step_by(world);
-            lanes().any(|want| want.any()).then(|| Awaited {
-                peer,
-                data: lanes().any(|want| want.recv),
-                sent: sent[peer],
-                received: received[peer],
-            })
-        });
-        let (epoch, group) = (self.epoch, self.group);
+        let begun = Begun {
+            collectives: self.seq,
+            sent: &self.sent_to,
+            received: &self.received_from,
+        };
         board.stalled(
             signature,
             || signature.header(epoch, group),
-            self.seq,
+            &begun,
             awaits,
             times,
         );
@@ -721,6 +720,27 @@ impl Executor {
             }
         }
     }
+}
+
+/// For whom `want` waits in one operation.
+fn awaited<'a>(
+    want: &'a [Interest],
+    world: usize,
+    context: &Context<'_>,
+) -> impl Iterator<Item = Awaited> + use<'a> {
+    let signature = context.signature;
+    let message = (signature.collective == Collective::SendRecv).then_some(signature.seq);
+    (0..world).filter_map(move |peer| {
+        let lanes = || want.iter().skip(peer).step_by(world);
+        let data = lanes().any(|want| want.recv);
+        let room = lanes().any(|want| want.send);
+        (data || room).then_some(Awaited {
+            peer,
+            data,
+            gives: message.filter(|_| room),
+            takes: message.filter(|_| data),
+        })
+    })
 }
 
 /// Slices of zero length still need a non-null address.

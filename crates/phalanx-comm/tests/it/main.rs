@@ -2,6 +2,7 @@
 
 mod all_reduce;
 mod batch;
+mod circles;
 mod coalesced;
 mod collectives;
 mod common;

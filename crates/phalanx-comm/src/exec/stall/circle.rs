@@ -1,0 +1,539 @@
+//! Who waits for whom, and whether that is a circle.
+//!
+//! A rank *waits for* another if it cannot leave its operation before the
+//! other has left its own. Then a circle of such waits never ends. What each
+//! says of itself tells whether it waits:
+//!
+//! | rank `x` is | and `y` | so | is it certain |
+//! |---|---|---|---|
+//! | receiving message k of `y` | has not begun to send k to `x` | `x` waits for `y` | yes |
+//! | sending message k to `y`, without room | has not begun to receive k of `x`, and takes nothing else of `x` | `x` waits for `y` | while `x` finds no room |
+//! | in collective s, without data of `y` | has not begun s | `x` waits for `y` | yes |
+//! | in collective s, which ends on `x` only after `y` has begun it | has not begun s | `x` waits for `y` | yes |
+//! | in collective s, without room to `y` | has not begun s | `x` waits for `y` | while `x` finds no room |
+//!
+//! *A circle of certain waits is for ever, however old the words are.* Each word
+//! is about one operation of a rank, in which it begins nothing else. So each
+//! leaves its operation after the next one in the circle has left its own: none
+//! can be the first.
+//!
+//! *Room* may have come since a rank said that it has none: its peer took what was
+//! there before and then began something else. So a circle with such a wait
+//! counts only if every rank in it has looked in vain once more after all were
+//! seen in it ([`Suspect`]). In shared memory it is certain then: nobody in it
+//! reads what another waits to write. Over TCP the systems between may
+//! still take bytes after a silence that long; who counts on it sends to a rank that
+//! does not receive.
+
+use std::collections::HashSet;
+
+use super::post::Post;
+use crate::plan::Collective;
+
+/// Turns of a rank after which one of them began after the first was seen: one
+/// report may be under way to the store and one wait for it. Twice as many,
+/// because a network may be silent for a moment.
+const TURNS: u64 = 6;
+
+/// Ranks of a circle that its text names.
+const NAMED: usize = 5;
+
+/// The first words of the cause.
+pub(super) const PREFIX: &str = "ranks wait for each other in a circle";
+
+/// One rank of a circle, and how it waits for the next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Wait {
+    pub(super) rank: usize,
+    next: usize,
+    what: What,
+    stall: u64,
+    turn: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum What {
+    Receives(u64),
+    Sends(u64),
+    Meets { code: u8, seq: u64, for_room: bool },
+}
+
+impl What {
+    fn is_certain(self) -> bool {
+        match self {
+            What::Receives(_) => true,
+            What::Sends(_) => false,
+            What::Meets { for_room, .. } => !for_room,
+        }
+    }
+}
+
+/// Whether `post` is of a collective that ends on its rank only after rank
+/// `other` has begun it.
+fn depends((rank, post): (usize, &Post), other: usize) -> bool {
+    let header = &post.header;
+    let Some(collective) = Collective::from_wire(header.collective) else {
+        return false;
+    };
+    // Of uneven lengths some may be nothing, and nothing may wait for nobody.
+    if collective != Collective::Barrier && (header.count == 0 || header.flags != 0) {
+        return false;
+    }
+    let is_root = |rank: usize| u64::from(header.root) == rank as u64;
+    match collective {
+        Collective::SendRecv => false,
+        Collective::Broadcast | Collective::Scatter => is_root(other),
+        Collective::Gather | Collective::Reduce => is_root(rank),
+        _ => true,
+    }
+}
+
+/// How rank `x` waits for rank `y`, if it does.
+fn waits((x, mine): (usize, &Post), (y, theirs): (usize, &Post)) -> Option<What> {
+    let awaited = mine.awaited(y);
+    if !mine.is_message() {
+        let seq = mine.header.seq;
+        let is_due = theirs.begun <= seq
+            && (awaited.is_some() || depends((x, mine), y))
+            // In a collective of the same number they are in different ones,
+            // which is said better.
+            && (theirs.is_message() || theirs.header.seq != seq);
+        return is_due.then(|| What::Meets {
+            code: mine.header.collective,
+            seq,
+            for_room: !depends((x, mine), y) && awaited.is_some_and(|awaited| !awaited.data),
+        });
+    }
+    let (awaited, counted) = (awaited?, theirs.counted(x)?);
+    if let Some(k) = awaited.takes.filter(|k| counted.sent <= *k) {
+        return Some(What::Receives(k));
+    }
+    let takes_other = theirs.awaited(x).is_some_and(|other| other.takes.is_some());
+    let gives = awaited.gives.filter(|k| counted.received <= *k);
+    gives.filter(|_| !takes_other).map(What::Sends)
+}
+
+/// A circle of at most `most` ranks through rank `me`, which begins with the
+/// lowest rank. `ask` gives what a rank said of itself last.
+pub(super) fn find<E>(
+    (me, mine): (usize, &Post),
+    most: usize,
+    mut ask: impl FnMut(usize) -> Result<Option<Post>, E>,
+) -> Result<Option<Vec<Wait>>, E> {
+    // The path so far; the last one's peers are tried one after another.
+    let mut path: Vec<(usize, Post, usize)> = vec![(me, mine.clone(), 0)];
+    let mut ways: Vec<What> = Vec::new();
+    let mut seen = HashSet::from([me]);
+    while let Some((x, post, tried)) = path.last_mut() {
+        // Back to where it began first: that may also be by a collective's
+        // nature, whomever it waits for by its plan.
+        if *tried == 0
+            && *x != me
+            && let Some(what) = waits((*x, post), (me, mine))
+        {
+            ways.push(what);
+            return Ok(Some(in_order(&path, &ways)));
+        }
+        let next = post.awaits.get(*tried).map(|awaited| awaited.peer);
+        *tried += 1;
+        let Some(y) = next else {
+            path.pop();
+            ways.pop();
+            continue;
+        };
+        let x = *x;
+        if path.len() >= most || !seen.insert(y) {
+            continue;
+        }
+        let Some(theirs) = ask(y)? else { continue };
+        let from = path.last().map(|(_, post, _)| post);
+        if let Some(what) = from.and_then(|from| waits((x, from), (y, &theirs))) {
+            ways.push(what);
+            path.push((y, theirs, 0));
+        }
+    }
+    Ok(None)
+}
+
+fn in_order(path: &[(usize, Post, usize)], ways: &[What]) -> Vec<Wait> {
+    let nexts = path.iter().cycle().skip(1);
+    let mut circle: Vec<Wait> = path
+        .iter()
+        .zip(nexts)
+        .zip(ways)
+        .map(|(((rank, post, _), (next, ..)), what)| Wait {
+            rank: *rank,
+            next: *next,
+            what: *what,
+            stall: post.stall,
+            turn: post.turn,
+        })
+        .collect();
+    let lowest = circle.iter().enumerate().min_by_key(|(_, wait)| wait.rank);
+    let lowest = lowest.map_or(0, |(at, _)| at);
+    circle.rotate_left(lowest);
+    circle
+}
+
+/// A circle that was seen, and may still end.
+#[derive(Default)]
+pub(super) struct Suspect {
+    first_seen: Vec<Wait>,
+}
+
+impl Suspect {
+    /// Whether the `circle` seen now never ends.
+    pub(super) fn is_for_ever(&mut self, circle: &[Wait]) -> bool {
+        if circle.iter().all(|wait| wait.what.is_certain()) {
+            return true;
+        }
+        let same = self.first_seen.len() == circle.len()
+            && self.first_seen.iter().zip(circle).all(|(then, now)| {
+                (then.rank, then.next, then.what, then.stall)
+                    == (now.rank, now.next, now.what, now.stall)
+            });
+        if !same {
+            self.first_seen = circle.to_vec();
+            return false;
+        }
+        let mut both = self.first_seen.iter().zip(circle);
+        both.all(|(then, now)| now.turn.saturating_sub(then.turn) >= TURNS)
+    }
+
+    /// None is seen any more.
+    pub(super) fn forget(&mut self) {
+        self.first_seen.clear();
+    }
+}
+
+/// Names the whole circle, and the way out.
+pub(super) fn describe(circle: &[Wait]) -> String {
+    let named: Vec<String> = circle
+        .iter()
+        .take(NAMED)
+        .map(|wait| {
+            let (rank, next) = (wait.rank, wait.next);
+            match wait.what {
+                What::Receives(k) => {
+                    format!("rank {rank} waits in recv from rank {next} (seq {k})")
+                }
+                What::Sends(k) => format!("rank {rank} waits in send to rank {next} (seq {k})"),
+                What::Meets { code, seq, .. } => {
+                    let name = Collective::from_wire(code).map_or("a collective", Collective::name);
+                    format!("rank {rank} waits in {name} (seq {seq}) for rank {next}")
+                }
+            }
+        })
+        .collect();
+    let more = match circle.len().saturating_sub(NAMED) {
+        0 => String::new(),
+        n => format!(", and {n} more"),
+    };
+    let all = |is: fn(&What) -> bool| circle.iter().all(|wait| is(&wait.what));
+    let advice = if all(|what| matches!(what, What::Sends(_))) {
+        "nobody receives; call recv first on one of them, or use batch_send_recv"
+    } else if all(|what| matches!(what, What::Receives(_))) {
+        "nobody sends; call send first on one of them, or use batch_send_recv"
+    } else {
+        "none can go on; give one of them another order, or use batch_send_recv"
+    };
+    format!("{PREFIX}: {}{more}: {advice}", named.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::post::Awaited;
+    use super::*;
+    use phalanx_wire::frame::{Header, Kind};
+
+    const NOBODY: [usize; 0] = [];
+
+    /// Of rank numbers and what they said, as the store has it.
+    type Said = Vec<(usize, Post)>;
+
+    fn post(
+        collective: Collective,
+        (root, seq, count): (u32, u64, u64),
+        (begun, turn): (u64, u64),
+        awaits: &[Awaited],
+        counts: &[(u64, u64)],
+    ) -> Post {
+        let mut header = Header::new(Kind::Data);
+        header.collective = collective.wire();
+        (header.root, header.seq, header.count) = (root, seq, count);
+        let awaits = awaits.iter().copied();
+        Post::new(header, begun, (3, turn), awaits, counts.iter().copied())
+    }
+
+    fn sends(to: usize, k: u64, counts: &[(u64, u64)]) -> Post {
+        let awaited = Awaited {
+            peer: to,
+            data: false,
+            gives: Some(k),
+            takes: None,
+        };
+        post(Collective::SendRecv, (0, k, 9), (5, 1), &[awaited], counts)
+    }
+
+    fn receives(from: usize, k: u64, counts: &[(u64, u64)]) -> Post {
+        let awaited = Awaited {
+            peer: from,
+            data: true,
+            gives: None,
+            takes: Some(k),
+        };
+        post(Collective::SendRecv, (0, k, 9), (5, 1), &[awaited], counts)
+    }
+
+    /// In collective `seq`, waiting for `from`.
+    fn inside(collective: Collective, seq: u64, from: usize, data: bool) -> Post {
+        let awaited = Awaited {
+            peer: from,
+            data,
+            gives: None,
+            takes: None,
+        };
+        post(collective, (0, seq, 9), (seq + 1, 1), &[awaited], &[])
+    }
+
+    fn seen_by(me: usize, said: &Said) -> Option<Vec<Wait>> {
+        let of = |rank| {
+            said.iter()
+                .find(|(who, _)| *who == rank)
+                .map(|(_, post)| post.clone())
+        };
+        let mine = of(me).unwrap();
+        find::<()>((me, &mine), 32, |rank| Ok(of(rank))).unwrap()
+    }
+
+    fn ranks(circle: &Option<Vec<Wait>>) -> Vec<usize> {
+        let waits = circle.iter().flatten();
+        waits.map(|wait| wait.rank).collect()
+    }
+
+    /// Every rank of it finds the same circle.
+    fn text_of(said: &Said) -> String {
+        let texts: Vec<String> = said
+            .iter()
+            .map(|(rank, _)| describe(&seen_by(*rank, said).unwrap()))
+            .collect();
+        assert!(texts.iter().all(|text| *text == texts[0]), "{texts:?}");
+        texts[0].clone()
+    }
+
+    #[test]
+    fn facing_sends_and_receives_are_circles_of_two() {
+        // Rank 0 sends message 4 to rank 1, which sends message 7 to rank 0.
+        let said = vec![
+            (0, sends(1, 4, &[(0, 0), (5, 7)])),
+            (1, sends(0, 7, &[(8, 4)])),
+        ];
+        assert_eq!(
+            text_of(&said),
+            "ranks wait for each other in a circle: rank 0 waits in send to rank 1 (seq 4), rank 1 \
+             waits in send to rank 0 (seq 7): nobody receives; call recv first on one of them, or \
+             use batch_send_recv"
+        );
+        // Rank 0 receives message 4 of rank 1, which receives message 7 of rank 0.
+        let said = vec![
+            (0, receives(1, 4, &[(0, 0), (7, 5)])),
+            (1, receives(0, 7, &[(4, 8)])),
+        ];
+        let text = text_of(&said);
+        assert!(
+            text.contains("rank 0 waits in recv from rank 1 (seq 4)"),
+            "{text}"
+        );
+        assert!(text.contains("nobody sends"), "{text}");
+    }
+
+    #[test]
+    fn what_is_on_its_way_is_no_circle() {
+        let one = receives(0, 7, &[(4, 8)]);
+        let sent = |zero: Post| ranks(&seen_by(0, &vec![(0, zero), (1, one.clone())]));
+        assert_eq!(sent(receives(1, 4, &[(0, 0), (7, 5)])), [0, 1]);
+        assert_eq!(
+            sent(receives(1, 4, &[(0, 0), (8, 5)])),
+            NOBODY,
+            "begun to be sent"
+        );
+        assert_eq!(
+            sent(receives(1, 3, &[(0, 0), (7, 4)])),
+            NOBODY,
+            "was sent before"
+        );
+        assert_eq!(
+            sent(sends(1, 7, &[(0, 0), (8, 0)])),
+            NOBODY,
+            "it takes that one"
+        );
+        assert_eq!(
+            sent(sends(1, 8, &[(0, 0), (9, 0)])),
+            NOBODY,
+            "it takes the one before"
+        );
+    }
+
+    #[test]
+    fn circles_of_three_are_followed() {
+        let next = |rank: usize| (rank + 1) % 3;
+        for shape in [sends, receives] {
+            let said: Said = (0..3)
+                .map(|rank| (rank, shape(next(rank), 0, &[])))
+                .collect();
+            for me in 0..3 {
+                assert_eq!(ranks(&seen_by(me, &said)), [0, 1, 2]);
+            }
+        }
+        // Rank 3 waits for them and is no part of it.
+        let mut said: Said = (0..3)
+            .map(|rank| (rank, sends(next(rank), 0, &[])))
+            .collect();
+        said.push((3, receives(0, 0, &[])));
+        assert_eq!(seen_by(3, &said), None);
+        // One has not said anything, so it may compute.
+        said.retain(|(rank, _)| *rank != 1);
+        assert_eq!(seen_by(0, &said), None);
+        assert_eq!(seen_by(2, &said), None);
+    }
+
+    #[test]
+    fn a_batch_in_a_circle_is_found_by_whichever_of_its_messages() {
+        let takes = |peer| Awaited {
+            peer,
+            data: true,
+            gives: None,
+            takes: Some(0),
+        };
+        let awaits = [takes(1), takes(2)];
+        let batch = |counts: &[(u64, u64)]| {
+            let of = (0, 0, 9);
+            post(Collective::SendRecv, of, (5, 1), &awaits, counts)
+        };
+        let other = (2, receives(0, 0, &[]));
+        let found = |zero: Post| ranks(&seen_by(0, &vec![(0, zero), other.clone()]));
+        assert_eq!(found(batch(&[(0, 0), (0, 1), (0, 1)])), [0, 2]);
+        // It sends to rank 2 as well.
+        assert_eq!(found(batch(&[(0, 0), (0, 1), (1, 1)])), NOBODY);
+    }
+
+    /// Rank 0 is in collective 5, rank 1 in message 2 between them.
+    #[test]
+    fn a_collective_against_a_message() {
+        let outside = |shape: fn(usize, u64, &[(u64, u64)]) -> Post| shape(0, 2, &[]);
+        let met = |zero: &Post, one: &Post| {
+            let said = vec![(0, zero.clone()), (1, one.clone())];
+            let there = ranks(&seen_by(0, &said));
+            assert_eq!(there, ranks(&seen_by(1, &said)));
+            there == [0, 1]
+        };
+        let barrier = inside(Collective::Barrier, 5, 1, true);
+        assert!(met(&barrier, &outside(receives)));
+        assert!(met(&barrier, &outside(sends)));
+        // Rank 1 was in the collective before; its part is on its way.
+        assert!(!met(
+            &inside(Collective::Barrier, 4, 1, true),
+            &outside(receives)
+        ));
+        // Rank 0 has sent that message, or taken it, before.
+        let mut sent = barrier.clone();
+        sent = Post::new(
+            sent.header,
+            6,
+            (3, 1),
+            sent.awaits.into_iter(),
+            [(0, 0), (3, 3)].into_iter(),
+        );
+        assert!(!met(&sent, &outside(receives)));
+        assert!(!met(&sent, &outside(sends)));
+        // A root may end without the others, unless it waits for their data.
+        let root = |data| inside(Collective::Broadcast, 5, 1, data);
+        let is_sure = |zero| {
+            let said = vec![(0, zero), (1, outside(receives))];
+            Suspect::default().is_for_ever(&seen_by(0, &said).unwrap())
+        };
+        assert!(is_sure(root(true)));
+        assert!(!is_sure(root(false)), "there may be room in a moment");
+    }
+
+    /// By its plan a leaf waits for another rank than the root, which has not begun.
+    #[test]
+    fn a_collective_leads_back_to_whom_it_needs() {
+        let leaf = inside(Collective::Broadcast, 5, 1, true);
+        let between = inside(Collective::Broadcast, 5, 0, true);
+        let said = vec![(0, sends(2, 0, &[])), (1, between), (2, leaf)];
+        let circle = seen_by(0, &said).unwrap();
+        assert_eq!(circle.len(), 2);
+        let text = describe(&circle);
+        assert!(
+            text.contains("rank 2 waits in broadcast (seq 5) for rank 0"),
+            "{text}"
+        );
+        // A leaf does not need another leaf.
+        let said = vec![
+            (1, sends(2, 0, &[])),
+            (2, inside(Collective::Broadcast, 5, 3, true)),
+        ];
+        assert_eq!(seen_by(1, &said), None);
+        // Of no elements nothing is said.
+        let mut none = inside(Collective::AllReduce, 5, 1, true);
+        none.header.count = 0;
+        let said = vec![(0, sends(2, 0, &[])), (2, none)];
+        assert_eq!(seen_by(0, &said), None);
+    }
+
+    #[test]
+    fn room_counts_only_after_all_have_looked_again() {
+        let circle = |turns: [u64; 2], stall| {
+            let mut circle =
+                seen_by(0, &vec![(0, sends(1, 0, &[])), (1, sends(0, 0, &[]))]).unwrap();
+            for (wait, turn) in circle.iter_mut().zip(turns) {
+                (wait.turn, wait.stall) = (turn, stall);
+            }
+            circle
+        };
+        let mut suspect = Suspect::default();
+        assert!(!suspect.is_for_ever(&circle([1, 1], 3)));
+        assert!(!suspect.is_for_ever(&circle([90, 1], 3)), "one is stopped");
+        assert!(!suspect.is_for_ever(&circle([90, TURNS], 3)));
+        assert!(suspect.is_for_ever(&circle([90, 1 + TURNS], 3)));
+        // Something moved in between.
+        assert!(!suspect.is_for_ever(&circle([90, 90], 4)));
+        assert!(!suspect.is_for_ever(&circle([91, 91], 4)));
+        suspect.forget();
+        assert!(!suspect.is_for_ever(&circle([200, 200], 4)));
+        assert!(suspect.is_for_ever(&circle([206, 206], 4)));
+        // Two that receive cannot ever go on.
+        let said = vec![(0, receives(1, 0, &[])), (1, receives(0, 0, &[]))];
+        assert!(Suspect::default().is_for_ever(&seen_by(0, &said).unwrap()));
+    }
+
+    #[test]
+    fn the_text_fits_into_a_poison_however_long_the_circle_is() {
+        let n = 40;
+        let said: Said = (0..n)
+            .map(|rank| {
+                (
+                    rank + 10_000,
+                    receives((rank + 1) % n + 10_000, 1 << 20, &[]),
+                )
+            })
+            .collect();
+        let of = |rank: usize| {
+            said.iter()
+                .find(|(who, _)| *who == rank)
+                .map(|(_, post)| post.clone())
+        };
+        let mine = of(10_000).unwrap();
+        let circle = find::<()>((10_000, &mine), 64, |rank| Ok(of(rank)))
+            .unwrap()
+            .unwrap();
+        let text = describe(&circle);
+        assert!(text.contains(", and 35 more"), "{text}");
+        let poison = crate::transport::Poison::new(0, text.clone());
+        assert_eq!(poison.cause, text, "{} bytes", text.len());
+        // And longer than what is followed.
+        let short = find::<()>((10_000, &mine), 32, |rank| Ok(of(rank))).unwrap();
+        assert_eq!(short, None);
+    }
+}

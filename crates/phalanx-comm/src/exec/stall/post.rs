@@ -1,0 +1,234 @@
+//! What a stalled rank says of itself, and how it lies in the store.
+
+use phalanx_wire::frame::Header;
+
+use crate::plan::Collective;
+
+/// Ranks in a post that are waited for. Those of a collective in another
+/// operation wait for each other, so one of a few is enough.
+pub(super) const AWAITED_MAX: usize = 8;
+/// Ranks in a post with which messages were exchanged.
+const COUNTED_MAX: usize = 1024;
+
+/// One rank for which another waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::exec) struct Awaited {
+    pub(in crate::exec) peer: usize,
+    /// Whether for data of it, rather than only for room.
+    pub(in crate::exec) data: bool,
+    /// The number of the message to it that is under way; none in a collective.
+    pub(in crate::exec) gives: Option<u64>,
+    /// The number of the message of it that is due; none in a collective.
+    pub(in crate::exec) takes: Option<u64>,
+}
+
+/// Messages to and from a rank that were begun.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Counted {
+    pub(super) peer: usize,
+    pub(super) sent: u64,
+    pub(super) received: u64,
+}
+
+/// What a stalled rank says of itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Post {
+    pub(super) header: Header,
+    /// Collectives begun so far.
+    pub(super) begun: u64,
+    /// The number of this stall; another one if a byte moved since.
+    pub(super) stall: u64,
+    /// Grows whenever the rank says this after it looked once more in vain.
+    pub(super) turn: u64,
+    pub(super) awaits: Vec<Awaited>,
+    /// Those with any.
+    counts: Vec<Counted>,
+    /// Whether there was room for all counts.
+    is_complete: bool,
+}
+
+/// Bytes of an [`Awaited`] in a post.
+const AWAITED_BYTES: usize = 21;
+/// Bytes of a [`Counted`] in a post.
+const COUNTED_BYTES: usize = 20;
+
+impl Post {
+    pub(super) fn new(
+        header: Header,
+        begun: u64,
+        (stall, turn): (u64, u64),
+        awaits: impl Iterator<Item = Awaited>,
+        counts: impl Iterator<Item = (u64, u64)>,
+    ) -> Post {
+        let some = |(peer, (sent, received))| Counted {
+            peer,
+            sent,
+            received,
+        };
+        let mut counts = counts
+            .enumerate()
+            .map(some)
+            .filter(|count| count.sent + count.received > 0);
+        let kept = counts.by_ref().take(COUNTED_MAX).collect();
+        Post {
+            header,
+            begun,
+            stall,
+            turn,
+            awaits: awaits.take(AWAITED_MAX).collect(),
+            counts: kept,
+            is_complete: counts.next().is_none(),
+        }
+    }
+
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut bytes = self.header.encode().to_vec();
+        for number in [self.begun, self.stall, self.turn] {
+            bytes.extend(number.to_le_bytes());
+        }
+        bytes.push(u8::from(self.is_complete));
+        bytes.push(self.awaits.len() as u8);
+        for awaited in &self.awaits {
+            // Ranks are below 2³²: a group of more is refused when it forms.
+            bytes.extend((awaited.peer as u32).to_le_bytes());
+            let flags = [
+                awaited.data,
+                awaited.gives.is_some(),
+                awaited.takes.is_some(),
+            ];
+            bytes.push(
+                flags
+                    .iter()
+                    .rev()
+                    .fold(0, |all, &flag| all << 1 | u8::from(flag)),
+            );
+            bytes.extend(awaited.gives.unwrap_or(0).to_le_bytes());
+            bytes.extend(awaited.takes.unwrap_or(0).to_le_bytes());
+        }
+        for counted in &self.counts {
+            bytes.extend((counted.peer as u32).to_le_bytes());
+            bytes.extend(counted.sent.to_le_bytes());
+            bytes.extend(counted.received.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// Nothing in it is trusted; no more is read than a post may have.
+    pub(super) fn decode(bytes: &[u8]) -> Option<Post> {
+        let (header, mut rest) = bytes.split_first_chunk()?;
+        let mut number = || {
+            let (number, others) = rest.split_first_chunk()?;
+            rest = others;
+            Some(u64::from_le_bytes(*number))
+        };
+        let (begun, stall, turn) = (number()?, number()?, number()?);
+        let (&[is_complete, awaited], rest) = rest.split_first_chunk()?;
+        let awaited = usize::from(awaited);
+        if awaited > AWAITED_MAX {
+            return None;
+        }
+        let (awaits, counts) = rest.split_at_checked(awaited * AWAITED_BYTES)?;
+        let awaits = awaits.chunks_exact(AWAITED_BYTES).map(|bytes| {
+            let (peer, rest) = bytes.split_first_chunk()?;
+            let (flags, rest) = rest.split_first()?;
+            let (gives, takes) = rest.split_first_chunk()?;
+            let if_set = |bit: u8, bytes| (flags & bit != 0).then(|| u64::from_le_bytes(bytes));
+            Some(Awaited {
+                peer: u32::from_le_bytes(*peer) as usize,
+                data: flags & 1 != 0,
+                gives: if_set(2, *gives),
+                takes: if_set(4, *takes.first_chunk()?),
+            })
+        });
+        let counts = counts.chunks_exact(COUNTED_BYTES).take(COUNTED_MAX);
+        let counts = counts.map(|bytes| {
+            let (peer, rest) = bytes.split_first_chunk()?;
+            let (sent, received) = rest.split_first_chunk()?;
+            Some(Counted {
+                peer: u32::from_le_bytes(*peer) as usize,
+                sent: u64::from_le_bytes(*sent),
+                received: u64::from_le_bytes(*received.first_chunk()?),
+            })
+        });
+        Some(Post {
+            header: Header::decode(header).ok()?,
+            begun,
+            stall,
+            turn,
+            awaits: awaits.collect::<Option<_>>()?,
+            counts: counts.collect::<Option<_>>()?,
+            is_complete: is_complete != 0,
+        })
+    }
+
+    pub(super) fn is_message(&self) -> bool {
+        self.header.collective == Collective::SendRecv.wire()
+    }
+
+    pub(super) fn awaited(&self, peer: usize) -> Option<&Awaited> {
+        self.awaits.iter().find(|awaited| awaited.peer == peer)
+    }
+
+    /// Messages begun to and from `peer`, if it says.
+    pub(super) fn counted(&self, peer: usize) -> Option<Counted> {
+        let found = self.counts.iter().find(|counted| counted.peer == peer);
+        let none = self.is_complete.then_some(Counted {
+            peer,
+            sent: 0,
+            received: 0,
+        });
+        found.copied().or(none)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use phalanx_wire::frame::Kind;
+
+    #[test]
+    fn posts_round_trip_and_garbage_is_none() {
+        let awaited = |peer, gives, takes| Awaited {
+            peer,
+            data: peer == 3,
+            gives,
+            takes,
+        };
+        let awaits = [
+            awaited(3, None, Some(1 << 40)),
+            awaited(9, Some(7), None),
+            awaited(1 << 20, None, None),
+        ];
+        let counts = (0..70).map(|peer| (peer % 3, peer % 2));
+        let header = Header::new(Kind::Data);
+        let post = Post::new(header, 6, (7, 8), awaits.into_iter(), counts);
+        let bytes = post.encode();
+        assert_eq!(Post::decode(&bytes), Some(post.clone()));
+        for end in 0..64 + 26 + 3 * AWAITED_BYTES {
+            assert_eq!(Post::decode(&bytes[..end]), None, "{end}");
+        }
+        let mut long = bytes.clone();
+        long.extend([1; COUNTED_BYTES * (COUNTED_MAX + 9)]);
+        assert_eq!(Post::decode(&long).unwrap().counts.len(), COUNTED_MAX);
+        let mut lie = bytes;
+        lie[64 + 25] = AWAITED_MAX as u8 + 1;
+        assert_eq!(Post::decode(&lie), None);
+        let sent = |peer| post.counted(peer).unwrap().sent;
+        assert_eq!((sent(2), sent(3), sent(1000)), (2, 0, 0));
+    }
+
+    #[test]
+    fn what_did_not_fit_is_not_taken_for_none() {
+        let counts = |n| (0..n).map(|peer| (peer + 1, 0));
+        let post = |n| {
+            let header = Header::new(Kind::Data);
+            Post::new(header, 0, (0, 0), std::iter::empty(), counts(n))
+        };
+        let full = post(COUNTED_MAX as u64);
+        assert_eq!(full.counted(COUNTED_MAX).unwrap().sent, 0);
+        let more = post(COUNTED_MAX as u64 + 1);
+        assert_eq!(more.counted(7).unwrap().sent, 8);
+        assert_eq!(more.counted(COUNTED_MAX), None);
+        assert_eq!(Post::decode(&more.encode()), Some(more));
+    }
+}
