@@ -118,7 +118,8 @@ impl ProcessGroup {
     /// other ranks' data stays as it is.
     ///
     /// *Order:* canonical, see [`ReduceOp`].
-    /// *Cost:* 1 round for small data, otherwise 2; `n` bytes sent per rank.
+    /// *Cost:* 1 round for small data, otherwise 2; `n` bytes sent per rank; where hosts
+    /// have several ranks each, large data goes from host to host once, in order.
     ///
     /// # Errors
     ///
@@ -194,7 +195,8 @@ impl ProcessGroup {
     /// rank `r`; `input` is `world_size` times as long as `output`.
     ///
     /// *Order:* canonical, see [`ReduceOp`].
-    /// *Cost:* 1 round, `(P − 1)·n` bytes sent per rank, `n` being one part.
+    /// *Cost:* 1 round, `(P − 1)·n` bytes sent per rank, `n` being one part; where hosts
+    /// have several ranks each, large data goes from host to host once, in order.
     ///
     /// # Errors
     ///
@@ -233,9 +235,8 @@ impl ProcessGroup {
         const NAME: &str = "reduce_scatter";
         self.check_op::<T>(NAME, op)?;
         self.check_len(NAME, "input", input, output * self.core.world)?;
-        Ok(self
-            .ask::<T>(Method::ReduceScatter, output, call)
-            .reducing(op))
+        let method = self.choose::<T>(Collective::ReduceScatter, output);
+        Ok(self.ask::<T>(method, output, call).reducing(op))
     }
 
     /// Writes the inputs of all ranks, in rank order, to `output` on rank

@@ -45,7 +45,7 @@ pub(super) fn build(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
             start: place(u),
             stride,
         };
-        let sources = local_stage::scatter(&mut round, unit, hosts, rank, &inbox);
+        let sources = local_stage::scatter(&mut round, unit, Buf::Output, (hosts, rank), &inbox);
         (round, sources)
     };
     // A unit's ranks are folded on host h in tick u + h; the result is back on

@@ -41,7 +41,7 @@ pub(super) fn build(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
             start: place(u),
             stride,
         };
-        let sources = local_stage::scatter(&mut round, unit, hosts, rank, &inbox);
+        let sources = local_stage::scatter(&mut round, unit, Buf::Output, (hosts, rank), &inbox);
         if let (Some(run), true) = (local_stage::run_of(unit, host, rank), sources.len() > 1) {
             round.local.push(Local::Fold {
                 into: local_stage::output(&run.elems),

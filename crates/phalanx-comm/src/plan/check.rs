@@ -11,7 +11,7 @@
 //! * everything that [`RankPlan::check_local`] forbids;
 //! * a read of memory that nobody wrote, or a fold that mixes elements;
 //! * a result that is not what the collective promises, in canonical order
-//!   with one rounding (for the chain one a host), or for the ring in ring order,
+//!   with one rounding (for chains one a host), or for the ring in ring order,
 //!   for rails by hosts and for trees by subtrees, and equal everywhere;
 //! * more or fewer bytes sent than the method's file states, and a ring rank
 //!   that talks to anybody but its neighbours.
@@ -513,7 +513,7 @@ impl Simulation {
         else {
             return false;
         };
-        let first = if spec.method == Method::AllReduceChain {
+        let first = if spec.method.rounds_per_host() {
             // A pass on every host but a first one with a single rank.
             if *passes != hosts.count() - usize::from(hosts.ranks(0).len() == 1) {
                 return false;

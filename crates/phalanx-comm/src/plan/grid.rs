@@ -39,8 +39,17 @@ pub(super) fn held(spec: &Spec, hosts: &Hosts, rank: usize) -> Range<usize> {
 
 /// Everything, in the order in which it is handled; the same on all ranks.
 pub(super) fn units(spec: &Spec, hosts: &Hosts) -> Vec<Unit> {
+    units_within(spec, hosts, std::iter::empty())
+}
+
+/// [`units`] none of whose runs crosses one of the `borders`.
+pub(super) fn units_within(
+    spec: &Spec,
+    hosts: &Hosts,
+    borders: impl Iterator<Item = usize>,
+) -> Vec<Unit> {
     let mut layers: Vec<Unit> = Vec::new();
-    for run in runs(spec, hosts) {
+    for run in runs(spec, hosts, borders) {
         let clashes = |layer: &Unit| {
             layer
                 .iter()
@@ -86,9 +95,10 @@ fn segment_of(range: &Range<usize>, k: usize, segment: usize) -> Range<usize> {
     start..(start + segment).min(range.end)
 }
 
-/// The runs between the borders of all hosts' slices.
-fn runs(spec: &Spec, hosts: &Hosts) -> Vec<Run> {
+/// The runs between the borders of all hosts' slices, and `more` borders.
+fn runs(spec: &Spec, hosts: &Hosts, more: impl Iterator<Item = usize>) -> Vec<Run> {
     let mut borders = vec![0, spec.count];
+    borders.extend(more.filter(|border| *border < spec.count));
     for host in 0..hosts.count() {
         let slices = slices(spec, hosts, host);
         borders.extend((0..hosts.ranks(host).len()).map(|l| slices.range(l).end));

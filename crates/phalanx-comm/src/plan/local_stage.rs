@@ -25,13 +25,14 @@ pub(super) fn run_of(unit: &Unit, host: usize, rank: usize) -> Option<&super::gr
     unit.iter().find(|run| run.holders[host] == rank)
 }
 
-/// Everyone sends each run to its holder on this host. Returns what the
-/// holder's own run has to be folded from, in ascending rank order.
+/// Everyone sends each run of its data, which lies in `from`, to its holder on
+/// this host. Returns what the holder's own run has to be folded from, in ascending
+/// rank order.
 pub(super) fn scatter(
     round: &mut Round,
     unit: &Unit,
-    hosts: &Hosts,
-    rank: usize,
+    from: Buf,
+    (hosts, rank): (&Hosts, usize),
     inbox: &Inbox,
 ) -> Vec<Part> {
     let host = hosts.host_of(rank);
@@ -39,7 +40,7 @@ pub(super) fn scatter(
     for run in unit {
         let holder = run.holders[host];
         if holder != rank {
-            round.send(holder, output(&run.elems));
+            round.send(holder, Part::of(from, run.elems.clone()));
         }
     }
     let Some(run) = run_of(unit, host, rank) else {
@@ -50,7 +51,7 @@ pub(super) fn scatter(
         .clone()
         .map(|peer| {
             if peer == rank {
-                return output(&run.elems);
+                return Part::of(from, run.elems.clone());
             }
             let part = inbox.part(peer - locals.start, me, run.elems.len());
             round.recv(peer, part);

@@ -40,9 +40,12 @@ mod local;
 mod local_stage;
 pub(crate) mod order;
 mod point_to_point;
+mod prefix_chain;
+mod reduce_hosts;
 mod reduce_owners;
 mod reduce_root;
 mod reduce_scatter;
+mod reduce_scatter_hosts;
 mod reduce_tree;
 mod scatter;
 mod tree;
@@ -226,11 +229,15 @@ pub enum Method {
     BroadcastHosts,
     /// All-gather: every part to every host once, then inside it.
     AllGatherHosts,
+    /// Reduce: the prefix of the fold passes every host once.
+    ReduceHosts,
+    /// Reduce-scatter: the prefix of the fold passes every host once.
+    ReduceScatterHosts,
 }
 
 impl Method {
     /// Every method, in wire order.
-    pub const ALL: [Method; 21] = [
+    pub const ALL: [Method; 23] = [
         Method::AllReduceDirect,
         Method::AllReduceOneRound,
         Method::AllReduceRing,
@@ -252,6 +259,8 @@ impl Method {
         Method::ReduceTree,
         Method::BroadcastHosts,
         Method::AllGatherHosts,
+        Method::ReduceHosts,
+        Method::ReduceScatterHosts,
     ];
 
     /// The collective that this method carries out. (A dissemination barrier
@@ -268,9 +277,12 @@ impl Method {
             Method::BroadcastTree | Method::BroadcastScatter | Method::BroadcastHosts => {
                 Collective::Broadcast
             }
-            Method::ReduceRoot | Method::ReduceOwners | Method::ReduceTree => Collective::Reduce,
+            Method::ReduceRoot
+            | Method::ReduceOwners
+            | Method::ReduceTree
+            | Method::ReduceHosts => Collective::Reduce,
             Method::AllGather | Method::AllGatherHosts => Collective::AllGather,
-            Method::ReduceScatter => Collective::ReduceScatter,
+            Method::ReduceScatter | Method::ReduceScatterHosts => Collective::ReduceScatter,
             Method::Gather => Collective::Gather,
             Method::Scatter => Collective::Scatter,
             Method::AllToAll => Collective::AllToAll,
@@ -280,7 +292,8 @@ impl Method {
     }
 
     /// Whether reductions are the left fold in ascending rank order. All but
-    /// [`Method::AllReduceChain`] then round once, at the end.
+    /// those that [round on every host](Method::rounds_per_host) then round once,
+    /// at the end.
     pub const fn canonical(self) -> bool {
         !matches!(
             self,
@@ -288,6 +301,15 @@ impl Method {
                 | Method::AllReduceRails
                 | Method::AllReduceTree
                 | Method::ReduceTree
+        )
+    }
+
+    /// Whether the prefix of the fold is stored between hosts, so that f16 and bf16,
+    /// which are folded in f32, are rounded on every host.
+    pub const fn rounds_per_host(self) -> bool {
+        matches!(
+            self,
+            Method::AllReduceChain | Method::ReduceHosts | Method::ReduceScatterHosts
         )
     }
 
@@ -300,7 +322,10 @@ impl Method {
             Method::AllReduceRails => "rails",
             Method::AllReduceChain => "chain",
             Method::AllReduceDoubling => "doubling",
-            Method::BroadcastHosts | Method::AllGatherHosts => "hosts",
+            Method::BroadcastHosts
+            | Method::AllGatherHosts
+            | Method::ReduceHosts
+            | Method::ReduceScatterHosts => "hosts",
             Method::AllReduceTree | Method::BroadcastTree | Method::ReduceTree => "tree",
             Method::BroadcastScatter => "scatter+all-gather",
             Method::ReduceRoot => "root folds",
@@ -339,6 +364,8 @@ impl Method {
             Method::ReduceTree => 19,
             Method::BroadcastHosts => 20,
             Method::AllGatherHosts => 21,
+            Method::ReduceHosts => 22,
+            Method::ReduceScatterHosts => 23,
         }
     }
 
@@ -608,9 +635,11 @@ pub fn build_on(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
         Method::ReduceRoot => reduce_root::build(spec, rank),
         Method::ReduceOwners => reduce_owners::build(spec, rank),
         Method::ReduceTree => reduce_tree::build(spec, rank),
+        Method::ReduceHosts => reduce_hosts::build(spec, hosts, rank),
         Method::AllGather => all_gather::build(spec, rank),
         Method::AllGatherHosts => all_gather_hosts::build(spec, hosts, rank),
         Method::ReduceScatter => reduce_scatter::build(spec, rank),
+        Method::ReduceScatterHosts => reduce_scatter_hosts::build(spec, hosts, rank),
         Method::Gather => gather::build(spec, rank),
         Method::Scatter => scatter::build(spec, rank),
         Method::AllToAll => all_to_all::build(spec, rank),
@@ -636,9 +665,11 @@ pub fn stated_sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
         Method::ReduceRoot => reduce_root::sent_elems(spec, rank),
         Method::ReduceOwners => reduce_owners::sent_elems(spec, rank),
         Method::ReduceTree => reduce_tree::sent_elems(spec, rank),
+        Method::ReduceHosts => reduce_hosts::sent_elems(spec, hosts, rank),
         Method::AllGather => all_gather::sent_elems(spec),
         Method::AllGatherHosts => all_gather_hosts::sent_elems(spec, hosts, rank),
         Method::ReduceScatter => reduce_scatter::sent_elems(spec),
+        Method::ReduceScatterHosts => reduce_scatter_hosts::sent_elems(spec, hosts, rank),
         Method::Gather => gather::sent_elems(spec, rank),
         Method::Scatter => scatter::sent_elems(spec, rank),
         Method::AllToAll => all_to_all::sent_elems(spec),

@@ -125,6 +125,8 @@ fn hosts_of(spec: &Spec) -> Vec<Hosts> {
             | Method::AllReduceChain
             | Method::BroadcastHosts
             | Method::AllGatherHosts
+            | Method::ReduceHosts
+            | Method::ReduceScatterHosts
     ) {
         all.push(Hosts::of_sizes(&vec![1; spec.world]));
         all.push(Hosts::of_sizes(&[spec.world / 2, spec.world.div_ceil(2)]));
@@ -186,6 +188,8 @@ fn without_the_dependencies_it_would_break() {
         Method::ReduceTree,
         Method::BroadcastHosts,
         Method::AllGatherHosts,
+        Method::ReduceHosts,
+        Method::ReduceScatterHosts,
     ] {
         let hosts = Hosts::of_sizes(&[2, 2]);
         let spec = Spec {

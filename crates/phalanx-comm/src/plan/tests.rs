@@ -105,11 +105,13 @@ fn check_plans(spec: &Spec, plans: &[RankPlan]) -> Result<(), PlanError> {
     check::check_plans(spec, &Hosts::one(spec.world), plans)
 }
 
-const HIERARCHICAL: [Method; 4] = [
+const HIERARCHICAL: [Method; 6] = [
     Method::AllReduceRails,
     Method::AllReduceChain,
     Method::BroadcastHosts,
     Method::AllGatherHosts,
+    Method::ReduceHosts,
+    Method::ReduceScatterHosts,
 ];
 
 #[test]
@@ -190,7 +192,11 @@ fn a_changed_hierarchical_plan_is_noticed() {
                     }
                 }
             }
-            let least = if method.collective().reduces() { 20 } else { 5 };
+            let least = match method.collective() {
+                Collective::AllReduce => 20,
+                Collective::Reduce | Collective::ReduceScatter => 15,
+                _ => 5,
+            };
             assert!(tried >= least, "{tried}");
         }
     }

@@ -126,6 +126,21 @@ impl Costs {
                 let moved = card(l * (h - 1.0) * n);
                 inside + wire + messages + moved.max(core(4.0 * (p - 1.0) * n))
             }
+            Method::ReduceHosts => {
+                let inside = if l > 1.0 { sync } else { 0.0 };
+                // From host to host, and from the last one to the root.
+                let segment = card((n / 8.0).min(l * SEGMENT_BYTES));
+                let moved = card(if h > 2.0 { 2.0 * n } else { (h - 1.0) * n });
+                inside + h * (wire + segment) + moved.max(core((5.0 + 1.0 / l) * n))
+            }
+            Method::ReduceScatterHosts => {
+                let inside = if l > 1.0 { sync } else { 0.0 };
+                let all_parts = p * n;
+                let segment = card((all_parts / 8.0).min(l * SEGMENT_BYTES));
+                // An inner host receives the prefix and its ranks' parts.
+                let moved = card(all_parts + if h > 2.0 { l * n } else { 0.0 });
+                inside + h * (wire + segment) + moved.max(core((4.0 + 1.0 / l) * all_parts))
+            }
             Method::BroadcastScatter => 2.0 * all + card(2.0 * l * n).max(core(4.0 * n)),
             Method::ReduceRoot => all + card((p - l) * n).max(core((p + 2.0) * n)),
             Method::ReduceOwners => 2.0 * all + card(2.0 * l * n).max(core(5.0 * n)),

@@ -207,9 +207,13 @@ impl Selector {
                 Method::BroadcastScatter,
                 Method::BroadcastHosts,
             ],
-            Collective::Reduce => &[Method::ReduceRoot, Method::ReduceOwners],
+            Collective::Reduce => &[
+                Method::ReduceRoot,
+                Method::ReduceOwners,
+                Method::ReduceHosts,
+            ],
             Collective::AllGather => &[Method::AllGather, Method::AllGatherHosts],
-            Collective::ReduceScatter => &[Method::ReduceScatter],
+            Collective::ReduceScatter => &[Method::ReduceScatter, Method::ReduceScatterHosts],
             Collective::Gather => &[Method::Gather],
             Collective::Scatter => &[Method::Scatter],
             Collective::AllToAll => &[Method::AllToAll],
@@ -222,7 +226,7 @@ impl Selector {
         all.iter().copied().filter(move |method| match method {
             Method::AllReduceOneRound => bytes <= ONE_ROUND_MAX_BYTES,
             Method::AllReduceDoubling => bytes <= ONE_ROUND_MAX_BYTES && self.hosts.count() > 1,
-            Method::AllReduceChain => several && !wide,
+            method if method.rounds_per_host() => several && !wide,
             Method::BroadcastHosts | Method::AllGatherHosts => several,
             _ => true,
         })
@@ -343,7 +347,7 @@ mod tests {
                     for dtype in [DType::F32, DType::F16] {
                         let method = selector.choose(collective, bytes, dtype);
                         assert!(method.canonical(), "{method:?}");
-                        assert!(dtype == DType::F32 || method != Method::AllReduceChain);
+                        assert!(dtype == DType::F32 || !method.rounds_per_host());
                     }
                 }
             }
@@ -412,6 +416,27 @@ mod tests {
                     .any(|m| m == method)
             );
             assert_ne!(method.name(), "hosts");
+        }
+    }
+
+    #[test]
+    fn what_is_reduced_goes_through_each_host_once() {
+        let choose = |sizes: &[usize], collective, dtype| {
+            let bytes = 4 << 20;
+            selector(sizes).choose(collective, bytes, dtype)
+        };
+        let cases = [
+            (Collective::Reduce, Method::ReduceHosts),
+            (Collective::ReduceScatter, Method::ReduceScatterHosts),
+        ];
+        for (collective, method) in cases {
+            let by = |sizes, dtype| choose(sizes, collective, dtype);
+            assert_eq!(by(&[4, 4, 4], DType::F32), method);
+            assert_eq!(by(&[8, 8], DType::F64), method);
+            // Rounded on every host, it would not be canonical.
+            assert_ne!(by(&[4, 4, 4], DType::Bf16), method);
+            // Nothing to fold inside.
+            assert_ne!(by(&[1, 1, 1], DType::F32), method);
         }
     }
 

@@ -7,7 +7,7 @@ use crate::{Error, Result};
 pub(crate) const VARIABLE: &str = "PHALANX_ALGORITHM";
 
 /// What may be prescribed, by the names used in rules and options.
-const NAMES: [(Collective, &str, Method); 16] = [
+const NAMES: [(Collective, &str, Method); 19] = [
     (Collective::AllReduce, "direct", Method::AllReduceDirect),
     (
         Collective::AllReduce,
@@ -32,6 +32,13 @@ const NAMES: [(Collective, &str, Method); 16] = [
     (Collective::Reduce, "root", Method::ReduceRoot),
     (Collective::Reduce, "owners", Method::ReduceOwners),
     (Collective::Reduce, "tree", Method::ReduceTree),
+    (Collective::Reduce, "hosts", Method::ReduceHosts),
+    (Collective::ReduceScatter, "direct", Method::ReduceScatter),
+    (
+        Collective::ReduceScatter,
+        "hosts",
+        Method::ReduceScatterHosts,
+    ),
 ];
 
 /// One rule.
@@ -142,8 +149,8 @@ fn parse_rule(text: &str) -> Result<Rule> {
         let known: Vec<&str> = methods().map(|(_, n, _)| *n).collect();
         return Err(wrong(if known.is_empty() {
             format!(
-                "there is no choice for {operation:?}, only for all_reduce, broadcast, all_gather \
-                 and reduce"
+                "there is no choice for {operation:?}, only for all_reduce, broadcast, all_gather, \
+                 reduce and reduce_scatter"
             )
         } else {
             format!("{operation} is done by {}, not {name:?}", known.join(", "))

@@ -1,6 +1,6 @@
-//! All-reduce over a grid of hosts and ranks, bit for bit: the chain against
-//! the serial fold, rails against the fold of the hosts' folds; and broadcasts and
-//! all-gathers that enter every host once.
+//! Collectives over a grid of hosts and ranks, bit for bit: the chains against
+//! the serial fold, rails against the fold of the hosts' folds; and how often data
+//! goes from host to host.
 
 use half::bf16;
 use phalanx_comm::plan::{Collective, Hosts, Method};
@@ -251,4 +251,106 @@ fn an_all_gather_brings_every_part_to_every_host_once() {
             }
         }
     }
+}
+
+/// Over two to four hosts, with as many ranks each and not, up to 16.
+const FOLDED: [&[usize]; 8] = [
+    &[2, 2],
+    &[1, 3],
+    &[3, 1],
+    &[2, 1, 3],
+    &[3, 3, 3],
+    &[1, 2, 1, 4],
+    &[5, 1, 2, 3],
+    &[4, 4, 4, 4],
+];
+
+/// What the ranks of each host must have sent to each other host: `along` bytes to
+/// the next one, and of the last one to each what `taken` says.
+fn along_and_taken(hosts: &Hosts, along: usize, taken: impl Fn(usize) -> usize) -> Vec<Vec<u64>> {
+    let last = hosts.count() - 1;
+    let bytes = |from: usize, to: usize| {
+        let passed = if to == from + 1 { along } else { 0 };
+        let result = if from == last && to != last {
+            taken(to)
+        } else {
+            0
+        };
+        (passed + result) as u64
+    };
+    let row = |from| (0..=last).map(|to| bytes(from, to)).collect();
+    (0..=last).map(row).collect()
+}
+
+fn reduces<T: Value>(sizes: &[usize], count: usize, op: ReduceOp) {
+    let hosts = Hosts::of_sizes(sizes);
+    let world = hosts.world();
+    let inputs: Vec<Vec<T>> = (0..world).map(|r| values(r, count)).collect();
+    let want = serial_fold(op, &inputs);
+    for root in [0, world / 2, world - 1] {
+        let sent = on_each(on_hosts(sizes, "reduce=hosts"), |group| {
+            let rank = group.rank();
+            let mut data = inputs[rank].clone();
+            group.reduce(&mut data, op, root).unwrap();
+            // The others keep theirs.
+            let want = if rank == root { &want } else { &inputs[rank] };
+            assert_same_bits(&data, want, || {
+                format!("{op} of {count} to {root} on rank {rank} of {sizes:?}")
+            });
+            group.bytes_sent_to()
+        });
+        let all = count * size_of::<T>();
+        let to_root = |host| if hosts.host_of(root) == host { all } else { 0 };
+        let expected = along_and_taken(&hosts, all, to_root);
+        assert_eq!(between_hosts(&hosts, &sent), expected, "{sizes:?}");
+    }
+}
+
+fn reduce_scatters<T: Value>(sizes: &[usize], count: usize, op: ReduceOp) {
+    let hosts = Hosts::of_sizes(sizes);
+    let world = hosts.world();
+    let inputs: Vec<Vec<T>> = (0..world).map(|r| values(r, world * count)).collect();
+    let want = serial_fold(op, &inputs);
+    let sent = on_each(on_hosts(sizes, "reduce_scatter=hosts"), |group| {
+        let rank = group.rank();
+        let mut part = values::<T>(rank + 77, count);
+        let input = &inputs[rank];
+        group.reduce_scatter(input, &mut part, op).unwrap();
+        let want = &want[rank * count..(rank + 1) * count];
+        assert_same_bits(&part, want, || {
+            format!("{op} of {count} on rank {rank} of {sizes:?}")
+        });
+        group.bytes_sent_to()
+    });
+    let part = count * size_of::<T>();
+    let taken = |host| hosts.ranks(host).len() * part;
+    let expected = along_and_taken(&hosts, world * part, taken);
+    assert_eq!(between_hosts(&hosts, &sent), expected, "{sizes:?}");
+}
+
+#[test]
+fn a_reduce_passes_every_host_once_in_rank_order() {
+    for sizes in FOLDED {
+        for count in [0, 1, 5000] {
+            reduces::<f32>(sizes, count, ReduceOp::Sum);
+        }
+        reduces::<f32>(sizes, 1003, ReduceOp::Mean);
+        reduces::<f64>(sizes, 1003, ReduceOp::Sum);
+        reduces::<i32>(sizes, 1003, ReduceOp::Max);
+    }
+    // In many segments.
+    reduces::<f32>(&[2, 1, 3], 400_003, ReduceOp::Sum);
+}
+
+#[test]
+fn a_reduce_scatter_passes_every_host_once_in_rank_order() {
+    for sizes in FOLDED {
+        for count in [0, 1, 1000] {
+            reduce_scatters::<f32>(sizes, count, ReduceOp::Sum);
+        }
+        reduce_scatters::<f32>(sizes, 333, ReduceOp::Mean);
+        reduce_scatters::<f64>(sizes, 333, ReduceOp::Sum);
+        reduce_scatters::<i32>(sizes, 333, ReduceOp::Max);
+    }
+    reduce_scatters::<f32>(&[2, 1, 3], 70_001, ReduceOp::Sum);
 }
