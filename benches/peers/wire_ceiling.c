@@ -1,10 +1,11 @@
 /* The most that a wire and these cores carry for an all-reduce, without the all-reduce.
  *
- *     cc -O2 -o wire_ceiling wire_ceiling.c && ./wire_ceiling RANK WORLD BYTES,BYTES... ring|mesh PORT ADDRESS_OF_0 ADDRESS_OF_1 ...
+ *     cc -O2 -o wire_ceiling wire_ceiling.c && ./wire_ceiling RANK WORLD BYTES,BYTES... PATTERN PORT ADDRESS_OF_0 ADDRESS_OF_1 ...
  *
  * Every process sends 2(WORLD - 1)/WORLD * BYTES to its successor and receives as many from its predecessor at the same time
- * (ring), or the same bytes in equal parts to and from everybody (mesh, one TCP connection a pair), in pieces of at most 1 MiB,
- * from and to memory of BYTES each, as an all-reduce must: nothing is framed, folded or waited for but bytes. Prints one JSON line
+ * (PATTERN ring), or the same bytes in equal parts to and from everybody (mesh, one TCP connection a pair), in pieces of at most 1 MiB,
+ * from and to memory of BYTES each, as an all-reduce must: nothing is framed, folded or waited for but bytes.
+ * PATTERN rotation-PIECE-STRICT-UNACKED is the mesh's traffic to one peer at a time, see rotate. Prints one JSON line
  * a size, the median of the times of the rounds after the first. Gives up after 60 s without a byte. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -16,6 +17,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <signal.h>
 #include <sys/socket.h>
@@ -93,14 +96,73 @@ static int ascending(const void *a, const void *b) {
     return (d > 0) - (d < 0);
 }
 
+/* One peer at a time: `piece` bytes of the part to rank + 1, then to rank + 2, ..., round and round until all has left; and the
+ * same again for the second half, as chunk owners scatter and gather. Strict: what comes from the peers on the other side is waited for
+ * before the next piece; otherwise the next one begins when at most `unacked` bytes of the one before are under way. */
+static void rotate(struct peer *peer, int peers, size_t n, size_t piece, int strict, int unacked) {
+    size_t part = peer[0].bytes / 2;
+    for (int i = 0; i < peers; i++) peer[i].sent = peer[i].received = 0;
+    for (int half = 0; half < 2; half++) {
+        for (size_t at = 0; at < part; at += piece) {
+            size_t end = half * part + (at + piece < part ? at + piece : part);
+            for (int k = 0; k < peers; k++) {
+                struct peer *out = &peer[k], *in = &peer[peers - 1 - k];
+                for (;;) {
+                    int moved = 0, wanted = 0, queued = 0;
+                    struct pollfd p[2 * MOST];
+                    if (out->sent < end) {
+                        size_t from = (out->first + out->sent) % n, room = n - from < PIECE ? n - from : PIECE, left = end - out->sent;
+                        ssize_t put = send(out->to, outgoing + from, left < room ? left : room, MSG_DONTWAIT | MSG_NOSIGNAL);
+                        if (put < 0 && errno != EAGAIN && errno != EINTR) fail("send");
+                        if (put > 0) out->sent += put, moved = 1;
+                        if (out->sent < end) p[wanted++] = (struct pollfd){out->to, POLLOUT, 0};
+                    }
+                    int mine = wanted;
+                    for (int i = 0; i < peers; i++) {
+                        struct peer *q = &peer[i];
+                        size_t left = q->bytes - q->received;
+                        if (!left || (strict && q != in)) continue;
+                        if (strict && q->received >= end) continue;
+                        size_t into = (q->first + q->received) % n, room = n - into < PIECE ? n - into : PIECE;
+                        ssize_t got = recv(q->from, incoming + into, left < room ? left : room, MSG_DONTWAIT);
+                        if (got == 0) { fprintf(stderr, "a peer is gone\n"); exit(1); }
+                        if (got < 0 && errno != EAGAIN && errno != EINTR) fail("recv");
+                        if (got > 0) q->received += got, moved = 1;
+                        p[wanted++] = (struct pollfd){q->from, POLLIN, 0};
+                    }
+                    if (!mine && unacked >= 0 && (ioctl(out->to, SIOCOUTQ, &queued) || queued > unacked)) {
+                        /* No event tells of it. */
+                        if (!moved) { struct timespec turn = {0, 100000}; ppoll(p, wanted, &turn, NULL); }
+                        continue;
+                    }
+                    if (out->sent >= end && (!strict || in->received >= end)) break;
+                    if (!moved && poll(p, wanted, PATIENCE_MS) == 0) { fprintf(stderr, "nothing moves\n"); exit(1); }
+                }
+            }
+        }
+        /* What is gathered was folded of what was scattered. */
+        for (int i = 0; i < peers; i++)
+            while (peer[i].received < (half + 1) * part) {
+                struct peer *q = &peer[i];
+                size_t into = (q->first + q->received) % n, room = n - into < PIECE ? n - into : PIECE, left = q->bytes - q->received;
+                ssize_t got = recv(q->from, incoming + into, left < room ? left : room, 0);
+                if (got <= 0) fail("recv");
+                q->received += got;
+            }
+    }
+}
+
 int main(int argc, char **argv) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     int world = argc > 2 ? atoi(argv[2]) : 0, rank = argc > 2 ? atoi(argv[1]) : 0, on = 1;
     if (world < 2 || world > MOST || rank < 0 || rank >= world || argc != 6 + world) {
-        fprintf(stderr, "usage: %s RANK WORLD BYTES,BYTES... ring|mesh PORT ADDRESS...\n", argv[0]);
+        fprintf(stderr, "usage: %s RANK WORLD BYTES,BYTES... PATTERN PORT ADDRESS...\n", argv[0]);
         return 2;
     }
     int ring = !strcmp(argv[4], "ring"), port = atoi(argv[5]);
+    /* rotation-PIECE-STRICT-UNACKED */
+    long piece = 0, strict = 0, unacked = -1;
+    int rotation = sscanf(argv[4], "rotation-%ld-%ld-%ld", &piece, &strict, &unacked) > 0;
     int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     struct sockaddr_in mine = address(argv[6 + rank], port);
     setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
@@ -137,14 +199,15 @@ int main(int argc, char **argv) {
             peer[i].bytes = 2 * (world - 1) * n / world / peers;
             peer[i].first = n / peers * i;
         }
-        exchange(peer, peers, n);
+        size_t most = piece > 0 ? (size_t)piece : n;
+        if (rotation) rotate(peer, peers, n, most, strict, unacked); else exchange(peer, peers, n);
         for (int k = 0; k < ROUNDS; k++) {
             double began = now_us();
-            exchange(peer, peers, n);
+            if (rotation) rotate(peer, peers, n, most, strict, unacked); else exchange(peer, peers, n);
             us[k] = now_us() - began;
         }
         qsort(us, ROUNDS, sizeof *us, ascending);
-        if (rank == 0) printf("{\"op\": \"%s-ceiling\", \"bytes\": %zu, \"median_us\": %.3f}\n", ring ? "ring" : "mesh", n, us[ROUNDS / 2]);
+        if (rank == 0) printf("{\"op\": \"%s-ceiling\", \"bytes\": %zu, \"median_us\": %.3f}\n", argv[4], n, us[ROUNDS / 2]);
         free(outgoing), free(incoming);
     }
     return 0;
