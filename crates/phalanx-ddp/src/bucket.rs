@@ -132,6 +132,19 @@ impl BucketPlan {
         Self::lay_out(lens, types, buckets)
     }
 
+    /// The same buckets with the parameters of each in the order of their numbers, as they lie in a model: what a
+    /// rank gets of a bucket is one run of the model's memory then, but for parameters that are in no bucket.
+    pub(crate) fn into_model_order(self) -> BucketPlan {
+        let lens: Vec<usize> = self.places.iter().map(|(_, range)| range.len()).collect();
+        let mut types = vec![GradType::F32; lens.len()];
+        let mut buckets = self.buckets;
+        for (params, of) in buckets.iter_mut().zip(&self.types) {
+            params.sort_unstable();
+            params.iter().for_each(|&p| types[p] = *of);
+        }
+        Self::lay_out(&lens, &types, buckets)
+    }
+
     fn lay_out(lens: &[usize], types: &[GradType], buckets: Vec<Vec<usize>>) -> BucketPlan {
         let mut places = vec![(0, 0..0); lens.len()];
         let mut bucket_elems = Vec::with_capacity(buckets.len());
@@ -187,18 +200,24 @@ impl BucketPlan {
     /// and the runs of their elements, bucket by bucket.
     pub fn scattered(&self, world: usize, rank: usize) -> Vec<(usize, Range<usize>)> {
         let mut pieces = Vec::new();
-        for (bucket, params) in self.buckets.iter().enumerate() {
+        for bucket in 0..self.buckets.len() {
             let chunk = self.chunk_elems(bucket, world);
-            for &param in params {
-                let place = &self.places[param].1;
-                let from = place.start.max(rank * chunk);
-                let to = place.end.min((rank + 1) * chunk);
-                if from < to {
-                    pieces.push((param, from - place.start..to - place.start));
-                }
-            }
+            pieces.extend(self.within(bucket, rank * chunk..(rank + 1) * chunk));
         }
         pieces
+    }
+
+    /// What of the gradients lies in the elements `run` of a bucket.
+    pub(crate) fn within(
+        &self,
+        bucket: usize,
+        run: Range<usize>,
+    ) -> impl Iterator<Item = (usize, Range<usize>)> {
+        self.buckets[bucket].iter().filter_map(move |&param| {
+            let place = &self.places[param].1;
+            let (from, to) = (place.start.max(run.start), place.end.min(run.end));
+            (from < to).then(|| (param, from - place.start..to - place.start))
+        })
     }
 
     /// Bytes of gradient in bucket `bucket`, padding not counted.

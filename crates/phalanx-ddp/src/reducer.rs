@@ -71,6 +71,8 @@ pub struct ReducerOptions {
     /// Let all-reduces add in another order than that of the ranks where that is predicted to be
     /// faster ([`Algorithm::Fastest`]), unless the group was given an algorithm.
     pub any_order: bool,
+    /// Do not look for infinities and NaNs in gradients: no rank votes against a step because of them.
+    pub unchecked: bool,
 }
 
 /// Who gets the averaged gradients.
@@ -83,6 +85,20 @@ pub enum Exchange {
     /// [`ShardedOptimizer::for_wrapper`](crate::ShardedOptimizer::for_wrapper): half the bytes; the other half
     /// travels after the optimizer's step, as parameters.
     ReduceScatter,
+    /// The same, but nothing travels under backward: gradients are exchanged by the optimizer's step
+    /// ([`ShardedOptimizer::step_scattered`](crate::ShardedOptimizer::step_scattered)), which updates
+    /// each piece of parameters as soon as their gradient is folded, while it is still in the processor's cache.
+    /// The least work of all, so the fastest where the threads of the ranks of one host use all of its cores and nothing
+    /// can be hidden. Between hosts, and where cores are idle, use another. Without [caps](ReducerOptions::caps) of
+    /// its own there is one bucket.
+    AtStep,
+}
+
+impl Exchange {
+    /// Whether each rank gets a part of the gradients only.
+    pub fn is_scattered(self) -> bool {
+        self != Exchange::AllReduce
+    }
 }
 
 impl Default for ReducerOptions {
@@ -92,6 +108,7 @@ impl Default for ReducerOptions {
             rebuild: true,
             exchange: Exchange::AllReduce,
             any_order: false,
+            unchecked: false,
         }
     }
 }
@@ -159,6 +176,10 @@ pub struct Reducer {
     memory: Vec<AnyMemory>,
     /// What this rank has got of each scattered bucket.
     chunks: Vec<Option<Bucket<f32>>>,
+    /// Whether gradients that are exchanged late were, in this step.
+    exchanged: bool,
+    /// Factor of late means.
+    late_scale: f32,
     /// The votes, where they cannot ride behind the last bucket since it is scattered, or not of `f32`.
     votes: Option<Memory<f32>>,
     /// Gradients still missing, per bucket.
@@ -202,7 +223,10 @@ impl Reducer {
     /// ([`crate::Fingerprint`] compares them).
     pub fn new(group: ProcessGroup, params: Vec<ParamSpec>, options: ReducerOptions) -> Reducer {
         let order: Vec<usize> = (0..params.len()).rev().collect();
-        let plan = plan(&params, &order, options.caps);
+        let mut plan = plan(&params, &order, options.caps);
+        if options.exchange.is_scattered() {
+            plan = plan.into_model_order();
+        }
         let mut reducer = Reducer {
             group,
             ready: vec![false; params.len()],
@@ -220,6 +244,8 @@ impl Reducer {
             labels: Vec::new(),
             memory: Vec::new(),
             chunks: Vec::new(),
+            exchanged: true,
+            late_scale: 1.0,
             votes: None,
             missing: Vec::new(),
             next_launch: 0,
@@ -268,7 +294,12 @@ impl Reducer {
     }
 
     fn is_scattered(&self) -> bool {
-        self.options.exchange == Exchange::ReduceScatter
+        self.options.exchange.is_scattered()
+    }
+
+    /// Whether buckets stay where they are until the optimizer's step.
+    fn is_late(&self) -> bool {
+        self.options.exchange == Exchange::AtStep && self.group.world_size() > 1
     }
 
     /// What error messages and traces call a bucket.
@@ -427,7 +458,7 @@ impl Reducer {
             Some(weight) if weight != 1.0 => new.iter_mut().for_each(|g| *g = g.times(weight)),
             _ => {}
         }
-        if !T::all_finite(new) {
+        if !self.options.unchecked && !T::all_finite(new) {
             self.ballot.not_finite(param);
         }
         if later {
@@ -544,8 +575,8 @@ impl Reducer {
             && let Some(other) = self.not_f32()
         {
             return Err(Error::usage(format!(
-                "Exchange::ReduceScatter is for f32 gradients, but that of {} is made of {}; use Exchange::AllReduce",
-                other.name, other.dtype
+                "Exchange::{:?} is for f32 gradients, but that of {} is made of {}; use Exchange::AllReduce",
+                self.options.exchange, other.name, other.dtype
             )));
         }
         Ok(())
@@ -576,6 +607,7 @@ impl Reducer {
             vote.cast(votes);
         }
         let alone = self.group.world_size() == 1;
+        let late = self.is_late();
         let algorithm = match self.group.algorithm() {
             Algorithm::Auto if self.options.any_order => Algorithm::Fastest,
             given => given,
@@ -587,14 +619,11 @@ impl Reducer {
         };
         let memory = std::mem::replace(&mut self.memory[bucket], AnyMemory::lost());
         self.memory[bucket] = match memory {
-            memory if alone || self.hook.is_some() => {
+            memory if alone || late || self.hook.is_some() => {
                 of_any!(memory, m => m.left_alone().into())
             }
             AnyMemory::F32(Memory::Filling(memory)) if self.is_scattered() => {
-                let chunk = self.chunks[bucket].take().unwrap_or_else(|| {
-                    let world = self.group.world_size();
-                    self.group.bucket(self.plan.chunk_elems(bucket, world))
-                });
+                let chunk = self.chunk(bucket);
                 AnyMemory::F32(Memory::Scattering(self.group.reduce_scatter_async(
                     memory,
                     chunk,
@@ -604,7 +633,10 @@ impl Reducer {
             }
             memory => of_any!(memory, m => m.all_reduced(&self.group, call).into()),
         };
-        if is_last && let Some(votes) = self.votes.take() {
+        if is_last
+            && !late
+            && let Some(votes) = self.votes.take()
+        {
             self.votes = Some(if alone {
                 votes.left_alone()
             } else {
@@ -672,7 +704,9 @@ impl Reducer {
         self.in_backward = false;
         let commit = self.count_votes();
         let micro = std::mem::replace(&mut self.micro, Micro::single());
-        if commit.is_yes() && micro.scale != 1.0 {
+        self.exchanged = !self.is_late();
+        self.late_scale = micro.scale;
+        if commit.is_yes() && micro.scale != 1.0 && self.exchanged {
             self.multiply(micro.scale);
         }
         if self.has_hook_to_run()
@@ -759,7 +793,7 @@ impl Reducer {
             };
             for &param in &self.plan.buckets()[bucket] {
                 let (_, range) = self.plan.place(param);
-                if !phalanx_comm::all_finite(&memory[range]) {
+                if !self.options.unchecked && !phalanx_comm::all_finite(&memory[range]) {
                     self.ballot.not_finite(param);
                 }
             }
@@ -791,7 +825,7 @@ impl Reducer {
         }
         if hook.is_some() && self.is_scattered() {
             return Err(Error::usage(
-                "a gradient hook gives every rank whole gradients; leave it out, or Exchange::ReduceScatter",
+                "a gradient hook gives every rank whole gradients; leave it out, or Exchange::ReduceScatter and AtStep",
             ));
         }
         if let (Some(hook), Some(other)) = (&hook, self.not_f32()) {
@@ -864,13 +898,8 @@ impl Reducer {
             }
             memory => of_any!(memory, m => m.collected().map(|(m, times)| (m.into(), times))),
         };
-        let (memory, times) = traced.map_err(|cause| {
-            self.failed = true;
-            Error::comm_while(
-                format!("gradients could not be averaged ({})", self.labels[bucket]),
-                cause,
-            )
-        })?;
+        let (memory, times) =
+            traced.map_err(|e| not_averaged(&mut self.failed, &self.labels[bucket], e))?;
         self.memory[bucket] = memory;
         let Some(times) = times else {
             return Ok(()); // it was not in flight
@@ -888,7 +917,21 @@ impl Reducer {
 
     fn collect_votes(&mut self) -> Result<()> {
         if let Some(votes) = self.votes.take() {
-            let (votes, _) = votes.collected().map_err(|e| {
+            let votes = match votes {
+                // Not launched: nothing runs beside a late step.
+                Memory::Filling(mut votes) if self.is_late() => {
+                    let call = Call {
+                        label: Some("votes on the step".into()),
+                        ..Call::default()
+                    };
+                    let voted = self
+                        .group
+                        .all_reduce_bucket(&mut votes, ReduceOp::Mean, &call);
+                    voted.map(|()| (Memory::Reduced(votes), None))
+                }
+                votes => votes.collected(),
+            };
+            let (votes, _) = votes.map_err(|e| {
                 self.failed = true;
                 Error::comm_while("the ranks could not vote on the step", e)
             })?;
@@ -900,7 +943,7 @@ impl Reducer {
     /// What this rank has of the averaged gradient of `param`; empty for elements that
     /// are another rank's, and whenever [`grad`](Self::grad) would be.
     pub(crate) fn piece(&self, param: usize, elems: Range<usize>) -> &[f32] {
-        if param >= self.params.len() || self.in_backward || !self.committed {
+        if param >= self.params.len() || self.in_backward || !self.committed || !self.exchanged {
             return &[];
         }
         let (bucket, place) = self.plan.place(param);
@@ -917,62 +960,138 @@ impl Reducer {
         }
     }
 
-    /// Gives every rank what each has made of its pieces, in the buckets'
-    /// memory: the gradients are gone then. `own` gives this rank's piece,
-    /// `whole` takes every parameter.
-    pub(crate) fn gather_pieces(
-        &mut self,
-        mut own: impl FnMut(usize, Range<usize>, &mut [f32]),
-        mut whole: impl FnMut(usize, &[f32]),
-    ) -> Result<()> {
+    /// Exchanges gradients that are exchanged late, so that [`piece`](Self::piece) gives them.
+    pub(crate) fn exchange_late(&mut self) -> Result<()> {
         self.check_usable()?;
-        self.committed = false; // nothing is to be read as a gradient any more
-        let (world, rank) = (self.group.world_size(), self.group.rank());
-        for (param, elems) in self.plan.scattered(world, rank) {
-            let (bucket, place) = self.plan.place(param);
-            let run = place.start + elems.start..place.start + elems.end;
-            if let Some(chunk) = &mut self.chunks[bucket] {
-                let first = rank * chunk.len();
-                own(param, elems, &mut chunk[run.start - first..run.end - first]);
-            } else if let AnyMemory::F32(Memory::Reduced(memory)) = &mut self.memory[bucket] {
-                own(param, elems, &mut memory[run]);
-            }
+        if self.exchanged || !self.committed {
+            return Ok(());
         }
-        let mut works = Vec::with_capacity(self.memory.len());
         for bucket in 0..self.memory.len() {
-            let Some(chunk) = self.chunks[bucket].take() else {
+            let mut chunk = self.chunk(bucket);
+            let AnyMemory::F32(Memory::Reduced(memory)) = &mut self.memory[bucket] else {
                 continue;
             };
-            match std::mem::replace(&mut self.memory[bucket], AnyMemory::lost()) {
-                AnyMemory::F32(Memory::Reduced(memory)) => {
+            self.group
+                .reduce_scatter_bucket(memory, &mut chunk, ReduceOp::Mean)
+                .map_err(|e| not_averaged(&mut self.failed, &self.labels[bucket], e))?;
+            self.chunks[bucket] = Some(chunk);
+        }
+        self.exchanged = true;
+        if self.late_scale != 1.0 {
+            self.multiply(self.late_scale);
+        }
+        Ok(())
+    }
+
+    /// Memory for this rank's part of a bucket.
+    fn chunk(&mut self, bucket: usize) -> Bucket<f32> {
+        self.chunks[bucket].take().unwrap_or_else(|| {
+            let world = self.group.world_size();
+            self.group.bucket(self.plan.chunk_elems(bucket, world))
+        })
+    }
+
+    /// Shows `visit` what this rank gets of the averaged gradients, in pieces of parameters, but for those of untouched
+    /// ones; exchanges them meanwhile, where that is done late. They are gone then.
+    pub(crate) fn visit_pieces(
+        &mut self,
+        mut visit: impl FnMut(usize, Range<usize>, &[f32]),
+    ) -> Result<()> {
+        self.check_usable()?;
+        if !self.committed || self.in_backward {
+            return Err(Error::usage(
+                "there are no gradients to take a step with: none were finished, or the ranks voted the step down",
+            ));
+        }
+        self.committed = false;
+        let (world, rank) = (self.group.world_size(), self.group.rank());
+        for bucket in 0..self.memory.len() {
+            let (plan, untouched) = (&self.plan, &self.untouched);
+            let first = match world {
+                1 => 0,
+                _ => rank * plan.chunk_elems(bucket, world),
+            };
+            let mut show = |at: usize, values: &[f32]| {
+                let run = first + at..first + at + values.len();
+                for (param, elems) in plan.within(bucket, run.clone()) {
+                    let from = plan.place(param).1.start + elems.start - run.start;
+                    if !untouched[param] {
+                        let gradient = &values[from..from + elems.len()];
+                        visit(param, elems, gradient);
+                    }
+                }
+            };
+            match (&self.chunks[bucket], &mut self.memory[bucket]) {
+                (Some(chunk), _) if self.exchanged => show(0, chunk),
+                (_, AnyMemory::F32(Memory::Reduced(memory))) if self.exchanged => show(0, memory),
+                (_, AnyMemory::F32(Memory::Reduced(memory))) => {
+                    let mut room = self.chunks[bucket]
+                        .take()
+                        .unwrap_or_else(|| self.group.bucket(plan.chunk_elems(bucket, world)));
                     let call = Call {
                         label: Some(self.labels[bucket].clone()),
                         ..Call::default()
                     };
-                    works.push((bucket, self.group.all_gather_async(chunk, memory, call)));
+                    let scale = self.late_scale;
+                    let shown = self.group.reduce_scatter_visited(
+                        memory,
+                        &mut room,
+                        ReduceOp::Mean,
+                        &call,
+                        &mut |at, values| {
+                            if scale != 1.0 {
+                                values.iter_mut().for_each(|g| *g *= scale);
+                            }
+                            show(at, values);
+                        },
+                    );
+                    shown.map_err(|e| not_averaged(&mut self.failed, &self.labels[bucket], e))?;
+                    self.chunks[bucket] = Some(room);
                 }
-                other => self.memory[bucket] = other,
+                _ => {}
             }
         }
-        for (bucket, work) in works {
-            let (chunk, memory) = work.wait().map_err(|e| {
+        Ok(())
+    }
+
+    /// Gives every rank what each has made of its pieces of the parameters `flat`, of which number `p` begins at
+    /// `starts[p]`: in place where a bucket's lie as in the bucket, else in the bucket's memory. Gradients are gone then.
+    pub(crate) fn gather_pieces(&mut self, flat: &mut [f32], starts: &[usize]) -> Result<()> {
+        self.check_usable()?;
+        self.committed = false; // nothing is to be read as a gradient any more
+        let (world, rank) = (self.group.world_size(), self.group.rank());
+        for bucket in 0..self.memory.len() * usize::from(world > 1) {
+            let (plan, part) = (&self.plan, self.plan.chunk_elems(bucket, world));
+            let params = &plan.buckets()[bucket];
+            let begin = params.first().map_or(0, |&p| starts[p]);
+            let as_in_bucket = |&p: &usize| starts[p] == begin + plan.place(p).1.start;
+            let run = begin..begin + plan.bucket_elems(bucket);
+            let gathered = if params.iter().all(as_in_bucket) && run.end <= flat.len() {
+                self.group.all_gather_in_place(&mut flat[run], part)
+            } else if let AnyMemory::F32(Memory::Reduced(memory)) = &mut self.memory[bucket] {
+                for (param, elems) in plan.within(bucket, rank * part..(rank + 1) * part) {
+                    let (to, from) = (plan.place(param).1.start, starts[param]);
+                    memory[to + elems.start..to + elems.end]
+                        .copy_from_slice(&flat[from + elems.start..from + elems.end]);
+                }
+                let gathered = self.group.all_gather_in_place(memory, part);
+                for &param in params {
+                    let place = plan.place(param).1;
+                    let to = starts[param]..starts[param] + place.len();
+                    flat[to].copy_from_slice(&memory[place]);
+                }
+                gathered
+            } else {
+                Ok(())
+            };
+            gathered.map_err(|e| {
                 self.failed = true;
+                let label = &self.labels[bucket];
                 Error::comm_while(
-                    format!(
-                        "updated parameters could not be gathered ({})",
-                        self.labels[bucket]
-                    ),
+                    format!("updated parameters could not be gathered ({label})"),
                     e,
                 )
             })?;
-            self.chunks[bucket] = Some(chunk);
-            self.memory[bucket] = AnyMemory::F32(Memory::Reduced(memory));
-        }
-        for param in 0..self.params.len() {
-            let (bucket, place) = self.plan.place(param);
-            if let AnyMemory::F32(Memory::Reduced(memory)) = &self.memory[bucket] {
-                whole(param, &memory[place]);
-            }
         }
         Ok(())
     }
@@ -1078,6 +1197,11 @@ impl Reducer {
     pub fn is_failed(&self) -> bool {
         self.failed
     }
+}
+
+fn not_averaged(failed: &mut bool, label: &str, cause: phalanx_comm::Error) -> Error {
+    *failed = true;
+    Error::comm_while(format!("gradients could not be averaged ({label})"), cause)
 }
 
 fn plan(params: &[ParamSpec], order: &[usize], caps: BucketCaps) -> BucketPlan {

@@ -11,13 +11,13 @@
 //! * [`ShardedOptimizer::for_wrapper`]: a part of each bucket, which is what a
 //!   reduce-scatter leaves ([`Exchange::ReduceScatter`](crate::Exchange::ReduceScatter)). A step moves
 //!   what an all-reduce moves, gradients one way and parameters the other, and
-//!   the parameters are gathered in the buckets' memory
+//!   the parameters are gathered where they lie
 //!   ([`ShardedOptimizer::step_scattered`]).
 
 use std::ops::Range;
 
 use phalanx_comm::{ProcessGroup, ReduceOp};
-use phalanx_nn::optim::{Optimizer, clip_factor, grad_norm};
+use phalanx_nn::optim::{Optimizer, Run, clip_factor, grad_norm};
 use phalanx_nn::{GradView, Init, Layout, ParamId, Params, Scope, Seed};
 
 use crate::ddp::DistributedDataParallel;
@@ -30,7 +30,8 @@ const LINE_ELEMS: usize = 16;
 pub struct ShardedOptimizer<O> {
     group: ProcessGroup,
     optimizer: O,
-    /// This rank's pieces as parameters, named as those that they are pieces of.
+    /// What the optimizer believes to be its parameters: this rank's pieces, named as those that they are pieces
+    /// of. The elements themselves are the model's.
     own: Params,
     /// Every rank's pieces.
     cut: Vec<Vec<Piece>>,
@@ -40,6 +41,8 @@ pub struct ShardedOptimizer<O> {
     lengths: Vec<usize>,
     /// Whether the cut is a wrapper's.
     scattered: bool,
+    /// This rank's piece of each parameter, if it has one.
+    piece_of: Vec<Option<usize>>,
 }
 
 /// A parameter, or the part of it that one rank has.
@@ -99,7 +102,8 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     ) -> Result<ShardedOptimizer<O>> {
         let (world, elems) = (group.world_size(), params.flat().len());
         let lines = elems.div_ceil(LINE_ELEMS);
-        let border = |r: usize| (r * lines / world * LINE_ELEMS).min(elems);
+        let part = lines.div_ceil(world) * LINE_ELEMS;
+        let border = |r: usize| (r * part).min(elems);
         let lengths = (0..world).map(|r| border(r + 1) - border(r)).collect();
         let pieces = |rank: usize| {
             let mut pieces = Vec::new();
@@ -128,7 +132,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     /// # Errors
     ///
     /// `Usage` unless the wrapper was made with
-    /// [`Exchange::ReduceScatter`](crate::Exchange::ReduceScatter).
+    /// [`Exchange::ReduceScatter`](crate::Exchange::ReduceScatter) or [`AtStep`](crate::Exchange::AtStep).
     pub fn for_wrapper(
         wrapper: &DistributedDataParallel,
         params: &Params,
@@ -136,8 +140,8 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     ) -> Result<ShardedOptimizer<O>> {
         if !wrapper.is_scattered() {
             return Err(Error::usage(
-                "the wrapper gives all gradients to all ranks; make it with Exchange::ReduceScatter, or the \
-                 optimizer with ShardedOptimizer::new",
+                "the wrapper gives all gradients to all ranks; make it with Exchange::ReduceScatter or AtStep, or \
+                 the optimizer with ShardedOptimizer::new",
             ));
         }
         let group = wrapper.group().clone();
@@ -170,8 +174,13 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         if own.flat().len() > len_of(pieces) || places.any(|(info, p)| info.offset != p.at) {
             return Err(not_in_lines());
         }
+        let mut piece_of = vec![None; params.len()];
+        for (at, piece) in pieces.iter().enumerate() {
+            piece_of[piece.param.index()] = Some(at);
+        }
         Ok(ShardedOptimizer {
             optimizer: make(&own),
+            piece_of,
             group,
             own,
             cut,
@@ -218,8 +227,30 @@ impl<O: Optimizer> ShardedOptimizer<O> {
 
     fn step_with(&mut self, params: &mut Params, grads: &dyn GradView, factor: f32) -> Result<()> {
         self.check(params)?;
-        self.step_own(params, &Whole(grads), factor)?;
-        self.join(self.own.flat(), params.flat_mut())
+        for (id, info) in params.ids().zip(params.infos()) {
+            if grads.grad(id).len() != info.len && !grads.untouched(id) {
+                return Err(Error::usage(format!(
+                    "the gradient of {} has {} elements, the parameter {}",
+                    info.name,
+                    grads.grad(id).len(),
+                    info.len
+                )));
+            }
+        }
+        self.optimizer.begin_step().map_err(refused)?;
+        for piece in &self.cut[self.group.rank()] {
+            if grads.untouched(piece.param) {
+                continue;
+            }
+            let run = Run {
+                at: piece.at,
+                values: &mut params.flat_mut()[piece.whole()],
+                grads: &grads.grad(piece.param)[piece.elems.clone()],
+            };
+            self.optimizer.step_run(run, factor).map_err(refused)?;
+        }
+        self.group
+            .all_gather_in_place(params.flat_mut(), self.lengths[0])
             .map_err(|e| Error::comm_while("updated parameters could not be gathered", e))
     }
 
@@ -258,6 +289,9 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         wrapper: &mut DistributedDataParallel,
         limit: f64,
     ) -> Result<f64> {
+        self.check_wrapper(wrapper)?;
+        // No factor is known before all gradients are.
+        wrapper.exchange_late()?;
         let view = Pieces {
             pieces: self.pieces(),
             source: wrapper,
@@ -281,24 +315,41 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         factor: f32,
     ) -> Result<()> {
         self.check(params)?;
+        self.check_wrapper(wrapper)?;
+        self.optimizer.begin_step().map_err(refused)?;
+        let (pieces, piece_of) = (&self.cut[self.group.rank()], &self.piece_of);
+        let (optimizer, mut done) = (&mut self.optimizer, Ok(()));
+        wrapper.visit_pieces(|param, elems, grads| {
+            // It gets what the cut says; nothing is to be done about another's.
+            let Some(piece) = piece_of[param.index()].map(|at| &pieces[at]) else {
+                return;
+            };
+            let run = Run {
+                at: piece.at + elems.start - piece.elems.start,
+                values: &mut params.get_mut(param)[elems],
+                grads,
+            };
+            let step = optimizer.step_run(run, factor);
+            if done.is_ok() {
+                done = step;
+            }
+        })?;
+        done.map_err(refused)?;
+        wrapper.gather_pieces(params)
+    }
+
+    fn check_wrapper(&self, wrapper: &DistributedDataParallel) -> Result<()> {
         let fits = self.scattered && {
             let theirs = wrapper.scattered(self.group.rank());
             let mine = self.pieces().iter().map(|p| (p.param, p.elems.clone()));
             wrapper.is_scattered() && mine.eq(theirs)
         };
-        if !fits {
-            return Err(Error::usage(
-                "the sharded optimizer was made for another DistributedDataParallel",
-            ));
+        if fits {
+            return Ok(());
         }
-        self.step_own(params, wrapper, factor)?;
-        let (own, mut pieces) = (self.own.flat(), self.pieces().iter());
-        // In the order in which they were cut.
-        wrapper.gather_pieces(params, |_, _, to| {
-            if let Some(piece) = pieces.next() {
-                to.copy_from_slice(&own[piece.own()]);
-            }
-        })
+        Err(Error::usage(
+            "the sharded optimizer was made for another DistributedDataParallel",
+        ))
     }
 
     fn check(&self, params: &Params) -> Result<()> {
@@ -310,19 +361,6 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             self.total,
             params.flat().len()
         )))
-    }
-
-    /// Updates `own`.
-    fn step_own(&mut self, params: &Params, source: &dyn Source, factor: f32) -> Result<()> {
-        let pieces = &self.cut[self.group.rank()];
-        let own = self.own.flat_mut();
-        for piece in pieces {
-            own[piece.own()].copy_from_slice(&params.flat()[piece.whole()]);
-        }
-        let view = Pieces { pieces, source };
-        self.optimizer
-            .step_scaled(&mut self.own, &view, factor)
-            .map_err(|e| Error::usage(format!("the optimizer refused its part: {e}")))
     }
 
     /// Puts what all ranks have of their pieces, `own` on this one, where it
@@ -411,6 +449,10 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     }
 }
 
+fn refused(cause: phalanx_nn::Error) -> Error {
+    Error::usage(format!("the optimizer refused its part: {cause}"))
+}
+
 fn not_in_lines() -> Error {
     Error::usage("parameters do not lie line by line, so their optimizer state cannot be cut")
 }
@@ -422,49 +464,17 @@ fn padded(values: &[f32], len: usize) -> Vec<f32> {
     all
 }
 
-/// Where gradients of pieces come from.
-trait Source {
-    fn piece(&self, param: ParamId, elems: Range<usize>) -> &[f32];
-    fn is_untouched(&self, param: ParamId) -> bool;
-}
-
-/// Whole gradients.
-struct Whole<'a>(&'a dyn GradView);
-
-impl Source for Whole<'_> {
-    fn piece(&self, param: ParamId, elems: Range<usize>) -> &[f32] {
-        self.0.grad(param).get(elems).unwrap_or_default()
-    }
-
-    fn is_untouched(&self, param: ParamId) -> bool {
-        self.0.untouched(param)
-    }
-}
-
-impl Source for DistributedDataParallel {
-    fn piece(&self, param: ParamId, elems: Range<usize>) -> &[f32] {
-        self.scattered_piece(param, elems)
-    }
-
-    fn is_untouched(&self, param: ParamId) -> bool {
-        self.untouched(param)
-    }
-}
-
-/// Gradients of pieces.
+/// A wrapper's gradients of pieces.
 struct Pieces<'a> {
     pieces: &'a [Piece],
-    source: &'a dyn Source,
+    source: &'a DistributedDataParallel,
 }
 
 impl GradView for Pieces<'_> {
     fn grad(&self, param: ParamId) -> &[f32] {
         let piece = self.pieces.get(param.index());
-        piece.map_or(&[], |p| self.source.piece(p.param, p.elems.clone()))
-    }
-
-    fn untouched(&self, param: ParamId) -> bool {
-        let piece = self.pieces.get(param.index());
-        piece.is_some_and(|p| self.source.is_untouched(p.param))
+        piece.map_or(&[], |p| {
+            self.source.scattered_piece(p.param, p.elems.clone())
+        })
     }
 }

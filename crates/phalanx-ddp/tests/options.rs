@@ -271,3 +271,38 @@ fn buffers_follow_their_policy() {
         }
     }
 }
+
+/// PyTorch finds unused parameters by one more walk over the graph and one more all-reduce. Here whatever is allowed sends
+/// the same: the count of the ranks that used a parameter rides with its gradient.
+#[test]
+fn finding_unused_parameters_sends_nothing_of_its_own() {
+    let sent = |unused: Unused, all_used: bool| -> u64 {
+        let each = ranks(2, Over::Tcp, |group| {
+            let (net, mut params) = model(2 - usize::from(all_used));
+            let options = DdpOptions {
+                unused,
+                ..DdpOptions::default()
+            };
+            let mut ddp =
+                DistributedDataParallel::new(group.clone(), &mut params, options).expect("ddp");
+            // The first lays the buckets out anew.
+            backward(&net, &params, 0, &mut ddp).expect("backward");
+            assert!(ddp.finish().expect("finish").is_yes());
+            let before: u64 = group.bytes_sent_to().iter().sum();
+            for _ in 0..3 {
+                backward(&net, &params, 0, &mut ddp).expect("backward");
+                assert!(ddp.finish().expect("finish").is_yes());
+            }
+            group.bytes_sent_to().iter().sum::<u64>() - before
+        });
+        each.iter().sum()
+    };
+    let refused = sent(Unused::Refuse, true);
+    assert!(refused > 0);
+    assert_eq!(sent(Unused::Allow, true), refused);
+    assert_eq!(sent(Unused::SameEveryStep, true), refused);
+    assert_eq!(
+        sent(Unused::Allow, false),
+        sent(Unused::SameEveryStep, false)
+    );
+}

@@ -11,18 +11,22 @@ use phalanx_ddp::{
 use phalanx_nn::optim::Sgd;
 use phalanx_nn::{GradSink, ParamId, Params, Scope, Seed, layers::Linear};
 
-fn reducer(group: ProcessGroup, caps: BucketCaps) -> Reducer {
-    let specs = [70, 1, 33].iter().enumerate().map(|(i, &len)| ParamSpec {
+fn specs() -> Vec<ParamSpec> {
+    let spec = |(i, len)| ParamSpec {
         name: format!("layer{i}.weight"),
         len,
         dtype: GradType::F32,
         columns: 1,
-    });
+    };
+    [70, 1, 33].into_iter().enumerate().map(spec).collect()
+}
+
+fn reducer(group: ProcessGroup, caps: BucketCaps) -> Reducer {
     let options = ReducerOptions {
         caps,
         ..ReducerOptions::default()
     };
-    Reducer::new(group, specs.collect(), options)
+    Reducer::new(group, specs(), options)
 }
 
 /// One step in which `spoil` may write into a gradient.
@@ -98,6 +102,29 @@ fn a_rank_may_veto_for_its_own_reasons_and_several_at_once() {
             "rank 1 asked for it; rank 2: the gradient of layer1.weight is not finite"
         );
         assert_eq!(step(&mut reducer, |_, _| ()).expect("step"), Commit::Yes);
+    });
+}
+
+/// Nobody looks where that was asked for; a veto counts all the same.
+#[test]
+fn unchecked_gradients_go_through_and_a_veto_still_counts() {
+    ranks(2, common::Over::Thread, |group| {
+        let rank = group.rank();
+        let options = ReducerOptions {
+            unchecked: true,
+            ..ReducerOptions::default()
+        };
+        let mut reducer = Reducer::new(group, specs(), options);
+        let spoil = |_: usize, slot: &mut [f32]| {
+            if rank == 1 {
+                slot[0] = f32::NAN;
+            }
+        };
+        assert_eq!(step(&mut reducer, spoil).expect("step"), Commit::Yes);
+        assert!(reducer.grad(0)[0].is_nan());
+        reducer.veto();
+        let commit = step(&mut reducer, spoil).expect("step").to_string();
+        assert_eq!(commit, "rank 0 asked for it; rank 1 asked for it");
     });
 }
 

@@ -111,13 +111,14 @@ fn whole<O: Optimizer>(
 /// The same scattered; stops after five steps and goes on in new ones.
 fn scattered<O: Optimizer>(
     group: ProcessGroup,
+    options: DdpOptions,
     make: impl Fn(&Params) -> O,
     limit: Option<f64>,
 ) -> (Vec<f32>, State, Vec<f64>, usize) {
     let (net, mut params) = model();
     let new = |params: &mut Params| {
-        let options = options(Exchange::ReduceScatter);
-        let ddp = DistributedDataParallel::new(group.clone(), params, options).expect("ddp");
+        let ddp =
+            DistributedDataParallel::new(group.clone(), params, options.clone()).expect("ddp");
         let optimizer = ShardedOptimizer::for_wrapper(&ddp, params, &make).expect("cut");
         (ddp, optimizer)
     };
@@ -157,15 +158,31 @@ fn scattered<O: Optimizer>(
     (params.flat().to_vec(), state, norms, bytes)
 }
 
+/// Options of the scattered side: either exchange in several buckets, of which one has a hole; late also in the one
+/// bucket that it makes by itself.
+fn ways() -> [DdpOptions; 3] {
+    let late = options(Exchange::AtStep);
+    let one = DdpOptions {
+        caps: None,
+        ..late.clone()
+    };
+    [options(Exchange::ReduceScatter), late, one]
+}
+
 fn check<O: Optimizer>(make: impl Fn(&Params) -> O + Sync + Copy, limit: Option<f64>) {
     for world in [1, 2, 3, 4, 7] {
         let transports: &[Over] = if world == 3 { &ALL } else { &[Over::Thread] };
-        for &over in transports {
+        for (&over, options) in transports.iter().flat_map(|o| ways().map(|w| (o, w))) {
             let want = ranks(world, over, |group| whole(group, make, limit));
-            let got = ranks(world, over, |group| scattered(group, make, limit));
+            let got = ranks(world, over, |group| {
+                scattered(group, options.clone(), make, limit)
+            });
             let all: usize = want[0].1.iter().map(|(_, v)| 4 * v.len()).sum();
             for (rank, ((params, state, norms, bytes), want)) in got.iter().zip(&want).enumerate() {
-                let at = format!("rank {rank} of {world} over {over:?}");
+                let at = format!(
+                    "rank {rank} of {world} over {over:?}, {:?}",
+                    options.exchange
+                );
                 assert_eq!(bits(params), bits(&want.0), "weights of {at}");
                 assert_eq!(state.len(), want.1.len());
                 for ((name, state), (_, want)) in state.iter().zip(&want.1) {
@@ -238,20 +255,16 @@ fn clipping_whole_gradients_has_the_same_bits() {
 #[test]
 fn a_step_moves_what_an_all_reduce_moves() {
     for world in [2, 4] {
-        let sent = |scatter: bool| {
+        let sent = |exchange: Exchange| {
             let all = ranks(world, Over::Tcp, |group| {
                 let (net, mut params) = model();
-                let exchange = if scatter {
-                    Exchange::ReduceScatter
-                } else {
-                    Exchange::AllReduce
-                };
                 let mut ddp =
                     DistributedDataParallel::new(group.clone(), &mut params, options(exchange))
                         .expect("ddp");
                 let make = |p: &Params| Sgd::new(p, 0.05);
                 let mut whole = make(&params);
-                let mut parts = scatter
+                let mut parts = exchange
+                    .is_scattered()
                     .then(|| ShardedOptimizer::for_wrapper(&ddp, &params, make).expect("cut"));
                 let mut tape = Tape::new(Threads(1));
                 let before: u64 = group.bytes_sent_to().iter().sum();
@@ -271,11 +284,14 @@ fn a_step_moves_what_an_all_reduce_moves() {
             });
             all.iter().sum::<u64>() as f64
         };
-        let (plain, scattered) = (sent(false), sent(true));
-        assert!(
-            scattered < 1.2 * plain,
-            "{world} ranks: {scattered} for {plain}"
-        );
+        let plain = sent(Exchange::AllReduce);
+        for exchange in [Exchange::ReduceScatter, Exchange::AtStep] {
+            let scattered = sent(exchange);
+            assert!(
+                scattered < 1.2 * plain,
+                "{exchange:?}, {world} ranks: {scattered} for {plain}"
+            );
+        }
     }
 }
 
@@ -323,7 +339,7 @@ fn what_does_not_go_together_is_refused() {
             .step_scattered(&mut params, &mut scattered)
             .expect_err("no gradients")
             .to_string();
-        assert!(text.contains("has 0 elements"), "{text}");
+        assert!(text.contains("there are no gradients"), "{text}");
         let mut other = ShardedOptimizer::new(group.clone(), &params, make).expect("cut");
         let text = other
             .step_scattered(&mut params, &mut scattered)

@@ -1,7 +1,7 @@
 //! SGD, Adam and AdamW against PyTorch 2.15 (`fixtures/optim.json`, from the
 //! project's parity fixtures): SGD in every bit, Adam within 2e-7.
 
-use phalanx_nn::optim::{Adam, Optimizer, Sgd};
+use phalanx_nn::optim::{Adam, Optimizer, Run, Sgd};
 use phalanx_nn::{ErrorKind, Grads, Init, Layout, Params, Scope, Seed, Tape, Threads};
 use serde_json::Value;
 
@@ -327,5 +327,86 @@ fn threads_do_not_change_a_bit_of_a_step() {
         for threads in [1, 2, 4] {
             assert!(run(Some(threads)) == alone, "{threads} threads");
         }
+    }
+}
+
+/// Runs of any length in any order are one step.
+#[test]
+fn runs_of_elements_leave_the_bits_of_a_step() {
+    let start = params_of(&[1000, 3, 77]);
+    let wave = |from: usize| (from..from + 1080).map(|i| (i as f32 * 0.7).sin());
+    type Make = fn(&Params) -> Box<dyn Optimizer>;
+    let makes: [Make; 3] = [
+        |p| Box::new(Sgd::new(p, 0.1).weight_decay(1e-3)),
+        |p| Box::new(Sgd::new(p, 0.1).momentum(0.9).dampening(0.2)),
+        |p| Box::new(Adam::adamw(p, 0.1).amsgrad(true)),
+    ];
+    for make in makes {
+        let run = |piece: Option<usize>| {
+            let mut params = start.clone();
+            spread(&mut params, &wave(0).collect::<Vec<f32>>());
+            let mut optimizer = make(&params);
+            for step in 0..3 {
+                let grads = gradients(&params, &wave(step * 977).collect::<Vec<f32>>());
+                let Some(piece) = piece else {
+                    optimizer.step_scaled(&mut params, &grads, 0.7).unwrap();
+                    continue;
+                };
+                optimizer.begin_step().unwrap();
+                for info in params.infos().to_vec().iter().rev() {
+                    for from in (0..info.len).step_by(piece).rev() {
+                        let range = info.offset + from..info.offset + info.len.min(from + piece);
+                        let run = Run {
+                            at: range.start,
+                            values: &mut params.flat_mut()[range.clone()],
+                            grads: &grads.flat()[range],
+                        };
+                        optimizer.step_run(run, 0.7).unwrap();
+                    }
+                }
+            }
+            assert_eq!(optimizer.steps(), 3);
+            let mut all = gathered(&params);
+            for (_, state) in optimizer.state() {
+                all.extend_from_slice(state);
+            }
+            all
+        };
+        let whole = run(None);
+        for piece in [1, 16, 33, 5000] {
+            assert!(run(Some(piece)) == whole, "runs of {piece}");
+        }
+    }
+}
+
+#[test]
+fn runs_that_do_not_fit_are_refused() {
+    let params = params_of(&[32]);
+    type Make = fn(&Params) -> Box<dyn Optimizer>;
+    let makes: [Make; 2] = [
+        |p| Box::new(Sgd::new(p, 0.1).momentum(0.9)),
+        |p| Box::new(Adam::new(p, 0.1)),
+    ];
+    for make in makes {
+        let mut optimizer = make(&params);
+        let mut give = |begin: bool, at: usize, values: usize, grads: usize| {
+            if begin {
+                optimizer.begin_step().unwrap();
+            }
+            let (mut values, grads) = (vec![1.0; values], vec![1.0; grads]);
+            let run = Run {
+                at,
+                values: &mut values,
+                grads: &grads,
+            };
+            let error = optimizer.step_run(run, 1.0).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Usage);
+            assert!(values.iter().all(|v| *v == 1.0));
+            error.to_string()
+        };
+        assert!(give(false, 0, 4, 4).contains("begin_step"));
+        assert!(give(true, 0, 4, 3).contains("4 elements from 0 with 3 gradients"));
+        assert!(give(true, 30, 4, 4).contains("does not fit"));
+        assert!(give(true, usize::MAX, 4, 4).contains("does not fit"));
     }
 }

@@ -148,3 +148,36 @@ fn plan_shows_given_hosts_and_those_of_a_launcher() {
     assert_eq!(line["in_shared_memory"], true);
     assert_eq!(out.matches('{').count(), json.matches('{').count());
 }
+
+/// Every exchange trains, with and without the other kind of step between, and the checks are told.
+#[test]
+fn steps_of_every_exchange_and_checks_are_timed() {
+    let train = |more: &[&str]| {
+        let common = [
+            "bench",
+            "train",
+            "mnist",
+            "--world",
+            "2",
+            "--threads",
+            "1",
+            "--batch",
+            "2",
+            "--steps",
+            "8",
+            "--warmup",
+            "1",
+            "--json",
+        ];
+        lines(&[&common[..], more].concat()).remove(0)
+    };
+    for exchange in ["all-reduce", "reduce-scatter", "at-step"] {
+        let told = train(&["--overhead", "--exchange", exchange]);
+        assert!(told["overhead_percent"].is_f64(), "{told}");
+        assert!(told["longer_ms_medians"]["optimizer"].is_f64(), "{told}");
+    }
+    let told = train(&["--checks"]);
+    for check in ["nothing", "finiteness", "unused", "construction", "weights"] {
+        assert!(told["checks"][check].is_object(), "{told}");
+    }
+}

@@ -388,6 +388,23 @@ fn sharded_training_does_not_depend_on_the_number_of_ranks() {
     assert_ne!(unshifted[0], one[0]);
 }
 
+/// bf16 rounds what lies between the layers: shards must not be rounded, or added up, in another way where other ranks have
+/// them.
+#[test]
+fn sharded_training_in_bf16_does_not_depend_on_the_number_of_ranks() {
+    let dir = folder();
+    let shards = |world: &str, precision: &str| {
+        let more = ["--deterministic", "shards", "--precision", precision];
+        digests(dir.path(), world, &more)
+    };
+    let one = shards("1", "bf16");
+    for world in ["2", "3"] {
+        assert_eq!(shards(world, "bf16"), one, "{world} ranks");
+    }
+    // The digests do tell.
+    assert_ne!(shards("1", "fp32")[0], one[0]);
+}
+
 /// Weights and optimizer; metrics differ, since rank 0 logs its own loss.
 #[test]
 fn ranks_equal_one_rank_that_accumulates() {

@@ -106,6 +106,7 @@ impl Executor {
                 Data::Recv(_) => rank,
             },
             count: signatures.iter().map(|signature| signature.count).sum(),
+            lacking: 0,
             lengths: 0,
             plan: None,
             label: Some(Arc::clone(name)),

@@ -72,6 +72,9 @@ pub(crate) struct Operation {
     pub(crate) root: usize,
     pub(crate) target: usize,
     pub(crate) count: usize,
+    /// Elements that the last parts lack, where the parts that are gathered do not all have `count`
+    /// (in shared memory only).
+    pub(crate) lacking: usize,
     /// How the elements are made up, where that is not by the world size
     /// alone; see [`Signature::lengths`].
     pub(crate) lengths: u16,
@@ -80,6 +83,9 @@ pub(crate) struct Operation {
     pub(crate) label: Option<Arc<str>>,
     pub(crate) timeout: Option<Duration>,
 }
+
+/// Is told of each piece of a result: its first element, and how many it has.
+pub(crate) type Visit<'a> = dyn FnMut(usize, usize) + 'a;
 
 /// Base addresses of a plan's buffers.
 #[derive(Clone, Copy)]
@@ -243,8 +249,25 @@ impl Executor {
     /// after an error nobody does ever again: a peer that does not know yet
     /// may still be at them.
     pub(crate) unsafe fn run(&mut self, operation: &Operation, buffers: Buffers) -> Result<()> {
+        // SAFETY: handed on from the caller.
+        unsafe { self.run_visited(operation, buffers, None) }
+    }
+
+    /// [`Executor::run`] that shows `visit` the results of a reduce-scatter piece by piece, as they come, where it
+    /// is carried out in shared memory and nothing has to be staged: each piece is left at the output's start, and
+    /// written over by the next. Where it is not called, the output has all of them.
+    ///
+    /// # Safety
+    ///
+    /// As [`Executor::run`]; `visit` touches neither input nor anything of the output but the piece.
+    pub(crate) unsafe fn run_visited(
+        &mut self,
+        operation: &Operation,
+        buffers: Buffers,
+        visit: Option<&mut Visit<'_>>,
+    ) -> Result<()> {
         let rank = self.mesh.rank();
-        let in_memory = self.host.as_ref().is_some_and(|host| host.takes(operation));
+        let in_memory = self.is_in_memory(operation);
         let signature = Signature {
             collective: operation.collective,
             method: operation.method,
@@ -269,7 +292,7 @@ impl Executor {
         }
         self.flight.begin(operation, &signature);
         // SAFETY: handed on from the caller.
-        let result = unsafe { self.run_checked(operation, &signature, buffers) };
+        let result = unsafe { self.run_checked(operation, &signature, buffers, visit) };
         self.flight.end(&signature, result.is_ok());
         self.operations += 1;
         result.map_err(|error| {
@@ -279,6 +302,11 @@ impl Executor {
             self.flight.failed(&error);
             error
         })
+    }
+
+    /// Whether an operation is carried out in shared memory; the same on all ranks.
+    pub(crate) fn is_in_memory(&self, operation: &Operation) -> bool {
+        self.host.as_ref().is_some_and(|host| host.takes(operation))
     }
 
     /// Poisons the group over an error; returns what to report.
@@ -360,6 +388,7 @@ impl Executor {
         operation: &Operation,
         signature: &Signature,
         buffers: Buffers,
+        visit: Option<&mut Visit<'_>>,
     ) -> Result<()> {
         let limit = self.limit(operation.timeout);
         self.flight.set_limit(limit);
@@ -374,7 +403,7 @@ impl Executor {
             };
             if signature.in_memory {
                 // SAFETY: handed on from the caller.
-                return unsafe { host.run(with, buffers) };
+                return unsafe { host.run(with, buffers, visit) };
             }
             if operation.collective != Collective::SendRecv {
                 host.announce(with)?;

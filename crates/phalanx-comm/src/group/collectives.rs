@@ -514,6 +514,7 @@ impl ProcessGroup {
             root: 0,
             target: 0,
             count,
+            lacking: 0,
             lengths: 0,
             plan: None,
             label: call.label.clone().or_else(|| self.defaults.label.clone()),

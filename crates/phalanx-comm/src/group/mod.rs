@@ -11,6 +11,7 @@ mod launch;
 mod monitored;
 mod objects;
 mod options;
+mod parts;
 mod probe;
 mod queue;
 mod reform;

@@ -143,7 +143,7 @@ impl ProcessGroup {
 }
 
 /// What an operation leaves of a bucket of `len` elements.
-fn after<T: Element>(result: &Result<()>, bucket: Bucket<T>, len: usize) -> Bucket<T> {
+pub(super) fn after<T: Element>(result: &Result<()>, bucket: Bucket<T>, len: usize) -> Bucket<T> {
     match result {
         // Refused before it began: nobody has touched it.
         Err(error) if error.kind() != ErrorKind::Usage => Bucket::zeroed(len),

@@ -213,7 +213,7 @@ impl ProcessGroup {
         run_on(executor, &operation, input, output)
     }
 
-    fn ask_uneven<T: Element>(
+    pub(super) fn ask_uneven<T: Element>(
         &self,
         method: Method,
         lengths: &[usize],

@@ -133,12 +133,16 @@ impl Run<'_> {
         }
         if gives && shape.own && shape.takes(me) {
             let (from, to) = (shape.part_for(me) * part, shape.place_of(me) * part);
-            // SAFETY: the part lies inside both buffers, which are disjoint.
-            unsafe {
-                let (from, to) = (self.buffers.input.add(from), self.buffers.output.add(to));
-                std::ptr::copy_nonoverlapping(from, to, part);
+            let (from, to) = (
+                self.buffers.input.wrapping_add(from),
+                self.buffers.output.wrapping_add(to),
+            );
+            // What is gathered in place lies there.
+            if !std::ptr::eq(from, to) {
+                // SAFETY: the part lies inside both buffers, which are disjoint.
+                unsafe { std::ptr::copy_nonoverlapping(from, to, part) };
+                self.host.counters.moved(part);
             }
-            self.host.counters.moved(part);
         }
         let shown = |rank: usize| shape.gives(rank) && shape.taker != Some(rank);
         let in_place = |run: &Self, rank: usize| run.host.places[rank] != Place::Staged;
@@ -183,6 +187,10 @@ impl Run<'_> {
         total: usize,
     ) {
         let part = self.operation.count * self.elem_bytes;
+        let piece = self.given(self.host.me, piece);
+        if piece.is_empty() {
+            return;
+        }
         let stage = self.stage(self.host.me, self.host.turn + turn, total);
         let parts = if shape.parts { self.host.world } else { 1 };
         for index in (0..parts).filter(|&index| !shape.parts || index != self.host.me) {
@@ -219,6 +227,10 @@ impl Run<'_> {
                 continue;
             }
             let index = shape.part_for(me);
+            let range = self.given(rank, range.clone());
+            if range.is_empty() {
+                continue;
+            }
             // SAFETY: the range lies inside the part, the part inside the
             // input, the stride inside the stage and the place inside the
             // output.
@@ -248,6 +260,14 @@ impl Run<'_> {
             }
         }
         Ok(())
+    }
+
+    /// What `rank` has of the bytes `range` of a part.
+    fn given(&self, rank: usize, range: Range<usize>) -> Range<usize> {
+        let behind = (self.host.world - 1 - rank) * self.operation.count;
+        let lacks = self.operation.lacking.saturating_sub(behind);
+        let has = self.operation.count.saturating_sub(lacks) * self.elem_bytes;
+        range.start.min(has)..range.end.min(has)
     }
 
     /// Why the memory of `rank` cannot be read any more.

@@ -37,7 +37,7 @@ use self::cell::{Cell, Place};
 use self::direct::Mark;
 use self::run::Run;
 use crate::Result;
-use crate::exec::{Limits, Operation};
+use crate::exec::{Limits, Operation, Visit};
 use crate::kernel::Source;
 use crate::plan::Collective;
 use crate::transport::{Arenas, Interest, Mesh, Segment};
@@ -55,6 +55,9 @@ const SEGMENTS_MIN: usize = 4;
 /// synchronisation less is worth a copy. (Where ranks share cores, up to where
 /// everyone folds everything.)
 const COPIED_MAX_BYTES: usize = 8 << 10;
+/// Most bytes of a result that is visited at a time: with what its visitor has to it, in the second-level
+/// caches in use, and long enough for a fold to ask for its sources early.
+const VISITED_BYTES: usize = 256 << 10;
 /// The same when ranks share cores: a synchronisation costs several switches
 /// then, so there should be few.
 const CROWDED_STAGE_BYTES: usize = 1 << 20;
@@ -204,8 +207,13 @@ impl Host {
     ///
     /// # Safety
     ///
-    /// As [`Executor::run`](crate::exec::Executor::run).
-    pub(crate) unsafe fn run(&mut self, with: With<'_>, buffers: Buffers) -> Result<()> {
+    /// As [`Executor::run_visited`](crate::exec::Executor::run_visited).
+    pub(crate) unsafe fn run(
+        &mut self,
+        with: With<'_>,
+        buffers: Buffers,
+        visit: Option<&mut Visit<'_>>,
+    ) -> Result<()> {
         let quarantine = Quarantine(self.arena.clone());
         let collective = with.operation.collective;
         let mut run = Run::begin(self, with, buffers);
@@ -214,7 +222,7 @@ impl Host {
         let result = unsafe {
             match collective {
                 Collective::AllReduce | Collective::Reduce => run.reduce(),
-                Collective::ReduceScatter => run.reduce_scatter(),
+                Collective::ReduceScatter => run.reduce_scatter(visit),
                 _ if collective.moves() => run.exchange(),
                 // Nothing but to be there.
                 _ => run.enter(Place::Staged),

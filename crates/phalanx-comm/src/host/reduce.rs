@@ -3,10 +3,11 @@
 //! *Order:* canonical; every element is folded once, by one rank, from all
 //! ranks' values in ascending order.
 
-use super::COPIED_MAX_BYTES;
 use super::cell::Place;
 use super::run::Run;
+use super::{COPIED_MAX_BYTES, VISITED_BYTES};
 use crate::Result;
+use crate::exec::Visit;
 use crate::kernel;
 use crate::memory::ALIGN_BYTES;
 use crate::plan::Collective;
@@ -275,13 +276,13 @@ impl Run<'_> {
     ///
     /// | inputs | steps | bytes copied per rank |
     /// |---|---|---|
-    /// | all registered | 2: fold our part from where all inputs lie | 0 |
+    /// | all registered | 2: fold our part from where all inputs lie; visited, piece by piece | 0 |
     /// | otherwise | S for S segments (+ 1 if some are registered): stage segment i of every part, fold i − 1 of ours | n(P − 1) |
     ///
     /// # Safety
     ///
-    /// As [`Executor::run`](crate::exec::Executor::run).
-    pub(super) unsafe fn reduce_scatter(&mut self) -> Result<()> {
+    /// As [`Executor::run_visited`](crate::exec::Executor::run_visited).
+    pub(super) unsafe fn reduce_scatter(&mut self, visit: Option<&mut Visit<'_>>) -> Result<()> {
         let (me, world, count) = (self.host.me, self.host.world, self.operation.count);
         let part_bytes = count * self.elem_bytes;
         let total = part_bytes * world;
@@ -308,33 +309,32 @@ impl Run<'_> {
         }
         let some_registered = self.any_registered();
         let in_place = self.all_registered();
+        if let (true, Some(visit)) = (in_place, visit) {
+            let room = self.buffers.output;
+            let at_once = VISITED_BYTES / self.elem_bytes;
+            for first in (0..count).step_by(at_once) {
+                let piece = first..count.min(first + at_once);
+                // SAFETY: the piece lies inside our part of all inputs, and no longer than the output.
+                unsafe { self.fold_ours(piece.clone(), room, |_, _| room) };
+                visit(piece.start, piece.len());
+            }
+            return self.step();
+        }
         let rounds = if in_place { 1 } else { segments };
         for i in 1..=rounds {
             let from = if in_place { 0..count } else { piece(i - 1) };
-            let mut lists = std::mem::take(&mut self.host.lists);
-            lists.sources.clear();
-            let at = me * part_bytes + from.start * self.elem_bytes;
             // SAFETY: what is staged and what is folded are different segments
             // in different stages; offsets lie inside inputs and stages.
             unsafe {
                 if i < rounds && stages {
                     self.stage_parts(piece(i), stride, i, total);
                 }
-                for rank in 0..world {
-                    let source = match self.registered(rank) {
-                        _ if rank == me => self.buffers.input.add(at),
-                        Some(input) => input.add(at).cast_const(),
-                        None => {
-                            let stage = self.stage(rank, self.host.turn + i - 1, total);
-                            stage.add(me * stride).cast_const()
-                        }
-                    };
-                    lists.sources.push(source);
-                }
                 let into = self.buffers.output.add(from.start * self.elem_bytes);
-                self.fold(&[into], &lists.sources, from.len());
+                let turn = self.host.turn + i - 1;
+                self.fold_ours(from, into, |run, rank| {
+                    run.stage(rank, turn, total).add(me * stride)
+                });
             }
-            self.host.lists = lists;
             // Registered inputs are read until here.
             if i < rounds || some_registered {
                 self.step()?;
@@ -344,6 +344,37 @@ impl Run<'_> {
             self.host.turn += segments;
         }
         Ok(())
+    }
+
+    /// Folds the elements `piece` of our part from all inputs to `into`; `staged` is where ranks that
+    /// are not registered have staged them.
+    ///
+    /// # Safety
+    ///
+    /// All are inside inputs and stages, and nobody writes them; there is room for them.
+    unsafe fn fold_ours(
+        &mut self,
+        piece: std::ops::Range<usize>,
+        into: *mut u8,
+        staged: impl Fn(&Self, usize) -> *mut u8,
+    ) {
+        let mut lists = std::mem::take(&mut self.host.lists);
+        lists.sources.clear();
+        let part_bytes = self.operation.count * self.elem_bytes;
+        let at = self.host.me * part_bytes + piece.start * self.elem_bytes;
+        for rank in 0..self.host.world {
+            let source = match self.registered(rank) {
+                // SAFETY: handed on from the caller.
+                _ if rank == self.host.me => unsafe { self.buffers.input.add(at) },
+                // SAFETY: as above.
+                Some(input) => unsafe { input.add(at) }.cast_const(),
+                None => staged(self, rank).cast_const(),
+            };
+            lists.sources.push(source);
+        }
+        // SAFETY: handed on from the caller.
+        unsafe { self.fold(&[into], &lists.sources, piece.len()) };
+        self.host.lists = lists;
     }
 
     /// Copies the elements `piece` of every part but ours to our stage number

@@ -14,6 +14,7 @@ mod handles;
 mod hierarchical;
 mod monitored;
 mod objects;
+mod parts;
 mod reform;
 mod registered;
 mod streams;

@@ -11,7 +11,9 @@
 //! p   = round(p + round(round(-lr / (1 - beta1^t) * m) / den))
 //! ```
 
-use super::{Optimizer, PIECE, Pass, check_layout, check_setting, only_known, run_fused, saved};
+use super::{
+    Optimizer, PIECE, Pass, Run, check_layout, check_setting, only_known, run_fused, saved,
+};
 use crate::param::{GradView, ParamId, Params};
 use crate::{Error, Result, Workers};
 
@@ -36,6 +38,8 @@ pub struct Adam {
     /// Running maximum of `square`; empty without AMSGrad.
     largest: Vec<f32>,
     workers: Workers,
+    /// The step that was begun last.
+    running: Option<Scalars>,
 }
 
 impl Adam {
@@ -57,6 +61,7 @@ impl Adam {
             square: vec![0.0; elems],
             largest: Vec::new(),
             workers: Workers::default(),
+            running: None,
         }
     }
 
@@ -112,23 +117,34 @@ impl Adam {
     fn scaled(&mut self, params: &mut Params, grads: &dyn GradView, factor: f32) -> Result<()> {
         self.check()?;
         check_layout(self.elems, params, grads)?;
-        self.steps += 1;
-        let scalars = self.scalars(self.steps);
+        let scalars = self.begin();
         for index in 0..params.infos().len() {
-            if grads.untouched(ParamId(index as u32)) {
+            let id = ParamId(index as u32);
+            if grads.untouched(id) {
                 continue;
             }
-            let info = &params.infos()[index];
-            let range = info.offset..info.offset + info.len;
-            let g = grads.grad(ParamId(index as u32));
-            let buffers = [
-                &mut params.flat_mut()[range.clone()],
-                &mut self.mean[range.clone()],
-                &mut self.square[range.clone()],
-                self.largest.get_mut(range).unwrap_or_default(),
-            ];
-            let workers = &self.workers;
-            workers.split_all(buffers, PIECE, |at, [p, m, v, largest]| {
+            let at = params.infos()[index].offset;
+            self.update(at, params.get_mut(id), grads.grad(id), scalars, factor);
+        }
+        Ok(())
+    }
+
+    fn begin(&mut self) -> Scalars {
+        self.steps += 1;
+        self.scalars(self.steps)
+    }
+
+    /// Elements whose state begins at `at`; the gradient is as long.
+    fn update(&mut self, at: usize, p: &mut [f32], g: &[f32], scalars: Scalars, factor: f32) {
+        let range = at..at + p.len();
+        let buffers = [
+            p,
+            &mut self.mean[range.clone()],
+            &mut self.square[range.clone()],
+            self.largest.get_mut(range).unwrap_or_default(),
+        ];
+        self.workers
+            .split_all(buffers, PIECE, |at, [p, m, v, largest]| {
                 run_fused(Update {
                     g: &g[at..at + p.len()],
                     p,
@@ -139,8 +155,6 @@ impl Adam {
                     factor,
                 });
             });
-        }
-        Ok(())
     }
 
     fn check(&self) -> Result<()> {
@@ -207,6 +221,18 @@ impl Optimizer for Adam {
         Adam::step(self, params, grads)
     }
 
+    fn begin_step(&mut self) -> Result<()> {
+        self.check()?;
+        self.running = Some(self.begin());
+        Ok(())
+    }
+
+    fn step_run(&mut self, run: Run<'_>, factor: f32) -> Result<()> {
+        let scalars = run.check(self.elems, self.running)?;
+        self.update(run.at, run.values, run.grads, scalars, factor);
+        Ok(())
+    }
+
     fn set_workers(&mut self, workers: Workers) {
         self.workers = workers;
     }
@@ -249,12 +275,13 @@ impl Optimizer for Adam {
             self.square.copy_from_slice(square);
         }
         self.steps = steps;
+        self.running = None;
         Ok(())
     }
 }
 
 /// Everything that is the same for all elements of a step.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 struct Scalars {
     /// AdamW's factor on the weights; 1 otherwise.
     shrink: f32,

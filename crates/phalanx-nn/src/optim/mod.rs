@@ -45,6 +45,26 @@ pub trait Optimizer {
     fn step_scaled(&mut self, params: &mut Params, grads: &dyn GradView, factor: f32)
     -> Result<()>;
 
+    /// Begins a step whose elements are handed over in runs, by
+    /// [`step_run`](Self::step_run), until the next one begins. The
+    /// settings are those of now.
+    ///
+    /// # Errors
+    ///
+    /// Usage: the settings are impossible. Nothing was changed then.
+    fn begin_step(&mut self) -> Result<()>;
+
+    /// Updates one run of elements, with gradients multiplied by `factor` as in
+    /// [`step_scaled`](Self::step_scaled). Elements do not touch each other, so runs of any
+    /// length in any order leave the bits of one step over all of them, if each element is
+    /// in one run at most.
+    ///
+    /// # Errors
+    ///
+    /// Usage: no step was begun, or the run does not fit the state or its gradient. Nothing
+    /// was changed then.
+    fn step_run(&mut self, run: Run<'_>, factor: f32) -> Result<()>;
+
     /// Lets the steps that follow run on a tape's threads
     /// ([`Tape::workers`](crate::Tape::workers)); until then they run on the caller's.
     /// The results are the same.
@@ -71,6 +91,39 @@ pub trait Optimizer {
     /// Usage: a name that this optimizer with these settings does not have,
     /// a missing one, or another length. Nothing was changed then.
     fn restore(&mut self, steps: u64, state: &[(&str, &[f32])]) -> Result<()>;
+}
+
+/// Neighbouring elements of one parameter, wherever they lie.
+#[derive(Debug)]
+pub struct Run<'a> {
+    /// Where the first has its state: its index in memory laid out like [`Params::flat`]
+    /// of the parameters that the optimizer was made for.
+    pub at: usize,
+    /// The elements.
+    pub values: &'a mut [f32],
+    /// Their gradient.
+    pub grads: &'a [f32],
+}
+
+impl Run<'_> {
+    /// Checks a run against `elems` elements of state; `running` is the step that was begun.
+    fn check<T>(&self, elems: usize, running: Option<T>) -> Result<T> {
+        let Some(running) = running else {
+            return Err(Error::usage(
+                "elements were given to an optimizer before its step; call begin_step first",
+            ));
+        };
+        let fits = self.at.checked_add(self.values.len());
+        if self.values.len() != self.grads.len() || fits.is_none_or(|end| end > elems) {
+            return Err(Error::usage(format!(
+                "a run of {} elements from {} with {} gradients does not fit an optimizer of {elems} elements",
+                self.values.len(),
+                self.at,
+                self.grads.len()
+            )));
+        }
+        Ok(running)
+    }
 }
 
 /// Checks that parameters and gradients have the layout the state was sized

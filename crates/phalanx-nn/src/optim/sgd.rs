@@ -11,7 +11,9 @@
 //! p   = fma(d, -lr, p)
 //! ```
 
-use super::{Optimizer, PIECE, Pass, check_layout, check_setting, only_known, run_fused, saved};
+use super::{
+    Optimizer, PIECE, Pass, Run, check_layout, check_setting, only_known, run_fused, saved,
+};
 use crate::param::{GradView, ParamId, Params};
 use crate::{Error, Result, Workers};
 
@@ -31,6 +33,8 @@ pub struct Sgd {
     /// Empty until the first step with momentum.
     buffer: Vec<f32>,
     workers: Workers,
+    /// The step that was begun last.
+    running: Option<(Scalars, Mode)>,
 }
 
 impl Sgd {
@@ -46,6 +50,7 @@ impl Sgd {
             steps: 0,
             buffer: Vec::new(),
             workers: Workers::default(),
+            running: None,
         }
     }
 
@@ -91,6 +96,27 @@ impl Sgd {
     fn scaled(&mut self, params: &mut Params, grads: &dyn GradView, factor: f32) -> Result<()> {
         self.check()?;
         check_layout(self.elems, params, grads)?;
+        let (scalars, mode) = self.begin();
+        for index in 0..params.infos().len() {
+            let id = ParamId(index as u32);
+            if grads.untouched(id) {
+                continue;
+            }
+            let at = params.infos()[index].offset;
+            self.update(
+                at,
+                params.get_mut(id),
+                grads.grad(id),
+                scalars,
+                mode,
+                factor,
+            );
+        }
+        Ok(())
+    }
+
+    /// What all elements of the step that begins have in common.
+    fn begin(&mut self) -> (Scalars, Mode) {
         let scalars = Scalars {
             decay: self.weight_decay as f32,
             momentum: self.momentum as f32,
@@ -102,31 +128,32 @@ impl Sgd {
         if mode != Mode::Plain && self.buffer.is_empty() {
             self.buffer = vec![0.0; self.elems];
         }
-        for index in 0..params.infos().len() {
-            if grads.untouched(ParamId(index as u32)) {
-                continue;
-            }
-            let info = &params.infos()[index];
-            let range = info.offset..info.offset + info.len;
-            // Plain descent has no buffer to hand out.
-            let buffer = self.buffer.get_mut(range.clone()).unwrap_or_default();
-            let (g, p) = (
-                grads.grad(ParamId(index as u32)),
-                &mut params.flat_mut()[range],
-            );
-            self.workers.split_all([p, buffer], PIECE, |at, [p, buf]| {
-                run_fused(Update {
-                    g: &g[at..at + p.len()],
-                    p,
-                    buf,
-                    scalars,
-                    factor,
-                    mode,
-                });
-            });
-        }
         self.steps += 1;
-        Ok(())
+        (scalars, mode)
+    }
+
+    /// Elements whose state begins at `at`; the gradient is as long.
+    fn update(
+        &mut self,
+        at: usize,
+        p: &mut [f32],
+        g: &[f32],
+        scalars: Scalars,
+        mode: Mode,
+        factor: f32,
+    ) {
+        // Plain descent has no buffer to hand out.
+        let buffer = self.buffer.get_mut(at..at + p.len()).unwrap_or_default();
+        self.workers.split_all([p, buffer], PIECE, |at, [p, buf]| {
+            run_fused(Update {
+                g: &g[at..at + p.len()],
+                p,
+                buf,
+                scalars,
+                factor,
+                mode,
+            });
+        });
     }
 
     fn check(&self) -> Result<()> {
@@ -169,6 +196,18 @@ impl Optimizer for Sgd {
         Sgd::step(self, params, grads)
     }
 
+    fn begin_step(&mut self) -> Result<()> {
+        self.check()?;
+        self.running = Some(self.begin());
+        Ok(())
+    }
+
+    fn step_run(&mut self, run: Run<'_>, factor: f32) -> Result<()> {
+        let (scalars, mode) = run.check(self.elems, self.running)?;
+        self.update(run.at, run.values, run.grads, scalars, mode, factor);
+        Ok(())
+    }
+
     fn set_workers(&mut self, workers: Workers) {
         self.workers = workers;
     }
@@ -205,12 +244,13 @@ impl Optimizer for Sgd {
             saved(state, MOMENTUM_BUFFER, self.elems)?.to_vec()
         };
         self.steps = steps;
+        self.running = None;
         Ok(())
     }
 }
 
 /// Hyperparameters, rounded to float32 once.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 struct Scalars {
     decay: f32,
     momentum: f32,
@@ -220,7 +260,7 @@ struct Scalars {
 }
 
 /// What happens to the momentum buffer in this step.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mode {
     Plain,
     First,

@@ -1,5 +1,6 @@
 //! `phalanx bench`: collectives and whole training steps, timed.
 
+mod checks;
 mod collective;
 mod kernels;
 mod overhead;

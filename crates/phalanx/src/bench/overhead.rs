@@ -26,12 +26,12 @@ use std::time::{Duration, Instant};
 use phalanx_comm::ReduceOp;
 use serde_json::json;
 
-use super::train::{TrainBenchArgs, Trainer, median};
+use super::train::{PARTS, TrainBenchArgs, Trainer, median};
 use crate::error::Result;
 use crate::train::RankContext;
 
 /// Steps in one go.
-const BLOCK: usize = 4;
+pub(super) const BLOCK: usize = 4;
 
 /// Milliseconds of one pair of blocks, a step.
 #[derive(Debug, Clone, Copy, Default)]
@@ -46,10 +46,12 @@ struct Pair {
     after_first: f64,
     /// Communication that fits under backward.
     fits: f64,
+    /// What each part of a step takes longer.
+    longer: [f64; PARTS],
 }
 
 impl Pair {
-    const FIGURES: usize = 7;
+    const FIGURES: usize = 7 + PARTS;
 
     fn figures(self) -> [f64; Self::FIGURES] {
         [
@@ -60,6 +62,9 @@ impl Pair {
             self.backward,
             self.after_first,
             self.fits,
+            self.longer[0],
+            self.longer[1],
+            self.longer[2],
         ]
     }
 
@@ -73,6 +78,7 @@ impl Pair {
             backward: at(4),
             after_first: at(5),
             fits: at(6),
+            longer: [at(7), at(8), at(9)],
         }
     }
 
@@ -115,8 +121,11 @@ pub fn run(ctx: &RankContext, args: &TrainBenchArgs, trainer: &mut Trainer) -> R
             let began = begin(ctx)?;
             for i in 0..BLOCK {
                 let began = Instant::now();
-                trainer.step(i, synced)?;
+                let parts = trainer.step(i, synced)?;
                 let took = ms(began.elapsed());
+                for (longer, part) in pair.longer.iter_mut().zip(parts) {
+                    *longer += if synced { part } else { -part } / BLOCK as f64;
+                }
                 let backward = trainer.backward_ms(synced) / BLOCK as f64;
                 if synced {
                     pair.slowed += backward;
@@ -167,12 +176,12 @@ fn skew_percent(ctx: &RankContext, mut alone: Vec<f64>) -> Result<f64> {
 }
 
 /// Ranks start a block together.
-fn begin(ctx: &RankContext) -> Result<Instant> {
+pub(super) fn begin(ctx: &RankContext) -> Result<Instant> {
     ctx.group.barrier()?;
     Ok(Instant::now())
 }
 
-fn ms(time: Duration) -> f64 {
+pub(super) fn ms(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
@@ -223,6 +232,11 @@ fn report(
     let [low, high] = quartiles(&percent);
     let communication_ms = middle(|p| p.communication);
     let (backward_ms, after_first_ms) = (middle(|p| p.backward), middle(|p| p.after_first));
+    let longer = [
+        middle(|p| p.longer[0]),
+        middle(|p| p.longer[1]),
+        middle(|p| p.longer[2]),
+    ];
     let (fits_ms, slowed_ms) = (middle(|p| p.fits), middle(|p| p.slowed));
     let hidden = middle(Pair::hidden_percent);
     let hidden_quartiles = quartiles(&of(Pair::hidden_percent));
@@ -242,6 +256,7 @@ fn report(
             "bucket_bytes": buckets, "communication_alone_ms_median": communication_ms,
             "backward_ms_median": backward_ms, "backward_after_first_bucket_ms_median": after_first_ms,
             "fits_ms_median": fits_ms, "backward_slowed_ms_median": slowed_ms,
+            "longer_ms_medians": { "forward_and_backward": longer[0], "waiting": longer[1], "optimizer": longer[2] },
             "hidden_percent": hidden, "hidden_percent_undisturbed": hidden_undisturbed,
             "hidden_percent_quartiles": hidden_quartiles,
         });
@@ -252,6 +267,7 @@ fn report(
          {} blocks of {BLOCK} steps each)\noverhead      {overhead:.1} % (median of pairs of blocks; middle half \
          {low:.1} to {high:.1} %), {undisturbed:.1} % between the fastest tenths; waiting for the slower rank alone would be \
          {skew:.1} %\n\
+         of it         {:+.2} ms in forward and backward, {:+.2} ms waiting for gradients, {:+.2} ms in the optimizer's step (medians)\n\
          communication {communication_ms:.2} ms alone, {:.1} MB in {} buckets; {fits_ms:.2} ms fit under backward, {hidden:.0} % of that \
          is hidden; backward takes {slowed_ms:.2} ms longer",
         args.recipe.title(),
@@ -259,6 +275,9 @@ fn report(
         ctx.describe(),
         args.batch,
         pairs.len(),
+        longer[0],
+        longer[1],
+        longer[2],
         buckets.iter().sum::<usize>() as f64 / 1e6,
         buckets.len(),
     ))

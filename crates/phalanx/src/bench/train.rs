@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use phalanx_comm::ReduceOp;
-use phalanx_ddp::{DdpOptions, DistributedDataParallel};
+use phalanx_ddp::{DdpOptions, DistributedDataParallel, Exchange, ShardedOptimizer};
 use phalanx_nn::models::{CifarResNet, MnistCnn, MobileNetV2};
 use phalanx_nn::optim::{Optimizer, Sgd};
 use phalanx_nn::rng::torch::Generator;
@@ -13,7 +13,7 @@ use phalanx_train::process::peak_rss_bytes;
 use phalanx_train::{Dataset, synthetic};
 use serde_json::json;
 
-use super::overhead;
+use super::{checks, overhead};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ranks::{self, RankArgs};
 use crate::train::RankContext;
@@ -31,12 +31,41 @@ pub enum Model {
     Mobilenetv2,
 }
 
+/// What becomes of gradients ([`Exchange`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum ExchangeArg {
+    /// Every rank all of them, averaged while backward still runs
+    AllReduce,
+    /// Every rank a part of each bucket, averaged while backward still runs; parameters travel after the step
+    ReduceScatter,
+    /// Every rank a part, averaged as the optimizer's step needs it: the least work, but nothing is hidden
+    AtStep,
+}
+
+impl From<ExchangeArg> for Exchange {
+    fn from(arg: ExchangeArg) -> Exchange {
+        match arg {
+            ExchangeArg::AllReduce => Exchange::AllReduce,
+            ExchangeArg::ReduceScatter => Exchange::ReduceScatter,
+            ExchangeArg::AtStep => Exchange::AtStep,
+        }
+    }
+}
+
 impl Model {
     pub(super) fn key(self) -> &'static str {
         match self {
             Model::Mnist => "mnist",
             Model::Resnet18 => "resnet18",
             Model::Mobilenetv2 => "mobilenetv2",
+        }
+    }
+
+    /// Samples of its data set.
+    pub(super) fn samples(self) -> usize {
+        match self {
+            Model::Mnist => 60_000,
+            Model::Resnet18 | Model::Mobilenetv2 => 50_000,
         }
     }
 
@@ -88,15 +117,22 @@ pub(super) struct Trainer {
     net: Net,
     params: Params,
     ddp: DistributedDataParallel,
+    /// Averages gradients in steps that are not `synced`; without it they stay where they are.
+    other: Option<DistributedDataParallel>,
     /// Gradients of steps without communication.
     alone: Grads,
     optimizer: Sgd,
+    /// Steps with communication by parts, where asked for.
+    sharded: Option<ShardedOptimizer<Sgd>>,
     tape: Tape,
     batches: Batches,
     batch: usize,
     /// Of the last step without communication.
     backward: Backward,
 }
+
+/// Parts of a step: forward and backward, waiting for the gradients, the optimizer's step.
+pub(super) const PARTS: usize = 3;
 
 /// When things happened in a backward without communication.
 pub(super) struct Backward {
@@ -132,14 +168,27 @@ impl Trainer {
         let net = Net::new(args.recipe, &mut scope, args.recompute);
         let mut params = scope.build()?;
         let group = ctx.group.clone();
-        let ddp = DistributedDataParallel::new(group, &mut params, DdpOptions::default())?;
+        let options = DdpOptions {
+            exchange: args.exchange.into(),
+            ..DdpOptions::default()
+        };
+        let ddp = DistributedDataParallel::new(group, &mut params, options)?;
         let mut tape = Tape::new(Threads(ctx.threads));
         tape.set_precision(args.precision.into());
-        let mut optimizer = Sgd::new(&params, 0.01).momentum(0.9);
-        optimizer.set_workers(tape.workers());
+        let make = |params: &Params| {
+            let mut optimizer = Sgd::new(params, 0.01).momentum(0.9);
+            optimizer.set_workers(tape.workers());
+            optimizer
+        };
+        let optimizer = make(&params);
+        let sharded = match Exchange::from(args.exchange).is_scattered() {
+            true => Some(ShardedOptimizer::for_wrapper(&ddp, &params, make)?),
+            false => None,
+        };
         Ok(Trainer {
             net,
             ddp,
+            other: None,
             alone: Grads::like(&params),
             backward: Backward {
                 began: None,
@@ -147,6 +196,7 @@ impl Trainer {
                 ended: None,
             },
             optimizer,
+            sharded,
             tape,
             params,
             batches,
@@ -154,16 +204,22 @@ impl Trainer {
         })
     }
 
-    /// Step `i`; not `synced`, each rank takes it for itself.
-    pub(super) fn step(&mut self, i: usize, synced: bool) -> Result<()> {
+    /// Step `i`; not `synced`, each rank takes it for itself. How many milliseconds each of its parts took.
+    pub(super) fn step(&mut self, i: usize, synced: bool) -> Result<[f64; PARTS]> {
+        let began = Instant::now();
         let (images, labels) = &self.batches.all[i % BATCHES];
         let [h, w, c] = self.batches.image;
         let step = self.tape.step(&self.params, StepKey::new(0, i as u64));
         let x = step.input(images, &[self.batch, h, w, c])?;
         let loss = self.net.loss(x, labels)?;
         let value = loss.item();
-        if synced {
-            loss.backward(&mut self.ddp)?;
+        let mut ddp = if synced {
+            Some(&mut self.ddp)
+        } else {
+            self.other.as_mut()
+        };
+        if let Some(ddp) = &mut ddp {
+            loss.backward(*ddp)?;
         } else {
             self.backward.began = None;
             loss.backward(&mut Watched {
@@ -173,11 +229,16 @@ impl Trainer {
             self.backward.ended = Some(Instant::now());
         }
         drop(step);
-        if !synced || self.ddp.finish()?.is_yes() {
+        let computed = Instant::now();
+        let mut finished = computed;
+        let commit = ddp.as_mut().map(|ddp| ddp.finish()).transpose()?;
+        if commit.is_none_or(|commit| commit.is_yes()) {
+            finished = Instant::now();
             self.tape.update_buffers(&mut self.params)?;
-            match synced {
-                true => self.optimizer.step(&mut self.params, &self.ddp)?,
-                false => self.optimizer.step(&mut self.params, &self.alone)?,
+            match (ddp, &mut self.sharded) {
+                (None, _) => self.optimizer.step(&mut self.params, &self.alone)?,
+                (Some(ddp), Some(sharded)) => sharded.step_scattered(&mut self.params, ddp)?,
+                (Some(ddp), None) => self.optimizer.step(&mut self.params, ddp)?,
             }
         }
         if !value.is_finite() {
@@ -186,7 +247,29 @@ impl Trainer {
                 format!("the loss became {value} in step {i}"),
             ));
         }
+        let parts = [computed - began, finished - computed, finished.elapsed()];
+        Ok(parts.map(|part| part.as_secs_f64() * 1e3))
+    }
+
+    /// Lets steps that are not `synced` average gradients by a wrapper with `options`.
+    pub(super) fn compare_with(
+        &mut self,
+        ctx: &RankContext,
+        options: Option<DdpOptions>,
+    ) -> Result<()> {
+        self.other = match options {
+            Some(options) => {
+                let group = ctx.group.clone();
+                let other = DistributedDataParallel::new(group, &mut self.params, options)?;
+                Some(other)
+            }
+            None => None,
+        };
         Ok(())
+    }
+
+    pub(super) fn params(&self) -> &Params {
+        &self.params
     }
 
     /// Averages the gradients that are in the buckets, as a step does, and nothing else.
@@ -251,9 +334,17 @@ pub struct TrainBenchArgs {
     /// memory for activations, the blocks' forward pass once more, the same bits (not for mnist, which has no blocks)
     #[arg(long)]
     pub recompute: bool,
+    /// Who gets which averaged gradients; where it is not everybody all, each rank updates a part of the
+    /// parameters and holds the momentum of that part only (ZeRO stage 1)
+    #[arg(long, value_enum, default_value_t = ExchangeArg::AllReduce)]
+    pub exchange: ExchangeArg,
     /// What the ranks' communication costs a step: time blocks of steps with it and without in turn, and of it alone
     #[arg(long, conflicts_with = "profile")]
     pub overhead: bool,
+    /// What the checks cost that are always on: time blocks of steps with and without each in turn, and those
+    /// that work once an epoch by themselves
+    #[arg(long, conflicts_with_all = ["profile", "overhead", "exchange"])]
+    pub checks: bool,
     /// Time operations and layers of steps 3 to 12: a table, and a Chrome trace for each rank: FILE.<rank>.json
     #[arg(long, value_name = "FILE")]
     pub profile: Option<std::path::PathBuf>,
@@ -334,6 +425,9 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
     let mut trainer = Trainer::new(ctx, args, batches)?;
     if args.overhead {
         return overhead::run(ctx, args, &mut trainer);
+    }
+    if args.checks {
+        return checks::run(ctx, args, &mut trainer);
     }
     let mut profiler = Profiler::new(args.profile.as_deref(), ctx);
     let (mut first_began, mut first_step) = (Duration::ZERO, Duration::ZERO);

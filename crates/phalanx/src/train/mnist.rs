@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use phalanx_nn::models::MnistCnn;
+use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::optim::{Optimizer, Sgd};
 use phalanx_nn::{Params, Scope, Tensor};
 use phalanx_train::augment::{Augmentation, Augmented, Edge, Flip};
@@ -36,6 +37,9 @@ pub struct MnistArgs {
         allow_negative_numbers = true
     )]
     pub momentum: f64,
+    /// Let the learning rate fall from --lr to zero along half a cosine, step by step over all epochs
+    #[arg(long)]
+    pub cosine: bool,
     /// Shares of activations that training drops, before and after the first linear layer
     #[arg(long, value_delimiter = ',', default_values_t = [0.25, 0.5], value_name = "FIRST,SECOND")]
     pub dropout: Vec<f64>,
@@ -130,6 +134,9 @@ impl Program for MnistArgs {
             format!("--momentum {}", self.momentum),
             format!("--dropout {:?}", self.dropout),
         ];
+        if self.cosine {
+            facts.push("--cosine".to_owned());
+        }
         // Left out where nothing is shifted, as in states that were saved before there was the flag.
         if self.shift > 0 {
             facts.push(format!("--shift {}", self.shift));
@@ -171,7 +178,23 @@ impl Program for MnistArgs {
     fn optimizer(&self, params: &Params, _world: usize) -> (Box<dyn Optimizer>, String) {
         let (lr, momentum) = (self.settings.lr(), self.momentum);
         let sgd = Sgd::new(params, lr).momentum(momentum);
-        (Box::new(sgd), format!("SGD lr {lr} momentum {momentum}"))
+        let falling = if self.cosine {
+            ", falling along a cosine"
+        } else {
+            ""
+        };
+        (
+            Box::new(sgd),
+            format!("SGD lr {lr} momentum {momentum}{falling}"),
+        )
+    }
+
+    fn schedule(&self, _world: usize, steps: usize) -> Result<Option<Schedule>> {
+        if !self.cosine {
+            return Ok(None);
+        }
+        let schedule = Schedule::cosine(self.settings.lr(), steps as u64, 0.0)?;
+        Ok(Some(schedule))
     }
 
     fn loss(&self) -> Loss {

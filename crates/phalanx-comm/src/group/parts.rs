@@ -1,0 +1,123 @@
+//! Collectives on parts of one run of memory, for optimizers that are cut over the ranks
+//! (ZeRO: Rajbhandari et al., 2020): gradients are reduced to the rank that updates them, and what has become of
+//! the parameters is gathered where they lie.
+
+use super::registered::after;
+use super::{Call, ProcessGroup, lengths_hash};
+use crate::exec::Operation;
+use crate::group::collectives::run_on;
+use crate::host::Buffers;
+use crate::plan::{Method, Uneven};
+use crate::{Bucket, Element, ReduceOp, Result};
+
+impl ProcessGroup {
+    /// [`all_gather`](ProcessGroup::all_gather) in place: rank `r` gives the `part` elements of `data` from
+    /// `r · part` on, and gets those of all others. Parts may reach beyond the end of `data`, and are cut there.
+    /// `part` and the length of `data` must be the same everywhere.
+    ///
+    /// *Cost:* 1 round, `(P − 1)` times its own part sent per rank; in shared memory each rank copies what it gets,
+    /// once where the system lets ranks read each other's memory.
+    ///
+    /// # Errors
+    ///
+    /// As for all operations, see [`ProcessGroup`]. `Usage` when parts do not cover `data`. After an error the
+    /// contents of `data` are undefined.
+    pub fn all_gather_in_place<T: Element>(&self, data: &mut [T], part: usize) -> Result<()> {
+        const NAME: &str = "all_gather_in_place";
+        let (rank, world, len) = (self.core.rank, self.core.world, data.len());
+        let covered = part.checked_mul(world).filter(|all| *all >= len);
+        let Some(all) = covered else {
+            let why = format!("{world} parts of {part} elements do not cover {len}");
+            return Err(self.usage(NAME, why));
+        };
+        if world == 1 {
+            return Ok(());
+        }
+        let lacking = all - len;
+        let length = |r: usize| (len.min((r + 1) * part)).saturating_sub(r * part);
+        let mut operation = self.ask_all_gather::<T>(part, all, &Call::default())?;
+        if lacking > 0 {
+            operation = Operation {
+                lacking,
+                lengths: lengths_hash([part, len].into_iter()),
+                ..operation
+            };
+        }
+        self.core.queue.run(|executor| {
+            if executor.is_in_memory(&operation) {
+                let output = data.as_mut_ptr();
+                let buffers = Buffers {
+                    input: output.wrapping_add(rank * part).cast_const().cast(),
+                    output: output.cast(),
+                    exposed: false,
+                };
+                // SAFETY: `data` is borrowed exclusively until this returns. Of it an all-gather in shared memory
+                // reads this rank's part, as long as `lacking` leaves it, and writes the others'; it copies no part
+                // to where it is.
+                return unsafe { executor.run(&operation, buffers) };
+            }
+            let own: Vec<T> = data[(rank * part).min(len)..][..length(rank)].to_vec();
+            if lacking == 0 {
+                return run_on(executor, &operation, &own, data);
+            }
+            let lengths: Vec<usize> = (0..world).map(length).collect();
+            let kind = Uneven::AllGather { lengths: &lengths };
+            let planned = self.ask_uneven::<T>(Method::AllGather, &lengths, len, kind);
+            run_on(executor, &planned, &own, data)
+        })
+    }
+
+    /// [`reduce_scatter`](ProcessGroup::reduce_scatter) that shows `visit` this rank's part of the reduction, in
+    /// one or several pieces, first to last, each with the place of its first element in the part. Where all
+    /// ranks' inputs are registered a piece is shown while it is still in the processor's cache.
+    /// What `visit` leaves in a piece is lost. `room` is as long as the part; its contents are undefined then.
+    ///
+    /// *Blocks* in this thread, `visit` included: the others wait for it.
+    ///
+    /// *Order:* canonical, see [`ReduceOp`]: the bits of a reduce-scatter.
+    ///
+    /// # Errors
+    ///
+    /// As [`reduce_scatter_bucket`](ProcessGroup::reduce_scatter_bucket). Some pieces may have been shown then:
+    /// an operation that fails may do so after a part of it.
+    pub fn reduce_scatter_visited<T: Element>(
+        &self,
+        input: &mut Bucket<T>,
+        room: &mut [T],
+        op: ReduceOp,
+        call: &Call,
+        visit: &mut dyn FnMut(usize, &mut [T]),
+    ) -> Result<()> {
+        let operation = self.ask_reduce_scatter::<T>(input.len(), room.len(), op, call)?;
+        let (len, all) = (input.len(), room.len());
+        let start = room.as_mut_ptr();
+        // Taken, so that whatever happens nobody else sees it meanwhile.
+        let held = std::mem::take(input);
+        let buffers = Buffers {
+            input: held.as_ptr().cast(),
+            output: start.cast(),
+            exposed: true,
+        };
+        let mut shown = 0;
+        let mut each = |first: usize, elems: usize| {
+            shown += elems;
+            // SAFETY: `room` is ours until the end, begins with that many elements, and nobody else has a
+            // reference into it.
+            visit(first, unsafe {
+                std::slice::from_raw_parts_mut(start, elems)
+            });
+        };
+        let result = self.core.queue.run(|executor| {
+            // SAFETY: the input belongs to a bucket that is held here and not looked at until this returns; `room`
+            // is borrowed exclusively; lengths were checked. Only the output is exposed in nobody's arena: others
+            // are told of the input alone. After an error `after` drops the bucket.
+            unsafe { executor.run_visited(&operation, buffers, Some(&mut each)) }
+        });
+        *input = after(&result, held, len);
+        result?;
+        if shown == 0 && all > 0 {
+            visit(0, room);
+        }
+        Ok(())
+    }
+}
