@@ -109,17 +109,25 @@ unsafe fn columns<V: Vector, const N: usize>(p: &Panels, j: usize) {
     let mut r = 0;
     // SAFETY: only whole blocks of rows that exist.
     unsafe {
-        while r + 6 <= p.rows {
+        while p.rows - r >= 10 || p.rows - r == 6 {
             rows::<V, 6, N>(p, r, j);
             r += 6;
         }
-        if r + 4 <= p.rows {
+        // Two blocks share the last seven to nine rows: thin ones would wait for their sums.
+        let left = p.rows - r;
+        if left == 5 || left == 9 {
+            rows::<V, 5, N>(p, r, j);
+            r += 5;
+        }
+        while p.rows - r >= 4 {
             rows::<V, 4, N>(p, r, j);
             r += 4;
         }
-        while r < p.rows {
-            rows::<V, 1, N>(p, r, j);
-            r += 1;
+        match p.rows - r {
+            3 => rows::<V, 3, N>(p, r, j),
+            2 => rows::<V, 2, N>(p, r, j),
+            1 => rows::<V, 1, N>(p, r, j),
+            _ => {}
         }
     }
 }

@@ -31,6 +31,32 @@ pub(crate) trait Vector: Copy {
     unsafe fn mul(self, b: Self) -> Self;
     /// Negative lanes become 0; NaN stays.
     unsafe fn relu(self) -> Self;
+    /// Lane i of result j is lane j of row i.
+    unsafe fn turn(rows: [Self; LANES]) -> [Self; LANES];
+    /// Asks for the cache line at `at`, which need not be valid memory, to come to L2.
+    unsafe fn fetch(at: *const f32);
+}
+
+/// [`Vector::turn`] through memory.
+#[inline(always)]
+unsafe fn turn_in_memory<V: Vector>(rows: [V; LANES]) -> [V; LANES] {
+    let (mut from, mut to) = ([[0.0; LANES]; LANES], [[0.0; LANES]; LANES]);
+    let mut turned = rows;
+    // SAFETY: sixteen floats each.
+    unsafe {
+        for (v, from) in rows.into_iter().zip(&mut from) {
+            v.store(from.as_mut_ptr());
+        }
+        for (i, row) in from.iter().enumerate() {
+            for (j, &v) in row.iter().enumerate() {
+                to[j][i] = v;
+            }
+        }
+        for (v, to) in turned.iter_mut().zip(&to) {
+            *v = V::load(to.as_ptr());
+        }
+    }
+    turned
 }
 
 /// Without vector instructions of its own.
@@ -89,6 +115,13 @@ impl Vector for Plain {
     unsafe fn relu(self) -> Self {
         self.zip(self, |a, _| if a < 0.0 { 0.0 } else { a })
     }
+    #[inline(always)]
+    unsafe fn turn(rows: [Self; LANES]) -> [Self; LANES] {
+        // SAFETY: plain code runs everywhere.
+        unsafe { turn_in_memory(rows) }
+    }
+    #[inline(always)]
+    unsafe fn fetch(_: *const f32) {}
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -98,6 +131,7 @@ mod x86 {
 
     /// One AVX-512 register.
     #[derive(Clone, Copy)]
+    #[repr(transparent)]
     pub(crate) struct Wide(__m512);
 
     // SAFETY (every block below): the trait's contract: the processor has
@@ -145,6 +179,56 @@ mod x86 {
             // Of two operands, `max` gives the second where either is NaN or both are zero.
             // SAFETY: see the impl.
             Wide(unsafe { _mm512_max_ps(_mm512_setzero_ps(), self.0) })
+        }
+        #[inline(always)]
+        unsafe fn turn(rows: [Self; LANES]) -> [Self; LANES] {
+            // SAFETY: see the impl; both are registers of 64 bytes.
+            unsafe {
+                let rows = std::mem::transmute::<[Wide; LANES], [__m512i; LANES]>(rows);
+                std::mem::transmute::<[__m512i; LANES], [Wide; LANES]>(turn(rows))
+            }
+        }
+        #[inline(always)]
+        unsafe fn fetch(at: *const f32) {
+            // SAFETY: a hint.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+        }
+    }
+
+    /// Sixteen lanes of 32 bits each, rows and columns exchanged.
+    ///
+    /// # Safety
+    /// The processor has AVX-512, and the caller is compiled for it.
+    #[inline(always)]
+    pub(crate) unsafe fn turn(rows: [__m512i; LANES]) -> [__m512i; LANES] {
+        // Pairs of rows, then of pairs, then quarters of registers.
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut a = rows;
+            for i in 0..8 {
+                a[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
+                a[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
+            }
+            let mut b = a;
+            for i in 0..4 {
+                b[4 * i] = _mm512_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
+                b[4 * i + 1] = _mm512_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
+                b[4 * i + 2] = _mm512_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
+                b[4 * i + 3] = _mm512_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
+            }
+            // b[4 i + j], quarter q: column 4 q + j of rows 4 i .. 4 i + 4.
+            let mut r = b;
+            for j in 0..4 {
+                let even = _mm512_shuffle_i32x4::<0x88>(b[j], b[4 + j]);
+                let odd = _mm512_shuffle_i32x4::<0xdd>(b[j], b[4 + j]);
+                let even2 = _mm512_shuffle_i32x4::<0x88>(b[8 + j], b[12 + j]);
+                let odd2 = _mm512_shuffle_i32x4::<0xdd>(b[8 + j], b[12 + j]);
+                r[j] = _mm512_shuffle_i32x4::<0x88>(even, even2);
+                r[8 + j] = _mm512_shuffle_i32x4::<0xdd>(even, even2);
+                r[4 + j] = _mm512_shuffle_i32x4::<0x88>(odd, odd2);
+                r[12 + j] = _mm512_shuffle_i32x4::<0xdd>(odd, odd2);
+            }
+            r
         }
     }
 
@@ -211,11 +295,21 @@ mod x86 {
                 Pair(_mm256_max_ps(zero, self.0), _mm256_max_ps(zero, self.1))
             }
         }
+        #[inline(always)]
+        unsafe fn turn(rows: [Self; LANES]) -> [Self; LANES] {
+            // SAFETY: see the impl.
+            unsafe { super::turn_in_memory(rows) }
+        }
+        #[inline(always)]
+        unsafe fn fetch(at: *const f32) {
+            // SAFETY: a hint.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+        }
     }
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use x86::{Pair, Wide};
+pub(crate) use x86::{Pair, Wide, turn};
 
 /// Defines `unsafe fn name(args)` that calls the generic `body::<V>` compiled
 /// for the instruction set in use.
@@ -252,4 +346,48 @@ macro_rules! vectorised {
             unsafe { $body::<$crate::kernels::vector::Plain>($($arg),*) }
         }
     };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::isa::on_each_isa;
+
+    #[inline(always)]
+    unsafe fn turned_body<V: Vector>(square: &mut [[f32; LANES]; LANES]) {
+        // SAFETY: sixteen floats each; fetching touches nothing.
+        unsafe {
+            let mut rows = [V::splat(0.0); LANES];
+            for (v, row) in rows.iter_mut().zip(&*square) {
+                V::fetch(row.as_ptr().wrapping_add(1 << 40));
+                *v = V::load(row.as_ptr());
+            }
+            for (v, row) in V::turn(rows).into_iter().zip(square) {
+                v.store(row.as_mut_ptr());
+            }
+        }
+    }
+
+    vectorised! {
+        unsafe fn turned(square: &mut [[f32; LANES]; LANES]) = turned_body
+    }
+
+    #[test]
+    fn squares_are_turned_on_every_instruction_set() {
+        on_each_isa(|isa| {
+            let mut square = [[0.0; LANES]; LANES];
+            for (i, row) in square.iter_mut().enumerate() {
+                for (j, v) in row.iter_mut().enumerate() {
+                    *v = (i * LANES + j) as f32;
+                }
+            }
+            // SAFETY: nothing to keep.
+            unsafe { turned(&mut square) };
+            for (i, row) in square.iter().enumerate() {
+                for (j, &v) in row.iter().enumerate() {
+                    assert_eq!(v, (j * LANES + i) as f32, "{isa:?}");
+                }
+            }
+        });
+    }
 }

@@ -12,6 +12,8 @@ pub(crate) const ALIGN_ELEMS: usize = ALIGN_BYTES / size_of::<f32>();
 /// can back it with huge pages where it is set to (first touch is several times
 /// faster).
 const HUGE_BYTES: usize = 2 << 20;
+/// The same in elements.
+const HUGE_ELEMS: usize = HUGE_BYTES / size_of::<f32>();
 
 /// Rounds a length in elements up to whole cache lines.
 pub(crate) const fn round_up(len: usize) -> usize {
@@ -79,15 +81,18 @@ impl AlignedBuf {
         self.ptr.as_ptr()
     }
 
-    /// Lets the system join the pages of the first `len` elements to huge ones as it finds
-    /// time: transforms walk dozens of planes at a time, more than small pages' translations fit the
+    /// Joins the pages of elements `from .. to` to huge ones, which they are a part of:
+    /// transforms walk dozens of planes at a time, more than small pages' translations fit the
     /// processor. Asked for before the first touch, huge pages would delay the first
     /// step: they are cleared whole, one after the other, and a virtual machine may first have
-    /// to get them from its host (0.4 s for 300 MiB here).
-    pub(crate) fn advise_huge(&mut self, len: usize) {
-        let len = len.min(self.len);
-        if Self::layout(self.len).is_some_and(is_mapped) && len > 0 {
-            mapped::advise_huge(self.ptr.cast(), len * size_of::<f32>());
+    /// to get them from its host (0.4 s for 300 MiB here). A system that cannot join them at once
+    /// (before Linux 6.1) does as it finds time, which takes minutes.
+    pub(crate) fn join_pages(&self, from: usize, to: usize) {
+        let to = to.min(self.len);
+        if Self::layout(self.len).is_some_and(is_mapped) && from < to {
+            let first = from / HUGE_ELEMS * HUGE_BYTES;
+            let end = to.div_ceil(HUGE_ELEMS) * HUGE_BYTES;
+            mapped::join_pages(self.ptr.cast(), first, end - first);
         }
     }
 }
@@ -134,11 +139,16 @@ mod mapped {
         NonNull::new(start)
     }
 
-    /// Asks for huge pages in the first `bytes` from here on.
-    pub(super) fn advise_huge(at: NonNull<u8>, bytes: usize) {
-        // Refusal costs speed only.
-        // SAFETY: advice on memory that the caller owns; it changes no contents.
-        unsafe { libc::madvise(at.as_ptr().cast(), bytes, libc::MADV_HUGEPAGE) };
+    /// `MADV_COLLAPSE` of `<linux/mman.h>`, which the libc crate names for some C libraries only.
+    const COLLAPSE: libc::c_int = 25;
+
+    /// Makes huge pages of `bytes` from `first` on; both are whole huge pages of the mapping at `at`.
+    pub(super) fn join_pages(at: NonNull<u8>, first: usize, bytes: usize) {
+        for advice in [libc::MADV_HUGEPAGE, COLLAPSE] {
+            // Refusal costs speed only.
+            // SAFETY: advice on memory that the caller owns; it changes no contents.
+            unsafe { libc::madvise(at.as_ptr().add(first).cast(), bytes, advice) };
+        }
     }
 
     /// Gives back what `zeroed` gave for the same layout.
@@ -161,7 +171,7 @@ mod mapped {
         None
     }
 
-    pub(super) fn advise_huge(_: NonNull<u8>, _: usize) {}
+    pub(super) fn join_pages(_: NonNull<u8>, _: usize, _: usize) {}
 
     /// # Safety
     /// Never called: nothing is mapped here.

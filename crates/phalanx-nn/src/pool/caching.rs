@@ -174,7 +174,6 @@ impl Pool {
     /// Takes back everything, also buffers that were lost on an error path
     /// (a dropped `Buf` cannot be used any more). The caller holds none.
     pub(crate) fn reclaim(&mut self) {
-        self.regions.iter_mut().for_each(Region::settle);
         if self.in_use() == 0 {
             return;
         }
@@ -184,6 +183,13 @@ impl Pool {
         }
         self.large = 0;
         self.regions.iter_mut().for_each(Region::reset);
+    }
+
+    /// Before a step: makes what earlier ones used cheap to walk. Whether there was
+    /// anything to do.
+    pub(crate) fn settle(&mut self) -> bool {
+        let regions = self.regions.iter_mut().map(Region::settle);
+        regions.fold(false, |any, new| any | new)
     }
 
     /// How often memory that had never been handed out was needed.

@@ -10,6 +10,9 @@ use super::aligned::{ALIGN_ELEMS, AlignedBuf, round_up};
 /// multiple of 4 KiB apart, and sizes often are one. An odd number of cache lines.
 const GAP: usize = 15 * ALIGN_ELEMS;
 
+/// Elements whose pages become huge between two steps (256 MiB: some 50 ms).
+const SETTLED_AT_ONCE: usize = 1 << 26;
+
 /// A place in a region, in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Extent {
@@ -30,7 +33,7 @@ pub(super) struct Region {
     free: Vec<Extent>,
     /// What has ever been handed out ends here.
     top: usize,
-    /// Up to here the system knows that the memory stays in use.
+    /// Up to here the pages are huge.
     settled: usize,
 }
 
@@ -114,12 +117,14 @@ impl Region {
         }
     }
 
-    /// Between two steps: what the last one used, the next will use.
-    pub(super) fn settle(&mut self) {
-        if self.top > self.settled {
-            self.memory.advise_huge(self.top);
-            self.settled = self.top;
-        }
+    /// Between two steps: what the last one used, the next will use. Whether there was
+    /// anything to do.
+    pub(super) fn settle(&mut self) -> bool {
+        let end = self.top.min(self.settled + SETTLED_AT_ONCE);
+        let new = end > self.settled;
+        self.memory.join_pages(self.settled, end);
+        self.settled = end;
+        new
     }
 
     /// Elements that have ever been handed out at once.

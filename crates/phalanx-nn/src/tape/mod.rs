@@ -59,7 +59,11 @@ impl Tape {
     }
 
     fn start<'a>(&'a mut self, params: &'a Params, key: StepKey<'_>, training: bool) -> Step<'a> {
-        self.state.get_mut().start(&key, training);
+        let state = self.state.get_mut();
+        state.start(&key, training);
+        if state.pool.settle() {
+            params.values.join_pages(0, params.values.len());
+        }
         Step { tape: self, params }
     }
 

@@ -107,6 +107,7 @@ impl Pack for Plain {
 mod x86 {
     use super::{Bf16, Element, LANES, Pack};
     use crate::Precision;
+    use crate::kernels::vector::turn;
     use std::arch::x86_64::*;
 
     /// AVX-512 with its bf16 conversions.
@@ -198,35 +199,8 @@ mod x86 {
         }
         #[inline(always)]
         unsafe fn turn(rows: [__m512i; LANES]) -> [__m512i; LANES] {
-            // Pairs of rows, then of pairs, then quarters of registers.
             // SAFETY: see the impl.
-            unsafe {
-                let mut a = rows;
-                for i in 0..8 {
-                    a[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
-                    a[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
-                }
-                let mut b = a;
-                for i in 0..4 {
-                    b[4 * i] = _mm512_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
-                    b[4 * i + 1] = _mm512_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
-                    b[4 * i + 2] = _mm512_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
-                    b[4 * i + 3] = _mm512_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
-                }
-                // b[4 i + j], quarter q: column 4 q + j of rows 4 i .. 4 i + 4.
-                let mut r = b;
-                for j in 0..4 {
-                    let even = _mm512_shuffle_i32x4::<0x88>(b[j], b[4 + j]);
-                    let odd = _mm512_shuffle_i32x4::<0xdd>(b[j], b[4 + j]);
-                    let even2 = _mm512_shuffle_i32x4::<0x88>(b[8 + j], b[12 + j]);
-                    let odd2 = _mm512_shuffle_i32x4::<0xdd>(b[8 + j], b[12 + j]);
-                    r[j] = _mm512_shuffle_i32x4::<0x88>(even, even2);
-                    r[8 + j] = _mm512_shuffle_i32x4::<0xdd>(even, even2);
-                    r[4 + j] = _mm512_shuffle_i32x4::<0x88>(odd, odd2);
-                    r[12 + j] = _mm512_shuffle_i32x4::<0xdd>(odd, odd2);
-                }
-                r
-            }
+            unsafe { turn(rows) }
         }
     }
 

@@ -22,7 +22,7 @@ use crate::kernels::vector::LANES;
 use crate::par::{Disjoint, Team, scratch};
 use tiles::{Domain, Finish, Grid, Span};
 use transform::{POSITIONS, STEP};
-use weights::{Kernels, Part, Sums};
+use weights::{Kernels, Part, Rows, Sums};
 
 /// Fewer channels than this on either side are faster without.
 const MIN_CHANNELS: usize = 32;
@@ -297,11 +297,20 @@ fn by_panels(
                     inputs: PART_INPUTS.min(pass.inp - input),
                     ..part
                 };
+                // The next part comes from memory while this one is multiplied.
+                let after = Part {
+                    input: input + PART_INPUTS,
+                    ..part
+                };
+                let next = (after.input < pass.inp).then(|| Rows::of(kernels, after));
                 // SAFETY: the part lies in the kernels, `u` has room for it, and
                 // `m` belongs to this chunk.
                 unsafe {
                     weights::forward(kernels, part, part.plane(), u.as_mut_ptr());
                     for p in 0..POSITIONS {
+                        if let Some(next) = next {
+                            weights::fetch(next, p);
+                        }
                         multiply(&Panels {
                             a: v.data.add(p * v.plane + input * tiles),
                             a_panel: tiles * LANES,
@@ -591,9 +600,12 @@ fn gradient_by_parts(
         let (plane, stride) = (part.plane(), part.inputs * LANES);
         scratch(part.len(), |sums| {
             let sums = sums.as_mut_ptr();
+            // What is stored to in the end comes from memory meanwhile.
+            let to = Rows::of_gradient(out.pointer(0), [s.inp, s.out], part);
             // SAFETY: the part lies in both domains; its weights belong to this chunk.
             unsafe {
                 for p in 0..POSITIONS {
+                    weights::fetch(to, p);
                     multiply_turned(&Panels {
                         a: v.data.add(p * v.plane + input * tiles),
                         a_panel: tiles * LANES,

@@ -109,9 +109,60 @@ unsafe fn weight_gradient<V: Vector>(u: [V; 6]) -> [V; 3] {
     }
 }
 
+// Squares are written out: an array that a loop fills goes through memory.
+
+/// `$one` of `$get(0, $j)`, `$get(1, $j)` and so on.
+macro_rules! line {
+    ($one:ident, $get:ident, 3, $j:literal) => {
+        $one([$get(0, $j), $get(1, $j), $get(2, $j)])
+    };
+    ($one:ident, $get:ident, 4, $j:literal) => {
+        $one([$get(0, $j), $get(1, $j), $get(2, $j), $get(3, $j)])
+    };
+    ($one:ident, $get:ident, 6, $j:literal) => {
+        $one([
+            $get(0, $j),
+            $get(1, $j),
+            $get(2, $j),
+            $get(3, $j),
+            $get(4, $j),
+            $get(5, $j),
+        ])
+    };
+}
+
+/// All lines of a square of `$a` x `$b` values, as an array.
+macro_rules! lines {
+    ($one:ident, $get:ident, $a:tt, 3) => {
+        [
+            line!($one, $get, $a, 0),
+            line!($one, $get, $a, 1),
+            line!($one, $get, $a, 2),
+        ]
+    };
+    ($one:ident, $get:ident, $a:tt, 4) => {
+        [
+            line!($one, $get, $a, 0),
+            line!($one, $get, $a, 1),
+            line!($one, $get, $a, 2),
+            line!($one, $get, $a, 3),
+        ]
+    };
+    ($one:ident, $get:ident, $a:tt, 6) => {
+        [
+            line!($one, $get, $a, 0),
+            line!($one, $get, $a, 1),
+            line!($one, $get, $a, 2),
+            line!($one, $get, $a, 3),
+            line!($one, $get, $a, 4),
+            line!($one, $get, $a, 5),
+        ]
+    };
+}
+
 /// Applies a transform to columns, then to rows: `A` x `A` values to `B` x `B`.
 macro_rules! both_ways {
-    ($(#[$meta:meta])* $name:ident = $one:ident, $a:literal to $b:literal) => {
+    ($(#[$meta:meta])* $name:ident = $one:ident, $a:tt to $b:tt) => {
         $(#[$meta])*
         ///
         /// # Safety
@@ -124,18 +175,11 @@ macro_rules! both_ways {
         ) {
             // SAFETY: the caller's promise.
             unsafe {
-                let mut half = [[V::splat(0.0); $a]; $b];
-                for j in 0..$a {
-                    let mut column = [V::splat(0.0); $a];
-                    for (i, c) in column.iter_mut().enumerate() {
-                        *c = load(i, j);
-                    }
-                    for (row, v) in half.iter_mut().zip($one(column)) {
-                        row[j] = v;
-                    }
-                }
-                for (i, row) in half.into_iter().enumerate() {
-                    for (j, v) in $one(row).into_iter().enumerate() {
+                let columns: [[V; $b]; $a] = lines!($one, load, $a, $a);
+                let half = |j: usize, i: usize| columns[j][i];
+                let rows: [[V; $b]; $b] = lines!($one, half, $a, $b);
+                for (i, row) in rows.into_iter().enumerate() {
+                    for (j, v) in row.into_iter().enumerate() {
                         store(i, j, v);
                     }
                 }

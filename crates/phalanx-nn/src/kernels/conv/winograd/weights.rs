@@ -39,18 +39,28 @@ impl Part {
 
 const TAPS: usize = 9;
 
+/// Pointer to position (y, x) of squares whose positions lie `plane` floats apart.
+/// `plane` is hidden from the optimiser, which would otherwise keep a pointer for
+/// each of the 36 positions, all of them on the stack.
+#[inline(always)]
+fn place(plane: usize) -> impl Fn(usize, usize) -> usize {
+    let plane = std::hint::black_box(plane);
+    move |y, x| (y * 6 + x) * plane
+}
+
 #[inline(always)]
 unsafe fn forward_body<V: Vector>(k: Kernels<'_>, p: Part, plane: usize, u: *mut f32) {
     // Panels inside: a row of the part is one run of memory.
     for i in 0..p.inputs {
         for panel in 0..p.panels {
+            let place = place(plane);
             // SAFETY: part lies in the kernels, and `u` holds it.
             unsafe {
                 let to = u.add((panel * p.inputs + i) * LANES);
                 let from = (k.w.as_ptr()).add((p.input + i) * k.out + (p.panel + panel) * LANES);
                 transform::weight_tile::<V>(
                     |y, x| V::load(from.add((y * 3 + x) * k.inp * k.out)),
-                    |y, x, v| v.store(to.add((y * 6 + x) * plane)),
+                    |y, x, v| v.store(to.add(place(y, x))),
                 );
             }
         }
@@ -65,24 +75,26 @@ unsafe fn turned_body<V: Vector>(k: Kernels<'_>, p: Part, plane: usize, u: *mut 
     let mut block: Block = [[[0.0; LANES]; LANES]; TAPS];
     for panel in 0..p.panels {
         for first in (0..p.inputs).step_by(LANES) {
-            for (tap, block) in block.iter_mut().enumerate() {
-                #[allow(clippy::needless_range_loop)] // two indices change places
-                for o in 0..LANES {
-                    let at =
-                        (tap * k.inp + (p.panel + panel) * LANES + o) * k.out + p.input + first;
-                    for (i, &v) in k.w[at..at + LANES].iter().enumerate() {
-                        block[i][o] = v;
+            // SAFETY: the part lies in the kernels, and `u` holds it.
+            unsafe {
+                let row = (p.panel + panel) * LANES * k.out + p.input + first;
+                for (tap, block) in block.iter_mut().enumerate() {
+                    let from = k.w.as_ptr().add(tap * k.inp * k.out + row);
+                    let mut rows = [V::splat(0.0); LANES];
+                    for (o, row) in rows.iter_mut().enumerate() {
+                        *row = V::load(from.add(o * k.out));
+                    }
+                    for (to, row) in block.iter_mut().zip(V::turn(rows)) {
+                        row.store(to.as_mut_ptr());
                     }
                 }
-            }
-            #[allow(clippy::needless_range_loop)] // of the inner of three arrays
-            for i in 0..LANES {
-                // SAFETY: `u` holds the part.
-                unsafe {
+                #[allow(clippy::needless_range_loop)] // of the inner of three arrays
+                for i in 0..LANES {
+                    let place = place(plane);
                     let to = u.add((panel * p.inputs + first + i) * LANES);
                     transform::weight_tile::<V>(
                         |y, x| V::load(block[TAPS - 1 - (y * 3 + x)][i].as_ptr()),
-                        |y, x, v| v.store(to.add((y * 6 + x) * plane)),
+                        |y, x, v| v.store(to.add(place(y, x))),
                     );
                 }
             }
@@ -110,6 +122,70 @@ vectorised! {
     pub(super) unsafe fn forward(k: Kernels<'_>, p: Part, plane: usize, u: *mut f32) = transform_body
 }
 
+/// Runs of memory, `lines` cache lines each, that hold part of the kernels (or of their
+/// gradients, laid out alike).
+#[derive(Clone, Copy)]
+pub(super) struct Rows {
+    first: *const f32,
+    /// Floats from one tap to the next.
+    tap: usize,
+    /// Floats from one run to the next, and runs of a tap.
+    stride: usize,
+    count: usize,
+    lines: usize,
+}
+
+impl Rows {
+    /// Where `part` of the kernels lies.
+    pub(super) fn of(k: Kernels<'_>, p: Part) -> Self {
+        let (at, count, lines) = if k.turned {
+            let row = p.panel * LANES * k.out + p.input;
+            (row, p.panels * LANES, p.inputs.div_ceil(LANES))
+        } else {
+            (p.input * k.out + p.panel * LANES, p.inputs, p.panels)
+        };
+        Rows {
+            first: k.w.as_ptr().wrapping_add(at),
+            tap: k.inp * k.out,
+            stride: k.out,
+            count,
+            lines,
+        }
+    }
+
+    /// Where the gradient of `part` of `inp` x `out` kernels goes.
+    pub(super) fn of_gradient(dw: *const f32, [inp, out]: [usize; 2], p: Part) -> Self {
+        Rows {
+            first: dw.wrapping_add(p.input * out + p.panel * LANES),
+            tap: inp * out,
+            stride: out,
+            count: p.inputs,
+            lines: p.panels,
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn fetch_body<V: Vector>(rows: Rows, share: usize) {
+    let all = TAPS * rows.count;
+    for row in share * all / POSITIONS..(share + 1) * all / POSITIONS {
+        let at = row / rows.count * rows.tap + row % rows.count * rows.stride;
+        for line in 0..rows.lines {
+            // SAFETY: a hint.
+            unsafe { V::fetch(rows.first.wrapping_add(at + line * LANES)) };
+        }
+    }
+}
+
+vectorised! {
+    /// Asks for one of [`POSITIONS`] shares of the rows: to be called once for each
+    /// while something else is computed.
+    ///
+    /// # Safety
+    /// None to keep: memory is not touched.
+    pub(super) unsafe fn fetch(rows: Rows, share: usize) = fetch_body
+}
+
 /// Transformed gradients of a part: partial sums to be added up in order.
 #[derive(Clone, Copy)]
 pub(super) struct Sums {
@@ -125,25 +201,47 @@ pub(super) struct Sums {
 
 #[inline(always)]
 unsafe fn gradient_body<V: Vector>(u: Sums, p: Part, dw: *mut f32, size: [usize; 2], mode: Mode) {
-    let [inp, out] = size;
+    // One sum is the common case, and its loads need no loop.
+    match (u.parts, mode) {
+        // SAFETY (all four): the caller's promise.
+        (1, Mode::Write) => unsafe { gradient_part::<V, true, true>(u, p, dw, size) },
+        (1, Mode::Add) => unsafe { gradient_part::<V, true, false>(u, p, dw, size) },
+        (_, Mode::Write) => unsafe { gradient_part::<V, false, true>(u, p, dw, size) },
+        (_, Mode::Add) => unsafe { gradient_part::<V, false, false>(u, p, dw, size) },
+    }
+}
+
+#[inline(always)]
+unsafe fn gradient_part<V: Vector, const ONE: bool, const WRITE: bool>(
+    u: Sums,
+    p: Part,
+    dw: *mut f32,
+    [inp, out]: [usize; 2],
+) {
     for i in 0..p.inputs {
         for panel in 0..p.panels {
+            let place = place(u.plane);
             // SAFETY: the part lies in both.
             unsafe {
                 let from = u.first.add(panel * u.stride + i * LANES);
                 let to = dw.add((p.input + i) * out + (p.panel + panel) * LANES);
                 transform::weight_gradient_tile::<V>(
                     |y, x| {
-                        let from = from.add((y * 6 + x) * u.plane);
-                        (1..u.parts).fold(V::load(from), |sum, part| {
-                            sum.add(V::load(from.add(part * u.apart)))
-                        })
+                        let from = from.add(place(y, x));
+                        let mut sum = V::load(from);
+                        if !ONE {
+                            for part in 1..u.parts {
+                                sum = sum.add(V::load(from.add(part * u.apart)));
+                            }
+                        }
+                        sum
                     },
                     |y, x, v| {
                         let to = to.add((y * 3 + x) * inp * out);
-                        match mode {
-                            Mode::Write => v.store(to),
-                            Mode::Add => V::load(to).add(v).store(to),
+                        if WRITE {
+                            v.store(to);
+                        } else {
+                            V::load(to).add(v).store(to);
                         }
                     },
                 );
