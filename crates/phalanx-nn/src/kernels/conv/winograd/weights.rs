@@ -202,12 +202,14 @@ pub(super) struct Sums {
 #[inline(always)]
 unsafe fn gradient_body<V: Vector>(u: Sums, p: Part, dw: *mut f32, size: [usize; 2], mode: Mode) {
     // One sum is the common case, and its loads need no loop.
-    match (u.parts, mode) {
-        // SAFETY (all four): the caller's promise.
-        (1, Mode::Write) => unsafe { gradient_part::<V, true, true>(u, p, dw, size) },
-        (1, Mode::Add) => unsafe { gradient_part::<V, true, false>(u, p, dw, size) },
-        (_, Mode::Write) => unsafe { gradient_part::<V, false, true>(u, p, dw, size) },
-        (_, Mode::Add) => unsafe { gradient_part::<V, false, false>(u, p, dw, size) },
+    // SAFETY: the caller's promise.
+    unsafe {
+        match (u.parts, mode) {
+            (1, Mode::Write) => gradient_part::<V, true, true>(u, p, dw, size),
+            (1, Mode::Add) => gradient_part::<V, true, false>(u, p, dw, size),
+            (_, Mode::Write) => gradient_part::<V, false, true>(u, p, dw, size),
+            (_, Mode::Add) => gradient_part::<V, false, false>(u, p, dw, size),
+        }
     }
 }
 
