@@ -48,6 +48,8 @@ pub(crate) struct Board {
     told: Option<Instant>,
     /// Since when nothing has moved, and which stall that is.
     stall: (Option<Instant>, u64),
+    /// Reports that were handed on. Not those that the asking thread had no time
+    /// for: of which turns it has told the store, at most two may be older.
     turn: u64,
     found: Arc<AtomicBool>,
 }
@@ -128,7 +130,6 @@ impl Board {
         if self.stall.0 != Some(since) {
             self.stall = (Some(since), self.stall.1 + 1);
         }
-        self.turn += 1;
         if let Some(desk) = self.desk.take() {
             let (tell, told) = sync_channel(1);
             let started = std::thread::Builder::new()
@@ -146,14 +147,15 @@ impl Board {
             .iter()
             .copied()
             .zip(begun.received.iter().copied());
-        let which = (self.stall.1, self.turn);
+        let which = (self.stall.1, self.turn + 1);
         let report = Report {
             signature: *signature,
             post: Post::new(header(), begun.collectives, which, awaits, counts),
         };
         match tell.try_send(report) {
-            // Full: the store is slow, and the question before this one open.
-            Ok(()) | Err(TrySendError::Full(_)) => {}
+            Ok(()) => self.turn += 1,
+            // The store is slow, and the question before this one open.
+            Err(TrySendError::Full(_)) => {}
             Err(TrySendError::Disconnected(_)) => self.tell = None,
         }
     }
@@ -238,5 +240,65 @@ impl Desk {
             Some((rank, post)) if circle.len() == 2 => desync(*rank, post),
             _ => circle::describe(&circle),
         }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::{Collective, Method};
+    use phalanx_wire::frame::Kind;
+
+    /// Who compares turns must know how many of them may be older than what lies
+    /// in the store.
+    #[test]
+    fn what_was_not_handed_on_is_no_turn_and_what_moved_is_another_stall() {
+        let (tell, told) = sync_channel(1);
+        let mut board = Board {
+            desk: None,
+            tell: Some(tell),
+            told: None,
+            stall: (None, 0),
+            turn: 0,
+            found: Arc::default(),
+        };
+        let signature = Signature {
+            collective: Collective::SendRecv,
+            method: Method::PointToPoint,
+            dtype: None,
+            op: None,
+            root: 0,
+            count: 1,
+            lengths: 0,
+            seq: 0,
+            in_memory: false,
+        };
+        let begun = Begun {
+            collectives: 0,
+            sent: &[],
+            received: &[],
+        };
+        let start = Instant::now();
+        let mut stalled = |since: Duration, now: Duration| {
+            let header = || Header::new(Kind::Data);
+            let times = (start + since, start + now);
+            board.stalled(&signature, header, &begun, std::iter::empty(), times);
+        };
+        let seen = || {
+            let report: Option<Report> = told.try_recv().ok();
+            report.map(|report| (report.post.stall, report.post.turn))
+        };
+        let none = Duration::ZERO;
+        stalled(none, AFTER / 2);
+        assert_eq!(seen(), None);
+        for n in 1..10 {
+            stalled(none, AFTER + n * AGAIN);
+        }
+        assert_eq!(seen(), Some((1, 1)));
+        assert_eq!(seen(), None);
+        stalled(none, AFTER + 10 * AGAIN);
+        assert_eq!(seen(), Some((1, 2)));
+        stalled(10 * AGAIN, AFTER + 11 * AGAIN);
+        assert_eq!(seen(), Some((2, 3)));
     }
 }
