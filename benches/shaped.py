@@ -26,11 +26,11 @@ NAME = f"phw{os.getpid()}"
 class Wire:
     """H hosts and a switch; the context manager removes them."""
 
-    def __init__(self, hosts, gbit, delay_ms=0, mtu=1500, cable=False, burst_ms=0.2):
+    def __init__(self, hosts, gbit, delay_ms=0, mtu=1500, cable=False, burst_ms=0.2, congestion=None):
         if cable and (hosts != 2 or delay_ms):
             raise SystemExit("a cable joins two hosts, and holds nothing back")
         self.hosts, self.gbit, self.delay_ms, self.mtu, self.cable = hosts, gbit, delay_ms, mtu, cable
-        self.burst_ms = burst_ms
+        self.burst_ms, self.congestion = burst_ms, congestion
         self.names, self.children = [], []
 
     def __enter__(self):
@@ -45,6 +45,8 @@ class Wire:
         sh("ip", "netns", "add", name)
         self.names.append(name)
         sh("ip", "-n", name, "link", "set", "lo", "up")
+        if self.congestion:
+            sh("ip", "netns", "exec", name, "sysctl", "-q", "-w", f"net.ipv4.tcp_congestion_control={self.congestion}")
 
     def build(self):
         if self.cable:
@@ -167,10 +169,10 @@ def until_interrupted(main):
             left.unlink(missing_ok=True)
 
 
-def machine():
-    """The cores and the system, for a summary."""
+def machine(congestion=None):
+    """The cores and the system, for a summary; `congestion` is what the hosts were told to use."""
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
-    congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    congestion = congestion or Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     system = os.uname()
     return (f"{os.cpu_count()} cores ({cpu}) for all hosts together, {system.sysname} {system.release}, "
             f"congestion control {congestion}")

@@ -39,6 +39,7 @@ p.add_argument("--ranks-per-host", type=int, default=1)
 p.add_argument("--rates", default="1,10", help="Gbit/s, separated by commas; 0 = not shaped")
 p.add_argument("--delays", default="0", help="ms from one host to another, separated by commas")
 p.add_argument("--mtu", type=int, default=1500)
+p.add_argument("--congestion", help="the hosts' TCP congestion control, e.g. cubic, Linux's own default (default: this machine's)")
 p.add_argument("--bytes", default="4,1024,65536,1048576,26214400")
 p.add_argument("--rounds", type=int, default=3)
 p.add_argument("--bench", default="", help="further arguments of `phalanx bench all-reduce`")
@@ -103,7 +104,7 @@ def main():
         for gbit, delay_ms in wires:
             for hosts in map(int, args.hosts.split(",")):
                 figures = {(s.__name__, b): [] for s in sides for b in SIZES}
-                with Wire(hosts, gbit, delay_ms, args.mtu) as wire:
+                with Wire(hosts, gbit, delay_ms, args.mtu, congestion=args.congestion) as wire:
                     for round_ in range(args.rounds):
                         for side in sides:
                             lines, cmds = measure(wire, side, token)
@@ -139,7 +140,7 @@ def keep(raw, commands, table):
                                            capture_output=True, text=True).stdout.strip()
     (args.out / f"raw{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in raw))
     text = [f"# All-reduce over a shaped wire: ours against Gloo (PyTorch {torch})", "",
-            f"{machine()}, MTU {args.mtu}, {args.ranks_per_host} rank(s) a host, "
+            f"{machine(args.congestion)}, MTU {args.mtu}, {args.ranks_per_host} rank(s) a host, "
             f"{args.rounds} interleaved rounds; median [smallest..largest].", "",
             *table, "", "Run as:", "", "```", shlex.join(["benches/wire.py", *sys.argv[1:]]), "```", "",
             "which runs, at the same time on every host:", "", "```", *commands, "```", ""]
