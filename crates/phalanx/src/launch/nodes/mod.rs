@@ -14,8 +14,14 @@
 //! that dies or is cut off stops beating; node 0 notices. When node 0 dies,
 //! the store dies with it, and that is the message.
 
+mod card;
+mod place;
+mod pulse;
+
+pub(crate) use card::Card;
+pub(crate) use place::{Place, host_locally, meeting_place};
+
 use std::collections::HashMap;
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,8 +32,9 @@ use phalanx_store::{ErrorKind as StoreKind, Store, TcpServer, TcpStore, Will};
 use phalanx_wire::Token;
 use serde::{Deserialize, Serialize};
 
+use self::card::compare;
+use self::pulse::{BEAT, BEAT_LIMIT, Pulse};
 use super::Event;
-use super::args::Meeting;
 use super::report::Verdict;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -38,11 +45,6 @@ pub(crate) const ABORT_KEY: &str = "launch/abort";
 const SLICE: Duration = Duration::from_millis(200);
 /// The same for connecting, which may need several round trips.
 const CONNECT_SLICE: Duration = Duration::from_secs(1);
-/// How often a launcher shows that it lives.
-const BEAT: Duration = Duration::from_secs(1);
-/// A node that did not beat for this long is lost. Only a dead or cut-off
-/// host gets here, so it may be patient with a busy one.
-const BEAT_LIMIT: Duration = Duration::from_secs(15);
 /// How long node 0 keeps the store, from the moment on when all is decided,
 /// so that every launcher can read the end of the story there.
 const LEAVE_LIMIT: Duration = Duration::from_secs(1);
@@ -55,179 +57,6 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// How long one waits in silence.
 const QUIET: Duration = Duration::from_secs(5);
-
-/// What a node says of itself when it joins.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Card {
-    /// How many nodes it expects.
-    pub(crate) nodes: usize,
-    /// Ranks that it starts.
-    pub(crate) local_ranks: usize,
-    /// The job's name.
-    pub(crate) run_id: String,
-    /// Host name.
-    pub(crate) host: String,
-    /// The launcher's process id.
-    pub(crate) pid: u32,
-    /// Our version: launchers of different builds do not mix.
-    pub(crate) version: String,
-}
-
-/// Where the store listens, and how it is reached.
-pub(crate) struct Place {
-    /// On node 0, the store itself.
-    pub(crate) server: Option<TcpServer>,
-    /// What this launcher dials.
-    pub(crate) dial: String,
-    /// What the ranks of this node dial.
-    pub(crate) master_addr: String,
-    /// The port.
-    pub(crate) master_port: u16,
-    /// The address by which other nodes reach this one.
-    pub(crate) bind: Option<IpAddr>,
-    /// Something a person should know.
-    pub(crate) warning: Option<String>,
-}
-
-/// Hosts the store of a launch on one node.
-pub(crate) fn host_locally(
-    port: Option<u16>,
-    bind: Option<IpAddr>,
-    token: &Token,
-) -> Result<Place> {
-    let ip = bind.unwrap_or(IpAddr::from([127, 0, 0, 1]));
-    let server = listen(&[SocketAddr::new(ip, port.unwrap_or(0))], token).map_err(|error| {
-        if port.is_some() && error.kind() == ErrorKind::Usage {
-            error.note(
-                "fix",
-                "leave --master-port out (a free port is taken then), or choose another",
-            )
-        } else {
-            error
-        }
-    })?;
-    let (dial, warning) = reachable(server.local_addr());
-    Ok(Place {
-        dial: dial.to_string(),
-        master_addr: dial.ip().to_string(),
-        master_port: dial.port(),
-        bind: None,
-        warning,
-        server: Some(server),
-    })
-}
-
-/// Hosts the store on node 0, or finds out how to reach it.
-pub(crate) fn meeting_place(
-    meeting: &Meeting,
-    bind: Option<IpAddr>,
-    token: &Token,
-) -> Result<Place> {
-    let named = if meeting.host.contains(':') {
-        format!("[{}]:{}", meeting.host, meeting.port)
-    } else {
-        format!("{}:{}", meeting.host, meeting.port)
-    };
-    if meeting.node_rank > 0 {
-        // A name that does not resolve yet may do so later, when the first
-        // node's pod or container is up: connecting tries again and again.
-        let bind = bind.or_else(|| route_to(&named));
-        return Ok(Place {
-            server: None,
-            dial: named,
-            master_addr: meeting.host.clone(),
-            master_port: meeting.port,
-            bind,
-            warning: None,
-        });
-    }
-    let addresses: Vec<SocketAddr> = match bind {
-        Some(ip) => vec![SocketAddr::new(ip, meeting.port)],
-        None => named
-            .to_socket_addrs()
-            .map_err(|error| {
-                Error::usage(format!(
-                    "--master-addr {} is no host that is known here",
-                    meeting.host
-                ))
-                .caused_by(error)
-            })?
-            .collect(),
-    };
-    let server = listen(&addresses, token).map_err(|error| match bind {
-        Some(_) => error,
-        None => error.note(
-            "fix",
-            "choose another --master-port, or, if the name belongs to another address of this host, add --bind ADDR",
-        ),
-    })?;
-    let (dial, mut warning) = reachable(server.local_addr());
-    let literal = meeting.host.parse::<IpAddr>().is_ok() || meeting.host == "localhost";
-    if warning.is_none() && dial.ip().is_loopback() && !literal {
-        warning = Some(format!(
-            "{} is {} on this host, which other hosts cannot reach; if there are any, add --bind ADDR",
-            meeting.host,
-            dial.ip()
-        ));
-    }
-    Ok(Place {
-        dial: dial.to_string(),
-        master_addr: match bind {
-            Some(_) => dial.ip().to_string(),
-            None => meeting.host.clone(),
-        },
-        master_port: meeting.port,
-        bind: Some(server.local_addr().ip()).filter(|ip| !ip.is_unspecified()),
-        warning,
-        server: Some(server),
-    })
-}
-
-/// The address to dial for one we listen on, with a warning for "all".
-fn reachable(addr: SocketAddr) -> (SocketAddr, Option<String>) {
-    if !addr.ip().is_unspecified() {
-        return (addr, None);
-    }
-    let loopback = match addr {
-        SocketAddr::V4(_) => IpAddr::from([127, 0, 0, 1]),
-        SocketAddr::V6(_) => IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1]),
-    };
-    let warning =
-        format!("the store listens on all addresses ({addr}); --bind one of them to be stricter");
-    (SocketAddr::new(loopback, addr.port()), Some(warning))
-}
-
-/// Listens on the first address that works.
-fn listen(addresses: &[SocketAddr], token: &Token) -> Result<TcpServer> {
-    let mut last = None;
-    for addr in addresses {
-        match TcpServer::bind(*addr, token.clone()) {
-            Ok(server) => return Ok(server),
-            Err(error) => last = Some((addr, error)),
-        }
-    }
-    let Some((addr, error)) = last else {
-        return Err(Error::usage("the master address has no address"));
-    };
-    let kind = match error.kind() {
-        StoreKind::Internal => ErrorKind::System,
-        _ => ErrorKind::Usage,
-    };
-    Err(Error::new(kind, format!("cannot listen on {addr}")).caused_by(error))
-}
-
-/// Our own address on the way to `named`. Nothing is sent.
-fn route_to(named: &str) -> Option<IpAddr> {
-    let to = named.to_socket_addrs().ok()?.next()?;
-    let any: SocketAddr = if to.is_ipv4() {
-        (IpAddr::from([0, 0, 0, 0]), 0).into()
-    } else {
-        (IpAddr::from([0u16; 8]), 0).into()
-    };
-    let socket = UdpSocket::bind(any).ok()?;
-    socket.connect(to).ok()?;
-    Some(socket.local_addr().ok()?.ip())
-}
 
 /// The nodes of the job, after all have joined.
 pub(crate) struct Nodes {
@@ -621,76 +450,8 @@ impl Nodes {
     }
 }
 
-/// Our own beat and, on node 0, everybody's.
-struct Pulse {
-    next: Option<Instant>,
-    heard: Vec<(Option<Vec<u8>>, Option<Instant>)>,
-}
-
-impl Pulse {
-    fn new(nodes: usize) -> Self {
-        Pulse {
-            next: None,
-            heard: vec![(None, None); nodes],
-        }
-    }
-
-    /// Beats when it is time. `Some(node)`: that node is lost.
-    fn beat(
-        &mut self,
-        store: &dyn Store,
-        me: usize,
-        now: Instant,
-    ) -> phalanx_store::Result<Option<usize>> {
-        if self.next.is_some_and(|next| now < next) {
-            return Ok(None);
-        }
-        self.next = Some(now + BEAT);
-        store.add(&format!("launch/beat/{me}"), 1)?;
-        if me != 0 {
-            return Ok(None);
-        }
-        for (node, (value, since)) in self.heard.iter_mut().enumerate() {
-            if node == me {
-                continue;
-            }
-            let beat = store.try_get(&format!("launch/beat/{node}"))?;
-            if beat != *value || since.is_none() {
-                *value = beat;
-                *since = Some(now);
-            } else if since.is_some_and(|since| now.duration_since(since) > BEAT_LIMIT) {
-                return Ok(Some(node));
-            }
-        }
-        Ok(None)
-    }
-}
-
 fn node_key(node: usize) -> String {
     format!("launch/node/{node}")
-}
-
-/// Two nodes must agree about the world before anything starts.
-fn compare(mine: &Card, me: usize, theirs: &Card, key: &str) -> Result<()> {
-    let node = key.rsplit('/').next().unwrap_or("?");
-    let differ =
-        |what: &str, their: &dyn std::fmt::Display, my: &dyn std::fmt::Display| {
-            Err(Error::usage(format!(
-            "node {node} (host {}) was started with {what} {their}, node {me} (host {}) with {my}",
-            theirs.host, mine.host
-        ))
-        .note("fix", "start all launchers of a job alike, but for --node-rank"))
-        };
-    if theirs.nodes != mine.nodes {
-        return differ("--nnodes", &theirs.nodes, &mine.nodes);
-    }
-    if theirs.run_id != mine.run_id {
-        return differ("--rdzv-id", &theirs.run_id, &mine.run_id);
-    }
-    if theirs.version != mine.version {
-        return differ("phalanx", &theirs.version, &mine.version);
-    }
-    Ok(())
 }
 
 /// The store does not answer any more: node 0 is gone. The store's own words
@@ -710,113 +471,4 @@ fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>> {
 
 fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Option<T> {
     serde_json::from_slice(bytes).ok()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use phalanx_store::MemStore;
-
-    fn card() -> Card {
-        Card {
-            nodes: 2,
-            local_ranks: 2,
-            run_id: "none".into(),
-            host: "a".into(),
-            pid: 1,
-            version: "0.1.0".into(),
-        }
-    }
-
-    #[test]
-    fn cards_must_agree() {
-        let mine = card();
-        assert!(
-            compare(
-                &mine,
-                0,
-                &Card {
-                    local_ranks: 7,
-                    ..card()
-                },
-                "launch/node/1"
-            )
-            .is_ok()
-        );
-        for (theirs, want) in [
-            (Card { nodes: 3, ..card() }, "--nnodes 3"),
-            (
-                Card {
-                    run_id: "x".into(),
-                    ..card()
-                },
-                "--rdzv-id x",
-            ),
-            (
-                Card {
-                    version: "9".into(),
-                    ..card()
-                },
-                "phalanx 9",
-            ),
-        ] {
-            let error = compare(&mine, 0, &theirs, "launch/node/1").unwrap_err();
-            assert!(error.chain().contains(want), "{}", error.chain());
-            assert!(
-                error.chain().starts_with("node 1 (host a)"),
-                "{}",
-                error.chain()
-            );
-        }
-    }
-
-    #[test]
-    fn a_silent_node_is_lost_and_a_beating_one_is_not() {
-        let store = MemStore::new();
-        let mut pulse = Pulse::new(3);
-        let start = Instant::now();
-        let mut now = start;
-        let mut lost = None;
-        while lost.is_none() && now < start + 2 * BEAT_LIMIT {
-            // node 1 beats, node 2 does for three seconds
-            store.add("launch/beat/1", 1).unwrap();
-            if now < start + 3 * BEAT {
-                store.add("launch/beat/2", 1).unwrap();
-            }
-            lost = pulse.beat(&store, 0, now).unwrap();
-            now += BEAT;
-        }
-        assert_eq!(lost, Some(2));
-        assert!(now > start + BEAT_LIMIT + 3 * BEAT);
-    }
-
-    #[test]
-    fn a_node_that_never_beat_is_lost_too() {
-        let store = MemStore::new();
-        let mut pulse = Pulse::new(2);
-        let start = Instant::now();
-        assert_eq!(pulse.beat(&store, 0, start).unwrap(), None);
-        assert_eq!(pulse.beat(&store, 0, start + BEAT_LIMIT).unwrap(), None);
-        assert_eq!(
-            pulse.beat(&store, 0, start + 2 * BEAT_LIMIT).unwrap(),
-            Some(1)
-        );
-    }
-
-    #[test]
-    fn other_nodes_only_beat() {
-        let store = MemStore::new();
-        let mut pulse = Pulse::new(2);
-        let start = Instant::now();
-        for n in 0..40 {
-            assert_eq!(pulse.beat(&store, 1, start + n * BEAT).unwrap(), None);
-        }
-        assert_eq!(store.try_get("launch/beat/1").unwrap().unwrap(), b"40");
-    }
-
-    #[test]
-    fn our_address_on_the_way_to_loopback() {
-        assert_eq!(route_to("127.0.0.1:9"), Some(IpAddr::from([127, 0, 0, 1])));
-        assert_eq!(route_to("no such host:9"), None);
-    }
 }
