@@ -88,8 +88,8 @@ pub enum Exchange {
     /// The same, but nothing travels under backward: gradients are exchanged by the optimizer's step
     /// ([`ShardedOptimizer::step_scattered`](crate::ShardedOptimizer::step_scattered)), which updates
     /// each piece of parameters as soon as their gradient is folded, while it is still in the processor's cache.
-    /// The least work of all, so the fastest where the threads of the ranks of one host use all of its cores and nothing
-    /// can be hidden. Between hosts, and where cores are idle, use another. Without [caps](ReducerOptions::caps) of
+    /// Meant for ranks of one host whose threads use all of its cores, so that nothing can be hidden
+    /// (`benches/runs/2026-11-21-overhead`). Between hosts, and where cores are idle, use another. Without [caps](ReducerOptions::caps) of
     /// its own there is one bucket.
     AtStep,
 }
