@@ -33,6 +33,8 @@ pub(crate) struct Routes {
     policy: Unused,
     /// Used by some micro-batch of this step.
     used: Vec<bool>,
+    /// Used by the step that ended last.
+    stepped: Vec<bool>,
     /// Used in the first step.
     first: Option<Vec<bool>>,
     /// Whether a backward of this step reported anything.
@@ -95,6 +97,7 @@ impl Routes {
             at_loss: false,
             policy,
             used: vec![false; selection.len()],
+            stepped: vec![false; selection.len()],
             first: None,
             any: false,
             selection,
@@ -249,6 +252,7 @@ impl Routes {
 
     /// The step is over.
     pub(crate) fn finish(&mut self) {
+        self.stepped.copy_from_slice(&self.used);
         self.used.fill(false);
         self.any = false;
         self.at_loss = false;
@@ -261,8 +265,13 @@ impl Routes {
         self.own.get(param.index()).map_or(&[], Vec::as_slice)
     }
 
-    /// Whether an optimizer must leave a parameter alone that is not reduced.
+    /// Whether an optimizer must leave a parameter alone that is not reduced: it is frozen,
+    /// or this rank's last step had no gradient for it.
     pub(crate) fn untouched(&self, param: ParamId) -> bool {
-        self.of(param) == Selection::Frozen
+        match self.of(param) {
+            Selection::Frozen => true,
+            Selection::Ignored => !self.stepped[param.index()],
+            Selection::Reduced(_) | Selection::Unknown => false,
+        }
     }
 }

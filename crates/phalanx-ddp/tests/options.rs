@@ -195,6 +195,21 @@ fn frozen_parameters_stay_and_ignored_ones_are_each_ranks_own() {
             let frozen = params.find("trunk.bias").expect("bias");
             assert_eq!(params.get(frozen), before.get(frozen));
             assert_ne!(params.get(head), before.get(head));
+
+            // A rank that sits a step out has no gradient of its own for it.
+            let before = params.clone();
+            let sits_out = rank > 0;
+            let mut step = ddp.begin(if sits_out { &[] } else { &[1] }).expect("begin");
+            if !sits_out {
+                let sink = step.micro_batch().expect("declared");
+                backward(&net, &params, 0, sink).expect("backward");
+            }
+            assert!(step.finish().expect("finish").is_yes());
+            Sgd::new(&params, 0.1)
+                .weight_decay(0.1)
+                .step(&mut params, &ddp)
+                .expect("step");
+            assert_eq!(params.get(head) == before.get(head), sits_out);
         });
     }
 }

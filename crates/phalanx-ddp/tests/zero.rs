@@ -85,6 +85,37 @@ fn sharded<O: Optimizer>(
     (params, optimizer.gather_state().expect("gather"), bytes)
 }
 
+/// Two lines of parameters leave two of four ranks without any: they gather all the same.
+#[test]
+fn ranks_without_a_part_gather_the_state_of_the_others() {
+    let model = || {
+        let mut scope = Scope::new(Seed(3));
+        Linear::new(scope.enter("small"), 2, 1);
+        scope.build().expect("model builds")
+    };
+    let make = |params: &Params| Sgd::new(params, 0.1).momentum(0.9);
+    let states = ranks(4, Over::Thread, |group| {
+        let mut params = model();
+        let mut optimizer = ShardedOptimizer::new(group, &params, make).expect("cut");
+        for step in 0..3 {
+            let grads = Made::new(&params, step);
+            optimizer.step(&mut params, &grads).expect("step");
+        }
+        optimizer.gather_state().expect("gather")
+    });
+    let mut params = model();
+    let mut whole = make(&params);
+    for step in 0..3 {
+        let grads = Made::new(&params, step);
+        whole.step(&mut params, &grads).expect("step");
+    }
+    for state in states {
+        let names: Vec<&str> = state.iter().map(|(name, _)| *name).collect();
+        assert_eq!(names, ["momentum_buffer"]);
+        assert_eq!(bits(&state[0].1), bits(whole.state()[0].1));
+    }
+}
+
 fn check<O: Optimizer>(make: impl Fn(&Params) -> O + Sync + Copy) {
     let (want, state) = whole(make, 10);
     let all: usize = state.iter().map(|(_, v)| 4 * v.len()).sum();

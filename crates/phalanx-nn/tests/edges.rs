@@ -5,7 +5,7 @@ mod common;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use common::Recorder;
-use phalanx_nn::layers::{Act, Conv2dOptions, Linear, MaxPool2dOptions};
+use phalanx_nn::layers::{Act, AvgPool2dOptions, Conv2dOptions, Linear, MaxPool2dOptions};
 use phalanx_nn::optim::{Adam, Sgd};
 use phalanx_nn::{
     ErrorKind, GradSink, Grads, Init, Layout, ParamId, Params, Reduction, Result, Scope, Seed,
@@ -75,6 +75,30 @@ fn shapes_that_do_not_fit_are_refused() {
     is_usage(pool(&[1, 4, 4, 1], o.dilation(0)), "does not fit");
     is_usage(pool(&[1, 0, 4, 1], o.padding(1)), "does not fit");
     is_usage(step.input(&[], &[0, usize::MAX, 2]), "too large");
+}
+
+/// `torch.nn.functional.max_pool2d` and `avg_pool2d` with `ceil_mode=True` give these.
+#[test]
+fn a_window_larger_than_the_image_counts_where_sizes_are_rounded_up() {
+    let params = Scope::new(Seed(0)).build().unwrap();
+    let mut tape = Tape::new(Threads(1));
+    let step = tape.step(&params, StepKey::new(0, 0));
+    for (kernel, stride, side, largest, mean) in [
+        (3, 2, 2, 3.0, 1.5),
+        (4, 3, 2, 3.0, 1.5),
+        (2, 2, 1, 0.0, 0.0),
+    ] {
+        let values: Vec<f32> = (0..side * side).map(|i| i as f32).collect();
+        let image = || step.input(&values, &[1, side, side, 1]).unwrap();
+        let max = MaxPool2dOptions::new(kernel).stride(stride);
+        let avg = AvgPool2dOptions::new(kernel).stride(stride);
+        is_usage(image().max_pool2d(max), "does not fit");
+        is_usage(image().avg_pool2d(avg), "does not fit");
+        let max = image().max_pool2d(max.ceil_mode()).unwrap();
+        assert_eq!(max.to_vec(), [largest]);
+        let avg = image().avg_pool2d(avg.ceil_mode()).unwrap();
+        assert_eq!(avg.to_vec(), [mean]);
+    }
 }
 
 #[test]

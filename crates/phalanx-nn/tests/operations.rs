@@ -146,6 +146,22 @@ fn equal_largest_elements_share_the_gradient() {
     assert_eq!(seen.grad().unwrap(), [0.0, 0.5, 0.5, 0.0]);
 }
 
+/// As `torch.amax` has it.
+#[test]
+fn of_not_a_number_there_is_no_largest_to_take_the_gradient() {
+    let params = Scope::new(Seed(0)).build().unwrap();
+    let mut tape = Tape::new(Threads(1));
+    let step = tape.step(&params, StepKey::new(0, 0));
+    let values = [1.0, f32::NAN, 2.0, 5.0, f32::INFINITY, f32::INFINITY];
+    let x = step.variable(&values, &[2, 3]).unwrap();
+    let seen = x.share();
+    let y = x.max(&[1], false).unwrap().sum(&[], false).unwrap();
+    y.backward(&mut Grads::like(&params)).unwrap();
+    let grad = seen.grad().unwrap();
+    assert!(grad[..3].iter().all(|g| g.is_nan()), "{grad:?}");
+    assert_eq!(grad[3..], [0.0, 0.5, 0.5]);
+}
+
 #[test]
 fn movement() {
     let shape = [2, 3, 4];

@@ -73,6 +73,16 @@ fn one_schedule_follows_another() {
 }
 
 #[test]
+fn a_milestone_at_the_start_counts() {
+    // torch.optim.lr_scheduler.MultiStepLR(opt, [0, 2], 0.5), lr 0.1.
+    let mut s = Schedule::multi_step(0.1, &[0, 2], 0.5);
+    for want in [0.05, 0.05, 0.025, 0.025] {
+        assert!((s.lr() - want).abs() < 1e-15, "{} {want}", s.lr());
+        s.advance();
+    }
+}
+
+#[test]
 fn impossible_schedules_are_refused() {
     let all = [
         Schedule::cosine(0.1, 0, 0.0),

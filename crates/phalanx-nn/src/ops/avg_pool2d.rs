@@ -61,9 +61,9 @@ impl AvgPool2dOptions {
         if p > k / 2 || input == 0 || k == 0 {
             return None;
         }
-        let span = input.checked_add(2 * p)?.checked_sub(k)?;
         let extra = if self.ceil { s.checked_sub(1)? } else { 0 };
-        let out = span.checked_add(extra)?.checked_div(s)? + 1;
+        let padded = input.checked_add(2 * p)?.checked_add(extra)?;
+        let out = padded.checked_sub(k)?.checked_div(s)? + 1;
         // The last window must begin inside the image or its leading padding.
         Some(if self.ceil && (out - 1) * s >= input + p {
             out - 1

@@ -74,9 +74,9 @@ impl MaxPool2dOptions {
         let reach = self.dilation[d]
             .checked_mul(k.checked_sub(1)?)?
             .checked_add(1)?;
-        let span = input.checked_add(2 * p)?.checked_sub(reach)?;
         let extra = if self.ceil { s.checked_sub(1)? } else { 0 };
-        let out = (span + extra).checked_div(s)? + 1;
+        let padded = input.checked_add(2 * p)?.checked_add(extra)?;
+        let out = padded.checked_sub(reach)?.checked_div(s)? + 1;
         // The last window must begin inside the image or its leading padding.
         Some(if self.ceil && (out - 1) * s >= input + p {
             out - 1

@@ -147,8 +147,10 @@ impl Recorded for Reduction {
             &self.over,
             count.slice_mut(),
         );
-        for (d, n) in dy.slice_mut().iter_mut().zip(count.slice()) {
-            *d /= n;
+        let groups = count.slice().iter().zip(most);
+        for (d, (n, most)) in dy.slice_mut().iter_mut().zip(groups) {
+            // Of not-a-number there is no largest, nor a gradient of it.
+            *d = if most.is_nan() { f32::NAN } else { *d / n };
         }
         let dx = self.spread(pass, Arithmetic::Mul, hits.slice(), dy.slice())?;
         pass.pool().put(count);

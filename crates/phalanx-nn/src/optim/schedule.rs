@@ -149,7 +149,9 @@ impl Schedule {
     /// Times `factor` at each milestone; one that is listed twice counts twice.
     pub fn multi_step(lr: f64, milestones: &[u64], factor: f64) -> Self {
         let milestones = milestones.to_vec();
-        Self::new(Kind::MultiStep { milestones, factor }, lr, lr)
+        let times = milestones.iter().filter(|&&m| m == 0).count();
+        let first = lr * factor.powi(times as i32);
+        Self::new(Kind::MultiStep { milestones, factor }, lr, first)
     }
 
     /// Times `factor` at every step.

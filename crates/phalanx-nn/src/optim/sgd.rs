@@ -225,7 +225,10 @@ impl Optimizer for Sgd {
     }
 
     fn state(&self) -> Vec<(&'static str, &[f32])> {
-        if self.buffer.is_empty() {
+        // Who has no elements has their state all the same: ranks that share an optimizer
+        // gather the same buffers.
+        let nothing = self.elems == 0 && self.momentum != 0.0 && self.steps > 0;
+        if self.buffer.is_empty() && !nothing {
             return Vec::new();
         }
         vec![(MOMENTUM_BUFFER, &self.buffer)]

@@ -74,7 +74,7 @@ pub(crate) fn tensors(params: &Params) -> Vec<Tensor> {
 pub fn save_pth(path: &Path, params: &Params) -> Result<()> {
     let saved = |info: &ParamInfo, values: &[f32]| {
         let (dtype, bytes) = if is_count(&info.name) {
-            let whole = values.iter().flat_map(|v| (*v as i64).to_le_bytes());
+            let whole = values.iter().flat_map(|v| count(*v).to_le_bytes());
             (DType::I64, whole.collect())
         } else {
             (DType::F32, little_endian(values))
@@ -174,7 +174,7 @@ pub fn save_tensors(
     for tensor in &mut tensors {
         if is_count(&tensor.name) && tensor.dtype.is_float() {
             let whole = tensor.dtype.to_f32(&tensor.bytes).into_iter();
-            tensor.bytes = whole.flat_map(|v| (v as i64).to_le_bytes()).collect();
+            tensor.bytes = whole.flat_map(|v| count(v).to_le_bytes()).collect();
             tensor.dtype = DType::I64;
         }
     }
@@ -184,6 +184,12 @@ pub fn save_tensors(
 /// Whether PyTorch has a whole number under this name.
 fn is_count(name: &str) -> bool {
     name.rsplit('.').next() == Some("num_batches_tracked")
+}
+
+/// The whole number that a count stands for. A mean of equal counts over ranks may be a
+/// rounding away from them, and one over ranks that sat a step out lies between.
+fn count(value: f32) -> i64 {
+    value.round() as i64
 }
 
 /// Writes a safetensors file of `tensors` to `out`, in their order.

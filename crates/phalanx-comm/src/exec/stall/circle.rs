@@ -25,7 +25,8 @@
 //! still take bytes after a silence that long; who counts on it sends to a rank that
 //! does not receive.
 
-use std::collections::HashSet;
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 
 use super::post::Post;
 use crate::plan::Collective;
@@ -124,6 +125,7 @@ pub(super) fn find<E>(
     let mut path: Vec<(usize, Post, usize)> = vec![(me, mine.clone(), 0)];
     let mut ways: Vec<What> = Vec::new();
     let mut seen = HashSet::from([me]);
+    let mut asked: HashMap<usize, Option<Post>> = HashMap::new();
     while let Some((x, post, tried)) = path.last_mut() {
         // Back to where it began first: that may also be by a collective's
         // nature, whomever it waits for by its plan.
@@ -142,14 +144,20 @@ pub(super) fn find<E>(
             continue;
         };
         let x = *x;
-        if path.len() >= most || !seen.insert(y) {
+        if path.len() >= most || seen.contains(&y) {
             continue;
         }
-        let Some(theirs) = ask(y)? else { continue };
+        let theirs = match asked.entry(y) {
+            Entry::Occupied(said) => said.into_mut(),
+            Entry::Vacant(unknown) => unknown.insert(ask(y)?),
+        };
+        let Some(theirs) = theirs else { continue };
         let from = path.last().map(|(_, post, _)| post);
-        if let Some(what) = from.and_then(|from| waits((x, from), (y, &theirs))) {
+        if let Some(what) = from.and_then(|from| waits((x, from), (y, theirs))) {
+            // Only now: another on the path may wait for it where this one does not.
+            seen.insert(y);
             ways.push(what);
-            path.push((y, theirs, 0));
+            path.push((y, theirs.clone(), 0));
         }
     }
     Ok(None)
@@ -415,6 +423,26 @@ mod tests {
         assert_eq!(found(batch(&[(0, 0), (0, 1), (0, 1)])), [0, 2]);
         // It sends to rank 2 as well.
         assert_eq!(found(batch(&[(0, 0), (0, 1), (1, 1)])), NOBODY);
+    }
+
+    /// Rank 2 is met on a way that does not wait for it before the one that does.
+    #[test]
+    fn a_rank_is_left_out_only_where_nobody_waits_for_it() {
+        let takes = |peer| Awaited {
+            peer,
+            data: true,
+            gives: None,
+            takes: Some(0),
+        };
+        let awaits = [takes(2), takes(1)];
+        // Message 0 of rank 2 was begun to be sent; rank 1 has not begun its own.
+        let batch = post(Collective::SendRecv, (0, 0, 9), (5, 1), &awaits, &[]);
+        let said = vec![
+            (0, batch),
+            (1, receives(2, 0, &[])),
+            (2, receives(0, 0, &[(1, 0), (0, 0)])),
+        ];
+        assert_eq!(ranks(&seen_by(0, &said)), [0, 1, 2]);
     }
 
     /// Rank 0 is in collective 5, rank 1 in message 2 between them.

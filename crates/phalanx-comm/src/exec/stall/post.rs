@@ -4,9 +4,12 @@ use phalanx_wire::frame::Header;
 
 use crate::plan::Collective;
 
-/// Ranks in a post that are waited for. Those of a collective in another
-/// operation wait for each other, so one of a few is enough.
-pub(super) const AWAITED_MAX: usize = 8;
+/// Ranks in a post that are waited for, of messages. Of a batch of more, a circle
+/// may be seen only when the first are done.
+pub(super) const AWAITED_MAX: usize = 64;
+/// The same in a collective. Those in another operation wait for each other, so one
+/// of a few is enough.
+const AWAITED_MAX_INSIDE: usize = 8;
 /// Ranks in a post with which messages were exchanged.
 const COUNTED_MAX: usize = 1024;
 
@@ -70,12 +73,16 @@ impl Post {
             .map(some)
             .filter(|count| count.sent + count.received > 0);
         let kept = counts.by_ref().take(COUNTED_MAX).collect();
+        let most = match Collective::from_wire(header.collective) {
+            Some(Collective::SendRecv) => AWAITED_MAX,
+            _ => AWAITED_MAX_INSIDE,
+        };
         Post {
             header,
             begun,
             stall,
             turn,
-            awaits: awaits.take(AWAITED_MAX).collect(),
+            awaits: awaits.take(most).collect(),
             counts: kept,
             is_complete: counts.next().is_none(),
         }
