@@ -98,7 +98,9 @@ pub trait GradientHook: Send {
 
     /// The ranks have voted on the step: what it changed in the hook is kept,
     /// or dropped with its gradients.
-    fn decided(&mut self, _commit: &Commit) {}
+    /// `untouched` says of each parameter whether no rank used it: optimizers leave those alone,
+    /// so what a hook sent for them reaches nobody.
+    fn decided(&mut self, _commit: &Commit, _untouched: &[bool]) {}
 
     /// State for a checkpoint, valid at any number of ranks. *Blocks* until
     /// all ranks call it, if there is any.

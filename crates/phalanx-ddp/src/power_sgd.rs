@@ -337,9 +337,13 @@ impl GradientHook for PowerSgd {
         Ok(())
     }
 
-    fn decided(&mut self, commit: &Commit) {
+    fn decided(&mut self, commit: &Commit, untouched: &[bool]) {
         if self.is_started() && commit.is_yes() {
-            for factor in self.factors.iter_mut().flatten() {
+            // Nothing was taken of an untouched one's gradient: its error stays whole.
+            let factors = self.factors.iter_mut().zip(untouched);
+            let taken =
+                factors.filter_map(|(factor, untouched)| factor.as_mut().filter(|_| !untouched));
+            for factor in taken {
                 std::mem::swap(&mut factor.error, &mut factor.next_error);
                 // Empty until the first step was taken.
                 factor.q.resize(factor.next_q.len(), 0.0);

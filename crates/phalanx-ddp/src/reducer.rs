@@ -712,7 +712,7 @@ impl Reducer {
         if self.has_hook_to_run()
             && let Some(hook) = &mut self.hook
         {
-            hook.decided(&commit);
+            hook.decided(&commit, &self.untouched);
         }
         self.committed = commit.is_yes();
         self.skipped += u64::from(!self.committed);

@@ -309,6 +309,38 @@ fn all_ranks_get_the_same_bits_over_every_transport() {
     }
 }
 
+/// Its optimizer leaves it alone, so its error must not count as sent.
+#[test]
+fn a_parameter_that_nobody_used_keeps_its_error() {
+    ranks(2, Over::Thread, |group| {
+        let rank = group.rank();
+        let mut reducer = with_hook(group, options(2));
+        for index in 0..3 {
+            step(&mut reducer, |p, i| value(index, rank, p, i));
+        }
+        let of = |state: &HookState, layer: &str| {
+            let mine = state.tensors.iter().filter(|(n, _)| n.ends_with(layer));
+            mine.map(|(_, values)| values.clone()).collect::<Vec<_>>()
+        };
+        let before = state(&mut reducer);
+        for (param, (rows, columns)) in SHAPES.iter().enumerate().rev() {
+            if param == 1 {
+                reducer.unused(param).expect("unused");
+                continue;
+            }
+            let slot = reducer.slot(param);
+            (0..rows * columns).for_each(|i| slot[i] = value(3, rank, param, i));
+            reducer.ready(param).expect("ready");
+        }
+        assert!(reducer.finish().expect("finish").is_yes());
+        assert!(reducer.is_untouched(1) && !reducer.is_untouched(0));
+        let after = state(&mut reducer);
+        assert_eq!(of(&after, "layer1"), of(&before, "layer1"));
+        assert_eq!(of(&before, "layer1").len(), 2);
+        assert_ne!(of(&after, "layer0"), of(&before, "layer0"));
+    });
+}
+
 #[test]
 fn a_step_that_is_voted_down_leaves_nothing_behind() {
     let run = |bad: Option<usize>| {

@@ -10,6 +10,10 @@
 //! den = round(round(sqrt(v) / sqrt(1 - beta2^t)) + eps)
 //! p   = round(p + round(round(-lr / (1 - beta1^t) * m) / den))
 //! ```
+//!
+//! `t` counts the optimizer's steps. PyTorch counts each parameter's own: they part for a
+//! parameter that no loss used in the first steps, whose first updates are scaled by the bias
+//! correction of a later step here.
 
 use super::{
     Optimizer, PIECE, Pass, Run, check_layout, check_setting, only_known, run_fused, saved,

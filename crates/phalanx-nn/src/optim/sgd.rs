@@ -10,6 +10,9 @@
 //! d   = nesterov ? fma(buf, momentum, d) : buf
 //! p   = fma(d, -lr, p)
 //! ```
+//!
+//! The first step is the optimizer's, where PyTorch means each parameter's own: they part for
+//! a parameter that no loss used in the first step, if there is dampening.
 
 use super::{
     Optimizer, PIECE, Pass, Run, check_layout, check_setting, only_known, run_fused, saved,
