@@ -209,6 +209,54 @@ fn only_the_newest_are_kept_and_nothing_else_is_touched() {
     assert_eq!(names(dir.path()), ["notes.txt"]);
 }
 
+#[test]
+fn what_was_just_saved_stays_whatever_its_step() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = Folder::new(dir.path(), 2);
+    let params = model(0.5);
+    let sgd = Sgd::new(&params, 0.1);
+    for step in [20, 40] {
+        folder.save(&snapshot(&params, &sgd, step)).unwrap();
+    }
+    let saved = folder.save(&snapshot(&params, &sgd, 7)).unwrap();
+    assert_eq!(State::load(&saved).unwrap().manifest().place, at(7));
+    let stems = ["step-000000007", "step-000000040"];
+    let files = stems.map(|stem| ["json", "safetensors"].map(|e| format!("{stem}.{e}")));
+    assert_eq!(names(dir.path()), files.concat());
+}
+
+#[test]
+fn a_branch_that_is_left_is_kept_but_not_found() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = Folder::new(dir.path(), 2);
+    let params = model(0.5);
+    let sgd = Sgd::new(&params, 0.1);
+    for step in [20, 40] {
+        folder.save(&snapshot(&params, &sgd, step)).unwrap();
+    }
+    let newest = |folder: &Folder| {
+        let state = folder.newest().unwrap().0;
+        state.map(|state| state.manifest().place.step)
+    };
+    assert!(folder.set_aside(Some(40)).unwrap().is_empty());
+    let aside = folder.set_aside(Some(20)).unwrap();
+    assert_eq!(aside, [dir.path().join("aside-step-000000040.json")]);
+    assert_eq!(newest(&folder), Some(20));
+    // Saves and rotations later, of the same step too, its data are still there.
+    for step in [30, 40, 50] {
+        folder.save(&snapshot(&model(0.25), &sgd, step)).unwrap();
+    }
+    let mut read = model(0.0);
+    let state = State::load(&aside[0]).unwrap();
+    state.restore_params(&mut read).unwrap();
+    assert_eq!(weights_sha256(&read), weights_sha256(&params));
+    assert_eq!(newest(&folder), Some(50));
+    assert_eq!(folder.set_aside(None).unwrap().len(), 2);
+    assert_eq!(newest(&folder), None);
+    folder.clear().unwrap();
+    assert!(names(dir.path()).is_empty());
+}
+
 /// The same manifest with the hash that belongs to it.
 fn signed(text: &str) -> String {
     let (before, rest) = text.rsplit_once("\"manifest_sha256\": \"").unwrap();

@@ -396,6 +396,137 @@ fn the_linear_program_goes_on_too_and_prints_what_is_left() {
     assert_eq!(said(&text), weight);
 }
 
+/// The steps of the checkpoints in `dir/run`, without those set aside.
+fn steps_saved(dir: &Path, run: &str) -> Vec<u64> {
+    let there = std::fs::read_dir(dir.join(run).join("checkpoints")).expect("folder");
+    let mut steps: Vec<u64> = there
+        .flatten()
+        .filter_map(|entry| {
+            let name = entry.file_name().into_string().ok()?;
+            let step = name.strip_prefix("step-")?.strip_suffix(".json")?;
+            step.parse().ok()
+        })
+        .collect();
+    steps.sort_unstable();
+    steps
+}
+
+#[test]
+fn whoever_goes_back_leaves_the_other_branch_and_its_summary_behind() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let more = ["--iterations", "40", "--save-every", "20", "--keep", "2"];
+    // The disk may be too slow for the 20th: so it is a stop's, which waits.
+    let half = [&more[..], &["--stop-after", "20"]].concat();
+    succeed(linear(dir, "out", "1", &half));
+    succeed(linear(
+        dir,
+        "out",
+        "1",
+        &[&more[..], &["--resume", "auto"]].concat(),
+    ));
+    assert_eq!(steps_saved(dir, "out"), [20, 40]);
+    assert!(dir.join("out/summary.json").exists());
+    // Without --output-dir it goes on in the folder of the checkpoint.
+    let back = |from: &str| {
+        let args = ["train", "linear", "--resume", from, "--stop-after", "3"];
+        succeed(phalanx(&[&args[..], &more[..4]].concat(), dir))
+    };
+    let text = back("out/checkpoints/step-000000020.json");
+    assert!(
+        text.contains("set aside 1 checkpoint of a branch"),
+        "{text}"
+    );
+    assert_eq!(steps_saved(dir, "out"), [20, 23]);
+    assert!(!dir.join("out/summary.json").exists());
+    let text = succeed(linear(
+        dir,
+        "out",
+        "1",
+        &[&more[..], &["--resume", "auto"]].concat(),
+    ));
+    assert!(text.contains("resumed  after 23 of 40"), "{text}");
+    assert!(dir.join("out/summary.json").exists());
+    // Nothing left to do: it stays complete, and what was set aside can be gone on with.
+    let finished = std::fs::read(dir.join("out/summary.json")).expect("summary");
+    let text = back("out/checkpoints/aside-step-000000040.json");
+    assert!(text.contains("resumed  after 40 of 40"), "{text}");
+    assert!(!finished.is_empty() && dir.join("out/summary.json").exists());
+    // Of a folder that it does not come from, nothing is this run's.
+    let elsewhere = ["--resume", "out", "--stop-after", "1", "--iterations", "50"];
+    succeed(linear(
+        dir,
+        "other",
+        "1",
+        &["--stop-after", "60", "--iterations", "70"],
+    ));
+    let text = succeed(linear(dir, "other", "1", &elsewhere));
+    assert!(
+        text.contains("set aside 1 checkpoint of a branch"),
+        "{text}"
+    );
+    assert_eq!(steps_saved(dir, "other"), [41]);
+}
+
+#[test]
+fn a_run_goes_on_in_its_own_folder_however_that_is_called() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    succeed(linear(dir, "out", "1", &["--stop-after", "1"]));
+    let file = "step-000000001.json";
+    let mut steps = 1;
+    for (from, resume) in [
+        ("out", "."),
+        ("out/checkpoints", ".."),
+        ("out/checkpoints", "."),
+        ("out", "checkpoints"),
+        ("out/checkpoints", file),
+    ] {
+        let args = ["train", "linear", "--resume", resume, "--stop-after", "1"];
+        let from = dir.join(from);
+        succeed(phalanx(&args, &from));
+        steps = if resume == file { 2 } else { steps + 1 };
+        assert_eq!(steps_saved(dir, "out").last(), Some(&steps), "{resume}");
+        assert!(!from.join("runs").exists(), "{resume}");
+        if resume == "checkpoints" {
+            // Kept until the last round, which goes back to it.
+            succeed(linear(dir, "out", "1", &["--stop-after", "1"]));
+        }
+    }
+}
+
+#[test]
+fn resnet18_goes_on_in_another_folder_than_its_default() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let go = |more: &[&str]| {
+        let args = [
+            "train",
+            "resnet18",
+            "--data_url",
+            "synthetic",
+            "--epochs",
+            "1",
+        ];
+        let mut command = phalanx(&args, dir);
+        command.args(["--synthetic-samples", "8", "--batch-size", "2"]);
+        succeed({
+            command.args(["--stop-after", "1"]).args(more);
+            command
+        })
+    };
+    go(&["--output-dir", "deep"]);
+    let text = go(&["--resume", "deep"]);
+    assert!(text.contains("resumed  after 1 of 4 steps"), "{text}");
+    assert_eq!(steps_saved(dir, "deep"), [1, 2]);
+    assert!(!dir.join("output_dir").exists());
+    // Its own folder needs no name.
+    go(&[]);
+    let text = go(&["--resume", "auto"]);
+    assert!(text.contains("resumed  after 1 of 4 steps"), "{text}");
+    assert_eq!(steps_saved(dir, "output_dir"), [1, 2]);
+}
+
 #[test]
 fn the_linear_program_saves_before_sigterm_ends_it() {
     let dir = tempfile::tempdir().expect("a temporary folder");

@@ -11,6 +11,8 @@ use crate::files::{atomic_write, atomic_write_with, create_folder};
 use crate::{Error, Result};
 
 const PREFIX: &str = "step-";
+/// Before the name of a manifest that no run goes on from by itself.
+const ASIDE: &str = "aside-";
 const MANIFEST: &str = ".json";
 const DATA: &str = ".safetensors";
 
@@ -37,8 +39,9 @@ impl Folder {
         &self.path
     }
 
-    /// Saves `snapshot`, then removes the oldest beyond those to keep. Blocks
-    /// until the checkpoint is on the disk; gives its manifest's path.
+    /// Saves `snapshot`, then removes those of the fewest steps beyond the ones to
+    /// keep, but never this one. Blocks until the checkpoint is on the disk; gives
+    /// its manifest's path.
     ///
     /// # Errors
     ///
@@ -67,8 +70,33 @@ impl Folder {
             let _ = fs::remove_file(&data_path);
             return Err(error);
         }
-        self.rotate()?;
+        self.keep_newest(self.keep, Some(&manifest_path))?;
         Ok(manifest_path)
+    }
+
+    /// Sets aside all checkpoints of more than `step` steps, all of them without a
+    /// `step`: they are of another branch than a training that goes on from there, and
+    /// [`newest`](Self::newest) must not find them. Gives their manifests' new paths,
+    /// `aside-step-…json`, from which they can still be loaded; each takes the place of
+    /// one of as many steps that was set aside before. Nothing but
+    /// [`clear`](Self::clear) removes them.
+    ///
+    /// # Errors
+    ///
+    /// `Io`, naming the path.
+    pub fn set_aside(&self, step: Option<u64>) -> Result<Vec<PathBuf>> {
+        let mut aside = Vec::new();
+        for (of, path) in self.manifests("")? {
+            if step.is_some_and(|step| of <= step) {
+                continue;
+            }
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            let to = self.path.join(format!("{ASIDE}{name}"));
+            // One rename moves the checkpoint: its data stay where they are.
+            fs::rename(&path, &to).map_err(|e| Error::io("cannot set aside", &path, e))?;
+            aside.push(to);
+        }
+        Ok(aside)
     }
 
     /// The newest checkpoint that is complete; `None` where there is none, or
@@ -80,7 +108,7 @@ impl Folder {
     /// of the newest; `Io` when the folder cannot be read.
     pub fn newest(&self) -> Result<(Option<State>, Vec<String>)> {
         let mut damaged = Vec::new();
-        for (_, manifest) in self.manifests()?.iter().rev() {
+        for (_, manifest) in self.manifests("")?.iter().rev() {
             match State::load(manifest) {
                 Ok(state) => return Ok((Some(state), damaged)),
                 Err(error) => damaged.push(error.to_string()),
@@ -95,21 +123,22 @@ impl Folder {
         }
     }
 
-    /// Removes all checkpoints.
+    /// Removes all checkpoints, also those set aside.
     ///
     /// # Errors
     ///
     /// `Io`, naming the path.
     pub fn clear(&self) -> Result<()> {
-        self.keep_newest(0)
+        for (_, path) in self.manifests(ASIDE)? {
+            remove(&path)?;
+        }
+        self.keep_newest(0, None)
     }
 
-    fn rotate(&self) -> Result<()> {
-        self.keep_newest(self.keep)
-    }
-
-    fn keep_newest(&self, keep: usize) -> Result<()> {
-        let manifests = self.manifests()?;
+    /// `saved` counts as the newest, whatever its step.
+    fn keep_newest(&self, keep: usize, saved: Option<&Path>) -> Result<()> {
+        let mut manifests = self.manifests("")?;
+        manifests.sort_by_key(|(_, path)| Some(path.as_path()) == saved);
         let surplus = manifests.len().saturating_sub(keep);
         for (_, path) in &manifests[..surplus] {
             // First the manifest: data without one is no checkpoint.
@@ -117,6 +146,7 @@ impl Folder {
         }
         let used: HashSet<String> = manifests[surplus..]
             .iter()
+            .chain(&self.manifests(ASIDE)?)
             .filter_map(|(_, path)| {
                 let manifest: Manifest = serde_json::from_slice(&fs::read(path).ok()?).ok()?;
                 Some(manifest.file)
@@ -130,13 +160,14 @@ impl Folder {
         Ok(())
     }
 
-    /// Manifests by step, oldest first.
-    fn manifests(&self) -> Result<Vec<(u64, PathBuf)>> {
+    /// Manifests whose names begin with `before`, by step, fewest first.
+    fn manifests(&self, before: &str) -> Result<Vec<(u64, PathBuf)>> {
         let mut found: Vec<(u64, PathBuf)> = self
             .names()?
             .into_iter()
             .filter_map(|name| {
-                let step = name.strip_prefix(PREFIX)?.strip_suffix(MANIFEST)?;
+                let step = name.strip_prefix(before)?.strip_prefix(PREFIX)?;
+                let step = step.strip_suffix(MANIFEST)?;
                 Some((step.parse().ok()?, self.path.join(&name)))
             })
             .collect();

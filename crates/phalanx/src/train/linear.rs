@@ -35,7 +35,7 @@ pub struct LinearArgs {
     pub lr: f64,
     #[command(flatten)]
     pub saving: SavingArgs,
-    /// Folder for metrics, summary and weights [default: runs/linear-<date>-<time>]
+    /// Folder for metrics, summary and weights [default: runs/linear-<date>-<time>; with --resume PATH, that run's]
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
 }
@@ -136,7 +136,10 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
     let mut output = Output::open(ctx, dir, FILES, resumed.is_some())?;
     let mut log = output.metrics(resumed.as_ref().map(Resumed::place))?;
     let facts = resumable(ctx.world());
-    let mut saving = Saving::open(ctx, &args.saving, facts, output.dir(), resumed.is_some())?;
+    let mut saving = Saving::open(ctx, &args.saving, facts, output.dir(), resumed.as_ref())?;
+    if first < args.iterations {
+        output.reopen()?;
+    }
     ctx.note(&format!(
         "phalanx {}  linear  {}\noutput   {}",
         env!("CARGO_PKG_VERSION"),

@@ -79,7 +79,7 @@ enum Recipe {
         mut_arg("epochs", |a| a.help("Times to go over the training set [default: 100; --recipe fast: 6]")),
         mut_arg("batch_size", |a| a.help("Samples per rank and step [default: 128; --recipe fast: 64]")),
         mut_arg("lr", |a| a.help("Learning rate [default: 0.01; --recipe fast: 0.1]")),
-        mut_arg("output_dir", |a| a.default_value("output_dir")),
+        mut_arg("output_dir", |a| a.help("Folder for metrics, summary and weights [default: output_dir; with --resume PATH, that run's]")),
         mut_arg("synthetic_samples", |a| a.default_value("50000"))
     )]
     Resnet18 {
@@ -181,7 +181,9 @@ pub fn run(args: TrainArgs) -> Result<()> {
     match args.recipe {
         Recipe::Linear { ranks, mut args } => {
             linear::validate(&args)?;
-            let (extra, flight) = before_ranks(&mut args.output_dir, &args.saving, "linear");
+            let (extra, flight) = before_ranks(&mut args.output_dir, &args.saving, || {
+                default_output_dir("linear")
+            });
             ranks::run(&ranks, Speakers::All, &extra, Some(&flight), |ctx| {
                 linear::run_rank(ctx, &args)
             })
@@ -191,7 +193,7 @@ pub fn run(args: TrainArgs) -> Result<()> {
             let Settings {
                 output_dir, saving, ..
             } = &mut args.settings;
-            let (extra, flight) = before_ranks(output_dir, saving, "mnist");
+            let (extra, flight) = before_ranks(output_dir, saving, || default_output_dir("mnist"));
             let speakers = speakers(args.document);
             ranks::run(&ranks, speakers, &extra, Some(&flight), |ctx| {
                 mnist::run_rank(ctx, &args)
@@ -200,11 +202,12 @@ pub fn run(args: TrainArgs) -> Result<()> {
         Recipe::Resnet18 { ranks, mut args } => {
             args.settings.defaults = args.defaults();
             args.ranks_here = launch::number(&launch::real_env(), "LOCAL_WORLD_SIZE")?;
-            resnet18::validate(&args, ranks.known_world()?)?;
             let Settings {
                 output_dir, saving, ..
             } = &mut args.settings;
-            let (extra, flight) = before_ranks(output_dir, saving, "resnet18");
+            let default = || PathBuf::from(resnet18::OUTPUT_DIR);
+            let (extra, flight) = before_ranks(output_dir, saving, default);
+            resnet18::validate(&args, ranks.known_world()?)?;
             let speakers = speakers(args.document);
             ranks::run(&ranks, speakers, &extra, Some(&flight), |ctx| {
                 resnet18::run_rank(ctx, &args)
@@ -216,7 +219,8 @@ pub fn run(args: TrainArgs) -> Result<()> {
             let Settings {
                 output_dir, saving, ..
             } = &mut args.settings;
-            let (extra, flight) = before_ranks(output_dir, saving, "resnet9");
+            let (extra, flight) =
+                before_ranks(output_dir, saving, || default_output_dir("resnet9"));
             ranks::run(&ranks, Speakers::Rank0, &extra, Some(&flight), |ctx| {
                 resnet9::run_rank(ctx, &args)
             })
@@ -227,7 +231,8 @@ pub fn run(args: TrainArgs) -> Result<()> {
             let Settings {
                 output_dir, saving, ..
             } = &mut args.settings;
-            let (extra, flight) = before_ranks(output_dir, saving, "mobilenetv2");
+            let (extra, flight) =
+                before_ranks(output_dir, saving, || default_output_dir("mobilenetv2"));
             ranks::run(&ranks, Speakers::Rank0, &extra, Some(&flight), |ctx| {
                 mobilenetv2::run_rank(ctx, &args)
             })
@@ -236,20 +241,20 @@ pub fn run(args: TrainArgs) -> Result<()> {
 }
 
 /// What is settled before the ranks start, so that all do the same: the output
-/// folder, and whether they will save when they are asked to stop. Gives the
-/// flags that tell them the folder, and where flight recorders go.
+/// folder (`default`, where none is typed and no run's is gone on with), and
+/// whether they will save when they are asked to stop. Gives the flags that tell
+/// them the folder, and where flight recorders go.
 fn before_ranks(
     output_dir: &mut Option<PathBuf>,
     saving: &SavingArgs,
-    recipe: &str,
+    default: impl FnOnce() -> PathBuf,
 ) -> (Vec<String>, PathBuf) {
     if saving.enabled() {
         stop::expect();
     }
     let mut extra = Vec::new();
     let dir = output_dir.get_or_insert_with(|| {
-        let dir = saving.resumed_dir();
-        let dir = dir.unwrap_or_else(|| default_output_dir(recipe));
+        let dir = saving.resumed_dir().unwrap_or_else(default);
         extra.push(format!("--output-dir={}", dir.display()));
         dir
     });

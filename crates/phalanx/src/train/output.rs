@@ -100,6 +100,22 @@ impl Output {
         })
     }
 
+    /// Removes the summary of a run that now goes on: with it, it would be complete.
+    ///
+    /// # Errors
+    ///
+    /// System, naming the file.
+    pub fn reopen(&self) -> Result<()> {
+        let path = self.dir.join(SUMMARY_FILE);
+        if !self.is_main || !path.exists() {
+            return Ok(());
+        }
+        std::fs::remove_file(&path).map_err(|e| {
+            let what = format!("{} of the run before cannot be removed", path.display());
+            Error::new(ErrorKind::System, what).caused_by(e)
+        })
+    }
+
     /// The folder.
     pub fn dir(&self) -> &Path {
         &self.dir

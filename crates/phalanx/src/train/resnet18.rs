@@ -71,6 +71,9 @@ pub struct Resnet18Args {
     pub ranks_here: Option<usize>,
 }
 
+/// Where the document's program saves.
+pub const OUTPUT_DIR: &str = "output_dir";
+
 /// Weight decay of the fast recipe.
 const DECAY: f64 = 5e-4;
 

@@ -87,7 +87,7 @@ pub struct Settings {
     /// Append the numbers of the samples that each step trained on, one file a rank: FILE.<rank>.jsonl
     #[arg(long, value_name = "FILE")]
     pub log_samples: Option<PathBuf>,
-    /// Folder for metrics, summary and weights [default: runs/PROGRAM-<date>-<time>]
+    /// Folder for metrics, summary and weights [default: runs/PROGRAM-<date>-<time>; with --resume PATH, that run's]
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
     /// Write a Chrome trace of the third step, one file a rank: FILE.<rank>.json

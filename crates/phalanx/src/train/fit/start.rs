@@ -78,6 +78,9 @@ impl<'a, P: Program> Training<'a, P> {
         };
         let samplers = settings.samplers(&cut, config, program.drops_last())?;
         let steps = cut.epoch(&samplers, 0).len() / cut.mine().len();
+        if let Some(resumed) = &resumed {
+            resumed.fits(steps)?;
+        }
         let mut schedule = program.schedule(world, steps * settings.epochs())?;
         let output = Output::open(ctx, dir, program.files(), resumed.is_some())?;
         let saving = Saving::open(
@@ -85,7 +88,7 @@ impl<'a, P: Program> Training<'a, P> {
             &settings.saving,
             resumable,
             output.dir(),
-            resumed.is_some(),
+            resumed.as_ref(),
         )?;
         let weights = checkpoint::weights_sha256(&params);
         let initial = (ctx.is_main() && resumed.is_none()).then(|| weights.clone());
@@ -99,10 +102,12 @@ impl<'a, P: Program> Training<'a, P> {
         voice.trains(ctx, settings.epochs())?;
 
         let place = resumed.as_ref().map(Resumed::place).unwrap_or_default();
+        if (place.epoch as usize) < settings.epochs() {
+            output.reopen()?;
+        }
         let history = resumed.as_ref().map(Resumed::history).transpose()?;
         let history = history.unwrap_or_default();
         if let Some(resumed) = &resumed {
-            resumed.fits(steps)?;
             announce_resumed(ctx, resumed, steps, settings.epochs());
         }
         if let Some(schedule) = &mut schedule {

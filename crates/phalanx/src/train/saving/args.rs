@@ -1,6 +1,6 @@
 //! Arguments about resumable checkpoints.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::{AUTO, FOLDER};
 use crate::error::{Error, Result};
@@ -27,7 +27,7 @@ pub struct SavingArgs {
     /// What to do about a checkpoint that cannot be saved
     #[arg(long, value_enum, default_value_t = SaveErrors::Stop)]
     pub save_errors: SaveErrors,
-    /// Go on from the newest checkpoint of the --output-dir, if there is one, of a run's folder, or from a checkpoint's JSON file
+    /// Go on from the newest checkpoint of the --output-dir, if there is one, of a run's folder, or from a checkpoint's JSON file; checkpoints of later steps are set aside (aside-*)
     #[arg(long, value_name = "auto|PATH")]
     pub resume: Option<String>,
     /// Save and stop after so many steps of this run
@@ -75,15 +75,24 @@ impl SavingArgs {
 
     /// The run's folder that `--resume PATH` goes on in.
     pub fn resumed_dir(&self) -> Option<PathBuf> {
-        let path = PathBuf::from(self.resume.as_ref().filter(|path| *path != AUTO)?);
-        let checkpoints = if path.is_file() {
-            path.parent()?
-        } else {
-            &path
+        // The parent of a bare name.
+        let here = |path: &Path| match path.as_os_str().is_empty() {
+            true => PathBuf::from("."),
+            false => path.to_path_buf(),
         };
-        if checkpoints.file_name()? == FOLDER {
-            return Some(checkpoints.parent()?.to_path_buf());
+        let path = Path::new(self.resume.as_ref().filter(|path| *path != AUTO)?);
+        let folder = match path.is_file() {
+            true => here(path.parent()?),
+            false => path.to_path_buf(),
+        };
+        if folder.file_name().is_some_and(|name| name == FOLDER) {
+            return Some(here(folder.parent()?));
         }
-        checkpoints.join(FOLDER).is_dir().then_some(path)
+        if folder.join(FOLDER).is_dir() {
+            return Some(folder);
+        }
+        // `.` and `..` have no name of their own.
+        let real = std::fs::canonicalize(&folder).ok()?;
+        (real.file_name()? == FOLDER).then_some(folder.join(".."))
     }
 }

@@ -69,7 +69,8 @@ pub struct Saving<'a> {
 
 impl<'a> Saving<'a> {
     /// Prepares to save into the run's folder `dir`; what an earlier run left
-    /// there goes, unless this one goes on with it. From now on, SIGTERM and
+    /// there goes, unless this one goes on with it: then only what comes after that
+    /// place is set aside. From now on, SIGTERM and
     /// SIGUSR1 end the training in an orderly way, if there are checkpoints.
     ///
     /// # Errors
@@ -80,14 +81,16 @@ impl<'a> Saving<'a> {
         args: &'a SavingArgs,
         facts: BTreeMap<String, String>,
         dir: &Path,
-        resumed: bool,
+        resumed: Option<&Resumed>,
     ) -> Result<Saving<'a>> {
         let folder = Folder::new(&dir.join(FOLDER), args.keep);
         if args.enabled() {
             stop::listen()?;
         }
-        if ctx.is_main() && !resumed {
-            folder.clear()?;
+        match resumed {
+            Some(resumed) => resumed.set_aside(ctx, &folder)?,
+            None if ctx.is_main() => folder.clear()?,
+            None => {}
         }
         Ok(Saving {
             ctx,

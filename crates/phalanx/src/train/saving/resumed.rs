@@ -12,6 +12,7 @@ use serde::Deserialize;
 use super::{AUTO, FOLDER, History, SavingArgs, no_json};
 use crate::error::{Error, ErrorKind, Result};
 use crate::train::context::RankContext;
+use crate::train::format::plural;
 
 /// The name of the fact that a flag can mend.
 const GLOBAL_BATCH: &str = "global batch size";
@@ -114,6 +115,31 @@ impl Resumed {
             self.from
         );
         Err(Error::new(ErrorKind::Failed, what))
+    }
+
+    /// Sets aside what `folder` has of a branch that this run leaves: checkpoints of more
+    /// steps than the one it goes on from, all of them if that lies elsewhere. Nothing on
+    /// other ranks than 0.
+    ///
+    /// # Errors
+    ///
+    /// System, naming the file.
+    pub(super) fn set_aside(&self, ctx: &RankContext, folder: &Folder) -> Result<()> {
+        let Some(state) = &self.state else {
+            return Ok(());
+        };
+        let real = |path: &Path| std::fs::canonicalize(path).ok();
+        let from = real(state.path()).and_then(|path| path.parent().map(Path::to_owned));
+        let here = from.is_some() && from == real(folder.path());
+        let aside = folder.set_aside(here.then_some(self.manifest.place.step))?;
+        if let Some(newest) = aside.last() {
+            ctx.note(&format!(
+                "set aside {} of a branch that this run leaves; --resume {} would go on with it",
+                plural(aside.len(), "checkpoint"),
+                newest.display()
+            ));
+        }
+        Ok(())
     }
 
     /// Where it goes on.
