@@ -12,7 +12,7 @@
 //! first, so that all ranks issue the same sequence of collectives.
 //!
 //! Behind the gradients of the last bucket ride the ranks' votes on the step
-//! (`vote.rs`), and one lane a parameter that counts the ranks that used it.
+//! (`votes.rs`), and one lane a parameter that counts the ranks that used it.
 //!
 //! # Micro-batches
 //!
@@ -30,19 +30,26 @@
 //! Source: Li et al., "PyTorch Distributed", VLDB 2020, §3.2; PyTorch's
 //! `torch/csrc/distributed/c10d/reducer.cpp`.
 
-use std::ops::Range;
+mod hooked;
+mod micro;
+mod scattered;
+mod votes;
+
 use std::sync::Arc;
 use std::time::Instant;
 
 use half::{bf16, f16};
-use phalanx_comm::{Algorithm, Bucket, Call, OpTimes, ProcessGroup, ReduceOp};
+use phalanx_comm::{Algorithm, Bucket, Call, ProcessGroup, ReduceOp};
 
+use self::hooked::Stage;
+use self::micro::Micro;
+use self::votes::Vote;
 use crate::bucket::{BucketCaps, BucketPlan};
 use crate::error::{Error, Result};
-use crate::hooks::{GradBucket, GradTensor, GradientHook};
+use crate::hooks::GradientHook;
 use crate::trace::{BucketTimes, StepTimes};
 use crate::typed::{AnyMemory, GradType, Gradient, Memory, Spare, of_any};
-use crate::vote::{self, Ballot, Commit};
+use crate::vote::{Ballot, Commit};
 
 /// Name and size of one parameter, as the reducer needs it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -110,57 +117,6 @@ impl Default for ReducerOptions {
             any_order: false,
             unchecked: false,
         }
-    }
-}
-
-/// A part of a hook's work on one bucket.
-#[derive(Clone, Copy)]
-enum Stage {
-    Launch,
-    Advance,
-    Average,
-}
-
-/// What one rank leaves in the last lanes.
-struct Vote<'a> {
-    ballot: Ballot,
-    rank: usize,
-    world: usize,
-    used: &'a [bool],
-}
-
-impl Vote<'_> {
-    /// This rank's vote, and which parameters it has used.
-    fn cast(&self, lanes: &mut [f32]) {
-        let (votes, used) = lanes.split_at_mut(self.world);
-        self.ballot.cast(votes, self.rank);
-        for (lane, &used) in used.iter_mut().zip(self.used) {
-            *lane = f32::from(u8::from(used));
-        }
-    }
-}
-
-/// How the gradient of one step comes about.
-struct Micro {
-    /// Factor of each micro-batch's gradient; 0 drops it.
-    weights: Vec<f32>,
-    /// Factor of the mean over ranks.
-    scale: f32,
-    /// Which one runs.
-    index: usize,
-}
-
-impl Micro {
-    fn single() -> Micro {
-        Micro {
-            weights: vec![1.0],
-            scale: 1.0,
-            index: 0,
-        }
-    }
-
-    fn is_last(&self) -> bool {
-        self.index + 1 >= self.weights.len()
     }
 }
 
@@ -291,15 +247,6 @@ impl Reducer {
         self.chunks = (0..buckets.len()).map(|_| None).collect();
         self.votes = apart.then(|| Memory::Reduced(self.group.bucket(votes)));
         self.missing = buckets.iter().map(Vec::len).collect();
-    }
-
-    fn is_scattered(&self) -> bool {
-        self.options.exchange.is_scattered()
-    }
-
-    /// Whether buckets stay where they are until the optimizer's step.
-    fn is_late(&self) -> bool {
-        self.options.exchange == Exchange::AtStep && self.group.world_size() > 1
     }
 
     /// What error messages and traces call a bucket.
@@ -437,36 +384,6 @@ impl Reducer {
         self.launch_full()
     }
 
-    fn weigh_and_add<T: Gradient>(&mut self, param: usize) {
-        let (bucket, range) = self.plan.place(param);
-        let weight = self.micro.weights.get(self.micro.index).copied();
-        let Some(Memory::Filling(memory)) = T::memory_mut(&mut self.memory[bucket]) else {
-            return;
-        };
-        let at = self.scratch_at[param];
-        let scratch = at..at + range.len();
-        let sum = &mut memory[range];
-        let later = self.micro.index > 0;
-        let new = if later {
-            &mut T::spare(&mut self.scratch)[scratch.clone()]
-        } else {
-            &mut *sum
-        };
-        match weight {
-            // No sample, so no gradient, whatever the mean over none came to.
-            Some(0.0) => new.fill(T::default()),
-            Some(weight) if weight != 1.0 => new.iter_mut().for_each(|g| *g = g.times(weight)),
-            _ => {}
-        }
-        if !self.options.unchecked && !T::all_finite(new) {
-            self.ballot.not_finite(param);
-        }
-        if later {
-            let new = &T::spare(&mut self.scratch)[scratch];
-            sum.iter_mut().zip(new).for_each(|(s, g)| *s = s.plus(*g));
-        }
-    }
-
     fn launch_full(&mut self) -> Result<()> {
         while self.missing.get(self.next_launch) == Some(&0) {
             self.launch(self.next_launch);
@@ -476,75 +393,6 @@ impl Reducer {
             }
             self.next_launch += 1;
         }
-        Ok(())
-    }
-
-    fn has_hook_to_run(&self) -> bool {
-        self.hook.is_some() && self.group.world_size() > 1
-    }
-
-    /// Declares the next step: one micro-batch for each of `weights`, whose
-    /// gradients are multiplied by them and added in order; the mean of that
-    /// over the ranks is multiplied by `scale`. A weight of 0 drops the
-    /// gradient; no weight at all means that this rank has no data, and takes
-    /// part with zeros. Without this call a step is one micro-batch of weight
-    /// 1. `scale` must be the same on all ranks.
-    ///
-    /// # Errors
-    ///
-    /// `Usage` when the backward of a step has begun already.
-    pub fn plan_step(&mut self, weights: &[f32], scale: f32) -> Result<()> {
-        self.check_usable()?;
-        if self.in_backward {
-            return Err(Error::usage(
-                "micro-batches must be declared before the first backward of a step; this one has begun",
-            ));
-        }
-        if weights.len() > 1 {
-            let runs = self.params.iter().map(|p| (p.dtype, p.len));
-            self.scratch.hold(runs);
-        }
-        self.micro = Micro {
-            weights: weights.to_vec(),
-            scale,
-            index: 0,
-        };
-        Ok(())
-    }
-
-    /// The weight of micro-batch `index`, which is not applied any more,
-    /// unless it is 0.
-    pub(crate) fn weigh_at_loss(&mut self, index: usize) -> f32 {
-        let weight = self.micro.weights.get_mut(index);
-        weight.map_or(1.0, |w| {
-            if *w == 0.0 {
-                0.0
-            } else {
-                std::mem::replace(w, 1.0)
-            }
-        })
-    }
-
-    /// Goes on to the next micro-batch of the step.
-    ///
-    /// # Errors
-    ///
-    /// `Usage` when there is none, or naming the parameters that the one
-    /// before gave no gradient for.
-    pub fn next_micro_batch(&mut self) -> Result<()> {
-        self.check_usable()?;
-        if self.micro.is_last() {
-            return Err(Error::usage(format!(
-                "the step was declared with {} micro-batches and all of them have run",
-                self.micro.weights.len()
-            )));
-        }
-        if self.order.len() < self.params.len() {
-            return Err(self.fail(self.no_gradient_error()));
-        }
-        self.micro.index += 1;
-        self.ready.fill(false);
-        self.order.clear();
         Ok(())
     }
 
@@ -649,14 +497,6 @@ impl Reducer {
         }
     }
 
-    /// Votes against the step that runs, for a reason of the caller's own: no
-    /// rank will apply it. Counts if it comes before this rank's last gradient
-    /// is [`ready`](Self::ready).
-    pub fn veto(&mut self) {
-        self.begin();
-        self.ballot.veto(self.params.len());
-    }
-
     /// Ends backward: waits until every gradient is averaged over all ranks.
     /// All ranks learn alike whether the step may be applied: not if a gradient
     /// of some rank has an infinity or a NaN, or if a rank [vetoed](Self::veto)
@@ -717,138 +557,6 @@ impl Reducer {
         self.committed = commit.is_yes();
         self.skipped += u64::from(!self.committed);
         Ok(commit)
-    }
-
-    fn count_votes(&mut self) -> Commit {
-        let lanes = match (&self.votes, self.memory.last()) {
-            (Some(Memory::Reduced(votes)), Some(_)) => &votes[..],
-            (None, Some(AnyMemory::F32(Memory::Reduced(last)))) => {
-                &last[self.plan.bucket_elems(self.memory.len() - 1)..]
-            }
-            _ => return Commit::Yes, // there are no parameters
-        };
-        let (votes, used) = lanes.split_at(self.group.world_size());
-        for (untouched, lane) in self.untouched.iter_mut().zip(used) {
-            *untouched = *lane == 0.0;
-        }
-        vote::count(votes, self.group.world_size(), |param| {
-            Some(self.params.get(param)?.name.clone())
-        })
-    }
-
-    /// Lets the hook work on a launched bucket; when its communication ran, if it says.
-    fn run_stage(&mut self, bucket: usize, stage: Stage) -> Result<Option<OpTimes>> {
-        let (Some(hook), AnyMemory::F32(Memory::Reduced(memory))) =
-            (self.hook.as_deref_mut(), &mut self.memory[bucket])
-        else {
-            return Ok(None);
-        };
-        let tensor = |&param: &usize| GradTensor {
-            param,
-            name: &self.params[param].name,
-            range: self.plan.place(param).1,
-            columns: self.params[param].columns,
-        };
-        let tensors: Vec<GradTensor<'_>> = self.plan.buckets()[bucket].iter().map(tensor).collect();
-        let mut view = GradBucket {
-            index: bucket,
-            gradients: &mut memory[..self.plan.bucket_elems(bucket)],
-            tensors: &tensors,
-            label: &self.labels[bucket],
-            scale: self.micro.scale,
-            ran: None,
-        };
-        match stage {
-            Stage::Launch => hook.launch(&self.group, &mut view),
-            Stage::Advance => hook.advance(&self.group, &mut view),
-            Stage::Average => hook.average(&self.group, &mut view),
-        }?;
-        Ok(view.ran)
-    }
-
-    /// Lets the hook average every bucket, then the ranks vote, also on what
-    /// it made of the gradients.
-    fn run_hook(&mut self) -> Result<()> {
-        let mut first = Vec::with_capacity(self.memory.len());
-        for bucket in 0..self.memory.len() {
-            first.push(self.run_stage(bucket, Stage::Advance)?);
-        }
-        for (bucket, first) in first.into_iter().enumerate() {
-            let began = Instant::now();
-            let second = self.run_stage(bucket, Stage::Average)?;
-            let started = first.or(second).map_or(began, |ran| ran.started);
-            let finished = second
-                .or(first)
-                .map_or_else(Instant::now, |ran| ran.finished);
-            self.times.buckets.push(BucketTimes {
-                bucket,
-                bytes: self.plan.bucket_bytes(bucket),
-                label: self.labels[bucket].clone(),
-                launched: self.launched_at[bucket],
-                started,
-                finished,
-            });
-            let AnyMemory::F32(Memory::Reduced(memory)) = &mut self.memory[bucket] else {
-                continue;
-            };
-            for &param in &self.plan.buckets()[bucket] {
-                let (_, range) = self.plan.place(param);
-                if !self.options.unchecked && !phalanx_comm::all_finite(&memory[range]) {
-                    self.ballot.not_finite(param);
-                }
-            }
-        }
-        let Some(AnyMemory::F32(Memory::Reduced(last))) = self.memory.last_mut() else {
-            return Ok(());
-        };
-        let tail = &mut last[self.plan.bucket_elems(self.plan.buckets().len() - 1)..];
-        self.ballot
-            .cast(&mut tail[..self.group.world_size()], self.group.rank());
-        self.group
-            .all_reduce(tail, ReduceOp::Mean)
-            .map_err(|e| Error::comm_while("the ranks could not vote on the step", e))
-    }
-
-    /// Lets `hook` average the buckets of the steps that follow; `None` goes
-    /// back to all-reduces. Must be the same on all ranks.
-    ///
-    /// # Errors
-    ///
-    /// `Usage` when the backward of a step has begun already, or naming a parameter whose
-    /// gradient is not made of `f32`.
-    pub fn set_hook(&mut self, hook: Option<Box<dyn GradientHook>>) -> Result<()> {
-        self.check_usable()?;
-        if self.in_backward {
-            return Err(Error::usage(
-                "a gradient hook must be set between steps; the backward of this one has begun",
-            ));
-        }
-        if hook.is_some() && self.is_scattered() {
-            return Err(Error::usage(
-                "a gradient hook gives every rank whole gradients; leave it out, or Exchange::ReduceScatter and AtStep",
-            ));
-        }
-        if let (Some(hook), Some(other)) = (&hook, self.not_f32()) {
-            return Err(Error::usage(format!(
-                "the gradient hook {} is for f32 gradients, but that of {} is made of {}; leave the hook out, or \
-                 average that parameter in another reducer",
-                hook.name(),
-                other.name,
-                other.dtype
-            )));
-        }
-        self.hook = hook;
-        Ok(())
-    }
-
-    /// The hook that is set.
-    pub fn hook(&self) -> Option<&(dyn GradientHook + 'static)> {
-        self.hook.as_deref()
-    }
-
-    /// The hook, for its state.
-    pub fn hook_mut(&mut self) -> Option<&mut (dyn GradientHook + 'static)> {
-        self.hook.as_deref_mut()
     }
 
     fn multiply(&mut self, scale: f32) {
@@ -912,187 +620,6 @@ impl Reducer {
             started: times.started,
             finished: times.finished,
         });
-        Ok(())
-    }
-
-    fn collect_votes(&mut self) -> Result<()> {
-        if let Some(votes) = self.votes.take() {
-            let votes = match votes {
-                // Not launched: nothing runs beside a late step.
-                Memory::Filling(mut votes) if self.is_late() => {
-                    let call = Call {
-                        label: Some("votes on the step".into()),
-                        ..Call::default()
-                    };
-                    let voted = self
-                        .group
-                        .all_reduce_bucket(&mut votes, ReduceOp::Mean, &call);
-                    voted.map(|()| (Memory::Reduced(votes), None))
-                }
-                votes => votes.collected(),
-            };
-            let (votes, _) = votes.map_err(|e| {
-                self.failed = true;
-                Error::comm_while("the ranks could not vote on the step", e)
-            })?;
-            self.votes = Some(votes);
-        }
-        Ok(())
-    }
-
-    /// What this rank has of the averaged gradient of `param`; empty for elements that
-    /// are another rank's, and whenever [`grad`](Self::grad) would be.
-    pub(crate) fn piece(&self, param: usize, elems: Range<usize>) -> &[f32] {
-        if param >= self.params.len() || self.in_backward || !self.committed || !self.exchanged {
-            return &[];
-        }
-        let (bucket, place) = self.plan.place(param);
-        let run = place.start + elems.start..place.start + elems.end;
-        match (&self.chunks[bucket], &self.memory[bucket]) {
-            (Some(chunk), _) => {
-                let first = self.group.rank() * chunk.len();
-                let run = run.start.checked_sub(first).zip(run.end.checked_sub(first));
-                run.and_then(|(from, to)| chunk.get(from..to))
-                    .unwrap_or_default()
-            }
-            (None, AnyMemory::F32(Memory::Reduced(memory))) => memory.get(run).unwrap_or_default(),
-            _ => &[],
-        }
-    }
-
-    /// Exchanges gradients that are exchanged late, so that [`piece`](Self::piece) gives them.
-    pub(crate) fn exchange_late(&mut self) -> Result<()> {
-        self.check_usable()?;
-        if self.exchanged || !self.committed {
-            return Ok(());
-        }
-        for bucket in 0..self.memory.len() {
-            let mut chunk = self.chunk(bucket);
-            let AnyMemory::F32(Memory::Reduced(memory)) = &mut self.memory[bucket] else {
-                continue;
-            };
-            self.group
-                .reduce_scatter_bucket(memory, &mut chunk, ReduceOp::Mean)
-                .map_err(|e| not_averaged(&mut self.failed, &self.labels[bucket], e))?;
-            self.chunks[bucket] = Some(chunk);
-        }
-        self.exchanged = true;
-        if self.late_scale != 1.0 {
-            self.multiply(self.late_scale);
-        }
-        Ok(())
-    }
-
-    /// Memory for this rank's part of a bucket.
-    fn chunk(&mut self, bucket: usize) -> Bucket<f32> {
-        self.chunks[bucket].take().unwrap_or_else(|| {
-            let world = self.group.world_size();
-            self.group.bucket(self.plan.chunk_elems(bucket, world))
-        })
-    }
-
-    /// Shows `visit` what this rank gets of the averaged gradients, in pieces of parameters, but for those of untouched
-    /// ones; exchanges them meanwhile, where that is done late. They are gone then.
-    pub(crate) fn visit_pieces(
-        &mut self,
-        mut visit: impl FnMut(usize, Range<usize>, &[f32]),
-    ) -> Result<()> {
-        self.check_usable()?;
-        if !self.committed || self.in_backward {
-            return Err(Error::usage(
-                "there are no gradients to take a step with: none were finished, or the ranks voted the step down",
-            ));
-        }
-        self.committed = false;
-        let (world, rank) = (self.group.world_size(), self.group.rank());
-        for bucket in 0..self.memory.len() {
-            let (plan, untouched) = (&self.plan, &self.untouched);
-            let first = match world {
-                1 => 0,
-                _ => rank * plan.chunk_elems(bucket, world),
-            };
-            let mut show = |at: usize, values: &[f32]| {
-                let run = first + at..first + at + values.len();
-                for (param, elems) in plan.within(bucket, run.clone()) {
-                    let from = plan.place(param).1.start + elems.start - run.start;
-                    if !untouched[param] {
-                        let gradient = &values[from..from + elems.len()];
-                        visit(param, elems, gradient);
-                    }
-                }
-            };
-            match (&self.chunks[bucket], &mut self.memory[bucket]) {
-                (Some(chunk), _) if self.exchanged => show(0, chunk),
-                (_, AnyMemory::F32(Memory::Reduced(memory))) if self.exchanged => show(0, memory),
-                (_, AnyMemory::F32(Memory::Reduced(memory))) => {
-                    let mut room = self.chunks[bucket]
-                        .take()
-                        .unwrap_or_else(|| self.group.bucket(plan.chunk_elems(bucket, world)));
-                    let call = Call {
-                        label: Some(self.labels[bucket].clone()),
-                        ..Call::default()
-                    };
-                    let scale = self.late_scale;
-                    let shown = self.group.reduce_scatter_visited(
-                        memory,
-                        &mut room,
-                        ReduceOp::Mean,
-                        &call,
-                        &mut |at, values| {
-                            if scale != 1.0 {
-                                values.iter_mut().for_each(|g| *g *= scale);
-                            }
-                            show(at, values);
-                        },
-                    );
-                    shown.map_err(|e| not_averaged(&mut self.failed, &self.labels[bucket], e))?;
-                    self.chunks[bucket] = Some(room);
-                }
-                _ => {}
-            }
-        }
-        Ok(())
-    }
-
-    /// Gives every rank what each has made of its pieces of the parameters `flat`, of which number `p` begins at
-    /// `starts[p]`: in place where a bucket's lie as in the bucket, else in the bucket's memory. Gradients are gone then.
-    pub(crate) fn gather_pieces(&mut self, flat: &mut [f32], starts: &[usize]) -> Result<()> {
-        self.check_usable()?;
-        self.committed = false; // nothing is to be read as a gradient any more
-        let (world, rank) = (self.group.world_size(), self.group.rank());
-        for bucket in 0..self.memory.len() * usize::from(world > 1) {
-            let (plan, part) = (&self.plan, self.plan.chunk_elems(bucket, world));
-            let params = &plan.buckets()[bucket];
-            let begin = params.first().map_or(0, |&p| starts[p]);
-            let as_in_bucket = |&p: &usize| starts[p] == begin + plan.place(p).1.start;
-            let run = begin..begin + plan.bucket_elems(bucket);
-            let gathered = if params.iter().all(as_in_bucket) && run.end <= flat.len() {
-                self.group.all_gather_in_place(&mut flat[run], part)
-            } else if let AnyMemory::F32(Memory::Reduced(memory)) = &mut self.memory[bucket] {
-                for (param, elems) in plan.within(bucket, rank * part..(rank + 1) * part) {
-                    let (to, from) = (plan.place(param).1.start, starts[param]);
-                    memory[to + elems.start..to + elems.end]
-                        .copy_from_slice(&flat[from + elems.start..from + elems.end]);
-                }
-                let gathered = self.group.all_gather_in_place(memory, part);
-                for &param in params {
-                    let place = plan.place(param).1;
-                    let to = starts[param]..starts[param] + place.len();
-                    flat[to].copy_from_slice(&memory[place]);
-                }
-                gathered
-            } else {
-                Ok(())
-            };
-            gathered.map_err(|e| {
-                self.failed = true;
-                let label = &self.labels[bucket];
-                Error::comm_while(
-                    format!("updated parameters could not be gathered ({label})"),
-                    e,
-                )
-            })?;
-        }
         Ok(())
     }
 

@@ -1,0 +1,126 @@
+//! The micro-batches of a step, and what each counts.
+
+use super::Reducer;
+use crate::error::{Error, Result};
+use crate::typed::{Gradient, Memory};
+
+/// How the gradient of one step comes about.
+pub(super) struct Micro {
+    /// Factor of each micro-batch's gradient; 0 drops it.
+    pub(super) weights: Vec<f32>,
+    /// Factor of the mean over ranks.
+    pub(super) scale: f32,
+    /// Which one runs.
+    pub(super) index: usize,
+}
+
+impl Micro {
+    pub(super) fn single() -> Micro {
+        Micro {
+            weights: vec![1.0],
+            scale: 1.0,
+            index: 0,
+        }
+    }
+
+    pub(super) fn is_last(&self) -> bool {
+        self.index + 1 >= self.weights.len()
+    }
+}
+
+impl Reducer {
+    /// Declares the next step: one micro-batch for each of `weights`, whose
+    /// gradients are multiplied by them and added in order; the mean of that
+    /// over the ranks is multiplied by `scale`. A weight of 0 drops the
+    /// gradient; no weight at all means that this rank has no data, and takes
+    /// part with zeros. Without this call a step is one micro-batch of weight
+    /// 1. `scale` must be the same on all ranks.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when the backward of a step has begun already.
+    pub fn plan_step(&mut self, weights: &[f32], scale: f32) -> Result<()> {
+        self.check_usable()?;
+        if self.in_backward {
+            return Err(Error::usage(
+                "micro-batches must be declared before the first backward of a step; this one has begun",
+            ));
+        }
+        if weights.len() > 1 {
+            let runs = self.params.iter().map(|p| (p.dtype, p.len));
+            self.scratch.hold(runs);
+        }
+        self.micro = Micro {
+            weights: weights.to_vec(),
+            scale,
+            index: 0,
+        };
+        Ok(())
+    }
+
+    /// The weight of micro-batch `index`, which is not applied any more,
+    /// unless it is 0.
+    pub(crate) fn weigh_at_loss(&mut self, index: usize) -> f32 {
+        let weight = self.micro.weights.get_mut(index);
+        weight.map_or(1.0, |w| {
+            if *w == 0.0 {
+                0.0
+            } else {
+                std::mem::replace(w, 1.0)
+            }
+        })
+    }
+
+    /// Goes on to the next micro-batch of the step.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when there is none, or naming the parameters that the one
+    /// before gave no gradient for.
+    pub fn next_micro_batch(&mut self) -> Result<()> {
+        self.check_usable()?;
+        if self.micro.is_last() {
+            return Err(Error::usage(format!(
+                "the step was declared with {} micro-batches and all of them have run",
+                self.micro.weights.len()
+            )));
+        }
+        if self.order.len() < self.params.len() {
+            return Err(self.fail(self.no_gradient_error()));
+        }
+        self.micro.index += 1;
+        self.ready.fill(false);
+        self.order.clear();
+        Ok(())
+    }
+
+    pub(super) fn weigh_and_add<T: Gradient>(&mut self, param: usize) {
+        let (bucket, range) = self.plan.place(param);
+        let weight = self.micro.weights.get(self.micro.index).copied();
+        let Some(Memory::Filling(memory)) = T::memory_mut(&mut self.memory[bucket]) else {
+            return;
+        };
+        let at = self.scratch_at[param];
+        let scratch = at..at + range.len();
+        let sum = &mut memory[range];
+        let later = self.micro.index > 0;
+        let new = if later {
+            &mut T::spare(&mut self.scratch)[scratch.clone()]
+        } else {
+            &mut *sum
+        };
+        match weight {
+            // No sample, so no gradient, whatever the mean over none came to.
+            Some(0.0) => new.fill(T::default()),
+            Some(weight) if weight != 1.0 => new.iter_mut().for_each(|g| *g = g.times(weight)),
+            _ => {}
+        }
+        if !self.options.unchecked && !T::all_finite(new) {
+            self.ballot.not_finite(param);
+        }
+        if later {
+            let new = &T::spare(&mut self.scratch)[scratch];
+            sum.iter_mut().zip(new).for_each(|(s, g)| *s = s.plus(*g));
+        }
+    }
+}

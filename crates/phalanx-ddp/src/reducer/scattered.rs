@@ -1,0 +1,176 @@
+//! Gradients of which each rank gets its part only.
+
+use std::ops::Range;
+
+use phalanx_comm::{Bucket, Call, ReduceOp};
+
+use super::{Exchange, Reducer, not_averaged};
+use crate::error::{Error, Result};
+use crate::typed::{AnyMemory, Memory};
+
+impl Reducer {
+    pub(super) fn is_scattered(&self) -> bool {
+        self.options.exchange.is_scattered()
+    }
+
+    /// Whether buckets stay where they are until the optimizer's step.
+    pub(super) fn is_late(&self) -> bool {
+        self.options.exchange == Exchange::AtStep && self.group.world_size() > 1
+    }
+
+    /// What this rank has of the averaged gradient of `param`; empty for elements that
+    /// are another rank's, and whenever [`grad`](Self::grad) would be.
+    pub(crate) fn piece(&self, param: usize, elems: Range<usize>) -> &[f32] {
+        if param >= self.params.len() || self.in_backward || !self.committed || !self.exchanged {
+            return &[];
+        }
+        let (bucket, place) = self.plan.place(param);
+        let run = place.start + elems.start..place.start + elems.end;
+        match (&self.chunks[bucket], &self.memory[bucket]) {
+            (Some(chunk), _) => {
+                let first = self.group.rank() * chunk.len();
+                let run = run.start.checked_sub(first).zip(run.end.checked_sub(first));
+                run.and_then(|(from, to)| chunk.get(from..to))
+                    .unwrap_or_default()
+            }
+            (None, AnyMemory::F32(Memory::Reduced(memory))) => memory.get(run).unwrap_or_default(),
+            _ => &[],
+        }
+    }
+
+    /// Exchanges gradients that are exchanged late, so that [`piece`](Self::piece) gives them.
+    pub(crate) fn exchange_late(&mut self) -> Result<()> {
+        self.check_usable()?;
+        if self.exchanged || !self.committed {
+            return Ok(());
+        }
+        for bucket in 0..self.memory.len() {
+            let mut chunk = self.chunk(bucket);
+            let AnyMemory::F32(Memory::Reduced(memory)) = &mut self.memory[bucket] else {
+                continue;
+            };
+            self.group
+                .reduce_scatter_bucket(memory, &mut chunk, ReduceOp::Mean)
+                .map_err(|e| not_averaged(&mut self.failed, &self.labels[bucket], e))?;
+            self.chunks[bucket] = Some(chunk);
+        }
+        self.exchanged = true;
+        if self.late_scale != 1.0 {
+            self.multiply(self.late_scale);
+        }
+        Ok(())
+    }
+
+    /// Memory for this rank's part of a bucket.
+    pub(super) fn chunk(&mut self, bucket: usize) -> Bucket<f32> {
+        self.chunks[bucket].take().unwrap_or_else(|| {
+            let world = self.group.world_size();
+            self.group.bucket(self.plan.chunk_elems(bucket, world))
+        })
+    }
+
+    /// Shows `visit` what this rank gets of the averaged gradients, in pieces of parameters, but for those of untouched
+    /// ones; exchanges them meanwhile, where that is done late. They are gone then.
+    pub(crate) fn visit_pieces(
+        &mut self,
+        mut visit: impl FnMut(usize, Range<usize>, &[f32]),
+    ) -> Result<()> {
+        self.check_usable()?;
+        if !self.committed || self.in_backward {
+            return Err(Error::usage(
+                "there are no gradients to take a step with: none were finished, or the ranks voted the step down",
+            ));
+        }
+        self.committed = false;
+        let (world, rank) = (self.group.world_size(), self.group.rank());
+        for bucket in 0..self.memory.len() {
+            let (plan, untouched) = (&self.plan, &self.untouched);
+            let first = match world {
+                1 => 0,
+                _ => rank * plan.chunk_elems(bucket, world),
+            };
+            let mut show = |at: usize, values: &[f32]| {
+                let run = first + at..first + at + values.len();
+                for (param, elems) in plan.within(bucket, run.clone()) {
+                    let from = plan.place(param).1.start + elems.start - run.start;
+                    if !untouched[param] {
+                        let gradient = &values[from..from + elems.len()];
+                        visit(param, elems, gradient);
+                    }
+                }
+            };
+            match (&self.chunks[bucket], &mut self.memory[bucket]) {
+                (Some(chunk), _) if self.exchanged => show(0, chunk),
+                (_, AnyMemory::F32(Memory::Reduced(memory))) if self.exchanged => show(0, memory),
+                (_, AnyMemory::F32(Memory::Reduced(memory))) => {
+                    let mut room = self.chunks[bucket]
+                        .take()
+                        .unwrap_or_else(|| self.group.bucket(plan.chunk_elems(bucket, world)));
+                    let call = Call {
+                        label: Some(self.labels[bucket].clone()),
+                        ..Call::default()
+                    };
+                    let scale = self.late_scale;
+                    let shown = self.group.reduce_scatter_visited(
+                        memory,
+                        &mut room,
+                        ReduceOp::Mean,
+                        &call,
+                        &mut |at, values| {
+                            if scale != 1.0 {
+                                values.iter_mut().for_each(|g| *g *= scale);
+                            }
+                            show(at, values);
+                        },
+                    );
+                    shown.map_err(|e| not_averaged(&mut self.failed, &self.labels[bucket], e))?;
+                    self.chunks[bucket] = Some(room);
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives every rank what each has made of its pieces of the parameters `flat`, of which number `p` begins at
+    /// `starts[p]`: in place where a bucket's lie as in the bucket, else in the bucket's memory. Gradients are gone then.
+    pub(crate) fn gather_pieces(&mut self, flat: &mut [f32], starts: &[usize]) -> Result<()> {
+        self.check_usable()?;
+        self.committed = false; // nothing is to be read as a gradient any more
+        let (world, rank) = (self.group.world_size(), self.group.rank());
+        for bucket in 0..self.memory.len() * usize::from(world > 1) {
+            let (plan, part) = (&self.plan, self.plan.chunk_elems(bucket, world));
+            let params = &plan.buckets()[bucket];
+            let begin = params.first().map_or(0, |&p| starts[p]);
+            let as_in_bucket = |&p: &usize| starts[p] == begin + plan.place(p).1.start;
+            let run = begin..begin + plan.bucket_elems(bucket);
+            let gathered = if params.iter().all(as_in_bucket) && run.end <= flat.len() {
+                self.group.all_gather_in_place(&mut flat[run], part)
+            } else if let AnyMemory::F32(Memory::Reduced(memory)) = &mut self.memory[bucket] {
+                for (param, elems) in plan.within(bucket, rank * part..(rank + 1) * part) {
+                    let (to, from) = (plan.place(param).1.start, starts[param]);
+                    memory[to + elems.start..to + elems.end]
+                        .copy_from_slice(&flat[from + elems.start..from + elems.end]);
+                }
+                let gathered = self.group.all_gather_in_place(memory, part);
+                for &param in params {
+                    let place = plan.place(param).1;
+                    let to = starts[param]..starts[param] + place.len();
+                    flat[to].copy_from_slice(&memory[place]);
+                }
+                gathered
+            } else {
+                Ok(())
+            };
+            gathered.map_err(|e| {
+                self.failed = true;
+                let label = &self.labels[bucket];
+                Error::comm_while(
+                    format!("updated parameters could not be gathered ({label})"),
+                    e,
+                )
+            })?;
+        }
+        Ok(())
+    }
+}
