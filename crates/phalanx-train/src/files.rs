@@ -31,7 +31,9 @@ pub fn atomic_write(path: &Path, bytes: &[u8]) -> Result<()> {
 /// A file without a name, fsync, a name, fsync of the folder: a writer that is
 /// killed half way leaves nothing behind. Where the file system has no such
 /// files: a temporary file in the same folder, fsync, rename over `path`. On
-/// any error `path` is as it was.
+/// any error `path` is as it was. A symbolic link stays one: what it points to
+/// is written. What is no regular file (a device, a named pipe) is opened and
+/// written as it is, which *blocks* until somebody reads the pipe.
 ///
 /// # Errors
 ///
@@ -40,7 +42,14 @@ pub fn atomic_write_with(
     path: &Path,
     fill: impl FnOnce(&mut dyn Write) -> std::io::Result<()>,
 ) -> Result<()> {
+    let target = target(path).map_err(|source| Error::io("cannot write", path, source))?;
+    let path = &*target;
     let failed = |source| Error::io("cannot write", path, source);
+    if fs::metadata(path).is_ok_and(|there| !there.is_file() && !there.is_dir()) {
+        let mut file = File::options().write(true).open(path).map_err(failed)?;
+        let mut out = BufWriter::with_capacity(WRITE_BUFFER_BYTES, &mut file);
+        return fill(&mut out).and_then(|()| out.flush()).map_err(failed);
+    }
     let Some(name) = path.file_name() else {
         return Err(Error::usage(format!(
             "{} does not name a file",
@@ -73,6 +82,23 @@ pub fn atomic_write_with(
     File::open(&folder)
         .and_then(|f| f.sync_all())
         .map_err(|source| Error::io("cannot sync folder", &folder, source))
+}
+
+/// Where symbolic links at `path` lead, whether or not there is anything.
+fn target(path: &Path) -> std::io::Result<PathBuf> {
+    let mut at = path.to_owned();
+    // As many as the system follows.
+    for _ in 0..40 {
+        // Not what a descriptor's link in `/proc` says: that may be no path.
+        if fs::metadata(&at).is_ok_and(|there| !there.is_file()) {
+            return Ok(at);
+        }
+        match fs::read_link(&at) {
+            Ok(next) => at = folder_of(&at).join(next),
+            Err(_) => return Ok(at),
+        }
+    }
+    Err(Errno::LOOP.into())
 }
 
 /// A file in `folder` that no folder knows yet; `None` where the file system
@@ -131,5 +157,56 @@ fn folder_of(path: &Path) -> PathBuf {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent.to_path_buf(),
         _ => PathBuf::from("."),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn links_stay_links_and_what_they_point_to_is_written() {
+        let dir = tempfile::tempdir().expect("folder");
+        let at = |name: &str| dir.path().join(name);
+        fs::create_dir(at("far")).expect("folder");
+        symlink("far/second", at("first")).expect("link");
+        symlink("file", at("far/second")).expect("link");
+        // Nothing is there yet, then the old file.
+        for text in ["one", "two"] {
+            atomic_write(&at("first"), text.as_bytes()).expect("written");
+            assert_eq!(fs::read_to_string(at("far/file")).expect("text"), text);
+        }
+        for link in ["first", "far/second"] {
+            assert!(at(link).is_symlink(), "{link}");
+        }
+        symlink("ring", at("ring")).expect("link");
+        atomic_write(&at("ring"), b"x").expect_err("a circle of links");
+        assert!(at("ring").is_symlink());
+        let names = fs::read_dir(dir.path()).expect("folder").count();
+        assert_eq!(names, 3, "nothing else is left");
+    }
+
+    #[test]
+    fn what_is_no_regular_file_is_written_and_stays() {
+        let dir = tempfile::tempdir().expect("folder");
+        let pipe = dir.path().join("pipe");
+        let made = std::process::Command::new("mkfifo").arg(&pipe).status();
+        assert!(made.expect("mkfifo").success());
+        let reader = {
+            let pipe = pipe.clone();
+            std::thread::spawn(move || fs::read_to_string(pipe))
+        };
+        atomic_write(&pipe, b"text").expect("written");
+        let read = reader.join().expect("no panic").expect("read");
+        assert_eq!(read, "text");
+        atomic_write(Path::new("/dev/null"), b"text").expect("written");
+        let full = atomic_write(Path::new("/dev/full"), b"text").expect_err("a full disk");
+        assert_eq!(full.kind(), crate::ErrorKind::DiskFull);
+        for there in [&pipe, Path::new("/dev/null"), Path::new("/dev/full")] {
+            let kind = fs::symlink_metadata(there).expect("there").file_type();
+            assert!(!kind.is_file(), "{}", there.display());
+        }
     }
 }

@@ -11,7 +11,8 @@ use crate::cli;
 use crate::error::{Error, ErrorKind, Result};
 use crate::launch;
 use crate::ranks;
-use crate::train::{default_output_dir, print};
+use crate::say;
+use crate::train::default_output_dir;
 
 /// Arguments of `phalanx compare`.
 #[derive(Debug, clap::Args)]
@@ -98,12 +99,12 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     let mut runs: Vec<Run> = Vec::new();
     for (i, workers) in args.workers.iter().copied().enumerate() {
         let output_dir = dir.join(format!("workers-{workers}"));
-        eprintln!(
+        say::note(format_args!(
             "compare  run {} of {}: {}",
             i + 1,
             args.workers.len(),
             counted(workers)
-        );
+        ));
         let outcome = start(&args.training, workers, &output_dir)
             .and_then(|()| Run::read(workers, output_dir, runs.first()));
         match outcome {
@@ -138,8 +139,8 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     };
     let path = dir.join("comparison.json");
     phalanx_train::metrics::write_summary(&path, &comparison)?;
-    print(&table(recipe, &runs))?;
-    eprintln!("saved {}", path.display());
+    say::print(&table(recipe, &runs))?;
+    say::note(format_args!("saved {}", path.display()));
     Ok(())
 }
 

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use phalanx_train::checkpoint::{read_tensors, save_tensors};
 
 use crate::error::{Error, Result};
+use crate::say;
 use crate::train::format::{bytes, plural};
 
 /// Arguments of `phalanx export`.
@@ -33,16 +34,16 @@ pub fn run(args: &ExportArgs) -> Result<()> {
     }
     let (tensors, loaded) = read_tensors(&args.checkpoint)?;
     for warning in &loaded.warnings {
-        eprintln!("warning: {warning}");
+        say::note(format_args!("warning: {warning}"));
     }
     let total_bytes: usize = tensors.iter().map(|t| t.bytes.len()).sum();
     let count = tensors.len();
     save_tensors(&args.to, tensors, &loaded.metadata)?;
-    eprintln!(
+    say::note(format_args!(
         "{}: {}, {}",
         args.to.display(),
         plural(count, "tensor"),
         bytes(total_bytes)
-    );
+    ));
     Ok(())
 }

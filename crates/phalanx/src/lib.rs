@@ -46,6 +46,9 @@ mod predict;
 mod ranks;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
+mod say;
+#[cfg(fuzzing)]
+#[allow(dead_code, reason = "main.rs uses the rest")]
 mod stop;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]

@@ -20,6 +20,8 @@ pub(crate) fn start() {
         .with_ansi(colour)
         .with_target(false)
         .without_time()
+        // It would panic on a standard error that cannot be written.
+        .log_internal_errors(false)
         .try_init();
 }
 

@@ -1,5 +1,7 @@
 //! The `phalanx` program: the command line and what it starts.
 #![forbid(unsafe_code)]
+// They panic where an output cannot be written; `say` does not.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod bench;
 mod cli;
@@ -16,6 +18,7 @@ mod log;
 mod plan;
 mod predict;
 mod ranks;
+mod say;
 mod stop;
 mod train;
 

@@ -13,15 +13,18 @@ use serde::Serialize;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::ranks;
-use crate::train::{Net, mirrored, print};
+use crate::say;
+use crate::train::{Net, mirrored};
 
 /// Arguments of `phalanx predict`.
 #[derive(Debug, clap::Args)]
+#[command(override_usage = "phalanx predict CHECKPOINT [OPTIONS] --data <DIR|synthetic|IMAGE>...")]
 pub struct PredictArgs {
     /// Weights (.pth, .pt, .safetensors), or a resumable checkpoint's .json
     #[arg(value_name = "CHECKPOINT")]
     checkpoint: PathBuf,
-    /// A data set's folder (its test set), `synthetic`, or images: PNG, PGM, PPM
+    /// A data set's folder (its test set), `synthetic` (drawn images that no training sees), or images: PNG, PGM, PPM; all
+    /// words after it, so that CHECKPOINT comes first
     #[arg(long, required = true, num_args = 1.., value_name = "DIR|synthetic|IMAGE")]
     data: Vec<PathBuf>,
     /// The network [default: what the checkpoint says, or the one that it fits]
@@ -75,7 +78,12 @@ struct Known {
     build: fn(&mut Scope) -> Box<dyn Net>,
     /// What it is trained with by default, and whether it is tested on mirrored images too.
     looks: (Pixels, bool),
+    /// Whether it can be trained with other pixels than by default.
+    other_pixels: bool,
 }
+
+/// As many as a training may draw; far above any data set.
+const MAX_SAMPLES: usize = 100_000_000;
 
 const CIFAR: [usize; 3] = [32, 32, 3];
 
@@ -85,24 +93,28 @@ const KNOWN: [Known; 4] = [
         image: [28, 28, 1],
         build: |scope| Box::new(MnistCnn::new(scope)),
         looks: (Pixels::Normalised, false),
+        other_pixels: false,
     },
     Known {
         name: "resnet18",
         image: CIFAR,
         build: |scope| Box::new(CifarResNet::resnet18(scope)),
         looks: (Pixels::Unit, false),
+        other_pixels: true,
     },
     Known {
         name: "resnet9",
         image: CIFAR,
         build: |scope| Box::new(ResNet9::new(scope, cifar10::CLASSES)),
         looks: (Pixels::Normalised, true),
+        other_pixels: false,
     },
     Known {
         name: "mobilenetv2",
         image: CIFAR,
         build: |scope| Box::new(MobileNetV2::new(scope, cifar10::CLASSES)),
         looks: (Pixels::Unit, false),
+        other_pixels: false,
     },
 ];
 
@@ -165,7 +177,7 @@ struct Row {
 /// Usage, or those of reading and writing, naming the file.
 pub fn run(args: &PredictArgs) -> Result<()> {
     ranks::check_count("--batch-size", args.batch_size, 1 << 20)?;
-    ranks::check_count("--limit", args.limit.unwrap_or(1), usize::MAX)?;
+    ranks::check_count("--limit", args.limit.unwrap_or(1), MAX_SAMPLES)?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = args.threads.unwrap_or(cores);
     ranks::check_count("--threads", threads, (4 * cores).max(16))?;
@@ -176,36 +188,117 @@ pub fn run(args: &PredictArgs) -> Result<()> {
             known.name
         )));
     }
+    if known.other_pixels && args.pixels.is_none() && !metadata.contains_key("pixels") {
+        say::note(format_args!(
+            "warning: {} does not say which pixels it was trained with; taken for unit ones, as those of the document's \
+             training are; --pixels normalised for those of --recipe fast or standard",
+            args.checkpoint.display()
+        ));
+    }
     let looks = Looks::new(args, known, &metadata);
     let source = Source::open(args, known, &looks)?;
-    let samples = source.len().min(args.limit.unwrap_or(usize::MAX));
-    let mut tape = Tape::new(Threads(threads));
-    let [h, w, c] = known.image;
-    let elems = h * w * c;
-    let mut text = Vec::new();
-    let (mut right, mut judged) = (0usize, 0usize);
-    for first in (0..samples).step_by(args.batch_size) {
-        let batch = args.batch_size.min(samples - first);
+    let mut predictor = Predictor {
+        args,
+        known,
+        net,
+        params,
+        source,
+        mirrored: looks.mirrored,
+        tape: Tape::new(Threads(threads)),
+        judged: 0,
+        right: 0,
+    };
+    match &args.output {
+        Some(path) => predictor.write(path)?,
+        None => predictor.all(&mut say::print_on)?,
+    }
+    predictor.sum_up();
+    Ok(())
+}
+
+/// What predictions are made with, and how they have been so far.
+struct Predictor<'a> {
+    args: &'a PredictArgs,
+    known: &'static Known,
+    net: Box<dyn Net>,
+    params: Params,
+    source: Source,
+    mirrored: bool,
+    tape: Tape,
+    /// Images with a label, and how many of them were right.
+    judged: usize,
+    right: usize,
+}
+
+impl Predictor<'_> {
+    /// Images to look at.
+    fn samples(&self) -> usize {
+        (self.source.len()).min(self.args.limit.unwrap_or(usize::MAX))
+    }
+
+    /// All predictions into the file at `path`, which is whole or as before.
+    fn write(&mut self, path: &Path) -> Result<()> {
+        let mut failed = None;
+        let written = phalanx_train::files::atomic_write_with(path, |out| {
+            let mut unwritten = None;
+            let outcome = self.all(&mut |rows| {
+                unwritten = out.write_all(rows).err();
+                Ok(unwritten.is_none())
+            });
+            match (outcome, unwritten) {
+                (Ok(()), None) => Ok(()),
+                (Ok(()), Some(error)) => Err(error),
+                (Err(error), _) => {
+                    failed = Some(error);
+                    Err(std::io::Error::other("no predictions"))
+                }
+            }
+        });
+        match failed {
+            Some(error) => Err(error),
+            None => Ok(written?),
+        }
+    }
+
+    /// Gives `take` the predictions, a JSON object a line, after each batch, until it
+    /// wants no more.
+    fn all(&mut self, take: &mut dyn FnMut(&[u8]) -> Result<bool>) -> Result<()> {
+        let samples = self.samples();
+        for first in (0..samples).step_by(self.args.batch_size) {
+            let rows = self.batch(first, self.args.batch_size.min(samples - first))?;
+            if !take(&rows)? {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// The predictions of `batch` images from number `first` on.
+    fn batch(&mut self, first: usize, batch: usize) -> Result<Vec<u8>> {
+        let [h, w, c] = self.known.image;
+        let elems = h * w * c;
         let mut images = vec![0.0; batch * elems];
         let mut truths = Vec::with_capacity(batch);
         for (i, image) in images.chunks_exact_mut(elems).enumerate() {
-            truths.push(source.read(first + i, image, known)?);
+            truths.push(self.source.read(first + i, image, self.known)?);
         }
-        let step = tape.inference(&params);
+        let step = self.tape.inference(&self.params);
         let shape = [batch, h, w, c];
-        let mut scores = net.forward(step.input(&images, &shape)?)?;
-        if looks.mirrored {
-            let other = net.forward(step.input(&mirrored(&images, known.image), &shape)?)?;
+        let mut scores = self.net.forward(step.input(&images, &shape)?)?;
+        if self.mirrored {
+            let images = mirrored(&images, self.known.image);
+            let other = self.net.forward(step.input(&images, &shape)?)?;
             scores = scores.add(other)?.scale(0.5)?;
         }
         let scores = scores.to_vec();
         let classes = scores.len() / batch;
+        let mut text = Vec::new();
         for (i, (scores, truth)) in scores.chunks_exact(classes).zip(truths).enumerate() {
             let guess = argmax(scores).unwrap_or(0) as u32;
-            judged += usize::from(truth.is_some());
-            right += usize::from(truth == Some(guess));
+            self.judged += usize::from(truth.is_some());
+            self.right += usize::from(truth == Some(guess));
             let row = Row {
-                image: source.name(first + i),
+                image: self.source.name(first + i),
                 guess,
                 truth,
                 scores: scores.to_vec(),
@@ -215,20 +308,25 @@ pub fn run(args: &PredictArgs) -> Result<()> {
             })?;
             text.push(b'\n');
         }
+        Ok(text)
     }
-    match &args.output {
-        Some(path) => phalanx_train::files::atomic_write(path, &text)?,
-        None => print(&String::from_utf8_lossy(&text))?,
+
+    /// The last line, for the person at the terminal.
+    fn sum_up(&self) {
+        let accuracy = match self.judged {
+            0 => String::new(),
+            judged => format!(
+                ", {} of {judged} right ({:.2} %)",
+                self.right,
+                100.0 * self.right as f64 / judged as f64
+            ),
+        };
+        say::note(format_args!(
+            "{} images with {}{accuracy}",
+            self.samples(),
+            self.known.name
+        ));
     }
-    let accuracy = match judged {
-        0 => String::new(),
-        _ => format!(
-            ", {right} of {judged} right ({:.2} %)",
-            100.0 * right as f64 / judged as f64
-        ),
-    };
-    eprintln!("{samples} images with {}{accuracy}", known.name);
-    Ok(())
 }
 
 /// What [`network`] finds.
@@ -243,7 +341,7 @@ type Network = (
 fn network(path: &Path, wanted: Option<&str>) -> Result<Network> {
     let (tensors, loaded) = read_tensors(path)?;
     for warning in &loaded.warnings {
-        eprintln!("warning: {warning}");
+        say::note(format_args!("warning: {warning}"));
     }
     let said = wanted.or(loaded.metadata.get("model").map(String::as_str));
     let candidates: Vec<&'static Known> = match said {
@@ -304,9 +402,14 @@ impl Source {
             [one] if one.as_os_str() == "synthetic" => {
                 let samples = args.limit.unwrap_or(1000);
                 if grey {
-                    Box::new(synthetic::digits(samples, 1))
+                    Box::new(synthetic::range(synthetic::UNSEEN, samples, 1))
                 } else {
-                    Box::new(synthetic::pictures(0, samples, 1, looks.scaling))
+                    Box::new(synthetic::pictures(
+                        synthetic::UNSEEN,
+                        samples,
+                        1,
+                        looks.scaling,
+                    ))
                 }
             }
             [one] if one.is_dir() => {

@@ -75,11 +75,12 @@ pub struct RankArgs {
     #[arg(long, default_value = "env://", value_name = "URL")]
     pub init_method: String,
     /// This task's number, where every task is started by hand with --world-size and --init-method tcp://HOST:PORT
-    #[arg(long, default_value_t = 0, value_name = "R")]
-    pub rank: usize,
-    /// Number of tasks that are started so, one rank each
-    #[arg(long, default_value_t = 1, value_name = "N")]
-    pub world_size: usize,
+    /// [default: 0]
+    #[arg(long, value_name = "R")]
+    pub rank: Option<usize>,
+    /// Number of tasks that are started so, one rank each; must be there with --init-method tcp://HOST:PORT [default: 1]
+    #[arg(long, value_name = "N")]
+    pub world_size: Option<usize>,
     /// Seconds in which all ranks must have arrived
     #[arg(long, default_value_t = 300.0, value_name = "S")]
     pub init_timeout: f64,
@@ -129,14 +130,25 @@ impl RankArgs {
         if let Some(place) = launch::rank_place(&launch::real_env())? {
             return Ok(Some(place));
         }
-        if self.world_size == 1 && self.rank == 0 {
-            return Ok(None);
-        }
-        if self.rank >= self.world_size {
+        let (rank, world_size) = (self.rank.unwrap_or(0), self.world_size.unwrap_or(1));
+        if rank >= world_size {
             return Err(Error::usage(format!(
-                "--rank {} does not exist among --world-size {}; ranks count from 0",
-                self.rank, self.world_size
+                "--rank {rank} does not exist among --world-size {world_size}; ranks count from 0"
             )));
+        }
+        if world_size == 1 {
+            // Ranks that are started here get the init method themselves.
+            let meets = self.init_method != "env://" && self.nproc_per_node == 1;
+            if self.world_size.is_none() && (meets || self.rank.is_some()) {
+                let what = match meets {
+                    true => format!("--init-method {}", self.init_method),
+                    false => format!("--rank {rank}"),
+                };
+                return Err(Error::usage(format!(
+                    "{what} is for one of several tasks; say how many there are with --world-size N"
+                )));
+            }
+            return Ok(None);
         }
         if self.nproc_per_node > 1 {
             return Err(Error::usage(
@@ -145,14 +157,13 @@ impl RankArgs {
         }
         if self.init_method == "env://" {
             return Err(Error::usage(format!(
-                "{} tasks need a place to meet; give all of them the same --init-method tcp://HOST:PORT",
-                self.world_size
+                "{world_size} tasks need a place to meet; give all of them the same --init-method tcp://HOST:PORT"
             )));
         }
         Ok(Some(RankPlace {
             source: "RANK",
-            rank: self.rank,
-            world: self.world_size,
+            rank,
+            world: world_size,
             local_rank: 0,
             // Not looked at: the init method says it.
             master_addr: String::new(),
@@ -167,7 +178,7 @@ impl RankArgs {
     /// Usage errors naming the flag.
     pub fn check_untyped_world(&self) -> Result<()> {
         self.validate()?;
-        if self.nproc_per_node != 1 || self.world_size != 1 || self.rank != 0 {
+        if self.nproc_per_node != 1 || self.world_size.is_some() || self.rank.is_some() {
             return Err(Error::usage(
                 "--workers says how many ranks there are; leave out --nproc-per-node, --world-size and --rank",
             ));
@@ -255,7 +266,7 @@ pub fn check_count(flag: &str, value: usize, largest: usize) -> Result<()> {
 pub fn run(
     args: &RankArgs,
     speakers: Speakers,
-    extra: &[String],
+    extra: &[OsString],
     flight_dir: Option<&Path>,
     rank: impl Fn(&RankContext) -> Result<()> + Sync,
 ) -> Result<()> {
@@ -267,7 +278,7 @@ pub fn run(
         as_threads(args, speakers, started, rank)
     } else {
         let own = std::env::args_os().skip(1);
-        let own = own.chain(extra.iter().map(OsString::from)).collect();
+        let own = own.chain(extra.iter().cloned()).collect();
         let prefix = match speakers {
             Speakers::Rank0 => Prefix::AllButRank0,
             Speakers::All => Prefix::Everybody,

@@ -5,7 +5,7 @@ mod support;
 use std::path::Path;
 
 use serde_json::Value;
-use support::{run, succeed};
+use support::{ended, phalanx, run, succeed};
 
 fn refused(dir: &Path, args: &[&str], reason: &str) {
     let (code, _, err) = run(args, dir);
@@ -198,7 +198,7 @@ fn cifar_networks_see_images_as_they_were_trained() {
         ),
     ] {
         let train = ["train", program, "--data", "synthetic", "--output-dir"];
-        let small = "--synthetic-samples 32 --test-batch-size 2 --threads 1";
+        let small = "--synthetic-samples 32 --test-batch-size 2 --threads 1 --save-every 1000";
         let small: Vec<&str> = small.split(' ').collect();
         succeed(&[&train[..], &[program], &small, flags].concat(), dir);
         let named = match program {
@@ -213,6 +213,19 @@ fn cifar_networks_see_images_as_they_were_trained() {
         let (expected, said) = all(&format!("{named}.safetensors"), &[]);
         assert!(said.contains(&format!("with {program}")), "{said}");
         assert_eq!(all(&torch, as_trained).0, expected, "{program}");
+        // So does a checkpoint that a training goes on from.
+        let step = match program {
+            "mobilenetv2" => 2,
+            _ => 16,
+        };
+        let manifest = format!("{program}/checkpoints/step-{step:09}.json");
+        let (guesses, said) = all(&manifest, &[]);
+        assert_eq!(guesses, expected, "{program}");
+        assert!(!said.contains("warning"), "{said}");
+        let unsure = all(&torch, &[])
+            .1
+            .contains("warning: resnet18/epoch_1.pth does not say");
+        assert_eq!(unsure, program == "resnet18");
         if !plain.is_empty() {
             assert_ne!(all(&torch, plain).0, expected, "{program}");
         }
@@ -237,6 +250,62 @@ fn cifar_networks_see_images_as_they_were_trained() {
             "resnet18",
         ],
         "another model",
+    );
+}
+
+#[test]
+fn drawn_images_are_none_that_a_training_sees() {
+    use phalanx_train::Dataset;
+    let dir = trained();
+    let args = "predict run/mnist_cnn.pt --data synthetic --limit 200";
+    let (out, _) = succeed(&args.split(' ').collect::<Vec<_>>(), dir.path());
+    let truths: Vec<u64> = rows(&out)
+        .iter()
+        .map(|row| row["truth"].as_u64().expect("truth"))
+        .collect();
+    let trained = phalanx_train::synthetic::digits(200, 1);
+    let mut image = vec![0.0; phalanx_train::synthetic::PIXELS];
+    let seen: Vec<u64> = (0..200)
+        .map(|i| trained.read(i, &mut image).expect("drawn").into())
+        .collect();
+    assert_ne!(truths, seen);
+    let args = "predict run/mnist_cnn.pt --data synthetic --limit 1000000000000";
+    refused(
+        dir.path(),
+        &args.split(' ').collect::<Vec<_>>(),
+        "--limit can be at most 100000000",
+    );
+}
+
+#[test]
+fn rows_come_batch_by_batch_and_nobody_who_reads_on_ends_it() {
+    use std::io::BufRead;
+    let dir = trained();
+    // Days, if it went on to the end.
+    let args = "predict run/mnist_cnn.pt --data synthetic --limit 100000000 --batch-size 4";
+    let args: Vec<&str> = args.split(' ').collect();
+    let mut child = phalanx(&args, dir.path()).spawn().expect("phalanx starts");
+    let mut first = String::new();
+    let mut out = std::io::BufReader::new(child.stdout.take().expect("a pipe"));
+    out.read_line(&mut first).expect("a line");
+    assert_eq!(rows(&first)[0]["image"], 0);
+    drop(out);
+    let (code, _, said) = ended(child);
+    assert_eq!(code, 0, "{said}");
+}
+
+#[test]
+fn a_checkpoint_behind_data_is_asked_for_in_front() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let args = ["predict", "--data", "synthetic", "run/mnist_cnn.pt"];
+    let (code, _, said) = run(&args, dir.path());
+    assert_eq!(code, 2, "{said}");
+    assert!(said.contains("missing CHECKPOINT"), "{said}");
+    assert!(said.contains("put it first"), "{said}");
+    let (help, _) = succeed(&["predict", "--help"], dir.path());
+    assert!(
+        help.contains("phalanx predict CHECKPOINT [OPTIONS] --data"),
+        "{help}"
     );
 }
 

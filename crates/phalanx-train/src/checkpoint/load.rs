@@ -17,7 +17,7 @@ use crate::{Error, Result};
 /// What a file of weights says beside them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Loaded {
-    /// A safetensors file's metadata; a `.pth` file has none.
+    /// Metadata of a safetensors file, or of a checkpoint; a `.pth` file has none.
     pub metadata: BTreeMap<String, String>,
     /// What is odd about the file, a sentence each.
     pub warnings: Vec<String>,

@@ -1,7 +1,7 @@
 //! `metrics.jsonl` and `summary.json`.
 
 use std::fs::File;
-use std::io::Write;
+use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
@@ -78,6 +78,35 @@ impl MetricsLog {
             .map_err(|e| Error::io("cannot open", path, e))?;
         log.out = Some((path.to_path_buf(), file));
         Ok(log)
+    }
+
+    /// Goes on at the end of the file at `path`, whatever it holds; a new file if there is
+    /// none. A last line without an end gets one.
+    ///
+    /// # Errors
+    ///
+    /// `Io` or `DiskFull` naming the path.
+    pub fn append(path: &Path) -> Result<Self> {
+        let failed = |e| Error::io("cannot open", path, e);
+        let mut file = File::options()
+            .read(true)
+            .append(true)
+            .create(true)
+            .open(path)
+            .map_err(failed)?;
+        let mut last = [b'\n'];
+        // What cannot be sought in (a pipe, an empty file) has no last line.
+        if file.seek(SeekFrom::End(-1)).is_ok() {
+            file.read_exact(&mut last).map_err(failed)?;
+        }
+        if last != *b"\n" {
+            file.write_all(b"\n")
+                .map_err(|e| Error::io("cannot write", path, e))?;
+        }
+        Ok(Self {
+            out: Some((path.to_path_buf(), file)),
+            ..Self::disabled()
+        })
     }
 
     /// Writes nothing, for the ranks that do not log.

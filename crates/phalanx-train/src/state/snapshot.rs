@@ -28,6 +28,7 @@ pub struct Snapshot {
     params: Params,
     optimizer: Vec<(String, Vec<f32>)>,
     more: Vec<(String, Vec<f32>)>,
+    metadata: BTreeMap<String, String>,
     manifest: Manifest,
 }
 
@@ -84,6 +85,7 @@ impl Snapshot {
             params,
             optimizer: buffers.collect(),
             more: Vec::new(),
+            metadata: BTreeMap::new(),
             manifest: Manifest {
                 format: FORMAT.to_owned(),
                 version: VERSION,
@@ -127,6 +129,14 @@ impl Snapshot {
         self
     }
 
+    /// The same with what a file of the model's weights says beside them, which
+    /// [`read_tensors`](crate::checkpoint::read_tensors) gives back.
+    #[must_use]
+    pub fn with_metadata(mut self, metadata: BTreeMap<String, String>) -> Snapshot {
+        self.metadata = metadata;
+        self
+    }
+
     /// Where it was taken.
     pub fn place(&self) -> Place {
         self.manifest.place
@@ -153,7 +163,7 @@ impl Snapshot {
         let heads = parts
             .iter()
             .map(|part| (&part.name[..], DType::F32, &part.shape[..], 4 * part.len()));
-        write_header(&mut out, &BTreeMap::new(), heads)?;
+        write_header(&mut out, &self.metadata, heads)?;
         let (mut values, mut bytes) = (Vec::new(), Vec::new());
         for part in &parts {
             let row_major = match part.from {

@@ -31,6 +31,10 @@ pub const TRAIN_SAMPLES: usize = 60_000;
 /// Test samples of [`split`].
 pub const TEST_SAMPLES: usize = 10_000;
 
+/// Number of a sample that no training sees, nor any within 2^40 after it: trainings draw
+/// theirs from number 0 on.
+pub const UNSEEN: u64 = 1 << 40;
+
 /// Share of images with a stray stroke, in 1/256.
 const STRAY_OF_256: u32 = 72;
 /// Largest amplitude of the background noise, of full ink.

@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::error::Result;
 use crate::ranks;
-use crate::train;
+use crate::say;
 use crate::train::precision::PrecisionArg;
 
 /// Arguments of `bench kernels`.
@@ -271,5 +271,5 @@ fn report(
 }
 
 fn print_line(line: &str) -> Result<()> {
-    train::print(&format!("{line}\n"))
+    say::print(&format!("{line}\n"))
 }

@@ -96,7 +96,13 @@ pub(super) fn explain(
             let what = text(ContextKind::InvalidArg).unwrap_or_else(|| "an argument".into());
             // clap writes `<PROGRAM>...`; people read PROGRAM.
             let what = what.replace(['<', '>'], "").replace("...", "");
-            Error::usage(format!("missing {what}"))
+            let ours = Error::usage(format!("missing {what}"));
+            match path.last().map(String::as_str) {
+                Some("predict") if what == "CHECKPOINT" => {
+                    ours.note("so", "put it first: --data takes all words after it")
+                }
+                _ => ours,
+            }
         }
         ClapKind::ArgumentConflict => Error::usage(format!(
             "{} cannot be combined with {}",

@@ -15,6 +15,7 @@ mod sum;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::say;
 use fetch::{Got, Patience};
 use meter::Meter;
 use sets::{DataSet, SETS};
@@ -57,19 +58,20 @@ pub(crate) fn run(args: &DownloadArgs) -> Result<()> {
         let sources = sources(set, args.from.as_deref());
         // A mirror without it may still redirect to one with it.
         let agent = fetch::agent(patience, true)?;
-        println!(
-            "{}: {} ({:.1} MB)",
+        say::print(&format!(
+            "{}: {} ({:.1} MB)\n",
             set.name,
             set.title,
             set.bytes() as f64 / 1e6
-        );
+        ))?;
         for file in set.files {
-            match get(&agent, patience, &sources, &folder, file, args.force)? {
-                Got::Already => println!("  {}  is there", file.name),
-                Got::From(url) => println!("  {}  from {url}", file.name),
-            }
+            let how = match get(&agent, patience, &sources, &folder, file, args.force)? {
+                Got::Already => "is there".to_owned(),
+                Got::From(url) => format!("from {url}"),
+            };
+            say::print(&format!("  {}  {how}\n", file.name))?;
         }
-        println!("next: {} {}", set.next, folder.display());
+        say::print(&format!("next: {} {}\n", set.next, folder.display()))?;
     }
     Ok(())
 }

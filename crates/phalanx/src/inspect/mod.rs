@@ -6,12 +6,12 @@ mod find;
 pub(crate) mod fuzzing;
 mod table;
 
-use std::io::Write;
 use std::path::PathBuf;
 
 use phalanx_comm::recorder::Dump;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::say;
 use analysis::Story;
 
 /// Arguments of `phalanx inspect`.
@@ -50,13 +50,7 @@ pub(crate) fn run(args: &InspectArgs) -> Result<()> {
     } else {
         render(&story, &found.dumps)
     };
-    match std::io::stdout().write_all(text.as_bytes()) {
-        // A closed pipe is success: nobody wants to read on.
-        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => {
-            Err(Error::new(ErrorKind::System, "standard output could not be written").caused_by(e))
-        }
-        _ => Ok(()),
-    }
+    say::print(&text)
 }
 
 fn render(story: &Story, dumps: &[Dump]) -> String {

@@ -25,6 +25,7 @@ use super::report::{self, Verdict, Who};
 use super::signals::{SignalWatch, interrupted, suspend_self};
 use super::token;
 use crate::error::{Error, ErrorKind, Result};
+use crate::say;
 
 /// How long an exit that may be an echo waits for its cause.
 const ECHO_WAIT: Duration = Duration::from_millis(400);
@@ -56,7 +57,7 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
         Some(meeting) => nodes::meeting_place(meeting, plan.bind, &plan.token)?,
     };
     if let Some(warning) = &place.warning {
-        eprintln!("warning: {warning}");
+        say::note(format_args!("warning: {warning}"));
     }
     let nodes = match &plan.meeting {
         None => None,
@@ -188,11 +189,11 @@ impl Job<'_> {
                 Outcome::Failed(error) if restarts >= self.plan.max_restarts => return Err(error),
                 Outcome::Failed(error) => {
                     restarts += 1;
-                    eprintln!(
+                    say::note(format_args!(
                         "restart {restarts} of {}: {}",
                         self.plan.max_restarts,
                         error.chain()
-                    );
+                    ));
                     self.clear_store()?;
                 }
             }
@@ -349,8 +350,8 @@ impl Job<'_> {
             &halted,
             self.plan.flight_dir.as_deref(),
         ) {
-            Some(text) => eprintln!("flight recorders: {text}"),
-            None => eprintln!("flight recorders: no rank has one yet"),
+            Some(text) => say::note(format_args!("flight recorders: {text}")),
+            None => say::note(format_args!("flight recorders: no rank has one yet")),
         }
     }
 
@@ -365,7 +366,7 @@ impl Job<'_> {
             let ranks: Vec<usize> = locals.iter().map(|l| self.shared.first_rank + l).collect();
             report::rank_list(&ranks)
         };
-        eprintln!(
+        say::note(format_args!(
             "waiting {} s: {} ended with code 0, but {} still at work, perhaps waiting for that",
             LONE_AFTER.as_secs(),
             names(ended),
@@ -373,7 +374,7 @@ impl Job<'_> {
                 1 => format!("{} is", names(running)),
                 _ => format!("{} are", names(running)),
             }
-        );
+        ));
     }
 
     /// Ranks that somebody has stopped, after all others have ended well, will

@@ -53,6 +53,7 @@ pub(crate) use signals::end_on_signals;
 pub(crate) use token::write_token;
 
 use crate::error::Result;
+use crate::say;
 use args::LaunchArgs;
 use machine::End;
 use plan::LaunchPlan;
@@ -173,7 +174,7 @@ pub(crate) fn run_local(local: LocalRun) -> Result<()> {
     let result = job::run(&plan);
     if result.is_err() && plan.rank0_owns_stderr {
         // Rank 0's progress bar may have left the cursor inside a line.
-        eprintln!();
+        say::note("");
     }
     result
 }

@@ -11,6 +11,7 @@ use signal_hook::iterator::{Handle, Signals};
 use super::Event;
 use super::report;
 use crate::error::{Error, ErrorKind, Result};
+use crate::say;
 use crate::stop;
 
 /// While it lives, SIGINT, SIGTERM, SIGHUP and SIGQUIT arrive as
@@ -113,7 +114,7 @@ pub(crate) fn end_on_signals() -> Result<()> {
             };
             // A progress bar may have left the cursor inside a line.
             if std::io::stderr().is_terminal() {
-                eprintln!();
+                say::note("");
             }
             let error = interrupted(signal);
             error.print();

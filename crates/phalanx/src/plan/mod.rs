@@ -4,15 +4,14 @@
 mod report;
 mod units;
 
-use std::io::Write;
-
 use phalanx_comm::plan::Hosts;
 use phalanx_comm::{Costs, Rules, Selector};
 
 use crate::bench::ByteSize;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::launch;
 use crate::ranks::{self, RankArgs, Speakers};
+use crate::say;
 use units::{Delay, Rate};
 
 /// Arguments of `phalanx plan`.
@@ -75,7 +74,7 @@ pub fn run(args: &PlanArgs) -> Result<()> {
             Err(_) => Rules::default(),
         };
         let selector = Selector::new(hosts(args)?, costs, rules);
-        return print(&report(&selector, args, None));
+        return say::print(&format!("{}\n", report(&selector, args, None)));
     }
     let ranks: RankArgs = RankArgs::untyped()?;
     ranks::run(&ranks, Speakers::Rank0, &[], None, |ctx| {
@@ -120,19 +119,10 @@ fn report(selector: &Selector, args: &PlanArgs, measured: Option<&str>) -> Strin
     }
 }
 
-fn print(text: &str) -> Result<()> {
-    let mut out = std::io::stdout().lock();
-    match writeln!(out, "{text}").and_then(|()| out.flush()) {
-        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => {
-            Err(Error::new(ErrorKind::Failed, "standard output could not be written").caused_by(e))
-        }
-        _ => Ok(()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
 
     fn args(world: Option<usize>, nnodes: usize, each: Option<usize>) -> PlanArgs {
         PlanArgs {

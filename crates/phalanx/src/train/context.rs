@@ -1,7 +1,6 @@
 //! What a recipe knows about the rank it runs as.
 
 use std::fmt;
-use std::io::Write;
 use std::time::Instant;
 
 use phalanx_comm::{ProcessGroup, TransportKind};
@@ -9,6 +8,7 @@ use phalanx_ddp::Commit;
 
 use super::format::plural;
 use crate::error::{Error, ErrorKind, Result};
+use crate::say;
 
 /// One rank of a training run.
 pub struct RankContext {
@@ -56,13 +56,13 @@ impl RankContext {
             block.push_str(line);
             block.push('\n');
         }
-        print(&block)
+        say::print(&block)
     }
 
     /// A remark for the person at the terminal, on standard error, from rank 0 only.
     pub fn note(&self, text: &str) {
         if self.is_main() {
-            eprintln!("{text}");
+            say::note(text);
         }
     }
 
@@ -120,20 +120,5 @@ impl RankContext {
             plural(cores, "core"),
             phalanx_nn::isa_name()
         )
-    }
-}
-
-/// Writes `block` to standard output at once.
-///
-/// # Errors
-///
-/// Fails when standard output cannot be written. A closed pipe is success.
-pub fn print(block: &str) -> Result<()> {
-    let mut out = std::io::stdout().lock();
-    match out.write_all(block.as_bytes()).and_then(|()| out.flush()) {
-        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => {
-            Err(Error::new(ErrorKind::Failed, "standard output could not be written").caused_by(e))
-        }
-        _ => Ok(()),
     }
 }

@@ -23,6 +23,7 @@ use super::output::{Files, Output};
 use super::saving::{History, Now, Resumed, Saving, SavingArgs, Whole};
 use crate::error::Result;
 use crate::ranks;
+use crate::say;
 
 /// Arguments of `train linear`.
 #[derive(Debug, Clone, clap::Args)]
@@ -136,7 +137,8 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
     let mut output = Output::open(ctx, dir, FILES, resumed.is_some())?;
     let mut log = output.metrics(resumed.as_ref().map(Resumed::place))?;
     let facts = resumable(ctx.world());
-    let mut saving = Saving::open(ctx, &args.saving, facts, output.dir(), resumed.as_ref())?;
+    let saving = Saving::open(ctx, &args.saving, facts, output.dir(), resumed.as_ref())?;
+    let mut saving = saving.with_metadata(FILES.metadata());
     if first < args.iterations {
         output.reopen()?;
     }
@@ -199,7 +201,7 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
     output.save_summary(&json!({
         "recipe": "linear",
         "version": env!("CARGO_PKG_VERSION"),
-        "arguments": std::env::args().skip(1).collect::<Vec<_>>(),
+        "arguments": say::arguments(),
         "world_size": ctx.world(),
         "transport": ctx.describe(),
         "iterations": args.iterations,

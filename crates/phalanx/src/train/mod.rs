@@ -28,11 +28,12 @@ mod trace;
 mod voice;
 mod whiten;
 
-pub use context::{RankContext, print};
+pub use context::RankContext;
 pub use evaluate::mirrored;
 pub use program::Net;
 
-use std::path::PathBuf;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use crate::error::{Error, Result};
@@ -248,14 +249,16 @@ fn before_ranks(
     output_dir: &mut Option<PathBuf>,
     saving: &SavingArgs,
     default: impl FnOnce() -> PathBuf,
-) -> (Vec<String>, PathBuf) {
+) -> (Vec<OsString>, PathBuf) {
     if saving.enabled() {
         stop::expect();
     }
     let mut extra = Vec::new();
     let dir = output_dir.get_or_insert_with(|| {
         let dir = saving.resumed_dir().unwrap_or_else(default);
-        extra.push(format!("--output-dir={}", dir.display()));
+        let mut flag = OsString::from("--output-dir=");
+        flag.push(&dir);
+        extra.push(flag);
         dir
     });
     let flight = dir.join(FLIGHT_DIR);
@@ -278,6 +281,13 @@ fn check_lr(lr: f64) -> Result<()> {
     } else {
         Err(Error::usage("--lr must be a number from 0 up"))
     }
+}
+
+/// `FILE.<rank>.<ending>`, the file of one rank.
+fn of_rank(file: &Path, rank: usize, ending: &str) -> PathBuf {
+    let mut name = file.as_os_str().to_owned();
+    name.push(format!(".{rank}.{ending}"));
+    name.into()
 }
 
 /// `runs/<recipe>-<date>-<time>` (UTC).

@@ -38,6 +38,15 @@ impl Files {
         format!("epoch_{epoch}.safetensors")
     }
 
+    /// What files of weights, and checkpoints, say beside them.
+    pub fn metadata(&self) -> BTreeMap<String, String> {
+        let own = ("model", self.model);
+        let about = self.about.iter().chain([&own]);
+        about
+            .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()))
+            .collect()
+    }
+
     /// Whether `name` is a file that a run of this program writes.
     fn has(&self, name: &str) -> bool {
         let weights = |ours: &str| name == ours || Path::new(name) == pytorch(Path::new(ours));
@@ -178,9 +187,7 @@ impl Output {
     fn save(&mut self, name: &str, params: &Params, more: &[(&str, String)]) -> Result<()> {
         let path = self.dir.join(name);
         if self.is_main {
-            let mut metadata = BTreeMap::from([("model".to_owned(), self.files.model.to_owned())]);
-            let about = self.files.about.iter();
-            metadata.extend(about.map(|(k, v)| ((*k).to_owned(), (*v).to_owned())));
+            let mut metadata = self.files.metadata();
             metadata.extend(more.iter().map(|(k, v)| ((*k).to_owned(), v.clone())));
             checkpoint::save_params(&path, params, &metadata)?;
             checkpoint::save_pth(&pytorch(&path), params)?;

@@ -29,7 +29,7 @@ impl Profiler {
     /// 0's table to standard error, or nothing.
     pub fn new(file: Option<&Path>, ctx: &RankContext) -> Profiler {
         Profiler {
-            path: file.map(|f| PathBuf::from(format!("{}.{}.json", f.display(), ctx.rank()))),
+            path: file.map(|f| super::of_rank(f, ctx.rank(), "json")),
             rank: ctx.rank(),
             seen: 0,
         }

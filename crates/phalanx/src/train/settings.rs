@@ -84,13 +84,14 @@ pub struct Settings {
     pub log_images: usize,
     #[command(flatten)]
     pub saving: SavingArgs,
-    /// Append the numbers of the samples that each step trained on, one file a rank: FILE.<rank>.jsonl
+    /// Append the numbers of the samples that each step trained on, one file a rank: FILE.<rank>.jsonl; a resumed run
+    /// first takes off the steps that it takes again
     #[arg(long, value_name = "FILE")]
     pub log_samples: Option<PathBuf>,
     /// Folder for metrics, summary and weights [default: runs/PROGRAM-<date>-<time>; with --resume PATH, that run's]
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
-    /// Write a Chrome trace of the third step, one file a rank: FILE.<rank>.json
+    /// Write a Chrome trace of the run's third step, one file a rank: FILE.<rank>.json
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
     /// Time operations and layers of steps 3 to 12: a table, and a Chrome trace for each rank: FILE.<rank>.json

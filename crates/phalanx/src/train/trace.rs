@@ -10,14 +10,17 @@ use serde_json::json;
 use super::context::RankContext;
 use crate::error::Result;
 
-/// The step that is traced: the third, when buckets have been rebuilt and
-/// memory is warm.
-const TRACED_STEP: usize = 2;
+/// The step of the run, from 1, that is traced: when buckets have been rebuilt and memory
+/// is warm.
+const TRACED_STEP: usize = 3;
 
 /// Writes the trace when its step has passed.
 pub struct Trace {
+    /// `None`: nothing wanted, or done.
     path: Option<PathBuf>,
     rank: usize,
+    /// Steps that began.
+    seen: usize,
 }
 
 /// Start of a step that is being traced.
@@ -29,14 +32,16 @@ impl Trace {
     /// Will write `file` with `.<rank>.json` appended, or nothing.
     pub fn new(file: Option<&Path>, ctx: &RankContext) -> Trace {
         Trace {
-            path: file.map(|f| PathBuf::from(format!("{}.{}.json", f.display(), ctx.rank()))),
+            path: file.map(|f| super::of_rank(f, ctx.rank(), "json")),
             rank: ctx.rank(),
+            seen: 0,
         }
     }
 
     /// Marks the start of a step, if it is the one to trace.
-    pub fn begin(&self, epoch: usize, step: usize) -> Option<Marks> {
-        (self.path.is_some() && epoch == 1 && step == TRACED_STEP).then(|| Marks {
+    pub fn begin(&mut self) -> Option<Marks> {
+        self.seen += 1;
+        (self.path.is_some() && self.seen == TRACED_STEP).then(|| Marks {
             began: Instant::now(),
         })
     }
@@ -47,12 +52,15 @@ impl Trace {
     ///
     /// Fails when the file cannot be written.
     pub fn end(
-        &self,
+        &mut self,
         marks: Option<Marks>,
         forward_ended: Instant,
         times: &StepTimes,
     ) -> Result<()> {
-        let (Some(path), Some(marks)) = (&self.path, marks) else {
+        let Some(marks) = marks else {
+            return Ok(());
+        };
+        let Some(path) = self.path.take() else {
             return Ok(());
         };
         let us =
@@ -74,9 +82,16 @@ impl Trace {
             }));
         }
         write_summary(
-            path,
+            &path,
             &json!({ "traceEvents": events, "displayTimeUnit": "ms" }),
         )?;
         Ok(())
+    }
+
+    /// At the end of the run: says if nothing was written.
+    pub fn finish(&self, ctx: &RankContext) {
+        if self.path.is_some() {
+            ctx.note("--trace: the run has no third step to trace");
+        }
     }
 }

@@ -366,6 +366,23 @@ fn mistakes_are_named_before_any_rank_starts() {
                 "resnet18",
                 "--data",
                 "synthetic",
+                "--init-method",
+                "tcp://127.0.0.1:9",
+                "--rank",
+                "0",
+            ],
+            &["--init-method tcp://127.0.0.1:9", "with --world-size N"],
+        ),
+        (
+            &["train", "resnet18", "--data", "synthetic", "--rank", "0"],
+            &["--rank 0 is for one of several", "with --world-size N"],
+        ),
+        (
+            &[
+                "train",
+                "resnet18",
+                "--data",
+                "synthetic",
                 "--custom_data",
                 "perhaps",
             ],

@@ -5,6 +5,7 @@ mod cifar;
 mod compare;
 mod fetch;
 mod mnist;
+mod outputs;
 mod quick_start;
 mod start;
 #[path = "../support/mod.rs"]

@@ -37,6 +37,7 @@ use self::pulse::{BEAT, BEAT_LIMIT, Pulse};
 use super::Event;
 use super::report::Verdict;
 use crate::error::{Error, ErrorKind, Result};
+use crate::say;
 
 /// The first verdict, and the only one unless it was an echo.
 pub(crate) const ABORT_KEY: &str = "launch/abort";
@@ -198,7 +199,7 @@ fn connect(
         }
         if !spoken && started.elapsed() > QUIET {
             spoken = true;
-            eprintln!("waiting for the launcher of node 0 at {dial}");
+            say::note(format_args!("waiting for the launcher of node 0 at {dial}"));
         }
         // Refusals come at once; do not hammer.
         thread::sleep(
@@ -270,7 +271,7 @@ impl Nodes {
             }
             if !spoken && started.elapsed() > QUIET {
                 spoken = true;
-                eprintln!("waiting for node {absent} of {total}");
+                say::note(format_args!("waiting for node {absent} of {total}"));
             }
         }
         keys.iter()

@@ -6,6 +6,7 @@ use serde_json::json;
 
 use super::Training;
 use crate::error::Result;
+use crate::say;
 use crate::train::evaluate::Tester;
 use crate::train::format::thousands;
 use crate::train::program::Program;
@@ -15,6 +16,7 @@ impl<P: Program> Training<'_, P> {
     pub(super) fn end(mut self) -> Result<()> {
         let (ctx, settings) = (self.ctx, self.program.settings());
         self.saving.finish()?;
+        self.reports.trace.finish(ctx);
         let profiler = &mut self.reports.profiler;
         profiler.finish(ctx, &mut self.tape, &self.params)?;
         let timing = &mut self.results.timing;
@@ -59,7 +61,7 @@ impl<P: Program> Training<'_, P> {
         json!({
             "recipe": program.name(),
             "version": env!("CARGO_PKG_VERSION"),
-            "arguments": std::env::args().skip(1).collect::<Vec<_>>(),
+            "arguments": say::arguments(),
             "world_size": ctx.world(),
             "threads_per_rank": ctx.threads,
             "precision": settings.precision.title(),

@@ -55,6 +55,7 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
     for epoch in training.place.epoch as usize + 1..=epochs {
         let stop = training.epoch(epoch)? == Now::Stop || training.end_epoch(epoch)? == Now::Stop;
         if stop {
+            training.reports.trace.finish(ctx);
             return training.saving.stop(training.place);
         }
     }

@@ -89,7 +89,8 @@ impl<'a, P: Program> Training<'a, P> {
             resumable,
             output.dir(),
             resumed.as_ref(),
-        )?;
+        )?
+        .with_metadata(program.files().metadata());
         let weights = checkpoint::weights_sha256(&params);
         let initial = (ctx.is_main() && resumed.is_none()).then(|| weights.clone());
         let about = About {
@@ -118,7 +119,11 @@ impl<'a, P: Program> Training<'a, P> {
         before.into_iter().for_each(|value| metrics.add(value));
         let reports = Reports {
             log: output.metrics(resumed.as_ref().map(Resumed::place))?,
-            samples: SampleLog::open(ctx, settings.log_samples.as_deref())?,
+            samples: SampleLog::open(
+                ctx,
+                settings.log_samples.as_deref(),
+                resumed.as_ref().map(Resumed::place),
+            )?,
             progress: Progress::for_rank(ctx.rank()),
             trace: Trace::new(settings.trace.as_deref(), ctx),
             profiler: Profiler::new(settings.profile.as_deref(), ctx),

@@ -45,7 +45,7 @@ impl<P: Program> Training<'_, P> {
             self.optimizer.set_lr(schedule.lr());
         }
         let mut sums = vec![0.0; self.cut.parts()];
-        let marks = self.reports.trace.begin(epoch, index);
+        let marks = self.reports.trace.begin();
         self.reports.profiler.before(&mut self.tape);
         let buffers = self.params.buffers_flat().to_vec();
         let (commit, forward_ended) = self.gradients(turn, &mut sums)?;

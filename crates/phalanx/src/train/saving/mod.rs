@@ -58,6 +58,8 @@ pub struct Saving<'a> {
     ctx: &'a RankContext,
     args: &'a SavingArgs,
     facts: BTreeMap<String, String>,
+    /// What a file of the weights would say beside them.
+    metadata: BTreeMap<String, String>,
     /// On rank 0, if there are checkpoints at all.
     background: Option<Background>,
     path: PathBuf,
@@ -96,11 +98,19 @@ impl<'a> Saving<'a> {
             ctx,
             args,
             facts,
+            metadata: BTreeMap::new(),
             path: folder.path().to_owned(),
             background: (args.enabled() && ctx.is_main()).then(|| Background::new(folder)),
             steps: 0,
             due: false,
         })
+    }
+
+    /// The same with what `phalanx predict` must know of the weights in each checkpoint.
+    #[must_use]
+    pub fn with_metadata(mut self, metadata: BTreeMap<String, String>) -> Saving<'a> {
+        self.metadata = metadata;
+        self
     }
 
     /// Whether there are checkpoints at all.
@@ -191,7 +201,9 @@ impl<'a> Saving<'a> {
         if let Some(buffers) = whole.buffers {
             snapshot = snapshot.with_buffers(buffers)?;
         }
-        let snapshot = snapshot.with_more(more);
+        let snapshot = snapshot
+            .with_more(more)
+            .with_metadata(self.metadata.clone());
         let begun = match now {
             Now::Stop => Ok(Some(background.save(snapshot)?)),
             _ => background.begin(snapshot),

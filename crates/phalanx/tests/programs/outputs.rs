@@ -1,0 +1,138 @@
+//! Outputs that cannot be written, and names that are no text.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::os::unix::ffi::OsStrExt;
+use std::process::Output;
+
+use super::*;
+
+/// What cannot be written: a full disk.
+fn full() -> File {
+    File::options()
+        .write(true)
+        .open("/dev/full")
+        .expect("/dev/full")
+}
+
+fn with_full_stderr(args: &str, dir: &Path) -> Output {
+    let args: Vec<&str> = args.split_whitespace().collect();
+    let mut command = phalanx(&args, dir);
+    wait(command.stderr(full()).spawn().expect("phalanx starts"))
+}
+
+#[test]
+fn a_standard_error_that_cannot_be_written_ends_no_training() {
+    let dir = tempfile::tempdir().expect("folder");
+    let train = "train mnist --synthetic-samples 64 --epochs 1 --threads 1 --log-batches 0";
+    let train =
+        |ranks: &str, out: &str| format!("{train} --nproc-per-node {ranks} --output-dir {out}");
+    // Of several ranks, a launcher that lost lines says so by its code: the training went on.
+    for (args, code) in [
+        (train("1", "one"), 0),
+        (train("2", "two"), 1),
+        ("export one/mnist_cnn.pt --to a.safetensors".into(), 0),
+        ("predict a.safetensors --data synthetic --limit 2".into(), 0),
+        ("launch --nproc-per-node 2 -- sh -c exit".into(), 0),
+    ] {
+        let output = with_full_stderr(&args, dir.path());
+        let said = text(&output.stdout);
+        assert_eq!(output.status.code(), Some(code), "{args}\n{said}");
+    }
+    for left in ["one/summary.json", "two/summary.json"] {
+        assert!(dir.path().join(left).is_file(), "{left}");
+    }
+    // What fails anyway keeps its code, restarted or not.
+    let fails = "launch --nproc-per-node 2 --max-restarts 1 -- sh -c false";
+    assert_eq!(with_full_stderr(fails, dir.path()).status.code(), Some(1));
+}
+
+#[test]
+fn a_standard_output_that_cannot_be_written_is_an_error() {
+    let dir = tempfile::tempdir().expect("folder");
+    for args in ["download mnist --to got", "plan --nnodes 2"] {
+        let args: Vec<&str> = args.split(' ').collect();
+        let mut command = phalanx(&args, dir.path());
+        let output = wait(command.stdout(full()).spawn().expect("phalanx starts"));
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(
+            said.starts_with("error: standard output could not be written"),
+            "{said}"
+        );
+    }
+}
+
+#[test]
+fn paths_may_be_no_utf8() {
+    let dir = tempfile::tempdir().expect("folder");
+    let odd = OsStr::from_bytes(b"od\xffd");
+    let inner = dir.path().join(odd);
+    std::fs::create_dir(&inner).expect("folder");
+    for args in [
+        "train linear --iterations 2 --nproc-per-node 2",
+        "train mnist --synthetic-samples 640 --epochs 1 --threads 1 --log-batches 0 --nproc-per-node 2",
+    ] {
+        let args: Vec<&str> = args.split(' ').collect();
+        let mut command = phalanx(&args, &inner);
+        let out = inner.join("out").join(args[1]);
+        command.arg("--output-dir").arg(&out);
+        if args[1] == "mnist" {
+            for flag in ["trace", "profile", "log-samples"] {
+                command.arg(format!("--{flag}")).arg(inner.join(flag));
+            }
+        }
+        let output = wait(command.spawn().expect("phalanx starts"));
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+        assert!(out.join("summary.json").is_file(), "{}", args[1]);
+    }
+    for name in [
+        "trace.0.json",
+        "trace.1.json",
+        "profile.1.json",
+        "log-samples.1.jsonl",
+    ] {
+        assert!(inner.join(name).is_file(), "{name}");
+    }
+}
+
+/// Epoch and step of each record of a sample log, and how many lines are no records.
+fn logged(path: &Path) -> (Vec<(u64, u64)>, usize) {
+    let (mut steps, mut others) = (Vec::new(), 0);
+    for line in std::fs::read_to_string(path).expect("a log").lines() {
+        match serde_json::from_str::<Value>(line) {
+            Ok(record) => steps.push((
+                record["epoch"].as_u64().expect("epoch"),
+                record["step"].as_u64().expect("step"),
+            )),
+            Err(_) => others += 1,
+        }
+    }
+    (steps, others)
+}
+
+#[test]
+fn a_resumed_run_traces_its_own_steps_and_logs_each_once() {
+    let dir = tempfile::tempdir().expect("folder");
+    let dir = dir.path();
+    let train = |more: &str| {
+        let args = "train mnist --synthetic-samples 640 --batch-size 64 --epochs 1 --threads 1 --log-batches 0 \
+                    --output-dir run --trace trace --log-samples log --keep 9";
+        let args: Vec<&str> = args.split_whitespace().chain(more.split(' ')).collect();
+        succeed(&args, dir).1
+    };
+    let log = dir.join("log.0.jsonl");
+    std::fs::write(&log, "mine, without an end").expect("written");
+    let none = "--trace: the run has no third step to trace";
+    let said = train("--save-every 2 --stop-after 2");
+    assert!(said.contains(none), "{said}");
+    assert_eq!(logged(&log), (vec![(1, 0), (1, 1)], 1));
+    assert!(!dir.join("trace.0.json").exists());
+    // The third step of the run, not of the training.
+    let said = train("--stop-after 4 --resume run/checkpoints/step-000000002.json");
+    assert!(!said.contains(none), "{said}");
+    assert!(dir.join("trace.0.json").is_file());
+    // Steps 3 to 6 are taken a second time.
+    train("--resume run/checkpoints/step-000000002.json");
+    assert_eq!(logged(&log), ((0..10).map(|step| (1, step)).collect(), 1));
+}
