@@ -58,11 +58,11 @@ impl Arena {
             bytes,
         };
         let (region, base) = self.arenas.of(self.seat);
+        let start = offset / HUGE_BYTES * HUGE_BYTES;
+        let end = (offset + bytes)
+            .next_multiple_of(HUGE_BYTES)
+            .min(self.arenas.each_bytes());
         if bytes >= LARGE_BYTES {
-            let start = offset / HUGE_BYTES * HUGE_BYTES;
-            let end = (offset + bytes)
-                .next_multiple_of(HUGE_BYTES)
-                .min(self.arenas.each_bytes());
             // SAFETY: this advice changes no byte. Refused, it costs speed.
             let _ = unsafe { region.advise(base + start, end - start, Advice::LinuxHugepage) };
         }
@@ -73,7 +73,12 @@ impl Arena {
         match populated {
             // Kernels before 5.14 do not know it.
             Err(e) if e.raw_os_error() != Some(libc::EINVAL) => None,
-            _ => Some(lease),
+            _ => {
+                if bytes >= LARGE_BYTES {
+                    region.join_pages(base + start, end - start);
+                }
+                Some(lease)
+            }
         }
     }
 
