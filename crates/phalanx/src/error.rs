@@ -59,6 +59,8 @@ pub(crate) struct Error {
     kind: ErrorKind,
     message: String,
     notes: Vec<(String, String)>,
+    /// The person at the terminal knows already.
+    told: bool,
     source: Option<Box<dyn StdError + Send + Sync>>,
 }
 
@@ -69,6 +71,7 @@ impl Error {
             kind,
             message: message.into(),
             notes: Vec::new(),
+            told: false,
             source: None,
         }
     }
@@ -82,7 +85,20 @@ impl Error {
     /// `label` leaves it without a column of its own.
     pub(crate) fn note(mut self, label: &str, text: impl Into<String>) -> Self {
         self.notes.push((label.to_owned(), text.into()));
+        self.told = false;
         self
+    }
+
+    /// Nothing more is printed of it, unless a note comes to it: what there is to know
+    /// has been said. It still ends the program with its code.
+    pub(crate) fn told(mut self) -> Self {
+        self.told = true;
+        self
+    }
+
+    /// Whether there is nothing to print.
+    pub(crate) fn is_told(&self) -> bool {
+        self.told
     }
 
     /// Chains the cause; it is printed on the same line.
@@ -135,8 +151,11 @@ impl Error {
         text
     }
 
-    /// Prints to stderr; a closed stderr is no second error.
+    /// Prints to stderr what was not told yet; a closed stderr is no second error.
     pub(crate) fn print(&self) {
+        if self.told {
+            return;
+        }
         let _ = std::io::stderr().write_all(self.render().as_bytes());
     }
 }

@@ -336,6 +336,7 @@ fn as_launched_rank(
     started: Instant,
     rank: impl Fn(&RankContext) -> Result<()>,
 ) -> Result<()> {
+    stop::listen_early()?;
     // A cluster engine's own variables say all that env:// needs, by other names.
     let init_method = if args.init_method == "env://" && place.source != "RANK" {
         format!("tcp://{}:{}", place.master_addr, place.master_port)
@@ -387,6 +388,7 @@ fn as_threads(
 ) -> Result<()> {
     let world = args.nproc_per_node;
     launch::end_on_signals()?;
+    stop::listen_early()?;
     let options = GroupOptions {
         op_timeout: Duration::from_secs_f64(args.timeout),
         first_op_timeout: Duration::from_secs_f64(args.first_timeout),
@@ -440,15 +442,15 @@ fn as_threads(
     }
 }
 
-/// Leaves the group: orderly after success; after a failure, so that the others
-/// hear the cause at once instead of finding a lost connection.
+/// Leaves the group: orderly after success, and when all ranks stop together; after a
+/// failure, so that the others hear the cause at once instead of finding a lost connection.
 fn finish(ctx: RankContext, outcome: Result<()>) -> Result<()> {
     match outcome {
-        Ok(()) => Ok(ctx.group.shutdown()?),
-        Err(error) => {
+        Err(error) if !error.is_told() => {
             ctx.group.abort(&error.to_string());
             Err(error)
         }
+        outcome => outcome.and(ctx.group.shutdown().map_err(Error::from)),
     }
 }
 

@@ -4,21 +4,26 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-use signal_hook::consts::{SIGTERM, SIGUSR1};
+pub use signal_hook::consts::SIGTERM;
+use signal_hook::consts::SIGUSR1;
 
 use crate::error::{Error, ErrorKind, Result};
 
 /// The signal that came, or 0.
 static ASKED: LazyLock<Arc<AtomicUsize>> = LazyLock::new(Arc::default);
 
+/// SIGTERM only leaves word.
 static LISTENING: AtomicBool = AtomicBool::new(false);
+
+/// SIGUSR1 does.
+static REQUESTABLE: AtomicBool = AtomicBool::new(false);
 
 static EXPECTED: AtomicBool = AtomicBool::new(false);
 
 /// From SIGTERM to SIGKILL where ranks may have a checkpoint to save.
-const GRACE: Duration = Duration::from_secs(30);
+pub const GRACE: Duration = Duration::from_secs(30);
 
-/// Says that the ranks which this process starts will [`listen`].
+/// Says that the ranks which this process starts, or is, will [`listen`].
 pub fn expect() {
     EXPECTED.store(true, Ordering::Relaxed);
 }
@@ -34,14 +39,30 @@ pub fn grace() -> Option<Duration> {
 ///
 /// When the system refuses.
 pub fn listen() -> Result<()> {
-    if LISTENING.swap(true, Ordering::SeqCst) {
+    register(SIGUSR1, &REQUESTABLE)?;
+    register(SIGTERM, &LISTENING)
+}
+
+/// From now on SIGUSR1 only leaves word, where ranks are [expected](expect) to listen: for
+/// before there is anything to save, when SIGTERM still ends the process at once.
+///
+/// # Errors
+///
+/// When the system refuses.
+pub fn listen_early() -> Result<()> {
+    match EXPECTED.load(Ordering::Relaxed) {
+        true => register(SIGUSR1, &REQUESTABLE),
+        false => Ok(()),
+    }
+}
+
+fn register(signal: i32, done: &AtomicBool) -> Result<()> {
+    if done.swap(true, Ordering::SeqCst) {
         return Ok(());
     }
-    for signal in [SIGTERM, SIGUSR1] {
-        signal_hook::flag::register_usize(signal, ASKED.clone(), signal as usize)
-            .map_err(|e| Error::new(ErrorKind::System, "cannot listen for signals").caused_by(e))?;
-    }
-    Ok(())
+    signal_hook::flag::register_usize(signal, ASKED.clone(), signal as usize)
+        .map(drop)
+        .map_err(|e| Error::new(ErrorKind::System, "cannot listen for signals").caused_by(e))
 }
 
 /// Whether this process answers the first SIGTERM itself.

@@ -12,7 +12,7 @@ use phalanx_nn::models::MnistCnn;
 use phalanx_nn::{Params, Scope, Seed};
 use phalanx_train::checkpoint;
 use serde_json::Value;
-use support::{LIMIT, ended, phalanx, signal};
+use support::{LIMIT, ended, free_port, phalanx, signal};
 
 /// Samples of the drawn training set, and of a step.
 const SAMPLES: usize = 640;
@@ -545,6 +545,88 @@ fn the_linear_program_saves_before_sigterm_ends_it() {
     let text = succeed(linear(dir, "out", "2", &more));
     let next = format!("stopped as asked after {} steps", steps + 1);
     assert!(text.contains(&next), "{text}");
+}
+
+/// Whoever trains and then exports must not export what is half trained, and hears
+/// once that it is saved.
+#[test]
+fn sigterm_ends_alike_on_any_number_of_ranks() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    for (ranks, transport) in [("1", "auto"), ("2", "thread"), ("2", "auto")] {
+        let dir = dir.path().join(format!("{ranks}-{transport}"));
+        std::fs::create_dir(&dir).expect("folder");
+        let endless = ["--iterations", "1000000000", "--save-every", "999999999"];
+        let mut command = linear(&dir, "out", ranks, &endless);
+        command.args(["--transport", transport]);
+        let child = started(command, &dir);
+        signal(child.id(), "TERM");
+        let (code, text) = finish(child);
+        assert_eq!(code, 130, "{ranks} {transport}: {text}");
+        let told = text.matches("stopped asked by signal 15").count();
+        assert_eq!(told, 1, "{ranks} {transport}: {text}");
+        assert!(!text.contains("error"), "{ranks} {transport}: {text}");
+        assert!(!text.contains("inspect"), "{ranks} {transport}: {text}");
+        assert_eq!(steps_saved(&dir, "out").len(), 1);
+        assert!(!dir.join("out/summary.json").exists());
+    }
+}
+
+#[test]
+fn sigusr1_before_the_first_step_stops_after_it() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let meet = format!("tcp://127.0.0.1:{}", free_port());
+    // A rank that waits for its peer has taken no step.
+    let rank = |rank: &str| {
+        let place = ["--world-size", "2", "--rank", rank, "--init-method", &meet];
+        let mut command = linear(dir, "out", "1", &place);
+        command.args(["--save-every", "9"]);
+        command.env("PHALANX_TOKEN", "5a".repeat(32));
+        command.spawn().expect("phalanx starts")
+    };
+    let first = rank("0");
+    let began = Instant::now();
+    let status = format!("/proc/{}/status", first.id());
+    let listens = || {
+        let status = std::fs::read_to_string(&status).unwrap_or_default();
+        let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
+        let caught = caught.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+        caught.is_some_and(|mask| mask >> (signal_hook::consts::SIGUSR1 - 1) & 1 == 1)
+    };
+    while !listens() {
+        assert!(began.elapsed() < LIMIT, "it would be killed");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    signal(first.id(), "USR1");
+    let second = rank("1");
+    let (code, text) = finish(first);
+    assert_eq!(code, 0, "{text}");
+    assert!(
+        text.contains("stopped asked by signal 10 after 1 steps"),
+        "{text}"
+    );
+    let (code, text) = finish(second);
+    assert_eq!(code, 0, "{text}");
+    assert_eq!(steps_saved(dir, "out"), [1]);
+}
+
+#[test]
+fn best_weights_that_cannot_be_saved_end_the_training_or_are_warned_of() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    succeed(train(dir, "out", &["--epochs", "1", "--stop-after", "3"]));
+    // A folder that is not empty: no file takes its place.
+    std::fs::create_dir_all(dir.join("out/best.safetensors/full")).expect("folder");
+    for (policy, expected) in [("stop", 1), ("warn", 0)] {
+        let args = ["--resume", "auto", "--epochs", "1", "--save-errors", policy];
+        let (code, text) = run(train(dir, "out", &args));
+        assert_eq!(code, expected, "{text}");
+        assert!(text.contains("out/best.safetensors"), "{text}");
+        let warned = text.contains("warning: the best weights were not saved");
+        assert_eq!(warned, policy == "warn", "{text}");
+        let summary = dir.join("out/summary.json");
+        assert_eq!(summary.exists(), policy == "warn");
+    }
 }
 
 #[test]

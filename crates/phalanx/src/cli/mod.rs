@@ -80,7 +80,9 @@ pub(crate) fn main() -> ExitCode {
             Err(error) => {
                 // A launcher tells it once, with what else it knows.
                 let text = error.render();
-                if !launch::hand_over(text.strip_prefix("error: ").unwrap_or(&text).trim_end()) {
+                if !error.is_told()
+                    && !launch::hand_over(text.strip_prefix("error: ").unwrap_or(&text).trim_end())
+                {
                     error.print();
                 }
                 ExitCode::from(error.exit_code())

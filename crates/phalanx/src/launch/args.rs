@@ -12,6 +12,7 @@ use std::time::Duration;
 use super::cluster::{self, Env};
 use super::streams::{StreamChoice, Streams};
 use crate::error::{Error, Result};
+use crate::stop;
 
 /// The most ranks one launcher starts. Far above any host; a slip of the
 /// finger should not become a fork bomb.
@@ -72,7 +73,7 @@ pub(crate) struct LaunchCli {
     /// Address to listen on (for the store, and for this node's ranks).
     #[arg(long, value_name = "ADDR", alias = "local-addr")]
     pub(crate) bind: Option<String>,
-    /// Seconds between SIGTERM and SIGKILL when the ranks are stopped [default: 1.5].
+    /// Seconds between SIGTERM and SIGKILL when the ranks are stopped [default: 1.5; 30 on an interrupt while a rank's own process, not one below it, has a handler for SIGTERM, as `train --save-every` has].
     #[arg(long, value_name = "S")]
     pub(crate) stop_grace_s: Option<String>,
     /// ROLE_NAME of the ranks [default: default].
@@ -128,6 +129,8 @@ pub(crate) struct LaunchArgs {
     pub(crate) bind: Option<IpAddr>,
     /// From SIGTERM to SIGKILL.
     pub(crate) stop_grace: Duration,
+    /// The same where a rank has a handler for SIGTERM and nothing failed.
+    pub(crate) handler_grace: Duration,
     /// ROLE_NAME.
     pub(crate) role: String,
     /// Prefix lines with their rank.
@@ -317,9 +320,12 @@ impl LaunchArgs {
             None => None,
             Some(given) => Some(given.number::<IpAddr>("not an IP address")?),
         };
-        let stop_grace = match pick(env, "stop-grace-s", &cli.stop_grace_s) {
-            None => super::STOP_GRACE,
-            Some(given) => given.seconds(86_400.0)?,
+        let (stop_grace, handler_grace) = match pick(env, "stop-grace-s", &cli.stop_grace_s) {
+            None => (super::STOP_GRACE, stop::GRACE),
+            Some(given) => {
+                let typed = given.seconds(86_400.0)?;
+                (typed, typed)
+            }
         };
         let meeting_timeout = match pick(env, "rdzv-timeout", &cli.rdzv_timeout) {
             None => Duration::from_secs(300),
@@ -357,6 +363,7 @@ impl LaunchArgs {
             token_file: pick(env, "token-file", &cli.token_file).map(|g| PathBuf::from(g.text)),
             bind,
             stop_grace,
+            handler_grace,
             role,
             prefix: !cli.no_prefix,
             program: program.clone(),

@@ -243,6 +243,7 @@ impl Job<'_> {
             lone_at: None,
             lone_said: false,
             lone_told: false,
+            handler_grace: self.plan.handler_grace,
         };
         if let Err(error) = started {
             // Those that did start must not outlive the attempt.
@@ -534,6 +535,9 @@ impl Job<'_> {
             Why::Rank(local) => Some(local),
             _ => None,
         };
+        if self.plan.ranks_tell && watch.all_stopped_themselves() {
+            return Outcome::Final(verdict.into_error(so).told());
+        }
         let mut error = verdict.into_error(so);
         let also: Vec<String> = watch
             .machine
@@ -621,6 +625,8 @@ struct Supervision {
     lone_at: Option<Instant>,
     lone_said: bool,
     lone_told: bool,
+    /// From SIGTERM to SIGKILL where a rank has a handler for it.
+    handler_grace: Duration,
 }
 
 impl Supervision {
@@ -646,8 +652,11 @@ impl Supervision {
                 Action::None
             }
             Event::Checkpoint => {
-                for rank in &self.ranks {
-                    rank.tell(Signal::USR1);
+                let tell = |rank: &&Rank| rank.tell(Signal::USR1);
+                if self.ranks.iter().filter(tell).count() == 0 {
+                    say::note(
+                        "warning: SIGUSR1 is passed on to no rank: none has a handler for it (yet), and would be killed",
+                    );
                 }
                 Action::None
             }
@@ -688,11 +697,34 @@ impl Supervision {
         }
     }
 
+    /// Whether somebody wants the job to end, here or on another node, and nothing failed.
+    fn is_interrupt(&self) -> bool {
+        match self.machine.why() {
+            Some(Why::Interrupt(_)) => true,
+            Some(Why::Elsewhere) => {
+                let code = ErrorKind::Interrupted.exit_code();
+                self.verdict.as_ref().is_some_and(|v| v.code == code)
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether all ranks ended with the code of an interrupt, by themselves: in an
+    /// orderly way, that is, and it is for them to say so.
+    fn all_stopped_themselves(&self) -> bool {
+        let end = End::Code(ErrorKind::Interrupted.exit_code().into());
+        (0..self.ranks.len()).all(|local| self.machine.end(local) == Some(end))
+    }
+
     fn act(&mut self, action: Action) {
         match action {
             Action::None => {}
             Action::Terminate => {
-                self.stopping_since = Some(Instant::now());
+                let now = Instant::now();
+                self.stopping_since = Some(now);
+                if self.is_interrupt() && self.ranks.iter().any(|r| r.catches(Signal::TERM)) {
+                    self.machine.allow(self.handler_grace, now);
+                }
                 for rank in &self.ranks {
                     rank.signal(Signal::TERM);
                 }

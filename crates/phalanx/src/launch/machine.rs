@@ -173,6 +173,13 @@ impl Machine {
         }
     }
 
+    /// The ranks may take `grace` from `now` to end, if that is more than they have.
+    pub(crate) fn allow(&mut self, grace: Duration, now: Instant) {
+        if let Phase::Stopping { kill_at, .. } = &mut self.phase {
+            *kill_at = (*kill_at).max(now + grace);
+        }
+    }
+
     /// Time has passed.
     pub(crate) fn tick(&mut self, now: Instant) -> Action {
         match &mut self.phase {
@@ -362,6 +369,23 @@ mod tests {
         assert_eq!(m.ended(0, End::Code(1), t), Action::Terminate);
         assert_eq!(m.interrupted(2, t + MS), Action::Kill);
         assert_eq!(m.why(), Some(Why::Rank(0)));
+    }
+
+    #[test]
+    fn more_grace_puts_the_kill_off_but_never_forward() {
+        let (mut m, t) = machine(1);
+        m.allow(5000 * MS, t);
+        assert_eq!(m.next_tick(), None, "nothing is stopped yet");
+        assert_eq!(m.interrupted(15, t), Action::Terminate);
+        m.allow(1000 * MS, t);
+        assert_eq!(m.next_tick(), Some(t + 1500 * MS));
+        m.allow(5000 * MS, t);
+        assert_eq!(m.tick(t + 4999 * MS), Action::None);
+        assert_eq!(
+            m.interrupted(15, t + 4999 * MS),
+            Action::Kill,
+            "asked again"
+        );
     }
 
     #[test]

@@ -162,6 +162,8 @@ pub(crate) fn run_local(local: LocalRun) -> Result<()> {
         logs: None,
         token: token::mint()?,
         stop_grace: local.stop_grace,
+        handler_grace: local.stop_grace,
+        ranks_tell: true,
         flight_dir: local.flight_dir,
         role: "default".to_owned(),
         prefix: local.prefix,

@@ -39,6 +39,10 @@ pub(crate) struct LaunchPlan {
     pub(crate) flight_dir: Option<PathBuf>,
     /// From SIGTERM to SIGKILL.
     pub(crate) stop_grace: Duration,
+    /// The same where a rank has a handler for SIGTERM and nothing failed.
+    pub(crate) handler_grace: Duration,
+    /// Ranks that end with code 130 have said why.
+    pub(crate) ranks_tell: bool,
     /// ROLE_NAME.
     pub(crate) role: String,
     /// Whose lines get a prefix.
@@ -102,6 +106,8 @@ impl LaunchPlan {
             token,
             flight_dir,
             stop_grace: args.stop_grace,
+            handler_grace: args.handler_grace,
+            ranks_tell: false,
             role: args.role,
             prefix: if args.prefix && !alone {
                 Prefix::Everybody

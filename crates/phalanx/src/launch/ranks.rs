@@ -25,6 +25,7 @@ use super::guard::Guard;
 use super::machine::End;
 use super::pump::{self, Log, Open, Route, Sink, Tail, Unwritten};
 use super::reap::reap_group;
+use super::signals::caught;
 use super::streams::StreamChoice;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -320,12 +321,20 @@ impl Rank {
         }
     }
 
-    /// Sends `signal` to the rank alone: what it started may not expect it.
-    pub(crate) fn tell(&self, signal: Signal) {
+    /// Sends `signal` to the rank alone, if it has a handler for it: what it started may
+    /// not expect it, and without one it would be killed. Whether it was sent.
+    pub(crate) fn tell(&self, signal: Signal) -> bool {
         let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(pid) = *alive {
-            let _ = kill_process(pid, signal);
+        match *alive {
+            Some(pid) if catches(pid, signal) => kill_process(pid, signal).is_ok(),
+            _ => false,
         }
+    }
+
+    /// Whether the rank's own process has a handler for `signal`.
+    pub(crate) fn catches(&self, signal: Signal) -> bool {
+        let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
+        alive.is_some_and(|pid| catches(pid, signal))
     }
 
     /// Whether somebody has stopped the process (state T in `/proc`).
@@ -384,6 +393,12 @@ impl Rank {
         }
         (!text.is_empty()).then_some(text)
     }
+}
+
+fn catches(pid: Pid, signal: Signal) -> bool {
+    let path = format!("/proc/{}/status", pid.as_raw_nonzero());
+    let status = std::fs::read_to_string(path).unwrap_or_default();
+    caught(&status, signal.as_raw())
 }
 
 /// The path by which a child finds a descriptor that it inherits.

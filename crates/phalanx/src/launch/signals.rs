@@ -128,9 +128,18 @@ pub(crate) fn end_on_signals() -> Result<()> {
 
 /// Whether `/proc/self/status` says that `signal` is ignored.
 pub(super) fn ignored(status: &str, signal: i32) -> bool {
+    in_mask(status, "SigIgn:", signal)
+}
+
+/// Whether `/proc/PID/status` says that the process has a handler for `signal`.
+pub(super) fn caught(status: &str, signal: i32) -> bool {
+    in_mask(status, "SigCgt:", signal)
+}
+
+fn in_mask(status: &str, name: &str, signal: i32) -> bool {
     status
         .lines()
-        .find_map(|line| line.strip_prefix("SigIgn:"))
+        .find_map(|line| line.strip_prefix(name))
         .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
         .is_some_and(|mask| mask & (1 << (signal - 1)) != 0)
 }
@@ -146,5 +155,8 @@ mod tests {
         assert!(!ignored(status, SIGINT));
         assert!(ignored(status, 13));
         assert!(!ignored("", SIGHUP));
+        let status = "SigIgn:\t0\nSigCgt:\t0000000000004200\n";
+        assert!(caught(status, SIGTERM) && caught(status, SIGUSR1));
+        assert!(!caught(status, SIGHUP) && !ignored(status, SIGTERM));
     }
 }

@@ -56,7 +56,7 @@ pub struct TrainArgs {
 #[derive(Debug, clap::Subcommand)]
 enum Recipe {
     /// The OneFlow document's linear model: two weights, 500 steps
-    #[command(mut_arg("save_every", |a| a.help("Save resumable state every so many steps, at the end, and when SIGTERM or SIGUSR1 asks to stop")))]
+    #[command(mut_arg("save_every", |a| a.help("Save resumable state every so many steps, at the end, and when SIGTERM (then with exit code 130) or SIGUSR1 asks to stop")))]
     Linear {
         #[command(flatten)]
         args: linear::LinearArgs,

@@ -190,7 +190,12 @@ impl Output {
             let mut metadata = self.files.metadata();
             metadata.extend(more.iter().map(|(k, v)| ((*k).to_owned(), v.clone())));
             checkpoint::save_params(&path, params, &metadata)?;
-            checkpoint::save_pth(&pytorch(&path), params)?;
+            let pytorch = pytorch(&path);
+            if let Err(error) = checkpoint::save_pth(&pytorch, params) {
+                // What lies there is of other weights than the file beside it.
+                let _ = std::fs::remove_file(&pytorch);
+                return Err(error.into());
+            }
         }
         self.saved = path;
         Ok(())
@@ -207,9 +212,9 @@ impl Output {
             ("epoch", epoch.to_string()),
             ("accuracy", accuracy.to_string()),
         ];
-        self.save(BEST_FILE, params, &more)?;
+        let outcome = self.save(BEST_FILE, params, &more);
         self.saved = saved;
-        Ok(())
+        outcome
     }
 
     /// Saves the list of accuracies, where the document has one.

@@ -1,10 +1,11 @@
 //! Ctrl-C and its relatives.
 
+use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Signal, kill_process_group};
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 
 use crate::harness::{Family, LIMIT, Running};
 use crate::support::SOON;
@@ -161,4 +162,63 @@ fn a_ctrl_z_stops_the_ranks_too_and_a_continue_continues_all() {
     running.signal(Signal::CONT);
     let done = running.wait();
     assert_eq!(done.code(), 0, "{done:#?}");
+}
+
+/// A rank that answers SIGTERM itself may have something to save.
+#[test]
+fn who_handles_sigterm_has_time_for_it() {
+    let family = Family::new();
+    // Longer than the 1.5 s that others have.
+    let script =
+        "trap 'sleep 3; echo saved; exit 0' TERM; echo ready; while :; do sleep 0.02; done";
+    let mut running = family.start(&["launch", "sh", "-c", script]);
+    running.line();
+    running.signal(Signal::TERM);
+    let done = running.wait();
+    assert_eq!(done.code(), 130, "{done:#?}");
+    assert_eq!(done.out, "ready\nsaved\n");
+}
+
+/// A request for a checkpoint kills nobody.
+#[test]
+fn sigusr1_reaches_only_ranks_that_have_a_handler() {
+    let dir = tempfile::tempdir().unwrap();
+    let family = Family::new();
+    let script = format!(
+        "if [ $RANK = 0 ]; then trap 'echo told; exit 0' USR1; fi; echo ready; \
+         i=0; while [ ! -e {}/end ]; do sleep 0.05; i=$((i+1)); [ $i -gt 2000 ] && exit 5; done; echo well",
+        dir.path().display()
+    );
+    let mut running = family.start(&["launch", "--nproc-per-node", "2", "sh", "-c", &script]);
+    running.lines(2);
+    running.signal(Signal::USR1);
+    assert_eq!(running.line(), "[rank 0] told");
+    std::fs::write(dir.path().join("end"), "").unwrap();
+    let done = running.wait();
+    assert_eq!(done.code(), 0, "{done:#?}");
+    assert!(done.out.ends_with("[rank 1] well\n"), "{done:#?}");
+}
+
+#[test]
+fn sigusr1_that_reaches_nobody_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let family = Family::new();
+    let script = format!(
+        "echo ready >&2; i=0; while [ ! -e {}/end ]; do sleep 0.05; i=$((i+1)); [ $i -gt 2000 ] && exit 5; done; exit 0",
+        dir.path().display()
+    );
+    let mut child = family
+        .command(&["launch", "sh", "-c", &script])
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    let mut until = |what: &str| lines.by_ref().flatten().find(|line| line.contains(what));
+    let ready = until("ready");
+    let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
+    kill_process(pid.unwrap(), Signal::USR1).unwrap();
+    let told = until("SIGUSR1 is passed on to no rank");
+    std::fs::write(dir.path().join("end"), "").unwrap();
+    let ended = child.wait().unwrap();
+    assert!(ready.is_some() && told.is_some(), "{ready:?} {told:?}");
+    assert!(ended.success(), "{ended:?}");
 }

@@ -204,7 +204,8 @@ impl<P: Program> Training<'_, P> {
         if let Some((last, before)) = self.results.accuracies.split_last()
             && before.iter().all(|a| last > a)
         {
-            output.save_best(epoch, *last, &self.params)?;
+            let saved = output.save_best(epoch, *last, &self.params);
+            self.saving.heed_best(saved)?;
         }
         let now = match self.stop && epoch < self.program.settings().epochs() {
             true => Now::Stop,

@@ -18,13 +18,13 @@ pub enum SaveErrors {
 /// Arguments about resumable checkpoints.
 #[derive(Debug, Clone, clap::Args)]
 pub struct SavingArgs {
-    /// Save resumable state every so many steps (later while the one before is still being written), after each epoch, and when SIGTERM or SIGUSR1 asks to stop
+    /// Save resumable state every so many steps (later while the one before is still being written), after each epoch, and when SIGTERM (then with exit code 130) or SIGUSR1 asks to stop
     #[arg(long, value_name = "STEPS")]
     pub save_every: Option<u64>,
     /// Resumable checkpoints to keep, the newest
     #[arg(long, default_value_t = 2, value_name = "N")]
     pub keep: usize,
-    /// What to do about a checkpoint that cannot be saved
+    /// What to do about a checkpoint, or the best epoch's weights, that cannot be saved
     #[arg(long, value_enum, default_value_t = SaveErrors::Stop)]
     pub save_errors: SaveErrors,
     /// Go on from the newest checkpoint of the --output-dir, if there is one, of a run's folder, or from a checkpoint's JSON file; checkpoints of later steps are set aside (aside-*)

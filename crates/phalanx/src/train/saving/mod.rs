@@ -67,7 +67,12 @@ pub struct Saving<'a> {
     steps: u64,
     /// A checkpoint is due since the disk was last busy.
     due: bool,
+    /// Why all ranks stop, once they do: the signal that one of them got, or [`FLAG`].
+    why: i32,
 }
+
+/// No signal, but `--stop-after`; signals have larger numbers.
+const FLAG: i32 = 1;
 
 impl<'a> Saving<'a> {
     /// Prepares to save into the run's folder `dir`; what an earlier run left
@@ -103,6 +108,7 @@ impl<'a> Saving<'a> {
             background: (args.enabled() && ctx.is_main()).then(|| Background::new(folder)),
             steps: 0,
             due: false,
+            why: 0,
         })
     }
 
@@ -136,16 +142,19 @@ impl<'a> Saving<'a> {
             let outcome = background.poll();
             self.heed(outcome.map(|_| ()))?;
         }
-        let stop = stop::asked().is_some() || self.args.stop_after.is_some_and(|n| self.steps >= n);
-        let mut wishes = [i32::from(save), i32::from(stop)];
+        let enough = self.args.stop_after.is_some_and(|n| self.steps >= n);
+        // Of several, the largest: SIGTERM before SIGUSR1.
+        let why = stop::asked().unwrap_or(0).max(i32::from(enough) * FLAG);
+        let mut wishes = [i32::from(save), why];
         if self.ctx.world() > 1 {
             self.ctx.group.all_reduce(&mut wishes, ReduceOp::Max)?;
         }
         self.due &= !save;
+        self.why = wishes[1];
         Ok(match wishes {
-            [_, 1] => Now::Stop,
-            [1, _] => Now::Save,
-            _ => Now::GoOn,
+            [0, 0] => Now::GoOn,
+            [_, 0] => Now::Save,
+            _ => Now::Stop,
         })
     }
 
@@ -228,19 +237,42 @@ impl<'a> Saving<'a> {
     ///
     /// # Errors
     ///
-    /// Peers that are lost.
+    /// Peers that are lost. After SIGTERM, on all ranks, `Interrupted`, which is told:
+    /// whatever was to come after the training must not take it for complete.
     pub fn stop(&mut self, place: Place) -> Result<()> {
         self.ctx.group.barrier()?;
-        let why = match stop::asked() {
-            Some(signal) => format!("asked by signal {signal}"),
-            None => "as asked".to_owned(),
+        let why = match self.why {
+            FLAG => "as asked".to_owned(),
+            signal => format!("asked by signal {signal}"),
         };
         self.ctx.note(&format!(
             "stopped {why} after {} steps; saved in {}\n  go on with --resume auto and the same --output-dir",
             place.step,
             self.path.display()
         ));
-        Ok(())
+        match self.why {
+            stop::SIGTERM => {
+                Err(Error::new(ErrorKind::Interrupted, "interrupted by SIGTERM").told())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Passes `outcome` of saving the best epoch's weights on, or warns of it.
+    ///
+    /// # Errors
+    ///
+    /// As [`after_step`](Self::after_step).
+    pub fn heed_best(&self, outcome: Result<()>) -> Result<()> {
+        match outcome {
+            Err(error) if self.args.save_errors == SaveErrors::Warn => {
+                let text = error.chain();
+                self.ctx
+                    .note(&format!("warning: the best weights were not saved: {text}"));
+                Ok(())
+            }
+            other => other,
+        }
     }
 
     fn heed(&self, outcome: phalanx_train::Result<()>) -> Result<()> {
