@@ -36,7 +36,7 @@ pub struct LinearArgs {
     pub lr: f64,
     #[command(flatten)]
     pub saving: SavingArgs,
-    /// Folder for metrics, summary and weights [default: runs/linear-<date>-<time>; with --resume PATH, that run's]
+    /// Folder for metrics, summary and weights; with --resume PATH, that run's [default: runs/linear-<date>-<time>]
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
 }

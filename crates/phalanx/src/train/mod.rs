@@ -80,7 +80,7 @@ enum Recipe {
         mut_arg("epochs", |a| a.help("Times to go over the training set [default: 100; --recipe fast: 6]")),
         mut_arg("batch_size", |a| a.help("Samples per rank and step [default: 128; --recipe fast: 64]")),
         mut_arg("lr", |a| a.help("Learning rate [default: 0.01; --recipe fast: 0.1]")),
-        mut_arg("output_dir", |a| a.help("Folder for metrics, summary and weights [default: output_dir; with --resume PATH, that run's]")),
+        mut_arg("output_dir", |a| a.help("Folder for metrics, summary and weights; with --resume PATH, that run's [default: output_dir]")),
         mut_arg("synthetic_samples", |a| a.default_value("50000"))
     )]
     Resnet18 {

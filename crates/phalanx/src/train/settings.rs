@@ -88,7 +88,7 @@ pub struct Settings {
     /// first takes off the steps that it takes again
     #[arg(long, value_name = "FILE")]
     pub log_samples: Option<PathBuf>,
-    /// Folder for metrics, summary and weights [default: runs/PROGRAM-<date>-<time>; with --resume PATH, that run's]
+    /// Folder for metrics, summary and weights; with --resume PATH, that run's [default: runs/PROGRAM-<date>-<time>]
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
     /// Write a Chrome trace of the run's third step, one file a rank: FILE.<rank>.json
