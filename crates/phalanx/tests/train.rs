@@ -937,3 +937,30 @@ fn real_mnist_reaches_the_expected_accuracy_in_a_short_run() {
         .expect("accuracy");
     assert!(accuracy > 0.97, "accuracy {accuracy}");
 }
+
+#[test]
+fn a_folder_takes_one_training_at_a_time() {
+    let dir = folder();
+    let (child, marker, rank) = start_endless(dir.path(), "one-a-folder", &[], 0);
+    let args = [
+        "train",
+        "linear",
+        "--iterations",
+        "2",
+        "--output-dir",
+        "out",
+    ];
+    let (code, _, err) = run(&args, dir.path());
+    let before = std::fs::read_to_string(dir.path().join("out/metrics.jsonl"));
+    signal(child.id(), "KILL");
+    support::wait(child);
+    all_gone(&marker, Instant::now());
+    assert_eq!(code, 2, "{err}");
+    let who = format!("error: another training (process {rank}) writes into out");
+    assert!(err.contains(&who), "{err}");
+    let before = before.expect("metrics");
+    assert!(before.contains("\"loss\""), "{before}");
+    // Whoever was killed holds nothing.
+    succeed(&args, dir.path());
+    assert_eq!(summary(&dir.path().join("out"))["recipe"], "linear");
+}

@@ -9,6 +9,7 @@ mod fit;
 pub mod format;
 mod gradient;
 mod linear;
+mod lock;
 mod mnist;
 mod mobilenetv2;
 mod modelarts;
@@ -290,9 +291,40 @@ fn of_rank(file: &Path, rank: usize, ending: &str) -> PathBuf {
     name.into()
 }
 
-/// `runs/<recipe>-<date>-<time>` (UTC).
+/// `runs/<recipe>-<date>-<time>` (UTC), with `-2` and so on where a training of the same
+/// second has left that; not for one of several ranks that a launcher has started, which
+/// are all to name the same.
 pub(crate) fn default_output_dir(recipe: &str) -> PathBuf {
     let now = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
     let stamp: String = now.trim_end_matches('Z').replace('T', "-").replace(':', "");
-    PathBuf::from("runs").join(format!("{recipe}-{stamp}"))
+    let runs = Path::new("runs");
+    let name = format!("{recipe}-{stamp}");
+    match launch::rank_place(&launch::real_env()) {
+        Ok(None) => unused(runs, &name),
+        _ => runs.join(name),
+    }
+}
+
+/// The first of `name`, `name-2`, ... in `folder` that is not there. It is not made here, as
+/// a mistake leaves no files; of two trainings that are given the same, one gets the lock.
+fn unused(folder: &Path, name: &str) -> PathBuf {
+    let others = (2..1000).map(|next| format!("{name}-{next}"));
+    let mut dirs = std::iter::once(name.to_owned()).chain(others);
+    let free = dirs.find(|name| !folder.join(name).exists());
+    folder.join(free.unwrap_or_else(|| name.to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_training_gets_the_folder_of_an_earlier_one() {
+        let dir = tempfile::tempdir().expect("folder");
+        let runs = dir.path().join("runs");
+        for name in ["x", "x-2", "x-3"] {
+            assert_eq!(unused(&runs, "x"), runs.join(name));
+            std::fs::create_dir_all(runs.join(name)).expect("folder");
+        }
+    }
 }

@@ -10,6 +10,7 @@ use phalanx_train::state::Place;
 use serde::Serialize;
 
 use super::context::RankContext;
+use super::lock::Lock;
 use crate::error::{Error, ErrorKind, Result};
 
 const SUMMARY_FILE: &str = "summary.json";
@@ -81,12 +82,14 @@ pub struct Output {
     dir: PathBuf,
     files: Files,
     is_main: bool,
+    /// On rank 0.
+    _lock: Option<Lock>,
     /// What was saved last, for the closing line.
     saved: PathBuf,
 }
 
 impl Output {
-    /// Prepares `dir` on rank 0: creates it, and removes an earlier run's
+    /// Prepares `dir` on rank 0: creates it, keeps other trainings out of it, and removes an earlier run's
     /// results, unless this run goes on with it. All ranks' flight recorders go there.
     ///
     /// # Errors
@@ -94,9 +97,9 @@ impl Output {
     /// Usage or system, naming the folder.
     pub fn open(ctx: &RankContext, dir: PathBuf, files: Files, resumed: bool) -> Result<Output> {
         ctx.group.set_flight_dir(&dir.join(super::FLIGHT_DIR));
+        let mut lock = None;
         if ctx.is_main() {
-            phalanx_train::files::create_folder(&dir)
-                .map_err(|e| Error::from(e).note("try", "another folder with --output-dir"))?;
+            lock = Some(Lock::take(&dir)?);
             if !resumed {
                 clear_earlier_run(&dir, &files)?;
             }
@@ -106,6 +109,7 @@ impl Output {
             dir,
             files,
             is_main: ctx.is_main(),
+            _lock: lock,
         })
     }
 
