@@ -18,8 +18,8 @@
 //! *Source:* collectives.md §5, "ordered chain".
 
 use super::grid::{self, Unit};
-use super::local_stage::{self, Inbox};
-use super::{Buf, Hosts, Local, Part, RankPlan, Round, Spec};
+use super::local_stage::{self, ChainScratch};
+use super::{Buf, Hosts, Local, RankPlan, Round, Spec};
 
 pub(super) fn build(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
     let mut plan = RankPlan::new(spec, rank);
@@ -27,25 +27,14 @@ pub(super) fn build(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
         return plan;
     }
     let units = grid::units(spec, hosts);
-    let longest = units.iter().flatten().map(|run| run.elems.len()).max();
-    let stride = spec.padded(longest.unwrap_or(0));
     let host = hosts.host_of(rank);
     let last = hosts.count() - 1;
-    let locals = hosts.ranks(host).len() - 1;
-    // Data is scattered in one tick and folded `host` ticks later.
-    let depth = (host + 2).min(units.len());
-    let per_unit = (locals + 1) * stride;
-    plan.scratch_elems = per_unit * depth;
-    let place = |u: usize| (u % depth) * per_unit;
+    let scratch = ChainScratch::new(spec, hosts, &units, host);
+    plan.scratch_elems = scratch.elems();
 
-    // What arrives inside the host; the prefix lies behind it.
     let to_holder = |u: usize, unit: &Unit| {
-        let mut round = Round::default();
-        let inbox = Inbox {
-            start: place(u),
-            stride,
-        };
-        let sources = local_stage::scatter(&mut round, unit, Buf::Output, (hosts, rank), &inbox);
+        let (mut round, at) = (Round::default(), (hosts, rank));
+        let sources = local_stage::scatter(&mut round, unit, Buf::Output, at, &scratch.inbox(u));
         (round, sources)
     };
     // A unit's ranks are folded on host h in tick u + h; the result is back on
@@ -67,7 +56,7 @@ pub(super) fn build(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
             let into = local_stage::output(&run.elems);
             let mut sources = Vec::new();
             if host > 0 {
-                let prefix = Part::new(Buf::Scratch, place(u) + locals * stride, run.elems.len());
+                let prefix = scratch.prefix(u, run);
                 round.recv(run.holders[host - 1], prefix);
                 sources.push(prefix);
             }

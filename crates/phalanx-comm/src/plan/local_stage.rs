@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use super::grid::Unit;
-use super::{Buf, Hosts, Part, Round};
+use super::grid::{Run, Unit};
+use super::{Buf, Hosts, Part, Round, Spec};
 
 /// The inbox of a holder: for every local peer a slot.
 pub(super) struct Inbox {
@@ -20,8 +20,47 @@ impl Inbox {
     }
 }
 
+/// Scratch of a rank on a chain of hosts: for every unit under way an inbox, and
+/// behind it the prefix over the hosts before.
+pub(super) struct ChainScratch {
+    locals: usize,
+    stride: usize,
+    depth: usize,
+}
+
+impl ChainScratch {
+    /// Of a rank on `host`. Data is scattered in one tick, folded `host` ticks later, and what
+    /// that gave is used in the tick after: units that many ticks apart share a place.
+    pub(super) fn new(spec: &Spec, hosts: &Hosts, units: &[Unit], host: usize) -> ChainScratch {
+        let longest = units.iter().flatten().map(|run| run.elems.len()).max();
+        ChainScratch {
+            locals: hosts.ranks(host).len() - 1,
+            stride: spec.padded(longest.unwrap_or(0)),
+            depth: (host + 2).min(units.len()),
+        }
+    }
+
+    pub(super) fn elems(&self) -> usize {
+        (self.locals + 1) * self.stride * self.depth
+    }
+
+    /// Where unit `u` arrives inside the host.
+    pub(super) fn inbox(&self, u: usize) -> Inbox {
+        Inbox {
+            start: (u % self.depth) * (self.locals + 1) * self.stride,
+            stride: self.stride,
+        }
+    }
+
+    /// Where the prefix of `run`, of unit `u`, arrives.
+    pub(super) fn prefix(&self, u: usize, run: &Run) -> Part {
+        let start = self.inbox(u).start + self.locals * self.stride;
+        Part::new(Buf::Scratch, start, run.elems.len())
+    }
+}
+
 /// The run of `unit` that `rank` holds.
-pub(super) fn run_of(unit: &Unit, host: usize, rank: usize) -> Option<&super::grid::Run> {
+pub(super) fn run_of(unit: &Unit, host: usize, rank: usize) -> Option<&Run> {
     unit.iter().find(|run| run.holders[host] == rank)
 }
 

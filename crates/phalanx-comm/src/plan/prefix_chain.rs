@@ -8,7 +8,7 @@
 //! overwritten but by a result that is taken.
 
 use super::grid::{Run, Unit};
-use super::local_stage::{self, Inbox};
+use super::local_stage::{self, ChainScratch};
 use super::{Buf, Hosts, Local, Part, RankPlan, Round, Spec};
 
 /// What is folded, and where to.
@@ -25,30 +25,16 @@ impl<T: Fn(&Run) -> (usize, Part)> Chain<'_, T> {
     /// Adds the rounds of a rank to its plan.
     pub(super) fn build(&self, spec: &Spec, plan: &mut RankPlan) {
         let (hosts, units, rank) = (self.hosts, &self.units, plan.rank);
-        let longest = units.iter().flatten().map(|run| run.elems.len()).max();
-        let stride = spec.padded(longest.unwrap_or(0));
         let host = hosts.host_of(rank);
         let last = hosts.count() - 1;
         let locals = hosts.ranks(host).len() - 1;
-        // Data is scattered in one tick, folded `host` ticks later, and what that gave is sent in
-        // the tick after.
-        let depth = (host + 2).min(units.len());
-        let per_unit = (locals + 1) * stride;
-        plan.scratch_elems = per_unit * depth;
-        let place = |u: usize| (u % depth) * per_unit;
+        let scratch = ChainScratch::new(spec, hosts, units, host);
+        plan.scratch_elems = scratch.elems();
 
-        // What arrives inside the host; the prefix lies behind it.
         let to_holder = |u: usize, unit: &Unit| {
-            let mut round = Round::default();
-            let start = place(u);
-            let inbox = Inbox { start, stride };
-            let at = (hosts, rank);
-            let sources = local_stage::scatter(&mut round, unit, self.from, at, &inbox);
+            let (mut round, at) = (Round::default(), (hosts, rank));
+            let sources = local_stage::scatter(&mut round, unit, self.from, at, &scratch.inbox(u));
             (round, sources)
-        };
-        let prefix_of = |u: usize, run: &Run| {
-            let start = place(u) + locals * stride;
-            Part::new(Buf::Scratch, start, run.elems.len())
         };
         // Of a single rank there is nothing to fold on the first host.
         let folds = locals > 0 || host > 0 || last == 0;
@@ -62,7 +48,7 @@ impl<T: Fn(&Run) -> (usize, Part)> Chain<'_, T> {
             // What was folded here one tick ago: onwards, or to who takes it.
             if let Some((u, _, run)) = unit_in(host + 1) {
                 let part = match folds {
-                    true => prefix_of(u, run),
+                    true => scratch.prefix(u, run),
                     false => Part::of(self.from, run.elems.clone()),
                 };
                 let to = match run.holders.get(host + 1) {
@@ -75,7 +61,7 @@ impl<T: Fn(&Run) -> (usize, Part)> Chain<'_, T> {
             }
             // Then what is folded now.
             if let Some((u, unit, run)) = unit_in(host).filter(|_| folds) {
-                let prefix = prefix_of(u, run);
+                let prefix = scratch.prefix(u, run);
                 let mut sources = Vec::new();
                 if host > 0 {
                     round.recv(run.holders[host - 1], prefix);
