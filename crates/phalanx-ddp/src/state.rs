@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 const MAX_NAME_BYTES: usize = 256;
 
 /// Gives every rank the state of the one whose optimizer has taken most steps
-/// (the lowest of them): parameters, buffers, optimizer state and step count.
+/// (the lowest of them): parameters, buffers, optimizer state and step counts.
 /// Returns that count, from which the sampler goes on.
 ///
 /// After [`ProcessGroup::reform`]: a rank may have committed a step whose
@@ -45,6 +45,14 @@ pub fn agree_on_state(
     group
         .broadcast(params.buffers_flat_mut(), best)
         .map_err(failed)?;
+    // Of as many parameters as all ranks have.
+    let mut updates: Vec<i64> = optimizer
+        .updates()
+        .iter()
+        .map(|n| n.cast_signed())
+        .collect();
+    group.broadcast(&mut updates, best).map_err(failed)?;
+    let updates: Vec<u64> = updates.into_iter().map(i64::cast_unsigned).collect();
     let count = usize::try_from(all[2 * best + 1]).unwrap_or(0);
     let mut state: Vec<(String, Vec<f32>)> = Vec::new();
     for slot in 0..count {
@@ -65,11 +73,13 @@ pub fn agree_on_state(
         .iter()
         .map(|(name, values)| (name.as_str(), values.as_slice()))
         .collect();
-    optimizer.restore(steps(best), &state).map_err(|e| {
-        Error::mismatch(format!(
-            "rank {}'s optimizer cannot take over the state of rank {best}: {e}",
-            group.rank()
-        ))
-    })?;
+    optimizer
+        .restore(steps(best), &updates, &state)
+        .map_err(|e| {
+            Error::mismatch(format!(
+                "rank {}'s optimizer cannot take over the state of rank {best}: {e}",
+                group.rank()
+            ))
+        })?;
     Ok(steps(best))
 }

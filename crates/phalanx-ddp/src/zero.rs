@@ -403,6 +403,28 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         state.iter().map(|(_, v)| size_of_val(*v)).sum()
     }
 
+    /// Steps that updated each parameter, as the unsharded optimizer counts them for a
+    /// checkpoint. None updated a frozen one of a wrapper, which is no rank's.
+    ///
+    /// *Blocks* until all ranks of the group call it.
+    ///
+    /// # Errors
+    ///
+    /// `Comm` when a peer is lost or late.
+    pub fn gather_updates(&self) -> Result<Vec<u64>> {
+        // Ranks that have pieces of the same parameter count alike.
+        let mut updates = vec![0i64; self.piece_of.len()];
+        for (piece, count) in self.pieces().iter().zip(self.optimizer.updates()) {
+            updates[piece.param.index()] = count.cast_signed();
+        }
+        if self.group.world_size() > 1 {
+            self.group
+                .all_reduce(&mut updates, ReduceOp::Max)
+                .map_err(|e| Error::comm_while("optimizer state could not be gathered", e))?;
+        }
+        Ok(updates.into_iter().map(i64::cast_unsigned).collect())
+    }
+
     /// The whole state on every rank, as the unsharded optimizer would give it
     /// to a checkpoint.
     ///
@@ -421,12 +443,22 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         self.optimizer.state().into_iter().map(gather).collect()
     }
 
-    /// Puts back what [`gather_state`](Self::gather_state) gave, at any number of ranks. Local.
+    /// Puts back what [`steps`](Self::steps), [`gather_updates`](Self::gather_updates) and
+    /// [`gather_state`](Self::gather_state) gave, at any number of ranks. Local.
     ///
     /// # Errors
     ///
     /// `Usage` for state of another optimizer or model.
-    pub fn restore(&mut self, steps: u64, state: &[(&str, &[f32])]) -> Result<()> {
+    pub fn restore(&mut self, steps: u64, updates: &[u64], state: &[(&str, &[f32])]) -> Result<()> {
+        if updates.len() != self.piece_of.len() {
+            return Err(Error::usage(format!(
+                "saved optimizer state counts the updates of {} parameters, expected {}",
+                updates.len(),
+                self.piece_of.len()
+            )));
+        }
+        let own_updates = self.pieces().iter().map(|p| updates[p.param.index()]);
+        let own_updates: Vec<u64> = own_updates.collect();
         if let Some((name, values)) = state.iter().find(|(_, v)| v.len() != self.total) {
             return Err(Error::usage(format!(
                 "saved optimizer state {name} has {} elements, expected {}",
@@ -444,7 +476,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         let own: Vec<(&str, Vec<f32>)> = state.iter().map(|(n, v)| (*n, part(v))).collect();
         let own: Vec<(&str, &[f32])> = own.iter().map(|(n, v)| (*n, v.as_slice())).collect();
         self.optimizer
-            .restore(steps, &own)
+            .restore(steps, &own_updates, &own)
             .map_err(|e| Error::usage(e.to_string()))
     }
 }

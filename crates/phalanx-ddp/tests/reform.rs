@@ -9,7 +9,8 @@ use phalanx_ddp::{BucketCaps, DdpOptions, DistributedDataParallel, agree_on_stat
 use phalanx_nn::layers::Linear;
 use phalanx_nn::optim::{Optimizer, Sgd};
 use phalanx_nn::{
-    GradSink, ParamId, Params, Reduction, Scope, Seed, StepKey, Tape, Tensor, Threads,
+    GradSink, GradView, Grads, ParamId, Params, Reduction, Scope, Seed, StepKey, Tape, Tensor,
+    Threads,
 };
 use std::time::Duration;
 
@@ -78,6 +79,7 @@ struct State {
     params: Vec<u32>,
     momentum: Vec<u32>,
     steps: u64,
+    updates: Vec<u64>,
 }
 
 fn state(params: &Params, optimizer: &Sgd) -> State {
@@ -89,6 +91,7 @@ fn state(params: &Params, optimizer: &Sgd) -> State {
             .flat_map(|(_, v)| bits(v))
             .collect(),
         steps: optimizer.steps(),
+        updates: optimizer.updates().to_vec(),
     }
 }
 
@@ -119,7 +122,9 @@ fn train(
         } else {
             &buffers
         };
-        optimizer.restore(from.steps, buffers).expect("restored");
+        optimizer
+            .restore(from.steps, &from.updates, buffers)
+            .expect("restored");
     }
     let mut tape = Tape::new(Threads(1));
     let mut ddp = wrap(&group, &mut params);
@@ -184,7 +189,7 @@ fn train(
 fn optimizer_buffer() -> &'static str {
     let (_, mut params) = Net::new();
     let mut optimizer = Sgd::new(&params, 0.1).momentum(0.9);
-    let grads = phalanx_nn::Grads::like(&params);
+    let grads = Grads::like(&params);
     optimizer.step(&mut params, &grads).expect("step");
     optimizer.state()[0].0
 }
@@ -223,6 +228,19 @@ fn survivors_equal_a_fresh_run_from_the_same_state() {
     }
 }
 
+/// Gradients of all parameters but one.
+struct Without<'a>(&'a Grads, Option<ParamId>);
+
+impl GradView for Without<'_> {
+    fn grad(&self, param: ParamId) -> &[f32] {
+        self.0.grad(param)
+    }
+
+    fn untouched(&self, param: ParamId) -> bool {
+        self.1 == Some(param)
+    }
+}
+
 /// Ranks may have ended in different steps; the furthest is taken over.
 #[test]
 fn the_state_of_the_furthest_rank_is_taken_over() {
@@ -230,20 +248,23 @@ fn the_state_of_the_furthest_rank_is_taken_over() {
         let states = ranks(3, over, |group| {
             let (_, mut params) = Net::new();
             let mut optimizer = Sgd::new(&params, 0.1).momentum(0.9);
-            let mut grads = phalanx_nn::Grads::like(&params);
+            let mut grads = Grads::like(&params);
             // Rank r has taken 0, 2, 1 steps of its own.
             for i in 0..[0, 2, 1][group.rank()] {
                 let ids: Vec<ParamId> = params.ids().collect();
+                let first = ids[0];
                 for id in ids {
                     grads.slot(id).fill(i as f32 + group.rank() as f32);
                 }
-                optimizer.step(&mut params, &grads).expect("step");
+                let used = Without(&grads, (i == 0).then_some(first));
+                optimizer.step(&mut params, &used).expect("step");
             }
             let before = state(&params, &optimizer);
             let steps = agree_on_state(&group, &mut params, &mut optimizer).expect("agreed");
             assert_eq!(steps, 2);
             (before, state(&params, &optimizer))
         });
+        assert_eq!(states[1].0.updates[..2], [1, 2]);
         for (_, after) in &states {
             assert_eq!(*after, states[1].0, "{over:?}");
         }

@@ -65,7 +65,10 @@ fn train(
         params.buffers_flat_mut().copy_from_slice(&start.buffers);
         let state: Vec<(&str, &[f32])> =
             start.optimizer.iter().map(|(n, v)| (*n, &v[..])).collect();
-        optimizer.restore(from as u64, &state).expect("restore");
+        let updates = vec![from as u64; params.len()];
+        optimizer
+            .restore(from as u64, &updates, &state)
+            .expect("restore");
         losses.clone_from(&start.losses);
     }
     let options = DdpOptions {

@@ -18,8 +18,11 @@ fn params() -> Params {
     scope.build().expect("model builds")
 }
 
-/// Averaged gradients of one step; `last.bias` has none.
-struct Made(Vec<Vec<f32>>);
+/// Averaged gradients of one step; `last.bias` has none, the parameter before it in every other.
+struct Made {
+    grads: Vec<Vec<f32>>,
+    step: usize,
+}
 
 impl Made {
     fn new(params: &Params, step: usize) -> Made {
@@ -27,24 +30,30 @@ impl Made {
             (((step * 31 + p * 17 + i) * 2_654_435) % 1009) as f32 / 500.0 - 1.0
         };
         let lens = params.infos().iter().enumerate();
-        Made(
-            lens.map(|(p, info)| (0..info.len).map(|i| value(p, i)).collect())
-                .collect(),
-        )
+        let grads = lens.map(|(p, info)| (0..info.len).map(|i| value(p, i)).collect());
+        Made {
+            grads: grads.collect(),
+            step,
+        }
     }
 }
 
 impl GradView for Made {
     fn grad(&self, param: ParamId) -> &[f32] {
-        &self.0[param.index()]
+        &self.grads[param.index()]
     }
 
     fn untouched(&self, param: ParamId) -> bool {
-        param.index() + 1 == self.0.len()
+        match self.grads.len() - param.index() {
+            1 => true,
+            2 => self.step.is_multiple_of(2),
+            _ => false,
+        }
     }
 }
 
-type State = Vec<(&'static str, Vec<f32>)>;
+/// Buffers, and how often each parameter was updated.
+type State = (Vec<(&'static str, Vec<f32>)>, Vec<u64>);
 
 /// Weights and state after steps `from..to` without sharding.
 fn whole<O: Optimizer>(make: impl Fn(&Params) -> O, steps: usize) -> (Params, State) {
@@ -59,7 +68,7 @@ fn whole<O: Optimizer>(make: impl Fn(&Params) -> O, steps: usize) -> (Params, St
         .into_iter()
         .map(|(n, v)| (n, v.to_vec()))
         .collect();
-    (params, state)
+    (params, (state, optimizer.updates().to_vec()))
 }
 
 /// The same on a rank; stops after five steps and goes on in a new optimizer.
@@ -72,17 +81,20 @@ fn sharded<O: Optimizer>(
     let mut optimizer = new(&params);
     for step in 0..10 {
         if step == 5 {
+            let updates = optimizer.gather_updates().expect("gather");
             let state = optimizer.gather_state().expect("gather");
             let state: Vec<(&str, &[f32])> =
                 state.iter().map(|(n, v)| (*n, v.as_slice())).collect();
             optimizer = new(&params);
-            optimizer.restore(5, &state).expect("restore");
+            optimizer.restore(5, &updates, &state).expect("restore");
         }
         let grads = Made::new(&params, step);
         optimizer.step(&mut params, &grads).expect("step");
     }
     let bytes = optimizer.state_bytes();
-    (params, optimizer.gather_state().expect("gather"), bytes)
+    let updates = optimizer.gather_updates().expect("gather");
+    let state = optimizer.gather_state().expect("gather");
+    (params, (state, updates), bytes)
 }
 
 /// Two lines of parameters leave two of four ranks without any: they gather all the same.
@@ -101,7 +113,8 @@ fn ranks_without_a_part_gather_the_state_of_the_others() {
             let grads = Made::new(&params, step);
             optimizer.step(&mut params, &grads).expect("step");
         }
-        optimizer.gather_state().expect("gather")
+        let updates = optimizer.gather_updates().expect("gather");
+        (optimizer.gather_state().expect("gather"), updates)
     });
     let mut params = model();
     let mut whole = make(&params);
@@ -109,7 +122,8 @@ fn ranks_without_a_part_gather_the_state_of_the_others() {
         let grads = Made::new(&params, step);
         whole.step(&mut params, &grads).expect("step");
     }
-    for state in states {
+    for (state, updates) in states {
+        assert_eq!(updates, whole.updates());
         let names: Vec<&str> = state.iter().map(|(name, _)| *name).collect();
         assert_eq!(names, ["momentum_buffer"]);
         assert_eq!(bits(&state[0].1), bits(whole.state()[0].1));
@@ -117,7 +131,8 @@ fn ranks_without_a_part_gather_the_state_of_the_others() {
 }
 
 fn check<O: Optimizer>(make: impl Fn(&Params) -> O + Sync + Copy) {
-    let (want, state) = whole(make, 10);
+    let (want, (state, updates)) = whole(make, 10);
+    assert_eq!(updates, [10, 10, 10, 10, 5, 0]);
     let all: usize = state.iter().map(|(_, v)| 4 * v.len()).sum();
     for world in 1..=8 {
         let transports: &[Over] = if world == 3 { &ALL } else { &[Over::Thread] };
@@ -125,7 +140,8 @@ fn check<O: Optimizer>(make: impl Fn(&Params) -> O + Sync + Copy) {
             let ranks = ranks(world, over, |group| sharded(group, make));
             let held: usize = ranks.iter().map(|r| r.2).sum();
             assert!(held <= all, "{held} of {all} bytes on {world} ranks");
-            for (rank, (params, own, bytes)) in ranks.iter().enumerate() {
+            for (rank, (params, (own, counts), bytes)) in ranks.iter().enumerate() {
+                assert_eq!(*counts, updates, "rank {rank} of {world}");
                 assert_eq!(
                     bits(params.flat()),
                     bits(want.flat()),
@@ -148,6 +164,11 @@ fn check<O: Optimizer>(make: impl Fn(&Params) -> O + Sync + Copy) {
 #[test]
 fn sgd_with_momentum_has_the_same_bits() {
     check(|p| Sgd::new(p, 0.05).momentum(0.9).weight_decay(1e-3));
+}
+
+#[test]
+fn dampened_sgd_has_the_same_bits() {
+    check(|p| Sgd::new(p, 0.05).momentum(0.9).dampening(0.5));
 }
 
 #[test]
@@ -174,7 +195,7 @@ fn other_layouts_are_refused() {
         "{error}"
     );
     let error = optimizer
-        .restore(1, &[("momentum_buffer", &[0.0; 3])])
+        .restore(1, &[1; 6], &[("momentum_buffer", &[0.0; 3])])
         .expect_err("too short");
     assert!(
         error.to_string().contains("momentum_buffer has 3 elements"),

@@ -17,8 +17,8 @@ const LIMIT: f64 = 0.5;
 
 struct Net {
     layers: Vec<Linear>,
-    /// In the model, but no loss depends on it.
-    _idle: Linear,
+    /// In the model, but the loss depends on it in every third step only.
+    idle: Linear,
 }
 
 /// Tensors of which none is a multiple of a line; several buckets.
@@ -30,7 +30,7 @@ fn model() -> (Net, Params) {
             Linear::new(scope.enter("large"), 41, 37),
             Linear::new(scope.enter("last"), 37, 3),
         ],
-        _idle: Linear::new(scope.enter("idle"), 7, 3),
+        idle: Linear::new(scope.enter("idle"), 7, 3),
     };
     (net, scope.build().expect("model builds"))
 }
@@ -69,6 +69,12 @@ fn backward(
         for layer in &net.layers {
             x = layer.forward(x).expect("forward");
         }
+        if index % 3 == 2 {
+            let ones = step.input(&vec![1.0; 7 * n], &[n, 7]).expect("input");
+            x = x
+                .add(net.idle.forward(ones).expect("forward"))
+                .expect("sum");
+        }
         let loss = x.mse_loss(&y, Reduction::Mean).expect("loss");
         let sink = micro_batches.micro_batch().expect("micro-batch");
         loss.backward(sink).expect("backward");
@@ -76,7 +82,8 @@ fn backward(
     micro_batches.finish().expect("finish")
 }
 
-type State = Vec<(&'static str, Vec<f32>)>;
+/// Buffers, and how often each parameter was updated.
+type State = (Vec<(&'static str, Vec<f32>)>, Vec<u64>);
 
 /// Parameters, optimizer state, and norms, after ten steps; the fourth is voted down.
 fn whole<O: Optimizer>(
@@ -105,6 +112,7 @@ fn whole<O: Optimizer>(
     }
     let state = optimizer.state().into_iter();
     let state = state.map(|(n, v)| (n, v.to_vec())).collect();
+    let state = (state, optimizer.updates().to_vec());
     (params.flat().to_vec(), state, norms)
 }
 
@@ -127,10 +135,11 @@ fn scattered<O: Optimizer>(
     for index in 0..10 {
         if index == 5 {
             let (state, steps) = (optimizer.gather_state().expect("gather"), optimizer.steps());
+            let updates = optimizer.gather_updates().expect("gather");
             let state: Vec<(&str, &[f32])> =
                 state.iter().map(|(n, v)| (*n, v.as_slice())).collect();
             (ddp, optimizer) = new(&mut params);
-            optimizer.restore(steps, &state).expect("restore");
+            optimizer.restore(steps, &updates, &state).expect("restore");
         }
         let bad = index == 3 && group.world_size() > 1;
         let commit = backward(&net, &params, &mut tape, &mut ddp, index, bad);
@@ -155,6 +164,7 @@ fn scattered<O: Optimizer>(
     }
     let bytes = optimizer.state_bytes();
     let state = optimizer.gather_state().expect("gather");
+    let state = (state, optimizer.gather_updates().expect("gather"));
     (params.flat().to_vec(), state, norms, bytes)
 }
 
@@ -177,15 +187,18 @@ fn check<O: Optimizer>(make: impl Fn(&Params) -> O + Sync + Copy, limit: Option<
             let got = ranks(world, over, |group| {
                 scattered(group, options.clone(), make, limit)
             });
-            let all: usize = want[0].1.iter().map(|(_, v)| 4 * v.len()).sum();
+            let all: usize = want[0].1.0.iter().map(|(_, v)| 4 * v.len()).sum();
             for (rank, ((params, state, norms, bytes), want)) in got.iter().zip(&want).enumerate() {
                 let at = format!(
                     "rank {rank} of {world} over {over:?}, {:?}",
                     options.exchange
                 );
                 assert_eq!(bits(params), bits(&want.0), "weights of {at}");
-                assert_eq!(state.len(), want.1.len());
-                for ((name, state), (_, want)) in state.iter().zip(&want.1) {
+                let (state, updates) = state;
+                assert_eq!(*updates, want.1.1, "updates of {at}");
+                assert!(updates.contains(&0) && updates.contains(&3), "{updates:?}");
+                assert_eq!(state.len(), want.1.0.len());
+                for ((name, state), (_, want)) in state.iter().zip(&want.1.0) {
                     assert_eq!(bits(state), bits(want), "{name} of {at}");
                 }
                 assert_eq!(norms.len(), want.2.len());

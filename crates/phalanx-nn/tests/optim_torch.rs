@@ -1,8 +1,10 @@
 //! SGD, Adam and AdamW against PyTorch 2.15 (`fixtures/optim.json`, from the
-//! project's parity fixtures): SGD in every bit, Adam within 2e-7.
+//! project's parity fixtures, and `optim_unused.json`): SGD in every bit, Adam within 2e-7.
 
 use phalanx_nn::optim::{Adam, Optimizer, Run, Sgd};
-use phalanx_nn::{ErrorKind, Grads, Init, Layout, Params, Scope, Seed, Tape, Threads};
+use phalanx_nn::{
+    ErrorKind, GradView, Grads, Init, Layout, ParamId, Params, Scope, Seed, Tape, Threads,
+};
 use serde_json::Value;
 
 fn fixture() -> Value {
@@ -142,6 +144,104 @@ fn check_state(case: &Value, params: &Params, opt: &dyn Optimizer, tolerance: f3
     assert_eq!(compared, opt.state().len());
 }
 
+/// Gradients of some parameters only.
+struct OfSome {
+    grads: Grads,
+    used: Vec<usize>,
+}
+
+impl GradView for OfSome {
+    fn grad(&self, param: ParamId) -> &[f32] {
+        match self.untouched(param) {
+            true => &[],
+            false => self.grads.grad(param),
+        }
+    }
+
+    fn untouched(&self, param: ParamId) -> bool {
+        !self.used.contains(&param.index())
+    }
+}
+
+/// Each parameter counts its own steps: by whole steps, by steps in runs, and across a save
+/// after any of them.
+#[test]
+fn parameters_without_gradients_in_some_steps_equal_pytorch() {
+    let text = include_str!("fixtures/optim_unused.json");
+    let fixture: Value = serde_json::from_str(text).unwrap();
+    let numbers = |list: &Value| floats(&serde_json::json!({ "data": list }));
+    let places = |list: &Value| -> Vec<usize> { serde_json::from_value(list.clone()).unwrap() };
+    let sizes = places(&fixture["sizes"]);
+    let (used, gradient_list) = (&fixture["used"], &fixture["gradients"]);
+    let steps = used.as_array().unwrap().len();
+    let cases = fixture["cases"].as_array().unwrap();
+    assert_eq!((cases.len(), steps), (6, 10));
+    for case in cases {
+        let tolerance = if case["optimizer"] == "SGD" {
+            0.0
+        } else {
+            2e-7
+        };
+        // 0 is no save.
+        for (in_runs, saved_after) in (0..steps).flat_map(|at| [(false, at), (true, at)]) {
+            let mut params = params_of(&sizes);
+            spread(&mut params, &numbers(&fixture["start"]));
+            let mut opt = optimizer(case, &params);
+            for step in 0..steps {
+                if step > 0 && step == saved_after {
+                    let mut other = optimizer(case, &params);
+                    let (all, updates) = (opt.steps(), opt.updates());
+                    other.restore(all, updates, &opt.state()).unwrap();
+                    opt = other;
+                }
+                let some = OfSome {
+                    grads: gradients(&params, &numbers(&gradient_list[step])),
+                    used: places(&used[step]),
+                };
+                if in_runs {
+                    step_in_runs(opt.as_mut(), &mut params, &some);
+                } else {
+                    opt.step(&mut params, &some).unwrap();
+                }
+                let what = format!("{} after step {}", case["name"], step + 1);
+                let want = numbers(&case["after"][step]);
+                assert_same(&gathered(&params), &want, tolerance, &what);
+            }
+            assert_eq!(opt.steps(), steps as u64);
+            for (count, want) in opt.updates().iter().zip(case["steps"].as_array().unwrap()) {
+                // PyTorch's SGD does not count.
+                assert!(want.is_null() || want.as_u64() == Some(*count), "{case}");
+            }
+            let state = opt.state();
+            assert_eq!(state.len(), case["state"].as_object().unwrap().len());
+            for (name, flat) in state {
+                let mut shaped = params.clone();
+                shaped.flat_mut().copy_from_slice(flat);
+                let what = format!("{} state {name}", case["name"]);
+                let want = numbers(&case["state"][name]);
+                assert_same(&gathered(&shaped), &want, tolerance, &what);
+            }
+        }
+    }
+}
+
+/// A step in runs of two elements at most, the last first.
+fn step_in_runs(optimizer: &mut dyn Optimizer, params: &mut Params, some: &OfSome) {
+    optimizer.begin_step().unwrap();
+    for id in params.ids().filter(|id| !some.untouched(*id)) {
+        let info = params.infos()[id.index()].clone();
+        for from in (0..info.len).step_by(2).rev() {
+            let elems = from..info.len.min(from + 2);
+            let run = Run {
+                at: info.offset + from,
+                values: &mut params.get_mut(id)[elems.clone()],
+                grads: &some.grad(id)[elems],
+            };
+            optimizer.step_run(run, 1.0).unwrap();
+        }
+    }
+}
+
 /// Long parameters take the vector path with a scalar tail; the oracle is
 /// plain scalar arithmetic.
 #[test]
@@ -183,7 +283,9 @@ fn restored_state_goes_on_with_the_same_bits() {
             first.step(&mut params, &grads).unwrap();
         }
         let mut second = optimizer(case, &params);
-        second.restore(first.steps(), &first.state()).unwrap();
+        second
+            .restore(first.steps(), first.updates(), &first.state())
+            .unwrap();
         let mut resumed = params.clone();
         for gradient in &list[5..] {
             let grads = gradients(&params, &floats(gradient));
@@ -205,12 +307,23 @@ fn state_that_does_not_fit_is_refused() {
         assert_eq!(error.kind(), ErrorKind::Usage);
         assert!(error.to_string().contains(word), "{error}");
     };
-    refused(sgd.restore(1, &[]), "momentum_buffer");
-    refused(sgd.restore(1, &[("exp_avg", &short)]), "exp_avg");
-    refused(sgd.restore(1, &[("momentum_buffer", &short)]), "3 elements");
+    refused(sgd.restore(1, &[1], &[]), "momentum_buffer");
+    refused(sgd.restore(1, &[1], &[("exp_avg", &short)]), "exp_avg");
+    refused(
+        sgd.restore(1, &[1], &[("momentum_buffer", &short)]),
+        "3 elements",
+    );
     let mut adam = Adam::new(&params, 0.1);
-    refused(adam.restore(1, &[("exp_avg", params.flat())]), "exp_avg_sq");
-    refused(adam.restore(0, &[("exp_avg", params.flat())]), "exp_avg");
+    refused(
+        adam.restore(1, &[1], &[("exp_avg", params.flat())]),
+        "exp_avg_sq",
+    );
+    refused(
+        adam.restore(0, &[0], &[("exp_avg", params.flat())]),
+        "exp_avg",
+    );
+    refused(adam.restore(1, &[1, 1], &[]), "updates of 2 parameters");
+    refused(adam.restore(1, &[2], &[]), "updated 2 times in 1 steps");
 }
 
 #[test]
@@ -237,6 +350,10 @@ fn impossible_settings_and_foreign_parameters_are_refused() {
         assert_eq!(error.kind(), ErrorKind::Usage);
         assert_eq!(opt.steps(), 0);
     }
+    let mut cut = params_of(&[4, 4]);
+    let uncut = Sgd::new(&params_of(&[20]), 0.1);
+    let error = uncut.clone().step(&mut cut, &grads).unwrap_err();
+    assert!(error.to_string().contains("other parameters"), "{error}");
     let foreign = Grads::like(&params_of(&[5]));
     let error = Sgd::new(&params, 0.1)
         .step(&mut params, &foreign)
@@ -381,7 +498,7 @@ fn runs_of_elements_leave_the_bits_of_a_step() {
 
 #[test]
 fn runs_that_do_not_fit_are_refused() {
-    let params = params_of(&[32]);
+    let params = params_of(&[16, 16]);
     type Make = fn(&Params) -> Box<dyn Optimizer>;
     let makes: [Make; 2] = [
         |p| Box::new(Sgd::new(p, 0.1).momentum(0.9)),
@@ -408,5 +525,6 @@ fn runs_that_do_not_fit_are_refused() {
         assert!(give(true, 0, 4, 3).contains("4 elements from 0 with 3 gradients"));
         assert!(give(true, 30, 4, 4).contains("does not fit"));
         assert!(give(true, usize::MAX, 4, 4).contains("does not fit"));
+        assert!(give(true, 0, 24, 24).contains("does not lie in one parameter"));
     }
 }

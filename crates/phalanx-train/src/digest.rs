@@ -5,11 +5,18 @@ use phalanx_nn::optim::Optimizer;
 use sha2::{Digest, Sha256};
 
 /// SHA-256 of an optimizer's state, in hexadecimal: the number of steps
-/// (u64), then name and float32 values of each buffer, in the optimizer's
-/// order and memory layout, all little-endian.
+/// (u64), that of each parameter's updates (u64) if they are not all as many, then name
+/// and float32 values of each buffer, in the optimizer's order and memory layout, all
+/// little-endian.
 pub fn optimizer_sha256(optimizer: &dyn Optimizer) -> String {
     let mut hash = Sha256::new();
     hash.update(optimizer.steps().to_le_bytes());
+    let updates = optimizer.updates();
+    if updates.iter().any(|count| *count != optimizer.steps()) {
+        for count in updates {
+            hash.update(count.to_le_bytes());
+        }
+    }
     for (name, values) in optimizer.state() {
         hash.update(name.as_bytes());
         for value in values {
@@ -79,9 +86,16 @@ mod tests {
         let elems = params.flat().len();
         let mut sgd = Sgd::new(&params, 0.1).momentum(0.9);
         let mut seen = vec![optimizer_sha256(&sgd)];
-        for (steps, value) in [(1, 0.0f32), (2, 0.0), (2, -0.0)] {
+        let cases = [
+            (1, [1, 1], 0.0f32),
+            (2, [2, 2], 0.0),
+            (2, [2, 2], -0.0),
+            (2, [1, 2], 0.0),
+            (2, [2, 1], 0.0),
+        ];
+        for (steps, updates, value) in cases {
             let buffer = vec![value; elems];
-            sgd.restore(steps, &[("momentum_buffer", &buffer)])
+            sgd.restore(steps, &updates, &[("momentum_buffer", &buffer)])
                 .expect("restore");
             let digest = optimizer_sha256(&sgd);
             assert!(!seen.contains(&digest));

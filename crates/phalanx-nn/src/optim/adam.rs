@@ -11,10 +11,10 @@
 //! p   = round(p + round(round(-lr / (1 - beta1^t) * m) / den))
 //! ```
 //!
-//! `t` counts the optimizer's steps. PyTorch counts each parameter's own: they part for a
-//! parameter that no loss used in the first steps, whose first updates are scaled by the bias
-//! correction of a later step here.
+//! `t` counts the steps that updated the parameter: one without a gradient is left alone and
+//! keeps its own count, as in PyTorch.
 
+use super::updates::Updates;
 use super::{
     Optimizer, PIECE, Pass, Run, check_layout, check_setting, only_known, run_fused, saved,
 };
@@ -29,21 +29,72 @@ const MAX_EXP_AVG_SQ: &str = "max_exp_avg_sq";
 #[derive(Clone, Debug)]
 pub struct Adam {
     elems: usize,
-    lr: f64,
-    beta1: f64,
-    beta2: f64,
-    eps: f64,
-    weight_decay: f64,
-    decoupled: bool,
+    settings: Settings,
     amsgrad: bool,
     steps: u64,
+    updates: Updates,
     mean: Vec<f32>,
     square: Vec<f32>,
     /// Running maximum of `square`; empty without AMSGrad.
     largest: Vec<f32>,
     workers: Workers,
     /// The step that was begun last.
-    running: Option<Scalars>,
+    running: Option<Settings>,
+}
+
+/// Hyperparameters of a step.
+#[derive(Clone, Copy, Debug)]
+struct Settings {
+    lr: f64,
+    beta1: f64,
+    beta2: f64,
+    eps: f64,
+    weight_decay: f64,
+    decoupled: bool,
+}
+
+impl Settings {
+    fn check(&self) -> Result<()> {
+        check_setting("learning rate", self.lr)?;
+        check_setting("eps", self.eps)?;
+        check_setting("weight decay", self.weight_decay)?;
+        for (name, beta) in [("beta1", self.beta1), ("beta2", self.beta2)] {
+            if !(0.0..1.0).contains(&beta) {
+                return Err(Error::usage(format!(
+                    "{name} is {beta}; it must be at least 0 and below 1"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// What all elements of a parameter have in common in its update number `t`.
+    fn scalars(&self, t: u64) -> Scalars {
+        // Double throughout, as Python computes them.
+        let t = t as f64;
+        let correction1 = 1.0 - self.beta1.powf(t);
+        let correction2 = 1.0 - self.beta2.powf(t);
+        let weight = (1.0 - self.beta1) as f32;
+        Scalars {
+            shrink: if self.decoupled {
+                (1.0 - self.lr * self.weight_decay) as f32
+            } else {
+                1.0
+            },
+            decay: if self.decoupled {
+                0.0
+            } else {
+                self.weight_decay as f32
+            },
+            weight,
+            weight_minus_1: weight - 1.0,
+            beta2: self.beta2 as f32,
+            keep2: (1.0 - self.beta2) as f32,
+            root2: correction2.sqrt() as f32,
+            eps: self.eps as f32,
+            neg_step: (-(self.lr / correction1)) as f32,
+        }
+    }
 }
 
 impl Adam {
@@ -53,14 +104,17 @@ impl Adam {
         let elems = params.flat().len();
         Self {
             elems,
-            lr,
-            beta1: 0.9,
-            beta2: 0.999,
-            eps: 1e-8,
-            weight_decay: 0.0,
-            decoupled: false,
+            settings: Settings {
+                lr,
+                beta1: 0.9,
+                beta2: 0.999,
+                eps: 1e-8,
+                weight_decay: 0.0,
+                decoupled: false,
+            },
             amsgrad: false,
             steps: 0,
+            updates: Updates::new(params),
             mean: vec![0.0; elems],
             square: vec![0.0; elems],
             largest: Vec::new(),
@@ -73,29 +127,29 @@ impl Adam {
     /// themselves instead of joining the gradient.
     pub fn adamw(params: &Params, lr: f64) -> Self {
         let mut adam = Self::new(params, lr).weight_decay(0.01);
-        adam.decoupled = true;
+        adam.settings.decoupled = true;
         adam
     }
 
     /// Sets the decay rates of the running mean and the running square.
     #[must_use]
     pub fn betas(mut self, beta1: f64, beta2: f64) -> Self {
-        self.beta1 = beta1;
-        self.beta2 = beta2;
+        self.settings.beta1 = beta1;
+        self.settings.beta2 = beta2;
         self
     }
 
     /// Sets the term added to the denominator.
     #[must_use]
     pub fn eps(mut self, eps: f64) -> Self {
-        self.eps = eps;
+        self.settings.eps = eps;
         self
     }
 
     /// Sets the weight decay.
     #[must_use]
     pub fn weight_decay(mut self, weight_decay: f64) -> Self {
-        self.weight_decay = weight_decay;
+        self.settings.weight_decay = weight_decay;
         self
     }
 
@@ -119,23 +173,24 @@ impl Adam {
     }
 
     fn scaled(&mut self, params: &mut Params, grads: &dyn GradView, factor: f32) -> Result<()> {
-        self.check()?;
-        check_layout(self.elems, params, grads)?;
-        let scalars = self.begin();
+        self.settings.check()?;
+        check_layout(self.elems, &self.updates, params, grads)?;
+        let settings = self.begin();
         for index in 0..params.infos().len() {
             let id = ParamId(index as u32);
             if grads.untouched(id) {
                 continue;
             }
             let at = params.infos()[index].offset;
+            let scalars = settings.scalars(self.updates.count(index, self.steps));
             self.update(at, params.get_mut(id), grads.grad(id), scalars, factor);
         }
         Ok(())
     }
 
-    fn begin(&mut self) -> Scalars {
+    fn begin(&mut self) -> Settings {
         self.steps += 1;
-        self.scalars(self.steps)
+        self.settings
     }
 
     /// Elements whose state begins at `at`; the gradient is as long.
@@ -159,47 +214,6 @@ impl Adam {
                     factor,
                 });
             });
-    }
-
-    fn check(&self) -> Result<()> {
-        check_setting("learning rate", self.lr)?;
-        check_setting("eps", self.eps)?;
-        check_setting("weight decay", self.weight_decay)?;
-        for (name, beta) in [("beta1", self.beta1), ("beta2", self.beta2)] {
-            if !(0.0..1.0).contains(&beta) {
-                return Err(Error::usage(format!(
-                    "{name} is {beta}; it must be at least 0 and below 1"
-                )));
-            }
-        }
-        Ok(())
-    }
-
-    fn scalars(&self, step: u64) -> Scalars {
-        // Double throughout, as Python computes them.
-        let t = step as f64;
-        let correction1 = 1.0 - self.beta1.powf(t);
-        let correction2 = 1.0 - self.beta2.powf(t);
-        let weight = (1.0 - self.beta1) as f32;
-        Scalars {
-            shrink: if self.decoupled {
-                (1.0 - self.lr * self.weight_decay) as f32
-            } else {
-                1.0
-            },
-            decay: if self.decoupled {
-                0.0
-            } else {
-                self.weight_decay as f32
-            },
-            weight,
-            weight_minus_1: weight - 1.0,
-            beta2: self.beta2 as f32,
-            keep2: (1.0 - self.beta2) as f32,
-            root2: correction2.sqrt() as f32,
-            eps: self.eps as f32,
-            neg_step: (-(self.lr / correction1)) as f32,
-        }
     }
 
     fn names(&self) -> &'static [&'static str] {
@@ -226,13 +240,17 @@ impl Optimizer for Adam {
     }
 
     fn begin_step(&mut self) -> Result<()> {
-        self.check()?;
+        self.settings.check()?;
         self.running = Some(self.begin());
         Ok(())
     }
 
     fn step_run(&mut self, run: Run<'_>, factor: f32) -> Result<()> {
-        let scalars = run.check(self.elems, self.running)?;
+        let settings = run.check(self.elems, self.running)?;
+        let Some(param) = self.updates.param_of(&run)? else {
+            return Ok(());
+        };
+        let scalars = settings.scalars(self.updates.count(param, self.steps));
         self.update(run.at, run.values, run.grads, scalars, factor);
         Ok(())
     }
@@ -242,15 +260,19 @@ impl Optimizer for Adam {
     }
 
     fn lr(&self) -> f64 {
-        self.lr
+        self.settings.lr
     }
 
     fn set_lr(&mut self, lr: f64) {
-        self.lr = lr;
+        self.settings.lr = lr;
     }
 
     fn steps(&self) -> u64 {
         self.steps
+    }
+
+    fn updates(&self) -> &[u64] {
+        self.updates.counts()
     }
 
     fn state(&self) -> Vec<(&'static str, &[f32])> {
@@ -261,7 +283,8 @@ impl Optimizer for Adam {
         self.names().iter().copied().zip(buffers).collect()
     }
 
-    fn restore(&mut self, steps: u64, state: &[(&str, &[f32])]) -> Result<()> {
+    fn restore(&mut self, steps: u64, updates: &[u64], state: &[(&str, &[f32])]) -> Result<()> {
+        self.updates.check(steps, updates)?;
         if steps == 0 {
             only_known(state, &[])?;
             for buffer in [&mut self.mean, &mut self.square, &mut self.largest] {
@@ -279,12 +302,13 @@ impl Optimizer for Adam {
             self.square.copy_from_slice(square);
         }
         self.steps = steps;
+        self.updates.restore(updates);
         self.running = None;
         Ok(())
     }
 }
 
-/// Everything that is the same for all elements of a step.
+/// Everything that is the same for all elements of a parameter in a step.
 #[derive(Clone, Copy, Debug)]
 struct Scalars {
     /// AdamW's factor on the weights; 1 otherwise.

@@ -15,10 +15,12 @@ mod adam;
 mod clip;
 pub mod schedule;
 mod sgd;
+mod updates;
 
 pub use adam::Adam;
 pub use clip::{clip_factor, grad_norm, step_clipped};
 pub use sgd::Sgd;
+use updates::Updates;
 
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::isa::{Isa, isa};
@@ -57,12 +59,12 @@ pub trait Optimizer {
     /// Updates one run of elements, with gradients multiplied by `factor` as in
     /// [`step_scaled`](Self::step_scaled). Elements do not touch each other, so runs of any
     /// length in any order leave the bits of one step over all of them, if each element is
-    /// in one run at most.
+    /// in one run at most. A parameter without a run is one without a gradient.
     ///
     /// # Errors
     ///
-    /// Usage: no step was begun, or the run does not fit the state or its gradient. Nothing
-    /// was changed then.
+    /// Usage: no step was begun, or the run does not fit its parameter, the state or its
+    /// gradient. Nothing was changed then.
     fn step_run(&mut self, run: Run<'_>, factor: f32) -> Result<()>;
 
     /// Lets the steps that follow run on a tape's threads
@@ -79,18 +81,22 @@ pub trait Optimizer {
     /// Steps taken so far.
     fn steps(&self) -> u64;
 
+    /// Steps that updated each parameter so far, in registration order: less than
+    /// [`steps`](Self::steps) where a parameter had no gradient.
+    fn updates(&self) -> &[u64];
+
     /// State buffers by PyTorch's names, in a fixed order, each laid out like
     /// [`Params::flat`]. A buffer that no step has written yet is absent.
     fn state(&self) -> Vec<(&'static str, &[f32])>;
 
-    /// Puts saved state back: the number of steps taken and the buffers that
+    /// Puts saved state back: what [`steps`](Self::steps), [`updates`](Self::updates) and
     /// [`state`](Self::state) gave.
     ///
     /// # Errors
     ///
     /// Usage: a name that this optimizer with these settings does not have,
     /// a missing one, or another length. Nothing was changed then.
-    fn restore(&mut self, steps: u64, state: &[(&str, &[f32])]) -> Result<()>;
+    fn restore(&mut self, steps: u64, updates: &[u64], state: &[(&str, &[f32])]) -> Result<()>;
 }
 
 /// Neighbouring elements of one parameter, wherever they lie.
@@ -128,12 +134,22 @@ impl Run<'_> {
 
 /// Checks that parameters and gradients have the layout the state was sized
 /// for, so that the pass itself cannot fail half way.
-fn check_layout(elems: usize, params: &Params, grads: &dyn GradView) -> Result<()> {
+fn check_layout(
+    elems: usize,
+    updates: &Updates,
+    params: &Params,
+    grads: &dyn GradView,
+) -> Result<()> {
     if params.flat().len() != elems {
         return Err(Error::usage(format!(
             "optimizer was made for {elems} parameter elements, not {}; make a new one for these parameters",
             params.flat().len()
         )));
+    }
+    if !updates.fits(params) {
+        return Err(Error::usage(
+            "optimizer was made for other parameters; make a new one for these",
+        ));
     }
     for (index, info) in params.infos().iter().enumerate() {
         let id = ParamId(index as u32);

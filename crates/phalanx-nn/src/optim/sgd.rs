@@ -11,9 +11,9 @@
 //! p   = fma(d, -lr, p)
 //! ```
 //!
-//! The first step is the optimizer's, where PyTorch means each parameter's own: they part for
-//! a parameter that no loss used in the first step, if there is dampening.
+//! The first step is each parameter's own: one without a gradient is left alone, as in PyTorch.
 
+use super::updates::Updates;
 use super::{
     Optimizer, PIECE, Pass, Run, check_layout, check_setting, only_known, run_fused, saved,
 };
@@ -33,11 +33,12 @@ pub struct Sgd {
     weight_decay: f64,
     nesterov: bool,
     steps: u64,
+    updates: Updates,
     /// Empty until the first step with momentum.
     buffer: Vec<f32>,
     workers: Workers,
     /// The step that was begun last.
-    running: Option<(Scalars, Mode)>,
+    running: Option<Scalars>,
 }
 
 impl Sgd {
@@ -51,6 +52,7 @@ impl Sgd {
             weight_decay: 0.0,
             nesterov: false,
             steps: 0,
+            updates: Updates::new(params),
             buffer: Vec::new(),
             workers: Workers::default(),
             running: None,
@@ -98,14 +100,15 @@ impl Sgd {
 
     fn scaled(&mut self, params: &mut Params, grads: &dyn GradView, factor: f32) -> Result<()> {
         self.check()?;
-        check_layout(self.elems, params, grads)?;
-        let (scalars, mode) = self.begin();
+        check_layout(self.elems, &self.updates, params, grads)?;
+        let scalars = self.begin();
         for index in 0..params.infos().len() {
             let id = ParamId(index as u32);
             if grads.untouched(id) {
                 continue;
             }
             let at = params.infos()[index].offset;
+            let mode = self.mode(index);
             self.update(
                 at,
                 params.get_mut(id),
@@ -119,20 +122,20 @@ impl Sgd {
     }
 
     /// What all elements of the step that begins have in common.
-    fn begin(&mut self) -> (Scalars, Mode) {
-        let scalars = Scalars {
+    fn begin(&mut self) -> Scalars {
+        if self.momentum != 0.0 && self.buffer.is_empty() {
+            self.buffer = vec![0.0; self.elems];
+            // It begins now for all parameters.
+            self.updates.clear();
+        }
+        self.steps += 1;
+        Scalars {
             decay: self.weight_decay as f32,
             momentum: self.momentum as f32,
             keep: (1.0 - self.dampening) as f32,
             neg_lr: (-self.lr) as f32,
             nesterov: self.nesterov,
-        };
-        let mode = self.mode();
-        if mode != Mode::Plain && self.buffer.is_empty() {
-            self.buffer = vec![0.0; self.elems];
         }
-        self.steps += 1;
-        (scalars, mode)
     }
 
     /// Elements whose state begins at `at`; the gradient is as long.
@@ -174,10 +177,12 @@ impl Sgd {
         Ok(())
     }
 
-    fn mode(&self) -> Mode {
+    /// Counts that the step updates `param`; gives what happens to its momentum.
+    fn mode(&mut self, param: usize) -> Mode {
+        let count = self.updates.count(param, self.steps);
         if self.momentum == 0.0 {
             Mode::Plain
-        } else if self.buffer.is_empty() {
+        } else if count == 1 {
             Mode::First
         } else {
             Mode::Later
@@ -206,7 +211,11 @@ impl Optimizer for Sgd {
     }
 
     fn step_run(&mut self, run: Run<'_>, factor: f32) -> Result<()> {
-        let (scalars, mode) = run.check(self.elems, self.running)?;
+        let scalars = run.check(self.elems, self.running)?;
+        let Some(param) = self.updates.param_of(&run)? else {
+            return Ok(());
+        };
+        let mode = self.mode(param);
         self.update(run.at, run.values, run.grads, scalars, mode, factor);
         Ok(())
     }
@@ -227,6 +236,10 @@ impl Optimizer for Sgd {
         self.steps
     }
 
+    fn updates(&self) -> &[u64] {
+        self.updates.counts()
+    }
+
     fn state(&self) -> Vec<(&'static str, &[f32])> {
         // Who has no elements has their state all the same: ranks that share an optimizer
         // gather the same buffers.
@@ -237,7 +250,8 @@ impl Optimizer for Sgd {
         vec![(MOMENTUM_BUFFER, &self.buffer)]
     }
 
-    fn restore(&mut self, steps: u64, state: &[(&str, &[f32])]) -> Result<()> {
+    fn restore(&mut self, steps: u64, updates: &[u64], state: &[(&str, &[f32])]) -> Result<()> {
+        self.updates.check(steps, updates)?;
         let expected: &[&str] = if self.momentum != 0.0 && steps > 0 {
             &[MOMENTUM_BUFFER]
         } else {
@@ -250,6 +264,7 @@ impl Optimizer for Sgd {
             saved(state, MOMENTUM_BUFFER, self.elems)?.to_vec()
         };
         self.steps = steps;
+        self.updates.restore(updates);
         self.running = None;
         Ok(())
     }

@@ -147,7 +147,11 @@ impl State {
         }
         let views: Vec<(&str, &[f32])> = buffers.iter().map(|(n, v)| (*n, &v[..])).collect();
         optimizer
-            .restore(self.manifest.optimizer_steps, &views)
+            .restore(
+                self.manifest.optimizer_steps,
+                &self.manifest.updates(params),
+                &views,
+            )
             .map_err(|source| {
                 self.wrong(format_args!("it is of another optimizer: {source}"))
                     .with_source(source)

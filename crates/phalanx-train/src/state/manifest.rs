@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use phalanx_nn::{ParamInfo, Params};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -51,6 +52,10 @@ pub struct Manifest {
     /// Steps that the optimizer has taken: less than the training's where
     /// ranks voted one down.
     pub optimizer_steps: u64,
+    /// Steps that updated a parameter, by its name; those that are not here were updated by
+    /// all of them, as all are in files without this field.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub optimizer_updates: BTreeMap<String, u64>,
     /// Names of the optimizer's buffers, in its order.
     pub optimizer_buffers: Vec<String>,
     /// Settings that a resumed training must share: name and value.
@@ -66,6 +71,14 @@ pub struct Manifest {
 pub(super) const NO_HASH: &str = "0000000000000000000000000000000000000000000000000000000000000000";
 
 impl Manifest {
+    /// Steps that updated each of `params`, in their order.
+    pub fn updates(&self, params: &Params) -> Vec<u64> {
+        let updates = |info: &ParamInfo| self.optimizer_updates.get(&info.name);
+        let all = params.infos().iter().map(updates);
+        all.map(|n| n.copied().unwrap_or(self.optimizer_steps))
+            .collect()
+    }
+
     /// The manifest's file, with its hash.
     pub(super) fn to_text(&self) -> serde_json::Result<String> {
         let unsigned = Manifest {

@@ -81,6 +81,10 @@ impl Snapshot {
             memory.extend_from_slice(values);
             ((*name).to_owned(), memory)
         });
+        let updates = params.infos().iter().zip(optimizer.updates());
+        let fewer = updates.filter(|(_, count)| **count != optimizer.steps());
+        let optimizer_updates = fewer.map(|(info, count)| (info.name.clone(), *count));
+        let optimizer_updates = optimizer_updates.collect();
         Snapshot {
             params,
             optimizer: buffers.collect(),
@@ -94,6 +98,7 @@ impl Snapshot {
                 sha256: String::new(),
                 place,
                 optimizer_steps: optimizer.steps(),
+                optimizer_updates,
                 optimizer_buffers: state.iter().map(|b| b.0.to_owned()).collect(),
                 facts,
                 progress,

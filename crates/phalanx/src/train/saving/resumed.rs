@@ -230,7 +230,8 @@ impl Resumed {
             buffers.push((name.as_str(), values));
         }
         let views: Vec<(&str, &[f32])> = buffers.iter().map(|(n, v)| (*n, &v[..])).collect();
-        Ok(optimizer.restore(self.manifest.optimizer_steps, &views)?)
+        let updates = self.manifest.updates(params);
+        Ok(optimizer.restore(self.manifest.optimizer_steps, &updates, &views)?)
     }
 }
 

@@ -1,0 +1,105 @@
+//! How often each parameter was updated.
+
+use super::Run;
+use crate::param::Params;
+use crate::{Error, Result};
+
+/// Counts, parameter by parameter: who had no gradient in a step is not updated by it.
+#[derive(Clone, Debug)]
+pub(super) struct Updates {
+    /// Where each parameter begins in flat memory, ascending, and how long it is.
+    places: Vec<(usize, usize)>,
+    counts: Vec<u64>,
+    /// The step of the optimizer that updated each one last.
+    last: Vec<u64>,
+}
+
+impl Updates {
+    pub(super) fn new(params: &Params) -> Self {
+        let places: Vec<_> = places(params).collect();
+        Self {
+            counts: vec![0; places.len()],
+            last: vec![0; places.len()],
+            places,
+        }
+    }
+
+    /// Whether it counts for parameters that lie as these do.
+    pub(super) fn fits(&self, params: &Params) -> bool {
+        places(params).eq(self.places.iter().copied())
+    }
+
+    /// Of each parameter, in registration order.
+    pub(super) fn counts(&self) -> &[u64] {
+        &self.counts
+    }
+
+    /// Counts that the optimizer's step `step`, from 1, updates a parameter, however often it
+    /// says so; gives the number of that update, from 1.
+    pub(super) fn count(&mut self, param: usize, step: u64) -> u64 {
+        if self.last[param] != step {
+            self.last[param] = step;
+            self.counts[param] += 1;
+        }
+        self.counts[param]
+    }
+
+    /// The parameter that a run is of, none if it has no elements.
+    ///
+    /// # Errors
+    ///
+    /// Usage: it does not lie in one parameter.
+    pub(super) fn param_of(&self, run: &Run<'_>) -> Result<Option<usize>> {
+        if run.values.is_empty() {
+            return Ok(None);
+        }
+        // The last to begin there: those without elements begin where their successor does.
+        let param = self.places.partition_point(|(from, _)| *from <= run.at);
+        let inside = |(from, len): (usize, usize)| run.at + run.values.len() <= from + len;
+        match param.checked_sub(1) {
+            Some(param) if inside(self.places[param]) => Ok(Some(param)),
+            _ => Err(Error::usage(format!(
+                "a run of {} elements from {} does not lie in one parameter; give those of each parameter by themselves",
+                run.values.len(),
+                run.at
+            ))),
+        }
+    }
+
+    /// Begins anew.
+    pub(super) fn clear(&mut self) {
+        self.counts.fill(0);
+        self.last.fill(0);
+    }
+
+    /// Checks saved counts, of an optimizer that has taken `steps` steps.
+    ///
+    /// # Errors
+    ///
+    /// Usage: another number of parameters, or more updates than steps.
+    pub(super) fn check(&self, steps: u64, counts: &[u64]) -> Result<()> {
+        if counts.len() != self.counts.len() {
+            return Err(Error::usage(format!(
+                "saved optimizer state counts the updates of {} parameters, expected {}",
+                counts.len(),
+                self.counts.len()
+            )));
+        }
+        match counts.iter().find(|count| **count > steps) {
+            None => Ok(()),
+            Some(count) => Err(Error::usage(format!(
+                "saved optimizer state has a parameter updated {count} times in {steps} steps"
+            ))),
+        }
+    }
+
+    /// Goes on from saved counts that were checked.
+    pub(super) fn restore(&mut self, counts: &[u64]) {
+        self.clear();
+        self.counts.copy_from_slice(counts);
+    }
+}
+
+fn places(params: &Params) -> impl Iterator<Item = (usize, usize)> {
+    params.infos().iter().map(|info| (info.offset, info.len))
+}
