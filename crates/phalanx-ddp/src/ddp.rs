@@ -42,7 +42,7 @@ pub struct DdpOptions {
     /// When buffers (running statistics) are made equal over the ranks.
     pub buffers: Buffers,
     /// Parameters by name that each rank trains for itself: their gradients
-    /// are not averaged, and rank 0's values are not broadcast.
+    /// are neither averaged nor clipped, and rank 0's values are not broadcast.
     pub ignored: Vec<String>,
     /// Parameters by name that are not trained: they are in no bucket, and
     /// optimizers leave them alone.
@@ -279,18 +279,21 @@ impl DistributedDataParallel {
     /// `Usage` while a step is in progress, or after one failed.
     pub fn begin_known(&mut self, sizes: &[usize], global: GlobalBatch) -> Result<GlobalStep<'_>> {
         let world = self.reducer.group().world_size();
-        if let Some(shards) = &mut self.shards {
-            let weights = step::weigh_shards(self.average, sizes, shards.tree(), global.samples);
-            if global.samples > 0 {
-                shards.plan_step(sizes, &weights, global.samples)?;
-                self.routes.plan_step(&weights);
+        if global.samples == 0 {
+            // Nothing of the step before is to be applied again.
+            match &mut self.shards {
+                Some(shards) => shards.drop_gradients()?,
+                None => self.reducer.drop_gradients()?,
             }
+            self.routes.finish();
+        } else if let Some(shards) = &mut self.shards {
+            let weights = step::weigh_shards(self.average, sizes, shards.tree(), global.samples);
+            shards.plan_step(sizes, &weights, global.samples)?;
+            self.routes.plan_step(&weights);
         } else {
             let (weights, scale) = step::weigh(self.average, sizes, global, world);
-            if global.samples > 0 {
-                self.reducer.plan_step(&weights, scale)?;
-                self.routes.plan_step(&weights);
-            }
+            self.reducer.plan_step(&weights, scale)?;
+            self.routes.plan_step(&weights);
         }
         Ok(GlobalStep {
             ddp: self,
@@ -450,6 +453,11 @@ impl DistributedDataParallel {
     /// [`Reducer::exchange_late`].
     pub(crate) fn exchange_late(&mut self) -> Result<()> {
         self.reducer.exchange_late()
+    }
+
+    /// [`Reducer::check_pieces`].
+    pub(crate) fn check_pieces(&self) -> Result<()> {
+        self.reducer.check_pieces()
     }
 
     /// [`Reducer::visit_pieces`].
@@ -675,6 +683,10 @@ impl GradView for DistributedDataParallel {
             },
             _ => self.routes.untouched(param),
         }
+    }
+
+    fn is_local(&self, param: ParamId) -> bool {
+        self.routes.of(param) == Selection::Ignored
     }
 }
 

@@ -31,7 +31,7 @@ use crate::error::{Error, Result};
 use crate::reducer::ParamSpec;
 use crate::trace::StepTimes;
 use crate::tree::{Node, ShardTree};
-use crate::vote::{self, Ballot, Commit};
+use crate::vote::{self, Ballot, Commit, Veto};
 
 /// Borders between chunks lie on 64-byte lines.
 const LINE_ELEMS: usize = 16;
@@ -134,7 +134,7 @@ impl Shards {
     ) -> Result<()> {
         self.check_usable()?;
         if self.step.is_some() {
-            return Err(Error::usage("the step before was not finished"));
+            return Err(not_finished());
         }
         let range = self.tree.range(self.group.world_size(), self.group.rank());
         let want: Vec<usize> = range.map(|s| self.tree.size(samples, s)).collect();
@@ -169,6 +169,16 @@ impl Shards {
         };
         self.committed = false;
         self.joined = None;
+        Ok(())
+    }
+
+    /// There is a step without data, so without gradients.
+    pub(crate) fn drop_gradients(&mut self) -> Result<()> {
+        self.check_usable()?;
+        if self.step.is_some() {
+            return Err(not_finished());
+        }
+        self.committed = false;
         Ok(())
     }
 
@@ -352,7 +362,11 @@ impl Shards {
         }
         let commit = match self.vote(&step).and_then(|commit| {
             self.exchange(step.present)?;
-            Ok(commit)
+            Ok(if commit.is_yes() {
+                self.look_at_result()
+            } else {
+                commit
+            })
         }) {
             Ok(commit) => commit,
             Err(error) => {
@@ -458,6 +472,29 @@ impl Shards {
             .map_err(failed)
     }
 
+    /// Sums of finite gradients need not be finite. All ranks have the same ones, so they decide alike without a word.
+    fn look_at_result(&self) -> Commit {
+        let is_finite = |(start, spec): (&usize, &ParamSpec)| {
+            phalanx_comm::all_finite(&self.result[*start..*start + spec.len])
+        };
+        match self
+            .starts
+            .iter()
+            .zip(&self.params)
+            .position(|p| !is_finite(p))
+        {
+            None => Commit::Yes,
+            Some(param) => Commit::No(
+                (0..self.group.world_size())
+                    .map(|rank| Veto {
+                        rank,
+                        parameter: Some(self.params[param].name.clone()),
+                    })
+                    .collect(),
+            ),
+        }
+    }
+
     /// Puts the mean of the shards' buffers into the model.
     pub(crate) fn put_buffers(&self, params: &mut Params) {
         if self.committed {
@@ -511,6 +548,10 @@ impl Shards {
 
 fn add(left: &mut [f32], right: &[f32]) {
     left.iter_mut().zip(right).for_each(|(l, r)| *l += r);
+}
+
+fn not_finished() -> Error {
+    Error::usage("the step before was not finished")
 }
 
 fn no_step() -> Error {

@@ -166,9 +166,14 @@ impl GlobalStep<'_> {
     ///
     /// # Errors
     ///
-    /// `Usage` when all declared ones were given, or naming the parameters
-    /// that the one before gave no gradient for.
+    /// `Usage` when all declared ones were given, in a step that [is over](Self::is_over), or naming the
+    /// parameters that the one before gave no gradient for.
     pub fn micro_batch(&mut self) -> Result<&mut DistributedDataParallel> {
+        if self.is_over() {
+            return Err(Error::usage(
+                "no rank has samples in this step, so it has no micro-batches; stop where GlobalStep::is_over says so",
+            ));
+        }
         self.ddp.next_micro_batch(self.given, self.micro_batches)?;
         self.given += 1;
         Ok(self.ddp)

@@ -11,6 +11,7 @@
 //! | 0                 | yes                                           |
 //! | `p + 1`           | no: the gradient of parameter `p` is not finite |
 //! | `parameters + 1`  | no, for a reason of the caller's              |
+//! | `-(p + 1)`        | what a hook made of parameter `p`'s gradients is not finite; counts if no rank has a reason of its own |
 //!
 //! Source: torchft's `should_commit`, which is a collective of its own.
 
@@ -73,7 +74,7 @@ impl fmt::Display for Commit {
 
 /// This rank's vote in the making.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Ballot(u32);
+pub(crate) struct Ballot(i32);
 
 impl Ballot {
     /// Votes no because of parameter number `param`, unless it did before.
@@ -88,8 +89,14 @@ impl Ballot {
 
     fn no(&mut self, code: usize) {
         if self.0 == 0 {
-            // Beyond 2^22 a lane could be off by one after the mean.
-            self.0 = u32::try_from(code + 1).unwrap_or(u32::MAX).min(1 << 22);
+            self.0 = lane_of(code);
+        }
+    }
+
+    /// Votes no because of what became of parameter number `param` on all ranks, unless it did before.
+    pub(crate) fn mean_not_finite(&mut self, param: usize) {
+        if self.0 == 0 {
+            self.0 = -lane_of(param);
         }
     }
 
@@ -102,15 +109,27 @@ impl Ballot {
     }
 }
 
+fn lane_of(code: usize) -> i32 {
+    // Beyond 2^22 a lane could be off by one after the mean.
+    i32::try_from(code + 1).unwrap_or(i32::MAX).min(1 << 22)
+}
+
 /// Counts the votes in the averaged `lanes`; `name` knows parameters by number.
 pub(crate) fn count(lanes: &[f32], world: usize, name: impl Fn(usize) -> Option<String>) -> Commit {
-    let vetoes: Vec<Veto> = lanes[..world]
-        .iter()
-        .enumerate()
-        // A NaN is no yes.
-        .filter(|(_, lane)| **lane != 0.0)
+    // A NaN is no yes.
+    let lanes = || {
+        lanes[..world]
+            .iter()
+            .enumerate()
+            .filter(|(_, lane)| **lane != 0.0)
+    };
+    let is_own = |lane: f32| lane > 0.0 || lane.is_nan();
+    let any_own = lanes().any(|(_, lane)| is_own(*lane));
+    let vetoes: Vec<Veto> = lanes()
+        // What one rank gave spoils the mean of all.
+        .filter(|(_, lane)| is_own(**lane) == any_own)
         .map(|(rank, lane)| {
-            let code = (f64::from(*lane) * world as f64).round();
+            let code = (f64::from(lane.abs()) * world as f64).round();
             let parameter = (code >= 1.0).then(|| name(code as usize - 1)).flatten();
             Veto { rank, parameter }
         })
@@ -165,5 +184,36 @@ mod tests {
             let commit = count(&[0.0, garbage], 2, |_| None);
             assert_eq!(commit.to_string(), "rank 1 asked for it");
         }
+    }
+
+    #[test]
+    fn what_became_of_gradients_counts_if_no_rank_has_a_reason_of_its_own() {
+        let mut mean = Ballot::default();
+        mean.mean_not_finite(4);
+        mean.not_finite(1);
+        let mut own = Ballot::default();
+        own.not_finite(2);
+        own.mean_not_finite(4);
+        let count = |ballots: [Ballot; 3]| {
+            let lanes: Vec<f32> = ballots.iter().map(|b| b.0 as f32 / 3.0).collect();
+            count(&lanes, 3, |p| Some(p.to_string())).to_string()
+        };
+        let no = "the gradient of";
+        assert_eq!(
+            count([mean, mean, mean]),
+            format!(
+                "rank 0: {no} 4 is not finite; rank 1: {no} 4 is not finite; rank 2: {no} 4 is not finite"
+            )
+        );
+        assert_eq!(
+            count([mean, own, mean]),
+            format!("rank 1: {no} 2 is not finite")
+        );
+        let mut veto = Ballot::default();
+        veto.veto(usize::MAX - 1);
+        assert_eq!(
+            count([veto, mean, mean]),
+            format!("rank 0: {no} {} is not finite", (1 << 22) - 1)
+        );
     }
 }

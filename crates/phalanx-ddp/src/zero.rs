@@ -201,7 +201,8 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     ///
     /// # Errors
     ///
-    /// `Usage` when `params` or `grads` have another layout; `Comm` when a peer
+    /// `Usage` when `params` or `grads` have another layout, or naming a parameter that is
+    /// [ignored](crate::DdpOptions::ignored); `Comm` when a peer
     /// is lost or late. `params` is undefined then.
     pub fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()> {
         self.step_with(params, grads, 1.0)
@@ -228,6 +229,13 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     fn step_with(&mut self, params: &mut Params, grads: &dyn GradView, factor: f32) -> Result<()> {
         self.check(params)?;
         for (id, info) in params.ids().zip(params.infos()) {
+            if grads.is_local(id) {
+                return Err(Error::usage(format!(
+                    "{} is ignored by the wrapper, so each rank trains it for itself, but a sharded optimizer gives \
+                     every rank the same; leave out one of both",
+                    info.name
+                )));
+            }
             if grads.grad(id).len() != info.len && !grads.untouched(id) {
                 return Err(Error::usage(format!(
                     "the gradient of {} has {} elements, the parameter {}",
@@ -316,6 +324,8 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     ) -> Result<()> {
         self.check(params)?;
         self.check_wrapper(wrapper)?;
+        // Before the optimizer counts the step.
+        wrapper.check_pieces()?;
         self.optimizer.begin_step().map_err(refused)?;
         let (pieces, piece_of) = (&self.cut[self.group.rank()], &self.piece_of);
         let (optimizer, mut done) = (&mut self.optimizer, Ok(()));

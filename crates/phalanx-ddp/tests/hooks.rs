@@ -351,3 +351,130 @@ fn mistakes_are_named() {
     let text = ddp.set_hook(None).expect_err("shards").to_string();
     assert!(text.contains("leave out the gradient hook"), "{text}");
 }
+
+/// What one rank gave spoils the mean of all, but only that rank is named.
+#[test]
+fn only_the_rank_whose_gradient_is_not_finite_is_named() {
+    let hooks: [fn() -> Box<dyn GradientHook>; 4] = [
+        || Box::new(Bf16Gradients::default()),
+        || Box::new(F16Gradients::default()),
+        || Box::new(SumOf(0.5)),
+        || {
+            let options = PowerSgdOptions {
+                start_step: 0,
+                ..PowerSgdOptions::default()
+            };
+            Box::new(PowerSgd::new(options).expect("settings"))
+        },
+    ];
+    for hook in hooks {
+        for world in [2, 3, 4] {
+            let texts = ranks(world, Over::Thread, |group| {
+                let rank = group.rank();
+                let specs = LENS.iter().enumerate().map(|(i, &len)| ParamSpec {
+                    name: format!("layer{i}.weight"),
+                    len,
+                    dtype: GradType::F32,
+                    columns: if len > 100 { 50 } else { 1 },
+                });
+                let options = ReducerOptions {
+                    caps: BucketCaps::uniform(4096),
+                    ..ReducerOptions::default()
+                };
+                let mut reducer = Reducer::new(group, specs.collect(), options);
+                reducer.set_hook(Some(hook())).expect("set");
+                let mut step = |bad: Option<usize>| {
+                    for (param, &len) in LENS.iter().enumerate().rev() {
+                        let slot = reducer.slot(param);
+                        (0..len).for_each(|i| slot[i] = value(rank, param, i));
+                        if bad == Some(param) && rank == world - 1 {
+                            slot[len - 1] = f32::NAN;
+                        }
+                        reducer.ready(param).expect("ready");
+                    }
+                    reducer.finish().expect("finish").to_string()
+                };
+                [
+                    step(None),
+                    step(Some(2)),
+                    step(Some(1)),
+                    step(Some(0)),
+                    step(None),
+                ]
+            });
+            let no = |param: usize| {
+                format!(
+                    "rank {}: the gradient of layer{param}.weight is not finite",
+                    world - 1
+                )
+            };
+            for text in texts {
+                assert_eq!(text, [String::new(), no(2), no(1), no(0), String::new()]);
+            }
+        }
+    }
+}
+
+/// A user's own that goes wrong on rank 1, in one of its stages.
+struct Breaks(&'static str);
+
+impl Breaks {
+    fn stage(&self, name: &str, group: &ProcessGroup) -> Result<()> {
+        if self.0 == name && group.rank() == 1 {
+            LocalSgd::new(0)?; // an error of the crate's, as hooks have to give
+        }
+        Ok(())
+    }
+}
+
+impl GradientHook for Breaks {
+    fn name(&self) -> String {
+        format!("breaks in {}", self.0)
+    }
+
+    fn launch(&mut self, group: &ProcessGroup, _: &mut GradBucket<'_>) -> Result<()> {
+        self.stage("launch", group)
+    }
+
+    fn advance(&mut self, group: &ProcessGroup, _: &mut GradBucket<'_>) -> Result<()> {
+        self.stage("advance", group)
+    }
+
+    fn average(&mut self, group: &ProcessGroup, _: &mut GradBucket<'_>) -> Result<()> {
+        self.stage("average", group)
+    }
+}
+
+/// The others, who wait in the vote, are told at once; they do not wait for a deadline.
+#[test]
+fn a_hook_that_fails_in_any_stage_ends_the_step_for_all() {
+    for stage in ["launch", "advance", "average"] {
+        let errors = ranks(3, Over::Thread, |group| {
+            let mut reducer = reducer(group);
+            reducer
+                .set_hook(Some(Box::new(Breaks(stage))))
+                .expect("set");
+            let mut ready = |(param, &len): (usize, &usize)| {
+                reducer.slot(param)[..len].fill(1.0);
+                reducer.ready(param)
+            };
+            let reported = LENS.iter().enumerate().rev().try_for_each(&mut ready);
+            let finished = reported.and_then(|()| reducer.finish().map(|_| ()));
+            let error = finished.expect_err("the hook breaks");
+            assert!(reducer.is_failed());
+            error
+        });
+        for (rank, error) in errors.iter().enumerate() {
+            if rank == 1 {
+                assert_eq!(error.kind(), ErrorKind::Usage, "{stage}");
+                assert!(error.to_string().contains("every 0 steps"), "{error}");
+                continue;
+            }
+            let cause = error.comm().expect("a collective's").to_string();
+            assert!(
+                cause.contains("aborted by rank 1: weights cannot be averaged every 0 steps"),
+                "{stage}, rank {rank}: {cause}"
+            );
+        }
+    }
+}

@@ -315,3 +315,52 @@ fn mistakes_are_named() {
          Exchange::AllReduce"
     );
 }
+
+/// Two finite micro-batches whose sum is not, on one rank.
+#[test]
+fn a_sum_of_micro_batches_that_overflows_votes_the_step_down() {
+    for world in [1, 2, 3, 8] {
+        ranks(world, Over::Thread, |group| {
+            let rank = group.rank();
+            let spec = |(i, dtype)| ParamSpec {
+                name: format!("layer{i}.weight"),
+                len: 3,
+                dtype,
+                columns: 1,
+            };
+            let specs = [F16, Bf16, F32, F64].into_iter().enumerate().map(spec);
+            let mut reducer = Reducer::new(group, specs.collect(), ReducerOptions::default());
+            for (bad, what) in [(0, "layer0"), (1, "layer1"), (2, "layer2"), (3, "layer3")] {
+                reducer.plan_step(&[1.0, 1.0], 0.5).expect("plan");
+                let large = |param: usize| param == bad && rank == world - 1;
+                for micro in 0..2 {
+                    if micro > 0 {
+                        reducer.next_micro_batch().expect("declared");
+                    }
+                    let of = |p, most: f64| if large(p) { 0.75 * most } else { 1.0 };
+                    let bf16_max = f64::from(bf16::MAX);
+                    reducer
+                        .slot_of::<f16>(0)
+                        .fill(f16::from_f64(of(0, 65_504.0)));
+                    reducer
+                        .slot_of::<bf16>(1)
+                        .fill(bf16::from_f64(of(1, bf16_max)));
+                    reducer
+                        .slot_of::<f32>(2)
+                        .fill(of(2, f64::from(f32::MAX)) as f32);
+                    reducer.slot_of::<f64>(3).fill(of(3, f64::MAX));
+                    for param in (0..4).rev() {
+                        reducer.ready(param).expect("ready");
+                    }
+                }
+                let text = reducer.finish().expect("finish").to_string();
+                let culprit = world - 1;
+                assert_eq!(
+                    text,
+                    format!("rank {culprit}: the gradient of {what}.weight is not finite")
+                );
+                assert!(reducer.grad_of::<f64>(3).is_empty());
+            }
+        });
+    }
+}

@@ -6,7 +6,7 @@ use common::{Over, ranks};
 use phalanx_comm::ProcessGroup;
 use phalanx_ddp::{Buffers, DdpOptions, DistributedDataParallel, ErrorKind, Every, Unused};
 use phalanx_nn::layers::{BatchNorm, Linear};
-use phalanx_nn::optim::{Adam, Sgd};
+use phalanx_nn::optim::{Adam, Sgd, step_clipped};
 use phalanx_nn::{GradView, Params, Reduction, Scope, Seed, StepKey, Tape, Threads};
 
 /// A trunk used twice (a shared parameter), and heads of which a step uses one.
@@ -320,4 +320,67 @@ fn finding_unused_parameters_sends_nothing_of_its_own() {
         sent(Unused::Allow, false),
         sent(Unused::SameEveryStep, false)
     );
+}
+
+/// A parameter of each rank's own counts in no norm, and is not clipped: else every rank would scale what they share by
+/// another factor. What a rank that sat out has left of an earlier step counts nowhere either.
+#[test]
+fn clipping_leaves_out_what_is_each_ranks_own() {
+    const LIMIT: f64 = 0.5;
+    for world in [1, 2, 3, 8] {
+        let shared = ranks(world, Over::Thread, |group| {
+            let rank = group.rank();
+            let (net, mut params) = model(1);
+            let head = params.find("head0.weight").expect("head");
+            params.get_mut(head).fill(1.0 + rank as f32);
+            let options = DdpOptions {
+                ignored: vec!["head0.weight".to_owned()],
+                ..DdpOptions::default()
+            };
+            let mut ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+            let mut optimizer = Sgd::new(&params, 0.01);
+            let mut norms = Vec::new();
+            for i in 0..3 {
+                let before = params.clone();
+                let sits_out = i == 1 && rank > 0;
+                let mut step = ddp.begin(if sits_out { &[] } else { &[1] }).expect("begin");
+                if !sits_out {
+                    let sink = step.micro_batch().expect("declared");
+                    backward(&net, &params, 0, sink).expect("backward");
+                }
+                assert!(step.finish().expect("finish").is_yes());
+                let norm = step_clipped(&mut optimizer, &mut params, &ddp, LIMIT).expect("step");
+                let shared = params.ids().filter(|id| *id != head);
+                let squares: f64 = shared
+                    .flat_map(|id| ddp.grad(id))
+                    .map(|g| f64::from(*g).powi(2))
+                    .sum();
+                assert!((norm - squares.sqrt()).abs() < 1e-9 * norm, "{norm}");
+                assert!(norm > LIMIT, "nothing is clipped at {norm}");
+                norms.push(norm.to_bits());
+                for ((new, old), g) in params
+                    .get(head)
+                    .iter()
+                    .zip(before.get(head))
+                    .zip(ddp.grad(head))
+                {
+                    let want = if sits_out {
+                        *old
+                    } else {
+                        g.mul_add(-0.01, *old)
+                    };
+                    assert_eq!(new.to_bits(), want.to_bits(), "rank {rank}, step {i}");
+                }
+            }
+            let shared = params.ids().filter(|id| *id != head);
+            let weights: Vec<u32> = shared
+                .flat_map(|id| params.get(id))
+                .map(|w| w.to_bits())
+                .collect();
+            (weights, norms)
+        });
+        for (rank, own) in shared.iter().enumerate() {
+            assert_eq!(*own, shared[0], "rank {rank} of {world}");
+        }
+    }
 }

@@ -5,7 +5,10 @@ mod common;
 
 use common::{Over, ranks};
 use phalanx_comm::ProcessGroup;
-use phalanx_ddp::{Average, BucketCaps, DdpOptions, DistributedDataParallel, ErrorKind, Uneven};
+use phalanx_ddp::{
+    Average, BucketCaps, DdpOptions, Deterministic, DistributedDataParallel, ErrorKind, ShardTree,
+    Uneven,
+};
 use phalanx_nn::layers::Linear;
 use phalanx_nn::optim::Sgd;
 use phalanx_nn::{
@@ -379,5 +382,113 @@ fn an_infinite_gradient_in_any_micro_batch_votes_the_step_down() {
     });
     for commit in commits {
         assert_eq!(commit, "rank 1: the gradient of last.weight is not finite");
+    }
+}
+
+/// Shards are added over ranks as well, where the sum may overflow after the vote: every rank sees it.
+#[test]
+fn a_sum_of_shards_that_overflows_votes_the_step_down_at_any_number_of_ranks() {
+    for world in [1, 2, 3, 4] {
+        let commits = ranks(world, Over::Thread, |group| {
+            let (_, mut params) = model();
+            let tree = ShardTree::new(4).expect("fits");
+            let mine = tree.range(world, group.rank()).len();
+            let options = DdpOptions {
+                deterministic: Deterministic::Shards(tree),
+                ..DdpOptions::default()
+            };
+            let mut ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+            let mut commits = Vec::new();
+            for value in [1.0, 0.75 * f32::MAX, 1.0] {
+                let mut step = ddp.begin(&vec![1; mine]).expect("begin");
+                for _ in 0..mine {
+                    let sink = step.micro_batch().expect("declared");
+                    for id in params.ids() {
+                        sink.slot(id)
+                            .fill(if id.index() == 2 { value } else { 1.0 });
+                        sink.ready(id).expect("ready");
+                    }
+                }
+                commits.push(step.finish().expect("finish").to_string());
+                let is_there = !ddp
+                    .grad(params.find("last.weight").expect("there"))
+                    .is_empty();
+                assert_eq!(is_there, value == 1.0);
+            }
+            assert_eq!(ddp.skipped_steps(), 1);
+            commits
+        });
+        let all: Vec<String> = (0..world)
+            .map(|r| format!("rank {r}: the gradient of last.weight is not finite"))
+            .collect();
+        for commit in commits {
+            assert_eq!(commit, ["", &all.join("; "), ""], "{world} ranks");
+        }
+    }
+}
+
+/// Nothing of the step before is left to be applied again, and no micro-batch runs that nobody declared.
+#[test]
+fn a_step_without_data_has_no_gradients_and_no_micro_batches() {
+    for world in [1, 2, 3, 8] {
+        for shards in [None, Some(ShardTree::new(8).expect("fits"))] {
+            ranks(world, Over::Thread, |group| {
+                let (rank, sizes) = (group.rank(), [&[][..], &[0]]);
+                let (_, mut params) = model();
+                let options = DdpOptions {
+                    deterministic: shards.map_or(Deterministic::Ranks, Deterministic::Shards),
+                    ignored: vec!["last.bias".to_owned()],
+                    ..DdpOptions::default()
+                };
+                let mine = shards.map_or(1, |tree| tree.range(world, rank).len());
+                let mut ddp =
+                    DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+                let mut optimizer = Sgd::new(&params, 0.1);
+                for sizes in sizes {
+                    let mut step = ddp.begin(&vec![1; mine]).expect("begin");
+                    for _ in 0..mine {
+                        let sink = step.micro_batch().expect("declared");
+                        for id in params.ids() {
+                            sink.slot(id).fill(1.0);
+                            sink.ready(id).expect("ready");
+                        }
+                    }
+                    assert!(step.finish().expect("finish").is_yes());
+                    optimizer.step(&mut params, &ddp).expect("step");
+                    let mut step = ddp.begin(sizes).expect("begin");
+                    assert!(step.is_over());
+                    let refused = step.micro_batch().err().expect("nobody has data");
+                    assert_eq!(refused.kind(), ErrorKind::Usage);
+                    assert_eq!(
+                        refused.to_string(),
+                        "no rank has samples in this step, so it has no micro-batches; stop where GlobalStep::is_over says so"
+                    );
+                    assert!(step.weighed_micro_batch().is_err());
+                    assert!(step.finish().expect("finish").is_yes());
+                    let before = params.flat().to_vec();
+                    for (id, info) in params.ids().zip(params.infos()) {
+                        let own = info.name == "last.bias";
+                        assert!(
+                            if own {
+                                ddp.untouched(id)
+                            } else {
+                                ddp.grad(id).is_empty()
+                            },
+                            "{}",
+                            info.name
+                        );
+                    }
+                    let text = optimizer
+                        .step(&mut params, &ddp)
+                        .expect_err("no gradients")
+                        .to_string();
+                    assert!(
+                        text.contains("gradient of first.weight has 0 elements"),
+                        "{text}"
+                    );
+                    assert_eq!(params.flat(), before);
+                }
+            });
+        }
     }
 }

@@ -4,10 +4,10 @@ mod common;
 
 use common::{ALL, Over, bits, ranks};
 use phalanx_comm::ProcessGroup;
-use phalanx_ddp::{ErrorKind, ShardedOptimizer};
+use phalanx_ddp::{DdpOptions, DistributedDataParallel, ErrorKind, ShardedOptimizer};
 use phalanx_nn::layers::Linear;
 use phalanx_nn::optim::{Adam, Optimizer, Sgd};
-use phalanx_nn::{GradView, ParamId, Params, Scope, Seed};
+use phalanx_nn::{GradSink, GradView, ParamId, Params, Scope, Seed};
 
 /// Tensors of which none is a multiple of a line, one of them large.
 fn params() -> Params {
@@ -201,4 +201,40 @@ fn other_layouts_are_refused() {
         error.to_string().contains("momentum_buffer has 3 elements"),
         "{error}"
     );
+}
+
+/// The gathered parts of all ranks would overwrite it.
+#[test]
+fn a_parameter_of_each_ranks_own_is_refused_by_name() {
+    for world in [1, 2, 3, 8] {
+        ranks(world, Over::Thread, |group| {
+            let mut params = params();
+            let options = DdpOptions {
+                ignored: vec!["large.bias".to_owned()],
+                ..DdpOptions::default()
+            };
+            let mut ddp =
+                DistributedDataParallel::new(group.clone(), &mut params, options).expect("ddp");
+            let make = |p: &Params| Adam::new(p, 0.1);
+            let mut optimizer = ShardedOptimizer::new(group, &params, make).expect("cut");
+            let ids: Vec<ParamId> = params.ids().collect();
+            for id in ids.into_iter().rev() {
+                ddp.slot(id).fill(1.0);
+                ddp.ready(id).expect("ready");
+            }
+            assert!(ddp.finish().expect("finish").is_yes());
+            let before = bits(params.flat());
+            let error = optimizer.step(&mut params, &ddp).expect_err("refused");
+            assert_eq!(error.kind(), ErrorKind::Usage);
+            assert_eq!(
+                error.to_string(),
+                "large.bias is ignored by the wrapper, so each rank trains it for itself, but a sharded optimizer gives \
+                 every rank the same; leave out one of both"
+            );
+            optimizer
+                .step_clipped(&mut params, &ddp, 1.0)
+                .expect_err("refused");
+            assert_eq!((bits(params.flat()), optimizer.steps()), (before, 0));
+        });
+    }
 }

@@ -361,3 +361,46 @@ fn what_does_not_go_together_is_refused() {
         assert!(text.contains("another DistributedDataParallel"), "{text}");
     });
 }
+
+/// A step without gradients is refused before the optimizer counts it, so that the next has the bits that it would have.
+#[test]
+fn a_refused_step_is_not_counted() {
+    for exchange in [Exchange::ReduceScatter, Exchange::AtStep] {
+        for world in [2, 3, 8] {
+            let train = |refused: bool| {
+                ranks(world, Over::Thread, |group| {
+                    let (net, mut params) = model();
+                    let mut ddp =
+                        DistributedDataParallel::new(group, &mut params, options(exchange))
+                            .expect("ddp");
+                    let make = |p: &Params| Adam::new(p, 0.01);
+                    let mut optimizer =
+                        ShardedOptimizer::for_wrapper(&ddp, &params, make).expect("cut");
+                    let mut tape = Tape::new(Threads(1));
+                    for index in 0..4 {
+                        let bad = index == 1;
+                        let commit = backward(&net, &params, &mut tape, &mut ddp, index, bad);
+                        assert_eq!(commit.is_yes(), !bad);
+                        if bad && !refused {
+                            continue;
+                        }
+                        let (before, steps) = (bits(params.flat()), optimizer.steps());
+                        let stepped = optimizer.step_scattered(&mut params, &mut ddp);
+                        if bad {
+                            let text = stepped.expect_err("no gradients").to_string();
+                            assert!(text.contains("no gradients to take a step with"), "{text}");
+                            optimizer
+                                .step_scattered_clipped(&mut params, &mut ddp, LIMIT)
+                                .expect_err("none");
+                            assert_eq!((bits(params.flat()), optimizer.steps()), (before, steps));
+                        } else {
+                            stepped.expect("step");
+                        }
+                    }
+                    bits(params.flat())
+                })
+            };
+            assert_eq!(train(true), train(false), "{exchange:?}, {world} ranks");
+        }
+    }
+}

@@ -53,8 +53,8 @@ impl Reducer {
         Ok(view.ran)
     }
 
-    /// Lets the hook average every bucket, then the ranks vote, also on what
-    /// it made of the gradients.
+    /// Lets the hook average every bucket, then the ranks vote: on what it made of the
+    /// gradients, if nobody has a reason of its own.
     pub(super) fn run_hook(&mut self) -> Result<()> {
         let mut first = Vec::with_capacity(self.memory.len());
         for bucket in 0..self.memory.len() {
@@ -81,7 +81,7 @@ impl Reducer {
             for &param in &self.plan.buckets()[bucket] {
                 let (_, range) = self.plan.place(param);
                 if !self.options.unchecked && !phalanx_comm::all_finite(&memory[range]) {
-                    self.ballot.not_finite(param);
+                    self.ballot.mean_not_finite(param);
                 }
             }
         }

@@ -58,6 +58,17 @@ impl Reducer {
         Ok(())
     }
 
+    /// There is a step without data, so without gradients.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when the backward of a step has begun.
+    pub(crate) fn drop_gradients(&mut self) -> Result<()> {
+        self.plan_step(&[1.0], 1.0)?;
+        self.committed = false;
+        Ok(())
+    }
+
     /// The weight of micro-batch `index`, which is not applied any more,
     /// unless it is 0.
     pub(crate) fn weigh_at_loss(&mut self, index: usize) -> f32 {
@@ -115,12 +126,13 @@ impl Reducer {
             Some(weight) if weight != 1.0 => new.iter_mut().for_each(|g| *g = g.times(weight)),
             _ => {}
         }
-        if !self.options.unchecked && !T::all_finite(new) {
-            self.ballot.not_finite(param);
-        }
         if later {
             let new = &T::spare(&mut self.scratch)[scratch];
             sum.iter_mut().zip(new).for_each(|(s, g)| *s = s.plus(*g));
+        }
+        // The sum, since that of finite numbers may not be; what is not finite stays so in it.
+        if !self.options.unchecked && !T::all_finite(sum) {
+            self.ballot.not_finite(param);
         }
     }
 }

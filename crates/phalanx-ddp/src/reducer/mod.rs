@@ -535,7 +535,7 @@ impl Reducer {
         }
         self.collect_votes()?;
         if self.has_hook_to_run() {
-            self.run_hook().inspect_err(|_| self.failed = true)?;
+            self.run_hook().map_err(|e| self.fail(e))?;
         }
         self.times.reduced = Some(Instant::now());
         if self.options.rebuild && !self.was_rebuilt && !self.is_scattered() {

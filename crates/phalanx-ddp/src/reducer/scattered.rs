@@ -69,18 +69,24 @@ impl Reducer {
         })
     }
 
-    /// Shows `visit` what this rank gets of the averaged gradients, in pieces of parameters, but for those of untouched
-    /// ones; exchanges them meanwhile, where that is done late. They are gone then.
-    pub(crate) fn visit_pieces(
-        &mut self,
-        mut visit: impl FnMut(usize, Range<usize>, &[f32]),
-    ) -> Result<()> {
+    /// Whether there is anything to take a step with.
+    pub(crate) fn check_pieces(&self) -> Result<()> {
         self.check_usable()?;
         if !self.committed || self.in_backward {
             return Err(Error::usage(
                 "there are no gradients to take a step with: none were finished, or the ranks voted the step down",
             ));
         }
+        Ok(())
+    }
+
+    /// Shows `visit` what this rank gets of the averaged gradients, in pieces of parameters, but for those of untouched
+    /// ones; exchanges them meanwhile, where that is done late. They are gone then.
+    pub(crate) fn visit_pieces(
+        &mut self,
+        mut visit: impl FnMut(usize, Range<usize>, &[f32]),
+    ) -> Result<()> {
+        self.check_pieces()?;
         self.committed = false;
         let (world, rank) = (self.group.world_size(), self.group.rank());
         for bucket in 0..self.memory.len() {

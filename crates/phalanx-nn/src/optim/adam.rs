@@ -16,7 +16,8 @@
 
 use super::updates::Updates;
 use super::{
-    Optimizer, PIECE, Pass, Run, check_layout, check_setting, only_known, run_fused, saved,
+    Optimizer, PIECE, Pass, Run, check_layout, check_setting, factor_of, only_known, run_fused,
+    saved,
 };
 use crate::param::{GradView, ParamId, Params};
 use crate::{Error, Result, Workers};
@@ -183,6 +184,7 @@ impl Adam {
             }
             let at = params.infos()[index].offset;
             let scalars = settings.scalars(self.updates.count(index, self.steps));
+            let factor = factor_of(grads, id, factor);
             self.update(at, params.get_mut(id), grads.grad(id), scalars, factor);
         }
         Ok(())

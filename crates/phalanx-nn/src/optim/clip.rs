@@ -2,7 +2,7 @@
 
 use super::Optimizer;
 use crate::Result;
-use crate::param::{GradView, Params};
+use crate::param::{GradView, ParamId, Params};
 
 /// Sums side by side.
 const LANES: usize = 16;
@@ -24,12 +24,17 @@ simd! {
     }
 }
 
-/// The Euclidean norm of all gradients together.
+/// The Euclidean norm of all gradients together, but for those that are
+/// [one rank's own](GradView::is_local) and those of [untouched](GradView::untouched) parameters.
 ///
 /// *Order*: sixteen sums of squares a parameter, folded in order, parameters in
 /// order; in f64. The same on all ranks whose gradients are.
 pub fn grad_norm(params: &Params, grads: &dyn GradView) -> f64 {
-    let all = params.ids().map(|id| squares(grads.grad(id)));
+    let counts = |id: &ParamId| !grads.untouched(*id) && !grads.is_local(*id);
+    let all = params
+        .ids()
+        .filter(counts)
+        .map(|id| squares(grads.grad(id)));
     all.sum::<f64>().sqrt()
 }
 

@@ -39,7 +39,8 @@ pub trait Optimizer {
     fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()>;
 
     /// As [`step`](Self::step) with every gradient multiplied by `factor` as it
-    /// is read (rounded, as if it had been multiplied before).
+    /// is read (rounded, as if it had been multiplied before), but for those that are
+    /// [one rank's own](GradView::is_local).
     ///
     /// # Errors
     ///
@@ -162,6 +163,11 @@ fn check_layout(
         }
     }
     Ok(())
+}
+
+/// What the gradient of `param` is multiplied by in a step scaled by `factor`.
+fn factor_of(grads: &dyn GradView, param: ParamId, factor: f32) -> f32 {
+    if grads.is_local(param) { 1.0 } else { factor }
 }
 
 /// The setting must be a finite number of at least zero.

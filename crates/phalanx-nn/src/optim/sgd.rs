@@ -15,7 +15,8 @@
 
 use super::updates::Updates;
 use super::{
-    Optimizer, PIECE, Pass, Run, check_layout, check_setting, only_known, run_fused, saved,
+    Optimizer, PIECE, Pass, Run, check_layout, check_setting, factor_of, only_known, run_fused,
+    saved,
 };
 use crate::param::{GradView, ParamId, Params};
 use crate::{Error, Result, Workers};
@@ -115,7 +116,7 @@ impl Sgd {
                 grads.grad(id),
                 scalars,
                 mode,
-                factor,
+                factor_of(grads, id, factor),
             );
         }
         Ok(())

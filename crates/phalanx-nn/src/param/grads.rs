@@ -56,6 +56,13 @@ pub trait GradView {
     fn untouched(&self, _param: ParamId) -> bool {
         false
     }
+
+    /// Whether the gradient is this rank's own, where others are the same on all ranks. Such a
+    /// parameter counts in no [norm](crate::optim::grad_norm), and its gradient is not
+    /// [scaled](crate::optim::Optimizer::step_scaled): the ranks would scale what they share differently.
+    fn is_local(&self, _param: ParamId) -> bool {
+        false
+    }
 }
 
 /// Gradients of all parameters in one flat region laid out like the parameters'.
