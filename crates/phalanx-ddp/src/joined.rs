@@ -105,7 +105,12 @@ impl GlobalStep<'_> {
             range.start..range.end.min(present).max(range.start)
         };
         let mine: Range<usize> = of_rank(rank);
-        let meeting = Meeting::new(group, (0..world).map(|r| of_rank(r).len()).collect());
+        let first = if mine.is_empty() {
+            tree.shards()
+        } else {
+            mine.start
+        };
+        let meeting = Meeting::new(group, (0..world).map(|r| of_rank(r).len()).collect(), first);
         while team.lanes.len() < mine.len().max(1) {
             team.lanes.push(Lane {
                 tape: Tape::new(team.threads),
@@ -114,7 +119,7 @@ impl GlobalStep<'_> {
         }
         let lanes = &mut team.lanes[..mine.len().max(1)];
         let weights: Vec<f32> = (0..mine.len()).map(|i| self.ddp.weigh_at_loss(i)).collect();
-        let outcome: Vec<Result<()>> = std::thread::scope(|scope| {
+        let mut outcome: Vec<Result<()>> = std::thread::scope(|scope| {
             let (run, params, weights) = (&run, &*params, &weights);
             let start = |(member, lane): (usize, &mut Lane)| {
                 let Lane { tape, sink } = lane;
@@ -124,12 +129,12 @@ impl GlobalStep<'_> {
                     member,
                 };
                 tape.join_statistics(Some(Arc::new(seat)));
-                let shard = if member < mine.len() {
-                    mine.start + member
-                } else {
-                    tree.shards()
+                let shard = first + member;
+                let guard = Guard {
+                    meeting: &meeting,
+                    member,
+                    shard,
                 };
-                let guard = Guard(&meeting, shard);
                 let given = JoinedShard {
                     shard,
                     samples: if member < mine.len() {
@@ -142,13 +147,12 @@ impl GlobalStep<'_> {
                     weight: [weights.get(member).copied().unwrap_or(0.0)],
                     sink,
                 };
-                let done = run(given).map_err(|e| {
-                    Error::usage(format!("shard {shard} failed: {}", with_causes(&*e)))
-                });
+                let done = run(given).map_err(|e| failed(shard, &*e));
                 match &done {
-                    Ok(()) => std::mem::forget(guard),
-                    Err(error) => guard.0.fail(&error.to_string()),
+                    Ok(()) => meeting.end(member),
+                    Err(error) => meeting.fail(member, &with_causes(error)),
                 }
+                std::mem::forget(guard);
                 done
             };
             let threads: Vec<_> = lanes
@@ -156,12 +160,18 @@ impl GlobalStep<'_> {
                 .enumerate()
                 .map(|lane| scope.spawn(move || start(lane)))
                 .collect();
-            let ended = threads.into_iter().map(|t| {
-                t.join()
-                    .unwrap_or_else(|_| Err(Error::usage("a shard panicked")))
+            let ended = threads.into_iter().enumerate().map(|(member, t)| {
+                t.join().unwrap_or_else(|_| {
+                    let shard = first + member;
+                    Err(Error::usage(format!("{}: it panicked", did_not_end(shard))))
+                })
             });
             ended.collect()
         });
+        // The others' errors only say that this one failed.
+        if let Some(culprit) = meeting.culprit() {
+            outcome.swap(0, culprit);
+        }
         for done in outcome {
             done?;
         }
@@ -175,19 +185,39 @@ impl GlobalStep<'_> {
         }
         self.ddp.keep_joined_buffers(params, &before);
         for lane in lanes.iter().take(mine.len()) {
-            let sink = self.micro_batch()?;
+            // The weight was taken, and applied, above.
+            let (_, sink) = self.weighed_micro_batch()?;
             lane.sink.give(params, sink)?;
         }
         Ok(())
     }
 }
 
-/// Says that a shard has ended before its time, also when it panics.
-struct Guard<'a>(&'a Meeting, usize);
+/// What a shard ended with; a collective's failure stays one.
+fn failed(shard: usize, cause: &(dyn std::error::Error + 'static)) -> Error {
+    let mut next = Some(cause);
+    while let Some(error) = next {
+        if let Some(comm) = error.downcast_ref::<phalanx_comm::Error>() {
+            return Error::comm_while(format!("shard {shard} failed: {cause}"), comm.clone());
+        }
+        next = error.source();
+    }
+    Error::usage(format!("shard {shard} failed: {}", with_causes(cause)))
+}
+
+fn did_not_end(shard: usize) -> String {
+    format!("shard {shard} did not end its step")
+}
+
+/// Says that a shard has panicked.
+struct Guard<'a> {
+    meeting: &'a Meeting,
+    member: usize,
+    shard: usize,
+}
 
 impl Drop for Guard<'_> {
     fn drop(&mut self) {
-        self.0
-            .fail(&format!("shard {} did not end its step", self.1));
+        self.meeting.fail(self.member, &did_not_end(self.shard));
     }
 }

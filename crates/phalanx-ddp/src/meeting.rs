@@ -12,7 +12,7 @@ use phalanx_nn::layers::JoinStatistics;
 use crate::error::{Error, Result};
 use crate::sync_norm::combine;
 
-/// How often a waiting shard looks whether another has failed.
+/// How often a waiting shard looks whether another rank has failed.
 const LOOK: Duration = Duration::from_millis(100);
 /// Longest wait for the shards of this same rank, which compute meanwhile.
 const LIMIT: Duration = Duration::from_secs(1800);
@@ -22,6 +22,8 @@ pub(crate) struct Meeting {
     group: ProcessGroup,
     /// Shards with samples of each rank.
     shards: Vec<usize>,
+    /// Number of this rank's first shard.
+    first: usize,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -34,17 +36,31 @@ struct State {
     /// next needs all members.
     held: u64,
     outcome: Arc<Vec<f64>>,
-    failed: Option<String>,
+    /// Members that have run to their end: no meeting is complete without them.
+    ended: Vec<bool>,
+    failed: Option<Failed>,
+}
+
+/// What went wrong first among the shards of this rank.
+#[derive(Clone)]
+enum Failed {
+    /// In one shard, which has the error itself.
+    In { member: usize, why: String },
+    /// Between them.
+    Apart(String),
 }
 
 impl Meeting {
-    pub(crate) fn new(group: ProcessGroup, shards: Vec<usize>) -> Arc<Meeting> {
+    /// Shards with samples of each rank; `first` is the number of this rank's first.
+    pub(crate) fn new(group: ProcessGroup, shards: Vec<usize>, first: usize) -> Arc<Meeting> {
         let members = shards[group.rank()].max(1);
         Arc::new(Meeting {
             group,
             shards,
+            first,
             state: Mutex::new(State {
                 parts: vec![None; members],
+                ended: vec![false; members],
                 ..State::default()
             }),
             changed: Condvar::new(),
@@ -56,18 +72,77 @@ impl Meeting {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets all others know that they need not wait.
-    pub(crate) fn fail(&self, why: &str) {
-        self.lock().failed.get_or_insert_with(|| why.to_owned());
-        self.changed.notify_all();
+    /// Lets all others know that they need not wait for `member`.
+    pub(crate) fn fail(&self, member: usize, why: &str) {
+        let why = why.to_owned();
+        self.end_with(&mut self.lock(), Failed::In { member, why });
+    }
+
+    /// `member` has run to its end, and comes to no more meetings.
+    pub(crate) fn end(&self, member: usize) {
+        let mut state = self.lock();
+        state.ended[member] = true;
+        if let Some(waits) = state.parts.iter().position(Option::is_some) {
+            let failed = Failed::Apart(self.left_out(member, waits));
+            self.end_with(&mut state, failed);
+        }
+    }
+
+    /// The member in which things went wrong first, if it was in one.
+    pub(crate) fn culprit(&self) -> Option<usize> {
+        match self.lock().failed {
+            Some(Failed::In { member, .. }) => Some(member),
+            _ => None,
+        }
+    }
+
+    fn end_with(&self, state: &mut State, failed: Failed) {
+        let (Failed::In { why, .. } | Failed::Apart(why)) = &failed;
         self.group.abort(why);
+        state.failed.get_or_insert(failed);
+        self.changed.notify_all();
+    }
+
+    fn left_out(&self, ended: usize, waits: usize) -> String {
+        format!(
+            "shard {} ended its step without a batch normalisation that shard {} came to; all shards must run the same \
+             layers",
+            self.first + ended,
+            self.first + waits
+        )
+    }
+
+    /// The first two parts of different lengths.
+    fn different(&self, parts: &[Option<Vec<f64>>]) -> Option<String> {
+        let lens: Vec<usize> = parts.iter().flatten().map(Vec::len).collect();
+        let other = lens.windows(2).position(|pair| pair[0] != pair[1])?;
+        Some(format!(
+            "shards {} and {} are in different layers: they bring {} and {} numbers to a batch normalisation; all shards \
+             must run the same layers",
+            self.first + other,
+            self.first + other + 1,
+            lens[other],
+            lens[other + 1]
+        ))
     }
 
     /// The parts of all shards of all ranks, in shard order.
     fn gather(&self, member: usize, part: &[f64]) -> Result<Arc<Vec<f64>>> {
         let mut state = self.lock();
+        let all_here = |state: &State| state.parts.iter().all(Option::is_some);
         state.parts[member] = Some(part.to_vec());
-        if state.parts.iter().all(Option::is_some) {
+        if state.failed.is_none() {
+            let ended = state.ended.iter().position(|ended| *ended);
+            let apart = match ended {
+                Some(ended) => Some(self.left_out(ended, member)),
+                None if all_here(&state) => self.different(&state.parts),
+                None => None,
+            };
+            if let Some(why) = apart {
+                self.end_with(&mut state, Failed::Apart(why));
+            }
+        }
+        if state.failed.is_none() && all_here(&state) {
             let mine: Vec<f64> = state
                 .parts
                 .iter_mut()
@@ -78,8 +153,8 @@ impl Meeting {
             match self.exchange(mine, part.len()) {
                 Ok(all) => state.outcome = Arc::new(all),
                 Err(error) => {
-                    state.failed.get_or_insert_with(|| with_causes(&error));
-                    self.changed.notify_all();
+                    let why = with_causes(&error);
+                    self.end_with(&mut state, Failed::In { member, why });
                     return Err(error);
                 }
             }
@@ -92,8 +167,12 @@ impl Meeting {
             if state.held > now {
                 return Ok(state.outcome.clone());
             }
-            if let Some(why) = &state.failed {
-                return Err(Error::usage(format!("another shard failed: {why}")));
+            match &state.failed {
+                Some(Failed::Apart(why)) => return Err(Error::usage(why.as_str())),
+                Some(Failed::In { why, .. }) => {
+                    return Err(Error::usage(format!("another shard failed: {why}")));
+                }
+                None => {}
             }
             if Instant::now() > limit {
                 return Err(Error::usage(
@@ -102,7 +181,18 @@ impl Meeting {
                 ));
             }
             let waited = self.changed.wait_timeout(state, LOOK);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            drop(waited.unwrap_or_else(PoisonError::into_inner));
+            let works = self.group.check();
+            state = self.lock();
+            if let Err(e) = works
+                && state.held == now
+                && state.failed.is_none()
+            {
+                let error = Error::comm_while("the shards of this rank wait for each other", e);
+                let why = with_causes(&error);
+                self.end_with(&mut state, Failed::In { member, why });
+                return Err(error);
+            }
         }
     }
 

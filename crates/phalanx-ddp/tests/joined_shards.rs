@@ -4,9 +4,9 @@
 mod common;
 
 use common::{ALL, Over, bits, ranks};
-use phalanx_comm::ProcessGroup;
+use phalanx_comm::{ErrorKind as CommKind, ProcessGroup};
 use phalanx_ddp::{
-    DdpOptions, Deterministic, DistributedDataParallel, Error, GlobalBatch, JoinedShard,
+    DdpOptions, Deterministic, DistributedDataParallel, Error, ErrorKind, GlobalBatch, JoinedShard,
     JoinedShards, ShardTree,
 };
 use phalanx_nn::layers::{BatchNorm, Linear};
@@ -262,20 +262,154 @@ fn a_shard_that_fails_or_panics_ends_the_step_for_all() {
             .expect_err("a shard failed")
         });
         for (rank, error) in errors.iter().enumerate() {
-            let mut text = error.to_string();
-            let mut cause = std::error::Error::source(error);
-            while let Some(inner) = cause {
-                text = format!("{text}: {inner}");
-                cause = inner.source();
-            }
             let words = if panics {
                 "shard 3 did not end"
             } else {
                 "no such picture"
             };
+            let text = chain(error);
             assert!(text.contains(words), "rank {rank}: {text}");
         }
+        // Whose shard it is says what went wrong in it; to the others their peer's failure is one of communication.
+        let own = if panics {
+            "shard 3 did not end its step: it panicked"
+        } else {
+            "shard 3 failed: no such picture"
+        };
+        assert_eq!(errors[1].to_string(), own);
+        assert_eq!(errors[1].kind(), ErrorKind::Usage);
+        assert_eq!(errors[0].kind(), ErrorKind::Comm);
+        let cause = errors[0].comm().expect("has the collective's error");
+        assert_eq!(cause.kind(), CommKind::Aborted);
+        assert_eq!(cause.origin_rank(), Some(1));
     }
+}
+
+/// With all causes.
+fn chain(error: &Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(inner) = cause {
+        text = format!("{text}: {inner}");
+        cause = inner.source();
+    }
+    text
+}
+
+/// What a step of four shards fails with, on each rank, where `run` is not the same in all.
+fn errors_of(
+    world: usize,
+    run: impl Fn(&Net, JoinedShard<'_>) -> Result<(), Failure> + Sync,
+) -> Vec<Error> {
+    ranks(world, Over::Thread, |group| -> Error {
+        let tree = ShardTree::new(4).expect("fits");
+        let (net, mut params) = model();
+        let mut ddp = match DistributedDataParallel::new(group.clone(), &mut params, options(4)) {
+            Ok(ddp) => ddp,
+            Err(e) => return e,
+        };
+        let mut team = JoinedShards::new(Threads(1));
+        let (sizes, global) = sizes(tree, &group, 16);
+        let mut step = ddp.begin_known(&sizes, global).expect("begin");
+        let ran = step.run_joined(&mut team, &mut params, |s| run(&net, s));
+        ran.expect_err("the shards do not meet")
+    })
+}
+
+fn whole_shard(net: &Net, s: JoinedShard<'_>) -> Result<(), Failure> {
+    let own: Vec<u64> = (s.shard..16).step_by(4).map(|i| i as u64).collect();
+    backward(net, s.params, s.tape, &own, s.weight, s.sink)?;
+    Ok(())
+}
+
+/// Nobody waits for a shard that will not come.
+#[test]
+fn a_shard_that_leaves_a_normalisation_out_is_named_at_once() {
+    for world in [1, 2, 3] {
+        let errors = errors_of(world, |net, s| match s.shard {
+            3 => Ok(()),
+            _ => whole_shard(net, s),
+        });
+        for (rank, error) in errors.iter().enumerate() {
+            let text = chain(error);
+            let words = "shard 3 ended its step without a batch normalisation that shard ";
+            assert!(text.contains(words), "rank {rank} of {world}: {text}");
+            assert!(
+                text.contains("all shards must run the same layers"),
+                "{text}"
+            );
+            let owns = rank + 1 == world;
+            assert_eq!(
+                error.kind() == ErrorKind::Usage,
+                owns,
+                "rank {rank}: {text}"
+            );
+        }
+    }
+}
+
+#[test]
+fn shards_in_different_layers_are_named() {
+    for world in [1, 2, 3] {
+        let errors = errors_of(world, |net, s| {
+            if s.shard < 3 {
+                return whole_shard(net, s);
+            }
+            let step = s.tape.step(s.params, StepKey::new(0, 0));
+            let x = step.input(&[0.5; 4 * IN], &[4, IN])?;
+            let x = net.second.forward(net.first.forward(x)?)?;
+            let x = net.again.forward(x)?;
+            x.sum(&[0, 1], false)?.backward(s.sink)?;
+            Ok(())
+        });
+        for (rank, error) in errors.iter().enumerate() {
+            let text = chain(error);
+            let words = "shards 2 and 3 are in different layers: they bring 37 and 27 numbers to a batch normalisation; all \
+                         shards must run the same layers";
+            assert!(text.contains(words), "rank {rank} of {world}: {text}");
+        }
+    }
+}
+
+/// A peer's abort reaches shards that wait for one of their own rank, which computes.
+#[test]
+fn an_abort_reaches_shards_that_wait_for_each_other() {
+    let waiting = std::sync::atomic::AtomicBool::new(true);
+    let waits = || waiting.load(std::sync::atomic::Ordering::SeqCst);
+    let errors = ranks(2, Over::Thread, |group| -> Option<Error> {
+        let tree = ShardTree::new(4).expect("fits");
+        let (net, mut params) = model();
+        let mut ddp =
+            DistributedDataParallel::new(group.clone(), &mut params, options(4)).expect("ddp");
+        if group.rank() == 1 {
+            std::thread::sleep(std::time::Duration::from_millis(300));
+            group.abort("disk full");
+            return None;
+        }
+        let mut team = JoinedShards::new(Threads(1));
+        let (sizes, global) = sizes(tree, &group, 16);
+        let mut step = ddp.begin_known(&sizes, global).expect("begin");
+        let ran = step.run_joined(&mut team, &mut params, |s| {
+            if s.shard == 1 {
+                while waits() {
+                    std::thread::sleep(std::time::Duration::from_millis(10));
+                }
+                return Ok(());
+            }
+            let ended = whole_shard(&net, s);
+            waiting.store(false, std::sync::atomic::Ordering::SeqCst);
+            ended
+        });
+        Some(ran.expect_err("aborted"))
+    });
+    let error = errors[0].as_ref().expect("rank 0 ran");
+    assert_eq!(error.kind(), ErrorKind::Comm, "{}", chain(error));
+    assert_eq!(error.comm().expect("cause").kind(), CommKind::Aborted);
+    assert!(
+        chain(error).contains("aborted by rank 1: disk full"),
+        "{}",
+        chain(error)
+    );
 }
 
 #[test]
@@ -304,4 +438,78 @@ fn mistakes_are_named() {
         .expect_err("too late")
         .to_string();
     assert!(text.contains("leave out micro_batch"), "{text}");
+}
+
+/// Five samples in four shards weigh 2, 1, 1 and 1. The gradient of a parameter of each rank's own is that of the mean
+/// over the rank's own samples, computed here in f64.
+#[test]
+fn a_parameter_of_each_ranks_own_is_weighed_once() {
+    const SAMPLES: usize = 5;
+    let (x, y) = (
+        |i: usize| 0.5 * i as f64 - 1.0,
+        |i: usize| 2.0 - 0.75 * i as f64,
+    );
+    for world in [1, 2, 4] {
+        ranks(world, Over::Thread, |group| {
+            let tree = ShardTree::new(4).expect("fits");
+            let mut scope = Scope::new(Seed(5));
+            let net = Linear::new(scope.enter("only"), 1, 1);
+            let mut params = scope.build().expect("model builds");
+            let ignored = DdpOptions {
+                ignored: vec!["only.bias".to_owned()],
+                ..options(4)
+            };
+            let mut ddp =
+                DistributedDataParallel::new(group.clone(), &mut params, ignored).expect("ddp");
+            let mut team = JoinedShards::new(Threads(1));
+            let mine = tree.range(world, group.rank());
+            for joined in [true, false, true] {
+                let (sizes, global) = sizes(tree, &group, SAMPLES);
+                let run = |params: &Params,
+                           tape: &mut Tape,
+                           shard: usize,
+                           weight: [f32; 1],
+                           sink: &mut dyn GradSink| {
+                    let own: Vec<usize> = (shard..SAMPLES).step_by(4).collect();
+                    let step = tape.step(params, StepKey::new(0, 0));
+                    let inputs: Vec<f32> = own.iter().map(|i| x(*i) as f32).collect();
+                    let wanted: Vec<f32> = own.iter().map(|i| y(*i) as f32).collect();
+                    let out = net.forward(step.input(&inputs, &[own.len(), 1])?)?;
+                    let loss = out.mse_loss(&wanted, phalanx_nn::Reduction::Mean)?;
+                    loss.backward_with(&weight, sink)
+                };
+                let mut step = ddp.begin_known(&sizes, global).expect("begin");
+                if joined {
+                    let run =
+                        |s: JoinedShard<'_>| Ok(run(s.params, s.tape, s.shard, s.weight, s.sink)?);
+                    step.run_joined(&mut team, &mut params, run)
+                        .expect("joined");
+                } else {
+                    let mut tape = Tape::new(Threads(1));
+                    for shard in mine.clone() {
+                        let sink = step.micro_batch().expect("declared");
+                        run(&params, &mut tape, shard, [1.0], sink).expect("backward");
+                    }
+                }
+                assert!(step.finish().expect("finish").is_yes());
+                let value =
+                    |name: &str| f64::from(params.get(params.find(name).expect("there"))[0]);
+                let (w, b) = (value("only.weight"), value("only.bias"));
+                let slope = |i: usize| 2.0 * (w * x(i) + b - y(i));
+                let own: Vec<usize> = (0..SAMPLES).filter(|i| mine.contains(&(i % 4))).collect();
+                let want = own.iter().map(|i| slope(*i)).sum::<f64>() / own.len() as f64;
+                let got = f64::from(ddp.grad(params.find("only.bias").expect("there"))[0]);
+                assert!(
+                    (got - want).abs() < 1e-5,
+                    "{world} ranks, joined {joined}: {got} for {want}"
+                );
+                let want = (0..SAMPLES).map(|i| slope(i) * x(i)).sum::<f64>() / SAMPLES as f64;
+                let got = f64::from(ddp.grad(params.find("only.weight").expect("there"))[0]);
+                assert!(
+                    (got - want).abs() < 1e-5,
+                    "{world} ranks, joined {joined}: {got} for {want}"
+                );
+            }
+        });
+    }
 }

@@ -472,6 +472,16 @@ impl ProcessGroup {
         self.core.abort.poison(&Poison::new(self.core.rank, cause));
     }
 
+    /// Whether the group still works: looks for an abort and for peers that are gone. For code that waits for something else
+    /// than an operation of this group. Does not wait for other ranks.
+    ///
+    /// # Errors
+    ///
+    /// `Aborted` naming the rank whose failure came first; `PeerLost`.
+    pub fn check(&self) -> Result<()> {
+        self.core.queue.run(|executor| executor.look())
+    }
+
     /// Says what this rank is doing from now on (`backward`, `loading data`),
     /// of which 24 bytes are shown. When the rank is late or dies, others are told.
     ///
