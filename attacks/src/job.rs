@@ -93,6 +93,7 @@ impl Job {
         let text = fs::read_to_string(&token_file).map_err(|e| e.to_string())?;
         let token = Token::from_hex(&text).map_err(|e| e.to_string())?;
         let port = free_port()?;
+        let shown = folder.join("store");
         let nodes = if kind == Kind::TwoLaunchers { 2 } else { 1 };
         let mut job = Job {
             kind,
@@ -124,7 +125,9 @@ impl Job {
                 .arg(&token_file)
                 .args(["--", "/bin/sh", "-c"])
                 .arg(format!(
-                    "[ $RANK = 0 ] || sleep {LATE_S}; exec \"$0\" \"$@\""
+                    "[ $RANK = 0 ] && echo $PHALANX_STORE >'{}'; \
+                     [ $RANK = 0 ] || sleep {LATE_S}; exec \"$0\" \"$@\"",
+                    shown.display()
                 ))
                 .arg(phalanx)
                 .args(["train", "mnist", "--data", "synthetic", "--epochs", "1"])
@@ -154,7 +157,25 @@ impl Job {
             let child = child.map_err(|e| format!("cannot start {}: {e}", phalanx.display()))?;
             job.launchers.push(child);
         }
+        if kind == Kind::SharedMemory {
+            job.store = job.told_store(&shown)?;
+        }
         Ok(job)
+    }
+
+    /// One node's store takes a free port, which only its ranks are told; rank 0 has
+    /// `shown` it.
+    fn told_store(&mut self, shown: &Path) -> Result<SocketAddr, String> {
+        loop {
+            let text = fs::read_to_string(shown).unwrap_or_default();
+            if let Some(line) = text.strip_suffix('\n') {
+                return line.parse().map_err(|e| format!("{line}: {e}"));
+            }
+            if self.has_ended()? {
+                return Err("rank 0 did not say where its store is".into());
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// Looks at its processes: where they listen now, what they need.

@@ -30,6 +30,8 @@ pub(crate) fn environment_seeds() -> Vec<Vec<u8>> {
         "tcp://[::1]:29500\nRANK=0\nWORLD_SIZE=4\nPHALANX_EPOCH=3\n",
         "tcp://node-a:1/\nRANK=0\nWORLD_SIZE=1\nPHALANX_TOKEN_FILE=/proc/self/fd/9\n",
         "file:///tmp/x\nRANK=3\nWORLD_SIZE=4\nTORCHELASTIC_RESTART_COUNT=2\nPHALANX_STORE=external\n",
+        "env://\nRANK=3\nWORLD_SIZE=4\nPHALANX_STORE=node-a:29500\n",
+        "env://\nRANK=3\nWORLD_SIZE=4\nMASTER_ADDR=a\nMASTER_PORT=65535\nTORCHELASTIC_USE_AGENT_STORE=True\n",
     ]
     .map(|text| text.as_bytes().to_vec())
     .into()

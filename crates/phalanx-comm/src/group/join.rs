@@ -229,8 +229,8 @@ fn host_store(addresses: &[SocketAddr], token: &Token, host: &str, port: u16) ->
         last.kind(),
         format!(
             "rank 0 cannot host the store on {host}:{port}: {}; the master address must be one of \
-             this host's, and the port must be free (set PHALANX_STORE=external if the launcher \
-             hosts the store)",
+             this host's, and the port must be free (under torchrun it is the one after MASTER_PORT, \
+             where PyTorch's own store is; set PHALANX_STORE=host:port if something else hosts our store)",
             last.message()
         ),
     )

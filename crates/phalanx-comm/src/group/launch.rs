@@ -14,9 +14,10 @@ const MASTER_PORT: &str = "MASTER_PORT";
 const TOKEN_FILE: &str = "PHALANX_TOKEN_FILE";
 /// The token itself: visible to other processes of the same user.
 const TOKEN: &str = "PHALANX_TOKEN";
-/// `external`: the launcher hosts the store, rank 0 need not.
+/// `host:port`: the launcher hosts the store there, and `MASTER_PORT` is left to
+/// the program. `external`: it hosts the store at `MASTER_ADDR:MASTER_PORT`.
 const STORE: &str = "PHALANX_STORE";
-/// `True`: the same, as torchrun says it.
+/// `True`: torchrun hosts PyTorch's store at `MASTER_ADDR:MASTER_PORT`.
 const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 const EPOCH: &str = "PHALANX_EPOCH";
 const RESTARTS: &str = "TORCHELASTIC_RESTART_COUNT";
@@ -128,14 +129,12 @@ impl Launch {
                 },
             },
         };
-        let meeting = Self::meeting(&options.init_method, world, &variable)?;
+        let (meeting, external_store) = Self::meeting(&options.init_method, world, &variable)?;
         let token = match (variable(TOKEN_FILE), variable(TOKEN)) {
             (Some(path), _) => TokenSource::File(path.into()),
             (None, Some(_)) => TokenSource::Variable,
             (None, None) => TokenSource::None,
         };
-        let external_store = variable(STORE).is_some_and(|v| v == "external")
-            || variable(AGENT_STORE).is_some_and(|v| v.eq_ignore_ascii_case("true") || v == "1");
         Ok(Launch {
             rank,
             world,
@@ -146,15 +145,28 @@ impl Launch {
         })
     }
 
+    /// The meeting, and whether somebody else hosts its store.
     fn meeting(
         method: &str,
         world: usize,
         variable: &impl Fn(&str) -> Option<String>,
-    ) -> Result<Meeting> {
+    ) -> Result<(Meeting, bool)> {
+        let store = variable(STORE);
+        let external = store.as_deref() == Some("external");
         if method == "env://" || method == "env" {
+            if let Some(place) = store.filter(|_| !external) {
+                let (host, port) = host_and_port(&place).ok_or_else(|| {
+                    Error::usage(format!(
+                        "{STORE} is {place:?}: write host:port, or external for \
+                         {MASTER_ADDR}:{MASTER_PORT}"
+                    ))
+                })?;
+                let port = parse(STORE, port)?;
+                return Ok((Meeting::Tcp { host, port }, true));
+            }
             let (host, port) = match (variable(MASTER_ADDR), variable(MASTER_PORT)) {
                 (Some(host), Some(port)) => (host, port),
-                _ if world == 1 => return Ok(Meeting::Alone),
+                _ if world == 1 => return Ok((Meeting::Alone, false)),
                 (host, _) => {
                     let name = if host.is_some() {
                         MASTER_PORT
@@ -168,23 +180,20 @@ impl Launch {
                 }
             };
             let port = parse(MASTER_PORT, &port)?;
-            return Ok(Meeting::Tcp { host, port });
+            let agent = !external
+                && variable(AGENT_STORE)
+                    .is_some_and(|v| v.eq_ignore_ascii_case("true") || v == "1");
+            let port = if agent { beside(port) } else { port };
+            return Ok((Meeting::Tcp { host, port }, external));
         }
         if let Some(address) = method.strip_prefix("tcp://") {
-            let (host, port) = address
-                .trim_end_matches('/')
-                .rsplit_once(':')
-                .filter(|(host, _)| !host.is_empty())
-                .ok_or_else(|| {
-                    Error::usage(format!(
-                        "{method:?} has no host and port: write tcp://host:port"
-                    ))
-                })?;
-            let host = host.trim_start_matches('[').trim_end_matches(']');
-            return Ok(Meeting::Tcp {
-                host: host.to_owned(),
-                port: parse("the port in tcp://host:port", port)?,
-            });
+            let (host, port) = host_and_port(address.trim_end_matches('/')).ok_or_else(|| {
+                Error::usage(format!(
+                    "{method:?} has no host and port: write tcp://host:port"
+                ))
+            })?;
+            let port = parse("the port in tcp://host:port", port)?;
+            return Ok((Meeting::Tcp { host, port }, external));
         }
         if let Some(path) = method.strip_prefix("file://") {
             if path.is_empty() {
@@ -192,12 +201,25 @@ impl Launch {
                     "file:// has no path: write file:///path/to/file",
                 ));
             }
-            return Ok(Meeting::File(path.into()));
+            return Ok((Meeting::File(path.into()), external));
         }
         Err(Error::usage(format!(
             "unknown init method {method:?}: choose env://, tcp://host:port or file:///path"
         )))
     }
+}
+
+/// The parts of `host:port`; an IPv6 address stands in brackets.
+fn host_and_port(address: &str) -> Option<(String, &str)> {
+    let (host, port) = address.rsplit_once(':')?;
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    (!host.is_empty()).then(|| (host.to_owned(), port))
+}
+
+/// Where rank 0 hosts our store when torchrun's own, which speaks another
+/// protocol, has `port`: all ranks must come to the same without a word.
+fn beside(port: u16) -> u16 {
+    port.checked_add(1).unwrap_or(port - 1)
 }
 
 pub(super) fn check_rank(rank: usize, world: usize) -> Result<()> {
@@ -284,19 +306,42 @@ mod tests {
     fn launchers_store_token_and_epoch_are_honoured() {
         let mut variables = TWO.to_vec();
         variables.extend([
-            (AGENT_STORE, "True"),
+            (STORE, "[::1]:7000"),
             (RESTARTS, "3"),
             (TOKEN, "ab"),
             (TOKEN_FILE, "/proc/self/fd/9"),
         ]);
         let launch = resolve("env://", &variables).unwrap();
         assert!(launch.external_store);
+        let host = "::1".into();
+        assert_eq!(launch.meeting, Meeting::Tcp { host, port: 7000 });
         assert_eq!(launch.epoch, 3);
         assert_eq!(launch.token, TokenSource::File("/proc/self/fd/9".into()));
         variables.extend([(EPOCH, "5")]);
         assert_eq!(resolve("env://", &variables).unwrap().epoch, 5);
         let external = [(RANK, "0"), (WORLD_SIZE, "2"), (STORE, "external")];
         assert!(resolve("tcp://h:1", &external).unwrap().external_store);
+        // Who names another place hosts the store there.
+        let elsewhere = resolve("tcp://h:1", &variables).unwrap();
+        assert!(!elsewhere.external_store);
+    }
+
+    /// What listens at torchrun's MASTER_PORT is PyTorch's store, not ours.
+    #[test]
+    fn under_torchrun_rank_0_hosts_the_store_beside_pytorchs() {
+        for (port, want) in [("29500", 29501), ("65535", 65534)] {
+            let variables = [
+                (RANK, "1"),
+                (WORLD_SIZE, "2"),
+                (MASTER_ADDR, "h"),
+                (MASTER_PORT, port),
+                (AGENT_STORE, "True"),
+            ];
+            let launch = resolve("env://", &variables).unwrap();
+            let host = "h".to_owned();
+            assert_eq!(launch.meeting, Meeting::Tcp { host, port: want });
+            assert!(!launch.external_store);
+        }
     }
 
     #[test]
@@ -358,7 +403,17 @@ mod tests {
     #[test]
     fn mistakes_are_named() {
         type Variables<'a> = &'a [(&'a str, &'a str)];
-        let cases: [(&str, Variables<'_>, &str); 9] = [
+        let cases: [(&str, Variables<'_>, &str); 11] = [
+            (
+                "env://",
+                &[(RANK, "0"), (WORLD_SIZE, "2"), (STORE, "elsewhere")],
+                "PHALANX_STORE is \"elsewhere\": write host:port",
+            ),
+            (
+                "env://",
+                &[(RANK, "0"), (WORLD_SIZE, "2"), (STORE, "h:x")],
+                "PHALANX_STORE is \"x\"",
+            ),
             ("env://", &[], "RANK is not set"),
             ("env://", &[(RANK, "0")], "WORLD_SIZE is not set"),
             (

@@ -37,7 +37,7 @@ pub(crate) struct LaunchCli {
     /// Host of node 0 [default: 127.0.0.1].
     #[arg(long, value_name = "HOST")]
     pub(crate) master_addr: Option<String>,
-    /// Port there [default: a free one on one node, 29500 on several].
+    /// MASTER_PORT on one node [default: a free one]; on several, where the launchers meet [default: 29500].
     #[arg(long, value_name = "PORT")]
     pub(crate) master_port: Option<String>,
     /// HOST[:PORT], torchrun's other way to say --master-addr and --master-port.
@@ -107,8 +107,8 @@ pub(crate) struct Meeting {
 pub(crate) struct LaunchArgs {
     /// `None`: one node.
     pub(crate) meeting: Option<Meeting>,
-    /// The store's port on one node, where it was given.
-    pub(crate) local_port: Option<u16>,
+    /// The ranks' MASTER_PORT on one node, where it was given.
+    pub(crate) master_port: Option<u16>,
     /// Ranks on this node.
     pub(crate) local_ranks: usize,
     /// Name of the job, where it was given.
@@ -347,7 +347,7 @@ impl LaunchArgs {
             }
         }
         Ok(LaunchArgs {
-            local_port: if meeting.is_none() && !standalone {
+            master_port: if meeting.is_none() && !standalone {
                 port
             } else {
                 None
@@ -504,7 +504,7 @@ mod tests {
         let args = resolve("", "HOME=/root").unwrap();
         assert_eq!(args.meeting, None);
         assert_eq!(
-            (args.local_ranks, args.local_port, args.max_restarts),
+            (args.local_ranks, args.master_port, args.max_restarts),
             (1, None, 0)
         );
         assert_eq!(args.stop_grace, Duration::from_millis(1500));
@@ -561,7 +561,7 @@ mod tests {
             let args = resolve(flags, variables).unwrap();
             assert_eq!(args.meeting, None, "{flags} {variables}");
             assert_eq!(
-                (args.local_ranks, args.local_port),
+                (args.local_ranks, args.master_port),
                 (ranks, port),
                 "{flags} {variables}"
             );

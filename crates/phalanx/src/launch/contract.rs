@@ -1,17 +1,25 @@
 //! The variables each rank gets: torchrun's names and relations
-//! (pytorch-compat.md §6), and two of our own.
+//! (pytorch-compat.md §6), and some of our own.
+//!
+//! One value differs from torchrun's: `TORCHELASTIC_USE_AGENT_STORE` is `False`.
+//! torchrun hosts PyTorch's store at `MASTER_ADDR:MASTER_PORT`, and `True` tells
+//! `init_process_group` so. Our store speaks another protocol and is where
+//! `PHALANX_STORE` says; `MASTER_PORT` is a port of node 0 that nobody has, for
+//! rank 0 of a PyTorch program to host PyTorch's store at.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 
-/// Says that the launcher hosts the store at MASTER_ADDR:MASTER_PORT, so
-/// rank 0 connects like everybody else.
+/// Says where the launcher hosts the store, so that rank 0 connects like
+/// everybody else.
 pub(crate) const STORE_VARIABLE: &str = "PHALANX_STORE";
 /// Names the file with the job token.
 pub(crate) const TOKEN_FILE_VARIABLE: &str = "PHALANX_TOKEN_FILE";
 /// Says that the process with this number need not print its last error: the
 /// launcher does, from its error file. `launcher`, until the shim knows the number.
 pub(crate) const ERRORS_VARIABLE: &str = "PHALANX_ERRORS";
+/// Whether PyTorch's store is there already, which rank 0 would host otherwise.
+const AGENT_STORE_VARIABLE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 /// Where a rank may leave a report of its failure.
 pub(crate) const ERROR_FILE_VARIABLE: &str = "TORCHELASTIC_ERROR_FILE";
 /// The address this node's ranks listen on, when there are several nodes.
@@ -32,9 +40,11 @@ pub(crate) struct Shared {
     pub(crate) world: usize,
     /// The role's name.
     pub(crate) role: String,
-    /// The store's host, as the ranks should dial it.
+    /// The store, as the ranks should dial it.
+    pub(crate) store: String,
+    /// The host of rank 0.
     pub(crate) master_addr: String,
-    /// The store's port.
+    /// A port there that is left to the program.
     pub(crate) master_port: u16,
     /// The job's name.
     pub(crate) run_id: String,
@@ -84,14 +94,14 @@ pub(crate) fn variables(shared: &Shared, own: &Own) -> BTreeMap<&'static str, Os
             OsString::from(shared.max_restarts.to_string()),
         ),
         ("TORCHELASTIC_RUN_ID", OsString::from(&shared.run_id)),
-        ("TORCHELASTIC_USE_AGENT_STORE", "True".into()),
+        (AGENT_STORE_VARIABLE, "False".into()),
         (ERROR_FILE_VARIABLE, own.error_file.clone()),
         (
             "TORCHELASTIC_SIGNALS_TO_HANDLE",
             "SIGTERM,SIGINT,SIGHUP,SIGQUIT".into(),
         ),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1".into()),
-        (STORE_VARIABLE, "external".into()),
+        (STORE_VARIABLE, OsString::from(&shared.store)),
         (TOKEN_FILE_VARIABLE, own.token_file.clone()),
     ]);
     if let Some(bind) = &shared.bind {
@@ -138,8 +148,11 @@ mod tests {
             let mut index = 0;
             for (node_rank, local_ranks) in nodes.iter().enumerate() {
                 for local_rank in 0..*local_ranks {
-                    let want: BTreeMap<String, String> =
+                    let mut want: BTreeMap<String, String> =
                         serde_json::from_value(workers[index].clone()).unwrap();
+                    // Ours is no store that PyTorch could talk to.
+                    let theirs = want.insert(AGENT_STORE_VARIABLE.into(), "False".into());
+                    assert_eq!(theirs.as_deref(), Some("True"));
                     let shared = Shared {
                         node_rank,
                         nodes: nodes.len(),
@@ -147,6 +160,7 @@ mod tests {
                         local_ranks: *local_ranks,
                         world,
                         role: "default".into(),
+                        store: "127.0.0.1:4".into(),
                         master_addr: want["MASTER_ADDR"].clone(),
                         master_port: want["MASTER_PORT"].parse().unwrap(),
                         run_id: want["TORCHELASTIC_RUN_ID"].clone(),
@@ -181,6 +195,7 @@ mod tests {
             local_ranks: 2,
             world: 2,
             role: "default".into(),
+            store: "127.0.0.1:4".into(),
             master_addr: "127.0.0.1".into(),
             master_port: 5,
             run_id: "x".into(),
@@ -195,7 +210,8 @@ mod tests {
             token_file: "/proc/self/fd/9".into(),
         };
         let set = variables(&shared, &own);
-        assert_eq!(set[STORE_VARIABLE], "external");
+        assert_eq!(set[STORE_VARIABLE], "127.0.0.1:4");
+        assert_eq!(set["MASTER_PORT"], "5");
         assert_eq!(set[TOKEN_FILE_VARIABLE], "/proc/self/fd/9");
         assert_eq!(set["TORCHELASTIC_RESTART_COUNT"], "2");
         assert_eq!(set["TORCHELASTIC_MAX_RESTARTS"], "3");

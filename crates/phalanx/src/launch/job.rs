@@ -53,7 +53,7 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
     let host = host_name();
     let token_fd = token::memory_file(&plan.token)?;
     let mut place = match &plan.meeting {
-        None => nodes::host_locally(plan.local_port, plan.bind, &plan.token)?,
+        None => nodes::host_locally(plan.bind, &plan.token)?,
         Some(meeting) => nodes::meeting_place(meeting, plan.bind, &plan.token)?,
     };
     if let Some(warning) = &place.warning {
@@ -68,6 +68,10 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
                 run_id: plan.run_id.clone(),
                 host: host.clone(),
                 pid: std::process::id(),
+                master_port: match meeting.node_rank {
+                    0 => Some(nodes::port_for_ranks(None)?),
+                    _ => None,
+                },
                 version: env!("CARGO_PKG_VERSION").to_owned(),
             };
             let nodes = nodes::join(
@@ -90,7 +94,7 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
             Some(nodes)
         }
     };
-    let shared = shared(plan, &place, nodes.as_ref());
+    let shared = shared(plan, &place, nodes.as_ref())?;
     let unwritten = Unwritten::default();
     let mut job = Job {
         plan,
@@ -126,26 +130,31 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
     }
 }
 
-fn shared(plan: &LaunchPlan, place: &nodes::Place, nodes: Option<&Nodes>) -> Shared {
+fn shared(plan: &LaunchPlan, place: &nodes::Place, nodes: Option<&Nodes>) -> Result<Shared> {
     let node_rank = plan.meeting.as_ref().map_or(0, |m| m.node_rank);
     let ranks: Vec<usize> = match nodes {
         None => vec![plan.local_ranks],
         Some(nodes) => nodes.cards().iter().map(|card| card.local_ranks).collect(),
     };
-    Shared {
+    let told = nodes.and_then(|nodes| nodes.cards().first()?.master_port);
+    Ok(Shared {
         node_rank,
         nodes: ranks.len(),
         first_rank: ranks.iter().take(node_rank).sum(),
         local_ranks: plan.local_ranks,
         world: ranks.iter().sum(),
         role: plan.role.clone(),
+        store: place.store.clone(),
         master_addr: place.master_addr.clone(),
-        master_port: place.master_port,
+        master_port: match told {
+            Some(port) => port,
+            None => nodes::port_for_ranks(plan.master_port)?,
+        },
         run_id: plan.run_id.clone(),
         max_restarts: plan.max_restarts,
         bind: place.bind.map(|ip| ip.to_string()),
         threads_set: plan.threads_set,
-    }
+    })
 }
 
 struct Job<'a> {
@@ -195,6 +204,10 @@ impl Job<'_> {
                         error.chain()
                     ));
                     self.clear_store()?;
+                    // What is left of the old world must not meet the new one.
+                    if self.plan.master_port.is_none() {
+                        self.shared.master_port = nodes::port_for_ranks(None)?;
+                    }
                 }
             }
         }

@@ -154,7 +154,7 @@ pub(crate) fn run_local(local: LocalRun) -> Result<()> {
     let plan = LaunchPlan {
         meeting: None,
         meeting_timeout: Duration::ZERO,
-        local_port: None,
+        master_port: None,
         bind: None,
         local_ranks: local.ranks,
         run_id: plan::random_id()?,

@@ -21,8 +21,8 @@ pub(crate) struct LaunchPlan {
     pub(crate) meeting: Option<Meeting>,
     /// How long to wait for the other nodes.
     pub(crate) meeting_timeout: Duration,
-    /// The store's port on one node; `None`: a free one.
-    pub(crate) local_port: Option<u16>,
+    /// The ranks' MASTER_PORT on one node; `None`: a free one.
+    pub(crate) master_port: Option<u16>,
     /// Listen address.
     pub(crate) bind: Option<IpAddr>,
     /// Ranks on this node.
@@ -77,7 +77,7 @@ impl LaunchPlan {
                     .note("or", format!("set {} to its text, where no file can be shared", token::TOKEN_VARIABLE)));
             }
         };
-        let run_id = match (args.run_id, &args.meeting, args.local_port) {
+        let run_id = match (args.run_id, &args.meeting, args.master_port) {
             (Some(id), ..) => id,
             (None, None, None) => random_id()?,
             // As torchrun: a given address without a name is "none".
@@ -97,7 +97,7 @@ impl LaunchPlan {
         Ok(LaunchPlan {
             meeting: args.meeting,
             meeting_timeout: args.meeting_timeout,
-            local_port: args.local_port,
+            master_port: args.master_port,
             bind: args.bind,
             local_ranks: args.local_ranks,
             run_id,

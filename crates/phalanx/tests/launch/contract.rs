@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::harness::Family;
+use crate::harness::{Family, REACH_MASTER};
 
 /// `NAME=value` lines of one rank's `env`, from prefixed output.
 fn variables(out: &str, rank: usize) -> BTreeMap<String, String> {
@@ -30,8 +30,10 @@ fn ranks_get_torchruns_variables_and_no_secret() {
             let mine = ours
                 .get(name)
                 .unwrap_or_else(|| panic!("{name} is missing"));
-            // Addresses, names and paths are each launcher's own.
+            // Addresses, names and paths are each launcher's own, and nothing
+            // listens at MASTER_PORT that PyTorch could talk to.
             if ![
+                "TORCHELASTIC_USE_AGENT_STORE",
                 "MASTER_ADDR",
                 "MASTER_PORT",
                 "TORCHELASTIC_RUN_ID",
@@ -43,7 +45,10 @@ fn ranks_get_torchruns_variables_and_no_secret() {
             }
         }
         assert_eq!(ours["MASTER_ADDR"], "127.0.0.1");
-        assert_eq!(ours["PHALANX_STORE"], "external");
+        assert_eq!(ours["TORCHELASTIC_USE_AGENT_STORE"], "False");
+        let store = ours["PHALANX_STORE"].strip_prefix("127.0.0.1:").unwrap();
+        assert!(store.parse::<u16>().is_ok_and(|port| port > 0), "{store}");
+        assert_ne!(store, ours["MASTER_PORT"]);
         assert!(ours["PHALANX_TOKEN_FILE"].starts_with("/proc/self/fd/"));
         assert_eq!(ours["TORCHELASTIC_RUN_ID"].len(), 36);
         ports.push(ours["MASTER_PORT"].clone());
@@ -118,9 +123,9 @@ fn ranks_lead_their_own_sessions_and_read_nothing() {
 }
 
 #[test]
-fn the_store_listens_where_the_variables_say() {
+fn the_store_listens_where_the_variable_says() {
     let family = Family::new();
-    let script = "exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT && echo connected";
+    let script = "exec 3<>/dev/tcp/${PHALANX_STORE/:/\\/} && echo connected";
     let done = family.run(&[
         "launch",
         "--nproc-per-node",
@@ -133,6 +138,26 @@ fn the_store_listens_where_the_variables_say() {
     assert_eq!(done.out, "connected\nconnected\n", "{done:#?}");
 }
 
+/// As rank 0 of a PyTorch program does, and its others after it.
+#[test]
+fn rank_0_can_listen_at_master_port_and_the_others_reach_it() {
+    let family = Family::new();
+    let mut running = family.start(&[
+        "launch",
+        "--nproc-per-node",
+        "2",
+        "--no-prefix",
+        "bash",
+        "-c",
+        REACH_MASTER,
+    ]);
+    let port: u16 = running.line().parse().unwrap();
+    let _rank_0 = std::net::TcpListener::bind(("0.0.0.0", port)).unwrap();
+    let done = running.wait();
+    assert_eq!(done.code(), 0, "{done:#?}");
+    assert_eq!(done.out.matches("reached").count(), 2, "{done:#?}");
+}
+
 #[test]
 fn a_given_port_is_used_and_an_occupied_one_is_named() {
     let family = Family::new();
@@ -141,8 +166,9 @@ fn a_given_port_is_used_and_an_occupied_one_is_named() {
     let done = family.run(&["launch", "--master-port", &port, "sh", "-c", "exit 0"]);
     assert_eq!(done.code(), 2, "{done:#?}");
     assert!(
-        done.err
-            .starts_with(&format!("error: cannot listen on 127.0.0.1:{port}: ")),
+        done.err.starts_with(&format!(
+            "error: no program can listen on --master-port {port}: "
+        )),
         "{done:#?}"
     );
     assert!(done.err.contains("--master-port"), "{done:#?}");

@@ -232,7 +232,7 @@ fn restarts_begin_anew_and_are_counted() {
         .lines()
         .filter_map(|l| l.rsplit(' ').next())
         .collect();
-    assert_eq!(ports.len(), 1, "the port stays: {done:#?}");
+    assert_eq!(ports.len(), 3, "each attempt has its own port: {done:#?}");
 
     let done = family.run(&["launch", "--max-restarts", "1", "sh", "-c", "exit 9"]);
     assert_eq!(done.code(), 1);

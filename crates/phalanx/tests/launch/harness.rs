@@ -17,6 +17,10 @@ use crate::support::{SOON, heed_signals};
 /// Nothing here takes longer unless it hangs.
 pub const LIMIT: Duration = Duration::from_secs(100);
 
+/// Says the port, and waits until somebody listens there.
+pub const REACH_MASTER: &str = "echo $MASTER_PORT; \
+    until (exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT) 2>/dev/null; do sleep 0.05; done; echo reached";
+
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
 /// All processes of one test.

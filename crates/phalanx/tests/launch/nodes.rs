@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::harness::{Done, Family, Running};
+use crate::harness::{Done, Family, REACH_MASTER, Running};
 use crate::support::{SOON, eventually, free_port};
 
 /// Two nodes' common ground: a port and a token file.
@@ -88,7 +88,7 @@ fn both(a: Running, b: Running) -> (Done, Done) {
 fn two_launchers_make_one_world_of_uneven_nodes() {
     let job = Job::new();
     let script = "echo $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, node $GROUP_RANK of $GROUP_WORLD_SIZE, \
-                  $MASTER_ADDR:$MASTER_PORT $PHALANX_BIND; cat $PHALANX_TOKEN_FILE";
+                  $PHALANX_STORE $PHALANX_BIND; cat $PHALANX_TOKEN_FILE";
     let b = job.node("1", &["--nproc-per-node", "1"], script);
     std::thread::sleep(Duration::from_millis(100));
     let a = job.node("0", &["--nproc-per-node", "2"], script);
@@ -121,6 +121,20 @@ fn two_launchers_make_one_world_of_uneven_nodes() {
 }
 
 #[test]
+fn the_ranks_of_both_nodes_meet_at_a_port_of_node_0() {
+    let job = Job::new();
+    let script = format!("exec bash -c '{REACH_MASTER}'");
+    let mut a = job.node("0", &["--no-prefix"], &script);
+    let mut b = job.node("1", &["--no-prefix"], &script);
+    let (port, same) = (a.line(), b.line());
+    assert_eq!(port, same);
+    assert_ne!(port, job.port, "that is where the launchers meet");
+    let _rank_0 = std::net::TcpListener::bind(("0.0.0.0", port.parse().unwrap())).unwrap();
+    let (a, b) = both(a, b);
+    assert_eq!((a.code(), b.code()), (0, 0), "{a:#?} {b:#?}");
+}
+
+#[test]
 fn the_store_outlives_the_ranks_of_all_nodes() {
     let job = Job::new();
     // Node 0's ranks are through at once; node 1's still need the store.
@@ -128,7 +142,7 @@ fn the_store_outlives_the_ranks_of_all_nodes() {
     let b = job.node(
         "1",
         &[],
-        "sleep 0.7; bash -c 'exec 3<>/dev/tcp/127.0.0.1/'$MASTER_PORT && echo reached",
+        "sleep 0.7; bash -c 'exec 3<>/dev/tcp/${PHALANX_STORE/:/\\/}' && echo reached",
     );
     let (a, b) = both(a, b);
     assert_eq!((a.code(), b.code()), (0, 0), "{a:#?} {b:#?}");

@@ -17,6 +17,8 @@ pub(crate) struct Card {
     pub(crate) host: String,
     /// The launcher's process id.
     pub(crate) pid: u32,
+    /// On node 0, a free port for rank 0 (`MASTER_PORT`).
+    pub(crate) master_port: Option<u16>,
     /// Our version: launchers of different builds do not mix.
     pub(crate) version: String,
 }
@@ -55,6 +57,7 @@ mod tests {
             run_id: "none".into(),
             host: "a".into(),
             pid: 1,
+            master_port: None,
             version: "0.1.0".into(),
         }
     }

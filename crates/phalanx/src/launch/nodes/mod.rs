@@ -19,7 +19,7 @@ mod place;
 mod pulse;
 
 pub(crate) use card::Card;
-pub(crate) use place::{Place, host_locally, meeting_place};
+pub(crate) use place::{Place, host_locally, meeting_place, port_for_ranks};
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};

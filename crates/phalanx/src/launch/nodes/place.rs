@@ -1,6 +1,6 @@
 //! Where launchers meet: the store of node 0, and the way to it.
 
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
 
 use phalanx_store::{ErrorKind as StoreKind, TcpServer};
 use phalanx_wire::Token;
@@ -15,37 +15,51 @@ pub(crate) struct Place {
     /// What this launcher dials.
     pub(crate) dial: String,
     /// What the ranks of this node dial.
+    pub(crate) store: String,
+    /// The host of node 0, as its ranks and those of other nodes know it.
     pub(crate) master_addr: String,
-    /// The port.
-    pub(crate) master_port: u16,
     /// The address by which other nodes reach this one.
     pub(crate) bind: Option<IpAddr>,
     /// Something a person should know.
     pub(crate) warning: Option<String>,
 }
 
-/// Hosts the store of a launch on one node.
-pub(crate) fn host_locally(
-    port: Option<u16>,
-    bind: Option<IpAddr>,
-    token: &Token,
-) -> Result<Place> {
-    let ip = bind.unwrap_or(IpAddr::from([127, 0, 0, 1]));
-    let server = listen(&[SocketAddr::new(ip, port.unwrap_or(0))], token).map_err(|error| {
-        if port.is_some() && error.kind() == ErrorKind::Usage {
-            error.note(
-                "fix",
-                "leave --master-port out (a free port is taken then), or choose another",
-            )
-        } else {
-            error
+/// A port of this host for the program's own meeting, which PyTorch's rank 0
+/// binds on all addresses: the `given` one, or any that is free now. Nobody holds
+/// it until then, as with torchrun's workers.
+///
+/// # Errors
+/// `Usage` when somebody has the given one.
+pub(crate) fn port_for_ranks(given: Option<u16>) -> Result<u16> {
+    let port = given.unwrap_or(0);
+    let v6: SocketAddr = (Ipv6Addr::UNSPECIFIED, port).into();
+    let v4: SocketAddr = (Ipv4Addr::UNSPECIFIED, port).into();
+    let bound = TcpListener::bind([v6, v4].as_slice()).and_then(|socket| socket.local_addr());
+    match (bound, given) {
+        (Ok(address), _) => Ok(address.port()),
+        (Err(error), None) => {
+            Err(Error::new(ErrorKind::System, "no free port for MASTER_PORT").caused_by(error))
         }
-    })?;
+        (Err(error), Some(_)) => Err(Error::usage(format!(
+            "no program can listen on --master-port {port}"
+        ))
+        .caused_by(error)
+        .note(
+            "fix",
+            "leave --master-port out (a free port is taken then), or choose another",
+        )),
+    }
+}
+
+/// Hosts the store of a launch on one node.
+pub(crate) fn host_locally(bind: Option<IpAddr>, token: &Token) -> Result<Place> {
+    let ip = bind.unwrap_or(IpAddr::from([127, 0, 0, 1]));
+    let server = listen(&[SocketAddr::new(ip, 0)], token)?;
     let (dial, warning) = reachable(server.local_addr());
     Ok(Place {
         dial: dial.to_string(),
+        store: dial.to_string(),
         master_addr: dial.ip().to_string(),
-        master_port: dial.port(),
         bind: None,
         warning,
         server: Some(server),
@@ -69,9 +83,9 @@ pub(crate) fn meeting_place(
         let bind = bind.or_else(|| route_to(&named));
         return Ok(Place {
             server: None,
+            store: named.clone(),
             dial: named,
             master_addr: meeting.host.clone(),
-            master_port: meeting.port,
             bind,
             warning: None,
         });
@@ -106,12 +120,15 @@ pub(crate) fn meeting_place(
         ));
     }
     Ok(Place {
+        store: match bind {
+            Some(_) => dial.to_string(),
+            None => named,
+        },
         dial: dial.to_string(),
         master_addr: match bind {
             Some(_) => dial.ip().to_string(),
             None => meeting.host.clone(),
         },
-        master_port: meeting.port,
         bind: Some(server.local_addr().ip()).filter(|ip| !ip.is_unspecified()),
         warning,
         server: Some(server),
