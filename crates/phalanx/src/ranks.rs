@@ -39,6 +39,8 @@ pub enum AlgorithmArg {
     Auto,
     /// Chunk owners fold, then send the result to all
     Direct,
+    /// The same in short segments, for a slow wire between more than two hosts
+    DirectShort,
     /// Everyone sends all to everyone and folds
     OneRound,
     /// Ring: each rank talks to its neighbours only
@@ -214,6 +216,7 @@ impl RankArgs {
         match self.algorithm {
             AlgorithmArg::Auto => Algorithm::Auto,
             AlgorithmArg::Direct => Algorithm::Direct,
+            AlgorithmArg::DirectShort => Algorithm::DirectShort,
             AlgorithmArg::OneRound => Algorithm::OneRound,
             AlgorithmArg::Ring => Algorithm::Ring,
             AlgorithmArg::Hierarchical => Algorithm::Hierarchical,

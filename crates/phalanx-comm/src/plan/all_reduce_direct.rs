@@ -1,6 +1,10 @@
 //! All-reduce, direct: reduce-scatter by chunk owners, then all-gather, a
 //! segment of every chunk at a time.
 //!
+//! With *short* segments ([`Method::AllReduceDirectShort`]) no connection gets far
+//! ahead of the others that share a card with it, which the last ones would
+//! then have to themselves; on a fast wire their number costs more than that.
+//!
 //! *Steps:* 2 rounds for every segment of a chunk, each with up to `P − 1`
 //! sends and receives in flight. A segment is gathered [`LAG`] rounds of
 //! scattering later, so that its owner folds it while others travel.
@@ -13,14 +17,14 @@
 //! folded while it is still in the cache.
 //! *Source:* collectives.md §4, "direct reduce-scatter + all-gather".
 
-use super::{Buf, Part, RankPlan, Round, Spec, rotation, slot};
+use super::{Buf, Method, Part, RankPlan, Round, Spec, rotation, slot};
 
 /// Bytes of a chunk that are folded at once, at most: these and what arrives
 /// meanwhile should stay in a core's L2 cache.
 const SEGMENT_MAX_BYTES: usize = 256 << 10;
 
 /// And at least, if the chunk has as many: less would spend its time on
-/// synchronisation.
+/// synchronisation. Short segments are this long.
 const SEGMENT_MIN_BYTES: usize = 64 << 10;
 
 /// Segments of a chunk that is long enough, so that something travels while
@@ -30,11 +34,26 @@ const SEGMENTS: usize = 4;
 /// Segments that are scattered before the first is gathered.
 const LAG: usize = 2;
 
+/// The longest that a segment may be.
+const fn most_bytes(method: Method) -> usize {
+    match method {
+        Method::AllReduceDirectShort => SEGMENT_MIN_BYTES,
+        _ => SEGMENT_MAX_BYTES,
+    }
+}
+
+/// Bytes of a segment of a chunk of `chunk_bytes`, about.
+pub(crate) fn segment_bytes(method: Method, chunk_bytes: usize) -> usize {
+    chunk_bytes
+        .div_ceil(SEGMENTS)
+        .clamp(SEGMENT_MIN_BYTES, most_bytes(method))
+}
+
 /// Elements of a segment, the same on all ranks.
 pub(super) fn segment_elems(spec: &Spec, longest: usize) -> usize {
     spec.segment_elems(
         longest.div_ceil(SEGMENTS),
-        SEGMENT_MIN_BYTES..=SEGMENT_MAX_BYTES,
+        SEGMENT_MIN_BYTES..=most_bytes(spec.method),
     )
 }
 

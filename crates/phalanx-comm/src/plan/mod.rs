@@ -51,6 +51,7 @@ mod scatter;
 mod tree;
 mod uneven;
 
+pub(crate) use all_reduce_direct::segment_bytes as direct_segment_bytes;
 pub(crate) use broadcast_hosts::TREE_MAX_BYTES as BROADCAST_TREE_MAX_BYTES;
 pub use chunks::Chunks;
 pub use hosts::Hosts;
@@ -233,11 +234,13 @@ pub enum Method {
     ReduceHosts,
     /// Reduce-scatter: the prefix of the fold passes every host once.
     ReduceScatterHosts,
+    /// [`Method::AllReduceDirect`] in short segments.
+    AllReduceDirectShort,
 }
 
 impl Method {
     /// Every method, in wire order.
-    pub const ALL: [Method; 23] = [
+    pub const ALL: [Method; 24] = [
         Method::AllReduceDirect,
         Method::AllReduceOneRound,
         Method::AllReduceRing,
@@ -261,6 +264,7 @@ impl Method {
         Method::AllGatherHosts,
         Method::ReduceHosts,
         Method::ReduceScatterHosts,
+        Method::AllReduceDirectShort,
     ];
 
     /// The collective that this method carries out. (A dissemination barrier
@@ -268,6 +272,7 @@ impl Method {
     pub const fn collective(self) -> Collective {
         match self {
             Method::AllReduceDirect
+            | Method::AllReduceDirectShort
             | Method::AllReduceOneRound
             | Method::AllReduceRing
             | Method::AllReduceRails
@@ -317,6 +322,7 @@ impl Method {
     pub const fn name(self) -> &'static str {
         match self {
             Method::AllReduceDirect => "direct",
+            Method::AllReduceDirectShort => "direct-short",
             Method::AllReduceOneRound => "one-round",
             Method::AllReduceRing => "ring",
             Method::AllReduceRails => "rails",
@@ -366,6 +372,7 @@ impl Method {
             Method::AllGatherHosts => 21,
             Method::ReduceHosts => 22,
             Method::ReduceScatterHosts => 23,
+            Method::AllReduceDirectShort => 24,
         }
     }
 
@@ -624,7 +631,9 @@ pub fn build_on(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
     match spec.method {
         Method::AllReduceRails => all_reduce_rails::build(spec, hosts, rank),
         Method::AllReduceChain => all_reduce_chain::build(spec, hosts, rank),
-        Method::AllReduceDirect => all_reduce_direct::build(spec, rank),
+        Method::AllReduceDirect | Method::AllReduceDirectShort => {
+            all_reduce_direct::build(spec, rank)
+        }
         Method::AllReduceOneRound => all_reduce_one_round::build(spec, rank),
         Method::AllReduceRing => all_reduce_ring::build(spec, rank),
         Method::AllReduceTree => all_reduce_tree::build(spec, rank),
@@ -654,7 +663,9 @@ pub fn stated_sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
     match spec.method {
         Method::AllReduceRails => all_reduce_rails::sent_elems(spec, hosts, rank),
         Method::AllReduceChain => all_reduce_chain::sent_elems(spec, hosts, rank),
-        Method::AllReduceDirect => all_reduce_direct::sent_elems(spec, rank),
+        Method::AllReduceDirect | Method::AllReduceDirectShort => {
+            all_reduce_direct::sent_elems(spec, rank)
+        }
         Method::AllReduceOneRound => all_reduce_one_round::sent_elems(spec),
         Method::AllReduceRing => all_reduce_ring::sent_elems(spec, rank),
         Method::AllReduceTree => all_reduce_tree::sent_elems(spec, rank),

@@ -178,6 +178,7 @@ fn any_order_that_is_left_keeps_the_promise() {
 fn without_the_dependencies_it_would_break() {
     for method in [
         Method::AllReduceDirect,
+        Method::AllReduceDirectShort,
         Method::AllReduceOneRound,
         Method::AllReduceRing,
         Method::BroadcastTree,

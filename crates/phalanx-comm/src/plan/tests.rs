@@ -82,19 +82,25 @@ fn plans_hold_for_every_element_size() {
 
 #[test]
 fn long_chunks_are_reduced_a_segment_at_a_time() {
-    for world in [2, 3, 5] {
-        for elem_bytes in [1, 2, 4, 8] {
-            // Eight whole segments a rank, and one that only the first ranks have.
-            let segment = (256 << 10) / elem_bytes;
-            let spec = Spec {
-                elem_bytes,
-                ..spec(Method::AllReduceDirect, world, 8 * world * segment + 1, 0)
-            };
-            assert_eq!(check(&spec), Ok(()), "{spec:?}");
-            for rank in 0..world {
-                let plan = build(&spec, rank);
-                assert_eq!(plan.rounds.len(), 18);
-                assert_eq!(plan.scratch_elems, 3 * (world - 1) * segment);
+    let methods = [
+        (Method::AllReduceDirect, 256 << 10),
+        (Method::AllReduceDirectShort, 64 << 10),
+    ];
+    for (method, segment_bytes) in methods {
+        for world in [2, 3, 5] {
+            for elem_bytes in [1, 2, 4, 8] {
+                // Eight whole segments a rank, and one that only the first ranks have.
+                let segment = segment_bytes / elem_bytes;
+                let spec = Spec {
+                    elem_bytes,
+                    ..spec(method, world, 8 * world * segment + 1, 0)
+                };
+                assert_eq!(check(&spec), Ok(()), "{spec:?}");
+                for rank in 0..world {
+                    let plan = build(&spec, rank);
+                    assert_eq!(plan.rounds.len(), 18);
+                    assert_eq!(plan.scratch_elems, 3 * (world - 1) * segment);
+                }
             }
         }
     }

@@ -4,7 +4,10 @@
 //! Wire and memory work of the same plan overlap (`plan::order`), so of the
 //! two the longer counts; latencies are paid one after another.
 
-use crate::plan::{BROADCAST_TREE_MAX_BYTES as TREE_MAX_BYTES, Hosts, Method};
+use crate::plan::order::WINDOW;
+use crate::plan::{
+    BROADCAST_TREE_MAX_BYTES as TREE_MAX_BYTES, Hosts, Method, direct_segment_bytes,
+};
 
 /// The constants of the formulas. Equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -69,6 +72,22 @@ impl Costs {
             Method::AllReduceOneRound => all + card(l * (p - l) * n) + core((p + 3.0) * n),
             Method::AllReduceDirect => {
                 2.0 * all + card(2.0 * l * far_share * n).max(core((5.0 + 1.0 / p) * n))
+            }
+            Method::AllReduceDirectShort => {
+                let peers = p - l;
+                let segment = |method| direct_segment_bytes(method, bytes / world) as f64;
+                let long = segment(Method::AllReduceDirect);
+                let short = segment(Method::AllReduceDirectShort);
+                // What connections that share a card lose by getting ahead of each other: four
+                // segments, as measured with four hosts at 1 Gbit/s. In exchange every segment
+                // is a message more to each peer, twice.
+                let even = card(4.0 * (long - short));
+                let messages = 2.0 * peers * n / p * (1.0 / short - 1.0 / long);
+                let direct = self.predict(Method::AllReduceDirect, bytes, hosts);
+                // What is under way at once, a scatter and a gather each, must last for both
+                // latencies.
+                let windows = n / p / short / (WINDOW as f64 / 2.0);
+                (direct + messages * self.wire_message_s - even).max(windows * 2.0 * one)
             }
             Method::AllReduceRing => {
                 let moved = 2.0 * (p - 1.0) / p * n;

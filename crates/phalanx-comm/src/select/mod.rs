@@ -27,6 +27,8 @@ pub enum Algorithm {
     /// Reduce-scatter by chunk owners, then all-gather: two rounds, least
     /// bytes, canonical order.
     Direct,
+    /// The same in short segments, for a slow wire between more than two hosts.
+    DirectShort,
     /// Everyone sends everything to everyone and folds it all: one round,
     /// canonical order.
     OneRound,
@@ -58,9 +60,10 @@ pub enum Algorithm {
 
 impl Algorithm {
     /// Every choice.
-    pub const ALL: [Algorithm; 9] = [
+    pub const ALL: [Algorithm; 10] = [
         Algorithm::Auto,
         Algorithm::Direct,
+        Algorithm::DirectShort,
         Algorithm::OneRound,
         Algorithm::Ring,
         Algorithm::Hierarchical,
@@ -75,6 +78,7 @@ impl Algorithm {
         match self {
             Algorithm::Auto => "auto",
             Algorithm::Direct => "direct",
+            Algorithm::DirectShort => "direct-short",
             Algorithm::OneRound => "one-round",
             Algorithm::Ring => "ring",
             Algorithm::Hierarchical => "hierarchical",
@@ -89,6 +93,7 @@ impl Algorithm {
         match self {
             Algorithm::Auto | Algorithm::Fastest => None,
             Algorithm::Direct => Some(Method::AllReduceDirect),
+            Algorithm::DirectShort => Some(Method::AllReduceDirectShort),
             Algorithm::OneRound => Some(Method::AllReduceOneRound),
             Algorithm::Ring => Some(Method::AllReduceRing),
             Algorithm::Hierarchical => Some(Method::AllReduceRails),
@@ -114,8 +119,8 @@ impl std::str::FromStr for Algorithm {
             .find(|a| a.name() == name)
             .ok_or_else(|| {
                 crate::Error::usage(format!(
-                    "unknown all-reduce algorithm {text:?}: choose auto, direct, one-round, ring, \
-                     hierarchical, chain, tree, doubling or fastest"
+                    "unknown all-reduce algorithm {text:?}: choose auto, direct, direct-short, one-round, \
+                     ring, hierarchical, chain, tree, doubling or fastest"
                 ))
             })
     }
@@ -199,6 +204,7 @@ impl Selector {
             Collective::AllReduce => &[
                 Method::AllReduceOneRound,
                 Method::AllReduceDirect,
+                Method::AllReduceDirectShort,
                 Method::AllReduceDoubling,
                 Method::AllReduceChain,
             ],
@@ -225,6 +231,8 @@ impl Selector {
         let wide = matches!(dtype, DType::F16 | DType::Bf16);
         all.iter().copied().filter(move |method| match method {
             Method::AllReduceOneRound => bytes <= ONE_ROUND_MAX_BYTES,
+            // Measured with one rank a host.
+            Method::AllReduceDirectShort => self.hosts.count() > 2 && !several,
             Method::AllReduceDoubling => bytes <= ONE_ROUND_MAX_BYTES && self.hosts.count() > 1,
             method if method.rounds_per_host() => several && !wide,
             Method::BroadcastHosts | Method::AllGatherHosts => several,
@@ -393,6 +401,34 @@ mod tests {
             all_reduce(&selector(&[1, 1, 1]), 25 << 20),
             Method::AllReduceDirect
         );
+    }
+
+    #[test]
+    fn segments_are_short_where_a_slow_wire_joins_more_than_two_hosts() {
+        let over = |sizes: &[usize], gbit: f64, wire_latency_s, bytes| {
+            let mut selector = selector(sizes);
+            selector.set_costs(Costs {
+                wire_latency_s,
+                wire_bytes_per_s: gbit * 1e9 / 8.0,
+                ..Costs::default()
+            });
+            all_reduce(&selector, bytes)
+        };
+        let at = |sizes: &[usize], gbit, bytes| over(sizes, gbit, 30e-6, bytes);
+        for hosts in [3, 4, 16] {
+            let sizes = vec![1; hosts];
+            assert_eq!(at(&sizes, 1.0, 25 << 20), Method::AllReduceDirectShort);
+            assert_eq!(at(&sizes, 10.0, 25 << 20), Method::AllReduceDirect);
+            // A chunk has few segments anyway.
+            assert_eq!(at(&sizes, 1.0, 512 << 10), Method::AllReduceDirect);
+        }
+        // Too little would be under way.
+        let far = |latency_s| over(&[1; 4], 1.0, latency_s, 25 << 20);
+        assert_eq!(far(5e-3), Method::AllReduceDirectShort);
+        assert_eq!(far(50e-3), Method::AllReduceDirect);
+        // Nothing shares a card.
+        assert_eq!(at(&[1, 1], 1.0, 25 << 20), Method::AllReduceDirect);
+        assert_ne!(at(&[4, 4, 4], 1.0, 25 << 20), Method::AllReduceDirectShort);
     }
 
     #[test]

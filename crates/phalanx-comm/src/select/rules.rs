@@ -7,8 +7,13 @@ use crate::{Error, Result};
 pub(crate) const VARIABLE: &str = "PHALANX_ALGORITHM";
 
 /// What may be prescribed, by the names used in rules and options.
-const NAMES: [(Collective, &str, Method); 19] = [
+const NAMES: [(Collective, &str, Method); 20] = [
     (Collective::AllReduce, "direct", Method::AllReduceDirect),
+    (
+        Collective::AllReduce,
+        "direct-short",
+        Method::AllReduceDirectShort,
+    ),
     (
         Collective::AllReduce,
         "one-round",

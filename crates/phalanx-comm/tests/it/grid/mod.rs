@@ -47,9 +47,10 @@ enum Form {
     Message,
 }
 
-const REDUCING: [Form; 10] = [
+const REDUCING: [Form; 11] = [
     Form::AllReduce(Algorithm::Auto),
     Form::AllReduce(Algorithm::Direct),
+    Form::AllReduce(Algorithm::DirectShort),
     Form::AllReduce(Algorithm::OneRound),
     Form::AllReduce(Algorithm::Ring),
     Form::AllReduce(Algorithm::Tree),
