@@ -719,8 +719,22 @@ fn columns(info: &ParamInfo) -> usize {
 }
 
 /// Communication across hosts has a higher fixed cost, so wants larger buckets.
-/// A rank sees only its own links; the ranks agree by maximum, since they must cut alike.
 fn default_caps(group: &ProcessGroup) -> Result<BucketCaps> {
+    Ok(match all_share_memory(group)? {
+        true => BucketCaps::ONE_HOST,
+        false => BucketCaps::ACROSS_HOSTS,
+    })
+}
+
+/// Whether all ranks of `group` reach each other through memory. A rank sees only its own links; the ranks
+/// agree by maximum, since they must go on alike.
+///
+/// *Blocks* until all ranks of the group call it.
+///
+/// # Errors
+///
+/// `Comm` when a peer is lost or late.
+pub fn all_share_memory(group: &ProcessGroup) -> Result<bool> {
     let remote = group
         .transports()
         .iter()
@@ -728,12 +742,10 @@ fn default_caps(group: &ProcessGroup) -> Result<BucketCaps> {
     let mut any_remote = [u8::from(remote)];
     group
         .all_reduce(&mut any_remote, ReduceOp::Max)
-        .map_err(|e| Error::comm_while("the ranks could not agree on bucket sizes", e))?;
-    Ok(if any_remote[0] > 0 {
-        BucketCaps::ACROSS_HOSTS
-    } else {
-        BucketCaps::ONE_HOST
-    })
+        .map_err(|e| {
+            Error::comm_while("the ranks could not agree on how to exchange gradients", e)
+        })?;
+    Ok(any_remote[0] == 0)
 }
 
 fn fingerprint(group: &ProcessGroup, params: &Params, options: &DdpOptions) -> Fingerprint {

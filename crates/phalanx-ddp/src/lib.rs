@@ -66,6 +66,7 @@ pub use bucket::{BucketCaps, BucketPlan};
 pub use data_parallel::{DataParallel, Replica, Traffic};
 pub use ddp::{
     Buffers, DdpOptions, DdpState, Deterministic, DistributedDataParallel, Every, Unused,
+    all_share_memory,
 };
 pub use equal::verify_equal;
 pub use error::{Error, ErrorKind, Result};

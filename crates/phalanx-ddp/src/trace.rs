@@ -29,17 +29,23 @@ pub struct StepTimes {
     pub backward_ended: Option<Instant>,
     /// All gradients were averaged.
     pub reduced: Option<Instant>,
+    /// What the exchange within the optimizer's step took, without the updates themselves: with
+    /// [`Exchange::AtStep`](crate::Exchange::AtStep) that of gradients and parameters, with
+    /// [`Exchange::ReduceScatter`](crate::Exchange::ReduceScatter) that of parameters.
+    pub in_step: Duration,
     /// One entry a bucket, in launch order. Empty with a world of one.
     pub buckets: Vec<BucketTimes>,
 }
 
 impl StepTimes {
-    /// Time the training thread waited for communication after backward.
+    /// Time of the training thread that communication took after backward: waiting for it, and
+    /// taking part in it in the optimizer's step.
     pub fn exposed(&self) -> Duration {
-        match (self.backward_ended, self.reduced) {
+        let waited = match (self.backward_ended, self.reduced) {
             (Some(from), Some(to)) => to.saturating_duration_since(from),
             _ => Duration::ZERO,
-        }
+        };
+        waited + self.in_step
     }
 
     /// Whether the first bucket's all-reduce ran before backward had ended.

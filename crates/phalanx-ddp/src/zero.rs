@@ -397,6 +397,11 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         Ok(())
     }
 
+    /// The optimizer of this rank's part.
+    pub fn optimizer(&self) -> &O {
+        &self.optimizer
+    }
+
     /// The optimizer of this rank's part, for its learning rate.
     pub fn optimizer_mut(&mut self) -> &mut O {
         &mut self.optimizer

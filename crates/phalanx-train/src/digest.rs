@@ -1,25 +1,26 @@
 //! SHA-256 of what a run ends with besides its weights, to compare runs bit
 //! for bit.
 
-use phalanx_nn::optim::Optimizer;
 use sha2::{Digest, Sha256};
+
+use crate::state::OptimizerState;
 
 /// SHA-256 of an optimizer's state, in hexadecimal: the number of steps
 /// (u64), that of each parameter's updates (u64) if they are not all as many, then name
 /// and float32 values of each buffer, in the optimizer's order and memory layout, all
 /// little-endian.
-pub fn optimizer_sha256(optimizer: &dyn Optimizer) -> String {
+pub fn optimizer_sha256<'a>(optimizer: impl Into<OptimizerState<'a>>) -> String {
+    let state = optimizer.into();
     let mut hash = Sha256::new();
-    hash.update(optimizer.steps().to_le_bytes());
-    let updates = optimizer.updates();
-    if updates.iter().any(|count| *count != optimizer.steps()) {
-        for count in updates {
+    hash.update(state.steps.to_le_bytes());
+    if state.updates.iter().any(|count| *count != state.steps) {
+        for count in state.updates.iter() {
             hash.update(count.to_le_bytes());
         }
     }
-    for (name, values) in optimizer.state() {
+    for (name, values) in &state.buffers {
         hash.update(name.as_bytes());
-        for value in values {
+        for value in values.iter() {
             hash.update(value.to_le_bytes());
         }
     }
@@ -61,7 +62,7 @@ impl MetricsDigest {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use phalanx_nn::optim::Sgd;
+    use phalanx_nn::optim::{Optimizer as _, Sgd};
     use phalanx_nn::{Scope, Seed, layers::Linear};
 
     #[test]

@@ -200,6 +200,8 @@ fn mnist_trains_reports_and_saves() {
             "5",
             "--output-dir",
             "out",
+            "--exchange",
+            "all-reduce",
             "--trace",
             "trace",
             "--profile",
@@ -350,6 +352,78 @@ fn digests(dir: &Path, world: &str, more: &[&str]) -> [String; 3] {
     let summary = summary(&dir.join("out"));
     ["weights_sha256", "optimizer_sha256", "metrics_sha256"]
         .map(|key| summary[key].as_str().expect("a digest").to_owned())
+}
+
+/// Whole gradients on every rank, parts of them under backward, or parts in the optimizer's step: the same
+/// weights, optimizer state and metrics, and a checkpoint of one goes on as any other.
+#[test]
+fn the_exchange_changes_no_bit_also_where_a_checkpoint_is_gone_on_with() {
+    let ways = ["auto", "all-reduce", "reduce-scatter", "at-step"];
+    let alone = |way: &&str| digests(folder().path(), "2", &["--exchange", way]);
+    let digests_of: Vec<[String; 3]> = ways.iter().map(alone).collect();
+    assert!(digests_of.iter().all(|d| *d == digests_of[0]));
+
+    for [first, then] in [["at-step", "all-reduce"], ["reduce-scatter", "at-step"]] {
+        let dir = folder();
+        let stopped = ["--stop-after", "4", "--exchange", first];
+        let args = [
+            &[
+                "train",
+                "mnist",
+                "--epochs",
+                "2",
+                "--synthetic-samples",
+                "500",
+            ][..],
+            &[
+                "--global-batch-size",
+                "96",
+                "--nproc-per-node",
+                "2",
+                "--test-batch-size",
+                "16",
+            ],
+            &["--log-interval", "1", "--output-dir", "out"],
+            &stopped,
+        ];
+        succeed(&args.concat(), dir.path());
+        let gone_on = ["--resume", "auto", "--exchange", then];
+        assert_eq!(
+            digests(dir.path(), "2", &gone_on),
+            digests_of[0],
+            "{first}, {then}"
+        );
+    }
+}
+
+#[test]
+fn an_exchange_that_leaves_parts_goes_with_nothing_that_needs_whole_gradients() {
+    let fails = |more: &[&str]| {
+        let dir = folder();
+        let args = [
+            &[
+                "train",
+                "mnist",
+                "--nproc-per-node",
+                "2",
+                "--global-batch-size",
+                "64",
+            ][..],
+            more,
+        ]
+        .concat();
+        let (code, _, err) = run(&args, dir.path());
+        assert_eq!(code, 2, "{err}");
+        assert!(
+            err.contains("needs every rank to have whole gradients"),
+            "{err}"
+        );
+        err
+    };
+    let err = fails(&["--exchange", "at-step", "--gradient-type", "bf16"]);
+    assert!(err.contains("--gradient-type"), "{err}");
+    let err = fails(&["--exchange", "reduce-scatter", "--deterministic", "shards"]);
+    assert!(err.contains("--deterministic shards"), "{err}");
 }
 
 /// Two epochs with dropout, augmentation and a short last batch: weights, optimizer state and
@@ -561,21 +635,24 @@ fn killed_rank_is_named_over_tcp_too() {
 
 #[test]
 fn stopped_rank_is_named_when_the_deadline_passes() {
-    let dir = folder();
-    let (child, marker, pid) = start_endless(dir.path(), "stopped", &["--timeout", "2"], 1);
-    signal(pid, "STOP");
-    let stopped = Instant::now();
-    let output = child.wait_with_output().expect("output");
-    assert!(stopped.elapsed() < SOON, "{:?}", stopped.elapsed());
-    let err = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(4), "{err}");
-    assert!(err.contains("bucket"), "{err}");
-    let report = &err[err.rfind("\nerror: ").unwrap_or(0)..];
-    assert!(
-        report.contains(&format!("rank 1 (pid {pid}) is stopped")),
-        "{err}"
-    );
-    assert!(marked(&marker).is_empty(), "{:?}", marked(&marker));
+    for (exchange, missing) in [("all-reduce", "bucket"), ("at-step", "on the step")] {
+        let dir = folder();
+        let more = ["--timeout", "2", "--exchange", exchange];
+        let (child, marker, pid) = start_endless(dir.path(), "stopped", &more, 1);
+        signal(pid, "STOP");
+        let stopped = Instant::now();
+        let output = child.wait_with_output().expect("output");
+        assert!(stopped.elapsed() < SOON, "{:?}", stopped.elapsed());
+        let err = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(4), "{err}");
+        assert!(err.contains(missing), "{err}");
+        let report = &err[err.rfind("\nerror: ").unwrap_or(0)..];
+        assert!(
+            report.contains(&format!("rank 1 (pid {pid}) is stopped")),
+            "{err}"
+        );
+        assert!(marked(&marker).is_empty(), "{:?}", marked(&marker));
+    }
 }
 
 #[test]

@@ -36,7 +36,7 @@ mod scattered;
 mod votes;
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use half::{bf16, f16};
 use phalanx_comm::{Algorithm, Bucket, Call, ProcessGroup, ReduceOp};
@@ -96,7 +96,7 @@ pub enum Exchange {
     /// ([`ShardedOptimizer::step_scattered`](crate::ShardedOptimizer::step_scattered)), which updates
     /// each piece of parameters as soon as their gradient is folded, while it is still in the processor's cache.
     /// Meant for ranks of one host whose threads use all of its cores, so that nothing can be hidden
-    /// (`benches/runs/2026-11-21-overhead`). Between hosts, and where cores are idle, use another. Without [caps](ReducerOptions::caps) of
+    /// (`benches/runs/2026-11-22-overhead`). Between hosts, and where cores are idle, use another. Without [caps](ReducerOptions::caps) of
     /// its own there is one bucket.
     AtStep,
 }
@@ -674,6 +674,7 @@ impl Reducer {
         self.ballot = Ballot::default();
         self.launched_at.clear();
         self.times.buckets.clear();
+        self.times.in_step = Duration::ZERO;
         self.times.backward_began = Some(Instant::now());
         self.group.set_phase("backward");
         for memory in &mut self.memory {

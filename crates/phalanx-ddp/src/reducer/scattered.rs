@@ -1,6 +1,7 @@
 //! Gradients of which each rank gets its part only.
 
 use std::ops::Range;
+use std::time::{Duration, Instant};
 
 use phalanx_comm::{Bucket, Call, ReduceOp};
 
@@ -88,6 +89,7 @@ impl Reducer {
     ) -> Result<()> {
         self.check_pieces()?;
         self.committed = false;
+        let (began, mut updates) = (Instant::now(), Duration::ZERO);
         let (world, rank) = (self.group.world_size(), self.group.rank());
         for bucket in 0..self.memory.len() {
             let (plan, untouched) = (&self.plan, &self.untouched);
@@ -96,6 +98,7 @@ impl Reducer {
                 _ => rank * plan.chunk_elems(bucket, world),
             };
             let mut show = |at: usize, values: &[f32]| {
+                let began = Instant::now();
                 let run = first + at..first + at + values.len();
                 for (param, elems) in plan.within(bucket, run.clone()) {
                     let from = plan.place(param).1.start + elems.start - run.start;
@@ -104,6 +107,7 @@ impl Reducer {
                         visit(param, elems, gradient);
                     }
                 }
+                updates += began.elapsed();
             };
             match (&self.chunks[bucket], &mut self.memory[bucket]) {
                 (Some(chunk), _) if self.exchanged => show(0, chunk),
@@ -135,6 +139,7 @@ impl Reducer {
                 _ => {}
             }
         }
+        self.times.in_step += began.elapsed().saturating_sub(updates);
         Ok(())
     }
 
@@ -143,6 +148,7 @@ impl Reducer {
     pub(crate) fn gather_pieces(&mut self, flat: &mut [f32], starts: &[usize]) -> Result<()> {
         self.check_usable()?;
         self.committed = false; // nothing is to be read as a gradient any more
+        let began = Instant::now();
         let (world, rank) = (self.group.world_size(), self.group.rank());
         for bucket in 0..self.memory.len() * usize::from(world > 1) {
             let (plan, part) = (&self.plan, self.plan.chunk_elems(bucket, world));
@@ -177,6 +183,7 @@ impl Reducer {
                 )
             })?;
         }
+        self.times.in_step += began.elapsed();
         Ok(())
     }
 }

@@ -100,6 +100,57 @@ pub trait Optimizer {
     fn restore(&mut self, steps: u64, updates: &[u64], state: &[(&str, &[f32])]) -> Result<()>;
 }
 
+impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
+    fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()> {
+        (**self).step(params, grads)
+    }
+
+    fn step_scaled(
+        &mut self,
+        params: &mut Params,
+        grads: &dyn GradView,
+        factor: f32,
+    ) -> Result<()> {
+        (**self).step_scaled(params, grads, factor)
+    }
+
+    fn begin_step(&mut self) -> Result<()> {
+        (**self).begin_step()
+    }
+
+    fn step_run(&mut self, run: Run<'_>, factor: f32) -> Result<()> {
+        (**self).step_run(run, factor)
+    }
+
+    fn set_workers(&mut self, workers: Workers) {
+        (**self).set_workers(workers);
+    }
+
+    fn lr(&self) -> f64 {
+        (**self).lr()
+    }
+
+    fn set_lr(&mut self, lr: f64) {
+        (**self).set_lr(lr);
+    }
+
+    fn steps(&self) -> u64 {
+        (**self).steps()
+    }
+
+    fn state(&self) -> Vec<(&'static str, &[f32])> {
+        (**self).state()
+    }
+
+    fn updates(&self) -> &[u64] {
+        (**self).updates()
+    }
+
+    fn restore(&mut self, steps: u64, updates: &[u64], state: &[(&str, &[f32])]) -> Result<()> {
+        (**self).restore(steps, updates, state)
+    }
+}
+
 /// Neighbouring elements of one parameter, wherever they lie.
 #[derive(Debug)]
 pub struct Run<'a> {

@@ -130,6 +130,26 @@ impl State {
     /// `Data` when the checkpoint is of another model or optimizer; it is then
     /// unchanged.
     pub fn restore_optimizer(&self, params: &Params, optimizer: &mut dyn Optimizer) -> Result<()> {
+        let buffers = self.optimizer_buffers(params)?;
+        let views: Vec<(&str, &[f32])> = buffers.iter().map(|(n, v)| (*n, &v[..])).collect();
+        optimizer
+            .restore(
+                self.manifest.optimizer_steps,
+                &self.manifest.updates(params),
+                &views,
+            )
+            .map_err(|source| {
+                self.wrong(format_args!("it is of another optimizer: {source}"))
+                    .with_source(source)
+            })
+    }
+
+    /// The optimizer's buffers by name, each laid out like [`Params::flat`] of `params`.
+    ///
+    /// # Errors
+    ///
+    /// `Data` when the checkpoint is of another model.
+    pub fn optimizer_buffers(&self, params: &Params) -> Result<Vec<(&str, Vec<f32>)>> {
         let file = self.tensors()?;
         let mut as_params = params.clone();
         let mut buffers = Vec::new();
@@ -145,17 +165,7 @@ impl State {
             }
             buffers.push((buffer.as_str(), as_params.flat().to_vec()));
         }
-        let views: Vec<(&str, &[f32])> = buffers.iter().map(|(n, v)| (*n, &v[..])).collect();
-        optimizer
-            .restore(
-                self.manifest.optimizer_steps,
-                &self.manifest.updates(params),
-                &views,
-            )
-            .map_err(|source| {
-                self.wrong(format_args!("it is of another optimizer: {source}"))
-                    .with_source(source)
-            })
+        Ok(buffers)
     }
 
     /// The list of `len` numbers that was saved under this name

@@ -19,6 +19,7 @@ mod folder;
 mod fuzzing;
 mod load;
 mod manifest;
+mod optimizer;
 mod snapshot;
 
 pub use background::Background;
@@ -27,5 +28,6 @@ pub use folder::Folder;
 pub(crate) use fuzzing::{fuzz, fuzz_seeds};
 pub use load::State;
 pub use manifest::{Manifest, Place};
+pub use optimizer::OptimizerState;
 pub(crate) use snapshot::MODEL;
 pub use snapshot::Snapshot;

@@ -4,10 +4,10 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::io::Write;
 
-use phalanx_nn::optim::Optimizer;
 use phalanx_nn::{ParamId, ParamInfo, Params};
 use sha2::{Digest, Sha256};
 
+use super::OptimizerState;
 use super::manifest::{FORMAT, Manifest, NO_HASH, Place, VERSION};
 use crate::checkpoint::write_header;
 use crate::pth::DType;
@@ -35,9 +35,9 @@ pub struct Snapshot {
 impl Snapshot {
     /// Copies `params` and the optimizer as they are before the step at
     /// `place`. `facts` and `progress` are given back as they are.
-    pub fn take(
+    pub fn take<'a>(
         params: &Params,
-        optimizer: &dyn Optimizer,
+        optimizer: impl Into<OptimizerState<'a>>,
         place: Place,
         facts: BTreeMap<String, String>,
         progress: serde_json::Value,
@@ -49,15 +49,19 @@ impl Snapshot {
     /// more, where that is of the same model and optimizer: memory that was touched
     /// before takes the copy several times as fast as memory that the system has yet
     /// to find.
-    pub fn take_over(
+    pub fn take_over<'a>(
         old: Option<Snapshot>,
         params: &Params,
-        optimizer: &dyn Optimizer,
+        optimizer: impl Into<OptimizerState<'a>>,
         place: Place,
         facts: BTreeMap<String, String>,
         progress: serde_json::Value,
     ) -> Snapshot {
-        let state = optimizer.state();
+        let OptimizerState {
+            steps,
+            updates,
+            buffers: state,
+        } = optimizer.into();
         let (old_params, mut old_buffers) = match old {
             Some(old) => (Some(old.params), old.optimizer),
             None => (None, Vec::new()),
@@ -81,8 +85,8 @@ impl Snapshot {
             memory.extend_from_slice(values);
             ((*name).to_owned(), memory)
         });
-        let updates = params.infos().iter().zip(optimizer.updates());
-        let fewer = updates.filter(|(_, count)| **count != optimizer.steps());
+        let updates = params.infos().iter().zip(updates.iter());
+        let fewer = updates.filter(|(_, count)| **count != steps);
         let optimizer_updates = fewer.map(|(info, count)| (info.name.clone(), *count));
         let optimizer_updates = optimizer_updates.collect();
         Snapshot {
@@ -97,7 +101,7 @@ impl Snapshot {
                 bytes: 0,
                 sha256: String::new(),
                 place,
-                optimizer_steps: optimizer.steps(),
+                optimizer_steps: steps,
                 optimizer_updates,
                 optimizer_buffers: state.iter().map(|b| b.0.to_owned()).collect(),
                 facts,

@@ -24,11 +24,13 @@
 use std::time::{Duration, Instant};
 
 use phalanx_comm::ReduceOp;
+use phalanx_ddp::Exchange;
 use serde_json::json;
 
-use super::train::{PARTS, TrainBenchArgs, Trainer, median};
+use super::train::{PARTS, TrainBenchArgs, Trainer, exchange_title, median};
 use crate::error::Result;
 use crate::train::RankContext;
+use crate::train::format::plural;
 
 /// Steps in one go.
 pub(super) const BLOCK: usize = 4;
@@ -250,7 +252,7 @@ fn report(
     if args.json {
         let line = json!({
             "model": args.recipe.key(), "world": ctx.world(), "threads": ctx.threads, "precision": args.precision.title(), "batch": args.batch,
-            "blocks": pairs.len(), "block_steps": BLOCK, "step_ms_median": synced_ms, "alone_ms_median": alone_ms,
+            "exchange": exchange_title(trainer.exchange()), "blocks": pairs.len(), "block_steps": BLOCK, "step_ms_median": synced_ms, "alone_ms_median": alone_ms,
             "overhead_percent": overhead, "overhead_percent_quartiles": [low, high],
             "overhead_percent_undisturbed": undisturbed, "skew_percent": skew,
             "bucket_bytes": buckets, "communication_alone_ms_median": communication_ms,
@@ -262,24 +264,32 @@ fn report(
         });
         return ctx.line(&line.to_string());
     }
+    let under_backward = match trainer.exchange() {
+        Exchange::AtStep => {
+            String::from("the optimizer's step exchanges gradients and parameters besides")
+        }
+        Exchange::AllReduce | Exchange::ReduceScatter => format!(
+            "{fits_ms:.2} ms fit under backward, {hidden:.0} % of that is hidden; backward takes {slowed_ms:.2} ms longer"
+        ),
+    };
     ctx.line(&format!(
-        "{} {}, {}, batch {} a rank\nstep          {synced_ms:.2} ms, {alone_ms:.2} ms without communication (medians of \
+        "{} {}, {}, batch {} a rank, {}\nstep          {synced_ms:.2} ms, {alone_ms:.2} ms without communication (medians of \
          {} blocks of {BLOCK} steps each)\noverhead      {overhead:.1} % (median of pairs of blocks; middle half \
          {low:.1} to {high:.1} %), {undisturbed:.1} % between the fastest tenths; waiting for the slower rank alone would be \
          {skew:.1} %\n\
          of it         {:+.2} ms in forward and backward, {:+.2} ms waiting for gradients, {:+.2} ms in the optimizer's step (medians)\n\
-         communication {communication_ms:.2} ms alone, {:.1} MB in {} buckets; {fits_ms:.2} ms fit under backward, {hidden:.0} % of that \
-         is hidden; backward takes {slowed_ms:.2} ms longer",
+         communication {communication_ms:.2} ms alone, {:.1} MB in {}; {under_backward}",
         args.recipe.title(),
         args.precision.describe(),
         ctx.describe(),
         args.batch,
+        exchange_title(trainer.exchange()),
         pairs.len(),
         longer[0],
         longer[1],
         longer[2],
         buckets.iter().sum::<usize>() as f64 / 1e6,
-        buckets.len(),
+        plural(buckets.len(), "bucket"),
     ))
 }
 

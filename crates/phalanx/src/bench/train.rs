@@ -17,6 +17,7 @@ use super::{checks, overhead};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ranks::{self, RankArgs};
 use crate::train::RankContext;
+use crate::train::exchange::ExchangeArg;
 use crate::train::precision::PrecisionArg;
 use crate::train::profile::Profiler;
 
@@ -29,27 +30,6 @@ pub enum Model {
     Resnet18,
     /// torchvision's MobileNetV2 on 32 x 32 images
     Mobilenetv2,
-}
-
-/// What becomes of gradients ([`Exchange`]).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum ExchangeArg {
-    /// Every rank all of them, averaged while backward still runs
-    AllReduce,
-    /// Every rank a part of each bucket, averaged while backward still runs; parameters travel after the step
-    ReduceScatter,
-    /// Every rank a part, averaged as the optimizer's step needs it: the least work, but nothing is hidden
-    AtStep,
-}
-
-impl From<ExchangeArg> for Exchange {
-    fn from(arg: ExchangeArg) -> Exchange {
-        match arg {
-            ExchangeArg::AllReduce => Exchange::AllReduce,
-            ExchangeArg::ReduceScatter => Exchange::ReduceScatter,
-            ExchangeArg::AtStep => Exchange::AtStep,
-        }
-    }
 }
 
 impl Model {
@@ -117,6 +97,7 @@ pub(super) struct Trainer {
     net: Net,
     params: Params,
     ddp: DistributedDataParallel,
+    exchange: Exchange,
     /// Averages gradients in steps that are not `synced`; without it they stay where they are.
     other: Option<DistributedDataParallel>,
     /// Gradients of steps without communication.
@@ -168,8 +149,13 @@ impl Trainer {
         let net = Net::new(args.recipe, &mut scope, args.recompute);
         let mut params = scope.build()?;
         let group = ctx.group.clone();
+        let exchange = match args.checks {
+            // What is compared takes part in it.
+            true => Exchange::AllReduce,
+            false => args.exchange.choose(ctx)?,
+        };
         let options = DdpOptions {
-            exchange: args.exchange.into(),
+            exchange,
             ..DdpOptions::default()
         };
         let ddp = DistributedDataParallel::new(group, &mut params, options)?;
@@ -181,13 +167,14 @@ impl Trainer {
             optimizer
         };
         let optimizer = make(&params);
-        let sharded = match Exchange::from(args.exchange).is_scattered() {
+        let sharded = match exchange.is_scattered() {
             true => Some(ShardedOptimizer::for_wrapper(&ddp, &params, make)?),
             false => None,
         };
         Ok(Trainer {
             net,
             ddp,
+            exchange,
             other: None,
             alone: Grads::like(&params),
             backward: Backward {
@@ -301,6 +288,10 @@ impl Trainer {
         &self.backward
     }
 
+    pub(super) fn exchange(&self) -> Exchange {
+        self.exchange
+    }
+
     pub(super) fn ddp(&self) -> &DistributedDataParallel {
         &self.ddp
     }
@@ -334,9 +325,9 @@ pub struct TrainBenchArgs {
     /// memory for activations, the blocks' forward pass once more, the same bits (not for mnist, which has no blocks)
     #[arg(long)]
     pub recompute: bool,
-    /// Who gets which averaged gradients; where it is not everybody all, each rank updates a part of the
+    /// Who gets which averaged gradients, and when; where it is not everybody all, each rank updates a part of the
     /// parameters and holds the momentum of that part only (ZeRO stage 1)
-    #[arg(long, value_enum, default_value_t = ExchangeArg::AllReduce)]
+    #[arg(long, value_enum, default_value_t = ExchangeArg::Auto)]
     pub exchange: ExchangeArg,
     /// What the ranks' communication costs a step: time blocks of steps with it and without in turn, and of it alone
     #[arg(long, conflicts_with = "profile")]
@@ -464,7 +455,7 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
     if args.json {
         let line = json!({
             "model": args.recipe.key(), "world": ctx.world(), "threads": ctx.threads, "precision": args.precision.title(), "batch": args.batch,
-            "recompute": args.recompute, "steps": args.steps, "step_ms_median": step_ms, "images_per_s": images_per_s,
+            "recompute": args.recompute, "exchange": exchange_title(trainer.exchange), "steps": args.steps, "step_ms_median": step_ms, "images_per_s": images_per_s,
             "exposed_comm_ms": exposed, "peak_rss_mib": peak_mib[0], "first_step_began_s": first_began.as_secs_f64(), "first_step_s": first_step.as_secs_f64(),
         });
         return ctx.line(&line.to_string());
@@ -481,6 +472,11 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
         first_began.as_secs_f64(),
         first_step.as_secs_f64()
     ))
+}
+
+/// As `--exchange` has it.
+pub(super) fn exchange_title(exchange: Exchange) -> String {
+    ExchangeArg::from(exchange).title()
 }
 
 /// Middle value (the upper one of an even count).

@@ -21,6 +21,7 @@ use super::context::RankContext;
 use super::format::{plural, python_repr};
 use super::output::{Files, Output};
 use super::saving::{History, Now, Resumed, Saving, SavingArgs, Whole};
+use super::update::Update;
 use crate::error::Result;
 use crate::ranks;
 use crate::say;
@@ -128,10 +129,10 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
         ..DdpOptions::default()
     };
     let mut ddp = DistributedDataParallel::new(ctx.group.clone(), &mut params, options)?;
-    let mut optimizer = Sgd::new(&params, args.lr);
+    let mut update = Update::Whole(Box::new(Sgd::new(&params, args.lr)));
     if let Some(resumed) = &resumed {
         resumed.wrapper(ctx, &mut ddp)?;
-        resumed.optimizer(ctx, &params, &mut optimizer)?;
+        resumed.update(ctx, &params, &mut update)?;
     }
     let first = resumed.as_ref().map_or(0, |r| r.place().step as usize);
     let mut output = Output::open(ctx, dir, FILES, resumed.is_some())?;
@@ -172,7 +173,7 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
         drop(step);
         let commit = ddp.finish()?;
         if commit.is_yes() {
-            optimizer.step(&mut params, &ddp)?;
+            update.step(&mut params, &mut ddp)?;
         } else {
             ctx.note_skipped(&commit, format_args!("step {}", i + 1));
         }
@@ -184,7 +185,7 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
             let whole = Whole {
                 params: &params,
                 buffers: None,
-                optimizer: &optimizer,
+                update: &update,
                 ddp: &ddp,
             };
             saving.save(now, &whole, place(i + 1), History::default())?;
@@ -209,7 +210,7 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
         "skipped_steps": ddp.skipped_steps(),
         "total_s": ctx.started.elapsed().as_secs_f64(),
         "weights_sha256": hex::encode(digest),
-        "optimizer_sha256": optimizer_sha256(&optimizer),
+        "optimizer_sha256": optimizer_sha256(update.state()?),
     }))?;
     // Nobody leaves before the files are complete.
     Ok(ctx.group.barrier()?)

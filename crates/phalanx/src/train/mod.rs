@@ -5,6 +5,7 @@ mod cifar;
 mod context;
 mod cut;
 mod evaluate;
+pub(crate) mod exchange;
 mod fit;
 pub mod format;
 mod gradient;
@@ -26,6 +27,7 @@ mod settings;
 mod start;
 mod timing;
 mod trace;
+mod update;
 mod voice;
 mod whiten;
 

@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use clap::builder::{OsStringValueParser, TypedValueParser as _};
-use phalanx_ddp::{BucketCaps, Buffers, DdpOptions, Every};
+use phalanx_ddp::{BucketCaps, Buffers, DdpOptions, Every, Exchange};
 use phalanx_train::sampler::{Sampler, SamplerConfig, TorchBatches};
 
 use super::cut::{Cut, CutArgs, Determinism};
+use super::exchange::ExchangeArg;
 use super::gradient::{GradientArgs, GradientType};
 use super::precision::PrecisionArg;
 use super::saving::{self, SavingArgs};
@@ -62,6 +63,9 @@ pub struct Settings {
     /// Gradient bucket cap in MiB [default: 4 on one host, 8 across hosts; first and last 1]
     #[arg(long, value_name = "MIB")]
     pub bucket_cap_mb: Option<f64>,
+    /// Who gets which averaged gradients, and when; the results are the same bits
+    #[arg(long, value_enum, default_value_t = ExchangeArg::Auto)]
+    pub exchange: ExchangeArg,
     /// Numbers that convolutions and linear layers multiply, and that convolutions and batch norms leave in
     /// memory; weights, sums and the rest are fp32 either way
     #[arg(long, value_enum, default_value_t = PrecisionArg::Fp32)]
@@ -169,6 +173,7 @@ impl Settings {
             ranks::check_count(flag, value, largest)?;
         }
         self.gradients.validate()?;
+        self.exchange.validate(self)?;
         self.saving.validate(self.output_dir.is_some())?;
         super::check_lr(self.lr())?;
         if self
@@ -248,13 +253,19 @@ impl Settings {
     /// # Errors
     ///
     /// Usage, when there can be no such number of shards.
-    pub fn ddp_options(&self, must_agree: Vec<String>, frozen: Vec<String>) -> Result<DdpOptions> {
+    pub fn ddp_options(
+        &self,
+        exchange: Exchange,
+        must_agree: Vec<String>,
+        frozen: Vec<String>,
+    ) -> Result<DdpOptions> {
         Ok(DdpOptions {
             caps: self
                 .bucket_cap_mb
                 .map(|mib| BucketCaps::uniform((mib * f64::from(1 << 20)) as usize)),
             deterministic: self.cut.deterministic()?,
             buffers: Buffers::Mean(Every::Epoch),
+            exchange,
             frozen,
             must_agree,
             ..DdpOptions::default()
@@ -290,6 +301,7 @@ impl Settings {
             format!("--test-batch-size {}", self.test_batch_size),
             format!("--precision {}", self.precision.title()),
             format!("--gradient-type {:?}", self.gradients.gradient_type).to_lowercase(),
+            format!("--exchange {}", self.exchange.title()),
             format!("--exact-validation {}", self.exact_validation),
             format!("--log-batches {}", self.log_batches),
             format!("--log-images {}", self.log_images),

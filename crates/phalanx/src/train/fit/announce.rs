@@ -1,6 +1,6 @@
 //! What is said before the first step.
 
-use phalanx_ddp::DistributedDataParallel;
+use phalanx_ddp::{DistributedDataParallel, Exchange};
 use phalanx_nn::Params;
 
 use crate::train::context::RankContext;
@@ -16,6 +16,7 @@ pub(super) struct About<'a> {
     pub(super) initial: Option<&'a str>,
     pub(super) steps: usize,
     pub(super) optimizer: &'a str,
+    pub(super) exchange: Exchange,
 }
 
 /// Who trains, on what, which model, and how.
@@ -35,6 +36,9 @@ pub(super) fn announce<P: Program>(
         .map(|b| bytes(ddp.plan().bucket_bytes(b)))
         .collect();
     let buckets = match settings.cut.deterministic {
+        _ if about.exchange == Exchange::AtStep => {
+            format!("{} averaged in the optimizer's step", sizes.join(" and "))
+        }
         Determinism::Ranks | Determinism::Off => {
             format!("{} ({})", plural(buckets, "bucket"), sizes.join(", "))
         }

@@ -50,15 +50,16 @@ impl<P: Program> Training<'_, P> {
             data: &self.data.test,
         };
         output.save_predictions(&tester.predictions(&self.params, &mut self.tape)?)?;
-        let summary = self.summary();
+        let summary = self.summary()?;
         self.reports.output.save_summary(&summary)
     }
 
-    fn summary(&self) -> serde_json::Value {
+    /// *Blocks* until all ranks call it.
+    fn summary(&self) -> Result<serde_json::Value> {
         let (ctx, program) = (self.ctx, self.program);
         let (results, settings) = (&self.results, program.settings());
         let (timing, last) = (&results.timing, &results.last);
-        json!({
+        Ok(json!({
             "recipe": program.name(),
             "version": env!("CARGO_PKG_VERSION"),
             "arguments": say::arguments(),
@@ -87,9 +88,9 @@ impl<P: Program> Training<'_, P> {
             "deterministic": format!("{:?}", settings.cut.deterministic).to_lowercase(),
             "initial_sha256": results.initial,
             "weights_sha256": results.weights,
-            "optimizer_sha256": optimizer_sha256(self.optimizer.as_ref()),
+            "optimizer_sha256": optimizer_sha256(self.update.state()?),
             "metrics_sha256": results.metrics.sha256(),
-        })
+        }))
     }
 
     /// The last lines, for the person at the terminal.

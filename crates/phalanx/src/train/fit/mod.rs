@@ -13,7 +13,6 @@ mod step;
 use std::time::Instant;
 
 use phalanx_ddp::{DistributedDataParallel, verify_equal};
-use phalanx_nn::optim::Optimizer;
 use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::{Params, Tape};
 use phalanx_train::checkpoint;
@@ -37,6 +36,7 @@ use super::sample_log::SampleLog;
 use super::saving::{History, Now, Saving, Whole};
 use super::timing::Timing;
 use super::trace::Trace;
+use super::update::Update;
 use super::voice::Voice;
 use crate::error::Result;
 
@@ -76,7 +76,7 @@ struct Training<'a, P: Program> {
     net: P::Net,
     params: Params,
     ddp: DistributedDataParallel,
-    optimizer: Box<dyn Optimizer>,
+    update: Update,
     schedule: Option<Schedule>,
     tape: Tape,
     saving: Saving<'a>,
@@ -229,7 +229,7 @@ impl<P: Program> Training<'_, P> {
         let whole = Whole {
             params: &self.params,
             buffers,
-            optimizer: self.optimizer.as_ref(),
+            update: &self.update,
             ddp: &self.ddp,
         };
         self.saving.save(now, &whole, self.place, history)

@@ -23,6 +23,7 @@ use crate::train::sample_log::SampleLog;
 use crate::train::saving::{Resumed, Saving};
 use crate::train::timing::Timing;
 use crate::train::trace::Trace;
+use crate::train::update::Update;
 
 impl<'a, P: Program> Training<'a, P> {
     /// Everything before the first step. *Blocks* until all ranks call it.
@@ -54,19 +55,25 @@ impl<'a, P: Program> Training<'a, P> {
         let mut facts = settings.must_agree();
         facts.extend(program.must_agree());
         facts.push(format!("data {}", data.content));
-        let options = settings.ddp_options(facts, program.frozen())?;
+        let exchange = settings.exchange.choose_for(ctx, settings)?; // DDP
+        let options = settings.ddp_options(exchange, facts, program.frozen())?;
         let mut ddp = DistributedDataParallel::new(ctx.group.clone(), &mut params, options)?; // DDP
         if let Some(hook) = settings.gradients.hook(settings.seed)? {
             ddp.set_hook(Some(hook))?; // DDP
         }
-        let (mut optimizer, optimizer_name) = program.optimizer(&params, world);
-        if let Some(resumed) = &resumed {
-            resumed.wrapper(ctx, &mut ddp)?; // DDP
-            resumed.optimizer(ctx, &params, optimizer.as_mut())?; // DDP
-        }
         let mut tape = Tape::new(Threads(ctx.threads));
         tape.set_precision(settings.precision.into());
-        optimizer.set_workers(tape.workers());
+        let mut optimizer_name = String::new();
+        let mut update = Update::new(&ddp, exchange, &params, |params| {
+            let (mut optimizer, name) = program.optimizer(params, world);
+            optimizer.set_workers(tape.workers());
+            optimizer_name = name;
+            optimizer
+        })?; // DDP
+        if let Some(resumed) = &resumed {
+            resumed.wrapper(ctx, &mut ddp)?; // DDP
+            resumed.update(ctx, &params, &mut update)?; // DDP
+        }
 
         let cut = Cut::new(&settings.cut, world, ctx.rank())?;
         let config = SamplerConfig {
@@ -98,6 +105,7 @@ impl<'a, P: Program> Training<'a, P> {
             initial: initial.as_deref(),
             steps,
             optimizer: &optimizer_name,
+            exchange,
         };
         announce(ctx, program, &about, &params, &ddp, &output);
         voice.trains(ctx, settings.epochs())?;
@@ -149,7 +157,7 @@ impl<'a, P: Program> Training<'a, P> {
             net,
             params,
             ddp,
-            optimizer,
+            update,
             schedule,
             tape,
             saving,

@@ -42,7 +42,7 @@ impl<P: Program> Training<'_, P> {
         let (epoch, index) = (turn.epoch, turn.index);
         ctx.group.set_position(epoch as u64, index as u64 + 1);
         if let Some(schedule) = &self.schedule {
-            self.optimizer.set_lr(schedule.lr());
+            self.update.set_lr(schedule.lr());
         }
         let mut sums = vec![0.0; self.cut.parts()];
         let marks = self.reports.trace.begin();
@@ -58,7 +58,7 @@ impl<P: Program> Training<'_, P> {
 
         let local: f64 = sums.iter().sum();
         let mean = local / turn.sizes.iter().sum::<usize>().max(1) as f64;
-        ctx.check_loss(mean, format_args!("{}", turn.name()), self.optimizer.lr())?;
+        ctx.check_loss(mean, format_args!("{}", turn.name()), self.update.lr())?;
         losses.add(&sums, mean, turn.global.samples);
         let timing = &mut self.results.timing;
         timing.add(times.exposed(), turn.global.samples);
@@ -111,7 +111,7 @@ impl<P: Program> Training<'_, P> {
         self.ctx.group.set_phase("optimizer");
         if commit.is_yes() {
             self.ddp.sync_buffers(&mut self.params)?; // DDP
-            self.optimizer.step(&mut self.params, &self.ddp)?;
+            self.update.step(&mut self.params, &mut self.ddp)?; // DDP
         } else {
             // Statistics of a batch that is not trained on must not stay.
             self.params.buffers_flat_mut().copy_from_slice(buffers);
@@ -154,7 +154,7 @@ impl<P: Program> Training<'_, P> {
         if logged {
             self.results.metrics.add(mean);
             reports.log.event(&json!({
-                "step": (epoch - 1) * self.steps + index, "epoch": epoch, "loss": mean, "lr": self.optimizer.lr(),
+                "step": (epoch - 1) * self.steps + index, "epoch": epoch, "loss": mean, "lr": self.update.lr(),
                 "elapsed_s": ctx.started.elapsed().as_secs_f64(),
                 "exposed_comm_ms": self.ddp.times().exposed().as_secs_f64() * 1e3,
                 "data_wait_total_ms": self.loader.waited().as_secs_f64() * 1e3,
@@ -179,7 +179,7 @@ impl<P: Program> Training<'_, P> {
             step_in_epoch: if ended { 0 } else { turn.index as u64 + 1 },
             step: self.place.step + 1,
         };
-        self.saving.prepare(&self.params, self.optimizer.as_ref());
+        self.saving.prepare(&self.params, &self.update)?; // DDP
         let now = self.saving.after_step(self.place.step)?; // DDP
         if ended {
             self.stop = now == Now::Stop;

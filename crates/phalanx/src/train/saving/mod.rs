@@ -19,11 +19,11 @@ use std::path::{Path, PathBuf};
 use phalanx_comm::ReduceOp;
 use phalanx_ddp::DistributedDataParallel;
 use phalanx_nn::Params;
-use phalanx_nn::optim::Optimizer;
 use phalanx_train::state::{Background, Folder, Place, Snapshot};
 
 use self::history::Hook;
 use super::context::RankContext;
+use super::update::Update;
 use crate::error::{Error, ErrorKind, Result};
 use crate::stop;
 
@@ -49,7 +49,7 @@ pub struct Whole<'a> {
     pub params: &'a Params,
     /// In the place of the model's own buffers, where these are each rank's.
     pub buffers: Option<&'a [f32]>,
-    pub optimizer: &'a dyn Optimizer,
+    pub update: &'a Update,
     pub ddp: &'a DistributedDataParallel,
 }
 
@@ -160,15 +160,23 @@ impl<'a> Saving<'a> {
 
     /// After the first step of a run that saves on the way, when the optimizer has all
     /// its state: finds rank 0 the memory for a checkpoint, so that no later step has to
-    /// wait while the system clears each of its pages.
-    pub fn prepare(&mut self, params: &Params, optimizer: &dyn Optimizer) {
-        if let (0, Some(_), Some(background)) =
-            (self.steps, self.args.save_every, &mut self.background)
-        {
+    /// wait while the system clears each of its pages. *Blocks* until all ranks call it, if
+    /// the optimizer is cut over them.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost.
+    pub fn prepare(&mut self, params: &Params, update: &Update) -> Result<()> {
+        if self.steps > 0 || self.args.save_every.is_none() {
+            return Ok(());
+        }
+        let optimizer = update.state()?;
+        if let Some(background) = &mut self.background {
             let (place, nothing) = (Place::default(), serde_json::Value::Null);
             let spare = Snapshot::take(params, optimizer, place, BTreeMap::new(), nothing);
             background.set_spare(spare);
         }
+        Ok(())
     }
 
     /// Saves on rank 0, while training goes on: all that the step waits for is a copy
@@ -198,6 +206,7 @@ impl<'a> Saving<'a> {
             });
             more = hook.tensors;
         }
+        let optimizer = whole.update.state()?;
         let Some(background) = &mut self.background else {
             return Ok(());
         };
@@ -205,8 +214,8 @@ impl<'a> Saving<'a> {
         // For its memory.
         let before = background.wait();
         let (old, facts) = (background.spare(), self.facts.clone());
-        let (params, optimizer) = (whole.params, whole.optimizer);
-        let mut snapshot = Snapshot::take_over(old, params, optimizer, place, facts, progress);
+        let mut snapshot =
+            Snapshot::take_over(old, whole.params, optimizer, place, facts, progress);
         if let Some(buffers) = whole.buffers {
             snapshot = snapshot.with_buffers(buffers)?;
         }

@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 
 use phalanx_ddp::{DdpState, DistributedDataParallel, HookState};
 use phalanx_nn::Params;
-use phalanx_nn::optim::Optimizer;
 use phalanx_train::state::{Folder, Manifest, Place, State};
 use serde::Deserialize;
 
@@ -13,6 +12,7 @@ use super::{AUTO, FOLDER, History, SavingArgs, no_json};
 use crate::error::{Error, ErrorKind, Result};
 use crate::train::context::RankContext;
 use crate::train::format::plural;
+use crate::train::update::Update;
 
 /// The name of the fact that a flag can mend.
 const GLOBAL_BATCH: &str = "global batch size";
@@ -205,35 +205,45 @@ impl Resumed {
         Ok(())
     }
 
-    /// Sets the optimizer's state on all ranks. *Blocks* until all call it.
+    /// The optimizer's buffers by name, whole on all ranks. *Blocks* until all call it.
     ///
     /// # Errors
     ///
-    /// Data, when it is another optimizer's; peers that are lost.
-    pub fn optimizer(
-        &self,
-        ctx: &RankContext,
-        params: &Params,
-        optimizer: &mut dyn Optimizer,
-    ) -> Result<()> {
-        if let Some(state) = &self.state {
-            state.restore_optimizer(params, optimizer)?;
-        }
+    /// Data, when it is of another model; peers that are lost.
+    fn buffers(&self, ctx: &RankContext, params: &Params) -> Result<Vec<Buffer>> {
+        let saved = match &self.state {
+            Some(state) => Some(state.optimizer_buffers(params)?),
+            None => None,
+        };
+        let mut saved = saved.into_iter().flatten().map(|(_, values)| values);
         let mut buffers = Vec::new();
         for name in &self.manifest.optimizer_buffers {
-            let own = optimizer.state().into_iter().find(|(own, _)| own == name);
-            let mut values = match own {
-                Some((_, values)) if self.state.is_some() => values.to_vec(),
-                _ => vec![0.0; params.flat().len()],
-            };
+            let nothing = || vec![0.0; params.flat().len()];
+            let mut values = saved.next().unwrap_or_else(nothing);
             ctx.group.broadcast(&mut values, 0)?;
-            buffers.push((name.as_str(), values));
+            buffers.push((name.clone(), values));
         }
-        let views: Vec<(&str, &[f32])> = buffers.iter().map(|(n, v)| (*n, &v[..])).collect();
-        let updates = self.manifest.updates(params);
-        Ok(optimizer.restore(self.manifest.optimizer_steps, &updates, &views)?)
+        Ok(buffers)
+    }
+
+    /// Gives the optimizer its state, on all ranks. *Blocks* until all call it.
+    ///
+    /// # Errors
+    ///
+    /// Data, when it is of another optimizer; peers that are lost.
+    pub fn update(&self, ctx: &RankContext, params: &Params, update: &mut Update) -> Result<()> {
+        let buffers = self.buffers(ctx, params)?;
+        let views: Vec<(&str, &[f32])> = buffers.iter().map(|(n, v)| (&n[..], &v[..])).collect();
+        let (steps, updates) = (self.manifest.optimizer_steps, self.manifest.updates(params));
+        update.restore(steps, &updates, &views).map_err(|cause| {
+            let what = format!("--resume {}: it is of another optimizer", self.from);
+            Error::new(ErrorKind::Failed, what).caused_by(cause)
+        })
     }
 }
+
+/// An optimizer's buffer of this name.
+type Buffer = (String, Vec<f32>);
 
 /// Reads the checkpoint on rank 0.
 fn read(ctx: &RankContext, wanted: &str, dir: &Path) -> Result<Option<State>> {
