@@ -321,7 +321,7 @@ impl ProcessGroup {
         };
         let watched = Watched::new(
             Arc::clone(&recorder),
-            (member.epoch, member.id),
+            (member.epoch, member.id, identity.job),
             member.rank,
             mesh.cells(),
             store,
@@ -470,6 +470,13 @@ impl ProcessGroup {
     pub fn abort(&self, cause: &str) {
         self.core.recorder.failed(cause, Failure::Aborted);
         self.core.abort.poison(&Poison::new(self.core.rank, cause));
+    }
+
+    /// Ties this group to `parent`, of which it is a [subgroup](Self::new_group) that has a part in the same work: from now on
+    /// it ends for all its ranks when this rank ends `parent`, by [`abort`](Self::abort) or by an error, with the same cause.
+    /// So ranks that wait for each other in one group do not miss what happened in the other. Local.
+    pub fn end_with(&self, parent: &ProcessGroup) {
+        self.core.abort.follow(&parent.core.abort);
     }
 
     /// Whether the group still works: looks for an abort and for peers that are gone. For code that waits for something else

@@ -70,8 +70,10 @@ impl ProcessGroup {
                 group: self,
                 store: self.meeting(),
                 prefix: format!(
-                    "monitored/{}/{:x}/{}/",
+                    "monitored/{}/{:016x}/{:x}/{}/",
                     self.epoch(),
+                    // A store may have outlived another job.
+                    self.core.identity.job,
                     self.core.id,
                     number.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
                 ),

@@ -29,6 +29,8 @@ pub(crate) struct Watched {
     pub(super) recorder: Arc<Recorder>,
     epoch: u32,
     group: u32,
+    /// Tells the job from others that used the same store.
+    job: u64,
     rank: usize,
     /// Of the ranks on this host, ours included.
     cells: Vec<Option<Arc<Cell>>>,
@@ -56,7 +58,7 @@ struct Talk {
 impl Watched {
     pub(crate) fn new(
         recorder: Arc<Recorder>,
-        (epoch, group): (u32, u32),
+        (epoch, group, job): (u32, u32, u64),
         rank: usize,
         cells: Vec<Option<Cell>>,
         store: Option<Arc<dyn Store>>,
@@ -67,6 +69,7 @@ impl Watched {
             recorder,
             epoch,
             group,
+            job,
             rank,
             store: store.filter(|_| cells.iter().any(Option::is_none)),
             cells,
@@ -316,7 +319,10 @@ impl Watched {
     }
 
     fn key(&self, rank: usize) -> String {
-        format!("flight/{}/{}/{rank}", self.epoch, self.group)
+        format!(
+            "flight/{}/{:016x}/{}/{rank}",
+            self.epoch, self.job, self.group
+        )
     }
 }
 

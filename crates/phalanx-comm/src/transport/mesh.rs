@@ -1,6 +1,6 @@
 //! All links of one rank in one group, and how to wait for them.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use phalanx_store::Store;
@@ -119,6 +119,8 @@ struct Shared {
     controls: Vec<Arc<Control>>,
     /// Present where ranks of several hosts must agree.
     first_cause: OnceLock<FirstCause>,
+    /// Groups that end with this one.
+    dependents: Mutex<Vec<Weak<Shared>>>,
 }
 
 impl Shared {
@@ -138,7 +140,17 @@ impl Shared {
                 control.send_abort(&agreed);
             }
         }
+        for dependent in self.dependents().iter().filter_map(Weak::upgrade) {
+            dependent.poison(&agreed);
+        }
         first && agreed == *cause
+    }
+
+    fn dependents(&self) -> MutexGuard<'_, Vec<Weak<Shared>>> {
+        // Whole between statements.
+        self.dependents
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The error to report for a peer's end: the group's first cause if there
@@ -176,6 +188,17 @@ impl AbortHandle {
     /// The first cause, if the group is poisoned.
     pub fn poisoned(&self) -> Option<Poison> {
         self.shared.segment.poisoned()
+    }
+
+    /// From now on, what this rank poisons `parent` with poisons this group too.
+    pub(crate) fn follow(&self, parent: &AbortHandle) {
+        let mut dependents = parent.shared.dependents();
+        dependents.retain(|other| other.strong_count() > 0);
+        dependents.push(Arc::downgrade(&self.shared));
+        drop(dependents);
+        if let Some(poison) = parent.poisoned() {
+            self.poison(&poison);
+        }
     }
 }
 
@@ -286,6 +309,7 @@ impl Mesh {
                 segment: parts.segment,
                 controls,
                 first_cause: OnceLock::new(),
+                dependents: Mutex::default(),
             }),
             arenas: parts.arenas,
             instance: parts.instance,

@@ -1,11 +1,13 @@
 //! The barrier that says who did not come.
 
-use std::sync::Barrier;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use phalanx_comm::{ErrorKind, ReduceOp};
+use phalanx_comm::{ErrorKind, ProcessGroup, ReduceOp};
+use phalanx_store::{FileStore, Store};
+use phalanx_wire::Token;
 
-use crate::common::{EVERYWHERE, Over, PATIENCE, SOON, groups, on_each};
+use crate::common::{EVERYWHERE, Over, PATIENCE, SOON, groups, init_options, on_each};
 
 #[test]
 fn everybody_comes() {
@@ -120,4 +122,33 @@ fn an_abort_ends_the_wait_at_once() {
         );
     }
     assert!(start.elapsed() < SOON);
+}
+
+/// Job 1 ends with a barrier that rank 1 never came to. Somebody keeps its file open, so that the verdict is still there
+/// when job 2 uses the same file.
+#[test]
+fn a_job_does_not_read_the_verdict_of_another_in_the_same_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("store");
+    let _keeps_it = FileStore::open(&path).unwrap();
+    let job = || -> Vec<ProcessGroup> {
+        let token = Token::generate().unwrap();
+        let members: Vec<_> = (0..2)
+            .map(|rank| {
+                let store: Arc<dyn Store> = Arc::new(FileStore::open(&path).unwrap());
+                let options = init_options(Over::Shm, &token);
+                std::thread::spawn(move || ProcessGroup::from_store(store, rank, 2, options))
+            })
+            .collect();
+        let formed = members.into_iter().map(|member| member.join().unwrap());
+        formed.map(Result::unwrap).collect()
+    };
+    on_each(job(), |group| {
+        if group.rank() == 0 {
+            let late = group.monitored_barrier(Duration::from_millis(200));
+            assert_eq!(late.unwrap_err().kind(), ErrorKind::Timeout);
+        }
+        group.barrier().unwrap();
+    });
+    on_each(job(), |group| group.monitored_barrier(PATIENCE).unwrap());
 }
