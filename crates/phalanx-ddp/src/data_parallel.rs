@@ -101,7 +101,9 @@ impl DataParallel {
         if params.flat().len() != self.mean.flat().len() {
             return Err(Error::usage("these parameters are another model's"));
         }
-        let part = |r: usize| r * samples / count..(r + 1) * samples / count;
+        // Rounded up, so that the master, whose statistics are kept, has samples wherever any has.
+        let border = |r: usize| (r * samples).div_ceil(count);
+        let part = |r: usize| border(r)..border(r + 1);
         let copied = size_of_val(params.flat()) + size_of_val(params.buffers_flat());
         for (r, lane) in self.replicas.iter_mut().enumerate() {
             lane.params.flat_mut().copy_from_slice(params.flat());

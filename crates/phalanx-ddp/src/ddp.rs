@@ -39,7 +39,8 @@ pub struct DdpOptions {
     pub uneven: Uneven,
     /// What becomes of parameters that a loss does not depend on.
     pub unused: Unused,
-    /// When buffers (running statistics) are made equal over the ranks.
+    /// When buffers (running statistics) are made equal over the ranks. With
+    /// [`Deterministic::Shards`] they are the mean over shards after every step, whatever is set here.
     pub buffers: Buffers,
     /// Parameters by name that each rank trains for itself: their gradients
     /// are neither averaged nor clipped, and rank 0's values are not broadcast.
@@ -167,6 +168,8 @@ pub struct DistributedDataParallel {
     uneven: Uneven,
     buffers: Buffers,
     exchange: Exchange,
+    /// Whether every rank takes part in every batch normalisation.
+    joins_batches: bool,
 }
 
 impl DistributedDataParallel {
@@ -207,7 +210,7 @@ impl DistributedDataParallel {
             let failed = |e| Error::comm_while("rank 0's parameters could not be broadcast", e);
             let own = routes.ignored_values(params);
             group.broadcast(params.flat_mut(), 0).map_err(failed)?;
-            routes.restore_ignored(params, own);
+            routes.restore(params, own);
             group
                 .broadcast(params.buffers_flat_mut(), 0)
                 .map_err(failed)?;
@@ -229,12 +232,15 @@ impl DistributedDataParallel {
             Deterministic::Ranks | Deterministic::Off => (specs, None),
             Deterministic::Shards(tree) => {
                 let buffers = params.buffers_flat().len();
-                let shards = Shards::new(group.clone(), tree, specs, buffers)?;
+                let mut shards = Shards::new(group.clone(), tree, specs, buffers)?;
+                shards.set_own(routes.ignored_names());
                 (Vec::new(), Some(Box::new(shards)))
             }
         };
+        let mut reducer = Reducer::new(group, specs, reducer_options);
+        reducer.set_own(routes.ignored_names());
         Ok(DistributedDataParallel {
-            reducer: Reducer::new(group, specs, reducer_options),
+            reducer,
             shards,
             routes,
             reduced,
@@ -242,6 +248,7 @@ impl DistributedDataParallel {
             uneven: options.uneven,
             buffers: options.buffers,
             exchange: options.exchange,
+            joins_batches: false,
         })
     }
 
@@ -265,7 +272,8 @@ impl DistributedDataParallel {
     /// # Errors
     ///
     /// `Mismatch` naming a rank without data under [`Uneven::Refuse`]; `Usage`
-    /// while a step is in progress; `Comm` when a peer is lost or late.
+    /// while a step is in progress, and without any micro-batch where
+    /// [batches are joined](Self::sync_batch_norm); `Comm` when a peer is lost or late.
     pub fn begin(&mut self, sizes: &[usize]) -> Result<GlobalStep<'_>> {
         let global = step::exchange(self.reducer.group(), sizes, self.uneven)?;
         self.begin_known(sizes, global)
@@ -276,9 +284,10 @@ impl DistributedDataParallel {
     ///
     /// # Errors
     ///
-    /// `Usage` while a step is in progress, or after one failed.
+    /// As [`begin`](Self::begin); `Usage` after a step that failed.
     pub fn begin_known(&mut self, sizes: &[usize], global: GlobalBatch) -> Result<GlobalStep<'_>> {
         let world = self.reducer.group().world_size();
+        self.check_begin(sizes, global)?;
         if global.samples == 0 {
             // Nothing of the step before is to be applied again.
             match &mut self.shards {
@@ -303,6 +312,30 @@ impl DistributedDataParallel {
         })
     }
 
+    /// Whether a step may be begun so.
+    fn check_begin(&self, sizes: &[usize], global: GlobalBatch) -> Result<()> {
+        let group = self.reducer.group();
+        let world = group.world_size();
+        if self.uneven == Uneven::Refuse && (1..world).contains(&global.active_ranks) {
+            return Err(Error::mismatch(format!(
+                "{} of {world} ranks have no data left while others still have some; cut the data evenly, or allow it \
+                 (Uneven::Join)",
+                world - global.active_ranks
+            )));
+        }
+        if self.joins_batches && sizes.is_empty() && global.samples > 0 {
+            let error = Error::usage(format!(
+                "rank {} has no micro-batch in a step in which others have, but batch normalisations join the batches of all \
+                 ranks; begin it with one of no samples (&[0]) and run the model on it",
+                group.rank()
+            ));
+            // The others wait for it in the first normalisation.
+            group.abort(&error.to_string());
+            return Err(error);
+        }
+        Ok(())
+    }
+
     /// Micro-batch `index` of a declared step of `of` begins.
     pub(crate) fn next_micro_batch(&mut self, index: usize, of: usize) -> Result<()> {
         if let Some(shards) = &mut self.shards {
@@ -312,6 +345,16 @@ impl DistributedDataParallel {
         }
         self.routes.start_micro_batch(index);
         Ok(())
+    }
+
+    /// The gradient of a parameter that is not reduced is final.
+    fn own_ready(&mut self, param: ParamId) {
+        if let Some(own) = self.routes.ready(param) {
+            match &mut self.shards {
+                Some(shards) => shards.own_not_finite(own),
+                None => self.reducer.own_not_finite(own),
+            }
+        }
     }
 
     /// Leaves it to the caller to weigh micro-batch `index`; the weight.
@@ -483,7 +526,8 @@ impl DistributedDataParallel {
 
     /// Makes every batch normalisation of the model use the batch of all ranks,
     /// from the next training step of `tape` on ([`SyncBatchNorm`]; PyTorch:
-    /// `convert_sync_batchnorm`). The wrapper's own group forms another for it.
+    /// `convert_sync_batchnorm`). The wrapper's own group forms another for it, which ends with it. A rank without
+    /// data has to [begin](Self::begin) a micro-batch of no samples then (`&[0]`), and run the model on it.
     ///
     /// *Blocks* until all ranks of the group call it.
     ///
@@ -491,7 +535,7 @@ impl DistributedDataParallel {
     ///
     /// `Usage` with [`Deterministic::Shards`], where [`GlobalStep::run_joined`]
     /// does it; `Comm` when a peer is lost or late.
-    pub fn sync_batch_norm(&self, tape: &mut Tape) -> Result<()> {
+    pub fn sync_batch_norm(&mut self, tape: &mut Tape) -> Result<()> {
         if self.shards.is_some() {
             return Err(Error::usage(
                 "gradients folded over shards take batch statistics of each shard; for those of the global batch, run \
@@ -503,7 +547,21 @@ impl DistributedDataParallel {
         let own = group
             .new_group(&ranks)
             .map_err(|e| Error::comm_while("no group for batch statistics could be formed", e))?;
+        if let Some(own) = &own {
+            own.end_with(group);
+        }
+        self.joins_batches = group.world_size() > 1;
         tape.join_statistics(own.map(|group| Arc::new(SyncBatchNorm::new(group)) as _));
+        Ok(())
+    }
+
+    /// Puts the mean over the ranks into the parameters whose gradients are reduced.
+    pub(crate) fn average_weights(&self, params: &mut Params) -> Result<()> {
+        let own = self.routes.values_not_reduced(params);
+        self.group()
+            .all_reduce(params.flat_mut(), ReduceOp::Mean)
+            .map_err(|e| Error::comm_while("weights could not be averaged", e))?;
+        self.routes.restore(params, own);
         Ok(())
     }
 
@@ -572,7 +630,7 @@ impl DistributedDataParallel {
         Ok(commit)
     }
 
-    /// Votes against the step that runs ([`Reducer::veto`]).
+    /// Votes against the step that runs, between steps against the next one ([`Reducer::veto`]).
     pub fn veto(&mut self) {
         match &mut self.shards {
             Some(shards) => shards.veto(),
@@ -633,7 +691,7 @@ impl GradSink for DistributedDataParallel {
             }
             Selection::Unknown => Err(self.routes.unknown(param).into()),
             _ => {
-                self.routes.ready(param);
+                self.own_ready(param);
                 Ok(())
             }
         }
@@ -657,7 +715,7 @@ impl GradSink for DistributedDataParallel {
             Selection::Unknown => Err(self.routes.unknown(param).into()),
             _ => {
                 self.routes.slot(param).fill(0.0);
-                self.routes.ready(param);
+                self.own_ready(param);
                 Ok(())
             }
         }

@@ -14,6 +14,7 @@ use half::{bf16, f16};
 use phalanx_comm::{OpTimes, ProcessGroup, ReduceOp};
 use phalanx_nn::Params;
 
+use crate::ddp::DistributedDataParallel;
 use crate::error::{Error, Result};
 use crate::messages::Messages;
 use crate::vote::Commit;
@@ -159,7 +160,7 @@ impl GradientHook for Bf16Gradients {
 
 /// Gradients travel as float16: half the bytes, 11 bits of precision. They are
 /// divided by the number of ranks first, so that their sum does not overflow
-/// where none of them does; one beyond 65,504 votes the step down.
+/// where none of them does; one beyond 65,504 times the number of ranks votes the step down.
 #[derive(Debug, Default)]
 pub struct F16Gradients {
     wire: Messages<f16>,
@@ -228,7 +229,8 @@ impl LocalSgd {
     }
 
     /// Counts a step that the optimizer has taken; whether the parameters were
-    /// averaged after it (buffers are left to
+    /// averaged after it, but for those that `wrapper` [ignores](crate::DdpOptions::ignored)
+    /// or has [frozen](crate::DdpOptions::frozen) (buffers are left to
     /// [`Buffers`](crate::Buffers)). The mean is folded in rank order.
     ///
     /// *Blocks* until all ranks of the group call it, when it averages.
@@ -236,15 +238,17 @@ impl LocalSgd {
     /// # Errors
     ///
     /// `Comm` when a peer is lost or late.
-    pub fn after_step(&mut self, group: &ProcessGroup, params: &mut Params) -> Result<bool> {
+    pub fn after_step(
+        &mut self,
+        wrapper: &DistributedDataParallel,
+        params: &mut Params,
+    ) -> Result<bool> {
         self.steps += 1;
         if !self.steps.is_multiple_of(self.every) {
             return Ok(false);
         }
-        if group.world_size() > 1 {
-            group
-                .all_reduce(params.flat_mut(), ReduceOp::Mean)
-                .map_err(|e| Error::comm_while("weights could not be averaged", e))?;
+        if wrapper.group().world_size() > 1 {
+            wrapper.average_weights(params)?;
         }
         Ok(true)
     }

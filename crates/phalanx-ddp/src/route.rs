@@ -44,7 +44,7 @@ pub(crate) struct Routes {
 impl Routes {
     /// # Errors
     ///
-    /// `Usage` naming an ignored or frozen parameter that the model does not have.
+    /// `Usage` naming an ignored or frozen parameter that the model does not have, or one that is both.
     pub(crate) fn new(
         params: &Params,
         ignored: &[String],
@@ -57,6 +57,12 @@ impl Routes {
                     "{name} was to be {what}, but the model has no such parameter"
                 )));
             }
+        }
+        if let Some(name) = ignored.iter().find(|n| frozen.contains(n)) {
+            return Err(Error::usage(format!(
+                "{name} is both ignored, so trained by each rank for itself, and frozen, so not trained; leave out one \
+                 of both"
+            )));
         }
         let mut next = 0;
         let selection: Vec<Selection> = params
@@ -120,14 +126,29 @@ impl Routes {
 
     /// Values of the ignored parameters, to outlive a broadcast.
     pub(crate) fn ignored_values(&self, params: &Params) -> Vec<(ParamId, Vec<f32>)> {
+        self.values(params, |selection| selection == Selection::Ignored)
+    }
+
+    /// Values of the ignored and frozen parameters, to outlive a mean.
+    pub(crate) fn values_not_reduced(&self, params: &Params) -> Vec<(ParamId, Vec<f32>)> {
+        self.values(params, |selection| {
+            !matches!(selection, Selection::Reduced(_))
+        })
+    }
+
+    fn values(
+        &self,
+        params: &Params,
+        which: impl Fn(Selection) -> bool,
+    ) -> Vec<(ParamId, Vec<f32>)> {
         params
             .ids()
-            .filter(|id| self.of(*id) == Selection::Ignored)
+            .filter(|id| which(self.of(*id)))
             .map(|id| (id, params.get(id).to_vec()))
             .collect()
     }
 
-    pub(crate) fn restore_ignored(&self, params: &mut Params, own: Vec<(ParamId, Vec<f32>)>) {
+    pub(crate) fn restore(&self, params: &mut Params, own: Vec<(ParamId, Vec<f32>)>) {
         for (id, values) in own {
             params.get_mut(id).copy_from_slice(&values);
         }
@@ -167,11 +188,23 @@ impl Routes {
         &mut self.scratch[at..end]
     }
 
-    /// The gradient of an ignored or frozen parameter is final.
-    pub(crate) fn ready(&mut self, param: ParamId) {
+    /// Names of the ignored parameters.
+    pub(crate) fn ignored_names(&self) -> Vec<String> {
+        self.ignored().map(|i| self.names[i].clone()).collect()
+    }
+
+    fn ignored(&self) -> impl Iterator<Item = usize> {
+        let all = self.selection.iter().enumerate();
+        all.filter(|(_, s)| **s == Selection::Ignored)
+            .map(|(i, _)| i)
+    }
+
+    /// The gradient of an ignored or frozen parameter is final. Its number among the ignored ones, if what this step's
+    /// micro-batches have come to is not finite.
+    pub(crate) fn ready(&mut self, param: ParamId) -> Option<usize> {
         let index = param.index();
         if self.selection[index] != Selection::Ignored {
-            return;
+            return None;
         }
         // A rank's own mean: its weights over their sum.
         let total: f32 = self.weights.iter().sum();
@@ -193,9 +226,16 @@ impl Routes {
             let new = &self.scratch[at..at + sum.len()];
             sum.iter_mut().zip(new).for_each(|(s, g)| *s += weight * g);
         }
+        if phalanx_comm::all_finite(sum) {
+            return None;
+        }
+        self.ignored().position(|i| i == index)
     }
 
     pub(crate) fn used(&mut self, param: ParamId) {
+        if self.weights.get(self.micro) == Some(&0.0) {
+            return; // a micro-batch without samples
+        }
         self.any = true;
         if let Some(used) = self.used.get_mut(param.index()) {
             *used = true;

@@ -52,6 +52,10 @@ pub(crate) struct Shards {
     result: Vec<f32>,
     /// Buffers of the last step, where its shards were joined.
     joined: Option<Vec<f32>>,
+    /// Whether this rank votes against the next step.
+    veto_next: bool,
+    /// Names of parameters that each rank trains for itself.
+    own: Vec<String>,
     untouched: Vec<bool>,
     committed: bool,
     failed: bool,
@@ -111,6 +115,8 @@ impl Shards {
             step: None,
             result: vec![0.0; at + buffer_elems],
             joined: None,
+            veto_next: false,
+            own: Vec::new(),
             untouched: vec![false; params.len()],
             params,
             committed: false,
@@ -150,6 +156,10 @@ impl Shards {
                 self.tree.shards()
             )));
         }
+        let mut ballot = Ballot::default();
+        if std::mem::take(&mut self.veto_next) {
+            ballot.veto(self.params.len());
+        }
         self.step = Some(Step {
             weights: weights[..trimmed(&want).len()].to_vec(),
             samples,
@@ -161,7 +171,7 @@ impl Shards {
             base: None,
             kept_buffers: false,
             joined: false,
-            ballot: Ballot::default(),
+            ballot,
         });
         self.times = StepTimes {
             backward_began: Some(Instant::now()),
@@ -179,6 +189,7 @@ impl Shards {
             return Err(not_finished());
         }
         self.committed = false;
+        self.veto_next = false;
         Ok(())
     }
 
@@ -265,8 +276,22 @@ impl Shards {
 
     pub(crate) fn veto(&mut self) {
         let params = self.params.len();
+        match &mut self.step {
+            Some(step) => step.ballot.veto(params),
+            None => self.veto_next = true,
+        }
+    }
+
+    /// As [`Reducer::set_own`](crate::Reducer).
+    pub(crate) fn set_own(&mut self, names: Vec<String>) {
+        self.own = names;
+    }
+
+    /// Votes against the step that runs because of number `index` of this rank's own gradients.
+    pub(crate) fn own_not_finite(&mut self, index: usize) {
+        let params = self.params.len();
         if let Some(step) = &mut self.step {
-            step.ballot.veto(params);
+            step.ballot.own_not_finite(params, index);
         }
     }
 
@@ -401,7 +426,7 @@ impl Shards {
         // `count` expects means.
         votes.iter_mut().for_each(|v| *v /= world as f32);
         Ok(vote::count(votes, world, |p| {
-            Some(self.params.get(p)?.name.clone())
+            vote::name_of(p, &self.params, &self.own)
         }))
     }
 

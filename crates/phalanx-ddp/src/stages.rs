@@ -82,7 +82,14 @@ pub fn receive_activation<'s>(
     from: usize,
 ) -> Result<(Tensor<'s>, Received<'s>)> {
     let usage = |e: phalanx_nn::Error| Error::usage(e.to_string());
-    let mut values = vec![0.0; shape.iter().product()];
+    let mut values = Vec::new();
+    let len = shape.iter().try_fold(1usize, |n, dim| n.checked_mul(*dim));
+    let Some(len) = len.filter(|len| values.try_reserve_exact(*len).is_ok()) else {
+        return Err(Error::usage(format!(
+            "there is no memory for activations of shape {shape:?}"
+        )));
+    };
+    values.resize(len, 0.0);
     group
         .recv(&mut values, from)
         .map_err(|e| Error::comm_while(format!("no activations came from rank {from}"), e))?;

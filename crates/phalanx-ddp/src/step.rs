@@ -134,6 +134,7 @@ pub(crate) fn weigh_shards(
     let present = tree.present(samples);
     let weight = |&size: &usize| match average {
         Average::Samples => (size as f64 * present as f64 / samples.max(1) as f64) as f32,
+        Average::Ranks | Average::ActiveRanks if size == 0 => 0.0,
         Average::Ranks | Average::ActiveRanks => 1.0,
     };
     sizes.iter().map(weight).collect()

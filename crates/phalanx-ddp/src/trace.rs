@@ -33,7 +33,7 @@ pub struct StepTimes {
     /// [`Exchange::AtStep`](crate::Exchange::AtStep) that of gradients and parameters, with
     /// [`Exchange::ReduceScatter`](crate::Exchange::ReduceScatter) that of parameters.
     pub in_step: Duration,
-    /// One entry a bucket, in launch order. Empty with a world of one.
+    /// One entry a bucket, in launch order. Empty with a world of one, unless a hook averages.
     pub buckets: Vec<BucketTimes>,
 }
 

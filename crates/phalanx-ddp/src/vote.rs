@@ -11,11 +11,14 @@
 //! | 0                 | yes                                           |
 //! | `p + 1`           | no: the gradient of parameter `p` is not finite |
 //! | `parameters + 1`  | no, for a reason of the caller's              |
+//! | `parameters + 2 + i` | no: the gradient of number `i` of those that are not averaged is not finite |
 //! | `-(p + 1)`        | what a hook made of parameter `p`'s gradients is not finite; counts if no rank has a reason of its own |
 //!
 //! Source: torchft's `should_commit`, which is a collective of its own.
 
 use std::fmt;
+
+use crate::reducer::ParamSpec;
 
 /// What the ranks decided about a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -87,6 +90,12 @@ impl Ballot {
         self.no(params);
     }
 
+    /// Votes no because of number `index` of the parameters that each rank trains for itself; `params`
+    /// is how many are averaged.
+    pub(crate) fn own_not_finite(&mut self, params: usize, index: usize) {
+        self.no(params + 1 + index);
+    }
+
     fn no(&mut self, code: usize) {
         if self.0 == 0 {
             self.0 = lane_of(code);
@@ -106,6 +115,14 @@ impl Ballot {
         if let Some(lane) = lanes.get_mut(rank) {
             *lane = self.0 as f32;
         }
+    }
+}
+
+/// The parameter that a lane of `code` plus 1 speaks of, among those that are averaged and each rank's own.
+pub(crate) fn name_of(code: usize, params: &[ParamSpec], own: &[String]) -> Option<String> {
+    match code.checked_sub(params.len()) {
+        None => Some(params[code].name.clone()),
+        Some(beyond) => own.get(beyond.checked_sub(1)?).cloned(),
     }
 }
 

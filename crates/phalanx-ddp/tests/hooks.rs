@@ -13,7 +13,7 @@ use phalanx_ddp::{
 };
 use phalanx_nn::layers::Linear;
 use phalanx_nn::optim::Sgd;
-use phalanx_nn::{Params, Reduction, Scope, Seed, StepKey, Tape, Threads};
+use phalanx_nn::{GradSink, GradView, Params, Reduction, Scope, Seed, StepKey, Tape, Threads};
 
 const LENS: [usize; 3] = [1000, 7, 5000];
 
@@ -229,8 +229,8 @@ fn train(
 ) -> Vec<f32> {
     let rank = group.rank();
     let (net, mut params) = model();
-    let mut ddp = DistributedDataParallel::new(group.clone(), &mut params, DdpOptions::default())
-        .expect("ddp");
+    let mut ddp =
+        DistributedDataParallel::new(group, &mut params, DdpOptions::default()).expect("ddp");
     ddp.set_hook(hook).expect("set");
     let mut optimizer = Sgd::new(&params, 0.1);
     let mut tape = Tape::new(Threads(1));
@@ -251,7 +251,7 @@ fn train(
         assert!(ddp.finish().expect("finish").is_yes());
         optimizer.step(&mut params, &ddp).expect("step");
         if let Some(local) = &mut local {
-            let averaged = local.after_step(&group, &mut params).expect("average");
+            let averaged = local.after_step(&ddp, &mut params).expect("average");
             assert_eq!(averaged, (i + 1) % 5 == 0);
         }
     }
@@ -475,6 +475,171 @@ fn a_hook_that_fails_in_any_stage_ends_the_step_for_all() {
                 cause.contains("aborted by rank 1: weights cannot be averaged every 0 steps"),
                 "{stage}, rank {rank}: {cause}"
             );
+        }
+    }
+}
+
+/// Micro-batches of several sizes, ranks of several numbers of them, one without any: the joined mean in f64.
+#[test]
+fn uneven_steps_are_weighed_with_every_hook() {
+    let hooks: [(fn() -> Box<dyn GradientHook>, f64); 3] = [
+        (|| Box::new(Bf16Gradients::default()), 3e-2),
+        (|| Box::new(F16Gradients::default()), 4e-3),
+        // Of full rank, so that nothing is lost.
+        (
+            || {
+                let options = PowerSgdOptions {
+                    rank: 8,
+                    min_compression_rate: 0.0,
+                    start_step: 1,
+                    ..PowerSgdOptions::default()
+                };
+                Box::new(PowerSgd::new(options).expect("settings"))
+            },
+            1e-5,
+        ),
+    ];
+    for (hook, bound) in hooks {
+        for world in [2, 3, 8] {
+            let sizes = |rank: usize| match rank {
+                0 => vec![3, 1, 2],
+                r if r + 1 == world => vec![],
+                _ => vec![2],
+            };
+            let total: usize = (0..world).flat_map(sizes).sum();
+            let made = |rank: usize, micro: usize, step: usize, at: usize| {
+                value(rank, 7 * micro + step, at)
+            };
+            let all = ranks(world, Over::Thread, |group| {
+                let rank = group.rank();
+                let (_, mut params) = model();
+                let mut ddp =
+                    DistributedDataParallel::new(group, &mut params, DdpOptions::default())
+                        .expect("ddp");
+                ddp.set_hook(Some(hook())).expect("set");
+                let mut seen = Vec::new();
+                for index in 0..4 {
+                    let mut step = ddp.begin(&sizes(rank)).expect("begin");
+                    for micro in 0..sizes(rank).len() {
+                        let sink = step.micro_batch().expect("declared");
+                        for (id, info) in params.ids().zip(params.infos()).rev() {
+                            for (i, g) in sink.slot(id).iter_mut().enumerate() {
+                                *g = made(rank, micro, index, info.offset + i);
+                            }
+                            sink.ready(id).expect("ready");
+                        }
+                    }
+                    assert!(step.finish().expect("finish").is_yes());
+                    for (id, info) in params.ids().zip(params.infos()) {
+                        assert_eq!(ddp.grad(id).len(), info.len);
+                        for (i, g) in ddp.grad(id).iter().enumerate() {
+                            let shares = (0..world).flat_map(|r| {
+                                sizes(r)
+                                    .into_iter()
+                                    .enumerate()
+                                    .map(move |(micro, n)| (r, micro, n))
+                            });
+                            let want: f64 = shares
+                                .map(|(r, micro, n)| {
+                                    n as f64 / total as f64
+                                        * f64::from(made(r, micro, index, info.offset + i))
+                                })
+                                .sum();
+                            let off = (f64::from(*g) - want).abs();
+                            assert!(off < bound, "step {index}, {world} ranks: {g} for {want}");
+                        }
+                        seen.extend(ddp.grad(id).iter().map(|g| g.to_bits()));
+                    }
+                }
+                seen
+            });
+            assert!(
+                all.iter().all(|seen| *seen == all[0]),
+                "ranks got different gradients"
+            );
+        }
+    }
+}
+
+/// Against ranks that are run one after the other, and whose weights are added in their order.
+#[test]
+fn local_training_has_the_bits_of_a_serial_simulation() {
+    const STEPS: usize = 7;
+    const EVERY: u64 = 3;
+    let model = || {
+        let mut scope = Scope::new(Seed(3));
+        for name in ["first", "own", "frozen", "last"] {
+            Linear::new(scope.enter(name), 3, 2);
+        }
+        scope.build().expect("model builds")
+    };
+    let is_own = |name: &str| name.starts_with("own");
+    let is_shared = |name: &str| !is_own(name) && !name.starts_with("frozen");
+    // Like a loss: it depends on the weight, the sample, and the rank.
+    let gradient =
+        |rank: usize, i: usize, at: usize, weight: f32| 0.5 * weight - value(rank, i, at);
+    for world in 1..=8 {
+        let got = ranks(world, Over::Thread, |group| {
+            let rank = group.rank();
+            let mut params = model();
+            let names = |is: &dyn Fn(&str) -> bool| -> Vec<String> {
+                let all = params.infos().iter().map(|info| info.name.clone());
+                all.filter(|name| is(name)).collect()
+            };
+            let options = DdpOptions {
+                ignored: names(&is_own),
+                frozen: names(&|name| !is_own(name) && !is_shared(name)),
+                ..DdpOptions::default()
+            };
+            let mut ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+            ddp.set_hook(Some(Box::new(LocalGradients))).expect("set");
+            let mut local = LocalSgd::new(EVERY).expect("three");
+            let mut optimizer = Sgd::new(&params, 0.1);
+            for i in 0..STEPS {
+                for (id, info) in params.ids().zip(params.infos()).rev() {
+                    let slot = ddp.slot(id);
+                    for (at, (g, w)) in slot.iter_mut().zip(params.get(id)).enumerate() {
+                        *g = gradient(rank, i, info.offset + at, *w);
+                    }
+                    ddp.ready(id).expect("ready");
+                }
+                assert!(ddp.finish().expect("finish").is_yes());
+                optimizer.step(&mut params, &ddp).expect("step");
+                let averaged = local.after_step(&ddp, &mut params).expect("average");
+                assert_eq!(averaged, (i as u64 + 1) % EVERY == 0);
+            }
+            params.flat().to_vec()
+        });
+        let layout = model();
+        let mut want = vec![layout.flat().to_vec(); world];
+        let runs = |is: &dyn Fn(&str) -> bool| -> Vec<usize> {
+            let all = layout.infos().iter().filter(|info| is(&info.name));
+            all.flat_map(|info| info.offset..info.offset + info.len)
+                .collect()
+        };
+        let (own, shared) = (runs(&is_own), runs(&is_shared));
+        for i in 0..STEPS {
+            for (rank, weights) in want.iter_mut().enumerate() {
+                for &at in own.iter().chain(&shared) {
+                    let g = gradient(rank, i, at, weights[at]);
+                    weights[at] = g.mul_add(-0.1, weights[at]);
+                }
+            }
+            if (i as u64 + 1) % EVERY == 0 && world > 1 {
+                for &at in &shared {
+                    let sum = want
+                        .iter()
+                        .skip(1)
+                        .fold(want[0][at], |sum, weights| sum + weights[at]);
+                    want.iter_mut()
+                        .for_each(|weights| weights[at] = sum * (1.0 / world as f32));
+                }
+            }
+        }
+        for (rank, (got, want)) in got.iter().zip(&want).enumerate() {
+            let bits =
+                |values: &[f32]| -> Vec<u32> { values.iter().map(|v| v.to_bits()).collect() };
+            assert_eq!(bits(got), bits(want), "rank {rank} of {world}");
         }
     }
 }

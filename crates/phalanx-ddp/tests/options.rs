@@ -4,7 +4,10 @@ mod common;
 
 use common::{Over, ranks};
 use phalanx_comm::ProcessGroup;
-use phalanx_ddp::{Buffers, DdpOptions, DistributedDataParallel, ErrorKind, Every, Unused};
+use phalanx_ddp::{
+    Buffers, DdpOptions, Deterministic, DistributedDataParallel, ErrorKind, Every, ShardTree,
+    Unused,
+};
 use phalanx_nn::layers::{BatchNorm, Linear};
 use phalanx_nn::optim::{Adam, Sgd, step_clipped};
 use phalanx_nn::{GradView, Params, Reduction, Scope, Seed, StepKey, Tape, Threads};
@@ -381,6 +384,206 @@ fn clipping_leaves_out_what_is_each_ranks_own() {
         });
         for (rank, own) in shared.iter().enumerate() {
             assert_eq!(*own, shared[0], "rank {rank} of {world}");
+        }
+    }
+}
+
+/// Reports all gradients as `value` says, the last parameter's first; `None` says that the loss does not depend on it.
+fn report(
+    sink: &mut dyn phalanx_nn::GradSink,
+    params: &Params,
+    value: impl Fn(&str) -> Option<f32>,
+) {
+    for (id, info) in params.ids().zip(params.infos()).rev() {
+        match value(&info.name) {
+            Some(value) => {
+                sink.slot(id).fill(value);
+                sink.ready(id).expect("ready");
+            }
+            None => sink.unused(id).expect("unused"),
+        }
+    }
+}
+
+fn shards_or_ranks() -> [Deterministic; 2] {
+    [
+        Deterministic::Ranks,
+        Deterministic::Shards(ShardTree::new(8).expect("fits")),
+    ]
+}
+
+/// As many micro-batches of one sample as a rank has to give.
+fn one_each(deterministic: Deterministic, group: &ProcessGroup) -> Vec<usize> {
+    match deterministic {
+        Deterministic::Shards(tree) => vec![1; tree.range(group.world_size(), group.rank()).len()],
+        _ => vec![1],
+    }
+}
+
+/// Also where the ignored one is reported last of all, after all others have gone out.
+#[test]
+fn a_gradient_of_each_ranks_own_that_is_not_finite_votes_the_step_down() {
+    for world in [1, 2, 3, 8] {
+        for deterministic in shards_or_ranks() {
+            for name in ["trunk.weight", "head0.bias"] {
+                let commits = ranks(world, Over::Thread, |group| {
+                    let rank = group.rank();
+                    let (_, mut params) = model(1);
+                    let options = DdpOptions {
+                        ignored: vec!["trunk.bias".to_owned(), name.to_owned()],
+                        deterministic,
+                        ..DdpOptions::default()
+                    };
+                    let sizes = one_each(deterministic, &group);
+                    let mut ddp =
+                        DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+                    let mut commits = Vec::new();
+                    for bad in [false, true, false] {
+                        let mut step = ddp.begin(&sizes).expect("begin");
+                        for _ in &sizes {
+                            let sink = step.micro_batch().expect("declared");
+                            report(sink, &params, |n| {
+                                let bad = bad && rank + 1 == world && n == name;
+                                Some(if bad { f32::NAN } else { 1.0 })
+                            });
+                        }
+                        commits.push(step.finish().expect("finish").to_string());
+                    }
+                    assert_eq!(ddp.skipped_steps(), 1);
+                    commits
+                });
+                let no = format!("rank {}: the gradient of {name} is not finite", world - 1);
+                for commit in commits {
+                    assert_eq!(commit, ["", &no, ""], "{deterministic:?}, {world} ranks");
+                }
+            }
+        }
+    }
+}
+
+/// What a batch of no samples reports is no use of a parameter.
+#[test]
+fn a_micro_batch_without_samples_uses_nothing() {
+    for world in [2, 3, 8] {
+        for unused in [Unused::Allow, Unused::SameEveryStep] {
+            ranks(world, Over::Thread, |group| {
+                let rank = group.rank();
+                let (_, mut params) = model(2);
+                let options = DdpOptions {
+                    ignored: vec!["trunk.bias".to_owned()],
+                    unused,
+                    ..DdpOptions::default()
+                };
+                let mut ddp =
+                    DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+                let sizes: &[usize] = if rank == 0 { &[2, 1] } else { &[0] };
+                for _ in 0..2 {
+                    let mut step = ddp.begin(sizes).expect("begin");
+                    for &n in sizes {
+                        let sink = step.micro_batch().expect("declared");
+                        report(sink, &params, |name| {
+                            (n == 0 || !name.starts_with("head1")).then_some(1.0)
+                        });
+                    }
+                    assert!(step.finish().expect("finish").is_yes());
+                    for (id, info) in params.ids().zip(params.infos()) {
+                        let nobodys = info.name.starts_with("head1");
+                        let others = info.name == "trunk.bias" && rank > 0;
+                        assert_eq!(
+                            ddp.untouched(id),
+                            nobodys || others,
+                            "{} on rank {rank}",
+                            info.name
+                        );
+                    }
+                }
+            });
+        }
+        // Nor does such a rank leave anything out.
+        ranks(world, Over::Thread, |group| {
+            let rank = group.rank();
+            let (_, mut params) = model(1);
+            let options = DdpOptions {
+                unused: Unused::Refuse,
+                ..DdpOptions::default()
+            };
+            let mut ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+            let mut step = ddp.begin(&[usize::from(rank == 0)]).expect("begin");
+            let sink = step.micro_batch().expect("declared");
+            report(sink, &params, |name| {
+                (rank == 0 || name != "trunk.bias").then_some(1.0)
+            });
+            assert!(step.finish().expect("finish").is_yes());
+        });
+    }
+}
+
+#[test]
+fn a_parameter_is_ignored_or_frozen_but_not_both() {
+    let (_, mut params) = model(1);
+    let options = DdpOptions {
+        frozen: vec!["trunk.bias".to_owned()],
+        ignored: vec!["trunk.weight".to_owned(), "trunk.bias".to_owned()],
+        ..DdpOptions::default()
+    };
+    let group = ProcessGroup::threads(1, Default::default()).remove(0);
+    let error = DistributedDataParallel::new(group, &mut params, options)
+        .err()
+        .expect("both");
+    assert_eq!(error.kind(), ErrorKind::Usage);
+    assert_eq!(
+        error.to_string(),
+        "trunk.bias is both ignored, so trained by each rank for itself, and frozen, so not trained; leave out one of both"
+    );
+}
+
+/// Between steps it is for the one that follows; the gradients of the last one stay.
+#[test]
+fn a_veto_between_steps_is_for_the_next_one() {
+    for world in [1, 2, 3, 8] {
+        for deterministic in shards_or_ranks() {
+            ranks(world, Over::Thread, |group| {
+                let rank = group.rank();
+                let (_, mut params) = model(1);
+                let options = DdpOptions {
+                    deterministic,
+                    ..DdpOptions::default()
+                };
+                let sizes = one_each(deterministic, &group);
+                let mut ddp =
+                    DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+                let head = params.find("head0.weight").expect("head");
+                // Before, between and within steps; none before the last.
+                for veto in [Some(false), Some(false), Some(true), None] {
+                    let vetoes = rank + 1 == world;
+                    let gradients = ddp.grad(head).len();
+                    if veto == Some(false) && vetoes {
+                        ddp.veto();
+                    }
+                    assert_eq!(
+                        ddp.grad(head).len(),
+                        gradients,
+                        "a veto took the last gradients away"
+                    );
+                    let mut step = ddp.begin(&sizes).expect("begin");
+                    for _ in &sizes {
+                        let sink = step.micro_batch().expect("declared");
+                        if veto == Some(true) && vetoes {
+                            sink.veto();
+                        }
+                        report(sink, &params, |_| Some(1.0));
+                    }
+                    let want = match veto {
+                        Some(_) => format!("rank {} asked for it", world - 1),
+                        None => String::new(),
+                    };
+                    assert_eq!(step.finish().expect("finish").to_string(), want, "{veto:?}");
+                    assert_eq!(ddp.grad(head).is_empty(), veto.is_some());
+                }
+                let gradients = ddp.grad(head).to_vec();
+                ddp.veto();
+                assert_eq!(ddp.grad(head), gradients);
+            });
         }
     }
 }

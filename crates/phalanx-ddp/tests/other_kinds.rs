@@ -5,11 +5,14 @@ mod common;
 
 use common::{ALL, Over, bits, ranks, value};
 use phalanx_ddp::{
-    DataParallel, DdpOptions, DistributedDataParallel, Traffic, receive_activation, send_activation,
+    DataParallel, DdpOptions, DistributedDataParallel, ErrorKind, Traffic, receive_activation,
+    send_activation,
 };
 use phalanx_nn::layers::{BatchNorm, Linear};
 use phalanx_nn::optim::Sgd;
-use phalanx_nn::{GradSink, Grads, Params, Reduction, Scope, Seed, StepKey, Tape, Threads};
+use phalanx_nn::{
+    GradSink, GradView, Grads, Params, Reduction, Scope, Seed, StepKey, Tape, Threads,
+};
 
 const IN: usize = 9;
 const OUT: usize = 4;
@@ -66,8 +69,10 @@ const STEPS: usize = 5;
 /// Even and uneven parts.
 #[test]
 fn replicas_of_one_process_train_as_ranks_do() {
-    for (world, samples) in [(1, 8), (2, 8), (3, 13), (4, 22)] {
-        let part = |r: usize| r * samples / world..(r + 1) * samples / world;
+    // The last ones leave replicas without samples, but not the master.
+    for (world, samples) in [(1, 8), (2, 8), (3, 13), (4, 22), (8, 30)] {
+        let border = |r: usize| (r * samples).div_ceil(world);
+        let part = |r: usize| border(r)..border(r + 1);
         let want = ranks(world, Over::Thread, |group| {
             let rank = group.rank();
             let (net, mut params) = model();
@@ -251,4 +256,145 @@ fn what_is_not_used_has_a_gradient_of_zeros() {
             assert!(grads.flat().iter().any(|g| *g != 0.0));
         }
     });
+}
+
+/// Fewer samples than replicas: the master, whose batch statistics are kept, is never without.
+#[test]
+fn few_samples_go_to_the_master_first() {
+    for (replicas, samples) in [(2, 2), (4, 2), (8, 6), (3, 2), (2, 1), (8, 3), (1, 1)] {
+        let (_, mut params) = model();
+        let mut replicated = DataParallel::new(&params, replicas, Threads(1)).expect("replicas");
+        let parts = std::sync::Mutex::new(Vec::new());
+        let loss = replicated.step(&mut params, samples, 4, |r| {
+            parts
+                .lock()
+                .expect("whole")
+                .push((r.index, r.samples.clone()));
+            for id in r.params.ids() {
+                r.sink.slot(id).fill(
+                    r.samples.clone().map(|s| s as f32).sum::<f32>() / r.samples.len() as f32,
+                );
+                r.sink.ready(id)?;
+            }
+            Ok(r.samples.len() as f32)
+        });
+        assert!(loss.expect("step") >= 1.0);
+        let mut parts = parts.into_inner().expect("whole");
+        parts.sort_by_key(|(index, _)| *index);
+        assert_eq!(parts[0].0, 0, "{replicas} replicas, {samples} samples");
+        let all: Vec<usize> = parts.iter().flat_map(|(_, part)| part.clone()).collect();
+        assert_eq!(all, (0..samples).collect::<Vec<_>>(), "each once, in order");
+        // The mean over samples of their numbers.
+        let want = (samples - 1) as f32 / 2.0;
+        for id in params.ids() {
+            assert!(
+                replicated.grad(id).iter().all(|g| (g - want).abs() < 1e-5),
+                "{want}"
+            );
+        }
+    }
+}
+
+#[test]
+fn shapes_that_there_cannot_be_are_refused() {
+    let group = phalanx_comm::ProcessGroup::threads(1, Default::default()).remove(0);
+    let (_, params) = model();
+    let mut tape = Tape::new(Threads(1));
+    let step = tape.step(&params, StepKey::new(0, 0));
+    for shape in [
+        &[usize::MAX, 2][..],
+        &[1 << 32, 1 << 32],
+        &[usize::MAX],
+        &[1 << 40, 1 << 20],
+    ] {
+        let error = receive_activation(&group, &step, shape, 0)
+            .err()
+            .expect("refused");
+        assert_eq!(error.kind(), ErrorKind::Usage);
+        assert_eq!(
+            error.to_string(),
+            format!("there is no memory for activations of shape {shape:?}")
+        );
+    }
+}
+
+/// A layer a rank, each between its neighbours: the bits of one process.
+#[test]
+fn a_chain_of_any_length_trains_as_one_process() {
+    const SAMPLES: usize = 6;
+    for world in [2, 4, 8] {
+        let build = || {
+            let mut scope = Scope::new(Seed(4));
+            let layers: Vec<Linear> = (0..world)
+                .map(|l| Linear::new(scope.enter(&format!("layer{l}")), IN, IN))
+                .collect();
+            (layers, scope.build().expect("model builds"))
+        };
+        let inputs = |index: usize| -> Vec<f32> {
+            (0..SAMPLES * IN).map(|i| value(index * 999 + i)).collect()
+        };
+        let wanted = |index: usize| inputs(index + 100);
+        let (layers, mut params) = build();
+        let mut optimizer = Sgd::new(&params, 0.1).momentum(0.9);
+        let mut grads = Grads::like(&params);
+        let mut tape = Tape::new(Threads(1));
+        for index in 0..STEPS {
+            let step = tape.step(&params, StepKey::new(0, index as u64));
+            let mut x = step.input(&inputs(index), &[SAMPLES, IN]).expect("input");
+            for (l, layer) in layers.iter().enumerate() {
+                x = layer.forward(x).expect("forward");
+                if l + 1 < world {
+                    x = x.relu().expect("relu");
+                }
+            }
+            let loss = x.mse_loss(&wanted(index), Reduction::Mean).expect("loss");
+            loss.backward(&mut grads).expect("backward");
+            drop(step);
+            optimizer.step(&mut params, &grads).expect("step");
+        }
+        let all = ranks(world, Over::Thread, |group| {
+            let rank = group.rank();
+            let (layers, mut params) = build();
+            let mut optimizer = Sgd::new(&params, 0.1).momentum(0.9);
+            let mut grads = Grads::like(&params);
+            let mut tape = Tape::new(Threads(1));
+            for index in 0..STEPS {
+                let step = tape.step(&params, StepKey::new(0, index as u64));
+                let (x, received) = if rank == 0 {
+                    (
+                        step.input(&inputs(index), &[SAMPLES, IN]).expect("input"),
+                        None,
+                    )
+                } else {
+                    let got = receive_activation(&group, &step, &[SAMPLES, IN], rank - 1);
+                    let (x, received) = got.expect("receive");
+                    (x, Some(received))
+                };
+                let x = layers[rank].forward(x).expect("forward");
+                if rank + 1 < world {
+                    let x = x.relu().expect("relu");
+                    let sent = send_activation(&group, x, rank + 1).expect("send");
+                    sent.backward(&mut grads).expect("backward");
+                } else {
+                    let loss = x.mse_loss(&wanted(index), Reduction::Mean).expect("loss");
+                    loss.backward(&mut grads).expect("backward");
+                }
+                let sent = received.map_or(Ok(()), |received| received.send_gradient());
+                sent.expect("gradient");
+                drop(step);
+                optimizer.step(&mut params, &grads).expect("step");
+            }
+            params
+        });
+        for (id, info) in params.ids().zip(params.infos()) {
+            let owner = (0..world).find(|l| info.name.starts_with(&format!("layer{l}.")));
+            let got = &all[owner.expect("a layer's")];
+            assert_eq!(
+                bits(got.get(id)),
+                bits(params.get(id)),
+                "{} of {world}",
+                info.name
+            );
+        }
+    }
 }

@@ -488,3 +488,28 @@ fn settings_and_states_that_make_no_sense_are_refused() {
         assert!(text.contains("error.layer1 has 3 elements"), "{text}");
     }
 }
+
+/// Two ranks with the same gradients are one rank: it goes on from their state, uses their errors, and counts its steps.
+#[test]
+fn one_rank_compresses_as_several_do() {
+    let run = |world: usize, from: Option<&HookState>, steps: std::ops::Range<usize>| {
+        let all = ranks(world, Over::Thread, |group| {
+            let mut reducer = with_hook(group, options(2));
+            if let Some(from) = from {
+                let hook = reducer.hook_mut().expect("a hook");
+                hook.restore_state(from).expect("restore");
+            }
+            let each = steps
+                .clone()
+                .map(|s| step(&mut reducer, |p, i| value(s, 0, p, i)).1);
+            let grads: Vec<_> = each.collect();
+            (grads, state(&mut reducer))
+        });
+        all.into_iter().next().expect("rank 0")
+    };
+    let (_, half) = run(2, None, 0..4);
+    let one = run(1, Some(&half), 4..8);
+    assert_eq!(one, run(2, Some(&half), 4..8));
+    assert_eq!(one.1.steps, 8);
+    assert_eq!(run(1, None, 0..4).1, half);
+}

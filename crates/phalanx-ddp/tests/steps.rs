@@ -6,8 +6,8 @@ mod common;
 use common::{Over, ranks};
 use phalanx_comm::ProcessGroup;
 use phalanx_ddp::{
-    Average, BucketCaps, DdpOptions, Deterministic, DistributedDataParallel, ErrorKind, ShardTree,
-    Uneven,
+    Average, BucketCaps, DdpOptions, Deterministic, DistributedDataParallel, ErrorKind,
+    GlobalBatch, ShardTree, Uneven,
 };
 use phalanx_nn::layers::Linear;
 use phalanx_nn::optim::Sgd;
@@ -487,6 +487,152 @@ fn a_step_without_data_has_no_gradients_and_no_micro_batches() {
                         "{text}"
                     );
                     assert_eq!(params.flat(), before);
+                }
+            });
+        }
+    }
+}
+
+/// Who knows the sizes of all ranks is held to the rule as well.
+#[test]
+fn ranks_without_data_are_refused_where_sizes_are_known() {
+    for world in [2, 3, 8] {
+        ranks(world, Over::Thread, |group| {
+            let (_, mut params) = model();
+            let options = DdpOptions {
+                uneven: Uneven::Refuse,
+                ..DdpOptions::default()
+            };
+            let mut ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+            let global = |active_ranks| GlobalBatch {
+                samples: 2 * active_ranks,
+                micro_batches: active_ranks,
+                active_ranks,
+            };
+            let error = ddp
+                .begin_known(&[2], global(world - 1))
+                .err()
+                .expect("refused");
+            assert_eq!(error.kind(), ErrorKind::Mismatch);
+            let words = format!(
+                "1 of {world} ranks have no data left while others still have some; cut the data evenly"
+            );
+            assert!(error.to_string().contains(&words), "{error}");
+            assert!(
+                ddp.begin_known(&[], global(0))
+                    .expect("over for all")
+                    .is_over()
+            );
+            assert!(
+                !ddp.begin_known(&[2], global(world))
+                    .expect("even")
+                    .is_over()
+            );
+        });
+    }
+}
+
+/// A rank's own mean is over its shards with samples, whichever average is asked for.
+#[test]
+fn empty_shards_weigh_nothing() {
+    for average in [Average::Samples, Average::Ranks, Average::ActiveRanks] {
+        for world in [1, 2, 4] {
+            ranks(world, Over::Thread, |group| {
+                let (_, mut params) = model();
+                let tree = ShardTree::new(4).expect("fits");
+                let mine = tree.range(world, group.rank());
+                let options = DdpOptions {
+                    deterministic: Deterministic::Shards(tree),
+                    ignored: vec!["last.bias".to_owned()],
+                    average,
+                    ..DdpOptions::default()
+                };
+                let mut ddp =
+                    DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+                // Three samples: the last shard has none.
+                let sizes: Vec<usize> = mine.clone().map(|s| tree.size(3, s)).collect();
+                let mut step = ddp.begin(&sizes).expect("begin");
+                for shard in mine.clone().filter(|s| *s < 3) {
+                    let sink = step.micro_batch().expect("declared");
+                    for id in params.ids() {
+                        sink.slot(id).fill(1.0 + shard as f32);
+                        sink.ready(id).expect("ready");
+                    }
+                }
+                assert!(step.finish().expect("finish").is_yes());
+                let own: Vec<f32> = mine.filter(|s| *s < 3).map(|s| 1.0 + s as f32).collect();
+                let value = |name: &str| ddp.grad(params.find(name).expect("there"))[0];
+                assert!((value("last.weight") - 2.0).abs() < 1e-6, "{average:?}");
+                if !own.is_empty() {
+                    let want = own.iter().sum::<f32>() / own.len() as f32;
+                    assert!(
+                        (value("last.bias") - want).abs() < 1e-6,
+                        "{average:?}, {world} ranks"
+                    );
+                }
+            });
+        }
+    }
+}
+
+/// Gradients are made up, so that the weighed mean can be taken in f64 by the definition of each kind.
+#[test]
+fn every_average_of_uneven_micro_batches_is_that_of_its_definition() {
+    let made = |rank: usize, micro: usize, param: usize| {
+        ((rank * 97 + micro * 31 + param * 7) % 41) as f32 / 20.0 - 1.0
+    };
+    for average in [Average::Samples, Average::Ranks, Average::ActiveRanks] {
+        for world in 1..=8 {
+            let sizes: Vec<Vec<usize>> = (0..world).map(|r| uneven_sizes(r, world)).collect();
+            let total: usize = sizes.iter().flatten().sum();
+            let active = sizes.iter().filter(|s| s.iter().any(|n| *n > 0)).count();
+            let share = |rank: usize, n: usize| {
+                let own = sizes[rank].iter().filter(|n| **n > 0).count();
+                match average {
+                    Average::Samples => n as f64 / total as f64,
+                    _ if n == 0 => 0.0,
+                    Average::Ranks => 1.0 / (own * world) as f64,
+                    Average::ActiveRanks => 1.0 / (own * active) as f64,
+                }
+            };
+            ranks(world, Over::Thread, |group| {
+                let rank = group.rank();
+                let (_, mut params) = model();
+                let options = DdpOptions {
+                    average,
+                    ..one_tensor_a_bucket()
+                };
+                let mut ddp =
+                    DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+                for _ in 0..2 {
+                    let mut step = ddp.begin(&sizes[rank]).expect("begin");
+                    for micro in 0..sizes[rank].len() {
+                        let sink = step.micro_batch().expect("declared");
+                        for id in params.ids() {
+                            sink.slot(id).fill(made(rank, micro, id.index()));
+                            sink.ready(id).expect("ready");
+                        }
+                    }
+                    assert!(step.finish().expect("finish").is_yes());
+                    for id in params.ids() {
+                        let each = sizes.iter().enumerate().flat_map(|(r, sizes)| {
+                            sizes
+                                .iter()
+                                .enumerate()
+                                .map(move |(micro, n)| (r, micro, *n))
+                        });
+                        let want: f64 = each
+                            .map(|(r, micro, n)| {
+                                share(r, n) * f64::from(made(r, micro, id.index()))
+                            })
+                            .sum();
+                        for g in ddp.grad(id) {
+                            assert!(
+                                (f64::from(*g) - want).abs() < 1e-6,
+                                "{average:?}, {world} ranks: {g} for {want}"
+                            );
+                        }
+                    }
                 }
             });
         }

@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use common::{ALL, Over, ranks};
 use phalanx_comm::{ProcessGroup, ReduceOp};
-use phalanx_ddp::{DdpOptions, Deterministic, DistributedDataParallel, ShardTree, SyncBatchNorm};
+use phalanx_ddp::{
+    DdpOptions, Deterministic, DistributedDataParallel, ErrorKind, ShardTree, SyncBatchNorm,
+};
 use phalanx_nn::layers::{BatchNorm, Linear};
 use phalanx_nn::{GradView, Grads, Params, Reduction, Scope, Seed, StepKey, Tape, Threads};
 use serde_json::Value;
@@ -80,7 +82,8 @@ fn check_case(case: &Value, group: ProcessGroup) {
         let id = id(name, &params);
         params.import(id, &floats(&case[key])).expect("import");
     }
-    let ddp = DistributedDataParallel::new(group, &mut params, DdpOptions::default()).expect("ddp");
+    let mut ddp =
+        DistributedDataParallel::new(group, &mut params, DdpOptions::default()).expect("ddp");
     let mut tape = Tape::new(Threads(1));
     ddp.sync_batch_norm(&mut tape).expect("converted");
     let mut grads = Grads::like(&params);
@@ -274,8 +277,9 @@ fn a_group_of_its_own_joins_its_ranks_alone() {
 fn evaluation_does_not_communicate() {
     ranks(2, Over::Thread, |group| {
         let (net, mut params) = model();
-        let ddp = DistributedDataParallel::new(group.clone(), &mut params, DdpOptions::default())
-            .expect("ddp");
+        let mut ddp =
+            DistributedDataParallel::new(group.clone(), &mut params, DdpOptions::default())
+                .expect("ddp");
         let mut tape = Tape::new(Threads(1));
         ddp.sync_batch_norm(&mut tape).expect("converted");
         if group.rank() == 1 {
@@ -293,7 +297,7 @@ fn one_value_over_all_ranks_is_refused_on_all() {
     let errors = ranks(2, Over::Thread, |group| {
         let n = group.rank();
         let (net, mut params) = model();
-        let ddp =
+        let mut ddp =
             DistributedDataParallel::new(group, &mut params, DdpOptions::default()).expect("ddp");
         let mut tape = Tape::new(Threads(1));
         ddp.sync_batch_norm(&mut tape).expect("converted");
@@ -318,7 +322,7 @@ fn shards_have_statistics_of_their_own() {
         deterministic: Deterministic::Shards(ShardTree::new(4).expect("fits")),
         ..DdpOptions::default()
     };
-    let ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+    let mut ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
     let error = ddp
         .sync_batch_norm(&mut Tape::new(Threads(1)))
         .expect_err("refused");
@@ -326,4 +330,89 @@ fn shards_have_statistics_of_their_own() {
         error.to_string().contains("batch statistics of each shard"),
         "{error}"
     );
+}
+
+/// Forward of two samples; the error with its causes.
+fn forward_of_two(net: &Net, params: &Params, tape: &mut Tape) -> Result<(), String> {
+    let step = tape.step(params, StepKey::new(0, 0));
+    let x = step
+        .input(&[0.5, 1.0, -1.0, 2.0, 0.0, 1.0], &[2, 3])
+        .expect("input");
+    let x = net.first.forward(x).expect("first");
+    net.norm.forward(x).map(|_| ()).map_err(|e| {
+        let mut text = e.to_string();
+        let mut cause = std::error::Error::source(&e);
+        while let Some(inner) = cause {
+            text = format!("{text}: {inner}");
+            cause = inner.source();
+        }
+        text
+    })
+}
+
+/// A rank that has no micro-batch at all would leave the others waiting in every normalisation.
+#[test]
+fn a_rank_that_sits_out_is_told_to_run_a_batch_of_none() {
+    for world in [2, 3, 8] {
+        let texts = ranks(world, Over::Thread, |group| {
+            let sits_out = group.rank() + 1 == world;
+            let (net, mut params) = model();
+            let mut ddp = DistributedDataParallel::new(group, &mut params, DdpOptions::default())
+                .expect("ddp");
+            let mut tape = Tape::new(Threads(1));
+            ddp.sync_batch_norm(&mut tape).expect("converted");
+            // All may sit out: the step is over then.
+            assert!(ddp.begin(&[]).expect("begin").is_over());
+            if sits_out {
+                let error = ddp.begin(&[]).err().expect("refused");
+                assert_eq!(error.kind(), ErrorKind::Usage);
+                return error.to_string();
+            }
+            // It may not even come so far.
+            let Ok(_step) = ddp.begin(&[2]) else {
+                return "aborted by rank".to_owned();
+            };
+            forward_of_two(&net, &params, &mut tape).expect_err("nobody is left to join")
+        });
+        for (rank, text) in texts.iter().enumerate() {
+            let words = match rank + 1 == world {
+                true => {
+                    "has no micro-batch in a step in which others have, but batch normalisations join the batches of all \
+                         ranks; begin it with one of no samples (&[0]) and run the model on it"
+                }
+                false => "aborted by rank",
+            };
+            assert!(text.contains(words), "rank {rank} of {world}: {text}");
+        }
+    }
+}
+
+/// Ranks inside a normalisation wait in a group of its own, which ends with the wrapper's.
+#[test]
+fn an_abort_reaches_ranks_inside_a_normalisation() {
+    for over in ALL {
+        for world in [2, 3] {
+            let texts = ranks(world, over, |group| {
+                let rank = group.rank();
+                let (net, mut params) = model();
+                let mut ddp =
+                    DistributedDataParallel::new(group, &mut params, DdpOptions::default())
+                        .expect("ddp");
+                let mut tape = Tape::new(Threads(1));
+                ddp.sync_batch_norm(&mut tape).expect("converted");
+                if rank + 1 == world {
+                    std::thread::sleep(std::time::Duration::from_millis(200));
+                    ddp.group().abort("disk full");
+                    // Not by leaving.
+                    std::thread::sleep(std::time::Duration::from_millis(500));
+                    return String::new();
+                }
+                forward_of_two(&net, &params, &mut tape).expect_err("aborted")
+            });
+            for text in &texts[..world - 1] {
+                let words = format!("aborted by rank {}: disk full", world - 1);
+                assert!(text.contains(&words), "{over:?}: {text}");
+            }
+        }
+    }
 }

@@ -19,8 +19,9 @@ pub(super) enum Stage {
 }
 
 impl Reducer {
+    /// One rank alone has its hook run too: it goes on from what several have saved, and they from its state.
     pub(super) fn has_hook_to_run(&self) -> bool {
-        self.hook.is_some() && self.group.world_size() > 1
+        self.hook.is_some()
     }
 
     /// Lets the hook work on a launched bucket; when its communication ran, if it says.

@@ -66,6 +66,7 @@ impl Reducer {
     pub(crate) fn drop_gradients(&mut self) -> Result<()> {
         self.plan_step(&[1.0], 1.0)?;
         self.committed = false;
+        self.veto_next = false;
         Ok(())
     }
 

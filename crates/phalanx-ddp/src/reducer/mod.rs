@@ -166,6 +166,11 @@ pub struct Reducer {
     untouched: Vec<bool>,
     /// This rank's vote on the step that runs.
     ballot: Ballot,
+    /// Whether it votes against the next one.
+    veto_next: bool,
+    /// Names of parameters that each rank trains for itself. While there are any the last bucket, with the vote,
+    /// waits for the end of backward, since any of them may still be against the step.
+    own: Vec<String>,
     /// Whether the gradients of the last step may be read.
     committed: bool,
     skipped: u64,
@@ -212,6 +217,8 @@ impl Reducer {
             mistyped: None,
             failed: false,
             ballot: Ballot::default(),
+            veto_next: false,
+            own: Vec::new(),
             committed: false,
             skipped: 0,
             times: StepTimes::default(),
@@ -342,8 +349,9 @@ impl Reducer {
                 self.params[param].name
             )));
         }
-        // Before the last bucket is launched, which says so to the other ranks.
-        self.used[param] |= used;
+        // Before the last bucket is launched, which says so to the other ranks. What has no sample uses nothing.
+        let weight = self.micro.weights.get(self.micro.index);
+        self.used[param] |= used && weight != Some(&0.0);
         self.take_gradient(param)
     }
 
@@ -381,11 +389,16 @@ impl Reducer {
             return Ok(());
         }
         self.missing[self.plan.place(param).0] -= 1;
-        self.launch_full()
+        self.launch_full(false)
     }
 
-    fn launch_full(&mut self) -> Result<()> {
+    /// Launches what is full and whose turn it is; `ended`: backward has.
+    fn launch_full(&mut self, ended: bool) -> Result<()> {
         while self.missing.get(self.next_launch) == Some(&0) {
+            let is_last = self.next_launch + 1 == self.memory.len();
+            if is_last && !self.own.is_empty() && !ended {
+                break;
+            }
             self.launch(self.next_launch);
             if self.has_hook_to_run() {
                 self.run_stage(self.next_launch, Stage::Launch)
@@ -520,7 +533,7 @@ impl Reducer {
         self.times.backward_ended = Some(ended);
         self.group.set_phase("averaging gradients");
         if self.micro.weights.is_empty() {
-            self.launch_zeros()?;
+            self.fill_zeros();
         } else if !self.micro.is_last() {
             let (done, of) = (self.micro.index + 1, self.micro.weights.len());
             return Err(self.fail(Error::usage(format!(
@@ -530,6 +543,7 @@ impl Reducer {
         } else if self.order.len() < self.params.len() {
             return Err(self.fail(self.no_gradient_error()));
         }
+        self.launch_full(true)?;
         for bucket in 0..self.memory.len() {
             self.collect(bucket)?;
         }
@@ -570,14 +584,13 @@ impl Reducer {
     }
 
     /// This rank's part in a step it has no data for.
-    fn launch_zeros(&mut self) -> Result<()> {
+    fn fill_zeros(&mut self) {
         for (bucket, memory) in self.memory.iter_mut().enumerate() {
             let elems = self.plan.bucket_elems(bucket);
             of_any!(memory, m => m.fill_zeros(elems));
         }
         self.order = (0..self.params.len()).rev().collect();
         self.missing.fill(0);
-        self.launch_full()
     }
 
     fn no_gradient_error(&self) -> Error {
@@ -672,6 +685,9 @@ impl Reducer {
         self.order.clear();
         self.next_launch = 0;
         self.ballot = Ballot::default();
+        if std::mem::take(&mut self.veto_next) {
+            self.ballot.veto(self.params.len());
+        }
         self.launched_at.clear();
         self.times.buckets.clear();
         self.times.in_step = Duration::ZERO;

@@ -27,12 +27,29 @@ impl Vote<'_> {
 }
 
 impl Reducer {
-    /// Votes against the step that runs, for a reason of the caller's own: no
-    /// rank will apply it. Counts if it comes before this rank's last gradient
+    /// Votes against the step that runs, or between steps against the next one, for a reason of
+    /// the caller's own: no rank will apply it. Counts if it comes before this rank's last gradient
     /// is [`ready`](Self::ready).
     pub fn veto(&mut self) {
+        if self.in_backward {
+            self.ballot.veto(self.params.len());
+        } else {
+            self.veto_next = true;
+        }
+    }
+
+    /// Names parameters that are not reduced, but whose gradients count in the vote
+    /// ([`own_not_finite`](Self::own_not_finite)).
+    pub(crate) fn set_own(&mut self, names: Vec<String>) {
+        self.own = names;
+    }
+
+    /// Votes against the step that runs because of number `index` of this rank's own gradients.
+    pub(crate) fn own_not_finite(&mut self, index: usize) {
         self.begin();
-        self.ballot.veto(self.params.len());
+        if !self.options.unchecked {
+            self.ballot.own_not_finite(self.params.len(), index);
+        }
     }
 
     pub(super) fn count_votes(&mut self) -> Commit {
@@ -48,7 +65,7 @@ impl Reducer {
             *untouched = *lane == 0.0;
         }
         vote::count(votes, self.group.world_size(), |param| {
-            Some(self.params.get(param)?.name.clone())
+            vote::name_of(param, &self.params, &self.own)
         })
     }
 
