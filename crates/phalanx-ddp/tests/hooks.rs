@@ -482,7 +482,8 @@ fn a_hook_that_fails_in_any_stage_ends_the_step_for_all() {
 /// Micro-batches of several sizes, ranks of several numbers of them, one without any: the joined mean in f64.
 #[test]
 fn uneven_steps_are_weighed_with_every_hook() {
-    let hooks: [(fn() -> Box<dyn GradientHook>, f64); 3] = [
+    type Make = fn() -> Box<dyn GradientHook>;
+    let hooks: [(Make, f64); 3] = [
         (|| Box::new(Bf16Gradients::default()), 3e-2),
         (|| Box::new(F16Gradients::default()), 4e-3),
         // Of full rank, so that nothing is lost.
@@ -606,7 +607,7 @@ fn local_training_has_the_bits_of_a_serial_simulation() {
                 assert!(ddp.finish().expect("finish").is_yes());
                 optimizer.step(&mut params, &ddp).expect("step");
                 let averaged = local.after_step(&ddp, &mut params).expect("average");
-                assert_eq!(averaged, (i as u64 + 1) % EVERY == 0);
+                assert_eq!(averaged, (i as u64 + 1).is_multiple_of(EVERY));
             }
             params.flat().to_vec()
         });
@@ -625,7 +626,7 @@ fn local_training_has_the_bits_of_a_serial_simulation() {
                     weights[at] = g.mul_add(-0.1, weights[at]);
                 }
             }
-            if (i as u64 + 1) % EVERY == 0 && world > 1 {
+            if (i as u64 + 1).is_multiple_of(EVERY) && world > 1 {
                 for &at in &shared {
                     let sum = want
                         .iter()

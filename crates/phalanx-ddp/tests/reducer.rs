@@ -350,3 +350,40 @@ fn a_step_copies_no_gradient_where_ranks_share_memory() {
         });
     }
 }
+
+/// Asked to keep its layout, a reducer does, whatever order gradients come in; the means stay those of f64.
+#[test]
+fn a_kept_layout_stays() {
+    for world in [1, 2, 8] {
+        ranks(world, Over::Thread, |group| {
+            let rank = group.rank();
+            let options = ReducerOptions {
+                rebuild: false,
+                ..one_tensor_a_bucket()
+            };
+            let mut reducer = Reducer::new(group, specs(&[5, 1, 40]), options);
+            let value = |rank: usize, param: usize, step: usize| {
+                ((rank * 5 + param * 3 + step) % 17) as f32 / 7.0
+            };
+            for step in 0..4 {
+                for i in 0..3 {
+                    let param = (i + step) % 3;
+                    produce(&mut reducer, param, value(rank, param, step));
+                }
+                assert_eq!(reducer.finish().expect("finish"), Commit::Yes);
+                assert_eq!(reducer.plan().buckets(), [[2], [1], [0]], "step {step}");
+                for param in 0..3 {
+                    let sum: f64 = (0..world).map(|r| f64::from(value(r, param, step))).sum();
+                    let want = sum / world as f64;
+                    assert!(!reducer.grad(param).is_empty());
+                    assert!(
+                        reducer
+                            .grad(param)
+                            .iter()
+                            .all(|g| (f64::from(*g) - want).abs() < 1e-6)
+                    );
+                }
+            }
+        });
+    }
+}
