@@ -629,6 +629,36 @@ fn best_weights_that_cannot_be_saved_end_the_training_or_are_warned_of() {
     }
 }
 
+/// Of the last epoch they are what the training is for.
+#[test]
+fn an_epochs_weights_that_cannot_be_saved_are_warned_of_but_for_the_last() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let go = |out: &str, more: &[&str]| {
+        let args = ["train", "resnet18", "--data_url", "synthetic"];
+        let mut command = phalanx(&args, dir);
+        command.args(["--epochs", "2", "--synthetic-samples", "4"]);
+        command.args(["--batch-size", "2", "--output-dir", out]);
+        command.args(more);
+        run(command)
+    };
+    for (policy, epoch, expected) in [("stop", 1, 1), ("warn", 1, 0), ("warn", 2, 1)] {
+        let out = format!("{policy}-{epoch}");
+        let (code, text) = go(&out, &["--stop-after", "1"]);
+        assert_eq!(code, 0, "{text}");
+        // A folder that is not empty: no file takes its place.
+        let file = format!("{out}/epoch_{epoch}.safetensors");
+        std::fs::create_dir_all(dir.join(&file).join("full")).expect("folder");
+        let (code, text) = go(&out, &["--resume", "auto", "--save-errors", policy]);
+        assert_eq!(code, expected, "{text}");
+        assert!(text.contains(&file), "{text}");
+        let warned = text.contains("warning: epoch 1's weights were not saved");
+        assert_eq!(warned, expected == 0, "{text}");
+        let other = dir.join(&out).join("epoch_2.pth");
+        assert_eq!(other.exists(), expected == 0);
+    }
+}
+
 #[test]
 fn the_newest_and_the_best_are_kept() {
     let dir = tempfile::tempdir().expect("a temporary folder");

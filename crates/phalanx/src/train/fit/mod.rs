@@ -197,7 +197,14 @@ impl<P: Program> Training<'_, P> {
     fn end_epoch(&mut self, epoch: usize) -> Result<Now> {
         self.ctx.group.set_phase("saving");
         let output = &mut self.reports.output;
-        output.save_epoch(epoch, &self.params)?;
+        let saved = output.save_epoch(epoch, &self.params);
+        match epoch < self.program.settings().epochs() {
+            true => self
+                .saving
+                .heed_weights(&format!("epoch {epoch}'s"), saved)?,
+            // What the training was for.
+            false => saved?,
+        }
         if !self.saving.enabled() {
             return Ok(Now::GoOn);
         }
@@ -205,7 +212,7 @@ impl<P: Program> Training<'_, P> {
             && before.iter().all(|a| last > a)
         {
             let saved = output.save_best(epoch, *last, &self.params);
-            self.saving.heed_best(saved)?;
+            self.saving.heed_weights("the best", saved)?;
         }
         let now = match self.stop && epoch < self.program.settings().epochs() {
             true => Now::Stop,

@@ -24,7 +24,7 @@ pub struct SavingArgs {
     /// Resumable checkpoints to keep, the newest
     #[arg(long, default_value_t = 2, value_name = "N")]
     pub keep: usize,
-    /// What to do about a checkpoint, or the best epoch's weights, that cannot be saved
+    /// What to do about a checkpoint, or weights of the best epoch or of any but the last, that cannot be saved
     #[arg(long, value_enum, default_value_t = SaveErrors::Stop)]
     pub save_errors: SaveErrors,
     /// Go on from the newest checkpoint of the --output-dir, if there is one, of a run's folder, or from a checkpoint's JSON file; checkpoints of later steps are set aside (aside-*)

@@ -267,17 +267,17 @@ impl<'a> Saving<'a> {
         }
     }
 
-    /// Passes `outcome` of saving the best epoch's weights on, or warns of it.
+    /// Passes `outcome` of saving weights on the way on, or warns of it; `whose` they are.
     ///
     /// # Errors
     ///
     /// As [`after_step`](Self::after_step).
-    pub fn heed_best(&self, outcome: Result<()>) -> Result<()> {
+    pub fn heed_weights(&self, whose: &str, outcome: Result<()>) -> Result<()> {
         match outcome {
             Err(error) if self.args.save_errors == SaveErrors::Warn => {
                 let text = error.chain();
                 self.ctx
-                    .note(&format!("warning: the best weights were not saved: {text}"));
+                    .note(&format!("warning: {whose} weights were not saved: {text}"));
                 Ok(())
             }
             other => other,
