@@ -32,8 +32,8 @@ pub(crate) enum Stream {
     Err,
 }
 
-/// The first output that could not be written, if any. A run goes on without
-/// its output, but does not end as a success.
+/// The first output that could not be written, if any, standard error apart: nobody waits for
+/// remarks. A run goes on without its output, but does not end as a success.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Unwritten(Arc<Mutex<Option<String>>>);
 
@@ -71,7 +71,8 @@ pub(crate) struct Sink {
     name: &'static str,
     file: Mutex<Option<File>>,
     colour: bool,
-    unwritten: Unwritten,
+    /// `None`: a failure is nobody's business.
+    unwritten: Option<Unwritten>,
 }
 
 impl Sink {
@@ -94,7 +95,7 @@ impl Sink {
             name,
             file: Mutex::new(fd.ok().map(File::from)),
             colour: terminal && colour_wanted(),
-            unwritten,
+            unwritten: (stream == Stream::Out).then_some(unwritten),
         })
     }
 
@@ -105,7 +106,9 @@ impl Sink {
             && let Err(error) = open.write_all(bytes)
         {
             *file = None;
-            self.unwritten.record(self.name, &error);
+            if let Some(unwritten) = &self.unwritten {
+                unwritten.record(self.name, &error);
+            }
         }
     }
 }
@@ -333,7 +336,7 @@ mod tests {
             name: "a test",
             file: Mutex::new(Some(file)),
             colour: false,
-            unwritten: Unwritten::default(),
+            unwritten: None,
         };
         (Arc::new(sink), reader)
     }
