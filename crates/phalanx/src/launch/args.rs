@@ -73,7 +73,7 @@ pub(crate) struct LaunchCli {
     /// Address to listen on (for the store, and for this node's ranks).
     #[arg(long, value_name = "ADDR", alias = "local-addr")]
     pub(crate) bind: Option<String>,
-    /// Seconds between SIGTERM and SIGKILL when the ranks are stopped [default: 1.5; 30 on an interrupt while a rank's own process, not one below it, has a handler for SIGTERM, as `train --save-every` has].
+    /// Seconds between SIGTERM and SIGKILL when the ranks are stopped [default: 1.5; 30 on an interrupt while a rank, or a process that it started in its group, has a handler for SIGTERM, as `train --save-every` has, also behind a shell].
     #[arg(long, value_name = "S")]
     pub(crate) stop_grace_s: Option<String>,
     /// ROLE_NAME of the ranks [default: default].

@@ -638,7 +638,7 @@ struct Supervision {
     lone_at: Option<Instant>,
     lone_said: bool,
     lone_told: bool,
-    /// From SIGTERM to SIGKILL where a rank has a handler for it.
+    /// From SIGTERM to SIGKILL where a rank's group has a handler for it.
     handler_grace: Duration,
 }
 
@@ -735,8 +735,11 @@ impl Supervision {
             Action::Terminate => {
                 let now = Instant::now();
                 self.stopping_since = Some(now);
-                if self.is_interrupt() && self.ranks.iter().any(|r| r.catches(Signal::TERM)) {
+                if self.is_interrupt() && self.ranks.iter().any(Rank::answers) {
                     self.machine.allow(self.handler_grace, now);
+                    for rank in &self.ranks {
+                        rank.bear_with(now + self.handler_grace);
+                    }
                 }
                 for rank in &self.ranks {
                     rank.signal(Signal::TERM);

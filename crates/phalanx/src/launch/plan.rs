@@ -39,7 +39,7 @@ pub(crate) struct LaunchPlan {
     pub(crate) flight_dir: Option<PathBuf>,
     /// From SIGTERM to SIGKILL.
     pub(crate) stop_grace: Duration,
-    /// The same where a rank has a handler for SIGTERM and nothing failed.
+    /// The same where a rank's group has a handler for SIGTERM and nothing failed.
     pub(crate) handler_grace: Duration,
     /// Ranks that end with code 130 have said why.
     pub(crate) ranks_tell: bool,

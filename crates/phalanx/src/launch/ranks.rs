@@ -17,7 +17,7 @@ use phalanx_comm::recorder::Dump;
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::{Errno, FdFlags, fcntl_setfd};
 use rustix::process::{
-    Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid,
+    Pid, Signal, WaitId, WaitIdOptions, getpgid, kill_process, kill_process_group, waitid,
 };
 
 use super::Event;
@@ -32,6 +32,9 @@ use crate::error::{Error, ErrorKind, Result};
 /// How long after a rank's end the output of what it left behind is read
 /// before that is killed.
 const LINGER: Duration = Duration::from_secs(1);
+
+/// How often what a dead rank left behind is looked at, while it may still save something.
+const POLL: Duration = Duration::from_millis(20);
 
 /// Error files are short; this is what is read of one.
 const ERROR_FILE_BYTES: u64 = 1 << 20;
@@ -111,6 +114,8 @@ pub(crate) struct Rank {
     pub(crate) pid: Pid,
     /// The pid while it is ours to signal: until the process is reaped.
     alive: Arc<Mutex<Option<Pid>>>,
+    /// See [`bear_with`](Self::bear_with).
+    patience: Arc<Mutex<Option<Instant>>>,
     tail: Arc<Mutex<Tail>>,
     open: Open,
     error_file: ErrorFile,
@@ -241,11 +246,13 @@ impl Starter<'_> {
             pumped = pumped.and(pump::start(pipe, err, &open));
         }
         let alive = Arc::new(Mutex::new(Some(pid)));
+        let patience: Arc<Mutex<Option<Instant>>> = Arc::default();
         let watched = watch(Watch {
             child,
             pid,
             local,
             alive: alive.clone(),
+            patience: patience.clone(),
             open: open.clone(),
             guard: self.guard.clone(),
             events: self.events.clone(),
@@ -254,6 +261,7 @@ impl Starter<'_> {
             rank,
             pid,
             alive,
+            patience,
             tail,
             open,
             error_file,
@@ -331,10 +339,17 @@ impl Rank {
         }
     }
 
-    /// Whether the rank's own process has a handler for `signal`.
-    pub(crate) fn catches(&self, signal: Signal) -> bool {
+    /// Whether the rank, or what it started in its group, has a handler for SIGTERM.
+    pub(crate) fn answers(&self) -> bool {
         let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
-        alive.is_some_and(|pid| catches(pid, signal))
+        alive.is_some_and(group_answers)
+    }
+
+    /// Until `until` the rank's end is not that of who answers SIGTERM in its group: a shell
+    /// dies of it at once, the training below it may have something to save.
+    pub(crate) fn bear_with(&self, until: Instant) {
+        let mut patience = self.patience.lock().unwrap_or_else(PoisonError::into_inner);
+        *patience = Some(until);
     }
 
     /// Whether somebody has stopped the process (state T in `/proc`).
@@ -395,10 +410,21 @@ impl Rank {
     }
 }
 
+/// Whether a living process of the group has a handler for SIGTERM.
+fn group_answers(group: Pid) -> bool {
+    let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    processes
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .filter_map(Pid::from_raw)
+        .any(|pid| getpgid(Some(pid)) == Ok(group) && catches(pid, Signal::TERM))
+}
+
 fn catches(pid: Pid, signal: Signal) -> bool {
     let path = format!("/proc/{}/status", pid.as_raw_nonzero());
     let status = std::fs::read_to_string(path).unwrap_or_default();
-    caught(&status, signal.as_raw())
+    // What is dead and was not waited for still shows its handlers.
+    let dead = status.lines().any(|line| line.starts_with("State:\tZ"));
+    !dead && caught(&status, signal.as_raw())
 }
 
 /// The path by which a child finds a descriptor that it inherits.
@@ -417,6 +443,7 @@ struct Watch {
     pid: Pid,
     local: usize,
     alive: Arc<Mutex<Option<Pid>>>,
+    patience: Arc<Mutex<Option<Instant>>>,
     open: Open,
     guard: Arc<Guard>,
     events: Sender<Event>,
@@ -433,6 +460,13 @@ fn watch(mut watch: Watch) -> std::io::Result<()> {
         let _ = watch
             .events
             .send(Event::Ended(watch.local, end, Instant::now()));
+        let patience = *watch
+            .patience
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        while patience.is_some_and(|until| Instant::now() < until) && group_answers(watch.pid) {
+            thread::sleep(POLL);
+        }
         watch.open.wait_closed(Instant::now() + LINGER);
         {
             let mut alive = watch.alive.lock().unwrap_or_else(PoisonError::into_inner);

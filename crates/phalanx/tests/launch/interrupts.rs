@@ -179,6 +179,33 @@ fn who_handles_sigterm_has_time_for_it() {
     assert_eq!(done.out, "ready\nsaved\n");
 }
 
+/// The shell in front dies of SIGTERM at once, and says nothing of whom it started; where its
+/// output goes to, neither.
+#[test]
+fn who_handles_sigterm_behind_a_shell_has_time_for_it_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let family = Family::new();
+    let script =
+        "trap 'sleep 3; echo saved; exit 0' TERM; echo ready; while :; do sleep 0.02; done";
+    let log = dir.path().join("log");
+    let script = format!(
+        "sh -c \"{script}\" >{} 2>/dev/null; echo after",
+        log.display()
+    );
+    let running = family.start(&["launch", "sh", "-c", &script]);
+    let said = || std::fs::read_to_string(&log).unwrap_or_default();
+    let until = Instant::now() + LIMIT;
+    while said() != "ready\n" {
+        assert!(Instant::now() < until, "{}", said());
+        thread::sleep(Duration::from_millis(10));
+    }
+    running.signal(Signal::TERM);
+    let done = running.wait();
+    assert_eq!(done.code(), 130, "{done:#?}");
+    assert_eq!((&*done.out, &*said()), ("", "ready\nsaved\n"));
+    assert_eq!(family.alive(), Vec::<String>::new());
+}
+
 /// A request for a checkpoint kills nobody.
 #[test]
 fn sigusr1_reaches_only_ranks_that_have_a_handler() {
