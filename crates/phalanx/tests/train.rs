@@ -1041,3 +1041,24 @@ fn a_folder_takes_one_training_at_a_time() {
     succeed(&args, dir.path());
     assert_eq!(summary(&dir.path().join("out"))["recipe"], "linear");
 }
+
+/// Nothing is lost any more: ranks that are done wait for a slow disk longer than for a peer.
+#[test]
+fn files_at_the_end_may_take_longer_than_a_collective() {
+    let dir = folder();
+    // A disk that takes three seconds.
+    let slow = dir.path().join("profile.0.json");
+    let made = std::process::Command::new("mkfifo").arg(&slow).status();
+    assert!(made.expect("mkfifo").success());
+    let reader = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_secs(3));
+        std::fs::read_to_string(slow).expect("read")
+    });
+    let args = "train mnist --nproc-per-node 2 --epochs 1 --synthetic-samples 96 --batch-size 8 --threads 1 \
+                --timeout 1 --profile profile --output-dir out";
+    let args: Vec<&str> = args.split_whitespace().collect();
+    let (_, err) = succeed(&args, dir.path());
+    assert!(err.contains("equal on all 2 ranks"), "{err}");
+    assert!(reader.join().expect("no panic").contains("traceEvents"));
+    assert_eq!(summary(&dir.path().join("out"))["world_size"], 2);
+}

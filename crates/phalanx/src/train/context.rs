@@ -1,14 +1,18 @@
 //! What a recipe knows about the rank it runs as.
 
 use std::fmt;
-use std::time::Instant;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
 
-use phalanx_comm::{ProcessGroup, TransportKind};
+use phalanx_comm::{ProcessGroup, ReduceOp, TransportKind};
 use phalanx_ddp::Commit;
 
 use super::format::plural;
 use crate::error::{Error, ErrorKind, Result};
 use crate::say;
+
+/// How often ranks that wait for another's disk hear that it is alive.
+const BEAT: Duration = Duration::from_millis(100);
 
 /// One rank of a training run.
 pub struct RankContext {
@@ -82,6 +86,56 @@ impl RankContext {
         }
         let what = format!("the loss became {loss} on rank {} in {at}", self.rank());
         Err(Error::new(ErrorKind::Failed, what).note("try", format!("a smaller --lr (now {lr})")))
+    }
+
+    /// Does what each rank does by itself, such as writing files, and *blocks* until all
+    /// ranks have: however long that takes, not longer than `--timeout` without a word from
+    /// who is at work. `work` must leave the group alone.
+    ///
+    /// # Errors
+    ///
+    /// Those of `work`; peers that are lost.
+    pub fn at_leisure<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        if self.world() == 1 {
+            return work();
+        }
+        let (done, heard) = channel();
+        let group = &self.group;
+        // DDP: a thread of this rank's own tells the others that it is there.
+        let beat = move || -> Result<()> {
+            let mut busy = 1i64;
+            loop {
+                let mut anyone = [busy];
+                group.all_reduce(&mut anyone, ReduceOp::Max)?;
+                if anyone == [0] {
+                    return Ok(());
+                }
+                if busy == 0 {
+                    continue;
+                }
+                match heard.recv_timeout(BEAT) {
+                    Ok(()) => busy = 0,
+                    Err(RecvTimeoutError::Timeout) => {}
+                    // It failed; the others hear that from the rank itself.
+                    Err(RecvTimeoutError::Disconnected) => return Ok(()),
+                }
+            }
+        };
+        std::thread::scope(|scope| {
+            let beat = std::thread::Builder::new().spawn_scoped(scope, beat);
+            let beat = beat
+                .map_err(|e| Error::new(ErrorKind::System, "cannot start a thread").caused_by(e))?;
+            let outcome = work();
+            if outcome.is_ok() {
+                // Unless it has failed itself.
+                let _ = done.send(());
+            }
+            drop(done);
+            let beat = beat
+                .join()
+                .unwrap_or_else(|_| Err(Error::new(ErrorKind::Failed, "a thread panicked")));
+            outcome.and_then(|value| beat.map(|()| value))
+        })
     }
 
     /// What this rank's links are: `thread`, `shm`, `tcp` or `shm+tcp`.

@@ -194,24 +194,27 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
             return saving.stop(place(i + 1));
         }
     }
-    saving.finish()?;
     let digest = checkpoint::weights_digest(&params);
     verify_equal(&ctx.group, &params, digest)?;
     ctx.line(&printed(&params.export(net.w), ctx.local_rank))?;
-    output.save_weights(&params)?;
-    output.save_summary(&json!({
-        "recipe": "linear",
-        "version": env!("CARGO_PKG_VERSION"),
-        "arguments": say::arguments(),
-        "world_size": ctx.world(),
-        "transport": ctx.describe(),
-        "iterations": args.iterations,
-        "lr": args.lr,
-        "skipped_steps": ddp.skipped_steps(),
-        "total_s": ctx.started.elapsed().as_secs_f64(),
-        "weights_sha256": hex::encode(digest),
-        "optimizer_sha256": optimizer_sha256(update.state()?),
-    }))?;
+    // Its parts are gathered by all.
+    let optimizer = optimizer_sha256(update.state()?);
     // Nobody leaves before the files are complete.
-    Ok(ctx.group.barrier()?)
+    ctx.at_leisure(|| {
+        saving.finish()?;
+        output.save_weights(&params)?;
+        output.save_summary(&json!({
+            "recipe": "linear",
+            "version": env!("CARGO_PKG_VERSION"),
+            "arguments": say::arguments(),
+            "world_size": ctx.world(),
+            "transport": ctx.describe(),
+            "iterations": args.iterations,
+            "lr": args.lr,
+            "skipped_steps": ddp.skipped_steps(),
+            "total_s": ctx.started.elapsed().as_secs_f64(),
+            "weights_sha256": hex::encode(digest),
+            "optimizer_sha256": optimizer,
+        }))
+    })
 }

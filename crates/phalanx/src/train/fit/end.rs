@@ -14,6 +14,18 @@ use crate::train::program::Program;
 impl<P: Program> Training<'_, P> {
     /// After the last epoch. *Blocks* until all files of all ranks are complete.
     pub(super) fn end(mut self) -> Result<()> {
+        let ctx = self.ctx;
+        ctx.group.set_phase("saving");
+        self.results.timing.sent_bytes = ctx.group.bytes_sent_to().iter().sum();
+        // Its parts are gathered by all.
+        let optimizer = optimizer_sha256(self.update.state()?);
+        ctx.at_leisure(|| self.save_files(&optimizer))?; // DDP: nobody leaves before the files are complete
+        self.reports.voice.ends(ctx)?;
+        self.sum_up();
+        Ok(())
+    }
+
+    fn save_files(&mut self, optimizer_sha256: &str) -> Result<()> {
         let (ctx, settings) = (self.ctx, self.program.settings());
         self.saving.finish()?;
         self.reports.trace.finish(ctx);
@@ -22,21 +34,10 @@ impl<P: Program> Training<'_, P> {
         let timing = &mut self.results.timing;
         timing.skipped = self.ddp.skipped_steps();
         timing.waited = self.loader.waited();
-        timing.sent_bytes = ctx.group.bytes_sent_to().iter().sum();
         let spent = timing.spent(self.steps * settings.epochs());
         for advice in spent.advice(settings.workers) {
             ctx.note(&format!("warning: {advice}"));
         }
-        ctx.group.set_phase("saving");
-        self.save_files()?;
-        ctx.group.barrier()?; // DDP: nobody leaves before the files are complete
-        self.reports.voice.ends(ctx)?;
-        self.sum_up();
-        Ok(())
-    }
-
-    fn save_files(&mut self) -> Result<()> {
-        let ctx = self.ctx;
         let (voice, output) = (&mut self.reports.voice, &mut self.reports.output);
         voice.saves(ctx, true)?;
         output.save_weights(&self.params)?;
@@ -50,16 +51,15 @@ impl<P: Program> Training<'_, P> {
             data: &self.data.test,
         };
         output.save_predictions(&tester.predictions(&self.params, &mut self.tape)?)?;
-        let summary = self.summary()?;
+        let summary = self.summary(optimizer_sha256);
         self.reports.output.save_summary(&summary)
     }
 
-    /// *Blocks* until all ranks call it.
-    fn summary(&self) -> Result<serde_json::Value> {
+    fn summary(&self, optimizer_sha256: &str) -> serde_json::Value {
         let (ctx, program) = (self.ctx, self.program);
         let (results, settings) = (&self.results, program.settings());
         let (timing, last) = (&results.timing, &results.last);
-        Ok(json!({
+        json!({
             "recipe": program.name(),
             "version": env!("CARGO_PKG_VERSION"),
             "arguments": say::arguments(),
@@ -88,9 +88,9 @@ impl<P: Program> Training<'_, P> {
             "deterministic": format!("{:?}", settings.cut.deterministic).to_lowercase(),
             "initial_sha256": results.initial,
             "weights_sha256": results.weights,
-            "optimizer_sha256": optimizer_sha256(self.update.state()?),
+            "optimizer_sha256": optimizer_sha256,
             "metrics_sha256": results.metrics.sha256(),
-        }))
+        })
     }
 
     /// The last lines, for the person at the terminal.
