@@ -12,7 +12,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::launch;
 use crate::ranks;
 use crate::say;
-use crate::train::default_output_dir;
+use crate::train::RunDir;
 
 /// Arguments of `phalanx compare`.
 #[derive(Debug, clap::Args)]
@@ -95,7 +95,9 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     };
     let recipe = training.check_comparable(&args.workers)?;
     let dir = args.output_dir.clone();
-    let dir = dir.unwrap_or_else(|| default_output_dir(&format!("compare-{recipe}")));
+    let claim = || RunDir::claim(&format!("compare-{recipe}"));
+    let claimed = dir.map_or_else(claim, RunDir::given);
+    let dir = claimed.path();
     let mut runs: Vec<Run> = Vec::new();
     for (i, workers) in args.workers.iter().copied().enumerate() {
         let output_dir = dir.join(format!("workers-{workers}"));

@@ -36,8 +36,11 @@ pub use evaluate::mirrored;
 pub use program::Net;
 
 use std::ffi::OsString;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
+
+use phalanx_train::files::create_folder;
 
 use crate::error::{Error, Result};
 use crate::launch;
@@ -185,23 +188,31 @@ pub fn run(args: TrainArgs) -> Result<()> {
     match args.recipe {
         Recipe::Linear { ranks, mut args } => {
             linear::validate(&args)?;
-            let (extra, flight) = before_ranks(&mut args.output_dir, &args.saving, || {
-                default_output_dir("linear")
+            let before = before_ranks(&mut args.output_dir, &args.saving, || {
+                RunDir::claim("linear")
             });
-            ranks::run(&ranks, Speakers::All, &extra, Some(&flight), |ctx| {
-                linear::run_rank(ctx, &args)
-            })
+            ranks::run(
+                &ranks,
+                Speakers::All,
+                &before.extra,
+                Some(&before.flight),
+                |ctx| linear::run_rank(ctx, &args),
+            )
         }
         Recipe::Mnist { ranks, mut args } => {
             mnist::validate(&args, ranks.known_world()?)?;
             let Settings {
                 output_dir, saving, ..
             } = &mut args.settings;
-            let (extra, flight) = before_ranks(output_dir, saving, || default_output_dir("mnist"));
+            let before = before_ranks(output_dir, saving, || RunDir::claim("mnist"));
             let speakers = speakers(args.document);
-            ranks::run(&ranks, speakers, &extra, Some(&flight), |ctx| {
-                mnist::run_rank(ctx, &args)
-            })
+            ranks::run(
+                &ranks,
+                speakers,
+                &before.extra,
+                Some(&before.flight),
+                |ctx| mnist::run_rank(ctx, &args),
+            )
         }
         Recipe::Resnet18 { ranks, mut args } => {
             args.settings.defaults = args.defaults();
@@ -209,13 +220,17 @@ pub fn run(args: TrainArgs) -> Result<()> {
             let Settings {
                 output_dir, saving, ..
             } = &mut args.settings;
-            let default = || PathBuf::from(resnet18::OUTPUT_DIR);
-            let (extra, flight) = before_ranks(output_dir, saving, default);
+            let default = || RunDir::given(PathBuf::from(resnet18::OUTPUT_DIR));
+            let before = before_ranks(output_dir, saving, default);
             resnet18::validate(&args, ranks.known_world()?)?;
             let speakers = speakers(args.document);
-            ranks::run(&ranks, speakers, &extra, Some(&flight), |ctx| {
-                resnet18::run_rank(ctx, &args)
-            })
+            ranks::run(
+                &ranks,
+                speakers,
+                &before.extra,
+                Some(&before.flight),
+                |ctx| resnet18::run_rank(ctx, &args),
+            )
         }
         Recipe::Resnet9 { ranks, mut args } => {
             args.settings.defaults = args.defaults();
@@ -223,11 +238,14 @@ pub fn run(args: TrainArgs) -> Result<()> {
             let Settings {
                 output_dir, saving, ..
             } = &mut args.settings;
-            let (extra, flight) =
-                before_ranks(output_dir, saving, || default_output_dir("resnet9"));
-            ranks::run(&ranks, Speakers::Rank0, &extra, Some(&flight), |ctx| {
-                resnet9::run_rank(ctx, &args)
-            })
+            let before = before_ranks(output_dir, saving, || RunDir::claim("resnet9"));
+            ranks::run(
+                &ranks,
+                Speakers::Rank0,
+                &before.extra,
+                Some(&before.flight),
+                |ctx| resnet9::run_rank(ctx, &args),
+            )
         }
         Recipe::Mobilenetv2 { ranks, mut args } => {
             args.settings.defaults = args.defaults();
@@ -235,37 +253,56 @@ pub fn run(args: TrainArgs) -> Result<()> {
             let Settings {
                 output_dir, saving, ..
             } = &mut args.settings;
-            let (extra, flight) =
-                before_ranks(output_dir, saving, || default_output_dir("mobilenetv2"));
-            ranks::run(&ranks, Speakers::Rank0, &extra, Some(&flight), |ctx| {
-                mobilenetv2::run_rank(ctx, &args)
-            })
+            let before = before_ranks(output_dir, saving, || RunDir::claim("mobilenetv2"));
+            ranks::run(
+                &ranks,
+                Speakers::Rank0,
+                &before.extra,
+                Some(&before.flight),
+                |ctx| mobilenetv2::run_rank(ctx, &args),
+            )
         }
     }
 }
 
 /// What is settled before the ranks start, so that all do the same: the output
 /// folder (`default`, where none is typed and no run's is gone on with), and
-/// whether they will save when they are asked to stop. Gives the flags that tell
-/// them the folder, and where flight recorders go.
+/// whether they will save when they are asked to stop.
 fn before_ranks(
     output_dir: &mut Option<PathBuf>,
     saving: &SavingArgs,
-    default: impl FnOnce() -> PathBuf,
-) -> (Vec<OsString>, PathBuf) {
+    default: impl FnOnce() -> RunDir,
+) -> Before {
     if saving.enabled() {
         stop::expect();
     }
     let mut extra = Vec::new();
-    let dir = output_dir.get_or_insert_with(|| {
-        let dir = saving.resumed_dir().unwrap_or_else(default);
-        let mut flag = OsString::from("--output-dir=");
-        flag.push(&dir);
-        extra.push(flag);
-        dir
-    });
-    let flight = dir.join(FLIGHT_DIR);
-    (extra, flight)
+    let dir = match (&*output_dir, saving.resumed_dir()) {
+        (Some(typed), _) => RunDir::given(typed.clone()),
+        (None, resumed) => {
+            let dir = resumed.map_or_else(default, RunDir::given);
+            let mut flag = OsString::from("--output-dir=");
+            flag.push(dir.path());
+            extra.push(flag);
+            *output_dir = Some(dir.path().to_owned());
+            dir
+        }
+    };
+    let flight = dir.path().join(FLIGHT_DIR);
+    Before {
+        extra,
+        flight,
+        _dir: dir,
+    }
+}
+
+/// What is known before the ranks start, and kept until they have ended.
+struct Before {
+    /// The flags that tell them the folder.
+    extra: Vec<OsString>,
+    /// Where flight recorders go.
+    flight: PathBuf,
+    _dir: RunDir,
 }
 
 /// Who prints: in a document's form every rank, unmarked as there.
@@ -293,27 +330,68 @@ fn of_rank(file: &Path, rank: usize, ending: &str) -> PathBuf {
     name.into()
 }
 
-/// `runs/<recipe>-<date>-<time>` (UTC), with `-2` and so on where a training of the same
-/// second has left that; not for one of several ranks that a launcher has started, which
-/// are all to name the same.
+/// `runs/<recipe>-<date>-<time>` (UTC).
 pub(crate) fn default_output_dir(recipe: &str) -> PathBuf {
     let now = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
     let stamp: String = now.trim_end_matches('Z').replace('T', "-").replace(':', "");
-    let runs = Path::new("runs");
-    let name = format!("{recipe}-{stamp}");
-    match launch::rank_place(&launch::real_env()) {
-        Ok(None) => unused(runs, &name),
-        _ => runs.join(name),
+    Path::new("runs").join(format!("{recipe}-{stamp}"))
+}
+
+/// A folder for one run's files.
+pub(crate) struct RunDir {
+    path: PathBuf,
+    /// Made here, and kept only if something is written into it: a mistake leaves no files.
+    made: bool,
+}
+
+impl RunDir {
+    /// [`default_output_dir`], or that with `-2` and so on where a training of the same second
+    /// has it; not for one of several ranks that a launcher has started, which are all to name
+    /// the same.
+    pub(crate) fn claim(recipe: &str) -> RunDir {
+        let path = default_output_dir(recipe);
+        match launch::rank_place(&launch::real_env()) {
+            Ok(None) => RunDir::unused(path),
+            _ => RunDir::given(path),
+        }
+    }
+
+    /// One that may be there.
+    pub(crate) fn given(path: PathBuf) -> RunDir {
+        RunDir { path, made: false }
+    }
+
+    /// The first of `path`, `path-2`, ... that was not there. What else is wrong with them is
+    /// told when files are written.
+    fn unused(path: PathBuf) -> RunDir {
+        let others = (2..1000).map(|next| {
+            let mut name = path.as_os_str().to_owned();
+            name.push(format!("-{next}"));
+            PathBuf::from(name)
+        });
+        let _ = path.parent().map(create_folder);
+        let mut all = std::iter::once(path.clone()).chain(others);
+        let free = all.find_map(|path| match std::fs::create_dir(&path) {
+            Ok(()) => Some(RunDir { path, made: true }),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => None,
+            Err(_) => Some(RunDir::given(path)),
+        });
+        free.unwrap_or_else(|| RunDir::given(path.clone()))
+    }
+
+    /// Where it is.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
     }
 }
 
-/// The first of `name`, `name-2`, ... in `folder` that is not there. It is not made here, as
-/// a mistake leaves no files; of two trainings that are given the same, one gets the lock.
-fn unused(folder: &Path, name: &str) -> PathBuf {
-    let others = (2..1000).map(|next| format!("{name}-{next}"));
-    let mut dirs = std::iter::once(name.to_owned()).chain(others);
-    let free = dirs.find(|name| !folder.join(name).exists());
-    folder.join(free.unwrap_or_else(|| name.to_owned()))
+impl Drop for RunDir {
+    fn drop(&mut self) {
+        // Fails where something is in it.
+        if self.made && std::fs::remove_dir(&self.path).is_ok() {
+            let _ = self.path.parent().map(std::fs::remove_dir);
+        }
+    }
 }
 
 #[cfg(test)]
@@ -321,12 +399,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_training_gets_the_folder_of_an_earlier_one() {
+    fn no_two_trainings_get_the_same_folder_and_mistakes_leave_none() {
         let dir = tempfile::tempdir().expect("folder");
         let runs = dir.path().join("runs");
-        for name in ["x", "x-2", "x-3"] {
-            assert_eq!(unused(&runs, "x"), runs.join(name));
-            std::fs::create_dir_all(runs.join(name)).expect("folder");
-        }
+        let claim = || RunDir::unused(runs.join("x"));
+        let claimed: Vec<RunDir> = std::thread::scope(|scope| {
+            let at_once: Vec<_> = (0..4).map(|_| scope.spawn(claim)).collect();
+            let claimed = at_once.into_iter().map(|c| c.join().expect("no panic"));
+            claimed.collect()
+        });
+        let mut paths: Vec<&Path> = claimed.iter().map(RunDir::path).collect();
+        paths.sort();
+        assert_eq!(
+            paths,
+            ["x", "x-2", "x-3", "x-4"].map(|name| runs.join(name))
+        );
+        std::fs::write(runs.join("x-2/file"), "").expect("written");
+        drop(claimed);
+        let left: Vec<_> = std::fs::read_dir(&runs).expect("runs").flatten().collect();
+        assert_eq!(left.len(), 1, "{left:?}");
+        assert_eq!(left[0].file_name(), "x-2");
+        std::fs::remove_dir_all(&runs).expect("removed");
+        drop(claim());
+        assert!(!runs.exists());
     }
 }
