@@ -810,6 +810,10 @@ fn fingerprint(group: &ProcessGroup, params: &Params, options: &DdpOptions) -> F
     let mut print = Fingerprint::new();
     print.line(format!("phalanx-ddp {}", env!("CARGO_PKG_VERSION")));
     print.line(format!("world of {} ranks", group.world_size()));
+    // What a person typed tells more than what follows from it.
+    for fact in &options.must_agree {
+        print.line(fact.as_str());
+    }
     print.line(match options.caps {
         Some(caps) => format!("buckets {caps:?}"),
         None => "buckets sized by where the ranks are".to_owned(),
@@ -824,9 +828,6 @@ fn fingerprint(group: &ProcessGroup, params: &Params, options: &DdpOptions) -> F
     print.line(format!("buffers made equal: {:?}", options.buffers));
     print.line(format!("parameters ignored: {:?}", options.ignored));
     print.line(format!("parameters frozen: {:?}", options.frozen));
-    for fact in &options.must_agree {
-        print.line(fact.as_str());
-    }
     for info in params.infos() {
         print.line(format!("parameter {} f32 {:?}", info.name, info.shape));
     }

@@ -25,7 +25,12 @@ use crate::train::RunDir;
 )]
 pub(crate) struct CompareArgs {
     /// Numbers of workers (ranks on this host), a run each; the first is what the others are measured by
-    #[arg(long, value_delimiter = ',', default_values_t = [1, 2], value_name = "N,N...")]
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "1,2",
+        value_name = "N,N..."
+    )]
     workers: Vec<usize>,
     /// Folder for comparison.json and a folder for each run [default: runs/compare-RECIPE-<date>-<time>]
     #[arg(long, value_name = "DIR")]

@@ -67,7 +67,20 @@ impl From<phalanx_comm::Error> for Error {
 
 impl From<phalanx_ddp::Error> for Error {
     fn from(error: phalanx_ddp::Error) -> Self {
-        convert(error, ErrorKind::Failed)
+        let kind = match error.kind() {
+            phalanx_ddp::ErrorKind::Usage => ErrorKind::Usage,
+            _ => ErrorKind::Failed,
+        };
+        convert(error, kind)
+    }
+}
+
+/// As [`From`], of ranks that have only just met: when they differ, they were started with
+/// different arguments.
+pub(crate) fn unlike(error: phalanx_ddp::Error) -> Error {
+    match error.kind() {
+        phalanx_ddp::ErrorKind::Mismatch => convert(error, ErrorKind::Usage),
+        _ => error.into(),
     }
 }
 

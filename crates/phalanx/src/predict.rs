@@ -205,6 +205,7 @@ pub fn run(args: &PredictArgs) -> Result<()> {
         source,
         mirrored: looks.mirrored,
         tape: Tape::new(Threads(threads)),
+        seen: 0,
         judged: 0,
         right: 0,
     };
@@ -225,6 +226,8 @@ struct Predictor<'a> {
     source: Source,
     mirrored: bool,
     tape: Tape,
+    /// Images looked at so far.
+    seen: usize,
     /// Images with a label, and how many of them were right.
     judged: usize,
     right: usize,
@@ -293,6 +296,7 @@ impl Predictor<'_> {
         let scores = scores.to_vec();
         let classes = scores.len() / batch;
         let mut text = Vec::new();
+        self.seen += batch;
         for (i, (scores, truth)) in scores.chunks_exact(classes).zip(truths).enumerate() {
             let guess = argmax(scores).unwrap_or(0) as u32;
             self.judged += usize::from(truth.is_some());
@@ -323,8 +327,7 @@ impl Predictor<'_> {
         };
         say::note(format_args!(
             "{} images with {}{accuracy}",
-            self.samples(),
-            self.known.name
+            self.seen, self.known.name
         ));
     }
 }

@@ -65,6 +65,11 @@ fn register(signal: i32, done: &AtomicBool) -> Result<()> {
         .map_err(|e| Error::new(ErrorKind::System, "cannot listen for signals").caused_by(e))
 }
 
+/// Leaves word as a SIGTERM does, for other signals that somebody ends programs with.
+pub fn ask() {
+    ASKED.store(SIGTERM as usize, Ordering::Relaxed);
+}
+
 /// Whether this process answers the first SIGTERM itself.
 pub fn is_listening() -> bool {
     LISTENING.load(Ordering::SeqCst)

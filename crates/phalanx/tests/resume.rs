@@ -245,7 +245,7 @@ fn started(mut command: Command, dir: &Path) -> Child {
 
 /// After a signal: all ranks stopped after the same step, which was saved.
 fn stopped_together(dir: &Path, text: &str) {
-    assert!(text.contains("stopped asked by signal"), "{text}");
+    assert!(text.contains("stopped as asked by SIG"), "{text}");
     let steps: Vec<usize> = (0..2)
         .map(|rank| records(&dir.join(format!("seen.{rank}.jsonl"))).len())
         .collect();
@@ -317,6 +317,25 @@ fn a_training_that_is_another_is_not_gone_on_with() {
     assert!(text.contains("--global-batch-size 64"), "{text}");
     refused(&["--save-every", "0"], "--save-every must be at least 1");
     refused(&["--keep", "0"], "--keep must be at least 1");
+    // A mistake is no crash, on several ranks neither.
+    let two = ["--nproc-per-node", "2", "--resume", "auto"];
+    for (more, fact) in [
+        (["--seed", "2"], "--seed is 1, and here it is 2"),
+        (
+            ["--gradient-type", "bf16"],
+            "--gradient-type is f32, and here it is bf16",
+        ),
+    ] {
+        let more = [&two[..], &more].concat();
+        let (code, text) = run(train(dir, "out", &more));
+        assert_eq!(code, 2, "{text}");
+        let error = format!("error: --resume auto goes on with a training whose {fact}");
+        assert_eq!(text.matches(&error).count(), 1, "{text}");
+        for noise in ["inspect", "while", "exited", "stopped within"] {
+            assert!(!text.contains(noise), "{noise}: {text}");
+        }
+        assert!(!dir.join("out/flight").exists(), "{text}");
+    }
     // All that was there still is, and a manifest may be named itself.
     let manifest = "out/checkpoints/step-000000002.json";
     let text = succeed(train(
@@ -536,7 +555,7 @@ fn the_linear_program_saves_before_sigterm_ends_it() {
     signal(child.id(), "TERM");
     let (code, text) = finish(child);
     assert_eq!(code, 130, "{text}");
-    let after = text.split("stopped asked by signal 15 after ").nth(1);
+    let after = text.split("stopped as asked by SIGTERM after ").nth(1);
     let after = after.unwrap_or_else(|| panic!("{text}")).split(' ').next();
     let steps: u64 = after.and_then(|n| n.parse().ok()).expect("a number");
     let manifest = format!("out/checkpoints/step-{steps:09}.json");
@@ -562,13 +581,47 @@ fn sigterm_ends_alike_on_any_number_of_ranks() {
         signal(child.id(), "TERM");
         let (code, text) = finish(child);
         assert_eq!(code, 130, "{ranks} {transport}: {text}");
-        let told = text.matches("stopped asked by signal 15").count();
+        let told = text.matches("stopped as asked by SIGTERM").count();
         assert_eq!(told, 1, "{ranks} {transport}: {text}");
         assert!(!text.contains("error"), "{ranks} {transport}: {text}");
         assert!(!text.contains("inspect"), "{ranks} {transport}: {text}");
         assert_eq!(steps_saved(&dir, "out").len(), 1);
         assert!(!dir.join("out/summary.json").exists());
     }
+}
+
+/// A launcher passes them on as SIGTERM; one process must not end without saving either.
+#[test]
+fn other_interrupts_of_one_process_save_too() {
+    for name in ["INT", "HUP", "QUIT"] {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let dir = dir.path();
+        support::heed_signals();
+        let endless = ["--iterations", "1000000000", "--save-every", "999999999"];
+        let child = started(linear(dir, "out", "1", &endless), dir);
+        signal(child.id(), name);
+        let (code, text) = finish(child);
+        assert_eq!(code, 130, "{name}: {text}");
+        assert_eq!(steps_saved(dir, "out").len(), 1, "{name}: {text}");
+    }
+}
+
+#[test]
+fn sigusr2_to_one_process_says_why_it_shows_nothing() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let endless = ["--iterations", "1000000000", "--save-every", "999999999"];
+    let child = started(linear(dir, "out", "1", &endless), dir);
+    signal(child.id(), "USR2");
+    std::thread::sleep(Duration::from_millis(300));
+    signal(child.id(), "TERM");
+    let (code, text) = finish(child);
+    assert_eq!(code, 130, "{text}");
+    assert_eq!(
+        text.matches("SIGUSR2 shows nothing here").count(),
+        1,
+        "{text}"
+    );
 }
 
 #[test]
@@ -602,7 +655,7 @@ fn sigusr1_before_the_first_step_stops_after_it() {
     let (code, text) = finish(first);
     assert_eq!(code, 0, "{text}");
     assert!(
-        text.contains("stopped asked by signal 10 after 1 steps"),
+        text.contains("stopped as asked by SIGUSR1 after 1 step;"),
         "{text}"
     );
     let (code, text) = finish(second);

@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::{bench, compare, download, export, inspect, launch, plan, predict, train};
 use normalise::{Flag, normalise};
 
@@ -79,20 +79,26 @@ pub(crate) fn main() -> ExitCode {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {
                 // A launcher tells it once, with what else it knows.
-                let text = error.render();
-                if !error.is_told()
-                    && !launch::hand_over(text.strip_prefix("error: ").unwrap_or(&text).trim_end())
-                {
-                    error.print();
+                if !error.is_told() {
+                    tell(&error);
                 }
                 ExitCode::from(error.exit_code())
             }
         },
         Ok(None) => ExitCode::SUCCESS,
         Err(error) => {
-            error.print();
+            tell(&error);
             ExitCode::from(error.exit_code())
         }
+    }
+}
+
+/// Leaves the error to the launcher, if there is one to print it.
+fn tell(error: &Error) {
+    let text = error.render();
+    let text = text.strip_prefix("error: ").unwrap_or(&text).trim_end();
+    if !launch::hand_over(text, error.exit_code()) {
+        error.print();
     }
 }
 

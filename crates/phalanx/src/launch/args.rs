@@ -165,6 +165,14 @@ impl Given<'_> {
         }
     }
 
+    /// As [`port`](Self::port); on one node 0 is whichever is free.
+    fn port_or_free(&self, alone: bool) -> Result<Option<u16>> {
+        match alone && self.text.trim() == "0" {
+            true => Ok(None),
+            false => self.port().map(Some),
+        }
+    }
+
     fn port(&self) -> Result<u16> {
         let port: u16 = self.number("not a port (1 to 65535)")?;
         if port == 0 {
@@ -244,7 +252,7 @@ impl LaunchArgs {
             )));
         }
 
-        let (host, port) = address(cli, env)?;
+        let (host, port) = address(cli, env, nodes_wanted == 1)?;
         let meeting = (nodes_wanted > 1).then(|| {
             // MASTER_ADDR and MASTER_PORT of the plain environment are older
             // than any launcher; here they can only mean this.
@@ -427,11 +435,11 @@ fn node_count(given: &Given<'_>) -> Result<usize> {
 }
 
 /// Host and port from `--master-addr`, `--master-port` and `--rdzv-endpoint`.
-fn address(cli: &LaunchCli, env: &Env) -> Result<(Option<String>, Option<u16>)> {
+fn address(cli: &LaunchCli, env: &Env, alone: bool) -> Result<(Option<String>, Option<u16>)> {
     let mut host = pick(env, "master-addr", &cli.master_addr).map(|g| g.text.to_owned());
     let mut port = match pick(env, "master-port", &cli.master_port) {
         None => None,
-        Some(given) => Some(given.port()?),
+        Some(given) => given.port_or_free(alone)?,
     };
     if let Some(given) = pick(env, "rdzv-endpoint", &cli.rdzv_endpoint) {
         let (name, number) = match given.text.rsplit_once(':') {
@@ -442,7 +450,15 @@ fn address(cli: &LaunchCli, env: &Env) -> Result<(Option<String>, Option<u16>)> 
         };
         if let Some(text) = number {
             let name = given.name.clone();
-            port.get_or_insert(Given { text, name }.port()?);
+            port = port.or(Given { text, name }.port_or_free(alone)?);
+            if let (Some(typed), Some(_)) = (&cli.master_port, &cli.rdzv_endpoint)
+                && typed != text
+            {
+                return Err(Error::usage(format!(
+                    "--master-port {typed} and --rdzv-endpoint {} contradict each other; give one of them",
+                    given.text
+                )));
+            }
         }
         host.get_or_insert(name.trim_matches(['[', ']']).to_owned());
     }
@@ -524,7 +540,9 @@ mod tests {
             ("port=1234", "", 1, Some(1234)),
             ("", "PET_MASTER_PORT=1235", 1, Some(1235)),
             ("endpoint=localhost:77", "", 1, Some(77)),
-            ("port=1 endpoint=localhost:77", "", 1, Some(1)),
+            ("port=1", "PET_RDZV_ENDPOINT=localhost:77", 1, Some(1)),
+            ("endpoint=localhost:0", "", 1, None),
+            ("port=0", "", 1, None),
             ("standalone port=9", "", 1, None),
             // left over from an outer job: not ours
             (
@@ -656,7 +674,8 @@ mod tests {
             ("nproc=gpu", "", "CPUs"),
             ("nproc=9999", "", "between 1 and 1024"),
             ("nproc=-1", "", "--nproc-per-node"),
-            ("port=0", "", "--master-port"),
+            ("port=0 nnodes=2 node-rank=0", "", "--master-port"),
+            ("port=1 endpoint=localhost:77", "", "contradict each other"),
             ("port=70000", "", "--master-port"),
             ("endpoint=h:x nnodes=2 node-rank=0", "", "--rdzv-endpoint"),
             ("backend=etcd", "", "--rdzv-backend"),

@@ -62,7 +62,7 @@ pub(super) fn keep(
         dump.ended = if stopped.contains(&rank.rank) {
             Some(STOPPED.to_owned())
         } else {
-            end.filter(is_own_fate).map(report::ended)
+            end.filter(is_own_fate).map(|end| report::ended(end, true))
         };
         if folder.is_none() {
             folder.clone_from(&dump.folder);

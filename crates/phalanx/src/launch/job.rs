@@ -475,6 +475,22 @@ impl Job<'_> {
             }
         }
         let error_json = rank.error_json();
+        let reported = error_json.as_deref().and_then(report::reported_code);
+        if let (End::Code(2), Some(2), Some(text)) = (
+            end,
+            reported,
+            error_json.as_deref().and_then(report::error_file_message),
+        ) {
+            let (message, notes) = report::taken_apart(&text);
+            return Verdict {
+                code: ErrorKind::Usage.exit_code(),
+                echo: false,
+                mistake: true,
+                node: self.shared.node_rank,
+                message,
+                notes,
+            };
+        }
         let lines = rank.last_lines();
         if let Some(text) = error_json.as_deref().and_then(report::error_file_message) {
             notes.push(("said".to_owned(), text));
@@ -484,9 +500,11 @@ impl Job<'_> {
         if let Some(json) = error_json {
             hand_up(&json);
         }
+        let ours = rank.reported(end);
         Verdict {
-            code: end.job_code(),
+            code: end.job_code(ours),
             echo: end.is_echo(),
+            mistake: false,
             node: self.shared.node_rank,
             message: report::headline(
                 &Who {
@@ -496,6 +514,7 @@ impl Job<'_> {
                     node: self.node(),
                 },
                 end,
+                ours,
             ),
             notes,
         }
@@ -505,6 +524,7 @@ impl Job<'_> {
         Verdict {
             code,
             echo: false,
+            mistake: false,
             node: self.shared.node_rank,
             message: message.to_owned(),
             notes: Vec::new(),
@@ -551,12 +571,18 @@ impl Job<'_> {
         if self.plan.ranks_tell && watch.all_stopped_themselves() {
             return Outcome::Final(verdict.into_error(so).told());
         }
+        if verdict.mistake {
+            return Outcome::Final(verdict.into_error(None));
+        }
         let mut error = verdict.into_error(so);
         let also: Vec<String> = watch
             .machine
             .also_failed(culprit)
             .iter()
-            .map(|(local, end)| format!("rank {} {}", name(local), report::ended(*end)))
+            .map(|(local, end)| {
+                let ended = report::ended(*end, watch.ranks[*local].reported(*end));
+                format!("rank {} {ended}", name(local))
+            })
             .collect();
         if !also.is_empty() {
             let more = also.len().saturating_sub(4);
@@ -687,6 +713,7 @@ impl Supervision {
                     self.verdict = Some(Verdict {
                         code: lost.exit_code(),
                         echo: false,
+                        mistake: false,
                         node: 0,
                         message: lost.chain(),
                         notes: Vec::new(),

@@ -58,10 +58,12 @@ impl End {
         self.echo() > 0
     }
 
-    /// The exit code of a job whose root cause is this.
-    pub(crate) fn job_code(self) -> u8 {
+    /// The exit code of a job whose root cause is this; 3 and 4 mean something only where
+    /// it is a program of `ours`.
+    pub(crate) fn job_code(self, ours: bool) -> u8 {
         match self {
             End::Signal(_) => 3,
+            End::Code(3 | 4) if !ours => 1,
             End::Code(code @ (1..=4 | 130)) => code as u8,
             End::Code(_) => 1,
         }
@@ -411,7 +413,13 @@ mod tests {
             (End::Code(137), 1),
             (End::Code(255), 1),
         ] {
-            assert_eq!(end.job_code(), code, "{end:?}");
+            assert_eq!(end.job_code(true), code, "{end:?}");
+            let others = if matches!(code, 3 | 4) && !matches!(end, End::Signal(_)) {
+                1
+            } else {
+                code
+            };
+            assert_eq!(end.job_code(false), others, "{end:?}");
         }
     }
 }

@@ -47,7 +47,7 @@ pub(crate) use args::LaunchCli;
 pub(crate) use cluster::{RankPlace, number, rank_place, real_env};
 pub(crate) use guard::guard;
 pub(crate) use ranks::Prefix;
-pub(crate) use report::{hand_over, rank_list};
+pub(crate) use report::{hand_over, rank_list, signal_name};
 pub(crate) use shim::{ShimCli, exec_rank};
 pub(crate) use signals::end_on_signals;
 pub(crate) use token::write_token;

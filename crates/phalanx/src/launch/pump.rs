@@ -39,10 +39,14 @@ pub(crate) struct Unwritten(Arc<Mutex<Option<String>>>);
 
 impl Unwritten {
     /// Remembers and reports the first failure. That nobody reads a pipe any
-    /// more is none: a training run does not die with the `head` that
-    /// watched it.
+    /// more is none, and is only told: a training run does not die with the
+    /// `head` that watched it.
     fn record(&self, what: &str, error: &std::io::Error) {
         if error.kind() == std::io::ErrorKind::BrokenPipe {
+            let _ = writeln!(
+                std::io::stderr(),
+                "nobody reads {what} any more: the ranks go on, and what they write there is lost"
+            );
             return;
         }
         let mut first = self.0.lock().unwrap_or_else(PoisonError::into_inner);

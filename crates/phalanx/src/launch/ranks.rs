@@ -25,6 +25,7 @@ use super::guard::Guard;
 use super::machine::End;
 use super::pump::{self, Log, Open, Route, Sink, Tail, Unwritten};
 use super::reap::reap_group;
+use super::report;
 use super::signals::caught;
 use super::streams::StreamChoice;
 use crate::error::{Error, ErrorKind, Result};
@@ -388,6 +389,12 @@ impl Rank {
     /// What its flight recorder holds, if it has one.
     pub(crate) fn flight(&self) -> Option<Dump> {
         Dump::from_memory(&self.flight).ok()
+    }
+
+    /// Whether it is a program of ours, which has reported that it ends so.
+    pub(crate) fn reported(&self, end: End) -> bool {
+        let code = self.error_json().as_deref().and_then(report::reported_code);
+        code.is_some_and(|code| end == End::Code(code))
     }
 
     /// What it wrote to its error file, if anything.

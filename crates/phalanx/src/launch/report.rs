@@ -10,6 +10,8 @@ use crate::error::{Error, ErrorKind};
 
 /// Label of the note that says what a rank was doing.
 pub(crate) const WHILE: &str = "while";
+/// Where a report of ours has the exit code.
+const CODE: &str = "phalanx_exit_code";
 /// Lines of a rank's stderr that the report repeats, at most.
 const SAID_LINES: usize = 20;
 /// Without a recognisable message, only the end is shown.
@@ -22,6 +24,9 @@ pub(crate) struct Verdict {
     pub(crate) code: u8,
     /// Probably the consequence of something not yet reported.
     pub(crate) echo: bool,
+    /// A rank says that what was typed is wrong: the message is all there is to say.
+    #[serde(default)]
+    pub(crate) mistake: bool,
     /// The node that says so.
     pub(crate) node: usize,
     /// One line, lower case.
@@ -36,6 +41,7 @@ impl Verdict {
         Verdict {
             code: ErrorKind::PeerLost.exit_code(),
             echo: false,
+            mistake: false,
             node,
             message: format!(
                 "the launcher of node {node} (pid {}, host {host}) was killed, and its ranks with it",
@@ -75,19 +81,20 @@ pub(crate) struct Who<'a> {
 }
 
 /// `rank 1 (pid 4711, host node-a) was killed by SIGKILL`.
-pub(crate) fn headline(who: &Who<'_>, end: End) -> String {
+pub(crate) fn headline(who: &Who<'_>, end: End, ours: bool) -> String {
     let node = who.node.map_or(String::new(), |n| format!("node {n}, "));
     format!(
         "rank {} ({node}pid {}, host {}) {}",
         who.rank,
         who.pid,
         who.host,
-        ended(end)
+        ended(end, ours)
     )
 }
 
-/// `was killed by SIGKILL`, `exited with code 7`.
-pub(crate) fn ended(end: End) -> String {
+/// `was killed by SIGKILL`, `exited with code 7`. Codes mean what ours do for `ours`, a
+/// program that has reported one.
+pub(crate) fn ended(end: End, ours: bool) -> String {
     match end {
         End::Signal(signal) => format!("was killed by {}", signal_name(signal)),
         End::Code(code @ 129..=159) => format!(
@@ -96,8 +103,8 @@ pub(crate) fn ended(end: End) -> String {
         ),
         End::Code(126) => "exited with code 126 (the program cannot be run)".into(),
         End::Code(127) => "exited with code 127 (no such program)".into(),
-        End::Code(3) => "exited with code 3 (it lost a peer)".into(),
-        End::Code(4) => "exited with code 4 (a deadline passed)".into(),
+        End::Code(3) if ours => "exited with code 3 (it lost a peer)".into(),
+        End::Code(4) if ours => "exited with code 4 (a deadline passed)".into(),
         End::Code(code) => format!("exited with code {code}"),
     }
 }
@@ -211,14 +218,42 @@ pub(crate) fn said(lines: &[String]) -> Option<String> {
     ))
 }
 
-/// Leaves `text` to the launcher, if it has promised this process to print
-/// it; false: it must be printed here.
-pub(crate) fn hand_over(text: &str) -> bool {
-    let own = std::process::id().to_string();
-    let promised = std::env::var(ERRORS_VARIABLE).is_ok_and(|pid| pid == own);
-    let path = std::env::var_os(ERROR_FILE_VARIABLE).filter(|_| promised);
-    let json = serde_json::json!({ "message": text }).to_string();
-    path.is_some_and(|path| std::fs::write(path, json).is_ok())
+/// Leaves the exit code to a launcher of ours, if one has started this process or one
+/// above it, and `text`, if it has promised this process to print it; false: it must be
+/// printed here.
+pub(crate) fn hand_over(text: &str, code: u8) -> bool {
+    let Ok(pid) = std::env::var(ERRORS_VARIABLE) else {
+        return false;
+    };
+    let Some(path) = std::env::var_os(ERROR_FILE_VARIABLE) else {
+        return false;
+    };
+    let promised = pid == std::process::id().to_string();
+    let mut report = serde_json::json!({ CODE: code });
+    if promised {
+        report["message"] = text.into();
+    }
+    std::fs::write(path, report.to_string()).is_ok() && promised
+}
+
+/// The exit code in an error file that [`hand_over`] wrote.
+pub(crate) fn reported_code(json: &str) -> Option<i32> {
+    let value: serde_json::Value = serde_json::from_str(json).ok()?;
+    i32::try_from(value.get(CODE)?.as_i64()?).ok()
+}
+
+/// Message and notes of an error that was rendered for a person.
+pub(crate) fn taken_apart(text: &str) -> (String, Vec<(String, String)>) {
+    let (message, rest) = text.split_once('\n').unwrap_or((text, ""));
+    let lines: Vec<&str> = rest
+        .lines()
+        .map(|line| line.strip_prefix("  ").unwrap_or(line))
+        .collect();
+    let notes = match lines.is_empty() {
+        true => Vec::new(),
+        false => vec![(String::new(), lines.join("\n"))],
+    };
+    (message.to_owned(), notes)
 }
 
 /// The message of an error file as PyTorch's `record` writes it: either
@@ -250,15 +285,20 @@ mod tests {
             node: None,
         };
         assert_eq!(
-            headline(&who, End::Signal(9)),
+            headline(&who, End::Signal(9), false),
             "rank 1 (pid 4711, host node-a) was killed by SIGKILL"
         );
         who.node = Some(2);
         assert_eq!(
-            headline(&who, End::Code(7)),
+            headline(&who, End::Code(7), true),
             "rank 1 (node 2, pid 4711, host node-a) exited with code 7"
         );
-        assert!(ended(End::Code(139)).contains("SIGSEGV"));
+        assert!(ended(End::Code(139), false).contains("SIGSEGV"));
+        assert_eq!(ended(End::Code(3), false), "exited with code 3");
+        assert_eq!(
+            ended(End::Code(3), true),
+            "exited with code 3 (it lost a peer)"
+        );
         assert_eq!(signal_name(11), "SIGSEGV");
         assert_eq!(signal_name(34), "signal 34");
         assert_eq!(signal_name(-1), "signal -1");
@@ -333,10 +373,26 @@ mod tests {
     }
 
     #[test]
+    fn a_rendered_error_is_rendered_again_as_it_was() {
+        let error = Error::usage("no data in d")
+            .note("expected", "x\ny")
+            .note("try", "z");
+        let text = error.render();
+        let handed = text.strip_prefix("error: ").unwrap().trim_end();
+        let (message, notes) = taken_apart(handed);
+        let mut again = Error::usage(message);
+        for (label, text) in notes {
+            again = again.note(&label, text);
+        }
+        assert_eq!(again.render(), text);
+    }
+
+    #[test]
     fn a_verdict_becomes_the_same_error_everywhere() {
         let verdict = Verdict {
             code: 3,
             echo: false,
+            mistake: false,
             node: 1,
             message: "rank 1 was killed by SIGKILL".into(),
             notes: vec![("stderr".into(), "x\ny".into())],

@@ -105,9 +105,16 @@ pub(crate) fn end_on_signals() -> Result<()> {
             let signal = loop {
                 match events.recv() {
                     // The training saves and ends; whoever asks twice does not wait.
-                    Ok(Event::Signal(SIGTERM))
-                        if stop::is_listening() && !std::mem::replace(&mut told, true) => {}
+                    Ok(Event::Signal(_))
+                        if stop::is_listening() && !std::mem::replace(&mut told, true) =>
+                    {
+                        stop::ask();
+                    }
                     Ok(Event::Signal(signal)) => break signal,
+                    Ok(Event::Dump) => say::note(
+                        "warning: SIGUSR2 shows nothing here: a training in one process writes its flight \
+                         recorder when it fails; a launcher shows those of living ranks",
+                    ),
                     Ok(_) => {}
                     Err(_) => return,
                 }

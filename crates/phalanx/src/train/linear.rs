@@ -22,6 +22,7 @@ use super::format::{plural, python_repr};
 use super::output::{Files, Output};
 use super::saving::{History, Now, Resumed, Saving, SavingArgs, Whole};
 use super::update::Update;
+use crate::convert::unlike;
 use crate::error::Result;
 use crate::ranks;
 use crate::say;
@@ -121,14 +122,16 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
         resumed.check(&resumable(ctx.world()))?;
         resumed.params(&mut params)?;
     }
-    let mut must_agree = args.saving.must_agree();
+    let mut must_agree = vec!["train linear".to_owned()];
+    must_agree.extend(args.saving.must_agree());
     must_agree.push(format!("--iterations {}", args.iterations));
     must_agree.push(format!("--lr {}", args.lr));
     let options = DdpOptions {
         must_agree,
         ..DdpOptions::default()
     };
-    let mut ddp = DistributedDataParallel::new(ctx.group.clone(), &mut params, options)?;
+    let ddp = DistributedDataParallel::new(ctx.group.clone(), &mut params, options);
+    let mut ddp = ddp.map_err(unlike)?;
     let mut update = Update::Whole(Box::new(Sgd::new(&params, args.lr)));
     if let Some(resumed) = &resumed {
         resumed.wrapper(ctx, &mut ddp)?;

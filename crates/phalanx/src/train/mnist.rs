@@ -41,7 +41,12 @@ pub struct MnistArgs {
     #[arg(long)]
     pub cosine: bool,
     /// Shares of activations that training drops, before and after the first linear layer
-    #[arg(long, value_delimiter = ',', default_values_t = [0.25, 0.5], value_name = "FIRST,SECOND")]
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "0.25,0.5",
+        value_name = "FIRST,SECOND"
+    )]
     pub dropout: Vec<f64>,
     /// Shift each training digit at random by up to so many pixels in each direction, anew in every epoch
     #[arg(long, default_value_t = 0, value_name = "PIXELS")]

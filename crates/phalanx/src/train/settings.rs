@@ -278,6 +278,10 @@ impl Settings {
             ("data", data.to_owned()),
             ("--seed", self.seed.to_string()),
             ("--sampler", format!("{:?}", self.sampler).to_lowercase()),
+            (
+                "--gradient-type",
+                format!("{:?}", self.gradients.gradient_type).to_lowercase(),
+            ),
         ];
         if self.cut.deterministic == Determinism::Shards {
             more.push(("--shards", self.cut.shards.to_string()));

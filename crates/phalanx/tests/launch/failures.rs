@@ -52,15 +52,25 @@ fn a_killed_rank_ends_everything() {
     assert!(last.contains("\n  stderr  dying words of 1\n"), "{last}");
 }
 
+/// What one of our programs does that has lost a peer.
+pub const REPORTS_3: &str = "echo '{\"phalanx_exit_code\":3}' >$TORCHELASTIC_ERROR_FILE; exit 3";
+
 #[test]
 fn ends_and_exit_codes() {
     let family = Family::new();
     for (end, code, words) in [
         ("exit 1", 1, "exited with code 1"),
         ("exit 2", 2, "exited with code 2"),
-        ("exit 4", 4, "exited with code 4"),
+        // Only ours mean that a peer was lost or a deadline passed.
+        ("exit 3", 1, "exited with code 3"),
+        ("exit 4", 1, "exited with code 4"),
+        (REPORTS_3, 3, "exited with code 3 (it lost a peer)"),
         ("exit 7", 1, "exited with code 7"),
-        ("exit 130", 130, "exited with code 130"),
+        (
+            "exit 130",
+            130,
+            "exited with code 130 (a shell's way to say SIGINT)",
+        ),
         ("kill -SEGV $$", 3, "was killed by SIGSEGV"),
         ("kill -ABRT $$", 3, "was killed by SIGABRT"),
         ("kill -TERM $$", 3, "was killed by SIGTERM"),
@@ -70,7 +80,7 @@ fn ends_and_exit_codes() {
         assert_eq!(done.code(), code, "{end}: {done:#?}");
         let first = done.last_error().lines().next().unwrap();
         assert!(
-            first.starts_with("error: rank 1 (pid ") && first.contains(words),
+            first.starts_with("error: rank 1 (pid ") && first.ends_with(words),
             "{end}: {first}"
         );
         assert!(done.took < SOON, "{end}: {:?}", done.took);
@@ -111,7 +121,8 @@ fn the_cause_is_told_and_not_its_echo() {
     }
 
     // Nothing but echoes: the first is all there is.
-    let done = ranks(&family, "2", "[ $RANK = 1 ] && sleep 20; exit 3");
+    let script = format!("[ $RANK = 1 ] && sleep 20; {REPORTS_3}");
+    let done = ranks(&family, "2", &script);
     assert_eq!(done.code(), 3);
     assert!(done.last_error().starts_with("error: rank 0 "), "{done:#?}");
 }

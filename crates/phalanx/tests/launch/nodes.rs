@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
+use crate::failures::REPORTS_3;
 use crate::harness::{Done, Family, REACH_MASTER, Running};
 use crate::support::{SOON, eventually, free_port};
 
@@ -198,7 +199,7 @@ fn the_cause_on_one_node_beats_the_echo_on_another() {
         &["--stop-grace-s", "60"],
         &format!("trap 'exit 1' TERM; : >{pipe}; while :; do sleep 0.05; done"),
     );
-    let a = job.node("0", &[], &format!("read x <{pipe}; exit 3"));
+    let a = job.node("0", &[], &format!("read x <{pipe}; {REPORTS_3}"));
     let (a, b) = both(a, b);
     // Rank 1's own end came after the stop, so the echo is all there is ...
     assert_eq!((a.code(), b.code()), (3, 3), "{a:#?} {b:#?}");

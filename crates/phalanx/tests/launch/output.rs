@@ -109,3 +109,19 @@ fn nothing_is_written_without_a_log_folder() {
     assert_eq!(crate::harness::Running::new(command).wait().code(), 1);
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
+
+#[test]
+fn output_that_nobody_reads_any_more_is_told_once() {
+    let family = Family::new();
+    let script = "yes | head -n 100000; echo done >&2";
+    let mut command = family.command(&["launch", "--nproc-per-node", "2", "sh", "-c", script]);
+    let mut child = command.spawn().unwrap();
+    // As `head` does.
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{err}");
+    let told = err.matches("nobody reads standard output any more").count();
+    assert_eq!(told, 1, "{err}");
+    assert_eq!(err.matches("done").count(), 2, "{err}");
+}

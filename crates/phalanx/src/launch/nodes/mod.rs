@@ -138,6 +138,7 @@ pub(crate) fn join(
             let verdict = Verdict {
                 code: error.exit_code(),
                 echo: false,
+                mistake: false,
                 node: me,
                 message: format!("node {me} (host {}): {}", card.host, error.chain()),
                 notes: Vec::new(),
@@ -310,6 +311,7 @@ impl Nodes {
                             let verdict = decode(&bytes).unwrap_or_else(|| Verdict {
                                 code: ErrorKind::PeerLost.exit_code(),
                                 echo: true,
+                                mistake: false,
                                 node: me,
                                 message: "another node failed and gave no reason".into(),
                                 notes: Vec::new(),
@@ -329,6 +331,7 @@ impl Nodes {
                             let verdict = Verdict {
                                 code: ErrorKind::PeerLost.exit_code(),
                                 echo: false,
+                                mistake: false,
                                 node: me,
                                 message: format!(
                                     "node {node} (host {}) has not been heard of for {} s",

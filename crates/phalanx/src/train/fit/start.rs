@@ -10,6 +10,7 @@ use phalanx_train::sampler::SamplerConfig;
 
 use super::announce::{About, announce};
 use super::{Reports, Results, Training};
+use crate::convert::unlike;
 use crate::error::Result;
 use crate::train::context::RankContext;
 use crate::train::cut::Cut;
@@ -52,12 +53,14 @@ impl<'a, P: Program> Training<'a, P> {
         } else {
             settings.init.fill(ctx, &mut params)?;
         }
-        let mut facts = settings.must_agree();
+        let mut facts = vec![format!("train {}", program.name())];
+        facts.extend(settings.must_agree());
         facts.extend(program.must_agree());
         facts.push(format!("data {}", data.content));
         let exchange = settings.exchange.choose_for(ctx, settings)?; // DDP
         let options = settings.ddp_options(exchange, facts, program.frozen())?;
-        let mut ddp = DistributedDataParallel::new(ctx.group.clone(), &mut params, options)?; // DDP
+        let ddp = DistributedDataParallel::new(ctx.group.clone(), &mut params, options); // DDP
+        let mut ddp = ddp.map_err(unlike)?;
         if let Some(hook) = settings.gradients.hook(settings.seed)? {
             ddp.set_hook(Some(hook))?; // DDP
         }

@@ -23,8 +23,10 @@ use phalanx_train::state::{Background, Folder, Place, Snapshot};
 
 use self::history::Hook;
 use super::context::RankContext;
+use super::format::plural;
 use super::update::Update;
 use crate::error::{Error, ErrorKind, Result};
+use crate::launch::signal_name;
 use crate::stop;
 
 /// Folder of checkpoints in a run's output folder.
@@ -252,11 +254,11 @@ impl<'a> Saving<'a> {
         self.ctx.group.barrier()?;
         let why = match self.why {
             FLAG => "as asked".to_owned(),
-            signal => format!("asked by signal {signal}"),
+            signal => format!("as asked by {}", signal_name(signal)),
         };
+        let steps = plural(usize::try_from(place.step).unwrap_or(usize::MAX), "step");
         self.ctx.note(&format!(
-            "stopped {why} after {} steps; saved in {}\n  go on with --resume auto and the same --output-dir",
-            place.step,
+            "stopped {why} after {steps}; saved in {}\n  go on with --resume auto and the same --output-dir",
             self.path.display()
         ));
         match self.why {

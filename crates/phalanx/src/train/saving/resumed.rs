@@ -14,6 +14,9 @@ use crate::train::context::RankContext;
 use crate::train::format::plural;
 use crate::train::update::Update;
 
+/// The name of the fact that comes first: another program's others differ anyway.
+const PROGRAM: &str = "program";
+
 /// The name of the fact that a flag can mend.
 const GLOBAL_BATCH: &str = "global batch size";
 
@@ -24,7 +27,7 @@ pub fn facts(
     global_batch: usize,
 ) -> BTreeMap<String, String> {
     let mut facts = BTreeMap::from([
-        ("program".to_owned(), program.to_owned()),
+        (PROGRAM.to_owned(), program.to_owned()),
         (GLOBAL_BATCH.to_owned(), global_batch.to_string()),
     ]);
     facts.extend(more.iter().map(|(k, v)| ((*k).to_owned(), v.clone())));
@@ -76,7 +79,8 @@ impl Resumed {
     /// Usage, naming what differs and the way out.
     pub fn check(&self, facts: &BTreeMap<String, String>) -> Result<()> {
         let none = String::from("not there");
-        for (name, now) in facts {
+        let (first, rest): (Vec<_>, Vec<_>) = facts.iter().partition(|(name, _)| *name == PROGRAM);
+        for (name, now) in first.into_iter().chain(rest) {
             let saved = self.manifest.facts.get(name).unwrap_or(&none);
             if saved != now {
                 let what = format!(
