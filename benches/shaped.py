@@ -21,6 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 NAME = f"phw{os.getpid()}"
+ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 
 
 class Wire:
@@ -31,10 +32,11 @@ class Wire:
             raise SystemExit("a cable joins two hosts, and holds nothing back")
         self.hosts, self.gbit, self.delay_ms, self.mtu, self.cable = hosts, gbit, delay_ms, mtu, cable
         self.burst_ms, self.congestion = burst_ms, congestion
-        self.names, self.children = [], []
+        self.names, self.children, self.allowed = [], [], None
 
     def __enter__(self):
         try:
+            self.allow()
             self.build()
         except BaseException:
             self.__exit__()
@@ -47,6 +49,13 @@ class Wire:
         sh("ip", "-n", name, "link", "set", "lo", "up")
         if self.congestion:
             sh("ip", "netns", "exec", name, "sysctl", "-q", "-w", f"net.ipv4.tcp_congestion_control={self.congestion}")
+
+    def allow(self):
+        """A namespace may use only those congestion controls that the machine allows."""
+        allowed = ALLOWED.read_text().strip()
+        if self.congestion and self.congestion not in allowed.split():
+            ALLOWED.write_text(f"{allowed} {self.congestion}")
+            self.allowed = allowed
 
     def build(self):
         if self.cable:
@@ -115,6 +124,8 @@ class Wire:
             child.communicate() if child.stdout else child.wait()
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        if self.allowed is not None:
+            ALLOWED.write_text(self.allowed)
 
 
 def delay_switch():
