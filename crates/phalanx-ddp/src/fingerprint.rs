@@ -58,6 +58,9 @@ impl Fingerprint {
         };
         let reference = share_text(group, &text, 0)?;
         let different = share_text(group, &text, other)?;
+        // Whoever fails aborts the group: not before all have both texts. Should that come early all the same,
+        // this rank knows what is wrong.
+        let _ = group.barrier();
         Err(Error::mismatch(describe(&reference, &different, other)))
     }
 }

@@ -863,7 +863,7 @@ fn different_arguments_or_data_are_named() {
     ] {
         let dir = folder();
         let (code, err) = unlike(dir.path(), a, b);
-        assert_eq!(code, 1, "{a} against {b}: {err}");
+        assert_eq!(code, 2, "{a} against {b}: {err}");
         for word in words {
             assert!(
                 err.contains(word),
