@@ -814,6 +814,7 @@ fn fingerprint(group: &ProcessGroup, params: &Params, options: &DdpOptions) -> F
     for fact in &options.must_agree {
         print.line(fact.as_str());
     }
+    print.line("no further fact that must agree");
     print.line(match options.caps {
         Some(caps) => format!("buckets {caps:?}"),
         None => "buckets sized by where the ranks are".to_owned(),

@@ -85,7 +85,7 @@ fn different_options_are_named_on_every_rank() {
         ),
         (
             |o| o.must_agree = vec!["lr 0.1".into()],
-            "parameter bn.weight",
+            "no further fact",
             "lr 0.1",
         ),
     ];

@@ -635,7 +635,9 @@ fn killed_rank_is_named_over_tcp_too() {
 
 #[test]
 fn stopped_rank_is_named_when_the_deadline_passes() {
-    for (exchange, missing) in [("all-reduce", "bucket"), ("at-step", "on the step")] {
+    // In the optimizer's step it may have been stopped before it had voted for it, or after.
+    let at_step = ["votes on the step", "bucket 0 of 1"];
+    for (exchange, missing) in [("all-reduce", ["bucket"; 2]), ("at-step", at_step)] {
         let dir = folder();
         let more = ["--timeout", "2", "--exchange", exchange];
         let (child, marker, pid) = start_endless(dir.path(), "stopped", &more, 1);
@@ -645,7 +647,7 @@ fn stopped_rank_is_named_when_the_deadline_passes() {
         assert!(stopped.elapsed() < SOON, "{:?}", stopped.elapsed());
         let err = text(&output.stderr);
         assert_eq!(output.status.code(), Some(4), "{err}");
-        assert!(err.contains(missing), "{err}");
+        assert!(missing.iter().any(|words| err.contains(words)), "{err}");
         let report = &err[err.rfind("\nerror: ").unwrap_or(0)..];
         assert!(
             report.contains(&format!("rank 1 (pid {pid}) is stopped")),
