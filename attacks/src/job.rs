@@ -115,14 +115,14 @@ impl Job {
                 .args(["launch", "--nnodes", &nodes.to_string()])
                 .args(["--node-rank", &node.to_string()])
                 .args(["--nproc-per-node", &(2 / nodes).to_string()])
-                .args([
-                    "--master-addr",
-                    "127.0.0.1",
-                    "--master-port",
-                    &port.to_string(),
-                ])
                 .arg("--token-file")
-                .arg(&token_file)
+                .arg(&token_file);
+            if kind == Kind::TwoLaunchers {
+                // Where the launchers meet. One launcher needs no port that everybody knows.
+                launch.args(["--master-addr", "127.0.0.1"]);
+                launch.args(["--master-port", &port.to_string()]);
+            }
+            launch
                 .args(["--", "/bin/sh", "-c"])
                 .arg(format!(
                     "[ $RANK = 0 ] && echo $PHALANX_STORE >'{}'; \
@@ -172,7 +172,8 @@ impl Job {
                 return line.parse().map_err(|e| format!("{line}: {e}"));
             }
             if self.has_ended()? {
-                return Err("rank 0 did not say where its store is".into());
+                let said = fs::read_to_string(self.folder.join("stderr.0")).unwrap_or_default();
+                return Err(format!("rank 0 did not say where its store is: {said}"));
             }
             std::thread::sleep(Duration::from_millis(1));
         }
