@@ -237,10 +237,6 @@ impl Optimizer for Adam {
         self.scaled(params, grads, factor)
     }
 
-    fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()> {
-        Adam::step(self, params, grads)
-    }
-
     fn begin_step(&mut self) -> Result<()> {
         self.settings.check()?;
         self.running = Some(self.begin());

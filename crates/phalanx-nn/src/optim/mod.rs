@@ -36,7 +36,9 @@ pub trait Optimizer {
     /// Usage: the settings are impossible, or `params` or `grads` have
     /// another layout than the parameters the optimizer was made for. Nothing
     /// was changed then.
-    fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()>;
+    fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()> {
+        self.step_scaled(params, grads, 1.0)
+    }
 
     /// As [`step`](Self::step) with every gradient multiplied by `factor` as it
     /// is read (rounded, as if it had been multiplied before), but for those that are
@@ -101,10 +103,6 @@ pub trait Optimizer {
 }
 
 impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
-    fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()> {
-        (**self).step(params, grads)
-    }
-
     fn step_scaled(
         &mut self,
         params: &mut Params,

@@ -201,10 +201,6 @@ impl Optimizer for Sgd {
         self.scaled(params, grads, factor)
     }
 
-    fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()> {
-        Sgd::step(self, params, grads)
-    }
-
     fn begin_step(&mut self) -> Result<()> {
         self.check()?;
         self.running = Some(self.begin());
