@@ -476,12 +476,9 @@ impl Job<'_> {
         }
         let error_json = rank.error_json();
         let reported = error_json.as_deref().and_then(report::reported_code);
-        if let (End::Code(2), Some(2), Some(text)) = (
-            end,
-            reported,
-            error_json.as_deref().and_then(report::error_file_message),
-        ) {
-            let (message, notes) = report::taken_apart(&text);
+        let told = error_json.as_deref().and_then(report::error_file_message);
+        if let (End::Code(2), Some(2), Some(text)) = (end, reported, &told) {
+            let (message, notes) = report::taken_apart(text);
             return Verdict {
                 code: ErrorKind::Usage.exit_code(),
                 echo: false,
@@ -492,7 +489,7 @@ impl Job<'_> {
             };
         }
         let lines = rank.last_lines();
-        if let Some(text) = error_json.as_deref().and_then(report::error_file_message) {
+        if let Some(text) = told {
             notes.push(("said".to_owned(), text));
         } else if let Some(text) = report::said(&lines) {
             notes.push(("stderr".to_owned(), text));
