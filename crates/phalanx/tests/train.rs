@@ -327,26 +327,28 @@ fn weights_depend_on_neither_transport_nor_luck() {
     assert_eq!(thread, hash("tcp"));
 }
 
+/// A small training whose batches are uneven, but for its number of ranks.
+const SMALL: [&str; 14] = [
+    "train",
+    "mnist",
+    "--epochs",
+    "2",
+    "--synthetic-samples",
+    "500",
+    "--global-batch-size",
+    "96",
+    "--test-batch-size",
+    "16",
+    "--log-interval",
+    "1",
+    "--output-dir",
+    "out",
+];
+
 /// Trains the MNIST CNN on `world` ranks; its three digests.
 fn digests(dir: &Path, world: &str, more: &[&str]) -> [String; 3] {
-    let mut args = vec![
-        "train",
-        "mnist",
-        "--nproc-per-node",
-        world,
-        "--epochs",
-        "2",
-        "--synthetic-samples",
-        "500",
-        "--global-batch-size",
-        "96",
-        "--test-batch-size",
-        "16",
-        "--log-interval",
-        "1",
-        "--output-dir",
-        "out",
-    ];
+    let mut args = SMALL.to_vec();
+    args.extend(["--nproc-per-node", world]);
     args.extend(more);
     succeed(&args, dir);
     let summary = summary(&dir.join("out"));
@@ -365,28 +367,15 @@ fn the_exchange_changes_no_bit_also_where_a_checkpoint_is_gone_on_with() {
 
     for [first, then] in [["at-step", "all-reduce"], ["reduce-scatter", "at-step"]] {
         let dir = folder();
-        let stopped = ["--stop-after", "4", "--exchange", first];
-        let args = [
-            &[
-                "train",
-                "mnist",
-                "--epochs",
-                "2",
-                "--synthetic-samples",
-                "500",
-            ][..],
-            &[
-                "--global-batch-size",
-                "96",
-                "--nproc-per-node",
-                "2",
-                "--test-batch-size",
-                "16",
-            ],
-            &["--log-interval", "1", "--output-dir", "out"],
-            &stopped,
+        let stopped = [
+            "--nproc-per-node",
+            "2",
+            "--stop-after",
+            "4",
+            "--exchange",
+            first,
         ];
-        succeed(&args.concat(), dir.path());
+        succeed(&[&SMALL[..], &stopped].concat(), dir.path());
         let gone_on = ["--resume", "auto", "--exchange", then];
         assert_eq!(
             digests(dir.path(), "2", &gone_on),

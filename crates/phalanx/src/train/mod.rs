@@ -191,13 +191,7 @@ pub fn run(args: TrainArgs) -> Result<()> {
             let before = before_ranks(&mut args.output_dir, &args.saving, || {
                 RunDir::claim("linear")
             });
-            ranks::run(
-                &ranks,
-                Speakers::All,
-                &before.extra,
-                Some(&before.flight),
-                |ctx| linear::run_rank(ctx, &args),
-            )
+            before.run(&ranks, Speakers::All, |ctx| linear::run_rank(ctx, &args))
         }
         Recipe::Mnist { ranks, mut args } => {
             mnist::validate(&args, ranks.known_world()?)?;
@@ -206,13 +200,7 @@ pub fn run(args: TrainArgs) -> Result<()> {
             } = &mut args.settings;
             let before = before_ranks(output_dir, saving, || RunDir::claim("mnist"));
             let speakers = speakers(args.document);
-            ranks::run(
-                &ranks,
-                speakers,
-                &before.extra,
-                Some(&before.flight),
-                |ctx| mnist::run_rank(ctx, &args),
-            )
+            before.run(&ranks, speakers, |ctx| mnist::run_rank(ctx, &args))
         }
         Recipe::Resnet18 { ranks, mut args } => {
             args.settings.defaults = args.defaults();
@@ -224,13 +212,7 @@ pub fn run(args: TrainArgs) -> Result<()> {
             let before = before_ranks(output_dir, saving, default);
             resnet18::validate(&args, ranks.known_world()?)?;
             let speakers = speakers(args.document);
-            ranks::run(
-                &ranks,
-                speakers,
-                &before.extra,
-                Some(&before.flight),
-                |ctx| resnet18::run_rank(ctx, &args),
-            )
+            before.run(&ranks, speakers, |ctx| resnet18::run_rank(ctx, &args))
         }
         Recipe::Resnet9 { ranks, mut args } => {
             args.settings.defaults = args.defaults();
@@ -239,13 +221,7 @@ pub fn run(args: TrainArgs) -> Result<()> {
                 output_dir, saving, ..
             } = &mut args.settings;
             let before = before_ranks(output_dir, saving, || RunDir::claim("resnet9"));
-            ranks::run(
-                &ranks,
-                Speakers::Rank0,
-                &before.extra,
-                Some(&before.flight),
-                |ctx| resnet9::run_rank(ctx, &args),
-            )
+            before.run(&ranks, Speakers::Rank0, |ctx| resnet9::run_rank(ctx, &args))
         }
         Recipe::Mobilenetv2 { ranks, mut args } => {
             args.settings.defaults = args.defaults();
@@ -254,13 +230,9 @@ pub fn run(args: TrainArgs) -> Result<()> {
                 output_dir, saving, ..
             } = &mut args.settings;
             let before = before_ranks(output_dir, saving, || RunDir::claim("mobilenetv2"));
-            ranks::run(
-                &ranks,
-                Speakers::Rank0,
-                &before.extra,
-                Some(&before.flight),
-                |ctx| mobilenetv2::run_rank(ctx, &args),
-            )
+            before.run(&ranks, Speakers::Rank0, |ctx| {
+                mobilenetv2::run_rank(ctx, &args)
+            })
         }
     }
 }
@@ -303,6 +275,18 @@ struct Before {
     /// Where flight recorders go.
     flight: PathBuf,
     _dir: RunDir,
+}
+
+impl Before {
+    /// Starts the ranks, each of which does `rank`.
+    fn run(
+        &self,
+        ranks: &RankArgs,
+        speakers: Speakers,
+        rank: impl Fn(&RankContext) -> Result<()> + Sync,
+    ) -> Result<()> {
+        ranks::run(ranks, speakers, &self.extra, Some(&self.flight), rank)
+    }
 }
 
 /// Who prints: in a document's form every rank, unmarked as there.
