@@ -520,6 +520,11 @@ impl DistributedDataParallel {
         self.reducer.gather_pieces(params.flat_mut(), &starts)
     }
 
+    /// Who gets which averaged gradients, and when.
+    pub fn exchange(&self) -> Exchange {
+        self.exchange
+    }
+
     pub(crate) fn is_scattered(&self) -> bool {
         self.exchange.is_scattered()
     }

@@ -252,7 +252,7 @@ fn report(
     if args.json {
         let line = json!({
             "model": args.recipe.key(), "world": ctx.world(), "threads": ctx.threads, "precision": args.precision.title(), "batch": args.batch,
-            "exchange": exchange_title(trainer.exchange()), "blocks": pairs.len(), "block_steps": BLOCK, "step_ms_median": synced_ms, "alone_ms_median": alone_ms,
+            "exchange": exchange_title(trainer.ddp().exchange()), "blocks": pairs.len(), "block_steps": BLOCK, "step_ms_median": synced_ms, "alone_ms_median": alone_ms,
             "overhead_percent": overhead, "overhead_percent_quartiles": [low, high],
             "overhead_percent_undisturbed": undisturbed, "skew_percent": skew,
             "bucket_bytes": buckets, "communication_alone_ms_median": communication_ms,
@@ -264,7 +264,7 @@ fn report(
         });
         return ctx.line(&line.to_string());
     }
-    let under_backward = match trainer.exchange() {
+    let under_backward = match trainer.ddp().exchange() {
         Exchange::AtStep => {
             String::from("the optimizer's step exchanges gradients and parameters besides")
         }
@@ -283,7 +283,7 @@ fn report(
         args.precision.describe(),
         ctx.describe(),
         args.batch,
-        exchange_title(trainer.exchange()),
+        exchange_title(trainer.ddp().exchange()),
         pairs.len(),
         longer[0],
         longer[1],

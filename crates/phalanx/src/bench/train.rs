@@ -97,7 +97,6 @@ pub(super) struct Trainer {
     net: Net,
     params: Params,
     ddp: DistributedDataParallel,
-    exchange: Exchange,
     /// Averages gradients in steps that are not `synced`; without it they stay where they are.
     other: Option<DistributedDataParallel>,
     /// Gradients of steps without communication.
@@ -174,7 +173,6 @@ impl Trainer {
         Ok(Trainer {
             net,
             ddp,
-            exchange,
             other: None,
             alone: Grads::like(&params),
             backward: Backward {
@@ -286,10 +284,6 @@ impl Trainer {
     /// Times of the last step without communication.
     pub(super) fn backward(&self) -> &Backward {
         &self.backward
-    }
-
-    pub(super) fn exchange(&self) -> Exchange {
-        self.exchange
     }
 
     pub(super) fn ddp(&self) -> &DistributedDataParallel {
@@ -455,7 +449,7 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
     if args.json {
         let line = json!({
             "model": args.recipe.key(), "world": ctx.world(), "threads": ctx.threads, "precision": args.precision.title(), "batch": args.batch,
-            "recompute": args.recompute, "exchange": exchange_title(trainer.exchange), "steps": args.steps, "step_ms_median": step_ms, "images_per_s": images_per_s,
+            "recompute": args.recompute, "exchange": exchange_title(trainer.ddp.exchange()), "steps": args.steps, "step_ms_median": step_ms, "images_per_s": images_per_s,
             "exposed_comm_ms": exposed, "peak_rss_mib": peak_mib[0], "first_step_began_s": first_began.as_secs_f64(), "first_step_s": first_step.as_secs_f64(),
         });
         return ctx.line(&line.to_string());

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use phalanx_ddp::{DistributedDataParallel, Exchange, ShardedOptimizer};
+use phalanx_ddp::{DistributedDataParallel, ShardedOptimizer};
 use phalanx_nn::Params;
 use phalanx_nn::optim::Optimizer;
 use phalanx_train::state::OptimizerState;
@@ -25,11 +25,10 @@ impl Update {
     /// Usage, when it cannot be cut.
     pub fn new(
         ddp: &DistributedDataParallel,
-        exchange: Exchange,
         params: &Params,
         make: impl FnOnce(&Params) -> Box<dyn Optimizer>,
     ) -> Result<Update> {
-        Ok(match exchange.is_scattered() {
+        Ok(match ddp.exchange().is_scattered() {
             false => Update::Whole(make(params)),
             true => Update::Part(Box::new(ShardedOptimizer::for_wrapper(ddp, params, make)?)),
         })

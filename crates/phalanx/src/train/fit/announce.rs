@@ -16,7 +16,6 @@ pub(super) struct About<'a> {
     pub(super) initial: Option<&'a str>,
     pub(super) steps: usize,
     pub(super) optimizer: &'a str,
-    pub(super) exchange: Exchange,
 }
 
 /// Who trains, on what, which model, and how.
@@ -36,7 +35,7 @@ pub(super) fn announce<P: Program>(
         .map(|b| bytes(ddp.plan().bucket_bytes(b)))
         .collect();
     let buckets = match settings.cut.deterministic {
-        _ if about.exchange == Exchange::AtStep => {
+        _ if ddp.exchange() == Exchange::AtStep => {
             format!("{} averaged in the optimizer's step", sizes.join(" and "))
         }
         Determinism::Ranks | Determinism::Off => {

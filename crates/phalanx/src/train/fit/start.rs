@@ -67,7 +67,7 @@ impl<'a, P: Program> Training<'a, P> {
         let mut tape = Tape::new(Threads(ctx.threads));
         tape.set_precision(settings.precision.into());
         let mut optimizer_name = String::new();
-        let mut update = Update::new(&ddp, exchange, &params, |params| {
+        let mut update = Update::new(&ddp, &params, |params| {
             let (mut optimizer, name) = program.optimizer(params, world);
             optimizer.set_workers(tape.workers());
             optimizer_name = name;
@@ -108,7 +108,6 @@ impl<'a, P: Program> Training<'a, P> {
             initial: initial.as_deref(),
             steps,
             optimizer: &optimizer_name,
-            exchange,
         };
         announce(ctx, program, &about, &params, &ddp, &output);
         voice.trains(ctx, settings.epochs())?;
