@@ -1,30 +1,31 @@
 //! Saving beside the training.
 
 use std::path::PathBuf;
-use std::thread::JoinHandle;
-
-use rustix::process::setpriority_process;
-use rustix::thread::gettid;
+use std::sync::Arc;
+use std::thread::{Builder, JoinHandle};
 
 use super::folder::Folder;
+use super::pace::Pace;
 use super::snapshot::Snapshot;
 use crate::{Error, Result};
 
 /// Saves one snapshot at a time on a thread of its own, which takes a processor
-/// only while nobody else wants it: a step must not wait for what can wait. Nothing
-/// is lost by that but time, and whoever [waits](Background::wait) for the save
-/// leaves it the processor.
+/// only while nobody else wants it: a step must not wait for what can wait. On a busy machine
+/// that may last as long as the machine is busy, so whoever [waits](Background::wait)
+/// for the save, or [wants it soon](Background::hurry), gives it an equal share.
 ///
 /// A save that was begun is finished, or has failed, when this is dropped.
 pub struct Background {
     folder: Folder,
-    running: Option<JoinHandle<(Result<PathBuf>, Snapshot)>>,
+    running: Option<Running>,
     /// What was saved last, for its memory.
     spare: Option<Snapshot>,
 }
 
-/// The lowest priority there is.
-const NICE: i32 = 19;
+struct Running {
+    job: JoinHandle<(Result<PathBuf>, Snapshot)>,
+    pace: Arc<Pace>,
+}
 
 impl Background {
     /// Saves into `folder`.
@@ -49,7 +50,15 @@ impl Background {
 
     /// Whether the disk is still busy with the last one.
     pub fn is_busy(&self) -> bool {
-        self.running.as_ref().is_some_and(|job| !job.is_finished())
+        let running = self.running.as_ref();
+        running.is_some_and(|running| !running.job.is_finished())
+    }
+
+    /// The save that is going on, if any, shares the processors with everybody from now on.
+    pub fn hurry(&self) {
+        if let Some(running) = &self.running {
+            running.pace.hurry(running.job.thread());
+        }
     }
 
     /// Begins to save and returns at once, unless a save is still going on: then
@@ -61,18 +70,18 @@ impl Background {
     /// same. `Io` when the system refuses a thread.
     pub fn begin(&mut self, snapshot: Snapshot) -> Result<Option<PathBuf>> {
         let before = self.wait();
-        let folder = self.folder.clone();
-        let job = std::thread::Builder::new()
+        let (folder, pace) = (self.folder.clone(), Arc::new(Pace::default()));
+        let its = pace.clone();
+        let job = Builder::new()
             .name("checkpoint".into())
             .spawn(move || {
-                // Where the system refuses, we are in the way a little more.
-                let _ = setpriority_process(Some(gettid()), NICE);
-                (folder.save(&snapshot), snapshot)
+                let pacer = its.start();
+                (folder.save_at(&snapshot, Some(&pacer)), snapshot)
             })
             .map_err(|source| {
                 Error::io("cannot start a thread to save", self.folder.path(), source)
             })?;
-        self.running = Some(job);
+        self.running = Some(Running { job, pace });
         before
     }
 
@@ -108,9 +117,10 @@ impl Background {
     ///
     /// Those of the save.
     pub fn wait(&mut self) -> Result<Option<PathBuf>> {
-        let Some(job) = self.running.take() else {
+        let Some(Running { job, pace }) = self.running.take() else {
             return Ok(None);
         };
+        pace.hurry(job.thread());
         match job.join() {
             Ok((outcome, snapshot)) => {
                 self.spare = Some(snapshot);
@@ -197,10 +207,13 @@ mod tests {
         let params = model();
         let snapshot = take(None, &params, &Adam::new(&params, 0.1));
         let (write, written) = channel();
-        saver.running = Some(std::thread::spawn(move || {
-            written.recv().unwrap();
-            (Ok("there".into()), snapshot)
-        }));
+        saver.running = Some(Running {
+            job: std::thread::spawn(move || {
+                written.recv().unwrap();
+                (Ok("there".into()), snapshot)
+            }),
+            pace: Arc::default(),
+        });
         for _ in 0..1000 {
             assert!(saver.is_busy());
             assert_eq!(saver.poll().unwrap(), None);

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::load::State;
 use super::manifest::Manifest;
+use super::pace::Pacer;
 use super::snapshot::Snapshot;
 use crate::files::{atomic_write, atomic_write_with, create_folder};
 use crate::{Error, Result};
@@ -48,6 +49,11 @@ impl Folder {
     /// `DiskFull` or `Io`, naming the path. The older checkpoints are then all
     /// there, but for those that were to be removed.
     pub fn save(&self, snapshot: &Snapshot) -> Result<PathBuf> {
+        self.save_at(snapshot, None)
+    }
+
+    /// As [`save`](Self::save), as fast as `pacer` lets it.
+    pub(super) fn save_at(&self, snapshot: &Snapshot, pacer: Option<&Pacer>) -> Result<PathBuf> {
         create_folder(&self.path)?;
         let step = snapshot.place().step;
         let name = format!("{PREFIX}{step:09}");
@@ -56,7 +62,10 @@ impl Folder {
         let data_path = self.path.join(&file);
         let mut written = None;
         atomic_write_with(&data_path, |out| {
-            written = Some(snapshot.write(out)?);
+            written = Some(match pacer {
+                Some(pacer) => snapshot.write(&mut pacer.writer(out)),
+                None => snapshot.write(out),
+            }?);
             Ok(())
         })?;
         let Some(written) = written else {

@@ -20,6 +20,7 @@ mod fuzzing;
 mod load;
 mod manifest;
 mod optimizer;
+mod pace;
 mod snapshot;
 
 pub use background::Background;

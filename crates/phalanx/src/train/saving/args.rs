@@ -18,7 +18,7 @@ pub enum SaveErrors {
 /// Arguments about resumable checkpoints.
 #[derive(Debug, Clone, clap::Args)]
 pub struct SavingArgs {
-    /// Save resumable state every so many steps (later while the one before is still being written), after each epoch, and when SIGTERM (then with exit code 130) or SIGUSR1 asks to stop
+    /// Save resumable state every so many steps (later while the one before is still being written, which hurries from then on), after each epoch, and when SIGTERM (then with exit code 130) or SIGUSR1 asks to stop
     #[arg(long, value_name = "STEPS")]
     pub save_every: Option<u64>,
     /// Resumable checkpoints to keep, the newest

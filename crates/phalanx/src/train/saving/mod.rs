@@ -6,6 +6,7 @@
 //! nothing, save, or save and stop, because somebody asked one of them to.
 
 mod args;
+mod due;
 mod history;
 mod resumed;
 
@@ -21,6 +22,7 @@ use phalanx_ddp::DistributedDataParallel;
 use phalanx_nn::Params;
 use phalanx_train::state::{Background, Folder, Place, Snapshot};
 
+use self::due::{Due, What};
 use self::history::Hook;
 use super::context::RankContext;
 use super::format::plural;
@@ -67,8 +69,7 @@ pub struct Saving<'a> {
     path: PathBuf,
     /// Steps of this run.
     steps: u64,
-    /// A checkpoint is due since the disk was last busy.
-    due: bool,
+    due: Due,
     /// Why all ranks stop, once they do: the signal that one of them got, or [`FLAG`].
     why: i32,
 }
@@ -109,7 +110,7 @@ impl<'a> Saving<'a> {
             path: folder.path().to_owned(),
             background: (args.enabled() && ctx.is_main()).then(|| Background::new(folder)),
             steps: 0,
-            due: false,
+            due: Due::new(args.save_every),
             why: 0,
         })
     }
@@ -139,8 +140,15 @@ impl<'a> Saving<'a> {
         self.steps += 1;
         let mut save = false;
         if let Some(background) = &mut self.background {
-            self.due |= self.args.save_every.is_some_and(|n| step.is_multiple_of(n));
-            save = self.due && !background.is_busy();
+            match self.due.after(step, background.is_busy()) {
+                What::Nothing => {}
+                What::Save => save = true,
+                What::Hurry => background.hurry(),
+                What::Warn { since } => self.ctx.note(&format!(
+                    "warning: a checkpoint is due since step {since}, and after step {step} the one before is still being written\n  so slow a disk ({}) asks for a larger --save-every",
+                    self.path.display()
+                )),
+            }
             let outcome = background.poll();
             self.heed(outcome.map(|_| ()))?;
         }
@@ -151,7 +159,6 @@ impl<'a> Saving<'a> {
         if self.ctx.world() > 1 {
             self.ctx.group.all_reduce(&mut wishes, ReduceOp::Max)?;
         }
-        self.due &= !save;
         self.why = wishes[1];
         Ok(match wishes {
             [0, 0] => Now::GoOn,
