@@ -37,6 +37,9 @@ mod inspect;
 mod launch;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
+mod log;
+#[cfg(fuzzing)]
+#[allow(dead_code, reason = "main.rs uses the rest")]
 mod plan;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]

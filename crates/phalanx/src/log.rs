@@ -5,6 +5,9 @@ use std::io::IsTerminal;
 
 use tracing_subscriber::filter::LevelFilter;
 
+use crate::launch;
+use crate::say;
+
 /// `PHALANX_LOG=off|error|warn|info|debug|trace`.
 const VARIABLE: &str = "PHALANX_LOG";
 
@@ -23,6 +26,28 @@ pub(crate) fn start() {
         // It would panic on a standard error that cannot be written.
         .log_internal_errors(false)
         .try_init();
+}
+
+/// Warns of a `PHALANX_LOG` that means nothing: once a job, not from ranks after the first
+/// nor from those whose launcher has said it.
+pub(crate) fn warn_of_nonsense() {
+    let Some(wanted) = std::env::var_os(VARIABLE) else {
+        return;
+    };
+    let is_first = match launch::rank_place(&launch::real_env()) {
+        Ok(Some(place)) => place.rank == 0,
+        _ => true,
+    };
+    if !launch::is_under_a_launcher_of_ours() && is_first && !is_known(&wanted.to_string_lossy()) {
+        say::note(format_args!(
+            "warning: {VARIABLE} cannot be \"{}\"; it is off, error, warn, info, debug or trace, and warn is taken",
+            wanted.display()
+        ));
+    }
+}
+
+fn is_known(wanted: &str) -> bool {
+    wanted.is_empty() || wanted.parse::<LevelFilter>().is_ok()
 }
 
 /// Warnings where nothing, or nothing that is known, is wanted.
@@ -48,6 +73,7 @@ mod tests {
             ("debug", LevelFilter::DEBUG),
         ] {
             assert_eq!(level(wanted), level_then, "{wanted:?}");
+            assert_eq!(is_known(wanted), wanted != "nonsense", "{wanted:?}");
         }
     }
 }

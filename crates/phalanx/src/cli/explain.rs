@@ -1,5 +1,6 @@
 //! clap's errors in our own words: one line, then the way out.
 
+use super::torchrun;
 use clap::error::{ContextKind, ContextValue, ErrorKind as ClapKind};
 
 use crate::error::Error;
@@ -53,7 +54,16 @@ pub(super) fn explain(
         }
         ClapKind::UnknownArgument => {
             let word = text(ContextKind::InvalidArg).unwrap_or_default();
-            if word.starts_with('-') {
+            let instead = match path.last().map(String::as_str) {
+                Some("launch") => torchrun::instead_of(&word),
+                _ => None,
+            };
+            if let Some(instead) = instead {
+                Error::usage(format!(
+                    "{word} is torchrun's; phalanx launch has no such flag"
+                ))
+                .note("instead", instead)
+            } else if word.starts_with('-') {
                 Error::usage(named(
                     &word,
                     "unknown flag",
@@ -73,10 +83,13 @@ pub(super) fn explain(
             Error::usage(format!("{line}   ({choices})"))
         }
         ClapKind::InvalidValue | ClapKind::ValueValidation => {
-            let flag = text(ContextKind::InvalidArg).unwrap_or_default();
+            let flag = typed_name(&text(ContextKind::InvalidArg).unwrap_or_default());
             let value = text(ContextKind::InvalidValue).unwrap_or_default();
             let mut ours = if value.is_empty() {
                 Error::usage(format!("{flag} needs a value"))
+            } else if path == ["bench", "train"] && is_recipe(parser, &value) {
+                // Nothing was misspelt.
+                Error::usage(format!("phalanx bench train does not time {value}"))
             } else {
                 let mut line = format!("{flag} cannot be \"{value}\"");
                 if let Some(best) = best(error, ContextKind::SuggestedValue, &value) {
@@ -85,7 +98,7 @@ pub(super) fn explain(
                 Error::usage(line)
             };
             if let Some(cause) = std::error::Error::source(error) {
-                ours = ours.note("since", plain(cause));
+                ours = ours.note("since", plain(cause, &value));
             }
             if let Some(valid) = text(ContextKind::ValidValue) {
                 ours = ours.note("one of", valid);
@@ -94,8 +107,7 @@ pub(super) fn explain(
         }
         ClapKind::MissingRequiredArgument => {
             let what = text(ContextKind::InvalidArg).unwrap_or_else(|| "an argument".into());
-            // clap writes `<PROGRAM>...`; people read PROGRAM.
-            let what = what.replace(['<', '>'], "").replace("...", "");
+            let what = typed_name(&what);
             let ours = Error::usage(format!("missing {what}"));
             match path.last().map(String::as_str) {
                 Some("predict") if what == "CHECKPOINT" => {
@@ -106,8 +118,8 @@ pub(super) fn explain(
         }
         ClapKind::ArgumentConflict => Error::usage(format!(
             "{} cannot be combined with {}",
-            text(ContextKind::InvalidArg).unwrap_or_default(),
-            text(ContextKind::PriorArg).unwrap_or_default()
+            typed_name(&text(ContextKind::InvalidArg).unwrap_or_default()),
+            typed_name(&text(ContextKind::PriorArg).unwrap_or_default())
         )),
         _ => {
             let rendered = error.render().to_string();
@@ -118,12 +130,26 @@ pub(super) fn explain(
     Some(ours.note("see", help))
 }
 
-/// Why a value was not understood; the standard library says it to programmers.
-fn plain(cause: &(dyn std::error::Error + 'static)) -> String {
+/// An argument as people type it: clap writes `--epochs <N>` and `<PROGRAM>...`.
+fn typed_name(shown: &str) -> String {
+    let name = shown.split(' ').next().unwrap_or(shown);
+    name.trim_matches(['<', '>', '.']).to_owned()
+}
+
+/// Whether `phalanx train` knows a recipe of that name.
+fn is_recipe(parser: &clap::Command, name: &str) -> bool {
+    let train = parser.find_subcommand("train");
+    train.is_some_and(|train| train.find_subcommand(name).is_some())
+}
+
+/// Why `value` was not understood; the standard library says it to programmers.
+fn plain(cause: &(dyn std::error::Error + 'static), value: &str) -> String {
     if let Some(whole) = cause.downcast_ref::<std::num::ParseIntError>() {
         use std::num::IntErrorKind as K;
+        let is_negative = value.starts_with('-') && value[1..].parse::<f64>().is_ok();
         return match whole.kind() {
             K::PosOverflow | K::NegOverflow => "it is too large a number",
+            _ if is_negative => "a whole number from 0 up is expected",
             _ => "a whole number is expected",
         }
         .to_owned();

@@ -2,6 +2,7 @@
 
 mod explain;
 mod normalise;
+mod torchrun;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -10,7 +11,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::error::{Error, Result};
-use crate::{bench, compare, download, export, inspect, launch, plan, predict, train};
+use crate::{bench, compare, download, export, inspect, launch, log, plan, predict, train};
 use normalise::{Flag, normalise};
 
 /// Distributed data-parallel training: ranks that march in step.
@@ -103,6 +104,10 @@ fn tell(error: &Error) {
 }
 
 fn run(command: Command) -> Result<()> {
+    // Processes of our own are started by one that has said it.
+    if !matches!(command, Command::ExecRank(_) | Command::Guard) {
+        log::warn_of_nonsense();
+    }
     match command {
         Command::Train(args) => train::run(*args),
         Command::Compare(args) => compare::run(&args),
@@ -139,7 +144,7 @@ pub(crate) fn parse_training(words: &[OsString]) -> Result<Option<Box<train::Tra
 
 /// `Ok(None)`: help or the version was asked for and printed.
 fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Option<Cli>> {
-    let mut parser = Cli::command();
+    let mut parser = taking_negative_numbers(Cli::command());
     parser.build();
     let mut args = args.into_iter();
     let name = args.next().unwrap_or_else(|| "phalanx".into());
@@ -152,6 +157,15 @@ fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Option<Cli>> {
         Ok(cli) => Ok(Some(cli)),
         Err(error) => explain::explain(&error, &parser, &path).map_or(Ok(None), Err),
     }
+}
+
+/// `--epochs -1` is a wrong value of `--epochs`, not a flag `-1`: no flag of ours is a number.
+fn taking_negative_numbers(command: clap::Command) -> clap::Command {
+    let command = command.mut_args(|arg| match arg.get_long() {
+        Some(_) if arg.get_action().takes_values() => arg.allow_negative_numbers(true),
+        _ => arg,
+    });
+    command.mut_subcommands(taking_negative_numbers)
 }
 
 /// The commands that `args` begin with, for messages about the rest.
@@ -245,12 +259,83 @@ mod tests {
             ("--epochs", "two", "a whole number is expected"),
             ("--epochs", "1.5", "a whole number is expected"),
             ("--epochs", "99999999999999999999", "too large a number"),
+            ("--epochs", "-1", "a whole number from 0 up is expected"),
+            ("--batch-size", "-5", "a whole number from 0 up is expected"),
+            ("--seed", "-1.5", "a whole number from 0 up is expected"),
+            ("--save-every", "-3", "a whole number from 0 up is expected"),
             ("--momentum", "much", "a number is expected"),
         ] {
             let text = error_of(&["train", "mnist", flag, value]);
-            assert!(text.contains(&format!("cannot be \"{value}\"")), "{text}");
+            let said = format!("error: {flag} cannot be \"{value}\"\n");
+            assert!(text.starts_with(&said), "{text}");
             assert!(text.contains(why), "{text}");
         }
+    }
+
+    /// Numbers below zero reach the checks of their flags everywhere.
+    #[test]
+    fn negative_numbers_are_values() {
+        for args in [
+            &["plan", "--world", "-1"][..],
+            &["bench", "all-reduce", "--nproc-per-node", "-2"],
+            &["predict", "x", "--data", "synthetic", "--limit", "-3"],
+            &["compare", "--workers", "-4", "mnist"],
+        ] {
+            let text = error_of(args);
+            let (flag, value) = match args.iter().rposition(|word| word.starts_with("--")) {
+                Some(at) => (args[at], args[at + 1]),
+                None => panic!("{args:?}"),
+            };
+            assert!(
+                text.starts_with(&format!("error: {flag} cannot be \"{value}\"\n")),
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_recipe_that_is_not_timed_is_no_misspelling() {
+        let text = error_of(&["bench", "train", "resnet9"]);
+        assert!(
+            text.contains("bench train does not time resnet9\n"),
+            "{text}"
+        );
+        assert!(
+            text.contains("one of  mnist, resnet18, mobilenetv2"),
+            "{text}"
+        );
+        assert!(!text.contains("did you mean"), "{text}");
+        let text = error_of(&["bench", "train", "mnst"]);
+        assert!(
+            text.contains("RECIPE cannot be \"mnst\"; did you mean \"mnist\"?"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn torchruns_flags_are_answered_with_what_to_do_instead() {
+        for (args, instead) in [
+            (&["launch", "--no_python", "./prog"][..], "leave it out"),
+            (&["launch", "-m", "pkg.train"], "python3 -m MODULE"),
+            (&["launch", "--module", "pkg.train"], "python3 -m MODULE"),
+            (&["launch", "-r", "3", "x"], "--redirects"),
+            (&["launch", "-t3", "x"], "--tee"),
+            (&["launch", "--start-method=fork", "x"], "leave it out"),
+            (
+                &["launch", "--rdzv-conf", "timeout=9", "x"],
+                "--rdzv-timeout",
+            ),
+        ] {
+            let text = error_of(args);
+            assert!(text.contains("is torchrun's"), "{args:?}: {text}");
+            assert!(text.contains(instead), "{args:?}: {text}");
+        }
+        // Elsewhere they are nobody's.
+        let text = error_of(&["train", "mnist", "--no-python"]);
+        assert!(
+            text.starts_with("error: unknown flag \"--no-python\""),
+            "{text}"
+        );
     }
 
     #[test]

@@ -86,6 +86,11 @@ enum Event {
     Dump,
 }
 
+/// Whether a launcher of ours has started this process, or one above it.
+pub(crate) fn is_under_a_launcher_of_ours() -> bool {
+    std::env::var_os(contract::STORE_VARIABLE).is_some()
+}
+
 /// `phalanx launch`.
 pub(crate) fn run(cli: &LaunchCli) -> Result<()> {
     let env = cluster::real_env();
