@@ -95,7 +95,7 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
             "phalanx compare starts its ranks itself; start it once, not under a launcher",
         ));
     }
-    let Some(training) = cli::parse_training(&args.training)? else {
+    let Some(mut training) = cli::parse_training(&args.training)? else {
         return Ok(());
     };
     let recipe = training.check_comparable(&args.workers)?;

@@ -481,27 +481,15 @@ fn ranks_equal_one_rank_that_accumulates() {
 fn compressed_gradients_save_bytes_and_learn_as_well() {
     let dir = folder();
     let run = |kind: &str| {
-        succeed(
-            &[
-                "train",
-                "mnist",
-                "--nproc-per-node",
-                "2",
-                "--transport",
-                "tcp",
-                "--epochs",
-                "2",
-                "--synthetic-samples",
-                "1500",
-                "--powersgd-start",
-                "4",
-                "--gradient-type",
-                kind,
-                "--output-dir",
-                kind,
-            ],
-            dir.path(),
-        );
+        let train =
+            "train mnist --nproc-per-node 2 --transport tcp --epochs 2 --synthetic-samples 1500";
+        let start: &[&str] = match kind {
+            "powersgd" => &["--powersgd-start", "4"],
+            _ => &[],
+        };
+        let train: Vec<&str> = train.split(' ').collect();
+        let own = ["--gradient-type", kind, "--output-dir", kind];
+        succeed(&[&train[..], &own, start].concat(), dir.path());
         let summary = summary(&dir.path().join(kind));
         let number = |key: &str| summary[key].as_f64().expect("a number");
         (number("accuracy"), number("sent_bytes"))
@@ -799,6 +787,86 @@ fn mistakes_are_named_with_the_way_out() {
             &["--accumulate", "at least 1"],
         ),
         (
+            &["train", "mnist", "--accumulate", "9", "--batch-size", "8"],
+            2,
+            &["--accumulate 9 leaves", "use at most 8"],
+        ),
+        (
+            &[
+                "train",
+                "mnist",
+                "--nproc-per-node",
+                "3",
+                "--accumulate",
+                "4",
+                "--global-batch-size",
+                "10",
+            ],
+            2,
+            &["--accumulate 4 leaves", "use at most 3"],
+        ),
+        (
+            &["train", "mnist", "--shards", "4"],
+            2,
+            &["--shards is for --deterministic shards"],
+        ),
+        (
+            &["train", "mnist", "--powersgd-rank", "4"],
+            2,
+            &["--powersgd-rank is for --gradient-type powersgd"],
+        ),
+        (
+            &[
+                "train",
+                "mnist",
+                "--powersgd-start",
+                "4",
+                "--gradient-type",
+                "bf16",
+            ],
+            2,
+            &["--powersgd-start is for --gradient-type powersgd"],
+        ),
+        (
+            &["train", "mnist", "--keep", "4"],
+            2,
+            &["--keep is for resumable checkpoints", "--save-every"],
+        ),
+        (
+            &["train", "linear", "--keep", "4"],
+            2,
+            &["--keep is for resumable checkpoints"],
+        ),
+        (
+            &[
+                "train",
+                "mnist",
+                "--deterministic",
+                "ranks",
+                "--algorithm",
+                "fastest",
+            ],
+            2,
+            &["--algorithm fastest", "--deterministic ranks"],
+        ),
+        (
+            &[
+                "compare",
+                "mnist",
+                "--deterministic",
+                "ranks",
+                "--algorithm",
+                "fastest",
+            ],
+            2,
+            &["--algorithm fastest", "--deterministic ranks"],
+        ),
+        (
+            &["train", "mnist", "--epochs", "-1"],
+            2,
+            &["--epochs cannot be \"-1\"", "from 0 up"],
+        ),
+        (
             &[
                 "train",
                 "mnist",
@@ -828,6 +896,70 @@ fn mistakes_are_named_with_the_way_out() {
         0,
         "a mistake leaves no files"
     );
+}
+
+/// What is not the default is on the screen and in the summary.
+#[test]
+fn how_gradients_are_exchanged_is_told() {
+    let train = "train mnist --epochs 1 --synthetic-samples 128 --threads 1 --output-dir out";
+    for (flags, told, gradient_type, deterministic) in [
+        ("", None, "f32", "ranks"),
+        (
+            "--algorithm fastest",
+            Some("exchange deterministic off"),
+            "f32",
+            "off",
+        ),
+        (
+            "--gradient-type bf16 --deterministic off",
+            Some("exchange gradients travel as bf16, deterministic off"),
+            "bf16",
+            "off",
+        ),
+        (
+            "--gradient-type powersgd --powersgd-rank 3",
+            Some("exchange gradients travel as PowerSGD of rank 3"),
+            "powersgd",
+            "ranks",
+        ),
+        (
+            "--deterministic shards --global-batch-size 64 --algorithm fastest",
+            Some("exchange deterministic shards"),
+            "f32",
+            "shards",
+        ),
+    ] {
+        let dir = folder();
+        let args: Vec<&str> = train.split(' ').chain(flags.split_whitespace()).collect();
+        let (_, err) = succeed(&args, dir.path());
+        let line = err.lines().find(|line| line.starts_with("exchange "));
+        assert_eq!(line, told, "{flags}: {err}");
+        let summary = summary(&dir.path().join("out"));
+        assert_eq!(summary["gradient_type"], gradient_type, "{flags}");
+        assert_eq!(summary["deterministic"], deterministic, "{flags}");
+    }
+}
+
+/// A level that means nothing is said to be none, once, and ends nothing.
+#[test]
+fn a_log_level_that_means_nothing_is_told_once() {
+    for (level, warned) in [("nonsense", 1), ("Debug", 0), ("off", 0), ("", 0)] {
+        for (ranks, launched) in [("1", false), ("2", false), ("2", true)] {
+            let dir = folder();
+            let phalanx_path = env!("CARGO_BIN_EXE_phalanx");
+            let train = "train linear --iterations 50";
+            let line = match launched {
+                true => format!("launch --nproc-per-node {ranks} -- {phalanx_path} {train}"),
+                false => format!("{train} --nproc-per-node {ranks}"),
+            };
+            let args: Vec<&str> = line.split(' ').collect();
+            let output = finish(phalanx(&args, dir.path()).env("PHALANX_LOG", level));
+            let err = text(&output.stderr);
+            assert!(output.status.success(), "{err}");
+            let told = format!("PHALANX_LOG cannot be \"{level}\"");
+            assert_eq!(err.matches(&told).count(), warned, "{line}: {err}");
+        }
+    }
 }
 
 /// Runs two ranks that are started with different arguments.

@@ -18,6 +18,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ranks::{self, RankArgs};
 use crate::train::RankContext;
 use crate::train::exchange::ExchangeArg;
+use crate::train::format::typed;
 use crate::train::precision::PrecisionArg;
 use crate::train::profile::Profiler;
 
@@ -470,7 +471,7 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
 
 /// As `--exchange` has it.
 pub(super) fn exchange_title(exchange: Exchange) -> String {
-    ExchangeArg::from(exchange).title()
+    typed(&ExchangeArg::from(exchange))
 }
 
 /// Middle value (the upper one of an even count).

@@ -311,7 +311,16 @@ impl LaunchArgs {
                         "{} needs --log-dir, the folder for the files",
                         given.name
                     ))),
-                    Ok(choice) => Ok(Some(choice)),
+                    Ok(choice) => match choice.beyond(local_ranks) {
+                        Some(rank) => Err(given.wrong(&format!(
+                            "there is no rank {rank} on this node; its {} from 0",
+                            match local_ranks {
+                                1 => "only rank counts".to_owned(),
+                                ranks => format!("{ranks} ranks count"),
+                            }
+                        ))),
+                        None => Ok(Some(choice)),
+                    },
                     Err(why) => Err(given.wrong(&why)),
                 },
             }
@@ -460,7 +469,16 @@ fn address(cli: &LaunchCli, env: &Env, alone: bool) -> Result<(Option<String>, O
                 )));
             }
         }
-        host.get_or_insert(name.trim_matches(['[', ']']).to_owned());
+        let name = name.trim_matches(['[', ']']);
+        if let (Some(typed), Some(_)) = (&cli.master_addr, &cli.rdzv_endpoint)
+            && typed != name
+        {
+            return Err(Error::usage(format!(
+                "--master-addr {typed} and --rdzv-endpoint {} contradict each other; give one of them",
+                given.text
+            )));
+        }
+        host.get_or_insert(name.to_owned());
     }
     if host
         .as_ref()
@@ -676,6 +694,8 @@ mod tests {
             ("nproc=-1", "", "--nproc-per-node"),
             ("port=0 nnodes=2 node-rank=0", "", "--master-port"),
             ("port=1 endpoint=localhost:77", "", "contradict each other"),
+            ("addr=k endpoint=h:77", "", "contradict each other"),
+            ("addr=k endpoint=h", "", "contradict each other"),
             ("port=70000", "", "--master-port"),
             ("endpoint=h:x nnodes=2 node-rank=0", "", "--rdzv-endpoint"),
             ("backend=etcd", "", "--rdzv-backend"),
@@ -684,6 +704,13 @@ mod tests {
             ("restarts=-1", "", "--max-restarts"),
             ("tee=3", "", "--log-dir"),
             ("tee=7 log-dir=x", "", "--tee"),
+            ("nproc=2 tee=5:1 log-dir=x", "", "no rank 5 on this node"),
+            (
+                "nproc=2 redirects=0:3,2:1 log-dir=x",
+                "",
+                "no rank 2 on this node; its 2 ranks count from 0",
+            ),
+            ("redirects=1:3 log-dir=x", "", "its only rank counts from 0"),
             ("grace=-1", "", "--stop-grace-s"),
             ("grace=NaN", "", "--stop-grace-s"),
             ("bind=eth0", "", "--bind"),
@@ -711,6 +738,8 @@ mod tests {
         assert_eq!(args.tee.of(0), Streams::ALL);
         let args = resolve("log-dir=d redirects=3", "").unwrap();
         assert_eq!(args.tee.of(0), Streams::default());
+        assert_eq!(args.redirects.of(1), Streams::ALL);
+        let args = resolve("nproc=2 log-dir=d redirects=1:3", "").unwrap();
         assert_eq!(args.redirects.of(1), Streams::ALL);
     }
 }

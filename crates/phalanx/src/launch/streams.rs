@@ -53,6 +53,14 @@ impl StreamChoice {
             .unwrap_or(self.otherwise)
     }
 
+    /// The first rank that something was chosen for and that is not among the `local_ranks` first.
+    pub(crate) fn beyond(&self, local_ranks: usize) -> Option<usize> {
+        self.ranks
+            .range(local_ranks..)
+            .next()
+            .map(|(rank, _)| *rank)
+    }
+
     /// Whether anything at all was chosen.
     pub(crate) fn any(&self) -> bool {
         let some = |s: &Streams| s.out || s.err;

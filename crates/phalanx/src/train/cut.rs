@@ -7,6 +7,7 @@ use std::ops::Range;
 use phalanx_ddp::{Deterministic, GlobalBatch, ShardTree};
 use phalanx_train::sampler::{Cursor, EpochPlan, Sampler, SamplerConfig};
 
+use super::format::typed;
 use crate::error::{Error, Result};
 use crate::ranks;
 
@@ -28,32 +29,84 @@ pub struct CutArgs {
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub accumulate: usize,
     /// Whether results may depend on the number of ranks; with `shards`, choose the --global-batch-size
-    #[arg(long, value_enum, default_value_t = Determinism::Ranks)]
-    pub deterministic: Determinism,
-    /// Fixed parts of a global batch under --deterministic shards, at least one a rank
-    #[arg(long, default_value_t = 8, value_name = "N")]
-    pub shards: usize,
+    /// [default: ranks; off with --algorithm fastest]
+    #[arg(long, value_enum)]
+    pub deterministic: Option<Determinism>,
+    /// Fixed parts of a global batch under --deterministic shards, at least one a rank [default: 8]
+    #[arg(long, value_name = "N")]
+    pub shards: Option<usize>,
 }
+
+/// Fixed parts of a global batch where nobody said how many.
+const SHARDS: usize = 8;
 
 /// Micro-batches beyond this are surely a slip of the hand.
 const MAX_ACCUMULATE: usize = 4096;
 
 impl CutArgs {
-    /// Checks what can be checked before any rank is started; `global_batch`
-    /// is the user's own.
+    /// How far bits are fixed.
+    pub fn determinism(&self) -> Determinism {
+        self.deterministic.unwrap_or(Determinism::Ranks)
+    }
+
+    /// Fixed parts of a global batch.
+    pub fn shards(&self) -> usize {
+        self.shards.unwrap_or(SHARDS)
+    }
+
+    /// Heeds that gradients may be added in any order (`--algorithm fastest`): it follows from the
+    /// measured wire, so that bits are not fixed from run to run.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when just that was asked for.
+    pub fn allow_any_order(&mut self) -> Result<()> {
+        if self.deterministic == Some(Determinism::Ranks) {
+            return Err(Error::usage(
+                "--algorithm fastest adds in whatever order was measured to be fastest, and --deterministic ranks promises \
+                 the same bits in every run; leave one of them out",
+            ));
+        }
+        // Shards are folded in their tree, whatever the algorithm.
+        self.deterministic.get_or_insert(Determinism::Off);
+        Ok(())
+    }
+
+    /// Checks what can be checked before any rank is started; `typed_global` is the user's own
+    /// global batch, `global_batch` what it is in any case.
     ///
     /// # Errors
     ///
     /// Usage errors naming the flag.
-    pub fn validate(&self, world: usize, global_batch: Option<usize>, padded: bool) -> Result<()> {
+    pub fn validate(
+        &self,
+        world: usize,
+        typed_global: Option<usize>,
+        global_batch: usize,
+        padded: bool,
+    ) -> Result<()> {
         ranks::check_count("--accumulate", self.accumulate, MAX_ACCUMULATE)?;
-        ranks::check_count("--shards", self.shards, ShardTree::MAX_SHARDS)?;
-        if padded && (self.accumulate > 1 || self.deterministic == Determinism::Shards) {
+        ranks::check_count("--shards", self.shards(), ShardTree::MAX_SHARDS)?;
+        let in_shards = self.determinism() == Determinism::Shards;
+        if padded && (self.accumulate > 1 || in_shards) {
             return Err(Error::usage(
                 "--sampler torch goes with neither --accumulate nor --deterministic shards; use --sampler exact",
             ));
         }
-        if self.deterministic != Determinism::Shards {
+        if !in_shards {
+            if self.shards.is_some() {
+                return Err(Error::usage(
+                    "--shards is for --deterministic shards; add that, or leave it out",
+                ));
+            }
+            let each = (global_batch / world.max(1)).max(1);
+            if self.accumulate > each {
+                return Err(Error::usage(format!(
+                    "--accumulate {} leaves some micro-batches without a sample, since a rank has {each} a step; use at \
+                     most {each}, or a larger batch",
+                    self.accumulate
+                )));
+            }
             return Ok(());
         }
         if self.accumulate > 1 {
@@ -62,22 +115,22 @@ impl CutArgs {
                  --shards for smaller ones",
             ));
         }
-        let Some(global_batch) = global_batch else {
+        let Some(global_batch) = typed_global else {
             return Err(Error::usage(
                 "--deterministic shards needs a --global-batch-size, since --batch-size grows with the number of ranks",
             ));
         };
-        if world > self.shards {
+        let shards = self.shards();
+        if world > shards {
             return Err(Error::usage(format!(
-                "{world} ranks cannot share {} shards; use --shards {} or more, for all runs that are to be equal",
-                self.shards,
+                "{world} ranks cannot share {shards} shards; use --shards {} or more, for all runs that are to be equal",
                 world.next_power_of_two()
             )));
         }
-        if global_batch < self.shards {
+        if global_batch < shards {
             return Err(Error::usage(format!(
-                "--global-batch-size {global_batch} leaves some of the {} shards without a sample; use at least {0}",
-                self.shards
+                "--global-batch-size {global_batch} leaves some of the {shards} shards without a sample; use at least \
+                 {shards}"
             )));
         }
         Ok(())
@@ -87,8 +140,8 @@ impl CutArgs {
     pub fn must_agree(&self) -> Vec<String> {
         vec![
             format!("--accumulate {}", self.accumulate),
-            format!("--deterministic {:?}", self.deterministic).to_lowercase(),
-            format!("--shards {}", self.shards),
+            format!("--deterministic {}", typed(&self.determinism())),
+            format!("--shards {}", self.shards()),
         ]
     }
 
@@ -98,10 +151,10 @@ impl CutArgs {
     ///
     /// Usage, when there can be no such number of shards.
     pub fn deterministic(&self) -> Result<Deterministic> {
-        Ok(match self.deterministic {
+        Ok(match self.determinism() {
             Determinism::Ranks => Deterministic::Ranks,
             Determinism::Off => Deterministic::Off,
-            Determinism::Shards => Deterministic::Shards(ShardTree::new(self.shards)?),
+            Determinism::Shards => Deterministic::Shards(ShardTree::new(self.shards())?),
         })
     }
 }

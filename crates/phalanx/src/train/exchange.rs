@@ -1,6 +1,5 @@
 //! `--exchange`: which rank gets which averaged gradients, and when.
 
-use clap::ValueEnum;
 use phalanx_comm::ReduceOp;
 use phalanx_ddp::{Exchange, all_share_memory};
 
@@ -11,7 +10,7 @@ use super::settings::Settings;
 use crate::error::{Error, Result};
 
 /// Who gets which averaged gradients, and when ([`Exchange`]). The results are the same bits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum ExchangeArg {
     /// `at-step` where ranks of one host leave no core idle that could average meanwhile, else `all-reduce`
     Auto,
@@ -71,12 +70,6 @@ impl ExchangeArg {
         })
     }
 
-    /// As it is typed.
-    pub fn title(self) -> String {
-        let value = self.to_possible_value();
-        value.map_or_else(String::new, |value| value.get_name().to_owned())
-    }
-
     /// Checks what can be checked before any rank is started.
     ///
     /// # Errors
@@ -113,5 +106,5 @@ fn needs_whole(settings: &Settings) -> Option<&'static str> {
     if settings.gradients.gradient_type != GradientType::F32 {
         return Some("--gradient-type");
     }
-    (settings.cut.deterministic == Determinism::Shards).then_some("--deterministic shards")
+    (settings.cut.determinism() == Determinism::Shards).then_some("--deterministic shards")
 }

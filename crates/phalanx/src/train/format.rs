@@ -1,4 +1,6 @@
-//! Numbers as the source documents' programs print them.
+//! Numbers as the source documents' programs print them, and other words.
+
+use clap::ValueEnum;
 
 /// A number as Python's `repr` writes a float: shortest digits that round-trip, in
 /// scientific form below 1e-4 and from 1e16 on, exponents of at least two digits.
@@ -40,6 +42,12 @@ pub fn thousands(n: usize) -> String {
         out.push(c);
     }
     out
+}
+
+/// A choice as it is typed.
+pub fn typed(choice: &impl ValueEnum) -> String {
+    let value = choice.to_possible_value();
+    value.map_or_else(String::new, |value| value.get_name().to_owned())
 }
 
 /// `1 rank`, `2 ranks`.

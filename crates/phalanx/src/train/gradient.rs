@@ -2,7 +2,8 @@
 
 use phalanx_ddp::{Bf16Gradients, F16Gradients, GradientHook, PowerSgd, PowerSgdOptions};
 
-use crate::error::Result;
+use super::format::typed;
+use crate::error::{Error, Result};
 use crate::ranks;
 
 /// As what gradients travel between ranks.
@@ -24,13 +25,17 @@ pub struct GradientArgs {
     /// As what gradients travel between ranks
     #[arg(long, value_enum, default_value_t = GradientType::F32)]
     pub gradient_type: GradientType,
-    /// Columns of the thin matrices of --gradient-type powersgd
-    #[arg(long, default_value_t = 2, value_name = "N")]
-    pub powersgd_rank: usize,
-    /// Steps with plain means before --gradient-type powersgd begins
-    #[arg(long, default_value_t = 100, value_name = "N")]
-    pub powersgd_start: u64,
+    /// Columns of the thin matrices of --gradient-type powersgd [default: 2]
+    #[arg(long, value_name = "N")]
+    pub powersgd_rank: Option<usize>,
+    /// Steps with plain means before --gradient-type powersgd begins [default: 100]
+    #[arg(long, value_name = "N")]
+    pub powersgd_start: Option<u64>,
 }
+
+/// Where nothing was typed.
+const POWERSGD_RANK: usize = 2;
+const POWERSGD_START: u64 = 100;
 
 impl GradientArgs {
     /// Checks what can be checked before any rank is started.
@@ -39,7 +44,38 @@ impl GradientArgs {
     ///
     /// Usage errors naming the flag.
     pub fn validate(&self) -> Result<()> {
-        ranks::check_count("--powersgd-rank", self.powersgd_rank, 1024)
+        if self.gradient_type != GradientType::Powersgd {
+            let typed = [
+                ("--powersgd-rank", self.powersgd_rank.is_some()),
+                ("--powersgd-start", self.powersgd_start.is_some()),
+            ];
+            if let Some((flag, _)) = typed.into_iter().find(|(_, typed)| *typed) {
+                return Err(Error::usage(format!(
+                    "{flag} is for --gradient-type powersgd; add that, or leave it out"
+                )));
+            }
+        }
+        ranks::check_count("--powersgd-rank", self.powersgd_rank(), 1024)
+    }
+
+    fn powersgd_rank(&self) -> usize {
+        self.powersgd_rank.unwrap_or(POWERSGD_RANK)
+    }
+
+    /// For the person at the terminal; nothing, where gradients travel as they are.
+    pub fn describe(&self) -> Option<String> {
+        Some(match self.gradient_type {
+            GradientType::F32 => return None,
+            GradientType::Bf16 | GradientType::F16 => {
+                format!("gradients travel as {}", typed(&self.gradient_type))
+            }
+            GradientType::Powersgd => {
+                format!(
+                    "gradients travel as PowerSGD of rank {}",
+                    self.powersgd_rank()
+                )
+            }
+        })
     }
 
     /// The hook that sends gradients so; none for float32.
@@ -53,8 +89,8 @@ impl GradientArgs {
             GradientType::Bf16 => Some(Box::new(Bf16Gradients::default())),
             GradientType::F16 => Some(Box::new(F16Gradients::default())),
             GradientType::Powersgd => Some(Box::new(PowerSgd::new(PowerSgdOptions {
-                rank: self.powersgd_rank,
-                start_step: self.powersgd_start,
+                rank: self.powersgd_rank(),
+                start_step: self.powersgd_start.unwrap_or(POWERSGD_START),
                 seed,
                 ..PowerSgdOptions::default()
             })?)),

@@ -34,7 +34,7 @@ pub struct LinearArgs {
     #[arg(long, default_value_t = 500, value_name = "N")]
     pub iterations: usize,
     /// Learning rate
-    #[arg(long, default_value_t = 0.01, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 0.01)]
     pub lr: f64,
     #[command(flatten)]
     pub saving: SavingArgs,

@@ -30,12 +30,7 @@ pub struct MnistArgs {
     #[command(flatten)]
     pub fetch: FetchArgs,
     /// SGD momentum
-    #[arg(
-        long,
-        visible_alias = "sgd-momentum",
-        default_value_t = 0.9,
-        allow_negative_numbers = true
-    )]
+    #[arg(long, visible_alias = "sgd-momentum", default_value_t = 0.9)]
     pub momentum: f64,
     /// Let the learning rate fall from --lr to zero along half a cosine, step by step over all epochs
     #[arg(long)]

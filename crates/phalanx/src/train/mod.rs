@@ -44,7 +44,7 @@ use phalanx_train::files::create_folder;
 
 use crate::error::{Error, Result};
 use crate::launch;
-use crate::ranks::{self, RankArgs, Speakers};
+use crate::ranks::{self, AlgorithmArg, RankArgs, Speakers};
 use crate::stop;
 use saving::SavingArgs;
 use settings::Settings;
@@ -124,12 +124,32 @@ enum Recipe {
 }
 
 impl TrainArgs {
+    /// Lets what was typed about ranks decide what nobody typed about the training.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when the two contradict each other.
+    fn settle(&mut self) -> Result<()> {
+        let (settings, ranks) = match &mut self.recipe {
+            Recipe::Linear { .. } => return Ok(()),
+            Recipe::Mnist { args, ranks } => (&mut args.settings, ranks),
+            Recipe::Resnet18 { args, ranks } => (&mut args.settings, ranks),
+            Recipe::Resnet9 { args, ranks } => (&mut args.settings, ranks),
+            Recipe::Mobilenetv2 { args, ranks } => (&mut args.settings, ranks),
+        };
+        match ranks.algorithm {
+            AlgorithmArg::Fastest => settings.cut.allow_any_order(),
+            _ => Ok(()),
+        }
+    }
+
     /// Checks that this training can be run with each of these numbers of workers, and gives the recipe's name.
     ///
     /// # Errors
     ///
     /// Usage errors naming the flag.
-    pub(crate) fn check_comparable(&self, worlds: &[usize]) -> Result<&'static str> {
+    pub(crate) fn check_comparable(&mut self, worlds: &[usize]) -> Result<&'static str> {
+        self.settle()?;
         type Check<'a> = Box<dyn Fn(usize) -> Result<()> + 'a>;
         let (name, settings, ranks, check): (_, _, _, Check<'_>) = match &self.recipe {
             Recipe::Linear { .. } => {
@@ -184,7 +204,8 @@ impl TrainArgs {
 /// # Errors
 ///
 /// Whatever ended the training; the kind decides the exit code.
-pub fn run(args: TrainArgs) -> Result<()> {
+pub fn run(mut args: TrainArgs) -> Result<()> {
+    args.settle()?;
     match args.recipe {
         Recipe::Linear { ranks, mut args } => {
             linear::validate(&args)?;

@@ -96,7 +96,7 @@ impl Resnet18Args {
 
     fn lr_scaling(&self) -> LrScaling {
         self.lr_scaling
-            .unwrap_or(match self.settings.cut.deterministic {
+            .unwrap_or(match self.settings.cut.determinism() {
                 Determinism::Shards => LrScaling::None,
                 _ => LrScaling::World,
             })
@@ -120,7 +120,7 @@ impl Resnet18Args {
 /// Usage errors naming the flag.
 pub fn validate(args: &Resnet18Args, world: usize) -> Result<()> {
     args.settings.validate(world)?;
-    let shards = args.settings.cut.deterministic == Determinism::Shards;
+    let shards = args.settings.cut.determinism() == Determinism::Shards;
     if shards && args.lr_scaling() != LrScaling::None {
         return Err(Error::usage(
             "--lr-scaling makes weights depend on the number of ranks; leave it out with --deterministic shards",

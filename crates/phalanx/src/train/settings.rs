@@ -9,6 +9,7 @@ use phalanx_train::sampler::{Sampler, SamplerConfig, TorchBatches};
 
 use super::cut::{Cut, CutArgs, Determinism};
 use super::exchange::ExchangeArg;
+use super::format::typed;
 use super::gradient::{GradientArgs, GradientType};
 use super::precision::PrecisionArg;
 use super::saving::{self, SavingArgs};
@@ -43,7 +44,7 @@ pub struct Settings {
     #[arg(long, default_value_t = 500, value_name = "N")]
     pub test_batch_size: usize,
     /// Learning rate
-    #[arg(long, visible_alias = "learning-rate", allow_negative_numbers = true)]
+    #[arg(long, visible_alias = "learning-rate")]
     pub lr: Option<f64>,
     /// Seed of weights, shuffling, dropout, augmentation and synthetic data
     #[arg(long, default_value_t = 1)]
@@ -198,9 +199,10 @@ impl Settings {
         self.cut.validate(
             world,
             self.global_batch_size,
+            self.global_batch(world),
             self.sampler == SamplerKind::Torch,
         )?;
-        if self.cut.deterministic == Determinism::Shards {
+        if self.cut.determinism() == Determinism::Shards {
             if self.gradients.gradient_type != GradientType::F32 {
                 return Err(Error::usage(
                     "--deterministic shards adds gradients as they are; leave out --gradient-type",
@@ -278,13 +280,10 @@ impl Settings {
             ("data", data.to_owned()),
             ("--seed", self.seed.to_string()),
             ("--sampler", format!("{:?}", self.sampler).to_lowercase()),
-            (
-                "--gradient-type",
-                format!("{:?}", self.gradients.gradient_type).to_lowercase(),
-            ),
+            ("--gradient-type", typed(&self.gradients.gradient_type)),
         ];
-        if self.cut.deterministic == Determinism::Shards {
-            more.push(("--shards", self.cut.shards.to_string()));
+        if self.cut.determinism() == Determinism::Shards {
+            more.push(("--shards", self.cut.shards().to_string()));
         }
         saving::facts(program, &more, self.global_batch(world))
     }
@@ -304,8 +303,8 @@ impl Settings {
             format!("--sampler {:?}", self.sampler).to_lowercase(),
             format!("--test-batch-size {}", self.test_batch_size),
             format!("--precision {}", self.precision.title()),
-            format!("--gradient-type {:?}", self.gradients.gradient_type).to_lowercase(),
-            format!("--exchange {}", self.exchange.title()),
+            format!("--gradient-type {}", typed(&self.gradients.gradient_type)),
+            format!("--exchange {}", typed(&self.exchange)),
             format!("--exact-validation {}", self.exact_validation),
             format!("--log-batches {}", self.log_batches),
             format!("--log-images {}", self.log_images),

@@ -5,7 +5,7 @@ use phalanx_nn::Params;
 
 use crate::train::context::RankContext;
 use crate::train::cut::Determinism;
-use crate::train::format::{bytes, plural, thousands};
+use crate::train::format::{bytes, plural, thousands, typed};
 use crate::train::output::Output;
 use crate::train::program::{Data, Program};
 
@@ -34,14 +34,14 @@ pub(super) fn announce<P: Program>(
     let sizes: Vec<String> = (0..buckets)
         .map(|b| bytes(ddp.plan().bucket_bytes(b)))
         .collect();
-    let buckets = match settings.cut.deterministic {
+    let buckets = match settings.cut.determinism() {
         _ if ddp.exchange() == Exchange::AtStep => {
             format!("{} averaged in the optimizer's step", sizes.join(" and "))
         }
         Determinism::Ranks | Determinism::Off => {
             format!("{} ({})", plural(buckets, "bucket"), sizes.join(", "))
         }
-        Determinism::Shards => format!("added over {} shards", settings.cut.shards),
+        Determinism::Shards => format!("added over {} shards", settings.cut.shards()),
     };
     let mut cut = if global_batch.is_multiple_of(ctx.world()) {
         format!(
@@ -79,5 +79,18 @@ pub(super) fn announce<P: Program>(
         plural(about.steps, "step"),
         about.optimizer,
     ));
+    let bits = match settings.cut.determinism() {
+        Determinism::Ranks => None,
+        other => Some(format!("deterministic {}", typed(&other))),
+    };
+    let unusual: Vec<String> = settings
+        .gradients
+        .describe()
+        .into_iter()
+        .chain(bits)
+        .collect();
+    if !unusual.is_empty() {
+        ctx.note(&format!("exchange {}", unusual.join(", ")));
+    }
     ctx.note(&format!("output   {}", output.dir().display()));
 }

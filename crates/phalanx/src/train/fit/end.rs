@@ -8,7 +8,7 @@ use super::Training;
 use crate::error::Result;
 use crate::say;
 use crate::train::evaluate::Tester;
-use crate::train::format::thousands;
+use crate::train::format::{thousands, typed};
 use crate::train::program::Program;
 
 impl<P: Program> Training<'_, P> {
@@ -85,7 +85,8 @@ impl<P: Program> Training<'_, P> {
             "sent_bytes": timing.sent_bytes,
             "skipped_steps": timing.skipped,
             "peak_rss_mib": process::peak_rss_bytes().map(|b| b as f64 / f64::from(1 << 20)),
-            "deterministic": format!("{:?}", settings.cut.deterministic).to_lowercase(),
+            "gradient_type": typed(&settings.gradients.gradient_type),
+            "deterministic": typed(&settings.cut.determinism()),
             "initial_sha256": results.initial,
             "weights_sha256": results.weights,
             "optimizer_sha256": optimizer_sha256,

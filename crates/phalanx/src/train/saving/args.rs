@@ -21,9 +21,9 @@ pub struct SavingArgs {
     /// Save resumable state every so many steps (later while the one before is still being written, which hurries from then on), after each epoch, and when SIGTERM (then with exit code 130) or SIGUSR1 asks to stop
     #[arg(long, value_name = "STEPS")]
     pub save_every: Option<u64>,
-    /// Resumable checkpoints to keep, the newest
-    #[arg(long, default_value_t = 2, value_name = "N")]
-    pub keep: usize,
+    /// Resumable checkpoints to keep, the newest [default: 2]
+    #[arg(long, value_name = "N")]
+    pub keep: Option<usize>,
     /// What to do about a checkpoint, or weights of the best epoch or of any but the last, that cannot be saved
     #[arg(long, value_enum, default_value_t = SaveErrors::Stop)]
     pub save_errors: SaveErrors,
@@ -35,7 +35,15 @@ pub struct SavingArgs {
     pub stop_after: Option<u64>,
 }
 
+/// Checkpoints that are kept where nobody said how many.
+const KEEP: usize = 2;
+
 impl SavingArgs {
+    /// Checkpoints to keep.
+    pub fn keep(&self) -> usize {
+        self.keep.unwrap_or(KEEP)
+    }
+
     /// Whether there are checkpoints at all.
     pub fn enabled(&self) -> bool {
         self.save_every.is_some() || self.resume.is_some() || self.stop_after.is_some()
@@ -47,7 +55,12 @@ impl SavingArgs {
     ///
     /// Usage errors naming the flag.
     pub fn validate(&self, has_folder: bool) -> Result<()> {
-        ranks::check_count("--keep", self.keep, 1_000_000)?;
+        ranks::check_count("--keep", self.keep(), 1_000_000)?;
+        if self.keep.is_some() && !self.enabled() {
+            return Err(Error::usage(
+                "--keep is for resumable checkpoints, and none is saved; add --save-every STEPS, or leave it out",
+            ));
+        }
         for (flag, steps) in [
             ("--save-every", self.save_every),
             ("--stop-after", self.stop_after),

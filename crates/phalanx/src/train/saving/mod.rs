@@ -93,7 +93,7 @@ impl<'a> Saving<'a> {
         dir: &Path,
         resumed: Option<&Resumed>,
     ) -> Result<Saving<'a>> {
-        let folder = Folder::new(&dir.join(FOLDER), args.keep);
+        let folder = Folder::new(&dir.join(FOLDER), args.keep());
         if args.enabled() {
             stop::listen()?;
         }
