@@ -82,7 +82,7 @@ pub(crate) struct LaunchCli {
     /// Pass output through without `[rank N]`.
     #[arg(long)]
     pub(crate) no_prefix: bool,
-    /// The program and its arguments.
+    /// The program and its arguments. When the job fails or is interrupted all ends that it has started, in whatever session; when all ranks have ended with code 0, processes in sessions of their own (daemons) live on.
     #[arg(last = true, required = true, value_name = "PROGRAM")]
     pub(crate) program: Vec<OsString>,
 }

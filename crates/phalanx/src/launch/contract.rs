@@ -4,7 +4,7 @@
 //! One value differs from torchrun's: `TORCHELASTIC_USE_AGENT_STORE` is `False`.
 //! torchrun hosts PyTorch's store at `MASTER_ADDR:MASTER_PORT`, and `True` tells
 //! `init_process_group` so. Our store speaks another protocol and is where
-//! `PHALANX_STORE` says; `MASTER_PORT` is a port of node 0 that nobody has, for
+//! `PHALANX_STORE` says; `MASTER_PORT` is a port of node 0 that is kept free, for
 //! rank 0 of a PyTorch program to host PyTorch's store at.
 
 use std::collections::BTreeMap;

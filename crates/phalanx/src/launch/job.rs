@@ -8,18 +8,18 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use phalanx_store::{Store, TcpServer, TcpStore};
-use rustix::process::Signal;
+use rustix::process::{Signal, kill_process};
 
 use super::Event;
 use super::contract::{self, Own, Shared};
 use super::flight;
 use super::guard::Guard;
 use super::machine::{Action, End, Machine, Why};
-use super::nodes::{self, Card, Nodes};
+use super::nodes::{self, Card, Nodes, PortForRanks};
 use super::oom::OomWatch;
 use super::plan::LaunchPlan;
 use super::pump::{Sink, Stream, Unwritten};
-use super::ranks::{Rank, Starter};
+use super::ranks::{POLL, Rank, Starter, catches};
 use super::reap;
 use super::report::{self, Verdict, Who};
 use super::signals::{SignalWatch, interrupted, suspend_self};
@@ -47,6 +47,7 @@ const LONE_AFTER: Duration = Duration::from_secs(10);
 /// # Errors
 /// The root cause, whose kind gives the exit code.
 pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
+    let alone = !reap::has_children();
     reap::adopt_orphans();
     let (sender, events) = channel();
     let signals = SignalWatch::start_with_suspend(sender.clone())?;
@@ -59,19 +60,20 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
     if let Some(warning) = &place.warning {
         say::note(format_args!("warning: {warning}"));
     }
+    let mut port = None;
     let nodes = match &plan.meeting {
         None => None,
         Some(meeting) => {
+            if meeting.node_rank == 0 {
+                port = Some(PortForRanks::new(None)?);
+            }
             let card = Card {
                 nodes: meeting.nodes,
                 local_ranks: plan.local_ranks,
                 run_id: plan.run_id.clone(),
                 host: host.clone(),
                 pid: std::process::id(),
-                master_port: match meeting.node_rank {
-                    0 => Some(nodes::port_for_ranks(None)?),
-                    _ => None,
-                },
+                master_port: port.as_ref().map(PortForRanks::number),
                 version: env!("CARGO_PKG_VERSION").to_owned(),
             };
             let nodes = nodes::join(
@@ -94,12 +96,18 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
             Some(nodes)
         }
     };
-    let shared = shared(plan, &place, nodes.as_ref())?;
+    let told = nodes.as_ref().and_then(|n| n.cards().first()?.master_port);
+    let master_port = match told {
+        Some(port) => port,
+        None => port.insert(PortForRanks::new(plan.master_port)?).number(),
+    };
+    let shared = shared(plan, &place, nodes.as_ref(), master_port);
     let unwritten = Unwritten::default();
     let mut job = Job {
         plan,
         host,
         shared,
+        port,
         nodes,
         _server: place.server.take(),
         dial: place.dial,
@@ -108,6 +116,7 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
         err: Sink::of(Stream::Err, unwritten.clone()),
         unwritten,
         oom: OomWatch::start(),
+        alone,
         guard: None,
         decided: None,
         sender,
@@ -130,14 +139,18 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
     }
 }
 
-fn shared(plan: &LaunchPlan, place: &nodes::Place, nodes: Option<&Nodes>) -> Result<Shared> {
+fn shared(
+    plan: &LaunchPlan,
+    place: &nodes::Place,
+    nodes: Option<&Nodes>,
+    master_port: u16,
+) -> Shared {
     let node_rank = plan.meeting.as_ref().map_or(0, |m| m.node_rank);
     let ranks: Vec<usize> = match nodes {
         None => vec![plan.local_ranks],
         Some(nodes) => nodes.cards().iter().map(|card| card.local_ranks).collect(),
     };
-    let told = nodes.and_then(|nodes| nodes.cards().first()?.master_port);
-    Ok(Shared {
+    Shared {
         node_rank,
         nodes: ranks.len(),
         first_rank: ranks.iter().take(node_rank).sum(),
@@ -146,21 +159,20 @@ fn shared(plan: &LaunchPlan, place: &nodes::Place, nodes: Option<&Nodes>) -> Res
         role: plan.role.clone(),
         store: place.store.clone(),
         master_addr: place.master_addr.clone(),
-        master_port: match told {
-            Some(port) => port,
-            None => nodes::port_for_ranks(plan.master_port)?,
-        },
+        master_port,
         run_id: plan.run_id.clone(),
         max_restarts: plan.max_restarts,
         bind: place.bind.map(|ip| ip.to_string()),
         threads_set: plan.threads_set,
-    })
+    }
 }
 
 struct Job<'a> {
     plan: &'a LaunchPlan,
     host: String,
     shared: Shared,
+    /// On the node of rank 0, what `MASTER_PORT` names.
+    port: Option<PortForRanks>,
     nodes: Option<Nodes>,
     /// The store of a launch on one node.
     _server: Option<TcpServer>,
@@ -170,6 +182,8 @@ struct Job<'a> {
     err: Arc<Sink>,
     unwritten: Unwritten,
     oom: OomWatch,
+    /// Whatever is below us is of our ranks.
+    alone: bool,
     /// Of the last attempt. Other nodes wait for us until the very end, so it
     /// must tell them until then.
     guard: Option<Arc<Guard>>,
@@ -206,7 +220,8 @@ impl Job<'_> {
                     self.clear_store()?;
                     // What is left of the old world must not meet the new one.
                     if self.plan.master_port.is_none() {
-                        self.shared.master_port = nodes::port_for_ranks(None)?;
+                        let port = self.port.insert(PortForRanks::new(None)?);
+                        self.shared.master_port = port.number();
                     }
                 }
             }
@@ -263,6 +278,7 @@ impl Job<'_> {
             watch.kill();
             watch.machine = Machine::new(watch.ranks.len(), Duration::ZERO, Duration::ZERO);
             self.watch_to_the_end(&mut watch);
+            self.end_strangers(&watch, Duration::ZERO);
             if let Some(nodes) = &self.nodes {
                 nodes.publish(&self.plain_verdict(error.exit_code(), &error.chain()));
             }
@@ -270,6 +286,13 @@ impl Job<'_> {
         }
         self.watch_to_the_end(&mut watch);
         self.decided = watch.stopping_since;
+        if watch.machine.why().is_some() {
+            let grace = match watch.is_interrupt() {
+                true => self.plan.handler_grace,
+                false => self.plan.stop_grace,
+            };
+            self.end_strangers(&watch, grace);
+        }
         Ok(self.outcome(watch))
     }
 
@@ -345,6 +368,34 @@ impl Job<'_> {
                     self.say_who_still_runs(watch);
                 }
                 self.end_if_all_are_stopped(watch);
+            }
+        }
+    }
+
+    /// Ends what the ranks of a job that failed, or is to end, have left in sessions of
+    /// their own; those with a handler for SIGTERM have `grace` for it, unless another
+    /// signal comes.
+    fn end_strangers(&self, watch: &Supervision, grace: Duration) {
+        if !self.alone {
+            return;
+        }
+        let until = Instant::now() + grace;
+        let mut told = HashSet::new();
+        loop {
+            let left = reap::reap_strangers(&watch.children);
+            let answering = left.iter().filter(|pid| catches(**pid, Signal::TERM));
+            if answering.count() == 0 || Instant::now() >= until {
+                return reap::kill_strangers(&watch.children);
+            }
+            for pid in left {
+                if told.insert(pid) {
+                    let _ = kill_process(pid, Signal::TERM);
+                }
+            }
+            match self.events.recv_timeout(POLL) {
+                Ok(Event::Signal(_)) => return reap::kill_strangers(&watch.children),
+                Ok(Event::Suspend) => suspend_self(),
+                _ => {}
             }
         }
     }

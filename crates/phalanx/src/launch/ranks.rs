@@ -35,7 +35,7 @@ use crate::error::{Error, ErrorKind, Result};
 const LINGER: Duration = Duration::from_secs(1);
 
 /// How often what a dead rank left behind is looked at, while it may still save something.
-const POLL: Duration = Duration::from_millis(20);
+pub(crate) const POLL: Duration = Duration::from_millis(20);
 
 /// Error files are short; this is what is read of one.
 const ERROR_FILE_BYTES: u64 = 1 << 20;
@@ -426,7 +426,8 @@ fn group_answers(group: Pid) -> bool {
         .any(|pid| getpgid(Some(pid)) == Ok(group) && catches(pid, Signal::TERM))
 }
 
-fn catches(pid: Pid, signal: Signal) -> bool {
+/// Whether the process lives and has a handler for `signal`.
+pub(crate) fn catches(pid: Pid, signal: Signal) -> bool {
     let path = format!("/proc/{}/status", pid.as_raw_nonzero());
     let status = std::fs::read_to_string(path).unwrap_or_default();
     // What is dead and was not waited for still shows its handlers.

@@ -11,7 +11,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
-use rustix::process::{Pid, WaitOptions, getpid, set_child_subreaper, waitpgid, waitpid};
+use rustix::process::{
+    Pid, Signal, WaitOptions, getpid, kill_process, set_child_subreaper, waitpgid, waitpid,
+};
 
 /// How long killed processes may take to go. They hold no lock of ours.
 const GROUP_LIMIT: Duration = Duration::from_millis(300);
@@ -20,6 +22,16 @@ const GROUP_LIMIT: Duration = Duration::from_millis(300);
 /// to init, which is no reason to fail.
 pub(crate) fn adopt_orphans() {
     let _ = set_child_subreaper(Some(getpid()));
+}
+
+/// Whether a process is below us already, of a program that has become us: then an
+/// orphan may be of that and not of our ranks.
+pub(crate) fn has_children() -> bool {
+    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten();
+    tasks.flatten().any(|task| {
+        let children = std::fs::read_to_string(task.path().join("children"));
+        children.is_ok_and(|children| !children.trim().is_empty())
+    })
 }
 
 /// Waits for all processes of a killed group whose leader was reaped already.
@@ -35,17 +47,35 @@ pub(crate) fn reap_group(group: Pid) {
     }
 }
 
-/// Reaps orphans that left their rank's group and have ended since; `ours`
-/// are the children that somebody else waits for.
-pub(crate) fn reap_strangers(ours: &HashSet<i32>) {
+/// Reaps orphans that left their rank's group and have ended since, and gives those
+/// that live; `ours` are the children that somebody else waits for. Until it is
+/// reaped here, the number of one that was given cannot become another's.
+pub(crate) fn reap_strangers(ours: &HashSet<i32>) -> Vec<Pid> {
     let me = getpid().as_raw_nonzero();
     // Orphans are given to the main thread. Where the kernel does not list
     // children, they stay until we end.
     let Ok(children) = std::fs::read_to_string(format!("/proc/self/task/{me}/children")) else {
-        return;
+        return Vec::new();
     };
-    for pid in strangers(&children, ours) {
-        let _ = waitpid(Some(pid), WaitOptions::NOHANG);
+    let lives = |pid: &Pid| matches!(waitpid(Some(*pid), WaitOptions::NOHANG), Ok(None));
+    strangers(&children, ours)
+        .into_iter()
+        .filter(lives)
+        .collect()
+}
+
+/// Kills all orphans but `ours`, and what they leave behind in turn.
+pub(crate) fn kill_strangers(ours: &HashSet<i32>) {
+    let until = Instant::now() + GROUP_LIMIT;
+    loop {
+        let left = reap_strangers(ours);
+        if left.is_empty() || Instant::now() >= until {
+            return;
+        }
+        for pid in left {
+            let _ = kill_process(pid, Signal::KILL);
+        }
+        thread::sleep(Duration::from_millis(1));
     }
 }
 

@@ -38,8 +38,14 @@ impl Family {
 
     /// `phalanx` with these arguments and a clean cluster environment.
     pub fn command(&self, args: &[&str]) -> Command {
-        heed_signals();
         let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
+        command.args(args);
+        self.prepare(&mut command);
+        command
+    }
+
+    fn prepare(&self, command: &mut Command) {
+        heed_signals();
         for (name, _) in std::env::vars_os() {
             let text = name.to_string_lossy();
             let foreign = [
@@ -52,12 +58,16 @@ impl Family {
             }
         }
         command
-            .args(args)
             .env("PHALANX_TEST_MARK", &self.mark)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        command
+    }
+
+    /// Runs a program that becomes `phalanx`, with the same environment.
+    pub fn run_as(&self, mut command: Command) -> Done {
+        self.prepare(&mut command);
+        Running::new(command).wait()
     }
 
     /// Starts it.
@@ -102,10 +112,9 @@ impl Family {
             thread::sleep(Duration::from_millis(10));
         }
     }
-}
 
-impl Drop for Family {
-    fn drop(&mut self) {
+    /// Kills whoever is left, and gives them.
+    pub fn kill(&self) -> Vec<String> {
         let left = self.alive();
         for text in &left {
             let pid = text.split(' ').next().and_then(|p| p.parse().ok());
@@ -113,6 +122,13 @@ impl Drop for Family {
                 let _ = kill_process(pid, Signal::KILL);
             }
         }
+        left
+    }
+}
+
+impl Drop for Family {
+    fn drop(&mut self) {
+        let left = self.kill();
         if !thread::panicking() {
             assert!(left.is_empty(), "left behind: {left:#?}");
         }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::harness::Family;
+use crate::harness::{Done, Family};
 use crate::support::eventually;
 
 #[test]
@@ -94,4 +94,74 @@ fn no_zombies_are_left_to_init() {
         !std::path::Path::new(&format!("/proc/{child}")).exists(),
         "reaped, not only dead"
     );
+}
+
+/// Each rank starts a process in a session of its own, deaf to SIGTERM, which starts another
+/// one; then it ends with the given code.
+const OWN_SESSIONS: &str = r#"
+setsid sh -c 'trap "" TERM; setsid sleep 60 & touch "$1"; sleep 61; true' sh "$0/$RANK" >/dev/null 2>&1 &
+until [ -e "$0/$RANK" ]; do sleep 0.01; done
+exit $1"#;
+
+fn run_with_own_sessions(family: &Family, code: &str) -> Done {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().to_str().unwrap();
+    let launch = ["launch", "--nproc-per-node", "2", "--", "sh", "-c"];
+    family.run(&[&launch[..], &[OWN_SESSIONS, folder, code]].concat())
+}
+
+#[test]
+fn what_is_in_a_session_of_its_own_ends_with_a_job_that_fails() {
+    let family = Family::new();
+    let done = run_with_own_sessions(&family, "5");
+    assert_eq!(done.code(), 1, "{done:#?}");
+    assert_eq!(family.alive(), Vec::<String>::new());
+}
+
+/// As under torchrun: a daemon that somebody wanted.
+#[test]
+fn what_is_in_a_session_of_its_own_outlives_a_job_that_ends_well() {
+    let family = Family::new();
+    let done = run_with_own_sessions(&family, "0");
+    assert_eq!(done.code(), 0, "{done:#?}");
+    eventually("all are there", || family.alive().len() == 6);
+    family.kill();
+    family.assert_gone_soon();
+}
+
+#[test]
+fn what_is_in_a_session_of_its_own_may_save_when_the_job_is_interrupted() {
+    let family = Family::new();
+    let dir = tempfile::tempdir().unwrap();
+    let saved = dir.path().join("saved");
+    let script = r#"
+        setsid sh -c 'trap "sleep 0.2; touch $1; exit" TERM; echo ready; while :; do sleep 0.05; done' sh "$0" &
+        sleep 60; true"#;
+    let path = saved.to_str().unwrap();
+    let mut running = family.start(&["launch", "--no-prefix", "sh", "-c", script, path]);
+    assert_eq!(running.line(), "ready");
+    running.signal(Signal::TERM);
+    let done = running.wait();
+    assert_eq!(done.code(), 130, "{done:#?}");
+    assert!(saved.exists());
+    assert_eq!(family.alive(), Vec::<String>::new());
+}
+
+/// `exec` makes the launcher the parent of what a shell has started before.
+#[test]
+fn what_was_there_before_the_launcher_is_none_of_its_business() {
+    let family = Family::new();
+    let mut command = std::process::Command::new("sh");
+    command
+        .args(["-c", "sleep 60 >/dev/null 2>&1 & exec \"$@\"", "sh"])
+        .arg(env!("CARGO_BIN_EXE_phalanx"))
+        .args(["launch", "sh", "-c", "exit 5"]);
+    let done = family.run_as(command);
+    assert_eq!(done.code(), 1, "{done:#?}");
+    let alive = family.kill();
+    assert!(
+        alive.len() == 1 && alive[0].contains("sleep 60"),
+        "{alive:#?}"
+    );
+    family.assert_gone_soon();
 }

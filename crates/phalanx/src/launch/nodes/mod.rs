@@ -16,10 +16,12 @@
 
 mod card;
 mod place;
+mod port;
 mod pulse;
 
 pub(crate) use card::Card;
-pub(crate) use place::{Place, host_locally, meeting_place, port_for_ranks};
+pub(crate) use place::{Place, host_locally, meeting_place};
+pub(crate) use port::PortForRanks;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};

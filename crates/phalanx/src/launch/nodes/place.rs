@@ -1,6 +1,6 @@
 //! Where launchers meet: the store of node 0, and the way to it.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
 
 use phalanx_store::{ErrorKind as StoreKind, TcpServer};
 use phalanx_wire::Token;
@@ -22,33 +22,6 @@ pub(crate) struct Place {
     pub(crate) bind: Option<IpAddr>,
     /// Something a person should know.
     pub(crate) warning: Option<String>,
-}
-
-/// A port of this host for the program's own meeting, which PyTorch's rank 0
-/// binds on all addresses: the `given` one, or any that is free now. Nobody holds
-/// it until then, as with torchrun's workers.
-///
-/// # Errors
-/// `Usage` when somebody has the given one.
-pub(crate) fn port_for_ranks(given: Option<u16>) -> Result<u16> {
-    let port = given.unwrap_or(0);
-    let v6: SocketAddr = (Ipv6Addr::UNSPECIFIED, port).into();
-    let v4: SocketAddr = (Ipv4Addr::UNSPECIFIED, port).into();
-    let bound = TcpListener::bind([v6, v4].as_slice()).and_then(|socket| socket.local_addr());
-    match (bound, given) {
-        (Ok(address), _) => Ok(address.port()),
-        (Err(error), None) => {
-            Err(Error::new(ErrorKind::System, "no free port for MASTER_PORT").caused_by(error))
-        }
-        (Err(error), Some(_)) => Err(Error::usage(format!(
-            "no program can listen on --master-port {port}"
-        ))
-        .caused_by(error)
-        .note(
-            "fix",
-            "leave --master-port out (a free port is taken then), or choose another",
-        )),
-    }
 }
 
 /// Hosts the store of a launch on one node.
