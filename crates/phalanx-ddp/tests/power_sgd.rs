@@ -91,22 +91,30 @@ fn four_steps_are_those_of_pytorch() {
         serde_json::from_str(include_str!("fixtures/power_sgd.json")).expect("a fixture");
     let shapes = [(6, 12), (7, 9), (5, 1)];
     let runs = fixture["runs"].as_array().expect("runs");
-    assert_eq!(runs.len(), 3);
+    assert_eq!(runs.len(), 6);
     for run in runs {
         let rank = run["rank"].as_u64().expect("rank") as usize;
+        let flag = |name: &str| run[name].as_bool().expect("a flag");
+        let (warm_start, error_feedback) = (flag("warm_start"), flag("error_feedback"));
         ranks(2, Over::Thread, |group| {
             let me = group.rank();
             let mut reducer = reducer(group, &shapes);
             let mut hook = PowerSgd::new(PowerSgdOptions {
                 min_compression_rate: 0.5,
                 start_step: 2,
+                warm_start,
+                error_feedback,
+                seed: 5,
                 ..options(rank)
             })
             .expect("settings");
-            let q = |i: usize| (format!("q.layer{i}"), floats(&run["q"][i]));
+            // Without a warm start PyTorch was given what we draw, in each step.
+            let drawn = run["q"].as_array().into_iter().flatten().enumerate();
             let drawn = HookState {
                 steps: 2,
-                tensors: vec![q(0), q(1)],
+                tensors: drawn
+                    .map(|(i, q)| (format!("q.layer{i}"), floats(q)))
+                    .collect(),
             };
             hook.restore_state(&drawn).expect("first factors");
             reducer.set_hook(Some(Box::new(hook))).expect("set");
@@ -123,7 +131,7 @@ fn four_steps_are_those_of_pytorch() {
                     let apart = pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
                     assert!(
                         apart < 2e-5,
-                        "rank {rank}, step {index}, layer {param}: {apart} apart"
+                        "rank {rank}, warm {warm_start}, feedback {error_feedback}, step {index}, layer {param}: {apart} apart"
                     );
                 }
             }
