@@ -15,11 +15,8 @@
 //! keeps its own count, as in PyTorch.
 
 use super::updates::Updates;
-use super::{
-    Optimizer, PIECE, Pass, Run, check_layout, check_setting, factor_of, only_known, run_fused,
-    saved,
-};
-use crate::param::{GradView, ParamId, Params};
+use super::{Optimizer, PIECE, Pass, Run, check_setting, only_known, run_fused, saved};
+use crate::param::{GradView, Params};
 use crate::{Error, Result, Workers};
 
 const EXP_AVG: &str = "exp_avg";
@@ -170,24 +167,7 @@ impl Adam {
     /// another layout than the parameters the optimizer was made for. Nothing
     /// was changed then.
     pub fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()> {
-        self.scaled(params, grads, 1.0)
-    }
-
-    fn scaled(&mut self, params: &mut Params, grads: &dyn GradView, factor: f32) -> Result<()> {
-        self.settings.check()?;
-        check_layout(self.elems, &self.updates, params, grads)?;
-        let settings = self.begin();
-        for index in 0..params.infos().len() {
-            let id = ParamId(index as u32);
-            if grads.untouched(id) {
-                continue;
-            }
-            let at = params.infos()[index].offset;
-            let scalars = settings.scalars(self.updates.count(index, self.steps));
-            let factor = factor_of(grads, id, factor);
-            self.update(at, params.get_mut(id), grads.grad(id), scalars, factor);
-        }
-        Ok(())
+        Optimizer::step(self, params, grads)
     }
 
     fn begin(&mut self) -> Settings {
@@ -228,13 +208,8 @@ impl Adam {
 }
 
 impl Optimizer for Adam {
-    fn step_scaled(
-        &mut self,
-        params: &mut Params,
-        grads: &dyn GradView,
-        factor: f32,
-    ) -> Result<()> {
-        self.scaled(params, grads, factor)
+    fn check_layout(&self, params: &Params, grads: &dyn GradView) -> Result<()> {
+        self.updates.check_layout(self.elems, params, grads)
     }
 
     fn begin_step(&mut self) -> Result<()> {

@@ -20,7 +20,6 @@ mod updates;
 pub use adam::Adam;
 pub use clip::{clip_factor, grad_norm, step_clipped};
 pub use sgd::Sgd;
-use updates::Updates;
 
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::isa::{Isa, isa};
@@ -47,8 +46,37 @@ pub trait Optimizer {
     /// # Errors
     ///
     /// As [`step`](Self::step).
-    fn step_scaled(&mut self, params: &mut Params, grads: &dyn GradView, factor: f32)
-    -> Result<()>;
+    fn step_scaled(
+        &mut self,
+        params: &mut Params,
+        grads: &dyn GradView,
+        factor: f32,
+    ) -> Result<()> {
+        self.check_layout(params, grads)?;
+        self.begin_step()?;
+        for index in 0..params.infos().len() {
+            let id = ParamId(index as u32);
+            if grads.untouched(id) {
+                continue;
+            }
+            let factor = if grads.is_local(id) { 1.0 } else { factor };
+            let run = Run {
+                at: params.infos()[index].offset,
+                values: params.get_mut(id),
+                grads: grads.grad(id),
+            };
+            self.step_run(run, factor)?;
+        }
+        Ok(())
+    }
+
+    /// Checks that `params` and `grads` have the layout the state was sized for, so that a
+    /// step over all of them cannot fail half way.
+    ///
+    /// # Errors
+    ///
+    /// Usage: they have another one, naming what differs.
+    fn check_layout(&self, params: &Params, grads: &dyn GradView) -> Result<()>;
 
     /// Begins a step whose elements are handed over in runs, by
     /// [`step_run`](Self::step_run), until the next one begins. The
@@ -103,13 +131,8 @@ pub trait Optimizer {
 }
 
 impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
-    fn step_scaled(
-        &mut self,
-        params: &mut Params,
-        grads: &dyn GradView,
-        factor: f32,
-    ) -> Result<()> {
-        (**self).step_scaled(params, grads, factor)
+    fn check_layout(&self, params: &Params, grads: &dyn GradView) -> Result<()> {
+        (**self).check_layout(params, grads)
     }
 
     fn begin_step(&mut self) -> Result<()> {
@@ -180,43 +203,6 @@ impl Run<'_> {
         }
         Ok(running)
     }
-}
-
-/// Checks that parameters and gradients have the layout the state was sized
-/// for, so that the pass itself cannot fail half way.
-fn check_layout(
-    elems: usize,
-    updates: &Updates,
-    params: &Params,
-    grads: &dyn GradView,
-) -> Result<()> {
-    if params.flat().len() != elems {
-        return Err(Error::usage(format!(
-            "optimizer was made for {elems} parameter elements, not {}; make a new one for these parameters",
-            params.flat().len()
-        )));
-    }
-    if !updates.fits(params) {
-        return Err(Error::usage(
-            "optimizer was made for other parameters; make a new one for these",
-        ));
-    }
-    for (index, info) in params.infos().iter().enumerate() {
-        let id = ParamId(index as u32);
-        let got = grads.grad(id).len();
-        if got != info.len && !grads.untouched(id) {
-            return Err(Error::usage(format!(
-                "gradient of {} has {got} elements, the parameter {}",
-                info.name, info.len
-            )));
-        }
-    }
-    Ok(())
-}
-
-/// What the gradient of `param` is multiplied by in a step scaled by `factor`.
-fn factor_of(grads: &dyn GradView, param: ParamId, factor: f32) -> f32 {
-    if grads.is_local(param) { 1.0 } else { factor }
 }
 
 /// The setting must be a finite number of at least zero.

@@ -14,11 +14,8 @@
 //! The first step is each parameter's own: one without a gradient is left alone, as in PyTorch.
 
 use super::updates::Updates;
-use super::{
-    Optimizer, PIECE, Pass, Run, check_layout, check_setting, factor_of, only_known, run_fused,
-    saved,
-};
-use crate::param::{GradView, ParamId, Params};
+use super::{Optimizer, PIECE, Pass, Run, check_setting, only_known, run_fused, saved};
+use crate::param::{GradView, Params};
 use crate::{Error, Result, Workers};
 
 /// The name PyTorch gives the momentum state.
@@ -96,30 +93,7 @@ impl Sgd {
     /// another layout than the parameters the optimizer was made for. Nothing
     /// was changed then.
     pub fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()> {
-        self.scaled(params, grads, 1.0)
-    }
-
-    fn scaled(&mut self, params: &mut Params, grads: &dyn GradView, factor: f32) -> Result<()> {
-        self.check()?;
-        check_layout(self.elems, &self.updates, params, grads)?;
-        let scalars = self.begin();
-        for index in 0..params.infos().len() {
-            let id = ParamId(index as u32);
-            if grads.untouched(id) {
-                continue;
-            }
-            let at = params.infos()[index].offset;
-            let mode = self.mode(index);
-            self.update(
-                at,
-                params.get_mut(id),
-                grads.grad(id),
-                scalars,
-                mode,
-                factor_of(grads, id, factor),
-            );
-        }
-        Ok(())
+        Optimizer::step(self, params, grads)
     }
 
     /// What all elements of the step that begins have in common.
@@ -192,13 +166,8 @@ impl Sgd {
 }
 
 impl Optimizer for Sgd {
-    fn step_scaled(
-        &mut self,
-        params: &mut Params,
-        grads: &dyn GradView,
-        factor: f32,
-    ) -> Result<()> {
-        self.scaled(params, grads, factor)
+    fn check_layout(&self, params: &Params, grads: &dyn GradView) -> Result<()> {
+        self.updates.check_layout(self.elems, params, grads)
     }
 
     fn begin_step(&mut self) -> Result<()> {

@@ -1,7 +1,7 @@
 //! How often each parameter was updated.
 
 use super::Run;
-use crate::param::Params;
+use crate::param::{GradView, ParamId, Params};
 use crate::{Error, Result};
 
 /// Counts, parameter by parameter: who had no gradient in a step is not updated by it.
@@ -24,9 +24,39 @@ impl Updates {
         }
     }
 
-    /// Whether it counts for parameters that lie as these do.
-    pub(super) fn fits(&self, params: &Params) -> bool {
-        places(params).eq(self.places.iter().copied())
+    /// Checks parameters and gradients against state of `elems` elements.
+    ///
+    /// # Errors
+    ///
+    /// Usage: another layout, naming what differs.
+    pub(super) fn check_layout(
+        &self,
+        elems: usize,
+        params: &Params,
+        grads: &dyn GradView,
+    ) -> Result<()> {
+        if params.flat().len() != elems {
+            return Err(Error::usage(format!(
+                "optimizer was made for {elems} parameter elements, not {}; make a new one for these parameters",
+                params.flat().len()
+            )));
+        }
+        if !places(params).eq(self.places.iter().copied()) {
+            return Err(Error::usage(
+                "optimizer was made for other parameters; make a new one for these",
+            ));
+        }
+        for (index, info) in params.infos().iter().enumerate() {
+            let id = ParamId(index as u32);
+            let got = grads.grad(id).len();
+            if got != info.len && !grads.untouched(id) {
+                return Err(Error::usage(format!(
+                    "gradient of {} has {got} elements, the parameter {}",
+                    info.name, info.len
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// Of each parameter, in registration order.
