@@ -271,20 +271,24 @@ impl DistributedDataParallel {
     ///
     /// # Errors
     ///
-    /// `Mismatch` naming a rank without data under [`Uneven::Refuse`]; `Usage`
-    /// while a step is in progress, and without any micro-batch where
-    /// [batches are joined](Self::sync_batch_norm); `Comm` when a peer is lost or late.
+    /// `Mismatch` naming a rank without data under [`Uneven::Refuse`], or one with fewer
+    /// micro-batches than another where [batches are joined](Self::sync_batch_norm); `Usage`
+    /// while a step is in progress; `Comm` when a peer is lost or late.
     pub fn begin(&mut self, sizes: &[usize]) -> Result<GlobalStep<'_>> {
-        let global = step::exchange(self.reducer.group(), sizes, self.uneven)?;
+        let group = self.reducer.group();
+        let global = step::exchange(group, sizes, self.uneven, self.joins_batches)?;
         self.begin_known(sizes, global)
     }
 
     /// [`begin`](Self::begin) without communication, for callers that know
-    /// the sizes over all ranks, as [`GlobalBatch`] must say on each alike.
+    /// the sizes over all ranks, as [`GlobalBatch`] must say on each alike. Where
+    /// [batches are joined](Self::sync_batch_norm), that all ranks have as many micro-batches is for them to
+    /// see to: ranks that have more wait for the others until the deadline.
     ///
     /// # Errors
     ///
-    /// As [`begin`](Self::begin); `Usage` after a step that failed.
+    /// As [`begin`](Self::begin); `Usage` after a step that failed, and without any
+    /// micro-batch where batches are joined.
     pub fn begin_known(&mut self, sizes: &[usize], global: GlobalBatch) -> Result<GlobalStep<'_>> {
         let world = self.reducer.group().world_size();
         self.check_begin(sizes, global)?;
@@ -531,8 +535,9 @@ impl DistributedDataParallel {
 
     /// Makes every batch normalisation of the model use the batch of all ranks,
     /// from the next training step of `tape` on ([`SyncBatchNorm`]; PyTorch:
-    /// `convert_sync_batchnorm`). The wrapper's own group forms another for it, which ends with it. A rank without
-    /// data has to [begin](Self::begin) a micro-batch of no samples then (`&[0]`), and run the model on it.
+    /// `convert_sync_batchnorm`). The wrapper's own group forms another for it, which ends with it. All ranks
+    /// have to [begin](Self::begin) as many micro-batches then: one without data takes one of no samples (`&[0]`), and
+    /// runs the model on it.
     ///
     /// *Blocks* until all ranks of the group call it.
     ///

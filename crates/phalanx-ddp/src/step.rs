@@ -56,17 +56,20 @@ pub struct GlobalBatch {
     pub active_ranks: usize,
 }
 
-/// What each rank brings to a step: samples and non-empty micro-batches.
+/// What each rank brings to a step: samples, non-empty micro-batches and all of them, of
+/// which each must have as many where they `join` their batches.
 pub(crate) fn exchange(
     group: &ProcessGroup,
     sizes: &[usize],
     uneven: Uneven,
+    join: bool,
 ) -> Result<GlobalBatch> {
     let mine = [
         sizes.iter().sum::<usize>() as u64 as i64,
         sizes.iter().filter(|n| **n > 0).count() as i64,
+        sizes.len() as i64,
     ];
-    let mut all = vec![0i64; 2 * group.world_size()];
+    let mut all = vec![0i64; mine.len() * group.world_size()];
     if group.world_size() == 1 {
         all.copy_from_slice(&mine);
     } else {
@@ -74,7 +77,7 @@ pub(crate) fn exchange(
             .all_gather(&mine, &mut all)
             .map_err(|e| Error::comm_while("the ranks could not compare their batch sizes", e))?;
     }
-    let ranks: Vec<(i64, i64)> = all.chunks_exact(2).map(|c| (c[0], c[1])).collect();
+    let ranks: Vec<(i64, i64, i64)> = all.chunks_exact(3).map(|c| (c[0], c[1], c[2])).collect();
     let idle = ranks.iter().position(|r| r.0 <= 0);
     let busy = ranks.iter().position(|r| r.0 > 0);
     if let (Uneven::Refuse, Some(idle), Some(busy)) = (uneven, idle, busy) {
@@ -83,8 +86,20 @@ pub(crate) fn exchange(
              (Uneven::Join)"
         )));
     }
+    let most = (0..ranks.len()).max_by_key(|r| ranks[*r].2);
+    let fewest = (0..ranks.len()).min_by_key(|r| ranks[*r].2);
+    if let (true, Some(_), Some(most), Some(fewest)) = (join, busy, most, fewest)
+        && ranks[most].2 != ranks[fewest].2
+    {
+        return Err(Error::mismatch(format!(
+            "rank {fewest} has {} of the step's micro-batches and rank {most} has {}, but batch normalisations join the \
+             batches of all ranks; begin it with as many on each, those that are missing of no samples (&[3, 0]), and run \
+             the model on these too",
+            ranks[fewest].2, ranks[most].2
+        )));
+    }
     // A peer's counts are not believed beyond what can be counted.
-    let sum = |of: fn(&(i64, i64)) -> i64| {
+    let sum = |of: fn(&(i64, i64, i64)) -> i64| {
         let total: i128 = ranks.iter().map(|r| i128::from(of(r).max(0))).sum();
         usize::try_from(total).unwrap_or(usize::MAX)
     };

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use common::{ALL, Over, ranks};
 use phalanx_comm::{ProcessGroup, ReduceOp};
 use phalanx_ddp::{
-    DdpOptions, Deterministic, DistributedDataParallel, ErrorKind, ShardTree, SyncBatchNorm,
+    DdpOptions, Deterministic, DistributedDataParallel, ErrorKind, GlobalBatch, ShardTree,
+    SyncBatchNorm,
 };
 use phalanx_nn::layers::{BatchNorm, Linear};
 use phalanx_nn::{GradView, Grads, Params, Reduction, Scope, Seed, StepKey, Tape, Threads};
@@ -350,9 +351,47 @@ fn forward_of_two(net: &Net, params: &Params, tape: &mut Tape) -> Result<(), Str
     })
 }
 
-/// A rank that has no micro-batch at all would leave the others waiting in every normalisation.
+/// A rank with fewer micro-batches would leave the others waiting in a normalisation.
 #[test]
-fn a_rank_that_sits_out_is_told_to_run_a_batch_of_none() {
+fn ranks_with_other_numbers_of_micro_batches_are_told_at_once() {
+    for world in [2, 3, 8] {
+        let texts = ranks(world, Over::Thread, |group| {
+            let rank = group.rank();
+            let (_, mut params) = model();
+            let mut ddp = DistributedDataParallel::new(group, &mut params, DdpOptions::default())
+                .expect("ddp");
+            let mut tape = Tape::new(Threads(1));
+            ddp.sync_batch_norm(&mut tape).expect("converted");
+            // All may sit out: the step is over then.
+            assert!(ddp.begin(&[]).expect("begin").is_over());
+            let refused = [&[2, 2, 1][..], &[2, 2], &[]].map(|fewer| {
+                let sizes = if rank == 1 { fewer } else { &[2, 2, 2, 2] };
+                let error = ddp.begin(sizes).err().expect("refused");
+                assert_eq!(error.kind(), ErrorKind::Mismatch);
+                error.to_string()
+            });
+            // It is no one's end.
+            let sizes: &[usize] = if rank == 1 { &[2, 0] } else { &[2, 2] };
+            let global = ddp.begin(sizes).expect("begun").global();
+            assert_eq!(global.micro_batches, 2 * world - 1);
+            refused
+        });
+        for refused in texts {
+            for (text, has) in refused.iter().zip([3, 2, 0]) {
+                let words = format!("rank 1 has {has} of the step's micro-batches and rank ");
+                assert!(text.starts_with(&words), "{text}");
+                assert!(
+                    text.contains(" has 4, but batch normalisations join"),
+                    "{text}"
+                );
+            }
+        }
+    }
+}
+
+/// Whoever says what all ranks have finds it out alone: the others may be in a normalisation already.
+#[test]
+fn a_rank_that_sits_out_a_known_step_is_told_to_run_a_batch_of_none() {
     for world in [2, 3, 8] {
         let texts = ranks(world, Over::Thread, |group| {
             let sits_out = group.rank() + 1 == world;
@@ -361,15 +400,18 @@ fn a_rank_that_sits_out_is_told_to_run_a_batch_of_none() {
                 .expect("ddp");
             let mut tape = Tape::new(Threads(1));
             ddp.sync_batch_norm(&mut tape).expect("converted");
-            // All may sit out: the step is over then.
-            assert!(ddp.begin(&[]).expect("begin").is_over());
+            let global = GlobalBatch {
+                samples: 2 * (world - 1),
+                micro_batches: world - 1,
+                active_ranks: world - 1,
+            };
             if sits_out {
-                let error = ddp.begin(&[]).err().expect("refused");
+                let error = ddp.begin_known(&[], global).err().expect("refused");
                 assert_eq!(error.kind(), ErrorKind::Usage);
                 return error.to_string();
             }
             // It may not even come so far.
-            let Ok(_step) = ddp.begin(&[2]) else {
+            let Ok(_step) = ddp.begin_known(&[2], global) else {
                 return "aborted by rank".to_owned();
             };
             forward_of_two(&net, &params, &mut tape).expect_err("nobody is left to join")
