@@ -64,24 +64,36 @@ pub fn atomic_write_with(
         drop(out);
         file.sync_all()
     };
-    if let Some(file) = nameless(&folder) {
-        filled(&file).map_err(failed)?;
-        give_name(&file, path, name).map_err(failed)?;
-    } else {
-        let temporary = tempfile::Builder::new()
-            .prefix(&format!(".{}.", name.to_string_lossy()))
-            .suffix(".tmp")
-            // The default of 0600 is for secrets; the umask decides here.
-            .permissions(Permissions::from_mode(0o666))
-            .tempfile_in(&folder)
-            .map_err(failed)?;
-        filled(temporary.as_file()).map_err(failed)?;
-        temporary.persist(path).map_err(|e| failed(e.error))?;
+    match nameless(&folder) {
+        Ok(file) => {
+            filled(&file).map_err(failed)?;
+            give_name(&file, path, name).map_err(failed)?;
+        }
+        Err(why) => {
+            let temporary = tempfile::Builder::new()
+                .prefix(&format!(".{}.", name.to_string_lossy()))
+                .suffix(".tmp")
+                // The default of 0600 is for secrets; the umask decides here.
+                .permissions(Permissions::from_mode(0o666))
+                .tempfile_in(&folder)
+                .map_err(|error| failed(refusal(why, &error)))?;
+            filled(temporary.as_file()).map_err(failed)?;
+            temporary.persist(path).map_err(|e| failed(e.error))?;
+        }
     }
     // Without this the name itself may be lost.
     File::open(&folder)
         .and_then(|f| f.sync_all())
         .map_err(|source| Error::io("cannot sync folder", &folder, source))
+}
+
+/// Why a folder takes no file: what the system said to a nameless one, unless it only knows none;
+/// `tempfile` adds a name that nobody has typed.
+fn refusal(to_nameless: Errno, to_temporary: &std::io::Error) -> std::io::Error {
+    match to_nameless {
+        Errno::OPNOTSUPP | Errno::ISDIR => to_temporary.kind().into(),
+        why => why.into(),
+    }
 }
 
 /// Where symbolic links at `path` lead, whether or not there is anything.
@@ -101,15 +113,15 @@ fn target(path: &Path) -> std::io::Result<PathBuf> {
     Err(Errno::LOOP.into())
 }
 
-/// A file in `folder` that no folder knows yet; `None` where the file system
+/// A file in `folder` that no folder knows yet; `OPNOTSUPP` where the file system
 /// (or a missing `/proc`) makes that impossible.
-fn nameless(folder: &Path) -> Option<File> {
+fn nameless(folder: &Path) -> std::result::Result<File, Errno> {
     if !Path::new("/proc/self/fd").is_dir() {
-        return None;
+        return Err(Errno::OPNOTSUPP);
     }
     let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
-    let file = rustix::fs::open(folder, flags, Mode::from_raw_mode(0o666)).ok()?;
-    Some(File::from(file))
+    let file = rustix::fs::open(folder, flags, Mode::from_raw_mode(0o666))?;
+    Ok(File::from(file))
 }
 
 /// Puts `file` at `path`, over what is there.
@@ -141,16 +153,39 @@ fn give_name(file: &File, path: &Path, name: &OsStr) -> std::io::Result<()> {
 ///
 /// # Errors
 ///
-/// `Usage` when there is a file of that name; `DiskFull` or `Io`, naming the
+/// `Usage` when it, or a parent, is a file; `DiskFull` or `Io`, naming the
 /// folder.
 pub fn create_folder(path: &Path) -> Result<()> {
     fs::create_dir_all(path).map_err(|source| {
-        if path.is_file() {
-            Error::usage(format!("{} is a file, not a folder", path.display())).with_source(source)
-        } else {
-            Error::io("cannot create folder", path, source)
+        let nearest = path.ancestors().find(|at| at.exists());
+        match nearest.filter(|at| !at.is_dir()) {
+            Some(file) => Error::usage(format!("{} is a file, not a folder", file.display()))
+                .with_source(source),
+            None => Error::io("cannot create folder", path, source),
         }
     })
+}
+
+/// Sees to it that files can be made in the folder at `path`, and leaves none.
+///
+/// # Errors
+///
+/// `DiskFull` or `Io`, naming the folder.
+pub fn check_writable(path: &Path) -> Result<()> {
+    let Err(why) = nameless(path) else {
+        return Ok(());
+    };
+    match tempfile::NamedTempFile::new_in(path) {
+        Ok(_) => Ok(()),
+        Err(error) => Err(Error::io("cannot write into", path, refusal(why, &error))),
+    }
+}
+
+/// `path` as a shell takes it for one word: for commands that a message suggests.
+pub fn as_typed(path: &Path) -> String {
+    let text = path.to_string_lossy();
+    // It refuses what no path can hold.
+    shlex::try_quote(&text).map_or_else(|_| text.to_string(), Into::into)
 }
 
 fn folder_of(path: &Path) -> PathBuf {
@@ -186,6 +221,45 @@ mod tests {
         assert!(at("ring").is_symlink());
         let names = fs::read_dir(dir.path()).expect("folder").count();
         assert_eq!(names, 3, "nothing else is left");
+    }
+
+    #[test]
+    fn what_is_in_the_way_is_named_and_no_file_that_nobody_typed() {
+        let dir = tempfile::tempdir().expect("folder");
+        let at = |name: &str| dir.path().join(name);
+        fs::write(at("file"), "").expect("written");
+        for inside in ["file", "file/x", "file/x/y"] {
+            let error = create_folder(&at(inside)).expect_err("a file");
+            assert_eq!(error.kind(), crate::ErrorKind::Usage, "{inside}");
+            let said = format!("{} is a file, not a folder", at("file").display());
+            assert_eq!(error.to_string(), said, "{inside}");
+        }
+        let error = create_folder(Path::new("/dev/null")).expect_err("a device");
+        assert_eq!(error.kind(), crate::ErrorKind::Usage);
+        let error = atomic_write(&at("none/x"), b"").expect_err("no folder");
+        let said = format!(
+            "cannot write {}: No such file or directory (os error 2)",
+            at("none/x").display()
+        );
+        assert_eq!(error.to_string(), said);
+    }
+
+    #[test]
+    fn suggested_commands_are_one_word_a_path() {
+        for (path, typed) in [
+            ("data/mnist", "data/mnist"),
+            ("my data", "'my data'"),
+            ("it's; rm", "\"it's; rm\""),
+            ("", "''"),
+        ] {
+            assert_eq!(as_typed(Path::new(path)), typed);
+            // A shell's word.
+            let echo = format!("printf %s {}", as_typed(Path::new(path)));
+            let out = std::process::Command::new("sh")
+                .args(["-c", &echo])
+                .output();
+            assert_eq!(out.expect("sh").stdout, path.as_bytes(), "{typed}");
+        }
     }
 
     #[test]

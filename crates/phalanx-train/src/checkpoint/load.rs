@@ -231,11 +231,15 @@ fn fill(path: &Path, params: &mut Params, found: HashMap<String, Found<'_>>) -> 
         })
         .collect();
     if !strangers.is_empty() || !missing.is_empty() {
+        let differs = [
+            listed("it lacks", missing),
+            listed("the model does not know", strangers),
+        ];
+        let differs: Vec<String> = differs.into_iter().flatten().collect();
         return Err(Error::data(format!(
-            "{} is of another model:{}{}",
+            "{} is of another model: {}",
             path.display(),
-            listed(" it lacks", missing),
-            listed(" the model does not know", strangers)
+            differs.join("; ")
         )));
     }
     let mut values = Vec::with_capacity(expected.len());
@@ -329,11 +333,11 @@ fn promised_bytes(bytes: &[u8], header_end: u64) -> Option<u64> {
     ends.max().unwrap_or(0).checked_add(header_end)
 }
 
-/// `; it lacks a, b, c and 4 more`.
-fn listed(what: &str, mut names: Vec<&str>) -> String {
+/// `it lacks a, b, c, d and 4 more`; nothing, if it is nothing.
+fn listed(what: &str, mut names: Vec<&str>) -> Option<String> {
     const SHOWN: usize = 4;
     if names.is_empty() {
-        return String::new();
+        return None;
     }
     names.sort_unstable();
     let more = names.len().saturating_sub(SHOWN);
@@ -343,5 +347,5 @@ fn listed(what: &str, mut names: Vec<&str>) -> String {
     } else {
         String::new()
     };
-    format!("{what} {}{tail};", names.join(", "))
+    Some(format!("{what} {}{tail}", names.join(", ")))
 }

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::{Source, Split};
+use crate::files::as_typed;
 use crate::{Error, Result};
 
 pub(super) const PYTHON: &str = "cifar-10-batches-py";
@@ -11,9 +12,9 @@ const ARCHIVES: [&str; 2] = ["cifar-10-python.tar.gz", "cifar-10-binary.tar.gz"]
 
 /// What should be at `place`, and how to get it there.
 fn expected(place: &Path) -> String {
-    let folder = match place.is_file() {
+    let folder = match place.is_file() || place.as_os_str().is_empty() {
         true => "data/cifar10".into(),
-        false => place.display().to_string(),
+        false => as_typed(place),
     };
     format!(
         "  expected cifar-10-batches-py/ (data_batch_1 to data_batch_5, test_batch), \
@@ -33,6 +34,12 @@ type Kind = (&'static str, &'static str, fn(PathBuf) -> Source);
 /// `Usage`, naming what is missing.
 pub(super) fn find(place: &Path) -> Result<Source> {
     let shown = place.display();
+    if place.as_os_str().is_empty() {
+        return Err(Error::usage(format!(
+            "the data folder's name is empty\n{}",
+            expected(place)
+        )));
+    }
     if place.is_file() {
         if is_archive(place) {
             return Ok(Source::Archive(place.to_owned()));

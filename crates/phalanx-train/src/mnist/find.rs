@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::Split;
+use crate::files::as_typed;
 use crate::{Error, Result};
 
 /// The folders searched, in this order, and whether only Fashion-MNIST lies
@@ -27,7 +28,7 @@ fn expected(folder: &Path) -> String {
          get them:   phalanx download {} --to {}      ({})\n  \
          or try:     --data synthetic",
         set.0,
-        folder.display(),
+        as_typed(folder),
         set.1
     )
 }
@@ -42,6 +43,12 @@ pub(super) struct Found {
 
 pub(super) fn find(folder: &Path, split: Split) -> Result<Found> {
     let shown = folder.display();
+    if folder.as_os_str().is_empty() {
+        return Err(Error::usage(format!(
+            "the data folder's name is empty\n{}",
+            expected(Path::new("data/mnist"))
+        )));
+    }
     if !folder.exists() {
         return Err(Error::usage(format!(
             "no data folder {shown}\n{}",
