@@ -14,7 +14,10 @@ pub(super) struct Meter {
     epoch: u64,
     epochs: u64,
     steps: usize,
+    /// Steps of the epoch that are done, also those before this run.
     done: usize,
+    /// Of these, the ones that an earlier run took.
+    taken: usize,
     images: u64,
     loss: Option<f64>,
     /// Where the running speed window began.
@@ -30,11 +33,17 @@ impl Meter {
             epochs,
             steps,
             done: 0,
+            taken: 0,
             images: 0,
             loss: None,
             window: (Duration::ZERO, 0),
             speed: None,
         }
+    }
+
+    /// An earlier run took the first `taken` steps.
+    pub(super) fn skip(&mut self, taken: usize) {
+        (self.done, self.taken) = (taken, taken);
     }
 
     /// A step ended `now` after the epoch began.
@@ -74,14 +83,24 @@ impl Meter {
     }
 
     /// `epoch 1/3 took 0:19  469 steps  3,140 images/s  loss 0.0921`, with the
-    /// speed of the whole epoch.
+    /// speed of all these steps; `stopped after` where some were left.
     pub(super) fn last_line(&self, now: Duration) -> String {
+        let (done, steps) = (self.done, self.steps);
+        let (how, which) = match (done < steps, self.taken) {
+            (false, 0) if steps == 1 => ("took", "1 step".to_owned()),
+            (false, 0) => ("took", format!("{steps} steps")),
+            (false, taken) => ("took", format!("{} of {steps} steps", steps - taken)),
+            (true, 0) => ("stopped after", format!("{done} of {steps} steps")),
+            (true, taken) => (
+                "stopped after",
+                format!("steps {} to {done} of {steps}", taken + 1),
+            ),
+        };
         format!(
-            "epoch {}/{} took {}  {} steps  {}",
+            "epoch {}/{} {how} {}  {which}  {}",
             self.epoch,
             self.epochs,
             clock(now),
-            self.done,
             self.measured(speed(self.images, now))
         )
     }
@@ -99,7 +118,7 @@ impl Meter {
 
     fn left(&self, now: Duration) -> Option<Duration> {
         let left = self.steps.saturating_sub(self.done);
-        let seconds = now.as_secs_f64() * left as f64 / self.done as f64;
+        let seconds = now.as_secs_f64() * left as f64 / (self.done - self.taken) as f64;
         // No step yet, or a first step that took for ever: say nothing.
         Duration::try_from_secs_f64(seconds).ok()
     }
@@ -142,7 +161,42 @@ mod tests {
         );
         assert_eq!(
             meter.last_line(at(14.24)),
-            "epoch 1/3 took 0:15  356 steps  3,200 images/s  loss 0.0921"
+            "epoch 1/3 stopped after 0:15  356 of 469 steps  3,200 images/s  loss 0.0921"
+        );
+        for step in 357..=469 {
+            meter.step(at(step as f64 * 0.04), 128, Some(0.09214));
+        }
+        assert_eq!(
+            meter.last_line(at(18.76)),
+            "epoch 1/3 took 0:19  469 steps  3,200 images/s  loss 0.0921"
+        );
+        let mut one = Meter::new(1, 1, 1);
+        one.step(at(1.0), 64, None);
+        assert_eq!(
+            one.last_line(at(1.0)),
+            "epoch 1/1 took 0:01  1 step  64 images/s"
+        );
+    }
+
+    #[test]
+    fn what_an_earlier_run_took_counts_for_the_place_but_not_for_the_speed() {
+        let mut meter = Meter::new(2, 3, 10);
+        meter.skip(4);
+        assert_eq!(meter.line(at(0.0)), "epoch 2/3   40 %  4/10  - images/s");
+        meter.step(at(1.0), 8, None);
+        meter.step(at(2.0), 8, None);
+        assert_eq!(
+            meter.line(at(2.0)),
+            "epoch 2/3   60 %  6/10  8 images/s  0:04 left"
+        );
+        assert_eq!(
+            meter.last_line(at(2.0)),
+            "epoch 2/3 stopped after 0:02  steps 5 to 6 of 10  8 images/s"
+        );
+        (7..=10).for_each(|second| meter.step(at(second as f64 - 4.0), 8, None));
+        assert_eq!(
+            meter.last_line(at(6.0)),
+            "epoch 2/3 took 0:06  6 of 10 steps  8 images/s"
         );
     }
 

@@ -103,6 +103,16 @@ impl Progress {
         });
     }
 
+    /// The first `taken` steps of this epoch were taken by an earlier run.
+    pub fn skip(&mut self, taken: usize) {
+        if let Some(running) = &mut self.epoch {
+            running.meter.skip(taken);
+            if let Some(bar) = &running.bar {
+                bar.set_position(taken as u64);
+            }
+        }
+    }
+
     /// One step is done: `images` over all ranks, and the loss to show.
     pub fn step(&mut self, images: usize, loss: Option<f64>) {
         let Some(running) = &mut self.epoch else {

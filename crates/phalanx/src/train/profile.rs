@@ -7,6 +7,7 @@ use phalanx_train::metrics::write_summary;
 use serde_json::json;
 
 use super::context::RankContext;
+use super::format::plural;
 use crate::error::Result;
 
 /// Steps before the first that is profiled: buckets are rebuilt and memory is warm then.
@@ -89,8 +90,9 @@ impl Profiler {
         )?;
         let steps = self.seen.saturating_sub(SKIPPED).max(1);
         ctx.note(&format!(
-            "{}Chrome trace of {steps} steps: {}",
+            "{}Chrome trace of {}: {}",
             profile.table(steps, LAYERS),
+            plural(steps, "step"),
             path.display()
         ));
         Ok(())

@@ -126,6 +126,7 @@ impl<P: Program> Training<'_, P> {
         progress.begin(epoch as u64, epochs as u64, self.steps);
         // Steps of this epoch that were taken before the run was resumed.
         let first = self.place.step_in_epoch as usize;
+        progress.skip(first);
         let plan = self.cut.rest(&self.samplers, self.place.cursor())?;
         self.loader.start(plan.clone());
         let began = Instant::now();
