@@ -101,7 +101,9 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     let recipe = training.check_comparable(&args.workers)?;
     let dir = args.output_dir.clone();
     let claim = || RunDir::claim(&format!("compare-{recipe}"));
-    let claimed = dir.map_or_else(claim, RunDir::given);
+    let mut claimed = dir.map_or_else(claim, RunDir::given);
+    let prepared = claimed.prepare();
+    prepared.map_err(|error| error.note("try", "another folder with --output-dir"))?;
     let dir = claimed.path();
     let mut runs: Vec<Run> = Vec::new();
     for (i, workers) in args.workers.iter().copied().enumerate() {

@@ -7,11 +7,12 @@ use phalanx_train::checkpoint::{read_tensors, save_tensors};
 use crate::error::{Error, Result};
 use crate::say;
 use crate::train::format::{bytes, plural};
+use crate::train::{check_folder_of, file_of};
 
 /// Arguments of `phalanx export`.
 #[derive(Debug, clap::Args)]
 pub struct ExportArgs {
-    /// Weights (.pth, .pt, .safetensors), or a resumable checkpoint's .json
+    /// Weights (.pth, .pt, .safetensors), a resumable checkpoint's .json, or the folder of a run
     #[arg(value_name = "CHECKPOINT")]
     checkpoint: PathBuf,
     /// The file to write; its ending says the format: .pth and .pt for torch.load, or .safetensors
@@ -32,7 +33,8 @@ pub fn run(args: &ExportArgs) -> Result<()> {
             args.to.display()
         )));
     }
-    let (tensors, loaded) = read_tensors(&args.checkpoint)?;
+    check_folder_of("--to", &args.to)?;
+    let (tensors, loaded) = read_tensors(&file_of(&args.checkpoint)?)?;
     for warning in &loaded.warnings {
         say::note(format_args!("warning: {warning}"));
     }

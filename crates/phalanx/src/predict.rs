@@ -14,13 +14,14 @@ use serde::Serialize;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ranks;
 use crate::say;
-use crate::train::{Net, mirrored};
+use crate::train::format::plural;
+use crate::train::{Net, check_folder_of, file_of, mirrored};
 
 /// Arguments of `phalanx predict`.
 #[derive(Debug, clap::Args)]
 #[command(override_usage = "phalanx predict CHECKPOINT [OPTIONS] --data <DIR|synthetic|IMAGE>...")]
 pub struct PredictArgs {
-    /// Weights (.pth, .pt, .safetensors), or a resumable checkpoint's .json
+    /// Weights (.pth, .pt, .safetensors), a resumable checkpoint's .json, or the folder of a run
     #[arg(value_name = "CHECKPOINT")]
     checkpoint: PathBuf,
     /// A data set's folder (its test set), `synthetic` (drawn images that no training sees), or images: PNG, PGM, PPM; all
@@ -181,7 +182,11 @@ pub fn run(args: &PredictArgs) -> Result<()> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = args.threads.unwrap_or(cores);
     ranks::check_count("--threads", threads, (4 * cores).max(16))?;
-    let (known, net, params, metadata) = network(&args.checkpoint, args.model.as_deref())?;
+    if let Some(path) = &args.output {
+        check_folder_of("--output", path)?;
+    }
+    let checkpoint = file_of(&args.checkpoint)?;
+    let (known, net, params, metadata) = network(&checkpoint, args.model.as_deref())?;
     if known.image[2] == 1 && args.pixels.is_some() {
         return Err(Error::usage(format!(
             "--pixels is for networks of colour images, and {} takes grey ones",
@@ -192,7 +197,7 @@ pub fn run(args: &PredictArgs) -> Result<()> {
         say::note(format_args!(
             "warning: {} does not say which pixels it was trained with; taken for unit ones, as those of the document's \
              training are; --pixels normalised for those of --recipe fast or standard",
-            args.checkpoint.display()
+            checkpoint.display()
         ));
     }
     let looks = Looks::new(args, known, &metadata);
@@ -326,8 +331,9 @@ impl Predictor<'_> {
             ),
         };
         say::note(format_args!(
-            "{} images with {}{accuracy}",
-            self.seen, self.known.name
+            "{} with {}{accuracy}",
+            plural(self.seen, "image"),
+            self.known.name
         ));
     }
 }

@@ -126,6 +126,11 @@ impl RankArgs {
         Ok(place.map_or(self.nproc_per_node, |place| place.world))
     }
 
+    /// Whether the first rank is this process or one that it starts.
+    pub fn has_first(&self) -> Result<bool> {
+        Ok(self.place()?.is_none_or(|place| place.rank == 0))
+    }
+
     /// Which rank this process is: as a launcher or the cluster says it, else as
     /// `--rank` and `--world-size` do. `None`: it starts its ranks itself.
     fn place(&self) -> Result<Option<RankPlace>> {

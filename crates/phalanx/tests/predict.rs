@@ -95,6 +95,62 @@ fn every_form_of_a_checkpoint_predicts_the_same() {
     );
 }
 
+/// As `--resume` takes one.
+#[test]
+fn a_runs_folder_stands_for_its_weights() {
+    let dir = trained();
+    let dir = dir.path();
+    let predict = |checkpoint: &str| {
+        let args = [
+            "predict",
+            checkpoint,
+            "--data",
+            "synthetic",
+            "--limit",
+            "20",
+        ];
+        succeed(&args, dir)
+    };
+    let expected = predict("run/mnist_cnn.safetensors").0;
+    let (out, said) = predict("run");
+    assert_eq!(out, expected);
+    assert!(
+        said.starts_with("weights  run/mnist_cnn.safetensors\n"),
+        "{said}"
+    );
+    let (_, said) = succeed(&["export", "run", "--to", "a.pth"], dir);
+    assert!(
+        said.starts_with("weights  run/mnist_cnn.safetensors\n"),
+        "{said}"
+    );
+    assert_eq!(predict("a.pth").0, expected);
+    // And a training may start where another has ended.
+    let train =
+        "train mnist --init run --synthetic-samples 64 --epochs 1 --threads 1 --output-dir next";
+    let (_, said) = succeed(&train.split(' ').collect::<Vec<_>>(), dir);
+    assert!(said.contains("weights  from run ("), "{said}");
+    // Without the summary the run has not ended: what it goes on from counts.
+    std::fs::remove_file(dir.join("run/summary.json")).expect("removed");
+    for folder in ["run", "run/checkpoints"] {
+        let (out, said) = predict(folder);
+        assert_eq!(out, expected);
+        let newest = "weights  run/checkpoints/step-000000019.json\n";
+        assert!(said.starts_with(newest), "{said}");
+    }
+    std::fs::create_dir(dir.join("empty")).expect("folder");
+    for command in [
+        &["predict", "empty", "--data", "synthetic"][..],
+        &["export", "empty", "--to", "b.pth"],
+    ] {
+        let (code, _, said) = run(command, dir);
+        assert_eq!(code, 2, "{said}");
+        assert!(
+            said.contains("neither weights nor checkpoints in the folder empty"),
+            "{said}"
+        );
+    }
+}
+
 #[test]
 fn images_are_read_and_wrong_ones_named() {
     let dir = trained();
@@ -238,7 +294,9 @@ fn cifar_networks_see_images_as_they_were_trained() {
     picture.extend((0..32 * 32 * 3).map(|i| (i * 7 % 256) as u8));
     std::fs::write(dir.join("picture.ppm"), picture).expect("written");
     let args = ["predict", "resnet9/resnet9.pt", "--data", "picture.ppm"];
-    assert_eq!(rows(&succeed(&args, dir).0).len(), 1);
+    let (out, said) = succeed(&args, dir);
+    assert_eq!(rows(&out).len(), 1);
+    assert_eq!(said.trim(), "1 image with resnet9");
     refused(
         dir,
         &[

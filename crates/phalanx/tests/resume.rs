@@ -346,6 +346,53 @@ fn a_training_that_is_another_is_not_gone_on_with() {
     assert!(text.contains("resumed  after 2 of 30 steps"), "{text}");
 }
 
+/// As checkpoints were before 2026-11-22.
+fn without_fact(manifest: &Path, fact: &str) {
+    use sha2::Digest;
+    let text = std::fs::read_to_string(manifest).expect("a manifest");
+    let line = text.lines().find(|line| line.contains(fact));
+    let text = text.replace(&format!("{}\n", line.expect("the fact")), "");
+    let signed = text.rsplit('"').nth(1).expect("a hash");
+    let unsigned = text.replace(signed, &"0".repeat(64));
+    let hash = hex::encode(sha2::Sha256::digest(&unsigned));
+    let unsigned = unsigned.replace(&"0".repeat(64), &hash);
+    std::fs::write(manifest, unsigned).expect("written");
+}
+
+#[test]
+fn an_older_checkpoint_that_does_not_say_how_gradients_travelled_is_gone_on_with() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let go =
+        |run: &str, more: &[&str]| succeed(train(dir, run, &[&["--epochs", "1"], more].concat()));
+    go("alone", &[]);
+    go("out", &["--stop-after", "4"]);
+    without_fact(
+        &dir.join("out/checkpoints/step-000000004.json"),
+        "\"--gradient-type\"",
+    );
+    for (more, said) in [
+        (
+            &["--gradient-type", "bf16"][..],
+            "goes on with a training whose --gradient-type is f32, and here it is bf16",
+        ),
+        (
+            &["--deterministic", "shards"],
+            "goes on with a training without --shards, and here it is 8",
+        ),
+    ] {
+        let more = [&["--epochs", "1", "--resume", "auto"], more].concat();
+        let (code, text) = run(train(dir, "out", &more));
+        assert_eq!(code, 2, "{text}");
+        assert!(text.contains(said), "{text}");
+    }
+    let text = go("out", &["--resume", "auto"]);
+    assert!(text.contains("resumed  after 4 of 10 steps"), "{text}");
+    assert_eq!(hashes(&dir.join("alone")), hashes(&dir.join("out")));
+    // Only the steps of this run.
+    assert!(text.contains("  6 of 10 steps  "), "{text}");
+}
+
 /// `train linear` on so many ranks in `dir`, with output folder `run`.
 fn linear(dir: &Path, run: &str, ranks: &str, more: &[&str]) -> Command {
     let args = ["train", "linear", "--output-dir", run, "--nproc-per-node"];

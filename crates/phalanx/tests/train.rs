@@ -862,6 +862,83 @@ fn mistakes_are_named_with_the_way_out() {
             &["--algorithm fastest", "--deterministic ranks"],
         ),
         (
+            &["train", "mnist", "--data", ""],
+            2,
+            &["the data folder's name is empty", "--to data/mnist "],
+        ),
+        (
+            &["train", "resnet18", "--data", ""],
+            2,
+            &["the data folder's name is empty", "--to data/cifar10 "],
+        ),
+        (
+            &["train", "mnist", "--data", "my digits"],
+            2,
+            &["phalanx download mnist --to 'my digits' "],
+        ),
+        (
+            &["train", "mobilenetv2", "--data", "it's"],
+            2,
+            &["phalanx download cifar10 --to \"it's\" "],
+        ),
+        (
+            &[
+                "train",
+                "mnist",
+                "--data",
+                "d",
+                "--download-from",
+                "nonsense",
+            ],
+            2,
+            &["--download-from \"nonsense\" is no folder on the web"],
+        ),
+        (
+            &["download", "mnist", "--from", "nonsense"],
+            2,
+            &["--from \"nonsense\" is no folder on the web", "https://"],
+        ),
+        (
+            &["download", "mnist", "--to", "/dev/null/x"],
+            2,
+            &["/dev/null is a file, not a folder"],
+        ),
+        // Nobody listens there.
+        (
+            &[
+                "download",
+                "cifar10",
+                "--to",
+                "new/folder",
+                "--from",
+                "http://localhost:1/\u{e4}",
+            ],
+            1,
+            &["no source gave cifar-10-python.tar.gz"],
+        ),
+        (
+            &[
+                "predict",
+                "none.pt",
+                "--data",
+                "synthetic",
+                "--output",
+                "no/x",
+            ],
+            2,
+            &["--output no/x: there is no folder no"],
+        ),
+        (
+            &["export", "none.pt", "--to", "no/x.pt"],
+            2,
+            &["--to no/x.pt: there is no folder no"],
+        ),
+        (
+            &["launch", "./my tool.py"],
+            2,
+            &["cannot start ./my tool.py"],
+        ),
+        (
             &["train", "mnist", "--epochs", "-1"],
             2,
             &["--epochs cannot be \"-1\"", "from 0 up"],
@@ -896,6 +973,43 @@ fn mistakes_are_named_with_the_way_out() {
         0,
         "a mistake leaves no files"
     );
+}
+
+/// However the ranks are started, and without a word of flight recorders.
+#[test]
+fn an_output_folder_that_cannot_be_is_a_mistake() {
+    let dir = folder();
+    std::fs::write(dir.path().join("afile"), "").expect("written");
+    let phalanx_path = env!("CARGO_BIN_EXE_phalanx");
+    for (output, said) in [
+        ("afile", "afile is a file, not a folder"),
+        ("afile/x", "afile is a file, not a folder"),
+        ("/dev/null", "/dev/null is a file, not a folder"),
+        ("/proc/x", "cannot create folder /proc/x"),
+        ("/proc", "cannot write into /proc"),
+    ] {
+        for start in [
+            "train linear".to_owned(),
+            "train mnist --synthetic-samples 64".to_owned(),
+            "train mnist --synthetic-samples 64 --nproc-per-node 2".to_owned(),
+            "compare mnist --synthetic-samples 64".to_owned(),
+            format!("launch --nproc-per-node 2 -- {phalanx_path} train linear"),
+        ] {
+            let mut args: Vec<&str> = start.split(' ').collect();
+            let at = match start.starts_with("compare") {
+                true => 1,
+                false => args.len(),
+            };
+            args.splice(at..at, ["--output-dir", output]);
+            let (code, _, err) = run(&args, dir.path());
+            assert_eq!(code, 2, "{args:?}: {err}");
+            assert!(err.contains(&format!("error: {said}")), "{args:?}: {err}");
+            assert!(err.contains("another folder with --output-dir"), "{err}");
+            assert!(!err.contains("flight"), "{args:?}: {err}");
+        }
+    }
+    let left = std::fs::read_dir(dir.path()).expect("folder").count();
+    assert_eq!(left, 1, "a mistake leaves no files");
 }
 
 /// What is not the default is on the screen and in the summary.

@@ -14,8 +14,12 @@ mod sum;
 
 use std::path::{Path, PathBuf};
 
-use crate::error::{Error, ErrorKind, Result};
+use phalanx_train::files::as_typed;
+use ureq::http::Uri;
+
+use crate::error::{Error, Result};
 use crate::say;
+use crate::train::RunDir;
 use fetch::{Got, Patience};
 use meter::Meter;
 use sets::{DataSet, SETS};
@@ -48,13 +52,16 @@ pub(crate) struct DownloadArgs {
 pub(crate) fn run(args: &DownloadArgs) -> Result<()> {
     let sets: Vec<&DataSet> = args.sets.iter().map(|n| named(n)).collect::<Result<_>>()?;
     let patience = Patience::default();
+    args.from
+        .as_deref()
+        .map_or(Ok(()), |url| check_mirror("--from", url))?;
     for set in &sets {
         let folder = match (&args.to, sets.len()) {
             (None, _) => Path::new("data").join(set.name),
             (Some(to), 1) => to.clone(),
             (Some(to), _) => to.join(set.name),
         };
-        make(&folder)?;
+        let made = make(&folder)?;
         let sources = sources(set, args.from.as_deref());
         // A mirror without it may still redirect to one with it.
         let agent = fetch::agent(patience, true)?;
@@ -71,7 +78,8 @@ pub(crate) fn run(args: &DownloadArgs) -> Result<()> {
             };
             say::print(&format!("  {}  {how}\n", file.name))?;
         }
-        say::print(&format!("next: {} {}\n", set.next, folder.display()))?;
+        drop(made);
+        say::print(&format!("next: {} {}\n", set.next, as_typed(&folder)))?;
     }
     Ok(())
 }
@@ -84,7 +92,7 @@ pub(crate) fn run(args: &DownloadArgs) -> Result<()> {
 /// As `phalanx download`.
 pub(crate) fn ensure(name: &str, folder: &Path, mirror: Option<&str>) -> Result<()> {
     let set = named(name)?;
-    make(folder)?;
+    let _made = make(folder)?;
     let patience = Patience::default();
     let sources = sources(set, mirror);
     let agent = fetch::agent(patience, true)?;
@@ -115,14 +123,28 @@ fn sources(set: &DataSet, mirror: Option<&str>) -> Vec<String> {
     }
 }
 
-fn make(folder: &Path) -> Result<()> {
-    std::fs::create_dir_all(folder).map_err(|e| {
-        Error::new(
-            ErrorKind::System,
-            format!("cannot make the folder {}", folder.display()),
-        )
-        .caused_by(e)
-    })
+/// The folder, which goes again if nothing comes into it.
+fn make(folder: &Path) -> Result<RunDir> {
+    let mut made = RunDir::given(folder.to_owned());
+    made.make()?;
+    Ok(made)
+}
+
+/// A usage error unless `url`, the value of `flag`, is an address on the web.
+///
+/// # Errors
+///
+/// That.
+pub(crate) fn check_mirror(flag: &str, url: &str) -> Result<()> {
+    let parsed = url.parse::<Uri>().ok();
+    let scheme = parsed.as_ref().and_then(Uri::scheme_str);
+    let host = parsed.as_ref().and_then(Uri::host);
+    match (scheme, host) {
+        (Some("http" | "https"), Some(host)) if !host.is_empty() => Ok(()),
+        _ => Err(Error::usage(format!(
+            "{flag} \"{url}\" is no folder on the web; give one as http://HOST/FOLDER or https://HOST/FOLDER"
+        ))),
+    }
 }
 
 fn named(name: &str) -> Result<&'static DataSet> {
@@ -153,6 +175,18 @@ fn named(name: &str) -> Result<&'static DataSet> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn mirrors_are_on_the_web() {
+        for url in ["http://127.0.0.1:8000", "https://h/x/", "http://[::1]:80/a"] {
+            check_mirror("--from", url).expect(url);
+        }
+        for url in ["nonsense", "", "ftp://h/x", "/data", "http://", "h:80"] {
+            let error = check_mirror("--from", url).expect_err(url);
+            assert_eq!(error.exit_code(), 2);
+            assert!(error.chain().contains("https://HOST/FOLDER"), "{url}");
+        }
+    }
 
     #[test]
     fn names_are_found_and_mistakes_explained() {

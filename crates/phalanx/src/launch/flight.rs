@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use phalanx_comm::recorder::Dump;
+use phalanx_train::files::as_typed;
 
 use super::machine::End;
 use super::ranks::Rank;
@@ -91,7 +92,7 @@ pub(super) fn keep(
         Some(run) if folder.ends_with("flight") && !run.as_os_str().is_empty() => run,
         _ => &folder,
     };
-    Some(format!("phalanx inspect {}", shown.display()))
+    Some(format!("phalanx inspect {}", as_typed(shown)))
 }
 
 /// Whether the rank's end explains why others wait for it.

@@ -7,6 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use phalanx_train::files::as_typed;
 use phalanx_wire::Token;
 
 use super::args::{LaunchArgs, Meeting};
@@ -184,12 +185,13 @@ fn executable(file: &Path) -> bool {
 
 /// torchrun takes a script; we take a program.
 fn interpreter_hint(error: Error, program: &OsStr, here: bool) -> Error {
-    let shown = program.display();
+    let shown = as_typed(program.as_ref());
     let python = Path::new(program).extension().is_some_and(|e| e == "py");
     if python {
         error.note("try", format!("phalanx launch ... python3 {shown}"))
     } else if here && !program.as_encoded_bytes().contains(&b'/') {
-        error.note("try", format!("phalanx launch ... ./{shown}"))
+        let here = as_typed(&Path::new(".").join(program));
+        error.note("try", format!("phalanx launch ... {here}"))
     } else {
         error.note("fix", format!("chmod +x {shown}"))
     }

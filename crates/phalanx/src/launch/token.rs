@@ -9,6 +9,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
+use phalanx_train::files::as_typed;
 use phalanx_wire::Token;
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, fchmod, fcntl_add_seals, memfd_create};
 
@@ -76,7 +77,10 @@ fn read(path: &Path) -> Result<Token> {
         if missing {
             error.note(
                 "make",
-                format!("phalanx token --out {shown}   (once; then copy it to every node)"),
+                format!(
+                    "phalanx token --out {}   (once; then copy it to every node)",
+                    as_typed(path)
+                ),
             )
         } else {
             error

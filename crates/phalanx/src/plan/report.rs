@@ -149,6 +149,13 @@ pub(super) fn as_text(selector: &Selector, sizes: &[ByteSize], measured: Option<
         hosts.world(),
         format::plural(hosts.count(), "host"),
     )];
+    if hosts.world() == 1 {
+        lines.push(
+            "plan     none: one rank sends nothing; say how many there will be with --nproc-per-node and --nnodes"
+                .into(),
+        );
+        return lines.join("\n");
+    }
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     lines.push(match measured {
         Some(group) => format!("waiting  {group}"),
@@ -244,6 +251,15 @@ mod tests {
     use phalanx_comm::{Costs, Rules};
 
     use super::*;
+
+    #[test]
+    fn one_rank_has_no_table() {
+        let selector = Selector::new(Hosts::of_sizes(&[1]), Costs::default(), Rules::default());
+        let text = as_text(&selector, &[ByteSize(4)], None);
+        assert!(text.contains("one rank sends nothing"), "{text}");
+        assert!(!text.contains("0.0 µs"), "{text}");
+        assert_eq!(text.lines().count(), 2, "{text}");
+    }
 
     #[test]
     fn the_table_names_plan_time_and_bucket() {

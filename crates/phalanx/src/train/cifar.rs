@@ -62,6 +62,7 @@ impl CifarArgs {
         ] {
             ranks::check_count(flag, samples.unwrap_or(1), 100_000_000)?;
         }
+        self.fetch.validate()?;
         if self.custom_data {
             self.fetch.refuse("--custom-data")?;
         } else if self.data_url == "synthetic" {

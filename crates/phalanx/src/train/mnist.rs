@@ -74,6 +74,7 @@ pub fn validate(args: &MnistArgs, world: usize) -> Result<()> {
             synthetic::SIDE
         )));
     }
+    args.fetch.validate()?;
     // The data is looked at once here, so that a wrong folder is one error and not
     // one per rank.
     if args.data == "synthetic" {

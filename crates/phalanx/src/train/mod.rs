@@ -21,6 +21,7 @@ pub(crate) mod profile;
 mod program;
 mod resnet18;
 mod resnet9;
+mod run_dir;
 mod sample_log;
 mod saving;
 mod settings;
@@ -29,18 +30,18 @@ mod timing;
 mod trace;
 mod update;
 mod voice;
+mod weights;
 mod whiten;
 
 pub use context::RankContext;
 pub use evaluate::mirrored;
 pub use program::Net;
+use run_dir::default_output_dir;
+pub(crate) use run_dir::{RunDir, check_folder_of};
+pub(crate) use weights::file_of;
 
 use std::ffi::OsString;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
-
-use phalanx_train::files::create_folder;
 
 use crate::error::{Error, Result};
 use crate::launch;
@@ -209,9 +210,9 @@ pub fn run(mut args: TrainArgs) -> Result<()> {
     match args.recipe {
         Recipe::Linear { ranks, mut args } => {
             linear::validate(&args)?;
-            let before = before_ranks(&mut args.output_dir, &args.saving, || {
+            let before = before_ranks(&ranks, &mut args.output_dir, &args.saving, || {
                 RunDir::claim("linear")
-            });
+            })?;
             before.run(&ranks, Speakers::All, |ctx| linear::run_rank(ctx, &args))
         }
         Recipe::Mnist { ranks, mut args } => {
@@ -219,7 +220,7 @@ pub fn run(mut args: TrainArgs) -> Result<()> {
             let Settings {
                 output_dir, saving, ..
             } = &mut args.settings;
-            let before = before_ranks(output_dir, saving, || RunDir::claim("mnist"));
+            let before = before_ranks(&ranks, output_dir, saving, || RunDir::claim("mnist"))?;
             let speakers = speakers(args.document);
             before.run(&ranks, speakers, |ctx| mnist::run_rank(ctx, &args))
         }
@@ -230,7 +231,7 @@ pub fn run(mut args: TrainArgs) -> Result<()> {
                 output_dir, saving, ..
             } = &mut args.settings;
             let default = || RunDir::given(PathBuf::from(resnet18::OUTPUT_DIR));
-            let before = before_ranks(output_dir, saving, default);
+            let before = before_ranks(&ranks, output_dir, saving, default)?;
             resnet18::validate(&args, ranks.known_world()?)?;
             let speakers = speakers(args.document);
             before.run(&ranks, speakers, |ctx| resnet18::run_rank(ctx, &args))
@@ -241,7 +242,7 @@ pub fn run(mut args: TrainArgs) -> Result<()> {
             let Settings {
                 output_dir, saving, ..
             } = &mut args.settings;
-            let before = before_ranks(output_dir, saving, || RunDir::claim("resnet9"));
+            let before = before_ranks(&ranks, output_dir, saving, || RunDir::claim("resnet9"))?;
             before.run(&ranks, Speakers::Rank0, |ctx| resnet9::run_rank(ctx, &args))
         }
         Recipe::Mobilenetv2 { ranks, mut args } => {
@@ -250,7 +251,7 @@ pub fn run(mut args: TrainArgs) -> Result<()> {
             let Settings {
                 output_dir, saving, ..
             } = &mut args.settings;
-            let before = before_ranks(output_dir, saving, || RunDir::claim("mobilenetv2"));
+            let before = before_ranks(&ranks, output_dir, saving, || RunDir::claim("mobilenetv2"))?;
             before.run(&ranks, Speakers::Rank0, |ctx| {
                 mobilenetv2::run_rank(ctx, &args)
             })
@@ -261,16 +262,21 @@ pub fn run(mut args: TrainArgs) -> Result<()> {
 /// What is settled before the ranks start, so that all do the same: the output
 /// folder (`default`, where none is typed and no run's is gone on with), and
 /// whether they will save when they are asked to stop.
+///
+/// # Errors
+///
+/// Usage, naming what is in the folder's way.
 fn before_ranks(
+    ranks: &RankArgs,
     output_dir: &mut Option<PathBuf>,
     saving: &SavingArgs,
     default: impl FnOnce() -> RunDir,
-) -> Before {
+) -> Result<Before> {
     if saving.enabled() {
         stop::expect();
     }
     let mut extra = Vec::new();
-    let dir = match (&*output_dir, saving.resumed_dir()) {
+    let mut dir = match (&*output_dir, saving.resumed_dir()) {
         (Some(typed), _) => RunDir::given(typed.clone()),
         (None, resumed) => {
             let dir = resumed.map_or_else(default, RunDir::given);
@@ -281,12 +287,17 @@ fn before_ranks(
             dir
         }
     };
+    // Nobody else writes there, or needs to see it.
+    if ranks.has_first()? {
+        let prepared = dir.prepare();
+        prepared.map_err(|error| error.note("try", "another folder with --output-dir"))?;
+    }
     let flight = dir.path().join(FLIGHT_DIR);
-    Before {
+    Ok(Before {
         extra,
         flight,
         _dir: dir,
-    }
+    })
 }
 
 /// What is known before the ranks start, and kept until they have ended.
@@ -333,99 +344,4 @@ fn of_rank(file: &Path, rank: usize, ending: &str) -> PathBuf {
     let mut name = file.as_os_str().to_owned();
     name.push(format!(".{rank}.{ending}"));
     name.into()
-}
-
-/// `runs/<recipe>-<date>-<time>` (UTC).
-pub(crate) fn default_output_dir(recipe: &str) -> PathBuf {
-    let now = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
-    let stamp: String = now.trim_end_matches('Z').replace('T', "-").replace(':', "");
-    Path::new("runs").join(format!("{recipe}-{stamp}"))
-}
-
-/// A folder for one run's files.
-pub(crate) struct RunDir {
-    path: PathBuf,
-    /// Made here, and kept only if something is written into it: a mistake leaves no files.
-    made: bool,
-}
-
-impl RunDir {
-    /// [`default_output_dir`], or that with `-2` and so on where a training of the same second
-    /// has it; not for one of several ranks that a launcher has started, which are all to name
-    /// the same.
-    pub(crate) fn claim(recipe: &str) -> RunDir {
-        let path = default_output_dir(recipe);
-        match launch::rank_place(&launch::real_env()) {
-            Ok(None) => RunDir::unused(path),
-            _ => RunDir::given(path),
-        }
-    }
-
-    /// One that may be there.
-    pub(crate) fn given(path: PathBuf) -> RunDir {
-        RunDir { path, made: false }
-    }
-
-    /// The first of `path`, `path-2`, ... that was not there. What else is wrong with them is
-    /// told when files are written.
-    fn unused(path: PathBuf) -> RunDir {
-        let others = (2..1000).map(|next| {
-            let mut name = path.as_os_str().to_owned();
-            name.push(format!("-{next}"));
-            PathBuf::from(name)
-        });
-        let _ = path.parent().map(create_folder);
-        let mut all = std::iter::once(path.clone()).chain(others);
-        let free = all.find_map(|path| match std::fs::create_dir(&path) {
-            Ok(()) => Some(RunDir { path, made: true }),
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => None,
-            Err(_) => Some(RunDir::given(path)),
-        });
-        free.unwrap_or_else(|| RunDir::given(path.clone()))
-    }
-
-    /// Where it is.
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
-}
-
-impl Drop for RunDir {
-    fn drop(&mut self) {
-        // Fails where something is in it.
-        if self.made && std::fs::remove_dir(&self.path).is_ok() {
-            let _ = self.path.parent().map(std::fs::remove_dir);
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn no_two_trainings_get_the_same_folder_and_mistakes_leave_none() {
-        let dir = tempfile::tempdir().expect("folder");
-        let runs = dir.path().join("runs");
-        let claim = || RunDir::unused(runs.join("x"));
-        let claimed: Vec<RunDir> = std::thread::scope(|scope| {
-            let at_once: Vec<_> = (0..4).map(|_| scope.spawn(claim)).collect();
-            let claimed = at_once.into_iter().map(|c| c.join().expect("no panic"));
-            claimed.collect()
-        });
-        let mut paths: Vec<&Path> = claimed.iter().map(RunDir::path).collect();
-        paths.sort();
-        assert_eq!(
-            paths,
-            ["x", "x-2", "x-3", "x-4"].map(|name| runs.join(name))
-        );
-        std::fs::write(runs.join("x-2/file"), "").expect("written");
-        drop(claimed);
-        let left: Vec<_> = std::fs::read_dir(&runs).expect("runs").flatten().collect();
-        assert_eq!(left.len(), 1, "{left:?}");
-        assert_eq!(left[0].file_name(), "x-2");
-        std::fs::remove_dir_all(&runs).expect("removed");
-        drop(claim());
-        assert!(!runs.exists());
-    }
 }

@@ -13,9 +13,9 @@ use super::context::RankContext;
 use super::lock::Lock;
 use crate::error::{Error, ErrorKind, Result};
 
-const SUMMARY_FILE: &str = "summary.json";
+pub(super) const SUMMARY_FILE: &str = "summary.json";
 const METRICS_FILE: &str = "metrics.jsonl";
-const BEST_FILE: &str = "best.safetensors";
+pub(super) const BEST_FILE: &str = "best.safetensors";
 const PREDICTIONS_FILE: &str = "predictions.jsonl";
 
 /// The files of one program besides those that every run has.

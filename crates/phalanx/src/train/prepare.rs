@@ -36,6 +36,18 @@ impl FetchArgs {
         self.download || self.download_from.is_some()
     }
 
+    /// Checks what can be checked before any rank is started.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag.
+    pub fn validate(&self) -> Result<()> {
+        match &self.download_from {
+            Some(url) => download::check_mirror("--download-from", url),
+            None => Ok(()),
+        }
+    }
+
     /// A usage error for data that nobody publishes.
     pub fn refuse(&self, data: &str) -> Result<()> {
         if self.wanted() {

@@ -49,8 +49,8 @@ pub struct Settings {
     /// Seed of weights, shuffling, dropout, augmentation and synthetic data
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Initial weights: PyTorch's for this --seed, bit for bit, or those of a file (.pth, .safetensors, a checkpoint's .json)
-    #[arg(long, default_value = "torch", value_parser = OsStringValueParser::new().map(Start::from), value_name = "torch|FILE")]
+    /// Initial weights: PyTorch's for this --seed, bit for bit, or those of a file (.pth, .safetensors, a checkpoint's .json) or of a run's folder
+    #[arg(long, default_value = "torch", value_parser = OsStringValueParser::new().map(Start::from), value_name = "torch|FILE|DIR")]
     pub init: Start,
     /// Which samples a rank gets
     #[arg(long, value_enum, default_value_t = SamplerKind::Exact)]
@@ -280,7 +280,7 @@ impl Settings {
             ("data", data.to_owned()),
             ("--seed", self.seed.to_string()),
             ("--sampler", format!("{:?}", self.sampler).to_lowercase()),
-            ("--gradient-type", typed(&self.gradients.gradient_type)),
+            (saving::GRADIENT_TYPE, typed(&self.gradients.gradient_type)),
         ];
         if self.cut.determinism() == Determinism::Shards {
             more.push(("--shards", self.cut.shards().to_string()));

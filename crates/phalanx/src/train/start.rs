@@ -7,6 +7,7 @@ use phalanx_nn::Params;
 use phalanx_train::checkpoint;
 
 use super::context::RankContext;
+use super::weights::file_of;
 use crate::error::Result;
 
 /// `--init`: what weights are before the first step.
@@ -41,7 +42,7 @@ impl Start {
             return Ok(());
         };
         if ctx.is_main() {
-            let loaded = checkpoint::load_params(path, params)?;
+            let loaded = checkpoint::load_params(&file_of(path)?, params)?;
             for warning in loaded.warnings {
                 ctx.note(&format!("warning: {warning}"));
             }

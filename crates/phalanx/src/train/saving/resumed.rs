@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use phalanx_ddp::{DdpState, DistributedDataParallel, HookState};
 use phalanx_nn::Params;
+use phalanx_train::files::as_typed;
 use phalanx_train::state::{Folder, Manifest, Place, State};
 use serde::Deserialize;
 
@@ -17,8 +18,17 @@ use crate::train::update::Update;
 /// The name of the fact that comes first: another program's others differ anyway.
 const PROGRAM: &str = "program";
 
+/// The name of the fact that older checkpoints lack.
+pub const GRADIENT_TYPE: &str = "--gradient-type";
+
 /// The name of the fact that a flag can mend.
 const GLOBAL_BATCH: &str = "global batch size";
+
+/// What a fact was in checkpoints that do not have it.
+fn before_it_was_saved(fact: &str) -> Option<&'static str> {
+    // Until 2026-11-22. Who sent gradients otherwise is found out by their hook's state.
+    (fact == GRADIENT_TYPE).then_some("f32")
+}
 
 /// What a resumed training must share with the one that was saved.
 pub fn facts(
@@ -78,21 +88,28 @@ impl Resumed {
     ///
     /// Usage, naming what differs and the way out.
     pub fn check(&self, facts: &BTreeMap<String, String>) -> Result<()> {
-        let none = String::from("not there");
         let (first, rest): (Vec<_>, Vec<_>) = facts.iter().partition(|(name, _)| *name == PROGRAM);
         for (name, now) in first.into_iter().chain(rest) {
-            let saved = self.manifest.facts.get(name).unwrap_or(&none);
-            if saved != now {
-                let what = format!(
-                    "--resume {} goes on with a training whose {name} is {saved}, and here it is {now}",
-                    self.from
-                );
-                let error = Error::usage(what);
-                return Err(match name.as_str() {
-                    GLOBAL_BATCH => error.note("try", format!("--global-batch-size {saved}")),
-                    _ => error,
-                });
+            let saved = self.manifest.facts.get(name).map(String::as_str);
+            let saved = saved.or_else(|| before_it_was_saved(name));
+            if saved == Some(now) {
+                continue;
             }
+            let from = &self.from;
+            let Some(saved) = saved else {
+                let what = format!(
+                    "--resume {from} goes on with a training without {name}, and here it is {now}"
+                );
+                return Err(Error::usage(what));
+            };
+            let what = format!(
+                "--resume {from} goes on with a training whose {name} is {saved}, and here it is {now}"
+            );
+            let error = Error::usage(what);
+            return Err(match name.as_str() {
+                GLOBAL_BATCH => error.note("try", format!("--global-batch-size {saved}")),
+                _ => error,
+            });
         }
         Ok(())
     }
@@ -140,7 +157,7 @@ impl Resumed {
             ctx.note(&format!(
                 "set aside {} of a branch that this run leaves; --resume {} would go on with it",
                 plural(aside.len(), "checkpoint"),
-                newest.display()
+                as_typed(newest)
             ));
         }
         Ok(())
@@ -249,6 +266,27 @@ impl Resumed {
 /// An optimizer's buffer of this name.
 type Buffer = (String, Vec<f32>);
 
+/// The newest checkpoint of a run's folder, or of its folder of checkpoints, and where it was
+/// looked for; those that are damaged are told to `note`.
+///
+/// # Errors
+///
+/// Data, when there are only damaged ones; system.
+pub fn newest(path: &Path, note: impl Fn(&str)) -> Result<(Option<State>, PathBuf)> {
+    let inner = path.join(FOLDER);
+    let path = match inner.is_dir() {
+        true => inner,
+        false => path.to_owned(),
+    };
+    let (state, damaged) = Folder::new(&path, 1).newest()?;
+    for text in damaged {
+        note(&format!(
+            "warning: passed over a damaged checkpoint: {text}"
+        ));
+    }
+    Ok((state, path))
+}
+
 /// Reads the checkpoint on rank 0.
 fn read(ctx: &RankContext, wanted: &str, dir: &Path) -> Result<Option<State>> {
     let path = if wanted == AUTO {
@@ -259,14 +297,7 @@ fn read(ctx: &RankContext, wanted: &str, dir: &Path) -> Result<Option<State>> {
     if path.is_file() {
         return Ok(Some(State::load(&path)?));
     }
-    let inner = path.join(FOLDER);
-    let path = if inner.is_dir() { inner } else { path };
-    let (state, damaged) = Folder::new(&path, 1).newest()?;
-    for text in damaged {
-        ctx.note(&format!(
-            "warning: passed over a damaged checkpoint: {text}"
-        ));
-    }
+    let (state, path) = newest(&path, |text| ctx.note(text))?;
     if state.is_none() && wanted != AUTO {
         return Err(Error::usage(format!(
             "--resume {wanted}: there is no checkpoint in {}",

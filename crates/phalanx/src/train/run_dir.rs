@@ -1,0 +1,193 @@
+//! The folder of one run: which it is, and that it can be written into.
+
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use phalanx_train::files::{check_writable, create_folder};
+
+use crate::error::{Error, Result};
+use crate::launch;
+
+/// `runs/<recipe>-<date>-<time>` (UTC).
+pub(super) fn default_output_dir(recipe: &str) -> PathBuf {
+    let now = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
+    let stamp: String = now.trim_end_matches('Z').replace('T', "-").replace(':', "");
+    Path::new("runs").join(format!("{recipe}-{stamp}"))
+}
+
+/// A folder for one run's files.
+pub(crate) struct RunDir {
+    path: PathBuf,
+    /// What was made for it here, the innermost first; kept only if something is written into it:
+    /// a mistake leaves no files.
+    made: Vec<PathBuf>,
+}
+
+impl RunDir {
+    /// [`default_output_dir`], or that with `-2` and so on where a training of the same second
+    /// has it; not for one of several ranks that a launcher has started, which are all to name
+    /// the same.
+    pub(crate) fn claim(recipe: &str) -> RunDir {
+        let path = default_output_dir(recipe);
+        match launch::rank_place(&launch::real_env()) {
+            Ok(None) => RunDir::unused(path),
+            _ => RunDir::given(path),
+        }
+    }
+
+    /// One that may be there.
+    pub(crate) fn given(path: PathBuf) -> RunDir {
+        RunDir {
+            path,
+            made: Vec::new(),
+        }
+    }
+
+    /// Makes it where it is missing, and sees to it that files can be written there.
+    ///
+    /// # Errors
+    ///
+    /// As [`make`](Self::make).
+    pub(crate) fn prepare(&mut self) -> Result<()> {
+        self.make()?;
+        check_writable(&self.path).map_err(mistake)
+    }
+
+    /// Makes it where it is missing.
+    ///
+    /// # Errors
+    ///
+    /// Usage, naming what is in the way; failed, where there is no room.
+    pub(crate) fn make(&mut self) -> Result<()> {
+        let missing = self.path.ancestors().take_while(|at| !at.exists());
+        let missing = missing.filter(|at| !at.as_os_str().is_empty());
+        self.made.extend(missing.map(Path::to_owned));
+        create_folder(&self.path).map_err(mistake)
+    }
+
+    /// The first of `path`, `path-2`, ... that was not there. What else is wrong with them is
+    /// told when files are written.
+    fn unused(path: PathBuf) -> RunDir {
+        let others = (2..1000).map(|next| {
+            let mut name = path.as_os_str().to_owned();
+            name.push(format!("-{next}"));
+            PathBuf::from(name)
+        });
+        let _ = path.parent().map(create_folder);
+        let mut all = std::iter::once(path.clone()).chain(others);
+        let free = all.find_map(|path| match std::fs::create_dir(&path) {
+            Ok(()) => {
+                let parent = path.parent().map(Path::to_owned);
+                let made = std::iter::once(path.clone()).chain(parent).collect();
+                Some(RunDir { path, made })
+            }
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => None,
+            Err(_) => Some(RunDir::given(path)),
+        });
+        free.unwrap_or_else(|| RunDir::given(path.clone()))
+    }
+
+    /// Where it is.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for RunDir {
+    fn drop(&mut self) {
+        // Fails where something is in it.
+        let mut made = self.made.iter();
+        while made
+            .next()
+            .is_some_and(|at| std::fs::remove_dir(at).is_ok())
+        {}
+    }
+}
+
+/// A folder that cannot be written into was typed by somebody.
+fn mistake(error: phalanx_train::Error) -> Error {
+    match error.kind() {
+        phalanx_train::ErrorKind::Io => Error::usage(error.to_string()),
+        _ => error.into(),
+    }
+}
+
+/// A usage error unless the folder is there that `file`, the value of `flag`, goes into.
+///
+/// # Errors
+///
+/// That.
+pub(crate) fn check_folder_of(flag: &str, file: &Path) -> Result<()> {
+    match file.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() && !folder.is_dir() => {
+            Err(Error::usage(format!(
+                "{flag} {}: there is no folder {}",
+                file.display(),
+                folder.display()
+            )))
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_made_for_nothing_goes_again_and_what_was_there_stays() {
+        let dir = tempfile::tempdir().expect("folder");
+        let at = |name: &str| dir.path().join(name);
+        std::fs::create_dir(at("there")).expect("folder");
+        let prepared = |name: &str| {
+            let mut folder = RunDir::given(at(name));
+            folder.prepare().map(|()| folder)
+        };
+        let (there, new) = (prepared("there/a/b"), prepared("new/c"));
+        std::fs::write(at("new/file"), "").expect("written");
+        drop((there, new));
+        assert!(at("there").is_dir() && !at("there/a").exists());
+        assert!(at("new").is_dir() && !at("new/c").exists());
+        for wrong in ["new/file", "new/file/x"] {
+            let error = prepared(wrong).err().expect("a file");
+            assert_eq!(error.exit_code(), 2, "{}", error.render());
+            assert!(
+                error.chain().contains("new/file is a file"),
+                "{}",
+                error.render()
+            );
+        }
+        for wrong in ["/proc", "/proc/x", "/dev/null"] {
+            let error = RunDir::given(wrong.into()).prepare().expect_err(wrong);
+            assert_eq!(error.exit_code(), 2, "{}", error.render());
+            assert!(error.chain().contains(wrong), "{}", error.render());
+        }
+    }
+
+    #[test]
+    fn no_two_trainings_get_the_same_folder_and_mistakes_leave_none() {
+        let dir = tempfile::tempdir().expect("folder");
+        let runs = dir.path().join("runs");
+        let claim = || RunDir::unused(runs.join("x"));
+        let claimed: Vec<RunDir> = std::thread::scope(|scope| {
+            let at_once: Vec<_> = (0..4).map(|_| scope.spawn(claim)).collect();
+            let claimed = at_once.into_iter().map(|c| c.join().expect("no panic"));
+            claimed.collect()
+        });
+        let mut paths: Vec<&Path> = claimed.iter().map(RunDir::path).collect();
+        paths.sort();
+        assert_eq!(
+            paths,
+            ["x", "x-2", "x-3", "x-4"].map(|name| runs.join(name))
+        );
+        std::fs::write(runs.join("x-2/file"), "").expect("written");
+        drop(claimed);
+        let left: Vec<_> = std::fs::read_dir(&runs).expect("runs").flatten().collect();
+        assert_eq!(left.len(), 1, "{left:?}");
+        assert_eq!(left[0].file_name(), "x-2");
+        std::fs::remove_dir_all(&runs).expect("removed");
+        drop(claim());
+        assert!(!runs.exists());
+    }
+}
