@@ -102,18 +102,7 @@ pub(crate) fn join(
     // Until all are here the meeting's deadline holds for every question.
     let left = deadline.saturating_duration_since(Instant::now());
     store.set_answer_limit(left.clamp(LAST_WORDS, ANSWER_LIMIT));
-    let mine = encode(&card)?;
-    let stored = store
-        .compare_set(&node_key(me), None, &mine)
-        .map_err(lost_store)?;
-    if stored != mine {
-        let other = decode::<Card>(&stored);
-        let who = other.map_or("another launcher".into(), |c| {
-            format!("host {}, pid {}", c.host, c.pid)
-        });
-        return Err(Error::usage(format!("there is a node {me} already: {who}"))
-            .note("fix", "give every launcher its own --node-rank"));
-    }
+    // Before the card, with which the others begin to count on us.
     let will = match me {
         // Its store would die with it.
         0 => None,
@@ -121,6 +110,19 @@ pub(crate) fn join(
             .leave_will(ABORT_KEY, &encode(&Verdict::of_killed(me, &card.host))?)
             .map_err(lost_store)?,
     };
+    let mine = encode(&card)?;
+    let stored = store
+        .compare_set(&node_key(me), None, &mine)
+        .map_err(lost_store)?;
+    if stored != mine {
+        drop(will); // nobody waits for this launcher
+        let other = decode::<Card>(&stored);
+        let who = other.map_or("another launcher".into(), |c| {
+            format!("host {}, pid {}", c.host, c.pid)
+        });
+        return Err(Error::usage(format!("there is a node {me} already: {who}"))
+            .note("fix", "give every launcher its own --node-rank"));
+    }
     let nodes = Nodes {
         store: Arc::new(store),
         server: place.server.take(),
@@ -478,3 +480,6 @@ fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>> {
 fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Option<T> {
     serde_json::from_slice(bytes).ok()
 }
+
+#[cfg(test)]
+mod tests;

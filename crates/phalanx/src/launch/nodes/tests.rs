@@ -1,0 +1,91 @@
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+
+use super::*;
+
+/// Passes connections on to a server until [`cut`](Forwarder::cut), as if the host behind it had died.
+struct Forwarder {
+    at: SocketAddr,
+    over: Arc<AtomicBool>,
+    open: Arc<Mutex<Vec<TcpStream>>>,
+}
+
+impl Forwarder {
+    fn start(to: SocketAddr) -> Forwarder {
+        let door = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let forwarder = Forwarder {
+            at: door.local_addr().unwrap(),
+            over: Arc::default(),
+            open: Arc::default(),
+        };
+        let (over, open) = (forwarder.over.clone(), forwarder.open.clone());
+        thread::spawn(move || {
+            for near in door.incoming() {
+                if over.load(Ordering::SeqCst) {
+                    return;
+                }
+                let (near, far) = (near.unwrap(), TcpStream::connect(to).unwrap());
+                for (mut from, mut into) in [(&near, &far), (&far, &near)].map(twins) {
+                    thread::spawn(move || {
+                        let mut bytes = [0; 4096];
+                        while let Ok(n @ 1..) = from.read(&mut bytes) {
+                            if into.write_all(&bytes[..n]).is_err() {
+                                break;
+                            }
+                        }
+                        let _ = into.shutdown(Shutdown::Both);
+                    });
+                }
+                open.lock().unwrap().extend([near, far]);
+            }
+        });
+        forwarder
+    }
+
+    fn cut(&self) {
+        self.over.store(true, Ordering::SeqCst);
+        let _ = TcpStream::connect(self.at); // the last that the door lets in
+        for socket in self.open.lock().unwrap().drain(..) {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+fn twins((from, into): (&TcpStream, &TcpStream)) -> (TcpStream, TcpStream) {
+    (from.try_clone().unwrap(), into.try_clone().unwrap())
+}
+
+#[test]
+fn a_launcher_killed_right_after_its_card_is_known_to_be() {
+    const PATIENCE: Duration = Duration::from_secs(20);
+    let token = Token::generate().unwrap();
+    let server = TcpServer::bind((Ipv4Addr::LOCALHOST, 0).into(), token.clone()).unwrap();
+    let direct =
+        TcpStore::connect(&server.local_addr().to_string(), token.clone(), PATIENCE).unwrap();
+    let way = Forwarder::start(server.local_addr());
+    let mut place = Place {
+        server: None,
+        dial: way.at.to_string(),
+        store: way.at.to_string(),
+        master_addr: way.at.ip().to_string(),
+        bind: None,
+        warning: None,
+    };
+    let card = Card {
+        nodes: 2,
+        local_ranks: 1,
+        run_id: "none".into(),
+        host: "b".into(),
+        pid: 1,
+        master_port: None,
+        version: "1".into(),
+    };
+    let joining = thread::spawn(move || {
+        join(&mut place, 1, card, &token, false, PATIENCE, || None).map(drop)
+    });
+    direct.wait(&["launch/node/1"], PATIENCE).unwrap();
+    way.cut();
+    let verdict: Verdict = decode(&direct.get(ABORT_KEY, PATIENCE).unwrap()).unwrap();
+    assert_eq!(verdict.node, 1);
+    assert!(joining.join().unwrap().is_err());
+}
