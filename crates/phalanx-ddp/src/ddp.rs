@@ -6,7 +6,7 @@ use std::sync::Arc;
 #[cfg(doc)]
 use phalanx_comm::Algorithm;
 use phalanx_comm::{ProcessGroup, ReduceOp, TransportKind};
-use phalanx_nn::{GradSink, GradView, Layout, ParamId, ParamInfo, Params, Tape};
+use phalanx_nn::{GradSink, GradView, Layout, ParamId, ParamInfo, Params, SinkError, Tape};
 
 use crate::bucket::{BucketCaps, BucketPlan};
 use crate::error::{Error, Result};
@@ -666,6 +666,21 @@ impl DistributedDataParallel {
         self.reducer.group()
     }
 
+    /// A gradient is final; `finite`: its maker has seen that all of it is.
+    fn used(&mut self, param: ParamId, finite: bool) -> Result<()> {
+        self.routes.used(param);
+        match (self.routes.of(param), &mut self.shards) {
+            (Selection::Reduced(index), Some(shards)) => shards.ready(index, true),
+            (Selection::Reduced(index), None) if finite => self.reducer.ready_finite(index),
+            (Selection::Reduced(index), None) => self.reducer.ready(index),
+            (Selection::Unknown, _) => Err(self.routes.unknown(param)),
+            _ => {
+                self.own_ready(param);
+                Ok(())
+            }
+        }
+    }
+
     /// When things happened in the last finished step.
     pub fn times(&self) -> &StepTimes {
         match &self.shards {
@@ -686,31 +701,15 @@ impl GradSink for DistributedDataParallel {
         }
     }
 
-    fn ready(
-        &mut self,
-        param: ParamId,
-    ) -> std::result::Result<(), Box<dyn std::error::Error + Send + Sync>> {
-        self.routes.used(param);
-        match self.routes.of(param) {
-            Selection::Reduced(index) => {
-                match &mut self.shards {
-                    Some(shards) => shards.ready(index, true)?,
-                    None => self.reducer.ready(index)?,
-                }
-                Ok(())
-            }
-            Selection::Unknown => Err(self.routes.unknown(param).into()),
-            _ => {
-                self.own_ready(param);
-                Ok(())
-            }
-        }
+    fn ready(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
+        Ok(self.used(param, false)?)
     }
 
-    fn unused(
-        &mut self,
-        param: ParamId,
-    ) -> std::result::Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    fn ready_finite(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
+        Ok(self.used(param, true)?)
+    }
+
+    fn unused(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
         match self.routes.of(param) {
             Selection::Reduced(index) => {
                 match &mut self.shards {

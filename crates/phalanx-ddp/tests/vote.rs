@@ -105,6 +105,45 @@ fn a_rank_may_veto_for_its_own_reasons_and_several_at_once() {
     });
 }
 
+/// Whoever made a gradient may have looked: it is taken at its word, but only for what it made.
+#[test]
+fn gradients_seen_to_be_finite_are_not_read_again_unless_they_are_changed() {
+    ranks(2, common::Over::Thread, |group| {
+        let rank = group.rank();
+        let mut reducer = reducer(group, BucketCaps::ONE_HOST);
+        let step = |reducer: &mut Reducer, value: f32| {
+            for param in [2, 1, 0] {
+                reducer.slot(param).fill(1.0);
+                if rank == 1 && param == 1 {
+                    reducer.slot(param).fill(value);
+                }
+                reducer.ready_finite(param).expect("ready");
+            }
+        };
+        step(&mut reducer, f32::NAN);
+        assert_eq!(reducer.finish().expect("step"), Commit::Yes);
+
+        let plan = |reducer: &mut Reducer, weights: &[f32]| {
+            reducer.plan_step(weights, 1.0).expect("plan");
+        };
+        // Weighed, or added to another: it has become something else.
+        for weights in [&[4.0][..], &[1.0, 1.0]] {
+            plan(&mut reducer, weights);
+            for micro in 0..weights.len() {
+                if micro > 0 {
+                    reducer.next_micro_batch().expect("planned");
+                }
+                step(&mut reducer, 0.75 * f32::MAX);
+            }
+            let commit = reducer.finish().expect("step").to_string();
+            assert_eq!(
+                commit,
+                "rank 1: the gradient of layer1.weight is not finite"
+            );
+        }
+    });
+}
+
 /// Nobody looks where that was asked for; a veto counts all the same.
 #[test]
 fn unchecked_gradients_go_through_and_a_veto_still_counts() {

@@ -368,6 +368,40 @@ fn gradients_become_ready_in_true_backward_order_in_the_sinks_memory() {
     assert!(sink.grads.flat().iter().any(|g| g.is_nan()));
 }
 
+/// A layer that has seen all of its weight's gradient says so, and never of one that is not finite.
+#[test]
+fn linear_layers_say_whether_their_gradients_are_finite() {
+    let mut scope = Scope::new(Seed(5));
+    let a = Linear::new(scope.enter("a"), 70, 33);
+    let b = Linear::new(scope.enter("b"), 33, 5);
+    let params = scope.build().unwrap();
+    let mut tape = Tape::new(Threads(2));
+    let mut finite = |values: &[f32], rows: usize, accumulate: bool| {
+        let mut sink = Recorder::like(&params);
+        sink.accumulate = accumulate;
+        sink.grads.flat_mut().fill(f32::MAX); // overwritten, or added to
+        let step = tape.step(&params, StepKey::new(0, 0));
+        let x = step.input(values, &[rows, 70]).unwrap();
+        let y = b.forward(a.forward(x).unwrap()).unwrap();
+        let loss = y.mse_loss(&vec![0.0; rows * 5], Reduction::Sum);
+        loss.unwrap().backward(&mut sink).unwrap();
+        for id in &sink.finite {
+            assert!(sink.grads.grad(*id).iter().all(|g| g.is_finite()));
+        }
+        sink.finite
+    };
+    let mut x = noise(600 * 70, 1);
+    for rows in [1, 40, 600] {
+        let all = finite(&x[..rows * 70], rows, false);
+        assert_eq!(all, [b.weight, a.weight], "{rows} rows");
+    }
+    // Gradients of some 1e38 more than the largest number.
+    x.iter_mut().for_each(|x| *x *= 1e38);
+    assert_eq!(finite(&x[..70 * 40], 40, true), []);
+    x[7] = f32::INFINITY;
+    assert_eq!(finite(&x[..70 * 40], 40, false), []);
+}
+
 #[test]
 fn a_refused_gradient_ends_the_pass_and_the_tape_goes_on() {
     let mut scope = Scope::new(Seed(5));

@@ -106,7 +106,7 @@ impl Reducer {
         Ok(())
     }
 
-    pub(super) fn weigh_and_add<T: Gradient>(&mut self, param: usize) {
+    pub(super) fn weigh_and_add<T: Gradient>(&mut self, param: usize, mut finite: bool) {
         let (bucket, range) = self.plan.place(param);
         let weight = self.micro.weights.get(self.micro.index).copied();
         let Some(Memory::Filling(memory)) = T::memory_mut(&mut self.memory[bucket]) else {
@@ -124,15 +124,19 @@ impl Reducer {
         match weight {
             // No sample, so no gradient, whatever the mean over none came to.
             Some(0.0) => new.fill(T::default()),
-            Some(weight) if weight != 1.0 => new.iter_mut().for_each(|g| *g = g.times(weight)),
+            Some(weight) if weight != 1.0 => {
+                new.iter_mut().for_each(|g| *g = g.times(weight));
+                finite = false; // no longer known
+            }
             _ => {}
         }
         if later {
             let new = &T::spare(&mut self.scratch)[scratch];
             sum.iter_mut().zip(new).for_each(|(s, g)| *s = s.plus(*g));
+            finite = false;
         }
         // The sum, since that of finite numbers may not be; what is not finite stays so in it.
-        if !self.options.unchecked && !T::all_finite(sum) {
+        if !finite && !self.options.unchecked && !T::all_finite(sum) {
             self.ballot.not_finite(param);
         }
     }

@@ -329,10 +329,20 @@ impl Reducer {
     /// is no such parameter, when a gradient was asked for as another type than it is
     /// made of, or when an earlier step failed.
     pub fn ready(&mut self, param: usize) -> Result<()> {
-        self.report(param, true)
+        self.report(param, true, false)
     }
 
-    fn report(&mut self, param: usize, used: bool) -> Result<()> {
+    /// [`ready`](Self::ready), when whoever made the gradient has seen that all of it is finite: it is not read
+    /// again for that.
+    ///
+    /// # Errors
+    ///
+    /// As [`ready`](Self::ready).
+    pub fn ready_finite(&mut self, param: usize) -> Result<()> {
+        self.report(param, true, true)
+    }
+
+    fn report(&mut self, param: usize, used: bool, finite: bool) -> Result<()> {
         self.begin();
         self.check_usable()?;
         self.check_types()?;
@@ -352,7 +362,7 @@ impl Reducer {
         // Before the last bucket is launched, which says so to the other ranks. What has no sample uses nothing.
         let weight = self.micro.weights.get(self.micro.index);
         self.used[param] |= used && weight != Some(&0.0);
-        self.take_gradient(param)
+        self.take_gradient(param, finite)
     }
 
     /// Says that this rank's loss does not depend on `param`: its part of the
@@ -372,17 +382,17 @@ impl Reducer {
                 GradType::Bf16 => self.slot_of::<bf16>(param).fill(bf16::ZERO),
             }
         }
-        self.report(param, false)
+        self.report(param, false, true)
     }
 
     /// Weighs a finished gradient, adds it to those of earlier micro-batches,
     /// and launches what is complete by it.
-    fn take_gradient(&mut self, param: usize) -> Result<()> {
+    fn take_gradient(&mut self, param: usize, finite: bool) -> Result<()> {
         match self.params[param].dtype {
-            GradType::F32 => self.weigh_and_add::<f32>(param),
-            GradType::F64 => self.weigh_and_add::<f64>(param),
-            GradType::F16 => self.weigh_and_add::<f16>(param),
-            GradType::Bf16 => self.weigh_and_add::<bf16>(param),
+            GradType::F32 => self.weigh_and_add::<f32>(param, finite),
+            GradType::F64 => self.weigh_and_add::<f64>(param, finite),
+            GradType::F16 => self.weigh_and_add::<f16>(param, finite),
+            GradType::Bf16 => self.weigh_and_add::<bf16>(param, finite),
         }
         self.order.push(param);
         if !self.micro.is_last() {

@@ -4,6 +4,12 @@
 //! *Order*: an element is one chain of fused multiply-adds over the inner dimension,
 //! ascending, whatever the blocking, the cut and the instruction set; what it is added
 //! to is added to the whole sum.
+//!
+//! Products say whether all that they have written is finite: asked while it is in
+//! registers, that costs one more multiply-add an element. Reading a gradient of 4.7 MB again for it
+//! took 0.25 ms (`benches/runs/2026-11-22-overhead-later`).
+
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Mode;
 use super::transpose::turn;
@@ -73,19 +79,20 @@ pub(crate) fn product(c: &mut [f32], stride: usize, a: Mat<'_>, b: Mat<'_>, mode
     let (m, n) = (a.rows, b.cols);
     assert!(m == 0 || n == 0 || (n <= stride && (m - 1) * stride + n <= c.len()));
     // SAFETY: the block of m x n with this stride lies in `c`, checked above.
-    unsafe { product_at(c.as_mut_ptr(), stride, a, b, mode) }
+    unsafe { product_at(c.as_mut_ptr(), stride, a, b, mode) };
 }
 
-/// As [`product`], for a block of a larger matrix.
+/// As [`product`], for a block of a larger matrix. Whether all of it is finite then.
 ///
 /// # Safety
 /// `c` points to a row-major block of `a.rows` x `b.cols` with rows `stride`
 /// apart that is valid for writes and touched by nobody else.
-unsafe fn product_at(c: *mut f32, stride: usize, a: Mat<'_>, b: Mat<'_>, mode: Mode) {
+unsafe fn product_at(c: *mut f32, stride: usize, a: Mat<'_>, b: Mat<'_>, mode: Mode) -> bool {
     let (m, n, k) = (a.rows, b.cols, a.cols);
     assert_eq!(k, b.rows, "inner sizes of a product differ");
     assert!(a.end() <= a.data.len() && b.end() <= b.data.len());
     let add = mode == Mode::Add;
+    let mut finite = true;
     for top in (0..m).step_by(SLAB) {
         let rows = SLAB.min(m - top);
         for left in (0..n).step_by(COLUMNS) {
@@ -105,15 +112,19 @@ unsafe fn product_at(c: *mut f32, stride: usize, a: Mat<'_>, b: Mat<'_>, mode: M
                         // SAFETY: rows of the block, which this call alone touches.
                         let to =
                             unsafe { std::slice::from_raw_parts_mut(to.add(r * stride), wide) };
-                        to.iter_mut().zip(sum).for_each(|(t, s)| *t += s);
+                        for (t, s) in to.iter_mut().zip(sum) {
+                            *t += s;
+                            finite &= t.is_finite();
+                        }
                     }
                 });
             } else {
                 // SAFETY: inside the block by the caller's promise.
-                unsafe { block(to, stride, a, b, add) };
+                finite &= unsafe { block(to, stride, a, b, add) };
             }
         }
     }
+    finite
 }
 
 /// Rows for which one packing of `b` serves.
@@ -125,12 +136,13 @@ const DEPTH: usize = 512;
 /// Rows of `a` that stay in cache while the columns go by.
 const ROWS: usize = 96;
 
-/// `c = a * b`, or with `add` (inner size at most [`DEPTH`]) `c += a * b`.
+/// `c = a * b`, or with `add` (inner size at most [`DEPTH`]) `c += a * b`. Whether all of `c` is finite then.
 ///
 /// # Safety
 /// As [`product_at`].
-unsafe fn block(c: *mut f32, stride: usize, a: Mat<'_>, b: Mat<'_>, add: bool) {
+unsafe fn block(c: *mut f32, stride: usize, a: Mat<'_>, b: Mat<'_>, add: bool) -> bool {
     let (m, n, k) = (a.rows, b.cols, a.cols);
+    let mut finite = k > 0 || !add; // else it was not looked at
     if k == 0 && !add {
         for r in 0..m {
             // SAFETY: inside the block by the caller's promise.
@@ -162,11 +174,13 @@ unsafe fn block(c: *mut f32, stride: usize, a: Mat<'_>, b: Mat<'_>, add: bool) {
                         (false, false) => Begin::Zero,
                     },
                 };
-                // SAFETY: `packed` holds the panels, the parts lie in their matrices.
-                unsafe { strips(&strip) };
+                // SAFETY: `packed` holds the panels, the parts lie in their matrices. What is not finite stays so
+                // in the rest of its sum.
+                finite &= unsafe { strips(&strip) };
             }
         }
     });
+    finite
 }
 
 simd! {
@@ -225,13 +239,15 @@ struct Strip {
     begin: Begin,
 }
 
-/// `M` rows of `N` panels from panel `j` on; of the last panel `tail` columns exist.
+/// `M` rows of `N` panels from panel `j` on; of the last panel `tail` columns exist. `seen` becomes NaN, in some
+/// lane, by anything that is not finite.
 #[inline(always)]
 unsafe fn tile<V: Vector, const M: usize, const N: usize>(
     s: &Strip,
     r: usize,
     j: usize,
     tail: usize,
+    seen: &mut V,
 ) {
     // SAFETY: rows r .. r + M and panels j .. j + N exist; of `c`, only columns
     // that exist are touched.
@@ -278,6 +294,8 @@ unsafe fn tile<V: Vector, const M: usize, const N: usize>(
                     Begin::AddAfter => fetch(m, n).add(v),
                     _ => v,
                 };
+                // Columns that do not exist are sums of zeros times a row: not finite only if those that do are not.
+                *seen = v.fma(V::splat(0.0), *seen);
                 let at = c.add(m * s.stride + n * LANES);
                 if partial(n) {
                     let mut own = [0.0; LANES];
@@ -292,54 +310,58 @@ unsafe fn tile<V: Vector, const M: usize, const N: usize>(
 }
 
 #[inline(always)]
-unsafe fn group<V: Vector, const N: usize>(s: &Strip, j: usize) {
+unsafe fn group<V: Vector, const N: usize>(s: &Strip, j: usize, seen: &mut V) {
     let tail = LANES.min(s.columns - (j + N - 1) * LANES);
     let mut r = 0;
     // SAFETY: only rows that exist.
     unsafe {
         while r + 6 <= s.rows {
-            tile::<V, 6, N>(s, r, j, tail);
+            tile::<V, 6, N>(s, r, j, tail, seen);
             r += 6;
         }
         if r + 4 <= s.rows {
-            tile::<V, 4, N>(s, r, j, tail);
+            tile::<V, 4, N>(s, r, j, tail, seen);
             r += 4;
         }
         while r < s.rows {
-            tile::<V, 1, N>(s, r, j, tail);
+            tile::<V, 1, N>(s, r, j, tail, seen);
             r += 1;
         }
     }
 }
 
 #[inline(always)]
-unsafe fn strips_body<V: Vector>(s: &Strip) {
+unsafe fn strips_body<V: Vector>(s: &Strip) -> bool {
     let (mut j, panels) = (0, s.columns.div_ceil(LANES));
     // SAFETY: only panels that exist.
     unsafe {
+        let mut seen = V::splat(0.0);
         if V::SPAN >= 4 {
             while j + 4 <= panels {
-                group::<V, 4>(s, j);
+                group::<V, 4>(s, j, &mut seen);
                 j += 4;
             }
             if j + 2 <= panels {
-                group::<V, 2>(s, j);
+                group::<V, 2>(s, j, &mut seen);
                 j += 2;
             }
         }
         while j < panels {
-            group::<V, 1>(s, j);
+            group::<V, 1>(s, j, &mut seen);
             j += 1;
         }
+        let mut lanes = [0.0; LANES];
+        seen.store(lanes.as_mut_ptr());
+        lanes == [0.0; LANES]
     }
 }
 
 vectorised! {
-    /// All rows of the strip times all panels.
+    /// All rows of the strip times all panels; whether all that was written is finite.
     ///
     /// # Safety
     /// The matrices hold what the strip names, and nobody else touches its part of `c`.
-    unsafe fn strips(s: &Strip) = strips_body
+    unsafe fn strips(s: &Strip) -> bool = strips_body
 }
 
 /// Multiplications below which a product is not worth cutting.
@@ -351,12 +373,13 @@ const MAX_PARTS: usize = 16;
 const GRAIN: usize = 64;
 
 /// `c (+)= a * b`, cut over its longer side; every element of `c` belongs to
-/// one part and its whole inner sum is made there.
-pub(crate) fn product_team(team: &Team, c: &mut [f32], a: Mat<'_>, b: Mat<'_>, mode: Mode) {
+/// one part and its whole inner sum is made there. Whether all of `c` is known to be finite then.
+pub(crate) fn product_team(team: &Team, c: &mut [f32], a: Mat<'_>, b: Mat<'_>, mode: Mode) -> bool {
     let (m, n, k) = (a.rows, b.cols, a.cols);
     assert!(m * n <= c.len());
     let (parts, piece) = cut(m, n, k);
     let out = Disjoint::new(c);
+    let finite = AtomicBool::new(true);
     team.run(parts, |i| {
         let (from, to) = (i * piece, (i + 1) * piece);
         let (pa, pb, at) = if m >= n {
@@ -365,8 +388,11 @@ pub(crate) fn product_team(team: &Team, c: &mut [f32], a: Mat<'_>, b: Mat<'_>, m
             (a, b.part(0, k, from, to.min(n)), from)
         };
         // SAFETY: part i covers rows (or columns) of c that no other covers.
-        unsafe { product_at(out.pointer(at), n, pa, pb, mode) }
+        if !unsafe { product_at(out.pointer(at), n, pa, pb, mode) } {
+            finite.store(false, Ordering::Relaxed);
+        }
     });
+    finite.into_inner()
 }
 
 /// Number of parts and rows (or columns) of one.
@@ -488,6 +514,54 @@ mod tests {
             };
             let one = run(1);
             assert!(one == run(2) && one == run(4));
+        }
+    }
+
+    #[test]
+    fn products_know_whether_they_are_finite() {
+        for (m, n, k, mode) in [
+            (6, 64, 5, Mode::Write),
+            (13, 83, 70, Mode::Write),
+            (13, 83, 70, Mode::Add),
+            (3, 20, 1100, Mode::Write),
+            (3, 20, 1100, Mode::Add),
+            (5, 3, 0, Mode::Write),
+            (70, 700, 64, Mode::Write),
+        ] {
+            let (mut a, b) = (noise(m * k, 1), noise(k * n, 2));
+            let team = Team::new(Threads(2));
+            let known = |a: &[f32], c: &mut [f32]| {
+                let (a, b) = (Mat::rows(a, m, k, k), Mat::rows(&b, k, n, n));
+                product_team(&team, c, a, b, mode)
+            };
+            let mut c = vec![1.0; m * n];
+            crate::kernels::isa::on_each_isa(|isa| {
+                c.fill(1.0);
+                assert!(known(&a, &mut c), "{m} {n} {k} {isa:?}");
+                for at in [0, (m / 2) * n + n / 2, m * n - 1] {
+                    c.fill(1.0);
+                    c[at] = f32::NEG_INFINITY;
+                    assert_eq!(
+                        known(&a, &mut c),
+                        mode == Mode::Write,
+                        "{m} {n} {k} {isa:?}"
+                    );
+                }
+                for at in [0, m * k / 2, (m * k).saturating_sub(1)] {
+                    let Some(&kept) = a.get(at) else { continue };
+                    for bad in [f32::NAN, f32::INFINITY, f32::MAX] {
+                        a[at] = bad;
+                        c.fill(f32::MAX);
+                        let want = known(&a, &mut c);
+                        assert_eq!(
+                            want,
+                            c.iter().all(|c| c.is_finite()),
+                            "{m} {n} {k} {bad} {isa:?}"
+                        );
+                        a[at] = kept;
+                    }
+                }
+            });
         }
     }
 

@@ -314,23 +314,23 @@ pub(crate) use x86::{Pair, Wide, turn};
 /// Defines `unsafe fn name(args)` that calls the generic `body::<V>` compiled
 /// for the instruction set in use.
 macro_rules! vectorised {
-    ($(#[$meta:meta])* $vis:vis unsafe fn $name:ident($($arg:ident: $ty:ty),* $(,)?) = $body:ident) => {
+    ($(#[$meta:meta])* $vis:vis unsafe fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? = $body:ident) => {
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
-        $vis unsafe fn $name($($arg: $ty),*) {
+        $vis unsafe fn $name($($arg: $ty),*) $(-> $ret)? {
             #[cfg(target_arch = "x86_64")]
             {
                 use $crate::kernels::isa::{Isa, isa};
                 use $crate::kernels::vector::{Pair, Wide};
                 #[allow(clippy::too_many_arguments)]
                 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-                unsafe fn wide($($arg: $ty),*) {
+                unsafe fn wide($($arg: $ty),*) $(-> $ret)? {
                     // SAFETY: compiled for AVX-512; the rest is the caller's promise.
                     unsafe { $body::<Wide>($($arg),*) }
                 }
                 #[allow(clippy::too_many_arguments)]
                 #[target_feature(enable = "avx2,fma")]
-                unsafe fn pair($($arg: $ty),*) {
+                unsafe fn pair($($arg: $ty),*) $(-> $ret)? {
                     // SAFETY: compiled for AVX2 and FMA; the rest is the caller's promise.
                     unsafe { $body::<Pair>($($arg),*) }
                 }

@@ -58,7 +58,8 @@ fn each<'m>(
 ) {
     if count == 1 {
         let (a, b) = f(0);
-        return product_team(team, to, a, b, Mode::Write);
+        product_team(team, to, a, b, Mode::Write);
+        return;
     }
     team.split(to, len, |from, to| {
         let (a, b) = f(from / len);

@@ -287,7 +287,7 @@ impl Recorded for Linear {
         }
         let d = Mat::rows(dy.slice(), p.rows, out, out);
         let x = Mat::rows(pass.value(p.x), p.rows, inp, inp);
-        pass.param(p.weight, |dw, mode| match order {
+        pass.param_seen(p.weight, |dw, mode| match order {
             Order::InOut => product_team(team, dw, x.t(), d, mode),
             Order::OutIn => product_team(team, dw, d.t(), x, mode),
         })?;

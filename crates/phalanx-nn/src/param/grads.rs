@@ -8,7 +8,7 @@ pub type SinkError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Receives gradients in memory of its own choosing.
 ///
-/// *Order*: `ready` fires exactly once per parameter per backward pass, in true
+/// *Order*: `ready` (or `ready_finite`) fires exactly once per parameter per backward pass, in true
 /// backward order, the moment that gradient is final; parameters that the loss
 /// does not depend on come first, filled with zeros.
 ///
@@ -25,6 +25,15 @@ pub trait GradSink {
     /// # Errors
     /// Whatever stops the training step; backward ends with it at once.
     fn ready(&mut self, param: ParamId) -> Result<(), SinkError>;
+
+    /// [`ready`](Self::ready), by a layer that has seen while it made the gradient that all of it is
+    /// finite: a sink that would look need not read it again.
+    ///
+    /// # Errors
+    /// As [`ready`](Self::ready).
+    fn ready_finite(&mut self, param: ParamId) -> Result<(), SinkError> {
+        self.ready(param)
+    }
 
     /// The loss does not depend on `param`. Unless a sink wants to know, it
     /// sees a gradient of zeros (or, accumulating, one that adds nothing).

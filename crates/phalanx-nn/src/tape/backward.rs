@@ -95,6 +95,19 @@ impl Pass<'_> {
         param: ParamId,
         write: impl FnOnce(&mut [f32], Mode),
     ) -> Result<()> {
+        self.param_seen(param, |slot, mode| {
+            write(slot, mode);
+            false
+        })
+    }
+
+    /// [`param`](Self::param), where `write` says whether it has seen that all of the sink's memory is
+    /// finite then.
+    pub(crate) fn param_seen(
+        &mut self,
+        param: ParamId,
+        write: impl FnOnce(&mut [f32], Mode) -> bool,
+    ) -> Result<()> {
         let i = param.index();
         let first = !std::mem::replace(&mut self.state.written[i], true);
         let mode = if first && !self.accumulates {
@@ -102,12 +115,12 @@ impl Pass<'_> {
         } else {
             Mode::Add
         };
-        write(slot_of(self.sink, self.params, param)?, mode);
+        let finite = write(slot_of(self.sink, self.params, param)?, mode);
         self.state.uses[i] -= 1;
-        if self.state.uses[i] == 0 {
-            report(self.sink, self.params, param)
-        } else {
-            Ok(())
+        match self.state.uses[i] {
+            0 if finite => accepted(self.sink.ready_finite(param), self.params, param),
+            0 => accepted(self.sink.ready(param), self.params, param),
+            _ => Ok(()),
         }
     }
 
@@ -159,10 +172,6 @@ fn slot_of<'s>(
         info.name,
         info.len
     )))
-}
-
-fn report(sink: &mut dyn GradSink, params: &Params, param: ParamId) -> Result<()> {
-    accepted(sink.ready(param), params, param)
 }
 
 fn accepted(

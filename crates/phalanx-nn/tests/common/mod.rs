@@ -88,7 +88,10 @@ pub fn noise(len: usize, stream: u64) -> Vec<f32> {
 pub struct Recorder {
     pub grads: Grads,
     pub order: Vec<ParamId>,
+    /// Those that were said to be finite.
+    pub finite: Vec<ParamId>,
     pub written_at: Vec<Option<*const f32>>,
+    pub accumulate: bool,
     /// Fails at this parameter.
     pub refuse: Option<ParamId>,
 }
@@ -98,7 +101,9 @@ impl Recorder {
         Recorder {
             grads: Grads::like(params),
             order: vec![],
+            finite: vec![],
             written_at: vec![None; params.len()],
+            accumulate: false,
             refuse: None,
         }
     }
@@ -127,5 +132,14 @@ impl GradSink for Recorder {
         } else {
             Ok(())
         }
+    }
+
+    fn accumulates(&self) -> bool {
+        self.accumulate
+    }
+
+    fn ready_finite(&mut self, param: ParamId) -> Result<(), SinkError> {
+        self.finite.push(param);
+        self.ready(param)
     }
 }
