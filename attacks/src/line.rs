@@ -93,6 +93,9 @@ impl Line {
             let _ = socket.bind(&SocketAddr::from((from, 0)).into());
         }
         socket.connect_timeout(&address, patience).ok()?;
+        if met_itself(&socket) {
+            return None;
+        }
         socket.set_read_timeout(Some(patience)).ok()?;
         socket.set_write_timeout(Some(patience)).ok()?;
         Some(Line { socket, patience })
@@ -166,6 +169,15 @@ impl Line {
     }
 }
 
+/// Whether the connection leads back to its own socket. The kernel may give a
+/// connection as its source the very port that it asks for, once the victim's
+/// listener there has gone: TCP's simultaneous open, with one side.
+fn met_itself(socket: &Socket) -> bool {
+    let address = |found: std::io::Result<SockAddr>| found.ok().and_then(|a| a.as_socket());
+    let ours = address(socket.local_addr());
+    ours.is_some() && ours == address(socket.peer_addr())
+}
+
 /// How many addresses of this machine attacks come from.
 pub const SOURCES: u8 = 4;
 
@@ -191,6 +203,20 @@ mod tests {
     use super::*;
     use phalanx_wire::Token;
     use phalanx_wire::handshake::{Acceptor, Hello, Initiator, Role, version_notice};
+
+    #[test]
+    fn a_connection_to_oneself_is_known() {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+        let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+        socket.bind(&loopback.into()).unwrap();
+        let own = socket.local_addr().unwrap();
+        socket.connect(&own).unwrap();
+        assert!(met_itself(&socket));
+
+        let listener = std::net::TcpListener::bind(loopback).unwrap();
+        let there = Place::Tcp(listener.local_addr().unwrap());
+        assert!(Line::open(&there, 0, Duration::from_secs(1)).is_some());
+    }
 
     #[test]
     fn answers_of_the_real_protocol_are_known() {
