@@ -867,6 +867,16 @@ fn mistakes_are_named_with_the_way_out() {
             &["the data folder's name is empty", "--to data/mnist "],
         ),
         (
+            &["train", "mnist", "--resume", "", "--output-dir", "x"],
+            2,
+            &["--resume needs a value"],
+        ),
+        (
+            &["train", "mnist", "--init", ""],
+            2,
+            &["--init needs a value"],
+        ),
+        (
             &["train", "resnet18", "--data", ""],
             2,
             &["the data folder's name is empty", "--to data/cifar10 "],

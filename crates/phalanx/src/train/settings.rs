@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use clap::builder::{OsStringValueParser, TypedValueParser as _};
+use clap::builder::{PathBufValueParser, TypedValueParser as _};
 use phalanx_ddp::{BucketCaps, Buffers, DdpOptions, Every, Exchange};
 use phalanx_train::sampler::{Sampler, SamplerConfig, TorchBatches};
 
@@ -50,7 +50,7 @@ pub struct Settings {
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
     /// Initial weights: PyTorch's for this --seed, bit for bit, or those of a file (.pth, .safetensors, a checkpoint's .json) or of a run's folder
-    #[arg(long, default_value = "torch", value_parser = OsStringValueParser::new().map(Start::from), value_name = "torch|FILE|DIR")]
+    #[arg(long, default_value = "torch", value_parser = PathBufValueParser::new().map(Start::from), value_name = "torch|FILE|DIR")]
     pub init: Start,
     /// Which samples a rank gets
     #[arg(long, value_enum, default_value_t = SamplerKind::Exact)]

@@ -1,6 +1,5 @@
 //! Where a training's weights start.
 
-use std::ffi::OsString;
 use std::path::PathBuf;
 
 use phalanx_nn::Params;
@@ -20,12 +19,12 @@ pub enum Start {
     File(PathBuf),
 }
 
-impl From<OsString> for Start {
-    fn from(text: OsString) -> Start {
-        if text == "torch" {
+impl From<PathBuf> for Start {
+    fn from(typed: PathBuf) -> Start {
+        if typed.as_os_str() == "torch" {
             Start::Torch
         } else {
-            Start::File(text.into())
+            Start::File(typed)
         }
     }
 }

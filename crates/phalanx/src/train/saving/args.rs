@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use clap::builder::NonEmptyStringValueParser;
+
 use super::{AUTO, FOLDER};
 use crate::error::{Error, Result};
 use crate::ranks;
@@ -28,7 +30,7 @@ pub struct SavingArgs {
     #[arg(long, value_enum, default_value_t = SaveErrors::Stop)]
     pub save_errors: SaveErrors,
     /// Go on from the newest checkpoint of the --output-dir, if there is one, of a run's folder, or from a checkpoint's JSON file; checkpoints of later steps are set aside (aside-*)
-    #[arg(long, value_name = "auto|PATH")]
+    #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "auto|PATH")]
     pub resume: Option<String>,
     /// Save and stop after so many steps of this run
     #[arg(long, value_name = "STEPS")]
