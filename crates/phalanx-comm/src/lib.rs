@@ -69,7 +69,7 @@ pub use group::{
     ReformOptions, Transport, Work, wait_all,
 };
 pub use host::CollectiveBytes;
-pub use kernel::all_finite;
+pub use kernel::{all_finite, largest};
 pub use memory::Bucket;
 pub use op::ReduceOp;
 pub use select::{Algorithm, Costs, Rules, Selector};

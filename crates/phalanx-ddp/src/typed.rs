@@ -56,7 +56,12 @@ pub trait OfType: Element {
     fn memory(any: &AnyMemory) -> Option<&Memory<Self>>;
     fn memory_mut(any: &mut AnyMemory) -> Option<&mut Memory<Self>>;
     fn spare(of: &mut Spare) -> &mut Vec<Self>;
-    fn all_finite(values: &[Self]) -> bool;
+    /// The largest magnitude, in proportion to the type's largest number: above 1, or a NaN,
+    /// if one of them is not finite.
+    fn largest(values: &[Self]) -> f64;
+    fn all_finite(values: &[Self]) -> bool {
+        Self::largest(values) <= 1.0
+    }
     /// Rounded once.
     fn times(self, factor: f32) -> Self;
     /// Rounded once.
@@ -197,8 +202,18 @@ impl Spare {
     }
 }
 
+/// A NaN if one of them is.
+fn largest(values: impl Iterator<Item = f64>) -> f64 {
+    let larger = |most: f64, value: f64| match value.is_nan() {
+        true => value,
+        false if value.abs() > most => value.abs(),
+        false => most,
+    };
+    values.fold(0.0, larger)
+}
+
 macro_rules! gradient {
-    ($t:ty, $of:ident, $spare:ident, finite $finite:expr, times $times:expr, plus $plus:expr) => {
+    ($t:ty, $of:ident, $spare:ident, largest $largest:expr, times $times:expr, plus $plus:expr) => {
         impl Gradient for $t {
             const TYPE: GradType = GradType::$of;
         }
@@ -222,8 +237,8 @@ macro_rules! gradient {
                 &mut of.$spare
             }
 
-            fn all_finite(values: &[$t]) -> bool {
-                $finite(values)
+            fn largest(values: &[$t]) -> f64 {
+                $largest(values)
             }
 
             #[inline]
@@ -246,18 +261,18 @@ macro_rules! gradient {
 }
 
 gradient!(f32, F32, f32,
-    finite phalanx_comm::all_finite,
+    largest |values: &[f32]| f64::from(phalanx_comm::largest(values)) / f64::from(f32::MAX),
     times |a: f32, factor: f32| a * factor,
     plus |a: f32, b: f32| a + b);
 gradient!(f64, F64, f64,
-    finite |values: &[f64]| values.iter().all(|g| g.is_finite()),
+    largest |values: &[f64]| largest(values.iter().map(|g| g / f64::MAX)),
     times |a: f64, factor: f32| a * f64::from(factor),
     plus |a: f64, b: f64| a + b);
 gradient!(f16, F16, f16,
-    finite |values: &[f16]| values.iter().all(|g| g.is_finite()),
+    largest |values: &[f16]| largest(values.iter().map(|g| g.to_f64() / f16::MAX.to_f64())),
     times |a: f16, factor: f32| f16::from_f32(a.to_f32() * factor),
     plus |a: f16, b: f16| f16::from_f32(a.to_f32() + b.to_f32()));
 gradient!(bf16, Bf16, bf16,
-    finite |values: &[bf16]| values.iter().all(|g| g.is_finite()),
+    largest |values: &[bf16]| largest(values.iter().map(|g| g.to_f64() / bf16::MAX.to_f64())),
     times |a: bf16, factor: f32| bf16::from_f32(a.to_f32() * factor),
     plus |a: bf16, b: bf16| bf16::from_f32(a.to_f32() + b.to_f32()));

@@ -12,6 +12,7 @@
 //! | `p + 1`           | no: the gradient of parameter `p` is not finite |
 //! | `parameters + 1`  | no, for a reason of the caller's              |
 //! | `parameters + 2 + i` | no: the gradient of number `i` of those that are not averaged is not finite |
+//! | `-2²³`            | yes, but some of its numbers are so large that their sum over the ranks may overflow |
 //! | `-(p + 1)`        | what a hook made of parameter `p`'s gradients is not finite; counts if no rank has a reason of its own |
 //!
 //! Source: torchft's `should_commit`, which is a collective of its own.
@@ -79,6 +80,9 @@ impl fmt::Display for Commit {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Ballot(i32);
 
+/// A vote for the step, after which its gradients are to be looked at.
+const LARGE: i32 = -(1 << 23);
+
 impl Ballot {
     /// Votes no because of parameter number `param`, unless it did before.
     pub(crate) fn not_finite(&mut self, param: usize) {
@@ -96,17 +100,28 @@ impl Ballot {
         self.no(params + 1 + index);
     }
 
-    fn no(&mut self, code: usize) {
+    /// Says that this rank has numbers so large that their sum over the ranks may overflow.
+    pub(crate) fn large(&mut self) {
         if self.0 == 0 {
+            self.0 = LARGE;
+        }
+    }
+
+    fn no(&mut self, code: usize) {
+        if self.is_yes() {
             self.0 = lane_of(code);
         }
     }
 
     /// Votes no because of what became of parameter number `param` on all ranks, unless it did before.
     pub(crate) fn mean_not_finite(&mut self, param: usize) {
-        if self.0 == 0 {
+        if self.is_yes() {
             self.0 = -lane_of(param);
         }
+    }
+
+    fn is_yes(self) -> bool {
+        self.0 == 0 || self.0 == LARGE
     }
 
     /// Leaves the vote of `rank` in the lanes.
@@ -131,6 +146,17 @@ fn lane_of(code: usize) -> i32 {
     i32::try_from(code + 1).unwrap_or(i32::MAX).min(1 << 22)
 }
 
+/// The ranks that have numbers so large that their sums may overflow, by the averaged `lanes`.
+pub(crate) fn large(lanes: &[f32], world: usize) -> Vec<usize> {
+    let ranks = 0..world;
+    ranks.filter(|&rank| is_large(lanes[rank], world)).collect()
+}
+
+fn is_large(lane: f32, world: usize) -> bool {
+    // Off by one at most, and far from all other codes.
+    (f64::from(lane) * world as f64 - f64::from(LARGE)).abs() <= 16.0
+}
+
 /// Counts the votes in the averaged `lanes`; `name` knows parameters by number.
 pub(crate) fn count(lanes: &[f32], world: usize, name: impl Fn(usize) -> Option<String>) -> Commit {
     // A NaN is no yes.
@@ -138,7 +164,7 @@ pub(crate) fn count(lanes: &[f32], world: usize, name: impl Fn(usize) -> Option<
         lanes[..world]
             .iter()
             .enumerate()
-            .filter(|(_, lane)| **lane != 0.0)
+            .filter(|(_, lane)| **lane != 0.0 && !is_large(**lane, world))
     };
     let is_own = |lane: f32| lane > 0.0 || lane.is_nan();
     let any_own = lanes().any(|(_, lane)| is_own(*lane));
@@ -185,6 +211,25 @@ mod tests {
                 };
                 assert_eq!(commit, want, "world {world}, code {code}");
             }
+        }
+    }
+
+    #[test]
+    fn large_numbers_are_a_yes_in_every_world_unless_there_is_a_reason() {
+        for world in (1..=130).chain([1000, 4096]) {
+            let mut ballot = Ballot::default();
+            ballot.large();
+            let mut lanes = vec![0.0; world];
+            ballot.cast(&mut lanes, world - 1);
+            let inverse = 1.0 / world as f32;
+            lanes.iter_mut().for_each(|lane| *lane *= inverse);
+            assert_eq!(large(&lanes, world), [world - 1]);
+            assert_eq!(count(&lanes, world, |_| None), Commit::Yes);
+            ballot.not_finite(2);
+            ballot.large();
+            ballot.cast(&mut lanes, world - 1);
+            lanes.iter_mut().for_each(|lane| *lane *= inverse);
+            assert!(large(&lanes, world).is_empty() && !count(&lanes, world, |_| None).is_yes());
         }
     }
 

@@ -84,6 +84,55 @@ fn every_rank_learns_who_could_not_and_why() {
     }
 }
 
+/// The mean over ranks may have an infinity where no rank has one: it reaches no optimizer either.
+#[test]
+fn a_mean_that_overflows_is_voted_down_and_large_numbers_are_not() {
+    use phalanx_ddp::Exchange::{AllReduce, AtStep, ReduceScatter};
+    for (over, exchange) in ALL.into_iter().flat_map(|over| {
+        let each = [AllReduce, ReduceScatter, AtStep];
+        each.map(|exchange| (over, exchange))
+    }) {
+        for world in [1, 2, 3, 4] {
+            ranks(world, over, |group| {
+                let rank = group.rank();
+                let options = ReducerOptions {
+                    caps: BucketCaps::uniform(100),
+                    exchange,
+                    ..ReducerOptions::default()
+                };
+                let mut reducer = Reducer::new(group, specs(), options);
+                let at = format!("{over:?}, {exchange:?}, world {world}");
+                let mut one = |param: usize, of: fn(usize) -> f32| {
+                    let commit = step(&mut reducer, |p, slot| {
+                        if p == param {
+                            slot[slot.len() - 1] = of(rank);
+                        }
+                    });
+                    let last = reducer.grad(param).last().copied();
+                    (commit.expect("no rank is lost by a vote").to_string(), last)
+                };
+                for param in 0..3 {
+                    let (text, _) = one(param, |_| f32::MAX);
+                    let no = format!("the gradient of layer{param}.weight is not finite");
+                    let each = (0..world).map(|rank| format!("rank {rank}: {no}"));
+                    match world {
+                        1 => assert_eq!(text, "", "{at}"),
+                        _ => assert_eq!(text, each.collect::<Vec<_>>().join("; "), "{at}"),
+                    }
+                    // As large, but no sum of them is not finite.
+                    let (text, mean) = one(param, |rank| if rank == 0 { f32::MAX } else { 0.0 });
+                    assert_eq!(text, "", "{at}");
+                    if exchange == AllReduce {
+                        assert_eq!(mean, Some(f32::MAX * (1.0 / world as f32)), "{at}");
+                    }
+                    let signs = |rank: usize| f32::MAX * [-1.0, 1.0][rank % 2];
+                    assert_eq!(one(param, signs).0, "", "{at}");
+                }
+            });
+        }
+    }
+}
+
 #[test]
 fn a_rank_may_veto_for_its_own_reasons_and_several_at_once() {
     ranks(3, common::Over::Thread, |group| {

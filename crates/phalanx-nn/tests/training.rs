@@ -395,6 +395,9 @@ fn linear_layers_say_whether_their_gradients_are_finite() {
         let all = finite(&x[..rows * 70], rows, false);
         assert_eq!(all, [b.weight, a.weight], "{rows} rows");
     }
+    // Finite, but so large that sums of them over ranks may not be.
+    let large: Vec<f32> = x.iter().map(|x| x * 1e13).collect();
+    assert_eq!(finite(&large[..70 * 40], 40, false), []);
     // Gradients of some 1e38 more than the largest number.
     x.iter_mut().for_each(|x| *x *= 1e38);
     assert_eq!(finite(&x[..70 * 40], 40, true), []);

@@ -10,7 +10,7 @@
 //! `avx512` and `neon` say what a vector is; `isa` chooses. Nothing is ever
 //! contracted to a fused multiply-add or reassociated, and every NaN in a
 //! result is the same one, so all instruction sets give the same bits.
-//! [`all_finite`] only looks.
+//! [`largest`] only looks.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -24,7 +24,7 @@ mod pass;
 mod scalar;
 mod vector;
 
-pub use self::finite::all_finite;
+pub use self::finite::{all_finite, largest};
 pub(crate) use self::isa::Isa;
 use self::isa::Job;
 use crate::{DType, ReduceOp};

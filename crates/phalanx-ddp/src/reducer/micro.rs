@@ -136,8 +136,13 @@ impl Reducer {
             finite = false;
         }
         // The sum, since that of finite numbers may not be; what is not finite stays so in it.
-        if !finite && !self.options.unchecked && !T::all_finite(sum) {
-            self.ballot.not_finite(param);
+        if !finite && !self.options.unchecked {
+            let largest = T::largest(sum);
+            if largest.is_nan() || largest > 1.0 {
+                self.ballot.not_finite(param);
+            } else if self.micro.is_last() && largest * self.group.world_size() as f64 > 0.5 {
+                self.ballot.large();
+            }
         }
     }
 }

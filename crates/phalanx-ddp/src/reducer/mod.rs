@@ -332,8 +332,8 @@ impl Reducer {
         self.report(param, true, false)
     }
 
-    /// [`ready`](Self::ready), when whoever made the gradient has seen that all of it is finite: it is not read
-    /// again for that.
+    /// [`ready`](Self::ready), when whoever made the gradient has seen that the squares of all of it are finite,
+    /// and so is its sum over any ranks: it is not read again for that.
     ///
     /// # Errors
     ///
@@ -522,7 +522,7 @@ impl Reducer {
 
     /// Ends backward: waits until every gradient is averaged over all ranks.
     /// All ranks learn alike whether the step may be applied: not if a gradient
-    /// of some rank has an infinity or a NaN, or if a rank [vetoed](Self::veto)
+    /// of some rank, or the mean of all, has an infinity or a NaN, or if a rank [vetoed](Self::veto)
     /// it. The gradients are dropped then, and [`grad`](Self::grad) gives none.
     ///
     /// *Blocks* until all ranks have launched all their buckets, under the
@@ -566,12 +566,16 @@ impl Reducer {
             self.plan_rebuild()?;
         }
         self.in_backward = false;
-        let commit = self.count_votes();
+        let (mut commit, large) = self.count_votes();
         let micro = std::mem::replace(&mut self.micro, Micro::single());
         self.exchanged = !self.is_late();
         self.late_scale = micro.scale;
         if commit.is_yes() && micro.scale != 1.0 && self.exchanged {
             self.multiply(micro.scale);
+        }
+        self.committed = commit.is_yes();
+        if self.committed && !large.is_empty() {
+            commit = self.look_at_means(&large)?;
         }
         if self.has_hook_to_run()
             && let Some(hook) = &mut self.hook

@@ -1,11 +1,13 @@
 //! The ranks' vote on a step, in the last lanes of its last bucket.
 
+use std::ops::Range;
+
 use phalanx_comm::{Call, ReduceOp};
 
 use super::Reducer;
 use crate::error::{Error, Result};
-use crate::typed::{AnyMemory, Memory};
-use crate::vote::{self, Ballot, Commit};
+use crate::typed::{AnyMemory, Memory, OfType, of_any};
+use crate::vote::{self, Ballot, Commit, Veto};
 
 /// What one rank leaves in the last lanes.
 pub(super) struct Vote<'a> {
@@ -52,21 +54,80 @@ impl Reducer {
         }
     }
 
-    pub(super) fn count_votes(&mut self) -> Commit {
+    /// What the ranks want; and which of them have numbers so large that their means may not be finite.
+    pub(super) fn count_votes(&mut self) -> (Commit, Vec<usize>) {
         let lanes = match (&self.votes, self.memory.last()) {
             (Some(Memory::Reduced(votes)), Some(_)) => &votes[..],
             (None, Some(AnyMemory::F32(Memory::Reduced(last)))) => {
                 &last[self.plan.bucket_elems(self.memory.len() - 1)..]
             }
-            _ => return Commit::Yes, // there are no parameters
+            _ => return (Commit::Yes, Vec::new()), // there are no parameters
         };
         let (votes, used) = lanes.split_at(self.group.world_size());
         for (untouched, lane) in self.untouched.iter_mut().zip(used) {
             *untouched = *lane == 0.0;
         }
-        vote::count(votes, self.group.world_size(), |param| {
-            vote::name_of(param, &self.params, &self.own)
-        })
+        let world = self.group.world_size();
+        let name = |param| vote::name_of(param, &self.params, &self.own);
+        (vote::count(votes, world, name), vote::large(votes, world))
+    }
+
+    /// Looks at the means themselves, after numbers of the ranks `large` that are finite each: no rank is to apply one
+    /// that is not. Rare, so it may cost a pass over the gradients, and a word where each rank has its part of them.
+    pub(super) fn look_at_means(&mut self, large: &[usize]) -> Result<Commit> {
+        self.exchange_late()?;
+        let mut bad = self.first_mean_not_finite();
+        if self.is_scattered() && self.group.world_size() > 1 {
+            // One beyond all means none.
+            let mut first = [bad.unwrap_or(self.params.len()) as i64];
+            self.group
+                .all_reduce(&mut first, ReduceOp::Min)
+                .map_err(|e| {
+                    self.failed = true;
+                    Error::comm_while("the ranks could not vote on the step", e)
+                })?;
+            bad = usize::try_from(first[0]).ok();
+        }
+        let Some(spec) = bad.and_then(|param| self.params.get(param)) else {
+            return Ok(Commit::Yes);
+        };
+        let veto = |&rank: &usize| Veto {
+            rank,
+            parameter: Some(spec.name.clone()),
+        };
+        Ok(Commit::No(large.iter().map(veto).collect()))
+    }
+
+    /// The first parameter of whose mean this rank has a part that is not finite.
+    fn first_mean_not_finite(&self) -> Option<usize> {
+        let finite_in = |bucket: usize, param: usize, elems: Range<usize>| {
+            let place = self.plan.place(param).1;
+            let run = place.start + elems.start..place.start + elems.end;
+            match (&self.chunks[bucket], &self.memory[bucket]) {
+                (Some(chunk), _) => {
+                    let first = self.group.rank() * chunk.len();
+                    f32::all_finite(&chunk[run.start - first..run.end - first])
+                }
+                (None, memory) => of_any!(memory, m => match m {
+                    Memory::Reduced(values) => OfType::all_finite(&values[run]),
+                    _ => true,
+                }),
+            }
+        };
+        let of_bucket = |bucket: usize| {
+            let run = match &self.chunks[bucket] {
+                Some(chunk) => {
+                    let first = self.group.rank() * chunk.len();
+                    first..first + chunk.len()
+                }
+                None => 0..self.plan.bucket_elems(bucket),
+            };
+            let mut within = self.plan.within(bucket, run);
+            within.find(|(param, elems)| !finite_in(bucket, *param, elems.clone()))
+        };
+        (0..self.memory.len())
+            .find_map(of_bucket)
+            .map(|(param, _)| param)
     }
 
     pub(super) fn collect_votes(&mut self) -> Result<()> {

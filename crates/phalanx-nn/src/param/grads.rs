@@ -26,8 +26,8 @@ pub trait GradSink {
     /// Whatever stops the training step; backward ends with it at once.
     fn ready(&mut self, param: ParamId) -> Result<(), SinkError>;
 
-    /// [`ready`](Self::ready), by a layer that has seen while it made the gradient that all of it is
-    /// finite: a sink that would look need not read it again.
+    /// [`ready`](Self::ready), by a layer that has seen while it made the gradient that the squares of all of
+    /// it are finite, and so is its sum over any ranks: a sink that would look need not read it again.
     ///
     /// # Errors
     /// As [`ready`](Self::ready).
