@@ -24,5 +24,6 @@ mod train;
 
 fn main() -> std::process::ExitCode {
     log::start();
+    stop::tell_limits();
     cli::main()
 }

@@ -5,12 +5,28 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 pub use signal_hook::consts::SIGTERM;
-use signal_hook::consts::SIGUSR1;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGUSR1};
+
+use rustix::process::Signal;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::launch;
 
 /// The signal that came, or 0.
 static ASKED: LazyLock<Arc<AtomicUsize>> = LazyLock::new(Arc::default);
+
+/// Whether a further SIGINT ends the process as if nobody listened.
+static IMPATIENT: LazyLock<Arc<AtomicBool>> = LazyLock::new(Arc::default);
+
+/// A file that grows beyond `ulimit -f` is an error of whoever writes it, not the end of this process without a
+/// word (`SIGXFSZ`). Programs that this one starts are ended by it as ever.
+pub fn tell_limits() {
+    // Where the system refuses, it stays as it was.
+    let _ = signal_hook::flag::register(Signal::XFSZ.as_raw(), Arc::default());
+}
+
+/// Somebody else in this process answers SIGINT and SIGHUP.
+static WATCHED: AtomicBool = AtomicBool::new(false);
 
 /// SIGTERM only leaves word.
 static LISTENING: AtomicBool = AtomicBool::new(false);
@@ -33,15 +49,40 @@ pub fn grace() -> Option<Duration> {
     EXPECTED.load(Ordering::Relaxed).then_some(GRACE)
 }
 
-/// From now on SIGTERM and SIGUSR1 only leave word ([`asked`]) in this process.
+/// From now on SIGTERM and SIGUSR1 only leave word ([`asked`]) in this process. So do SIGINT, which torchrun
+/// ends ranks with after a Ctrl-C, and SIGHUP unless it is ignored (`nohup`): as a SIGTERM.
 ///
 /// # Errors
 ///
 /// When the system refuses.
 pub fn listen() -> Result<()> {
-    register(SIGUSR1, &REQUESTABLE)?;
-    register(SIGTERM, &LISTENING)
+    register(SIGUSR1, SIGUSR1, &REQUESTABLE)?;
+    if LISTENING.load(Ordering::SeqCst) {
+        return Ok(());
+    }
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let heeded =
+        |signal: &i32| !WATCHED.load(Ordering::SeqCst) && !launch::is_ignored(&status, *signal);
+    for signal in [SIGINT, SIGHUP].into_iter().filter(heeded) {
+        // Before the word is left, so that the first is never taken for a second.
+        signal_hook::flag::register_conditional_default(signal, IMPATIENT.clone())
+            .map_err(not_heard)?;
+        register(signal, SIGTERM, &AtomicBool::new(false))?;
+    }
+    register(SIGTERM, SIGTERM, &LISTENING)
 }
+
+/// Whoever presses Ctrl-C again from now on does not wait for the checkpoint; a twin of the first signal, sent
+/// to the process and to its group, is not meant.
+pub fn heard() {
+    std::thread::spawn(|| {
+        std::thread::sleep(TWINS);
+        IMPATIENT.store(true, Ordering::SeqCst);
+    });
+}
+
+/// How long twins of a signal may come.
+const TWINS: Duration = Duration::from_secs(1);
 
 /// From now on SIGUSR1 only leaves word, where ranks are [expected](expect) to listen: for
 /// before there is anything to save, when SIGTERM still ends the process at once.
@@ -51,18 +92,27 @@ pub fn listen() -> Result<()> {
 /// When the system refuses.
 pub fn listen_early() -> Result<()> {
     match EXPECTED.load(Ordering::Relaxed) {
-        true => register(SIGUSR1, &REQUESTABLE),
+        true => register(SIGUSR1, SIGUSR1, &REQUESTABLE),
         false => Ok(()),
     }
 }
 
-fn register(signal: i32, done: &AtomicBool) -> Result<()> {
+fn register(signal: i32, word: i32, done: &AtomicBool) -> Result<()> {
     if done.swap(true, Ordering::SeqCst) {
         return Ok(());
     }
-    signal_hook::flag::register_usize(signal, ASKED.clone(), signal as usize)
+    signal_hook::flag::register_usize(signal, ASKED.clone(), word as usize)
         .map(drop)
-        .map_err(|e| Error::new(ErrorKind::System, "cannot listen for signals").caused_by(e))
+        .map_err(not_heard)
+}
+
+fn not_heard(error: std::io::Error) -> Error {
+    Error::new(ErrorKind::System, "cannot listen for signals").caused_by(error)
+}
+
+/// Says that somebody else in this process answers SIGINT and SIGHUP, and [asks](ask).
+pub fn is_watched() {
+    WATCHED.store(true, Ordering::SeqCst);
 }
 
 /// Leaves word as a SIGTERM does, for other signals that somebody ends programs with.

@@ -556,7 +556,12 @@ fn a_run_goes_on_in_its_own_folder_however_that_is_called() {
         assert!(!from.join("runs").exists(), "{resume}");
         if resume == "checkpoints" {
             // Kept until the last round, which goes back to it.
-            succeed(linear(dir, "out", "1", &["--stop-after", "1"]));
+            succeed(linear(
+                dir,
+                "out",
+                "1",
+                &["--stop-after", "1", "--overwrite"],
+            ));
         }
     }
 }
@@ -651,6 +656,123 @@ fn other_interrupts_of_one_process_save_too() {
         assert_eq!(code, 130, "{name}: {text}");
         assert_eq!(steps_saved(dir, "out").len(), 1, "{name}: {text}");
     }
+}
+
+/// torchrun ends its ranks with the signal that it got itself.
+#[test]
+fn interrupts_of_ranks_that_no_launcher_of_ours_started_save_too() {
+    for name in ["INT", "HUP"] {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let dir = dir.path();
+        support::heed_signals();
+        let meet = format!("tcp://127.0.0.1:{}", free_port());
+        let rank = |rank: &str| {
+            let mut command = linear(dir, "out", "1", &["--world-size", "2", "--rank", rank]);
+            command.args(["--init-method", &meet, "--iterations", "1000000000"]);
+            command.args(["--save-every", "999999999"]);
+            command.env("PHALANX_TOKEN", "5a".repeat(32));
+            command
+        };
+        let second = rank("1").spawn().expect("phalanx starts");
+        let first = started(rank("0"), dir);
+        for child in [&first, &second] {
+            signal(child.id(), name);
+            signal(child.id(), name); // once to the process, once to its group
+        }
+        for child in [first, second] {
+            let (code, text) = finish(child);
+            assert_eq!(code, 130, "{name}: {text}");
+        }
+        assert_eq!(steps_saved(dir, "out").len(), 1, "{name}");
+    }
+}
+
+/// Whoever stops several ranks learns that nothing was saved, as with one.
+#[test]
+fn a_stop_whose_checkpoint_cannot_be_saved_is_an_error_on_any_number_of_ranks() {
+    for ranks in ["1", "2"] {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let dir = dir.path();
+        let endless = ["--iterations", "1000000000", "--save-every", "999999999"];
+        let child = started(linear(dir, "out", ranks, &endless), dir);
+        let _ = std::fs::remove_dir_all(dir.join("out/checkpoints"));
+        std::fs::write(dir.join("out/checkpoints"), "in the way").expect("written");
+        signal(child.id(), "TERM");
+        let (code, text) = finish(child);
+        assert_eq!(code, 2, "{ranks} ranks: {text}");
+        assert!(
+            text.contains("out/checkpoints is a file"),
+            "{ranks} ranks: {text}"
+        );
+    }
+}
+
+#[test]
+fn a_limit_on_the_size_of_files_is_an_error_and_no_silent_death() {
+    for ranks in ["1", "2"] {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let dir = dir.path();
+        let plain = train(
+            dir,
+            "out",
+            &["--save-every", "2", "--nproc-per-node", ranks],
+        );
+        let mut limited = phalanx(&[], dir);
+        let program = limited.get_program().to_owned();
+        limited = Command::new("sh");
+        limited
+            .args(["-c", "ulimit -f 2000 && exec \"$0\" \"$@\""])
+            .arg(program);
+        limited.args(plain.get_args()).current_dir(dir);
+        limited
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .stdin(Stdio::null());
+        let (code, text) = run(limited);
+        assert_eq!(code, 1, "{ranks} ranks: {text}");
+        assert!(
+            text.contains("would exceed the size limit"),
+            "{ranks} ranks: {text}"
+        );
+    }
+}
+
+#[test]
+fn an_earlier_run_is_replaced_only_when_asked_for() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let go = |more: &[&str]| linear(dir, "out", "1", &[&["--iterations", "6"], more].concat());
+    succeed(go(&["--save-every", "3"]));
+    let saved = steps_saved(dir, "out");
+    let (code, text) = finish(go(&["--save-every", "3"]).spawn().expect("phalanx starts"));
+    assert_eq!(code, 2, "{text}");
+    assert!(
+        text.contains("holds an earlier run: checkpoints/step-000000006.json"),
+        "{text}"
+    );
+    assert!(text.contains("--resume auto --output-dir out"), "{text}");
+    assert_eq!(steps_saved(dir, "out"), saved);
+    assert!(dir.join("out/summary.json").exists());
+    succeed(go(&["--save-every", "4", "--overwrite"]));
+    assert_eq!(steps_saved(dir, "out"), [4, 6]);
+}
+
+/// What a launcher starts again is the same run.
+#[test]
+fn ranks_that_are_started_again_go_on_from_their_last_checkpoint() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let steps = ["--iterations", "9", "--save-every", "2"];
+    succeed(linear(
+        dir,
+        "out",
+        "1",
+        &[&steps[..], &["--stop-after", "4"]].concat(),
+    ));
+    let mut again = linear(dir, "out", "1", &steps);
+    again.env("TORCHELASTIC_RESTART_COUNT", "1");
+    let text = succeed(again);
+    assert!(text.contains("resumed  after 4 of 9 steps"), "{text}");
 }
 
 #[test]

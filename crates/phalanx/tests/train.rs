@@ -350,6 +350,9 @@ fn digests(dir: &Path, world: &str, more: &[&str]) -> [String; 3] {
     let mut args = SMALL.to_vec();
     args.extend(["--nproc-per-node", world]);
     args.extend(more);
+    if !more.contains(&"--resume") {
+        args.push("--overwrite"); // what the world before left
+    }
     succeed(&args, dir);
     let summary = summary(&dir.join("out"));
     ["weights_sha256", "optimizer_sha256", "metrics_sha256"]
@@ -1155,6 +1158,7 @@ fn an_earlier_runs_results_do_not_survive_beside_new_metrics() {
             "mnist",
             "--lr",
             "1e30",
+            "--overwrite",
             "--synthetic-samples",
             "512",
             "--output-dir",

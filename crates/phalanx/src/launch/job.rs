@@ -22,7 +22,7 @@ use super::pump::{Sink, Stream, Unwritten};
 use super::ranks::{POLL, Rank, Starter, catches};
 use super::reap;
 use super::report::{self, Verdict, Who};
-use super::signals::{SignalWatch, interrupted, suspend_self};
+use super::signals::{SignalWatch, can_be_continued, interrupted, suspend_self};
 use super::token;
 use crate::error::{Error, ErrorKind, Result};
 use crate::say;
@@ -619,6 +619,20 @@ impl Job<'_> {
         if self.plan.ranks_tell && watch.all_stopped_themselves() {
             return Outcome::Final(verdict.into_error(so).told());
         }
+        // Asked so late that all was done: with one rank nobody would have noticed either.
+        let alone = self.plan.ranks_tell && self.nodes.is_none();
+        if alone && watch.is_interrupt() && watch.all_ended_well() {
+            return Outcome::Success;
+        }
+        let (verdict, culprit) = match watch.failed_to_stop() {
+            Some(local) => {
+                let mut own = self.rank_verdict(&watch, local);
+                own.mistake = false;
+                own.notes.push(("asked".to_owned(), verdict.message));
+                (own, Some(local))
+            }
+            None => (verdict, culprit),
+        };
         if verdict.mistake {
             return Outcome::Final(verdict.into_error(None));
         }
@@ -776,6 +790,10 @@ impl Supervision {
     /// they stop with it and go on with it. A deadline that passes meanwhile
     /// counts only if nothing has come when they go on.
     fn suspend(&self) {
+        if !can_be_continued() {
+            say::note("no shell could continue the job after a Ctrl-Z: it goes on");
+            return;
+        }
         for rank in &self.ranks {
             rank.signal(Signal::STOP);
         }
@@ -802,6 +820,22 @@ impl Supervision {
     fn all_stopped_themselves(&self) -> bool {
         let end = End::Code(ErrorKind::Interrupted.exit_code().into());
         (0..self.ranks.len()).all(|local| self.machine.end(local) == Some(end))
+    }
+
+    fn all_ended_well(&self) -> bool {
+        (0..self.ranks.len()).all(|local| self.machine.end(local).is_some_and(End::is_ok))
+    }
+
+    /// A rank that was asked to end, and says that it could not do so well: what it was to save is not on the
+    /// disk, say.
+    fn failed_to_stop(&self) -> Option<usize> {
+        let failed = |local: &usize| {
+            let end = self.machine.end(*local);
+            end.is_some_and(|end| {
+                matches!(end, End::Code(1 | 2)) && self.ranks[*local].reported(end)
+            })
+        };
+        (0..self.ranks.len()).find(|local| self.is_interrupt() && failed(local))
     }
 
     fn act(&mut self, action: Action) {

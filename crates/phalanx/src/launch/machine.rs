@@ -11,6 +11,7 @@
 //! | either   | interrupt, or another node failed | Stopping | terminate |
 //! | Stopping | grace over, or a second interrupt | Stopping | kill      |
 //! | Stopping | the first interrupt's twin         | Stopping |           |
+//! | Stopping | our first, after another node's end | Stopping |          |
 //!
 //! The grace counts from the first sign of trouble, so that deciding does
 //! not lengthen the stop.
@@ -157,8 +158,13 @@ impl Machine {
         if self.last_interrupt.is_some_and(|last| now < last + TWIN) {
             return Action::None;
         }
-        self.last_interrupt = Some(now);
+        let first = self.last_interrupt.replace(now).is_none();
         match &mut self.phase {
+            // Job systems tell all nodes, one after the other; we have heard it from the other node.
+            Phase::Stopping {
+                why: Why::Elsewhere,
+                ..
+            } if first => Action::None,
             Phase::Stopping { killed, .. } => {
                 *killed = true;
                 Action::Kill
@@ -396,6 +402,17 @@ mod tests {
         assert_eq!(m.ended(0, End::Code(3), t), Action::None);
         assert_eq!(m.failed_elsewhere(t + MS), Action::Terminate);
         assert_eq!(m.failed_elsewhere(t + 2 * MS), Action::None);
+        assert_eq!(m.why(), Some(Why::Elsewhere));
+    }
+
+    #[test]
+    fn a_signal_to_all_nodes_may_come_after_the_news_of_it() {
+        let (mut m, t) = machine(2);
+        assert_eq!(m.failed_elsewhere(t), Action::Terminate);
+        m.allow(5000 * MS, t);
+        assert_eq!(m.interrupted(15, t + 20 * MS), Action::None);
+        assert_eq!(m.next_tick(), Some(t + 5000 * MS));
+        assert_eq!(m.interrupted(15, t + 900 * MS), Action::Kill, "asked again");
         assert_eq!(m.why(), Some(Why::Elsewhere));
     }
 

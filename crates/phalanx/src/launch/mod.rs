@@ -49,7 +49,7 @@ pub(crate) use guard::guard;
 pub(crate) use ranks::Prefix;
 pub(crate) use report::{hand_over, rank_list, signal_name};
 pub(crate) use shim::{ShimCli, exec_rank};
-pub(crate) use signals::end_on_signals;
+pub(crate) use signals::{end_on_signals, ignored as is_ignored};
 pub(crate) use token::write_token;
 
 use crate::error::Result;

@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::sync::mpsc::{Sender, channel};
 use std::thread;
 
-use rustix::process::{Signal, getpid, kill_process};
+use rustix::process::{Pid, Signal, getpgid, getpid, getppid, getsid, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::{Handle, Signals};
 
@@ -73,9 +73,36 @@ impl Drop for SignalWatch {
 }
 
 /// Stops this process, as a Ctrl-Z would have if nobody had asked for it;
-/// returns when it is continued.
+/// returns when it is continued. Where nobody could continue it, it goes on.
 pub(super) fn suspend_self() {
-    let _ = kill_process(getpid(), Signal::STOP);
+    if can_be_continued() {
+        let _ = kill_process(getpid(), Signal::STOP);
+    }
+}
+
+/// Whether a shell could continue this process after a Ctrl-Z: somebody in its session but outside its process
+/// group, and above both. Without one (`ssh -t host phalanx ...`, the first process of a container) the
+/// group is an orphan, which the kernel does not stop at a Ctrl-Z either (POSIX, "orphaned process group").
+pub(super) fn can_be_continued() -> bool {
+    let (group, session) = (getpgid(None), getsid(None));
+    let mut above = getppid();
+    // Each is the child of the next: as many as there are processes, at most.
+    while let Some(pid) = above {
+        if getsid(Some(pid)) != session {
+            return false;
+        }
+        if getpgid(Some(pid)) != group {
+            return true;
+        }
+        above = parent_of(pid);
+    }
+    false
+}
+
+fn parent_of(pid: Pid) -> Option<Pid> {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero())).ok()?;
+    let parent = status.lines().find_map(|line| line.strip_prefix("PPid:"))?;
+    Pid::from_raw(parent.trim().parse().ok()?)
 }
 
 /// The error of a process that `signal` ended.
@@ -95,6 +122,7 @@ pub(super) fn interrupted(signal: i32) -> Error {
 pub(crate) fn end_on_signals() -> Result<()> {
     let (sender, events) = channel();
     let watch = SignalWatch::start(sender)?;
+    stop::is_watched();
     thread::Builder::new()
         .name("end on signal".into())
         .stack_size(128 << 10)
@@ -134,7 +162,7 @@ pub(crate) fn end_on_signals() -> Result<()> {
 }
 
 /// Whether `/proc/self/status` says that `signal` is ignored.
-pub(super) fn ignored(status: &str, signal: i32) -> bool {
+pub(crate) fn ignored(status: &str, signal: i32) -> bool {
     in_mask(status, "SigIgn:", signal)
 }
 

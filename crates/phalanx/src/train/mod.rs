@@ -210,7 +210,7 @@ pub fn run(mut args: TrainArgs) -> Result<()> {
     match args.recipe {
         Recipe::Linear { ranks, mut args } => {
             linear::validate(&args)?;
-            let before = before_ranks(&ranks, &mut args.output_dir, &args.saving, || {
+            let before = before_ranks(&ranks, &mut args.output_dir, &mut args.saving, || {
                 RunDir::claim("linear")
             })?;
             before.run(&ranks, Speakers::All, |ctx| linear::run_rank(ctx, &args))
@@ -261,7 +261,7 @@ pub fn run(mut args: TrainArgs) -> Result<()> {
 
 /// What is settled before the ranks start, so that all do the same: the output
 /// folder (`default`, where none is typed and no run's is gone on with), and
-/// whether they will save when they are asked to stop.
+/// whether they will save when they are asked to stop. Ranks that are started again go on from their last checkpoint.
 ///
 /// # Errors
 ///
@@ -269,9 +269,13 @@ pub fn run(mut args: TrainArgs) -> Result<()> {
 fn before_ranks(
     ranks: &RankArgs,
     output_dir: &mut Option<PathBuf>,
-    saving: &SavingArgs,
+    saving: &mut SavingArgs,
     default: impl FnOnce() -> RunDir,
 ) -> Result<Before> {
+    let restarts = launch::number(&launch::real_env(), "TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0);
+    if restarts > 0 && saving.enabled() && output_dir.is_some() {
+        saving.resume.get_or_insert_with(|| saving::AUTO.to_owned());
+    }
     if saving.enabled() {
         stop::expect();
     }
@@ -291,6 +295,9 @@ fn before_ranks(
     if ranks.has_first()? {
         let prepared = dir.prepare();
         prepared.map_err(|error| error.note("try", "another folder with --output-dir"))?;
+        if saving.resume.is_none() && !saving.overwrite && restarts == 0 {
+            dir.check_no_run()?;
+        }
     }
     let flight = dir.path().join(FLIGHT_DIR);
     Ok(Before {

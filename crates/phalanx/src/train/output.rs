@@ -13,7 +13,7 @@ use super::context::RankContext;
 use super::lock::Lock;
 use crate::error::{Error, ErrorKind, Result};
 
-pub(super) const SUMMARY_FILE: &str = "summary.json";
+pub(crate) const SUMMARY_FILE: &str = "summary.json";
 const METRICS_FILE: &str = "metrics.jsonl";
 pub(super) const BEST_FILE: &str = "best.safetensors";
 const PREDICTIONS_FILE: &str = "predictions.jsonl";

@@ -4,8 +4,10 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use phalanx_train::files::{check_writable, create_folder};
+use phalanx_train::files::{as_typed, check_writable, create_folder};
 
+use super::output::SUMMARY_FILE;
+use super::saving;
 use crate::error::{Error, Result};
 use crate::launch;
 
@@ -54,6 +56,27 @@ impl RunDir {
         check_writable(&self.path).map_err(mistake)
     }
 
+    /// That nobody loses days of training by a forgotten flag.
+    ///
+    /// # Errors
+    ///
+    /// Usage, naming what an earlier run left there and the ways out.
+    pub(crate) fn check_no_run(&self) -> Result<()> {
+        let Some(found) = left_by_a_run(&self.path) else {
+            return Ok(());
+        };
+        let folder = as_typed(&self.path);
+        Err(Error::usage(format!(
+            "{} holds an earlier run: {found}",
+            self.path.display()
+        ))
+        .note("go on", format!("--resume auto --output-dir {folder}"))
+        .note(
+            "or",
+            "--overwrite replaces it; another --output-dir leaves it alone",
+        ))
+    }
+
     /// Makes it where it is missing.
     ///
     /// # Errors
@@ -92,6 +115,30 @@ impl RunDir {
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
+}
+
+/// What would be lost with an earlier run in `dir`: its newest checkpoint, its summary or a file of weights. Not what a
+/// run has that failed before it saved anything.
+fn left_by_a_run(dir: &Path) -> Option<String> {
+    let names = |dir: &Path| -> Vec<String> {
+        let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+        let mut names: Vec<String> = entries
+            .map(|entry| entry.file_name().to_string_lossy().into_owned())
+            .collect();
+        names.sort();
+        names
+    };
+    let checkpoints = names(&dir.join(saving::FOLDER));
+    let manifest = |name: &&String| name.starts_with("step-") && name.ends_with(".json");
+    if let Some(newest) = checkpoints.iter().rfind(manifest) {
+        return Some(format!("{}/{newest}", saving::FOLDER));
+    }
+    let valuable = |name: &String| {
+        let ending = Path::new(name).extension().and_then(|e| e.to_str());
+        name == SUMMARY_FILE
+            || matches!(ending, Some("safetensors" | "pth" | "pt")) && !name.starts_with('.')
+    };
+    names(dir).into_iter().find(valuable)
 }
 
 impl Drop for RunDir {
@@ -134,6 +181,40 @@ pub(crate) fn check_folder_of(flag: &str, file: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_folder_is_an_earlier_runs_only_if_something_would_be_lost() {
+        let dir = tempfile::tempdir().expect("folder");
+        let run = dir.path().join("a run");
+        let check = || RunDir::given(run.clone()).check_no_run();
+        check().expect("not there yet");
+        std::fs::create_dir_all(run.join("checkpoints")).expect("folder");
+        for harmless in [
+            "metrics.jsonl",
+            ".best.safetensors.7.tmp",
+            "notes.txt",
+            "checkpoints/aside",
+        ] {
+            std::fs::write(run.join(harmless), "").expect("written");
+        }
+        check().expect("nothing that anybody would miss");
+        for lost in [
+            "best.pth",
+            "net.safetensors",
+            "summary.json",
+            "checkpoints/step-000000100.json",
+        ] {
+            std::fs::write(run.join(lost), "").expect("written");
+            let error = check().expect_err(lost);
+            assert_eq!(error.exit_code(), 2);
+            let text = error.to_string();
+            assert!(
+                text.contains(lost) && text.contains("holds an earlier run"),
+                "{text}"
+            );
+            std::fs::remove_file(run.join(lost)).expect("removed");
+        }
+    }
 
     #[test]
     fn what_is_made_for_nothing_goes_again_and_what_was_there_stays() {

@@ -126,7 +126,7 @@ fn every_rank_prints_in_the_documents_form_and_rates_scale_as_asked() {
         err.contains("Adam lr 0.02"),
         "the complete listing's rule: {err}"
     );
-    let none = [&more[..], &["--lr_scaling", "none"]].concat();
+    let none = [&more[..], &["--lr_scaling", "none", "--overwrite"]].concat();
     let (_, err) = succeed(&program("resnet18", &none), dir.path());
     assert!(err.contains("Adam lr 0.01"), "{err}");
 }
@@ -201,6 +201,7 @@ fn by_shards(dir: &Path, name: &str, more: &[&str], world: &str) -> (String, Str
         "1",
         "--output-dir",
         "out",
+        "--overwrite",
         "--nproc-per-node",
         world,
     ];

@@ -156,6 +156,7 @@ fn three_ranks_download_each_file_once() {
         "1",
         "--output-dir",
         "out",
+        "--overwrite",
     ];
     succeed(&args, dir.path());
     assert_eq!(server.requests(), MNIST_FILES);

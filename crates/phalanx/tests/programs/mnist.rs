@@ -159,7 +159,7 @@ fn rank_0_alone_tests_as_the_document_has_it() {
     let (ours, _) = succeed(&exact, dir.path());
     let summary_of = |name: &str| json(&dir.path().join("out").join(name));
     let first = summary_of("summary.json");
-    let document = [&exact[..], &["--exact-validation", "false"]].concat();
+    let document = [&exact[..], &["--exact-validation", "false", "--overwrite"]].concat();
     let (theirs, _) = succeed(&document, dir.path());
     let second = summary_of("summary.json");
     // The same weights and the same answers; only who computed them differs.

@@ -20,7 +20,7 @@ const SHORT: [&str; 12] = [
 ];
 
 fn train(dir: &Path, out: &str, program: &str, more: &[&str]) -> (i32, String, String) {
-    let mut args = vec!["train", program, "--output-dir", out];
+    let mut args = vec!["train", program, "--overwrite", "--output-dir", out];
     args.extend(SHORT);
     if program != "mnist" {
         args.extend(["--data", "synthetic"]);

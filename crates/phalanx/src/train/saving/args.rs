@@ -29,9 +29,12 @@ pub struct SavingArgs {
     /// What to do about a checkpoint, or weights of the best epoch or of any but the last, that cannot be saved
     #[arg(long, value_enum, default_value_t = SaveErrors::Stop)]
     pub save_errors: SaveErrors,
-    /// Go on from the newest checkpoint of the --output-dir, if there is one, of a run's folder, or from a checkpoint's JSON file; checkpoints of later steps are set aside (aside-*)
+    /// Go on from the newest checkpoint of the --output-dir, if there is one, of a run's folder, or from a checkpoint's JSON file; checkpoints of later steps are set aside (aside-*). A restart by phalanx launch or torchrun goes on so by itself
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "auto|PATH")]
     pub resume: Option<String>,
+    /// Replace what an earlier run left in the --output-dir; without it, or --resume, such a folder is refused
+    #[arg(long, conflicts_with = "resume")]
+    pub overwrite: bool,
     /// Save and stop after so many steps of this run
     #[arg(long, value_name = "STEPS")]
     pub stop_after: Option<u64>,

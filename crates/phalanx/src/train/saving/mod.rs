@@ -32,10 +32,10 @@ use crate::launch::signal_name;
 use crate::stop;
 
 /// Folder of checkpoints in a run's output folder.
-const FOLDER: &str = "checkpoints";
+pub(crate) const FOLDER: &str = "checkpoints";
 
 /// `--resume` with this goes on from the newest checkpoint, or from the start.
-const AUTO: &str = "auto";
+pub(crate) const AUTO: &str = "auto";
 
 /// What all ranks do after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,7 +80,7 @@ const FLAG: i32 = 1;
 impl<'a> Saving<'a> {
     /// Prepares to save into the run's folder `dir`; what an earlier run left
     /// there goes, unless this one goes on with it: then only what comes after that
-    /// place is set aside. From now on, SIGTERM and
+    /// place is set aside. From now on, SIGTERM, SIGINT, SIGHUP and
     /// SIGUSR1 end the training in an orderly way, if there are checkpoints.
     ///
     /// # Errors
@@ -158,6 +158,9 @@ impl<'a> Saving<'a> {
         let mut wishes = [i32::from(save), why];
         if self.ctx.world() > 1 {
             self.ctx.group.all_reduce(&mut wishes, ReduceOp::Max)?;
+        }
+        if self.why <= FLAG && wishes[1] > FLAG {
+            stop::heard();
         }
         self.why = wishes[1];
         Ok(match wishes {
