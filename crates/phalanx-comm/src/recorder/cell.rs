@@ -8,7 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
+use super::dump::ranks_of;
+use super::facts::Elsewhere;
 use super::layout::{read_text, write_text};
+use crate::plan::Collective;
 use crate::transport::Region;
 
 /// Words, from the seat's state on.
@@ -23,6 +26,10 @@ const ENTERED: usize = 8;
 const DONE: usize = 9;
 const AWAITED: usize = 10;
 const AWAITED_HIGH: usize = 11;
+/// Group and collective, for [`Elsewhere`]; the number plus 1, or 0; for whom.
+const ELSEWHERE: usize = 12;
+const ELSEWHERE_SEQ: usize = 13;
+const ELSEWHERE_AWAITED: usize = 14;
 
 /// One rank's words in memory that others read.
 pub(crate) struct Cell {
@@ -45,6 +52,7 @@ pub(crate) struct Seen {
     pub(crate) entered: Option<u64>,
     pub(crate) done: Option<u64>,
     pub(crate) awaited: [u64; 2],
+    pub(crate) elsewhere: Option<Elsewhere>,
 }
 
 impl Cell {
@@ -90,6 +98,34 @@ impl Cell {
         self.word(AWAITED_HIGH).store(mask[1], Relaxed);
     }
 
+    /// The rank is in an operation of another group, or in none.
+    pub(crate) fn set_elsewhere(&self, elsewhere: Option<&Elsewhere>) {
+        let code = |e: &Elsewhere| (0..=u8::MAX).find(|code| name_of(*code) == Some(&e.op));
+        let Some((elsewhere, code)) = elsewhere.and_then(|e| Some((e, code(e)?))) else {
+            return self.word(ELSEWHERE_SEQ).store(0, Relaxed);
+        };
+        let mask = |from: u32| {
+            let ranks = elsewhere.awaited.iter().filter_map(|r| r.checked_sub(from));
+            ranks.filter(|r| *r < 64).fold(0, |mask, r| mask | 1 << r)
+        };
+        let what = u64::from(elsewhere.group) << 8 | u64::from(code);
+        self.word(ELSEWHERE).store(what, Relaxed);
+        self.word(ELSEWHERE_AWAITED).store(mask(0), Relaxed);
+        self.word(ELSEWHERE_AWAITED + 1).store(mask(64), Relaxed);
+        self.word(ELSEWHERE_SEQ).store(elsewhere.seq + 1, Relaxed);
+    }
+
+    fn elsewhere(&self) -> Option<Elsewhere> {
+        let get = |index: usize| self.word(index).load(Relaxed);
+        let (what, seq) = (get(ELSEWHERE), get(ELSEWHERE_SEQ).checked_sub(1)?);
+        Some(Elsewhere {
+            op: name_of(what as u8)?.to_owned(),
+            group: (what >> 8) as u32,
+            seq,
+            awaited: ranks_of([get(ELSEWHERE_AWAITED), get(ELSEWHERE_AWAITED + 1)]),
+        })
+    }
+
     pub(crate) fn read(&self) -> Seen {
         let get = |index: usize| self.word(index).load(Relaxed);
         let since = get(PHASE_SINCE);
@@ -104,8 +140,13 @@ impl Cell {
             entered: get(ENTERED).checked_sub(1),
             done: get(DONE).checked_sub(1),
             awaited: [get(AWAITED), get(AWAITED_HIGH)],
+            elsewhere: self.elsewhere(),
         }
     }
+}
+
+fn name_of(code: u8) -> Option<&'static str> {
+    Collective::from_wire(code).map(Collective::name)
 }
 
 /// The number of this process's pid namespace; 0: unknown.

@@ -6,13 +6,48 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::cell::{Seen, pid_space};
-use super::dump::{position, ranks_of};
+use super::dump::{Entry, position, ranks_of};
 use super::layout::printable;
 
 /// Longest record that is read from the store; ours have about 300 bytes.
 pub(super) const MAX_RECORD_BYTES: usize = 2048;
 /// A record older than this does not say what its rank is doing now.
 const STALE: Duration = Duration::from_secs(12);
+
+/// The operation of another group in which a rank is, so that it comes to none of this one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Elsewhere {
+    pub(super) op: String,
+    pub(super) group: u32,
+    pub(super) seq: u64,
+    /// For whom it waits there, by the numbers of that group.
+    pub(super) awaited: Vec<u32>,
+}
+
+impl Elsewhere {
+    pub(super) fn of(entry: &Entry) -> Option<Elsewhere> {
+        Some(Elsewhere {
+            op: entry.op.clone(),
+            group: entry.group,
+            seq: entry.seq?,
+            awaited: entry.awaited.clone(),
+        })
+    }
+
+    /// `all_reduce seq 4 of group 0x2f, where it waits for rank 1`.
+    fn text(&self) -> String {
+        let group = match self.group {
+            0 => "the group of all ranks".to_owned(),
+            group => format!("group {group:#x}"),
+        };
+        let awaited: Vec<usize> = self.awaited.iter().map(|rank| *rank as usize).collect();
+        let waits = match &awaited[..] {
+            [] => String::new(),
+            some => format!(", where it waits for {}", ranks(some)),
+        };
+        format!("{} seq {} of {group}{waits}", self.op, self.seq)
+    }
+}
 
 /// What a rank tells the ranks that share no memory with it, through the store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,6 +62,8 @@ pub(super) struct Record {
     pub(super) position: u64,
     pub(super) entered: Option<u64>,
     pub(super) done: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) elsewhere: Option<Elsewhere>,
     /// When it was said.
     pub(super) unix_ms: u64,
 }
@@ -38,6 +75,9 @@ impl Record {
         let mut record: Record = serde_json::from_slice(bytes).ok()?;
         record.host = printable(&record.host);
         record.phase = record.phase.as_deref().map(printable);
+        if let Some(elsewhere) = &mut record.elsewhere {
+            elsewhere.op = printable(&elsewhere.op);
+        }
         Some(record)
     }
 }
@@ -63,6 +103,7 @@ pub(crate) struct Fact {
     pub(crate) done: Option<u64>,
     /// For whom it waits now itself; of ranks whose cell we see.
     pub(crate) awaits: Vec<usize>,
+    pub(crate) elsewhere: Option<Elsewhere>,
 }
 
 impl Fact {
@@ -82,6 +123,7 @@ impl Fact {
                 .into_iter()
                 .map(|rank| rank as usize)
                 .collect(),
+            elsewhere: seen.elsewhere,
         }
     }
 
@@ -103,6 +145,7 @@ impl Fact {
             done: record.done.filter(|_| is_fresh),
             // It has told so seconds ago; who it was then would be a guess.
             awaits: Vec::new(),
+            elsewhere: record.elsewhere.filter(|_| is_fresh),
         }
     }
 
@@ -146,6 +189,9 @@ impl Fact {
         }
         if let Some(done) = self.done.filter(|_| !waits) {
             parts.push(format!("last completed seq {done}"));
+        }
+        if let Some(elsewhere) = self.elsewhere.as_ref().filter(|_| !waits) {
+            parts.push(format!("is in {}", elsewhere.text()));
         }
         if let Some((name, since)) = self.phase.as_ref().filter(|_| !waits) {
             let verb = match process {
@@ -257,6 +303,7 @@ mod tests {
             entered: Some(811),
             done: Some(811),
             awaits: Vec::new(),
+            elsewhere: None,
         }
     }
 
@@ -342,6 +389,12 @@ mod tests {
             position: 1,
             entered: Some(3),
             done: Some(3),
+            elsewhere: Some(Elsewhere {
+                op: "all_reduce\n".into(),
+                group: 0x2f,
+                seq: 4,
+                awaited: vec![0, 1],
+            }),
             unix_ms: 100_000,
         };
         let bytes = serde_json::to_vec(&record).unwrap();
@@ -353,7 +406,11 @@ mod tests {
             fresh.phase,
             Some(("backward".to_owned(), Duration::from_secs(5)))
         );
+        let text = fresh.doing(Some(9));
+        let elsewhere = "is in all_reduce? seq 4 of group 0x2f, where it waits for ranks 0, 1";
+        assert!(text.contains(elsewhere), "{text}");
         let stale = Fact::of_record(1, record, "other", 900_000);
+        assert_eq!(stale.elsewhere, None);
         assert_eq!((stale.phase, stale.done, stale.pid), (None, None, 7));
         for end in 0..bytes.len() {
             assert_eq!(Record::decode(&bytes[..end]), None);

@@ -3,7 +3,7 @@
 //! It only reads what ranks have noted, so it costs the ranks nothing, and it
 //! runs while they are busy: a late rank can say what it is doing.
 
-use std::sync::{Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::Thread;
 use std::time::Duration;
 
@@ -50,8 +50,10 @@ fn run() {
         }
         let watched = groups.watched.clone();
         drop(groups);
-        for group in watched.iter().filter_map(Weak::upgrade) {
-            group.look();
+        let watched: Vec<_> = watched.iter().filter_map(Weak::upgrade).collect();
+        for group in &watched {
+            let others = watched.iter().filter(|other| other.is_same_rank_as(group));
+            group.look(others.map(Arc::as_ref));
         }
         std::thread::park_timeout(TURN);
     }

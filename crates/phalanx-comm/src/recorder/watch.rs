@@ -12,7 +12,7 @@ use phalanx_store::Store;
 use super::cell::{Cell, pid_space};
 use super::clock::{self, Scale};
 use super::dump::{Entry, State};
-use super::facts::{self, Fact, Record};
+use super::facts::{self, Elsewhere, Fact, Record};
 use super::layout::head;
 use super::{Recorder, lock};
 use crate::plan::Collective;
@@ -93,19 +93,31 @@ impl Watched {
         (self.epoch, self.group)
     }
 
-    /// Looks at the group; from the watching thread, twice a second.
-    pub(super) fn look(&self) {
+    /// Whether the other is another group of the same rank.
+    pub(super) fn is_same_rank_as(&self, other: &Watched) -> bool {
+        Arc::ptr_eq(&self.recorder, &other.recorder) && self.ids() != other.ids()
+    }
+
+    /// The operation in progress.
+    fn running(&self, scale: &Scale) -> Option<Entry> {
+        let ticket = self.current.load(Relaxed).checked_sub(1)?;
+        let words = self.recorder.memory.read_entry(ticket)?;
+        Entry::decode(&words, ticket, scale).filter(|e| e.state == State::Running)
+    }
+
+    /// Looks at the group; from the watching thread, twice a second. `others` are the
+    /// other groups of the same rank.
+    pub(super) fn look<'a>(&self, others: impl Iterator<Item = &'a Watched>) {
         let recorder = &*self.recorder;
         let now = recorder.clock.anchor();
         let scale = Scale::new(recorder.anchor, now);
-        let running = self
-            .current
-            .load(Relaxed)
-            .checked_sub(1)
-            .and_then(|ticket| {
-                let words = recorder.memory.read_entry(ticket)?;
-                Entry::decode(&words, ticket, &scale).filter(|e| e.state == State::Running)
-            });
+        let running = self.running(&scale);
+        let mut others = others.filter_map(|other| other.running(&scale));
+        let other = others.next().filter(|_| running.is_none());
+        let elsewhere = other.as_ref().and_then(Elsewhere::of);
+        if let Some(cell) = self.own_cell() {
+            cell.set_elsewhere(elsewhere.as_ref());
+        }
         let since = |entry: &Entry| {
             let moved = match self.moved.load(Relaxed) {
                 0 => 0,
@@ -116,7 +128,16 @@ impl Watched {
         let waited = running.as_ref().map_or(Duration::ZERO, |entry| {
             Duration::from_nanos(now.monotonic_ns.saturating_sub(since(entry)))
         });
-        self.publish(running.as_ref(), waited, &scale, now.monotonic_ns);
+        let of_other = other
+            .and_then(|entry| entry.started_ns)
+            .map_or(0, |began| now.monotonic_ns.saturating_sub(began));
+        let quiet_for = waited.max(Duration::from_nanos(of_other));
+        self.publish(
+            (running.as_ref(), elsewhere),
+            quiet_for,
+            &scale,
+            now.monotonic_ns,
+        );
         let Some(entry) = running else { return };
         let limit = Duration::from_nanos(self.limit_ns.load(Relaxed));
         // Soon an error will want to know.
@@ -245,7 +266,13 @@ impl Watched {
 
     /// Tells ranks that share no memory with us what we are doing, when that
     /// has not changed for a while.
-    fn publish(&self, running: Option<&Entry>, waited: Duration, scale: &Scale, now_ns: u64) {
+    fn publish(
+        &self,
+        (running, elsewhere): (Option<&Entry>, Option<Elsewhere>),
+        waited: Duration,
+        scale: &Scale,
+        now_ns: u64,
+    ) {
         let Some(store) = &self.store else { return };
         let memory = &self.recorder.memory;
         let get = |at: usize| memory.word(at).load(Relaxed);
@@ -279,6 +306,7 @@ impl Watched {
                 .and_then(|entry| entry.seq)
                 .or(seen.as_ref().and_then(|seen| seen.entered)),
             done: seen.as_ref().and_then(|seen| seen.done),
+            elsewhere,
             unix_ms: unix_ms(),
         };
         lock(&self.talk).published_ns = Some(now_ns);
@@ -347,7 +375,12 @@ fn excuse(facts: &[Fact], ranks: &[usize], seq: Option<u64>) -> Option<String> {
         .take(2)
         .map(|fact| format!("{} {}", fact.name(), fact.doing(seq)))
         .collect();
-    (!known.is_empty()).then(|| known.join("; "))
+    let elsewhere = |fact: &Fact| fact.elsewhere.is_some() && absent(&fact);
+    let advice = match facts.iter().any(elsewhere) {
+        true => "; operations of several groups must come in one order on all ranks",
+        false => "",
+    };
+    (!known.is_empty()).then(|| known.join("; ") + advice)
 }
 
 /// After 10 s, 30 s, 60 s and then every minute, if the first is 10 s.

@@ -4,7 +4,7 @@
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use phalanx_comm::{Error, ErrorKind, InitOptions, P2POp, ProcessGroup, ReduceOp};
+use phalanx_comm::{Call, Error, ErrorKind, InitOptions, P2POp, ProcessGroup, ReduceOp};
 
 use crate::common::{self, EVERYWHERE, Over, SOON, on_each};
 
@@ -194,6 +194,48 @@ fn who_waits_for_a_circle_hears_of_it() {
             assert_eq!(error.kind(), expected, "{over:?}: {error}");
         }
     }
+}
+
+/// No circle is looked for in several groups; but the deadline's error names both operations.
+#[test]
+fn a_circle_through_two_groups_is_named_at_the_deadline() {
+    std::thread::scope(|scope| {
+        for over in EVERYWHERE {
+            scope.spawn(move || {
+                // Ranks say what they are doing after five seconds at the latest.
+                let hasty = |group: &ProcessGroup| {
+                    group.with_call(Call {
+                        timeout: Some(Duration::from_secs(15)),
+                        ..Call::default()
+                    })
+                };
+                let gate = Barrier::new(3);
+                let texts = on_each(groups(over, 3), |group| {
+                    // Others than in the group of all.
+                    let pair = group.new_group(&[1, 2]).unwrap();
+                    gate.wait();
+                    let mut values = [1f32; 9];
+                    let text = match (&pair, group.rank()) {
+                        (Some(pair), 1) => hasty(pair).all_reduce(&mut values, ReduceOp::Sum),
+                        (_, 2) => hasty(&group).all_reduce(&mut values, ReduceOp::Sum),
+                        _ => Ok(()),
+                    };
+                    gate.wait();
+                    text.err().map_or(String::new(), |e| e.to_string())
+                });
+                let advice = "operations of several groups must come in one order on all ranks";
+                for (text, other) in [
+                    (&texts[1], " is in all_reduce seq 1 of the group of all ranks, where it waits for ranks 0, 1;"),
+                    (&texts[2], " is in all_reduce seq 0 of group 0x"),
+                ] {
+                    assert!(text.contains(other), "{over:?}: {text}");
+                    assert!(text.ends_with(advice), "{over:?}: {text}");
+                }
+                let waits = ", where it waits for rank 1";
+                assert!(texts[2].contains(waits), "{over:?}: {}", texts[2]);
+            });
+        }
+    });
 }
 
 /// Longer than a circle needs to be found.
