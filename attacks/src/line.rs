@@ -52,6 +52,14 @@ pub enum Answer {
     Odd(String),
 }
 
+impl Answer {
+    /// A reason without its advice.
+    pub fn rejected(why: &str) -> Answer {
+        let why = why.split(':').next().unwrap_or_default();
+        Answer::Rejected(why.to_owned())
+    }
+}
+
 impl fmt::Display for Answer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

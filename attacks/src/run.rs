@@ -162,9 +162,16 @@ fn report(attack: &Attack, tallies: &Tallies, wrong: &mut Vec<String>) {
     for answer in tally.answers.keys().filter(|a| !attack.who.may_hear(a)) {
         wrong.push(format!("{}: was answered \"{answer}\"", attack.name));
     }
-    if tally.attempts == 0 && !SELDOM.contains(&attack.name) {
+    if SELDOM.contains(&attack.name) {
+        return;
+    }
+    let unmet = match tally.attempts {
+        0 => Some("no attempt was made".to_owned()),
+        _ => attack.not_met(tally.answers.keys()),
+    };
+    if let Some(unmet) = unmet {
         wrong.push(format!(
-            "{}: no attempt was made; give it more --seconds",
+            "{}: not met: {unmet}; give it more --seconds",
             attack.name
         ));
     }

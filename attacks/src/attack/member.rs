@@ -25,11 +25,7 @@ fn say_hello(shot: &Shot<'_>, change: impl FnOnce(Hello) -> Hello) -> Option<Ans
     let verdict = introduce(&mut line, hello, target);
     Some(match verdict {
         Some(Outcome::Welcome(_)) => Answer::Welcomed,
-        Some(Outcome::Rejected(why)) => {
-            let why = why.to_string();
-            let why = why.split(':').next().unwrap_or_default();
-            Answer::Rejected(why.to_owned())
-        }
+        Some(Outcome::Rejected(why)) => Answer::rejected(&why.to_string()),
         None => line.judge(),
     })
 }

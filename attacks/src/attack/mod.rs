@@ -9,6 +9,7 @@ mod memory;
 use std::cell::RefCell;
 
 use phalanx_garble::Dice;
+use phalanx_wire::handshake::RejectReason;
 
 use crate::line::Answer;
 use crate::scene::{Recorded, Scene, Tallies, Target};
@@ -34,8 +35,9 @@ pub enum Who {
     Stranger,
     /// Speaks another version: may be told so.
     OtherVersion,
-    /// Holds the token but is wrong here: is told why, and not let in.
-    Misplaced,
+    /// Holds the token but is wrong here: is told why, and not let in. The
+    /// reason is the one that a rank gives; a store only says that it is none.
+    Misplaced(RejectReason),
     /// A member of the store gone mad: meets its limits.
     Mad,
 }
@@ -46,10 +48,28 @@ impl Who {
         match answer {
             Answer::Welcomed | Answer::Odd(_) => false,
             Answer::Notice => self == Who::OtherVersion,
-            Answer::Rejected(_) => self == Who::Misplaced,
+            Answer::Rejected(_) => matches!(self, Who::Misplaced(_)),
             Answer::Refused(_) => self == Who::Mad,
             Answer::Unreachable | Answer::Closed | Answer::Challenged | Answer::Silent => true,
         }
+    }
+}
+
+impl Attack {
+    /// What the `answers` do not show of what this attack is for: that it came
+    /// to somebody at all; of one with the token, that a rank turned it away
+    /// for what is wrong with it.
+    pub fn not_met<'a>(&self, answers: impl Iterator<Item = &'a Answer>) -> Option<String> {
+        let mut heard = answers.filter(|answer| **answer != Answer::Unreachable);
+        let Who::Misplaced(reason) = self.who else {
+            return heard
+                .next()
+                .is_none()
+                .then(|| "nobody took its connections".to_owned());
+        };
+        let reason = Answer::rejected(&reason.to_string());
+        (!heard.any(|answer| *answer == reason))
+            .then(|| format!("no rank's door was reached: none answered \"{reason}\""))
     }
 }
 
@@ -211,37 +231,37 @@ pub const ALL: [Attack; 32] = [
     ),
     shots(
         "wrong-job",
-        Who::Misplaced,
+        Who::Misplaced(RejectReason::WrongJob),
         "the right token, another job",
         member::wrong_job,
     ),
     shots(
         "stale-epoch",
-        Who::Misplaced,
+        Who::Misplaced(RejectReason::WrongEpoch),
         "a member of another epoch",
         member::stale_epoch,
     ),
     shots(
         "wrong-group",
-        Who::Misplaced,
+        Who::Misplaced(RejectReason::WrongGroup),
         "a member of another group",
         member::wrong_group,
     ),
     shots(
         "wrong-world",
-        Who::Misplaced,
+        Who::Misplaced(RejectReason::WrongWorld),
         "a member of a larger world",
         member::wrong_world,
     ),
     shots(
         "wrong-rank",
-        Who::Misplaced,
+        Who::Misplaced(RejectReason::WrongRank),
         "a rank that does not exist, or rank 0 itself",
         member::wrong_rank,
     ),
     shots(
         "wrong-stream",
-        Who::Misplaced,
+        Who::Misplaced(RejectReason::WrongStream),
         "a stream that does not exist",
         member::wrong_stream,
     ),
@@ -309,11 +329,33 @@ mod tests {
 
     #[test]
     fn nobody_may_be_let_in() {
-        for who in [Who::Stranger, Who::OtherVersion, Who::Misplaced, Who::Mad] {
+        let misplaced = Who::Misplaced(RejectReason::WrongEpoch);
+        for who in [Who::Stranger, Who::OtherVersion, misplaced, Who::Mad] {
             assert!(!who.may_hear(&Answer::Welcomed));
             assert!(who.may_hear(&Answer::Closed));
         }
         assert!(!Who::Stranger.may_hear(&Answer::Rejected("wrong epoch".into())));
-        assert!(!Who::Misplaced.may_hear(&Answer::Notice));
+        assert!(!misplaced.may_hear(&Answer::Notice));
+    }
+
+    #[test]
+    fn a_store_that_turns_a_member_away_is_no_rank() {
+        let attack = |name| ALL.iter().find(|attack| attack.name == name).unwrap();
+        let store = Answer::rejected(&RejectReason::WrongRole.to_string());
+        let rank = Answer::rejected(&RejectReason::WrongEpoch.to_string());
+        let is_met =
+            |name, answers: &[&Answer]| attack(name).not_met(answers.iter().copied()).is_none();
+        for unmet in [
+            &[][..],
+            &[&Answer::Unreachable],
+            &[&store],
+            &[&Answer::Closed],
+        ] {
+            assert!(!is_met("stale-epoch", unmet));
+        }
+        assert!(is_met("stale-epoch", &[&store, &rank]));
+        assert!(!is_met("wrong-group", &[&rank]));
+        assert!(!is_met("http", &[&Answer::Unreachable]));
+        assert!(is_met("http", &[&Answer::Unreachable, &Answer::Closed]));
     }
 }
