@@ -190,7 +190,7 @@ impl ErrorKind {
             | Store::TokenMismatch
             | Store::Corrupt
             | Store::Rejected(_) => ErrorKind::Usage,
-            Store::Timeout => ErrorKind::Timeout,
+            Store::Timeout | Store::NoAnswer => ErrorKind::Timeout,
             Store::PeerLost => ErrorKind::PeerLost,
             Store::Stranger | Store::Protocol => ErrorKind::Protocol,
             Store::Io => ErrorKind::Io,

@@ -40,8 +40,13 @@ pub enum ErrorKind {
     /// *The user's mistake*, or a stranger's address: the other side does not
     /// hold this job's token.
     TokenMismatch,
-    /// The deadline passed: keys are missing, nobody answered, or nobody listened.
+    /// The deadline passed: keys are missing (which [`Error::missing_keys`]
+    /// names), nobody listened, or a handshake took too long.
     Timeout,
+    /// *A peer's failure*: the store was asked and did not answer in time. It says
+    /// nothing about its keys, and may answer later: its process is stopped, its
+    /// host out of reach, or another process holds its file's lock.
+    NoAnswer,
     /// *A peer's failure*: the store server, or the other side of a handshake,
     /// closed the connection.
     PeerLost,

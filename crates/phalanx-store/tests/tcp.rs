@@ -524,3 +524,29 @@ fn a_will_that_was_taken_back_is_not_executed() {
     assert_eq!(store.try_get("forming/failed").unwrap(), None);
     assert!(MemStore::new().leave_will("k", b"v").unwrap().is_none());
 }
+
+/// More keys than one request takes: still all at one moment, and exactly those
+/// that are missing then.
+#[test]
+fn a_wait_for_very_many_keys_sees_what_goes_away_meanwhile() {
+    let (server, token) = serve();
+    let store = join(&server, &token);
+    let keys: Vec<String> = (0..1500).map(|n| format!("key/{n}")).collect();
+    let names: Vec<&str> = keys.iter().map(String::as_str).collect();
+    for key in &names[..1499] {
+        store.set(key, b"1").unwrap();
+    }
+    std::thread::scope(|scope| {
+        let other = join(&server, &token);
+        scope.spawn(move || {
+            // While the second part is waited for.
+            std::thread::sleep(Duration::from_millis(300));
+            other.delete("key/7").unwrap();
+            other.set("key/1499", b"1").unwrap();
+        });
+        let error = store.wait(&names, Duration::from_secs(2)).unwrap_err();
+        assert_eq!(error.missing_keys(), ["key/7"]);
+        store.set("key/7", b"1").unwrap();
+        store.wait(&names, Duration::from_secs(2)).unwrap();
+    });
+}

@@ -20,7 +20,7 @@ use phalanx_store::{ErrorKind as StoreKind, Store};
 use super::{Origin, ProcessGroup, rank_list};
 use crate::exec::Executor;
 use crate::wait::deadline_in;
-use crate::{Error, Result};
+use crate::{Error, ErrorKind, Result};
 
 const NAME: &str = "monitored_barrier";
 
@@ -116,8 +116,13 @@ impl Barrier<'_> {
         let mut gone = Vec::new();
         for &rank in others.iter().filter(|rank| !missing.contains(rank)) {
             let answer = self.swap(&self.here(rank), HERE, SEEN)?;
-            if answer == GONE {
-                gone.push(rank);
+            match &answer[..] {
+                SEEN => {}
+                GONE => gone.push(rank),
+                _ => {
+                    let text = format!("the store has lost that rank {rank} came");
+                    return Err(self.named(Error::new(ErrorKind::Protocol, text)));
+                }
             }
         }
         let mut verdict = Vec::new();
@@ -166,7 +171,7 @@ impl Barrier<'_> {
             let left = until.saturating_duration_since(Instant::now());
             match self.store.get(&self.verdict(), left.min(SLICE)) {
                 Ok(verdict) => break verdict,
-                Err(e) if e.kind() == StoreKind::Timeout && !left.is_zero() => {}
+                Err(e) if is_late(&e) && !left.is_zero() => {}
                 Err(e) if e.kind() == StoreKind::Timeout => {
                     let text = "rank 0 came but never said who was missing".to_owned();
                     return Err(self.late(text).with_peer(0));
@@ -198,6 +203,8 @@ impl Barrier<'_> {
                         return Ok(ranks.iter().filter(is_missing).copied().collect());
                     }
                 }
+                // Nobody knows who came; the store may say so later.
+                Err(e) if is_late(&e) && !left.is_zero() => {}
                 Err(e) => return Err(self.named(e.into())),
             }
         }
@@ -232,6 +239,11 @@ impl Barrier<'_> {
     fn named(&self, error: Error) -> Error {
         error.with_rank(self.group.core.rank).with_operation(NAME)
     }
+}
+
+/// Whether it is worth asking again: nothing there yet, or no answer.
+fn is_late(error: &phalanx_store::Error) -> bool {
+    matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer)
 }
 
 fn ranks(list: &[usize]) -> String {

@@ -31,7 +31,7 @@ use phalanx_store::{ErrorKind as StoreKind, Store};
 use super::join::{WORLD_GROUP, lone_mesh};
 use super::{Identity, Member, Origin, ProcessGroup};
 use crate::select::Selector;
-use crate::transport::Mesh;
+use crate::transport::{Mesh, Poison};
 use crate::wait::deadline_in;
 use crate::{Error, ErrorKind, Result};
 
@@ -92,7 +92,9 @@ impl ProcessGroup {
             )));
         }
         let first_rank = self.core.identity.first_rank;
-        self.abort(&format!("rank {rank} leaves epoch {old} to form the next"));
+        // No failure of this rank: the recorder is not told.
+        let cause = format!("rank {rank} leaves epoch {old} to form the next");
+        self.core.abort.poison(&Poison::new(rank, cause));
         self.core.queue.close();
         let meeting = Reform {
             identity: self.core.identity.clone(),
@@ -201,6 +203,8 @@ impl Reform<'_> {
             let missing = match store.wait(&names, LOOK.min(self.left())) {
                 Ok(()) => Vec::new(),
                 Err(e) if e.kind() == StoreKind::Timeout => e.missing_keys().to_vec(),
+                // It says nothing of who came, and may answer in time.
+                Err(e) if e.kind() == StoreKind::NoAnswer && !self.left().is_zero() => continue,
                 Err(e) => return Err(lost(e)),
             };
             let is_missing = |f: &&usize| missing.contains(&here(**f));
@@ -297,13 +301,13 @@ fn list(ranks: &[usize]) -> String {
     names.join(", ")
 }
 
-fn encode(members: &[usize]) -> String {
+pub(super) fn encode(members: &[usize]) -> String {
     let names: Vec<String> = members.iter().map(usize::to_string).collect();
     names.join(" ")
 }
 
 /// Reads the decision; ascending, or it is none of ours.
-fn decode(bytes: &[u8]) -> Result<Vec<usize>> {
+pub(super) fn decode(bytes: &[u8]) -> Result<Vec<usize>> {
     let text = String::from_utf8_lossy(bytes);
     let members: Option<Vec<usize>> = text.split(' ').map(|f| f.parse().ok()).collect();
     members

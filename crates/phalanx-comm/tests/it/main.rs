@@ -20,5 +20,6 @@ mod registered;
 mod streams;
 mod subgroups;
 mod trees;
+mod unanswered;
 mod uneven;
 mod waiting;

@@ -55,7 +55,7 @@ fn retry(
             }
             Err(TryLockError::WouldBlock) => {
                 return Err(Error::new(
-                    ErrorKind::Timeout,
+                    ErrorKind::NoAnswer,
                     format!(
                         "{place} has been locked by another process for {within:.1?}: is that process stopped?"
                     ),
@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lock_that_is_held_is_a_timeout() {
+    fn a_lock_that_is_held_is_no_answer() {
         let path = tempfile::NamedTempFile::new().unwrap();
         let (a, b) = (path.reopen().unwrap(), path.reopen().unwrap());
         exclusive(&a, "the file", Duration::ZERO).unwrap();
@@ -82,7 +82,7 @@ mod tests {
         let start = Instant::now();
         for attempt in [exclusive, shared] {
             let error = attempt(&b, "the file", limit).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Timeout);
+            assert_eq!(error.kind(), ErrorKind::NoAnswer);
             assert!(error.to_string().contains("another process"), "{error}");
         }
         assert!(start.elapsed() >= limit * 2);

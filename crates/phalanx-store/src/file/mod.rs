@@ -95,7 +95,7 @@ impl FileStore {
     /// # Errors
     /// [`ErrorKind::Corrupt`] when the file is something else than a store (it
     /// is left alone) or is damaged while members are alive;
-    /// [`ErrorKind::Timeout`] when another process holds a lock for 10 s;
+    /// [`ErrorKind::NoAnswer`] when another process holds a lock for 10 s;
     /// [`ErrorKind::Io`].
     pub fn open(path: impl AsRef<Path>) -> Result<FileStore> {
         Self::open_with(path, Limits::default())

@@ -169,8 +169,14 @@ impl TcpStore {
             };
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
+                // Who has answered before may do so again.
+                let kind = if first {
+                    ErrorKind::Timeout
+                } else {
+                    ErrorKind::NoAnswer
+                };
                 return Err(Error::new(
-                    ErrorKind::Timeout,
+                    kind,
                     format!(
                         "could not reach {} within {:.1?} ({attempts} attempt{}, last: {error}); \
                          does rank 0 or the launcher run there, are address and port the same on all \
@@ -313,7 +319,7 @@ impl TcpStore {
                 }
             }
             Fault::Late => Error::new(
-                ErrorKind::Timeout,
+                ErrorKind::NoAnswer,
                 format!(
                     "{} did not answer within {:.1?}: its process is stopped, or its host out of reach",
                     self.place,
@@ -335,6 +341,14 @@ impl TcpStore {
             Response::Failed(failure) => Some(Err(Error::failed(&self.place, key, failure))),
             other => read(other).map(Ok),
         })
+    }
+
+    /// What a wait for `keys` says that has found these missing.
+    fn all_there(&self, keys: &[&str], timeout: Duration, missing: Vec<String>) -> Result<()> {
+        if missing.is_empty() {
+            return Ok(());
+        }
+        Err(Error::missing(&self.place, keys.len(), timeout, missing))
     }
 
     /// Waits for at most [`MAX_WAIT_KEYS`] keys; returns those that are missing.
@@ -506,18 +520,30 @@ impl Store for TcpStore {
         for key in keys {
             check_key(key).map_err(|e| Error::bad_request(key, e))?;
         }
+        if keys.len() <= MAX_WAIT_KEYS {
+            let missing = self.wait_some(keys, timeout)?;
+            return self.all_there(keys, timeout, missing);
+        }
         let start = Instant::now();
-        let mut missing = Vec::new();
-        // More keys than one request takes: one after the other. Once some are
-        // missing, the rest is only looked at, so that the error is complete.
-        for some in keys.chunks(MAX_WAIT_KEYS) {
-            let left = timeout.saturating_sub(start.elapsed());
-            missing.extend(self.wait_some(some, left)?);
+        let left = || timeout.saturating_sub(start.elapsed());
+        loop {
+            // More keys than one request takes: one after the other...
+            for some in keys.chunks(MAX_WAIT_KEYS) {
+                if !self.wait_some(some, left())?.is_empty() {
+                    break;
+                }
+            }
+            // ...and then a look at all of them: what was there while the others
+            // came may be gone, and an error names all that are missing.
+            let is_last = left().is_zero();
+            let mut missing = Vec::new();
+            for some in keys.chunks(MAX_WAIT_KEYS) {
+                missing.extend(self.wait_some(some, Duration::ZERO)?);
+            }
+            if missing.is_empty() || is_last {
+                return self.all_there(keys, timeout, missing);
+            }
         }
-        if missing.is_empty() {
-            return Ok(());
-        }
-        Err(Error::missing(&self.place, keys.len(), timeout, missing))
     }
 
     fn add(&self, key: &str, delta: i64) -> Result<i64> {

@@ -232,6 +232,8 @@ impl Nodes {
             let left = match self.store.wait(&wanted, SLICE) {
                 Ok(()) => Vec::new(),
                 Err(error) if error.kind() == StoreKind::Timeout => error.missing_keys().to_vec(),
+                // It says nothing of who came.
+                Err(error) if error.kind() == StoreKind::NoAnswer => missing.clone(),
                 Err(error) => return Err(lost_store(error)),
             };
             // Look at cards as they come: a node that expects another world
@@ -323,7 +325,9 @@ impl Nodes {
                             let _ = events.send(Event::Abort(Box::new(verdict)));
                             return;
                         }
-                        Err(error) if error.kind() == StoreKind::Timeout => {}
+                        Err(error)
+                            if matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer) => {
+                        }
                         Err(error) => {
                             let _ = events.send(Event::StoreLost(error.to_string()));
                             return;
@@ -452,7 +456,9 @@ impl Nodes {
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
         match self.store.wait(&keys, limit) {
             Ok(()) => Ok(true),
-            Err(error) if error.kind() == StoreKind::Timeout => Ok(false),
+            Err(error) if matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer) => {
+                Ok(false)
+            }
             Err(error) => Err(error),
         }
     }
@@ -466,7 +472,7 @@ fn node_key(node: usize) -> String {
 /// say where it was.
 fn lost_store(error: phalanx_store::Error) -> Error {
     let kind = match error.kind() {
-        StoreKind::Timeout => ErrorKind::Timeout,
+        StoreKind::Timeout | StoreKind::NoAnswer => ErrorKind::Timeout,
         _ => ErrorKind::PeerLost,
     };
     Error::new(kind, "lost the launcher of node 0").caused_by(error)
