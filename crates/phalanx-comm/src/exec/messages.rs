@@ -87,6 +87,7 @@ impl Executor {
     ) -> Result<()> {
         let rank = self.mesh.rank();
         if let Some(error) = self.refusal() {
+            let error = self.heard(error);
             return Err(error.with_rank(rank).with_operation(&**name));
         }
         let signatures: Vec<Signature> = messages.iter().map(|m| self.sign(m)).collect();
@@ -120,11 +121,9 @@ impl Executor {
         self.operations += 1;
         result.map_err(|error| {
             let cause = format!("{} in {name}", error.message());
-            let error = self.poison_over(error, cause);
-            let error = error.with_rank(rank).with_operation(&**name);
-            self.failed = Some(error.clone());
-            self.flight.failed(&error);
-            error
+            self.fail(error, cause, |error| {
+                error.with_rank(rank).with_operation(&**name)
+            })
         })
     }
 
@@ -146,6 +145,37 @@ impl Executor {
             lengths: 0,
             seq,
             in_memory: false,
+        }
+    }
+
+    /// Writes to `want` the lanes that are not through.
+    fn want_lanes<S, R>(&mut self, tx: &[Lane<S>], rx: &[Lane<R>]) {
+        let world = self.mesh.world();
+        self.want.fill(Interest::default());
+        for lane in tx {
+            self.want[lane.stream * world + lane.peer].send = true;
+        }
+        for lane in rx {
+            self.want[lane.stream * world + lane.peer].recv = true;
+        }
+    }
+
+    /// The error of a batch whose deadline has passed.
+    fn late_messages<S, R>(
+        &mut self,
+        tx: &[Lane<S>],
+        rx: &[Lane<R>],
+        deadline: &Deadline,
+        first: &Signature,
+    ) -> Error {
+        self.want_lanes(tx, rx);
+        self.flight.waiting(&self.want, self.mesh.world());
+        // A peer may itself be waiting, so only a lone one is blamed.
+        let (late, only) = self.late(deadline, "", first);
+        let late = Error::timeout(late);
+        match only {
+            Some(peer) => late.with_peer(peer),
+            None => late,
         }
     }
 
@@ -177,7 +207,7 @@ impl Executor {
         };
         let contexts: Vec<Context<'_>> = signatures.iter().map(context).collect();
         let until = deadline.at(0);
-        let mut spins = 0u32;
+        let (mut spins, mut turns) = (0u32, 0u32);
         let mut elsewhere = Elsewhere::default();
         let mut still_since = None;
         loop {
@@ -227,28 +257,19 @@ impl Executor {
                 spins = 0;
                 elsewhere.forget();
                 still_since = None;
+                turns += 1;
+                if self.looks_up(turns)? && Instant::now() >= until {
+                    return Err(self.late_messages(&tx, &rx, deadline, &signatures[0]));
+                }
                 continue;
             }
-            self.want.fill(Interest::default());
-            for lane in &tx {
-                self.want[lane.stream * world + lane.peer].send = true;
-            }
-            for lane in &rx {
-                self.want[lane.stream * world + lane.peer].recv = true;
-            }
+            self.want_lanes(&tx, &rx);
             if self.flight.notes_wait(spins) {
                 self.flight.waiting(&self.want, world);
             }
             let now = Instant::now();
             if now >= until {
-                self.flight.waiting(&self.want, world);
-                // A peer may itself be waiting, so only a lone one is blamed.
-                let (late, only) = self.late(deadline, "", &signatures[0]);
-                let late = Error::timeout(late);
-                return Err(match only {
-                    Some(peer) => late.with_peer(peer),
-                    None => late,
-                });
+                return Err(self.late_messages(&tx, &rx, deadline, &signatures[0]));
             }
             // Named by the batch's first unfinished message.
             let next = |frames: &VecDeque<(usize, Frame)>| frames.front().map(|(index, _)| *index);

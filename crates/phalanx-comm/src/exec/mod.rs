@@ -45,8 +45,8 @@ use crate::transport::{Interest, Mesh, Poison};
 use crate::wait::deadline_in;
 use crate::{DType, Error, ErrorKind, ReduceOp, Result};
 
-/// Turns with progress after which the clock is looked at although nothing
-/// was idle.
+/// Turns with progress after which a rank looks at the clock, and whether the
+/// group has failed, although nothing was idle.
 const TURNS_PER_CLOCK: u32 = 64;
 
 /// Limits of time and size, the same for all operations of a group.
@@ -288,7 +288,7 @@ impl Executor {
         };
         if let Some(error) = self.refusal() {
             self.flight.refuse();
-            return Err(named(error));
+            return Err(named(self.heard(error)));
         }
         self.flight.begin(operation, &signature);
         // SAFETY: handed on from the caller.
@@ -297,16 +297,38 @@ impl Executor {
         self.operations += 1;
         result.map_err(|error| {
             let cause = format!("{} in {signature}", error.message());
-            let error = named(self.poison_over(error, cause));
-            self.failed = Some(error.clone());
-            self.flight.failed(&error);
-            error
+            self.fail(error, cause, named)
         })
     }
 
     /// Whether an operation is carried out in shared memory; the same on all ranks.
     pub(crate) fn is_in_memory(&self, operation: &Operation) -> bool {
         self.host.as_ref().is_some_and(|host| host.takes(operation))
+    }
+
+    /// Ends the group over an error: the other ranks hear `cause`, the flight
+    /// recorder what this rank reports. That is returned, and is the first
+    /// cause where another rank was earlier.
+    pub(crate) fn fail(
+        &mut self,
+        error: Error,
+        cause: String,
+        named: impl FnOnce(Error) -> Error,
+    ) -> Error {
+        let error = named(self.poison_over(error, cause));
+        self.failed = Some(error.clone());
+        self.flight.failed(&error);
+        error
+    }
+
+    /// The group has ended while this rank was in none of its operations: for the
+    /// flight recorder that is when it failed here.
+    fn heard(&mut self, error: Error) -> Error {
+        if self.failed.is_none() {
+            self.flight.failed(&error);
+            self.failed = Some(error.clone());
+        }
+        error
     }
 
     /// Poisons the group over an error; returns what to report.
@@ -348,14 +370,24 @@ impl Executor {
             return Err(error.with_rank(self.mesh.rank()));
         }
         self.want.fill(Interest::default());
-        self.mesh
-            .idle(&self.want, 1, Instant::now())
-            .map_err(|error| {
-                let cause = error.message().to_owned();
-                let error = self.poison_over(error, cause).with_rank(self.mesh.rank());
-                self.failed = Some(error.clone());
-                error
-            })
+        let looked = self.mesh.idle(&self.want, 1, Instant::now());
+        looked.map_err(|error| {
+            let (cause, rank) = (error.message().to_owned(), self.mesh.rank());
+            self.fail(error, cause, |error| error.with_rank(rank))
+        })
+    }
+
+    /// Whether so many turns in which something moved are enough to look up: at
+    /// the clock, and (here) whether the group has failed meanwhile. Only idle
+    /// turns look by themselves.
+    fn looks_up(&self, turns: u32) -> Result<bool> {
+        if !turns.is_multiple_of(TURNS_PER_CLOCK) {
+            return Ok(false);
+        }
+        match self.mesh.abort_handle().poisoned() {
+            Some(poison) => Err(poison.to_error()),
+            None => Ok(true),
+        }
     }
 
     /// Why this group takes no more operations, if it does not.
@@ -489,7 +521,7 @@ impl Executor {
                 still_since = None;
                 elsewhere.forget();
                 turns += 1;
-                if turns.is_multiple_of(TURNS_PER_CLOCK)
+                if self.looks_up(turns)?
                     && !self.flow.is_done()
                     && Instant::now() >= deadline.at(self.flow.base)
                 {

@@ -121,7 +121,8 @@ impl Drop for Core {
     fn drop(&mut self) {
         if std::thread::panicking() {
             let reason = format!("rank {} panicked", self.rank);
-            self.recorder.failed(&reason, Failure::Panicked);
+            self.recorder
+                .failed((self.epoch, self.id), &reason, Failure::Panicked);
         }
     }
 }
@@ -327,7 +328,7 @@ impl ProcessGroup {
             store,
         );
         let kinds = transports.iter().fold(0, |sum, (_, kind)| sum | kind.bit());
-        let flight = Flight::new(watched, kinds);
+        let flight = Flight::new(watched, kinds, &identity.roster);
         let mut executor = Executor::new(mesh, flight, member.epoch, member.id, member.limits);
         if probe && selector.hosts().count() > 1 {
             selector.set_costs(probe::measure(&mut executor, selector.hosts())?);
@@ -468,8 +469,10 @@ impl ProcessGroup {
     /// in flight fail with `Aborted`, naming this rank and `cause` (of which
     /// 400 bytes are kept). The first cause wins.
     pub fn abort(&self, cause: &str) {
-        self.core.recorder.failed(cause, Failure::Aborted);
-        self.core.abort.poison(&Poison::new(self.core.rank, cause));
+        let core = &*self.core;
+        core.recorder
+            .failed((core.epoch, core.id), cause, Failure::Aborted);
+        core.abort.poison(&Poison::new(core.rank, cause));
     }
 
     /// Ties this group to `parent`, of which it is a [subgroup](Self::new_group) that has a part in the same work: from now on
@@ -480,13 +483,18 @@ impl ProcessGroup {
     }
 
     /// Whether the group still works: looks for an abort and for peers that are gone. For code that waits for something else
-    /// than an operation of this group. Does not wait for other ranks.
+    /// than an operation of this group. Does not wait for other ranks: while operations are in flight, also those of other
+    /// threads, it looks for an abort only, and they find out who is gone.
     ///
     /// # Errors
     ///
     /// `Aborted` naming the rank whose failure came first; `PeerLost`.
     pub fn check(&self) -> Result<()> {
-        self.core.queue.run(|executor| executor.look())
+        if let Some(poison) = self.core.abort.poisoned() {
+            return Err(poison.to_error().with_rank(self.core.rank));
+        }
+        let looked = self.core.queue.run_if_idle(|executor| executor.look());
+        looked.unwrap_or(Ok(()))
     }
 
     /// Says what this rank is doing from now on (`backward`, `loading data`),

@@ -48,9 +48,33 @@ struct State {
     next_ticket: u64,
     serving: u64,
     jobs: VecDeque<(u64, Job)>,
+    /// The thread that has the turn.
+    holder: Option<usize>,
     /// Threads asleep on `turn`: nobody is woken for nothing.
     sleepers: usize,
     closed: bool,
+}
+
+impl State {
+    /// Whether this thread may issue an operation. Who has the turn would wait
+    /// for itself.
+    fn takes_calls(&self) -> Result<()> {
+        if self.closed {
+            return Err(closed());
+        }
+        if self.holder == Some(this_thread()) {
+            return Err(Error::usage(
+                "the group is called from inside one of its operations; call it when that is over",
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// Tells the threads that live at one time apart, for next to nothing.
+fn this_thread() -> usize {
+    thread_local!(static HERE: u8 = const { 0 });
+    HERE.with(|here| std::ptr::from_ref(here).addr())
 }
 
 impl Shared {
@@ -67,8 +91,8 @@ impl Shared {
 
     fn sleep<'a>(&self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
         state.sleepers += 1;
-        // Without a deadline of its own: who has the turn has one, and gives
-        // the turn on even by a panic. The communication thread sleeps until
+        // Without a deadline of its own: who has the turn is another thread, has
+        // one, and gives the turn on even by a panic. The communication thread sleeps until
         // the last handle is gone.
         let mut state = self
             .turn
@@ -98,6 +122,7 @@ struct Turn<'a>(&'a Shared);
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
         let mut state = self.0.lock();
+        state.holder = None;
         state.serving += 1;
         self.0.wake(state);
     }
@@ -127,9 +152,7 @@ impl Queue {
     pub(super) fn run<R>(&self, operation: impl FnOnce(&mut Executor) -> Result<R>) -> Result<R> {
         let shared = &*self.shared;
         let mut state = shared.lock();
-        if state.closed {
-            return Err(closed());
-        }
+        state.takes_calls()?;
         let ticket = state.next_ticket;
         state.next_ticket += 1;
         if state.serving != ticket {
@@ -138,6 +161,33 @@ impl Queue {
                 state = shared.sleep(state);
             }
         }
+        Self::take_turn(shared, state, operation)
+    }
+
+    /// As [`run`](Self::run), when nothing is issued that is not over: else `None`, at once.
+    pub(super) fn run_if_idle<R>(
+        &self,
+        operation: impl FnOnce(&mut Executor) -> Result<R>,
+    ) -> Option<Result<R>> {
+        let shared = &*self.shared;
+        let mut state = shared.lock();
+        if state.closed {
+            return Some(Err(closed()));
+        }
+        if state.serving != state.next_ticket {
+            return None;
+        }
+        state.next_ticket += 1;
+        Some(Self::take_turn(shared, state, operation))
+    }
+
+    /// Runs `operation`, whose ticket is served.
+    fn take_turn<R>(
+        shared: &Shared,
+        mut state: MutexGuard<'_, State>,
+        operation: impl FnOnce(&mut Executor) -> Result<R>,
+    ) -> Result<R> {
+        state.holder = Some(this_thread());
         drop(state);
         let _turn = Turn(shared);
         let mut executor = shared.executor();
@@ -175,9 +225,9 @@ impl Queue {
             }
         }
         let mut state = self.shared.lock();
-        if state.closed {
+        if let Err(e) = state.takes_calls() {
             drop(state);
-            return job(Err(closed()));
+            return job(Err(e));
         }
         let ticket = state.next_ticket;
         state.next_ticket += 1;
@@ -211,8 +261,9 @@ fn work(shared: &Shared) {
                 _ => state = shared.sleep(state),
             }
         };
-        drop(state);
         let Some(job) = job else { return };
+        state.holder = Some(this_thread());
+        drop(state);
         let _turn = Turn(shared);
         let mut executor = shared.executor();
         executor.run_beside(true);

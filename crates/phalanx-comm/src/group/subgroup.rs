@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::join::lone_mesh;
-use super::{Member, Origin, ProcessGroup};
+use super::{Identity, Member, Origin, ProcessGroup};
 use crate::select::Selector;
 use crate::{Error, ErrorKind, Result};
 
@@ -59,7 +59,13 @@ impl ProcessGroup {
             epoch: self.core.epoch,
             limits: self.core.limits,
             algorithm: self.core.algorithm,
-            identity: None,
+            identity: Some(Identity {
+                roster: members
+                    .iter()
+                    .map(|member| self.core.identity.roster[*member])
+                    .collect(),
+                ..self.core.identity.clone()
+            }),
         };
         let named = |e: Error| e.with_rank(self.core.rank).with_operation(NAME);
         let mut mesh = match &*self.core.origin {

@@ -9,7 +9,6 @@ use super::collectives::run_on;
 use super::{Call, ProcessGroup, lengths_hash};
 use crate::exec::{Executor, Operation};
 use crate::plan::{Method, Uneven};
-use crate::transport::Poison;
 use crate::{Element, Error, ErrorKind, ReduceOp, Result};
 
 impl ProcessGroup {
@@ -141,28 +140,19 @@ impl ProcessGroup {
             let expected = lens(output_lengths);
             match (0..world).find(|&peer| theirs[peer] != expected[peer]) {
                 None => run_on(executor, &operation, input, output),
-                Some(peer) => Err(self.disagree(
-                    peer,
-                    NAME,
-                    format!(
+                Some(peer) => {
+                    let message = format!(
                         "rank {peer} sends {} elements to rank {rank}, which expects {}",
                         theirs[peer], expected[peer]
-                    ),
-                )),
+                    );
+                    let error = Error::new(ErrorKind::Desync, message).with_peer(peer);
+                    let cause = format!("{} in {NAME}", error.message());
+                    Err(executor.fail(error, cause, |error| {
+                        error.with_rank(rank).with_operation(NAME)
+                    }))
+                }
             }
         })
-    }
-
-    /// Poisons the group over what `peer` said, and returns the error.
-    fn disagree(&self, peer: usize, name: &str, message: String) -> Error {
-        let rank = self.core.rank;
-        self.core
-            .abort
-            .poison(&Poison::new(rank, format!("{message} in {name}")));
-        Error::new(ErrorKind::Desync, message)
-            .with_rank(rank)
-            .with_peer(peer)
-            .with_operation(name)
     }
 
     /// Gathers what differs in length on the root, as

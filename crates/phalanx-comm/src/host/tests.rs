@@ -30,7 +30,7 @@ fn meet(offset: u64, wish: usize) -> crate::Error {
         segment_bytes: 1 << 20,
         single_copy_min_bytes: None,
     };
-    let mut executor = Executor::new(mesh, Flight::new(watched, 1), 0, 0, limits);
+    let mut executor = Executor::new(mesh, Flight::new(watched, 1, &[0, 1].into()), 0, 0, limits);
     let operation = Operation {
         collective: Collective::AllReduce,
         method: Method::AllReduceDirect,

@@ -169,12 +169,15 @@ impl Failure {
 pub struct Dump {
     /// [`Dump::FORMAT`].
     pub format: String,
-    /// The rank.
+    /// The rank: its number in the first epoch, as all ranks in a dump.
     pub rank: usize,
-    /// Ranks in the job.
+    /// Ranks in the job's first epoch.
     pub world: usize,
     /// Epoch of its newest group.
     pub epoch: u32,
+    /// The ranks that are in this epoch, where the group was formed anew; empty: all.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub members: Vec<usize>,
     /// Host name.
     pub host: String,
     /// Process id.
@@ -237,9 +240,11 @@ impl Dump {
         };
         let scale = Scale::new(first, now);
         let text = |at: usize, count: usize| read_text(words[at..at + count].iter().copied());
-        let taken_ns = match words[head::FAILED_AT] {
-            0 => now.monotonic_ns,
-            ticks => scale.moment(ticks).min(now.monotonic_ns),
+        let has_failed = words[head::FAILED_AT] > 0 && !is_outlived(|at| words[at]);
+        let taken_ns = if has_failed {
+            scale.moment(words[head::FAILED_AT]).min(now.monotonic_ns)
+        } else {
+            now.monotonic_ns
         };
         let phase = (words[head::PHASE_SINCE] > 0).then(|| Phase {
             name: text(head::PHASE, head::PHASE_WORDS),
@@ -271,8 +276,12 @@ impl Dump {
             epoch: words[head::EPOCH] as u32,
             host: host_name(),
             pid: words[head::OWNER] as u32,
-            reason: Some(text(head::REASON, head::REASON_WORDS)).filter(|text| !text.is_empty()),
-            failure: Failure::from_code(words[head::FAILURE]),
+            members: (0..64 * head::MEMBERS_WORDS)
+                .filter(|rank| words[head::MEMBERS + rank / 64] >> (rank % 64) & 1 == 1)
+                .collect(),
+            reason: Some(text(head::REASON, head::REASON_WORDS))
+                .filter(|text| has_failed && !text.is_empty()),
+            failure: Failure::from_code(words[head::FAILURE]).filter(|_| has_failed),
             ended: None,
             taken_ns,
             taken_unix_ns: now
@@ -297,6 +306,22 @@ impl Dump {
         }
         self.labels.get(usize::from(label)).map(String::as_str)
     }
+}
+
+/// Whether the rank has gone on after what is noted as its failure: a subgroup
+/// failed, and an operation of another group was begun afterwards and carried
+/// out. The group of all ranks is outlived by a new epoch only, which clears
+/// the note.
+pub(super) fn is_outlived(word: impl Fn(usize) -> u64) -> bool {
+    let (failed_at, failed) = (word(head::FAILED_AT), word(head::FAILED_GROUP));
+    let is_of_all = failed & u64::from(u32::MAX) == 0;
+    !is_of_all
+        && (0..ENTRIES as u64).any(|slot| {
+            let at = entry_at(slot);
+            word(at + entry::STATE) == state::DONE
+                && word(at + entry::GROUP) != failed
+                && word(at + entry::STARTED) > failed_at
+        })
 }
 
 /// This host's name.

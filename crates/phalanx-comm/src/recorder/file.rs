@@ -41,11 +41,16 @@ impl Dump {
         let name = format!("rank-{}.json", self.rank);
         let path = dir.join(&name);
         let temporary = dir.join(format!(".{name}.{}.tmp", std::process::id()));
-        let written = File::create(&temporary)
+        // Made, never opened: where others may write to the folder, a link may lie
+        // there, and what it leads to is not ours. One of an earlier process is removed.
+        let _ = std::fs::remove_file(&temporary);
+        let written = File::create_new(&temporary)
             .and_then(|mut file| file.write_all(self.to_json()?.as_bytes()))
             .and_then(|()| std::fs::rename(&temporary, &path));
         if let Err(e) = written {
-            let _ = std::fs::remove_file(&temporary);
+            if e.kind() != std::io::ErrorKind::AlreadyExists {
+                let _ = std::fs::remove_file(&temporary);
+            }
             return Err(e);
         }
         Ok(path)

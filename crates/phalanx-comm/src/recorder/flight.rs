@@ -28,6 +28,8 @@ pub(crate) struct Flight {
     group: u32,
     transport: u8,
     cell: Option<Arc<Cell>>,
+    /// The first ranks of the members, by rank, where they differ.
+    roster: Option<Arc<[usize]>>,
     /// The ticket under which the next operation was queued.
     adopted: Option<u64>,
     ticket: u64,
@@ -46,13 +48,14 @@ pub(crate) struct Flight {
 }
 
 impl Flight {
-    /// `transport` is 1 for threads, 2 shared memory, 4 TCP, or a sum of them.
-    pub(crate) fn new(watched: Watched, transport: u8) -> Flight {
+    /// `transport` is 1 for threads, 2 shared memory, 4 TCP, or a sum of them;
+    /// `roster` the first ranks of the members.
+    pub(crate) fn new(watched: Watched, transport: u8, roster: &Arc<[usize]>) -> Flight {
         let watched = Arc::new(watched);
         let recorder = Arc::clone(&watched.recorder);
         let (epoch, group) = watched.ids();
         let cell = watched.own_cell().cloned();
-        recorder.join(epoch, cell.as_ref());
+        recorder.join(epoch, roster, cell.as_ref());
         if watched.has_peers() {
             monitor::watch(Arc::downgrade(&watched));
         }
@@ -63,6 +66,11 @@ impl Flight {
             group,
             transport,
             cell,
+            roster: roster
+                .iter()
+                .enumerate()
+                .any(|(rank, first)| rank != *first)
+                .then(|| Arc::clone(roster)),
             adopted: None,
             ticket: 0,
             brief: true,
@@ -189,11 +197,30 @@ impl Flight {
         self.since = now;
         self.awaited = mask;
         let words = self.recorder.memory.entry(self.ticket);
-        words[entry::AWAITED].store(mask[0], Relaxed);
-        words[entry::AWAITED_HIGH].store(mask[1], Relaxed);
+        let noted = self.first_ranks(mask);
+        words[entry::AWAITED].store(noted[0], Relaxed);
+        words[entry::AWAITED_HIGH].store(noted[1], Relaxed);
         if let Some(cell) = &self.cell {
             cell.await_ranks(mask);
         }
+    }
+
+    /// The same ranks by the numbers that people know, as far as there is room.
+    fn first_ranks(&self, mask: [u64; 2]) -> [u64; 2] {
+        let Some(roster) = &self.roster else {
+            return mask;
+        };
+        let mut noted = [0; 2];
+        let is_in = |rank: usize| {
+            mask.get(rank / 64)
+                .is_some_and(|w| w >> (rank % 64) & 1 == 1)
+        };
+        for (_, first) in roster.iter().enumerate().filter(|(rank, _)| is_in(*rank)) {
+            if let Some(word) = noted.get_mut(first / 64) {
+                *word |= 1 << (first % 64);
+            }
+        }
+        noted
     }
 
     /// Of the ranks waited for, this one came last.
@@ -276,7 +303,13 @@ impl Flight {
         set(entry::DONE, now);
         set(entry::WAITED, self.waited);
         set(entry::FOLDED, self.folded);
-        set(entry::SLOWEST, self.slowest.0);
+        let slowest = match (&self.roster, self.slowest.0) {
+            (Some(roster), rank @ 1..) => roster
+                .get(rank as usize - 1)
+                .map_or(0, |first| *first as u64 + 1),
+            (_, rank) => rank,
+        };
+        set(entry::SLOWEST, slowest);
         if is_ok && self.ever_waited {
             set(entry::AWAITED, 0);
             set(entry::AWAITED_HIGH, 0);
@@ -319,7 +352,8 @@ impl Flight {
     #[cold]
     pub(crate) fn failed(&self, error: &Error) {
         let failure = Failure::of(error.kind());
-        self.recorder.failed(&error.to_string(), failure);
+        self.recorder
+            .failed(self.watched.ids(), &error.to_string(), failure);
     }
 }
 

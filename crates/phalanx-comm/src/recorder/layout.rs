@@ -47,11 +47,16 @@ pub(crate) mod head {
     pub(crate) const REASON_WORDS: usize = 64;
     /// What kind of failure it was; 0: not said. See `Failure`.
     pub(crate) const FAILURE: usize = 81;
+    /// `epoch << 32 | group` in which it failed.
+    pub(crate) const FAILED_GROUP: usize = 82;
     /// Tickets given out; on a cache line of its own.
     pub(crate) const TICKETS: usize = 96;
     /// Where the rank wants its dumps: a path, padded with zeros.
     pub(crate) const DIR: usize = 128;
     pub(crate) const DIR_WORDS: usize = 128;
+    /// Members of the newest epoch by their first ranks, as bits; none: not said.
+    pub(crate) const MEMBERS: usize = 256;
+    pub(crate) const MEMBERS_WORDS: usize = 256;
     pub(crate) const WORDS: usize = 512;
 }
 
@@ -159,7 +164,9 @@ mod tests {
     fn parts_are_disjoint_and_inside() {
         const { assert!(head::REASON + head::REASON_WORDS <= head::TICKETS) };
         const { assert!(head::TICKETS + 8 <= head::DIR) };
-        const { assert!(head::DIR + head::DIR_WORDS <= head::WORDS) };
+        const { assert!(head::FAILED_GROUP < head::TICKETS) };
+        const { assert!(head::DIR + head::DIR_WORDS <= head::MEMBERS) };
+        const { assert!(head::MEMBERS + head::MEMBERS_WORDS <= head::WORDS) };
         const { assert!(head::PHASE + head::PHASE_WORDS <= head::POSITION) };
         assert_eq!(entry_at(0), head::WORDS);
         assert_eq!(entry_at(ENTRIES as u64), entry_at(0));

@@ -36,7 +36,6 @@ mod monitor;
 mod watch;
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
@@ -74,7 +73,8 @@ pub(crate) struct Recorder {
     /// What others see of this rank, one cell a group.
     cells: Mutex<Vec<Weak<Cell>>>,
     dir: Mutex<Option<PathBuf>>,
-    dumped: AtomicBool,
+    /// Whether the failure in the memory was written into a file.
+    dumped: Mutex<bool>,
 }
 
 /// Where a recorder's memory comes from.
@@ -123,14 +123,27 @@ impl Recorder {
             labels: Mutex::new(Vec::with_capacity(LABELS)),
             cells: Mutex::default(),
             dir: Mutex::new(variable(DIR_VARIABLE).map(PathBuf::from)),
-            dumped: AtomicBool::new(false),
+            dumped: Mutex::new(false),
         })
     }
 
-    /// A group of this epoch is formed, in which others see `cell`.
-    pub(crate) fn join(&self, epoch: u32, cell: Option<&Arc<Cell>>) {
+    /// A group of this epoch is formed of the ranks that had the numbers in
+    /// `roster` in the first one; others see `cell` in it. The first group of an
+    /// epoch is of all that are left: what failed before is over.
+    pub(crate) fn join(&self, epoch: u32, roster: &[usize], cell: Option<&Arc<Cell>>) {
+        let mut dumped = lock(&self.dumped);
         let word = self.memory.word(head::EPOCH);
-        word.fetch_max(u64::from(epoch), Relaxed);
+        if word.fetch_max(u64::from(epoch), Relaxed) < u64::from(epoch) {
+            self.memory.word(head::FAILED_AT).store(0, Relaxed);
+            *dumped = false;
+            for index in 0..head::MEMBERS_WORDS {
+                let ranks = 64 * index..64 * (index + 1);
+                let of_word = roster.iter().filter(|rank| ranks.contains(rank));
+                let mask = of_word.fold(0, |mask, rank| mask | 1_u64 << (rank % 64));
+                self.memory.word(head::MEMBERS + index).store(mask, Relaxed);
+            }
+        }
+        drop(dumped);
         if let Some(cell) = cell {
             cell.sit();
             let mut cells = lock(&self.cells);
@@ -288,22 +301,34 @@ impl Recorder {
         }
     }
 
-    /// The rank failed: the first reason is kept, and the recorder written.
+    /// The rank failed in a group: the first reason is kept, and the recorder
+    /// written. It is the first again when the rank has outlived the earlier one.
     #[cold]
-    pub(crate) fn failed(&self, reason: &str, failure: Failure) {
-        let at = self.memory.word(head::FAILED_AT);
-        let now = self.clock.ticks().max(1);
-        if at.compare_exchange(0, now, Acquire, Relaxed).is_ok() {
-            layout::write_text(reason, head::REASON_WORDS, |i, word| {
-                self.memory.word(head::REASON + i).store(word, Relaxed);
-            });
-            self.memory
-                .word(head::FAILURE)
-                .store(failure.code(), Relaxed);
+    pub(crate) fn failed(&self, (epoch, group): (u32, u32), reason: &str, failure: Failure) {
+        let memory = &self.memory;
+        let mut dumped = lock(&self.dumped);
+        if u64::from(epoch) < memory.word(head::EPOCH).load(Relaxed) {
+            return; // a handle to a group that was left behind
         }
-        if self.is_shared || self.dumped.swap(true, Relaxed) {
+        let word = |at: usize| memory.word(at).load(Relaxed);
+        if word(head::FAILED_AT) == 0 || dump::is_outlived(word) {
+            // Readers see no reason without its moment.
+            memory.word(head::FAILED_AT).store(0, Relaxed);
+            std::sync::atomic::fence(Release);
+            layout::write_text(reason, head::REASON_WORDS, |i, word| {
+                memory.word(head::REASON + i).store(word, Relaxed);
+            });
+            let failed_group = u64::from(epoch) << 32 | u64::from(group);
+            memory.word(head::FAILED_GROUP).store(failed_group, Relaxed);
+            memory.word(head::FAILURE).store(failure.code(), Relaxed);
+            let now = self.clock.ticks().max(1);
+            memory.word(head::FAILED_AT).store(now, Release);
+            *dumped = false;
+        }
+        if self.is_shared || std::mem::replace(&mut *dumped, true) {
             return;
         }
+        drop(dumped);
         if let Some(Err(e)) = self.write() {
             tracing::warn!("the flight recorder could not be written: {e}");
         }

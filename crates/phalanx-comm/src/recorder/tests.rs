@@ -1,5 +1,6 @@
 //! The recorder by itself: wrap-around, many writers, hostile memory and files.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use super::layout::{ENTRIES, WORDS, entry_at};
@@ -162,8 +163,8 @@ fn phase_position_and_reason_are_in_the_dump() {
     recorder.set_phase("loading data");
     recorder.set_position(3, 212);
     std::thread::sleep(Duration::from_millis(30));
-    recorder.failed("rank 2 is gone", Failure::PeerLost);
-    recorder.failed("an echo of it", Failure::Aborted);
+    recorder.failed((0, 0), "rank 2 is gone", Failure::PeerLost);
+    recorder.failed((0, 0), "an echo of it", Failure::Aborted);
     let dump = recorder.dump();
     assert_eq!((dump.rank, dump.world), (1, 4));
     assert_eq!(dump.reason.as_deref(), Some("rank 2 is gone"));
@@ -329,7 +330,7 @@ fn hostile_files_are_refused_or_tamed() {
 #[test]
 fn a_failure_of_a_newer_version_is_another_one() {
     let recorder = recorder();
-    recorder.failed("rank 2 is gone", Failure::PeerLost);
+    recorder.failed((0, 0), "rank 2 is gone", Failure::PeerLost);
     let dir = tempfile::tempdir().unwrap();
     let path = recorder.dump().write_into(dir.path()).unwrap();
     let text = std::fs::read_to_string(path).unwrap();

@@ -5,7 +5,7 @@ use std::sync::Barrier;
 use std::time::Duration;
 
 use phalanx_comm::recorder::{Dump, State};
-use phalanx_comm::{Bucket, Call, ErrorKind, ReduceOp};
+use phalanx_comm::{Bucket, Call, ErrorKind, ReduceOp, ReformOptions};
 
 use crate::common::{EVERYWHERE, Over, groups, on_each};
 
@@ -162,4 +162,122 @@ fn a_panic_leaves_a_dump() {
     let (dump, _) = Dump::read(&dir.path().join("rank-1.json")).unwrap();
     assert_eq!(dump.reason.as_deref(), Some("rank 1 panicked"));
     assert_eq!(dump.phase.unwrap().name, "forward");
+}
+
+/// A group that was formed anew tells of itself: not of the failure that it
+/// outlived, and by the numbers by which people know the ranks.
+#[test]
+fn after_a_reform_the_second_failure_is_told() {
+    for over in EVERYWHERE {
+        let dir = tempfile::tempdir().unwrap();
+        let gate = Barrier::new(4);
+        let over_gate = Barrier::new(3);
+        on_each(groups(over, 4), |group| {
+            group.set_flight_dir(dir.path());
+            group.barrier().unwrap();
+            gate.wait();
+            let first_rank = group.rank();
+            if first_rank == 1 {
+                return; // its links end
+            }
+            group.barrier().unwrap_err();
+            let (dump, _) = Dump::read(&file_of(&dir, first_rank)).unwrap();
+            assert_eq!((dump.rank, dump.epoch), (first_rank, 0));
+            let old = dump.taken_ns;
+            let group = group.reform(ReformOptions::default()).unwrap();
+            group.set_phase("backward");
+            group.barrier().unwrap();
+
+            let healthy = group.flight();
+            assert_eq!((healthy.reason, healthy.failure), (None, None), "{over:?}");
+            assert_eq!((healthy.rank, healthy.world), (first_rank, 4));
+            assert_eq!((healthy.epoch, healthy.members), (1, vec![0, 2, 3]));
+            assert!(healthy.taken_ns > old);
+            over_gate.wait();
+
+            // The last rank does not come: number 2 now, 3 to people.
+            if first_rank == 3 {
+                over_gate.wait();
+                return;
+            }
+            let call = Call {
+                timeout: Some(Duration::from_secs(2)),
+                ..Call::default()
+            };
+            let error = group.with_call(call).barrier().unwrap_err();
+            assert!(
+                matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Aborted),
+                "{error}"
+            );
+            let (dump, _) = Dump::read(&file_of(&dir, first_rank)).unwrap();
+            assert_eq!((dump.rank, dump.epoch), (first_rank, 1), "{over:?}");
+            let reason = dump.reason.as_deref().unwrap_or_default();
+            assert!(reason.contains("timed out after "), "{over:?}: {reason}");
+            let last = &dump.entries[0];
+            assert_eq!((last.epoch, last.state), (1, State::Aborted));
+            assert!(last.awaited.contains(&3), "{over:?}: {last:?}");
+            assert!(
+                last.awaited.iter().all(|r| [0, 2, 3].contains(r)),
+                "{last:?}"
+            );
+            assert!(dump.taken_ns >= last.done_ns.unwrap());
+            assert!(dump.phase.unwrap().for_ms >= 1500, "{over:?}");
+            over_gate.wait();
+        });
+    }
+}
+
+/// A subgroup's end is not its ranks' when they go on.
+#[test]
+fn the_abort_of_a_subgroup_is_outlived() {
+    let dir = tempfile::tempdir().unwrap();
+    // After a barrier of the group alone a rank may still be in it.
+    let (both, all) = (Barrier::new(2), Barrier::new(3));
+    on_each(groups(Over::Thread, 3), |group| {
+        group.set_flight_dir(dir.path());
+        let rank = group.rank();
+        let part = group.new_group(&[0, 2]).unwrap();
+        if let Some(part) = part {
+            both.wait();
+            if rank == 0 {
+                part.abort("enough of it");
+            }
+            part.barrier().unwrap_err();
+            assert!(group.flight().reason.unwrap().contains("enough of it"));
+        }
+        group.barrier().unwrap();
+        all.wait();
+        assert_eq!(group.flight().reason, None);
+        // What ends the rank comes later.
+        if rank == 0 {
+            group.abort("now all");
+        }
+        group.barrier().unwrap_err();
+        let (dump, _) = Dump::read(&file_of(&dir, rank)).unwrap();
+        let reason = dump.reason.unwrap();
+        assert!(reason.contains("now all"), "{reason}");
+    });
+}
+
+fn file_of(dir: &tempfile::TempDir, rank: usize) -> std::path::PathBuf {
+    dir.path().join(format!("rank-{rank}.json"))
+}
+
+/// In a folder that others may write to, a link where our file is made is not
+/// followed.
+#[test]
+fn a_dump_is_not_written_through_a_link() {
+    let dir = tempfile::tempdir().unwrap();
+    let precious = dir.path().join("precious");
+    std::fs::write(&precious, "not ours").unwrap();
+    let name = format!(".rank-0.json.{}.tmp", std::process::id());
+    std::os::unix::fs::symlink(&precious, dir.path().join(name)).unwrap();
+    let group = groups(Over::Thread, 1).remove(0);
+    group.set_flight_dir(dir.path());
+    group.abort("to have a dump");
+    assert_eq!(std::fs::read_to_string(&precious).unwrap(), "not ours");
+    let (dump, _) = Dump::read(&file_of(&dir, 0)).unwrap();
+    assert_eq!(dump.reason.as_deref(), Some("to have a dump"));
+    let left = std::fs::read_dir(dir.path()).unwrap().count();
+    assert_eq!(left, 2, "the temporary file is gone");
 }

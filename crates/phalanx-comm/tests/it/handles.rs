@@ -185,3 +185,30 @@ fn payload_bytes_are_counted_per_peer() {
         group.barrier().unwrap();
     });
 }
+
+/// A look at the group does not wait for its turn: not behind an operation
+/// that waits for another rank.
+#[test]
+fn a_check_does_not_wait_for_operations_in_flight() {
+    for over in EVERYWHERE {
+        let gate = Barrier::new(2);
+        on_each(groups(over, 2), |group| {
+            let bucket = || Bucket::from_slice(&[1_u8; 10]);
+            if group.rank() == 1 {
+                gate.wait();
+                let work = group.all_reduce_async(bucket(), ReduceOp::Max, Call::default());
+                work.wait().unwrap();
+                return;
+            }
+            let call = Call {
+                timeout: Some(std::time::Duration::from_secs(10)),
+                ..Call::default()
+            };
+            let work = group.all_reduce_async(bucket(), ReduceOp::Max, call);
+            let works = group.check();
+            gate.wait();
+            works.unwrap();
+            work.wait().unwrap();
+        });
+    }
+}

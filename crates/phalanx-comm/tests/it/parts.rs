@@ -3,7 +3,7 @@
 use phalanx_comm::{Bucket, Call, ErrorKind, ProcessGroup, ReduceOp};
 
 use crate::common::{
-    EVERYWHERE, Over, Value, assert_same_bits, groups, on_each, serial_fold, values,
+    EVERYWHERE, Over, PATIENCE, SOON, Value, assert_same_bits, groups, on_each, serial_fold, values,
 };
 
 /// In the cell, in one stage (960 bytes here), in many, read through the kernel.
@@ -101,5 +101,49 @@ fn other_parts_are_a_desync_and_too_few_are_refused() {
             let kinds = [ErrorKind::Desync, ErrorKind::Aborted];
             assert!(kinds.contains(&error.kind()), "{over:?}: {error}");
         });
+    }
+}
+
+/// Who is shown a piece holds the group's turn: it is told so instead of
+/// waiting for itself, and the group goes on.
+#[test]
+fn a_visitor_that_calls_its_group_is_refused() {
+    for over in [Over::Thread, Over::Shm] {
+        let (says, heard) = std::sync::mpsc::channel();
+        let world = 2;
+        for group in groups(over, world) {
+            let says = says.clone();
+            // Not joined: nobody waits for it if it waits for itself.
+            std::thread::spawn(move || {
+                let mut input = group.bucket::<f32>(2 * 5003);
+                let mut room = vec![0_f32; 5003];
+                let mut answers = Vec::new();
+                let visit = &mut |_: usize, _: &mut [f32]| {
+                    answers.push(group.barrier().unwrap_err());
+                    answers.push(group.monitored_barrier(PATIENCE).unwrap_err());
+                    let bucket = Bucket::from_slice(&[1_u8]);
+                    let work = group.all_reduce_async(bucket, ReduceOp::Max, Call::default());
+                    answers.push(work.wait().unwrap_err());
+                    group.check().unwrap();
+                };
+                let call = Call::default();
+                group
+                    .reduce_scatter_visited(&mut input, &mut room, ReduceOp::Sum, &call, visit)
+                    .unwrap();
+                group.barrier().unwrap();
+                says.send(answers).unwrap();
+            });
+        }
+        for _ in 0..world {
+            let answers = heard.recv_timeout(SOON).expect("a rank waits for itself");
+            assert!(
+                !answers.is_empty(),
+                "the visitor was called within the turn"
+            );
+            for error in answers {
+                assert_eq!(error.kind(), ErrorKind::Usage, "{over:?}: {error}");
+                assert!(error.to_string().contains("from inside"), "{error}");
+            }
+        }
     }
 }

@@ -131,3 +131,30 @@ fn subgroup_and_parent_run_at_the_same_time() {
         waiting.wait().unwrap();
     });
 }
+
+/// People know a rank by its number in the job's first epoch, also in a
+/// subgroup and in a subgroup's subgroup.
+#[test]
+fn a_subgroup_knows_the_first_ranks_of_its_members() {
+    on_each(groups(Over::Thread, 4), |group| {
+        let rank = group.rank();
+        let Some(part) = group.new_group(&[1, 2, 3]).unwrap() else {
+            return;
+        };
+        assert_eq!((part.rank(), part.first_rank()), (rank - 1, rank));
+        let Some(pair) = part.new_group(&[0, 2]).unwrap() else {
+            return;
+        };
+        assert_eq!((pair.rank(), pair.first_rank()), (rank / 2, rank));
+        pair.barrier().unwrap();
+        if rank == 1 {
+            // Leaves when it is waited for.
+            std::thread::sleep(std::time::Duration::from_millis(300));
+            return;
+        }
+        let mut large = vec![0_f32; 100_000];
+        pair.broadcast(&mut large, 0).unwrap_err();
+        let newest = &pair.flight().entries[0];
+        assert_eq!(newest.awaited, [1]);
+    });
+}

@@ -1,6 +1,7 @@
 //! Collectives whose lengths differ by rank, against plain slicing.
 
 use half::bf16;
+use phalanx_comm::recorder::{Dump, Failure};
 use phalanx_comm::{ErrorKind, ProcessGroup, ReduceOp};
 
 use crate::common::{
@@ -110,7 +111,9 @@ fn lengths_that_differ_between_ranks_are_a_desync() {
             group.all_gather_v(&vec![0.; mine], &lens, &mut all)
         });
         assert_named(errors, "all_gather f32 of 7 elements in lengths #");
+        let dir = tempfile::tempdir().unwrap();
         let errors = on_each(groups(over, 3), |group| {
+            group.set_flight_dir(dir.path());
             // Rank 2 sends 4 to rank 0, which expects 5.
             let (sends, recvs) = [
                 ([1, 1, 1], [1, 1, 5]),
@@ -126,6 +129,10 @@ fn lengths_that_differ_between_ranks_are_a_desync() {
         let text = first.to_string();
         let wanted = "all_to_all_v: rank 2 sends 4 elements to rank 0, which expects 5";
         assert!(text.contains(wanted), "{text}");
+        // Who found it tells why, also when nobody reads its errors.
+        let (dump, _) = Dump::read(&dir.path().join("rank-0.json")).unwrap();
+        assert_eq!(dump.failure, Some(Failure::Desync));
+        assert!(dump.reason.unwrap().contains(wanted));
         for other in errors[1..].iter().filter_map(|e| e.as_ref().err()) {
             assert_eq!(other.kind(), ErrorKind::Aborted, "{other}");
             assert!(other.to_string().contains("rank 2 sends 4"), "{other}");

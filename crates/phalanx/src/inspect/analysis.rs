@@ -173,7 +173,13 @@ pub(crate) fn tell(dumps: &[Dump]) -> Story {
     let (dumps, old): (Vec<&Dump>, Vec<&Dump>) = dumps.iter().partition(|dump| dump.epoch == epoch);
     let world = dumps.iter().map(|dump| dump.world).max().unwrap_or(0);
     let has = |rank: usize| dumps.binary_search_by_key(&rank, |dump| dump.rank).is_ok();
-    let missing: Vec<usize> = (0..world).filter(|rank| !has(*rank)).collect();
+    // Who was left behind when the group was formed anew need not be there.
+    let everybody = dumps.iter().any(|dump| dump.members.is_empty());
+    let is_member =
+        |rank: usize| everybody || dumps.iter().any(|dump| dump.members.contains(&rank));
+    let missing: Vec<usize> = (0..world)
+        .filter(|rank| is_member(*rank) && !has(*rank))
+        .collect();
     let group = group_of_interest(&dumps, epoch);
     let views: Vec<View<'_>> = dumps
         .iter()

@@ -46,6 +46,7 @@ fn dump(rank: usize, done: u64, running: Option<u64>) -> Dump {
         rank,
         world: 4,
         epoch: 3,
+        members: Vec::new(),
         host: "node-a".into(),
         pid: 100,
         reason: None,
@@ -150,6 +151,25 @@ fn missing_and_old_dumps_are_named() {
     ]);
     assert!(
         story.sentence.ends_with("; rank 2 left no dump"),
+        "{}",
+        story.sentence
+    );
+}
+
+#[test]
+fn nobody_misses_the_dump_of_a_rank_that_was_left_behind() {
+    let mut dumps: Vec<Dump> = [0, 2, 3]
+        .map(|rank| dump(rank, 811, Some(812)))
+        .into_iter()
+        .collect();
+    assert_eq!(tell(&dumps).missing, [1]);
+    for dump in &mut dumps {
+        dump.members = vec![0, 2, 3];
+    }
+    let story = tell(&dumps);
+    assert!(story.missing.is_empty());
+    assert!(
+        story.sentence.ends_with("all have come to it"),
         "{}",
         story.sentence
     );
