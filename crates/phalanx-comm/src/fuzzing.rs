@@ -1,7 +1,9 @@
 //! What reads bytes of others here, fed with garbage: the bodies of the fuzz
 //! targets in `fuzz/`, which the tests here run on garbled seeds.
 
+use crate::exec::fuzzing as exec;
 use crate::group::fuzzing as group;
+use crate::recorder::fuzzing as recorder;
 use crate::transport::fuzzing as transport;
 use crate::wait::fuzzing as wait;
 
@@ -24,6 +26,16 @@ pub const TARGETS: &[Target] = &[
         transport::unix_hello_seeds,
     ),
     ("comm_control", transport::control, transport::control_seeds),
+    ("comm_sizes", transport::sizes, transport::sizes_seeds),
+    (
+        "comm_first_cause",
+        transport::first_cause,
+        transport::first_cause_seeds,
+    ),
+    ("comm_posts", exec::posts, exec::posts_seeds),
+    ("comm_record", recorder::record, recorder::record_seeds),
+    ("comm_flight", recorder::memory, recorder::memory_seeds),
+    ("comm_members", group::members, group::members_seeds),
     ("comm_cores", wait::cores, wait::cores_seeds),
     (
         "comm_environment",

@@ -33,6 +33,8 @@ use self::elsewhere::{Elsewhere, LOOK};
 use self::flow::{Cut, Flow, Piece, Schedule};
 pub(crate) use self::signature::{Signature, Told, desync};
 pub(crate) use self::stall::Board;
+#[cfg(any(test, fuzzing))]
+pub(crate) use self::stall::fuzzing;
 use self::stall::{Awaited, Begun, is_circle_with};
 use self::transfer::Context;
 use crate::host::{Arena, Buffers, Counters, Host, With};

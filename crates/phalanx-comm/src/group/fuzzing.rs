@@ -1,7 +1,9 @@
-//! The environment and the init method, as anybody may have set them.
+//! The environment and the init method, as anybody may have set them, and the
+//! list of those with whom a rank goes on.
 
 use super::launch::Launch;
 use super::options::InitOptions;
+use super::reform;
 
 /// The first line is the init method, the others are `NAME=value`.
 pub(crate) fn environment(data: &[u8]) {
@@ -35,4 +37,19 @@ pub(crate) fn environment_seeds() -> Vec<Vec<u8>> {
     ]
     .map(|text| text.as_bytes().to_vec())
     .into()
+}
+
+/// The members of the next epoch.
+pub(crate) fn members(data: &[u8]) {
+    if let Ok(members) = reform::decode(data) {
+        assert!(!members.is_empty() && members.is_sorted_by(|a, b| a < b));
+        let again = reform::decode(reform::encode(&members).as_bytes());
+        assert_eq!(again.ok(), Some(members));
+    }
+}
+
+pub(crate) fn members_seeds() -> Vec<Vec<u8>> {
+    ["0", "0 2 5", "7 18446744073709551615"]
+        .map(|text| text.as_bytes().to_vec())
+        .into()
 }

@@ -30,6 +30,8 @@ mod dump;
 mod facts;
 mod file;
 mod flight;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 mod layout;
 mod memory;
 mod monitor;

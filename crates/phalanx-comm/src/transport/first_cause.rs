@@ -73,12 +73,12 @@ impl FirstCause {
     }
 }
 
-fn encode(poison: &Poison) -> Vec<u8> {
+pub(super) fn encode(poison: &Poison) -> Vec<u8> {
     format!("{}\n{}", poison.origin_rank, poison.cause).into_bytes()
 }
 
 /// What another rank wrote; `None` for anything else.
-fn decode(bytes: &[u8]) -> Option<Poison> {
+pub(super) fn decode(bytes: &[u8]) -> Option<Poison> {
     let text = String::from_utf8_lossy(bytes);
     let (rank, cause) = text.split_once('\n')?;
     Some(Poison::new(rank.parse().ok()?, cause))

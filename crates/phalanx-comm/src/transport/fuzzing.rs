@@ -13,7 +13,8 @@ use phalanx_wire::Token;
 use phalanx_wire::frame::{Header, Kind};
 use phalanx_wire::handshake::{Hello, RejectReason, Role};
 
-use super::form::{Member, Rendezvous};
+use super::first_cause;
+use super::form::{Member, Rendezvous, list_sizes, parse_sizes};
 use super::layout::Layout;
 use super::poison::MAX_CAUSE_BYTES;
 use super::region::Region;
@@ -37,6 +38,37 @@ pub(crate) fn member_seeds() -> Vec<Vec<u8>> {
     ];
     texts
         .map(|text| format!("phalanx-comm member 1\n{text}").into_bytes())
+        .into()
+}
+
+/// For how many ranks others say that they were started.
+pub(crate) fn sizes(data: &[u8]) {
+    let sizes = parse_sizes(data);
+    assert!(sizes.iter().all(|size| *size > 0));
+    assert_eq!(parse_sizes(list_sizes(&sizes).as_bytes()), sizes);
+}
+
+pub(crate) fn sizes_seeds() -> Vec<Vec<u8>> {
+    ["4, 3, 1000", "1", "4294967295, 0, x, 2"]
+        .map(|text| text.as_bytes().to_vec())
+        .into()
+}
+
+/// The first cause of a failure, on which the hosts have agreed.
+pub(crate) fn first_cause(data: &[u8]) {
+    if let Some(poison) = first_cause::decode(data) {
+        assert!(poison.cause.len() <= MAX_CAUSE_BYTES);
+        assert_eq!(
+            first_cause::decode(&first_cause::encode(&poison)),
+            Some(poison)
+        );
+    }
+}
+
+pub(crate) fn first_cause_seeds() -> Vec<Vec<u8>> {
+    let long = format!("3\n{}", "é".repeat(MAX_CAUSE_BYTES));
+    ["0\nrank 0 panicked", "12\na cause\nof two lines", &long]
+        .map(|text| text.as_bytes().to_vec())
         .into()
 }
 

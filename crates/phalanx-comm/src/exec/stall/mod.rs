@@ -16,6 +16,8 @@
 //! a store whose host is gone must not hold up an operation's deadline.
 
 mod circle;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 mod post;
 
 use std::sync::Arc;

@@ -22,6 +22,8 @@ pub use host::{BindAddr, local_address_towards};
 pub(super) use member::Member;
 use member::this_process;
 pub(super) use rendezvous::Rendezvous;
+#[cfg(any(test, fuzzing))]
+pub(super) use sizes::{list as list_sizes, parse as parse_sizes};
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;

@@ -245,14 +245,14 @@ fn process_of(record: &[u8]) -> String {
 }
 
 /// Nothing in it is trusted.
-fn parse(text: &[u8]) -> Vec<usize> {
+pub(in crate::transport) fn parse(text: &[u8]) -> Vec<usize> {
     let text = String::from_utf8_lossy(&text[..text.len().min(MAX_LIST_BYTES)]);
     let sizes = text.split(", ").filter_map(|size| size.parse().ok());
     let sizes = sizes.filter(|size| (1..=u32::MAX as usize).contains(size));
     sizes.take(MOST_SIZES).collect()
 }
 
-fn list(sizes: &[usize]) -> String {
+pub(in crate::transport) fn list(sizes: &[usize]) -> String {
     let sizes: Vec<String> = sizes.iter().map(usize::to_string).collect();
     sizes.join(", ")
 }

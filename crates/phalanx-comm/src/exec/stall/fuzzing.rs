@@ -1,0 +1,77 @@
+//! What stalled ranks say of themselves, from an enemy: read by every rank that waits.
+
+use super::circle;
+use super::post::{AWAITED_MAX, Awaited, Post};
+use crate::plan::Collective;
+use phalanx_wire::frame::{Header, Kind};
+
+/// Posts of ranks 0, 1, ..., each after its length in two bytes: what is taken for
+/// a post reads back the same, and what is taken for a circle is one.
+pub(crate) fn posts(mut data: &[u8]) {
+    const RANKS: usize = 12;
+    let mut table: Vec<Option<Post>> = Vec::new();
+    while let Some((length, rest)) = data.split_first_chunk()
+        && table.len() < RANKS
+    {
+        let length = usize::from(u16::from_le_bytes(*length)).min(rest.len());
+        let (bytes, rest) = rest.split_at(length);
+        let post = Post::decode(bytes);
+        if let Some(post) = &post {
+            assert!(post.awaits.len() <= AWAITED_MAX);
+            assert_eq!(Post::decode(&post.encode()).as_ref(), Some(post));
+        }
+        table.push(post);
+        data = rest;
+    }
+    for (me, mine) in table.iter().enumerate() {
+        let Some(mine) = mine else { continue };
+        let ask = |rank: usize| Ok::<_, ()>(table.get(rank).cloned().flatten());
+        let Ok(Some(found)) = circle::find((me, mine), RANKS, ask) else {
+            continue;
+        };
+        let mut ranks: Vec<usize> = found.iter().map(|wait| wait.rank).collect();
+        assert!(ranks.contains(&me) && ranks.iter().all(|rank| ranks[0] <= *rank));
+        assert!(!circle::describe(&found).contains(char::is_control));
+        let many = ranks.len();
+        ranks.sort_unstable();
+        ranks.dedup();
+        assert_eq!(ranks.len(), many, "a rank twice");
+    }
+}
+
+/// Circles of receives, of sends, through a collective; nobody waiting.
+pub(crate) fn posts_seeds() -> Vec<Vec<u8>> {
+    let post = |collective: Collective, peer: usize, gives: bool, takes: bool| {
+        let mut header = Header::new(Kind::Data);
+        header.collective = collective.wire();
+        (header.seq, header.count) = (3, 9);
+        let awaited = Awaited {
+            peer,
+            data: takes || collective != Collective::SendRecv,
+            gives: gives.then_some(2),
+            takes: takes.then_some(2),
+        };
+        let counts = [(1, 1), (0, 0), (2, 2)];
+        Post::new(header, 3, (1, 1), [awaited].into_iter(), counts.into_iter())
+    };
+    let all = |posts: &[Post]| {
+        let encoded = posts.iter().map(Post::encode);
+        let framed =
+            encoded.map(|bytes| [&(bytes.len() as u16).to_le_bytes(), &bytes[..]].concat());
+        framed.collect::<Vec<_>>().concat()
+    };
+    let message = Collective::SendRecv;
+    vec![
+        all(&[post(message, 1, false, true), post(message, 0, false, true)]),
+        all(&[
+            post(message, 1, true, false),
+            post(message, 2, true, false),
+            post(message, 0, true, false),
+        ]),
+        all(&[
+            post(Collective::Barrier, 1, false, false),
+            post(message, 0, false, true),
+        ]),
+        all(&[post(Collective::AllReduce, 2, false, false)]),
+    ]
+}

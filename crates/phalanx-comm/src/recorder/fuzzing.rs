@@ -1,0 +1,100 @@
+//! What ranks say of themselves to each other and to the launcher, from an enemy.
+
+use super::clock::Clock;
+use super::dump::Dump;
+use super::facts::{Fact, Record};
+use super::layout::{ENTRIES, LABELS, MAGIC, VERSION, WORDS, entry, entry_at, head, state};
+
+/// What a rank of another host does, through the store: what is printed of it
+/// has no control characters.
+pub(crate) fn record(data: &[u8]) {
+    let Some(record) = Record::decode(data) else {
+        return;
+    };
+    for (machine, now_ms) in [
+        ("ours", record.unix_ms),
+        (&record.machine.clone(), u64::MAX),
+    ] {
+        let fact = Fact::of_record(1, record.clone(), machine, now_ms);
+        let said = [fact.name(), fact.doing(Some(3)), fact.doing(None)];
+        assert!(!said.concat().contains(char::is_control), "{said:?}");
+    }
+}
+
+pub(crate) fn record_seeds() -> Vec<Vec<u8>> {
+    let record = |phase: Option<&str>, seq| Record {
+        host: "node-b".into(),
+        machine: "boot/4026531836".into(),
+        pid: u32::MAX,
+        phase: phase.map(str::to_owned),
+        phase_ms: 2000,
+        position: 1 << 40 | 7,
+        entered: Some(seq),
+        done: (seq > 0).then(|| seq - 1),
+        unix_ms: 1_700_000_000_000,
+    };
+    [
+        record(Some("backward"), 3),
+        record(None, 0),
+        record(Some("\u{1b}[2J"), 9),
+    ]
+    .iter()
+    .filter_map(|record| serde_json::to_vec(record).ok())
+    .collect()
+}
+
+/// A rank's memory as the launcher reads it: words, each of two bytes for its
+/// place and eight for its value, over an empty one.
+pub(crate) fn memory(data: &[u8]) {
+    let mut words = vec![0_u64; WORDS];
+    (words[head::MAGIC], words[head::VERSION]) = (MAGIC, VERSION);
+    for chunk in data.as_chunks::<10>().0 {
+        let [low, high, value @ ..] = *chunk;
+        let at = usize::from(u16::from_le_bytes([low, high]));
+        words[at % WORDS] = u64::from_le_bytes(value);
+    }
+    let clock = Clock::from_code(words[head::CLOCK]).unwrap_or(Clock::Monotonic);
+    let dump = Dump::decode(&words, clock.anchor());
+    assert!(dump.entries.len() <= ENTRIES && dump.labels.len() <= LABELS);
+    assert!(dump.entries.is_sorted_by(|a, b| a.n > b.n), "newest first");
+    for entry in &dump.entries {
+        assert!(!entry.describe().contains(char::is_control));
+        let _ = dump.label_of(entry);
+    }
+}
+
+pub(crate) fn memory_seeds() -> Vec<Vec<u8>> {
+    let word =
+        |at: usize, value: u64| [&(at as u16).to_le_bytes()[..], &value.to_le_bytes()].concat();
+    let operation = |ticket: u64, how: u64| {
+        let at = entry_at(ticket);
+        [
+            word(at + entry::STAMP, ticket + 1),
+            word(at + entry::GROUP, 1 << 32),
+            word(at + entry::COUNT, 100),
+            word(at + entry::WHAT, 0x0001_0201_0101),
+            word(at + entry::STARTED, 5),
+            word(at + entry::AWAITED, 6),
+            word(at + entry::STATE, how),
+        ]
+        .concat()
+    };
+    let failed = [
+        word(head::RANK, 4 << 32 | 1),
+        word(head::TICKETS, 2),
+        word(head::FAILED_AT, 3),
+        word(head::FAILED_GROUP, 9),
+        word(head::FAILURE, 2),
+        word(head::REASON, u64::from_le_bytes(*b"why not\0")),
+        word(head::MEMBERS, 0b1101),
+        word(head::LABELS_USED, 1),
+        operation(0, state::DONE),
+        operation(1, state::RUNNING),
+    ]
+    .concat();
+    vec![
+        failed,
+        word(head::PHASE_SINCE, 1),
+        operation(4, state::QUEUED),
+    ]
+}
