@@ -20,7 +20,7 @@ pub(crate) struct Elsewhere {
     pub(super) op: String,
     pub(super) group: u32,
     pub(super) seq: u64,
-    /// For whom it waits there, by the numbers of that group.
+    /// For whom it waits there, by their first ranks.
     pub(super) awaited: Vec<u32>,
 }
 

@@ -2,7 +2,7 @@
 
 use super::clock::Clock;
 use super::dump::Dump;
-use super::facts::{Fact, Record};
+use super::facts::{Elsewhere, Fact, Record};
 use super::layout::{ENTRIES, LABELS, MAGIC, VERSION, WORDS, entry, entry_at, head, state};
 
 /// What a rank of another host does, through the store: what is printed of it
@@ -31,6 +31,12 @@ pub(crate) fn record_seeds() -> Vec<Vec<u8>> {
         position: 1 << 40 | 7,
         entered: Some(seq),
         done: (seq > 0).then(|| seq - 1),
+        elsewhere: (seq == 9).then(|| Elsewhere {
+            op: "all_reduce".into(),
+            group: 0x2f,
+            seq: 4,
+            awaited: vec![0, 1],
+        }),
         unix_ms: 1_700_000_000_000,
     };
     [
