@@ -984,3 +984,128 @@ fn a_disk_too_small_ends_the_training_or_is_warned_of() {
         );
     }
 }
+
+/// The lines that say which settings are others than the checkpoint's.
+fn changes(text: &str) -> Vec<&str> {
+    let told = "changed since the checkpoint: ";
+    text.lines()
+        .filter_map(|line| line.strip_prefix(told))
+        .collect()
+}
+
+#[test]
+fn settings_that_have_changed_since_the_checkpoint_are_told() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let base = ["--resume", "auto", "--stop-after", "1"];
+    let go = |more: &[&str]| succeed(train(dir, "out", &[&base[..], more].concat()));
+    let rate = ["--lr", "0.01"];
+    assert!(changes(&go(&rate)).is_empty());
+    assert!(changes(&go(&rate)).is_empty());
+    // Whoever forgets it trains with the default.
+    let two = ["--nproc-per-node", "2"];
+    let text = go(&two);
+    assert_eq!(changes(&text), ["--lr 0.01 -> 0.05"], "{text}");
+    let text = go(&[
+        "--lr",
+        "5",
+        "--precision",
+        "bf16",
+        "--dropout",
+        "0,0",
+        "--cosine",
+        "--shift",
+        "3",
+        "--momentum",
+        "0.5",
+        "--epochs",
+        "1",
+    ]);
+    let all = [
+        "--cosine off -> on",
+        "--dropout 0.25,0.5 -> 0,0",
+        "--epochs 3 -> 1",
+        "--lr 0.05 -> 5",
+        "--momentum 0.9 -> 0.5",
+        "--precision fp32 -> bf16",
+        "--shift 0 -> 3",
+    ];
+    assert_eq!(changes(&text), all, "{text}");
+    // Where the optimizer is another, that is a mistake.
+    for ranks in [&[][..], &two] {
+        let more = [&base[..], &["--momentum", "0", "--lr", "5"], ranks].concat();
+        let (code, text) = run(train(dir, "out", &more));
+        assert_eq!(code, 2, "{text}");
+        assert!(text.contains("--momentum 0.5 -> 0"), "{text}");
+        assert!(!text.contains("exited"), "{text}");
+        assert!(!dir.join("out/flight").exists(), "{text}");
+    }
+}
+
+#[test]
+fn the_linear_program_tells_changed_settings_too() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let base = ["--resume", "auto", "--stop-after", "1"];
+    succeed(linear(dir, "out", "1", &base));
+    let more = ["--lr", "0.001", "--iterations", "9"];
+    let text = succeed(linear(dir, "out", "1", &[&base[..], &more].concat()));
+    assert_eq!(
+        changes(&text),
+        ["--iterations 500 -> 9", "--lr 0.01 -> 0.001"],
+        "{text}"
+    );
+}
+
+#[test]
+fn a_checkpoint_that_does_not_say_its_settings_is_gone_on_with() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    succeed(train(dir, "out", &["--stop-after", "2"]));
+    let manifest = dir.join("out/checkpoints/step-000000002.json");
+    for flag in ["--lr", "--momentum", "--cosine"] {
+        without_fact(&manifest, &format!("\"{flag}\""));
+    }
+    let more = ["--resume", "auto", "--stop-after", "1", "--lr", "0.01"];
+    let text = succeed(train(dir, "out", &more));
+    assert!(text.contains("resumed  after 2 of 30 steps"), "{text}");
+    assert!(changes(&text).is_empty(), "{text}");
+}
+
+#[test]
+fn a_checkpoints_weights_and_those_of_a_file_exclude_each_other() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let one = ["--synthetic-samples", "64", "--epochs", "1"];
+    succeed(train(dir, "first", &one));
+    // Also what is started again and again by the same script.
+    let auto = ["--resume", "auto", "--init", "first", "--stop-after", "1"];
+    let text = succeed(train(dir, "out", &auto));
+    assert!(text.contains("weights  from first"), "{text}");
+    let text = succeed(train(dir, "out", &auto));
+    assert!(
+        text.contains("--init first was for the run's start"),
+        "{text}"
+    );
+    let (code, text) = run(train(dir, "on", &["--resume", "out", "--init", "first"]));
+    assert_eq!(code, 2, "{text}");
+    assert!(text.contains("--init would do nothing"), "{text}");
+}
+
+#[test]
+fn another_powersgd_is_named_by_its_flag() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let base = ["--gradient-type", "powersgd", "--stop-after", "1"];
+    succeed(train(dir, "out", &base));
+    for (flag, value, saved) in [
+        ("--powersgd-rank", "3", "2"),
+        ("--powersgd-start", "7", "100"),
+    ] {
+        let more = [&base[..], &["--resume", "auto", flag, value]].concat();
+        let (code, text) = run(train(dir, "out", &more));
+        assert_eq!(code, 2, "{text}");
+        let told = format!("whose {flag} is {saved}, and here it is {value}");
+        assert!(text.contains(&told), "{text}");
+    }
+}

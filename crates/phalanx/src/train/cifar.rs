@@ -89,9 +89,10 @@ impl CifarArgs {
 
     /// What must be the same on all ranks besides the content.
     pub fn must_agree(&self) -> Vec<String> {
+        let images = |n: Option<usize>| n.map_or_else(|| "all".to_owned(), |n| n.to_string());
         vec![
-            format!("--train-samples {:?}", self.train_samples),
-            format!("--test-samples {:?}", self.test_samples),
+            format!("--train-samples {}", images(self.train_samples)),
+            format!("--test-samples {}", images(self.test_samples)),
         ]
     }
 

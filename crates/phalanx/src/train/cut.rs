@@ -7,7 +7,6 @@ use std::ops::Range;
 use phalanx_ddp::{Deterministic, GlobalBatch, ShardTree};
 use phalanx_train::sampler::{Cursor, EpochPlan, Sampler, SamplerConfig};
 
-use super::format::typed;
 use crate::error::{Error, Result};
 use crate::ranks;
 
@@ -134,15 +133,6 @@ impl CutArgs {
             )));
         }
         Ok(())
-    }
-
-    /// What must be the same on all ranks.
-    pub fn must_agree(&self) -> Vec<String> {
-        vec![
-            format!("--accumulate {}", self.accumulate),
-            format!("--deterministic {}", typed(&self.determinism())),
-            format!("--shards {}", self.shards()),
-        ]
     }
 
     /// The wrapper's option.

@@ -50,6 +50,11 @@ pub fn typed(choice: &impl ValueEnum) -> String {
     value.map_or_else(String::new, |value| value.get_name().to_owned())
 }
 
+/// A flag without a value as a value.
+pub fn on_or_off(flag: bool) -> &'static str {
+    if flag { "on" } else { "off" }
+}
+
 /// `1 rank`, `2 ranks`.
 pub fn plural(n: usize, what: &str) -> String {
     format!("{n} {what}{}", if n == 1 { "" } else { "s" })

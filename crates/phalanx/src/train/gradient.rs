@@ -33,6 +33,10 @@ pub struct GradientArgs {
     pub powersgd_start: Option<u64>,
 }
 
+/// Facts that checkpoints from before 2026-11-22 lack.
+pub const RANK_FLAG: &str = "--powersgd-rank";
+pub const START_FLAG: &str = "--powersgd-start";
+
 /// Where nothing was typed.
 const POWERSGD_RANK: usize = 2;
 const POWERSGD_START: u64 = 100;
@@ -46,8 +50,8 @@ impl GradientArgs {
     pub fn validate(&self) -> Result<()> {
         if self.gradient_type != GradientType::Powersgd {
             let typed = [
-                ("--powersgd-rank", self.powersgd_rank.is_some()),
-                ("--powersgd-start", self.powersgd_start.is_some()),
+                (RANK_FLAG, self.powersgd_rank.is_some()),
+                (START_FLAG, self.powersgd_start.is_some()),
             ];
             if let Some((flag, _)) = typed.into_iter().find(|(_, typed)| *typed) {
                 return Err(Error::usage(format!(
@@ -55,11 +59,26 @@ impl GradientArgs {
                 )));
             }
         }
-        ranks::check_count("--powersgd-rank", self.powersgd_rank(), 1024)
+        ranks::check_count(RANK_FLAG, self.powersgd_rank(), 1024)
     }
 
     fn powersgd_rank(&self) -> usize {
         self.powersgd_rank.unwrap_or(POWERSGD_RANK)
+    }
+
+    fn powersgd_start(&self) -> u64 {
+        self.powersgd_start.unwrap_or(POWERSGD_START)
+    }
+
+    /// What ranks, and a resumed run with the one that was saved, must share besides the type.
+    pub fn facts(&self) -> Vec<(&'static str, String)> {
+        match self.gradient_type {
+            GradientType::Powersgd => vec![
+                (RANK_FLAG, self.powersgd_rank().to_string()),
+                (START_FLAG, self.powersgd_start().to_string()),
+            ],
+            _ => Vec::new(),
+        }
     }
 
     /// For the person at the terminal; nothing, where gradients travel as they are.
@@ -90,7 +109,7 @@ impl GradientArgs {
             GradientType::F16 => Some(Box::new(F16Gradients::default())),
             GradientType::Powersgd => Some(Box::new(PowerSgd::new(PowerSgdOptions {
                 rank: self.powersgd_rank(),
-                start_step: self.powersgd_start.unwrap_or(POWERSGD_START),
+                start_step: self.powersgd_start(),
                 seed,
                 ..PowerSgdOptions::default()
             })?)),

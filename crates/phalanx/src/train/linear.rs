@@ -20,7 +20,7 @@ use serde_json::json;
 use super::context::RankContext;
 use super::format::{plural, python_repr};
 use super::output::{Files, Output};
-use super::saving::{History, Now, Resumed, Saving, SavingArgs, Whole};
+use super::saving::{self, History, Now, Resumed, Saving, SavingArgs, Whole};
 use super::update::Update;
 use crate::convert::unlike;
 use crate::error::Result;
@@ -122,10 +122,14 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
         resumed.check(&resumable(ctx.world()))?;
         resumed.params(&mut params)?;
     }
+    let shaping = [
+        format!("--iterations {}", args.iterations),
+        format!("--lr {}", args.lr),
+    ];
     let mut must_agree = vec!["train linear".to_owned()];
     must_agree.extend(args.saving.must_agree());
-    must_agree.push(format!("--iterations {}", args.iterations));
-    must_agree.push(format!("--lr {}", args.lr));
+    must_agree.extend(shaping.clone());
+    let shaping = saving::settings(&shaping);
     let options = DdpOptions {
         must_agree,
         ..DdpOptions::default()
@@ -135,12 +139,13 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
     let mut update = Update::Whole(Box::new(Sgd::new(&params, args.lr)));
     if let Some(resumed) = &resumed {
         resumed.wrapper(ctx, &mut ddp)?;
-        resumed.update(ctx, &params, &mut update)?;
+        resumed.update(ctx, &params, &mut update, &shaping)?;
     }
     let first = resumed.as_ref().map_or(0, |r| r.place().step as usize);
     let mut output = Output::open(ctx, dir, FILES, resumed.is_some())?;
     let mut log = output.metrics(resumed.as_ref().map(Resumed::place))?;
     let facts = resumable(ctx.world());
+    let facts = facts.into_iter().chain(shaping.clone()).collect();
     let saving = Saving::open(ctx, &args.saving, facts, output.dir(), resumed.as_ref())?;
     let mut saving = saving.with_metadata(FILES.metadata());
     if first < args.iterations {
@@ -152,12 +157,13 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
         ctx.describe(),
         output.dir().display()
     ));
-    if resumed.is_some() {
+    if let Some(resumed) = &resumed {
         let all = plural(args.iterations, "step");
         ctx.note(&match first < args.iterations {
             true => format!("resumed  after {first} of {all}"),
             false => format!("resumed  after {first} of {all}; --iterations N for more"),
         });
+        resumed.announce_changes(ctx, &shaping);
     }
     let mut tape = Tape::new(Threads(1));
     let data = ctx.rank() % TRAIN_X.len();

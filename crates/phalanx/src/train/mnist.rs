@@ -13,7 +13,7 @@ use phalanx_train::{Dataset, mnist, synthetic};
 use super::context::RankContext;
 use super::evaluate::Tested;
 use super::fit;
-use super::format::thousands;
+use super::format::{on_or_off, thousands};
 use super::output::Files;
 use super::prepare::{Fetch, FetchArgs, Kind};
 use super::program::{Data, Loss, Net, Program, Testers};
@@ -131,18 +131,13 @@ impl Program for MnistArgs {
     }
 
     fn must_agree(&self) -> Vec<String> {
-        let mut facts = vec![
+        let dropout: Vec<String> = self.dropout.iter().map(f64::to_string).collect();
+        vec![
             format!("--momentum {}", self.momentum),
-            format!("--dropout {:?}", self.dropout),
-        ];
-        if self.cosine {
-            facts.push("--cosine".to_owned());
-        }
-        // Left out where nothing is shifted, as in states that were saved before there was the flag.
-        if self.shift > 0 {
-            facts.push(format!("--shift {}", self.shift));
-        }
-        facts
+            format!("--dropout {}", dropout.join(",")),
+            format!("--cosine {}", on_or_off(self.cosine)),
+            format!("--shift {}", self.shift),
+        ]
     }
 
     fn fetch(&self) -> Option<Fetch> {

@@ -102,7 +102,8 @@ pub trait Program {
     /// As the user typed it, for the summary.
     fn data_name(&self) -> String;
 
-    /// Settings of its own that must be the same on all ranks, a line each.
+    /// Settings of its own that must be the same on all ranks, a flag and its value a line.
+    /// Those that differ from a checkpoint's are told.
     fn must_agree(&self) -> Vec<String>;
 
     /// How its data are got first, where they may be missing.

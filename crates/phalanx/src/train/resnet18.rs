@@ -12,6 +12,7 @@ use super::cifar::{self, CifarArgs, Preparation};
 use super::context::RankContext;
 use super::cut::Determinism;
 use super::fit;
+use super::format::typed;
 use super::modelarts::ModelArts;
 use super::output::Files;
 use super::prepare::Fetch;
@@ -186,8 +187,8 @@ impl Program for Resnet18Args {
 
     fn must_agree(&self) -> Vec<String> {
         let mut facts = self.cifar.must_agree();
-        facts.push(format!("--recipe {:?}", self.recipe).to_lowercase());
-        facts.push(format!("--lr-scaling {:?}", self.lr_scaling()).to_lowercase());
+        facts.push(format!("--recipe {}", typed(&self.recipe)));
+        facts.push(format!("--lr-scaling {}", typed(&self.lr_scaling())));
         facts
     }
 

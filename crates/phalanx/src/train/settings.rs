@@ -176,6 +176,12 @@ impl Settings {
         self.gradients.validate()?;
         self.exchange.validate(self)?;
         self.saving.validate(self.output_dir.is_some())?;
+        // `auto` may find no checkpoint: a script that is started again says both.
+        if matches!(self.init, Start::File(_)) && self.saving.resumed_path().is_some() {
+            return Err(Error::usage(
+                "--resume goes on with the checkpoint's weights, so that --init would do nothing; leave one of them out",
+            ));
+        }
         super::check_lr(self.lr())?;
         if self
             .bucket_cap_mb
@@ -279,9 +285,10 @@ impl Settings {
         let mut more = vec![
             ("data", data.to_owned()),
             ("--seed", self.seed.to_string()),
-            ("--sampler", format!("{:?}", self.sampler).to_lowercase()),
+            ("--sampler", typed(&self.sampler)),
             (saving::GRADIENT_TYPE, typed(&self.gradients.gradient_type)),
         ];
+        more.extend(self.gradients.facts());
         if self.cut.determinism() == Determinism::Shards {
             more.push(("--shards", self.cut.shards().to_string()));
         }
@@ -297,20 +304,32 @@ impl Settings {
         };
         let mut facts = vec![
             batch,
-            format!("--epochs {}", self.epochs()),
-            format!("--lr {}", self.lr()),
             format!("--seed {}", self.seed),
-            format!("--sampler {:?}", self.sampler).to_lowercase(),
+            format!("--sampler {}", typed(&self.sampler)),
             format!("--test-batch-size {}", self.test_batch_size),
-            format!("--precision {}", self.precision.title()),
             format!("--gradient-type {}", typed(&self.gradients.gradient_type)),
             format!("--exchange {}", typed(&self.exchange)),
-            format!("--exact-validation {}", self.exact_validation),
+            format!("--shards {}", self.cut.shards()),
             format!("--log-batches {}", self.log_batches),
             format!("--log-images {}", self.log_images),
         ];
+        let powersgd = self.gradients.facts().into_iter();
+        facts.extend(powersgd.map(|(flag, value)| format!("{flag} {value}")));
+        facts.extend(self.shaping());
         facts.extend(self.saving.must_agree());
-        facts.extend(self.cut.must_agree());
         facts
+    }
+
+    /// What shapes the training besides what a resumed run must share with the one that
+    /// was saved: a flag and its value a line.
+    pub fn shaping(&self) -> Vec<String> {
+        vec![
+            format!("--epochs {}", self.epochs()),
+            format!("--lr {}", self.lr()),
+            format!("--precision {}", self.precision.title()),
+            format!("--accumulate {}", self.cut.accumulate),
+            format!("--deterministic {}", typed(&self.cut.determinism())),
+            format!("--exact-validation {}", self.exact_validation),
+        ]
     }
 }

@@ -49,6 +49,16 @@ impl Start {
         Ok(())
     }
 
+    /// Says that a run that goes on from a checkpoint has its weights from there.
+    pub fn announce_unused(&self, ctx: &RankContext) {
+        if let Start::File(path) = self {
+            ctx.note(&format!(
+                "weights  as the checkpoint has them; --init {} was for the run's start",
+                path.display()
+            ));
+        }
+    }
+
     /// For the person at the terminal.
     pub fn describe(&self, seed: u64) -> String {
         match self {

@@ -21,7 +21,7 @@ use crate::train::prepare;
 use crate::train::profile::Profiler;
 use crate::train::program::Program;
 use crate::train::sample_log::SampleLog;
-use crate::train::saving::{Resumed, Saving};
+use crate::train::saving::{self, Resumed, Saving};
 use crate::train::timing::Timing;
 use crate::train::trace::Trace;
 use crate::train::update::Update;
@@ -42,6 +42,7 @@ impl<'a, P: Program> Training<'a, P> {
         let data = program.data()?;
         voice.loaded(ctx)?;
         let resumable = settings.resumable(program.name(), &data.content, world);
+        let shaping = saving::settings(&[settings.shaping(), program.must_agree()].concat());
 
         let mut scope = Scope::new(Seed(settings.seed));
         let net = program.net(&mut scope);
@@ -75,7 +76,7 @@ impl<'a, P: Program> Training<'a, P> {
         })?; // DDP
         if let Some(resumed) = &resumed {
             resumed.wrapper(ctx, &mut ddp)?; // DDP
-            resumed.update(ctx, &params, &mut update)?; // DDP
+            resumed.update(ctx, &params, &mut update, &shaping)?; // DDP
         }
 
         let cut = Cut::new(&settings.cut, world, ctx.rank())?;
@@ -96,7 +97,7 @@ impl<'a, P: Program> Training<'a, P> {
         let saving = Saving::open(
             ctx,
             &settings.saving,
-            resumable,
+            resumable.into_iter().chain(shaping.clone()).collect(),
             output.dir(),
             resumed.as_ref(),
         )?
@@ -120,6 +121,8 @@ impl<'a, P: Program> Training<'a, P> {
         let history = history.unwrap_or_default();
         if let Some(resumed) = &resumed {
             announce_resumed(ctx, resumed, steps, settings.epochs());
+            resumed.announce_changes(ctx, &shaping);
+            settings.init.announce_unused(ctx);
         }
         if let Some(schedule) = &mut schedule {
             (0..place.step).for_each(|_| schedule.advance());

@@ -84,11 +84,22 @@ impl SavingArgs {
 
     /// What must be the same on all ranks.
     pub fn must_agree(&self) -> Vec<String> {
+        let steps = |n: Option<u64>| n.map(|n| n.to_string());
+        let typed = |flag: &str, value: Option<String>| match value {
+            Some(value) => format!("{flag} {value}"),
+            None => format!("no {flag}"),
+        };
         vec![
-            format!("--save-every {:?}", self.save_every),
-            format!("--stop-after {:?}", self.stop_after),
-            format!("--resume {:?}", self.resume),
+            typed("--save-every", steps(self.save_every)),
+            typed("--stop-after", steps(self.stop_after)),
+            typed("--resume", self.resume.clone()),
         ]
+    }
+
+    /// What `--resume` names, if that is not [`AUTO`].
+    pub fn resumed_path(&self) -> Option<&Path> {
+        let typed = self.resume.as_ref().filter(|path| *path != AUTO);
+        typed.map(Path::new)
     }
 
     /// The run's folder that `--resume PATH` goes on in.
@@ -98,7 +109,7 @@ impl SavingArgs {
             true => PathBuf::from("."),
             false => path.to_path_buf(),
         };
-        let path = Path::new(self.resume.as_ref().filter(|path| *path != AUTO)?);
+        let path = self.resumed_path()?;
         let folder = match path.is_file() {
             true => here(path.parent()?),
             false => path.to_path_buf(),
@@ -112,5 +123,24 @@ impl SavingArgs {
         // `.` and `..` have no name of their own.
         let real = std::fs::canonicalize(&folder).ok()?;
         (real.file_name()? == FOLDER).then_some(folder.join(".."))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_ranks_must_agree_on_is_as_it_is_typed() {
+        let args = SavingArgs {
+            save_every: Some(5),
+            keep: None,
+            save_errors: SaveErrors::Stop,
+            resume: Some("a b".to_owned()),
+            overwrite: false,
+            stop_after: None,
+        };
+        let facts = args.must_agree();
+        assert_eq!(facts, ["--save-every 5", "no --stop-after", "--resume a b"]);
     }
 }

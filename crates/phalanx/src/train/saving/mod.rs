@@ -12,7 +12,7 @@ mod resumed;
 
 pub use args::{SaveErrors, SavingArgs};
 pub use history::History;
-pub use resumed::{GRADIENT_TYPE, Resumed, facts, newest};
+pub use resumed::{GRADIENT_TYPE, Resumed, facts, newest, settings};
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -13,6 +13,7 @@ use super::{AUTO, FOLDER, History, SavingArgs, no_json};
 use crate::error::{Error, ErrorKind, Result};
 use crate::train::context::RankContext;
 use crate::train::format::plural;
+use crate::train::gradient::{RANK_FLAG, START_FLAG};
 use crate::train::update::Update;
 
 /// The name of the fact that comes first: another program's others differ anyway.
@@ -28,6 +29,18 @@ const GLOBAL_BATCH: &str = "global batch size";
 fn before_it_was_saved(fact: &str) -> Option<&'static str> {
     // Until 2026-11-22. Who sent gradients otherwise is found out by their hook's state.
     (fact == GRADIENT_TYPE).then_some("f32")
+}
+
+/// Whether a checkpoint that does not have it may have been saved with any value.
+fn is_unknown_without(fact: &str) -> bool {
+    // Until 2026-11-22. Where it differs, the hook's state does not fit.
+    fact == RANK_FLAG || fact == START_FLAG
+}
+
+/// Flags and values, one of each a line, as facts.
+pub fn settings(lines: &[String]) -> BTreeMap<String, String> {
+    let pairs = lines.iter().filter_map(|line| line.split_once(' '));
+    pairs.map(|(k, v)| (k.to_owned(), v.to_owned())).collect()
 }
 
 /// What a resumed training must share with the one that was saved.
@@ -92,7 +105,7 @@ impl Resumed {
         for (name, now) in first.into_iter().chain(rest) {
             let saved = self.manifest.facts.get(name).map(String::as_str);
             let saved = saved.or_else(|| before_it_was_saved(name));
-            if saved == Some(now) {
+            if saved == Some(now) || saved.is_none() && is_unknown_without(name) {
                 continue;
             }
             let from = &self.from;
@@ -112,6 +125,24 @@ impl Resumed {
             });
         }
         Ok(())
+    }
+
+    /// Which of `settings` are others than those of the run that was saved, a line each: they
+    /// are allowed, but one who forgets a flag must hear of it. What the checkpoint does not
+    /// say is passed over.
+    pub fn changed(&self, settings: &BTreeMap<String, String>) -> Vec<String> {
+        let line = |(flag, now): (&String, &String)| {
+            let saved = self.manifest.facts.get(flag)?;
+            (saved != now).then(|| format!("{flag} {saved} -> {now}"))
+        };
+        settings.iter().filter_map(line).collect()
+    }
+
+    /// Tells them on rank 0.
+    pub fn announce_changes(&self, ctx: &RankContext, settings: &BTreeMap<String, String>) {
+        for line in self.changed(settings) {
+            ctx.note(&format!("changed since the checkpoint: {line}"));
+        }
     }
 
     /// An error unless its place lies in epochs of so many steps.
@@ -251,14 +282,26 @@ impl Resumed {
     ///
     /// # Errors
     ///
-    /// Data, when it is of another optimizer; peers that are lost.
-    pub fn update(&self, ctx: &RankContext, params: &Params, update: &mut Update) -> Result<()> {
+    /// Usage, when it is of another optimizer, telling of `settings` that have changed; peers that
+    /// are lost.
+    pub fn update(
+        &self,
+        ctx: &RankContext,
+        params: &Params,
+        update: &mut Update,
+        settings: &BTreeMap<String, String>,
+    ) -> Result<()> {
         let buffers = self.buffers(ctx, params)?;
         let views: Vec<(&str, &[f32])> = buffers.iter().map(|(n, v)| (&n[..], &v[..])).collect();
         let (steps, updates) = (self.manifest.optimizer_steps, self.manifest.updates(params));
         update.restore(steps, &updates, &views).map_err(|cause| {
             let what = format!("--resume {}: it is of another optimizer", self.from);
-            Error::new(ErrorKind::Failed, what).caused_by(cause)
+            let error = Error::usage(what).caused_by(cause);
+            let changed = self.changed(settings);
+            match changed.is_empty() {
+                true => error,
+                false => error.note("changed", changed.join("\n")),
+            }
         })
     }
 }
