@@ -231,7 +231,8 @@ fn a_circle_through_two_groups_is_named_at_the_deadline() {
                     assert!(text.contains(other), "{over:?}: {text}");
                     assert!(text.ends_with(advice), "{over:?}: {text}");
                 }
-                let waits = ", where it waits for rank 1";
+                // By the number that people know; in the pair it is number 1.
+                let waits = ", where it waits for rank 2";
                 assert!(texts[2].contains(waits), "{over:?}: {}", texts[2]);
             });
         }
