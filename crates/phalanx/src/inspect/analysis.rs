@@ -57,6 +57,8 @@ struct View<'a> {
     done: Option<u64>,
     /// The newest that began and is not complete.
     current: Option<&'a Entry>,
+    /// The same in another group.
+    elsewhere: Option<&'a Entry>,
 }
 
 impl<'a> View<'a> {
@@ -72,11 +74,15 @@ impl<'a> View<'a> {
         let done = newest(|state| state == State::Done).and_then(|entry| entry.seq);
         let current = newest(|state| matches!(state, State::Running | State::Aborted))
             .filter(|entry| entry.seq > done);
+        let elsewhere = collectives(dump, epoch)
+            .filter(|entry| matches!(entry.state, State::Running | State::Aborted))
+            .find(|entry| entry.group != group);
         View {
             dump,
             by_seq,
             done,
             current,
+            elsewhere,
         }
     }
 
@@ -102,11 +108,19 @@ impl<'a> View<'a> {
                 None => "completed no operation".to_owned(),
             });
         }
+        let verb = match self.dump.ended {
+            Some(_) => "was",
+            None => "is",
+        };
+        if let Some(entry) = self.elsewhere {
+            let mut text = format!("{verb} in {}", named(self.dump, entry));
+            if !entry.awaited.is_empty() {
+                let awaited: Vec<usize> = entry.awaited.iter().map(|r| *r as usize).collect();
+                text.push_str(&format!(", where it waits for {}", rank_list(&awaited)));
+            }
+            parts.push(text);
+        }
         if let Some(phase) = &self.dump.phase {
-            let verb = match self.dump.ended {
-                Some(_) => "was",
-                None => "is",
-            };
             parts.push(format!(
                 "{verb} {}",
                 doing(self.dump, &phase.name, phase.for_ms)

@@ -332,6 +332,24 @@ fn a_subgroup_is_named() {
 }
 
 #[test]
+fn who_waits_in_another_group_is_said_to_be_there() {
+    let mut dumps = [dump(0, 811, None), dump(1, 811, Some(812))];
+    dumps.iter_mut().for_each(|dump| dump.world = 2);
+    let other = Entry {
+        group: 0x2f,
+        label: None,
+        awaited: vec![1],
+        ..entry(4, State::Running)
+    };
+    dumps[0].entries.insert(0, other);
+    assert_eq!(
+        tell(&dumps).sentence,
+        "epoch 3: rank 1 waits in all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight, layer3.0.bn1.bias); \
+         rank 0 last completed seq 811 and is in all_reduce seq 4 of group 0x2f, where it waits for rank 1"
+    );
+}
+
+#[test]
 fn durations() {
     for (ns, want) in [
         (900, "0.9 µs"),
