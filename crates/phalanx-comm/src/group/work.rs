@@ -24,7 +24,17 @@ pub struct OpTimes {
 /// issued. Dropping a `Work` without waiting is safe: the operation still runs
 /// (the other ranks count on it), its memory is freed when it is over, and a
 /// failure shows in the next operation of the group. As that is rarely what
-/// was meant, the compiler warns:
+/// was meant, the compiler warns. This compiles:
+///
+/// ```
+/// #![deny(unused_must_use)]
+/// use phalanx_comm::{Bucket, Call, ProcessGroup, ReduceOp};
+/// fn step(group: &ProcessGroup, bucket: Bucket<f32>) {
+///     let _work = group.all_reduce_async(bucket, ReduceOp::Mean, Call::default());
+/// }
+/// ```
+///
+/// And this does not:
 ///
 /// ```compile_fail
 /// #![deny(unused_must_use)]
