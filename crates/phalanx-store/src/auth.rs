@@ -182,10 +182,15 @@ impl<'a, S: Channel + ?Sized> Timed<'a, S> {
     }
 
     fn arm(&self) -> Result<()> {
-        let left = self.timeout.saturating_sub(self.start.elapsed());
-        if left.is_zero() {
+        if self.start.elapsed() >= self.timeout {
             return Err(self.late());
         }
+        self.limit()
+    }
+
+    /// Lets the next call take what is left of the time.
+    fn limit(&self) -> Result<()> {
+        let left = self.timeout.saturating_sub(self.start.elapsed());
         self.stream
             // A zero limit would mean none.
             .set_timeouts(Some(left.max(Duration::from_millis(1))))
@@ -217,13 +222,15 @@ impl<'a, S: Channel + ?Sized> Timed<'a, S> {
         Ok(())
     }
 
-    /// Reads one whole message, and not a byte more.
+    /// Reads one whole message, and not a byte more. When the time is over, what
+    /// lies there counts: this process may have been stopped since it came, and a
+    /// welcome that is not read is not given a second time.
     fn read(&mut self, awaiting: Awaiting) -> Result<Vec<u8>> {
         let mut bytes = [0; MAX_MESSAGE_BYTES];
         let mut have = 0;
         let mut need = PREFIX_BYTES;
         while have < need {
-            self.arm()?;
+            self.limit()?;
             match self.stream.read(&mut bytes[have..need]) {
                 Ok(0) => return Err(closed(have)),
                 Ok(n) => have += n,

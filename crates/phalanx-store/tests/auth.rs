@@ -202,6 +202,59 @@ fn an_acceptor_that_says_nothing_is_bounded() {
     assert_eq!(error.kind(), ErrorKind::PeerLost);
 }
 
+/// A stream whose owner is stopped for a while after it has sent its proof.
+struct Stopped {
+    stream: UnixStream,
+    writes: u32,
+    pause: Duration,
+}
+
+impl Read for Stopped {
+    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
+        self.stream.read(into)
+    }
+}
+
+impl Write for Stopped {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        let count = self.stream.write(bytes)?;
+        self.writes += 1;
+        if self.writes == 2 {
+            thread::sleep(self.pause);
+        }
+        Ok(count)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.stream.flush()
+    }
+}
+
+impl auth::Channel for Stopped {
+    fn set_timeouts(&self, limit: Option<Duration>) -> std::io::Result<()> {
+        auth::Channel::set_timeouts(&self.stream, limit)
+    }
+}
+
+/// The welcome lies there when it is looked for, late as that is.
+#[test]
+fn who_was_stopped_finds_its_welcome() {
+    let (here, mut there) = UnixStream::pair().unwrap();
+    let acceptor = thread::spawn(move || {
+        let _ = auth::accept(&mut there, &token(1), LONG, |_| Ok(hello(1)));
+        there
+    });
+    let limit = Duration::from_millis(500);
+    let mut stopped = Stopped {
+        stream: here,
+        writes: 0,
+        pause: 2 * limit,
+    };
+    let peer = auth::initiate(&mut stopped, hello(0), &token(1), limit).unwrap();
+    assert_eq!(peer.rank, 1);
+    drop(acceptor.join().unwrap());
+}
+
 #[test]
 fn one_line_a_minute_and_source() {
     let log = StrangerLog::new();

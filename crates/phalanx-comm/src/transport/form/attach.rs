@@ -13,9 +13,9 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
-use phalanx_store::auth;
+use phalanx_store::{ErrorKind as StoreKind, auth};
 use phalanx_wire::Token;
-use phalanx_wire::handshake::{Hello, Role};
+use phalanx_wire::handshake::{Hello, RejectReason, Role};
 
 use super::super::admit::{admit, lengthen_backlog};
 use super::super::arenas::Arenas;
@@ -38,6 +38,9 @@ const TURN: Duration = Duration::from_millis(100);
 /// per rank: first touch costs 0.5 ms per MiB, once, here or in the first
 /// operation.
 const POPULATE_BYTES: usize = 8 << 20;
+
+/// Pause before another attempt at the host's socket.
+const AGAIN: Duration = Duration::from_millis(20);
 
 /// What this rank got.
 pub(crate) struct Attached {
@@ -292,19 +295,27 @@ impl Attempt<'_> {
         Ok(Ok(self.seated(segment, arenas, seat, roster.members)))
     }
 
-    /// Connects to the host's socket and shows who we are.
+    /// Connects to the host's socket and shows who we are; again where a crowd
+    /// before its door has cost us our place.
     fn call(&self, host: usize, name: &str) -> std::result::Result<UnixStream, String> {
         let until = Instant::now() + self.meeting.left().min(PROMPT);
-        let mut socket =
-            shm::connect(name, until).map_err(|e| format!("connecting to rank {host}: {e}"))?;
-        shm::check_same_user(&socket).map_err(|e| e.to_string())?;
-        let timeout = self.meeting.left().clamp(TURN, PROMPT);
-        let peer = auth::initiate(&mut socket, self.me, self.token, timeout)
-            .map_err(|e| format!("rank {host}: {e}"))?;
-        if peer.rank as usize != host || peer.role != Role::SharedMemory {
-            return Err(format!("rank {} answered for rank {host}", peer.rank));
+        loop {
+            let mut socket =
+                shm::connect(name, until).map_err(|e| format!("connecting to rank {host}: {e}"))?;
+            shm::check_same_user(&socket).map_err(|e| e.to_string())?;
+            let timeout = self.meeting.left().clamp(TURN, PROMPT);
+            match auth::initiate(&mut socket, self.me, self.token, timeout) {
+                Ok(peer) if peer.rank as usize == host && peer.role == Role::SharedMemory => {
+                    return Ok(socket);
+                }
+                Ok(peer) => return Err(format!("rank {} answered for rank {host}", peer.rank)),
+                Err(e) if is_passing(&e) && Instant::now() + AGAIN < until => {
+                    tracing::debug!(host, "fetching shared memory: {e}");
+                }
+                Err(e) => return Err(format!("rank {host}: {e}")),
+            }
+            std::thread::sleep(AGAIN);
         }
-        Ok(socket)
     }
 
     fn seated(
@@ -340,5 +351,64 @@ impl Attempt<'_> {
             neighbours,
             watches,
         }
+    }
+}
+
+/// Whether another attempt may find room.
+fn is_passing(e: &phalanx_store::Error) -> bool {
+    matches!(
+        e.kind(),
+        StoreKind::PeerLost | StoreKind::Timeout | StoreKind::Rejected(RejectReason::Full)
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use phalanx_store::MemStore;
+
+    /// The door makes room by closing who waits longest; that one comes again.
+    #[test]
+    fn who_lost_its_place_before_the_door_calls_again() {
+        let token = Token::generate().unwrap();
+        let name = format!("phalanx-test-{:016x}", token.job_id());
+        let address = SocketAddr::from_abstract_name(&name).unwrap();
+        let listener = UnixListener::bind_addr(&address).unwrap();
+        let timeout = Duration::from_secs(60);
+        let store = MemStore::new();
+        let meeting = Rendezvous {
+            store: &store,
+            rank: 1,
+            world: 2,
+            epoch: 0,
+            group: 0,
+            timeout,
+            deadline: Instant::now() + timeout,
+            taken: Default::default(),
+            misfit: Default::default(),
+        };
+        let hello = |rank| {
+            Hello::new(Role::SharedMemory, token.job_id())
+                .rank(rank)
+                .world(2)
+        };
+        let attempt = Attempt {
+            meeting: &meeting,
+            me: hello(1),
+            token: &token,
+            ranks: &[0, 1],
+            ring_bytes: None,
+            arena_bytes: None,
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for _ in 0..2 {
+                    drop(listener.accept().unwrap());
+                }
+                let (mut socket, _) = listener.accept().unwrap();
+                auth::accept(&mut socket, &token, timeout, |_| Ok(hello(0))).unwrap();
+            });
+            attempt.call(0, &name).unwrap();
+        });
     }
 }
