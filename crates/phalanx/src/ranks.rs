@@ -155,6 +155,13 @@ impl RankArgs {
                     "{what} is for one of several tasks; say how many there are with --world-size N"
                 )));
             }
+            // Whoever says how many ranks to start wants them from here.
+            if self.world_size.is_none()
+                && self.nproc_per_node == 1
+                && let Some(error) = launch::half_a_rank(&launch::real_env())?
+            {
+                return Err(error);
+            }
             return Ok(None);
         }
         if self.nproc_per_node > 1 {

@@ -1,5 +1,7 @@
 //! `phalanx bench` and `phalanx plan` print what the design's stable contract says.
 
+mod support;
+
 use std::process::Command;
 
 use serde_json::Value;
@@ -180,4 +182,15 @@ fn steps_of_every_exchange_and_checks_are_timed() {
     for check in ["nothing", "finiteness", "unused", "construction", "weights"] {
         assert!(told["checks"][check].is_object(), "{told}");
     }
+}
+
+#[test]
+fn what_is_too_large_for_the_host_is_refused_before_it_is_tried() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    // 4 TiB.
+    let args = ["bench", "all-reduce", "--world", "64", "--bytes", "4,64GiB"];
+    let (code, _, err) = support::run(&args, dir.path());
+    assert_eq!(code, 2, "{err}");
+    let told = "all-reduce of 64 GiB on 64 ranks is too large for this host: it needs 4096 GiB";
+    assert!(err.contains(told), "{err}");
 }

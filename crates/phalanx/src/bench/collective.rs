@@ -9,8 +9,10 @@ use std::time::{Duration, Instant};
 use phalanx_comm::{Bucket, Call, ProcessGroup, ReduceOp};
 use serde_json::json;
 
+use super::memory;
 use super::sizes::ByteSize;
 use crate::error::{Error, ErrorKind, Result};
+use crate::launch;
 use crate::ranks::{self, RankArgs};
 use crate::train::RankContext;
 use crate::train::format;
@@ -45,10 +47,26 @@ impl CollectiveArgs {
     /// # Errors
     ///
     /// Usage errors naming the flag.
-    pub fn validate(&self) -> Result<()> {
-        match self.iters {
-            Some(iters) => ranks::check_count("--iters", iters, 1 << 30),
+    pub fn validate(&self, op: Op) -> Result<()> {
+        ranks::check_count("--iters", self.iters.unwrap_or(1), 1 << 30)?;
+        // Ranks that somebody else has started share the host with we know not whom.
+        if launch::rank_place(&launch::real_env())?.is_some() || op == Op::Barrier {
+            return Ok(());
+        }
+        let world = self.ranks.nproc_per_node;
+        let largest = self.bytes.iter().map(|size| size.0).max().unwrap_or(0);
+        let needed = op.buffer_bytes(largest, world) as u64 * world as u64;
+        match memory::left_bytes().filter(|left| needed > *left) {
             None => Ok(()),
+            Some(left) => Err(Error::usage(format!(
+                "{} of {} on {} is too large for this host: it needs {}, and {} are left",
+                op.name(),
+                format::bytes(largest),
+                format::plural(world, "rank"),
+                format::bytes(needed as usize),
+                format::bytes(left as usize),
+            ))
+            .note("try", "a smaller --bytes, or fewer ranks")),
         }
     }
 }
@@ -81,6 +99,22 @@ impl Op {
     /// Whether numbers are added.
     fn sums(self) -> bool {
         matches!(self, Op::AllReduce | Op::Reduce | Op::ReduceScatter)
+    }
+
+    /// Whether ranks have parts besides the whole.
+    fn has_parts(self) -> bool {
+        matches!(self, Op::AllGather | Op::ReduceScatter | Op::AllToAll)
+    }
+
+    /// What one of `world` ranks has in its buffers.
+    fn buffer_bytes(self, bytes: usize, world: usize) -> usize {
+        let part = if self.has_parts() {
+            bytes / world.max(1)
+        } else {
+            0
+        };
+        let other = if self == Op::AllToAll { bytes } else { 0 };
+        bytes + other + part
     }
 
     /// Bus bandwidth per algorithm bandwidth, by NCCL's definition.
@@ -239,7 +273,7 @@ struct Run<'a> {
 impl<'a> Run<'a> {
     fn new(group: &'a ProcessGroup, op: Op, bytes: usize, registered: bool) -> Self {
         let world = group.world_size();
-        let parts = matches!(op, Op::AllGather | Op::ReduceScatter | Op::AllToAll);
+        let parts = op.has_parts();
         let elems = if parts {
             bytes.div_ceil(4).div_ceil(world) * world
         } else {

@@ -3,6 +3,7 @@
 mod checks;
 mod collective;
 mod kernels;
+mod memory;
 mod overhead;
 mod sizes;
 mod train;
@@ -64,7 +65,7 @@ pub fn run(args: BenchArgs) -> Result<()> {
         What::AllToAll(args) => (Op::AllToAll, args),
         What::Barrier(args) => (Op::Barrier, args),
     };
-    args.validate()?;
+    args.validate(op)?;
     ranks::run(&args.ranks, Speakers::Rank0, &[], None, |ctx| {
         collective::run_rank(ctx, op, &args)
     })

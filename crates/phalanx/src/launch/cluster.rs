@@ -265,6 +265,28 @@ pub(crate) fn rank_place(env: &Env) -> Result<Option<RankPlace>> {
     }))
 }
 
+/// What somebody meant to be one rank of several but says only by half: `WORLD_SIZE` above 1
+/// beside a variable of one rank's (`LOCAL_RANK`) or of the place to meet (`MASTER_ADDR`), and
+/// no `RANK`. PyTorch refuses that; a training of one rank would go unnoticed for hours.
+/// `WORLD_SIZE` alone is left behind by many tools; it names no rank.
+pub(crate) fn half_a_rank(env: &Env) -> Result<Option<Error>> {
+    let world = number(env, "WORLD_SIZE")?.unwrap_or(0);
+    let is_set = |name: &&str| env.get(*name).is_some_and(|text| !text.is_empty());
+    let beside = ["LOCAL_RANK", "MASTER_ADDR"].into_iter().find(is_set);
+    Ok(match (beside, number(env, "RANK")?) {
+        (Some(beside), None) if world > 1 => {
+            let error = Error::usage(format!(
+                "the environment sets WORLD_SIZE={world} and {beside} but not RANK: one of {world} ranks would train alone"
+            ));
+            Some(error.note("set", format!("RANK to this process's number, 0 to {}", world - 1)).note(
+                "or",
+                "start through `phalanx launch` or torchrun; unset WORLD_SIZE for a training of its own",
+            ))
+        }
+        _ => None,
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -419,6 +441,18 @@ mod tests {
             assert_eq!(got, *want, "{text}");
         }
         assert!(rank_place(&env("RANK=1")).is_err());
+        for (text, is_half) in [
+            ("WORLD_SIZE=4", false),
+            ("WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=h", false),
+            ("LOCAL_RANK=1 MASTER_ADDR=h MASTER_PORT=1", false),
+            ("RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 MASTER_ADDR=h", false),
+            ("WORLD_SIZE=4 LOCAL_RANK=1", true),
+            ("WORLD_SIZE=4 MASTER_ADDR=h MASTER_PORT=1", true),
+        ] {
+            let half = half_a_rank(&env(text)).unwrap();
+            assert_eq!(half.is_some(), is_half, "{text}");
+            assert!(half.is_none_or(|error| error.exit_code() == 2));
+        }
         assert!(rank_place(&env("RANK=2 WORLD_SIZE=2")).is_err());
         assert!(rank_place(&env("RANK=0 WORLD_SIZE=2 MASTER_PORT=70000")).is_err());
     }

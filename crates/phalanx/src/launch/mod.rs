@@ -44,8 +44,9 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 pub(crate) use args::LaunchCli;
-pub(crate) use cluster::{RankPlace, number, rank_place, real_env};
+pub(crate) use cluster::{RankPlace, half_a_rank, number, rank_place, real_env};
 pub(crate) use guard::guard;
+pub(crate) use oom::memory_limit;
 pub(crate) use ranks::Prefix;
 pub(crate) use report::{hand_over, rank_list, signal_name};
 pub(crate) use shim::{ShimCli, exec_rank};

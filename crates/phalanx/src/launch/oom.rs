@@ -47,6 +47,16 @@ impl OomWatch {
     }
 }
 
+/// The least limit of the memory cgroups that we know to be in.
+pub(crate) fn memory_limit() -> Option<u64> {
+    let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let files = candidates(&groups);
+    files
+        .iter()
+        .filter_map(|file| limit_bytes(file.parent()?))
+        .min()
+}
+
 /// The files that may hold the count, best first, from `/proc/self/cgroup`.
 /// Inside a container the path is often that of the host and the group is
 /// mounted at the root, so the root is tried as well.

@@ -1,0 +1,35 @@
+//! Memory of this host that nobody has.
+
+use crate::launch;
+
+/// Bytes that can be had without taking them from others; the limit of our cgroup where that is less. `None`
+/// where the system does not tell.
+pub(super) fn left_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let left = available(&text)?;
+    Some(launch::memory_limit().map_or(left, |limit| left.min(limit)))
+}
+
+/// `MemAvailable` and free swap of `/proc/meminfo`.
+fn available(text: &str) -> Option<u64> {
+    let bytes = |name: &str| -> Option<u64> {
+        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+        let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+        kib.checked_mul(1024)
+    };
+    bytes("MemAvailable:")?.checked_add(bytes("SwapFree:").unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_kernel_says_is_read_in_bytes() {
+        let text = "MemTotal:  9 kB\nMemFree: 1 kB\nMemAvailable:   5 kB\nSwapFree: 2 kB\n";
+        assert_eq!(available(text), Some(7 * 1024));
+        assert_eq!(available("MemAvailable: 5 kB\n"), Some(5 * 1024));
+        assert_eq!(available("MemTotal: 9 kB\n"), None);
+        assert!(left_bytes().is_none_or(|left| left > 0));
+    }
+}
