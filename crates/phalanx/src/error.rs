@@ -107,6 +107,12 @@ impl Error {
         self
     }
 
+    /// The same as a mistake in what was typed or set, which is no crash of a rank.
+    pub(crate) fn into_usage(mut self) -> Self {
+        self.kind = ErrorKind::Usage;
+        self
+    }
+
     /// The error's kind.
     pub(crate) fn kind(&self) -> ErrorKind {
         self.kind
@@ -148,7 +154,27 @@ impl Error {
                 text.push('\n');
             }
         }
+        if let Some(flag) = self.limit() {
+            text.push_str(&format!(
+                "  try     a higher limit: `ulimit {flag}` shows it; `ulimit {flag} N` in this shell, or LimitNOFILE= and TasksMax= of its service\n"
+            ));
+        }
         text
+    }
+
+    /// The flag of `ulimit` for the limit that was met.
+    fn limit(&self) -> Option<&'static str> {
+        let mut line = self.chain();
+        if self.notes.iter().any(|(_, text)| text.contains("ulimit")) {
+            return None;
+        }
+        self.notes.iter().for_each(|(_, text)| line.push_str(text));
+        // As the system names EMFILE, and EAGAIN where there is to be one more process or thread.
+        if line.contains("Too many open files (os error 24)") {
+            return Some("-n");
+        }
+        let eagain = line.contains("Resource temporarily unavailable (os error 11)");
+        (eagain && line.contains("start")).then_some("-u")
     }
 
     /// Prints to stderr what was not told yet; a closed stderr is no second error.
@@ -191,6 +217,17 @@ mod tests {
             "error: cannot write run.log: disk full\n  so      nothing was saved\n  stderr  one\n          two\n  three\n  four\n"
         );
         assert_eq!(error.exit_code(), 1);
+    }
+
+    #[test]
+    fn limits_of_the_system_are_told_with_their_flag() {
+        let of = |code| std::io::Error::from_raw_os_error(code);
+        let start = || Error::new(ErrorKind::System, "cannot start a thread");
+        assert!(start().caused_by(of(24)).render().contains("`ulimit -n`"));
+        assert!(start().caused_by(of(11)).render().contains("`ulimit -u`"));
+        assert!(!start().caused_by(of(2)).render().contains("ulimit"));
+        let other = Error::new(ErrorKind::System, "cannot read x").caused_by(of(11));
+        assert!(!other.render().contains("ulimit"));
     }
 
     #[test]

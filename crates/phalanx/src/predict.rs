@@ -432,11 +432,11 @@ impl Source {
         };
         if set.image_shape() != known.image {
             return Err(Error::usage(format!(
-                "{} has images of {:?}, the network {} takes {:?} (height, width, channels)",
+                "{} has images of {}, the network {} takes {} (height, width, channels)",
                 set.name(),
-                set.image_shape(),
+                set.image_shape().map(|n| n.to_string()).join(" x "),
                 known.name,
-                known.image
+                known.image.map(|n| n.to_string()).join(" x ")
             )));
         }
         Ok(Source::Set(set))

@@ -1109,3 +1109,27 @@ fn another_powersgd_is_named_by_its_flag() {
         assert!(text.contains(&told), "{text}");
     }
 }
+
+#[test]
+fn what_cannot_be_gone_on_with_is_a_mistake_with_a_way_out() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    succeed(train(dir, "out", &["--stop-after", "2"]));
+    let manifest = dir.join("out/checkpoints/step-000000002.json");
+    std::fs::write(&manifest, "{").expect("written");
+    std::fs::write(dir.join("weights.pt"), "of somebody").expect("written");
+    for ranks in ["1", "2"] {
+        for (resume, told) in [
+            ("auto", "no checkpoint in out/checkpoints is complete"),
+            ("auto", "begin anew in another --output-dir"),
+            ("weights.pt", "--init weights.pt starts a new training"),
+        ] {
+            let more = ["--resume", resume, "--nproc-per-node", ranks];
+            let (code, text) = run(train(dir, "out", &more));
+            assert_eq!(code, 2, "{text}");
+            assert!(text.contains(told), "{told}: {text}");
+            assert!(!text.contains("exited"), "{text}");
+            assert!(!dir.join("out/flight").exists(), "{text}");
+        }
+    }
+}

@@ -1313,3 +1313,64 @@ fn files_at_the_end_may_take_longer_than_a_collective() {
     assert!(reader.join().expect("no panic").contains("traceEvents"));
     assert_eq!(summary(&dir.path().join("out"))["world_size"], 2);
 }
+
+#[test]
+fn damaged_data_are_a_mistake_that_leaves_a_good_runs_folder_alone() {
+    let dir = folder();
+    std::fs::create_dir(dir.path().join("dd")).expect("a folder");
+    // Headers of as many images and labels as there should be, and nothing after them.
+    for (name, header) in [
+        ("train-images-idx3-ubyte", &[0u32, 60_000, 28, 28][..]),
+        ("train-labels-idx1-ubyte", &[0, 60_000]),
+        ("t10k-images-idx3-ubyte", &[0, 10_000, 28, 28]),
+        ("t10k-labels-idx1-ubyte", &[0, 10_000]),
+    ] {
+        let dimensions = header.len() as u32 - 1;
+        let bytes: Vec<u8> = std::iter::once(0x0800 + dimensions)
+            .chain(header[1..].iter().copied())
+            .flat_map(u32::to_be_bytes)
+            .collect();
+        std::fs::write(dir.path().join("dd").join(name), bytes).expect("written");
+    }
+    for ranks in ["1", "2"] {
+        let args = ["train", "mnist", "--data", "dd", "--output-dir", "out"];
+        let more = ["--nproc-per-node", ranks, "--overwrite"];
+        let (code, _, err) = run(&[&args[..], &more].concat(), dir.path());
+        assert_eq!(code, 2, "{err}");
+        let told = "try     phalanx download mnist --to dd --force";
+        assert!(err.contains(told), "{err}");
+        assert_eq!(err.matches("error: ").count(), 1, "{err}");
+        assert!(!err.contains("inspect"), "{err}");
+        assert!(!dir.path().join("out/flight").exists(), "{err}");
+    }
+}
+
+#[test]
+fn half_of_what_a_launcher_says_is_refused() {
+    let dir = folder();
+    let args = ["train", "linear", "--iterations", "1", "--output-dir", "o"];
+    let with = |names: &[&str], more: &[&str]| {
+        let mut command = phalanx(&[&args[..], more].concat(), dir.path());
+        command.envs(names.iter().map(|name| (*name, "4")));
+        let output = finish(&mut command);
+        (output.status.code(), text(&output.stderr))
+    };
+    for beside in ["LOCAL_RANK", "MASTER_ADDR"] {
+        let (code, err) = with(&["WORLD_SIZE", beside], &[]);
+        assert_eq!(code, Some(2), "{err}");
+        let told = format!("WORLD_SIZE=4 and {beside} but not RANK");
+        assert!(err.contains(&told), "{err}");
+    }
+    // Left behind by some tool, or the number of ranks was typed.
+    for (names, more) in [
+        (&["WORLD_SIZE"][..], &[][..]),
+        (&["LOCAL_RANK", "MASTER_ADDR"], &["--overwrite"]),
+        (
+            &["WORLD_SIZE", "MASTER_ADDR"],
+            &["--overwrite", "--nproc-per-node", "2"],
+        ),
+    ] {
+        let (code, err) = with(names, more);
+        assert_eq!(code, Some(0), "{err}");
+    }
+}

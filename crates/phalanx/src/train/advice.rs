@@ -23,7 +23,8 @@ pub struct Spent {
 
 impl Spent {
     /// A sentence for each share that is too large: its numbers and the way out.
-    pub fn advice(&self, workers: usize) -> Vec<String> {
+    /// `narrower`: gradients could travel in fewer bytes.
+    pub fn advice(&self, workers: usize, narrower: bool) -> Vec<String> {
         if self.steps < MIN_STEPS || self.total.is_zero() {
             return Vec::new();
         }
@@ -39,9 +40,13 @@ impl Spent {
         };
         let mut advice = Vec::new();
         if share(self.exposed) > EXPOSED_LIMIT {
+            let narrower = match narrower {
+                true => ", fewer bytes (--gradient-type bf16)",
+                false => "",
+            };
             advice.push(format!(
-                "communication that backward does not hide takes {}; larger batches (--batch-size), fewer bytes \
-                 (--gradient-type bf16) or fewer ranks than cores help",
+                "communication that backward does not hide takes {}; larger batches (--batch-size){narrower} or fewer \
+                 ranks than cores help",
                 numbers(self.exposed)
             ));
         }
@@ -68,26 +73,27 @@ mod tests {
             exposed: ms(exposed),
             data: ms(data),
         };
-        assert!(spent(100, 199, 199).advice(1).is_empty());
+        assert!(spent(100, 199, 199).advice(1, true).is_empty());
         assert!(
-            spent(10, 900, 900).advice(1).is_empty(),
+            spent(10, 900, 900).advice(1, true).is_empty(),
             "too short to tell"
         );
-        assert!(Spent::default().advice(1).is_empty());
-        let one = spent(100, 410, 0).advice(1);
+        assert!(Spent::default().advice(1, true).is_empty());
+        let one = spent(100, 410, 0).advice(1, true);
         assert_eq!(one.len(), 1);
         assert!(
             one[0].contains("41 % of the step (4.1 of 10.0 ms)"),
             "{one:?}"
         );
         assert!(one[0].contains("--gradient-type bf16"));
-        let one = spent(50, 0, 300).advice(2);
+        assert!(!spent(100, 410, 0).advice(1, false)[0].contains("--gradient-type"));
+        let one = spent(50, 0, 300).advice(2, true);
         assert_eq!(one.len(), 1);
         assert!(
             one[0].contains("30 % of the step (6.0 of 20.0 ms)"),
             "{one:?}"
         );
         assert!(one[0].contains("--workers (now 2)"));
-        assert_eq!(spent(100, 300, 300).advice(1).len(), 2);
+        assert_eq!(spent(100, 300, 300).advice(1, true).len(), 2);
     }
 }

@@ -9,7 +9,7 @@ use phalanx_train::cifar10::{self, Cifar10, Scaling, Split};
 use phalanx_train::synthetic::{self, noise};
 
 use super::format::thousands;
-use super::prepare::{Fetch, FetchArgs, Kind};
+use super::prepare::{Fetch, FetchArgs, Kind, unreadable};
 use super::program::Data;
 use super::settings::Settings;
 use crate::error::{Error, Result};
@@ -127,10 +127,18 @@ impl CifarArgs {
             content = format!("synthetic pictures {n} + {m} from {first}, seed {seed}");
         } else {
             let folder = self.data_url.as_ref();
-            let mut images = cifar10::load(folder, Split::Train, scaling)?;
-            images.truncate(self.train_samples.unwrap_or(usize::MAX));
-            let mut tests = cifar10::load(folder, Split::Test, scaling)?;
-            tests.truncate(self.test_samples.unwrap_or(usize::MAX));
+            let load = |split, flag: &str, wanted: Option<usize>| -> Result<Cifar10> {
+                let set = cifar10::load(folder, split, scaling);
+                let mut set = set.map_err(|e| unreadable(Kind::Cifar10, &self.data_url, e))?;
+                if let Some(n) = wanted {
+                    // Figures must not be those of fewer images than was asked for.
+                    ranks::check_count(flag, n, set.len())?;
+                    set.truncate(n);
+                }
+                Ok(set)
+            };
+            let images = load(Split::Train, "--train-samples", self.train_samples)?;
+            let tests = load(Split::Test, "--test-samples", self.test_samples)?;
             description = format!("CIFAR-10 in {}", self.data_url);
             content = sums(&images, &tests);
             (train, test) = (Arc::new(images), Arc::new(tests));

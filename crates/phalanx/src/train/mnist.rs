@@ -15,7 +15,7 @@ use super::evaluate::Tested;
 use super::fit;
 use super::format::{on_or_off, thousands};
 use super::output::Files;
-use super::prepare::{Fetch, FetchArgs, Kind};
+use super::prepare::{Fetch, FetchArgs, Kind, unreadable};
 use super::program::{Data, Loss, Net, Program, Testers};
 use super::settings::Settings;
 use super::voice::{StepFacts, Voice};
@@ -224,8 +224,11 @@ fn drawn(n: usize, seed: u64) -> Data {
 }
 
 fn read(folder: &str) -> Result<Data> {
-    let train = mnist::load(folder.as_ref(), mnist::Split::Train)?;
-    let test = mnist::load(folder.as_ref(), mnist::Split::Test)?;
+    let load = |split| {
+        let set = mnist::load(folder.as_ref(), split);
+        set.map_err(|error| unreadable(Kind::Mnist, folder, error))
+    };
+    let (train, test) = (load(mnist::Split::Train)?, load(mnist::Split::Test)?);
     let description = format!(
         "{} in {folder}, {} train / {} test",
         train.name(),

@@ -10,6 +10,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use phalanx_comm::ReduceOp;
+use phalanx_train::files::as_typed;
 use phalanx_train::{cifar10, mnist};
 
 use super::context::RankContext;
@@ -108,6 +109,26 @@ impl Fetch {
         }
         Ok(())
     }
+}
+
+/// Reading the data set of that kind in `folder` failed. Where a file is damaged that is no
+/// crash, and getting it again is the way out.
+pub fn unreadable(kind: Kind, folder: &str, error: phalanx_train::Error) -> Error {
+    let is_damaged = error.kind() == phalanx_train::ErrorKind::Data;
+    let error = Error::from(error);
+    if !is_damaged {
+        return error;
+    }
+    let folder = as_typed(folder.as_ref());
+    error.into_usage().note(
+        "try",
+        match kind {
+            Kind::Mnist => {
+                format!("phalanx download mnist --to {folder} --force   (or fashion-mnist)")
+            }
+            Kind::Cifar10 => format!("phalanx download cifar10 --to {folder} --force"),
+        },
+    )
 }
 
 /// Runs `fetch` on the first rank of each host. *Blocks* until all these have

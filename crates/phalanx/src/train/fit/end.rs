@@ -7,8 +7,10 @@ use serde_json::json;
 use super::Training;
 use crate::error::Result;
 use crate::say;
+use crate::train::cut::Determinism;
 use crate::train::evaluate::Tester;
 use crate::train::format::{thousands, typed};
+use crate::train::gradient::GradientType;
 use crate::train::program::Program;
 
 impl<P: Program> Training<'_, P> {
@@ -35,7 +37,9 @@ impl<P: Program> Training<'_, P> {
         timing.skipped = self.ddp.skipped_steps();
         timing.waited = self.loader.waited();
         let spent = timing.spent(self.steps * settings.epochs());
-        for advice in spent.advice(settings.workers) {
+        let narrower = settings.gradients.gradient_type == GradientType::F32
+            && settings.cut.determinism() != Determinism::Shards;
+        for advice in spent.advice(settings.workers, narrower) {
             ctx.note(&format!("warning: {advice}"));
         }
         let (voice, output) = (&mut self.reports.voice, &mut self.reports.output);

@@ -1,6 +1,7 @@
 //! A checkpoint that a training goes on from.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use phalanx_ddp::{DdpState, DistributedDataParallel, HookState};
@@ -338,9 +339,34 @@ fn read(ctx: &RankContext, wanted: &str, dir: &Path) -> Result<Option<State>> {
         PathBuf::from(wanted)
     };
     if path.is_file() {
+        let weights = ["pt", "pth", "safetensors"];
+        let is_weights = |end: &OsStr| weights.iter().any(|w| end == *w);
+        if path.extension().is_some_and(is_weights) {
+            let what = format!("--resume {wanted}: weights alone are no checkpoint to go on from");
+            return Err(Error::usage(what)
+                .note("try", "the .json of a checkpoint, or the run's folder")
+                .note(
+                    "or",
+                    format!("--init {} starts a new training with them", as_typed(&path)),
+                ));
+        }
         return Ok(Some(State::load(&path)?));
     }
-    let (state, path) = newest(&path, |text| ctx.note(text))?;
+    let found = newest(&path, |text| ctx.note(text));
+    let (state, path) = found.map_err(|error| match error.kind() {
+        // All are damaged or unreadable: what is to become of them a person must say.
+        ErrorKind::Failed => error
+            .into_usage()
+            .note(
+                "fix",
+                "make them readable, or name a whole one with --resume FILE.json",
+            )
+            .note(
+                "or",
+                "begin anew in another --output-dir, or here with --overwrite instead of --resume",
+            ),
+        _ => error,
+    })?;
     if state.is_none() && wanted != AUTO {
         return Err(Error::usage(format!(
             "--resume {wanted}: there is no checkpoint in {}",
