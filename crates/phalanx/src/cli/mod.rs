@@ -147,7 +147,9 @@ fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Option<Cli>> {
     let mut parser = taking_negative_numbers(Cli::command());
     parser.build();
     let mut args = args.into_iter();
-    let name = args.next().unwrap_or_else(|| "phalanx".into());
+    // Whatever the file is called: messages name the program alike.
+    args.next();
+    let name = OsString::from("phalanx");
     let args = normalise(args, |flag| launch_flag(&parser, flag));
     let path = commands(&parser, &args);
     let parsed = parser

@@ -9,8 +9,6 @@ pub(super) fn instead_of(word: &str) -> Option<&'static str> {
         "--run-path" => "start the interpreter yourself: phalanx launch ... python3 FILE",
         "-r" => "write it out: --redirects",
         "-t" => "write it out: --tee",
-        "--start-method" => "leave it out: every rank is a program of its own",
-        "--monitor-interval" => "leave it out: a rank that ends is noticed at once",
         "--rdzv-conf" => "leave it out; --rdzv-timeout is how long to wait for the other nodes",
         "--shutdown-timeout" => "--stop-grace-s is how long ranks may take to end",
         "--local-ranks-filter" => {

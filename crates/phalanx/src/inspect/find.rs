@@ -80,7 +80,7 @@ impl Found {
             return;
         };
         self.notes.push(format!(
-            "{} is a second dump of rank {}; the newer one counts",
+            "{} is a second dump of rank {}; the newer one counts (two runs are to be inspected one by one)",
             file.display(),
             dump.rank
         ));

@@ -21,7 +21,7 @@ use analysis::Story;
     epoch 0: ranks 0, 1 and 3 wait in all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight); rank 2\n  \
     last completed seq 811 and is in loading data for 58 s (epoch 3 step 101)\n\n\
     Recorders are written when a rank fails, and for a living job on SIGUSR2 to its launcher\n\
-    (not to a rank, which it would end):\n  \
+    (not to a rank, which it would end); with several launchers each has the ranks of its node:\n  \
     kill -USR2 PID_OF_PHALANX_LAUNCH_OR_TRAIN")]
 pub(crate) struct InspectArgs {
     /// A run's output folder, a folder of dumps, or dumps (rank-N.json), also of several hosts

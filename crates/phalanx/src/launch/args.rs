@@ -49,6 +49,12 @@ pub(crate) struct LaunchCli {
     /// Name of the job; launchers with different names do not join.
     #[arg(long, value_name = "ID")]
     pub(crate) rdzv_id: Option<String>,
+    /// Accepted for torchrun's sake: a rank that ends is noticed at once.
+    #[arg(long, value_name = "S")]
+    pub(crate) monitor_interval: Option<String>,
+    /// Accepted for torchrun's sake: every rank is a program of its own, as under spawn.
+    #[arg(long, value_name = "spawn|fork|forkserver")]
+    pub(crate) start_method: Option<String>,
     /// Seconds to wait for all nodes [default: 300].
     #[arg(long, value_name = "S")]
     pub(crate) rdzv_timeout: Option<String>,
@@ -353,6 +359,14 @@ impl LaunchArgs {
         {
             return Err(given.wrong("there is one way to meet here, our own store; leave it out"));
         }
+        if let Some(given) = pick(env, "monitor-interval", &cli.monitor_interval) {
+            given.seconds(86_400.0)?;
+        }
+        if let Some(given) = pick(env, "start-method", &cli.start_method)
+            && !matches!(given.text, "spawn" | "fork" | "forkserver")
+        {
+            return Err(given.wrong("not spawn, fork or forkserver"));
+        }
         let role = pick(env, "role", &cli.role).map_or("default".to_owned(), |g| g.text.to_owned());
         let run_id = pick(env, "rdzv-id", &cli.rdzv_id).map(|given| given.text.to_owned());
         for (name, text) in [("--role", Some(&role)), ("--rdzv-id", run_id.as_ref())] {
@@ -526,6 +540,8 @@ mod tests {
                 "grace" => cli.stop_grace_s = value,
                 "bind" => cli.bind = value,
                 "id" => cli.rdzv_id = value,
+                "interval" => cli.monitor_interval = value,
+                "method" => cli.start_method = value,
                 "standalone" => cli.standalone = true,
                 other => panic!("no such flag in this test: {other}"),
             }
@@ -535,7 +551,7 @@ mod tests {
 
     #[test]
     fn defaults_are_one_rank_on_one_node() {
-        let args = resolve("", "HOME=/root").unwrap();
+        let args = resolve("interval=0.1 method=spawn", "HOME=/root").unwrap();
         assert_eq!(args.meeting, None);
         assert_eq!(
             (args.local_ranks, args.master_port, args.max_restarts),
@@ -712,6 +728,8 @@ mod tests {
             ),
             ("redirects=1:3 log-dir=x", "", "its only rank counts from 0"),
             ("grace=-1", "", "--stop-grace-s"),
+            ("interval=often", "", "--monitor-interval"),
+            ("method=thread", "", "--start-method"),
             ("grace=NaN", "", "--stop-grace-s"),
             ("bind=eth0", "", "--bind"),
             ("id=a/b", "", "--rdzv-id"),

@@ -2,6 +2,7 @@
 //! read or minted. The last step before sockets and processes.
 
 use std::ffi::{OsStr, OsString};
+use std::io::Read as _;
 use std::net::IpAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -153,7 +154,16 @@ fn find_program(program: &OsStr, path: Option<&str>) -> Result<()> {
         let file = Path::new(program);
         return match std::fs::metadata(file) {
             Err(error) => Err(Error::usage(format!("cannot start {shown}")).caused_by(error)),
-            Ok(_) if executable(file) => Ok(()),
+            Ok(about) if about.is_dir() => {
+                Err(Error::usage(format!("{shown} is a folder, and no program")))
+            }
+            Ok(_) if executable(file) => match has_dos_interpreter(file) {
+                true => Err(Error::usage(format!(
+                    "cannot start {shown}: its first line names an interpreter and ends in CR LF, as on Windows"
+                ))
+                .note("fix", format!("sed -i 's/\\r$//' {}", as_typed(file)))),
+                false => Ok(()),
+            },
             Ok(_) => Err(interpreter_hint(
                 Error::usage(format!("{shown} is not an executable file")),
                 program,
@@ -171,11 +181,26 @@ fn find_program(program: &OsStr, path: Option<&str>) -> Result<()> {
         return Ok(());
     }
     let error = Error::usage(format!("no program \"{shown}\" in PATH"));
-    Err(if Path::new(program).is_file() {
+    Err(if ["train", "bench"].iter().any(|ours| program == *ours) {
+        error
+            .note(
+                "try",
+                format!("phalanx {shown} ..., which starts its own ranks"),
+            )
+            .note("or", format!("phalanx launch ... phalanx {shown} ..."))
+    } else if Path::new(program).is_file() {
         interpreter_hint(error, program, executable(Path::new(program)))
     } else {
         error
     })
+}
+
+/// Whether the system would look for an interpreter whose name ends in a carriage return.
+fn has_dos_interpreter(file: &Path) -> bool {
+    let mut first = Vec::new();
+    let read = std::fs::File::open(file).map(|file| file.take(256).read_to_end(&mut first));
+    let line = first.split(|byte| *byte == b'\n').next();
+    read.is_ok() && line.is_some_and(|line| line.starts_with(b"#!") && line.ends_with(b"\r"))
 }
 
 fn executable(file: &Path) -> bool {
@@ -211,7 +236,8 @@ mod tests {
             ("no-such-program", "no program \"no-such-program\" in PATH"),
             ("/no/such", "cannot start /no/such: "),
             ("/etc/passwd", "/etc/passwd is not an executable file"),
-            ("/bin", "/bin is not an executable file"),
+            ("/bin", "/bin is a folder, and no program"),
+            ("train", "no program \"train\" in PATH"),
         ] {
             let error = find_program(program.as_ref(), Some("/bin")).unwrap_err();
             assert!(error.chain().contains(want), "{}", error.chain());
@@ -222,6 +248,23 @@ mod tests {
         std::fs::write(&script, "").unwrap();
         let error = find_program(script.as_os_str(), None).unwrap_err();
         assert!(error.render().contains("python3 "), "{}", error.render());
+        let script = dir.path().join("dos.sh");
+        std::fs::write(&script, "#!/bin/sh\r\necho\r\n").unwrap();
+        std::fs::set_permissions(&script, PermissionsExt::from_mode(0o700)).unwrap();
+        let error = find_program(script.as_os_str(), None).unwrap_err();
+        assert!(
+            error.render().contains("sed -i 's/\\r$//' "),
+            "{}",
+            error.render()
+        );
+        std::fs::write(&script, "#!/bin/sh\necho\r\n").unwrap();
+        assert!(find_program(script.as_os_str(), None).is_ok());
+        let error = find_program("train".as_ref(), Some("/bin")).unwrap_err();
+        assert!(
+            error.render().contains("try     phalanx train"),
+            "{}",
+            error.render()
+        );
     }
 
     #[test]

@@ -115,8 +115,17 @@ fn read(path: &Path) -> Result<Token> {
     file.take(MOST_BYTES)
         .read_to_string(&mut text)
         .map_err(unreadable)?;
-    Token::from_hex(&text)
-        .map_err(|error| Error::usage(format!("{shown} holds no token")).caused_by(error))
+    Token::from_hex(&text).map_err(|error| {
+        Error::usage(format!("{shown} holds no token"))
+            .caused_by(error)
+            .note(
+                "fix",
+                format!(
+                    "remove it, then phalanx token --out {}   (once; copy it to every node)",
+                    as_typed(path)
+                ),
+            )
+    })
 }
 
 /// A sealed, private memory file with the token's text, close-on-exec.

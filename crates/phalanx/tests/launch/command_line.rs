@@ -133,3 +133,27 @@ fn defaults_of_lists_are_shown_as_they_are_typed() {
         assert!(done.out.contains(shown), "{command:?}: {done:#?}");
     }
 }
+
+#[test]
+fn torchruns_flags_that_change_nothing_here_are_taken() {
+    let family = Family::new();
+    let flags = ["--monitor_interval=0.1", "--start-method", "spawn"];
+    let done = family.run(&[&["launch"], &flags[..], &["sh", "-c", "echo $RANK"]].concat());
+    assert_eq!((done.code(), done.out.as_str()), (0, "0\n"), "{done:#?}");
+}
+
+#[test]
+fn the_programs_name_is_the_same_on_all_pages() {
+    use std::os::unix::process::CommandExt;
+    for (page, want) in [
+        (&["--help"][..], "Usage: phalanx <COMMAND>"),
+        (&["train", "mnist", "--help"], "Usage: phalanx train mnist "),
+        (&["launch", "--help"], "Usage: phalanx launch "),
+        (&["train", "--help"], "Usage: phalanx train "),
+    ] {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_phalanx"));
+        let output = command.arg0("px").args(page).output().unwrap();
+        let out = String::from_utf8_lossy(&output.stdout);
+        assert!(out.contains(want), "{want}: {out}");
+    }
+}
