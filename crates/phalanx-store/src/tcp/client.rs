@@ -520,6 +520,9 @@ impl Store for TcpStore {
         for key in keys {
             check_key(key).map_err(|e| Error::bad_request(key, e))?;
         }
+        if keys.is_empty() {
+            return Ok(());
+        }
         if keys.len() <= MAX_WAIT_KEYS {
             let missing = self.wait_some(keys, timeout)?;
             return self.all_there(keys, timeout, missing);
