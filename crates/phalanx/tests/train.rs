@@ -1374,3 +1374,19 @@ fn half_of_what_a_launcher_says_is_refused() {
         assert_eq!(code, Some(0), "{err}");
     }
 }
+
+#[test]
+fn the_size_of_the_synthetic_set_is_refused_for_other_data() {
+    let dir = folder();
+    std::fs::create_dir(dir.path().join("dd")).expect("a folder");
+    for more in [
+        &["mnist", "--data", "dd"][..],
+        &["resnet9", "--data", "dd"],
+        &["resnet18", "--custom-data", "true"],
+    ] {
+        let args = [&["train"], more, &["--synthetic-samples", "640"]].concat();
+        let (code, _, err) = run(&args, dir.path());
+        assert_eq!(code, 2, "{err}");
+        assert!(err.contains("--synthetic-samples is for"), "{err}");
+    }
+}

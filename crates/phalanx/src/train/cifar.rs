@@ -55,7 +55,7 @@ impl CifarArgs {
     /// # Errors
     ///
     /// Usage errors naming the flag or the folder.
-    pub fn validate(&self) -> Result<()> {
+    pub fn validate(&self, settings: &Settings) -> Result<()> {
         for (flag, samples) in [
             ("--train-samples", self.train_samples),
             ("--test-samples", self.test_samples),
@@ -63,6 +63,9 @@ impl CifarArgs {
             ranks::check_count(flag, samples.unwrap_or(1), 100_000_000)?;
         }
         self.fetch.validate()?;
+        if self.custom_data || self.data_url != "synthetic" {
+            settings.refuse_synthetic_samples(&self.name())?;
+        }
         if self.custom_data {
             self.fetch.refuse("--custom-data")?;
         } else if self.data_url == "synthetic" {
@@ -116,11 +119,11 @@ impl CifarArgs {
             description = format!("custom random data, seed {seed}");
             content = format!("custom {n} + {m}, seed {seed}");
         } else if self.data_url == "synthetic" {
-            let n = self.train_samples.unwrap_or(settings.synthetic_samples);
-            let sixth = (settings.synthetic_samples / 6).max(1);
+            let n = self.train_samples.unwrap_or(settings.synthetic_samples());
+            let sixth = (settings.synthetic_samples() / 6).max(1);
             let m = self.test_samples.unwrap_or(sixth);
             // The test pictures follow the training pictures, so none is seen in training.
-            let first = n.max(settings.synthetic_samples) as u64;
+            let first = n.max(settings.synthetic_samples()) as u64;
             train = Arc::new(synthetic::pictures(0, n, seed, scaling));
             test = Arc::new(synthetic::pictures(first, m, seed, scaling));
             description = format!("synthetic pictures, seed {seed}");

@@ -79,7 +79,10 @@ pub fn validate(args: &MnistArgs, world: usize) -> Result<()> {
     // one per rank.
     if args.data == "synthetic" {
         args.fetch.refuse("synthetic")?;
-    } else if !args.fetch.wanted() {
+        return Ok(());
+    }
+    args.settings.refuse_synthetic_samples(&args.data)?;
+    if !args.fetch.wanted() {
         mnist::check(args.data.as_ref())?;
     }
     Ok(())
@@ -147,7 +150,7 @@ impl Program for MnistArgs {
     fn data(&self) -> Result<Data> {
         let seed = self.settings.seed;
         let mut data = if self.data == "synthetic" {
-            drawn(self.settings.synthetic_samples, seed)
+            drawn(self.settings.synthetic_samples(), seed)
         } else {
             read(&self.data)?
         };

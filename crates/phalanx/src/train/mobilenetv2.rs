@@ -36,6 +36,7 @@ impl MobilenetArgs {
             epochs: 1,
             batch_size: 64,
             lr: 1e-3,
+            synthetic_samples: 50_000,
         }
     }
 }
@@ -47,7 +48,7 @@ impl MobilenetArgs {
 /// Usage errors naming the flag.
 pub fn validate(args: &MobilenetArgs, world: usize) -> Result<()> {
     args.settings.validate(world)?;
-    args.cifar.validate()
+    args.cifar.validate(&args.settings)
 }
 
 /// Trains as one rank.

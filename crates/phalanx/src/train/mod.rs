@@ -74,7 +74,8 @@ enum Recipe {
     #[command(
         mut_arg("epochs", |a| a.help("Times to go over the training set [default: 3]")),
         mut_arg("batch_size", |a| a.help("Samples per rank and step [default: 64]")),
-        mut_arg("lr", |a| a.help("Learning rate [default: 0.05]"))
+        mut_arg("lr", |a| a.help("Learning rate [default: 0.05]")),
+        mut_arg("synthetic_samples", |a| a.help("Training samples of the synthetic set (a sixth as many for testing) [default: 60000]"))
     )]
     Mnist {
         #[command(flatten)]
@@ -88,7 +89,7 @@ enum Recipe {
         mut_arg("batch_size", |a| a.help("Samples per rank and step [default: 128; --recipe fast: 64]")),
         mut_arg("lr", |a| a.help("Learning rate [default: 0.01; --recipe fast: 0.1]")),
         mut_arg("output_dir", |a| a.help("Folder for metrics, summary and weights; with --resume PATH, that run's [default: output_dir]")),
-        mut_arg("synthetic_samples", |a| a.default_value("50000"))
+        mut_arg("synthetic_samples", |a| a.help("Training samples of the synthetic set (a sixth as many for testing) [default: 50000]"))
     )]
     Resnet18 {
         #[command(flatten)]
@@ -101,7 +102,7 @@ enum Recipe {
         mut_arg("epochs", |a| a.help("Times to go over the training set [default: 3]")),
         mut_arg("batch_size", |a| a.help("Samples per rank and step [default: 128]")),
         mut_arg("lr", |a| a.help("Highest learning rate, for a global batch of 256 [default: 0.4]")),
-        mut_arg("synthetic_samples", |a| a.default_value("50000"))
+        mut_arg("synthetic_samples", |a| a.help("Training samples of the synthetic set (a sixth as many for testing) [default: 50000]"))
     )]
     Resnet9 {
         #[command(flatten)]
@@ -114,7 +115,7 @@ enum Recipe {
         mut_arg("epochs", |a| a.help("Times to go over the training set [default: 1]")),
         mut_arg("batch_size", |a| a.help("Samples per rank and step [default: 64]")),
         mut_arg("lr", |a| a.help("Learning rate [default: 0.001]")),
-        mut_arg("synthetic_samples", |a| a.default_value("50000"))
+        mut_arg("synthetic_samples", |a| a.help("Training samples of the synthetic set (a sixth as many for testing) [default: 50000]"))
     )]
     Mobilenetv2 {
         #[command(flatten)]

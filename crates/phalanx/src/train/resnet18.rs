@@ -86,11 +86,13 @@ impl Resnet18Args {
                 epochs: 100,
                 batch_size: 128,
                 lr: 0.01,
+                synthetic_samples: 50_000,
             },
             Recipe::Fast => Defaults {
                 epochs: 6,
                 batch_size: 64,
                 lr: 0.1,
+                synthetic_samples: 50_000,
             },
         }
     }
@@ -127,7 +129,7 @@ pub fn validate(args: &Resnet18Args, world: usize) -> Result<()> {
             "--lr-scaling makes weights depend on the number of ranks; leave it out with --deterministic shards",
         ));
     }
-    args.cifar.validate()
+    args.cifar.validate(&args.settings)
 }
 
 /// Trains as one rank.

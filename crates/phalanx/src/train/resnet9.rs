@@ -48,6 +48,7 @@ impl Resnet9Args {
             epochs: 3,
             batch_size: 128,
             lr: 0.4,
+            synthetic_samples: 50_000,
         }
     }
 
@@ -75,7 +76,7 @@ pub fn validate(args: &Resnet9Args, world: usize) -> Result<()> {
             )));
         }
     }
-    args.cifar.validate()
+    args.cifar.validate(&args.settings)
 }
 
 /// Trains as one rank.

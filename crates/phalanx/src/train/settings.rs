@@ -59,8 +59,8 @@ pub struct Settings {
     #[arg(long, default_value_t = 100, value_name = "N")]
     pub log_interval: usize,
     /// Training samples of the synthetic set (a sixth as many for testing)
-    #[arg(long, default_value_t = 60_000, value_name = "N")]
-    pub synthetic_samples: usize,
+    #[arg(long, value_name = "N")]
+    pub synthetic_samples: Option<usize>,
     /// Gradient bucket cap in MiB [default: 4 on one host, 8 across hosts; first and last 1]
     #[arg(long, value_name = "MIB")]
     pub bucket_cap_mb: Option<f64>,
@@ -117,6 +117,8 @@ pub struct Defaults {
     pub batch_size: usize,
     /// `--lr`.
     pub lr: f64,
+    /// `--synthetic-samples`.
+    pub synthetic_samples: usize,
 }
 
 impl Default for Defaults {
@@ -126,6 +128,7 @@ impl Default for Defaults {
             epochs: 3,
             batch_size: 64,
             lr: 0.05,
+            synthetic_samples: 60_000,
         }
     }
 }
@@ -149,6 +152,26 @@ impl Settings {
         self.lr.unwrap_or(self.defaults.lr)
     }
 
+    /// Training samples of the synthetic set.
+    pub fn synthetic_samples(&self) -> usize {
+        self.synthetic_samples
+            .unwrap_or(self.defaults.synthetic_samples)
+    }
+
+    /// A usage error where the size of the synthetic set is typed and `data` are others.
+    ///
+    /// # Errors
+    ///
+    /// That one.
+    pub fn refuse_synthetic_samples(&self, data: &str) -> Result<()> {
+        match self.synthetic_samples {
+            None => Ok(()),
+            Some(_) => Err(Error::usage(format!(
+                "--synthetic-samples is for --data synthetic, and {data} has the samples that it has; leave it out"
+            ))),
+        }
+    }
+
     /// Checks what can be checked before any rank is started.
     ///
     /// # Errors
@@ -163,7 +186,7 @@ impl Settings {
             ("--test-batch-size", self.test_batch_size, MAX_BATCH),
             ("--log-interval", self.log_interval, usize::MAX),
             ("--workers", self.workers, 64),
-            ("--synthetic-samples", self.synthetic_samples, 100_000_000),
+            ("--synthetic-samples", self.synthetic_samples(), 100_000_000),
             (
                 "--global-batch-size",
                 self.global_batch_size.unwrap_or(1),
