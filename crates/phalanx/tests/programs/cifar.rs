@@ -32,7 +32,13 @@ const EPOCH_SHAPE: &str = "train | epoch: # | loss: #.####\n\
                            \n";
 
 fn program<'a>(name: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    [&["train", name][..], &SMALL, more].concat()
+    let mut args = [&["train", name][..], &SMALL, more].concat();
+    // Other data have the samples that they have.
+    if !more.contains(&"synthetic") {
+        let at = args.iter().position(|arg| *arg == "--synthetic-samples");
+        args.drain(at.map_or(0..0, |at| at..at + 2));
+    }
+    args
 }
 
 /// The real set, where there is one.
