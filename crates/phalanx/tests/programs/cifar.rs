@@ -35,7 +35,7 @@ fn program<'a>(name: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     let mut args = [&["train", name][..], &SMALL, more].concat();
     // Other data have the samples that they have.
     if !more.contains(&"synthetic") {
-        let at = args.iter().position(|arg| *arg == "--synthetic-samples");
+        let at = args.iter().position(|arg| *arg == "--synthetic_samples");
         args.drain(at.map_or(0..0, |at| at..at + 2));
     }
     args
