@@ -25,10 +25,12 @@ ip -n "$a" link set "v$$a" up
 ip -n "$b" link set "v$$b" up
 
 "$phalanx" token --out "$work/job.token"
+samples=()
+[ "$data" != synthetic ] || samples=(--synthetic-samples 6000)
 node() { # node NAMESPACE NODE_RANK
     ip netns exec "$1" timeout 300 "$phalanx" launch --nnodes 2 --node-rank "$2" --nproc-per-node 1 \
         --master-addr 10.77.0.1 --token-file "$work/job.token" -- \
-        "$phalanx" train mnist --data "$data" --synthetic-samples 6000 --epochs 2 --threads 1 --output-dir "$work/run"
+        "$phalanx" train mnist --data "$data" "${samples[@]}" --epochs 2 --threads 1 --output-dir "$work/run"
 }
 node "$b" 1 >"$work/b.log" 2>&1 &
 second=$!
