@@ -322,7 +322,7 @@ mod tests {
             (&["launch", "--module", "pkg.train"], "python3 -m MODULE"),
             (&["launch", "-r", "3", "x"], "--redirects"),
             (&["launch", "-t3", "x"], "--tee"),
-            (&["launch", "--start-method=fork", "x"], "leave it out"),
+            (&["launch", "--run-path=x.py", "x"], "python3 FILE"),
             (
                 &["launch", "--rdzv-conf", "timeout=9", "x"],
                 "--rdzv-timeout",
