@@ -65,9 +65,14 @@ impl Family {
     }
 
     /// Runs a program that becomes `phalanx`, with the same environment.
-    pub fn run_as(&self, mut command: Command) -> Done {
+    pub fn run_as(&self, command: Command) -> Done {
+        self.start_as(command).wait()
+    }
+
+    /// Starts such a program.
+    pub fn start_as(&self, mut command: Command) -> Running {
         self.prepare(&mut command);
-        Running::new(command).wait()
+        Running::new(command)
     }
 
     /// Starts it.

@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
+use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -150,7 +151,9 @@ fn wait_for_states(family: &Family, what: &str, all: impl Fn(&[char]) -> bool) {
 fn a_ctrl_z_stops_the_ranks_too_and_a_continue_continues_all() {
     let family = Family::new();
     let script = "echo ready; exec sleep 4";
-    let mut running = family.start(&["launch", "--nproc-per-node", "2", "sh", "-c", script]);
+    let mut command = family.command(&["launch", "--nproc-per-node", "2", "sh", "-c", script]);
+    command.process_group(0); // as a shell's job, whoever started this test
+    let mut running = Running::new(command);
     running.lines(2);
     running.signal(Signal::TSTP);
     wait_for_states(&family, "stopped", |states| {
@@ -162,6 +165,22 @@ fn a_ctrl_z_stops_the_ranks_too_and_a_continue_continues_all() {
     running.signal(Signal::CONT);
     let done = running.wait();
     assert_eq!(done.code(), 0, "{done:#?}");
+}
+
+/// The first program of a session has no shell above it that could continue it.
+#[test]
+fn a_ctrl_z_that_nobody_could_undo_is_ignored() {
+    let family = Family::new();
+    let script = "echo ready; exec sleep 1";
+    let launch = family.command(&["launch", "--nproc-per-node", "2", "sh", "-c", script]);
+    let mut first = Command::new("setsid");
+    first.arg(launch.get_program()).args(launch.get_args());
+    let mut running = family.start_as(first);
+    running.lines(2);
+    running.signal(Signal::TSTP);
+    let done = running.wait();
+    assert_eq!(done.code(), 0, "{done:#?}");
+    assert!(done.err.contains("it goes on"), "{done:#?}");
 }
 
 /// A rank that answers SIGTERM itself may have something to save.
