@@ -5,11 +5,14 @@ mod common;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use common::Recorder;
-use phalanx_nn::layers::{Act, AvgPool2dOptions, Conv2dOptions, Linear, MaxPool2dOptions};
+use phalanx_nn::layers::{
+    Act, AvgPool2dOptions, BatchNorm2d, Conv2d, Conv2dOptions, ConvTranspose2d, Embedding,
+    GroupNorm, Linear, MaxPool2dOptions,
+};
 use phalanx_nn::optim::{Adam, Sgd};
 use phalanx_nn::{
     ErrorKind, GradSink, Grads, Init, Layout, ParamId, Params, Reduction, Result, Scope, Seed,
-    SinkError, StepKey, Tape, Tensor, Threads,
+    SinkError, Step, StepKey, Tape, Tensor, Threads,
 };
 
 fn is_usage<T: std::fmt::Debug>(r: Result<T>, part: &str) {
@@ -218,4 +221,91 @@ fn a_tape_survives_a_sink_that_panics() {
         assert_eq!(got.flat(), want.flat());
     }
     assert_eq!(tape.allocations(), allocations);
+}
+
+/// One layer of each kind that has parameters.
+struct Layers {
+    linear: Linear,
+    conv: Conv2d,
+    up: ConvTranspose2d,
+    norm: BatchNorm2d,
+    bare_norm: BatchNorm2d,
+    groups: GroupNorm,
+    table: Embedding,
+}
+
+fn layers(value: f32) -> (Layers, Params) {
+    let mut s = Scope::new(Seed(0));
+    let layers = Layers {
+        linear: Linear::new(s.enter("linear"), 4, 4),
+        conv: Conv2d::new(s.enter("conv"), 4, 4, Conv2dOptions::new(1)),
+        up: ConvTranspose2d::new(s.enter("up"), 4, 4, Conv2dOptions::new(1)),
+        norm: BatchNorm2d::new(s.enter("norm"), 4),
+        bare_norm: BatchNorm2d::without_affine(s.enter("bare_norm"), 4),
+        groups: GroupNorm::new(s.enter("groups"), 2, 4),
+        table: Embedding::new(s.enter("table"), 4, 4),
+    };
+    let mut params = s.build().unwrap();
+    params.flat_mut().fill(value);
+    (layers, params)
+}
+
+#[test]
+fn a_layer_of_another_model_is_refused() {
+    let ((a, a_params), (b, mut b_params)) = (layers(1.0), layers(2.0));
+    type Run = for<'s> fn(&Layers, &'s Step<'_>, Tensor<'s>) -> Result<Tensor<'s>>;
+    let runs: [(&str, Run); 7] = [
+        ("linear.weight", |l, _, x| l.linear.forward(x)),
+        ("conv.weight", |l, _, x| l.conv.forward(x)),
+        ("up.weight", |l, _, x| l.up.forward(x)),
+        ("norm.weight", |l, _, x| l.norm.forward(x)),
+        ("bare_norm.running_mean", |l, _, x| l.bare_norm.forward(x)),
+        ("groups.weight", |l, _, x| l.groups.forward(x)),
+        ("table.weight", |l, step, _| {
+            l.table.forward(step, &[0, 3], &[2])
+        }),
+    ];
+    let clone = a_params.clone();
+    let mut tape = Tape::new(Threads(1));
+    for (name, run) in runs {
+        let mut through = |layers: &Layers, params: &Params| {
+            let step = tape.step(params, StepKey::new(0, 0));
+            let x = step.input(&[1.0; 16], &[2, 2, 1, 4]).unwrap();
+            let done = run(layers, &step, x).map(|y| y.to_vec());
+            drop(step);
+            // What a normalisation has noted.
+            let mut own = params.clone();
+            done.and_then(|y| tape.update_buffers(&mut own).map(|()| y))
+        };
+        let of_a = through(&a, &a_params).unwrap();
+        assert_eq!(
+            through(&a, &clone).unwrap(),
+            of_a,
+            "{name}: a clone is the same model"
+        );
+        let error = through(&a, &b_params).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Usage);
+        let text = error.to_string();
+        assert!(
+            text.contains("belongs to another model") && text.contains(name),
+            "{text}"
+        );
+        through(&b, &b_params).unwrap();
+    }
+    // Nor do statistics go into another model's buffers.
+    let step = tape.step(&a_params, StepKey::new(0, 0));
+    a.norm
+        .forward(step.input(&[1.0; 16], &[2, 2, 1, 4]).unwrap())
+        .unwrap();
+    drop(step);
+    is_usage(tape.update_buffers(&mut b_params), "norm.running_mean");
+}
+
+#[test]
+fn parameters_of_another_model_are_not_drawn_again() {
+    let (a, _) = layers(1.0);
+    let mut scope = Scope::new(Seed(0));
+    Linear::new(scope.enter("linear"), 4, 4);
+    scope.redraw(a.linear.weight, Init::Constant(0.0));
+    is_usage(scope.build(), "belongs to another model");
 }

@@ -31,7 +31,9 @@ impl Layer {
         let (o, inputs) = (&case["options"], &case["inputs"]);
         let n = |name: &str, default: u64| o[name].as_u64().unwrap_or(default) as usize;
         let weight = || Array::parse(&inputs["weight"]).shape;
-        let at = |scope: &mut Scope| scope.enter("layer");
+        fn at<'s>(scope: &'s mut Scope<'_>) -> Scope<'s> {
+            scope.enter("layer")
+        }
         match case["layer"].as_str().unwrap() {
             "conv1d" => {
                 let w = weight();

@@ -221,13 +221,12 @@ impl<'s> Tensor<'s> {
         }
         if let Some(r) = o.running {
             for (id, len) in [(r.mean, c), (r.var, c), (r.batches, 1)] {
-                match step.params().buffer_infos().get(id.index()) {
-                    Some(info) if info.len == len => {}
-                    _ => {
-                        return Err(Error::usage(format!(
-                            "batch_norm: running statistics do not fit {c} channels of this step's model"
-                        )));
-                    }
+                let info = step.params().buffer_info(id)?;
+                if info.len != len {
+                    return Err(Error::usage(format!(
+                        "batch_norm: {} has {} values for {c} channels",
+                        info.name, info.len
+                    )));
                 }
             }
         }
@@ -308,22 +307,23 @@ impl BatchNorm {
     fn gated_by_output(&self) -> bool {
         self.act != Act::None && self.residual.is_some()
     }
+}
 
-    fn one_gradient(
-        pass: &mut Pass<'_>,
-        id: Option<ParamId>,
-        values: impl Iterator<Item = f64>,
-    ) -> Result<()> {
-        let Some(id) = id else { return Ok(()) };
-        pass.param(id, |g, mode| {
-            for (g, v) in g.iter_mut().zip(values) {
-                *g = match mode {
-                    Mode::Write => v as f32,
-                    Mode::Add => *g + v as f32,
-                };
-            }
-        })
-    }
+/// Gives a parameter its gradient, made in f64.
+pub(super) fn one_gradient(
+    pass: &mut Pass<'_>,
+    id: Option<ParamId>,
+    values: impl Iterator<Item = f64>,
+) -> Result<()> {
+    let Some(id) = id else { return Ok(()) };
+    pass.param(id, |g, mode| {
+        for (g, v) in g.iter_mut().zip(values) {
+            *g = match mode {
+                Mode::Write => v as f32,
+                Mode::Add => *g + v as f32,
+            };
+        }
+    })
 }
 
 impl Recorded for BatchNorm {
@@ -393,8 +393,8 @@ impl BatchNorm {
             .iter()
             .zip(inverse)
             .map(|(&p, &i)| p * f64::from(i));
-        Self::one_gradient(pass, self.weight, scaled)?;
-        Self::one_gradient(pass, self.bias, total.iter().copied())?;
+        one_gradient(pass, self.weight, scaled)?;
+        one_gradient(pass, self.bias, total.iter().copied())?;
 
         let mut rows = (numel / c).max(1) as f64;
         if let Some((joined, join)) = self.joined.zip(pass.join()) {
@@ -489,19 +489,11 @@ impl Statistics {
 
     /// Moves every noted statistic into the running ones, in recording order.
     pub(crate) fn apply(&mut self, params: &mut crate::Params) -> Result<()> {
-        let fits = |id: BufferId, len: usize| {
-            params
-                .buffer_infos()
-                .get(id.index())
-                .is_some_and(|i| i.len == len)
-        };
-        if !self.notes.iter().all(|n| {
-            let r = n.running;
-            fits(r.mean, n.channels) && fits(r.var, n.channels) && fits(r.batches, 1)
-        }) {
-            return Err(Error::usage(
-                "running statistics do not fit these parameters: they belong to another model",
-            ));
+        // Their lengths were checked when they were noted.
+        for RunningStats { mean, var, batches } in self.notes.iter().map(|n| n.running) {
+            for id in [mean, var, batches] {
+                params.buffer_info(id)?;
+            }
         }
         let mut rest = &*self.values;
         for note in &self.notes {

@@ -23,7 +23,7 @@ pub use sgd::Sgd;
 
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::isa::{Isa, isa};
-use crate::param::{GradView, ParamId, Params};
+use crate::param::{GradView, Params};
 use crate::{Error, Result, Workers};
 
 /// What every optimizer offers to a training loop and to a checkpoint.
@@ -54,14 +54,13 @@ pub trait Optimizer {
     ) -> Result<()> {
         self.check_layout(params, grads)?;
         self.begin_step()?;
-        for index in 0..params.infos().len() {
-            let id = ParamId(index as u32);
+        for id in params.ids() {
             if grads.untouched(id) {
                 continue;
             }
             let factor = if grads.is_local(id) { 1.0 } else { factor };
             let run = Run {
-                at: params.infos()[index].offset,
+                at: params.infos()[id.index()].offset,
                 values: params.get_mut(id),
                 grads: grads.grad(id),
             };

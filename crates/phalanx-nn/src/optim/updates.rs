@@ -1,7 +1,7 @@
 //! How often each parameter was updated.
 
 use super::Run;
-use crate::param::{GradView, ParamId, Params};
+use crate::param::{GradView, Params};
 use crate::{Error, Result};
 
 /// Counts, parameter by parameter: who had no gradient in a step is not updated by it.
@@ -46,10 +46,9 @@ impl Updates {
                 "optimizer was made for other parameters; make a new one for these",
             ));
         }
-        for (index, info) in params.infos().iter().enumerate() {
-            let id = ParamId(index as u32);
+        for (id, info) in params.ids().zip(params.infos()) {
             let got = grads.grad(id).len();
-            if got != info.len && !grads.untouched(id) {
+            if got != info.len && (got != 0 || !grads.untouched(id)) {
                 return Err(Error::usage(format!(
                     "gradient of {} has {got} elements, the parameter {}",
                     info.name, info.len

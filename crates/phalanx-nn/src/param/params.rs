@@ -1,28 +1,49 @@
 //! The built parameters and buffers of a model.
 
+use std::sync::atomic::{AtomicU32, Ordering};
+
 use super::layout::Layout;
 use crate::error::{Error, Result};
 use crate::pool::AlignedBuf;
 
-/// A parameter of one [`Params`], by registration order.
+/// Which model a parameter or buffer belongs to: a number that each root [`Scope`](crate::Scope) of
+/// the process has for itself. Clones of [`Params`] are the same model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct ParamId(pub(crate) u32);
+pub(crate) struct ModelId(u32);
+
+impl ModelId {
+    /// A number that no other model has.
+    pub(super) fn new() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        ModelId(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// A parameter of one model, by registration order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ParamId {
+    pub(super) index: u32,
+    pub(super) model: ModelId,
+}
 
 impl ParamId {
     /// Position in registration order, from 0; index into [`Params::infos`].
     pub fn index(self) -> usize {
-        self.0 as usize
+        self.index as usize
     }
 }
 
 /// A buffer (running statistics and the like: state without a gradient).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct BufferId(pub(crate) u32);
+pub struct BufferId {
+    pub(super) index: u32,
+    pub(super) model: ModelId,
+}
 
 impl BufferId {
     /// Position in registration order, from 0; index into [`Params::buffer_infos`].
     pub fn index(self) -> usize {
-        self.0 as usize
+        self.index as usize
     }
 }
 
@@ -48,6 +69,7 @@ pub struct ParamInfo {
 /// hash, a broadcast or an optimizer may treat [`flat`](Params::flat) as one array.
 #[derive(Clone)]
 pub struct Params {
+    pub(super) model: ModelId,
     pub(crate) values: AlignedBuf,
     pub(crate) infos: Vec<ParamInfo>,
     pub(crate) buffer_values: AlignedBuf,
@@ -103,17 +125,40 @@ impl Params {
         &self.infos
     }
 
+    /// Name, shape and place of one parameter.
+    ///
+    /// # Errors
+    /// `Usage` when it belongs to another model.
+    pub(crate) fn info(&self, id: ParamId) -> Result<&ParamInfo> {
+        match self.infos.get(id.index()) {
+            Some(info) if id.model == self.model => Ok(info),
+            info => Err(foreign("parameter", id.index(), info)),
+        }
+    }
+
+    /// Name, shape and place of one buffer.
+    ///
+    /// # Errors
+    /// `Usage` when it belongs to another model.
+    pub(crate) fn buffer_info(&self, id: BufferId) -> Result<&ParamInfo> {
+        match self.buffer_infos.get(id.index()) {
+            Some(info) if id.model == self.model => Ok(info),
+            info => Err(foreign("buffer", id.index(), info)),
+        }
+    }
+
     /// All ids in registration order.
     pub fn ids(&self) -> impl ExactSizeIterator<Item = ParamId> + DoubleEndedIterator + use<> {
-        (0..self.infos.len() as u32).map(ParamId)
+        let model = self.model;
+        (0..self.infos.len() as u32).map(move |index| ParamId { index, model })
     }
 
     /// The parameter of that dotted name.
     pub fn find(&self, name: &str) -> Option<ParamId> {
-        self.infos
-            .iter()
-            .position(|i| i.name == name)
-            .map(|i| ParamId(i as u32))
+        self.ids()
+            .zip(&self.infos)
+            .find(|(_, info)| info.name == name)
+            .map(|(id, _)| id)
     }
 
     /// A copy of one parameter in PyTorch's row-major order.
@@ -154,15 +199,16 @@ impl Params {
 
     /// All buffers in registration order.
     pub fn buffer_ids(&self) -> impl ExactSizeIterator<Item = BufferId> + use<> {
-        (0..self.buffer_infos.len() as u32).map(BufferId)
+        let model = self.model;
+        (0..self.buffer_infos.len() as u32).map(move |index| BufferId { index, model })
     }
 
     /// The buffer of that dotted name.
     pub fn find_buffer(&self, name: &str) -> Option<BufferId> {
-        self.buffer_infos
-            .iter()
-            .position(|i| i.name == name)
-            .map(|i| BufferId(i as u32))
+        self.buffer_ids()
+            .zip(&self.buffer_infos)
+            .find(|(_, info)| info.name == name)
+            .map(|(id, _)| id)
     }
 
     /// The region of all buffers, gaps (zeros) included.
@@ -202,6 +248,18 @@ impl std::fmt::Debug for Params {
             .field("buffers", &self.buffer_infos.len())
             .finish()
     }
+}
+
+/// A layer's `kind` number `index` is of another model; `here` has that number in this one.
+fn foreign(kind: &str, index: usize, here: Option<&ParamInfo>) -> Error {
+    let here = match here {
+        Some(info) => format!("{} is {kind} {index} of the model in use", info.name),
+        None => format!("the model in use has no {kind} {index}"),
+    };
+    Error::usage(format!(
+        "a layer's {kind} {index} belongs to another model ({here}); use a layer with the Params that were \
+         built from its own Scope, or a clone of them"
+    ))
 }
 
 pub(super) fn import(info: &ParamInfo, from: &[f32], into: &mut [f32]) -> Result<()> {

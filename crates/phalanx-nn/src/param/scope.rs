@@ -1,11 +1,9 @@
 //! Registration: layers name their parameters, then `build` allocates once.
 
-use std::cell::RefCell;
 use std::collections::HashSet;
-use std::rc::Rc;
 
 use super::layout::Layout;
-use super::params::{BufferId, ParamId, ParamInfo, Params, import};
+use super::params::{BufferId, ModelId, ParamId, ParamInfo, Params, import};
 use crate::error::{Error, Result};
 use crate::kernels::isa;
 use crate::pool::{AlignedBuf, round_up};
@@ -49,16 +47,36 @@ pub enum Init {
     },
 }
 
-/// Where a module registers its parameters: a name prefix over one shared list.
+/// Where a module registers its parameters: a name prefix over the model's list.
 ///
 /// Mistakes (a name used twice, an impossible shape) are reported by
 /// [`build`](Scope::build), so that model constructors need no error handling.
-pub struct Scope {
+///
+/// A scope that was [entered](Scope::enter) borrows the one it was entered from, so nothing can be
+/// registered once the model is built:
+///
+/// ```compile_fail,E0505
+/// # use phalanx_nn::{layers::Linear, Scope, Seed};
+/// let mut scope = Scope::new(Seed(0));
+/// let head = scope.enter("head");
+/// let params = scope.build().unwrap();
+/// let late = Linear::new(head, 2, 1); // error: `scope` was moved while `head` borrows it
+/// ```
+pub struct Scope<'a> {
     prefix: String,
-    shared: Rc<RefCell<Registry>>,
+    registry: Held<'a>,
+}
+
+/// A scope's access to the registry.
+enum Held<'a> {
+    /// The root's.
+    Own(Box<Registry>),
+    /// Of a scope that was entered.
+    Lent(&'a mut Registry),
 }
 
 struct Registry {
+    model: ModelId,
     generator: Generator,
     params: Section,
     buffers: Section,
@@ -90,26 +108,34 @@ impl Section {
     }
 
     /// Everything in its place; PyTorch's order goes as it comes.
-    fn build(&mut self) -> Result<AlignedBuf> {
+    fn build(self) -> Result<(AlignedBuf, Vec<ParamInfo>)> {
         let mut flat = AlignedBuf::zeroed(self.end);
-        for (info, values) in self.infos.iter().zip(self.values.drain(..)) {
+        for (info, values) in self.infos.iter().zip(self.values) {
             import(
                 info,
                 &values,
                 &mut flat[info.offset..info.offset + info.len],
             )?;
         }
-        Ok(flat)
+        Ok((flat, self.infos))
     }
 }
 
-impl Scope {
+impl Registry {
+    fn mistake(&mut self, message: String) {
+        self.first_mistake
+            .get_or_insert_with(|| Error::usage(message));
+    }
+}
+
+impl Scope<'static> {
     /// An empty root. Initial values are those PyTorch draws after
     /// `torch.manual_seed(seed)` when modules are constructed in the same order.
     pub fn new(seed: Seed) -> Self {
         Scope {
             prefix: String::new(),
-            shared: Rc::new(RefCell::new(Registry {
+            registry: Held::Own(Box::new(Registry {
+                model: ModelId::new(),
                 generator: Generator::new(seed.0),
                 params: Section::default(),
                 buffers: Section::default(),
@@ -119,11 +145,82 @@ impl Scope {
         }
     }
 
+    /// Lays everything out and hands over the parameters.
+    ///
+    /// # Errors
+    /// `Usage`: the first mistake made while registering, or `PHALANX_ISA`
+    /// names an instruction set that this processor does not have.
+    pub fn build(self) -> Result<Params> {
+        // Every model passes here before anything is computed.
+        isa::chosen().map_err(Error::usage)?;
+        let Held::Own(r) = self.registry else {
+            return Err(Error::usage(format!(
+                "the scope {} was entered; build the one that Scope::new made",
+                self.prefix
+            )));
+        };
+        let r = *r;
+        if let Some(e) = r.first_mistake {
+            return Err(e);
+        }
+        let (values, infos) = r.params.build()?;
+        let (buffer_values, buffer_infos) = r.buffers.build()?;
+        Ok(Params {
+            model: r.model,
+            values,
+            infos,
+            buffer_values,
+            buffer_infos,
+        })
+    }
+}
+
+impl Scope<'_> {
     /// A view that puts `name.` before everything registered through it.
-    pub fn enter(&mut self, name: &str) -> Scope {
+    pub fn enter(&mut self, name: &str) -> Scope<'_> {
         Scope {
             prefix: self.full(name),
-            shared: Rc::clone(&self.shared),
+            registry: Held::Lent(self.registry()),
+        }
+    }
+
+    fn registry(&mut self) -> &mut Registry {
+        match &mut self.registry {
+            Held::Own(registry) => registry,
+            Held::Lent(registry) => registry,
+        }
+    }
+
+    /// Registers a parameter of PyTorch's `shape`.
+    pub fn param(&mut self, name: &str, shape: &[usize], layout: Layout, init: Init) -> ParamId {
+        let (full, values) = self.admit(name, shape, layout, init);
+        let r = self.registry();
+        ParamId {
+            index: r.params.add(full, shape, layout, values),
+            model: r.model,
+        }
+    }
+
+    /// Draws the values of a registered parameter again, as models do that
+    /// start from other numbers than their layers' defaults.
+    pub fn redraw(&mut self, param: ParamId, init: Init) {
+        let r = self.registry();
+        match r.params.values.get_mut(param.index()) {
+            Some(values) if param.model == r.model => init.fill(&mut r.generator, values),
+            _ => r.mistake(format!(
+                "parameter {} was to be drawn again, but belongs to another model",
+                param.index()
+            )),
+        }
+    }
+
+    /// Registers a buffer filled with `value`.
+    pub fn buffer(&mut self, name: &str, shape: &[usize], value: f32) -> BufferId {
+        let (full, values) = self.admit(name, shape, Layout::Same, Init::Constant(value));
+        let r = self.registry();
+        BufferId {
+            index: r.buffers.add(full, shape, Layout::Same, values),
+            model: r.model,
         }
     }
 
@@ -135,38 +232,6 @@ impl Scope {
         }
     }
 
-    /// Registers a parameter of PyTorch's `shape`.
-    pub fn param(&mut self, name: &str, shape: &[usize], layout: Layout, init: Init) -> ParamId {
-        let (full, values) = self.admit(name, shape, layout, init);
-        ParamId(
-            self.shared
-                .borrow_mut()
-                .params
-                .add(full, shape, layout, values),
-        )
-    }
-
-    /// Draws the values of a registered parameter again, as models do that
-    /// start from other numbers than their layers' defaults.
-    pub fn redraw(&mut self, param: ParamId, init: Init) {
-        let mut shared = self.shared.borrow_mut();
-        let r = &mut *shared;
-        if let Some(values) = r.params.values.get_mut(param.index()) {
-            init.fill(&mut r.generator, values);
-        }
-    }
-
-    /// Registers a buffer filled with `value`.
-    pub fn buffer(&mut self, name: &str, shape: &[usize], value: f32) -> BufferId {
-        let (full, values) = self.admit(name, shape, Layout::Same, Init::Constant(value));
-        BufferId(
-            self.shared
-                .borrow_mut()
-                .buffers
-                .add(full, shape, Layout::Same, values),
-        )
-    }
-
     fn admit(
         &mut self,
         name: &str,
@@ -175,7 +240,7 @@ impl Scope {
         init: Init,
     ) -> (String, AlignedBuf) {
         let full = self.full(name);
-        let mut r = self.shared.borrow_mut();
+        let r = self.registry();
         let mistake = if full.split('.').any(str::is_empty) {
             Some(format!("parameter name {full:?} has an empty part"))
         } else if !r.names.insert(full.clone()) {
@@ -196,34 +261,12 @@ impl Scope {
             (m, _) => m,
         };
         if let Some(m) = mistake {
-            r.first_mistake.get_or_insert_with(|| Error::usage(m));
+            r.mistake(m);
             return (full, AlignedBuf::zeroed(0));
         }
         let mut values = AlignedBuf::zeroed(elems.unwrap_or(0));
         init.fill(&mut r.generator, &mut values);
         (full, values)
-    }
-
-    /// Lays everything out and hands over the parameters.
-    ///
-    /// # Errors
-    /// `Usage`: the first mistake made while registering, or `PHALANX_ISA`
-    /// names an instruction set that this processor does not have.
-    pub fn build(self) -> Result<Params> {
-        // Every model passes here before anything is computed.
-        isa::chosen().map_err(Error::usage)?;
-        let mut r = self.shared.borrow_mut();
-        if let Some(e) = r.first_mistake.take() {
-            return Err(e);
-        }
-        let mut params = std::mem::take(&mut r.params);
-        let mut buffers = std::mem::take(&mut r.buffers);
-        Ok(Params {
-            values: params.build()?,
-            infos: params.infos,
-            buffer_values: buffers.build()?,
-            buffer_infos: buffers.infos,
-        })
     }
 }
 
@@ -239,7 +282,7 @@ impl Init {
     }
 }
 
-impl std::fmt::Debug for Scope {
+impl std::fmt::Debug for Scope<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Scope")
             .field("prefix", &self.prefix)
@@ -287,18 +330,19 @@ mod tests {
     #[test]
     fn draws_follow_pytorchs_order_and_export_gives_them_back() {
         let p = two();
+        let (w, b) = (p.find("a.weight").unwrap(), p.find("a.bias").unwrap());
         let mut want = vec![0.0; 12];
         init::fill_weight(&mut Generator::new(3), &mut want, 6);
-        assert_eq!(p.export(ParamId(0)), want);
+        assert_eq!(p.export(w), want);
         // (kh, kw, in, out) inside: element [out 1, in 2, 0, kw 1].
-        assert_eq!(p.get(ParamId(0))[(3 + 2) * 2 + 1], want[(3 + 2) * 2 + 1]);
-        assert_ne!(p.get(ParamId(0)), want);
+        assert_eq!(p.get(w)[(3 + 2) * 2 + 1], want[(3 + 2) * 2 + 1]);
+        assert_ne!(p.get(w), want);
         let mut q = two();
         q.flat_mut().fill(0.0);
-        q.import(ParamId(0), &want).unwrap();
-        assert_eq!(q.get(ParamId(0)), p.get(ParamId(0)));
+        q.import(w, &want).unwrap();
+        assert_eq!(q.get(w), p.get(w));
         assert!(
-            q.import(ParamId(1), &want)
+            q.import(b, &want)
                 .unwrap_err()
                 .to_string()
                 .contains("a.bias")

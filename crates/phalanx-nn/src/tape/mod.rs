@@ -208,15 +208,9 @@ impl<'a> Step<'a> {
         }
     }
 
-    /// Place and shape of a parameter of this step's model.
+    /// Place and shape of a parameter, which must be of this step's model.
     pub(crate) fn info(&self, id: ParamId) -> Result<&'a ParamInfo> {
-        self.params.infos().get(id.index()).ok_or_else(|| {
-            Error::usage(format!(
-                "parameter number {} is not one of this step's {}: the layer belongs to another model",
-                id.index(),
-                self.params.len()
-            ))
-        })
+        self.params.info(id)
     }
 
     pub(crate) fn backward(
