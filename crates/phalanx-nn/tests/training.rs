@@ -10,9 +10,10 @@ use std::path::Path;
 use common::{Recorder, hashed, noise};
 use phalanx_nn::layers::Linear;
 use phalanx_nn::models::{LinearToy, MnistCnn};
-use phalanx_nn::optim::{Adam, Sgd};
+use phalanx_nn::optim::{Adam, Optimizer, Sgd, step_clipped};
 use phalanx_nn::{
-    ErrorKind, GradSink, GradView, Grads, Params, Reduction, Scope, Seed, StepKey, Tape, Threads,
+    ErrorKind, GradSink, GradView, Grads, Init, Layout, ParamId, Params, Reduction, Scope, Seed,
+    StepKey, Tape, Tensor, Threads,
 };
 use serde_json::Value;
 use sha2::Digest;
@@ -487,4 +488,143 @@ fn engine_state_can_move_to_another_thread() {
         .join()
         .unwrap();
     assert_eq!(one, other);
+}
+
+/// A head of one weight: its forward is `w * x`.
+fn head(scope: &mut Scope, name: &str) -> ParamId {
+    scope.param(name, &[1, 1], Layout::Same, Init::Constant(0.5))
+}
+
+/// PyTorch's rule, in f64: a parameter whose `grad` is None keeps its value and its state, and counts no step.
+/// `zero_grad` before each step, then the backward passes of the heads of `used`, one each.
+struct Serial {
+    adamw: bool,
+    /// Weight, two states, updates.
+    heads: Vec<(f64, f64, f64, i32)>,
+}
+
+impl Serial {
+    fn step(&mut self, gradients: &[Option<f64>], limit: f64) {
+        let norm = gradients.iter().flatten().map(|g| g * g).sum::<f64>();
+        let factor = (limit / (norm.sqrt() + 1e-6)).min(1.0);
+        for ((w, m, v, t), g) in self.heads.iter_mut().zip(gradients) {
+            let Some(g) = g.map(|g| g * factor) else {
+                continue;
+            };
+            *t += 1;
+            if self.adamw {
+                *w *= 1.0 - 0.1 * 0.3;
+                *m = 0.9 * *m + 0.1 * g;
+                *v = 0.999 * *v + 0.001 * g * g;
+                let (m, v) = (*m / (1.0 - 0.9f64.powi(*t)), *v / (1.0 - 0.999f64.powi(*t)));
+                *w -= 0.1 * m / (v.sqrt() + 1e-8);
+            } else {
+                let d = g + 0.3 * *w;
+                *m = if *t == 1 { d } else { 0.9 * *m + d };
+                *w -= 0.1 * *m;
+            }
+        }
+    }
+}
+
+#[test]
+fn parameters_that_no_backward_of_a_step_used_are_left_alone() {
+    let mut scope = Scope::new(Seed(0));
+    let heads: Vec<ParamId> = (0..4).map(|h| head(&mut scope, &format!("h{h}"))).collect();
+    let start = scope.build().unwrap();
+    // Heads of each backward pass of each step. The last head's gradient is zero, but is one.
+    let steps: [&[&[usize]]; 9] = [
+        &[&[0]],
+        &[&[1]],
+        &[&[0, 3]],
+        &[&[0], &[1]],
+        &[&[1], &[0], &[1]],
+        &[],
+        &[&[3]],
+        &[&[1, 3], &[3]],
+        &[&[0]],
+    ];
+    type Make = fn(&Params) -> Box<dyn Optimizer>;
+    let makes: [(bool, Make); 2] = [
+        (true, |p| Box::new(Adam::adamw(p, 0.1).weight_decay(0.3))),
+        (false, |p| {
+            Box::new(Sgd::new(p, 0.1).momentum(0.9).weight_decay(0.3))
+        }),
+    ];
+    for (adamw, make) in makes {
+        for limit in [f64::INFINITY, 0.7] {
+            let mut params = start.clone();
+            let mut optimizer = make(&params);
+            let mut grads = Grads::like(&params);
+            let mut tape = Tape::new(Threads(1));
+            let mut serial = Serial {
+                adamw,
+                heads: vec![(0.5, 0.0, 0.0, 0); heads.len()],
+            };
+            for (index, passes) in steps.iter().enumerate() {
+                let mut wanted: Vec<Option<f64>> = vec![None; heads.len()];
+                grads.zero();
+                // One pass overwrites, several are added.
+                grads.set_accumulate(passes.len() > 1);
+                for (pass, used) in passes.iter().enumerate() {
+                    let step = tape.step(&params, StepKey::new(0, index as u64));
+                    let mut sum: Option<Tensor<'_>> = None;
+                    for &h in *used {
+                        let x = if h == 3 {
+                            0.0
+                        } else {
+                            (index + 2 * pass + h) as f32 * 0.3 - 1.0
+                        };
+                        let w = serial.heads[h].0;
+                        *wanted[h].get_or_insert(0.0) +=
+                            2.0 * (w * f64::from(x) - 1.0) * f64::from(x);
+                        let y = step.input(&[x], &[1, 1]).unwrap().matmul(heads[h]).unwrap();
+                        let loss = y.mse_loss(&[1.0], Reduction::Sum).unwrap();
+                        sum = Some(match sum {
+                            Some(sum) => sum.add(loss).unwrap(),
+                            None => loss,
+                        });
+                    }
+                    sum.unwrap().backward(&mut grads).unwrap();
+                }
+                for (id, wanted) in heads.iter().zip(&wanted) {
+                    assert_eq!(grads.untouched(*id), wanted.is_none(), "step {index}");
+                }
+                serial.step(&wanted, limit);
+                step_clipped(optimizer.as_mut(), &mut params, &grads, limit).unwrap();
+                for (h, id) in heads.iter().enumerate() {
+                    let (w, _, _, updates) = serial.heads[h];
+                    let got = f64::from(params.get(*id)[0]);
+                    assert!(
+                        (got - w).abs() < 1e-5,
+                        "head {h}, step {index}: {got}, not {w}"
+                    );
+                    assert_eq!(
+                        optimizer.updates()[h],
+                        updates as u64,
+                        "head {h}, step {index}"
+                    );
+                }
+            }
+            assert_eq!(params.get(heads[2]), [0.5], "never used");
+        }
+    }
+}
+
+/// What a program writes itself is a gradient, whatever backward said before.
+#[test]
+fn gradients_that_are_written_by_hand_count() {
+    let mut scope = Scope::new(Seed(0));
+    let (a, b) = (head(&mut scope, "a"), head(&mut scope, "b"));
+    let mut params = scope.build().unwrap();
+    let mut sgd = Sgd::new(&params, 1.0);
+    let mut grads = Grads::like(&params);
+    sgd.step(&mut params, &grads).unwrap();
+    assert_eq!((sgd.updates(), params.get(a)), (&[0, 0][..], &[0.5][..]));
+    grads.slot(a).fill(1.0);
+    sgd.step(&mut params, &grads).unwrap();
+    assert_eq!((sgd.updates(), params.get(a)), (&[1, 0][..], &[-0.5][..]));
+    grads.flat_mut().fill(0.0);
+    sgd.step(&mut params, &grads).unwrap();
+    assert_eq!((sgd.updates(), params.get(b)), (&[2, 1][..], &[0.5][..]));
 }

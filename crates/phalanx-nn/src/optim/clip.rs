@@ -35,7 +35,8 @@ pub fn grad_norm(params: &Params, grads: &dyn GradView) -> f64 {
         .ids()
         .filter(counts)
         .map(|id| squares(grads.grad(id)));
-    all.sum::<f64>().sqrt()
+    // Not `sum`, which makes -0.0 of nothing.
+    all.fold(0.0f64, |sum, next| sum + next).sqrt()
 }
 
 /// What PyTorch's `clip_grad_norm_` multiplies gradients of this norm by:

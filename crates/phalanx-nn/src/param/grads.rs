@@ -36,7 +36,8 @@ pub trait GradSink {
     }
 
     /// The loss does not depend on `param`. Unless a sink wants to know, it
-    /// sees a gradient of zeros (or, accumulating, one that adds nothing).
+    /// sees a gradient of zeros (or, accumulating, one that adds nothing). A sink that writes into
+    /// another one's memory passes this on, so that the other one knows too.
     ///
     /// # Errors
     /// As [`ready`](Self::ready).
@@ -75,19 +76,26 @@ pub trait GradView {
 }
 
 /// Gradients of all parameters in one flat region laid out like the parameters'.
+///
+/// A parameter [has a gradient](GradView::untouched) if a backward pass that counts used it: the last one, or when
+/// [accumulating](Self::set_accumulate) any since [`zero`](Self::zero). A gradient that happens to be zero is one.
+/// Optimizers leave parameters without a gradient alone.
 #[derive(Clone)]
 pub struct Grads {
     values: AlignedBuf,
     infos: Vec<ParamInfo>,
+    /// Whether each parameter has a gradient.
+    present: Vec<bool>,
     accumulate: bool,
 }
 
 impl Grads {
-    /// Zeros, laid out like `params`.
+    /// Zeros, laid out like `params`; no parameter has a gradient yet.
     pub fn like(params: &Params) -> Self {
         Grads {
             values: AlignedBuf::zeroed(params.flat().len()),
             infos: params.infos().to_vec(),
+            present: vec![false; params.len()],
             accumulate: false,
         }
     }
@@ -97,15 +105,17 @@ impl Grads {
         &self.values
     }
 
-    /// The whole region for writing; gaps must stay zero.
+    /// The whole region for writing; gaps must stay zero. Every parameter has a gradient then.
     pub fn flat_mut(&mut self) -> &mut [f32] {
+        self.present.fill(true);
         &mut self.values
     }
 
-    /// Sets every gradient to zero. Needed only before accumulating: a plain
-    /// backward pass overwrites.
+    /// Sets every gradient to zero; no parameter has one then (PyTorch's `zero_grad`). Needed only
+    /// before accumulating: a plain backward pass overwrites.
     pub fn zero(&mut self) {
         self.values.fill(0.0);
+        self.present.fill(false);
     }
 
     /// Whether following backward passes add to the gradients (micro-steps)
@@ -131,12 +141,25 @@ impl Grads {
 impl GradSink for Grads {
     fn slot(&mut self, param: ParamId) -> &mut [f32] {
         match self.infos.get(param.index()) {
-            Some(i) => &mut self.values[i.offset..i.offset + i.len],
+            Some(i) => {
+                self.present[param.index()] = true;
+                &mut self.values[i.offset..i.offset + i.len]
+            }
             None => &mut [], // of another model
         }
     }
 
     fn ready(&mut self, _: ParamId) -> Result<(), SinkError> {
+        Ok(())
+    }
+
+    fn unused(&mut self, param: ParamId) -> Result<(), SinkError> {
+        if !self.accumulate {
+            self.slot(param).fill(0.0);
+            if let Some(present) = self.present.get_mut(param.index()) {
+                *present = false;
+            }
+        }
         Ok(())
     }
 
@@ -151,6 +174,10 @@ impl GradView for Grads {
             Some(i) => &self.values[i.offset..i.offset + i.len],
             None => &[], // of another model
         }
+    }
+
+    fn untouched(&self, param: ParamId) -> bool {
+        self.present.get(param.index()) == Some(&false)
     }
 }
 

@@ -221,7 +221,9 @@ pub(super) fn run(
 
     let accumulates = sink.accumulates();
     for id in params.ids().filter(|id| state.uses[id.index()] == 0) {
-        slot_of(sink, params, id)?; // of another model, perhaps
+        if !accumulates {
+            slot_of(sink, params, id)?; // of another model, perhaps
+        }
         accepted(sink.unused(id), params, id)?;
     }
 
