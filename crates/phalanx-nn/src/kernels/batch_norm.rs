@@ -14,7 +14,7 @@ use crate::par::{Disjoint, Team};
 /// Elements of one chunk: 64 KiB, which stays in L2 between two sweeps.
 const CHUNK_ELEMS: usize = 16 * 1024;
 /// Rows of a chunk at most: longer chains of additions lose digits.
-const MAX_ROWS: usize = 1024;
+pub(super) const MAX_ROWS: usize = 1024;
 /// Channels whose running sums stay in registers.
 const LANES: usize = 64;
 
@@ -302,7 +302,8 @@ fn sums_of<const W: usize, T: Element>(
 }
 
 simd! {
-    fn add_parts(parts: &[f32], sums: &mut [f64], products: &mut [f64]) {
+    /// Adds parts in order: each is the sums of all channels, then their products.
+    pub(super) fn add_parts(parts: &[f32], sums: &mut [f64], products: &mut [f64]) {
         let c = sums.len();
         sums.fill(0.0);
         products.fill(0.0);

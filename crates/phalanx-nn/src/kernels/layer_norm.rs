@@ -4,8 +4,11 @@
 //! of neighbouring channels. Both are one body: a row is an image of one pixel.
 //!
 //! *Order*: a group's sums belong to one thread: pixels in order for each
-//! channel, channels in order, in f64. Sums over images are the caller's.
+//! channel, channels in order, in f64. The gradients of weight and bias are sums over the pixels of all
+//! images: at most [`MAX_ROWS`] terms in order in f32, then the parts, which are cut by shape alone, in
+//! order in f64, as batch normalisation does it.
 
+use super::batch_norm::{MAX_ROWS, add_parts};
 use crate::par::{Disjoint, Team};
 
 /// Sizes of images whose channels are normalised in groups.
@@ -116,42 +119,63 @@ fn per_chunk(g: Groups) -> usize {
     (crate::par::PIECE / g.image_len().max(1)).max(1)
 }
 
-/// Partial weight gradients at most.
-const PARTS: usize = 16;
+/// Chunks of whole images of the backward pass at most, unless their sums would be too long.
+const CHUNKS: usize = 16;
 
-/// Images of a chunk of the backward pass: by shape alone.
-fn backward_chunk(g: Groups) -> usize {
-    g.images.div_ceil(PARTS).max(1)
+/// How the backward pass is cut, by shape alone: each chunk is several small images, or one image in
+/// blocks of pixels. A chunk has a part of the weight gradients for each of its blocks.
+#[derive(Clone, Copy)]
+struct Cut {
+    /// Images of a chunk, the last one's fewer.
+    images: usize,
+    /// Blocks of an image, [`MAX_ROWS`] pixels each, the last one's fewer.
+    blocks: usize,
+}
+
+impl Cut {
+    fn of(g: Groups) -> Self {
+        let most = (MAX_ROWS / g.pixels.max(1)).max(1);
+        Cut {
+            images: g.images.div_ceil(CHUNKS).clamp(1, most),
+            blocks: g.pixels.div_ceil(MAX_ROWS).max(1),
+        }
+    }
 }
 
 /// Elements of the partial weight and bias gradients.
 pub(crate) fn partials_len(g: Groups) -> usize {
-    g.images.div_ceil(backward_chunk(g)) * 2 * g.channels
+    let cut = Cut::of(g);
+    g.images.div_ceil(cut.images) * cut.blocks * 2 * g.channels
 }
 
 simd! {
-    /// One group: `dy` becomes the gradient of `x`; `dw` and `db` are added to.
+    /// One group: channels `from ..` of `width`. `dy` becomes the gradient of `x`; each block of pixels adds its
+    /// weight and bias gradients to its own of `parts`.
     fn differentiate(
-        x: &[f32], dy: &mut [f32], channels: usize, from: usize, stats: (f32, f32),
-        weight: &[f32], dw: &mut [f32], db: &mut [f32],
+        x: &[f32], dy: &mut [f32], channels: usize, from: usize, width: usize, stats: (f32, f32),
+        weight: &[f32], parts: &mut [f32],
     ) {
-        let width = dw.len();
         let (mean, inverse) = stats;
         let n = (x.len() / channels * width) as f64;
         let (mut s1, mut s2) = (0.0, 0.0);
-        for (x, d) in x.chunks_exact(channels).zip(dy.chunks_exact_mut(channels)) {
-            let (x, d) = (&x[from..from + width], &mut d[from..from + width]);
-            for i in 0..width {
-                dw[i] = ((x[i] - mean) * inverse).mul_add(d[i], dw[i]);
-                db[i] += d[i];
+        let blocks = x.chunks(MAX_ROWS * channels).zip(dy.chunks_mut(MAX_ROWS * channels));
+        for ((x, dy), part) in blocks.zip(parts.chunks_exact_mut(2 * channels)) {
+            let (dw, db) = part.split_at_mut(channels);
+            let (dw, db) = (&mut dw[from..from + width], &mut db[from..from + width]);
+            for (x, d) in x.chunks_exact(channels).zip(dy.chunks_exact_mut(channels)) {
+                let (x, d) = (&x[from..from + width], &mut d[from..from + width]);
+                for i in 0..width {
+                    dw[i] = ((x[i] - mean) * inverse).mul_add(d[i], dw[i]);
+                    db[i] += d[i];
+                }
+                if !weight.is_empty() {
+                    let w = &weight[from..from + width];
+                    d.iter_mut().zip(w).for_each(|(d, w)| *d *= w);
+                }
+                let d = &*d;
+                s1 += lanes(width, |i| f64::from(d[i]));
+                s2 += lanes(width, |i| f64::from(d[i]) * f64::from((x[i] - mean) * inverse));
             }
-            if !weight.is_empty() {
-                let w = &weight[from..from + width];
-                d.iter_mut().zip(w).for_each(|(d, w)| *d *= w);
-            }
-            let d = &*d;
-            s1 += lanes(width, |i| f64::from(d[i]));
-            s2 += lanes(width, |i| f64::from(d[i]) * f64::from((x[i] - mean) * inverse));
         }
         let (m1, m2) = ((s1 / n) as f32, (s2 / n) as f32);
         for (x, d) in x.chunks_exact(channels).zip(dy.chunks_exact_mut(channels)) {
@@ -164,34 +188,97 @@ simd! {
     }
 }
 
-/// `dy` becomes the gradient of `x`; `parts` the partial gradients of weight and
-/// bias, [`partials_len`] elements: to be folded in order.
+/// `dy` becomes the gradient of `x`, `dw` and `db` those of weight and bias. `work` holds
+/// [`partials_len`] elements.
 pub(crate) fn backward(
     team: &Team,
     g: Groups,
     (x, stats): (&[f32], &[f32]),
     weight: &[f32],
     dy: &mut [f32],
-    parts: &mut [f32],
+    work: &mut [f32],
+    (dw, db): (&mut [f64], &mut [f64]),
 ) {
     let (len, width, c) = (g.image_len(), g.width(), g.channels);
-    let per = backward_chunk(g);
+    if dy.is_empty() {
+        return add_parts(&[], dw, db);
+    }
+    let cut = Cut::of(g);
     let dy = Disjoint::new(dy);
-    team.split(&mut parts[..partials_len(g)], 2 * c, |at, part| {
-        part.fill(0.0);
-        let (dw, db) = part.split_at_mut(c);
-        let chunk = at / (2 * c);
-        for image in chunk * per..((chunk + 1) * per).min(g.images) {
+    let work = &mut work[..partials_len(g)];
+    let piece = cut.blocks * 2 * c;
+    team.split(work, piece, |at, parts| {
+        parts.fill(0.0);
+        let first = at / piece * cut.images;
+        for image in first..(first + cut.images).min(g.images) {
             let range = image * len..(image + 1) * len;
             // SAFETY: this chunk alone touches its images.
             let dy = unsafe { dy.range(range.clone()) };
             for group in 0..g.groups {
-                let own = group * width..(group + 1) * width;
                 let place = 2 * (image * g.groups + group);
                 let stats = (stats[place], stats[place + 1]);
-                let (dw, db) = (&mut dw[own.clone()], &mut db[own.clone()]);
-                differentiate(&x[range.clone()], dy, c, own.start, stats, weight, dw, db);
+                let x = &x[range.clone()];
+                differentiate(x, dy, c, group * width, width, stats, weight, parts);
             }
         }
     });
+    add_parts(work, dw, db);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::isa::on_each_isa;
+    use crate::kernels::scalar::noise;
+    use crate::par::Threads;
+
+    #[test]
+    fn weight_gradients_of_many_pixels_keep_their_digits_and_are_equal_everywhere() {
+        for (images, pixels, channels, groups) in [
+            (2, 300 * 300, 4, 2),
+            (50, 30, 6, 3),
+            (40_000, 1, 5, 1),
+            (3, 1025, 2, 1),
+            (3, 1024, 2, 1),
+        ] {
+            let g = Groups {
+                images,
+                pixels,
+                channels,
+                groups,
+            };
+            let x = noise(images * pixels * channels, 1);
+            // Terms of one sign, so that a long chain of additions loses digits.
+            let dy: Vec<f32> = x.iter().map(|&x| if x > 0.0 { 0.1 } else { 0.0 }).collect();
+            let stats = [0.0, 1.0].repeat(images * groups);
+            let mut first: Option<(Vec<f64>, Vec<f64>, Vec<f32>)> = None;
+            on_each_isa(|isa| {
+                for threads in [1, 3] {
+                    let team = Team::new(Threads(threads));
+                    let mut dx = dy.clone();
+                    let mut work = vec![f32::NAN; partials_len(g)];
+                    let (mut dw, mut db) = (vec![f64::NAN; channels], vec![f64::NAN; channels]);
+                    let sums = (&mut dw[..], &mut db[..]);
+                    backward(&team, g, (&x, &stats), &[], &mut dx, &mut work, sums);
+                    for c in 0..channels {
+                        let terms = || x.iter().zip(&dy).skip(c).step_by(channels);
+                        let bias: f64 = terms().map(|(_, &d)| f64::from(d)).sum();
+                        let weight: f64 = terms().map(|(&x, &d)| f64::from(x) * f64::from(d)).sum();
+                        assert!(
+                            (db[c] - bias).abs() < 1e-5 * bias,
+                            "{g:?}: {} {bias}",
+                            db[c]
+                        );
+                        assert!(
+                            (dw[c] - weight).abs() < 1e-5 * weight,
+                            "{g:?}: {} {weight}",
+                            dw[c]
+                        );
+                    }
+                    let now = (dw, db, dx);
+                    assert_eq!(first.get_or_insert_with(|| now.clone()), &now, "{isa:?}");
+                }
+            });
+        }
+    }
 }

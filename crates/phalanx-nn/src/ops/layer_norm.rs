@@ -2,8 +2,7 @@
 //! the last dimensions, or over groups of channels of an image. Save their
 //! input and two numbers a group.
 
-use crate::kernels::Mode;
-use crate::kernels::elementwise;
+use super::batch_norm::one_gradient;
 use crate::kernels::layer_norm::{self, Groups};
 use crate::param::ParamId;
 use crate::pool::Buf;
@@ -136,27 +135,18 @@ impl Recorded for LayerNorm {
 
     fn backward(&self, pass: &mut Pass<'_>, mut dy: Buf) -> Result<()> {
         let (team, g, c) = (pass.team, self.groups, self.groups.channels);
-        let mut parts = pass.pool().get(layer_norm::partials_len(g));
-        let mut sums = pass.pool().get(2 * c);
+        let mut work = pass.pool().get(layer_norm::partials_len(g));
+        // Of f64s.
+        let mut sums = pass.pool().get(4 * c);
         let saved = (pass.value(self.x), pass.value(self.stats));
         let weight = self.weight.map_or(&[][..], |w| pass.params.get(w));
-        if !dy.slice().is_empty() {
-            let d = dy.slice_mut();
-            layer_norm::backward(team, g, saved, weight, d, parts.slice_mut());
-        }
-        elementwise::fold(team, parts.slice(), sums.slice_mut(), Mode::Write);
-        for (id, sum) in [
-            (self.weight, &sums.slice()[..c]),
-            (self.bias, &sums.slice()[c..]),
-        ] {
-            let Some(id) = id else { continue };
-            pass.param(id, |g, mode| match mode {
-                Mode::Write => g.copy_from_slice(sum),
-                Mode::Add => elementwise::add(team, g, sum),
-            })?;
-        }
+        let (dw, db) = sums.f64_mut().split_at_mut(c);
+        let (d, work_memory) = (dy.slice_mut(), work.slice_mut());
+        layer_norm::backward(team, g, saved, weight, d, work_memory, (dw, db));
+        one_gradient(pass, self.weight, dw.iter().copied())?;
+        one_gradient(pass, self.bias, db.iter().copied())?;
         pass.pool().put(sums);
-        pass.pool().put(parts);
+        pass.pool().put(work);
         pass.give(self.x, dy);
         Ok(())
     }
