@@ -39,7 +39,8 @@ pub struct DdpOptions {
     pub uneven: Uneven,
     /// What becomes of parameters that a loss does not depend on.
     pub unused: Unused,
-    /// When buffers (running statistics) are made equal over the ranks. With
+    /// How and when buffers (running statistics) are made equal over the ranks by
+    /// [`sync_buffers`](DistributedDataParallel::sync_buffers). With
     /// [`Deterministic::Shards`] they are the mean over shards after every step, whatever is set here.
     pub buffers: Buffers,
     /// Parameters by name that each rank trains for itself: their gradients
@@ -107,15 +108,21 @@ pub enum Deterministic {
 }
 
 /// When and how buffers are made equal over the ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Buffers {
-    /// Never: each rank keeps its own.
-    #[default]
+    /// Never: each rank keeps its own (PyTorch: `broadcast_buffers=False`).
+    /// [`verify_equal`](crate::verify_equal) finds them different.
     Never,
-    /// All take rank 0's (PyTorch: `broadcast_buffers=True`).
+    /// All take rank 0's (PyTorch: `broadcast_buffers=True`, its default and, every step, ours).
     RankZero(Every),
     /// All take the mean.
     Mean(Every),
+}
+
+impl Default for Buffers {
+    fn default() -> Self {
+        Buffers::RankZero(Every::Step)
+    }
 }
 
 /// How often buffers are made equal.
@@ -151,6 +158,8 @@ pub enum Every {
 ///     if ddp.finish()?.is_yes() {         // and end here; all ranks have voted
 ///         optimizer.step(&mut params, &ddp)?;
 ///     }
+///     ddp.update_buffers(&mut tape, &mut params)?; // running statistics, if the model has any
+///     ddp.sync_buffers(&mut params)?;              // and rank 0's are everybody's
 /// }
 /// # Ok(()) }
 /// ```
@@ -577,7 +586,8 @@ impl DistributedDataParallel {
 
     /// Makes buffers equal, if that is to be done every step; with
     /// [`Deterministic::Shards`] puts the mean over shards into the model.
-    /// Call it after [`finish`](Self::finish).
+    /// Call it once a step, after [`finish`](Self::finish) and [`update_buffers`](Self::update_buffers). PyTorch
+    /// broadcasts rank 0's buffers before each forward; after each step they are the same ones.
     ///
     /// *Blocks* until all ranks call it, if there is anything to do.
     ///

@@ -37,18 +37,22 @@ pub fn verify_equal(group: &ProcessGroup, params: &Params, digest: [u8; 32]) -> 
     let mut all = vec![0u8; world * mine.len()];
     group.all_gather(&mine, &mut all).map_err(failed)?;
     let of = |rank: usize| all[rank * mine.len()..][..mine.len()].chunks_exact(32);
-    let name = params
-        .infos()
-        .iter()
-        .chain(params.buffer_infos())
-        .zip(of(0).zip(of(first)))
-        .find(|(_, (a, b))| a != b)
-        .map_or("what is neither parameter nor buffer", |(info, _)| {
-            &info.name
-        });
+    let differs = of(0).zip(of(first)).position(|(a, b)| a != b);
+    let infos = || params.infos().iter().chain(params.buffer_infos());
+    let name = differs
+        .and_then(|i| infos().nth(i))
+        .map_or("what is neither parameter nor buffer", |info| &info.name);
+    let (what, so) = match differs {
+        // The first difference, so all parameters are equal.
+        Some(i) if i >= params.len() => (
+            "buffers",
+            "call DistributedDataParallel::sync_buffers after each step, with other Buffers than Never",
+        ),
+        _ => ("weights", "the ranks no longer train the same model"),
+    };
     let ranks: Vec<String> = different.iter().map(usize::to_string).collect();
     Err(Error::mismatch(format!(
-        "the weights of rank{} {} differ from rank 0's, first in {name}; the ranks no longer train the same model",
+        "the {what} of rank{} {} differ from rank 0's, first in {name}; {so}",
         if ranks.len() == 1 { "" } else { "s" },
         ranks.join(", ")
     )))

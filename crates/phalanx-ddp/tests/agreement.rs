@@ -80,7 +80,7 @@ fn different_options_are_named_on_every_rank() {
         ),
         (
             |o| o.buffers = Buffers::Mean(Every::Epoch),
-            "buffers made equal: Never",
+            "buffers made equal: RankZero(Step)",
             "buffers made equal: Mean(Epoch)",
         ),
         (

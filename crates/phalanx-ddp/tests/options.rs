@@ -6,7 +6,7 @@ use common::{Over, ranks};
 use phalanx_comm::ProcessGroup;
 use phalanx_ddp::{
     Buffers, DdpOptions, Deterministic, DistributedDataParallel, ErrorKind, Every, ShardTree,
-    Unused,
+    Unused, verify_equal,
 };
 use phalanx_nn::layers::{BatchNorm, Linear};
 use phalanx_nn::optim::{Adam, Sgd, step_clipped};
@@ -286,6 +286,70 @@ fn buffers_follow_their_policy() {
                 let want = after_epoch(rank, world);
                 assert_eq!(params.buffer(id), [want; 4], "{buffers:?}");
             });
+        }
+    }
+}
+
+/// Three steps of a model with batch normalisation, as the wrapper's documentation has them, each rank with its own
+/// data; then the closing check.
+fn with_norm(group: ProcessGroup, buffers: Option<Buffers>, synced: bool) -> Result<(), String> {
+    let mut scope = Scope::new(Seed(3));
+    let norm = BatchNorm::new(scope.enter("bn"), 2);
+    let head = Linear::new(scope.enter("head"), 2, 1);
+    let mut params = scope.build().expect("model builds");
+    let mut options = DdpOptions::default();
+    if let Some(buffers) = buffers {
+        options.buffers = buffers;
+    }
+    let mut ddp = DistributedDataParallel::new(group.clone(), &mut params, options).expect("ddp");
+    let mut optimizer = Sgd::new(&params, 0.1);
+    let mut tape = Tape::new(Threads(1));
+    // PyTorch's rule for rank 0's mean: 0.9 of the last and 0.1 of the batch's.
+    let mut mean = 0.0f64;
+    for index in 0..3 {
+        let far = |rank: usize| (10 * rank + index) as f32;
+        let x = [far(group.rank()), 1.0, far(group.rank()) + 2.0, -1.0];
+        let step = tape.step(&params, StepKey::new(0, index as u64));
+        let x = norm.forward(step.input(&x, &[2, 2]).expect("input"));
+        let loss = x.and_then(|x| head.forward(x)?.mse_loss(&[1.0; 2], Reduction::Mean));
+        loss.and_then(|loss| loss.backward(&mut ddp)).expect("step");
+        drop(step);
+        assert!(ddp.finish().expect("finish").is_yes());
+        optimizer.step(&mut params, &ddp).expect("update");
+        ddp.update_buffers(&mut tape, &mut params).expect("buffers");
+        if synced {
+            ddp.sync_buffers(&mut params).expect("buffers");
+        }
+        mean = 0.9 * mean + 0.1 * (f64::from(far(0)) + 1.0);
+    }
+    let id = params.find_buffer("bn.running_mean").expect("buffer");
+    if group.rank() == 0 || (synced && buffers.is_none()) {
+        assert!((f64::from(params.buffer(id)[0]) - mean).abs() < 1e-6);
+    }
+    let mut digest = [0u8; 32];
+    let all = params.flat().iter().chain(params.buffers_flat());
+    for (i, byte) in all.flat_map(|v| v.to_le_bytes()).enumerate() {
+        digest[i % 32] = digest[i % 32].rotate_left(3) ^ byte;
+    }
+    verify_equal(&group, &params, digest).map_err(|e| e.to_string())
+}
+
+/// As under PyTorch, whose default is `broadcast_buffers=True`.
+#[test]
+fn by_default_a_model_with_batch_normalisation_ends_equal_on_all_ranks() {
+    for outcome in ranks(3, Over::Thread, |group| with_norm(group, None, true)) {
+        outcome.expect("equal");
+    }
+    for (buffers, synced) in [(None, false), (Some(Buffers::Never), true)] {
+        for outcome in ranks(3, Over::Thread, |group| with_norm(group, buffers, synced)) {
+            let error = outcome.expect_err("each rank has statistics of its own");
+            for word in [
+                "the buffers of ranks 1, 2",
+                "bn.running_mean",
+                "sync_buffers",
+            ] {
+                assert!(error.contains(word), "{error}");
+            }
         }
     }
 }
