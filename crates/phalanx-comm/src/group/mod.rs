@@ -42,7 +42,9 @@ use crate::host::{Arena, CollectiveBytes, Counters};
 use crate::plan::Hosts;
 use crate::recorder::{Failure, Flight, Place, Recorder, Watched};
 use crate::select::{Algorithm, Costs, Rules, Selector};
-use crate::transport::{AbortHandle, BindAddr, Mesh, Poison, TransportKind, thread_mesh_with};
+use crate::transport::{
+    AbortHandle, BindAddr, GroupKeys, Mesh, Poison, TransportKind, thread_mesh_with,
+};
 use crate::wait::{Budgets, Callers, Topology};
 use crate::{Bucket, Element, Error, Result};
 
@@ -114,6 +116,7 @@ struct Core {
     subgroups: AtomicU64,
     /// Monitored barriers so far; part of their keys.
     monitored: AtomicU64,
+    keys: Arc<GroupKeys>,
     origin: Arc<Origin>,
 }
 
@@ -316,16 +319,18 @@ impl ProcessGroup {
             roster: (0..member.world).collect(),
             job: mesh.instance(),
         });
-        let store = match &*origin {
+        let which = (member.epoch, member.id, identity.job);
+        let keys = Arc::new(GroupKeys::new(origin.store(), which, abort.clone()));
+        let asked = match &*origin {
             Origin::Threads { .. } => None,
-            Origin::Processes(processes) => Some(Arc::clone(&processes.store)),
+            Origin::Processes(_) => Some(Arc::clone(&keys)),
         };
         let watched = Watched::new(
             Arc::clone(&recorder),
-            (member.epoch, member.id, identity.job),
+            (member.epoch, member.id),
             member.rank,
             mesh.cells(),
-            store,
+            asked,
         );
         let kinds = transports.iter().fold(0, |sum, (_, kind)| sum | kind.bit());
         let flight = Flight::new(watched, kinds, &identity.roster);
@@ -334,8 +339,7 @@ impl ProcessGroup {
             selector.set_costs(probe::measure(&mut executor, selector.hosts())?);
         }
         if member.world > 1 {
-            let which = (member.epoch, member.id, identity.job);
-            let board = Board::new(origin.store(), which, member.rank, abort.clone());
+            let board = Board::new(Arc::clone(&keys), member.rank, abort.clone());
             executor.compare_on(board);
         }
         let bytes_sent = executor.bytes_sent();
@@ -372,6 +376,7 @@ impl ProcessGroup {
                 budgets,
                 subgroups: AtomicU64::new(0),
                 monitored: AtomicU64::new(0),
+                keys,
                 origin,
             }),
             defaults: Call::default(),

@@ -10,6 +10,8 @@
 //! | `verdict` | rank 0 | who was missing, or nobody |
 //! | `left` | everybody | how many have read it; the last one removes all keys |
 //!
+//! Of a barrier to which somebody never comes the keys stay until the group ends.
+//!
 //! `here → gone` and `here → seen` are compare-and-set: a rank that gives up
 //! and rank 0 agree on which came first.
 
@@ -17,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use phalanx_store::{ErrorKind as StoreKind, Store};
 
-use super::{Origin, ProcessGroup, rank_list};
+use super::{ProcessGroup, rank_list};
 use crate::exec::Executor;
 use crate::wait::deadline_in;
 use crate::{Error, ErrorKind, Result};
@@ -68,15 +70,11 @@ impl ProcessGroup {
         self.core.queue.run(|executor| {
             let barrier = Barrier {
                 group: self,
-                store: self.meeting(),
-                prefix: format!(
-                    "monitored/{}/{:016x}/{:x}/{}/",
-                    self.epoch(),
-                    // A store may have outlived another job.
-                    self.core.identity.job,
-                    self.core.id,
-                    number.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
-                ),
+                store: self.core.keys.store(),
+                prefix: {
+                    let number = number.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                    self.core.keys.key("monitored", format_args!("{number}/"))
+                },
                 timeout,
             };
             let result = if self.core.rank == 0 {
@@ -84,17 +82,13 @@ impl ProcessGroup {
             } else {
                 barrier.report(executor)
             };
-            let left = barrier.leave();
-            result.and(left)
+            let result = result.and(barrier.leave());
+            if result.is_err() {
+                // Somebody may never come, and so nobody be the last to leave.
+                self.core.keys.remove_at_end(barrier.prefix);
+            }
+            result
         })
-    }
-
-    /// Where the ranks of this group can leave messages for each other.
-    fn meeting(&self) -> &dyn Store {
-        match &*self.core.origin {
-            Origin::Threads { registry, .. } => registry.store(),
-            Origin::Processes(processes) => &*processes.store,
-        }
     }
 }
 

@@ -31,7 +31,7 @@ use phalanx_store::{ErrorKind as StoreKind, Store};
 use super::join::{WORLD_GROUP, lone_mesh};
 use super::{Identity, Member, Origin, ProcessGroup};
 use crate::select::Selector;
-use crate::transport::{Mesh, Poison};
+use crate::transport::{Mesh, Poison, remove_epoch};
 use crate::wait::deadline_in;
 use crate::{Error, ErrorKind, Result};
 
@@ -133,6 +133,11 @@ impl ProcessGroup {
             match meeting.connect(&origin, &member) {
                 Ok((mesh, origin)) => {
                     tracing::info!(epoch, rank, ?members, "formed the group anew");
+                    if rank == 0 {
+                        // Those of the ranks that are gone, in subgroups too.
+                        let job = meeting.identity.job;
+                        (old..epoch).for_each(|over| remove_epoch(&*origin.store(), over, job));
+                    }
                     // The wire is still the one that was measured.
                     let selector = Selector::new(
                         mesh.hosts().clone(),

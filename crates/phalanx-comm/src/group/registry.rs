@@ -3,8 +3,6 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
-use phalanx_store::MemStore;
-
 use crate::transport::{Mesh, thread_mesh_with};
 
 /// Shared by all ranks of one group of threads, and by its subgroups.
@@ -12,15 +10,9 @@ use crate::transport::{Mesh, thread_mesh_with};
 pub(super) struct Registry {
     /// Meshes not yet fetched, by group id. Looked up, never iterated.
     waiting: Mutex<HashMap<u32, Vec<Option<Mesh>>>>,
-    /// Where they leave messages for each other that are not operations.
-    store: MemStore,
 }
 
 impl Registry {
-    pub(super) fn store(&self) -> &MemStore {
-        &self.store
-    }
-
     /// The mesh of member `index` of the group `id` with `world` members. The
     /// first to come makes all; the last to come leaves no trace.
     pub(super) fn take(

@@ -22,7 +22,7 @@ fn meet(offset: u64, wish: usize) -> crate::Error {
     let mesh = meshes.remove(0);
     let segment = mesh.memory().unwrap().segment;
     let recorder = Arc::new(Recorder::new(0, 2, &Place::Private).unwrap());
-    let watched = Watched::new(recorder, (0, 0, 0), 0, mesh.cells(), None);
+    let watched = Watched::new(recorder, (0, 0), 0, mesh.cells(), None);
     let limit = Duration::from_millis(300);
     let limits = Limits {
         first_op_timeout: limit,

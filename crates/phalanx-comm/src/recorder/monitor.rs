@@ -55,6 +55,8 @@ fn run() {
             let others = watched.iter().filter(|other| other.is_same_rank_as(group));
             group.look(others.map(Arc::as_ref));
         }
+        // Who leaves its group meanwhile is the last to hold it.
+        drop(watched);
         std::thread::park_timeout(TURN);
     }
 }

@@ -7,8 +7,6 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use phalanx_store::Store;
-
 use super::cell::{Cell, pid_space};
 use super::clock::{self, Scale};
 use super::dump::{Entry, State};
@@ -16,11 +14,14 @@ use super::facts::{self, Elsewhere, Fact, Record};
 use super::layout::head;
 use super::{Recorder, lock};
 use crate::plan::Collective;
+use crate::transport::GroupKeys;
 
 /// When a waiting rank first says for whom; see [`LATE_VARIABLE`].
 const LATE_AFTER: Duration = Duration::from_secs(10);
 /// Seconds after which a waiting rank says for whom it waits.
 pub(crate) const LATE_VARIABLE: &str = "PHALANX_LATE_AFTER_S";
+/// The topic of its keys in the store.
+const TOPIC: &str = "flight";
 /// Idle or in one phase for so long, a rank says so in the store.
 const QUIET: Duration = Duration::from_secs(5);
 
@@ -29,13 +30,11 @@ pub(crate) struct Watched {
     pub(super) recorder: Arc<Recorder>,
     epoch: u32,
     group: u32,
-    /// Tells the job from others that used the same store.
-    job: u64,
     rank: usize,
     /// Of the ranks on this host, ours included.
     cells: Vec<Option<Arc<Cell>>>,
-    /// Present when some rank can only be asked through it.
-    store: Option<Arc<dyn Store>>,
+    /// Present when some rank can only be asked through the store.
+    keys: Option<Arc<GroupKeys>>,
     /// The running operation's ticket, plus 1; 0: none.
     pub(super) current: AtomicU64,
     /// The running operation's limit in nanoseconds.
@@ -58,10 +57,10 @@ struct Talk {
 impl Watched {
     pub(crate) fn new(
         recorder: Arc<Recorder>,
-        (epoch, group, job): (u32, u32, u64),
+        (epoch, group): (u32, u32),
         rank: usize,
         cells: Vec<Option<Cell>>,
-        store: Option<Arc<dyn Store>>,
+        keys: Option<Arc<GroupKeys>>,
     ) -> Watched {
         let cells: Vec<Option<Arc<Cell>>> =
             cells.into_iter().map(|cell| cell.map(Arc::new)).collect();
@@ -69,9 +68,8 @@ impl Watched {
             recorder,
             epoch,
             group,
-            job,
             rank,
-            store: store.filter(|_| cells.iter().any(Option::is_none)),
+            keys: keys.filter(|_| cells.iter().any(Option::is_none)),
             cells,
             current: AtomicU64::new(0),
             limit_ns: AtomicU64::new(0),
@@ -273,7 +271,7 @@ impl Watched {
         scale: &Scale,
         now_ns: u64,
     ) {
-        let Some(store) = &self.store else { return };
+        let Some(keys) = &self.keys else { return };
         let memory = &self.recorder.memory;
         let get = |at: usize| memory.word(at).load(Relaxed);
         let phase_for = match get(head::PHASE_SINCE) {
@@ -313,8 +311,7 @@ impl Watched {
         let published = serde_json::to_vec(&record)
             .map_err(|e| e.to_string())
             .and_then(|bytes| {
-                store
-                    .set(&self.key(self.rank), &bytes)
+                keys.set(&keys.key(TOPIC, self.rank), &bytes)
                     .map_err(|e| e.to_string())
             });
         if let Err(e) = published {
@@ -325,7 +322,7 @@ impl Watched {
 
     /// Asks the store about all ranks that have no cell.
     fn ask(&self) {
-        let Some(store) = &self.store else { return };
+        let Some(keys) = &self.keys else { return };
         let machine = facts::machine();
         let mut heard = Vec::new();
         for (rank, _) in self
@@ -334,7 +331,7 @@ impl Watched {
             .enumerate()
             .filter(|(_, cell)| cell.is_none())
         {
-            match store.try_get(&self.key(rank)) {
+            match keys.store().try_get(&keys.key(TOPIC, rank)) {
                 Ok(Some(bytes)) => heard.extend(
                     Record::decode(&bytes)
                         .map(|record| Fact::of_record(rank, record, &machine, unix_ms())),
@@ -344,13 +341,6 @@ impl Watched {
             }
         }
         *lock(&self.heard) = heard;
-    }
-
-    fn key(&self, rank: usize) -> String {
-        format!(
-            "flight/{}/{:016x}/{}/{rank}",
-            self.epoch, self.job, self.group
-        )
     }
 }
 

@@ -22,6 +22,7 @@ mod first_cause;
 mod form;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
+mod keys;
 mod layout;
 mod mesh;
 mod poison;
@@ -39,6 +40,7 @@ pub use poison::{MAX_CAUSE_BYTES, Poison};
 pub(crate) use region::Region;
 
 pub(crate) use arenas::Arenas;
+pub(crate) use keys::{GroupKeys, remove_epoch};
 pub(crate) use mesh::thread_mesh_with;
 pub(crate) use region::{HUGE_BYTES, PAGE_BYTES};
 pub(crate) use segment::Segment;

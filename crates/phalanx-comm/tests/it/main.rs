@@ -12,6 +12,7 @@ mod forming;
 mod grid;
 mod handles;
 mod hierarchical;
+mod keys;
 mod monitored;
 mod objects;
 mod parts;

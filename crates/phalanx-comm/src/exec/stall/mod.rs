@@ -25,7 +25,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::time::{Duration, Instant};
 
-use phalanx_store::Store;
 use phalanx_wire::frame::Header;
 
 pub(super) use self::post::Awaited;
@@ -33,7 +32,7 @@ pub(super) use self::post::Awaited;
 use self::circle::Suspect;
 use self::post::Post;
 use super::signature::{Signature, Theirs};
-use crate::transport::{AbortHandle, Poison};
+use crate::transport::{AbortHandle, GroupKeys, Poison};
 
 /// Waiting without progress before anybody is asked. Slow networks and late
 /// ranks cause more than this; it only costs a question then.
@@ -58,8 +57,7 @@ pub(crate) struct Board {
 
 /// What the asking thread needs.
 struct Desk {
-    store: Arc<dyn Store>,
-    prefix: String,
+    keys: Arc<GroupKeys>,
     rank: usize,
     abort: AbortHandle,
     found: Arc<AtomicBool>,
@@ -87,18 +85,11 @@ pub(super) fn is_circle_with(cause: &str, rank: usize) -> bool {
 }
 
 impl Board {
-    /// `job` tells this job from others that used the same store.
-    pub(crate) fn new(
-        store: Arc<dyn Store>,
-        (epoch, group, job): (u32, u32, u64),
-        rank: usize,
-        abort: AbortHandle,
-    ) -> Board {
+    pub(crate) fn new(keys: Arc<GroupKeys>, rank: usize, abort: AbortHandle) -> Board {
         let found = Arc::new(AtomicBool::new(false));
         Board {
             desk: Some(Desk {
-                store,
-                prefix: format!("stall/{epoch}/{group}/{job:016x}"),
+                keys,
                 rank,
                 abort,
                 found: Arc::clone(&found),
@@ -174,7 +165,7 @@ impl Desk {
         let mine = self.key(self.rank);
         let mut suspect = Suspect::default();
         while let Ok(report) = reports.recv() {
-            let looked = self.store.set(&mine, &report.post.encode());
+            let looked = self.keys.set(&mine, &report.post.encode());
             match looked.and_then(|()| self.look(&report, &mut suspect)) {
                 Ok(None) => {}
                 Ok(Some(cause)) => {
@@ -184,16 +175,15 @@ impl Desk {
                 Err(e) => tracing::debug!("cannot look for a desync: {e}"),
             }
         }
-        let _ = self.store.delete(&mine);
     }
 
     fn key(&self, rank: usize) -> String {
-        format!("{}/{rank}", self.prefix)
+        self.keys.key("stall", rank)
     }
 
     /// What `rank` said last, if anything.
     fn ask(&self, rank: usize) -> phalanx_store::Result<Option<Post>> {
-        let bytes = self.store.try_get(&self.key(rank))?;
+        let bytes = self.keys.store().try_get(&self.key(rank))?;
         Ok(bytes.and_then(|bytes| Post::decode(&bytes)))
     }
 
