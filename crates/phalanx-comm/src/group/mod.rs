@@ -481,8 +481,9 @@ impl ProcessGroup {
     }
 
     /// Ties this group to `parent`, of which it is a [subgroup](Self::new_group) that has a part in the same work: from now on
-    /// it ends for all its ranks when this rank ends `parent`, by [`abort`](Self::abort) or by an error, with the same cause.
-    /// So ranks that wait for each other in one group do not miss what happened in the other. Local.
+    /// it ends for all its ranks when `parent` ends by [`abort`](Self::abort) or by an error of any rank, with the same cause,
+    /// as soon as this rank waits in either group. So ranks that wait for each other in one group do not miss what happened in
+    /// the other. Local.
     pub fn end_with(&self, parent: &ProcessGroup) {
         self.core.abort.follow(&parent.core.abort);
     }

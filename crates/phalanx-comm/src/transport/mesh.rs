@@ -121,13 +121,15 @@ struct Shared {
     first_cause: OnceLock<FirstCause>,
     /// Groups that end with this one.
     dependents: Mutex<Vec<Weak<Shared>>>,
+    /// Groups with which this one ends.
+    parents: Mutex<Vec<Weak<Shared>>>,
 }
 
 impl Shared {
     /// True if `cause` is the first.
     fn poison(&self, cause: &Poison) -> bool {
         // Only the first cause travels; a later one is an echo of it.
-        if self.segment.is_poisoned() {
+        if self.poisoned().is_some() {
             return false;
         }
         let agreed = match self.first_cause.get() {
@@ -140,17 +142,36 @@ impl Shared {
                 control.send_abort(&agreed);
             }
         }
-        for dependent in self.dependents().iter().filter_map(Weak::upgrade) {
-            dependent.poison(&agreed);
-        }
+        self.poisoned();
         first && agreed == *cause
     }
 
-    fn dependents(&self) -> MutexGuard<'_, Vec<Weak<Shared>>> {
-        // Whole between statements.
-        self.dependents
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+    /// The first cause, if the group is poisoned. The groups that end with this one end
+    /// then too, whichever rank poisoned it.
+    fn poisoned(&self) -> Option<Poison> {
+        let poison = self.segment.poisoned()?;
+        let dependents = std::mem::take(&mut *lock(&self.dependents));
+        for dependent in dependents.iter().filter_map(Weak::upgrade) {
+            dependent.poison(&poison);
+        }
+        Some(poison)
+    }
+
+    /// Looks whether a group with which this one ends was aborted, also by ranks that are
+    /// not in this one.
+    fn look_at_parents(&self) {
+        // Locked: a circle of groups has led back here.
+        let Ok(mut parents) = self.parents.try_lock() else {
+            return;
+        };
+        parents.retain(|parent| parent.strong_count() > 0);
+        for parent in parents.iter().filter_map(Weak::upgrade) {
+            for control in parent.controls.iter().filter(|c| c.is_open()) {
+                control.pump();
+            }
+            parent.look_at_parents();
+            parent.poisoned();
+        }
     }
 
     /// The error to report for a peer's end: the group's first cause if there
@@ -164,11 +185,16 @@ impl Shared {
         if !self.segment.is_poisoned() {
             return Ok(());
         }
-        match self.segment.poisoned() {
+        match self.poisoned() {
             Some(poison) => Err(poison.to_error().with_rank(self.rank)),
             None => Ok(()),
         }
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // What these guard is whole between statements.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Aborts a group from any thread, also while its mesh sleeps.
@@ -187,18 +213,17 @@ impl AbortHandle {
 
     /// The first cause, if the group is poisoned.
     pub fn poisoned(&self) -> Option<Poison> {
-        self.shared.segment.poisoned()
+        self.shared.poisoned()
     }
 
-    /// From now on, what this rank poisons `parent` with poisons this group too.
+    /// From now on, what poisons `parent` poisons this group too.
     pub(crate) fn follow(&self, parent: &AbortHandle) {
-        let mut dependents = parent.shared.dependents();
+        lock(&self.shared.parents).push(Arc::downgrade(&parent.shared));
+        let mut dependents = lock(&parent.shared.dependents);
         dependents.retain(|other| other.strong_count() > 0);
         dependents.push(Arc::downgrade(&self.shared));
         drop(dependents);
-        if let Some(poison) = parent.poisoned() {
-            self.poison(&poison);
-        }
+        parent.poisoned();
     }
 }
 
@@ -310,6 +335,7 @@ impl Mesh {
                 controls,
                 first_cause: OnceLock::new(),
                 dependents: Mutex::default(),
+                parents: Mutex::default(),
             }),
             arenas: parts.arenas,
             instance: parts.instance,
@@ -577,9 +603,13 @@ impl Mesh {
 
     /// What every wait looks at: poison, and now and then the peers' lives.
     fn look_around(&mut self) -> Result<Instant> {
-        self.shared.check()?;
         let now = Instant::now();
-        if now >= self.next_watch {
+        let is_due = now >= self.next_watch;
+        if is_due {
+            self.shared.look_at_parents();
+        }
+        self.shared.check()?;
+        if is_due {
             self.watch()?;
             self.next_watch = now
                 + if self.shared.controls.is_empty() {
@@ -614,12 +644,12 @@ impl Mesh {
         let batched = self.beside && !self.budgets.at(true).polls();
         let mut fds = Vec::with_capacity(2 * self.shared.controls.len());
         let mut controls = Vec::with_capacity(self.shared.controls.len());
-        for control in self
-            .shared
-            .controls
-            .iter()
-            .filter(|control| control.is_open())
-        {
+        for control in &self.shared.controls {
+            if !control.is_open() {
+                // A group that ends with this one may have read what came.
+                self.check_fate(control)?;
+                continue;
+            }
             fds.push(PollFd::from_borrowed_fd(control.socket(), PollFlags::IN));
             controls.push(control);
         }
@@ -639,17 +669,19 @@ impl Mesh {
         }
         poll(&mut fds, timeout).map_err(|e| Error::io("poll", e).with_rank(self.shared.rank))?;
         for (fd, control) in fds.iter().zip(&controls) {
-            if fd.revents().is_empty() {
-                continue;
-            }
-            match control.pump() {
-                None | Some(Fate::Left) => {}
-                Some(fate) => {
-                    return Err(self.shared.blame(fate.into_error(control.peer())));
-                }
+            if !fd.revents().is_empty() {
+                self.check_fate(control)?;
             }
         }
         Ok(fds.iter().any(|fd| !fd.revents().is_empty()))
+    }
+
+    /// Errors if the peer aborted the group or is gone.
+    fn check_fate(&self, control: &Control) -> Result<()> {
+        match control.pump() {
+            None | Some(Fate::Left) => Ok(()),
+            Some(fate) => Err(self.shared.blame(fate.into_error(control.peer()))),
+        }
     }
 
     /// Looks at the lives of all peers, awaited or not.

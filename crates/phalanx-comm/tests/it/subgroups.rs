@@ -1,10 +1,11 @@
 //! Groups of some of the ranks.
 
 use std::sync::Barrier;
+use std::time::Instant;
 
 use phalanx_comm::{Call, ErrorKind, ReduceOp};
 
-use crate::common::{EVERYWHERE, Over, PATIENCE, groups, on_each};
+use crate::common::{EVERYWHERE, Over, PATIENCE, SOON, groups, on_each};
 
 #[test]
 fn subgroups_reduce_among_themselves() {
@@ -157,4 +158,39 @@ fn a_subgroup_knows_the_first_ranks_of_its_members() {
         let newest = &pair.flight().entries[0];
         assert_eq!(newest.awaited, [1]);
     });
+}
+
+/// The abort comes from a rank that is not in the subgroup. Rank 0 waits there; either it has tied the subgroup
+/// itself, or rank 1 has, which waits in the group of all.
+#[test]
+fn a_group_ends_with_one_that_was_aborted_from_outside() {
+    for over in EVERYWHERE {
+        for tied_by in [0, 1] {
+            let all = Barrier::new(3);
+            on_each(groups(over, 3), |group| {
+                let sub = group.new_group(&[0, 1]).unwrap();
+                if let Some(sub) = sub.as_ref().filter(|_| group.rank() == tied_by) {
+                    sub.end_with(&group);
+                }
+                all.wait();
+                let start = Instant::now();
+                let ended = match (group.rank(), &sub) {
+                    (0, Some(sub)) => sub.barrier().unwrap_err(),
+                    (1, Some(_)) if tied_by == 1 => group.barrier().unwrap_err(),
+                    (2, _) => {
+                        group.abort("the disk is full");
+                        group.barrier().unwrap_err()
+                    }
+                    _ => {
+                        all.wait();
+                        return;
+                    }
+                };
+                assert!(start.elapsed() < SOON, "{over:?} {tied_by}: {ended}");
+                assert_eq!(ended.kind(), ErrorKind::Aborted, "{ended}");
+                assert!(ended.to_string().contains("the disk is full"), "{ended}");
+                all.wait();
+            });
+        }
+    }
 }
