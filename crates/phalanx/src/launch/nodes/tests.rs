@@ -7,22 +7,21 @@ use super::*;
 struct Forwarder {
     at: SocketAddr,
     over: Arc<AtomicBool>,
-    open: Arc<Mutex<Vec<TcpStream>>>,
+    /// Gives every socket that it has passed on.
+    door: thread::JoinHandle<Vec<TcpStream>>,
 }
 
 impl Forwarder {
     fn start(to: SocketAddr) -> Forwarder {
         let door = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        let forwarder = Forwarder {
-            at: door.local_addr().unwrap(),
-            over: Arc::default(),
-            open: Arc::default(),
-        };
-        let (over, open) = (forwarder.over.clone(), forwarder.open.clone());
-        thread::spawn(move || {
+        let at = door.local_addr().unwrap();
+        let over = Arc::new(AtomicBool::new(false));
+        let ends = over.clone();
+        let door = thread::spawn(move || {
+            let mut open = Vec::new();
             for near in door.incoming() {
-                if over.load(Ordering::SeqCst) {
-                    return;
+                if ends.load(Ordering::SeqCst) {
+                    break;
                 }
                 let (near, far) = (near.unwrap(), TcpStream::connect(to).unwrap());
                 for (mut from, mut into) in [(&near, &far), (&far, &near)].map(twins) {
@@ -36,16 +35,19 @@ impl Forwarder {
                         let _ = into.shutdown(Shutdown::Both);
                     });
                 }
-                open.lock().unwrap().extend([near, far]);
+                open.extend([near, far]);
             }
+            open
         });
-        forwarder
+        Forwarder { at, over, door }
     }
 
-    fn cut(&self) {
+    /// Closes every connection. A connection may carry its whole conversation before the door thread has
+    /// noted it, so the sockets are closed when that thread has ended.
+    fn cut(self) {
         self.over.store(true, Ordering::SeqCst);
         let _ = TcpStream::connect(self.at); // the last that the door lets in
-        for socket in self.open.lock().unwrap().drain(..) {
+        for socket in self.door.join().unwrap() {
             let _ = socket.shutdown(Shutdown::Both);
         }
     }
