@@ -8,6 +8,8 @@
 use std::fmt;
 use std::sync::Arc;
 
+use crate::limits;
+
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -116,7 +118,8 @@ impl Error {
 
     /// The operating system refused `what`.
     pub fn io(what: impl fmt::Display, source: std::io::Error) -> Self {
-        Self::new(ErrorKind::Io, format!("{what}: {source}")).with_source(source)
+        let message = format!("{what}: {}", limits::explain(&source));
+        Self::new(ErrorKind::Io, message).with_source(source)
     }
 
     /// Says on which rank the error was seen.

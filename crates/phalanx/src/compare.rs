@@ -79,7 +79,7 @@ struct Comparison<'a> {
 /// Usage, before anything is started; or what ended a run, which is named.
 pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     for (i, workers) in args.workers.iter().enumerate() {
-        ranks::check_count("--workers", *workers, ranks::MAX_LOCAL_RANKS)?;
+        ranks::check_local_ranks("--workers", *workers)?;
         if args.workers[..i].contains(workers) {
             return Err(Error::usage(format!("--workers names {workers} twice")));
         }

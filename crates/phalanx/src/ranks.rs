@@ -12,7 +12,9 @@ use std::net::IpAddr;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use phalanx_comm::{Algorithm, GroupOptions, InitOptions, ProcessGroup, Transport};
+use phalanx_comm::{
+    Algorithm, GroupOptions, InitOptions, MAX_LOCAL_RANKS, ProcessGroup, Transport,
+};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::launch::{self, LocalRun, Prefix, RankPlace};
@@ -206,7 +208,7 @@ impl RankArgs {
     }
 
     fn validate(&self) -> Result<()> {
-        check_count("--nproc-per-node", self.nproc_per_node, MAX_LOCAL_RANKS)?;
+        check_local_ranks("--nproc-per-node", self.nproc_per_node)?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         check_count("--threads", self.threads.unwrap_or(1), (4 * cores).max(16))?;
         for (flag, seconds) in [
@@ -254,9 +256,15 @@ pub enum Speakers {
 /// When the command was typed, in nanoseconds since 1970, for the ranks that it starts.
 const STARTED_VARIABLE: &str = "PHALANX_STARTED_NS";
 
-/// Ranks of one host that share one segment of memory at most; more than a
-/// few per core only wait for each other.
-pub const MAX_LOCAL_RANKS: usize = 128;
+/// A usage error unless so many ranks can share the memory of one host.
+pub fn check_local_ranks(flag: &str, value: usize) -> Result<()> {
+    if value > MAX_LOCAL_RANKS {
+        return Err(Error::usage(format!(
+            "{flag} can be at most {MAX_LOCAL_RANKS}, not {value}: no more ranks can share the memory of one host"
+        )));
+    }
+    check_count(flag, value, MAX_LOCAL_RANKS)
+}
 
 /// A usage error unless `value` lies in `1..=largest`.
 pub fn check_count(flag: &str, value: usize, largest: usize) -> Result<()> {

@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use phalanx_comm::{GroupOptions, ProcessGroup};
+use phalanx_comm::{GroupOptions, MAX_LOCAL_RANKS, ProcessGroup};
 
 /// What a rank's function may fail with.
 pub type Cause = Box<dyn std::error::Error + Send + Sync>;
@@ -103,7 +103,8 @@ impl Spawned {
 /// # Errors
 ///
 /// With `join`, that of the rank that failed first; also when the system
-/// refuses a thread, or there are to be no ranks or more than 128.
+/// refuses a thread, or there are to be no ranks or more than
+/// [`MAX_LOCAL_RANKS`].
 pub fn spawn<A>(
     rank: impl Fn(ProcessGroup, &A) -> Result<(), Cause> + Send + Sync + 'static,
     args: A,
@@ -113,12 +114,11 @@ pub fn spawn<A>(
 where
     A: Send + Sync + 'static,
 {
-    const MOST: usize = 128;
-    if !(1..=MOST).contains(&nprocs) {
+    if !(1..=MAX_LOCAL_RANKS).contains(&nprocs) {
         return Err(SpawnError {
             rank: 0,
             panicked: false,
-            cause: format!("{nprocs} ranks cannot be spawned; 1 to {MOST} can").into(),
+            cause: format!("{nprocs} ranks cannot be spawned; 1 to {MAX_LOCAL_RANKS} can").into(),
         });
     }
     let shared = Arc::new((rank, args));
@@ -252,9 +252,9 @@ mod tests {
 
     #[test]
     fn impossible_numbers_of_ranks_are_refused() {
-        for ranks in [0, 129] {
+        for ranks in [0, MAX_LOCAL_RANKS + 1] {
             let error = spawn(|_, ()| Ok(()), (), ranks, true).expect_err("refused");
-            assert!(error.to_string().contains("1 to 128"), "{error}");
+            assert!(error.to_string().contains("1 to 1024"), "{error}");
         }
     }
 }

@@ -20,7 +20,7 @@ use super::launch::{
 use super::options::{InitOptions, Transport};
 use crate::transport::{BindAddr, FormOptions, Mesh, Prefer, form, thread_mesh};
 use crate::wait::deadline_in;
-use crate::{Error, Result};
+use crate::{Error, Result, limits};
 
 /// Id of the group of all ranks; subgroups have other ones.
 pub(super) const WORLD_GROUP: u32 = 0;
@@ -98,6 +98,7 @@ pub(super) struct Met {
 
 /// Resolves the options, opens the store and forms the links.
 pub(super) fn meet(options: InitOptions) -> Result<Met> {
+    limits::raise_open_files();
     let started = Instant::now();
     let launch = Launch::resolve(&options, environment)?;
     let (rank, world) = (launch.rank, launch.world);

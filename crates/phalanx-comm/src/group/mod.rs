@@ -209,7 +209,7 @@ impl ProcessGroup {
     ///
     /// # Panics
     ///
-    /// When the system refuses the memory, `world` is larger than 128, or
+    /// When the system refuses the memory, `world` is larger than [`MAX_LOCAL_RANKS`](crate::MAX_LOCAL_RANKS), or
     /// `options.ranks_per_host` does not add up to it.
     pub fn threads(world: usize, options: GroupOptions) -> Vec<Self> {
         let ring_bytes = options.ring_bytes.unwrap_or(0);

@@ -8,9 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::dump::ranks_of;
 use super::facts::Elsewhere;
-use super::layout::{read_text, write_text};
+use super::layout::{Mask, ranks_of, read_text, set_rank, write_text};
 use crate::plan::Collective;
 use crate::transport::Region;
 
@@ -24,12 +23,25 @@ const POSITION: usize = 7;
 /// The second line.
 const ENTERED: usize = 8;
 const DONE: usize = 9;
+/// Of ranks 0 to 127; see [`mask_word`].
 const AWAITED: usize = 10;
-const AWAITED_HIGH: usize = 11;
 /// Group and collective, for [`Elsewhere`]; the number plus 1, or 0; for whom.
 const ELSEWHERE: usize = 12;
 const ELSEWHERE_SEQ: usize = 13;
 const ELSEWHERE_AWAITED: usize = 14;
+/// Of higher ranks; small groups do not touch these lines.
+const AWAITED_WIDE: usize = 16;
+const ELSEWHERE_AWAITED_WIDE: usize = 32;
+/// Bytes from the seat's state on.
+pub(crate) const SEAT_BYTES: usize = 8 * 48;
+
+/// Where word `index` of a mask lies whose first two are at `first`, the others at `wide`.
+fn mask_word(index: usize, first: usize, wide: usize) -> usize {
+    match index {
+        0 | 1 => first + index,
+        _ => wide + index - 2,
+    }
+}
 
 /// One rank's words in memory that others read.
 pub(crate) struct Cell {
@@ -51,7 +63,7 @@ pub(crate) struct Seen {
     /// The last operation entered, and the last completed.
     pub(crate) entered: Option<u64>,
     pub(crate) done: Option<u64>,
-    pub(crate) awaited: [u64; 2],
+    pub(crate) awaited: Mask,
     pub(crate) elsewhere: Option<Elsewhere>,
 }
 
@@ -93,9 +105,20 @@ impl Cell {
     }
 
     #[inline]
-    pub(crate) fn await_ranks(&self, mask: [u64; 2]) {
-        self.word(AWAITED).store(mask[0], Relaxed);
-        self.word(AWAITED_HIGH).store(mask[1], Relaxed);
+    pub(crate) fn await_ranks(&self, mask: &[u64]) {
+        self.set_mask(mask, AWAITED, AWAITED_WIDE);
+    }
+
+    #[inline]
+    fn set_mask(&self, mask: &[u64], first: usize, wide: usize) {
+        for (index, word) in mask.iter().enumerate() {
+            self.word(mask_word(index, first, wide))
+                .store(*word, Relaxed);
+        }
+    }
+
+    fn mask(&self, first: usize, wide: usize) -> Mask {
+        std::array::from_fn(|index| self.word(mask_word(index, first, wide)).load(Relaxed))
     }
 
     /// The rank is in an operation of another group, or in none.
@@ -104,14 +127,13 @@ impl Cell {
         let Some((elsewhere, code)) = elsewhere.and_then(|e| Some((e, code(e)?))) else {
             return self.word(ELSEWHERE_SEQ).store(0, Relaxed);
         };
-        let mask = |from: u32| {
-            let ranks = elsewhere.awaited.iter().filter_map(|r| r.checked_sub(from));
-            ranks.filter(|r| *r < 64).fold(0, |mask, r| mask | 1 << r)
-        };
+        let mut mask = Mask::default();
+        for rank in &elsewhere.awaited {
+            set_rank(&mut mask, *rank as usize);
+        }
         let what = u64::from(elsewhere.group) << 8 | u64::from(code);
         self.word(ELSEWHERE).store(what, Relaxed);
-        self.word(ELSEWHERE_AWAITED).store(mask(0), Relaxed);
-        self.word(ELSEWHERE_AWAITED + 1).store(mask(64), Relaxed);
+        self.set_mask(&mask, ELSEWHERE_AWAITED, ELSEWHERE_AWAITED_WIDE);
         self.word(ELSEWHERE_SEQ).store(elsewhere.seq + 1, Relaxed);
     }
 
@@ -122,7 +144,7 @@ impl Cell {
             op: name_of(what as u8)?.to_owned(),
             group: (what >> 8) as u32,
             seq,
-            awaited: ranks_of([get(ELSEWHERE_AWAITED), get(ELSEWHERE_AWAITED + 1)]),
+            awaited: ranks_of(&self.mask(ELSEWHERE_AWAITED, ELSEWHERE_AWAITED_WIDE)),
         })
     }
 
@@ -139,7 +161,7 @@ impl Cell {
             position: get(POSITION),
             entered: get(ENTERED).checked_sub(1),
             done: get(DONE).checked_sub(1),
-            awaited: [get(AWAITED), get(AWAITED_HIGH)],
+            awaited: self.mask(AWAITED, AWAITED_WIDE),
             elsewhere: self.elsewhere(),
         }
     }

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use super::clock::{Anchor, Clock, Scale};
 use super::layout::{
-    ENTRIES, LABEL_LOST, LABELS, WORDS, entry, entry_at, head, label_at, printable, read_text,
-    state,
+    ENTRIES, LABEL_LOST, LABELS, Mask, WORDS, entry, entry_at, head, label_at, printable, ranks_of,
+    read_text, state,
 };
 use super::memory;
 use crate::plan::{Collective, Method};
@@ -101,7 +101,7 @@ pub struct Entry {
     /// The rest: moving bytes.
     pub moving_ns: u64,
     /// Ranks waited for when the dump was taken or the operation failed;
-    /// only ranks below 128 are noted.
+    /// only ranks below 1024 are noted.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub awaited: Vec<u32>,
     /// The rank waited for longest.
@@ -265,7 +265,8 @@ impl Dump {
                 if entry_at(ticket) != at {
                     return None;
                 }
-                Entry::decode(words.get(at..at + entry::WORDS)?, ticket, &scale)
+                let entry = words.get(at..at + entry::WORDS)?;
+                Entry::decode(entry, ticket, &scale, |at| words[at])
             })
             .collect();
         entries.sort_unstable_by_key(|entry| std::cmp::Reverse(entry.n));
@@ -341,15 +342,26 @@ pub(crate) fn position(packed: u64) -> Option<Position> {
     })
 }
 
-/// The ranks whose bits are set.
-pub(crate) fn ranks_of(mask: [u64; 2]) -> Vec<u32> {
-    (0..128)
-        .filter(|rank| mask[*rank as usize / 64] >> (rank % 64) & 1 == 1)
-        .collect()
+/// For whom the operation with this ticket and entry waits; `word` gives the recorder's.
+fn awaited(entry: &[u64], ticket: u64, word: impl Fn(usize) -> u64) -> Vec<u32> {
+    let mut mask = Mask::default();
+    let (low, wide) = mask.split_at_mut(entry::AWAITED_WORDS);
+    low.copy_from_slice(&entry[entry::AWAITED..entry::AWAITED + entry::AWAITED_WORDS]);
+    if word(head::AWAITED_WIDE_OF) == ticket.wrapping_add(1) {
+        let words = (head::AWAITED_WIDE..).map(word);
+        wide.iter_mut().zip(words).for_each(|(to, from)| *to = from);
+    }
+    ranks_of(&mask)
 }
 
 impl Entry {
-    pub(crate) fn decode(words: &[u64], ticket: u64, scale: &Scale) -> Option<Entry> {
+    /// `word` gives the recorder's words, `words` are those of the entry.
+    pub(crate) fn decode(
+        words: &[u64],
+        ticket: u64,
+        scale: &Scale,
+        word: impl Fn(usize) -> u64,
+    ) -> Option<Entry> {
         if words[entry::STAMP] != ticket.wrapping_add(1) {
             return None;
         }
@@ -400,7 +412,7 @@ impl Entry {
             waiting_ns,
             folding_ns,
             moving_ns: took.saturating_sub(waiting_ns.saturating_add(folding_ns)),
-            awaited: ranks_of([words[entry::AWAITED], words[entry::AWAITED_HIGH]]),
+            awaited: awaited(words, ticket, word),
             slowest: u32::try_from(words[entry::SLOWEST])
                 .ok()
                 .and_then(|rank| rank.checked_sub(1)),

@@ -6,8 +6,8 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::cell::{Seen, pid_space};
-use super::dump::{Entry, position, ranks_of};
-use super::layout::printable;
+use super::dump::{Entry, position};
+use super::layout::{printable, ranks_of};
 
 /// Longest record that is read from the store; ours have about 300 bytes.
 pub(super) const MAX_RECORD_BYTES: usize = 2048;
@@ -119,7 +119,7 @@ impl Fact {
             position: seen.position,
             entered: seen.entered,
             done: seen.done,
-            awaits: ranks_of(seen.awaited)
+            awaits: ranks_of(&seen.awaited)
                 .into_iter()
                 .map(|rank| rank as usize)
                 .collect(),
@@ -277,7 +277,7 @@ pub(crate) fn seconds(time: Duration) -> String {
 }
 
 /// `rank 0`, `ranks 0, 1, 3`; of many, the first.
-pub(super) fn ranks(ranks: &[usize]) -> String {
+pub(crate) fn ranks(ranks: &[usize]) -> String {
     const SHOWN: usize = 8;
     let shown: Vec<String> = ranks.iter().take(SHOWN).map(usize::to_string).collect();
     let plural = if ranks.len() == 1 { "" } else { "s" };

@@ -9,7 +9,7 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 use super::dump::{Dump, Entry};
-use super::layout::{ENTRIES, LABELS, printable};
+use super::layout::{ENTRIES, LABELS, MASK_WORDS, printable};
 
 /// Largest file that is read; ours have at most two megabytes.
 pub const MAX_DUMP_BYTES: u64 = 8 << 20;
@@ -152,7 +152,7 @@ impl Dump {
             } = entry;
             [op, method, transport].into_iter().for_each(clean);
             dtype.iter_mut().chain(reduce).for_each(clean);
-            awaited.truncate(128);
+            awaited.truncate(64 * MASK_WORDS);
         }
         Ok((dump, is_cut))
     }

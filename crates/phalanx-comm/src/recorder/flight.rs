@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::{Relaxed, Release};
 use std::time::Duration;
 
 use super::cell::Cell;
-use super::layout::{entry, state};
+use super::layout::{MASK_WORDS, Mask, entry, head, ranks_of, set_rank, state};
 use super::{Failure, Recorder, Watched, monitor, root};
 use crate::Error;
 use crate::exec::{Operation, Signature};
@@ -15,6 +15,9 @@ use crate::transport::Interest;
 /// An operation of fewer bytes takes microseconds: its parts are not timed,
 /// and if it ever waited, it did nothing else worth speaking of.
 const BRIEF_BYTES: usize = 32 << 10;
+
+/// No rank is waited for.
+const NOBODY: Mask = [0; MASK_WORDS];
 
 /// Notes the operations of one group, one after another.
 ///
@@ -38,11 +41,15 @@ pub(crate) struct Flight {
     started: u64,
     waiting: bool,
     ever_waited: bool,
+    /// Whether ranks from 128 up were noted as awaited.
+    noted_wide: bool,
     since: u64,
     waited: u64,
     progressed: u64,
     folded: u64,
-    awaited: [u64; 2],
+    awaited: Mask,
+    /// Words of a mask that this group's ranks have.
+    mask_words: usize,
     /// The rank waited for longest, plus 1, and how long.
     slowest: (u64, u64),
 }
@@ -78,11 +85,13 @@ impl Flight {
             started: 0,
             waiting: false,
             ever_waited: false,
+            noted_wide: false,
             since: 0,
             waited: 0,
             progressed: 0,
             folded: 0,
-            awaited: [0; 2],
+            awaited: NOBODY,
+            mask_words: roster.len().div_ceil(64).clamp(1, MASK_WORDS),
             slowest: (0, 0),
         }
     }
@@ -137,7 +146,8 @@ impl Flight {
         self.waited = 0;
         self.progressed = 0;
         self.folded = 0;
-        self.awaited = [0; 2];
+        self.noted_wide = false;
+        self.awaited = NOBODY;
         self.slowest = (0, 0);
         self.watched.moved.store(0, Relaxed);
         self.watched
@@ -145,7 +155,7 @@ impl Flight {
             .store(self.ticket.wrapping_add(1), Release);
         if let Some(cell) = &self.cell {
             // An operation that failed left whom it had waited for.
-            cell.await_ranks([0; 2]);
+            cell.await_ranks(&self.awaited[..self.mask_words]);
             if self.is_collective {
                 cell.enter(signature.seq);
             }
@@ -164,18 +174,15 @@ impl Flight {
     /// ranks it costs nothing. `want` has one or more lanes of `world` ranks each.
     #[inline]
     pub(crate) fn waiting(&mut self, want: &[Interest], world: usize) {
-        let mut mask = [0_u64; 2];
+        let mut mask = NOBODY;
         for (lane, _) in want.iter().enumerate().filter(|(_, want)| want.any()) {
-            let peer = lane % world.max(1);
-            if let Some(word) = mask.get_mut(peer / 64) {
-                *word |= 1 << (peer % 64);
-            }
+            set_rank(&mut mask, lane % world.max(1));
         }
         self.wait(mask);
     }
 
     #[inline]
-    fn wait(&mut self, mask: [u64; 2]) {
+    fn wait(&mut self, mask: Mask) {
         if self.waiting && mask == self.awaited {
             return;
         }
@@ -186,8 +193,8 @@ impl Flight {
         };
         if self.waiting {
             // Somebody came; the time goes to those who did not.
-            let still = [self.awaited[0] & mask[0], self.awaited[1] & mask[1]];
-            if still != [0; 2] {
+            let still: Mask = std::array::from_fn(|i| self.awaited[i] & mask[i]);
+            if still != NOBODY {
                 self.awaited = still;
             }
             self.account(now);
@@ -198,26 +205,40 @@ impl Flight {
         self.awaited = mask;
         let words = self.recorder.memory.entry(self.ticket);
         let noted = self.first_ranks(mask);
-        words[entry::AWAITED].store(noted[0], Relaxed);
-        words[entry::AWAITED_HIGH].store(noted[1], Relaxed);
+        let (low, wide) = noted.split_at(entry::AWAITED_WORDS);
+        for (at, word) in (entry::AWAITED..).zip(low) {
+            words[at].store(*word, Relaxed);
+        }
+        self.note_wide(wide);
         if let Some(cell) = &self.cell {
-            cell.await_ranks(mask);
+            cell.await_ranks(&mask[..self.mask_words]);
         }
     }
 
+    /// Notes which ranks from 128 up this operation waits for.
+    fn note_wide(&mut self, wide: &[u64]) {
+        if !self.noted_wide && wide.iter().all(|word| *word == 0) {
+            return;
+        }
+        self.noted_wide = true;
+        let word = |at: usize| self.recorder.memory.word(at);
+        // Readers see no ranks of another operation.
+        word(head::AWAITED_WIDE_OF).store(0, Release);
+        for (at, ranks) in (head::AWAITED_WIDE..).zip(wide) {
+            word(at).store(*ranks, Release);
+        }
+        word(head::AWAITED_WIDE_OF).store(self.ticket.wrapping_add(1), Release);
+    }
+
     /// The same ranks by the numbers that people know, as far as there is room.
-    fn first_ranks(&self, mask: [u64; 2]) -> [u64; 2] {
+    fn first_ranks(&self, mask: Mask) -> Mask {
         let Some(roster) = &self.roster else {
             return mask;
         };
-        let mut noted = [0; 2];
-        let is_in = |rank: usize| {
-            mask.get(rank / 64)
-                .is_some_and(|w| w >> (rank % 64) & 1 == 1)
-        };
-        for (_, first) in roster.iter().enumerate().filter(|(rank, _)| is_in(*rank)) {
-            if let Some(word) = noted.get_mut(first / 64) {
-                *word |= 1 << (first % 64);
+        let mut noted = NOBODY;
+        for rank in ranks_of(&mask[..self.mask_words]) {
+            if let Some(first) = roster.get(rank as usize) {
+                set_rank(&mut noted, *first);
             }
         }
         noted
@@ -226,9 +247,9 @@ impl Flight {
     /// Of the ranks waited for, this one came last.
     #[inline]
     pub(crate) fn last_to_come(&mut self, peer: usize) {
-        if self.waiting && peer < 128 {
-            self.awaited = [0; 2];
-            self.awaited[peer / 64] = 1 << (peer % 64);
+        if self.waiting && peer < 64 * MASK_WORDS {
+            self.awaited = NOBODY;
+            set_rank(&mut self.awaited, peer);
         }
     }
 
@@ -247,7 +268,7 @@ impl Flight {
         self.waiting = false;
         self.since = now;
         if let Some(cell) = &self.cell {
-            cell.await_ranks([0; 2]);
+            cell.await_ranks(&NOBODY[..self.mask_words]);
         }
         if !self.brief {
             // Also tells watchers that a long transfer is not a stuck one.
@@ -263,7 +284,7 @@ impl Flight {
     fn account(&mut self, now: u64) {
         let took = now.saturating_sub(self.since);
         self.waited += took;
-        if let Some(peer) = lowest(self.awaited)
+        if let Some(peer) = lowest(&self.awaited[..self.mask_words])
             && (took >= self.slowest.1)
         {
             self.slowest = (peer + 1, took);
@@ -311,8 +332,14 @@ impl Flight {
         };
         set(entry::SLOWEST, slowest);
         if is_ok && self.ever_waited {
-            set(entry::AWAITED, 0);
-            set(entry::AWAITED_HIGH, 0);
+            (entry::AWAITED..)
+                .take(entry::AWAITED_WORDS)
+                .for_each(|at| set(at, 0));
+            if self.noted_wide {
+                let of = self.recorder.memory.word(head::AWAITED_WIDE_OF);
+                let mine = self.ticket.wrapping_add(1);
+                let _ = of.compare_exchange(mine, 0, Release, Relaxed);
+            }
         }
         let state = if is_ok { state::DONE } else { state::ABORTED };
         words[entry::STATE].store(state, Release);
@@ -320,7 +347,7 @@ impl Flight {
         self.recorder.memory.prefetch(self.ticket.wrapping_add(1));
         if let Some(cell) = self.cell.as_ref().filter(|_| is_ok) {
             if self.waiting {
-                cell.await_ranks([0; 2]);
+                cell.await_ranks(&NOBODY[..self.mask_words]);
             }
             if self.is_collective {
                 cell.done(signature.seq);
@@ -357,11 +384,8 @@ impl Flight {
     }
 }
 
-/// The lowest bit, over both words.
-fn lowest(mask: [u64; 2]) -> Option<u64> {
-    match mask {
-        [0, 0] => None,
-        [0, high] => Some(64 + u64::from(high.trailing_zeros())),
-        [low, _] => Some(u64::from(low.trailing_zeros())),
-    }
+/// The lowest bit, over all words.
+fn lowest(mask: &[u64]) -> Option<u64> {
+    let index = mask.iter().position(|word| *word != 0)?;
+    Some(64 * index as u64 + u64::from(mask[index].trailing_zeros()))
 }

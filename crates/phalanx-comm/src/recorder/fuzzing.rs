@@ -94,6 +94,8 @@ pub(crate) fn memory_seeds() -> Vec<Vec<u8>> {
         word(head::REASON, u64::from_le_bytes(*b"why not\0")),
         word(head::MEMBERS, 0b1101),
         word(head::LABELS_USED, 1),
+        word(head::AWAITED_WIDE_OF, 2),
+        word(head::AWAITED_WIDE + 1, 3),
         operation(0, state::DONE),
         operation(1, state::RUNNING),
     ]

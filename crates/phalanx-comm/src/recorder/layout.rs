@@ -51,6 +51,10 @@ pub(crate) mod head {
     pub(crate) const FAILED_GROUP: usize = 82;
     /// Tickets given out; on a cache line of its own.
     pub(crate) const TICKETS: usize = 96;
+    /// The operation, by ticket + 1, of which [`AWAITED_WIDE`] tells; 0: of none.
+    pub(crate) const AWAITED_WIDE_OF: usize = 104;
+    /// Ranks from 128 up that it waits for, as bits: the last operation that waited for such.
+    pub(crate) const AWAITED_WIDE: usize = 105;
     /// Where the rank wants its dumps: a path, padded with zeros.
     pub(crate) const DIR: usize = 128;
     pub(crate) const DIR_WORDS: usize = 128;
@@ -78,13 +82,34 @@ pub(crate) mod entry {
     pub(crate) const DONE: usize = 9;
     pub(crate) const WAITED: usize = 10;
     pub(crate) const FOLDED: usize = 11;
-    /// Ranks 0 to 63 that are waited for, as bits, then 64 to 127.
+    /// Ranks 0 to 127 that are waited for, as bits; higher ones are in the header.
     pub(crate) const AWAITED: usize = 12;
-    pub(crate) const AWAITED_HIGH: usize = 13;
+    pub(crate) const AWAITED_WORDS: usize = 2;
     /// The rank that was waited for longest, plus 1.
     pub(crate) const SLOWEST: usize = 14;
     pub(crate) const STATE: usize = 15;
     pub(crate) const WORDS: usize = 16;
+}
+
+/// Ranks as bits, of which the lowest 1024 are noted.
+pub(crate) type Mask = [u64; MASK_WORDS];
+pub(crate) const MASK_WORDS: usize = 16;
+
+/// The ranks whose bits are set in `words`.
+pub(crate) fn ranks_of(words: &[u64]) -> Vec<u32> {
+    let ranks = 0..64 * words.len();
+    ranks
+        .filter(|rank| words[rank / 64] >> (rank % 64) & 1 == 1)
+        .map(|rank| rank as u32)
+        .collect()
+}
+
+/// Sets the bit of `rank`, if there is one.
+#[inline]
+pub(crate) fn set_rank(words: &mut [u64], rank: usize) {
+    if let Some(word) = words.get_mut(rank / 64) {
+        *word |= 1 << (rank % 64);
+    }
 }
 
 /// In a stamp: somebody is making this entry.
@@ -163,7 +188,11 @@ mod tests {
     #[test]
     fn parts_are_disjoint_and_inside() {
         const { assert!(head::REASON + head::REASON_WORDS <= head::TICKETS) };
-        const { assert!(head::TICKETS + 8 <= head::DIR) };
+        const { assert!(head::TICKETS + 8 <= head::AWAITED_WIDE_OF) };
+        const {
+            let wide = MASK_WORDS - entry::AWAITED_WORDS;
+            assert!(head::AWAITED_WIDE + wide <= head::DIR);
+        };
         const { assert!(head::FAILED_GROUP < head::TICKETS) };
         const { assert!(head::DIR + head::DIR_WORDS <= head::MEMBERS) };
         const { assert!(head::MEMBERS + head::MEMBERS_WORDS <= head::WORDS) };

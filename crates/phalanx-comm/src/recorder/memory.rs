@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use rustix::fs::{MemfdFlags, OFlags, SealFlags};
 
 use super::layout::{BUSY, ENTRIES, MAGIC, VERSION, WORDS, entry, entry_at, head};
+use crate::limits;
 use crate::transport::Region;
 
 /// Bytes of a recorder's memory.
@@ -134,6 +135,7 @@ pub fn create_memory() -> std::io::Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let file = rustix::fs::memfd_create("phalanx-flight", flags | MemfdFlags::NOEXEC_SEAL)
         .or_else(|_| rustix::fs::memfd_create("phalanx-flight", flags))?;
+    limits::check_file_size(BYTES)?;
     rustix::fs::ftruncate(&file, BYTES as u64)?;
     rustix::fs::fcntl_add_seals(&file, SEALS)?;
     Ok(file)

@@ -47,6 +47,7 @@ pub use file::{DumpError, MAX_DUMP_BYTES};
 pub use memory::create_memory;
 
 pub(crate) use dump::host_name;
+pub(crate) use facts::ranks;
 pub(crate) use flight::Flight;
 pub(crate) use watch::Watched;
 

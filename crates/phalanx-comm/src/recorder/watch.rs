@@ -100,7 +100,8 @@ impl Watched {
     fn running(&self, scale: &Scale) -> Option<Entry> {
         let ticket = self.current.load(Relaxed).checked_sub(1)?;
         let words = self.recorder.memory.read_entry(ticket)?;
-        Entry::decode(&words, ticket, scale).filter(|e| e.state == State::Running)
+        let word = |at| self.recorder.memory.word(at).load(Relaxed);
+        Entry::decode(&words, ticket, scale, word).filter(|e| e.state == State::Running)
     }
 
     /// Looks at the group; from the watching thread, twice a second. `others` are the

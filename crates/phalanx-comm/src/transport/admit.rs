@@ -22,7 +22,7 @@ use phalanx_wire::Token;
 use phalanx_wire::handshake::{Hello, RejectReason, Role};
 use rustix::event::{PollFd, PollFlags};
 
-use crate::Result;
+use crate::{Error, Result, limits};
 
 /// How long a pending handshake is safe from being closed for a newer one. A
 /// member's takes a few milliseconds.
@@ -433,8 +433,11 @@ fn run<L: Listener>(
         if knocked(listener.as_fd()) {
             match listener.take() {
                 Ok((socket, from)) => door.open(socket, from),
-                // The stranger went away again, or we are out of descriptors.
+                // The stranger went away again.
                 Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
+                Err(e) if limits::is_out_of_files(&e) => {
+                    return Err(Error::io("accepting a connection", e));
+                }
                 Err(e) => {
                     tracing::debug!("accept: {e}");
                     std::thread::sleep(TURN);

@@ -7,8 +7,6 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
-use rustix::process::{Resource, getrlimit};
-
 use super::region::{HUGE_BYTES, Region};
 use super::shm;
 
@@ -45,12 +43,9 @@ impl Arenas {
 
     /// Arenas that other processes will map, and the descriptor to hand out.
     pub(super) fn create(seats: usize, requested: Option<usize>) -> Option<(OwnedFd, Arenas)> {
-        // Beyond the limit `ftruncate` would not fail but kill us (SIGXFSZ).
-        let limit = getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX);
         let mut each = first_size(seats, requested)?;
         loop {
-            if (each * seats) as u64 <= limit
-                && let Ok(fd) = shm::sealed_memfd("phalanx-buckets", each * seats)
+            if let Ok(fd) = shm::sealed_memfd("phalanx-buckets", each * seats)
                 && let Ok(region) = Region::shared_sparse(fd.as_fd(), each * seats)
             {
                 let arenas = Arenas {

@@ -3,7 +3,7 @@
 //! ```text
 //! header   magic, version, seats, ring bytes, nonce                   128 B
 //! poison   state with origin rank, length, cause                      512 B
-//! seats    per rank: bell (128 B), state and what it is doing (128 B, `recorder/cell.rs`)
+//! seats    per rank: bell (128 B), state and what it is doing (384 B, `recorder/cell.rs`)
 //! cells    per rank: two of 128 B, see `host/cell.rs`
 //! rings    per ordered pair (from, to), from ≠ to: see `ring.rs`
 //! staging  per rank: two stages and two results, see `host/README.md`
@@ -13,16 +13,16 @@
 
 use super::region::PAGE_BYTES;
 use super::ring::{MAX_CAPACITY_BYTES, MIN_CAPACITY_BYTES, ring_bytes};
+use crate::recorder::cell;
 use crate::wait::BELL_BYTES;
 
-/// Most ranks that may share a segment: 128 × 127 rings of the smallest
-/// default size are 1 GiB of address space, and 128 process handles fit into
-/// one `SCM_RIGHTS` message (the kernel's limit is 253).
-pub(crate) const MAX_SEATS: usize = 128;
+/// Most ranks of one host that share memory: their rings have [`RINGS_MAX_BYTES`] of address
+/// space, and each rank a handle of every other's process.
+pub const MAX_LOCAL_RANKS: usize = 1024;
 
 const HEADER_BYTES: usize = 128;
 const POISON_BYTES: usize = 512;
-const SEAT_BYTES: usize = 2 * BELL_BYTES;
+const SEAT_BYTES: usize = BELL_BYTES + cell::SEAT_BYTES;
 /// Room of one cell: a line and its neighbour, which x86 prefetches with it.
 pub(crate) const CELL_BYTES: usize = 128;
 
@@ -36,15 +36,21 @@ const STAGES: usize = 4;
 /// Room for all rings of a segment unless the caller says otherwise.
 const RINGS_BYTES: usize = 64 << 20;
 const DEFAULT_RING_MIN_BYTES: usize = 64 << 10;
+/// What rings of [`DEFAULT_RING_MIN_BYTES`] may take; they are smaller where ranks are more than 512.
+const RINGS_MAX_BYTES: usize = 16 << 30;
 const DEFAULT_RING_MAX_BYTES: usize = 1 << 20;
 
 /// Capacity of each of the rings among `seats` ranks: what the caller asked
 /// for, made a power of two in range, or a share of 64 MiB between 64 KiB and
-/// 1 MiB.
+/// 1 MiB, less where there are more than 512 ranks.
 pub(crate) fn ring_capacity(seats: usize, requested: Option<usize>) -> usize {
     let bytes = requested.unwrap_or_else(|| {
         let pairs = seats * seats.saturating_sub(1);
-        (RINGS_BYTES / pairs.max(1)).clamp(DEFAULT_RING_MIN_BYTES, DEFAULT_RING_MAX_BYTES)
+        let share = RINGS_BYTES / pairs.max(1);
+        let most = RINGS_MAX_BYTES / pairs.max(1);
+        share
+            .clamp(DEFAULT_RING_MIN_BYTES, DEFAULT_RING_MAX_BYTES)
+            .min(most)
     });
     let bytes = bytes.clamp(MIN_CAPACITY_BYTES, MAX_CAPACITY_BYTES);
     // Down, not up: the caller gave a limit. Exact for powers of two.
@@ -64,12 +70,13 @@ impl Layout {
     pub(crate) fn new(seats: usize, capacity: usize) -> Option<Layout> {
         let capacity_ok = capacity.is_power_of_two()
             && (MIN_CAPACITY_BYTES..=MAX_CAPACITY_BYTES).contains(&capacity);
-        // With both limits the total is below 2^45: no sum here can overflow.
-        (capacity_ok && (1..=MAX_SEATS).contains(&seats)).then_some(Layout { seats, capacity })
+        // With both limits the total is below 2^51: no sum here can overflow.
+        (capacity_ok && (1..=MAX_LOCAL_RANKS).contains(&seats))
+            .then_some(Layout { seats, capacity })
     }
 
     /// No segment is larger than this.
-    pub(crate) const MAX_TOTAL: usize = 1 << 45;
+    pub(crate) const MAX_TOTAL: usize = 1 << 51;
 
     pub(crate) fn seats(&self) -> usize {
         self.seats
@@ -196,6 +203,8 @@ mod tests {
         assert_eq!(ring_capacity(8, None), 1 << 20);
         assert_eq!(ring_capacity(16, None), 1 << 18);
         assert_eq!(ring_capacity(64, None), 1 << 16);
+        assert_eq!(ring_capacity(512, None), 1 << 16);
+        assert_eq!(ring_capacity(1024, None), 1 << 14);
         assert_eq!(ring_capacity(2, Some(5000)), 4096);
         assert_eq!(ring_capacity(2, Some(0)), MIN_CAPACITY_BYTES);
         assert_eq!(ring_capacity(2, Some(usize::MAX)), MAX_CAPACITY_BYTES);
@@ -204,7 +213,7 @@ mod tests {
     #[test]
     fn impossible_layouts_are_refused() {
         assert!(Layout::new(0, 4096).is_none());
-        assert!(Layout::new(MAX_SEATS + 1, 4096).is_none());
+        assert!(Layout::new(MAX_LOCAL_RANKS + 1, 4096).is_none());
         assert!(Layout::new(2, 0).is_none());
         assert!(Layout::new(2, 4097).is_none());
         assert!(Layout::new(2, 1 << 40).is_none());

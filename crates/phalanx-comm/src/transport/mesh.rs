@@ -8,7 +8,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::arenas::Arenas;
 use super::first_cause::FirstCause;
-use super::layout::{Layout, MAX_SEATS, ring_capacity};
+use super::layout::{Layout, MAX_LOCAL_RANKS, ring_capacity};
 use super::poison::Poison;
 use super::ring::{Consumer, Corrupt, Producer};
 use super::segment::Segment;
@@ -749,7 +749,7 @@ fn poll(fds: &mut [PollFd<'_>], timeout: Duration) -> std::io::Result<()> {
 ///
 /// # Panics
 ///
-/// When the system refuses the memory, or `world` is larger than 128.
+/// When the system refuses the memory, or `world` is larger than 1024.
 pub fn thread_mesh(world: usize, ring_bytes: usize) -> Vec<Mesh> {
     thread_mesh_with(world, ring_bytes, None)
 }
@@ -765,8 +765,8 @@ pub(crate) fn thread_mesh_with(
         return Vec::new();
     }
     assert!(
-        world <= MAX_SEATS,
-        "at most {MAX_SEATS} ranks may be threads, not {world}"
+        world <= MAX_LOCAL_RANKS,
+        "at most {MAX_LOCAL_RANKS} ranks may be threads, not {world}"
     );
     let capacity = ring_capacity(world, (ring_bytes > 0).then_some(ring_bytes));
     let policy = Policy::from_env().unwrap_or_else(|message| {

@@ -35,6 +35,7 @@ mod tcp;
 mod testing;
 
 pub use form::{BindAddr, FormOptions, Prefer, form, local_address_towards};
+pub use layout::MAX_LOCAL_RANKS;
 pub use mesh::{AbortHandle, Mesh, thread_mesh};
 pub use poison::{MAX_CAUSE_BYTES, Poison};
 pub(crate) use region::Region;

@@ -12,7 +12,10 @@ use crate::recorder::cell::Cell;
 use crate::wait::{Bell, FutexKind};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"PHLXSEG\0");
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
+
+/// Memory of a process is claimed in advance up to here.
+const SPARSE_ABOVE_BYTES: usize = 1 << 30;
 
 /// A seat nobody took yet.
 #[cfg(any(test, fuzzing))]
@@ -32,7 +35,12 @@ pub(crate) struct Segment {
 impl Segment {
     /// A segment among threads of this process.
     pub(crate) fn private(layout: Layout) -> std::io::Result<Segment> {
-        let region = Arc::new(Region::anonymous(layout.total())?);
+        // Of many ranks only few rings are ever used: no claim on memory for the others.
+        let region = match layout.total() {
+            total if total > SPARSE_ABOVE_BYTES => Region::sparse(total)?,
+            total => Region::anonymous(total)?,
+        };
+        let region = Arc::new(region);
         let segment = Segment {
             region,
             layout,

@@ -2,12 +2,12 @@
 //! about a rank that does not come.
 
 use std::sync::Barrier;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use phalanx_comm::recorder::{Dump, State};
-use phalanx_comm::{Bucket, Call, ErrorKind, ReduceOp, ReformOptions};
+use phalanx_comm::{Bucket, Call, ErrorKind, GroupOptions, ProcessGroup, ReduceOp, ReformOptions};
 
-use crate::common::{EVERYWHERE, Over, groups, on_each};
+use crate::common::{EVERYWHERE, Over, SOON, groups, on_each};
 
 #[test]
 fn late_rank_is_named_with_what_it_is_doing() {
@@ -280,4 +280,39 @@ fn a_dump_is_not_written_through_a_link() {
     assert_eq!(dump.reason.as_deref(), Some("to have a dump"));
     let left = std::fs::read_dir(dir.path()).unwrap().count();
     assert_eq!(left, 2, "the temporary file is gone");
+}
+
+/// Ranks from 128 up are named as any other: by the rank that waits for one, and by one that waits for a rank
+/// that itself waits for another.
+#[test]
+fn ranks_above_127_are_named() {
+    let groups = ProcessGroup::threads(200, GroupOptions::default());
+    let call = Call {
+        timeout: Some(Duration::from_secs(2)),
+        ..Call::default()
+    };
+    std::thread::scope(|scope| {
+        // Rank 199 does not send.
+        let waits = scope.spawn(|| groups[150].recv(&mut [0.0_f32], 199));
+        // Until rank 150 waits.
+        let since = Instant::now();
+        while groups[150]
+            .flight()
+            .entries
+            .first()
+            .is_none_or(|e| e.awaited != [199])
+        {
+            assert!(since.elapsed() < SOON, "{:?}", groups[150].flight().entries);
+            std::thread::yield_now();
+        }
+        let hasty = groups[0].with_call(call);
+        let error = hasty.recv(&mut [0.0_f32], 150).unwrap_err();
+        let text = error.to_string();
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{text}");
+        assert!(text.contains("waiting for rank 199"), "{text}");
+        assert!(text.contains("rank 150 seems to wait"), "{text}");
+        assert_eq!(groups[0].flight().entries[0].awaited, [150]);
+        let error = waits.join().unwrap().unwrap_err();
+        assert_eq!(error.origin_rank(), Some(0), "{error}");
+    });
 }

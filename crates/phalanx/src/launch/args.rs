@@ -16,7 +16,7 @@ use crate::stop;
 
 /// The most ranks one launcher starts. Far above any host; a slip of the
 /// finger should not become a fork bomb.
-const MAX_LOCAL_RANKS: usize = 1024;
+const MAX_LOCAL_RANKS: usize = phalanx_comm::MAX_LOCAL_RANKS;
 
 /// The most launchers in one job (the store serves 4096 clients).
 const MAX_NODES: usize = 1024;

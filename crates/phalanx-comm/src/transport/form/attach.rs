@@ -19,11 +19,11 @@ use phalanx_wire::handshake::{Hello, RejectReason, Role};
 
 use super::super::admit::{admit, lengthen_backlog};
 use super::super::arenas::Arenas;
-use super::super::layout::{Layout, MAX_SEATS, ring_capacity};
+use super::super::layout::{Layout, MAX_LOCAL_RANKS, ring_capacity};
 use super::super::segment::Segment;
 use super::super::shm::{self, Watch};
 use super::rendezvous::Rendezvous;
-use crate::{Error, Result};
+use crate::{Error, Result, limits};
 
 /// Answers of a rank that shares the segment.
 const OK: &str = "ok";
@@ -175,7 +175,8 @@ impl Attempt<'_> {
         drop(listener);
         let own = rustix::process::getpid();
         let process = rustix::process::pidfd_open(own, rustix::process::PidfdFlags::empty());
-        let process = or_no!(process.map_err(|e| format!("pidfd_open: {e}")));
+        let process =
+            or_no!(process.map_err(|e| format!("pidfd_open: {}", limits::explain(&e.into()))));
         let mut seated = vec![(0, own.as_raw_nonzero().get().unsigned_abs(), process)];
         let mut sockets = Vec::new();
         for mut member in members {
@@ -214,7 +215,7 @@ impl Attempt<'_> {
         let seats = self.ranks.len();
         let capacity = ring_capacity(seats, self.ring_bytes);
         let layout = Layout::new(seats, capacity).ok_or_else(|| {
-            format!("{seats} ranks on one host, at most {MAX_SEATS} can share memory")
+            format!("{seats} ranks on one host, at most {MAX_LOCAL_RANKS} can share memory")
         })?;
         let mut nonce = [0; 32];
         getrandom::fill(&mut nonce).map_err(|e| format!("no random numbers: {e}"))?;
@@ -225,7 +226,7 @@ impl Attempt<'_> {
         let listener = SocketAddr::from_abstract_name(&name)
             .and_then(|address| UnixListener::bind_addr(&address))
             .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
-            .map_err(|e| format!("no Unix socket: {e}"))?;
+            .map_err(|e| format!("no Unix socket: {}", limits::explain(&e)))?;
         lengthen_backlog(&listener);
         self.meeting
             .publish("host", format!("at {name}").as_bytes())
@@ -300,8 +301,8 @@ impl Attempt<'_> {
     fn call(&self, host: usize, name: &str) -> std::result::Result<UnixStream, String> {
         let until = Instant::now() + self.meeting.left().min(PROMPT);
         loop {
-            let mut socket =
-                shm::connect(name, until).map_err(|e| format!("connecting to rank {host}: {e}"))?;
+            let mut socket = shm::connect(name, until)
+                .map_err(|e| format!("connecting to rank {host}: {}", limits::explain(&e)))?;
             shm::check_same_user(&socket).map_err(|e| e.to_string())?;
             let timeout = self.meeting.left().clamp(TURN, PROMPT);
             match auth::initiate(&mut socket, self.me, self.token, timeout) {

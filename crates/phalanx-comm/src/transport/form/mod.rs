@@ -25,6 +25,7 @@ pub(super) use rendezvous::Rendezvous;
 #[cfg(any(test, fuzzing))]
 pub(super) use sizes::{list as list_sizes, parse as parse_sizes};
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::channel;
@@ -41,8 +42,9 @@ use super::segment::Segment;
 use super::tcp::MAX_STREAMS;
 use crate::kernel::Isa;
 use crate::plan::Hosts;
+use crate::recorder::ranks as ranks_text;
 use crate::wait::{Policy, Share, Topology, deadline_in};
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, ErrorKind, Result, limits};
 use attach::Attempt;
 use host::Host;
 use sizes::Sizes;
@@ -138,6 +140,7 @@ pub(crate) fn form_at(store: &dyn Store, o: &FormOptions, host: Host) -> Result<
             o.streams
         )));
     }
+    limits::raise_open_files();
     let policy = Policy::from_env().map_err(Error::usage)?;
     // Nothing folds here, but now is the time to say it.
     Isa::chosen().map_err(Error::usage)?;
@@ -239,8 +242,12 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
                     ),
                 ));
             }
-            for (rank, reason) in &reasons {
-                tracing::warn!("no shared memory with rank {rank} ({reason}): using tcp");
+            // Every rank of the host knows the same.
+            if local[0] == o.rank {
+                for (reason, ranks) in by_reason(&reasons) {
+                    let ranks = ranks_text(&ranks);
+                    tracing::warn!("no shared memory with {ranks} ({reason}): using tcp");
+                }
             }
         }
         attached = memory;
@@ -295,6 +302,15 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
         policy,
         instance: members[0].instance,
     }))
+}
+
+/// The ranks that have each reason.
+fn by_reason(reasons: &[attach::Reason]) -> BTreeMap<&str, Vec<usize>> {
+    let mut ranks: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+    for (rank, reason) in reasons {
+        ranks.entry(reason).or_default().push(*rank);
+    }
+    ranks
 }
 
 /// Which ranks share a host and its memory. Where all talk over TCP, or ranks are

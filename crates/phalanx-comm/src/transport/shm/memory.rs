@@ -7,6 +7,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use super::super::layout::Layout;
 use super::super::region::Region;
 use super::super::segment::Segment;
+use crate::limits;
 
 /// What must be sealed before anybody maps: its size, and the seals.
 const SEALS: SealFlags = SealFlags::SHRINK
@@ -35,7 +36,8 @@ pub(crate) fn sealed_memfd(name: &str, bytes: usize) -> Result<OwnedFd, String> 
     // Old kernels do not know NOEXEC_SEAL; some new ones insist on it.
     let fd = rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL)
         .or_else(|_| rustix::fs::memfd_create(name, flags))
-        .map_err(|e| format!("memfd_create: {e}"))?;
+        .map_err(|e| format!("memfd_create: {}", limits::explain(&e.into())))?;
+    limits::check_file_size(bytes).map_err(|e| e.to_string())?;
     rustix::fs::ftruncate(&fd, bytes as u64)
         .map_err(|e| format!("no {bytes} bytes of shared memory: {e}"))?;
     rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(|e| format!("sealing: {e}"))?;

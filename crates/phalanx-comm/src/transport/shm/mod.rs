@@ -11,7 +11,8 @@
 //! |---|---|---|---|
 //! | 1 | both | check of the other's user id, handshake | – |
 //! | 2 | member | its pid (4 bytes) | its own pidfd |
-//! | 3 | host | nonce (32 bytes), number of seats taken, whether there are arenas, and per such seat: seat, pid | the segment, the arenas if there are any, one pidfd per such seat |
+//! | 3 | host | nonce (32 bytes), number of seats taken, whether there are arenas | the segment, the arenas if there are any |
+//! | 4 | host | for each 128 such seats: seat and pid of each | one pidfd per seat |
 //!
 //! A pidfd becomes readable when its process ends, whoever that process's
 //! parent is and whatever pid namespace it lives in, and pids cannot be

@@ -13,12 +13,18 @@ use rustix::net::{
     recvmsg, sendmsg, socket_with,
 };
 
-use super::super::layout::MAX_SEATS;
+use super::super::layout::MAX_LOCAL_RANKS;
+use crate::limits;
 
 const NONCE_BYTES: usize = 32;
 const PID_BYTES: usize = 4;
 /// Seat and pid of one member.
 const MEMBER_BYTES: usize = 4 + PID_BYTES;
+/// Members listed in one message; the kernel passes at most 253 descriptors with one.
+const MEMBERS_PER_MESSAGE: usize = 128;
+/// How long sending waits for others to take the descriptors that are on their way to them: the
+/// kernel limits how many a user may have there.
+const FULL_PATIENCE: Duration = Duration::from_secs(5);
 
 /// What a member learns from its host.
 pub(crate) struct Roster {
@@ -55,8 +61,11 @@ pub(crate) fn connect(name: &str, until: Instant) -> std::io::Result<UnixStream>
 /// Step 2: the member shows its process.
 pub(crate) fn greet(socket: &UnixStream) -> Result<(), String> {
     let own = rustix::process::getpid();
-    let process = rustix::process::pidfd_open(own, rustix::process::PidfdFlags::empty())
-        .map_err(|e| format!("pidfd_open (needed to notice a peer's death): {e}"))?;
+    let process =
+        rustix::process::pidfd_open(own, rustix::process::PidfdFlags::empty()).map_err(|e| {
+            let e = limits::explain(&e.into());
+            format!("pidfd_open (needed to notice a peer's death): {e}")
+        })?;
     let pid = own.as_raw_nonzero().get().unsigned_abs();
     send(socket, &pid.to_le_bytes(), &[process.as_fd()])
 }
@@ -84,18 +93,23 @@ pub(crate) fn hand_over(
     message.extend_from_slice(&u32::from(arenas.is_some()).to_le_bytes());
     let mut fds = vec![memory];
     fds.extend(arenas);
-    for (seat, pid, process) in members {
-        message.extend_from_slice(&(*seat as u32).to_le_bytes());
-        message.extend_from_slice(&pid.to_le_bytes());
-        fds.push(*process);
+    send(socket, &message, &fds)?;
+    for members in members.chunks(MEMBERS_PER_MESSAGE) {
+        let mut message = Vec::with_capacity(MEMBER_BYTES * members.len());
+        for (seat, pid, _) in members {
+            message.extend_from_slice(&(*seat as u32).to_le_bytes());
+            message.extend_from_slice(&pid.to_le_bytes());
+        }
+        let fds: Vec<_> = members.iter().map(|(.., process)| *process).collect();
+        send(socket, &message, &fds)?;
     }
-    send(socket, &message, &fds)
+    Ok(())
 }
 
 /// Step 3, on the member. The socket's read timeout is the deadline.
 pub(crate) fn receive(socket: &mut UnixStream) -> Result<Roster, String> {
     let mut head = [0; NONCE_BYTES + 8];
-    let mut fds = receive_exact(socket, &mut head, 2 + MAX_SEATS)?;
+    let mut fds = receive_exact(socket, &mut head, 2)?;
     let mut nonce = [0; NONCE_BYTES];
     nonce.copy_from_slice(&head[..NONCE_BYTES]);
     let (mut count, mut has_arenas) = ([0; 4], [0; 4]);
@@ -107,35 +121,31 @@ pub(crate) fn receive(socket: &mut UnixStream) -> Result<Roster, String> {
         1 => 2,
         other => return Err(format!("the list of members is garbled ({other})")),
     };
-    if count > MAX_SEATS || fds.len() != memories + count {
+    if count > MAX_LOCAL_RANKS || fds.len() != memories {
         return Err(format!(
-            "{} descriptors came for {count} members",
+            "{} descriptors of memory came where {memories} were announced, for {count} members",
             fds.len()
         ));
     }
-    let mut bytes = [0; MEMBER_BYTES * MAX_SEATS];
-    let bytes = &mut bytes[..MEMBER_BYTES * count];
-    socket
-        .read_exact(bytes)
-        .map_err(|e| format!("the list of members did not come: {e}"))?;
-    let processes = fds.split_off(memories);
     let arenas = if memories == 2 { fds.pop() } else { None };
     let memory = fds.pop().ok_or("the segment did not come")?;
-    let members = bytes
-        .as_chunks::<4>()
-        .0
-        .as_chunks::<2>()
-        .0
-        .iter()
-        .zip(processes)
-        .map(|([seat, pid], process)| {
-            (
-                u32::from_le_bytes(*seat) as usize,
-                u32::from_le_bytes(*pid),
-                process,
-            )
-        })
-        .collect();
+    let mut members = Vec::with_capacity(count);
+    while members.len() < count {
+        let next = (count - members.len()).min(MEMBERS_PER_MESSAGE);
+        let mut bytes = [0; MEMBER_BYTES * MEMBERS_PER_MESSAGE];
+        let bytes = &mut bytes[..MEMBER_BYTES * next];
+        let processes = receive_exact(socket, bytes, next)
+            .map_err(|e| format!("the list of members did not come: {e}"))?;
+        if processes.len() != next {
+            let came = processes.len();
+            return Err(format!("{came} descriptors came for {next} members"));
+        }
+        let words = bytes.as_chunks::<4>().0.as_chunks::<2>().0;
+        members.extend(words.iter().zip(processes).map(|([seat, pid], process)| {
+            let seat = u32::from_le_bytes(*seat) as usize;
+            (seat, u32::from_le_bytes(*pid), process)
+        }));
+    }
     Ok(Roster {
         nonce,
         memory,
@@ -155,13 +165,18 @@ pub(crate) fn send(
     if !control.push(SendAncillaryMessage::ScmRights(fds)) {
         return Err(format!("{} descriptors do not fit one message", fds.len()));
     }
-    let sent = sendmsg(
-        socket,
-        &[IoSlice::new(bytes)],
-        &mut control,
-        SendFlags::NOSIGNAL,
-    )
-    .map_err(|e| format!("passing descriptors: {e}"))?;
+    let until = Instant::now() + FULL_PATIENCE;
+    let sent = loop {
+        let slices = [IoSlice::new(bytes)];
+        match sendmsg(socket, &slices, &mut control, SendFlags::NOSIGNAL) {
+            Ok(sent) => break sent,
+            Err(Errno::TOOMANYREFS) if Instant::now() < until => {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            Err(Errno::INTR) => {}
+            Err(e) => return Err(format!("passing descriptors: {e}")),
+        }
+    };
     // About a kilobyte at most into an empty socket buffer.
     if sent != bytes.len() {
         return Err(format!(
@@ -198,7 +213,10 @@ fn receive_exact(
         return Err("the other end closed the connection".to_owned());
     }
     if received.flags.contains(ReturnFlags::CTRUNC) || fds.len() > most {
-        return Err("more descriptors came than were agreed".to_owned());
+        return Err(format!(
+            "more descriptors came than were agreed, or than can be taken: {}",
+            limits::open_files()
+        ));
     }
     socket
         .read_exact(&mut bytes[received.bytes..])

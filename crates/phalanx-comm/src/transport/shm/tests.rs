@@ -153,15 +153,35 @@ fn descriptors_travel() {
 }
 
 #[test]
-fn a_full_host_fits_one_message() {
+fn a_full_host_is_listed_in_several_messages() {
+    crate::limits::raise_open_files();
     let (host, mut member) = UnixStream::pair().unwrap();
     let (fd, _segment) = create(layout(), &NONCE).unwrap();
     let process = process();
-    let list: Vec<_> = (0..super::super::layout::MAX_SEATS)
+    let list: Vec<_> = (0..super::super::layout::MAX_LOCAL_RANKS)
         .map(|seat| (seat, 1, process.as_fd()))
         .collect();
     hand_over(&host, &NONCE, fd.as_fd(), None, &list).unwrap();
-    assert_eq!(receive(&mut member).unwrap().members.len(), list.len());
+    let roster = receive(&mut member).unwrap();
+    let seats: Vec<_> = roster.members.iter().map(|(seat, ..)| *seat).collect();
+    assert_eq!(seats, (0..list.len()).collect::<Vec<_>>());
+}
+
+/// `ftruncate` beyond the limit would end the process: so this one asks for what no limit allows.
+#[test]
+fn a_segment_beyond_the_file_size_limit_is_refused() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let before = getrlimit(Resource::Fsize);
+    let most = before.maximum.unwrap_or(u64::MAX).min(1 << 40);
+    let lowered = Rlimit {
+        current: Some(most),
+        maximum: before.maximum,
+    };
+    setrlimit(Resource::Fsize, lowered).unwrap();
+    let refused = sealed_memfd("test", most as usize + 1);
+    setrlimit(Resource::Fsize, before).unwrap();
+    let error = refused.unwrap_err();
+    assert!(error.contains("ulimit -f"), "{error}");
 }
 
 #[test]

@@ -10,7 +10,7 @@ use phalanx_wire::handshake::{Hello, RejectReason};
 
 use super::super::admit::role_of;
 use super::super::form::{Member, Rendezvous};
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, ErrorKind, Result, limits};
 
 /// Longest single attempt to connect; a lost SYN is sent again by the kernel
 /// after one second.
@@ -47,16 +47,20 @@ pub(crate) fn dial(
     loop {
         check()?;
         let left = meeting.left().max(Duration::from_millis(1));
-        let attempt = TcpStream::connect_timeout(&address, left.min(ATTEMPT))
-            .map_err(|e| e.to_string())
-            .and_then(|mut socket| {
-                socket.set_nodelay(true).map_err(|e| e.to_string())?;
-                match initiate(&mut socket, hello, token, left.min(HANDSHAKE_TIMEOUT)) {
-                    Ok(theirs) => Ok(Ok((socket, theirs))),
-                    Err(e) if is_final(&e) => Ok(Err(e)),
-                    Err(e) => Err(e.to_string()),
-                }
-            });
+        let connected = match TcpStream::connect_timeout(&address, left.min(ATTEMPT)) {
+            Err(e) if limits::is_out_of_files(&e) => {
+                return Err(Error::io(format_args!("connecting to rank {peer}"), e));
+            }
+            connected => connected,
+        };
+        let attempt = connected.map_err(|e| e.to_string()).and_then(|mut socket| {
+            socket.set_nodelay(true).map_err(|e| e.to_string())?;
+            match initiate(&mut socket, hello, token, left.min(HANDSHAKE_TIMEOUT)) {
+                Ok(theirs) => Ok(Ok((socket, theirs))),
+                Err(e) if is_final(&e) => Ok(Err(e)),
+                Err(e) => Err(e.to_string()),
+            }
+        });
         let failure = match attempt {
             Ok(Ok((socket, theirs))) => {
                 if theirs.rank as usize != peer || me.check_same_group(&theirs).is_err() {

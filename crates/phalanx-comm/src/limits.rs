@@ -1,0 +1,78 @@
+//! Limits that the system sets a process, and how errors name them.
+
+use std::io;
+
+use rustix::io::Errno;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+/// Raises the limit for open files of this process to what the system allows it: a rank has
+/// two connections to every rank of another host, and a handle of every process of its own,
+/// in each group.
+pub(crate) fn raise_open_files() {
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current == limit.maximum {
+        return;
+    }
+    let raised = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    if let Err(e) = setrlimit(Resource::Nofile, raised) {
+        tracing::debug!("the limit for open files stays: {e}");
+    }
+}
+
+/// Whether a file or a socket could not be opened because too many are open.
+pub(crate) fn is_out_of_files(e: &io::Error) -> bool {
+    matches!(Errno::from_io_error(e), Some(Errno::MFILE | Errno::NFILE))
+}
+
+/// The error's text; with the limit and the way out where that is what was hit.
+pub(crate) fn explain(e: &io::Error) -> String {
+    match Errno::from_io_error(e) {
+        Some(Errno::MFILE) => format!("{e}: {}", open_files()),
+        Some(Errno::NFILE) => format!("{e}: the limit of the whole system (sysctl fs.file-max)"),
+        _ => e.to_string(),
+    }
+}
+
+/// The limit for open files, as errors name it.
+pub(crate) fn open_files() -> String {
+    let limit = getrlimit(Resource::Nofile).current;
+    let limit = limit.map_or("any number of".to_owned(), |limit| limit.to_string());
+    format!(
+        "this process may have {limit} files and sockets open (ulimit -n), which is the hard limit; \
+         raise it (ulimit -Hn, limits.conf, LimitNOFILE=, or docker --ulimit nofile=)"
+    )
+}
+
+/// An error where a file of `bytes` would be larger than this process may make one. Making it
+/// would not fail but end the process (SIGXFSZ).
+pub(crate) fn check_file_size(bytes: usize) -> io::Result<()> {
+    match getrlimit(Resource::Fsize).current {
+        Some(limit) if limit < bytes as u64 => Err(io::Error::other(format!(
+            "{bytes} bytes of shared memory are more than the limit for file sizes of {limit} bytes \
+             (ulimit -f)"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_limit_is_named_where_it_was_hit() {
+        let text = |errno: Errno| explain(&errno.into());
+        assert!(
+            text(Errno::MFILE).contains("ulimit -n"),
+            "{}",
+            text(Errno::MFILE)
+        );
+        assert!(text(Errno::NFILE).contains("fs.file-max"));
+        assert!(!text(Errno::NOENT).contains("limit"));
+        let error = crate::Error::io("cannot listen", Errno::MFILE.into());
+        assert!(error.to_string().contains("ulimit -n"), "{error}");
+    }
+}
