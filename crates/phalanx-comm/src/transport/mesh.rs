@@ -13,7 +13,7 @@ use super::poison::Poison;
 use super::ring::{Consumer, Corrupt, Producer};
 use super::segment::Segment;
 use super::shm::Watch;
-use super::tcp::{Control, Fate, TcpLink};
+use super::tcp::{Control, Fate, HostProbe, TcpLink};
 use super::{Interest, Link, TransportKind};
 use crate::plan::Hosts;
 use crate::recorder::cell::Cell;
@@ -255,6 +255,7 @@ pub struct Mesh {
     beside: bool,
     callers: Callers,
     watches: Vec<Watch>,
+    probes: Vec<HostProbe>,
     next_watch: Instant,
     instance: u64,
 }
@@ -286,6 +287,8 @@ pub(super) struct Parts {
     /// Which ranks share a host.
     pub(super) hosts: Hosts,
     pub(super) watches: Vec<Watch>,
+    /// The hosts that this rank looks after for all of its own.
+    pub(super) probes: Vec<HostProbe>,
     /// Who shares our cores, however they are reached.
     pub(super) topology: Topology,
     pub(super) policy: Policy,
@@ -348,6 +351,7 @@ impl Mesh {
             beside: false,
             callers: Callers::default(),
             watches: parts.watches,
+            probes: parts.probes,
             next_watch: Instant::now() + SLICE,
         }
     }
@@ -610,7 +614,7 @@ impl Mesh {
         }
         self.shared.check()?;
         if is_due {
-            self.watch()?;
+            self.watch(now)?;
             self.next_watch = now
                 + if self.shared.controls.is_empty() {
                     SLICE
@@ -685,7 +689,7 @@ impl Mesh {
     }
 
     /// Looks at the lives of all peers, awaited or not.
-    fn watch(&mut self) -> Result<()> {
+    fn watch(&mut self, now: Instant) -> Result<()> {
         let segment = Arc::clone(&self.shared.segment);
         self.watches.retain(|watch| !segment.has_left(watch.seat));
         let mut fds: Vec<PollFd<'_>> = self
@@ -706,6 +710,9 @@ impl Mesh {
             }
         }
         self.wait_sockets(&[], Duration::ZERO)?;
+        for probe in &mut self.probes {
+            probe.look(now).map_err(|end| self.shared.blame(end))?;
+        }
         Ok(())
     }
 }
@@ -800,6 +807,7 @@ pub(crate) fn thread_mesh_with(
                 sockets: Vec::new(),
                 hosts: Hosts::one(world),
                 watches: Vec::new(),
+                probes: Vec::new(),
                 topology: Topology::of_threads(world, 1),
                 policy,
                 instance: 0,

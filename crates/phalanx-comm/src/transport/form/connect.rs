@@ -1,6 +1,7 @@
 //! TCP connections of the pairs that do not share memory: of each pair the
 //! higher rank connects to the lower, once per stream.
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +11,9 @@ use phalanx_wire::handshake::Hello;
 
 use super::super::admit::{Admitted, admit, lengthen_backlog};
 use super::super::segment::Segment;
-use super::super::tcp::{CONTROL, Control, TcpLink, data, dial, options};
+use super::super::tcp::{
+    CONTROL, Control, HostProbe, TcpLink, data, dial, keep_open, options, probe,
+};
 use super::member::Member;
 use super::rendezvous::Rendezvous;
 use crate::{Error, Result};
@@ -45,7 +48,7 @@ pub(crate) fn connect(
     peers: &[usize],
     ours: usize,
     segment: &Arc<Segment>,
-) -> Result<Vec<TcpLink>> {
+) -> Result<(Vec<TcpLink>, Vec<HostProbe>)> {
     let rank = meeting.rank;
     let wanted = |peer: usize| {
         let all = (0..streams(ours, &members[peer])).map(data);
@@ -120,27 +123,99 @@ pub(crate) fn connect(
     }
     let mut sockets = accepted;
     sockets.extend(dialled);
-    let mut links = Vec::new();
+    let (mut links, mut probes) = (Vec::new(), Vec::new());
+    let probed = probed(rank, members);
     for &peer in peers {
-        let control = take(&mut sockets, peer, CONTROL)?;
+        let member = &members[peer];
+        let is_far = host_of(member) != host_of(&members[rank]);
+        let failed = |e| Error::io(format_args!("setting up the connection to rank {peer}"), e);
+        let mut take = |stream| -> Result<TcpStream> {
+            let socket = take(&mut sockets, peer, stream)?;
+            options::prepare(&socket).map_err(failed)?;
+            if is_far {
+                keep_open(&socket).map_err(failed)?;
+            }
+            Ok(socket)
+        };
+        let control = take(CONTROL)?;
+        let address = member.address.filter(|_| probed.contains(&peer));
+        if address.is_some() {
+            probe(&control).map_err(failed)?;
+        }
         let which = (meeting.epoch, meeting.group);
         let control = Arc::new(Control::new(peer, which, control, Arc::clone(segment)));
-        for index in 0..streams(ours, &members[peer]) {
-            let socket = take(&mut sockets, peer, data(index))?;
+        probes.extend(address.map(|address| HostProbe::new(Arc::clone(&control), address)));
+        for index in 0..streams(ours, member) {
+            let socket = take(data(index))?;
             links.push(TcpLink::new(rank, index, socket, Arc::clone(&control)));
         }
     }
-    Ok(links)
+    Ok((links, probes))
 }
 
-/// The socket of `peer` for `stream`, ready for use.
+/// Where a rank runs: its kernel and network name space, and the address at which it listens there.
+fn host_of(member: &Member) -> (&str, Option<IpAddr>) {
+    (&member.host.machine, member.address.map(|a| a.ip()))
+}
+
+/// The ranks whose hosts `rank` looks after: of each pair of hosts only the lowest ranks do.
+fn probed(rank: usize, members: &[Member]) -> Vec<usize> {
+    let mut lowest: BTreeMap<_, usize> = BTreeMap::new();
+    for (rank, member) in members.iter().enumerate() {
+        lowest.entry(host_of(member)).or_insert(rank);
+    }
+    if lowest.get(&host_of(&members[rank])) != Some(&rank) {
+        return Vec::new();
+    }
+    lowest
+        .into_values()
+        .filter(|&lowest| lowest != rank)
+        .collect()
+}
+
+/// The socket of `peer` for `stream`.
 fn take(sockets: &mut Vec<Admitted<TcpStream>>, peer: usize, stream: u16) -> Result<TcpStream> {
     let at = sockets
         .iter()
         .position(|s| (s.rank, s.stream) == (peer, stream));
     let at = at.ok_or_else(|| Error::internal(format!("no stream {stream} to rank {peer}")))?;
-    let socket = sockets.swap_remove(at).socket;
-    options::prepare(&socket)
-        .map_err(|e| Error::io(format_args!("setting up the connection to rank {peer}"), e))?;
-    Ok(socket)
+    Ok(sockets.swap_remove(at).socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Prefer;
+    use super::super::host::Host;
+    use super::*;
+    use crate::wait::Share;
+
+    fn member(machine: usize) -> Member {
+        Member {
+            instance: 0,
+            process: String::new(),
+            world: 0,
+            prefer: Prefer::Tcp,
+            host: Host {
+                machine: format!("boot-{machine}/1"),
+                hint: String::new(),
+            },
+            share: Share::here(1),
+            streams: 1,
+            address: Some(format!("10.0.0.{machine}:4000").parse().unwrap()),
+        }
+    }
+
+    /// Two ends of one connection per pair of hosts, whatever the number of ranks.
+    #[test]
+    fn connections_are_probed_once_per_pair_of_hosts() {
+        for (hosts, each) in [(1, 200), (2, 100), (5, 40), (200, 1)] {
+            let members: Vec<Member> = (0..hosts * each).map(|rank| member(rank / each)).collect();
+            let all: Vec<(usize, usize)> = (0..members.len())
+                .flat_map(|rank| probed(rank, &members).into_iter().map(move |p| (rank, p)))
+                .collect();
+            assert_eq!(all.len(), hosts * (hosts - 1), "{hosts} hosts");
+            // The other end probes too.
+            assert!(all.iter().all(|(a, b)| all.contains(&(*b, *a))));
+        }
+    }
 }

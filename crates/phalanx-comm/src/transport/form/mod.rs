@@ -265,8 +265,8 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
     let peers: Vec<usize> = (0..o.world)
         .filter(|&p| p != o.rank && !neighbours.iter().any(|&(rank, _)| rank == p))
         .collect();
-    let sockets = match (&listener, peers.is_empty()) {
-        (_, true) => Vec::new(),
+    let (sockets, probes) = match (&listener, peers.is_empty()) {
+        (_, true) => (Vec::new(), Vec::new()),
         (Some(listener), false) => {
             check_reachable(o.rank, &members, &peers)?;
             let me = hello(Role::Peer);
@@ -298,6 +298,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
         sockets,
         hosts: hosts(o.prefer, &members),
         watches,
+        probes,
         topology,
         policy,
         instance: members[0].instance,

@@ -8,11 +8,13 @@
 mod control;
 mod dial;
 mod link;
+mod liveness;
 pub(super) mod options;
 
 pub(super) use control::{Control, Fate};
 pub(super) use dial::dial;
 pub(super) use link::TcpLink;
+pub(super) use liveness::{HostProbe, keep_open, probe};
 
 /// Most data connections of a pair.
 pub(super) const MAX_STREAMS: usize = 4;

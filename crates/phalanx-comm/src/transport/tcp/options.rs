@@ -2,33 +2,55 @@
 
 use std::io::{Error, Result};
 use std::net::TcpStream;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
 
 use rustix::net::sockopt;
 
-/// Silence after which the kernel asks whether the peer is still there, and
-/// the distance of its questions.
-const KEEPALIVE: Duration = Duration::from_secs(5);
-/// Unanswered questions after which the connection is dead.
-const KEEPALIVE_PROBES: u32 = 4;
+/// Probes that go unanswered before the kernel gives a connection up by itself: as many as it allows. Who
+/// is gone is decided elsewhere (`liveness`).
+const KEEPALIVE_PROBES: u32 = 127;
 
-/// Small frames at once, dead hosts soon, no blocking. Buffer sizes stay with
-/// the kernel's autotuning, which measured as good or better.
+/// Small frames at once, and no blocking. Buffer sizes stay with the kernel's autotuning, which
+/// measured as good or better.
 ///
-/// A peer's *process* that dies is seen at once. Its *host*, if that loses
-/// power, is found after about 25 s by the probes of the control connection,
-/// which is always idle. A limit for unacknowledged data (`TCP_USER_TIMEOUT`)
-/// would not find it sooner, and Linux applies it to closed windows too: a
-/// rank that computes for longer than the limit while its peers send to it
-/// would be cut off although its operation still has time.
+/// Nothing here ends a connection whose peer is silent. A limit for unacknowledged data
+/// (`TCP_USER_TIMEOUT`) would end those to ranks that compute: Linux applies it to closed windows
+/// too.
 pub(in super::super) fn prepare(stream: &TcpStream) -> Result<()> {
     stream.set_nodelay(true)?;
-    sockopt::set_socket_keepalive(stream, true)?;
-    sockopt::set_tcp_keepidle(stream, KEEPALIVE)?;
-    sockopt::set_tcp_keepintvl(stream, KEEPALIVE)?;
-    sockopt::set_tcp_keepcnt(stream, KEEPALIVE_PROBES)?;
     stream.set_nonblocking(true)
+}
+
+/// Lets the kernel probe an idle connection after `idle` and then at each `interval`, in whole seconds.
+pub(super) fn keep_alive(stream: &TcpStream, idle: Duration, interval: Duration) -> Result<()> {
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, idle)?;
+    sockopt::set_tcp_keepintvl(stream, interval)?;
+    sockopt::set_tcp_keepcnt(stream, KEEPALIVE_PROBES)?;
+    Ok(())
+}
+
+/// Probes that the kernel has sent since the peer's last answer.
+pub(super) fn unanswered_probes(stream: &impl AsFd) -> Result<u32> {
+    // SAFETY: plain integers, for which zero is a value.
+    let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
+    let mut length = size_of::<libc::tcp_info>() as libc::socklen_t;
+    // SAFETY: the descriptor is open for the duration of the call; `info` and `length` are live and
+    // `length` is the size of `info`.
+    let failed = unsafe {
+        libc::getsockopt(
+            stream.as_fd().as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            (&raw mut info).cast(),
+            &raw mut length,
+        )
+    };
+    match failed {
+        0 => Ok(u32::from(info.tcpi_probes)),
+        _ => Err(Error::last_os_error()),
+    }
 }
 
 /// Says how many bytes must have come before the kernel calls `stream` readable, as `SO_RCVLOWAT`; a window that
@@ -48,23 +70,5 @@ pub(super) fn set_recv_low_water(stream: &TcpStream, bytes: usize) -> Result<()>
     match failed {
         0 => Ok(()),
         _ => Err(Error::last_os_error()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_peer_that_computes_is_not_cut_off_and_a_dead_host_is() {
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        prepare(&stream).unwrap();
-        // Zero: the kernel never gives up a window that stays closed.
-        assert_eq!(sockopt::tcp_user_timeout(&stream).unwrap(), 0);
-        assert!(sockopt::socket_keepalive(&stream).unwrap());
-        let found_after = sockopt::tcp_keepidle(&stream).unwrap()
-            + sockopt::tcp_keepintvl(&stream).unwrap() * sockopt::tcp_keepcnt(&stream).unwrap();
-        assert!(found_after <= Duration::from_secs(30), "{found_after:?}");
     }
 }
