@@ -522,6 +522,9 @@ fn a_will_that_was_taken_back_is_not_executed() {
     assert_eq!(error.kind(), ErrorKind::Usage, "{error}");
     eventually("they have left", || server.clients() == 1);
     assert_eq!(store.try_get("forming/failed").unwrap(), None);
+    let will = view.leave_will("failed", b"rank 3 is gone").unwrap();
+    will.expect("this store notices").execute();
+    assert_eq!(view.get("failed", LONG).unwrap(), b"rank 3 is gone");
     assert!(MemStore::new().leave_will("k", b"v").unwrap().is_none());
 }
 

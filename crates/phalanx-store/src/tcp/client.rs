@@ -68,10 +68,22 @@ pub struct TcpStore {
 pub struct Will {
     connection: Connection,
     key: String,
+    /// It is not taken back.
+    stands: bool,
+}
+
+impl Will {
+    /// Has it stored now, as if this process had ended.
+    pub fn execute(mut self) {
+        self.stands = true;
+    }
 }
 
 impl Drop for Will {
     fn drop(&mut self) {
+        if self.stands {
+            return; // the server sees the connection end
+        }
         let Connection { stream, buffer, .. } = &mut self.connection;
         buffer.clear();
         let back = Request::Will {
@@ -591,6 +603,7 @@ impl Store for TcpStore {
             Ok(Response::Done) => Ok(Some(Will {
                 connection,
                 key: key.to_owned(),
+                stands: false,
             })),
             Ok(Response::Failed(failure)) => Err(Error::failed(&self.place, key, failure)),
             Ok(_) => Err(Error::new(

@@ -103,7 +103,7 @@ pub(crate) fn join(
     let left = deadline.saturating_duration_since(Instant::now());
     store.set_answer_limit(left.clamp(LAST_WORDS, ANSWER_LIMIT));
     // Before the card, with which the others begin to count on us.
-    let will = match me {
+    let mut will = match me {
         // Its store would die with it.
         0 => None,
         _ => store
@@ -113,7 +113,11 @@ pub(crate) fn join(
     let mine = encode(&card)?;
     let stored = store
         .compare_set(&node_key(me), None, &mine)
-        .map_err(lost_store)?;
+        .map_err(|error| {
+            // The card may be there: only the answer was lost.
+            will.take().into_iter().for_each(Will::execute);
+            lost_store(error)
+        })?;
     if stored != mine {
         drop(will); // nobody waits for this launcher
         let other = decode::<Card>(&stored);
@@ -123,7 +127,7 @@ pub(crate) fn join(
         return Err(Error::usage(format!("there is a node {me} already: {who}"))
             .note("fix", "give every launcher its own --node-rank"));
     }
-    let nodes = Nodes {
+    let mut nodes = Nodes {
         store: Arc::new(store),
         server: place.server.take(),
         me,
@@ -136,7 +140,8 @@ pub(crate) fn join(
     match nodes.gather(total, &card, started, deadline, &mut interrupted) {
         Ok(cards) => {
             nodes.store.set_answer_limit(ANSWER_LIMIT);
-            Ok(Nodes { cards, ..nodes })
+            nodes.cards = cards;
+            Ok(nodes)
         }
         Err(error) => {
             let verdict = Verdict {
@@ -151,6 +156,14 @@ pub(crate) fn join(
             nodes.leave(total, Instant::now());
             Err(error)
         }
+    }
+}
+
+impl Drop for Nodes {
+    /// This launcher ends without a guard. Where it could not publish why, its will is all that the others hear.
+    fn drop(&mut self) {
+        let will = self.will.get_mut().unwrap_or_else(PoisonError::into_inner);
+        will.take().into_iter().for_each(Will::execute);
     }
 }
 

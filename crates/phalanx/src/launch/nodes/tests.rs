@@ -3,7 +3,7 @@ use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 
 use super::*;
 
-/// Passes connections on to a server until [`cut`](Forwarder::cut), as if the host behind it had died.
+/// Passes connections on to a server until they are [`cut`](Forwarder::cut).
 struct Forwarder {
     at: SocketAddr,
     over: Arc<AtomicBool>,
@@ -42,14 +42,18 @@ impl Forwarder {
         Forwarder { at, over, door }
     }
 
-    /// Closes every connection. A connection may carry its whole conversation before the door thread has
-    /// noted it, so the sockets are closed when that thread has ended.
-    fn cut(self) {
+    /// Lets nobody in any more and closes the first `connections`; gives the sockets of the others. A connection
+    /// may carry its whole conversation before the door thread has noted it, so they are closed when that
+    /// thread has ended.
+    fn cut(self, connections: usize) -> Vec<TcpStream> {
         self.over.store(true, Ordering::SeqCst);
         let _ = TcpStream::connect(self.at); // the last that the door lets in
-        for socket in self.door.join().unwrap() {
+        let mut open = self.door.join().unwrap();
+        let others = open.split_off(open.len().min(connections.saturating_mul(2)));
+        for socket in open {
             let _ = socket.shutdown(Shutdown::Both);
         }
+        others
     }
 }
 
@@ -59,6 +63,17 @@ fn twins((from, into): (&TcpStream, &TcpStream)) -> (TcpStream, TcpStream) {
 
 #[test]
 fn a_launcher_killed_right_after_its_card_is_known_to_be() {
+    is_known_to_be_gone(usize::MAX);
+}
+
+/// It ends by itself then, and its will is on a connection that still stands.
+#[test]
+fn a_launcher_that_cannot_say_why_it_ends_is_known_to_be_gone() {
+    is_known_to_be_gone(1);
+}
+
+/// A launcher whose first `connections` break right after it has joined, and that cannot make new ones.
+fn is_known_to_be_gone(connections: usize) {
     const PATIENCE: Duration = Duration::from_secs(20);
     let token = Token::generate().unwrap();
     let server = TcpServer::bind((Ipv4Addr::LOCALHOST, 0).into(), token.clone()).unwrap();
@@ -86,7 +101,7 @@ fn a_launcher_killed_right_after_its_card_is_known_to_be() {
         join(&mut place, 1, card, &token, false, PATIENCE, || None).map(drop)
     });
     direct.wait(&["launch/node/1"], PATIENCE).unwrap();
-    way.cut();
+    let _others = way.cut(connections);
     let verdict: Verdict = decode(&direct.get(ABORT_KEY, PATIENCE).unwrap()).unwrap();
     assert_eq!(verdict.node, 1);
     assert!(joining.join().unwrap().is_err());
