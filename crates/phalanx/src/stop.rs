@@ -15,6 +15,12 @@ use crate::launch;
 /// The signal that came, or 0.
 static ASKED: LazyLock<Arc<AtomicUsize>> = LazyLock::new(Arc::default);
 
+/// The signal that came last, whatever word it leaves; or 0.
+static RECEIVED: LazyLock<Arc<AtomicUsize>> = LazyLock::new(Arc::default);
+
+/// [`RECEIVED`] when the ranks agreed to stop.
+static CAUSE: AtomicUsize = AtomicUsize::new(0);
+
 /// Whether a further SIGINT ends the process as if nobody listened.
 static IMPATIENT: LazyLock<Arc<AtomicBool>> = LazyLock::new(Arc::default);
 
@@ -72,9 +78,10 @@ pub fn listen() -> Result<()> {
     register(SIGTERM, SIGTERM, &LISTENING)
 }
 
-/// Whoever presses Ctrl-C again from now on does not wait for the checkpoint; a twin of the first signal, sent
-/// to the process and to its group, is not meant.
+/// The ranks have agreed to stop. Whoever presses Ctrl-C again from now on does not wait for the checkpoint; a twin
+/// of the first signal, sent to the process and to its group, is not meant.
 pub fn heard() {
+    CAUSE.store(RECEIVED.load(Ordering::SeqCst), Ordering::SeqCst);
     std::thread::spawn(|| {
         std::thread::sleep(TWINS);
         IMPATIENT.store(true, Ordering::SeqCst);
@@ -101,9 +108,21 @@ fn register(signal: i32, word: i32, done: &AtomicBool) -> Result<()> {
     if done.swap(true, Ordering::SeqCst) {
         return Ok(());
     }
-    signal_hook::flag::register_usize(signal, ASKED.clone(), word as usize)
-        .map(drop)
-        .map_err(not_heard)
+    // Received first: who sees the word sees the signal.
+    for (place, value) in [(&*RECEIVED, signal), (&*ASKED, word)] {
+        signal_hook::flag::register_usize(signal, place.clone(), value as usize)
+            .map_err(not_heard)?;
+    }
+    Ok(())
+}
+
+/// The signal that this process had received when the ranks agreed to stop: that a launcher sends to the others
+/// afterwards is not the cause.
+pub fn cause() -> Option<i32> {
+    match CAUSE.load(Ordering::SeqCst) {
+        0 => None,
+        signal => i32::try_from(signal).ok(),
+    }
 }
 
 fn not_heard(error: std::io::Error) -> Error {

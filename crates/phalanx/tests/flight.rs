@@ -114,6 +114,13 @@ fn a_stopped_rank_is_named(transport: &str) {
     assert!((1..=2).contains(&err.lines().filter(said).count()), "{err}");
     // In the error and in the report.
     assert!(err.contains("timed out after "), "{err}");
+    let first = err.lines().rfind(|line| line.starts_with("error: "));
+    let headline = first.unwrap_or_else(|| panic!("{err}"));
+    assert!(
+        headline.starts_with(&format!("error: rank 2 (pid {stopped}, host "))
+            && headline.contains(") is stopped by a signal or a debugger; rank "),
+        "{err}"
+    );
     let of_error = format!("rank 2 (pid {stopped}) is stopped (SIGSTOP or a debugger)");
     assert!(err.contains(&of_error), "{err}");
     let what = line(&err, "  while   ");

@@ -79,10 +79,7 @@ pub(crate) fn main() -> ExitCode {
         Ok(Some(cli)) => match run(cli.command) {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {
-                // A launcher tells it once, with what else it knows.
-                if !error.is_told() {
-                    tell(&error);
-                }
+                tell(&error);
                 ExitCode::from(error.exit_code())
             }
         },
@@ -94,10 +91,11 @@ pub(crate) fn main() -> ExitCode {
     }
 }
 
-/// Leaves the error to the launcher, if there is one to print it.
+/// Leaves the error to the launcher, if there is one to print it (once, with what else it knows).
 fn tell(error: &Error) {
     let text = error.render();
     let text = text.strip_prefix("error: ").unwrap_or(&text).trim_end();
+    let text = Some(text).filter(|_| !error.is_told());
     if !launch::hand_over(text, error.exit_code()) {
         error.print();
     }

@@ -15,9 +15,11 @@ use std::ffi::OsString;
 pub(crate) const STORE_VARIABLE: &str = "PHALANX_STORE";
 /// Names the file with the job token.
 pub(crate) const TOKEN_FILE_VARIABLE: &str = "PHALANX_TOKEN_FILE";
-/// Says that the process with this number need not print its last error: the
-/// launcher does, from its error file. `launcher`, until the shim knows the number.
+/// The process id of the rank. It need not print its last error: the launcher does, from the
+/// error file. [`LAUNCHER`], until the shim knows the process id.
 pub(crate) const ERRORS_VARIABLE: &str = "PHALANX_ERRORS";
+/// See [`ERRORS_VARIABLE`].
+pub(crate) const LAUNCHER: &str = "launcher";
 /// Whether PyTorch's store is there already, which rank 0 would host otherwise.
 const AGENT_STORE_VARIABLE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 /// Where a rank may leave a report of its failure.

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use phalanx_comm::recorder::Dump;
+use phalanx_comm::recorder::{Dump, State};
 use phalanx_train::files::as_typed;
 
 use super::machine::End;
@@ -29,20 +29,34 @@ pub(super) fn last_known(
     if !is_messenger {
         return analysis::last_known(&rank.flight()?);
     }
-    let dumps: Vec<Dump> = ranks
-        .iter()
-        .filter_map(|rank| {
-            let mut dump = rank.flight()?;
-            dump.ended = stopped.contains(&rank.rank).then(|| STOPPED.to_owned());
-            Some(dump)
-        })
-        .collect();
-    let story = analysis::tell(&dumps);
+    let story = analysis::tell(&dumps(ranks, stopped));
     // Without an operation at which the ranks part there is nothing to add to
     // the error itself.
     let epoch = format!("epoch {}: ", story.epoch);
     let sentence = story.sentence.strip_prefix(&epoch);
     sentence.filter(|_| story.seq.is_some()).map(str::to_owned)
+}
+
+/// The ranks of this node that have not come to an operation in which others wait, and wait in no other themselves.
+pub(super) fn late(ranks: &[Rank]) -> Vec<usize> {
+    let dumps = dumps(ranks, &[]);
+    let waits = |dump: &&Dump| {
+        let mut states = dump.entries.iter().map(|entry| entry.state);
+        states.any(|state| matches!(state, State::Running | State::Aborted))
+    };
+    let waiting: Vec<usize> = dumps.iter().filter(waits).map(|dump| dump.rank).collect();
+    let mut late = analysis::tell(&dumps).late;
+    late.retain(|rank| !waiting.contains(rank));
+    late
+}
+
+fn dumps(ranks: &[Rank], stopped: &[usize]) -> Vec<Dump> {
+    let dump_of = |rank: &Rank| {
+        let mut dump = rank.flight()?;
+        dump.ended = stopped.contains(&rank.rank).then(|| STOPPED.to_owned());
+        Some(dump)
+    };
+    ranks.iter().filter_map(dump_of).collect()
 }
 
 /// Writes the recorders of this node's ranks into `dir`, or where the ranks

@@ -7,7 +7,8 @@
 //! it becomes its program, hence before it can have children; the launcher
 //! writes which groups have ended. The pipe ends when the launcher has ended
 //! and no rank is just being started. Then the guard kills the groups that
-//! are left and, without a `done`, tells the other nodes, if there are any.
+//! are left and, without a `done`, removes the run's private folder and tells
+//! the other nodes, if there are any.
 //!
 //! | line              | meaning                                            |
 //! |-------------------|----------------------------------------------------|
@@ -16,12 +17,14 @@
 //! | `store HOST:PORT` | other nodes meet there                             |
 //! | `token HEX`       | the job token, needed to talk to them              |
 //! | `verdict TEXT`    | what to tell them (one line of JSON)               |
+//! | `folder "PATH"`   | the run's private folder (a JSON string)           |
 //! | `done`            | the launcher ends by itself                        |
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -30,6 +33,7 @@ use phalanx_store::{Store, TcpStore};
 use phalanx_wire::Token;
 use rustix::process::{Pid, Signal, kill_process_group};
 
+use super::folder;
 use super::nodes::ABORT_KEY;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -93,6 +97,14 @@ impl Guard {
         ));
     }
 
+    /// Which folder to remove when this launcher is killed.
+    pub(crate) fn folder(&self, path: &Path) {
+        // In JSON it is one line, whatever it is. What is no UTF-8 stays.
+        if let Ok(text) = serde_json::to_string(path) {
+            self.say(&format!("folder {text}"));
+        }
+    }
+
     fn say(&self, line: &str) {
         // A guard that died is no reason to fail: it is the second net.
         if let Ok(mut pipe) = self.pipe.lock()
@@ -138,6 +150,7 @@ struct Told {
     store: Option<String>,
     token: Option<String>,
     verdict: Option<String>,
+    folder: Option<PathBuf>,
     done: bool,
 }
 
@@ -158,6 +171,7 @@ impl Told {
                 "store" => self.store = Some(text.to_owned()),
                 "token" => self.token = Some(text.to_owned()),
                 "verdict" => self.verdict = Some(text.to_owned()),
+                "folder" => self.folder = serde_json::from_str(text).ok(),
                 _ => {}
             }
         }
@@ -201,6 +215,9 @@ pub(crate) fn guard() -> Result<()> {
             let _ = kill_process_group(group, Signal::KILL);
         }
     }
+    if let Some(folder) = told.folder.as_ref().filter(|_| !told.done) {
+        folder::remove(folder);
+    }
     if !told.done
         && let (Some(store), Some(token), Some(verdict)) = (&told.store, &told.token, &told.verdict)
         && let Ok(token) = Token::from_hex(token)
@@ -231,6 +248,7 @@ mod tests {
             "store a:1",
             "token ff",
             "verdict {\"a b\":1}",
+            "folder \"/tmp/a\\nb\"",
         ] {
             told.line(line);
         }
@@ -239,6 +257,7 @@ mod tests {
             store: Some("a:1".into()),
             token: Some("ff".into()),
             verdict: Some("{\"a b\":1}".into()),
+            folder: Some("/tmp/a\nb".into()),
             done: false,
         };
         assert_eq!(told, want);

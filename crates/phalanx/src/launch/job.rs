@@ -2,24 +2,25 @@
 //! watched, stopped and, if so wished, started again.
 
 use std::collections::HashSet;
-use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use phalanx_store::{Store, TcpServer, TcpStore};
+use phalanx_train::files::as_typed;
 use rustix::process::{Signal, kill_process};
 
 use super::Event;
 use super::contract::{self, Own, Shared};
 use super::flight;
+use super::folder::RunFolder;
 use super::guard::Guard;
 use super::machine::{Action, End, Machine, Why};
 use super::nodes::{self, Card, Nodes, PortForRanks};
 use super::oom::OomWatch;
 use super::plan::LaunchPlan;
 use super::pump::{Sink, Stream, Unwritten};
-use super::ranks::{POLL, Rank, Starter, catches};
+use super::ranks::{POLL, Rank, Starter, catches, path_of};
 use super::reap;
 use super::report::{self, Verdict, Who};
 use super::signals::{SignalWatch, can_be_continued, interrupted, suspend_self};
@@ -36,6 +37,10 @@ const REAP_LIMIT: Duration = Duration::from_secs(5);
 const LAST_OUTPUT: Duration = Duration::from_millis(100);
 /// How often to look for ended orphans while nothing else happens.
 const SWEEP: Duration = Duration::from_secs(30);
+/// How many ranks a headline names.
+const MOST_NAMED: usize = 4;
+/// The end of a rank of ours that waited too long.
+const TIMED_OUT: End = End::Code(4);
 /// How long a local store takes to answer.
 const LOCAL_STORE: Duration = Duration::from_secs(10);
 /// When ranks still run so long after one has ended well, it is said once:
@@ -53,6 +58,10 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
     let signals = SignalWatch::start_with_suspend(sender.clone())?;
     let host = host_name();
     let token_fd = token::memory_file(&plan.token)?;
+    let folder = match &plan.logs {
+        Some(logs) => RunFolder::kept(&logs.dir),
+        None => RunFolder::private()?,
+    };
     let mut place = match &plan.meeting {
         None => nodes::host_locally(plan.bind, &plan.token)?,
         Some(meeting) => nodes::meeting_place(meeting, plan.bind, &plan.token)?,
@@ -112,6 +121,7 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
         _server: place.server.take(),
         dial: place.dial,
         token_fd,
+        folder,
         out: Sink::of(Stream::Out, unwritten.clone()),
         err: Sink::of(Stream::Err, unwritten.clone()),
         unwritten,
@@ -178,6 +188,8 @@ struct Job<'a> {
     _server: Option<TcpServer>,
     dial: String,
     token_fd: std::os::fd::OwnedFd,
+    /// Dropped before the guard, which removes it when we are killed.
+    folder: RunFolder,
     out: Arc<Sink>,
     err: Arc<Sink>,
     unwritten: Unwritten,
@@ -185,7 +197,7 @@ struct Job<'a> {
     /// Whatever is below us is of our ranks.
     alone: bool,
     /// Of the last attempt. Other nodes wait for us until the very end, so it
-    /// must tell them until then.
+    /// must tell them until then; and remove the folder.
     guard: Option<Arc<Guard>>,
     /// When the last stop began.
     decided: Option<Instant>,
@@ -240,9 +252,13 @@ impl Job<'_> {
     }
 
     fn attempt(&mut self, restarts: u32) -> Result<Outcome> {
-        // The one before says that it is done.
-        self.guard = None;
         let guard = Arc::new(Guard::start()?);
+        let made = self.folder.make(&guard);
+        if made.is_ok() && restarts == 0 && self.plan.logs.is_some() {
+            say::note(format_args!("logs: {}", as_typed(self.folder.path())));
+        }
+        // The one before is not needed any more, and says that it is done.
+        self.guard = Some(guard.clone());
         if let Some(nodes) = self.nodes.as_ref().filter(|_| self.shared.node_rank > 0) {
             let verdict = Verdict::of_killed(self.shared.node_rank, &self.host);
             if let Ok(text) = serde_json::to_string(&verdict) {
@@ -251,14 +267,12 @@ impl Job<'_> {
             nodes.is_guarded();
         }
         let mut ranks = Vec::with_capacity(self.plan.local_ranks);
-        let started = self.start_ranks(restarts, &guard, &mut ranks);
+        let started = made.and_then(|()| self.start_ranks(restarts, &guard, &mut ranks));
         let mut children: HashSet<i32> = ranks
             .iter()
             .map(|rank| rank.pid.as_raw_nonzero().get())
             .collect();
         children.extend(i32::try_from(guard.pid()));
-        // On one node the watchers hold it; with the last of them it ends.
-        self.guard = Some(guard).filter(|_| self.nodes.is_some());
         let mut watch = Supervision {
             children,
             machine: Machine::new(ranks.len(), self.plan.stop_grace, ECHO_WAIT),
@@ -285,6 +299,7 @@ impl Job<'_> {
             return Err(error);
         }
         self.watch_to_the_end(&mut watch);
+        watch.ranks.iter().for_each(Rank::log_last_error);
         self.decided = watch.stopping_since;
         if watch.machine.why().is_some() {
             let grace = match watch.is_interrupt() {
@@ -297,10 +312,11 @@ impl Job<'_> {
     }
 
     fn start_ranks(&self, restarts: u32, guard: &Arc<Guard>, ranks: &mut Vec<Rank>) -> Result<()> {
+        let token_file = path_of(&self.token_fd);
         let starter = Starter {
             program: &self.plan.program,
             args: &self.plan.args,
-            token: self.token_fd.as_fd(),
+            folder: &self.folder,
             out: &self.out,
             err: &self.err,
             unwritten: &self.unwritten,
@@ -312,21 +328,19 @@ impl Job<'_> {
         };
         for local_rank in 0..self.plan.local_ranks {
             let rank = self.shared.first_rank + local_rank;
-            ranks.push(
-                starter.start(local_rank, rank, restarts, |error_file, token_file| {
-                    let own = Own {
-                        local_rank,
-                        restarts,
-                        error_file,
-                        token_file,
-                    };
-                    contract::variables(&self.shared, &own)
-                        .into_iter()
-                        .map(|(name, value)| (name.into(), value))
-                        .chain(self.plan.variables.iter().cloned())
-                        .collect()
-                })?,
-            );
+            ranks.push(starter.start(local_rank, rank, restarts, |error_file| {
+                let own = Own {
+                    local_rank,
+                    restarts,
+                    error_file,
+                    token_file: token_file.clone(),
+                };
+                contract::variables(&self.shared, &own)
+                    .into_iter()
+                    .map(|(name, value)| (name.into(), value))
+                    .chain(self.plan.variables.iter().cloned())
+                    .collect()
+            })?);
         }
         Ok(())
     }
@@ -475,18 +489,31 @@ impl Job<'_> {
 
     /// Once a stop has begun: puts the verdict into words, and tells others.
     fn decide(&self, watch: &mut Supervision) {
-        if watch.verdict.is_some() {
+        let Some(why) = watch.machine.why() else {
             return;
-        }
-        // Later they will have been killed.
-        if watch.machine.why().is_some() && watch.halted.is_none() {
+        };
+        let is_first = watch.halted.is_none();
+        if is_first {
+            // Later they will have been killed.
             let is_stopped = |rank: &&Rank| rank.is_stopped();
             let ranks = watch.ranks.iter().filter(is_stopped);
             watch.halted = Some(ranks.map(|rank| rank.rank).collect());
         }
-        let verdict = match watch.machine.why() {
-            None | Some(Why::Elsewhere) => return,
-            Some(Why::Interrupt(signal)) => {
+        let verdict = match (why, &watch.verdict) {
+            // Another node's ranks have waited for ours.
+            (Why::Elsewhere, Some(theirs)) if is_first && theirs.is_unexplained_timeout() => {
+                match self.stopped_or_late(watch, None) {
+                    Some(message) => Verdict {
+                        echo: false,
+                        node: self.shared.node_rank,
+                        message: format!("{message}; {}", theirs.message),
+                        ..theirs.clone()
+                    },
+                    None => return,
+                }
+            }
+            (Why::Elsewhere, _) | (_, Some(_)) => return,
+            (Why::Interrupt(signal), None) => {
                 let what = interrupted(signal);
                 let message = match self.node() {
                     None => what.chain(),
@@ -494,7 +521,7 @@ impl Job<'_> {
                 };
                 self.plain_verdict(ErrorKind::Interrupted.exit_code(), &message)
             }
-            Some(Why::Rank(local)) => self.rank_verdict(watch, local),
+            (Why::Rank(local), None) => self.rank_verdict(watch, local),
         };
         watch.verdict = Some(match &self.nodes {
             None => verdict,
@@ -511,19 +538,9 @@ impl Job<'_> {
         if let Some(text) = flight::last_known(&watch.ranks, rank, end, watch.halted()) {
             notes.push((report::WHILE.to_owned(), text));
         }
-        let killed = matches!(end, super::machine::End::Signal(9));
+        let killed = matches!(end, End::Signal(9));
         if let Some(hint) = self.oom.hint(self.plan.local_ranks).filter(|_| killed) {
             notes.push(("perhaps".to_owned(), hint));
-        }
-        if end == super::machine::End::Code(ErrorKind::Timeout.exit_code().into()) {
-            for other in watch.ranks.iter().filter(|other| other.is_stopped()) {
-                let text = format!(
-                    "rank {} (pid {}) is stopped, by SIGSTOP or a debugger",
-                    other.rank,
-                    other.pid.as_raw_nonzero()
-                );
-                notes.push(("perhaps".to_owned(), text));
-            }
         }
         let error_json = rank.error_json();
         let reported = error_json.as_deref().and_then(report::reported_code);
@@ -549,22 +566,74 @@ impl Job<'_> {
             hand_up(&json);
         }
         let ours = rank.reported(end);
+        let code = end.job_code(ours);
+        let own = format!("{} {}", self.who(rank), report::ended(end, ours));
+        let is_timeout = end == TIMED_OUT;
+        let cause = match end {
+            TIMED_OUT => self
+                .stopped_or_late(watch, Some(local))
+                .map(|late| format!("{late}; {own}")),
+            _ if code == ErrorKind::Interrupted.exit_code() => self.sent_a_signal(watch),
+            _ => None,
+        };
         Verdict {
-            code: end.job_code(ours),
-            echo: end.is_echo(),
+            code,
+            // Another node may know more.
+            echo: cause.is_none() && (end.is_echo() || ours && is_timeout),
             mistake: false,
             node: self.shared.node_rank,
-            message: report::headline(
-                &Who {
-                    rank: rank.rank,
-                    pid: rank.pid.as_raw_nonzero().get(),
-                    host: &self.host,
-                    node: self.node(),
-                },
-                end,
-                ours,
-            ),
+            message: cause.unwrap_or(own),
             notes,
+        }
+    }
+
+    /// `rank 2 (pid 4711, host node-a) is stopped by a signal or a debugger`: the ranks for which a deadline may have
+    /// passed. Of those that nobody has stopped only ranks that have not come to an operation in which others
+    /// wait. `but` is the local rank that says so.
+    fn stopped_or_late(&self, watch: &Supervision, but: Option<usize>) -> Option<String> {
+        let late = flight::late(&watch.ranks);
+        let others = || {
+            let ranks = watch.ranks.iter().enumerate();
+            ranks.filter(|(local, _)| Some(*local) != but && watch.machine.end(*local).is_none())
+        };
+        let names = |wanted: &[usize]| -> Vec<String> {
+            let wanted = others().filter(|(_, rank)| wanted.contains(&rank.rank));
+            wanted.map(|(_, rank)| self.who(rank).to_string()).collect()
+        };
+        let (names, what) = match names(watch.halted()) {
+            stopped if stopped.is_empty() => (names(&late), "late"),
+            stopped => (stopped, "stopped by a signal or a debugger"),
+        };
+        let verb = match names.len() {
+            0 => return None,
+            1 => "is",
+            _ => "are",
+        };
+        let more = names.len().saturating_sub(MOST_NAMED);
+        let mut named = names[..names.len().min(MOST_NAMED)].join(", ");
+        if more > 0 {
+            named.push_str(&format!(" and {more} more"));
+        }
+        Some(format!("{named} {verb} {what}"))
+    }
+
+    /// The ranks that somebody has asked to stop, and through them the job.
+    fn sent_a_signal(&self, watch: &Supervision) -> Option<String> {
+        let asked = watch.ranks.iter().find_map(|rank| {
+            let signal = report::reported_signal(&rank.error_json()?)?;
+            Some((rank, signal))
+        });
+        let (rank, signal) = asked?;
+        let name = report::signal_name(signal);
+        Some(format!("{} was sent {name}", self.who(rank)))
+    }
+
+    fn who(&self, rank: &Rank) -> Who<'_> {
+        Who {
+            rank: rank.rank,
+            pid: rank.pid.as_raw_nonzero().get(),
+            host: &self.host,
+            node: self.node(),
         }
     }
 
@@ -588,8 +657,26 @@ impl Job<'_> {
         let Some(why) = watch.machine.why() else {
             return Outcome::Success;
         };
+        // Another rank may have said since what happened to it.
+        if let (Why::Rank(local), Some(own)) = (why, &watch.verdict)
+            && own.echo
+        {
+            let again = self.rank_verdict(&watch, local);
+            if !again.echo {
+                watch.verdict = Some(match &self.nodes {
+                    None => again,
+                    Some(nodes) => nodes.publish(&again),
+                });
+            }
+        }
         // What others know by now may explain more than what we saw.
-        let shared = self.nodes.as_ref().and_then(Nodes::verdict);
+        let until = Instant::now() + ECHO_WAIT;
+        let mut shared = self.nodes.as_ref().and_then(Nodes::verdict);
+        while shared.as_ref().is_some_and(Verdict::is_unexplained_timeout) && Instant::now() < until
+        {
+            std::thread::sleep(POLL);
+            shared = self.nodes.as_ref().and_then(Nodes::verdict);
+        }
         let verdict = match (shared, watch.verdict.take()) {
             (Some(shared), Some(own)) if shared.echo && !own.echo => own,
             (Some(shared), _) => shared,
@@ -636,11 +723,16 @@ impl Job<'_> {
         if verdict.mistake {
             return Outcome::Final(verdict.into_error(None));
         }
+        let is_interrupt = verdict.code == ErrorKind::Interrupted.exit_code();
         let mut error = verdict.into_error(so);
         let also: Vec<String> = watch
             .machine
             .also_failed(culprit)
             .iter()
+            // They stopped with the one that was asked to.
+            .filter(|(_, end)| {
+                !(is_interrupt && end.job_code(true) == ErrorKind::Interrupted.exit_code())
+            })
             .map(|(local, end)| {
                 let ended = report::ended(*end, watch.ranks[*local].reported(*end));
                 format!("rank {} {ended}", name(local))
@@ -670,6 +762,8 @@ impl Job<'_> {
             error = error.note("inspect", text);
         }
         match why {
+            // Another attempt would say the same.
+            Why::Rank(local) if watch.is_usage_error(local) => Outcome::Final(error),
             Why::Rank(_) if self.nodes.is_none() => Outcome::Failed(error),
             _ => Outcome::Final(error),
         }
@@ -820,6 +914,12 @@ impl Supervision {
     fn all_stopped_themselves(&self) -> bool {
         let end = End::Code(ErrorKind::Interrupted.exit_code().into());
         (0..self.ranks.len()).all(|local| self.machine.end(local) == Some(end))
+    }
+
+    /// Whether the rank is a program of ours that says it was called or set up wrongly.
+    fn is_usage_error(&self, local: usize) -> bool {
+        let end = End::Code(ErrorKind::Usage.exit_code().into());
+        self.machine.end(local) == Some(end) && self.ranks[local].reported(end)
     }
 
     fn all_ended_well(&self) -> bool {

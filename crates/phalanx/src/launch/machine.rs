@@ -37,6 +37,9 @@ const TWIN: Duration = Duration::from_millis(200);
 /// Exit code of a rank that lost a peer: the peer is to blame.
 const PEER_LOST: i32 = 3;
 
+/// Exit code of a rank that was asked to end, or whose job was.
+const INTERRUPTED: i32 = 130;
+
 impl End {
     /// Nothing is wrong.
     pub(crate) fn is_ok(self) -> bool {
@@ -49,6 +52,7 @@ impl End {
     fn echo(self) -> u8 {
         match self {
             End::Code(PEER_LOST) => 2,
+            End::Code(INTERRUPTED) => 1,
             End::Signal(signal) if TOLD.contains(&signal) => 1,
             _ => 0,
         }
@@ -358,10 +362,12 @@ mod tests {
         assert_eq!(m.tick(t + 200 * MS), Action::Terminate);
         assert_eq!(m.why(), Some(Why::Rank(1)));
 
-        let (mut m, t) = machine(2);
-        assert_eq!(m.ended(1, End::Signal(15), t), Action::None);
-        assert_eq!(m.interrupted(15, t + MS), Action::Terminate);
-        assert_eq!(m.why(), Some(Why::Interrupt(15)));
+        for told in [End::Signal(15), End::Code(130)] {
+            let (mut m, t) = machine(2);
+            assert_eq!(m.ended(1, told, t), Action::None);
+            assert_eq!(m.interrupted(15, t + MS), Action::Terminate);
+            assert_eq!(m.why(), Some(Why::Interrupt(15)));
+        }
     }
 
     #[test]

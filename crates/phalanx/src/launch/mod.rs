@@ -15,13 +15,16 @@
 //! * one thread waits for signals; with several nodes, one for the others;
 //! * a **guard** process ends what is left when the launcher is killed.
 //!
-//! Nothing is written to disk without `--log-dir`: the token and the ranks'
-//! error files are memory files that vanish with the last process.
+//! Each run has a folder of its own (`folder.rs`) for the ranks' error files: under
+//! `--log-dir`, or a private one that is removed at the end. The token and the
+//! flight recorders are memory files of the launcher, which ranks and all that
+//! they start open by the launcher's `/proc/PID/fd`: nobody inherits a descriptor.
 
 mod args;
 mod cluster;
 mod contract;
 mod flight;
+mod folder;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
 mod guard;

@@ -13,6 +13,7 @@ use phalanx_wire::Token;
 
 use super::args::{LaunchArgs, Meeting};
 use super::cluster::Env;
+use super::folder;
 use super::ranks::{Logs, Prefix};
 use super::token;
 use crate::error::{Error, ErrorKind, Result};
@@ -85,11 +86,15 @@ impl LaunchPlan {
             // As torchrun: a given address without a name is "none".
             _ => "none".to_owned(),
         };
-        let logs = args.log_dir.map(|dir| Logs {
-            dir: dir.join(&run_id),
-            redirects: args.redirects,
-            tee: args.tee,
-        });
+        let node = args.meeting.as_ref().map(|meeting| meeting.node_rank);
+        let logs = match &args.log_dir {
+            None => None,
+            Some(dir) => Some(Logs {
+                dir: folder::for_logs(dir, &run_id, node)?,
+                redirects: args.redirects,
+                tee: args.tee,
+            }),
+        };
         let flight_dir = env
             .get(phalanx_comm::recorder::DIR_VARIABLE)
             .filter(|dir| !dir.is_empty())

@@ -2,9 +2,8 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::io::Read;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileExt;
+use std::io::Write;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -14,13 +13,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use phalanx_comm::recorder::Dump;
-use rustix::fs::{MemfdFlags, memfd_create};
-use rustix::io::{Errno, FdFlags, fcntl_setfd};
+use rustix::io::Errno;
 use rustix::process::{
     Pid, Signal, WaitId, WaitIdOptions, getpgid, kill_process, kill_process_group, waitid,
 };
 
 use super::Event;
+use super::contract::{ERRORS_VARIABLE, LAUNCHER};
+use super::folder::{RunFolder, error_file_text};
 use super::guard::Guard;
 use super::machine::End;
 use super::pump::{self, Log, Open, Route, Sink, Tail, Unwritten};
@@ -36,9 +36,6 @@ const LINGER: Duration = Duration::from_secs(1);
 
 /// How often what a dead rank left behind is looked at, while it may still save something.
 pub(crate) const POLL: Duration = Duration::from_millis(20);
-
-/// Error files are short; this is what is read of one.
-const ERROR_FILE_BYTES: u64 = 1 << 20;
 
 /// Which ranks' lines get a prefix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,7 +61,7 @@ impl Prefix {
 /// Files for the ranks' output.
 #[derive(Clone, Debug)]
 pub(crate) struct Logs {
-    /// `LOG_DIR/RUN_ID`.
+    /// `LOG_DIR/RUN_ID_xxxxxxxx`, which this run makes.
     pub(crate) dir: PathBuf,
     /// Streams that go to files only.
     pub(crate) redirects: StreamChoice,
@@ -78,8 +75,6 @@ pub(crate) struct Starter<'a> {
     pub(crate) program: &'a OsStr,
     /// Its arguments.
     pub(crate) args: &'a [OsString],
-    /// The token's memory file.
-    pub(crate) token: BorrowedFd<'a>,
     /// Our stdout.
     pub(crate) out: &'a Arc<Sink>,
     /// Our stderr.
@@ -91,20 +86,14 @@ pub(crate) struct Starter<'a> {
     /// Rank 0 writes to our stderr itself, for its progress bar, and to our
     /// stdout too unless its lines need a prefix.
     pub(crate) rank0_owns_stderr: bool,
+    /// Where error files and logs go.
+    pub(crate) folder: &'a RunFolder,
     /// Output files.
     pub(crate) logs: Option<&'a Logs>,
     /// The guard to register with.
     pub(crate) guard: &'a Arc<Guard>,
     /// Where the news go.
     pub(crate) events: &'a Sender<Event>,
-}
-
-/// Where a rank may write why it failed.
-enum ErrorFile {
-    /// In memory: nothing to clean up, whoever is killed.
-    Memory(OwnedFd),
-    /// In the log folder.
-    Path(PathBuf),
 }
 
 /// A started rank.
@@ -119,7 +108,10 @@ pub(crate) struct Rank {
     patience: Arc<Mutex<Option<Instant>>>,
     tail: Arc<Mutex<Tail>>,
     open: Open,
-    error_file: ErrorFile,
+    /// Where it may write why it failed.
+    error_file: PathBuf,
+    /// The log of its stderr.
+    err_log: Option<PathBuf>,
     /// The memory of its flight recorder; whether it uses it is its own affair.
     flight: OwnedFd,
 }
@@ -128,39 +120,19 @@ impl Starter<'_> {
     /// Starts one rank. Must be called on the thread that lives as long as
     /// the launcher: the kernel's parent-death signal goes by thread.
     ///
-    /// `variables` is given the paths of the error file and the token file.
+    /// `variables` is given the path of the error file.
     pub(crate) fn start(
         &self,
         local: usize,
         rank: usize,
         restarts: u32,
-        variables: impl FnOnce(OsString, OsString) -> Vec<(OsString, OsString)>,
+        variables: impl FnOnce(OsString) -> Vec<(OsString, OsString)>,
     ) -> Result<Rank> {
         let failed = |what: &str, error: std::io::Error| {
             Error::new(ErrorKind::System, format!("cannot {what} for rank {rank}")).caused_by(error)
         };
-        let folder = match self.logs {
-            None => None,
-            Some(logs) => {
-                let folder = logs.dir.join(format!("attempt_{restarts}/{local}"));
-                std::fs::create_dir_all(&folder).map_err(|error| {
-                    Error::usage(format!("cannot make the log folder {}", folder.display()))
-                        .caused_by(error)
-                })?;
-                Some(folder)
-            }
-        };
-        let error_file = match &folder {
-            Some(folder) => ErrorFile::Path(absolute(&folder.join("error.json"))),
-            None => ErrorFile::Memory(
-                memfd_create("phalanx-error-file", MemfdFlags::CLOEXEC)
-                    .map_err(|error| failed("make an error file", error.into()))?,
-            ),
-        };
-        let error_path = match &error_file {
-            ErrorFile::Path(path) => path.clone().into_os_string(),
-            ErrorFile::Memory(fd) => inherited_path(fd.as_fd()),
-        };
+        let folder = self.folder.of_rank(restarts, local)?;
+        let error_file = folder.join("error.json");
 
         // Readable here even when the rank was killed or stopped.
         let flight = phalanx_comm::recorder::create_memory()
@@ -169,9 +141,9 @@ impl Starter<'_> {
         // Everything that can fail comes before the process.
         let tail = Arc::new(Mutex::new(Tail::default()));
         let prefix = self.prefix.of(rank);
-        let out = self.route(local, true, prefix, folder.as_deref(), None)?;
-        let err = self.route(local, false, prefix, folder.as_deref(), Some(&tail))?;
-        let err_log_free = err.log.is_none();
+        let out = self.route(local, true, prefix, &folder, None)?;
+        let err = self.route(local, false, prefix, &folder, Some(&tail))?;
+        let err_log = err.log.as_ref().map(|log| log.path.clone());
 
         let inherit = self.rank0_owns_stderr && rank == 0;
         let guard_end = self
@@ -205,35 +177,12 @@ impl Starter<'_> {
             .env_remove(super::token::TOKEN_VARIABLE)
             // A launcher around us may have set it for its own network.
             .env_remove(super::contract::BIND_VARIABLE)
-            .env_remove(super::contract::ERRORS_VARIABLE)
-            .envs(variables(error_path, inherited_path(self.token)))
-            .env(
-                phalanx_comm::recorder::FILE_VARIABLE,
-                inherited_path(flight.as_fd()),
-            );
-        // A log of its stderr should have its last words too.
-        if err_log_free {
-            command.env(super::contract::ERRORS_VARIABLE, "launcher");
-        }
-        // Only this rank may inherit its own descriptors. All ranks are
-        // started by this one thread, so the flag is down for nobody else.
-        let own = match &error_file {
-            ErrorFile::Memory(fd) => Some(fd.as_fd()),
-            ErrorFile::Path(_) => None,
-        };
-        let handed_down: Vec<BorrowedFd<'_>> = [self.token, flight.as_fd()]
-            .into_iter()
-            .chain(own)
-            .collect();
-        let set = |flags: FdFlags| -> std::io::Result<()> {
-            for fd in &handed_down {
-                fcntl_setfd(fd, flags)?;
-            }
-            Ok(())
-        };
-        let spawned = set(FdFlags::empty()).and_then(|()| command.spawn());
-        set(FdFlags::CLOEXEC).map_err(|error| failed("close descriptors", error))?;
-        let mut child = spawned.map_err(|error| failed("start a process", error))?;
+            .envs(variables(error_file.clone().into_os_string()))
+            .env(ERRORS_VARIABLE, LAUNCHER)
+            .env(phalanx_comm::recorder::FILE_VARIABLE, path_of(&flight));
+        let mut child = command
+            .spawn()
+            .map_err(|error| failed("start a process", error))?;
         let Some(pid) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) else {
             return Err(Error::new(ErrorKind::System, "a process has no number"));
         };
@@ -266,6 +215,7 @@ impl Starter<'_> {
             tail,
             open,
             error_file,
+            err_log,
             flight,
         };
         if let Err(error) = pumped.and(watched) {
@@ -280,7 +230,7 @@ impl Starter<'_> {
         local: usize,
         out: bool,
         prefix: Option<usize>,
-        folder: Option<&Path>,
+        folder: &Path,
         tail: Option<&Arc<Mutex<Tail>>>,
     ) -> Result<Route> {
         let pick = |choice: &StreamChoice| {
@@ -294,11 +244,12 @@ impl Starter<'_> {
                 pick(&logs.redirects) || pick(&logs.tee),
             ),
         };
-        let log = match folder.filter(|_| keep) {
-            None => None,
-            Some(folder) => {
+        let log = match keep {
+            false => None,
+            true => {
                 let path = folder.join(if out { "stdout.log" } else { "stderr.log" });
-                let file = File::create(&path).map_err(|error| {
+                let create = File::options().append(true).create(true).open(&path);
+                let file = create.map_err(|error| {
                     Error::usage(format!("cannot create {}", path.display())).caused_by(error)
                 })?;
                 Some(Log {
@@ -397,23 +348,22 @@ impl Rank {
         code.is_some_and(|code| end == End::Code(code))
     }
 
+    /// Writes its last error into the log of its stderr: a program of ours leaves printing it to us. To be
+    /// called when it has ended.
+    pub(crate) fn log_last_error(&self) {
+        if let (Some(path), Some(json)) = (&self.err_log, self.error_json())
+            && report::reported_code(&json).is_some()
+            && let Some(text) = report::error_file_message(&json)
+            && let Ok(mut log) = File::options().append(true).open(path)
+        {
+            // The file beside it has the text too.
+            let _ = log.write_all(format!("error: {text}\n").as_bytes());
+        }
+    }
+
     /// What it wrote to its error file, if anything.
     pub(crate) fn error_json(&self) -> Option<String> {
-        let mut text = String::new();
-        match &self.error_file {
-            ErrorFile::Path(path) => {
-                let file = File::open(path).ok()?;
-                file.take(ERROR_FILE_BYTES).read_to_string(&mut text).ok()?;
-            }
-            ErrorFile::Memory(fd) => {
-                let file = File::from(fd.try_clone().ok()?);
-                let length = file.metadata().ok()?.len().min(ERROR_FILE_BYTES);
-                let mut bytes = vec![0; usize::try_from(length).ok()?];
-                file.read_exact_at(&mut bytes, 0).ok()?;
-                text = String::from_utf8(bytes).ok()?;
-            }
-        }
-        (!text.is_empty()).then_some(text)
+        error_file_text(&self.error_file)
     }
 }
 
@@ -435,14 +385,14 @@ pub(crate) fn catches(pid: Pid, signal: Signal) -> bool {
     !dead && caught(&status, signal.as_raw())
 }
 
-/// The path by which a child finds a descriptor that it inherits.
-fn inherited_path(fd: BorrowedFd<'_>) -> OsString {
-    format!("/proc/self/fd/{}", fd.as_raw_fd()).into()
-}
-
-/// Ranks may change their folder.
-fn absolute(path: &Path) -> PathBuf {
-    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
+/// The path by which this user's processes open a descriptor of the launcher, as long as that lives. They need
+/// not inherit it: Python's `subprocess`, for one, closes what it would inherit, and another file could get
+/// the number.
+pub(crate) fn path_of(fd: &impl AsFd) -> OsString {
+    // Not `getpid`: `/proc` may count as another namespace does.
+    let me = std::fs::read_link("/proc/self")
+        .unwrap_or_else(|_| PathBuf::from(std::process::id().to_string()));
+    format!("/proc/{}/fd/{}", me.display(), fd.as_fd().as_raw_fd()).into()
 }
 
 /// What the thread that waits for one rank needs.

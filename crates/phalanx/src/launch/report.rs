@@ -1,17 +1,21 @@
 //! The words of the last report: what happened, to whom, what the rank said.
 
+use std::fmt;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::contract::{ERROR_FILE_VARIABLE, ERRORS_VARIABLE};
+use super::contract::{ERROR_FILE_VARIABLE, ERRORS_VARIABLE, LAUNCHER};
 use super::machine::End;
 use crate::error::{Error, ErrorKind};
+use crate::stop;
 
 /// Label of the note that says what a rank was doing.
 pub(crate) const WHILE: &str = "while";
 /// Where a report of ours has the exit code.
 const CODE: &str = "phalanx_exit_code";
+/// The same for the signal that asked this process, and through it the job, to stop.
+const SIGNAL: &str = "phalanx_signal";
 /// Lines of a rank's stderr that the report repeats, at most.
 const SAID_LINES: usize = 20;
 /// Without a recognisable message, only the end is shown.
@@ -36,7 +40,7 @@ pub(crate) struct Verdict {
 }
 
 impl Verdict {
-    /// What is to be said when the launcher of `node`, this process, is killed.
+    /// What is to be said when the launcher of `node`, this process, is killed or ends without a verdict of its own.
     pub(crate) fn of_killed(node: usize, host: &str) -> Verdict {
         Verdict {
             code: ErrorKind::PeerLost.exit_code(),
@@ -44,11 +48,16 @@ impl Verdict {
             mistake: false,
             node,
             message: format!(
-                "the launcher of node {node} (pid {}, host {host}) was killed, and its ranks with it",
+                "the launcher of node {node} (pid {}, host {host}) ended unexpectedly, and its ranks with it",
                 std::process::id(),
             ),
             notes: Vec::new(),
         }
+    }
+
+    /// Whether a rank has waited in vain and its node does not know for whom.
+    pub(crate) fn is_unexplained_timeout(&self) -> bool {
+        self.echo && self.code == ErrorKind::Timeout.exit_code()
     }
 
     /// The error that this launcher prints and ends with.
@@ -80,16 +89,14 @@ pub(crate) struct Who<'a> {
     pub(crate) node: Option<usize>,
 }
 
-/// `rank 1 (pid 4711, host node-a) was killed by SIGKILL`.
-pub(crate) fn headline(who: &Who<'_>, end: End, ours: bool) -> String {
-    let node = who.node.map_or(String::new(), |n| format!("node {n}, "));
-    format!(
-        "rank {} ({node}pid {}, host {}) {}",
-        who.rank,
-        who.pid,
-        who.host,
-        ended(end, ours)
-    )
+impl fmt::Display for Who<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let node = self.node.map_or(String::new(), |n| format!("node {n}, "));
+        let Who {
+            rank, pid, host, ..
+        } = self;
+        write!(f, "rank {rank} ({node}pid {pid}, host {host})")
+    }
 }
 
 /// `was killed by SIGKILL`, `exited with code 7`. Codes mean what ours do for `ours`, a
@@ -97,8 +104,9 @@ pub(crate) fn headline(who: &Who<'_>, end: End, ours: bool) -> String {
 pub(crate) fn ended(end: End, ours: bool) -> String {
     match end {
         End::Signal(signal) => format!("was killed by {}", signal_name(signal)),
+        End::Code(130) if ours => "exited with code 130 (interrupted)".into(),
         End::Code(code @ 129..=159) => format!(
-            "exited with code {code} (a shell's way to say {})",
+            "exited with code {code} (128 + {})",
             signal_name(code - 128)
         ),
         End::Code(126) => "exited with code 126 (the program cannot be run)".into(),
@@ -218,28 +226,41 @@ pub(crate) fn said(lines: &[String]) -> Option<String> {
     ))
 }
 
-/// Leaves the exit code to a launcher of ours, if one has started this process or one
-/// above it, and `text`, if it has promised this process to print it; false: it must be
-/// printed here.
-pub(crate) fn hand_over(text: &str, code: u8) -> bool {
+/// Writes the exit code into the error file, if a launcher of ours has started this process or one above it.
+/// If this process is the rank itself, so is `text`, unless all of it is known already. Returns whether the
+/// launcher will print it; otherwise it must be printed here.
+pub(crate) fn hand_over(text: Option<&str>, code: u8) -> bool {
     let Ok(pid) = std::env::var(ERRORS_VARIABLE) else {
         return false;
     };
     let Some(path) = std::env::var_os(ERROR_FILE_VARIABLE) else {
         return false;
     };
-    let promised = pid == std::process::id().to_string();
+    // `LAUNCHER`: this is the rank before it has become its program.
+    let is_rank = pid == LAUNCHER || pid == std::process::id().to_string();
     let mut report = serde_json::json!({ CODE: code });
-    if promised {
+    if let Some(text) = text.filter(|_| is_rank) {
         report["message"] = text.into();
     }
-    std::fs::write(path, report.to_string()).is_ok() && promised
+    if let Some(signal) = stop::cause() {
+        report[SIGNAL] = signal.into();
+    }
+    std::fs::write(path, report.to_string()).is_ok() && is_rank
 }
 
 /// The exit code in an error file that [`hand_over`] wrote.
 pub(crate) fn reported_code(json: &str) -> Option<i32> {
+    reported(json, CODE)
+}
+
+/// The signal in an error file that [`hand_over`] wrote.
+pub(crate) fn reported_signal(json: &str) -> Option<i32> {
+    reported(json, SIGNAL)
+}
+
+fn reported(json: &str, name: &str) -> Option<i32> {
     let value: serde_json::Value = serde_json::from_str(json).ok()?;
-    i32::try_from(value.get(CODE)?.as_i64()?).ok()
+    i32::try_from(value.get(name)?.as_i64()?).ok()
 }
 
 /// Message and notes of an error that was rendered for a person.
@@ -284,16 +305,19 @@ mod tests {
             host: "node-a",
             node: None,
         };
-        assert_eq!(
-            headline(&who, End::Signal(9), false),
-            "rank 1 (pid 4711, host node-a) was killed by SIGKILL"
-        );
+        assert_eq!(who.to_string(), "rank 1 (pid 4711, host node-a)");
         who.node = Some(2);
+        assert_eq!(who.to_string(), "rank 1 (node 2, pid 4711, host node-a)");
+        assert_eq!(ended(End::Signal(9), false), "was killed by SIGKILL");
+        assert_eq!(ended(End::Code(7), true), "exited with code 7");
         assert_eq!(
-            headline(&who, End::Code(7), true),
-            "rank 1 (node 2, pid 4711, host node-a) exited with code 7"
+            ended(End::Code(139), false),
+            "exited with code 139 (128 + SIGSEGV)"
         );
-        assert!(ended(End::Code(139), false).contains("SIGSEGV"));
+        assert_eq!(
+            ended(End::Code(130), true),
+            "exited with code 130 (interrupted)"
+        );
         assert_eq!(ended(End::Code(3), false), "exited with code 3");
         assert_eq!(
             ended(End::Code(3), true),

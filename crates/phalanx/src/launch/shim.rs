@@ -56,10 +56,8 @@ pub(crate) fn exec_rank(cli: &ShimCli) -> Result<()> {
     }
     let mut command = Command::new(program);
     command.args(args).stdin(Stdio::null());
-    if std::env::var_os(ERRORS_VARIABLE).is_some() {
-        // Only the rank itself: what it starts may fail without consequence.
-        command.env(ERRORS_VARIABLE, std::process::id().to_string());
-    }
+    // Only the rank itself: what it starts may fail without consequence.
+    command.env(ERRORS_VARIABLE, std::process::id().to_string());
     let error = command.exec();
     Err(Error::usage(format!("cannot start {}", program.display())).caused_by(error))
 }

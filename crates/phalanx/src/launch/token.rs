@@ -1,7 +1,7 @@
 //! The job token: minted, read from a private file, handed to the ranks.
 //!
-//! It travels neither on a command line nor in a variable: the ranks inherit
-//! a sealed memory file, and `PHALANX_TOKEN_FILE` names it.
+//! It travels neither on a command line nor in a variable: it is in a sealed
+//! memory file of the launcher, which `PHALANX_TOKEN_FILE` names.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};

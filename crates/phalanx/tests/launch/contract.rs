@@ -19,7 +19,9 @@ fn ranks_get_torchruns_variables_and_no_secret() {
     let mut command = family.command(&["launch", "--nproc-per-node", "2", "env"]);
     let secret = "ab".repeat(32);
     command.env("PHALANX_TOKEN", &secret);
-    let done = crate::harness::Running::new(command).wait();
+    let running = crate::harness::Running::new(command);
+    let pid = running.pid().as_raw_nonzero();
+    let done = running.wait();
     assert_eq!(done.code(), 0, "{done:#?}");
     let fixture: BTreeMap<String, Vec<BTreeMap<String, String>>> =
         serde_json::from_str(include_str!("../fixtures/torchrun.json")).unwrap();
@@ -49,7 +51,8 @@ fn ranks_get_torchruns_variables_and_no_secret() {
         let store = ours["PHALANX_STORE"].strip_prefix("127.0.0.1:").unwrap();
         assert!(store.parse::<u16>().is_ok_and(|port| port > 0), "{store}");
         assert_ne!(store, ours["MASTER_PORT"]);
-        assert!(ours["PHALANX_TOKEN_FILE"].starts_with("/proc/self/fd/"));
+        let launcher = format!("/proc/{pid}/fd/");
+        assert!(ours["PHALANX_TOKEN_FILE"].starts_with(&launcher));
         assert_eq!(ours["TORCHELASTIC_RUN_ID"].len(), 36);
         ports.push(ours["MASTER_PORT"].clone());
     }
@@ -61,7 +64,7 @@ fn ranks_get_torchruns_variables_and_no_secret() {
 }
 
 #[test]
-fn the_token_is_inherited_as_a_private_file_and_seen_by_nobody_else() {
+fn the_token_is_read_as_a_private_file_and_seen_by_nobody_else() {
     let family = Family::new();
     // Twice: each opening reads from the start.
     let script = "cat $PHALANX_TOKEN_FILE $PHALANX_TOKEN_FILE; stat -L -c %a $PHALANX_TOKEN_FILE; \
@@ -73,6 +76,36 @@ fn the_token_is_inherited_as_a_private_file_and_seen_by_nobody_else() {
     assert_eq!(lines[0], lines[1]);
     assert_eq!(lines[2], "600");
     assert!(!lines[3].contains(lines[0]), "{done:#?}");
+}
+
+/// Python's `subprocess` closes what a child would inherit, and another file gets the number.
+#[test]
+fn what_a_rank_starts_needs_no_inherited_descriptor() {
+    let family = Family::new();
+    let dir = tempfile::tempdir().unwrap();
+    let own = dir.path().join("own");
+    let exe = env!("CARGO_BIN_EXE_phalanx");
+    // A file of the program's own for every number that a variable could name.
+    let script = format!(
+        "ls -l /proc/$$/fd | grep -c phalanx >$0.$RANK; stat -c '%a' $(dirname $TORCHELASTIC_ERROR_FILE)/../.. >>$0.$RANK; \
+         for n in $(seq 3 40); do eval \"exec $n<>$0\"; done; echo precious >$0; \
+         {exe} bench all-reduce --bytes 4KiB --iters 5 >/dev/null || exit 5; \
+         echo '{{\"message\":\"boom\"}}' >$TORCHELASTIC_ERROR_FILE; cat $0; exit 7"
+    );
+    let launch = ["launch", "--nproc-per-node", "2", "--no-prefix"];
+    let path = own.to_str().unwrap();
+    let mut command = family.command(&[&launch[..], &["bash", "-c", &script, path]].concat());
+    command.env("TMPDIR", dir.path());
+    let done = crate::harness::Running::new(command).wait();
+    assert_eq!(done.code(), 1, "{done:#?}");
+    assert!(done.last_error().contains("said    boom"), "{done:#?}");
+    assert_eq!(std::fs::read_to_string(&own).unwrap(), "precious\n");
+    for rank in 0..2 {
+        let seen = std::fs::read_to_string(format!("{path}.{rank}")).unwrap();
+        assert_eq!(seen, "0\n700\n", "no memory file, and a private folder");
+    }
+    // The private folder is gone.
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 3);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::harness::Family;
+use crate::harness::{Family, one_folder};
 use crate::support::SOON;
 
 /// Runs `script` on `ranks` ranks.
@@ -66,11 +66,7 @@ fn ends_and_exit_codes() {
         ("exit 4", 1, "exited with code 4"),
         (REPORTS_3, 3, "exited with code 3 (it lost a peer)"),
         ("exit 7", 1, "exited with code 7"),
-        (
-            "exit 130",
-            130,
-            "exited with code 130 (a shell's way to say SIGINT)",
-        ),
+        ("exit 130", 130, "exited with code 130 (128 + SIGINT)"),
         ("kill -SEGV $$", 3, "was killed by SIGSEGV"),
         ("kill -ABRT $$", 3, "was killed by SIGABRT"),
         ("kill -TERM $$", 3, "was killed by SIGTERM"),
@@ -237,7 +233,11 @@ fn restarts_begin_anew_and_are_counted() {
         "{done:#?}"
     );
     assert!(done.err.contains("restart 2 of 3: "), "{done:#?}");
-    assert!(dir.path().join("r/attempt_2/1/stdout.log").exists());
+    assert!(
+        one_folder(dir.path())
+            .join("attempt_2/1/stdout.log")
+            .exists()
+    );
     let ports: std::collections::BTreeSet<&str> = done
         .out
         .lines()
@@ -251,6 +251,41 @@ fn restarts_begin_anew_and_are_counted() {
         done.last_error().contains("exited with code 9"),
         "{done:#?}"
     );
+}
+
+/// Each attempt would only say the same.
+#[test]
+fn a_usage_error_of_a_rank_is_told_once_and_not_tried_again() {
+    let family = Family::new();
+    let dir = tempfile::tempdir().unwrap();
+    let exe = env!("CARGO_BIN_EXE_phalanx");
+    let mistake = format!("{exe} train resnet18 --data-url no-such-folder");
+    let logs = dir.path().join("logs");
+    let logs = ["--log-dir", logs.to_str().unwrap()];
+    for (more, script, told) in [
+        (&[][..], format!("exec {mistake}"), 1),
+        (&logs, format!("exec {mistake}"), 1),
+        // By itself, and in the report on the shell, which says nothing.
+        (&[], format!("{mistake}; exit $?"), 2),
+    ] {
+        let launch = ["launch", "--nproc-per-node", "2", "--max-restarts", "4"];
+        let alone = "[ $RANK = 0 ] || exec sleep 50; ";
+        let script = format!("{alone}{script}");
+        let done = family.run(&[&launch[..], more, &["sh", "-c", &script]].concat());
+        assert_eq!(done.code(), 2, "{done:#?}");
+        assert!(!done.err.contains("restart "), "{done:#?}");
+        let count = done.err.matches("no data folder no-such-folder").count();
+        assert_eq!(count, told, "{done:#?}");
+    }
+    let log = one_folder(&dir.path().join("logs")).join("attempt_0/0/stderr.log");
+    let log = std::fs::read_to_string(log).unwrap();
+    assert!(
+        log.starts_with("error: no data folder no-such-folder\n"),
+        "{log}"
+    );
+    // A code that only looks like it is any failure.
+    let done = family.run(&["launch", "--max-restarts", "1", "sh", "-c", "exit 2"]);
+    assert!(done.err.contains("restart 1 of 1: "), "{done:#?}");
 }
 
 #[test]

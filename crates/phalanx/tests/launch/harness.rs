@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
@@ -20,6 +20,14 @@ pub const LIMIT: Duration = Duration::from_secs(100);
 /// Says the port, and waits until somebody listens there.
 pub const REACH_MASTER: &str = "echo $MASTER_PORT; \
     until (exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT) 2>/dev/null; do sleep 0.05; done; echo reached";
+
+/// The only folder in `dir`.
+pub fn one_folder(dir: &Path) -> PathBuf {
+    let mut all = fs::read_dir(dir).unwrap().flatten();
+    let one = all.next().expect("a folder").path();
+    assert!(all.next().is_none(), "only one");
+    one
+}
 
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
@@ -87,18 +95,31 @@ impl Family {
 
     /// Living processes of this family (zombies have no environment).
     pub fn alive(&self) -> Vec<String> {
+        let of = |(path, _): (PathBuf, Vec<u8>)| describe(&path);
+        self.processes().map(of).collect()
+    }
+
+    /// The process that is this rank.
+    pub fn pid_of_rank(&self, rank: usize) -> Pid {
+        let variable = format!("RANK={rank}").into_bytes();
+        let is_rank = |environ: &[u8]| environ.split(|byte| *byte == 0).any(|v| v == variable);
+        let (path, _) = self
+            .processes()
+            .find(|(_, environ)| is_rank(environ))
+            .expect("the rank runs");
+        let pid = path.file_name().unwrap().to_str().unwrap().parse();
+        Pid::from_raw(pid.unwrap()).unwrap()
+    }
+
+    /// Their folders in `/proc` and their environments.
+    fn processes(&self) -> impl Iterator<Item = (PathBuf, Vec<u8>)> {
         let needle = format!("PHALANX_TEST_MARK={}\0", self.mark).into_bytes();
-        let mut found = Vec::new();
-        for entry in fs::read_dir("/proc").unwrap().flatten() {
-            let path = entry.path();
-            let Ok(environ) = fs::read(path.join("environ")) else {
-                continue;
-            };
-            if environ.windows(needle.len()).any(|part| part == needle) {
-                found.push(describe(&path));
-            }
-        }
-        found
+        let entries = fs::read_dir("/proc").unwrap().flatten();
+        entries.filter_map(move |entry| {
+            let environ = fs::read(entry.path().join("environ")).ok()?;
+            let is_ours = environ.windows(needle.len()).any(|part| part == needle);
+            is_ours.then(|| (entry.path(), environ))
+        })
     }
 
     /// Asserts that nobody is left, now or soon. (Two seconds are promised,

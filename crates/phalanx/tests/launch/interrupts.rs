@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 
 use crate::harness::{Family, LIMIT, Running};
-use crate::support::SOON;
+use crate::support::{SOON, eventually};
 
 const STUBBORN: &str = "trap '' TERM INT HUP; echo ready; while :; do sleep 50; done";
 const POLITE: &str = "trap 'echo got TERM; exit 0' TERM; trap 'echo got INT' INT; echo ready; while :; do sleep 0.02; done";
@@ -223,6 +223,46 @@ fn who_handles_sigterm_behind_a_shell_has_time_for_it_too() {
     assert_eq!(done.code(), 130, "{done:#?}");
     assert_eq!((&*done.out, &*said()), ("", "ready\nsaved\n"));
     assert_eq!(family.alive(), Vec::<String>::new());
+}
+
+/// All ranks save and end with it: the report names the one that was told to.
+#[test]
+fn a_rank_that_was_sent_sigterm_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("out");
+    let family = Family::new();
+    for (signal, name) in [(Signal::TERM, "SIGTERM"), (Signal::INT, "SIGINT")] {
+        let _ = std::fs::remove_dir_all(&out);
+        let launch = ["launch", "--nproc-per-node", "3"];
+        let train = [env!("CARGO_BIN_EXE_phalanx"), "train", "mnist"];
+        let size = ["--epochs", "100000", "--synthetic-samples", "960"];
+        let step = ["--threads", "1", "--batch-size", "8", "--log-interval", "1"];
+        let save = ["--save-every", "1000000", "--output-dir"];
+        let all = [
+            &launch[..],
+            &train,
+            &size,
+            &step,
+            &save,
+            &[out.to_str().unwrap()],
+        ];
+        let running = family.start(&all.concat());
+        let metrics = out.join("metrics.jsonl");
+        let steps = || std::fs::read_to_string(&metrics).map_or(0, |text| text.lines().count());
+        eventually("it trains", || steps() > 2);
+        let pid = family.pid_of_rank(2);
+        kill_process(pid, signal).unwrap();
+        let done = running.wait();
+        assert_eq!(done.code(), 130, "{done:#?}");
+        let first = done.last_error().lines().next().unwrap();
+        let pid = pid.as_raw_nonzero();
+        assert!(
+            first.starts_with(&format!("error: rank 2 (pid {pid}, host "))
+                && first.ends_with(&format!(") was sent {name}")),
+            "{done:#?}"
+        );
+        assert!(!done.err.contains("exited with code 130"), "{done:#?}");
+    }
 }
 
 /// A request for a checkpoint kills nobody.

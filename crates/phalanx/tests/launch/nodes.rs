@@ -238,6 +238,56 @@ fn an_interrupt_of_one_launcher_ends_all() {
     );
 }
 
+/// The node whose rank has waited in vain does not know for whom.
+#[test]
+fn a_rank_that_is_stopped_on_another_node_is_named_everywhere() {
+    let job = Job::new();
+    let end = job.token.with_file_name("end");
+    let waits = format!(
+        "until [ -e {} ]; do sleep 0.05; done; echo '{{\"phalanx_exit_code\":4}}' >$TORCHELASTIC_ERROR_FILE; exit 4",
+        end.display()
+    );
+    let a = job.node("0", &[], &waits);
+    let mut b = job.node("1", &[], "echo $$; exec sleep 50");
+    let line = b.line();
+    let pid: i32 = line.strip_prefix("[rank 1] ").unwrap().parse().unwrap();
+    kill_process(Pid::from_raw(pid).unwrap(), Signal::STOP).unwrap();
+    eventually("it is stopped", || {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status"));
+        status.is_ok_and(|text| text.contains("State:\tT"))
+    });
+    std::fs::write(end, "").unwrap();
+    let (a, b) = both(a, b);
+    for done in [&a, &b] {
+        assert_eq!(done.code(), 4, "{done:#?}");
+        let first = done.last_error().lines().next().unwrap();
+        assert!(
+            first.starts_with(&format!("error: rank 1 (node 1, pid {pid}, host "))
+                && first.contains(" is stopped by a signal or a debugger; rank 0 (node 0, pid "),
+            "{first}"
+        );
+    }
+}
+
+/// Both have the name "none" for the job, as torchrun gives it.
+#[test]
+fn nodes_that_log_into_one_folder_keep_their_logs_apart() {
+    let job = Job::new();
+    let logs = job.token.with_file_name("logs");
+    let more = ["--log-dir", logs.to_str().unwrap()];
+    let script = "echo rank $RANK";
+    let (a, b) = both(job.node("0", &more, script), job.node("1", &more, script));
+    assert_eq!((a.code(), b.code()), (0, 0), "{a:#?} {b:#?}");
+    for (node, done) in [(0, &a), (1, &b)] {
+        let begin = format!("logs: {}/none_node{node}_", logs.display());
+        let line = done.err.lines().find(|line| line.starts_with(&begin));
+        let folder = line.and_then(|line| line.strip_prefix("logs: "));
+        let folder = folder.unwrap_or_else(|| panic!("{done:#?}"));
+        let log = std::fs::read_to_string(format!("{folder}/attempt_0/0/stdout.log"));
+        assert_eq!(log.unwrap(), format!("rank {node}\n"));
+    }
+}
+
 #[test]
 fn a_killed_launcher_is_noticed_by_the_other_nodes() {
     for (victim, want) in [

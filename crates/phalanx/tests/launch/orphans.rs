@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::harness::{Done, Family};
+use crate::harness::{Done, Family, Running};
 use crate::support::eventually;
 
 #[test]
@@ -25,20 +25,20 @@ fn a_killed_launcher_takes_ranks_and_their_children_along() {
 #[test]
 fn at_whatever_moment_the_launcher_is_killed() {
     let family = Family::new();
+    let dir = tempfile::tempdir().unwrap();
     for step in 0..30u64 {
-        let running = family.start(&[
-            "launch",
-            "--nproc-per-node",
-            "4",
-            "sh",
-            "-c",
-            "sleep 60 & sleep 61; true",
-        ]);
+        let script = "echo x >$TORCHELASTIC_ERROR_FILE; sleep 60 & sleep 61; true";
+        let launch = ["launch", "--nproc-per-node", "4", "sh", "-c", script];
+        let mut command = family.command(&launch);
+        command.env("TMPDIR", dir.path());
+        let running = Running::new(command);
         // The ranks start within the first 20 ms or so.
         thread::sleep(Duration::from_micros(700 * step));
         running.signal(Signal::KILL);
         drop(running);
         family.assert_gone_soon();
+        let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().collect();
+        assert!(left.is_empty(), "after {step} steps: {left:?}");
     }
 }
 

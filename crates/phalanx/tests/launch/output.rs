@@ -1,6 +1,6 @@
 //! Prefixes, whole lines, files.
 
-use crate::harness::Family;
+use crate::harness::{Family, one_folder};
 
 #[test]
 fn lines_carry_their_rank_and_never_mix() {
@@ -77,11 +77,17 @@ fn logs_have_torchruns_layout() {
         done.out.contains("[rank 1] out 1\n"),
         "shown as well: {done:#?}"
     );
-    let read =
-        |path: &str| std::fs::read_to_string(dir.path().join("j1/attempt_0").join(path)).unwrap();
+    let run = one_folder(dir.path());
+    let shown = format!("logs: {}\n", run.display());
+    assert!(done.err.contains(&shown), "{done:#?}");
+    let read = |path: &str| std::fs::read_to_string(run.join("attempt_0").join(path)).unwrap();
     assert!(read("1/stdout.log").starts_with("out 1\n"));
     assert_eq!(read("0/stderr.log"), "err 0\n");
-    assert!(read("0/stdout.log").ends_with("/j1/attempt_0/0/error.json\n"));
+    let error_file = format!("{}/attempt_0/0/error.json\n", run.display());
+    assert!(read("0/stdout.log").ends_with(&error_file));
+    let name = run.file_name().unwrap().to_str().unwrap();
+    assert!(name.starts_with("j1_"), "{name}");
+    std::fs::remove_dir_all(run).unwrap();
 
     let done = family.run(
         &[
@@ -94,9 +100,35 @@ fn logs_have_torchruns_layout() {
         done.out.contains("[rank 0] out 0\n") && !done.out.contains("rank 1"),
         "{done:#?}"
     );
-    assert_eq!(done.err, "[rank 0] err 0\n");
-    assert!(dir.path().join("j2/attempt_0/1/stderr.log").exists());
-    assert!(!dir.path().join("j2/attempt_0/0/stderr.log").exists());
+    assert!(done.err.ends_with("\n[rank 0] err 0\n"), "{done:#?}");
+    let run = one_folder(dir.path());
+    assert!(run.join("attempt_0/1/stderr.log").exists());
+    assert!(!run.join("attempt_0/0/stderr.log").exists());
+}
+
+/// What the run before has left is neither overwritten nor taken for this run's.
+#[test]
+fn a_run_with_the_name_of_another_has_a_folder_of_its_own() {
+    let family = Family::new();
+    let dir = tempfile::tempdir().unwrap();
+    let logs = dir.path().to_str().unwrap();
+    let run = |script: &str| {
+        let launch = ["launch", "--log-dir", logs, "--rdzv-id", "same"];
+        family.run(&[&launch[..], &["sh", "-c", script]].concat())
+    };
+    let first = run(
+        r#"echo first; echo '{"phalanx_exit_code":2,"message":"stale"}' >$TORCHELASTIC_ERROR_FILE; exit 2"#,
+    );
+    assert_eq!(first.last_error(), "error: stale\n");
+    let folder = one_folder(dir.path());
+    let second = run("kill -9 $$");
+    assert_eq!(second.code(), 3, "{second:#?}");
+    assert!(!second.err.contains("stale"), "{second:#?}");
+    let again = run("exit 2");
+    assert!(!again.err.contains("stale"), "{again:#?}");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 3);
+    let log = std::fs::read_to_string(folder.join("attempt_0/0/stdout.log"));
+    assert_eq!(log.unwrap(), "first\n");
 }
 
 #[test]
