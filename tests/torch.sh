@@ -25,7 +25,7 @@ echo "after a restart: ok"
 "$phalanx" token --out "$dir/token"
 port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 node() {
-    timeout 100 "$phalanx" launch --nnodes 2 --node-rank "$1" --master-port "$port" --token-file "$dir/token" -- \
+    timeout 100 "$phalanx" launch --nnodes 2 --node-rank "$1" --master-addr 127.0.0.1 --master-port "$port" --token-file "$dir/token" -- \
         "$python" torch_launch.py >"$dir/node$1"
 }
 node 0 &

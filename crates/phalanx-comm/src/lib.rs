@@ -67,7 +67,7 @@ pub use dtype::{DType, Element};
 pub use error::{Error, ErrorKind, Result};
 pub use group::{
     Call, Coalesced, GroupOptions, InitOptions, MAX_OBJECT_BYTES, OpTimes, P2POp, ProcessGroup,
-    ReformOptions, Transport, Work, wait_all,
+    ReformOptions, Transport, Work, read_token, wait_all,
 };
 pub use host::CollectiveBytes;
 pub use kernel::{all_finite, largest};

@@ -9,15 +9,16 @@
 
 use std::ffi::OsString;
 use std::net::IpAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use phalanx_comm::{
     Algorithm, GroupOptions, InitOptions, MAX_LOCAL_RANKS, ProcessGroup, Transport,
 };
+use phalanx_wire::Token;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::launch::{self, LocalRun, Prefix, RankPlace};
+use crate::launch::{self, Asking, LocalRun, Prefix, RankPlace};
 use crate::stop;
 use crate::train::RankContext;
 
@@ -63,9 +64,9 @@ pub enum AlgorithmArg {
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Ranks")]
 pub struct RankArgs {
-    /// Ranks to start on this host (not under a launcher, which decides itself)
-    #[arg(long, visible_alias = "world", default_value_t = 1, value_name = "N")]
-    pub nproc_per_node: usize,
+    /// Ranks to start on this host; auto and cpu mean one for each core. A launcher decides it itself [default: 1]
+    #[arg(long, visible_alias = "world", value_name = "N|auto|cpu", value_parser = launch::count_of_ranks)]
+    nproc_per_node: Option<usize>,
     /// How ranks talk to each other
     #[arg(long, visible_alias = "backend", value_enum, default_value_t = TransportArg::Auto)]
     pub transport: TransportArg,
@@ -82,7 +83,8 @@ pub struct RankArgs {
     /// [default: 0]
     #[arg(long, value_name = "R")]
     pub rank: Option<usize>,
-    /// Number of tasks that are started so, one rank each; must be there with --init-method tcp://HOST:PORT [default: 1]
+    /// Number of tasks that are started so, one rank each; must be there with --init-method tcp://HOST:PORT. 1: this
+    /// process alone, on whatever cluster [default: 1]
     #[arg(long, value_name = "N")]
     pub world_size: Option<usize>,
     /// Seconds in which all ranks must have arrived
@@ -94,6 +96,10 @@ pub struct RankArgs {
     /// Seconds the first collective of a run may take: ranks load their data unevenly
     #[arg(long, default_value_t = 300.0, value_name = "S")]
     pub first_timeout: f64,
+    /// File with the job token, from `phalanx token`, for ranks on several hosts that neither this command nor `phalanx
+    /// launch` starts [default: what PHALANX_TOKEN_FILE names]
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<PathBuf>,
     /// Address to listen on for other ranks [default: loopback, or towards the master on several hosts]
     #[arg(long, value_name = "IP", env = "PHALANX_BIND")]
     pub bind: Option<IpAddr>,
@@ -124,8 +130,18 @@ impl RankArgs {
 
     /// The world size, when it is known before the ranks have met.
     pub fn known_world(&self) -> Result<usize> {
-        let place = self.place()?;
-        Ok(place.map_or(self.nproc_per_node, |place| place.world))
+        match self.place()? {
+            Some(place) => Ok(place.world),
+            None => self.ranks_to_start(),
+        }
+    }
+
+    /// How many ranks this command starts, if it starts them.
+    pub fn ranks_to_start(&self) -> Result<usize> {
+        match self.nproc_per_node {
+            Some(typed) => Ok(typed),
+            None => launch::untyped_ranks(&launch::real_env()),
+        }
     }
 
     /// Whether the first rank is this process or one that it starts.
@@ -136,9 +152,23 @@ impl RankArgs {
     /// Which rank this process is: as a launcher or the cluster says it, else as
     /// `--rank` and `--world-size` do. `None`: it starts its ranks itself.
     fn place(&self) -> Result<Option<RankPlace>> {
-        if let Some(place) = launch::rank_place(&launch::real_env())? {
+        let env = launch::real_env();
+        if let Some(place) = launch::rank_place(&env)? {
+            // Ranks that were started here have the arguments of the command that started them.
+            let world = self
+                .world_size
+                .filter(|_| !env.contains_key(STARTED_VARIABLE));
+            place.check(self.nproc_per_node, world)?;
+            if self.init_method == "env://" && !place.is_by_rank() && place.master_addr.is_none() {
+                return Err(Error::usage(format!(
+                    "{} started {} ranks, and does not say on which host rank 0 runs",
+                    place.source, place.world
+                ))
+                .note("fix", "set MASTER_ADDR to that host in all ranks (mpirun -x MASTER_ADDR=HOST), or add --init-method tcp://HOST:PORT"));
+            }
             return Ok(Some(place));
         }
+        let here = self.ranks_to_start()?;
         let (rank, world_size) = (self.rank.unwrap_or(0), self.world_size.unwrap_or(1));
         if rank >= world_size {
             return Err(Error::usage(format!(
@@ -147,7 +177,7 @@ impl RankArgs {
         }
         if world_size == 1 {
             // Ranks that are started here get the init method themselves.
-            let meets = self.init_method != "env://" && self.nproc_per_node == 1;
+            let meets = self.init_method != "env://" && here == 1;
             if self.world_size.is_none() && (meets || self.rank.is_some()) {
                 let what = match meets {
                     true => format!("--init-method {}", self.init_method),
@@ -157,16 +187,21 @@ impl RankArgs {
                     "{what} is for one of several tasks; say how many there are with --world-size N"
                 )));
             }
-            // Whoever says how many ranks to start wants them from here.
-            if self.world_size.is_none()
-                && self.nproc_per_node == 1
-                && let Some(error) = launch::half_a_rank(&launch::real_env())?
-            {
-                return Err(error);
+            if self.world_size.is_none() {
+                // Whoever says how many ranks to start wants them from here.
+                if here == 1
+                    && let Some(error) = launch::half_a_rank(&env)?
+                {
+                    return Err(error);
+                }
+                let command = std::env::args().nth(1).unwrap_or_default();
+                if let Some(error) = launch::alone_by_mistake(&env, Asking::Ranks, &command)? {
+                    return Err(error);
+                }
             }
             return Ok(None);
         }
-        if self.nproc_per_node > 1 {
+        if here > 1 {
             return Err(Error::usage(
                 "--world-size counts tasks of one rank each; leave out --nproc-per-node, or use `phalanx launch --nnodes`",
             ));
@@ -177,14 +212,42 @@ impl RankArgs {
             )));
         }
         Ok(Some(RankPlace {
-            source: "RANK",
+            source: "--rank",
             rank,
             world: world_size,
             local_rank: 0,
+            local_world: None,
             // Not looked at: the init method says it.
-            master_addr: String::new(),
+            master_addr: None,
             master_port: 0,
         }))
+    }
+
+    /// The job token, as it was typed or as the environment says it.
+    fn token(&self) -> Result<Option<Token>> {
+        // Ranks of a launcher of ours have that launcher's, whatever was typed.
+        let typed = self.token_file.as_deref();
+        let typed = typed.filter(|_| !launch::is_under_a_launcher_of_ours());
+        launch::given_token(typed, &launch::real_env(), true)
+    }
+
+    /// The init method of a rank that something else has started.
+    fn meeting(&self, place: &RankPlace, has_token: bool) -> Result<String> {
+        let env = launch::real_env();
+        // torchrun starts ranks as engines do; those of a launcher of ours have a token.
+        let is_started = !place.is_by_rank() || env.contains_key("TORCHELASTIC_RUN_ID");
+        let file = match self.init_method == "env://" && is_started && !has_token {
+            true if place.is_on_one_host() => launch::store_file(&env)?,
+            _ => None,
+        };
+        Ok(match (file, &place.master_addr) {
+            (Some(file), _) => format!("file://{}", file.display()),
+            // An engine's own variables say all that env:// needs, by other names.
+            (None, Some(host)) if self.init_method == "env://" && !place.is_by_rank() => {
+                format!("tcp://{host}:{}", place.master_port)
+            }
+            _ => self.init_method.clone(),
+        })
     }
 
     /// Checks them for ranks whose number somebody else decides, and that are processes.
@@ -194,7 +257,8 @@ impl RankArgs {
     /// Usage errors naming the flag.
     pub fn check_untyped_world(&self) -> Result<()> {
         self.validate()?;
-        if self.nproc_per_node != 1 || self.world_size.is_some() || self.rank.is_some() {
+        if self.nproc_per_node.unwrap_or(1) != 1 || self.world_size.is_some() || self.rank.is_some()
+        {
             return Err(Error::usage(
                 "--workers says how many ranks there are; leave out --nproc-per-node, --world-size and --rank",
             ));
@@ -208,7 +272,7 @@ impl RankArgs {
     }
 
     fn validate(&self) -> Result<()> {
-        check_local_ranks("--nproc-per-node", self.nproc_per_node)?;
+        check_local_ranks("--nproc-per-node", self.nproc_per_node.unwrap_or(1))?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         check_count("--threads", self.threads.unwrap_or(1), (4 * cores).max(16))?;
         for (flag, seconds) in [
@@ -296,9 +360,12 @@ pub fn run(
     args.validate()?;
     let started = Instant::now() - since_command_start();
     if let Some(place) = args.place()? {
-        as_launched_rank(args, &place, started, rank)
-    } else if args.transport == TransportArg::Thread || args.nproc_per_node == 1 {
-        as_threads(args, speakers, started, rank)
+        return as_launched_rank(args, &place, started, rank);
+    }
+    let here = args.ranks_to_start()?;
+    check_count("--nproc-per-node", here, MAX_LOCAL_RANKS)?;
+    if args.transport == TransportArg::Thread || here == 1 {
+        as_threads(args, here, speakers, started, rank)
     } else {
         let own = std::env::args_os().skip(1);
         let own = own.chain(extra.iter().cloned()).collect();
@@ -307,7 +374,7 @@ pub fn run(
             Speakers::All => Prefix::Everybody,
             Speakers::Unmarked => Prefix::Nobody,
         };
-        start(args.nproc_per_node, own, flight_dir, prefix)
+        start(here, own, flight_dir, prefix)
     }
 }
 
@@ -360,12 +427,8 @@ fn as_launched_rank(
     rank: impl Fn(&RankContext) -> Result<()>,
 ) -> Result<()> {
     stop::listen_early()?;
-    // A cluster engine's own variables say all that env:// needs, by other names.
-    let init_method = if args.init_method == "env://" && place.source != "RANK" {
-        format!("tcp://{}:{}", place.master_addr, place.master_port)
-    } else {
-        args.init_method.clone()
-    };
+    let token = args.token()?;
+    let init_method = args.meeting(place, token.is_some())?;
     let transport = match args.transport {
         TransportArg::Auto => Transport::Auto,
         TransportArg::Shm => Transport::Shm,
@@ -377,12 +440,12 @@ fn as_launched_rank(
             ));
         }
     };
-    let local_world = launch::number(&launch::real_env(), "LOCAL_WORLD_SIZE")?.unwrap_or(1);
-    let threads = threads(args, local_world);
+    let threads = threads(args, place.local_world.unwrap_or(1));
     let group = ProcessGroup::init(InitOptions {
         init_method,
         rank: Some(place.rank),
         world_size: Some(place.world),
+        token,
         timeout: Duration::from_secs_f64(args.init_timeout),
         op_timeout: Duration::from_secs_f64(args.timeout),
         first_op_timeout: Duration::from_secs_f64(args.first_timeout),
@@ -405,11 +468,11 @@ fn as_launched_rank(
 
 fn as_threads(
     args: &RankArgs,
+    world: usize,
     speakers: Speakers,
     started: Instant,
     rank: impl Fn(&RankContext) -> Result<()> + Sync,
 ) -> Result<()> {
-    let world = args.nproc_per_node;
     launch::end_on_signals()?;
     stop::listen_early()?;
     let options = GroupOptions {

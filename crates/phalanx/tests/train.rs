@@ -2,15 +2,16 @@
 
 mod support;
 
+use std::ffi::OsStr;
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use phalanx_nn::models::MnistCnn;
 use phalanx_nn::{Params, Scope, Seed};
 use phalanx_train::checkpoint::load_params;
 use serde_json::Value;
-use support::{LIMIT, SOON, finish, free_port, phalanx, run, signal, succeed, text};
+use support::{LIMIT, SOON, ended, finish, free_port, phalanx, run, signal, succeed, text};
 
 fn folder() -> tempfile::TempDir {
     tempfile::tempdir().expect("a temporary folder")
@@ -1373,6 +1374,174 @@ fn half_of_what_a_launcher_says_is_refused() {
         let (code, err) = with(names, more);
         assert_eq!(code, Some(0), "{err}");
     }
+}
+
+/// A training of a moment, for what comes before it.
+const SHORT: [&str; 6] = ["train", "linear", "--iterations", "1", "--output-dir", "o"];
+
+#[test]
+fn a_training_on_one_of_several_nodes_is_refused_unless_it_is_meant() {
+    type Variables<'a> = &'a [(&'a str, &'a str)];
+    let several: [(Variables<'_>, &str); 5] = [
+        (
+            &[("PET_NNODES", "2"), ("PET_NODE_RANK", "0")],
+            "phalanx launch --token-file job.token -- phalanx train",
+        ),
+        (
+            &[("SKYPILOT_NUM_NODES", "2"), ("SKYPILOT_NODE_RANK", "0")],
+            "--nnodes \"$SKYPILOT_NUM_NODES\"",
+        ),
+        (
+            &[("VC_WORKER_NUM", "2"), ("VC_TASK_INDEX", "0")],
+            "--nnodes \"$VC_WORKER_NUM\"",
+        ),
+        (&[("JOB_COMPLETION_INDEX", "1")], "--nnodes PODS"),
+        (
+            &[("SLURM_JOB_NUM_NODES", "2"), ("SLURM_PROCID", "0")],
+            "srun phalanx train",
+        ),
+    ];
+    let dir = folder();
+    for (variables, instead) in several {
+        let run = |more: &[&str]| {
+            let mut command = phalanx(&[&SHORT[..], more].concat(), dir.path());
+            let output = finish(command.envs(variables.iter().copied()));
+            (output.status.code(), text(&output.stderr))
+        };
+        // The number of ranks here says nothing of the other nodes.
+        for more in [&[][..], &["--nproc-per-node", "2"]] {
+            let (code, err) = run(more);
+            assert_eq!(code, Some(2), "{err}");
+            let (name, value) = variables[0];
+            for words in [format!("{name}={value}"), instead.to_owned()] {
+                assert!(err.contains(&words), "{words}: {err}");
+            }
+            assert!(!dir.path().join("o").exists(), "{err}");
+        }
+        let (code, err) = run(&["--world-size", "1"]);
+        assert_eq!(code, Some(0), "{err}");
+        std::fs::remove_dir_all(dir.path().join("o")).expect("the run's folder");
+    }
+    // One node says so, too; PET_NPROC_PER_NODE counts as under `launch`.
+    for variables in [
+        &[
+            ("PET_NNODES", "1"),
+            ("JOB_COMPLETION_INDEX", "0"),
+            ("PET_NPROC_PER_NODE", "2"),
+        ][..],
+        &[("SKYPILOT_NUM_NODES", "1"), ("SKYPILOT_NODE_RANK", "0")],
+        &[("VC_WORKER_NUM", "1"), ("VC_TASK_INDEX", "0")],
+        &[
+            ("SLURM_JOB_NUM_NODES", "1"),
+            ("SLURM_NTASKS", "4"),
+            ("SLURM_PROCID", "0"),
+        ],
+    ] {
+        let mut command = phalanx(&[&SHORT[..], &["--overwrite"]].concat(), dir.path());
+        let output = finish(command.envs(variables.iter().copied()));
+        let err = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{variables:?}: {err}");
+        let ranks = if variables[0].0 == "PET_NNODES" { 2 } else { 1 };
+        assert_eq!(
+            summary(&dir.path().join("o"))["world_size"],
+            ranks,
+            "{variables:?}"
+        );
+    }
+}
+
+#[test]
+fn the_number_of_ranks_is_never_dropped() {
+    let dir = folder();
+    let launch = [
+        "launch",
+        "--nproc-per-node",
+        "2",
+        env!("CARGO_BIN_EXE_phalanx"),
+    ];
+    let with = |more: &[&str]| run(&[&launch[..], &SHORT, more].concat(), dir.path());
+    let (code, _, err) = with(&["--nproc-per-node", "4"]);
+    assert_eq!(code, 2, "{err}");
+    assert!(err.contains("--nproc-per-node 4 contradicts"), "{err}");
+    let (code, _, err) = with(&["--nproc-per-node", "2"]);
+    assert_eq!(code, 0, "{err}");
+    // Two nodes with a task on each, and the user wants two ranks on each.
+    let mut command = phalanx(
+        &[&SHORT[..], &["--nproc-per-node", "2"]].concat(),
+        dir.path(),
+    );
+    command.envs([
+        ("SLURM_STEP_ID", "0"),
+        ("SLURM_PROCID", "1"),
+        ("SLURM_LOCALID", "0"),
+        ("SLURM_NTASKS", "2"),
+        ("SLURM_NNODES", "2"),
+        ("SLURM_JOB_NODELIST", "a[1-2]"),
+    ]);
+    let output = finish(&mut command);
+    let err = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{err}");
+    assert!(err.contains("srun --ntasks-per-node=2"), "{err}");
+}
+
+/// `phalanx` as `mpirun` starts it, as one of `here` ranks on this host of 2.
+fn as_mpirun(rank: usize, here: usize, dir: &Path) -> Command {
+    let mut command = phalanx(&SHORT, dir);
+    let local = (rank % here).to_string();
+    command
+        .env("OMPI_COMM_WORLD_SIZE", "2")
+        .env("OMPI_COMM_WORLD_RANK", rank.to_string())
+        .env("OMPI_COMM_WORLD_LOCAL_SIZE", here.to_string())
+        .env("OMPI_COMM_WORLD_LOCAL_RANK", local)
+        .env("PMIX_NAMESPACE", dir);
+    command
+}
+
+#[test]
+fn ranks_that_mpirun_starts_on_one_host_need_no_token() {
+    let dir = folder();
+    let second = as_mpirun(1, 2, dir.path()).spawn().expect("phalanx starts");
+    // One of them behind a shell.
+    let first = as_mpirun(0, 2, dir.path());
+    let args: Vec<_> = first.get_args().map(OsStr::to_owned).collect();
+    let mut shell = Command::new("sh");
+    shell
+        .args(["-c", "\"$0\" \"$@\"; exit $?"])
+        .arg(first.get_program())
+        .args(args);
+    shell.envs(
+        first
+            .get_envs()
+            .filter_map(|(name, value)| Some((name, value?))),
+    );
+    shell
+        .current_dir(dir.path())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let output = finish(&mut shell);
+    let (code, _, err) = ended(second);
+    let all = text(&output.stdout) + &text(&output.stderr) + &err;
+    assert_eq!((output.status.code(), code), (Some(0), 0), "{all}");
+    assert_eq!(summary(&dir.path().join("o"))["world_size"], 2, "{all}");
+    let left: Vec<_> = std::fs::read_dir(dir.path())
+        .expect("the folder")
+        .flatten()
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with("phalanx-"))
+        .flat_map(|entry| std::fs::read_dir(entry.path()).expect("its folder"))
+        .collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
+fn the_host_of_rank_0_is_never_guessed() {
+    let dir = folder();
+    let (code, _, err) = ended(as_mpirun(1, 1, dir.path()).spawn().expect("phalanx starts"));
+    assert_eq!(code, 2, "{err}");
+    assert!(
+        err.contains("does not say on which host rank 0 runs"),
+        "{err}"
+    );
+    assert!(err.contains("MASTER_ADDR"), "{err}");
 }
 
 #[test]

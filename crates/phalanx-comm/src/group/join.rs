@@ -1,25 +1,18 @@
 //! How processes become a group.
 
-use std::fs::OpenOptions;
-use std::io::{ErrorKind as IoKind, Read};
 use std::net::{SocketAddr, ToSocketAddrs};
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use phalanx_store::{FileStore, MemStore, Store, TcpServer, TcpStore};
 use phalanx_wire::Token;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::OFlags;
-use rustix::io::Errno;
 
 use super::launch::{
     Launch, Meeting, TokenSource, compute_threads, environment, no_token, streams, token_variable,
 };
 use super::options::{InitOptions, Transport};
+use super::token::read_token;
 use crate::transport::{BindAddr, FormOptions, Mesh, Prefer, form, thread_mesh};
-use crate::wait::deadline_in;
 use crate::{Error, Result, limits};
 
 /// Id of the group of all ranks; subgroups have other ones.
@@ -116,7 +109,7 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
     let left = || options.timeout.saturating_sub(started.elapsed());
     let known = match &options.token {
         Some(token) => Some(token.clone()),
-        None => read_token(&launch.token)?,
+        None => known_token(&launch.token)?,
     };
     let processes = match &launch.meeting {
         Meeting::Alone => Processes {
@@ -239,97 +232,14 @@ fn host_store(addresses: &[SocketAddr], token: &Token, host: &str, port: u16) ->
 }
 
 /// Reads the token that the environment names.
-fn read_token(source: &TokenSource) -> Result<Option<Token>> {
-    let text = match source {
-        TokenSource::None => return Ok(None),
-        TokenSource::Variable => token_variable().unwrap_or_default(),
-        TokenSource::File(path) => read_token_file(path)?,
-    };
-    let token = Token::from_hex(&text).map_err(|e| {
-        let place = match source {
-            TokenSource::File(path) => format!("the file {}", path.display()),
-            _ => "PHALANX_TOKEN".to_owned(),
-        };
-        Error::usage(format!("{place} holds no token: {e}")).with_source(e)
-    })?;
-    Ok(Some(token))
-}
-
-/// Hexadecimal digits of a token.
-const TOKEN_TEXT_BYTES: usize = 64;
-/// How long a pipe may take to give a token.
-const TOKEN_WITHIN: Duration = Duration::from_secs(10);
-
-fn read_token_file(path: &Path) -> Result<String> {
-    let failed = |e| {
-        Error::io(
-            format_args!("cannot read the token file {}", path.display()),
-            e,
-        )
-    };
-    // Not blocking: opening a named pipe would wait for its writer.
-    let mut file = OpenOptions::new()
-        .read(true)
-        .custom_flags(OFlags::NONBLOCK.bits().cast_signed())
-        .open(path)
-        .map_err(failed)?;
-    let about = file.metadata().map_err(failed)?;
-    // What has no name in any folder is private: memfds, pipes of a launcher
-    // (whose mode is 600).
-    let named = about.nlink() > 0 && (about.is_file() || about.file_type().is_fifo());
-    if named && about.mode() & 0o077 != 0 {
-        return Err(Error::usage(format!(
-            "the token file {} can be read by others (mode {:o}): chmod 600 it",
-            path.display(),
-            about.mode() & 0o777
-        )));
+fn known_token(source: &TokenSource) -> Result<Option<Token>> {
+    match source {
+        TokenSource::None => Ok(None),
+        TokenSource::File(path) => read_token(path).map(Some),
+        TokenSource::Variable => Token::from_hex(&token_variable().unwrap_or_default())
+            .map(Some)
+            .map_err(|e| Error::usage(format!("PHALANX_TOKEN holds no token: {e}")).with_source(e)),
     }
-    check_owner(path, about.uid(), rustix::process::geteuid().as_raw())?;
-    // Exactly what is needed: a pipe whose writer stays must not block us.
-    let mut text = vec![0; TOKEN_TEXT_BYTES];
-    let mut have = 0;
-    let until = deadline_in(TOKEN_WITHIN);
-    while have < text.len() {
-        let left = until.saturating_duration_since(Instant::now());
-        let timeout = Timespec {
-            tv_sec: left.as_secs().cast_signed(),
-            tv_nsec: left.subsec_nanos().into(),
-        };
-        let mut fds = [PollFd::new(&file, PollFlags::IN)];
-        match poll(&mut fds, Some(&timeout)) {
-            Ok(0) => {
-                return Err(Error::timeout(format!(
-                    "the token file {} is a pipe into which nobody has written a token within {} s",
-                    path.display(),
-                    TOKEN_WITHIN.as_secs()
-                )));
-            }
-            Ok(_) => {}
-            Err(Errno::INTR) => continue,
-            Err(e) => return Err(failed(e.into())),
-        }
-        match file.read(&mut text[have..]) {
-            Ok(0) => break,
-            Ok(n) => have += n,
-            Err(e) if matches!(e.kind(), IoKind::WouldBlock | IoKind::Interrupted) => {}
-            Err(e) => return Err(failed(e)),
-        }
-    }
-    text.truncate(have);
-    Ok(String::from_utf8_lossy(&text).into_owned())
-}
-
-/// Whoever owns the file may write another token into it, and knows this one.
-fn check_owner(path: &Path, owner: u32, me: u32) -> Result<()> {
-    // Root may run the job of a user, whose file is then as good.
-    if owner == me || owner == 0 || me == 0 {
-        return Ok(());
-    }
-    Err(Error::usage(format!(
-        "the token file {} belongs to user {owner}, this process runs as user {me}: use a file of \
-         your own (chown {me}, chmod 600)",
-        path.display()
-    )))
 }
 
 fn token_key(epoch: u32) -> String {
@@ -349,71 +259,6 @@ fn agree_on_token(store: &dyn Store, epoch: u32) -> Result<Token> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ErrorKind;
-    use rustix::fs::FileType;
-    use std::fs::File;
-    use std::io::Write;
-    use std::os::unix::fs::PermissionsExt;
-
-    #[test]
-    fn token_file_must_be_private() {
-        let mut file = tempfile::NamedTempFile::new().unwrap();
-        let token = Token::generate().unwrap();
-        writeln!(file, "{}", token.to_hex()).unwrap();
-        let source = TokenSource::File(file.path().into());
-        let read = read_token(&source).unwrap().unwrap();
-        assert_eq!(read.to_hex(), token.to_hex());
-        let mode = std::fs::Permissions::from_mode(0o644);
-        std::fs::set_permissions(file.path(), mode).unwrap();
-        let error = read_token(&source).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Usage);
-        assert!(error.to_string().contains("chmod 600"), "{error}");
-    }
-
-    #[test]
-    fn token_file_must_be_ours_or_roots() {
-        let path = Path::new("job.token");
-        check_owner(path, 1000, 1000).unwrap();
-        check_owner(path, 0, 1000).unwrap();
-        check_owner(path, 1000, 0).unwrap();
-        let error = check_owner(path, 1001, 1000).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Usage);
-        let text = error.to_string();
-        assert!(text.contains("job.token belongs to user 1001"), "{text}");
-        assert!(text.contains("as user 1000"), "{text}");
-    }
-
-    #[test]
-    fn a_pipe_that_others_can_read_is_refused() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("pipe");
-        let mode = rustix::fs::Mode::from_raw_mode(0o600);
-        rustix::fs::mknodat(rustix::fs::CWD, &path, FileType::Fifo, mode, 0).unwrap();
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o640)).unwrap();
-        let error = read_token_file(&path).unwrap_err();
-        assert!(error.to_string().contains("chmod 600"), "{error}");
-    }
-
-    #[test]
-    fn broken_token_is_refused_and_not_repeated() {
-        let mut file = tempfile::NamedTempFile::new().unwrap();
-        file.write_all(b"deadbeef").unwrap();
-        let error = read_token(&TokenSource::File(file.path().into())).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Usage);
-        assert!(!error.to_string().contains("deadbeef"), "{error}");
-    }
-
-    #[test]
-    fn token_comes_through_a_pipe_that_stays_open() {
-        let (read, write) = rustix::pipe::pipe().unwrap();
-        let token = Token::generate().unwrap();
-        let mut writer = File::from(write);
-        writer.write_all(token.to_hex().as_bytes()).unwrap();
-        let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&read));
-        let text = read_token_file(Path::new(&path)).unwrap();
-        assert_eq!(text, token.to_hex());
-        drop(writer);
-    }
 
     #[test]
     fn ranks_of_one_file_agree_on_a_token() {

@@ -13,7 +13,7 @@ const MASTER_PORT: &str = "MASTER_PORT";
 /// A private file, or `/proc/self/fd/N`, with the token.
 const TOKEN_FILE: &str = "PHALANX_TOKEN_FILE";
 /// The token itself: visible to other processes of the same user.
-const TOKEN: &str = "PHALANX_TOKEN";
+pub(super) const TOKEN: &str = "PHALANX_TOKEN";
 /// `host:port`: the launcher hosts the store there, and `MASTER_PORT` is left to
 /// the program. `external`: it hosts the store at `MASTER_ADDR:MASTER_PORT`.
 const STORE: &str = "PHALANX_STORE";
@@ -257,8 +257,8 @@ pub(super) fn token_variable() -> Option<String> {
 pub(super) fn no_token() -> Error {
     Error::usage(format!(
         "no job token: ranks that meet over tcp must prove that they belong together. Start them \
-         with `phalanx launch`, or make one file for all ranks, `(umask 077; openssl rand -hex 32 \
-         > job.token)`, and set {TOKEN_FILE}=job.token (or its contents as {TOKEN})"
+         with `phalanx launch`, or make a token once, `phalanx token --out job.token`, copy it to every \
+         host, and set {TOKEN_FILE}=job.token (or {TOKEN} to its text)"
     ))
 }
 

@@ -18,6 +18,7 @@ mod reform;
 mod registered;
 mod registry;
 mod subgroup;
+mod token;
 mod uneven;
 mod work;
 
@@ -31,6 +32,7 @@ pub use self::coalesced::Coalesced;
 pub use self::objects::MAX_OBJECT_BYTES;
 pub use self::options::{Call, GroupOptions, InitOptions, Transport};
 pub use self::reform::ReformOptions;
+pub use self::token::read_token;
 pub use self::work::{OpTimes, Work, wait_all};
 
 use self::join::{Processes, WORLD_GROUP};

@@ -53,7 +53,7 @@ impl CollectiveArgs {
         if launch::rank_place(&launch::real_env())?.is_some() || op == Op::Barrier {
             return Ok(());
         }
-        let world = self.ranks.nproc_per_node;
+        let world = self.ranks.ranks_to_start()?;
         let largest = self.bytes.iter().map(|size| size.0).max().unwrap_or(0);
         let needed = op.buffer_bytes(largest, world) as u64 * world as u64;
         match memory::left_bytes().filter(|left| needed > *left) {

@@ -9,6 +9,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::alone::{Asking, alone_by_mistake};
 use super::cluster::{self, Env};
 use super::streams::{StreamChoice, Streams};
 use crate::error::{Error, Result};
@@ -20,6 +21,9 @@ const MAX_LOCAL_RANKS: usize = phalanx_comm::MAX_LOCAL_RANKS;
 
 /// The most launchers in one job (the store serves 4096 clients).
 const MAX_NODES: usize = 1024;
+
+/// Where torchrun's c10d nodes meet, unless told otherwise.
+const C10D_PORT: u16 = 29400;
 
 /// `phalanx launch`, as typed. Numbers stay text so that the same checks
 /// and messages serve flags and `PET_*` variables.
@@ -34,10 +38,10 @@ pub(crate) struct LaunchCli {
     /// Which node this is, from 0.
     #[arg(long, value_name = "R")]
     pub(crate) node_rank: Option<String>,
-    /// Host of node 0 [default: 127.0.0.1].
+    /// Host of node 0; must be there with several nodes, unless MASTER_ADDR or Slurm says it.
     #[arg(long, value_name = "HOST")]
     pub(crate) master_addr: Option<String>,
-    /// MASTER_PORT on one node [default: a free one]; on several, where the launchers meet [default: 29500].
+    /// MASTER_PORT on one node [default: a free one]; on several, where the launchers meet [default: 29500, or 29400 with --rdzv-backend c10d, as torchrun].
     #[arg(long, value_name = "PORT")]
     pub(crate) master_port: Option<String>,
     /// HOST[:PORT], torchrun's other way to say --master-addr and --master-port.
@@ -73,7 +77,7 @@ pub(crate) struct LaunchCli {
     /// Output that goes to files in --log-dir and here [default with --log-dir: 3].
     #[arg(long, value_name = "SPEC")]
     pub(crate) tee: Option<String>,
-    /// File with the job token, from `phalanx token`.
+    /// File with the job token, from `phalanx token` [default: what PHALANX_TOKEN_FILE names].
     #[arg(long, value_name = "FILE")]
     pub(crate) token_file: Option<String>,
     /// Address to listen on (for the store, and for this node's ranks).
@@ -102,8 +106,6 @@ pub(crate) struct Meeting {
     pub(crate) node_rank: usize,
     /// Host of node 0.
     pub(crate) host: String,
-    /// Nobody named the host; it is the default.
-    pub(crate) host_is_default: bool,
     /// The store's port there.
     pub(crate) port: u16,
 }
@@ -223,6 +225,13 @@ impl LaunchArgs {
         } else {
             cluster::detect(env)?.filter(|place| place.count > 1)
         };
+        if nodes.is_none()
+            && !standalone
+            && place.is_none()
+            && let Some(error) = alone_by_mistake(env, Asking::Launch, "launch")?
+        {
+            return Err(error);
+        }
         let nodes_wanted = match (nodes, &place) {
             (Some(nodes), _) => nodes,
             (None, Some(place)) => place.count,
@@ -259,40 +268,44 @@ impl LaunchArgs {
         }
 
         let (host, port) = address(cli, env, nodes_wanted == 1)?;
-        let meeting = (nodes_wanted > 1).then(|| {
+        let backend = pick(env, "rdzv-backend", &cli.rdzv_backend);
+        let meeting = if nodes_wanted == 1 {
+            None
+        } else {
             // MASTER_ADDR and MASTER_PORT of the plain environment are older
             // than any launcher; here they can only mean this.
             let host = host
                 .or_else(|| env.get("MASTER_ADDR").filter(|a| !a.is_empty()).cloned())
                 .or_else(|| place.as_ref().and_then(|p| p.first_host.clone()));
-            Meeting {
+            let Some(host) = host else {
+                let who = match &place {
+                    Some(place) => format!(
+                        "{} does not say on which host the first of the {nodes_wanted} launchers runs",
+                        place.engine
+                    ),
+                    None => format!("on which host does node 0 of {nodes_wanted} run?"),
+                };
+                return Err(Error::usage(who).note(
+                    "fix",
+                    "add --master-addr HOST, the same on all nodes (127.0.0.1 if all run on this host), or set MASTER_ADDR",
+                ));
+            };
+            let given = env.get("MASTER_PORT").filter(|p| !p.is_empty());
+            let port = match (port, given) {
+                (Some(port), _) => port,
+                (None, Some(text)) => {
+                    let name = "MASTER_PORT".to_owned();
+                    Given { text, name }.port()?
+                }
+                (None, None) if backend.as_ref().is_some_and(|b| b.text == "c10d") => C10D_PORT,
+                (None, None) => super::DEFAULT_PORT,
+            };
+            Some(Meeting {
                 nodes: nodes_wanted,
                 node_rank,
-                host_is_default: host.is_none(),
-                host: host.unwrap_or_else(|| "127.0.0.1".to_owned()),
-                port: super::DEFAULT_PORT,
-            }
-        });
-        let meeting = match meeting {
-            None => None,
-            Some(mut meeting) => {
-                if let Some(place) = &place
-                    && meeting.host_is_default
-                {
-                    return Err(Error::usage(format!(
-                        "{} does not say on which host the first of the {} launchers runs",
-                        place.engine, place.count
-                    ))
-                    .note("fix", "add --master-addr HOST, or set MASTER_ADDR"));
-                }
-                if let Some(port) = port {
-                    meeting.port = port;
-                } else if let Some(text) = env.get("MASTER_PORT").filter(|p| !p.is_empty()) {
-                    let name = "MASTER_PORT".to_owned();
-                    meeting.port = Given { text, name }.port()?;
-                }
-                Some(meeting)
-            }
+                host,
+                port,
+            })
         };
 
         let max_restarts = match pick(env, "max-restarts", &cli.max_restarts) {
@@ -354,7 +367,7 @@ impl LaunchArgs {
             None => Duration::from_secs(300),
             Some(given) => given.seconds(86_400.0)?,
         };
-        if let Some(given) = pick(env, "rdzv-backend", &cli.rdzv_backend)
+        if let Some(given) = backend
             && !matches!(given.text, "static" | "c10d")
         {
             return Err(given.wrong("there is one way to meet here, our own store; leave it out"));
@@ -414,20 +427,41 @@ fn pick<'a>(env: &'a Env, flag: &str, typed: &'a Option<String>) -> Option<Given
     Some(Given { text, name })
 }
 
+/// How many ranks a command starts on this node that was not told by a flag: what
+/// `PET_NPROC_PER_NODE` says, or one.
+pub(crate) fn untyped_ranks(env: &Env) -> Result<usize> {
+    match pick(env, "nproc-per-node", &None) {
+        None => Ok(1),
+        Some(given) => ranks(&given, super::cores()),
+    }
+}
+
 fn ranks(given: &Given<'_>, cores: usize) -> Result<usize> {
-    let count = match given.text {
-        "auto" | "cpu" => cores,
-        "gpu" | "cuda" | "xpu" => {
-            return Err(given
-                .wrong("this build computes on CPUs")
-                .note("fix", "say cpu (one rank for each core) or a number"));
-        }
-        _ => given.number("not a number, auto or cpu")?,
-    };
+    let count = count_with(given.text, cores).map_err(|why| given.wrong(why))?;
     if (1..=MAX_LOCAL_RANKS).contains(&count) {
         Ok(count)
     } else {
         Err(given.wrong(&format!("not between 1 and {MAX_LOCAL_RANKS}")))
+    }
+}
+
+/// A number of ranks on this host, as `--nproc-per-node` takes it.
+///
+/// # Errors
+/// Why it is none.
+pub(crate) fn count_of_ranks(text: &str) -> std::result::Result<usize, &'static str> {
+    count_with(text, super::cores())
+}
+
+fn count_with(text: &str, cores: usize) -> std::result::Result<usize, &'static str> {
+    match text.trim() {
+        "auto" | "cpu" => Ok(cores),
+        "gpu" | "cuda" | "xpu" => Err(
+            "this build computes on CPUs; say cpu, which is one rank for each core, or a number",
+        ),
+        number => number
+            .parse()
+            .map_err(|_| "a whole number, auto or cpu is expected"),
     }
 }
 
@@ -581,7 +615,7 @@ mod tests {
             // left over from an outer job: not ours
             (
                 "",
-                "MASTER_ADDR=x MASTER_PORT=5 RANK=1 WORLD_SIZE=9",
+                "MASTER_ADDR=x MASTER_PORT=5 RANK=1 WORLD_SIZE=9 LOCAL_RANK=1",
                 1,
                 None,
             ),
@@ -625,7 +659,7 @@ mod tests {
         let slurm = "SLURM_PROCID=1 SLURM_NODEID=1 SLURM_NTASKS=2 SLURM_NNODES=2 SLURM_JOB_NODELIST=gnode[10,20,25-37]";
         for (flags, variables, want) in [
             ("nnodes=2 node-rank=1 addr=h port=7", "", (2, 1, "h", 7)),
-            ("nnodes=2:2 node-rank=0", "", (2, 0, "127.0.0.1", 29500)),
+            ("nnodes=2:2 node-rank=0 addr=h", "", (2, 0, "h", 29500)),
             (
                 "nnodes=2 node-rank=0",
                 "MASTER_ADDR=m MASTER_PORT=12",
@@ -652,6 +686,11 @@ mod tests {
                 (2, 1, "e", 99),
             ),
             ("nnodes=2 node-rank=1 endpoint=e", "", (2, 1, "e", 29500)),
+            (
+                "nnodes=2 node-rank=1 endpoint=e backend=c10d",
+                "",
+                (2, 1, "e", 29400),
+            ),
             (
                 "nnodes=2 node-rank=1 endpoint=[fe80::1]:99",
                 "",
@@ -701,6 +740,13 @@ mod tests {
             ("nnodes=2:1", "", "--nnodes"),
             ("nnodes=x", "", "--nnodes"),
             ("nnodes=2", "", "which of the 2 nodes"),
+            (
+                "nnodes=2 node-rank=1",
+                "",
+                "on which host does node 0 of 2 run",
+            ),
+            ("", "SKYPILOT_NUM_NODES=2", "one of 2 nodes"),
+            ("", "SLURM_NNODES=2 SLURM_PROCID=0 SLURM_NTASKS=2", "srun"),
             ("nnodes=2 node-rank=2", "", "outside --nnodes 2"),
             ("node-rank=1", "", "outside --nnodes 1"),
             ("", "PET_NNODES=none", "PET_NNODES"),
@@ -708,7 +754,7 @@ mod tests {
             ("nproc=gpu", "", "CPUs"),
             ("nproc=9999", "", "between 1 and 1024"),
             ("nproc=-1", "", "--nproc-per-node"),
-            ("port=0 nnodes=2 node-rank=0", "", "--master-port"),
+            ("port=0 nnodes=2 node-rank=0 addr=h", "", "--master-port"),
             ("port=1 endpoint=localhost:77", "", "contradict each other"),
             ("addr=k endpoint=h:77", "", "contradict each other"),
             ("addr=k endpoint=h", "", "contradict each other"),
@@ -716,7 +762,11 @@ mod tests {
             ("endpoint=h:x nnodes=2 node-rank=0", "", "--rdzv-endpoint"),
             ("backend=etcd", "", "--rdzv-backend"),
             ("standalone nnodes=2 node-rank=0", "", "--standalone"),
-            ("nnodes=2 node-rank=0 restarts=1", "", "one node only"),
+            (
+                "nnodes=2 node-rank=0 addr=h restarts=1",
+                "",
+                "one node only",
+            ),
             ("restarts=-1", "", "--max-restarts"),
             ("tee=3", "", "--log-dir"),
             ("tee=7 log-dir=x", "", "--tee"),

@@ -59,14 +59,28 @@ pub(crate) fn detect(env: &Env) -> Result<Option<Place>> {
         };
         return place("PMI", count, index, local, slurm_host);
     }
-    if env.contains_key("SLURM_PROCID") || env.contains_key("SLURM_NODEID") {
+    if is_slurm_task(env)? {
         return slurm(env, slurm_host);
     }
     Ok(None)
 }
 
-/// Slurm: one process for each task of the step. A batch script that asked
-/// for nodes but not for tasks has no task count; then nodes count.
+/// Set for the tasks that `srun` starts, not in the shell of `sbatch` or `salloc`.
+pub(super) const SLURM_STEP: [&str; 3] = ["SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"];
+
+/// Whether `srun` started this process. The shell of `sbatch` has most of a task's
+/// variables too, but is one process, with the number 0, on the first of its nodes.
+fn is_slurm_task(env: &Env) -> Result<bool> {
+    let in_step = SLURM_STEP.iter().any(|name| is_set(env, name));
+    Ok(in_step || number(env, "SLURM_PROCID")?.unwrap_or(0) > 0)
+}
+
+pub(super) fn is_set(env: &Env, name: &str) -> bool {
+    env.get(name).is_some_and(|text| !text.trim().is_empty())
+}
+
+/// Slurm: one process for each task of the step, or for each node where it gives no
+/// number of tasks.
 fn slurm(env: &Env, first_host: Option<String>) -> Result<Option<Place>> {
     let nodes = match number(env, "SLURM_NNODES")? {
         Some(nodes) => Some(nodes),
@@ -174,19 +188,20 @@ pub(crate) fn number(env: &Env, name: &str) -> Result<Option<usize>> {
         None | Some("") => Ok(None),
         Some(text) => match text.parse() {
             Ok(number) => Ok(Some(number)),
-            Err(_) => Err(Error::usage(format!(
-                "the environment says {name}={text}, which is no number"
-            ))),
+            Err(_) => Err(not_a_number(name, text)),
         },
     }
 }
 
+pub(super) fn not_a_number(name: &str, text: &str) -> Error {
+    Error::usage(format!(
+        "the environment says {name}={text}, which is no number"
+    ))
+}
+
 fn needed(env: &Env, name: &str, because: &str) -> Result<usize> {
-    number(env, name)?.ok_or_else(|| {
-        Error::usage(format!(
-            "the environment sets {because} but not {name}; half a launcher is none"
-        ))
-    })
+    number(env, name)?
+        .ok_or_else(|| Error::usage(format!("the environment sets {because} but not {name}")))
 }
 
 /// One rank of a running world, as the environment tells it.
@@ -200,8 +215,10 @@ pub(crate) struct RankPlace {
     pub(crate) world: usize,
     /// Rank on this host.
     pub(crate) local_rank: usize,
-    /// Where rank 0 (or its launcher) listens.
-    pub(crate) master_addr: String,
+    /// Number of ranks on this host, where known.
+    pub(crate) local_world: Option<usize>,
+    /// Where rank 0 (or its launcher) listens, where known.
+    pub(crate) master_addr: Option<String>,
     /// The port there.
     pub(crate) master_port: u16,
 }
@@ -209,11 +226,8 @@ pub(crate) struct RankPlace {
 /// Whether this process *is* a rank already: started by a launcher
 /// (`RANK`, `WORLD_SIZE`), or directly by `srun` or `mpirun`. `None`: nobody
 /// started us, so a command that wants ranks starts its own.
-///
-/// A Slurm batch script has task variables but is not a step, so Slurm
-/// counts only with `SLURM_STEP_ID`.
 pub(crate) fn rank_place(env: &Env) -> Result<Option<RankPlace>> {
-    let (source, rank, world, local_rank, host) =
+    let (source, rank, world, local, host) =
         match (number(env, "RANK")?, number(env, "WORLD_SIZE")?) {
             (Some(rank), Some(world)) => {
                 if rank >= world {
@@ -221,31 +235,26 @@ pub(crate) fn rank_place(env: &Env) -> Result<Option<RankPlace>> {
                         "the environment says RANK={rank} of WORLD_SIZE={world}"
                     )));
                 }
-                ("RANK", rank, world, number(env, "LOCAL_RANK")?, None)
+                let local = (number(env, "LOCAL_RANK")?, number(env, "LOCAL_WORLD_SIZE")?);
+                (RANK_SOURCE, rank, world, local, None)
             }
             (Some(_), None) => {
                 return Err(Error::usage("the environment sets RANK but not WORLD_SIZE")
                     .note("fix", "unset RANK, or start through `phalanx launch`"));
             }
             // WORLD_SIZE alone is left behind by many tools; it names no rank.
-            (None, _) => {
-                let step = env.contains_key("SLURM_STEP_ID") || env.contains_key("SLURM_STEPID");
-                match detect(env)? {
-                    Some(place) if place.count > 1 && (place.engine != "Slurm" || step) => (
-                        place.engine,
-                        place.index,
-                        place.count,
-                        place.local.map(|(rank, _)| rank),
-                        place.first_host,
-                    ),
-                    _ => return Ok(None),
-                }
-            }
+            (None, _) => match detect(env)? {
+                Some(place) if place.count > 1 => (
+                    place.engine,
+                    place.index,
+                    place.count,
+                    (place.local.map(|l| l.0), place.local.map(|l| l.1)),
+                    place.first_host,
+                ),
+                _ => return Ok(None),
+            },
         };
-    let master_addr = match env.get("MASTER_ADDR").filter(|a| !a.is_empty()) {
-        Some(addr) => addr.clone(),
-        None => host.unwrap_or_else(|| "127.0.0.1".to_owned()),
-    };
+    let master_addr = env.get("MASTER_ADDR").filter(|a| !a.is_empty()).cloned();
     let master_port = match number(env, "MASTER_PORT")? {
         None => super::DEFAULT_PORT,
         // 0 is up to the group: a rank 0 that hosts the store may take any.
@@ -259,11 +268,79 @@ pub(crate) fn rank_place(env: &Env) -> Result<Option<RankPlace>> {
         source,
         rank,
         world,
-        local_rank: local_rank.unwrap_or(0),
-        master_addr,
+        local_rank: local.0.unwrap_or(0),
+        local_world: local.1,
+        master_addr: master_addr.or(host),
         master_port,
     }))
 }
+
+impl RankPlace {
+    /// Whether `RANK` and `WORLD_SIZE` say it, and not an engine's own variables.
+    pub(crate) fn is_by_rank(&self) -> bool {
+        self.source == RANK_SOURCE
+    }
+
+    /// Whether all ranks are known to run on this host.
+    pub(crate) fn is_on_one_host(&self) -> bool {
+        self.local_world == Some(self.world)
+    }
+
+    /// Checks what was typed about the number of ranks against what started this one:
+    /// `here`, the ranks on this host, and `world`, those in all.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when they contradict each other.
+    pub(crate) fn check(&self, here: Option<usize>, world: Option<usize>) -> Result<()> {
+        let who = match self.is_by_rank() {
+            true => format!(
+                "the environment (RANK={}, WORLD_SIZE={})",
+                self.rank, self.world
+            ),
+            false => self.source.to_owned(),
+        };
+        if let Some(typed) = world.filter(|typed| *typed != self.world) {
+            return Err(Error::usage(format!(
+                "--world-size {typed} contradicts {who}: this process is one of {} ranks",
+                self.world
+            ))
+            .note("fix", "leave it out"));
+        }
+        let Some(typed) = here.filter(|typed| *typed != self.local_world.unwrap_or(1)) else {
+            return Ok(());
+        };
+        let error = Error::usage(format!(
+            "--nproc-per-node {typed} contradicts {who}: this process is one rank{}",
+            match self.local_world {
+                Some(1) => ", the only one on this host".to_owned(),
+                Some(ranks) => format!(" of {ranks} on this host"),
+                None => String::new(),
+            }
+        ));
+        Err(match (self.local_world, self.source) {
+            (None, RANK_SOURCE) => error
+                .note(
+                    "fix",
+                    "leave it out; or, if RANK and WORLD_SIZE count nodes, type",
+                )
+                .note(
+                    "",
+                    format!(
+                        "phalanx launch --nnodes \"$WORLD_SIZE\" --node-rank \"$RANK\" --nproc-per-node {typed} --token-file job.token -- phalanx ..."
+                    ),
+                ),
+            (_, "Slurm") => error.note(
+                "fix",
+                format!("leave it out; `srun --ntasks-per-node={typed}` starts {typed} ranks on each node"),
+            ),
+            _ => error.note("fix", "leave it out; what started this process says how many there are"),
+        })
+    }
+}
+
+/// Who says a place by `RANK` and `WORLD_SIZE`.
+const RANK_SOURCE: &str = "RANK";
 
 /// What somebody meant to be one rank of several but says only by half: `WORLD_SIZE` above 1
 /// beside a variable of one rank's (`LOCAL_RANK`) or of the place to meet (`MASTER_ADDR`), and
@@ -271,8 +348,9 @@ pub(crate) fn rank_place(env: &Env) -> Result<Option<RankPlace>> {
 /// `WORLD_SIZE` alone is left behind by many tools; it names no rank.
 pub(crate) fn half_a_rank(env: &Env) -> Result<Option<Error>> {
     let world = number(env, "WORLD_SIZE")?.unwrap_or(0);
-    let is_set = |name: &&str| env.get(*name).is_some_and(|text| !text.is_empty());
-    let beside = ["LOCAL_RANK", "MASTER_ADDR"].into_iter().find(is_set);
+    let beside = ["LOCAL_RANK", "MASTER_ADDR"]
+        .into_iter()
+        .find(|name| is_set(env, name));
     Ok(match (beside, number(env, "RANK")?) {
         (Some(beside), None) if world > 1 => {
             let error = Error::usage(format!(
@@ -344,10 +422,15 @@ mod tests {
                 "SLURM_PROCID=0 SLURM_NNODES=2 SLURM_NTASKS=16 SLURM_STEP_NUM_TASKS=2 SLURM_NODELIST=a[1-2]",
                 Some(("Slurm", 2, 0, Some("a1"))),
             ),
-            // a batch script without a task count
+            // a step without a task count
             (
-                "SLURM_NODEID=0 SLURM_PROCID=0 SLURM_JOB_NUM_NODES=3 SLURM_JOB_NODELIST=a[1-3]",
+                "SLURM_NODEID=0 SLURM_PROCID=0 SLURM_JOB_NUM_NODES=3 SLURM_JOB_NODELIST=a[1-3] SLURM_STEPID=0",
                 Some(("Slurm", 3, 0, Some("a1"))),
+            ),
+            // the shell of sbatch
+            (
+                "SLURM_NODEID=0 SLURM_PROCID=0 SLURM_NNODES=1 SLURM_NTASKS=4 SLURM_JOB_NODELIST=a1",
+                None,
             ),
             // everything on one host
             (
@@ -386,7 +469,7 @@ mod tests {
             ("PMI_SIZE=two PMI_RANK=0", "PMI_SIZE=two"),
             ("PMI_SIZE=2 PMI_RANK=2", "process 2 of 2"),
             (
-                "SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_NODELIST=n[",
+                "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_NODELIST=n[",
                 "SLURM_NODELIST",
             ),
         ] {
@@ -398,23 +481,23 @@ mod tests {
 
     #[test]
     fn ranks_by_environment() {
-        type Want = Option<(usize, usize, usize, &'static str, u16)>;
+        type Want = Option<(usize, usize, usize, Option<&'static str>, u16)>;
         let table: &[(&str, Want)] = &[
             ("", None),
             ("WORLD_SIZE=4", None),
             (
                 "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 MASTER_ADDR=h MASTER_PORT=1234",
-                Some((3, 4, 1, "h", 1234)),
+                Some((3, 4, 1, Some("h"), 1234)),
             ),
-            ("RANK=0 WORLD_SIZE=1", Some((0, 1, 0, "127.0.0.1", 29500))),
+            ("RANK=0 WORLD_SIZE=1", Some((0, 1, 0, None, 29500))),
             // RANK wins over the engine that started the launcher
             (
                 "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_STEP_ID=0",
-                Some((1, 2, 1, "127.0.0.1", 29500)),
+                Some((1, 2, 1, None, 29500)),
             ),
             (
                 "SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_NNODES=2 SLURM_LOCALID=1 SLURM_STEP_ID=0 SLURM_JOB_NODELIST=a[1-2]",
-                Some((3, 4, 1, "a1", 29500)),
+                Some((3, 4, 1, Some("a1"), 29500)),
             ),
             // a batch script is no rank
             (
@@ -422,9 +505,18 @@ mod tests {
                 None,
             ),
             ("PMI_RANK=0 PMI_SIZE=1", None),
+            // Nobody says on which host rank 0 runs, unless all run on one.
+            (
+                "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1",
+                Some((1, 2, 0, None, 29500)),
+            ),
+            (
+                "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2",
+                Some((1, 2, 1, Some("127.0.0.1"), 29500)),
+            ),
             (
                 "PMI_RANK=1 PMI_SIZE=2 MASTER_ADDR=x",
-                Some((1, 2, 0, "x", 29500)),
+                Some((1, 2, 0, Some("x"), 29500)),
             ),
         ];
         for (text, want) in table {
@@ -434,7 +526,7 @@ mod tests {
                     p.rank,
                     p.world,
                     p.local_rank,
-                    p.master_addr.as_str(),
+                    p.master_addr.as_deref(),
                     p.master_port,
                 )
             });
@@ -455,5 +547,55 @@ mod tests {
         }
         assert!(rank_place(&env("RANK=2 WORLD_SIZE=2")).is_err());
         assert!(rank_place(&env("RANK=0 WORLD_SIZE=2 MASTER_PORT=70000")).is_err());
+    }
+
+    #[test]
+    fn typed_numbers_must_agree_with_the_launcher() {
+        let place = |text: &str| rank_place(&env(text)).unwrap().unwrap();
+        for (text, here, world, wrong) in [
+            (
+                "RANK=0 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2",
+                Some(2),
+                Some(4),
+                None,
+            ),
+            ("RANK=0 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2", None, None, None),
+            ("RANK=0 WORLD_SIZE=4", Some(1), None, None),
+            (
+                "RANK=0 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2",
+                Some(3),
+                None,
+                Some("one rank of 2 on this host"),
+            ),
+            (
+                "RANK=0 WORLD_SIZE=4",
+                Some(2),
+                None,
+                Some("phalanx launch --nnodes \"$WORLD_SIZE\""),
+            ),
+            ("RANK=0 WORLD_SIZE=4", None, Some(1), Some("one of 4 ranks")),
+            (
+                "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_NNODES=2 SLURM_LOCALID=0 SLURM_STEP_ID=0",
+                Some(2),
+                None,
+                Some("srun --ntasks-per-node=2"),
+            ),
+            (
+                "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2",
+                Some(4),
+                None,
+                Some("contradicts Open MPI"),
+            ),
+        ] {
+            let checked = place(text).check(here, world);
+            match (checked, wrong) {
+                (Ok(()), None) => {}
+                (Err(error), Some(words)) => {
+                    assert_eq!(error.exit_code(), 2);
+                    assert!(error.render().contains(words), "{text}: {}", error.render());
+                }
+                (got, _) => panic!("{text}: {got:?}"),
+            }
+        }
     }
 }

@@ -1,5 +1,6 @@
 //! See `crate::fuzzing`.
 
+use super::alone::{Asking, alone_by_mistake};
 use super::args::{LaunchArgs, LaunchCli};
 use super::cluster::{self, Env};
 use super::nodes::Card;
@@ -34,6 +35,11 @@ pub(crate) fn cluster(data: &[u8]) {
     if let Ok(Some(place)) = cluster::rank_place(&env) {
         assert!(place.rank < place.world);
     }
+    for asking in [Asking::Launch, Asking::Ranks] {
+        if let Ok(Some(error)) = alone_by_mistake(&env, asking, "train") {
+            assert_eq!(error.exit_code(), 2);
+        }
+    }
 }
 
 pub(crate) fn cluster_seeds() -> Vec<Vec<u8>> {
@@ -44,6 +50,7 @@ pub(crate) fn cluster_seeds() -> Vec<Vec<u8>> {
         "OMPI_COMM_WORLD_RANK=2\nOMPI_COMM_WORLD_SIZE=4\nOMPI_COMM_WORLD_LOCAL_RANK=0\nOMPI_COMM_WORLD_LOCAL_SIZE=2\n",
         "PMI_RANK=0\nPMI_SIZE=3\nMPI_LOCALRANKID=0\nMPI_LOCALNRANKS=1\n",
         "RANK=1\nWORLD_SIZE=2\nMASTER_ADDR=h\nMASTER_PORT=1234\n",
+        "SKYPILOT_NUM_NODES=2\nSKYPILOT_NODE_RANK=1\nVC_A_NUM=1\nVC_B_HOSTS=a,b\nJOB_COMPLETION_INDEX=3\n",
     ])
 }
 

@@ -90,7 +90,6 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
                 meeting.node_rank,
                 card,
                 &plan.token,
-                meeting.host_is_default,
                 plan.meeting_timeout,
                 || match events.try_recv() {
                     Ok(Event::Signal(signal)) => Some(interrupted(signal)),

@@ -20,6 +20,7 @@
 //! flight recorders are memory files of the launcher, which ranks and all that
 //! they start open by the launcher's `/proc/PID/fd`: nobody inherits a descriptor.
 
+mod alone;
 mod args;
 mod cluster;
 mod contract;
@@ -37,6 +38,7 @@ mod pump;
 mod ranks;
 mod reap;
 mod report;
+mod same_host;
 mod shim;
 mod signals;
 mod streams;
@@ -46,15 +48,17 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-pub(crate) use args::LaunchCli;
+pub(crate) use alone::{Asking, alone_by_mistake};
+pub(crate) use args::{LaunchCli, count_of_ranks, untyped_ranks};
 pub(crate) use cluster::{RankPlace, half_a_rank, number, rank_place, real_env};
 pub(crate) use guard::guard;
 pub(crate) use oom::memory_limit;
 pub(crate) use ranks::Prefix;
 pub(crate) use report::{hand_over, rank_list, signal_name};
+pub(crate) use same_host::store_file;
 pub(crate) use shim::{ShimCli, exec_rank};
 pub(crate) use signals::{end_on_signals, ignored as is_ignored};
-pub(crate) use token::write_token;
+pub(crate) use token::{given as given_token, write_token};
 
 use crate::error::Result;
 use crate::say;

@@ -70,7 +70,8 @@ impl LaunchPlan {
     /// broken token file.
     pub(crate) fn prepare(args: LaunchArgs, env: &Env) -> Result<Self> {
         find_program(&args.program, env.get("PATH").map(String::as_str))?;
-        let token = match token::given(args.token_file.as_deref(), env)? {
+        let typed = args.token_file.as_deref();
+        let token = match token::given(typed, env, args.meeting.is_some())? {
             Some(token) => token,
             None if args.meeting.is_none() => token::mint()?,
             None => {

@@ -4,23 +4,27 @@
 //! memory file of the launcher, which `PHALANX_TOKEN_FILE` names.
 
 use std::fs::{File, OpenOptions};
-use std::io::{Read, Write};
+use std::io::Write;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use phalanx_train::files::as_typed;
 use phalanx_wire::Token;
-use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, fchmod, fcntl_add_seals, memfd_create};
+use rustix::fs::{MemfdFlags, Mode, SealFlags, fchmod, fcntl_add_seals, memfd_create};
 
 use super::cluster::Env;
+use super::contract::TOKEN_FILE_VARIABLE;
 use crate::error::{Error, ErrorKind, Result};
 
 /// The documented fallback where no file can be shared.
 pub(crate) const TOKEN_VARIABLE: &str = "PHALANX_TOKEN";
 
-/// Far more than 64 digits and white space.
-const MOST_BYTES: u64 = 1024;
+/// How to make a token file.
+const MAKE: &str = "phalanx token --out";
+
+/// Where files without a name can be, should the system refuse memory files.
+const IN_MEMORY: &str = "/dev/shm";
 
 /// `phalanx token --out FILE`.
 pub(crate) fn write_token(path: &Path) -> Result<()> {
@@ -56,12 +60,16 @@ pub(crate) fn mint() -> Result<Token> {
         .map_err(|error| Error::new(ErrorKind::System, "cannot mint a job token").caused_by(error))
 }
 
-/// The token given by `--token-file` or `PHALANX_TOKEN`, if any.
-pub(crate) fn given(path: Option<&Path>, env: &Env) -> Result<Option<Token>> {
-    if let Some(path) = path {
+/// The token from `--token-file`, or else as `PHALANX_TOKEN_FILE` or `PHALANX_TOKEN` says it.
+/// A launcher around this one sets `PHALANX_TOKEN_FILE` for its own job, so it counts only
+/// where the token `is_shared` with somebody.
+pub(crate) fn given(path: Option<&Path>, env: &Env, is_shared: bool) -> Result<Option<Token>> {
+    let is_set = |name: &str| env.get(name).filter(|text| !text.is_empty());
+    let variable = is_set(TOKEN_FILE_VARIABLE).filter(|_| is_shared);
+    if let Some(path) = path.or(variable.map(Path::new)) {
         return read(path).map(Some);
     }
-    let Some(text) = env.get(TOKEN_VARIABLE).filter(|text| !text.is_empty()) else {
+    let Some(text) = is_set(TOKEN_VARIABLE) else {
         return Ok(None);
     };
     Token::from_hex(text)
@@ -70,94 +78,60 @@ pub(crate) fn given(path: Option<&Path>, env: &Env) -> Result<Option<Token>> {
 }
 
 fn read(path: &Path) -> Result<Token> {
-    let shown = path.display();
-    let unreadable = |error: std::io::Error| {
-        let missing = error.kind() == std::io::ErrorKind::NotFound;
-        let error = Error::usage(format!("cannot read the token file {shown}")).caused_by(error);
-        if missing {
-            error.note(
-                "make",
-                format!(
-                    "phalanx token --out {}   (once; then copy it to every node)",
-                    as_typed(path)
-                ),
-            )
-        } else {
-            error
-        }
-    };
-    // A pipe would keep us waiting for its writer before we could say that it
-    // is no file.
-    let file = OpenOptions::new()
-        .read(true)
-        .custom_flags(OFlags::NONBLOCK.bits().cast_signed())
-        .open(path)
-        .map_err(unreadable)?;
-    let about = file.metadata().map_err(unreadable)?;
-    let mode = about.mode() & 0o7777;
-    if !about.is_file() {
-        return Err(Error::usage(format!("the token file {shown} is no file")));
-    }
-    if mode & 0o077 != 0 {
-        return Err(Error::usage(format!(
-            "others can read or write the token file {shown} (mode {mode:04o})"
-        ))
-        .note("fix", format!("chmod 600 {shown}")));
-    }
-    let me = rustix::process::geteuid().as_raw();
-    if about.uid() != me && me != 0 {
-        return Err(Error::usage(format!(
-            "the token file {shown} belongs to user {}, and this is user {me}",
-            about.uid()
-        )));
-    }
-    let mut text = String::new();
-    file.take(MOST_BYTES)
-        .read_to_string(&mut text)
-        .map_err(unreadable)?;
-    Token::from_hex(&text).map_err(|error| {
-        Error::usage(format!("{shown} holds no token"))
-            .caused_by(error)
-            .note(
-                "fix",
-                format!(
-                    "remove it, then phalanx token --out {}   (once; copy it to every node)",
-                    as_typed(path)
-                ),
-            )
+    phalanx_comm::read_token(path).map_err(|error| {
+        let shown = as_typed(path);
+        let make = match path.try_exists() {
+            Ok(true) if error.message().contains("holds no token") => {
+                format!("remove it, then {MAKE} {shown}")
+            }
+            Ok(false) => format!("{MAKE} {shown}"),
+            _ => return Error::from(error).into_usage(),
+        };
+        Error::from(error).into_usage().note(
+            "make",
+            format!("{make}   (once; then copy it to every node)"),
+        )
     })
 }
 
-/// A sealed, private memory file with the token's text, close-on-exec.
+/// A private file with the token's text that has no name in any folder, close-on-exec: a sealed
+/// memory file, or, where the system refuses these (a container's seccomp filter), a deleted file.
 pub(crate) fn memory_file(token: &Token) -> Result<OwnedFd> {
-    let failed = |error: std::io::Error| {
-        Error::new(
-            ErrorKind::System,
-            "cannot make a memory file for the job token",
-        )
-        .caused_by(error)
-    };
-    let fd = memfd_create(
-        "phalanx-token",
-        MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
-    )
-    .map_err(|error| failed(error.into()))?;
-    // Memory files are born 0777; readers check for 0600 as with any file.
-    fchmod(&fd, Mode::RUSR | Mode::WUSR).map_err(|error| failed(error.into()))?;
-    let mut file = File::from(fd);
-    file.write_all(format!("{}\n", token.to_hex()).as_bytes())
-        .map_err(failed)?;
-    let fd = OwnedFd::from(file);
+    let text = format!("{}\n", token.to_hex());
+    sealed_file(&text)
+        .or_else(|_| deleted_file(&text))
+        .map_err(|error| {
+            Error::new(ErrorKind::System, "cannot make a file for the job token")
+                .caused_by(error)
+                .note("fix", "set TMPDIR to a folder that can be written")
+        })
+}
+
+fn sealed_file(text: &str) -> std::io::Result<OwnedFd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = write_private(memfd_create("phalanx-token", flags)?.into(), text)?;
     let seals = SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
-    fcntl_add_seals(&fd, seals).map_err(|error| failed(error.into()))?;
-    Ok(fd)
+    fcntl_add_seals(&file, seals)?;
+    Ok(file.into())
+}
+
+fn deleted_file(text: &str) -> std::io::Result<OwnedFd> {
+    let file = tempfile::tempfile_in(IN_MEMORY).or_else(|_| tempfile::tempfile())?;
+    Ok(write_private(file, text)?.into())
+}
+
+fn write_private(mut file: File, text: &str) -> std::io::Result<File> {
+    // Born 0777 or 0644; readers check for 0600 as with any file.
+    fchmod(&file, Mode::RUSR | Mode::WUSR)?;
+    file.write_all(text.as_bytes())?;
+    Ok(file)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::os::fd::AsRawFd;
-    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
     #[test]
     fn a_written_token_reads_back_and_is_private() {
@@ -165,14 +139,17 @@ mod tests {
         let path = dir.path().join("job.token");
         write_token(&path).unwrap();
         assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
-        let token = given(Some(&path), &Env::new()).unwrap().unwrap();
+        let token = given(Some(&path), &Env::new(), true).unwrap().unwrap();
         assert_eq!(
             std::fs::read_to_string(&path).unwrap().trim(),
             token.to_hex()
         );
         let again = write_token(&path).unwrap_err();
         assert!(again.chain().contains("exists"), "{}", again.chain());
-        assert_eq!(given(Some(&path), &Env::new()).unwrap().unwrap(), token);
+        assert_eq!(
+            given(Some(&path), &Env::new(), true).unwrap().unwrap(),
+            token
+        );
     }
 
     #[test]
@@ -180,7 +157,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("t");
         let refused = |want: &str| {
-            let error = given(Some(&path), &Env::new()).unwrap_err();
+            let error = given(Some(&path), &Env::new(), true).unwrap_err();
             assert!(error.render().contains(want), "{}", error.render());
             assert_eq!(error.exit_code(), 2);
         };
@@ -194,39 +171,37 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_is_refused_at_once() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("pipe");
-        let made = std::process::Command::new("mkfifo")
-            .args(["-m", "600"])
-            .arg(&path)
-            .status();
-        assert!(made.unwrap().success());
-        let error = given(Some(&path), &Env::new()).unwrap_err();
-        assert!(error.render().contains("is no file"), "{}", error.render());
-    }
-
-    #[test]
     fn the_variable_is_the_fallback() {
         let token = mint().unwrap();
         let env = Env::from([(TOKEN_VARIABLE.to_owned(), token.to_hex())]);
-        assert_eq!(given(None, &env).unwrap(), Some(token));
-        assert_eq!(given(None, &Env::new()).unwrap(), None);
-        let env = Env::from([(TOKEN_VARIABLE.to_owned(), "x".to_owned())]);
-        assert_eq!(given(None, &env).unwrap_err().exit_code(), 2);
+        assert_eq!(given(None, &env, true).unwrap(), Some(token));
+        assert_eq!(given(None, &Env::new(), true).unwrap(), None);
+        let mut env = Env::from([(TOKEN_VARIABLE.to_owned(), "x".to_owned())]);
+        assert_eq!(given(None, &env, true).unwrap_err().exit_code(), 2);
+        // A file is asked first, as ranks do.
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("t");
+        write_token(&path).unwrap();
+        let name = path.to_str().unwrap().to_owned();
+        env.insert(TOKEN_FILE_VARIABLE.to_owned(), name);
+        let token = given(Some(&path), &Env::new(), true).unwrap();
+        assert_eq!(given(None, &env, true).unwrap(), token);
+        assert!(given(None, &env, false).is_err(), "the variable is broken");
     }
 
     #[test]
-    fn the_memory_file_reads_as_a_token_file_and_cannot_change() {
+    fn files_without_a_name_read_as_token_files_and_a_sealed_one_cannot_change() {
         let token = mint().unwrap();
-        let fd = memory_file(&token).unwrap();
-        let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
-        for _ in 0..2 {
-            assert_eq!(
-                given(Some(Path::new(&path)), &Env::new()).unwrap(),
-                Some(token.clone())
-            );
+        let text = format!("{}\n", token.to_hex());
+        let path = |fd: &OwnedFd| format!("/proc/self/fd/{}", fd.as_raw_fd());
+        let sealed = memory_file(&token).unwrap();
+        let deleted = deleted_file(&text).unwrap();
+        for fd in [&sealed, &deleted, &sealed, &deleted] {
+            let path = path(fd);
+            let read = given(Some(Path::new(&path)), &Env::new(), true).unwrap();
+            assert_eq!(read, Some(token.clone()));
+            assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
         }
-        assert!(std::fs::write(&path, "x").is_err());
+        assert!(std::fs::write(path(&sealed), "x").is_err());
     }
 }

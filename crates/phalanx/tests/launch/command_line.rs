@@ -1,6 +1,6 @@
 //! What can be typed wrongly, and the first-minute commands.
 
-use crate::harness::Family;
+use crate::harness::{Family, Running};
 use std::os::unix::fs::PermissionsExt;
 
 #[test]
@@ -56,6 +56,67 @@ fn unknown_words_are_usage_errors_with_a_suggestion() {
             "{want}: {done:#?}"
         );
         assert_eq!(done.out, "");
+    }
+}
+
+/// What engines set that start one process on each of two nodes: the variables, and a part of
+/// what to type instead.
+const OF_TWO_NODES: [(&[(&str, &str)], &str); 5] = [
+    (
+        &[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "a")],
+        "--nnodes \"$WORLD_SIZE\"",
+    ),
+    (
+        &[
+            ("SKYPILOT_NUM_NODES", "2"),
+            ("SKYPILOT_NODE_RANK", "0"),
+            ("SKYPILOT_NODE_IPS", "10.0.0.1\n10.0.0.2"),
+        ],
+        "--nnodes \"$SKYPILOT_NUM_NODES\"",
+    ),
+    (
+        &[
+            ("VC_WORKER_NUM", "2"),
+            ("VC_TASK_INDEX", "0"),
+            ("VC_WORKER_HOSTS", "a,b"),
+        ],
+        "--nnodes \"$VC_WORKER_NUM\"",
+    ),
+    (&[("JOB_COMPLETION_INDEX", "0")], "--nnodes PODS"),
+    (
+        &[
+            ("SLURM_JOB_NUM_NODES", "2"),
+            ("SLURM_PROCID", "0"),
+            ("SLURM_NTASKS", "2"),
+            ("SLURM_JOB_NODELIST", "a[1-2]"),
+        ],
+        "srun --ntasks-per-node=1 phalanx launch",
+    ),
+];
+
+#[test]
+fn a_launch_on_one_of_several_nodes_is_refused_unless_it_is_meant() {
+    let family = Family::new();
+    for (variables, instead) in OF_TWO_NODES {
+        let run = |flag: Option<&str>| {
+            let flag = flag.into_iter();
+            let args: Vec<&str> = ["launch"]
+                .into_iter()
+                .chain(flag)
+                .chain(["echo", "ran"])
+                .collect();
+            let mut command = family.command(&args);
+            command.envs(variables.iter().copied());
+            Running::new(command).wait()
+        };
+        let done = run(None);
+        assert_eq!((done.code(), done.out.as_str()), (2, ""), "{done:#?}");
+        let (name, value) = variables[0];
+        for words in [format!("{name}={value}"), instead.to_owned()] {
+            assert!(done.err.contains(&words), "{words}: {done:#?}");
+        }
+        let done = run(Some("--standalone"));
+        assert_eq!((done.code(), done.out.as_str()), (0, "ran\n"), "{done:#?}");
     }
 }
 

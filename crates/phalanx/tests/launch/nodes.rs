@@ -60,6 +60,8 @@ impl Job {
             nodes,
             "--node-rank",
             node,
+            "--master-addr",
+            "127.0.0.1",
             "--master-port",
             &self.port,
             "--token-file",
@@ -336,9 +338,20 @@ fn a_stranger_with_another_token_is_refused_and_harms_nobody() {
 fn tokens_must_be_there_and_private() {
     let job = Job::new();
     let family = &job.family;
-    let done = family.run(&["launch", "--nnodes", "2", "--node-rank", "0", "true"]);
+    let node_0 = ["launch", "--nnodes", "2", "--node-rank", "0"];
+    let there = ["--master-addr", "127.0.0.1", "true"];
+    let done = family.run(&[&node_0[..], &there].concat());
     assert_eq!(done.code(), 2, "{done:#?}");
     assert!(done.err.contains("phalanx token --out "), "{done:#?}");
+    // The variable names the file as the flag does.
+    let mut command = family.command(&[&node_0[..], &there].concat());
+    command.env("PHALANX_TOKEN_FILE", "no.such.file");
+    let done = Running::new(command).wait();
+    assert_eq!(done.code(), 2, "{done:#?}");
+    assert!(
+        done.err.contains("cannot read the token file no.such.file"),
+        "{done:#?}"
+    );
     std::fs::set_permissions(&job.token, std::fs::Permissions::from_mode(0o644)).unwrap();
     let done = job.node("0", &[], "true").wait();
     assert_eq!(done.code(), 2, "{done:#?}");
@@ -358,6 +371,16 @@ fn a_master_that_never_starts_is_named_within_the_deadline() {
     let last = done.last_error();
     assert!(last.contains(&format!("127.0.0.1:{}", job.port)), "{last}");
     assert!(last.contains("--master-addr"), "{last}");
+}
+
+#[test]
+fn the_host_of_node_0_is_never_guessed() {
+    let family = Family::new();
+    for node in ["0", "1"] {
+        let done = family.run(&["launch", "--nnodes", "2", "--node-rank", node, "true"]);
+        assert_eq!(done.code(), 2, "{done:#?}");
+        assert!(done.err.contains("--master-addr HOST"), "{done:#?}");
+    }
 }
 
 #[test]

@@ -84,20 +84,12 @@ pub(crate) fn join(
     me: usize,
     card: Card,
     token: &Token,
-    host_is_default: bool,
     timeout: Duration,
     mut interrupted: impl FnMut() -> Option<Error>,
 ) -> Result<Nodes> {
     let started = Instant::now();
     let deadline = started + timeout;
-    let store = connect(
-        &place.dial,
-        token,
-        host_is_default,
-        started,
-        deadline,
-        &mut interrupted,
-    )?;
+    let store = connect(&place.dial, token, started, deadline, &mut interrupted)?;
     let total = card.nodes;
     // Until all are here the meeting's deadline holds for every question.
     let left = deadline.saturating_duration_since(Instant::now());
@@ -170,7 +162,6 @@ impl Drop for Nodes {
 fn connect(
     dial: &str,
     token: &Token,
-    host_is_default: bool,
     started: Instant,
     deadline: Instant,
     interrupted: &mut impl FnMut() -> Option<Error>,
@@ -202,18 +193,12 @@ fn connect(
         }
         if Instant::now() >= deadline {
             let waited = started.elapsed().as_secs_f64();
-            let mut ours = Error::new(
+            return Err(Error::new(
                 ErrorKind::Timeout,
                 format!("no launcher of node 0 answered at {dial} within {waited:.1} s"),
             )
-            .caused_by(error);
-            if host_is_default {
-                ours = ours.note(
-                    "perhaps",
-                    "--master-addr HOST is missing: 127.0.0.1 is only the default",
-                );
-            }
-            return Err(ours.note("fix", "start node 0, check --master-addr and --master-port and that the way there is open"));
+            .caused_by(error)
+            .note("fix", "start node 0, check --master-addr and --master-port and that the way there is open"));
         }
         if !spoken && started.elapsed() > QUIET {
             spoken = true;

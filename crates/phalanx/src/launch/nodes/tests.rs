@@ -97,9 +97,8 @@ fn is_known_to_be_gone(connections: usize) {
         master_port: None,
         version: "1".into(),
     };
-    let joining = thread::spawn(move || {
-        join(&mut place, 1, card, &token, false, PATIENCE, || None).map(drop)
-    });
+    let joining =
+        thread::spawn(move || join(&mut place, 1, card, &token, PATIENCE, || None).map(drop));
     direct.wait(&["launch/node/1"], PATIENCE).unwrap();
     let _others = way.cut(connections);
     let verdict: Verdict = decode(&direct.get(ABORT_KEY, PATIENCE).unwrap()).unwrap();
