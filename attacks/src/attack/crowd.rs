@@ -1,6 +1,7 @@
 //! Many at once: who comes to take places, not to say anything.
 
 use std::collections::BTreeSet;
+use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
 use phalanx_wire::Token;
@@ -14,6 +15,8 @@ use crate::scene::{LONG_PATIENCE, Scene, Tallies};
 const LORIS: usize = 100;
 /// Unproven hellos held per port at a time.
 const HALF: usize = 80;
+/// Unproven hellos held at all ports together, with no pause in between.
+const HALF_OPEN: usize = 1000;
 /// How long a crowd is held.
 const HOLD: Duration = Duration::from_secs(3);
 /// Connections at a fresh port: more than a backlog takes.
@@ -90,6 +93,61 @@ pub fn half_a_handshake(scene: &Scene, tallies: &Tallies, _: usize) {
         if !going_on || !scene.sleep(Duration::from_millis(1500)) {
             return;
         }
+    }
+}
+
+/// Sound hellos, whose challenge is not answered, from the address of the members;
+/// whoever is closed comes again at once.
+pub fn half_open(scene: &Scene, tallies: &Tallies, connections: usize) {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    const NAME: &str = "half-open";
+    const TURN: Timespec = Timespec {
+        tv_sec: 0,
+        tv_nsec: 20_000_000,
+    };
+    let Some(hello) = hello() else { return };
+    // Whether it has said hello.
+    let mut held: Vec<(Place, Socket, bool)> = Vec::new();
+    while !scene.is_over() {
+        let targets = scene.targets();
+        let each = connections.min(HALF_OPEN) / targets.len().max(1);
+        held.retain(|(place, ..)| targets.iter().any(|target| target.place == *place));
+        for target in &targets {
+            let have = held.iter().filter(|(at, ..)| *at == target.place).count();
+            let more = (have..each).map_while(|_| start(&target.place));
+            held.extend(more.map(|socket| (target.place.clone(), socket, false)));
+        }
+        let mut fds: Vec<PollFd<'_>> = held
+            .iter()
+            .map(|(_, socket, has_said)| match has_said {
+                true => PollFd::new(socket, PollFlags::IN),
+                false => PollFd::new(socket, PollFlags::OUT),
+            })
+            .collect();
+        // Also the distance between two looks for new ports.
+        let _ = poll(&mut fds, Some(&TURN));
+        let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        let mut ready = ready.into_iter();
+        held.retain_mut(|(_, socket, has_said)| {
+            if !ready.next().unwrap_or(false) {
+                return true;
+            }
+            let answer = if !*has_said {
+                *has_said = true;
+                match (&*socket).write_all(&hello) {
+                    Ok(()) => return true,
+                    Err(_) => Answer::Unreachable,
+                }
+            } else {
+                match (&*socket).read(&mut [0; 512]) {
+                    Ok(1..) => Answer::Challenged,
+                    _ => Answer::Closed,
+                }
+            };
+            let stays = answer == Answer::Challenged;
+            tallies.note(NAME, answer);
+            stays
+        });
     }
 }
 

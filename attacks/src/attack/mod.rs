@@ -125,7 +125,7 @@ const fn siege(
 pub const SELDOM: [&str; 1] = ["memory-door"];
 
 /// Every attack there is.
-pub const ALL: [Attack; 32] = [
+pub const ALL: [Attack; 33] = [
     shots(
         "port-scan",
         Who::Stranger,
@@ -276,6 +276,12 @@ pub const ALL: [Attack; 32] = [
         Who::Stranger,
         "hellos whose proof never comes",
         crowd::half_a_handshake,
+    ),
+    siege(
+        "half-open",
+        Who::Stranger,
+        "a thousand unproven hellos at a time, again at once when closed",
+        crowd::half_open,
     ),
     siege(
         "crowd",

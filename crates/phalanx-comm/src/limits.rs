@@ -2,6 +2,7 @@
 
 use std::io;
 
+pub(crate) use phalanx_store::auth::is_out_of_files;
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -20,11 +21,6 @@ pub(crate) fn raise_open_files() {
     if let Err(e) = setrlimit(Resource::Nofile, raised) {
         tracing::debug!("the limit for open files stays: {e}");
     }
-}
-
-/// Whether a file or a socket could not be opened because too many are open.
-pub(crate) fn is_out_of_files(e: &io::Error) -> bool {
-    matches!(Errno::from_io_error(e), Some(Errno::MFILE | Errno::NFILE))
 }
 
 /// The error's text; with the limit and the way out where that is what was hit.

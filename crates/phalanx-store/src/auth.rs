@@ -36,19 +36,19 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use phalanx_wire::Token;
 use phalanx_wire::handshake::{
-    Acceptor, Awaiting, Hello, Initiator, MAX_MESSAGE_BYTES, Outcome, PREFIX_BYTES, RejectReason,
-    body_bytes, version_notice,
+    Acceptor, Awaiting, Hello, Initiator, MAX_MESSAGE_BYTES, Outcome, PREFIX_BYTES, Proven,
+    RejectReason, TAG_BYTES, body_bytes, version_notice,
 };
+use phalanx_wire::{ErrorKind as WireKind, Token};
 
+pub use crate::pending::{
+    Pending, Standing, closable, is_out_of_files, max_pending, next_closable,
+};
 use crate::{Error, ErrorKind, Result};
 
 /// How long an acceptor gives a peer for the whole handshake.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Handshakes that an acceptor should have open at once, at most.
-pub const MAX_PENDING_HANDSHAKES: usize = 64;
 
 /// A blocking byte stream whose reads and writes can be given a time limit.
 pub trait Channel: Read + Write {
@@ -164,6 +164,110 @@ pub fn accept<S: Channel + ?Sized>(
     }
 }
 
+/// The side that was connected to, over a stream that does not block: for an
+/// acceptor that keeps many handshakes open at once.
+#[derive(Debug)]
+pub struct Greeting {
+    bytes: [u8; MAX_MESSAGE_BYTES],
+    have: usize,
+    /// Has challenged.
+    acceptor: Option<Acceptor>,
+}
+
+/// How far a [`Greeting`] has come.
+#[derive(Debug)]
+pub enum Greeted {
+    /// More is to be read.
+    Waiting,
+    /// The peer has said hello, and was challenged. The [tag](Acceptor::tag) of its
+    /// hello, if that is valid.
+    Challenged(Option<[u8; TAG_BYTES]>),
+    /// The peer has proven the token; it waits for a verdict.
+    Proven(Proven),
+}
+
+impl Default for Greeting {
+    fn default() -> Self {
+        Greeting {
+            bytes: [0; MAX_MESSAGE_BYTES],
+            have: 0,
+            acceptor: None,
+        }
+    }
+}
+
+impl Greeting {
+    /// Reads what is there, at most one message and not a byte more, and answers
+    /// it. After [`Greeted::Challenged`] there may be more to read.
+    ///
+    /// # Errors
+    /// As [`accept`]; close the connection.
+    pub fn advance<S: Read + Write + ?Sized>(
+        &mut self,
+        stream: &mut S,
+        token: &Token,
+    ) -> Result<Greeted> {
+        let awaiting = match self.acceptor {
+            None => Awaiting::Hello,
+            Some(_) => Awaiting::Proof,
+        };
+        let mut need = PREFIX_BYTES;
+        loop {
+            if let Some(prefix) = self.bytes[..self.have].first_chunk::<PREFIX_BYTES>() {
+                need = PREFIX_BYTES
+                    + body_bytes(prefix, awaiting).inspect_err(|e| {
+                        if e.kind() == WireKind::WrongVersion && awaiting == Awaiting::Hello {
+                            // A courtesy; whether it arrives changes nothing here.
+                            let _ = stream.write(&version_notice());
+                        }
+                    })?;
+            }
+            if self.have == need {
+                break;
+            }
+            match stream.read(&mut self.bytes[self.have..need]) {
+                Ok(0) => return Err(closed(self.have)),
+                Ok(n) => self.have += n,
+                Err(e) if e.kind() == IoKind::Interrupted => {}
+                Err(e) if e.kind() == IoKind::WouldBlock => return Ok(Greeted::Waiting),
+                Err(e) => return Err(broken_off(e)),
+            }
+        }
+        self.have = 0;
+        let message = &self.bytes[..need];
+        match self.acceptor.take() {
+            Some(acceptor) => Ok(Greeted::Proven(acceptor.verify(message)?)),
+            None => {
+                let (acceptor, challenge) = Acceptor::start(message, token)?;
+                send(stream, &challenge)?;
+                let tag = acceptor.tag();
+                self.acceptor = Some(acceptor);
+                Ok(Greeted::Challenged(tag))
+            }
+        }
+    }
+}
+
+/// Sends a message of the handshake over a stream that does not block: there is
+/// room, as hardly anything was sent before.
+///
+/// # Errors
+/// [`ErrorKind::PeerLost`] or [`ErrorKind::Io`].
+pub fn send<S: Write + ?Sized>(stream: &mut S, message: &[u8]) -> Result<()> {
+    stream.write_all(message).map_err(broken_off)
+}
+
+fn broken_off(error: std::io::Error) -> Error {
+    match error.kind() {
+        IoKind::ConnectionReset | IoKind::BrokenPipe | IoKind::ConnectionAborted => Error::new(
+            ErrorKind::PeerLost,
+            "the other side broke the connection off during the handshake",
+        )
+        .caused_by(error),
+        _ => Error::io("handshake", error),
+    }
+}
+
 /// A stream with one deadline over many reads and writes: a peer that sends a
 /// byte now and then does not get more time for it.
 struct Timed<'a, S: Channel + ?Sized> {
@@ -256,14 +360,7 @@ impl<'a, S: Channel + ?Sized> Timed<'a, S> {
                 }
                 Ok(())
             }
-            IoKind::ConnectionReset | IoKind::BrokenPipe | IoKind::ConnectionAborted => {
-                Err(Error::new(
-                    ErrorKind::PeerLost,
-                    "the other side broke the connection off during the handshake",
-                )
-                .caused_by(error))
-            }
-            _ => Err(Error::io("handshake", error)),
+            _ => Err(broken_off(error)),
         }
     }
 }

@@ -42,6 +42,7 @@ mod file;
 #[doc(hidden)]
 pub mod fuzzing;
 mod mem;
+mod pending;
 mod prefix;
 mod store;
 mod table;
@@ -53,4 +54,4 @@ pub use mem::MemStore;
 pub use prefix::PrefixStore;
 pub use store::Store;
 pub use table::Limits;
-pub use tcp::{ServerOptions, TcpServer, TcpStore, Will};
+pub use tcp::{RefusalReason, Refused, ServerOptions, TcpServer, TcpStore, Will};

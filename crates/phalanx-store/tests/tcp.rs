@@ -180,11 +180,19 @@ fn no_address_at_all() {
 }
 
 #[test]
-fn wrong_token_is_told_at_once() {
+fn a_wrong_token_is_told_on_both_sides() {
     let (server, _) = serve();
     let addr = server.local_addr().to_string();
     let start = Instant::now();
-    let error = TcpStore::connect(&addr, Token::generate().unwrap(), LONG).unwrap_err();
+    // Longer than a stranger is doubted, unless the deadline comes first.
+    let mut attempts = 0;
+    let token = Token::generate().unwrap();
+    let limit = Duration::from_millis(300);
+    let error = TcpStore::connect_telling(&addr, token, limit, |error| {
+        assert_eq!(error.kind(), ErrorKind::TokenMismatch, "{error}");
+        attempts += 1;
+    });
+    let error = error.unwrap_err();
     assert!(start.elapsed() < LONG / 4);
     assert_eq!(error.kind(), ErrorKind::TokenMismatch);
     let text = error.to_string();
@@ -193,7 +201,15 @@ fn wrong_token_is_told_at_once() {
         text.contains("the job token differs or a stranger listens there"),
         "{text}"
     );
-    eventually("counted", || server.rejected() == 1);
+    assert!(attempts > 1, "{attempts} attempts");
+    eventually("counted", || server.rejected() == attempts);
+    let refused: Vec<String> = server.refused().iter().map(ToString::to_string).collect();
+    assert_eq!(
+        refused,
+        [format!(
+            "{attempts} connections from 127.0.0.1 were refused: they have another job token"
+        )]
+    );
 }
 
 /// Listens and does `answer` with every connection, until dropped.
@@ -214,12 +230,61 @@ fn something_else_listens_there() {
         let _ = stream.write_all(b"SSH-2.0-OpenSSH_9.2\r\n");
         let _ = stream.read(&mut [0; 512]);
     });
-    let start = Instant::now();
     let token = Token::generate().unwrap();
-    let error = TcpStore::connect(&addr.to_string(), token, LONG).unwrap_err();
-    assert!(start.elapsed() < LONG / 4);
-    assert_eq!(error.kind(), ErrorKind::Stranger, "{error}");
+    let limit = Duration::from_millis(300);
+    let error = TcpStore::connect(&addr.to_string(), token, limit).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
     assert!(error.to_string().contains("another protocol"), "{error}");
+    assert!(error.to_string().contains("\"SSH-\""), "{error}");
+}
+
+/// A stranger, or the server of another job, has the address for a while.
+#[test]
+fn who_is_in_the_servers_place_is_outlasted() {
+    let (token, other) = (Token::generate().unwrap(), Token::generate().unwrap());
+    for has_token in [false, true] {
+        let listener = TcpListener::bind(loopback()).unwrap();
+        let addr = listener.local_addr().unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        let store = thread::scope(|scope| {
+            let joining = scope.spawn(|| {
+                TcpStore::connect_telling(&addr.to_string(), token.clone(), LONG, |error| {
+                    let _ = tell.send(error.kind());
+                })
+            });
+            let (mut stream, _) = listener.accept().unwrap();
+            if has_token {
+                let _ = auth::accept(&mut stream, &other, LONG, |_| unreachable!());
+            } else {
+                stream.write_all(b"HTTP/1.1 400 Bad Request\r\n").unwrap();
+            }
+            let kind = told.recv().unwrap();
+            let want = [ErrorKind::Stranger, ErrorKind::TokenMismatch];
+            assert_eq!(kind, want[usize::from(has_token)]);
+            drop((stream, listener));
+            let server = TcpServer::bind(addr, token.clone()).unwrap();
+            (joining.join().unwrap().unwrap(), server)
+        });
+        store.0.set("k", b"v").unwrap();
+    }
+}
+
+/// As many threads as connections were reserved for ask without a new one.
+#[test]
+fn reserved_connections_are_used() {
+    let (server, token) = serve();
+    let store = join(&server, &token);
+    store.reserve(3).unwrap();
+    eventually("three have come", || server.clients() == 3);
+    thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| store.get("k", LONG).unwrap());
+        }
+        eventually("both wait", || server.pending_waits() == 2);
+        store.set("k", b"v").unwrap();
+        assert_eq!(server.clients(), 3);
+    });
+    assert_eq!((server.clients(), server.rejected()), (3, 0));
 }
 
 /// A port forwarder whose back end is not up yet does this: try again.

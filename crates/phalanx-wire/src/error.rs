@@ -107,7 +107,8 @@ impl fmt::Display for Error {
         match self.kind {
             ErrorKind::BadMagic => write!(
                 f,
-                "not a phalanx message (first bytes {found:08x}, expected {limit:08x}): another protocol is at the other end; check address and port"
+                "not a phalanx message (first bytes {found:08x}{}, expected {limit:08x}): another protocol is at the other end; check address and port",
+                shown(found)
             ),
             ErrorKind::WrongVersion => write!(
                 f,
@@ -181,6 +182,17 @@ impl fmt::Display for Error {
                 "the operating system gave no random bytes (code {found})"
             ),
         }
+    }
+}
+
+/// Four bytes as text, if that is what they are.
+fn shown(bytes: u64) -> String {
+    let bytes = (bytes as u32).to_be_bytes();
+    match std::str::from_utf8(&bytes) {
+        Ok(text) if bytes.iter().all(|b| b.is_ascii_graphic() || *b == b' ') => {
+            format!(" {text:?}")
+        }
+        _ => String::new(),
     }
 }
 

@@ -341,7 +341,7 @@ mod tests {
         http[..14].copy_from_slice(b"GET /metrics H");
         let error = Header::decode(&http).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::BadMagic);
-        assert!(error.to_string().contains("47455420"), "{error}");
+        assert!(error.to_string().contains("47455420 \"GET \""), "{error}");
     }
 
     #[test]

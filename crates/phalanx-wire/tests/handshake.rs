@@ -2,7 +2,7 @@
 
 use phalanx_wire::handshake::{
     Acceptor, Awaiting, Hello, Initiator, MAX_MESSAGE_BYTES, Message, NO_RANK, Outcome,
-    PREFIX_BYTES, Proven, Proving, RejectReason, Role, body_bytes, version_notice,
+    PREFIX_BYTES, Proven, Proving, RejectReason, Role, TAG_BYTES, body_bytes, version_notice,
 };
 use phalanx_wire::{Error, ErrorKind, Token};
 
@@ -262,13 +262,33 @@ fn unknown_role() {
 #[test]
 fn reserved_not_zero() {
     let (_, first) = Initiator::start(hello(1), &token(1)).unwrap();
-    for at in [PREFIX_BYTES + 1, first.len() - 1, first.len() - 8] {
-        let lie = changed(&first, at, 1);
-        assert_eq!(
-            kind(Acceptor::start(&lie, &token(1))),
-            ErrorKind::ReservedNotZero
-        );
+    let lie = changed(&first, PREFIX_BYTES + 1, 1);
+    assert_eq!(
+        kind(Acceptor::start(&lie, &token(1))),
+        ErrorKind::ReservedNotZero
+    );
+}
+
+/// Only a holder of the token makes a valid tag, no two hellos have the same, and
+/// the proof counts, not the tag.
+#[test]
+fn tags() {
+    let (initiator, first) = Initiator::start(hello(1), &token(1)).unwrap();
+    let tag = |hello: &[u8], digit| Acceptor::start(hello, &token(digit)).unwrap().0.tag();
+    let valid = tag(&first, 1).unwrap();
+    assert_eq!(first[first.len() - TAG_BYTES..], valid);
+    assert_eq!(tag(&first, 2), None);
+    let (_, other) = Initiator::start(hello(1), &token(1)).unwrap();
+    assert_ne!(tag(&other, 1).unwrap(), valid);
+    // Any change of the hello, its tag included, makes the tag invalid.
+    for at in [PREFIX_BYTES + 2, PREFIX_BYTES + 30, first.len() - 1] {
+        assert_eq!(tag(&changed(&first, at, first[at] ^ 1), 1), None, "{at}");
     }
+    // What the peer sent is what it must prove, so a changed tag is found then.
+    let at = first.len() - 1;
+    let lie = changed(&first, at, first[at] ^ 1);
+    let (_, challenge) = Acceptor::start(&lie, &token(1)).unwrap();
+    assert_eq!(kind(initiator.answer(&challenge)), ErrorKind::TokenMismatch);
 }
 
 #[test]

@@ -23,6 +23,10 @@ const STORE_MIN: Duration = Duration::from_secs(1);
 /// See [`STORE_MIN`].
 const STORE_MAX: Duration = Duration::from_secs(10);
 
+/// Threads of a rank that ask the store at once: its own, and one that beats or
+/// watches.
+const ASKING_THREADS: usize = 2;
+
 /// What later subgroups, and later epochs, need to form their own links.
 #[derive(Clone)]
 pub(super) struct Processes {
@@ -148,6 +152,9 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
             })?;
             // No single question may use up the time in which all must come.
             store.set_answer_limit((options.timeout / 5).clamp(STORE_MIN, STORE_MAX));
+            if let Err(e) = store.reserve(ASKING_THREADS) {
+                tracing::debug!("cannot reserve connections to the store: {e}");
+            }
             Processes {
                 store: Arc::new(store),
                 token,

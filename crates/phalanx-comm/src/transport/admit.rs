@@ -1,79 +1,61 @@
-//! Accepting connections of members while strangers knock too.
+//! Accepting connections of members while strangers connect too.
 //!
-//! Each accepted connection gets a thread and a deadline of its own for its
-//! handshake, so a stranger that sends garbage, nothing, or one byte a second
-//! costs a thread for at most five seconds and delays no member. At most 64
-//! handshakes are open at once; when more knock, the oldest that has had its
-//! fair time is closed. Used for TCP and for the Unix socket of a host.
+//! One thread reads all handshakes as they go on, so a stranger that sends garbage,
+//! nothing, or one byte a second costs an open file for at most five seconds and
+//! delays no member. Where there is no place for one more, one that is not a member's
+//! is closed ([`closable`]). Used for TCP and for the Unix socket of a host.
 
-use std::collections::VecDeque;
-use std::io::{Read, Write};
-use std::net::{IpAddr, Ipv4Addr, Shutdown, TcpListener, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::net::{IpAddr, Ipv4Addr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use phalanx_store::auth::{self, Channel, HANDSHAKE_TIMEOUT, MAX_PENDING_HANDSHAKES, StrangerLog};
+use phalanx_store::auth::{
+    self, Channel, Greeted, Greeting, HANDSHAKE_TIMEOUT, Standing, StrangerLog, closable,
+    is_out_of_files, max_pending, next_closable,
+};
 use phalanx_wire::Token;
-use phalanx_wire::handshake::{Hello, RejectReason, Role};
+use phalanx_wire::handshake::{Hello, Proven, RejectReason, Role, TAG_BYTES};
 use rustix::event::{PollFd, PollFlags};
 
-use crate::{Error, Result, limits};
+use crate::{Error, Result};
 
-/// How long a pending handshake is safe from being closed for a newer one. A
-/// member's takes a few milliseconds.
-const FAIR_TIME: Duration = Duration::from_millis(250);
-/// The same for one that has not said a byte: a member's hello comes right
-/// behind its connection.
-const SILENT_TIME: Duration = Duration::from_millis(20);
 /// Connections that may wait to be accepted. The ranks listen while they wait
 /// for the last of them to come: strangers should not fill the queue that fast.
-const BACKLOG: i32 = 1024;
-/// Turn of the accept loop: how long a finished handshake may go unnoticed.
-const TURN: Duration = Duration::from_millis(2);
+const BACKLOG: i32 = 4096;
+/// Connections accepted before those that are there are served again.
+const ACCEPT_BATCH: usize = 64;
+/// Pause after a connection could not be accepted.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(2);
 /// Distance between two calls of the caller's `check`, which asks the store.
 const CHECK_EVERY: Duration = Duration::from_millis(100);
 
 /// A socket that can be accepted here.
-pub(super) trait Socket: Channel + AsFd + Sized + Send + 'static {
-    /// Another handle of the same socket.
-    fn duplicate(&self) -> std::io::Result<Self>;
-    /// Ends it, also for a thread that blocks in it.
-    fn end(&self);
+pub(super) trait Socket: Channel + AsFd {
     /// Prepares a fresh one; an error closes it.
     fn prepare(&self) -> std::io::Result<()>;
+    /// Whether its reads and writes wait.
+    fn set_blocking(&self, blocking: bool) -> std::io::Result<()>;
 }
 
 impl Socket for TcpStream {
-    fn duplicate(&self) -> std::io::Result<Self> {
-        self.try_clone()
-    }
-
-    fn end(&self) {
-        let _ = self.shutdown(Shutdown::Both);
+    fn set_blocking(&self, blocking: bool) -> std::io::Result<()> {
+        self.set_nonblocking(!blocking)
     }
 
     fn prepare(&self) -> std::io::Result<()> {
-        self.set_nonblocking(false)?;
+        self.set_nonblocking(true)?;
         self.set_nodelay(true)
     }
 }
 
 impl Socket for UnixStream {
-    fn duplicate(&self) -> std::io::Result<Self> {
-        self.try_clone()
-    }
-
-    fn end(&self) {
-        let _ = self.shutdown(Shutdown::Both);
+    fn set_blocking(&self, blocking: bool) -> std::io::Result<()> {
+        self.set_nonblocking(!blocking)
     }
 
     fn prepare(&self) -> std::io::Result<()> {
-        self.set_nonblocking(false)?;
+        self.set_nonblocking(true)?;
         super::shm::check_same_user(self)
     }
 }
@@ -106,17 +88,17 @@ impl Listener for UnixListener {
 /// Who is let in: rank and stream, and whether it already was.
 struct Guests {
     me: Hello,
-    list: Mutex<Vec<(usize, u16, bool)>>,
+    list: Vec<(usize, u16, bool)>,
 }
 
 impl Guests {
     /// Runs after the peer's proof, hence never for a stranger.
-    fn decide(&self, peer: &Hello) -> Result<Hello, RejectReason> {
+    fn decide(&mut self, peer: &Hello) -> Result<Hello, RejectReason> {
         self.me.check_same_group(peer)?;
         if peer.role != role_of(self.me.role, peer.stream) {
             return Err(RejectReason::WrongRole);
         }
-        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let list = &mut self.list;
         let rank = peer.rank as usize;
         if !list.iter().any(|(r, ..)| *r == rank) {
             return Err(RejectReason::WrongRank);
@@ -139,9 +121,8 @@ impl Guests {
     }
 
     /// Its handshake failed after all.
-    fn forget(&self, peer: &Hello) {
-        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
-        for (rank, stream, taken) in list.iter_mut() {
+    fn forget(&mut self, peer: &Hello) {
+        for (rank, stream, taken) in &mut self.list {
             if (*rank, *stream) == (peer.rank as usize, peer.stream) {
                 *taken = false;
             }
@@ -165,206 +146,219 @@ pub(super) struct Admitted<S> {
     pub(super) socket: S,
 }
 
-/// A socket that remembers whether anything was ever read from it.
-struct Listening<S> {
-    socket: S,
-    heard: Arc<AtomicBool>,
-}
-
-impl<S: Socket> Read for Listening<S> {
-    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
-        let count = self.socket.read(into)?;
-        if count > 0 {
-            self.heard.store(true, Ordering::Relaxed);
-        }
-        Ok(count)
-    }
-}
-
-impl<S: Socket> Write for Listening<S> {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.socket.write(bytes)
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        self.socket.flush()
-    }
-}
-
-impl<S: Socket> Channel for Listening<S> {
-    fn set_timeouts(&self, limit: Option<Duration>) -> std::io::Result<()> {
-        self.socket.set_timeouts(limit)
-    }
-}
-
 /// One open handshake.
 struct Pending<S> {
     id: u64,
-    since: Instant,
     socket: S,
-    /// Whether its fate is sealed: either it has proven the token and is being
-    /// told so, or it was closed to make room. Whoever sets it decides which.
-    sealed: Arc<AtomicBool>,
-    /// Whether the peer has said anything.
-    heard: Arc<AtomicBool>,
-    /// It was closed to make room.
-    closed: bool,
-    thread: JoinHandle<()>,
+    from: IpAddr,
+    since: Instant,
+    greeting: Greeting,
+    standing: Standing,
+    /// The tag of its hello, if that is valid.
+    tag: Option<[u8; TAG_BYTES]>,
 }
 
-impl<S: Socket> Pending<S> {
-    /// Whether the peer has said anything, read or not.
-    fn has_spoken(&self) -> bool {
-        use rustix::net::{RecvFlags, recv};
-        let peek = RecvFlags::PEEK | RecvFlags::DONTWAIT;
-        self.heard.load(Ordering::Relaxed)
-            || recv(&self.socket, &mut [0_u8; 1], peek).is_ok_and(|(_, bytes)| bytes > 0)
-    }
-}
-
-struct Door<S> {
-    guests: Arc<Guests>,
-    token: Token,
+struct Door<'a, S> {
+    guests: Guests,
+    token: &'a Token,
     place: String,
-    strangers: Arc<StrangerLog>,
-    pending: VecDeque<Pending<S>>,
+    strangers: StrangerLog,
+    /// Most open handshakes.
+    places: usize,
+    pending: Vec<Pending<S>>,
     next_id: u64,
-    tell: Sender<(u64, Option<Admitted<S>>)>,
-    heard: Receiver<(u64, Option<Admitted<S>>)>,
 }
 
-impl<S: Socket> Door<S> {
-    fn new(me: Hello, token: &Token, expected: &[(usize, u16)]) -> Self {
-        let (tell, heard) = channel();
-        let guests = expected
-            .iter()
-            .map(|&(rank, stream)| (rank, stream, false))
-            .collect();
+impl<'a, S: Socket> Door<'a, S> {
+    fn new(me: Hello, token: &'a Token, expected: &[(usize, u16)]) -> Self {
+        let guests = expected.iter().map(|&(rank, stream)| (rank, stream, false));
         Door {
-            guests: Arc::new(Guests {
+            guests: Guests {
                 me,
-                list: Mutex::new(guests),
-            }),
-            token: token.clone(),
+                list: guests.collect(),
+            },
+            token,
             place: format!("rank {}", me.rank),
-            strangers: Arc::new(StrangerLog::new()),
-            pending: VecDeque::new(),
+            strangers: StrangerLog::new(),
+            places: max_pending(),
+            pending: Vec::new(),
             next_id: 0,
-            tell,
-            heard,
         }
     }
 
-    /// Starts the handshake of a fresh connection.
-    fn open(&mut self, socket: S, from: IpAddr) {
-        let twin = match socket.prepare().and_then(|()| socket.duplicate()) {
-            Ok(twin) => twin,
-            Err(e) => {
-                self.strangers.note(from, &self.place, &e);
-                return;
-            }
-        };
-        let id = self.next_id;
-        self.next_id += 1;
-        let (guests, token, tell) = (
-            Arc::clone(&self.guests),
-            self.token.clone(),
-            self.tell.clone(),
-        );
-        let (strangers, place) = (Arc::clone(&self.strangers), self.place.clone());
-        let sealed = Arc::new(AtomicBool::new(false));
-        let seal = Arc::clone(&sealed);
-        let heard = Arc::new(AtomicBool::new(false));
-        let mut socket = Listening {
-            socket,
-            heard: Arc::clone(&heard),
-        };
-        let work = move || {
-            let mut reserved = None;
-            let result = auth::accept(&mut socket, &token, HANDSHAKE_TIMEOUT, |peer| {
-                // Before it hears that it is in: closed afterwards, it would
-                // not come again.
-                if seal.swap(true, Ordering::AcqRel) {
-                    return Err(RejectReason::Full);
-                }
-                let mine = guests.decide(peer)?;
-                reserved = Some(*peer);
-                Ok(mine)
-            });
-            let admitted = match result {
-                Ok(peer) => Some(Admitted {
-                    rank: peer.rank as usize,
-                    stream: peer.stream,
-                    socket: socket.socket,
-                }),
-                Err(e) => {
-                    if let Some(peer) = reserved {
-                        guests.forget(&peer);
-                    }
-                    strangers.note(from, &place, &e);
-                    None
-                }
-            };
-            // Nobody listens any more once all members are in.
-            let _ = tell.send((id, admitted));
-        };
-        let thread = std::thread::Builder::new()
-            .name("phalanx-handshake".to_owned())
-            .spawn(work);
-        match thread {
-            Ok(thread) => {
-                self.pending.push_back(Pending {
-                    id,
-                    since: Instant::now(),
-                    socket: twin,
-                    sealed,
-                    heard,
-                    closed: false,
-                    thread,
-                });
-            }
-            // The connection is closed; a member tries again.
-            Err(e) => tracing::warn!("cannot start a handshake thread: {e}"),
-        }
+    fn standings(&self) -> impl Iterator<Item = auth::Pending<u64>> {
+        self.pending.iter().map(|pending| auth::Pending {
+            id: pending.id,
+            standing: pending.standing,
+            source: pending.from,
+            since: pending.since,
+        })
     }
 
-    /// Whether one more handshake may be opened now.
-    fn has_room(&mut self) -> bool {
-        if self.pending.len() < MAX_PENDING_HANDSHAKES {
-            return true;
+    /// Waits until something is to be done, at most until then; says which handshakes
+    /// go on, and whether somebody can be accepted.
+    fn sleep<L: AsFd>(&self, listener: &L, mut until: Instant) -> (Vec<bool>, bool) {
+        let now = Instant::now();
+        let mut fds: Vec<PollFd<'_>> = Vec::with_capacity(self.pending.len() + 1);
+        for pending in &self.pending {
+            until = until.min(pending.since + HANDSHAKE_TIMEOUT);
+            fds.push(PollFd::new(&pending.socket, PollFlags::IN));
         }
-        // Whoever has said nothing goes, all at once: behind a crowd of them
-        // members wait. The others go one at a time, in order of age.
-        let mut room = self.pending.iter().any(|p| p.closed);
-        for pending in self.pending.iter_mut().filter(|p| !p.closed) {
-            let age = pending.since.elapsed();
-            if age < SILENT_TIME {
-                break;
-            }
-            let silent = !pending.has_spoken();
-            let due = silent || (age >= FAIR_TIME && !room);
-            if due && !pending.sealed.swap(true, Ordering::AcqRel) {
-                pending.closed = true;
-                pending.socket.end();
-                room = true;
-            }
+        let mut has_room = true;
+        if self.pending.len() >= self.places
+            && let Some(when) = next_closable(self.standings())
+            && when > now
+        {
+            has_room = false;
+            until = until.min(when);
         }
-        false
+        if has_room {
+            fds.push(PollFd::new(listener, PollFlags::IN));
+        }
+        let left = until.saturating_duration_since(now);
+        let timeout = rustix::event::Timespec {
+            tv_sec: left.as_secs().cast_signed(),
+            tv_nsec: left.subsec_nanos().into(),
+        };
+        // Interrupted: as if nothing had happened.
+        let _ = rustix::event::poll(&mut fds, Some(&timeout));
+        let mut ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        let knocked = has_room && ready.pop().unwrap_or(false);
+        (ready, knocked)
     }
 
-    /// The members whose handshake has ended since the last call.
-    fn finished(&mut self) -> Vec<Admitted<S>> {
+    /// Goes on with the handshakes that are `ready`, and ends those that take too
+    /// long; returns the members whose handshake is complete.
+    fn attend(&mut self, ready: &[bool]) -> Vec<Admitted<S>> {
         let mut members = Vec::new();
-        while let Ok((id, admitted)) = self.heard.try_recv() {
-            if let Some(at) = self.pending.iter().position(|p| p.id == id)
-                && let Some(pending) = self.pending.remove(at)
-            {
-                // It has sent its last message: this does not wait.
-                let _ = pending.thread.join();
+        // From the end: who leaves makes room for the last one.
+        for at in (0..self.pending.len()).rev() {
+            if ready.get(at).is_some_and(|ready| *ready) {
+                match self.advance(at) {
+                    Ok(None) => {}
+                    Ok(Some(proven)) => {
+                        let pending = self.pending.swap_remove(at);
+                        members.extend(self.judge(pending, proven));
+                        continue;
+                    }
+                    Err(e) => {
+                        self.close(at, &e);
+                        continue;
+                    }
+                }
             }
-            members.extend(admitted);
+            if self.pending[at].since.elapsed() >= HANDSHAKE_TIMEOUT {
+                self.close(at, &"no handshake within the time limit");
+            }
         }
         members
+    }
+
+    fn advance(&mut self, at: usize) -> phalanx_store::Result<Option<Proven>> {
+        loop {
+            let pending = &mut self.pending[at];
+            match pending.greeting.advance(&mut pending.socket, self.token)? {
+                Greeted::Waiting => return Ok(None),
+                Greeted::Proven(proven) => return Ok(Some(proven)),
+                Greeted::Challenged(tag) => {
+                    // One that comes twice was recorded.
+                    let is_new = tag.is_some() && self.pending.iter().all(|p| p.tag != tag);
+                    let pending = &mut self.pending[at];
+                    (pending.standing, pending.tag) = match tag {
+                        Some(_) if is_new => (Standing::Tagged, tag),
+                        _ => (Standing::Untagged, None),
+                    };
+                }
+            }
+        }
+    }
+
+    /// The peer has proven the token: is it expected?
+    fn judge(&mut self, pending: Pending<S>, proven: Proven) -> Option<Admitted<S>> {
+        let Pending {
+            mut socket, from, ..
+        } = pending;
+        let peer = *proven.peer();
+        let mine = match self.guests.decide(&peer) {
+            Ok(mine) => mine,
+            Err(reason) => {
+                // Whether it arrives changes nothing here.
+                let _ = auth::send(&mut socket, &proven.reject(reason));
+                let why = format_args!("refused a member (rank {}): {reason}", peer.rank);
+                self.strangers.note(from, &self.place, &why);
+                return None;
+            }
+        };
+        let welcomed = auth::send(&mut socket, &proven.welcome(mine)).map_err(|e| e.to_string());
+        match welcomed.and_then(|()| socket.set_blocking(true).map_err(|e| e.to_string())) {
+            Ok(()) => Some(Admitted {
+                rank: peer.rank as usize,
+                stream: peer.stream,
+                socket,
+            }),
+            Err(e) => {
+                self.guests.forget(&peer);
+                self.strangers.note(from, &self.place, &e);
+                None
+            }
+        }
+    }
+
+    fn close(&mut self, at: usize, why: &dyn std::fmt::Display) {
+        let pending = self.pending.swap_remove(at);
+        self.strangers.note(pending.from, &self.place, why);
+    }
+
+    /// Accepts who wants to connect; where there is no place, in the place of another.
+    fn accept<L: Listener<Stream = S>>(&mut self, listener: &L) -> Result<()> {
+        // Listed once, when it is needed: those accepted here are too new.
+        let mut closable = None;
+        for _ in 0..ACCEPT_BATCH {
+            if self.pending.len() >= self.places && !self.make_place(&mut closable) {
+                break;
+            }
+            let (socket, from) = match listener.take() {
+                Ok(accepted) => accepted,
+                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => break,
+                Err(e) if is_out_of_files(&e) => {
+                    if self.make_place(&mut closable) {
+                        continue;
+                    }
+                    return Err(Error::io("accepting a connection", e));
+                }
+                // It went away again.
+                Err(e) => {
+                    tracing::debug!("accept: {e}");
+                    std::thread::sleep(ACCEPT_PAUSE);
+                    return Ok(());
+                }
+            };
+            if let Err(e) = socket.prepare() {
+                self.strangers.note(from, &self.place, &e);
+                continue;
+            }
+            self.next_id += 1;
+            self.pending.push(Pending {
+                id: self.next_id,
+                socket,
+                from,
+                since: Instant::now(),
+                greeting: Greeting::default(),
+                standing: Standing::Silent,
+                tag: None,
+            });
+        }
+        Ok(())
+    }
+
+    /// Closes one for another; false: none may be closed now.
+    fn make_place(&mut self, list: &mut Option<Vec<u64>>) -> bool {
+        let list = list.get_or_insert_with(|| closable(self.standings(), Instant::now()));
+        let Some(id) = list.pop() else { return false };
+        if let Some(at) = self.pending.iter().position(|pending| pending.id == id) {
+            self.close(at, &"its place was needed for another connection");
+        }
+        true
     }
 }
 
@@ -393,16 +387,11 @@ pub(super) fn admit<L: Listener>(
         return Ok(Vec::new());
     }
     let mut door = Door::<L::Stream>::new(me, token, expected);
-    let result = run(&mut door, listener, expected, deadline, &mut check);
-    for pending in door.pending.drain(..) {
-        pending.socket.end();
-        let _ = pending.thread.join();
-    }
-    result
+    run(&mut door, listener, expected, deadline, &mut check)
 }
 
 fn run<L: Listener>(
-    door: &mut Door<L::Stream>,
+    door: &mut Door<'_, L::Stream>,
     listener: &L,
     expected: &[(usize, u16)],
     deadline: Instant,
@@ -410,11 +399,7 @@ fn run<L: Listener>(
 ) -> Result<Vec<Admitted<L::Stream>>> {
     let mut members: Vec<Admitted<L::Stream>> = Vec::new();
     let mut next_check = Instant::now() + CHECK_EVERY;
-    loop {
-        members.extend(door.finished());
-        if members.len() >= expected.len() || Instant::now() >= deadline {
-            return Ok(members);
-        }
+    while members.len() < expected.len() && Instant::now() < deadline {
         if Instant::now() >= next_check {
             let missing: Vec<_> = expected
                 .iter()
@@ -422,39 +407,17 @@ fn run<L: Listener>(
                 .filter(|&(r, s)| !members.iter().any(|m| (m.rank, m.stream) == (r, s)))
                 .collect();
             if !check(&missing)? {
-                return Ok(members);
+                break;
             }
             next_check = Instant::now() + CHECK_EVERY;
         }
-        if !door.has_room() {
-            std::thread::sleep(TURN);
-            continue;
-        }
-        if knocked(listener.as_fd()) {
-            match listener.take() {
-                Ok((socket, from)) => door.open(socket, from),
-                // The stranger went away again.
-                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
-                Err(e) if limits::is_out_of_files(&e) => {
-                    return Err(Error::io("accepting a connection", e));
-                }
-                Err(e) => {
-                    tracing::debug!("accept: {e}");
-                    std::thread::sleep(TURN);
-                }
-            }
+        let (ready, knocked) = door.sleep(listener, next_check.min(deadline));
+        members.extend(door.attend(&ready));
+        if knocked {
+            door.accept(listener)?;
         }
     }
-}
-
-/// Waits one turn for a connection.
-fn knocked(listener: BorrowedFd<'_>) -> bool {
-    let mut fds = [PollFd::from_borrowed_fd(listener, PollFlags::IN)];
-    let turn = rustix::event::Timespec {
-        tv_sec: 0,
-        tv_nsec: TURN.subsec_nanos().into(),
-    };
-    matches!(rustix::event::poll(&mut fds, Some(&turn)), Ok(n) if n > 0)
+    Ok(members)
 }
 
 #[cfg(test)]

@@ -2,9 +2,11 @@
 
 use std::io::{Read, Write};
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use phalanx_store::ErrorKind as StoreKind;
 use phalanx_store::auth::initiate;
+use phalanx_wire::handshake::Initiator;
 
 use super::*;
 
@@ -162,58 +164,80 @@ fn the_caller_can_give_up_or_fail() {
     assert!(Instant::now() < far);
 }
 
-/// A full door after `time`: which of the connections were closed. Those for
-/// which `speaks` says so have sent a byte; number 0 is a member that is being
-/// let in right now.
-fn closed_at_a_full_door(time: Duration, speaks: impl Fn(u64) -> bool) -> Vec<usize> {
-    let scene = scene();
-    let mut door = Door::<TcpStream>::new(scene.hello(0), &scene.token, &[]);
-    let mut others = Vec::new();
-    for id in 0..MAX_PENDING_HANDSHAKES as u64 {
-        assert!(door.has_room());
-        let mut other = TcpStream::connect(scene.address).unwrap();
-        if speaks(id) {
-            other.write_all(b"P").unwrap();
-        }
-        others.push(other);
-        let socket = loop {
-            match scene.listener.take() {
-                Ok((socket, _)) => break socket,
-                Err(_) => std::thread::yield_now(),
+struct SetOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Says hello with another token on `count` connections at a time and nothing more,
+/// and again on each that is closed, until it is over; `up` says that each was
+/// challenged.
+fn half_open(scene: &Scene, count: usize, up: &AtomicBool, over: &AtomicBool) {
+    let token = Token::generate().unwrap();
+    let (_, hello) = Initiator::start(scene.hello(1), &token).unwrap();
+    let open = || {
+        let mut socket = TcpStream::connect(scene.address).ok()?;
+        socket.set_nonblocking(true).unwrap();
+        socket.write_all(&hello).ok()?;
+        Some(socket)
+    };
+    let mut held: Vec<Option<TcpStream>> = (0..count).map(|_| open()).collect();
+    let mut challenged = vec![false; count];
+    while !over.load(Ordering::Relaxed) {
+        up.fetch_or(challenged.iter().all(|c| *c), Ordering::Relaxed);
+        for (slot, challenged) in held.iter_mut().zip(&mut challenged) {
+            let is_open = slot.as_mut().is_some_and(|socket| {
+                let heard = socket.read(&mut [0; 512]);
+                *challenged |= matches!(heard, Ok(1..));
+                matches!(heard, Ok(1..))
+                    || heard.is_err_and(|e| e.kind() == std::io::ErrorKind::WouldBlock)
+            });
+            if !is_open {
+                *slot = open();
             }
-        };
-        door.pending.push_back(Pending {
-            id,
-            since: Instant::now(),
-            socket,
-            heard: Arc::default(),
-            sealed: Arc::new(AtomicBool::new(id == 0)),
-            closed: false,
-            thread: std::thread::spawn(|| ()),
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Many more strangers than places, all with a hello, that come again when they are
+/// closed: with 64 places and 250 ms for each it took seconds for each member.
+#[test]
+fn members_get_through_half_open_handshakes() {
+    const MEMBERS: u32 = 20;
+    let scene = scene();
+    let expected: Vec<(usize, u16)> = (1..=MEMBERS).map(|rank| (rank as usize, 0)).collect();
+    let (up, over) = (AtomicBool::new(false), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let _end = SetOnDrop(&over);
+        scope.spawn(|| half_open(&scene, 500, &up, &over));
+        let admitting = scope.spawn(|| {
+            let mut door = Door::<TcpStream>::new(scene.hello(0), &scene.token, &expected);
+            door.places = 64;
+            let deadline = Instant::now() + LIMIT;
+            let members = run(&mut door, &scene.listener, &expected, deadline, &mut |_| {
+                Ok(true)
+            });
+            assert!(door.pending.len() <= door.places);
+            members
         });
-    }
-    std::thread::sleep(time);
-    // However often it is asked, room is made once.
-    for _ in 0..3 {
-        assert!(!door.has_room());
-    }
-    let closed = others.iter_mut().map(|other| {
-        other.set_nonblocking(true).unwrap();
-        other.read(&mut [0; 1]).is_ok_and(|n| n == 0)
+        let start = Instant::now();
+        while !up.load(Ordering::Relaxed) {
+            assert!(start.elapsed() < LIMIT);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let start = Instant::now();
+        for rank in 1..=MEMBERS {
+            while scene.call(scene.hello(rank), &scene.token).is_err() {
+                assert!(start.elapsed() < LIMIT);
+            }
+        }
+        let took = start.elapsed();
+        let members = admitting.join().unwrap().unwrap();
+        assert_eq!(members.len(), MEMBERS as usize);
+        assert!(took < Duration::from_secs(10), "{took:?}");
     });
-    closed.enumerate().filter(|c| c.1).map(|c| c.0).collect()
-}
-
-#[test]
-fn room_is_made_by_the_oldest_stranger_never_by_a_member() {
-    assert_eq!(closed_at_a_full_door(FAIR_TIME, |_| true), [1]);
-}
-
-#[test]
-fn room_is_made_by_the_silent_first() {
-    let closed = closed_at_a_full_door(SILENT_TIME, |id| id % 2 == 0);
-    let silent: Vec<usize> = (0..MAX_PENDING_HANDSHAKES)
-        .filter(|id| id % 2 == 1)
-        .collect();
-    assert_eq!(closed, silent);
 }

@@ -29,10 +29,15 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 /// in which another address would have answered.
 const ATTEMPT_WITHIN: Duration = Duration::from_secs(3);
 
-/// Longest wait of an attempt for the server's part of the handshake: behind a
-/// crowd of strangers it takes seconds until our turn comes, and who leaves
-/// goes to the end of the queue again.
+/// Longest wait of an attempt for the server's part of the handshake where the
+/// name has more addresses to try. With one address it lasts until the deadline:
+/// who leaves the queue of a busy server goes to its end.
 const GREETED_WITHIN: Duration = Duration::from_secs(8);
+
+/// A server that has another token, or says that it speaks another version, is
+/// believed when it does so for this long: it cannot prove it, and may be a
+/// stranger, or the server of the job before, in the place of ours.
+const BELIEVED_AFTER: Duration = Duration::from_secs(10);
 
 /// Stands for "no deadline": longer than a server waits (49 days), and short
 /// enough to be added to a point in time.
@@ -108,16 +113,32 @@ struct Connection {
 }
 
 impl TcpStore {
-    /// Connects to `addr` ("host:port"). While nobody listens there, the name
-    /// does not resolve, or the host cannot be reached, it tries again, for
-    /// `timeout` in all.
+    /// Connects to `addr` ("host:port"). While nobody listens there, somebody
+    /// else does, the name does not resolve, or the host cannot be reached, it
+    /// tries again, for `timeout` in all.
     ///
     /// # Errors
     /// [`ErrorKind::Timeout`] (with address, time, attempts, last cause and a
-    /// hint); at once: [`ErrorKind::TokenMismatch`],
-    /// [`ErrorKind::Stranger`], [`ErrorKind::Rejected`], [`ErrorKind::Usage`]
-    /// (no port in the address).
+    /// hint). [`ErrorKind::TokenMismatch`] when the server still has another token
+    /// after 10 s, or at the deadline, and in the same way
+    /// [`ErrorKind::Rejected`] for another version. At once:
+    /// [`ErrorKind::Rejected`] for other reasons, [`ErrorKind::Usage`] (no port in
+    /// the address).
     pub fn connect(addr: &str, token: Token, timeout: Duration) -> Result<TcpStore> {
+        Self::connect_telling(addr, token, timeout, |_| {})
+    }
+
+    /// [`connect`](Self::connect), which tells `failed` of every attempt that
+    /// failed, before it tries again.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect).
+    pub fn connect_telling(
+        addr: &str,
+        token: Token,
+        timeout: Duration,
+        mut failed: impl FnMut(&Error),
+    ) -> Result<TcpStore> {
         if !addr.rsplit_once(':').is_some_and(|(host, port)| {
             !host.is_empty() && port.parse::<u16>().is_ok_and(|p| p > 0)
         }) {
@@ -135,9 +156,27 @@ impl TcpStore {
             idle: Mutex::default(),
             answer_ms: AtomicU32::new(millis(ANSWER_WITHIN)),
         };
-        let first = store.open(timeout, true)?;
+        let first = store.open(timeout, Some(&mut failed))?;
         store.keep(first);
         Ok(store)
+    }
+
+    /// Opens connections for `threads` that ask at once, if they are not there:
+    /// from then on their requests need no new one, which may take long while
+    /// strangers keep the server busy.
+    ///
+    /// # Errors
+    /// As for a request.
+    pub fn reserve(&self, threads: usize) -> Result<()> {
+        let kept = || {
+            let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+            idle.len()
+        };
+        while kept() < threads.min(IDLE_KEPT) {
+            let more = self.open(self.answer_within(), None)?;
+            self.keep(more);
+        }
+        Ok(())
     }
 
     /// From now on a server may take `limit` to answer, beyond the wait that it
@@ -156,33 +195,49 @@ impl TcpStore {
         &self.addr
     }
 
-    /// Opens one more connection, trying until `timeout`. After the first, a
-    /// refusal is final: the server has listened there, so it has ended.
-    fn open(&self, timeout: Duration, first: bool) -> Result<Connection> {
+    /// Opens one more connection, trying until `timeout`. The first of a store tells
+    /// `failed` of each attempt; after it a refusal is final: the server has
+    /// listened there, so it has ended.
+    fn open(
+        &self,
+        timeout: Duration,
+        mut failed: Option<&mut dyn FnMut(&Error)>,
+    ) -> Result<Connection> {
         let start = Instant::now();
         let deadline = start + timeout.min(FOREVER);
         let mut pause = FIRST_PAUSE;
         let mut attempts = 0_u32;
         let mut before: Option<Error> = None;
+        let mut doubted_since: Option<Instant> = None;
         loop {
             attempts += 1;
             let error = match self.attempt(deadline) {
                 Ok(connection) => return Ok(connection),
                 Err(error) if is_final(error.kind()) => return Err(error.context(&self.place)),
-                Err(error) if !first && is_refused(&error) => {
+                Err(error) if failed.is_none() && is_refused(&error) => {
                     return Err(self.describe(Fault::Closed(None), Duration::ZERO));
                 }
-                // The last attempt is often cut short by the deadline; what the
-                // one before it found says more.
-                Err(error) => match before.take() {
-                    Some(before) if is_late(&error) => before,
-                    _ => error,
-                },
+                Err(error) => error,
             };
+            if let Some(failed) = &mut failed {
+                failed(&error);
+            }
             let left = deadline.saturating_duration_since(Instant::now());
+            if is_doubtful(error.kind()) {
+                let since = *doubted_since.get_or_insert_with(Instant::now);
+                if left.is_zero() || since.elapsed() >= BELIEVED_AFTER {
+                    return Err(error.context(&self.place));
+                }
+            }
+            // The last attempt is often cut short by the deadline; what the
+            // one before it found says more.
+            let error = match before.take() {
+                Some(before) if is_late(&error) => before,
+                _ => error,
+            };
             if left.is_zero() {
                 // Who has answered before may do so again.
-                let kind = if first {
+                let kind = if failed.is_some() {
                     ErrorKind::Timeout
                 } else {
                     ErrorKind::NoAnswer
@@ -208,13 +263,18 @@ impl TcpStore {
 
     /// One attempt on each address that the name has.
     fn attempt(&self, deadline: Instant) -> Result<Connection> {
-        let addrs = self
+        let addrs: Vec<SocketAddr> = self
             .addr
             .to_socket_addrs()
-            .map_err(|e| Error::io("resolving the host name", e))?;
+            .map_err(|e| Error::io("resolving the host name", e))?
+            .collect();
+        let greeted_within = match addrs.len() {
+            1 => FOREVER,
+            _ => GREETED_WITHIN,
+        };
         let mut last = None;
         for addr in addrs {
-            match self.attempt_one(addr, deadline) {
+            match self.attempt_one(addr, deadline, greeted_within) {
                 Ok(connection) => return Ok(connection),
                 Err(error) if is_final(error.kind()) => return Err(error),
                 Err(error) => last = Some(error),
@@ -224,7 +284,12 @@ impl TcpStore {
             .unwrap_or_else(|| Error::new(ErrorKind::Io, "the host name resolves to no address")))
     }
 
-    fn attempt_one(&self, addr: SocketAddr, deadline: Instant) -> Result<Connection> {
+    fn attempt_one(
+        &self,
+        addr: SocketAddr,
+        deadline: Instant,
+        greeted_within: Duration,
+    ) -> Result<Connection> {
         let left = |most: Duration| {
             deadline
                 .saturating_duration_since(Instant::now())
@@ -243,7 +308,7 @@ impl TcpStore {
         }
         tune(&stream).map_err(|e| Error::io("setting up a connection", e))?;
         let hello = Hello::new(Role::StoreClient, self.token.job_id());
-        let server = auth::initiate(&mut stream, hello, &self.token, left(GREETED_WITHIN))?;
+        let server = auth::initiate(&mut stream, hello, &self.token, left(greeted_within))?;
         if server.role != Role::StoreServer {
             return Err(Error::new(
                 ErrorKind::Stranger,
@@ -279,7 +344,7 @@ impl TcpStore {
             .pop();
         let mut connection = match kept {
             Some(connection) => connection,
-            None => self.open(self.answer_within(), false)?,
+            None => self.open(self.answer_within(), None)?,
         };
         let body = connection
             .round_trip(request, wait.saturating_add(self.answer_within()))
@@ -383,12 +448,19 @@ impl TcpStore {
 /// Errors that another attempt would only repeat.
 fn is_final(kind: ErrorKind) -> bool {
     match kind {
-        ErrorKind::Rejected(reason) => {
-            !matches!(reason, RejectReason::Full | RejectReason::ShuttingDown)
-        }
-        ErrorKind::Timeout | ErrorKind::PeerLost | ErrorKind::Io => false,
-        _ => true,
+        ErrorKind::Rejected(reason) => !matches!(
+            reason,
+            RejectReason::Full | RejectReason::ShuttingDown | RejectReason::WrongVersion
+        ),
+        ErrorKind::Timeout | ErrorKind::PeerLost | ErrorKind::Io | ErrorKind::Stranger => false,
+        other => !is_doubtful(other),
     }
+}
+
+/// Errors that another attempt would repeat if it was our server that answered.
+fn is_doubtful(kind: ErrorKind) -> bool {
+    let version = ErrorKind::Rejected(RejectReason::WrongVersion);
+    kind == ErrorKind::TokenMismatch || kind == version
 }
 
 /// Whether nobody listens at the address.
@@ -595,7 +667,7 @@ impl Store for TcpStore {
         };
         request.check().map_err(|e| Error::bad_request(key, e))?;
         // One of its own: others are handed from call to call, and closed.
-        let mut connection = self.open(self.answer_within(), false)?;
+        let mut connection = self.open(self.answer_within(), None)?;
         let body = connection
             .round_trip(&request, self.answer_within())
             .map_err(|fault| self.describe(fault, Duration::ZERO))?;

@@ -4,21 +4,18 @@ use std::io::{ErrorKind as IoKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Instant;
 
-use phalanx_wire::Token;
-use phalanx_wire::handshake::{
-    Acceptor, Awaiting, MAX_MESSAGE_BYTES, PREFIX_BYTES, Proven, body_bytes,
-};
+use phalanx_wire::handshake::TAG_BYTES;
 use phalanx_wire::store_msg::{LENGTH_BYTES, MAX_REQUEST_BYTES, request_bytes};
+
+use crate::auth::{Greeting, Standing};
 
 /// Capacity that an idle inbox or outbox keeps.
 const BUFFER_KEPT_BYTES: usize = 64 << 10;
 
 /// Where a connection stands.
 pub(super) enum State {
-    /// Nothing proven yet.
-    Greeting,
-    /// Challenged; the proof is awaited. Boxed: it is short-lived and large.
-    Challenged(Box<Acceptor>),
+    /// Nothing proven yet. Boxed: it is short-lived and large.
+    Greeting(Box<Greeting>),
     /// A member, whose requests are served.
     Member,
     /// A member that waits for keys.
@@ -47,6 +44,10 @@ pub(super) struct Conn {
     pub(super) state: State,
     /// When it was accepted.
     pub(super) since: Instant,
+    /// What it has shown before it has proven the token.
+    pub(super) standing: Standing,
+    /// The tag of its hello, if that is valid.
+    pub(super) tag: Option<[u8; TAG_BYTES]>,
     /// The other side has gone; what it said before still counts.
     pub(super) ended: bool,
     /// Since when a request is incomplete or an answer not taken.
@@ -70,21 +71,15 @@ pub(super) enum Pulled {
     Gone,
 }
 
-/// What the handshake did with the bytes so far.
-pub(super) enum Greeted {
-    /// Wait for more.
-    NotYet,
-    /// The proof holds.
-    Proven(Proven),
-}
-
 impl Conn {
     pub(super) fn new(stream: TcpStream, peer: SocketAddr) -> Self {
         Self {
             stream,
             peer,
-            state: State::Greeting,
+            state: State::Greeting(Box::default()),
             since: Instant::now(),
+            standing: Standing::Silent,
+            tag: None,
             ended: false,
             stalled: None,
             will: None,
@@ -97,18 +92,13 @@ impl Conn {
 
     /// Whether this connection has yet to prove itself.
     pub(super) fn is_pending(&self) -> bool {
-        matches!(self.state, State::Greeting | State::Challenged(_))
+        matches!(self.state, State::Greeting(_))
     }
 
-    /// Most bytes that may lie unread: a stranger's message is small, a
-    /// member's at most one request.
+    /// Most bytes that may lie unread: one request of a member. What a stranger
+    /// says is read by its handshake.
     fn room(&self) -> usize {
-        let most = if self.is_pending() {
-            MAX_MESSAGE_BYTES
-        } else {
-            MAX_REQUEST_BYTES + LENGTH_BYTES
-        };
-        most.saturating_sub(self.unread().len())
+        (MAX_REQUEST_BYTES + LENGTH_BYTES).saturating_sub(self.unread().len())
     }
 
     /// Received and not yet understood.
@@ -126,11 +116,6 @@ impl Conn {
             // One large request must not hold a megabyte for ever.
             self.inbox.shrink_to(BUFFER_KEPT_BYTES);
         }
-    }
-
-    /// Whether the other side has ever said anything.
-    pub(super) fn has_spoken(&self) -> bool {
-        !self.inbox.is_empty() || !matches!(self.state, State::Greeting)
     }
 
     /// Memory that this connection takes.
@@ -209,34 +194,6 @@ impl Conn {
         // One large value must not hold a megabyte for ever.
         self.outbox.shrink_to(BUFFER_KEPT_BYTES);
         Pulled::Open
-    }
-
-    /// Takes the next step of the handshake, if its message is complete.
-    pub(super) fn greet(&mut self, token: &Token) -> Result<Greeted, phalanx_wire::Error> {
-        let awaiting = match self.state {
-            State::Greeting => Awaiting::Hello,
-            State::Challenged(_) => Awaiting::Proof,
-            _ => return Ok(Greeted::NotYet),
-        };
-        let Some(prefix) = self.unread().first_chunk::<PREFIX_BYTES>() else {
-            return Ok(Greeted::NotYet);
-        };
-        let bytes = PREFIX_BYTES + body_bytes(prefix, awaiting)?;
-        let Some(message) = self.unread().get(..bytes) else {
-            return Ok(Greeted::NotYet);
-        };
-        // At most MAX_MESSAGE_BYTES.
-        let message = message.to_vec();
-        self.understand(bytes);
-        match std::mem::replace(&mut self.state, State::Closing) {
-            State::Challenged(acceptor) => Ok(Greeted::Proven(acceptor.verify(&message)?)),
-            _ => {
-                let (acceptor, challenge) = Acceptor::start(&message, token)?;
-                self.outbox.extend_from_slice(&challenge);
-                self.state = State::Challenged(Box::new(acceptor));
-                Ok(Greeted::NotYet)
-            }
-        }
     }
 
     /// The body of the next request, if it is complete.

@@ -6,12 +6,14 @@
 
 mod client;
 mod conn;
+mod refused;
 mod room;
 mod server;
 mod socket;
 mod waiters;
 
 pub use client::{TcpStore, Will};
+pub use refused::{RefusalReason, Refused};
 #[cfg(any(test, fuzzing))]
 pub(crate) use server::fuzzing;
 pub use server::{ServerOptions, TcpServer};

@@ -1,47 +1,14 @@
-//! Who makes room when places or memory run out.
+//! Which member is closed when memory runs out.
 //!
-//! *Places.* A stranger may hold one of the few places for handshakes as long
-//! as nobody else wants it. When somebody does, whoever has said nothing goes
-//! first: a member's hello travels right behind its connection, so one that
-//! has waited in the backlog is there before we look. Whoever has said
-//! something keeps its place for the time of a round trip.
-//!
-//! *Memory.* What is buffered for members (requests that are not complete,
+//! What is buffered for members (requests that are not complete,
 //! answers that are not taken, keys that are waited for) is bounded over all
 //! of them, so that a member gone mad cannot grow the server without limit.
 //! Whoever takes most goes first, so that it cannot starve the others either.
 
 use std::collections::HashMap;
-use std::time::{Duration, Instant};
 
 use super::conn::{Conn, State};
 use super::waiters::ConnId;
-
-/// How long a connection without a byte keeps its place while others want it.
-const SILENT_TIME: Duration = Duration::from_millis(20);
-
-/// How long a handshake in progress keeps its place while others want it: a
-/// member needs one round trip.
-const FAIR_TIME: Duration = Duration::from_millis(250);
-
-/// When this connection may be closed for another.
-fn evictable_at(conn: &Conn) -> Instant {
-    let fair = if conn.has_spoken() {
-        FAIR_TIME
-    } else {
-        SILENT_TIME
-    };
-    conn.since + fair
-}
-
-/// The pending handshake whose time is up first, and when that is.
-pub(super) fn first_to_go(conns: &HashMap<ConnId, Conn>) -> Option<(ConnId, Instant)> {
-    conns
-        .iter()
-        .filter(|(_, conn)| conn.is_pending())
-        .map(|(id, conn)| (*id, evictable_at(conn)))
-        .min_by_key(|(_, when)| *when)
-}
 
 /// Bytes that the server holds for its members.
 pub(super) fn buffered_bytes(conns: &HashMap<ConnId, Conn>) -> u64 {

@@ -10,15 +10,19 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use phalanx_wire::Token;
-use phalanx_wire::handshake::{Hello, RejectReason, Role, version_notice};
+use phalanx_wire::handshake::{Hello, Proven, RejectReason, Role, TAG_BYTES};
 use phalanx_wire::store_msg::{Failure, Request, Response};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::conn::{Conn, Greeted, Pulled, State, Wait};
+use super::conn::{Conn, Pulled, State, Wait};
+use super::refused::{RefusalReason, Refusals, Refused};
 use super::room;
 use super::socket::{listen, tune};
 use super::waiters::{ConnId, Waiters};
-use crate::auth::{HANDSHAKE_TIMEOUT, MAX_PENDING_HANDSHAKES, StrangerLog};
+use crate::auth::{
+    Greeted, HANDSHAKE_TIMEOUT, Pending, Standing, StrangerLog, closable, is_out_of_files,
+    max_pending, next_closable,
+};
 use crate::table::{Limits, Table};
 use crate::{Error, ErrorKind, Result};
 
@@ -53,7 +57,8 @@ pub struct ServerOptions {
     pub limits: Limits,
     /// Most members connected at once (4096).
     pub max_clients: usize,
-    /// Most connections that have not proven themselves (64).
+    /// Most connections that have not proven the token
+    /// ([`auth::max_pending`](crate::auth::max_pending)).
     pub max_pending_handshakes: usize,
     /// How long a handshake may take (5 s).
     pub handshake_timeout: Duration,
@@ -68,7 +73,7 @@ impl Default for ServerOptions {
         Self {
             limits: Limits::default(),
             max_clients: 4096,
-            max_pending_handshakes: MAX_PENDING_HANDSHAKES,
+            max_pending_handshakes: max_pending(),
             handshake_timeout: HANDSHAKE_TIMEOUT,
             max_buffered_bytes: MAX_BUFFERED_BYTES,
         }
@@ -83,6 +88,7 @@ struct Shared {
     clients: AtomicUsize,
     pending_waits: AtomicUsize,
     buffered_bytes: AtomicU64,
+    refusals: Refusals,
 }
 
 /// A store server. It runs in a thread of its own until it is dropped, which
@@ -189,6 +195,12 @@ impl TcpServer {
     /// took too long, members with a wrong role or job.
     pub fn rejected(&self) -> u64 {
         self.shared.rejected.load(Ordering::Relaxed)
+    }
+
+    /// The same by source and reason, the most first: for a person who waits for
+    /// a member that does not come.
+    pub fn refused(&self) -> Vec<Refused> {
+        self.shared.refusals.list()
     }
 
     /// Members connected now. A member that waits on several threads at once
@@ -375,7 +387,7 @@ impl Serving {
         fds.push(PollFd::new(&self.woken, PollFlags::IN));
         for (id, conn) in &self.conns {
             match &conn.state {
-                State::Greeting | State::Challenged(_) => {
+                State::Greeting(_) => {
                     pending += 1;
                     sooner(conn.since + self.options.handshake_timeout);
                 }
@@ -392,7 +404,7 @@ impl Serving {
         let mut listening = self.accept_again.is_none();
         if pending >= self.options.max_pending_handshakes {
             // No place: look again when one may be taken from somebody.
-            if let Some((_, when)) = room::first_to_go(&self.conns)
+            if let Some(when) = next_closable(pending_conns(&self.conns))
                 && when > now
             {
                 listening = false;
@@ -428,17 +440,18 @@ impl Serving {
         Ok(accept)
     }
 
-    /// Lets in whoever waits at the door, as far as there is room.
+    /// Accepts who wants to connect; while there is no place, in place of
+    /// connections that may be closed.
     fn accept(&mut self) {
+        let mut pending = self.conns.values().filter(|c| c.is_pending()).count();
+        // Listed once, when it is needed: those accepted here are too new.
+        let mut evictable: Option<Vec<ConnId>> = None;
         for _ in 0..ACCEPT_BATCH {
-            let pending = self.conns.values().filter(|c| c.is_pending()).count();
             if pending >= self.options.max_pending_handshakes {
-                match room::first_to_go(&self.conns) {
-                    Some((id, when)) if when <= Instant::now() => {
-                        self.refuse(id, &"said nothing useful while others were waiting");
-                    }
-                    _ => return,
+                if !self.evict(&mut evictable) {
+                    return;
                 }
+                pending -= 1;
             }
             let (stream, peer) = match self.listener.accept() {
                 Ok(accepted) => accepted,
@@ -454,6 +467,11 @@ impl Serving {
                     continue;
                 }
                 Err(e) if e.kind() == IoKind::Interrupted => continue,
+                // No more files: a stranger's is as good as a new one.
+                Err(e) if is_out_of_files(&e) && self.evict(&mut evictable) => {
+                    pending -= 1;
+                    continue;
+                }
                 Err(e) => {
                     let why = format_args!(
                         "{e}; raise the limit of open files (ulimit -n) if it is that"
@@ -470,7 +488,20 @@ impl Serving {
             }
             self.next_id += 1;
             self.conns.insert(self.next_id, Conn::new(stream, peer));
+            pending += 1;
         }
+    }
+
+    /// Closes the next of the `evictable` pending connections; false: none may
+    /// be closed now.
+    fn evict(&mut self, evictable: &mut Option<Vec<ConnId>>) -> bool {
+        let now = Instant::now();
+        let evictable = evictable.get_or_insert_with(|| closable(pending_conns(&self.conns), now));
+        let Some(id) = evictable.pop() else {
+            return false;
+        };
+        self.refuse(id, None, &"its place was needed for another connection");
+        true
     }
 
     /// Serves one connection that `poll` named.
@@ -484,7 +515,9 @@ impl Serving {
             gone = true;
         }
         if flags.intersects(PollFlags::IN | PollFlags::HUP | PollFlags::ERR) {
-            if conn.wants_input() {
+            if conn.is_pending() {
+                // Its handshake reads for itself, and notices the end.
+            } else if conn.wants_input() {
                 gone |= conn.pull(&mut self.scratch) == Pulled::Gone;
             } else if flags.intersects(PollFlags::HUP | PollFlags::ERR) {
                 gone = true;
@@ -503,7 +536,7 @@ impl Serving {
     fn leave_if_ended(&mut self, id: ConnId) {
         let ended = self.conns.get(&id).is_some_and(|conn| conn.ended);
         if ended && !self.unfinished.contains(&id) {
-            self.leave(id);
+            self.close(id);
         }
     }
 
@@ -534,7 +567,7 @@ impl Serving {
             return Step::Rest;
         };
         if conn.push() == Pulled::Gone {
-            self.leave(id);
+            self.close(id);
             return Step::Rest;
         }
         // One answer at a time: a member that does not read its answers
@@ -543,20 +576,23 @@ impl Serving {
             return Step::Rest;
         }
         match conn.state {
-            State::Greeting | State::Challenged(_) => match conn.greet(&self.token) {
-                Ok(Greeted::NotYet) if conn.has_output() => {}
-                Ok(Greeted::NotYet) => return Step::Rest,
-                Ok(Greeted::Proven(proven)) => self.decide(id, proven),
-                Err(e) => {
-                    let first = matches!(conn.state, State::Greeting);
-                    if first && e.kind() == phalanx_wire::ErrorKind::WrongVersion {
-                        // A courtesy; whether it arrives changes nothing.
-                        let _ = conn.stream.write(&version_notice());
+            State::Greeting(ref mut greeting) => {
+                match greeting.advance(&mut conn.stream, &self.token) {
+                    Ok(Greeted::Waiting) => return Step::Rest,
+                    Ok(Greeted::Challenged(tag)) => self.note_tag(id, tag),
+                    Ok(Greeted::Proven(proven)) => self.decide(id, proven),
+                    Err(e) => {
+                        let reason = match e.kind() {
+                            ErrorKind::Rejected(_) => Some(RefusalReason::OtherVersion),
+                            ErrorKind::TokenMismatch => Some(RefusalReason::OtherToken),
+                            ErrorKind::Stranger => Some(RefusalReason::OtherProtocol),
+                            _ => None,
+                        };
+                        self.refuse(id, reason, &e);
+                        return Step::Rest;
                     }
-                    self.refuse(id, &e);
-                    return Step::Rest;
                 }
-            },
+            }
             State::Member => match conn.next_request() {
                 Ok(None) => return Step::Rest,
                 Ok(Some(body)) => self.serve(id, &body),
@@ -571,8 +607,21 @@ impl Serving {
         Step::On
     }
 
+    /// A hello has come. One that another connection began with was recorded: its
+    /// tag counts only once.
+    fn note_tag(&mut self, id: ConnId, tag: Option<[u8; TAG_BYTES]>) {
+        let others = || self.conns.iter().filter(|(other, _)| **other != id);
+        let is_new = tag.is_some() && others().all(|(_, conn)| conn.tag != tag);
+        if let Some(conn) = self.conns.get_mut(&id) {
+            (conn.standing, conn.tag) = match tag {
+                Some(_) if is_new => (Standing::Tagged, tag),
+                _ => (Standing::Untagged, None),
+            };
+        }
+    }
+
     /// A peer has proven the token: may it stay?
-    fn decide(&mut self, id: ConnId, proven: phalanx_wire::handshake::Proven) {
+    fn decide(&mut self, id: ConnId, proven: Proven) {
         let members = self.conns.values().filter(|c| !c.is_pending()).count();
         let peer = proven.peer();
         let mine = Hello::new(Role::StoreServer, self.token.job_id());
@@ -580,8 +629,7 @@ impl Serving {
             Err(RejectReason::WrongRole)
         } else if peer.job != mine.job {
             Err(RejectReason::WrongJob)
-        } else if members > self.options.max_clients {
-            // This connection is no longer counted as pending.
+        } else if members >= self.options.max_clients {
             Err(RejectReason::Full)
         } else {
             Ok(())
@@ -750,7 +798,7 @@ impl Serving {
             let too_old = now.duration_since(conn.since) >= self.options.handshake_timeout;
             match &conn.state {
                 State::Waiting(wait) if wait.deadline <= now => late_waits.push(*id),
-                State::Greeting | State::Challenged(_) if too_old => late_handshakes.push(*id),
+                State::Greeting(_) if too_old => late_handshakes.push(*id),
                 State::Closing if too_old => late_closings.push(*id),
                 _ => {}
             }
@@ -760,7 +808,7 @@ impl Serving {
             self.advance(id);
         }
         for id in late_handshakes {
-            self.refuse(id, &"no handshake within the time limit");
+            self.refuse(id, None, &"no handshake within the time limit");
         }
         for id in late_closings {
             self.close(id);
@@ -793,20 +841,16 @@ impl Serving {
         }
     }
 
-    /// The other side has gone.
-    fn leave(&mut self, id: ConnId) {
-        match self.conns.get(&id) {
-            Some(conn) if conn.is_pending() => {
-                self.refuse(id, &"closed the connection before the handshake ended");
-            }
-            _ => self.close(id),
-        }
-    }
-
-    /// Closes on someone who has not proven the token.
-    fn refuse(&mut self, id: ConnId, why: &dyn std::fmt::Display) {
+    /// Closes a connection that has not proven the token. Without a `reason` the
+    /// other side made no mistake that tells what it is.
+    fn refuse(&mut self, id: ConnId, reason: Option<RefusalReason>, why: &dyn std::fmt::Display) {
         self.shared.rejected.fetch_add(1, Ordering::Relaxed);
         if let Some(conn) = self.conns.get(&id) {
+            let reason = reason.unwrap_or(match conn.standing {
+                Standing::Untagged => RefusalReason::OtherToken,
+                _ => RefusalReason::Unfinished,
+            });
+            self.shared.refusals.note(conn.peer.ip(), reason);
             self.log.note(conn.peer.ip(), &self.place, why);
         }
         self.close(id);
@@ -838,6 +882,17 @@ impl Serving {
             }
         }
     }
+}
+
+/// The connections that have not proven the token.
+fn pending_conns(conns: &HashMap<ConnId, Conn>) -> impl Iterator<Item = Pending<ConnId>> {
+    let pending = conns.iter().filter(|(_, conn)| conn.is_pending());
+    pending.map(|(id, conn)| Pending {
+        id: *id,
+        standing: conn.standing,
+        source: conn.peer.ip(),
+        since: conn.since,
+    })
 }
 
 /// Queues a response. A function of its own, because the response may borrow

@@ -5,9 +5,11 @@ use std::time::Duration;
 
 use crate::{Error, ErrorKind, Result};
 
-/// Connections that may wait to be accepted: all ranks of a large job connect
-/// within the same millisecond.
-const BACKLOG: i32 = 1024;
+/// Connections that may wait to be accepted, where the system allows as many
+/// (`net.core.somaxconn`): all ranks of a large job connect within the same
+/// millisecond, and of those that find no place there the kernel tries again after
+/// seconds.
+const BACKLOG: i32 = 4096;
 
 /// A silent connection is probed after this time...
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(15);

@@ -2,7 +2,7 @@
 
 use super::{
     Awaiting, Hello, LABEL_CHALLENGE, LABEL_PROOF, LABEL_REJECT, LABEL_WELCOME, Message,
-    RejectReason, Type, open,
+    RejectReason, TAG_BYTES, Type, open,
 };
 use crate::token::random_bytes;
 use crate::{Error, ErrorKind, Result, Token};
@@ -33,7 +33,7 @@ impl Acceptor {
         let (_, mut r) = open(hello, Awaiting::Hello)?;
         let hello: [u8; Hello::BYTES] = r.array()?;
         r.end()?;
-        let peer = Hello::decode(&mut crate::bytes::Reader::new(&hello))?;
+        let peer = Hello::decode(&hello)?;
         let nonce = random_bytes()?;
         let mac = token.mac(&[LABEL_CHALLENGE, &hello, &nonce]);
         let message = Message::new(Type::Challenge, &[&nonce, &mac]);
@@ -47,6 +47,14 @@ impl Acceptor {
             },
             message,
         ))
+    }
+
+    /// The tag of the hello, if it was made with our token. It proves nothing,
+    /// as a hello can be recorded and sent again, but without it the peer is no
+    /// member: an acceptor that must close somebody closes those first. Each
+    /// hello has its own tag, so one that comes twice is a recorded one.
+    pub fn tag(&self) -> Option<[u8; TAG_BYTES]> {
+        Hello::valid_tag(&self.hello, &self.token)
     }
 
     /// Takes the proof.

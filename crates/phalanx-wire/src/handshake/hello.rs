@@ -1,8 +1,11 @@
 //! What one side says about itself.
 
-use super::{RejectReason, SECRET_BYTES};
+use super::{LABEL_HELLO, RejectReason, SECRET_BYTES};
 use crate::bytes::{Reader, Writer};
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, ErrorKind, Result, Token};
+
+/// Bytes of the tag at the end of an initiator's hello.
+pub const TAG_BYTES: usize = 8;
 
 /// Stands in [`Hello::rank`] for "none": the store server, a launcher.
 pub const NO_RANK: u32 = u32::MAX;
@@ -62,7 +65,10 @@ pub struct Hello {
 
 impl Hello {
     /// Encoded size in bytes.
-    pub const BYTES: usize = 4 + 8 + 4 * 4 + SECRET_BYTES + 8;
+    pub const BYTES: usize = Self::TAGGED_BYTES + TAG_BYTES;
+
+    /// What a tag is made of: everything before it.
+    const TAGGED_BYTES: usize = 4 + 8 + 4 * 4 + SECRET_BYTES;
 
     /// A hello without rank, in epoch, group and stream 0.
     pub const fn new(role: Role, job: u64) -> Self {
@@ -134,11 +140,29 @@ impl Hello {
             .put(&self.rank.to_le_bytes())
             .put(&self.world.to_le_bytes())
             .put(&self.nonce);
-        // The last eight bytes stay zero: room for a later version.
+        // Only an initiator's hello has a tag: an acceptor's follows its proof.
         out
     }
 
-    pub(super) fn decode(r: &mut Reader<'_>) -> Result<Hello> {
+    /// [`encode`](Self::encode) with the tag of an initiator.
+    pub(super) fn encode_tagged(&self, token: &Token) -> [u8; Self::BYTES] {
+        let mut out = self.encode();
+        let (hello, tag) = out.split_at_mut(Self::TAGGED_BYTES);
+        tag.copy_from_slice(&token.mac(&[LABEL_HELLO, hello])[..TAG_BYTES]);
+        out
+    }
+
+    /// The tag of an encoded hello, if it was made with this token.
+    pub(super) fn valid_tag(hello: &[u8; Self::BYTES], token: &Token) -> Option<[u8; TAG_BYTES]> {
+        let (hello, tag) = hello.split_last_chunk::<TAG_BYTES>()?;
+        token
+            .mac_starts_with(&[LABEL_HELLO, hello], tag)
+            .then_some(*tag)
+    }
+
+    /// All but the tag, which says nothing to who has another token.
+    pub(super) fn decode(bytes: &[u8; Self::BYTES]) -> Result<Hello> {
+        let mut r = Reader::new(bytes);
         let role = r.u8()?;
         let role = Role::ALL
             .into_iter()
@@ -155,10 +179,8 @@ impl Hello {
             world: r.u32()?,
             nonce: r.array()?,
         };
-        let reserved = r.u64()?;
-        if pad != 0 || reserved != 0 {
-            let found = if pad != 0 { u64::from(pad) } else { reserved };
-            return Err(Error::with(ErrorKind::ReservedNotZero, found, 0));
+        if pad != 0 {
+            return Err(Error::with(ErrorKind::ReservedNotZero, u64::from(pad), 0));
         }
         Ok(hello)
     }

@@ -10,7 +10,7 @@ use crate::{Error, ErrorKind, Result, Token};
 /// Has said hello; waits for the challenge.
 #[derive(Debug)]
 pub struct Initiator {
-    hello: Hello,
+    hello: [u8; Hello::BYTES],
     token: Token,
 }
 
@@ -43,7 +43,8 @@ impl Initiator {
             nonce: random_bytes()?,
             ..hello
         };
-        let message = Message::new(Type::Hello, &[&hello.encode()]);
+        let hello = hello.encode_tagged(token);
+        let message = Message::new(Type::Hello, &[&hello]);
         let token = token.clone();
         Ok((Initiator { hello, token }, message))
     }
@@ -59,7 +60,7 @@ impl Initiator {
         let nonce: [u8; 32] = r.array()?;
         let mac: [u8; 32] = r.array()?;
         r.end()?;
-        let hello = self.hello.encode();
+        let hello = self.hello;
         if !self.token.mac_is(&[LABEL_CHALLENGE, &hello, &nonce], &mac) {
             return Err(Error::new(ErrorKind::TokenMismatch));
         }
@@ -103,7 +104,7 @@ impl Proving {
         if !self.token.mac_is(&parts, &mac) {
             return Err(Error::new(ErrorKind::TokenMismatch));
         }
-        let peer = Hello::decode(&mut crate::bytes::Reader::new(&peer))?;
+        let peer = Hello::decode(&peer)?;
         if peer.nonce != self.nonce {
             return Err(Error::new(ErrorKind::NonceMismatch));
         }

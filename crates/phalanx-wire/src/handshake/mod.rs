@@ -6,7 +6,7 @@
 //!
 //! | step | from | message | body bytes | proves |
 //! |---|---|---|---|---|
-//! | 1 | initiator | hello: role, job, epoch, group, rank, nonce | 68 | nothing yet |
+//! | 1 | initiator | hello: role, job, epoch, group, rank, nonce, tag | 68 | nothing yet |
 //! | 2 | acceptor | challenge: nonce, MAC | 64 | the acceptor holds the token |
 //! | 3 | initiator | proof: MAC | 32 | the initiator holds the token |
 //! | 4 | acceptor | welcome: its own hello, MAC | 100 | both hellos arrived unchanged |
@@ -24,6 +24,12 @@
 //! stranger reaches the tables of ranks and epochs, and reasons are told to
 //! members only. The single exception is a wrong version, which no proof can
 //! bridge; see [`version_notice`].
+//!
+//! The *tag* at the end of the hello is the beginning of a MAC over the rest of
+//! it. It proves nothing, because a hello can be recorded and sent again, but
+//! whoever sends hellos without the token has no valid one. An acceptor that
+//! runs out of room closes those first ([`Acceptor::tag`]), so that they cannot
+//! keep members out.
 //!
 //! A message is 8 bytes of prefix (magic `PHHS`, version, type, body length)
 //! and a body whose length its type fixes. The prefix keeps its layout in all
@@ -59,7 +65,7 @@ mod reject;
 use std::ops::Deref;
 
 pub use acceptor::{Acceptor, Proven, version_notice};
-pub use hello::{Hello, NO_RANK, Role};
+pub use hello::{Hello, NO_RANK, Role, TAG_BYTES};
 pub use initiator::{Initiator, Outcome, Proving};
 pub use reject::RejectReason;
 
@@ -83,6 +89,7 @@ pub const MAGIC: [u8; 4] = *b"PHHS";
 const SECRET_BYTES: usize = 32;
 
 /// What the MACs are computed over first; they differ by direction and step.
+const LABEL_HELLO: &[u8] = b"phalanx 1 initiator hello";
 const LABEL_CHALLENGE: &[u8] = b"phalanx 1 acceptor challenge";
 const LABEL_PROOF: &[u8] = b"phalanx 1 initiator proof";
 const LABEL_WELCOME: &[u8] = b"phalanx 1 acceptor welcome";

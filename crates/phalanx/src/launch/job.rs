@@ -775,11 +775,12 @@ impl Job<'_> {
         let Some(nodes) = &self.nodes else {
             return Ok(());
         };
-        nodes.done()?;
+        let mut told = false;
         // As long as the other nodes' ranks run; a node that is lost is found
         // by its beat.
         loop {
-            if nodes.all_done()? {
+            told = told || nodes.done()?;
+            if told && nodes.all_done()? {
                 return Ok(());
             }
             match self.events.try_recv() {

@@ -1,9 +1,16 @@
 //! Several launchers on this host acting as several nodes.
 
+use std::io::ErrorKind::WouldBlock;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
+use phalanx_wire::Token;
+use phalanx_wire::handshake::{Hello, Initiator, Role};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::failures::REPORTS_3;
@@ -321,7 +328,10 @@ fn a_stranger_with_another_token_is_refused_and_harms_nobody() {
     let other = other.to_str().unwrap();
     assert_eq!(job.family.run(&["token", "--out", other]).code(), 0);
     let a = job.node("0", &[], "echo $WORLD_SIZE");
-    let stranger = job.node_of("2", "1", other, &[], "echo never").wait();
+    // It may be the launcher of the job before that still listens there, so it tries
+    // again, for 10 s at most.
+    let soon = ["--rdzv-timeout", "1"];
+    let stranger = job.node_of("2", "1", other, &soon, "echo never").wait();
     assert_eq!(stranger.code(), 2, "{stranger:#?}");
     assert!(
         stranger.err.contains(&format!("127.0.0.1:{}", job.port)),
@@ -332,6 +342,135 @@ fn a_stranger_with_another_token_is_refused_and_harms_nobody() {
     let (a, b) = both(a, b);
     assert_eq!((a.code(), b.code()), (0, 0), "{a:#?} {b:#?}");
     assert_eq!(a.out, "[rank 0] 2\n");
+}
+
+/// Another program answers on node 0's port before node 0 is there.
+#[test]
+fn a_stranger_in_the_place_of_node_0_is_outlasted() {
+    let job = Job::new();
+    let listener = TcpListener::bind(format!("127.0.0.1:{}", job.port)).unwrap();
+    let b = job.node("1", &[], "echo $RANK");
+    for answer in ["HTTP/1.1 400 Bad Request\r\n\r\n", ""] {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.write_all(answer.as_bytes()).unwrap();
+    }
+    drop(listener);
+    let a = job.node("0", &[], "echo $RANK");
+    let (a, b) = both(a, b);
+    assert_eq!((a.code(), b.code()), (0, 0), "{a:#?} {b:#?}");
+}
+
+/// At the deadline the answer is named, as is the address.
+#[test]
+fn what_a_stranger_answered_is_told() {
+    let job = Job::new();
+    let listener = TcpListener::bind(format!("127.0.0.1:{}", job.port)).unwrap();
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                let (mut stream, _) = listener.accept().unwrap();
+                let _ = stream.write_all(b"SSH-2.0-OpenSSH_9.2\r\n");
+            }
+        });
+        let done = job.node("1", &["--rdzv-timeout", "1"], "true").wait();
+        over.store(true, Ordering::Relaxed);
+        drop(TcpStream::connect(listener.local_addr().unwrap()));
+        assert_eq!(done.code(), 4, "{done:#?}");
+        let last = done.last_error();
+        assert!(last.contains("\"SSH-\""), "{last}");
+        assert!(last.contains(&format!("127.0.0.1:{}", job.port)), "{last}");
+    });
+}
+
+/// A node with another token and one with another port: after ten seconds both
+/// sides say what they see.
+#[test]
+fn what_keeps_nodes_apart_is_said_on_both_sides() {
+    let job = Job::new();
+    let other = job.token.with_file_name("other.token");
+    let other = other.to_str().unwrap();
+    assert_eq!(job.family.run(&["token", "--out", other]).code(), 0);
+    let token = job.token.to_str().unwrap();
+    let limit = ["--rdzv-timeout", "12"];
+    let elsewhere = free_port().to_string();
+    let a = job.node_of("3", "0", token, &limit, "true");
+    let b = job.node_of("3", "1", other, &limit, "true");
+    let port = [&limit[..], &["--master-port", &elsewhere]].concat();
+    let c = job.node_of("3", "2", token, &port, "true");
+    let (a, b, c) = (a.wait(), b.wait(), c.wait());
+    assert_eq!((a.code(), b.code(), c.code()), (4, 2, 4));
+    let refused = "connections from 127.0.0.1 were refused: they have another job token";
+    let waiting = a
+        .err
+        .lines()
+        .find(|l| l.starts_with("waiting for node 1, 2 of 3: "));
+    assert!(waiting.is_some_and(|l| l.contains(refused)), "{a:#?}");
+    assert!(a.last_error().contains(refused), "{a:#?}");
+    assert!(b.last_error().contains("its token is not ours"), "{b:#?}");
+    let waiting =
+        format!("waiting for the launcher of node 0 at 127.0.0.1:{elsewhere}: connecting");
+    assert!(c.err.contains(&waiting), "{c:#?}");
+}
+
+/// Strangers that say hello and then nothing, and come again when they are closed.
+#[test]
+fn half_open_handshakes_do_not_keep_nodes_apart() {
+    const STRANGERS: usize = 500;
+    let job = Job::new();
+    let script = "echo $RANK";
+    let a = job.node("0", &[], script);
+    let address: SocketAddr = format!("127.0.0.1:{}", job.port).parse().unwrap();
+    let over = AtomicBool::new(false);
+    let (a, b) = std::thread::scope(|scope| {
+        let _end = SetOnDrop(&over);
+        let (tell, told) = channel();
+        scope.spawn(|| strangers(address, STRANGERS, tell, &over));
+        told.recv_timeout(SOON).unwrap();
+        both(a, job.node("1", &[], script))
+    });
+    assert_eq!((a.code(), b.code()), (0, 0), "{a:#?} {b:#?}");
+    // Alone it is 0.1 s.
+    assert!(b.took < Duration::from_secs(10), "{b:#?}");
+}
+
+struct SetOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// `count` hellos of another job at a time, until it is over; tells when all have
+/// been said once.
+fn strangers(address: SocketAddr, count: usize, tell: Sender<()>, over: &AtomicBool) {
+    let token = Token::generate().unwrap();
+    let hello = Hello::new(Role::StoreClient, token.job_id());
+    let (_, hello) = Initiator::start(hello, &token).unwrap();
+    let open = || {
+        let mut stream = TcpStream::connect(address).ok()?;
+        stream.set_nonblocking(true).unwrap();
+        stream.write_all(&hello).ok()?;
+        Some(stream)
+    };
+    let mut held: Vec<Option<TcpStream>> = vec![];
+    held.resize_with(count, || None);
+    while !over.load(Ordering::Relaxed) {
+        for slot in &mut held {
+            let is_open = slot.as_mut().is_some_and(|stream| {
+                let error = stream.read(&mut [0; 512]);
+                matches!(error, Ok(1..)) || error.is_err_and(|e| e.kind() == WouldBlock)
+            });
+            if !is_open {
+                *slot = open();
+            }
+        }
+        if held.iter().all(Option::is_some) {
+            let _ = tell.send(());
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 #[test]

@@ -95,7 +95,7 @@ pub(crate) fn join(
     let left = deadline.saturating_duration_since(Instant::now());
     store.set_answer_limit(left.clamp(LAST_WORDS, ANSWER_LIMIT));
     // Before the card, with which the others begin to count on us.
-    let mut will = match me {
+    let will = match me {
         // Its store would die with it.
         0 => None,
         _ => store
@@ -105,11 +105,7 @@ pub(crate) fn join(
     let mine = encode(&card)?;
     let stored = store
         .compare_set(&node_key(me), None, &mine)
-        .map_err(|error| {
-            // The card may be there: only the answer was lost.
-            will.take().into_iter().for_each(Will::execute);
-            lost_store(error)
-        })?;
+        .map_err(lost_store)?;
     if stored != mine {
         drop(will); // nobody waits for this launcher
         let other = decode::<Card>(&stored);
@@ -119,7 +115,7 @@ pub(crate) fn join(
         return Err(Error::usage(format!("there is a node {me} already: {who}"))
             .note("fix", "give every launcher its own --node-rank"));
     }
-    let mut nodes = Nodes {
+    let nodes = Nodes {
         store: Arc::new(store),
         server: place.server.take(),
         me,
@@ -132,8 +128,7 @@ pub(crate) fn join(
     match nodes.gather(total, &card, started, deadline, &mut interrupted) {
         Ok(cards) => {
             nodes.store.set_answer_limit(ANSWER_LIMIT);
-            nodes.cards = cards;
-            Ok(nodes)
+            Ok(Nodes { cards, ..nodes })
         }
         Err(error) => {
             let verdict = Verdict {
@@ -148,14 +143,6 @@ pub(crate) fn join(
             nodes.leave(total, Instant::now());
             Err(error)
         }
-    }
-}
-
-impl Drop for Nodes {
-    /// This launcher ends without a guard. Where it could not publish why, its will is all that the others hear.
-    fn drop(&mut self) {
-        let will = self.will.get_mut().unwrap_or_else(PoisonError::into_inner);
-        will.take().into_iter().for_each(Will::execute);
     }
 }
 

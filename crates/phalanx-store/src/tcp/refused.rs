@@ -1,0 +1,116 @@
+//! Who was refused, and why: for a person who waits for a member.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::IpAddr;
+use std::sync::{Mutex, PoisonError};
+
+/// Most pairs of source and reason that are kept.
+const MAX_KEPT: usize = 1024;
+
+/// Why a server refused connections.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum RefusalReason {
+    /// The handshake was begun or continued with another token, or none.
+    OtherToken,
+    /// Another version of the protocol.
+    OtherVersion,
+    /// Another protocol.
+    OtherProtocol,
+    /// The handshake did not end: the other side was silent, or went away.
+    Unfinished,
+}
+
+/// Connections of one source that a server refused for the same reason.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Refused {
+    /// Where they came from.
+    pub source: IpAddr,
+    /// Why they were refused.
+    pub reason: RefusalReason,
+    /// How many there were.
+    pub count: u64,
+}
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Refused { source, count, .. } = self;
+        let (were, has, speaks) = match count {
+            1 => ("connection", "it has", "it speaks"),
+            _ => ("connections", "they have", "they speak"),
+        };
+        let verb = if *count == 1 { "was" } else { "were" };
+        write!(f, "{count} {were} from {source} {verb} refused: ")?;
+        match self.reason {
+            RefusalReason::OtherToken => write!(f, "{has} another job token"),
+            RefusalReason::OtherVersion => {
+                write!(f, "{speaks} another version of the protocol")
+            }
+            RefusalReason::OtherProtocol => write!(f, "{speaks} another protocol"),
+            RefusalReason::Unfinished => f.write_str("the handshake was not finished"),
+        }
+    }
+}
+
+/// Counts by source and reason.
+#[derive(Debug, Default)]
+pub(super) struct Refusals(Mutex<BTreeMap<(IpAddr, RefusalReason), u64>>);
+
+impl Refusals {
+    pub(super) fn note(&self, source: IpAddr, reason: RefusalReason) {
+        let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (source.to_canonical(), reason);
+        if counts.len() < MAX_KEPT || counts.contains_key(&key) {
+            *counts.entry(key).or_default() += 1;
+        }
+    }
+
+    /// The largest counts first.
+    pub(super) fn list(&self) -> Vec<Refused> {
+        let counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut list: Vec<Refused> = counts
+            .iter()
+            .map(|(&(source, reason), &count)| Refused {
+                source,
+                reason,
+                count,
+            })
+            .collect();
+        list.sort_by_key(|refused| std::cmp::Reverse(refused.count));
+        list
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_sentence_names_source_and_reason() {
+        let refusals = Refusals::default();
+        let source = |last| IpAddr::from([10, 0, 0, last]);
+        for _ in 0..3 {
+            refusals.note(source(1), RefusalReason::OtherToken);
+        }
+        refusals.note(source(2), RefusalReason::OtherProtocol);
+        let list: Vec<String> = refusals.list().iter().map(Refused::to_string).collect();
+        assert_eq!(
+            list,
+            [
+                "3 connections from 10.0.0.1 were refused: they have another job token",
+                "1 connection from 10.0.0.2 was refused: it speaks another protocol",
+            ]
+        );
+    }
+
+    #[test]
+    fn many_sources_take_bounded_memory() {
+        let refusals = Refusals::default();
+        for n in 0..5000_u32 {
+            refusals.note(IpAddr::from(n.to_be_bytes()), RefusalReason::Unfinished);
+        }
+        assert_eq!(refusals.list().len(), MAX_KEPT);
+    }
+}
