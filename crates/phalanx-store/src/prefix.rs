@@ -50,6 +50,10 @@ impl std::fmt::Debug for PrefixStore {
 }
 
 impl Store for PrefixStore {
+    fn place(&self) -> &str {
+        self.inner.place()
+    }
+
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         self.inner.set(&self.full(key)?, value)
     }

@@ -14,6 +14,11 @@ use crate::{Result, Will};
 /// *Order:* each operation happens at one instant between its call and its
 /// return, alike for all members.
 pub trait Store: Send + Sync + 'static {
+    /// Where the store is, as messages name it; empty for one in memory.
+    fn place(&self) -> &str {
+        ""
+    }
+
     /// Stores the value, whatever was there.
     fn set(&self, key: &str, value: &[u8]) -> Result<()>;
 
@@ -69,6 +74,10 @@ pub trait Store: Send + Sync + 'static {
 }
 
 impl<S: Store + ?Sized> Store for Arc<S> {
+    fn place(&self) -> &str {
+        (**self).place()
+    }
+
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         (**self).set(key, value)
     }

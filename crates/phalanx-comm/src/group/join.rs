@@ -2,6 +2,7 @@
 
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use phalanx_store::{FileStore, MemStore, Store, TcpServer, TcpStore};
@@ -12,6 +13,7 @@ use super::launch::{
 };
 use super::options::{InitOptions, Transport};
 use super::token::read_token;
+use crate::recorder::{Waiting, say, seconds};
 use crate::transport::{BindAddr, FormOptions, Mesh, Prefer, form, thread_mesh};
 use crate::{Error, Result, limits};
 
@@ -26,6 +28,8 @@ const STORE_MAX: Duration = Duration::from_secs(10);
 /// Threads of a rank that ask the store at once: its own, and one that beats or
 /// watches.
 const ASKING_THREADS: usize = 2;
+/// Distance between two looks at whether a wait is to be reported.
+const TURN: Duration = Duration::from_millis(100);
 
 /// What later subgroups, and later epochs, need to form their own links.
 #[derive(Clone)]
@@ -137,7 +141,18 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
             } else {
                 format!("{host}:{port}")
             };
-            let store = TcpStore::connect(&place, token.clone(), left()).map_err(|e| {
+            // One rank of each host, as far as that is known.
+            let speaks = launch.rank == 1 || environment("LOCAL_RANK").as_deref() == Some("0");
+            let waits = |waited: Duration| {
+                let (waited, left) = (waited.as_secs(), seconds(left()));
+                format!("waiting {waited} s for the store of rank 0 at {place}; deadline in {left}")
+            };
+            let connect = || TcpStore::connect(&place, token.clone(), left());
+            let connected = match speaks {
+                true => while_saying(connect, waits),
+                false => connect(),
+            };
+            let store = connected.map_err(|e| {
                 let hint = if launch.rank == 0 || launch.external_store {
                     String::new()
                 } else {
@@ -186,6 +201,29 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
         processes.store.delete(&token_key(launch.epoch))?;
     }
     Ok((mesh, processes))
+}
+
+/// Runs `work`; while it takes long, writes what `text` says of it.
+fn while_saying<R>(work: impl FnOnce() -> R, text: impl Fn(Duration) -> String + Send) -> R {
+    std::thread::scope(|scope| {
+        let (running, stopped) = channel::<()>();
+        let talking = std::thread::Builder::new()
+            .name("phalanx-waiting".to_owned())
+            .spawn_scoped(scope, move || {
+                let mut waiting = Waiting::start();
+                while stopped.recv_timeout(TURN) == Err(RecvTimeoutError::Timeout) {
+                    if let Some(waited) = waiting.due() {
+                        say(&text(waited));
+                    }
+                }
+            });
+        if let Err(e) = talking {
+            tracing::debug!("cannot start a thread that says what is waited for: {e}");
+        }
+        let result = work();
+        drop(running);
+        result
+    })
 }
 
 pub(super) fn mint() -> Result<Token> {

@@ -47,9 +47,9 @@ pub use file::{DumpError, MAX_DUMP_BYTES};
 pub use memory::create_memory;
 
 pub(crate) use dump::host_name;
-pub(crate) use facts::ranks;
+pub(crate) use facts::{ranks, seconds};
 pub(crate) use flight::Flight;
-pub(crate) use watch::Watched;
+pub(crate) use watch::{Waiting, Watched, say};
 
 use crate::exec::Operation;
 use cell::Cell;

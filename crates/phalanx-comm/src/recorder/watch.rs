@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::cell::{Cell, pid_space};
 use super::clock::{self, Scale};
@@ -18,6 +18,8 @@ use crate::transport::GroupKeys;
 
 /// When a waiting rank first says for whom; see [`LATE_VARIABLE`].
 const LATE_AFTER: Duration = Duration::from_secs(10);
+/// The same while a group forms.
+const FORMING_AFTER: Duration = Duration::from_secs(2);
 /// Seconds after which a waiting rank says for whom it waits.
 pub(crate) const LATE_VARIABLE: &str = "PHALANX_LATE_AFTER_S";
 /// The topic of its keys in the store.
@@ -383,14 +385,43 @@ fn threshold(first: Duration, said: u32) -> Duration {
     }
 }
 
-/// What [`LATE_VARIABLE`] says.
 pub(super) fn late_after() -> Duration {
+    late_variable().unwrap_or(LATE_AFTER)
+}
+
+/// What [`LATE_VARIABLE`] says.
+fn late_variable() -> Option<Duration> {
     std::env::var(LATE_VARIABLE)
         .ok()
         .and_then(|text| text.parse().ok())
         .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
         .filter(|time| !time.is_zero())
-        .unwrap_or(LATE_AFTER)
+}
+
+/// When it is to be said that a group does not form: after 2 s ([`LATE_VARIABLE`]), and each
+/// time that the wait has become twice as long.
+pub(crate) struct Waiting {
+    since: Instant,
+    next: Duration,
+}
+
+impl Waiting {
+    pub(crate) fn start() -> Waiting {
+        Waiting {
+            since: Instant::now(),
+            next: late_variable().unwrap_or(FORMING_AFTER),
+        }
+    }
+
+    /// How long the wait has been, if that is to be said now.
+    pub(crate) fn due(&mut self) -> Option<Duration> {
+        let waited = self.since.elapsed();
+        if waited < self.next {
+            return None;
+        }
+        self.next = waited.max(self.next) * 2;
+        Some(waited)
+    }
 }
 
 fn unix_ms() -> u64 {
@@ -401,7 +432,7 @@ fn unix_ms() -> u64 {
 
 /// One write, so that the lines of several processes do not mix; over a
 /// progress bar if there is one, which comes back by itself.
-fn say(text: &str) {
+pub(crate) fn say(text: &str) {
     use std::io::{IsTerminal, Write};
     let mut stderr = std::io::stderr().lock();
     let clear = if stderr.is_terminal() {

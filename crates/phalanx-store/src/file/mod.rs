@@ -462,6 +462,10 @@ fn leads_to(path: &Path, file: &File) -> Result<Leads> {
 }
 
 impl Store for FileStore {
+    fn place(&self) -> &str {
+        &self.place
+    }
+
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         self.checked(key, &Request::Set { key, value })?;
         self.locked(true, |inner| self.put(inner, key, value))

@@ -567,6 +567,10 @@ impl Connection {
 }
 
 impl Store for TcpStore {
+    fn place(&self) -> &str {
+        &self.place
+    }
+
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         self.simple(key, &Request::Set { key, value }, |r| {
             matches!(r, Response::Done).then_some(())

@@ -7,6 +7,9 @@ use std::time::{Duration, Instant};
 
 use phalanx_store::{ErrorKind as StoreKind, Store, Will};
 
+use super::host::Host;
+use super::member::Member;
+use crate::recorder::{Waiting, ranks, say, seconds};
 use crate::{Error, ErrorKind, Result};
 
 /// Distance between two signs of life of a rank that forms a group. The first
@@ -162,6 +165,7 @@ impl Rendezvous<'_> {
     ) -> Result<Vec<Vec<u8>>> {
         let keys: Vec<String> = ranks.iter().map(|&rank| self.key(topic, rank)).collect();
         let names: Vec<&str> = keys.iter().map(String::as_str).collect();
+        let mut waiting = Waiting::start();
         loop {
             match self.store.wait(&names, self.left().min(SLICE)) {
                 Ok(()) => break,
@@ -178,6 +182,11 @@ impl Rendezvous<'_> {
                     }
                     self.check()?;
                     look(&missing)?;
+                    if let Some(waited) = waiting.due()
+                        && self.speaks(&missing)?
+                    {
+                        say(&self.waits(&missing, what, waited));
+                    }
                 }
                 // It says nothing of who came, and may answer in time.
                 Err(e) if e.kind() == StoreKind::NoAnswer && !self.left().is_zero() => {}
@@ -198,6 +207,35 @@ impl Rendezvous<'_> {
                     })
             })
             .collect()
+    }
+
+    /// Whether this rank is the one of its host that says who is `missing`: the lowest that is
+    /// not missing itself.
+    fn speaks(&self, missing: &[usize]) -> Result<bool> {
+        let mine = Host::here().machine;
+        for rank in (0..self.rank).rev().filter(|rank| !missing.contains(rank)) {
+            let member = self.peek("member", rank)?;
+            let member = member.and_then(|bytes| Member::decode(&bytes).ok());
+            if member.is_some_and(|member| member.host.machine == mine) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// `waiting 2 s for rank 1 of 4 to arrive (the store at 10.0.0.1:29500); deadline in 298 s`.
+    fn waits(&self, missing: &[usize], what: &str, waited: Duration) -> String {
+        let at = match self.store.place() {
+            "" => String::new(),
+            place => format!(" ({place})"),
+        };
+        format!(
+            "waiting {} s for {} of {} to {what}{at}; deadline in {}",
+            waited.as_secs(),
+            ranks(missing),
+            self.world,
+            seconds(self.left()),
+        )
     }
 
     /// The value of `topic` of one rank if it is there.

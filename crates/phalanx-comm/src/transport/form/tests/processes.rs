@@ -3,6 +3,7 @@
 //! The test binary runs itself: [`child`] does nothing in a normal run and is
 //! a rank when the variables below are set.
 
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
@@ -20,7 +21,16 @@ struct Rank(Child);
 
 impl Rank {
     fn start(rank: usize, place: &str, token: &Token, prefer: Prefer, temp: &Path) -> Rank {
-        let child = Command::new(std::env::current_exe().unwrap())
+        Rank(
+            Rank::command(rank, place, token, prefer, temp)
+                .spawn()
+                .unwrap(),
+        )
+    }
+
+    fn command(rank: usize, place: &str, token: &Token, prefer: Prefer, temp: &Path) -> Command {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
             .args([
                 "--exact",
                 "transport::form::tests::processes::child",
@@ -32,10 +42,8 @@ impl Rank {
             .env(PREFER, prefer.name())
             .env("TMPDIR", temp)
             .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .spawn()
-            .unwrap();
-        Rank(child)
+            .stdout(Stdio::null());
+        command
     }
 
     /// SIGKILL: nothing in the process gets a chance to say goodbye.
@@ -175,4 +183,39 @@ fn a_killed_process_is_named_at_once_over_shm() {
 #[test]
 fn a_killed_process_is_named_at_once_over_tcp() {
     kill_one(Prefer::Tcp, TransportKind::Tcp);
+}
+
+/// Ranks 1 and 2 wait on one host: one of them says so, the other is silent.
+#[test]
+fn a_rank_that_starts_late_is_named_while_the_group_forms() {
+    let token = Token::generate().unwrap();
+    let server = TcpServer::bind("127.0.0.1:0".parse().unwrap(), token.clone()).unwrap();
+    let place = server.local_addr().to_string();
+    let temp = tempfile::tempdir().unwrap();
+    let (tell, told) = channel();
+    let mut ranks = Vec::new();
+    for rank in [1, 2] {
+        let mut command = Rank::command(rank, &place, &token, Prefer::Auto, temp.path());
+        let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
+        let lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        ranks.push(Rank(child));
+        let tell = tell.clone();
+        std::thread::spawn(move || {
+            for line in lines.map_while(|line| line.ok()) {
+                if line.starts_with("waiting ") && tell.send((rank, line)).is_err() {
+                    return;
+                }
+            }
+        });
+    }
+    // At first a rank may wait for both others.
+    let expected = format!(" s for rank 0 of 3 to arrive (the store at {place}); deadline in ");
+    let mut said = 0;
+    while said < 2 {
+        let (rank, line) = told.recv_timeout(PATIENCE).unwrap();
+        if line.contains(&expected) {
+            assert_eq!(rank, 1, "{line}");
+            said += 1;
+        }
+    }
 }
