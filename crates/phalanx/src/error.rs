@@ -7,6 +7,8 @@ use std::error::Error as StdError;
 use std::fmt;
 use std::io::Write;
 
+use rustix::process::{Resource, getrlimit};
+
 /// A result whose error is for the person who typed the command.
 pub(crate) type Result<T> = std::result::Result<T, Error>;
 
@@ -154,27 +156,40 @@ impl Error {
                 text.push('\n');
             }
         }
-        if let Some(flag) = self.limit() {
-            text.push_str(&format!(
-                "  try     a higher limit: `ulimit {flag}` shows it; `ulimit {flag} N` in this shell, or LimitNOFILE= and TasksMax= of its service\n"
-            ));
+        if let Some(way_out) = self.limit() {
+            text.push_str(&format!("  try     {way_out}\n"));
         }
         text
     }
 
-    /// The flag of `ulimit` for the limit that was met.
-    fn limit(&self) -> Option<&'static str> {
+    /// The way out of a limit of the system that was met.
+    fn limit(&self) -> Option<String> {
         let mut line = self.chain();
         if self.notes.iter().any(|(_, text)| text.contains("ulimit")) {
             return None;
         }
         self.notes.iter().for_each(|(_, text)| line.push_str(text));
-        // As the system names EMFILE, and EAGAIN where there is to be one more process or thread.
-        if line.contains("Too many open files (os error 24)") {
-            return Some("-n");
+        let has = |words: &str| line.contains(words);
+        // As the system names ENOMEM, and what the standard library does without memory.
+        if ["(os error 12)", "memory allocation of ", "by SIGABRT"]
+            .iter()
+            .any(|words| has(words))
+        {
+            let bytes = getrlimit(Resource::As).current?;
+            return Some(format!(
+                "a higher limit: `ulimit -v` allows each process {:.1} GiB of address space; `ulimit -v unlimited` in this shell, or LimitAS= of its service",
+                bytes as f64 / (1u64 << 30) as f64
+            ));
         }
-        let eagain = line.contains("Resource temporarily unavailable (os error 11)");
-        (eagain && line.contains("start")).then_some("-u")
+        // As it names EMFILE, and EAGAIN where there is to be one more process or thread.
+        let flag = match has("Too many open files (os error 24)") {
+            true => "-n",
+            false if has("Resource temporarily unavailable (os error 11)") && has("start") => "-u",
+            false => return None,
+        };
+        Some(format!(
+            "a higher limit: `ulimit {flag}` shows it; `ulimit {flag} N` in this shell, or LimitNOFILE= and TasksMax= of its service"
+        ))
     }
 
     /// Prints to stderr what was not told yet; a closed stderr is no second error.
@@ -226,6 +241,14 @@ mod tests {
         assert!(start().caused_by(of(24)).render().contains("`ulimit -n`"));
         assert!(start().caused_by(of(11)).render().contains("`ulimit -u`"));
         assert!(!start().caused_by(of(2)).render().contains("ulimit"));
+        // Named only where there is one.
+        let is_limited = getrlimit(Resource::As).current.is_some();
+        for error in [
+            start().caused_by(of(12)),
+            Error::new(ErrorKind::PeerLost, "rank 0 was killed by SIGABRT"),
+        ] {
+            assert_eq!(error.render().contains("`ulimit -v`"), is_limited);
+        }
         let other = Error::new(ErrorKind::System, "cannot read x").caused_by(of(11));
         assert!(!other.render().contains("ulimit"));
     }

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `RANK` is set (under a launcher) | is that rank |
 //! | `--transport thread` | runs all ranks as threads |
-//! | `--nproc-per-node 1` | is the only rank |
+//! | `--nproc-per-node 1` | is the only rank, unless its address space is limited |
 //! | otherwise | starts itself once per rank and supervises |
 
 use std::ffi::OsString;
@@ -16,6 +16,7 @@ use phalanx_comm::{
     Algorithm, GroupOptions, InitOptions, MAX_LOCAL_RANKS, ProcessGroup, Transport,
 };
 use phalanx_wire::Token;
+use rustix::process::{Resource, getrlimit};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::launch::{self, Asking, LocalRun, Prefix, RankPlace};
@@ -364,7 +365,9 @@ pub fn run(
     }
     let here = args.ranks_to_start()?;
     check_count("--nproc-per-node", here, MAX_LOCAL_RANKS)?;
-    if args.transport == TransportArg::Thread || here == 1 {
+    // Somebody must be left to say why a rank ended that got no memory.
+    let is_limited = getrlimit(Resource::As).current.is_some();
+    if args.transport == TransportArg::Thread || here == 1 && !is_limited {
         as_threads(args, here, speakers, started, rank)
     } else {
         let own = std::env::args_os().skip(1);

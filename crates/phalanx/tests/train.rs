@@ -1533,6 +1533,26 @@ fn ranks_that_mpirun_starts_on_one_host_need_no_token() {
 }
 
 #[test]
+fn a_limit_of_the_address_space_is_named() {
+    let dir = folder();
+    let small =
+        "ulimit -v 200000; exec \"$0\" train mnist --synthetic-samples 640 --nproc-per-node \"$1\"";
+    for ranks in ["1", "2"] {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", small, env!("CARGO_BIN_EXE_phalanx"), ranks]);
+        shell.current_dir(dir.path());
+        shell.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let output = finish(&mut shell);
+        let err = text(&output.stderr);
+        assert!(!output.status.success(), "{err}");
+        assert!(
+            err.contains("`ulimit -v` allows each process 0.2 GiB"),
+            "{err}"
+        );
+    }
+}
+
+#[test]
 fn the_host_of_rank_0_is_never_guessed() {
     let dir = folder();
     let (code, _, err) = ended(as_mpirun(1, 1, dir.path()).spawn().expect("phalanx starts"));

@@ -105,7 +105,18 @@ impl Arenas {
 
 /// The size to try first; `None` when no arena is wanted.
 fn first_size(seats: usize, requested: Option<usize>) -> Option<usize> {
-    let most = ARENA_MAX_BYTES.min(TOTAL_MAX_BYTES / seats.max(1));
+    let limit = getrlimit(Resource::As).current.unwrap_or(u64::MAX);
+    size_within(limit, seats, requested)
+}
+
+/// The same in a process that may have `limit` bytes of address space (`ulimit -v`): arenas
+/// take a quarter at most, as all else needs some.
+fn size_within(limit: u64, seats: usize, requested: Option<usize>) -> Option<usize> {
+    let share = usize::try_from(limit / 4).unwrap_or(usize::MAX);
+    let most = ARENA_MAX_BYTES.min(TOTAL_MAX_BYTES.min(share) / seats.max(1));
+    if requested.is_none() && most < ARENA_MIN_BYTES {
+        return None;
+    }
     let bytes = match requested {
         Some(0) => return None,
         Some(bytes) => bytes.min(most),
@@ -123,6 +134,14 @@ fn smaller(bytes: usize) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn arenas_leave_address_space_for_all_else() {
+        assert_eq!(size_within(u64::MAX, 2, None), Some(ARENA_MAX_BYTES));
+        assert_eq!(size_within(2 << 30, 2, None), Some(256 << 20));
+        assert_eq!(size_within(2 << 30, 2, Some(1 << 30)), Some(256 << 20));
+        assert_eq!(size_within(256 << 20, 2, None), None);
+    }
 
     #[test]
     fn ranges_outside_an_arena_have_no_address() {

@@ -537,8 +537,10 @@ impl Job<'_> {
         if let Some(text) = flight::last_known(&watch.ranks, rank, end, watch.halted()) {
             notes.push((report::WHILE.to_owned(), text));
         }
-        let killed = matches!(end, End::Signal(9));
-        if let Some(hint) = self.oom.hint(self.plan.local_ranks).filter(|_| killed) {
+        // Itself, or what a shell that it is has started.
+        let killed = matches!(end, End::Signal(9) | End::Code(137));
+        let hint = || self.oom.hint(rank.pid, self.plan.local_ranks);
+        if let Some(hint) = killed.then(hint).flatten() {
             notes.push(("perhaps".to_owned(), hint));
         }
         let error_json = rank.error_json();

@@ -3,58 +3,119 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The count of kills before the ranks started.
+use rustix::process::Pid;
+
+/// What is said of a rank that was killed where the kernel shows no counts.
+const UNKNOWN: &str =
+    "nobody says who sent it; often it is the kernel's out-of-memory killer, and dmesg tells";
+
+/// The counts of kills before the ranks started.
 pub(crate) struct OomWatch {
-    file: Option<PathBuf>,
-    before: u64,
+    /// That of our memory cgroup.
+    group: Option<(PathBuf, u64)>,
+    /// That of the host.
+    host: Host,
+}
+
+/// Where the kernel counts the kills on this host.
+struct Host {
+    file: &'static str,
+    before: Option<u64>,
 }
 
 impl OomWatch {
-    /// Finds our memory cgroup (version 2 or 1) and notes its count.
+    /// Notes the counts of the host and of our memory cgroup (version 2 or 1).
     pub(crate) fn start() -> Self {
-        let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-        let found = candidates(&groups)
-            .into_iter()
-            .find_map(|file| Some((kills(&fs::read_to_string(&file).ok()?)?, file)));
-        match found {
-            Some((before, file)) => OomWatch {
-                file: Some(file),
-                before,
-            },
-            None => OomWatch {
-                file: None,
-                before: 0,
+        let file = "/proc/vmstat";
+        OomWatch {
+            group: count_of(&read("/proc/self/cgroup")),
+            host: Host {
+                file,
+                before: kills(&read(file)),
             },
         }
     }
 
-    /// A sentence if the kernel has killed in our cgroup since.
-    pub(crate) fn hint(&self, ranks: usize) -> Option<String> {
-        let file = self.file.as_ref()?;
-        let now = kills(&fs::read_to_string(file).ok()?)?;
-        let more = now.checked_sub(self.before).filter(|more| *more > 0)?;
-        let limit = file
-            .parent()
-            .and_then(limit_bytes)
-            .map_or(String::new(), |bytes| {
-                let gib = bytes as f64 / (1u64 << 30) as f64;
-                let plural = if ranks == 1 { "" } else { "s" };
-                format!("; the limit is {gib:.1} GiB for {ranks} rank{plural} here")
+    /// A sentence about SIGKILL for the rank `pid`, one of `ranks` here, which has ended but
+    /// was not waited for; `None` when the kernel has killed nobody for its memory since.
+    pub(crate) fn hint(&self, pid: Pid, ranks: usize) -> Option<String> {
+        let theirs = count_of(&read(&format!("/proc/{}/cgroup", pid.as_raw_nonzero())));
+        let ours = self.group.as_ref();
+        if let Some((file, before)) = ours
+            && let Some(more) = risen(file, *before)
+        {
+            let plural = if ranks == 1 { "" } else { "s" };
+            let limit = limit_above(file).map_or(String::new(), |bytes| {
+                format!(
+                    "; the limit is {} for {ranks} rank{plural} here",
+                    gib(bytes)
+                )
             });
-        Some(format!(
-            "the kernel's out-of-memory killer: the cgroup shows oom_kill {more}{limit}"
-        ))
+            return Some(format!(
+                "the kernel's out-of-memory killer: the cgroup shows oom_kill {more}{limit}"
+            ));
+        }
+        // The rank was put into a group of its own, whose count may be older than the rank. What
+        // has ended is in the root group by version 1, which has no limit.
+        let own = theirs.filter(|(file, _)| ours.is_none_or(|(other, _)| other != file));
+        let host = match self.host.before {
+            None => None,
+            Some(before) => Some(risen(self.host.file.as_ref(), before)?),
+        };
+        if let Some((file, count @ 1..)) = own
+            && let Some(bytes) = limit_above(&file)
+        {
+            return Some(format!(
+                "the kernel's out-of-memory killer: the rank's own cgroup {} shows oom_kill {count}; its limit is {}",
+                file.parent().unwrap_or(&file).display(),
+                gib(bytes)
+            ));
+        }
+        Some(match host {
+            None => UNKNOWN.to_owned(),
+            Some(more) => {
+                let plural = if more == 1 { "" } else { "es" };
+                format!(
+                    "the kernel's out-of-memory killer: it ended {more} process{plural} on this host meanwhile; dmesg names them, and the limit that they met"
+                )
+            }
+        })
     }
+}
+
+fn read(path: &str) -> String {
+    fs::read_to_string(path).unwrap_or_default()
+}
+
+/// The file with the count of kills of the memory cgroup in `groups`, as `/proc/PID/cgroup`
+/// has it, and the count.
+fn count_of(groups: &str) -> Option<(PathBuf, u64)> {
+    candidates(groups).into_iter().find_map(|file| {
+        let count = kills(&fs::read_to_string(&file).ok()?)?;
+        Some((file, count))
+    })
+}
+
+/// By how much the count in `file` has risen, if it has.
+fn risen(file: &Path, before: u64) -> Option<u64> {
+    let now = kills(&fs::read_to_string(file).ok()?)?;
+    now.checked_sub(before).filter(|more| *more > 0)
+}
+
+fn gib(bytes: u64) -> String {
+    format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64)
+}
+
+/// The least limit of the group that has `file`, and of those that it is in.
+fn limit_above(file: &Path) -> Option<u64> {
+    file.ancestors().skip(1).filter_map(limit_bytes).min()
 }
 
 /// The least limit of the memory cgroups that we know to be in.
 pub(crate) fn memory_limit() -> Option<u64> {
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let files = candidates(&groups);
-    files
-        .iter()
-        .filter_map(|file| limit_bytes(file.parent()?))
-        .min()
+    files.iter().filter_map(|file| limit_above(file)).min()
 }
 
 /// The files that may hold the count, best first, from `/proc/self/cgroup`.
@@ -131,20 +192,33 @@ mod tests {
     #[test]
     fn a_rise_of_the_count_is_told() {
         let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join("memory.events");
+        let file = dir.path().join("job/memory.events");
+        fs::create_dir(dir.path().join("job")).unwrap();
         fs::write(&file, "oom_kill 4\n").unwrap();
-        let watch = OomWatch {
-            file: Some(file.clone()),
-            before: 4,
+        let mut watch = OomWatch {
+            group: Some((file.clone(), 4)),
+            host: Host {
+                file: "/proc/vmstat",
+                before: kills(&read("/proc/vmstat")),
+            },
         };
-        assert_eq!(watch.hint(2), None);
+        let me = rustix::process::getpid();
+        let hint = |watch: &OomWatch, ranks| watch.hint(me, ranks);
+        // The kernel shows the host's count since 4.13; in these tests it kills nobody.
+        if watch.host.before.is_some() {
+            assert_eq!(hint(&watch, 2), None);
+        }
+        watch.host.before = None;
+        assert_eq!(hint(&watch, 2).as_deref(), Some(UNKNOWN));
         fs::write(&file, "oom_kill 5\n").unwrap();
+        fs::write(dir.path().join("job/memory.max"), "max\n").unwrap();
+        // That of the group above holds, too.
         fs::write(dir.path().join("memory.max"), "4294967296\n").unwrap();
         assert_eq!(
-            watch.hint(3).unwrap(),
+            hint(&watch, 3).unwrap(),
             "the kernel's out-of-memory killer: the cgroup shows oom_kill 1; the limit is 4.0 GiB for 3 ranks here"
         );
         fs::write(dir.path().join("memory.max"), "max\n").unwrap();
-        assert!(watch.hint(3).unwrap().ends_with("oom_kill 1"));
+        assert!(hint(&watch, 3).unwrap().ends_with("oom_kill 1"));
     }
 }
