@@ -7,6 +7,8 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
+use rustix::process::{Resource, getrlimit};
+
 use super::region::{HUGE_BYTES, Region};
 use super::shm;
 

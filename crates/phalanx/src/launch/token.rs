@@ -1,7 +1,7 @@
 //! The job token: minted, read from a private file, handed to the ranks.
 //!
-//! It travels neither on a command line nor in a variable: it is in a sealed
-//! memory file of the launcher, which `PHALANX_TOKEN_FILE` names.
+//! It travels neither on a command line nor in a variable: it is in a file of the
+//! launcher's without a name, which `PHALANX_TOKEN_FILE` names by `/proc/PID/fd`.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;

@@ -25,7 +25,7 @@ pub(crate) use port::PortForRanks;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::Sender;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -46,8 +46,11 @@ pub(crate) const ABORT_KEY: &str = "launch/abort";
 
 /// How often blocking steps look up for a Ctrl-C.
 const SLICE: Duration = Duration::from_millis(200);
-/// The same for connecting, which may need several round trips.
-const CONNECT_SLICE: Duration = Duration::from_secs(1);
+/// How much longer than its deadline connecting may take: looking a name up has none.
+const LOOKUP_LIMIT: Duration = Duration::from_secs(1);
+/// Threads of a launcher that ask the store at once: the one that beats, and the
+/// main one.
+const ASKING_THREADS: usize = 2;
 /// How long node 0 keeps the store, from the moment on when all is decided,
 /// so that every launcher can read the end of the story there.
 const LEAVE_LIMIT: Duration = Duration::from_secs(1);
@@ -60,6 +63,10 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// How long one waits in silence.
 const QUIET: Duration = Duration::from_secs(5);
+/// How long one waits before it is said what may be wrong.
+const EXPLAIN: Duration = Duration::from_secs(10);
+/// Most kinds of refused connections that are named at a time.
+const REFUSED_SHOWN: usize = 3;
 
 /// The nodes of the job, after all have joined.
 pub(crate) struct Nodes {
@@ -94,8 +101,10 @@ pub(crate) fn join(
     // Until all are here the meeting's deadline holds for every question.
     let left = deadline.saturating_duration_since(Instant::now());
     store.set_answer_limit(left.clamp(LAST_WORDS, ANSWER_LIMIT));
+    // Without them a request opens one.
+    let _ = store.reserve(ASKING_THREADS);
     // Before the card, with which the others begin to count on us.
-    let will = match me {
+    let mut will = match me {
         // Its store would die with it.
         0 => None,
         _ => store
@@ -105,7 +114,11 @@ pub(crate) fn join(
     let mine = encode(&card)?;
     let stored = store
         .compare_set(&node_key(me), None, &mine)
-        .map_err(lost_store)?;
+        .map_err(|error| {
+            // The card may be there: only the answer was lost.
+            will.take().into_iter().for_each(Will::execute);
+            lost_store(error)
+        })?;
     if stored != mine {
         drop(will); // nobody waits for this launcher
         let other = decode::<Card>(&stored);
@@ -115,7 +128,7 @@ pub(crate) fn join(
         return Err(Error::usage(format!("there is a node {me} already: {who}"))
             .note("fix", "give every launcher its own --node-rank"));
     }
-    let nodes = Nodes {
+    let mut nodes = Nodes {
         store: Arc::new(store),
         server: place.server.take(),
         me,
@@ -128,7 +141,8 @@ pub(crate) fn join(
     match nodes.gather(total, &card, started, deadline, &mut interrupted) {
         Ok(cards) => {
             nodes.store.set_answer_limit(ANSWER_LIMIT);
-            Ok(Nodes { cards, ..nodes })
+            nodes.cards = cards;
+            Ok(nodes)
         }
         Err(error) => {
             let verdict = Verdict {
@@ -146,6 +160,14 @@ pub(crate) fn join(
     }
 }
 
+impl Drop for Nodes {
+    /// This launcher ends without a guard. Where it could not publish why, its will is all that the others hear.
+    fn drop(&mut self) {
+        let will = self.will.get_mut().unwrap_or_else(PoisonError::into_inner);
+        will.take().into_iter().for_each(Will::execute);
+    }
+}
+
 fn connect(
     dial: &str,
     token: &Token,
@@ -153,49 +175,80 @@ fn connect(
     deadline: Instant,
     interrupted: &mut impl FnMut() -> Option<Error>,
 ) -> Result<TcpStore> {
-    let mut spoken = false;
-    loop {
-        let slice = CONNECT_SLICE.min(deadline.saturating_duration_since(Instant::now()));
-        let error =
-            match TcpStore::connect(dial, token.clone(), slice.max(Duration::from_millis(20))) {
-                Ok(store) => return Ok(store),
-                Err(error) => error,
-            };
-        match error.kind() {
-            StoreKind::TokenMismatch => {
-                return Err(Error::usage(format!(
-                    "the launcher at {dial} belongs to another job: its token is not ours"
-                ))
-                .note("fix", "give all launchers of the job the same --token-file"));
-            }
-            StoreKind::Stranger | StoreKind::Rejected(_) | StoreKind::Usage => {
-                return Err(Error::usage(format!("no launcher to join at {dial}")).caused_by(error));
-            }
-            // Nobody listens, the name is not known yet, the handshake was
-            // cut off: node 0 may just be starting.
-            _ => {}
+    // One attempt until the deadline, which cannot be interrupted, hence a thread: who
+    // leaves the queue of a busy server goes to its end.
+    let (tell, told) = channel();
+    let last = Arc::new(Mutex::new(None));
+    let failure = last.clone();
+    let (to, token) = (dial.to_owned(), token.clone());
+    thread::Builder::new()
+        .name("connect".into())
+        .spawn(move || {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let left = left.max(Duration::from_millis(20));
+            let store = TcpStore::connect_telling(&to, token, left, |error| {
+                *failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
+            });
+            // Nobody listens after an interrupt.
+            let _ = tell.send(store);
+        })
+        .map_err(|error| Error::new(ErrorKind::System, "cannot start a thread").caused_by(error))?;
+    let last = || last.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let (mut spoken, mut explained) = (false, false);
+    let error = loop {
+        match told.recv_timeout(SLICE) {
+            Ok(Ok(store)) => return Ok(store),
+            Ok(Err(error)) => break Some(error),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => break None,
         }
         if let Some(error) = interrupted() {
             return Err(error);
         }
-        if Instant::now() >= deadline {
-            let waited = started.elapsed().as_secs_f64();
-            return Err(Error::new(
-                ErrorKind::Timeout,
-                format!("no launcher of node 0 answered at {dial} within {waited:.1} s"),
-            )
-            .caused_by(error)
-            .note("fix", "start node 0, check --master-addr and --master-port and that the way there is open"));
+        if Instant::now() >= deadline + LOOKUP_LIMIT {
+            break None;
+        }
+        if !explained && started.elapsed() > EXPLAIN {
+            (spoken, explained) = (true, true);
+            let why = last().unwrap_or_else(|| "it does not answer".to_owned());
+            say::note(format_args!(
+                "waiting for the launcher of node 0 at {dial}: {why}"
+            ));
         }
         if !spoken && started.elapsed() > QUIET {
             spoken = true;
             say::note(format_args!("waiting for the launcher of node 0 at {dial}"));
         }
-        // Refusals come at once; do not hammer.
-        thread::sleep(
-            Duration::from_millis(50).min(deadline.saturating_duration_since(Instant::now())),
-        );
+    };
+    match error.as_ref().map(phalanx_store::Error::kind) {
+        Some(StoreKind::TokenMismatch) => {
+            return Err(Error::usage(format!(
+                "the launcher at {dial} belongs to another job: its token is not ours"
+            ))
+            .note("fix", "give all launchers of the job the same --token-file"));
+        }
+        Some(StoreKind::Rejected(_) | StoreKind::Usage) => {
+            let ours = Error::usage(format!("no launcher to join at {dial}"));
+            return Err(match error {
+                Some(error) => ours.caused_by(error),
+                None => ours,
+            });
+        }
+        _ => {}
     }
+    let waited = started.elapsed().as_secs_f64();
+    let ours = Error::new(
+        ErrorKind::Timeout,
+        format!("no launcher of node 0 answered at {dial} within {waited:.1} s"),
+    );
+    let ours = match error {
+        Some(error) => ours.caused_by(error),
+        None => ours.note("last", last().unwrap_or_else(|| "no answer".to_owned())),
+    };
+    Err(ours.note(
+        "fix",
+        "start node 0, check --master-addr and --master-port and that the way there is open",
+    ))
 }
 
 impl Nodes {
@@ -211,7 +264,7 @@ impl Nodes {
         let keys: Vec<String> = (0..total).map(node_key).collect();
         let mut missing: Vec<String> = keys.clone();
         let mut seen: HashMap<String, Card> = HashMap::new();
-        let mut spoken = false;
+        let (mut spoken, mut explained) = (false, false);
         loop {
             let wanted: Vec<&str> = missing.iter().map(String::as_str).collect();
             let left = match self.store.wait(&wanted, SLICE) {
@@ -252,13 +305,27 @@ impl Nodes {
             let absent = absent.join(", ");
             if Instant::now() >= deadline {
                 let waited = started.elapsed().as_secs_f64();
-                return Err(Error::new(
+                let mut error = Error::new(
                     ErrorKind::Timeout,
                     format!("node {absent} of {total} did not come within {waited:.1} s"),
-                )
-                .note(
+                );
+                for refused in self.refused() {
+                    error = error.note("perhaps", refused);
+                }
+                return Err(error.note(
                     "fix",
                     "start a launcher there, or wait longer with --rdzv-timeout S",
+                ));
+            }
+            if !explained && self.server.is_some() && started.elapsed() > EXPLAIN {
+                (spoken, explained) = (true, true);
+                let why = match &self.refused()[..] {
+                    [] => format!("it has not connected to {}", self.store.addr()),
+                    refused => refused.join("; "),
+                };
+                say::note(format_args!(
+                    "waiting for node {absent} of {total}: {why}; all launchers need the same \
+                     --master-addr, --master-port and --token-file"
                 ));
             }
             if !spoken && started.elapsed() > QUIET {
@@ -272,6 +339,14 @@ impl Nodes {
                     .ok_or_else(|| Error::new(ErrorKind::System, format!("{key} vanished")))
             })
             .collect()
+    }
+
+    /// The connections that our store refused.
+    fn refused(&self) -> Vec<String> {
+        let refused = self.server.as_ref().map(TcpServer::refused);
+        let refused = refused.unwrap_or_default();
+        let most = refused.iter().take(REFUSED_SHOWN);
+        most.map(ToString::to_string).collect()
     }
 
     /// Our guard has our verdict: from now on a broken connection to the store
@@ -398,11 +473,13 @@ impl Nodes {
         decode(&self.reachable(|store| store.try_get(ABORT_KEY))??)
     }
 
-    /// Says that all ranks here ended well.
-    pub(crate) fn done(&self) -> Result<()> {
-        self.store
-            .set(&format!("launch/done/{}", self.me), b"")
-            .map_err(lost_store)
+    /// Says that all ranks here ended well; false: the store has not answered.
+    pub(crate) fn done(&self) -> Result<bool> {
+        match self.store.set(&format!("launch/done/{}", self.me), b"") {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == StoreKind::NoAnswer => Ok(false),
+            Err(error) => Err(lost_store(error)),
+        }
     }
 
     fn everybody(&self) -> Vec<usize> {
