@@ -51,7 +51,7 @@ pub mod pth;
 pub mod sampler;
 pub mod state;
 pub mod synthetic;
-mod text;
+pub mod text;
 
 pub use dataset::Dataset;
 pub use error::{Error, ErrorKind, Result};

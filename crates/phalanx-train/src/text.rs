@@ -1,4 +1,6 @@
-//! Numbers as people read them.
+//! Text for people: numbers, and what others wrote.
+
+use std::borrow::Cow;
 
 /// 9000112 as `9,000,112`.
 pub(crate) fn grouped(n: u64) -> String {
@@ -13,9 +15,83 @@ pub(crate) fn grouped(n: u64) -> String {
     out
 }
 
+/// `text` as it can be shown on a terminal: control characters, and those that are invisible
+/// or change the direction of writing, become `\u{1b}`. Newlines and tabs stay, as does all else.
+///
+/// Names in files, and files' names, are not ours: shown as they are, they could move the
+/// cursor, or look like something else.
+pub fn visible(text: &str) -> Cow<'_, str> {
+    escaped(text, is_hidden, |c, out| out.extend(c.escape_unicode()))
+}
+
+/// As [`visible`], for a name within a line: newlines and tabs are escaped, too.
+pub fn one_line(text: &str) -> Cow<'_, str> {
+    let hidden = |c| is_hidden(c) || c == '\n' || c == '\t';
+    escaped(text, hidden, |c, out| out.extend(c.escape_default()))
+}
+
+/// As [`visible`], for JSON, whose meaning stays the same: `\u001b`.
+pub fn visible_json(text: &str) -> Cow<'_, str> {
+    escaped(text, is_hidden, |c, out| {
+        let units = &mut [0; 2];
+        for unit in c.encode_utf16(units) {
+            out.push_str(&format!("\\u{unit:04x}"));
+        }
+    })
+}
+
+fn escaped(
+    text: &str,
+    hidden: impl Fn(char) -> bool,
+    escape: impl Fn(char, &mut String),
+) -> Cow<'_, str> {
+    if !text.contains(&hidden) {
+        return text.into();
+    }
+    let mut out = String::with_capacity(text.len() + 16);
+    for c in text.chars() {
+        match hidden(c) {
+            true => escape(c, &mut out),
+            false => out.push(c),
+        }
+    }
+    out.into()
+}
+
+/// Control characters but newline and tab, and Unicode's format characters (category Cf) with
+/// the separators of lines and paragraphs.
+fn is_hidden(c: char) -> bool {
+    matches!(c,
+        '\0'..='\u{8}' | '\u{b}'..='\u{1f}' | '\u{7f}'..='\u{9f}'
+        | '\u{ad}' | '\u{600}'..='\u{605}' | '\u{61c}' | '\u{6dd}' | '\u{70f}' | '\u{180e}'
+        | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}'
+        | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
+}
+
 #[cfg(test)]
 mod tests {
-    use super::grouped;
+    use super::*;
+
+    #[test]
+    fn what_could_steer_a_terminal_is_shown_and_not_done() {
+        let same = "Größe é e\u{301} × … 重み שלום 👍🏽\n  a\tb \\ \"";
+        assert!(matches!(visible(same), Cow::Borrowed(text) if text == same));
+        for (text, shown) in [
+            ("a\x1b[2Jb", "a\\u{1b}[2Jb"),
+            ("\x07\r\0\x7f", "\\u{7}\\u{d}\\u{0}\\u{7f}"),
+            ("\u{9b}31m", "\\u{9b}31m"),
+            ("gpj.\u{202e}exe\u{2066}", "gpj.\\u{202e}exe\\u{2066}"),
+            ("\u{200b}\u{feff}\u{e0041}", "\\u{200b}\\u{feff}\\u{e0041}"),
+        ] {
+            assert_eq!(visible(text), shown);
+            assert_eq!(visible(shown), shown);
+            let json = serde_json::to_string(text).unwrap();
+            let safe = visible_json(&json);
+            assert!(!safe.contains(is_hidden), "{safe}");
+            assert_eq!(serde_json::from_str::<String>(&safe).unwrap(), text);
+        }
+        assert_eq!(one_line("a\nerror: b"), "a\\nerror: b");
+    }
 
     #[test]
     fn thousands_are_separated() {

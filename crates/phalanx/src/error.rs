@@ -7,6 +7,7 @@ use std::error::Error as StdError;
 use std::fmt;
 use std::io::Write;
 
+use phalanx_train::text::visible;
 use rustix::process::{Resource, getrlimit};
 
 /// A result whose error is for the person who typed the command.
@@ -197,7 +198,7 @@ impl Error {
         if self.told {
             return;
         }
-        let _ = std::io::stderr().write_all(self.render().as_bytes());
+        let _ = std::io::stderr().write_all(visible(&self.render()).as_bytes());
     }
 }
 

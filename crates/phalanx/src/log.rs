@@ -1,8 +1,9 @@
 //! What the libraries have to say (strangers turned away, fallbacks taken), on standard
 //! error.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 
+use phalanx_train::text::visible;
 use tracing_subscriber::filter::LevelFilter;
 
 use crate::launch;
@@ -19,13 +20,45 @@ pub(crate) fn start() {
     // Fails only when a subscriber is set already, which is then in charge.
     let _ = tracing_subscriber::fmt()
         .with_max_level(level)
-        .with_writer(std::io::stderr)
+        .with_writer(move || Visible { colour })
         .with_ansi(colour)
         .with_target(false)
         .without_time()
         // It would panic on a standard error that cannot be written.
         .log_internal_errors(false)
         .try_init();
+}
+
+/// Standard error, of which one line is written at a time. What remote programs and files say
+/// may be in it.
+struct Visible {
+    /// Escape sequences of colours are the subscriber's; it has escaped those of others.
+    colour: bool,
+}
+
+impl Write for Visible {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        let text = String::from_utf8_lossy(bytes);
+        let mut shown = String::with_capacity(text.len());
+        let mut rest = &*text;
+        if self.colour {
+            while let Some((before, code)) = rest.split_once("\x1b[")
+                && let Some((code, after)) = code.split_once('m')
+                && code.bytes().all(|b| b.is_ascii_digit() || b == b';')
+            {
+                shown.push_str(&visible(before));
+                shown.push_str(&format!("\x1b[{code}m"));
+                rest = after;
+            }
+        }
+        shown.push_str(&visible(rest));
+        std::io::stderr().write_all(shown.as_bytes())?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
 }
 
 /// Warns of a `PHALANX_LOG` that means nothing: once a job, not from ranks after the first

@@ -8,6 +8,7 @@ use phalanx_nn::{Params, Scope, Seed, Tape, Threads};
 use phalanx_train::checkpoint::{load_params, read_tensors, save_tensors};
 use phalanx_train::cifar10::{self, Scaling};
 use phalanx_train::metrics::argmax;
+use phalanx_train::text::visible_json;
 use phalanx_train::{Dataset, image, mnist, synthetic};
 use serde::Serialize;
 
@@ -216,7 +217,7 @@ pub fn run(args: &PredictArgs) -> Result<()> {
     };
     match &args.output {
         Some(path) => predictor.write(path)?,
-        None => predictor.all(&mut say::print_on)?,
+        None => predictor.all(&mut say::print_json)?,
     }
     predictor.sum_up();
     Ok(())
@@ -250,7 +251,7 @@ impl Predictor<'_> {
         let written = phalanx_train::files::atomic_write_with(path, |out| {
             let mut unwritten = None;
             let outcome = self.all(&mut |rows| {
-                unwritten = out.write_all(rows).err();
+                unwritten = out.write_all(visible_json(rows).as_bytes()).err();
                 Ok(unwritten.is_none())
             });
             match (outcome, unwritten) {
@@ -270,7 +271,7 @@ impl Predictor<'_> {
 
     /// Gives `take` the predictions, a JSON object a line, after each batch, until it
     /// wants no more.
-    fn all(&mut self, take: &mut dyn FnMut(&[u8]) -> Result<bool>) -> Result<()> {
+    fn all(&mut self, take: &mut dyn FnMut(&str) -> Result<bool>) -> Result<()> {
         let samples = self.samples();
         for first in (0..samples).step_by(self.args.batch_size) {
             let rows = self.batch(first, self.args.batch_size.min(samples - first))?;
@@ -282,7 +283,7 @@ impl Predictor<'_> {
     }
 
     /// The predictions of `batch` images from number `first` on.
-    fn batch(&mut self, first: usize, batch: usize) -> Result<Vec<u8>> {
+    fn batch(&mut self, first: usize, batch: usize) -> Result<String> {
         let [h, w, c] = self.known.image;
         let elems = h * w * c;
         let mut images = vec![0.0; batch * elems];
@@ -300,7 +301,7 @@ impl Predictor<'_> {
         }
         let scores = scores.to_vec();
         let classes = scores.len() / batch;
-        let mut text = Vec::new();
+        let mut text = String::new();
         self.seen += batch;
         for (i, (scores, truth)) in scores.chunks_exact(classes).zip(truths).enumerate() {
             let guess = argmax(scores).unwrap_or(0) as u32;
@@ -312,10 +313,11 @@ impl Predictor<'_> {
                 truth,
                 scores: scores.to_vec(),
             };
-            serde_json::to_writer(&mut text, &row).map_err(|e| {
+            let row = serde_json::to_string(&row).map_err(|e| {
                 Error::new(ErrorKind::Failed, "predictions are no JSON").caused_by(e)
             })?;
-            text.push(b'\n');
+            text.push_str(&row);
+            text.push('\n');
         }
         Ok(text)
     }

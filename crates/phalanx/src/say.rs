@@ -1,17 +1,24 @@
 //! What the program says on its two outputs. A standard error that cannot be written
 //! (closed, or a full disk behind it) never ends anything: whoever closed it does
 //! not want to read. `println!` and `eprintln!` would panic there.
+//!
+//! What others wrote (names of tensors, members of archives, files) may be part of a message:
+//! control characters of all messages are shown and not sent ([`visible`]). JSON goes through
+//! [`print_json`], where they stay what they mean. The output of programs under `phalanx
+//! launch` is theirs and passes as it is.
 
 use std::ffi::OsStr;
 use std::fmt::Display;
 use std::io::Write;
+
+use phalanx_train::text::{visible, visible_json};
 
 use crate::error::{Error, ErrorKind, Result};
 
 /// Writes `text` and a newline to standard error, at once, if that can be written.
 pub(crate) fn note(text: impl Display) {
     let line = format!("{text}\n");
-    let _ = std::io::stderr().write_all(line.as_bytes());
+    let _ = std::io::stderr().write_all(visible(&line).as_bytes());
 }
 
 /// Writes `block` to standard output at once.
@@ -20,11 +27,15 @@ pub(crate) fn note(text: impl Display) {
 ///
 /// Fails when standard output cannot be written. A closed pipe is success.
 pub(crate) fn print(block: &str) -> Result<()> {
-    print_on(block.as_bytes()).map(|_| ())
+    write(visible(block).as_bytes()).map(|_| ())
 }
 
-/// As [`print`]; gives whether somebody still reads.
-pub(crate) fn print_on(block: &[u8]) -> Result<bool> {
+/// As [`print`], of JSON; gives whether somebody still reads.
+pub(crate) fn print_json(block: &str) -> Result<bool> {
+    write(visible_json(block).as_bytes())
+}
+
+fn write(block: &[u8]) -> Result<bool> {
     let mut out = std::io::stdout().lock();
     match out.write_all(block).and_then(|()| out.flush()) {
         Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Ok(false),

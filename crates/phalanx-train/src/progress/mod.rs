@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
+use crate::text::visible;
 use meter::Meter;
 
 /// Between two lines where there is no terminal.
@@ -156,6 +157,7 @@ impl Progress {
     /// Prints a line to stderr, above the bar if there is one. Silent ranks
     /// print nothing.
     pub fn note(&mut self, line: &str) {
+        let line = &*visible(line);
         match &mut self.display {
             Display::Silent => {}
             Display::Bar => self.suspend(|| {

@@ -1,9 +1,11 @@
 //! How far a download has come: a bar on a terminal, lines elsewhere.
 
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::say;
 
 /// Between two lines where there is no terminal.
 const LINE_EVERY: Duration = Duration::from_secs(10);
@@ -74,7 +76,7 @@ impl Meter {
 
     fn line(&self, text: &str) {
         if !self.is_silent {
-            let _ = writeln!(std::io::stderr(), "{}: {text}", self.name);
+            say::note(format_args!("{}: {text}", self.name));
         }
     }
 }

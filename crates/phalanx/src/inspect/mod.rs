@@ -41,16 +41,14 @@ pub(crate) fn run(args: &InspectArgs) -> Result<()> {
     let found = find::read(&args.paths)?;
     let mut story = analysis::tell(&found.dumps);
     story.notes.extend(found.notes);
-    let text = if args.json {
+    if args.json {
         let mut text = serde_json::to_string_pretty(&story).map_err(|e| {
             Error::new(ErrorKind::System, "the findings cannot be written").caused_by(e)
         })?;
         text.push('\n');
-        text
-    } else {
-        render(&story, &found.dumps)
-    };
-    say::print(&text)
+        return say::print_json(&text).map(|_| ());
+    }
+    say::print(&render(&story, &found.dumps))
 }
 
 fn render(story: &Story, dumps: &[Dump]) -> String {
