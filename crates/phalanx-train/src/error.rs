@@ -67,6 +67,18 @@ impl Error {
         Self::new(ErrorKind::Internal, message)
     }
 
+    /// What was to be read at `path` cannot be opened; `what` it should be: `checkpoint`.
+    pub(crate) fn not_opened(what: &str, path: &Path, source: io::Error) -> Self {
+        let shown = path.display();
+        let message = match source.kind() {
+            io::ErrorKind::NotFound => format!("no {what} {shown}"),
+            // As `open_regular` says it.
+            io::ErrorKind::InvalidInput => format!("cannot read {shown}: {source}"),
+            _ => return Self::io("cannot read", path, source),
+        };
+        Self::usage(message).with_source(source)
+    }
+
     /// A system call on `path` failed; `action` reads like "cannot write".
     pub(crate) fn io(action: &str, path: &Path, source: io::Error) -> Self {
         let full = match source.kind() {

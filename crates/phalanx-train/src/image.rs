@@ -1,9 +1,9 @@
 //! Single images in files: PNG, and netpbm's binary PGM and PPM.
 
-use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
+use crate::files::open_regular;
 use crate::{Error, ErrorKind, Result};
 
 /// Bytes of a netpbm header, comments included.
@@ -18,12 +18,7 @@ const MAX_HEADER_BYTES: usize = 4096;
 /// `Usage` when there is no such file; `Io` when it cannot be read; `Data`,
 /// naming the file and what was expected, when it is of another kind or size, or damaged.
 pub fn read(path: &Path, shape: [usize; 3]) -> Result<Vec<u8>> {
-    let file = File::open(path).map_err(|source| match source.kind() {
-        std::io::ErrorKind::NotFound => {
-            Error::usage(format!("no image {}", path.display())).with_source(source)
-        }
-        _ => Error::io("cannot read", path, source),
-    })?;
+    let file = open_regular(path).map_err(|source| Error::not_opened("image", path, source))?;
     let mut start = Vec::new();
     let mut file = BufReader::new(file);
     (&mut file)

@@ -1,12 +1,17 @@
 //! Weights to safetensors and back; files that lie are refused by name.
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File};
+use std::io::{Seek, SeekFrom, Write};
+use std::os::unix::fs::symlink;
 use std::path::PathBuf;
+use std::process::Command;
 
 use phalanx_nn::{Init, Layout, Params, Scope, Seed};
-use phalanx_train::ErrorKind;
-use phalanx_train::checkpoint::{load_params, save_params, weights_sha256};
+use phalanx_train::checkpoint::{load_params, read_tensors, save_params, weights_sha256};
+use phalanx_train::pth::{DType, Saved, write_state_dict};
+use phalanx_train::state::State;
+use phalanx_train::{ErrorKind, process};
 use safetensors::SafeTensors;
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
@@ -160,7 +165,7 @@ fn a_file_cut_anywhere_is_refused() {
 fn files_of_another_kind_are_refused() {
     let text = refused(b"\x89PNG\r\n\x1a\n and so on");
     assert!(text.contains("at byte 0 it promises a header of"), "{text}");
-    assert!(text.contains("expected at most 100000000"), "{text}");
+    assert!(text.contains("expected at most 16777216"), "{text}");
     refused(&[0xff; 64]);
     refused(b"{}");
     let text = refused(b"\x07\0\0\0\0\0\0\0{\"a\": x");
@@ -223,4 +228,128 @@ fn a_missing_file_is_the_users_mistake() {
     let error = load_params(&dir.path().join("absent"), &mut model(1)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Usage);
     assert!(error.to_string().starts_with("no checkpoint "), "{error}");
+}
+
+/// A file's header.
+fn header(text: &str) -> Vec<u8> {
+    [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
+}
+
+#[test]
+fn what_may_have_no_end_or_never_begin_is_not_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let manifest = "step-000000001.json";
+    for name in ["a.safetensors", "b.pth", manifest] {
+        symlink("/dev/zero", at(name)).unwrap();
+        let said = load_params(&at(name), &mut model(1)).unwrap_err();
+        assert_eq!(said.kind(), ErrorKind::Usage);
+        let why = "it is a device, expected a regular file";
+        assert!(
+            said.to_string().ends_with(&format!("{name}: {why}")),
+            "{said}"
+        );
+        fs::remove_file(at(name)).unwrap();
+        // Nobody writes into it: opening it would wait for ever.
+        assert!(
+            Command::new("mkfifo")
+                .arg(at(name))
+                .status()
+                .unwrap()
+                .success()
+        );
+        for said in [
+            load_params(&at(name), &mut model(1)).unwrap_err(),
+            read_tensors(&at(name)).unwrap_err(),
+            State::load(&at(name)).unwrap_err(),
+        ] {
+            assert!(
+                said.to_string()
+                    .ends_with(": it is a named pipe, expected a regular file"),
+                "{said}"
+            );
+        }
+    }
+}
+
+#[test]
+fn shapes_are_compared_before_numbers_are_read() {
+    const LARGE: u64 = 3 << 30;
+    let dir = tempfile::tempdir().unwrap();
+    let names = ["conv.bias", "conv.weight", "fc.weight", "norm.running_mean"];
+    let sparse = dir.path().join("sparse.safetensors");
+    let each = LARGE / names.len() as u64;
+    let tensors: Vec<String> = (0..)
+        .zip(names)
+        .map(|(i, name)| {
+            format!(
+                r#""{name}":{{"dtype":"F32","shape":[{}],"data_offsets":[{},{}]}}"#,
+                each / 4,
+                i * each,
+                (i + 1) * each
+            )
+        })
+        .collect();
+    let start = header(&format!("{{{}}}", tensors.join(",")));
+    let mut file = File::create(&sparse).unwrap();
+    file.write_all(&start).unwrap();
+    file.set_len(start.len() as u64 + LARGE).unwrap();
+    // A PyTorch file of such tensors, whose zeros are holes.
+    let pth = dir.path().join("sparse.pth");
+    let saved = |name: &&str| Saved {
+        name: (*name).to_owned(),
+        dtype: DType::F32,
+        shape: vec![each as usize / 16],
+        bytes: vec![0; each as usize / 4],
+    };
+    let all: Vec<Saved> = names.iter().map(saved).collect();
+    write_state_dict(&mut Sparse(File::create(&pth).unwrap()), "x", &all).unwrap();
+    drop(all);
+    for path in [sparse, pth] {
+        let before = process::peak_rss_bytes().unwrap();
+        let said = load_params(&path, &mut model(1)).unwrap_err().to_string();
+        assert!(
+            said.contains("conv.bias is ") && said.contains("the model has F32 of shape"),
+            "{said}"
+        );
+        let more = process::peak_rss_bytes().unwrap() - before;
+        // Other tests run beside this one.
+        assert!(more < 512 << 20, "{more} bytes");
+    }
+}
+
+/// Zeros become holes.
+struct Sparse(File);
+
+impl Write for Sparse {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        if bytes.len() < 4096 || bytes.iter().any(|b| *b != 0) {
+            return self.0.write(bytes);
+        }
+        self.0.seek(SeekFrom::Current(bytes.len() as i64))?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.0.flush()
+    }
+}
+
+#[test]
+fn names_are_there_once_and_not_without_end() {
+    let entry =
+        |name: &str| format!(r#""{name}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}"#);
+    let twice = header(&format!("{{{},{}}}", entry("a\\u001b"), entry("a\\u001b")));
+    let said = refused(&twice);
+    assert!(said.contains(r#""a\u{1b}" is there twice"#), "{said}");
+    let many: Vec<String> = (0..200_000).map(|n| entry(&n.to_string())).collect();
+    let many = header(&format!("{{{}}}", many.join(",")));
+    let before = process::peak_rss_bytes().unwrap();
+    let said = refused(&many);
+    assert!(
+        said.contains("at most 65536 tensors are read, and it has more"),
+        "{said}"
+    );
+    let more = process::peak_rss_bytes().unwrap() - before;
+    assert!(more < 256 << 20, "{more} bytes");
 }

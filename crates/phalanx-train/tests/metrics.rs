@@ -4,9 +4,9 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-use phalanx_train::files::{atomic_write, atomic_write_with};
+use phalanx_train::ErrorKind;
+use phalanx_train::files::{Dir, atomic_write, atomic_write_with};
 use phalanx_train::metrics::{Confusion, Mean, MetricsLog, accuracy, argmax, write_summary};
-use phalanx_train::{ErrorKind, files};
 use serde_json::{Value, json};
 
 #[test]
@@ -77,6 +77,12 @@ fn confusion_tells_who_is_taken_for_whom() {
     assert_eq!(confusion.accuracy(), Some(0.75));
 }
 
+const METRICS: &str = "metrics.jsonl";
+
+fn open(dir: &tempfile::TempDir) -> Dir {
+    Dir::open(dir.path()).unwrap()
+}
+
 fn lines(path: &Path) -> Vec<Value> {
     let text = fs::read_to_string(path).unwrap();
     assert!(text.is_empty() || text.ends_with('\n'));
@@ -89,7 +95,7 @@ fn lines(path: &Path) -> Vec<Value> {
 fn every_line_is_in_the_file_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("metrics.jsonl");
-    let mut log = MetricsLog::create(&path, 1).unwrap();
+    let mut log = MetricsLog::create(&open(&dir), METRICS, 1).unwrap();
     for step in 0..3 {
         log.step(step, &json!({"step": step, "loss": 0.5})).unwrap();
         assert_eq!(lines(&path).len(), step as usize + 1);
@@ -105,14 +111,14 @@ fn every_line_is_in_the_file_at_once() {
 fn some_steps_may_be_left_out_events_never() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("metrics.jsonl");
-    let mut log = MetricsLog::create(&path, 50).unwrap();
+    let mut log = MetricsLog::create(&open(&dir), METRICS, 50).unwrap();
     for step in 0..120 {
         log.step(step, &json!({ "step": step })).unwrap();
     }
     log.event(&json!({ "done": true })).unwrap();
     let steps: Vec<_> = lines(&path).iter().map(|l| l["step"].as_u64()).collect();
     assert_eq!(steps, [Some(0), Some(50), Some(100), None]);
-    assert!(MetricsLog::create(&path, 0).is_err());
+    assert!(MetricsLog::create(&open(&dir), METRICS, 0).is_err());
 }
 
 #[test]
@@ -133,8 +139,7 @@ fn a_full_disk_is_named() {
         eprintln!("SKIPPED: no /dev/full");
         return;
     }
-    let mut log = MetricsLog::create(full, 1).unwrap();
-    let error = log.step(0, &json!({"loss": 1})).unwrap_err();
+    let error = MetricsLog::append(full).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::DiskFull);
     let text = error.to_string();
     assert!(
@@ -147,16 +152,12 @@ fn a_full_disk_is_named() {
 #[test]
 fn a_folder_that_is_not_there_is_named() {
     let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("absent/metrics.jsonl");
-    let error = MetricsLog::create(&path, 1).unwrap_err();
+    let path = dir.path().join("absent");
+    let error = Dir::open(&path).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Io);
-    assert!(
-        error.to_string().contains("absent/metrics.jsonl"),
-        "{error}"
-    );
-    files::create_folder(path.parent().unwrap()).unwrap();
-    files::create_folder(path.parent().unwrap()).unwrap();
-    MetricsLog::create(&path, 1).unwrap();
+    assert!(error.to_string().contains("/absent"), "{error}");
+    Dir::create(&path).unwrap();
+    MetricsLog::create(&Dir::create(&path).unwrap(), METRICS, 1).unwrap();
 }
 
 #[test]
@@ -216,7 +217,7 @@ fn a_log_goes_on_where_it_is_told_to() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("metrics.jsonl");
     // A file that is not there is an empty one.
-    let mut log = MetricsLog::resume(&path, 1, |_| false).unwrap();
+    let mut log = MetricsLog::resume(&open(&dir), METRICS, 1, |_| false).unwrap();
     for step in 0..4 {
         log.event(&json!({"step": step})).unwrap();
     }
@@ -225,12 +226,13 @@ fn a_log_goes_on_where_it_is_told_to() {
     let mut bytes = fs::read(&path).unwrap();
     bytes.extend_from_slice(b"{\"step\": 0, \"lo");
     fs::write(&path, bytes).unwrap();
-    let mut log = MetricsLog::resume(&path, 1, |r| r["step"].as_u64() < Some(2)).unwrap();
+    let mut log =
+        MetricsLog::resume(&open(&dir), METRICS, 1, |r| r["step"].as_u64() < Some(2)).unwrap();
     log.event(&json!({"step": 9})).unwrap();
     assert_eq!(
         fs::read_to_string(&path).unwrap(),
         "{\"step\":0}\n{\"step\":1}\n{\"step\":9}\n"
     );
-    let error = MetricsLog::resume(&path, 0, |_| true).unwrap_err();
+    let error = MetricsLog::resume(&open(&dir), METRICS, 0, |_| true).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Usage);
 }

@@ -293,5 +293,10 @@ fn files_of_another_kind_are_refused() {
     let missing = PthFile::read(&dir.path().join("absent.pth")).err().unwrap();
     assert_eq!(missing.kind(), ErrorKind::Usage);
     let folder = PthFile::read(dir.path()).err().unwrap();
-    assert_eq!(folder.kind(), ErrorKind::Io);
+    assert_eq!(folder.kind(), ErrorKind::Usage);
+    assert!(
+        folder
+            .to_string()
+            .ends_with("it is a folder, expected a regular file")
+    );
 }

@@ -4,6 +4,8 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
+use phalanx_train::files::Dir;
+use phalanx_train::metrics::write_summary_in;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -12,7 +14,10 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::launch;
 use crate::ranks;
 use crate::say;
-use crate::train::RunDir;
+use crate::train::{FolderArgs, RunDir};
+
+/// What a comparison leaves in its folder.
+const COMPARISON_FILE: &str = "comparison.json";
 
 /// Arguments of `phalanx compare`.
 #[derive(Debug, clap::Args)]
@@ -35,6 +40,8 @@ pub(crate) struct CompareArgs {
     /// Folder for comparison.json and a folder for each run [default: runs/compare-RECIPE-<date>-<time>]
     #[arg(long, value_name = "DIR")]
     output_dir: Option<PathBuf>,
+    #[command(flatten)]
+    folder: FolderArgs,
     /// The training, as typed after `phalanx train`
     #[arg(
         required = true,
@@ -102,7 +109,7 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     let dir = args.output_dir.clone();
     let claim = || RunDir::claim(&format!("compare-{recipe}"));
     let mut claimed = dir.map_or_else(claim, RunDir::given);
-    let prepared = claimed.prepare();
+    let prepared = claimed.prepare(args.folder);
     prepared.map_err(|error| error.note("try", "another folder with --output-dir"))?;
     let dir = claimed.path();
     let mut runs: Vec<Run> = Vec::new();
@@ -146,8 +153,8 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
         cores: std::thread::available_parallelism().map_or(1, usize::from),
         runs: &runs,
     };
-    let path = dir.join("comparison.json");
-    phalanx_train::metrics::write_summary(&path, &comparison)?;
+    let path = dir.join(COMPARISON_FILE);
+    write_summary_in(&Dir::open(dir)?, COMPARISON_FILE, &comparison)?;
     say::print(&table(recipe, &runs))?;
     say::note(format_args!("saved {}", path.display()));
     Ok(())

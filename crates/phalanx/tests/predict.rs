@@ -409,3 +409,78 @@ fn a_data_sets_predictions_are_those_of_the_training() {
         }
     }
 }
+
+/// Files that have no end, or nobody who writes them, are refused at once by every command that reads some.
+#[test]
+fn what_is_no_regular_file_is_never_waited_for() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let at = |name: &str| dir.path().join(name);
+    for name in ["w.pth", "w.safetensors", "w.json", "a.png"] {
+        let made = std::process::Command::new("mkfifo").arg(at(name)).status();
+        assert!(made.expect("mkfifo").success());
+    }
+    std::os::unix::fs::symlink("/dev/zero", at("zero.safetensors")).expect("link");
+    std::fs::create_dir(at("flight")).expect("folder");
+    let made = std::process::Command::new("mkfifo")
+        .arg(at("flight/rank-0.json"))
+        .status();
+    assert!(made.expect("mkfifo").success());
+    for name in ["w.pth", "w.safetensors", "w.json"] {
+        let why = format!("{name}: it is a named pipe, expected a regular file");
+        refused(dir.path(), &["predict", name, "--data", "synthetic"], &why);
+        refused(dir.path(), &["export", name, "--to", "x.pth"], &why);
+        let train = "train mnist --synthetic-samples 64 --epochs 1 --output-dir out --init";
+        let train: Vec<&str> = train.split(' ').chain([name]).collect();
+        refused(dir.path(), &train, &why);
+    }
+    refused(
+        dir.path(),
+        &["export", "zero.safetensors", "--to", "x.pth"],
+        "it is a device, expected a regular file",
+    );
+    refused(
+        dir.path(),
+        &["inspect", "."],
+        "flight/rank-0.json: it is no regular file",
+    );
+}
+
+/// What names in files say to a terminal is shown, not sent; JSON keeps its meaning.
+#[test]
+fn names_in_files_do_not_steer_the_terminal() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let names = [r"a\u001b[2J\u0007\u202eb\u009b1m", r"Gr\u00f6\u00dfe"];
+    let entry = |(i, name): (usize, &&str)| {
+        let (from, to) = (4 * i, 4 * i + 4);
+        format!(r#""{name}":{{"dtype":"F32","shape":[1],"data_offsets":[{from},{to}]}}"#)
+    };
+    let entries: Vec<String> = names.iter().enumerate().map(entry).collect();
+    let header = format!(
+        r#"{{"__metadata__":{{"model":"mnist_cnn"}},{}}}"#,
+        entries.join(",")
+    );
+    let start = (header.len() as u64).to_le_bytes();
+    let bytes = [&start[..], header.as_bytes(), &[0; 8]].concat();
+    let file = "x\u{1b}]0;y\u{7}\u{202e}\u{e9}.safetensors";
+    std::fs::write(dir.path().join(file), bytes).expect("written");
+    let (code, out, err) = run(&["predict", file, "--data", "synthetic"], dir.path());
+    assert_ne!(code, 0, "{err}");
+    for shown in [
+        r"a\u{1b}[2J\u{7}\u{202e}b\u{9b}1m",
+        "Größe",
+        r"x\u{1b}]0;y\u{7}\u{202e}é.safetensors",
+    ] {
+        assert!(err.contains(shown), "no {shown} in {err}");
+    }
+    let steers = |c: char| c.is_control() && c != '\n' || c == '\u{202e}';
+    assert!(!(err + &out).contains(steers));
+    // An image of such a name.
+    let image = "b\u{202e}\u{9b}.pgm";
+    let pixels = [b"P5\n28 28\n255\n".to_vec(), vec![7; 784]].concat();
+    std::fs::write(dir.path().join(image), pixels).expect("written");
+    let train = "train mnist --synthetic-samples 64 --epochs 1 --threads 1 --output-dir run";
+    succeed(&train.split(' ').collect::<Vec<_>>(), dir.path());
+    let (out, _) = succeed(&["predict", "run", "--data", image], dir.path());
+    assert!(!out.contains(steers), "{out:?}");
+    assert_eq!(rows(&out)[0]["image"], image);
+}

@@ -6,7 +6,11 @@
 use std::fmt;
 use std::fs::File;
 use std::io::{Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+
+use rustix::fs::OFlags;
+use rustix::process::geteuid;
 
 use super::dump::{Dump, Entry};
 use super::layout::{ENTRIES, LABELS, MASK_WORDS, printable};
@@ -37,6 +41,20 @@ impl Dump {
     ///
     /// Those of the file system.
     pub fn write_into(&self, dir: &Path) -> std::io::Result<PathBuf> {
+        // A link of the folder's owner could lead anywhere.
+        if let Ok(about) = std::fs::symlink_metadata(dir)
+            && about.is_symlink()
+            && ![0, geteuid().as_raw()].contains(&about.uid())
+        {
+            let what = format!(
+                "it is a symbolic link of another user (uid {})",
+                about.uid()
+            );
+            return Err(std::io::Error::new(
+                std::io::ErrorKind::PermissionDenied,
+                what,
+            ));
+        }
         std::fs::create_dir_all(dir)?;
         let name = format!("rank-{}.json", self.rank);
         let path = dir.join(&name);
@@ -82,8 +100,15 @@ impl Dump {
     pub fn read(path: &Path) -> Result<(Dump, bool), DumpError> {
         let failed = |what: &dyn fmt::Display| DumpError(format!("{}: {what}", path.display()));
         let mut bytes = Vec::new();
-        File::open(path)
-            .and_then(|file| file.take(MAX_DUMP_BYTES + 1).read_to_end(&mut bytes))
+        // Not blocking: opening a named pipe would wait for its writer.
+        let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
+        let file = File::options().read(true).custom_flags(flags).open(path);
+        let file = file.map_err(|e| failed(&e))?;
+        if !file.metadata().is_ok_and(|about| about.is_file()) {
+            return Err(failed(&"it is no regular file"));
+        }
+        file.take(MAX_DUMP_BYTES + 1)
+            .read_to_end(&mut bytes)
             .map_err(|e| failed(&e))?;
         if bytes.len() as u64 > MAX_DUMP_BYTES {
             return Err(failed(&format!(

@@ -1,17 +1,19 @@
 //! Weights from a file of either kind into a model.
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
 use phalanx_nn::Params;
-use safetensors::{Dtype, SafeTensors};
+use safetensors::Dtype;
 
+use super::file::TensorsFile;
 use super::{Tensor, tensors};
+use crate::files::open_regular;
 use crate::pth::{DType, LEGACY_START, PthFile, Saved, ZIP_START, strip_module};
 use crate::state::{MODEL, State};
+use crate::text::one_line;
 use crate::{Error, Result};
 
 /// What a file of weights says beside them.
@@ -30,8 +32,8 @@ struct Found<'a> {
     /// `None`: a type that only this format has.
     dtype: Option<DType>,
     shape: Vec<usize>,
-    /// Row-major, little-endian.
-    bytes: Box<dyn Fn() -> Cow<'a, [u8]> + 'a>,
+    /// Reads its numbers: row-major, little-endian.
+    bytes: Box<dyn Fn() -> Result<Vec<u8>> + 'a>,
 }
 
 /// Fills `params` from the file at `path`, of safetensors or PyTorch's `.pth`;
@@ -39,7 +41,8 @@ struct Found<'a> {
 ///
 /// The file must hold exactly the parameters and buffers of `params`, each
 /// in its shape, parameters in float64, float32, float16 or bfloat16. Names may all
-/// have the prefix `module.` of a data-parallel wrapper.
+/// have the prefix `module.` of a data-parallel wrapper. Names, types and shapes are
+/// compared before any numbers are read.
 ///
 /// # Errors
 ///
@@ -47,10 +50,8 @@ struct Found<'a> {
 /// when it is truncated, of neither format, or of another model, naming
 /// the first tensors that differ. `params` is then unchanged.
 pub fn load_params(path: &Path, params: &mut Params) -> Result<Loaded> {
-    with_tensors(path, |found, loaded| {
-        fill(path, params, found.into_iter().collect())?;
-        Ok(loaded)
-    })
+    let fill = |found: AllFound<'_>| fill(path, params, found.into_iter().collect());
+    with_tensors(path, fill).map(|((), loaded)| loaded)
 }
 
 /// All tensors of the file at `path`: safetensors, PyTorch's `.pth`, or the
@@ -62,11 +63,12 @@ pub fn load_params(path: &Path, params: &mut Params) -> Result<Loaded> {
 /// memory in the file would take far more than the file when written out.
 pub fn read_tensors(path: &Path) -> Result<(Vec<Saved>, Loaded)> {
     let file_bytes = std::fs::metadata(path).map_or(0, |m| m.len());
-    with_tensors(path, |found, loaded| {
+    with_tensors(path, |found| {
         let mut all = Vec::with_capacity(found.len());
         let mut total_bytes = 0u64;
         for (name, tensor) in found {
             let Some(dtype) = tensor.dtype else {
+                let name = one_line(&name);
                 return Err(Error::data(format!(
                     "{}: {name} is {}, which PyTorch's older files cannot hold",
                     path.display(),
@@ -89,10 +91,10 @@ pub fn read_tensors(path: &Path) -> Result<(Vec<Saved>, Loaded)> {
                 name,
                 dtype,
                 shape: tensor.shape,
-                bytes: (tensor.bytes)().into_owned(),
+                bytes: (tensor.bytes)()?,
             });
         }
-        Ok((all, loaded))
+        Ok(all)
     })
 }
 
@@ -103,10 +105,13 @@ const LARGEST_COPIES: u64 = 16;
 type AllFound<'a> = Vec<(String, Found<'a>)>;
 
 /// Gives `take` the tensors of a file of any kind.
-fn with_tensors<R>(path: &Path, take: impl FnOnce(AllFound<'_>, Loaded) -> Result<R>) -> Result<R> {
+fn with_tensors<R>(
+    path: &Path,
+    take: impl FnOnce(AllFound<'_>) -> Result<R>,
+) -> Result<(R, Loaded)> {
     if is_manifest(path) {
         let state = State::load(path)?;
-        let (mut found, loaded) = safetensors(path, state.data())?;
+        let mut found = in_safetensors(state.file());
         found.retain_mut(|(name, _)| match name.strip_prefix(MODEL) {
             Some(inner) => {
                 *name = inner.to_owned();
@@ -114,81 +119,65 @@ fn with_tensors<R>(path: &Path, take: impl FnOnce(AllFound<'_>, Loaded) -> Resul
             }
             None => false,
         });
-        return take(found, loaded);
+        return Ok((take(found)?, said_in(state.file())));
     }
-    if is_pytorch(path)? {
-        let file = PthFile::read(path)?;
-        let found = file.state_dict()?.into_iter().map(|(name, tensor)| {
-            let found = Found {
-                dtype_name: tensor.dtype().to_string(),
-                dtype: Some(tensor.dtype()),
-                shape: tensor.shape().to_vec(),
-                bytes: Box::new(|| tensor.to_bytes().into()),
-            };
-            (name, found)
-        });
-        let loaded = Loaded {
-            metadata: BTreeMap::new(),
-            warnings: file.warnings().to_vec(),
+    let opened = open_regular(path).map_err(|e| Error::not_opened("checkpoint", path, e))?;
+    if !is_pytorch(path, &opened)? {
+        let file = TensorsFile::new(path, opened)?;
+        let mut found = in_safetensors(&file);
+        strip_module(found.iter_mut().map(|(name, _)| name));
+        return Ok((take(found)?, said_in(&file)));
+    }
+    let file = PthFile::open(path, opened)?;
+    let tensors = file.state_dict()?;
+    file.check_storages(tensors.iter().map(|(_, tensor)| *tensor))?;
+    let found = tensors.into_iter().map(|(name, tensor)| {
+        let found = Found {
+            dtype_name: tensor.dtype().to_string(),
+            dtype: Some(tensor.dtype()),
+            shape: tensor.shape().to_vec(),
+            bytes: Box::new(|| file.bytes(tensor)),
         };
-        return take(found.collect(), loaded);
+        (name, found)
+    });
+    let taken = take(found.collect())?;
+    let loaded = Loaded {
+        metadata: BTreeMap::new(),
+        warnings: file.warnings().to_vec(),
+    };
+    Ok((taken, loaded))
+}
+
+/// The tensors of a safetensors file, by name.
+fn in_safetensors(file: &TensorsFile) -> AllFound<'_> {
+    let all = file.tensors().into_iter().map(|(name, tensor)| {
+        let found = Found {
+            dtype_name: format!("{:?}", tensor.dtype),
+            dtype: dtype(tensor.dtype),
+            shape: tensor.shape.clone(),
+            bytes: Box::new(|| file.bytes(tensor)),
+        };
+        (name, found)
+    });
+    all.collect()
+}
+
+fn said_in(file: &TensorsFile) -> Loaded {
+    Loaded {
+        metadata: file.metadata(),
+        warnings: Vec::new(),
     }
-    let bytes = std::fs::read(path).map_err(|source| Error::io("cannot read", path, source))?;
-    let (mut found, loaded) = safetensors(path, &bytes)?;
-    strip_module(found.iter_mut().map(|(name, _)| name));
-    take(found, loaded)
 }
 
 fn is_manifest(path: &Path) -> bool {
     path.extension().is_some_and(|e| e == "json")
 }
 
-/// The tensors of a safetensors file with these bytes, by name.
-fn safetensors<'a>(path: &Path, bytes: &'a [u8]) -> Result<(AllFound<'a>, Loaded)> {
-    let broken = |source: safetensors::SafeTensorError| {
-        Error::data(format!(
-            "{} is no complete safetensors file: {}",
-            path.display(),
-            explain(&source, bytes)
-        ))
-        .with_source(source)
-    };
-    let file = SafeTensors::deserialize(bytes).map_err(broken)?;
-    let (_, header) = SafeTensors::read_metadata(bytes).map_err(broken)?;
-    let mut found: AllFound<'a> = file
-        .tensors()
-        .into_iter()
-        .map(|(name, view)| {
-            let found = Found {
-                dtype_name: format!("{:?}", view.dtype()),
-                dtype: dtype(view.dtype()),
-                shape: view.shape().to_vec(),
-                bytes: Box::new(move || view.data().into()),
-            };
-            (name, found)
-        })
-        .collect();
-    found.sort_by(|a, b| a.0.cmp(&b.0));
-    let metadata = header.metadata().clone().unwrap_or_default();
-    let loaded = Loaded {
-        metadata: metadata.into_iter().collect(),
-        warnings: Vec::new(),
-    };
-    Ok((found, loaded))
-}
-
 /// Whether the file starts like one of PyTorch's, old or new; or is called so and
 /// does not start like safetensors.
-fn is_pytorch(path: &Path) -> Result<bool> {
-    let file = File::open(path).map_err(|source| match source.kind() {
-        std::io::ErrorKind::NotFound => {
-            Error::usage(format!("no checkpoint {}", path.display())).with_source(source)
-        }
-        _ => Error::io("cannot read", path, source),
-    })?;
+fn is_pytorch(path: &Path, file: &File) -> Result<bool> {
     let mut start = Vec::new();
-    file.take(LEGACY_START.len() as u64)
-        .read_to_end(&mut start)
+    (file.take(LEGACY_START.len() as u64).read_to_end(&mut start))
         .map_err(|source| Error::io("cannot read", path, source))?;
     let called = path.extension().is_some_and(|e| e == "pth" || e == "pt");
     // Behind the length of a safetensors header.
@@ -242,7 +231,7 @@ fn fill(path: &Path, params: &mut Params, found: HashMap<String, Found<'_>>) -> 
             differs.join("; ")
         )));
     }
-    let mut values = Vec::with_capacity(expected.len());
+    let mut readers = Vec::with_capacity(expected.len());
     for tensor in &expected {
         let Some(found) = found.get(&tensor.name) else {
             continue;
@@ -253,9 +242,7 @@ fn fill(path: &Path, params: &mut Params, found: HashMap<String, Found<'_>>) -> 
             .dtype
             .filter(|dtype| dtype.is_float() || !is_parameter);
         match dtype {
-            Some(dtype) if found.shape == tensor.shape => {
-                values.push(dtype.to_f32(&(found.bytes)()));
-            }
+            Some(dtype) if found.shape == tensor.shape => readers.push((dtype, &found.bytes)),
             _ => {
                 return Err(Error::data(format!(
                     "{}: {} is {} of shape {:?}, the model has F32 of shape {:?}",
@@ -267,6 +254,10 @@ fn fill(path: &Path, params: &mut Params, found: HashMap<String, Found<'_>>) -> 
                 )));
             }
         }
+    }
+    let mut values = Vec::with_capacity(expected.len());
+    for (dtype, bytes) in readers {
+        values.push(dtype.to_f32(&bytes()?));
     }
     for (Tensor { name, .. }, values) in expected.iter().zip(&values) {
         put(params, name, values)?;
@@ -287,52 +278,6 @@ pub(crate) fn put(params: &mut Params, name: &str, values: &[f32]) -> Result<()>
     Ok(())
 }
 
-/// The longest header that the library reads.
-const MAX_HEADER_BYTES: u64 = 100_000_000;
-
-/// The library's message in the reader's terms: where it is wrong, what was
-/// expected there.
-pub(crate) fn explain(error: &safetensors::SafeTensorError, bytes: &[u8]) -> String {
-    use safetensors::SafeTensorError as E;
-    let there = bytes.len() as u64;
-    let Some(start) = bytes.first_chunk::<8>() else {
-        return format!(
-            "it has {there} bytes; expected at byte 0 the length of its header in 8; it may be truncated"
-        );
-    };
-    let header_bytes = u64::from_le_bytes(*start);
-    let header_end = header_bytes.saturating_add(8);
-    match error {
-        E::HeaderTooLarge => format!(
-            "at byte 0 it promises a header of {header_bytes} bytes, expected at most {MAX_HEADER_BYTES}; it is of another kind"
-        ),
-        E::InvalidHeaderLength => format!(
-            "its header should end at byte {header_end}, and it has {there} bytes; it may be truncated"
-        ),
-        E::MetadataIncompleteBuffer => match promised_bytes(bytes, header_end) {
-            Some(promised) if promised < there => {
-                format!("it has {there} bytes, its header describes {promised}")
-            }
-            Some(promised) => {
-                format!("it has {there} bytes, its header promises {promised}; it may be truncated")
-            }
-            None => format!("its header does not describe the {there} bytes that it has"),
-        },
-        other => format!(
-            "in its header, bytes 8 to {header_end}, expected names, types and shapes: {other}"
-        ),
-    }
-}
-
-/// Where the last tensor ends, as the header says.
-fn promised_bytes(bytes: &[u8], header_end: u64) -> Option<u64> {
-    let header = bytes.get(8..usize::try_from(header_end).ok()?)?;
-    let header: serde_json::Value = serde_json::from_slice(header).ok()?;
-    let tensors = header.as_object()?.values();
-    let ends = tensors.filter_map(|tensor| tensor["data_offsets"][1].as_u64());
-    ends.max().unwrap_or(0).checked_add(header_end)
-}
-
 /// `it lacks a, b, c, d and 4 more`; nothing, if it is nothing.
 fn listed(what: &str, mut names: Vec<&str>) -> Option<String> {
     const SHOWN: usize = 4;
@@ -347,5 +292,6 @@ fn listed(what: &str, mut names: Vec<&str>) -> Option<String> {
     } else {
         String::new()
     };
+    let names: Vec<_> = names.into_iter().map(one_line).collect();
     Some(format!("{what} {}{tail}", names.join(", ")))
 }

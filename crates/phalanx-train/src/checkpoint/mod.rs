@@ -5,6 +5,7 @@
 //! Equal weights and metadata give equal bytes. Files are written atomically
 //! and read completely before the first parameter changes.
 
+mod file;
 mod load;
 
 use std::collections::BTreeMap;
@@ -19,8 +20,9 @@ use crate::Result;
 use crate::files::atomic_write_with;
 use crate::pth::{self, DType, Saved};
 
+pub(crate) use file::{MAX_TENSORS, TensorsFile};
+pub(crate) use load::put;
 pub use load::{Loaded, load_params, read_tensors};
-pub(crate) use load::{explain, put};
 
 /// The key that the format reserves for metadata.
 const METADATA: &str = "__metadata__";
@@ -72,6 +74,20 @@ pub(crate) fn tensors(params: &Params) -> Vec<Tensor> {
 ///
 /// `DiskFull` or `Io`, naming the path; the file is then as it was before.
 pub fn save_pth(path: &Path, params: &Params) -> Result<()> {
+    pth::save_state_dict(path, &state_dict(params))
+}
+
+/// Writes the file of [`save_pth`] to `out`; `root` is the name of the file without its ending.
+///
+/// # Errors
+///
+/// As [`write_state_dict`](pth::write_state_dict).
+pub fn write_pth(out: &mut dyn Write, root: &str, params: &Params) -> std::io::Result<()> {
+    pth::write_state_dict(out, root, &state_dict(params))
+}
+
+/// All parameters and buffers in PyTorch's order.
+fn state_dict(params: &Params) -> Vec<Saved> {
     let saved = |info: &ParamInfo, values: &[f32]| {
         let (dtype, bytes) = if is_count(&info.name) {
             let whole = values.iter().flat_map(|v| count(*v).to_le_bytes());
@@ -104,7 +120,7 @@ pub fn save_pth(path: &Path, params: &Params) -> Result<()> {
         }
     }
     all.append(&mut buffers);
-    pth::save_state_dict(path, &all)
+    all
 }
 
 /// `bn1` of `bn1.weight`.
@@ -146,8 +162,21 @@ pub fn save_params(
     params: &Params,
     metadata: &BTreeMap<String, String>,
 ) -> Result<()> {
+    atomic_write_with(path, |out| write_params(out, params, metadata))
+}
+
+/// Writes the file of [`save_params`] to `out`.
+///
+/// # Errors
+///
+/// Those of `out`.
+pub fn write_params(
+    out: &mut dyn Write,
+    params: &Params,
+    metadata: &BTreeMap<String, String>,
+) -> std::io::Result<()> {
     let tensors: Vec<Saved> = tensors(params).into_iter().map(Saved::from).collect();
-    atomic_write_with(path, |out| write_tensors(out, metadata, &tensors))
+    write_tensors(out, metadata, &tensors)
 }
 
 /// Writes `tensors` to `path` atomically: as PyTorch does where its name ends

@@ -2,7 +2,6 @@
 //! the data set is known to have, so that no name in an archive can lead anywhere.
 
 use std::cell::Cell;
-use std::fs::File;
 use std::io::{BufReader, Read};
 use std::path::Path;
 
@@ -10,7 +9,7 @@ use flate2::read::MultiGzDecoder;
 
 use super::find::{BINARY, PYTHON};
 use super::{Batch, MAX_FILE_BYTES, Split, binary, pickle};
-use crate::files::{atomic_write, create_folder};
+use crate::files::{Dir, folder_of, open_regular};
 use crate::{Error, Result};
 
 /// Members beyond this are no archive of CIFAR-10 (it has eight).
@@ -43,7 +42,7 @@ pub(super) fn read(
 /// As [`read`]; `DiskFull` or `Io`, naming the file.
 pub(super) fn unpack(path: &Path) -> Result<()> {
     let wanted = [Split::Train.files(), Split::Test.files()].concat();
-    let beside = path.parent().unwrap_or(Path::new(""));
+    let beside = Dir::open(&folder_of(path))?;
     members(path, &wanted, |member| {
         member.parse(path)?;
         let (published, ending) = if member.is_binary {
@@ -51,10 +50,9 @@ pub(super) fn unpack(path: &Path) -> Result<()> {
         } else {
             (PYTHON, "")
         };
-        let folder = beside.join(published);
-        create_folder(&folder)?;
         let name = format!("{}{ending}", wanted[member.place]);
-        atomic_write(&folder.join(name), &member.bytes)
+        let folder = beside.create_sub(published)?;
+        folder.write(name, |out| out.write_all(&member.bytes))
     })
 }
 
@@ -96,7 +94,7 @@ impl Member {
 /// Gives `take` every member that is called as one of `wanted`, until each was there.
 fn members(path: &Path, wanted: &[&str], mut take: impl FnMut(Member) -> Result<()>) -> Result<()> {
     let shown = path.display();
-    let file = File::open(path).map_err(|e| Error::io("cannot read", path, e))?;
+    let file = open_regular(path).map_err(|e| Error::io("cannot read", path, e))?;
     let at = Cell::new(0);
     let inside = Counted {
         inner: MultiGzDecoder::new(BufReader::new(file)),
@@ -137,7 +135,7 @@ fn members(path: &Path, wanted: &[&str], mut take: impl FnMut(Member) -> Result<
         let size = member.size();
         if size > MAX_FILE_BYTES {
             return Err(Error::data(format!(
-                "{shown}: member {name} claims {size} bytes; no file of CIFAR-10 is as large"
+                "{shown}: member {name:?} claims {size} bytes; no file of CIFAR-10 is as large"
             )));
         }
         let mut bytes = Vec::new();
@@ -147,7 +145,7 @@ fn members(path: &Path, wanted: &[&str], mut take: impl FnMut(Member) -> Result<
             .map_err(broken)?;
         if (bytes.len() as u64) < size {
             return Err(Error::data(format!(
-                "{shown}: member {name} ends after {} of {size} bytes; the archive is truncated",
+                "{shown}: member {name:?} ends after {} of {size} bytes; the archive is truncated",
                 bytes.len()
             )));
         }

@@ -158,6 +158,15 @@ pub fn unpack(folder: &Path) -> Result<()> {
     }
 }
 
+/// Whether there is an archive to [`unpack`] in `folder`.
+///
+/// # Errors
+///
+/// `Usage` as [`check`].
+pub fn is_packed(folder: &Path) -> Result<bool> {
+    Ok(matches!(find::find(folder)?, Source::Archive(_)) && folder.is_dir())
+}
+
 /// Reads one split from `folder`, as [`check`] finds it.
 ///
 /// # Errors
@@ -211,7 +220,7 @@ fn read_files(
 fn read_bounded(path: &Path, bytes: &mut Vec<u8>) -> Result<()> {
     use std::io::Read;
     let failed = |source| Error::io("cannot read", path, source);
-    let file = std::fs::File::open(path).map_err(failed)?;
+    let file = crate::files::open_regular(path).map_err(failed)?;
     let len = file.metadata().map_err(failed)?.len();
     bytes.clear();
     // One byte more, so that the end is seen without growing.

@@ -1,20 +1,21 @@
-//! Files that are whole or absent.
+//! Files that are whole or absent, and never those of somebody else.
 
-use std::ffi::OsStr;
-use std::fs::{self, File, Permissions};
-use std::io::{BufWriter, Write};
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::PermissionsExt;
+mod dir;
+mod lock;
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{BufWriter, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, linkat};
+use rustix::fs::{FileType, OFlags};
 use rustix::io::Errno;
+use rustix::process::geteuid;
+
+pub use dir::Dir;
+pub use lock::{lock_holder, try_lock};
 
 use crate::{Error, Result};
-
-/// Bytes gathered before they go to the system.
-const WRITE_BUFFER_BYTES: usize = 1 << 20;
 
 /// Writes `bytes` to `path` so that a reader, or the machine after a power
 /// cut, sees the old file or the new one, never a part.
@@ -26,28 +27,26 @@ pub fn atomic_write(path: &Path, bytes: &[u8]) -> Result<()> {
     atomic_write_with(path, |out| out.write_all(bytes))
 }
 
-/// As [`atomic_write`], with content that `fill` writes piece by piece.
+/// As [`atomic_write`], with content that `fill` writes piece by piece, as
+/// [`Dir::write`] does it.
 ///
-/// A file without a name, fsync, a name, fsync of the folder: a writer that is
-/// killed half way leaves nothing behind. Where the file system has no such
-/// files: a temporary file in the same folder, fsync, rename over `path`. On
-/// any error `path` is as it was. A symbolic link stays one: what it points to
-/// is written. What is no regular file (a device, a named pipe) is opened and
-/// written as it is, which *blocks* until somebody reads the pipe.
+/// For a file that the user names: a symbolic link of the user's own or of root's stays
+/// one, and what it points to is written. What is no regular file (a device, a named pipe)
+/// is opened and written as it is, which *blocks* until somebody reads the pipe.
 ///
 /// # Errors
 ///
-/// `DiskFull` or `Io`, naming the path; `Usage` when `path` names no file.
+/// `DiskFull` or `Io`, naming the path; `Usage` when `path` names no file, or is a link
+/// of another user.
 pub fn atomic_write_with(
     path: &Path,
     fill: impl FnOnce(&mut dyn Write) -> std::io::Result<()>,
 ) -> Result<()> {
-    let target = target(path).map_err(|source| Error::io("cannot write", path, source))?;
-    let path = &*target;
+    let path = &*target(path, "cannot write")?;
     let failed = |source| Error::io("cannot write", path, source);
     if fs::metadata(path).is_ok_and(|there| !there.is_file() && !there.is_dir()) {
         let mut file = File::options().write(true).open(path).map_err(failed)?;
-        let mut out = BufWriter::with_capacity(WRITE_BUFFER_BYTES, &mut file);
+        let mut out = BufWriter::new(&mut file);
         return fill(&mut out).and_then(|()| out.flush()).map_err(failed);
     }
     let Some(name) = path.file_name() else {
@@ -56,107 +55,127 @@ pub fn atomic_write_with(
             path.display()
         )));
     };
-    let folder = folder_of(path);
-    let filled = |mut file: &File| {
-        let mut out = BufWriter::with_capacity(WRITE_BUFFER_BYTES, &mut file);
-        fill(&mut out)?;
-        out.flush()?;
-        drop(out);
-        file.sync_all()
-    };
-    match nameless(&folder) {
-        Ok(file) => {
-            filled(&file).map_err(failed)?;
-            give_name(&file, path, name).map_err(failed)?;
-        }
-        Err(why) => {
-            let temporary = tempfile::Builder::new()
-                .prefix(&format!(".{}.", name.to_string_lossy()))
-                .suffix(".tmp")
-                // The default of 0600 is for secrets; the umask decides here.
-                .permissions(Permissions::from_mode(0o666))
-                .tempfile_in(&folder)
-                .map_err(|error| failed(refusal(why, &error)))?;
-            filled(temporary.as_file()).map_err(failed)?;
-            temporary.persist(path).map_err(|e| failed(e.error))?;
-        }
-    }
-    // Without this the name itself may be lost.
-    File::open(&folder)
-        .and_then(|f| f.sync_all())
-        .map_err(|source| Error::io("cannot sync folder", &folder, source))
+    let dir = Dir::try_open(&folder_of(path)).map_err(failed)?;
+    dir.write(name, fill)
 }
 
-/// Why a folder takes no file: what the system said to a nameless one, unless it only knows none;
-/// `tempfile` adds a name that nobody has typed.
-fn refusal(to_nameless: Errno, to_temporary: &std::io::Error) -> std::io::Error {
-    match to_nameless {
-        Errno::OPNOTSUPP | Errno::ISDIR => to_temporary.kind().into(),
-        why => why.into(),
-    }
+/// Opens the file that the user names with `path`, following links as [`atomic_write_with`] does.
+pub(crate) fn open_named(path: &Path, options: &mut OpenOptions) -> Result<File> {
+    let path = &*target(path, "cannot open")?;
+    let flags = OFlags::NOCTTY.bits().cast_signed();
+    let opened = options.custom_flags(flags).open(path);
+    opened.map_err(|e| Error::io("cannot open", path, e))
 }
 
 /// Where symbolic links at `path` lead, whether or not there is anything.
-fn target(path: &Path) -> std::io::Result<PathBuf> {
+fn target(path: &Path, action: &str) -> Result<PathBuf> {
     let mut at = path.to_owned();
     // As many as the system follows.
     for _ in 0..40 {
-        // Not what a descriptor's link in `/proc` says: that may be no path.
-        if fs::metadata(&at).is_ok_and(|there| !there.is_file()) {
+        let Ok(about) = fs::symlink_metadata(&at) else {
+            return Ok(at);
+        };
+        if !about.is_symlink() {
             return Ok(at);
         }
-        match fs::read_link(&at) {
-            Ok(next) => at = folder_of(&at).join(next),
-            Err(_) => return Ok(at),
+        if about.uid() != geteuid().as_raw() && about.uid() != 0 {
+            return Err(Error::usage(format!(
+                "{} is a symbolic link of another user (uid {}), which is not followed",
+                at.display(),
+                about.uid()
+            )));
         }
+        let next = fs::read_link(&at).map_err(|e| Error::io(action, path, e))?;
+        let next = folder_of(&at).join(next);
+        // Not what a descriptor's link in `/proc` says: that may be no path.
+        if fs::symlink_metadata(&next).is_err() && fs::metadata(&at).is_ok() {
+            return Ok(at);
+        }
+        at = next;
     }
-    Err(Errno::LOOP.into())
+    Err(Error::io(action, path, Errno::LOOP.into()))
 }
 
-/// A file in `folder` that no folder knows yet; `OPNOTSUPP` where the file system
-/// (or a missing `/proc`) makes that impossible.
-fn nameless(folder: &Path) -> std::result::Result<File, Errno> {
-    if !Path::new("/proc/self/fd").is_dir() {
-        return Err(Errno::OPNOTSUPP);
+/// Opens the regular file at `path` for reading. Links are followed. What may have no end, or wait
+/// for somebody (a device, a named pipe), is refused, and never waited for.
+///
+/// # Errors
+///
+/// `NotFound` and the like of the system; `InvalidInput` for anything but a regular file.
+pub fn open_regular(path: &Path) -> std::io::Result<File> {
+    let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
+    let file = File::options().read(true).custom_flags(flags).open(path)?;
+    let kind = FileType::from_raw_mode(file.metadata()?.mode());
+    if kind == FileType::RegularFile {
+        return Ok(file);
     }
-    let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
-    let file = rustix::fs::open(folder, flags, Mode::from_raw_mode(0o666))?;
-    Ok(File::from(file))
+    let what = format!("it is {}, expected a regular file", kind_of(kind));
+    Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, what))
 }
 
-/// Puts `file` at `path`, over what is there.
-fn give_name(file: &File, path: &Path, name: &OsStr) -> std::io::Result<()> {
-    static COUNT: AtomicU64 = AtomicU64::new(0);
-    let itself = format!("/proc/self/fd/{}", file.as_raw_fd());
-    let link = |at: &Path| linkat(CWD, &itself, CWD, at, AtFlags::SYMLINK_FOLLOW);
-    match link(path) {
-        Ok(()) => return Ok(()),
-        // A link replaces nothing, a rename does.
-        Err(Errno::EXIST) => {}
-        Err(e) => return Err(e.into()),
-    }
-    let count = COUNT.fetch_add(1, Ordering::Relaxed);
-    let temporary = path.with_file_name(format!(
-        ".{}.{}-{count}.tmp",
-        name.to_string_lossy(),
-        std::process::id()
-    ));
-    // Left by a process of our number that was killed in between.
-    let _ = fs::remove_file(&temporary);
-    link(&temporary)?;
-    fs::rename(&temporary, path).inspect_err(|_| {
-        let _ = fs::remove_file(&temporary);
-    })
+/// The whole content of the regular file at `path`, at most so many bytes.
+///
+/// # Errors
+///
+/// `Data` when it has more; `Io`, naming it, else.
+pub fn read_regular(path: &Path, most_bytes: u64) -> Result<Vec<u8>> {
+    let file = open_regular(path).map_err(|e| Error::io("cannot read", path, e))?;
+    read_open(path, file, most_bytes)
 }
 
-/// Creates a folder and its parents; it is fine if it exists.
+/// The whole content of `file`, which was opened at `path`.
+pub(crate) fn read_open(path: &Path, file: File, most_bytes: u64) -> Result<Vec<u8>> {
+    let failed = |e| Error::io("cannot read", path, e);
+    let about = file.metadata().map_err(failed)?;
+    let kind = FileType::from_raw_mode(about.mode());
+    if kind != FileType::RegularFile {
+        let what = format!(
+            "{} is {}, expected a regular file",
+            path.display(),
+            kind_of(kind)
+        );
+        return Err(Error::usage(what));
+    }
+    let mut bytes = Vec::with_capacity(about.len().min(most_bytes) as usize);
+    // One more tells "too many" from "just as many".
+    let mut file = file.take(most_bytes.saturating_add(1));
+    file.read_to_end(&mut bytes).map_err(failed)?;
+    if bytes.len() as u64 > most_bytes {
+        return Err(Error::data(format!(
+            "{} has {} bytes; at most {most_bytes} are read",
+            path.display(),
+            about.len()
+        )));
+    }
+    Ok(bytes)
+}
+
+fn kind_of(kind: FileType) -> &'static str {
+    match kind {
+        FileType::Symlink => "a symbolic link",
+        FileType::Directory => "a folder",
+        FileType::Fifo => "a named pipe",
+        FileType::Socket => "a socket",
+        FileType::CharacterDevice | FileType::BlockDevice => "a device",
+        _ => "no regular file",
+    }
+}
+
+/// Creates a folder, which only this user may write into, and its parents; it is fine if it exists.
 ///
 /// # Errors
 ///
 /// `Usage` when it, or a parent, is a file; `DiskFull` or `Io`, naming the
 /// folder.
 pub fn create_folder(path: &Path) -> Result<()> {
-    fs::create_dir_all(path).map_err(|source| {
+    let made = || {
+        fs::create_dir_all(folder_of(path))?;
+        match create_new_folder(path) {
+            Err(_) if path.is_dir() => Ok(()),
+            made => made,
+        }
+    };
+    made().map_err(|source| {
         let nearest = path.ancestors().find(|at| at.exists());
         match nearest.filter(|at| !at.is_dir()) {
             Some(file) => Error::usage(format!("{} is a file, not a folder", file.display()))
@@ -166,19 +185,14 @@ pub fn create_folder(path: &Path) -> Result<()> {
     })
 }
 
-/// Sees to it that files can be made in the folder at `path`, and leaves none.
+/// Creates the folder at `path`, which only this user may write into.
 ///
 /// # Errors
 ///
-/// `DiskFull` or `Io`, naming the folder.
-pub fn check_writable(path: &Path) -> Result<()> {
-    let Err(why) = nameless(path) else {
-        return Ok(());
-    };
-    match tempfile::NamedTempFile::new_in(path) {
-        Ok(_) => Ok(()),
-        Err(error) => Err(Error::io("cannot write into", path, refusal(why, &error))),
-    }
+/// Those of the system: `AlreadyExists`, `NotFound`.
+pub fn create_new_folder(path: &Path) -> std::io::Result<()> {
+    let mode = dir::FOLDER_MODE.as_raw_mode();
+    DirBuilder::new().mode(mode).create(path)
 }
 
 /// `path` as a shell takes it for one word: for commands that a message suggests.
@@ -188,7 +202,8 @@ pub fn as_typed(path: &Path) -> String {
     shlex::try_quote(&text).map_or_else(|_| text.to_string(), Into::into)
 }
 
-fn folder_of(path: &Path) -> PathBuf {
+/// The folder that the file at `path` is in.
+pub(crate) fn folder_of(path: &Path) -> PathBuf {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent.to_path_buf(),
         _ => PathBuf::from("."),
@@ -282,5 +297,129 @@ mod tests {
             let kind = fs::symlink_metadata(there).expect("there").file_type();
             assert!(!kind.is_file(), "{}", there.display());
         }
+    }
+
+    fn mode(path: &Path) -> u32 {
+        fs::metadata(path).expect("there").mode() & 0o7777
+    }
+
+    #[test]
+    fn below_a_folder_no_link_is_followed_and_no_pipe_waited_for() {
+        let dir = tempfile::tempdir().expect("folder");
+        let at = |name: &str| dir.path().join(name);
+        fs::create_dir_all(at("home/inner")).expect("folder");
+        fs::create_dir(at("real")).expect("folder");
+        let precious = || fs::read_to_string(at("home/precious")).expect("text");
+        let restore = || fs::write(at("home/precious"), "precious").expect("written");
+        restore();
+        // The folder itself may be a link.
+        symlink("real", at("run")).expect("link");
+        let run = Dir::open(&at("run")).expect("folder");
+        let plant = |kind: &str| {
+            let _ = fs::remove_file(at("real/x"));
+            match kind {
+                "link" => symlink("../home/precious", at("real/x")).expect("link"),
+                "hard link" => fs::hard_link(at("home/precious"), at("real/x")).expect("link"),
+                "folder" => symlink("../home/inner", at("real/x")).expect("link"),
+                _ => {
+                    let made = std::process::Command::new("mkfifo")
+                        .arg(at("real/x"))
+                        .status();
+                    assert!(made.expect("mkfifo").success());
+                }
+            }
+        };
+        for kind in ["link", "hard link", "pipe", "folder"] {
+            // What is there is replaced.
+            plant(kind);
+            run.write("x", |out| out.write_all(b"new"))
+                .expect("written");
+            assert_eq!(fs::read_to_string(at("real/x")).expect("text"), "new");
+            plant(kind);
+            let mut file = run.create_file("x").expect("made");
+            file.write_all(b"new").expect("written");
+            assert_eq!(fs::read_to_string(at("real/x")).expect("text"), "new");
+            // What would be written in place is refused.
+            plant(kind);
+            for refused in [run.append_file("x"), run.open_private("x")] {
+                let error = refused.expect_err(kind);
+                assert_eq!(error.kind(), crate::ErrorKind::Usage, "{error}");
+                let shown = at("run/x").display().to_string();
+                assert!(error.to_string().starts_with(&shown), "{error}");
+            }
+            if kind != "hard link" {
+                run.read("x", 100).expect_err(kind);
+            }
+            let error = run.create_sub("x").expect_err(kind);
+            assert_eq!(error.kind(), crate::ErrorKind::Usage, "{error}");
+            run.remove("x").expect("removed");
+            assert_eq!(precious(), "precious", "{kind}");
+        }
+        assert_eq!(fs::read_dir(at("home/inner")).expect("folder").count(), 0);
+        // It is the folder that was opened, wherever its path leads now.
+        fs::remove_file(at("run")).expect("removed");
+        symlink("home", at("run")).expect("link");
+        run.write("precious", |out| out.write_all(b"new"))
+            .expect("written");
+        assert_eq!(precious(), "precious");
+        assert_eq!(run.names().expect("names"), ["precious"]);
+        let private = run.open_private("private").expect("made");
+        drop(private);
+        assert_eq!(mode(&at("real/private")), 0o600);
+    }
+
+    #[test]
+    fn folders_that_others_may_write_into_are_known() {
+        use std::os::unix::fs::{PermissionsExt, chown};
+        let dir = tempfile::tempdir().expect("folder");
+        let path = dir.path().join("new");
+        create_folder(&path).expect("made");
+        assert_eq!(mode(&path) & 0o022, 0, "by no umask");
+        let shared = || {
+            let dir = Dir::open(&path).expect("open");
+            dir.shared_with().expect("known")
+        };
+        let (me, set) = (geteuid().as_raw(), |mode| {
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).expect("mode");
+        });
+        assert_eq!(shared(), None);
+        set(0o1777);
+        assert_eq!(shared(), None);
+        set(0o777);
+        assert_eq!(
+            shared().expect("by all"),
+            "can be written by all users (mode 777)"
+        );
+        set(0o775);
+        let group = fs::metadata(&path).expect("there").gid();
+        assert_eq!(shared().is_none(), group == me || group == 0);
+        if me != 0 {
+            eprintln!("SKIPPED in part: only root can give a folder away");
+            return;
+        }
+        chown(&path, None, Some(4711)).expect("group");
+        assert_eq!(
+            shared().expect("by a group"),
+            "can be written by group 4711 (mode 775)"
+        );
+        set(0o755);
+        assert_eq!(shared(), None);
+        chown(&path, Some(4711), Some(4711)).expect("owner");
+        assert_eq!(
+            shared().expect("another's"),
+            "belongs to another user (uid 4711)"
+        );
+        // Neither is a link of theirs followed.
+        let link = path.join("link");
+        symlink("/dev/null", &link).expect("link");
+        atomic_write(&link, b"x").expect("our own link");
+        std::os::unix::fs::lchown(&link, Some(4711), None).expect("owner");
+        let error = atomic_write(&link, b"x").expect_err("another's link");
+        assert!(
+            error
+                .to_string()
+                .contains("link of another user (uid 4711)"),
+            "{error}"
+        );
     }
 }

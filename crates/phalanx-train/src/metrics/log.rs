@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use crate::files::atomic_write;
+use crate::files::{self, Dir, atomic_write};
 use crate::{Error, Result};
 
 /// Appends one JSON object a line; every line is in the file before the call
@@ -24,40 +24,40 @@ pub struct MetricsLog {
 }
 
 impl MetricsLog {
-    /// A new file, or an emptied one, at `path`. Of the steps, each
+    /// A new file `name` in `dir`, in the place of an older one. Of the steps, each
     /// `every_steps`-th is written.
     ///
     /// # Errors
     ///
     /// `Usage` when `every_steps` is 0; `Io` or `DiskFull` naming the path.
-    pub fn create(path: &Path, every_steps: u64) -> Result<Self> {
+    pub fn create(dir: &Dir, name: &str, every_steps: u64) -> Result<Self> {
         check_interval(every_steps)?;
-        let file = File::create(path).map_err(|e| Error::io("cannot create", path, e))?;
-        Ok(Self {
-            out: Some((path.to_path_buf(), file)),
-            every_steps,
-            last_step: None,
-            line: Vec::new(),
-        })
+        let file = dir.create_file(name)?;
+        Ok(Self::to(file, &dir.path().join(name), every_steps))
     }
 
-    /// Goes on with the file at `path`, of whose records only those stay that
+    fn to(file: File, path: &Path, every_steps: u64) -> Self {
+        Self {
+            out: Some((path.to_owned(), file)),
+            every_steps,
+            ..Self::disabled()
+        }
+    }
+
+    /// Goes on with the file `name` in `dir`, of whose records only those stay that
     /// `keep` wants, in their order; a new file if there is none.
     ///
     /// # Errors
     ///
-    /// As [`create`](Self::create); also what [`atomic_write`] says.
+    /// As [`create`](Self::create); also what [`Dir::write`] says.
     pub fn resume(
-        path: &Path,
+        dir: &Dir,
+        name: &str,
         every_steps: u64,
         keep: impl Fn(&serde_json::Value) -> bool,
     ) -> Result<Self> {
         check_interval(every_steps)?;
-        let old = match std::fs::read(path) {
-            Ok(bytes) => bytes,
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Vec::new(),
-            Err(e) => return Err(Error::io("cannot read", path, e)),
-        };
+        let old = dir.read(name, u64::MAX)?.unwrap_or_default();
         let mut kept = Vec::with_capacity(old.len());
         for line in old.split_inclusive(|b| *b == b'\n') {
             // A line that was cut off by a kill is no record.
@@ -67,33 +67,23 @@ impl MetricsLog {
                 kept.extend_from_slice(line);
             }
         }
-        atomic_write(path, &kept)?;
-        let mut log = Self {
-            every_steps,
-            ..Self::disabled()
-        };
-        let file = File::options()
-            .append(true)
-            .open(path)
-            .map_err(|e| Error::io("cannot open", path, e))?;
-        log.out = Some((path.to_path_buf(), file));
-        Ok(log)
+        dir.write(name, |out| out.write_all(&kept))?;
+        let file = dir.append_file(name)?;
+        Ok(Self::to(file, &dir.path().join(name), every_steps))
     }
 
     /// Goes on at the end of the file at `path`, whatever it holds; a new file if there is
-    /// none. A last line without an end gets one.
+    /// none. A last line without an end gets one. Links are followed as
+    /// [`atomic_write_with`](crate::files::atomic_write_with) follows them.
     ///
     /// # Errors
     ///
-    /// `Io` or `DiskFull` naming the path.
+    /// `Io` or `DiskFull` naming the path; `Usage` for a link of another user.
     pub fn append(path: &Path) -> Result<Self> {
         let failed = |e| Error::io("cannot open", path, e);
-        let mut file = File::options()
-            .read(true)
-            .append(true)
-            .create(true)
-            .open(path)
-            .map_err(failed)?;
+        let mut options = File::options();
+        let options = options.read(true).append(true).create(true);
+        let mut file = files::open_named(path, options)?;
         let mut last = [b'\n'];
         // What cannot be sought in (a pipe, an empty file) has no last line.
         if file.seek(SeekFrom::End(-1)).is_ok() {
@@ -103,10 +93,7 @@ impl MetricsLog {
             file.write_all(b"\n")
                 .map_err(|e| Error::io("cannot write", path, e))?;
         }
-        Ok(Self {
-            out: Some((path.to_path_buf(), file)),
-            ..Self::disabled()
-        })
+        Ok(Self::to(file, path, 1))
     }
 
     /// Writes nothing, for the ranks that do not log.
@@ -165,9 +152,23 @@ impl MetricsLog {
 ///
 /// `DiskFull` or `Io` naming the path; `Internal` for a value that is no JSON.
 pub fn write_summary(path: &Path, summary: &impl Serialize) -> Result<()> {
+    atomic_write(path, &indented(summary)?)
+}
+
+/// As [`write_summary`], to the file `name` in `dir`.
+///
+/// # Errors
+///
+/// As [`write_summary`].
+pub fn write_summary_in(dir: &Dir, name: &str, summary: &impl Serialize) -> Result<()> {
+    let bytes = indented(summary)?;
+    dir.write(name, |out| out.write_all(&bytes))
+}
+
+fn indented(summary: &impl Serialize) -> Result<Vec<u8>> {
     let mut bytes = serde_json::to_vec_pretty(summary).map_err(no_json)?;
     bytes.push(b'\n');
-    atomic_write(path, &bytes)
+    Ok(bytes)
 }
 
 fn check_interval(every_steps: u64) -> Result<()> {

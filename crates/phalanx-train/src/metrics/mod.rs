@@ -10,5 +10,5 @@ mod log;
 mod mean;
 
 pub use confusion::{Confusion, accuracy, argmax};
-pub use log::{MetricsLog, write_summary};
+pub use log::{MetricsLog, write_summary, write_summary_in};
 pub use mean::Mean;

@@ -6,13 +6,13 @@
 //! that the header claims, a compressed one must be able to hold it, and
 //! memory grows only with bytes that were really there.
 
-use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
 
 use flate2::bufread::MultiGzDecoder;
 
 use super::known::checksum_note;
+use crate::files::open_regular;
 use crate::text::grouped;
 use crate::{Error, Result};
 
@@ -48,7 +48,7 @@ pub(super) fn read_labels(path: &Path, fashion: bool) -> Result<Vec<u8>> {
 /// Dimensions and content of an IDX file of `D` dimensions.
 fn read<const D: usize>(path: &Path, fashion: bool) -> Result<([u32; D], Vec<u8>)> {
     let io = |source| Error::io("cannot read", path, source);
-    let file = File::open(path).map_err(io)?;
+    let file = open_regular(path).map_err(io)?;
     let stored_bytes = file.metadata().map_err(io)?.len();
     let mut raw = BufReader::with_capacity(1 << 16, file);
     // The content decides, not the name: browsers unpack .gz files silently.

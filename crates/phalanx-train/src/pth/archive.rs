@@ -2,19 +2,22 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::Read;
+use std::io::{Read, Seek};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use rawzip::{CompressionMethod, FileReader, ZipArchive, ZipArchiveEntryWayfinder};
 
 use super::{LEGACY_START, ZIP_START};
+use crate::checkpoint::MAX_TENSORS;
+use crate::text::one_line;
 use crate::{Error, Result};
 
 /// Bytes of `data.pkl`. That of a network of a thousand tensors has 200 kB.
 const MAX_PICKLE_BYTES: u64 = 32 << 20;
 
-/// Entries of an archive; one a storage.
-const MAX_ENTRIES: u64 = 1 << 20;
+/// Entries of an archive; one a storage, and a few.
+const MAX_ENTRIES: u64 = MAX_TENSORS as u64 + 64;
 
 /// The newest format that PyTorch itself reads (`kMaxSupportedFileFormatVersion`).
 const MAX_VERSION: u32 = 10;
@@ -31,19 +34,16 @@ pub(super) struct Archive {
     zip: ZipArchive<FileReader>,
     /// By name, without the root folder.
     entries: HashMap<String, Entry>,
-    warnings: Vec<String>,
+    /// Said when something was read without a checksum.
+    unchecked: OnceLock<String>,
 }
 
 impl Archive {
-    pub fn open(path: &Path) -> Result<Archive> {
-        let mut file = File::open(path).map_err(|source| match source.kind() {
-            std::io::ErrorKind::NotFound => {
-                Error::usage(format!("no checkpoint {}", path.display())).with_source(source)
-            }
-            _ => Error::io("cannot read", path, source),
-        })?;
+    /// That in `file`, which was opened at `path`.
+    pub fn open(path: &Path, mut file: File) -> Result<Archive> {
         let cannot_read = |source| Error::io("cannot read", path, source);
         let file_bytes = file.metadata().map_err(cannot_read)?.len();
+        file.rewind().map_err(cannot_read)?;
         let mut start = Vec::new();
         (&mut file)
             .take(LEGACY_START.len() as u64)
@@ -73,7 +73,7 @@ impl Archive {
         let mut archive = Archive {
             path: path.to_path_buf(),
             entries: HashMap::new(),
-            warnings: Vec::new(),
+            unchecked: OnceLock::new(),
             zip,
         };
         let names = archive.list(file_bytes)?;
@@ -102,6 +102,7 @@ impl Archive {
                 let lossy = String::from_utf8_lossy(e.as_bytes()).into_owned();
                 self.wrong(format_args!("the name of entry {lossy:?} is not UTF-8"))
             })?;
+            let shown = one_line(&name);
             if all.len() as u64 >= expected {
                 return Err(self.wrong(format_args!(
                     "its directory has more than the {expected} entries that it promises"
@@ -112,23 +113,23 @@ impl Archive {
                 record.compressed_size_hint(),
             );
             if record.flags().is_encrypted() {
-                return Err(self.wrong(format_args!("entry {name} is encrypted")));
+                return Err(self.wrong(format_args!("entry {shown} is encrypted")));
             }
             if record.compression_method() != CompressionMethod::STORE {
                 return Err(self.wrong(format_args!(
-                    "entry {name} is compressed; torch.save stores entries as they are"
+                    "entry {shown} is compressed; torch.save stores entries as they are"
                 )));
             }
             if size_bytes != stored {
                 return Err(self.wrong(format_args!(
-                    "entry {name} is stored but takes {stored} bytes for {size_bytes}"
+                    "entry {shown} is stored but takes {stored} bytes for {size_bytes}"
                 )));
             }
             // Entries that lie over each other could otherwise multiply a small file.
             total_bytes = total_bytes.saturating_add(size_bytes);
             if total_bytes > file_bytes {
                 return Err(self.wrong(format_args!(
-                    "with entry {name} its directory promises {total_bytes} bytes, and the file has {file_bytes}"
+                    "with entry {shown} its directory promises {total_bytes} bytes, and the file has {file_bytes}"
                 )));
             }
             let entry = Entry {
@@ -170,7 +171,7 @@ impl Archive {
                 return Err(self.wrong(format_args!("entry {name:?} lies outside of {root}")));
             };
             if self.entries.contains_key(inner) {
-                return Err(self.wrong(format_args!("entry {name} is there twice")));
+                return Err(self.wrong(format_args!("entry {name:?} is there twice")));
             }
             self.entries.insert(inner.to_owned(), entry);
         }
@@ -178,7 +179,7 @@ impl Archive {
     }
 
     /// The small entries that say how to read the others.
-    fn check_conventions(&mut self) -> Result<()> {
+    fn check_conventions(&self) -> Result<()> {
         let version = self.read("version", 64)?;
         let version = String::from_utf8_lossy(&version).trim().to_owned();
         match version.parse::<u32>() {
@@ -202,39 +203,35 @@ impl Archive {
     }
 
     /// The pickle's bytes.
-    pub fn pickle(&mut self) -> Result<Vec<u8>> {
+    pub fn pickle(&self) -> Result<Vec<u8>> {
         self.read("data.pkl", MAX_PICKLE_BYTES)
     }
 
-    /// The bytes of a storage, exactly `size_bytes` of them; the error is a
+    /// The entry of a storage of exactly `size_bytes`; the error is a
     /// reason, for the pickle machine to place.
-    pub fn storage(
-        &mut self,
-        key: &str,
-        size_bytes: usize,
-    ) -> std::result::Result<Vec<u8>, StorageError> {
+    pub fn storage(&self, key: &str, size_bytes: usize) -> std::result::Result<String, String> {
         let name = format!("data/{key}");
         let Some(entry) = self.entries.get(&name) else {
-            return Err(StorageError::Refused(format!(
+            return Err(format!(
                 "it refers to storage {key:?}, and the archive has no entry {name}"
-            )));
+            ));
         };
         if entry.size_bytes != size_bytes as u64 {
-            return Err(StorageError::Refused(format!(
+            return Err(format!(
                 "it refers to storage {key:?} of {size_bytes} bytes, and entry {name} has {}",
                 entry.size_bytes
-            )));
+            ));
         }
-        self.read(&name, size_bytes as u64)
-            .map_err(StorageError::File)
+        Ok(name)
     }
 
-    /// What was odd but harmless.
-    pub fn into_warnings(self) -> Vec<String> {
-        self.warnings
+    /// What was odd but harmless in what was read.
+    pub fn warnings(&self) -> &[String] {
+        self.unchecked.get().map_or(&[], std::slice::from_ref)
     }
 
-    fn read(&mut self, name: &str, largest_bytes: u64) -> Result<Vec<u8>> {
+    /// The content of the entry `name`, which may have so many bytes.
+    pub fn read(&self, name: &str, largest_bytes: u64) -> Result<Vec<u8>> {
         let Some(entry) = self.entries.get(name) else {
             return Err(self.wrong(format_args!("it has no entry {name}")));
         };
@@ -270,13 +267,12 @@ impl Archive {
                      its CRC-32 is {actual:08x}, the directory says {expected:08x}"
                 )));
             }
-            // Once is enough.
-            if self.warnings.is_empty() {
-                self.warnings.push(format!(
+            self.unchecked.get_or_init(|| {
+                format!(
                     "{}: saved without checksums, so damage would not be noticed",
                     self.path.display()
-                ));
-            }
+                )
+            });
         }
         Ok(bytes)
     }
@@ -284,14 +280,6 @@ impl Archive {
     fn wrong(&self, what: std::fmt::Arguments<'_>) -> Error {
         Error::data(format!("{}: {what}", self.path.display()))
     }
-}
-
-/// Why a storage cannot be had.
-pub(super) enum StorageError {
-    /// The pickle asks for what is not there.
-    Refused(String),
-    /// The archive is damaged.
-    File(Error),
 }
 
 fn damaged(path: &Path, file_bytes: u64, source: rawzip::Error) -> Error {

@@ -1,13 +1,13 @@
 //! The calls that a pickle may make, and nothing else.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-use super::archive::{Archive, StorageError};
+use super::archive::Archive;
 use super::tensor::{DType, MAX_DIMS, Storage, Tensor};
 use super::value::{Arena, Dict, Global, Node, NodeId};
 
-/// Storages by key, each read once.
+/// Storages by key.
 pub(super) type Storages = HashMap<String, Arc<Storage>>;
 
 /// The function or class of that name.
@@ -35,10 +35,10 @@ pub(super) fn global(module: &str, name: &str) -> std::result::Result<Global, St
 pub(super) fn storage(
     arena: &Arena,
     id: NodeId,
-    archive: &mut Archive,
+    archive: &Archive,
     known: &mut Storages,
-) -> std::result::Result<Node, StorageError> {
-    let refused = |what: String| Err(StorageError::Refused(what));
+) -> std::result::Result<Node, String> {
+    let refused = Err;
     let nodes = &arena.nodes;
     let node = &nodes[id as usize];
     let parts: Vec<&Node> = match node {
@@ -77,19 +77,19 @@ pub(super) fn storage(
         return refused(format!("storage {key} is said to have {len} elements"));
     };
     if let Some(storage) = known.get(&**key) {
-        if storage.dtype != *dtype || storage.bytes.len() != size_bytes {
+        if storage.dtype != *dtype || storage.size_bytes != size_bytes {
             return refused(format!(
                 "storage {key} is {len} elements of {dtype} here and {} bytes of {} before",
-                storage.bytes.len(),
-                storage.dtype
+                storage.size_bytes, storage.dtype
             ));
         }
         return Ok(Node::Storage(storage.clone()));
     }
-    let bytes = archive.storage(key, size_bytes)?;
     let storage = Arc::new(Storage {
         dtype: *dtype,
-        bytes,
+        name: archive.storage(key, size_bytes)?,
+        size_bytes,
+        bytes: OnceLock::new(),
     });
     known.insert((**key).to_owned(), storage.clone());
     Ok(Node::Storage(storage))

@@ -1,12 +1,16 @@
 //! A whole file, and the state dict in it.
 
+use std::collections::HashMap;
+use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::archive::Archive;
 use super::build::shortened;
 use super::machine;
-use super::tensor::Tensor;
-use super::value::{Arena, NodeId, Value};
+use super::tensor::{Storage, Tensor};
+use super::value::{Arena, Node, NodeId, Value};
+use crate::files::open_regular;
 use crate::{Error, Result};
 
 /// Where programs keep a model's state dict among other things.
@@ -15,12 +19,18 @@ const WRAPPERS: [&str; 4] = ["model", "state_dict", "model_state_dict", "net"];
 /// What `DistributedDataParallel` and `DataParallel` put before each name.
 const WRAPPED: &str = "module.";
 
+/// Bytes of storages that are read whatever tensors show of them.
+const FREE_BYTES: u64 = 1 << 30;
+
+/// Larger storages may be so many times what tensors show of them.
+const MAX_UNSEEN: u64 = 16;
+
 /// A `.pth` file, read and checked as a whole.
 pub struct PthFile {
     path: PathBuf,
     arena: Arena,
     root: NodeId,
-    warnings: Vec<String>,
+    archive: Archive,
 }
 
 impl PthFile {
@@ -36,15 +46,67 @@ impl PthFile {
     /// damaged, of another kind, or asks for anything but tensors and plain
     /// values.
     pub fn read(path: &Path) -> Result<PthFile> {
-        let mut archive = Archive::open(path)?;
+        let file = open_regular(path).map_err(|e| Error::not_opened("checkpoint", path, e))?;
+        let file = PthFile::open(path, file)?;
+        for node in &file.arena.nodes {
+            if let Node::Storage(storage) = node {
+                file.load(storage)?;
+            }
+        }
+        Ok(file)
+    }
+
+    /// As [`read`](Self::read), that in `file`, which was opened at `path`; but what tensors hold
+    /// only [`bytes`](Self::bytes) reads.
+    pub(crate) fn open(path: &Path, file: File) -> Result<PthFile> {
+        let archive = Archive::open(path, file)?;
         let pickle = archive.pickle()?;
-        let (arena, root) = machine::run(path, &pickle, &mut archive)?;
+        let (arena, root) = machine::run(path, &pickle, &archive)?;
         Ok(PthFile {
             path: path.to_path_buf(),
             arena,
             root,
-            warnings: archive.into_warnings(),
+            archive,
         })
+    }
+
+    /// An error when the storages behind `tensors` are far larger than what these show of them.
+    pub(crate) fn check_storages<'a>(
+        &self,
+        tensors: impl Iterator<Item = &'a Tensor>,
+    ) -> Result<()> {
+        let (mut shown, mut storages) = (0u64, HashMap::new());
+        for tensor in tensors {
+            shown = shown.saturating_add((tensor.len() * tensor.dtype().size_bytes()) as u64);
+            let storage = &*tensor.storage;
+            storages.insert(&storage.name, storage.size_bytes as u64);
+        }
+        let stored = storages
+            .values()
+            .fold(0, |sum: u64, n| sum.saturating_add(*n));
+        if stored > FREE_BYTES && stored > MAX_UNSEEN.saturating_mul(shown) {
+            return Err(Error::data(format!(
+                "{}: its tensors show {shown} of the {stored} bytes that they were saved with; \
+                 clone() them in Python before torch.save()",
+                self.path.display()
+            )));
+        }
+        Ok(())
+    }
+
+    /// The numbers of a tensor of this file in row-major order, little-endian.
+    pub(crate) fn bytes(&self, tensor: &Tensor) -> Result<Vec<u8>> {
+        self.load(&tensor.storage)?;
+        Ok(tensor.to_bytes())
+    }
+
+    /// Reads a storage, once.
+    fn load(&self, storage: &Arc<Storage>) -> Result<()> {
+        if storage.bytes.get().is_none() {
+            let bytes = (self.archive).read(&storage.name, storage.size_bytes as u64)?;
+            storage.bytes.get_or_init(|| bytes);
+        }
+        Ok(())
     }
 
     /// What was saved.
@@ -54,7 +116,7 @@ impl PthFile {
 
     /// What is odd about the file but keeps nothing from being read.
     pub fn warnings(&self) -> &[String] {
-        &self.warnings
+        self.archive.warnings()
     }
 
     /// The names and tensors of a model, in the file's order: of what was

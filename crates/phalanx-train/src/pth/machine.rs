@@ -7,9 +7,10 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::archive::{Archive, StorageError};
+use super::archive::Archive;
 use super::build::{self, Called, Storages, shortened};
 use super::value::{Arena, Key, Node, NodeId};
+use crate::checkpoint::MAX_TENSORS;
 use crate::{Error, Result};
 
 /// Objects of one pickle. Each costs about a hundred bytes.
@@ -23,37 +24,16 @@ enum Slot {
     Object(NodeId),
 }
 
-/// Why the machine stopped before its end.
-enum Stop {
-    /// The pickle is refused.
-    Refused(String),
-    /// The archive around it is.
-    File(Error),
-}
-
-impl From<String> for Stop {
-    fn from(what: String) -> Self {
-        Stop::Refused(what)
-    }
-}
-
-impl From<StorageError> for Stop {
-    fn from(error: StorageError) -> Self {
-        match error {
-            StorageError::Refused(what) => Stop::Refused(what),
-            StorageError::File(error) => Stop::File(error),
-        }
-    }
-}
-
-type Step<T> = std::result::Result<T, Stop>;
+/// What a step gives, or why the pickle is refused.
+type Step<T> = std::result::Result<T, String>;
 
 fn refuse<T>(what: impl Into<String>) -> Step<T> {
-    Err(Stop::Refused(what.into()))
+    Err(what.into())
 }
 
-/// Runs the pickle of `archive`; gives all objects and the one that it is.
-pub(super) fn run(path: &Path, pickle: &[u8], archive: &mut Archive) -> Result<(Arena, NodeId)> {
+/// Runs the pickle of `archive`; gives all objects and the one that it is. Of storages it
+/// reads nothing.
+pub(super) fn run(path: &Path, pickle: &[u8], archive: &Archive) -> Result<(Arena, NodeId)> {
     let mut machine = Machine {
         pickle,
         at: 0,
@@ -61,6 +41,7 @@ pub(super) fn run(path: &Path, pickle: &[u8], archive: &mut Archive) -> Result<(
         stack: Vec::new(),
         memo: HashMap::new(),
         storages: Storages::new(),
+        tensors: 0,
         archive,
     };
     loop {
@@ -68,8 +49,7 @@ pub(super) fn run(path: &Path, pickle: &[u8], archive: &mut Archive) -> Result<(
         match machine.step() {
             Ok(None) => {}
             Ok(Some(root)) => return Ok((machine.arena, root)),
-            Err(Stop::File(error)) => return Err(error),
-            Err(Stop::Refused(what)) => {
+            Err(what) => {
                 return Err(Error::data(format!(
                     "{}: data.pkl at byte {began} of {}: {what}",
                     path.display(),
@@ -87,7 +67,8 @@ struct Machine<'a> {
     stack: Vec<Slot>,
     memo: HashMap<u32, NodeId>,
     storages: Storages,
-    archive: &'a mut Archive,
+    tensors: usize,
+    archive: &'a Archive,
 }
 
 impl<'a> Machine<'a> {
@@ -196,7 +177,13 @@ impl<'a> Machine<'a> {
                 let args = self.pop()?;
                 let function = self.pop()?;
                 match build::call(&self.arena, function, args)? {
-                    Called::New(node) => self.push(node)?,
+                    Called::New(node) => {
+                        self.tensors += usize::from(matches!(node, Node::Tensor(_)));
+                        if self.tensors > MAX_TENSORS {
+                            return refuse(format!("it makes more than {MAX_TENSORS} tensors"));
+                        }
+                        self.push(node)?;
+                    }
                     Called::Same(id) => self.stack.push(Slot::Object(id)),
                 }
             }

@@ -1,7 +1,7 @@
 //! Types of numbers, storages, and tensors as views of storages.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use half::{bf16, f16};
 
@@ -115,20 +115,24 @@ impl fmt::Display for DType {
 #[derive(Debug)]
 pub(super) struct Storage {
     pub dtype: DType,
-    /// Little-endian; a whole number of numbers.
-    pub bytes: Vec<u8>,
+    /// Its entry in the archive.
+    pub name: String,
+    /// A whole number of numbers.
+    pub size_bytes: usize,
+    /// Little-endian, once they were read.
+    pub bytes: OnceLock<Vec<u8>>,
 }
 
 impl Storage {
     fn len(&self) -> usize {
-        self.bytes.len() / self.dtype.size_bytes()
+        self.size_bytes / self.dtype.size_bytes()
     }
 }
 
 /// A tensor of a file: a view of a storage that others may share.
 #[derive(Clone, Debug)]
 pub struct Tensor {
-    storage: Arc<Storage>,
+    pub(super) storage: Arc<Storage>,
     /// In elements, as are the strides.
     offset: usize,
     shape: Vec<usize>,
@@ -224,7 +228,7 @@ impl Tensor {
     /// Its numbers in row-major order, little-endian.
     pub fn to_bytes(&self) -> Vec<u8> {
         let size = self.dtype().size_bytes();
-        let bytes = &self.storage.bytes;
+        let bytes = self.storage.bytes.get().map_or(&[][..], Vec::as_slice);
         if self.strides == row_major(&self.shape) {
             return bytes[self.offset * size..(self.offset + self.len) * size].to_vec();
         }
@@ -277,10 +281,12 @@ mod tests {
     use super::*;
 
     fn storage(n: u8) -> Arc<Storage> {
-        let bytes = (0..n).flat_map(|v| f32::from(v).to_le_bytes()).collect();
+        let bytes: Vec<u8> = (0..n).flat_map(|v| f32::from(v).to_le_bytes()).collect();
         Arc::new(Storage {
             dtype: DType::F32,
-            bytes,
+            name: String::new(),
+            size_bytes: bytes.len(),
+            bytes: bytes.into(),
         })
     }
 

@@ -1,14 +1,13 @@
 //! The folder of a run's checkpoints.
 
 use std::collections::HashSet;
-use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::load::State;
+use super::load::{MAX_MANIFEST_BYTES, State};
 use super::manifest::Manifest;
 use super::pace::Pacer;
 use super::snapshot::Snapshot;
-use crate::files::{atomic_write, atomic_write_with, create_folder};
+use crate::files::Dir;
 use crate::{Error, Result};
 
 const PREFIX: &str = "step-";
@@ -21,6 +20,8 @@ const DATA: &str = ".safetensors";
 /// time writes into it.
 #[derive(Clone, Debug)]
 pub struct Folder {
+    /// The folder that it is in, if no link may lead from there to it.
+    above: Option<Dir>,
     path: PathBuf,
     keep: usize,
 }
@@ -30,8 +31,17 @@ impl Folder {
     /// `keep` checkpoints stay, at least one.
     pub fn new(path: &Path, keep: usize) -> Folder {
         Folder {
+            above: None,
             path: path.to_path_buf(),
             keep: keep.max(1),
+        }
+    }
+
+    /// As [`new`](Self::new), the folder `name` in `dir`, which may not be a symbolic link.
+    pub fn within(dir: &Dir, name: &str, keep: usize) -> Folder {
+        Folder {
+            above: Some(dir.clone()),
+            ..Folder::new(&dir.path().join(name), keep)
         }
     }
 
@@ -54,14 +64,13 @@ impl Folder {
 
     /// As [`save`](Self::save), as fast as `pacer` lets it.
     pub(super) fn save_at(&self, snapshot: &Snapshot, pacer: Option<&Pacer>) -> Result<PathBuf> {
-        create_folder(&self.path)?;
+        let dir = self.made()?;
         let step = snapshot.place().step;
         let name = format!("{PREFIX}{step:09}");
-        let manifest_path = self.path.join(format!("{name}{MANIFEST}"));
-        let file = self.free_name(&name);
-        let data_path = self.path.join(&file);
+        let manifest_name = format!("{name}{MANIFEST}");
+        let file = free_name(&dir, &name);
         let mut written = None;
-        atomic_write_with(&data_path, |out| {
+        dir.write(&file, |out| {
             written = Some(match pacer {
                 Some(pacer) => snapshot.write(&mut pacer.writer(out)),
                 None => snapshot.write(out),
@@ -75,12 +84,16 @@ impl Folder {
         let text = manifest
             .to_text()
             .map_err(|e| Error::internal(format!("a manifest is no JSON: {e}")).with_source(e));
-        if let Err(error) = text.and_then(|text| atomic_write(&manifest_path, text.as_bytes())) {
-            let _ = fs::remove_file(&data_path);
+        let saved = text.and_then(|text| {
+            let text = text.as_bytes();
+            dir.write(&manifest_name, |out| out.write_all(text))
+        });
+        if let Err(error) = saved {
+            let _ = dir.remove(&file);
             return Err(error);
         }
-        self.keep_newest(self.keep, Some(&manifest_path))?;
-        Ok(manifest_path)
+        keep_newest(&dir, self.keep, Some(&manifest_name))?;
+        Ok(self.path.join(manifest_name))
     }
 
     /// Sets aside all checkpoints of more than `step` steps, all of them without a
@@ -95,15 +108,17 @@ impl Folder {
     /// `Io`, naming the path.
     pub fn set_aside(&self, step: Option<u64>) -> Result<Vec<PathBuf>> {
         let mut aside = Vec::new();
-        for (of, path) in self.manifests("")? {
+        let Some(dir) = self.existing()? else {
+            return Ok(aside);
+        };
+        for (of, name) in manifests(&dir, "")? {
             if step.is_some_and(|step| of <= step) {
                 continue;
             }
-            let name = path.file_name().unwrap_or_default().to_string_lossy();
-            let to = self.path.join(format!("{ASIDE}{name}"));
+            let to = format!("{ASIDE}{name}");
             // One rename moves the checkpoint: its data stay where they are.
-            fs::rename(&path, &to).map_err(|e| Error::io("cannot set aside", &path, e))?;
-            aside.push(to);
+            dir.rename(&name, &to)?;
+            aside.push(self.path.join(to));
         }
         Ok(aside)
     }
@@ -117,8 +132,12 @@ impl Folder {
     /// of the newest; `Io` when the folder cannot be read.
     pub fn newest(&self) -> Result<(Option<State>, Vec<String>)> {
         let mut damaged = Vec::new();
-        for (_, manifest) in self.manifests("")?.iter().rev() {
-            match State::load(manifest) {
+        let all = match self.existing()? {
+            Some(dir) => manifests(&dir, "")?,
+            None => Vec::new(),
+        };
+        for (_, manifest) in all.iter().rev() {
+            match State::load(&self.path.join(manifest)) {
                 Ok(state) => return Ok((Some(state), damaged)),
                 Err(error) => damaged.push(error.to_string()),
             }
@@ -138,90 +157,89 @@ impl Folder {
     ///
     /// `Io`, naming the path.
     pub fn clear(&self) -> Result<()> {
-        for (_, path) in self.manifests(ASIDE)? {
-            remove(&path)?;
-        }
-        self.keep_newest(0, None)
-    }
-
-    /// `saved` counts as the newest, whatever its step.
-    fn keep_newest(&self, keep: usize, saved: Option<&Path>) -> Result<()> {
-        let mut manifests = self.manifests("")?;
-        manifests.sort_by_key(|(_, path)| Some(path.as_path()) == saved);
-        let surplus = manifests.len().saturating_sub(keep);
-        for (_, path) in &manifests[..surplus] {
-            // First the manifest: data without one is no checkpoint.
-            remove(path)?;
-        }
-        let used: HashSet<String> = manifests[surplus..]
-            .iter()
-            .chain(&self.manifests(ASIDE)?)
-            .filter_map(|(_, path)| {
-                let manifest: Manifest = serde_json::from_slice(&fs::read(path).ok()?).ok()?;
-                Some(manifest.file)
-            })
-            .collect();
-        for name in self.names()? {
-            if name.starts_with(PREFIX) && name.ends_with(DATA) && !used.contains(&name) {
-                remove(&self.path.join(name))?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Manifests whose names begin with `before`, by step, fewest first.
-    fn manifests(&self, before: &str) -> Result<Vec<(u64, PathBuf)>> {
-        let mut found: Vec<(u64, PathBuf)> = self
-            .names()?
-            .into_iter()
-            .filter_map(|name| {
-                let step = name.strip_prefix(before)?.strip_prefix(PREFIX)?;
-                let step = step.strip_suffix(MANIFEST)?;
-                Some((step.parse().ok()?, self.path.join(&name)))
-            })
-            .collect();
-        found.sort();
-        Ok(found)
-    }
-
-    fn names(&self) -> Result<Vec<String>> {
-        let failed = |source| Error::io("cannot list", &self.path, source);
-        let entries = match fs::read_dir(&self.path) {
-            Ok(entries) => entries,
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-            Err(e) => return Err(failed(e)),
+        let Some(dir) = self.existing()? else {
+            return Ok(());
         };
-        let mut names = Vec::new();
-        for entry in entries {
-            let name = entry.map_err(failed)?.file_name();
-            names.extend(name.into_string());
+        for (_, name) in manifests(&dir, ASIDE)? {
+            dir.remove(&name)?;
         }
-        Ok(names)
+        keep_newest(&dir, 0, None)
     }
 
-    /// A name that no manifest can refer to yet: a checkpoint of the same step
-    /// stays whole until its manifest is replaced.
-    fn free_name(&self, name: &str) -> String {
-        let plain = format!("{name}{DATA}");
-        if !self.path.join(&plain).exists() {
-            return plain;
+    /// The folder, if it is there.
+    fn existing(&self) -> Result<Option<Dir>> {
+        match &self.above {
+            Some(above) => above.sub(&self.name()),
+            None if self.path.exists() => Dir::open(&self.path).map(Some),
+            None => Ok(None),
         }
-        let mut count = 2;
-        loop {
-            let numbered = format!("{name}-{count}{DATA}");
-            if !self.path.join(&numbered).exists() {
-                return numbered;
-            }
-            count += 1;
+    }
+
+    /// The folder, which is made where it is missing.
+    fn made(&self) -> Result<Dir> {
+        match &self.above {
+            Some(above) => above.create_sub(&self.name()),
+            None => Dir::create(&self.path),
         }
+    }
+
+    fn name(&self) -> String {
+        let name = self.path.file_name().unwrap_or_default();
+        name.to_string_lossy().into_owned()
     }
 }
 
-fn remove(path: &Path) -> Result<()> {
-    match fs::remove_file(path) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-            Err(Error::io("cannot remove", path, e))
+/// Removes the oldest checkpoints in `dir` but `keep`; `saved` counts as the newest, whatever its step.
+fn keep_newest(dir: &Dir, keep: usize, saved: Option<&str>) -> Result<()> {
+    let mut all = manifests(dir, "")?;
+    all.sort_by_key(|(_, name)| Some(name.as_str()) == saved);
+    let surplus = all.len().saturating_sub(keep);
+    for (_, name) in &all[..surplus] {
+        // First the manifest: data without one is no checkpoint.
+        dir.remove(name)?;
+    }
+    let used: HashSet<String> = all[surplus..]
+        .iter()
+        .chain(&manifests(dir, ASIDE)?)
+        .filter_map(|(_, name)| {
+            let text = dir.read(name, MAX_MANIFEST_BYTES).ok()??;
+            let manifest: Manifest = serde_json::from_slice(&text).ok()?;
+            Some(manifest.file)
+        })
+        .collect();
+    for name in dir.names()? {
+        if name.starts_with(PREFIX) && name.ends_with(DATA) && !used.contains(&name) {
+            dir.remove(&name)?;
         }
-        _ => Ok(()),
+    }
+    Ok(())
+}
+
+/// Steps and names of the manifests in `dir` whose names begin with `before`, fewest steps first.
+fn manifests(dir: &Dir, before: &str) -> Result<Vec<(u64, String)>> {
+    let of = |name: &str| {
+        let step = name.strip_prefix(before)?.strip_prefix(PREFIX)?;
+        step.strip_suffix(MANIFEST)?.parse().ok()
+    };
+    let names = dir.names()?.into_iter();
+    let mut found: Vec<(u64, String)> = names.filter_map(|name| Some((of(&name)?, name))).collect();
+    found.sort();
+    Ok(found)
+}
+
+/// A name that no manifest can refer to yet: a checkpoint of the same step
+/// stays whole until its manifest is replaced.
+fn free_name(dir: &Dir, name: &str) -> String {
+    let plain = format!("{name}{DATA}");
+    if !dir.has(&plain) {
+        return plain;
+    }
+    let mut count = 2;
+    loop {
+        let numbered = format!("{name}-{count}{DATA}");
+        if !dir.has(&numbered) {
+            return numbered;
+        }
+        count += 1;
     }
 }

@@ -1,28 +1,31 @@
 //! Reading a checkpoint back.
 
-use std::fs;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use phalanx_nn::Params;
 use phalanx_nn::optim::Optimizer;
-use safetensors::{Dtype, SafeTensors};
+use safetensors::Dtype;
+use safetensors::tensor::TensorInfo;
 use sha2::{Digest, Sha256};
 
 use super::manifest::Manifest;
 use super::snapshot::{MODEL, MORE, OPTIMIZER};
-use crate::checkpoint::{explain, put, tensors};
+use crate::checkpoint::{TensorsFile, put, tensors};
+use crate::files::{open_regular, read_open};
 use crate::pth::DType;
 use crate::{Error, Result};
 
 /// A manifest longer than this is none.
-const MAX_MANIFEST_BYTES: u64 = 256 << 20;
+pub(super) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
 
-/// A checkpoint in memory, whole: its length and hash were checked.
+/// An open checkpoint, whose length and hash were checked. Its numbers are read when they are
+/// asked for.
 #[derive(Debug)]
 pub struct State {
     path: PathBuf,
     manifest: Manifest,
-    data: Vec<u8>,
+    file: TensorsFile,
 }
 
 impl State {
@@ -30,25 +33,13 @@ impl State {
     ///
     /// # Errors
     ///
-    /// `Usage` when there is no such file; `Io` when it cannot be read; `Data`,
+    /// `Usage` when there is no such file, or no regular one; `Io` when it cannot be read; `Data`,
     /// naming the file, when it or its data is damaged or of another kind.
     pub fn load(path: &Path) -> Result<State> {
-        let read = |path: &Path| {
-            fs::read(path).map_err(|source| match source.kind() {
-                std::io::ErrorKind::NotFound => {
-                    Error::usage(format!("no checkpoint {}", path.display())).with_source(source)
-                }
-                _ => Error::io("cannot read", path, source),
-            })
-        };
+        let open =
+            |path: &Path| open_regular(path).map_err(|e| Error::not_opened("checkpoint", path, e));
         let wrong = |what: String| Error::data(format!("{}: {what}", path.display()));
-        let size_bytes = fs::metadata(path).map_or(0, |m| m.len());
-        if size_bytes > MAX_MANIFEST_BYTES {
-            return Err(wrong(format!(
-                "it has {size_bytes} bytes; a manifest has at most {MAX_MANIFEST_BYTES}"
-            )));
-        }
-        let text = read(path)?;
+        let text = read_open(path, open(path)?, MAX_MANIFEST_BYTES)?;
         let manifest = Manifest::from_text(&text).map_err(wrong)?;
         if Path::new(&manifest.file).file_name() != Some(manifest.file.as_ref()) {
             return Err(wrong(format!(
@@ -57,16 +48,25 @@ impl State {
             )));
         }
         let data_path = path.with_file_name(&manifest.file);
-        let data = read(&data_path)?;
-        if data.len() as u64 != manifest.bytes {
+        let mut data = open(&data_path)?;
+        let cannot_read = |e| Error::io("cannot read", &data_path, e);
+        let size_bytes = data.metadata().map_err(cannot_read)?.len();
+        if size_bytes != manifest.bytes {
             return Err(Error::data(format!(
-                "{} has {} bytes, its manifest says {}; it may be truncated",
+                "{} has {size_bytes} bytes, its manifest says {}; it may be truncated",
                 data_path.display(),
-                data.len(),
                 manifest.bytes
             )));
         }
-        let sha256 = hex::encode(Sha256::digest(&data));
+        let mut hash = Sha256::new();
+        let mut bytes = vec![0; 1 << 20];
+        loop {
+            match data.read(&mut bytes).map_err(cannot_read)? {
+                0 => break,
+                count => hash.update(&bytes[..count]),
+            }
+        }
+        let sha256 = hex::encode(hash.finalize());
         if sha256 != manifest.sha256 {
             return Err(Error::data(format!(
                 "{} is damaged: its SHA-256 is {sha256}, its manifest says {}",
@@ -77,7 +77,7 @@ impl State {
         Ok(State {
             path: path.to_path_buf(),
             manifest,
-            data,
+            file: TensorsFile::new(&data_path, data)?,
         })
     }
 
@@ -91,9 +91,9 @@ impl State {
         &self.manifest
     }
 
-    /// The data file's content.
-    pub(crate) fn data(&self) -> &[u8] {
-        &self.data
+    /// The data file.
+    pub(crate) fn file(&self) -> &TensorsFile {
+        &self.file
     }
 
     /// Sets all parameters and buffers.
@@ -103,21 +103,23 @@ impl State {
     /// `Data` when the checkpoint is of another model, naming the first tensor
     /// that differs; `params` is then unchanged.
     pub fn restore_params(&self, params: &mut Params) -> Result<()> {
-        let file = self.tensors()?;
         let mut all = Vec::new();
         for tensor in tensors(params) {
-            let values = self.values(&file, &format!("{MODEL}{}", tensor.name), &tensor.shape)?;
-            all.push((tensor.name, values));
+            let found = self.tensor(&format!("{MODEL}{}", tensor.name), &tensor.shape)?;
+            all.push((tensor.name, found));
         }
-        let saved = file.names().iter().filter(|n| n.starts_with(MODEL)).count();
+        let names = self.file.tensors();
+        let saved = names.iter().filter(|(n, _)| n.starts_with(MODEL)).count();
         if saved != all.len() {
             return Err(self.wrong(format_args!(
                 "it has {saved} tensors of a model, this model has {}",
                 all.len()
             )));
         }
-        for (name, values) in &all {
-            put(params, name, values)?;
+        // Nothing is read of another model, and nothing changed before all is read.
+        let values: Result<Vec<_>> = all.iter().map(|(_, found)| self.values(found)).collect();
+        for ((name, _), values) in all.iter().zip(values?) {
+            put(params, name, &values)?;
         }
         Ok(())
     }
@@ -150,7 +152,6 @@ impl State {
     ///
     /// `Data` when the checkpoint is of another model.
     pub fn optimizer_buffers(&self, params: &Params) -> Result<Vec<(&str, Vec<f32>)>> {
-        let file = self.tensors()?;
         let mut as_params = params.clone();
         let mut buffers = Vec::new();
         for buffer in &self.manifest.optimizer_buffers {
@@ -158,7 +159,7 @@ impl State {
             for id in params.ids() {
                 let info = &params.infos()[id.index()];
                 let name = format!("{OPTIMIZER}{buffer}.{}", info.name);
-                let values = self.values(&file, &name, &info.shape)?;
+                let values = self.values(self.tensor(&name, &info.shape)?)?;
                 as_params.import(id, &values).map_err(|source| {
                     Error::internal(format!("cannot import {name}: {source}")).with_source(source)
                 })?;
@@ -175,32 +176,24 @@ impl State {
     ///
     /// `Data` when there is none, or it has another length.
     pub fn more(&self, name: &str, len: usize) -> Result<Vec<f32>> {
-        self.values(&self.tensors()?, &format!("{MORE}{name}"), &[len])
+        self.values(self.tensor(&format!("{MORE}{name}"), &[len])?)
     }
 
-    fn tensors(&self) -> Result<SafeTensors<'_>> {
-        SafeTensors::deserialize(&self.data).map_err(|source| {
-            self.wrong(format_args!(
-                "its data is no safetensors file: {}",
-                explain(&source, &self.data)
-            ))
-            .with_source(source)
-        })
-    }
-
-    fn values(&self, file: &SafeTensors<'_>, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
-        let view = file.tensor(name).map_err(|source| {
-            self.wrong(format_args!("it lacks {name}"))
-                .with_source(source)
-        })?;
-        if view.dtype() != Dtype::F32 || view.shape() != shape {
+    /// The tensor of that name, float32 of this shape.
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<&TensorInfo> {
+        let found = self.file.tensor(name);
+        let found = found.ok_or_else(|| self.wrong(format_args!("it lacks {name}")))?;
+        if found.dtype != Dtype::F32 || found.shape != shape {
             return Err(self.wrong(format_args!(
                 "{name} is {:?} of shape {:?}, expected F32 of shape {shape:?}",
-                view.dtype(),
-                view.shape()
+                found.dtype, found.shape
             )));
         }
-        Ok(DType::F32.to_f32(view.data()))
+        Ok(found)
+    }
+
+    fn values(&self, tensor: &TensorInfo) -> Result<Vec<f32>> {
+        Ok(DType::F32.to_f32(&self.file.bytes(tensor)?))
     }
 
     fn wrong(&self, what: std::fmt::Arguments<'_>) -> Error {

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::sampler::Cursor;
+use crate::text::one_line;
 
 /// What files of this kind say of themselves.
 pub(super) const FORMAT: &str = "phalanx state";
@@ -97,7 +98,8 @@ impl Manifest {
         };
         let text = std::str::from_utf8(text)
             .map_err(|e| no_manifest(&format_args!("byte {} is no text", e.valid_up_to())))?;
-        let manifest: Manifest = serde_json::from_str(text).map_err(|e| no_manifest(&e))?;
+        let manifest: Manifest =
+            serde_json::from_str(text).map_err(|e| no_manifest(&one_line(&e.to_string())))?;
         if manifest.format != FORMAT || manifest.version != VERSION {
             return Err(format!(
                 "it is {:?} of version {}; expected {FORMAT:?} of version {VERSION}",

@@ -1,12 +1,12 @@
 //! Getting one file over HTTP: resumed where it broke off, tried again, checked.
 
-use std::fs::{File as OsFile, OpenOptions};
+use std::fs::File as OsFile;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use rustix::fs::{FlockOperation, flock};
+use phalanx_train::files::{Dir, as_typed, lock_holder, read_regular, try_lock};
 use ureq::Agent;
 use ureq::http::StatusCode;
 use ureq::http::header::{CONTENT_RANGE, RANGE};
@@ -38,9 +38,23 @@ impl Default for Patience {
     }
 }
 
+impl Patience {
+    /// Without a byte from another process that downloads the same file; it may try all sources
+    /// before it gives up.
+    fn others(&self) -> Duration {
+        10 * self.silence
+    }
+}
+
+/// How often another process is looked after.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
 /// The file of root certificates to trust instead of the usual ones, as OpenSSL's
 /// and curl's users know it.
 const ROOTS: &str = "SSL_CERT_FILE";
+
+/// More bytes than any file of root certificates; the usual ones have 230 kB.
+const MAX_ROOTS_BYTES: u64 = 64 << 20;
 
 /// A client that waits no longer than that, for addresses of which one `needs_tls`.
 ///
@@ -75,7 +89,7 @@ fn roots(path: &Path) -> Result<RootCerts> {
             path.display()
         ))
     };
-    let text = std::fs::read(path).map_err(|e| wrong(e.to_string()))?;
+    let text = read_regular(path, MAX_ROOTS_BYTES).map_err(|e| wrong(e.to_string()))?;
     let mut certificates = Vec::new();
     for item in parse_pem(&text) {
         if let PemItem::Certificate(certificate) = item.map_err(|e| wrong(e.to_string()))? {
@@ -130,31 +144,32 @@ struct Part {
 }
 
 impl Part {
-    /// Opens it, and waits for another process that is at it.
-    fn open(target: &Path, meter: &mut Meter) -> Result<Part> {
-        let mut name = target.as_os_str().to_owned();
-        name.push(".part");
-        let path = PathBuf::from(name);
-        let refused = |e: std::io::Error| cannot("write", &path, e);
+    /// Opens it, and waits for another process that is at it, as long as that one goes on.
+    fn open(dir: &Dir, target: &str, patience: Patience, meter: &mut Meter) -> Result<Part> {
+        let name = part_of(target);
+        let path = dir.path().join(&name);
         loop {
-            let file = OpenOptions::new()
-                .read(true)
-                .write(true)
-                .create(true)
-                .truncate(false)
-                .open(&path)
-                .map_err(refused)?;
-            if flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
-                meter.note("waiting for another process that downloads the same file");
-                flock(&file, FlockOperation::LockExclusive).map_err(|e| refused(e.into()))?;
+            let file = dir.open_private(&name)?;
+            let (mut since, mut len, mut told) = (Instant::now(), None, false);
+            // It may have been finished and renamed while we waited, or taken away.
+            let is_there = |file: &OsFile| dir.is_at(file, &name);
+            while !try_lock(&file) && is_there(&file) {
+                let now = file.metadata().map(|about| about.len()).ok();
+                if now != len {
+                    (since, len) = (Instant::now(), now);
+                }
+                let holder = lock_holder(&file);
+                if since.elapsed() >= patience.others() {
+                    return Err(locked(&path, &holder, patience));
+                }
+                if !std::mem::replace(&mut told, true) {
+                    meter.note(&format!(
+                        "waiting for another process{holder} that downloads the same file"
+                    ));
+                }
+                std::thread::sleep(LOOK_EVERY);
             }
-            // It may have been finished and renamed while we waited.
-            let is_ours = std::fs::metadata(&path).is_ok_and(|there| {
-                use std::os::unix::fs::MetadataExt;
-                file.metadata()
-                    .is_ok_and(|ours| (ours.dev(), ours.ino()) == (there.dev(), there.ino()))
-            });
-            if is_ours || target.exists() {
+            if is_there(&file) || dir.has(target) {
                 return Ok(Part { file, path });
             }
         }
@@ -171,6 +186,21 @@ impl Part {
             .and_then(|()| self.file.seek(SeekFrom::Start(len)).map(|_| ()))
             .map_err(|e| Failure::Here(cannot("write", &self.path, e)))
     }
+}
+
+/// The name of the half-finished file of `target`.
+fn part_of(target: &str) -> String {
+    format!("{target}.part")
+}
+
+fn locked(path: &Path, holder: &str, patience: Patience) -> Error {
+    let what = format!(
+        "{} is locked by another process{holder}, which has not written to it for {}",
+        path.display(),
+        humantime::format_duration(patience.others())
+    );
+    let fix = format!("end that process, or remove {}", as_typed(path));
+    Error::new(ErrorKind::Timeout, what).note("fix", fix)
 }
 
 fn cannot(what: &str, path: &Path, e: std::io::Error) -> Error {
@@ -195,17 +225,16 @@ pub(super) fn fetch(
     agent: &Agent,
     patience: Patience,
     sources: &[String],
-    folder: &Path,
+    dir: &Dir,
     file: &File,
     force: bool,
     meter: &mut Meter,
 ) -> Result<Got> {
-    let target = folder.join(file.name);
-    if is_there(&target, file, force)? {
+    if is_there(dir, file, force)? {
         return Ok(Got::Already);
     }
-    let mut part = Part::open(&target, meter)?;
-    if is_there(&target, file, force)? {
+    let mut part = Part::open(dir, file.name, patience, meter)?;
+    if is_there(dir, file, force)? {
         return Ok(Got::Already);
     }
     let mut reasons = Vec::new();
@@ -213,7 +242,8 @@ pub(super) fn fetch(
         let url = format!("{}/{}", source.trim_end_matches('/'), file.name);
         match from(agent, patience, &url, &mut part, file, meter) {
             Ok(()) => {
-                finish(&part, &target)?;
+                // Whole and right.
+                dir.publish(&part.file, &part_of(file.name), file.name)?;
                 return Ok(Got::From(url));
             }
             Err(Failure::Passing(reason) | Failure::Final(reason)) => {
@@ -233,26 +263,27 @@ pub(super) fn fetch(
         );
     } else {
         // Nothing worth keeping.
-        let _ = std::fs::remove_file(&part.path);
+        let _ = dir.remove(&part_of(file.name));
     }
     Err(error.note(
         "perhaps",
         format!(
             "this machine has no way out (https_proxy is heeded); or get {} elsewhere and put it into {}",
             file.name,
-            folder.display()
+            dir.path().display()
         ),
     ))
 }
 
 /// Whether the finished file is in its place; `force` removes another one.
-fn is_there(target: &Path, file: &File, force: bool) -> Result<bool> {
+fn is_there(dir: &Dir, file: &File, force: bool) -> Result<bool> {
+    let target = &dir.path().join(file.name);
     match sum::differs(target, file.sum) {
         Ok(None) => Ok(true),
-        Ok(Some(_)) if force => match std::fs::remove_file(target) {
-            Ok(()) => Ok(false),
-            Err(e) => Err(cannot("replace", target, e)),
-        },
+        Ok(Some(_)) if force => {
+            dir.remove(file.name)?;
+            Ok(false)
+        }
         Ok(Some(has)) => Err(Error::usage(format!(
             "{} is not the published file: it has {has}, expected {}",
             target.display(),
@@ -262,20 +293,6 @@ fn is_there(target: &Path, file: &File, force: bool) -> Result<bool> {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(false),
         Err(e) => Err(cannot("read", target, e)),
     }
-}
-
-fn finish(part: &Part, target: &Path) -> Result<()> {
-    part.file
-        .sync_all()
-        .and_then(|()| std::fs::rename(&part.path, target))
-        .map_err(|e| cannot("write", target, e))?;
-    // So that the name, too, outlives a crash of the machine. Best effort.
-    if let Some(folder) = target.parent()
-        && let Ok(folder) = OsFile::open(folder)
-    {
-        let _ = folder.sync_all();
-    }
-    Ok(())
 }
 
 /// All attempts at one source.

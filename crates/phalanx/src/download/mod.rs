@@ -14,12 +14,12 @@ mod sum;
 
 use std::path::{Path, PathBuf};
 
-use phalanx_train::files::as_typed;
+use phalanx_train::files::{Dir, as_typed};
 use ureq::http::Uri;
 
 use crate::error::{Error, Result};
 use crate::say;
-use crate::train::RunDir;
+use crate::train::{FolderArgs, RunDir};
 use fetch::{Got, Patience};
 use meter::Meter;
 use sets::{DataSet, SETS};
@@ -46,6 +46,8 @@ pub(crate) struct DownloadArgs {
     /// Replace files that are there and are not the published ones.
     #[arg(long)]
     force: bool,
+    #[command(flatten)]
+    folder: FolderArgs,
 }
 
 /// Downloads what was asked for.
@@ -61,7 +63,8 @@ pub(crate) fn run(args: &DownloadArgs) -> Result<()> {
             (Some(to), 1) => to.clone(),
             (Some(to), _) => to.join(set.name),
         };
-        let made = make(&folder)?;
+        let mut made = RunDir::given(folder.clone());
+        let dir = made.make(args.folder)?;
         let sources = sources(set, args.from.as_deref());
         // A mirror without it may still redirect to one with it.
         let agent = fetch::agent(patience, true)?;
@@ -72,7 +75,7 @@ pub(crate) fn run(args: &DownloadArgs) -> Result<()> {
             set.bytes() as f64 / 1e6
         ))?;
         for file in set.files {
-            let how = match get(&agent, patience, &sources, &folder, file, args.force)? {
+            let how = match get(&agent, patience, &sources, &dir, file, args.force)? {
                 Got::Already => "is there".to_owned(),
                 Got::From(url) => format!("from {url}"),
             };
@@ -90,14 +93,20 @@ pub(crate) fn run(args: &DownloadArgs) -> Result<()> {
 /// # Errors
 ///
 /// As `phalanx download`.
-pub(crate) fn ensure(name: &str, folder: &Path, mirror: Option<&str>) -> Result<()> {
+pub(crate) fn ensure(
+    name: &str,
+    folder: &Path,
+    mirror: Option<&str>,
+    args: FolderArgs,
+) -> Result<()> {
     let set = named(name)?;
-    let _made = make(folder)?;
+    let mut made = RunDir::given(folder.to_owned());
+    let dir = made.make(args)?;
     let patience = Patience::default();
     let sources = sources(set, mirror);
     let agent = fetch::agent(patience, true)?;
     for file in set.files {
-        get(&agent, patience, &sources, folder, file, false)?;
+        get(&agent, patience, &sources, &dir, file, false)?;
     }
     Ok(())
 }
@@ -107,12 +116,12 @@ fn get(
     agent: &ureq::Agent,
     patience: Patience,
     sources: &[String],
-    folder: &Path,
+    dir: &Dir,
     file: &sets::File,
     force: bool,
 ) -> Result<Got> {
     let mut meter = Meter::new(file.name, file.bytes);
-    fetch::fetch(agent, patience, sources, folder, file, force, &mut meter)
+    fetch::fetch(agent, patience, sources, dir, file, force, &mut meter)
 }
 
 /// The folders that have the set's files.
@@ -121,13 +130,6 @@ fn sources(set: &DataSet, mirror: Option<&str>) -> Vec<String> {
         Some(url) => vec![url.to_owned()],
         None => set.sources.iter().map(|&s| s.to_owned()).collect(),
     }
-}
-
-/// The folder, which goes again if nothing comes into it.
-fn make(folder: &Path) -> Result<RunDir> {
-    let mut made = RunDir::given(folder.to_owned());
-    made.make()?;
-    Ok(made)
 }
 
 /// A usage error unless `url`, the value of `flag`, is an address on the web.

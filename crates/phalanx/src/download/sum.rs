@@ -1,10 +1,10 @@
 //! Whether a file is the published one.
 
-use std::fs::File;
 use std::io::{BufReader, Read};
 use std::path::Path;
 
 use md5::Md5;
+use phalanx_train::files::open_regular;
 use sha2::{Digest, Sha256};
 
 use super::sets::Sum;
@@ -33,7 +33,7 @@ pub(super) fn differs(path: &Path, sum: Sum) -> std::io::Result<Option<String>> 
 }
 
 fn digest<D: Digest>(path: &Path) -> std::io::Result<String> {
-    let mut file = BufReader::with_capacity(1 << 16, File::open(path)?);
+    let mut file = BufReader::with_capacity(1 << 16, open_regular(path)?);
     let mut hash = D::new();
     let mut bytes = vec![0; 1 << 16];
     loop {

@@ -8,7 +8,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use phalanx_train::files::as_typed;
+use phalanx_train::files::{as_typed, open_regular};
 use phalanx_wire::Token;
 
 use super::args::{LaunchArgs, Meeting};
@@ -204,7 +204,7 @@ fn find_program(program: &OsStr, path: Option<&str>) -> Result<()> {
 /// Whether the system would look for an interpreter whose name ends in a carriage return.
 fn has_dos_interpreter(file: &Path) -> bool {
     let mut first = Vec::new();
-    let read = std::fs::File::open(file).map(|file| file.take(256).read_to_end(&mut first));
+    let read = open_regular(file).map(|file| file.take(256).read_to_end(&mut first));
     let line = first.split(|byte| *byte == b'\n').next();
     read.is_ok() && line.is_some_and(|line| line.starts_with(b"#!") && line.ends_with(b"\r"))
 }

@@ -146,7 +146,8 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
     let mut log = output.metrics(resumed.as_ref().map(Resumed::place))?;
     let facts = resumable(ctx.world());
     let facts = facts.into_iter().chain(shaping.clone()).collect();
-    let saving = Saving::open(ctx, &args.saving, facts, output.dir(), resumed.as_ref())?;
+    let checkpoints = output.checkpoints(saving::FOLDER, args.saving.keep());
+    let saving = Saving::open(ctx, &args.saving, facts, checkpoints, resumed.as_ref())?;
     let mut saving = saving.with_metadata(FILES.metadata());
     if first < args.iterations {
         output.reopen()?;

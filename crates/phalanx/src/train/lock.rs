@@ -3,13 +3,9 @@
 
 use std::fs::File;
 use std::io::{Read, Write};
-use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use phalanx_train::files::create_folder;
-use rustix::fs::{FlockOperation, flock};
-use rustix::io::Errno;
+use phalanx_train::files::{Dir, lock_holder, try_lock};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::say;
@@ -24,53 +20,53 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// The hold on a folder; it ends with this, or with the process.
 #[derive(Debug)]
 pub struct Lock {
-    path: PathBuf,
+    dir: Dir,
     _file: File,
 }
 
 impl Lock {
-    /// Makes `dir`, if need be, and holds it. *Blocks* up to ten seconds while somebody else
+    /// Holds `dir`. *Blocks* up to ten seconds while somebody else
     /// does. Where the file system knows no locks, nobody is kept out.
     ///
     /// # Errors
     ///
     /// Usage, when another training has it, naming its process; system, naming the file.
-    pub fn take(dir: &Path) -> Result<Lock> {
+    pub fn take(dir: &Dir) -> Result<Lock> {
         Lock::take_within(dir, PATIENCE)
     }
 
-    fn take_within(dir: &Path, patience: Duration) -> Result<Lock> {
+    fn take_within(dir: &Dir, patience: Duration) -> Result<Lock> {
         let other = |error: Error| error.note("try", "another folder with --output-dir");
-        create_folder(dir).map_err(|e| other(e.into()))?;
-        let path = dir.join(LOCK_FILE);
+        let path = dir.path().join(LOCK_FILE);
         let failed = |e: std::io::Error| {
             let what = format!("cannot lock {}", path.display());
             other(Error::new(ErrorKind::System, what).caused_by(e))
         };
         let (began, mut told) = (Instant::now(), false);
         loop {
-            let mut file = File::options()
-                .read(true)
-                .write(true)
-                .create(true)
-                .truncate(false)
-                .open(&path)
-                .map_err(failed)?;
-            if flock(&file, FlockOperation::NonBlockingLockExclusive) != Err(Errno::WOULDBLOCK) {
+            let mut file = dir.open_private(LOCK_FILE).map_err(|e| other(e.into()))?;
+            if try_lock(&file) {
                 // Whoever had it took the file away with it.
-                if !is_at(&file, &path) && began.elapsed() < patience {
+                if !dir.is_at(&file, LOCK_FILE) && began.elapsed() < patience {
                     continue;
                 }
                 let pid = format!("{}\n", std::process::id());
                 file.set_len(0)
                     .and_then(|()| file.write_all(pid.as_bytes()))
                     .map_err(failed)?;
-                return Ok(Lock { path, _file: file });
+                return Ok(Lock {
+                    dir: dir.clone(),
+                    _file: file,
+                });
             }
             let who = holder(&mut file);
-            let what = format!("another training{who} writes into {}", dir.display());
+            let what = format!("another training{who} writes into {}", dir.path().display());
             if began.elapsed() >= patience {
-                return Err(other(Error::usage(what)));
+                let error = other(Error::usage(what));
+                return Err(error.note(
+                    "or",
+                    format!("end that process; it locks {}", path.display()),
+                ));
             }
             if !std::mem::replace(&mut told, true) {
                 say::note(format_args!("waiting: {what}"));
@@ -83,22 +79,18 @@ impl Lock {
 impl Drop for Lock {
     /// While it is held: nobody else's goes.
     fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path);
+        let _ = self.dir.remove(LOCK_FILE);
     }
 }
 
-/// Whether the open file is still the one at `path`.
-fn is_at(file: &File, path: &Path) -> bool {
-    match (file.metadata(), std::fs::metadata(path)) {
-        (Ok(ours), Ok(there)) => (ours.dev(), ours.ino()) == (there.dev(), there.ino()),
-        _ => false,
-    }
-}
-
-/// ` (process 123)`, if the file says so.
+/// ` (process 123)`, as the system says it, or else the file.
 fn holder(file: &mut File) -> String {
+    let by_system = lock_holder(file);
+    if !by_system.is_empty() {
+        return by_system;
+    }
     let mut text = String::new();
-    let read = file.read_to_string(&mut text);
+    let read = file.take(32).read_to_string(&mut text);
     match (read, text.trim().parse::<u32>()) {
         (Ok(_), Ok(pid)) => format!(" (process {pid})"),
         _ => String::new(),
@@ -112,7 +104,7 @@ mod tests {
     #[test]
     fn a_folder_is_held_by_one_and_free_after_it() {
         let dir = tempfile::tempdir().expect("folder");
-        let dir = dir.path().join("a/b");
+        let dir = Dir::create(&dir.path().join("a/b")).expect("made");
         let held = Lock::take(&dir).expect("held");
         let error = Lock::take_within(&dir, Duration::ZERO).expect_err("held by another");
         assert_eq!(error.kind(), ErrorKind::Usage);
@@ -122,8 +114,8 @@ mod tests {
         let release = std::thread::spawn(move || drop(held));
         let held = Lock::take_within(&dir, Duration::from_secs(60)).expect("held");
         release.join().expect("no panic");
-        assert!(dir.join(LOCK_FILE).is_file());
+        assert!(dir.has(LOCK_FILE));
         drop(held);
-        assert!(!dir.join(LOCK_FILE).exists());
+        assert!(!dir.has(LOCK_FILE));
     }
 }

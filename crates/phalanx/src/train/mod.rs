@@ -37,7 +37,7 @@ pub use context::RankContext;
 pub use evaluate::mirrored;
 pub use program::Net;
 use run_dir::default_output_dir;
-pub(crate) use run_dir::{RunDir, check_folder_of};
+pub(crate) use run_dir::{FolderArgs, RunDir, check_folder_of};
 pub(crate) use weights::file_of;
 
 use std::ffi::OsString;
@@ -294,7 +294,7 @@ fn before_ranks(
     };
     // Nobody else writes there, or needs to see it.
     if ranks.has_first()? {
-        let prepared = dir.prepare();
+        let prepared = dir.prepare(saving.folder);
         prepared.map_err(|error| error.note("try", "another folder with --output-dir"))?;
         if saving.resume.is_none() && !saving.overwrite && restarts == 0 {
             dir.check_no_run()?;

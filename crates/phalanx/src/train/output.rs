@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 
 use phalanx_nn::Params;
 use phalanx_train::checkpoint;
-use phalanx_train::metrics::{MetricsLog, write_summary};
-use phalanx_train::state::Place;
+use phalanx_train::files::Dir;
+use phalanx_train::metrics::{MetricsLog, write_summary_in};
+use phalanx_train::state::{Folder, Place};
 use serde::Serialize;
 
 use super::context::RankContext;
@@ -81,8 +82,8 @@ fn pytorch(path: &Path) -> PathBuf {
 pub struct Output {
     dir: PathBuf,
     files: Files,
-    is_main: bool,
     /// On rank 0.
+    opened: Option<Dir>,
     _lock: Option<Lock>,
     /// What was saved last, for the closing line.
     saved: PathBuf,
@@ -97,18 +98,20 @@ impl Output {
     /// Usage or system, naming the folder.
     pub fn open(ctx: &RankContext, dir: PathBuf, files: Files, resumed: bool) -> Result<Output> {
         ctx.group.set_flight_dir(&dir.join(super::FLIGHT_DIR));
-        let mut lock = None;
+        let (mut opened, mut lock) = (None, None);
         if ctx.is_main() {
+            let dir = Dir::create(&dir)?;
             lock = Some(Lock::take(&dir)?);
             if !resumed {
                 clear_earlier_run(&dir, &files)?;
             }
+            opened = Some(dir);
         }
         Ok(Output {
             saved: dir.clone(),
             dir,
             files,
-            is_main: ctx.is_main(),
+            opened,
             _lock: lock,
         })
     }
@@ -119,14 +122,18 @@ impl Output {
     ///
     /// System, naming the file.
     pub fn reopen(&self) -> Result<()> {
-        let path = self.dir.join(SUMMARY_FILE);
-        if !self.is_main || !path.exists() {
-            return Ok(());
+        match &self.opened {
+            Some(dir) => Ok(dir.remove(SUMMARY_FILE)?),
+            None => Ok(()),
         }
-        std::fs::remove_file(&path).map_err(|e| {
-            let what = format!("{} of the run before cannot be removed", path.display());
-            Error::new(ErrorKind::System, what).caused_by(e)
-        })
+    }
+
+    /// The folder `name` of checkpoints in it, of which the newest `keep` stay.
+    pub fn checkpoints(&self, name: &str, keep: usize) -> Folder {
+        match &self.opened {
+            Some(dir) => Folder::within(dir, name, keep),
+            None => Folder::new(&self.dir.join(name), keep),
+        }
     }
 
     /// The folder.
@@ -146,17 +153,14 @@ impl Output {
     ///
     /// Those of creating the file.
     pub fn metrics(&self, resumed: Option<Place>) -> Result<MetricsLog> {
-        let path = self.dir.join(METRICS_FILE);
-        Ok(if let (true, Some(place)) = (self.is_main, resumed) {
+        Ok(match (&self.opened, resumed) {
             // What was measured after the checkpoint will be measured again.
-            MetricsLog::resume(&path, 1, |record| {
+            (Some(dir), Some(place)) => MetricsLog::resume(dir, METRICS_FILE, 1, |record| {
                 let step = record["step"].as_u64().unwrap_or(u64::MAX);
                 step < place.step || (step == place.step && !record["test_loss"].is_null())
-            })?
-        } else if self.is_main {
-            MetricsLog::create(&path, 1)?
-        } else {
-            MetricsLog::disabled()
+            })?,
+            (Some(dir), None) => MetricsLog::create(dir, METRICS_FILE, 1)?,
+            (None, _) => MetricsLog::disabled(),
         })
     }
 
@@ -189,19 +193,22 @@ impl Output {
     }
 
     fn save(&mut self, name: &str, params: &Params, more: &[(&str, String)]) -> Result<()> {
-        let path = self.dir.join(name);
-        if self.is_main {
+        if let Some(dir) = &self.opened {
             let mut metadata = self.files.metadata();
             metadata.extend(more.iter().map(|(k, v)| ((*k).to_owned(), v.clone())));
-            checkpoint::save_params(&path, params, &metadata)?;
-            let pytorch = pytorch(&path);
-            if let Err(error) = checkpoint::save_pth(&pytorch, params) {
+            dir.write(name, |out| checkpoint::write_params(out, params, &metadata))?;
+            let pytorch = pytorch(Path::new(name));
+            let pytorch = pytorch.to_string_lossy();
+            let root = Path::new(name).file_stem().unwrap_or_default();
+            let root = root.to_string_lossy();
+            let saved = dir.write(&*pytorch, |out| checkpoint::write_pth(out, &root, params));
+            if let Err(error) = saved {
                 // What lies there is of other weights than the file beside it.
-                let _ = std::fs::remove_file(&pytorch);
+                let _ = dir.remove(&pytorch);
                 return Err(error.into());
             }
         }
-        self.saved = path;
+        self.saved = self.dir.join(name);
         Ok(())
     }
 
@@ -227,8 +234,8 @@ impl Output {
     ///
     /// Those of writing.
     pub fn save_accuracies(&self, accuracies: &[f64]) -> Result<()> {
-        match self.files.accuracies {
-            Some(name) if self.is_main => Ok(write_summary(&self.dir.join(name), &accuracies)?),
+        match (&self.opened, self.files.accuracies) {
+            (Some(dir), Some(name)) => Ok(write_summary_in(dir, name, &accuracies)?),
             _ => Ok(()),
         }
     }
@@ -239,9 +246,9 @@ impl Output {
     ///
     /// Those of writing.
     pub fn save_predictions(&self, rows: &[impl Serialize]) -> Result<()> {
-        if !self.is_main {
+        let Some(dir) = &self.opened else {
             return Ok(());
-        }
+        };
         let mut text = Vec::new();
         for row in rows {
             serde_json::to_writer(&mut text, row).map_err(|e| {
@@ -249,10 +256,7 @@ impl Output {
             })?;
             text.push(b'\n');
         }
-        Ok(phalanx_train::files::atomic_write(
-            &self.dir.join(PREDICTIONS_FILE),
-            &text,
-        )?)
+        Ok(dir.write(PREDICTIONS_FILE, |out| out.write_all(&text))?)
     }
 
     /// Writes the summary, last of all: with it, a run is complete.
@@ -261,30 +265,21 @@ impl Output {
     ///
     /// Those of writing.
     pub fn save_summary(&self, summary: &serde_json::Value) -> Result<()> {
-        if self.is_main {
-            write_summary(&self.dir.join(SUMMARY_FILE), summary)?;
+        match &self.opened {
+            Some(dir) => Ok(write_summary_in(dir, SUMMARY_FILE, summary)?),
+            None => Ok(()),
         }
-        Ok(())
     }
 }
 
 /// Removes what an earlier run left in the same folder, complete or not, so
 /// that a summary and weights always belong to the metrics beside them.
-fn clear_earlier_run(dir: &Path, files: &Files) -> Result<()> {
-    let failed = |e: std::io::Error| {
-        Error::new(
-            ErrorKind::System,
-            format!("an earlier run in {} cannot be removed", dir.display()),
-        )
-        .caused_by(e)
-        .note("try", "another folder with --output-dir")
-    };
-    for entry in std::fs::read_dir(dir).map_err(failed)? {
-        let entry = entry.map_err(failed)?;
-        let name = entry.file_name();
-        let name = name.to_string_lossy();
+fn clear_earlier_run(dir: &Dir, files: &Files) -> Result<()> {
+    let failed =
+        |e: phalanx_train::Error| Error::from(e).note("try", "another folder with --output-dir");
+    for name in dir.names().map_err(failed)? {
         if name == super::FLIGHT_DIR {
-            remove_flight_recorders(&entry.path());
+            remove_flight_recorders(dir).map_err(failed)?;
         }
         // Complete, or the temporary file of a run that was killed while saving:
         // `.NAME.<random>.tmp`.
@@ -293,7 +288,7 @@ fn clear_earlier_run(dir: &Path, files: &Files) -> Result<()> {
             Some(inner.rsplit_once('.')?.0)
         };
         if files.has(&name) || temporary_of().is_some_and(|name| files.has(name)) {
-            std::fs::remove_file(entry.path()).map_err(failed)?;
+            dir.remove(&name).map_err(failed)?;
         }
     }
     Ok(())
@@ -301,14 +296,16 @@ fn clear_earlier_run(dir: &Path, files: &Files) -> Result<()> {
 
 /// What `phalanx inspect` would find of an earlier run. Whoever made the
 /// folder unwritable learns it when the next ones are written.
-fn remove_flight_recorders(dir: &Path) {
-    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
-        let name = entry.file_name();
-        let name = name.to_string_lossy();
+fn remove_flight_recorders(dir: &Dir) -> phalanx_train::Result<()> {
+    let Some(flight) = dir.sub(super::FLIGHT_DIR)? else {
+        return Ok(());
+    };
+    for name in flight.names()? {
         if name.starts_with("rank-") && name.ends_with(".json") {
-            let _ = std::fs::remove_file(entry.path());
+            let _ = flight.remove(&name);
         }
     }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -354,7 +351,8 @@ mod tests {
         ] {
             std::fs::write(dir.path().join(name), "old").expect("written");
         }
-        clear_earlier_run(dir.path(), &files).expect("cleared");
+        let opened = Dir::open(dir.path()).expect("folder");
+        clear_earlier_run(&opened, &files).expect("cleared");
         let mut left: Vec<_> = std::fs::read_dir(dir.path())
             .expect("folder")
             .flatten()

@@ -10,9 +10,10 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use phalanx_comm::ReduceOp;
-use phalanx_train::files::as_typed;
+use phalanx_train::files::{Dir, as_typed};
 use phalanx_train::{cifar10, mnist};
 
+use super::FolderArgs;
 use super::context::RankContext;
 use crate::download;
 use crate::error::{Error, ErrorKind, Result};
@@ -92,19 +93,22 @@ impl Fetch {
     /// # Errors
     ///
     /// Those of downloading and unpacking, naming file and folder.
-    fn run(&self) -> Result<()> {
+    fn run(&self, folder: FolderArgs) -> Result<()> {
         let from = self.from.as_deref();
         match self.kind {
             Kind::Mnist => {
                 if mnist::check(&self.folder).is_err() {
-                    download::ensure("mnist", &self.folder, from)?;
+                    download::ensure("mnist", &self.folder, from, folder)?;
                 }
             }
             Kind::Cifar10 => {
                 if cifar10::check(&self.folder).is_err() {
-                    download::ensure("cifar10", &self.folder, from)?;
+                    download::ensure("cifar10", &self.folder, from, folder)?;
                 }
-                cifar10::unpack(&self.folder)?;
+                if cifar10::is_packed(&self.folder)? {
+                    folder.check(&Dir::open(&self.folder)?)?;
+                    cifar10::unpack(&self.folder)?;
+                }
             }
         }
         Ok(())
@@ -138,9 +142,9 @@ pub fn unreadable(kind: Kind, folder: &str, error: phalanx_train::Error) -> Erro
 ///
 /// What went wrong, on the rank where it did; the loss of that rank, with its
 /// reason, on the others.
-pub fn data(ctx: &RankContext, fetch: Option<Fetch>) -> Result<()> {
+pub fn data(ctx: &RankContext, fetch: Option<Fetch>, folder: FolderArgs) -> Result<()> {
     match fetch {
-        Some(fetch) => first_of_host(ctx, move || fetch.run()),
+        Some(fetch) => first_of_host(ctx, move || fetch.run(folder)),
         None => Ok(()),
     }
 }

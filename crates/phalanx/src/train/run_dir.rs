@@ -4,7 +4,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use phalanx_train::files::{as_typed, check_writable, create_folder};
+use phalanx_train::files::{Dir, as_typed, create_folder, create_new_folder};
 
 use super::output::SUMMARY_FILE;
 use super::saving;
@@ -16,6 +16,43 @@ pub(super) fn default_output_dir(recipe: &str) -> PathBuf {
     let now = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
     let stamp: String = now.trim_end_matches('Z').replace('T', "-").replace(':', "");
     Path::new("runs").join(format!("{recipe}-{stamp}"))
+}
+
+/// Which folders are written into.
+#[derive(Clone, Copy, Debug, Default, clap::Args)]
+pub(crate) struct FolderArgs {
+    /// Write into a folder of another user, or one that other users can write into
+    #[arg(long)]
+    pub(crate) allow_shared_folder: bool,
+}
+
+impl FolderArgs {
+    /// An error where other users may change what is in `dir`, unless that is allowed.
+    ///
+    /// # Errors
+    ///
+    /// Usage, with the reason and the ways out.
+    pub(crate) fn check(self, dir: &Dir) -> Result<()> {
+        let shared = match self.allow_shared_folder {
+            true => None,
+            false => dir.shared_with()?,
+        };
+        let Some(why) = shared else {
+            return Ok(());
+        };
+        let path = dir.path();
+        let fix = match why.starts_with("belongs") {
+            true => "use a folder of your own".to_owned(),
+            false => format!("chmod go-w {}", as_typed(path)),
+        };
+        Err(Error::usage(format!("{} {why}", path.display()))
+            .note(
+                "so",
+                "others could replace what is written there, and read or change it",
+            )
+            .note("fix", fix)
+            .note("or", "--allow-shared-folder, if you trust them"))
+    }
 }
 
 /// A folder for one run's files.
@@ -51,9 +88,8 @@ impl RunDir {
     /// # Errors
     ///
     /// As [`make`](Self::make).
-    pub(crate) fn prepare(&mut self) -> Result<()> {
-        self.make()?;
-        check_writable(&self.path).map_err(mistake)
+    pub(crate) fn prepare(&mut self, args: FolderArgs) -> Result<()> {
+        self.make(args)?.check_writable().map_err(mistake)
     }
 
     /// That nobody loses days of training by a forgotten flag.
@@ -77,16 +113,19 @@ impl RunDir {
         ))
     }
 
-    /// Makes it where it is missing.
+    /// Makes it where it is missing, and opens it.
     ///
     /// # Errors
     ///
-    /// Usage, naming what is in the way; failed, where there is no room.
-    pub(crate) fn make(&mut self) -> Result<()> {
+    /// Usage, naming what is in the way, or because the folder is not the user's own
+    /// ([`FolderArgs`]); failed, where there is no room.
+    pub(crate) fn make(&mut self, args: FolderArgs) -> Result<Dir> {
         let missing = self.path.ancestors().take_while(|at| !at.exists());
         let missing = missing.filter(|at| !at.as_os_str().is_empty());
         self.made.extend(missing.map(Path::to_owned));
-        create_folder(&self.path).map_err(mistake)
+        let dir = Dir::create(&self.path).map_err(mistake)?;
+        args.check(&dir)?;
+        Ok(dir)
     }
 
     /// The first of `path`, `path-2`, ... that was not there. What else is wrong with them is
@@ -99,7 +138,7 @@ impl RunDir {
         });
         let _ = path.parent().map(create_folder);
         let mut all = std::iter::once(path.clone()).chain(others);
-        let free = all.find_map(|path| match std::fs::create_dir(&path) {
+        let free = all.find_map(|path| match create_new_folder(&path) {
             Ok(()) => {
                 let parent = path.parent().map(Path::to_owned);
                 let made = std::iter::once(path.clone()).chain(parent).collect();
@@ -223,7 +262,7 @@ mod tests {
         std::fs::create_dir(at("there")).expect("folder");
         let prepared = |name: &str| {
             let mut folder = RunDir::given(at(name));
-            folder.prepare().map(|()| folder)
+            folder.prepare(FolderArgs::default()).map(|()| folder)
         };
         let (there, new) = (prepared("there/a/b"), prepared("new/c"));
         std::fs::write(at("new/file"), "").expect("written");
@@ -240,7 +279,8 @@ mod tests {
             );
         }
         for wrong in ["/proc", "/proc/x", "/dev/null"] {
-            let error = RunDir::given(wrong.into()).prepare().expect_err(wrong);
+            let prepared = RunDir::given(wrong.into()).prepare(FolderArgs::default());
+            let error = prepared.expect_err(wrong);
             assert_eq!(error.exit_code(), 2, "{}", error.render());
             assert!(error.chain().contains(wrong), "{}", error.render());
         }

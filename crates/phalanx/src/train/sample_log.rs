@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use phalanx_train::files::atomic_write;
 use phalanx_train::metrics::MetricsLog;
 use phalanx_train::state::Place;
 use serde_json::{Value, json};
@@ -83,9 +84,8 @@ fn cut(path: &Path, place: Place) -> Result<()> {
     if keep == old.len() {
         return Ok(());
     }
-    let file = std::fs::File::options().write(true).open(path);
-    file.and_then(|file| file.set_len(keep as u64))
-        .map_err(failed)
+    // As a whole, and over no link of another user.
+    Ok(atomic_write(path, &old[..keep])?)
 }
 
 /// How many bytes of `old` stay.

@@ -217,6 +217,66 @@ fn a_set_is_downloaded_though_every_answer_breaks_off_once() {
     assert_eq!(server.requests().len(), 8);
 }
 
+#[test]
+fn a_download_without_room_names_the_file() {
+    let (dir, set) = (
+        tempfile::tempdir().expect("folder"),
+        tempfile::tempdir().expect("folder"),
+    );
+    let first = "train-images-idx3-ubyte.gz";
+    std::fs::write(set.path().join(first), vec![0; 1 << 20]).expect("written");
+    let server = Server::start(Does::Serve(set.path().into()));
+    let url = server.url();
+    let inner = phalanx(
+        &["download", "mnist", "--to", "got", "--from", &url],
+        dir.path(),
+    );
+    let mut limited = std::process::Command::new("sh");
+    limited.args(["-c", "ulimit -f 64 && exec \"$0\" \"$@\""]);
+    limited.arg(inner.get_program()).args(inner.get_args());
+    limited.current_dir(dir.path());
+    limited
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped());
+    let output = wait(limited.spawn().expect("a shell"));
+    let err = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{err}");
+    let why = format!("error: cannot write got/{first}.part: File too large");
+    assert!(err.contains(&why), "{err}");
+}
+
+#[test]
+fn a_folder_that_others_may_write_into_gets_no_data_unasked() {
+    use std::os::unix::fs::PermissionsExt;
+    let dir = tempfile::tempdir().expect("folder");
+    let shared = dir.path().join("shared");
+    std::fs::create_dir(&shared).expect("folder");
+    std::fs::set_permissions(&shared, PermissionsExt::from_mode(0o777)).expect("mode");
+    let server = Server::start(Does::Nothing);
+    let url = server.url();
+    let download = ["download", "mnist", "--to", "shared", "--from", &url];
+    let train = "train mnist --data shared --output-dir out --download-from";
+    let train: Vec<&str> = train.split(' ').chain([&url[..]]).collect();
+    for args in [&download[..], &train] {
+        let (code, _, err) = run(args, dir.path());
+        assert_eq!(code, 2, "{err}");
+        assert!(
+            err.contains("shared can be written by all users (mode 777)"),
+            "{err}"
+        );
+        assert!(err.contains("fix     chmod go-w shared"), "{err}");
+        assert!(server.requests().is_empty());
+        let (code, _, err) = run(&[args, &["--allow-shared-folder"]].concat(), dir.path());
+        assert_eq!(code, 1, "{err}");
+        assert!(
+            err.contains("no source gave train-images-idx3-ubyte.gz"),
+            "{err}"
+        );
+        assert_eq!(server.requests().len(), 1);
+        server.requests.lock().expect("no panic").clear();
+    }
+}
+
 /// On a terminal, which `script` makes.
 #[test]
 fn a_download_shows_a_bar_on_a_terminal() {

@@ -136,3 +136,87 @@ fn a_resumed_run_traces_its_own_steps_and_logs_each_once() {
     train("--resume run/checkpoints/step-000000002.json");
     assert_eq!(logged(&log), ((0..10).map(|step| (1, step)).collect(), 1));
 }
+
+/// Somebody else's folder, with links into a home.
+#[test]
+fn links_in_somebody_elses_folder_lead_nowhere() {
+    use std::os::unix::fs::{PermissionsExt, chown, lchown, symlink};
+    let dir = tempfile::tempdir().expect("folder");
+    let at = |name: &str| dir.path().join(name);
+    // All may pass, as to other folders of a machine.
+    std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o755)).expect("mode");
+    std::fs::create_dir_all(at("home/inner")).expect("folder");
+    std::fs::create_dir(at("run")).expect("folder");
+    let files = [
+        ".lock",
+        "metrics.jsonl",
+        "summary.json",
+        "mnist_cnn.safetensors",
+        "mnist_cnn.pt",
+        "best.pth",
+        "predictions.jsonl",
+    ];
+    let folders = ["checkpoints", "flight"];
+    let is_root = std::fs::metadata(dir.path())
+        .is_ok_and(|about| std::os::unix::fs::MetadataExt::uid(&about) == 0);
+    for name in files {
+        std::fs::write(at("home").join(name), "precious").expect("written");
+        symlink(at("home").join(name), at("run").join(name)).expect("link");
+    }
+    std::fs::write(at("home/inner/rank-0.json"), "precious").expect("written");
+    for name in folders {
+        symlink(at("home/inner"), at("run").join(name)).expect("link");
+    }
+    if is_root {
+        for name in files.iter().chain(&folders) {
+            lchown(at("run").join(name), Some(4711), None).expect("owner");
+        }
+        chown(at("run"), Some(4711), None).expect("owner");
+    } else {
+        eprintln!("SKIPPED in part: only root can give a folder away");
+        std::fs::set_permissions(at("run"), PermissionsExt::from_mode(0o777)).expect("mode");
+    }
+    let train = "train mnist --synthetic-samples 128 --epochs 1 --threads 1 --save-every 1 --output-dir run";
+    let train: Vec<&str> = train.split(' ').collect();
+    let intact = || {
+        for name in files {
+            let text = std::fs::read_to_string(at("home").join(name));
+            assert_eq!(text.expect("text"), "precious", "{name}");
+        }
+        let inner = std::fs::read_dir(at("home/inner")).expect("folder");
+        assert_eq!(inner.count(), 1);
+    };
+    let (code, _, err) = run(&train, dir.path());
+    assert_eq!(code, 2, "{err}");
+    let why = if is_root {
+        "run belongs to another user (uid 4711)"
+    } else {
+        "run can be written by all users"
+    };
+    assert!(
+        err.contains(why) && err.contains("--allow-shared-folder"),
+        "{err}"
+    );
+    intact();
+    // One who trusts that user: links are still not followed.
+    let trusting = [&train[..], &["--allow-shared-folder", "--overwrite"]].concat();
+    for name in [".lock", "flight", "checkpoints"] {
+        let (code, _, err) = run(&trusting, dir.path());
+        assert_eq!(code, 2, "{err}");
+        let why = format!("run/{name} is a symbolic link, which is not followed there");
+        assert!(err.contains(&why), "no {why:?} in {err}");
+        intact();
+        std::fs::remove_file(at("run").join(name)).expect("removed");
+    }
+    succeed(&trusting, dir.path());
+    intact();
+    for name in [
+        "metrics.jsonl",
+        "summary.json",
+        "mnist_cnn.pt",
+        "predictions.jsonl",
+    ] {
+        let about = std::fs::symlink_metadata(at("run").join(name)).expect("there");
+        assert!(about.is_file(), "{name}");
+    }
+}

@@ -208,7 +208,7 @@ impl Case {
             &agent,
             patience,
             sources,
-            self.folder.path(),
+            &Dir::open(self.folder.path()).unwrap(),
             &file,
             false,
             &mut meter,
@@ -418,14 +418,77 @@ fn two_at_a_time_download_once() {
 }
 
 #[test]
-fn a_full_disk_is_named() {
-    // A device on which every write fails for lack of room.
+fn what_lies_in_the_place_of_a_part_is_not_written() {
     let case = Case::new(&[Does::Serves]);
-    std::os::unix::fs::symlink("/dev/full", case.folder.path().join("digits.part")).unwrap();
-    let error = case.fetch().unwrap_err();
+    let at = |name: &str| case.folder.path().join(name);
+    let elsewhere = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(elsewhere.path(), "precious").unwrap();
+    let refused = |why: &str| {
+        let error = case.fetch().unwrap_err();
+        let text = error.render();
+        assert_eq!(error.kind(), ErrorKind::Usage, "{text}");
+        assert!(
+            text.contains("digits.part is ") && text.contains(why),
+            "{text}"
+        );
+        assert_eq!(std::fs::read(elsewhere.path()).unwrap(), b"precious");
+        std::fs::remove_file(at("digits.part")).unwrap();
+    };
+    std::os::unix::fs::symlink(elsewhere.path(), at("digits.part")).unwrap();
+    refused("a symbolic link");
+    if std::fs::hard_link(elsewhere.path(), at("digits.part")).is_ok() {
+        refused("known under another name");
+    }
+    let made = std::process::Command::new("mkfifo")
+        .arg(at("digits.part"))
+        .status();
+    assert!(made.unwrap().success());
+    refused("a named pipe");
+    assert_eq!(case.server.requests().len(), 0);
+    case.fetch().unwrap();
+    case.assert_whole();
+    // Readable as any new file is.
+    std::fs::write(at("plain"), "").unwrap();
+    let mode = |name: &str| std::fs::metadata(at(name)).unwrap().permissions();
+    assert_eq!(mode("digits"), mode("plain"));
+}
+
+#[test]
+fn who_locks_a_part_and_does_not_write_is_named_and_not_waited_for_for_ever() {
+    use std::os::unix::fs::PermissionsExt;
+    let case = Case::new(&[Does::Serves]);
+    let path = case.folder.path().join("digits.part");
+    // As an older version left it: anybody could open it, and lock it.
+    let part = OsFile::create(&path).unwrap();
+    part.set_permissions(PermissionsExt::from_mode(0o644))
+        .unwrap();
+    assert!(try_lock(&part));
+    let short = Patience {
+        silence: Duration::from_millis(30),
+        ..PATIENCE
+    };
+    let sources = std::slice::from_ref(&case.server.url);
+    let error = case.fetch_with(short, sources).unwrap_err();
     let text = error.render();
-    assert_eq!(error.kind(), ErrorKind::System, "{text}");
-    assert!(text.starts_with("error: cannot write "), "{text}");
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{text}");
+    assert!(
+        text.contains("digits.part is locked by another process"),
+        "{text}"
+    );
+    assert!(text.contains("has not written to it for 300ms"), "{text}");
+    if !lock_holder(&part).is_empty() {
+        let who = format!("(process {})", std::process::id());
+        assert!(text.contains(&who), "{text}");
+    }
+    assert!(
+        text.contains("fix ") && text.contains("or remove "),
+        "{text}"
+    );
+    assert_eq!(part.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+    // The way out.
+    std::fs::remove_file(&path).unwrap();
+    case.fetch_with(short, sources).unwrap();
+    case.assert_whole();
 }
 
 #[test]

@@ -38,7 +38,7 @@ impl<'a, P: Program> Training<'a, P> {
         let dir = settings.output_dir.clone();
         let dir = dir.unwrap_or_else(|| crate::train::default_output_dir(program.name()));
         let resumed = Resumed::find(ctx, &settings.saving, &dir)?;
-        prepare::data(ctx, program.fetch())?;
+        prepare::data(ctx, program.fetch(), settings.saving.folder)?;
         let data = program.data()?;
         voice.loaded(ctx)?;
         let resumable = settings.resumable(program.name(), &data.content, world);
@@ -98,7 +98,7 @@ impl<'a, P: Program> Training<'a, P> {
             ctx,
             &settings.saving,
             resumable.into_iter().chain(shaping.clone()).collect(),
-            output.dir(),
+            output.checkpoints(saving::FOLDER, settings.saving.keep()),
             resumed.as_ref(),
         )?
         .with_metadata(program.files().metadata());

@@ -7,6 +7,7 @@ use clap::builder::NonEmptyStringValueParser;
 use super::{AUTO, FOLDER};
 use crate::error::{Error, Result};
 use crate::ranks;
+use crate::train::FolderArgs;
 
 /// What to do about a checkpoint that cannot be saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -38,6 +39,8 @@ pub struct SavingArgs {
     /// Save and stop after so many steps of this run
     #[arg(long, value_name = "STEPS")]
     pub stop_after: Option<u64>,
+    #[command(flatten)]
+    pub(crate) folder: FolderArgs,
 }
 
 /// Checkpoints that are kept where nobody said how many.
@@ -139,6 +142,7 @@ mod tests {
             resume: Some("a b".to_owned()),
             overwrite: false,
             stop_after: None,
+            folder: FolderArgs::default(),
         };
         let facts = args.must_agree();
         assert_eq!(facts, ["--save-every 5", "no --stop-after", "--resume a b"]);

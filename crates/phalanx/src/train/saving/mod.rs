@@ -15,7 +15,7 @@ pub use history::History;
 pub use resumed::{GRADIENT_TYPE, Resumed, facts, newest, settings};
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use phalanx_comm::ReduceOp;
 use phalanx_ddp::DistributedDataParallel;
@@ -78,7 +78,7 @@ pub struct Saving<'a> {
 const FLAG: i32 = 1;
 
 impl<'a> Saving<'a> {
-    /// Prepares to save into the run's folder `dir`; what an earlier run left
+    /// Prepares to save into `folder`; what an earlier run left
     /// there goes, unless this one goes on with it: then only what comes after that
     /// place is set aside. From now on, SIGTERM, SIGINT, SIGHUP and
     /// SIGUSR1 end the training in an orderly way, if there are checkpoints.
@@ -90,10 +90,9 @@ impl<'a> Saving<'a> {
         ctx: &'a RankContext,
         args: &'a SavingArgs,
         facts: BTreeMap<String, String>,
-        dir: &Path,
+        folder: Folder,
         resumed: Option<&Resumed>,
     ) -> Result<Saving<'a>> {
-        let folder = Folder::new(&dir.join(FOLDER), args.keep());
         if args.enabled() {
             stop::listen()?;
         }

@@ -1,0 +1,461 @@
+//! An open folder.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::fs::{self as sys, AtFlags, CWD, FileType, Mode, OFlags};
+use rustix::io::Errno;
+use rustix::process::geteuid;
+
+use super::{create_folder, kind_of};
+use crate::{Error, Result};
+
+/// Bytes gathered before they go to the system.
+const WRITE_BUFFER_BYTES: usize = 1 << 20;
+
+/// An open folder and the way to write below it.
+///
+/// The folder itself may be reached through symbolic links. Below it none is
+/// followed, and nothing but regular files is opened: whoever could put a link or a
+/// pipe into the folder cannot make this process write anywhere else, or hang.
+/// It stays the same folder when its path comes to lead elsewhere.
+#[derive(Clone, Debug)]
+pub struct Dir {
+    fd: Arc<OwnedFd>,
+    path: PathBuf,
+}
+
+impl Dir {
+    /// The folder at `path`.
+    ///
+    /// # Errors
+    ///
+    /// `Io`, naming it.
+    pub fn open(path: &Path) -> Result<Dir> {
+        Dir::try_open(path).map_err(|source| Error::io("cannot open folder", path, source))
+    }
+
+    pub(super) fn try_open(path: &Path) -> std::io::Result<Dir> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let fd = sys::open(path, flags, Mode::empty())?;
+        Ok(Dir {
+            fd: Arc::new(fd),
+            path: path.to_owned(),
+        })
+    }
+
+    /// As [`open`](Self::open); made, with its parents, where it is missing.
+    ///
+    /// # Errors
+    ///
+    /// Also those of [`create_folder`].
+    pub fn create(path: &Path) -> Result<Dir> {
+        create_folder(path)?;
+        Dir::open(path)
+    }
+
+    /// The folder `name` in this one, made where it is missing.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when it is a link or a file; `DiskFull` or `Io`, naming it.
+    pub fn create_sub(&self, name: &str) -> Result<Dir> {
+        match sys::mkdirat(&*self.fd, name, FOLDER_MODE) {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(e) => return Err(Error::io("cannot create folder", &self.at(name), e.into())),
+        }
+        let missing = || Error::io("cannot open folder", &self.at(name), Errno::NOENT.into());
+        self.sub(name)?.ok_or_else(missing)
+    }
+
+    /// The folder `name` in this one, if it is there.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when it is a link or a file; `Io`, naming it.
+    pub fn sub(&self, name: &str) -> Result<Option<Dir>> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let path = self.at(name);
+        match sys::openat(&*self.fd, name, flags, Mode::empty()) {
+            Ok(fd) => Ok(Some(Dir {
+                fd: Arc::new(fd),
+                path,
+            })),
+            Err(Errno::NOENT) => Ok(None),
+            Err(Errno::NOTDIR | Errno::LOOP) => Err(self.refused(name.as_ref(), "a folder")),
+            Err(e) => Err(Error::io("cannot open folder", &path, e.into())),
+        }
+    }
+
+    /// Where it was when it was opened.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Why other users may change what is in this folder; `None` where only this user
+    /// and root may.
+    ///
+    /// A group with the number of the folder's owner is that user's private group, as
+    /// most distributions make it beside a umask of 002; it and root's group are no others.
+    /// In a folder with the sticky bit (`/tmp`) users can only change what is theirs.
+    ///
+    /// # Errors
+    ///
+    /// `Io`, naming it.
+    pub fn shared_with(&self) -> Result<Option<String>> {
+        let failed = |e: Errno| Error::io("cannot look at folder", &self.path, e.into());
+        let stat = sys::fstat(&*self.fd).map_err(failed)?;
+        let (owner, group, mode) = (stat.st_uid, stat.st_gid, stat.st_mode & 0o7777);
+        if owner != geteuid().as_raw() && owner != 0 {
+            return Ok(Some(format!("belongs to another user (uid {owner})")));
+        }
+        let is_sticky = mode & 0o1000 != 0;
+        let is_private_group = group == owner || group == 0;
+        Ok(match mode {
+            _ if is_sticky => None,
+            _ if mode & 0o002 != 0 => Some(format!("can be written by all users (mode {mode:o})")),
+            _ if mode & 0o020 != 0 && !is_private_group => {
+                Some(format!("can be written by group {group} (mode {mode:o})"))
+            }
+            _ => None,
+        })
+    }
+
+    /// Writes the file `name` so that a reader, or the machine after a power cut, sees
+    /// the old file or the new one, never a part.
+    ///
+    /// A file without a name, fsync, a name, fsync of the folder: a writer that is
+    /// killed half way leaves nothing behind. Where the file system has no such
+    /// files: a temporary file in the same folder, fsync, rename. On
+    /// any error the file is as it was. A link in its place is replaced.
+    ///
+    /// # Errors
+    ///
+    /// `DiskFull` or `Io`, naming the path.
+    pub fn write(
+        &self,
+        name: impl AsRef<OsStr>,
+        fill: impl FnOnce(&mut dyn Write) -> std::io::Result<()>,
+    ) -> Result<()> {
+        let name = name.as_ref();
+        self.try_write(name, fill)
+            .map_err(|source| Error::io("cannot write", &self.at(name), source))?;
+        // Without this the name itself may be lost.
+        self.sync()
+    }
+
+    fn try_write(
+        &self,
+        name: &OsStr,
+        fill: impl FnOnce(&mut dyn Write) -> std::io::Result<()>,
+    ) -> std::io::Result<()> {
+        let filled = |mut file: &File| {
+            let mut out = BufWriter::with_capacity(WRITE_BUFFER_BYTES, &mut file);
+            fill(&mut out)?;
+            out.flush()?;
+            drop(out);
+            file.sync_all()
+        };
+        match self.nameless() {
+            Ok(file) => {
+                filled(&file)?;
+                self.give_name(&file, name)
+            }
+            Err(why) => {
+                let (file, temporary) = self.temporary(name).map_err(|e| refusal(why, e))?;
+                let replaced = filled(&file).and_then(|()| {
+                    let replaced = sys::renameat(&*self.fd, &temporary, &*self.fd, name);
+                    replaced.map_err(Into::into)
+                });
+                replaced.inspect_err(|_| {
+                    let _ = sys::unlinkat(&*self.fd, &temporary, AtFlags::empty());
+                })
+            }
+        }
+    }
+
+    /// A file here that no folder knows yet; `OPNOTSUPP` where the file system
+    /// (or a missing `/proc`) makes that impossible.
+    fn nameless(&self) -> std::result::Result<File, Errno> {
+        if !Path::new("/proc/self/fd").is_dir() {
+            return Err(Errno::OPNOTSUPP);
+        }
+        let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
+        let file = sys::openat(&*self.fd, ".", flags, Mode::from_raw_mode(0o666))?;
+        Ok(File::from(file))
+    }
+
+    /// A new file here, whose name no reader takes for `name`.
+    fn temporary(&self, name: &OsStr) -> std::result::Result<(File, String), Errno> {
+        let temporary = temporary_name(name);
+        // Left by a process of our number that was killed.
+        let _ = sys::unlinkat(&*self.fd, &temporary, AtFlags::empty());
+        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
+        let file = sys::openat(&*self.fd, &temporary, flags, Mode::from_raw_mode(0o666))?;
+        Ok((File::from(file), temporary))
+    }
+
+    /// Puts `file` at `name`, over what is there.
+    fn give_name(&self, file: &File, name: &OsStr) -> std::io::Result<()> {
+        let itself = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let link = |at: &OsStr| sys::linkat(CWD, &itself, &*self.fd, at, AtFlags::SYMLINK_FOLLOW);
+        match link(name) {
+            Ok(()) => return Ok(()),
+            // A link replaces nothing, a rename does.
+            Err(Errno::EXIST) => {}
+            Err(e) => return Err(e.into()),
+        }
+        let temporary = temporary_name(name);
+        // Left by a process of our number that was killed in between.
+        let _ = sys::unlinkat(&*self.fd, &temporary, AtFlags::empty());
+        link(temporary.as_ref())?;
+        let replaced = sys::renameat(&*self.fd, &temporary, &*self.fd, name);
+        replaced.inspect_err(|_| {
+            let _ = sys::unlinkat(&*self.fd, &temporary, AtFlags::empty());
+        })?;
+        Ok(())
+    }
+
+    /// Sees to it that files can be made here, and leaves none.
+    ///
+    /// # Errors
+    ///
+    /// `DiskFull` or `Io`, naming the folder.
+    pub fn check_writable(&self) -> Result<()> {
+        let Err(why) = self.nameless() else {
+            return Ok(());
+        };
+        let made = self.temporary(OsStr::new("check")).map(|(_, temporary)| {
+            let _ = sys::unlinkat(&*self.fd, &temporary, AtFlags::empty());
+        });
+        made.map_err(|e| Error::io("cannot write into", &self.path, refusal(why, e)))
+    }
+
+    /// A new, empty file `name`, open for writing; what was there is removed.
+    ///
+    /// # Errors
+    ///
+    /// `DiskFull` or `Io`, naming the path.
+    pub fn create_file(&self, name: &str) -> Result<File> {
+        self.remove(name)?;
+        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::APPEND;
+        self.open_file(name, flags, 0o666)
+    }
+
+    /// The file `name`, open for reading and for writing at its end; new where there is none.
+    ///
+    /// # Errors
+    ///
+    /// As [`open_private`](Self::open_private).
+    pub fn append_file(&self, name: &str) -> Result<File> {
+        let flags = OFlags::CREATE | OFlags::RDWR | OFlags::APPEND;
+        self.open_file(name, flags, 0o666)
+    }
+
+    /// The file `name`, open for reading and writing by this user only (mode 600), so that
+    /// nobody else can lock it; new where there is none.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when it is a link, no regular file, known under a second name, or another
+    /// user's; `DiskFull` or `Io`, naming the path.
+    pub fn open_private(&self, name: &str) -> Result<File> {
+        let file = self.open_file(name, OFlags::CREATE | OFlags::RDWR, 0o600)?;
+        let failed = |e| Error::io("cannot open", &self.at(name), e);
+        let about = file.metadata().map_err(failed)?;
+        if about.uid() != geteuid().as_raw() {
+            return Err(Error::usage(format!(
+                "{} belongs to another user (uid {}): remove it, if nobody needs it",
+                self.at(name).display(),
+                about.uid()
+            )));
+        }
+        if about.mode() & 0o077 != 0 {
+            // An older version's.
+            let private = std::fs::Permissions::from_mode(0o600);
+            file.set_permissions(private).map_err(failed)?;
+        }
+        Ok(file)
+    }
+
+    /// The content of the file `name`; `None` where there is none.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when it is a link or no regular file; `Data` when it has more than
+    /// `most_bytes`; `Io`, naming the path.
+    pub fn read(&self, name: &str, most_bytes: u64) -> Result<Option<Vec<u8>>> {
+        match self.try_open_file(name.as_ref(), OFlags::RDONLY, 0) {
+            Ok(file) => super::read_open(&self.at(name), file, most_bytes).map(Some),
+            Err(Errno::NOENT) => Ok(None),
+            Err(e) => Err(self.not_opened(name.as_ref(), e)),
+        }
+    }
+
+    fn open_file(&self, name: &str, flags: OFlags, mode: u32) -> Result<File> {
+        let opened = self.try_open_file(name.as_ref(), flags, mode);
+        let file = opened.map_err(|e| self.not_opened(name.as_ref(), e))?;
+        let about = file.metadata();
+        let about = about.map_err(|e| Error::io("cannot open", &self.at(name), e))?;
+        if !about.is_file() {
+            return Err(self.refused(name.as_ref(), "a regular file"));
+        }
+        // What is written here would change another folder's file.
+        if about.nlink() > 1 {
+            return Err(Error::usage(format!(
+                "{} is known under another name, too (a hard link): remove it, or copy it",
+                self.at(name).display()
+            )));
+        }
+        Ok(file)
+    }
+
+    /// Not blocking: opening a named pipe would wait for its other end.
+    fn try_open_file(
+        &self,
+        name: &OsStr,
+        flags: OFlags,
+        mode: u32,
+    ) -> std::result::Result<File, Errno> {
+        let always = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let file = sys::openat(&*self.fd, name, flags | always, Mode::from_raw_mode(mode))?;
+        Ok(File::from(file))
+    }
+
+    fn not_opened(&self, name: &OsStr, why: Errno) -> Error {
+        match why {
+            // A link, a pipe that nobody reads, a folder.
+            Errno::LOOP | Errno::NXIO | Errno::ISDIR => self.refused(name, "a regular file"),
+            why => Error::io("cannot open", &self.at(name), why.into()),
+        }
+    }
+
+    /// What is at `name` instead of what was `expected`.
+    fn refused(&self, name: &OsStr, expected: &str) -> Error {
+        let stat = sys::statat(&*self.fd, name, AtFlags::SYMLINK_NOFOLLOW);
+        let kind = stat.map(|stat| FileType::from_raw_mode(stat.st_mode));
+        let path = self.at(name);
+        let path = path.display();
+        Error::usage(match kind {
+            Ok(FileType::Symlink) => format!(
+                "{path} is a symbolic link, which is not followed there: remove it, or move what it points to there"
+            ),
+            Ok(kind) => format!("{path} is {}, expected {expected}", kind_of(kind)),
+            Err(_) => format!("{path} is not {expected}"),
+        })
+    }
+
+    /// Removes the file or link `name`, if it is there.
+    ///
+    /// # Errors
+    ///
+    /// `Io`, naming the path.
+    pub fn remove(&self, name: &str) -> Result<()> {
+        match sys::unlinkat(&*self.fd, name, AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => Ok(()),
+            Err(e) => Err(Error::io("cannot remove", &self.at(name), e.into())),
+        }
+    }
+
+    /// Renames `from` to `to`, over what is there.
+    ///
+    /// # Errors
+    ///
+    /// `Io`, naming the path.
+    pub fn rename(&self, from: &str, to: &str) -> Result<()> {
+        sys::renameat(&*self.fd, from, &*self.fd, to)
+            .map_err(|e| Error::io("cannot rename", &self.at(from), e.into()))
+    }
+
+    /// Renames the private file `from`, which is `file`, to `to`, once it is on the disk: with the
+    /// mode of any new file.
+    ///
+    /// # Errors
+    ///
+    /// `DiskFull` or `Io`, naming the path.
+    pub fn publish(&self, file: &File, from: &str, to: &str) -> Result<()> {
+        let mode = std::fs::Permissions::from_mode(0o666 & !umask());
+        let written = file.set_permissions(mode).and_then(|()| file.sync_all());
+        written.map_err(|e| Error::io("cannot write", &self.at(to), e))?;
+        self.rename(from, to)?;
+        // So that the name outlives a crash of the machine, where the file system can do that.
+        let _ = self.sync();
+        Ok(())
+    }
+
+    /// Whether there is anything at `name`, also a link that leads nowhere.
+    pub fn has(&self, name: &str) -> bool {
+        sys::statat(&*self.fd, name, AtFlags::SYMLINK_NOFOLLOW).is_ok()
+    }
+
+    /// Whether `file` is what is at `name`.
+    pub fn is_at(&self, file: &File, name: &str) -> bool {
+        let there = sys::statat(&*self.fd, name, AtFlags::SYMLINK_NOFOLLOW);
+        match (file.metadata(), there) {
+            (Ok(ours), Ok(there)) => (ours.dev(), ours.ino()) == (there.st_dev, there.st_ino),
+            _ => false,
+        }
+    }
+
+    /// The names of what is in it that are UTF-8.
+    ///
+    /// # Errors
+    ///
+    /// `Io`, naming the folder.
+    pub fn names(&self) -> Result<Vec<String>> {
+        let failed = |e: Errno| Error::io("cannot list", &self.path, e.into());
+        let mut names = Vec::new();
+        for entry in sys::Dir::read_from(&*self.fd).map_err(failed)? {
+            let name = entry.map_err(failed)?.file_name().to_bytes().to_vec();
+            names.extend(String::from_utf8(name));
+        }
+        names.retain(|name| name != "." && name != "..");
+        Ok(names)
+    }
+
+    /// Makes names of files that were made, removed or renamed outlive a crash of the machine.
+    ///
+    /// # Errors
+    ///
+    /// `Io`, naming the folder.
+    pub fn sync(&self) -> Result<()> {
+        sys::fsync(&*self.fd).map_err(|e| Error::io("cannot sync folder", &self.path, e.into()))
+    }
+
+    fn at(&self, name: impl AsRef<OsStr>) -> PathBuf {
+        self.path.join(name.as_ref())
+    }
+}
+
+/// Mode of new folders for files of one user, whatever the umask: others could otherwise put links into them.
+pub(super) const FOLDER_MODE: Mode = Mode::from_raw_mode(0o755);
+
+/// The process's umask. Asking the system sets it, too, for all threads; Linux writes it down.
+fn umask() -> u32 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|l| l.strip_prefix("Umask:"));
+    let mask = line.and_then(|mask| u32::from_str_radix(mask.trim(), 8).ok());
+    mask.unwrap_or(0o022)
+}
+
+/// `.NAME.PID-COUNT.tmp`, of this call only.
+fn temporary_name(name: &OsStr) -> String {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    let name = name.to_string_lossy();
+    format!(".{name}.{}-{count}.tmp", std::process::id())
+}
+
+/// Why a folder takes no file: what the system said to a nameless one, unless it only knows none.
+fn refusal(to_nameless: Errno, to_temporary: Errno) -> std::io::Error {
+    match to_nameless {
+        Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL | Errno::NOENT => to_temporary.into(),
+        why => why.into(),
+    }
+}
