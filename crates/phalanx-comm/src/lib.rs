@@ -71,6 +71,7 @@ pub use group::{
 };
 pub use host::CollectiveBytes;
 pub use kernel::{all_finite, largest};
+pub use limits::raise_open_files;
 pub use memory::Bucket;
 pub use op::ReduceOp;
 pub use select::{Algorithm, Costs, Rules, Selector};

@@ -6,10 +6,10 @@ pub(crate) use phalanx_store::auth::is_out_of_files;
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Raises the limit for open files of this process to what the system allows it: a rank has
-/// two connections to every rank of another host, and a handle of every process of its own,
-/// in each group.
-pub(crate) fn raise_open_files() {
+/// Raises the soft limit for open files of this process to the hard limit, as forming a group does: a rank has two
+/// connections to every rank of another host, and a handle of every process of its own, in each group. For programs that
+/// start ranks and keep pipes to them.
+pub fn raise_open_files() {
     let limit = getrlimit(Resource::Nofile);
     if limit.current == limit.maximum {
         return;

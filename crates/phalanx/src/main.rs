@@ -25,5 +25,7 @@ mod train;
 fn main() -> std::process::ExitCode {
     log::start();
     stop::tell_limits();
+    // A launcher has several for each rank.
+    phalanx_comm::raise_open_files();
     cli::main()
 }
