@@ -875,9 +875,10 @@ impl Deadline {
             [one] => format!("; rank {one} seems to wait as well"),
             many => format!("; ranks {} seem to wait as well", many.join(", ")),
         };
-        let excuse = excuse.map_or(String::new(), |excuse| format!("; {excuse}"));
+        // First of all who is to blame, and why.
+        let excuse = excuse.map_or(String::new(), |excuse| format!("{excuse}; "));
         let late = format!(
-            "timed out after {:.2} s (limit {:.2} s) waiting for {}{echo}{others}{excuse}",
+            "{excuse}timed out after {:.2} s (limit {:.2} s) waiting for {}{echo}{others}",
             self.started.elapsed().as_secs_f64(),
             self.limit.as_secs_f64(),
             names.join(", "),

@@ -42,6 +42,10 @@ fn late_rank_is_named_with_what_it_is_doing() {
         assert_eq!(error.kind(), ErrorKind::Timeout, "{over:?}");
         let text = error.to_string();
         assert!(text.contains("waiting for rank 1"), "{over:?}: {text}");
+        // The culprit comes first, behind what failed where.
+        let (what, rest) = text.split_once(": rank 1 (pid ").unwrap();
+        assert!(what.starts_with("rank 0: all_reduce f32 mean "), "{text}");
+        assert!(rest.contains("; timed out after "), "{text}");
         assert!(text.contains("is in loading data for"), "{over:?}: {text}");
         assert!(text.contains("(epoch 3 step 7)"), "{over:?}: {text}");
         if over != Over::Tcp {
