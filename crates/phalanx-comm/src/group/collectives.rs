@@ -423,20 +423,28 @@ impl ProcessGroup {
     /// Sends `data` to rank `to`, which must [`recv`](ProcessGroup::recv) as
     /// many elements.
     ///
-    /// *Blocks until* the data is on its way. A long message needs its
-    /// receiver: two ranks that both send first may wait for each other until
-    /// the deadline; let one receive first, or use
-    /// [`all_to_all`](ProcessGroup::all_to_all).
+    /// *Blocks until* the data is on its way. What the receiver has not asked for yet fits only as
+    /// far as there are buffers: a ring of 64 KiB to 1 MiB between threads or in shared memory,
+    /// several megabytes of the system over TCP. Never count on them: let one of two ranks receive
+    /// first, or use [`batch_send_recv`](ProcessGroup::batch_send_recv), which sends and receives
+    /// at the same time.
     ///
     /// # Errors
     ///
-    /// As for all operations, see [`ProcessGroup`].
+    /// As for all operations, see [`ProcessGroup`]; `Desync` after a moment when rank `to` itself
+    /// sends and neither finds room.
     pub fn send<T: Element>(&self, data: &[T], to: usize) -> Result<()> {
         let operation = self.ask_send::<T>(data.len(), to, &Call::default())?;
         self.now(&operation, data, &mut [])
     }
 
     /// [`ProcessGroup::send`] in the background.
+    ///
+    /// Operations in the background run one after the other, in the order of issue: unlike
+    /// PyTorch's `isend` and `irecv`, a receive that is issued later does not run before this send
+    /// has ended. So two ranks that first send to each other and then receive fail with `Desync`
+    /// when the data does not fit the buffers of [`send`](ProcessGroup::send), over any transport;
+    /// use [`batch_send_recv`](ProcessGroup::batch_send_recv).
     pub fn send_async<T: Element>(
         &self,
         data: Bucket<T>,
@@ -473,7 +481,8 @@ impl ProcessGroup {
         self.now(&operation, &[], data)
     }
 
-    /// [`ProcessGroup::recv`] in the background.
+    /// [`ProcessGroup::recv`] in the background, after all that was issued before; see
+    /// [`send_async`](ProcessGroup::send_async).
     pub fn recv_async<T: Element>(
         &self,
         data: Bucket<T>,
