@@ -204,7 +204,8 @@ impl ErrorKind {
 
 impl From<phalanx_store::Error> for Error {
     fn from(e: phalanx_store::Error) -> Self {
-        Error::new(ErrorKind::of_store(&e), format!("store: {e}")).with_source(e)
+        let message = format!("store: {e}{}", limits::hint(&e));
+        Error::new(ErrorKind::of_store(&e), message).with_source(e)
     }
 }
 

@@ -32,13 +32,25 @@ pub(crate) fn explain(e: &io::Error) -> String {
     }
 }
 
+/// The way out if `e` comes from a limit for open files, to be put behind its text.
+pub(crate) fn hint(e: &(dyn std::error::Error + 'static)) -> String {
+    let chain = std::iter::successors(Some(e), |e| e.source());
+    let is_full = chain
+        .filter_map(|e| e.downcast_ref::<io::Error>())
+        .any(is_out_of_files);
+    match is_full {
+        true => format!(": {}", open_files()),
+        false => String::new(),
+    }
+}
+
 /// The limit for open files, as errors name it.
 pub(crate) fn open_files() -> String {
     let limit = getrlimit(Resource::Nofile).current;
     let limit = limit.map_or("any number of".to_owned(), |limit| limit.to_string());
     format!(
         "this process may have {limit} files and sockets open (ulimit -n), which is the hard limit; \
-         raise it (ulimit -Hn, limits.conf, LimitNOFILE=, or docker --ulimit nofile=)"
+         raise that (ulimit -Hn, LimitNOFILE= of a service, docker --ulimit nofile=)"
     )
 }
 

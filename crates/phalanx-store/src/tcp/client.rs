@@ -214,6 +214,7 @@ impl TcpStore {
             let error = match self.attempt(deadline) {
                 Ok(connection) => return Ok(connection),
                 Err(error) if is_final(error.kind()) => return Err(error.context(&self.place)),
+                Err(error) if is_out_of_files(&error) => return Err(error.context(&self.place)),
                 Err(error) if failed.is_none() && is_refused(&error) => {
                     return Err(self.describe(Fault::Closed(None), Duration::ZERO));
                 }
@@ -461,6 +462,12 @@ fn is_final(kind: ErrorKind) -> bool {
 fn is_doubtful(kind: ErrorKind) -> bool {
     let version = ErrorKind::Rejected(RejectReason::WrongVersion);
     kind == ErrorKind::TokenMismatch || kind == version
+}
+
+/// Whether this process, or the system, has too many files open: no matter of time.
+fn is_out_of_files(error: &Error) -> bool {
+    let source = std::error::Error::source(error).and_then(|e| e.downcast_ref::<std::io::Error>());
+    source.is_some_and(crate::auth::is_out_of_files)
 }
 
 /// Whether nobody listens at the address.

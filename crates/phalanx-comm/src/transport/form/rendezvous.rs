@@ -10,7 +10,7 @@ use phalanx_store::{ErrorKind as StoreKind, Store, Will};
 use super::host::Host;
 use super::member::Member;
 use crate::recorder::{Waiting, ranks, say, seconds};
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, ErrorKind, Result, limits};
 
 /// Distance between two signs of life of a rank that forms a group. The first
 /// comes after one of these: most formings are over by then.
@@ -381,7 +381,8 @@ impl Rendezvous<'_> {
     }
 
     pub(super) fn store_failed(&self, what: &str, e: phalanx_store::Error) -> Error {
-        Error::new(ErrorKind::of_store(&e), format!("{what}: {e}")).with_source(e)
+        let message = format!("{what}: {e}{}", limits::hint(&e));
+        Error::new(ErrorKind::of_store(&e), message).with_source(e)
     }
 }
 

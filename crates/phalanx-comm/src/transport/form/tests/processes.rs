@@ -15,6 +15,8 @@ const PLACE: &str = "PHALANX_TEST_STORE";
 const TOKEN: &str = "PHALANX_TEST_TOKEN";
 const RANK: &str = "PHALANX_TEST_RANK";
 const PREFER: &str = "PHALANX_TEST_PREFER";
+/// How many files more the child may open than it has when it begins to form.
+const FILES: &str = "PHALANX_TEST_FILES";
 
 /// A child that does not outlive its test.
 struct Rank(Child);
@@ -72,6 +74,9 @@ fn child() {
     let store = TcpStore::connect(&place, token.clone(), PATIENCE).unwrap();
     let rank: usize = variable(RANK).parse().unwrap();
     let prefer = Prefer::parse(&variable(PREFER)).unwrap();
+    if let Ok(more) = std::env::var(FILES) {
+        allow_files(more.parse().unwrap());
+    }
     let mut mesh = form(&store, &options(rank, 3, &token, prefer)).unwrap();
     exchange(&mut mesh, 100_000).unwrap();
     assert_eq!(mesh.link(0).try_send(b"!").unwrap(), 1);
@@ -79,6 +84,27 @@ fn child() {
     // leave, as the layer above does.
     let e = recv_byte(&mut mesh, 0).unwrap_err();
     mesh.poison(&Poison::new(rank, e.to_string()));
+}
+
+/// Lets this process open so many files more.
+fn allow_files(more: u64) {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let open = names(Path::new("/proc/self/fd"));
+    let highest = open.iter().map(|name| name.parse::<u64>().unwrap()).max();
+    let end = highest.unwrap() + 1;
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = Some(end);
+    setrlimit(Resource::Nofile, limit).unwrap();
+    // Numbers below that are free are none that may be used.
+    while let Ok(file) = std::fs::File::open("/dev/null") {
+        std::mem::forget(file);
+    }
+    let most = Some(end + more);
+    let limit = Rlimit {
+        current: most,
+        maximum: most,
+    };
+    setrlimit(Resource::Nofile, limit).unwrap();
 }
 
 fn names(folder: &Path) -> Vec<String> {
@@ -217,5 +243,25 @@ fn a_rank_that_starts_late_is_named_while_the_group_forms() {
             assert_eq!(rank, 1, "{line}");
             said += 1;
         }
+    }
+}
+
+/// Wherever forming meets the limit for open files, it ends at once and says so to all.
+#[test]
+fn running_out_of_files_ends_forming_and_names_the_limit() {
+    for more in [0, 1, 3] {
+        let token = Token::generate().unwrap();
+        let server = TcpServer::bind("127.0.0.1:0".parse().unwrap(), token.clone()).unwrap();
+        let place = server.local_addr().to_string();
+        let temp = tempfile::tempdir().unwrap();
+        let store = TcpStore::connect(&place, token.clone(), PATIENCE).unwrap();
+        let start = |rank| Rank::command(rank, &place, &token, Prefer::Tcp, temp.path());
+        let _limited = Rank(start(1).env(FILES, more.to_string()).spawn().unwrap());
+        let _other = Rank(start(2).spawn().unwrap());
+        let began = Instant::now();
+        let error = form(&store, &options(0, 3, &token, Prefer::Tcp)).unwrap_err();
+        assert!(began.elapsed() < SOON, "{error}");
+        assert_eq!(error.origin_rank(), Some(1), "{error}");
+        assert!(error.to_string().contains("(ulimit -n)"), "{error}");
     }
 }
