@@ -5,7 +5,6 @@
 //! checked. Resolving names, opening files and ports is `plan.rs`.
 
 use std::ffi::OsString;
-use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -53,10 +52,10 @@ pub(crate) struct LaunchCli {
     /// Name of the job; launchers with different names do not join.
     #[arg(long, value_name = "ID")]
     pub(crate) rdzv_id: Option<String>,
-    /// Accepted for torchrun's sake: a rank that ends is noticed at once.
+    /// Accepted for compatibility with torchrun; it has no effect, as the end of a rank is noticed at once.
     #[arg(long, value_name = "S")]
     pub(crate) monitor_interval: Option<String>,
-    /// Accepted for torchrun's sake: every rank is a program of its own, as under spawn.
+    /// Accepted for compatibility with torchrun; it has no effect, as every rank is a new process.
     #[arg(long, value_name = "spawn|fork|forkserver")]
     pub(crate) start_method: Option<String>,
     /// Seconds to wait for all nodes [default: 300].
@@ -68,7 +67,7 @@ pub(crate) struct LaunchCli {
     /// How often to start the ranks again after a failure (one node only) [default: 0].
     #[arg(long, value_name = "K")]
     pub(crate) max_restarts: Option<String>,
-    /// Folder for each rank's output and error file.
+    /// Folder for the ranks' output and error files; each run makes a new folder in it.
     #[arg(long, value_name = "DIR")]
     pub(crate) log_dir: Option<String>,
     /// Output that goes to files in --log-dir only: 0, 1 (stdout), 2 (stderr), 3, or 0:1,1:2.
@@ -80,19 +79,19 @@ pub(crate) struct LaunchCli {
     /// File with the job token, from `phalanx token` [default: what PHALANX_TOKEN_FILE names].
     #[arg(long, value_name = "FILE")]
     pub(crate) token_file: Option<String>,
-    /// Address to listen on (for the store, and for this node's ranks).
+    /// Address of this host, or a name for it, on which the store and this node's ranks listen.
     #[arg(long, value_name = "ADDR", alias = "local-addr")]
     pub(crate) bind: Option<String>,
-    /// Seconds between SIGTERM and SIGKILL when the ranks are stopped [default: 1.5; 30 on an interrupt while a rank, or a process that it started in its group, has a handler for SIGTERM, as `train --save-every` has, also behind a shell].
+    /// Seconds between SIGTERM and SIGKILL when the ranks are stopped [default: 1.5; after Ctrl-C or SIGTERM 30, if a rank or a process of its group handles SIGTERM, as with `train --save-every`].
     #[arg(long, value_name = "S")]
     pub(crate) stop_grace_s: Option<String>,
     /// ROLE_NAME of the ranks [default: default].
     #[arg(long, value_name = "NAME")]
     pub(crate) role: Option<String>,
-    /// Pass output through without `[rank N]`.
+    /// Do not put `[rank N]` in front of output lines.
     #[arg(long)]
     pub(crate) no_prefix: bool,
-    /// The program and its arguments. When the job fails or is interrupted all ends that it has started, in whatever session; when all ranks have ended with code 0, processes in sessions of their own (daemons) live on.
+    /// The program and its arguments. If the job fails or is interrupted, all processes that it has started are ended. If all ranks succeed, processes in sessions of their own (daemons) live on.
     #[arg(last = true, required = true, value_name = "PROGRAM")]
     pub(crate) program: Vec<OsString>,
 }
@@ -133,8 +132,8 @@ pub(crate) struct LaunchArgs {
     pub(crate) tee: StreamChoice,
     /// Token file.
     pub(crate) token_file: Option<PathBuf>,
-    /// Listen address.
-    pub(crate) bind: Option<IpAddr>,
+    /// Listen address, or a name for it.
+    pub(crate) bind: Option<String>,
     /// From SIGTERM to SIGKILL.
     pub(crate) stop_grace: Duration,
     /// The same where a rank has a handler for SIGTERM and nothing failed.
@@ -352,10 +351,7 @@ impl LaunchArgs {
             _ => StreamChoice::default(),
         };
 
-        let bind = match pick(env, "bind", &cli.bind) {
-            None => None,
-            Some(given) => Some(given.number::<IpAddr>("not an IP address")?),
-        };
+        let bind = pick(env, "bind", &cli.bind).map(|given| given.text.to_owned());
         let (stop_grace, handler_grace) = match pick(env, "stop-grace-s", &cli.stop_grace_s) {
             None => (super::STOP_GRACE, stop::GRACE),
             Some(given) => {
@@ -781,7 +777,6 @@ mod tests {
             ("interval=often", "", "--monitor-interval"),
             ("method=thread", "", "--start-method"),
             ("grace=NaN", "", "--stop-grace-s"),
-            ("bind=eth0", "", "--bind"),
             ("id=a/b", "", "--rdzv-id"),
             (
                 "",

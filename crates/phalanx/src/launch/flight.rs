@@ -37,7 +37,8 @@ pub(super) fn last_known(
     sentence.filter(|_| story.seq.is_some()).map(str::to_owned)
 }
 
-/// The ranks of this node that have not come to an operation in which others wait, and wait in no other themselves.
+/// The ranks of this node that have not come to an operation in which others wait, and wait in no other themselves;
+/// or the one that has come to it and does not go on.
 pub(super) fn late(ranks: &[Rank]) -> Vec<usize> {
     let dumps = dumps(ranks, &[]);
     let waits = |dump: &&Dump| {
@@ -45,9 +46,9 @@ pub(super) fn late(ranks: &[Rank]) -> Vec<usize> {
         states.any(|state| matches!(state, State::Running | State::Aborted))
     };
     let waiting: Vec<usize> = dumps.iter().filter(waits).map(|dump| dump.rank).collect();
-    let mut late = analysis::tell(&dumps).late;
-    late.retain(|rank| !waiting.contains(rank));
-    late
+    let story = analysis::tell(&dumps);
+    let is_late = |rank: &usize| story.waiting.contains(rank) || !waiting.contains(rank);
+    story.late.iter().copied().filter(is_late).collect()
 }
 
 fn dumps(ranks: &[Rank], stopped: &[usize]) -> Vec<Dump> {

@@ -92,7 +92,7 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
                 &plan.token,
                 plan.meeting_timeout,
                 || match events.try_recv() {
-                    Ok(Event::Signal(signal)) => Some(interrupted(signal)),
+                    Ok(Event::Signal(signal, _)) => Some(interrupted(signal)),
                     Ok(Event::Suspend) => {
                         suspend_self();
                         None
@@ -142,7 +142,7 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<()> {
     match (result, job.unwritten.first()) {
         (Ok(()), Some(what)) => Err(Error::new(
             ErrorKind::Failed,
-            format!("all ranks ended well, but {what}"),
+            format!("all ranks succeeded, but {what}"),
         )),
         (result, _) => result,
     }
@@ -406,7 +406,7 @@ impl Job<'_> {
                 }
             }
             match self.events.recv_timeout(POLL) {
-                Ok(Event::Signal(_)) => return reap::kill_strangers(&watch.children),
+                Ok(Event::Signal(..)) => return reap::kill_strangers(&watch.children),
                 Ok(Event::Suspend) => suspend_self(),
                 _ => {}
             }
@@ -445,9 +445,9 @@ impl Job<'_> {
             report::rank_list(&ranks)
         };
         say::note(format_args!(
-            "waiting {} s: {} ended with code 0, but {} still at work, perhaps waiting for that",
-            LONE_AFTER.as_secs(),
+            "{} ended {} s ago with code 0; {} still running and may be waiting for it",
             names(ended),
+            LONE_AFTER.as_secs(),
             match running.len() {
                 1 => format!("{} is", names(running)),
                 _ => format!("{} are", names(running)),
@@ -696,7 +696,7 @@ impl Job<'_> {
             .collect();
         if !immortal.is_empty() {
             so = Some(format!(
-                "{} did not end even by SIGKILL; the kernel is holding it up",
+                "{} did not end after SIGKILL: blocked in the kernel",
                 report::rank_list(&immortal)
             ));
         }
@@ -786,7 +786,7 @@ impl Job<'_> {
                 return Ok(());
             }
             match self.events.try_recv() {
-                Ok(Event::Signal(signal)) => {
+                Ok(Event::Signal(signal, _)) => {
                     let error = interrupted(signal);
                     let message = format!(
                         "node {} (host {}) was {}",
@@ -843,7 +843,8 @@ impl Supervision {
                 self.reaped += 1;
                 Action::None
             }
-            Event::Signal(signal) => self.machine.interrupted(signal, now),
+            // Two at once are one, however long the first has held us up.
+            Event::Signal(signal, at) => self.machine.interrupted(signal, at),
             Event::Suspend => {
                 self.suspend();
                 Action::None
@@ -852,7 +853,7 @@ impl Supervision {
                 let tell = |rank: &&Rank| rank.tell(Signal::USR1);
                 if self.ranks.iter().filter(tell).count() == 0 {
                     say::note(
-                        "warning: SIGUSR1 is passed on to no rank: none has a handler for it (yet), and would be killed",
+                        "warning: SIGUSR1 is not forwarded: no rank has a handler for it (yet), and it would end them",
                     );
                 }
                 Action::None
@@ -887,7 +888,7 @@ impl Supervision {
     /// counts only if nothing has come when they go on.
     fn suspend(&self) {
         if !can_be_continued() {
-            say::note("no shell could continue the job after a Ctrl-Z: it goes on");
+            say::note("Ctrl-Z is ignored: no shell could continue the job");
             return;
         }
         for rank in &self.ranks {

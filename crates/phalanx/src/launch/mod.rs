@@ -80,8 +80,8 @@ enum Event {
     Ended(usize, End, Instant),
     /// A rank was reaped, and its group is gone.
     Reaped,
-    /// We got this signal.
-    Signal(i32),
+    /// We got this signal then.
+    Signal(i32, Instant),
     /// Ctrl-Z.
     Suspend,
     /// SIGUSR1: for the ranks, which may save and end.

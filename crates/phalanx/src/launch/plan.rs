@@ -3,7 +3,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::io::Read as _;
-use std::net::IpAddr;
+use std::net::{IpAddr, ToSocketAddrs, UdpSocket};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -106,7 +106,7 @@ impl LaunchPlan {
             meeting: args.meeting,
             meeting_timeout: args.meeting_timeout,
             master_port: args.master_port,
-            bind: args.bind,
+            bind: args.bind.as_deref().map(own_address).transpose()?,
             local_ranks: args.local_ranks,
             run_id,
             max_restarts: args.max_restarts,
@@ -129,6 +129,26 @@ impl LaunchPlan {
             threads_set: env.contains_key("OMP_NUM_THREADS"),
         })
     }
+}
+
+/// The address of this host that `text` is or names.
+fn own_address(text: &str) -> Result<IpAddr> {
+    let addresses = (text, 0).to_socket_addrs().map_err(|error| {
+        Error::usage(format!(
+            "--bind {text} is neither an IP address nor a host name that is known here"
+        ))
+        .caused_by(error)
+    })?;
+    let addresses: Vec<IpAddr> = addresses.map(|address| address.ip()).collect();
+    let is_own = |address: &&IpAddr| UdpSocket::bind((**address, 0)).is_ok();
+    addresses.iter().find(is_own).copied().ok_or_else(|| {
+        let shown: Vec<String> = addresses.iter().map(IpAddr::to_string).collect();
+        let shown = match &shown[..] {
+            [one] if one == text => String::new(),
+            all => format!(" ({})", all.join(", ")),
+        };
+        Error::usage(format!("--bind {text}{shown} is no address of this host"))
+    })
 }
 
 /// A name that no other job has, in the form of a UUID.
@@ -271,6 +291,21 @@ mod tests {
             "{}",
             error.render()
         );
+    }
+
+    #[test]
+    fn addresses_of_this_host_may_be_names() {
+        let loopback = |text| own_address(text).is_ok_and(|ip| ip.is_loopback());
+        assert!(loopback("127.0.0.2") && loopback("localhost"));
+        for (text, want) in [
+            ("", "--bind  is neither"),
+            ("no such host", "--bind no such host is neither"),
+            ("192.0.2.1", "--bind 192.0.2.1 is no address of this host"),
+        ] {
+            let error = own_address(text).unwrap_err();
+            assert!(error.chain().starts_with(want), "{}", error.chain());
+            assert_eq!(error.exit_code(), 2);
+        }
     }
 
     #[test]

@@ -45,7 +45,7 @@ impl Unwritten {
         if error.kind() == std::io::ErrorKind::BrokenPipe {
             let _ = writeln!(
                 std::io::stderr(),
-                "nobody reads {what} any more: the ranks go on, and what they write there is lost"
+                "{what} is closed: the ranks continue, and what they write there is lost"
             );
             return;
         }

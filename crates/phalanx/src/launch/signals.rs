@@ -3,6 +3,7 @@
 use std::io::IsTerminal;
 use std::sync::mpsc::{Sender, channel};
 use std::thread;
+use std::time::Instant;
 
 use rustix::process::{Pid, Signal, getpgid, getpid, getppid, getsid, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
@@ -54,7 +55,7 @@ impl SignalWatch {
                         SIGTSTP => Event::Suspend,
                         SIGUSR1 => Event::Checkpoint,
                         SIGUSR2 => Event::Dump,
-                        signal => Event::Signal(signal),
+                        signal => Event::Signal(signal, Instant::now()),
                     };
                     if events.send(event).is_err() {
                         break;
@@ -133,12 +134,12 @@ pub(crate) fn end_on_signals() -> Result<()> {
             let signal = loop {
                 match events.recv() {
                     // The training saves and ends; whoever asks twice does not wait.
-                    Ok(Event::Signal(_))
+                    Ok(Event::Signal(..))
                         if stop::is_listening() && !std::mem::replace(&mut told, true) =>
                     {
                         stop::ask();
                     }
-                    Ok(Event::Signal(signal)) => break signal,
+                    Ok(Event::Signal(signal, _)) => break signal,
                     Ok(Event::Dump) => say::note(
                         "warning: SIGUSR2 shows nothing here: a training in one process writes its flight \
                          recorder when it fails; a launcher shows those of living ranks",

@@ -157,7 +157,8 @@ fn a_closed_stdout_is_no_failure() {
         command.args(["-c", &script]).envs(envs);
         let output = command.output().unwrap();
         let err = String::from_utf8_lossy(&output.stderr);
-        let told = "nobody reads standard output any more: the ranks go on, and what they write there is lost\n";
+        let told =
+            "standard output is closed: the ranks continue, and what they write there is lost\n";
         assert_eq!(err.replace(told, ""), "code 0\n");
     }
 }

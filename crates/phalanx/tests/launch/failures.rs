@@ -126,10 +126,12 @@ fn the_cause_is_told_and_not_its_echo() {
 #[test]
 fn a_polite_rank_may_say_goodbye() {
     let family = Family::new();
-    let script = "if [ $RANK = 1 ]; then sleep 0.2; exit 5; fi; \
-                  trap 'echo goodbye; exit 0' TERM; sleep 50 & wait";
+    let dir = tempfile::tempdir().unwrap();
+    let script = "[ $RANK = 1 ] && { until [ -e $0/ready ]; do sleep 0.02; done; exit 5; }; \
+                  trap 'echo goodbye; exit 0' TERM; touch $0/ready; sleep 50 & wait";
     let patient = ["launch", "--stop-grace-s", "90", "--nproc-per-node", "2"];
-    let done = family.run(&[&patient[..], &["sh", "-c", script]].concat());
+    let folder = dir.path().to_str().unwrap();
+    let done = family.run(&[&patient[..], &["sh", "-c", script, folder]].concat());
     assert_eq!(done.code(), 1);
     assert!(done.out.contains("[rank 0] goodbye\n"), "{done:#?}");
     assert!(done.took < SOON, "nobody waited for the grace: {done:#?}");
@@ -139,18 +141,12 @@ fn a_polite_rank_may_say_goodbye() {
 fn the_grace_can_be_set() {
     let family = Family::new();
     // Longer than the default of 1.5 s allows.
-    let script = "if [ $RANK = 1 ]; then sleep 0.2; exit 5; fi; \
-                  trap 'sleep 2.5; echo saved; exit 0' TERM; sleep 50 & wait";
-    let done = family.run(&[
-        "launch",
-        "--nproc-per-node",
-        "2",
-        "--stop-grace-s",
-        "60",
-        "sh",
-        "-c",
-        script,
-    ]);
+    let dir = tempfile::tempdir().unwrap();
+    let script = "[ $RANK = 1 ] && { until [ -e $0/ready ]; do sleep 0.02; done; exit 5; }; \
+                  trap 'sleep 2.5; echo saved; exit 0' TERM; touch $0/ready; sleep 50 & wait";
+    let patient = ["launch", "--stop-grace-s", "60", "--nproc-per-node", "2"];
+    let folder = dir.path().to_str().unwrap();
+    let done = family.run(&[&patient[..], &["sh", "-c", script, folder]].concat());
     assert_eq!(done.code(), 1);
     assert!(done.out.contains("[rank 0] saved\n"), "{done:#?}");
     assert!(done.took < SOON, "{done:#?}");
@@ -291,11 +287,11 @@ fn a_usage_error_of_a_rank_is_told_once_and_not_tried_again() {
 #[test]
 fn a_rank_that_ends_long_before_the_others_is_mentioned() {
     let family = Family::new();
-    let done = ranks(&family, "3", "[ $RANK = 1 ] || sleep 11");
+    let done = ranks(&family, "3", "[ $RANK = 1 ] || sleep 13");
     assert_eq!(done.code(), 0, "{done:#?}");
     assert_eq!(
         done.err,
-        "waiting 10 s: rank 1 ended with code 0, but ranks 0 and 2 are still at work, perhaps waiting for that\n"
+        "rank 1 ended 10 s ago with code 0; ranks 0 and 2 are still running and may be waiting for it\n"
     );
 }
 
@@ -314,7 +310,7 @@ fn output_that_cannot_be_written_is_reported_once_and_fails_the_job() {
     assert_eq!(err.matches("warning: ").count(), 1, "{err}");
     let last = err.lines().last().unwrap();
     assert!(
-        last.starts_with("error: all ranks ended well, but standard output cannot be written"),
+        last.starts_with("error: all ranks succeeded, but standard output cannot be written"),
         "{err}"
     );
 }

@@ -45,14 +45,12 @@ fn at_whatever_moment_the_launcher_is_killed() {
 #[test]
 fn a_killed_guard_leaves_the_ranks_tied_to_the_launcher() {
     let family = Family::new();
-    let mut running = family.start(&[
-        "launch",
-        "--nproc-per-node",
-        "2",
-        "sh",
-        "-c",
-        "echo ready; exec sleep 60",
-    ]);
+    let dir = tempfile::tempdir().unwrap();
+    let script = "echo ready; exec sleep 60";
+    let mut command = family.command(&["launch", "--nproc-per-node", "2", "sh", "-c", script]);
+    // Nobody removes the private folder then.
+    command.env("TMPDIR", dir.path());
+    let mut running = Running::new(command);
     running.lines(2);
     let mut guard = None;
     eventually("the guard shows its name", || {
