@@ -10,6 +10,8 @@ use std::io::Write;
 use phalanx_train::text::visible;
 use rustix::process::{Resource, getrlimit};
 
+use crate::train::format;
+
 /// A result whose error is for the person who typed the command.
 pub(crate) type Result<T> = std::result::Result<T, Error>;
 
@@ -178,8 +180,8 @@ impl Error {
         {
             let bytes = getrlimit(Resource::As).current?;
             return Some(format!(
-                "a higher limit: `ulimit -v` allows each process {:.1} GiB of address space; `ulimit -v unlimited` in this shell, or LimitAS= of its service",
-                bytes as f64 / (1u64 << 30) as f64
+                "a higher limit: `ulimit -v` allows each process {} of address space; `ulimit -v unlimited` in this shell, or LimitAS= of its service",
+                format::bytes(usize::try_from(bytes).unwrap_or(usize::MAX))
             ));
         }
         // As it names EMFILE, and EAGAIN where there is to be one more process or thread.

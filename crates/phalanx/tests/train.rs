@@ -1546,7 +1546,7 @@ fn a_limit_of_the_address_space_is_named() {
         let err = text(&output.stderr);
         assert!(!output.status.success(), "{err}");
         assert!(
-            err.contains("`ulimit -v` allows each process 0.2 GiB"),
+            err.contains("`ulimit -v` allows each process 195.3 MiB"),
             "{err}"
         );
     }

@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 
 use rustix::process::Pid;
 
+use crate::train::format;
+
 /// What is said of a rank that was killed where the kernel shows no counts.
 const UNKNOWN: &str =
     "nobody says who sent it; often it is the kernel's out-of-memory killer, and dmesg tells";
@@ -48,7 +50,7 @@ impl OomWatch {
             let limit = limit_above(file).map_or(String::new(), |bytes| {
                 format!(
                     "; the limit is {} for {ranks} rank{plural} here",
-                    gib(bytes)
+                    format::bytes(usize::try_from(bytes).unwrap_or(usize::MAX))
                 )
             });
             return Some(format!(
@@ -68,7 +70,7 @@ impl OomWatch {
             return Some(format!(
                 "the kernel's out-of-memory killer: the rank's own cgroup {} shows oom_kill {count}; its limit is {}",
                 file.parent().unwrap_or(&file).display(),
-                gib(bytes)
+                format::bytes(usize::try_from(bytes).unwrap_or(usize::MAX))
             ));
         }
         Some(match host {
@@ -100,10 +102,6 @@ fn count_of(groups: &str) -> Option<(PathBuf, u64)> {
 fn risen(file: &Path, before: u64) -> Option<u64> {
     let now = kills(&fs::read_to_string(file).ok()?)?;
     now.checked_sub(before).filter(|more| *more > 0)
-}
-
-fn gib(bytes: u64) -> String {
-    format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64)
 }
 
 /// The least limit of the group that has `file`, and of those that it is in.
@@ -216,7 +214,7 @@ mod tests {
         fs::write(dir.path().join("memory.max"), "4294967296\n").unwrap();
         assert_eq!(
             hint(&watch, 3).unwrap(),
-            "the kernel's out-of-memory killer: the cgroup shows oom_kill 1; the limit is 4.0 GiB for 3 ranks here"
+            "the kernel's out-of-memory killer: the cgroup shows oom_kill 1; the limit is 4 GiB for 3 ranks here"
         );
         fs::write(dir.path().join("memory.max"), "max\n").unwrap();
         assert!(hint(&watch, 3).unwrap().ends_with("oom_kill 1"));

@@ -61,10 +61,9 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 /// may be out of reach, and an end must not wait for that.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
-/// How long one waits in silence.
-const QUIET: Duration = Duration::from_secs(5);
-/// How long one waits before it is said what may be wrong.
-const EXPLAIN: Duration = Duration::from_secs(10);
+/// How long one waits in silence; then it is said for whom, and again each time that the wait
+/// has become twice as long.
+const QUIET: Duration = Duration::from_secs(2);
 /// Most kinds of refused connections that are named at a time.
 const REFUSED_SHOWN: usize = 3;
 
@@ -194,7 +193,7 @@ fn connect(
         })
         .map_err(|error| Error::new(ErrorKind::System, "cannot start a thread").caused_by(error))?;
     let last = || last.lock().unwrap_or_else(PoisonError::into_inner).clone();
-    let (mut spoken, mut explained) = (false, false);
+    let mut say_at = QUIET;
     let error = loop {
         match told.recv_timeout(SLICE) {
             Ok(Ok(store)) => return Ok(store),
@@ -208,16 +207,12 @@ fn connect(
         if Instant::now() >= deadline + LOOKUP_LIMIT {
             break None;
         }
-        if !explained && started.elapsed() > EXPLAIN {
-            (spoken, explained) = (true, true);
+        if started.elapsed() >= say_at {
+            say_at = started.elapsed() * 2;
             let why = last().unwrap_or_else(|| "it does not answer".to_owned());
             say::note(format_args!(
                 "waiting for the launcher of node 0 at {dial}: {why}"
             ));
-        }
-        if !spoken && started.elapsed() > QUIET {
-            spoken = true;
-            say::note(format_args!("waiting for the launcher of node 0 at {dial}"));
         }
     };
     match error.as_ref().map(phalanx_store::Error::kind) {
@@ -264,7 +259,7 @@ impl Nodes {
         let keys: Vec<String> = (0..total).map(node_key).collect();
         let mut missing: Vec<String> = keys.clone();
         let mut seen: HashMap<String, Card> = HashMap::new();
-        let (mut spoken, mut explained) = (false, false);
+        let mut say_at = QUIET;
         loop {
             let wanted: Vec<&str> = missing.iter().map(String::as_str).collect();
             let left = match self.store.wait(&wanted, SLICE) {
@@ -317,20 +312,17 @@ impl Nodes {
                     "start a launcher there, or wait longer with --rdzv-timeout S",
                 ));
             }
-            if !explained && self.server.is_some() && started.elapsed() > EXPLAIN {
-                (spoken, explained) = (true, true);
-                let why = match &self.refused()[..] {
-                    [] => format!("it has not connected to {}", self.store.addr()),
-                    refused => refused.join("; "),
+            if started.elapsed() >= say_at {
+                say_at = started.elapsed() * 2;
+                let refused = self.refused().join("; ");
+                let why = match (&self.server, refused.as_str()) {
+                    (None, _) => String::new(),
+                    (_, "") => format!(": it has not connected to {}", self.store.addr()),
+                    (_, refused) => format!(
+                        ": {refused}; all launchers need the same --master-addr, --master-port and --token-file"
+                    ),
                 };
-                say::note(format_args!(
-                    "waiting for node {absent} of {total}: {why}; all launchers need the same \
-                     --master-addr, --master-port and --token-file"
-                ));
-            }
-            if !spoken && started.elapsed() > QUIET {
-                spoken = true;
-                say::note(format_args!("waiting for node {absent} of {total}"));
+                say::note(format_args!("waiting for node {absent} of {total}{why}"));
             }
         }
         keys.iter()
