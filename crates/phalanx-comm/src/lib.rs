@@ -12,7 +12,7 @@
 //!   transports and for all bucket layouts ([`ReduceOp`]). The ring, rails and
 //!   trees, which cannot do that, must be asked for ([`Algorithm`]).
 //! * *No hangs.* Every operation has a deadline, and its error names the ranks
-//!   waited for. Every frame says which operation it belongs to, so ranks in
+//!   waited for. It is for ranks that say nothing ([`ProcessGroup::phase`]). Every frame says which operation it belongs to, so ranks in
 //!   different operations find out at once. The first failure ends the
 //!   operations of all ranks, and all report *that* failure.
 //! * *Plans as data.* What each rank sends, receives and adds is a value
@@ -66,8 +66,8 @@ mod wait;
 pub use dtype::{DType, Element};
 pub use error::{Error, ErrorKind, Result};
 pub use group::{
-    Call, Coalesced, GroupOptions, InitOptions, MAX_OBJECT_BYTES, OpTimes, P2POp, ProcessGroup,
-    ReformOptions, Transport, Work, read_token, wait_all,
+    Call, Coalesced, GroupOptions, InitOptions, MAX_OBJECT_BYTES, OpTimes, P2POp, PhaseGuard,
+    ProcessGroup, ReformOptions, Transport, Work, read_token, wait_all,
 };
 pub use host::CollectiveBytes;
 pub use kernel::{all_finite, largest};

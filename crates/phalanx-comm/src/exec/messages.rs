@@ -206,7 +206,6 @@ impl Executor {
             rank: self.mesh.rank(),
         };
         let contexts: Vec<Context<'_>> = signatures.iter().map(context).collect();
-        let until = deadline.at(0);
         let (mut spins, mut turns) = (0u32, 0u32);
         let mut elsewhere = Elsewhere::default();
         let mut still_since = None;
@@ -258,7 +257,7 @@ impl Executor {
                 elsewhere.forget();
                 still_since = None;
                 turns += 1;
-                if self.looks_up(turns)? && Instant::now() >= until {
+                if self.looks_up(turns)? && deadline.has_passed(Instant::now(), 0, &self.flight) {
                     return Err(self.late_messages(&tx, &rx, deadline, &signatures[0]));
                 }
                 continue;
@@ -268,7 +267,7 @@ impl Executor {
                 self.flight.waiting(&self.want, world);
             }
             let now = Instant::now();
-            if now >= until {
+            if deadline.has_passed(now, 0, &self.flight) {
                 return Err(self.late_messages(&tx, &rx, deadline, &signatures[0]));
             }
             // Named by the batch's first unfinished message.
@@ -303,7 +302,8 @@ impl Executor {
                 })
             });
             self.compare_if_stalled(&signatures[open], awaits, (since, now));
-            self.mesh.idle(&self.want, spins, until.min(now + LOOK))?;
+            self.mesh
+                .idle(&self.want, spins, deadline.at(0).min(now + LOOK))?;
             spins = spins.saturating_add(1);
         }
     }

@@ -19,6 +19,7 @@ mod signature;
 mod stall;
 mod transfer;
 
+use std::cell::Cell;
 use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -525,18 +526,18 @@ impl Executor {
                 turns += 1;
                 if self.looks_up(turns)?
                     && !self.flow.is_done()
-                    && Instant::now() >= deadline.at(self.flow.base)
+                    && deadline.has_passed(Instant::now(), self.flow.base, &self.flight)
                 {
                     return Err(self.timeout(schedule, deadline, context));
                 }
             } else {
                 // Only after a fruitless turn: a rank that was stopped beyond
                 // its deadline must not blame peers whose data lies there.
-                let until = deadline.at(self.flow.base);
                 let now = Instant::now();
-                if now >= until {
+                if deadline.has_passed(now, self.flow.base, &self.flight) {
                     return Err(self.timeout(schedule, deadline, context));
                 }
+                let until = deadline.at(self.flow.base);
                 if self.flight.notes_wait(spins) {
                     // Of later rounds ranks may be waited for that wait themselves.
                     let base = self.flow.base;
@@ -815,15 +816,22 @@ fn non_null(address: *const u8) -> *const u8 {
     }
 }
 
-/// One limit for one whole operation, on the monotonic clock.
+/// One limit for one whole operation, on the monotonic clock. It counts from when the operation began, or from the last
+/// moment at which another rank of the group was in a declared phase: alive, and busy for as long as it said.
 pub(crate) struct Deadline {
     started: Instant,
     limit: Duration,
     /// In the first round.
-    at: Instant,
-    /// In later rounds; see [`Deadline::in_`].
-    at_last: Instant,
+    at: Cell<Instant>,
+    /// How much later it is in later rounds; see [`Deadline::in_`].
+    grace: Duration,
+    /// Whether a phase has moved it.
+    is_put_off: Cell<bool>,
 }
+
+/// Ranks in a phase say so once or twice a second: a limit shorter than this cannot tell one that is silent from one that
+/// has just not spoken.
+const SILENCE: Duration = Duration::from_secs(3);
 
 impl Deadline {
     /// In the first round every rank sends without waiting for anybody, so
@@ -840,13 +848,34 @@ impl Deadline {
         Deadline {
             started,
             limit,
-            at,
-            at_last: at.checked_add(grace).unwrap_or(at),
+            at: Cell::new(at),
+            grace,
+            is_put_off: Cell::new(false),
         }
     }
 
     pub(crate) fn at(&self, round: usize) -> Instant {
-        if round == 0 { self.at } else { self.at_last }
+        let at = self.at.get();
+        if round == 0 {
+            at
+        } else {
+            at.checked_add(self.grace).unwrap_or(at)
+        }
+    }
+
+    /// Whether it has passed in a round. It is put off while another rank is in a declared phase.
+    pub(crate) fn has_passed(&self, now: Instant, round: usize, flight: &Flight) -> bool {
+        if now < self.at(round) {
+            return false;
+        }
+        let later = flight
+            .others_busy()
+            .and_then(|busy| busy.checked_add(self.limit.max(SILENCE)));
+        if let Some(at) = later.filter(|at| *at > self.at.get()) {
+            self.at.set(at);
+            self.is_put_off.set(true);
+        }
+        now >= self.at(round)
     }
 
     /// Says that it has passed, names who is to `blame` and what the `missing`
@@ -878,9 +907,13 @@ impl Deadline {
         // First of all who is to blame, and why.
         let excuse = excuse.map_or(String::new(), |excuse| format!("{excuse}; "));
         let late = format!(
-            "{excuse}timed out after {:.2} s (limit {:.2} s) waiting for {}{echo}{others}",
+            "{excuse}timed out after {:.2} s (limit {:.2} s{}) waiting for {}{echo}{others}",
             self.started.elapsed().as_secs_f64(),
             self.limit.as_secs_f64(),
+            match self.is_put_off.get() {
+                true => " since a rank was last in a phase of its own",
+                false => "",
+            },
             names.join(", "),
         );
         let only = match culprits[..] {

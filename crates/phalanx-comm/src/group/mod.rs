@@ -12,6 +12,7 @@ mod monitored;
 mod objects;
 mod options;
 mod parts;
+mod phase;
 mod probe;
 mod queue;
 mod reform;
@@ -24,6 +25,7 @@ mod work;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use phalanx_store::{MemStore, Store};
 
@@ -31,6 +33,7 @@ pub use self::batch::P2POp;
 pub use self::coalesced::Coalesced;
 pub use self::objects::MAX_OBJECT_BYTES;
 pub use self::options::{Call, GroupOptions, InitOptions, Transport};
+pub use self::phase::PhaseGuard;
 pub use self::reform::ReformOptions;
 pub use self::token::read_token;
 pub use self::work::{OpTimes, Work, wait_all};
@@ -58,7 +61,8 @@ use crate::{Bucket, Element, Error, Result};
 /// the first rank to notice gets an error that names both sides
 /// ([`ErrorKind::Desync`](crate::ErrorKind::Desync)).
 ///
-/// *Deadlines.* Every operation has one; see [`InitOptions`] and [`Call`].
+/// *Deadlines.* Every operation has one; see [`InitOptions`] and [`Call`]. It is for ranks that say nothing: one that is in
+/// a [`phase`](ProcessGroup::phase) of its own is waited for.
 ///
 /// *Failure.* After any failure but a usage error the group is poisoned: all
 /// ranks leave their operations with
@@ -505,12 +509,59 @@ impl ProcessGroup {
         looked.unwrap_or(Ok(()))
     }
 
-    /// Says what this rank is doing from now on (`backward`, `loading data`),
-    /// of which 24 bytes are shown. When the rank is late or dies, others are told.
+    /// Says what this rank is doing from now on (`backward`, `optimizer`),
+    /// of which 24 bytes are shown. When the rank is late or dies, others are told. They do not wait longer for it:
+    /// see [`phase`](Self::phase).
     ///
     /// *Cost:* tens of nanoseconds.
     pub fn set_phase(&self, name: &str) {
         self.core.recorder.set_phase(name);
+    }
+
+    /// Says that this rank is in a phase `name` of its own (`loading data`, `evaluating`, `saving`, of which 24 bytes are
+    /// shown), for at most `limit`, until the guard is dropped. Other ranks wait for it meanwhile.
+    ///
+    /// *Deadlines.* The deadline of an operation, also one of a [`Call`] or of the first operation, counts from when the
+    /// operation began, or from the last moment at which another rank of the group was in such a phase, whichever is
+    /// later. So a phase may take longer than the deadline, while a rank that says nothing is found within it:
+    ///
+    /// | a rank in a phase | the others' operations end |
+    /// |---|---|
+    /// | leaves it and comes | well |
+    /// | leaves it and does not come | after the deadline, from the end of the phase |
+    /// | is still in it at `limit` | after the deadline, from there |
+    /// | is stopped (SIGSTOP), or its host hangs | after the deadline, from its last sign of life |
+    /// | dies | at once |
+    ///
+    /// A thread of the process gives the signs of life: twice a second through memory on one host; through the
+    /// store, where ranks share no memory, as often in small groups and every five seconds in large ones. Deadlines below ten seconds are too short for the latter,
+    /// and below three seconds count as three while ranks are in phases.
+    ///
+    /// A rank has one phase at a time: one that begins inside another takes its place until it ends. It does not count
+    /// while the rank is in an operation itself. [`monitored_barrier`](Self::monitored_barrier) and the forming of groups
+    /// keep their own limits.
+    ///
+    /// ```
+    /// use phalanx_comm::{GroupOptions, ProcessGroup};
+    /// use std::time::Duration;
+    /// let group = ProcessGroup::threads(1, GroupOptions::default()).remove(0);
+    /// {
+    ///     let _evaluating = group.phase("evaluating", Duration::from_secs(1800));
+    ///     // … what this rank does alone …
+    /// }
+    /// group.barrier().unwrap();
+    /// ```
+    ///
+    /// *Cost:* less than a microsecond.
+    pub fn phase(&self, name: &str, limit: Duration) -> PhaseGuard {
+        PhaseGuard::begin(&self.core.recorder, name, limit)
+    }
+
+    /// Asks the launcher to allow this rank so long between SIGTERM and SIGKILL when the job is interrupted, for what it
+    /// saves then. `phalanx launch` and `phalanx train` take the longest that their ranks ask for, unless
+    /// `--stop-grace-s` was typed; other launchers (torchrun, Slurm) do not hear of it.
+    pub fn set_stop_grace(&self, grace: Duration) {
+        self.core.recorder.set_stop_grace(grace);
     }
 
     /// Says where in the training this rank is; both are counted from 1.

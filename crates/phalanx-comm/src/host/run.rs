@@ -197,7 +197,6 @@ impl<'a> Run<'a> {
     }
 
     fn wait(&mut self) -> Result<()> {
-        let until = self.with.deadline.at(self.step);
         let began = Instant::now();
         for spins in 0.. {
             if self.all_there() {
@@ -208,7 +207,11 @@ impl<'a> Run<'a> {
                 self.compare()?;
             }
             let now = Instant::now();
-            if now >= until {
+            if self
+                .with
+                .deadline
+                .has_passed(now, self.step, self.with.flight)
+            {
                 return Err(self.timeout());
             }
             if self.with.flight.notes_wait(spins) {
@@ -219,7 +222,7 @@ impl<'a> Run<'a> {
             // Only the last to come wakes us: without a look now and then the
             // recorder would blame those, too, who came long before.
             let turn = (now - began).div_f64(TURNS_PER_WAIT).max(TURN_MIN);
-            let until = until.min(now + turn);
+            let until = self.with.deadline.at(self.step).min(now + turn);
             self.with.mesh.idle_for(spins, until, |rank| {
                 rank != me && Cell::new(segment, rank, which).phase() < phase
             })?;

@@ -9,13 +9,15 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::facts::Elsewhere;
-use super::layout::{Mask, ranks_of, read_text, set_rank, write_text};
+use super::layout::{Mask, ranks_of, read_text, set_rank};
 use crate::plan::Collective;
 use crate::transport::Region;
 
 /// Words, from the seat's state on.
+/// The process id, and its namespace in the upper half.
 const PID: usize = 1;
-const PID_SPACE: usize = 2;
+/// When the rank was last in a declared phase; 0: never.
+const BUSY: usize = 2;
 const PHASE_SINCE: usize = 3;
 const PHASE: usize = 4;
 const PHASE_WORDS: usize = 3;
@@ -55,7 +57,7 @@ pub(crate) struct Cell {
 pub(crate) struct Seen {
     pub(crate) pid: u32,
     /// Process ids mean the same only in one pid namespace.
-    pub(crate) pid_space: u64,
+    pub(crate) pid_space: u32,
     /// Name, and since when on the monotonic clock.
     pub(crate) phase: Option<(String, u64)>,
     /// `epoch << 40 | step`, plus 1, or 0.
@@ -79,15 +81,27 @@ impl Cell {
 
     /// This process takes the cell.
     pub(crate) fn sit(&self) {
-        self.word(PID).store(u64::from(std::process::id()), Relaxed);
-        self.word(PID_SPACE).store(pid_space(), Relaxed);
+        let space = u64::from(pid_space()) << 32;
+        let word = space | u64::from(std::process::id());
+        self.word(PID).store(word, Relaxed);
     }
 
-    pub(crate) fn set_phase(&self, name: &str, now_ns: u64) {
-        self.word(PHASE_SINCE).store(now_ns, Relaxed);
-        write_text(name, PHASE_WORDS, |i, word| {
-            self.word(PHASE + i).store(word, Relaxed);
-        });
+    /// The rank is in a declared phase at `now_ns`, on the monotonic clock.
+    pub(crate) fn set_busy(&self, now_ns: u64) {
+        self.word(BUSY).store(now_ns, Relaxed);
+    }
+
+    /// When the rank last said that it is in a declared phase; 0: never. Not trusted.
+    pub(crate) fn busy_ns(&self) -> u64 {
+        self.word(BUSY).load(Relaxed)
+    }
+
+    /// As much of `name` as there is room for; not at all since moment 0.
+    pub(crate) fn set_phase(&self, name: &[u64], since_ns: u64) {
+        self.word(PHASE_SINCE).store(since_ns, Relaxed);
+        for (i, word) in name.iter().take(PHASE_WORDS).enumerate() {
+            self.word(PHASE + i).store(*word, Relaxed);
+        }
     }
 
     pub(crate) fn set_position(&self, packed: u64) {
@@ -153,7 +167,7 @@ impl Cell {
         let since = get(PHASE_SINCE);
         Seen {
             pid: get(PID) as u32,
-            pid_space: get(PID_SPACE),
+            pid_space: (get(PID) >> 32) as u32,
             phase: (since > 0).then(|| {
                 let text = read_text((0..PHASE_WORDS).map(|i| get(PHASE + i)));
                 (text, since)
@@ -171,8 +185,8 @@ fn name_of(code: u8) -> Option<&'static str> {
     Collective::from_wire(code).map(Collective::name)
 }
 
-/// The number of this process's pid namespace; 0: unknown.
-pub(crate) fn pid_space() -> u64 {
+/// The number of this process's pid namespace, an inode number of 32 bits; 0: unknown.
+pub(crate) fn pid_space() -> u32 {
     std::fs::read_link("/proc/self/ns/pid")
         .ok()
         .and_then(|link| {

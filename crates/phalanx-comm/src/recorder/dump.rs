@@ -2,6 +2,7 @@
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -200,6 +201,10 @@ pub struct Dump {
     /// Where the rank wants its dumps; not part of a file.
     #[serde(skip)]
     pub folder: Option<PathBuf>,
+    /// How long the rank asked for between SIGTERM and SIGKILL
+    /// ([`ProcessGroup::set_stop_grace`](crate::ProcessGroup::set_stop_grace)); not part of a file.
+    #[serde(skip)]
+    pub stop_grace: Option<Duration>,
     /// What the rank was doing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub phase: Option<Phase>,
@@ -291,6 +296,8 @@ impl Dump {
             folder: Some(text(head::DIR, head::DIR_WORDS))
                 .filter(|text| !text.is_empty())
                 .map(PathBuf::from),
+            stop_grace: Some(Duration::from_millis(words[head::STOP_GRACE_MS]))
+                .filter(|grace| !grace.is_zero()),
             phase,
             position: position(words[head::POSITION]),
             recorded: next,

@@ -107,7 +107,7 @@ pub(crate) struct Fact {
 }
 
 impl Fact {
-    pub(super) fn of_cell(rank: usize, seen: Seen, own_space: u64, now_ns: u64) -> Fact {
+    pub(super) fn of_cell(rank: usize, seen: Seen, own_space: u32, now_ns: u64) -> Fact {
         Fact {
             rank,
             host: None,

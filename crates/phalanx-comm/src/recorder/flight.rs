@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, Release};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::cell::Cell;
 use super::layout::{MASK_WORDS, Mask, entry, head, ranks_of, set_rank, state};
-use super::{Failure, Recorder, Watched, monitor, root};
+use super::{Failure, Recorder, Watched, clock, monitor, root};
 use crate::Error;
 use crate::exec::{Operation, Signature};
 use crate::plan::Collective;
@@ -360,6 +360,14 @@ impl Flight {
     pub(crate) fn set_limit(&self, limit: Duration) {
         let ns = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
         self.watched.limit_ns.store(ns, Relaxed);
+    }
+
+    /// When another rank of the group was last known to be in a declared phase.
+    #[cold]
+    pub(crate) fn others_busy(&self) -> Option<Instant> {
+        let busy = self.watched.others_busy_ns();
+        let ago = Duration::from_nanos(clock::monotonic_ns().saturating_sub(busy));
+        Instant::now().checked_sub(ago).filter(|_| busy > 0)
     }
 
     /// Of the `missing` ranks and those for whom they wait themselves, the ones

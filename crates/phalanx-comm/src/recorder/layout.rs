@@ -49,6 +49,8 @@ pub(crate) mod head {
     pub(crate) const FAILURE: usize = 81;
     /// `epoch << 32 | group` in which it failed.
     pub(crate) const FAILED_GROUP: usize = 82;
+    /// Milliseconds that the rank wants between SIGTERM and SIGKILL; 0: not said.
+    pub(crate) const STOP_GRACE_MS: usize = 83;
     /// Tickets given out; on a cache line of its own.
     pub(crate) const TICKETS: usize = 96;
     /// The operation, by ticket + 1, of which [`AWAITED_WIDE`] tells; 0: of none.
@@ -193,7 +195,7 @@ mod tests {
             let wide = MASK_WORDS - entry::AWAITED_WORDS;
             assert!(head::AWAITED_WIDE + wide <= head::DIR);
         };
-        const { assert!(head::FAILED_GROUP < head::TICKETS) };
+        const { assert!(head::STOP_GRACE_MS < head::TICKETS) };
         const { assert!(head::DIR + head::DIR_WORDS <= head::MEMBERS) };
         const { assert!(head::MEMBERS + head::MEMBERS_WORDS <= head::WORDS) };
         const { assert!(head::PHASE + head::PHASE_WORDS <= head::POSITION) };

@@ -38,6 +38,7 @@ mod monitor;
 mod watch;
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
@@ -70,6 +71,8 @@ pub(crate) struct Recorder {
     clock: Clock,
     anchor: Anchor,
     late_after: Duration,
+    /// When the declared phase must be over, on the monotonic clock; 0: there is none.
+    busy_until_ns: AtomicU64,
     /// The launcher sees the memory, so it writes the dumps.
     is_shared: bool,
     labels: Mutex<Vec<Arc<str>>>,
@@ -78,6 +81,15 @@ pub(crate) struct Recorder {
     dir: Mutex<Option<PathBuf>>,
     /// Whether the failure in the memory was written into a file.
     dumped: Mutex<bool>,
+}
+
+/// The text of a phase, as it lies in memory.
+type PhaseName = [u64; head::PHASE_WORDS];
+
+/// What a rank did before a declared phase.
+pub(crate) struct Earlier {
+    name: PhaseName,
+    busy_until_ns: u64,
 }
 
 /// Where a recorder's memory comes from.
@@ -122,6 +134,7 @@ impl Recorder {
             clock,
             anchor,
             late_after: watch::late_after(),
+            busy_until_ns: AtomicU64::new(0),
             is_shared,
             labels: Mutex::new(Vec::with_capacity(LABELS)),
             cells: Mutex::default(),
@@ -157,20 +170,71 @@ impl Recorder {
 
     /// What the rank is doing from now on.
     pub(crate) fn set_phase(&self, name: &str) {
+        let mut words = PhaseName::default();
+        layout::write_text(name, words.len(), |i, word| words[i] = word);
+        self.show_phase(words);
+    }
+
+    /// No name: the rank does not say what it is doing.
+    fn show_phase(&self, name: PhaseName) {
         let memory = &self.memory;
-        memory
-            .word(head::PHASE_SINCE)
-            .store(self.clock.ticks(), Relaxed);
-        layout::write_text(name, head::PHASE_WORDS, |i, word| {
+        let is_said = name[0] != 0;
+        let since = if is_said { self.clock.ticks() } else { 0 };
+        memory.word(head::PHASE_SINCE).store(since, Relaxed);
+        for (i, word) in name.into_iter().enumerate() {
             memory.word(head::PHASE + i).store(word, Relaxed);
-        });
+        }
         let cells = lock(&self.cells);
         if !cells.is_empty() {
-            let now = clock::monotonic_ns();
+            let since = if is_said { clock::monotonic_ns() } else { 0 };
             for cell in cells.iter().filter_map(Weak::upgrade) {
-                cell.set_phase(name, now);
+                cell.set_phase(&name, since);
             }
         }
+    }
+
+    /// The rank is in phase `name` until [`end_phase`](Self::end_phase), for at most `limit`, and others wait for it
+    /// meanwhile.
+    pub(crate) fn begin_phase(&self, name: &str, limit: Duration) -> Earlier {
+        let limit = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
+        let until = clock::monotonic_ns().saturating_add(limit);
+        let earlier = Earlier {
+            name: std::array::from_fn(|i| self.memory.word(head::PHASE + i).load(Relaxed)),
+            busy_until_ns: self.busy_until_ns.swap(until, Relaxed),
+        };
+        self.set_phase(name);
+        self.beat();
+        earlier
+    }
+
+    /// The phase has ended; the rank does what it did `earlier`.
+    pub(crate) fn end_phase(&self, earlier: &Earlier) {
+        self.beat();
+        self.busy_until_ns.store(earlier.busy_until_ns, Relaxed);
+        self.show_phase(earlier.name);
+    }
+
+    /// Whether the rank is in a declared phase that may still last.
+    fn is_busy(&self) -> bool {
+        self.busy_until_ns.load(Relaxed) > clock::monotonic_ns()
+    }
+
+    /// Tells the ranks of this host that this one is in a declared phase, if it is.
+    fn beat(&self) {
+        let until = self.busy_until_ns.load(Relaxed);
+        if until > 0 {
+            let now = clock::monotonic_ns().min(until);
+            let cells = lock(&self.cells);
+            for cell in cells.iter().filter_map(Weak::upgrade) {
+                cell.set_busy(now);
+            }
+        }
+    }
+
+    /// What the launcher shall allow this rank between SIGTERM and SIGKILL.
+    pub(crate) fn set_stop_grace(&self, grace: Duration) {
+        let ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
+        self.memory.word(head::STOP_GRACE_MS).store(ms, Relaxed);
     }
 
     /// Where in the training the rank is; both counted from 1.

@@ -1,7 +1,8 @@
 //! One thread a process that looks at all its groups twice a second.
 //!
 //! It only reads what ranks have noted, so it costs the ranks nothing, and it
-//! runs while they are busy: a late rank can say what it is doing.
+//! runs while they are busy: a late rank can say what it is doing. A process that is
+//! stopped says nothing.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::Thread;
@@ -36,7 +37,9 @@ pub(crate) fn watch(group: Weak<Watched>) {
         .spawn(run);
     match started {
         Ok(handle) => groups.thread = Some(handle.thread().clone()),
-        Err(e) => tracing::warn!("late ranks will not be reported: no thread: {e}"),
+        Err(e) => tracing::warn!(
+            "late ranks will not be reported, nor waited for in their phases: no thread: {e}"
+        ),
     }
 }
 
@@ -51,9 +54,24 @@ fn run() {
         let watched = groups.watched.clone();
         drop(groups);
         let watched: Vec<_> = watched.iter().filter_map(Weak::upgrade).collect();
-        for group in &watched {
-            let others = watched.iter().filter(|other| other.is_same_rank_as(group));
-            group.look(others.map(Arc::as_ref));
+        let others = |group: &Arc<Watched>| {
+            let group = Arc::clone(group);
+            let others = watched.iter().map(Arc::as_ref);
+            others.filter(move |other| other.is_same_rank_as(&group))
+        };
+        // A rank that waits itself holds nobody up by its phase.
+        let is_busy = |group: &Arc<Watched>| {
+            group.recorder.is_busy()
+                && !group.is_in_operation()
+                && !others(group).any(Watched::is_in_operation)
+        };
+        let busy: Vec<bool> = watched.iter().map(is_busy).collect();
+        // Before anything that may wait for the store.
+        for (group, _) in watched.iter().zip(&busy).filter(|(_, busy)| **busy) {
+            group.beat();
+        }
+        for (group, busy) in watched.iter().zip(busy) {
+            group.look(others(group), busy);
         }
         // Who leaves its group meanwhile is the last to hold it.
         drop(watched);

@@ -26,6 +26,11 @@ pub(crate) const LATE_VARIABLE: &str = "PHALANX_LATE_AFTER_S";
 const TOPIC: &str = "flight";
 /// Idle or in one phase for so long, a rank says so in the store.
 const QUIET: Duration = Duration::from_secs(5);
+/// How often a rank in a declared phase says so in the store, and a waiting rank looks there, in a group of up to
+/// [`BEAT_RANKS`] ranks; in larger ones less often, up to [`BEAT_MAX`].
+const BEAT: Duration = Duration::from_millis(400);
+const BEAT_RANKS: usize = 64;
+const BEAT_MAX: Duration = Duration::from_secs(5);
 
 /// One rank's view of one group.
 pub(crate) struct Watched {
@@ -46,6 +51,18 @@ pub(crate) struct Watched {
     talk: Mutex<Talk>,
     /// What the store said of ranks without a cell.
     heard: Mutex<Vec<Fact>>,
+    beats: Mutex<Beats>,
+    /// When a rank without a cell was last heard of in a declared phase, on the monotonic clock; 0: never.
+    heard_busy_ns: AtomicU64,
+}
+
+/// What the store says of declared phases: a number that grows while any rank of the group is in one.
+#[derive(Default)]
+struct Beats {
+    told_ns: u64,
+    asked_ns: u64,
+    /// What was read last; none before the first look.
+    count: Option<Vec<u8>>,
 }
 
 /// What was said, so that it is said once.
@@ -78,6 +95,8 @@ impl Watched {
             moved: AtomicU64::new(0),
             talk: Mutex::default(),
             heard: Mutex::default(),
+            beats: Mutex::default(),
+            heard_busy_ns: AtomicU64::new(0),
         }
     }
 
@@ -98,6 +117,66 @@ impl Watched {
         Arc::ptr_eq(&self.recorder, &other.recorder) && self.ids() != other.ids()
     }
 
+    /// Whether an operation of this group is in progress.
+    pub(super) fn is_in_operation(&self) -> bool {
+        self.current.load(Relaxed) > 0
+    }
+
+    /// Tells the ranks of this host that the rank is in a declared phase, if it is.
+    pub(super) fn beat(&self) {
+        let until = self.recorder.busy_until_ns.load(Relaxed);
+        if let Some(cell) = self.own_cell().filter(|_| until > 0) {
+            cell.set_busy(clock::monotonic_ns().min(until));
+        }
+    }
+
+    /// The same through the store, and looks whether another rank is in one while an operation waits here for `waited`.
+    fn beat_through_store(&self, is_busy: bool, waited: Duration, now_ns: u64) {
+        let Some(keys) = &self.keys else { return };
+        let ranks = u32::try_from(self.cells.len().div_ceil(BEAT_RANKS)).unwrap_or(u32::MAX);
+        let every = BEAT.saturating_mul(ranks).min(BEAT_MAX);
+        let is_due = |last: u64| Duration::from_nanos(now_ns.saturating_sub(last)) >= every;
+        let key = keys.key(TOPIC, "busy");
+        let mut beats = lock(&self.beats);
+        let failed = |e| tracing::debug!("the store does not say who is in a phase: {e}");
+        if is_busy && is_due(beats.told_ns) {
+            beats.told_ns = now_ns;
+            if let Err(e) = keys.count_up(&key) {
+                failed(e);
+            }
+        }
+        if waited < every || !is_due(beats.asked_ns) {
+            return;
+        }
+        // What has grown since an earlier wait may have done so long ago.
+        if Duration::from_nanos(now_ns.saturating_sub(beats.asked_ns)) > every * 4 {
+            beats.count = None;
+        }
+        beats.asked_ns = now_ns;
+        match keys.store().try_get(&key) {
+            Ok(count) => {
+                let count = count.unwrap_or_default();
+                // Whoever leaves the group removes it.
+                let is_there = !count.is_empty();
+                if is_there && beats.count.as_ref().is_some_and(|before| *before != count) {
+                    self.heard_busy_ns.store(clock::monotonic_ns(), Relaxed);
+                }
+                beats.count = Some(count);
+            }
+            Err(e) => failed(e),
+        }
+    }
+
+    /// When another rank of the group was last known to be in a declared phase, on the monotonic clock; 0: never.
+    pub(super) fn others_busy_ns(&self) -> u64 {
+        let others = self.cells.iter().enumerate();
+        let others = others.filter(|(rank, _)| *rank != self.rank);
+        let of_cells = others.filter_map(|(_, cell)| Some(cell.as_ref()?.busy_ns()));
+        let heard = self.heard_busy_ns.load(Relaxed);
+        // A moment to come would put deadlines off for ever.
+        of_cells.fold(heard, u64::max).min(clock::monotonic_ns())
+    }
+
     /// The operation in progress.
     fn running(&self, scale: &Scale) -> Option<Entry> {
         let ticket = self.current.load(Relaxed).checked_sub(1)?;
@@ -107,8 +186,8 @@ impl Watched {
     }
 
     /// Looks at the group; from the watching thread, twice a second. `others` are the
-    /// other groups of the same rank.
-    pub(super) fn look<'a>(&self, others: impl Iterator<Item = &'a Watched>) {
+    /// other groups of the same rank, which `is_busy` in a declared phase and in no operation.
+    pub(super) fn look<'a>(&self, others: impl Iterator<Item = &'a Watched>, is_busy: bool) {
         let recorder = &*self.recorder;
         let now = recorder.clock.anchor();
         let scale = Scale::new(recorder.anchor, now);
@@ -139,10 +218,14 @@ impl Watched {
             &scale,
             now.monotonic_ns,
         );
+        self.beat_through_store(is_busy, waited, now.monotonic_ns);
         let Some(entry) = running else { return };
         let limit = Duration::from_nanos(self.limit_ns.load(Relaxed));
+        // The deadline counts from there.
+        let silent = now.monotonic_ns.saturating_sub(self.others_busy_ns());
+        let left = limit.saturating_sub(waited.min(Duration::from_nanos(silent)));
         // Soon an error will want to know.
-        if limit.saturating_sub(waited) < Duration::from_secs(2) {
+        if left < Duration::from_secs(2) {
             self.ask();
         }
         let mut talk = lock(&self.talk);
@@ -155,7 +238,7 @@ impl Watched {
         talk.late.1 += 1;
         drop(talk);
         self.ask();
-        if let Some(text) = self.report(&entry, waited, limit) {
+        if let Some(text) = self.report(&entry, waited, left) {
             say(&text);
         }
     }
@@ -193,7 +276,7 @@ impl Watched {
 
     /// What to say of an operation that does not go on; nothing if a lower
     /// rank of this host waits in it too, and says it.
-    fn report(&self, entry: &Entry, waited: Duration, limit: Duration) -> Option<String> {
+    fn report(&self, entry: &Entry, waited: Duration, left: Duration) -> Option<String> {
         let facts = self.facts();
         let is_collective = entry.op != Collective::SendRecv.name();
         let seq = entry.seq.filter(|_| is_collective);
@@ -259,8 +342,10 @@ impl Watched {
         }
         let wait = if waiting.len() == 1 { "waits" } else { "wait" };
         text.push_str(&format!("\n  {} {wait}", facts::ranks(&waiting)));
-        if limit > waited {
-            text.push_str(&format!("; deadline in {} s", (limit - waited).as_secs()));
+        if self.others_busy_ns() + BEAT_MAX.as_nanos() as u64 > clock::monotonic_ns() {
+            text.push_str("; the deadline counts from the end of that phase");
+        } else if !left.is_zero() {
+            text.push_str(&format!("; deadline in {} s", left.as_secs()));
         }
         Some(text)
     }

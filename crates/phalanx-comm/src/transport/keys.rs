@@ -62,12 +62,21 @@ impl GroupKeys {
 
     /// Stores a value until this rank leaves the group.
     pub(crate) fn set(&self, key: &str, value: &[u8]) -> phalanx_store::Result<()> {
+        self.note(key);
+        self.store.set(key, value)
+    }
+
+    /// Counts up a number until this rank leaves the group.
+    pub(crate) fn count_up(&self, key: &str) -> phalanx_store::Result<()> {
+        self.note(key);
+        self.store.add(key, 1).map(drop)
+    }
+
+    fn note(&self, key: &str) {
         let mut mine = self.mine.lock().unwrap_or_else(PoisonError::into_inner);
         if !mine.keys.iter().any(|known| known == key) {
             mine.keys.push(key.to_owned());
         }
-        drop(mine);
-        self.store.set(key, value)
     }
 
     /// All keys below `prefix` go when this rank leaves the group.

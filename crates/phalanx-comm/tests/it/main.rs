@@ -16,6 +16,7 @@ mod keys;
 mod monitored;
 mod objects;
 mod parts;
+mod phases;
 mod reform;
 mod registered;
 mod streams;
