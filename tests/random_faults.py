@@ -216,7 +216,7 @@ class Run:
         train = ["train", "mnist", "--data", "synthetic", "--synthetic-samples", str(samples), "--epochs", "2",
                  "--batch-size", "32", "--test-batch-size", "64", "--threads", "1", "--log-interval", "1",
                  "--transport", transport, "--timeout", str(STEP_TIMEOUT_S), "--init-timeout", str(FORM_TIMEOUT_S),
-                 "--first-timeout", str(FORM_TIMEOUT_S), "--output-dir", self.out, *more]
+                 "--output-dir", self.out, *more]
         self.launchers, self.err, self.stdout = [], [], []
         if len(nodes) == 1:
             self.spawn([phalanx, *train, "--nproc-per-node", str(nodes[0])], env)

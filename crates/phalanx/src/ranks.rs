@@ -88,15 +88,16 @@ pub struct RankArgs {
     /// process alone, on whatever cluster [default: 1]
     #[arg(long, value_name = "N")]
     pub world_size: Option<usize>,
-    /// Seconds in which all ranks must have arrived
+    /// Seconds in which all ranks must have arrived, and in which their first collective must be over
     #[arg(long, default_value_t = 300.0, value_name = "S")]
     pub init_timeout: f64,
-    /// Seconds a collective may take
+    /// Seconds a collective may take, not counting the time in which a rank is busy on its own (see --phase-timeout)
     #[arg(long, default_value_t = 60.0, value_name = "S")]
     pub timeout: f64,
-    /// Seconds the first collective of a run may take: ranks load their data unevenly
-    #[arg(long, default_value_t = 300.0, value_name = "S")]
-    pub first_timeout: f64,
+    /// Seconds that other ranks wait for one that is alive and busy on its own: loading data, evaluating, saving,
+    /// downloading
+    #[arg(long, default_value_t = 3600.0, value_name = "S")]
+    pub phase_timeout: f64,
     /// File with the job token, from `phalanx token`, for ranks on several hosts that neither this command nor `phalanx
     /// launch` starts [default: what PHALANX_TOKEN_FILE names]
     #[arg(long, value_name = "FILE")]
@@ -279,7 +280,7 @@ impl RankArgs {
         for (flag, seconds) in [
             ("--timeout", self.timeout),
             ("--init-timeout", self.init_timeout),
-            ("--first-timeout", self.first_timeout),
+            ("--phase-timeout", self.phase_timeout),
         ] {
             if Duration::try_from_secs_f64(seconds).is_ok_and(|d| !d.is_zero()) {
                 continue;
@@ -451,7 +452,7 @@ fn as_launched_rank(
         token,
         timeout: Duration::from_secs_f64(args.init_timeout),
         op_timeout: Duration::from_secs_f64(args.timeout),
-        first_op_timeout: Duration::from_secs_f64(args.first_timeout),
+        first_op_timeout: Duration::from_secs_f64(args.init_timeout),
         transport,
         bind: args.bind,
         algorithm: args.algorithm(),
@@ -459,6 +460,7 @@ fn as_launched_rank(
         ..InitOptions::default()
     })?;
     let ctx = RankContext {
+        phase_limit: Duration::from_secs_f64(args.phase_timeout),
         threads,
         local_rank: place.local_rank,
         prefix: None,
@@ -480,7 +482,7 @@ fn as_threads(
     stop::listen_early()?;
     let options = GroupOptions {
         op_timeout: Duration::from_secs_f64(args.timeout),
-        first_op_timeout: Duration::from_secs_f64(args.first_timeout),
+        first_op_timeout: Duration::from_secs_f64(args.init_timeout),
         algorithm: args.algorithm(),
         compute_threads: Some(threads(args, world)),
         ..GroupOptions::default()
@@ -490,6 +492,7 @@ fn as_threads(
             .into_iter()
             .map(|group| {
                 let ctx = RankContext {
+                    phase_limit: Duration::from_secs_f64(args.phase_timeout),
                     threads: threads(args, world),
                     local_rank: group.rank(),
                     prefix: (world > 1 && speakers == Speakers::All)

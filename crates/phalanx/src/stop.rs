@@ -1,7 +1,7 @@
 //! Being asked to stop, by a signal that a training answers with a checkpoint.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, LazyLock};
+use std::sync::{Arc, LazyLock, OnceLock};
 use std::time::Duration;
 
 pub use signal_hook::consts::SIGTERM;
@@ -40,19 +40,19 @@ static LISTENING: AtomicBool = AtomicBool::new(false);
 /// SIGUSR1 does.
 static REQUESTABLE: AtomicBool = AtomicBool::new(false);
 
-static EXPECTED: AtomicBool = AtomicBool::new(false);
+static EXPECTED: OnceLock<Duration> = OnceLock::new();
 
-/// From SIGTERM to SIGKILL where ranks may have a checkpoint to save.
+/// From SIGTERM to SIGKILL where ranks may have a checkpoint to save, and do not ask for more.
 pub const GRACE: Duration = Duration::from_secs(30);
 
-/// Says that the ranks which this process starts, or is, will [`listen`].
-pub fn expect() {
-    EXPECTED.store(true, Ordering::Relaxed);
+/// Says that the ranks which this process starts, or is, will [`listen`], and may take `grace` to end.
+pub fn expect(grace: Duration) {
+    let _ = EXPECTED.set(grace);
 }
 
 /// How long ranks may take to end, if longer than usual.
 pub fn grace() -> Option<Duration> {
-    EXPECTED.load(Ordering::Relaxed).then_some(GRACE)
+    EXPECTED.get().copied()
 }
 
 /// From now on SIGTERM and SIGUSR1 only leave word ([`asked`]) in this process. So do SIGINT, which torchrun
@@ -98,9 +98,9 @@ const TWINS: Duration = Duration::from_secs(1);
 ///
 /// When the system refuses.
 pub fn listen_early() -> Result<()> {
-    match EXPECTED.load(Ordering::Relaxed) {
-        true => register(SIGUSR1, SIGUSR1, &REQUESTABLE),
-        false => Ok(()),
+    match grace() {
+        Some(_) => register(SIGUSR1, SIGUSR1, &REQUESTABLE),
+        None => Ok(()),
     }
 }
 

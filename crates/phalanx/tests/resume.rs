@@ -775,6 +775,263 @@ fn ranks_that_are_started_again_go_on_from_their_last_checkpoint() {
     assert!(text.contains("resumed  after 4 of 9 steps"), "{text}");
 }
 
+/// Processes of `dir` that are this rank.
+fn rank_in(dir: &Path, rank: usize) -> Vec<u32> {
+    let wanted = format!("RANK={rank}");
+    let is_it = |pid: &u32| {
+        let of = |name: &str| format!("/proc/{pid}/{name}");
+        let environ = std::fs::read(of("environ")).unwrap_or_default();
+        environ
+            .split(|byte| *byte == 0)
+            .any(|v| v == wanted.as_bytes())
+            && std::fs::read_link(of("cwd")).is_ok_and(|cwd| cwd == dir)
+    };
+    let pids = std::fs::read_dir("/proc").expect("/proc").flatten();
+    let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    pids.filter(is_it).collect()
+}
+
+/// The manifests in `folder`.
+fn manifests(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder.join("checkpoints")).into_iter();
+    let names = entries.flatten().flatten().map(|e| e.file_name());
+    let mut names: Vec<String> = names.map(|n| n.to_string_lossy().into_owned()).collect();
+    names.retain(|name| name.ends_with(".json"));
+    names.sort();
+    names
+}
+
+/// Runs a training that the launcher starts again once, without an --output-dir: rank 1 is killed when `folder`, or the
+/// one folder in it, has two checkpoints. Gives what was printed.
+fn killed_once(dir: &Path, folder: &str, inner: &[&str], training: &str) -> String {
+    let mut command = phalanx(
+        &[
+            "launch",
+            "--nproc-per-node",
+            "2",
+            "--max-restarts",
+            "1",
+            "--",
+        ],
+        dir,
+    );
+    let training = training.split_whitespace();
+    command
+        .args(inner)
+        .arg(env!("CARGO_BIN_EXE_phalanx"))
+        .arg("train");
+    let child = command.args(training).spawn().expect("phalanx starts");
+    let at = |folder: &str| {
+        let at = dir.join(folder);
+        match std::fs::read_dir(&at)
+            .into_iter()
+            .flatten()
+            .flatten()
+            .next()
+        {
+            Some(entry) if folder == "runs" => entry.path(),
+            _ => at,
+        }
+    };
+    support::eventually("two checkpoints", || manifests(&at(folder)).len() >= 2);
+    for pid in rank_in(dir, 1) {
+        signal(pid, "KILL");
+    }
+    let (code, text) = finish(child);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.contains("restart 1 of 1"), "{text}");
+    text
+}
+
+const KILLED: &str = "--epochs 1 --save-every 2 --threads 1 --seed 3";
+
+/// What issue 16 begins with: the second attempt removed the checkpoints of the first, or began in another folder.
+#[test]
+fn a_restart_without_an_output_folder_goes_on_in_that_of_the_first_attempt() {
+    // A folder of that name that nobody can take for another's.
+    let real = |dir: &tempfile::TempDir| dir.path().canonicalize().expect("a path");
+    let resnet = format!(
+        "resnet18 --custom_data true --train-samples 160 --test-samples 8 --batch-size 4 {KILLED}"
+    );
+    let mnist = format!("mnist --synthetic-samples 4000 --batch-size 8 {KILLED}");
+    let shell = ["sh", "-c", "\"$0\" \"$@\""];
+    for (training, folder, inner) in [
+        (&resnet, "output_dir", &[][..]),
+        (&mnist, "runs", &[][..]),
+        // The launcher is not the training's parent.
+        (&mnist, "runs", &shell[..]),
+    ] {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let dir = real(&dir);
+        let text = killed_once(&dir, folder, inner, training);
+        assert!(text.contains("resumed  after "), "{training}: {text}");
+        if folder == "runs" {
+            let runs = std::fs::read_dir(dir.join("runs")).expect("runs").count();
+            assert_eq!(runs, 1, "{text}");
+        }
+    }
+}
+
+/// The same under torchrun, which says less: ranks in one attempt after another, the first of which ends early.
+fn attempt(dir: &Path, restarts: u32, id: &str, training: &[&str]) -> (i32, String) {
+    let mut command = phalanx(&["train"], dir);
+    command.args(training);
+    command.env("PHALANX_TOKEN", "5a".repeat(32));
+    for (name, value) in [
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("LOCAL_RANK", "0"),
+        ("LOCAL_WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", &free_port().to_string()),
+        ("TORCHELASTIC_RESTART_COUNT", &restarts.to_string()),
+        ("TORCHELASTIC_RUN_ID", id),
+    ] {
+        command.env(name, value);
+    }
+    run(command)
+}
+
+#[test]
+fn attempts_under_another_launcher_share_a_folder_and_other_jobs_do_not() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let linear = ["linear", "--iterations", "9", "--save-every", "2"];
+    let part = [&linear[..], &["--stop-after", "4"]].concat();
+    let runs = || {
+        let runs = std::fs::read_dir(dir.join("runs")).into_iter();
+        runs.flatten().flatten().count()
+    };
+    let go = |restarts, id, training: &[&str]| {
+        let (code, text) = attempt(dir, restarts, id, training);
+        assert_eq!(code, 0, "{text}");
+        text
+    };
+    go(0, "first", &part);
+    go(0, "other", &part);
+    assert_eq!(runs(), 2);
+    for id in ["first", "other"] {
+        let text = go(1, id, &part);
+        assert!(text.contains("resumed  after 4 of 9 steps"), "{text}");
+        assert_eq!(runs(), 2);
+    }
+    // Whose first attempt never got as far as that.
+    let text = go(1, "third", &part);
+    assert!(!text.contains("resumed"), "{text}");
+    assert_eq!(runs(), 3);
+    let text = go(2, "third", &part);
+    assert!(text.contains("resumed  after 4 of 9 steps"), "{text}");
+    // Another training in the same attempt has a folder of its own.
+    let text = go(2, "third", &[&part[..], &["--lr", "0.1"]].concat());
+    assert!(!text.contains("resumed"), "{text}");
+    assert_eq!(runs(), 4);
+}
+
+#[test]
+fn a_restart_removes_nothing_whatever_was_typed() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let steps = [
+        "linear",
+        "--iterations",
+        "20",
+        "--save-every",
+        "2",
+        "--output-dir",
+    ];
+    let go = |restarts, id, out: &str, more: &[&str]| {
+        let training = [&steps[..], &[out], more].concat();
+        let (code, text) = attempt(dir, restarts, id, &training);
+        assert_eq!(code, 0, "{text}");
+        text
+    };
+    let stop = |n| ["--stop-after", n];
+    go(0, "old", "out", &[]);
+    // It is to be replaced once, not by every attempt.
+    let overwrite = ["--overwrite"];
+    go(0, "new", "out", &[&overwrite[..], &stop("4")].concat());
+    assert_eq!(manifests(&dir.join("out")), manifest_names(&[2, 4]));
+    let text = go(1, "new", "out", &[&overwrite[..], &stop("4")].concat());
+    assert!(text.contains("resumed  after 4 of 20 steps"), "{text}");
+    // It begins where it was told to, and goes on where it got.
+    let from = ["--resume", "out/checkpoints/step-000000006.json"];
+    let branch = ["linear", "--iterations", "20", "--save-every", "1"];
+    let branch = [&branch[..], &from[..], &stop("3")].concat();
+    let (code, text) = attempt(dir, 0, "branch", &branch);
+    assert_eq!(code, 0, "{text}");
+    assert!(!dir.join(from[1]).exists(), "the oldest goes");
+    let (code, text) = attempt(dir, 1, "branch", &branch);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.contains("resumed  after 9 of 20 steps"), "{text}");
+    // Also where it has saved nothing of its own yet.
+    let text = go(1, "early", "elsewhere", &["--resume", "out"]);
+    assert!(text.contains("resumed  after 12 of 20 steps"), "{text}");
+}
+
+fn manifest_names(steps: &[u64]) -> Vec<String> {
+    steps
+        .iter()
+        .map(|step| format!("step-{step:09}.json"))
+        .collect()
+}
+
+/// An earlier run is in the way of every attempt, and a restart does not take it for its own.
+#[test]
+fn a_refused_folder_is_refused_again() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let linear = [
+        "linear",
+        "--iterations",
+        "4",
+        "--save-every",
+        "2",
+        "--output-dir",
+        "out",
+    ];
+    succeed(phalanx_train(dir, &linear));
+    for restarts in 0..2 {
+        let (code, text) = attempt(dir, restarts, "job", &linear);
+        assert_eq!(code, 2, "{text}");
+        assert!(text.contains("holds an earlier run"), "{text}");
+    }
+    // A mistake leaves no folder behind.
+    let wrong = ["mnist", "--data", "nowhere"];
+    let (code, text) = attempt(dir, 0, "job", &wrong);
+    assert_eq!(code, 2, "{text}");
+    assert!(!dir.join("runs").exists(), "{text}");
+}
+
+fn phalanx_train(dir: &Path, training: &[&str]) -> Command {
+    let mut command = phalanx(&["train"], dir);
+    command.args(training);
+    command
+}
+
+/// Without checkpoints there is nothing to go on from, but the log of the attempt before is kept.
+#[test]
+fn a_restart_from_the_first_step_keeps_the_log_before() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let linear = ["linear", "--iterations", "100", "--output-dir", "out"];
+    let (code, text) = attempt(dir, 0, "job", &linear);
+    assert_eq!(code, 0, "{text}");
+    let before = std::fs::read_to_string(dir.join("out/metrics.jsonl")).expect("a log");
+    let (code, text) = attempt(
+        dir,
+        1,
+        "job",
+        &[&linear[..], &["--save-every", "50"]].concat(),
+    );
+    assert_eq!(code, 0, "{text}");
+    assert!(
+        text.contains("restart 1 finds no checkpoint in out/checkpoints"),
+        "{text}"
+    );
+    let kept = std::fs::read_to_string(dir.join("out/metrics-1.jsonl")).expect("a log");
+    assert_eq!(kept, before);
+}
+
 #[test]
 fn sigusr2_to_one_process_says_why_it_shows_nothing() {
     let dir = tempfile::tempdir().expect("a temporary folder");

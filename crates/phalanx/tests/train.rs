@@ -1111,6 +1111,23 @@ fn different_arguments_or_data_are_named() {
         ("--lr 0.1", "--lr 0.2", ["--lr 0.1", "--lr 0.2"]),
         ("--seed 1", "--seed 2", ["--seed 1", "--seed 2"]),
         ("--bucket-cap-mb 1", "", ["1048576", "None"]),
+        // Each of these decides whether a rank takes part in a collective.
+        (
+            "--deterministic shards --global-batch-size 16 --log-interval 1",
+            "--deterministic shards --global-batch-size 16 --log-interval 2",
+            ["--log-interval 1", "--log-interval 2"],
+        ),
+        ("--save-every 1", "", ["--save-every 1", "no --save-every"]),
+        (
+            "--save-every 1 --resume auto",
+            "--save-every 1",
+            ["--resume auto", "no --resume"],
+        ),
+        (
+            "--exact-validation false",
+            "",
+            ["--exact-validation false", "--exact-validation true"],
+        ),
     ] {
         let dir = folder();
         let (code, err) = unlike(dir.path(), a, b);
@@ -1292,6 +1309,99 @@ fn a_folder_takes_one_training_at_a_time() {
     // Whoever was killed holds nothing.
     succeed(&args, dir.path());
     assert_eq!(summary(&dir.path().join("out"))["recipe"], "linear");
+}
+
+/// Few digits to train on and many to test on, of noise.
+fn digits(dir: &Path, tested: u32) {
+    let data = dir.join("digits");
+    std::fs::create_dir(&data).expect("a folder");
+    let header =
+        |numbers: &[u32]| -> Vec<u8> { numbers.iter().flat_map(|n| n.to_be_bytes()).collect() };
+    for (set, samples) in [("train", 64), ("t10k", tested)] {
+        let mut images = header(&[2051, samples, 28, 28]);
+        images.extend((0..samples * 28 * 28).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8));
+        let mut labels = header(&[2049, samples]);
+        labels.extend((0..samples).map(|i| (i % 10) as u8));
+        std::fs::write(data.join(format!("{set}-images-idx3-ubyte")), images).expect("written");
+        std::fs::write(data.join(format!("{set}-labels-idx1-ubyte")), labels).expect("written");
+    }
+}
+
+/// A training in which rank 0 alone tests, for longer than a collective may take.
+fn tested_by_rank_0(
+    dir: &Path,
+    tested: u32,
+    timeout: &str,
+    more: &[&str],
+) -> std::process::Command {
+    digits(dir, tested);
+    let args = "train mnist --data digits --nproc-per-node 2 --epochs 1 --batch-size 8 --threads 1 \
+                --exact-validation false --output-dir out --timeout";
+    let mut command = phalanx(&[], dir);
+    command
+        .args(args.split_whitespace())
+        .arg(timeout)
+        .args(more);
+    command
+}
+
+#[test]
+fn a_rank_may_be_busy_longer_than_a_collective_may_take() {
+    for (timeout, more) in [("1", "shm"), ("3", "tcp"), ("1", "thread")] {
+        let dir = folder();
+        let more = ["--transport", more];
+        let mut command = tested_by_rank_0(dir.path(), 25_000, timeout, &more);
+        let (code, _, err) = support::ended(command.spawn().expect("phalanx starts"));
+        assert_eq!(code, 0, "{more:?}: {err}");
+        let tested = summary(&dir.path().join("out"))["test_s"].as_f64();
+        let limit: f64 = timeout.parse().expect("a number");
+        assert!(
+            tested > Some(limit),
+            "too quick to show anything: {tested:?}"
+        );
+    }
+}
+
+/// Whatever it was busy with, and however long that may take.
+#[test]
+fn a_rank_that_is_stopped_while_it_is_busy_ends_the_job() {
+    for transport in ["shm", "tcp"] {
+        let dir = folder();
+        let mut command = tested_by_rank_0(dir.path(), 400_000, "3", &["--transport", transport]);
+        let marker = format!("PHALANX_TEST=busy-{transport}-{}", std::process::id());
+        let (key, value) = marker.split_once('=').expect("marker");
+        let child = command.env(key, value).spawn().expect("phalanx starts");
+        // The recorders of a living job say what its ranks are doing.
+        let recorder = dir.path().join("out/flight/rank-0.json");
+        support::eventually("rank 0 evaluates", || {
+            signal_if_answered(child.id());
+            let text = std::fs::read_to_string(&recorder).unwrap_or_default();
+            text.contains("\"evaluating\"")
+        });
+        let rank = |(pid, rank): (u32, Option<usize>)| (rank == Some(0)).then_some(pid);
+        let rank = marked(&marker).into_iter().find_map(rank).expect("rank 0");
+        signal(rank, "STOP");
+        let stopped = Instant::now();
+        let (code, _, err) = support::ended(child);
+        assert_eq!(code, 4, "{err}");
+        assert!(stopped.elapsed() < SOON, "{:?}", stopped.elapsed());
+        assert!(
+            err.contains(&format!("rank 0 (pid {rank}) is stopped")),
+            "{err}"
+        );
+        assert!(err.contains("was in evaluating for"), "{err}");
+        all_gone(&marker, Instant::now());
+    }
+}
+
+/// Asks a launcher for its ranks' recorders, as soon as that would not kill it.
+fn signal_if_answered(pid: u32) {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
+    let caught = caught.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    if caught.is_some_and(|mask| mask >> (signal_hook::consts::SIGUSR2 - 1) & 1 == 1) {
+        signal(pid, "USR2");
+    }
 }
 
 /// Nothing is lost any more: ranks that are done wait for a slow disk longer than for a peer.

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
 
 use super::folder::Folder;
 use super::pace::Pace;
@@ -20,10 +21,12 @@ pub struct Background {
     running: Option<Running>,
     /// What was saved last, for its memory.
     spare: Option<Snapshot>,
+    /// How long the last save took.
+    took: Duration,
 }
 
 struct Running {
-    job: JoinHandle<(Result<PathBuf>, Snapshot)>,
+    job: JoinHandle<(Result<PathBuf>, Snapshot, Duration)>,
     pace: Arc<Pace>,
 }
 
@@ -34,7 +37,13 @@ impl Background {
             folder,
             running: None,
             spare: None,
+            took: Duration::ZERO,
         }
+    }
+
+    /// How long the last save took that has ended; nothing before the first.
+    pub fn took(&self) -> Duration {
+        self.took
     }
 
     /// The snapshot that was saved last, whose memory the next may be
@@ -75,8 +84,9 @@ impl Background {
         let job = Builder::new()
             .name("checkpoint".into())
             .spawn(move || {
-                let pacer = its.start();
-                (folder.save_at(&snapshot, Some(&pacer)), snapshot)
+                let (pacer, began) = (its.start(), Instant::now());
+                let outcome = folder.save_at(&snapshot, Some(&pacer));
+                (outcome, snapshot, began.elapsed())
             })
             .map_err(|source| {
                 Error::io("cannot start a thread to save", self.folder.path(), source)
@@ -92,8 +102,9 @@ impl Background {
     ///
     /// Those of the save before, though this one is done all the same; then its own.
     pub fn save(&mut self, snapshot: Snapshot) -> Result<PathBuf> {
-        let before = self.wait();
+        let (before, began) = (self.wait(), Instant::now());
         let saved = self.folder.save(&snapshot);
+        self.took = began.elapsed();
         self.spare = Some(snapshot);
         before.and(saved)
     }
@@ -122,8 +133,9 @@ impl Background {
         };
         pace.hurry(job.thread());
         match job.join() {
-            Ok((outcome, snapshot)) => {
+            Ok((outcome, snapshot, took)) => {
                 self.spare = Some(snapshot);
+                self.took = took;
                 outcome.map(Some)
             }
             Err(_) => Err(Error::internal("saving a checkpoint panicked")),
@@ -210,7 +222,7 @@ mod tests {
         saver.running = Some(Running {
             job: std::thread::spawn(move || {
                 written.recv().unwrap();
-                (Ok("there".into()), snapshot)
+                (Ok("there".into()), snapshot, Duration::from_secs(7))
             }),
             pace: Arc::default(),
         });
@@ -223,5 +235,6 @@ mod tests {
         assert_eq!(saver.wait().unwrap(), Some("there".into()));
         assert!(!saver.is_busy());
         assert!(saver.spare().is_some());
+        assert_eq!(saver.took(), Duration::from_secs(7));
     }
 }

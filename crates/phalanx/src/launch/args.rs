@@ -82,7 +82,7 @@ pub(crate) struct LaunchCli {
     /// Address of this host, or a name for it, on which the store and this node's ranks listen.
     #[arg(long, value_name = "ADDR", alias = "local-addr")]
     pub(crate) bind: Option<String>,
-    /// Seconds between SIGTERM and SIGKILL when the ranks are stopped [default: 1.5; after Ctrl-C or SIGTERM 30, if a rank or a process of its group handles SIGTERM, as with `train --save-every`].
+    /// Seconds between SIGTERM and SIGKILL when the ranks are stopped [default: 1.5; after Ctrl-C or SIGTERM 30, if a rank or a process of its group handles SIGTERM, as with `train --save-every`, and more if a rank asks for more, as `train` does whose last checkpoint took longer].
     #[arg(long, value_name = "S")]
     pub(crate) stop_grace_s: Option<String>,
     /// ROLE_NAME of the ranks [default: default].
@@ -138,6 +138,8 @@ pub(crate) struct LaunchArgs {
     pub(crate) stop_grace: Duration,
     /// The same where a rank has a handler for SIGTERM and nothing failed.
     pub(crate) handler_grace: Duration,
+    /// Ranks cannot ask for more.
+    pub(crate) grace_is_typed: bool,
     /// ROLE_NAME.
     pub(crate) role: String,
     /// Prefix lines with their rank.
@@ -352,13 +354,14 @@ impl LaunchArgs {
         };
 
         let bind = pick(env, "bind", &cli.bind).map(|given| given.text.to_owned());
-        let (stop_grace, handler_grace) = match pick(env, "stop-grace-s", &cli.stop_grace_s) {
-            None => (super::STOP_GRACE, stop::GRACE),
-            Some(given) => {
-                let typed = given.seconds(86_400.0)?;
-                (typed, typed)
-            }
-        };
+        let (stop_grace, handler_grace, grace_is_typed) =
+            match pick(env, "stop-grace-s", &cli.stop_grace_s) {
+                None => (super::STOP_GRACE, stop::GRACE, false),
+                Some(given) => {
+                    let typed = given.seconds(86_400.0)?;
+                    (typed, typed, true)
+                }
+            };
         let meeting_timeout = match pick(env, "rdzv-timeout", &cli.rdzv_timeout) {
             None => Duration::from_secs(300),
             Some(given) => given.seconds(86_400.0)?,
@@ -404,6 +407,7 @@ impl LaunchArgs {
             bind,
             stop_grace,
             handler_grace,
+            grace_is_typed,
             role,
             prefix: !cli.no_prefix,
             program: program.clone(),

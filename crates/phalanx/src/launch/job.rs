@@ -285,6 +285,7 @@ impl Job<'_> {
             lone_said: false,
             lone_told: false,
             handler_grace: self.plan.handler_grace,
+            grace_is_typed: self.plan.grace_is_typed,
         };
         if let Err(error) = started {
             // Those that did start must not outlive the attempt.
@@ -302,7 +303,7 @@ impl Job<'_> {
         self.decided = watch.stopping_since;
         if watch.machine.why().is_some() {
             let grace = match watch.is_interrupt() {
-                true => self.plan.handler_grace,
+                true => watch.handler_grace(),
                 false => self.plan.stop_grace,
             };
             self.end_strangers(&watch, grace);
@@ -824,6 +825,8 @@ struct Supervision {
     lone_told: bool,
     /// From SIGTERM to SIGKILL where a rank's group has a handler for it.
     handler_grace: Duration,
+    /// Ranks cannot ask for more.
+    grace_is_typed: bool,
 }
 
 impl Supervision {
@@ -941,6 +944,16 @@ impl Supervision {
         (0..self.ranks.len()).find(|local| self.is_interrupt() && failed(local))
     }
 
+    /// From SIGTERM to SIGKILL where a rank's group has a handler for it: what is usual, or what the ranks have asked for.
+    fn handler_grace(&self) -> Duration {
+        const LONGEST: Duration = Duration::from_secs(86_400);
+        let ranks = self.ranks.iter().filter(|_| !self.grace_is_typed);
+        let asked = ranks.filter_map(|rank| rank.flight()?.stop_grace).max();
+        asked.map_or(self.handler_grace, |asked| {
+            asked.min(LONGEST).max(self.handler_grace)
+        })
+    }
+
     fn act(&mut self, action: Action) {
         match action {
             Action::None => {}
@@ -948,9 +961,10 @@ impl Supervision {
                 let now = Instant::now();
                 self.stopping_since = Some(now);
                 if self.is_interrupt() && self.ranks.iter().any(Rank::answers) {
-                    self.machine.allow(self.handler_grace, now);
+                    let grace = self.handler_grace();
+                    self.machine.allow(grace, now);
                     for rank in &self.ranks {
-                        rank.bear_with(now + self.handler_grace);
+                        rank.bear_with(now + grace);
                     }
                 }
                 for rank in &self.ranks {

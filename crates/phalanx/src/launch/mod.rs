@@ -176,6 +176,7 @@ pub(crate) fn run_local(local: LocalRun) -> Result<()> {
         token: token::mint()?,
         stop_grace: local.stop_grace,
         handler_grace: local.stop_grace,
+        grace_is_typed: false,
         ranks_tell: true,
         flight_dir: local.flight_dir,
         role: "default".to_owned(),

@@ -44,6 +44,8 @@ pub(crate) struct LaunchPlan {
     pub(crate) stop_grace: Duration,
     /// The same where a rank's group has a handler for SIGTERM and nothing failed.
     pub(crate) handler_grace: Duration,
+    /// Ranks cannot ask for more.
+    pub(crate) grace_is_typed: bool,
     /// Ranks that end with code 130 have said why.
     pub(crate) ranks_tell: bool,
     /// ROLE_NAME.
@@ -115,6 +117,7 @@ impl LaunchPlan {
             flight_dir,
             stop_grace: args.stop_grace,
             handler_grace: args.handler_grace,
+            grace_is_typed: args.grace_is_typed,
             ranks_tell: false,
             role: args.role,
             prefix: if args.prefix && !alone {

@@ -1,23 +1,24 @@
 //! What a recipe knows about the rank it runs as.
 
+use std::ffi::OsString;
 use std::fmt;
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::os::unix::ffi::OsStringExt as _;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use phalanx_comm::{ProcessGroup, ReduceOp, TransportKind};
+use phalanx_comm::{PhaseGuard, ProcessGroup, TransportKind};
 use phalanx_ddp::Commit;
 
 use super::format::plural;
 use crate::error::{Error, ErrorKind, Result};
 use crate::say;
 
-/// How often ranks that wait for another's disk hear that it is alive.
-const BEAT: Duration = Duration::from_millis(100);
-
 /// One rank of a training run.
 pub struct RankContext {
     /// The world's process group.
     pub group: ProcessGroup,
+    /// How long others wait for this rank while it is busy on its own.
+    pub phase_limit: Duration,
     /// Compute threads of this rank.
     pub threads: usize,
     /// This rank among those of its host; 0 also where ranks are started by hand.
@@ -88,54 +89,21 @@ impl RankContext {
         Err(Error::new(ErrorKind::Failed, what).note("try", format!("a smaller --lr (now {lr})")))
     }
 
-    /// Does what each rank does by itself, such as writing files, and *blocks* until all
-    /// ranks have: however long that takes, not longer than `--timeout` without a word from
-    /// who is at work. `work` must leave the group alone.
+    /// This rank is busy on its own until the guard is dropped, and the others wait for it: up to `--phase-timeout`, as
+    /// long as its process is alive.
+    pub fn phase(&self, name: &str) -> PhaseGuard {
+        self.group.phase(name, self.phase_limit)
+    }
+
+    /// What rank 0 says, on all ranks. *Blocks* until all call it.
     ///
     /// # Errors
     ///
-    /// Those of `work`; peers that are lost.
-    pub fn at_leisure<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        if self.world() == 1 {
-            return work();
-        }
-        let (done, heard) = channel();
-        let group = &self.group;
-        // DDP: a thread of this rank's own tells the others that it is there.
-        let beat = move || -> Result<()> {
-            let mut busy = 1i64;
-            loop {
-                let mut anyone = [busy];
-                group.all_reduce(&mut anyone, ReduceOp::Max)?;
-                if anyone == [0] {
-                    return Ok(());
-                }
-                if busy == 0 {
-                    continue;
-                }
-                match heard.recv_timeout(BEAT) {
-                    Ok(()) => busy = 0,
-                    Err(RecvTimeoutError::Timeout) => {}
-                    // It failed; the others hear that from the rank itself.
-                    Err(RecvTimeoutError::Disconnected) => return Ok(()),
-                }
-            }
-        };
-        std::thread::scope(|scope| {
-            let beat = std::thread::Builder::new().spawn_scoped(scope, beat);
-            let beat = beat
-                .map_err(|e| Error::new(ErrorKind::System, "cannot start a thread").caused_by(e))?;
-            let outcome = work();
-            if outcome.is_ok() {
-                // Unless it has failed itself.
-                let _ = done.send(());
-            }
-            drop(done);
-            let beat = beat
-                .join()
-                .unwrap_or_else(|_| Err(Error::new(ErrorKind::Failed, "a thread panicked")));
-            outcome.and_then(|value| beat.map(|()| value))
-        })
+    /// Peers that are lost.
+    pub fn folder_of_rank_0(&self, dir: PathBuf) -> Result<PathBuf> {
+        let bytes = dir.into_os_string().into_vec();
+        let bytes: Vec<u8> = self.group.broadcast_object(Some(&bytes), 0)?;
+        Ok(PathBuf::from(OsString::from_vec(bytes)))
     }
 
     /// What this rank's links are: `thread`, `shm`, `tcp` or `shm+tcp`.

@@ -178,7 +178,7 @@ impl<P: Program> Tester<'_, P> {
     }
 
     /// Rank 0's result on all ranks. The collective is also the barrier in
-    /// which the others wait, under the deadline of any other.
+    /// which the others wait, as long as rank 0 is evaluating.
     fn share(&self, tested: Option<Tested>) -> Result<Tested> {
         let classes = self.data.classes();
         let mut tested = tested.unwrap_or_else(|| Tested::new(0.0, Confusion::new(classes)));

@@ -114,6 +114,7 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
     validate(args)?;
     let dir = args.output_dir.clone();
     let dir = dir.unwrap_or_else(|| super::default_output_dir("linear"));
+    let dir = ctx.folder_of_rank_0(dir)?;
     let resumed = Resumed::find(ctx, &args.saving, &dir)?;
     let mut scope = Scope::new(Seed(0));
     let net = LinearToy::new(&mut scope);
@@ -142,13 +143,15 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
         resumed.update(ctx, &params, &mut update, &shaping)?;
     }
     let first = resumed.as_ref().map_or(0, |r| r.place().step as usize);
-    let mut output = Output::open(ctx, dir, FILES, resumed.is_some())?;
+    let starting = ctx.phase("starting");
+    let mut output = Output::open(ctx, dir, FILES, args.saving.fresh())?;
     let mut log = output.metrics(resumed.as_ref().map(Resumed::place))?;
     let facts = resumable(ctx.world());
     let facts = facts.into_iter().chain(shaping.clone()).collect();
     let checkpoints = output.checkpoints(saving::FOLDER, args.saving.keep());
     let saving = Saving::open(ctx, &args.saving, facts, checkpoints, resumed.as_ref())?;
     let mut saving = saving.with_metadata(FILES.metadata());
+    output.begin(&args.saving.attempt)?;
     if first < args.iterations {
         output.reopen()?;
     }
@@ -166,6 +169,7 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
         });
         resumed.announce_changes(ctx, &shaping);
     }
+    drop(starting);
     let mut tape = Tape::new(Threads(1));
     let data = ctx.rank() % TRAIN_X.len();
     for i in first..args.iterations {
@@ -192,6 +196,7 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
             now = Now::Save;
         }
         if now != Now::GoOn {
+            let _phase = ctx.phase("saving");
             let whole = Whole {
                 params: &params,
                 buffers: None,
@@ -209,22 +214,23 @@ pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
     ctx.line(&printed(&params.export(net.w), ctx.local_rank))?;
     // Its parts are gathered by all.
     let optimizer = optimizer_sha256(update.state()?);
+    let phase = ctx.phase("saving");
+    saving.finish()?;
+    output.save_weights(&params)?;
+    output.save_summary(&json!({
+        "recipe": "linear",
+        "version": env!("CARGO_PKG_VERSION"),
+        "arguments": say::arguments(),
+        "world_size": ctx.world(),
+        "transport": ctx.describe(),
+        "iterations": args.iterations,
+        "lr": args.lr,
+        "skipped_steps": ddp.skipped_steps(),
+        "total_s": ctx.started.elapsed().as_secs_f64(),
+        "weights_sha256": hex::encode(digest),
+        "optimizer_sha256": optimizer,
+    }))?;
+    drop(phase);
     // Nobody leaves before the files are complete.
-    ctx.at_leisure(|| {
-        saving.finish()?;
-        output.save_weights(&params)?;
-        output.save_summary(&json!({
-            "recipe": "linear",
-            "version": env!("CARGO_PKG_VERSION"),
-            "arguments": say::arguments(),
-            "world_size": ctx.world(),
-            "transport": ctx.describe(),
-            "iterations": args.iterations,
-            "lr": args.lr,
-            "skipped_steps": ddp.skipped_steps(),
-            "total_s": ctx.started.elapsed().as_secs_f64(),
-            "weights_sha256": hex::encode(digest),
-            "optimizer_sha256": optimizer,
-        }))
-    })
+    Ok(ctx.group.barrier()?)
 }

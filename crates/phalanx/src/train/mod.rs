@@ -1,6 +1,7 @@
 //! `phalanx train`: recipes, and how their ranks come to be.
 
 mod advice;
+mod attempt;
 mod cifar;
 mod context;
 mod cut;
@@ -47,6 +48,7 @@ use crate::error::{Error, Result};
 use crate::launch;
 use crate::ranks::{self, AlgorithmArg, RankArgs, Speakers};
 use crate::stop;
+use attempt::Attempt;
 use saving::SavingArgs;
 use settings::Settings;
 
@@ -211,9 +213,12 @@ pub fn run(mut args: TrainArgs) -> Result<()> {
     match args.recipe {
         Recipe::Linear { ranks, mut args } => {
             linear::validate(&args)?;
-            let before = before_ranks(&ranks, &mut args.output_dir, &mut args.saving, || {
-                RunDir::claim("linear")
-            })?;
+            let before = before_ranks(
+                &ranks,
+                &mut args.output_dir,
+                &mut args.saving,
+                &Default::New("linear"),
+            )?;
             before.run(&ranks, Speakers::All, |ctx| linear::run_rank(ctx, &args))
         }
         Recipe::Mnist { ranks, mut args } => {
@@ -221,7 +226,7 @@ pub fn run(mut args: TrainArgs) -> Result<()> {
             let Settings {
                 output_dir, saving, ..
             } = &mut args.settings;
-            let before = before_ranks(&ranks, output_dir, saving, || RunDir::claim("mnist"))?;
+            let before = before_ranks(&ranks, output_dir, saving, &Default::New("mnist"))?;
             let speakers = speakers(args.document);
             before.run(&ranks, speakers, |ctx| mnist::run_rank(ctx, &args))
         }
@@ -231,8 +236,8 @@ pub fn run(mut args: TrainArgs) -> Result<()> {
             let Settings {
                 output_dir, saving, ..
             } = &mut args.settings;
-            let default = || RunDir::given(PathBuf::from(resnet18::OUTPUT_DIR));
-            let before = before_ranks(&ranks, output_dir, saving, default)?;
+            let default = Default::Fixed(resnet18::OUTPUT_DIR);
+            let before = before_ranks(&ranks, output_dir, saving, &default)?;
             resnet18::validate(&args, ranks.known_world()?)?;
             let speakers = speakers(args.document);
             before.run(&ranks, speakers, |ctx| resnet18::run_rank(ctx, &args))
@@ -243,7 +248,7 @@ pub fn run(mut args: TrainArgs) -> Result<()> {
             let Settings {
                 output_dir, saving, ..
             } = &mut args.settings;
-            let before = before_ranks(&ranks, output_dir, saving, || RunDir::claim("resnet9"))?;
+            let before = before_ranks(&ranks, output_dir, saving, &Default::New("resnet9"))?;
             before.run(&ranks, Speakers::Rank0, |ctx| resnet9::run_rank(ctx, &args))
         }
         Recipe::Mobilenetv2 { ranks, mut args } => {
@@ -252,12 +257,19 @@ pub fn run(mut args: TrainArgs) -> Result<()> {
             let Settings {
                 output_dir, saving, ..
             } = &mut args.settings;
-            let before = before_ranks(&ranks, output_dir, saving, || RunDir::claim("mobilenetv2"))?;
+            let before = before_ranks(&ranks, output_dir, saving, &Default::New("mobilenetv2"))?;
             before.run(&ranks, Speakers::Rank0, |ctx| {
                 mobilenetv2::run_rank(ctx, &args)
             })
         }
     }
+}
+
+/// Where a run goes to which nobody gave a folder.
+enum Default<'a> {
+    /// Into a new one of this recipe's.
+    New(&'a str),
+    Fixed(&'a str),
 }
 
 /// What is settled before the ranks start, so that all do the same: the output
@@ -271,20 +283,24 @@ fn before_ranks(
     ranks: &RankArgs,
     output_dir: &mut Option<PathBuf>,
     saving: &mut SavingArgs,
-    default: impl FnOnce() -> RunDir,
+    default: &Default<'_>,
 ) -> Result<Before> {
-    let restarts = launch::number(&launch::real_env(), "TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0);
-    if restarts > 0 && saving.enabled() && output_dir.is_some() {
-        saving.resume.get_or_insert_with(|| saving::AUTO.to_owned());
-    }
+    let attempt = Attempt::of_this_process()?;
+    let has_first = ranks.has_first()?;
     if saving.enabled() {
-        stop::expect();
+        stop::expect(saving.stop_grace());
     }
     let mut extra = Vec::new();
     let mut dir = match (&*output_dir, saving.resumed_dir()) {
         (Some(typed), _) => RunDir::given(typed.clone()),
         (None, resumed) => {
-            let dir = resumed.map_or_else(default, RunDir::given);
+            let dir = match (resumed, default) {
+                (Some(resumed), _) => RunDir::given(resumed),
+                (None, Default::Fixed(path)) => RunDir::given(path.into()),
+                (None, Default::New(recipe)) if has_first => RunDir::of_attempt(recipe, &attempt),
+                // Which one it is, rank 0 tells.
+                (None, Default::New(recipe)) => RunDir::given(default_output_dir(recipe)),
+            };
             let mut flag = OsString::from("--output-dir=");
             flag.push(dir.path());
             extra.push(flag);
@@ -293,13 +309,12 @@ fn before_ranks(
         }
     };
     // Nobody else writes there, or needs to see it.
-    if ranks.has_first()? {
+    if has_first {
         let prepared = dir.prepare(saving.folder);
         prepared.map_err(|error| error.note("try", "another folder with --output-dir"))?;
-        if saving.resume.is_none() && !saving.overwrite && restarts == 0 {
-            dir.check_no_run()?;
-        }
+        saving.found = dir.settle(&attempt, saving.resume.is_some(), saving.overwrite)?;
     }
+    saving.attempt = attempt;
     let flight = dir.path().join(FLIGHT_DIR);
     Ok(Before {
         extra,

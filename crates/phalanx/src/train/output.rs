@@ -10,8 +10,10 @@ use phalanx_train::metrics::{MetricsLog, write_summary_in};
 use phalanx_train::state::{Folder, Place};
 use serde::Serialize;
 
+use super::attempt::Attempt;
 use super::context::RankContext;
 use super::lock::Lock;
+use super::run_dir::{self, Fresh};
 use crate::error::{Error, ErrorKind, Result};
 
 pub(crate) const SUMMARY_FILE: &str = "summary.json";
@@ -82,6 +84,7 @@ fn pytorch(path: &Path) -> PathBuf {
 pub struct Output {
     dir: PathBuf,
     files: Files,
+    is_fresh: bool,
     /// On rank 0.
     opened: Option<Dir>,
     _lock: Option<Lock>,
@@ -91,19 +94,24 @@ pub struct Output {
 
 impl Output {
     /// Prepares `dir` on rank 0: creates it, keeps other trainings out of it, and removes an earlier run's
-    /// results, unless this run goes on with it. All ranks' flight recorders go there.
+    /// results, if `fresh` says that they may go. All ranks' flight recorders go there.
     ///
     /// # Errors
     ///
     /// Usage or system, naming the folder.
-    pub fn open(ctx: &RankContext, dir: PathBuf, files: Files, resumed: bool) -> Result<Output> {
+    pub(super) fn open(
+        ctx: &RankContext,
+        dir: PathBuf,
+        files: Files,
+        fresh: Option<&Fresh>,
+    ) -> Result<Output> {
         ctx.group.set_flight_dir(&dir.join(super::FLIGHT_DIR));
         let (mut opened, mut lock) = (None, None);
         if ctx.is_main() {
             let dir = Dir::create(&dir)?;
             lock = Some(Lock::take(&dir)?);
-            if !resumed {
-                clear_earlier_run(&dir, &files)?;
+            if let Some(fresh) = fresh {
+                clear_earlier_run(&dir, &files, fresh)?;
             }
             opened = Some(dir);
         }
@@ -112,8 +120,21 @@ impl Output {
             dir,
             files,
             opened,
+            is_fresh: fresh.is_some(),
             _lock: lock,
         })
+    }
+
+    /// Says that the training begins: what it writes from now on, a later attempt goes on with.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub(super) fn begin(&self, attempt: &Attempt) -> Result<()> {
+        match &self.opened {
+            Some(dir) => run_dir::begin(dir, attempt),
+            None => Ok(()),
+        }
     }
 
     /// Removes the summary of a run that now goes on: with it, it would be complete.
@@ -147,7 +168,7 @@ impl Output {
     }
 
     /// The metrics log of rank 0, up to where a resumed run goes on; a disabled
-    /// one elsewhere.
+    /// one elsewhere. Where an attempt before had saved no checkpoint, its log is kept as `metrics-N.jsonl`.
     ///
     /// # Errors
     ///
@@ -159,7 +180,12 @@ impl Output {
                 let step = record["step"].as_u64().unwrap_or(u64::MAX);
                 step < place.step || (step == place.step && !record["test_loss"].is_null())
             })?,
-            (Some(dir), None) => MetricsLog::create(dir, METRICS_FILE, 1)?,
+            (Some(dir), None) => {
+                if !self.is_fresh && dir.has(METRICS_FILE) {
+                    set_metrics_aside(dir)?;
+                }
+                MetricsLog::create(dir, METRICS_FILE, 1)?
+            }
             (None, _) => MetricsLog::disabled(),
         })
     }
@@ -272,9 +298,16 @@ impl Output {
     }
 }
 
+/// Keeps the metrics of an attempt that saved no checkpoint as `metrics-N.jsonl`.
+fn set_metrics_aside(dir: &Dir) -> Result<()> {
+    let names = (1..).map(|n| format!("metrics-{n}.jsonl"));
+    let free = names.into_iter().find(|name| !dir.has(name));
+    Ok(dir.rename(METRICS_FILE, &free.unwrap_or_default())?)
+}
+
 /// Removes what an earlier run left in the same folder, complete or not, so
 /// that a summary and weights always belong to the metrics beside them.
-fn clear_earlier_run(dir: &Dir, files: &Files) -> Result<()> {
+fn clear_earlier_run(dir: &Dir, files: &Files, _: &Fresh) -> Result<()> {
     let failed =
         |e: phalanx_train::Error| Error::from(e).note("try", "another folder with --output-dir");
     for name in dir.names().map_err(failed)? {
@@ -310,6 +343,7 @@ fn remove_flight_recorders(dir: &Dir) -> phalanx_train::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::run_dir::{Found, RunDir};
     use super::*;
 
     #[test]
@@ -352,7 +386,11 @@ mod tests {
             std::fs::write(dir.path().join(name), "old").expect("written");
         }
         let opened = Dir::open(dir.path()).expect("folder");
-        clear_earlier_run(&opened, &files).expect("cleared");
+        let found = RunDir::given(dir.path().to_owned()).settle(&Attempt::default(), false, true);
+        let Found::Nothing(fresh) = found.expect("settled") else {
+            panic!("not fresh");
+        };
+        clear_earlier_run(&opened, &files, &fresh).expect("cleared");
         let mut left: Vec<_> = std::fs::read_dir(dir.path())
             .expect("folder")
             .flatten()

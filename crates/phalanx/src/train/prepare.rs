@@ -1,15 +1,11 @@
 //! Data that must be there before ranks can read it: the first rank of each
-//! host gets it, the others wait.
-//!
-//! They wait in votes that all ranks take part in several times a second, so
-//! that a wait may last as long as a download, while a rank that dies or fails
-//! is noticed, and named, as in any other collective.
+//! host gets it, the others wait in a barrier. A rank that fails or dies meanwhile
+//! is noticed, and named, by all.
 
 use std::path::PathBuf;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
-use phalanx_comm::ReduceOp;
 use phalanx_train::files::{Dir, as_typed};
 use phalanx_train::{cifar10, mnist};
 
@@ -18,8 +14,8 @@ use super::context::RankContext;
 use crate::download;
 use crate::error::{Error, ErrorKind, Result};
 
-/// Between two votes.
-const VOTE_EVERY: Duration = Duration::from_millis(200);
+/// How often a rank that downloads looks whether another has failed.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 /// Arguments about data that are not there yet.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -136,37 +132,30 @@ pub fn unreadable(kind: Kind, folder: &str, error: phalanx_train::Error) -> Erro
 }
 
 /// Runs `fetch` on the first rank of each host. *Blocks* until all these have
-/// done it; all ranks call it.
+/// done it; all ranks call it, whether or not they have anything to get.
 ///
 /// # Errors
 ///
 /// What went wrong, on the rank where it did; the loss of that rank, with its
 /// reason, on the others.
 pub fn data(ctx: &RankContext, fetch: Option<Fetch>, folder: FolderArgs) -> Result<()> {
-    match fetch {
-        Some(fetch) => first_of_host(ctx, move || fetch.run(folder)),
-        None => Ok(()),
-    }
+    let fetch = fetch.filter(|_| ctx.local_rank == 0);
+    all_after(ctx, fetch.map(|fetch| move || fetch.run(folder)))
 }
 
-fn first_of_host(
+/// Does `work`, where there is some, and waits until all ranks have done theirs.
+fn all_after(
     ctx: &RankContext,
-    work: impl FnOnce() -> Result<()> + Send + 'static,
+    work: Option<impl FnOnce() -> Result<()> + Send + 'static>,
 ) -> Result<()> {
-    let is_first = ctx.local_rank == 0;
-    ctx.group.set_phase(if is_first {
-        "preparing data"
-    } else {
-        "waiting for data"
-    });
     if ctx.world() == 1 {
-        return work();
+        return work.map_or(Ok(()), |work| work());
     }
     // Who fails at once must not be gone before all have met: they could not hear why.
     ctx.group.barrier()?;
-    let (done, outcome) = channel();
-    let mut busy = is_first;
-    if busy {
+    if let Some(work) = work {
+        let _phase = ctx.phase("downloading data");
+        let (done, outcome) = channel();
         // Not waited for when another rank fails: the process is about to end.
         std::thread::Builder::new()
             .name("prepare".into())
@@ -174,16 +163,11 @@ fn first_of_host(
                 let _ = done.send(work());
             })
             .map_err(|e| Error::new(ErrorKind::System, "cannot start a thread").caused_by(e))?;
-    }
-    loop {
-        if busy {
-            match outcome.recv_timeout(VOTE_EVERY) {
-                // A failure ends this rank, and the votes of the others by name.
-                Ok(result) => {
-                    result?;
-                    busy = false;
-                }
-                Err(RecvTimeoutError::Timeout) => {}
+        loop {
+            match outcome.recv_timeout(LOOK_EVERY) {
+                // A failure ends this rank, and the barrier of the others by name.
+                Ok(result) => break result?,
+                Err(RecvTimeoutError::Timeout) => ctx.group.check()?,
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(Error::new(
                         ErrorKind::Failed,
@@ -192,12 +176,9 @@ fn first_of_host(
                 }
             }
         }
-        let mut anyone = [if busy { 1.0f32 } else { 0.0 }];
-        ctx.group.all_reduce(&mut anyone, ReduceOp::Max)?;
-        if anyone == [0.0] {
-            return Ok(());
-        }
     }
+    ctx.group.barrier()?;
+    Ok(())
 }
 
 #[cfg(test)]
@@ -223,13 +204,15 @@ mod tests {
                     scope.spawn(move || {
                         let ctx = RankContext {
                             group,
+                            phase_limit: Duration::from_secs(600),
                             threads: 1,
                             local_rank,
                             prefix: None,
                             started: Instant::now(),
                         };
                         let rank = ctx.rank();
-                        let outcome = first_of_host(&ctx, move || work(rank));
+                        let work = (local_rank == 0).then_some(move || work(rank));
+                        let outcome = all_after(&ctx, work);
                         if let Err(error) = &outcome {
                             ctx.group.abort(&error.to_string());
                         }

@@ -1,21 +1,97 @@
-//! The folder of one run: which it is, and that it can be written into.
+//! The folder of one run: which it is, that it can be written into, and what may become of what lies there.
+//!
+//! A launcher (`phalanx launch --max-restarts`, torchrun) starts all ranks again after a failure. Rank 0 of the first attempt
+//! leaves a [`Claim`] in the folder, by which rank 0 of a later one finds it; the other ranks hear from rank 0 which it is.
+//! What lies in a folder may be removed by who has a [`Fresh`], and a later attempt gets none as soon as an earlier one
+//! may have trained there.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use phalanx_train::files::{Dir, as_typed, create_folder, create_new_folder};
+use serde::{Deserialize, Serialize};
 
+use super::attempt::Attempt;
 use super::output::SUMMARY_FILE;
 use super::saving;
 use crate::error::{Error, Result};
-use crate::launch;
+
+/// Folder of runs to which nobody gave one.
+const RUNS: &str = "runs";
 
 /// `runs/<recipe>-<date>-<time>` (UTC).
 pub(super) fn default_output_dir(recipe: &str) -> PathBuf {
     let now = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
     let stamp: String = now.trim_end_matches('Z').replace('T', "-").replace(':', "");
-    Path::new("runs").join(format!("{recipe}-{stamp}"))
+    Path::new(RUNS).join(format!("{recipe}-{stamp}"))
+}
+
+/// Says in a run's folder which job writes there.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Claim {
+    /// [`Attempt::job`].
+    job: String,
+    /// Whether an attempt has begun to write there.
+    begun: bool,
+}
+
+/// The file with a [`Claim`].
+const CLAIM_FILE: &str = ".job.json";
+
+/// Longest claim that is read; ours have some hundred bytes.
+const CLAIM_BYTES: u64 = 16 << 10;
+
+impl Claim {
+    fn read(dir: &Path) -> Option<Claim> {
+        Claim::read_in(&Dir::open(dir).ok()?)
+    }
+
+    fn read_in(dir: &Dir) -> Option<Claim> {
+        let text = dir.read(CLAIM_FILE, CLAIM_BYTES).ok()??;
+        serde_json::from_slice(&text).ok()
+    }
+
+    fn write(&self, dir: &Dir) -> Result<()> {
+        let text = serde_json::to_vec(self).map_err(|e| {
+            Error::new(crate::error::ErrorKind::Failed, "a claim is no JSON").caused_by(e)
+        })?;
+        Ok(dir.write(CLAIM_FILE, |out| out.write_all(&text))?)
+    }
+}
+
+/// Says that from now on this job's training is in `dir`: a later attempt goes on with it. On rank 0, before anything is
+/// written there.
+///
+/// # Errors
+///
+/// Those of writing.
+pub(super) fn begin(dir: &Dir, attempt: &Attempt) -> Result<()> {
+    match (Claim::read_in(dir), &attempt.job) {
+        (Some(claim), Some(job)) if claim.job == *job && !claim.begun => Claim {
+            begun: true,
+            ..claim
+        }
+        .write(dir),
+        _ => Ok(()),
+    }
+}
+
+/// That a run may remove what lies in its folder: no attempt of its job has trained there, nobody asked to go on with
+/// it, and it holds no earlier run, unless that is to be replaced. Only [`RunDir::settle`] gives one.
+#[derive(Debug, Clone)]
+pub(super) struct Fresh(());
+
+/// What a run finds in its folder.
+#[derive(Debug, Clone, Default)]
+pub(super) enum Found {
+    /// Perhaps the training of an earlier attempt: the newest checkpoint is gone on with, and nothing is removed.
+    #[default]
+    Attempt,
+    /// What `--resume` says; nothing is removed.
+    Resumed,
+    /// Nothing that is to be kept.
+    Nothing(Fresh),
 }
 
 /// Which folders are written into.
@@ -65,14 +141,58 @@ pub(crate) struct RunDir {
 
 impl RunDir {
     /// [`default_output_dir`], or that with `-2` and so on where a training of the same second
-    /// has it; not for one of several ranks that a launcher has started, which are all to name
-    /// the same.
+    /// has it.
     pub(crate) fn claim(recipe: &str) -> RunDir {
-        let path = default_output_dir(recipe);
-        match launch::rank_place(&launch::real_env()) {
-            Ok(None) => RunDir::unused(path),
-            _ => RunDir::given(path),
+        RunDir::unused(default_output_dir(recipe))
+    }
+
+    /// The one that an earlier attempt has claimed, or else [a new one](Self::claim).
+    pub(super) fn of_attempt(recipe: &str, attempt: &Attempt) -> RunDir {
+        let claimed = || RunDir::claimed(Path::new(RUNS), recipe, attempt);
+        claimed().map_or_else(|| RunDir::claim(recipe), RunDir::given)
+    }
+
+    fn claimed(runs: &Path, recipe: &str, attempt: &Attempt) -> Option<PathBuf> {
+        let job = attempt.job.as_ref().filter(|_| attempt.restarts > 0)?;
+        let entries = std::fs::read_dir(runs).into_iter().flatten().flatten();
+        let of_recipe = entries.map(|entry| entry.path()).filter(|path| {
+            let name = path.file_name().and_then(|name| name.to_str());
+            let rest = name.and_then(|name| name.strip_prefix(recipe));
+            rest.is_some_and(|rest| rest.starts_with('-'))
+        });
+        let ours = |path: &PathBuf| Claim::read(path).is_some_and(|claim| claim.job == *job);
+        of_recipe.filter(ours).max()
+    }
+
+    /// Claims it for `attempt`, and says what is to become of what lies there. On rank 0.
+    ///
+    /// # Errors
+    ///
+    /// Usage, where it holds an earlier run and neither `resumes` nor `overwrite` says what to do; those of writing.
+    pub(super) fn settle(
+        &self,
+        attempt: &Attempt,
+        resumes: bool,
+        overwrite: bool,
+    ) -> Result<Found> {
+        let ours = Claim::read(&self.path)
+            .filter(|claim| attempt.restarts > 0 && Some(&claim.job) == attempt.job.as_ref());
+        // Without a claim nobody knows how far an earlier attempt came.
+        let begun = attempt.restarts > 0 && ours.as_ref().is_none_or(|claim| claim.begun);
+        if let (None, Some(job)) = (&ours, &attempt.job) {
+            let job = job.clone();
+            Claim { job, begun }.write(&Dir::open(&self.path)?)?;
         }
+        if begun {
+            return Ok(Found::Attempt);
+        }
+        if resumes {
+            return Ok(Found::Resumed);
+        }
+        if !overwrite {
+            self.check_no_run()?;
+        }
+        Ok(Found::Nothing(Fresh(())))
     }
 
     /// One that may be there.
@@ -97,7 +217,7 @@ impl RunDir {
     /// # Errors
     ///
     /// Usage, naming what an earlier run left there and the ways out.
-    pub(crate) fn check_no_run(&self) -> Result<()> {
+    fn check_no_run(&self) -> Result<()> {
         let Some(found) = left_by_a_run(&self.path) else {
             return Ok(());
         };
@@ -182,6 +302,10 @@ fn left_by_a_run(dir: &Path) -> Option<String> {
 
 impl Drop for RunDir {
     fn drop(&mut self) {
+        // The claim of an attempt that came to nothing.
+        if !self.made.is_empty() && Claim::read(&self.path).is_some_and(|claim| !claim.begun) {
+            let _ = std::fs::remove_file(self.path.join(CLAIM_FILE));
+        }
         // Fails where something is in it.
         let mut made = self.made.iter();
         while made

@@ -319,27 +319,60 @@ impl Settings {
     }
 
     /// What must be the same on all ranks, a fact a line, so that a difference
-    /// names just the flag.
+    /// names just the flag. A new flag is named here, whether or not it is compared: it must be where a rank
+    /// takes part in a collective only if the flag says so.
     pub fn must_agree(&self) -> Vec<String> {
-        let batch = match self.global_batch_size {
+        let Settings {
+            // In `shaping`.
+            epochs: _,
+            lr: _,
+            precision: _,
+            exact_validation: _,
+            cut: _,
+            batch_size: _,
+            global_batch_size,
+            test_batch_size,
+            seed,
+            sampler,
+            log_interval,
+            exchange,
+            gradients,
+            log_batches,
+            log_images,
+            saving,
+            // The wrapper compares the plan of buckets.
+            bucket_cap_mb: _,
+            // What they come to is compared: the data's content, rank 0's weights.
+            synthetic_samples: _,
+            defaults: _,
+            init: _,
+            // Of each rank or host.
+            workers: _,
+            log_samples: _,
+            output_dir: _,
+            trace: _,
+            profile: _,
+        } = self;
+        let batch = match global_batch_size {
             Some(global) => format!("--global-batch-size {global}"),
             None => format!("--batch-size {}", self.batch_size()),
         };
         let mut facts = vec![
             batch,
-            format!("--seed {}", self.seed),
-            format!("--sampler {}", typed(&self.sampler)),
-            format!("--test-batch-size {}", self.test_batch_size),
-            format!("--gradient-type {}", typed(&self.gradients.gradient_type)),
-            format!("--exchange {}", typed(&self.exchange)),
+            format!("--seed {seed}"),
+            format!("--sampler {}", typed(sampler)),
+            format!("--test-batch-size {test_batch_size}"),
+            format!("--log-interval {log_interval}"),
+            format!("--gradient-type {}", typed(&gradients.gradient_type)),
+            format!("--exchange {}", typed(exchange)),
             format!("--shards {}", self.cut.shards()),
-            format!("--log-batches {}", self.log_batches),
-            format!("--log-images {}", self.log_images),
+            format!("--log-batches {log_batches}"),
+            format!("--log-images {log_images}"),
         ];
-        let powersgd = self.gradients.facts().into_iter();
+        let powersgd = gradients.facts().into_iter();
         facts.extend(powersgd.map(|(flag, value)| format!("{flag} {value}")));
         facts.extend(self.shaping());
-        facts.extend(self.saving.must_agree());
+        facts.extend(saving.must_agree());
         facts
     }
 

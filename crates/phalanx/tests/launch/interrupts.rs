@@ -271,6 +271,49 @@ fn a_rank_that_was_sent_sigterm_is_named() {
 }
 
 /// A request for a checkpoint kills nobody.
+/// A rank that asks for longer than the usual 30 s, and needs it: here it is stopped meanwhile.
+#[test]
+fn ranks_that_ask_for_more_time_to_save_get_it() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let family = Family::new();
+    let mut command = family.command(&["launch", "--nproc-per-node", "2", "--"]);
+    command.arg(env!("CARGO_BIN_EXE_phalanx"));
+    command.args("train linear --iterations 1000000000 --save-every 999999999".split(' '));
+    command.args(["--stop-grace-s", "200", "--output-dir", "out"]);
+    command.current_dir(dir.path());
+    let running = Running::new(command);
+    let steps = || std::fs::read_to_string(dir.path().join("out/metrics.jsonl"));
+    eventually("it trains", || steps().is_ok_and(|text| !text.is_empty()));
+    let ranks = || -> Vec<Pid> {
+        let pids = std::fs::read_dir("/proc").unwrap().flatten();
+        let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        let is_rank = |pid: &i32| {
+            let of = |name: &str| std::fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
+            let parent = format!(" {} ", running.pid().as_raw_nonzero());
+            let is_child = String::from_utf8_lossy(&of("stat"))
+                .rsplit_once(") ")
+                .is_some_and(|(_, rest)| rest[1..].starts_with(&parent));
+            is_child && of("environ").windows(6).any(|part| part == b"\0RANK=")
+        };
+        pids.filter(is_rank).filter_map(Pid::from_raw).collect()
+    };
+    let ranks = ranks();
+    assert_eq!(ranks.len(), 2);
+    let all = |signal| {
+        for rank in &ranks {
+            kill_process(*rank, signal).unwrap();
+        }
+    };
+    all(Signal::STOP);
+    running.signal(Signal::TERM);
+    thread::sleep(Duration::from_secs(33));
+    all(Signal::CONT);
+    let done = running.wait();
+    assert_eq!(done.code(), 130, "{done:#?}");
+    let saved = std::fs::read_dir(dir.path().join("out/checkpoints")).expect("checkpoints");
+    assert!(saved.count() > 0, "{done:#?}");
+}
+
 #[test]
 fn sigusr1_reaches_only_ranks_that_have_a_handler() {
     let dir = tempfile::tempdir().unwrap();

@@ -55,6 +55,7 @@ fn dump(rank: usize, done: u64, running: Option<u64>) -> Dump {
         taken_ns: 900 * S,
         taken_unix_ns: 2000 * S,
         folder: None,
+        stop_grace: None,
         phase: None,
         position: None,
         recorded: 812,

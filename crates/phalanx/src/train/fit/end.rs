@@ -17,11 +17,13 @@ impl<P: Program> Training<'_, P> {
     /// After the last epoch. *Blocks* until all files of all ranks are complete.
     pub(super) fn end(mut self) -> Result<()> {
         let ctx = self.ctx;
-        ctx.group.set_phase("saving");
+        let phase = ctx.phase("saving");
         self.results.timing.sent_bytes = ctx.group.bytes_sent_to().iter().sum();
         // Its parts are gathered by all.
         let optimizer = optimizer_sha256(self.update.state()?);
-        ctx.at_leisure(|| self.save_files(&optimizer))?; // DDP: nobody leaves before the files are complete
+        self.save_files(&optimizer)?;
+        drop(phase);
+        ctx.group.barrier()?; // DDP: nobody leaves before the files are complete
         self.reports.voice.ends(ctx)?;
         self.sum_up();
         Ok(())

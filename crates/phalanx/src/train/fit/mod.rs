@@ -161,7 +161,7 @@ impl<P: Program> Training<'_, P> {
     /// Tests what the epoch of mean loss `train_loss` has made of the model.
     fn validate(&mut self, epoch: usize, train_loss: f64) -> Result<()> {
         let ctx = self.ctx;
-        ctx.group.set_phase("validation");
+        let _phase = ctx.phase("evaluating");
         let began = Instant::now();
         self.ddp.end_epoch(&mut self.params)?; // DDP
         let digest = checkpoint::weights_digest(&self.params);
@@ -196,7 +196,7 @@ impl<P: Program> Training<'_, P> {
 
     /// Leaves the epoch's files and checkpoint, whether or not to go on.
     fn end_epoch(&mut self, epoch: usize) -> Result<Now> {
-        self.ctx.group.set_phase("saving");
+        let _phase = self.ctx.phase("saving");
         let output = &mut self.reports.output;
         let saved = output.save_epoch(epoch, &self.params);
         match epoch < self.program.settings().epochs() {

@@ -32,14 +32,17 @@ impl<'a, P: Program> Training<'a, P> {
         let settings = program.settings();
         let world = ctx.world();
         settings.validate(world)?;
-        ctx.group.set_phase("starting");
+        let starting = ctx.phase("starting");
         let mut voice = program.voice();
         voice.starts(ctx)?;
         let dir = settings.output_dir.clone();
         let dir = dir.unwrap_or_else(|| crate::train::default_output_dir(program.name()));
+        let dir = ctx.folder_of_rank_0(dir)?;
         let resumed = Resumed::find(ctx, &settings.saving, &dir)?;
         prepare::data(ctx, program.fetch(), settings.saving.folder)?;
+        let loading = ctx.phase("loading data");
         let data = program.data()?;
+        drop(loading);
         voice.loaded(ctx)?;
         let resumable = settings.resumable(program.name(), &data.content, world);
         let shaping = saving::settings(&[settings.shaping(), program.must_agree()].concat());
@@ -93,7 +96,7 @@ impl<'a, P: Program> Training<'a, P> {
             resumed.fits(steps)?;
         }
         let mut schedule = program.schedule(world, steps * settings.epochs())?;
-        let output = Output::open(ctx, dir, program.files(), resumed.is_some())?;
+        let output = Output::open(ctx, dir, program.files(), settings.saving.fresh())?;
         let saving = Saving::open(
             ctx,
             &settings.saving,
@@ -102,6 +105,7 @@ impl<'a, P: Program> Training<'a, P> {
             resumed.as_ref(),
         )?
         .with_metadata(program.files().metadata());
+        output.begin(&settings.saving.attempt)?;
         let weights = checkpoint::weights_sha256(&params);
         let initial = (ctx.is_main() && resumed.is_none()).then(|| weights.clone());
         let about = About {
@@ -151,6 +155,7 @@ impl<'a, P: Program> Training<'a, P> {
             metrics,
             timing: Timing::default(),
         };
+        drop(starting);
         Ok(Training {
             ctx,
             program,

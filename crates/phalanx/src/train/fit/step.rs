@@ -50,6 +50,8 @@ impl<P: Program> Training<'_, P> {
         let buffers = self.params.buffers_flat().to_vec();
         let (commit, forward_ended) = self.gradients(turn, &mut sums)?;
         self.update(turn, &commit, &buffers)?;
+        // Files and terminals may be slow.
+        let _phase = ctx.phase("reporting");
         self.reports.samples.step(epoch, index)?;
         let times = self.ddp.times();
         self.reports.trace.end(marks, forward_ended, times)?;
@@ -79,10 +81,11 @@ impl<P: Program> Training<'_, P> {
         // DDP: the mean is taken over all samples, however unevenly they are cut.
         let mut micro_batches = self.ddp.begin_known(&turn.sizes[..busy], turn.global)?;
         for part in self.cut.mine() {
-            ctx.group.set_phase("loading data");
+            let loading = ctx.phase("loading data");
             let Some(batch) = self.loader.next_batch()? else {
                 break;
             };
+            drop(loading);
             if batch.labels.is_empty() {
                 continue;
             }
@@ -187,7 +190,7 @@ impl<P: Program> Training<'_, P> {
         }
         if now != Now::GoOn {
             let began = Instant::now();
-            self.ctx.group.set_phase("saving");
+            let _phase = self.ctx.phase("saving");
             let buffers = self.mean_buffers()?;
             let (sums, samples) = losses.gathered(self.ctx)?;
             self.save(now, buffers.as_deref(), &sums, samples)?;

@@ -1,13 +1,17 @@
 //! Arguments about resumable checkpoints.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::builder::NonEmptyStringValueParser;
 
 use super::{AUTO, FOLDER};
 use crate::error::{Error, Result};
 use crate::ranks;
+use crate::stop;
 use crate::train::FolderArgs;
+use crate::train::attempt::Attempt;
+use crate::train::run_dir::{Found, Fresh};
 
 /// What to do about a checkpoint that cannot be saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -30,7 +34,7 @@ pub struct SavingArgs {
     /// What to do about a checkpoint, or weights of the best epoch or of any but the last, that cannot be saved
     #[arg(long, value_enum, default_value_t = SaveErrors::Stop)]
     pub save_errors: SaveErrors,
-    /// Go on from the newest checkpoint of the --output-dir, if there is one, of a run's folder, or from a checkpoint's JSON file; checkpoints of later steps are set aside (aside-*). A restart by phalanx launch or torchrun goes on so by itself
+    /// Go on from the newest checkpoint of the --output-dir, if there is one, of a run's folder, or from a checkpoint's JSON file; checkpoints of later steps are set aside (aside-*). A restart by phalanx launch or torchrun goes on in the same folder from the newest checkpoint, whatever is typed here (torchrun on several nodes: give the --output-dir)
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "auto|PATH")]
     pub resume: Option<String>,
     /// Replace what an earlier run left in the --output-dir; without it, or --resume, such a folder is refused
@@ -41,6 +45,15 @@ pub struct SavingArgs {
     pub stop_after: Option<u64>,
     #[command(flatten)]
     pub(crate) folder: FolderArgs,
+    /// Seconds from SIGTERM until the training has saved and ended, then it is killed; phalanx launch is told, torchrun and Slurm have settings of their own [default: 30, or 3 times as long as the last save took]
+    #[arg(long, value_name = "S")]
+    pub stop_grace_s: Option<f64>,
+    /// Which attempt of a job this is.
+    #[arg(skip)]
+    pub(in crate::train) attempt: Attempt,
+    /// What rank 0 has found in the folder.
+    #[arg(skip)]
+    pub(in crate::train) found: Found,
 }
 
 /// Checkpoints that are kept where nobody said how many.
@@ -55,6 +68,21 @@ impl SavingArgs {
     /// Whether there are checkpoints at all.
     pub fn enabled(&self) -> bool {
         self.save_every.is_some() || self.resume.is_some() || self.stop_after.is_some()
+    }
+
+    /// That what lies in the run's folder may be removed, if so; on rank 0.
+    pub(in crate::train) fn fresh(&self) -> Option<&Fresh> {
+        match &self.found {
+            Found::Nothing(fresh) => Some(fresh),
+            Found::Attempt | Found::Resumed => None,
+        }
+    }
+
+    /// How long a stop may take before a save was measured.
+    pub fn stop_grace(&self) -> Duration {
+        let typed = self.stop_grace_s;
+        let typed = typed.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+        typed.unwrap_or(stop::GRACE)
     }
 
     /// Checks what can be checked before any rank is started.
@@ -77,6 +105,13 @@ impl SavingArgs {
                 return Err(Error::usage(format!("{flag} must be at least 1")));
             }
         }
+        if let Some(seconds) = self.stop_grace_s
+            && Duration::try_from_secs_f64(seconds).is_err()
+        {
+            return Err(Error::usage(
+                "--stop-grace-s must be a number of seconds from 0 up",
+            ));
+        }
         if self.resume.as_deref() == Some(AUTO) && !has_folder {
             return Err(Error::usage(
                 "--resume auto looks for checkpoints in the --output-dir; say which",
@@ -85,17 +120,32 @@ impl SavingArgs {
         Ok(())
     }
 
-    /// What must be the same on all ranks.
+    /// What must be the same on all ranks. A new flag is named here, whether or not it is compared.
     pub fn must_agree(&self) -> Vec<String> {
+        let SavingArgs {
+            save_every,
+            stop_after,
+            resume,
+            // Of rank 0 alone.
+            keep: _,
+            save_errors: _,
+            overwrite: _,
+            found: _,
+            // The largest counts.
+            stop_grace_s: _,
+            // The launcher's.
+            attempt: _,
+            folder: _,
+        } = self;
         let steps = |n: Option<u64>| n.map(|n| n.to_string());
         let typed = |flag: &str, value: Option<String>| match value {
             Some(value) => format!("{flag} {value}"),
             None => format!("no {flag}"),
         };
         vec![
-            typed("--save-every", steps(self.save_every)),
-            typed("--stop-after", steps(self.stop_after)),
-            typed("--resume", self.resume.clone()),
+            typed("--save-every", steps(*save_every)),
+            typed("--stop-after", steps(*stop_after)),
+            typed("--resume", resume.clone()),
         ]
     }
 
@@ -113,9 +163,10 @@ impl SavingArgs {
             false => path.to_path_buf(),
         };
         let path = self.resumed_path()?;
-        let folder = match path.is_file() {
-            true => here(path.parent()?),
-            false => path.to_path_buf(),
+        // A checkpoint that is gone was one: an attempt before this has saved later ones.
+        let folder = match path.is_dir() {
+            true => path.to_path_buf(),
+            false => here(path.parent()?),
         };
         if folder.file_name().is_some_and(|name| name == FOLDER) {
             return Some(here(folder.parent()?));
@@ -143,6 +194,9 @@ mod tests {
             overwrite: false,
             stop_after: None,
             folder: FolderArgs::default(),
+            stop_grace_s: None,
+            attempt: Attempt::default(),
+            found: Found::default(),
         };
         let facts = args.must_agree();
         assert_eq!(facts, ["--save-every 5", "no --stop-after", "--resume a b"]);

@@ -16,6 +16,7 @@ pub use resumed::{GRADIENT_TYPE, Resumed, facts, newest, settings};
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use phalanx_comm::ReduceOp;
 use phalanx_ddp::DistributedDataParallel;
@@ -72,15 +73,24 @@ pub struct Saving<'a> {
     due: Due,
     /// Why all ranks stop, once they do: the signal that one of them got, or [`FLAG`].
     why: i32,
+    /// What a stop may take before a save was measured.
+    estimate: Duration,
+    /// Milliseconds that all ranks have asked their launchers for.
+    grace_ms: i32,
 }
+
+/// How much longer a stop may take than the last save.
+const SAVES_PER_STOP: u32 = 3;
+
+/// What a slow disk takes in a second.
+const SLOW_DISK_BYTES: f64 = 20e6;
 
 /// No signal, but `--stop-after`; signals have larger numbers.
 const FLAG: i32 = 1;
 
 impl<'a> Saving<'a> {
-    /// Prepares to save into `folder`; what an earlier run left
-    /// there goes, unless this one goes on with it: then only what comes after that
-    /// place is set aside. From now on, SIGTERM, SIGINT, SIGHUP and
+    /// Prepares to save into `folder`. What comes after the place where a resumed run goes on is set aside;
+    /// the checkpoints of an earlier run are removed only if [`SavingArgs::fresh`] says so. From now on, SIGTERM, SIGINT, SIGHUP and
     /// SIGUSR1 end the training in an orderly way, if there are checkpoints.
     ///
     /// # Errors
@@ -95,11 +105,12 @@ impl<'a> Saving<'a> {
     ) -> Result<Saving<'a>> {
         if args.enabled() {
             stop::listen()?;
+            ctx.group.set_stop_grace(args.stop_grace());
         }
-        match resumed {
-            Some(resumed) => resumed.set_aside(ctx, &folder)?,
-            None if ctx.is_main() => folder.clear()?,
-            None => {}
+        match (resumed, args.fresh()) {
+            (Some(resumed), _) => resumed.set_aside(ctx, &folder)?,
+            (None, Some(_)) if ctx.is_main() => folder.clear()?,
+            _ => {}
         }
         Ok(Saving {
             ctx,
@@ -111,6 +122,8 @@ impl<'a> Saving<'a> {
             steps: 0,
             due: Due::new(args.save_every),
             why: 0,
+            estimate: Duration::ZERO,
+            grace_ms: 0,
         })
     }
 
@@ -154,19 +167,42 @@ impl<'a> Saving<'a> {
         let enough = self.args.stop_after.is_some_and(|n| self.steps >= n);
         // Of several, the largest: SIGTERM before SIGUSR1.
         let why = stop::asked().unwrap_or(0).max(i32::from(enough) * FLAG);
-        let mut wishes = [i32::from(save), why];
+        let mut wishes = [i32::from(save), why, self.grace_wanted()];
         if self.ctx.world() > 1 {
             self.ctx.group.all_reduce(&mut wishes, ReduceOp::Max)?;
+        }
+        if wishes[2] != self.grace_ms {
+            self.grace_ms = wishes[2];
+            let grace = Duration::from_millis(u64::try_from(self.grace_ms).unwrap_or(0));
+            self.ctx.group.set_stop_grace(grace);
         }
         if self.why <= FLAG && wishes[1] > FLAG {
             stop::heard();
         }
         self.why = wishes[1];
         Ok(match wishes {
-            [0, 0] => Now::GoOn,
-            [_, 0] => Now::Save,
+            [0, 0, _] => Now::GoOn,
+            [_, 0, _] => Now::Save,
             _ => Now::Stop,
         })
+    }
+
+    /// Milliseconds from SIGTERM to SIGKILL that this rank needs for a save: what was typed, or what the last one took
+    /// (before the first, what its size lets expect) with some room, and not less than usual.
+    fn grace_wanted(&self) -> i32 {
+        let took = self
+            .background
+            .as_ref()
+            .map_or(Duration::ZERO, Background::took);
+        let needed = match took {
+            Duration::ZERO => self.estimate,
+            took => took.saturating_mul(SAVES_PER_STOP),
+        };
+        let grace = match self.args.stop_grace_s {
+            Some(_) => self.args.stop_grace(),
+            None => needed.max(stop::GRACE),
+        };
+        i32::try_from(grace.as_millis()).unwrap_or(i32::MAX)
     }
 
     /// After the first step of a run that saves on the way, when the optimizer has all
@@ -182,6 +218,8 @@ impl<'a> Saving<'a> {
             return Ok(());
         }
         let optimizer = update.state()?;
+        let bytes = size_of_val(params.flat()) * (1 + optimizer.buffers.len());
+        self.estimate = Duration::from_secs_f64(bytes as f64 / SLOW_DISK_BYTES);
         if let Some(background) = &mut self.background {
             let (place, nothing) = (Place::default(), serde_json::Value::Null);
             let spare = Snapshot::take(params, optimizer, place, BTreeMap::new(), nothing);

@@ -15,6 +15,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::train::context::RankContext;
 use crate::train::format::plural;
 use crate::train::gradient::{RANK_FLAG, START_FLAG};
+use crate::train::run_dir::Found;
 use crate::train::update::Update;
 
 /// The name of the fact that comes first: another program's others differ anyway.
@@ -67,19 +68,17 @@ pub struct Resumed {
 }
 
 impl Resumed {
-    /// The checkpoint that `args` ask for; none, when they ask for none or
-    /// `auto` finds none. *Blocks* until all ranks call it.
+    /// The checkpoint that rank 0's `args` ask for; none, when they ask for none or
+    /// `auto` finds none. *Blocks* until all ranks call it, whatever theirs are: they are compared later.
     ///
     /// # Errors
     ///
     /// Usage or data, naming folder or file.
     pub fn find(ctx: &RankContext, args: &SavingArgs, dir: &Path) -> Result<Option<Resumed>> {
-        let Some(wanted) = &args.resume else {
-            return Ok(None);
-        };
         let mut state = None;
-        if ctx.is_main() {
-            state = read(ctx, wanted, dir)?;
+        if ctx.is_main() && args.enabled() {
+            let _phase = ctx.phase("reading the checkpoint");
+            state = read_wanted(ctx, args, dir)?;
         }
         let text = match &state {
             Some(state) => Some(serde_json::to_string(state.manifest()).map_err(no_json)?),
@@ -91,7 +90,7 @@ impl Resumed {
         };
         Ok(Some(Resumed {
             manifest: serde_json::from_str(&text).map_err(no_json)?,
-            from: wanted.clone(),
+            from: args.resume.clone().unwrap_or_else(|| AUTO.to_owned()),
             state,
         }))
     }
@@ -265,7 +264,10 @@ impl Resumed {
     /// Data, when it is of another model; peers that are lost.
     fn buffers(&self, ctx: &RankContext, params: &Params) -> Result<Vec<Buffer>> {
         let saved = match &self.state {
-            Some(state) => Some(state.optimizer_buffers(params)?),
+            Some(state) => {
+                let _phase = ctx.phase("reading the checkpoint");
+                Some(state.optimizer_buffers(params)?)
+            }
             None => None,
         };
         let mut saved = saved.into_iter().flatten().map(|(_, values)| values);
@@ -329,6 +331,25 @@ pub fn newest(path: &Path, note: impl Fn(&str)) -> Result<(Option<State>, PathBu
         ));
     }
     Ok((state, path))
+}
+
+/// Reads the checkpoint that is wanted on rank 0. What an earlier attempt has saved comes before what was typed, which is
+/// where that one began.
+fn read_wanted(ctx: &RankContext, args: &SavingArgs, dir: &Path) -> Result<Option<State>> {
+    let restarts = args.attempt.restarts;
+    if restarts > 0 && matches!(args.found, Found::Attempt) {
+        if let Some(state) = read(ctx, AUTO, dir)? {
+            return Ok(Some(state));
+        }
+        ctx.note(&format!(
+            "warning: restart {restarts} finds no checkpoint in {}: the attempt before had saved none",
+            dir.join(FOLDER).display()
+        ));
+    }
+    match &args.resume {
+        Some(wanted) => read(ctx, wanted, dir),
+        None => Ok(None),
+    }
 }
 
 /// Reads the checkpoint on rank 0.
