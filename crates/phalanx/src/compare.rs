@@ -112,9 +112,13 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     let prepared = claimed.prepare(args.folder);
     prepared.map_err(|error| error.note("try", "another folder with --output-dir"))?;
     let dir = claimed.path();
+    let opened = Dir::open(dir)?;
     let mut runs: Vec<Run> = Vec::new();
     for (i, workers) in args.workers.iter().copied().enumerate() {
-        let output_dir = dir.join(format!("workers-{workers}"));
+        let name = format!("workers-{workers}");
+        // No link may lead from there to another folder.
+        opened.sub(&name)?;
+        let output_dir = dir.join(name);
         say::note(format_args!(
             "compare  run {} of {}: {}",
             i + 1,
@@ -154,7 +158,7 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
         runs: &runs,
     };
     let path = dir.join(COMPARISON_FILE);
-    write_summary_in(&Dir::open(dir)?, COMPARISON_FILE, &comparison)?;
+    write_summary_in(&opened, COMPARISON_FILE, &comparison)?;
     say::print(&table(recipe, &runs))?;
     say::note(format_args!("saved {}", path.display()));
     Ok(())

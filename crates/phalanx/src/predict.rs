@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use phalanx_nn::models::{CifarResNet, MnistCnn, MobileNetV2, ResNet9};
 use phalanx_nn::{Params, Scope, Seed, Tape, Threads};
-use phalanx_train::checkpoint::{load_params, read_tensors, save_tensors};
+use phalanx_train::checkpoint::{load_params, read_metadata};
 use phalanx_train::cifar10::{self, Scaling};
 use phalanx_train::metrics::argmax;
 use phalanx_train::text::visible_json;
@@ -350,26 +350,11 @@ type Network = (
 
 /// The network of the checkpoint with its weights, and what the checkpoint says besides.
 fn network(path: &Path, wanted: Option<&str>) -> Result<Network> {
-    let (tensors, loaded) = read_tensors(path)?;
-    for warning in &loaded.warnings {
-        say::note(format_args!("warning: {warning}"));
-    }
-    let said = wanted.or(loaded.metadata.get("model").map(String::as_str));
+    let metadata = read_metadata(path)?;
+    let said = wanted.or(metadata.get("model").map(String::as_str));
     let candidates: Vec<&'static Known> = match said {
         Some(name) => KNOWN.iter().filter(|known| known.name == name).collect(),
         None => KNOWN.iter().collect(),
-    };
-    // Only a file of weights can be loaded; the state of a training is made one.
-    let weights;
-    let path = if path.extension().is_some_and(|e| e == "json") {
-        let file = tempfile::Builder::new().suffix(".safetensors").tempfile();
-        weights = file.map_err(|e| {
-            Error::new(ErrorKind::System, "no temporary file can be made").caused_by(e)
-        })?;
-        save_tensors(weights.path(), tensors, &loaded.metadata)?;
-        weights.path()
-    } else {
-        path
     };
     let mut why = None;
     for known in candidates {
@@ -377,7 +362,12 @@ fn network(path: &Path, wanted: Option<&str>) -> Result<Network> {
         let net = (known.build)(&mut scope);
         let mut params = scope.build()?;
         match load_params(path, &mut params) {
-            Ok(_) => return Ok((known, net, params, loaded.metadata)),
+            Ok(loaded) => {
+                for warning in &loaded.warnings {
+                    say::note(format_args!("warning: {warning}"));
+                }
+                return Ok((known, net, params, metadata));
+            }
             Err(error) => why = Some(error),
         }
     }

@@ -37,7 +37,7 @@ struct Found<'a> {
 }
 
 /// Fills `params` from the file at `path`, of safetensors or PyTorch's `.pth`;
-/// its content tells which.
+/// its content tells which; or from the manifest (`.json`) of a resumable checkpoint.
 ///
 /// The file must hold exactly the parameters and buffers of `params`, each
 /// in its shape, parameters in float64, float32, float16 or bfloat16. Names may all
@@ -52,6 +52,16 @@ struct Found<'a> {
 pub fn load_params(path: &Path, params: &mut Params) -> Result<Loaded> {
     let fill = |found: AllFound<'_>| fill(path, params, found.into_iter().collect());
     with_tensors(path, fill).map(|((), loaded)| loaded)
+}
+
+/// What the file at `path` says beside its tensors, of which no numbers are read; it is of
+/// any kind that [`read_tensors`] reads.
+///
+/// # Errors
+///
+/// As [`load_params`], but for the model.
+pub fn read_metadata(path: &Path) -> Result<BTreeMap<String, String>> {
+    with_tensors(path, |_| Ok(())).map(|((), loaded)| loaded.metadata)
 }
 
 /// All tensors of the file at `path`: safetensors, PyTorch's `.pth`, or the

@@ -22,7 +22,7 @@ use crate::pth::{self, DType, Saved};
 
 pub(crate) use file::{MAX_TENSORS, TensorsFile};
 pub(crate) use load::put;
-pub use load::{Loaded, load_params, read_tensors};
+pub use load::{Loaded, load_params, read_metadata, read_tensors};
 
 /// The key that the format reserves for metadata.
 const METADATA: &str = "__metadata__";

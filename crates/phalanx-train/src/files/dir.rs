@@ -346,7 +346,7 @@ impl Dir {
             Ok(FileType::Symlink) => format!(
                 "{path} is a symbolic link, which is not followed there: remove it, or move what it points to there"
             ),
-            Ok(kind) => format!("{path} is {}, expected {expected}", kind_of(kind)),
+            Ok(kind) => format!("{path} is {}, not {expected}", kind_of(kind)),
             Err(_) => format!("{path} is not {expected}"),
         })
     }

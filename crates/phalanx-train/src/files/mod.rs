@@ -136,7 +136,9 @@ pub(crate) fn read_open(path: &Path, file: File, most_bytes: u64) -> Result<Vec<
         );
         return Err(Error::usage(what));
     }
-    let mut bytes = Vec::with_capacity(about.len().min(most_bytes) as usize);
+    // A file may be sparse, and say any length.
+    let room = about.len().min(most_bytes).min(64 << 20);
+    let mut bytes = Vec::with_capacity(room as usize);
     // One more tells "too many" from "just as many".
     let mut file = file.take(most_bytes.saturating_add(1));
     file.read_to_end(&mut bytes).map_err(failed)?;
@@ -152,6 +154,7 @@ pub(crate) fn read_open(path: &Path, file: File, most_bytes: u64) -> Result<Vec<
 
 fn kind_of(kind: FileType) -> &'static str {
     match kind {
+        FileType::RegularFile => "a file",
         FileType::Symlink => "a symbolic link",
         FileType::Directory => "a folder",
         FileType::Fifo => "a named pipe",

@@ -9,6 +9,9 @@ use serde::Serialize;
 use crate::files::{self, Dir, atomic_write};
 use crate::{Error, Result};
 
+/// A log of more bytes is not gone on with; that of a million steps has 0.1 GiB.
+const MAX_BYTES: u64 = 4 << 30;
+
 /// Appends one JSON object a line; every line is in the file before the call
 /// returns, so a killed run leaves all of them.
 ///
@@ -57,7 +60,7 @@ impl MetricsLog {
         keep: impl Fn(&serde_json::Value) -> bool,
     ) -> Result<Self> {
         check_interval(every_steps)?;
-        let old = dir.read(name, u64::MAX)?.unwrap_or_default();
+        let old = dir.read(name, MAX_BYTES)?.unwrap_or_default();
         let mut kept = Vec::with_capacity(old.len());
         for line in old.split_inclusive(|b| *b == b'\n') {
             // A line that was cut off by a kill is no record.

@@ -117,17 +117,12 @@ impl FolderArgs {
             return Ok(());
         };
         let path = dir.path();
-        let fix = match why.starts_with("belongs") {
-            true => "use a folder of your own".to_owned(),
-            false => format!("chmod go-w {}", as_typed(path)),
-        };
-        Err(Error::usage(format!("{} {why}", path.display()))
-            .note(
-                "so",
-                "others could replace what is written there, and read or change it",
-            )
-            .note("fix", fix)
-            .note("or", "--allow-shared-folder, if you trust them"))
+        let mut error = Error::usage(format!("{} {why}", path.display()))
+            .note("so", "they could replace or remove what is written there");
+        if !why.starts_with("belongs") {
+            error = error.note("fix", format!("chmod go-w {}", as_typed(path)));
+        }
+        Err(error.note("or", "--allow-shared-folder, if you trust them"))
     }
 }
 
