@@ -171,7 +171,7 @@ impl Archive {
                 return Err(self.wrong(format_args!("entry {name:?} lies outside of {root}")));
             };
             if self.entries.contains_key(inner) {
-                return Err(self.wrong(format_args!("entry {name:?} is there twice")));
+                return Err(self.wrong(format_args!("entry {} is there twice", one_line(&name))));
             }
             self.entries.insert(inner.to_owned(), entry);
         }
