@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Two launchers on two hosts, which are network namespaces joined by a veth
-# pair, train MNIST together over TCP. Usage: two_hosts.sh path/to/phalanx [data]
+# pair, train MNIST together over TCP. Then four ranks without a launcher do, and
+# one host vanishes: all others must notice within a minute, by themselves.
+# Usage: two_hosts.sh path/to/phalanx [data]
 set -euo pipefail
 phalanx=$(realpath "$1")
 data=${2:-synthetic}
@@ -39,4 +41,32 @@ wait "$second"
 grep -q "2 ranks over TCP" "$work/a.log" || { echo "the ranks did not use TCP"; exit 1; }
 python3 -c 'import json, sys; s = json.load(open(sys.argv[1])); assert s["world_size"] == 2 and s["accuracy"] > 0.85, s' \
     "$work/run/summary.json"
-echo "two hosts: ok"
+
+rank() { # rank NAMESPACE RANK
+    ip netns exec "$1" timeout 300 "$phalanx" train mnist --data synthetic --synthetic-samples 60000 --epochs 200 \
+        --threads 1 --timeout 200 --init-method tcp://10.77.0.1:29600 --rank "$2" --world-size 4 \
+        --output-dir "$work/long" >"$work/rank-$2.log" 2>&1
+}
+export PHALANX_TOKEN_FILE=$work/job.token
+pids=()
+for number in 0 1 2 3; do
+    ns=$a
+    [ "$number" -lt 2 ] || ns=$b
+    rank "$ns" "$number" &
+    pids+=($!)
+done
+until grep -q "Train Epoch" "$work/rank-0.log"; do
+    kill -0 "${pids[0]}" || { cat "$work/rank-0.log"; exit 1; }
+    sleep 0.1
+done
+ip -n "$b" link set "v$$b" down
+start=$SECONDS
+for number in 0 1 2 3; do
+    code=0
+    wait "${pids[$number]}" || code=$?
+    took=$((SECONDS - start))
+    { [ "$code" = 3 ] && [ "$took" -ge 20 ] && [ "$took" -le 60 ]; } ||
+        { echo "rank $number ended with $code after $took s"; cat "$work/rank-$number.log"; exit 1; }
+done
+grep -q "rank 2 is gone: its host does not answer" "$work/rank-0.log" || { cat "$work/rank-0.log"; exit 1; }
+echo "two hosts: ok, a vanished one was noticed within $took s"
