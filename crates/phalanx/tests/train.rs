@@ -701,7 +701,7 @@ fn mistakes_are_named_with_the_way_out() {
         (
             &["train", "linear", "--nproc-per-node", "100000"],
             2,
-            &["--nproc-per-node can be at most 128"],
+            &["--nproc-per-node can be at most 1024"],
         ),
         (
             &[

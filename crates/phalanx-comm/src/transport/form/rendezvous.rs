@@ -223,14 +223,14 @@ impl Rendezvous<'_> {
         Ok(true)
     }
 
-    /// `waiting 2 s for rank 1 of 4 to arrive (the store at 10.0.0.1:29500); deadline in 298 s`.
+    /// `forming the group: waiting 2 s for rank 1 of 4 to arrive (the store at 10.0.0.1:29500); deadline in 298 s`.
     fn waits(&self, missing: &[usize], what: &str, waited: Duration) -> String {
         let at = match self.store.place() {
             "" => String::new(),
             place => format!(" ({place})"),
         };
         format!(
-            "waiting {} s for {} of {} to {what}{at}; deadline in {}",
+            "forming the group: waiting {} s for {} of {} to {what}{at}; deadline in {}",
             waited.as_secs(),
             ranks(missing),
             self.world,
