@@ -52,6 +52,7 @@ mod exec;
 pub mod fuzzing;
 mod group;
 mod host;
+mod inherited;
 mod kernel;
 mod limits;
 mod memory;

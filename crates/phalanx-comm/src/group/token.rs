@@ -13,7 +13,7 @@ use rustix::io::Errno;
 
 use super::launch::TOKEN;
 use crate::wait::deadline_in;
-use crate::{Error, Result};
+use crate::{Error, Result, inherited};
 
 /// `TMPFS_MAGIC` and `RAMFS_MAGIC`.
 const TMPFS: u64 = 0x0102_1994;
@@ -41,11 +41,11 @@ fn read_text(path: &Path) -> Result<String> {
     let shown = path.display();
     let failed = |e| Error::io(format_args!("cannot read the token file {shown}"), e);
     // Not blocking: opening a named pipe would wait for its writer.
-    let mut file = OpenOptions::new()
+    let mut options = OpenOptions::new();
+    options
         .read(true)
-        .custom_flags(OFlags::NONBLOCK.bits().cast_signed())
-        .open(path)
-        .map_err(failed)?;
+        .custom_flags(OFlags::NONBLOCK.bits().cast_signed());
+    let mut file = inherited::open(path, |path| options.open(path)).map_err(failed)?;
     let about = file.metadata().map_err(failed)?;
     let is_pipe = about.file_type().is_fifo();
     if !about.is_file() && !is_pipe {

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
@@ -10,8 +11,8 @@ use rustix::fs::{MemfdFlags, OFlags, SealFlags};
 use rustix::io::Errno;
 
 use super::layout::{BUSY, ENTRIES, MAGIC, VERSION, WORDS, entry, entry_at, head};
-use crate::limits;
 use crate::transport::Region;
+use crate::{inherited, limits};
 
 /// Bytes of a recorder's memory.
 pub(crate) const BYTES: usize = 8 * WORDS;
@@ -30,11 +31,9 @@ impl Memory {
     /// The memory file at `path`, unless another process writes it already.
     pub(crate) fn shared(path: &str) -> std::io::Result<Memory> {
         let wrong = |what: &str| Err(std::io::Error::other(what.to_owned()));
-        let file = rustix::fs::open(
-            path,
-            OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY,
-            rustix::fs::Mode::empty(),
-        )?;
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY;
+        let open = |path: &Path| rustix::fs::open(path, flags, rustix::fs::Mode::empty());
+        let file = inherited::open(Path::new(path), open)?;
         // Checked before it is mapped: touching a page behind the end of a
         // file that shrank would kill us.
         let seals = rustix::fs::fcntl_get_seals(&file)?;

@@ -2,6 +2,7 @@
 //! watched, stopped and, if so wished, started again.
 
 use std::collections::HashSet;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
@@ -316,6 +317,7 @@ impl Job<'_> {
         let starter = Starter {
             program: &self.plan.program,
             args: &self.plan.args,
+            token: self.token_fd.as_fd(),
             folder: &self.folder,
             out: &self.out,
             err: &self.err,

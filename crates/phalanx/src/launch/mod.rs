@@ -18,7 +18,7 @@
 //! Each run has a folder of its own (`folder.rs`) for the ranks' error files: under
 //! `--log-dir`, or a private one that is removed at the end. The token and the
 //! flight recorders are memory files of the launcher, which ranks and all that
-//! they start open by the launcher's `/proc/PID/fd`: nobody inherits a descriptor.
+//! they start open by the launcher's `/proc/PID/fd`.
 
 mod alone;
 mod args;

@@ -3,7 +3,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::Write;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use phalanx_comm::recorder::Dump;
-use rustix::io::Errno;
+use rustix::io::{Errno, FdFlags, fcntl_setfd};
 use rustix::process::{
     Pid, Signal, WaitId, WaitIdOptions, getpgid, kill_process, kill_process_group, waitid,
 };
@@ -86,6 +86,8 @@ pub(crate) struct Starter<'a> {
     /// Rank 0 writes to our stderr itself, for its progress bar, and to our
     /// stdout too unless its lines need a prefix.
     pub(crate) rank0_owns_stderr: bool,
+    /// The token's file.
+    pub(crate) token: BorrowedFd<'a>,
     /// Where error files and logs go.
     pub(crate) folder: &'a RunFolder,
     /// Output files.
@@ -180,9 +182,18 @@ impl Starter<'_> {
             .envs(variables(error_file.clone().into_os_string()))
             .env(ERRORS_VARIABLE, LAUNCHER)
             .env(phalanx_comm::recorder::FILE_VARIABLE, path_of(&flight));
-        let mut child = command
-            .spawn()
-            .map_err(|error| failed("start a process", error))?;
+        // For ranks in namespaces of their own, which cannot open them by our process id. All ranks are
+        // started by this one thread, so the flag is down for nobody else.
+        let set = |flags: FdFlags| {
+            let files = [self.token, flight.as_fd()];
+            files.iter().try_for_each(|file| fcntl_setfd(file, flags))
+        };
+        let spawned = match set(FdFlags::empty()) {
+            Ok(()) => command.spawn(),
+            Err(error) => Err(error.into()),
+        };
+        set(FdFlags::CLOEXEC).map_err(|error| failed("close descriptors", error.into()))?;
+        let mut child = spawned.map_err(|error| failed("start a process", error))?;
         let Some(pid) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) else {
             return Err(Error::new(ErrorKind::System, "a process has no number"));
         };
@@ -385,9 +396,9 @@ pub(crate) fn catches(pid: Pid, signal: Signal) -> bool {
     !dead && caught(&status, signal.as_raw())
 }
 
-/// The path by which this user's processes open a descriptor of the launcher, as long as that lives. They need
-/// not inherit it: Python's `subprocess`, for one, closes what it would inherit, and another file could get
-/// the number.
+/// The path by which this user's processes open a descriptor of the launcher, as long as that lives. A path to
+/// the inherited one would not do: Python's `subprocess`, for one, closes what a child would inherit, and another
+/// file could get the number.
 pub(crate) fn path_of(fd: &impl AsFd) -> OsString {
     // Not `getpid`: `/proc` may count as another namespace does.
     let me = std::fs::read_link("/proc/self")

@@ -87,7 +87,7 @@ fn what_a_rank_starts_needs_no_inherited_descriptor() {
     let exe = env!("CARGO_BIN_EXE_phalanx");
     // A file of the program's own for every number that a variable could name.
     let script = format!(
-        "ls -l /proc/$$/fd | grep -c phalanx >$0.$RANK; stat -c '%a' $(dirname $TORCHELASTIC_ERROR_FILE)/../.. >>$0.$RANK; \
+        "stat -c '%a' $(dirname $TORCHELASTIC_ERROR_FILE)/../.. >$0.$RANK; \
          for n in $(seq 3 40); do eval \"exec $n<>$0\"; done; echo precious >$0; \
          {exe} bench all-reduce --bytes 4KiB --iters 5 >/dev/null || exit 5; \
          echo '{{\"message\":\"boom\"}}' >$TORCHELASTIC_ERROR_FILE; cat $0; exit 7"
@@ -102,10 +102,40 @@ fn what_a_rank_starts_needs_no_inherited_descriptor() {
     assert_eq!(std::fs::read_to_string(&own).unwrap(), "precious\n");
     for rank in 0..2 {
         let seen = std::fs::read_to_string(format!("{path}.{rank}")).unwrap();
-        assert_eq!(seen, "0\n700\n", "no memory file, and a private folder");
+        assert_eq!(seen, "700\n", "a private folder");
     }
     // The private folder is gone.
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 3);
+}
+
+/// As in a container: the launcher's descriptors cannot be opened there by its process id.
+#[test]
+fn ranks_in_namespaces_of_their_own_read_the_token() {
+    let family = Family::new();
+    let may = |flags: &[&str]| {
+        let output = std::process::Command::new("unshare")
+            .args(flags)
+            .arg("true")
+            .output();
+        output.is_ok_and(|output| output.status.success())
+    };
+    let bench = [
+        env!("CARGO_BIN_EXE_phalanx"),
+        "bench",
+        "all-reduce",
+        "--bytes",
+        "4KiB",
+        "--iters",
+        "5",
+    ];
+    for flags in [&["-r"][..], &["-r", "-p", "-f", "--mount-proc"]] {
+        if !may(flags) {
+            continue; // the system does not let us
+        }
+        let launch = ["launch", "--nproc-per-node", "2", "--", "unshare"];
+        let done = family.run(&[&launch[..], flags, &bench].concat());
+        assert_eq!(done.code(), 0, "{flags:?}: {done:#?}");
+    }
 }
 
 #[test]
