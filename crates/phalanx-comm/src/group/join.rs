@@ -130,9 +130,8 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
         },
         Meeting::Tcp { host, port } => {
             let token = known.ok_or_else(no_token)?;
-            let addresses = resolve(host, *port)?;
             let server = if launch.rank == 0 && !launch.external_store {
-                Some(host_store(&addresses, &token, host, *port)?)
+                Some(host_store(&resolve(host, *port)?, &token, host, *port)?)
             } else {
                 None
             };
@@ -174,7 +173,8 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
                 store: Arc::new(store),
                 token,
                 epoch: launch.epoch,
-                bind: bind(&options, addresses.first().copied()),
+                // Not before: the name may be known only when rank 0 is up.
+                bind: bind(&options, resolve(host, *port)?.first().copied()),
                 options: options.clone(),
                 _host: server.map(Arc::new),
             }
