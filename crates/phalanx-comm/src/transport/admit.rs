@@ -24,7 +24,7 @@ use crate::{Error, Result};
 /// for the last of them to come: strangers should not fill the queue that fast.
 const BACKLOG: i32 = 4096;
 /// Connections accepted before those that are there are served again.
-const ACCEPT_BATCH: usize = 64;
+const ACCEPT_BATCH: usize = 256;
 /// Pause after a connection could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(2);
 /// Distance between two calls of the caller's `check`, which asks the store.

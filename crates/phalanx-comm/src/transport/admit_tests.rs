@@ -21,6 +21,7 @@ struct Scene {
 fn scene() -> Scene {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.set_nonblocking(true).unwrap();
+    lengthen_backlog(&listener);
     let address = listener.local_addr().unwrap();
     Scene {
         listener,

@@ -38,7 +38,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 const SCRATCH_BYTES: usize = 128 << 10;
 
 /// Connections accepted before the members are served again.
-const ACCEPT_BATCH: usize = 64;
+const ACCEPT_BATCH: usize = 256;
 
 /// Requests of one member served before the others have their turn.
 const REQUESTS_PER_TURN: usize = 64;
