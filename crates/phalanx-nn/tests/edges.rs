@@ -78,6 +78,15 @@ fn shapes_that_do_not_fit_are_refused() {
     is_usage(pool(&[1, 4, 4, 1], o.dilation(0)), "does not fit");
     is_usage(pool(&[1, 0, 4, 1], o.padding(1)), "does not fit");
     is_usage(step.input(&[], &[0, usize::MAX, 2]), "too large");
+    let up = |padding: usize, extra: usize| {
+        let o = Conv2dOptions::new(3).padding(padding);
+        step.input(&[0.0; 32], &[1, 4, 4, 2])?
+            .conv_transpose2d(w, None, o, [extra, 0])
+    };
+    is_usage(up(0, usize::MAX), "does not fit");
+    is_usage(up(usize::MAX / 2 + 1, 0), "does not fit");
+    let image = step.input(&[0.0; 16], &[1, 4, 4, 1]).unwrap();
+    is_usage(image.adaptive_avg_pool2d(usize::MAX / 2, 4), "is too large");
 }
 
 /// `torch.nn.functional.max_pool2d` and `avg_pool2d` with `ceil_mode=True` give these.
@@ -302,10 +311,12 @@ fn a_layer_of_another_model_is_refused() {
 }
 
 #[test]
-fn parameters_of_another_model_are_not_drawn_again() {
+fn parameters_of_another_model_are_neither_drawn_again_nor_imported() {
     let (a, _) = layers(1.0);
     let mut scope = Scope::new(Seed(0));
     Linear::new(scope.enter("linear"), 4, 4);
     scope.redraw(a.linear.weight, Init::Constant(0.0));
     is_usage(scope.build(), "belongs to another model");
+    let mut empty = Scope::new(Seed(0)).build().unwrap();
+    is_usage(empty.import(a.linear.weight, &[]), "has no parameter 0");
 }

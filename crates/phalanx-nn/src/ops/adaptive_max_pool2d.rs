@@ -23,7 +23,7 @@ impl<'s> Tensor<'s> {
     /// `Usage` when that is nothing, or the operand is no image of at most 2^32 pixels.
     pub fn adaptive_max_pool2d(self, height: usize, width: usize) -> Result<Tensor<'s>> {
         let [images, h, w, channels] = self.image_dims("adaptive_max_pool2d")?;
-        if height * width == 0 || h * w == 0 || u32::try_from(h * w).is_err() {
+        if [height, width, h, w].contains(&0) || u32::try_from(h * w).is_err() {
             return Err(Error::usage(format!(
                 "adaptive_max_pool2d: cannot make {height} x {width} of {h} x {w}"
             )));

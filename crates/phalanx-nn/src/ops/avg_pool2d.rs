@@ -119,7 +119,7 @@ impl<'s> Tensor<'s> {
     /// `Usage` when that is nothing, or the operand is no image.
     pub fn adaptive_avg_pool2d(self, height: usize, width: usize) -> Result<Tensor<'s>> {
         let [images, h, w, channels] = self.image_dims("adaptive_avg_pool2d")?;
-        if height * width == 0 || h * w == 0 {
+        if [height, width, h, w].contains(&0) {
             return Err(Error::usage(format!(
                 "adaptive_avg_pool2d: cannot make {height} x {width} of {h} x {w}"
             )));

@@ -108,8 +108,9 @@ impl<'s> Tensor<'s> {
         let size = |d: usize, n: usize| {
             let reach = o.dilation[d].checked_mul(o.kernel[d].checked_sub(1)?)?;
             let span = n.checked_sub(1)?.checked_mul(o.stride[d])?;
-            let size = span.checked_add(reach)?.checked_add(1 + extra[d])?;
-            let size = size.checked_sub(2 * o.padding[d])?;
+            let size = span.checked_add(reach)?.checked_add(1)?;
+            let size = size.checked_add(extra[d])?;
+            let size = size.checked_sub(o.padding[d].checked_mul(2)?)?;
             // The convolution back must give this layer's input.
             let back =
                 ConvShape::out_size(size, o.kernel[d], o.stride[d], o.padding[d], o.dilation[d]);

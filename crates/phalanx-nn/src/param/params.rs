@@ -186,9 +186,10 @@ impl Params {
     /// Sets one parameter from PyTorch's row-major order.
     ///
     /// # Errors
-    /// `Usage` when the number of values is not the parameter's.
+    /// `Usage` when the number of values is not the parameter's, or `id` belongs to another, larger model.
     pub fn import(&mut self, id: ParamId, values: &[f32]) -> Result<()> {
-        let info = self.infos[id.index()].clone();
+        let info = self.infos.get(id.index()).cloned();
+        let info = info.ok_or_else(|| foreign("parameter", id.index(), None))?;
         import(&info, values, self.get_mut(id))
     }
 
