@@ -144,7 +144,9 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
             let speaks = launch.rank == 1 || environment("LOCAL_RANK").as_deref() == Some("0");
             let waits = |waited: Duration| {
                 let (waited, left) = (waited.as_secs(), seconds(left()));
-                format!("forming the group: waiting {waited} s for the store of rank 0 at {place}; deadline in {left}")
+                format!(
+                    "forming the group: waiting {waited} s for the store of rank 0 at {place}; deadline in {left}"
+                )
             };
             let connect = || TcpStore::connect(&place, token.clone(), left());
             let connected = match speaks {

@@ -228,7 +228,9 @@ fn a_rank_that_starts_late_is_named_while_the_group_forms() {
         let tell = tell.clone();
         std::thread::spawn(move || {
             for line in lines.map_while(|line| line.ok()) {
-                if line.starts_with("forming the group: waiting ") && tell.send((rank, line)).is_err() {
+                if line.starts_with("forming the group: waiting ")
+                    && tell.send((rank, line)).is_err()
+                {
                     return;
                 }
             }
