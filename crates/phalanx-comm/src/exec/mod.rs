@@ -873,7 +873,9 @@ impl Deadline {
             .and_then(|busy| busy.checked_add(self.limit.max(SILENCE)));
         if let Some(at) = later.filter(|at| *at > self.at.get()) {
             self.at.set(at);
-            self.is_put_off.set(true);
+            // Not worth a word where the phase ended as the operation began.
+            let by = at.duration_since(self.started).saturating_sub(self.limit);
+            self.is_put_off.set(by > Duration::from_secs(1));
         }
         now >= self.at(round)
     }

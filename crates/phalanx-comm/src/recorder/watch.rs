@@ -342,7 +342,13 @@ impl Watched {
         }
         let wait = if waiting.len() == 1 { "waits" } else { "wait" };
         text.push_str(&format!("\n  {} {wait}", facts::ranks(&waiting)));
-        if self.others_busy_ns() + BEAT_MAX.as_nanos() as u64 > clock::monotonic_ns() {
+        // Who is in a phase has said so since this wait began, and not long ago.
+        let fresh = match self.store {
+            Some(_) => BEAT_MAX,
+            None => 3 * BEAT,
+        };
+        let silent = clock::monotonic_ns().saturating_sub(self.others_busy_ns());
+        if Duration::from_nanos(silent) < fresh.min(waited) {
             text.push_str("; the deadline counts from the end of that phase");
         } else if !left.is_zero() {
             text.push_str(&format!("; deadline in {} s", left.as_secs()));
