@@ -1645,8 +1645,8 @@ fn ranks_that_mpirun_starts_on_one_host_need_no_token() {
 #[test]
 fn a_limit_of_the_address_space_is_named() {
     let dir = folder();
-    let small =
-        "ulimit -v 200000; exec \"$0\" train mnist --synthetic-samples 640 --nproc-per-node \"$1\"";
+    // One activation of such a batch takes 177 MB, the next one 302 MB.
+    let small = "ulimit -v 200000; exec \"$0\" train mnist --synthetic-samples 8192 --batch-size 2048 --nproc-per-node \"$1\"";
     for ranks in ["1", "2"] {
         let mut shell = Command::new("sh");
         shell.args(["-c", small, env!("CARGO_BIN_EXE_phalanx"), ranks]);
