@@ -116,16 +116,16 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     let mut runs: Vec<Run> = Vec::new();
     for (i, workers) in args.workers.iter().copied().enumerate() {
         let name = format!("workers-{workers}");
-        // No link may lead from there to another folder.
-        opened.sub(&name)?;
-        let output_dir = dir.join(name);
+        let output_dir = dir.join(&name);
         say::note(format_args!(
             "compare  run {} of {}: {}",
             i + 1,
             args.workers.len(),
             counted(workers)
         ));
-        let outcome = start(&args.training, workers, &output_dir)
+        // No link may lead from there to another folder.
+        let outcome = (opened.sub(&name).map_err(Error::from))
+            .and_then(|_| start(&args.training, workers, &output_dir))
             .and_then(|()| Run::read(workers, output_dir, runs.first()));
         match outcome {
             Ok(run) => runs.push(run),
