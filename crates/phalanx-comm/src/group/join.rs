@@ -1,8 +1,8 @@
 //! How processes become a group.
 
 use std::net::{SocketAddr, ToSocketAddrs};
-use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use phalanx_store::{FileStore, MemStore, Store, TcpServer, TcpStore};
@@ -142,13 +142,20 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
             };
             // One rank of each host, as far as that is known.
             let speaks = launch.rank == 1 || environment("LOCAL_RANK").as_deref() == Some("0");
+            let last = Mutex::new(String::new());
             let waits = |waited: Duration| {
                 let (waited, left) = (waited.as_secs(), seconds(left()));
+                let last = last.lock().unwrap_or_else(PoisonError::into_inner);
                 format!(
-                    "forming the group: waiting {waited} s for the store of rank 0 at {place}; deadline in {left}"
+                    "forming the group: waiting {waited} s for the store of rank 0 at {place}{last}; deadline in {left}"
                 )
             };
-            let connect = || TcpStore::connect(&place, token.clone(), left());
+            let connect = || {
+                TcpStore::connect_telling(&place, token.clone(), left(), |error| {
+                    let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
+                    *last = format!(" ({error})");
+                })
+            };
             let connected = match speaks {
                 true => while_saying(connect, waits),
                 false => connect(),
