@@ -343,7 +343,7 @@ impl Watched {
         let wait = if waiting.len() == 1 { "waits" } else { "wait" };
         text.push_str(&format!("\n  {} {wait}", facts::ranks(&waiting)));
         // Who is in a phase has said so since this wait began, and not long ago.
-        let fresh = match self.store {
+        let fresh = match self.keys {
             Some(_) => BEAT_MAX,
             None => 3 * BEAT,
         };
