@@ -69,7 +69,7 @@ fn a_launcher_killed_right_after_its_card_is_known_to_be() {
 /// It ends by itself then, and its will is on a connection that still stands.
 #[test]
 fn a_launcher_that_cannot_say_why_it_ends_is_known_to_be_gone() {
-    is_known_to_be_gone(1);
+    is_known_to_be_gone(ASKING_THREADS);
 }
 
 /// A launcher whose first `connections` break right after it has joined, and that cannot make new ones.
