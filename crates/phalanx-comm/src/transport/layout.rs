@@ -16,7 +16,7 @@ use super::ring::{MAX_CAPACITY_BYTES, MIN_CAPACITY_BYTES, ring_bytes};
 use crate::recorder::cell;
 use crate::wait::BELL_BYTES;
 
-/// Most ranks of one host that share memory: their rings have [`RINGS_MAX_BYTES`] of address
+/// Most ranks of one host that share memory: their rings have `RINGS_MAX_BYTES` of address
 /// space, and each rank a handle of every other's process.
 pub const MAX_LOCAL_RANKS: usize = 1024;
 
