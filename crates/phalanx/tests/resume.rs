@@ -236,7 +236,9 @@ fn running(dir: &Path) -> Child {
 fn started(mut command: Command, dir: &Path) -> Child {
     let child = command.spawn().expect("phalanx starts");
     let began = Instant::now();
-    while records(&dir.join("out/metrics.jsonl")).is_empty() {
+    // Not parsed: a line that is just being written may be seen in part.
+    let measured = || std::fs::read_to_string(dir.join("out/metrics.jsonl"));
+    while !measured().is_ok_and(|text| text.contains('\n')) {
         assert!(began.elapsed() < LIMIT, "no step was taken");
         std::thread::sleep(Duration::from_millis(20));
     }
