@@ -1,5 +1,6 @@
 //! How much a waiter may do before it sleeps, and the wait itself.
 
+use std::cell::Cell;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,6 +29,35 @@ const YIELDS: u32 = 10;
 /// operation after it. A yield that takes longer went to somebody who
 /// computes, then it is time to sleep.
 const YIELDING: Duration = Duration::from_micros(100);
+
+/// A yield that took this long gave the core to a thread outside of the group,
+/// for a time slice of 2 to 4 ms. Ranks that share cores take less: they wait
+/// for each other after each piece of a fold.
+const TIME_SLICE: Duration = Duration::from_micros(1500);
+
+/// How long a thread sleeps at once after a yield took a [`TIME_SLICE`]: the
+/// next yield would take one, too, while a sleeper is let in as soon as it is
+/// woken.
+const CROWDED: Duration = Duration::from_millis(20);
+
+thread_local! {
+    /// Until when this thread sleeps at once.
+    static CROWDED_UNTIL: Cell<Option<Instant>> = const { Cell::new(None) };
+}
+
+/// Yields once, and returns whether it is time to sleep: some thread computed
+/// on the core meanwhile. `spent` is the time since `start`, before (without the
+/// polls since then) and after.
+fn yields_core(start: Instant, spent: &mut Duration) -> bool {
+    let before = *spent;
+    std::thread::yield_now();
+    *spent = start.elapsed();
+    let taken = spent.saturating_sub(before);
+    if taken >= TIME_SLICE {
+        CROWDED_UNTIL.set(Some(start + *spent + CROWDED));
+    }
+    taken >= YIELDING
+}
 
 /// How much a waiter may do before it sleeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,9 +139,12 @@ impl Budget {
         }
         let unlimited = self.pause.max(self.yielding) == Duration::MAX;
         let start = Instant::now();
-        if fresh || unlimited {
+        let crowded = CROWDED_UNTIL.get().is_some_and(|until| start < until);
+        if unlimited || fresh && !crowded {
             let pause = self.pause.min(timeout);
-            while !pause.is_zero() && start.elapsed() < pause {
+            let yielding = self.yielding.min(timeout);
+            let (mut spent, mut yields, mut sleepy) = (Duration::ZERO, 0, false);
+            while spent < pause && !sleepy {
                 for _ in 0..POLLS_PER_YIELD {
                     std::hint::spin_loop();
                     if ready() {
@@ -119,12 +152,10 @@ impl Budget {
                     }
                 }
                 // "Enough cores" is a guess: somebody else may use them.
-                std::thread::yield_now();
+                sleepy = yields_core(start, &mut spent) && !unlimited;
             }
-            let yielding = self.yielding.min(timeout);
-            let mut yields = 0;
-            while yields < self.yields || start.elapsed() < yielding {
-                std::thread::yield_now();
+            while (yields < self.yields || spent < yielding) && !sleepy {
+                sleepy = yields_core(start, &mut spent) && !unlimited;
                 if ready() {
                     return Wake::Ready;
                 }
@@ -266,6 +297,26 @@ mod tests {
             assert_eq!(wake, Wake::Elapsed, "{policy:?}");
             assert!(start.elapsed() >= Duration::from_millis(20), "{policy:?}");
             assert!(start.elapsed() < Duration::from_secs(5), "{policy:?}");
+        }
+    }
+
+    #[test]
+    fn a_thread_without_its_core_sleeps_at_once() {
+        for policy in [Policy::Auto, Policy::Spin] {
+            for threads in [2, 3] {
+                let word = AtomicU32::new(0);
+                let bell = Bell::new(&word, FutexKind::Private);
+                let mut looks = 0;
+                CROWDED_UNTIL.set(Some(Instant::now() + Duration::from_secs(3600)));
+                let budget = Budget::new(policy, threads, 2);
+                budget.wait(bell, true, Duration::from_millis(20), || {
+                    looks += 1;
+                    false
+                });
+                // Before the wait, and before the sleep.
+                let sleeps = looks == 2;
+                assert_eq!(sleeps, policy == Policy::Auto, "{policy:?}: {looks} looks");
+            }
         }
     }
 
