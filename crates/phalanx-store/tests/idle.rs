@@ -1,6 +1,8 @@
 //! Waiting costs no processor time. Alone in its process, because it measures
 //! the process.
 
+#[allow(dead_code, reason = "most of it serves the other test binary")]
+#[path = "it/common/mod.rs"]
 mod common;
 
 use std::thread;

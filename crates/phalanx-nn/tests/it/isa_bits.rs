@@ -1,0 +1,129 @@
+//! One step through many layers in processes of their own, each told another
+//! instruction set: all bits are the same.
+
+use std::process::Command;
+
+use crate::common::noise;
+use phalanx_nn::layers::{
+    Act, Activation, BatchNorm, Conv2d, Conv2dOptions, Dropout, GroupNorm, LayerNorm, Linear,
+    MaxPool2d, MaxPool2dOptions, MultiHeadAttention,
+};
+use phalanx_nn::{
+    Grads, Precision, Reduction, Result, Scope, Seed, StepKey, Tape, Tensor, Threads,
+};
+
+/// Set for the processes that only print their digest.
+const CHILD: &str = "PHALANX_NN_ISA_BITS";
+
+fn digest(hash: &mut u64, values: &[f32]) {
+    for v in values {
+        *hash = (*hash ^ u64::from(v.to_bits())).wrapping_mul(0x0100_0000_01b3);
+    }
+}
+
+struct Net {
+    stem: Conv2d,
+    norm: BatchNorm,
+    wide: Conv2d,
+    strided: Conv2d,
+    depthwise: Conv2d,
+    group: GroupNorm,
+    layer: LayerNorm,
+    attention: MultiHeadAttention,
+    drop: Dropout,
+    head: Linear,
+}
+
+impl Net {
+    fn new(s: &mut Scope) -> Net {
+        let three = Conv2dOptions::new(3).padding(1);
+        Net {
+            stem: Conv2d::new(s.enter("stem"), 3, 32, three),
+            norm: BatchNorm::new(s.enter("norm"), 32),
+            wide: Conv2d::new(s.enter("wide"), 32, 32, three.no_bias()),
+            strided: Conv2d::new(s.enter("strided"), 32, 48, three.stride(2)),
+            depthwise: Conv2d::new(s.enter("depthwise"), 48, 48, three.groups(48)),
+            group: GroupNorm::new(s.enter("group"), 4, 48),
+            layer: LayerNorm::new(s.enter("layer"), &[48]),
+            attention: MultiHeadAttention::new(s.enter("attention"), 48, 4),
+            drop: Dropout::new(0.2),
+            head: Linear::new(s.enter("head"), 48, 10),
+        }
+    }
+
+    fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+        let x = self.norm.forward_act(self.stem.forward(x)?, Act::Relu)?;
+        let x = self
+            .norm
+            .forward_residual(self.wide.forward(x.share())?, x, Act::Relu)?;
+        let pool = MaxPool2d::new(MaxPool2dOptions::new(3).stride(1).padding(1));
+        let x = self.strided.forward_act(pool.forward(x)?, Act::Relu6)?;
+        let x = Activation::Silu.forward(self.depthwise.forward(x)?)?;
+        let x = Activation::Gelu.forward(self.group.forward(x)?)?;
+        let [n, h, w, c] = *x.shape() else {
+            unreachable!("images have four dimensions");
+        };
+        let x = self.layer.forward(x.reshape(&[n, h * w, c])?)?;
+        let x = self.attention.forward(x, true)?;
+        let x = Activation::Hardswish.forward(self.drop.forward(x)?)?;
+        self.head
+            .forward(Activation::Tanh.forward(x.mean(&[1], false)?)?)
+    }
+}
+
+/// Digest of outputs, losses, gradients and statistics.
+fn run(precision: Precision) -> u64 {
+    let mut scope = Scope::new(Seed(11));
+    let net = Net::new(&mut scope);
+    let mut params = scope.build().unwrap();
+    let mut grads = Grads::like(&params);
+    let mut tape = Tape::new(Threads(1));
+    tape.set_precision(precision);
+    let (images, targets) = (noise(2 * 8 * 8 * 3, 1), noise(20, 2));
+    let mut hash = 0xcbf2_9ce4_8422_2325;
+    let step = tape.step(&params, StepKey::new(0, 0).seed(3));
+    let x = step.variable(&images, &[2, 8, 8, 3]).unwrap();
+    let y = net.forward(x.share()).unwrap();
+    digest(&mut hash, y.data());
+    let loss = y.share().cross_entropy(&[3, 7], 2.0).unwrap();
+    let off = y.share().l1_loss(&targets, Reduction::Mean).unwrap();
+    let loss = loss.add(off).unwrap();
+    digest(&mut hash, &[loss.item()]);
+    loss.backward(&mut grads).unwrap();
+    digest(&mut hash, &x.grad().unwrap());
+    digest(&mut hash, grads.flat());
+    drop((x, y));
+    drop(step);
+    tape.update_buffers(&mut params).unwrap();
+    digest(&mut hash, params.buffers_flat());
+    hash
+}
+
+#[test]
+fn every_instruction_set_gives_the_same_bits() {
+    let digests = format!("{:x} {:x}", run(Precision::F32), run(Precision::Bf16));
+    if std::env::var_os(CHILD).is_some() {
+        println!("bits {digests}");
+        return;
+    }
+    let mut sets = vec!["scalar"];
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+        sets.push("avx2");
+    }
+    for set in sets {
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "isa_bits::every_instruction_set_gives_the_same_bits",
+            ])
+            .arg("--nocapture")
+            .env("PHALANX_ISA", set)
+            .env(CHILD, "1")
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&child.stdout);
+        let bits = text.split("bits ").nth(1).and_then(|t| t.lines().next());
+        assert_eq!(bits, Some(&*digests), "{set}: {text}");
+    }
+}

@@ -1,0 +1,20 @@
+//! The engine against finite differences, serial folds and PyTorch's numbers.
+
+mod common;
+mod edges;
+mod gradients;
+mod isa_bits;
+mod layer_fixtures;
+mod losses;
+mod mobilenet;
+mod more_layers;
+mod operations;
+mod optim_torch;
+mod precision;
+mod profile;
+mod recompute;
+mod resnet;
+mod rng_philox;
+mod rng_torch;
+mod schedules;
+mod training;

@@ -1,0 +1,5 @@
+//! Messages and handshakes, whole and damaged.
+
+mod handshake;
+mod mutation;
+mod store_msg;

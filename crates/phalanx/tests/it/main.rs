@@ -1,0 +1,10 @@
+//! The binary as its users run it: real processes, signals and files.
+
+mod bench;
+mod flight;
+mod launch;
+mod predict;
+mod programs;
+mod resume;
+mod support;
+mod train;
