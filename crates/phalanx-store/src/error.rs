@@ -116,11 +116,11 @@ impl Error {
         let (kind, what) = match failure {
             Failure::TooManyKeys => (
                 ErrorKind::LimitExceeded,
-                "the store has as many keys as it may; delete what is no longer needed",
+                "the store has reached its limit of keys; delete what is no longer needed",
             ),
             Failure::StoreFull => (
                 ErrorKind::LimitExceeded,
-                "the store holds as many bytes as it may; delete what is no longer needed",
+                "the store has reached its limit of bytes; delete what is no longer needed",
             ),
             Failure::NotANumber => (
                 ErrorKind::NotANumber,

@@ -74,7 +74,7 @@ fn png(path: &Path, data: impl Read, shape: [usize; 3]) -> Result<(Vec<u8>, usiz
     let damaged = |e: png::DecodingError| {
         wrong(
             path,
-            format!("its {size_bytes} bytes are no PNG, as expected from its first two: {e}"),
+            format!("its {size_bytes} bytes are not a PNG, as expected from its first two: {e}"),
         )
         .with_source(e)
     };
@@ -134,7 +134,7 @@ fn netpbm(path: &Path, data: impl BufRead, shape: [usize; 3]) -> Result<(Vec<u8>
             }
             b'#' => comment = true,
             _ if byte.is_ascii_whitespace() => {}
-            _ => return Err(wrong(path, "its header is no netpbm header".to_owned())),
+            _ => return Err(wrong(path, "its header is not a netpbm header".to_owned())),
         }
     }
     let [width, height, largest] = numbers;
@@ -242,8 +242,8 @@ mod tests {
                 b"P5 2 2 255\nab",
                 "it ends after 2 bytes of pixels, expected 4",
             ),
-            (b"P5 2 x", "no netpbm header"),
-            (&good[..good.len() - 20], "bytes are no PNG"),
+            (b"P5 2 x", "not a netpbm header"),
+            (&good[..good.len() - 20], "bytes are not a PNG"),
             (
                 &png_of(png::ColorType::Grayscale, 1, &[0; 4]),
                 "it has 1 x 4 pixels",

@@ -29,7 +29,7 @@ const COMPARISON_FILE: &str = "comparison.json";
         with --global-batch-size all runs take the same steps."
 )]
 pub(crate) struct CompareArgs {
-    /// Numbers of workers (ranks on this host), a run each; the first is what the others are measured by
+    /// Numbers of workers (ranks on this host), one run for each; the first is the baseline
     #[arg(
         long,
         value_delimiter = ',',
@@ -42,7 +42,7 @@ pub(crate) struct CompareArgs {
     output_dir: Option<PathBuf>,
     #[command(flatten)]
     folder: FolderArgs,
-    /// The training, as typed after `phalanx train`
+    /// Recipe and flags, as after `phalanx train`
     #[arg(
         required = true,
         trailing_var_arg = true,
@@ -188,7 +188,7 @@ impl Run {
         let text = std::fs::read_to_string(&path)
             .map_err(|e| wrong("cannot be read".into()).caused_by(e))?;
         let summary: Value =
-            serde_json::from_str(&text).map_err(|e| wrong("is no JSON".into()).caused_by(e))?;
+            serde_json::from_str(&text).map_err(|e| wrong("is not JSON".into()).caused_by(e))?;
         let number = |name: &str| {
             let value = summary[name].as_f64();
             value.ok_or_else(|| wrong(format!("lacks {name}")))

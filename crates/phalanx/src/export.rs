@@ -15,7 +15,7 @@ pub struct ExportArgs {
     /// Weights (.pth, .pt, .safetensors), a resumable checkpoint's .json, or the folder of a run
     #[arg(value_name = "CHECKPOINT")]
     checkpoint: PathBuf,
-    /// The file to write; its ending says the format: .pth and .pt for torch.load, or .safetensors
+    /// File to write; the extension selects the format: .pth or .pt for torch.load, or .safetensors
     #[arg(long, value_name = "FILE")]
     to: PathBuf,
 }

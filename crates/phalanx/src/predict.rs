@@ -25,30 +25,29 @@ pub struct PredictArgs {
     /// Weights (.pth, .pt, .safetensors), a resumable checkpoint's .json, or the folder of a run
     #[arg(value_name = "CHECKPOINT")]
     checkpoint: PathBuf,
-    /// A data set's folder (its test set), `synthetic` (drawn images that no training sees), or images: PNG, PGM, PPM; all
-    /// words after it, so that CHECKPOINT comes first
+    /// Test set in a data set's folder, `synthetic` (generated test images), or image files (PNG, PGM, PPM); takes all
+    /// following arguments, so put CHECKPOINT first
     #[arg(long, required = true, num_args = 1.., value_name = "DIR|synthetic|IMAGE")]
     data: Vec<PathBuf>,
-    /// The network [default: what the checkpoint says, or the one that it fits]
+    /// Network [default: the checkpoint's]
     #[arg(long, value_parser = names(), value_name = "NAME")]
     model: Option<String>,
-    /// What networks of colour images take for a pixel [default: what the checkpoint says, or what the
-    /// network is trained with by default]
+    /// Pixel values of colour images [default: the checkpoint's, or the network's training default]
     #[arg(long, value_enum, value_name = "unit|normalised")]
     pixels: Option<Pixels>,
-    /// Whether to look at each image mirrored, too, and take the mean of the scores [default: as --pixels]
+    /// Average the scores of each image and its mirror image [default: as --pixels]
     #[arg(long, value_name = "true|false")]
     mirrored: Option<bool>,
-    /// Predictions, a JSON object a line [default: standard output]
+    /// File for predictions, one JSON object per line [default: standard output]
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// At most so many samples of a data set
+    /// Predict at most N samples of a data set
     #[arg(long, value_name = "N")]
     limit: Option<usize>,
-    /// Images at a time
+    /// Images per batch
     #[arg(long, default_value_t = 250, value_name = "N")]
     batch_size: usize,
-    /// Compute threads [default: one a core]
+    /// Compute threads [default: one per core]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
 }
@@ -58,7 +57,7 @@ pub struct PredictArgs {
 enum Pixels {
     /// 0 to 1
     Unit,
-    /// The same less the training set's mean, divided by its deviation
+    /// Normalized with the training set's mean and standard deviation
     Normalised,
 }
 
@@ -314,7 +313,7 @@ impl Predictor<'_> {
                 scores: scores.to_vec(),
             };
             let row = serde_json::to_string(&row).map_err(|e| {
-                Error::new(ErrorKind::Failed, "predictions are no JSON").caused_by(e)
+                Error::new(ErrorKind::Failed, "predictions are not JSON").caused_by(e)
             })?;
             text.push_str(&row);
             text.push('\n');

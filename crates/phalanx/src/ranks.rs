@@ -30,7 +30,7 @@ pub enum TransportArg {
     Auto,
     /// Ranks are threads of one process
     Thread,
-    /// Shared memory only (an error where it is impossible)
+    /// Shared memory only; an error if ranks cannot share memory
     Shm,
     /// TCP only
     Tcp,
@@ -39,25 +39,25 @@ pub enum TransportArg {
 /// Which all-reduce algorithm is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum AlgorithmArg {
-    /// Chosen by size; always folds in ascending rank order
+    /// Chosen by size; always adds in ascending rank order
     Auto,
-    /// Chunk owners fold, then send the result to all
+    /// Each rank adds one chunk of all ranks, then sends it to all
     Direct,
-    /// The same in short segments, for a slow wire between more than two hosts
+    /// Like direct, in short segments, for a slow network of more than two hosts
     DirectShort,
-    /// Everyone sends all to everyone and folds
+    /// Every rank sends its data to all and adds all; lowest latency
     OneRound,
-    /// Ring: each rank talks to its neighbours only
+    /// Ring: each rank exchanges data with its neighbours only
     Ring,
-    /// On each host, across hosts by rails, on each host
+    /// Reduce-scatter on each host, all-reduce across hosts, all-gather on each host
     Hierarchical,
-    /// On each host, then from host to host and back, in ascending rank order
+    /// Reduce on each host, then pass from host to host and back, in ascending rank order
     Chain,
-    /// Up and down two binary trees, each with half of the data
+    /// Double binary tree: reduce and broadcast, half of the data in each tree
     Tree,
-    /// Everyone's data is collected in log2(ranks) rounds, everyone folds
+    /// Recursive doubling: all data gathered in log2(ranks) rounds, then added
     Doubling,
-    /// Chosen by size, in whatever order it adds
+    /// Chosen by size, in the fastest order of additions
     Fastest,
 }
 
@@ -65,10 +65,10 @@ pub enum AlgorithmArg {
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Ranks")]
 pub struct RankArgs {
-    /// Ranks to start on this host; auto and cpu mean one for each core. A launcher decides it itself [default: 1]
+    /// Number of ranks to start on this host; auto and cpu mean one per core. Under a launcher, the launcher sets it [default: 1]
     #[arg(long, visible_alias = "world", value_name = "N|auto|cpu", value_parser = launch::count_of_ranks)]
     nproc_per_node: Option<usize>,
-    /// How ranks talk to each other
+    /// Transport between ranks
     #[arg(long, visible_alias = "backend", value_enum, default_value_t = TransportArg::Auto)]
     pub transport: TransportArg,
     /// All-reduce algorithm
@@ -77,32 +77,31 @@ pub struct RankArgs {
     /// Compute threads per rank [default: cores divided by local ranks]
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
-    /// Where ranks find each other: env://, tcp://HOST:PORT or file:///PATH
+    /// Rendezvous: env://, tcp://HOST:PORT or file:///PATH
     #[arg(long, default_value = "env://", value_name = "URL")]
     pub init_method: String,
-    /// This task's number, where every task is started by hand with --world-size and --init-method tcp://HOST:PORT
+    /// Rank of this process, when you start each rank yourself with --world-size and --init-method tcp://HOST:PORT
     /// [default: 0]
     #[arg(long, value_name = "R")]
     pub rank: Option<usize>,
-    /// Number of tasks that are started so, one rank each; must be there with --init-method tcp://HOST:PORT. 1: this
-    /// process alone, on whatever cluster [default: 1]
+    /// World size when you start each rank yourself; required with --init-method tcp://HOST:PORT. 1 trains in this
+    /// process alone, even on a cluster [default: 1]
     #[arg(long, value_name = "N")]
     pub world_size: Option<usize>,
-    /// Seconds in which all ranks must have arrived, and in which their first collective must be over
+    /// Seconds in which all ranks must join and finish their first collective
     #[arg(long, default_value_t = 300.0, value_name = "S")]
     pub init_timeout: f64,
-    /// Seconds a collective may take, not counting the time in which a rank is busy on its own (see --phase-timeout)
+    /// Deadline of a collective in seconds, not counting phases in which a rank is busy on its own (--phase-timeout)
     #[arg(long, default_value_t = 60.0, value_name = "S")]
     pub timeout: f64,
-    /// Seconds that other ranks wait for one that is alive and busy on its own: loading data, evaluating, saving,
-    /// downloading
+    /// Seconds that ranks wait for a rank that is alive and loading data, evaluating, saving or downloading
     #[arg(long, default_value_t = 3600.0, value_name = "S")]
     pub phase_timeout: f64,
-    /// File with the job token, from `phalanx token`, for ranks on several hosts that neither this command nor `phalanx
-    /// launch` starts [default: what PHALANX_TOKEN_FILE names]
+    /// File with the job token (see `phalanx token`), for ranks on several hosts that you start yourself [default:
+    /// PHALANX_TOKEN_FILE]
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// Address to listen on for other ranks [default: loopback, or towards the master on several hosts]
+    /// Address to listen on for other ranks [default: loopback; on several hosts, the address that reaches the master]
     #[arg(long, value_name = "IP", env = "PHALANX_BIND")]
     pub bind: Option<IpAddr>,
 }

@@ -245,7 +245,7 @@ pub(super) fn check_rank(rank: usize, world: usize) -> Result<()> {
 fn parse<N: std::str::FromStr>(name: &str, text: &str) -> Result<N> {
     text.trim()
         .parse()
-        .map_err(|_| Error::usage(format!("{name} is {text:?}, which is no valid number")))
+        .map_err(|_| Error::usage(format!("{name} is {text:?}, which is not a valid number")))
 }
 
 /// Reads a token variable's text; the value is never shown.

@@ -319,7 +319,7 @@ impl ProcessGroup {
             Error::new(
                 ErrorKind::Protocol,
                 format!(
-                    "the object of rank {from} is no {}: {e}",
+                    "the object of rank {from} is not a {}: {e}",
                     std::any::type_name::<T>()
                 ),
             )

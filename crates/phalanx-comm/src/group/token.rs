@@ -49,7 +49,9 @@ fn read_text(path: &Path) -> Result<String> {
     let about = file.metadata().map_err(failed)?;
     let is_pipe = about.file_type().is_fifo();
     if !about.is_file() && !is_pipe {
-        return Err(Error::usage(format!("the token file {shown} is no file")));
+        return Err(Error::usage(format!(
+            "the token file {shown} is not a file"
+        )));
     }
     // What has no name in any folder is private: memfds, pipes of a launcher
     // (whose mode is 600).

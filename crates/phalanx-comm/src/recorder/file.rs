@@ -105,7 +105,7 @@ impl Dump {
         let file = File::options().read(true).custom_flags(flags).open(path);
         let file = file.map_err(|e| failed(&e))?;
         if !file.metadata().is_ok_and(|about| about.is_file()) {
-            return Err(failed(&"it is no regular file"));
+            return Err(failed(&"it is not a regular file"));
         }
         file.take(MAX_DUMP_BYTES + 1)
             .read_to_end(&mut bytes)
@@ -134,7 +134,7 @@ impl Dump {
             },
             Err(e) => {
                 return refused(format!(
-                    "is no flight recorder dump: {}",
+                    "is not a flight recorder dump: {}",
                     printable(&e.to_string())
                 ));
             }

@@ -299,8 +299,14 @@ fn hostile_files_are_refused_or_tamed() {
         (("flight 1", "flight 2"), "has the format"),
         (("\"rank\":1", "\"rank\":9"), "claims to be of rank 9 of 4"),
         (("\"world\":4", "\"world\":99999999999"), "claims"),
-        (("\"rank\":1", "\"rank\":-1"), "is no flight recorder dump"),
-        (("\"format\"", "\"fromat\""), "is no flight recorder dump"),
+        (
+            ("\"rank\":1", "\"rank\":-1"),
+            "is not a flight recorder dump",
+        ),
+        (
+            ("\"format\"", "\"fromat\""),
+            "is not a flight recorder dump",
+        ),
     ] {
         let lie = text.replace(change.0, change.1);
         let error = Dump::from_json(lie.as_bytes()).unwrap_err().to_string();

@@ -139,7 +139,7 @@ impl std::fmt::Display for Rules {
 fn parse_rule(text: &str) -> Result<Rule> {
     let wrong = |what: String| {
         Error::usage(format!(
-            "{text:?} is no rule: {what}; examples: all_reduce=ring:1MiB-, broadcast=tree:-64KiB"
+            "{text:?} is not a rule: {what}; examples: all_reduce=ring:1MiB-, broadcast=tree:-64KiB"
         ))
     };
     let (operation, rest) = text
@@ -163,10 +163,10 @@ fn parse_rule(text: &str) -> Result<Rule> {
     };
     let (from, to) = range
         .split_once('-')
-        .ok_or_else(|| wrong(format!("{range:?} is no range of sizes")))?;
+        .ok_or_else(|| wrong(format!("{range:?} is not a range of sizes")))?;
     let size = |text: &str, open: usize| match text.trim() {
         "" => Ok(open),
-        text => parse_bytes(text).ok_or_else(|| wrong(format!("{text:?} is no size"))),
+        text => parse_bytes(text).ok_or_else(|| wrong(format!("{text:?} is not a size"))),
     };
     let rule = Rule {
         method: *method,
@@ -224,10 +224,10 @@ mod tests {
             ("ring", "no \"=\""),
             ("all_reduce=circle", "ring"),
             ("barrier=ring", "only for all_reduce"),
-            ("all_reduce=ring:1MiB", "no range"),
-            ("all_reduce=ring:1x-", "no size"),
+            ("all_reduce=ring:1MiB", "not a range"),
+            ("all_reduce=ring:1x-", "not a size"),
             ("all_reduce=ring:2k-1k", "empty"),
-            ("all_reduce=ring:99999999999999999999-", "no size"),
+            ("all_reduce=ring:99999999999999999999-", "not a size"),
         ] {
             let error = text.parse::<Rules>().unwrap_err();
             assert_eq!(error.kind(), crate::ErrorKind::Usage);

@@ -70,7 +70,7 @@ impl Share {
 
     /// Inverse of [`Share::encode`]; the error quotes what is wrong.
     pub(crate) fn decode(text: &str) -> Result<Share, String> {
-        let wrong = || format!("{text:?} are no cores");
+        let wrong = || format!("{text:?} is not a list of cores");
         let (threads, rest) = text.split_once(" threads on ").ok_or_else(wrong)?;
         let (list, quota) = match rest.split_once(" quota ") {
             Some((list, quota)) => (list, Some(quota.parse().map_err(|_| wrong())?)),

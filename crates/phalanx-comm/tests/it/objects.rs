@@ -136,7 +136,7 @@ fn an_object_of_another_type_names_its_sender() {
             let error = group.broadcast_object::<u32>(None, 0).unwrap_err();
             assert_eq!((error.kind(), error.peer()), (ErrorKind::Protocol, Some(0)));
             let text = error.to_string();
-            assert!(text.contains("the object of rank 0 is no u32"), "{text}");
+            assert!(text.contains("the object of rank 0 is not a u32"), "{text}");
         }
         group.barrier().unwrap();
     });

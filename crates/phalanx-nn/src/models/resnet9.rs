@@ -93,7 +93,7 @@ impl ResNet9 {
         for name in (1..=3).flat_map(|s| [1, 2].map(|c| format!("stage{s}.conv{c}.weight"))) {
             let id = find(params, &name)?;
             let &[outputs, inputs, ..] = params.infos()[id.index()].shape.as_slice() else {
-                return Err(crate::Error::usage(format!("{name} is no convolution")));
+                return Err(crate::Error::usage(format!("{name} is not a convolution")));
             };
             let mut weight = params.export(id);
             for i in 0..inputs.min(outputs) {

@@ -200,7 +200,9 @@ impl<'s> Tensor<'s> {
             (Layout::Conv, &[out, group_in, kh, kw]) => (out, group_in, kh, kw),
             (Layout::Conv1d, &[out, group_in, k]) => (out, group_in, 1, k),
             (layout, shape) => {
-                return wrong(format!("{layout:?} {shape:?} is no convolution's weight"));
+                return wrong(format!(
+                    "{layout:?} {shape:?} is not a convolution's weight"
+                ));
             }
         };
         let &[images, h, w, inp] = &*dims else {

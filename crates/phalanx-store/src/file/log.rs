@@ -172,7 +172,7 @@ pub(super) fn apply(table: &mut Table, request: &Request<'_>, place: &str, at: u
         }
         _ => Err(corrupt(
             place,
-            format_args!("has a record at byte {at} that is no change"),
+            format_args!("has a record at byte {at} that is not a change"),
         )),
     }
 }

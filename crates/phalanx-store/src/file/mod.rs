@@ -431,7 +431,7 @@ fn open_file(path: &Path) -> Result<File> {
         })?;
     let about = file.metadata().map_err(fail)?;
     if !about.is_file() {
-        let why = format!("{} is no file", path.display());
+        let why = format!("{} is not a file", path.display());
         return Err(Error::new(ErrorKind::Usage, why));
     }
     let me = rustix::process::geteuid().as_raw();

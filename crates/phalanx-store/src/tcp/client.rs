@@ -145,7 +145,7 @@ impl TcpStore {
             return Err(Error::new(
                 ErrorKind::Usage,
                 format!(
-                    "{addr:?} is no store address: give host:port, for example 127.0.0.1:29500"
+                    "{addr:?} is not a store address: give host:port, for example 127.0.0.1:29500"
                 ),
             ));
         }
@@ -313,7 +313,7 @@ impl TcpStore {
         if server.role != Role::StoreServer {
             return Err(Error::new(
                 ErrorKind::Stranger,
-                "a member of this job listens there, but it is no store",
+                "a member of this job listens there, but it is not a store",
             ));
         }
         Ok(Connection {

@@ -46,7 +46,7 @@ pub(super) fn listen(addr: SocketAddr) -> Result<TcpListener> {
         .caused_by(e),
         std::io::ErrorKind::AddrNotAvailable => Error::new(
             ErrorKind::Usage,
-            format!("{addr} is no address of this host: start the store where the address is, or give one that `ip addr` lists here"),
+            format!("{addr} is not an address of this host: start the store where the address is, or give one that `ip addr` lists here"),
         )
         .caused_by(e),
         std::io::ErrorKind::PermissionDenied => Error::new(

@@ -38,7 +38,7 @@ impl TensorsFile {
         let failed = |e| Error::io("cannot read", path, e);
         let wrong = |why: String| {
             let path = path.display();
-            Error::data(format!("{path} is no complete safetensors file: {why}"))
+            Error::data(format!("{path} is not a complete safetensors file: {why}"))
         };
         let there = file.metadata().map_err(failed)?.len();
         if there < 8 {

@@ -180,7 +180,7 @@ pub fn load(folder: &Path, split: Split, scaling: Scaling) -> Result<Cifar10> {
     let take = |place: usize, path: &Path, batch: &Batch<'_>| {
         if batch.labels.len() != BATCH_IMAGES {
             return Err(Error::data(format!(
-                "{} holds {} images, expected {BATCH_IMAGES}; it is no file of CIFAR-10",
+                "{} holds {} images, expected {BATCH_IMAGES}; it is not a CIFAR-10 file",
                 path.display(),
                 batch.labels.len()
             )));

@@ -216,14 +216,14 @@ impl<'a> Machine<'_, 'a> {
 
     fn pop(&mut self) -> Result<Value<'a>> {
         let value = self.stack.pop();
-        value.ok_or_else(|| self.error("an operand is missing; the file is no pickle of CIFAR-10"))
+        value.ok_or_else(|| self.error("an operand is missing; the file is not a CIFAR-10 pickle"))
     }
 
     /// Everything above the last mark, which goes too.
     fn pop_marked(&mut self) -> Result<Vec<Value<'a>>> {
         let mark = self.stack.iter().rposition(|v| matches!(v, Value::Mark));
         let mark = mark
-            .ok_or_else(|| self.error("no mark before this; the file is no pickle of CIFAR-10"))?;
+            .ok_or_else(|| self.error("no mark before this; the file is not a CIFAR-10 pickle"))?;
         let items = self.stack.split_off(mark + 1);
         self.stack.pop();
         Ok(items)
@@ -237,7 +237,7 @@ impl<'a> Machine<'_, 'a> {
     fn pop_many(&mut self, count: usize) -> Result<Vec<Value<'a>>> {
         let first = self.stack.len().checked_sub(count);
         let first = first.ok_or_else(|| {
-            self.error("an operand is missing; the file is no pickle of CIFAR-10")
+            self.error("an operand is missing; the file is not a CIFAR-10 pickle")
         })?;
         Ok(self.stack.split_off(first))
     }
@@ -383,7 +383,7 @@ impl<'a> Machine<'_, 'a> {
                 Ok(())
             }
             _ => Err(self
-                .error("items without a list to put them in; the file is no pickle of CIFAR-10")),
+                .error("items without a list to put them in; the file is not a CIFAR-10 pickle")),
         }
     }
 
@@ -397,7 +397,7 @@ impl<'a> Machine<'_, 'a> {
                     entries.push((key, value));
                 }
                 _ => {
-                    return Err(self.error("entries that are no pairs of a name and a value"));
+                    return Err(self.error("entries that are not pairs of a name and a value"));
                 }
             }
         }
@@ -406,7 +406,7 @@ impl<'a> Machine<'_, 'a> {
                 dict.extend(entries);
                 Ok(())
             }
-            _ => Err(self.error("entries without a dictionary; the file is no pickle of CIFAR-10")),
+            _ => Err(self.error("entries without a dictionary; the file is not a CIFAR-10 pickle")),
         }
     }
 

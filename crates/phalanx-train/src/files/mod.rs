@@ -31,7 +31,7 @@ pub fn atomic_write(path: &Path, bytes: &[u8]) -> Result<()> {
 /// [`Dir::write`] does it.
 ///
 /// For a file that the user names: a symbolic link of the user's own or of root's stays
-/// one, and what it points to is written. What is no regular file (a device, a named pipe)
+/// one, and what it points to is written. What is not a regular file (a device, a named pipe)
 /// is opened and written as it is, which *blocks* until somebody reads the pipe.
 ///
 /// # Errors

@@ -153,7 +153,7 @@ impl MetricsLog {
 ///
 /// # Errors
 ///
-/// `DiskFull` or `Io` naming the path; `Internal` for a value that is no JSON.
+/// `DiskFull` or `Io` naming the path; `Internal` for a value that is not JSON.
 pub fn write_summary(path: &Path, summary: &impl Serialize) -> Result<()> {
     atomic_write(path, &indented(summary)?)
 }

@@ -182,7 +182,7 @@ impl Context<'_> {
             _ => "",
         };
         Error::data(format!(
-            "{} is no IDX {what} file: it starts with {}, not 0000080{dimensions}{hint}",
+            "{} is not an IDX {what} file: it starts with {}, not 0000080{dimensions}{hint}",
             self.path.display(),
             hex::encode(magic)
         ))

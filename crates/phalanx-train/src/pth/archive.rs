@@ -62,7 +62,7 @@ impl Archive {
                 start => format!(" and starts with {}", hex::encode(start)),
             };
             return Err(Error::data(format!(
-                "{} is no PyTorch file: it has {file_bytes} bytes{starts}; expected a zip archive, which starts with {}",
+                "{} is not a PyTorch file: it has {file_bytes} bytes{starts}; expected a zip archive, which starts with {}",
                 path.display(),
                 hex::encode(ZIP_START),
             )));
@@ -284,7 +284,7 @@ impl Archive {
 
 fn damaged(path: &Path, file_bytes: u64, source: rawzip::Error) -> Error {
     Error::data(format!(
-        "{} is no complete zip archive: {source}; expected a directory of its entries at the end; it has {file_bytes} bytes and may be truncated",
+        "{} is not a complete zip archive: {source}; expected a directory of its entries at the end; it has {file_bytes} bytes and may be truncated",
         path.display()
     ))
     .with_source(source)

@@ -134,7 +134,7 @@ pub(super) fn call(
                 ));
             };
             let Node::Int(offset) = nodes[*offset as usize] else {
-                return Err("the offset of a tensor is no number".to_owned());
+                return Err("the offset of a tensor is not a number".to_owned());
             };
             let offset = usize::try_from(offset)
                 .map_err(|_| format!("the offset of a tensor is {offset}; expected 0 or more"))?;

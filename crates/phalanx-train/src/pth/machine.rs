@@ -191,7 +191,7 @@ impl<'a> Machine<'a> {
             b'.' => return self.finish().map(Some),
             other => {
                 return refuse(format!(
-                    "opcode {} is none that torch.save writes",
+                    "opcode {} is not one that torch.save writes",
                     name_of(other)
                 ));
             }

@@ -83,7 +83,7 @@ impl Folder {
         let manifest = snapshot.manifest(&file, written);
         let text = manifest
             .to_text()
-            .map_err(|e| Error::internal(format!("a manifest is no JSON: {e}")).with_source(e));
+            .map_err(|e| Error::internal(format!("a manifest is not JSON: {e}")).with_source(e));
         let saved = text.and_then(|text| {
             let text = text.as_bytes();
             dir.write(&manifest_name, |out| out.write_all(text))

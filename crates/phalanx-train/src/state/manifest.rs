@@ -94,10 +94,10 @@ impl Manifest {
     /// Reads such a file; says what is wrong with it.
     pub(super) fn from_text(text: &[u8]) -> Result<Manifest, String> {
         let no_manifest = |why: &dyn std::fmt::Display| {
-            format!("it is no manifest of a checkpoint; expected whole JSON: {why}")
+            format!("it is not a checkpoint manifest; expected whole JSON: {why}")
         };
         let text = std::str::from_utf8(text)
-            .map_err(|e| no_manifest(&format_args!("byte {} is no text", e.valid_up_to())))?;
+            .map_err(|e| no_manifest(&format_args!("byte {} is not text", e.valid_up_to())))?;
         let manifest: Manifest =
             serde_json::from_str(text).map_err(|e| no_manifest(&one_line(&e.to_string())))?;
         if manifest.format != FORMAT || manifest.version != VERSION {

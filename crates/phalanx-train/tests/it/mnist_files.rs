@@ -308,7 +308,7 @@ fn files_of_another_kind_are_told_apart() {
     floats[2] = 0x0d;
     assert!(with(floats).contains("it starts with 00000d03"));
     let text = refused(&[(IMAGES, images(2)), (LABELS, images(2))], ErrorKind::Data);
-    assert!(text.contains("no IDX label file"), "{text}");
+    assert!(text.contains("not an IDX label file"), "{text}");
     assert!(text.contains("it is a file of images"), "{text}");
 }
 

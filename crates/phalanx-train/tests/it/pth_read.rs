@@ -286,7 +286,7 @@ fn files_of_another_kind_are_refused() {
     let path = dir.path().join("x.pth");
     for bytes in [&b""[..], b"P", b"{\"a\": 1}", &[0xff; 100]] {
         fs::write(&path, bytes).unwrap();
-        assert!(refused(&path).contains("is no PyTorch file"));
+        assert!(refused(&path).contains("is not a PyTorch file"));
     }
     let missing = PthFile::read(&dir.path().join("absent.pth")).err().unwrap();
     assert_eq!(missing.kind(), ErrorKind::Usage);

@@ -343,7 +343,7 @@ fn damaged_checkpoints_are_passed_over_by_name() {
     assert_eq!(state.unwrap().manifest().place.step, 1);
     let reasons = [
         ("step-000000007.json", "it was damaged or edited"),
-        ("step-000000006.json", "no manifest of a checkpoint"),
+        ("step-000000006.json", "not a checkpoint manifest"),
         ("step-000000005.safetensors", "it may be truncated"),
         ("step-000000004.safetensors", "is damaged: its SHA-256"),
         ("step-000000003.safetensors", "no checkpoint"),

@@ -28,13 +28,13 @@ pub struct CollectiveArgs {
         value_name = "SIZE,..."
     )]
     pub bytes: Vec<ByteSize>,
-    /// Iterations per size [default: as many as fit into a second, 5 to 2000]
+    /// Iterations per size [default: as many as fit into one second, 5 to 2000]
     #[arg(long, value_name = "N")]
     pub iters: Option<usize>,
-    /// Data in registered buckets, which the other ranks read and write in place (ranks of one host)
+    /// Use registered buffers, which other ranks of this host read and write in place
     #[arg(long)]
     pub registered: bool,
-    /// One JSON object a line instead of a table
+    /// Print one JSON object per line instead of a table
     #[arg(long)]
     pub json: bool,
     #[command(flatten)]

@@ -22,21 +22,21 @@ pub struct BenchArgs {
 
 #[derive(Debug, clap::Subcommand)]
 enum What {
-    /// Sum over all ranks, result on all
+    /// Sum over all ranks, result on all ranks
     AllReduce(collective::CollectiveArgs),
-    /// Rank 0's data to all
+    /// Rank 0's data to all ranks
     Broadcast(collective::CollectiveArgs),
     /// Sum over all ranks, result on rank 0
     Reduce(collective::CollectiveArgs),
-    /// Every rank's part to all; bytes are those of the whole result
+    /// Each rank's part to all ranks; sizes are of the whole result
     AllGather(collective::CollectiveArgs),
-    /// Sum over all ranks, each keeps its part; bytes are those of the whole input
+    /// Sum over all ranks, one part to each rank; sizes are of the whole input
     ReduceScatter(collective::CollectiveArgs),
-    /// A part from every rank to every rank; bytes are those of the whole input
+    /// A part from every rank to every rank; sizes are of the whole input
     AllToAll(collective::CollectiveArgs),
-    /// No data: everyone waits for everyone
+    /// Wait until all ranks have arrived; no data
     Barrier(collective::CollectiveArgs),
-    /// Training steps on synthetic data, steady state
+    /// Training steps on synthetic data, in steady state
     Train(train::TrainBenchArgs),
     /// Each convolution of the CIFAR ResNet-18, alone, without ranks
     Kernels(kernels::KernelArgs),

@@ -34,7 +34,7 @@ impl FromStr for ByteSize {
         };
         let number: f64 = number
             .parse()
-            .map_err(|_| format!("\"{text}\" is no size; examples: 4, 1KiB, 25MiB, 44.7MB"))?;
+            .map_err(|_| format!("\"{text}\" is not a size; examples: 4, 1KiB, 25MiB, 44.7MB"))?;
         let bytes = (number * factor).round();
         if bytes > MAX_BYTES {
             return Err(format!("{text} is above 64 GiB"));

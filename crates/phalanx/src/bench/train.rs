@@ -309,32 +309,32 @@ pub struct TrainBenchArgs {
     /// Steps to time
     #[arg(long, default_value_t = 50, value_name = "N")]
     pub steps: usize,
-    /// Steps before that
+    /// Untimed steps before
     #[arg(long, default_value_t = 5, value_name = "N")]
     pub warmup: usize,
-    /// Numbers that convolutions and linear layers multiply, and that convolutions and batch norms leave in
-    /// memory; weights, sums and the rest are fp32 either way
+    /// Data type of the inputs of convolutions and linear layers, and of stored activations; weights and sums are
+    /// always fp32
     #[arg(long, value_enum, default_value_t = PrecisionArg::Fp32)]
     pub precision: PrecisionArg,
-    /// Keep only each block's input for the backward pass, which makes what is inside again: a fraction of the
-    /// memory for activations, the blocks' forward pass once more, the same bits (not for mnist, which has no blocks)
+    /// Recompute each block's activations in backward: less memory, more time, bit-identical results (not for mnist,
+    /// which has no blocks)
     #[arg(long)]
     pub recompute: bool,
-    /// Who gets which averaged gradients, and when; where it is not everybody all, each rank updates a part of the
-    /// parameters and holds the momentum of that part only (ZeRO stage 1)
+    /// Gradient synchronization: all-reduce, reduce-scatter, or inside the optimizer step; with the latter two, each
+    /// rank updates a part of the parameters and holds the momentum of that part only (ZeRO stage 1)
     #[arg(long, value_enum, default_value_t = ExchangeArg::Auto)]
     pub exchange: ExchangeArg,
-    /// What the ranks' communication costs a step: time blocks of steps with it and without in turn, and of it alone
+    /// Measure what communication costs per step: time steps with it, without it, and communication alone
     #[arg(long, conflicts_with = "profile")]
     pub overhead: bool,
-    /// What the checks cost that are always on: time blocks of steps with and without each in turn, and those
-    /// that work once an epoch by themselves
+    /// Measure what the checks that are always on cost per step, each with and without, and the per-epoch checks alone
     #[arg(long, conflicts_with_all = ["profile", "overhead", "exchange"])]
     pub checks: bool,
-    /// Time operations and layers of steps 3 to 12: a table, and a Chrome trace for each rank: FILE.<rank>.json
+    /// Profile operations and layers of steps 3 to 12: print a table and write a Chrome trace per rank to
+    /// FILE.<rank>.json
     #[arg(long, value_name = "FILE")]
     pub profile: Option<std::path::PathBuf>,
-    /// One JSON object instead of text
+    /// Print one JSON object instead of text
     #[arg(long)]
     pub json: bool,
     #[command(flatten)]

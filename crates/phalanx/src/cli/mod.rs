@@ -14,14 +14,14 @@ use crate::error::{Error, Result};
 use crate::{bench, compare, download, export, inspect, launch, log, plan, predict, train};
 use normalise::{Flag, normalise};
 
-/// Distributed data-parallel training: ranks that march in step.
+/// Distributed data-parallel training.
 #[derive(Parser, Debug)]
 #[command(
     name = "phalanx",
     version,
     disable_help_subcommand = true,
     args_override_self = true,
-    after_help = "Exit codes: 0 ok, 1 training failed, 2 usage, 3 a peer was lost, 4 timeout, 130 interrupted.\n\
+    after_help = "Exit codes: 0 success, 1 training failed, 2 usage error, 3 lost peer, 4 timeout, 130 interrupted.\n\
                   Flags may be written with dashes or underscores."
 )]
 struct Cli {
@@ -34,27 +34,27 @@ struct Cli {
 enum Command {
     /// Train a model on N ranks.
     Train(Box<train::TrainArgs>),
-    /// Run the same training with one worker and with several: a table of duration and accuracy.
+    /// Compare training with one worker and with several: duration and accuracy.
     Compare(compare::CompareArgs),
-    /// Say what a trained network makes of images.
+    /// Classify images with a trained network.
     Predict(predict::PredictArgs),
-    /// Write a checkpoint's weights in another format, for PyTorch or safetensors.
+    /// Export a checkpoint's weights for PyTorch or safetensors.
     Export(export::ExportArgs),
     /// Measure collectives and training steps.
     Bench(Box<bench::BenchArgs>),
-    /// Start N ranks of any program, watch them, and end them together.
+    /// Start N ranks of any program; if one fails, stop all.
     #[command(
         args_override_self = true,
         override_usage = "phalanx launch [OPTIONS] [--] PROGRAM [ARGS]..."
     )]
     Launch(Box<launch::LaunchCli>),
-    /// Show which plan carries out each operation, how long it should take, and how large buckets should be.
+    /// Show the chosen algorithm and predicted time of each collective, and the best bucket size.
     Plan(plan::PlanArgs),
-    /// Get a data set from where its authors publish it.
+    /// Download a data set from its authors' site.
     Download(download::DownloadArgs),
-    /// Say in one sentence where a job hangs or why it died, from its flight recorders.
+    /// Find where a job hangs or why it failed, from its flight recorder dumps.
     Inspect(inspect::InspectArgs),
-    /// Write a new job token, the secret that the launchers of one job share.
+    /// Create a job token, the secret that the launchers of one job share.
     Token(TokenCli),
     /// What a launcher starts as: binds the rank's life to it, then becomes PROGRAM.
     #[command(hide = true)]

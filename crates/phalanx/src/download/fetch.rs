@@ -85,7 +85,7 @@ pub(super) fn agent(patience: Patience, needs_tls: bool) -> Result<Agent> {
 fn roots(path: &Path) -> Result<RootCerts> {
     let wrong = |e: String| {
         Error::usage(format!(
-            "{ROOTS} names {}, which is no file of certificates: {e}",
+            "{ROOTS} names {}, which is not a certificate file: {e}",
             path.display()
         ))
     };

@@ -34,16 +34,16 @@ use sets::{DataSet, SETS};
     have the sum that their authors published. The proxy of https_proxy and\n\
     the root certificates of SSL_CERT_FILE are heeded.")]
 pub(crate) struct DownloadArgs {
-    /// What to download: mnist, fashion-mnist, cifar10.
+    /// Data sets to download: mnist, fashion-mnist, cifar10.
     #[arg(value_name = "SET", required = true)]
     sets: Vec<String>,
-    /// The folder for the files; with several sets, one folder for each in it [default: data/SET].
+    /// Folder for the files; with several sets, each gets a subfolder [default: data/SET].
     #[arg(long, value_name = "DIR")]
     to: Option<PathBuf>,
-    /// Get the files from this folder on the web instead of their authors' (a mirror).
+    /// Download from this mirror URL instead of the authors' site.
     #[arg(long, value_name = "URL")]
     from: Option<String>,
-    /// Replace files that are there and are not the published ones.
+    /// Replace existing files that differ from the published ones.
     #[arg(long)]
     force: bool,
     #[command(flatten)]
@@ -144,7 +144,7 @@ pub(crate) fn check_mirror(flag: &str, url: &str) -> Result<()> {
     match (scheme, host) {
         (Some("http" | "https"), Some(host)) if !host.is_empty() => Ok(()),
         _ => Err(Error::usage(format!(
-            "{flag} \"{url}\" is no folder on the web; give one as http://HOST/FOLDER or https://HOST/FOLDER"
+            "{flag} \"{url}\" is not a web address; give one as http://HOST/FOLDER or https://HOST/FOLDER"
         ))),
     }
 }

@@ -28,67 +28,67 @@ const C10D_PORT: u16 = 29400;
 /// and messages serve flags and `PET_*` variables.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub(crate) struct LaunchCli {
-    /// Number of nodes (launchers) [default: 1, or what Slurm, Open MPI or PMI say].
+    /// Number of nodes (one launcher each) [default: 1, or set by Slurm, Open MPI or PMI].
     #[arg(long, value_name = "A")]
     pub(crate) nnodes: Option<String>,
-    /// Ranks on this node; auto and cpu mean one for each core [default: 1].
+    /// Number of ranks on this node; auto and cpu mean one per core [default: 1].
     #[arg(long, value_name = "N|auto|cpu")]
     pub(crate) nproc_per_node: Option<String>,
-    /// Which node this is, from 0.
+    /// Number of this node, from 0.
     #[arg(long, value_name = "R")]
     pub(crate) node_rank: Option<String>,
-    /// Host of node 0; must be there with several nodes, unless MASTER_ADDR or Slurm says it.
+    /// Host of node 0; required with several nodes, unless MASTER_ADDR or Slurm sets it.
     #[arg(long, value_name = "HOST")]
     pub(crate) master_addr: Option<String>,
     /// MASTER_PORT on one node [default: a free one]; on several, where the launchers meet [default: 29500, or 29400 with --rdzv-backend c10d, as torchrun].
     #[arg(long, value_name = "PORT")]
     pub(crate) master_port: Option<String>,
-    /// HOST[:PORT], torchrun's other way to say --master-addr and --master-port.
+    /// HOST[:PORT]; torchrun's alternative to --master-addr and --master-port.
     #[arg(long, value_name = "HOST[:PORT]")]
     pub(crate) rdzv_endpoint: Option<String>,
-    /// Accepted for torchrun's sake: static and c10d mean the same here.
+    /// Accepted for compatibility with torchrun; static and c10d do the same.
     #[arg(long, value_name = "NAME")]
     pub(crate) rdzv_backend: Option<String>,
     /// Name of the job; launchers with different names do not join.
     #[arg(long, value_name = "ID")]
     pub(crate) rdzv_id: Option<String>,
-    /// Accepted for compatibility with torchrun; it has no effect, as the end of a rank is noticed at once.
+    /// Accepted for compatibility with torchrun; no effect (the exit of a rank is noticed at once).
     #[arg(long, value_name = "S")]
     pub(crate) monitor_interval: Option<String>,
-    /// Accepted for compatibility with torchrun; it has no effect, as every rank is a new process.
+    /// Accepted for compatibility with torchrun; no effect (every rank is a new process).
     #[arg(long, value_name = "spawn|fork|forkserver")]
     pub(crate) start_method: Option<String>,
     /// Seconds to wait for all nodes [default: 300].
     #[arg(long, value_name = "S")]
     pub(crate) rdzv_timeout: Option<String>,
-    /// One node, whatever the environment says, on a free port.
+    /// Run on this node only, on a free port, ignoring cluster variables.
     #[arg(long)]
     pub(crate) standalone: bool,
-    /// How often to start the ranks again after a failure (one node only) [default: 0].
+    /// Number of restarts after a failure (one node only) [default: 0].
     #[arg(long, value_name = "K")]
     pub(crate) max_restarts: Option<String>,
     /// Folder for the ranks' output and error files; each run makes a new folder in it.
     #[arg(long, value_name = "DIR")]
     pub(crate) log_dir: Option<String>,
-    /// Output that goes to files in --log-dir only: 0, 1 (stdout), 2 (stderr), 3, or 0:1,1:2.
+    /// Streams written to files in --log-dir only: 0 (none), 1 (stdout), 2 (stderr), 3 (both), or per rank, as in 0:1,1:2.
     #[arg(long, value_name = "SPEC")]
     pub(crate) redirects: Option<String>,
-    /// Output that goes to files in --log-dir and here [default with --log-dir: 3].
+    /// Streams written to files in --log-dir and to the terminal, as in --redirects [default with --log-dir: 3].
     #[arg(long, value_name = "SPEC")]
     pub(crate) tee: Option<String>,
-    /// File with the job token, from `phalanx token` [default: what PHALANX_TOKEN_FILE names].
+    /// File with the job token (see `phalanx token`) [default: PHALANX_TOKEN_FILE].
     #[arg(long, value_name = "FILE")]
     pub(crate) token_file: Option<String>,
-    /// Address of this host, or a name for it, on which the store and this node's ranks listen.
+    /// Address or host name on which the store and this node's ranks listen.
     #[arg(long, value_name = "ADDR", alias = "local-addr")]
     pub(crate) bind: Option<String>,
     /// Seconds between SIGTERM and SIGKILL when the ranks are stopped [default: 1.5; after Ctrl-C or SIGTERM 30, if a rank or a process of its group handles SIGTERM, as with `train --save-every`, and more if a rank asks for more, as `train` does whose last checkpoint took longer].
     #[arg(long, value_name = "S")]
     pub(crate) stop_grace_s: Option<String>,
-    /// ROLE_NAME of the ranks [default: default].
+    /// Value of ROLE_NAME in the ranks [default: default].
     #[arg(long, value_name = "NAME")]
     pub(crate) role: Option<String>,
-    /// Do not put `[rank N]` in front of output lines.
+    /// Do not prefix output lines with `[rank N]`.
     #[arg(long)]
     pub(crate) no_prefix: bool,
     /// The program and its arguments. If the job fails or is interrupted, all processes that it has started are ended. If all ranks succeed, processes in sessions of their own (daemons) live on.
@@ -532,7 +532,7 @@ fn address(cli: &LaunchCli, env: &Env, alone: bool) -> Result<(Option<String>, O
         .as_ref()
         .is_some_and(|h| h.is_empty() || h.contains(char::is_whitespace))
     {
-        return Err(Error::usage("--master-addr is no host name"));
+        return Err(Error::usage("--master-addr is not a host name"));
     }
     Ok((host, port))
 }

@@ -145,7 +145,7 @@ fn first_slurm_host(env: &Env) -> Result<Option<String>> {
             return match first_host(list) {
                 Some(host) => Ok(Some(host)),
                 None => Err(
-                    Error::usage(format!("{name} is no list of hosts: \"{list}\""))
+                    Error::usage(format!("{name} is not a list of hosts: \"{list}\""))
                         .note("expected", "something like gnode[10,20,25-37],big1"),
                 ),
             };
@@ -195,7 +195,7 @@ pub(crate) fn number(env: &Env, name: &str) -> Result<Option<usize>> {
 
 pub(super) fn not_a_number(name: &str, text: &str) -> Error {
     Error::usage(format!(
-        "the environment says {name}={text}, which is no number"
+        "the environment says {name}={text}, which is not a number"
     ))
 }
 
@@ -260,7 +260,7 @@ pub(crate) fn rank_place(env: &Env) -> Result<Option<RankPlace>> {
         // 0 is up to the group: a rank 0 that hosts the store may take any.
         Some(port) => u16::try_from(port).map_err(|_| {
             Error::usage(format!(
-                "the environment says MASTER_PORT={port}, which is no port"
+                "the environment says MASTER_PORT={port}, which is not a port number"
             ))
         })?,
     };

@@ -150,7 +150,9 @@ fn own_address(text: &str) -> Result<IpAddr> {
             [one] if one == text => String::new(),
             all => format!(" ({})", all.join(", ")),
         };
-        Error::usage(format!("--bind {text}{shown} is no address of this host"))
+        Error::usage(format!(
+            "--bind {text}{shown} is not an address of this host"
+        ))
     })
 }
 
@@ -184,7 +186,7 @@ fn find_program(program: &OsStr, path: Option<&str>) -> Result<()> {
         return match std::fs::metadata(file) {
             Err(error) => Err(Error::usage(format!("cannot start {shown}")).caused_by(error)),
             Ok(about) if about.is_dir() => {
-                Err(Error::usage(format!("{shown} is a folder, and no program")))
+                Err(Error::usage(format!("{shown} is a folder, not a program")))
             }
             Ok(_) if executable(file) => match has_dos_interpreter(file) {
                 true => Err(Error::usage(format!(
@@ -265,7 +267,7 @@ mod tests {
             ("no-such-program", "no program \"no-such-program\" in PATH"),
             ("/no/such", "cannot start /no/such: "),
             ("/etc/passwd", "/etc/passwd is not an executable file"),
-            ("/bin", "/bin is a folder, and no program"),
+            ("/bin", "/bin is a folder, not a program"),
             ("train", "no program \"train\" in PATH"),
         ] {
             let error = find_program(program.as_ref(), Some("/bin")).unwrap_err();
@@ -303,7 +305,10 @@ mod tests {
         for (text, want) in [
             ("", "--bind  is neither"),
             ("no such host", "--bind no such host is neither"),
-            ("192.0.2.1", "--bind 192.0.2.1 is no address of this host"),
+            (
+                "192.0.2.1",
+                "--bind 192.0.2.1 is not an address of this host",
+            ),
         ] {
             let error = own_address(text).unwrap_err();
             assert!(error.chain().starts_with(want), "{}", error.chain());

@@ -74,7 +74,7 @@ fn private_folder(path: &Path, uid: u32) -> Result<()> {
         return Ok(());
     }
     Err(Error::usage(format!(
-        "{shown} is no folder that only user {uid} may enter"
+        "{shown} is not a folder that only user {uid} may enter"
     ))
     .note("fix", "remove it, or set TMPDIR to another folder"))
 }
@@ -138,7 +138,7 @@ mod tests {
             let error = private_folder(path, uid).unwrap_err();
             assert_eq!(error.exit_code(), 2);
             assert!(
-                error.chain().contains("no folder that only"),
+                error.chain().contains("not a folder that only"),
                 "{}",
                 error.chain()
             );

@@ -24,7 +24,7 @@ use units::{Delay, Rate};
     Under a launcher the ranks meet and measure; otherwise nothing is started and the\n\
     constants are those given.")]
 pub struct PlanArgs {
-    /// Ranks in all [default: as many as --nproc-per-node on every node]
+    /// World size [default: --nnodes times --nproc-per-node]
     #[arg(long, value_name = "N")]
     pub world: Option<usize>,
     /// Hosts
@@ -41,10 +41,10 @@ pub struct PlanArgs {
         value_name = "SIZE,..."
     )]
     pub bytes: Vec<ByteSize>,
-    /// What a host's network card moves each way
+    /// Bandwidth of a host's network card in each direction
     #[arg(long, default_value = "10gbit", value_name = "RATE")]
     pub rate: Rate,
-    /// Time of a small message to another host
+    /// Latency of a small message between hosts
     #[arg(long, default_value = "30us", value_name = "TIME")]
     pub delay: Delay,
     /// One JSON object instead of text

@@ -27,7 +27,7 @@ impl FromStr for Rate {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Rate, String> {
-        let wrong = || format!("\"{text}\" is no rate; examples: 10gbit, 800mbit, 1.25GB");
+        let wrong = || format!("\"{text}\" is not a rate; examples: 10gbit, 800mbit, 1.25GB");
         let (number, unit) = split(text).ok_or_else(wrong)?;
         let bytes = match unit.trim_end_matches("/s") {
             "gbit" => 1e9 / 8.0,
@@ -48,7 +48,7 @@ impl FromStr for Delay {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Delay, String> {
-        let wrong = || format!("\"{text}\" is no time; examples: 30us, 0.1ms, 1ms");
+        let wrong = || format!("\"{text}\" is not a time; examples: 30us, 0.1ms, 1ms");
         let (number, unit) = split(text).ok_or_else(wrong)?;
         let seconds = match unit.as_str() {
             "us" | "µs" => 1e-6,

@@ -19,7 +19,7 @@ use crate::ranks;
 #[derive(Debug, Clone, clap::Args)]
 pub struct CifarArgs {
     /// Folder with CIFAR-10 (pickles, binary version or original archive), the archive itself, or `synthetic` for
-    /// drawn pictures
+    /// generated images
     #[arg(
         long,
         visible_alias = "data",
@@ -27,7 +27,7 @@ pub struct CifarArgs {
         value_name = "DIR|synthetic"
     )]
     pub data_url: String,
-    /// Random data instead, as the ModelArts document has it: nothing can be learned from it
+    /// Train on random data, as the ModelArts document does; accuracy stays at chance level
     #[arg(long, default_value_t = false, action = clap::ArgAction::Set, value_name = "true|false")]
     pub custom_data: bool,
     #[command(flatten)]

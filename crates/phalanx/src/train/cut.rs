@@ -13,25 +13,25 @@ use crate::ranks;
 /// How far the bits of a training are fixed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Determinism {
-    /// The same from run to run at one number of ranks, over any transport
+    /// The same bits from run to run for one number of ranks, over any transport
     Ranks,
-    /// The same for every number of ranks, too
+    /// The same bits for every number of ranks
     Shards,
-    /// The same on all ranks; between hosts, gradients are added in whatever order is fastest
+    /// The same bits on all ranks only; between hosts, gradients are added in the fastest order
     Off,
 }
 
 /// Arguments that say how a step is cut.
 #[derive(Debug, Clone, clap::Args)]
 pub struct CutArgs {
-    /// Cut each rank's batch of a step into N micro-batches, one backward each: less memory, the same mean gradient
+    /// Split each rank's batch into N micro-batches and accumulate their gradients: less memory, the same mean gradient
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub accumulate: usize,
-    /// Whether results may depend on the number of ranks; with `shards`, choose the --global-batch-size
-    /// [default: ranks; off with --algorithm fastest]
+    /// How far results are reproducible; `shards` needs a --global-batch-size [default: ranks; off with --algorithm
+    /// fastest]
     #[arg(long, value_enum)]
     pub deterministic: Option<Determinism>,
-    /// Fixed parts of a global batch under --deterministic shards, at least one a rank [default: 8]
+    /// Number of shards of a global batch for --deterministic shards, at least one per rank [default: 8]
     #[arg(long, value_name = "N")]
     pub shards: Option<usize>,
 }

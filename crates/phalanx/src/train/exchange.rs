@@ -12,14 +12,14 @@ use crate::error::{Error, Result};
 /// Who gets which averaged gradients, and when ([`Exchange`]). The results are the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum ExchangeArg {
-    /// `at-step` where ranks of one host leave no core idle that could average meanwhile, else `all-reduce`
+    /// `at-step` if the ranks of one host use all its cores, else `all-reduce`
     Auto,
-    /// Every rank all of them, bucket by bucket while backward still runs
+    /// Every rank gets all averaged gradients, bucket by bucket during backward
     AllReduce,
-    /// Every rank a part of each bucket while backward still runs; parameters travel after the step (ZeRO stage 1)
+    /// Every rank gets a part of each bucket during backward; updated parameters are gathered after the step (ZeRO stage 1)
     ReduceScatter,
-    /// Every rank a part, averaged piece by piece as the optimizer's step needs it (ZeRO stage 1): the least work,
-    /// but nothing is hidden under backward
+    /// Every rank averages its part inside the optimizer step (ZeRO stage 1): the least work, but no overlap with
+    /// backward
     AtStep,
 }
 

@@ -6,29 +6,29 @@ use super::format::typed;
 use crate::error::{Error, Result};
 use crate::ranks;
 
-/// As what gradients travel between ranks.
+/// Data type or compression for gradient exchange.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum GradientType {
-    /// As they are, while backward still runs
+    /// Uncompressed, overlapped with backward
     F32,
     /// Half the bytes, 8 bits of precision
     Bf16,
     /// Half the bytes, 11 bits of precision
     F16,
-    /// Matrices as products of two thin ones, after --powersgd-start steps
+    /// PowerSGD: low-rank approximations of matrices, after --powersgd-start steps
     Powersgd,
 }
 
 /// Arguments about gradients between ranks.
 #[derive(Debug, Clone, clap::Args)]
 pub struct GradientArgs {
-    /// As what gradients travel between ranks
+    /// Data type or compression for gradient exchange
     #[arg(long, value_enum, default_value_t = GradientType::F32)]
     pub gradient_type: GradientType,
-    /// Columns of the thin matrices of --gradient-type powersgd [default: 2]
+    /// Rank of the approximation for --gradient-type powersgd [default: 2]
     #[arg(long, value_name = "N")]
     pub powersgd_rank: Option<usize>,
-    /// Steps with plain means before --gradient-type powersgd begins [default: 100]
+    /// Uncompressed steps before --gradient-type powersgd begins [default: 100]
     #[arg(long, value_name = "N")]
     pub powersgd_start: Option<u64>,
 }

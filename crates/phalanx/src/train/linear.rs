@@ -38,7 +38,7 @@ pub struct LinearArgs {
     pub lr: f64,
     #[command(flatten)]
     pub saving: SavingArgs,
-    /// Folder for metrics, summary and weights; with --resume PATH, that run's [default: runs/linear-<date>-<time>]
+    /// Folder for metrics, summary and weights; with --resume PATH, the resumed run's folder [default: runs/linear-<date>-<time>]
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
 }

@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 /// Arguments of `train mnist`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct MnistArgs {
-    /// Folder with the MNIST (or Fashion-MNIST) files, or `synthetic` for drawn digits
+    /// Folder with the MNIST or Fashion-MNIST files, or `synthetic` for generated digits
     #[arg(long, default_value = "synthetic", value_name = "DIR|synthetic")]
     pub data: String,
     #[command(flatten)]
@@ -32,10 +32,10 @@ pub struct MnistArgs {
     /// SGD momentum
     #[arg(long, visible_alias = "sgd-momentum", default_value_t = 0.9)]
     pub momentum: f64,
-    /// Let the learning rate fall from --lr to zero along half a cosine, step by step over all epochs
+    /// Cosine schedule: decrease the learning rate from --lr to zero over all steps
     #[arg(long)]
     pub cosine: bool,
-    /// Shares of activations that training drops, before and after the first linear layer
+    /// Dropout probabilities before and after the first linear layer
     #[arg(
         long,
         value_delimiter = ',',
@@ -43,10 +43,10 @@ pub struct MnistArgs {
         value_name = "FIRST,SECOND"
     )]
     pub dropout: Vec<f64>,
-    /// Shift each training digit at random by up to so many pixels in each direction, anew in every epoch
+    /// Shift each training image at random by up to this many pixels in each direction, anew in every epoch
     #[arg(long, default_value_t = 0, value_name = "PIXELS")]
     pub shift: usize,
-    /// Print all that the Flyte document's program prints, on every rank
+    /// Print the Flyte document's lines on every rank
     #[arg(long)]
     pub document: bool,
     #[command(flatten)]

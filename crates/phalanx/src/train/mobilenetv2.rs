@@ -21,8 +21,7 @@ use crate::error::Result;
 pub struct MobilenetArgs {
     #[command(flatten)]
     pub cifar: CifarArgs,
-    /// Keep only each block's input for the backward pass, which makes what is inside again: a fraction of the
-    /// memory for activations, the blocks' forward pass once more, the same bits
+    /// Recompute each block's activations in backward: less memory, more time, bit-identical results
     #[arg(long)]
     pub recompute: bool,
     #[command(flatten)]

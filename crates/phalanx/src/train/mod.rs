@@ -65,19 +65,19 @@ pub struct TrainArgs {
 #[derive(Debug, clap::Subcommand)]
 enum Recipe {
     /// The OneFlow document's linear model: two weights, 500 steps
-    #[command(mut_arg("save_every", |a| a.help("Save resumable state every so many steps, at the end, and when SIGTERM (then with exit code 130) or SIGUSR1 asks to stop")))]
+    #[command(mut_arg("save_every", |a| a.help("Save a resumable checkpoint every N steps, at the end, and on SIGTERM (exit code 130) or SIGUSR1, which stop the training")))]
     Linear {
         #[command(flatten)]
         args: linear::LinearArgs,
         #[command(flatten)]
         ranks: RankArgs,
     },
-    /// PyTorch's basic MNIST CNN on MNIST, Fashion-MNIST or drawn digits
+    /// PyTorch's basic MNIST CNN on MNIST, Fashion-MNIST or synthetic digits
     #[command(
-        mut_arg("epochs", |a| a.help("Times to go over the training set [default: 3]")),
+        mut_arg("epochs", |a| a.help("Number of epochs [default: 3]")),
         mut_arg("batch_size", |a| a.help("Samples per rank and step [default: 64]")),
         mut_arg("lr", |a| a.help("Learning rate [default: 0.05]")),
-        mut_arg("synthetic_samples", |a| a.help("Training samples of the synthetic set (a sixth as many for testing) [default: 60000]"))
+        mut_arg("synthetic_samples", |a| a.help("Number of synthetic training samples; the test set has a sixth as many [default: 60000]"))
     )]
     Mnist {
         #[command(flatten)]
@@ -87,11 +87,11 @@ enum Recipe {
     },
     /// The ModelArts document's ResNet-18 on CIFAR-10; --recipe fast for few epochs
     #[command(
-        mut_arg("epochs", |a| a.help("Times to go over the training set [default: 100; --recipe fast: 6]")),
+        mut_arg("epochs", |a| a.help("Number of epochs [default: 100; --recipe fast: 6]")),
         mut_arg("batch_size", |a| a.help("Samples per rank and step [default: 128; --recipe fast: 64]")),
         mut_arg("lr", |a| a.help("Learning rate [default: 0.01; --recipe fast: 0.1]")),
-        mut_arg("output_dir", |a| a.help("Folder for metrics, summary and weights; with --resume PATH, that run's [default: output_dir]")),
-        mut_arg("synthetic_samples", |a| a.help("Training samples of the synthetic set (a sixth as many for testing) [default: 50000]"))
+        mut_arg("output_dir", |a| a.help("Folder for metrics, summary and weights; with --resume PATH, the resumed run's folder [default: output_dir]")),
+        mut_arg("synthetic_samples", |a| a.help("Number of synthetic training samples; the test set has a sixth as many [default: 50000]"))
     )]
     Resnet18 {
         #[command(flatten)]
@@ -99,12 +99,12 @@ enum Recipe {
         #[command(flatten)]
         ranks: RankArgs,
     },
-    /// The small network of the CIFAR-10 speed records: 80 % within minutes
+    /// ResNet-9 on CIFAR-10, as in the training-speed records: 80 % accuracy within minutes
     #[command(
-        mut_arg("epochs", |a| a.help("Times to go over the training set [default: 3]")),
+        mut_arg("epochs", |a| a.help("Number of epochs [default: 3]")),
         mut_arg("batch_size", |a| a.help("Samples per rank and step [default: 128]")),
         mut_arg("lr", |a| a.help("Highest learning rate, for a global batch of 256 [default: 0.4]")),
-        mut_arg("synthetic_samples", |a| a.help("Training samples of the synthetic set (a sixth as many for testing) [default: 50000]"))
+        mut_arg("synthetic_samples", |a| a.help("Number of synthetic training samples; the test set has a sixth as many [default: 50000]"))
     )]
     Resnet9 {
         #[command(flatten)]
@@ -114,10 +114,10 @@ enum Recipe {
     },
     /// The OneFlow document's MobileNetV2 on CIFAR-10
     #[command(
-        mut_arg("epochs", |a| a.help("Times to go over the training set [default: 1]")),
+        mut_arg("epochs", |a| a.help("Number of epochs [default: 1]")),
         mut_arg("batch_size", |a| a.help("Samples per rank and step [default: 64]")),
         mut_arg("lr", |a| a.help("Learning rate [default: 0.001]")),
-        mut_arg("synthetic_samples", |a| a.help("Training samples of the synthetic set (a sixth as many for testing) [default: 50000]"))
+        mut_arg("synthetic_samples", |a| a.help("Number of synthetic training samples; the test set has a sixth as many [default: 50000]"))
     )]
     Mobilenetv2 {
         #[command(flatten)]

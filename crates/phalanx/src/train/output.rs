@@ -278,7 +278,7 @@ impl Output {
         let mut text = Vec::new();
         for row in rows {
             serde_json::to_writer(&mut text, row).map_err(|e| {
-                Error::new(ErrorKind::Failed, "predictions are no JSON").caused_by(e)
+                Error::new(ErrorKind::Failed, "predictions are not JSON").caused_by(e)
             })?;
             text.push(b'\n');
         }

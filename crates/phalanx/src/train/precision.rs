@@ -2,12 +2,12 @@
 
 use phalanx_nn::Precision;
 
-/// Numbers that convolutions and linear layers multiply.
+/// Data type of the inputs of convolutions and linear layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum PrecisionArg {
     /// f32
     Fp32,
-    /// f32 rounded to bf16, with f32 sums and f32 weights; fast where the processor has AMX
+    /// bf16 inputs with f32 sums and f32 weights; fast on processors with AMX
     Bf16,
 }
 

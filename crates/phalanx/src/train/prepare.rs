@@ -20,10 +20,10 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// Arguments about data that are not there yet.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct FetchArgs {
-    /// Get the data set first if it is missing: the first rank of each host downloads and unpacks it, the others wait
+    /// Download the data set first if it is missing; the first rank of each host downloads and unpacks it
     #[arg(long)]
     pub download: bool,
-    /// As --download, from this folder on the web instead of the authors' (a mirror)
+    /// Like --download, from this mirror URL instead of the authors' site
     #[arg(long, value_name = "URL")]
     pub download_from: Option<String>,
 }
@@ -50,7 +50,7 @@ impl FetchArgs {
     pub fn refuse(&self, data: &str) -> Result<()> {
         if self.wanted() {
             return Err(Error::usage(format!(
-                "--download gets a data set into a folder, and {data} is none; name one with --data"
+                "--download needs a folder for the data set, not {data}; name one with --data"
             )));
         }
         Ok(())

@@ -24,45 +24,44 @@ use crate::error::{Error, Result};
 /// How the network is trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Recipe {
-    /// Adam at a constant rate on images as they are, 100 epochs
+    /// Adam at a constant rate on unnormalized images, 100 epochs
     Document,
-    /// The same on normalised images with random crops (padding 4) and flips
+    /// Adam on normalized images with random crops (padding 4) and flips
     Standard,
-    /// Few epochs: one cycle of SGD with Nesterov's momentum, label smoothing, crops and flips
+    /// One-cycle SGD with Nesterov momentum, label smoothing, crops and flips; for few epochs
     Fast,
 }
 
-/// By what the learning rate is multiplied. The document has it both ways.
+/// How the learning rate is scaled. The document has it both ways.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum LrScaling {
-    /// By nothing
+    /// Not scaled
     None,
-    /// By the ranks of this host (the document's first listing)
+    /// Times the ranks of this host (the document's first listing)
     Node,
-    /// By all ranks (its complete listing)
+    /// Times all ranks (the document's complete listing)
     World,
 }
 
 /// Arguments of `train resnet18`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Resnet18Args {
-    /// As in the document; there is no GPU here, so both train on the processor
+    /// Accepted for compatibility with the ModelArts document; training runs on the CPU either way
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "true|false")]
     pub enable_gpu: bool,
     #[command(flatten)]
     pub cifar: CifarArgs,
-    /// How the network is trained
+    /// Optimizer, schedule and augmentation
     #[arg(long, value_enum, default_value_t = Recipe::Document)]
     pub recipe: Recipe,
-    /// By what the learning rate is multiplied [default: world; none with --deterministic shards, under
-    /// which nothing depends on the number of ranks]
+    /// How the learning rate is scaled [default: world; none with --deterministic shards, whose results do not
+    /// depend on the number of ranks]
     #[arg(long, value_enum)]
     pub lr_scaling: Option<LrScaling>,
-    /// Print the lines on every rank, each its own loss, as the document does
+    /// Print the document's lines on every rank, each with its own loss
     #[arg(long)]
     pub document: bool,
-    /// Keep only each block's input for the backward pass, which makes what is inside again: a fraction of the
-    /// memory for activations, the blocks' forward pass once more, the same bits
+    /// Recompute each block's activations in backward: less memory, more time, bit-identical results
     #[arg(long)]
     pub recompute: bool,
     #[command(flatten)]

@@ -25,16 +25,16 @@ use crate::error::{Error, Result};
 pub struct Resnet9Args {
     #[command(flatten)]
     pub cifar: CifarArgs,
-    /// SGD momentum (Nesterov's)
+    /// Nesterov momentum of SGD
     #[arg(long, default_value_t = 0.85)]
     pub momentum: f64,
     /// Weight decay
     #[arg(long, default_value_t = 0.00133)]
     pub weight_decay: f64,
-    /// Share of the target that is spread over all classes
+    /// Label smoothing
     #[arg(long, default_value_t = 0.2)]
     pub label_smoothing: f64,
-    /// Side of the square that is cut out of each training image (0: none)
+    /// Cutout: side of the square erased from each training image (0: none)
     #[arg(long, default_value_t = 0, value_name = "PIXELS")]
     pub cutout: usize,
     #[command(flatten)]

@@ -54,7 +54,7 @@ impl Claim {
 
     fn write(&self, dir: &Dir) -> Result<()> {
         let text = serde_json::to_vec(self).map_err(|e| {
-            Error::new(crate::error::ErrorKind::Failed, "a claim is no JSON").caused_by(e)
+            Error::new(crate::error::ErrorKind::Failed, "a claim is not JSON").caused_by(e)
         })?;
         Ok(dir.write(CLAIM_FILE, |out| out.write_all(&text))?)
     }
@@ -97,7 +97,7 @@ pub(super) enum Found {
 /// Which folders are written into.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub(crate) struct FolderArgs {
-    /// Write into a folder of another user, or one that other users can write into
+    /// Allow a folder that another user owns or can write to
     #[arg(long)]
     pub(crate) allow_shared_folder: bool,
 }

@@ -20,10 +20,9 @@ use crate::ranks;
 /// Which samples a rank gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum SamplerKind {
-    /// Each sample exactly once an epoch at any number of ranks; nothing
-    /// padded, nothing dropped
+    /// Each sample exactly once per epoch, for any number of ranks; no padding, no dropping
     Exact,
-    /// As PyTorch's DistributedSampler: pads with repeated samples
+    /// Like PyTorch's DistributedSampler: repeats samples to pad
     Torch,
 }
 
@@ -31,75 +30,75 @@ pub enum SamplerKind {
 /// [`Defaults`] of each program's own, told in its help.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Settings {
-    /// Times to go over the training set
+    /// Number of epochs
     #[arg(long, value_name = "N")]
     pub epochs: Option<usize>,
     /// Samples per rank and step
     #[arg(long, value_name = "N")]
     pub batch_size: Option<usize>,
-    /// Samples per step over all ranks, instead of --batch-size times the number of ranks
+    /// Samples per step over all ranks, instead of --batch-size per rank
     #[arg(long, value_name = "N", conflicts_with = "batch_size")]
     pub global_batch_size: Option<usize>,
-    /// Samples per rank and step while testing
+    /// Samples per rank and step in evaluation
     #[arg(long, default_value_t = 500, value_name = "N")]
     pub test_batch_size: usize,
     /// Learning rate
     #[arg(long, visible_alias = "learning-rate")]
     pub lr: Option<f64>,
-    /// Seed of weights, shuffling, dropout, augmentation and synthetic data
+    /// Seed for weights, shuffling, dropout, augmentation and synthetic data
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Initial weights: PyTorch's for this --seed, bit for bit, or those of a file (.pth, .safetensors, a checkpoint's .json) or of a run's folder
+    /// Initial weights: `torch` for the bits PyTorch draws from this --seed, or a file (.pth, .safetensors, a checkpoint's .json) or a run's folder
     #[arg(long, default_value = "torch", value_parser = PathBufValueParser::new().map(Start::from), value_name = "torch|FILE|DIR")]
     pub init: Start,
-    /// Which samples a rank gets
+    /// How samples are divided among ranks
     #[arg(long, value_enum, default_value_t = SamplerKind::Exact)]
     pub sampler: SamplerKind,
-    /// Log the loss every so many steps (and print it, where the program does)
+    /// Log the loss every N steps (and print it, if the recipe prints losses)
     #[arg(long, default_value_t = 100, value_name = "N")]
     pub log_interval: usize,
-    /// Training samples of the synthetic set (a sixth as many for testing)
+    /// Number of synthetic training samples; the test set has a sixth as many
     #[arg(long, value_name = "N")]
     pub synthetic_samples: Option<usize>,
-    /// Gradient bucket cap in MiB [default: 4 on one host, 8 across hosts; first and last 1]
+    /// Size of a gradient bucket in MiB [default: 4 on one host, 8 across hosts; 1 for the first and last bucket]
     #[arg(long, value_name = "MIB")]
     pub bucket_cap_mb: Option<f64>,
-    /// Who gets which averaged gradients, and when; the results are the same bits
+    /// Gradient synchronization: all-reduce, reduce-scatter, or inside the optimizer step; the results are bit-identical
     #[arg(long, value_enum, default_value_t = ExchangeArg::Auto)]
     pub exchange: ExchangeArg,
-    /// Numbers that convolutions and linear layers multiply, and that convolutions and batch norms leave in
-    /// memory; weights, sums and the rest are fp32 either way
+    /// Data type of the inputs of convolutions and linear layers, and of stored activations; weights and sums are
+    /// always fp32
     #[arg(long, value_enum, default_value_t = PrecisionArg::Fp32)]
     pub precision: PrecisionArg,
     #[command(flatten)]
     pub gradients: GradientArgs,
     #[command(flatten)]
     pub cut: CutArgs,
-    /// Threads that prepare batches, per rank
+    /// Data loader threads per rank
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub workers: usize,
-    /// Whether all ranks test their part, each sample once; `false`: as the program's document does it
+    /// Divide the test set among all ranks, each sample once; `false`: evaluate as the recipe's source document does
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "true|false")]
     pub exact_validation: bool,
-    /// Test batches whose predictions are kept in predictions.jsonl
+    /// Number of test batches whose predictions are written to predictions.jsonl
     #[arg(long, default_value_t = 10, value_name = "N")]
     pub log_batches: usize,
-    /// Images of each of these batches that are kept
+    /// Images written per logged batch
     #[arg(long, default_value_t = 32, value_name = "N")]
     pub log_images: usize,
     #[command(flatten)]
     pub saving: SavingArgs,
-    /// Append the numbers of the samples that each step trained on, one file a rank: FILE.<rank>.jsonl; a resumed run
-    /// first takes off the steps that it takes again
+    /// Append the indices of each step's samples to FILE.<rank>.jsonl; a resumed run first removes the steps it will
+    /// repeat
     #[arg(long, value_name = "FILE")]
     pub log_samples: Option<PathBuf>,
-    /// Folder for metrics, summary and weights; with --resume PATH, that run's [default: runs/PROGRAM-<date>-<time>]
+    /// Folder for metrics, summary and weights; with --resume PATH, the resumed run's folder [default: runs/PROGRAM-<date>-<time>]
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
-    /// Write a Chrome trace of the run's third step, one file a rank: FILE.<rank>.json
+    /// Write a Chrome trace of the third step to FILE.<rank>.json, one file per rank
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
-    /// Time operations and layers of steps 3 to 12: a table, and a Chrome trace for each rank: FILE.<rank>.json
+    /// Profile operations and layers of steps 3 to 12: print a table and write a Chrome trace per rank to FILE.<rank>.json
     #[arg(long, value_name = "FILE")]
     pub profile: Option<PathBuf>,
     /// What holds where nothing was typed.
@@ -137,7 +136,7 @@ impl Default for Defaults {
 const MAX_BATCH: usize = 1 << 20;
 
 impl Settings {
-    /// Times to go over the training set.
+    /// Number of epochs.
     pub fn epochs(&self) -> usize {
         self.epochs.unwrap_or(self.defaults.epochs)
     }
@@ -167,7 +166,7 @@ impl Settings {
         match self.synthetic_samples {
             None => Ok(()),
             Some(_) => Err(Error::usage(format!(
-                "--synthetic-samples is for --data synthetic, and {data} has the samples that it has; leave it out"
+                "--synthetic-samples requires --data synthetic, not {data}"
             ))),
         }
     }

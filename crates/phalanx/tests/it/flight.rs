@@ -165,7 +165,7 @@ fn a_stopped_rank_is_named(transport: &str) {
     assert_eq!(story["waiting"], serde_json::json!([0]));
     let notes = story["notes"].to_string();
     assert!(
-        notes.contains("rank-1.json: is no flight recorder dump"),
+        notes.contains("rank-1.json: is not a flight recorder dump"),
         "{notes}"
     );
 }
@@ -247,7 +247,7 @@ fn nothing_to_inspect_is_an_error_that_says_what_was_looked_for() {
     let (code, _, err) = inspect(dir.path(), &["."]);
     assert_eq!(code, 2);
     assert!(
-        err.contains("rank-0.json: is no flight recorder dump"),
+        err.contains("rank-0.json: is not a flight recorder dump"),
         "{err}"
     );
     let (code, _, err) = inspect(dir.path(), &["nowhere"]);

@@ -198,7 +198,7 @@ fn images_are_read_and_wrong_ones_named() {
     refused(
         dir,
         &["predict", "one.pgm", "--data", "one.pgm"],
-        "no complete safetensors file",
+        "not a complete safetensors file",
     );
     refused(
         dir,
@@ -213,7 +213,7 @@ fn images_are_read_and_wrong_ones_named() {
     refused(
         dir,
         &["export", "run/summary.json", "--to", "x.pth"],
-        "no manifest of a checkpoint",
+        "not a checkpoint manifest",
     );
 }
 
@@ -439,7 +439,7 @@ fn what_is_no_regular_file_is_never_waited_for() {
     refused(
         dir.path(),
         &["inspect", "."],
-        "flight/rank-0.json: it is no regular file",
+        "flight/rank-0.json: it is not a regular file",
     );
 }
 

@@ -300,11 +300,11 @@ fn a_training_that_is_another_is_not_gone_on_with() {
     };
     refused(
         &["--resume", "auto", "--seed", "2"],
-        "goes on with a training whose --seed is 1, and here it is 2",
+        "continues a training whose --seed is 1; this run has 2",
     );
     refused(
         &["--resume", "auto", "--sampler", "torch"],
-        "whose --sampler is exact, and here it is torch",
+        "whose --sampler is exact; this run has torch",
     );
     refused(
         &["--resume", "elsewhere"],
@@ -320,16 +320,16 @@ fn a_training_that_is_another_is_not_gone_on_with() {
     // A mistake is no crash, on several ranks neither.
     let two = ["--nproc-per-node", "2", "--resume", "auto"];
     for (more, fact) in [
-        (["--seed", "2"], "--seed is 1, and here it is 2"),
+        (["--seed", "2"], "--seed is 1; this run has 2"),
         (
             ["--gradient-type", "bf16"],
-            "--gradient-type is f32, and here it is bf16",
+            "--gradient-type is f32; this run has bf16",
         ),
     ] {
         let more = [&two[..], &more].concat();
         let (code, text) = run(train(dir, "out", &more));
         assert_eq!(code, 2, "{text}");
-        let error = format!("error: --resume auto goes on with a training whose {fact}");
+        let error = format!("error: --resume auto continues a training whose {fact}");
         assert_eq!(text.matches(&error).count(), 1, "{text}");
         for noise in ["inspect", "while", "exited", "stopped within"] {
             assert!(!text.contains(noise), "{noise}: {text}");
@@ -374,11 +374,11 @@ fn an_older_checkpoint_that_does_not_say_how_gradients_travelled_is_gone_on_with
     for (more, said) in [
         (
             &["--gradient-type", "bf16"][..],
-            "goes on with a training whose --gradient-type is f32, and here it is bf16",
+            "continues a training whose --gradient-type is f32; this run has bf16",
         ),
         (
             &["--deterministic", "shards"],
-            "goes on with a training without --shards, and here it is 8",
+            "continues a training without --shards; this run has 8",
         ),
     ] {
         let more = [&["--epochs", "1", "--resume", "auto"], more].concat();
@@ -428,7 +428,7 @@ fn the_linear_program_goes_on_too_and_prints_what_is_left() {
     let (code, text) = run(linear(dir, "out", "3", &["--resume", "auto"]));
     assert_eq!(code, 2, "{text}");
     assert!(
-        text.contains("whose number of ranks is even, and here it is 3"),
+        text.contains("whose number of ranks is even; this run has 3"),
         "{text}"
     );
     let rest = succeed(linear(dir, "out", "2", &["--resume", "auto"]));
@@ -1362,7 +1362,7 @@ fn another_powersgd_is_named_by_its_flag() {
         let more = [&base[..], &["--resume", "auto", flag, value]].concat();
         let (code, text) = run(train(dir, "out", &more));
         assert_eq!(code, 2, "{text}");
-        let told = format!("whose {flag} is {saved}, and here it is {value}");
+        let told = format!("whose {flag} is {saved}; this run has {value}");
         assert!(text.contains(&told), "{text}");
     }
 }

@@ -903,12 +903,12 @@ fn mistakes_are_named_with_the_way_out() {
                 "nonsense",
             ],
             2,
-            &["--download-from \"nonsense\" is no folder on the web"],
+            &["--download-from \"nonsense\" is not a web address"],
         ),
         (
             &["download", "mnist", "--from", "nonsense"],
             2,
-            &["--from \"nonsense\" is no folder on the web", "https://"],
+            &["--from \"nonsense\" is not a web address", "https://"],
         ),
         (
             &["download", "mnist", "--to", "/dev/null/x"],
@@ -1684,6 +1684,6 @@ fn the_size_of_the_synthetic_set_is_refused_for_other_data() {
         let args = [&["train"], more, &["--synthetic-samples", "640"]].concat();
         let (code, _, err) = run(&args, dir.path());
         assert_eq!(code, 2, "{err}");
-        assert!(err.contains("--synthetic-samples is for"), "{err}");
+        assert!(err.contains("--synthetic-samples requires"), "{err}");
     }
 }

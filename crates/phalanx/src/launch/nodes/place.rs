@@ -69,7 +69,7 @@ pub(crate) fn meeting_place(
             .to_socket_addrs()
             .map_err(|error| {
                 Error::usage(format!(
-                    "--master-addr {} is no host that is known here",
+                    "--master-addr {} is not a known host",
                     meeting.host
                 ))
                 .caused_by(error)

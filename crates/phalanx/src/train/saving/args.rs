@@ -13,39 +13,39 @@ use crate::train::FolderArgs;
 use crate::train::attempt::Attempt;
 use crate::train::run_dir::{Found, Fresh};
 
-/// What to do about a checkpoint that cannot be saved.
+/// What to do if a checkpoint cannot be saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum SaveErrors {
-    /// End the training
+    /// Stop the training with an error
     Stop,
-    /// Warn, and train on
+    /// Warn and continue training
     Warn,
 }
 
 /// Arguments about resumable checkpoints.
 #[derive(Debug, Clone, clap::Args)]
 pub struct SavingArgs {
-    /// Save resumable state every so many steps (later while the one before is still being written, which hurries from then on), after each epoch, and when SIGTERM (then with exit code 130) or SIGUSR1 asks to stop
+    /// Save a resumable checkpoint every N steps (delayed while the previous save is still running), after each epoch, and on SIGTERM (exit code 130) or SIGUSR1, which stop the training
     #[arg(long, value_name = "STEPS")]
     pub save_every: Option<u64>,
-    /// Resumable checkpoints to keep, the newest [default: 2]
+    /// Number of newest checkpoints to keep [default: 2]
     #[arg(long, value_name = "N")]
     pub keep: Option<usize>,
-    /// What to do about a checkpoint, or weights of the best epoch or of any but the last, that cannot be saved
+    /// What to do if a checkpoint, or the weights of an epoch before the last, cannot be saved
     #[arg(long, value_enum, default_value_t = SaveErrors::Stop)]
     pub save_errors: SaveErrors,
-    /// Go on from the newest checkpoint of the --output-dir, if there is one, of a run's folder, or from a checkpoint's JSON file; checkpoints of later steps are set aside (aside-*). A restart by phalanx launch or torchrun goes on in the same folder from the newest checkpoint, whatever is typed here (torchrun on several nodes: give the --output-dir)
+    /// Resume training: `auto` takes the newest checkpoint in --output-dir, if there is one; PATH is a run's folder or a checkpoint's JSON file. Checkpoints of later steps are renamed to aside-*. After a restart by phalanx launch or torchrun, training always resumes from the newest checkpoint of its folder (torchrun on several nodes: set --output-dir)
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "auto|PATH")]
     pub resume: Option<String>,
-    /// Replace what an earlier run left in the --output-dir; without it, or --resume, such a folder is refused
+    /// Replace an earlier run in the --output-dir; without --overwrite or --resume, such a folder is an error
     #[arg(long, conflicts_with = "resume")]
     pub overwrite: bool,
-    /// Save and stop after so many steps of this run
+    /// Save a checkpoint and stop after N steps of this run
     #[arg(long, value_name = "STEPS")]
     pub stop_after: Option<u64>,
     #[command(flatten)]
     pub(crate) folder: FolderArgs,
-    /// Seconds from SIGTERM until the training has saved and ended, then it is killed; phalanx launch is told, torchrun and Slurm have settings of their own [default: 30, or 3 times as long as the last save took]
+    /// Seconds that a training has after SIGTERM to save and exit before phalanx launch kills it; torchrun and Slurm have their own settings [default: 30, or 3 times as long as the last save took]
     #[arg(long, value_name = "S")]
     pub stop_grace_s: Option<f64>,
     /// Which attempt of a job this is.

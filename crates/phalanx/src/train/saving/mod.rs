@@ -157,7 +157,7 @@ impl<'a> Saving<'a> {
                 What::Save => save = true,
                 What::Hurry => background.hurry(),
                 What::Warn { since } => self.ctx.note(&format!(
-                    "warning: a checkpoint is due since step {since}, and after step {step} the one before is still being written\n  so slow a disk ({}) asks for a larger --save-every",
+                    "warning: a checkpoint is due since step {since}, and after step {step} the previous one is still being written\n  the disk ({}) is too slow for this interval; raise --save-every",
                     self.path.display()
                 )),
             }
@@ -346,5 +346,5 @@ impl<'a> Saving<'a> {
 }
 
 fn no_json(error: serde_json::Error) -> Error {
-    Error::new(ErrorKind::Failed, "a checkpoint's manifest is no JSON").caused_by(error)
+    Error::new(ErrorKind::Failed, "a checkpoint's manifest is not JSON").caused_by(error)
 }

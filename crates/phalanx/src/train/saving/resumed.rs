@@ -111,12 +111,12 @@ impl Resumed {
             let from = &self.from;
             let Some(saved) = saved else {
                 let what = format!(
-                    "--resume {from} goes on with a training without {name}, and here it is {now}"
+                    "--resume {from} continues a training without {name}; this run has {now}"
                 );
                 return Err(Error::usage(what));
             };
             let what = format!(
-                "--resume {from} goes on with a training whose {name} is {saved}, and here it is {now}"
+                "--resume {from} continues a training whose {name} is {saved}; this run has {now}"
             );
             let error = Error::usage(what);
             return Err(match name.as_str() {
@@ -363,7 +363,7 @@ fn read(ctx: &RankContext, wanted: &str, dir: &Path) -> Result<Option<State>> {
         let weights = ["pt", "pth", "safetensors"];
         let is_weights = |end: &OsStr| weights.iter().any(|w| end == *w);
         if path.extension().is_some_and(is_weights) {
-            let what = format!("--resume {wanted}: weights alone are no checkpoint to go on from");
+            let what = format!("--resume {wanted}: weights alone are not a resumable checkpoint");
             return Err(Error::usage(what)
                 .note("try", "the .json of a checkpoint, or the run's folder")
                 .note(

@@ -470,6 +470,6 @@ fn what_nobody_publishes_cannot_be_downloaded() {
     ] {
         let (code, _, err) = run(args, dir.path());
         assert_eq!(code, 2, "{err}");
-        assert!(err.contains("--download gets a data set"), "{err}");
+        assert!(err.contains("--download needs a folder"), "{err}");
     }
 }
