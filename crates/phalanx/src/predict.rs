@@ -29,7 +29,7 @@ pub struct PredictArgs {
     /// following arguments, so put CHECKPOINT first
     #[arg(long, required = true, num_args = 1.., value_name = "DIR|synthetic|IMAGE")]
     data: Vec<PathBuf>,
-    /// Network [default: the checkpoint's]
+    /// Network [default: the checkpoint's, or the one that fits its weights]
     #[arg(long, value_parser = names(), value_name = "NAME")]
     model: Option<String>,
     /// Pixel values of colour images [default: the checkpoint's, or the network's training default]

@@ -1,6 +1,6 @@
 //! The commit vote: a step that one rank cannot take is taken by none.
 
-use crate::common::{ALL, ranks};
+use crate::common::{ALL, Over, ranks};
 use phalanx_comm::ProcessGroup;
 use phalanx_ddp::{
     BucketCaps, Commit, DdpOptions, DistributedDataParallel, GradType, ParamSpec, Reducer,
@@ -133,7 +133,7 @@ fn a_mean_that_overflows_is_voted_down_and_large_numbers_are_not() {
 
 #[test]
 fn a_rank_may_veto_for_its_own_reasons_and_several_at_once() {
-    ranks(3, crate::common::Over::Thread, |group| {
+    ranks(3, Over::Thread, |group| {
         let rank = group.rank();
         let mut reducer = reducer(group, BucketCaps::ONE_HOST);
         if rank == 1 {
@@ -155,7 +155,7 @@ fn a_rank_may_veto_for_its_own_reasons_and_several_at_once() {
 /// Whoever made a gradient may have looked: it is taken at its word, but only for what it made.
 #[test]
 fn gradients_seen_to_be_finite_are_not_read_again_unless_they_are_changed() {
-    ranks(2, crate::common::Over::Thread, |group| {
+    ranks(2, Over::Thread, |group| {
         let rank = group.rank();
         let mut reducer = reducer(group, BucketCaps::ONE_HOST);
         let step = |reducer: &mut Reducer, value: f32| {
@@ -194,7 +194,7 @@ fn gradients_seen_to_be_finite_are_not_read_again_unless_they_are_changed() {
 /// Nobody looks where that was asked for; a veto counts all the same.
 #[test]
 fn unchecked_gradients_go_through_and_a_veto_still_counts() {
-    ranks(2, crate::common::Over::Thread, |group| {
+    ranks(2, Over::Thread, |group| {
         let rank = group.rank();
         let options = ReducerOptions {
             unchecked: true,
@@ -253,11 +253,9 @@ fn a_step_voted_down_changes_no_bit() {
         }
         bits(&params)
     };
-    let plain = ranks(2, crate::common::Over::Shm, |group| trained(group, None));
+    let plain = ranks(2, Over::Shm, |group| trained(group, None));
     for spoiled in 0..5 {
-        let voted = ranks(2, crate::common::Over::Shm, |group| {
-            trained(group, Some(spoiled))
-        });
+        let voted = ranks(2, Over::Shm, |group| trained(group, Some(spoiled)));
         assert_eq!(voted, plain, "step {spoiled}");
     }
 }

@@ -24,6 +24,7 @@ fn child(test: &str, path: &PathBuf) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
         .args(["--exact", &format!("file::{test}"), "--nocapture"])
+        .args(["--test-threads", "1"])
         .env(CHILD, path);
     command
 }

@@ -31,7 +31,7 @@ pub struct SavingArgs {
     /// Number of newest checkpoints to keep [default: 2]
     #[arg(long, value_name = "N")]
     pub keep: Option<usize>,
-    /// What to do if a checkpoint, or the weights of an epoch before the last, cannot be saved
+    /// What to do if a checkpoint, or the weights of the best epoch or of an epoch before the last, cannot be saved
     #[arg(long, value_enum, default_value_t = SaveErrors::Stop)]
     pub save_errors: SaveErrors,
     /// Resume training: `auto` takes the newest checkpoint in --output-dir, if there is one; PATH is a run's folder or a checkpoint's JSON file. Checkpoints of later steps are renamed to aside-*. After a restart by phalanx launch or torchrun, training always resumes from the newest checkpoint of its folder (torchrun on several nodes: set --output-dir)
