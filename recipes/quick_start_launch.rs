@@ -13,14 +13,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 use phalanx::comm::{InitOptions, ProcessGroup};
+use phalanx::data::cifar10::{self, Scaling, Split};
+use phalanx::data::loader::{Loader, LoaderOptions};
+use phalanx::data::sampler::{Cursor, Sampler, SamplerConfig};
+use phalanx::data::{ImageDataset, checkpoint, synthetic};
 use phalanx::ddp::{DistributedDataParallel, verify_equal};
 use phalanx::nn::layers::Linear;
 use phalanx::nn::optim::Sgd;
 use phalanx::nn::{Scope, Seed, StepKey, Tape, Threads};
-use phalanx::train::cifar10::{self, Scaling, Split};
-use phalanx::train::loader::{Loader, LoaderOptions};
-use phalanx::train::sampler::{Cursor, Sampler, SamplerConfig};
-use phalanx::train::{Dataset, checkpoint, synthetic};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     // DDP: dist.init_process_group(); rank and world size come from the launcher.
@@ -29,7 +29,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let local_rank = local_rank()?;
 
     let folder = Path::new("data");
-    let data: Arc<dyn Dataset> = match cifar10::check(folder) {
+    let data: Arc<dyn ImageDataset> = match cifar10::check(folder) {
         Ok(_) => Arc::new(cifar10::load(folder, Split::Train, Scaling::Unit)?),
         Err(missing) => {
             if rank == 0 {

@@ -1,57 +1,61 @@
-//! What surrounds a training step: data sets, samplers, a prefetching loader,
-//! checkpoints, metrics and progress.
-//!
-//! Data moves one way: [`Dataset`] → [`sampler`] → [`loader`] → the model →
-//! [`metrics`] and [`checkpoint`]. Nothing here talks to other ranks: what
-//! must be summed over ranks (means, confusion counts) is offered as plain
-//! numbers for the caller's all-reduce.
-//!
-//! ```
-//! use std::sync::Arc;
-//! use phalanx_train::loader::{Loader, LoaderOptions};
-//! use phalanx_train::sampler::{Cursor, Sampler, SamplerConfig};
-//! use phalanx_train::synthetic;
-//!
-//! # fn main() -> phalanx_train::Result<()> {
-//! let data = Arc::new(synthetic::digits(100, 1));
-//! let rank = SamplerConfig { samples: 100, world: 2, rank: 0, shuffle: true, seed: 1 };
-//! let sampler = Sampler::exact(rank, 32)?;
-//! let mut loader = Loader::new(data, LoaderOptions::default())?;
-//! for plan in sampler.epochs(Cursor::START)?.take(2) {
-//!     loader.start(plan);
-//!     let mut samples = 0;
-//!     while let Some(batch) = loader.next_batch()? {
-//!         samples += batch.labels.len(); // train here
-//!     }
-//!     assert_eq!(samples, 50);
-//! }
-//! # Ok(())
-//! # }
-//! ```
+//! The training loop.
 
 #![forbid(unsafe_code)]
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 
-pub mod augment;
-pub mod checkpoint;
-pub mod cifar10;
-mod dataset;
-pub mod digest;
-mod error;
-pub mod files;
-#[cfg(any(test, fuzzing))]
-#[doc(hidden)]
-pub mod fuzzing;
-pub mod image;
-pub mod loader;
-pub mod metrics;
-pub mod mnist;
-pub mod process;
-pub mod progress;
-pub mod pth;
-pub mod sampler;
-pub mod state;
-pub mod synthetic;
-pub mod text;
+mod advice;
+mod attempt;
+mod exchange;
+mod gradient;
+mod job;
+mod lock;
+mod output;
+mod precision;
+mod prepare;
+mod profile;
+mod reporter;
+mod run_dir;
+mod sample_log;
+mod saving;
+mod settings;
+mod split;
+mod start;
+mod timing;
+mod trace;
+mod trainer;
+mod update;
+mod weights;
 
-pub use dataset::Dataset;
-pub use error::{Error, ErrorKind, Result};
+pub use exchange::ExchangeArg;
+pub use job::Job;
+pub use output::{Files, Output};
+pub use phalanx_process::RankContext;
+pub use phalanx_process::error::{Error, ErrorKind, Result};
+pub use precision::PrecisionArg;
+pub use prepare::{DefaultDir, PreparedRun, prepare_run};
+pub use profile::Profiler;
+pub use reporter::{EpochLines, Reporter, StepFacts};
+pub use run_dir::{FolderArgs, RunDir, check_folder_of, default_output_dir};
+pub use saving::{
+    AUTO, CheckpointSource, FOLDER as CHECKPOINTS_DIR, History, Resumed, SaveAction, Saving,
+    SavingArgs, settings as settings_by_name,
+};
+pub use settings::{Defaults, SamplerKind, Settings, check_lr};
+pub use split::{BatchSplit, Determinism, SplitArgs};
+pub use trainer::{Batches, Evaluation, Measure, MicroBatch, StepBatch, Trainer, TrainerBuilder};
+pub use update::Update;
+pub use weights::file_of;
+
+use phalanx_process::{error, format, say, stop};
+
+use std::path::{Path, PathBuf};
+
+/// Folder for flight recorders, in a run's output folder.
+pub const FLIGHT_DIR: &str = "flight";
+
+/// `FILE.<rank>.<ending>`, the file of one rank.
+fn of_rank(file: &Path, rank: usize, ending: &str) -> PathBuf {
+    let mut name = file.as_os_str().to_owned();
+    name.push(format!(".{rank}.{ending}"));
+    name.into()
+}

@@ -4,17 +4,16 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use phalanx_train::files::Dir;
-use phalanx_train::metrics::write_summary_in;
+use phalanx_data::files::Dir;
+use phalanx_data::metrics::write_summary_in;
 use serde::Serialize;
 use serde_json::Value;
 
 use crate::cli;
 use crate::error::{Error, ErrorKind, Result};
 use crate::launch;
-use crate::ranks;
 use crate::say;
-use crate::train::{FolderArgs, RunDir};
+use phalanx_train::{FolderArgs, RunDir};
 
 /// What a comparison leaves in its folder.
 const COMPARISON_FILE: &str = "comparison.json";
@@ -86,7 +85,7 @@ struct Comparison<'a> {
 /// Usage, before anything is started; or what ended a run, which is named.
 pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     for (i, workers) in args.workers.iter().enumerate() {
-        ranks::check_local_ranks("--workers", *workers)?;
+        launch::check_local_ranks("--workers", *workers)?;
         if args.workers[..i].contains(workers) {
             return Err(Error::usage(format!("--workers names {workers} twice")));
         }
@@ -171,8 +170,8 @@ fn start(training: &[OsString], workers: usize, output_dir: &Path) -> Result<()>
     let mut flag = OsString::from("--output-dir=");
     flag.push(output_dir);
     own.push(flag);
-    let flight_dir = output_dir.join(crate::train::FLIGHT_DIR);
-    ranks::start(workers, own, Some(&flight_dir), launch::Prefix::AllButRank0)
+    let flight_dir = output_dir.join(phalanx_train::FLIGHT_DIR);
+    launch::start(workers, own, Some(&flight_dir), launch::Prefix::AllButRank0)
 }
 
 impl Run {
@@ -225,7 +224,7 @@ fn table(recipe: &str, runs: &[Run]) -> String {
 }
 
 fn counted(workers: usize) -> String {
-    crate::train::format::plural(workers, "worker")
+    crate::format::plural(workers, "worker")
 }
 
 /// `42.1 seconds`, from two minutes on `12.3 minutes`.

@@ -2,12 +2,12 @@
 
 use std::path::PathBuf;
 
-use phalanx_train::checkpoint::{read_tensors, save_tensors};
+use phalanx_data::checkpoint::{read_tensors, save_tensors};
 
 use crate::error::{Error, Result};
+use crate::format::{bytes, plural};
 use crate::say;
-use crate::train::format::{bytes, plural};
-use crate::train::{check_folder_of, file_of};
+use phalanx_train::{check_folder_of, file_of};
 
 /// Arguments of `phalanx export`.
 #[derive(Debug, clap::Args)]

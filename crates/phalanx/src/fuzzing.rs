@@ -1,22 +1,11 @@
-//! What the program reads of its environment, of other processes and of dumps, fed
-//! with garbage: the bodies of the fuzz targets in `fuzz/`, which the tests
-//! here run on garbled seeds.
-
-use crate::inspect::fuzzing as inspect;
-use crate::launch::fuzzing as launch;
+//! What is typed, fed with garbage: the bodies of the fuzz targets in `fuzz/`, which the
+//! tests here run on garbled seeds.
 
 /// Name, body, seeds.
 pub type Target = (&'static str, fn(&[u8]), fn() -> Vec<Vec<u8>>);
 
 /// All of them.
-pub const TARGETS: &[Target] = &[
-    ("phalanx_cluster", launch::cluster, launch::cluster_seeds),
-    ("phalanx_launch_args", launch::args, launch::args_seeds),
-    ("phalanx_messages", launch::messages, launch::messages_seeds),
-    ("phalanx_system", launch::system, launch::system_seeds),
-    ("phalanx_dumps", inspect::dumps, inspect::dumps_seeds),
-    ("phalanx_words", words, words_seeds),
-];
+pub const TARGETS: &[Target] = &[("phalanx_words", words, words_seeds)];
 
 /// A command line, word by word, and sizes as people write them.
 fn words(data: &[u8]) {

@@ -1,7 +1,36 @@
-//! The phalanx binary and facade library: train, launch, bench.
+//! Distributed data-parallel training: what `torchrun`, `torch.distributed` and
+//! `DistributedDataParallel` are to Python.
 //!
-//! The program lives in `main.rs`; this library gathers the crates that
-//! programs build on under one name.
+//! A training program is a `main` that calls [`main()`]:
+//!
+//! ```no_run
+//! use phalanx::prelude::*;
+//!
+//! fn main() -> ExitCode {
+//!     phalanx::main(|job| {
+//!         let (train, test) = mnist::open("synthetic", job.settings().seed)?;
+//!         let mut trainer = job.trainer(&train, MnistCnn::new, Sgd::new)?.start()?;
+//!         for _epoch in trainer.epochs() {
+//!             for batch in trainer.batches(&train)? {
+//!                 trainer.step(&batch, |model, batch| {
+//!                     let scores = model.forward(batch.images()?)?;
+//!                     Ok(scores.nll_loss(batch.labels(), batch.samples() as f32)?)
+//!                 })?;
+//!             }
+//!             trainer.evaluate(&test, |model, batch| {
+//!                 let scores = model.forward(batch.images()?)?;
+//!                 let measure = Measure::of_scores(&scores, batch.labels())?;
+//!                 Ok(measure.with_loss(scores.nll_loss(batch.labels(), 1.0)?))
+//!             })?;
+//!         }
+//!         trainer.finish()?;
+//!         Ok(())
+//!     })
+//! }
+//! ```
+//!
+//! The crates below are here under one name; what lies below the trainer (tape, reducer, process
+//! group) can be used without it. The command `phalanx` comes with `cargo install`.
 #![forbid(unsafe_code)]
 
 // The program's own modules, for the fuzz targets only: a binary cannot be
@@ -16,13 +45,8 @@ mod cli;
 #[allow(dead_code, reason = "main.rs uses the rest")]
 mod compare;
 #[cfg(fuzzing)]
-mod convert;
-#[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
 mod download;
-#[cfg(fuzzing)]
-#[allow(dead_code, reason = "main.rs uses the rest")]
-mod error;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
 mod export;
@@ -31,13 +55,7 @@ mod export;
 pub mod fuzzing;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
-mod inspect;
-#[cfg(fuzzing)]
-#[allow(dead_code, reason = "main.rs uses the rest")]
-mod launch;
-#[cfg(fuzzing)]
-#[allow(dead_code, reason = "main.rs uses the rest")]
-mod log;
+mod new;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
 mod plan;
@@ -46,24 +64,24 @@ mod plan;
 mod predict;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
-mod ranks;
-#[cfg(fuzzing)]
-#[allow(dead_code, reason = "main.rs uses the rest")]
-mod say;
-#[cfg(fuzzing)]
-#[allow(dead_code, reason = "main.rs uses the rest")]
-mod stop;
-#[cfg(fuzzing)]
-#[allow(dead_code, reason = "main.rs uses the rest")]
-mod train;
+mod recipes;
 
+pub mod prelude;
+mod program;
 mod spawn;
 
+#[cfg(fuzzing)]
+use phalanx_launch::{self as launch, inspect};
+#[cfg(fuzzing)]
+use phalanx_process::{error, format, say, stop};
+
 pub use phalanx_comm as comm;
+pub use phalanx_data as data;
 pub use phalanx_ddp as ddp;
 pub use phalanx_nn as nn;
 pub use phalanx_store as store;
-#[cfg(not(fuzzing))]
 pub use phalanx_train as train;
+pub use phalanx_train::{Error, ErrorKind, Job, Result, Trainer};
 pub use phalanx_wire as wire;
+pub use program::{Program, main, main_with};
 pub use spawn::{Cause, SpawnError, Spawned, spawn};

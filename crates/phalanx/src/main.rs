@@ -6,24 +6,20 @@
 mod bench;
 mod cli;
 mod compare;
-mod convert;
 mod download;
-mod error;
 mod export;
 #[cfg(test)]
 mod fuzzing;
-mod inspect;
-mod launch;
-mod log;
+mod new;
 mod plan;
 mod predict;
-mod ranks;
-mod say;
-mod stop;
-mod train;
+mod recipes;
+
+use phalanx_launch::{self as launch, inspect};
+use phalanx_process::{error, format, say, stop};
 
 fn main() -> std::process::ExitCode {
-    log::start();
+    launch::log::start();
     stop::tell_limits();
     // A launcher has several for each rank.
     phalanx_comm::raise_open_files();

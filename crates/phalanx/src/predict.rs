@@ -3,20 +3,21 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use phalanx_data::checkpoint::{load_params, read_metadata};
+use phalanx_data::cifar10::{self, Scaling};
+use phalanx_data::metrics::argmax;
+use phalanx_data::text::visible_json;
+use phalanx_data::{ImageDataset, image, mnist, synthetic};
 use phalanx_nn::models::{CifarResNet, MnistCnn, MobileNetV2, ResNet9};
 use phalanx_nn::{Params, Scope, Seed, Tape, Threads};
-use phalanx_train::checkpoint::{load_params, read_metadata};
-use phalanx_train::cifar10::{self, Scaling};
-use phalanx_train::metrics::argmax;
-use phalanx_train::text::visible_json;
-use phalanx_train::{Dataset, image, mnist, synthetic};
 use serde::Serialize;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::ranks;
+use crate::format::plural;
 use crate::say;
-use crate::train::format::plural;
-use crate::train::{Net, check_folder_of, file_of, mirrored};
+use phalanx_train::{check_folder_of, file_of};
+
+use crate::recipes::{Net, mirrored};
 
 /// Arguments of `phalanx predict`.
 #[derive(Debug, clap::Args)]
@@ -177,11 +178,11 @@ struct Row {
 ///
 /// Usage, or those of reading and writing, naming the file.
 pub fn run(args: &PredictArgs) -> Result<()> {
-    ranks::check_count("--batch-size", args.batch_size, 1 << 20)?;
-    ranks::check_count("--limit", args.limit.unwrap_or(1), MAX_SAMPLES)?;
+    crate::error::check_count("--batch-size", args.batch_size, 1 << 20)?;
+    crate::error::check_count("--limit", args.limit.unwrap_or(1), MAX_SAMPLES)?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = args.threads.unwrap_or(cores);
-    ranks::check_count("--threads", threads, (4 * cores).max(16))?;
+    crate::error::check_count("--threads", threads, (4 * cores).max(16))?;
     if let Some(path) = &args.output {
         check_folder_of("--output", path)?;
     }
@@ -247,7 +248,7 @@ impl Predictor<'_> {
     /// All predictions into the file at `path`, which is whole or as before.
     fn write(&mut self, path: &Path) -> Result<()> {
         let mut failed = None;
-        let written = phalanx_train::files::atomic_write_with(path, |out| {
+        let written = phalanx_data::files::atomic_write_with(path, |out| {
             let mut unwritten = None;
             let outcome = self.all(&mut |rows| {
                 unwritten = out.write_all(visible_json(rows).as_bytes()).err();
@@ -390,7 +391,7 @@ fn network(path: &Path, wanted: Option<&str>) -> Result<Network> {
 
 /// Where images come from.
 enum Source {
-    Set(Box<dyn Dataset>),
+    Set(Box<dyn ImageDataset>),
     /// With what each channel's bytes become.
     Files(Vec<PathBuf>, Vec<[f32; 256]>),
 }
@@ -398,7 +399,7 @@ enum Source {
 impl Source {
     fn open(args: &PredictArgs, known: &Known, looks: &Looks) -> Result<Source> {
         let grey = known.image[2] == 1;
-        let set: Box<dyn Dataset> = match &args.data[..] {
+        let set: Box<dyn ImageDataset> = match &args.data[..] {
             [one] if one.as_os_str() == "synthetic" => {
                 let samples = args.limit.unwrap_or(1000);
                 if grey {

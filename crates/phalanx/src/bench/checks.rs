@@ -9,14 +9,14 @@
 //! after an epoch. They are timed by themselves, and told as shares of an epoch of the model's own data set.
 
 use phalanx_comm::ReduceOp;
+use phalanx_data::checkpoint::weights_digest;
 use phalanx_ddp::{DdpOptions, Unused, verify_equal};
-use phalanx_train::checkpoint::weights_digest;
 use serde_json::json;
 
 use super::overhead::{BLOCK, begin, ms};
 use super::train::{TrainBenchArgs, Trainer, median};
 use crate::error::Result;
-use crate::train::RankContext;
+use phalanx_train::RankContext;
 
 /// How often what works now and then is timed.
 const TIMES: usize = 9;

@@ -12,10 +12,10 @@ use serde_json::json;
 use super::memory;
 use super::sizes::ByteSize;
 use crate::error::{Error, ErrorKind, Result};
+use crate::format;
 use crate::launch;
-use crate::ranks::{self, RankArgs};
-use crate::train::RankContext;
-use crate::train::format;
+use phalanx_launch::RankArgs;
+use phalanx_train::RankContext;
 
 /// Arguments of a collective benchmark.
 #[derive(Debug, Clone, clap::Args)]
@@ -48,7 +48,7 @@ impl CollectiveArgs {
     ///
     /// Usage errors naming the flag.
     pub fn validate(&self, op: Op) -> Result<()> {
-        ranks::check_count("--iters", self.iters.unwrap_or(1), 1 << 30)?;
+        crate::error::check_count("--iters", self.iters.unwrap_or(1), 1 << 30)?;
         // Ranks that somebody else has started share the host with we know not whom.
         if launch::rank_place(&launch::real_env())?.is_some() || op == Op::Barrier {
             return Ok(());

@@ -8,9 +8,8 @@ use phalanx_nn::{Precision, Threads};
 use serde_json::json;
 
 use crate::error::Result;
-use crate::ranks;
 use crate::say;
-use crate::train::precision::PrecisionArg;
+use phalanx_train::PrecisionArg;
 
 /// Arguments of `bench kernels`.
 #[derive(Debug, Clone, clap::Args)]
@@ -167,8 +166,8 @@ const MOBILENETV2: [Layer; 33] = [
 ///
 /// Usage errors naming the flag, and output that is gone.
 pub fn run(args: &KernelArgs) -> Result<()> {
-    ranks::check_count("--batch", args.batch, 1 << 14)?;
-    ranks::check_count("--threads", args.threads, 1 << 10)?;
+    crate::error::check_count("--batch", args.batch, 1 << 14)?;
+    crate::error::check_count("--threads", args.threads, 1 << 10)?;
     let peak = peak_gflops(args.precision.into(), 100);
     // Layers with groups multiply f32 at any precision.
     let grouped_peak = match args.precision {
@@ -181,7 +180,7 @@ pub fn run(args: &KernelArgs) -> Result<()> {
              GFLOP/s count the plain sum's operations: methods that need fewer can exceed the peak\n{:<22} {:>5} {:>15} {:>9} {:>9} {:>6}",
             args.network.title(),
             args.batch,
-            crate::train::format::plural(args.threads, "thread"),
+            crate::format::plural(args.threads, "thread"),
             args.precision.describe(),
             "layer",
             "times",

@@ -11,7 +11,9 @@ mod train;
 pub(crate) use sizes::ByteSize;
 
 use crate::error::Result;
-use crate::ranks::{self, Speakers};
+use phalanx_launch::Speakers;
+
+use crate::launch;
 
 /// Arguments of `phalanx bench`.
 #[derive(Debug, clap::Args)]
@@ -53,7 +55,7 @@ pub fn run(args: BenchArgs) -> Result<()> {
         What::Kernels(args) => return kernels::run(&args),
         What::Train(args) => {
             args.validate()?;
-            return ranks::run(&args.ranks, Speakers::Rank0, &[], None, |ctx| {
+            return launch::run_ranks(&args.ranks, Speakers::Rank0, &[], None, |ctx| {
                 train::run_rank(ctx, &args)
             });
         }
@@ -66,7 +68,7 @@ pub fn run(args: BenchArgs) -> Result<()> {
         What::Barrier(args) => (Op::Barrier, args),
     };
     args.validate(op)?;
-    ranks::run(&args.ranks, Speakers::Rank0, &[], None, |ctx| {
+    launch::run_ranks(&args.ranks, Speakers::Rank0, &[], None, |ctx| {
         collective::run_rank(ctx, op, &args)
     })
 }

@@ -29,8 +29,8 @@ use serde_json::json;
 
 use super::train::{PARTS, TrainBenchArgs, Trainer, exchange_title, median};
 use crate::error::Result;
-use crate::train::RankContext;
-use crate::train::format::plural;
+use crate::format::plural;
+use phalanx_train::RankContext;
 
 /// Steps in one go.
 pub(super) const BLOCK: usize = 4;

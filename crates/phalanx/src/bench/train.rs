@@ -3,24 +3,24 @@
 use std::time::{Duration, Instant};
 
 use phalanx_comm::ReduceOp;
+use phalanx_data::process::peak_rss_bytes;
+use phalanx_data::{ImageDataset, synthetic};
 use phalanx_ddp::{DdpOptions, DistributedDataParallel, Exchange, ShardedOptimizer};
 use phalanx_nn::models::{CifarResNet, MnistCnn, MobileNetV2};
 use phalanx_nn::optim::{Optimizer, Sgd};
 use phalanx_nn::rng::torch::Generator;
 use phalanx_nn::{GradSink, Grads, ParamId, Params, Scope, Seed, SinkError, StepKey};
 use phalanx_nn::{Tape, Tensor, Threads};
-use phalanx_train::process::peak_rss_bytes;
-use phalanx_train::{Dataset, synthetic};
 use serde_json::json;
 
 use super::{checks, overhead};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ranks::{self, RankArgs};
-use crate::train::RankContext;
-use crate::train::exchange::ExchangeArg;
-use crate::train::format::typed;
-use crate::train::precision::PrecisionArg;
-use crate::train::profile::Profiler;
+use crate::format::typed;
+use phalanx_launch::RankArgs;
+use phalanx_train::ExchangeArg;
+use phalanx_train::PrecisionArg;
+use phalanx_train::Profiler;
+use phalanx_train::RankContext;
 
 /// Which model is trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -348,8 +348,8 @@ impl TrainBenchArgs {
     ///
     /// Usage errors naming the flag.
     pub fn validate(&self) -> Result<()> {
-        ranks::check_count("--batch", self.batch, 1 << 20)?;
-        ranks::check_count("--steps", self.steps, 1 << 30)?;
+        crate::error::check_count("--batch", self.batch, 1 << 20)?;
+        crate::error::check_count("--steps", self.steps, 1 << 30)?;
         if self.recompute && self.recipe == Model::Mnist {
             return Err(Error::usage(
                 "--recompute: the MNIST CNN has no blocks to recompute; use resnet18 or mobilenetv2",

@@ -10,9 +10,11 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
-use crate::error::{Error, Result};
-use crate::{bench, compare, download, export, inspect, launch, log, plan, predict, train};
+use crate::error::Result;
+use crate::{bench, compare, download, export, inspect, launch, new, plan, predict, recipes};
 use normalise::{Flag, normalise};
+use phalanx_launch::tell;
+use phalanx_launch::words::taking_negative_numbers;
 
 /// Distributed data-parallel training.
 #[derive(Parser, Debug)]
@@ -33,7 +35,9 @@ struct Cli {
 #[derive(Subcommand, Debug)]
 enum Command {
     /// Train a model on N ranks.
-    Train(Box<train::TrainArgs>),
+    Train(Box<recipes::TrainArgs>),
+    /// Create a project with a training program of your own.
+    New(new::NewArgs),
     /// Compare training with one worker and with several: duration and accuracy.
     Compare(compare::CompareArgs),
     /// Classify images with a trained network.
@@ -91,23 +95,14 @@ pub(crate) fn main() -> ExitCode {
     }
 }
 
-/// Leaves the error to the launcher, if there is one to print it (once, with what else it knows).
-fn tell(error: &Error) {
-    let text = error.render();
-    let text = text.strip_prefix("error: ").unwrap_or(&text).trim_end();
-    let text = Some(text).filter(|_| !error.is_told());
-    if !launch::hand_over(text, error.exit_code()) {
-        error.print();
-    }
-}
-
 fn run(command: Command) -> Result<()> {
     // Processes of our own are started by one that has said it.
     if !matches!(command, Command::ExecRank(_) | Command::Guard) {
-        log::warn_of_nonsense();
+        launch::log::warn_of_nonsense();
     }
     match command {
-        Command::Train(args) => train::run(*args),
+        Command::Train(args) => recipes::run(*args),
+        Command::New(args) => new::run(&args),
         Command::Compare(args) => compare::run(&args),
         Command::Predict(args) => predict::run(&args),
         Command::Export(args) => export::run(&args),
@@ -130,7 +125,7 @@ pub(crate) fn parse_only<'a>(words: impl Iterator<Item = &'a str>) {
 }
 
 /// What `words` mean after `phalanx train`. `Ok(None)`: help was asked for and printed.
-pub(crate) fn parse_training(words: &[OsString]) -> Result<Option<Box<train::TrainArgs>>> {
+pub(crate) fn parse_training(words: &[OsString]) -> Result<Option<Box<recipes::TrainArgs>>> {
     let typed = ["phalanx".into(), "train".into()].into_iter();
     Ok(match parse(typed.chain(words.iter().cloned()))? {
         Some(Cli {
@@ -157,15 +152,6 @@ fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Option<Cli>> {
         Ok(cli) => Ok(Some(cli)),
         Err(error) => explain::explain(&error, &parser, &path).map_or(Ok(None), Err),
     }
-}
-
-/// `--epochs -1` is a wrong value of `--epochs`, not a flag `-1`: no flag of ours is a number.
-fn taking_negative_numbers(command: clap::Command) -> clap::Command {
-    let command = command.mut_args(|arg| match arg.get_long() {
-        Some(_) if arg.get_action().takes_values() => arg.allow_negative_numbers(true),
-        _ => arg,
-    });
-    command.mut_subcommands(taking_negative_numbers)
 }
 
 /// The commands that `args` begin with, for messages about the rest.

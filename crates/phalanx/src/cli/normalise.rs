@@ -7,6 +7,8 @@
 
 use std::ffi::OsString;
 
+use phalanx_launch::words::dashed;
+
 /// What is known about one flag of `launch`.
 pub(super) enum Flag {
     /// Takes the next word as its value (unless written `--flag=value`).
@@ -56,30 +58,6 @@ pub(super) fn normalise(
     }
     out.extend(args);
     out
-}
-
-/// `--a_b=c_d` becomes `--a-b=c_d`; also returns the name and whether a
-/// value is attached. Words that are not long flags come back unchanged.
-fn dashed(arg: OsString) -> (OsString, Option<String>, bool) {
-    let Some(text) = arg.to_str() else {
-        // A flag's name is ASCII, but its attached value may be any bytes.
-        let bytes = arg.as_encoded_bytes();
-        let attached = bytes.contains(&b'=');
-        return (arg, None, attached);
-    };
-    let Some(body) = text.strip_prefix("--") else {
-        return (arg, None, false);
-    };
-    let (name, value) = match body.split_once('=') {
-        Some((name, value)) => (name, Some(value)),
-        None => (body, None),
-    };
-    let name = name.replace('_', "-");
-    let whole = match value {
-        Some(value) => format!("--{name}={value}"),
-        None => format!("--{name}"),
-    };
-    (whole.into(), Some(name), value.is_some())
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use phalanx_train::files::{Dir, as_typed, lock_holder, read_regular, try_lock};
+use phalanx_data::files::{Dir, as_typed, lock_holder, read_regular, try_lock};
 use ureq::Agent;
 use ureq::http::StatusCode;
 use ureq::http::header::{CONTENT_RANGE, RANGE};

@@ -14,14 +14,14 @@ mod sum;
 
 use std::path::{Path, PathBuf};
 
-use phalanx_train::files::{Dir, as_typed};
+use phalanx_data::files::{Dir, as_typed};
 use ureq::http::Uri;
 
 use crate::error::{Error, Result};
 use crate::say;
-use crate::train::{FolderArgs, RunDir};
 use fetch::{Got, Patience};
 use meter::Meter;
+use phalanx_train::{FolderArgs, RunDir};
 use sets::{DataSet, SETS};
 
 /// `phalanx download`.

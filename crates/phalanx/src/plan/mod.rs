@@ -10,8 +10,8 @@ use phalanx_comm::{Costs, Rules, Selector};
 use crate::bench::ByteSize;
 use crate::error::{Error, Result};
 use crate::launch;
-use crate::ranks::{self, RankArgs, Speakers};
 use crate::say;
+use phalanx_launch::{RankArgs, Speakers};
 use units::{Delay, Rate};
 
 /// Arguments of `phalanx plan`.
@@ -77,7 +77,7 @@ pub fn run(args: &PlanArgs) -> Result<()> {
         return say::print(&format!("{}\n", report(&selector, args, None)));
     }
     let ranks: RankArgs = RankArgs::untyped()?;
-    ranks::run(&ranks, Speakers::Rank0, &[], None, |ctx| {
+    launch::run_ranks(&ranks, Speakers::Rank0, &[], None, |ctx| {
         if ctx.is_main() {
             let text = report(ctx.group.selector(), args, Some(&ctx.group.describe()));
             ctx.line(&text)?;
@@ -88,11 +88,11 @@ pub fn run(args: &PlanArgs) -> Result<()> {
 
 /// Ranks per host, the first hosts getting one more where it does not come out even.
 fn hosts(args: &PlanArgs) -> Result<Hosts> {
-    ranks::check_count("--nnodes", args.nnodes, MAX_RANKS)?;
+    crate::error::check_count("--nnodes", args.nnodes, MAX_RANKS)?;
     let each = args.nproc_per_node.unwrap_or(1);
-    ranks::check_count("--nproc-per-node", each, MAX_RANKS)?;
+    crate::error::check_count("--nproc-per-node", each, MAX_RANKS)?;
     let world = args.world.unwrap_or(args.nnodes * each);
-    ranks::check_count("--world", world, MAX_RANKS)?;
+    crate::error::check_count("--world", world, MAX_RANKS)?;
     if args.nproc_per_node.is_some() && world != args.nnodes * each {
         return Err(Error::usage(format!(
             "--world {world} is not --nnodes {} times --nproc-per-node {each}; leave one of them out",

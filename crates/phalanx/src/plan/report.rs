@@ -6,7 +6,7 @@ use phalanx_comm::{DType, Selector};
 use serde_json::{Value, json};
 
 use crate::bench::ByteSize;
-use crate::train::format;
+use crate::format;
 
 /// Operations of the table.
 const OPERATIONS: [Collective; 6] = [

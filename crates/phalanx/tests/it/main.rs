@@ -3,6 +3,8 @@
 mod bench;
 mod flight;
 mod launch;
+mod layers;
+mod own_program;
 mod predict;
 mod programs;
 mod resume;

@@ -311,7 +311,7 @@ fn cifar_networks_see_images_as_they_were_trained() {
 
 #[test]
 fn drawn_images_are_none_that_a_training_sees() {
-    use phalanx_train::Dataset;
+    use phalanx_data::ImageDataset;
     let dir = trained();
     let args = "predict run/mnist_cnn.pt --data synthetic --limit 200";
     let (out, _) = succeed(&args.split(' ').collect::<Vec<_>>(), dir.path());
@@ -319,8 +319,8 @@ fn drawn_images_are_none_that_a_training_sees() {
         .iter()
         .map(|row| row["truth"].as_u64().expect("truth"))
         .collect();
-    let trained = phalanx_train::synthetic::digits(200, 1);
-    let mut image = vec![0.0; phalanx_train::synthetic::PIXELS];
+    let trained = phalanx_data::synthetic::digits(200, 1);
+    let mut image = vec![0.0; phalanx_data::synthetic::PIXELS];
     let seen: Vec<u64> = (0..200)
         .map(|i| trained.read(i, &mut image).expect("drawn").into())
         .collect();

@@ -7,9 +7,9 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::support::{LIMIT, ended, free_port, phalanx, signal};
+use phalanx_data::checkpoint;
 use phalanx_nn::models::MnistCnn;
 use phalanx_nn::{Params, Scope, Seed};
-use phalanx_train::checkpoint;
 use serde_json::Value;
 
 /// Samples of the drawn training set, and of a step.
@@ -989,7 +989,7 @@ fn a_refused_folder_is_refused_again() {
         "--output-dir",
         "out",
     ];
-    succeed(phalanx_train(dir, &linear));
+    succeed(phalanx_data(dir, &linear));
     for restarts in 0..2 {
         let (code, text) = attempt(dir, restarts, "job", &linear);
         assert_eq!(code, 2, "{text}");
@@ -1002,7 +1002,7 @@ fn a_refused_folder_is_refused_again() {
     assert!(!dir.join("runs").exists(), "{text}");
 }
 
-fn phalanx_train(dir: &Path, training: &[&str]) -> Command {
+fn phalanx_data(dir: &Path, training: &[&str]) -> Command {
     let mut command = phalanx(&["train"], dir);
     command.args(training);
     command

@@ -6,9 +6,9 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::support::{LIMIT, SOON, ended, finish, free_port, phalanx, run, signal, succeed, text};
+use phalanx_data::checkpoint::load_params;
 use phalanx_nn::models::MnistCnn;
 use phalanx_nn::{Params, Scope, Seed};
-use phalanx_train::checkpoint::load_params;
 use serde_json::Value;
 
 fn folder() -> tempfile::TempDir {

@@ -23,8 +23,10 @@ fn ranks_get_torchruns_variables_and_no_secret() {
     let pid = running.pid().as_raw_nonzero();
     let done = running.wait();
     assert_eq!(done.code(), 0, "{done:#?}");
-    let fixture: BTreeMap<String, Vec<BTreeMap<String, String>>> =
-        serde_json::from_str(include_str!("../../fixtures/torchrun.json")).unwrap();
+    let fixture: BTreeMap<String, Vec<BTreeMap<String, String>>> = serde_json::from_str(
+        include_str!("../../../../phalanx-launch/tests/fixtures/torchrun.json"),
+    )
+    .unwrap();
     let mut ports = Vec::new();
     for (rank, torchrun) in fixture["one node, 2 processes"].iter().enumerate() {
         let ours = variables(&done.out, rank);

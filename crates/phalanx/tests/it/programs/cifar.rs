@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
+use phalanx_data::checkpoint;
 use phalanx_nn::models::CifarResNet;
 use phalanx_nn::{Scope, Seed};
-use phalanx_train::checkpoint;
 
 use super::*;
 

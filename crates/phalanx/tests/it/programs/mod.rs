@@ -9,10 +9,30 @@ mod outputs;
 mod quick_start;
 mod start;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use crate::support::{phalanx, run, succeed, text, wait};
 use serde_json::Value;
+
+/// The example of that name, which `cargo test` has built beside the program;
+/// built here where only this test was asked for.
+pub fn example(name: &str) -> PathBuf {
+    let program = Path::new(env!("CARGO_BIN_EXE_phalanx"));
+    let folder = program.parent().expect("a folder");
+    let path = folder.join("examples").join(name);
+    if !path.is_file() {
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo.args(["build", "--package", "phalanx", "--example", name]);
+        cargo.env("CARGO_TARGET_DIR", folder.parent().expect("a folder"));
+        if folder.ends_with("release") {
+            cargo.arg("--release");
+        }
+        let built = cargo.status().expect("cargo runs");
+        assert!(built.success(), "example {name} cannot be built");
+    }
+    path
+}
 
 fn json(path: &Path) -> Value {
     let text = std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));

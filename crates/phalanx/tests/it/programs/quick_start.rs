@@ -1,33 +1,13 @@
 //! The quick start's two programs, which are examples of this crate
 //! (`recipes/`): what they print, and what they leave.
 
-use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
+use phalanx_data::checkpoint;
 use phalanx_nn::layers::Linear;
 use phalanx_nn::{Scope, Seed};
-use phalanx_train::checkpoint;
 
 use super::*;
-
-/// The example of that name, which `cargo test` has built beside the program;
-/// built here where only this test was asked for.
-fn example(name: &str) -> PathBuf {
-    let program = Path::new(env!("CARGO_BIN_EXE_phalanx"));
-    let folder = program.parent().expect("a folder");
-    let path = folder.join("examples").join(name);
-    if !path.is_file() {
-        let mut cargo = Command::new(env!("CARGO"));
-        cargo.args(["build", "--package", "phalanx", "--example", name]);
-        cargo.env("CARGO_TARGET_DIR", folder.parent().expect("a folder"));
-        if folder.ends_with("release") {
-            cargo.arg("--release");
-        }
-        let built = cargo.status().expect("cargo runs");
-        assert!(built.success(), "example {name} cannot be built");
-    }
-    path
-}
 
 /// The lines that begin with the words, numbers as `#`, in any order of ranks.
 fn shapes(out: &str) -> Vec<String> {

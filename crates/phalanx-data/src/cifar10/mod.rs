@@ -1,0 +1,378 @@
+//! CIFAR-10 from the files that its authors publish: the Python version, the
+//! binary version, or either original archive, unopened.
+//!
+//! Images stay bytes in memory, turned from planes into pixels once; they become
+//! numbers when read.
+
+mod archive;
+mod binary;
+mod find;
+mod pickle;
+
+use std::path::{Path, PathBuf};
+
+use sha2::{Digest, Sha256};
+
+use crate::dataset::{ImageDataset, check_read};
+use crate::{Error, Result};
+
+/// Height and width of an image.
+pub const SIDE: usize = 32;
+/// Red, green, blue.
+pub const CHANNELS: usize = 3;
+/// Bytes of an image.
+pub const PIXELS: usize = SIDE * SIDE * CHANNELS;
+/// Number of classes.
+pub const CLASSES: usize = 10;
+/// Images in each of the published files.
+const BATCH_IMAGES: usize = 10_000;
+/// No batch file has as many bytes; more are not read into memory.
+const MAX_FILE_BYTES: u64 = 64 << 20;
+
+/// What the classes are called, by label.
+pub const CLASS_NAMES: [&str; CLASSES] = [
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+];
+/// Mean of the training pixels of each channel, in 0..1.
+pub const MEAN: [f32; CHANNELS] = [0.4914, 0.4822, 0.4465];
+/// Their standard deviation.
+pub const DEVIATION: [f32; CHANNELS] = [0.2470, 0.2435, 0.2616];
+
+/// Which half of the data set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Split {
+    /// 50,000 images.
+    Train,
+    /// 10,000 images.
+    Test,
+}
+
+impl Split {
+    /// Names of the files without ending.
+    fn files(self) -> &'static [&'static str] {
+        match self {
+            Split::Train => &[
+                "data_batch_1",
+                "data_batch_2",
+                "data_batch_3",
+                "data_batch_4",
+                "data_batch_5",
+            ],
+            Split::Test => &["test_batch"],
+        }
+    }
+}
+
+/// What a byte becomes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scaling {
+    /// A number in 0..=1 (the ModelArts document, torchvision's `ToTensor`).
+    Unit,
+    /// [`Unit`](Scaling::Unit) minus [`MEAN`], divided by [`DEVIATION`].
+    Normalised,
+}
+
+impl Scaling {
+    /// What every byte of every channel becomes, in float32 as torchvision rounds it.
+    pub fn table(self) -> [[f32; 256]; CHANNELS] {
+        std::array::from_fn(|c| {
+            std::array::from_fn(|x| {
+                let unit = x as f32 / 255.0;
+                match self {
+                    Scaling::Unit => unit,
+                    Scaling::Normalised => (unit - MEAN[c]) / DEVIATION[c],
+                }
+            })
+        })
+    }
+}
+
+/// Images and labels of one file, images where they lie in its bytes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Batch<'a> {
+    /// Image after image; of each, rows of red, then of green, then of blue.
+    planes: &'a [u8],
+    /// Bytes from one image to the next.
+    stride: usize,
+    labels: Vec<u8>,
+}
+
+impl Batch<'_> {
+    /// The planes of each image.
+    pub(crate) fn images(&self) -> impl Iterator<Item = &[u8]> {
+        let starts = (0..self.labels.len()).map(|i| i * self.stride);
+        starts.map(|at| &self.planes[at..at + PIXELS])
+    }
+}
+
+/// One split in memory, a byte a pixel and channel.
+#[derive(Clone)]
+pub struct Cifar10 {
+    pixels: Vec<u8>,
+    labels: Vec<u8>,
+    table: [[f32; 256]; CHANNELS],
+}
+
+/// Where a data set's files are, found but not read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// A folder of pickles (`data_batch_1`).
+    Python(PathBuf),
+    /// A folder of records (`data_batch_1.bin`).
+    Binary(PathBuf),
+    /// `cifar-10-python.tar.gz` or `cifar-10-binary.tar.gz`.
+    Archive(PathBuf),
+}
+
+/// Finds the data set in `folder`: the files themselves, their published
+/// folder (`cifar-10-batches-py`, `cifar-10-batches-bin`) or an archive. Does not read them.
+///
+/// # Errors
+///
+/// `Usage`, listing what is expected and where it comes from.
+pub fn check(folder: &Path) -> Result<Source> {
+    find::find(folder)
+}
+
+/// Unpacks the archive in `folder`, where there is nothing but one, into the
+/// published folder beside it, so that ranks need not do so each time they
+/// read. Files appear whole or not at all, and one killed on the way can be
+/// done again. An archive that `folder` itself names stays as it is.
+///
+/// # Errors
+///
+/// As [`load`]; `DiskFull` or `Io` when the system refuses to write.
+pub fn unpack(folder: &Path) -> Result<()> {
+    match find::find(folder)? {
+        Source::Archive(file) if folder.is_dir() => archive::unpack(&file),
+        _ => Ok(()),
+    }
+}
+
+/// Whether there is an archive to [`unpack`] in `folder`.
+///
+/// # Errors
+///
+/// `Usage` as [`check`].
+pub fn is_packed(folder: &Path) -> Result<bool> {
+    Ok(matches!(find::find(folder)?, Source::Archive(_)) && folder.is_dir())
+}
+
+/// Reads one split from `folder`, as [`check`] finds it.
+///
+/// # Errors
+///
+/// `Usage` as [`check`]; `Data` naming file, offset and what was expected
+/// there, when a file is truncated, damaged, of another kind or hostile; `Io`
+/// when the system refuses to read.
+pub fn load(folder: &Path, split: Split, scaling: Scaling) -> Result<Cifar10> {
+    let files = split.files();
+    let mut set = Cifar10::with_room(files.len() * BATCH_IMAGES, scaling);
+    let take = |place: usize, path: &Path, batch: &Batch<'_>| {
+        if batch.labels.len() != BATCH_IMAGES {
+            return Err(Error::data(format!(
+                "{} holds {} images, expected {BATCH_IMAGES}; it is not a CIFAR-10 file",
+                path.display(),
+                batch.labels.len()
+            )));
+        }
+        set.put(place * BATCH_IMAGES, batch);
+        Ok(())
+    };
+    match find::find(folder)? {
+        Source::Python(folder) => read_files(&folder, files, "", pickle::parse, take)?,
+        Source::Binary(folder) => read_files(&folder, files, ".bin", binary::parse, take)?,
+        Source::Archive(file) => archive::read(&file, files, take)?,
+    }
+    Ok(set)
+}
+
+type Parse = for<'a> fn(&Path, &'a [u8]) -> Result<Batch<'a>>;
+
+/// Gives `take` the batch of each of `files` with its place among them. All are
+/// read into the same memory: fresh memory costs more than reading does.
+fn read_files(
+    folder: &Path,
+    files: &[&str],
+    ending: &str,
+    parse: Parse,
+    mut take: impl FnMut(usize, &Path, &Batch<'_>) -> Result<()>,
+) -> Result<()> {
+    let mut bytes = Vec::new();
+    for (place, name) in files.iter().enumerate() {
+        let path = folder.join(format!("{name}{ending}"));
+        read_bounded(&path, &mut bytes)?;
+        take(place, &path, &parse(&path, &bytes)?)?;
+    }
+    Ok(())
+}
+
+/// Replaces `bytes` by those of a file that is not absurdly large.
+fn read_bounded(path: &Path, bytes: &mut Vec<u8>) -> Result<()> {
+    use std::io::Read;
+    let failed = |source| Error::io("cannot read", path, source);
+    let file = crate::files::open_regular(path).map_err(failed)?;
+    let len = file.metadata().map_err(failed)?.len();
+    bytes.clear();
+    // One byte more, so that the end is seen without growing.
+    bytes.reserve(len.min(MAX_FILE_BYTES) as usize + 1);
+    file.take(MAX_FILE_BYTES + 1)
+        .read_to_end(bytes)
+        .map_err(failed)?;
+    if bytes.len() as u64 > MAX_FILE_BYTES {
+        return Err(Error::data(format!(
+            "{} has more than {MAX_FILE_BYTES} bytes; no file of CIFAR-10 is as large",
+            path.display()
+        )));
+    }
+    Ok(())
+}
+
+/// Parses the bytes of one file of the Python version.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn parse_pickle(bytes: &[u8]) -> Result<Batch<'_>> {
+    pickle::parse(Path::new("fuzzed"), bytes)
+}
+
+/// Parses the bytes of one file of the binary version.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn parse_binary(bytes: &[u8]) -> Result<Batch<'_>> {
+    binary::parse(Path::new("fuzzed"), bytes)
+}
+
+/// Reads one split of an archive; the labels of each batch with its place.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn read_archive(path: &Path, split: Split) -> Result<Vec<(usize, Vec<u8>)>> {
+    let mut found = Vec::new();
+    archive::read(path, split.files(), |place, _, batch| {
+        batch.consistent();
+        found.push((place, batch.labels.clone()));
+        Ok(())
+    })?;
+    Ok(found)
+}
+
+#[cfg(any(test, fuzzing))]
+impl Batch<'_> {
+    /// Number of images; panics when images and labels differ in number.
+    pub(crate) fn consistent(&self) -> usize {
+        assert_eq!(self.images().count(), self.labels.len());
+        let whole = self.planes.len() + self.stride - PIXELS;
+        assert_eq!(whole, self.labels.len() * self.stride);
+        assert!(self.labels.iter().all(|l| usize::from(*l) < CLASSES));
+        self.labels.len()
+    }
+}
+
+impl Cifar10 {
+    /// As many black images, all of class 0, in memory that is not touched yet.
+    fn with_room(images: usize, scaling: Scaling) -> Cifar10 {
+        Cifar10 {
+            pixels: vec![0; images * PIXELS],
+            labels: vec![0; images],
+            table: scaling.table(),
+        }
+    }
+
+    /// Replaces images from `first` on by those of `batch`, as pixels instead of planes.
+    fn put(&mut self, first: usize, batch: &Batch<'_>) {
+        self.labels[first..first + batch.labels.len()].copy_from_slice(&batch.labels);
+        let images = self.pixels[first * PIXELS..].chunks_exact_mut(PIXELS);
+        for (pixels, planes) in images.zip(batch.images()) {
+            let (red, rest) = planes.split_at(SIDE * SIDE);
+            let (green, blue) = rest.split_at(SIDE * SIDE);
+            let channels = red.iter().zip(green).zip(blue);
+            for (pixel, ((r, g), b)) in pixels.chunks_exact_mut(CHANNELS).zip(channels) {
+                pixel.copy_from_slice(&[*r, *g, *b]);
+            }
+        }
+    }
+
+    /// The bytes of one image: rows of pixels of red, green and blue; `None`
+    /// beyond the end.
+    pub fn pixels(&self, index: usize) -> Option<&[u8]> {
+        self.pixels.chunks_exact(PIXELS).nth(index)
+    }
+
+    /// Forgets all but the first `samples` images.
+    pub fn truncate(&mut self, samples: usize) {
+        self.labels.truncate(samples);
+        self.pixels.truncate(self.labels.len() * PIXELS);
+    }
+
+    /// All labels in file order.
+    pub fn labels(&self) -> &[u8] {
+        &self.labels
+    }
+
+    /// SHA-256 of all pixels as [`pixels`](Self::pixels) gives them, then all
+    /// labels, in hexadecimal: tells data sets apart that differ in nothing else.
+    pub fn sha256(&self) -> String {
+        let mut hash = Sha256::new();
+        hash.update(&self.pixels);
+        hash.update(&self.labels);
+        hex::encode(hash.finalize())
+    }
+}
+
+impl std::fmt::Debug for Cifar10 {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Cifar10")
+            .field("samples", &self.labels.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl ImageDataset for Cifar10 {
+    fn name(&self) -> &str {
+        "CIFAR-10"
+    }
+
+    fn len(&self) -> usize {
+        self.labels.len()
+    }
+
+    fn image_shape(&self) -> [usize; 3] {
+        [SIDE, SIDE, CHANNELS]
+    }
+
+    fn classes(&self) -> usize {
+        CLASSES
+    }
+
+    fn content(&self) -> String {
+        let sha256 = self.sha256();
+        format!("{} {}, SHA-256 {sha256:.16}", self.name(), self.len())
+    }
+
+    fn read(&self, index: usize, out: &mut [f32]) -> Result<u32> {
+        check_read(self, index, out)?;
+        let pixels = &self.pixels[index * PIXELS..(index + 1) * PIXELS];
+        scale(&self.table, pixels, out);
+        Ok(u32::from(self.labels[index]))
+    }
+}
+
+/// Bytes of pixels to numbers.
+pub(crate) fn scale(table: &[[f32; 256]; CHANNELS], pixels: &[u8], out: &mut [f32]) {
+    for (out, pixel) in out
+        .chunks_exact_mut(CHANNELS)
+        .zip(pixels.chunks_exact(CHANNELS))
+    {
+        for c in 0..CHANNELS {
+            out[c] = table[c][usize::from(pixel[c])];
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

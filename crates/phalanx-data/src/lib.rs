@@ -1,0 +1,57 @@
+//! What surrounds a training step: data sets, samplers, a prefetching loader,
+//! checkpoints, metrics and progress.
+//!
+//! Data moves one way: [`Dataset`] → [`sampler`] → [`loader`] → the model →
+//! [`metrics`] and [`checkpoint`]. Nothing here talks to other ranks: what
+//! must be summed over ranks (means, confusion counts) is offered as plain
+//! numbers for the caller's all-reduce.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use phalanx_data::loader::{Loader, LoaderOptions};
+//! use phalanx_data::sampler::{Cursor, Sampler, SamplerConfig};
+//! use phalanx_data::synthetic;
+//!
+//! # fn main() -> phalanx_data::Result<()> {
+//! let data = Arc::new(synthetic::digits(100, 1));
+//! let rank = SamplerConfig { samples: 100, world: 2, rank: 0, shuffle: true, seed: 1 };
+//! let sampler = Sampler::exact(rank, 32)?;
+//! let mut loader = Loader::new(data, LoaderOptions::default())?;
+//! for plan in sampler.epochs(Cursor::START)?.take(2) {
+//!     loader.start(plan);
+//!     let mut samples = 0;
+//!     while let Some(batch) = loader.next_batch()? {
+//!         samples += batch.labels.len(); // train here
+//!     }
+//!     assert_eq!(samples, 50);
+//! }
+//! # Ok(())
+//! # }
+//! ```
+
+#![forbid(unsafe_code)]
+
+pub mod augment;
+pub mod checkpoint;
+pub mod cifar10;
+mod dataset;
+pub mod digest;
+mod error;
+pub mod files;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzzing;
+pub mod image;
+pub mod loader;
+pub mod metrics;
+pub mod mnist;
+pub mod process;
+pub mod progress;
+pub mod pth;
+pub mod sampler;
+pub mod state;
+pub mod synthetic;
+pub mod text;
+
+pub use dataset::{Dataset, ImageBatch, ImageDataset};
+pub use error::{Error, ErrorKind, Result};

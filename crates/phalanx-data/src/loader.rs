@@ -1,0 +1,367 @@
+//! Reads batches ahead of the training loop.
+//!
+//! Worker threads live as long as the [`Loader`]. They claim steps of the
+//! current [`EpochPlan`] in order, at most `ahead` steps before the step that
+//! the consumer takes next; batches therefore come in the plan's order and
+//! memory is bounded. A batch that the consumer drops goes back to the
+//! workers: after the first few steps nothing is allocated.
+//!
+//! | event | what happens |
+//! |---|---|
+//! | a sample cannot be read | the batches before it are delivered, then the error; the epoch is over |
+//! | the data set panics | the same, with an `Internal` error |
+//! | a new plan starts early | what is left of the old one is forgotten |
+//! | the loader is dropped | workers finish the batch in hand and are joined |
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::ops::Deref;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::sampler::EpochPlan;
+use crate::{Dataset, Error, ErrorKind, Result};
+
+/// Samples of one step on this rank.
+#[derive(Debug, Default)]
+struct Batch<B> {
+    data: B,
+    indices: Vec<u64>,
+    global_len: usize,
+}
+
+/// How far and how fast to read ahead.
+#[derive(Clone, Copy, Debug)]
+pub struct LoaderOptions {
+    /// Threads that read.
+    pub workers: usize,
+    /// Finished batches that may wait for the consumer.
+    pub ahead: usize,
+}
+
+impl Default for LoaderOptions {
+    /// One thread, four batches: reading a batch from memory takes far less
+    /// than training on it, and ranks share their cores with the workers.
+    fn default() -> Self {
+        Self {
+            workers: 1,
+            ahead: 4,
+        }
+    }
+}
+
+/// A prefetching reader of one data set.
+pub struct Loader<D: Dataset + ?Sized> {
+    shared: Arc<Shared<D>>,
+    workers: Vec<JoinHandle<()>>,
+    waited: Duration,
+}
+
+struct Shared<D: Dataset + ?Sized> {
+    dataset: Arc<D>,
+    ahead: usize,
+    state: Mutex<State<D::Batch>>,
+    /// Workers wait here for a step to claim.
+    work: Condvar,
+    /// The consumer waits here for its next batch.
+    ready: Condvar,
+}
+
+impl<D: Dataset + ?Sized> fmt::Debug for Loader<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Loader")
+            .field("dataset", &self.shared.dataset.describe())
+            .field("ahead", &self.shared.ahead)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<D: Dataset + ?Sized> fmt::Debug for LoadedBatch<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LoadedBatch")
+            .field("indices", &self.batch.indices)
+            .finish_non_exhaustive()
+    }
+}
+
+struct State<B> {
+    plan: Option<Arc<EpochPlan>>,
+    /// Number of the current plan: tells batches of a forgotten one.
+    round: u64,
+    /// Next step that a worker takes.
+    claimed: usize,
+    /// Next step that the consumer takes.
+    delivered: usize,
+    /// Results of steps `delivered ..`, in order; `None` while in work.
+    results: VecDeque<Option<Result<Batch<B>>>>,
+    spare: Vec<Batch<B>>,
+    closing: bool,
+}
+
+impl<D: Dataset + ?Sized> Loader<D> {
+    /// Starts the worker threads; they sleep until [`start`](Self::start).
+    ///
+    /// # Errors
+    ///
+    /// `Usage` for zero workers or zero batches ahead; `Io` when the system
+    /// refuses a thread.
+    pub fn new(dataset: Arc<D>, options: LoaderOptions) -> Result<Self> {
+        let LoaderOptions { workers, ahead } = options;
+        if workers == 0 || ahead == 0 {
+            return Err(Error::usage(
+                "a loader needs at least 1 worker and 1 batch ahead",
+            ));
+        }
+        let shared = Arc::new(Shared {
+            dataset,
+            ahead,
+            state: Mutex::new(State {
+                plan: None,
+                round: 0,
+                claimed: 0,
+                delivered: 0,
+                results: VecDeque::with_capacity(ahead),
+                // Ahead, one in each worker's hands, two at the consumer.
+                spare: Vec::with_capacity(ahead + workers + 2),
+                closing: false,
+            }),
+            work: Condvar::new(),
+            ready: Condvar::new(),
+        });
+        // Made first, so that its drop ends the threads already running when
+        // a later one cannot start.
+        let mut loader = Self {
+            shared,
+            workers: Vec::with_capacity(workers),
+            waited: Duration::ZERO,
+        };
+        for i in 0..workers {
+            let shared = Arc::clone(&loader.shared);
+            let worker = std::thread::Builder::new()
+                .name(format!("phalanx-load-{i}"))
+                .spawn(move || shared.work())
+                .map_err(|source| {
+                    Error::new(ErrorKind::Io, "cannot start a loader thread").with_source(source)
+                })?;
+            loader.workers.push(worker);
+        }
+        Ok(loader)
+    }
+
+    /// Begins an epoch, or what is left of one. A plan that was not read to
+    /// its end is forgotten.
+    pub fn start(&mut self, plan: EpochPlan) {
+        let mut state = self.shared.lock();
+        state.forget();
+        state.plan = Some(Arc::new(plan));
+        drop(state);
+        self.shared.work.notify_all();
+    }
+
+    /// The next batch of the current plan; `None` when it is finished, when an
+    /// error ended it, and before the first.
+    ///
+    /// *Blocks until* a worker has read the batch.
+    ///
+    /// # Errors
+    ///
+    /// What the data set reported for a sample of this batch; the rest of the
+    /// epoch is then forgotten.
+    pub fn next_batch(&mut self) -> Result<Option<LoadedBatch<D>>> {
+        let mut state = self.shared.lock();
+        let steps = state.plan.as_ref().map_or(0, |plan| plan.len());
+        if state.delivered == steps {
+            return Ok(None);
+        }
+        let mut since = None;
+        let result = loop {
+            if let Some(Some(_)) = state.results.front() {
+                break state.results.pop_front().flatten();
+            }
+            since.get_or_insert_with(Instant::now);
+            state = self
+                .shared
+                .ready
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
+        };
+        state.delivered += 1;
+        if matches!(result, Some(Err(_))) {
+            state.forget();
+        }
+        drop(state);
+        self.shared.work.notify_one();
+        self.waited += since.map_or(Duration::ZERO, |s| s.elapsed());
+        match result {
+            Some(Ok(batch)) => Ok(Some(LoadedBatch {
+                batch,
+                home: Arc::clone(&self.shared),
+            })),
+            Some(Err(error)) => Err(error),
+            None => Err(Error::internal("the loader lost a batch")),
+        }
+    }
+
+    /// How long [`next_batch`](Self::next_batch) has slept since the loader
+    /// was made: time that the training loop lost to reading.
+    pub fn waited(&self) -> Duration {
+        self.waited
+    }
+
+    /// The data set being read.
+    pub fn dataset(&self) -> &Arc<D> {
+        &self.shared.dataset
+    }
+}
+
+impl<D: Dataset + ?Sized> Drop for Loader<D> {
+    fn drop(&mut self) {
+        let mut state = self.shared.lock();
+        state.forget();
+        state.closing = true;
+        drop(state);
+        self.shared.work.notify_all();
+        for worker in self.workers.drain(..) {
+            // A worker cannot panic: the data set's panics are caught.
+            let _ = worker.join();
+        }
+    }
+}
+
+/// A batch on loan; dropping it lets a worker fill it again. It dereferences to the data set's
+/// own batch type.
+pub struct LoadedBatch<D: Dataset + ?Sized> {
+    batch: Batch<D::Batch>,
+    home: Arc<Shared<D>>,
+}
+
+impl<D: Dataset + ?Sized> LoadedBatch<D> {
+    /// The samples' numbers in the data set.
+    pub fn indices(&self) -> &[u64] {
+        &self.batch.indices
+    }
+
+    /// Samples of this step over all ranks: the divisor of a mean.
+    pub fn global_len(&self) -> usize {
+        self.batch.global_len
+    }
+}
+
+impl<D: Dataset + ?Sized> Deref for LoadedBatch<D> {
+    type Target = D::Batch;
+
+    fn deref(&self) -> &D::Batch {
+        &self.batch.data
+    }
+}
+
+impl<D: Dataset + ?Sized> Drop for LoadedBatch<D> {
+    fn drop(&mut self) {
+        let batch = std::mem::take(&mut self.batch);
+        self.home.lock().keep(batch);
+    }
+}
+
+impl<B> State<B> {
+    /// Ends the current plan; batches still in work will find another round.
+    fn forget(&mut self) {
+        self.round += 1;
+        self.plan = None;
+        self.claimed = 0;
+        self.delivered = 0;
+        while let Some(result) = self.results.pop_front() {
+            if let Some(Ok(batch)) = result {
+                self.keep(batch);
+            }
+        }
+    }
+
+    /// Keeps a batch for reuse, up to the number that can be in use at once.
+    fn keep(&mut self, batch: Batch<B>) {
+        if self.spare.len() < self.spare.capacity() {
+            self.spare.push(batch);
+        }
+    }
+
+    /// The plan, if a step of it may be read now.
+    fn claimable(&self, ahead: usize) -> Option<&Arc<EpochPlan>> {
+        let plan = self.plan.as_ref()?;
+        (self.claimed < plan.len() && self.claimed < self.delivered + ahead).then_some(plan)
+    }
+}
+
+impl<D: Dataset + ?Sized> Shared<D> {
+    fn lock(&self) -> MutexGuard<'_, State<D::Batch>> {
+        // Nothing panics while holding the lock; the state is sound anyway.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A worker's life.
+    fn work(&self) {
+        let mut state = self.lock();
+        loop {
+            if state.closing {
+                return;
+            }
+            let Some(plan) = state.claimable(self.ahead).map(Arc::clone) else {
+                state = self
+                    .work
+                    .wait(state)
+                    .unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            let (round, step) = (state.round, state.claimed);
+            state.claimed += 1;
+            state.results.push_back(None);
+            let batch = state.spare.pop().unwrap_or_default();
+            drop(state);
+
+            let result = self.fill(&plan, step, batch);
+
+            state = self.lock();
+            if state.round == round {
+                // Claims are pushed in order, so this step's place is known.
+                let place = step - state.delivered;
+                state.results[place] = Some(result);
+                self.ready.notify_one();
+            } else if let Ok(batch) = result {
+                state.keep(batch);
+            }
+        }
+    }
+
+    fn fill(
+        &self,
+        plan: &EpochPlan,
+        step: usize,
+        mut batch: Batch<D::Batch>,
+    ) -> Result<Batch<D::Batch>> {
+        let Some((indices, global_len)) = plan.slice(step) else {
+            return Err(Error::internal("the loader claimed a step beyond the plan"));
+        };
+        let read = || {
+            batch.global_len = global_len;
+            batch.indices.clear();
+            batch.indices.extend_from_slice(indices);
+            self.dataset
+                .read_batch(plan.epoch(), indices, &mut batch.data)
+        };
+        match catch_unwind(AssertUnwindSafe(read)) {
+            Ok(Ok(())) => Ok(batch),
+            Ok(Err(error)) => Err(error),
+            Err(panic) => {
+                let said = panic
+                    .downcast_ref::<&str>()
+                    .map(|s| (*s).to_owned())
+                    .or_else(|| panic.downcast_ref::<String>().cloned())
+                    .unwrap_or_default();
+                Err(Error::internal(format!(
+                    "data set {} panicked while reading: {said}",
+                    self.dataset.describe()
+                )))
+            }
+        }
+    }
+}

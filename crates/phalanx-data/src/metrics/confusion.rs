@@ -1,0 +1,144 @@
+//! Right and wrong answers.
+
+use crate::{Error, Result};
+
+/// The class with the highest score; the first one of equals. NaN never wins
+/// against a number. `None` without scores.
+pub fn argmax(scores: &[f32]) -> Option<usize> {
+    let mut best: Option<(usize, f32)> = None;
+    for (class, &score) in scores.iter().enumerate() {
+        match best {
+            Some((_, highest)) if score <= highest || score.is_nan() => {}
+            _ => best = Some((class, score)),
+        }
+    }
+    best.map(|(class, _)| class)
+}
+
+/// Right answers among rows of `classes` scores each, and the number of rows.
+///
+/// # Errors
+///
+/// `Usage` when there is not one row of scores a label.
+pub fn accuracy(scores: &[f32], classes: usize, labels: &[u32]) -> Result<(usize, usize)> {
+    let right = rows(scores, classes, labels)?
+        .filter(|(row, label)| argmax(row) == Some(*label as usize))
+        .count();
+    Ok((right, labels.len()))
+}
+
+fn rows<'a>(
+    scores: &'a [f32],
+    classes: usize,
+    labels: &'a [u32],
+) -> Result<impl Iterator<Item = (&'a [f32], u32)>> {
+    if classes == 0 || scores.len() != classes * labels.len() {
+        return Err(Error::usage(format!(
+            "{} scores of {classes} classes do not belong to {} labels",
+            scores.len(),
+            labels.len()
+        )));
+    }
+    Ok(scores.chunks_exact(classes).zip(labels.iter().copied()))
+}
+
+/// How often each class was taken for each other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Confusion {
+    classes: usize,
+    counts: Vec<i64>,
+}
+
+impl Confusion {
+    /// Zeros for `classes` classes.
+    pub fn new(classes: usize) -> Self {
+        Self {
+            classes,
+            counts: vec![0; classes * classes],
+        }
+    }
+
+    /// Counts one answer.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` for a class that does not exist.
+    pub fn add(&mut self, label: u32, predicted: usize) -> Result<()> {
+        let label = label as usize;
+        if label >= self.classes || predicted >= self.classes {
+            return Err(Error::usage(format!(
+                "label {label} or answer {predicted} is outside the {} classes",
+                self.classes
+            )));
+        }
+        self.counts[label * self.classes + predicted] += 1;
+        Ok(())
+    }
+
+    /// Counts the answers of a batch: rows of one score a class.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when scores and labels do not fit together.
+    pub fn add_scores(&mut self, scores: &[f32], labels: &[u32]) -> Result<()> {
+        for (row, label) in rows(scores, self.classes, labels)? {
+            // Rows are not empty, so there is an answer.
+            self.add(label, argmax(row).unwrap_or(0))?;
+        }
+        Ok(())
+    }
+
+    /// Adds the counts of `other`.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, when it has another number of classes.
+    pub fn merge(&mut self, other: &Confusion) -> Result<()> {
+        if other.classes() != self.classes() {
+            return Err(Error::usage(format!(
+                "a batch was classified into {} classes, those before into {}",
+                other.classes(),
+                self.classes()
+            )));
+        }
+        for (all, count) in self.counts_mut().iter_mut().zip(other.counts()) {
+            *all += count;
+        }
+        Ok(())
+    }
+
+    /// Number of classes.
+    pub fn classes(&self) -> usize {
+        self.classes
+    }
+
+    /// Counts in rows of the true class, columns of the answer.
+    pub fn counts(&self) -> &[i64] {
+        &self.counts
+    }
+
+    /// The counts for an all-reduce over ranks.
+    pub fn counts_mut(&mut self) -> &mut [i64] {
+        &mut self.counts
+    }
+
+    /// Number of answers.
+    pub fn total(&self) -> i64 {
+        self.counts.iter().sum()
+    }
+
+    /// Share of right answers; `None` before the first.
+    pub fn accuracy(&self) -> Option<f64> {
+        let right: i64 = self.counts.iter().step_by(self.classes + 1).sum();
+        let total = self.total();
+        (total > 0).then(|| right as f64 / total as f64)
+    }
+
+    /// Share of class `class` that was recognised; `None` when it does not
+    /// exist or never occurred.
+    pub fn recall(&self, class: usize) -> Option<f64> {
+        let row = self.counts.chunks_exact(self.classes.max(1)).nth(class)?;
+        let total: i64 = row.iter().sum();
+        (total > 0).then(|| row[class] as f64 / total as f64)
+    }
+}

@@ -1,0 +1,201 @@
+//! MNIST and Fashion-MNIST from their original files.
+//!
+//! The four IDX files lie in the given folder, or where torchvision puts them
+//! (`MNIST/raw`, `FashionMNIST/raw`, `raw`), each plain or gzip-compressed.
+//! Images stay bytes in memory; they are normalised when read.
+
+mod find;
+mod idx;
+mod known;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use sha2::{Digest, Sha256};
+
+use crate::dataset::{ImageDataset, check_read};
+use crate::{Error, Result, synthetic};
+
+/// Classes of both data sets.
+const CLASSES: usize = 10;
+/// Mean of MNIST's training pixels, as PyTorch's example uses it.
+const MEAN: f32 = 0.1307;
+/// Their standard deviation.
+const DEVIATION: f32 = 0.3081;
+
+/// Which half of the data set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Split {
+    /// `train-*`: 60,000 images.
+    Train,
+    /// `t10k-*`: 10,000 images.
+    Test,
+}
+
+/// One split in memory, a byte a pixel.
+#[derive(Clone)]
+pub struct Mnist {
+    name: &'static str,
+    height: usize,
+    width: usize,
+    pixels: Vec<u8>,
+    labels: Vec<u8>,
+    /// What each byte becomes.
+    normalised: [f32; 256],
+}
+
+/// Reads one split from `folder`.
+///
+/// # Errors
+///
+/// `Usage` when the folder or files are missing (the message lists what is
+/// expected and where it comes from); `Data` when a file is truncated,
+/// damaged, of another kind, or images and labels do not belong together;
+/// `Io` when the system refuses to read.
+pub fn load(folder: &Path, split: Split) -> Result<Mnist> {
+    let found = find::find(folder, split)?;
+    let images = idx::read_images(&found.images, found.fashion)?;
+    let labels = idx::read_labels(&found.labels, found.fashion)?;
+    let count = images.pixels.len() / (images.height * images.width);
+    if labels.len() != count {
+        return Err(Error::data(format!(
+            "{} holds {count} images, {} {} labels; they do not belong together",
+            found.images.display(),
+            found.labels.display(),
+            labels.len()
+        )));
+    }
+    if let Some(at) = labels.iter().position(|&l| usize::from(l) >= CLASSES) {
+        return Err(Error::data(format!(
+            "{}: label {at} is {}; the classes are 0 to 9",
+            found.labels.display(),
+            labels[at]
+        )));
+    }
+    Ok(Mnist {
+        name: if found.fashion {
+            "Fashion-MNIST"
+        } else {
+            "MNIST"
+        },
+        height: images.height,
+        width: images.width,
+        pixels: images.pixels,
+        labels,
+        normalised: normalised(),
+    })
+}
+
+/// Sides of the images in a file, and the number of pixels of all of them.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn read_images_file(path: &Path) -> Result<([usize; 2], usize)> {
+    let images = idx::read_images(path, false)?;
+    Ok(([images.height, images.width], images.pixels.len()))
+}
+
+/// The labels in a file.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn read_labels_file(path: &Path) -> Result<Vec<u8>> {
+    idx::read_labels(path, false)
+}
+
+/// The training set and the test set in the folder `data`; for `synthetic`, 60,000 and 10,000
+/// generated digits, which follow from `seed`.
+///
+/// # Errors
+///
+/// As [`load`].
+pub fn open(data: &str, seed: u64) -> Result<(Arc<dyn ImageDataset>, Arc<dyn ImageDataset>)> {
+    if data == "synthetic" {
+        let digits = |split| Arc::new(synthetic::split(split, seed));
+        return Ok((digits(Split::Train), digits(Split::Test)));
+    }
+    let folder = Path::new(data);
+    Ok((
+        Arc::new(load(folder, Split::Train)?),
+        Arc::new(load(folder, Split::Test)?),
+    ))
+}
+
+/// Whether both splits are in `folder`, without reading them.
+///
+/// # Errors
+///
+/// `Usage` when folder or files are missing, as [`load`] says it.
+pub fn check(folder: &Path) -> Result<()> {
+    find::find(folder, Split::Train)?;
+    find::find(folder, Split::Test)?;
+    Ok(())
+}
+
+/// (x / 255 - mean) / deviation in float32, as torchvision's `ToTensor` and
+/// `Normalize` round it.
+pub fn normalised() -> [f32; 256] {
+    std::array::from_fn(|x| (x as f32 / 255.0 - MEAN) / DEVIATION)
+}
+
+impl Mnist {
+    /// The bytes of one image as they are in the file, row by row; `None`
+    /// beyond the end.
+    pub fn pixels(&self, index: usize) -> Option<&[u8]> {
+        self.pixels
+            .chunks_exact(self.height * self.width)
+            .nth(index)
+    }
+
+    /// SHA-256 of all pixels, then all labels, in file order, in hexadecimal:
+    /// tells data sets apart that differ in nothing else.
+    pub fn sha256(&self) -> String {
+        let mut hash = Sha256::new();
+        hash.update(&self.pixels);
+        hash.update(&self.labels);
+        hex::encode(hash.finalize())
+    }
+
+    /// All labels in file order.
+    pub fn labels(&self) -> &[u8] {
+        &self.labels
+    }
+}
+
+impl std::fmt::Debug for Mnist {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Mnist")
+            .field("name", &self.name)
+            .field("samples", &self.labels.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl ImageDataset for Mnist {
+    fn name(&self) -> &str {
+        self.name
+    }
+
+    fn len(&self) -> usize {
+        self.labels.len()
+    }
+
+    fn image_shape(&self) -> [usize; 3] {
+        [self.height, self.width, 1]
+    }
+
+    fn classes(&self) -> usize {
+        CLASSES
+    }
+
+    fn content(&self) -> String {
+        let sha256 = self.sha256();
+        format!("{} {}, SHA-256 {sha256:.16}", self.name(), self.len())
+    }
+
+    fn read(&self, index: usize, out: &mut [f32]) -> Result<u32> {
+        check_read(self, index, out)?;
+        let first = index * out.len();
+        let pixels = &self.pixels[first..first + out.len()];
+        for (value, &pixel) in out.iter_mut().zip(pixels) {
+            *value = self.normalised[usize::from(pixel)];
+        }
+        Ok(u32::from(self.labels[index]))
+    }
+}

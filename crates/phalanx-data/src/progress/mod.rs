@@ -1,0 +1,236 @@
+//! How far training has come, for a person at a terminal or a log.
+//!
+//! On a terminal a bar, otherwise a line every ten seconds; both on stderr,
+//! because stdout belongs to results. Ranks other than 0 are silent. Nothing
+//! here can fail: a closed stderr is no reason to stop training.
+
+mod meter;
+
+use std::io::{IsTerminal, Write};
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::text::visible;
+use meter::Meter;
+
+/// Between two lines where there is no terminal.
+const LINE_EVERY: Duration = Duration::from_secs(10);
+/// Between two new texts beside the bar.
+const TEXT_EVERY: Duration = Duration::from_millis(200);
+
+/// The display of one training run.
+#[derive(Debug)]
+pub struct Progress {
+    display: Display,
+    unit: &'static str,
+    epoch: Option<Running>,
+}
+
+/// Where and how it is shown.
+enum Display {
+    Silent,
+    Bar,
+    Lines {
+        out: Box<dyn Write + Send>,
+        every: Duration,
+    },
+}
+
+impl std::fmt::Debug for Display {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Display::Silent => "Silent",
+            Display::Bar => "Bar",
+            Display::Lines { .. } => "Lines",
+        })
+    }
+}
+
+/// An epoch under way.
+#[derive(Debug)]
+struct Running {
+    meter: Meter,
+    started: Instant,
+    /// When the next line or text is due, since the start.
+    due: Duration,
+    bar: Option<ProgressBar>,
+}
+
+impl Progress {
+    /// What suits this rank and its stderr.
+    pub fn for_rank(rank: usize) -> Self {
+        if rank != 0 {
+            Self::silent()
+        } else if std::io::stderr().is_terminal() {
+            Self::with(Display::Bar)
+        } else {
+            Self::lines(Box::new(std::io::stderr()), LINE_EVERY)
+        }
+    }
+
+    /// Shows nothing.
+    pub fn silent() -> Self {
+        Self::with(Display::Silent)
+    }
+
+    /// A line to `out` whenever `every` has passed, and one at an epoch's end.
+    pub fn lines(out: Box<dyn Write + Send>, every: Duration) -> Self {
+        Self::with(Display::Lines { out, every })
+    }
+
+    fn with(display: Display) -> Self {
+        Self {
+            display,
+            unit: "images",
+            epoch: None,
+        }
+    }
+
+    /// What samples are called: `images`, unless this says otherwise.
+    #[must_use]
+    pub fn with_unit(mut self, unit: &'static str) -> Self {
+        self.unit = unit;
+        self
+    }
+
+    /// Begins epoch `epoch` (counted from 1) of `epochs`, with `steps` steps.
+    pub fn begin(&mut self, epoch: u64, epochs: u64, steps: usize) {
+        self.abandon();
+        let (bar, due) = match &self.display {
+            Display::Silent => return,
+            Display::Bar => (
+                Some(bar(&format!("epoch {epoch}/{epochs}"), steps)),
+                Duration::ZERO,
+            ),
+            Display::Lines { every, .. } => (None, *every),
+        };
+        self.epoch = Some(Running {
+            meter: Meter::new(epoch, epochs, steps).with_unit(self.unit),
+            started: Instant::now(),
+            due,
+            bar,
+        });
+    }
+
+    /// The first `taken` steps of this epoch were taken by an earlier run.
+    pub fn skip(&mut self, taken: usize) {
+        if let Some(running) = &mut self.epoch {
+            running.meter.skip(taken);
+            if let Some(bar) = &running.bar {
+                bar.set_position(taken as u64);
+            }
+        }
+    }
+
+    /// One step is done: `images` over all ranks, and the loss to show.
+    pub fn step(&mut self, images: usize, loss: Option<f64>) {
+        let Some(running) = &mut self.epoch else {
+            return;
+        };
+        let now = running.started.elapsed();
+        running.meter.step(now, images, loss);
+        if let Some(bar) = &running.bar {
+            if now >= running.due {
+                running.due = now + TEXT_EVERY;
+                bar.set_message(running.meter.text(now));
+            }
+            bar.inc(1);
+        } else if let Display::Lines { out, every } = &mut self.display
+            && now >= running.due
+        {
+            running.due = now + *every;
+            let _ = writeln!(out, "{}", running.meter.line(now));
+        }
+    }
+
+    /// Ends the epoch and leaves one line about it.
+    pub fn end(&mut self) {
+        let Some(running) = self.epoch.take() else {
+            return;
+        };
+        if let Some(bar) = &running.bar {
+            bar.finish_and_clear();
+        }
+        self.note(&running.meter.last_line(running.started.elapsed()));
+    }
+
+    /// Removes the display of an epoch that will not be finished, for instance
+    /// before an error is printed.
+    pub fn abandon(&mut self) {
+        if let Some(bar) = self.epoch.take().and_then(|running| running.bar) {
+            bar.finish_and_clear();
+        }
+    }
+
+    /// Prints a line to stderr, above the bar if there is one. Silent ranks
+    /// print nothing.
+    pub fn note(&mut self, line: &str) {
+        let line = &*visible(line);
+        match &mut self.display {
+            Display::Silent => {}
+            Display::Bar => self.suspend(|| {
+                let _ = writeln!(std::io::stderr(), "{line}");
+            }),
+            Display::Lines { out, .. } => {
+                let _ = writeln!(out, "{line}");
+            }
+        }
+    }
+
+    /// Runs `print` with the bar out of the way: for lines on stdout while
+    /// both streams show on one terminal.
+    pub fn suspend<R>(&self, print: impl FnOnce() -> R) -> R {
+        match self.epoch.as_ref().and_then(|running| running.bar.as_ref()) {
+            Some(bar) => bar.suspend(print),
+            None => print(),
+        }
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.abandon();
+    }
+}
+
+fn bar(prefix: &str, steps: usize) -> ProgressBar {
+    let bar = ProgressBar::with_draw_target(Some(steps as u64), ProgressDrawTarget::stderr());
+    bar.set_style(style(std::env::var_os("NO_COLOR").is_none()));
+    bar.set_prefix(prefix.to_owned());
+    bar
+}
+
+/// The bar takes the columns that the texts leave: a fixed width would wrap
+/// on the usual 80.
+fn template(colour: bool) -> &'static str {
+    if colour {
+        "{prefix} {wide_bar:.cyan/dim} {percent:>3} %  {pos}/{len}  {msg}"
+    } else {
+        "{prefix} {wide_bar} {percent:>3} %  {pos}/{len}  {msg}"
+    }
+}
+
+fn style(colour: bool) -> ProgressStyle {
+    ProgressStyle::with_template(template(colour))
+        .unwrap_or_else(|_| ProgressStyle::default_bar())
+        // Without colour the part still to do must look different by shape.
+        .progress_chars(if colour { "━╸━" } else { "━╸ " })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_bars_template_is_valid() {
+        // A bad template would silently fall back to the default one.
+        for colour in [true, false] {
+            assert!(ProgressStyle::with_template(template(colour)).is_ok());
+        }
+        let bar = bar("epoch 1/3", 469);
+        bar.inc(1);
+        assert_eq!((bar.position(), bar.length()), (1, Some(469)));
+        bar.finish_and_clear();
+    }
+}

@@ -1,0 +1,45 @@
+//! PyTorch's files (`.pth`, `.pt`): written so that
+//! `torch.load(weights_only=True)` reads them, and read without trusting them.
+//!
+//! The format is a zip archive that stores, uncompressed, one pickle and the
+//! bytes of each storage (`torch/serialization.py` and
+//! `caffe2/serialize/inline_container.h` of PyTorch 2). [`PthFile`] reads it
+//! through the central directory; its pickle machine knows the few functions
+//! that rebuild tensors and no others, so a file can describe data but run
+//! nothing. What it may take is bounded by the size of the file: a storage is
+//! read once, and tensors are views of it.
+//!
+//! ```no_run
+//! use phalanx_data::pth::PthFile;
+//!
+//! # fn main() -> phalanx_data::Result<()> {
+//! let file = PthFile::read("resnet18.pth".as_ref())?;
+//! for (name, tensor) in file.state_dict()? {
+//!     println!("{name} {:?} {:?}", tensor.dtype(), tensor.shape());
+//! }
+//! # Ok(())
+//! # }
+//! ```
+
+mod archive;
+mod build;
+mod file;
+mod machine;
+mod tensor;
+mod value;
+mod write;
+
+pub use file::PthFile;
+pub(crate) use file::strip_module;
+pub use tensor::{DType, Tensor};
+pub use value::Value;
+pub use write::{Saved, save_state_dict, write_state_dict};
+#[cfg(any(test, fuzzing))]
+pub(crate) use write::{pickle, write_archive};
+
+/// What files start with that PyTorch wrote before 1.6 (2020): a bare pickle
+/// of a magic number.
+pub(crate) const LEGACY_START: [u8; 9] = [0x80, 2, 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46, 0xf9];
+
+/// What a zip archive with at least one entry starts with.
+pub(crate) const ZIP_START: [u8; 4] = *b"PK\x03\x04";

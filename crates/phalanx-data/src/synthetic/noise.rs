@@ -1,0 +1,70 @@
+//! The ModelArts document's random set: noise with labels 0 and 1, from which
+//! nothing can be learned.
+
+use phalanx_nn::rng::torch::Generator;
+
+use crate::Result;
+use crate::cifar10::{CHANNELS, CLASSES, PIXELS, SIDE};
+use crate::dataset::{ImageDataset, check_read};
+
+/// Training samples of the document.
+pub const TRAIN_SAMPLES: usize = 5000;
+/// Its test samples.
+pub const TEST_SAMPLES: usize = 1000;
+/// It shuffles labels with this seed.
+const LABEL_SEED: u64 = 2021;
+
+/// Standard normal numbers as images; half of the labels 1, half 0, shuffled.
+#[derive(Clone)]
+pub struct Noise {
+    values: Vec<f32>,
+    labels: Vec<u8>,
+}
+
+/// `samples` samples under `seed`; `part` tells sets under one seed apart.
+///
+/// The document draws with `torch.randn` and shuffles with Python's `random`;
+/// here both are PyTorch's generator, so labels come in another order.
+pub fn noise(samples: usize, seed: u64, part: u64) -> Noise {
+    let mut values = vec![0.0; samples * PIXELS];
+    let mut generator = Generator::new(seed.wrapping_mul(2).wrapping_add(part));
+    generator.fill_normal_f32(&mut values, 0.0, 1.0);
+    let order = Generator::new(LABEL_SEED + part).randperm(samples);
+    let labels = order.iter().map(|&i| u8::from(i < samples as u64 / 2));
+    Noise {
+        labels: labels.collect(),
+        values,
+    }
+}
+
+impl std::fmt::Debug for Noise {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Noise")
+            .field("samples", &self.labels.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl ImageDataset for Noise {
+    fn name(&self) -> &str {
+        "custom random data"
+    }
+
+    fn len(&self) -> usize {
+        self.labels.len()
+    }
+
+    fn image_shape(&self) -> [usize; 3] {
+        [SIDE, SIDE, CHANNELS]
+    }
+
+    fn classes(&self) -> usize {
+        CLASSES
+    }
+
+    fn read(&self, index: usize, out: &mut [f32]) -> Result<u32> {
+        check_read(self, index, out)?;
+        out.copy_from_slice(&self.values[index * PIXELS..(index + 1) * PIXELS]);
+        Ok(u32::from(self.labels[index]))
+    }
+}

@@ -1,0 +1,133 @@
+//! Drawn pictures: a learnable stand-in for CIFAR-10 that needs no download.
+//!
+//! Ten classes, five shapes that are either filled with a plain colour or with
+//! stripes, in any two colours, at any place and size, over a sloping, noisy
+//! background: no single pixel and no colour tells a class. As with the drawn
+//! digits, sample i depends on (seed, i) alone, nothing is stored, and only
+//! additions, multiplications, divisions and square roots enter.
+
+use super::words::Words;
+use crate::Result;
+use crate::cifar10::{CHANNELS, CLASSES, PIXELS, SIDE, Scaling, scale};
+use crate::dataset::{ImageDataset, check_read};
+
+/// Separates these from the digits under the same seed.
+const SEED_MIX: u64 = 0x7069_6374_7572_6573;
+
+/// A range of the endless sequence of drawn pictures under one seed.
+#[derive(Clone)]
+pub struct Pictures {
+    seed: u64,
+    first: u64,
+    len: usize,
+    table: [[f32; 256]; CHANNELS],
+}
+
+/// `n` drawn pictures under `seed` from number `first` on.
+pub fn pictures(first: u64, n: usize, seed: u64, scaling: Scaling) -> Pictures {
+    Pictures {
+        seed,
+        first,
+        len: n,
+        table: scaling.table(),
+    }
+}
+
+impl std::fmt::Debug for Pictures {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pictures")
+            .field("seed", &self.seed)
+            .field("first", &self.first)
+            .field("len", &self.len)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ImageDataset for Pictures {
+    fn name(&self) -> &str {
+        "synthetic pictures"
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn image_shape(&self) -> [usize; 3] {
+        [SIDE, SIDE, CHANNELS]
+    }
+
+    fn classes(&self) -> usize {
+        CLASSES
+    }
+
+    fn read(&self, index: usize, out: &mut [f32]) -> Result<u32> {
+        check_read(self, index, out)?;
+        let mut pixels = [0; PIXELS];
+        let label = draw(
+            self.seed,
+            self.first.wrapping_add(index as u64),
+            &mut pixels,
+        );
+        scale(&self.table, &pixels, out);
+        Ok(label)
+    }
+}
+
+/// Draws one picture and returns its class: the shape, plus five if striped.
+fn draw(seed: u64, sample: u64, pixels: &mut [u8; PIXELS]) -> u32 {
+    let mut words = Words::new(seed ^ SEED_MIX, sample);
+    let label = words.below(CLASSES as u32);
+    let (shape, striped) = (label % 5, label >= 5);
+    let ground = colour(&mut words);
+    let ink = apart(colour(&mut words), ground);
+    let second = apart(colour(&mut words), ink);
+    let slope = [words.around(2.0), words.around(2.0)];
+    let size = words.between(6.0, 11.0);
+    let place = words.between(0.0, SIDE as f32 - 2.0 * size);
+    let centre_x = size + place;
+    let centre_y = size + words.between(0.0, SIDE as f32 - 2.0 * size);
+    let noise = words.between(4.0, 24.0);
+    for y in 0..SIDE {
+        for x in 0..SIDE {
+            let (dx, dy) = (x as f32 - centre_x, y as f32 - centre_y);
+            let inside = match shape {
+                // A disc, a square, a triangle, a ring, a cross.
+                0 => dx * dx + dy * dy < size * size,
+                1 => dx.abs() < 0.85 * size && dy.abs() < 0.85 * size,
+                2 => dy < 0.8 * size && dy > -size && 2.0 * dx.abs() < dy + size,
+                3 => {
+                    let r = dx * dx + dy * dy;
+                    r < size * size && r > 0.3 * size * size
+                }
+                _ => dx.abs().min(dy.abs()) < 0.3 * size && dx.abs().max(dy.abs()) < size,
+            };
+            let stripe = striped && (y / 2).is_multiple_of(2);
+            for c in 0..CHANNELS {
+                let value = match (inside, stripe) {
+                    (false, _) => {
+                        ground[c] + slope[0] * (x as f32 - 16.0) + slope[1] * (y as f32 - 16.0)
+                    }
+                    (true, false) => ink[c],
+                    (true, true) => second[c],
+                };
+                let value = value + words.around(noise);
+                pixels[(y * SIDE + x) * CHANNELS + c] = value.clamp(0.0, 255.0) as u8;
+            }
+        }
+    }
+    label
+}
+
+fn colour(words: &mut Words) -> [f32; CHANNELS] {
+    std::array::from_fn(|_| words.between(20.0, 235.0))
+}
+
+/// `colour`, moved to the other side of the range where it is hardly told
+/// from `other`.
+fn apart(colour: [f32; CHANNELS], other: [f32; CHANNELS]) -> [f32; CHANNELS] {
+    let distance: f32 = colour.iter().zip(&other).map(|(a, b)| (a - b).abs()).sum();
+    if distance > 120.0 {
+        return colour;
+    }
+    std::array::from_fn(|c| if other[c] < 128.0 { 230.0 } else { 25.0 })
+}

@@ -1,0 +1,812 @@
+//! From words to a validated launch, without touching the world.
+//!
+//! [`LaunchCli`] is what was typed. [`LaunchArgs`] is what is meant: flags,
+//! then `PET_*`, then what a cluster engine says, then defaults; every value
+//! checked. Resolving names, opening files and ports is `plan.rs`.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::alone::{Asking, alone_by_mistake};
+use super::cluster::{self, Env};
+use super::streams::{StreamChoice, Streams};
+use crate::error::{Error, Result};
+use crate::stop;
+
+/// The most ranks one launcher starts. Far above any host; a slip of the
+/// finger should not become a fork bomb.
+const MAX_LOCAL_RANKS: usize = phalanx_comm::MAX_LOCAL_RANKS;
+
+/// The most launchers in one job (the store serves 4096 clients).
+const MAX_NODES: usize = 1024;
+
+/// Where torchrun's c10d nodes meet, unless told otherwise.
+const C10D_PORT: u16 = 29400;
+
+/// `phalanx launch`, as typed. Numbers stay text so that the same checks
+/// and messages serve flags and `PET_*` variables.
+#[derive(clap::Args, Clone, Debug, Default)]
+pub struct LaunchCli {
+    /// Number of nodes (one launcher each) [default: 1, or set by Slurm, Open MPI or PMI].
+    #[arg(long, value_name = "A")]
+    pub nnodes: Option<String>,
+    /// Number of ranks on this node; auto and cpu mean one per core [default: 1].
+    #[arg(long, value_name = "N|auto|cpu")]
+    pub nproc_per_node: Option<String>,
+    /// Number of this node, from 0.
+    #[arg(long, value_name = "R")]
+    pub node_rank: Option<String>,
+    /// Host of node 0; required with several nodes, unless MASTER_ADDR or Slurm sets it.
+    #[arg(long, value_name = "HOST")]
+    pub master_addr: Option<String>,
+    /// MASTER_PORT on one node [default: a free one]; on several, where the launchers meet [default: 29500, or 29400 with --rdzv-backend c10d, as torchrun].
+    #[arg(long, value_name = "PORT")]
+    pub master_port: Option<String>,
+    /// HOST[:PORT]; torchrun's alternative to --master-addr and --master-port.
+    #[arg(long, value_name = "HOST[:PORT]")]
+    pub rdzv_endpoint: Option<String>,
+    /// Accepted for compatibility with torchrun; static and c10d do the same.
+    #[arg(long, value_name = "NAME")]
+    pub rdzv_backend: Option<String>,
+    /// Name of the job; launchers with different names do not join.
+    #[arg(long, value_name = "ID")]
+    pub rdzv_id: Option<String>,
+    /// Accepted for compatibility with torchrun; no effect (the exit of a rank is noticed at once).
+    #[arg(long, value_name = "S")]
+    pub monitor_interval: Option<String>,
+    /// Accepted for compatibility with torchrun; no effect (every rank is a new process).
+    #[arg(long, value_name = "spawn|fork|forkserver")]
+    pub start_method: Option<String>,
+    /// Seconds to wait for all nodes [default: 300].
+    #[arg(long, value_name = "S")]
+    pub rdzv_timeout: Option<String>,
+    /// Run on this node only, on a free port, ignoring cluster variables.
+    #[arg(long)]
+    pub standalone: bool,
+    /// Number of restarts after a failure (one node only) [default: 0].
+    #[arg(long, value_name = "K")]
+    pub max_restarts: Option<String>,
+    /// Folder for the ranks' output and error files; each run makes a new folder in it.
+    #[arg(long, value_name = "DIR")]
+    pub log_dir: Option<String>,
+    /// Streams written to files in --log-dir only: 0 (none), 1 (stdout), 2 (stderr), 3 (both), or per rank, as in 0:1,1:2.
+    #[arg(long, value_name = "SPEC")]
+    pub redirects: Option<String>,
+    /// Streams written to files in --log-dir and to the terminal, as in --redirects [default with --log-dir: 3].
+    #[arg(long, value_name = "SPEC")]
+    pub tee: Option<String>,
+    /// File with the job token (see `phalanx token`) [default: PHALANX_TOKEN_FILE].
+    #[arg(long, value_name = "FILE")]
+    pub token_file: Option<String>,
+    /// Address or host name on which the store and this node's ranks listen.
+    #[arg(long, value_name = "ADDR", alias = "local-addr")]
+    pub bind: Option<String>,
+    /// Seconds between SIGTERM and SIGKILL when the ranks are stopped [default: 1.5; after Ctrl-C or SIGTERM 30, if a rank or a process of its group handles SIGTERM, as with `train --save-every`, and more if a rank asks for more, as `train` does whose last checkpoint took longer].
+    #[arg(long, value_name = "S")]
+    pub stop_grace_s: Option<String>,
+    /// Value of ROLE_NAME in the ranks [default: default].
+    #[arg(long, value_name = "NAME")]
+    pub role: Option<String>,
+    /// Do not prefix output lines with `[rank N]`.
+    #[arg(long)]
+    pub no_prefix: bool,
+    /// The program and its arguments. If the job fails or is interrupted, all processes that it has started are ended. If all ranks succeed, processes in sessions of their own (daemons) live on.
+    #[arg(last = true, required = true, value_name = "PROGRAM")]
+    pub program: Vec<OsString>,
+}
+
+/// Where several nodes meet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Meeting {
+    /// Number of launchers, two or more.
+    pub nodes: usize,
+    /// Which one we are.
+    pub node_rank: usize,
+    /// Host of node 0.
+    pub host: String,
+    /// The store's port there.
+    pub port: u16,
+}
+
+/// A launch that makes sense; nothing has happened yet.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LaunchArgs {
+    /// `None`: one node.
+    pub meeting: Option<Meeting>,
+    /// The ranks' MASTER_PORT on one node, where it was given.
+    pub master_port: Option<u16>,
+    /// Ranks on this node.
+    pub local_ranks: usize,
+    /// Name of the job, where it was given.
+    pub run_id: Option<String>,
+    /// How long to wait for the other nodes.
+    pub meeting_timeout: Duration,
+    /// Restarts allowed.
+    pub max_restarts: u32,
+    /// Where logs go.
+    pub log_dir: Option<PathBuf>,
+    /// Streams that go to files only.
+    pub redirects: StreamChoice,
+    /// Streams that go to files and on.
+    pub tee: StreamChoice,
+    /// Token file.
+    pub token_file: Option<PathBuf>,
+    /// Listen address, or a name for it.
+    pub bind: Option<String>,
+    /// From SIGTERM to SIGKILL.
+    pub stop_grace: Duration,
+    /// The same where a rank has a handler for SIGTERM and nothing failed.
+    pub handler_grace: Duration,
+    /// Ranks cannot ask for more.
+    pub grace_is_typed: bool,
+    /// ROLE_NAME.
+    pub role: String,
+    /// Prefix lines with their rank.
+    pub prefix: bool,
+    /// What to run.
+    pub program: OsString,
+    /// Its arguments.
+    pub args: Vec<OsString>,
+}
+
+/// One setting's text and where it came from, for messages.
+struct Given<'a> {
+    text: &'a str,
+    name: String,
+}
+
+impl Given<'_> {
+    fn wrong(&self, why: &str) -> Error {
+        Error::usage(format!("{} cannot be \"{}\": {why}", self.name, self.text))
+    }
+
+    fn number<T: std::str::FromStr>(&self, what: &str) -> Result<T> {
+        self.text.trim().parse().map_err(|_| self.wrong(what))
+    }
+
+    fn seconds(&self, most: f64) -> Result<Duration> {
+        let seconds: f64 = self.number("not a number of seconds")?;
+        if (0.0..=most).contains(&seconds) {
+            Ok(Duration::from_secs_f64(seconds))
+        } else {
+            Err(self.wrong(&format!("not between 0 and {most} seconds")))
+        }
+    }
+
+    /// As [`port`](Self::port); on one node 0 is whichever is free.
+    fn port_or_free(&self, alone: bool) -> Result<Option<u16>> {
+        match alone && self.text.trim() == "0" {
+            true => Ok(None),
+            false => self.port().map(Some),
+        }
+    }
+
+    fn port(&self) -> Result<u16> {
+        let port: u16 = self.number("not a port (1 to 65535)")?;
+        if port == 0 {
+            return Err(self.wrong("not a port (1 to 65535)"));
+        }
+        Ok(port)
+    }
+}
+
+impl LaunchArgs {
+    /// Merges and checks. `cores` is what `auto` means.
+    ///
+    /// # Errors
+    /// `Usage`, naming the flag or variable.
+    pub fn resolve(cli: &LaunchCli, env: &Env, cores: usize) -> Result<Self> {
+        let Some((program, args)) = cli.program.split_first() else {
+            return Err(Error::usage("no program to launch"));
+        };
+        let standalone = cli.standalone
+            || pick(env, "standalone", &None).is_some_and(|g| !matches!(g.text, "0" | "false"));
+
+        let local_ranks = match pick(env, "nproc-per-node", &cli.nproc_per_node) {
+            None => 1,
+            Some(given) => ranks(&given, cores)?,
+        };
+        let nodes = match pick(env, "nnodes", &cli.nnodes) {
+            None => None,
+            Some(given) => Some(node_count(&given)?),
+        };
+        let node_rank = match pick(env, "node-rank", &cli.node_rank) {
+            None => None,
+            Some(given) => Some(given.number::<usize>("not a node's number")?),
+        };
+        if standalone && nodes.is_some_and(|n| n > 1) {
+            return Err(Error::usage(
+                "--standalone means one node; --nnodes asks for more",
+            ));
+        }
+        // A cluster engine's word counts only where nobody spoke.
+        let place = if standalone || nodes == Some(1) {
+            None
+        } else {
+            cluster::detect(env)?.filter(|place| place.count > 1)
+        };
+        if nodes.is_none()
+            && !standalone
+            && place.is_none()
+            && let Some(error) = alone_by_mistake(env, Asking::Launch, "launch")?
+        {
+            return Err(error);
+        }
+        let nodes_wanted = match (nodes, &place) {
+            (Some(nodes), _) => nodes,
+            (None, Some(place)) => place.count,
+            (None, None) => 1,
+        };
+        let node_rank = match (node_rank, &place) {
+            _ if standalone => 0,
+            (Some(rank), _) => rank,
+            (None, Some(place)) if place.count == nodes_wanted => place.index,
+            (None, Some(place)) => {
+                return Err(Error::usage(format!(
+                    "--nnodes is {nodes_wanted}, but {} started {} launchers",
+                    place.engine, place.count
+                ))
+                .note("fix", "start one launcher a node, or give --node-rank too"));
+            }
+            (None, None) if nodes_wanted == 1 => 0,
+            (None, None) => {
+                return Err(
+                    Error::usage(format!("which of the {nodes_wanted} nodes is this?")).note(
+                        "fix",
+                        format!(
+                            "add --node-rank 0 on the first node, ... {} on the last",
+                            nodes_wanted - 1
+                        ),
+                    ),
+                );
+            }
+        };
+        if node_rank >= nodes_wanted {
+            return Err(Error::usage(format!(
+                "--node-rank {node_rank} is outside --nnodes {nodes_wanted} (nodes count from 0)"
+            )));
+        }
+
+        let (host, port) = address(cli, env, nodes_wanted == 1)?;
+        let backend = pick(env, "rdzv-backend", &cli.rdzv_backend);
+        let meeting = if nodes_wanted == 1 {
+            None
+        } else {
+            // MASTER_ADDR and MASTER_PORT of the plain environment are older
+            // than any launcher; here they can only mean this.
+            let host = host
+                .or_else(|| env.get("MASTER_ADDR").filter(|a| !a.is_empty()).cloned())
+                .or_else(|| place.as_ref().and_then(|p| p.first_host.clone()));
+            let Some(host) = host else {
+                let who = match &place {
+                    Some(place) => format!(
+                        "{} does not say on which host the first of the {nodes_wanted} launchers runs",
+                        place.engine
+                    ),
+                    None => format!("on which host does node 0 of {nodes_wanted} run?"),
+                };
+                return Err(Error::usage(who).note(
+                    "fix",
+                    "add --master-addr HOST, the same on all nodes (127.0.0.1 if all run on this host), or set MASTER_ADDR",
+                ));
+            };
+            let given = env.get("MASTER_PORT").filter(|p| !p.is_empty());
+            let port = match (port, given) {
+                (Some(port), _) => port,
+                (None, Some(text)) => {
+                    let name = "MASTER_PORT".to_owned();
+                    Given { text, name }.port()?
+                }
+                (None, None) if backend.as_ref().is_some_and(|b| b.text == "c10d") => C10D_PORT,
+                (None, None) => super::DEFAULT_PORT,
+            };
+            Some(Meeting {
+                nodes: nodes_wanted,
+                node_rank,
+                host,
+                port,
+            })
+        };
+
+        let max_restarts = match pick(env, "max-restarts", &cli.max_restarts) {
+            None => 0,
+            Some(given) => given.number::<u32>("not a number of restarts")?,
+        };
+        if max_restarts > 0 && meeting.is_some() {
+            return Err(Error::usage("--max-restarts works on one node only so far")
+                .note(
+                    "since",
+                    "restarts over several nodes come with elastic runs, later",
+                )
+                .note("fix", "leave it out, or set it to 0"));
+        }
+
+        let log_dir = pick(env, "log-dir", &cli.log_dir).map(|given| PathBuf::from(given.text));
+        let streams = |flag: &str, typed: &Option<String>| -> Result<Option<StreamChoice>> {
+            match pick(env, flag, typed) {
+                None => Ok(None),
+                Some(given) => match given.text.parse::<StreamChoice>() {
+                    Ok(choice) if choice.any() && log_dir.is_none() => Err(Error::usage(format!(
+                        "{} needs --log-dir, the folder for the files",
+                        given.name
+                    ))),
+                    Ok(choice) => match choice.beyond(local_ranks) {
+                        Some(rank) => Err(given.wrong(&format!(
+                            "there is no rank {rank} on this node; its {} from 0",
+                            match local_ranks {
+                                1 => "only rank counts".to_owned(),
+                                ranks => format!("{ranks} ranks count"),
+                            }
+                        ))),
+                        None => Ok(Some(choice)),
+                    },
+                    Err(why) => Err(given.wrong(&why)),
+                },
+            }
+        };
+        let redirects = streams("redirects", &cli.redirects)?;
+        let tee = streams("tee", &cli.tee)?;
+        let tee = match (&log_dir, &redirects, tee) {
+            (_, _, Some(tee)) => tee,
+            (Some(_), None, None) => StreamChoice::all(Streams::ALL),
+            _ => StreamChoice::default(),
+        };
+
+        let bind = pick(env, "bind", &cli.bind).map(|given| given.text.to_owned());
+        let (stop_grace, handler_grace, grace_is_typed) =
+            match pick(env, "stop-grace-s", &cli.stop_grace_s) {
+                None => (super::STOP_GRACE, stop::GRACE, false),
+                Some(given) => {
+                    let typed = given.seconds(86_400.0)?;
+                    (typed, typed, true)
+                }
+            };
+        let meeting_timeout = match pick(env, "rdzv-timeout", &cli.rdzv_timeout) {
+            None => Duration::from_secs(300),
+            Some(given) => given.seconds(86_400.0)?,
+        };
+        if let Some(given) = backend
+            && !matches!(given.text, "static" | "c10d")
+        {
+            return Err(given.wrong("there is one way to meet here, our own store; leave it out"));
+        }
+        if let Some(given) = pick(env, "monitor-interval", &cli.monitor_interval) {
+            given.seconds(86_400.0)?;
+        }
+        if let Some(given) = pick(env, "start-method", &cli.start_method)
+            && !matches!(given.text, "spawn" | "fork" | "forkserver")
+        {
+            return Err(given.wrong("not spawn, fork or forkserver"));
+        }
+        let role = pick(env, "role", &cli.role).map_or("default".to_owned(), |g| g.text.to_owned());
+        let run_id = pick(env, "rdzv-id", &cli.rdzv_id).map(|given| given.text.to_owned());
+        for (name, text) in [("--role", Some(&role)), ("--rdzv-id", run_id.as_ref())] {
+            if text.is_some_and(|t| t.is_empty() || t.len() > 200 || t.contains(['/', '\0', '\n']))
+            {
+                return Err(Error::usage(format!(
+                    "{name} must be 1 to 200 characters without / and line breaks"
+                )));
+            }
+        }
+        Ok(LaunchArgs {
+            master_port: if meeting.is_none() && !standalone {
+                port
+            } else {
+                None
+            },
+            meeting,
+            local_ranks,
+            run_id,
+            meeting_timeout,
+            max_restarts,
+            log_dir,
+            redirects: redirects.unwrap_or_default(),
+            tee,
+            token_file: pick(env, "token-file", &cli.token_file).map(|g| PathBuf::from(g.text)),
+            bind,
+            stop_grace,
+            handler_grace,
+            grace_is_typed,
+            role,
+            prefix: !cli.no_prefix,
+            program: program.clone(),
+            args: args.to_vec(),
+        })
+    }
+}
+
+/// The flag's text, else its `PET_*` variable's.
+fn pick<'a>(env: &'a Env, flag: &str, typed: &'a Option<String>) -> Option<Given<'a>> {
+    if let Some(text) = typed {
+        let name = format!("--{flag}");
+        return Some(Given { text, name });
+    }
+    let name = format!("PET_{}", flag.replace('-', "_").to_uppercase());
+    let text = env.get(&name).filter(|text| !text.is_empty())?;
+    Some(Given { text, name })
+}
+
+/// How many ranks a command starts on this node that was not told by a flag: what
+/// `PET_NPROC_PER_NODE` says, or one.
+pub fn untyped_ranks(env: &Env) -> Result<usize> {
+    match pick(env, "nproc-per-node", &None) {
+        None => Ok(1),
+        Some(given) => ranks(&given, super::cores()),
+    }
+}
+
+fn ranks(given: &Given<'_>, cores: usize) -> Result<usize> {
+    let count = count_with(given.text, cores).map_err(|why| given.wrong(why))?;
+    if (1..=MAX_LOCAL_RANKS).contains(&count) {
+        Ok(count)
+    } else {
+        Err(given.wrong(&format!("not between 1 and {MAX_LOCAL_RANKS}")))
+    }
+}
+
+/// A number of ranks on this host, as `--nproc-per-node` takes it.
+///
+/// # Errors
+/// Why it is none.
+pub fn count_of_ranks(text: &str) -> std::result::Result<usize, &'static str> {
+    count_with(text, super::cores())
+}
+
+fn count_with(text: &str, cores: usize) -> std::result::Result<usize, &'static str> {
+    match text.trim() {
+        "auto" | "cpu" => Ok(cores),
+        "gpu" | "cuda" | "xpu" => Err(
+            "this build computes on CPUs; say cpu, which is one rank for each core, or a number",
+        ),
+        number => number
+            .parse()
+            .map_err(|_| "a whole number, auto or cpu is expected"),
+    }
+}
+
+fn node_count(given: &Given<'_>) -> Result<usize> {
+    let what = "not a number of nodes";
+    let (low, high) = match given.text.split_once(':') {
+        None => {
+            let count: usize = given.number(what)?;
+            (count, count)
+        }
+        Some((low, high)) => match (low.trim().parse(), high.trim().parse()) {
+            (Ok(low), Ok(high)) => (low, high),
+            _ => return Err(given.wrong(what)),
+        },
+    };
+    if low > high || low == 0 || high > MAX_NODES {
+        return Err(given.wrong(&format!("not between 1 and {MAX_NODES}, smaller first")));
+    }
+    if low != high {
+        return Err(given
+            .wrong("a number of nodes that may change is an elastic run, which comes later")
+            .note(
+                "fix",
+                format!("give one number, for instance --nnodes {high}"),
+            ));
+    }
+    Ok(low)
+}
+
+/// Host and port from `--master-addr`, `--master-port` and `--rdzv-endpoint`.
+fn address(cli: &LaunchCli, env: &Env, alone: bool) -> Result<(Option<String>, Option<u16>)> {
+    let mut host = pick(env, "master-addr", &cli.master_addr).map(|g| g.text.to_owned());
+    let mut port = match pick(env, "master-port", &cli.master_port) {
+        None => None,
+        Some(given) => given.port_or_free(alone)?,
+    };
+    if let Some(given) = pick(env, "rdzv-endpoint", &cli.rdzv_endpoint) {
+        let (name, number) = match given.text.rsplit_once(':') {
+            // A bare IPv6 address is full of colons.
+            Some((name, _)) if name.contains(':') && !name.ends_with(']') => (given.text, None),
+            Some((name, number)) => (name, Some(number)),
+            None => (given.text, None),
+        };
+        if let Some(text) = number {
+            let name = given.name.clone();
+            port = port.or(Given { text, name }.port_or_free(alone)?);
+            if let (Some(typed), Some(_)) = (&cli.master_port, &cli.rdzv_endpoint)
+                && typed != text
+            {
+                return Err(Error::usage(format!(
+                    "--master-port {typed} and --rdzv-endpoint {} contradict each other; give one of them",
+                    given.text
+                )));
+            }
+        }
+        let name = name.trim_matches(['[', ']']);
+        if let (Some(typed), Some(_)) = (&cli.master_addr, &cli.rdzv_endpoint)
+            && typed != name
+        {
+            return Err(Error::usage(format!(
+                "--master-addr {typed} and --rdzv-endpoint {} contradict each other; give one of them",
+                given.text
+            )));
+        }
+        host.get_or_insert(name.to_owned());
+    }
+    if host
+        .as_ref()
+        .is_some_and(|h| h.is_empty() || h.contains(char::is_whitespace))
+    {
+        return Err(Error::usage("--master-addr is not a host name"));
+    }
+    Ok((host, port))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn env(text: &str) -> Env {
+        text.split_whitespace()
+            .map(|pair| {
+                let (name, value) = pair.split_once('=').unwrap();
+                (name.to_owned(), value.to_owned())
+            })
+            .collect()
+    }
+
+    /// `flags` as "name=value" pairs, so that tables stay readable.
+    fn resolve(flags: &str, variables: &str) -> Result<LaunchArgs> {
+        let mut cli = LaunchCli {
+            program: vec!["prog".into(), "--x".into()],
+            ..LaunchCli::default()
+        };
+        for pair in flags.split_whitespace() {
+            let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+            let value = Some(value.to_owned());
+            match name {
+                "nnodes" => cli.nnodes = value,
+                "nproc" => cli.nproc_per_node = value,
+                "node-rank" => cli.node_rank = value,
+                "addr" => cli.master_addr = value,
+                "port" => cli.master_port = value,
+                "endpoint" => cli.rdzv_endpoint = value,
+                "backend" => cli.rdzv_backend = value,
+                "restarts" => cli.max_restarts = value,
+                "log-dir" => cli.log_dir = value,
+                "tee" => cli.tee = value,
+                "redirects" => cli.redirects = value,
+                "grace" => cli.stop_grace_s = value,
+                "bind" => cli.bind = value,
+                "id" => cli.rdzv_id = value,
+                "interval" => cli.monitor_interval = value,
+                "method" => cli.start_method = value,
+                "standalone" => cli.standalone = true,
+                other => panic!("no such flag in this test: {other}"),
+            }
+        }
+        LaunchArgs::resolve(&cli, &env(variables), 6)
+    }
+
+    #[test]
+    fn defaults_are_one_rank_on_one_node() {
+        let args = resolve("interval=0.1 method=spawn", "HOME=/root").unwrap();
+        assert_eq!(args.meeting, None);
+        assert_eq!(
+            (args.local_ranks, args.master_port, args.max_restarts),
+            (1, None, 0)
+        );
+        assert_eq!(args.stop_grace, Duration::from_millis(1500));
+        assert!(args.prefix);
+        assert_eq!(args.program, "prog");
+        assert_eq!(args.args, ["--x"]);
+    }
+
+    #[test]
+    fn one_node_by_environment() {
+        for (flags, variables, ranks, port) in [
+            ("nproc=2", "", 2, None),
+            ("nproc=auto", "", 6, None),
+            ("nproc=cpu", "PET_NPROC_PER_NODE=3", 6, None),
+            ("", "PET_NPROC_PER_NODE=3", 3, None),
+            ("", "PET_NPROC_PER_NODE=auto PET_NNODES=1:1", 6, None),
+            ("port=1234", "", 1, Some(1234)),
+            ("", "PET_MASTER_PORT=1235", 1, Some(1235)),
+            ("endpoint=localhost:77", "", 1, Some(77)),
+            ("port=1", "PET_RDZV_ENDPOINT=localhost:77", 1, Some(1)),
+            ("endpoint=localhost:0", "", 1, None),
+            ("port=0", "", 1, None),
+            ("standalone port=9", "", 1, None),
+            // left over from an outer job: not ours
+            (
+                "",
+                "MASTER_ADDR=x MASTER_PORT=5 RANK=1 WORLD_SIZE=9 LOCAL_RANK=1",
+                1,
+                None,
+            ),
+            (
+                "standalone",
+                "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_NNODES=2 SLURM_NODELIST=a[1-2]",
+                1,
+                None,
+            ),
+            (
+                "nnodes=1",
+                "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_NNODES=2 SLURM_NODELIST=a[1-2]",
+                1,
+                None,
+            ),
+            (
+                "",
+                "PET_STANDALONE=1 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=4",
+                1,
+                None,
+            ),
+            (
+                "",
+                "SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_NNODES=1 SLURM_NODELIST=a1",
+                1,
+                None,
+            ),
+        ] {
+            let args = resolve(flags, variables).unwrap();
+            assert_eq!(args.meeting, None, "{flags} {variables}");
+            assert_eq!(
+                (args.local_ranks, args.master_port),
+                (ranks, port),
+                "{flags} {variables}"
+            );
+        }
+    }
+
+    #[test]
+    fn several_nodes_by_environment() {
+        let slurm = "SLURM_PROCID=1 SLURM_NODEID=1 SLURM_NTASKS=2 SLURM_NNODES=2 SLURM_JOB_NODELIST=gnode[10,20,25-37]";
+        for (flags, variables, want) in [
+            ("nnodes=2 node-rank=1 addr=h port=7", "", (2, 1, "h", 7)),
+            ("nnodes=2:2 node-rank=0 addr=h", "", (2, 0, "h", 29500)),
+            (
+                "nnodes=2 node-rank=0",
+                "MASTER_ADDR=m MASTER_PORT=12",
+                (2, 0, "m", 12),
+            ),
+            (
+                "nnodes=2 node-rank=0 addr=f port=3",
+                "MASTER_ADDR=m MASTER_PORT=12",
+                (2, 0, "f", 3),
+            ),
+            (
+                "",
+                "PET_NNODES=3 PET_NODE_RANK=2 PET_MASTER_ADDR=p PET_MASTER_PORT=8",
+                (3, 2, "p", 8),
+            ),
+            (
+                "node-rank=0",
+                "PET_NNODES=3 PET_NODE_RANK=2 PET_MASTER_ADDR=p",
+                (3, 0, "p", 29500),
+            ),
+            (
+                "nnodes=2 node-rank=1 endpoint=e:99 backend=c10d",
+                "",
+                (2, 1, "e", 99),
+            ),
+            ("nnodes=2 node-rank=1 endpoint=e", "", (2, 1, "e", 29500)),
+            (
+                "nnodes=2 node-rank=1 endpoint=e backend=c10d",
+                "",
+                (2, 1, "e", 29400),
+            ),
+            (
+                "nnodes=2 node-rank=1 endpoint=[fe80::1]:99",
+                "",
+                (2, 1, "fe80::1", 99),
+            ),
+            (
+                "nnodes=2 node-rank=1 endpoint=fe80::1",
+                "",
+                (2, 1, "fe80::1", 29500),
+            ),
+            ("", slurm, (2, 1, "gnode10", 29500)),
+            ("addr=x", slurm, (2, 1, "x", 29500)),
+            ("nnodes=2", slurm, (2, 1, "gnode10", 29500)),
+            ("nnodes=4 node-rank=3", slurm, (4, 3, "gnode10", 29500)),
+            (
+                "addr=x",
+                "OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4",
+                (4, 2, "x", 29500),
+            ),
+            (
+                "",
+                "PMI_RANK=1 PMI_SIZE=2 MASTER_ADDR=q",
+                (2, 1, "q", 29500),
+            ),
+            (
+                "",
+                "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2",
+                (2, 1, "127.0.0.1", 29500),
+            ),
+        ] {
+            let meeting = resolve(flags, variables).unwrap().meeting.unwrap();
+            let got = (
+                meeting.nodes,
+                meeting.node_rank,
+                meeting.host.as_str(),
+                meeting.port,
+            );
+            assert_eq!(got, want, "{flags} {variables}");
+        }
+    }
+
+    #[test]
+    fn mistakes_are_usage_errors_that_name_the_culprit() {
+        for (flags, variables, want) in [
+            ("nnodes=1:2", "", "elastic"),
+            ("nnodes=0", "", "--nnodes"),
+            ("nnodes=2:1", "", "--nnodes"),
+            ("nnodes=x", "", "--nnodes"),
+            ("nnodes=2", "", "which of the 2 nodes"),
+            (
+                "nnodes=2 node-rank=1",
+                "",
+                "on which host does node 0 of 2 run",
+            ),
+            ("", "SKYPILOT_NUM_NODES=2", "one of 2 nodes"),
+            ("", "SLURM_NNODES=2 SLURM_PROCID=0 SLURM_NTASKS=2", "srun"),
+            ("nnodes=2 node-rank=2", "", "outside --nnodes 2"),
+            ("node-rank=1", "", "outside --nnodes 1"),
+            ("", "PET_NNODES=none", "PET_NNODES"),
+            ("nproc=0", "", "--nproc-per-node"),
+            ("nproc=gpu", "", "CPUs"),
+            ("nproc=9999", "", "between 1 and 1024"),
+            ("nproc=-1", "", "--nproc-per-node"),
+            ("port=0 nnodes=2 node-rank=0 addr=h", "", "--master-port"),
+            ("port=1 endpoint=localhost:77", "", "contradict each other"),
+            ("addr=k endpoint=h:77", "", "contradict each other"),
+            ("addr=k endpoint=h", "", "contradict each other"),
+            ("port=70000", "", "--master-port"),
+            ("endpoint=h:x nnodes=2 node-rank=0", "", "--rdzv-endpoint"),
+            ("backend=etcd", "", "--rdzv-backend"),
+            ("standalone nnodes=2 node-rank=0", "", "--standalone"),
+            (
+                "nnodes=2 node-rank=0 addr=h restarts=1",
+                "",
+                "one node only",
+            ),
+            ("restarts=-1", "", "--max-restarts"),
+            ("tee=3", "", "--log-dir"),
+            ("tee=7 log-dir=x", "", "--tee"),
+            ("nproc=2 tee=5:1 log-dir=x", "", "no rank 5 on this node"),
+            (
+                "nproc=2 redirects=0:3,2:1 log-dir=x",
+                "",
+                "no rank 2 on this node; its 2 ranks count from 0",
+            ),
+            ("redirects=1:3 log-dir=x", "", "its only rank counts from 0"),
+            ("grace=-1", "", "--stop-grace-s"),
+            ("interval=often", "", "--monitor-interval"),
+            ("method=thread", "", "--start-method"),
+            ("grace=NaN", "", "--stop-grace-s"),
+            ("id=a/b", "", "--rdzv-id"),
+            (
+                "",
+                "OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4",
+                "does not say on which host",
+            ),
+            ("nnodes=3", "PMI_RANK=1 PMI_SIZE=2", "PMI started 2"),
+        ] {
+            let error = resolve(flags, variables).unwrap_err();
+            assert!(
+                error.chain().contains(want),
+                "{flags} {variables}: {}",
+                error.chain()
+            );
+            assert_eq!(error.exit_code(), 2, "{flags} {variables}");
+        }
+    }
+
+    #[test]
+    fn logs_are_shown_too_unless_redirected() {
+        let args = resolve("log-dir=d", "").unwrap();
+        assert_eq!(args.tee.of(0), Streams::ALL);
+        let args = resolve("log-dir=d redirects=3", "").unwrap();
+        assert_eq!(args.tee.of(0), Streams::default());
+        assert_eq!(args.redirects.of(1), Streams::ALL);
+        let args = resolve("nproc=2 log-dir=d redirects=1:3", "").unwrap();
+        assert_eq!(args.redirects.of(1), Streams::ALL);
+    }
+}

@@ -1,0 +1,227 @@
+//! The variables each rank gets: torchrun's names and relations
+//! (pytorch-compat.md §6), and some of our own.
+//!
+//! One value differs from torchrun's: `TORCHELASTIC_USE_AGENT_STORE` is `False`.
+//! torchrun hosts PyTorch's store at `MASTER_ADDR:MASTER_PORT`, and `True` tells
+//! `init_process_group` so. Our store speaks another protocol and is where
+//! `PHALANX_STORE` says; `MASTER_PORT` is a port of node 0 that is kept free, for
+//! rank 0 of a PyTorch program to host PyTorch's store at.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+
+/// Says where the launcher hosts the store, so that rank 0 connects like
+/// everybody else.
+pub const STORE_VARIABLE: &str = "PHALANX_STORE";
+/// Names the file with the job token.
+pub const TOKEN_FILE_VARIABLE: &str = "PHALANX_TOKEN_FILE";
+/// The process id of the rank. It need not print its last error: the launcher does, from the
+/// error file. [`LAUNCHER`], until the shim knows the process id.
+pub const ERRORS_VARIABLE: &str = "PHALANX_ERRORS";
+/// See [`ERRORS_VARIABLE`].
+pub const LAUNCHER: &str = "launcher";
+/// Whether PyTorch's store is there already, which rank 0 would host otherwise.
+const AGENT_STORE_VARIABLE: &str = "TORCHELASTIC_USE_AGENT_STORE";
+/// Where a rank may leave a report of its failure.
+pub const ERROR_FILE_VARIABLE: &str = "TORCHELASTIC_ERROR_FILE";
+/// The address this node's ranks listen on, when there are several nodes.
+pub const BIND_VARIABLE: &str = "PHALANX_BIND";
+
+/// What is the same for all ranks of one launcher.
+#[derive(Clone, Debug)]
+pub struct Shared {
+    /// This node's number.
+    pub node_rank: usize,
+    /// Number of nodes.
+    pub nodes: usize,
+    /// Ranks on nodes before this one.
+    pub first_rank: usize,
+    /// Ranks on this node.
+    pub local_ranks: usize,
+    /// Ranks in all.
+    pub world: usize,
+    /// The role's name.
+    pub role: String,
+    /// The store, as the ranks should dial it.
+    pub store: String,
+    /// The host of rank 0.
+    pub master_addr: String,
+    /// A port there that is left to the program.
+    pub master_port: u16,
+    /// The job's name.
+    pub run_id: String,
+    /// Restarts allowed.
+    pub max_restarts: u32,
+    /// Where ranks listen, when there are several nodes.
+    pub bind: Option<String>,
+    /// OMP_NUM_THREADS is set outside and stays.
+    pub threads_set: bool,
+}
+
+/// What differs between ranks and attempts.
+#[derive(Clone, Debug)]
+pub struct Own {
+    /// Number of the rank on this node.
+    pub local_rank: usize,
+    /// Restarts so far.
+    pub restarts: u32,
+    /// Where the rank may leave a report of its failure.
+    pub error_file: OsString,
+    /// Where it reads the token.
+    pub token_file: OsString,
+}
+
+/// The variables to set for one rank.
+pub fn variables(shared: &Shared, own: &Own) -> BTreeMap<&'static str, OsString> {
+    let rank = shared.first_rank + own.local_rank;
+    let number = |n: usize| OsString::from(n.to_string());
+    let mut set = BTreeMap::from([
+        ("RANK", number(rank)),
+        ("LOCAL_RANK", number(own.local_rank)),
+        ("GROUP_RANK", number(shared.node_rank)),
+        ("ROLE_RANK", number(rank)),
+        ("ROLE_NAME", OsString::from(&shared.role)),
+        ("WORLD_SIZE", number(shared.world)),
+        ("LOCAL_WORLD_SIZE", number(shared.local_ranks)),
+        ("GROUP_WORLD_SIZE", number(shared.nodes)),
+        ("ROLE_WORLD_SIZE", number(shared.world)),
+        ("MASTER_ADDR", OsString::from(&shared.master_addr)),
+        ("MASTER_PORT", number(usize::from(shared.master_port))),
+        (
+            "TORCHELASTIC_RESTART_COUNT",
+            OsString::from(own.restarts.to_string()),
+        ),
+        (
+            "TORCHELASTIC_MAX_RESTARTS",
+            OsString::from(shared.max_restarts.to_string()),
+        ),
+        ("TORCHELASTIC_RUN_ID", OsString::from(&shared.run_id)),
+        (AGENT_STORE_VARIABLE, "False".into()),
+        (ERROR_FILE_VARIABLE, own.error_file.clone()),
+        (
+            "TORCHELASTIC_SIGNALS_TO_HANDLE",
+            "SIGTERM,SIGINT,SIGHUP,SIGQUIT".into(),
+        ),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1".into()),
+        (STORE_VARIABLE, OsString::from(&shared.store)),
+        (TOKEN_FILE_VARIABLE, own.token_file.clone()),
+    ]);
+    if let Some(bind) = &shared.bind {
+        set.insert(BIND_VARIABLE, OsString::from(bind));
+    }
+    if !shared.threads_set && shared.local_ranks > 1 {
+        set.insert("OMP_NUM_THREADS", "1".into());
+    }
+    set
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    const FIXTURE: &str = include_str!("../tests/fixtures/torchrun.json");
+
+    /// Ours that torchrun does not know.
+    const OWN: [&str; 3] = [STORE_VARIABLE, TOKEN_FILE_VARIABLE, BIND_VARIABLE];
+
+    /// Ranks a node, restart name, for each launch of the fixture.
+    fn launches() -> Vec<(&'static str, Vec<usize>)> {
+        vec![
+            ("one node, 2 processes", vec![2]),
+            ("one node, 1 process", vec![1]),
+            (
+                "one node, 1 process, --master-port given (static rendezvous)",
+                vec![1],
+            ),
+            ("two nodes x 2, static rendezvous", vec![2, 2]),
+            ("two nodes, 2 + 1 processes, static rendezvous", vec![2, 1]),
+            ("two nodes x 1, c10d rendezvous", vec![1, 1]),
+        ]
+    }
+
+    #[test]
+    fn names_and_relations_are_torchruns() {
+        let fixture: serde_json::Value = serde_json::from_str(FIXTURE).unwrap();
+        for (name, nodes) in launches() {
+            let workers = fixture[name].as_array().unwrap();
+            let world: usize = nodes.iter().sum();
+            assert_eq!(workers.len(), world, "{name}");
+            let mut index = 0;
+            for (node_rank, local_ranks) in nodes.iter().enumerate() {
+                for local_rank in 0..*local_ranks {
+                    let mut want: BTreeMap<String, String> =
+                        serde_json::from_value(workers[index].clone()).unwrap();
+                    // Ours is no store that PyTorch could talk to.
+                    let theirs = want.insert(AGENT_STORE_VARIABLE.into(), "False".into());
+                    assert_eq!(theirs.as_deref(), Some("True"));
+                    let shared = Shared {
+                        node_rank,
+                        nodes: nodes.len(),
+                        first_rank: nodes[..node_rank].iter().sum(),
+                        local_ranks: *local_ranks,
+                        world,
+                        role: "default".into(),
+                        store: "127.0.0.1:4".into(),
+                        master_addr: want["MASTER_ADDR"].clone(),
+                        master_port: want["MASTER_PORT"].parse().unwrap(),
+                        run_id: want["TORCHELASTIC_RUN_ID"].clone(),
+                        max_restarts: 0,
+                        bind: (nodes.len() > 1).then(|| "127.0.0.1".into()),
+                        threads_set: false,
+                    };
+                    let own = Own {
+                        local_rank,
+                        restarts: 0,
+                        error_file: want["TORCHELASTIC_ERROR_FILE"].clone().into(),
+                        token_file: "/proc/self/fd/9".into(),
+                    };
+                    let got: BTreeMap<String, String> = variables(&shared, &own)
+                        .into_iter()
+                        .filter(|(name, _)| !OWN.contains(name))
+                        .map(|(name, value)| (name.to_owned(), value.into_string().unwrap()))
+                        .collect();
+                    assert_eq!(got, want, "{name}, worker {index}");
+                    index += 1;
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn our_own_variables() {
+        let shared = Shared {
+            node_rank: 0,
+            nodes: 1,
+            first_rank: 0,
+            local_ranks: 2,
+            world: 2,
+            role: "default".into(),
+            store: "127.0.0.1:4".into(),
+            master_addr: "127.0.0.1".into(),
+            master_port: 5,
+            run_id: "x".into(),
+            max_restarts: 3,
+            bind: None,
+            threads_set: true,
+        };
+        let own = Own {
+            local_rank: 1,
+            restarts: 2,
+            error_file: "/proc/self/fd/8".into(),
+            token_file: "/proc/self/fd/9".into(),
+        };
+        let set = variables(&shared, &own);
+        assert_eq!(set[STORE_VARIABLE], "127.0.0.1:4");
+        assert_eq!(set["MASTER_PORT"], "5");
+        assert_eq!(set[TOKEN_FILE_VARIABLE], "/proc/self/fd/9");
+        assert_eq!(set["TORCHELASTIC_RESTART_COUNT"], "2");
+        assert_eq!(set["TORCHELASTIC_MAX_RESTARTS"], "3");
+        let names: BTreeSet<_> = set.keys().copied().collect();
+        assert!(
+            !names.contains("OMP_NUM_THREADS"),
+            "the user's own setting stays"
+        );
+        assert!(!names.contains(BIND_VARIABLE), "one node stays on loopback");
+    }
+}

@@ -1,0 +1,119 @@
+//! The ranks' flight recorders, whose memory the launcher shares: so it can
+//! tell of ranks that were killed or stopped, too.
+
+use std::path::{Path, PathBuf};
+
+use phalanx_comm::recorder::{Dump, State};
+use phalanx_data::files::as_typed;
+
+use super::machine::End;
+use super::ranks::Rank;
+use super::report;
+use crate::inspect::analysis;
+
+/// How a rank is described that was stopped, not ended.
+const STOPPED: &str = "is stopped (SIGSTOP or a debugger)";
+/// Exit codes of ranks that report somebody else's trouble: a lost peer, a
+/// deadline.
+const MESSENGERS: [i32; 2] = [3, 4];
+
+/// What `rank` was doing when it ended; of one that only lost a peer or met a
+/// deadline, what the ranks of this node were doing.
+pub(super) fn last_known(
+    ranks: &[Rank],
+    rank: &Rank,
+    end: End,
+    stopped: &[usize],
+) -> Option<String> {
+    let is_messenger = matches!(end, End::Code(code) if MESSENGERS.contains(&code));
+    if !is_messenger {
+        return analysis::last_known(&rank.flight()?);
+    }
+    let story = analysis::tell(&dumps(ranks, stopped));
+    // Without an operation at which the ranks part there is nothing to add to
+    // the error itself.
+    let epoch = format!("epoch {}: ", story.epoch);
+    let sentence = story.sentence.strip_prefix(&epoch);
+    sentence.filter(|_| story.seq.is_some()).map(str::to_owned)
+}
+
+/// The ranks of this node that have not come to an operation in which others wait, and wait in no other themselves;
+/// or the one that has come to it and does not go on.
+pub(super) fn late(ranks: &[Rank]) -> Vec<usize> {
+    let dumps = dumps(ranks, &[]);
+    let waits = |dump: &&Dump| {
+        let mut states = dump.entries.iter().map(|entry| entry.state);
+        states.any(|state| matches!(state, State::Running | State::Aborted))
+    };
+    let waiting: Vec<usize> = dumps.iter().filter(waits).map(|dump| dump.rank).collect();
+    let story = analysis::tell(&dumps);
+    let is_late = |rank: &usize| story.waiting.contains(rank) || !waiting.contains(rank);
+    story.late.iter().copied().filter(is_late).collect()
+}
+
+fn dumps(ranks: &[Rank], stopped: &[usize]) -> Vec<Dump> {
+    let dump_of = |rank: &Rank| {
+        let mut dump = rank.flight()?;
+        dump.ended = stopped.contains(&rank.rank).then(|| STOPPED.to_owned());
+        Some(dump)
+    };
+    ranks.iter().filter_map(dump_of).collect()
+}
+
+/// Writes the recorders of this node's ranks into `dir`, or where the ranks
+/// asked for it, and says how to look at them. `ends` has how each ended by
+/// itself; `stopped` are those that somebody had stopped. Nothing when no rank recorded anything.
+pub(super) fn keep(
+    ranks: &[Rank],
+    ends: &[Option<End>],
+    stopped: &[usize],
+    dir: Option<&Path>,
+) -> Option<String> {
+    let mut folder: Option<PathBuf> = dir.map(Path::to_owned);
+    let mut dumps = Vec::new();
+    for (rank, end) in ranks.iter().zip(ends) {
+        let Some(mut dump) = rank.flight() else {
+            continue;
+        };
+        dump.ended = if stopped.contains(&rank.rank) {
+            Some(STOPPED.to_owned())
+        } else {
+            end.filter(is_own_fate).map(|end| report::ended(end, true))
+        };
+        if folder.is_none() {
+            folder.clone_from(&dump.folder);
+        }
+        dumps.push(dump);
+    }
+    if dumps.is_empty() {
+        return None;
+    }
+    let Some(folder) = folder else {
+        return Some(
+            "nothing was kept; set PHALANX_FLIGHT_DIR (or --log-dir) to keep flight recorders"
+                .into(),
+        );
+    };
+    for dump in &dumps {
+        if let Err(e) = dump.write_into(&folder) {
+            return Some(format!(
+                "the flight recorders could not be written into {}: {e}",
+                folder.display()
+            ));
+        }
+    }
+    // `inspect` finds the folder `flight` in a run's folder.
+    let shown = match folder.parent() {
+        Some(run) if folder.ends_with("flight") && !run.as_os_str().is_empty() => run,
+        _ => &folder,
+    };
+    Some(format!("phalanx inspect {}", as_typed(shown)))
+}
+
+/// Whether the rank's end explains why others wait for it.
+fn is_own_fate(end: &End) -> bool {
+    match end {
+        End::Signal(_) => true,
+        End::Code(code) => *code != 0 && !MESSENGERS.contains(code),
+    }
+}

@@ -1,0 +1,202 @@
+//! The folder of one run: each rank's error file and, with `--log-dir`, its output.
+//!
+//! Layout as under torchrun: `FOLDER/attempt_N/LOCAL_RANK/`. The folder's name ends in random digits and the
+//! folder is created by this launcher, so neither an earlier run nor another node has written into it.
+//!
+//! Without `--log-dir` the folder is private (mode 0700) and is removed when the launcher ends. The guard
+//! removes it when the launcher was killed.
+
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io::{ErrorKind as IoKind, Read};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::OFlags;
+
+use super::guard::Guard;
+use super::plan::random_id;
+use crate::error::{Error, ErrorKind, Result};
+
+/// Error files are short; no more than this is read of one.
+const ERROR_FILE_BYTES: u64 = 1 << 20;
+
+/// Where the folder is made when the folder for temporary files cannot be written.
+const IN_MEMORY: &str = "/dev/shm";
+
+/// The folder of one run.
+pub struct RunFolder {
+    path: PathBuf,
+    made: bool,
+    /// It is removed at the end.
+    is_private: bool,
+}
+
+impl RunFolder {
+    /// `path`, from [`for_logs`], which stays.
+    pub fn kept(path: &Path) -> RunFolder {
+        RunFolder {
+            // Ranks may change their folder.
+            path: absolute(path),
+            made: false,
+            is_private: false,
+        }
+    }
+
+    /// One that is removed when this is dropped.
+    pub fn private() -> Result<RunFolder> {
+        Ok(RunFolder {
+            path: absolute(&std::env::temp_dir()).join(format!("phalanx-{}", random_id()?)),
+            made: false,
+            is_private: true,
+        })
+    }
+
+    /// Makes the folder, unless that was done before. A private one is named to `guard` first.
+    ///
+    /// # Errors
+    /// `Usage`, naming the folder.
+    pub fn make(&mut self, guard: &Guard) -> Result<()> {
+        if self.is_private {
+            guard.folder(&self.path);
+        }
+        if self.made {
+            return Ok(());
+        }
+        if !self.is_private {
+            let parent = self.path.parent().unwrap_or(Path::new("/"));
+            let made = std::fs::create_dir_all(parent)
+                .and_then(|()| std::fs::create_dir(&self.path))
+                .map_err(|error| cannot_make(&self.path, error));
+            self.made = made.is_ok();
+            return made;
+        }
+        let private = |path: &Path| DirBuilder::new().mode(0o700).create(path);
+        if let Err(error) = private(&self.path) {
+            let elsewhere = self
+                .path
+                .file_name()
+                .map(|name| Path::new(IN_MEMORY).join(name));
+            let first = std::mem::replace(&mut self.path, elsewhere.unwrap_or_default());
+            guard.folder(&self.path);
+            private(&self.path).map_err(|_| {
+                cannot_make(&first, error).note("fix", "set TMPDIR to a folder that can be written")
+            })?;
+        }
+        self.made = true;
+        Ok(())
+    }
+
+    /// The path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Makes and gives the folder of one rank in one attempt.
+    ///
+    /// # Errors
+    /// `Usage`, naming the folder.
+    pub fn of_rank(&self, restarts: u32, local_rank: usize) -> Result<PathBuf> {
+        let path = self.path.join(format!("attempt_{restarts}/{local_rank}"));
+        match std::fs::create_dir_all(&path) {
+            Ok(()) => Ok(path),
+            Err(error) => Err(cannot_make(&path, error)),
+        }
+    }
+}
+
+impl Drop for RunFolder {
+    fn drop(&mut self) {
+        if self.made && self.is_private {
+            remove(&self.path);
+        }
+    }
+}
+
+fn cannot_make(path: &Path, error: std::io::Error) -> Error {
+    Error::new(
+        ErrorKind::Usage,
+        format!("cannot make the folder {}", path.display()),
+    )
+    .caused_by(error)
+}
+
+fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
+}
+
+/// `DIR/RUN_ID_xxxxxxxx`, a name that no other run has; with several nodes `DIR/RUN_ID_nodeR_xxxxxxxx`.
+pub fn for_logs(dir: &Path, run_id: &str, node: Option<usize>) -> Result<PathBuf> {
+    // A run's name is any text: it must stay one name in `dir`.
+    let plain = |c: char| match c {
+        '/' | '\0'..='\x1f' | '\x7f' => '_',
+        other => other,
+    };
+    let run_id: String = run_id.chars().map(plain).collect();
+    let node = node.map_or(String::new(), |node| format!("_node{node}"));
+    let random = random_id()?;
+    let random = random.split('-').next().unwrap_or_default();
+    Ok(dir.join(format!("{run_id}{node}_{random}")))
+}
+
+/// Removes a private folder. A rank that was killed a moment ago may still make a last file in it.
+pub fn remove(path: &Path) {
+    for _ in 0..20 {
+        match std::fs::remove_dir_all(path) {
+            Err(error) if error.kind() != IoKind::NotFound => {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            _ => return,
+        }
+    }
+}
+
+/// What a rank wrote into its error file, if anything. The rank may have put anything there, such as a pipe
+/// without a writer.
+pub fn error_file_text(path: &Path) -> Option<String> {
+    let file: File = OpenOptions::new()
+        .read(true)
+        .custom_flags(OFlags::NONBLOCK.bits().cast_signed())
+        .open(path)
+        .ok()?;
+    if !file.metadata().ok()?.is_file() {
+        return None;
+    }
+    let mut text = String::new();
+    file.take(ERROR_FILE_BYTES).read_to_string(&mut text).ok()?;
+    (!text.is_empty()).then_some(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_runs_stay_one_name_and_differ() {
+        let dir = Path::new("/logs");
+        for (run_id, begins) in [
+            ("none", "none_"),
+            ("../x/y", ".._x_y_"),
+            ("a\nb", "a_b_"),
+            ("..", ".._"),
+        ] {
+            let path = for_logs(dir, run_id, None).unwrap();
+            assert_eq!(path.parent(), Some(dir), "{run_id}");
+            let name = path.file_name().unwrap().to_str().unwrap();
+            assert_eq!(name.strip_prefix(begins).map(str::len), Some(8), "{name}");
+            assert_ne!(for_logs(dir, run_id, None).unwrap(), path);
+        }
+        let path = for_logs(dir, "none", Some(1)).unwrap();
+        assert!(path.to_str().unwrap().starts_with("/logs/none_node1_"));
+    }
+
+    #[test]
+    fn a_pipe_is_no_error_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("error.json");
+        assert_eq!(error_file_text(&path), None);
+        let made = std::process::Command::new("mkfifo").arg(&path).status();
+        assert!(made.unwrap().success());
+        assert_eq!(error_file_text(&path), None);
+    }
+}

@@ -1,0 +1,267 @@
+//! The last resort against orphans: a small process that outlives a launcher
+//! killed with SIGKILL for just as long as it takes to end its ranks.
+//!
+//! The kernel kills each rank when the launcher dies (`shim.rs`), but not
+//! what the rank has started: a shell script's program, a loader's workers.
+//! The guard reads a pipe. Every rank writes its process group to it before
+//! it becomes its program, hence before it can have children; the launcher
+//! writes which groups have ended. The pipe ends when the launcher has ended
+//! and no rank is just being started. Then the guard kills the groups that
+//! are left and, without a `done`, removes the run's private folder and tells
+//! the other nodes, if there are any.
+//!
+//! | line              | meaning                                            |
+//! |-------------------|----------------------------------------------------|
+//! | `+PID`            | the process group PID lives (from the rank itself) |
+//! | `-PID`            | it has ended and its number may belong to another  |
+//! | `store HOST:PORT` | other nodes meet there                             |
+//! | `token HEX`       | the job token, needed to talk to them              |
+//! | `verdict TEXT`    | what to tell them (one line of JSON)               |
+//! | `folder "PATH"`   | the run's private folder (a JSON string)           |
+//! | `done`            | the launcher ends by itself                        |
+
+use std::collections::BTreeSet;
+use std::io::{BufRead, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use phalanx_store::{Store, TcpStore};
+use phalanx_wire::Token;
+use rustix::process::{Pid, Signal, kill_process_group};
+
+use super::folder;
+use super::nodes::ABORT_KEY;
+use crate::error::{Error, ErrorKind, Result};
+
+/// How long the guard tries to tell the other nodes.
+const TELL_LIMIT: Duration = Duration::from_secs(2);
+
+/// How long the launcher waits for the guard's end before it kills it.
+const END_LIMIT: Duration = Duration::from_secs(1);
+
+/// The launcher's end.
+pub struct Guard {
+    child: Child,
+    pipe: Mutex<Option<ChildStdin>>,
+}
+
+impl Guard {
+    /// Starts the guard.
+    pub fn start() -> Result<Guard> {
+        let mut child = Command::new(super::own_program())
+            .arg0("phalanx")
+            .arg("guard")
+            .env_remove(super::token::TOKEN_VARIABLE)
+            .stdin(Stdio::piped())
+            // Our own stdout must end when we do, whoever reads it.
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            // A Ctrl-C at the terminal is not for the guard.
+            .process_group(0)
+            .spawn()
+            .map_err(|error| {
+                Error::new(ErrorKind::System, "cannot start a guard process").caused_by(error)
+            })?;
+        let pipe = Mutex::new(child.stdin.take());
+        Ok(Guard { child, pipe })
+    }
+
+    /// The guard's process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// A writing end for a rank that is being started.
+    pub fn end_for_rank(&self) -> std::io::Result<OwnedFd> {
+        let pipe = self.pipe.lock().unwrap_or_else(PoisonError::into_inner);
+        match pipe.as_ref() {
+            Some(pipe) => pipe.as_fd().try_clone_to_owned(),
+            None => Err(std::io::Error::other("the guard's pipe is closed")),
+        }
+    }
+
+    /// The group has ended.
+    pub fn ended(&self, group: Pid) {
+        self.say(&format!("-{}", group.as_raw_nonzero()));
+    }
+
+    /// Whom to tell, and what, when this launcher is killed.
+    pub fn tell(&self, store: &str, token: &Token, verdict: &str) {
+        self.say(&format!(
+            "store {store}\ntoken {}\nverdict {verdict}",
+            token.to_hex()
+        ));
+    }
+
+    /// Which folder to remove when this launcher is killed.
+    pub fn folder(&self, path: &Path) {
+        // In JSON it is one line, whatever it is. What is no UTF-8 stays.
+        if let Ok(text) = serde_json::to_string(path) {
+            self.say(&format!("folder {text}"));
+        }
+    }
+
+    fn say(&self, line: &str) {
+        // A guard that died is no reason to fail: it is the second net.
+        if let Ok(mut pipe) = self.pipe.lock()
+            && let Some(pipe) = pipe.as_mut()
+        {
+            let _ = pipe.write_all(format!("{line}\n").as_bytes());
+        }
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.say("done");
+        if let Ok(mut pipe) = self.pipe.lock() {
+            drop(pipe.take());
+        }
+        // It ends at the end of its pipe; nothing it does takes long then,
+        // unless somebody has stopped it.
+        let until = Instant::now() + END_LIMIT;
+        while matches!(self.child.try_wait(), Ok(None)) {
+            if Instant::now() >= until {
+                let _ = self.child.kill();
+                let _ = self.child.wait();
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// What a rank does with its end, which is its stdin for that moment.
+pub fn announce(end: impl AsFd) {
+    let line = format!("+{}\n", std::process::id());
+    // Shorter than PIPE_BUF, so it arrives in one piece. A guard that died is
+    // no reason to fail.
+    let _ = rustix::io::write(end, line.as_bytes());
+}
+
+/// What the guard was told so far.
+#[derive(Debug, Default, PartialEq)]
+struct Told {
+    groups: BTreeSet<i32>,
+    store: Option<String>,
+    token: Option<String>,
+    verdict: Option<String>,
+    folder: Option<PathBuf>,
+    done: bool,
+}
+
+impl Told {
+    fn line(&mut self, line: &str) {
+        if let Some(pid) = line.strip_prefix('+') {
+            // 0 and 1 would mean our own group and everybody's.
+            self.groups
+                .extend(pid.parse::<i32>().ok().filter(|pid| *pid > 1));
+        } else if let Some(pid) = line.strip_prefix('-') {
+            if let Ok(pid) = pid.parse::<i32>() {
+                self.groups.remove(&pid);
+            }
+        } else if line == "done" {
+            self.done = true;
+        } else if let Some((what, text)) = line.split_once(' ') {
+            match what {
+                "store" => self.store = Some(text.to_owned()),
+                "token" => self.token = Some(text.to_owned()),
+                "verdict" => self.verdict = Some(text.to_owned()),
+                "folder" => self.folder = serde_json::from_str(text).ok(),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// The guard process itself.
+pub fn guard() -> Result<()> {
+    // Whoever stops the launcher by name or session stops it, not its guard.
+    let ignored = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    for signal in [
+        signal_hook::consts::SIGINT,
+        signal_hook::consts::SIGTERM,
+        signal_hook::consts::SIGHUP,
+        signal_hook::consts::SIGQUIT,
+    ] {
+        let _ = signal_hook::flag::register(signal, ignored.clone());
+    }
+    let mut told = Told::default();
+    let mut line = Vec::new();
+    let mut input = std::io::stdin().lock();
+    // Without a deadline: the guard lives as long as its launcher, whose end is
+    // the end of this pipe.
+    loop {
+        line.clear();
+        match input.read_until(b'\n', &mut line) {
+            Ok(0) => break,
+            Ok(_) => {}
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+            Err(_) => break,
+        }
+        // A line without its end was cut off by the launcher's death.
+        if let Some(b'\n') = line.last()
+            && let Ok(text) = std::str::from_utf8(&line[..line.len() - 1])
+        {
+            told.line(text);
+        }
+    }
+    for group in &told.groups {
+        if let Some(group) = Pid::from_raw(*group) {
+            let _ = kill_process_group(group, Signal::KILL);
+        }
+    }
+    if let Some(folder) = told.folder.as_ref().filter(|_| !told.done) {
+        folder::remove(folder);
+    }
+    if !told.done
+        && let (Some(store), Some(token), Some(verdict)) = (&told.store, &told.token, &told.verdict)
+        && let Ok(token) = Token::from_hex(token)
+        && let Ok(store) = TcpStore::connect(store, token, TELL_LIMIT)
+    {
+        let _ = store.compare_set(ABORT_KEY, None, verdict.as_bytes());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_living_groups_are_remembered() {
+        let mut told = Told::default();
+        for line in [
+            "+10",
+            "+11",
+            "-10",
+            "+0",
+            "+1",
+            "+-5",
+            "+x",
+            "rubbish",
+            "",
+            "store a:1",
+            "token ff",
+            "verdict {\"a b\":1}",
+            "folder \"/tmp/a\\nb\"",
+        ] {
+            told.line(line);
+        }
+        let want = Told {
+            groups: BTreeSet::from([11]),
+            store: Some("a:1".into()),
+            token: Some("ff".into()),
+            verdict: Some("{\"a b\":1}".into()),
+            folder: Some("/tmp/a\nb".into()),
+            done: false,
+        };
+        assert_eq!(told, want);
+        told.line("done");
+        assert!(told.done);
+    }
+}

@@ -1,0 +1,500 @@
+//! From dumps to one sentence: pure.
+//!
+//! Ranks of one group number their collectives alike. So the ranks that are
+//! in the operation with the highest number wait for those that have not come
+//! to it; and where two ranks have different operations under one number,
+//! their programs took different ways.
+
+use std::collections::BTreeMap;
+
+use phalanx_comm::recorder::{Dump, Entry, Failure, State};
+use serde::Serialize;
+
+use crate::rank_list;
+
+/// What the dumps tell.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Story {
+    /// All of it in one sentence.
+    pub sentence: String,
+    /// Epoch of the process group.
+    pub epoch: u32,
+    /// The group: 0 is the world.
+    pub group: u32,
+    /// The operation at which the ranks part.
+    pub seq: Option<u64>,
+    /// Ranks that are in it.
+    pub waiting: Vec<usize>,
+    /// Ranks that have not come to it, or died.
+    pub late: Vec<usize>,
+    /// Ranks without a dump.
+    pub missing: Vec<usize>,
+    /// Whether ranks called different operations under one number.
+    pub desync: bool,
+    /// Who came last how often.
+    pub slowest: Vec<Arrivals>,
+    /// Operations whose arrivals could be compared.
+    pub compared: usize,
+    /// More to know, a line each.
+    pub notes: Vec<String>,
+}
+
+/// How often a rank was the last to come.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Arrivals {
+    /// The rank.
+    pub rank: usize,
+    /// Operations to which it came last.
+    pub last: usize,
+    /// How long after the first rank, on average over those.
+    pub mean_late_us: u64,
+}
+
+/// One rank's collectives in the group that matters.
+struct View<'a> {
+    dump: &'a Dump,
+    by_seq: BTreeMap<u64, &'a Entry>,
+    done: Option<u64>,
+    /// The newest that began and is not complete.
+    current: Option<&'a Entry>,
+    /// The same in another group.
+    elsewhere: Option<&'a Entry>,
+}
+
+impl<'a> View<'a> {
+    fn new(dump: &'a Dump, epoch: u32, group: u32) -> View<'a> {
+        let by_seq: BTreeMap<u64, &Entry> = collectives(dump, epoch)
+            .filter(|entry| entry.group == group)
+            .filter_map(|entry| Some((entry.seq?, entry)))
+            .collect();
+        let newest = |is: fn(State) -> bool| {
+            let mut entries = by_seq.values().rev();
+            entries.find(|entry| is(entry.state)).copied()
+        };
+        let done = newest(|state| state == State::Done).and_then(|entry| entry.seq);
+        let current = newest(|state| matches!(state, State::Running | State::Aborted))
+            .filter(|entry| entry.seq > done);
+        let elsewhere = collectives(dump, epoch)
+            .filter(|entry| matches!(entry.state, State::Running | State::Aborted))
+            .find(|entry| entry.group != group);
+        View {
+            dump,
+            by_seq,
+            done,
+            current,
+            elsewhere,
+        }
+    }
+
+    fn rank(&self) -> usize {
+        self.dump.rank
+    }
+
+    fn is_in(&self, seq: u64) -> bool {
+        self.current.is_some_and(|entry| entry.seq == Some(seq))
+    }
+
+    /// What this rank does instead of coming to the operation.
+    fn excuse(&self, seq: Option<u64>) -> String {
+        let mut parts = Vec::new();
+        if let Some(ended) = &self.dump.ended {
+            parts.push(ended.clone());
+        }
+        if seq.is_some_and(|seq| self.is_in(seq)) {
+            parts.push("was in it too".to_owned());
+        } else {
+            parts.push(match self.done {
+                Some(done) => format!("last completed seq {done}"),
+                None => "completed no operation".to_owned(),
+            });
+        }
+        let verb = match self.dump.ended {
+            Some(_) => "was",
+            None => "is",
+        };
+        if let Some(entry) = self.elsewhere {
+            let mut text = format!("{verb} in {}", named(self.dump, entry));
+            if !entry.awaited.is_empty() {
+                let awaited: Vec<usize> = entry.awaited.iter().map(|r| *r as usize).collect();
+                text.push_str(&format!(", where it waits for {}", rank_list(&awaited)));
+            }
+            parts.push(text);
+        }
+        if let Some(phase) = &self.dump.phase {
+            parts.push(format!(
+                "{verb} {}",
+                doing(self.dump, &phase.name, phase.for_ms)
+            ));
+        }
+        join(&parts)
+    }
+}
+
+/// `in loading data for 58 s (epoch 1 step 212)`.
+fn doing(dump: &Dump, phase: &str, for_ms: u64) -> String {
+    let at = dump.position.map_or(String::new(), |at| {
+        format!(" (epoch {} step {})", at.epoch, at.step)
+    });
+    format!(
+        "in {phase} for {}{at}",
+        duration(for_ms.saturating_mul(1_000_000))
+    )
+}
+
+/// `a`, `a and b`, `a, b and c`.
+fn join(parts: &[String]) -> String {
+    match parts.split_last() {
+        None => String::new(),
+        Some((last, [])) => last.clone(),
+        Some((last, rest)) => format!("{} and {last}", rest.join(", ")),
+    }
+}
+
+fn collectives(dump: &Dump, epoch: u32) -> impl Iterator<Item = &Entry> {
+    dump.entries
+        .iter()
+        .filter(move |entry| entry.epoch == epoch && entry.op != "send/recv")
+}
+
+/// `all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight)`.
+fn named(dump: &Dump, entry: &Entry) -> String {
+    let seq = entry.seq.map_or(String::new(), |seq| format!(" seq {seq}"));
+    let label = dump
+        .label_of(entry)
+        .map_or(String::new(), |label| format!(" ({label})"));
+    let group = match entry.group {
+        0 => String::new(),
+        group => format!(" of group {group:#x}"),
+    };
+    format!("{}{seq}{group}{label}", entry.op)
+}
+
+/// `1.2 ms`, `58 s`, `3 min 20 s`.
+pub fn duration(ns: u64) -> String {
+    let (us, s) = (ns as f64 / 1e3, ns / 1_000_000_000);
+    match ns {
+        0..1_000_000 => format!("{us:.1} µs"),
+        1_000_000..1_000_000_000 => format!("{:.1} ms", us / 1e3),
+        1_000_000_000..10_000_000_000 => format!("{:.1} s", us / 1e6),
+        10_000_000_000..120_000_000_000 => format!("{s} s"),
+        _ => format!("{} min {} s", s / 60, s % 60),
+    }
+}
+
+/// Says what happened, from at most one dump a rank.
+pub fn tell(dumps: &[Dump]) -> Story {
+    let epoch = dumps.iter().map(|dump| dump.epoch).max().unwrap_or(0);
+    let (dumps, old): (Vec<&Dump>, Vec<&Dump>) = dumps.iter().partition(|dump| dump.epoch == epoch);
+    let world = dumps.iter().map(|dump| dump.world).max().unwrap_or(0);
+    let has = |rank: usize| dumps.binary_search_by_key(&rank, |dump| dump.rank).is_ok();
+    // Who was left behind when the group was formed anew need not be there.
+    let everybody = dumps.iter().any(|dump| dump.members.is_empty());
+    let is_member =
+        |rank: usize| everybody || dumps.iter().any(|dump| dump.members.contains(&rank));
+    let missing: Vec<usize> = (0..world)
+        .filter(|rank| is_member(*rank) && !has(*rank))
+        .collect();
+    let group = group_of_interest(&dumps, epoch);
+    let views: Vec<View<'_>> = dumps
+        .iter()
+        .map(|dump| View::new(dump, epoch, group))
+        .collect();
+    let mut story = Story {
+        epoch,
+        group,
+        missing,
+        ..Story::default()
+    };
+    let plot = different_operations(&mut story, &views)
+        .or_else(|| waiting(&mut story, &views))
+        .unwrap_or_else(|| nothing_in_progress(&views));
+    story.sentence = format!("epoch {epoch}: {plot}");
+    let is_whole_group = group == 0;
+    if is_whole_group && !story.missing.is_empty() {
+        let left = if story.missing.len() == 1 {
+            "left no dump"
+        } else {
+            "left no dumps"
+        };
+        story
+            .sentence
+            .push_str(&format!("; {} {left}", rank_list(&story.missing)));
+    }
+    notes(&mut story, &dumps, &old);
+    arrivals(&mut story, &views);
+    story
+}
+
+/// The world, unless only a subgroup is in an operation.
+fn group_of_interest(dumps: &[&Dump], epoch: u32) -> u32 {
+    let mut stuck: Vec<u32> = dumps
+        .iter()
+        .flat_map(|dump| collectives(dump, epoch))
+        .filter(|entry| matches!(entry.state, State::Running | State::Aborted))
+        .map(|entry| entry.group)
+        .collect();
+    stuck.sort_unstable();
+    stuck.first().copied().unwrap_or(0)
+}
+
+/// Different operations under one number: the first such number.
+fn different_operations(story: &mut Story, views: &[View<'_>]) -> Option<String> {
+    let mut first: BTreeMap<u64, (&View<'_>, &Entry)> = BTreeMap::new();
+    let mut parted: Option<u64> = None;
+    let key = |entry: &Entry| (entry.describe(), entry.method.clone());
+    for view in views {
+        for (seq, entry) in &view.by_seq {
+            let (_, known) = first.entry(*seq).or_insert((view, entry));
+            if key(known) != key(entry) && parted.is_none_or(|at| *seq < at) {
+                parted = Some(*seq);
+            }
+        }
+    }
+    let seq = parted?;
+    let mut called: Vec<((String, String), String, Vec<usize>)> = Vec::new();
+    for view in views {
+        let Some(entry) = view.by_seq.get(&seq) else {
+            continue;
+        };
+        let key = key(entry);
+        match called.iter_mut().find(|(known, ..)| *known == key) {
+            Some((.., ranks)) => ranks.push(view.rank()),
+            None => {
+                let label = view
+                    .dump
+                    .label_of(entry)
+                    .map_or(String::new(), |label| format!(" ({label})"));
+                called.push((key, label, vec![view.rank()]));
+            }
+        }
+    }
+    story.desync = true;
+    story.seq = Some(seq);
+    let same_call = called.iter().all(|((what, _), ..)| *what == called[0].0.0);
+    let texts: Vec<String> = called
+        .iter()
+        .take(4)
+        .map(|((what, method), label, ranks)| {
+            let by = if same_call {
+                format!(" by {method}")
+            } else {
+                String::new()
+            };
+            format!("{} called {what}{by}{label}", rank_list(ranks))
+        })
+        .collect();
+    Some(format!(
+        "ranks are in different operations: at seq {seq} {}",
+        join(&texts)
+    ))
+}
+
+/// Some ranks are in an operation to which others have not come.
+fn waiting(story: &mut Story, views: &[View<'_>]) -> Option<String> {
+    let newest = views
+        .iter()
+        .filter_map(|view| Some((view.current?.seq?, view)))
+        .max_by_key(|(seq, view)| (*seq, std::cmp::Reverse(view.rank())));
+    let (seq, leader) = newest?;
+    let what = named(leader.dump, leader.current?);
+    let is_dead = |view: &&View<'_>| view.dump.ended.is_some();
+    let inside: Vec<&View<'_>> = views.iter().filter(|view| view.is_in(seq)).collect();
+    let alive: Vec<usize> = inside
+        .iter()
+        .filter(|view| !is_dead(view))
+        .map(|view| view.rank())
+        .collect();
+    let is_member = |view: &&View<'_>| story.group == 0 || !view.by_seq.is_empty();
+    let absent: Vec<&View<'_>> = views
+        .iter()
+        .filter(|view| is_dead(view) || !view.is_in(seq))
+        .filter(|view| view.done.is_none_or(|done| done < seq))
+        .filter(is_member)
+        .collect();
+    story.seq = Some(seq);
+    story.waiting = alive.clone();
+    story.late = absent.iter().map(|view| view.rank()).collect();
+    let mut parts = Vec::new();
+    if !alive.is_empty() {
+        let verb = if alive.len() == 1 { "waits" } else { "wait" };
+        parts.push(format!("{} {verb} in {what}", rank_list(&alive)));
+    } else {
+        parts.push(format!("nobody waits in {what} any more"));
+    }
+    const TOLD: usize = 3;
+    for view in absent.iter().take(TOLD) {
+        parts.push(format!("rank {} {}", view.rank(), view.excuse(Some(seq))));
+    }
+    if absent.len() > TOLD {
+        let more: Vec<usize> = absent[TOLD..].iter().map(|view| view.rank()).collect();
+        parts.push(format!("so with {}", rank_list(&more)));
+    }
+    if absent.is_empty() && story.missing.is_empty() {
+        // All came; they say themselves whom they wait for. But where a
+        // connection broke, both its ends left, and the others wait for those
+        // or for each other as it happens: the first failure tells then.
+        let broke = |view: &View<'_>| view.dump.failure == Some(Failure::PeerLost);
+        let mut votes: BTreeMap<usize, usize> = BTreeMap::new();
+        let asked = if views.iter().any(broke) {
+            &[][..]
+        } else {
+            &inside[..]
+        };
+        let running = asked.iter().filter_map(|view| view.current);
+        for rank in running.flat_map(|entry| &entry.awaited) {
+            *votes.entry(*rank as usize).or_default() += 1;
+        }
+        let most = votes.values().max().copied();
+        votes.retain(|_, count| Some(*count) == most);
+        let awaited: Vec<usize> = votes.into_keys().collect();
+        parts.push(match &awaited[..] {
+            [] => "all have come to it".to_owned(),
+            some => format!("all have come to it; {} did not go on", rank_list(some)),
+        });
+        if let [rank] = awaited[..] {
+            story.late = vec![rank];
+        }
+    }
+    Some(parts.join("; "))
+}
+
+fn nothing_in_progress(views: &[View<'_>]) -> String {
+    let newest = views.iter().filter_map(|view| view.done).max();
+    let Some(newest) = newest else {
+        return "no operation was recorded".to_owned();
+    };
+    let behind: Vec<&View<'_>> = views
+        .iter()
+        .filter(|view| view.done != Some(newest) || view.dump.ended.is_some())
+        .collect();
+    let mut parts = vec!["no rank is in an operation".to_owned()];
+    if behind.is_empty() {
+        parts.push(format!("all last completed seq {newest}"));
+    }
+    for view in behind.iter().take(3) {
+        parts.push(format!("rank {} {}", view.rank(), view.excuse(None)));
+    }
+    if let [view] = views
+        && behind.is_empty()
+    {
+        parts = vec![format!("rank {} {}", view.rank(), view.excuse(None))];
+    }
+    parts.join("; ")
+}
+
+fn notes(story: &mut Story, dumps: &[&Dump], old: &[&Dump]) {
+    // Whoever failed first knows why; the others heard of it.
+    let first = dumps
+        .iter()
+        .filter(|dump| dump.reason.is_some())
+        .min_by_key(|dump| dump.taken_unix_ns);
+    if let Some(dump) = first
+        && let Some(reason) = &dump.reason
+    {
+        story
+            .notes
+            .push(format!("first failure, on rank {}: {reason}", dump.rank));
+    }
+    for dump in dumps {
+        let queued = dump
+            .entries
+            .iter()
+            .filter(|entry| entry.state == State::Queued)
+            .count();
+        if queued > 0 && story.notes.len() < 8 {
+            let plural = if queued == 1 { "" } else { "s" };
+            story.notes.push(format!(
+                "rank {} has {queued} more operation{plural} queued",
+                dump.rank
+            ));
+        }
+    }
+    if !old.is_empty() {
+        let ranks: Vec<usize> = old.iter().map(|dump| dump.rank).collect();
+        story.notes.push(format!(
+            "left aside: {} of an earlier epoch",
+            rank_list(&ranks)
+        ));
+    }
+}
+
+/// Who came last to the operations that all ranks have in their dumps.
+fn arrivals(story: &mut Story, views: &[View<'_>]) {
+    let Some((first, rest)) = views.split_first() else {
+        return;
+    };
+    if rest.is_empty() {
+        return;
+    }
+    let one_host = rest.iter().all(|view| view.dump.host == first.dump.host);
+    let came = |view: &View<'_>, seq: u64| -> Option<u64> {
+        let started = view.by_seq.get(&seq)?.started_ns?;
+        Some(if one_host {
+            started
+        } else {
+            let dump = view.dump;
+            let ago = dump.taken_ns.saturating_sub(started);
+            dump.taken_unix_ns.saturating_sub(ago)
+        })
+    };
+    let mut last: BTreeMap<usize, (usize, u64)> = BTreeMap::new();
+    for seq in first.by_seq.keys() {
+        let times: Option<Vec<(u64, usize)>> = views
+            .iter()
+            .map(|view| Some((came(view, *seq)?, view.rank())))
+            .collect();
+        let Some(times) = times else { continue };
+        let (Some(from), Some(to)) = (times.iter().min(), times.iter().max()) else {
+            continue;
+        };
+        story.compared += 1;
+        let (count, sum) = last.entry(to.1).or_default();
+        *count += 1;
+        *sum = sum.saturating_add((to.0 - from.0) / 1000);
+    }
+    story.slowest = last
+        .into_iter()
+        .map(|(rank, (last, sum))| Arrivals {
+            rank,
+            last,
+            mean_late_us: sum / last as u64,
+        })
+        .collect();
+    story
+        .slowest
+        .sort_by_key(|arrivals| std::cmp::Reverse(arrivals.last));
+    if !one_host && story.compared > 0 {
+        story
+            .notes
+            .push("arrivals are compared by the clocks of several hosts".to_owned());
+    }
+}
+
+/// What one rank was doing, for a launcher's report: where in the training,
+/// and which operation was in flight.
+pub fn last_known(dump: &Dump) -> Option<String> {
+    let mut parts = Vec::new();
+    let phase = dump.phase.as_ref().map(|phase| phase.name.clone());
+    let at = dump
+        .position
+        .map(|at| format!("epoch {} step {}", at.epoch, at.step));
+    let place: Vec<String> = at.into_iter().chain(phase).collect();
+    if !place.is_empty() {
+        parts.push(place.join(", "));
+    }
+    let in_flight = dump
+        .entries
+        .iter()
+        .filter(|entry| entry.state == State::Running)
+        .min_by_key(|entry| entry.n);
+    let completed = dump.entries.iter().find(|entry| entry.state == State::Done);
+    match (in_flight, completed) {
+        (Some(entry), _) => parts.push(format!("{} was in flight", named(dump, entry))),
+        (None, Some(entry)) => parts.push(format!("last completed {}", named(dump, entry))),
+        (None, None) => {}
+    }
+    (!parts.is_empty()).then(|| parts.join("; "))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,1010 @@
+//! The launch itself: the store hosted, the nodes met, the ranks started,
+//! watched, stopped and, if so wished, started again.
+
+use std::collections::HashSet;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+use phalanx_data::files::as_typed;
+use phalanx_store::{Store, TcpServer, TcpStore};
+use rustix::process::{Signal, kill_process};
+
+use super::Event;
+use super::contract::{self, Own, Shared};
+use super::flight;
+use super::folder::RunFolder;
+use super::guard::Guard;
+use super::machine::{Action, End, Machine, Why};
+use super::nodes::{self, Card, Nodes, PortForRanks};
+use super::oom::OomWatch;
+use super::plan::LaunchPlan;
+use super::pump::{Sink, Stream, Unwritten};
+use super::ranks::{POLL, Rank, Starter, catches, path_of};
+use super::reap;
+use super::report::{self, Verdict, Who};
+use super::signals::{SignalWatch, can_be_continued, interrupted, suspend_self};
+use super::token;
+use crate::error::{Error, ErrorKind, Result};
+use crate::{say, stop};
+
+/// How long an exit that may be an echo waits for its cause.
+const ECHO_WAIT: Duration = Duration::from_millis(400);
+/// After SIGKILL the kernel needs moments; a process that hangs in the kernel
+/// for longer than this is reported instead of awaited.
+const REAP_LIMIT: Duration = Duration::from_secs(5);
+/// How long the report waits for the last output of the rank that failed.
+const LAST_OUTPUT: Duration = Duration::from_millis(100);
+/// How often to look for ended orphans while nothing else happens.
+const SWEEP: Duration = Duration::from_secs(30);
+/// How many ranks a headline names.
+const MOST_NAMED: usize = 4;
+/// The end of a rank of ours that waited too long.
+const TIMED_OUT: End = End::Code(4);
+/// How long a local store takes to answer.
+const LOCAL_STORE: Duration = Duration::from_secs(10);
+/// When ranks still run so long after one has ended well, it is said once:
+/// they may be waiting for it.
+const LONE_AFTER: Duration = Duration::from_secs(10);
+
+/// Runs the plan to its end.
+///
+/// # Errors
+/// The root cause, whose kind gives the exit code.
+pub fn run(plan: &LaunchPlan) -> Result<()> {
+    let alone = !reap::has_children();
+    reap::adopt_orphans();
+    let (sender, events) = channel();
+    let signals = SignalWatch::start_with_suspend(sender.clone())?;
+    let host = host_name();
+    let token_fd = token::memory_file(&plan.token)?;
+    let folder = match &plan.logs {
+        Some(logs) => RunFolder::kept(&logs.dir),
+        None => RunFolder::private()?,
+    };
+    let mut place = match &plan.meeting {
+        None => nodes::host_locally(plan.bind, &plan.token)?,
+        Some(meeting) => nodes::meeting_place(meeting, plan.bind, &plan.token)?,
+    };
+    if let Some(warning) = &place.warning {
+        say::note(format_args!("warning: {warning}"));
+    }
+    let mut port = None;
+    let nodes = match &plan.meeting {
+        None => None,
+        Some(meeting) => {
+            if meeting.node_rank == 0 {
+                port = Some(PortForRanks::new(None)?);
+            }
+            let card = Card {
+                nodes: meeting.nodes,
+                local_ranks: plan.local_ranks,
+                run_id: plan.run_id.clone(),
+                host: host.clone(),
+                pid: std::process::id(),
+                master_port: port.as_ref().map(PortForRanks::number),
+                version: env!("CARGO_PKG_VERSION").to_owned(),
+            };
+            let nodes = nodes::join(
+                &mut place,
+                meeting.node_rank,
+                card,
+                &plan.token,
+                plan.meeting_timeout,
+                || match events.try_recv() {
+                    Ok(Event::Signal(signal, _)) => Some(interrupted(signal)),
+                    Ok(Event::Suspend) => {
+                        suspend_self();
+                        None
+                    }
+                    _ => None,
+                },
+            )?;
+            nodes.watch(sender.clone())?;
+            Some(nodes)
+        }
+    };
+    let told = nodes.as_ref().and_then(|n| n.cards().first()?.master_port);
+    let master_port = match told {
+        Some(port) => port,
+        None => port.insert(PortForRanks::new(plan.master_port)?).number(),
+    };
+    let shared = shared(plan, &place, nodes.as_ref(), master_port);
+    let unwritten = Unwritten::default();
+    let mut job = Job {
+        plan,
+        host,
+        shared,
+        port,
+        nodes,
+        _server: place.server.take(),
+        dial: place.dial,
+        token_fd,
+        folder,
+        out: Sink::of(Stream::Out, unwritten.clone()),
+        err: Sink::of(Stream::Err, unwritten.clone()),
+        unwritten,
+        oom: OomWatch::start(),
+        alone,
+        guard: None,
+        decided: None,
+        sender,
+        events,
+    };
+    let result = job.attempts();
+    if let Some(nodes) = &job.nodes {
+        nodes.leave(
+            nodes.cards().len(),
+            job.decided.unwrap_or_else(Instant::now),
+        );
+    }
+    drop(signals);
+    match (result, job.unwritten.first()) {
+        (Ok(()), Some(what)) => Err(Error::new(
+            ErrorKind::Failed,
+            format!("all ranks succeeded, but {what}"),
+        )),
+        (result, _) => result,
+    }
+}
+
+fn shared(
+    plan: &LaunchPlan,
+    place: &nodes::Place,
+    nodes: Option<&Nodes>,
+    master_port: u16,
+) -> Shared {
+    let node_rank = plan.meeting.as_ref().map_or(0, |m| m.node_rank);
+    let ranks: Vec<usize> = match nodes {
+        None => vec![plan.local_ranks],
+        Some(nodes) => nodes.cards().iter().map(|card| card.local_ranks).collect(),
+    };
+    Shared {
+        node_rank,
+        nodes: ranks.len(),
+        first_rank: ranks.iter().take(node_rank).sum(),
+        local_ranks: plan.local_ranks,
+        world: ranks.iter().sum(),
+        role: plan.role.clone(),
+        store: place.store.clone(),
+        master_addr: place.master_addr.clone(),
+        master_port,
+        run_id: plan.run_id.clone(),
+        max_restarts: plan.max_restarts,
+        bind: place.bind.map(|ip| ip.to_string()),
+        threads_set: plan.threads_set,
+    }
+}
+
+struct Job<'a> {
+    plan: &'a LaunchPlan,
+    host: String,
+    shared: Shared,
+    /// On the node of rank 0, what `MASTER_PORT` names.
+    port: Option<PortForRanks>,
+    nodes: Option<Nodes>,
+    /// The store of a launch on one node.
+    _server: Option<TcpServer>,
+    dial: String,
+    token_fd: std::os::fd::OwnedFd,
+    /// Dropped before the guard, which removes it when we are killed.
+    folder: RunFolder,
+    out: Arc<Sink>,
+    err: Arc<Sink>,
+    unwritten: Unwritten,
+    oom: OomWatch,
+    /// Whatever is below us is of our ranks.
+    alone: bool,
+    /// Of the last attempt. Other nodes wait for us until the very end, so it
+    /// must tell them until then; and remove the folder.
+    guard: Option<Arc<Guard>>,
+    /// When the last stop began.
+    decided: Option<Instant>,
+    sender: Sender<Event>,
+    events: Receiver<Event>,
+}
+
+/// How one attempt ended.
+enum Outcome {
+    Success,
+    /// A rank failed; another attempt may help.
+    Failed(Error),
+    /// Nothing to try again: interrupted, or failed elsewhere.
+    Final(Error),
+}
+
+impl Job<'_> {
+    fn attempts(&mut self) -> Result<()> {
+        let mut restarts = 0;
+        loop {
+            match self.attempt(restarts)? {
+                Outcome::Success => return self.wait_for_others(),
+                Outcome::Final(error) => return Err(error),
+                Outcome::Failed(error) if restarts >= self.plan.max_restarts => return Err(error),
+                Outcome::Failed(error) => {
+                    restarts += 1;
+                    say::note(format_args!(
+                        "restart {restarts} of {}: {}",
+                        self.plan.max_restarts,
+                        error.chain()
+                    ));
+                    self.clear_store()?;
+                    // What is left of the old world must not meet the new one.
+                    if self.plan.master_port.is_none() {
+                        let port = self.port.insert(PortForRanks::new(None)?);
+                        self.shared.master_port = port.number();
+                    }
+                }
+            }
+        }
+    }
+
+    /// A new world must not find the keys of the old one.
+    fn clear_store(&self) -> Result<()> {
+        TcpStore::connect(&self.dial, self.plan.token.clone(), LOCAL_STORE)
+            .and_then(|store| store.delete_prefix(""))
+            .map(drop)
+            .map_err(|error| {
+                Error::new(ErrorKind::System, "cannot clear the store for a restart")
+                    .caused_by(error)
+            })
+    }
+
+    fn attempt(&mut self, restarts: u32) -> Result<Outcome> {
+        let guard = Arc::new(Guard::start()?);
+        let made = self.folder.make(&guard);
+        if made.is_ok() && restarts == 0 && self.plan.logs.is_some() {
+            say::note(format_args!("logs: {}", as_typed(self.folder.path())));
+        }
+        // The one before is not needed any more, and says that it is done.
+        self.guard = Some(guard.clone());
+        if let Some(nodes) = self.nodes.as_ref().filter(|_| self.shared.node_rank > 0) {
+            let verdict = Verdict::of_killed(self.shared.node_rank, &self.host);
+            if let Ok(text) = serde_json::to_string(&verdict) {
+                guard.tell(&self.dial, &self.plan.token, &text);
+            }
+            nodes.is_guarded();
+        }
+        let mut ranks = Vec::with_capacity(self.plan.local_ranks);
+        let started = made.and_then(|()| self.start_ranks(restarts, &guard, &mut ranks));
+        let mut children: HashSet<i32> = ranks
+            .iter()
+            .map(|rank| rank.pid.as_raw_nonzero().get())
+            .collect();
+        children.extend(i32::try_from(guard.pid()));
+        let mut watch = Supervision {
+            children,
+            machine: Machine::new(ranks.len(), self.plan.stop_grace, ECHO_WAIT),
+            ranks,
+            reaped: 0,
+            give_up: None,
+            stopping_since: None,
+            verdict: None,
+            halted: None,
+            lone_at: None,
+            lone_said: false,
+            lone_told: false,
+            handler_grace: self.plan.handler_grace,
+            grace_is_typed: self.plan.grace_is_typed,
+        };
+        if let Err(error) = started {
+            // Those that did start must not outlive the attempt.
+            watch.kill();
+            watch.machine = Machine::new(watch.ranks.len(), Duration::ZERO, Duration::ZERO);
+            self.watch_to_the_end(&mut watch);
+            self.end_strangers(&watch, Duration::ZERO);
+            if let Some(nodes) = &self.nodes {
+                nodes.publish(&self.plain_verdict(error.exit_code(), &error.chain()));
+            }
+            return Err(error);
+        }
+        self.watch_to_the_end(&mut watch);
+        watch.ranks.iter().for_each(Rank::log_last_error);
+        self.decided = watch.stopping_since;
+        if watch.machine.why().is_some() {
+            let grace = match watch.is_interrupt() {
+                true => watch.handler_grace(),
+                false => self.plan.stop_grace,
+            };
+            self.end_strangers(&watch, grace);
+        }
+        Ok(self.outcome(watch))
+    }
+
+    fn start_ranks(&self, restarts: u32, guard: &Arc<Guard>, ranks: &mut Vec<Rank>) -> Result<()> {
+        let token_file = path_of(&self.token_fd);
+        let starter = Starter {
+            program: &self.plan.program,
+            args: &self.plan.args,
+            token: self.token_fd.as_fd(),
+            folder: &self.folder,
+            out: &self.out,
+            err: &self.err,
+            unwritten: &self.unwritten,
+            prefix: self.plan.prefix,
+            rank0_owns_stderr: self.plan.rank0_owns_stderr,
+            logs: self.plan.logs.as_ref(),
+            guard,
+            events: &self.sender,
+        };
+        for local_rank in 0..self.plan.local_ranks {
+            let rank = self.shared.first_rank + local_rank;
+            ranks.push(starter.start(local_rank, rank, restarts, |error_file| {
+                let own = Own {
+                    local_rank,
+                    restarts,
+                    error_file,
+                    token_file: token_file.clone(),
+                };
+                contract::variables(&self.shared, &own)
+                    .into_iter()
+                    .map(|(name, value)| (name.into(), value))
+                    .chain(self.plan.variables.iter().cloned())
+                    .collect()
+            })?);
+        }
+        Ok(())
+    }
+
+    /// Follows the ranks until all have ended and were reaped. That has no
+    /// deadline while nothing is wrong: a training lasts as long as it lasts.
+    fn watch_to_the_end(&self, watch: &mut Supervision) {
+        loop {
+            let now = Instant::now();
+            let over = watch.machine.finished() && watch.reaped == watch.ranks.len();
+            if over || watch.give_up.is_some_and(|at| now >= at) {
+                return;
+            }
+            let wake = [watch.machine.next_tick(), watch.give_up, watch.lone_at]
+                .into_iter()
+                .flatten()
+                .min();
+            let limit = wake.map_or(SWEEP, |at| at.saturating_duration_since(now));
+            let action = match self.events.recv_timeout(limit) {
+                Ok(Event::Dump) => {
+                    self.show_flight(watch);
+                    Action::None
+                }
+                Ok(event) => watch.take(event, Instant::now()),
+                Err(RecvTimeoutError::Timeout) => {
+                    reap::reap_strangers(&watch.children);
+                    Action::None
+                }
+                // Cannot be: we hold a sender ourselves.
+                Err(RecvTimeoutError::Disconnected) => Action::None,
+            };
+            watch.act(action);
+            let action = watch.machine.tick(Instant::now());
+            watch.act(action);
+            self.decide(watch);
+            if watch.lone_at.is_some_and(|at| Instant::now() >= at) {
+                watch.lone_at = Some(Instant::now() + LONE_AFTER);
+                if !std::mem::replace(&mut watch.lone_told, true) {
+                    self.say_who_still_runs(watch);
+                }
+                self.end_if_all_are_stopped(watch);
+            }
+        }
+    }
+
+    /// Ends what the ranks of a job that failed, or is to end, have left in sessions of
+    /// their own; those with a handler for SIGTERM have `grace` for it, unless another
+    /// signal comes.
+    fn end_strangers(&self, watch: &Supervision, grace: Duration) {
+        if !self.alone {
+            return;
+        }
+        let until = Instant::now() + grace;
+        let mut told = HashSet::new();
+        loop {
+            let left = reap::reap_strangers(&watch.children);
+            let answering = left.iter().filter(|pid| catches(**pid, Signal::TERM));
+            if answering.count() == 0 || Instant::now() >= until {
+                return reap::kill_strangers(&watch.children);
+            }
+            for pid in left {
+                if told.insert(pid) {
+                    let _ = kill_process(pid, Signal::TERM);
+                }
+            }
+            match self.events.recv_timeout(POLL) {
+                Ok(Event::Signal(..)) => return reap::kill_strangers(&watch.children),
+                Ok(Event::Suspend) => suspend_self(),
+                _ => {}
+            }
+        }
+    }
+
+    /// Writes the flight recorders of the living job, and says where they are.
+    fn show_flight(&self, watch: &Supervision) {
+        let none = vec![None; watch.ranks.len()];
+        let halted: Vec<usize> = watch
+            .ranks
+            .iter()
+            .filter(|rank| rank.is_stopped())
+            .map(|rank| rank.rank)
+            .collect();
+        match flight::keep(
+            &watch.ranks,
+            &none,
+            &halted,
+            self.plan.flight_dir.as_deref(),
+        ) {
+            Some(text) => say::note(format_args!("flight recorders: {text}")),
+            None => say::note(format_args!("flight recorders: no rank has one yet")),
+        }
+    }
+
+    /// Names the ranks that have ended well and those that have not.
+    fn say_who_still_runs(&self, watch: &Supervision) {
+        let (running, ended): (Vec<usize>, Vec<usize>) =
+            (0..watch.ranks.len()).partition(|local| watch.machine.end(*local).is_none());
+        if running.is_empty() || watch.machine.why().is_some() {
+            return;
+        }
+        let names = |locals: Vec<usize>| {
+            let ranks: Vec<usize> = locals.iter().map(|l| self.shared.first_rank + l).collect();
+            report::rank_list(&ranks)
+        };
+        say::note(format_args!(
+            "{} ended {} s ago with code 0; {} still running and may be waiting for it",
+            names(ended),
+            LONE_AFTER.as_secs(),
+            match running.len() {
+                1 => format!("{} is", names(running)),
+                _ => format!("{} are", names(running)),
+            }
+        ));
+    }
+
+    /// Ranks that somebody has stopped, after all others have ended well, will
+    /// not end by themselves, and no other rank's deadline tells of them.
+    fn end_if_all_are_stopped(&self, watch: &mut Supervision) {
+        let running: Vec<&Rank> = (0..watch.ranks.len())
+            .filter(|local| watch.machine.end(*local).is_none())
+            .map(|local| &watch.ranks[local])
+            .collect();
+        let stopped = !running.is_empty() && running.iter().all(|rank| rank.is_stopped_by_signal());
+        if !stopped || watch.machine.why().is_some() {
+            return;
+        }
+        let names: Vec<String> = running
+            .iter()
+            .map(|rank| {
+                format!(
+                    "rank {} (pid {}) is stopped by a signal",
+                    rank.rank,
+                    rank.pid.as_raw_nonzero()
+                )
+            })
+            .collect();
+        let message = format!("{}, and all other ranks have ended well", names.join(", "));
+        let verdict = self.plain_verdict(ErrorKind::Timeout.exit_code(), &message);
+        watch.verdict = Some(match &self.nodes {
+            None => verdict,
+            Some(nodes) => nodes.publish(&verdict),
+        });
+        let action = watch.machine.failed_elsewhere(Instant::now());
+        watch.act(action);
+    }
+
+    /// Once a stop has begun: puts the verdict into words, and tells others.
+    fn decide(&self, watch: &mut Supervision) {
+        let Some(why) = watch.machine.why() else {
+            return;
+        };
+        let is_first = watch.halted.is_none();
+        if is_first {
+            // Later they will have been killed.
+            let is_stopped = |rank: &&Rank| rank.is_stopped();
+            let ranks = watch.ranks.iter().filter(is_stopped);
+            watch.halted = Some(ranks.map(|rank| rank.rank).collect());
+        }
+        let verdict = match (why, &watch.verdict) {
+            // Another node's ranks have waited for ours.
+            (Why::Elsewhere, Some(theirs)) if is_first && theirs.is_unexplained_timeout() => {
+                match self.stopped_or_late(watch, None) {
+                    Some(message) => Verdict {
+                        echo: false,
+                        node: self.shared.node_rank,
+                        message: format!("{message}; {}", theirs.message),
+                        ..theirs.clone()
+                    },
+                    None => return,
+                }
+            }
+            (Why::Elsewhere, _) | (_, Some(_)) => return,
+            (Why::Interrupt(signal), None) => {
+                let what = interrupted(signal);
+                let message = match self.node() {
+                    None => what.chain(),
+                    Some(node) => format!("node {node} (host {}) was {}", self.host, what.chain()),
+                };
+                self.plain_verdict(ErrorKind::Interrupted.exit_code(), &message)
+            }
+            (Why::Rank(local), None) => self.rank_verdict(watch, local),
+        };
+        watch.verdict = Some(match &self.nodes {
+            None => verdict,
+            Some(nodes) => nodes.publish(&verdict),
+        });
+    }
+
+    fn rank_verdict(&self, watch: &Supervision, local: usize) -> Verdict {
+        let (Some(rank), Some(end)) = (watch.ranks.get(local), watch.machine.end(local)) else {
+            return self.plain_verdict(1, "a rank failed");
+        };
+        rank.output_ended(Instant::now() + LAST_OUTPUT);
+        let mut notes = Vec::new();
+        if let Some(text) = flight::last_known(&watch.ranks, rank, end, watch.halted()) {
+            notes.push((report::WHILE.to_owned(), text));
+        }
+        // Itself, or what a shell that it is has started.
+        let killed = matches!(end, End::Signal(9) | End::Code(137));
+        let hint = || self.oom.hint(rank.pid, self.plan.local_ranks);
+        if let Some(hint) = killed.then(hint).flatten() {
+            notes.push(("perhaps".to_owned(), hint));
+        }
+        let error_json = rank.error_json();
+        let reported = error_json.as_deref().and_then(report::reported_code);
+        let told = error_json.as_deref().and_then(report::error_file_message);
+        if let (End::Code(2), Some(2), Some(text)) = (end, reported, &told) {
+            let (message, notes) = report::taken_apart(text);
+            return Verdict {
+                code: ErrorKind::Usage.exit_code(),
+                echo: false,
+                mistake: true,
+                node: self.shared.node_rank,
+                message,
+                notes,
+            };
+        }
+        let lines = rank.last_lines();
+        if let Some(text) = told {
+            notes.push(("said".to_owned(), text));
+        } else if let Some(text) = report::said(&lines) {
+            notes.push(("stderr".to_owned(), text));
+        }
+        if let Some(json) = error_json {
+            hand_up(&json);
+        }
+        let ours = rank.reported(end);
+        let code = end.job_code(ours);
+        let own = format!("{} {}", self.who(rank), report::ended(end, ours));
+        let is_timeout = end == TIMED_OUT;
+        let cause = match end {
+            TIMED_OUT => self
+                .stopped_or_late(watch, Some(local))
+                .map(|late| format!("{late}; {own}")),
+            _ if code == ErrorKind::Interrupted.exit_code() => self.sent_a_signal(watch),
+            _ => None,
+        };
+        Verdict {
+            code,
+            // Another node may know more.
+            echo: cause.is_none() && (end.is_echo() || ours && is_timeout),
+            mistake: false,
+            node: self.shared.node_rank,
+            message: cause.unwrap_or(own),
+            notes,
+        }
+    }
+
+    /// `rank 2 (pid 4711, host node-a) is stopped by a signal or a debugger`: the ranks for which a deadline may have
+    /// passed. Of those that nobody has stopped only ranks that have not come to an operation in which others
+    /// wait. `but` is the local rank that says so.
+    fn stopped_or_late(&self, watch: &Supervision, but: Option<usize>) -> Option<String> {
+        let late = flight::late(&watch.ranks);
+        let others = || {
+            let ranks = watch.ranks.iter().enumerate();
+            ranks.filter(|(local, _)| Some(*local) != but && watch.machine.end(*local).is_none())
+        };
+        let names = |wanted: &[usize]| -> Vec<String> {
+            let wanted = others().filter(|(_, rank)| wanted.contains(&rank.rank));
+            wanted.map(|(_, rank)| self.who(rank).to_string()).collect()
+        };
+        let (names, what) = match names(watch.halted()) {
+            stopped if stopped.is_empty() => (names(&late), "late"),
+            stopped => (stopped, "stopped by a signal or a debugger"),
+        };
+        let verb = match names.len() {
+            0 => return None,
+            1 => "is",
+            _ => "are",
+        };
+        let more = names.len().saturating_sub(MOST_NAMED);
+        let mut named = names[..names.len().min(MOST_NAMED)].join(", ");
+        if more > 0 {
+            named.push_str(&format!(" and {more} more"));
+        }
+        Some(format!("{named} {verb} {what}"))
+    }
+
+    /// The ranks that somebody has asked to stop, and through them the job.
+    fn sent_a_signal(&self, watch: &Supervision) -> Option<String> {
+        let asked = watch.ranks.iter().find_map(|rank| {
+            let signal = report::reported_signal(&rank.error_json()?)?;
+            Some((rank, signal))
+        });
+        let (rank, signal) = asked?;
+        let name = stop::signal_name(signal);
+        Some(format!("{} was sent {name}", self.who(rank)))
+    }
+
+    fn who(&self, rank: &Rank) -> Who<'_> {
+        Who {
+            rank: rank.rank,
+            pid: rank.pid.as_raw_nonzero().get(),
+            host: &self.host,
+            node: self.node(),
+        }
+    }
+
+    fn plain_verdict(&self, code: u8, message: &str) -> Verdict {
+        Verdict {
+            code,
+            echo: false,
+            mistake: false,
+            node: self.shared.node_rank,
+            message: message.to_owned(),
+            notes: Vec::new(),
+        }
+    }
+
+    /// Our node's number, when there are several.
+    fn node(&self) -> Option<usize> {
+        (self.shared.nodes > 1).then_some(self.shared.node_rank)
+    }
+
+    fn outcome(&self, mut watch: Supervision) -> Outcome {
+        let Some(why) = watch.machine.why() else {
+            return Outcome::Success;
+        };
+        // Another rank may have said since what happened to it.
+        if let (Why::Rank(local), Some(own)) = (why, &watch.verdict)
+            && own.echo
+        {
+            let again = self.rank_verdict(&watch, local);
+            if !again.echo {
+                watch.verdict = Some(match &self.nodes {
+                    None => again,
+                    Some(nodes) => nodes.publish(&again),
+                });
+            }
+        }
+        // What others know by now may explain more than what we saw.
+        let until = Instant::now() + ECHO_WAIT;
+        let mut shared = self.nodes.as_ref().and_then(Nodes::verdict);
+        while shared.as_ref().is_some_and(Verdict::is_unexplained_timeout) && Instant::now() < until
+        {
+            std::thread::sleep(POLL);
+            shared = self.nodes.as_ref().and_then(Nodes::verdict);
+        }
+        let verdict = match (shared, watch.verdict.take()) {
+            (Some(shared), Some(own)) if shared.echo && !own.echo => own,
+            (Some(shared), _) => shared,
+            (None, Some(own)) => own,
+            (None, None) => self.plain_verdict(3, "another node failed and gave no reason"),
+        };
+        let name = |local: &usize| self.shared.first_rank + local;
+        let stopped: Vec<usize> = watch.machine.stopped().iter().map(name).collect();
+        let took = watch
+            .stopping_since
+            .map_or(Duration::ZERO, |since| since.elapsed());
+        let mut so = report::stopped(&stopped, took);
+        let immortal: Vec<usize> = (0..watch.ranks.len())
+            .filter(|local| watch.machine.end(*local).is_none())
+            .map(|local| name(&local))
+            .collect();
+        if !immortal.is_empty() {
+            so = Some(format!(
+                "{} did not end after SIGKILL: blocked in the kernel",
+                report::rank_list(&immortal)
+            ));
+        }
+        let culprit = match why {
+            Why::Rank(local) => Some(local),
+            _ => None,
+        };
+        if self.plan.ranks_tell && watch.all_stopped_themselves() {
+            return Outcome::Final(verdict.into_error(so).told());
+        }
+        // Asked so late that all was done: with one rank nobody would have noticed either.
+        let alone = self.plan.ranks_tell && self.nodes.is_none();
+        if alone && watch.is_interrupt() && watch.all_ended_well() {
+            return Outcome::Success;
+        }
+        let (verdict, culprit) = match watch.failed_to_stop() {
+            Some(local) => {
+                let mut own = self.rank_verdict(&watch, local);
+                own.mistake = false;
+                own.notes.push(("asked".to_owned(), verdict.message));
+                (own, Some(local))
+            }
+            None => (verdict, culprit),
+        };
+        if verdict.mistake {
+            return Outcome::Final(verdict.into_error(None));
+        }
+        let is_interrupt = verdict.code == ErrorKind::Interrupted.exit_code();
+        let mut error = verdict.into_error(so);
+        let also: Vec<String> = watch
+            .machine
+            .also_failed(culprit)
+            .iter()
+            // They stopped with the one that was asked to.
+            .filter(|(_, end)| {
+                !(is_interrupt && end.job_code(true) == ErrorKind::Interrupted.exit_code())
+            })
+            .map(|(local, end)| {
+                let ended = report::ended(*end, watch.ranks[*local].reported(*end));
+                format!("rank {} {ended}", name(local))
+            })
+            .collect();
+        if !also.is_empty() {
+            let more = also.len().saturating_sub(4);
+            let mut text = also.into_iter().take(4).collect::<Vec<_>>().join(", ");
+            if more > 0 {
+                text.push_str(&format!(", and {more} more"));
+            }
+            error = error.note("also", text);
+        }
+        let ends: Vec<Option<End>> = (0..watch.ranks.len())
+            .map(|local| {
+                let by_itself = !watch.machine.stopped().contains(&local);
+                watch.machine.end(local).filter(|_| by_itself)
+            })
+            .collect();
+        let kept = flight::keep(
+            &watch.ranks,
+            &ends,
+            watch.halted(),
+            self.plan.flight_dir.as_deref(),
+        );
+        if let Some(text) = kept {
+            error = error.note("inspect", text);
+        }
+        match why {
+            // Another attempt would say the same.
+            Why::Rank(local) if watch.is_usage_error(local) => Outcome::Final(error),
+            Why::Rank(_) if self.nodes.is_none() => Outcome::Failed(error),
+            _ => Outcome::Final(error),
+        }
+    }
+
+    /// All ranks here ended well. With several nodes, nobody leaves before
+    /// all are through: the store must not vanish under running ranks, and
+    /// all launchers must end with the same code.
+    fn wait_for_others(&mut self) -> Result<()> {
+        let Some(nodes) = &self.nodes else {
+            return Ok(());
+        };
+        let mut told = false;
+        // As long as the other nodes' ranks run; a node that is lost is found
+        // by its beat.
+        loop {
+            told = told || nodes.done()?;
+            if told && nodes.all_done()? {
+                return Ok(());
+            }
+            match self.events.try_recv() {
+                Ok(Event::Signal(signal, _)) => {
+                    let error = interrupted(signal);
+                    let message = format!(
+                        "node {} (host {}) was {}",
+                        self.shared.node_rank,
+                        self.host,
+                        error.chain()
+                    );
+                    let verdict = self.plain_verdict(error.exit_code(), &message);
+                    return Err(nodes.publish(&verdict).into_error(None));
+                }
+                Ok(Event::Suspend) => suspend_self(),
+                Ok(Event::Abort(verdict)) => return Err(verdict.into_error(None)),
+                Ok(Event::StoreLost(why)) => return Err(store_lost(&why)),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// The ranks of one attempt, and how far their end has come.
+struct Supervision {
+    ranks: Vec<Rank>,
+    /// Processes that somebody waits for.
+    children: HashSet<i32>,
+    machine: Machine,
+    reaped: usize,
+    give_up: Option<Instant>,
+    stopping_since: Option<Instant>,
+    verdict: Option<Verdict>,
+    /// Ranks that somebody had stopped when the end was decided.
+    halted: Option<Vec<usize>>,
+    /// When to say that some ranks have ended and others have not.
+    lone_at: Option<Instant>,
+    lone_said: bool,
+    lone_told: bool,
+    /// From SIGTERM to SIGKILL where a rank's group has a handler for it.
+    handler_grace: Duration,
+    /// Ranks cannot ask for more.
+    grace_is_typed: bool,
+}
+
+impl Supervision {
+    fn halted(&self) -> &[usize] {
+        self.halted.as_deref().unwrap_or_default()
+    }
+
+    fn take(&mut self, event: Event, now: Instant) -> Action {
+        match event {
+            Event::Ended(local, end, at) => {
+                if end.is_ok() && !std::mem::replace(&mut self.lone_said, true) {
+                    self.lone_at = Some(at + LONE_AFTER);
+                }
+                self.machine.ended(local, end, at)
+            }
+            Event::Reaped => {
+                self.reaped += 1;
+                Action::None
+            }
+            // Two at once are one, however long the first has held us up.
+            Event::Signal(signal, at) => self.machine.interrupted(signal, at),
+            Event::Suspend => {
+                self.suspend();
+                Action::None
+            }
+            Event::Checkpoint => {
+                let tell = |rank: &&Rank| rank.tell(Signal::USR1);
+                if self.ranks.iter().filter(tell).count() == 0 {
+                    say::note(
+                        "warning: SIGUSR1 is not forwarded: no rank has a handler for it (yet), and it would end them",
+                    );
+                }
+                Action::None
+            }
+            // Answered before.
+            Event::Dump => Action::None,
+            Event::Abort(verdict) => {
+                if self.machine.why().is_none() {
+                    self.verdict = Some(*verdict);
+                }
+                self.machine.failed_elsewhere(now)
+            }
+            Event::StoreLost(why) => {
+                if self.machine.why().is_none() {
+                    let lost = store_lost(&why);
+                    self.verdict = Some(Verdict {
+                        code: lost.exit_code(),
+                        echo: false,
+                        mistake: false,
+                        node: 0,
+                        message: lost.chain(),
+                        notes: Vec::new(),
+                    });
+                }
+                self.machine.failed_elsewhere(now)
+            }
+        }
+    }
+
+    /// Ctrl-Z reaches the launcher only, as its ranks are in groups of their own:
+    /// they stop with it and go on with it. A deadline that passes meanwhile
+    /// counts only if nothing has come when they go on.
+    fn suspend(&self) {
+        if !can_be_continued() {
+            say::note("Ctrl-Z is ignored: no shell could continue the job");
+            return;
+        }
+        for rank in &self.ranks {
+            rank.signal(Signal::STOP);
+        }
+        suspend_self();
+        for rank in &self.ranks {
+            rank.signal(Signal::CONT);
+        }
+    }
+
+    /// Whether somebody wants the job to end, here or on another node, and nothing failed.
+    fn is_interrupt(&self) -> bool {
+        match self.machine.why() {
+            Some(Why::Interrupt(_)) => true,
+            Some(Why::Elsewhere) => {
+                let code = ErrorKind::Interrupted.exit_code();
+                self.verdict.as_ref().is_some_and(|v| v.code == code)
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether all ranks ended with the code of an interrupt, by themselves: in an
+    /// orderly way, that is, and it is for them to say so.
+    fn all_stopped_themselves(&self) -> bool {
+        let end = End::Code(ErrorKind::Interrupted.exit_code().into());
+        (0..self.ranks.len()).all(|local| self.machine.end(local) == Some(end))
+    }
+
+    /// Whether the rank is a program of ours that says it was called or set up wrongly.
+    fn is_usage_error(&self, local: usize) -> bool {
+        let end = End::Code(ErrorKind::Usage.exit_code().into());
+        self.machine.end(local) == Some(end) && self.ranks[local].reported(end)
+    }
+
+    fn all_ended_well(&self) -> bool {
+        (0..self.ranks.len()).all(|local| self.machine.end(local).is_some_and(End::is_ok))
+    }
+
+    /// A rank that was asked to end, and says that it could not do so well: what it was to save is not on the
+    /// disk, say.
+    fn failed_to_stop(&self) -> Option<usize> {
+        let failed = |local: &usize| {
+            let end = self.machine.end(*local);
+            end.is_some_and(|end| {
+                matches!(end, End::Code(1 | 2)) && self.ranks[*local].reported(end)
+            })
+        };
+        (0..self.ranks.len()).find(|local| self.is_interrupt() && failed(local))
+    }
+
+    /// From SIGTERM to SIGKILL where a rank's group has a handler for it: what is usual, or what the ranks have asked for.
+    fn handler_grace(&self) -> Duration {
+        const LONGEST: Duration = Duration::from_secs(86_400);
+        let ranks = self.ranks.iter().filter(|_| !self.grace_is_typed);
+        let asked = ranks.filter_map(|rank| rank.flight()?.stop_grace).max();
+        asked.map_or(self.handler_grace, |asked| {
+            asked.min(LONGEST).max(self.handler_grace)
+        })
+    }
+
+    fn act(&mut self, action: Action) {
+        match action {
+            Action::None => {}
+            Action::Terminate => {
+                let now = Instant::now();
+                self.stopping_since = Some(now);
+                if self.is_interrupt() && self.ranks.iter().any(Rank::answers) {
+                    let grace = self.handler_grace();
+                    self.machine.allow(grace, now);
+                    for rank in &self.ranks {
+                        rank.bear_with(now + grace);
+                    }
+                }
+                for rank in &self.ranks {
+                    rank.signal(Signal::TERM);
+                }
+            }
+            Action::Kill => self.kill(),
+        }
+    }
+
+    fn kill(&mut self) {
+        self.give_up = Some(Instant::now() + REAP_LIMIT);
+        for rank in &self.ranks {
+            rank.signal(Signal::KILL);
+        }
+    }
+}
+
+fn store_lost(why: &str) -> Error {
+    Error::new(
+        ErrorKind::PeerLost,
+        format!("lost the launcher of node 0: {why}"),
+    )
+}
+
+/// As torchrun does: whoever started us with a TORCHELASTIC_ERROR_FILE gets
+/// the root cause's error file there.
+fn hand_up(json: &str) {
+    if let Some(path) = std::env::var_os("TORCHELASTIC_ERROR_FILE") {
+        // The launch has failed anyway; this is a courtesy.
+        let _ = std::fs::write(path, json);
+    }
+}
+
+/// This host's name.
+fn host_name() -> String {
+    rustix::system::uname()
+        .nodename()
+        .to_string_lossy()
+        .into_owned()
+}

@@ -1,0 +1,247 @@
+//! `phalanx launch` as a library: N ranks of any program, started, watched, ended together.
+//!
+//! ```text
+//! LaunchCli ─resolve─▶ LaunchArgs ─prepare─▶ LaunchPlan ─run─▶ ranks
+//!   (typed)   pure      (meant)    files      (will be)   store, nodes,
+//!              args, cluster, streams   plan, token         guard, ranks
+//! ```
+//!
+//! Who does what while ranks run:
+//!
+//! * the **main thread** starts the ranks (the kernel's parent-death signal
+//!   goes by thread, so it must be one that lives as long as the launcher),
+//!   then takes events one by one and asks [`machine`] what to do;
+//! * a thread for each rank waits for its end, two more pump its output;
+//! * one thread waits for signals; with several nodes, one for the others;
+//! * a **guard** process ends what is left when the launcher is killed.
+//!
+//! Each run has a folder of its own (`folder.rs`) for the ranks' error files: under
+//! `--log-dir`, or a private one that is removed at the end. The token and the
+//! flight recorders are memory files of the launcher, which ranks and all that
+//! they start open by the launcher's `/proc/PID/fd`.
+
+#![forbid(unsafe_code)]
+#![deny(clippy::print_stdout, clippy::print_stderr)]
+
+mod alone;
+mod args;
+mod cluster;
+mod contract;
+mod flight;
+mod folder;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzzing;
+mod guard;
+pub mod inspect;
+mod job;
+pub mod log;
+mod machine;
+mod nodes;
+mod oom;
+mod plan;
+mod pump;
+mod rank_args;
+mod ranks;
+mod reap;
+mod report;
+mod same_host;
+mod shim;
+mod signals;
+mod streams;
+mod token;
+pub mod words;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+pub use alone::{Asking, alone_by_mistake};
+pub use args::{LaunchCli, count_of_ranks, untyped_ranks};
+pub use cluster::{RankPlace, half_a_rank, rank_place};
+pub use guard::guard;
+pub use oom::memory_limit;
+pub use phalanx_process::env::{number, real_env};
+pub use rank_args::{
+    AlgorithmArg, RankArgs, Speakers, TransportArg, check_local_ranks, run as run_ranks, start,
+};
+pub use ranks::Prefix;
+pub use report::{hand_over, rank_list};
+pub use same_host::store_file;
+pub use shim::{ShimCli, exec_rank};
+pub use signals::end_on_signals;
+pub use token::{given as given_token, write_token};
+
+use phalanx_process::{error, format, say, stop};
+
+use crate::error::{Error, Result};
+
+use args::LaunchArgs;
+use machine::End;
+use plan::LaunchPlan;
+use report::Verdict;
+
+/// torchrun's port, for jobs on several nodes.
+pub const DEFAULT_PORT: u16 = 29500;
+
+/// From SIGTERM to SIGKILL: long enough to say goodbye, short enough that
+/// everything is gone within two seconds.
+pub const STOP_GRACE: Duration = Duration::from_millis(1500);
+
+/// What the main thread hears of.
+enum Event {
+    /// A local rank ended then.
+    Ended(usize, End, Instant),
+    /// A rank was reaped, and its group is gone.
+    Reaped,
+    /// We got this signal then.
+    Signal(i32, Instant),
+    /// Ctrl-Z.
+    Suspend,
+    /// SIGUSR1: for the ranks, which may save and end.
+    Checkpoint,
+    /// Another node wrote a verdict.
+    Abort(Box<Verdict>),
+    /// The store does not answer any more.
+    StoreLost(String),
+    /// Somebody wants to see the flight recorders.
+    Dump,
+}
+
+/// Whether a launcher of ours has started this process, or one above it.
+pub fn is_under_a_launcher_of_ours() -> bool {
+    std::env::var_os(contract::STORE_VARIABLE).is_some()
+}
+
+/// `phalanx launch`.
+pub fn run(cli: &LaunchCli) -> Result<()> {
+    let env = cluster::real_env();
+    let args = LaunchArgs::resolve(cli, &env, cores())?;
+    job::run(&LaunchPlan::prepare(args, &env)?)
+}
+
+/// How many ranks `auto` means: the cores that we may use.
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Ranks on this host that a command starts for itself.
+#[derive(Clone, Debug)]
+pub struct LocalRun {
+    /// How many.
+    pub ranks: usize,
+    /// The program; this very binary if not set otherwise.
+    pub program: OsString,
+    /// Its arguments.
+    pub args: Vec<OsString>,
+    /// Variables in addition to the launcher's contract.
+    pub variables: Vec<(OsString, OsString)>,
+    /// Whose lines get a prefix.
+    pub prefix: Prefix,
+    /// Rank 0 writes to our stderr itself, so that its progress bar sees the
+    /// terminal. Its last lines are then not known to the report.
+    pub rank0_owns_stderr: bool,
+    /// From SIGTERM to SIGKILL.
+    pub stop_grace: Duration,
+    /// Where the ranks' flight recorders are written when the run fails.
+    pub flight_dir: Option<PathBuf>,
+}
+
+impl LocalRun {
+    /// `ranks` times this binary with `args`. Rank 0 speaks for the job: its
+    /// lines are not prefixed, and on a terminal it draws on it directly.
+    pub fn new(ranks: usize, args: Vec<OsString>) -> Self {
+        use std::io::IsTerminal;
+        LocalRun {
+            ranks,
+            program: std::env::current_exe()
+                .map_or_else(|_| own_program(), PathBuf::into_os_string),
+            args,
+            variables: Vec::new(),
+            prefix: Prefix::AllButRank0,
+            rank0_owns_stderr: std::io::stderr().is_terminal(),
+            stop_grace: STOP_GRACE,
+            flight_dir: None,
+        }
+    }
+}
+
+/// Starts the ranks on this host and stays until all have ended; the store
+/// is hosted on a free loopback port. Whatever the environment says about
+/// nodes is not asked.
+///
+/// Must be called on a thread that lives as long as the process, best the
+/// main one.
+///
+/// # Errors
+/// The root cause; its [`exit_code`](crate::error::Error::exit_code) is the
+/// job's, printing it is the caller's.
+pub fn run_local(local: LocalRun) -> Result<()> {
+    let env = cluster::real_env();
+    let plan = LaunchPlan {
+        meeting: None,
+        meeting_timeout: Duration::ZERO,
+        master_port: None,
+        bind: None,
+        local_ranks: local.ranks,
+        run_id: plan::random_id()?,
+        max_restarts: 0,
+        logs: None,
+        token: token::mint()?,
+        stop_grace: local.stop_grace,
+        handler_grace: local.stop_grace,
+        grace_is_typed: false,
+        ranks_tell: true,
+        flight_dir: local.flight_dir,
+        role: "default".to_owned(),
+        prefix: local.prefix,
+        rank0_owns_stderr: local.rank0_owns_stderr,
+        program: local.program,
+        args: local.args,
+        variables: local.variables,
+        threads_set: env.contains_key("OMP_NUM_THREADS"),
+    };
+    let result = job::run(&plan);
+    if result.is_err() && plan.rank0_owns_stderr {
+        // Rank 0's progress bar may have left the cursor inside a line.
+        say::note("");
+    }
+    result
+}
+
+/// This very binary, even when the file was replaced by a newer build while
+/// we run.
+fn own_program() -> OsString {
+    "/proc/self/exe".into()
+}
+
+/// Leaves the error to the launcher, if there is one to print it (once, with what else it knows).
+pub fn tell(error: &Error) {
+    let text = error.render();
+    let text = text.strip_prefix("error: ").unwrap_or(&text).trim_end();
+    let text = Some(text).filter(|_| !error.is_told());
+    if !hand_over(text, error.exit_code()) {
+        error.print();
+    }
+}
+
+/// Does what the launcher starts this very program for, if it has: binding a rank's life to it,
+/// or ending ranks after it was killed. Every program that starts ranks of itself calls this
+/// first of all.
+pub fn run_helper() -> Option<Result<()>> {
+    let mut args = std::env::args_os();
+    // No name that a person types.
+    if args.next()? != HELPER_NAME {
+        return None;
+    }
+    match args.next()?.to_str()? {
+        GUARD => Some(guard()),
+        EXEC_RANK => Some(shim::exec_rank_of(std::env::args_os().skip(1))),
+        _ => None,
+    }
+}
+
+/// What helper processes are called, and their two commands.
+const HELPER_NAME: &str = "phalanx";
+const GUARD: &str = "guard";
+const EXEC_RANK: &str = "exec-rank";

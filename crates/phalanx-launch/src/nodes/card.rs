@@ -1,0 +1,106 @@
+//! What nodes say of themselves, and must agree in.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// What a node says of itself when it joins.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Card {
+    /// How many nodes it expects.
+    pub nodes: usize,
+    /// Ranks that it starts.
+    pub local_ranks: usize,
+    /// The job's name.
+    pub run_id: String,
+    /// Host name.
+    pub host: String,
+    /// The launcher's process id.
+    pub pid: u32,
+    /// On node 0, a free port for rank 0 (`MASTER_PORT`).
+    pub master_port: Option<u16>,
+    /// Our version: launchers of different builds do not mix.
+    pub version: String,
+}
+
+/// Two nodes must agree about the world before anything starts.
+pub(super) fn compare(mine: &Card, me: usize, theirs: &Card, key: &str) -> Result<()> {
+    let node = key.rsplit('/').next().unwrap_or("?");
+    let differ =
+        |what: &str, their: &dyn std::fmt::Display, my: &dyn std::fmt::Display| {
+            Err(Error::usage(format!(
+            "node {node} (host {}) was started with {what} {their}, node {me} (host {}) with {my}",
+            theirs.host, mine.host
+        ))
+        .note("fix", "start all launchers of a job alike, but for --node-rank"))
+        };
+    if theirs.nodes != mine.nodes {
+        return differ("--nnodes", &theirs.nodes, &mine.nodes);
+    }
+    if theirs.run_id != mine.run_id {
+        return differ("--rdzv-id", &theirs.run_id, &mine.run_id);
+    }
+    if theirs.version != mine.version {
+        return differ("phalanx", &theirs.version, &mine.version);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn card() -> Card {
+        Card {
+            nodes: 2,
+            local_ranks: 2,
+            run_id: "none".into(),
+            host: "a".into(),
+            pid: 1,
+            master_port: None,
+            version: "0.1.0".into(),
+        }
+    }
+
+    #[test]
+    fn cards_must_agree() {
+        let mine = card();
+        assert!(
+            compare(
+                &mine,
+                0,
+                &Card {
+                    local_ranks: 7,
+                    ..card()
+                },
+                "launch/node/1"
+            )
+            .is_ok()
+        );
+        for (theirs, want) in [
+            (Card { nodes: 3, ..card() }, "--nnodes 3"),
+            (
+                Card {
+                    run_id: "x".into(),
+                    ..card()
+                },
+                "--rdzv-id x",
+            ),
+            (
+                Card {
+                    version: "9".into(),
+                    ..card()
+                },
+                "phalanx 9",
+            ),
+        ] {
+            let error = compare(&mine, 0, &theirs, "launch/node/1").unwrap_err();
+            assert!(error.chain().contains(want), "{}", error.chain());
+            assert!(
+                error.chain().starts_with("node 1 (host a)"),
+                "{}",
+                error.chain()
+            );
+        }
+    }
+}

@@ -1,0 +1,545 @@
+//! Several launchers as one: they meet in the store of node 0, agree on the
+//! world, and share the verdict.
+//!
+//! | key               | value                          | written by            |
+//! |-------------------|--------------------------------|-----------------------|
+//! | `launch/node/R`   | the node's card (JSON)         | node R, once          |
+//! | `launch/beat/R`   | a count that rises             | node R, every second  |
+//! | `launch/abort`    | the verdict (JSON)             | the first that knows  |
+//! | `launch/done/R`   | all ranks of node R ended well | node R                |
+//! | `launch/left/R`   | node R needs the store no more | node R                |
+//!
+//! A launcher that dies leaves no verdict itself; its guard writes one, or, before
+//! there is a guard, the store by its will. A host
+//! that dies or is cut off stops beating; node 0 notices. When node 0 dies,
+//! the store dies with it, and that is the message.
+
+mod card;
+mod place;
+mod port;
+mod pulse;
+
+pub use card::Card;
+pub use place::{Place, host_locally, meeting_place};
+pub use port::PortForRanks;
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use phalanx_store::{ErrorKind as StoreKind, Store, TcpServer, TcpStore, Will};
+use phalanx_wire::Token;
+use serde::{Deserialize, Serialize};
+
+use self::card::compare;
+use self::pulse::{BEAT, BEAT_LIMIT, Pulse};
+use super::Event;
+use super::report::Verdict;
+use crate::error::{Error, ErrorKind, Result};
+use crate::say;
+
+/// The first verdict, and the only one unless it was an echo.
+pub const ABORT_KEY: &str = "launch/abort";
+
+/// How often blocking steps look up for a Ctrl-C.
+const SLICE: Duration = Duration::from_millis(200);
+/// How much longer than its deadline connecting may take: looking a name up has none.
+const LOOKUP_LIMIT: Duration = Duration::from_secs(1);
+/// Threads of a launcher that ask the store at once: the one that beats, and the
+/// main one.
+const ASKING_THREADS: usize = 2;
+/// How long node 0 keeps the store, from the moment on when all is decided,
+/// so that every launcher can read the end of the story there.
+const LEAVE_LIMIT: Duration = Duration::from_secs(1);
+
+/// How long the store may take to answer while ranks run.
+const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+/// How long the store may take to answer once this node's end is decided: it
+/// may be out of reach, and an end must not wait for that.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
+/// How long one waits in silence; then it is said for whom, and again each time that the wait
+/// has become twice as long.
+const QUIET: Duration = Duration::from_secs(2);
+/// Most kinds of refused connections that are named at a time.
+const REFUSED_SHOWN: usize = 3;
+
+/// The nodes of the job, after all have joined.
+pub struct Nodes {
+    store: Arc<TcpStore>,
+    server: Option<TcpServer>,
+    me: usize,
+    cards: Vec<Card>,
+    stop: Arc<AtomicBool>,
+    /// The store did not answer our last words.
+    out_of_reach: AtomicBool,
+    /// Our verdict, should we be killed before we have a guard.
+    will: Mutex<Option<Will>>,
+}
+
+/// Joins; `interrupted` is asked often and ends it.
+///
+/// # Errors
+/// `Timeout` names the nodes that did not come, or the address where nobody
+/// listens; `Usage` names the node that was started differently.
+pub fn join(
+    place: &mut Place,
+    me: usize,
+    card: Card,
+    token: &Token,
+    timeout: Duration,
+    mut interrupted: impl FnMut() -> Option<Error>,
+) -> Result<Nodes> {
+    let started = Instant::now();
+    let deadline = started + timeout;
+    let store = connect(&place.dial, token, started, deadline, &mut interrupted)?;
+    let total = card.nodes;
+    // Until all are here the meeting's deadline holds for every question.
+    let left = deadline.saturating_duration_since(Instant::now());
+    store.set_answer_limit(left.clamp(LAST_WORDS, ANSWER_LIMIT));
+    // Without them a request opens one.
+    let _ = store.reserve(ASKING_THREADS);
+    // Before the card, with which the others begin to count on us.
+    let mut will = match me {
+        // Its store would die with it.
+        0 => None,
+        _ => store
+            .leave_will(ABORT_KEY, &encode(&Verdict::of_killed(me, &card.host))?)
+            .map_err(lost_store)?,
+    };
+    let mine = encode(&card)?;
+    let stored = store
+        .compare_set(&node_key(me), None, &mine)
+        .map_err(|error| {
+            // The card may be there: only the answer was lost.
+            will.take().into_iter().for_each(Will::execute);
+            lost_store(error)
+        })?;
+    if stored != mine {
+        drop(will); // nobody waits for this launcher
+        let other = decode::<Card>(&stored);
+        let who = other.map_or("another launcher".into(), |c| {
+            format!("host {}, pid {}", c.host, c.pid)
+        });
+        return Err(Error::usage(format!("there is a node {me} already: {who}"))
+            .note("fix", "give every launcher its own --node-rank"));
+    }
+    let mut nodes = Nodes {
+        store: Arc::new(store),
+        server: place.server.take(),
+        me,
+        cards: Vec::new(),
+        stop: Arc::new(AtomicBool::new(false)),
+        out_of_reach: AtomicBool::new(false),
+        will: Mutex::new(will),
+    };
+    // From here on the others count on us: a failure must reach them.
+    match nodes.gather(total, &card, started, deadline, &mut interrupted) {
+        Ok(cards) => {
+            nodes.store.set_answer_limit(ANSWER_LIMIT);
+            nodes.cards = cards;
+            Ok(nodes)
+        }
+        Err(error) => {
+            let verdict = Verdict {
+                code: error.exit_code(),
+                echo: false,
+                mistake: false,
+                node: me,
+                message: format!("node {me} (host {}): {}", card.host, error.chain()),
+                notes: Vec::new(),
+            };
+            nodes.publish(&verdict);
+            nodes.leave(total, Instant::now());
+            Err(error)
+        }
+    }
+}
+
+impl Drop for Nodes {
+    /// This launcher ends without a guard. Where it could not publish why, its will is all that the others hear.
+    fn drop(&mut self) {
+        let will = self.will.get_mut().unwrap_or_else(PoisonError::into_inner);
+        will.take().into_iter().for_each(Will::execute);
+    }
+}
+
+fn connect(
+    dial: &str,
+    token: &Token,
+    started: Instant,
+    deadline: Instant,
+    interrupted: &mut impl FnMut() -> Option<Error>,
+) -> Result<TcpStore> {
+    // One attempt until the deadline, which cannot be interrupted, hence a thread: who
+    // leaves the queue of a busy server goes to its end.
+    let (tell, told) = channel();
+    let last = Arc::new(Mutex::new(None));
+    let failure = last.clone();
+    let (to, token) = (dial.to_owned(), token.clone());
+    thread::Builder::new()
+        .name("connect".into())
+        .spawn(move || {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let left = left.max(Duration::from_millis(20));
+            let store = TcpStore::connect_telling(&to, token, left, |error| {
+                *failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
+            });
+            // Nobody listens after an interrupt.
+            let _ = tell.send(store);
+        })
+        .map_err(|error| Error::new(ErrorKind::System, "cannot start a thread").caused_by(error))?;
+    let last = || last.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let mut say_at = QUIET;
+    let error = loop {
+        match told.recv_timeout(SLICE) {
+            Ok(Ok(store)) => return Ok(store),
+            Ok(Err(error)) => break Some(error),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => break None,
+        }
+        if let Some(error) = interrupted() {
+            return Err(error);
+        }
+        if Instant::now() >= deadline + LOOKUP_LIMIT {
+            break None;
+        }
+        if started.elapsed() >= say_at {
+            say_at = started.elapsed() * 2;
+            let why = last().unwrap_or_else(|| "it does not answer".to_owned());
+            say::note(format_args!(
+                "waiting for the launcher of node 0 at {dial}: {why}"
+            ));
+        }
+    };
+    match error.as_ref().map(phalanx_store::Error::kind) {
+        Some(StoreKind::TokenMismatch) => {
+            return Err(Error::usage(format!(
+                "the launcher at {dial} belongs to another job: its token is not ours"
+            ))
+            .note("fix", "give all launchers of the job the same --token-file"));
+        }
+        Some(StoreKind::Rejected(_) | StoreKind::Usage) => {
+            let ours = Error::usage(format!("no launcher to join at {dial}"));
+            return Err(match error {
+                Some(error) => ours.caused_by(error),
+                None => ours,
+            });
+        }
+        _ => {}
+    }
+    let waited = started.elapsed().as_secs_f64();
+    let ours = Error::new(
+        ErrorKind::Timeout,
+        format!("no launcher of node 0 answered at {dial} within {waited:.1} s"),
+    );
+    let ours = match error {
+        Some(error) => ours.caused_by(error),
+        None => ours.note("last", last().unwrap_or_else(|| "no answer".to_owned())),
+    };
+    Err(ours.note(
+        "fix",
+        "start node 0, check --master-addr and --master-port and that the way there is open",
+    ))
+}
+
+impl Nodes {
+    /// Waits for everybody's card and compares them with ours.
+    fn gather(
+        &self,
+        total: usize,
+        card: &Card,
+        started: Instant,
+        deadline: Instant,
+        interrupted: &mut impl FnMut() -> Option<Error>,
+    ) -> Result<Vec<Card>> {
+        let keys: Vec<String> = (0..total).map(node_key).collect();
+        let mut missing: Vec<String> = keys.clone();
+        let mut seen: HashMap<String, Card> = HashMap::new();
+        let mut say_at = QUIET;
+        loop {
+            let wanted: Vec<&str> = missing.iter().map(String::as_str).collect();
+            let left = match self.store.wait(&wanted, SLICE) {
+                Ok(()) => Vec::new(),
+                Err(error) if error.kind() == StoreKind::Timeout => error.missing_keys().to_vec(),
+                // It says nothing of who came.
+                Err(error) if error.kind() == StoreKind::NoAnswer => missing.clone(),
+                Err(error) => return Err(lost_store(error)),
+            };
+            // Look at cards as they come: a node that expects another world
+            // must not keep us waiting for one that never comes.
+            for key in missing.iter().filter(|key| !left.contains(key)) {
+                let Some(bytes) = self.store.try_get(key).map_err(lost_store)? else {
+                    continue;
+                };
+                let theirs = decode::<Card>(&bytes).ok_or_else(|| {
+                    Error::new(ErrorKind::System, format!("{key} holds no node's card"))
+                })?;
+                compare(card, self.me, &theirs, key)?;
+                seen.insert(key.clone(), theirs);
+            }
+            if left.is_empty() {
+                break;
+            }
+            missing = left;
+            let verdict = self.store.try_get(ABORT_KEY).map_err(lost_store)?;
+            if let Some(verdict) = verdict.and_then(|bytes| decode::<Verdict>(&bytes)) {
+                return Err(verdict.into_error(None));
+            }
+            if let Some(error) = interrupted() {
+                return Err(error);
+            }
+            let absent: Vec<String> = missing
+                .iter()
+                .filter_map(|key| key.rsplit('/').next())
+                .map(str::to_owned)
+                .collect();
+            let absent = absent.join(", ");
+            if Instant::now() >= deadline {
+                let waited = started.elapsed().as_secs_f64();
+                let mut error = Error::new(
+                    ErrorKind::Timeout,
+                    format!("node {absent} of {total} did not come within {waited:.1} s"),
+                );
+                for refused in self.refused() {
+                    error = error.note("perhaps", refused);
+                }
+                return Err(error.note(
+                    "fix",
+                    "start a launcher there, or wait longer with --rdzv-timeout S",
+                ));
+            }
+            if started.elapsed() >= say_at {
+                say_at = started.elapsed() * 2;
+                let refused = self.refused().join("; ");
+                let why = match (&self.server, refused.as_str()) {
+                    (None, _) => String::new(),
+                    (_, "") => format!(": it has not connected to {}", self.store.addr()),
+                    (_, refused) => format!(
+                        ": {refused}; all launchers need the same --master-addr, --master-port and --token-file"
+                    ),
+                };
+                say::note(format_args!("waiting for node {absent} of {total}{why}"));
+            }
+        }
+        keys.iter()
+            .map(|key| {
+                seen.remove(key)
+                    .ok_or_else(|| Error::new(ErrorKind::System, format!("{key} vanished")))
+            })
+            .collect()
+    }
+
+    /// The connections that our store refused.
+    fn refused(&self) -> Vec<String> {
+        let refused = self.server.as_ref().map(TcpServer::refused);
+        let refused = refused.unwrap_or_default();
+        let most = refused.iter().take(REFUSED_SHOWN);
+        most.map(ToString::to_string).collect()
+    }
+
+    /// Our guard has our verdict: from now on a broken connection to the store
+    /// alone is nobody's death.
+    pub fn is_guarded(&self) {
+        let mut will = self.will.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(will.take());
+    }
+
+    /// The nodes' cards, by node rank.
+    pub fn cards(&self) -> &[Card] {
+        &self.cards
+    }
+
+    /// Starts the thread that beats and listens.
+    pub fn watch(&self, events: Sender<Event>) -> Result<()> {
+        let store = self.store.clone();
+        let stop = self.stop.clone();
+        let me = self.me;
+        let hosts: Vec<String> = self.cards.iter().map(|card| card.host.clone()).collect();
+        thread::Builder::new()
+            .name("nodes".into())
+            .spawn(move || {
+                let mut pulse = Pulse::new(hosts.len());
+                while !stop.load(Ordering::Relaxed) {
+                    match store.get(ABORT_KEY, BEAT / 2) {
+                        Ok(bytes) => {
+                            let verdict = decode(&bytes).unwrap_or_else(|| Verdict {
+                                code: ErrorKind::PeerLost.exit_code(),
+                                echo: true,
+                                mistake: false,
+                                node: me,
+                                message: "another node failed and gave no reason".into(),
+                                notes: Vec::new(),
+                            });
+                            let _ = events.send(Event::Abort(Box::new(verdict)));
+                            return;
+                        }
+                        Err(error)
+                            if matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer) => {
+                        }
+                        Err(error) => {
+                            let _ = events.send(Event::StoreLost(error.to_string()));
+                            return;
+                        }
+                    }
+                    match pulse.beat(&*store, me, Instant::now()) {
+                        Ok(None) => {}
+                        Ok(Some(node)) => {
+                            let verdict = Verdict {
+                                code: ErrorKind::PeerLost.exit_code(),
+                                echo: false,
+                                mistake: false,
+                                node: me,
+                                message: format!(
+                                    "node {node} (host {}) has not been heard of for {} s",
+                                    hosts.get(node).map_or("?", String::as_str),
+                                    BEAT_LIMIT.as_secs()
+                                ),
+                                notes: vec![(
+                                    "perhaps".into(),
+                                    "the host or the network between is down".into(),
+                                )],
+                            };
+                            let _ =
+                                encode(&verdict).map(|v| store.compare_set(ABORT_KEY, None, &v));
+                        }
+                        Err(error) => {
+                            let _ = events.send(Event::StoreLost(error.to_string()));
+                            return;
+                        }
+                    }
+                }
+            })
+            .map(drop)
+            .map_err(|error| {
+                Error::new(ErrorKind::System, "cannot start a thread").caused_by(error)
+            })
+    }
+
+    /// Whether there is any use in asking the store: once the end is decided,
+    /// a store that did not answer is not asked again.
+    fn reachable<T>(&self, ask: impl FnOnce(&TcpStore) -> phalanx_store::Result<T>) -> Option<T> {
+        if self.out_of_reach.load(Ordering::Relaxed) {
+            return None;
+        }
+        self.store.set_answer_limit(LAST_WORDS);
+        match ask(&self.store) {
+            Ok(answer) => Some(answer),
+            Err(_) => {
+                self.out_of_reach.store(true, Ordering::Relaxed);
+                None
+            }
+        }
+    }
+
+    /// Writes the verdict unless there is a better one, and gives back the
+    /// one that holds.
+    pub fn publish(&self, verdict: &Verdict) -> Verdict {
+        let Ok(mine) = encode(verdict) else {
+            return verdict.clone();
+        };
+        let mut expected: Option<Vec<u8>> = None;
+        // Twice: once against nothing, once against an echo.
+        for _ in 0..2 {
+            let put = |store: &TcpStore| store.compare_set(ABORT_KEY, expected.as_deref(), &mine);
+            let Some(stored) = self.reachable(put) else {
+                break;
+            };
+            if stored == mine {
+                break;
+            }
+            match decode::<Verdict>(&stored) {
+                Some(theirs) if theirs.echo && !verdict.echo => expected = Some(stored),
+                Some(theirs) => return theirs,
+                None => break,
+            }
+        }
+        verdict.clone()
+    }
+
+    /// The verdict that holds now.
+    pub fn verdict(&self) -> Option<Verdict> {
+        decode(&self.reachable(|store| store.try_get(ABORT_KEY))??)
+    }
+
+    /// Says that all ranks here ended well; false: the store has not answered.
+    pub fn done(&self) -> Result<bool> {
+        match self.store.set(&format!("launch/done/{}", self.me), b"") {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == StoreKind::NoAnswer => Ok(false),
+            Err(error) => Err(lost_store(error)),
+        }
+    }
+
+    fn everybody(&self) -> Vec<usize> {
+        (0..self.cards.len()).collect()
+    }
+
+    /// Whether all nodes said so; waits a moment for it.
+    pub fn all_done(&self) -> Result<bool> {
+        self.wait_all("launch/done", &self.everybody(), SLICE)
+            .map_err(lost_store)
+    }
+
+    /// The last words: nothing is asked of the store after this. Node 0 keeps
+    /// the store until all that joined have said so, within reason: `decided`
+    /// is when the others could know how it ends.
+    pub fn leave(&self, total: usize, decided: Instant) {
+        self.stop.store(true, Ordering::Relaxed);
+        let left = format!("launch/left/{}", self.me);
+        self.reachable(|store| store.set(&left, b""));
+        if self.server.is_none() {
+            return;
+        }
+        let joined = |node: &usize| matches!(self.store.try_get(&node_key(*node)), Ok(Some(_)));
+        let joined: Vec<usize> = (0..total).filter(joined).collect();
+        let limit = (decided + LEAVE_LIMIT).saturating_duration_since(Instant::now());
+        let _ = self.wait_all("launch/left", &joined, limit);
+    }
+
+    fn wait_all(
+        &self,
+        what: &str,
+        nodes: &[usize],
+        limit: Duration,
+    ) -> phalanx_store::Result<bool> {
+        let keys: Vec<String> = nodes.iter().map(|node| format!("{what}/{node}")).collect();
+        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+        match self.store.wait(&keys, limit) {
+            Ok(()) => Ok(true),
+            Err(error) if matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer) => {
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+fn node_key(node: usize) -> String {
+    format!("launch/node/{node}")
+}
+
+/// The store does not answer any more: node 0 is gone. The store's own words
+/// say where it was.
+fn lost_store(error: phalanx_store::Error) -> Error {
+    let kind = match error.kind() {
+        StoreKind::Timeout | StoreKind::NoAnswer => ErrorKind::Timeout,
+        _ => ErrorKind::PeerLost,
+    };
+    Error::new(kind, "lost the launcher of node 0").caused_by(error)
+}
+
+fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>> {
+    serde_json::to_vec(value)
+        .map_err(|error| Error::new(ErrorKind::System, "cannot write JSON").caused_by(error))
+}
+
+fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Option<T> {
+    serde_json::from_slice(bytes).ok()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,546 @@
+//! How `train` and `bench` become ranks.
+//!
+//! | asked for | this process |
+//! |---|---|
+//! | `RANK` is set (under a launcher) | is that rank |
+//! | `--transport thread` | runs all ranks as threads |
+//! | `--nproc-per-node 1` | is the only rank, unless its address space is limited |
+//! | otherwise | starts itself once per rank and supervises |
+
+use std::ffi::OsString;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use phalanx_comm::{
+    Algorithm, GroupOptions, InitOptions, MAX_LOCAL_RANKS, ProcessGroup, Transport,
+};
+use phalanx_wire::Token;
+use rustix::process::{Resource, getrlimit};
+
+use phalanx_process::RankContext;
+
+use crate::error::{Error, ErrorKind, Result, check_count};
+use crate::{self as launch, Asking, LocalRun, Prefix, RankPlace, stop};
+
+/// Which kind of link the ranks use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum TransportArg {
+    /// Shared memory between ranks of one host, TCP between hosts
+    Auto,
+    /// Ranks are threads of one process
+    Thread,
+    /// Shared memory only; an error if ranks cannot share memory
+    Shm,
+    /// TCP only
+    Tcp,
+}
+
+/// Which all-reduce algorithm is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum AlgorithmArg {
+    /// Chosen by size; always adds in ascending rank order
+    Auto,
+    /// Each rank adds one chunk of all ranks, then sends it to all
+    Direct,
+    /// Like direct, in short segments, for a slow network of more than two hosts
+    DirectShort,
+    /// Every rank sends its data to all and adds all; lowest latency
+    OneRound,
+    /// Ring: each rank exchanges data with its neighbours only
+    Ring,
+    /// Reduce-scatter on each host, all-reduce across hosts, all-gather on each host
+    Hierarchical,
+    /// Reduce on each host, then pass from host to host and back, in ascending rank order
+    Chain,
+    /// Double binary tree: reduce and broadcast, half of the data in each tree
+    Tree,
+    /// Recursive doubling: all data gathered in log2(ranks) rounds, then added
+    Doubling,
+    /// Chosen by size, in the fastest order of additions
+    Fastest,
+}
+
+/// Flags about ranks, shared by all recipes and benchmarks.
+#[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Ranks")]
+pub struct RankArgs {
+    /// Number of ranks to start on this host; auto and cpu mean one per core. Under a launcher, the launcher sets it [default: 1]
+    #[arg(long, visible_alias = "world", value_name = "N|auto|cpu", value_parser = launch::count_of_ranks)]
+    nproc_per_node: Option<usize>,
+    /// Transport between ranks
+    #[arg(long, visible_alias = "backend", value_enum, default_value_t = TransportArg::Auto)]
+    pub transport: TransportArg,
+    /// All-reduce algorithm
+    #[arg(long, value_enum, default_value_t = AlgorithmArg::Auto)]
+    pub algorithm: AlgorithmArg,
+    /// Compute threads per rank [default: cores divided by local ranks]
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Rendezvous: env://, tcp://HOST:PORT or file:///PATH
+    #[arg(long, default_value = "env://", value_name = "URL")]
+    pub init_method: String,
+    /// Rank of this process, when you start each rank yourself with --world-size and --init-method tcp://HOST:PORT
+    /// [default: 0]
+    #[arg(long, value_name = "R")]
+    pub rank: Option<usize>,
+    /// World size when you start each rank yourself; required with --init-method tcp://HOST:PORT. 1 trains in this
+    /// process alone, even on a cluster [default: 1]
+    #[arg(long, value_name = "N")]
+    pub world_size: Option<usize>,
+    /// Seconds in which all ranks must join and finish their first collective
+    #[arg(long, default_value_t = 300.0, value_name = "S")]
+    pub init_timeout: f64,
+    /// Deadline of a collective in seconds, not counting phases in which a rank is busy on its own (--phase-timeout)
+    #[arg(long, default_value_t = 60.0, value_name = "S")]
+    pub timeout: f64,
+    /// Seconds that ranks wait for a rank that is alive and loading data, evaluating, saving or downloading
+    #[arg(long, default_value_t = 3600.0, value_name = "S")]
+    pub phase_timeout: f64,
+    /// File with the job token (see `phalanx token`), for ranks on several hosts that you start yourself [default:
+    /// PHALANX_TOKEN_FILE]
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<PathBuf>,
+    /// Address to listen on for other ranks [default: loopback; on several hosts, the address that reaches the master]
+    #[arg(long, value_name = "IP", env = "PHALANX_BIND")]
+    pub bind: Option<IpAddr>,
+}
+
+/// A command line of nothing but [`RankArgs`].
+#[derive(clap::Parser)]
+struct Bare {
+    #[command(flatten)]
+    ranks: RankArgs,
+}
+
+impl RankArgs {
+    /// What holds when nothing is typed, for commands without these flags.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors of environment variables that stand for flags.
+    pub fn untyped() -> Result<RankArgs> {
+        use clap::Parser as _;
+        match Bare::try_parse_from(["phalanx"]) {
+            Ok(bare) => Ok(bare.ranks),
+            Err(e) => Err(Error::usage(
+                e.to_string().trim_start_matches("error: ").trim(),
+            )),
+        }
+    }
+
+    /// The world size, when it is known before the ranks have met.
+    pub fn known_world(&self) -> Result<usize> {
+        match self.place()? {
+            Some(place) => Ok(place.world),
+            None => self.ranks_to_start(),
+        }
+    }
+
+    /// How many ranks this command starts, if it starts them.
+    pub fn ranks_to_start(&self) -> Result<usize> {
+        match self.nproc_per_node {
+            Some(typed) => Ok(typed),
+            None => launch::untyped_ranks(&launch::real_env()),
+        }
+    }
+
+    /// Whether the first rank is this process or one that it starts.
+    pub fn has_first(&self) -> Result<bool> {
+        Ok(self.place()?.is_none_or(|place| place.rank == 0))
+    }
+
+    /// Which rank this process is: as a launcher or the cluster says it, else as
+    /// `--rank` and `--world-size` do. `None`: it starts its ranks itself.
+    fn place(&self) -> Result<Option<RankPlace>> {
+        let env = launch::real_env();
+        if let Some(place) = launch::rank_place(&env)? {
+            // Ranks that were started here have the arguments of the command that started them.
+            let world = self
+                .world_size
+                .filter(|_| !env.contains_key(STARTED_VARIABLE));
+            place.check(self.nproc_per_node, world)?;
+            if self.init_method == "env://" && !place.is_by_rank() && place.master_addr.is_none() {
+                return Err(Error::usage(format!(
+                    "{} started {} ranks, and does not say on which host rank 0 runs",
+                    place.source, place.world
+                ))
+                .note("fix", "set MASTER_ADDR to that host in all ranks (mpirun -x MASTER_ADDR=HOST), or add --init-method tcp://HOST:PORT"));
+            }
+            return Ok(Some(place));
+        }
+        let here = self.ranks_to_start()?;
+        let (rank, world_size) = (self.rank.unwrap_or(0), self.world_size.unwrap_or(1));
+        if rank >= world_size {
+            return Err(Error::usage(format!(
+                "--rank {rank} does not exist among --world-size {world_size}; ranks count from 0"
+            )));
+        }
+        if world_size == 1 {
+            // Ranks that are started here get the init method themselves.
+            let meets = self.init_method != "env://" && here == 1;
+            if self.world_size.is_none() && (meets || self.rank.is_some()) {
+                let what = match meets {
+                    true => format!("--init-method {}", self.init_method),
+                    false => format!("--rank {rank}"),
+                };
+                return Err(Error::usage(format!(
+                    "{what} is for one of several tasks; say how many there are with --world-size N"
+                )));
+            }
+            if self.world_size.is_none() {
+                // Whoever says how many ranks to start wants them from here.
+                if here == 1
+                    && let Some(error) = launch::half_a_rank(&env)?
+                {
+                    return Err(error);
+                }
+                let command = std::env::args().nth(1).unwrap_or_default();
+                if let Some(error) = launch::alone_by_mistake(&env, Asking::Ranks, &command)? {
+                    return Err(error);
+                }
+            }
+            return Ok(None);
+        }
+        if here > 1 {
+            return Err(Error::usage(
+                "--world-size counts tasks of one rank each; leave out --nproc-per-node, or use `phalanx launch --nnodes`",
+            ));
+        }
+        if self.init_method == "env://" {
+            return Err(Error::usage(format!(
+                "{world_size} tasks need a place to meet; give all of them the same --init-method tcp://HOST:PORT"
+            )));
+        }
+        Ok(Some(RankPlace {
+            source: "--rank",
+            rank,
+            world: world_size,
+            local_rank: 0,
+            local_world: None,
+            // Not looked at: the init method says it.
+            master_addr: None,
+            master_port: 0,
+        }))
+    }
+
+    /// The job token, as it was typed or as the environment says it.
+    fn token(&self) -> Result<Option<Token>> {
+        // Ranks of a launcher of ours have that launcher's, whatever was typed.
+        let typed = self.token_file.as_deref();
+        let typed = typed.filter(|_| !launch::is_under_a_launcher_of_ours());
+        launch::given_token(typed, &launch::real_env(), true)
+    }
+
+    /// The init method of a rank that something else has started.
+    fn meeting(&self, place: &RankPlace, has_token: bool) -> Result<String> {
+        let env = launch::real_env();
+        // torchrun starts ranks as engines do; those of a launcher of ours have a token.
+        let is_started = !place.is_by_rank() || env.contains_key("TORCHELASTIC_RUN_ID");
+        let file = match self.init_method == "env://" && is_started && !has_token {
+            true if place.is_on_one_host() => launch::store_file(&env)?,
+            _ => None,
+        };
+        Ok(match (file, &place.master_addr) {
+            (Some(file), _) => format!("file://{}", file.display()),
+            // An engine's own variables say all that env:// needs, by other names.
+            (None, Some(host)) if self.init_method == "env://" && !place.is_by_rank() => {
+                format!("tcp://{host}:{}", place.master_port)
+            }
+            _ => self.init_method.clone(),
+        })
+    }
+
+    /// Checks them for ranks whose number somebody else decides, and that are processes.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag.
+    pub fn check_untyped_world(&self) -> Result<()> {
+        self.validate()?;
+        if self.nproc_per_node.unwrap_or(1) != 1 || self.world_size.is_some() || self.rank.is_some()
+        {
+            return Err(Error::usage(
+                "--workers says how many ranks there are; leave out --nproc-per-node, --world-size and --rank",
+            ));
+        }
+        if self.transport == TransportArg::Thread {
+            return Err(Error::usage(
+                "workers of a comparison are processes; leave out --transport thread",
+            ));
+        }
+        Ok(())
+    }
+
+    fn validate(&self) -> Result<()> {
+        check_local_ranks("--nproc-per-node", self.nproc_per_node.unwrap_or(1))?;
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        check_count("--threads", self.threads.unwrap_or(1), (4 * cores).max(16))?;
+        for (flag, seconds) in [
+            ("--timeout", self.timeout),
+            ("--init-timeout", self.init_timeout),
+            ("--phase-timeout", self.phase_timeout),
+        ] {
+            if Duration::try_from_secs_f64(seconds).is_ok_and(|d| !d.is_zero()) {
+                continue;
+            }
+            return Err(Error::usage(format!(
+                "{flag} must be a number of seconds above 0"
+            )));
+        }
+        Ok(())
+    }
+
+    fn algorithm(&self) -> Algorithm {
+        match self.algorithm {
+            AlgorithmArg::Auto => Algorithm::Auto,
+            AlgorithmArg::Direct => Algorithm::Direct,
+            AlgorithmArg::DirectShort => Algorithm::DirectShort,
+            AlgorithmArg::OneRound => Algorithm::OneRound,
+            AlgorithmArg::Ring => Algorithm::Ring,
+            AlgorithmArg::Hierarchical => Algorithm::Hierarchical,
+            AlgorithmArg::Chain => Algorithm::Chain,
+            AlgorithmArg::Tree => Algorithm::Tree,
+            AlgorithmArg::Doubling => Algorithm::Doubling,
+            AlgorithmArg::Fastest => Algorithm::Fastest,
+        }
+    }
+}
+
+/// Who writes results, and hence whose lines need the rank in front.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Speakers {
+    /// Rank 0 speaks for the job.
+    Rank0,
+    /// Every rank prints results of its own.
+    All,
+    /// Every rank prints lines that say themselves whose they are.
+    Unmarked,
+}
+
+/// When the command was typed, in nanoseconds since 1970, for the ranks that it starts.
+const STARTED_VARIABLE: &str = "PHALANX_STARTED_NS";
+
+/// A usage error unless so many ranks can share the memory of one host.
+pub fn check_local_ranks(flag: &str, value: usize) -> Result<()> {
+    if value > MAX_LOCAL_RANKS {
+        return Err(Error::usage(format!(
+            "{flag} can be at most {MAX_LOCAL_RANKS}, not {value}: no more ranks can share the memory of one host"
+        )));
+    }
+    check_count(flag, value, MAX_LOCAL_RANKS)
+}
+
+/// Runs `rank` in every rank of the world (or in the one that this process is).
+/// `extra` arguments are added to the command line of started ranks; when
+/// these fail, their flight recorders are written into `flight_dir`.
+///
+/// # Errors
+///
+/// The root cause.
+pub fn run(
+    args: &RankArgs,
+    speakers: Speakers,
+    extra: &[OsString],
+    flight_dir: Option<&Path>,
+    rank: impl Fn(&RankContext) -> Result<()> + Sync,
+) -> Result<()> {
+    args.validate()?;
+    let started = Instant::now() - since_command_start();
+    if let Some(place) = args.place()? {
+        return as_launched_rank(args, &place, started, rank);
+    }
+    let here = args.ranks_to_start()?;
+    check_count("--nproc-per-node", here, MAX_LOCAL_RANKS)?;
+    // Somebody must be left to say why a rank ended that got no memory.
+    let is_limited = getrlimit(Resource::As).current.is_some();
+    if args.transport == TransportArg::Thread || here == 1 && !is_limited {
+        as_threads(args, here, speakers, started, rank)
+    } else {
+        let own = std::env::args_os().skip(1);
+        let own = own.chain(extra.iter().cloned()).collect();
+        let prefix = match speakers {
+            Speakers::Rank0 => Prefix::AllButRank0,
+            Speakers::All => Prefix::Everybody,
+            Speakers::Unmarked => Prefix::Nobody,
+        };
+        start(here, own, flight_dir, prefix)
+    }
+}
+
+/// Starts this program with the arguments `own` as `world` ranks of this host, and
+/// *blocks* until all have ended. When they fail, their flight recorders are
+/// written into `flight_dir`.
+///
+/// # Errors
+///
+/// The root cause.
+pub fn start(
+    world: usize,
+    own: Vec<OsString>,
+    flight_dir: Option<&Path>,
+    prefix: Prefix,
+) -> Result<()> {
+    let mut local = LocalRun::new(world, own);
+    local.flight_dir = flight_dir.map(Path::to_owned);
+    local.prefix = prefix;
+    if let Some(grace) = stop::grace() {
+        local.stop_grace = grace;
+    }
+    if let Ok(now) = SystemTime::now().duration_since(UNIX_EPOCH) {
+        local
+            .variables
+            .push((STARTED_VARIABLE.into(), now.as_nanos().to_string().into()));
+    }
+    launch::run_local(local)
+}
+
+/// How long ago the command was typed that started this rank; nothing when this is it.
+fn since_command_start() -> Duration {
+    std::env::var(STARTED_VARIABLE)
+        .ok()
+        .and_then(|text| text.parse().ok())
+        .map(Duration::from_nanos)
+        .and_then(|then| {
+            SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .ok()?
+                .checked_sub(then)
+        })
+        .unwrap_or_default()
+}
+
+fn as_launched_rank(
+    args: &RankArgs,
+    place: &RankPlace,
+    started: Instant,
+    rank: impl Fn(&RankContext) -> Result<()>,
+) -> Result<()> {
+    stop::listen_early()?;
+    let token = args.token()?;
+    let init_method = args.meeting(place, token.is_some())?;
+    let transport = match args.transport {
+        TransportArg::Auto => Transport::Auto,
+        TransportArg::Shm => Transport::Shm,
+        TransportArg::Tcp => Transport::Tcp,
+        TransportArg::Thread => {
+            return Err(Error::usage(
+                "--transport thread runs all ranks in one process, but a launcher started this one as a rank of \
+                 several; use auto, shm or tcp",
+            ));
+        }
+    };
+    let threads = threads(args, place.local_world.unwrap_or(1));
+    let group = ProcessGroup::init(InitOptions {
+        init_method,
+        rank: Some(place.rank),
+        world_size: Some(place.world),
+        token,
+        timeout: Duration::from_secs_f64(args.init_timeout),
+        op_timeout: Duration::from_secs_f64(args.timeout),
+        first_op_timeout: Duration::from_secs_f64(args.init_timeout),
+        transport,
+        bind: args.bind,
+        algorithm: args.algorithm(),
+        compute_threads: Some(threads),
+        ..InitOptions::default()
+    })?;
+    let ctx = RankContext {
+        phase_limit: Duration::from_secs_f64(args.phase_timeout),
+        threads,
+        local_rank: place.local_rank,
+        prefix: None,
+        started,
+        group,
+    };
+    let outcome = rank(&ctx);
+    finish(ctx, outcome)
+}
+
+fn as_threads(
+    args: &RankArgs,
+    world: usize,
+    speakers: Speakers,
+    started: Instant,
+    rank: impl Fn(&RankContext) -> Result<()> + Sync,
+) -> Result<()> {
+    crate::signals::end_on_signals()?;
+    stop::listen_early()?;
+    let options = GroupOptions {
+        op_timeout: Duration::from_secs_f64(args.timeout),
+        first_op_timeout: Duration::from_secs_f64(args.init_timeout),
+        algorithm: args.algorithm(),
+        compute_threads: Some(threads(args, world)),
+        ..GroupOptions::default()
+    };
+    let outcomes: Vec<Result<()>> = std::thread::scope(|scope| {
+        let handles: Vec<_> = ProcessGroup::threads(world, options)
+            .into_iter()
+            .map(|group| {
+                let ctx = RankContext {
+                    phase_limit: Duration::from_secs_f64(args.phase_timeout),
+                    threads: threads(args, world),
+                    local_rank: group.rank(),
+                    prefix: (world > 1 && speakers == Speakers::All)
+                        .then(|| format!("[rank {}] ", group.rank())),
+                    started,
+                    group,
+                };
+                let rank = &rank;
+                scope.spawn(move || {
+                    let outcome = rank(&ctx);
+                    finish(ctx, outcome)
+                })
+            })
+            .collect();
+        handles
+            .into_iter()
+            .enumerate()
+            .map(|(r, handle)| {
+                // Every operation in there has a deadline of its own.
+                handle.join().unwrap_or_else(|_| {
+                    Err(Error::new(
+                        ErrorKind::Failed,
+                        format!("rank {r} panicked; this is a bug in phalanx"),
+                    ))
+                })
+            })
+            .collect()
+    });
+    // A rank that only heard of another's failure is not the cause.
+    let mut failures: Vec<Error> = outcomes.into_iter().filter_map(Result::err).collect();
+    let cause = failures
+        .iter()
+        .position(|e| e.kind() != ErrorKind::PeerLost)
+        .unwrap_or(0);
+    if failures.is_empty() {
+        Ok(())
+    } else {
+        Err(failures.swap_remove(cause))
+    }
+}
+
+/// Leaves the group: orderly after success, and when all ranks stop together; after a
+/// failure, so that the others hear the cause at once instead of finding a lost connection.
+fn finish(ctx: RankContext, outcome: Result<()>) -> Result<()> {
+    match outcome {
+        Err(error) if !error.is_told() => {
+            ctx.group.abort(&error.to_string());
+            Err(error)
+        }
+        outcome => {
+            let left = ctx.group.shutdown().map_err(Error::from);
+            match outcome {
+                // All is saved.
+                Err(error) if error.kind() == ErrorKind::Stopped => left,
+                outcome => outcome.and(left),
+            }
+        }
+    }
+}
+
+/// Compute threads of a rank: an equal part of the cores.
+fn threads(args: &RankArgs, local_world: usize) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    args.threads.unwrap_or((cores / local_world.max(1)).max(1))
+}

@@ -1,0 +1,479 @@
+//! One rank as a child process: started, signalled, waited for, reaped.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use phalanx_comm::recorder::Dump;
+use rustix::io::{Errno, FdFlags, fcntl_setfd};
+use rustix::process::{
+    Pid, Signal, WaitId, WaitIdOptions, getpgid, kill_process, kill_process_group, waitid,
+};
+
+use super::Event;
+use super::contract::{ERRORS_VARIABLE, LAUNCHER};
+use super::folder::{RunFolder, error_file_text};
+use super::guard::Guard;
+use super::machine::End;
+use super::pump::{self, Log, Open, Route, Sink, Tail, Unwritten};
+use super::reap::reap_group;
+use super::report;
+use super::streams::StreamChoice;
+use crate::error::{Error, ErrorKind, Result};
+use crate::stop::is_caught;
+
+/// How long after a rank's end the output of what it left behind is read
+/// before that is killed.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// How often what a dead rank left behind is looked at, while it may still save something.
+pub const POLL: Duration = Duration::from_millis(20);
+
+/// Which ranks' lines get a prefix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Prefix {
+    /// None: bytes pass as they come.
+    Nobody,
+    /// Every rank's.
+    Everybody,
+    /// All but those of rank 0, which speaks for the job.
+    AllButRank0,
+}
+
+impl Prefix {
+    fn of(self, rank: usize) -> Option<usize> {
+        match self {
+            Prefix::Nobody => None,
+            Prefix::Everybody => Some(rank),
+            Prefix::AllButRank0 => Some(rank).filter(|rank| *rank > 0),
+        }
+    }
+}
+
+/// Files for the ranks' output.
+#[derive(Clone, Debug)]
+pub struct Logs {
+    /// `LOG_DIR/RUN_ID_xxxxxxxx`, which this run makes.
+    pub dir: PathBuf,
+    /// Streams that go to files only.
+    pub redirects: StreamChoice,
+    /// Streams that go to files and on.
+    pub tee: StreamChoice,
+}
+
+/// What is needed to start any rank of this launcher.
+pub struct Starter<'a> {
+    /// The program.
+    pub program: &'a OsStr,
+    /// Its arguments.
+    pub args: &'a [OsString],
+    /// Our stdout.
+    pub out: &'a Arc<Sink>,
+    /// Our stderr.
+    pub err: &'a Arc<Sink>,
+    /// Where output that cannot be written is remembered.
+    pub unwritten: &'a Unwritten,
+    /// Whose lines get a prefix.
+    pub prefix: Prefix,
+    /// Rank 0 writes to our stderr itself, for its progress bar, and to our
+    /// stdout too unless its lines need a prefix.
+    pub rank0_owns_stderr: bool,
+    /// The token's file.
+    pub token: BorrowedFd<'a>,
+    /// Where error files and logs go.
+    pub folder: &'a RunFolder,
+    /// Output files.
+    pub logs: Option<&'a Logs>,
+    /// The guard to register with.
+    pub guard: &'a Arc<Guard>,
+    /// Where the news go.
+    pub events: &'a Sender<Event>,
+}
+
+/// A started rank.
+pub struct Rank {
+    /// Global rank.
+    pub rank: usize,
+    /// Process id, also that of its group.
+    pub pid: Pid,
+    /// The pid while it is ours to signal: until the process is reaped.
+    alive: Arc<Mutex<Option<Pid>>>,
+    /// See [`bear_with`](Self::bear_with).
+    patience: Arc<Mutex<Option<Instant>>>,
+    tail: Arc<Mutex<Tail>>,
+    open: Open,
+    /// Where it may write why it failed.
+    error_file: PathBuf,
+    /// The log of its stderr.
+    err_log: Option<PathBuf>,
+    /// The memory of its flight recorder; whether it uses it is its own affair.
+    flight: OwnedFd,
+}
+
+impl Starter<'_> {
+    /// Starts one rank. Must be called on the thread that lives as long as
+    /// the launcher: the kernel's parent-death signal goes by thread.
+    ///
+    /// `variables` is given the path of the error file.
+    pub fn start(
+        &self,
+        local: usize,
+        rank: usize,
+        restarts: u32,
+        variables: impl FnOnce(OsString) -> Vec<(OsString, OsString)>,
+    ) -> Result<Rank> {
+        let failed = |what: &str, error: std::io::Error| {
+            Error::new(ErrorKind::System, format!("cannot {what} for rank {rank}")).caused_by(error)
+        };
+        let folder = self.folder.of_rank(restarts, local)?;
+        let error_file = folder.join("error.json");
+
+        // Readable here even when the rank was killed or stopped.
+        let flight = phalanx_comm::recorder::create_memory()
+            .map_err(|error| failed("make a flight recorder", error))?;
+
+        // Everything that can fail comes before the process.
+        let tail = Arc::new(Mutex::new(Tail::default()));
+        let prefix = self.prefix.of(rank);
+        let out = self.route(local, true, prefix, &folder, None)?;
+        let err = self.route(local, false, prefix, &folder, Some(&tail))?;
+        let err_log = err.log.as_ref().map(|log| log.path.clone());
+
+        let inherit = self.rank0_owns_stderr && rank == 0;
+        let guard_end = self
+            .guard
+            .end_for_rank()
+            .map_err(|error| failed("reach the guard", error))?;
+        let mut command = Command::new(super::own_program());
+        command
+            .arg0("phalanx")
+            .args([
+                "exec-rank",
+                "--parent",
+                &std::process::id().to_string(),
+                "--",
+            ])
+            .arg(self.program)
+            .args(self.args)
+            .stdin(Stdio::from(guard_end))
+            // On one terminal a pipe would delay lines of results until the
+            // progress bar is drawn again, over them.
+            .stdout(if inherit && prefix.is_none() {
+                Stdio::inherit()
+            } else {
+                Stdio::piped()
+            })
+            .stderr(if inherit {
+                Stdio::inherit()
+            } else {
+                Stdio::piped()
+            })
+            .env_remove(super::token::TOKEN_VARIABLE)
+            // A launcher around us may have set it for its own network.
+            .env_remove(super::contract::BIND_VARIABLE)
+            .envs(variables(error_file.clone().into_os_string()))
+            .env(ERRORS_VARIABLE, LAUNCHER)
+            .env(phalanx_comm::recorder::FILE_VARIABLE, path_of(&flight));
+        // For ranks in namespaces of their own, which cannot open them by our process id. All ranks are
+        // started by this one thread, so the flag is down for nobody else.
+        let set = |flags: FdFlags| {
+            let files = [self.token, flight.as_fd()];
+            files.iter().try_for_each(|file| fcntl_setfd(file, flags))
+        };
+        let spawned = match set(FdFlags::empty()) {
+            Ok(()) => command.spawn(),
+            Err(error) => Err(error.into()),
+        };
+        set(FdFlags::CLOEXEC).map_err(|error| failed("close descriptors", error.into()))?;
+        let mut child = spawned.map_err(|error| failed("start a process", error))?;
+        let Some(pid) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) else {
+            return Err(Error::new(ErrorKind::System, "a process has no number"));
+        };
+
+        let open = Open::default();
+        let mut pumped = Ok(());
+        if let Some(pipe) = child.stdout.take() {
+            pumped = pumped.and(pump::start(pipe, out, &open));
+        }
+        if let Some(pipe) = child.stderr.take() {
+            pumped = pumped.and(pump::start(pipe, err, &open));
+        }
+        let alive = Arc::new(Mutex::new(Some(pid)));
+        let patience: Arc<Mutex<Option<Instant>>> = Arc::default();
+        let watched = watch(Watch {
+            child,
+            pid,
+            local,
+            alive: alive.clone(),
+            patience: patience.clone(),
+            open: open.clone(),
+            guard: self.guard.clone(),
+            events: self.events.clone(),
+        });
+        let rank = Rank {
+            rank,
+            pid,
+            alive,
+            patience,
+            tail,
+            open,
+            error_file,
+            err_log,
+            flight,
+        };
+        if let Err(error) = pumped.and(watched) {
+            rank.signal(Signal::KILL);
+            return Err(failed("start a thread", error));
+        }
+        Ok(rank)
+    }
+
+    fn route(
+        &self,
+        local: usize,
+        out: bool,
+        prefix: Option<usize>,
+        folder: &Path,
+        tail: Option<&Arc<Mutex<Tail>>>,
+    ) -> Result<Route> {
+        let pick = |choice: &StreamChoice| {
+            let streams = choice.of(local);
+            if out { streams.out } else { streams.err }
+        };
+        let (hide, keep) = match self.logs {
+            None => (false, false),
+            Some(logs) => (
+                pick(&logs.redirects),
+                pick(&logs.redirects) || pick(&logs.tee),
+            ),
+        };
+        let log = match keep {
+            false => None,
+            true => {
+                let path = folder.join(if out { "stdout.log" } else { "stderr.log" });
+                let create = File::options().append(true).create(true).open(&path);
+                let file = create.map_err(|error| {
+                    Error::usage(format!("cannot create {}", path.display())).caused_by(error)
+                })?;
+                Some(Log {
+                    file,
+                    path,
+                    unwritten: self.unwritten.clone(),
+                })
+            }
+        };
+        let sink = if out { self.out } else { self.err };
+        Ok(Route {
+            sink: (!hide).then(|| sink.clone()),
+            prefix,
+            log,
+            tail: tail.cloned(),
+        })
+    }
+}
+
+impl Rank {
+    /// Sends `signal` to the rank and all that it started in its group.
+    pub fn signal(&self, signal: Signal) {
+        let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(pid) = *alive
+            && kill_process_group(pid, signal) == Err(Errno::SRCH)
+        {
+            // It has not got as far as its own group yet.
+            let _ = kill_process(pid, signal);
+        }
+    }
+
+    /// Sends `signal` to the rank alone, if it has a handler for it: what it started may
+    /// not expect it, and without one it would be killed. Whether it was sent.
+    pub fn tell(&self, signal: Signal) -> bool {
+        let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
+        match *alive {
+            Some(pid) if catches(pid, signal) => kill_process(pid, signal).is_ok(),
+            _ => false,
+        }
+    }
+
+    /// Whether the rank, or what it started in its group, has a handler for SIGTERM.
+    pub fn answers(&self) -> bool {
+        let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
+        alive.is_some_and(group_answers)
+    }
+
+    /// Until `until` the rank's end is not that of who answers SIGTERM in its group: a shell
+    /// dies of it at once, the training below it may have something to save.
+    pub fn bear_with(&self, until: Instant) {
+        let mut patience = self.patience.lock().unwrap_or_else(PoisonError::into_inner);
+        *patience = Some(until);
+    }
+
+    /// Whether somebody has stopped the process (state T in `/proc`).
+    pub fn is_stopped(&self) -> bool {
+        self.state_is(&['T', 't'])
+    }
+
+    /// As [`is_stopped`](Self::is_stopped), but not by a debugger.
+    pub fn is_stopped_by_signal(&self) -> bool {
+        self.state_is(&['T'])
+    }
+
+    fn state_is(&self, states: &[char]) -> bool {
+        let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(pid) = *alive else { return false };
+        let path = format!("/proc/{}/stat", pid.as_raw_nonzero());
+        let stat = std::fs::read_to_string(path).unwrap_or_default();
+        // The state follows the name, which is in parentheses and may hold any.
+        stat.rsplit_once(") ")
+            .is_some_and(|(_, rest)| rest.starts_with(states))
+    }
+
+    /// Waits until its output has been read, at most until `until`.
+    pub fn output_ended(&self, until: Instant) -> bool {
+        self.open.wait_closed(until)
+    }
+
+    /// The last lines of its stderr.
+    pub fn last_lines(&self) -> Vec<String> {
+        self.tail
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .lines()
+    }
+
+    /// What its flight recorder holds, if it has one.
+    pub fn flight(&self) -> Option<Dump> {
+        Dump::from_memory(&self.flight).ok()
+    }
+
+    /// Whether it is a program of ours, which has reported that it ends so.
+    pub fn reported(&self, end: End) -> bool {
+        let code = self.error_json().as_deref().and_then(report::reported_code);
+        code.is_some_and(|code| end == End::Code(code))
+    }
+
+    /// Writes its last error into the log of its stderr: a program of ours leaves printing it to us. To be
+    /// called when it has ended.
+    pub fn log_last_error(&self) {
+        if let (Some(path), Some(json)) = (&self.err_log, self.error_json())
+            && report::reported_code(&json).is_some()
+            && let Some(text) = report::error_file_message(&json)
+            && let Ok(mut log) = File::options().append(true).open(path)
+        {
+            // The file beside it has the text too.
+            let _ = log.write_all(format!("error: {text}\n").as_bytes());
+        }
+    }
+
+    /// What it wrote to its error file, if anything.
+    pub fn error_json(&self) -> Option<String> {
+        error_file_text(&self.error_file)
+    }
+}
+
+/// Whether a living process of the group has a handler for SIGTERM.
+fn group_answers(group: Pid) -> bool {
+    let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    processes
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .filter_map(Pid::from_raw)
+        .any(|pid| getpgid(Some(pid)) == Ok(group) && catches(pid, Signal::TERM))
+}
+
+/// Whether the process lives and has a handler for `signal`.
+pub fn catches(pid: Pid, signal: Signal) -> bool {
+    let path = format!("/proc/{}/status", pid.as_raw_nonzero());
+    let status = std::fs::read_to_string(path).unwrap_or_default();
+    // What is dead and was not waited for still shows its handlers.
+    let dead = status.lines().any(|line| line.starts_with("State:\tZ"));
+    !dead && is_caught(&status, signal.as_raw())
+}
+
+/// The path by which this user's processes open a descriptor of the launcher, as long as that lives. A path to
+/// the inherited one would not do: Python's `subprocess`, for one, closes what a child would inherit, and another
+/// file could get the number.
+pub fn path_of(fd: &impl AsFd) -> OsString {
+    // Not `getpid`: `/proc` may count as another namespace does.
+    let me = std::fs::read_link("/proc/self")
+        .unwrap_or_else(|_| PathBuf::from(std::process::id().to_string()));
+    format!("/proc/{}/fd/{}", me.display(), fd.as_fd().as_raw_fd()).into()
+}
+
+/// What the thread that waits for one rank needs.
+struct Watch {
+    child: Child,
+    pid: Pid,
+    local: usize,
+    alive: Arc<Mutex<Option<Pid>>>,
+    patience: Arc<Mutex<Option<Instant>>>,
+    open: Open,
+    guard: Arc<Guard>,
+    events: Sender<Event>,
+}
+
+/// Waits for the rank on a thread of its own.
+///
+/// The rank's end is told at once, but the process stays a zombie until its
+/// output was read and its group was killed: as long as it is one, its number
+/// cannot belong to anybody else, so the group can be killed safely.
+fn watch(mut watch: Watch) -> std::io::Result<()> {
+    let run = move || {
+        let end = wait_end(watch.pid);
+        let _ = watch
+            .events
+            .send(Event::Ended(watch.local, end, Instant::now()));
+        let patience = *watch
+            .patience
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        while patience.is_some_and(|until| Instant::now() < until) && group_answers(watch.pid) {
+            thread::sleep(POLL);
+        }
+        watch.open.wait_closed(Instant::now() + LINGER);
+        {
+            let mut alive = watch.alive.lock().unwrap_or_else(PoisonError::into_inner);
+            let _ = kill_process_group(watch.pid, Signal::KILL);
+            let _ = watch.child.wait();
+            *alive = None;
+        }
+        reap_group(watch.pid);
+        watch.guard.ended(watch.pid);
+        // Dropped first: whoever hears that all are reaped may end the guard.
+        drop(watch.guard);
+        let _ = watch.events.send(Event::Reaped);
+    };
+    thread::Builder::new()
+        .name("rank".into())
+        .stack_size(64 << 10)
+        .spawn(run)
+        .map(drop)
+}
+
+/// Blocks until the process has ended, without reaping it. No deadline: a rank
+/// runs as long as it runs, and whoever wants it to end sends it a signal.
+fn wait_end(pid: Pid) -> End {
+    loop {
+        match waitid(
+            WaitId::Pid(pid),
+            WaitIdOptions::EXITED | WaitIdOptions::NOWAIT,
+        ) {
+            Ok(Some(status)) => {
+                return match (status.exit_status(), status.terminating_signal()) {
+                    (Some(code), _) => End::Code(code),
+                    (None, Some(signal)) => End::Signal(signal),
+                    (None, None) => continue,
+                };
+            }
+            Ok(None) | Err(Errno::INTR) => {}
+            // It cannot be anybody else's to wait for; never loop on it.
+            Err(_) => return End::Code(255),
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! Ctrl-C and its relatives, as events.
+
+use std::io::IsTerminal;
+use std::sync::mpsc::{Sender, channel};
+use std::thread;
+use std::time::Instant;
+
+use rustix::process::{Pid, Signal, getpgid, getpid, getppid, getsid, kill_process};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
+use signal_hook::iterator::{Handle, Signals};
+
+use super::Event;
+use crate::error::{Error, ErrorKind, Result};
+use crate::say;
+use crate::stop;
+
+/// While it lives, SIGINT, SIGTERM, SIGHUP and SIGQUIT arrive as
+/// [`Event::Signal`] instead of ending the process, and SIGUSR2 as [`Event::Dump`].
+pub struct SignalWatch(Handle);
+
+impl SignalWatch {
+    /// Starts watching. SIGHUP is left alone where it is ignored: that is
+    /// what `nohup` asks for.
+    pub fn start(events: Sender<Event>) -> Result<Self> {
+        Self::watch(events, vec![SIGINT, SIGTERM, SIGQUIT, SIGUSR2])
+    }
+
+    /// As [`start`](Self::start), and a Ctrl-Z is [`Event::Suspend`], SIGUSR1
+    /// [`Event::Checkpoint`].
+    pub fn start_with_suspend(events: Sender<Event>) -> Result<Self> {
+        Self::watch(
+            events,
+            vec![SIGINT, SIGTERM, SIGQUIT, SIGTSTP, SIGUSR1, SIGUSR2],
+        )
+    }
+
+    fn watch(events: Sender<Event>, mut watched: Vec<i32>) -> Result<Self> {
+        let failed = |error: std::io::Error| {
+            Error::new(ErrorKind::System, "cannot watch for signals").caused_by(error)
+        };
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        if !stop::is_ignored(&status, SIGHUP) {
+            watched.push(SIGHUP);
+        }
+        let mut signals = Signals::new(watched).map_err(failed)?;
+        let handle = signals.handle();
+        thread::Builder::new()
+            .name("signals".into())
+            .stack_size(64 << 10)
+            .spawn(move || {
+                // Without a deadline: signals may never come. It ends with the handle.
+                for signal in signals.forever() {
+                    let event = match signal {
+                        SIGTSTP => Event::Suspend,
+                        SIGUSR1 => Event::Checkpoint,
+                        SIGUSR2 => Event::Dump,
+                        signal => Event::Signal(signal, Instant::now()),
+                    };
+                    if events.send(event).is_err() {
+                        break;
+                    }
+                }
+            })
+            .map_err(failed)?;
+        Ok(SignalWatch(handle))
+    }
+}
+
+impl Drop for SignalWatch {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
+/// Stops this process, as a Ctrl-Z would have if nobody had asked for it;
+/// returns when it is continued. Where nobody could continue it, it goes on.
+pub(super) fn suspend_self() {
+    if can_be_continued() {
+        let _ = kill_process(getpid(), Signal::STOP);
+    }
+}
+
+/// Whether a shell could continue this process after a Ctrl-Z: somebody in its session but outside its process
+/// group, and above both. Without one (`ssh -t host phalanx ...`, the first process of a container) the
+/// group is an orphan, which the kernel does not stop at a Ctrl-Z either (POSIX, "orphaned process group").
+pub(super) fn can_be_continued() -> bool {
+    let (group, session) = (getpgid(None), getsid(None));
+    let mut above = getppid();
+    // Each is the child of the next: as many as there are processes, at most.
+    while let Some(pid) = above {
+        if getsid(Some(pid)) != session {
+            return false;
+        }
+        if getpgid(Some(pid)) != group {
+            return true;
+        }
+        above = parent_of(pid);
+    }
+    false
+}
+
+fn parent_of(pid: Pid) -> Option<Pid> {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero())).ok()?;
+    let parent = status.lines().find_map(|line| line.strip_prefix("PPid:"))?;
+    Pid::from_raw(parent.trim().parse().ok()?)
+}
+
+/// The error of a process that `signal` ended.
+pub(super) fn interrupted(signal: i32) -> Error {
+    Error::new(
+        ErrorKind::Interrupted,
+        format!("interrupted by {}", stop::signal_name(signal)),
+    )
+}
+
+/// From now on the same signals end this process with the contract's exit
+/// code, as they do where a launcher watches the ranks.
+///
+/// # Errors
+///
+/// When the system refuses a thread.
+pub fn end_on_signals() -> Result<()> {
+    let (sender, events) = channel();
+    let watch = SignalWatch::start(sender)?;
+    stop::is_watched();
+    thread::Builder::new()
+        .name("end on signal".into())
+        .stack_size(128 << 10)
+        .spawn(move || {
+            let _watch = watch;
+            // Without a deadline: until a signal comes or the process ends.
+            let mut told = false;
+            let signal = loop {
+                match events.recv() {
+                    // The training saves and ends; whoever asks twice does not wait.
+                    Ok(Event::Signal(..))
+                        if stop::is_listening() && !std::mem::replace(&mut told, true) =>
+                    {
+                        stop::ask();
+                    }
+                    Ok(Event::Signal(signal, _)) => break signal,
+                    Ok(Event::Dump) => say::note(
+                        "warning: SIGUSR2 shows nothing here: a training in one process writes its flight \
+                         recorder when it fails; a launcher shows those of living ranks",
+                    ),
+                    Ok(_) => {}
+                    Err(_) => return,
+                }
+            };
+            // A progress bar may have left the cursor inside a line.
+            if std::io::stderr().is_terminal() {
+                say::note("");
+            }
+            let error = interrupted(signal);
+            error.print();
+            std::process::exit(i32::from(error.exit_code()));
+        })
+        .map_err(|error| {
+            Error::new(ErrorKind::System, "cannot watch for signals").caused_by(error)
+        })?;
+    Ok(())
+}

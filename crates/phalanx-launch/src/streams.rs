@@ -1,0 +1,126 @@
+//! Which output streams of which local ranks: `3`, `0:1,1:2` (torchrun's
+//! notation for `--redirects` and `--tee`).
+
+use std::collections::BTreeMap;
+use std::str::FromStr;
+
+/// A choice of stdout and/or stderr.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Streams {
+    /// stdout is chosen.
+    pub out: bool,
+    /// stderr is chosen.
+    pub err: bool,
+}
+
+impl Streams {
+    /// Both.
+    pub const ALL: Streams = Streams {
+        out: true,
+        err: true,
+    };
+
+    fn parse(text: &str) -> Option<Self> {
+        let bits: u8 = text.trim().parse().ok().filter(|bits| *bits <= 3)?;
+        Some(Streams {
+            out: bits & 1 != 0,
+            err: bits & 2 != 0,
+        })
+    }
+}
+
+/// The choice for each local rank.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StreamChoice {
+    otherwise: Streams,
+    ranks: BTreeMap<usize, Streams>,
+}
+
+impl StreamChoice {
+    /// The same for every rank.
+    pub fn all(streams: Streams) -> Self {
+        StreamChoice {
+            otherwise: streams,
+            ranks: BTreeMap::new(),
+        }
+    }
+
+    /// What was chosen for `local_rank`.
+    pub fn of(&self, local_rank: usize) -> Streams {
+        self.ranks
+            .get(&local_rank)
+            .copied()
+            .unwrap_or(self.otherwise)
+    }
+
+    /// The first rank that something was chosen for and that is not among the `local_ranks` first.
+    pub fn beyond(&self, local_ranks: usize) -> Option<usize> {
+        self.ranks
+            .range(local_ranks..)
+            .next()
+            .map(|(rank, _)| *rank)
+    }
+
+    /// Whether anything at all was chosen.
+    pub fn any(&self) -> bool {
+        let some = |s: &Streams| s.out || s.err;
+        some(&self.otherwise) || self.ranks.values().any(some)
+    }
+}
+
+impl FromStr for StreamChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || {
+            format!(
+                "\"{text}\" is neither 0 (none), 1 (stdout), 2 (stderr), 3 (both) nor a list as 0:1,1:2"
+            )
+        };
+        if !text.contains(':') {
+            return Streams::parse(text)
+                .map(StreamChoice::all)
+                .ok_or_else(wrong);
+        }
+        let mut choice = StreamChoice::default();
+        for item in text.split(',') {
+            let (rank, streams) = item.split_once(':').ok_or_else(wrong)?;
+            let rank = rank.trim().parse().map_err(|_| wrong())?;
+            let streams = Streams::parse(streams).ok_or_else(wrong)?;
+            choice.ranks.insert(rank, streams);
+        }
+        Ok(choice)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn torchruns_notation() {
+        let both: StreamChoice = "3".parse().unwrap();
+        assert_eq!(both.of(7), Streams::ALL);
+        let mixed: StreamChoice = "0:1,1:2".parse().unwrap();
+        assert_eq!(
+            mixed.of(0),
+            Streams {
+                out: true,
+                err: false
+            }
+        );
+        assert_eq!(
+            mixed.of(1),
+            Streams {
+                out: false,
+                err: true
+            }
+        );
+        assert_eq!(mixed.of(2), Streams::default());
+        assert!(mixed.any());
+        assert!(!"0".parse::<StreamChoice>().unwrap().any());
+        for wrong in ["", "4", "x", "0:", "0:1,", ":1", "0:9"] {
+            assert!(wrong.parse::<StreamChoice>().is_err(), "{wrong}");
+        }
+    }
+}

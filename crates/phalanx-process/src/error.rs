@@ -1,0 +1,291 @@
+//! What goes wrong, as a person at a terminal should read it.
+//!
+//! One `error: ...` line, then indented lines with a label of at most eight
+//! columns (`so`, `perhaps`, `fix`, ...), as `screens.md` draws them.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::io::Write;
+
+use phalanx_data::text::visible;
+use rustix::process::{Resource, getrlimit};
+
+use crate::format;
+
+/// A result whose error is for the person who typed the command.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Who has to act, and hence with which code the program ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The job itself failed (a rank ended with an error of its own).
+    Failed,
+    /// The command line, the environment or a file named by them is wrong.
+    Usage,
+    /// A rank or a node died or became unreachable.
+    PeerLost,
+    /// A deadline passed.
+    Timeout,
+    /// Somebody asked us to stop (Ctrl-C, SIGTERM, SIGHUP, SIGQUIT).
+    Interrupted,
+    /// The operating system refused something that should have worked.
+    System,
+    /// The job ended before its end as it was asked to, and all is saved: a success.
+    Stopped,
+}
+
+impl ErrorKind {
+    /// The exit code of the stable contract (design README §3).
+    pub fn exit_code(self) -> u8 {
+        match self {
+            ErrorKind::Stopped => 0,
+            ErrorKind::Failed | ErrorKind::System => 1,
+            ErrorKind::Usage => 2,
+            ErrorKind::PeerLost => 3,
+            ErrorKind::Timeout => 4,
+            ErrorKind::Interrupted => 130,
+        }
+    }
+
+    /// The kind that ends with `code`; everything outside the contract is a
+    /// failed job.
+    pub fn from_exit_code(code: u8) -> Self {
+        match code {
+            2 => ErrorKind::Usage,
+            3 => ErrorKind::PeerLost,
+            4 => ErrorKind::Timeout,
+            130 => ErrorKind::Interrupted,
+            _ => ErrorKind::Failed,
+        }
+    }
+}
+
+/// An error with its consequence, its likely reason and the way out.
+#[derive(Debug)]
+pub struct Error {
+    kind: ErrorKind,
+    message: String,
+    notes: Vec<(String, String)>,
+    /// The person at the terminal knows already.
+    told: bool,
+    source: Option<Box<dyn StdError + Send + Sync>>,
+}
+
+impl Error {
+    /// `message` is lower case and names the culprit.
+    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Error {
+            kind,
+            message: message.into(),
+            notes: Vec::new(),
+            told: false,
+            source: None,
+        }
+    }
+
+    /// A mistake in what was typed or set.
+    pub fn usage(message: impl Into<String>) -> Self {
+        Error::new(ErrorKind::Usage, message)
+    }
+
+    /// What ends a program early, with success and without a word more: it was asked to stop.
+    pub fn stopped() -> Self {
+        Error::new(ErrorKind::Stopped, "stopped as asked").told()
+    }
+
+    /// Adds an indented line; `text` may have several lines, and an empty
+    /// `label` leaves it without a column of its own.
+    pub fn note(mut self, label: &str, text: impl Into<String>) -> Self {
+        self.notes.push((label.to_owned(), text.into()));
+        self.told = false;
+        self
+    }
+
+    /// Nothing more is printed of it, unless a note comes to it: what there is to know
+    /// has been said. It still ends the program with its code.
+    pub fn told(mut self) -> Self {
+        self.told = true;
+        self
+    }
+
+    /// Whether there is nothing to print.
+    pub fn is_told(&self) -> bool {
+        self.told
+    }
+
+    /// Chains the cause; it is printed on the same line.
+    pub fn caused_by(mut self, source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
+        self.source = Some(source.into());
+        self
+    }
+
+    /// The same as a mistake in what was typed or set, which is no crash of a rank.
+    pub fn into_usage(mut self) -> Self {
+        self.kind = ErrorKind::Usage;
+        self
+    }
+
+    /// The error's kind.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+
+    /// The code the process should end with.
+    pub fn exit_code(&self) -> u8 {
+        self.kind.exit_code()
+    }
+
+    /// The whole chain on one line, without the `error: `.
+    pub fn chain(&self) -> String {
+        let mut line = self.message.clone();
+        let mut next = self.source.as_ref().map(|s| s.as_ref() as &dyn StdError);
+        while let Some(cause) = next {
+            let text = cause.to_string();
+            // Some sources repeat their own source in their text.
+            if !line.ends_with(&text) {
+                line.push_str(": ");
+                line.push_str(&text);
+            }
+            next = cause.source();
+        }
+        line
+    }
+
+    /// The text as it is printed, with a final newline.
+    pub fn render(&self) -> String {
+        let mut text = format!("error: {}\n", self.chain());
+        for (label, body) in &self.notes {
+            for (index, line) in body.lines().enumerate() {
+                let own = if index == 0 { label.as_str() } else { "" };
+                let line = if label.is_empty() {
+                    format!("  {line}")
+                } else {
+                    format!("  {own:<7} {line}")
+                };
+                text.push_str(line.trim_end());
+                text.push('\n');
+            }
+        }
+        if let Some(way_out) = self.limit() {
+            text.push_str(&format!("  try     {way_out}\n"));
+        }
+        text
+    }
+
+    /// The way out of a limit of the system that was met.
+    fn limit(&self) -> Option<String> {
+        let mut line = self.chain();
+        if self.notes.iter().any(|(_, text)| text.contains("ulimit")) {
+            return None;
+        }
+        self.notes.iter().for_each(|(_, text)| line.push_str(text));
+        let has = |words: &str| line.contains(words);
+        // As the system names ENOMEM, and what the standard library does without memory.
+        if ["(os error 12)", "memory allocation of ", "by SIGABRT"]
+            .iter()
+            .any(|words| has(words))
+        {
+            let bytes = getrlimit(Resource::As).current?;
+            return Some(format!(
+                "a higher limit: `ulimit -v` allows each process {} of address space; `ulimit -v unlimited` in this shell, or LimitAS= of its service",
+                format::bytes(usize::try_from(bytes).unwrap_or(usize::MAX))
+            ));
+        }
+        // As it names EMFILE, and EAGAIN where there is to be one more process or thread.
+        let flag = match has("Too many open files (os error 24)") {
+            true => "-n",
+            false if has("Resource temporarily unavailable (os error 11)") && has("start") => "-u",
+            false => return None,
+        };
+        Some(format!(
+            "a higher limit: `ulimit {flag}` shows it; `ulimit {flag} N` in this shell, or LimitNOFILE= and TasksMax= of its service"
+        ))
+    }
+
+    /// Prints to stderr what was not told yet; a closed stderr is no second error.
+    pub fn print(&self) {
+        if self.told {
+            return;
+        }
+        let _ = std::io::stderr().write_all(visible(&self.render()).as_bytes());
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl StdError for Error {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        self.source
+            .as_ref()
+            .map(|s| s.as_ref() as &(dyn StdError + 'static))
+    }
+}
+
+/// A usage error unless `value` lies in `1..=largest`.
+///
+/// # Errors
+///
+/// That one, naming `flag`.
+pub fn check_count(flag: &str, value: usize, largest: usize) -> Result<()> {
+    if value == 0 {
+        Err(Error::usage(format!("{flag} must be at least 1")))
+    } else if value > largest {
+        Err(Error::usage(format!(
+            "{flag} can be at most {largest} here, not {value}"
+        )))
+    } else {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chain_is_one_line_and_notes_are_indented() {
+        let io = std::io::Error::other("disk full");
+        let error = Error::new(ErrorKind::System, "cannot write run.log")
+            .caused_by(io)
+            .note("so", "nothing was saved")
+            .note("stderr", "one\ntwo")
+            .note("", "three\nfour");
+        assert_eq!(
+            error.render(),
+            "error: cannot write run.log: disk full\n  so      nothing was saved\n  stderr  one\n          two\n  three\n  four\n"
+        );
+        assert_eq!(error.exit_code(), 1);
+    }
+
+    #[test]
+    fn limits_of_the_system_are_told_with_their_flag() {
+        let of = |code| std::io::Error::from_raw_os_error(code);
+        let start = || Error::new(ErrorKind::System, "cannot start a thread");
+        assert!(start().caused_by(of(24)).render().contains("`ulimit -n`"));
+        assert!(start().caused_by(of(11)).render().contains("`ulimit -u`"));
+        assert!(!start().caused_by(of(2)).render().contains("ulimit"));
+        // Named only where there is one.
+        let is_limited = getrlimit(Resource::As).current.is_some();
+        for error in [
+            start().caused_by(of(12)),
+            Error::new(ErrorKind::PeerLost, "rank 0 was killed by SIGABRT"),
+        ] {
+            assert_eq!(error.render().contains("`ulimit -v`"), is_limited);
+        }
+        let other = Error::new(ErrorKind::System, "cannot read x").caused_by(of(11));
+        assert!(!other.render().contains("ulimit"));
+    }
+
+    #[test]
+    fn exit_codes_round_trip() {
+        for code in [1, 2, 3, 4, 130] {
+            assert_eq!(ErrorKind::from_exit_code(code).exit_code(), code);
+        }
+        assert_eq!(ErrorKind::from_exit_code(77).exit_code(), 1);
+    }
+}

@@ -1,0 +1,110 @@
+//! `--exchange`: which rank gets which averaged gradients, and when.
+
+use phalanx_comm::ReduceOp;
+use phalanx_ddp::{Exchange, all_share_memory};
+
+use super::gradient::GradientType;
+use super::settings::Settings;
+use super::split::Determinism;
+use crate::error::{Error, Result};
+use phalanx_process::RankContext;
+
+/// Who gets which averaged gradients, and when ([`Exchange`]). The results are the same bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum ExchangeArg {
+    /// `at-step` if the ranks of one host use all its cores, else `all-reduce`
+    Auto,
+    /// Every rank gets all averaged gradients, bucket by bucket during backward
+    AllReduce,
+    /// Every rank gets a part of each bucket during backward; updated parameters are gathered after the step (ZeRO stage 1)
+    ReduceScatter,
+    /// Every rank averages its part inside the optimizer step (ZeRO stage 1): the least work, but no overlap with
+    /// backward
+    AtStep,
+}
+
+impl From<Exchange> for ExchangeArg {
+    fn from(exchange: Exchange) -> ExchangeArg {
+        match exchange {
+            Exchange::AllReduce => ExchangeArg::AllReduce,
+            Exchange::ReduceScatter => ExchangeArg::ReduceScatter,
+            Exchange::AtStep => ExchangeArg::AtStep,
+        }
+    }
+}
+
+/// Compute threads of a rank beyond which one thread's exchange would keep the others waiting for long.
+const MAX_THREADS: usize = 2;
+
+impl ExchangeArg {
+    /// What is done with f32 gradients that are folded over ranks. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost.
+    pub fn choose(self, ctx: &RankContext) -> Result<Exchange> {
+        // Asked even if it does not matter: ranks with other flags shall meet where flags are compared.
+        let busy = memory_and_no_idle_core(ctx)?;
+        Ok(match self {
+            ExchangeArg::Auto if busy => Exchange::AtStep,
+            ExchangeArg::Auto | ExchangeArg::AllReduce => Exchange::AllReduce,
+            ExchangeArg::ReduceScatter => Exchange::ReduceScatter,
+            ExchangeArg::AtStep => Exchange::AtStep,
+        })
+    }
+
+    /// [`choose`](Self::choose) for a training with `settings`: what needs whole gradients or buckets of its own
+    /// gets all-reduces.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost.
+    pub fn choose_for(self, ctx: &RankContext, settings: &Settings) -> Result<Exchange> {
+        let chosen = self.choose(ctx)?;
+        let own_buckets = settings.bucket_cap_mb.is_some();
+        Ok(match self {
+            ExchangeArg::Auto if needs_whole(settings).is_some() || own_buckets => {
+                Exchange::AllReduce
+            }
+            _ => chosen,
+        })
+    }
+
+    /// Checks what can be checked before any rank is started.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flags.
+    pub fn validate(self, settings: &Settings) -> Result<()> {
+        match (self, needs_whole(settings)) {
+            (ExchangeArg::ReduceScatter | ExchangeArg::AtStep, Some(flag)) => {
+                Err(Error::usage(format!(
+                    "{flag} needs every rank to have whole gradients; leave out --exchange, or say --exchange all-reduce"
+                )))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Whether several ranks share memory, and compute on all of its host's cores.
+fn memory_and_no_idle_core(ctx: &RankContext) -> Result<bool> {
+    let world = ctx.world();
+    if world == 1 {
+        return Ok(false);
+    }
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let idle = world * ctx.threads < cores || ctx.threads > MAX_THREADS;
+    // Some ranks may see fewer cores than others.
+    let mut any_idle = [u8::from(idle)];
+    ctx.group.all_reduce(&mut any_idle, ReduceOp::Max)?;
+    Ok(all_share_memory(&ctx.group)? && any_idle[0] == 0)
+}
+
+/// The flag, if any, with which every rank must have whole gradients.
+fn needs_whole(settings: &Settings) -> Option<&'static str> {
+    if settings.gradients.gradient_type != GradientType::F32 {
+        return Some("--gradient-type");
+    }
+    (settings.split.determinism() == Determinism::Shards).then_some("--deterministic shards")
+}

@@ -1,0 +1,93 @@
+//! A training program as one rank runs it.
+
+use std::sync::Arc;
+
+use phalanx_comm::ProcessGroup;
+use phalanx_data::Dataset;
+use phalanx_nn::optim::Optimizer;
+use phalanx_nn::{Params, Scope};
+
+use crate::error::Result;
+use crate::settings::Settings;
+use crate::trainer::TrainerBuilder;
+use phalanx_process::RankContext;
+
+/// What a training program gets on each rank: its place among the ranks, and the settings of its
+/// command line.
+pub struct Job<'a> {
+    name: &'a str,
+    ctx: &'a RankContext,
+    settings: &'a Settings,
+}
+
+impl<'a> Job<'a> {
+    /// The job of the program `name` on a rank.
+    pub fn new(name: &'a str, ctx: &'a RankContext, settings: &'a Settings) -> Self {
+        Job {
+            name,
+            ctx,
+            settings,
+        }
+    }
+
+    /// This rank, 0-based.
+    pub fn rank(&self) -> usize {
+        self.ctx.rank()
+    }
+
+    /// Number of ranks; 1 without a launcher.
+    pub fn world_size(&self) -> usize {
+        self.ctx.world()
+    }
+
+    /// Whether this is rank 0, which reports and saves.
+    pub fn is_main(&self) -> bool {
+        self.ctx.is_main()
+    }
+
+    /// The process group of all ranks, for collectives of the program's own.
+    pub fn group(&self) -> &'a ProcessGroup {
+        &self.ctx.group
+    }
+
+    /// The training flags of the command line.
+    pub fn settings(&self) -> &'a Settings {
+        self.settings
+    }
+
+    /// The rank.
+    pub fn context(&self) -> &'a RankContext {
+        self.ctx
+    }
+
+    /// Prints `text` and a newline on standard output, from rank 0 only.
+    ///
+    /// # Errors
+    ///
+    /// When standard output cannot be written.
+    pub fn print(&self, text: &str) -> Result<()> {
+        match self.is_main() {
+            true => self.ctx.line(text),
+            false => Ok(()),
+        }
+    }
+
+    /// A training on `train` of the model whose parameters `model` registers, with the optimizer
+    /// that `optimizer` makes for the learning rate (`--lr`).
+    ///
+    /// # Errors
+    ///
+    /// Usage, when the settings do not suit the number of ranks.
+    pub fn trainer<D: Dataset + ?Sized, M, O: Optimizer + 'static>(
+        &self,
+        train: &Arc<D>,
+        model: impl FnOnce(&mut Scope) -> M + 'a,
+        optimizer: impl FnOnce(&Params, f64) -> O + 'a,
+    ) -> Result<TrainerBuilder<'a, M>> {
+        self.settings.validate(self.world_size())?;
+        let (ctx, settings) = (self.ctx, self.settings);
+        Ok(TrainerBuilder::new(
+            ctx, settings, self.name, train, model, optimizer,
+        ))
+    }
+}

@@ -1,0 +1,407 @@
+//! A run's folder: what rank 0 writes there, and what an earlier run left.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use phalanx_data::checkpoint;
+use phalanx_data::files::Dir;
+use phalanx_data::metrics::{MetricsLog, write_summary_in};
+use phalanx_data::state::{Folder, Place};
+use phalanx_nn::Params;
+use serde::Serialize;
+
+use super::lock::Lock;
+use super::run_dir::{self, Fresh};
+use super::saving::SavingArgs;
+use crate::error::{Error, ErrorKind, Result};
+use phalanx_process::RankContext;
+
+pub const SUMMARY_FILE: &str = "summary.json";
+const METRICS_FILE: &str = "metrics.jsonl";
+pub(super) const BEST_FILE: &str = "best.safetensors";
+const PREDICTIONS_FILE: &str = "predictions.jsonl";
+
+/// The files of one program besides those that every run has.
+#[derive(Debug, Clone, Default)]
+pub struct Files {
+    /// The model's name, in a checkpoint's metadata.
+    pub model: String,
+    /// What else `phalanx predict` must know, there too.
+    pub about: Vec<(&'static str, String)>,
+    /// The weights at the end, where they are saved once: `NAME.safetensors`.
+    pub weights: Option<String>,
+    /// Accuracy of each epoch as a JSON list.
+    pub accuracies: Option<String>,
+    /// Whether every epoch is saved as `epoch_N.safetensors`.
+    pub each_epoch: bool,
+}
+
+impl Files {
+    /// The file of epoch `epoch`, counted from 1.
+    fn epoch(epoch: usize) -> String {
+        format!("epoch_{epoch}.safetensors")
+    }
+
+    /// What files of weights, and checkpoints, say beside them.
+    pub fn metadata(&self) -> BTreeMap<String, String> {
+        let own = ("model", self.model.clone());
+        let about = self.about.iter().chain([&own]);
+        about.map(|(k, v)| ((*k).to_owned(), v.clone())).collect()
+    }
+
+    /// Whether `name` is a file that a run of this program writes.
+    fn has(&self, name: &str) -> bool {
+        let weights = |ours: &str| name == ours || Path::new(name) == pytorch(Path::new(ours));
+        let number = |name: &str| {
+            let number = name.strip_prefix("epoch_")?;
+            let number = number
+                .strip_suffix(".safetensors")
+                .or_else(|| number.strip_suffix(".pth"))?;
+            number.parse::<usize>().ok()
+        };
+        [SUMMARY_FILE, PREDICTIONS_FILE].contains(&name)
+            || self.accuracies.as_deref() == Some(name)
+            || self
+                .weights
+                .as_deref()
+                .into_iter()
+                .chain([BEST_FILE])
+                .any(weights)
+            || self.each_epoch && number(name).is_some()
+    }
+}
+
+/// The PyTorch file beside a safetensors file: `epoch_N.pth` and
+/// `mnist_cnn.pt`, as the documents call them.
+fn pytorch(path: &Path) -> PathBuf {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    path.with_extension(if name.starts_with("epoch_") || name == BEST_FILE {
+        "pth"
+    } else {
+        "pt"
+    })
+}
+
+/// The run's folder; only rank 0 touches it.
+#[derive(Debug)]
+pub struct Output {
+    dir: PathBuf,
+    files: Files,
+    is_fresh: bool,
+    /// On rank 0.
+    opened: Option<Dir>,
+    _lock: Option<Lock>,
+    /// What was saved last, for the closing line.
+    saved: PathBuf,
+}
+
+impl Output {
+    /// Prepares `dir` on rank 0: creates it, keeps other trainings out of it, and removes an earlier run's
+    /// results, if `saving` says that they may go. All ranks' flight recorders go there.
+    ///
+    /// # Errors
+    ///
+    /// Usage or system, naming the folder.
+    pub fn open(
+        ctx: &RankContext,
+        dir: PathBuf,
+        files: Files,
+        saving: &SavingArgs,
+    ) -> Result<Output> {
+        let fresh = saving.fresh();
+        ctx.group.set_flight_dir(&dir.join(crate::FLIGHT_DIR));
+        let (mut opened, mut lock) = (None, None);
+        if ctx.is_main() {
+            let dir = Dir::create(&dir)?;
+            lock = Some(Lock::take(&dir)?);
+            if let Some(fresh) = fresh {
+                clear_earlier_run(&dir, &files, fresh)?;
+            }
+            opened = Some(dir);
+        }
+        Ok(Output {
+            saved: dir.clone(),
+            dir,
+            files,
+            opened,
+            is_fresh: fresh.is_some(),
+            _lock: lock,
+        })
+    }
+
+    /// Says that the training begins: what it writes from now on, a later attempt goes on with.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn begin(&self, saving: &SavingArgs) -> Result<()> {
+        match &self.opened {
+            Some(dir) => run_dir::begin(dir, &saving.attempt),
+            None => Ok(()),
+        }
+    }
+
+    /// Removes the summary of a run that now goes on: with it, it would be complete.
+    ///
+    /// # Errors
+    ///
+    /// System, naming the file.
+    pub fn reopen(&self) -> Result<()> {
+        match &self.opened {
+            Some(dir) => Ok(dir.remove(SUMMARY_FILE)?),
+            None => Ok(()),
+        }
+    }
+
+    /// The folder `name` of checkpoints in it, of which the newest `keep` stay.
+    pub fn checkpoints(&self, name: &str, keep: usize) -> Folder {
+        match &self.opened {
+            Some(dir) => Folder::within(dir, name, keep),
+            None => Folder::new(&self.dir.join(name), keep),
+        }
+    }
+
+    /// The folder.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// What was saved last; the folder, when nothing was.
+    pub fn saved(&self) -> &Path {
+        &self.saved
+    }
+
+    /// The metrics log of rank 0, up to where a resumed run goes on; a disabled
+    /// one elsewhere. Where an attempt before had saved no checkpoint, its log is kept as `metrics-N.jsonl`.
+    ///
+    /// # Errors
+    ///
+    /// Those of creating the file.
+    pub fn metrics(&self, resumed: Option<Place>) -> Result<MetricsLog> {
+        Ok(match (&self.opened, resumed) {
+            // What was measured after the checkpoint will be measured again.
+            (Some(dir), Some(place)) => MetricsLog::resume(dir, METRICS_FILE, 1, |record| {
+                let step = record["step"].as_u64().unwrap_or(u64::MAX);
+                step < place.step || (step == place.step && !record["test_loss"].is_null())
+            })?,
+            (Some(dir), None) => {
+                if !self.is_fresh && dir.has(METRICS_FILE) {
+                    set_metrics_aside(dir)?;
+                }
+                MetricsLog::create(dir, METRICS_FILE, 1)?
+            }
+            (None, _) => MetricsLog::disabled(),
+        })
+    }
+
+    /// Saves the weights of a finished epoch, where the program does so.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn save_epoch(&mut self, epoch: usize, params: &Params) -> Result<()> {
+        if self.files.each_epoch {
+            self.save(
+                &Files::epoch(epoch),
+                params,
+                &[("epoch", epoch.to_string())],
+            )?;
+        }
+        Ok(())
+    }
+
+    /// Saves the weights at the end, where the program does so.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn save_weights(&mut self, params: &Params) -> Result<()> {
+        match self.files.weights.clone() {
+            Some(name) => self.save(&name, params, &[]),
+            None => Ok(()),
+        }
+    }
+
+    fn save(&mut self, name: &str, params: &Params, more: &[(&str, String)]) -> Result<()> {
+        if let Some(dir) = &self.opened {
+            let mut metadata = self.files.metadata();
+            metadata.extend(more.iter().map(|(k, v)| ((*k).to_owned(), v.clone())));
+            dir.write(name, |out| checkpoint::write_params(out, params, &metadata))?;
+            let pytorch = pytorch(Path::new(name));
+            let pytorch = pytorch.to_string_lossy();
+            let root = Path::new(name).file_stem().unwrap_or_default();
+            let root = root.to_string_lossy();
+            let saved = dir.write(&*pytorch, |out| checkpoint::write_pth(out, &root, params));
+            if let Err(error) = saved {
+                // What lies there is of other weights than the file beside it.
+                let _ = dir.remove(&pytorch);
+                return Err(error.into());
+            }
+        }
+        self.saved = self.dir.join(name);
+        Ok(())
+    }
+
+    /// Saves the weights of the best epoch so far.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn save_best(&mut self, epoch: usize, accuracy: f64, params: &Params) -> Result<()> {
+        let saved = self.saved.clone();
+        let more = [
+            ("epoch", epoch.to_string()),
+            ("accuracy", accuracy.to_string()),
+        ];
+        let outcome = self.save(BEST_FILE, params, &more);
+        self.saved = saved;
+        outcome
+    }
+
+    /// Saves the list of accuracies, where the document has one.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn save_accuracies(&self, accuracies: &[f64]) -> Result<()> {
+        match (&self.opened, &self.files.accuracies) {
+            (Some(dir), Some(name)) => Ok(write_summary_in(dir, name, &accuracies)?),
+            _ => Ok(()),
+        }
+    }
+
+    /// Writes `rows` to the file `name`, a JSON object a line.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn save_rows(&self, name: &str, rows: &[impl Serialize]) -> Result<()> {
+        let Some(dir) = &self.opened else {
+            return Ok(());
+        };
+        let mut text = Vec::new();
+        for row in rows {
+            serde_json::to_writer(&mut text, row).map_err(|e| {
+                Error::new(ErrorKind::Failed, format!("{name}: a row is not JSON")).caused_by(e)
+            })?;
+            text.push(b'\n');
+        }
+        Ok(dir.write(name, |out| out.write_all(&text))?)
+    }
+
+    /// Writes the summary, last of all: with it, a run is complete.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn save_summary(&self, summary: &serde_json::Value) -> Result<()> {
+        match &self.opened {
+            Some(dir) => Ok(write_summary_in(dir, SUMMARY_FILE, summary)?),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Keeps the metrics of an attempt that saved no checkpoint as `metrics-N.jsonl`.
+fn set_metrics_aside(dir: &Dir) -> Result<()> {
+    let names = (1..).map(|n| format!("metrics-{n}.jsonl"));
+    let free = names.into_iter().find(|name| !dir.has(name));
+    Ok(dir.rename(METRICS_FILE, &free.unwrap_or_default())?)
+}
+
+/// Removes what an earlier run left in the same folder, complete or not, so
+/// that a summary and weights always belong to the metrics beside them.
+fn clear_earlier_run(dir: &Dir, files: &Files, _: &Fresh) -> Result<()> {
+    let failed =
+        |e: phalanx_data::Error| Error::from(e).note("try", "another folder with --output-dir");
+    for name in dir.names().map_err(failed)? {
+        if name == crate::FLIGHT_DIR {
+            remove_flight_recorders(dir).map_err(failed)?;
+        }
+        // Complete, or the temporary file of a run that was killed while saving:
+        // `.NAME.<random>.tmp`.
+        let temporary_of = || {
+            let inner = name.strip_prefix('.')?.strip_suffix(".tmp")?;
+            Some(inner.rsplit_once('.')?.0)
+        };
+        if files.has(&name) || temporary_of().is_some_and(|name| files.has(name)) {
+            dir.remove(&name).map_err(failed)?;
+        }
+    }
+    Ok(())
+}
+
+/// What `phalanx inspect` would find of an earlier run. Whoever made the
+/// folder unwritable learns it when the next ones are written.
+fn remove_flight_recorders(dir: &Dir) -> phalanx_data::Result<()> {
+    let Some(flight) = dir.sub(crate::FLIGHT_DIR)? else {
+        return Ok(());
+    };
+    for name in flight.names()? {
+        if name.starts_with("rank-") && name.ends_with(".json") {
+            let _ = flight.remove(&name);
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::attempt::Attempt;
+    use super::super::run_dir::{Found, RunDir};
+    use super::*;
+
+    #[test]
+    fn only_files_of_this_program_are_an_earlier_runs() {
+        let files = Files {
+            model: "net".to_owned(),
+            about: Vec::new(),
+            weights: Some("net.safetensors".to_owned()),
+            accuracies: None,
+            each_epoch: true,
+        };
+        for ours in [
+            "summary.json",
+            "predictions.jsonl",
+            "net.safetensors",
+            "epoch_12.safetensors",
+            "epoch_12.pth",
+            "net.pt",
+            "best.safetensors",
+            "best.pth",
+        ] {
+            assert!(files.has(ours), "{ours}");
+        }
+        for other in [
+            "metrics.jsonl",
+            "notes.txt",
+            "epoch_best.safetensors",
+            "epoch_x.pth",
+            "mnist_cnn.safetensors",
+        ] {
+            assert!(!files.has(other), "{other}");
+        }
+        let dir = tempfile::tempdir().expect("folder");
+        for name in [
+            "epoch_3.safetensors",
+            ".epoch_3.safetensors.77-1.tmp",
+            ".notes.tmp",
+            "notes.txt",
+        ] {
+            std::fs::write(dir.path().join(name), "old").expect("written");
+        }
+        let opened = Dir::open(dir.path()).expect("folder");
+        let found = RunDir::given(dir.path().to_owned()).settle(&Attempt::default(), false, true);
+        let Found::Nothing(fresh) = found.expect("settled") else {
+            panic!("not fresh");
+        };
+        clear_earlier_run(&opened, &files, &fresh).expect("cleared");
+        let mut left: Vec<_> = std::fs::read_dir(dir.path())
+            .expect("folder")
+            .flatten()
+            .map(|e| e.file_name().to_string_lossy().into_owned())
+            .collect();
+        left.sort();
+        assert_eq!(left, [".notes.tmp", "notes.txt"]);
+    }
+}

@@ -1,0 +1,80 @@
+//! What is settled before the ranks of a training start.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use crate::FLIGHT_DIR;
+use crate::attempt::Attempt;
+use crate::error::Result;
+use crate::run_dir::{RunDir, default_output_dir};
+use crate::saving::SavingArgs;
+use crate::stop;
+
+/// The folder of a run without `--output-dir`.
+pub enum DefaultDir<'a> {
+    /// `runs/NAME-<date>-<time>`, a new one for each run.
+    New(&'a str),
+    /// This one.
+    Fixed(&'a str),
+}
+
+/// Settles what must be the same for all ranks before they start: the output
+/// folder (`default`, where none is typed and no run's is gone on with), and
+/// whether they will save when they are asked to stop. Ranks that are started again go on from their last checkpoint.
+///
+/// # Errors
+///
+/// Usage, naming what is in the folder's way.
+pub fn prepare_run(
+    has_first: bool,
+    output_dir: &mut Option<PathBuf>,
+    saving: &mut SavingArgs,
+    default: &DefaultDir<'_>,
+) -> Result<PreparedRun> {
+    let attempt = Attempt::of_this_process()?;
+    if saving.enabled() {
+        stop::expect(saving.stop_grace());
+    }
+    let mut extra = Vec::new();
+    let mut dir = match (&*output_dir, saving.resumed_dir()) {
+        (Some(typed), _) => RunDir::given(typed.clone()),
+        (None, resumed) => {
+            let dir = match (resumed, default) {
+                (Some(resumed), _) => RunDir::given(resumed),
+                (None, DefaultDir::Fixed(path)) => RunDir::given(path.into()),
+                (None, DefaultDir::New(recipe)) if has_first => {
+                    RunDir::of_attempt(recipe, &attempt)
+                }
+                // Which one it is, rank 0 tells.
+                (None, DefaultDir::New(recipe)) => RunDir::given(default_output_dir(recipe)),
+            };
+            let mut flag = OsString::from("--output-dir=");
+            flag.push(dir.path());
+            extra.push(flag);
+            *output_dir = Some(dir.path().to_owned());
+            dir
+        }
+    };
+    // Nobody else writes there, or needs to see it.
+    if has_first {
+        let prepared = dir.prepare(saving.folder);
+        prepared.map_err(|error| error.note("try", "another folder with --output-dir"))?;
+        saving.found = dir.settle(&attempt, saving.resume.is_some(), saving.overwrite)?;
+    }
+    saving.attempt = attempt;
+    let flight = dir.path().join(FLIGHT_DIR);
+    Ok(PreparedRun {
+        extra,
+        flight,
+        _dir: dir,
+    })
+}
+
+/// What is known before the ranks start, and kept until they have ended.
+pub struct PreparedRun {
+    /// The flags that tell them the folder.
+    pub extra: Vec<OsString>,
+    /// Where flight recorders go.
+    pub flight: PathBuf,
+    _dir: RunDir,
+}

@@ -1,0 +1,433 @@
+//! The folder of one run: which it is, that it can be written into, and what may become of what lies there.
+//!
+//! A launcher (`phalanx launch --max-restarts`, torchrun) starts all ranks again after a failure. Rank 0 of the first attempt
+//! leaves a [`Claim`] in the folder, by which rank 0 of a later one finds it; the other ranks hear from rank 0 which it is.
+//! What lies in a folder may be removed by who has a [`Fresh`], and a later attempt gets none as soon as an earlier one
+//! may have trained there.
+
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use phalanx_data::files::{Dir, as_typed, create_folder, create_new_folder};
+use serde::{Deserialize, Serialize};
+
+use super::attempt::Attempt;
+use super::output::SUMMARY_FILE;
+use super::saving;
+use crate::error::{Error, Result};
+
+/// Folder of runs to which nobody gave one.
+const RUNS: &str = "runs";
+
+/// `runs/<recipe>-<date>-<time>` (UTC).
+pub fn default_output_dir(recipe: &str) -> PathBuf {
+    let now = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
+    let stamp: String = now.trim_end_matches('Z').replace('T', "-").replace(':', "");
+    Path::new(RUNS).join(format!("{recipe}-{stamp}"))
+}
+
+/// Says in a run's folder which job writes there.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Claim {
+    /// [`Attempt::job`].
+    job: String,
+    /// Whether an attempt has begun to write there.
+    begun: bool,
+}
+
+/// The file with a [`Claim`].
+const CLAIM_FILE: &str = ".job.json";
+
+/// Longest claim that is read; ours have some hundred bytes.
+const CLAIM_BYTES: u64 = 16 << 10;
+
+impl Claim {
+    fn read(dir: &Path) -> Option<Claim> {
+        Claim::read_in(&Dir::open(dir).ok()?)
+    }
+
+    fn read_in(dir: &Dir) -> Option<Claim> {
+        let text = dir.read(CLAIM_FILE, CLAIM_BYTES).ok()??;
+        serde_json::from_slice(&text).ok()
+    }
+
+    fn write(&self, dir: &Dir) -> Result<()> {
+        let text = serde_json::to_vec(self).map_err(|e| {
+            Error::new(crate::error::ErrorKind::Failed, "a claim is not JSON").caused_by(e)
+        })?;
+        Ok(dir.write(CLAIM_FILE, |out| out.write_all(&text))?)
+    }
+}
+
+/// Says that from now on this job's training is in `dir`: a later attempt goes on with it. On rank 0, before anything is
+/// written there.
+///
+/// # Errors
+///
+/// Those of writing.
+pub(super) fn begin(dir: &Dir, attempt: &Attempt) -> Result<()> {
+    match (Claim::read_in(dir), &attempt.job) {
+        (Some(claim), Some(job)) if claim.job == *job && !claim.begun => Claim {
+            begun: true,
+            ..claim
+        }
+        .write(dir),
+        _ => Ok(()),
+    }
+}
+
+/// That a run may remove what lies in its folder: no attempt of its job has trained there, nobody asked to go on with
+/// it, and it holds no earlier run, unless that is to be replaced. Only [`RunDir::settle`] gives one.
+#[derive(Debug, Clone)]
+pub(super) struct Fresh(());
+
+/// What a run finds in its folder.
+#[derive(Debug, Clone, Default)]
+pub(super) enum Found {
+    /// Perhaps the training of an earlier attempt: the newest checkpoint is gone on with, and nothing is removed.
+    #[default]
+    Attempt,
+    /// What `--resume` says; nothing is removed.
+    Resumed,
+    /// Nothing that is to be kept.
+    Nothing(Fresh),
+}
+
+/// Which folders are written into.
+#[derive(Clone, Copy, Debug, Default, clap::Args)]
+pub struct FolderArgs {
+    /// Allow a folder that another user owns or can write to
+    #[arg(long)]
+    pub allow_shared_folder: bool,
+}
+
+impl FolderArgs {
+    /// An error where other users may change what is in `dir`, unless that is allowed.
+    ///
+    /// # Errors
+    ///
+    /// Usage, with the reason and the ways out.
+    pub fn check(self, dir: &Dir) -> Result<()> {
+        let shared = match self.allow_shared_folder {
+            true => None,
+            false => dir.shared_with()?,
+        };
+        let Some(why) = shared else {
+            return Ok(());
+        };
+        let path = dir.path();
+        let mut error = Error::usage(format!("{} {why}", path.display()))
+            .note("so", "they could replace or remove what is written there");
+        if !why.starts_with("belongs") {
+            error = error.note("fix", format!("chmod go-w {}", as_typed(path)));
+        }
+        Err(error.note("or", "--allow-shared-folder, if you trust them"))
+    }
+}
+
+/// A folder for one run's files.
+pub struct RunDir {
+    path: PathBuf,
+    /// What was made for it here, the innermost first; kept only if something is written into it:
+    /// a mistake leaves no files.
+    made: Vec<PathBuf>,
+}
+
+impl RunDir {
+    /// [`default_output_dir`], or that with `-2` and so on where a training of the same second
+    /// has it.
+    pub fn claim(recipe: &str) -> RunDir {
+        RunDir::unused(default_output_dir(recipe))
+    }
+
+    /// The one that an earlier attempt has claimed, or else [a new one](Self::claim).
+    pub(super) fn of_attempt(recipe: &str, attempt: &Attempt) -> RunDir {
+        let claimed = || RunDir::claimed(Path::new(RUNS), recipe, attempt);
+        claimed().map_or_else(|| RunDir::claim(recipe), RunDir::given)
+    }
+
+    fn claimed(runs: &Path, recipe: &str, attempt: &Attempt) -> Option<PathBuf> {
+        let job = attempt.job.as_ref().filter(|_| attempt.restarts > 0)?;
+        let entries = std::fs::read_dir(runs).into_iter().flatten().flatten();
+        let of_recipe = entries.map(|entry| entry.path()).filter(|path| {
+            let name = path.file_name().and_then(|name| name.to_str());
+            let rest = name.and_then(|name| name.strip_prefix(recipe));
+            rest.is_some_and(|rest| rest.starts_with('-'))
+        });
+        let ours = |path: &PathBuf| Claim::read(path).is_some_and(|claim| claim.job == *job);
+        of_recipe.filter(ours).max()
+    }
+
+    /// Claims it for `attempt`, and says what is to become of what lies there. On rank 0.
+    ///
+    /// # Errors
+    ///
+    /// Usage, where it holds an earlier run and neither `resumes` nor `overwrite` says what to do; those of writing.
+    pub(super) fn settle(
+        &self,
+        attempt: &Attempt,
+        resumes: bool,
+        overwrite: bool,
+    ) -> Result<Found> {
+        let ours = Claim::read(&self.path)
+            .filter(|claim| attempt.restarts > 0 && Some(&claim.job) == attempt.job.as_ref());
+        // Without a claim nobody knows how far an earlier attempt came.
+        let begun = attempt.restarts > 0 && ours.as_ref().is_none_or(|claim| claim.begun);
+        if let (None, Some(job)) = (&ours, &attempt.job) {
+            let job = job.clone();
+            Claim { job, begun }.write(&Dir::open(&self.path)?)?;
+        }
+        if begun {
+            return Ok(Found::Attempt);
+        }
+        if resumes {
+            return Ok(Found::Resumed);
+        }
+        if !overwrite {
+            self.check_no_run()?;
+        }
+        Ok(Found::Nothing(Fresh(())))
+    }
+
+    /// One that may be there.
+    pub fn given(path: PathBuf) -> RunDir {
+        RunDir {
+            path,
+            made: Vec::new(),
+        }
+    }
+
+    /// Makes it where it is missing, and sees to it that files can be written there.
+    ///
+    /// # Errors
+    ///
+    /// As [`make`](Self::make).
+    pub fn prepare(&mut self, args: FolderArgs) -> Result<()> {
+        self.make(args)?.check_writable().map_err(mistake)
+    }
+
+    /// That nobody loses days of training by a forgotten flag.
+    ///
+    /// # Errors
+    ///
+    /// Usage, naming what an earlier run left there and the ways out.
+    fn check_no_run(&self) -> Result<()> {
+        let Some(found) = left_by_a_run(&self.path) else {
+            return Ok(());
+        };
+        let folder = as_typed(&self.path);
+        Err(Error::usage(format!(
+            "{} holds an earlier run: {found}",
+            self.path.display()
+        ))
+        .note("go on", format!("--resume auto --output-dir {folder}"))
+        .note(
+            "or",
+            "--overwrite replaces it; another --output-dir leaves it alone",
+        ))
+    }
+
+    /// Makes it where it is missing, and opens it.
+    ///
+    /// # Errors
+    ///
+    /// Usage, naming what is in the way, or because the folder is not the user's own
+    /// ([`FolderArgs`]); failed, where there is no room.
+    pub fn make(&mut self, args: FolderArgs) -> Result<Dir> {
+        let missing = self.path.ancestors().take_while(|at| !at.exists());
+        let missing = missing.filter(|at| !at.as_os_str().is_empty());
+        self.made.extend(missing.map(Path::to_owned));
+        let dir = Dir::create(&self.path).map_err(mistake)?;
+        args.check(&dir)?;
+        Ok(dir)
+    }
+
+    /// The first of `path`, `path-2`, ... that was not there. What else is wrong with them is
+    /// told when files are written.
+    fn unused(path: PathBuf) -> RunDir {
+        let others = (2..1000).map(|next| {
+            let mut name = path.as_os_str().to_owned();
+            name.push(format!("-{next}"));
+            PathBuf::from(name)
+        });
+        let _ = path.parent().map(create_folder);
+        let mut all = std::iter::once(path.clone()).chain(others);
+        let free = all.find_map(|path| match create_new_folder(&path) {
+            Ok(()) => {
+                let parent = path.parent().map(Path::to_owned);
+                let made = std::iter::once(path.clone()).chain(parent).collect();
+                Some(RunDir { path, made })
+            }
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => None,
+            Err(_) => Some(RunDir::given(path)),
+        });
+        free.unwrap_or_else(|| RunDir::given(path.clone()))
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// What would be lost with an earlier run in `dir`: its newest checkpoint, its summary or a file of weights. Not what a
+/// run has that failed before it saved anything.
+fn left_by_a_run(dir: &Path) -> Option<String> {
+    let names = |dir: &Path| -> Vec<String> {
+        let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+        let mut names: Vec<String> = entries
+            .map(|entry| entry.file_name().to_string_lossy().into_owned())
+            .collect();
+        names.sort();
+        names
+    };
+    let checkpoints = names(&dir.join(saving::FOLDER));
+    let manifest = |name: &&String| name.starts_with("step-") && name.ends_with(".json");
+    if let Some(newest) = checkpoints.iter().rfind(manifest) {
+        return Some(format!("{}/{newest}", saving::FOLDER));
+    }
+    let valuable = |name: &String| {
+        let ending = Path::new(name).extension().and_then(|e| e.to_str());
+        name == SUMMARY_FILE
+            || matches!(ending, Some("safetensors" | "pth" | "pt")) && !name.starts_with('.')
+    };
+    names(dir).into_iter().find(valuable)
+}
+
+impl Drop for RunDir {
+    fn drop(&mut self) {
+        // The claim of an attempt that came to nothing.
+        if !self.made.is_empty() && Claim::read(&self.path).is_some_and(|claim| !claim.begun) {
+            let _ = std::fs::remove_file(self.path.join(CLAIM_FILE));
+        }
+        // Fails where something is in it.
+        let mut made = self.made.iter();
+        while made
+            .next()
+            .is_some_and(|at| std::fs::remove_dir(at).is_ok())
+        {}
+    }
+}
+
+/// A folder that cannot be written into was typed by somebody.
+fn mistake(error: phalanx_data::Error) -> Error {
+    match error.kind() {
+        phalanx_data::ErrorKind::Io => Error::usage(error.to_string()),
+        _ => error.into(),
+    }
+}
+
+/// A usage error unless the folder is there that `file`, the value of `flag`, goes into.
+///
+/// # Errors
+///
+/// That.
+pub fn check_folder_of(flag: &str, file: &Path) -> Result<()> {
+    match file.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() && !folder.is_dir() => {
+            Err(Error::usage(format!(
+                "{flag} {}: there is no folder {}",
+                file.display(),
+                folder.display()
+            )))
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_is_an_earlier_runs_only_if_something_would_be_lost() {
+        let dir = tempfile::tempdir().expect("folder");
+        let run = dir.path().join("a run");
+        let check = || RunDir::given(run.clone()).check_no_run();
+        check().expect("not there yet");
+        std::fs::create_dir_all(run.join("checkpoints")).expect("folder");
+        for harmless in [
+            "metrics.jsonl",
+            ".best.safetensors.7.tmp",
+            "notes.txt",
+            "checkpoints/aside",
+        ] {
+            std::fs::write(run.join(harmless), "").expect("written");
+        }
+        check().expect("nothing that anybody would miss");
+        for lost in [
+            "best.pth",
+            "net.safetensors",
+            "summary.json",
+            "checkpoints/step-000000100.json",
+        ] {
+            std::fs::write(run.join(lost), "").expect("written");
+            let error = check().expect_err(lost);
+            assert_eq!(error.exit_code(), 2);
+            let text = error.to_string();
+            assert!(
+                text.contains(lost) && text.contains("holds an earlier run"),
+                "{text}"
+            );
+            std::fs::remove_file(run.join(lost)).expect("removed");
+        }
+    }
+
+    #[test]
+    fn what_is_made_for_nothing_goes_again_and_what_was_there_stays() {
+        let dir = tempfile::tempdir().expect("folder");
+        let at = |name: &str| dir.path().join(name);
+        std::fs::create_dir(at("there")).expect("folder");
+        let prepared = |name: &str| {
+            let mut folder = RunDir::given(at(name));
+            folder.prepare(FolderArgs::default()).map(|()| folder)
+        };
+        let (there, new) = (prepared("there/a/b"), prepared("new/c"));
+        std::fs::write(at("new/file"), "").expect("written");
+        drop((there, new));
+        assert!(at("there").is_dir() && !at("there/a").exists());
+        assert!(at("new").is_dir() && !at("new/c").exists());
+        for wrong in ["new/file", "new/file/x"] {
+            let error = prepared(wrong).err().expect("a file");
+            assert_eq!(error.exit_code(), 2, "{}", error.render());
+            assert!(
+                error.chain().contains("new/file is a file"),
+                "{}",
+                error.render()
+            );
+        }
+        for wrong in ["/proc", "/proc/x", "/dev/null"] {
+            let prepared = RunDir::given(wrong.into()).prepare(FolderArgs::default());
+            let error = prepared.expect_err(wrong);
+            assert_eq!(error.exit_code(), 2, "{}", error.render());
+            assert!(error.chain().contains(wrong), "{}", error.render());
+        }
+    }
+
+    #[test]
+    fn no_two_trainings_get_the_same_folder_and_mistakes_leave_none() {
+        let dir = tempfile::tempdir().expect("folder");
+        let runs = dir.path().join("runs");
+        let claim = || RunDir::unused(runs.join("x"));
+        let claimed: Vec<RunDir> = std::thread::scope(|scope| {
+            let at_once: Vec<_> = (0..4).map(|_| scope.spawn(claim)).collect();
+            let claimed = at_once.into_iter().map(|c| c.join().expect("no panic"));
+            claimed.collect()
+        });
+        let mut paths: Vec<&Path> = claimed.iter().map(RunDir::path).collect();
+        paths.sort();
+        assert_eq!(
+            paths,
+            ["x", "x-2", "x-3", "x-4"].map(|name| runs.join(name))
+        );
+        std::fs::write(runs.join("x-2/file"), "").expect("written");
+        drop(claimed);
+        let left: Vec<_> = std::fs::read_dir(&runs).expect("runs").flatten().collect();
+        assert_eq!(left.len(), 1, "{left:?}");
+        assert_eq!(left[0].file_name(), "x-2");
+        std::fs::remove_dir_all(&runs).expect("removed");
+        drop(claim());
+        assert!(!runs.exists());
+    }
+}

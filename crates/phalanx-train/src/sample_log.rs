@@ -1,0 +1,142 @@
+//! Which samples each step trained on, for those who want to check.
+
+use std::path::Path;
+
+use phalanx_data::files::atomic_write;
+use phalanx_data::metrics::MetricsLog;
+use phalanx_data::state::Place;
+use serde_json::{Value, json};
+
+use crate::error::{Error, ErrorKind, Result};
+use phalanx_process::RankContext;
+
+/// One line a step: epoch, step, and the samples of this rank.
+pub struct SampleLog {
+    log: MetricsLog,
+    wanted: bool,
+    samples: Vec<u64>,
+}
+
+impl SampleLog {
+    /// Goes on at the end of `FILE.<rank>.jsonl`; nothing without a file. A training that was
+    /// resumed at `resumed` takes the steps after it again: their lines go first.
+    ///
+    /// # Errors
+    ///
+    /// Those of opening it.
+    pub fn open(
+        ctx: &RankContext,
+        file: Option<&Path>,
+        resumed: Option<Place>,
+    ) -> Result<SampleLog> {
+        let log = match file {
+            Some(file) => {
+                let file = crate::of_rank(file, ctx.rank(), "jsonl");
+                if let Some(place) = resumed {
+                    cut(&file, place)?;
+                }
+                MetricsLog::append(&file)?
+            }
+            None => MetricsLog::disabled(),
+        };
+        Ok(SampleLog {
+            log,
+            wanted: file.is_some(),
+            samples: Vec::new(),
+        })
+    }
+
+    /// Samples of a micro-batch of the running step.
+    pub fn add(&mut self, samples: &[u64]) {
+        if self.wanted {
+            self.samples.extend_from_slice(samples);
+        }
+    }
+
+    /// The step is over. `epoch` counts from 1, `index` from 0.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn step(&mut self, epoch: usize, index: usize) -> Result<()> {
+        if self.wanted {
+            let record = json!({"epoch": epoch, "step": index, "samples": self.samples});
+            self.log.event(&record)?;
+            self.samples.clear();
+        }
+        Ok(())
+    }
+}
+
+/// Takes the last lines off the file that are of steps from `place` on, and one that a kill
+/// cut off; what is before them (an earlier run's, somebody's notes) stays.
+fn cut(path: &Path, place: Place) -> Result<()> {
+    let failed = |e: std::io::Error| {
+        let what = format!("cannot take later steps off {}", path.display());
+        Error::new(ErrorKind::System, what).caused_by(e)
+    };
+    let old = match std::fs::read(path) {
+        Ok(bytes) => bytes,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(failed(e)),
+    };
+    let keep = kept(&old, place);
+    if keep == old.len() {
+        return Ok(());
+    }
+    // As a whole, and over no link of another user.
+    Ok(atomic_write(path, &old[..keep])?)
+}
+
+/// How many bytes of `old` stay.
+fn kept(old: &[u8], place: Place) -> usize {
+    let mut keep = old.len();
+    for line in old.split_inclusive(|b| *b == b'\n').rev() {
+        let later = match serde_json::from_slice::<Value>(line) {
+            Ok(record) => match (record["epoch"].as_u64(), record["step"].as_u64()) {
+                (Some(epoch), Some(step)) => {
+                    (epoch, step) >= (place.epoch + 1, place.step_in_epoch)
+                }
+                _ => false,
+            },
+            Err(_) => !line.ends_with(b"\n") && line.starts_with(b"{"),
+        };
+        if !later {
+            break;
+        }
+        keep -= line.len();
+    }
+    keep
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_last_runs_later_steps_are_taken_again() {
+        let line = |epoch: u64, step: u64| {
+            let record = json!({"epoch": epoch, "step": step, "samples": [7]});
+            format!("{record}\n")
+        };
+        let before = format!(
+            "a note\n{}{}a note\n{}{}",
+            line(1, 0),
+            line(9, 9),
+            line(1, 0),
+            line(2, 1)
+        );
+        let place = Place {
+            epoch: 1,
+            step_in_epoch: 2,
+            ..Place::default()
+        };
+        let after = format!("{before}{}{}{{\"epoch\":3,\"st", line(2, 2), line(3, 0));
+        assert_eq!(kept(after.as_bytes(), place), before.len());
+        assert_eq!(kept(before.as_bytes(), place), before.len());
+        // Somebody's last words, though without an end.
+        let noted = format!("{before}and so on");
+        assert_eq!(kept(noted.as_bytes(), place), noted.len());
+        assert_eq!(kept(b"", place), 0);
+    }
+}

@@ -1,0 +1,204 @@
+//! Arguments about resumable checkpoints.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::builder::NonEmptyStringValueParser;
+
+use super::{AUTO, FOLDER};
+use crate::attempt::Attempt;
+use crate::error::{Error, Result, check_count};
+use crate::run_dir::FolderArgs;
+use crate::run_dir::{Found, Fresh};
+use crate::stop;
+
+/// What to do if a checkpoint cannot be saved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum SaveErrors {
+    /// Stop the training with an error
+    Stop,
+    /// Warn and continue training
+    Warn,
+}
+
+/// Arguments about resumable checkpoints.
+#[derive(Debug, Clone, clap::Args)]
+pub struct SavingArgs {
+    /// Save a resumable checkpoint every N steps (delayed while the previous save is still running), after each epoch, and on SIGTERM (exit code 130) or SIGUSR1, which stop the training
+    #[arg(long, value_name = "STEPS")]
+    pub save_every: Option<u64>,
+    /// Number of newest checkpoints to keep [default: 2]
+    #[arg(long, value_name = "N")]
+    pub keep: Option<usize>,
+    /// What to do if a checkpoint, or the weights of the best epoch or of an epoch before the last, cannot be saved
+    #[arg(long, value_enum, default_value_t = SaveErrors::Stop)]
+    pub save_errors: SaveErrors,
+    /// Resume training: `auto` takes the newest checkpoint in --output-dir, if there is one; PATH is a run's folder or a checkpoint's JSON file. Checkpoints of later steps are renamed to aside-*. After a restart by phalanx launch or torchrun, training always resumes from the newest checkpoint of its folder (torchrun on several nodes: set --output-dir)
+    #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "auto|PATH")]
+    pub resume: Option<String>,
+    /// Replace an earlier run in the --output-dir; without --overwrite or --resume, such a folder is an error
+    #[arg(long, conflicts_with = "resume")]
+    pub overwrite: bool,
+    /// Save a checkpoint and stop after N steps of this run
+    #[arg(long, value_name = "STEPS")]
+    pub stop_after: Option<u64>,
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "a doc comment would be its help")]
+    pub folder: FolderArgs,
+    /// Seconds that a training has after SIGTERM to save and exit before phalanx launch kills it; torchrun and Slurm have their own settings [default: 30, or 3 times as long as the last save took]
+    #[arg(long, value_name = "S")]
+    pub stop_grace_s: Option<f64>,
+    /// Which attempt of a job this is.
+    #[arg(skip)]
+    pub(crate) attempt: Attempt,
+    /// What rank 0 has found in the folder.
+    #[arg(skip)]
+    pub(crate) found: Found,
+}
+
+/// Checkpoints that are kept where nobody said how many.
+const KEEP: usize = 2;
+
+impl SavingArgs {
+    /// Checkpoints to keep.
+    pub fn keep(&self) -> usize {
+        self.keep.unwrap_or(KEEP)
+    }
+
+    /// Whether there are checkpoints at all.
+    pub fn enabled(&self) -> bool {
+        self.save_every.is_some() || self.resume.is_some() || self.stop_after.is_some()
+    }
+
+    /// That what lies in the run's folder may be removed, if so; on rank 0.
+    pub(crate) fn fresh(&self) -> Option<&Fresh> {
+        match &self.found {
+            Found::Nothing(fresh) => Some(fresh),
+            Found::Attempt | Found::Resumed => None,
+        }
+    }
+
+    /// How long a stop may take before a save was measured.
+    pub fn stop_grace(&self) -> Duration {
+        let typed = self.stop_grace_s;
+        let typed = typed.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+        typed.unwrap_or(stop::GRACE)
+    }
+
+    /// Checks what can be checked before any rank is started.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag.
+    pub fn validate(&self, has_folder: bool) -> Result<()> {
+        check_count("--keep", self.keep(), 1_000_000)?;
+        if self.keep.is_some() && !self.enabled() {
+            return Err(Error::usage(
+                "--keep is for resumable checkpoints, and none is saved; add --save-every STEPS, or leave it out",
+            ));
+        }
+        for (flag, steps) in [
+            ("--save-every", self.save_every),
+            ("--stop-after", self.stop_after),
+        ] {
+            if steps == Some(0) {
+                return Err(Error::usage(format!("{flag} must be at least 1")));
+            }
+        }
+        if let Some(seconds) = self.stop_grace_s
+            && Duration::try_from_secs_f64(seconds).is_err()
+        {
+            return Err(Error::usage(
+                "--stop-grace-s must be a number of seconds from 0 up",
+            ));
+        }
+        if self.resume.as_deref() == Some(AUTO) && !has_folder {
+            return Err(Error::usage(
+                "--resume auto looks for checkpoints in the --output-dir; say which",
+            ));
+        }
+        Ok(())
+    }
+
+    /// What must be the same on all ranks. A new flag is named here, whether or not it is compared.
+    pub fn must_agree(&self) -> Vec<String> {
+        let SavingArgs {
+            save_every,
+            stop_after,
+            resume,
+            // Of rank 0 alone.
+            keep: _,
+            save_errors: _,
+            overwrite: _,
+            found: _,
+            // The largest counts.
+            stop_grace_s: _,
+            // The launcher's.
+            attempt: _,
+            folder: _,
+        } = self;
+        let steps = |n: Option<u64>| n.map(|n| n.to_string());
+        let typed = |flag: &str, value: Option<String>| match value {
+            Some(value) => format!("{flag} {value}"),
+            None => format!("no {flag}"),
+        };
+        vec![
+            typed("--save-every", steps(*save_every)),
+            typed("--stop-after", steps(*stop_after)),
+            typed("--resume", resume.clone()),
+        ]
+    }
+
+    /// What `--resume` names, if that is not [`AUTO`].
+    pub fn resumed_path(&self) -> Option<&Path> {
+        let typed = self.resume.as_ref().filter(|path| *path != AUTO);
+        typed.map(Path::new)
+    }
+
+    /// The run's folder that `--resume PATH` goes on in.
+    pub fn resumed_dir(&self) -> Option<PathBuf> {
+        // The parent of a bare name.
+        let here = |path: &Path| match path.as_os_str().is_empty() {
+            true => PathBuf::from("."),
+            false => path.to_path_buf(),
+        };
+        let path = self.resumed_path()?;
+        // A checkpoint that is gone was one: an attempt before this has saved later ones.
+        let folder = match path.is_dir() {
+            true => path.to_path_buf(),
+            false => here(path.parent()?),
+        };
+        if folder.file_name().is_some_and(|name| name == FOLDER) {
+            return Some(here(folder.parent()?));
+        }
+        if folder.join(FOLDER).is_dir() {
+            return Some(folder);
+        }
+        // `.` and `..` have no name of their own.
+        let real = std::fs::canonicalize(&folder).ok()?;
+        (real.file_name()? == FOLDER).then_some(folder.join(".."))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_ranks_must_agree_on_is_as_it_is_typed() {
+        let args = SavingArgs {
+            save_every: Some(5),
+            keep: None,
+            save_errors: SaveErrors::Stop,
+            resume: Some("a b".to_owned()),
+            overwrite: false,
+            stop_after: None,
+            folder: FolderArgs::default(),
+            stop_grace_s: None,
+            attempt: Attempt::default(),
+            found: Found::default(),
+        };
+        let facts = args.must_agree();
+        assert_eq!(facts, ["--save-every 5", "no --stop-after", "--resume a b"]);
+    }
+}

@@ -1,0 +1,353 @@
+//! Resumable checkpoints of a running training: when one is taken, where the
+//! last one is found, and how a training goes on from it.
+//!
+//! Rank 0 reads and writes; the others hear of it, so only its host needs to
+//! see the folder. Ranks agree at the end of each step on what to do next:
+//! nothing, save, or save and stop, because somebody asked one of them to.
+
+mod args;
+mod due;
+mod history;
+mod resumed;
+
+pub use args::{SaveErrors, SavingArgs};
+pub use history::History;
+pub use resumed::{GRADIENT_TYPE, Resumed, facts, newest, settings};
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use phalanx_comm::ReduceOp;
+use phalanx_data::state::{Background, Folder, Place, Snapshot};
+use phalanx_ddp::DistributedDataParallel;
+use phalanx_nn::Params;
+
+use self::due::{Due, What};
+use self::history::Hook;
+use super::update::Update;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::plural;
+use crate::stop;
+use crate::stop::signal_name;
+use phalanx_process::RankContext;
+
+/// Folder of checkpoints in a run's output folder.
+pub const FOLDER: &str = "checkpoints";
+
+/// `--resume` with this goes on from the newest checkpoint, or from the start.
+pub const AUTO: &str = "auto";
+
+/// What all ranks do after a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SaveAction {
+    /// Train on.
+    Continue,
+    /// Save, and train on.
+    Save,
+    /// Save, and stop.
+    Stop,
+}
+
+/// What a checkpoint is taken of.
+pub struct CheckpointSource<'a> {
+    /// The model's parameters.
+    pub params: &'a Params,
+    /// In the place of the model's own buffers, where these are each rank's.
+    pub buffers: Option<&'a [f32]>,
+    /// The optimizer.
+    pub update: &'a Update,
+    /// The wrapper.
+    pub ddp: &'a DistributedDataParallel,
+}
+
+/// Takes checkpoints of one training.
+pub struct Saving<'a> {
+    ctx: &'a RankContext,
+    args: &'a SavingArgs,
+    facts: BTreeMap<String, String>,
+    /// What a file of the weights would say beside them.
+    metadata: BTreeMap<String, String>,
+    /// On rank 0, if there are checkpoints at all.
+    background: Option<Background>,
+    path: PathBuf,
+    /// Steps of this run.
+    steps: u64,
+    due: Due,
+    /// Why all ranks stop, once they do: the signal that one of them got, or [`FLAG`].
+    why: i32,
+    /// What a stop may take before a save was measured.
+    estimate: Duration,
+    /// Milliseconds that all ranks have asked their launchers for.
+    grace_ms: i32,
+}
+
+/// How much longer a stop may take than the last save.
+const SAVES_PER_STOP: u32 = 3;
+
+/// What a slow disk takes in a second.
+const SLOW_DISK_BYTES: f64 = 20e6;
+
+/// No signal, but `--stop-after`; signals have larger numbers.
+const FLAG: i32 = 1;
+
+impl<'a> Saving<'a> {
+    /// Prepares to save into `folder`. What comes after the place where a resumed run goes on is set aside;
+    /// the checkpoints of an earlier run are removed only if [`SavingArgs::fresh`] says so. From now on, SIGTERM, SIGINT, SIGHUP and
+    /// SIGUSR1 end the training in an orderly way, if there are checkpoints.
+    ///
+    /// # Errors
+    ///
+    /// System, naming the folder.
+    pub fn open(
+        ctx: &'a RankContext,
+        args: &'a SavingArgs,
+        facts: BTreeMap<String, String>,
+        folder: Folder,
+        resumed: Option<&Resumed>,
+    ) -> Result<Saving<'a>> {
+        if args.enabled() {
+            stop::listen()?;
+            ctx.group.set_stop_grace(args.stop_grace());
+        }
+        match (resumed, args.fresh()) {
+            (Some(resumed), _) => resumed.set_aside(ctx, &folder)?,
+            (None, Some(_)) if ctx.is_main() => folder.clear()?,
+            _ => {}
+        }
+        Ok(Saving {
+            ctx,
+            args,
+            facts,
+            metadata: BTreeMap::new(),
+            path: folder.path().to_owned(),
+            background: (args.enabled() && ctx.is_main()).then(|| Background::new(folder)),
+            steps: 0,
+            due: Due::new(args.save_every),
+            why: 0,
+            estimate: Duration::ZERO,
+            grace_ms: 0,
+        })
+    }
+
+    /// The same with what `phalanx predict` must know of the weights in each checkpoint.
+    #[must_use]
+    pub fn with_metadata(mut self, metadata: BTreeMap<String, String>) -> Saving<'a> {
+        self.metadata = metadata;
+        self
+    }
+
+    /// Whether there are checkpoints at all.
+    pub fn enabled(&self) -> bool {
+        self.args.enabled()
+    }
+
+    /// What to do after the training's step number `step`, counted from 1; the same on all
+    /// ranks. *Blocks* until all ranks call it, if there are checkpoints.
+    ///
+    /// # Errors
+    ///
+    /// A save that failed, unless these are only warned of; peers that are lost.
+    pub fn after_step(&mut self, step: u64) -> Result<SaveAction> {
+        if !self.enabled() {
+            return Ok(SaveAction::Continue);
+        }
+        self.steps += 1;
+        let mut save = false;
+        if let Some(background) = &mut self.background {
+            match self.due.after(step, background.is_busy()) {
+                What::Nothing => {}
+                What::Save => save = true,
+                What::Hurry => background.hurry(),
+                What::Warn { since } => self.ctx.note(&format!(
+                    "warning: a checkpoint is due since step {since}, and after step {step} the previous one is still being written\n  the disk ({}) is too slow for this interval; raise --save-every",
+                    self.path.display()
+                )),
+            }
+            let outcome = background.poll();
+            self.handle_error(outcome.map(|_| ()))?;
+        }
+        let enough = self.args.stop_after.is_some_and(|n| self.steps >= n);
+        // Of several, the largest: SIGTERM before SIGUSR1.
+        let why = stop::asked().unwrap_or(0).max(i32::from(enough) * FLAG);
+        let mut wishes = [i32::from(save), why, self.grace_wanted()];
+        if self.ctx.world() > 1 {
+            self.ctx.group.all_reduce(&mut wishes, ReduceOp::Max)?;
+        }
+        if wishes[2] != self.grace_ms {
+            self.grace_ms = wishes[2];
+            let grace = Duration::from_millis(u64::try_from(self.grace_ms).unwrap_or(0));
+            self.ctx.group.set_stop_grace(grace);
+        }
+        if self.why <= FLAG && wishes[1] > FLAG {
+            stop::heard();
+        }
+        self.why = wishes[1];
+        Ok(match wishes {
+            [0, 0, _] => SaveAction::Continue,
+            [_, 0, _] => SaveAction::Save,
+            _ => SaveAction::Stop,
+        })
+    }
+
+    /// Milliseconds from SIGTERM to SIGKILL that this rank needs for a save: what was typed, or what the last one took
+    /// (before the first, what its size lets expect) with some room, and not less than usual.
+    fn grace_wanted(&self) -> i32 {
+        let took = self
+            .background
+            .as_ref()
+            .map_or(Duration::ZERO, Background::took);
+        let needed = match took {
+            Duration::ZERO => self.estimate,
+            took => took.saturating_mul(SAVES_PER_STOP),
+        };
+        let grace = match self.args.stop_grace_s {
+            Some(_) => self.args.stop_grace(),
+            None => needed.max(stop::GRACE),
+        };
+        i32::try_from(grace.as_millis()).unwrap_or(i32::MAX)
+    }
+
+    /// After the first step of a run that saves on the way, when the optimizer has all
+    /// its state: finds rank 0 the memory for a checkpoint, so that no later step has to
+    /// wait while the system clears each of its pages. *Blocks* until all ranks call it, if
+    /// the optimizer is cut over them.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost.
+    pub fn prepare(&mut self, params: &Params, update: &Update) -> Result<()> {
+        if self.steps > 0 || self.args.save_every.is_none() {
+            return Ok(());
+        }
+        let optimizer = update.state()?;
+        let bytes = size_of_val(params.flat()) * (1 + optimizer.buffers.len());
+        self.estimate = Duration::from_secs_f64(bytes as f64 / SLOW_DISK_BYTES);
+        if let Some(background) = &mut self.background {
+            let (place, nothing) = (Place::default(), serde_json::Value::Null);
+            let spare = Snapshot::take(params, optimizer, place, BTreeMap::new(), nothing);
+            background.set_spare(spare);
+        }
+        Ok(())
+    }
+
+    /// Saves on rank 0, while training goes on: all that the step waits for is a copy
+    /// of the state in memory. Before a stop it is on the disk on return. *Blocks* until
+    /// all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// As [`after_step`](Self::after_step); before a stop also a save that failed: there
+    /// is nothing to go on from.
+    pub fn save(
+        &mut self,
+        action: SaveAction,
+        source: &CheckpointSource<'_>,
+        place: Place,
+        mut history: History,
+    ) -> Result<()> {
+        let state = source.ddp.gather_state()?;
+        history.skipped_steps = state.skipped_steps;
+        let mut more = Vec::new();
+        if let Some((name, hook)) = state.hook {
+            let lengths = hook.tensors.iter().map(|(name, v)| (name.clone(), v.len()));
+            history.hook = Some(Hook {
+                name,
+                steps: hook.steps,
+                tensors: lengths.collect(),
+            });
+            more = hook.tensors;
+        }
+        let optimizer = source.update.state()?;
+        let Some(background) = &mut self.background else {
+            return Ok(());
+        };
+        let progress = serde_json::to_value(&history).map_err(no_json)?;
+        // For its memory.
+        let before = background.wait();
+        let (old, facts) = (background.spare(), self.facts.clone());
+        let mut snapshot =
+            Snapshot::take_over(old, source.params, optimizer, place, facts, progress);
+        if let Some(buffers) = source.buffers {
+            snapshot = snapshot.with_buffers(buffers)?;
+        }
+        let snapshot = snapshot
+            .with_more(more)
+            .with_metadata(self.metadata.clone());
+        let begun = match action {
+            SaveAction::Stop => Ok(Some(background.save(snapshot)?)),
+            _ => background.begin(snapshot),
+        };
+        self.handle_error(before.and(begun).map(|_| ()))
+    }
+
+    /// Waits until what was begun is on the disk.
+    ///
+    /// # Errors
+    ///
+    /// As [`after_step`](Self::after_step).
+    pub fn finish(&mut self) -> Result<()> {
+        let Some(background) = &mut self.background else {
+            return Ok(());
+        };
+        let outcome = background.wait();
+        self.handle_error(outcome.map(|_| ()))
+    }
+
+    /// Says how to go on from what was saved. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost. After SIGTERM, on all ranks, `Interrupted`, which is told:
+    /// whatever was to come after the training must not take it for complete.
+    pub fn stop(&mut self, place: Place) -> Result<()> {
+        self.ctx.group.barrier()?;
+        let why = match self.why {
+            FLAG => "as asked".to_owned(),
+            signal => format!("as asked by {}", signal_name(signal)),
+        };
+        let steps = plural(usize::try_from(place.step).unwrap_or(usize::MAX), "step");
+        self.ctx.note(&format!(
+            "stopped {why} after {steps}; saved in {}\n  go on with --resume auto and the same --output-dir",
+            self.path.display()
+        ));
+        match self.why {
+            stop::SIGTERM => {
+                Err(Error::new(ErrorKind::Interrupted, "interrupted by SIGTERM").told())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Passes `outcome` of saving weights on the way on, or warns of it; `whose` they are.
+    ///
+    /// # Errors
+    ///
+    /// As [`after_step`](Self::after_step).
+    pub fn handle_weights_error(&self, whose: &str, outcome: Result<()>) -> Result<()> {
+        match outcome {
+            Err(error) if self.args.save_errors == SaveErrors::Warn => {
+                let text = error.chain();
+                self.ctx
+                    .note(&format!("warning: {whose} weights were not saved: {text}"));
+                Ok(())
+            }
+            other => other,
+        }
+    }
+
+    fn handle_error(&self, outcome: phalanx_data::Result<()>) -> Result<()> {
+        match outcome {
+            Err(error) if self.args.save_errors == SaveErrors::Warn => {
+                self.ctx
+                    .note(&format!("warning: no checkpoint was saved: {error}"));
+                Ok(())
+            }
+            other => Ok(other?),
+        }
+    }
+}
+
+fn no_json(error: serde_json::Error) -> Error {
+    Error::new(ErrorKind::Failed, "a checkpoint's manifest is not JSON").caused_by(error)
+}

@@ -1,0 +1,398 @@
+//! A checkpoint that a training goes on from.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+
+use phalanx_data::files::as_typed;
+use phalanx_data::state::{Folder, Manifest, Place, State};
+use phalanx_ddp::{DdpState, DistributedDataParallel, HookState};
+use phalanx_nn::Params;
+use serde::Deserialize;
+
+use super::{AUTO, FOLDER, History, SavingArgs, no_json};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::plural;
+use crate::gradient::{RANK_FLAG, START_FLAG};
+use crate::run_dir::Found;
+use crate::update::Update;
+use phalanx_process::RankContext;
+
+/// The name of the fact that comes first: another program's others differ anyway.
+const PROGRAM: &str = "program";
+
+/// The name of the fact that older checkpoints lack.
+pub const GRADIENT_TYPE: &str = "--gradient-type";
+
+/// The name of the fact that a flag can mend.
+const GLOBAL_BATCH: &str = "global batch size";
+
+/// What a fact was in checkpoints that do not have it.
+fn before_it_was_saved(fact: &str) -> Option<&'static str> {
+    // Until 2026-11-22. Who sent gradients otherwise is found out by their hook's state.
+    (fact == GRADIENT_TYPE).then_some("f32")
+}
+
+/// Whether a checkpoint that does not have it may have been saved with any value.
+fn is_unknown_without(fact: &str) -> bool {
+    // Until 2026-11-22. Where it differs, the hook's state does not fit.
+    fact == RANK_FLAG || fact == START_FLAG
+}
+
+/// Flags and values, one of each a line, as facts.
+pub fn settings(lines: &[String]) -> BTreeMap<String, String> {
+    let pairs = lines.iter().filter_map(|line| line.split_once(' '));
+    pairs.map(|(k, v)| (k.to_owned(), v.to_owned())).collect()
+}
+
+/// What a resumed training must share with the one that was saved.
+pub fn facts(
+    program: &str,
+    more: &[(&str, String)],
+    global_batch: usize,
+) -> BTreeMap<String, String> {
+    let mut facts = BTreeMap::from([
+        (PROGRAM.to_owned(), program.to_owned()),
+        (GLOBAL_BATCH.to_owned(), global_batch.to_string()),
+    ]);
+    facts.extend(more.iter().map(|(k, v)| ((*k).to_owned(), v.clone())));
+    facts
+}
+
+/// Where a training goes on.
+pub struct Resumed {
+    manifest: Manifest,
+    /// Rank 0 has the numbers.
+    state: Option<State>,
+    from: String,
+}
+
+impl Resumed {
+    /// The checkpoint that rank 0's `args` ask for; none, when they ask for none or
+    /// `auto` finds none. *Blocks* until all ranks call it, whatever theirs are: they are compared later.
+    ///
+    /// # Errors
+    ///
+    /// Usage or data, naming folder or file.
+    pub fn find(ctx: &RankContext, args: &SavingArgs, dir: &Path) -> Result<Option<Resumed>> {
+        let mut state = None;
+        if ctx.is_main() && args.enabled() {
+            let _phase = ctx.phase("reading the checkpoint");
+            state = read_wanted(ctx, args, dir)?;
+        }
+        let text = match &state {
+            Some(state) => Some(serde_json::to_string(state.manifest()).map_err(no_json)?),
+            None => None,
+        };
+        let text: Option<String> = ctx.group.broadcast_object(Some(&text), 0)?;
+        let Some(text) = text else {
+            return Ok(None);
+        };
+        Ok(Some(Resumed {
+            manifest: serde_json::from_str(&text).map_err(no_json)?,
+            from: args.resume.clone().unwrap_or_else(|| AUTO.to_owned()),
+            state,
+        }))
+    }
+
+    /// An error unless the training now is the one that was saved.
+    ///
+    /// # Errors
+    ///
+    /// Usage, naming what differs and the way out.
+    pub fn check(&self, facts: &BTreeMap<String, String>) -> Result<()> {
+        let (first, rest): (Vec<_>, Vec<_>) = facts.iter().partition(|(name, _)| *name == PROGRAM);
+        for (name, now) in first.into_iter().chain(rest) {
+            let saved = self.manifest.facts.get(name).map(String::as_str);
+            let saved = saved.or_else(|| before_it_was_saved(name));
+            if saved == Some(now) || saved.is_none() && is_unknown_without(name) {
+                continue;
+            }
+            let from = &self.from;
+            let Some(saved) = saved else {
+                let what = format!(
+                    "--resume {from} continues a training without {name}; this run has {now}"
+                );
+                return Err(Error::usage(what));
+            };
+            let what = format!(
+                "--resume {from} continues a training whose {name} is {saved}; this run has {now}"
+            );
+            let error = Error::usage(what);
+            return Err(match name.as_str() {
+                GLOBAL_BATCH => error.note("try", format!("--global-batch-size {saved}")),
+                _ => error,
+            });
+        }
+        Ok(())
+    }
+
+    /// Which of `settings` are others than those of the run that was saved, a line each: they
+    /// are allowed, but one who forgets a flag must hear of it. What the checkpoint does not
+    /// say is passed over.
+    pub fn changed(&self, settings: &BTreeMap<String, String>) -> Vec<String> {
+        let line = |(flag, now): (&String, &String)| {
+            let saved = self.manifest.facts.get(flag)?;
+            (saved != now).then(|| format!("{flag} {saved} -> {now}"))
+        };
+        settings.iter().filter_map(line).collect()
+    }
+
+    /// Tells them on rank 0.
+    pub fn announce_changes(&self, ctx: &RankContext, settings: &BTreeMap<String, String>) {
+        for line in self.changed(settings) {
+            ctx.note(&format!("changed since the checkpoint: {line}"));
+        }
+    }
+
+    /// An error unless its place lies in epochs of so many steps.
+    ///
+    /// # Errors
+    ///
+    /// Failed, naming both.
+    pub fn fits(&self, steps: usize) -> Result<()> {
+        let Place {
+            epoch,
+            step_in_epoch,
+            step,
+            ..
+        } = self.manifest.place;
+        // Another sampler's padding makes a step more or less at another world size.
+        let most = (u128::from(epoch) + 1) * (steps as u128 + 1);
+        if step_in_epoch < steps as u64 && u128::from(step) <= most {
+            return Ok(());
+        }
+        let what = format!(
+            "--resume {}: step {step_in_epoch} of epoch {epoch} cannot be the training's step {step} where an epoch has {steps} steps",
+            self.from
+        );
+        Err(Error::new(ErrorKind::Failed, what))
+    }
+
+    /// Sets aside what `folder` has of a branch that this run leaves: checkpoints of more
+    /// steps than the one it goes on from, all of them if that lies elsewhere. Nothing on
+    /// other ranks than 0.
+    ///
+    /// # Errors
+    ///
+    /// System, naming the file.
+    pub(super) fn set_aside(&self, ctx: &RankContext, folder: &Folder) -> Result<()> {
+        let Some(state) = &self.state else {
+            return Ok(());
+        };
+        let real = |path: &Path| std::fs::canonicalize(path).ok();
+        let from = real(state.path()).and_then(|path| path.parent().map(Path::to_owned));
+        let here = from.is_some() && from == real(folder.path());
+        let aside = folder.set_aside(here.then_some(self.manifest.place.step))?;
+        if let Some(newest) = aside.last() {
+            ctx.note(&format!(
+                "set aside {} of a branch that this run leaves; --resume {} would go on with it",
+                plural(aside.len(), "checkpoint"),
+                as_typed(newest)
+            ));
+        }
+        Ok(())
+    }
+
+    /// Where it goes on.
+    pub fn place(&self) -> Place {
+        self.manifest.place
+    }
+
+    /// What was measured before.
+    ///
+    /// # Errors
+    ///
+    /// Data, when the checkpoint is another program's.
+    pub fn history(&self) -> Result<History> {
+        History::deserialize(&self.manifest.progress).map_err(|e| {
+            Error::new(
+                ErrorKind::Failed,
+                format!(
+                    "--resume {}: the checkpoint does not say what was measured before it",
+                    self.from
+                ),
+            )
+            .caused_by(e)
+        })
+    }
+
+    /// Sets the parameters on rank 0, whose are everybody's afterwards.
+    ///
+    /// # Errors
+    ///
+    /// Data, when it is of another model.
+    pub fn params(&self, params: &mut Params) -> Result<()> {
+        match &self.state {
+            Some(state) => Ok(state.restore_params(params)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Sets the wrapper's state on all ranks. *Blocks* until all call it.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when gradients travelled otherwise; peers that are lost.
+    pub fn wrapper(&self, ctx: &RankContext, ddp: &mut DistributedDataParallel) -> Result<()> {
+        let history = self.history()?;
+        let mut hook = None;
+        if let Some(saved) = history.hook {
+            let mut tensors = Vec::new();
+            for (name, len) in saved.tensors {
+                let mut values = match &self.state {
+                    Some(state) => state.more(&name, len)?,
+                    None => vec![0.0; len],
+                };
+                ctx.group.broadcast(&mut values, 0)?;
+                tensors.push((name, values));
+            }
+            let steps = saved.steps;
+            hook = Some((saved.name, HookState { steps, tensors }));
+        }
+        ddp.restore_state(&DdpState {
+            skipped_steps: history.skipped_steps,
+            hook,
+        })?;
+        Ok(())
+    }
+
+    /// The optimizer's buffers by name, whole on all ranks. *Blocks* until all call it.
+    ///
+    /// # Errors
+    ///
+    /// Data, when it is of another model; peers that are lost.
+    fn buffers(&self, ctx: &RankContext, params: &Params) -> Result<Vec<Buffer>> {
+        let saved = match &self.state {
+            Some(state) => {
+                let _phase = ctx.phase("reading the checkpoint");
+                Some(state.optimizer_buffers(params)?)
+            }
+            None => None,
+        };
+        let mut saved = saved.into_iter().flatten().map(|(_, values)| values);
+        let mut buffers = Vec::new();
+        for name in &self.manifest.optimizer_buffers {
+            let nothing = || vec![0.0; params.flat().len()];
+            let mut values = saved.next().unwrap_or_else(nothing);
+            ctx.group.broadcast(&mut values, 0)?;
+            buffers.push((name.clone(), values));
+        }
+        Ok(buffers)
+    }
+
+    /// Gives the optimizer its state, on all ranks. *Blocks* until all call it.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when it is of another optimizer, telling of `settings` that have changed; peers that
+    /// are lost.
+    pub fn update(
+        &self,
+        ctx: &RankContext,
+        params: &Params,
+        update: &mut Update,
+        settings: &BTreeMap<String, String>,
+    ) -> Result<()> {
+        let buffers = self.buffers(ctx, params)?;
+        let views: Vec<(&str, &[f32])> = buffers.iter().map(|(n, v)| (&n[..], &v[..])).collect();
+        let (steps, updates) = (self.manifest.optimizer_steps, self.manifest.updates(params));
+        update.restore(steps, &updates, &views).map_err(|cause| {
+            let what = format!("--resume {}: it is of another optimizer", self.from);
+            let error = Error::usage(what).caused_by(cause);
+            let changed = self.changed(settings);
+            match changed.is_empty() {
+                true => error,
+                false => error.note("changed", changed.join("\n")),
+            }
+        })
+    }
+}
+
+/// An optimizer's buffer of this name.
+type Buffer = (String, Vec<f32>);
+
+/// The newest checkpoint of a run's folder, or of its folder of checkpoints, and where it was
+/// looked for; those that are damaged are told to `note`.
+///
+/// # Errors
+///
+/// Data, when there are only damaged ones; system.
+pub fn newest(path: &Path, note: impl Fn(&str)) -> Result<(Option<State>, PathBuf)> {
+    let inner = path.join(FOLDER);
+    let path = match inner.is_dir() {
+        true => inner,
+        false => path.to_owned(),
+    };
+    let (state, damaged) = Folder::new(&path, 1).newest()?;
+    for text in damaged {
+        note(&format!(
+            "warning: passed over a damaged checkpoint: {text}"
+        ));
+    }
+    Ok((state, path))
+}
+
+/// Reads the checkpoint that is wanted on rank 0. What an earlier attempt has saved comes before what was typed, which is
+/// where that one began.
+fn read_wanted(ctx: &RankContext, args: &SavingArgs, dir: &Path) -> Result<Option<State>> {
+    let restarts = args.attempt.restarts;
+    if restarts > 0 && matches!(args.found, Found::Attempt) {
+        if let Some(state) = read(ctx, AUTO, dir)? {
+            return Ok(Some(state));
+        }
+        ctx.note(&format!(
+            "warning: restart {restarts} finds no checkpoint in {}: the attempt before had saved none",
+            dir.join(FOLDER).display()
+        ));
+    }
+    match &args.resume {
+        Some(wanted) => read(ctx, wanted, dir),
+        None => Ok(None),
+    }
+}
+
+/// Reads the checkpoint on rank 0.
+fn read(ctx: &RankContext, wanted: &str, dir: &Path) -> Result<Option<State>> {
+    let path = if wanted == AUTO {
+        dir.join(FOLDER)
+    } else {
+        PathBuf::from(wanted)
+    };
+    if path.is_file() {
+        let weights = ["pt", "pth", "safetensors"];
+        let is_weights = |end: &OsStr| weights.iter().any(|w| end == *w);
+        if path.extension().is_some_and(is_weights) {
+            let what = format!("--resume {wanted}: weights alone are not a resumable checkpoint");
+            return Err(Error::usage(what)
+                .note("try", "the .json of a checkpoint, or the run's folder")
+                .note(
+                    "or",
+                    format!("--init {} starts a new training with them", as_typed(&path)),
+                ));
+        }
+        return Ok(Some(State::load(&path)?));
+    }
+    let found = newest(&path, |text| ctx.note(text));
+    let (state, path) = found.map_err(|error| match error.kind() {
+        // All are damaged or unreadable: what is to become of them a person must say.
+        ErrorKind::Failed => error
+            .into_usage()
+            .note(
+                "fix",
+                "make them readable, or name a whole one with --resume FILE.json",
+            )
+            .note(
+                "or",
+                "begin anew in another --output-dir, or here with --overwrite instead of --resume",
+            ),
+        _ => error,
+    })?;
+    if state.is_none() && wanted != AUTO {
+        return Err(Error::usage(format!(
+            "--resume {wanted}: there is no checkpoint in {}",
+            path.display()
+        )));
+    }
+    Ok(state)
+}

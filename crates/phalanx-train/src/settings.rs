@@ -1,0 +1,357 @@
+//! The training flags of every program.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use clap::builder::{PathBufValueParser, TypedValueParser as _};
+use phalanx_data::sampler::{Sampler, SamplerConfig, TorchBatches};
+use phalanx_ddp::{BucketCaps, Buffers, DdpOptions, Every, Exchange};
+
+use super::exchange::ExchangeArg;
+use super::gradient::{GradientArgs, GradientType};
+use super::precision::PrecisionArg;
+use super::saving::{self, SavingArgs};
+use super::split::{BatchSplit, Determinism, SplitArgs};
+use super::start::Start;
+use crate::error::{Error, Result, check_count};
+use crate::format::typed;
+
+/// Which samples a rank gets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum SamplerKind {
+    /// Each sample exactly once per epoch, for any number of ranks; no padding, no dropping
+    Exact,
+    /// Like PyTorch's DistributedSampler: repeats samples to pad
+    Torch,
+}
+
+/// The training flags of every program. Epochs, batch size and learning rate have [`Defaults`]
+/// of the program's own, which its help shows.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Settings {
+    /// Number of epochs
+    #[arg(long, value_name = "N")]
+    pub epochs: Option<usize>,
+    /// Samples per rank and step
+    #[arg(long, value_name = "N")]
+    pub batch_size: Option<usize>,
+    /// Samples per step over all ranks, instead of --batch-size per rank
+    #[arg(long, value_name = "N", conflicts_with = "batch_size")]
+    pub global_batch_size: Option<usize>,
+    /// Samples per rank and step in evaluation
+    #[arg(long, default_value_t = 500, value_name = "N")]
+    pub test_batch_size: usize,
+    /// Learning rate
+    #[arg(long, visible_alias = "learning-rate")]
+    pub lr: Option<f64>,
+    /// Seed for weights, shuffling, dropout, augmentation and synthetic data
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// Initial weights: `torch` for the bits PyTorch draws from this --seed, or a file (.pth, .safetensors, a checkpoint's .json) or a run's folder
+    #[arg(long, default_value = "torch", value_parser = PathBufValueParser::new().map(Start::from), value_name = "torch|FILE|DIR")]
+    pub init: Start,
+    /// How samples are divided among ranks
+    #[arg(long, value_enum, default_value_t = SamplerKind::Exact)]
+    pub sampler: SamplerKind,
+    /// Log the loss every N steps (and print it, if the recipe prints losses)
+    #[arg(long, default_value_t = 100, value_name = "N")]
+    pub log_interval: usize,
+    /// Size of a gradient bucket in MiB [default: 4 on one host, 8 across hosts; 1 for the first and last bucket]
+    #[arg(long, value_name = "MIB")]
+    pub bucket_cap_mb: Option<f64>,
+    /// Gradient synchronization: all-reduce, reduce-scatter, or inside the optimizer step; the results are bit-identical
+    #[arg(long, value_enum, default_value_t = ExchangeArg::Auto)]
+    pub exchange: ExchangeArg,
+    /// Data type of the inputs of convolutions and linear layers, and of stored activations; weights and sums are
+    /// always fp32
+    #[arg(long, value_enum, default_value_t = PrecisionArg::Fp32)]
+    pub precision: PrecisionArg,
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "a doc comment would be its help")]
+    pub gradients: GradientArgs,
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "a doc comment would be its help")]
+    pub split: SplitArgs,
+    /// Data loader threads per rank
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub workers: usize,
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "a doc comment would be its help")]
+    pub saving: SavingArgs,
+    /// Append the indices of each step's samples to FILE.<rank>.jsonl; a resumed run first removes the steps it will
+    /// repeat
+    #[arg(long, value_name = "FILE")]
+    pub log_samples: Option<PathBuf>,
+    /// Folder for metrics, summary and weights; with --resume PATH, the resumed run's folder [default: runs/PROGRAM-<date>-<time>]
+    #[arg(long, value_name = "DIR")]
+    pub output_dir: Option<PathBuf>,
+    /// Write a Chrome trace of the third step to FILE.<rank>.json, one file per rank
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
+    /// Profile operations and layers of steps 3 to 12: print a table and write a Chrome trace per rank to FILE.<rank>.json
+    #[arg(long, value_name = "FILE")]
+    pub profile: Option<PathBuf>,
+    /// What holds where nothing was typed.
+    #[arg(skip)]
+    pub defaults: Defaults,
+}
+
+/// A program's own values of settings that nobody typed. Its recipe may decide
+/// them, so that the parser cannot.
+#[derive(Debug, Clone, Copy)]
+pub struct Defaults {
+    /// `--epochs`.
+    pub epochs: usize,
+    /// `--batch-size`.
+    pub batch_size: usize,
+    /// `--lr`.
+    pub lr: f64,
+}
+
+impl Default for Defaults {
+    /// Those of `train mnist`.
+    fn default() -> Defaults {
+        Defaults {
+            epochs: 3,
+            batch_size: 64,
+            lr: 0.05,
+        }
+    }
+}
+
+/// A usage error unless `lr` is a number from 0 up.
+///
+/// # Errors
+///
+/// That one.
+pub fn check_lr(lr: f64) -> Result<()> {
+    if lr.is_finite() && lr >= 0.0 {
+        Ok(())
+    } else {
+        Err(Error::usage("--lr must be a number from 0 up"))
+    }
+}
+
+/// Samples of one step; a million images of 28 x 28 are 3 GB.
+const MAX_BATCH: usize = 1 << 20;
+
+impl Settings {
+    /// Number of epochs.
+    pub fn epochs(&self) -> usize {
+        self.epochs.unwrap_or(self.defaults.epochs)
+    }
+
+    /// Samples per rank and step, unless the global batch is given.
+    pub fn batch_size(&self) -> usize {
+        self.batch_size.unwrap_or(self.defaults.batch_size)
+    }
+
+    /// Learning rate.
+    pub fn lr(&self) -> f64 {
+        self.lr.unwrap_or(self.defaults.lr)
+    }
+
+    /// Checks what can be checked before any rank is started.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag.
+    pub fn validate(&self, world: usize) -> Result<()> {
+        // The largest are far above any use; beyond them memory or arithmetic
+        // would give out in less clear words.
+        let counts = [
+            ("--epochs", self.epochs(), usize::MAX),
+            ("--batch-size", self.batch_size(), MAX_BATCH),
+            ("--test-batch-size", self.test_batch_size, MAX_BATCH),
+            ("--log-interval", self.log_interval, usize::MAX),
+            ("--workers", self.workers, 64),
+            (
+                "--global-batch-size",
+                self.global_batch_size.unwrap_or(1),
+                MAX_BATCH,
+            ),
+        ];
+        for (flag, value, largest) in counts {
+            check_count(flag, value, largest)?;
+        }
+        self.gradients.validate()?;
+        self.exchange.validate(self)?;
+        self.saving.validate(self.output_dir.is_some())?;
+        // `auto` may find no checkpoint: a script that is started again says both.
+        if matches!(self.init, Start::File(_)) && self.saving.resumed_path().is_some() {
+            return Err(Error::usage(
+                "--resume goes on with the checkpoint's weights, so that --init would do nothing; leave one of them out",
+            ));
+        }
+        check_lr(self.lr())?;
+        if self
+            .bucket_cap_mb
+            .is_some_and(|cap| !(cap.is_finite() && cap > 0.0))
+        {
+            return Err(Error::usage("--bucket-cap-mb must be above 0"));
+        }
+        if let Some(global) = self.global_batch_size {
+            if global < world {
+                return Err(Error::usage(format!(
+                    "--global-batch-size {global} leaves some of the {world} ranks without a sample; use at least {world}"
+                )));
+            }
+            if self.sampler == SamplerKind::Torch && !global.is_multiple_of(world) {
+                return Err(Error::usage(format!(
+                    "--sampler torch gives every rank the same batch size, and --global-batch-size {global} is not \
+                     divisible by {world} ranks; use --sampler exact or another size"
+                )));
+            }
+        }
+        self.split.validate(
+            world,
+            self.global_batch_size,
+            self.global_batch(world),
+            self.sampler == SamplerKind::Torch,
+        )?;
+        if self.split.determinism() == Determinism::Shards
+            && self.gradients.gradient_type != GradientType::F32
+        {
+            return Err(Error::usage(
+                "--deterministic shards adds gradients as they are; leave out --gradient-type",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Samples of a step over all ranks.
+    pub fn global_batch(&self, world: usize) -> usize {
+        self.global_batch_size.unwrap_or(self.batch_size() * world)
+    }
+
+    /// This rank's parts of a training set of `samples`.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when batches cannot be cut so.
+    pub fn samplers(
+        &self,
+        split: &BatchSplit,
+        config: SamplerConfig,
+        drop_last: bool,
+    ) -> Result<Vec<Sampler>> {
+        let (world, global) = (config.world, self.global_batch(config.world));
+        split.samplers(config, |config| {
+            Ok(match self.sampler {
+                SamplerKind::Exact => Sampler::exact(config, global)?,
+                SamplerKind::Torch => Sampler::torch(
+                    config,
+                    TorchBatches {
+                        batch_size: global / world,
+                        drop_samples: false,
+                        drop_batch: drop_last,
+                    },
+                )?,
+            })
+        })
+    }
+
+    /// The wrapper's options. Running statistics become the mean of all ranks'
+    /// at the end of each epoch, before they are used.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when there can be no such number of shards.
+    pub fn ddp_options(
+        &self,
+        exchange: Exchange,
+        must_agree: Vec<String>,
+        frozen: Vec<String>,
+    ) -> Result<DdpOptions> {
+        Ok(DdpOptions {
+            caps: self
+                .bucket_cap_mb
+                .map(|mib| BucketCaps::uniform((mib * f64::from(1 << 20)) as usize)),
+            deterministic: self.split.deterministic()?,
+            buffers: Buffers::Mean(Every::Epoch),
+            exchange,
+            frozen,
+            must_agree,
+            ..DdpOptions::default()
+        })
+    }
+
+    /// What a resumed run must share with the one that was saved.
+    pub fn resumable(&self, program: &str, data: &str, world: usize) -> BTreeMap<String, String> {
+        let mut more = vec![
+            ("data", data.to_owned()),
+            ("--seed", self.seed.to_string()),
+            ("--sampler", typed(&self.sampler)),
+            (saving::GRADIENT_TYPE, typed(&self.gradients.gradient_type)),
+        ];
+        more.extend(self.gradients.facts());
+        if self.split.determinism() == Determinism::Shards {
+            more.push(("--shards", self.split.shards().to_string()));
+        }
+        saving::facts(program, &more, self.global_batch(world))
+    }
+
+    /// What must be the same on all ranks, a fact a line, so that a difference
+    /// names just the flag. A new flag is named here, whether or not it is compared: it must be where a rank
+    /// takes part in a collective only if the flag says so.
+    pub fn must_agree(&self) -> Vec<String> {
+        let Settings {
+            // In `shaping`.
+            epochs: _,
+            lr: _,
+            precision: _,
+            split: _,
+            batch_size: _,
+            global_batch_size,
+            test_batch_size,
+            seed,
+            sampler,
+            log_interval,
+            exchange,
+            gradients,
+            saving,
+            // The wrapper compares the plan of buckets.
+            bucket_cap_mb: _,
+            // What it comes to is compared: rank 0's weights.
+            defaults: _,
+            init: _,
+            // Of each rank or host.
+            workers: _,
+            log_samples: _,
+            output_dir: _,
+            trace: _,
+            profile: _,
+        } = self;
+        let batch = match global_batch_size {
+            Some(global) => format!("--global-batch-size {global}"),
+            None => format!("--batch-size {}", self.batch_size()),
+        };
+        let mut facts = vec![
+            batch,
+            format!("--seed {seed}"),
+            format!("--sampler {}", typed(sampler)),
+            format!("--test-batch-size {test_batch_size}"),
+            format!("--log-interval {log_interval}"),
+            format!("--gradient-type {}", typed(&gradients.gradient_type)),
+            format!("--exchange {}", typed(exchange)),
+            format!("--shards {}", self.split.shards()),
+        ];
+        let powersgd = gradients.facts().into_iter();
+        facts.extend(powersgd.map(|(flag, value)| format!("{flag} {value}")));
+        facts.extend(self.shaping());
+        facts.extend(saving.must_agree());
+        facts
+    }
+
+    /// What shapes the training besides what a resumed run must share with the one that
+    /// was saved: a flag and its value a line.
+    pub fn shaping(&self) -> Vec<String> {
+        vec![
+            format!("--epochs {}", self.epochs()),
+            format!("--lr {}", self.lr()),
+            format!("--precision {}", self.precision.title()),
+            format!("--accumulate {}", self.split.accumulate),
+            format!("--deterministic {}", typed(&self.split.determinism())),
+        ]
+    }
+}

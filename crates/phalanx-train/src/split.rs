@@ -1,0 +1,255 @@
+//! How each global batch is cut into the micro-batches of the ranks, the same
+//! way whether ranks share it, one rank takes several parts of it, or its
+//! parts are fixed logical shards.
+
+use std::ops::Range;
+
+use phalanx_data::sampler::{Cursor, EpochPlan, Sampler, SamplerConfig};
+use phalanx_ddp::{Deterministic, GlobalBatch, ShardTree};
+
+use crate::error::{Error, Result, check_count};
+
+/// How far the bits of a training are fixed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Determinism {
+    /// The same bits from run to run for one number of ranks, over any transport
+    Ranks,
+    /// The same bits for every number of ranks
+    Shards,
+    /// The same bits on all ranks only; between hosts, gradients are added in the fastest order
+    Off,
+}
+
+/// Arguments that say how a step is cut.
+#[derive(Debug, Clone, clap::Args)]
+pub struct SplitArgs {
+    /// Split each rank's batch into N micro-batches and accumulate their gradients: less memory, the same mean gradient
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub accumulate: usize,
+    /// How far results are reproducible; `shards` needs a --global-batch-size [default: ranks; off with --algorithm
+    /// fastest]
+    #[arg(long, value_enum)]
+    pub deterministic: Option<Determinism>,
+    /// Number of shards of a global batch for --deterministic shards, at least one per rank [default: 8]
+    #[arg(long, value_name = "N")]
+    pub shards: Option<usize>,
+}
+
+/// Fixed parts of a global batch where nobody said how many.
+const SHARDS: usize = 8;
+
+/// Micro-batches beyond this are surely a slip of the hand.
+const MAX_ACCUMULATE: usize = 4096;
+
+impl SplitArgs {
+    /// How far bits are fixed.
+    pub fn determinism(&self) -> Determinism {
+        self.deterministic.unwrap_or(Determinism::Ranks)
+    }
+
+    /// Fixed parts of a global batch.
+    pub fn shards(&self) -> usize {
+        self.shards.unwrap_or(SHARDS)
+    }
+
+    /// Heeds that gradients may be added in any order (`--algorithm fastest`): it follows from the
+    /// measured wire, so that bits are not fixed from run to run.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when just that was asked for.
+    pub fn allow_any_order(&mut self) -> Result<()> {
+        if self.deterministic == Some(Determinism::Ranks) {
+            return Err(Error::usage(
+                "--algorithm fastest adds in whatever order was measured to be fastest, and --deterministic ranks promises \
+                 the same bits in every run; leave one of them out",
+            ));
+        }
+        // Shards are folded in their tree, whatever the algorithm.
+        self.deterministic.get_or_insert(Determinism::Off);
+        Ok(())
+    }
+
+    /// Checks what can be checked before any rank is started; `typed_global` is the user's own
+    /// global batch, `global_batch` what it is in any case.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag.
+    pub fn validate(
+        &self,
+        world: usize,
+        typed_global: Option<usize>,
+        global_batch: usize,
+        padded: bool,
+    ) -> Result<()> {
+        check_count("--accumulate", self.accumulate, MAX_ACCUMULATE)?;
+        check_count("--shards", self.shards(), ShardTree::MAX_SHARDS)?;
+        let in_shards = self.determinism() == Determinism::Shards;
+        if padded && (self.accumulate > 1 || in_shards) {
+            return Err(Error::usage(
+                "--sampler torch goes with neither --accumulate nor --deterministic shards; use --sampler exact",
+            ));
+        }
+        if !in_shards {
+            if self.shards.is_some() {
+                return Err(Error::usage(
+                    "--shards is for --deterministic shards; add that, or leave it out",
+                ));
+            }
+            let each = (global_batch / world.max(1)).max(1);
+            if self.accumulate > each {
+                return Err(Error::usage(format!(
+                    "--accumulate {} leaves some micro-batches without a sample, since a rank has {each} a step; use at \
+                     most {each}, or a larger batch",
+                    self.accumulate
+                )));
+            }
+            return Ok(());
+        }
+        if self.accumulate > 1 {
+            return Err(Error::usage(
+                "--deterministic shards cuts every step into its shards already; leave out --accumulate, or raise \
+                 --shards for smaller ones",
+            ));
+        }
+        let Some(global_batch) = typed_global else {
+            return Err(Error::usage(
+                "--deterministic shards needs a --global-batch-size, since --batch-size grows with the number of ranks",
+            ));
+        };
+        let shards = self.shards();
+        if world > shards {
+            return Err(Error::usage(format!(
+                "{world} ranks cannot share {shards} shards; use --shards {} or more, for all runs that are to be equal",
+                world.next_power_of_two()
+            )));
+        }
+        if global_batch < shards {
+            return Err(Error::usage(format!(
+                "--global-batch-size {global_batch} leaves some of the {shards} shards without a sample; use at least \
+                 {shards}"
+            )));
+        }
+        Ok(())
+    }
+
+    /// The wrapper's option.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when there can be no such number of shards.
+    pub fn deterministic(&self) -> Result<Deterministic> {
+        Ok(match self.determinism() {
+            Determinism::Ranks => Deterministic::Ranks,
+            Determinism::Off => Deterministic::Off,
+            Determinism::Shards => Deterministic::Shards(ShardTree::new(self.shards())?),
+        })
+    }
+}
+
+/// The parts of every global batch, and which of them are this rank's. Part
+/// `p` of `n` has samples `p, p + n, p + 2n, …`.
+#[derive(Debug, Clone)]
+pub struct BatchSplit {
+    parts: usize,
+    mine: Range<usize>,
+    world: usize,
+    /// Where parts are folded as shards.
+    tree: Option<ShardTree>,
+}
+
+impl BatchSplit {
+    /// How `args` cut batches for `rank` of `world`.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when there can be no such number of shards.
+    pub fn new(args: &SplitArgs, world: usize, rank: usize) -> Result<BatchSplit> {
+        Ok(match args.deterministic()? {
+            Deterministic::Shards(tree) => BatchSplit {
+                parts: tree.shards(),
+                mine: tree.range(world, rank),
+                world,
+                tree: Some(tree),
+            },
+            Deterministic::Ranks | Deterministic::Off => BatchSplit {
+                parts: world * args.accumulate,
+                mine: rank * args.accumulate..(rank + 1) * args.accumulate,
+                world,
+                tree: None,
+            },
+        })
+    }
+
+    /// The tree over shards, if results must not depend on the ranks.
+    pub fn tree(&self) -> Option<ShardTree> {
+        self.tree
+    }
+
+    /// Number of parts of a global batch over all ranks.
+    pub fn parts(&self) -> usize {
+        self.parts
+    }
+
+    /// This rank's parts.
+    pub fn mine(&self) -> Range<usize> {
+        self.mine.clone()
+    }
+
+    /// One sampler a part, made by `make`.
+    ///
+    /// # Errors
+    ///
+    /// Those of `make`.
+    pub fn samplers(
+        &self,
+        config: SamplerConfig,
+        make: impl Fn(SamplerConfig) -> Result<Sampler>,
+    ) -> Result<Vec<Sampler>> {
+        let part = |rank| {
+            make(SamplerConfig {
+                world: self.parts,
+                rank,
+                ..config
+            })
+        };
+        self.mine().map(part).collect()
+    }
+
+    /// Epoch `epoch` of this rank: its micro-batches of each step in turn.
+    pub fn epoch(&self, samplers: &[Sampler], epoch: u64) -> EpochPlan {
+        let plans: Vec<EpochPlan> = samplers.iter().map(|s| s.epoch(epoch)).collect();
+        EpochPlan::interleave(&plans)
+    }
+
+    /// What `cursor` leaves of its epoch, in the same way.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when no step of this cut begins there.
+    pub fn rest(&self, samplers: &[Sampler], cursor: Cursor) -> Result<EpochPlan> {
+        let plans: phalanx_data::Result<Vec<EpochPlan>> =
+            samplers.iter().map(|s| s.resume(cursor)).collect();
+        Ok(EpochPlan::interleave(&plans?))
+    }
+
+    /// Sizes of this rank's micro-batches in step `index` of `plan`, and those
+    /// of the step over all ranks. Empty ones come last, and on all ranks the
+    /// later parts are the shorter.
+    pub fn sizes(&self, plan: &EpochPlan, index: usize) -> (Vec<usize>, GlobalBatch) {
+        let parts = plan.parts();
+        let slices = (0..parts).filter_map(|p| plan.slice(index * parts + p));
+        let (sizes, lens): (Vec<usize>, Vec<usize>) =
+            slices.map(|(indices, len)| (indices.len(), len)).unzip();
+        let samples = lens.first().copied().unwrap_or(0);
+        let micro_batches = samples.min(self.parts);
+        let per_rank = (self.parts / self.world).max(1);
+        let global = GlobalBatch {
+            samples,
+            micro_batches,
+            active_ranks: micro_batches.div_ceil(per_rank).min(self.world),
+        };
+        (sizes, global)
+    }
+}

@@ -1,0 +1,69 @@
+//! Where a training's weights start.
+
+use std::path::PathBuf;
+
+use phalanx_data::checkpoint;
+use phalanx_nn::Params;
+
+use super::weights::file_of;
+use crate::error::Result;
+use phalanx_process::RankContext;
+
+/// `--init`: what weights are before the first step.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Start {
+    /// What PyTorch draws after `torch.manual_seed(seed)` when it builds the
+    /// same network: the same bits.
+    Torch,
+    /// Those of a file.
+    File(PathBuf),
+}
+
+impl From<PathBuf> for Start {
+    fn from(typed: PathBuf) -> Start {
+        if typed.as_os_str() == "torch" {
+            Start::Torch
+        } else {
+            Start::File(typed)
+        }
+    }
+}
+
+impl Start {
+    /// Fills freshly built `params` of rank 0; the wrapper gives them to the
+    /// other ranks, so that only rank 0's host needs the file.
+    ///
+    /// # Errors
+    ///
+    /// Usage or data, naming the file and the first tensors that do not fit.
+    pub fn fill(&self, ctx: &RankContext, params: &mut Params) -> Result<()> {
+        let Start::File(path) = self else {
+            return Ok(());
+        };
+        if ctx.is_main() {
+            let loaded = checkpoint::load_params(&file_of(path)?, params)?;
+            for warning in loaded.warnings {
+                ctx.note(&format!("warning: {warning}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Says that a run that goes on from a checkpoint has its weights from there.
+    pub fn announce_unused(&self, ctx: &RankContext) {
+        if let Start::File(path) = self {
+            ctx.note(&format!(
+                "weights  as the checkpoint has them; --init {} was for the run's start",
+                path.display()
+            ));
+        }
+    }
+
+    /// For the person at the terminal.
+    pub fn describe(&self, seed: u64) -> String {
+        match self {
+            Start::Torch => format!("as PyTorch draws them with seed {seed}"),
+            Start::File(path) => format!("from {}", path.display()),
+        }
+    }
+}

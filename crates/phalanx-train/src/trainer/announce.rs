@@ -1,0 +1,117 @@
+//! What is said before the first step.
+
+use phalanx_ddp::{DistributedDataParallel, Exchange};
+use phalanx_nn::Params;
+
+use crate::format::{bytes, plural, thousands, typed};
+use crate::output::Output;
+use crate::saving::Resumed;
+use crate::settings::Settings;
+use crate::split::Determinism;
+use phalanx_process::RankContext;
+
+/// What is announced besides the settings.
+pub(super) struct About<'a> {
+    pub(super) program: &'a str,
+    /// What the model is called.
+    pub(super) title: &'a str,
+    pub(super) data: &'a str,
+    /// SHA-256 of the weights before the first step.
+    pub(super) initial: Option<&'a str>,
+    pub(super) steps: usize,
+    pub(super) optimizer: &'a str,
+}
+
+/// Who trains, on what, which model, and how.
+pub(super) fn announce(
+    ctx: &RankContext,
+    settings: &Settings,
+    about: &About<'_>,
+    params: &Params,
+    ddp: &DistributedDataParallel,
+    output: &Output,
+) {
+    let global_batch = settings.global_batch(ctx.world());
+    let count: usize = params.infos().iter().map(|i| i.len).sum();
+    let buckets = ddp.plan().buckets().len();
+    let sizes: Vec<String> = (0..buckets)
+        .map(|b| bytes(ddp.plan().bucket_bytes(b)))
+        .collect();
+    let buckets = match settings.split.determinism() {
+        _ if ddp.exchange() == Exchange::AtStep => {
+            format!("{} averaged in the optimizer's step", sizes.join(" and "))
+        }
+        Determinism::Ranks | Determinism::Off => {
+            format!("{} ({})", plural(buckets, "bucket"), sizes.join(", "))
+        }
+        Determinism::Shards => format!("added over {} shards", settings.split.shards()),
+    };
+    let mut cut = if global_batch.is_multiple_of(ctx.world()) {
+        format!(
+            "{global_batch} = {} x {}",
+            ctx.world(),
+            global_batch / ctx.world()
+        )
+    } else {
+        format!("{global_batch} over {} ranks", ctx.world())
+    };
+    if settings.split.accumulate > 1 {
+        cut.push_str(&format!(" in {} micro-batches", settings.split.accumulate));
+    }
+    ctx.note(&format!(
+        "phalanx {}  {}  {}",
+        env!("CARGO_PKG_VERSION"),
+        about.program,
+        ctx.describe()
+    ));
+    ctx.note(&format!("data     {}", about.data));
+    ctx.note(&format!(
+        "model    {}, {}, {} parameters in {} tensors, {buckets}",
+        about.title,
+        settings.precision.describe(),
+        thousands(count),
+        params.infos().len(),
+    ));
+    if let Some(initial) = about.initial {
+        let from = settings.init.describe(settings.seed);
+        ctx.note(&format!("weights  {from} ({initial:.12}…)"));
+    }
+    ctx.note(&format!(
+        "training {} of {}, global batch {cut}, {}",
+        plural(settings.epochs(), "epoch"),
+        plural(about.steps, "step"),
+        about.optimizer,
+    ));
+    let bits = match settings.split.determinism() {
+        Determinism::Ranks => None,
+        other => Some(format!("deterministic {}", typed(&other))),
+    };
+    let unusual: Vec<String> = settings
+        .gradients
+        .describe()
+        .into_iter()
+        .chain(bits)
+        .collect();
+    if !unusual.is_empty() {
+        ctx.note(&format!("exchange {}", unusual.join(", ")));
+    }
+    ctx.note(&format!("output   {}", output.dir().display()));
+}
+
+/// Where a resumed training continues.
+pub(super) fn announce_resumed(ctx: &RankContext, resumed: &Resumed, steps: usize, epochs: usize) {
+    let place = resumed.place();
+    let (taken, all) = (thousands(place.step as usize), steps * epochs);
+    let next = match place.epoch as usize >= epochs {
+        true => "no epoch is left; --epochs N for more".to_owned(),
+        false => format!(
+            "epoch {}, step {}",
+            place.epoch + 1,
+            place.step_in_epoch + 1
+        ),
+    };
+    ctx.note(&format!(
+        "resumed  after {taken} of {}: {next}",
+        plural(all, "step")
+    ));
+}

@@ -1,0 +1,270 @@
+//! The batches of an epoch, as the training loop gets them.
+
+use std::cell::{Cell, RefCell};
+use std::ops::Deref;
+use std::rc::Rc;
+use std::time::Duration;
+
+use phalanx_data::loader::{LoadedBatch, Loader};
+use phalanx_data::sampler::{Cursor, EpochPlan};
+use phalanx_data::{Dataset, ImageBatch};
+use phalanx_ddp::GlobalBatch;
+use phalanx_nn::{Step, Tensor};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::split::BatchSplit;
+use phalanx_process::RankContext;
+
+/// Which step it is, and what there is to do in it.
+#[derive(Debug, Clone)]
+pub(super) struct StepContext {
+    /// From 1.
+    pub(super) epoch: usize,
+    /// In the epoch, from 0.
+    pub(super) index: usize,
+    /// Of this rank's micro-batches, the empty ones last.
+    pub(super) sizes: Vec<usize>,
+    /// Over all ranks.
+    pub(super) global: GlobalBatch,
+    /// Where the data continue after it.
+    pub(super) cursor: Cursor,
+}
+
+impl StepContext {
+    /// For messages.
+    pub(super) fn name(&self) -> String {
+        format!("epoch {}, step {}", self.epoch, self.index + 1)
+    }
+}
+
+/// What the batches of an epoch are read from.
+struct Source<D: Dataset + ?Sized> {
+    loader: Loader<D>,
+    /// Micro-batches that were taken in this epoch.
+    taken: usize,
+    waited: Rc<Cell<Duration>>,
+}
+
+impl<D: Dataset + ?Sized> Source<D> {
+    fn next(&mut self) -> Result<Option<LoadedBatch<D>>> {
+        let before = self.loader.waited();
+        let batch = self.loader.next_batch();
+        let waited = self.loader.waited() - before;
+        self.waited.set(self.waited.get() + waited);
+        self.taken += 1;
+        Ok(batch?)
+    }
+}
+
+/// The steps of one epoch, or of the rest of it where a training was resumed. Made by
+/// [`Trainer::batches`](crate::Trainer::batches).
+pub struct Batches<'j, D: Dataset + ?Sized> {
+    ctx: &'j RankContext,
+    source: Rc<RefCell<Source<D>>>,
+    split: BatchSplit,
+    plan: EpochPlan,
+    epoch: usize,
+    /// The step of the epoch with which `plan` begins.
+    first: usize,
+    index: usize,
+    steps: usize,
+}
+
+impl<'j, D: Dataset + ?Sized> Batches<'j, D> {
+    pub(super) fn new(
+        ctx: &'j RankContext,
+        mut loader: Loader<D>,
+        split: BatchSplit,
+        plan: EpochPlan,
+        [epoch, first, steps]: [usize; 3],
+        waited: Rc<Cell<Duration>>,
+    ) -> Self {
+        loader.start(plan.clone());
+        let source = Source {
+            loader,
+            taken: 0,
+            waited,
+        };
+        Batches {
+            ctx,
+            source: Rc::new(RefCell::new(source)),
+            split,
+            plan,
+            epoch,
+            first,
+            index: first,
+            steps,
+        }
+    }
+}
+
+impl<'j, D: Dataset + ?Sized> Iterator for Batches<'j, D> {
+    type Item = StepBatch<'j, D>;
+
+    fn next(&mut self) -> Option<StepBatch<'j, D>> {
+        if self.index == self.steps {
+            return None;
+        }
+        let (in_plan, parts) = (self.index - self.first, self.plan.parts());
+        let (sizes, global) = self.split.sizes(&self.plan, in_plan);
+        let context = StepContext {
+            epoch: self.epoch,
+            index: self.index,
+            sizes,
+            global,
+            cursor: self.plan.cursor_after((in_plan + 1) * parts),
+        };
+        self.index += 1;
+        Some(StepBatch {
+            ctx: self.ctx,
+            source: Rc::clone(&self.source),
+            first: in_plan * parts,
+            context,
+        })
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        (self.steps - self.index, Some(self.steps - self.index))
+    }
+}
+
+impl<D: Dataset + ?Sized> ExactSizeIterator for Batches<'_, D> {}
+
+/// The samples of one step on this rank: one micro-batch or several, which
+/// [`Trainer::step`](crate::Trainer::step) reads.
+pub struct StepBatch<'j, D: Dataset + ?Sized> {
+    ctx: &'j RankContext,
+    source: Rc<RefCell<Source<D>>>,
+    /// The place of its first micro-batch in the plan.
+    first: usize,
+    pub(super) context: StepContext,
+}
+
+impl<D: Dataset + ?Sized> StepBatch<'_, D> {
+    /// The epoch, from 1.
+    pub fn epoch(&self) -> usize {
+        self.context.epoch
+    }
+
+    /// The step in the epoch, from 0.
+    pub fn index(&self) -> usize {
+        self.context.index
+    }
+
+    /// Samples on this rank.
+    pub fn len(&self) -> usize {
+        self.context.sizes.iter().sum()
+    }
+
+    /// Whether this rank has no sample in this step, as in the last one of an epoch.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Samples over all ranks.
+    pub fn global_len(&self) -> usize {
+        self.context.global.samples
+    }
+
+    /// Goes to its first micro-batch, past those of steps that were not taken.
+    pub(super) fn seek(&self) -> Result<()> {
+        let mut source = self.source.borrow_mut();
+        while source.taken < self.first {
+            let _ = source.next()?;
+        }
+        match source.taken == self.first {
+            true => Ok(()),
+            false => Err(Error::new(
+                ErrorKind::Usage,
+                format!(
+                    "{} was taken before; each batch is for one step",
+                    self.context.name()
+                ),
+            )),
+        }
+    }
+
+    /// The next micro-batch. *Blocks* until it is read.
+    pub(super) fn next(&self) -> Result<Option<LoadedBatch<D>>> {
+        let _phase = self.ctx.phase("loading data");
+        self.source.borrow_mut().next()
+    }
+}
+
+/// Samples that a model is given together. It dereferences to the data set's own batch type.
+pub struct MicroBatch<'s, B> {
+    step: &'s Step<'s>,
+    data: &'s B,
+    indices: &'s [u64],
+}
+
+impl<B> Clone for MicroBatch<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B> Copy for MicroBatch<'_, B> {}
+
+impl<'s, B> MicroBatch<'s, B> {
+    pub(super) fn new(step: &'s Step<'s>, data: &'s B, indices: &'s [u64]) -> Self {
+        MicroBatch {
+            step,
+            data,
+            indices,
+        }
+    }
+
+    /// Number of samples.
+    pub fn samples(&self) -> usize {
+        self.indices.len()
+    }
+
+    /// The samples' numbers in the data set.
+    pub fn indices(&self) -> &'s [u64] {
+        self.indices
+    }
+
+    /// The data, for as long as the step lasts.
+    pub fn data(&self) -> &'s B {
+        self.data
+    }
+
+    /// The engine's step, in which all tensors live.
+    pub fn step(&self) -> &'s Step<'s> {
+        self.step
+    }
+
+    /// `values` as a tensor of `shape` that needs no gradient.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, when there are not as many values as the shape has.
+    pub fn input(&self, values: &[f32], shape: &[usize]) -> phalanx_nn::Result<Tensor<'s>> {
+        self.step.input(values, shape)
+    }
+}
+
+impl<'s> MicroBatch<'s, ImageBatch> {
+    /// The images as a tensor: number, height, width, channels.
+    ///
+    /// # Errors
+    ///
+    /// None for batches of the loader.
+    pub fn images(&self) -> phalanx_nn::Result<Tensor<'s>> {
+        self.input(&self.data.images, &self.data.shape())
+    }
+
+    /// One label an image.
+    pub fn labels(&self) -> &'s [u32] {
+        &self.data.labels
+    }
+}
+
+impl<B> Deref for MicroBatch<'_, B> {
+    type Target = B;
+
+    fn deref(&self) -> &B {
+        self.data
+    }
+}

@@ -1,0 +1,382 @@
+//! Builds a training: model, wrapper, optimizer, reports; new or from a checkpoint.
+
+use std::cell::Cell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use phalanx_data::Dataset;
+use phalanx_data::checkpoint;
+use phalanx_data::digest::MetricsDigest;
+use phalanx_data::progress::Progress;
+use phalanx_data::sampler::SamplerConfig;
+use phalanx_ddp::DistributedDataParallel;
+use phalanx_nn::optim::Optimizer;
+use phalanx_nn::optim::schedule::Schedule;
+use phalanx_nn::{Params, Scope, Seed, Tape, Threads};
+use phalanx_process::unlike;
+
+use super::announce::{About, announce, announce_resumed};
+use super::evaluate::Evaluation;
+use super::{Reports, Results, Trainer};
+use crate::error::{Error, Result};
+use crate::format::thousands;
+use crate::output::{Files, Output};
+use crate::profile::Profiler;
+use crate::reporter::{EpochLines, Reporter};
+use crate::run_dir::default_output_dir;
+use crate::sample_log::SampleLog;
+use crate::saving::{self, Resumed, Saving};
+use crate::settings::Settings;
+use crate::split::BatchSplit;
+use crate::timing::Timing;
+use crate::trace::Trace;
+use crate::update::Update;
+use phalanx_process::RankContext;
+
+type Init<'j> = Box<dyn FnOnce(&mut Params) -> Result<()> + 'j>;
+type MakeOptimizer<'j> = Box<dyn FnOnce(&Params, f64) -> Box<dyn Optimizer> + 'j>;
+type MakeSchedule<'j> = Box<dyn FnOnce(f64, u64) -> Result<Option<Schedule>> + 'j>;
+
+/// What a [`Trainer`] is made of; [`start`](Self::start) makes it.
+#[must_use = "nothing is trained before start"]
+pub struct TrainerBuilder<'j, M> {
+    ctx: &'j RankContext,
+    settings: &'j Settings,
+    program: String,
+    title: String,
+    samples: usize,
+    data: String,
+    content: String,
+    model: Box<dyn FnOnce(&mut Scope) -> M + 'j>,
+    init: Option<Init<'j>>,
+    frozen: Vec<String>,
+    lr: f64,
+    optimizer: MakeOptimizer<'j>,
+    optimizer_title: String,
+    schedule: Option<MakeSchedule<'j>>,
+    clip: Option<f64>,
+    drop_last: bool,
+    unit: &'static str,
+    shaping: Vec<String>,
+    must_agree: Vec<String>,
+    files: Files,
+    reporter: Box<dyn Reporter>,
+}
+
+impl<'j, M> TrainerBuilder<'j, M> {
+    /// A training of the model that `model` registers, on `train`, with the optimizer that
+    /// `optimizer` makes for a learning rate.
+    pub fn new<D: Dataset + ?Sized, O: Optimizer + 'static>(
+        ctx: &'j RankContext,
+        settings: &'j Settings,
+        program: &str,
+        train: &Arc<D>,
+        model: impl FnOnce(&mut Scope) -> M + 'j,
+        optimizer: impl FnOnce(&Params, f64) -> O + 'j,
+    ) -> Self {
+        let name = std::any::type_name::<O>()
+            .split('<')
+            .next()
+            .unwrap_or_default();
+        let name = name.rsplit("::").next().unwrap_or_default();
+        TrainerBuilder {
+            ctx,
+            settings,
+            program: program.to_owned(),
+            title: program.to_owned(),
+            samples: train.len(),
+            data: format!("{}, {} samples", train.describe(), thousands(train.len())),
+            content: train.content(),
+            model: Box::new(model),
+            init: None,
+            frozen: Vec::new(),
+            lr: settings.lr(),
+            optimizer: Box::new(|params, lr| Box::new(optimizer(params, lr))),
+            optimizer_title: format!("{name} lr {}", settings.lr()),
+            schedule: None,
+            clip: None,
+            drop_last: false,
+            unit: "samples",
+            shaping: Vec::new(),
+            must_agree: Vec::new(),
+            files: Files {
+                model: program.to_owned(),
+                weights: Some(format!("{program}.safetensors")),
+                ..Files::default()
+            },
+            reporter: Box::new(EpochLines),
+        }
+    }
+
+    /// What the model is called in the first lines of the output.
+    pub fn title(mut self, title: &str) -> Self {
+        self.title = title.to_owned();
+        self
+    }
+
+    /// What the data set is called in the first lines of the output, and `content`, which tells it
+    /// apart from other data ([`Dataset::content`]).
+    pub fn data(mut self, description: &str, content: &str) -> Self {
+        (self.data, self.content) = (description.to_owned(), content.to_owned());
+        self
+    }
+
+    /// Changes the freshly drawn parameters before the training starts. Rank 0's are then sent to
+    /// all ranks. Not called when a training is resumed.
+    pub fn init(mut self, init: impl FnOnce(&mut Params) -> Result<()> + 'j) -> Self {
+        self.init = Some(Box::new(init));
+        self
+    }
+
+    /// Parameters that are not trained, by name.
+    pub fn frozen(mut self, names: Vec<String>) -> Self {
+        self.frozen = names;
+        self
+    }
+
+    /// The learning rate that the optimizer and the schedule are made for, where it follows from
+    /// more than `--lr`.
+    pub fn lr(mut self, lr: f64) -> Self {
+        self.lr = lr;
+        self
+    }
+
+    /// The optimizer in words, for the first lines of the output.
+    pub fn optimizer_title(mut self, title: &str) -> Self {
+        self.optimizer_title = title.to_owned();
+        self
+    }
+
+    /// The learning rate of each step: `schedule` gets the learning rate and the number of steps
+    /// of the whole training.
+    pub fn schedule(
+        self,
+        schedule: impl FnOnce(f64, u64) -> phalanx_nn::Result<Schedule> + 'j,
+    ) -> Self {
+        self.try_schedule(|lr, steps| Ok(Some(schedule(lr, steps)?)))
+    }
+
+    /// As [`schedule`](Self::schedule), of one that may be absent; errors are the program's.
+    pub fn try_schedule(
+        mut self,
+        schedule: impl FnOnce(f64, u64) -> Result<Option<Schedule>> + 'j,
+    ) -> Self {
+        self.schedule = Some(Box::new(schedule));
+        self
+    }
+
+    /// Scales gradients whose norm, over all parameters, is above `limit` down to it, as
+    /// PyTorch's `clip_grad_norm_` does.
+    pub fn clip_grad_norm(mut self, limit: f64) -> Self {
+        self.clip = Some(limit);
+        self.shaping.push(format!("clip_grad_norm {limit}"));
+        self
+    }
+
+    /// Whether `--sampler torch` drops a last batch that is short.
+    pub fn drop_last(mut self, drop_last: bool) -> Self {
+        self.drop_last = drop_last;
+        self
+    }
+
+    /// What samples are called in the output: `images`.
+    pub fn unit(mut self, unit: &'static str) -> Self {
+        self.unit = unit;
+        self
+    }
+
+    /// Settings of the program's own that shape the training, one a line, its name first:
+    /// `--momentum 0.9`. They must be the same on all ranks, and a resumed run says which have
+    /// changed.
+    pub fn shaped_by(mut self, settings: Vec<String>) -> Self {
+        self.shaping.extend(settings);
+        self
+    }
+
+    /// Further settings that must be the same on all ranks.
+    pub fn must_agree(mut self, settings: Vec<String>) -> Self {
+        self.must_agree.extend(settings);
+        self
+    }
+
+    /// The files that are written besides metrics, summary and checkpoints.
+    pub fn files(mut self, files: Files) -> Self {
+        self.files = files;
+        self
+    }
+
+    /// What the program prints on standard output.
+    pub fn reporter(mut self, reporter: Box<dyn Reporter>) -> Self {
+        self.reporter = reporter;
+        self
+    }
+
+    /// Builds the training, new or from the checkpoint that `--resume` names, and announces it
+    /// on standard error. Rank 0's parameters are sent to all ranks.
+    ///
+    /// *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Usage, naming the flag, folder or file; settings, data or models that differ between
+    /// ranks; peers that are lost.
+    pub fn start(self) -> Result<Trainer<'j, M>> {
+        let (ctx, settings) = (self.ctx, self.settings);
+        let world = ctx.world();
+        settings.validate(world)?;
+        let starting = ctx.phase("starting");
+        let dir = settings.output_dir.clone();
+        let dir = dir.unwrap_or_else(|| default_output_dir(&self.program));
+        let dir = ctx.folder_of_rank_0(dir)?;
+        let resumed = Resumed::find(ctx, &settings.saving, &dir)?;
+        let resumable = settings.resumable(&self.program, &self.content, world);
+        let shaping = saving::settings(&[settings.shaping(), self.shaping.clone()].concat());
+
+        let mut scope = Scope::new(Seed(settings.seed));
+        let model = (self.model)(&mut scope);
+        let mut params = scope.build()?;
+        if let Some(resumed) = &resumed {
+            resumed.check(&resumable)?;
+            resumed.params(&mut params)?;
+        } else {
+            if let Some(init) = self.init {
+                init(&mut params)?;
+            }
+            settings.init.fill(ctx, &mut params)?;
+        }
+        let mut facts = vec![format!("train {}", self.program)];
+        facts.extend(settings.must_agree());
+        facts.extend(self.must_agree);
+        facts.extend(self.shaping);
+        facts.push(format!("data {}", self.content));
+        let exchange = settings.exchange.choose_for(ctx, settings)?; // DDP
+        let options = settings.ddp_options(exchange, facts, self.frozen)?;
+        let ddp = DistributedDataParallel::new(ctx.group.clone(), &mut params, options); // DDP
+        let mut ddp = ddp.map_err(unlike)?;
+        if let Some(hook) = settings.gradients.hook(settings.seed)? {
+            ddp.set_hook(Some(hook))?; // DDP
+        }
+        let mut tape = Tape::new(Threads(ctx.threads));
+        tape.set_precision(settings.precision.into());
+        let mut update = Update::new(&ddp, &params, |params| {
+            let mut optimizer = (self.optimizer)(params, self.lr);
+            optimizer.set_workers(tape.workers());
+            optimizer
+        })?; // DDP
+        if let Some(resumed) = &resumed {
+            resumed.wrapper(ctx, &mut ddp)?; // DDP
+            resumed.update(ctx, &params, &mut update, &shaping)?; // DDP
+        }
+
+        let split = BatchSplit::new(&settings.split, world, ctx.rank())?;
+        let config = SamplerConfig {
+            samples: self.samples,
+            world,
+            rank: ctx.rank(),
+            shuffle: true,
+            seed: settings.seed,
+        };
+        let samplers = settings.samplers(&split, config, self.drop_last)?;
+        let steps = split.epoch(&samplers, 0).len() / split.mine().len();
+        if steps == 0 {
+            return Err(Error::usage("the training set has no samples"));
+        }
+        if let Some(resumed) = &resumed {
+            resumed.fits(steps)?;
+        }
+        let all = (steps * settings.epochs()) as u64;
+        let schedule = self.schedule.map(|make| make(self.lr, all)).transpose()?;
+        let mut schedule = schedule.flatten();
+        let metadata = self.files.metadata();
+        let output = Output::open(ctx, dir, self.files, &settings.saving)?;
+        let saving = Saving::open(
+            ctx,
+            &settings.saving,
+            resumable.into_iter().chain(shaping.clone()).collect(),
+            output.checkpoints(saving::FOLDER, settings.saving.keep()),
+            resumed.as_ref(),
+        )?
+        .with_metadata(metadata);
+        output.begin(&settings.saving)?;
+        let weights = checkpoint::weights_sha256(&params);
+        let initial = (ctx.is_main() && resumed.is_none()).then(|| weights.clone());
+        let about = About {
+            program: &self.program,
+            title: &self.title,
+            data: &self.data,
+            initial: initial.as_deref(),
+            steps,
+            optimizer: &self.optimizer_title,
+        };
+        announce(ctx, settings, &about, &params, &ddp, &output);
+        let mut reporter = self.reporter;
+        reporter.trains(ctx, settings.epochs())?;
+
+        let place = resumed.as_ref().map(Resumed::place).unwrap_or_default();
+        if (place.epoch as usize) < settings.epochs() {
+            output.reopen()?;
+        }
+        let history = resumed.as_ref().map(Resumed::history).transpose()?;
+        let history = history.unwrap_or_default();
+        if let Some(resumed) = &resumed {
+            announce_resumed(ctx, resumed, steps, settings.epochs());
+            resumed.announce_changes(ctx, &shaping);
+            settings.init.announce_unused(ctx);
+        }
+        if let Some(schedule) = &mut schedule {
+            (0..place.step).for_each(|_| schedule.advance());
+        }
+        let mut metrics = MetricsDigest::new();
+        let before = history.metrics();
+        before.into_iter().for_each(|value| metrics.add(value));
+        let reports = Reports {
+            log: output.metrics(resumed.as_ref().map(Resumed::place))?,
+            samples: SampleLog::open(
+                ctx,
+                settings.log_samples.as_deref(),
+                resumed.as_ref().map(Resumed::place),
+            )?,
+            progress: Progress::for_rank(ctx.rank()).with_unit(self.unit),
+            trace: Trace::new(settings.trace.as_deref(), ctx),
+            profiler: Profiler::new(settings.profile.as_deref(), ctx),
+            reporter,
+            output,
+        };
+        let results = Results {
+            initial,
+            weights,
+            accuracies: history.accuracies(),
+            last: Evaluation::nothing(),
+            metrics,
+            timing: Timing::default(),
+        };
+        drop(starting);
+        Ok(Trainer {
+            ctx,
+            settings,
+            program: self.program,
+            unit: self.unit,
+            split,
+            samplers,
+            samples: self.samples,
+            steps,
+            model,
+            params,
+            ddp,
+            update,
+            clip: self.clip,
+            schedule,
+            tape,
+            saving,
+            stop: false,
+            place,
+            history,
+            running: None,
+            ended: None,
+            waited: Rc::new(Cell::default()),
+            results,
+            reports,
+            summary: serde_json::Map::new(),
+        })
+    }
+}

@@ -1,0 +1,282 @@
+//! Evaluation over all ranks, each sample once.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use phalanx_comm::ReduceOp;
+use phalanx_data::Dataset;
+use phalanx_data::loader::{Loader, LoaderOptions};
+use phalanx_data::metrics::Confusion;
+use phalanx_data::sampler::{EpochPlan, Sampler, SamplerConfig};
+use phalanx_ddp::ShardTree;
+use phalanx_nn::Tensor;
+
+use super::Trainer;
+use super::batches::MicroBatch;
+use crate::error::{Error, Result};
+
+/// Result of one pass over a test set.
+#[derive(Debug, Clone)]
+pub struct Evaluation {
+    /// Mean over all samples.
+    pub loss: f64,
+    /// Share of right answers; NaN where no scores were given.
+    pub accuracy: f64,
+    /// Which class was taken for which, over all samples; of no classes where no scores were given.
+    pub confusion: Confusion,
+    /// Further measures, each the mean over all samples.
+    pub values: BTreeMap<String, f64>,
+}
+
+impl Evaluation {
+    /// Nothing evaluated yet.
+    pub(crate) fn nothing() -> Evaluation {
+        Evaluation::new(f64::NAN, Confusion::new(0))
+    }
+
+    /// The accuracy follows from `confusion`.
+    pub fn new(loss: f64, confusion: Confusion) -> Evaluation {
+        Evaluation {
+            loss,
+            accuracy: confusion.accuracy().unwrap_or(f64::NAN),
+            confusion,
+            values: BTreeMap::new(),
+        }
+    }
+
+    /// Rows of the true class, columns of the answer.
+    pub fn matrix(&self) -> Vec<&[i64]> {
+        let classes = self.confusion.classes();
+        self.confusion
+            .counts()
+            .chunks_exact(classes.max(1))
+            .collect()
+    }
+
+    /// Share of each class that was recognised; `None` for one that is not in
+    /// the test set.
+    pub fn class_accuracies(&self) -> Vec<Option<f64>> {
+        (0..self.confusion.classes())
+            .map(|class| self.confusion.recall(class))
+            .collect()
+    }
+}
+
+/// What is measured of one batch of an evaluation.
+#[derive(Debug, Clone)]
+pub struct Measure {
+    /// Sum over the batch's samples.
+    pub loss: f64,
+    /// Samples of the batch; [`Trainer::evaluate`] fills it in.
+    pub samples: usize,
+    /// Counts by true class and answer, where the model classifies.
+    pub confusion: Option<Confusion>,
+    values: BTreeMap<String, f64>,
+}
+
+impl Measure {
+    /// A loss that is the *sum* over the batch's samples, as
+    /// `scores.cross_entropy(labels, 1.0)` is.
+    pub fn of_loss(sum: Tensor<'_>) -> Measure {
+        Measure::of_sum(f64::from(sum.item()))
+    }
+
+    /// As [`of_loss`](Self::of_loss), of a number.
+    pub fn of_sum(loss: f64) -> Measure {
+        Measure {
+            loss,
+            samples: 0,
+            confusion: None,
+            values: BTreeMap::new(),
+        }
+    }
+
+    /// The answers of a classifier: `scores` has a row a sample and a column a class, the highest
+    /// is the answer. Read before the loss takes the scores:
+    /// `Measure::of_scores(&scores, labels)?.with_loss(scores.cross_entropy(labels, 1.0)?)`.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, when a label is not below the number of classes.
+    pub fn of_scores(scores: &Tensor<'_>, labels: &[u32]) -> Result<Measure> {
+        let values = scores.data();
+        let mut confusion = Confusion::new(values.len() / labels.len().max(1));
+        confusion.add_scores(values, labels)?;
+        Ok(Measure {
+            confusion: Some(confusion),
+            ..Measure::of_sum(0.0)
+        })
+    }
+
+    /// The same with a loss, as [`of_loss`](Self::of_loss) takes it.
+    #[must_use]
+    pub fn with_loss(mut self, sum: Tensor<'_>) -> Measure {
+        self.loss = f64::from(sum.item());
+        self
+    }
+
+    /// One more measure: `sum` over the batch's samples. All batches have the same names.
+    #[must_use]
+    pub fn with_value(mut self, name: &str, sum: f64) -> Measure {
+        self.values.insert(name.to_owned(), sum);
+        self
+    }
+}
+
+impl<M> Trainer<'_, M> {
+    /// Evaluates `data` over all ranks, each sample once, and records the result as this
+    /// epoch's: in the metrics, the progress output and the summary. `measure` gives the sums
+    /// over one batch, in evaluation mode (no dropout, running statistics). With
+    /// `--deterministic shards` the result does not depend on the number of ranks.
+    ///
+    /// *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Samples that cannot be read, those of `measure`, weights that differ between ranks, peers
+    /// that are lost.
+    pub fn evaluate<D: Dataset + ?Sized>(
+        &mut self,
+        data: &Arc<D>,
+        measure: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Measure>,
+    ) -> Result<Evaluation> {
+        let began = Instant::now();
+        let evaluation = {
+            let _phase = self.ctx.phase("evaluating");
+            self.check_weights()?;
+            self.measure(data, measure)?
+        };
+        self.results.timing.tested += began.elapsed();
+        self.record(evaluation.clone())?;
+        Ok(evaluation)
+    }
+
+    /// As [`evaluate`](Self::evaluate), without recording the result.
+    ///
+    /// # Errors
+    ///
+    /// As [`evaluate`](Self::evaluate).
+    pub fn measure<D: Dataset + ?Sized>(
+        &mut self,
+        data: &Arc<D>,
+        mut measure: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Measure>,
+    ) -> Result<Evaluation> {
+        let config = SamplerConfig {
+            samples: data.len(),
+            world: self.ctx.world(),
+            rank: self.ctx.rank(),
+            shuffle: false,
+            seed: 0,
+        };
+        // Split as in training, so that no sum depends on the ranks if none may.
+        let split = self.split.clone();
+        let batch = self.settings.test_batch_size.saturating_mul(split.parts());
+        let samplers = split.samplers(config, |config| Ok(Sampler::exact(config, batch)?))?;
+        let plan = split.epoch(&samplers, 0);
+        let parts = plan.parts();
+        let mut losses = vec![0.0; plan.len() / parts * split.parts()];
+        let mut values: BTreeMap<String, Vec<f64>> = BTreeMap::new();
+        let (mut confusion, slots): (Option<Confusion>, _) = (None, losses.len());
+        self.pass(data, plan, &mut measure, |index, measured| {
+            let slot = index / parts * split.parts() + split.mine().start + index % parts;
+            losses[slot] = measured.loss;
+            for (name, sum) in measured.values {
+                values.entry(name).or_insert_with(|| vec![0.0; slots])[slot] = sum;
+            }
+            if let Some(counts) = measured.confusion {
+                confusion
+                    .get_or_insert_with(|| Confusion::new(counts.classes()))
+                    .merge(&counts)?;
+            }
+            Ok(())
+        })?;
+        // Rank 0 has the first batch, others may have none.
+        let group = &self.ctx.group;
+        let names: Vec<String> = values.keys().cloned().collect();
+        let measured = (confusion.as_ref().map_or(0, Confusion::classes), names);
+        let (classes, names): (usize, Vec<String>) = group.broadcast_object(Some(&measured), 0)?; // DDP
+        let mut confusion = confusion.unwrap_or_else(|| Confusion::new(classes));
+        if confusion.classes() != classes {
+            return Err(Error::usage(format!(
+                "rank {} classified into {} classes, rank 0 into {classes}",
+                self.ctx.rank(),
+                confusion.classes()
+            )));
+        }
+        ShardTree::gather_values(group, &mut losses)?; // DDP
+        if classes > 0 {
+            group.all_reduce(confusion.counts_mut(), ReduceOp::Sum)?; // DDP
+        }
+        let samples = data.len() as f64;
+        let total: f64 = losses.iter().sum();
+        let mut evaluation = Evaluation::new(total / samples, confusion);
+        for name in names {
+            let mut sums = values.remove(&name).unwrap_or_else(|| vec![0.0; slots]);
+            ShardTree::gather_values(group, &mut sums)?; // DDP
+            let total: f64 = sums.iter().sum();
+            evaluation.values.insert(name, total / samples);
+        }
+        Ok(evaluation)
+    }
+
+    /// Measures all of `data` on this rank alone, batch by batch. No other rank takes part.
+    ///
+    /// # Errors
+    ///
+    /// Samples that cannot be read, those of `measure`.
+    pub fn measure_here<D: Dataset + ?Sized>(
+        &mut self,
+        data: &Arc<D>,
+        mut measure: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Measure>,
+    ) -> Result<Vec<Measure>> {
+        let alone = SamplerConfig {
+            samples: data.len(),
+            world: 1,
+            rank: 0,
+            shuffle: false,
+            seed: 0,
+        };
+        let plan = Sampler::exact(alone, self.settings.test_batch_size)?.epoch(0);
+        let began = Instant::now();
+        let mut all = Vec::with_capacity(plan.len());
+        self.pass(data, plan, &mut measure, |_, measured| {
+            all.push(measured);
+            Ok(())
+        })?;
+        self.results.timing.tested += began.elapsed();
+        Ok(all)
+    }
+
+    /// Gives `take` what is measured of each batch of `plan` that has samples, with its place
+    /// in the plan.
+    fn pass<D: Dataset + ?Sized>(
+        &mut self,
+        data: &Arc<D>,
+        plan: EpochPlan,
+        measure: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Measure>,
+        mut take: impl FnMut(usize, Measure) -> Result<()>,
+    ) -> Result<()> {
+        let mut loader = Loader::new(Arc::clone(data), self.loader_options())?;
+        loader.start(plan);
+        let mut index = 0;
+        while let Some(batch) = loader.next_batch()? {
+            if !batch.indices().is_empty() {
+                let step = self.tape.inference(&self.params);
+                let micro = MicroBatch::new(&step, &*batch, batch.indices());
+                let mut measured = measure(&self.model, micro)?;
+                measured.samples = batch.indices().len();
+                take(index, measured)?;
+            }
+            index += 1;
+        }
+        Ok(())
+    }
+
+    pub(super) fn loader_options(&self) -> LoaderOptions {
+        LoaderOptions {
+            workers: self.settings.workers,
+            ..LoaderOptions::default()
+        }
+    }
+}

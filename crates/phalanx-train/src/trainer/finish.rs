@@ -1,0 +1,148 @@
+//! The end of a training: its files, and what is said of it.
+
+use phalanx_data::digest::optimizer_sha256;
+use phalanx_data::process;
+use serde_json::json;
+
+use super::{Evaluation, Trainer};
+use crate::error::Result;
+use crate::format::{thousands, typed};
+use crate::gradient::GradientType;
+use crate::say;
+use crate::split::Determinism;
+
+impl<M> Trainer<'_, M> {
+    /// Ends the training: saves the weights, writes `summary.json` and prints the last lines.
+    /// Gives the last epoch's evaluation.
+    ///
+    /// *Blocks* until all files of all ranks are complete.
+    ///
+    /// # Errors
+    ///
+    /// Those of saving; peers that are lost. After a stop (SIGTERM, `--stop-after`) the error that
+    /// ends the program orderly.
+    pub fn finish(self) -> Result<Evaluation> {
+        self.finish_with(|_| Ok(()))
+    }
+
+    /// As [`finish`](Self::finish); `save` writes files of the program's own, after the weights and
+    /// before the summary, without which a run is not complete.
+    ///
+    /// # Errors
+    ///
+    /// As [`finish`](Self::finish), and those of `save`.
+    pub fn finish_with(mut self, save: impl FnOnce(&Self) -> Result<()>) -> Result<Evaluation> {
+        self.end_epoch()?;
+        let ctx = self.ctx;
+        let phase = ctx.phase("saving");
+        self.results.timing.sent_bytes = ctx.group.bytes_sent_to().iter().sum();
+        // Its parts are gathered by all.
+        let optimizer = optimizer_sha256(self.update.state()?);
+        self.save_files(&optimizer, save)?;
+        drop(phase);
+        ctx.group.barrier()?; // DDP: nobody leaves before the files are complete
+        self.reports.reporter.ends(ctx)?;
+        self.sum_up();
+        Ok(self.results.last)
+    }
+
+    fn save_files(
+        &mut self,
+        optimizer_sha256: &str,
+        save: impl FnOnce(&Self) -> Result<()>,
+    ) -> Result<()> {
+        let (ctx, settings) = (self.ctx, self.settings);
+        self.saving.finish()?;
+        self.reports.trace.finish(ctx);
+        let profiler = &mut self.reports.profiler;
+        profiler.finish(ctx, &mut self.tape, &self.params)?;
+        let timing = &mut self.results.timing;
+        timing.skipped = self.ddp.skipped_steps();
+        timing.waited = self.waited.get();
+        let spent = timing.spent(self.steps * settings.epochs());
+        let narrower = settings.gradients.gradient_type == GradientType::F32
+            && settings.split.determinism() != Determinism::Shards;
+        for advice in spent.advice(settings.workers, narrower) {
+            ctx.note(&format!("warning: {advice}"));
+        }
+        let (reporter, output) = (&mut self.reports.reporter, &mut self.reports.output);
+        reporter.saves(ctx, true)?;
+        output.save_weights(&self.params)?;
+        reporter.saves(ctx, false)?;
+        output.save_accuracies(&self.results.accuracies)?;
+        save(self)?;
+        let summary = self.summary(optimizer_sha256);
+        self.reports.output.save_summary(&summary)
+    }
+
+    fn summary(&self, optimizer_sha256: &str) -> serde_json::Value {
+        let ctx = self.ctx;
+        let (results, settings) = (&self.results, self.settings);
+        let (timing, last) = (&results.timing, &results.last);
+        let mut summary = json!({
+            "recipe": self.program,
+            "version": env!("CARGO_PKG_VERSION"),
+            "arguments": say::arguments(),
+            "world_size": ctx.world(),
+            "threads_per_rank": ctx.threads,
+            "precision": settings.precision.title(),
+            "transport": ctx.describe(),
+            "seed": settings.seed,
+            "epochs": settings.epochs(),
+            "test_loss": last.loss,
+            "accuracy": last.accuracy,
+            "accuracies": results.accuracies,
+            "class_accuracies": last.class_accuracies(),
+            "confusion": last.matrix(),
+            "images_per_s": timing.images_per_s(),
+            "train_s": timing.trained.as_secs_f64(),
+            "test_s": timing.tested.as_secs_f64(),
+            "total_s": ctx.started.elapsed().as_secs_f64(),
+            "exposed_comm_percent": timing.exposed_percent(),
+            "data_wait_s": timing.waited.as_secs_f64(),
+            "saving_s": timing.saved.as_secs_f64(),
+            "sent_bytes": timing.sent_bytes,
+            "skipped_steps": timing.skipped,
+            "peak_rss_mib": process::peak_rss_bytes().map(|b| b as f64 / f64::from(1 << 20)),
+            "gradient_type": typed(&settings.gradients.gradient_type),
+            "deterministic": typed(&settings.split.determinism()),
+            "initial_sha256": results.initial,
+            "weights_sha256": results.weights,
+            "optimizer_sha256": optimizer_sha256,
+            "metrics_sha256": results.metrics.sha256(),
+        });
+        for (name, value) in &last.values {
+            summary[format!("test_{name}")] = json!(value);
+        }
+        for (name, value) in &self.summary {
+            summary[name] = value.clone();
+        }
+        summary
+    }
+
+    /// The last lines, for the person at the terminal.
+    fn sum_up(&self) {
+        let (ctx, results) = (self.ctx, &self.results);
+        ctx.note(&format!(
+            "done in {:.1} s: {}{} {}/s, communication exposed {:.1} % of the step",
+            ctx.started.elapsed().as_secs_f64(),
+            match (results.last.confusion.classes(), results.last.loss) {
+                (0, loss) if loss.is_nan() => String::new(),
+                (0, loss) => format!("test loss {loss:.4}, "),
+                _ => format!("accuracy {:.2} %, ", results.last.accuracy * 100.0),
+            },
+            thousands(results.timing.images_per_s() as usize),
+            self.unit,
+            results.timing.exposed_percent(),
+        ));
+        let equal = match ctx.world() {
+            1 => String::new(),
+            world => format!(" equal on all {world} ranks"),
+        };
+        ctx.note(&format!(
+            "weights {:.12}…{equal}; saved {}",
+            results.weights,
+            self.reports.output.saved().display()
+        ));
+    }
+}

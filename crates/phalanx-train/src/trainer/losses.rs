@@ -1,0 +1,75 @@
+//! The losses of an epoch.
+
+use phalanx_ddp::ShardTree;
+
+use crate::error::Result;
+use crate::saving::History;
+use crate::split::BatchSplit;
+use phalanx_process::RankContext;
+
+/// The losses of an epoch, kept by part, so that their sum does not depend on
+/// who had which part.
+pub(super) struct EpochLoss {
+    sums: Vec<f64>,
+    samples: usize,
+    own: f64,
+    steps: usize,
+}
+
+impl EpochLoss {
+    /// None yet, in an epoch whose batches have `parts` parts.
+    pub(super) fn new(parts: usize) -> EpochLoss {
+        EpochLoss {
+            sums: vec![0.0; parts],
+            samples: 0,
+            own: 0.0,
+            steps: 0,
+        }
+    }
+
+    /// Adds a step of `samples` samples over all ranks: what this rank's parts sum
+    /// up to, and the mean of its own samples.
+    pub(super) fn add(&mut self, sums: &[f64], own: f64, samples: usize) {
+        for (total, sum) in self.sums.iter_mut().zip(sums) {
+            *total += sum;
+        }
+        self.samples += samples;
+        self.own += own;
+        self.steps += 1;
+    }
+
+    /// The sums of all ranks, and the samples in them.
+    pub(super) fn gathered(&self, ctx: &RankContext) -> Result<(Vec<f64>, usize)> {
+        let mut sums = self.sums.clone();
+        ShardTree::gather_values(&ctx.group, &mut sums)?; // DDP
+        Ok((sums, self.samples))
+    }
+
+    /// Goes on from what a checkpoint says. Whoever has a part has its sum;
+    /// where the parts are others now, rank 0 has them all.
+    pub(super) fn resume(&mut self, ctx: &RankContext, split: &BatchSplit, history: &History) {
+        let (sums, samples) = history.losses();
+        self.samples = samples;
+        if split.tree().is_some() && sums.len() == self.sums.len() {
+            let mine = split.mine();
+            self.sums[mine.clone()].copy_from_slice(&sums[mine]);
+        } else if ctx.is_main() {
+            self.sums[0] = sums.iter().sum();
+        }
+    }
+
+    /// Mean of this rank's steps.
+    pub(super) fn own(&self) -> f64 {
+        self.own / self.steps.max(1) as f64
+    }
+
+    /// Mean over the samples of all ranks, the same on all.
+    pub(super) fn mean(&mut self, ctx: &RankContext, split: &BatchSplit) -> Result<f64> {
+        ShardTree::gather_values(&ctx.group, &mut self.sums)?; // DDP
+        let total = match split.tree() {
+            Some(tree) => tree.sum(&self.sums),
+            None => self.sums.iter().sum(),
+        };
+        Ok(total / self.samples.max(1) as f64)
+    }
+}

@@ -1,0 +1,404 @@
+//! The training loop in the user's hands: [`Trainer`].
+//!
+//! [`builder`] makes what a training consists of, new or from a checkpoint; [`batches`] and
+//! [`step`] are the loop; [`evaluate`] measures the model over all ranks; [`finish`] leaves the
+//! files. The lines that make it distributed are marked `DDP`; without them this is a
+//! single-process training loop.
+
+mod announce;
+mod batches;
+mod builder;
+mod evaluate;
+mod finish;
+mod losses;
+mod step;
+
+use std::cell::Cell;
+use std::ops::RangeInclusive;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use phalanx_data::Dataset;
+use phalanx_data::checkpoint;
+use phalanx_data::digest::MetricsDigest;
+use phalanx_data::loader::Loader;
+use phalanx_data::metrics::MetricsLog;
+use phalanx_data::progress::Progress;
+use phalanx_data::sampler::Sampler;
+use phalanx_data::state::Place;
+use phalanx_ddp::{DistributedDataParallel, verify_equal};
+use phalanx_nn::optim::schedule::Schedule;
+use phalanx_nn::{Params, Step, Tape};
+use serde_json::json;
+
+pub use self::batches::{Batches, MicroBatch, StepBatch};
+pub use self::builder::TrainerBuilder;
+pub use self::evaluate::{Evaluation, Measure};
+use self::losses::EpochLoss;
+use crate::error::{Error, Result};
+use crate::output::Output;
+use crate::profile::Profiler;
+use crate::reporter::Reporter;
+use crate::sample_log::SampleLog;
+use crate::saving::{CheckpointSource, History, SaveAction, Saving};
+use crate::settings::Settings;
+use crate::split::BatchSplit;
+use crate::timing::Timing;
+use crate::trace::Trace;
+use crate::update::Update;
+use phalanx_process::RankContext;
+
+/// A model in training on this rank, with all that belongs to it: parameters, the wrapper that
+/// averages gradients over the ranks, optimizer, schedule, checkpoints, metrics and progress.
+///
+/// All ranks make the same calls in the same order.
+///
+/// ```no_run
+/// # use phalanx_train::{Job, Measure, Result};
+/// # use phalanx_nn::{Scope, layers::Linear, optim::Sgd};
+/// # use phalanx_data::ImageDataset;
+/// # use std::sync::Arc;
+/// # fn train(job: &Job, train: Arc<dyn ImageDataset>, test: Arc<dyn ImageDataset>) -> Result<()> {
+/// let model = |scope: &mut Scope| Linear::new(scope.enter("linear"), 28 * 28, 10);
+/// let mut trainer = job.trainer(&train, model, Sgd::new)?.start()?;
+/// for _epoch in trainer.epochs() {
+///     for batch in trainer.batches(&train)? {
+///         trainer.step(&batch, |model, batch| {
+///             let n = batch.samples();
+///             let scores = model.forward(batch.input(&batch.images, &[n, 28 * 28])?)?;
+///             Ok(scores.cross_entropy(batch.labels(), n as f32)?)
+///         })?;
+///     }
+///     trainer.evaluate(&test, |model, batch| {
+///         let n = batch.samples();
+///         let scores = model.forward(batch.input(&batch.images, &[n, 28 * 28])?)?;
+///         let measure = Measure::of_scores(&scores, batch.labels())?;
+///         Ok(measure.with_loss(scores.cross_entropy(batch.labels(), 1.0)?))
+///     })?;
+/// }
+/// trainer.finish()?;
+/// # Ok(())
+/// # }
+/// ```
+#[must_use = "a training must end with Trainer::finish, which saves its weights"]
+pub struct Trainer<'j, M> {
+    ctx: &'j RankContext,
+    settings: &'j Settings,
+    program: String,
+    /// What samples are called.
+    unit: &'static str,
+    /// DDP: the rank's parts of the training set.
+    split: BatchSplit,
+    samplers: Vec<Sampler>,
+    samples: usize,
+    /// Steps of an epoch.
+    steps: usize,
+    model: M,
+    params: Params,
+    ddp: DistributedDataParallel,
+    update: Update,
+    clip: Option<f64>,
+    schedule: Option<Schedule>,
+    tape: Tape,
+    saving: Saving<'j>,
+    /// A stop was asked for in the epoch's last step.
+    stop: bool,
+    /// How far it has come.
+    place: Place,
+    /// What was measured before it was resumed.
+    history: History,
+    /// The epoch that is being trained.
+    running: Option<Running>,
+    /// An epoch that has ended and is not saved yet.
+    ended: Option<Ended>,
+    waited: Rc<Cell<Duration>>,
+    results: Results,
+    reports: Reports,
+    /// Further entries of the summary.
+    summary: serde_json::Map<String, serde_json::Value>,
+}
+
+/// An epoch between its first step and its last.
+struct Running {
+    epoch: usize,
+    losses: EpochLoss,
+    began: Instant,
+}
+
+/// An epoch after its last step.
+struct Ended {
+    epoch: usize,
+    train_loss: f64,
+    /// Its weights were compared.
+    is_checked: bool,
+    /// It has its evaluation.
+    is_recorded: bool,
+}
+
+/// What is measured on the way.
+struct Results {
+    /// SHA-256 of the weights before the first step, on rank 0, unless the run was resumed.
+    initial: Option<String>,
+    /// SHA-256 of the weights after the last epoch.
+    weights: String,
+    /// Test accuracy of each epoch.
+    accuracies: Vec<f64>,
+    /// Of the last epoch.
+    last: Evaluation,
+    metrics: MetricsDigest,
+    timing: Timing,
+}
+
+/// Where it is reported.
+struct Reports {
+    reporter: Box<dyn Reporter>,
+    output: Output,
+    log: MetricsLog,
+    samples: SampleLog,
+    progress: Progress,
+    trace: Trace,
+    profiler: Profiler,
+}
+
+impl<'j, M> Trainer<'j, M> {
+    /// The epochs that are left, from 1: all `--epochs`, or after `--resume` those from the one
+    /// in which the checkpoint was saved.
+    pub fn epochs(&self) -> RangeInclusive<usize> {
+        self.place.epoch as usize + 1..=self.settings.epochs()
+    }
+
+    /// This rank's batches of the next epoch of `data`, the training set that the trainer was
+    /// made for; of a resumed training's first epoch those that are left. Every epoch has another
+    /// order, which follows from `--seed`. The epoch before is saved first, if it is to be.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, when `data` has another number of samples. Those of saving. After a stop (SIGTERM,
+    /// `--stop-after`) the error that ends the program orderly.
+    pub fn batches<D: Dataset + ?Sized>(&mut self, data: &Arc<D>) -> Result<Batches<'j, D>> {
+        self.end_epoch()?;
+        if data.len() != self.samples {
+            return Err(Error::usage(format!(
+                "the trainer was made for {} samples, this data set has {}",
+                self.samples,
+                data.len()
+            )));
+        }
+        let epoch = self.place.epoch as usize + 1;
+        self.reports.reporter.epoch(self.ctx, epoch)?;
+        let epochs = self.settings.epochs();
+        let progress = &mut self.reports.progress;
+        progress.begin(epoch as u64, epochs as u64, self.steps);
+        // Steps of this epoch that were taken before the run was resumed.
+        let first = self.place.step_in_epoch as usize;
+        progress.skip(first);
+        let plan = self.split.rest(&self.samplers, self.place.cursor())?;
+        let loader = Loader::new(Arc::clone(data), self.loader_options())?;
+        let mut losses = EpochLoss::new(self.split.parts());
+        if first > 0 {
+            losses.resume(self.ctx, &self.split, &self.history);
+        }
+        self.running = Some(Running {
+            epoch,
+            losses,
+            began: Instant::now(),
+        });
+        let place = [epoch, first, self.steps];
+        let (split, waited) = (self.split.clone(), Rc::clone(&self.waited));
+        Ok(Batches::new(self.ctx, loader, split, plan, place, waited))
+    }
+
+    /// Makes the model's buffers (running statistics) those of all ranks, and checks that all
+    /// ranks have the same weights: once after each epoch, before they are used.
+    /// [`evaluate`](Self::evaluate) calls it. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Ranks whose weights differ, by name; peers that are lost.
+    pub fn check_weights(&mut self) -> Result<()> {
+        let Some(ended) = self.ended.as_mut().filter(|ended| !ended.is_checked) else {
+            return Ok(());
+        };
+        ended.is_checked = true;
+        self.ddp.end_epoch(&mut self.params)?; // DDP
+        let digest = checkpoint::weights_digest(&self.params);
+        verify_equal(&self.ctx.group, &self.params, digest)?; // DDP
+        self.results.weights = hex::encode(digest);
+        Ok(())
+    }
+
+    /// Takes `evaluation` as the result of the epoch that has just ended. An epoch has one:
+    /// further ones are not recorded.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing the metrics.
+    pub fn record(&mut self, evaluation: Evaluation) -> Result<()> {
+        let ctx = self.ctx;
+        let results = &mut self.results;
+        let Some(ended) = &mut self.ended else {
+            // No epoch of this run: it was resumed after its last one, or only evaluates.
+            results.last = evaluation;
+            return Ok(());
+        };
+        if std::mem::replace(&mut ended.is_recorded, true) {
+            return Ok(());
+        }
+        let (epoch, train_loss) = (ended.epoch, ended.train_loss);
+        results.metrics.add(evaluation.loss);
+        if evaluation.confusion.classes() > 0 {
+            results.metrics.add(evaluation.accuracy);
+            results.accuracies.push(evaluation.accuracy);
+        }
+        self.reports.reporter.evaluated(ctx, epoch, &evaluation)?;
+        let mut event = json!({
+            "step": epoch * self.steps, "epoch": epoch, "train_loss": train_loss, "test_loss": evaluation.loss,
+            "accuracy": evaluation.accuracy, "weights_sha256": results.weights,
+            "train_s": results.timing.trained.as_secs_f64(), "elapsed_s": ctx.started.elapsed().as_secs_f64(),
+        });
+        for (name, value) in &evaluation.values {
+            event[format!("test_{name}")] = json!(value);
+        }
+        self.reports.log.event(&event)?;
+        results.last = evaluation;
+        Ok(())
+    }
+
+    /// Leaves the ended epoch's files and checkpoint.
+    ///
+    /// # Errors
+    ///
+    /// Those of saving; after a stop the error that ends the program orderly.
+    fn end_epoch(&mut self) -> Result<()> {
+        if let Some(running) = self.running.take() {
+            // The loop was left before the epoch's last step.
+            self.reports.progress.end();
+            self.place = Place {
+                epoch: running.epoch as u64,
+                samples: 0,
+                step_in_epoch: 0,
+                step: self.place.step,
+            };
+            self.close_epoch(running)?;
+        }
+        if self.ended.is_none() {
+            return Ok(());
+        }
+        let _phase = self.ctx.phase("saving");
+        self.check_weights()?;
+        let Some(Ended { epoch, .. }) = self.ended.take() else {
+            return Ok(());
+        };
+        let is_last = epoch >= self.settings.epochs();
+        let output = &mut self.reports.output;
+        let saved = output.save_epoch(epoch, &self.params);
+        match is_last {
+            false => self
+                .saving
+                .handle_weights_error(&format!("epoch {epoch}'s"), saved)?,
+            // What the training was for.
+            true => saved?,
+        }
+        if !self.saving.enabled() {
+            return Ok(());
+        }
+        if let Some((last, before)) = self.results.accuracies.split_last()
+            && before.iter().all(|a| last > a)
+        {
+            let saved = output.save_best(epoch, *last, &self.params);
+            self.saving.handle_weights_error("the best", saved)?;
+        }
+        let stop = self.stop && !is_last;
+        let action = match stop {
+            true => SaveAction::Stop,
+            false => SaveAction::Save,
+        };
+        self.save(action, None, &[], 0)?;
+        match stop {
+            true => Err(self.stopped()),
+            false => Ok(()),
+        }
+    }
+
+    /// Takes a checkpoint; `sums` and `samples` are the running epoch's losses,
+    /// `buffers` stand in for the model's own.
+    fn save(
+        &mut self,
+        action: SaveAction,
+        buffers: Option<&[f32]>,
+        sums: &[f64],
+        samples: usize,
+    ) -> Result<()> {
+        let (accuracies, metrics) = (&self.results.accuracies, self.results.metrics.values());
+        let history = History::new(accuracies, metrics, sums, samples);
+        let source = CheckpointSource {
+            params: &self.params,
+            buffers,
+            update: &self.update,
+            ddp: &self.ddp,
+        };
+        self.saving.save(action, &source, self.place, history)
+    }
+
+    /// All is saved, and the ranks stop: how to resume was told, and the program ends with this
+    /// error's exit code, which is 0 unless a SIGTERM was the cause.
+    fn stopped(&mut self) -> Error {
+        self.reports.trace.finish(self.ctx);
+        match self.saving.stop(self.place) {
+            Ok(()) => Error::stopped(),
+            Err(error) => error,
+        }
+    }
+
+    /// The model.
+    pub fn model(&self) -> &M {
+        &self.model
+    }
+
+    /// Its parameters on this rank.
+    pub fn params(&self) -> &Params {
+        &self.params
+    }
+
+    /// The optimizer steps that were taken, those before a resume included.
+    pub fn steps_taken(&self) -> u64 {
+        self.place.step
+    }
+
+    /// The result of the last epoch's [`evaluate`](Self::evaluate); NaN before the first.
+    pub fn last_evaluation(&self) -> &Evaluation {
+        &self.results.last
+    }
+
+    /// The rank.
+    pub fn context(&self) -> &'j RankContext {
+        self.ctx
+    }
+
+    /// Runs the model in evaluation mode on this rank alone: `f` gets it and the engine's step,
+    /// in which its tensors live.
+    ///
+    /// # Errors
+    ///
+    /// Those of `f`.
+    pub fn infer<R>(&mut self, f: impl for<'s> FnOnce(&M, &'s Step<'s>) -> Result<R>) -> Result<R> {
+        let step = self.tape.inference(&self.params);
+        f(&self.model, &step)
+    }
+
+    /// Adds an entry to `summary.json`.
+    pub fn add_to_summary(&mut self, name: &str, value: impl Into<serde_json::Value>) {
+        self.summary.insert(name.to_owned(), value.into());
+    }
+
+    /// Writes `rows` to the file `name` in the run's folder, a JSON object a line; on rank 0,
+    /// nothing elsewhere.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn save_rows(&self, name: &str, rows: &[impl serde::Serialize]) -> Result<()> {
+        self.reports.output.save_rows(name, rows)
+    }
+}

@@ -1,0 +1,113 @@
+//! The optimizer, whether each rank has all of its state or a part.
+
+use std::borrow::Cow;
+
+use phalanx_data::state::OptimizerState;
+use phalanx_ddp::{DistributedDataParallel, ShardedOptimizer};
+use phalanx_nn::Params;
+use phalanx_nn::optim::{Optimizer, step_clipped};
+
+use crate::error::Result;
+
+/// Updates the parameters from the gradients that the wrapper has left on this rank. The results are the same bits.
+pub enum Update {
+    /// Of all parameters, on every rank.
+    Whole(Box<dyn Optimizer>),
+    /// Of this rank's part; then the parts of all ranks are gathered.
+    Part(Box<ShardedOptimizer<Box<dyn Optimizer>>>),
+}
+
+impl Update {
+    /// By the optimizer that `make` makes of parameters, as `ddp` exchanges gradients. Local.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when it cannot be cut.
+    pub fn new(
+        ddp: &DistributedDataParallel,
+        params: &Params,
+        make: impl FnOnce(&Params) -> Box<dyn Optimizer>,
+    ) -> Result<Update> {
+        Ok(match ddp.exchange().is_scattered() {
+            false => Update::Whole(make(params)),
+            true => Update::Part(Box::new(ShardedOptimizer::for_wrapper(ddp, params, make)?)),
+        })
+    }
+
+    /// Takes the step that `ddp` has gradients for. BatchSplit over ranks it *blocks* until all of them take it.
+    ///
+    /// # Errors
+    ///
+    /// Impossible settings; peers that are lost.
+    pub fn step(
+        &mut self,
+        params: &mut Params,
+        ddp: &mut DistributedDataParallel,
+        clip: Option<f64>,
+    ) -> Result<()> {
+        match (self, clip) {
+            (Update::Whole(optimizer), None) => optimizer.step(params, ddp)?,
+            (Update::Part(optimizer), None) => optimizer.step_scattered(params, ddp)?,
+            (Update::Whole(optimizer), Some(limit)) => {
+                step_clipped(optimizer.as_mut(), params, ddp, limit)?;
+            }
+            (Update::Part(optimizer), Some(limit)) => {
+                optimizer.step_scattered_clipped(params, ddp, limit)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The learning rate of the next step.
+    pub fn lr(&self) -> f64 {
+        match self {
+            Update::Whole(optimizer) => optimizer.lr(),
+            Update::Part(optimizer) => optimizer.optimizer().lr(),
+        }
+    }
+
+    /// Sets it.
+    pub fn set_lr(&mut self, lr: f64) {
+        match self {
+            Update::Whole(optimizer) => optimizer.set_lr(lr),
+            Update::Part(optimizer) => optimizer.optimizer_mut().set_lr(lr),
+        }
+    }
+
+    /// The state as one rank alone would have it. BatchSplit over ranks it *blocks* until all of them call it.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost.
+    pub fn state(&self) -> Result<OptimizerState<'_>> {
+        Ok(match self {
+            Update::Whole(optimizer) => optimizer.as_ref().into(),
+            Update::Part(optimizer) => {
+                let gathered = optimizer.gather_state()?.into_iter();
+                OptimizerState {
+                    steps: optimizer.steps(),
+                    updates: Cow::Owned(optimizer.gather_updates()?),
+                    buffers: gathered.map(|(name, v)| (name, Cow::Owned(v))).collect(),
+                }
+            }
+        })
+    }
+
+    /// Puts a state back, at any number of ranks. Local.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when it is another optimizer's.
+    pub fn restore(
+        &mut self,
+        steps: u64,
+        updates: &[u64],
+        buffers: &[(&str, &[f32])],
+    ) -> Result<()> {
+        match self {
+            Update::Whole(optimizer) => optimizer.restore(steps, updates, buffers)?,
+            Update::Part(optimizer) => optimizer.restore(steps, updates, buffers)?,
+        }
+        Ok(())
+    }
+}

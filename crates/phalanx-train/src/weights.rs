@@ -1,0 +1,152 @@
+//! Which file of a run's folder has its weights.
+
+use std::path::{Path, PathBuf};
+
+use super::output::{BEST_FILE, SUMMARY_FILE};
+use super::saving;
+use crate::error::{Error, Result};
+use crate::say;
+
+/// The file to read weights from: `path`, unless it is a folder. Of a run's folder the weights
+/// that it ended with; before its end its newest checkpoint, if it saves any.
+///
+/// # Errors
+///
+/// Usage, when it is not clear which, naming the candidates; data, when all checkpoints are
+/// damaged; system.
+pub fn file_of(path: &Path) -> Result<PathBuf> {
+    if !path.is_dir() {
+        return Ok(path.to_owned());
+    }
+    let chosen = choose(path)?;
+    say::note(format_args!("weights  {}", chosen.display()));
+    Ok(chosen)
+}
+
+fn choose(dir: &Path) -> Result<PathBuf> {
+    let mut finals = at_the_end(dir)?;
+    // With it, a run is complete; without, they may be an earlier run's.
+    if dir.join(SUMMARY_FILE).is_file() && finals.len() == 1 {
+        return Ok(finals.remove(0));
+    }
+    let (newest, _) = saving::newest(dir, |text| say::note(text))?;
+    if let Some(state) = newest {
+        return Ok(state.path().to_owned());
+    }
+    match &finals[..] {
+        [one] => Ok(one.clone()),
+        [] => Err(Error::usage(format!(
+            "there are neither weights nor checkpoints in the folder {}",
+            dir.display()
+        ))
+        .note(
+            "name",
+            "a file of weights (.pth, .pt, .safetensors), a checkpoint's .json, or a run's folder",
+        )),
+        several => {
+            let names = several.iter().map(|path| path.display().to_string());
+            let names: Vec<String> = names.collect();
+            Err(Error::usage(format!(
+                "there is more than one file of weights in the folder {}; name one",
+                dir.display()
+            ))
+            .note("one of", names.join("\n")))
+        }
+    }
+}
+
+/// The files of weights in `dir`: of epochs only the last's, of the same weights in several
+/// formats the one that says most, and not those of the best epoch.
+fn at_the_end(dir: &Path) -> Result<Vec<PathBuf>> {
+    let unreadable = |error: std::io::Error| {
+        Error::usage(format!("cannot read the folder {}", dir.display())).caused_by(error)
+    };
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(unreadable)? {
+        let path = entry.map_err(unreadable)?.path();
+        let is_hidden = name(&path).starts_with('.');
+        if !is_hidden && rank(&path).is_some() && path.is_file() {
+            files.push(path);
+        }
+    }
+    files.sort_by(|a, b| (a.file_stem(), rank(a)).cmp(&(b.file_stem(), rank(b))));
+    files.dedup_by(|next, first| next.file_stem() == first.file_stem());
+    files.retain(|path| path.file_stem() != Path::new(BEST_FILE).file_stem());
+    let last = files.iter().filter_map(|path| epoch(path)).max();
+    files.retain(|path| epoch(path).is_none_or(|epoch| Some(epoch) == last));
+    Ok(files)
+}
+
+fn name(path: &Path) -> String {
+    path.file_name()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .into_owned()
+}
+
+/// Of formats of weights, the lower the more they say besides.
+fn rank(path: &Path) -> Option<usize> {
+    let ending = path.extension()?.to_str()?;
+    ["safetensors", "pth", "pt"]
+        .iter()
+        .position(|known| *known == ending)
+}
+
+/// The `12` of `epoch_12.pth`.
+fn epoch(path: &Path) -> Option<u64> {
+    path.file_stem()?
+        .to_str()?
+        .strip_prefix("epoch_")?
+        .parse()
+        .ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_weights_at_the_end_are_chosen_or_the_candidates_named() {
+        for (files, chosen) in [
+            (
+                &[
+                    "net.safetensors",
+                    "net.pt",
+                    "best.pth",
+                    "summary.json",
+                    "notes.txt",
+                ][..],
+                Ok("net.safetensors"),
+            ),
+            (
+                &[
+                    "epoch_9.pth",
+                    "epoch_10.pth",
+                    "epoch_10.safetensors",
+                    "best.safetensors",
+                ],
+                Ok("epoch_10.safetensors"),
+            ),
+            (&["only.pt", ".only.pt.7-1.tmp"], Ok("only.pt")),
+            (&["a.pt", "b.pth", "summary.json"], Err("b.pth")),
+            (
+                &["summary.json", "best.pth"],
+                Err("neither weights nor checkpoints"),
+            ),
+            (&[], Err("neither weights nor checkpoints")),
+        ] {
+            let dir = tempfile::tempdir().expect("folder");
+            for name in files {
+                std::fs::write(dir.path().join(name), "").expect("written");
+            }
+            match (file_of(dir.path()), chosen) {
+                (Ok(path), Ok(name)) => assert_eq!(path, dir.path().join(name)),
+                (Err(error), Err(words)) => {
+                    assert_eq!(error.exit_code(), 2);
+                    assert!(error.render().contains(words), "{}", error.render());
+                }
+                (other, _) => panic!("{files:?}: {other:?}"),
+            }
+        }
+    }
+}

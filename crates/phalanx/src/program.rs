@@ -1,0 +1,220 @@
+//! A user's training program with the whole command line of `phalanx train`.
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use clap::{CommandFactory, FromArgMatches};
+use phalanx_launch::words::{dashed, taking_negative_numbers};
+use phalanx_launch::{AlgorithmArg, RankArgs, Speakers, log, run_helper, run_ranks, tell};
+use phalanx_process::error::Result;
+use phalanx_process::stop;
+use phalanx_train::{DefaultDir, Defaults, Job, Settings, prepare_run};
+
+/// Runs `train` on every rank, as the command line says: the body of a training program's `main`.
+///
+/// The program takes the flags of `phalanx train`: `--nproc-per-node N` starts N ranks of it,
+/// and under `phalanx launch`, torchrun, Slurm or MPI it is one of theirs; without either it
+/// trains alone. Errors are printed, and their kind decides the exit code. `--help` lists all
+/// flags.
+///
+/// ```no_run
+/// use std::process::ExitCode;
+/// use phalanx::comm::ReduceOp;
+///
+/// fn main() -> ExitCode {
+///     phalanx::main(|job| {
+///         let mut sum = [job.rank() as f32];
+///         job.group().all_reduce(&mut sum, ReduceOp::Sum)?;
+///         job.print(&format!("{} ranks: {sum:?}", job.world_size()))
+///     })
+/// }
+/// ```
+pub fn main(train: impl Fn(&Job<'_>) -> Result<()> + Sync) -> ExitCode {
+    Program::new().main(train)
+}
+
+/// As [`main`], of a program that has flags of its own, which clap reads into `A`.
+///
+/// ```no_run
+/// use std::process::ExitCode;
+///
+/// #[derive(clap::Args)]
+/// struct Args {
+///     /// SGD momentum
+///     #[arg(long, default_value_t = 0.9)]
+///     momentum: f64,
+/// }
+///
+/// fn main() -> ExitCode {
+///     phalanx::main_with(|job, args: &Args| job.print(&args.momentum.to_string()))
+/// }
+/// ```
+pub fn main_with<A: clap::Args + Sync>(
+    train: impl Fn(&Job<'_>, &A) -> Result<()> + Sync,
+) -> ExitCode {
+    Program::new().main_with(train)
+}
+
+/// A training program, where the name or the defaults of [`main`] do not suit.
+#[derive(Debug, Clone)]
+pub struct Program {
+    name: String,
+    about: Option<String>,
+    defaults: Defaults,
+}
+
+impl Default for Program {
+    fn default() -> Program {
+        Program::new()
+    }
+}
+
+impl Program {
+    /// A program with the name of this executable file.
+    pub fn new() -> Program {
+        let own = std::env::current_exe().ok();
+        let name = own.as_deref().and_then(|path| path.file_stem());
+        Program {
+            name: name.map_or_else(|| "train".into(), |n| n.to_string_lossy().into_owned()),
+            about: None,
+            defaults: Defaults::default(),
+        }
+    }
+
+    /// What it is called: in its help, in `runs/NAME-<date>-<time>` and in checkpoints, which
+    /// only a program of the same name resumes.
+    pub fn name(mut self, name: &str) -> Program {
+        self.name = name.to_owned();
+        self
+    }
+
+    /// The first line of its help.
+    pub fn about(mut self, about: &str) -> Program {
+        self.about = Some(about.to_owned());
+        self
+    }
+
+    /// Epochs, batch size and learning rate where none are typed.
+    pub fn defaults(mut self, defaults: Defaults) -> Program {
+        self.defaults = defaults;
+        self
+    }
+
+    /// As [`main`].
+    pub fn main(self, train: impl Fn(&Job<'_>) -> Result<()> + Sync) -> ExitCode {
+        self.main_with(|job, _: &NoArgs| train(job))
+    }
+
+    /// As [`main_with`].
+    pub fn main_with<A: clap::Args + Sync>(
+        self,
+        train: impl Fn(&Job<'_>, &A) -> Result<()> + Sync,
+    ) -> ExitCode {
+        let outcome = match run_helper() {
+            Some(outcome) => outcome,
+            None => {
+                log::start();
+                stop::tell_limits();
+                // A launcher has several for each rank.
+                phalanx_comm::raise_open_files();
+                log::warn_of_nonsense();
+                match self.parse::<A>() {
+                    Ok(typed) => self.run(typed, train),
+                    Err(error) => {
+                        // A closed output is no second error.
+                        let _ = error.print();
+                        return match error.use_stderr() {
+                            true => ExitCode::from(2),
+                            false => ExitCode::SUCCESS,
+                        };
+                    }
+                }
+            }
+        };
+        match outcome {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                tell(&error);
+                ExitCode::from(error.exit_code())
+            }
+        }
+    }
+
+    fn parse<A: clap::Args>(&self) -> std::result::Result<Typed<A>, clap::Error> {
+        let Defaults {
+            epochs,
+            batch_size,
+            lr,
+        } = self.defaults;
+        let mut command = taking_negative_numbers(Typed::<A>::command())
+            .name(self.name.clone())
+            .args_override_self(true)
+            .mut_arg("epochs", |a| {
+                a.help(format!("Number of epochs [default: {epochs}]"))
+            })
+            .mut_arg("batch_size", |a| {
+                a.help(format!("Samples per rank and step [default: {batch_size}]"))
+            })
+            .mut_arg("lr", |a| a.help(format!("Learning rate [default: {lr}]")))
+            .mut_arg("output_dir", |a| {
+                let dir = format!("runs/{}-<date>-<time>", self.name);
+                a.help(format!("Folder for metrics, summary and weights; with --resume PATH, the resumed run's folder [default: {dir}]"))
+            });
+        if let Some(about) = &self.about {
+            command = command.about(about.clone());
+        }
+        let own = |name: &str| command.get_arguments().any(|a| a.get_long() == Some(name));
+        let mut args = std::env::args_os();
+        let mut words: Vec<OsString> = args.next().into_iter().collect();
+        for word in args {
+            // As torchrun's users type them.
+            match dashed(word.clone()) {
+                (dashed, Some(name), _) if own(&name) => words.push(dashed),
+                _ => words.push(word),
+            }
+        }
+        let matches = command.try_get_matches_from_mut(words)?;
+        Typed::from_arg_matches(&matches)
+    }
+
+    fn run<A: clap::Args + Sync>(
+        &self,
+        typed: Typed<A>,
+        train: impl Fn(&Job<'_>, &A) -> Result<()> + Sync,
+    ) -> Result<()> {
+        let Typed {
+            own,
+            mut settings,
+            ranks,
+        } = typed;
+        settings.defaults = self.defaults;
+        if ranks.algorithm == AlgorithmArg::Fastest {
+            settings.split.allow_any_order()?;
+        }
+        settings.validate(ranks.known_world()?)?;
+        let default = DefaultDir::New(&self.name);
+        let Settings {
+            output_dir, saving, ..
+        } = &mut *settings;
+        let prepared = prepare_run(ranks.has_first()?, output_dir, saving, &default)?;
+        let (extra, flight) = (&prepared.extra, Some(&*prepared.flight));
+        run_ranks(&ranks, Speakers::Rank0, extra, flight, |ctx| {
+            train(&Job::new(&self.name, ctx, &settings), &own)
+        })
+    }
+}
+
+// Not a doc comment: it would be the program's help.
+#[derive(clap::Parser)]
+struct Typed<A: clap::Args> {
+    #[command(flatten)]
+    own: A,
+    #[command(flatten, next_help_heading = "Training")]
+    settings: Box<Settings>,
+    #[command(flatten)]
+    ranks: RankArgs,
+}
+
+// Likewise.
+#[derive(clap::Args)]
+struct NoArgs {}

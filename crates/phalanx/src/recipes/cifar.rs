@@ -1,0 +1,227 @@
+//! What the CIFAR-10 programs share: where images come from, and what is done
+//! to them.
+
+use std::sync::Arc;
+
+use phalanx_data::ImageDataset;
+use phalanx_data::augment::{Augmentation, Augmented};
+use phalanx_data::cifar10::{self, Cifar10, Scaling, Split};
+use phalanx_data::synthetic::{self, noise};
+
+use super::prepare::{Fetch, FetchArgs, Kind, unreadable};
+use super::program::{Data, ImageArgs};
+use crate::error::{Error, Result, check_count};
+use crate::format::thousands;
+
+/// Arguments about CIFAR-10.
+#[derive(Debug, Clone, clap::Args)]
+pub struct CifarArgs {
+    /// Folder with CIFAR-10 (pickles, binary version or original archive), the archive itself, or `synthetic` for
+    /// generated images
+    #[arg(
+        long,
+        visible_alias = "data",
+        default_value = "input_dir",
+        value_name = "DIR|synthetic"
+    )]
+    pub data_url: String,
+    /// Train on random data, as the ModelArts document does; accuracy stays at chance level
+    #[arg(long, default_value_t = false, action = clap::ArgAction::Set, value_name = "true|false")]
+    pub custom_data: bool,
+    #[command(flatten)]
+    pub fetch: FetchArgs,
+    /// Train on the first N images only
+    #[arg(long, value_name = "N")]
+    pub train_samples: Option<usize>,
+    /// Test on the first N images only
+    #[arg(long, value_name = "N")]
+    pub test_samples: Option<usize>,
+}
+
+/// Training samples of the synthetic set.
+const SAMPLES: usize = 50_000;
+
+/// What is done to images before they are trained on.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Preparation {
+    /// What bytes become.
+    pub scaling: Scaling,
+    /// What changes from epoch to epoch.
+    pub augmentation: Option<Augmentation>,
+}
+
+impl CifarArgs {
+    /// Checks what can be checked before any rank is started.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag or the folder.
+    pub fn validate(&self, images: &ImageArgs) -> Result<()> {
+        for (flag, samples) in [
+            ("--train-samples", self.train_samples),
+            ("--test-samples", self.test_samples),
+        ] {
+            check_count(flag, samples.unwrap_or(1), 100_000_000)?;
+        }
+        self.fetch.validate()?;
+        if self.custom_data || self.data_url != "synthetic" {
+            images.refuse_synthetic_samples(&self.name())?;
+        }
+        if self.custom_data {
+            self.fetch.refuse("--custom-data")?;
+        } else if self.data_url == "synthetic" {
+            self.fetch.refuse("synthetic")?;
+        } else if !self.fetch.wanted() {
+            cifar10::check(self.data_url.as_ref())?;
+        }
+        Ok(())
+    }
+
+    /// How it is got first, where it may be missing.
+    pub fn fetch(&self) -> Option<Fetch> {
+        self.fetch.fetch(Kind::Cifar10, &self.data_url)
+    }
+
+    /// As the user typed it.
+    pub fn name(&self) -> String {
+        if self.custom_data {
+            "custom random data".to_owned()
+        } else {
+            self.data_url.clone()
+        }
+    }
+
+    /// What must be the same on all ranks besides the content.
+    pub fn must_agree(&self) -> Vec<String> {
+        let images = |n: Option<usize>| n.map_or_else(|| "all".to_owned(), |n| n.to_string());
+        vec![
+            format!("--train-samples {}", images(self.train_samples)),
+            format!("--test-samples {}", images(self.test_samples)),
+        ]
+    }
+
+    /// Reads or makes it.
+    ///
+    /// # Errors
+    ///
+    /// Usage or data, naming folder or file.
+    pub fn load(&self, images: &ImageArgs, preparation: Preparation) -> Result<Data> {
+        let Preparation {
+            scaling,
+            augmentation,
+        } = preparation;
+        let seed = images.settings.seed;
+        let drawn = images.synthetic_samples.unwrap_or(SAMPLES);
+        let (train, test, mut description, content): (
+            Arc<dyn ImageDataset>,
+            Arc<dyn ImageDataset>,
+            _,
+            _,
+        );
+        if self.custom_data {
+            let n = self.train_samples.unwrap_or(noise::TRAIN_SAMPLES);
+            let m = self.test_samples.unwrap_or(noise::TEST_SAMPLES);
+            train = Arc::new(noise::noise(n, seed, 0));
+            test = Arc::new(noise::noise(m, seed, 1));
+            description = format!("custom random data, seed {seed}");
+            content = format!("custom {n} + {m}, seed {seed}");
+        } else if self.data_url == "synthetic" {
+            let n = self.train_samples.unwrap_or(drawn);
+            let sixth = (drawn / 6).max(1);
+            let m = self.test_samples.unwrap_or(sixth);
+            // The test pictures follow the training pictures, so none is seen in training.
+            let first = n.max(drawn) as u64;
+            train = Arc::new(synthetic::pictures(0, n, seed, scaling));
+            test = Arc::new(synthetic::pictures(first, m, seed, scaling));
+            description = format!("synthetic pictures, seed {seed}");
+            content = format!("synthetic pictures {n} + {m} from {first}, seed {seed}");
+        } else {
+            let folder = self.data_url.as_ref();
+            let load = |split, flag: &str, wanted: Option<usize>| -> Result<Cifar10> {
+                let set = cifar10::load(folder, split, scaling);
+                let mut set = set.map_err(|e| unreadable(Kind::Cifar10, &self.data_url, e))?;
+                if let Some(n) = wanted {
+                    // Figures must not be those of fewer images than was asked for.
+                    check_count(flag, n, set.len())?;
+                    set.truncate(n);
+                }
+                Ok(set)
+            };
+            let images = load(Split::Train, "--train-samples", self.train_samples)?;
+            let tests = load(Split::Test, "--test-samples", self.test_samples)?;
+            description = format!("CIFAR-10 in {}", self.data_url);
+            content = sums(&images, &tests);
+            (train, test) = (Arc::new(images), Arc::new(tests));
+        }
+        description.push_str(&format!(
+            ", {} train / {} test",
+            thousands(train.len()),
+            thousands(test.len())
+        ));
+        let train: Arc<dyn ImageDataset> = match augmentation {
+            None => train,
+            Some(augmentation) => {
+                description.push_str(&format!(
+                    ", shifted by up to {}, flipped{}",
+                    augmentation.shift,
+                    if augmentation.cutout > 0 {
+                        ", cut out"
+                    } else {
+                        ""
+                    }
+                ));
+                Arc::new(Augmented::new(train, augmentation, seed)?)
+            }
+        };
+        Ok(Data {
+            train,
+            test,
+            description,
+            content,
+        })
+    }
+}
+
+fn sums(train: &Cifar10, test: &Cifar10) -> String {
+    format!(
+        "CIFAR-10 {} + {}, SHA-256 {:.16} + {:.16}",
+        train.len(),
+        test.len(),
+        train.sha256(),
+        test.sha256()
+    )
+}
+
+/// A black pixel as the data set scales it.
+pub fn black(scaling: Scaling) -> [f32; 3] {
+    match scaling {
+        Scaling::Unit => [0.0; 3],
+        Scaling::Normalised => std::array::from_fn(|c| -cifar10::MEAN[c] / cifar10::DEVIATION[c]),
+    }
+}
+
+/// The schedule of the speed records: up in straight lines to `lr` in `rising`
+/// of the steps, then down to `last` of it.
+///
+/// # Errors
+///
+/// Usage, when there are too few steps for a rise and a fall.
+pub fn one_cycle(
+    lr: f64,
+    steps: u64,
+    rising: f64,
+    first: f64,
+    last: f64,
+) -> Result<phalanx_nn::optim::schedule::Schedule> {
+    use phalanx_nn::optim::schedule::{OneCycle, Schedule};
+    let cycle = OneCycle {
+        rising,
+        divisor: 1.0 / first,
+        final_divisor: first / last,
+        cosine: false,
+        ..OneCycle::new(lr, steps)
+    };
+    Schedule::one_cycle(cycle).map_err(|e| {
+        Error::usage(e.to_string()).note("try", "more --epochs, or a smaller --batch-size")
+    })
+}

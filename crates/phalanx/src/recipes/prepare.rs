@@ -1,0 +1,262 @@
+//! Data that must be there before ranks can read it: the first rank of each
+//! host gets it, the others wait in a barrier. A rank that fails or dies meanwhile
+//! is noticed, and named, by all.
+
+use std::path::PathBuf;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+use phalanx_data::files::{Dir, as_typed};
+use phalanx_data::{cifar10, mnist};
+
+use phalanx_train::{FolderArgs, RankContext};
+
+use crate::download;
+use crate::error::{Error, ErrorKind, Result};
+
+/// How often a rank that downloads looks whether another has failed.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// Arguments about data that are not there yet.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct FetchArgs {
+    /// Download the data set first if it is missing; the first rank of each host downloads and unpacks it
+    #[arg(long)]
+    pub download: bool,
+    /// Like --download, from this mirror URL instead of the authors' site
+    #[arg(long, value_name = "URL")]
+    pub download_from: Option<String>,
+}
+
+impl FetchArgs {
+    /// Whether data may be missing at the start.
+    pub fn wanted(&self) -> bool {
+        self.download || self.download_from.is_some()
+    }
+
+    /// Checks what can be checked before any rank is started.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag.
+    pub fn validate(&self) -> Result<()> {
+        match &self.download_from {
+            Some(url) => download::check_mirror("--download-from", url),
+            None => Ok(()),
+        }
+    }
+
+    /// A usage error for data that nobody publishes.
+    pub fn refuse(&self, data: &str) -> Result<()> {
+        if self.wanted() {
+            return Err(Error::usage(format!(
+                "--download needs a folder for the data set, not {data}; name one with --data"
+            )));
+        }
+        Ok(())
+    }
+
+    /// What to do, for the published data set of that kind in `folder`.
+    pub fn fetch(&self, kind: Kind, folder: &str) -> Option<Fetch> {
+        self.wanted().then(|| Fetch {
+            kind,
+            folder: folder.into(),
+            from: self.download_from.clone(),
+        })
+    }
+}
+
+/// A data set that can be downloaded.
+#[derive(Debug, Clone, Copy)]
+pub enum Kind {
+    /// Four files, read as they are.
+    Mnist,
+    /// An archive, unpacked beside itself.
+    Cifar10,
+}
+
+/// Getting one data set into one folder.
+#[derive(Debug, Clone)]
+pub struct Fetch {
+    kind: Kind,
+    folder: PathBuf,
+    from: Option<String>,
+}
+
+impl Fetch {
+    /// Does it; nothing, where all is there.
+    ///
+    /// # Errors
+    ///
+    /// Those of downloading and unpacking, naming file and folder.
+    fn run(&self, folder: FolderArgs) -> Result<()> {
+        let from = self.from.as_deref();
+        match self.kind {
+            Kind::Mnist => {
+                if mnist::check(&self.folder).is_err() {
+                    download::ensure("mnist", &self.folder, from, folder)?;
+                }
+            }
+            Kind::Cifar10 => {
+                if cifar10::check(&self.folder).is_err() {
+                    download::ensure("cifar10", &self.folder, from, folder)?;
+                }
+                if cifar10::is_packed(&self.folder)? {
+                    folder.check(&Dir::open(&self.folder)?)?;
+                    cifar10::unpack(&self.folder)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Reading the data set of that kind in `folder` failed. Where a file is damaged that is no
+/// crash, and getting it again is the way out.
+pub fn unreadable(kind: Kind, folder: &str, error: phalanx_data::Error) -> Error {
+    let is_damaged = error.kind() == phalanx_data::ErrorKind::Data;
+    let error = Error::from(error);
+    if !is_damaged {
+        return error;
+    }
+    let folder = as_typed(folder.as_ref());
+    error.into_usage().note(
+        "try",
+        match kind {
+            Kind::Mnist => {
+                format!("phalanx download mnist --to {folder} --force   (or fashion-mnist)")
+            }
+            Kind::Cifar10 => format!("phalanx download cifar10 --to {folder} --force"),
+        },
+    )
+}
+
+/// Runs `fetch` on the first rank of each host. *Blocks* until all these have
+/// done it; all ranks call it, whether or not they have anything to get.
+///
+/// # Errors
+///
+/// What went wrong, on the rank where it did; the loss of that rank, with its
+/// reason, on the others.
+pub fn data(ctx: &RankContext, fetch: Option<Fetch>, folder: FolderArgs) -> Result<()> {
+    let fetch = fetch.filter(|_| ctx.local_rank == 0);
+    all_after(ctx, fetch.map(|fetch| move || fetch.run(folder)))
+}
+
+/// Does `work`, where there is some, and waits until all ranks have done theirs.
+fn all_after(
+    ctx: &RankContext,
+    work: Option<impl FnOnce() -> Result<()> + Send + 'static>,
+) -> Result<()> {
+    if ctx.world() == 1 {
+        return work.map_or(Ok(()), |work| work());
+    }
+    // Who fails at once must not be gone before all have met: they could not hear why.
+    ctx.group.barrier()?;
+    if let Some(work) = work {
+        let _phase = ctx.phase("downloading data");
+        let (done, outcome) = channel();
+        // Not waited for when another rank fails: the process is about to end.
+        std::thread::Builder::new()
+            .name("prepare".into())
+            .spawn(move || {
+                let _ = done.send(work());
+            })
+            .map_err(|e| Error::new(ErrorKind::System, "cannot start a thread").caused_by(e))?;
+        loop {
+            match outcome.recv_timeout(LOOK_EVERY) {
+                // A failure ends this rank, and the barrier of the others by name.
+                Ok(result) => break result?,
+                Err(RecvTimeoutError::Timeout) => ctx.group.check()?,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Error::new(
+                        ErrorKind::Failed,
+                        "preparing the data panicked; this is a bug in phalanx",
+                    ));
+                }
+            }
+        }
+    }
+    ctx.group.barrier()?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::{Arc, Barrier};
+    use std::time::Instant;
+
+    use phalanx_comm::{GroupOptions, ProcessGroup};
+
+    use super::*;
+
+    /// Three ranks, two of them first of their hosts; what each ended with.
+    fn three(
+        work: impl Fn(usize) -> Result<()> + Clone + Send + Sync + 'static,
+    ) -> Vec<Result<()>> {
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> = ProcessGroup::threads(3, GroupOptions::default())
+                .into_iter()
+                .zip([0, 1, 0])
+                .map(|(group, local_rank)| {
+                    let work = work.clone();
+                    scope.spawn(move || {
+                        let ctx = RankContext {
+                            group,
+                            phase_limit: Duration::from_secs(600),
+                            threads: 1,
+                            local_rank,
+                            prefix: None,
+                            started: Instant::now(),
+                        };
+                        let rank = ctx.rank();
+                        let work = (local_rank == 0).then_some(move || work(rank));
+                        let outcome = all_after(&ctx, work);
+                        if let Err(error) = &outcome {
+                            ctx.group.abort(&error.to_string());
+                        }
+                        outcome
+                    })
+                })
+                .collect();
+            let ended = ranks.into_iter().map(|rank| rank.join().expect("no panic"));
+            ended.collect()
+        })
+    }
+
+    #[test]
+    fn the_first_of_each_host_works_and_nobody_goes_on_before_all_have() {
+        let (worked, both) = (Arc::new(AtomicUsize::new(0)), Arc::new(Barrier::new(2)));
+        let (count, meet) = (Arc::clone(&worked), Arc::clone(&both));
+        let ended = three(move |rank| {
+            assert_ne!(rank, 1, "not the first of its host");
+            // Both at the same time, or this would never end.
+            meet.wait();
+            count.fetch_add(1, Ordering::SeqCst);
+            Ok(())
+        });
+        assert!(ended.iter().all(Result::is_ok), "{ended:?}");
+        assert_eq!(worked.load(Ordering::SeqCst), 2);
+    }
+
+    #[test]
+    fn a_failure_is_told_by_name_to_those_that_wait() {
+        let ended = three(|rank| match rank {
+            2 => Err(Error::new(ErrorKind::System, "the disk is on fire")),
+            // Longer than anybody will wait for it.
+            _ => loop {
+                std::thread::park();
+            },
+        });
+        let text = |rank: usize| ended[rank].as_ref().expect_err("failed").chain();
+        assert_eq!(text(2), "the disk is on fire");
+        for rank in [0, 1] {
+            let text = text(rank);
+            assert!(
+                text.contains("rank 2") && text.contains("the disk is on fire"),
+                "{text}"
+            );
+        }
+    }
+}

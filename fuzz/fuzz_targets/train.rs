@@ -1,2 +1,0 @@
-#![no_main]
-phalanx_fuzz::fuzz!(phalanx_train::fuzzing::TARGETS);
