@@ -226,16 +226,14 @@ impl fmt::Display for Error {
 }
 
 impl fmt::Debug for Error {
+    /// The message, as `fn main() -> Result<(), Error>` prints it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Error")
-            .field("kind", &self.inner.kind)
-            .field("rank", &self.inner.rank)
-            .field("peer", &self.inner.peer)
-            .field("origin", &self.inner.origin)
-            .field("operation", &self.inner.operation)
-            .field("message", &self.inner.message)
-            .field("source", &self.inner.source)
-            .finish()
+        let message = self.to_string();
+        f.write_str(&message)?;
+        match std::error::Error::source(self).map(ToString::to_string) {
+            Some(cause) if !message.contains(&cause) => write!(f, ": {cause}"),
+            _ => Ok(()),
+        }
     }
 }
 

@@ -21,7 +21,6 @@ pub enum ErrorKind {
 }
 
 /// What went wrong, in one sentence that names the culprit.
-#[derive(Debug)]
 pub struct Error {
     kind: ErrorKind,
     message: String,
@@ -65,6 +64,18 @@ impl Error {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.message)
+    }
+}
+
+impl fmt::Debug for Error {
+    /// The message, as `fn main() -> Result<(), Error>` prints it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let message = self.to_string();
+        f.write_str(&message)?;
+        match std::error::Error::source(self).map(ToString::to_string) {
+            Some(cause) if !message.contains(&cause) => write!(f, ": {cause}"),
+            _ => Ok(()),
+        }
     }
 }
 

@@ -62,7 +62,6 @@ impl ErrorKind {
 }
 
 /// An error with its consequence, its likely reason and the way out.
-#[derive(Debug)]
 pub struct Error {
     kind: ErrorKind,
     message: String,
@@ -209,6 +208,14 @@ impl Error {
             return;
         }
         let _ = std::io::stderr().write_all(visible(&self.render()).as_bytes());
+    }
+}
+
+impl fmt::Debug for Error {
+    /// As it is printed, notes included: what `fn main() -> Result<(), Error>` shows.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = self.render();
+        f.write_str(text.strip_prefix("error: ").unwrap_or(&text).trim_end())
     }
 }
 

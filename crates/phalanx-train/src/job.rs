@@ -1,5 +1,7 @@
 //! A training program as one rank runs it.
 
+use std::cell::Cell;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use phalanx_comm::ProcessGroup;
@@ -7,7 +9,7 @@ use phalanx_data::Dataset;
 use phalanx_nn::optim::Optimizer;
 use phalanx_nn::{Params, Scope};
 
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::settings::Settings;
 use crate::trainer::TrainerBuilder;
 use phalanx_process::RankContext;
@@ -18,6 +20,8 @@ pub struct Job<'a> {
     name: &'a str,
     ctx: &'a RankContext,
     settings: &'a Settings,
+    /// A training has begun and has not ended.
+    unfinished: Rc<Cell<bool>>,
 }
 
 impl<'a> Job<'a> {
@@ -27,6 +31,23 @@ impl<'a> Job<'a> {
             name,
             ctx,
             settings,
+            unfinished: Rc::default(),
+        }
+    }
+
+    /// An error if the program has trained and has not called [`Trainer::finish`](crate::Trainer::finish): nothing of it
+    /// would be saved. For those who call the program, after it.
+    ///
+    /// # Errors
+    ///
+    /// That one.
+    pub fn check_finished(&self) -> Result<()> {
+        match self.unfinished.get() {
+            true => Err(Error::new(
+                ErrorKind::Failed,
+                "the program ended without Trainer::finish, which saves the weights",
+            )),
+            false => Ok(()),
         }
     }
 
@@ -86,8 +107,7 @@ impl<'a> Job<'a> {
     ) -> Result<TrainerBuilder<'a, M>> {
         self.settings.validate(self.world_size())?;
         let (ctx, settings) = (self.ctx, self.settings);
-        Ok(TrainerBuilder::new(
-            ctx, settings, self.name, train, model, optimizer,
-        ))
+        let builder = TrainerBuilder::new(ctx, settings, self.name, train, model, optimizer);
+        Ok(builder.watched(Rc::clone(&self.unfinished)))
     }
 }

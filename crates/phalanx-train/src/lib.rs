@@ -1,4 +1,13 @@
-//! The training loop.
+//! The training loop as a library.
+//!
+//! [`Job`] is what a program gets on each rank, [`Trainer`] the model in training: the loop stays
+//! in the program, the trainer does what belongs to it (sharded batches, averaged gradients, the
+//! ranks' vote, optimizer and schedule, evaluation over all ranks, checkpoints and resume,
+//! metrics and progress). [`Settings`] are the training flags that every program takes.
+//!
+//! Programs start with `phalanx::main`, which makes the job from the command line. What the
+//! trainer is made of ([`Saving`], [`Output`], [`BatchSplit`], [`Update`]) is there for loops that
+//! are written by hand.
 
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]

@@ -85,3 +85,24 @@ pub use phalanx_train::{Error, ErrorKind, Job, Result, Trainer};
 pub use phalanx_wire as wire;
 pub use program::{Program, main, main_with};
 pub use spawn::{Cause, SpawnError, Spawned, spawn};
+
+/// The pages of `docs/guide/`, whose Rust blocks are compiled and run as tests.
+#[cfg(doctest)]
+mod guide {
+    #[doc = include_str!("../../../docs/guide/quick-start.md")]
+    struct QuickStart;
+    #[doc = include_str!("../../../docs/guide/own-model.md")]
+    struct OwnModel;
+    #[doc = include_str!("../../../docs/guide/own-data.md")]
+    struct OwnData;
+    #[doc = include_str!("../../../docs/guide/several-machines.md")]
+    struct SeveralMachines;
+    #[doc = include_str!("../../../docs/guide/from-pytorch.md")]
+    struct FromPytorch;
+    #[doc = include_str!("../../../docs/guide/hang.md")]
+    struct Hang;
+    #[doc = include_str!("../../../docs/guide/reproducibility.md")]
+    struct Reproducibility;
+    #[doc = include_str!("../../../docs/guide/faq.md")]
+    struct Faq;
+}

@@ -199,7 +199,9 @@ impl Program {
         let prepared = prepare_run(ranks.has_first()?, output_dir, saving, &default)?;
         let (extra, flight) = (&prepared.extra, Some(&*prepared.flight));
         run_ranks(&ranks, Speakers::Rank0, extra, flight, |ctx| {
-            train(&Job::new(&self.name, ctx, &settings), &own)
+            let job = Job::new(&self.name, ctx, &settings);
+            train(&job, &own)?;
+            job.check_finished()
         })
     }
 }

@@ -12,9 +12,10 @@ use crate::select::{Algorithm, Rules};
 /// Time for all ranks to join (collectives.md §9).
 const FORMING: Duration = Duration::from_secs(300);
 /// Time for the first operation of a group: ranks load and compile unevenly.
-const FIRST_OPERATION: Duration = Duration::from_secs(300);
-/// Time for every later operation.
-const OPERATION: Duration = Duration::from_secs(60);
+const FIRST_OPERATION: Duration = Duration::from_secs(600);
+/// Time for every later operation: PyTorch's default for CPU groups is 30 minutes, for NCCL 10. A
+/// late rank is named after 10 s in any case.
+const OPERATION: Duration = Duration::from_secs(600);
 /// One frame: large enough that headers cost nothing, small enough that a
 /// second one is in flight while the first is being read (collectives.md §4).
 const SEGMENT_BYTES: usize = 512 << 10;
@@ -67,9 +68,9 @@ pub struct InitOptions {
     pub epoch: Option<u32>,
     /// Deadline for all ranks to join; 300 s.
     pub timeout: Duration,
-    /// Deadline of an operation; 60 s.
+    /// Deadline of an operation; 600 s.
     pub op_timeout: Duration,
-    /// Deadline of the first operation; 300 s.
+    /// Deadline of the first operation; 600 s.
     pub first_op_timeout: Duration,
     /// Which transport to use.
     pub transport: Transport,
@@ -155,9 +156,9 @@ impl InitOptions {
 /// What the operations of a group of threads may take.
 #[derive(Clone, Debug)]
 pub struct GroupOptions {
-    /// Deadline of an operation; 60 s.
+    /// Deadline of an operation; 600 s.
     pub op_timeout: Duration,
-    /// Deadline of the first operation; 300 s.
+    /// Deadline of the first operation; 600 s.
     pub first_op_timeout: Duration,
     /// Most payload bytes in one frame; 512 KiB.
     pub segment_bytes: usize,

@@ -61,6 +61,7 @@ pub struct TrainerBuilder<'j, M> {
     must_agree: Vec<String>,
     files: Files,
     reporter: Box<dyn Reporter>,
+    unfinished: Rc<Cell<bool>>,
 }
 
 impl<'j, M> TrainerBuilder<'j, M> {
@@ -105,6 +106,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
                 ..Files::default()
             },
             reporter: Box::new(EpochLines),
+            unfinished: Rc::default(),
         }
     }
 
@@ -208,6 +210,12 @@ impl<'j, M> TrainerBuilder<'j, M> {
     /// What the program prints on standard output.
     pub fn reporter(mut self, reporter: Box<dyn Reporter>) -> Self {
         self.reporter = reporter;
+        self
+    }
+
+    /// Says in `unfinished` whether the training has begun and has not ended.
+    pub(crate) fn watched(mut self, unfinished: Rc<Cell<bool>>) -> Self {
+        self.unfinished = unfinished;
         self
     }
 
@@ -377,6 +385,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
             results,
             reports,
             summary: serde_json::Map::new(),
+            unfinished: self.unfinished,
         })
     }
 }

@@ -43,6 +43,7 @@ impl<M> Trainer<'_, M> {
         ctx.group.barrier()?; // DDP: nobody leaves before the files are complete
         self.reports.reporter.ends(ctx)?;
         self.sum_up();
+        self.unfinished.set(false);
         Ok(self.results.last)
     }
 

@@ -117,6 +117,8 @@ pub struct Trainer<'j, M> {
     reports: Reports,
     /// Further entries of the summary.
     summary: serde_json::Map<String, serde_json::Value>,
+    /// Told that steps were taken and `finish` was not called.
+    unfinished: Rc<Cell<bool>>,
 }
 
 /// An epoch between its first step and its last.

@@ -42,6 +42,7 @@ impl<M> Trainer<'_, M> {
             let what = format!("the batch of {} is not of the running epoch", turn.name());
             return Err(Error::usage(what));
         }
+        self.unfinished.set(true);
         ctx.group
             .set_position(turn.epoch as u64, turn.index as u64 + 1);
         if let Some(schedule) = &self.schedule {

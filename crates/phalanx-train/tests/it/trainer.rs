@@ -1,0 +1,321 @@
+//! What a `Trainer` computes beside the same training written down in f64, and what it refuses.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use clap::Parser;
+use phalanx_comm::{GroupOptions, ProcessGroup};
+use phalanx_nn::layers::Linear;
+use phalanx_nn::optim::Sgd;
+use phalanx_nn::{Params, Reduction, Scope, Tensor};
+use phalanx_train::{
+    ErrorKind, Evaluation, Job, Measure, MicroBatch, RankContext, Result, Settings,
+};
+
+#[derive(Parser)]
+struct Cli {
+    #[command(flatten)]
+    settings: Settings,
+}
+
+fn settings(dir: &Path, args: &[&str]) -> Settings {
+    let dir = dir.join("run").display().to_string();
+    let typed = ["test", "--lr", "0.1", "--epochs", "2", "--output-dir", &dir];
+    Cli::parse_from(typed.iter().chain(args)).settings
+}
+
+/// Runs `rank` on `world` ranks; what each gives, in their order.
+fn ranks<R: Send>(
+    world: usize,
+    args: &[&str],
+    rank: impl Fn(&Job<'_>) -> Result<R> + Sync,
+) -> Vec<Result<R>> {
+    let dir = tempfile::tempdir().expect("folder");
+    let settings = settings(dir.path(), args);
+    std::thread::scope(|scope| {
+        let one = |group: ProcessGroup| {
+            let (settings, rank) = (&settings, &rank);
+            scope.spawn(move || {
+                let ctx = RankContext {
+                    phase_limit: Duration::from_secs(60),
+                    threads: 1,
+                    local_rank: group.rank(),
+                    prefix: None,
+                    started: Instant::now(),
+                    group,
+                };
+                let job = Job::new("test", &ctx, settings);
+                let outcome = rank(&job);
+                if let Err(error) = &outcome {
+                    ctx.group.abort(&error.to_string());
+                }
+                outcome
+            })
+        };
+        let groups = ProcessGroup::threads(world, GroupOptions::default());
+        let started: Vec<_> = groups.into_iter().map(one).collect();
+        let joined = started
+            .into_iter()
+            .map(|rank| rank.join().expect("no panic"));
+        joined.collect()
+    })
+}
+
+type Sample = ([f32; 2], f32);
+
+/// Points of a plane, not quite.
+fn data(count: usize) -> Arc<Vec<Sample>> {
+    let sample = |i: usize| {
+        let x = [(i * 7 % 13) as f32 / 13.0 - 0.4, (i * 5 % 11) as f32 / 11.0];
+        (x, 2.0 * x[0] - x[1] + 0.5 + (i % 3) as f32 * 0.1)
+    };
+    Arc::new((0..count).map(sample).collect())
+}
+
+fn plane(scope: &mut Scope) -> Linear {
+    Linear::new(scope.enter("plane"), 2, 1)
+}
+
+/// The model's answers, as a list.
+fn answers<'s>(model: &Linear, batch: &MicroBatch<'s, Vec<Sample>>) -> Result<Tensor<'s>> {
+    let x: Vec<f32> = batch.iter().flat_map(|(x, _)| *x).collect();
+    let x = batch.input(&x, &[batch.samples(), 2])?;
+    Ok(model.forward(x)?)
+}
+
+fn targets(batch: &MicroBatch<'_, Vec<Sample>>) -> Vec<f32> {
+    batch.iter().map(|(_, y)| *y).collect()
+}
+
+fn loss<'s>(model: &Linear, batch: &MicroBatch<'s, Vec<Sample>>) -> Result<Tensor<'s>> {
+    let targets = targets(batch);
+    Ok(answers(model, batch)?.mse_loss(&targets, Reduction::Mean)?)
+}
+
+/// Weights and bias.
+fn weights(params: &Params) -> [f64; 3] {
+    let all: Vec<f32> = params.ids().flat_map(|id| params.export(id)).collect();
+    std::array::from_fn(|i| f64::from(all[i]))
+}
+
+/// Trains on `world` ranks and in f64 with the samples of all ranks; the largest difference of
+/// the weights after any step, and how far the weights came.
+fn difference(world: usize, args: &[&str], clip: Option<f64>) -> (f64, f64) {
+    let train = data(37);
+    // Samples of each step over all ranks.
+    let steps: Mutex<Vec<Vec<u64>>> = Mutex::default();
+    let trained = ranks(world, args, |job| {
+        let builder = job.trainer(&train, plane, Sgd::new)?;
+        let builder = match clip {
+            Some(limit) => builder.clip_grad_norm(limit),
+            None => builder,
+        };
+        let mut trainer = builder.start()?;
+        let mut seen = vec![weights(trainer.params())];
+        for _ in trainer.epochs() {
+            for batch in trainer.batches(&train)? {
+                trainer.step(&batch, |model, batch| {
+                    let mut steps = steps.lock().expect("no panic");
+                    let at = seen.len() - 1;
+                    if steps.len() <= at {
+                        steps.resize(at + 1, Vec::new());
+                    }
+                    steps[at].extend_from_slice(batch.indices());
+                    drop(steps);
+                    loss(model, &batch)
+                })?;
+                seen.push(weights(trainer.params()));
+            }
+        }
+        trainer.finish()?;
+        Ok(seen)
+    });
+    let trained: Vec<_> = trained
+        .into_iter()
+        .map(|seen| seen.expect("trained"))
+        .collect();
+    let steps = steps.into_inner().expect("no panic");
+    let mut at = trained[0][0];
+    let mut most = 0.0f64;
+    for (i, indices) in steps.iter().enumerate() {
+        let mut gradient = [0.0; 3];
+        for &index in indices {
+            let (x, y) = train[index as usize];
+            let x = x.map(f64::from);
+            let error = at[0] * x[0] + at[1] * x[1] + at[2] - f64::from(y);
+            for (g, factor) in gradient.iter_mut().zip([x[0], x[1], 1.0]) {
+                *g += 2.0 * error * factor / indices.len() as f64;
+            }
+        }
+        let norm = gradient.iter().map(|g| g * g).sum::<f64>().sqrt();
+        let scale = clip.map_or(1.0, |limit| (limit / (norm + 1e-6)).min(1.0));
+        for (w, g) in at.iter_mut().zip(gradient) {
+            *w -= 0.1 * scale * g;
+        }
+        for seen in &trained {
+            for (w, expected) in seen[i + 1].iter().zip(at) {
+                most = most.max((w - expected).abs());
+            }
+        }
+    }
+    let all: usize = steps.iter().map(Vec::len).sum();
+    assert_eq!(all, 2 * train.len(), "each sample once an epoch");
+    let moved = (0..3).map(|i| (at[i] - trained[0][0][i]).abs()).sum();
+    (most, moved)
+}
+
+#[test]
+fn a_training_is_the_one_in_f64() {
+    for (world, args, clip) in [
+        (1, &["--batch-size", "5"][..], None),
+        (2, &["--batch-size", "5"], None),
+        (
+            3,
+            &["--global-batch-size", "8", "--exchange", "reduce-scatter"],
+            None,
+        ),
+        (2, &["--global-batch-size", "10", "--accumulate", "2"], None),
+        (
+            2,
+            &["--global-batch-size", "9", "--deterministic", "shards"],
+            None,
+        ),
+        (1, &["--batch-size", "5"], Some(0.05)),
+        (
+            2,
+            &["--batch-size", "5", "--exchange", "at-step"],
+            Some(0.05),
+        ),
+    ] {
+        let (most, moved) = difference(world, args, clip);
+        assert!(most < 1e-5, "{world} ranks, {args:?}, {clip:?}: {most}");
+        assert!(moved > 0.02, "{world} ranks, {args:?}, {clip:?}: {moved}");
+    }
+}
+
+#[test]
+fn an_evaluation_counts_each_sample_once() {
+    let (train, test) = (data(20), data(11));
+    let evaluated = ranks(3, &["--test-batch-size", "2"], |job| {
+        let mut trainer = job.trainer(&train, plane, Sgd::new)?.start()?;
+        let mut all = Vec::new();
+        for _ in trainer.epochs() {
+            for batch in trainer.batches(&train)? {
+                trainer.step(&batch, |model, batch| loss(model, &batch))?;
+            }
+            let evaluation = trainer.evaluate(&test, |model, batch| {
+                let targets = targets(&batch);
+                let sum = targets.iter().map(|y| f64::from(*y)).sum();
+                let loss = answers(model, &batch)?.mse_loss(&targets, Reduction::Sum)?;
+                Ok(Measure::of_loss(loss).with_value("target", sum))
+            })?;
+            all.push((weights(trainer.params()), evaluation));
+        }
+        let last = trainer.finish()?;
+        assert_eq!(last.loss, all[1].1.loss);
+        Ok(all)
+    });
+    for rank in evaluated {
+        for (w, evaluation) in rank.expect("evaluated") {
+            let Evaluation { loss, values, .. } = evaluation;
+            let n = test.len() as f64;
+            let error = |(x, y): &Sample| {
+                let x = x.map(f64::from);
+                (w[0] * x[0] + w[1] * x[1] + w[2] - f64::from(*y)).powi(2)
+            };
+            let expected = test.iter().map(error).sum::<f64>() / n;
+            assert!((loss - expected).abs() < 1e-6, "{loss} is not {expected}");
+            let target = test.iter().map(|(_, y)| f64::from(*y)).sum::<f64>() / n;
+            assert!((values["target"] - target).abs() < 1e-6);
+        }
+    }
+}
+
+#[test]
+fn a_loop_may_be_left_early_and_batches_may_be_passed_over() {
+    let train = data(40);
+    let trained = ranks(2, &["--batch-size", "5"], |job| {
+        let mut trainer = job.trainer(&train, plane, Sgd::new)?.start()?;
+        let mut epochs = 0;
+        for _ in trainer.epochs() {
+            for batch in trainer.batches(&train)? {
+                match batch.index() {
+                    // Not trained on.
+                    0 => continue,
+                    3 => break,
+                    _ => trainer.step(&batch, |model, batch| loss(model, &batch))?,
+                };
+            }
+            epochs += 1;
+        }
+        assert_eq!(epochs, 2);
+        let taken = trainer.steps_taken();
+        trainer.finish()?;
+        Ok(taken)
+    });
+    for taken in trained {
+        assert_eq!(taken.expect("trained"), 4);
+    }
+}
+
+#[test]
+fn mistakes_of_the_program_are_usage_errors() {
+    let (train, other) = (data(10), data(9));
+    let wrong = |what: &str, rank: &(dyn Fn(&Job<'_>) -> Result<()> + Sync)| {
+        let error = ranks(1, &[], rank).remove(0).expect_err(what);
+        (error.kind(), error.to_string())
+    };
+    let (kind, text) = wrong("another set", &|job| {
+        let mut trainer = job.trainer(&train, plane, Sgd::new)?.start()?;
+        trainer.batches(&other).map(drop)
+    });
+    assert_eq!(kind, ErrorKind::Usage);
+    assert!(
+        text.contains("made for 10 samples, this data set has 9"),
+        "{text}"
+    );
+    let (kind, text) = wrong("a batch twice", &|job| {
+        let mut trainer = job.trainer(&train, plane, Sgd::new)?.start()?;
+        let mut batches = trainer.batches(&train)?;
+        let first = batches.next().expect("a batch");
+        trainer.step(&first, |model, batch| loss(model, &batch))?;
+        trainer
+            .step(&first, |model, batch| loss(model, &batch))
+            .map(drop)
+    });
+    assert_eq!(kind, ErrorKind::Usage);
+    assert!(text.contains("epoch 1, step 1"), "{text}");
+    let (_, text) = wrong("no finish", &|job| {
+        let mut trainer = job.trainer(&train, plane, Sgd::new)?.start()?;
+        for batch in trainer.batches(&train)? {
+            trainer.step(&batch, |model, batch| loss(model, &batch))?;
+        }
+        drop(trainer);
+        job.check_finished()
+    });
+    assert!(text.contains("without Trainer::finish"), "{text}");
+}
+
+#[test]
+fn a_program_may_only_evaluate() {
+    let test = data(6);
+    let evaluated = ranks(2, &[], |job| {
+        let mut trainer = job.trainer(&test, plane, Sgd::new)?.start()?;
+        let evaluation = trainer.evaluate(&test, |model, batch| {
+            let sum = answers(model, &batch)?.mse_loss(&targets(&batch), Reduction::Sum)?;
+            Ok(Measure::of_loss(sum))
+        })?;
+        drop(trainer);
+        job.check_finished()?;
+        Ok(evaluation.loss)
+    });
+    let losses: Vec<f64> = evaluated
+        .into_iter()
+        .map(|loss| loss.expect("one"))
+        .collect();
+    assert!(
+        losses[0].is_finite() && losses[0] == losses[1],
+        "{losses:?}"
+    );
+}
