@@ -75,6 +75,8 @@ use phalanx_launch::{self as launch, inspect};
 #[cfg(fuzzing)]
 use phalanx_process::{error, format, say, stop};
 
+/// The command-line parser, with which programs declare their own flags ([`main_with`]).
+pub use clap;
 pub use phalanx_comm as comm;
 pub use phalanx_data as data;
 pub use phalanx_ddp as ddp;

@@ -74,8 +74,7 @@ pub fn run(args: &NewArgs) -> Result<()> {
     let manifest = format!(
         "[package]\nname = \"{name}\"\nversion = \"0.1.0\"\nedition = \"2024\"\n\n[dependencies]\n\
          # Without the command `phalanx` and what only that needs.\n\
-         phalanx = {{ {dependency}, default-features = false }}\n\
-         clap = {{ version = \"4\", features = [\"derive\"] }}\n\n\
+         phalanx = {{ {dependency}, default-features = false }}\n\n\
          # Not optimized, the engine is slow.\n[profile.dev.package.\"*\"]\nopt-level = 3\n\n\
          # A project of its own, wherever it lies.\n[workspace]\n"
     );

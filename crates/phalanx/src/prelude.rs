@@ -16,4 +16,4 @@ pub use phalanx_train::{
     Defaults, Error, ErrorKind, Evaluation, Job, Measure, MicroBatch, Result, Trainer,
 };
 
-pub use crate::Program;
+pub use crate::{Program, clap};
