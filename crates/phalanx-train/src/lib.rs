@@ -41,7 +41,7 @@ pub use output::{Files, Output};
 pub use phalanx_process::RankContext;
 pub use phalanx_process::error::{Error, ErrorKind, Result};
 pub use precision::PrecisionArg;
-pub use prepare::{DefaultDir, PreparedRun, prepare_run};
+pub use prepare::{PreparedRun, prepare_run};
 pub use profile::Profiler;
 pub use reporter::{EpochLines, Reporter, StepFacts};
 pub use run_dir::{FolderArgs, RunDir, check_folder_of, default_output_dir};

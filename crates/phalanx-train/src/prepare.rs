@@ -10,16 +10,8 @@ use crate::run_dir::{RunDir, default_output_dir};
 use crate::saving::SavingArgs;
 use crate::stop;
 
-/// The folder of a run without `--output-dir`.
-pub enum DefaultDir<'a> {
-    /// `runs/NAME-<date>-<time>`, a new one for each run.
-    New(&'a str),
-    /// This one.
-    Fixed(&'a str),
-}
-
 /// Settles what must be the same for all ranks before they start: the output
-/// folder (`default`, where none is typed and no run's is gone on with), and
+/// folder (a new `runs/PROGRAM-<date>-<time>`, where none is typed and no run is resumed), and
 /// whether they will save when they are asked to stop. Ranks that are started again go on from their last checkpoint.
 ///
 /// # Errors
@@ -29,7 +21,7 @@ pub fn prepare_run(
     has_first: bool,
     output_dir: &mut Option<PathBuf>,
     saving: &mut SavingArgs,
-    default: &DefaultDir<'_>,
+    program: &str,
 ) -> Result<PreparedRun> {
     let attempt = Attempt::of_this_process()?;
     if saving.enabled() {
@@ -39,14 +31,11 @@ pub fn prepare_run(
     let mut dir = match (&*output_dir, saving.resumed_dir()) {
         (Some(typed), _) => RunDir::given(typed.clone()),
         (None, resumed) => {
-            let dir = match (resumed, default) {
-                (Some(resumed), _) => RunDir::given(resumed),
-                (None, DefaultDir::Fixed(path)) => RunDir::given(path.into()),
-                (None, DefaultDir::New(recipe)) if has_first => {
-                    RunDir::of_attempt(recipe, &attempt)
-                }
+            let dir = match resumed {
+                Some(resumed) => RunDir::given(resumed),
+                None if has_first => RunDir::of_attempt(program, &attempt),
                 // Which one it is, rank 0 tells.
-                (None, DefaultDir::New(recipe)) => RunDir::given(default_output_dir(recipe)),
+                None => RunDir::given(default_output_dir(program)),
             };
             let mut flag = OsString::from("--output-dir=");
             flag.push(dir.path());

@@ -8,7 +8,7 @@ use phalanx_launch::words::{dashed, taking_negative_numbers};
 use phalanx_launch::{AlgorithmArg, RankArgs, Speakers, log, run_helper, run_ranks, tell};
 use phalanx_process::error::Result;
 use phalanx_process::stop;
-use phalanx_train::{DefaultDir, Defaults, Job, Settings, prepare_run};
+use phalanx_train::{Defaults, Job, Settings, prepare_run};
 
 /// Runs `train` on every rank, as the command line says: the body of a training program's `main`.
 ///
@@ -192,11 +192,10 @@ impl Program {
             settings.split.allow_any_order()?;
         }
         settings.validate(ranks.known_world()?)?;
-        let default = DefaultDir::New(&self.name);
         let Settings {
             output_dir, saving, ..
         } = &mut *settings;
-        let prepared = prepare_run(ranks.has_first()?, output_dir, saving, &default)?;
+        let prepared = prepare_run(ranks.has_first()?, output_dir, saving, &self.name)?;
         let (extra, flight) = (&prepared.extra, Some(&*prepared.flight));
         run_ranks(&ranks, Speakers::Rank0, extra, flight, |ctx| {
             let job = Job::new(&self.name, ctx, &settings);

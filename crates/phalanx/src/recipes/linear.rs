@@ -17,12 +17,14 @@ use phalanx_nn::optim::Sgd;
 use phalanx_nn::{Reduction, Scope, Seed, StepKey, Tape, Threads};
 use serde_json::json;
 
+use phalanx_launch::Speakers;
 use phalanx_process::unlike;
 use phalanx_train::{
     CHECKPOINTS_DIR, CheckpointSource, Files, History, Output, RankContext, Resumed, SaveAction,
-    Saving, SavingArgs, Update, check_lr, default_output_dir, settings_by_name,
+    Saving, SavingArgs, Settings, Update, check_lr, default_output_dir, settings_by_name,
 };
 
+use super::AnyRecipe;
 use crate::error::{Result, check_count};
 use crate::format::{plural, python_repr};
 use crate::say;
@@ -60,15 +62,32 @@ fn files() -> Files {
     }
 }
 
-/// Checks what can be checked before any rank is started.
-///
-/// # Errors
-///
-/// Usage errors naming the flag.
-pub fn validate(args: &LinearArgs) -> Result<()> {
-    check_lr(args.lr)?;
-    args.saving.validate(args.output_dir.is_some())?;
-    check_count("--iterations", args.iterations, usize::MAX)
+impl AnyRecipe for LinearArgs {
+    fn name(&self) -> &'static str {
+        "linear"
+    }
+
+    fn settings(&mut self) -> Option<&mut Settings> {
+        None
+    }
+
+    fn folder(&mut self) -> (&mut Option<PathBuf>, &mut SavingArgs) {
+        (&mut self.output_dir, &mut self.saving)
+    }
+
+    fn validate(&self, _world: usize) -> Result<()> {
+        check_lr(self.lr)?;
+        self.saving.validate(self.output_dir.is_some())?;
+        check_count("--iterations", self.iterations, usize::MAX)
+    }
+
+    fn speakers(&self) -> Speakers {
+        Speakers::All
+    }
+
+    fn run_rank(&self, ctx: &RankContext) -> Result<()> {
+        run_rank(ctx, self)
+    }
 }
 
 /// What a resumed run must share with the one that was saved. The gradient is
@@ -110,8 +129,7 @@ fn printed(weight: &[f32], device: usize) -> String {
 /// # Errors
 ///
 /// Anything that ends the training.
-pub fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
-    validate(args)?;
+fn run_rank(ctx: &RankContext, args: &LinearArgs) -> Result<()> {
     let dir = args.output_dir.clone();
     let dir = dir.unwrap_or_else(|| default_output_dir("linear"));
     let dir = ctx.folder_of_rank_0(dir)?;

@@ -9,10 +9,10 @@ use phalanx_nn::models::MnistCnn;
 use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::optim::{Optimizer, Sgd};
 use phalanx_nn::{Params, Scope, Tensor};
-use phalanx_train::{Evaluation, Files, RankContext, Reporter, StepFacts};
+use phalanx_train::{Defaults, Evaluation, Files, RankContext, Reporter, StepFacts};
 
 use super::prepare::{Fetch, FetchArgs, Kind, unreadable};
-use super::program::{self, Data, ImageArgs, Loss, Net, Program, Testers};
+use super::program::{Data, ImageArgs, Loss, Net, Program, Testers};
 use crate::error::{Error, Result};
 use crate::format::{on_or_off, thousands};
 
@@ -48,51 +48,6 @@ pub struct MnistArgs {
     pub images: ImageArgs,
 }
 
-/// Checks what can be checked before any rank is started.
-///
-/// # Errors
-///
-/// Usage errors naming the flag.
-pub fn validate(args: &MnistArgs, world: usize) -> Result<()> {
-    args.images.validate(world)?;
-    if !(0.0..1.0).contains(&args.momentum) {
-        return Err(Error::usage("--momentum must lie in 0..1 (1 excluded)"));
-    }
-    if args.dropout.len() != 2 || !args.dropout.iter().all(|p| (0.0..1.0).contains(p)) {
-        return Err(Error::usage(
-            "--dropout takes two shares in 0..1 (1 excluded), as in --dropout 0.25,0.5",
-        ));
-    }
-    if args.shift >= synthetic::SIDE {
-        return Err(Error::usage(format!(
-            "--shift must be less than the {} pixels of a digit's side",
-            synthetic::SIDE
-        )));
-    }
-    args.fetch.validate()?;
-    // The data is looked at once here, so that a wrong folder is one error and not
-    // one per rank.
-    if args.data == "synthetic" {
-        args.fetch.refuse("synthetic")?;
-        return Ok(());
-    }
-    args.images.refuse_synthetic_samples(&args.data)?;
-    if !args.fetch.wanted() {
-        mnist::check(args.data.as_ref())?;
-    }
-    Ok(())
-}
-
-/// Trains as one rank.
-///
-/// # Errors
-///
-/// Anything that ends the training; the kind decides the exit code.
-pub fn run_rank(ctx: &RankContext, args: &MnistArgs) -> Result<()> {
-    validate(args, ctx.world())?;
-    program::run(ctx, args)
-}
-
 impl MnistArgs {
     fn flyte(&self) -> Flyte {
         Flyte {
@@ -120,6 +75,47 @@ impl Program for MnistArgs {
 
     fn images(&self) -> &ImageArgs {
         &self.images
+    }
+
+    fn images_mut(&mut self) -> &mut ImageArgs {
+        &mut self.images
+    }
+
+    fn defaults(&self) -> Defaults {
+        Defaults::default()
+    }
+
+    fn validate(&self, _world: usize) -> Result<()> {
+        if !(0.0..1.0).contains(&self.momentum) {
+            return Err(Error::usage("--momentum must lie in 0..1 (1 excluded)"));
+        }
+        if self.dropout.len() != 2 || !self.dropout.iter().all(|p| (0.0..1.0).contains(p)) {
+            return Err(Error::usage(
+                "--dropout takes two shares in 0..1 (1 excluded), as in --dropout 0.25,0.5",
+            ));
+        }
+        if self.shift >= synthetic::SIDE {
+            return Err(Error::usage(format!(
+                "--shift must be less than the {} pixels of a digit's side",
+                synthetic::SIDE
+            )));
+        }
+        self.fetch.validate()?;
+        // The data is looked at once here, so that a wrong folder is one error and not
+        // one per rank.
+        if self.data == "synthetic" {
+            self.fetch.refuse("synthetic")?;
+            return Ok(());
+        }
+        self.images.refuse_synthetic_samples(&self.data)?;
+        if !self.fetch.wanted() {
+            mnist::check(self.data.as_ref())?;
+        }
+        Ok(())
+    }
+
+    fn prints_on_all(&self) -> bool {
+        self.document
     }
 
     fn files(&self) -> Files {

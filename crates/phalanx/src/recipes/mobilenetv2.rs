@@ -8,7 +8,7 @@ use phalanx_train::{Defaults, Evaluation, Files, RankContext, Reporter, StepFact
 
 use super::cifar::{CifarArgs, Preparation};
 use super::prepare::Fetch;
-use super::program::{self, Data, ImageArgs, Loss, Net, Program, Testers};
+use super::program::{Data, ImageArgs, Loss, Net, Program, Testers};
 use crate::error::Result;
 
 /// Arguments of `train mobilenetv2`.
@@ -21,37 +21,6 @@ pub struct MobilenetArgs {
     pub recompute: bool,
     #[command(flatten)]
     pub images: ImageArgs,
-}
-
-impl MobilenetArgs {
-    /// The document's.
-    pub fn defaults(&self) -> Defaults {
-        Defaults {
-            epochs: 1,
-            batch_size: 64,
-            lr: 1e-3,
-        }
-    }
-}
-
-/// Checks what can be checked before any rank is started.
-///
-/// # Errors
-///
-/// Usage errors naming the flag.
-pub fn validate(args: &MobilenetArgs, world: usize) -> Result<()> {
-    args.images.validate(world)?;
-    args.cifar.validate(&args.images)
-}
-
-/// Trains as one rank.
-///
-/// # Errors
-///
-/// Anything that ends the training; the kind decides the exit code.
-pub fn run_rank(ctx: &RankContext, args: &MobilenetArgs) -> Result<()> {
-    validate(args, ctx.world())?;
-    program::run(ctx, args)
 }
 
 impl Net for MobileNetV2 {
@@ -73,6 +42,23 @@ impl Program for MobilenetArgs {
 
     fn images(&self) -> &ImageArgs {
         &self.images
+    }
+
+    fn images_mut(&mut self) -> &mut ImageArgs {
+        &mut self.images
+    }
+
+    /// The document's.
+    fn defaults(&self) -> Defaults {
+        Defaults {
+            epochs: 1,
+            batch_size: 64,
+            lr: 1e-3,
+        }
+    }
+
+    fn validate(&self, _world: usize) -> Result<()> {
+        self.cifar.validate(&self.images)
     }
 
     fn files(&self) -> Files {

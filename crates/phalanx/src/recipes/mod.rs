@@ -14,7 +14,7 @@ mod whiten;
 use std::path::PathBuf;
 
 use phalanx_launch::{AlgorithmArg, RankArgs, Speakers};
-use phalanx_train::{DefaultDir, RankContext, SavingArgs, Settings, prepare_run};
+use phalanx_train::{RankContext, SavingArgs, Settings, prepare_run};
 
 use crate::error::{Error, Result};
 use crate::launch;
@@ -93,24 +93,74 @@ enum Recipe {
     },
 }
 
-impl TrainArgs {
-    /// Lets what was typed about ranks decide what nobody typed about the training.
+/// A recipe's arguments: all that `train` and `compare` need of it.
+trait AnyRecipe: Sync {
+    /// What it is called at the command line.
+    fn name(&self) -> &'static str;
+
+    /// The training flags, where it has them all.
+    fn settings(&mut self) -> Option<&mut Settings>;
+
+    /// `--output-dir`, and the arguments about checkpoints.
+    fn folder(&mut self) -> (&mut Option<PathBuf>, &mut SavingArgs);
+
+    /// The folder of a run without `--output-dir`; none for a new one for each run.
+    fn default_dir(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// Lets what was typed, and the environment, decide what nobody typed.
     ///
     /// # Errors
     ///
-    /// Usage, when the two contradict each other.
+    /// Usage, when a variable is no number.
     fn settle(&mut self) -> Result<()> {
-        let (settings, ranks) = match &mut self.recipe {
-            Recipe::Linear { .. } => return Ok(()),
-            Recipe::Mnist { args, ranks } => (&mut args.images.settings, ranks),
-            Recipe::Resnet18 { args, ranks } => (&mut args.images.settings, ranks),
-            Recipe::Resnet9 { args, ranks } => (&mut args.images.settings, ranks),
-            Recipe::Mobilenetv2 { args, ranks } => (&mut args.images.settings, ranks),
-        };
-        match ranks.algorithm {
-            AlgorithmArg::Fastest => settings.split.allow_any_order(),
-            _ => Ok(()),
+        Ok(())
+    }
+
+    /// Checks what can be checked before any rank is started.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag.
+    fn validate(&self, world: usize) -> Result<()>;
+
+    /// Who prints.
+    fn speakers(&self) -> Speakers;
+
+    /// Trains as one rank.
+    ///
+    /// # Errors
+    ///
+    /// Anything that ends the training; the kind decides the exit code.
+    fn run_rank(&self, ctx: &RankContext) -> Result<()>;
+}
+
+impl Recipe {
+    fn parts(&mut self) -> (&mut dyn AnyRecipe, &mut RankArgs) {
+        match self {
+            Recipe::Linear { args, ranks } => (args, ranks),
+            Recipe::Mnist { args, ranks } => (&mut **args, ranks),
+            Recipe::Resnet18 { args, ranks } => (&mut **args, ranks),
+            Recipe::Resnet9 { args, ranks } => (&mut **args, ranks),
+            Recipe::Mobilenetv2 { args, ranks } => (&mut **args, ranks),
         }
+    }
+}
+
+impl TrainArgs {
+    /// The recipe and the ranks, when what was typed has decided what nobody typed.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when flags contradict each other.
+    fn settled(&mut self) -> Result<(&mut dyn AnyRecipe, &mut RankArgs)> {
+        let (recipe, ranks) = self.recipe.parts();
+        recipe.settle()?;
+        if let (AlgorithmArg::Fastest, Some(settings)) = (ranks.algorithm, recipe.settings()) {
+            settings.split.allow_any_order()?;
+        }
+        Ok((recipe, ranks))
     }
 
     /// Checks that this training can be run with each of these numbers of workers, and gives the recipe's name.
@@ -119,38 +169,12 @@ impl TrainArgs {
     ///
     /// Usage errors naming the flag.
     pub(crate) fn check_comparable(&mut self, worlds: &[usize]) -> Result<&'static str> {
-        self.settle()?;
-        type Check<'a> = Box<dyn Fn(usize) -> Result<()> + 'a>;
-        let (name, settings, ranks, check): (_, _, _, Check<'_>) = match &self.recipe {
-            Recipe::Linear { .. } => {
-                return Err(Error::usage(
-                    "train linear has no accuracy to compare; choose another recipe",
-                ));
-            }
-            Recipe::Mnist { args, ranks } => (
-                "mnist",
-                &args.images.settings,
-                ranks,
-                Box::new(|world| mnist::validate(args, world)),
-            ),
-            Recipe::Resnet18 { args, ranks } => (
-                "resnet18",
-                &args.images.settings,
-                ranks,
-                Box::new(|world| resnet18::validate(args, world)),
-            ),
-            Recipe::Resnet9 { args, ranks } => (
-                "resnet9",
-                &args.images.settings,
-                ranks,
-                Box::new(|world| resnet9::validate(args, world)),
-            ),
-            Recipe::Mobilenetv2 { args, ranks } => (
-                "mobilenetv2",
-                &args.images.settings,
-                ranks,
-                Box::new(|world| mobilenetv2::validate(args, world)),
-            ),
+        let (recipe, ranks) = self.settled()?;
+        let name = recipe.name();
+        let Some(settings) = recipe.settings() else {
+            return Err(Error::usage(format!(
+                "train {name} has no accuracy to compare; choose another recipe"
+            )));
         };
         if settings.output_dir.is_some() {
             return Err(Error::usage(
@@ -163,7 +187,9 @@ impl TrainArgs {
             ));
         }
         ranks.check_untyped_world()?;
-        worlds.iter().try_for_each(|world| check(*world))?;
+        worlds
+            .iter()
+            .try_for_each(|world| recipe.validate(*world))?;
         Ok(name)
     }
 }
@@ -175,97 +201,19 @@ impl TrainArgs {
 ///
 /// Whatever ended the training; the kind decides the exit code.
 pub fn run(mut args: TrainArgs) -> Result<()> {
-    args.settle()?;
-    match args.recipe {
-        Recipe::Linear { ranks, mut args } => {
-            linear::validate(&args)?;
-            let before = before_ranks(
-                &ranks,
-                &mut args.output_dir,
-                &mut args.saving,
-                &DefaultDir::New("linear"),
-            )?;
-            before.run(&ranks, Speakers::All, |ctx| linear::run_rank(ctx, &args))
-        }
-        Recipe::Mnist { ranks, mut args } => {
-            mnist::validate(&args, ranks.known_world()?)?;
-            let Settings {
-                output_dir, saving, ..
-            } = &mut args.images.settings;
-            let before = before_ranks(&ranks, output_dir, saving, &DefaultDir::New("mnist"))?;
-            let speakers = speakers(args.document);
-            before.run(&ranks, speakers, |ctx| mnist::run_rank(ctx, &args))
-        }
-        Recipe::Resnet18 { ranks, mut args } => {
-            args.images.settings.defaults = args.defaults();
-            args.ranks_here = launch::number(&launch::real_env(), "LOCAL_WORLD_SIZE")?;
-            let Settings {
-                output_dir, saving, ..
-            } = &mut args.images.settings;
-            let default = DefaultDir::Fixed(resnet18::OUTPUT_DIR);
-            let before = before_ranks(&ranks, output_dir, saving, &default)?;
-            resnet18::validate(&args, ranks.known_world()?)?;
-            let speakers = speakers(args.document);
-            before.run(&ranks, speakers, |ctx| resnet18::run_rank(ctx, &args))
-        }
-        Recipe::Resnet9 { ranks, mut args } => {
-            args.images.settings.defaults = args.defaults();
-            resnet9::validate(&args, ranks.known_world()?)?;
-            let Settings {
-                output_dir, saving, ..
-            } = &mut args.images.settings;
-            let before = before_ranks(&ranks, output_dir, saving, &DefaultDir::New("resnet9"))?;
-            before.run(&ranks, Speakers::Rank0, |ctx| resnet9::run_rank(ctx, &args))
-        }
-        Recipe::Mobilenetv2 { ranks, mut args } => {
-            args.images.settings.defaults = args.defaults();
-            mobilenetv2::validate(&args, ranks.known_world()?)?;
-            let Settings {
-                output_dir, saving, ..
-            } = &mut args.images.settings;
-            let before = before_ranks(&ranks, output_dir, saving, &DefaultDir::New("mobilenetv2"))?;
-            before.run(&ranks, Speakers::Rank0, |ctx| {
-                mobilenetv2::run_rank(ctx, &args)
-            })
-        }
+    let (recipe, ranks) = args.settled()?;
+    let default = recipe.default_dir().map(PathBuf::from);
+    let (output_dir, saving) = recipe.folder();
+    if output_dir.is_none() && saving.resumed_path().is_none() {
+        *output_dir = default;
     }
-}
-
-/// Settles what must be the same for all ranks before they start.
-///
-/// # Errors
-///
-/// Usage, naming what is in the folder's way.
-fn before_ranks(
-    ranks: &RankArgs,
-    output_dir: &mut Option<PathBuf>,
-    saving: &mut SavingArgs,
-    default: &DefaultDir<'_>,
-) -> Result<Before> {
-    prepare_run(ranks.has_first()?, output_dir, saving, default).map(Before)
-}
-
-/// What is known before the ranks start, and kept until they have ended.
-struct Before(phalanx_train::PreparedRun);
-
-impl Before {
-    /// Starts the ranks, each of which does `rank`.
-    fn run(
-        &self,
-        ranks: &RankArgs,
-        speakers: Speakers,
-        rank: impl Fn(&RankContext) -> Result<()> + Sync,
-    ) -> Result<()> {
-        let Before(run) = self;
-        launch::run_ranks(ranks, speakers, &run.extra, Some(&run.flight), rank)
-    }
-}
-
-/// Who prints: in a document's form every rank, unmarked as there.
-fn speakers(document: bool) -> Speakers {
-    if document {
-        Speakers::Unmarked
-    } else {
-        Speakers::Rank0
-    }
+    recipe.validate(ranks.known_world()?)?;
+    let (name, (output_dir, saving)) = (recipe.name(), recipe.folder());
+    let prepared = prepare_run(ranks.has_first()?, output_dir, saving, name)?;
+    let (recipe, speakers) = (&*recipe, recipe.speakers());
+    let (extra, flight) = (&prepared.extra, Some(&*prepared.flight));
+    launch::run_ranks(ranks, speakers, extra, flight, |ctx| {
+        recipe.validate(ctx.world())?;
+        recipe.run_rank(ctx)
+    })
 }

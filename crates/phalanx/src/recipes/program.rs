@@ -1,19 +1,22 @@
 //! What one image program has that others have not, and how all of them are trained.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use phalanx_data::metrics::{Confusion, argmax};
 use phalanx_data::{ImageBatch, ImageDataset};
+use phalanx_launch::{Speakers, number, real_env};
 use phalanx_nn::losses::CrossEntropyOptions;
 use phalanx_nn::optim::Optimizer;
 use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::{Params, Reduction, Scope, Step, Tensor};
 use phalanx_train::{
-    Determinism, Evaluation, Files, Measure, MicroBatch, RankContext, Reporter, Settings, Trainer,
-    TrainerBuilder,
+    Defaults, Determinism, Evaluation, Files, Measure, MicroBatch, RankContext, Reporter,
+    SavingArgs, Settings, Trainer, TrainerBuilder,
 };
 use serde::Serialize;
 
+use super::AnyRecipe;
 use super::prepare::{self, Fetch};
 use crate::error::{Error, Result, check_count};
 
@@ -102,6 +105,9 @@ pub struct ImageArgs {
     /// Images written per logged batch
     #[arg(long, default_value_t = 32, value_name = "N")]
     pub log_images: usize,
+    /// Ranks of this host, where a launcher says how many.
+    #[arg(skip)]
+    pub ranks_here: Option<usize>,
 }
 
 impl ImageArgs {
@@ -150,6 +156,29 @@ pub trait Program {
 
     /// What every program has.
     fn images(&self) -> &ImageArgs;
+
+    /// The same, to be changed.
+    fn images_mut(&mut self) -> &mut ImageArgs;
+
+    /// Epochs, batch size and learning rate where none are typed.
+    fn defaults(&self) -> Defaults;
+
+    /// As [`AnyRecipe::default_dir`].
+    fn default_dir(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// Checks what is its own before any rank is started.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag.
+    fn validate(&self, world: usize) -> Result<()>;
+
+    /// Whether every rank prints, as in its document.
+    fn prints_on_all(&self) -> bool {
+        false
+    }
 
     /// The files it writes.
     fn files(&self) -> Files;
@@ -245,6 +274,51 @@ pub trait Program {
     /// Those of writing to standard output.
     fn loaded(&self, _ctx: &RankContext) -> Result<()> {
         Ok(())
+    }
+}
+
+impl<P: Program + Sync> AnyRecipe for P {
+    fn name(&self) -> &'static str {
+        Program::name(self)
+    }
+
+    fn settings(&mut self) -> Option<&mut Settings> {
+        Some(&mut self.images_mut().settings)
+    }
+
+    fn folder(&mut self) -> (&mut Option<PathBuf>, &mut SavingArgs) {
+        let Settings {
+            output_dir, saving, ..
+        } = &mut self.images_mut().settings;
+        (output_dir, saving)
+    }
+
+    fn default_dir(&self) -> Option<&'static str> {
+        Program::default_dir(self)
+    }
+
+    fn settle(&mut self) -> Result<()> {
+        let defaults = self.defaults();
+        let images = self.images_mut();
+        images.settings.defaults = defaults;
+        images.ranks_here = number(&real_env(), "LOCAL_WORLD_SIZE")?;
+        Ok(())
+    }
+
+    fn validate(&self, world: usize) -> Result<()> {
+        self.images().validate(world)?;
+        Program::validate(self, world)
+    }
+
+    fn speakers(&self) -> Speakers {
+        match self.prints_on_all() {
+            true => Speakers::Unmarked,
+            false => Speakers::Rank0,
+        }
+    }
+
+    fn run_rank(&self, ctx: &RankContext) -> Result<()> {
+        run(ctx, self)
     }
 }
 

@@ -12,7 +12,7 @@ use phalanx_train::{Defaults, Determinism, Files, RankContext, Reporter};
 use super::cifar::{self, CifarArgs, Preparation};
 use super::modelarts::ModelArts;
 use super::prepare::Fetch;
-use super::program::{self, Data, ImageArgs, Loss, Net, Program, Testers};
+use super::program::{Data, ImageArgs, Loss, Net, Program, Testers};
 use crate::error::{Error, Result};
 use crate::format::typed;
 
@@ -61,34 +61,15 @@ pub struct Resnet18Args {
     pub recompute: bool,
     #[command(flatten)]
     pub images: ImageArgs,
-    /// Ranks of this host, where several hosts train.
-    #[arg(skip)]
-    pub ranks_here: Option<usize>,
 }
 
 /// Where the document's program saves.
-pub const OUTPUT_DIR: &str = "output_dir";
+const OUTPUT_DIR: &str = "output_dir";
 
 /// Weight decay of the fast recipe.
 const DECAY: f64 = 5e-4;
 
 impl Resnet18Args {
-    /// The recipe's values of what was not typed.
-    pub fn defaults(&self) -> Defaults {
-        match self.recipe {
-            Recipe::Document | Recipe::Standard => Defaults {
-                epochs: 100,
-                batch_size: 128,
-                lr: 0.01,
-            },
-            Recipe::Fast => Defaults {
-                epochs: 6,
-                batch_size: 64,
-                lr: 0.1,
-            },
-        }
-    }
-
     fn lr_scaling(&self) -> LrScaling {
         self.lr_scaling
             .unwrap_or(match self.images.settings.split.determinism() {
@@ -96,38 +77,6 @@ impl Resnet18Args {
                 _ => LrScaling::World,
             })
     }
-}
-
-/// Checks what can be checked before any rank is started.
-///
-/// # Errors
-///
-/// Usage errors naming the flag.
-pub fn validate(args: &Resnet18Args, world: usize) -> Result<()> {
-    args.images.validate(world)?;
-    let shards = args.images.settings.split.determinism() == Determinism::Shards;
-    if shards && args.lr_scaling() != LrScaling::None {
-        return Err(Error::usage(
-            "--lr-scaling makes weights depend on the number of ranks; leave it out with --deterministic shards",
-        ));
-    }
-    args.cifar.validate(&args.images)
-}
-
-/// Trains as one rank.
-///
-/// # Errors
-///
-/// Anything that ends the training; the kind decides the exit code.
-pub fn run_rank(ctx: &RankContext, args: &Resnet18Args) -> Result<()> {
-    validate(args, ctx.world())?;
-    if args.cifar.custom_data {
-        // The document's own sentence; its complete listing logs it.
-        ctx.note(
-            "[warning] you are training on custom random dataset, validation accuracy may range from 0.4 to 0.6.",
-        );
-    }
-    program::run(ctx, args)
 }
 
 impl Net for CifarResNet {
@@ -149,6 +98,54 @@ impl Program for Resnet18Args {
 
     fn images(&self) -> &ImageArgs {
         &self.images
+    }
+
+    fn images_mut(&mut self) -> &mut ImageArgs {
+        &mut self.images
+    }
+
+    /// The recipe's values of what was not typed.
+    fn defaults(&self) -> Defaults {
+        match self.recipe {
+            Recipe::Document | Recipe::Standard => Defaults {
+                epochs: 100,
+                batch_size: 128,
+                lr: 0.01,
+            },
+            Recipe::Fast => Defaults {
+                epochs: 6,
+                batch_size: 64,
+                lr: 0.1,
+            },
+        }
+    }
+
+    fn validate(&self, _world: usize) -> Result<()> {
+        let shards = self.images.settings.split.determinism() == Determinism::Shards;
+        if shards && self.lr_scaling() != LrScaling::None {
+            return Err(Error::usage(
+                "--lr-scaling makes weights depend on the number of ranks; leave it out with --deterministic shards",
+            ));
+        }
+        self.cifar.validate(&self.images)
+    }
+
+    fn prints_on_all(&self) -> bool {
+        self.document
+    }
+
+    fn default_dir(&self) -> Option<&'static str> {
+        Some(OUTPUT_DIR)
+    }
+
+    fn started(&self, ctx: &RankContext) -> Result<()> {
+        if self.cifar.custom_data {
+            // The document's own sentence; its complete listing logs it.
+            ctx.note(
+                "[warning] you are training on custom random dataset, validation accuracy may range from 0.4 to 0.6.",
+            );
+        }
+        Ok(())
     }
 
     fn files(&self) -> Files {
@@ -205,7 +202,7 @@ impl Program for Resnet18Args {
     fn lr(&self, world: usize) -> f64 {
         let factor = match self.lr_scaling() {
             LrScaling::None => 1,
-            LrScaling::Node => self.ranks_here.unwrap_or(world),
+            LrScaling::Node => self.images.ranks_here.unwrap_or(world),
             LrScaling::World => world,
         };
         self.images.settings.lr() * factor as f64

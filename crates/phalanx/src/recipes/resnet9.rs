@@ -7,12 +7,12 @@ use phalanx_nn::models::ResNet9;
 use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::optim::{Optimizer, Sgd};
 use phalanx_nn::{Params, Scope, Tensor};
-use phalanx_train::{Defaults, Files, RankContext, Reporter};
+use phalanx_train::{Defaults, Files, Reporter};
 
 use super::cifar::{self, CifarArgs, Preparation};
 use super::modelarts::ModelArts;
 use super::prepare::Fetch;
-use super::program::{self, Data, ImageArgs, Loss, Net, Program, Testers};
+use super::program::{Data, ImageArgs, Loss, Net, Program, Testers};
 use super::whiten;
 use crate::error::{Error, Result};
 
@@ -37,48 +37,6 @@ pub struct Resnet9Args {
     pub images: ImageArgs,
 }
 
-impl Resnet9Args {
-    /// What holds where nothing was typed: 80 % within minutes.
-    pub fn defaults(&self) -> Defaults {
-        Defaults {
-            epochs: 3,
-            batch_size: 128,
-            lr: 0.4,
-        }
-    }
-}
-
-/// Checks what can be checked before any rank is started.
-///
-/// # Errors
-///
-/// Usage errors naming the flag.
-pub fn validate(args: &Resnet9Args, world: usize) -> Result<()> {
-    args.images.validate(world)?;
-    for (flag, value) in [
-        ("--momentum", args.momentum),
-        ("--label-smoothing", args.label_smoothing),
-        ("--weight-decay", args.weight_decay),
-    ] {
-        if !(0.0..1.0).contains(&value) {
-            return Err(Error::usage(format!(
-                "{flag} must lie in 0..1 (1 excluded)"
-            )));
-        }
-    }
-    args.cifar.validate(&args.images)
-}
-
-/// Trains as one rank.
-///
-/// # Errors
-///
-/// Anything that ends the training; the kind decides the exit code.
-pub fn run_rank(ctx: &RankContext, args: &Resnet9Args) -> Result<()> {
-    validate(args, ctx.world())?;
-    program::run(ctx, args)
-}
-
 impl Net for ResNet9 {
     fn forward<'s>(&self, x: Tensor<'s>) -> phalanx_nn::Result<Tensor<'s>> {
         ResNet9::forward(self, x)
@@ -98,6 +56,34 @@ impl Program for Resnet9Args {
 
     fn images(&self) -> &ImageArgs {
         &self.images
+    }
+
+    fn images_mut(&mut self) -> &mut ImageArgs {
+        &mut self.images
+    }
+
+    /// What holds where nothing was typed: 80 % within minutes.
+    fn defaults(&self) -> Defaults {
+        Defaults {
+            epochs: 3,
+            batch_size: 128,
+            lr: 0.4,
+        }
+    }
+
+    fn validate(&self, _world: usize) -> Result<()> {
+        for (flag, value) in [
+            ("--momentum", self.momentum),
+            ("--label-smoothing", self.label_smoothing),
+            ("--weight-decay", self.weight_decay),
+        ] {
+            if !(0.0..1.0).contains(&value) {
+                return Err(Error::usage(format!(
+                    "{flag} must lie in 0..1 (1 excluded)"
+                )));
+            }
+        }
+        self.cifar.validate(&self.images)
     }
 
     fn files(&self) -> Files {
