@@ -30,67 +30,67 @@ const C10D_PORT: u16 = 29400;
 pub struct LaunchCli {
     /// Number of nodes (one launcher each) [default: 1, or set by Slurm, Open MPI or PMI].
     #[arg(long, value_name = "A")]
-    pub nnodes: Option<String>,
+    pub(crate) nnodes: Option<String>,
     /// Number of ranks on this node; auto and cpu mean one per core [default: 1].
     #[arg(long, value_name = "N|auto|cpu")]
     pub nproc_per_node: Option<String>,
     /// Number of this node, from 0.
     #[arg(long, value_name = "R")]
-    pub node_rank: Option<String>,
+    pub(crate) node_rank: Option<String>,
     /// Host of node 0; required with several nodes, unless MASTER_ADDR or Slurm sets it.
     #[arg(long, value_name = "HOST")]
-    pub master_addr: Option<String>,
+    pub(crate) master_addr: Option<String>,
     /// MASTER_PORT on one node [default: a free one]; on several, where the launchers meet [default: 29500, or 29400 with --rdzv-backend c10d, as torchrun].
     #[arg(long, value_name = "PORT")]
-    pub master_port: Option<String>,
+    pub(crate) master_port: Option<String>,
     /// HOST[:PORT]; torchrun's alternative to --master-addr and --master-port.
     #[arg(long, value_name = "HOST[:PORT]")]
-    pub rdzv_endpoint: Option<String>,
+    pub(crate) rdzv_endpoint: Option<String>,
     /// Accepted for compatibility with torchrun; static and c10d do the same.
     #[arg(long, value_name = "NAME")]
-    pub rdzv_backend: Option<String>,
+    pub(crate) rdzv_backend: Option<String>,
     /// Name of the job; launchers with different names do not join.
     #[arg(long, value_name = "ID")]
-    pub rdzv_id: Option<String>,
+    pub(crate) rdzv_id: Option<String>,
     /// Accepted for compatibility with torchrun; no effect (the exit of a rank is noticed at once).
     #[arg(long, value_name = "S")]
-    pub monitor_interval: Option<String>,
+    pub(crate) monitor_interval: Option<String>,
     /// Accepted for compatibility with torchrun; no effect (every rank is a new process).
     #[arg(long, value_name = "spawn|fork|forkserver")]
-    pub start_method: Option<String>,
+    pub(crate) start_method: Option<String>,
     /// Seconds to wait for all nodes [default: 300].
     #[arg(long, value_name = "S")]
-    pub rdzv_timeout: Option<String>,
+    pub(crate) rdzv_timeout: Option<String>,
     /// Run on this node only, on a free port, ignoring cluster variables.
     #[arg(long)]
-    pub standalone: bool,
+    pub(crate) standalone: bool,
     /// Number of restarts after a failure (one node only) [default: 0].
     #[arg(long, value_name = "K")]
-    pub max_restarts: Option<String>,
+    pub(crate) max_restarts: Option<String>,
     /// Folder for the ranks' output and error files; each run makes a new folder in it.
     #[arg(long, value_name = "DIR")]
-    pub log_dir: Option<String>,
+    pub(crate) log_dir: Option<String>,
     /// Streams written to files in --log-dir only: 0 (none), 1 (stdout), 2 (stderr), 3 (both), or per rank, as in 0:1,1:2.
     #[arg(long, value_name = "SPEC")]
-    pub redirects: Option<String>,
+    pub(crate) redirects: Option<String>,
     /// Streams written to files in --log-dir and to the terminal, as in --redirects [default with --log-dir: 3].
     #[arg(long, value_name = "SPEC")]
-    pub tee: Option<String>,
+    pub(crate) tee: Option<String>,
     /// File with the job token (see `phalanx token`) [default: PHALANX_TOKEN_FILE].
     #[arg(long, value_name = "FILE")]
-    pub token_file: Option<String>,
+    pub(crate) token_file: Option<String>,
     /// Address or host name on which the store and this node's ranks listen.
     #[arg(long, value_name = "ADDR", alias = "local-addr")]
-    pub bind: Option<String>,
+    pub(crate) bind: Option<String>,
     /// Seconds between SIGTERM and SIGKILL when the ranks are stopped [default: 1.5; after Ctrl-C or SIGTERM 30, if a rank or a process of its group handles SIGTERM, as with `train --save-every`, and more if a rank asks for more, as `train` does whose last checkpoint took longer].
     #[arg(long, value_name = "S")]
-    pub stop_grace_s: Option<String>,
+    pub(crate) stop_grace_s: Option<String>,
     /// Value of ROLE_NAME in the ranks [default: default].
     #[arg(long, value_name = "NAME")]
-    pub role: Option<String>,
+    pub(crate) role: Option<String>,
     /// Do not prefix output lines with `[rank N]`.
     #[arg(long)]
-    pub no_prefix: bool,
+    pub(crate) no_prefix: bool,
     /// The program and its arguments. If the job fails or is interrupted, all processes that it has started are ended. If all ranks succeed, processes in sessions of their own (daemons) live on.
     #[arg(last = true, required = true, value_name = "PROGRAM")]
     pub program: Vec<OsString>,

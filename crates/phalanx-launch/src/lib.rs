@@ -10,7 +10,7 @@
 //!
 //! * the **main thread** starts the ranks (the kernel's parent-death signal
 //!   goes by thread, so it must be one that lives as long as the launcher),
-//!   then takes events one by one and asks [`machine`] what to do;
+//!   then takes events one by one and asks `machine` what to do;
 //! * a thread for each rank waits for its end, two more pump its output;
 //! * one thread waits for signals; with several nodes, one for the others;
 //! * a **guard** process ends what is left when the launcher is killed.

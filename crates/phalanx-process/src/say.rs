@@ -30,7 +30,7 @@ pub fn print(block: &str) -> Result<()> {
     write(visible(block).as_bytes()).map(|_| ())
 }
 
-/// As [`print`], of JSON; gives whether somebody still reads.
+/// As [`print()`], of JSON; gives whether somebody still reads.
 pub fn print_json(block: &str) -> Result<bool> {
     write(visible_json(block).as_bytes())
 }

@@ -28,6 +28,10 @@ pub enum SamplerKind {
 /// The training flags of every program. Epochs, batch size and learning rate have [`Defaults`]
 /// of the program's own, which its help shows.
 #[derive(Debug, Clone, clap::Args)]
+#[allow(
+    rustdoc::invalid_html_tags,
+    reason = "doc comments of flags are their help"
+)]
 pub struct Settings {
     /// Number of epochs
     #[arg(long, value_name = "N")]

@@ -73,7 +73,7 @@ mod spawn;
 #[cfg(fuzzing)]
 use phalanx_launch::{self as launch, inspect};
 #[cfg(fuzzing)]
-use phalanx_process::{error, format, say, stop};
+use phalanx_process::{error, format, say};
 
 /// The command-line parser, with which programs declare their own flags ([`main_with`]).
 pub use clap;

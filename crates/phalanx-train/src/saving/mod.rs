@@ -93,7 +93,7 @@ const FLAG: i32 = 1;
 
 impl<'a> Saving<'a> {
     /// Prepares to save into `folder`. What comes after the place where a resumed run goes on is set aside;
-    /// the checkpoints of an earlier run are removed only if [`SavingArgs::fresh`] says so. From now on, SIGTERM, SIGINT, SIGHUP and
+    /// the checkpoints of an earlier run are removed only if this run replaces it. From now on, SIGTERM, SIGINT, SIGHUP and
     /// SIGUSR1 end the training in an orderly way, if there are checkpoints.
     ///
     /// # Errors

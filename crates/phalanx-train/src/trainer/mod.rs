@@ -1,7 +1,7 @@
 //! The training loop in the user's hands: [`Trainer`].
 //!
-//! [`builder`] makes what a training consists of, new or from a checkpoint; [`batches`] and
-//! [`step`] are the loop; [`evaluate`] measures the model over all ranks; [`finish`] leaves the
+//! `builder` makes what a training consists of, new or from a checkpoint; `batches` and
+//! `step` are the loop; `evaluate` measures the model over all ranks; `finish` leaves the
 //! files. The lines that make it distributed are marked `DDP`; without them this is a
 //! single-process training loop.
 
