@@ -13,7 +13,7 @@ const LINE_BYTES: usize = 64;
 /// A bucket is closed as soon as it has *reached* its cap, so it may exceed the
 /// cap by one tensor (PyTorch's rule). The first bucket is small so that
 /// communication starts early, the last so that little of it remains once
-/// backward has ended (collectives.md §7).
+/// backward has ended (docs/design/collectives.md §7).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BucketCaps {
     /// Cap of the bucket that fills first.

@@ -121,7 +121,7 @@ const ENGINES: [Engine; 6] = [
 ];
 
 /// The error of a command that would run alone on one of several nodes: an engine's variables
-/// say that there are several, and nobody typed how many. `command` is the one after `phalanx`.
+/// say that there are several, and nobody typed how many. `command` is what was typed: `phalanx train`, or the name of a program of a user's own.
 ///
 /// # Errors
 ///
@@ -229,13 +229,13 @@ impl Engine {
                 "srun --ntasks-per-node=1 phalanx launch --token-file job.token ...".to_owned()
             }
             (Instead::Srun, Asking::Ranks) => {
-                format!("srun phalanx {command} ...   (one rank a task)")
+                format!("srun {command} ...   (one rank a task)")
             }
             (Instead::Launch(flags), Asking::Launch) => {
                 format!("phalanx launch {flags}--token-file job.token ...")
             }
             (Instead::Launch(flags), Asking::Ranks) => {
-                format!("phalanx launch {flags}--token-file job.token -- phalanx {command} ...")
+                format!("phalanx launch {flags}--token-file job.token -- {command} ...")
             }
         };
         let alone = match asking {
@@ -371,7 +371,7 @@ mod tests {
         ];
         for (text, refused, words) in table {
             for asking in BOTH {
-                let error = alone_by_mistake(&env(text), *asking, "train").unwrap();
+                let error = alone_by_mistake(&env(text), *asking, "phalanx train").unwrap();
                 let is_refused = refused.contains(asking);
                 assert_eq!(error.is_some(), is_refused, "{asking:?} {text}");
                 let Some(error) = error else { continue };
@@ -390,7 +390,7 @@ mod tests {
                 assert!(said.contains(flag), "{said}");
             }
         }
-        let error = alone_by_mistake(&env("SKYPILOT_NUM_NODES=x"), Ranks, "train").unwrap_err();
+        let error = alone_by_mistake(&env("SKYPILOT_NUM_NODES=x"), Ranks, "phalanx train").unwrap_err();
         assert!(
             error.chain().contains("SKYPILOT_NUM_NODES=x"),
             "{}",

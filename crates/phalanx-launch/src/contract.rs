@@ -1,5 +1,5 @@
 //! The variables each rank gets: torchrun's names and relations
-//! (pytorch-compat.md §6), and some of our own.
+//! (`tests/fixtures/torchrun.json`), and some of our own.
 //!
 //! One value differs from torchrun's: `TORCHELASTIC_USE_AGENT_STORE` is `False`.
 //! torchrun hosts PyTorch's store at `MASTER_ADDR:MASTER_PORT`, and `True` tells

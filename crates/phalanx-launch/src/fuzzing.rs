@@ -52,7 +52,7 @@ pub fn cluster(data: &[u8]) {
         assert!(place.rank < place.world);
     }
     for asking in [Asking::Launch, Asking::Ranks] {
-        if let Ok(Some(error)) = alone_by_mistake(&env, asking, "train") {
+        if let Ok(Some(error)) = alone_by_mistake(&env, asking, "phalanx train") {
             assert_eq!(error.exit_code(), 2);
         }
     }

@@ -195,7 +195,7 @@ impl RankArgs {
                 {
                     return Err(error);
                 }
-                let command = std::env::args().nth(1).unwrap_or_default();
+                let command = typed_command();
                 if let Some(error) = launch::alone_by_mistake(&env, Asking::Ranks, &command)? {
                     return Err(error);
                 }
@@ -304,6 +304,18 @@ impl RankArgs {
             AlgorithmArg::Doubling => Algorithm::Doubling,
             AlgorithmArg::Fastest => Algorithm::Fastest,
         }
+    }
+}
+
+/// `phalanx train`, or the name of a program of a user's own.
+fn typed_command() -> String {
+    let mut args = std::env::args_os();
+    let program = args.next().map(PathBuf::from);
+    let name = program.as_deref().and_then(Path::file_name);
+    let name = name.map_or_else(|| "phalanx".into(), |name| name.to_string_lossy());
+    match args.next().filter(|_| name == "phalanx") {
+        Some(command) => format!("{name} {}", command.to_string_lossy()),
+        None => name.into_owned(),
     }
 }
 

@@ -1,7 +1,7 @@
 //! What goes wrong, as a person at a terminal should read it.
 //!
 //! One `error: ...` line, then indented lines with a label of at most eight
-//! columns (`so`, `perhaps`, `fix`, ...), as `screens.md` draws them.
+//! columns (`so`, `perhaps`, `fix`, ...).
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -36,7 +36,7 @@ pub enum ErrorKind {
 }
 
 impl ErrorKind {
-    /// The exit code of the stable contract (design README §3).
+    /// The exit code of the stable contract, as `phalanx --help` shows it.
     pub fn exit_code(self) -> u8 {
         match self {
             ErrorKind::Stopped => 0,

@@ -15,7 +15,7 @@ use phalanx_train::{Defaults, Job, Settings, prepare_run};
 /// The program takes the flags of `phalanx train`: `--nproc-per-node N` starts N ranks of it,
 /// and under `phalanx launch`, torchrun, Slurm or MPI it is one of theirs; without either it
 /// trains alone. Errors are printed, and their kind decides the exit code. `--help` lists all
-/// flags.
+/// flags. Call it before anything else: each rank is this program, started again.
 ///
 /// ```no_run
 /// use std::process::ExitCode;

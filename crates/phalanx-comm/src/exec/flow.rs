@@ -11,7 +11,7 @@ use crate::plan::{Part, RankPlan};
 
 use super::transfer::{Frame, Receiver, Sender};
 
-/// Pieces shorter than this are not worth a second stream (collectives.md §4).
+/// Pieces shorter than this are not worth a second stream (docs/design/collectives.md §4).
 const STRIPE_MIN_BYTES: usize = 64 << 10;
 
 /// How transfers are cut.

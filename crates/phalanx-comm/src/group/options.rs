@@ -9,7 +9,7 @@ use phalanx_wire::Token;
 use crate::exec::Limits;
 use crate::select::{Algorithm, Rules};
 
-/// Time for all ranks to join (collectives.md §9).
+/// Time for all ranks to join (docs/design/collectives.md §9).
 const FORMING: Duration = Duration::from_secs(300);
 /// Time for the first operation of a group: ranks load and compile unevenly.
 const FIRST_OPERATION: Duration = Duration::from_secs(600);
@@ -17,7 +17,7 @@ const FIRST_OPERATION: Duration = Duration::from_secs(600);
 /// late rank is named after 10 s in any case.
 const OPERATION: Duration = Duration::from_secs(600);
 /// One frame: large enough that headers cost nothing, small enough that a
-/// second one is in flight while the first is being read (collectives.md §4).
+/// second one is in flight while the first is being read (docs/design/collectives.md §4).
 const SEGMENT_BYTES: usize = 512 << 10;
 
 /// Which transport to use between processes.

@@ -9,7 +9,7 @@
 //! for its own part and `(H − 1)·n` to other hosts; `(L − 1)·n` for each rank
 //! whose partner it is, about H − 1. A host's network card so sends `(H − 1)·L·n`
 //! instead of `(P − L)·L·n`.
-//! *Source:* collectives.md §5, for data that is not reduced.
+//! *Source:* docs/design/collectives.md §5, for data that is not reduced.
 
 use super::{Buf, Hosts, Part, RankPlan, Round, Spec};
 

@@ -15,7 +15,7 @@
 //! one (f16, bf16) are rounded once per host: for those it is not chosen.
 //! *Scratch:* for every segment between its scattering and its fold, one
 //! segment per local rank.
-//! *Source:* collectives.md §5, "ordered chain".
+//! *Source:* docs/design/collectives.md §5, "ordered chain".
 
 use super::grid::{self, Unit};
 use super::local_stage::{self, ChainScratch};

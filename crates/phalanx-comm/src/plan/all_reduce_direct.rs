@@ -15,7 +15,7 @@
 //! element's sum.
 //! *Scratch:* `(P − 1)·(LAG + 1)` segments, so that what was received is
 //! folded while it is still in the cache.
-//! *Source:* collectives.md §4, "direct reduce-scatter + all-gather".
+//! *Source:* docs/design/collectives.md §4, "direct reduce-scatter + all-gather".
 
 use super::{Buf, Method, Part, RankPlan, Round, Spec, rotation, slot};
 

@@ -11,7 +11,7 @@
 //! inputs, hence the same bits.
 //! *Scratch:* `P·n`.
 //! *Source:* Bruck et al., "Efficient algorithms for all-to-all communications
-//! in multiport message-passing systems", 1997; collectives.md §4, "tiny,
+//! in multiport message-passing systems", 1997; docs/design/collectives.md §4, "tiny,
 //! H > 16".
 
 use super::{Buf, Part, RankPlan, Round, Spec};

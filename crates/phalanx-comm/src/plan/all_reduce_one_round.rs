@@ -6,7 +6,7 @@
 //! *Order of additions:* canonical on every rank: the same fold of the same
 //! inputs, hence the same bits.
 //! *Scratch:* `(P − 1)·n`.
-//! *Source:* collectives.md §4, "direct all-gather + local fold"; Open MPI's
+//! *Source:* docs/design/collectives.md §4, "direct all-gather + local fold"; Open MPI's
 //! choice for one rank per node.
 
 use super::{Buf, Part, RankPlan, Round, Spec, rotation, slot};

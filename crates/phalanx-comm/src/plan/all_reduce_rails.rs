@@ -12,7 +12,7 @@
 //! *Order of additions:* fixed, not canonical: the left fold over hosts of the left
 //! folds over their ranks. 16-bit types are rounded once per host.
 //! *Scratch:* a few segments per local rank and per host.
-//! *Source:* collectives.md §5.
+//! *Source:* docs/design/collectives.md §5.
 
 use super::grid::{self, Run, Unit};
 use super::local_stage::{self, Inbox};

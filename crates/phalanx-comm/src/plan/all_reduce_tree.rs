@@ -15,7 +15,7 @@
 //! subtree's sum, its own data and its right subtree's sum, in this order. 16-bit
 //! types are rounded at every inner node.
 //! *Scratch:* for each tree and child [`DEPTH`] segments.
-//! *Source:* Sanders, Speck and Träff, 2009. collectives.md §4, "large H".
+//! *Source:* Sanders, Speck and Träff, 2009. docs/design/collectives.md §4, "large H".
 
 use super::tree::{self, Node};
 use super::{Buf, Chunks, Local, Part, RankPlan, Round, Spec};

@@ -14,7 +14,7 @@
 //! `(L − 1)·s`, and on the root's host `(L − 2)·s`, the root itself in addition
 //! `n − s`. So every host but the root's receives `n`, and in a chain no network
 //! card sends more.
-//! *Source:* collectives.md §5; a pipelined chain is the usual bandwidth-optimal
+//! *Source:* docs/design/collectives.md §5; a pipelined chain is the usual bandwidth-optimal
 //! broadcast.
 
 use super::grid::{self, Unit};

@@ -15,7 +15,7 @@
 //! is not chosen.
 //! *Scratch:* for every segment between its scattering and its departure, one
 //! segment per local rank.
-//! *Source:* collectives.md §5, "ordered chain".
+//! *Source:* docs/design/collectives.md §5, "ordered chain".
 
 use super::grid::{self, Run};
 use super::prefix_chain::Chain;

@@ -1,4 +1,4 @@
-//! What a plan costs, by formulas (collectives.md §1, §4, §5) and constants.
+//! What a plan costs, by formulas (docs/design/collectives.md §1, §4, §5) and constants.
 //!
 //! Symbols: n bytes per rank, P ranks, H hosts, L ranks on the largest host.
 //! Wire and memory work of the same plan overlap (`plan::order`), so of the
@@ -181,7 +181,7 @@ mod tests {
 
     #[test]
     fn one_host_crosses_where_the_design_says() {
-        // collectives.md §1: 28 KiB for 4 ranks, 8 KiB for 8, 4 KiB for 16.
+        // docs/design/collectives.md §1: 28 KiB for 4 ranks, 8 KiB for 8, 4 KiB for 16.
         let costs = Costs::default();
         for (world, kib) in [(4, 28.0), (8, 8.0), (16, 3.5)] {
             let hosts = Hosts::one(world);
@@ -242,7 +242,7 @@ mod tests {
             costs.predict(Method::AllReduceRails, n, &grid),
             bound(4.0)
         ));
-        // 31 ms for 25 MiB on 4 hosts at 10 Gbit/s (collectives.md §4).
+        // 31 ms for 25 MiB on 4 hosts at 10 Gbit/s (docs/design/collectives.md §4).
         assert!((bound(4.0) - 0.031).abs() < 0.001);
         // The chain costs H/(H − 1) of that; on two hosts nothing more.
         let chain = costs.predict(Method::AllReduceChain, n, &grid);

@@ -129,10 +129,10 @@ impl std::str::FromStr for Algorithm {
 /// Most data that is folded in one round: beyond it the scratch memory, not the
 /// synchronisation, decides.
 const ONE_ROUND_MAX_BYTES: usize = 64 << 10;
-/// Data that is always folded in one round on one host (collectives.md §1).
+/// Data that is always folded in one round on one host (docs/design/collectives.md §1).
 const ONE_ROUND_MIN_BYTES: usize = 2 << 10;
 /// What one synchronisation costs, in bytes that could be moved meanwhile:
-/// 5 µs at 10 GB/s (collectives.md §1).
+/// 5 µs at 10 GB/s (docs/design/collectives.md §1).
 const SYNC_COST_BYTES: f64 = 50_000.0;
 /// Up to this size a tree of whole messages beats two rounds of chunks on one host: the
 /// data is no longer than a few latencies.

@@ -12,7 +12,7 @@ use super::{Bell, Policy, Wake};
 
 /// Longest polling phase. A 256 KiB chunk takes about this long to copy; a
 /// shorter budget slept in the middle of chunks and cost 2–2.5x
-/// (collectives.md §2), a longer one only burns a core.
+/// (docs/design/collectives.md §2), a longer one only burns a core.
 const PAUSE: Duration = Duration::from_micros(50);
 
 /// Polls between two yields (and looks at the clock) of the polling phase.

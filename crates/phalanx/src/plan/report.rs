@@ -31,7 +31,7 @@ const BUCKETS_KIB: [usize; 8] = [
 ];
 
 /// A bucket is large enough when this much of its time does not depend on
-/// its size (collectives.md §7).
+/// its size (docs/design/collectives.md §7).
 const FIXED_SHARE: f64 = 0.03;
 
 /// Bytes per rank of the plan of an operation that `phalanx bench` would

@@ -3,7 +3,7 @@
 //! One weight `[2, 1]` from zero, two samples a rank, mean squared error with
 //! *sum* reduction, SGD with learning rate 0.01, 500 steps. Gradients are
 //! averaged over the ranks, which is what makes the printed losses come out to
-//! the last digit (features.md, golden test G1).
+//! the last digit (golden test G1).
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

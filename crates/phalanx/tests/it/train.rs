@@ -124,7 +124,7 @@ const LINEAR: [(&str, &str); 2] = [
     ("0.004111831542104483", "6.184563972055912e-11"),
 ];
 
-/// Golden test G1 (features.md §1.0): the OneFlow document's own numbers, and
+/// Golden test G1: the OneFlow document's own numbers, and
 /// every line of its transcript.
 fn check_g1(transport: &str) {
     let dir = folder();
