@@ -390,7 +390,8 @@ mod tests {
                 assert!(said.contains(flag), "{said}");
             }
         }
-        let error = alone_by_mistake(&env("SKYPILOT_NUM_NODES=x"), Ranks, "phalanx train").unwrap_err();
+        let error =
+            alone_by_mistake(&env("SKYPILOT_NUM_NODES=x"), Ranks, "phalanx train").unwrap_err();
         assert!(
             error.chain().contains("SKYPILOT_NUM_NODES=x"),
             "{}",
