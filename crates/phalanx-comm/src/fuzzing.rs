@@ -1,9 +1,9 @@
 //! What reads bytes of others here, fed with garbage: the bodies of the fuzz
 //! targets in `fuzz/`, which the tests here run on garbled seeds.
 
-use crate::exec::fuzzing as exec;
 use crate::group::fuzzing as group;
 use crate::recorder::fuzzing as recorder;
+use crate::stall::fuzzing as stall;
 use crate::transport::fuzzing as transport;
 use crate::wait::fuzzing as wait;
 
@@ -32,7 +32,7 @@ pub const TARGETS: &[Target] = &[
         transport::first_cause,
         transport::first_cause_seeds,
     ),
-    ("comm_posts", exec::posts, exec::posts_seeds),
+    ("comm_posts", stall::posts, stall::posts_seeds),
     ("comm_record", recorder::record, recorder::record_seeds),
     ("comm_flight", recorder::memory, recorder::memory_seeds),
     ("comm_members", group::members, group::members_seeds),

@@ -40,10 +40,25 @@
 //!
 //! # Layers
 //!
-//! `group` (what callers see) → `select` (which method) → [`plan`] (what each
-//! rank does) → `exec` (runs plans) → [`transport`] (moves bytes) → `wait`
-//! (sleeps and wakes). `kernel` does the arithmetic.
+//! Each module imports from those below it only; `tests/it/layers.rs` checks that.
+//!
+//! | layer | does |
+//! |---|---|
+//! | `group` | [`ProcessGroup`]: checks arguments, queues operations |
+//! | `backend` | numbers operations, keeps deadlines, ends a group that failed; the seam below which other libraries could move the data |
+//! | `exec`, `shm` | run a plan over links; collectives in memory that all ranks share |
+//! | `stall`, [`recorder`] | who is late, which ranks are in different operations |
+//! | `select` | which method, by predicted cost |
+//! | `memory` | buckets and where they lie |
+//! | [`transport`] | thread, shared-memory and TCP links; how groups form |
+//! | `status` | what each rank does now, as the ranks of its host see it |
+//! | `operation` | an operation, and what ranks compare of it |
+//! | [`plan`] | what each rank sends, receives and folds, as data |
+//! | `kernel`, `wait`, `region` | arithmetic; sleeping and waking; mapped memory |
 
+mod backend;
+mod context;
+mod deadline;
 mod dtype;
 mod error;
 mod exec;
@@ -51,15 +66,20 @@ mod exec;
 #[doc(hidden)]
 pub mod fuzzing;
 mod group;
-mod host;
 mod inherited;
 mod kernel;
 mod limits;
 mod memory;
+mod notice;
 mod op;
+mod operation;
 pub mod plan;
 pub mod recorder;
+mod region;
 mod select;
+mod shm;
+mod stall;
+mod status;
 mod sync;
 pub mod transport;
 mod wait;
@@ -70,10 +90,10 @@ pub use group::{
     Call, Coalesced, GroupOptions, InitOptions, MAX_OBJECT_BYTES, OpTimes, P2POp, PhaseGuard,
     ProcessGroup, ReformOptions, Transport, Work, read_token, wait_all,
 };
-pub use host::CollectiveBytes;
 pub use kernel::{all_finite, largest};
 pub use limits::raise_open_files;
 pub use memory::Bucket;
 pub use op::ReduceOp;
 pub use select::{Algorithm, Costs, Rules, Selector};
+pub use shm::CollectiveBytes;
 pub use transport::{MAX_LOCAL_RANKS, TransportKind};

@@ -11,10 +11,10 @@
 
 use std::time::Duration;
 
-use super::signature::{Signature, Told, desync};
-use crate::host::Host;
+use crate::Result;
+use crate::operation::Signature;
+use crate::shm::Shm;
 use crate::transport::Interest;
-use crate::{Error, ErrorKind, Result};
 
 /// Longest time between two looks: who enters a collective does not wake who
 /// waits for a message.
@@ -36,26 +36,20 @@ impl Elsewhere {
     /// that this rank has not begun.
     pub(super) fn look(
         &mut self,
-        host: Option<&Host>,
+        shm: Option<&Shm>,
         want: &[Interest],
         (rank, mine): (usize, &Signature),
     ) -> Result<bool> {
-        let Some(host) = host else { return Ok(false) };
-        let found = (0..host.world())
+        let Some(shm) = shm else { return Ok(false) };
+        let found = (0..shm.world())
             .filter(|&peer| peer != rank)
-            .filter(|&peer| {
-                want.iter()
-                    .skip(peer)
-                    .step_by(host.world())
-                    .any(|w| w.any())
-            })
-            .find_map(|peer| Some((peer, host.ahead(peer)?)));
+            .filter(|&peer| want.iter().skip(peer).step_by(shm.world()).any(|w| w.any()))
+            .find_map(|peer| Some((peer, shm.ahead(peer)?)));
         match found {
-            Some((peer, theirs)) if self.suspect == Some(peer) => Err(Error::new(
-                ErrorKind::Desync,
-                desync(rank, mine, peer, &Told(theirs)),
-            )
-            .with_peer(peer)),
+            // Never the same: ours is a message.
+            Some((peer, theirs)) if self.suspect == Some(peer) => {
+                mine.compare(rank, peer, &theirs).map(|()| false)
+            }
             Some((peer, _)) => {
                 self.suspect = Some(peer);
                 Ok(true)

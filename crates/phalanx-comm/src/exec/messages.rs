@@ -6,18 +6,18 @@
 //! may meet one on the other side.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use super::Executor;
 use super::elsewhere::{Elsewhere, LOOK};
 use super::flow::Cut;
-use super::signature::Signature;
-use super::stall::Awaited;
 use super::transfer::{Context, Frame, Receiver, Sender};
-use super::{Deadline, Executor, Operation};
-use crate::plan::{Collective, Method};
-use crate::transport::Interest;
+use crate::context::RunContext;
+use crate::operation::Signature;
+use crate::shm::Shm;
+use crate::stall::Awaited;
+use crate::transport::{Interest, Mesh};
 use crate::{DType, Error, Result};
 
 /// One message and its memory.
@@ -34,7 +34,7 @@ pub(crate) enum Data<'a> {
 }
 
 impl Message<'_> {
-    fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         match &self.data {
             Data::Send(bytes) => bytes.len(),
             Data::Recv(place) => place.len(),
@@ -78,79 +78,9 @@ fn enqueue<S>(
 }
 
 impl Executor {
-    /// Carries out all messages, as one operation with one deadline.
-    pub(crate) fn exchange(
-        &mut self,
-        name: &Arc<str>,
-        messages: &mut [Message<'_>],
-        timeout: Option<Duration>,
-    ) -> Result<()> {
-        let rank = self.mesh.rank();
-        if let Some(error) = self.refusal() {
-            let error = self.heard(error);
-            return Err(error.with_rank(rank).with_operation(&**name));
-        }
-        let signatures: Vec<Signature> = messages.iter().map(|m| self.sign(m)).collect();
-        let Some(first) = signatures.first() else {
-            return Ok(());
-        };
-        // One entry for all in the flight recorder, under the batch's name.
-        let batch = Operation {
-            collective: first.collective,
-            method: first.method,
-            automatic: false,
-            dtype: first.dtype,
-            op: None,
-            root: first.root,
-            target: match messages[0].data {
-                Data::Send(_) => messages[0].peer,
-                Data::Recv(_) => rank,
-            },
-            count: signatures.iter().map(|signature| signature.count).sum(),
-            lacking: 0,
-            lengths: 0,
-            plan: None,
-            label: Some(Arc::clone(name)),
-            timeout,
-        };
-        self.flight.begin(&batch, first);
-        let limit = self.limit(timeout);
-        self.flight.set_limit(limit);
-        let result = self.carry_messages(messages, &signatures, &Deadline::in_(limit));
-        self.flight.end(first, result.is_ok());
-        self.operations += 1;
-        result.map_err(|error| {
-            let cause = format!("{} in {name}", error.message());
-            self.fail(error, cause, |error| {
-                error.with_rank(rank).with_operation(&**name)
-            })
-        })
-    }
-
-    /// The signature of a lone send or receive.
-    fn sign(&mut self, message: &Message<'_>) -> Signature {
-        let (root, counter) = match message.data {
-            Data::Send(_) => (self.mesh.rank(), &mut self.sent_to[message.peer]),
-            Data::Recv(_) => (message.peer, &mut self.received_from[message.peer]),
-        };
-        let seq = *counter;
-        *counter += 1;
-        Signature {
-            collective: Collective::SendRecv,
-            method: Method::PointToPoint,
-            dtype: Some(message.dtype),
-            op: None,
-            root,
-            count: message.bytes() / message.dtype.size_bytes(),
-            lengths: 0,
-            seq,
-            in_memory: false,
-        }
-    }
-
     /// Writes to `want` the lanes that are not through.
     fn want_lanes<S, R>(&mut self, tx: &[Lane<S>], rx: &[Lane<R>]) {
-        let world = self.mesh.world();
+        let world = self.world;
         self.want.fill(Interest::default());
         for lane in tx {
             self.want[lane.stream * world + lane.peer].send = true;
@@ -165,13 +95,12 @@ impl Executor {
         &mut self,
         tx: &[Lane<S>],
         rx: &[Lane<R>],
-        deadline: &Deadline,
-        first: &Signature,
+        context: &mut RunContext<'_>,
     ) -> Error {
         self.want_lanes(tx, rx);
-        self.flight.waiting(&self.want, self.mesh.world());
+        context.flight.waiting(&self.want, self.world);
         // A peer may itself be waiting, so only a lone one is blamed.
-        let (late, only) = self.late(deadline, "", first);
+        let (late, only) = self.late(context, "");
         let late = Error::timeout(late);
         match only {
             Some(peer) => late.with_peer(peer),
@@ -179,33 +108,30 @@ impl Executor {
         }
     }
 
-    fn carry_messages(
+    /// Carries out all messages; `signatures` has one for each.
+    pub(crate) fn exchange(
         &mut self,
+        mesh: &mut Mesh,
+        shm: Option<&Shm>,
+        mut context: RunContext<'_>,
         messages: &mut [Message<'_>],
         signatures: &[Signature],
-        deadline: &Deadline,
     ) -> Result<()> {
-        let world = self.mesh.world();
+        let (world, deadline) = (self.world, context.deadline);
         let cut = Cut {
-            segment_bytes: self.limits.segment_bytes,
+            segment_bytes: self.segment_bytes,
             // Messages are cut by bytes; nothing here counts elements.
             elem_bytes: 1,
         };
         let (mut tx, mut rx) = (Vec::new(), Vec::new());
         for (index, message) in messages.iter().enumerate() {
-            let frames = cut.frames(0, message.bytes(), self.mesh.streams(message.peer));
+            let frames = cut.frames(0, message.bytes(), mesh.streams(message.peer));
             match message.data {
                 Data::Send(_) => enqueue(&mut tx, index, message.peer, frames, Sender::new),
                 Data::Recv(_) => enqueue(&mut rx, index, message.peer, frames, Receiver::new),
             }
         }
-        let context = |signature| Context {
-            signature,
-            epoch: self.epoch,
-            group: self.group,
-            rank: self.mesh.rank(),
-        };
-        let contexts: Vec<Context<'_>> = signatures.iter().map(context).collect();
+        let contexts: Vec<Context<'_>> = signatures.iter().map(|s| self.frames(s)).collect();
         let (mut spins, mut turns) = (0u32, 0u32);
         let mut elsewhere = Elsewhere::default();
         let mut still_since = None;
@@ -220,7 +146,7 @@ impl Executor {
                 };
                 let start = frame.offset as usize;
                 let payload = &bytes[start..start + frame.length as usize];
-                let link = self.mesh.link(lane.stream * world + lane.peer);
+                let link = mesh.link(lane.stream * world + lane.peer);
                 let progress = lane.side.step(link, frame, payload, &contexts[*index])?;
                 moved |= progress.moved;
                 if progress.done {
@@ -238,9 +164,9 @@ impl Executor {
                 };
                 let start = frame.offset as usize;
                 let place = &mut bytes[start..start + frame.length as usize];
-                let link = self.mesh.link(lane.stream * world + lane.peer);
-                let context = &contexts[*index];
-                let progress = lane.side.step(link, lane.peer, frame, place, context)?;
+                let link = mesh.link(lane.stream * world + lane.peer);
+                let frames = &contexts[*index];
+                let progress = lane.side.step(link, lane.peer, frame, place, frames)?;
                 moved |= progress.moved;
                 if progress.done {
                     lane.frames.pop_front();
@@ -252,31 +178,31 @@ impl Executor {
                 return Ok(());
             }
             if moved {
-                self.flight.progress();
+                context.flight.progress();
                 spins = 0;
                 elsewhere.forget();
                 still_since = None;
                 turns += 1;
-                if self.looks_up(turns)? && deadline.has_passed(Instant::now(), 0, &self.flight) {
-                    return Err(self.late_messages(&tx, &rx, deadline, &signatures[0]));
+                if self.looks_up(turns)? && deadline.has_passed(Instant::now(), 0, context.flight) {
+                    return Err(self.late_messages(&tx, &rx, &mut context));
                 }
                 continue;
             }
             self.want_lanes(&tx, &rx);
-            if self.flight.notes_wait(spins) {
-                self.flight.waiting(&self.want, world);
+            if context.flight.notes_wait(spins) {
+                context.flight.waiting(&self.want, world);
             }
             let now = Instant::now();
-            if deadline.has_passed(now, 0, &self.flight) {
-                return Err(self.late_messages(&tx, &rx, deadline, &signatures[0]));
+            if deadline.has_passed(now, 0, context.flight) {
+                return Err(self.late_messages(&tx, &rx, &mut context));
             }
             // Named by the batch's first unfinished message.
             let next = |frames: &VecDeque<(usize, Frame)>| frames.front().map(|(index, _)| *index);
             let of_tx = tx.iter().filter_map(|lane| next(&lane.frames));
             let of_rx = rx.iter().filter_map(|lane| next(&lane.frames));
             let open = of_tx.chain(of_rx).next().unwrap_or(0);
-            let me = (self.mesh.rank(), &signatures[open]);
-            if elsewhere.look(self.host.as_ref(), &self.want, me)? {
+            let me = (self.rank, &signatures[open]);
+            if elsewhere.look(shm, &self.want, me)? {
                 continue;
             }
             let since = *still_since.get_or_insert(now);
@@ -301,9 +227,8 @@ impl Executor {
                     takes,
                 })
             });
-            self.compare_if_stalled(&signatures[open], awaits, (since, now));
-            self.mesh
-                .idle(&self.want, spins, deadline.at(0).min(now + LOOK))?;
+            self.compare_if_stalled(&mut context, &signatures[open], awaits, (since, now));
+            mesh.idle(&self.want, spins, deadline.at(0).min(now + LOOK))?;
             spins = spins.saturating_add(1);
         }
     }

@@ -13,9 +13,9 @@
 
 use phalanx_wire::frame::{Header, Kind};
 
-use super::signature::{Signature, Theirs, desync};
+use crate::operation::{PeerOperation, Signature};
 use crate::transport::Link;
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 /// Payload bytes that are copied behind their header. A copy of this size
 /// costs less than waking a peer twice.
@@ -202,13 +202,8 @@ impl Receiver {
                 ),
             ));
         }
-        if !context.signature.matches(&header) {
-            return Err(Error::new(
-                ErrorKind::Desync,
-                desync(context.rank, context.signature, peer, &Theirs(&header)),
-            )
-            .with_peer(peer));
-        }
+        let theirs = PeerOperation::of_frame(&header);
+        context.signature.compare(context.rank, peer, &theirs)?;
         let sent = Frame {
             step: header.step,
             stream: header.stream,
@@ -240,6 +235,7 @@ impl Receiver {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ErrorKind;
     use crate::plan::{Collective, Method};
     use crate::transport::TransportKind;
     use crate::{DType, ReduceOp};

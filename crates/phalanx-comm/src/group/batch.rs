@@ -100,7 +100,7 @@ impl ProcessGroup {
         let timeout = self.defaults.timeout;
         self.core
             .queue
-            .run(|executor| executor.exchange(&label, &mut messages, timeout))
+            .run(|runner| runner.exchange(&label, &mut messages, timeout))
     }
 }
 

@@ -5,7 +5,7 @@
 //! and two copies of a few kilobytes.
 
 use super::{Call, ProcessGroup, lengths_hash};
-use crate::exec::Operation;
+use crate::operation::Operation;
 use crate::plan::Method;
 use crate::{Bucket, Element, ReduceOp, Result};
 

@@ -1,5 +1,5 @@
 //! The collectives, typed: lengths and ranks are checked here, then the
-//! executor works on bytes.
+//! runner works on bytes.
 //!
 //! Every collective has a blocking form on slices and an asynchronous one on
 //! [`Bucket`]s, which it takes and gives back. Mistakes that are visible here
@@ -9,9 +9,10 @@
 use std::sync::Arc;
 
 use super::{Call, ProcessGroup, Work};
-use crate::exec::{Executor, Operation};
-use crate::host::Buffers;
+use crate::backend::Runner;
 use crate::kernel::Isa;
+use crate::operation::Buffers;
+use crate::operation::Operation;
 use crate::plan::{Collective, Method};
 use crate::select::Algorithm;
 use crate::{Bucket, Element, ReduceOp, Result};
@@ -541,7 +542,7 @@ impl ProcessGroup {
     ) -> Result<()> {
         self.core
             .queue
-            .run(|executor| run_on(executor, operation, input, output))
+            .run(|runner| run_on(runner, operation, input, output))
     }
 
     /// Runs an operation on the communication thread, which owns `held`
@@ -561,9 +562,9 @@ impl ProcessGroup {
         let rank = self.core.rank;
         let recorder = Arc::clone(&self.core.recorder);
         let ticket = recorder.queued(self.core.epoch, self.core.id, &operation);
-        self.core.queue.submit(Box::new(move |executor| {
-            let executor = match executor {
-                Ok(executor) => executor,
+        self.core.queue.submit(Box::new(move |runner| {
+            let runner = match runner {
+                Ok(runner) => runner,
                 Err(error) => {
                     recorder.abandon(ticket);
                     let name = operation.collective.name();
@@ -571,13 +572,13 @@ impl ProcessGroup {
                 }
             };
             completer.start();
-            executor.adopt(ticket);
+            runner.adopt(ticket);
             let mut held = held;
             let buffers = buffers(&mut held);
             // SAFETY: the memory belongs to `held`, which this closure owns
             // until the run is over, and after an error drops unseen; lengths
             // were checked against the plan's.
-            let result = unsafe { executor.run(&operation, buffers) };
+            let result = unsafe { runner.run(&operation, buffers) };
             completer.finish(result.map(|()| held));
         }));
         work
@@ -655,7 +656,7 @@ impl ProcessGroup {
 /// Runs an operation whose turn it is. The slices are as long as its plan wants
 /// them: the caller has checked.
 pub(super) fn run_on<T: Element>(
-    executor: &mut Executor,
+    runner: &mut Runner,
     operation: &Operation,
     input: &[T],
     output: &mut [T],
@@ -667,7 +668,7 @@ pub(super) fn run_on<T: Element>(
     };
     // SAFETY: both slices are borrowed until this returns, the output
     // exclusively; their lengths were checked against the plan's.
-    unsafe { executor.run(operation, buffers) }
+    unsafe { runner.run(operation, buffers) }
 }
 
 impl Operation {

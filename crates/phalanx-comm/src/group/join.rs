@@ -13,7 +13,7 @@ use super::launch::{
 };
 use super::options::{InitOptions, Transport};
 use super::token::read_token;
-use crate::recorder::{Waiting, say, seconds};
+use crate::notice::{Waiting, say, seconds};
 use crate::transport::{BindAddr, FormOptions, Mesh, Prefer, form, thread_mesh};
 use crate::{Error, Result, limits};
 

@@ -42,11 +42,14 @@ use self::join::{Processes, WORLD_GROUP};
 use self::launch::check_rank;
 use self::queue::Queue;
 use self::registry::Registry;
-use crate::exec::{Board, Executor, Limits};
-use crate::host::{Arena, CollectiveBytes, Counters};
+use crate::backend::{Native, Runner};
+use crate::memory::Arena;
+use crate::operation::Limits;
 use crate::plan::Hosts;
 use crate::recorder::{Failure, Flight, Place, Recorder, Watched};
 use crate::select::{Algorithm, Costs, Rules, Selector};
+use crate::shm::{CollectiveBytes, Counters};
+use crate::stall::Board;
 use crate::transport::{
     AbortHandle, BindAddr, GroupKeys, Mesh, Poison, TransportKind, thread_mesh_with,
 };
@@ -340,16 +343,16 @@ impl ProcessGroup {
         );
         let kinds = transports.iter().fold(0, |sum, (_, kind)| sum | kind.bit());
         let flight = Flight::new(watched, kinds, &identity.roster);
-        let mut executor = Executor::new(mesh, flight, member.epoch, member.id, member.limits);
+        let board =
+            (member.world > 1).then(|| Board::new(Arc::clone(&keys), member.rank, abort.clone()));
+        let native = Native::new(mesh, member.epoch, member.id, &member.limits);
+        let numbers = (member.rank, member.world);
+        let mut runner = Runner::new(Box::new(native), flight, numbers, member.limits, board);
         if probe && selector.hosts().count() > 1 {
-            selector.set_costs(probe::measure(&mut executor, selector.hosts())?);
+            selector.set_costs(probe::measure(&mut runner, selector.hosts())?);
         }
-        if member.world > 1 {
-            let board = Board::new(Arc::clone(&keys), member.rank, abort.clone());
-            executor.compare_on(board);
-        }
-        let bytes_sent = executor.bytes_sent();
-        let (arena, counters) = (executor.arena(), executor.counters());
+        let bytes_sent = runner.bytes_sent();
+        let (arena, counters) = (runner.arena(), runner.counters());
         tracing::debug!(
             rank = member.rank,
             world = member.world,
@@ -363,7 +366,7 @@ impl ProcessGroup {
         );
         Ok(ProcessGroup {
             core: Arc::new(Core {
-                queue: Queue::new(member.rank, abort.clone(), executor, callers.clone()),
+                queue: Queue::new(member.rank, abort.clone(), runner, callers.clone()),
                 rank: member.rank,
                 world: member.world,
                 id: member.id,
@@ -505,7 +508,7 @@ impl ProcessGroup {
         if let Some(poison) = self.core.abort.poisoned() {
             return Err(poison.to_error().with_rank(self.core.rank));
         }
-        let looked = self.core.queue.run_if_idle(|executor| executor.look());
+        let looked = self.core.queue.run_if_idle(|runner| runner.look());
         looked.unwrap_or(Ok(()))
     }
 

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use phalanx_store::{ErrorKind as StoreKind, Store};
 
 use super::{ProcessGroup, rank_list};
-use crate::exec::Executor;
+use crate::backend::Runner;
 use crate::wait::deadline_in;
 use crate::{Error, ErrorKind, Result};
 
@@ -67,7 +67,7 @@ impl ProcessGroup {
             return self.barrier();
         }
         let number = &self.core.monitored;
-        self.core.queue.run(|executor| {
+        self.core.queue.run(|runner| {
             let barrier = Barrier {
                 group: self,
                 store: self.core.keys.store(),
@@ -78,9 +78,9 @@ impl ProcessGroup {
                 timeout,
             };
             let result = if self.core.rank == 0 {
-                barrier.keep_list(executor)
+                barrier.keep_list(runner)
             } else {
-                barrier.report(executor)
+                barrier.report(runner)
             };
             let result = result.and(barrier.leave());
             if result.is_err() {
@@ -102,11 +102,11 @@ impl Barrier<'_> {
     }
 
     /// Rank 0's part.
-    fn keep_list(&self, executor: &mut Executor) -> Result<()> {
+    fn keep_list(&self, runner: &mut Runner) -> Result<()> {
         let start = Instant::now();
         self.set(&self.here(0), HERE)?;
         let others: Vec<usize> = (1..self.group.core.world).collect();
-        let missing = self.wait(executor, &others, deadline_in(self.timeout))?;
+        let missing = self.wait(runner, &others, deadline_in(self.timeout))?;
         let mut gone = Vec::new();
         for &rank in others.iter().filter(|rank| !missing.contains(rank)) {
             let answer = self.swap(&self.here(rank), HERE, SEEN)?;
@@ -145,10 +145,10 @@ impl Barrier<'_> {
     }
 
     /// The part of all others.
-    fn report(&self, executor: &mut Executor) -> Result<()> {
+    fn report(&self, runner: &mut Runner) -> Result<()> {
         let mine = self.here(self.group.core.rank);
         self.set(&mine, HERE)?;
-        let absent = self.wait(executor, &[0], deadline_in(self.timeout))?;
+        let absent = self.wait(runner, &[0], deadline_in(self.timeout))?;
         if !absent.is_empty() {
             // Rank 0 may have seen us in this very moment: then it answers.
             if self.swap(&mine, HERE, GONE)? == GONE {
@@ -161,7 +161,7 @@ impl Barrier<'_> {
         }
         let until = deadline_in(self.timeout.saturating_add(GRACE));
         let verdict = loop {
-            executor.look()?;
+            runner.look()?;
             let left = until.saturating_duration_since(Instant::now());
             match self.store.get(&self.verdict(), left.min(SLICE)) {
                 Ok(verdict) => break verdict,
@@ -182,11 +182,11 @@ impl Barrier<'_> {
     }
 
     /// Waits for `ranks`; returns those that did not come.
-    fn wait(&self, executor: &mut Executor, ranks: &[usize], until: Instant) -> Result<Vec<usize>> {
+    fn wait(&self, runner: &mut Runner, ranks: &[usize], until: Instant) -> Result<Vec<usize>> {
         let keys: Vec<String> = ranks.iter().map(|&rank| self.here(rank)).collect();
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
         loop {
-            executor.look()?;
+            runner.look()?;
             let left = until.saturating_duration_since(Instant::now());
             match self.store.wait(&keys, left.min(SLICE)) {
                 Ok(()) => return Ok(Vec::new()),

@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 
 use super::collectives::run_on;
 use super::{Call, ProcessGroup};
-use crate::exec::Executor;
+use crate::backend::Runner;
 use crate::{Error, ErrorKind, Result};
 
 /// Most bytes of all objects of one operation together (1 GiB).
@@ -192,24 +192,24 @@ impl ProcessGroup {
         let call = Call::default();
         let head = self.ask_broadcast::<i64>(1, root, &call)?;
         let mut length = [announced(mine)];
-        self.core.queue.run(|executor| {
-            run_on(executor, &head, &[], &mut length)?;
+        self.core.queue.run(|runner| {
+            run_on(runner, &head, &[], &mut length)?;
             let len = self.accept(name, [(root, length[0])], mine.err().filter(|_| is_root))?[0];
             let mut bytes = match mine {
                 Ok(mine) if is_root => mine.to_vec(),
                 _ => vec![0; len],
             };
             let body = self.ask_broadcast::<u8>(len, root, &call)?;
-            run_on(executor, &body, &[], &mut bytes)?;
+            run_on(runner, &body, &[], &mut bytes)?;
             Ok(bytes)
         })
     }
 
     fn all_gather_brought(&self, name: &str, mine: Brought<'_>) -> Result<Vec<Vec<u8>>> {
-        self.core.queue.run(|executor| {
-            let lens = self.exchange_lengths(executor, name, mine)?;
+        self.core.queue.run(|runner| {
+            let lens = self.exchange_lengths(runner, name, mine)?;
             let mut all = vec![0; lens.iter().sum()];
-            self.all_gather_v_on(executor, mine.unwrap_or_default(), &lens, &mut all)?;
+            self.all_gather_v_on(runner, mine.unwrap_or_default(), &lens, &mut all)?;
             Ok(cut(&all, &lens))
         })
     }
@@ -221,10 +221,10 @@ impl ProcessGroup {
         root: usize,
     ) -> Result<Option<Vec<Vec<u8>>>> {
         let is_root = self.core.rank == root;
-        self.core.queue.run(|executor| {
-            let lens = self.exchange_lengths(executor, name, mine)?;
+        self.core.queue.run(|runner| {
+            let lens = self.exchange_lengths(runner, name, mine)?;
             let mut all = vec![0; if is_root { lens.iter().sum() } else { 0 }];
-            self.gather_v_on(executor, mine.unwrap_or_default(), &lens, &mut all, root)?;
+            self.gather_v_on(runner, mine.unwrap_or_default(), &lens, &mut all, root)?;
             Ok(is_root.then(|| cut(&all, &lens)))
         })
     }
@@ -246,12 +246,12 @@ impl ProcessGroup {
             }
             packed = runs.concat();
         }
-        self.core.queue.run(|executor| {
-            run_on(executor, &head, &[], &mut lengths)?;
+        self.core.queue.run(|runner| {
+            run_on(runner, &head, &[], &mut lengths)?;
             let theirs = lengths.iter().map(|&length| (root, length));
             let lens = self.accept(name, theirs, runs.err().filter(|_| is_root))?;
             let mut mine = vec![0; lens[self.core.rank]];
-            self.scatter_v_on(executor, &packed, &lens, &mut mine, root)?;
+            self.scatter_v_on(runner, &packed, &lens, &mut mine, root)?;
             Ok(mine)
         })
     }
@@ -259,14 +259,14 @@ impl ProcessGroup {
     /// Everybody's length, checked.
     fn exchange_lengths(
         &self,
-        executor: &mut Executor,
+        runner: &mut Runner,
         name: &str,
         mine: Brought<'_>,
     ) -> Result<Vec<usize>> {
         let world = self.core.world;
         let mut lengths = vec![0; world];
         let operation = self.ask_all_gather::<i64>(1, world, &Call::default())?;
-        run_on(executor, &operation, &[announced(mine)], &mut lengths)?;
+        run_on(runner, &operation, &[announced(mine)], &mut lengths)?;
         self.accept(name, lengths.into_iter().enumerate(), mine.err())
     }
 

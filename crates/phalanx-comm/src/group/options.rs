@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use phalanx_wire::Token;
 
-use crate::exec::Limits;
+use crate::operation::Limits;
 use crate::select::{Algorithm, Rules};
 
 /// Time for all ranks to join (docs/design/collectives.md §9).

@@ -4,9 +4,9 @@
 
 use super::registered::after;
 use super::{Call, ProcessGroup, lengths_hash};
-use crate::exec::Operation;
 use crate::group::collectives::run_on;
-use crate::host::Buffers;
+use crate::operation::Buffers;
+use crate::operation::Operation;
 use crate::plan::{Method, Uneven};
 use crate::{Bucket, Element, ReduceOp, Result};
 
@@ -43,8 +43,8 @@ impl ProcessGroup {
                 ..operation
             };
         }
-        self.core.queue.run(|executor| {
-            if executor.is_in_memory(&operation) {
+        self.core.queue.run(|runner| {
+            if runner.is_in_memory(&operation) {
                 let output = data.as_mut_ptr();
                 let buffers = Buffers {
                     input: output.wrapping_add(rank * part).cast_const().cast(),
@@ -54,16 +54,16 @@ impl ProcessGroup {
                 // SAFETY: `data` is borrowed exclusively until this returns. Of it an all-gather in shared memory
                 // reads this rank's part, as long as `lacking` leaves it, and writes the others'; it copies no part
                 // to where it is.
-                return unsafe { executor.run(&operation, buffers) };
+                return unsafe { runner.run(&operation, buffers) };
             }
             let own: Vec<T> = data[(rank * part).min(len)..][..length(rank)].to_vec();
             if lacking == 0 {
-                return run_on(executor, &operation, &own, data);
+                return run_on(runner, &operation, &own, data);
             }
             let lengths: Vec<usize> = (0..world).map(length).collect();
             let kind = Uneven::AllGather { lengths: &lengths };
             let planned = self.ask_uneven::<T>(Method::AllGather, &lengths, len, kind);
-            run_on(executor, &planned, &own, data)
+            run_on(runner, &planned, &own, data)
         })
     }
 
@@ -107,11 +107,11 @@ impl ProcessGroup {
                 std::slice::from_raw_parts_mut(start, elems)
             });
         };
-        let result = self.core.queue.run(|executor| {
+        let result = self.core.queue.run(|runner| {
             // SAFETY: the input belongs to a bucket that is held here and not looked at until this returns; `room`
             // is borrowed exclusively; lengths were checked. Only the output is exposed in nobody's arena: others
             // are told of the input alone. After an error `after` drops the bucket.
-            unsafe { executor.run_visited(&operation, buffers, Some(&mut each)) }
+            unsafe { runner.run_visited(&operation, buffers, Some(&mut each)) }
         });
         *input = after(&result, held, len);
         result?;

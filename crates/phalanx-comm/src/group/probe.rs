@@ -2,8 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use crate::exec::{Executor, Operation};
-use crate::host::Buffers;
+use crate::backend::Runner;
+use crate::operation::Buffers;
+use crate::operation::Operation;
 use crate::plan::{Hosts, Method};
 use crate::select::Costs;
 use crate::{DType, ReduceOp, Result};
@@ -24,17 +25,17 @@ pub(super) fn is_allowed() -> bool {
 }
 
 /// The constants between hosts, the same on all ranks. Takes a few
-/// milliseconds; leaves no trace in the executor's counters.
-pub(super) fn measure(executor: &mut Executor, hosts: &Hosts) -> Result<Costs> {
+/// milliseconds; leaves no trace in the runner's counters.
+pub(super) fn measure(runner: &mut Runner, hosts: &Hosts) -> Result<Costs> {
     let mut costs = Costs::default();
     let mut data = vec![0f32; LARGE_ELEMS];
     let small = fastest(
-        executor,
+        runner,
         &mut data[..1],
         Method::AllReduceOneRound,
         SMALL_ROUNDS,
     )?;
-    let large = fastest(executor, &mut data, Method::AllReduceDirect, LARGE_ROUNDS)?;
+    let large = fastest(runner, &mut data, Method::AllReduceDirect, LARGE_ROUNDS)?;
     let (p, l) = (hosts.world() as f64, hosts.most_ranks() as f64);
     let latency = small.as_secs_f64() - (p - l - 1.0).max(0.0) * costs.wire_message_s;
     let latency = latency.max(costs.wire_message_s);
@@ -44,7 +45,7 @@ pub(super) fn measure(executor: &mut Executor, hosts: &Hosts) -> Result<Costs> {
     // The slowest rank counts, for all.
     let mut agreed = [latency, moving / bytes];
     all_reduce(
-        executor,
+        runner,
         &mut agreed,
         DType::F64,
         ReduceOp::Max,
@@ -52,12 +53,12 @@ pub(super) fn measure(executor: &mut Executor, hosts: &Hosts) -> Result<Costs> {
     )?;
     costs.wire_latency_s = agreed[0];
     costs.wire_bytes_per_s = 1.0 / agreed[1];
-    executor.forget_past();
+    runner.reset_counters();
     Ok(costs)
 }
 
 fn fastest(
-    executor: &mut Executor,
+    runner: &mut Runner,
     data: &mut [f32],
     method: Method,
     rounds: usize,
@@ -66,7 +67,7 @@ fn fastest(
     // The first opens windows and fills caches.
     for round in 0..=rounds {
         let began = Instant::now();
-        all_reduce(executor, data, DType::F32, ReduceOp::Sum, method)?;
+        all_reduce(runner, data, DType::F32, ReduceOp::Sum, method)?;
         if round > 0 {
             best = best.min(began.elapsed());
         }
@@ -75,7 +76,7 @@ fn fastest(
 }
 
 fn all_reduce<T>(
-    executor: &mut Executor,
+    runner: &mut Runner,
     data: &mut [T],
     dtype: DType,
     op: ReduceOp,
@@ -104,5 +105,5 @@ fn all_reduce<T>(
     // SAFETY: an all-reduce works in place on `count` elements of the type,
     // which are borrowed exclusively until this returns; floats support sums
     // and maxima.
-    unsafe { executor.run(&operation, buffers) }
+    unsafe { runner.run(&operation, buffers) }
 }

@@ -18,13 +18,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-use crate::exec::Executor;
+use crate::backend::Runner;
 use crate::transport::{AbortHandle, Poison};
 use crate::wait::{Callers, take_short_turns};
 use crate::{Error, Result};
 
 /// An asynchronous operation. It is told when it cannot run.
-pub(super) type Job = Box<dyn FnOnce(Result<&mut Executor>) + Send>;
+pub(super) type Job = Box<dyn FnOnce(Result<&mut Runner>) + Send>;
 
 /// The queue of one rank in one group. Dropping it finishes the jobs issued.
 pub(super) struct Queue {
@@ -38,7 +38,7 @@ struct Shared {
     abort: AbortHandle,
     state: Mutex<State>,
     turn: Condvar,
-    executor: Mutex<Executor>,
+    runner: Mutex<Runner>,
     /// Threads that wait instead of computing.
     callers: Callers,
 }
@@ -83,10 +83,10 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn executor(&self) -> MutexGuard<'_, Executor> {
+    fn runner(&self) -> MutexGuard<'_, Runner> {
         // After a panic inside an operation the group is poisoned, and the
-        // executor refuses everything.
-        self.executor.lock().unwrap_or_else(PoisonError::into_inner)
+        // runner refuses everything.
+        self.runner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn sleep<'a>(&self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
@@ -129,19 +129,14 @@ impl Drop for Turn<'_> {
 }
 
 impl Queue {
-    pub(super) fn new(
-        rank: usize,
-        abort: AbortHandle,
-        executor: Executor,
-        callers: Callers,
-    ) -> Self {
+    pub(super) fn new(rank: usize, abort: AbortHandle, runner: Runner, callers: Callers) -> Self {
         Queue {
             shared: Arc::new(Shared {
                 rank,
                 abort,
                 state: Mutex::new(State::default()),
                 turn: Condvar::new(),
-                executor: Mutex::new(executor),
+                runner: Mutex::new(runner),
                 callers,
             }),
             worker: Mutex::new(None),
@@ -149,7 +144,7 @@ impl Queue {
     }
 
     /// Runs `operation` in this thread when everything issued before is over.
-    pub(super) fn run<R>(&self, operation: impl FnOnce(&mut Executor) -> Result<R>) -> Result<R> {
+    pub(super) fn run<R>(&self, operation: impl FnOnce(&mut Runner) -> Result<R>) -> Result<R> {
         let shared = &*self.shared;
         let mut state = shared.lock();
         state.takes_calls()?;
@@ -167,7 +162,7 @@ impl Queue {
     /// As [`run`](Self::run), when nothing is issued that is not over: else `None`, at once.
     pub(super) fn run_if_idle<R>(
         &self,
-        operation: impl FnOnce(&mut Executor) -> Result<R>,
+        operation: impl FnOnce(&mut Runner) -> Result<R>,
     ) -> Option<Result<R>> {
         let shared = &*self.shared;
         let mut state = shared.lock();
@@ -185,18 +180,18 @@ impl Queue {
     fn take_turn<R>(
         shared: &Shared,
         mut state: MutexGuard<'_, State>,
-        operation: impl FnOnce(&mut Executor) -> Result<R>,
+        operation: impl FnOnce(&mut Runner) -> Result<R>,
     ) -> Result<R> {
         state.holder = Some(this_thread());
         drop(state);
         let _turn = Turn(shared);
-        let mut executor = shared.executor();
-        executor.run_beside(false);
-        match catch_unwind(AssertUnwindSafe(|| operation(&mut executor))) {
+        let mut runner = shared.runner();
+        runner.run_beside(false);
+        match catch_unwind(AssertUnwindSafe(|| operation(&mut runner))) {
             Ok(result) => result,
             Err(panic) => {
                 shared.poison_by_panic();
-                drop(executor);
+                drop(runner);
                 std::panic::resume_unwind(panic)
             }
         }
@@ -265,9 +260,9 @@ fn work(shared: &Shared) {
         state.holder = Some(this_thread());
         drop(state);
         let _turn = Turn(shared);
-        let mut executor = shared.executor();
-        executor.run_beside(true);
-        if catch_unwind(AssertUnwindSafe(|| job(Ok(&mut executor)))).is_err() {
+        let mut runner = shared.runner();
+        runner.run_beside(true);
+        if catch_unwind(AssertUnwindSafe(|| job(Ok(&mut runner)))).is_err() {
             // The job's handle completed itself when it was dropped. The panic
             // message is on stderr already.
             shared.poison_by_panic();

@@ -10,8 +10,8 @@
 
 use super::collectives::{both, in_place};
 use super::{Call, ProcessGroup};
-use crate::exec::Operation;
-use crate::host::Buffers;
+use crate::operation::Buffers;
+use crate::operation::Operation;
 use crate::{Bucket, Element, ErrorKind, ReduceOp, Result};
 
 impl ProcessGroup {
@@ -133,11 +133,11 @@ impl ProcessGroup {
 
     /// Runs an operation in this thread on buckets that the caller has taken.
     fn now_owned(&self, operation: &Operation, buffers: Buffers) -> Result<()> {
-        self.core.queue.run(|executor| {
+        self.core.queue.run(|runner| {
             // SAFETY: the memory belongs to buckets that the caller holds and
             // does not look at until this returns; lengths were checked against the
             // plan's. After an error `after` drops them.
-            unsafe { executor.run(operation, buffers) }
+            unsafe { runner.run(operation, buffers) }
         })
     }
 }

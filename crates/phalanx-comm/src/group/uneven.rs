@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use super::collectives::run_on;
 use super::{Call, ProcessGroup, lengths_hash};
-use crate::exec::{Executor, Operation};
+use crate::backend::Runner;
+use crate::operation::Operation;
 use crate::plan::{Method, Uneven};
 use crate::{Element, Error, ErrorKind, ReduceOp, Result};
 
@@ -135,11 +136,11 @@ impl ProcessGroup {
             ..self.ask_uneven::<T>(Method::AllToAll, &[], 0, kind)
         };
         // Both in one turn: nothing of another thread comes between.
-        self.core.queue.run(|executor| {
-            run_on(executor, &compare, &mine, &mut theirs)?;
+        self.core.queue.run(|runner| {
+            run_on(runner, &compare, &mine, &mut theirs)?;
             let expected = lens(output_lengths);
             match (0..world).find(|&peer| theirs[peer] != expected[peer]) {
-                None => run_on(executor, &operation, input, output),
+                None => run_on(runner, &operation, input, output),
                 Some(peer) => {
                     let message = format!(
                         "rank {peer} sends {} elements to rank {rank}, which expects {}",
@@ -147,7 +148,7 @@ impl ProcessGroup {
                     );
                     let error = Error::new(ErrorKind::Desync, message).with_peer(peer);
                     let cause = format!("{} in {NAME}", error.message());
-                    Err(executor.fail(error, cause, |error| {
+                    Err(runner.fail(error, cause, |error| {
                         error.with_rank(rank).with_operation(NAME)
                     }))
                 }
@@ -160,7 +161,7 @@ impl ProcessGroup {
     /// the `lengths`.
     pub(super) fn gather_v_on<T: Element>(
         &self,
-        executor: &mut Executor,
+        runner: &mut Runner,
         input: &[T],
         lengths: &[usize],
         output: &mut [T],
@@ -170,13 +171,13 @@ impl ProcessGroup {
         let operation = self
             .ask_uneven::<T>(Method::Gather, lengths, lengths.iter().sum(), kind)
             .rooted(root);
-        run_on(executor, &operation, input, output)
+        run_on(runner, &operation, input, output)
     }
 
     /// Scatters what differs in length; all know the `lengths`.
     pub(super) fn scatter_v_on<T: Element>(
         &self,
-        executor: &mut Executor,
+        runner: &mut Runner,
         input: &[T],
         lengths: &[usize],
         output: &mut [T],
@@ -186,13 +187,13 @@ impl ProcessGroup {
         let operation = self
             .ask_uneven::<T>(Method::Scatter, lengths, lengths.iter().sum(), kind)
             .rooted(root);
-        run_on(executor, &operation, input, output)
+        run_on(runner, &operation, input, output)
     }
 
     /// [`ProcessGroup::all_gather_v`] whose turn it is; lengths were checked.
     pub(super) fn all_gather_v_on<T: Element>(
         &self,
-        executor: &mut Executor,
+        runner: &mut Runner,
         input: &[T],
         lengths: &[usize],
         output: &mut [T],
@@ -200,7 +201,7 @@ impl ProcessGroup {
         let kind = Uneven::AllGather { lengths };
         let total = lengths.iter().sum();
         let operation = self.ask_uneven::<T>(Method::AllGather, lengths, total, kind);
-        run_on(executor, &operation, input, output)
+        run_on(runner, &operation, input, output)
     }
 
     pub(super) fn ask_uneven<T: Element>(

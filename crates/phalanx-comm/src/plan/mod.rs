@@ -58,7 +58,7 @@ pub use hosts::Hosts;
 pub use local::PlanError;
 pub(crate) use uneven::Uneven;
 
-use crate::memory::ALIGN_BYTES;
+use crate::region::ALIGN_BYTES;
 
 /// Which collective operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

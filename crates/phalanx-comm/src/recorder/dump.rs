@@ -7,12 +7,11 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::clock::{Anchor, Clock, Scale};
-use super::layout::{
-    ENTRIES, LABEL_LOST, LABELS, Mask, WORDS, entry, entry_at, head, label_at, printable, ranks_of,
-    read_text, state,
-};
+use super::layout::{ENTRIES, LABEL_LOST, LABELS, WORDS, entry, entry_at, head, label_at, state};
 use super::memory;
+use crate::notice::host_name;
 use crate::plan::{Collective, Method};
+use crate::status::words::{Mask, printable, ranks_of, read_text};
 use crate::{DType, ErrorKind, ReduceOp};
 
 /// How far an operation came.
@@ -330,14 +329,6 @@ pub(super) fn is_outlived(word: impl Fn(usize) -> u64) -> bool {
                 && word(at + entry::GROUP) != failed
                 && word(at + entry::STARTED) > failed_at
         })
-}
-
-/// This host's name.
-pub(crate) fn host_name() -> String {
-    rustix::system::uname()
-        .nodename()
-        .to_string_lossy()
-        .into_owned()
 }
 
 /// Unpacks `epoch << 40 | step`, plus 1.

@@ -5,48 +5,24 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::cell::{Seen, pid_space};
 use super::dump::{Entry, position};
-use super::layout::{printable, ranks_of};
+use crate::notice::seconds;
+use crate::status::words::{printable, ranks_of};
+use crate::status::{Elsewhere, Status, pid_space};
 
 /// Longest record that is read from the store; ours have about 300 bytes.
 pub(super) const MAX_RECORD_BYTES: usize = 2048;
 /// A record older than this does not say what its rank is doing now.
 const STALE: Duration = Duration::from_secs(12);
 
-/// The operation of another group in which a rank is, so that it comes to none of this one.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Elsewhere {
-    pub(super) op: String,
-    pub(super) group: u32,
-    pub(super) seq: u64,
-    /// For whom it waits there, by their first ranks.
-    pub(super) awaited: Vec<u32>,
-}
-
-impl Elsewhere {
-    pub(super) fn of(entry: &Entry) -> Option<Elsewhere> {
-        Some(Elsewhere {
-            op: entry.op.clone(),
-            group: entry.group,
-            seq: entry.seq?,
-            awaited: entry.awaited.clone(),
-        })
-    }
-
-    /// `all_reduce seq 4 of group 0x2f, where it waits for rank 1`.
-    fn text(&self) -> String {
-        let group = match self.group {
-            0 => "the group of all ranks".to_owned(),
-            group => format!("group {group:#x}"),
-        };
-        let awaited: Vec<usize> = self.awaited.iter().map(|rank| *rank as usize).collect();
-        let waits = match &awaited[..] {
-            [] => String::new(),
-            some => format!(", where it waits for {}", ranks(some)),
-        };
-        format!("{} seq {} of {group}{waits}", self.op, self.seq)
-    }
+/// What `entry` is for the other groups of its rank.
+pub(super) fn elsewhere(entry: &Entry) -> Option<Elsewhere> {
+    Some(Elsewhere {
+        op: entry.op.clone(),
+        group: entry.group,
+        seq: entry.seq?,
+        awaited: entry.awaited.clone(),
+    })
 }
 
 /// What a rank tells the ranks that share no memory with it, through the store.
@@ -107,7 +83,7 @@ pub(crate) struct Fact {
 }
 
 impl Fact {
-    pub(super) fn of_cell(rank: usize, seen: Seen, own_space: u32, now_ns: u64) -> Fact {
+    pub(super) fn of_cell(rank: usize, seen: Status, own_space: u32, now_ns: u64) -> Fact {
         Fact {
             rank,
             host: None,
@@ -266,28 +242,6 @@ impl Process {
     }
 }
 
-/// `11 s`, `2 min 5 s`; below ten seconds with a decimal.
-pub(crate) fn seconds(time: Duration) -> String {
-    let whole = time.as_secs();
-    match whole {
-        0..=9 => format!("{:.1} s", time.as_secs_f64()),
-        10..=119 => format!("{whole} s"),
-        _ => format!("{} min {} s", whole / 60, whole % 60),
-    }
-}
-
-/// `rank 0`, `ranks 0, 1, 3`; of many, the first.
-pub(crate) fn ranks(ranks: &[usize]) -> String {
-    const SHOWN: usize = 8;
-    let shown: Vec<String> = ranks.iter().take(SHOWN).map(usize::to_string).collect();
-    let plural = if ranks.len() == 1 { "" } else { "s" };
-    let more = match ranks.len().saturating_sub(SHOWN) {
-        0 => String::new(),
-        more => format!(" and {more} more"),
-    };
-    format!("rank{plural} {}{more}", shown.join(", "))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -415,16 +369,5 @@ mod tests {
         for end in 0..bytes.len() {
             assert_eq!(Record::decode(&bytes[..end]), None);
         }
-    }
-
-    #[test]
-    fn durations_and_ranks() {
-        assert_eq!(seconds(Duration::from_millis(1240)), "1.2 s");
-        assert_eq!(seconds(Duration::from_secs(58)), "58 s");
-        assert_eq!(seconds(Duration::from_secs(605)), "10 min 5 s");
-        assert_eq!(ranks(&[2]), "rank 2");
-        assert_eq!(ranks(&[0, 1, 3]), "ranks 0, 1, 3");
-        let many: Vec<usize> = (0..11).collect();
-        assert_eq!(ranks(&many), "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 3 more");
     }
 }

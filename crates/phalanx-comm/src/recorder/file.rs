@@ -13,7 +13,8 @@ use rustix::fs::OFlags;
 use rustix::process::geteuid;
 
 use super::dump::{Dump, Entry};
-use super::layout::{ENTRIES, LABELS, MASK_WORDS, printable};
+use super::layout::{ENTRIES, LABELS};
+use crate::status::words::{MASK_WORDS, printable};
 
 /// Largest file that is read; ours have at most two megabytes.
 pub const MAX_DUMP_BYTES: u64 = 8 << 20;

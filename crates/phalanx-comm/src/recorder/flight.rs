@@ -4,12 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, Release};
 use std::time::{Duration, Instant};
 
-use super::cell::Cell;
-use super::layout::{MASK_WORDS, Mask, entry, head, ranks_of, set_rank, state};
+use super::layout::{entry, head, state};
 use super::{Failure, Recorder, Watched, clock, monitor, root};
 use crate::Error;
-use crate::exec::{Operation, Signature};
+use crate::operation::{Operation, Signature};
 use crate::plan::Collective;
+use crate::status::StatusCell;
+use crate::status::words::{MASK_WORDS, Mask, ranks_of, set_rank};
 use crate::transport::Interest;
 
 /// An operation of fewer bytes takes microseconds: its parts are not timed,
@@ -30,7 +31,7 @@ pub(crate) struct Flight {
     epoch: u32,
     group: u32,
     transport: u8,
-    cell: Option<Arc<Cell>>,
+    cell: Option<Arc<StatusCell>>,
     /// The first ranks of the members, by rank, where they differ.
     roster: Option<Arc<[usize]>>,
     /// The ticket under which the next operation was queued.

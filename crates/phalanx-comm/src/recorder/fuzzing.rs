@@ -2,8 +2,9 @@
 
 use super::clock::Clock;
 use super::dump::Dump;
-use super::facts::{Elsewhere, Fact, Record};
+use super::facts::{Fact, Record};
 use super::layout::{ENTRIES, LABELS, MAGIC, VERSION, WORDS, entry, entry_at, head, state};
+use crate::status::Elsewhere;
 
 /// What a rank of another host does, through the store: what is printed of it
 /// has no control characters.

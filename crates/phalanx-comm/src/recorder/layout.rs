@@ -93,27 +93,6 @@ pub(crate) mod entry {
     pub(crate) const WORDS: usize = 16;
 }
 
-/// Ranks as bits, of which the lowest 1024 are noted.
-pub(crate) type Mask = [u64; MASK_WORDS];
-pub(crate) const MASK_WORDS: usize = 16;
-
-/// The ranks whose bits are set in `words`.
-pub(crate) fn ranks_of(words: &[u64]) -> Vec<u32> {
-    let ranks = 0..64 * words.len();
-    ranks
-        .filter(|rank| words[rank / 64] >> (rank % 64) & 1 == 1)
-        .map(|rank| rank as u32)
-        .collect()
-}
-
-/// Sets the bit of `rank`, if there is one.
-#[inline]
-pub(crate) fn set_rank(words: &mut [u64], rank: usize) {
-    if let Some(word) = words.get_mut(rank / 64) {
-        *word |= 1 << (rank % 64);
-    }
-}
-
 /// In a stamp: somebody is making this entry.
 pub(crate) const BUSY: u64 = 1 << 63;
 /// The ticket of an operation for which there was no room; its entry is a
@@ -149,43 +128,10 @@ pub(crate) const fn label_at(index: usize) -> usize {
 /// Words in all.
 pub(crate) const WORDS: usize = label_at(LABELS);
 
-/// `text` cut at a character to at most `bytes` bytes.
-pub(crate) fn cut(text: &str, bytes: usize) -> &str {
-    &text[..text.floor_char_boundary(bytes)]
-}
-
-/// `text` as words, padded with zeros, through `store`.
-pub(crate) fn write_text(text: &str, words: usize, mut store: impl FnMut(usize, u64)) {
-    let bytes = cut(text, 8 * words).as_bytes();
-    for index in 0..words {
-        let mut word = [0; 8];
-        let part = bytes.get(8 * index..).unwrap_or_default();
-        let part = &part[..part.len().min(8)];
-        word[..part.len()].copy_from_slice(part);
-        store(index, u64::from_le_bytes(word));
-    }
-}
-
-/// The text in `words`, up to the first zero. Whatever is no text becomes
-/// question marks, control characters included: it will be printed.
-pub(crate) fn read_text(words: impl Iterator<Item = u64>) -> String {
-    let bytes: Vec<u8> = words
-        .flat_map(u64::to_le_bytes)
-        .take_while(|byte| *byte != 0)
-        .collect();
-    printable(&String::from_utf8_lossy(&bytes))
-}
-
-/// The same text without control characters.
-pub(crate) fn printable(text: &str) -> String {
-    text.chars()
-        .map(|c| if c.is_control() { '?' } else { c })
-        .collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::status::words::MASK_WORDS;
 
     #[test]
     fn parts_are_disjoint_and_inside() {
@@ -207,22 +153,5 @@ mod tests {
         );
         assert_eq!(entry_at(NO_TICKET) + entry::WORDS, label_at(0));
         const { assert!(WORDS * 8 < 1 << 20, "a megabyte a rank is too much") };
-    }
-
-    #[test]
-    fn texts_come_back_cut_at_characters() {
-        for (text, want) in [
-            ("backward", "backward"),
-            ("", ""),
-            ("exactly sixteen!", "exactly sixteen!"),
-            ("more than sixteen", "more than sixtee"),
-            ("fifteen bytes, é", "fifteen bytes, "),
-        ] {
-            let mut words = [7; 2];
-            write_text(text, 2, |i, word| words[i] = word);
-            assert_eq!(read_text(words.into_iter()), want);
-        }
-        let escape = u64::from_le_bytes(*b"a\x1b[2Jb\n\0");
-        assert_eq!(read_text([escape].into_iter()), "a?[2Jb?");
     }
 }

@@ -11,7 +11,7 @@ use rustix::fs::{MemfdFlags, OFlags, SealFlags};
 use rustix::io::Errno;
 
 use super::layout::{BUSY, ENTRIES, MAGIC, VERSION, WORDS, entry, entry_at, head};
-use crate::transport::Region;
+use crate::region::Region;
 use crate::{inherited, limits};
 
 /// Bytes of a recorder's memory.

@@ -6,7 +6,6 @@
 //! | `memory`, `layout` | a fixed piece of memory, private or shared with the launcher |
 //! | `clock` | a clock that costs a few nanoseconds |
 //! | `dump`, `file` | the memory as a value, as JSON, and back |
-//! | `cell` | what ranks of one host see of each other while they live |
 //! | `monitor`, `watch`, `facts` | a thread that says who is late, in what, and what it is doing instead |
 //!
 //! *Cost:* an operation makes some twenty relaxed stores into memory of its
@@ -24,7 +23,6 @@
 //! [`ProcessGroup::flight`](crate::ProcessGroup::flight) from a thread or a
 //! handler of its own.
 
-pub(crate) mod cell;
 pub(crate) mod clock;
 mod dump;
 mod facts;
@@ -47,13 +45,12 @@ pub use dump::{Dump, Entry, Failure, Phase, Position, State};
 pub use file::{DumpError, MAX_DUMP_BYTES};
 pub use memory::create_memory;
 
-pub(crate) use dump::host_name;
-pub(crate) use facts::{ranks, seconds};
 pub(crate) use flight::Flight;
-pub(crate) use watch::{Waiting, Watched, say};
+pub(crate) use watch::Watched;
 
-use crate::exec::Operation;
-use cell::Cell;
+use crate::operation::Operation;
+use crate::status::StatusCell;
+use crate::status::words::{cut, write_text};
 use clock::{Anchor, Clock};
 use layout::{
     BUSY, ENTRIES, LABEL_BYTES, LABEL_LOST, LABELS, NO_TICKET, entry, head, label_at, state,
@@ -77,7 +74,7 @@ pub(crate) struct Recorder {
     is_shared: bool,
     labels: Mutex<Vec<Arc<str>>>,
     /// What others see of this rank, one cell a group.
-    cells: Mutex<Vec<Weak<Cell>>>,
+    cells: Mutex<Vec<Weak<StatusCell>>>,
     dir: Mutex<Option<PathBuf>>,
     /// Whether the failure in the memory was written into a file.
     dumped: Mutex<bool>,
@@ -146,7 +143,7 @@ impl Recorder {
     /// A group of this epoch is formed of the ranks that had the numbers in
     /// `roster` in the first one; others see `cell` in it. The first group of an
     /// epoch is of all that are left: what failed before is over.
-    pub(crate) fn join(&self, epoch: u32, roster: &[usize], cell: Option<&Arc<Cell>>) {
+    pub(crate) fn join(&self, epoch: u32, roster: &[usize], cell: Option<&Arc<StatusCell>>) {
         let mut dumped = lock(&self.dumped);
         let word = self.memory.word(head::EPOCH);
         if word.fetch_max(u64::from(epoch), Relaxed) < u64::from(epoch) {
@@ -171,7 +168,7 @@ impl Recorder {
     /// What the rank is doing from now on.
     pub(crate) fn set_phase(&self, name: &str) {
         let mut words = PhaseName::default();
-        layout::write_text(name, words.len(), |i, word| words[i] = word);
+        write_text(name, words.len(), |i, word| words[i] = word);
         self.show_phase(words);
     }
 
@@ -336,11 +333,11 @@ impl Recorder {
         if index >= LABELS {
             return LABEL_LOST;
         }
-        let text = layout::cut(label, LABEL_BYTES);
+        let text = cut(label, LABEL_BYTES);
         let at = label_at(index);
         let word = |i: usize| self.memory.word(at + i);
         word(0).store(text.len() as u64, Relaxed);
-        layout::write_text(text, layout::LABEL_WORDS - 1, |i, value| {
+        write_text(text, layout::LABEL_WORDS - 1, |i, value| {
             word(1 + i).store(value, Relaxed);
         });
         labels.push(Arc::clone(label));
@@ -362,7 +359,7 @@ impl Recorder {
         // A launcher that has no folder of its own takes this one. A path that
         // is cut would be another one.
         if let Some(text) = dir.to_str().filter(|t| t.len() < 8 * head::DIR_WORDS) {
-            layout::write_text(text, head::DIR_WORDS, |i, word| {
+            write_text(text, head::DIR_WORDS, |i, word| {
                 self.memory.word(head::DIR + i).store(word, Relaxed);
             });
         }
@@ -382,7 +379,7 @@ impl Recorder {
             // Readers see no reason without its moment.
             memory.word(head::FAILED_AT).store(0, Relaxed);
             std::sync::atomic::fence(Release);
-            layout::write_text(reason, head::REASON_WORDS, |i, word| {
+            write_text(reason, head::REASON_WORDS, |i, word| {
                 memory.word(head::REASON + i).store(word, Relaxed);
             });
             let failed_group = u64::from(epoch) << 32 | u64::from(group);

@@ -5,23 +5,21 @@ use std::sync::Arc;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use super::cell::{Cell, pid_space};
 use super::clock::{self, Scale};
 use super::dump::{Entry, State};
-use super::facts::{self, Elsewhere, Fact, Record};
+use super::facts::{self, Fact, Record};
 use super::layout::head;
 use super::{Recorder, lock};
+use crate::notice::{host_name, late_variable, ranks, say};
 use crate::plan::Collective;
+use crate::status::words::read_text;
+use crate::status::{Elsewhere, StatusCell, pid_space};
 use crate::transport::GroupKeys;
 
 /// When a waiting rank first says for whom; see [`LATE_VARIABLE`].
 const LATE_AFTER: Duration = Duration::from_secs(10);
-/// The same while a group forms.
-const FORMING_AFTER: Duration = Duration::from_secs(2);
-/// Seconds after which a waiting rank says for whom it waits.
-pub(crate) const LATE_VARIABLE: &str = "PHALANX_LATE_AFTER_S";
 /// The topic of its keys in the store.
 const TOPIC: &str = "flight";
 /// Idle or in one phase for so long, a rank says so in the store.
@@ -39,7 +37,7 @@ pub(crate) struct Watched {
     group: u32,
     rank: usize,
     /// Of the ranks on this host, ours included.
-    cells: Vec<Option<Arc<Cell>>>,
+    cells: Vec<Option<Arc<StatusCell>>>,
     /// Present when some rank can only be asked through the store.
     keys: Option<Arc<GroupKeys>>,
     /// The running operation's ticket, plus 1; 0: none.
@@ -78,10 +76,10 @@ impl Watched {
         recorder: Arc<Recorder>,
         (epoch, group): (u32, u32),
         rank: usize,
-        cells: Vec<Option<Cell>>,
+        cells: Vec<Option<StatusCell>>,
         keys: Option<Arc<GroupKeys>>,
     ) -> Watched {
-        let cells: Vec<Option<Arc<Cell>>> =
+        let cells: Vec<Option<Arc<StatusCell>>> =
             cells.into_iter().map(|cell| cell.map(Arc::new)).collect();
         Watched {
             recorder,
@@ -100,7 +98,7 @@ impl Watched {
         }
     }
 
-    pub(super) fn own_cell(&self) -> Option<&Arc<Cell>> {
+    pub(super) fn own_cell(&self) -> Option<&Arc<StatusCell>> {
         self.cells.get(self.rank)?.as_ref()
     }
 
@@ -194,7 +192,7 @@ impl Watched {
         let running = self.running(&scale);
         let mut others = others.filter_map(|other| other.running(&scale));
         let other = others.next().filter(|_| running.is_none());
-        let elsewhere = other.as_ref().and_then(Elsewhere::of);
+        let elsewhere = other.as_ref().and_then(facts::elsewhere);
         if let Some(cell) = self.own_cell() {
             cell.set_elsewhere(elsewhere.as_ref());
         }
@@ -308,7 +306,7 @@ impl Watched {
         let fact_of = |rank: usize| facts.iter().find(|fact| fact.rank == rank);
         let names = match &late[..] {
             [rank] => fact_of(*rank).map_or(format!("rank {rank}"), Fact::name),
-            many => facts::ranks(many),
+            many => ranks(many),
         };
         let all_came = late
             .iter()
@@ -341,7 +339,7 @@ impl Watched {
             text.push_str(&line);
         }
         let wait = if waiting.len() == 1 { "waits" } else { "wait" };
-        text.push_str(&format!("\n  {} {wait}", facts::ranks(&waiting)));
+        text.push_str(&format!("\n  {} {wait}", ranks(&waiting)));
         // Who is in a phase has said so since this wait began, and not long ago.
         let fresh = match self.keys {
             Some(_) => BEAT_MAX,
@@ -385,12 +383,12 @@ impl Watched {
         }
         let seen = self.own_cell().map(|cell| cell.read());
         let record = Record {
-            host: super::dump::host_name(),
+            host: host_name(),
             machine: facts::machine(),
             pid: std::process::id(),
             phase: (get(head::PHASE_SINCE) > 0).then(|| {
                 let words = (0..head::PHASE_WORDS).map(|i| get(head::PHASE + i));
-                super::layout::read_text(words)
+                read_text(words)
             }),
             phase_ms: u64::try_from(phase_for.as_millis()).unwrap_or(u64::MAX),
             position: get(head::POSITION),
@@ -480,59 +478,10 @@ pub(super) fn late_after() -> Duration {
     late_variable().unwrap_or(LATE_AFTER)
 }
 
-/// What [`LATE_VARIABLE`] says.
-fn late_variable() -> Option<Duration> {
-    std::env::var(LATE_VARIABLE)
-        .ok()
-        .and_then(|text| text.parse().ok())
-        .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
-        .filter(|time| !time.is_zero())
-}
-
-/// When it is to be said that a group does not form: after 2 s ([`LATE_VARIABLE`]), and each
-/// time that the wait has become twice as long.
-pub(crate) struct Waiting {
-    since: Instant,
-    next: Duration,
-}
-
-impl Waiting {
-    pub(crate) fn start() -> Waiting {
-        Waiting {
-            since: Instant::now(),
-            next: late_variable().unwrap_or(FORMING_AFTER),
-        }
-    }
-
-    /// How long the wait has been, if that is to be said now.
-    pub(crate) fn due(&mut self) -> Option<Duration> {
-        let waited = self.since.elapsed();
-        if waited < self.next {
-            return None;
-        }
-        self.next = waited.max(self.next) * 2;
-        Some(waited)
-    }
-}
-
 fn unix_ms() -> u64 {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX))
-}
-
-/// One write, so that the lines of several processes do not mix; over a
-/// progress bar if there is one, which comes back by itself.
-pub(crate) fn say(text: &str) {
-    use std::io::{IsTerminal, Write};
-    let mut stderr = std::io::stderr().lock();
-    let clear = if stderr.is_terminal() {
-        "\r\x1b[2K"
-    } else {
-        ""
-    };
-    // A closed stderr is no second trouble.
-    let _ = stderr.write_all(format!("{clear}{text}\n").as_bytes());
 }
 
 #[cfg(test)]

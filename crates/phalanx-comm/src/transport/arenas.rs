@@ -9,8 +9,8 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::process::{Resource, getrlimit};
 
-use super::region::{HUGE_BYTES, Region};
 use super::shm;
+use crate::region::{HUGE_BYTES, Region};
 
 /// Address space of one rank's arena. Gradients of four billion parameters.
 const ARENA_MAX_BYTES: usize = 16 << 30;

@@ -17,10 +17,10 @@ use super::first_cause;
 use super::form::{Member, Rendezvous, list_sizes, parse_sizes};
 use super::layout::Layout;
 use super::poison::MAX_CAUSE_BYTES;
-use super::region::Region;
 use super::segment::Segment;
 use super::shm;
 use super::tcp::Control;
+use crate::region::Region;
 
 /// A rank's record in the store.
 pub(crate) fn member(data: &[u8]) {

@@ -3,17 +3,17 @@
 //! ```text
 //! header   magic, version, seats, ring bytes, nonce                   128 B
 //! poison   state with origin rank, length, cause                      512 B
-//! seats    per rank: bell (128 B), state and what it is doing (384 B, `recorder/cell.rs`)
-//! cells    per rank: two of 128 B, see `host/cell.rs`
+//! seats    per rank: bell (128 B), state and what it is doing (384 B, `status`)
+//! cells    per rank: two of 128 B, see `shm/cell.rs`
 //! rings    per ordered pair (from, to), from ≠ to: see `ring.rs`
-//! staging  per rank: two stages and two results, see `host/README.md`
+//! staging  per rank: two stages and two results, see `shm/README.md`
 //! ```
 //!
 //! A *seat* is a rank's index among the ranks of its host, in rank order.
 
-use super::region::PAGE_BYTES;
 use super::ring::{MAX_CAPACITY_BYTES, MIN_CAPACITY_BYTES, ring_bytes};
-use crate::recorder::cell;
+use crate::region::PAGE_BYTES;
+use crate::status;
 use crate::wait::BELL_BYTES;
 
 /// Most ranks of one host that share memory: their rings have `RINGS_MAX_BYTES` of address
@@ -22,7 +22,7 @@ pub const MAX_LOCAL_RANKS: usize = 1024;
 
 const HEADER_BYTES: usize = 128;
 const POISON_BYTES: usize = 512;
-const SEAT_BYTES: usize = BELL_BYTES + cell::SEAT_BYTES;
+const SEAT_BYTES: usize = BELL_BYTES + status::SEAT_BYTES;
 /// Room of one cell: a line and its neighbour, which x86 prefetches with it.
 pub(crate) const CELL_BYTES: usize = 128;
 

@@ -16,7 +16,7 @@ use super::shm::Watch;
 use super::tcp::{Control, Fate, HostProbe, TcpLink};
 use super::{Interest, Link, TransportKind};
 use crate::plan::Hosts;
-use crate::recorder::cell::Cell;
+use crate::status::StatusCell;
 use crate::wait::{Budget, Budgets, Callers, Policy, SLICE, Topology, Wake};
 use crate::{Error, Result};
 
@@ -207,8 +207,8 @@ impl AbortHandle {
     /// Poisons the group: first cause wins, over all hosts; those who wait for
     /// shared memory wake up at once, those who wait for sockets when the
     /// message arrives, or within 50 ms. May wait 40 ms for the store.
-    pub fn poison(&self, cause: &Poison) {
-        self.shared.poison(cause);
+    pub fn poison(&self, cause: &Poison) -> bool {
+        self.shared.poison(cause)
     }
 
     /// The first cause, if the group is poisoned.
@@ -411,9 +411,9 @@ impl Mesh {
     }
 
     /// What ranks of this host tell each other, by rank; our own included.
-    pub(crate) fn cells(&self) -> Vec<Option<Cell>> {
+    pub(crate) fn cells(&self) -> Vec<Option<StatusCell>> {
         let cell = |seat| Some(self.shared.segment.cell(seat));
-        let mut cells: Vec<Option<Cell>> = self
+        let mut cells: Vec<Option<StatusCell>> = self
             .peers
             .iter()
             .take(self.world())
@@ -442,12 +442,6 @@ impl Mesh {
             // Set once, by the one that formed the group.
             let _ = self.shared.first_cause.set(first);
         }
-    }
-
-    /// Poisons the group; see [`AbortHandle::poison`]. True if `cause` is the
-    /// first that this host knows.
-    pub(crate) fn poison(&self, cause: &Poison) -> bool {
-        self.shared.poison(cause)
     }
 
     /// Says that the cores are also shared as `topology` says: whichever

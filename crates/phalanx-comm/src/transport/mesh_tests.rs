@@ -109,8 +109,8 @@ fn abort_from_another_thread_wakes_all_sleepers() {
 #[test]
 fn first_cause_is_what_everybody_hears() {
     let meshes = thread_mesh(2, 0);
-    meshes[0].poison(&Poison::new(0, "first"));
-    meshes[1].poison(&Poison::new(1, "second"));
+    meshes[0].abort_handle().poison(&Poison::new(0, "first"));
+    meshes[1].abort_handle().poison(&Poison::new(1, "second"));
     on_all(meshes, |mut mesh| {
         let e = loiter(&mut mesh, PATIENCE).unwrap_err();
         assert_eq!(e.origin_rank(), Some(0));

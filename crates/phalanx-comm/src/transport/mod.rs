@@ -26,7 +26,6 @@ mod keys;
 mod layout;
 mod mesh;
 mod poison;
-mod region;
 mod ring;
 mod segment;
 mod shm;
@@ -38,12 +37,10 @@ pub use form::{BindAddr, FormOptions, Prefer, form, local_address_towards};
 pub use layout::MAX_LOCAL_RANKS;
 pub use mesh::{AbortHandle, Mesh, thread_mesh};
 pub use poison::{MAX_CAUSE_BYTES, Poison};
-pub(crate) use region::Region;
 
 pub(crate) use arenas::Arenas;
 pub(crate) use keys::{GroupKeys, remove_epoch};
 pub(crate) use mesh::thread_mesh_with;
-pub(crate) use region::{HUGE_BYTES, PAGE_BYTES};
 pub(crate) use segment::Segment;
 
 use crate::Result;

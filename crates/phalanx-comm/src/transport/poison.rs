@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::time::{Duration, Instant};
 
 use super::layout::Layout;
-use super::region::Region;
+use crate::region::Region;
 
 /// Bytes kept of a cause; longer ones are cut.
 pub const MAX_CAUSE_BYTES: usize = 400;

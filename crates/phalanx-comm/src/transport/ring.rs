@@ -15,7 +15,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::region::Region;
+use crate::region::Region;
 use crate::sync::{AtomicU64, Ordering};
 
 /// Distance between the positions, so that each has cache lines of its own

@@ -6,9 +6,9 @@ use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use super::layout::{CELL_BYTES, Layout};
 use super::poison::{self, Poison};
-use super::region::Region;
 use super::ring::{Consumer, Producer};
-use crate::recorder::cell::Cell;
+use crate::region::Region;
+use crate::status::StatusCell;
 use crate::wait::{Bell, FutexKind};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"PHLXSEG\0");
@@ -134,8 +134,8 @@ impl Segment {
     }
 
     /// What the rank on `seat` tells the others of this host.
-    pub(crate) fn cell(&self, seat: usize) -> Cell {
-        Cell::new(Arc::clone(&self.region), self.layout.seat_state(seat))
+    pub(crate) fn cell(&self, seat: usize) -> StatusCell {
+        StatusCell::new(Arc::clone(&self.region), self.layout.seat_state(seat))
     }
 
     /// Wakes everyone.

@@ -13,6 +13,7 @@ mod grid;
 mod handles;
 mod hierarchical;
 mod keys;
+mod layers;
 mod monitored;
 mod objects;
 mod parts;

@@ -4,12 +4,13 @@
 //! `--cfg loom` this is empty.
 //!
 //! The files under test are compiled into this crate unchanged. What they take
-//! from `crate::sync` and `transport::region` is replaced by models, where a
+//! from `crate::sync` and `crate::region` is replaced by models, where a
 //! sleep has no timeout: a lost wake-up is a deadlock, and loom reports it.
 #![cfg(loom)]
 // The tests use a part of what the library uses.
 #![allow(dead_code)]
 
+mod region;
 #[path = "machine.rs"]
 mod sync;
 mod transport;

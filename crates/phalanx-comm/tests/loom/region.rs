@@ -1,4 +1,4 @@
-//! The model of `transport::region`: two positions and a few cells of data.
+//! The model of `region`: two positions and a few cells of data.
 //! Cells complain when one is read while another thread may write it.
 
 use loom::cell::UnsafeCell;

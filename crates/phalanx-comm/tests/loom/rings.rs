@@ -6,8 +6,8 @@ use std::time::Duration;
 use loom::thread;
 use std::sync::Arc;
 
+use crate::region::{CELL_BYTES, Region};
 use crate::sync::{AtomicU32, Flaw, FutexKind, set_flaw};
-use crate::transport::region::{CELL_BYTES, Region};
 use crate::transport::ring::{Consumer, MIN_CAPACITY_BYTES, Producer};
 use crate::wait::{Bell, Wake, sleep_unless};
 

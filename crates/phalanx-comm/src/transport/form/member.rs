@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use super::super::tcp::MAX_STREAMS;
 use super::Prefer;
 use super::host::Host;
-use crate::recorder::host_name;
+use crate::notice::host_name;
 use crate::wait::Share;
 
 const TITLE: &str = "phalanx-comm member 4";

@@ -9,7 +9,7 @@ use phalanx_store::{ErrorKind as StoreKind, Store, Will};
 
 use super::host::Host;
 use super::member::Member;
-use crate::recorder::{Waiting, ranks, say, seconds};
+use crate::notice::{Waiting, ranks, say, seconds};
 use crate::{Error, ErrorKind, Result, limits};
 
 /// Distance between two signs of life of a rank that forms a group. The first

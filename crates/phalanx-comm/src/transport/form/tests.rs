@@ -525,7 +525,7 @@ fn abort_crosses_tcp_with_its_cause() {
     on_all(formed(Prefer::Tcp, &["a"; 3]), |mut mesh| {
         if mesh.rank() == 1 {
             std::thread::sleep(Duration::from_millis(20));
-            mesh.poison(&Poison::new(1, "disk full"));
+            mesh.abort_handle().poison(&Poison::new(1, "disk full"));
             return;
         }
         // Rank 0 waits for the aborting rank, rank 2 for an innocent one.
@@ -612,7 +612,7 @@ fn a_poisoned_rank_that_leaves_passes_the_first_cause_on() {
     on_all(
         formed(Prefer::Auto, &["a", "a", "b"]),
         |mut mesh| match mesh.rank() {
-            0 => assert!(mesh.poison(&Poison::new(0, "root"))),
+            0 => assert!(mesh.abort_handle().poison(&Poison::new(0, "root"))),
             // Hears it in shared memory, and leaves.
             1 => {
                 assert!(loiter(&mut mesh, PATIENCE).is_err());

@@ -5,9 +5,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use super::super::layout::Layout;
-use super::super::region::Region;
 use super::super::segment::Segment;
 use crate::limits;
+use crate::region::Region;
 
 /// What must be sealed before anybody maps: its size, and the seals.
 const SEALS: SealFlags = SealFlags::SHRINK

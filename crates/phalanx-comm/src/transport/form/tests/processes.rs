@@ -83,7 +83,8 @@ fn child() {
     // Until killed, or rank 0 or 2 is gone. The cause is passed on before we
     // leave, as the layer above does.
     let e = recv_byte(&mut mesh, 0).unwrap_err();
-    mesh.poison(&Poison::new(rank, e.to_string()));
+    mesh.abort_handle()
+        .poison(&Poison::new(rank, e.to_string()));
 }
 
 /// Lets this process open so many files more.
@@ -148,7 +149,7 @@ fn kill_one(prefer: Prefer, kind: TransportKind) {
         _ => format!("rank 2 (process {pid}) died"),
     };
     assert!(e.to_string().contains(&named), "{e}");
-    mesh.poison(&Poison::new(0, e.to_string()));
+    mesh.abort_handle().poison(&Poison::new(0, e.to_string()));
     // The bystander ends too: it saw the same, or hears it from us.
     drop(mesh);
     let status = bystander.0.wait().unwrap();

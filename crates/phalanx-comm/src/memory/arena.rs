@@ -12,7 +12,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::mm::Advice;
 
-use crate::transport::{Arenas, HUGE_BYTES, PAGE_BYTES};
+use crate::region::{HUGE_BYTES, PAGE_BYTES};
+use crate::transport::Arenas;
 
 /// From this size on a piece is worth huge pages.
 const LARGE_BYTES: usize = 256 << 10;

@@ -7,12 +7,12 @@ use super::cell::Place;
 use super::run::Run;
 use super::{COPIED_MAX_BYTES, VISITED_BYTES};
 use crate::Result;
-use crate::exec::Visit;
 use crate::kernel;
-use crate::memory::ALIGN_BYTES;
+use crate::operation::Visit;
 use crate::plan::Collective;
+use crate::region::ALIGN_BYTES;
 
-impl Run<'_> {
+impl Run<'_, '_> {
     /// All-reduce and reduce, where data is replaced in place.
     ///
     /// | data | steps | bytes copied per rank |
@@ -23,7 +23,7 @@ impl Run<'_> {
     ///
     /// # Safety
     ///
-    /// As [`Executor::run`](crate::exec::Executor::run).
+    /// As [`Backend::run`](crate::backend::Backend::run).
     pub(super) unsafe fn reduce(&mut self) -> Result<()> {
         let (count, bytes) = (self.operation.count, self.operation.count * self.elem_bytes);
         let data = self.buffers.output;
@@ -44,7 +44,7 @@ impl Run<'_> {
             // by everyone (README.md, "why nothing is overwritten too early").
             unsafe {
                 if in_one_round {
-                    let stage = self.stage(self.host.me, self.host.turn, bytes);
+                    let stage = self.stage(self.shm.me, self.shm.turn, bytes);
                     self.copy_staged(data, stage, bytes);
                 } else {
                     self.stage_for_owners(piece(0), 0);
@@ -55,11 +55,11 @@ impl Run<'_> {
         if in_one_round && !self.any_registered() {
             // SAFETY: handed on from the caller, and everyone has staged all.
             unsafe { self.fold_everything(bytes) };
-            self.host.turn += 1;
+            self.shm.turn += 1;
             return Ok(());
         }
         if self.all_registered() {
-            let mine = self.chunks(count).range(self.host.me);
+            let mine = self.chunks(count).range(self.shm.me);
             // SAFETY: all are here and none touches its data; nobody but us
             // touches chunk `me` on any rank before the next step.
             unsafe { self.fold_chunk(mine, None, 0) };
@@ -85,19 +85,19 @@ impl Run<'_> {
             // seen us in the next operation.
             unsafe { self.fetch_results(piece(segments - 1), segments - 1) };
         }
-        self.host.turn += segments;
+        self.shm.turn += segments;
         Ok(())
     }
 
     /// Up to this size one synchronisation is saved at the price of folding
     /// everything everywhere, where nobody's data is registered.
     fn one_round_bytes(&self) -> usize {
-        crate::select::one_round_max_bytes(self.host.world).min(self.host.stage_bytes)
+        crate::select::one_round_max_bytes(self.shm.world).min(self.shm.stage_bytes)
     }
 
     /// Up to this size it is saved where data is registered, too.
     fn copied_bytes(&self) -> usize {
-        match self.host.is_crowded() {
+        match self.shm.is_crowded() {
             true => self.one_round_bytes(),
             false => self.one_round_bytes().min(COPIED_MAX_BYTES),
         }
@@ -114,13 +114,13 @@ impl Run<'_> {
     ///
     /// As [`Run::reduce`], and everyone has staged its data.
     unsafe fn fold_everything(&mut self, bytes: usize) {
-        let (me, turn, data) = (self.host.me, self.host.turn, self.buffers.output);
+        let (me, turn, data) = (self.shm.me, self.shm.turn, self.buffers.output);
         if bytes == 0 || !self.receives(me) {
             return;
         }
-        let mut lists = std::mem::take(&mut self.host.lists);
+        let mut lists = std::mem::take(&mut self.shm.lists);
         lists.sources.clear();
-        let places = (0..self.host.world).map(|rank| match rank == me {
+        let places = (0..self.shm.world).map(|rank| match rank == me {
             true => data.cast_const(),
             false => self.stage(rank, turn, bytes).cast_const(),
         });
@@ -128,7 +128,7 @@ impl Run<'_> {
         // SAFETY: nobody writes there before it has seen us in the next
         // operation.
         unsafe { self.fold(&[data], &lists.sources, self.operation.count) };
-        self.host.lists = lists;
+        self.shm.lists = lists;
     }
 
     /// Copies what others own of the elements `piece` to our stage number
@@ -139,8 +139,8 @@ impl Run<'_> {
     /// The data is the caller's, and nobody reads that stage.
     unsafe fn stage_for_owners(&mut self, piece: std::ops::Range<usize>, turn: usize) {
         let chunks = self.chunks(piece.len());
-        let mine = chunks.range(self.host.me);
-        let stage = self.stage(self.host.me, self.host.turn + turn, usize::MAX);
+        let mine = chunks.range(self.shm.me);
+        let stage = self.stage(self.shm.me, self.shm.turn + turn, usize::MAX);
         let bytes = |elems: usize| elems * self.elem_bytes;
         for part in [0..mine.start, mine.end..piece.len()] {
             // SAFETY: the piece is inside the data and no longer than a stage.
@@ -160,7 +160,7 @@ impl Run<'_> {
     ///
     /// The segment is staged, and nobody else touches our chunk of it.
     unsafe fn fold_piece(&mut self, piece: std::ops::Range<usize>, turn: usize) {
-        let mine = self.chunks(piece.len()).range(self.host.me);
+        let mine = self.chunks(piece.len()).range(self.shm.me);
         // SAFETY: handed on from the caller.
         unsafe {
             self.fold_chunk(
@@ -188,15 +188,15 @@ impl Run<'_> {
         if range.is_empty() {
             return;
         }
-        let mut lists = std::mem::take(&mut self.host.lists);
+        let mut lists = std::mem::take(&mut self.shm.lists);
         lists.sources.clear();
         lists.intos.clear();
         let at = range.start * self.elem_bytes;
         let staged_at = in_stage.unwrap_or(0) * self.elem_bytes;
         let mut to_result = false;
-        for rank in 0..self.host.world {
+        for rank in 0..self.shm.world {
             let place = match self.registered(rank) {
-                _ if rank == self.host.me => Some(self.buffers.output),
+                _ if rank == self.shm.me => Some(self.buffers.output),
                 place => place,
             };
             match place {
@@ -209,7 +209,7 @@ impl Run<'_> {
                     }
                 }
                 None => {
-                    let stage = self.stage(rank, self.host.turn + turn, usize::MAX);
+                    let stage = self.stage(rank, self.shm.turn + turn, usize::MAX);
                     // SAFETY: the chunk lies inside the stage.
                     lists.sources.push(unsafe { stage.add(staged_at) });
                     to_result |= self.receives(rank);
@@ -217,14 +217,14 @@ impl Run<'_> {
             }
         }
         if to_result {
-            let result = self.result(self.host.me, turn);
+            let result = self.result(self.shm.me, turn);
             // SAFETY: a result is as large as a stage.
             lists.intos.push(unsafe { result.add(staged_at) });
         }
         // SAFETY: handed on from the caller. Destinations are sources or
         // results, which are no sources.
         unsafe { self.fold(&lists.intos, &lists.sources, range.len()) };
-        self.host.lists = lists;
+        self.shm.lists = lists;
     }
 
     /// # Safety
@@ -235,15 +235,15 @@ impl Run<'_> {
             // Only collectives that reduce come here; these have both.
             unreachable!("a fold in {}", self.operation.collective.name())
         };
-        let began = self.with.flight.fold_begins();
+        let began = self.context.flight.fold_begins();
         // SAFETY: handed on from the caller; that the op supports the type was
         // checked when the operation was asked for.
         unsafe {
-            kernel::fold_to_many(dtype, op, intos, sources, count, Some(self.host.world));
+            kernel::fold_to_many(dtype, op, intos, sources, count, Some(self.shm.world));
         }
-        self.with.flight.folded(began);
+        self.context.flight.folded(began);
         let bytes = count * self.elem_bytes * sources.len();
-        self.host.counters.folded(bytes);
+        self.shm.counters.folded(bytes);
     }
 
     /// Fetches what others own of the elements `piece` from their results,
@@ -253,12 +253,12 @@ impl Run<'_> {
     ///
     /// The segment number `turn` is folded, and nobody else touches our data.
     unsafe fn fetch_results(&mut self, piece: std::ops::Range<usize>, turn: usize) {
-        if !self.receives(self.host.me) {
+        if !self.receives(self.shm.me) {
             return;
         }
         let chunks = self.chunks(piece.len());
         let bytes = |elems: usize| elems * self.elem_bytes;
-        for owner in (0..self.host.world).filter(|&rank| rank != self.host.me) {
+        for owner in (0..self.shm.world).filter(|&rank| rank != self.shm.me) {
             let part = chunks.range(owner);
             // SAFETY: a result is as large as a stage, and the piece lies
             // inside the data.
@@ -281,9 +281,9 @@ impl Run<'_> {
     ///
     /// # Safety
     ///
-    /// As [`Executor::run_visited`](crate::exec::Executor::run_visited).
+    /// As [`Backend::run`](crate::backend::Backend::run).
     pub(super) unsafe fn reduce_scatter(&mut self, visit: Option<&mut Visit<'_>>) -> Result<()> {
-        let (me, world, count) = (self.host.me, self.host.world, self.operation.count);
+        let (me, world, count) = (self.shm.me, self.shm.world, self.operation.count);
         let part_bytes = count * self.elem_bytes;
         let total = part_bytes * world;
         let place = self.place_of(self.buffers.input, total);
@@ -330,7 +330,7 @@ impl Run<'_> {
                     self.stage_parts(piece(i), stride, i, total);
                 }
                 let into = self.buffers.output.add(from.start * self.elem_bytes);
-                let turn = self.host.turn + i - 1;
+                let turn = self.shm.turn + i - 1;
                 self.fold_ours(from, into, |run, rank| {
                     run.stage(rank, turn, total).add(me * stride)
                 });
@@ -341,7 +341,7 @@ impl Run<'_> {
             }
         }
         if !in_place {
-            self.host.turn += segments;
+            self.shm.turn += segments;
         }
         Ok(())
     }
@@ -358,14 +358,14 @@ impl Run<'_> {
         into: *mut u8,
         staged: impl Fn(&Self, usize) -> *mut u8,
     ) {
-        let mut lists = std::mem::take(&mut self.host.lists);
+        let mut lists = std::mem::take(&mut self.shm.lists);
         lists.sources.clear();
         let part_bytes = self.operation.count * self.elem_bytes;
-        let at = self.host.me * part_bytes + piece.start * self.elem_bytes;
-        for rank in 0..self.host.world {
+        let at = self.shm.me * part_bytes + piece.start * self.elem_bytes;
+        for rank in 0..self.shm.world {
             let source = match self.registered(rank) {
                 // SAFETY: handed on from the caller.
-                _ if rank == self.host.me => unsafe { self.buffers.input.add(at) },
+                _ if rank == self.shm.me => unsafe { self.buffers.input.add(at) },
                 // SAFETY: as above.
                 Some(input) => unsafe { input.add(at) }.cast_const(),
                 None => staged(self, rank).cast_const(),
@@ -374,7 +374,7 @@ impl Run<'_> {
         }
         // SAFETY: handed on from the caller.
         unsafe { self.fold(&[into], &lists.sources, piece.len()) };
-        self.host.lists = lists;
+        self.shm.lists = lists;
     }
 
     /// Copies the elements `piece` of every part but ours to our stage number
@@ -391,8 +391,8 @@ impl Run<'_> {
         total: usize,
     ) {
         let part_bytes = self.operation.count * self.elem_bytes;
-        let stage = self.stage(self.host.me, self.host.turn + turn, total);
-        for rank in (0..self.host.world).filter(|&rank| rank != self.host.me) {
+        let stage = self.stage(self.shm.me, self.shm.turn + turn, total);
+        for rank in (0..self.shm.world).filter(|&rank| rank != self.shm.me) {
             // SAFETY: the piece lies inside every part, and `world` strides
             // inside the stage.
             unsafe {

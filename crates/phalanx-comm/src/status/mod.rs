@@ -1,17 +1,21 @@
-//! What the ranks of one host see of each other: a seat's spare words.
+//! The status record of a rank, as the ranks of its host see it: spare words of its seat.
 //!
 //! One rank writes, all others read, and only when they have waited for
 //! seconds. What changes with every operation lies on another cache line than
 //! the seat's state, which waiting peers poll.
 
+pub(crate) mod words;
+
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::facts::Elsewhere;
-use super::layout::{Mask, ranks_of, read_text, set_rank};
+use serde::{Deserialize, Serialize};
+
+use self::words::{Mask, ranks_of, read_text, set_rank};
+use crate::notice::ranks;
 use crate::plan::Collective;
-use crate::transport::Region;
+use crate::region::Region;
 
 /// Words, from the seat's state on.
 /// The process id, and its namespace in the upper half.
@@ -45,8 +49,34 @@ fn mask_word(index: usize, first: usize, wide: usize) -> usize {
     }
 }
 
+/// The operation of another group in which a rank is, so that it comes to none of this one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Elsewhere {
+    pub(crate) op: String,
+    pub(crate) group: u32,
+    pub(crate) seq: u64,
+    /// For whom it waits there, by their first ranks.
+    pub(crate) awaited: Vec<u32>,
+}
+
+impl Elsewhere {
+    /// `all_reduce seq 4 of group 0x2f, where it waits for rank 1`.
+    pub(crate) fn text(&self) -> String {
+        let group = match self.group {
+            0 => "the group of all ranks".to_owned(),
+            group => format!("group {group:#x}"),
+        };
+        let awaited: Vec<usize> = self.awaited.iter().map(|rank| *rank as usize).collect();
+        let waits = match &awaited[..] {
+            [] => String::new(),
+            some => format!(", where it waits for {}", ranks(some)),
+        };
+        format!("{} seq {} of {group}{waits}", self.op, self.seq)
+    }
+}
+
 /// One rank's words in memory that others read.
-pub(crate) struct Cell {
+pub(crate) struct StatusCell {
     region: Arc<Region>,
     /// Of the seat's state.
     offset: usize,
@@ -54,7 +84,7 @@ pub(crate) struct Cell {
 
 /// What was read of a rank; nothing in it is trusted.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Seen {
+pub(crate) struct Status {
     pub(crate) pid: u32,
     /// Process ids mean the same only in one pid namespace.
     pub(crate) pid_space: u32,
@@ -69,9 +99,9 @@ pub(crate) struct Seen {
     pub(crate) elsewhere: Option<Elsewhere>,
 }
 
-impl Cell {
-    pub(crate) fn new(region: Arc<Region>, offset: usize) -> Cell {
-        Cell { region, offset }
+impl StatusCell {
+    pub(crate) fn new(region: Arc<Region>, offset: usize) -> StatusCell {
+        StatusCell { region, offset }
     }
 
     #[inline]
@@ -162,10 +192,10 @@ impl Cell {
         })
     }
 
-    pub(crate) fn read(&self) -> Seen {
+    pub(crate) fn read(&self) -> Status {
         let get = |index: usize| self.word(index).load(Relaxed);
         let since = get(PHASE_SINCE);
-        Seen {
+        Status {
             pid: get(PID) as u32,
             pid_space: (get(PID) >> 32) as u32,
             phase: (since > 0).then(|| {

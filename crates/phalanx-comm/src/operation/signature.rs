@@ -5,11 +5,12 @@ use std::fmt;
 use phalanx_wire::frame::{Header, Kind};
 
 use crate::plan::{Collective, Method};
-use crate::{DType, ReduceOp};
+use crate::{DType, Error, ErrorKind, ReduceOp, Result};
 
 /// Room of the sequence number in a cell: enough for a million a second for
 /// eight years.
 const SEQ_BITS: u32 = 48;
+const SEQ_MAX: u64 = (1 << SEQ_BITS) - 1;
 
 /// One operation of a group. Every frame carries it; a receiver compares it
 /// with its own, so that ranks in different operations find out at once.
@@ -34,7 +35,7 @@ pub(crate) struct Signature {
 }
 
 impl Signature {
-    /// For a cell in shared memory; see [`Told`].
+    /// For a cell in shared memory; see [`PeerOperation`].
     pub(crate) fn words(&self) -> [u64; 3] {
         let method = if self.in_memory {
             0
@@ -74,16 +75,37 @@ impl Signature {
         header
     }
 
-    /// Whether a peer's frame belongs to the same operation.
-    pub(crate) fn matches(&self, theirs: &Header) -> bool {
-        theirs.collective == self.collective.wire()
-            && theirs.plan == self.method.wire()
-            && theirs.dtype == self.dtype.map_or(0, DType::wire)
-            && theirs.op == self.op.map_or(0, ReduceOp::wire)
-            && u64::from(theirs.root) == self.root as u64
-            && theirs.count == self.count as u64
-            && theirs.flags == self.lengths
-            && theirs.seq == self.seq
+    /// Whether a peer is in the same operation.
+    pub(crate) fn matches(&self, theirs: &PeerOperation) -> bool {
+        self.words() == theirs.0
+    }
+
+    /// Compares with a peer's operation; the one place where that ends a group.
+    ///
+    /// # Errors
+    ///
+    /// `Desync` naming both sides.
+    #[inline]
+    pub(crate) fn compare(&self, rank: usize, peer: usize, theirs: &PeerOperation) -> Result<()> {
+        if self.matches(theirs) {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::Desync, self.desync(rank, peer, theirs)).with_peer(peer))
+    }
+
+    /// Names both sides of ranks in different operations, the lower one first.
+    #[cold]
+    pub(crate) fn desync(&self, rank: usize, peer: usize, theirs: &PeerOperation) -> String {
+        let (mine, theirs) = (
+            format!("rank {rank} called {self}"),
+            format!("rank {peer} called {theirs}"),
+        );
+        let (first, second) = if rank < peer {
+            (mine, theirs)
+        } else {
+            (theirs, mine)
+        };
+        format!("ranks are in different operations: {first}, {second}")
     }
 }
 
@@ -104,13 +126,36 @@ impl fmt::Display for Signature {
     }
 }
 
-/// A peer's operation, read from its cell; shown like [`Signature`].
-pub(crate) struct Told(pub(crate) [u64; 3]);
+/// A peer's operation in the words of [`Signature::words`], as its cell, its
+/// frames or the store tell it. Shown like [`Signature`]; nothing in it is
+/// trusted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PeerOperation(pub(crate) [u64; 3]);
 
-impl fmt::Display for Told {
+impl PeerOperation {
+    /// The operation to which a frame belongs.
+    #[inline]
+    pub(crate) fn of_frame(header: &Header) -> PeerOperation {
+        let codes = [header.collective, header.plan, header.dtype, header.op];
+        // A number that no operation has stays one that none has.
+        let seq = header.seq.min(SEQ_MAX);
+        PeerOperation([
+            u64::from(u32::from_le_bytes(codes)) | u64::from(header.root) << 32,
+            header.count,
+            seq | u64::from(header.flags) << SEQ_BITS,
+        ])
+    }
+
+    /// Its number.
+    pub(crate) fn seq(&self) -> u64 {
+        self.0[2] & SEQ_MAX
+    }
+}
+
+impl fmt::Display for PeerOperation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [first, count, last] = self.0;
-        let seq = last & ((1 << SEQ_BITS) - 1);
+        let seq = self.seq();
         let [collective, method, dtype, op] = (first as u32).to_le_bytes();
         match Collective::from_wire(collective) {
             Some(collective) => describe(
@@ -130,52 +175,6 @@ impl fmt::Display for Told {
             ),
         }
     }
-}
-
-/// A peer's operation, read from its frame; shown like [`Signature`].
-pub(crate) struct Theirs<'a>(pub(crate) &'a Header);
-
-impl fmt::Display for Theirs<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let header = self.0;
-        match Collective::from_wire(header.collective) {
-            Some(collective) => describe(
-                f,
-                collective,
-                DType::from_wire(header.dtype),
-                ReduceOp::from_wire(header.op),
-                header.count,
-                u64::from(header.root),
-                Method::from_wire(header.plan),
-                header.flags,
-                header.seq,
-            ),
-            None => write!(
-                f,
-                "an operation unknown here (code {}, seq {})",
-                header.collective, header.seq
-            ),
-        }
-    }
-}
-
-/// Names both sides of ranks in different operations, the lower one first.
-pub(crate) fn desync(
-    rank: usize,
-    mine: &Signature,
-    peer: usize,
-    theirs: &dyn fmt::Display,
-) -> String {
-    let (mine, theirs) = (
-        format!("rank {rank} called {mine}"),
-        format!("rank {peer} called {theirs}"),
-    );
-    let (first, second) = if rank < peer {
-        (mine, theirs)
-    } else {
-        (theirs, mine)
-    };
-    format!("ranks are in different operations: {first}, {second}")
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -248,15 +247,18 @@ mod tests {
             "all_reduce f32 sum of 100 elements by direct (seq 7)"
         );
         let header = mine.header(3, 9);
-        assert_eq!(Theirs(&header).to_string(), mine.to_string());
-        assert!(mine.matches(&header));
+        assert_eq!(
+            PeerOperation::of_frame(&header).to_string(),
+            mine.to_string()
+        );
+        assert!(mine.matches(&PeerOperation::of_frame(&header)));
         assert_eq!((header.epoch, header.group), (3, 9));
     }
 
     #[test]
     fn cells_tell_what_frames_tell() {
         let mine = all_reduce();
-        assert_eq!(Told(mine.words()).to_string(), mine.to_string());
+        assert_eq!(PeerOperation(mine.words()).to_string(), mine.to_string());
         let in_memory = Signature {
             in_memory: true,
             ..mine
@@ -266,8 +268,11 @@ mod tests {
             in_memory.to_string(),
             "all_reduce f32 sum of 100 elements (seq 7)"
         );
-        assert_eq!(Told(in_memory.words()).to_string(), in_memory.to_string());
-        assert!(Told([77, 0, 0]).to_string().contains("code 77"));
+        assert_eq!(
+            PeerOperation(in_memory.words()).to_string(),
+            in_memory.to_string()
+        );
+        assert!(PeerOperation([77, 0, 0]).to_string().contains("code 77"));
     }
 
     #[test]
@@ -297,14 +302,23 @@ mod tests {
         ];
         for other in others {
             assert_ne!(mine.words(), other.words(), "{other}");
-            assert!(!mine.matches(&other.header(0, 0)), "{other}");
+            let theirs = PeerOperation::of_frame(&other.header(0, 0));
+            assert!(!mine.matches(&theirs), "{other}");
+            let error = mine.compare(1, 0, &theirs).unwrap_err();
+            assert_eq!((error.kind(), error.peer()), (ErrorKind::Desync, Some(0)));
         }
     }
 
     #[test]
     fn unknown_codes_are_shown_not_trusted() {
         let mut header = all_reduce().header(0, 0);
+        header.seq |= 1 << SEQ_BITS;
+        assert!(!all_reduce().matches(&PeerOperation::of_frame(&header)));
         header.collective = 77;
-        assert!(Theirs(&header).to_string().contains("code 77"));
+        assert!(
+            PeerOperation::of_frame(&header)
+                .to_string()
+                .contains("code 77")
+        );
     }
 }

@@ -13,9 +13,7 @@
 //! | `reduce` | all-reduce, reduce, reduce-scatter |
 //! | `exchange` | broadcast, all-gather, gather, scatter, all-to-all |
 //! | `direct` | reading what is not registered, through the kernel |
-//! | `arena` | where registered buckets come from |
 
-mod arena;
 mod cell;
 mod counters;
 mod direct;
@@ -27,9 +25,7 @@ mod tests;
 
 pub use counters::CollectiveBytes;
 
-pub(crate) use arena::{Arena, Lease};
 pub(crate) use counters::Counters;
-pub(crate) use run::{Buffers, With};
 
 use std::sync::Arc;
 
@@ -37,8 +33,10 @@ use self::cell::{Cell, Place};
 use self::direct::Mark;
 use self::run::Run;
 use crate::Result;
-use crate::exec::{Limits, Operation, Visit};
+use crate::context::RunContext;
 use crate::kernel::Source;
+use crate::memory::Arena;
+use crate::operation::{Buffers, Limits, Operation, PeerOperation, Visit};
 use crate::plan::Collective;
 use crate::transport::{Arenas, Interest, Mesh, Segment};
 
@@ -62,8 +60,8 @@ const VISITED_BYTES: usize = 256 << 10;
 /// then, so there should be few.
 const CROWDED_STAGE_BYTES: usize = 1 << 20;
 
-/// One rank's part in the collectives of its host.
-pub(crate) struct Host {
+/// One rank's part in the collectives in shared memory.
+pub(crate) struct Shm {
     segment: Arc<Segment>,
     arenas: Option<Arc<Arenas>>,
     /// Ours among them.
@@ -129,10 +127,10 @@ impl Drop for Quarantine {
     }
 }
 
-impl Host {
+impl Shm {
     /// `None` unless all ranks of the group share this host's memory.
     /// `segment_bytes` limits the stages; ranks may wish for different ones.
-    pub(crate) fn new(mesh: &Mesh, limits: &Limits) -> Option<Host> {
+    pub(crate) fn new(mesh: &Mesh, limits: &Limits) -> Option<Shm> {
         let memory = mesh.memory()?;
         let (me, world) = (mesh.rank(), mesh.world());
         let most = if mesh.polls() {
@@ -140,7 +138,7 @@ impl Host {
         } else {
             CROWDED_STAGE_BYTES
         };
-        Some(Host {
+        Some(Shm {
             arena: memory
                 .arenas
                 .as_ref()
@@ -198,25 +196,26 @@ impl Host {
 
     /// What `rank` is doing, as its cell says, if that is a collective which
     /// this rank has not begun.
-    pub(crate) fn ahead(&self, rank: usize) -> Option<[u64; 3]> {
+    pub(crate) fn ahead(&self, rank: usize) -> Option<PeerOperation> {
         let cell = Cell::new(&self.segment, rank, (self.operations % 2) as usize);
-        (cell.phase() > self.phase).then(|| cell.signature())
+        (cell.phase() > self.phase).then(|| PeerOperation(cell.signature()))
     }
 
     /// Runs one operation to its end.
     ///
     /// # Safety
     ///
-    /// As [`Executor::run_visited`](crate::exec::Executor::run_visited).
+    /// As [`Backend::run`](crate::backend::Backend::run).
     pub(crate) unsafe fn run(
         &mut self,
-        with: With<'_>,
+        mesh: &mut Mesh,
+        mut context: RunContext<'_>,
         buffers: Buffers,
         visit: Option<&mut Visit<'_>>,
     ) -> Result<()> {
         let quarantine = Quarantine(self.arena.clone());
-        let collective = with.operation.collective;
-        let mut run = Run::begin(self, with, buffers);
+        let collective = context.operation.collective;
+        let mut run = Run::begin(self, mesh, &mut context, buffers);
         run.agree()?;
         // SAFETY: handed on from the caller.
         let result = unsafe {
@@ -238,9 +237,9 @@ impl Host {
     /// wait here for another one find out. An all-reduce of data needs no
     /// waiting: its plans end on no rank before all have begun, so that cells are not
     /// overwritten unread.
-    pub(crate) fn announce(&mut self, with: With<'_>) -> Result<()> {
-        let operation = with.operation;
-        let mut run = Run::begin(self, with, Buffers::none());
+    pub(crate) fn announce(&mut self, mesh: &mut Mesh, context: &mut RunContext<'_>) -> Result<()> {
+        let operation = context.operation;
+        let mut run = Run::begin(self, mesh, context, Buffers::none());
         if operation.collective == Collective::AllReduce && operation.count > 0 {
             run.describe(Place::Staged);
             run.publish();

@@ -27,11 +27,11 @@ use std::time::{Duration, Instant};
 
 use phalanx_wire::frame::Header;
 
-pub(super) use self::post::Awaited;
+pub(crate) use self::post::Awaited;
 
 use self::circle::Suspect;
 use self::post::Post;
-use super::signature::{Signature, Theirs};
+use crate::operation::Signature;
 use crate::transport::{AbortHandle, GroupKeys, Poison};
 
 /// Waiting without progress before anybody is asked. Slow networks and late
@@ -69,17 +69,17 @@ struct Report {
 }
 
 /// What a rank has begun so far.
-pub(super) struct Begun<'a> {
-    pub(super) collectives: u64,
+pub(crate) struct Begun<'a> {
+    pub(crate) collectives: u64,
     /// Messages, by peer.
-    pub(super) sent: &'a [u64],
+    pub(crate) sent: &'a [u64],
     /// See [`Begun::sent`].
-    pub(super) received: &'a [u64],
+    pub(crate) received: &'a [u64],
 }
 
 /// Whether `cause` is a circle of ranks of which this is one: then it is our
 /// program's mistake as well.
-pub(super) fn is_circle_with(cause: &str, rank: usize) -> bool {
+pub(crate) fn is_circle_with(cause: &str, rank: usize) -> bool {
     let named = format!(" rank {rank} waits in ");
     cause.starts_with(circle::PREFIX) && cause.contains(&named)
 }
@@ -104,7 +104,7 @@ impl Board {
 
     /// Nothing has moved `since` then, as a look at all links has just shown.
     /// Never blocks.
-    pub(super) fn stalled(
+    pub(crate) fn stalled(
         &mut self,
         signature: &Signature,
         header: impl FnOnce() -> Header,
@@ -154,7 +154,7 @@ impl Board {
     }
 
     /// Whether it was us who found the ranks in different operations.
-    pub(super) fn found(&self) -> bool {
+    pub(crate) fn found(&self) -> bool {
         self.found.load(Ordering::Acquire)
     }
 }
@@ -206,13 +206,11 @@ impl Desk {
         let is_other = |theirs: &Post| {
             !mine.is_message()
                 && !theirs.is_message()
-                && theirs.header.seq == report.signature.seq
-                && !report.signature.matches(&theirs.header)
+                && theirs.operation().seq() == report.signature.seq
+                && !report.signature.matches(&theirs.operation())
         };
-        let desync = |rank: usize, post: &Post| {
-            let theirs = Theirs(&post.header);
-            super::signature::desync(me, &report.signature, rank, &theirs)
-        };
+        let desync =
+            |rank: usize, post: &Post| report.signature.desync(me, rank, &post.operation());
         if let Some((rank, post)) = asked.iter().find(|(_, post)| is_other(post)) {
             return Ok(Some(desync(*rank, post)));
         }

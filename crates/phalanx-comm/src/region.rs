@@ -11,6 +11,9 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
+/// Alignment of all memory of this crate and of chunk boundaries: one cache
+/// line, and one AVX-512 register.
+pub(crate) const ALIGN_BYTES: usize = 64;
 /// A page of the base size.
 pub(crate) const PAGE_BYTES: usize = 4096;
 /// A huge page of x86-64 and of arm64 with 4 KiB pages. Wrong elsewhere, it

@@ -5,14 +5,14 @@ use std::time::{Duration, Instant};
 
 use super::cell::{Cell, PAYLOAD_BYTES, Place};
 use super::direct::{Mark, Sign};
-use super::{Host, SEGMENT_MIN_BYTES, SEGMENTS_MIN};
-use crate::exec::{Deadline, Operation, Signature, Told, desync};
-use crate::memory::ALIGN_BYTES;
+use super::{SEGMENT_MIN_BYTES, SEGMENTS_MIN, Shm};
+use crate::context::RunContext;
+use crate::operation::{Buffers, Operation, PeerOperation};
 use crate::plan::{Chunks, Spec};
-use crate::recorder::Flight;
+use crate::region::ALIGN_BYTES;
 use crate::transport::Mesh;
 use crate::wait::Bell;
-use crate::{DType, Error, ErrorKind, Result};
+use crate::{DType, Error, Result};
 
 /// Looks at the others' cells before the clock is read for the first time:
 /// the others are mostly there within a microsecond.
@@ -23,59 +23,37 @@ const TURNS_PER_WAIT: f64 = 8.0;
 /// Shortest time between two such looks.
 const TURN_MIN: Duration = Duration::from_millis(1);
 
-/// Base addresses of an operation's buffers.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Buffers {
-    pub(crate) input: *const u8,
-    pub(crate) output: *mut u8,
-    /// Whether no reference into them exists, so that other ranks may read
-    /// and write them where they lie in our arena.
-    pub(crate) exposed: bool,
-}
-
-impl Buffers {
-    pub(crate) fn none() -> Buffers {
-        Buffers {
-            input: std::ptr::null(),
-            output: std::ptr::null_mut(),
-            exposed: false,
-        }
-    }
-}
-
-/// What an operation is, and what it runs with.
-pub(crate) struct With<'a> {
-    pub(crate) mesh: &'a mut Mesh,
-    pub(crate) flight: &'a mut Flight,
-    pub(crate) operation: &'a Operation,
-    pub(crate) signature: &'a Signature,
-    pub(crate) deadline: &'a Deadline,
-}
-
 /// An operation in progress.
-pub(super) struct Run<'a> {
-    pub(super) host: &'a mut Host,
-    pub(super) operation: &'a Operation,
+pub(super) struct Run<'a, 'b> {
+    pub(super) shm: &'a mut Shm,
+    pub(super) mesh: &'a mut Mesh,
+    pub(super) operation: &'b Operation,
     pub(super) buffers: Buffers,
     pub(super) elem_bytes: usize,
-    pub(super) with: With<'a>,
+    pub(super) context: &'a mut RunContext<'b>,
     /// Which of the two cells is used.
     which: usize,
     /// Synchronisations done.
     step: usize,
 }
 
-impl<'a> Run<'a> {
-    pub(super) fn begin(host: &'a mut Host, with: With<'a>, buffers: Buffers) -> Run<'a> {
-        let which = (host.operations % 2) as usize;
-        host.operations += 1;
-        host.places.fill(Place::Staged);
+impl<'a, 'b> Run<'a, 'b> {
+    pub(super) fn begin(
+        shm: &'a mut Shm,
+        mesh: &'a mut Mesh,
+        context: &'a mut RunContext<'b>,
+        buffers: Buffers,
+    ) -> Run<'a, 'b> {
+        let which = (shm.operations % 2) as usize;
+        shm.operations += 1;
+        shm.places.fill(Place::Staged);
         Run {
-            host,
-            operation: with.operation,
+            shm,
+            mesh,
+            operation: context.operation,
             buffers,
-            elem_bytes: with.operation.dtype.map_or(1, DType::size_bytes),
-            with,
+            elem_bytes: context.operation.dtype.map_or(1, DType::size_bytes),
+            context,
             which,
             step: 0,
         }
@@ -84,69 +62,69 @@ impl<'a> Run<'a> {
     /// Before the first operation: how large a stage is, and whether all can
     /// read each other's memory.
     pub(super) fn agree(&mut self) -> Result<()> {
-        if self.host.agreed {
+        if self.shm.agreed {
             return Ok(());
         }
-        let sign = self.host.mark.as_ref().map(Mark::sign);
-        self.cell(self.host.me).show(sign.unwrap_or_default());
+        let sign = self.shm.mark.as_ref().map(Mark::sign);
+        self.cell(self.shm.me).show(sign.unwrap_or_default());
         // No data is shown yet; whoever is faster may already show some.
         self.meet(Place::Staged)?;
         self.step = 0;
-        let least = (0..self.host.world)
+        let least = (0..self.shm.world)
             .map(|rank| self.cell(rank).wish())
             .min()
             .unwrap_or(0);
         // Every rank has a line in it, and no peer makes us write beyond it.
         let line = |bytes: usize| bytes / ALIGN_BYTES * ALIGN_BYTES;
-        self.host.stage_bytes = line(least)
-            .max(ALIGN_BYTES * self.host.world)
-            .min(line(self.host.segment.stage_capacity()));
-        let others = (0..self.host.world).filter(|&rank| rank != self.host.me);
-        let signs: Vec<Sign> = (0..self.host.world)
+        self.shm.stage_bytes = line(least)
+            .max(ALIGN_BYTES * self.shm.world)
+            .min(line(self.shm.segment.stage_capacity()));
+        let others = (0..self.shm.world).filter(|&rank| rank != self.shm.me);
+        let signs: Vec<Sign> = (0..self.shm.world)
             .map(|rank| self.cell(rank).shown())
             .collect();
-        self.host.reads = sign.is_some() && { others }.all(|rank| signs[rank].is_readable());
-        self.host.processes = signs.iter().map(|sign| sign.process).collect();
+        self.shm.reads = sign.is_some() && { others }.all(|rank| signs[rank].is_readable());
+        self.shm.processes = signs.iter().map(|sign| sign.process).collect();
         // What was shown is overwritten, and what each found is told.
         self.meet(Place::Staged)?;
         self.step = 0;
-        self.host.all_read = (0..self.host.world).all(|rank| self.cell(rank).reads());
-        self.host.agreed = true;
+        self.shm.all_read = (0..self.shm.world).all(|rank| self.cell(rank).reads());
+        self.shm.agreed = true;
         Ok(())
     }
 
     fn cell(&self, rank: usize) -> Cell<'_> {
-        Cell::new(&self.host.segment, rank, self.which)
+        Cell::new(&self.shm.segment, rank, self.which)
     }
 
     fn bell(&self, rank: usize) -> Bell<'_> {
-        self.host.segment.bell(rank)
+        self.shm.segment.bell(rank)
     }
 
     /// Writes what this rank is doing, and where its data lies.
     pub(super) fn describe(&self, place: Place) {
-        self.cell(self.host.me).describe(
-            self.with.signature.words(),
+        self.cell(self.shm.me).describe(
+            self.context.signature.words(),
             place,
-            self.host.stage_bytes,
-            self.host.reads,
+            self.shm.stage_bytes,
+            self.shm.reads,
         );
     }
 
     /// Says that everything up to here is done. True if all others are there.
     pub(super) fn publish(&mut self) -> bool {
-        self.host.phase += 1;
-        let phase = self.host.phase;
-        self.cell(self.host.me).publish(phase);
+        self.shm.phase += 1;
+        let phase = self.shm.phase;
+        self.cell(self.shm.me).publish(phase);
         // Everyone waits for the same: that all have come as far. Of several
         // that publish at the same time, the last in the order of sequential
         // consistency sees all others, so somebody wakes the sleepers.
         let all = self.all_there();
         if all {
-            let others = (0..self.host.world).filter(|&rank| rank != self.host.me);
+            let others = (0..self.shm.world).filter(|&rank| rank != self.shm.me);
             // Not worth a write to a shared line while all are awake.
             if others.clone().any(|rank| self.bell(rank).is_asleep()) {
-                self.cell(self.host.me).was_last(phase);
+                self.cell(self.shm.me).was_last(phase);
             }
             others.for_each(|rank| self.bell(rank).ring());
         }
@@ -154,11 +132,11 @@ impl<'a> Run<'a> {
     }
 
     fn is_there(&self, rank: usize) -> bool {
-        self.cell(rank).phase() >= self.host.phase
+        self.cell(rank).phase() >= self.shm.phase
     }
 
     fn all_there(&self) -> bool {
-        (0..self.host.world).all(|rank| rank == self.host.me || self.is_there(rank))
+        (0..self.shm.world).all(|rank| rank == self.shm.me || self.is_there(rank))
     }
 
     /// Publishes what this rank is doing, waits until all have come, and
@@ -185,11 +163,7 @@ impl<'a> Run<'a> {
     }
 
     fn look(&self) -> bool {
-        let looks = if self.with.mesh.polls() {
-            QUICK_LOOKS
-        } else {
-            0
-        };
+        let looks = if self.mesh.polls() { QUICK_LOOKS } else { 0 };
         (0..looks).any(|_| {
             std::hint::spin_loop();
             self.all_there()
@@ -208,67 +182,60 @@ impl<'a> Run<'a> {
             }
             let now = Instant::now();
             if self
-                .with
+                .context
                 .deadline
-                .has_passed(now, self.step, self.with.flight)
+                .has_passed(now, self.step, self.context.flight)
             {
                 return Err(self.timeout());
             }
-            if self.with.flight.notes_wait(spins) {
+            if self.context.flight.notes_wait(spins) {
                 self.note_missing();
             }
-            let (segment, which, phase) = (&self.host.segment, self.which, self.host.phase);
-            let me = self.host.me;
+            let (segment, which, phase) = (&self.shm.segment, self.which, self.shm.phase);
+            let me = self.shm.me;
             // Only the last to come wakes us: without a look now and then the
             // recorder would blame those, too, who came long before.
             let turn = (now - began).div_f64(TURNS_PER_WAIT).max(TURN_MIN);
-            let until = self.with.deadline.at(self.step).min(now + turn);
-            self.with.mesh.idle_for(spins, until, |rank| {
+            let until = self.context.deadline.at(self.step).min(now + turn);
+            self.mesh.idle_for(spins, until, |rank| {
                 rank != me && Cell::new(segment, rank, which).phase() < phase
             })?;
         }
         // Nobody is woken before the last has come, so whom we noted when we
         // fell asleep may have come long before.
-        let last = |rank: &usize| self.cell(*rank).last() == self.host.phase;
-        if let Some(rank) = (0..self.host.world).find(last) {
-            self.with.flight.last_to_come(rank);
+        let last = |rank: &usize| self.cell(*rank).last() == self.shm.phase;
+        if let Some(rank) = (0..self.shm.world).find(last) {
+            self.context.flight.last_to_come(rank);
         }
-        self.with.flight.progress();
+        self.context.flight.progress();
         Ok(())
     }
 
     /// Tells the flight recorder who is waited for.
     fn note_missing(&mut self) {
-        for rank in 0..self.host.world {
-            self.host.want[rank].recv = rank != self.host.me && !self.is_there(rank);
+        for rank in 0..self.shm.world {
+            self.shm.want[rank].recv = rank != self.shm.me && !self.is_there(rank);
         }
-        self.with.flight.waiting(&self.host.want, self.host.world);
+        self.context.flight.waiting(&self.shm.want, self.shm.world);
     }
 
     /// Names exactly the ranks that have not come as far.
     fn timeout(&mut self) -> Error {
         self.note_missing();
-        let missing = (0..self.host.world).filter(|&rank| self.host.want[rank].recv);
-        let (flight, signature) = (&*self.with.flight, self.with.signature);
+        let missing = (0..self.shm.world).filter(|&rank| self.shm.want[rank].recv);
+        let (flight, signature) = (&*self.context.flight, self.context.signature);
         let blame = |missing: &[usize]| flight.blame(missing, signature);
-        self.with.deadline.missed(missing, self.step, blame)
+        self.context.deadline.missed(missing, self.step, blame)
     }
 
     /// Compares with what those do who are there.
     fn compare(&self) -> Result<()> {
-        let mine = self.with.signature.words();
-        for rank in 0..self.host.world {
-            if rank == self.host.me || !self.is_there(rank) {
+        for rank in 0..self.shm.world {
+            if rank == self.shm.me || !self.is_there(rank) {
                 continue;
             }
-            let theirs = self.cell(rank).signature();
-            if theirs != mine {
-                return Err(Error::new(
-                    ErrorKind::Desync,
-                    desync(self.host.me, self.with.signature, rank, &Told(theirs)),
-                )
-                .with_peer(rank));
-            }
+            let theirs = PeerOperation(self.cell(rank).signature());
+            self.context.signature.compare(self.shm.me, rank, &theirs)?;
         }
         Ok(())
     }
@@ -276,7 +243,7 @@ impl<'a> Run<'a> {
     /// Reads where the others' data lies. What they say is checked here, once,
     /// against the size of their data, which follows from the operation.
     fn learn_places(&mut self) -> Result<()> {
-        for rank in 0..self.host.world {
+        for rank in 0..self.shm.world {
             let place = self.cell(rank).place();
             let bytes = self.exposed_bytes(rank);
             let fits = match place {
@@ -284,7 +251,7 @@ impl<'a> Run<'a> {
                 Place::Arena(offset) => {
                     offset.is_multiple_of(ALIGN_BYTES as u64)
                         && self
-                            .host
+                            .shm
                             .arenas
                             .as_ref()
                             .is_some_and(|arenas| arenas.at(rank, offset, bytes).is_some())
@@ -304,7 +271,7 @@ impl<'a> Run<'a> {
                     ),
                 ));
             }
-            self.host.places[rank] = place;
+            self.shm.places[rank] = place;
         }
         Ok(())
     }
@@ -312,7 +279,7 @@ impl<'a> Run<'a> {
     /// Whether ranks may read each other's data where it lies, registered or
     /// not, in this operation. The same on all ranks.
     pub(super) fn reads_memory(&self) -> bool {
-        self.host.all_read && self.operation.collective.moves()
+        self.shm.all_read && self.operation.collective.moves()
     }
 
     /// Bytes of the buffer of `rank` that others access.
@@ -329,7 +296,7 @@ impl<'a> Run<'a> {
     fn spec(&self, count: usize) -> Spec {
         Spec {
             method: self.operation.method,
-            world: self.host.world,
+            world: self.shm.world,
             count,
             elem_bytes: self.elem_bytes,
             root: self.operation.root,
@@ -339,13 +306,13 @@ impl<'a> Run<'a> {
 
     /// Bytes of one segment of `total` that all go through one stage.
     pub(super) fn segment_bytes(&self, total: usize) -> usize {
-        let stage = self.host.stage_bytes;
-        if self.host.is_crowded() {
+        let stage = self.shm.stage_bytes;
+        if self.shm.is_crowded() {
             return stage;
         }
         (total / SEGMENTS_MIN)
             .next_multiple_of(ALIGN_BYTES)
-            .max(SEGMENT_MIN_BYTES.max(ALIGN_BYTES * self.host.world))
+            .max(SEGMENT_MIN_BYTES.max(ALIGN_BYTES * self.shm.world))
             .min(stage)
     }
 
@@ -358,10 +325,10 @@ impl<'a> Run<'a> {
     /// them there.
     pub(super) fn place_of(&self, start: *const u8, bytes: usize) -> Place {
         let offset = || {
-            let arenas = self.host.arenas.as_ref()?;
-            let base = arenas.at(self.host.me, 0, 0)?.addr();
+            let arenas = self.shm.arenas.as_ref()?;
+            let base = arenas.at(self.shm.me, 0, 0)?.addr();
             let offset = start.addr().checked_sub(base)? as u64;
-            arenas.at(self.host.me, offset, bytes).map(|_| offset)
+            arenas.at(self.shm.me, offset, bytes).map(|_| offset)
         };
         match self.buffers.exposed.then(offset).flatten() {
             Some(offset) => Place::Arena(offset),
@@ -371,22 +338,22 @@ impl<'a> Run<'a> {
 
     /// The data of `rank`, if it is registered.
     pub(super) fn registered(&self, rank: usize) -> Option<*mut u8> {
-        let Place::Arena(offset) = self.host.places[rank] else {
+        let Place::Arena(offset) = self.shm.places[rank] else {
             return None;
         };
-        let arenas = self.host.arenas.as_ref()?;
+        let arenas = self.shm.arenas.as_ref()?;
         arenas.at(rank, offset, self.exposed_bytes(rank))
     }
 
     /// Whether the data of all ranks is registered.
     pub(super) fn all_registered(&self) -> bool {
-        let mut places = self.host.places.iter();
+        let mut places = self.shm.places.iter();
         places.all(|place| matches!(place, Place::Arena(_)))
     }
 
     /// Whether the data of any rank is registered.
     pub(super) fn any_registered(&self) -> bool {
-        let mut places = self.host.places.iter();
+        let mut places = self.shm.places.iter();
         places.any(|place| matches!(place, Place::Arena(_)))
     }
 
@@ -395,13 +362,13 @@ impl<'a> Run<'a> {
         if total_bytes <= PAYLOAD_BYTES {
             self.cell(rank).payload()
         } else {
-            self.host.segment.stage(rank, turn % 2)
+            self.shm.segment.stage(rank, turn % 2)
         }
     }
 
     /// Result number `turn` of `rank` in this operation.
     pub(super) fn result(&self, rank: usize, turn: usize) -> *mut u8 {
-        self.host.segment.result(rank, turn % 2)
+        self.shm.segment.result(rank, turn % 2)
     }
 
     /// Copies into or out of memory that others access.
@@ -414,7 +381,7 @@ impl<'a> Run<'a> {
         if bytes > 0 {
             // SAFETY: handed on from the caller.
             unsafe { std::ptr::copy_nonoverlapping(from, into, bytes) };
-            self.host.counters.staged(bytes);
+            self.shm.counters.staged(bytes);
         }
     }
 }

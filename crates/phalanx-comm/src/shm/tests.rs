@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use super::Buffers;
 use super::cell::{self, Cell};
-use crate::exec::{Executor, Limits, Operation, Signature};
+use crate::backend::{Native, Runner};
+use crate::operation::{Limits, Operation, Signature};
 use crate::plan::{Collective, Method};
 use crate::recorder::{Flight, Place, Recorder, Watched};
 use crate::transport::thread_mesh_with;
@@ -30,7 +31,9 @@ fn meet(offset: u64, wish: usize) -> crate::Error {
         segment_bytes: 1 << 20,
         single_copy_min_bytes: None,
     };
-    let mut executor = Executor::new(mesh, Flight::new(watched, 1, &[0, 1].into()), 0, 0, limits);
+    let flight = Flight::new(watched, 1, &[0, 1].into());
+    let native = Native::new(mesh, 0, 0, &limits);
+    let mut runner = Runner::new(Box::new(native), flight, (0, 2), limits, None);
     let operation = Operation {
         collective: Collective::AllReduce,
         method: Method::AllReduceDirect,
@@ -69,7 +72,7 @@ fn meet(offset: u64, wish: usize) -> crate::Error {
         exposed: false,
     };
     // SAFETY: `data` is as long as the operation says and ours until the end.
-    unsafe { executor.run(&operation, buffers) }.unwrap_err()
+    unsafe { runner.run(&operation, buffers) }.unwrap_err()
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! Aligned memory: [`Bucket`] for callers, [`Scratch`] for the executor.
+//! Aligned memory: [`Bucket`] for callers, [`Scratch`] for the executor, and
+//! the [`Arena`] in which registered buckets lie.
 
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::fmt;
@@ -10,13 +11,14 @@ use std::sync::Arc;
 #[cfg(target_os = "linux")]
 use rustix::mm::Advice;
 
-use crate::Element;
-use crate::host::{Arena, Lease};
-use crate::transport::HUGE_BYTES;
+mod arena;
 
-/// Alignment of all memory of this crate and of chunk boundaries: one cache
-/// line, and one AVX-512 register.
-pub(crate) const ALIGN_BYTES: usize = 64;
+pub(crate) use self::arena::Arena;
+
+use self::arena::Lease;
+use crate::Element;
+use crate::region::{ALIGN_BYTES, HUGE_BYTES};
+
 /// From here on memory of one's own begins on a huge page's boundary, so that
 /// the system can back it with huge pages where it is set to.
 const LARGE_BYTES: usize = HUGE_BYTES;
@@ -102,7 +104,7 @@ impl Drop for Block {
 }
 
 // SAFETY: a `Block` owns its bytes, like `Box<[u8]>`. Other ranks touch those
-// in an arena only while an operation owns the block (host/README.md).
+// in an arena only while an operation owns the block (shm/README.md).
 unsafe impl Send for Block {}
 // SAFETY: shared access to a `Block` only reads.
 unsafe impl Sync for Block {}

@@ -15,8 +15,8 @@ use std::ops::Range;
 use super::cell::Place;
 use super::direct;
 use super::run::Run;
-use crate::memory::ALIGN_BYTES;
 use crate::plan::Collective;
+use crate::region::ALIGN_BYTES;
 use crate::{Error, Result};
 
 /// Which collective it is, as this file sees it.
@@ -83,24 +83,24 @@ fn read_bytes(collective: Collective, world: usize, is_crowded: bool) -> Range<u
     }
 }
 
-impl Run<'_> {
+impl Run<'_, '_> {
     /// Whether the others read our `total` bytes of input through the kernel
     /// where they are not registered.
     fn is_read(&self, total: usize) -> bool {
-        let host = &self.host;
-        let range = match host.read_min_bytes {
+        let shm = &self.shm;
+        let range = match shm.read_min_bytes {
             Some(min) => min..usize::MAX,
-            None => read_bytes(self.operation.collective, host.world, host.is_crowded()),
+            None => read_bytes(self.operation.collective, shm.world, shm.is_crowded()),
         };
         self.reads_memory() && range.contains(&total)
     }
 
     /// # Safety
     ///
-    /// As [`Executor::run`](crate::exec::Executor::run).
+    /// As [`Backend::run`](crate::backend::Backend::run).
     pub(super) unsafe fn exchange(&mut self) -> Result<()> {
         let shape = Shape::of(self.operation.collective, self.operation.root);
-        let (me, world) = (self.host.me, self.host.world);
+        let (me, world) = (self.shm.me, self.shm.world);
         let part = self.operation.count * self.elem_bytes;
         let parts = if shape.parts { world } else { 1 };
         let total = part * parts;
@@ -141,11 +141,11 @@ impl Run<'_> {
             if !std::ptr::eq(from, to) {
                 // SAFETY: the part lies inside both buffers, which are disjoint.
                 unsafe { std::ptr::copy_nonoverlapping(from, to, part) };
-                self.host.counters.moved(part);
+                self.shm.counters.moved(part);
             }
         }
         let shown = |rank: usize| shape.gives(rank) && shape.taker != Some(rank);
-        let in_place = |run: &Self, rank: usize| run.host.places[rank] != Place::Staged;
+        let in_place = |run: &Self, rank: usize| run.shm.places[rank] != Place::Staged;
         let some = (0..world).any(|rank| shown(rank) && in_place(self, rank));
         let all = (0..world).all(|rank| !shown(rank) || in_place(self, rank));
         let rounds = if all { 1 } else { segments };
@@ -167,7 +167,7 @@ impl Run<'_> {
             }
         }
         if !all {
-            self.host.turn += segments;
+            self.shm.turn += segments;
         }
         Ok(())
     }
@@ -187,13 +187,13 @@ impl Run<'_> {
         total: usize,
     ) {
         let part = self.operation.count * self.elem_bytes;
-        let piece = self.given(self.host.me, piece);
+        let piece = self.given(self.shm.me, piece);
         if piece.is_empty() {
             return;
         }
-        let stage = self.stage(self.host.me, self.host.turn + turn, total);
-        let parts = if shape.parts { self.host.world } else { 1 };
-        for index in (0..parts).filter(|&index| !shape.parts || index != self.host.me) {
+        let stage = self.stage(self.shm.me, self.shm.turn + turn, total);
+        let parts = if shape.parts { self.shm.world } else { 1 };
+        for index in (0..parts).filter(|&index| !shape.parts || index != self.shm.me) {
             // SAFETY: the piece lies inside every part, and as many strides
             // inside the stage.
             unsafe {
@@ -219,7 +219,7 @@ impl Run<'_> {
         turn: usize,
         total: usize,
     ) -> Result<()> {
-        let (me, world) = (self.host.me, self.host.world);
+        let (me, world) = (self.shm.me, self.shm.world);
         let part = self.operation.count * self.elem_bytes;
         // Not all from the same rank at the same time.
         for rank in (1..world).map(|k| (me + k) % world) {
@@ -240,20 +240,20 @@ impl Run<'_> {
                     .output
                     .add(shape.place_of(rank) * part + range.start);
                 let at = index * part + range.start;
-                match (self.registered(rank), self.host.places[rank]) {
+                match (self.registered(rank), self.shm.places[rank]) {
                     (Some(input), _) => {
                         std::ptr::copy_nonoverlapping(input.add(at), into, range.len());
-                        self.host.counters.moved(range.len());
+                        self.shm.counters.moved(range.len());
                     }
                     (None, Place::Address(address)) => {
-                        let process = self.host.processes[rank];
+                        let process = self.shm.processes[rank];
                         let from = address.wrapping_add(at as u64);
                         direct::read(process, from, into, range.len())
                             .map_err(|e| self.unreadable(rank, e))?;
-                        self.host.counters.moved(range.len());
+                        self.shm.counters.moved(range.len());
                     }
                     (None, _) => {
-                        let stage = self.stage(rank, self.host.turn + turn, total);
+                        let stage = self.stage(rank, self.shm.turn + turn, total);
                         self.copy_staged(stage.add(index * stride), into, range.len());
                     }
                 }
@@ -264,7 +264,7 @@ impl Run<'_> {
 
     /// What `rank` has of the bytes `range` of a part.
     fn given(&self, rank: usize, range: Range<usize>) -> Range<usize> {
-        let behind = (self.host.world - 1 - rank) * self.operation.count;
+        let behind = (self.shm.world - 1 - rank) * self.operation.count;
         let lacks = self.operation.lacking.saturating_sub(behind);
         let has = self.operation.count.saturating_sub(lacks) * self.elem_bytes;
         range.start.min(has)..range.end.min(has)
@@ -272,7 +272,7 @@ impl Run<'_> {
 
     /// Why the memory of `rank` cannot be read any more.
     fn unreadable(&self, rank: usize, e: std::io::Error) -> Error {
-        let process = self.host.processes[rank];
+        let process = self.shm.processes[rank];
         match e.raw_os_error() {
             Some(libc::ESRCH) => {
                 Error::peer_lost(rank, format!("rank {rank} (process {process}) died"))

@@ -2,6 +2,7 @@
 
 use phalanx_wire::frame::Header;
 
+use crate::operation::PeerOperation;
 use crate::plan::Collective;
 
 /// Ranks in a post that are waited for, of messages. Of a batch of more, a circle
@@ -15,14 +16,14 @@ const COUNTED_MAX: usize = 1024;
 
 /// One rank for which another waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::exec) struct Awaited {
-    pub(in crate::exec) peer: usize,
+pub(crate) struct Awaited {
+    pub(crate) peer: usize,
     /// Whether for data of it, rather than only for room.
-    pub(in crate::exec) data: bool,
+    pub(crate) data: bool,
     /// The number of the message to it that is under way; none in a collective.
-    pub(in crate::exec) gives: Option<u64>,
+    pub(crate) gives: Option<u64>,
     /// The number of the message of it that is due; none in a collective.
-    pub(in crate::exec) takes: Option<u64>,
+    pub(crate) takes: Option<u64>,
 }
 
 /// Messages to and from a rank that were begun.
@@ -86,6 +87,11 @@ impl Post {
             counts: kept,
             is_complete: counts.next().is_none(),
         }
+    }
+
+    /// The operation in which the rank waits.
+    pub(super) fn operation(&self) -> PeerOperation {
+        PeerOperation::of_frame(&self.header)
     }
 
     pub(super) fn encode(&self) -> Vec<u8> {

@@ -1,0 +1,148 @@
+//! The deadline of one operation, and the error when it has passed.
+
+use std::cell::Cell;
+use std::time::{Duration, Instant};
+
+use crate::Error;
+use crate::recorder::Flight;
+use crate::wait::deadline_in;
+
+/// One limit for one whole operation, on the monotonic clock. It counts from when the operation began, or from the last
+/// moment at which another rank of the group was in a declared phase: alive, and busy for as long as it said.
+pub(crate) struct Deadline {
+    started: Instant,
+    limit: Duration,
+    /// In the first round.
+    at: Cell<Instant>,
+    /// How much later it is in later rounds; see [`Deadline::in_`].
+    grace: Duration,
+    /// Whether a phase has moved it.
+    is_put_off: Cell<bool>,
+}
+
+/// Ranks in a phase say so once or twice a second: a limit shorter than this cannot tell one that is silent from one that
+/// has just not spoken.
+const SILENCE: Duration = Duration::from_secs(3);
+
+impl Deadline {
+    /// In the first round every rank sends without waiting for anybody, so
+    /// who is waited for then is the culprit. Later a peer may only be
+    /// waiting itself. Hence ranks in later rounds are a little more patient:
+    /// if another rank knows better, its error comes first.
+    pub(crate) fn in_(limit: Duration) -> Self {
+        let grace = (limit / 16).min(Duration::from_secs(1));
+        // One look at the clock: more would show in operations of 0.6 µs.
+        let started = Instant::now();
+        let at = started
+            .checked_add(limit)
+            .unwrap_or_else(|| deadline_in(limit));
+        Deadline {
+            started,
+            limit,
+            at: Cell::new(at),
+            grace,
+            is_put_off: Cell::new(false),
+        }
+    }
+
+    pub(crate) fn at(&self, round: usize) -> Instant {
+        let at = self.at.get();
+        if round == 0 {
+            at
+        } else {
+            at.checked_add(self.grace).unwrap_or(at)
+        }
+    }
+
+    /// Whether it has passed in a round. It is put off while another rank is in a declared phase.
+    pub(crate) fn has_passed(&self, now: Instant, round: usize, flight: &Flight) -> bool {
+        if now < self.at(round) {
+            return false;
+        }
+        let later = flight
+            .others_busy()
+            .and_then(|busy| busy.checked_add(self.limit.max(SILENCE)));
+        if let Some(at) = later.filter(|at| *at > self.at.get()) {
+            self.at.set(at);
+            // Not worth a word where the phase ended as the operation began.
+            let by = at.duration_since(self.started).saturating_sub(self.limit);
+            self.is_put_off.set(by > Duration::from_secs(1));
+        }
+        now >= self.at(round)
+    }
+
+    /// Says that it has passed, names who is to `blame` and what the `missing`
+    /// ranks are waited for, and who it is if that is only one.
+    pub(crate) fn late(
+        &self,
+        missing: &[(usize, &'static str)],
+        echo: &str,
+        (culprits, excuse): (Vec<usize>, Option<String>),
+    ) -> (String, Option<usize>) {
+        let what = |rank: usize| {
+            let found = missing.iter().find(|(peer, _)| *peer == rank);
+            found.map_or("to send data", |(_, what)| *what)
+        };
+        let names: Vec<String> = culprits
+            .iter()
+            .map(|rank| format!("rank {rank} {}", what(*rank)))
+            .collect();
+        let others: Vec<String> = missing
+            .iter()
+            .filter(|(peer, _)| !culprits.contains(peer))
+            .map(|(peer, _)| peer.to_string())
+            .collect();
+        let others = match &others[..] {
+            [] => String::new(),
+            [one] => format!("; rank {one} seems to wait as well"),
+            many => format!("; ranks {} seem to wait as well", many.join(", ")),
+        };
+        // First of all who is to blame, and why.
+        let excuse = excuse.map_or(String::new(), |excuse| format!("{excuse}; "));
+        let late = format!(
+            "{excuse}timed out after {:.2} s (limit {:.2} s{}) waiting for {}{echo}{others}",
+            self.started.elapsed().as_secs_f64(),
+            self.limit.as_secs_f64(),
+            match self.is_put_off.get() {
+                true => " since a rank was last in a phase of its own",
+                false => "",
+            },
+            names.join(", "),
+        );
+        let only = match culprits[..] {
+            [one] => Some(one),
+            _ => None,
+        };
+        (late, only)
+    }
+
+    /// The error when it has passed in a round: `missing` ranks have not sent
+    /// what is due; `blame` says who is to blame.
+    pub(crate) fn missed(
+        &self,
+        missing: impl Iterator<Item = usize>,
+        round: usize,
+        blame: impl FnOnce(&[usize]) -> (Vec<usize>, Option<String>),
+    ) -> Error {
+        let missing: Vec<(usize, &str)> = missing.map(|rank| (rank, "to send data")).collect();
+        let ranks: Vec<usize> = missing.iter().map(|(rank, _)| *rank).collect();
+        let (late, only) = self.late(&missing, echo(round), blame(&ranks));
+        missed(late, only, round)
+    }
+}
+
+/// Who is waited for in a later round may be waiting for somebody else.
+pub(crate) fn echo(round: usize) -> &'static str {
+    match round {
+        0 => "",
+        _ => " (or for whom they wait)",
+    }
+}
+
+/// Blames a rank only in the first round.
+pub(crate) fn missed(late: String, only: Option<usize>, round: usize) -> Error {
+    match only {
+        Some(peer) if round == 0 => Error::timeout(late).with_peer(peer),
+        _ => Error::timeout(late),
+    }
+}

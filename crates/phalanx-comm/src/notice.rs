@@ -1,0 +1,104 @@
+//! What is said to a person on standard error while ranks wait, and how ranks,
+//! times and hosts are written there.
+
+use std::time::{Duration, Instant};
+
+/// When it is first said that a group does not form.
+const FORMING_AFTER: Duration = Duration::from_secs(2);
+/// Seconds after which a waiting rank says for whom it waits.
+const LATE_VARIABLE: &str = "PHALANX_LATE_AFTER_S";
+
+/// What [`LATE_VARIABLE`] says.
+pub(crate) fn late_variable() -> Option<Duration> {
+    std::env::var(LATE_VARIABLE)
+        .ok()
+        .and_then(|text| text.parse().ok())
+        .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+        .filter(|time| !time.is_zero())
+}
+
+/// When it is to be said that a group does not form: after 2 s ([`LATE_VARIABLE`]), and each
+/// time that the wait has become twice as long.
+pub(crate) struct Waiting {
+    since: Instant,
+    next: Duration,
+}
+
+impl Waiting {
+    pub(crate) fn start() -> Waiting {
+        Waiting {
+            since: Instant::now(),
+            next: late_variable().unwrap_or(FORMING_AFTER),
+        }
+    }
+
+    /// How long the wait has been, if that is to be said now.
+    pub(crate) fn due(&mut self) -> Option<Duration> {
+        let waited = self.since.elapsed();
+        if waited < self.next {
+            return None;
+        }
+        self.next = waited.max(self.next) * 2;
+        Some(waited)
+    }
+}
+
+/// One write, so that the lines of several processes do not mix; over a
+/// progress bar if there is one, which comes back by itself.
+pub(crate) fn say(text: &str) {
+    use std::io::{IsTerminal, Write};
+    let mut stderr = std::io::stderr().lock();
+    let clear = if stderr.is_terminal() {
+        "\r\x1b[2K"
+    } else {
+        ""
+    };
+    // A closed stderr is no second trouble.
+    let _ = stderr.write_all(format!("{clear}{text}\n").as_bytes());
+}
+
+/// `11 s`, `2 min 5 s`; below ten seconds with a decimal.
+pub(crate) fn seconds(time: Duration) -> String {
+    let whole = time.as_secs();
+    match whole {
+        0..=9 => format!("{:.1} s", time.as_secs_f64()),
+        10..=119 => format!("{whole} s"),
+        _ => format!("{} min {} s", whole / 60, whole % 60),
+    }
+}
+
+/// `rank 0`, `ranks 0, 1, 3`; of many, the first.
+pub(crate) fn ranks(ranks: &[usize]) -> String {
+    const SHOWN: usize = 8;
+    let shown: Vec<String> = ranks.iter().take(SHOWN).map(usize::to_string).collect();
+    let plural = if ranks.len() == 1 { "" } else { "s" };
+    let more = match ranks.len().saturating_sub(SHOWN) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    format!("rank{plural} {}{more}", shown.join(", "))
+}
+
+/// This host's name.
+pub(crate) fn host_name() -> String {
+    rustix::system::uname()
+        .nodename()
+        .to_string_lossy()
+        .into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_and_ranks() {
+        assert_eq!(seconds(Duration::from_millis(1240)), "1.2 s");
+        assert_eq!(seconds(Duration::from_secs(58)), "58 s");
+        assert_eq!(seconds(Duration::from_secs(605)), "10 min 5 s");
+        assert_eq!(ranks(&[2]), "rank 2");
+        assert_eq!(ranks(&[0, 1, 3]), "ranks 0, 1, 3");
+        let many: Vec<usize> = (0..11).collect();
+        assert_eq!(ranks(&many), "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 3 more");
+    }
+}

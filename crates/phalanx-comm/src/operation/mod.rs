@@ -1,0 +1,70 @@
+//! One operation of a group: what the caller asked for, and what all ranks
+//! compare.
+
+mod signature;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+pub(crate) use self::signature::{PeerOperation, Signature};
+
+use crate::plan::{Collective, Method, RankPlan};
+use crate::{DType, ReduceOp};
+
+/// Limits of time and size, the same for all operations of a group.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    /// For the first operation: ranks may have started and compiled unevenly.
+    pub(crate) first_op_timeout: Duration,
+    pub(crate) op_timeout: Duration,
+    pub(crate) segment_bytes: usize,
+    pub(crate) single_copy_min_bytes: Option<usize>,
+}
+
+/// One operation as the caller asked for it, but for its memory.
+#[derive(Clone, Debug)]
+pub(crate) struct Operation {
+    pub(crate) collective: Collective,
+    pub(crate) method: Method,
+    /// Whether the method may be replaced by shared memory: nobody asked for
+    /// this one.
+    pub(crate) automatic: bool,
+    pub(crate) dtype: Option<DType>,
+    pub(crate) op: Option<ReduceOp>,
+    pub(crate) root: usize,
+    pub(crate) target: usize,
+    pub(crate) count: usize,
+    /// Elements that the last parts lack, where the parts that are gathered do not all have `count`
+    /// (in shared memory only).
+    pub(crate) lacking: usize,
+    /// How the elements are made up, where that is not by the world size
+    /// alone; see [`Signature::lengths`].
+    pub(crate) lengths: u16,
+    /// The plan, where the method does not say everything.
+    pub(crate) plan: Option<Arc<RankPlan>>,
+    pub(crate) label: Option<Arc<str>>,
+    pub(crate) timeout: Option<Duration>,
+}
+
+/// Is told of each piece of a result: its first element, and how many it has.
+pub(crate) type Visit<'a> = dyn FnMut(usize, usize) + 'a;
+
+/// Base addresses of an operation's buffers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Buffers {
+    pub(crate) input: *const u8,
+    pub(crate) output: *mut u8,
+    /// Whether no reference into them exists, so that other ranks may read
+    /// and write them where they lie in our arena.
+    pub(crate) exposed: bool,
+}
+
+impl Buffers {
+    pub(crate) fn none() -> Buffers {
+        Buffers {
+            input: std::ptr::null(),
+            output: std::ptr::null_mut(),
+            exposed: false,
+        }
+    }
+}
