@@ -13,7 +13,7 @@ const MAX_NAME_BYTES: usize = 256;
 /// (the lowest of them): parameters, buffers, optimizer state and step counts.
 /// Returns that count, from which the sampler goes on.
 ///
-/// After [`ProcessGroup::reform`]: a rank may have committed a step whose
+/// After [`ProcessGroup::shrink`]: a rank may have committed a step whose
 /// last all-reduce another rank no longer saw the end of. Every step was
 /// committed with the same bits by all that did, so the one that is furthest
 /// has what all would have.

@@ -189,7 +189,7 @@ impl Runner {
                 Data::Recv(_) => rank,
             },
             count: signatures.iter().map(|signature| signature.count).sum(),
-            lacking: 0,
+            tail_padding: 0,
             lengths: 0,
             plan: None,
             label: Some(Arc::clone(name)),

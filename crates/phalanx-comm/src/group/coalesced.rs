@@ -93,7 +93,7 @@ impl ProcessGroup {
     ) -> Result<()> {
         let call = Call::default();
         let total = total_len(tensors);
-        let operation = self.ask_all_reduce::<T>(total, op, &call)?;
+        let operation = self.build_all_reduce::<T>(total, op, &call)?;
         if !operation.method.canonical() {
             return tensors
                 .iter_mut()
@@ -116,7 +116,7 @@ impl ProcessGroup {
         root: usize,
     ) -> Result<()> {
         let call = Call::default();
-        let operation = self.ask_broadcast::<T>(total_len(tensors), root, &call)?;
+        let operation = self.build_broadcast::<T>(total_len(tensors), root, &call)?;
         self.packed(operation, tensors)
     }
 
@@ -152,7 +152,7 @@ impl ProcessGroup {
         let total: usize = lens().sum();
         let operation = Operation {
             lengths: lengths_hash(lens()),
-            ..self.ask::<T>(Method::AllGather, total, &Call::default())
+            ..self.build::<T>(Method::AllGather, total, &Call::default())
         };
         let mut packed = Bucket::<T>::zeroed(total);
         let mut rest = &mut packed[..];
@@ -162,7 +162,7 @@ impl ProcessGroup {
             rest = after;
         }
         let mut all = Bucket::<T>::zeroed(total * world);
-        self.now(&operation, &packed, &mut all)?;
+        self.run_blocking(&operation, &packed, &mut all)?;
         let mut start = 0;
         for (input, output) in inputs.iter().zip(outputs.iter_mut()) {
             let len = input.len();
@@ -188,7 +188,7 @@ impl ProcessGroup {
             place.copy_from_slice(tensor);
             rest = after;
         }
-        self.now(&operation, &[], &mut packed)?;
+        self.run_blocking(&operation, &[], &mut packed)?;
         let mut rest = &packed[..];
         for tensor in tensors.iter_mut() {
             let (place, after) = rest.split_at(tensor.len());

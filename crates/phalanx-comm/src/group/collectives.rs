@@ -43,8 +43,8 @@ impl ProcessGroup {
         op: ReduceOp,
         call: &Call,
     ) -> Result<()> {
-        let operation = self.ask_all_reduce::<T>(data.len(), op, call)?;
-        self.now(&operation, &[], data)
+        let operation = self.build_all_reduce::<T>(data.len(), op, call)?;
+        self.run_blocking(&operation, &[], data)
     }
 
     /// [`ProcessGroup::all_reduce`] in the background.
@@ -54,11 +54,11 @@ impl ProcessGroup {
         op: ReduceOp,
         call: Call,
     ) -> Work<Bucket<T>> {
-        let operation = self.ask_all_reduce::<T>(data.len(), op, &call);
-        self.later(operation, data, in_place)
+        let operation = self.build_all_reduce::<T>(data.len(), op, &call);
+        self.spawn(operation, data, in_place)
     }
 
-    pub(super) fn ask_all_reduce<T: Element>(
+    pub(super) fn build_all_reduce<T: Element>(
         &self,
         count: usize,
         op: ReduceOp,
@@ -72,7 +72,7 @@ impl ProcessGroup {
         };
         let bytes = count * size_of::<T>();
         let method = self.core.selector.all_reduce(algorithm, bytes, T::DTYPE);
-        let operation = self.ask::<T>(method, count, call).reducing(op);
+        let operation = self.build::<T>(method, count, call).reducing(op);
         Ok(Operation {
             automatic: algorithm == Algorithm::Auto && operation.automatic,
             ..operation
@@ -89,8 +89,8 @@ impl ProcessGroup {
     ///
     /// As for all operations, see [`ProcessGroup`].
     pub fn broadcast<T: Element>(&self, data: &mut [T], root: usize) -> Result<()> {
-        let operation = self.ask_broadcast::<T>(data.len(), root, &Call::default())?;
-        self.now(&operation, &[], data)
+        let operation = self.build_broadcast::<T>(data.len(), root, &Call::default())?;
+        self.run_blocking(&operation, &[], data)
     }
 
     /// [`ProcessGroup::broadcast`] in the background.
@@ -100,11 +100,11 @@ impl ProcessGroup {
         root: usize,
         call: Call,
     ) -> Work<Bucket<T>> {
-        let operation = self.ask_broadcast::<T>(data.len(), root, &call);
-        self.later(operation, data, in_place)
+        let operation = self.build_broadcast::<T>(data.len(), root, &call);
+        self.spawn(operation, data, in_place)
     }
 
-    pub(super) fn ask_broadcast<T: Element>(
+    pub(super) fn build_broadcast<T: Element>(
         &self,
         count: usize,
         root: usize,
@@ -112,7 +112,7 @@ impl ProcessGroup {
     ) -> Result<Operation> {
         self.check_peer("broadcast", "root", root)?;
         let method = self.choose::<T>(Collective::Broadcast, count);
-        Ok(self.ask::<T>(method, count, call).rooted(root))
+        Ok(self.build::<T>(method, count, call).rooted(root))
     }
 
     /// Replaces `data` on rank `root` by the reduction of all ranks' data; the
@@ -127,8 +127,8 @@ impl ProcessGroup {
     /// As for all operations, see [`ProcessGroup`]. `Usage` for the mean of
     /// integers or the bits of floats.
     pub fn reduce<T: Element>(&self, data: &mut [T], op: ReduceOp, root: usize) -> Result<()> {
-        let operation = self.ask_reduce::<T>(data.len(), op, root, &Call::default())?;
-        self.now(&operation, &[], data)
+        let operation = self.build_reduce::<T>(data.len(), op, root, &Call::default())?;
+        self.run_blocking(&operation, &[], data)
     }
 
     /// [`ProcessGroup::reduce`] in the background.
@@ -139,11 +139,11 @@ impl ProcessGroup {
         root: usize,
         call: Call,
     ) -> Work<Bucket<T>> {
-        let operation = self.ask_reduce::<T>(data.len(), op, root, &call);
-        self.later(operation, data, in_place)
+        let operation = self.build_reduce::<T>(data.len(), op, root, &call);
+        self.spawn(operation, data, in_place)
     }
 
-    pub(super) fn ask_reduce<T: Element>(
+    pub(super) fn build_reduce<T: Element>(
         &self,
         count: usize,
         op: ReduceOp,
@@ -153,7 +153,10 @@ impl ProcessGroup {
         self.check_op::<T>("reduce", op)?;
         self.check_peer("reduce", "root", root)?;
         let method = self.choose::<T>(Collective::Reduce, count);
-        Ok(self.ask::<T>(method, count, call).reducing(op).rooted(root))
+        Ok(self
+            .build::<T>(method, count, call)
+            .reducing(op)
+            .rooted(root))
     }
 
     /// Writes the inputs of all ranks, in rank order, to `output` on every
@@ -166,8 +169,8 @@ impl ProcessGroup {
     ///
     /// As for all operations, see [`ProcessGroup`]. `Usage` for a wrong length.
     pub fn all_gather<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<()> {
-        let operation = self.ask_all_gather::<T>(input.len(), output.len(), &Call::default())?;
-        self.now(&operation, input, output)
+        let operation = self.build_all_gather::<T>(input.len(), output.len(), &Call::default())?;
+        self.run_blocking(&operation, input, output)
     }
 
     /// [`ProcessGroup::all_gather`] in the background.
@@ -177,11 +180,11 @@ impl ProcessGroup {
         output: Bucket<T>,
         call: Call,
     ) -> Work<(Bucket<T>, Bucket<T>)> {
-        let operation = self.ask_all_gather::<T>(input.len(), output.len(), &call);
-        self.later(operation, (input, output), both)
+        let operation = self.build_all_gather::<T>(input.len(), output.len(), &call);
+        self.spawn(operation, (input, output), both)
     }
 
-    pub(super) fn ask_all_gather<T: Element>(
+    pub(super) fn build_all_gather<T: Element>(
         &self,
         input: usize,
         output: usize,
@@ -189,7 +192,7 @@ impl ProcessGroup {
     ) -> Result<Operation> {
         self.check_len("all_gather", "output", output, input * self.core.world)?;
         let method = self.choose::<T>(Collective::AllGather, input);
-        Ok(self.ask::<T>(method, input, call))
+        Ok(self.build::<T>(method, input, call))
     }
 
     /// Reduces the inputs of all ranks and gives part `r` of the result to
@@ -210,8 +213,8 @@ impl ProcessGroup {
         op: ReduceOp,
     ) -> Result<()> {
         let operation =
-            self.ask_reduce_scatter::<T>(input.len(), output.len(), op, &Call::default())?;
-        self.now(&operation, input, output)
+            self.build_reduce_scatter::<T>(input.len(), output.len(), op, &Call::default())?;
+        self.run_blocking(&operation, input, output)
     }
 
     /// [`ProcessGroup::reduce_scatter`] in the background.
@@ -222,11 +225,11 @@ impl ProcessGroup {
         op: ReduceOp,
         call: Call,
     ) -> Work<(Bucket<T>, Bucket<T>)> {
-        let operation = self.ask_reduce_scatter::<T>(input.len(), output.len(), op, &call);
-        self.later(operation, (input, output), both)
+        let operation = self.build_reduce_scatter::<T>(input.len(), output.len(), op, &call);
+        self.spawn(operation, (input, output), both)
     }
 
-    pub(super) fn ask_reduce_scatter<T: Element>(
+    pub(super) fn build_reduce_scatter<T: Element>(
         &self,
         input: usize,
         output: usize,
@@ -237,7 +240,7 @@ impl ProcessGroup {
         self.check_op::<T>(NAME, op)?;
         self.check_len(NAME, "input", input, output * self.core.world)?;
         let method = self.choose::<T>(Collective::ReduceScatter, output);
-        Ok(self.ask::<T>(method, output, call).reducing(op))
+        Ok(self.build::<T>(method, output, call).reducing(op))
     }
 
     /// Writes the inputs of all ranks, in rank order, to `output` on rank
@@ -257,8 +260,8 @@ impl ProcessGroup {
         root: usize,
     ) -> Result<()> {
         let len = output.as_ref().map(|output| output.len());
-        let operation = self.ask_gather::<T>(input.len(), len, root, &Call::default())?;
-        self.now(&operation, input, output.unwrap_or_default())
+        let operation = self.build_gather::<T>(input.len(), len, root, &Call::default())?;
+        self.run_blocking(&operation, input, output.unwrap_or_default())
     }
 
     /// [`ProcessGroup::gather`] in the background.
@@ -270,8 +273,8 @@ impl ProcessGroup {
         call: Call,
     ) -> Work<(Bucket<T>, Option<Bucket<T>>)> {
         let len = output.as_ref().map(|output| output.len());
-        let operation = self.ask_gather::<T>(input.len(), len, root, &call);
-        self.later(operation, (input, output), |(input, output)| {
+        let operation = self.build_gather::<T>(input.len(), len, root, &call);
+        self.spawn(operation, (input, output), |(input, output)| {
             let output = output
                 .as_mut()
                 .map_or(std::ptr::null_mut(), |o| o.as_mut_ptr());
@@ -279,7 +282,7 @@ impl ProcessGroup {
         })
     }
 
-    fn ask_gather<T: Element>(
+    fn build_gather<T: Element>(
         &self,
         input: usize,
         output: Option<usize>,
@@ -291,7 +294,7 @@ impl ProcessGroup {
         if self.core.rank == root {
             self.check_given(NAME, "output", output, input * self.core.world)?;
         }
-        Ok(self.ask::<T>(Method::Gather, input, call).rooted(root))
+        Ok(self.build::<T>(Method::Gather, input, call).rooted(root))
     }
 
     /// Gives part `r` of the input of rank `root` to rank `r`. The input must
@@ -311,8 +314,8 @@ impl ProcessGroup {
         root: usize,
     ) -> Result<()> {
         let len = input.map(<[T]>::len);
-        let operation = self.ask_scatter::<T>(len, output.len(), root, &Call::default())?;
-        self.now(&operation, input.unwrap_or_default(), output)
+        let operation = self.build_scatter::<T>(len, output.len(), root, &Call::default())?;
+        self.run_blocking(&operation, input.unwrap_or_default(), output)
     }
 
     /// [`ProcessGroup::scatter`] in the background.
@@ -324,14 +327,14 @@ impl ProcessGroup {
         call: Call,
     ) -> Work<(Option<Bucket<T>>, Bucket<T>)> {
         let len = input.as_ref().map(|input| input.len());
-        let operation = self.ask_scatter::<T>(len, output.len(), root, &call);
-        self.later(operation, (input, output), |(input, output)| {
+        let operation = self.build_scatter::<T>(len, output.len(), root, &call);
+        self.spawn(operation, (input, output), |(input, output)| {
             let input = input.as_ref().map_or(std::ptr::null(), |i| i.as_ptr());
             exposed(input, output.as_mut_ptr())
         })
     }
 
-    fn ask_scatter<T: Element>(
+    fn build_scatter<T: Element>(
         &self,
         input: Option<usize>,
         output: usize,
@@ -343,7 +346,7 @@ impl ProcessGroup {
         if self.core.rank == root {
             self.check_given(NAME, "input", input, output * self.core.world)?;
         }
-        Ok(self.ask::<T>(Method::Scatter, output, call).rooted(root))
+        Ok(self.build::<T>(Method::Scatter, output, call).rooted(root))
     }
 
     /// Gives part `r` of the input to rank `r` and receives one part from
@@ -356,8 +359,8 @@ impl ProcessGroup {
     ///
     /// As for all operations, see [`ProcessGroup`]. `Usage` for a wrong length.
     pub fn all_to_all<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<()> {
-        let operation = self.ask_all_to_all::<T>(input.len(), output.len(), &Call::default())?;
-        self.now(&operation, input, output)
+        let operation = self.build_all_to_all::<T>(input.len(), output.len(), &Call::default())?;
+        self.run_blocking(&operation, input, output)
     }
 
     /// [`ProcessGroup::all_to_all`] in the background.
@@ -367,11 +370,11 @@ impl ProcessGroup {
         output: Bucket<T>,
         call: Call,
     ) -> Work<(Bucket<T>, Bucket<T>)> {
-        let operation = self.ask_all_to_all::<T>(input.len(), output.len(), &call);
-        self.later(operation, (input, output), both)
+        let operation = self.build_all_to_all::<T>(input.len(), output.len(), &call);
+        self.spawn(operation, (input, output), both)
     }
 
-    pub(super) fn ask_all_to_all<T: Element>(
+    pub(super) fn build_all_to_all<T: Element>(
         &self,
         input: usize,
         output: usize,
@@ -386,7 +389,7 @@ impl ProcessGroup {
             ));
         }
         self.check_len(NAME, "output", output, input)?;
-        Ok(self.ask::<T>(Method::AllToAll, input / world, call))
+        Ok(self.build::<T>(Method::AllToAll, input / world, call))
     }
 
     /// Waits until all ranks have come.
@@ -397,18 +400,18 @@ impl ProcessGroup {
     ///
     /// As for all operations, see [`ProcessGroup`].
     pub fn barrier(&self) -> Result<()> {
-        self.now::<u8>(&self.ask_barrier(&Call::default()), &[], &mut [])
+        self.run_blocking::<u8>(&self.build_barrier(&Call::default()), &[], &mut [])
     }
 
     /// [`ProcessGroup::barrier`] in the background.
     pub fn barrier_async(&self, call: Call) -> Work<()> {
-        self.later(Ok(self.ask_barrier(&call)), (), |()| Buffers::none())
+        self.spawn(Ok(self.build_barrier(&call)), (), |()| Buffers::none())
     }
 
-    fn ask_barrier(&self, call: &Call) -> Operation {
+    fn build_barrier(&self, call: &Call) -> Operation {
         Operation {
             dtype: None,
-            ..self.ask::<u8>(Method::Barrier, 0, call)
+            ..self.build::<u8>(Method::Barrier, 0, call)
         }
     }
 
@@ -416,9 +419,9 @@ impl ProcessGroup {
     pub(super) fn goodbye(&self) -> Result<()> {
         let operation = Operation {
             collective: Collective::Shutdown,
-            ..self.ask_barrier(&Call::default())
+            ..self.build_barrier(&Call::default())
         };
-        self.now::<u8>(&operation, &[], &mut [])
+        self.run_blocking::<u8>(&operation, &[], &mut [])
     }
 
     /// Sends `data` to rank `to`, which must [`recv`](ProcessGroup::recv) as
@@ -435,8 +438,8 @@ impl ProcessGroup {
     /// As for all operations, see [`ProcessGroup`]; `Desync` after a moment when rank `to` itself
     /// sends and neither finds room.
     pub fn send<T: Element>(&self, data: &[T], to: usize) -> Result<()> {
-        let operation = self.ask_send::<T>(data.len(), to, &Call::default())?;
-        self.now(&operation, data, &mut [])
+        let operation = self.build_send::<T>(data.len(), to, &Call::default())?;
+        self.run_blocking(&operation, data, &mut [])
     }
 
     /// [`ProcessGroup::send`] in the background.
@@ -452,16 +455,16 @@ impl ProcessGroup {
         to: usize,
         call: Call,
     ) -> Work<Bucket<T>> {
-        let operation = self.ask_send::<T>(data.len(), to, &call);
-        self.later(operation, data, |data| {
+        let operation = self.build_send::<T>(data.len(), to, &call);
+        self.spawn(operation, data, |data| {
             exposed(data.as_ptr(), std::ptr::null_mut())
         })
     }
 
-    fn ask_send<T: Element>(&self, count: usize, to: usize, call: &Call) -> Result<Operation> {
+    fn build_send<T: Element>(&self, count: usize, to: usize, call: &Call) -> Result<Operation> {
         self.check_other("send", to)?;
         let operation = self
-            .ask::<T>(Method::PointToPoint, count, call)
+            .build::<T>(Method::PointToPoint, count, call)
             .rooted(self.core.rank);
         Ok(Operation {
             target: to,
@@ -478,8 +481,8 @@ impl ProcessGroup {
     /// As for all operations, see [`ProcessGroup`]; `Desync` after a moment when
     /// rank `from` itself receives what we have not sent.
     pub fn recv<T: Element>(&self, data: &mut [T], from: usize) -> Result<()> {
-        let operation = self.ask_recv::<T>(data.len(), from, &Call::default())?;
-        self.now(&operation, &[], data)
+        let operation = self.build_recv::<T>(data.len(), from, &Call::default())?;
+        self.run_blocking(&operation, &[], data)
     }
 
     /// [`ProcessGroup::recv`] in the background, after all that was issued before; see
@@ -490,14 +493,14 @@ impl ProcessGroup {
         from: usize,
         call: Call,
     ) -> Work<Bucket<T>> {
-        let operation = self.ask_recv::<T>(data.len(), from, &call);
-        self.later(operation, data, in_place)
+        let operation = self.build_recv::<T>(data.len(), from, &call);
+        self.spawn(operation, data, in_place)
     }
 
-    fn ask_recv<T: Element>(&self, count: usize, from: usize, call: &Call) -> Result<Operation> {
+    fn build_recv<T: Element>(&self, count: usize, from: usize, call: &Call) -> Result<Operation> {
         self.check_other("recv", from)?;
         let operation = self
-            .ask::<T>(Method::PointToPoint, count, call)
+            .build::<T>(Method::PointToPoint, count, call)
             .rooted(from);
         Ok(Operation {
             target: self.core.rank,
@@ -511,7 +514,7 @@ impl ProcessGroup {
     }
 
     /// An operation without root or reduction.
-    pub(super) fn ask<T: Element>(&self, method: Method, count: usize, call: &Call) -> Operation {
+    pub(super) fn build<T: Element>(&self, method: Method, count: usize, call: &Call) -> Operation {
         let bytes = count * size_of::<T>();
         let selector = &self.core.selector;
         let prescribed = selector.rules().method(method.collective(), bytes);
@@ -524,7 +527,7 @@ impl ProcessGroup {
             root: 0,
             target: 0,
             count,
-            lacking: 0,
+            tail_padding: 0,
             lengths: 0,
             plan: None,
             label: call.label.clone().or_else(|| self.defaults.label.clone()),
@@ -533,8 +536,8 @@ impl ProcessGroup {
     }
 
     /// Runs an operation in this thread. The slices are as long as the
-    /// operation's plan wants them: the `ask_` functions have checked.
-    pub(super) fn now<T: Element>(
+    /// operation's plan wants them: the `build_` functions have checked.
+    pub(super) fn run_blocking<T: Element>(
         &self,
         operation: &Operation,
         input: &[T],
@@ -548,7 +551,7 @@ impl ProcessGroup {
     /// Runs an operation on the communication thread, which owns `held`
     /// meanwhile. `buffers` points into memory that `held` owns, as long as
     /// the plan wants it.
-    fn later<B: Send + 'static>(
+    fn spawn<B: Send + 'static>(
         &self,
         operation: Result<Operation>,
         held: B,

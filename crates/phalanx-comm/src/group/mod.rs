@@ -15,9 +15,9 @@ mod parts;
 mod phase;
 mod probe;
 mod queue;
-mod reform;
 mod registered;
 mod registry;
+mod shrink;
 mod subgroup;
 mod token;
 mod uneven;
@@ -34,7 +34,7 @@ pub use self::coalesced::Coalesced;
 pub use self::objects::MAX_OBJECT_BYTES;
 pub use self::options::{Call, GroupOptions, InitOptions, Transport};
 pub use self::phase::PhaseGuard;
-pub use self::reform::ReformOptions;
+pub use self::shrink::ShrinkOptions;
 pub use self::token::read_token;
 pub use self::work::{OpTimes, Work, wait_all};
 
@@ -72,7 +72,7 @@ use crate::{Bucket, Element, Error, Result};
 /// [`ErrorKind::Aborted`](crate::ErrorKind::Aborted) naming the rank that
 /// failed first and why, and later operations are refused. Contents of buffers
 /// given to a failed operation are undefined. A poisoned group never recovers;
-/// [`ProcessGroup::reform`] makes a new one of the ranks that are left.
+/// [`ProcessGroup::shrink`] makes a new one of the ranks that are left.
 ///
 /// *End.* [`ProcessGroup::shutdown`] on all ranks is the orderly end. Dropping
 /// the last handle finishes what was issued and leaves; ranks that still expect
@@ -155,7 +155,7 @@ enum Origin {
 #[derive(Clone, Debug)]
 struct Identity {
     /// Its rank in the first epoch.
-    first_rank: usize,
+    global_rank: usize,
     /// The first ranks of this epoch's members, by rank.
     roster: Arc<[usize]>,
     /// Tells the job from others that used the same store.
@@ -324,7 +324,7 @@ impl ProcessGroup {
         let transports = mesh.describe();
         let (budgets, callers) = (mesh.budgets(), mesh.callers());
         let identity = member.identity.unwrap_or_else(|| Identity {
-            first_rank: member.rank,
+            global_rank: member.rank,
             roster: (0..member.world).collect(),
             job: mesh.instance(),
         });
@@ -408,9 +408,9 @@ impl ProcessGroup {
     }
 
     /// This rank's number in the job's first epoch, by which people know it;
-    /// [`ProcessGroup::reform`] gives other ones.
-    pub fn first_rank(&self) -> usize {
-        self.core.identity.first_rank
+    /// [`ProcessGroup::shrink`] gives other ones.
+    pub fn global_rank(&self) -> usize {
+        self.core.identity.global_rank
     }
 
     /// The store through which the group met; groups of threads have none.

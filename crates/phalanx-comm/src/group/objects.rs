@@ -190,7 +190,7 @@ impl ProcessGroup {
     fn broadcast_brought(&self, name: &str, mine: Brought<'_>, root: usize) -> Result<Vec<u8>> {
         let is_root = self.core.rank == root;
         let call = Call::default();
-        let head = self.ask_broadcast::<i64>(1, root, &call)?;
+        let head = self.build_broadcast::<i64>(1, root, &call)?;
         let mut length = [announced(mine)];
         self.core.queue.run(|runner| {
             run_on(runner, &head, &[], &mut length)?;
@@ -199,7 +199,7 @@ impl ProcessGroup {
                 Ok(mine) if is_root => mine.to_vec(),
                 _ => vec![0; len],
             };
-            let body = self.ask_broadcast::<u8>(len, root, &call)?;
+            let body = self.build_broadcast::<u8>(len, root, &call)?;
             run_on(runner, &body, &[], &mut bytes)?;
             Ok(bytes)
         })
@@ -237,7 +237,7 @@ impl ProcessGroup {
     ) -> Result<Vec<u8>> {
         let is_root = self.core.rank == root;
         let world = self.core.world;
-        let head = self.ask_broadcast::<i64>(world, root, &Call::default())?;
+        let head = self.build_broadcast::<i64>(world, root, &Call::default())?;
         let mut lengths = vec![NONE; world];
         let mut packed = Vec::new();
         if let (Ok(runs), true) = (runs, is_root) {
@@ -265,7 +265,7 @@ impl ProcessGroup {
     ) -> Result<Vec<usize>> {
         let world = self.core.world;
         let mut lengths = vec![0; world];
-        let operation = self.ask_all_gather::<i64>(1, world, &Call::default())?;
+        let operation = self.build_all_gather::<i64>(1, world, &Call::default())?;
         run_on(runner, &operation, &[announced(mine)], &mut lengths)?;
         self.accept(name, lengths.into_iter().enumerate(), mine.err())
     }

@@ -33,12 +33,12 @@ impl ProcessGroup {
         if world == 1 {
             return Ok(());
         }
-        let lacking = all - len;
+        let tail_padding = all - len;
         let length = |r: usize| (len.min((r + 1) * part)).saturating_sub(r * part);
-        let mut operation = self.ask_all_gather::<T>(part, all, &Call::default())?;
-        if lacking > 0 {
+        let mut operation = self.build_all_gather::<T>(part, all, &Call::default())?;
+        if tail_padding > 0 {
             operation = Operation {
-                lacking,
+                tail_padding,
                 lengths: lengths_hash([part, len].into_iter()),
                 ..operation
             };
@@ -52,17 +52,17 @@ impl ProcessGroup {
                     exposed: false,
                 };
                 // SAFETY: `data` is borrowed exclusively until this returns. Of it an all-gather in shared memory
-                // reads this rank's part, as long as `lacking` leaves it, and writes the others'; it copies no part
+                // reads this rank's part, as long as `tail_padding` leaves it, and writes the others'; it copies no part
                 // to where it is.
                 return unsafe { runner.run(&operation, buffers) };
             }
             let own: Vec<T> = data[(rank * part).min(len)..][..length(rank)].to_vec();
-            if lacking == 0 {
+            if tail_padding == 0 {
                 return run_on(runner, &operation, &own, data);
             }
             let lengths: Vec<usize> = (0..world).map(length).collect();
             let kind = Uneven::AllGather { lengths: &lengths };
-            let planned = self.ask_uneven::<T>(Method::AllGather, &lengths, len, kind);
+            let planned = self.build_uneven::<T>(Method::AllGather, &lengths, len, kind);
             run_on(runner, &planned, &own, data)
         })
     }
@@ -88,7 +88,7 @@ impl ProcessGroup {
         call: &Call,
         visit: &mut dyn FnMut(usize, &mut [T]),
     ) -> Result<()> {
-        let operation = self.ask_reduce_scatter::<T>(input.len(), room.len(), op, call)?;
+        let operation = self.build_reduce_scatter::<T>(input.len(), room.len(), op, call)?;
         let (len, all) = (input.len(), room.len());
         let start = room.as_mut_ptr();
         // Taken, so that whatever happens nobody else sees it meanwhile.

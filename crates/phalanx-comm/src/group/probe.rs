@@ -92,7 +92,7 @@ fn all_reduce<T>(
         root: 0,
         target: 0,
         count: data.len(),
-        lacking: 0,
+        tail_padding: 0,
         lengths: 0,
         plan: None,
         label: Some("the probe of the wire".into()),

@@ -30,8 +30,8 @@ impl ProcessGroup {
         op: ReduceOp,
         call: &Call,
     ) -> Result<()> {
-        let operation = self.ask_all_reduce::<T>(data.len(), op, call)?;
-        self.now_on_bucket(&operation, data)
+        let operation = self.build_all_reduce::<T>(data.len(), op, call)?;
+        self.run_on_bucket(&operation, data)
     }
 
     /// [`ProcessGroup::broadcast`] on a bucket, without staging when the
@@ -41,8 +41,8 @@ impl ProcessGroup {
     ///
     /// As [`ProcessGroup::broadcast`].
     pub fn broadcast_bucket<T: Element>(&self, data: &mut Bucket<T>, root: usize) -> Result<()> {
-        let operation = self.ask_broadcast::<T>(data.len(), root, &Call::default())?;
-        self.now_on_bucket(&operation, data)
+        let operation = self.build_broadcast::<T>(data.len(), root, &Call::default())?;
+        self.run_on_bucket(&operation, data)
     }
 
     /// [`ProcessGroup::reduce`] on a bucket, without a copy when it is
@@ -57,8 +57,8 @@ impl ProcessGroup {
         op: ReduceOp,
         root: usize,
     ) -> Result<()> {
-        let operation = self.ask_reduce::<T>(data.len(), op, root, &Call::default())?;
-        self.now_on_bucket(&operation, data)
+        let operation = self.build_reduce::<T>(data.len(), op, root, &Call::default())?;
+        self.run_on_bucket(&operation, data)
     }
 
     /// [`ProcessGroup::all_gather`] on buckets, without staging when the input
@@ -72,8 +72,8 @@ impl ProcessGroup {
         input: &mut Bucket<T>,
         output: &mut Bucket<T>,
     ) -> Result<()> {
-        let operation = self.ask_all_gather::<T>(input.len(), output.len(), &Call::default())?;
-        self.now_on_buckets(&operation, input, output)
+        let operation = self.build_all_gather::<T>(input.len(), output.len(), &Call::default())?;
+        self.run_on_buckets(&operation, input, output)
     }
 
     /// [`ProcessGroup::reduce_scatter`] on buckets, without a copy when the
@@ -89,8 +89,8 @@ impl ProcessGroup {
         op: ReduceOp,
     ) -> Result<()> {
         let operation =
-            self.ask_reduce_scatter::<T>(input.len(), output.len(), op, &Call::default())?;
-        self.now_on_buckets(&operation, input, output)
+            self.build_reduce_scatter::<T>(input.len(), output.len(), op, &Call::default())?;
+        self.run_on_buckets(&operation, input, output)
     }
 
     /// [`ProcessGroup::all_to_all`] on buckets, without staging when the input
@@ -104,20 +104,20 @@ impl ProcessGroup {
         input: &mut Bucket<T>,
         output: &mut Bucket<T>,
     ) -> Result<()> {
-        let operation = self.ask_all_to_all::<T>(input.len(), output.len(), &Call::default())?;
-        self.now_on_buckets(&operation, input, output)
+        let operation = self.build_all_to_all::<T>(input.len(), output.len(), &Call::default())?;
+        self.run_on_buckets(&operation, input, output)
     }
 
-    fn now_on_bucket<T: Element>(&self, operation: &Operation, data: &mut Bucket<T>) -> Result<()> {
+    fn run_on_bucket<T: Element>(&self, operation: &Operation, data: &mut Bucket<T>) -> Result<()> {
         // Taken, so that whatever happens nobody else sees it meanwhile.
         let mut held = std::mem::take(data);
         let len = held.len();
-        let result = self.now_owned(operation, in_place(&mut held));
+        let result = self.run_owned(operation, in_place(&mut held));
         *data = after(&result, held, len);
         result
     }
 
-    fn now_on_buckets<T: Element>(
+    fn run_on_buckets<T: Element>(
         &self,
         operation: &Operation,
         input: &mut Bucket<T>,
@@ -125,14 +125,14 @@ impl ProcessGroup {
     ) -> Result<()> {
         let mut held = (std::mem::take(input), std::mem::take(output));
         let (input_len, output_len) = (held.0.len(), held.1.len());
-        let result = self.now_owned(operation, both(&mut held));
+        let result = self.run_owned(operation, both(&mut held));
         *input = after(&result, held.0, input_len);
         *output = after(&result, held.1, output_len);
         result
     }
 
     /// Runs an operation in this thread on buckets that the caller has taken.
-    fn now_owned(&self, operation: &Operation, buffers: Buffers) -> Result<()> {
+    fn run_owned(&self, operation: &Operation, buffers: Buffers) -> Result<()> {
         self.core.queue.run(|runner| {
             // SAFETY: the memory belongs to buckets that the caller holds and
             // does not look at until this returns; lengths were checked against the

@@ -36,13 +36,13 @@ impl ProcessGroup {
         let total = self.check_lengths(NAME, lengths)?;
         self.check_exact(NAME, "input", input.len(), lengths[self.core.rank])?;
         self.check_exact(NAME, "output", output.len(), total)?;
-        let operation = self.ask_uneven::<T>(
+        let operation = self.build_uneven::<T>(
             Method::AllGather,
             lengths,
             total,
             Uneven::AllGather { lengths },
         );
-        self.now(&operation, input, output)
+        self.run_blocking(&operation, input, output)
     }
 
     /// [`reduce_scatter`](ProcessGroup::reduce_scatter) into parts that differ
@@ -72,14 +72,14 @@ impl ProcessGroup {
         self.check_exact(NAME, "input", input.len(), total)?;
         self.check_exact(NAME, "output", output.len(), lengths[self.core.rank])?;
         let operation = self
-            .ask_uneven::<T>(
+            .build_uneven::<T>(
                 Method::ReduceScatter,
                 lengths,
                 total,
                 Uneven::ReduceScatter { lengths },
             )
             .reducing(op);
-        self.now(&operation, input, output)
+        self.run_blocking(&operation, input, output)
     }
 
     /// Gives `input_lengths[r]` elements of the input to rank `r` and receives
@@ -122,7 +122,7 @@ impl ProcessGroup {
         }
         let call = Call::default();
         let world = self.core.world;
-        let compare = self.ask_all_to_all::<i64>(world, world, &call)?;
+        let compare = self.build_all_to_all::<i64>(world, world, &call)?;
         let lens = |lengths: &[usize]| lengths.iter().map(|&n| n as i64).collect::<Vec<_>>();
         let (mine, mut theirs) = (lens(input_lengths), vec![0; world]);
         let kind = Uneven::AllToAll {
@@ -133,7 +133,7 @@ impl ProcessGroup {
             // Not the same on all ranks; the lengths were compared.
             count: 0,
             lengths: 1,
-            ..self.ask_uneven::<T>(Method::AllToAll, &[], 0, kind)
+            ..self.build_uneven::<T>(Method::AllToAll, &[], 0, kind)
         };
         // Both in one turn: nothing of another thread comes between.
         self.core.queue.run(|runner| {
@@ -169,7 +169,7 @@ impl ProcessGroup {
     ) -> Result<()> {
         let kind = Uneven::Gather { lengths, root };
         let operation = self
-            .ask_uneven::<T>(Method::Gather, lengths, lengths.iter().sum(), kind)
+            .build_uneven::<T>(Method::Gather, lengths, lengths.iter().sum(), kind)
             .rooted(root);
         run_on(runner, &operation, input, output)
     }
@@ -185,7 +185,7 @@ impl ProcessGroup {
     ) -> Result<()> {
         let kind = Uneven::Scatter { lengths, root };
         let operation = self
-            .ask_uneven::<T>(Method::Scatter, lengths, lengths.iter().sum(), kind)
+            .build_uneven::<T>(Method::Scatter, lengths, lengths.iter().sum(), kind)
             .rooted(root);
         run_on(runner, &operation, input, output)
     }
@@ -200,11 +200,11 @@ impl ProcessGroup {
     ) -> Result<()> {
         let kind = Uneven::AllGather { lengths };
         let total = lengths.iter().sum();
-        let operation = self.ask_uneven::<T>(Method::AllGather, lengths, total, kind);
+        let operation = self.build_uneven::<T>(Method::AllGather, lengths, total, kind);
         run_on(runner, &operation, input, output)
     }
 
-    pub(super) fn ask_uneven<T: Element>(
+    pub(super) fn build_uneven<T: Element>(
         &self,
         method: Method,
         lengths: &[usize],
@@ -215,7 +215,7 @@ impl ProcessGroup {
         Operation {
             lengths: lengths_hash(lengths.iter().copied()),
             plan: Some(Arc::new(plan)),
-            ..self.ask::<T>(method, total, &Call::default())
+            ..self.build::<T>(method, total, &Call::default())
         }
     }
 

@@ -36,7 +36,7 @@ pub(crate) struct Operation {
     pub(crate) count: usize,
     /// Elements that the last parts lack, where the parts that are gathered do not all have `count`
     /// (in shared memory only).
-    pub(crate) lacking: usize,
+    pub(crate) tail_padding: usize,
     /// How the elements are made up, where that is not by the world size
     /// alone; see [`Signature::lengths`].
     pub(crate) lengths: u16,

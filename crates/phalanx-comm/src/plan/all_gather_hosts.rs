@@ -75,6 +75,7 @@ fn passed_on(hosts: &Hosts, host: usize) -> impl Iterator<Item = (usize, usize)>
     })
 }
 
+#[cfg(test)]
 pub(super) fn sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
     let host = hosts.host_of(rank);
     let inside = hosts.ranks(host).len() - 1;

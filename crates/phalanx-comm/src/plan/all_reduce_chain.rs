@@ -98,6 +98,7 @@ pub(super) fn build(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
     plan
 }
 
+#[cfg(test)]
 pub(super) fn sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
     if spec.world == 1 {
         return 0;

@@ -48,6 +48,7 @@ pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
     plan
 }
 
+#[cfg(test)]
 pub(super) fn sent_elems(spec: &Spec) -> usize {
     (spec.world - 1) * spec.count
 }

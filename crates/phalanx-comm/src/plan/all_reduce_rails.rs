@@ -118,6 +118,7 @@ fn rotated(run: &Run, host: usize) -> impl Iterator<Item = (usize, usize)> {
     })
 }
 
+#[cfg(test)]
 pub(super) fn sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
     if spec.world == 1 {
         return 0;

@@ -51,6 +51,7 @@ pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
     plan
 }
 
+#[cfg(test)]
 pub(super) fn sent_elems(spec: &Spec, rank: usize) -> usize {
     if spec.world == 1 {
         return 0;

@@ -161,6 +161,7 @@ pub(super) fn segment_elems(spec: &Spec, longest: usize) -> usize {
     )
 }
 
+#[cfg(test)]
 pub(super) fn sent_elems(spec: &Spec, rank: usize) -> usize {
     [0, 1]
         .map(|tree| {

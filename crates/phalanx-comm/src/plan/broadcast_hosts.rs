@@ -126,6 +126,7 @@ fn gather(round: &mut Round, unit: &Unit, hosts: &Hosts, root: usize, rank: usiz
     }
 }
 
+#[cfg(test)]
 pub(super) fn sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
     if spec.world == 1 {
         return 0;

@@ -40,6 +40,7 @@ pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
     plan
 }
 
+#[cfg(test)]
 pub(super) fn sent_elems(spec: &Spec, rank: usize) -> usize {
     let distance = (rank + spec.world - spec.root) % spec.world;
     let children = (0..usize::BITS)

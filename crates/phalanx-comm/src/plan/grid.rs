@@ -32,6 +32,7 @@ pub(super) fn slices(spec: &Spec, hosts: &Hosts, host: usize) -> Chunks {
 }
 
 /// The elements that `rank` holds.
+#[cfg(test)]
 pub(super) fn held(spec: &Spec, hosts: &Hosts, rank: usize) -> Range<usize> {
     let host = hosts.host_of(rank);
     slices(spec, hosts, host).range(rank - hosts.ranks(host).start)

@@ -11,13 +11,12 @@
 //! executor runs ahead where no memory forbids it (`order.rs`).
 //!
 //! Because plans are data they can be *checked* before they are trusted:
-//! [`check::check`] simulates all ranks symbolically and compares the result
+//! `check` simulates all ranks symbolically and compares the result
 //! with what the collective promises.
 //!
 //! Vocabulary: a *bucket* (what the caller hands over) consists of *chunks*
 //! (one per rank); a transfer moves as *segments* (one frame each).
 
-mod all_gather;
 mod all_gather_hosts;
 mod all_reduce_chain;
 mod all_reduce_direct;
@@ -26,14 +25,13 @@ mod all_reduce_one_round;
 mod all_reduce_rails;
 mod all_reduce_ring;
 mod all_reduce_tree;
-mod all_to_all;
 mod barrier;
 mod broadcast_hosts;
 mod broadcast_scatter;
 mod broadcast_tree;
-pub mod check;
+#[cfg(test)]
+mod check;
 mod chunks;
-mod gather;
 mod grid;
 mod hosts;
 mod local;
@@ -44,10 +42,8 @@ mod prefix_chain;
 mod reduce_hosts;
 mod reduce_owners;
 mod reduce_root;
-mod reduce_scatter;
 mod reduce_scatter_hosts;
 mod reduce_tree;
-mod scatter;
 mod tree;
 mod uneven;
 
@@ -238,147 +234,215 @@ pub enum Method {
     AllReduceDirectShort,
 }
 
+/// How a method adds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fold {
+    /// The left fold in ascending rank order, rounded once.
+    Once,
+    /// The same; f16 and bf16 are rounded on every host.
+    PerHost,
+    /// Another order.
+    Other,
+}
+
+/// What is to say of a method beside its plan.
+struct Row {
+    method: Method,
+    collective: Collective,
+    name: &'static str,
+    fold: Fold,
+}
+
+const fn row(method: Method, collective: Collective, name: &'static str, fold: Fold) -> Row {
+    Row {
+        method,
+        collective,
+        name,
+        fold,
+    }
+}
+
 impl Method {
     /// Every method, in wire order.
-    pub const ALL: [Method; 24] = [
-        Method::AllReduceDirect,
-        Method::AllReduceOneRound,
-        Method::AllReduceRing,
-        Method::BroadcastTree,
-        Method::BroadcastScatter,
-        Method::ReduceRoot,
-        Method::ReduceOwners,
-        Method::AllGather,
-        Method::ReduceScatter,
-        Method::Gather,
-        Method::Scatter,
-        Method::AllToAll,
-        Method::Barrier,
-        Method::PointToPoint,
-        Method::AllReduceRails,
-        Method::AllReduceChain,
-        Method::AllReduceTree,
-        Method::AllReduceDoubling,
-        Method::ReduceTree,
-        Method::BroadcastHosts,
-        Method::AllGatherHosts,
-        Method::ReduceHosts,
-        Method::ReduceScatterHosts,
-        Method::AllReduceDirectShort,
+    const TABLE: [Row; 24] = [
+        row(
+            Method::AllReduceDirect,
+            Collective::AllReduce,
+            "direct",
+            Fold::Once,
+        ),
+        row(
+            Method::AllReduceOneRound,
+            Collective::AllReduce,
+            "one-round",
+            Fold::Once,
+        ),
+        row(
+            Method::AllReduceRing,
+            Collective::AllReduce,
+            "ring",
+            Fold::Other,
+        ),
+        row(
+            Method::BroadcastTree,
+            Collective::Broadcast,
+            "tree",
+            Fold::Once,
+        ),
+        row(
+            Method::BroadcastScatter,
+            Collective::Broadcast,
+            "scatter+all-gather",
+            Fold::Once,
+        ),
+        row(
+            Method::ReduceRoot,
+            Collective::Reduce,
+            "root folds",
+            Fold::Once,
+        ),
+        row(
+            Method::ReduceOwners,
+            Collective::Reduce,
+            "owners fold",
+            Fold::Once,
+        ),
+        row(
+            Method::AllGather,
+            Collective::AllGather,
+            "one round",
+            Fold::Once,
+        ),
+        row(
+            Method::ReduceScatter,
+            Collective::ReduceScatter,
+            "one round",
+            Fold::Once,
+        ),
+        row(Method::Gather, Collective::Gather, "one round", Fold::Once),
+        row(
+            Method::Scatter,
+            Collective::Scatter,
+            "one round",
+            Fold::Once,
+        ),
+        row(
+            Method::AllToAll,
+            Collective::AllToAll,
+            "one round",
+            Fold::Once,
+        ),
+        row(
+            Method::Barrier,
+            Collective::Barrier,
+            "dissemination",
+            Fold::Once,
+        ),
+        row(
+            Method::PointToPoint,
+            Collective::SendRecv,
+            "point to point",
+            Fold::Once,
+        ),
+        row(
+            Method::AllReduceRails,
+            Collective::AllReduce,
+            "rails",
+            Fold::Other,
+        ),
+        row(
+            Method::AllReduceChain,
+            Collective::AllReduce,
+            "chain",
+            Fold::PerHost,
+        ),
+        row(
+            Method::AllReduceTree,
+            Collective::AllReduce,
+            "tree",
+            Fold::Other,
+        ),
+        row(
+            Method::AllReduceDoubling,
+            Collective::AllReduce,
+            "doubling",
+            Fold::Once,
+        ),
+        row(Method::ReduceTree, Collective::Reduce, "tree", Fold::Other),
+        row(
+            Method::BroadcastHosts,
+            Collective::Broadcast,
+            "hosts",
+            Fold::Once,
+        ),
+        row(
+            Method::AllGatherHosts,
+            Collective::AllGather,
+            "hosts",
+            Fold::Once,
+        ),
+        row(
+            Method::ReduceHosts,
+            Collective::Reduce,
+            "hosts",
+            Fold::PerHost,
+        ),
+        row(
+            Method::ReduceScatterHosts,
+            Collective::ReduceScatter,
+            "hosts",
+            Fold::PerHost,
+        ),
+        row(
+            Method::AllReduceDirectShort,
+            Collective::AllReduce,
+            "direct-short",
+            Fold::Once,
+        ),
     ];
+
+    const fn row(self) -> &'static Row {
+        &Self::TABLE[self as usize]
+    }
+
+    /// Every method, in wire order.
+    pub fn all() -> impl Iterator<Item = Method> {
+        Self::TABLE.iter().map(|row| row.method)
+    }
 
     /// The collective that this method carries out. (A dissemination barrier
     /// also serves [`Collective::Shutdown`].)
     pub const fn collective(self) -> Collective {
-        match self {
-            Method::AllReduceDirect
-            | Method::AllReduceDirectShort
-            | Method::AllReduceOneRound
-            | Method::AllReduceRing
-            | Method::AllReduceRails
-            | Method::AllReduceChain
-            | Method::AllReduceTree
-            | Method::AllReduceDoubling => Collective::AllReduce,
-            Method::BroadcastTree | Method::BroadcastScatter | Method::BroadcastHosts => {
-                Collective::Broadcast
-            }
-            Method::ReduceRoot
-            | Method::ReduceOwners
-            | Method::ReduceTree
-            | Method::ReduceHosts => Collective::Reduce,
-            Method::AllGather | Method::AllGatherHosts => Collective::AllGather,
-            Method::ReduceScatter | Method::ReduceScatterHosts => Collective::ReduceScatter,
-            Method::Gather => Collective::Gather,
-            Method::Scatter => Collective::Scatter,
-            Method::AllToAll => Collective::AllToAll,
-            Method::Barrier => Collective::Barrier,
-            Method::PointToPoint => Collective::SendRecv,
-        }
+        self.row().collective
     }
 
     /// Whether reductions are the left fold in ascending rank order. All but
     /// those that [round on every host](Method::rounds_per_host) then round once,
     /// at the end.
     pub const fn canonical(self) -> bool {
-        !matches!(
-            self,
-            Method::AllReduceRing
-                | Method::AllReduceRails
-                | Method::AllReduceTree
-                | Method::ReduceTree
-        )
+        !matches!(self.row().fold, Fold::Other)
     }
 
     /// Whether the prefix of the fold is stored between hosts, so that f16 and bf16,
     /// which are folded in f32, are rounded on every host.
     pub const fn rounds_per_host(self) -> bool {
-        matches!(
-            self,
-            Method::AllReduceChain | Method::ReduceHosts | Method::ReduceScatterHosts
-        )
+        matches!(self.row().fold, Fold::PerHost)
     }
 
     /// The name used in messages and logs.
     pub const fn name(self) -> &'static str {
-        match self {
-            Method::AllReduceDirect => "direct",
-            Method::AllReduceDirectShort => "direct-short",
-            Method::AllReduceOneRound => "one-round",
-            Method::AllReduceRing => "ring",
-            Method::AllReduceRails => "rails",
-            Method::AllReduceChain => "chain",
-            Method::AllReduceDoubling => "doubling",
-            Method::BroadcastHosts
-            | Method::AllGatherHosts
-            | Method::ReduceHosts
-            | Method::ReduceScatterHosts => "hosts",
-            Method::AllReduceTree | Method::BroadcastTree | Method::ReduceTree => "tree",
-            Method::BroadcastScatter => "scatter+all-gather",
-            Method::ReduceRoot => "root folds",
-            Method::ReduceOwners => "owners fold",
-            Method::AllGather
-            | Method::ReduceScatter
-            | Method::Gather
-            | Method::Scatter
-            | Method::AllToAll => "one round",
-            Method::Barrier => "dissemination",
-            Method::PointToPoint => "point to point",
-        }
+        self.row().name
     }
 
     /// Code in frame headers.
     pub(crate) const fn wire(self) -> u8 {
-        match self {
-            Method::AllReduceDirect => 1,
-            Method::AllReduceOneRound => 2,
-            Method::AllReduceRing => 3,
-            Method::BroadcastTree => 4,
-            Method::BroadcastScatter => 5,
-            Method::ReduceRoot => 6,
-            Method::ReduceOwners => 7,
-            Method::AllGather => 8,
-            Method::ReduceScatter => 9,
-            Method::Gather => 10,
-            Method::Scatter => 11,
-            Method::AllToAll => 12,
-            Method::Barrier => 13,
-            Method::PointToPoint => 14,
-            Method::AllReduceRails => 15,
-            Method::AllReduceChain => 16,
-            Method::AllReduceTree => 17,
-            Method::AllReduceDoubling => 18,
-            Method::ReduceTree => 19,
-            Method::BroadcastHosts => 20,
-            Method::AllGatherHosts => 21,
-            Method::ReduceHosts => 22,
-            Method::ReduceScatterHosts => 23,
-            Method::AllReduceDirectShort => 24,
-        }
+        self as u8 + 1
     }
 
     /// Inverse of [`Method::wire`].
     pub(crate) fn from_wire(code: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|m| m.wire() == code)
+        let row = Self::TABLE.get(usize::from(code.checked_sub(1)?))?;
+        Some(row.method)
     }
 }
 
@@ -645,13 +709,13 @@ pub fn build_on(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
         Method::ReduceOwners => reduce_owners::build(spec, rank),
         Method::ReduceTree => reduce_tree::build(spec, rank),
         Method::ReduceHosts => reduce_hosts::build(spec, hosts, rank),
-        Method::AllGather => all_gather::build(spec, rank),
         Method::AllGatherHosts => all_gather_hosts::build(spec, hosts, rank),
-        Method::ReduceScatter => reduce_scatter::build(spec, rank),
         Method::ReduceScatterHosts => reduce_scatter_hosts::build(spec, hosts, rank),
-        Method::Gather => gather::build(spec, rank),
-        Method::Scatter => scatter::build(spec, rank),
-        Method::AllToAll => all_to_all::build(spec, rank),
+        Method::AllGather
+        | Method::ReduceScatter
+        | Method::Gather
+        | Method::Scatter
+        | Method::AllToAll => uneven::build(spec, rank),
         Method::Barrier => barrier::build(spec, rank),
         Method::PointToPoint => point_to_point::build(spec, rank),
     }
@@ -659,7 +723,8 @@ pub fn build_on(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
 
 /// Elements that `rank` sends in total, by the formula in the head comment of
 /// the method's file; the checker compares it with the plan.
-pub fn stated_sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
+#[cfg(test)]
+fn stated_sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
     match spec.method {
         Method::AllReduceRails => all_reduce_rails::sent_elems(spec, hosts, rank),
         Method::AllReduceChain => all_reduce_chain::sent_elems(spec, hosts, rank),
@@ -677,13 +742,13 @@ pub fn stated_sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
         Method::ReduceOwners => reduce_owners::sent_elems(spec, rank),
         Method::ReduceTree => reduce_tree::sent_elems(spec, rank),
         Method::ReduceHosts => reduce_hosts::sent_elems(spec, hosts, rank),
-        Method::AllGather => all_gather::sent_elems(spec),
         Method::AllGatherHosts => all_gather_hosts::sent_elems(spec, hosts, rank),
-        Method::ReduceScatter => reduce_scatter::sent_elems(spec),
         Method::ReduceScatterHosts => reduce_scatter_hosts::sent_elems(spec, hosts, rank),
-        Method::Gather => gather::sent_elems(spec, rank),
-        Method::Scatter => scatter::sent_elems(spec, rank),
-        Method::AllToAll => all_to_all::sent_elems(spec),
+        Method::AllGather
+        | Method::ReduceScatter
+        | Method::Gather
+        | Method::Scatter
+        | Method::AllToAll => uneven::sent_elems(spec, rank),
         Method::Barrier => 0,
         Method::PointToPoint => point_to_point::sent_elems(spec, rank),
     }

@@ -23,6 +23,7 @@ pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
     plan
 }
 
+#[cfg(test)]
 pub(super) fn sent_elems(spec: &Spec, rank: usize) -> usize {
     if rank == spec.root { spec.count } else { 0 }
 }

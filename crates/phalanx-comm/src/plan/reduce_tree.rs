@@ -81,6 +81,7 @@ pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
     plan
 }
 
+#[cfg(test)]
 pub(super) fn sent_elems(spec: &Spec, rank: usize) -> usize {
     if spec.world == 1 || rank == spec.root {
         0

@@ -1,8 +1,8 @@
-//! Collectives whose lengths differ by rank, in one round.
+//! Collectives in one round, of lengths that are equal or differ by rank.
 //!
-//! They are no [`Spec`](super::Spec)s: the lengths are part of them. All ranks
-//! know the same lengths (or, for all-to-all, have compared them), so both
-//! sides of every transfer agree on its size.
+//! Where they differ they are no [`Spec`]s: the lengths are part of them. All
+//! ranks know the same lengths (or, for all-to-all, have compared them), so
+//! both sides of every transfer agree on its size.
 //!
 //! *Steps:* 1 round.
 //! *Bytes sent per rank:* all-gather: `(P − 1)·n_r`; reduce-scatter: all
@@ -11,7 +11,7 @@
 //! *Order of additions:* canonical.
 //! *Scratch:* reduce-scatter: `P − 1` parts of the rank's own length.
 
-use super::{Buf, Part, RankPlan, Round, padded_elems, rotation, slot};
+use super::{Buf, Method, Part, RankPlan, Round, Spec, padded_elems, rotation, slot};
 
 /// One collective; lengths are in elements and indexed by rank.
 #[derive(Clone, Copy, Debug)]
@@ -29,6 +29,35 @@ pub(crate) enum Uneven<'a> {
         sends: &'a [usize],
         recvs: &'a [usize],
     },
+}
+
+/// The plan of a collective whose lengths are equal.
+pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
+    let lengths = &vec![spec.count; spec.world][..];
+    let root = spec.root;
+    let kind = match spec.method {
+        Method::AllGather => Uneven::AllGather { lengths },
+        Method::Gather => Uneven::Gather { lengths, root },
+        Method::Scatter => Uneven::Scatter { lengths, root },
+        Method::ReduceScatter => Uneven::ReduceScatter { lengths },
+        _ => Uneven::AllToAll {
+            sends: lengths,
+            recvs: lengths,
+        },
+    };
+    kind.plan(rank, spec.world, spec.elem_bytes)
+}
+
+/// What a rank sends then.
+#[cfg(test)]
+pub(super) fn sent_elems(spec: &Spec, rank: usize) -> usize {
+    let others = (spec.world - 1) * spec.count;
+    match spec.method {
+        Method::Gather if rank == spec.root => 0,
+        Method::Gather => spec.count,
+        Method::Scatter if rank != spec.root => 0,
+        _ => others,
+    }
 }
 
 /// Where each rank's run begins when `lengths` lie one behind the other.

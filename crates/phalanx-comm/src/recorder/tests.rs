@@ -22,7 +22,7 @@ fn operation(count: usize, label: Option<&Arc<str>>) -> Operation {
         root: 0,
         target: 0,
         count,
-        lacking: 0,
+        tail_padding: 0,
         lengths: 0,
         plan: None,
         label: label.cloned(),

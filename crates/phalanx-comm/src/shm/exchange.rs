@@ -69,8 +69,8 @@ impl Shape {
 /// From and below which size of a rank's input the others read it through the
 /// kernel: a system call and a look at each page have to be worth one copy
 /// less. Measured on two cores (README.md, "What was measured").
-fn read_bytes(collective: Collective, world: usize, is_crowded: bool) -> Range<usize> {
-    match (collective, is_crowded) {
+fn read_bytes(collective: Collective, world: usize, is_oversubscribed: bool) -> Range<usize> {
+    match (collective, is_oversubscribed) {
         // Everyone reads the same: it stays in a cache once it is staged.
         (Collective::Broadcast, true) => 0..0,
         (Collective::AllGather, true) => 512 << 10..usize::MAX,
@@ -90,7 +90,11 @@ impl Run<'_, '_> {
         let shm = &self.shm;
         let range = match shm.read_min_bytes {
             Some(min) => min..usize::MAX,
-            None => read_bytes(self.operation.collective, shm.world, shm.is_crowded()),
+            None => read_bytes(
+                self.operation.collective,
+                shm.world,
+                shm.is_oversubscribed(),
+            ),
         };
         self.reads_memory() && range.contains(&total)
     }
@@ -265,7 +269,7 @@ impl Run<'_, '_> {
     /// What `rank` has of the bytes `range` of a part.
     fn given(&self, rank: usize, range: Range<usize>) -> Range<usize> {
         let behind = (self.shm.world - 1 - rank) * self.operation.count;
-        let lacks = self.operation.lacking.saturating_sub(behind);
+        let lacks = self.operation.tail_padding.saturating_sub(behind);
         let has = self.operation.count.saturating_sub(lacks) * self.elem_bytes;
         range.start.min(has)..range.end.min(has)
     }

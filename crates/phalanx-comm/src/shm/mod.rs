@@ -58,7 +58,7 @@ const COPIED_MAX_BYTES: usize = 8 << 10;
 const VISITED_BYTES: usize = 256 << 10;
 /// The same when ranks share cores: a synchronisation costs several switches
 /// then, so there should be few.
-const CROWDED_STAGE_BYTES: usize = 1 << 20;
+const OVERSUBSCRIBED_STAGE_BYTES: usize = 1 << 20;
 
 /// One rank's part in the collectives in shared memory.
 pub(crate) struct Shm {
@@ -136,7 +136,7 @@ impl Shm {
         let most = if mesh.polls() {
             STAGE_BYTES
         } else {
-            CROWDED_STAGE_BYTES
+            OVERSUBSCRIBED_STAGE_BYTES
         };
         Some(Shm {
             arena: memory
@@ -178,7 +178,7 @@ impl Shm {
     }
 
     /// Whether the ranks share cores, as all have agreed.
-    fn is_crowded(&self) -> bool {
+    fn is_oversubscribed(&self) -> bool {
         self.stage_bytes > STAGE_BYTES
     }
 

@@ -97,7 +97,7 @@ impl Run<'_, '_> {
 
     /// Up to this size it is saved where data is registered, too.
     fn copied_bytes(&self) -> usize {
-        match self.shm.is_crowded() {
+        match self.shm.is_oversubscribed() {
             true => self.one_round_bytes(),
             false => self.one_round_bytes().min(COPIED_MAX_BYTES),
         }

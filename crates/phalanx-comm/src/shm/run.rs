@@ -307,7 +307,7 @@ impl<'a, 'b> Run<'a, 'b> {
     /// Bytes of one segment of `total` that all go through one stage.
     pub(super) fn segment_bytes(&self, total: usize) -> usize {
         let stage = self.shm.stage_bytes;
-        if self.shm.is_crowded() {
+        if self.shm.is_oversubscribed() {
             return stage;
         }
         (total / SEGMENTS_MIN)

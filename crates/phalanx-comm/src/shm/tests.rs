@@ -43,7 +43,7 @@ fn meet(offset: u64, wish: usize) -> crate::Error {
         root: 0,
         target: 0,
         count: COUNT,
-        lacking: 0,
+        tail_padding: 0,
         lengths: 0,
         plan: None,
         label: None,

@@ -5,7 +5,7 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use phalanx_comm::recorder::{Dump, State};
-use phalanx_comm::{Bucket, Call, ErrorKind, GroupOptions, ProcessGroup, ReduceOp, ReformOptions};
+use phalanx_comm::{Bucket, Call, ErrorKind, GroupOptions, ProcessGroup, ReduceOp, ShrinkOptions};
 
 use crate::common::{EVERYWHERE, Over, SOON, groups, on_each};
 
@@ -171,7 +171,7 @@ fn a_panic_leaves_a_dump() {
 /// A group that was formed anew tells of itself: not of the failure that it
 /// outlived, and by the numbers by which people know the ranks.
 #[test]
-fn after_a_reform_the_second_failure_is_told() {
+fn after_a_shrink_the_second_failure_is_told() {
     for over in EVERYWHERE {
         let dir = tempfile::tempdir().unwrap();
         let gate = Barrier::new(4);
@@ -180,27 +180,27 @@ fn after_a_reform_the_second_failure_is_told() {
             group.set_flight_dir(dir.path());
             group.barrier().unwrap();
             gate.wait();
-            let first_rank = group.rank();
-            if first_rank == 1 {
+            let global_rank = group.rank();
+            if global_rank == 1 {
                 return; // its links end
             }
             group.barrier().unwrap_err();
-            let (dump, _) = Dump::read(&file_of(&dir, first_rank)).unwrap();
-            assert_eq!((dump.rank, dump.epoch), (first_rank, 0));
+            let (dump, _) = Dump::read(&file_of(&dir, global_rank)).unwrap();
+            assert_eq!((dump.rank, dump.epoch), (global_rank, 0));
             let old = dump.taken_ns;
-            let group = group.reform(ReformOptions::default()).unwrap();
+            let group = group.shrink(ShrinkOptions::default()).unwrap();
             group.set_phase("backward");
             group.barrier().unwrap();
 
             let healthy = group.flight();
             assert_eq!((healthy.reason, healthy.failure), (None, None), "{over:?}");
-            assert_eq!((healthy.rank, healthy.world), (first_rank, 4));
+            assert_eq!((healthy.rank, healthy.world), (global_rank, 4));
             assert_eq!((healthy.epoch, healthy.members), (1, vec![0, 2, 3]));
             assert!(healthy.taken_ns > old);
             over_gate.wait();
 
             // The last rank does not come: number 2 now, 3 to people.
-            if first_rank == 3 {
+            if global_rank == 3 {
                 over_gate.wait();
                 return;
             }
@@ -213,8 +213,8 @@ fn after_a_reform_the_second_failure_is_told() {
                 matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Aborted),
                 "{error}"
             );
-            let (dump, _) = Dump::read(&file_of(&dir, first_rank)).unwrap();
-            assert_eq!((dump.rank, dump.epoch), (first_rank, 1), "{over:?}");
+            let (dump, _) = Dump::read(&file_of(&dir, global_rank)).unwrap();
+            assert_eq!((dump.rank, dump.epoch), (global_rank, 1), "{over:?}");
             let reason = dump.reason.as_deref().unwrap_or_default();
             assert!(reason.contains("timed out after "), "{over:?}: {reason}");
             let last = &dump.entries[0];

@@ -142,11 +142,11 @@ fn a_subgroup_knows_the_first_ranks_of_its_members() {
         let Some(part) = group.new_group(&[1, 2, 3]).unwrap() else {
             return;
         };
-        assert_eq!((part.rank(), part.first_rank()), (rank - 1, rank));
+        assert_eq!((part.rank(), part.global_rank()), (rank - 1, rank));
         let Some(pair) = part.new_group(&[0, 2]).unwrap() else {
             return;
         };
-        assert_eq!((pair.rank(), pair.first_rank()), (rank / 2, rank));
+        assert_eq!((pair.rank(), pair.global_rank()), (rank / 2, rank));
         pair.barrier().unwrap();
         if rank == 1 {
             // Leaves when it is waited for.

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
-use phalanx_comm::{ErrorKind, InitOptions, ProcessGroup, ReduceOp, ReformOptions};
+use phalanx_comm::{ErrorKind, InitOptions, ProcessGroup, ReduceOp, ShrinkOptions};
 use phalanx_store::{MemStore, Result, Store, TcpStore, auth};
 use phalanx_wire::Token;
 use phalanx_wire::handshake::{Hello, Role};
@@ -133,7 +133,7 @@ fn a_reform_waits_until_the_store_answers() {
                 store.silent.store(false, SeqCst);
             });
         }
-        let group = group.reform(ReformOptions::default()).unwrap();
+        let group = group.shrink(ShrinkOptions::default()).unwrap();
         assert_eq!((group.epoch(), group.world_size()), (1, 2));
         let mut sum = [1_i64];
         group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use phalanx_comm::{Call, Error, ErrorKind, InitOptions, ProcessGroup, ReduceOp, ReformOptions};
+use phalanx_comm::{Call, Error, ErrorKind, InitOptions, ProcessGroup, ReduceOp, ShrinkOptions};
 use phalanx_store::{MemStore, TcpServer};
 use phalanx_wire::Token;
 
@@ -24,17 +24,17 @@ fn all_ready(group: &ProcessGroup, gate: &Barrier) {
 /// machine.
 const STRAGGLER_WAIT: Duration = Duration::from_millis(1200);
 
-fn hasty() -> ReformOptions {
-    ReformOptions {
+fn hasty() -> ShrinkOptions {
+    ShrinkOptions {
         straggler_wait: STRAGGLER_WAIT,
         timeout: PATIENCE,
-        ..ReformOptions::default()
+        ..ShrinkOptions::default()
     }
 }
 
 /// The sum of first ranks over the group, by which its members are checked.
 fn sum_of_members(group: &ProcessGroup) -> i64 {
-    let mut data = [group.first_rank() as i64];
+    let mut data = [group.global_rank() as i64];
     group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
     data[0]
 }
@@ -59,11 +59,11 @@ fn survivors_go_on_whoever_was_lost() {
                         "{error}"
                     );
                     let other_handle = group.clone();
-                    let group = group.reform(hasty()).unwrap();
+                    let group = group.shrink(hasty()).unwrap();
                     assert_eq!(group.epoch(), 1);
                     assert_eq!(group.world_size(), world - 1);
                     assert_eq!(group.rank(), rank - usize::from(rank > victim));
-                    assert_eq!(group.first_rank(), rank);
+                    assert_eq!(group.global_rank(), rank);
                     let all: usize = (0..world).sum();
                     for _ in 0..3 {
                         assert_eq!(sum_of_members(&group), (all - victim) as i64);
@@ -90,29 +90,29 @@ fn twice_in_a_row_down_to_one() {
     for over in EVERYWHERE {
         let gates = [4, 3, 2].map(Barrier::new);
         on_each(groups(over, 4), |group| {
-            let first_rank = group.rank();
+            let global_rank = group.rank();
             let mut group = group;
             // Rank 0 goes, then rank 3, then rank 2: of 4, of 3, of 2.
             for (epoch, victim) in [(1, 0), (2, 3), (3, 2)] {
                 all_ready(&group, &gates[epoch as usize - 1]);
-                if first_rank == victim {
+                if global_rank == victim {
                     return;
                 }
                 group.barrier().unwrap_err();
-                let options = ReformOptions {
+                let options = ShrinkOptions {
                     min_world: Some(1),
                     ..hasty()
                 };
                 // With a minimum of one, a fast rank must wait for the others.
-                group = group.reform(options).unwrap();
+                group = group.shrink(options).unwrap();
                 assert_eq!(group.epoch(), epoch);
                 assert_eq!(group.world_size(), 4 - epoch as usize);
             }
-            assert_eq!((group.rank(), group.first_rank()), (0, 1));
+            assert_eq!((group.rank(), group.global_rank()), (0, 1));
             assert_eq!(sum_of_members(&group), 1);
             // Nobody is left: the epoch still changes hands.
             group.abort("enough");
-            let group = group.reform(hasty()).unwrap();
+            let group = group.shrink(hasty()).unwrap();
             assert_eq!((group.epoch(), group.world_size()), (4, 1));
         });
     }
@@ -129,10 +129,10 @@ fn all_may_go_on_after_an_abort() {
                 group.abort("changed my mind");
             }
             let started = Instant::now();
-            let group = group.reform(ReformOptions {
+            let group = group.shrink(ShrinkOptions {
                 straggler_wait: PATIENCE,
                 timeout: PATIENCE,
-                ..ReformOptions::default()
+                ..ShrinkOptions::default()
             });
             let group = group.unwrap();
             assert_eq!((group.rank(), group.world_size()), (rank, 3));
@@ -152,7 +152,7 @@ fn a_straggler_is_refused_with_the_reason() {
             all_ready(&group, &formed);
             if rank == 2 {
                 formed.wait();
-                let error = group.reform(hasty()).unwrap_err();
+                let error = group.shrink(hasty()).unwrap_err();
                 assert_eq!(error.kind(), ErrorKind::Excluded, "{error}");
                 let text = error.to_string();
                 assert!(
@@ -163,7 +163,7 @@ fn a_straggler_is_refused_with_the_reason() {
                 );
                 return;
             }
-            let group = group.reform(hasty()).unwrap();
+            let group = group.shrink(hasty()).unwrap();
             formed.wait();
             for _ in 0..20 {
                 assert_eq!(sum_of_members(&group), 4);
@@ -182,7 +182,7 @@ fn less_than_a_majority_does_not_go_on() {
             return;
         }
         let error = group
-            .reform(ReformOptions {
+            .shrink(ShrinkOptions {
                 timeout: Duration::from_millis(3000),
                 ..hasty()
             })
@@ -208,12 +208,12 @@ fn there_is_never_more_than_one_group() {
             let rank = group.rank() as u64;
             let pause = (rank * 7919 + round * 104_729) % 400;
             std::thread::sleep(Duration::from_millis(pause));
-            let options = ReformOptions {
+            let options = ShrinkOptions {
                 min_world: Some(2),
                 straggler_wait: Duration::from_millis(100),
                 timeout: PATIENCE,
             };
-            match group.reform(options) {
+            match group.shrink(options) {
                 Ok(group) => {
                     let sum = sum_of_members(&group);
                     let outcome = (group.epoch(), group.world_size(), sum);
@@ -239,7 +239,7 @@ fn there_is_never_more_than_one_group() {
 fn a_subgroup_cannot_be_formed_anew() {
     on_each(groups(Over::Thread, 2), |group| {
         let sub = group.new_group(&[0, 1]).unwrap().unwrap();
-        let error = sub.reform(hasty()).unwrap_err();
+        let error = sub.shrink(hasty()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Usage);
         group.barrier().unwrap();
     });
@@ -270,7 +270,7 @@ fn a_store_that_died_with_rank_0_is_the_end_and_says_so() {
                     return;
                 }
                 group.barrier().unwrap_err();
-                let error = group.reform(hasty()).unwrap_err();
+                let error = group.shrink(hasty()).unwrap_err();
                 assert!(
                     error.to_string().contains("rank 0 hosts the store"),
                     "{error}"
@@ -428,7 +428,7 @@ fn child() {
             "{error}"
         );
         group = group
-            .reform(ReformOptions {
+            .shrink(ShrinkOptions {
                 min_world: Some(2),
                 ..hasty()
             })
@@ -445,7 +445,7 @@ fn kill_two_of_four(over: &str, victims: [usize; 2]) {
     let mut ranks: Vec<Rank> = (0..PROCESSES)
         .map(|rank| {
             let child = Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "reform::child", "--nocapture"])
+                .args(["--exact", "shrink::child", "--nocapture"])
                 .env(PLACE, &place)
                 .env(TOKEN, token.to_hex())
                 .env(RANK, rank.to_string())
@@ -519,7 +519,7 @@ fn defaults_of_the_handle_carry_over() {
             ..Call::default()
         });
         drop(group);
-        let group = hasty_calls.reform(hasty()).unwrap();
+        let group = hasty_calls.shrink(hasty()).unwrap();
         if group.rank() == 0 {
             let error = group.recv(&mut [0u8; 1], 1).unwrap_err();
             failed.wait();

@@ -5,8 +5,8 @@
 //!
 //! | key                           | value              | written by                     |
 //! |-------------------------------|--------------------|--------------------------------|
-//! | `reform/JOB/EPOCH/here/F`     | `1`                | every rank that wants to go on |
-//! | `reform/JOB/EPOCH/members`    | `F F F …`, by rank | one of them, by compare-and-set |
+//! | `shrink/JOB/EPOCH/here/F`     | `1`                | every rank that wants to go on |
+//! | `shrink/JOB/EPOCH/members`    | `F F F …`, by rank | one of them, by compare-and-set |
 //!
 //! `F` is a rank's number in the first epoch, which never changes; the new
 //! ranks are the indices in the list, in the old order.
@@ -37,7 +37,7 @@ use crate::{Error, ErrorKind, Result};
 
 /// How a group is formed anew. All ranks must choose alike.
 #[derive(Clone, Debug)]
-pub struct ReformOptions {
+pub struct ShrinkOptions {
     /// Fewest ranks with which to go on; default: more than half of the group
     /// that ended, so that two parts of it can never both go on.
     pub min_world: Option<usize>,
@@ -48,9 +48,9 @@ pub struct ReformOptions {
     pub timeout: Duration,
 }
 
-impl Default for ReformOptions {
+impl Default for ShrinkOptions {
     fn default() -> Self {
-        ReformOptions {
+        ShrinkOptions {
             min_world: None,
             straggler_wait: Duration::from_secs(1),
             timeout: Duration::from_secs(60),
@@ -75,15 +75,15 @@ impl ProcessGroup {
     /// stays in it.
     ///
     /// *Blocks until* all ranks of the old group have come, or at least
-    /// [`ReformOptions::min_world`] and no other for
-    /// [`ReformOptions::straggler_wait`]; at most [`ReformOptions::timeout`].
+    /// [`ShrinkOptions::min_world`] and no other for
+    /// [`ShrinkOptions::straggler_wait`]; at most [`ShrinkOptions::timeout`].
     ///
     /// # Errors
     ///
     /// `Timeout` naming the ranks that did not come when too few did;
     /// `Excluded` when the others went on without this rank; `PeerLost` when
     /// the store is gone (rank 0 hosted it and died); `Usage` for a subgroup.
-    pub fn reform(self, options: ReformOptions) -> Result<ProcessGroup> {
+    pub fn shrink(self, options: ShrinkOptions) -> Result<ProcessGroup> {
         let (rank, old) = (self.core.rank, self.core.epoch);
         let named = |e: Error| e.with_rank(rank).with_operation("forming the group anew");
         if self.core.id != WORLD_GROUP {
@@ -91,7 +91,7 @@ impl ProcessGroup {
                 "only the group of all ranks can be formed anew; make its subgroups again then",
             )));
         }
-        let first_rank = self.core.identity.first_rank;
+        let global_rank = self.core.identity.global_rank;
         // No failure of this rank: the recorder is not told.
         let cause = format!("rank {rank} leaves epoch {old} to form the next");
         self.core.abort.poison(&Poison::new(rank, cause));
@@ -115,7 +115,7 @@ impl ProcessGroup {
                 .checked_add(1)
                 .ok_or_else(|| named(Error::usage("there are no more epochs")))?;
             let members = meeting.meet(&origin, epoch).map_err(named)?;
-            let Some(rank) = members.iter().position(|f| *f == first_rank) else {
+            let Some(rank) = members.iter().position(|f| *f == global_rank) else {
                 return Err(named(meeting.excluded(epoch, &members)));
             };
             let member = Member {
@@ -162,7 +162,7 @@ struct Reform<'a> {
     /// Size of the group that ended.
     world: usize,
     min_world: usize,
-    options: &'a ReformOptions,
+    options: &'a ShrinkOptions,
     deadline: Instant,
 }
 
@@ -172,7 +172,7 @@ impl Reform<'_> {
     }
 
     fn prefix(&self, epoch: u32) -> String {
-        format!("reform/{:016x}/{epoch}", self.identity.job)
+        format!("shrink/{:016x}/{epoch}", self.identity.job)
     }
 
     /// Comes to the meeting of `epoch` and returns its members, by first rank.
@@ -194,9 +194,9 @@ impl Reform<'_> {
             )
             .with_source(e)
         };
-        let here = |first_rank: usize| format!("{prefix}/here/{first_rank}");
+        let here = |global_rank: usize| format!("{prefix}/here/{global_rank}");
         store
-            .set(&here(self.identity.first_rank), b"1")
+            .set(&here(self.identity.global_rank), b"1")
             .map_err(lost)?;
         let keys: Vec<String> = self.identity.roster.iter().map(|f| here(*f)).collect();
         let names: Vec<&str> = keys.iter().map(String::as_str).collect();
@@ -283,7 +283,7 @@ impl Reform<'_> {
             format!(
                 "epoch {epoch} was formed without this rank (first rank {}): the others (first ranks {}) waited \
                  {:.1} s for it; start it anew to take part in a later run",
-                self.identity.first_rank,
+                self.identity.global_rank,
                 list(members),
                 self.options.straggler_wait.as_secs_f64(),
             ),

@@ -2,7 +2,7 @@
 //! the bits of a fresh run from the same state at their number.
 
 use crate::common::{ALL, Over, bits, ranks};
-use phalanx_comm::{ProcessGroup, ReformOptions};
+use phalanx_comm::{ProcessGroup, ShrinkOptions};
 use phalanx_ddp::{BucketCaps, DdpOptions, DistributedDataParallel, agree_on_state, verify_equal};
 use phalanx_nn::layers::Linear;
 use phalanx_nn::optim::{Optimizer, Sgd};
@@ -131,7 +131,7 @@ fn train(
         let number = optimizer.steps();
         let (x, y) = data(number, group.rank(), group.world_size());
         let ends = lost
-            .filter(|(rank, step, _)| (*rank, *step) == (group.first_rank(), number))
+            .filter(|(rank, step, _)| (*rank, *step) == (group.global_rank(), number))
             .filter(|_| group.epoch() == 0)
             .map(|(_, _, ends)| ends);
         if ends == Some(Ends::BeforeBackward) {
@@ -159,10 +159,10 @@ fn train(
             Err(_) => {
                 drop(ddp);
                 group = group
-                    .reform(ReformOptions {
+                    .shrink(ShrinkOptions {
                         // Nobody who comes is left out on a busy machine.
                         straggler_wait: Duration::from_millis(1000),
-                        ..ReformOptions::default()
+                        ..ShrinkOptions::default()
                     })
                     .expect("formed anew");
                 let steps = agree_on_state(&group, &mut params, &mut optimizer).expect("agreed");
