@@ -32,8 +32,8 @@ pub(super) fn last_known(
     let story = analysis::tell(&dumps(ranks, stopped));
     // Without an operation at which the ranks part there is nothing to add to
     // the error itself.
-    let epoch = format!("epoch {}: ", story.epoch);
-    let sentence = story.sentence.strip_prefix(&epoch);
+    let generation = format!("generation {}: ", story.generation);
+    let sentence = story.sentence.strip_prefix(&generation);
     sentence.filter(|_| story.seq.is_some()).map(str::to_owned)
 }
 

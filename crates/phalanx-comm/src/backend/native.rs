@@ -22,10 +22,10 @@ pub(crate) struct Native {
 }
 
 impl Native {
-    pub(crate) fn new(mesh: Mesh, epoch: u32, group: u32, limits: &Limits) -> Native {
+    pub(crate) fn new(mesh: Mesh, generation: u32, group: u32, limits: &Limits) -> Native {
         Native {
             shm: Shm::new(&mesh, limits),
-            executor: Executor::new(&mesh, epoch, group, limits.segment_bytes),
+            executor: Executor::new(&mesh, generation, group, limits.segment_bytes),
             mesh,
         }
     }

@@ -89,7 +89,7 @@ impl Memory {
 
 /// Runs plans over the links of one rank in one group, one after another.
 pub(crate) struct Executor {
-    epoch: u32,
+    generation: u32,
     group: u32,
     rank: usize,
     world: usize,
@@ -121,10 +121,10 @@ struct Sources(Vec<Source>);
 unsafe impl Send for Sources {}
 
 impl Executor {
-    pub(crate) fn new(mesh: &Mesh, epoch: u32, group: u32, segment_bytes: usize) -> Self {
+    pub(crate) fn new(mesh: &Mesh, generation: u32, group: u32, segment_bytes: usize) -> Self {
         let world = mesh.world();
         Executor {
-            epoch,
+            generation,
             group,
             rank: mesh.rank(),
             world,
@@ -213,7 +213,7 @@ impl Executor {
     fn frames<'a>(&self, signature: &'a Signature) -> Context<'a> {
         Context {
             signature,
-            epoch: self.epoch,
+            generation: self.generation,
             group: self.group,
             rank: self.rank,
         }
@@ -317,11 +317,11 @@ impl Executor {
         awaits: impl Iterator<Item = Awaited>,
         times: (Instant, Instant),
     ) {
-        let (epoch, group) = (self.epoch, self.group);
+        let (generation, group) = (self.generation, self.group);
         if let Some(board) = &mut context.board {
             board.stalled(
                 signature,
-                || signature.header(epoch, group),
+                || signature.header(generation, group),
                 &context.begun,
                 awaits,
                 times,

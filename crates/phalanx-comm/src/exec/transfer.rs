@@ -25,7 +25,7 @@ const INLINE_BYTES: usize = 4096;
 #[derive(Clone, Copy)]
 pub(super) struct Context<'a> {
     pub(super) signature: &'a Signature,
-    pub(super) epoch: u32,
+    pub(super) generation: u32,
     pub(super) group: u32,
     pub(super) rank: usize,
 }
@@ -105,7 +105,7 @@ impl Sender {
     }
 
     fn begin(&mut self, frame: &Frame, payload: &[u8], context: &Context<'_>) {
-        let mut header = context.signature.header(context.epoch, context.group);
+        let mut header = context.signature.header(context.generation, context.group);
         header.step = frame.step;
         header.stream = frame.stream;
         header.offset = frame.offset;
@@ -193,12 +193,12 @@ impl Receiver {
                 ),
             ));
         }
-        if (header.epoch, header.group) != (context.epoch, context.group) {
+        if (header.epoch, header.group) != (context.generation, context.group) {
             return Err(Error::protocol(
                 peer,
                 format!(
-                    "rank {peer} sent a frame of epoch {}, group {:#x} into epoch {}, group {:#x}",
-                    header.epoch, header.group, context.epoch, context.group
+                    "rank {peer} sent a frame of generation {}, group {:#x} into generation {}, group {:#x}",
+                    header.epoch, header.group, context.generation, context.group
                 ),
             ));
         }
@@ -286,7 +286,7 @@ mod tests {
     fn context(signature: &Signature) -> Context<'_> {
         Context {
             signature,
-            epoch: 1,
+            generation: 1,
             group: 2,
             rank: 0,
         }

@@ -564,7 +564,7 @@ impl ProcessGroup {
         let (work, completer) = Work::new(self.core.callers.clone());
         let rank = self.core.rank;
         let recorder = Arc::clone(&self.core.recorder);
-        let ticket = recorder.queued(self.core.epoch, self.core.id, &operation);
+        let ticket = recorder.queued(self.core.generation, self.core.id, &operation);
         self.core.queue.submit(Box::new(move |runner| {
             let runner = match runner {
                 Ok(runner) => runner,

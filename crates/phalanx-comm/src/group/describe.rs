@@ -7,23 +7,23 @@ use crate::TransportKind;
 
 impl ProcessGroup {
     /// This rank's membership in one line, for logs: rank and world, group
-    /// and epoch, how the others are reached, and how this rank waits for
+    /// and generation, how the others are reached, and how this rank waits for
     /// them. *Not guaranteed:* the wording.
     ///
     /// ```
     /// use phalanx_comm::{GroupOptions, ProcessGroup};
     /// let group = ProcessGroup::threads(3, GroupOptions::default()).remove(1);
     /// let text = group.describe();
-    /// assert!(text.starts_with("rank 1 of 3 (group 0, epoch 0), thread to 0, 2; "), "{text}");
+    /// assert!(text.starts_with("rank 1 of 3 (group 0, generation 0), thread to 0, 2; "), "{text}");
     /// ```
     pub fn describe(&self) -> String {
         let core = &self.core;
         let mut text = format!(
-            "rank {} of {} (group {:#x}, epoch {})",
+            "rank {} of {} (group {:#x}, generation {})",
             core.rank,
             core.world,
             core.id,
-            self.epoch()
+            self.generation()
         )
         .replace("group 0x0,", "group 0,");
         for kind in [
@@ -46,7 +46,7 @@ impl ProcessGroup {
     }
 
     /// How often the job had been formed anew when this group was.
-    pub fn epoch(&self) -> u32 {
-        self.core.epoch
+    pub fn generation(&self) -> u32 {
+        self.core.generation
     }
 }

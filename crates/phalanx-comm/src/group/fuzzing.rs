@@ -39,7 +39,7 @@ pub(crate) fn environment_seeds() -> Vec<Vec<u8>> {
     .into()
 }
 
-/// The members of the next epoch.
+/// The members of the next generation.
 pub(crate) fn members(data: &[u8]) {
     if let Ok(members) = shrink::decode(data) {
         assert!(!members.is_empty() && members.is_sorted_by(|a, b| a < b));

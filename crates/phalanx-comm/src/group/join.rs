@@ -31,12 +31,12 @@ const ASKING_THREADS: usize = 2;
 /// Distance between two looks at whether a wait is to be reported.
 const TURN: Duration = Duration::from_millis(100);
 
-/// What later subgroups, and later epochs, need to form their own links.
+/// What later subgroups, and later generations, need to form their own links.
 #[derive(Clone)]
 pub(super) struct Processes {
     pub(super) store: Arc<dyn Store>,
     pub(super) token: Token,
-    pub(super) epoch: u32,
+    pub(super) generation: u32,
     pub(super) bind: BindAddr,
     pub(super) options: InitOptions,
     /// Rank 0 hosts the store unless the launcher does; it ends with the last
@@ -62,7 +62,7 @@ impl Processes {
                 rank,
                 world,
                 token: self.token.clone(),
-                epoch: self.epoch,
+                generation: self.generation,
                 group,
                 timeout,
                 bind: self.bind,
@@ -77,7 +77,7 @@ impl Processes {
                 streams: streams(self.options.streams, environment)?,
             },
         )?;
-        mesh.agree_through(&self.store, self.epoch, group);
+        mesh.agree_through(&self.store, self.generation, group);
         Ok(mesh)
     }
 }
@@ -123,7 +123,7 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
         Meeting::Alone => Processes {
             store: Arc::new(MemStore::new()),
             token: known.map_or_else(mint, Ok)?,
-            epoch: launch.epoch,
+            generation: launch.generation,
             bind: bind(&options, None),
             options: options.clone(),
             _host: None,
@@ -181,7 +181,7 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
             Processes {
                 store: Arc::new(store),
                 token,
-                epoch: launch.epoch,
+                generation: launch.generation,
                 // Not before: the name may be known only when rank 0 is up.
                 bind: bind(&options, resolve(host, *port)?.first().copied()),
                 options: options.clone(),
@@ -192,12 +192,12 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
             let store: Arc<dyn Store> = Arc::new(FileStore::open(path)?);
             let token = match known {
                 Some(token) => token,
-                None => agree_on_token(&*store, launch.epoch)?,
+                None => agree_on_token(&*store, launch.generation)?,
             };
             Processes {
                 store,
                 token,
-                epoch: launch.epoch,
+                generation: launch.generation,
                 bind: bind(&options, None),
                 options: options.clone(),
                 _host: None,
@@ -207,7 +207,7 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
     let mesh = processes.form(WORLD_GROUP, launch.rank, launch.world, left())?;
     if launch.rank == 0 && matches!(launch.meeting, Meeting::File(_)) {
         // Everyone has it, and the file may outlive the job.
-        processes.store.delete(&token_key(launch.epoch))?;
+        processes.store.delete(&token_key(launch.generation))?;
     }
     Ok((mesh, processes))
 }
@@ -296,15 +296,15 @@ fn known_token(source: &TokenSource) -> Result<Option<Token>> {
     }
 }
 
-fn token_key(epoch: u32) -> String {
-    format!("join/{epoch}/token")
+fn token_key(generation: u32) -> String {
+    format!("join/{generation}/token")
 }
 
 /// The ranks of one private file agree on a token through it: whoever may
 /// read the file may join, which is what its mode is for.
-fn agree_on_token(store: &dyn Store, epoch: u32) -> Result<Token> {
+fn agree_on_token(store: &dyn Store, generation: u32) -> Result<Token> {
     let mine = mint()?.to_hex();
-    let agreed = store.compare_set(&token_key(epoch), None, mine.as_bytes())?;
+    let agreed = store.compare_set(&token_key(generation), None, mine.as_bytes())?;
     Token::from_hex(&String::from_utf8_lossy(&agreed)).map_err(|e| {
         Error::usage(format!("the store file holds a broken token: {e}")).with_source(e)
     })

@@ -19,7 +19,7 @@ pub(super) const TOKEN: &str = "PHALANX_TOKEN";
 const STORE: &str = "PHALANX_STORE";
 /// `True`: torchrun hosts PyTorch's store at `MASTER_ADDR:MASTER_PORT`.
 const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
-const EPOCH: &str = "PHALANX_EPOCH";
+const GENERATION: &str = "PHALANX_EPOCH";
 const RESTARTS: &str = "TORCHELASTIC_RESTART_COUNT";
 const THREADS: &str = "PHALANX_THREADS";
 const STREAMS: &str = "PHALANX_STREAMS";
@@ -92,7 +92,7 @@ pub(super) enum TokenSource {
 pub(super) struct Launch {
     pub(super) rank: usize,
     pub(super) world: usize,
-    pub(super) epoch: u32,
+    pub(super) generation: u32,
     pub(super) meeting: Meeting,
     pub(super) token: TokenSource,
     /// Somebody else hosts the TCP store.
@@ -119,10 +119,10 @@ impl Launch {
         let rank = number(options.rank, RANK)?;
         let world = number(options.world_size, WORLD_SIZE)?;
         check_rank(rank, world)?;
-        let epoch = match options.epoch {
-            Some(epoch) => epoch,
-            None => match variable(EPOCH) {
-                Some(text) => parse(EPOCH, &text)?,
+        let generation = match options.generation {
+            Some(generation) => generation,
+            None => match variable(GENERATION) {
+                Some(text) => parse(GENERATION, &text)?,
                 None => match variable(RESTARTS) {
                     Some(text) => parse(RESTARTS, &text)?,
                     None => 0,
@@ -138,7 +138,7 @@ impl Launch {
         Ok(Launch {
             rank,
             world,
-            epoch,
+            generation,
             meeting,
             token,
             external_store,
@@ -290,7 +290,7 @@ mod tests {
     #[test]
     fn environment_is_read_like_pytorchs() {
         let launch = resolve("env://", &TWO).unwrap();
-        assert_eq!((launch.rank, launch.world, launch.epoch), (1, 2, 0));
+        assert_eq!((launch.rank, launch.world, launch.generation), (1, 2, 0));
         assert_eq!(
             launch.meeting,
             Meeting::Tcp {
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn launchers_store_token_and_epoch_are_honoured() {
+    fn launchers_store_token_and_generation_are_honoured() {
         let mut variables = TWO.to_vec();
         variables.extend([
             (STORE, "[::1]:7000"),
@@ -315,10 +315,10 @@ mod tests {
         assert!(launch.external_store);
         let host = "::1".into();
         assert_eq!(launch.meeting, Meeting::Tcp { host, port: 7000 });
-        assert_eq!(launch.epoch, 3);
+        assert_eq!(launch.generation, 3);
         assert_eq!(launch.token, TokenSource::File("/proc/self/fd/9".into()));
-        variables.extend([(EPOCH, "5")]);
-        assert_eq!(resolve("env://", &variables).unwrap().epoch, 5);
+        variables.extend([(GENERATION, "5")]);
+        assert_eq!(resolve("env://", &variables).unwrap().generation, 5);
         let external = [(RANK, "0"), (WORLD_SIZE, "2"), (STORE, "external")];
         assert!(resolve("tcp://h:1", &external).unwrap().external_store);
         // Who names another place hosts the store there.
@@ -350,11 +350,11 @@ mod tests {
             init_method: "tcp://[::1]:7000".into(),
             rank: Some(0),
             world_size: Some(3),
-            epoch: Some(9),
+            generation: Some(9),
             ..InitOptions::default()
         };
         let launch = Launch::resolve(&options, |_| Some("7".into())).unwrap();
-        assert_eq!((launch.rank, launch.world, launch.epoch), (0, 3, 9));
+        assert_eq!((launch.rank, launch.world, launch.generation), (0, 3, 9));
         assert_eq!(
             launch.meeting,
             Meeting::Tcp {

@@ -106,7 +106,7 @@ struct Core {
     rank: usize,
     world: usize,
     id: u32,
-    epoch: u32,
+    generation: u32,
     recorder: Arc<Recorder>,
     identity: Identity,
     abort: AbortHandle,
@@ -134,7 +134,7 @@ impl Drop for Core {
         if std::thread::panicking() {
             let reason = format!("rank {} panicked", self.rank);
             self.recorder
-                .failed((self.epoch, self.id), &reason, Failure::Panicked);
+                .failed((self.generation, self.id), &reason, Failure::Panicked);
         }
     }
 }
@@ -143,7 +143,7 @@ impl Drop for Core {
 enum Origin {
     Threads {
         registry: Arc<Registry>,
-        /// Where later epochs meet.
+        /// Where later generations meet.
         store: Arc<dyn Store>,
         ring_bytes: usize,
         arena_bytes: Option<usize>,
@@ -151,12 +151,12 @@ enum Origin {
     Processes(Box<Processes>),
 }
 
-/// Who a rank is over all epochs of a job, in which its number may change.
+/// Who a rank is over all generations of a job, in which its number may change.
 #[derive(Clone, Debug)]
 struct Identity {
-    /// Its rank in the first epoch.
+    /// Its rank in the first generation.
     global_rank: usize,
-    /// The first ranks of this epoch's members, by rank.
+    /// The first ranks of this generation's members, by rank.
     roster: Arc<[usize]>,
     /// Tells the job from others that used the same store.
     job: u64,
@@ -204,7 +204,7 @@ impl ProcessGroup {
         let processes = Processes {
             store,
             token,
-            epoch: options.epoch.unwrap_or(0),
+            generation: options.generation.unwrap_or(0),
             bind: options.bind.map_or(BindAddr::Loopback, BindAddr::Ip),
             _host: None,
             options,
@@ -264,7 +264,7 @@ impl ProcessGroup {
                         rank,
                         world,
                         id: WORLD_GROUP,
-                        epoch: 0,
+                        generation: 0,
                         limits: options.limits(),
                         algorithm: options.algorithm,
                         identity: None,
@@ -296,7 +296,7 @@ impl ProcessGroup {
             rank,
             world,
             id: WORLD_GROUP,
-            epoch: processes.epoch,
+            generation: processes.generation,
             limits: processes.options.limits(),
             algorithm: processes.options.algorithm,
             identity: None,
@@ -328,7 +328,7 @@ impl ProcessGroup {
             roster: (0..member.world).collect(),
             job: mesh.instance(),
         });
-        let which = (member.epoch, member.id, identity.job);
+        let which = (member.generation, member.id, identity.job);
         let keys = Arc::new(GroupKeys::new(origin.store(), which, abort.clone()));
         let asked = match &*origin {
             Origin::Threads { .. } => None,
@@ -336,7 +336,7 @@ impl ProcessGroup {
         };
         let watched = Watched::new(
             Arc::clone(&recorder),
-            (member.epoch, member.id),
+            (member.generation, member.id),
             member.rank,
             mesh.cells(),
             asked,
@@ -345,7 +345,7 @@ impl ProcessGroup {
         let flight = Flight::new(watched, kinds, &identity.roster);
         let board =
             (member.world > 1).then(|| Board::new(Arc::clone(&keys), member.rank, abort.clone()));
-        let native = Native::new(mesh, member.epoch, member.id, &member.limits);
+        let native = Native::new(mesh, member.generation, member.id, &member.limits);
         let numbers = (member.rank, member.world);
         let mut runner = Runner::new(Box::new(native), flight, numbers, member.limits, board);
         if probe && selector.hosts().count() > 1 {
@@ -357,7 +357,7 @@ impl ProcessGroup {
             rank = member.rank,
             world = member.world,
             group = member.id,
-            epoch = member.epoch,
+            generation = member.generation,
             wait = %budgets,
             hosts = selector.hosts().count(),
             costs = ?selector.costs(),
@@ -370,7 +370,7 @@ impl ProcessGroup {
                 rank: member.rank,
                 world: member.world,
                 id: member.id,
-                epoch: member.epoch,
+                generation: member.generation,
                 recorder,
                 identity,
                 abort,
@@ -407,7 +407,7 @@ impl ProcessGroup {
         self.core.world
     }
 
-    /// This rank's number in the job's first epoch, by which people know it;
+    /// This rank's number in the job's first generation, by which people know it;
     /// [`ProcessGroup::shrink`] gives other ones.
     pub fn global_rank(&self) -> usize {
         self.core.identity.global_rank
@@ -485,7 +485,7 @@ impl ProcessGroup {
     pub fn abort(&self, cause: &str) {
         let core = &*self.core;
         core.recorder
-            .failed((core.epoch, core.id), cause, Failure::Aborted);
+            .failed((core.generation, core.id), cause, Failure::Aborted);
         core.abort.poison(&Poison::new(core.rank, cause));
     }
 
@@ -630,7 +630,7 @@ struct Member {
     rank: usize,
     world: usize,
     id: u32,
-    epoch: u32,
+    generation: u32,
     limits: Limits,
     algorithm: Algorithm,
     /// `None`: this is its first group.

@@ -64,8 +64,8 @@ pub struct InitOptions {
     pub token: Option<Token>,
     /// How often the job has been formed anew; default: the variables
     /// `PHALANX_EPOCH`, then `TORCHELASTIC_RESTART_COUNT`, then 0. Ranks of
-    /// different epochs do not meet.
-    pub epoch: Option<u32>,
+    /// different generations do not meet.
+    pub generation: Option<u32>,
     /// Deadline for all ranks to join; 300 s.
     pub timeout: Duration,
     /// Deadline of an operation; 600 s.
@@ -123,7 +123,7 @@ impl Default for InitOptions {
             rank: None,
             world_size: None,
             token: None,
-            epoch: None,
+            generation: None,
             timeout: FORMING,
             op_timeout: OPERATION,
             first_op_timeout: FIRST_OPERATION,

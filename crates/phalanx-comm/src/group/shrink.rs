@@ -1,14 +1,14 @@
 //! A new group of the ranks that are left, in the same processes.
 //!
-//! A poisoned group never recovers; a new one is formed under the next epoch.
+//! A poisoned group never recovers; a new one is formed under the next generation.
 //! The ranks meet in the store through which the job was formed:
 //!
 //! | key                           | value              | written by                     |
 //! |-------------------------------|--------------------|--------------------------------|
-//! | `shrink/JOB/EPOCH/here/F`     | `1`                | every rank that wants to go on |
-//! | `shrink/JOB/EPOCH/members`    | `F F F …`, by rank | one of them, by compare-and-set |
+//! | `shrink/JOB/GENERATION/here/F`     | `1`                | every rank that wants to go on |
+//! | `shrink/JOB/GENERATION/members`    | `F F F …`, by rank | one of them, by compare-and-set |
 //!
-//! `F` is a rank's number in the first epoch, which never changes; the new
+//! `F` is a rank's number in the first generation, which never changes; the new
 //! ranks are the indices in the list, in the old order.
 //!
 //! *Who decides.* Whoever sees all ranks of the old group come, or enough of
@@ -17,7 +17,7 @@
 //! and at most one side of a split has enough ranks where a majority is asked
 //! for. A rank that is not in the list is told so. When forming the links fails
 //! after all (another rank died meanwhile), those that are left go on to the
-//! next epoch.
+//! next generation.
 //!
 //! *The store must live.* `phalanx launch` hosts it, apart from all ranks. When
 //! rank 0 hosts it (`tcp://` without a launcher) its death is the job's end,
@@ -31,7 +31,7 @@ use phalanx_store::{ErrorKind as StoreKind, Store};
 use super::join::{WORLD_GROUP, lone_mesh};
 use super::{Identity, Member, Origin, ProcessGroup};
 use crate::select::Selector;
-use crate::transport::{Mesh, Poison, remove_epoch};
+use crate::transport::{Mesh, Poison, remove_generation};
 use crate::wait::deadline_in;
 use crate::{Error, ErrorKind, Result};
 
@@ -60,14 +60,14 @@ impl Default for ShrinkOptions {
 
 /// Distance between two looks at who has come.
 const LOOK: Duration = Duration::from_millis(20);
-/// Shortest deadline for forming the links; there is another epoch to go on to.
+/// Shortest deadline for forming the links; there is another generation to go on to.
 const FORMING_MIN: Duration = Duration::from_secs(1);
 
 impl ProcessGroup {
     /// Forms a new group of the ranks that are left, without a new process:
     /// after a rank was lost, or after any other failure of this group. All
     /// that want to go on must call it. The ranks keep their order and are
-    /// numbered from 0; the new group has the next [`epoch`](Self::epoch).
+    /// numbered from 0; the new group has the next [`generation`](Self::generation).
     /// Subgroups must be made again.
     ///
     /// This handle is used up. Other handles to the old group refuse
@@ -84,7 +84,7 @@ impl ProcessGroup {
     /// `Excluded` when the others went on without this rank; `PeerLost` when
     /// the store is gone (rank 0 hosted it and died); `Usage` for a subgroup.
     pub fn shrink(self, options: ShrinkOptions) -> Result<ProcessGroup> {
-        let (rank, old) = (self.core.rank, self.core.epoch);
+        let (rank, old) = (self.core.rank, self.core.generation);
         let named = |e: Error| e.with_rank(rank).with_operation("forming the group anew");
         if self.core.id != WORLD_GROUP {
             return Err(named(Error::usage(
@@ -93,7 +93,7 @@ impl ProcessGroup {
         }
         let global_rank = self.core.identity.global_rank;
         // No failure of this rank: the recorder is not told.
-        let cause = format!("rank {rank} leaves epoch {old} to form the next");
+        let cause = format!("rank {rank} leaves generation {old} to form the next");
         self.core.abort.poison(&Poison::new(rank, cause));
         self.core.queue.close();
         let meeting = Reform {
@@ -109,20 +109,20 @@ impl ProcessGroup {
         let chosen_by = self.core.selector.clone();
         // The old links go before new ones are made.
         drop(self);
-        let mut epoch = old;
+        let mut generation = old;
         loop {
-            epoch = epoch
+            generation = generation
                 .checked_add(1)
-                .ok_or_else(|| named(Error::usage("there are no more epochs")))?;
-            let members = meeting.meet(&origin, epoch).map_err(named)?;
+                .ok_or_else(|| named(Error::usage("there are no more generations")))?;
+            let members = meeting.meet(&origin, generation).map_err(named)?;
             let Some(rank) = members.iter().position(|f| *f == global_rank) else {
-                return Err(named(meeting.excluded(epoch, &members)));
+                return Err(named(meeting.excluded(generation, &members)));
             };
             let member = Member {
                 rank,
                 world: members.len(),
                 id: WORLD_GROUP,
-                epoch,
+                generation,
                 limits,
                 algorithm,
                 identity: Some(Identity {
@@ -132,11 +132,12 @@ impl ProcessGroup {
             };
             match meeting.connect(&origin, &member) {
                 Ok((mesh, origin)) => {
-                    tracing::info!(epoch, rank, ?members, "formed the group anew");
+                    tracing::info!(generation, rank, ?members, "formed the group anew");
                     if rank == 0 {
                         // Those of the ranks that are gone, in subgroups too.
                         let job = meeting.identity.job;
-                        (old..epoch).for_each(|over| remove_epoch(&*origin.store(), over, job));
+                        (old..generation)
+                            .for_each(|over| remove_generation(&*origin.store(), over, job));
                     }
                     // The wire is still the one that was measured.
                     let selector = Selector::new(
@@ -150,7 +151,9 @@ impl ProcessGroup {
                 Err(e) if meeting.left().is_zero() || e.kind() == ErrorKind::Usage => {
                     return Err(named(e));
                 }
-                Err(e) => tracing::warn!("epoch {epoch} could not be formed, going on: {e}"),
+                Err(e) => {
+                    tracing::warn!("generation {generation} could not be formed, going on: {e}")
+                }
             }
         }
     }
@@ -171,14 +174,14 @@ impl Reform<'_> {
         self.deadline.saturating_duration_since(Instant::now())
     }
 
-    fn prefix(&self, epoch: u32) -> String {
-        format!("shrink/{:016x}/{epoch}", self.identity.job)
+    fn prefix(&self, generation: u32) -> String {
+        format!("shrink/{:016x}/{generation}", self.identity.job)
     }
 
-    /// Comes to the meeting of `epoch` and returns its members, by first rank.
-    fn meet(&self, origin: &Origin, epoch: u32) -> Result<Vec<usize>> {
+    /// Comes to the meeting of `generation` and returns its members, by first rank.
+    fn meet(&self, origin: &Origin, generation: u32) -> Result<Vec<usize>> {
         let store = origin.store();
-        let prefix = self.prefix(epoch);
+        let prefix = self.prefix(generation);
         let decision = format!("{prefix}/members");
         let lost = |e: phalanx_store::Error| {
             let hint = match e.kind() {
@@ -231,7 +234,7 @@ impl Reform<'_> {
         }
     }
 
-    /// Connects the members of the new epoch.
+    /// Connects the members of the new generation.
     fn connect(&self, origin: &Arc<Origin>, member: &Member) -> Result<(Mesh, Arc<Origin>)> {
         let limit = (self.left() / 2).max(FORMING_MIN).min(self.left());
         match &**origin {
@@ -242,15 +245,15 @@ impl Reform<'_> {
                 ..
             } => {
                 // Even: the ids of subgroups are odd.
-                let id = member.epoch << 1;
+                let id = member.generation << 1;
                 let mesh = registry
                     .take(id, member.rank, member.world, *ring_bytes, *arena_bytes)
-                    .ok_or_else(|| Error::internal("two epochs have the same id"))?;
+                    .ok_or_else(|| Error::internal("two generations have the same id"))?;
                 Ok((mesh, Arc::clone(origin)))
             }
             Origin::Processes(processes) => {
                 let mut processes = processes.clone();
-                processes.epoch = member.epoch;
+                processes.generation = member.generation;
                 let mesh = if member.world == 1 {
                     lone_mesh()?
                 } else {
@@ -277,11 +280,11 @@ impl Reform<'_> {
         ))
     }
 
-    fn excluded(&self, epoch: u32, members: &[usize]) -> Error {
+    fn excluded(&self, generation: u32, members: &[usize]) -> Error {
         Error::new(
             ErrorKind::Excluded,
             format!(
-                "epoch {epoch} was formed without this rank (first rank {}): the others (first ranks {}) waited \
+                "generation {generation} was formed without this rank (first rank {}): the others (first ranks {}) waited \
                  {:.1} s for it; start it anew to take part in a later run",
                 self.identity.global_rank,
                 list(members),

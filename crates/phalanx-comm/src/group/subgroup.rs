@@ -45,7 +45,7 @@ impl ProcessGroup {
             ));
         }
         let number = self.core.subgroups.fetch_add(1, Ordering::Relaxed);
-        let call = number | u64::from(self.core.epoch) << 32;
+        let call = number | u64::from(self.core.generation) << 32;
         let print = fingerprint(self.core.id, call, &members);
         self.agree(print).map_err(|e| e.with_operation(NAME))?;
 
@@ -56,7 +56,7 @@ impl ProcessGroup {
             rank,
             world: members.len(),
             id: group_id(print),
-            epoch: self.core.epoch,
+            generation: self.core.generation,
             limits: self.core.limits,
             algorithm: self.core.algorithm,
             identity: Some(Identity {

@@ -59,7 +59,7 @@ impl Signature {
 
     /// The header of a data frame of this operation; the caller fills in
     /// step, offset and length.
-    pub(crate) fn header(&self, epoch: u32, group: u32) -> Header {
+    pub(crate) fn header(&self, generation: u32, group: u32) -> Header {
         let mut header = Header::new(Kind::Data);
         header.collective = self.collective.wire();
         header.plan = self.method.wire();
@@ -70,7 +70,7 @@ impl Signature {
         header.count = self.count as u64;
         header.flags = self.lengths;
         header.seq = self.seq;
-        header.epoch = epoch;
+        header.epoch = generation;
         header.group = group;
         header
     }

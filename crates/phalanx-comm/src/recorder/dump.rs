@@ -55,8 +55,9 @@ pub struct Entry {
     /// messages); not known while it is queued.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seq: Option<u64>,
-    /// The process group's epoch.
-    pub epoch: u32,
+    /// The process group's generation: 0, and one more after each restart or shrink.
+    #[serde(rename = "epoch")]
+    pub generation: u32,
     /// 0 is the world; other numbers are subgroups.
     pub group: u32,
     /// `all_reduce`, ...
@@ -169,13 +170,14 @@ impl Failure {
 pub struct Dump {
     /// [`Dump::FORMAT`].
     pub format: String,
-    /// The rank: its number in the first epoch, as all ranks in a dump.
+    /// The rank: its number in the first generation, as all ranks in a dump.
     pub rank: usize,
-    /// Ranks in the job's first epoch.
+    /// Ranks in the job's first generation.
     pub world: usize,
-    /// Epoch of its newest group.
-    pub epoch: u32,
-    /// The ranks that are in this epoch, where the group was formed anew; empty: all.
+    /// Generation of its newest group.
+    #[serde(rename = "epoch")]
+    pub generation: u32,
+    /// The ranks that are in this generation, where the group was formed anew; empty: all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub members: Vec<usize>,
     /// Host name.
@@ -278,7 +280,7 @@ impl Dump {
             format: Self::FORMAT.to_owned(),
             rank: (words[head::RANK] & u64::from(u32::MAX)) as usize,
             world: (words[head::RANK] >> 32) as usize,
-            epoch: words[head::EPOCH] as u32,
+            generation: words[head::GENERATION] as u32,
             host: host_name(),
             pid: words[head::OWNER] as u32,
             members: (0..64 * head::MEMBERS_WORDS)
@@ -317,7 +319,7 @@ impl Dump {
 
 /// Whether the rank has gone on after what is noted as its failure: a subgroup
 /// failed, and an operation of another group was begun afterwards and carried
-/// out. The group of all ranks is outlived by a new epoch only, which clears
+/// out. The group of all ranks is outlived by a new generation only, which clears
 /// the note.
 pub(super) fn is_outlived(word: impl Fn(usize) -> u64) -> bool {
     let (failed_at, failed) = (word(head::FAILED_AT), word(head::FAILED_GROUP));
@@ -385,7 +387,7 @@ impl Entry {
         Some(Entry {
             n: ticket,
             seq: Some(words[entry::SEQ]).filter(|seq| *seq != u64::MAX),
-            epoch: (words[entry::GROUP] >> 32) as u32,
+            generation: (words[entry::GROUP] >> 32) as u32,
             group: words[entry::GROUP] as u32,
             op: Collective::from_wire(what[0])
                 .map_or_else(|| format!("operation {}", what[0]), |c| c.name().to_owned()),

@@ -28,7 +28,7 @@ const NOBODY: Mask = [0; MASK_WORDS];
 pub(crate) struct Flight {
     recorder: Arc<Recorder>,
     watched: Arc<Watched>,
-    epoch: u32,
+    generation: u32,
     group: u32,
     transport: u8,
     cell: Option<Arc<StatusCell>>,
@@ -61,16 +61,16 @@ impl Flight {
     pub(crate) fn new(watched: Watched, transport: u8, roster: &Arc<[usize]>) -> Flight {
         let watched = Arc::new(watched);
         let recorder = Arc::clone(&watched.recorder);
-        let (epoch, group) = watched.ids();
+        let (generation, group) = watched.ids();
         let cell = watched.own_cell().cloned();
-        recorder.join(epoch, roster, cell.as_ref());
+        recorder.join(generation, roster, cell.as_ref());
         if watched.has_peers() {
             monitor::watch(Arc::downgrade(&watched));
         }
         Flight {
             recorder,
             watched,
-            epoch,
+            generation,
             group,
             transport,
             cell,
@@ -122,7 +122,7 @@ impl Flight {
         if queued.is_none() {
             set(
                 entry::GROUP,
-                u64::from(self.epoch) << 32 | u64::from(self.group),
+                u64::from(self.generation) << 32 | u64::from(self.group),
             );
             set(entry::COUNT, operation.count as u64);
             set(entry::ROOT, root(operation));

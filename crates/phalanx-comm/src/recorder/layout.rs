@@ -27,7 +27,7 @@ pub(crate) mod head {
     pub(crate) const OWNER: usize = 2;
     /// `world << 32 | rank`.
     pub(crate) const RANK: usize = 3;
-    pub(crate) const EPOCH: usize = 4;
+    pub(crate) const GENERATION: usize = 4;
     pub(crate) const CLOCK: usize = 5;
     pub(crate) const ANCHOR_TICKS: usize = 6;
     pub(crate) const ANCHOR_MONOTONIC: usize = 7;
@@ -47,7 +47,7 @@ pub(crate) mod head {
     pub(crate) const REASON_WORDS: usize = 64;
     /// What kind of failure it was; 0: not said. See `Failure`.
     pub(crate) const FAILURE: usize = 81;
-    /// `epoch << 32 | group` in which it failed.
+    /// `generation << 32 | group` in which it failed.
     pub(crate) const FAILED_GROUP: usize = 82;
     /// Milliseconds that the rank wants between SIGTERM and SIGKILL; 0: not said.
     pub(crate) const STOP_GRACE_MS: usize = 83;
@@ -60,7 +60,7 @@ pub(crate) mod head {
     /// Where the rank wants its dumps: a path, padded with zeros.
     pub(crate) const DIR: usize = 128;
     pub(crate) const DIR_WORDS: usize = 128;
-    /// Members of the newest epoch by their first ranks, as bits; none: not said.
+    /// Members of the newest generation by their first ranks, as bits; none: not said.
     pub(crate) const MEMBERS: usize = 256;
     pub(crate) const MEMBERS_WORDS: usize = 256;
     pub(crate) const WORDS: usize = 512;
@@ -71,7 +71,7 @@ pub(crate) mod entry {
     /// Ticket + 1, or [`BUSY`](super::BUSY) while the entry is being made; 0: never used.
     pub(crate) const STAMP: usize = 0;
     pub(crate) const SEQ: usize = 1;
-    /// `epoch << 32 | group`.
+    /// `generation << 32 | group`.
     pub(crate) const GROUP: usize = 2;
     pub(crate) const COUNT: usize = 3;
     /// collective, method, dtype, reduce-op, transport (8 bits each), label (16).

@@ -140,13 +140,13 @@ impl Recorder {
         })
     }
 
-    /// A group of this epoch is formed of the ranks that had the numbers in
+    /// A group of this generation is formed of the ranks that had the numbers in
     /// `roster` in the first one; others see `cell` in it. The first group of an
-    /// epoch is of all that are left: what failed before is over.
-    pub(crate) fn join(&self, epoch: u32, roster: &[usize], cell: Option<&Arc<StatusCell>>) {
+    /// generation is of all that are left: what failed before is over.
+    pub(crate) fn join(&self, generation: u32, roster: &[usize], cell: Option<&Arc<StatusCell>>) {
         let mut dumped = lock(&self.dumped);
-        let word = self.memory.word(head::EPOCH);
-        if word.fetch_max(u64::from(epoch), Relaxed) < u64::from(epoch) {
+        let word = self.memory.word(head::GENERATION);
+        if word.fetch_max(u64::from(generation), Relaxed) < u64::from(generation) {
             self.memory.word(head::FAILED_AT).store(0, Relaxed);
             *dumped = false;
             for index in 0..head::MEMBERS_WORDS {
@@ -244,12 +244,12 @@ impl Recorder {
     }
 
     /// An operation was issued and will run later.
-    pub(crate) fn queued(&self, epoch: u32, group: u32, operation: &Operation) -> u64 {
+    pub(crate) fn queued(&self, generation: u32, group: u32, operation: &Operation) -> u64 {
         let ticket = self.claim();
         let words = self.memory.entry(ticket);
         let set = |at: usize, value: u64| words[at].store(value, Relaxed);
         set(entry::SEQ, u64::MAX);
-        set(entry::GROUP, u64::from(epoch) << 32 | u64::from(group));
+        set(entry::GROUP, u64::from(generation) << 32 | u64::from(group));
         set(entry::COUNT, operation.count as u64);
         set(entry::WHAT, self.what(operation, 0));
         set(entry::ROOT, root(operation));
@@ -368,10 +368,10 @@ impl Recorder {
     /// The rank failed in a group: the first reason is kept, and the recorder
     /// written. It is the first again when the rank has outlived the earlier one.
     #[cold]
-    pub(crate) fn failed(&self, (epoch, group): (u32, u32), reason: &str, failure: Failure) {
+    pub(crate) fn failed(&self, (generation, group): (u32, u32), reason: &str, failure: Failure) {
         let memory = &self.memory;
         let mut dumped = lock(&self.dumped);
-        if u64::from(epoch) < memory.word(head::EPOCH).load(Relaxed) {
+        if u64::from(generation) < memory.word(head::GENERATION).load(Relaxed) {
             return; // a handle to a group that was left behind
         }
         let word = |at: usize| memory.word(at).load(Relaxed);
@@ -382,7 +382,7 @@ impl Recorder {
             write_text(reason, head::REASON_WORDS, |i, word| {
                 memory.word(head::REASON + i).store(word, Relaxed);
             });
-            let failed_group = u64::from(epoch) << 32 | u64::from(group);
+            let failed_group = u64::from(generation) << 32 | u64::from(group);
             memory.word(head::FAILED_GROUP).store(failed_group, Relaxed);
             memory.word(head::FAILURE).store(failure.code(), Relaxed);
             let now = self.clock.ticks().max(1);

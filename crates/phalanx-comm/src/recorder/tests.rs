@@ -46,7 +46,7 @@ fn the_last_4096_operations_are_kept_newest_first() {
     assert_eq!(counts, want);
     let newest = &dump.entries[0];
     assert_eq!(newest.state, State::Aborted);
-    assert_eq!((newest.epoch, newest.seq), (2, None));
+    assert_eq!((newest.generation, newest.seq), (2, None));
     assert_eq!(
         newest.describe(),
         format!("all_reduce f32 sum of {} elements", ENTRIES + extra - 1)

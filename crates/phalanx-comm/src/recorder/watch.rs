@@ -33,7 +33,7 @@ const BEAT_MAX: Duration = Duration::from_secs(5);
 /// One rank's view of one group.
 pub(crate) struct Watched {
     pub(super) recorder: Arc<Recorder>,
-    epoch: u32,
+    generation: u32,
     group: u32,
     rank: usize,
     /// Of the ranks on this host, ours included.
@@ -74,7 +74,7 @@ struct Talk {
 impl Watched {
     pub(crate) fn new(
         recorder: Arc<Recorder>,
-        (epoch, group): (u32, u32),
+        (generation, group): (u32, u32),
         rank: usize,
         cells: Vec<Option<StatusCell>>,
         keys: Option<Arc<GroupKeys>>,
@@ -83,7 +83,7 @@ impl Watched {
             cells.into_iter().map(|cell| cell.map(Arc::new)).collect();
         Watched {
             recorder,
-            epoch,
+            generation,
             group,
             rank,
             keys: keys.filter(|_| cells.iter().any(Option::is_none)),
@@ -107,7 +107,7 @@ impl Watched {
     }
 
     pub(super) fn ids(&self) -> (u32, u32) {
-        (self.epoch, self.group)
+        (self.generation, self.group)
     }
 
     /// Whether the other is another group of the same rank.

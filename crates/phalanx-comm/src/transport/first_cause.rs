@@ -29,12 +29,17 @@ pub(super) struct FirstCause {
 }
 
 impl FirstCause {
-    /// `instance` tells this forming from every other that has the same epoch
+    /// `instance` tells this forming from every other that has the same generation
     /// and group, as in a store file that outlived its job.
-    pub(super) fn new(store: Arc<dyn Store>, epoch: u32, group: u32, instance: u64) -> FirstCause {
+    pub(super) fn new(
+        store: Arc<dyn Store>,
+        generation: u32,
+        group: u32,
+        instance: u64,
+    ) -> FirstCause {
         FirstCause {
             store,
-            key: format!("abort/{epoch}/{group}/{instance:016x}"),
+            key: format!("abort/{generation}/{group}/{instance:016x}"),
         }
     }
 

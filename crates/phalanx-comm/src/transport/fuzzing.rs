@@ -80,7 +80,7 @@ pub(crate) fn failure_mark(data: &[u8]) {
         store: &store,
         rank: 0,
         world: 2,
-        epoch: 0,
+        generation: 0,
         group: 0,
         timeout,
         deadline: Instant::now() + timeout,
@@ -358,7 +358,7 @@ pub(crate) fn unix_hello(data: &[u8]) {
 }
 
 pub(crate) fn unix_hello_seeds() -> Vec<Vec<u8>> {
-    // The world is 3, epoch and group are 0; one descriptor and a pid.
+    // The world is 3, generation and group are 0; one descriptor and a pid.
     let member = |descriptors: u8| {
         let mut bytes = vec![1 + 2 * descriptors, 0, 0, 1, 3, 0, 0, 0];
         bytes.extend(4711_u32.to_le_bytes());

@@ -23,7 +23,7 @@ const TOPICS: [&str; 3] = ["flight", "stall", "monitored"];
 pub(crate) struct GroupKeys {
     store: Arc<dyn Store>,
     abort: AbortHandle,
-    /// Epoch, job and group as part of a key.
+    /// Generation, job and group as part of a key.
     place: String,
     mine: Mutex<Mine>,
 }
@@ -39,13 +39,13 @@ impl GroupKeys {
     /// `job` tells this job from others that used the same store.
     pub(crate) fn new(
         store: Arc<dyn Store>,
-        (epoch, group, job): (u32, u32, u64),
+        (generation, group, job): (u32, u32, u64),
         abort: AbortHandle,
     ) -> GroupKeys {
         GroupKeys {
             store,
             abort,
-            place: format!("{epoch}/{job:016x}/{group}"),
+            place: format!("{generation}/{job:016x}/{group}"),
             mine: Mutex::default(),
         }
     }
@@ -86,11 +86,13 @@ impl GroupKeys {
     }
 }
 
-/// Removes all keys of all groups of an epoch that is over.
-pub(crate) fn remove_epoch(store: &dyn Store, epoch: u32, job: u64) {
+/// Removes all keys of all groups of a generation that is over.
+pub(crate) fn remove_generation(store: &dyn Store, generation: u32, job: u64) {
     for topic in TOPICS {
-        if let Err(e) = store.delete_prefix(&format!("{topic}/{epoch}/{job:016x}/")) {
-            tracing::debug!("cannot remove the keys of epoch {epoch} from the store: {e}");
+        if let Err(e) = store.delete_prefix(&format!("{topic}/{generation}/{job:016x}/")) {
+            tracing::debug!(
+                "cannot remove the keys of generation {generation} from the store: {e}"
+            );
             return;
         }
     }

@@ -435,10 +435,10 @@ impl Mesh {
 
     /// From now on ranks of several hosts agree through `store` on the first
     /// cause of an abort.
-    pub(crate) fn agree_through(&self, store: &Arc<dyn Store>, epoch: u32, group: u32) {
+    pub(crate) fn agree_through(&self, store: &Arc<dyn Store>, generation: u32, group: u32) {
         // On one host memory is the judge.
         if !self.shared.controls.is_empty() {
-            let first = FirstCause::new(Arc::clone(store), epoch, group, self.instance);
+            let first = FirstCause::new(Arc::clone(store), generation, group, self.instance);
             // Set once, by the one that formed the group.
             let _ = self.shared.first_cause.set(first);
         }

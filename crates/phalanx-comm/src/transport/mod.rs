@@ -39,7 +39,7 @@ pub use mesh::{AbortHandle, Mesh, thread_mesh};
 pub use poison::{MAX_CAUSE_BYTES, Poison};
 
 pub(crate) use arenas::Arenas;
-pub(crate) use keys::{GroupKeys, remove_epoch};
+pub(crate) use keys::{GroupKeys, remove_generation};
 pub(crate) use mesh::thread_mesh_with;
 pub(crate) use segment::Segment;
 

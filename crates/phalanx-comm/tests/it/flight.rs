@@ -186,7 +186,7 @@ fn after_a_shrink_the_second_failure_is_told() {
             }
             group.barrier().unwrap_err();
             let (dump, _) = Dump::read(&file_of(&dir, global_rank)).unwrap();
-            assert_eq!((dump.rank, dump.epoch), (global_rank, 0));
+            assert_eq!((dump.rank, dump.generation), (global_rank, 0));
             let old = dump.taken_ns;
             let group = group.shrink(ShrinkOptions::default()).unwrap();
             group.set_phase("backward");
@@ -195,7 +195,7 @@ fn after_a_shrink_the_second_failure_is_told() {
             let healthy = group.flight();
             assert_eq!((healthy.reason, healthy.failure), (None, None), "{over:?}");
             assert_eq!((healthy.rank, healthy.world), (global_rank, 4));
-            assert_eq!((healthy.epoch, healthy.members), (1, vec![0, 2, 3]));
+            assert_eq!((healthy.generation, healthy.members), (1, vec![0, 2, 3]));
             assert!(healthy.taken_ns > old);
             over_gate.wait();
 
@@ -214,11 +214,11 @@ fn after_a_shrink_the_second_failure_is_told() {
                 "{error}"
             );
             let (dump, _) = Dump::read(&file_of(&dir, global_rank)).unwrap();
-            assert_eq!((dump.rank, dump.epoch), (global_rank, 1), "{over:?}");
+            assert_eq!((dump.rank, dump.generation), (global_rank, 1), "{over:?}");
             let reason = dump.reason.as_deref().unwrap_or_default();
             assert!(reason.contains("timed out after "), "{over:?}: {reason}");
             let last = &dump.entries[0];
-            assert_eq!((last.epoch, last.state), (1, State::Aborted));
+            assert_eq!((last.generation, last.state), (1, State::Aborted));
             assert!(last.awaited.contains(&3), "{over:?}: {last:?}");
             assert!(
                 last.awaited.iter().all(|r| [0, 2, 3].contains(r)),

@@ -1,4 +1,4 @@
-//! A new group of the ranks that are left: epochs, majorities, stragglers,
+//! A new group of the ranks that are left: generations, majorities, stragglers,
 //! ranks as threads and as processes that are killed.
 
 use std::path::Path;
@@ -60,7 +60,7 @@ fn survivors_go_on_whoever_was_lost() {
                     );
                     let other_handle = group.clone();
                     let group = group.shrink(hasty()).unwrap();
-                    assert_eq!(group.epoch(), 1);
+                    assert_eq!(group.generation(), 1);
                     assert_eq!(group.world_size(), world - 1);
                     assert_eq!(group.rank(), rank - usize::from(rank > victim));
                     assert_eq!(group.global_rank(), rank);
@@ -93,8 +93,8 @@ fn twice_in_a_row_down_to_one() {
             let global_rank = group.rank();
             let mut group = group;
             // Rank 0 goes, then rank 3, then rank 2: of 4, of 3, of 2.
-            for (epoch, victim) in [(1, 0), (2, 3), (3, 2)] {
-                all_ready(&group, &gates[epoch as usize - 1]);
+            for (generation, victim) in [(1, 0), (2, 3), (3, 2)] {
+                all_ready(&group, &gates[generation as usize - 1]);
                 if global_rank == victim {
                     return;
                 }
@@ -105,15 +105,15 @@ fn twice_in_a_row_down_to_one() {
                 };
                 // With a minimum of one, a fast rank must wait for the others.
                 group = group.shrink(options).unwrap();
-                assert_eq!(group.epoch(), epoch);
-                assert_eq!(group.world_size(), 4 - epoch as usize);
+                assert_eq!(group.generation(), generation);
+                assert_eq!(group.world_size(), 4 - generation as usize);
             }
             assert_eq!((group.rank(), group.global_rank()), (0, 1));
             assert_eq!(sum_of_members(&group), 1);
-            // Nobody is left: the epoch still changes hands.
+            // Nobody is left: the generation still changes hands.
             group.abort("enough");
             let group = group.shrink(hasty()).unwrap();
-            assert_eq!((group.epoch(), group.world_size()), (4, 1));
+            assert_eq!((group.generation(), group.world_size()), (4, 1));
         });
     }
 }
@@ -156,7 +156,7 @@ fn a_straggler_is_refused_with_the_reason() {
                 assert_eq!(error.kind(), ErrorKind::Excluded, "{error}");
                 let text = error.to_string();
                 assert!(
-                    text.contains("epoch 1 was formed without this rank (first rank 2)")
+                    text.contains("generation 1 was formed without this rank (first rank 2)")
                         && text.contains("first ranks 0, 1, 3")
                         && text.contains("waited 1.2 s"),
                     "{text}"
@@ -216,7 +216,7 @@ fn there_is_never_more_than_one_group() {
             match group.shrink(options) {
                 Ok(group) => {
                     let sum = sum_of_members(&group);
-                    let outcome = (group.epoch(), group.world_size(), sum);
+                    let outcome = (group.generation(), group.world_size(), sum);
                     group.shutdown().unwrap();
                     Some(outcome)
                 }
@@ -411,7 +411,7 @@ fn child() {
     loop {
         let store = group.store().unwrap();
         store
-            .set(&format!("test/ready/{}/{rank}", group.epoch()), b"1")
+            .set(&format!("test/ready/{}/{rank}", group.generation()), b"1")
             .unwrap();
         if group.world_size() == 2 {
             break;
@@ -461,10 +461,10 @@ fn kill_two_of_four(over: &str, victims: [usize; 2]) {
     let store = phalanx_store::TcpStore::connect(&place, token, PATIENCE).unwrap();
     use phalanx_store::Store;
     let mut alive: Vec<usize> = (0..PROCESSES).collect();
-    for (epoch, victim) in victims.into_iter().enumerate() {
+    for (generation, victim) in victims.into_iter().enumerate() {
         let ready: Vec<String> = alive
             .iter()
-            .map(|r| format!("test/ready/{epoch}/{r}"))
+            .map(|r| format!("test/ready/{generation}/{r}"))
             .collect();
         let ready: Vec<&str> = ready.iter().map(String::as_str).collect();
         store.wait(&ready, PATIENCE).unwrap();
@@ -474,7 +474,7 @@ fn kill_two_of_four(over: &str, victims: [usize; 2]) {
         alive.retain(|r| *r != victim);
         let again: Vec<String> = alive
             .iter()
-            .map(|r| format!("test/ready/{}/{r}", epoch + 1))
+            .map(|r| format!("test/ready/{}/{r}", generation + 1))
             .collect();
         let again: Vec<&str> = again.iter().map(String::as_str).collect();
         store.wait(&again, PATIENCE).unwrap();

@@ -133,7 +133,7 @@ fn subgroup_and_parent_run_at_the_same_time() {
     });
 }
 
-/// People know a rank by its number in the job's first epoch, also in a
+/// People know a rank by its number in the job's first generation, also in a
 /// subgroup and in a subgroup's subgroup.
 #[test]
 fn a_subgroup_knows_the_first_ranks_of_its_members() {

@@ -113,7 +113,7 @@ fn a_monitored_barrier_takes_nobody_for_arrived() {
     });
 }
 
-/// The store comes back in time: the dead rank is no member, and no epoch is lost.
+/// The store comes back in time: the dead rank is no member, and no generation is lost.
 #[test]
 fn a_reform_waits_until_the_store_answers() {
     let store = Unanswered::new();
@@ -134,7 +134,7 @@ fn a_reform_waits_until_the_store_answers() {
             });
         }
         let group = group.shrink(ShrinkOptions::default()).unwrap();
-        assert_eq!((group.epoch(), group.world_size()), (1, 2));
+        assert_eq!((group.generation(), group.world_size()), (1, 2));
         let mut sum = [1_i64];
         group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
         assert_eq!(sum, [2]);

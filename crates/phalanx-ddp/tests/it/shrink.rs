@@ -132,7 +132,7 @@ fn train(
         let (x, y) = data(number, group.rank(), group.world_size());
         let ends = lost
             .filter(|(rank, step, _)| (*rank, *step) == (group.global_rank(), number))
-            .filter(|_| group.epoch() == 0)
+            .filter(|_| group.generation() == 0)
             .map(|(_, _, ends)| ends);
         if ends == Some(Ends::BeforeBackward) {
             return None;

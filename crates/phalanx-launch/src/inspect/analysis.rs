@@ -18,7 +18,7 @@ pub struct Story {
     /// All of it in one sentence.
     pub sentence: String,
     /// Epoch of the process group.
-    pub epoch: u32,
+    pub generation: u32,
     /// The group: 0 is the world.
     pub group: u32,
     /// The operation at which the ranks part.
@@ -62,8 +62,8 @@ struct View<'a> {
 }
 
 impl<'a> View<'a> {
-    fn new(dump: &'a Dump, epoch: u32, group: u32) -> View<'a> {
-        let by_seq: BTreeMap<u64, &Entry> = collectives(dump, epoch)
+    fn new(dump: &'a Dump, generation: u32, group: u32) -> View<'a> {
+        let by_seq: BTreeMap<u64, &Entry> = collectives(dump, generation)
             .filter(|entry| entry.group == group)
             .filter_map(|entry| Some((entry.seq?, entry)))
             .collect();
@@ -74,7 +74,7 @@ impl<'a> View<'a> {
         let done = newest(|state| state == State::Done).and_then(|entry| entry.seq);
         let current = newest(|state| matches!(state, State::Running | State::Aborted))
             .filter(|entry| entry.seq > done);
-        let elsewhere = collectives(dump, epoch)
+        let elsewhere = collectives(dump, generation)
             .filter(|entry| matches!(entry.state, State::Running | State::Aborted))
             .find(|entry| entry.group != group);
         View {
@@ -150,10 +150,10 @@ fn join(parts: &[String]) -> String {
     }
 }
 
-fn collectives(dump: &Dump, epoch: u32) -> impl Iterator<Item = &Entry> {
+fn collectives(dump: &Dump, generation: u32) -> impl Iterator<Item = &Entry> {
     dump.entries
         .iter()
-        .filter(move |entry| entry.epoch == epoch && entry.op != "send/recv")
+        .filter(move |entry| entry.generation == generation && entry.op != "send/recv")
 }
 
 /// `all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight)`.
@@ -183,8 +183,9 @@ pub fn duration(ns: u64) -> String {
 
 /// Says what happened, from at most one dump a rank.
 pub fn tell(dumps: &[Dump]) -> Story {
-    let epoch = dumps.iter().map(|dump| dump.epoch).max().unwrap_or(0);
-    let (dumps, old): (Vec<&Dump>, Vec<&Dump>) = dumps.iter().partition(|dump| dump.epoch == epoch);
+    let generation = dumps.iter().map(|dump| dump.generation).max().unwrap_or(0);
+    let (dumps, old): (Vec<&Dump>, Vec<&Dump>) =
+        dumps.iter().partition(|dump| dump.generation == generation);
     let world = dumps.iter().map(|dump| dump.world).max().unwrap_or(0);
     let has = |rank: usize| dumps.binary_search_by_key(&rank, |dump| dump.rank).is_ok();
     // Who was left behind when the group was formed anew need not be there.
@@ -194,13 +195,13 @@ pub fn tell(dumps: &[Dump]) -> Story {
     let missing: Vec<usize> = (0..world)
         .filter(|rank| is_member(*rank) && !has(*rank))
         .collect();
-    let group = group_of_interest(&dumps, epoch);
+    let group = group_of_interest(&dumps, generation);
     let views: Vec<View<'_>> = dumps
         .iter()
-        .map(|dump| View::new(dump, epoch, group))
+        .map(|dump| View::new(dump, generation, group))
         .collect();
     let mut story = Story {
-        epoch,
+        generation,
         group,
         missing,
         ..Story::default()
@@ -208,7 +209,7 @@ pub fn tell(dumps: &[Dump]) -> Story {
     let plot = different_operations(&mut story, &views)
         .or_else(|| waiting(&mut story, &views))
         .unwrap_or_else(|| nothing_in_progress(&views));
-    story.sentence = format!("epoch {epoch}: {plot}");
+    story.sentence = format!("generation {generation}: {plot}");
     let is_whole_group = group == 0;
     if is_whole_group && !story.missing.is_empty() {
         let left = if story.missing.len() == 1 {
@@ -226,10 +227,10 @@ pub fn tell(dumps: &[Dump]) -> Story {
 }
 
 /// The world, unless only a subgroup is in an operation.
-fn group_of_interest(dumps: &[&Dump], epoch: u32) -> u32 {
+fn group_of_interest(dumps: &[&Dump], generation: u32) -> u32 {
     let mut stuck: Vec<u32> = dumps
         .iter()
-        .flat_map(|dump| collectives(dump, epoch))
+        .flat_map(|dump| collectives(dump, generation))
         .filter(|entry| matches!(entry.state, State::Running | State::Aborted))
         .map(|entry| entry.group)
         .collect();
@@ -412,7 +413,7 @@ fn notes(story: &mut Story, dumps: &[&Dump], old: &[&Dump]) {
     if !old.is_empty() {
         let ranks: Vec<usize> = old.iter().map(|dump| dump.rank).collect();
         story.notes.push(format!(
-            "left aside: {} of an earlier epoch",
+            "left aside: {} of an earlier generation",
             rank_list(&ranks)
         ));
     }

@@ -18,7 +18,7 @@ use analysis::Story;
 #[derive(clap::Args, Debug)]
 #[command(after_help = "Example:\n  \
     phalanx inspect runs/mnist-2026-11-20-154233\n  \
-    epoch 0: ranks 0, 1 and 3 wait in all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight); rank 2\n  \
+    generation 0: ranks 0, 1 and 3 wait in all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight); rank 2\n  \
     last completed seq 811 and is in loading data for 58 s (epoch 3 step 101)\n\n\
     Recorders are written when a rank fails, and for a living job on SIGUSR2 to its launcher\n\
     (not to a rank, which it would end); with several launchers each has the ranks of its node:\n  \

@@ -18,11 +18,13 @@ pub(super) fn last_operations(story: &Story, dumps: &[Dump]) -> String {
     let mut rows: BTreeMap<u64, Vec<Option<&Entry>>> = BTreeMap::new();
     let dumps: Vec<&Dump> = dumps
         .iter()
-        .filter(|dump| dump.epoch == story.epoch)
+        .filter(|dump| dump.generation == story.generation)
         .collect();
     for (column, dump) in dumps.iter().enumerate() {
         let entries = dump.entries.iter().filter(|entry| {
-            entry.epoch == story.epoch && entry.group == story.group && entry.op != "send/recv"
+            entry.generation == story.generation
+                && entry.group == story.group
+                && entry.op != "send/recv"
         });
         for entry in entries {
             let Some(seq) = entry.seq else { continue };

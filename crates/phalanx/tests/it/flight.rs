@@ -136,7 +136,7 @@ fn a_stopped_rank_is_named(transport: &str) {
     assert_eq!(code, 0);
     let sentence = out.lines().next().unwrap();
     assert!(
-        sentence.starts_with("epoch 0: ranks 0 and 1 wait in "),
+        sentence.starts_with("generation 0: ranks 0 and 1 wait in "),
         "{out}"
     );
     assert!(sentence.contains(halted), "{out}");
@@ -223,7 +223,7 @@ fn a_living_job_shows_its_recorders_on_sigusr2() {
     }
     let (code, out, err) = inspect(job.dir.path(), &["out"]);
     assert_eq!(code, 0, "{err}");
-    assert!(out.starts_with("epoch 0: "), "{out}");
+    assert!(out.starts_with("generation 0: "), "{out}");
     signal(job.child.id(), "INT");
     let (code, err, _) = job.end();
     assert_eq!(code, 130, "{err}");

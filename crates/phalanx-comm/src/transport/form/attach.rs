@@ -381,7 +381,7 @@ mod tests {
             store: &store,
             rank: 1,
             world: 2,
-            epoch: 0,
+            generation: 0,
             group: 0,
             timeout,
             deadline: Instant::now() + timeout,

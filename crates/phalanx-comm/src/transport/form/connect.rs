@@ -142,7 +142,7 @@ pub(crate) fn connect(
         if address.is_some() {
             probe(&control).map_err(failed)?;
         }
-        let which = (meeting.epoch, meeting.group);
+        let which = (meeting.generation, meeting.group);
         let control = Arc::new(Control::new(peer, which, control, Arc::clone(segment)));
         probes.extend(address.map(|address| HostProbe::new(Arc::clone(&control), address)));
         for index in 0..streams(ours, member) {

@@ -87,9 +87,9 @@ pub struct FormOptions {
     /// The job's secret.
     pub token: Token,
     /// How often the job has formed its groups anew. A failed forming leaves
-    /// its mark: form again with the next epoch.
-    pub epoch: u32,
-    /// The group within the epoch.
+    /// its mark: form again with the next generation.
+    pub generation: u32,
+    /// The group within the generation.
     pub group: u32,
     /// Limit for the whole forming.
     pub timeout: Duration,
@@ -148,7 +148,7 @@ pub(crate) fn form_at(store: &dyn Store, o: &FormOptions, host: Host) -> Result<
         store,
         rank: o.rank,
         world: o.world,
-        epoch: o.epoch,
+        generation: o.generation,
         group: o.group,
         timeout: o.timeout,
         deadline: deadline_in(o.timeout),
@@ -181,7 +181,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
         Hello::new(role, o.token.job_id())
             .rank(o.rank as u32)
             .world(o.world as u32)
-            .epoch(o.epoch)
+            .epoch(o.generation)
             .group(o.group)
     };
     let listener = match o.prefer {
@@ -344,15 +344,15 @@ fn topology(rank: usize, members: &[Member]) -> Topology {
 const HOLDER_CHARS: usize = 100;
 
 /// The error of a process whose rank another one has, whose record is `theirs`.
-fn is_taken(epoch: u32, rank: usize, theirs: &[u8]) -> Error {
+fn is_taken(generation: u32, rank: usize, theirs: &[u8]) -> Error {
     let holder = Member::decode(theirs).map_or_else(
         |_| "another process".to_owned(),
         |theirs| theirs.process.chars().take(HOLDER_CHARS).collect(),
     );
     Error::usage(format!(
-        "rank {rank} is already taken by {holder}, which joined epoch {epoch} of this job first; \
+        "rank {rank} is already taken by {holder}, which joined generation {generation} of this job first; \
          this process, {}, does not take part: give it a rank of its own, or end the other one and \
-         form with the next epoch",
+         form with the next generation",
         this_process()
     ))
 }
@@ -364,7 +364,7 @@ fn meet(meeting: &Rendezvous<'_>, record: &Member) -> Result<(Vec<Member>, Optio
     // Before the others know of us, so that from then on they hear of our end.
     let will = meeting.leave_will(&record.process)?;
     if let Some(theirs) = meeting.claim("member", &record.encode())? {
-        return Err(is_taken(meeting.epoch, meeting.rank, &theirs));
+        return Err(is_taken(meeting.generation, meeting.rank, &theirs));
     }
     sizes.count_in()?;
     let all: Vec<usize> = (0..meeting.world).collect();

@@ -31,7 +31,7 @@ pub(crate) struct Rendezvous<'a> {
     pub(crate) store: &'a dyn Store,
     pub(crate) rank: usize,
     pub(crate) world: usize,
-    pub(crate) epoch: u32,
+    pub(crate) generation: u32,
     pub(crate) group: u32,
     pub(crate) timeout: Duration,
     pub(crate) deadline: Instant,
@@ -45,7 +45,7 @@ pub(crate) struct Rendezvous<'a> {
 impl Rendezvous<'_> {
     /// Of all that form this group, whatever its size.
     fn root(&self) -> String {
-        format!("comm/{}/{}/", self.epoch, self.group)
+        format!("comm/{}/{}/", self.generation, self.group)
     }
 
     /// Of those that form it with our size.
@@ -268,7 +268,10 @@ impl Rendezvous<'_> {
     fn beat_key(&self, rank: usize) -> String {
         // Not below the prefix: the last rank removes that when others may
         // still be about to beat.
-        format!("beat/{}/{}/{}/{rank}", self.epoch, self.group, self.world)
+        format!(
+            "beat/{}/{}/{}/{rank}",
+            self.generation, self.group, self.world
+        )
     }
 
     /// Those of `ranks` that show no sign of life; all when it is not known.

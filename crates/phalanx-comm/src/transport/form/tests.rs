@@ -18,7 +18,7 @@ fn options(rank: usize, world: usize, token: &Token, prefer: Prefer) -> FormOpti
         rank,
         world,
         token: token.clone(),
-        epoch: 1,
+        generation: 1,
         group: 0,
         timeout: PATIENCE,
         bind: BindAddr::Loopback,
@@ -248,15 +248,15 @@ fn who_comes_after_the_others_gave_up_hears_it_at_once() {
     let store = MemStore::new();
     let token = Token::generate().unwrap();
     for prefer in [Prefer::Shm, Prefer::Tcp] {
-        let epoch = prefer as u32;
+        let generation = prefer as u32;
         let hasty = FormOptions {
-            epoch,
+            generation,
             timeout: Duration::from_millis(100),
             ..options(0, 2, &token, prefer)
         };
         assert_eq!(form(&store, &hasty).unwrap_err().kind(), ErrorKind::Timeout);
         let late = FormOptions {
-            epoch,
+            generation,
             ..options(1, 2, &token, prefer)
         };
         let start = Instant::now();

@@ -52,7 +52,7 @@ struct Inbox {
 /// The control connection to one peer.
 pub(crate) struct Control {
     peer: usize,
-    epoch: u32,
+    generation: u32,
     group: u32,
     stream: TcpStream,
     segment: Arc<Segment>,
@@ -65,13 +65,13 @@ impl Control {
     /// `stream` is connected, authenticated and non-blocking.
     pub(crate) fn new(
         peer: usize,
-        (epoch, group): (u32, u32),
+        (generation, group): (u32, u32),
         stream: TcpStream,
         segment: Arc<Segment>,
     ) -> Control {
         Control {
             peer,
-            epoch,
+            generation,
             group,
             stream,
             segment,
@@ -114,7 +114,7 @@ impl Control {
             return;
         }
         let mut header = Header::new(kind);
-        header.epoch = self.epoch;
+        header.epoch = self.generation;
         header.group = self.group;
         header.stream = super::CONTROL;
         header.root = u32::try_from(poison.origin_rank).unwrap_or(u32::MAX);
@@ -174,7 +174,7 @@ impl Control {
                 )));
             }
         };
-        if (header.epoch, header.group) != (self.epoch, self.group) {
+        if (header.epoch, header.group) != (self.generation, self.group) {
             return Some(Fate::Lost(
                 "it sent a control frame of another group".to_owned(),
             ));

@@ -10,7 +10,7 @@ fn entry(seq: u64, state: State) -> Entry {
     Entry {
         n: seq,
         seq: Some(seq),
-        epoch: 3,
+        generation: 3,
         group: 0,
         op: "all_reduce".into(),
         dtype: Some("f32".into()),
@@ -45,7 +45,7 @@ fn dump(rank: usize, done: u64, running: Option<u64>) -> Dump {
         format: Dump::FORMAT.into(),
         rank,
         world: 4,
-        epoch: 3,
+        generation: 3,
         members: Vec::new(),
         host: "node-a".into(),
         pid: 100,
@@ -88,7 +88,7 @@ fn a_late_rank() {
     let story = tell(&hang());
     assert_eq!(
         story.sentence,
-        "epoch 3: ranks 0, 1 and 3 wait in all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight, \
+        "generation 3: ranks 0, 1 and 3 wait in all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight, \
          layer3.0.bn1.bias); rank 2 last completed seq 811 and is in loading data for 58 s"
     );
     assert_eq!((story.seq, story.desync), (Some(812), false));
@@ -134,16 +134,16 @@ fn a_killed_rank_inside_and_outside_of_the_operation() {
 fn missing_and_old_dumps_are_named() {
     let mut dumps = hang();
     dumps.remove(1);
-    dumps[2].epoch = 2;
+    dumps[2].generation = 2;
     let story = tell(&dumps);
     assert_eq!(
         story.sentence,
-        "epoch 3: rank 0 waits in all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight, \
+        "generation 3: rank 0 waits in all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight, \
          layer3.0.bn1.bias); rank 2 last completed seq 811 and is in loading data for 58 s; \
          ranks 1 and 3 left no dumps"
     );
     assert_eq!(story.missing, [1, 3]);
-    assert_eq!(story.notes, ["left aside: rank 3 of an earlier epoch"]);
+    assert_eq!(story.notes, ["left aside: rank 3 of an earlier generation"]);
     // Without the late rank's own dump it is at least named.
     let story = tell(&[
         dump(0, 811, Some(812)),
@@ -189,7 +189,7 @@ fn different_operations_under_one_number() {
     let story = tell(&dumps);
     assert_eq!(
         story.sentence,
-        "epoch 3: ranks are in different operations: at seq 812 ranks 0, 1 and 3 called all_reduce f32 mean \
+        "generation 3: ranks are in different operations: at seq 812 ranks 0, 1 and 3 called all_reduce f32 mean \
          of 1000 elements (bucket 4 of 7: layer3.0.conv1.weight, layer3.0.bn1.bias) and rank 2 called \
          broadcast f32 of 7 elements with root 1"
     );
@@ -254,9 +254,12 @@ fn nothing_is_wrong_or_nothing_is_known() {
     let dumps: Vec<Dump> = (0..4).map(|rank| dump(rank, 811, None)).collect();
     assert_eq!(
         tell(&dumps).sentence,
-        "epoch 3: no rank is in an operation; all last completed seq 811"
+        "generation 3: no rank is in an operation; all last completed seq 811"
     );
-    assert_eq!(tell(&[]).sentence, "epoch 0: no operation was recorded");
+    assert_eq!(
+        tell(&[]).sentence,
+        "generation 0: no operation was recorded"
+    );
 }
 
 #[test]
@@ -328,7 +331,7 @@ fn a_subgroup_is_named() {
     );
     assert_eq!(
         tell(&dumps).sentence,
-        "epoch 3: rank 1 waits in all_reduce seq 5 of group 0x99; rank 3 last completed seq 4"
+        "generation 3: rank 1 waits in all_reduce seq 5 of group 0x99; rank 3 last completed seq 4"
     );
 }
 
@@ -345,7 +348,7 @@ fn who_waits_in_another_group_is_said_to_be_there() {
     dumps[0].entries.insert(0, other);
     assert_eq!(
         tell(&dumps).sentence,
-        "epoch 3: rank 1 waits in all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight, layer3.0.bn1.bias); \
+        "generation 3: rank 1 waits in all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight, layer3.0.bn1.bias); \
          rank 0 last completed seq 811 and is in all_reduce seq 4 of group 0x2f, where it waits for rank 1"
     );
 }
@@ -390,7 +393,7 @@ fn absurd_dumps_are_survived() {
             }
         }
         let story = tell(&dumps);
-        assert!(story.sentence.starts_with("epoch 3: "));
+        assert!(story.sentence.starts_with("generation 3: "));
         let _ = super::super::render(&story, &dumps);
         let _ = dumps.iter().map(last_known).count();
     }
