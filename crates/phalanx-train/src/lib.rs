@@ -19,6 +19,7 @@ mod gradient;
 mod job;
 mod lock;
 mod output;
+mod param_group;
 mod precision;
 mod prepare;
 mod profile;

@@ -1,5 +1,7 @@
 //! What a training has measured so far, as its checkpoints keep it.
 
+use phalanx_data::state::OptimizerState;
+use phalanx_ddp::{DdpState, HookState};
 use serde::{Deserialize, Serialize};
 
 /// What is measured on the way, and must go on where it stopped.
@@ -15,6 +17,34 @@ pub struct History {
     /// Steps that were voted down.
     pub(super) skipped_steps: u64,
     pub(super) hook: Option<Hook>,
+    /// Where there are several optimizers: all of them, the trainer's own first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) groups: Vec<SavedGroup>,
+}
+
+/// What is saved of a group of parameters besides the numbers.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct SavedGroup {
+    pub(super) name: String,
+    /// Its optimizer's steps.
+    pub(super) steps: u64,
+    /// Names of its optimizer's buffers.
+    pub(super) buffers: Vec<String>,
+    /// Steps that were voted down.
+    pub(super) skipped_steps: u64,
+    pub(super) hook: Option<Hook>,
+}
+
+impl SavedGroup {
+    /// Of the group `name`, whose optimizer has this state.
+    pub(crate) fn new(name: &str, state: &OptimizerState<'_>) -> SavedGroup {
+        SavedGroup {
+            name: name.to_owned(),
+            steps: state.steps,
+            buffers: state.buffers.iter().map(|b| b.0.to_owned()).collect(),
+            ..SavedGroup::default()
+        }
+    }
 }
 
 /// The gradient hook's state; its numbers are in the data file.
@@ -24,6 +54,35 @@ pub(super) struct Hook {
     pub(super) steps: u64,
     /// Name and length.
     pub(super) tensors: Vec<(String, usize)>,
+}
+
+impl Hook {
+    /// What a tensor of the group's hook is called in the data file.
+    pub(super) fn key(group: &str, tensor: &str) -> String {
+        match group {
+            "" => tensor.to_owned(),
+            group => format!("{group}/{tensor}"),
+        }
+    }
+
+    /// Of the wrapper of the group `name`. Its numbers are added to `more`.
+    pub(super) fn new(
+        state: DdpState,
+        name: &str,
+        more: &mut Vec<(String, Vec<f32>)>,
+    ) -> Option<Hook> {
+        let (hook, HookState { steps, tensors }) = state.hook?;
+        let mut lengths = Vec::new();
+        for (tensor, values) in tensors {
+            more.push((Hook::key(name, &tensor), values));
+            lengths.push((tensor, more[more.len() - 1].1.len()));
+        }
+        Some(Hook {
+            name: hook,
+            steps,
+            tensors: lengths,
+        })
+    }
 }
 
 fn bits(values: &[f64]) -> Vec<u64> {

@@ -12,6 +12,7 @@ mod resumed;
 
 pub use args::{SaveErrors, SavingArgs};
 pub use history::History;
+pub(crate) use history::SavedGroup;
 pub use resumed::{GRADIENT_TYPE, Resumed, facts, newest, settings};
 
 use std::collections::BTreeMap;
@@ -25,6 +26,7 @@ use phalanx_nn::Params;
 
 use self::due::{Due, What};
 use self::history::Hook;
+use super::param_group::{ParamGroup, joined_state};
 use super::update::Update;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::plural;
@@ -244,21 +246,35 @@ impl<'a> Saving<'a> {
         action: SaveAction,
         source: &CheckpointSource<'_>,
         place: Place,
+        history: History,
+    ) -> Result<()> {
+        self.save_groups(action, source, &[], place, history)
+    }
+
+    /// [`save`](Self::save) of a training that has `groups` with optimizers of their own besides.
+    pub(crate) fn save_groups(
+        &mut self,
+        action: SaveAction,
+        source: &CheckpointSource<'_>,
+        groups: &[ParamGroup],
+        place: Place,
         mut history: History,
     ) -> Result<()> {
+        let mut more = Vec::new();
         let state = source.ddp.gather_state()?;
         history.skipped_steps = state.skipped_steps;
-        let mut more = Vec::new();
-        if let Some((name, hook)) = state.hook {
-            let lengths = hook.tensors.iter().map(|(name, v)| (name.clone(), v.len()));
-            history.hook = Some(Hook {
-                name,
-                steps: hook.steps,
-                tensors: lengths.collect(),
-            });
-            more = hook.tensors;
+        history.hook = Hook::new(state, "", &mut more);
+        let (optimizer, mut saved) = joined_state(source.update, groups, source.params)?;
+        if let Some(main) = saved.first_mut() {
+            main.skipped_steps = history.skipped_steps;
+            main.hook = history.hook.take();
         }
-        let optimizer = source.update.state()?;
+        for (group, saved) in groups.iter().zip(saved.iter_mut().skip(1)) {
+            let state = group.ddp.gather_state()?;
+            saved.skipped_steps = state.skipped_steps;
+            saved.hook = Hook::new(state, &group.name, &mut more);
+        }
+        history.groups = saved;
         let Some(background) = &mut self.background else {
             return Ok(());
         };

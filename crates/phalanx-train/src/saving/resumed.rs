@@ -10,10 +10,12 @@ use phalanx_ddp::{DdpState, DistributedDataParallel, HookState};
 use phalanx_nn::Params;
 use serde::Deserialize;
 
+use super::history::Hook;
 use super::{AUTO, FOLDER, History, SavingArgs, no_json};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::plural;
 use crate::gradient::{RANK_FLAG, START_FLAG};
+use crate::param_group::{ParamGroup, copy_own};
 use crate::run_dir::Found;
 use crate::update::Update;
 use phalanx_process::RankContext;
@@ -236,12 +238,24 @@ impl Resumed {
     /// Usage, when gradients travelled otherwise; peers that are lost.
     pub fn wrapper(&self, ctx: &RankContext, ddp: &mut DistributedDataParallel) -> Result<()> {
         let history = self.history()?;
+        self.wrapper_of(ctx, ddp, "", history.skipped_steps, history.hook)
+    }
+
+    /// [`wrapper`](Self::wrapper) of a group by what was saved of it.
+    fn wrapper_of(
+        &self,
+        ctx: &RankContext,
+        ddp: &mut DistributedDataParallel,
+        group: &str,
+        skipped_steps: u64,
+        saved: Option<Hook>,
+    ) -> Result<()> {
         let mut hook = None;
-        if let Some(saved) = history.hook {
+        if let Some(saved) = saved {
             let mut tensors = Vec::new();
             for (name, len) in saved.tensors {
                 let mut values = match &self.state {
-                    Some(state) => state.more(&name, len)?,
+                    Some(state) => state.more(&Hook::key(group, &name), len)?,
                     None => vec![0.0; len],
                 };
                 ctx.group.broadcast(&mut values, 0)?;
@@ -251,7 +265,7 @@ impl Resumed {
             hook = Some((saved.name, HookState { steps, tensors }));
         }
         ddp.restore_state(&DdpState {
-            skipped_steps: history.skipped_steps,
+            skipped_steps,
             hook,
         })?;
         Ok(())
@@ -297,15 +311,72 @@ impl Resumed {
         let buffers = self.buffers(ctx, params)?;
         let views: Vec<(&str, &[f32])> = buffers.iter().map(|(n, v)| (&n[..], &v[..])).collect();
         let (steps, updates) = (self.manifest.optimizer_steps, self.manifest.updates(params));
-        update.restore(steps, &updates, &views).map_err(|cause| {
-            let what = format!("--resume {}: it is of another optimizer", self.from);
-            let error = Error::usage(what).caused_by(cause);
-            let changed = self.changed(settings);
-            match changed.is_empty() {
-                true => error,
-                false => error.note("changed", changed.join("\n")),
+        let restored = update.restore(steps, &updates, &views);
+        restored.map_err(|cause| self.another_optimizer(cause, settings))
+    }
+
+    fn another_optimizer(&self, cause: Error, settings: &BTreeMap<String, String>) -> Error {
+        let what = format!("--resume {}: it is of another optimizer", self.from);
+        let error = Error::usage(what).caused_by(cause);
+        let changed = self.changed(settings);
+        match changed.is_empty() {
+            true => error,
+            false => error.note("changed", changed.join("\n")),
+        }
+    }
+
+    /// [`wrapper`](Self::wrapper) and [`update`](Self::update) of all `groups` of a training.
+    ///
+    /// # Errors
+    ///
+    /// As those; usage, when other groups were saved.
+    pub(crate) fn groups(
+        &self,
+        ctx: &RankContext,
+        params: &Params,
+        groups: &mut [ParamGroup],
+        settings: &BTreeMap<String, String>,
+    ) -> Result<()> {
+        let saved = self.history()?.groups;
+        let names = |names: Vec<&str>| match &names[..] {
+            [] | [_] => "one optimizer".to_owned(),
+            [_, more @ ..] => format!("optimizers of their own for {}", more.join(" and ")),
+        };
+        let was = names(saved.iter().map(|group| &group.name[..]).collect());
+        let now = names(groups.iter().map(|group| &group.name[..]).collect());
+        if was != now {
+            let from = &self.from;
+            return Err(Error::usage(format!(
+                "--resume {from} continues a training with {was}; this run has {now}"
+            )));
+        }
+        if let [only] = groups {
+            self.wrapper(ctx, &mut only.ddp)?;
+            return self.update(ctx, params, &mut only.update, settings);
+        }
+        let buffers = self.buffers(ctx, params)?;
+        let all = self.manifest.updates(params);
+        for (group, saved) in groups.iter_mut().zip(saved) {
+            let (ddp, skipped) = (&mut group.ddp, saved.skipped_steps);
+            self.wrapper_of(ctx, ddp, &group.name, skipped, saved.hook)?;
+            let mut updates = vec![0; all.len()];
+            for id in &group.params {
+                updates[id.index()] = all[id.index()];
             }
-        })
+            let mut own = Vec::new();
+            for (name, values) in buffers
+                .iter()
+                .filter(|(name, _)| saved.buffers.contains(name))
+            {
+                let mut masked = vec![0.0; values.len()];
+                copy_own(params, &group.params, values, &mut masked);
+                own.push((&name[..], masked));
+            }
+            let views: Vec<(&str, &[f32])> = own.iter().map(|(n, v)| (*n, &v[..])).collect();
+            let restored = group.update.restore(saved.steps, &updates, &views);
+            restored.map_err(|cause| self.another_optimizer(cause, settings))?;
+        }
+        Ok(())
     }
 }
 

@@ -1,10 +1,11 @@
 //! What is said before the first step.
 
-use phalanx_ddp::{DistributedDataParallel, Exchange};
+use phalanx_ddp::Exchange;
 use phalanx_nn::Params;
 
 use crate::format::{bytes, plural, thousands, typed};
 use crate::output::Output;
+use crate::param_group::ParamGroup;
 use crate::saving::Resumed;
 use crate::settings::Settings;
 use crate::split::Determinism;
@@ -28,21 +29,21 @@ pub(super) fn announce(
     settings: &Settings,
     about: &About<'_>,
     params: &Params,
-    ddp: &DistributedDataParallel,
+    groups: &[ParamGroup],
     output: &Output,
 ) {
     let global_batch = settings.global_batch(ctx.world());
     let count: usize = params.infos().iter().map(|i| i.len).sum();
-    let buckets = ddp.plan().buckets().len();
-    let sizes: Vec<String> = (0..buckets)
-        .map(|b| bytes(ddp.plan().bucket_bytes(b)))
+    let plans = groups.iter().map(|group| group.ddp.plan());
+    let sizes: Vec<String> = plans
+        .flat_map(|plan| (0..plan.buckets().len()).map(|b| bytes(plan.bucket_bytes(b))))
         .collect();
     let buckets = match settings.split.determinism() {
-        _ if ddp.exchange() == Exchange::AtStep => {
+        _ if groups[0].ddp.exchange() == Exchange::AtStep => {
             format!("{} averaged in the optimizer's step", sizes.join(" and "))
         }
         Determinism::Ranks | Determinism::Off => {
-            format!("{} ({})", plural(buckets, "bucket"), sizes.join(", "))
+            format!("{} ({})", plural(sizes.len(), "bucket"), sizes.join(", "))
         }
         Determinism::Shards => format!("added over {} shards", settings.split.shards()),
     };

@@ -9,7 +9,8 @@ use phalanx_data::loader::{LoadedBatch, Loader};
 use phalanx_data::sampler::{Cursor, EpochPlan};
 use phalanx_data::{Dataset, ImageBatch};
 use phalanx_ddp::GlobalBatch;
-use phalanx_nn::{Step, Tensor};
+use phalanx_nn::rng::philox::philox4x32_10;
+use phalanx_nn::{Step, StepKey, Tensor};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::split::BatchSplit;
@@ -118,6 +119,7 @@ impl<'j, D: Dataset + ?Sized> Iterator for Batches<'j, D> {
         Some(StepBatch {
             ctx: self.ctx,
             source: Rc::clone(&self.source),
+            kept: RefCell::default(),
             first: in_plan * parts,
             context,
         })
@@ -135,6 +137,8 @@ impl<D: Dataset + ?Sized> ExactSizeIterator for Batches<'_, D> {}
 pub struct StepBatch<'j, D: Dataset + ?Sized> {
     ctx: &'j RankContext,
     source: Rc<RefCell<Source<D>>>,
+    /// The micro-batches, for the next step on them ([`Trainer::step_of`](crate::Trainer::step_of)).
+    pub(super) kept: RefCell<Vec<LoadedBatch<D>>>,
     /// The place of its first micro-batch in the plan.
     first: usize,
     pub(super) context: StepContext,
@@ -191,11 +195,62 @@ impl<D: Dataset + ?Sized> StepBatch<'_, D> {
     }
 }
 
+/// What the random numbers of a step's micro-batches follow from.
+#[derive(Clone, Copy)]
+pub(super) struct Randomness {
+    pub(super) seed: u64,
+    /// The epoch, from 0.
+    pub(super) epoch: u64,
+    pub(super) step: u64,
+}
+
+impl Randomness {
+    /// Of an evaluation: it follows from the sample alone.
+    pub(super) fn of_evaluation(seed: u64) -> Randomness {
+        Randomness {
+            seed,
+            epoch: u64::MAX,
+            step: 0,
+        }
+    }
+
+    /// The engine's key, for dropout.
+    pub(super) fn key(self, samples: &[u64]) -> StepKey<'_> {
+        let key = StepKey::new(self.epoch, self.step).seed(self.seed);
+        key.samples(samples)
+    }
+
+    /// Fills `values` with the standard normal numbers of `sample` in the `call`th call.
+    fn fill_normal(self, sample: u64, call: u32, values: &mut [f32]) {
+        // The engine's dropout takes the key without this constant.
+        let key = [
+            self.seed as u32 ^ 0x6e6f_726d,
+            (self.seed >> 32) as u32 ^ call,
+        ];
+        for (block, four) in values.chunks_mut(4).enumerate() {
+            let counter = [self.epoch, self.step, sample, block as u64].map(|n| n as u32);
+            let words = philox4x32_10(counter, key).map(f64::from);
+            // Box and Muller, from uniform numbers in (0, 1].
+            for (pair, words) in four.chunks_mut(2).zip(words.chunks_exact(2)) {
+                let [a, b] = [words[0], words[1]].map(|word| (word + 1.0) / 4_294_967_296.0);
+                let (sin, cos) = (std::f64::consts::TAU * b).sin_cos();
+                let radius = (-2.0 * a.ln()).sqrt();
+                for (value, factor) in pair.iter_mut().zip([cos, sin]) {
+                    *value = (radius * factor) as f32;
+                }
+            }
+        }
+    }
+}
+
 /// Samples that a model is given together. It dereferences to the data set's own batch type.
 pub struct MicroBatch<'s, B> {
     step: &'s Step<'s>,
     data: &'s B,
     indices: &'s [u64],
+    randomness: Randomness,
+    /// Calls of [`normal`](Self::normal).
+    calls: &'s Cell<u32>,
 }
 
 impl<B> Clone for MicroBatch<'_, B> {
@@ -207,11 +262,19 @@ impl<B> Clone for MicroBatch<'_, B> {
 impl<B> Copy for MicroBatch<'_, B> {}
 
 impl<'s, B> MicroBatch<'s, B> {
-    pub(super) fn new(step: &'s Step<'s>, data: &'s B, indices: &'s [u64]) -> Self {
+    pub(super) fn new(
+        step: &'s Step<'s>,
+        data: &'s B,
+        indices: &'s [u64],
+        randomness: Randomness,
+        calls: &'s Cell<u32>,
+    ) -> Self {
         MicroBatch {
             step,
             data,
             indices,
+            randomness,
+            calls,
         }
     }
 
@@ -242,6 +305,23 @@ impl<'s, B> MicroBatch<'s, B> {
     /// `Usage`, when there are not as many values as the shape has.
     pub fn input(&self, values: &[f32], shape: &[usize]) -> phalanx_nn::Result<Tensor<'s>> {
         self.step.input(values, shape)
+    }
+
+    /// Standard normal random numbers (`torch.randn`): a tensor of `shape` for each sample. They
+    /// follow from `--seed`, epoch, step and sample, so neither the number of ranks nor a resume
+    /// changes them; in an evaluation from seed and sample. Each call in a step gives others.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, when the engine has no tensors of such a shape.
+    pub fn normal(&self, shape: &[usize]) -> phalanx_nn::Result<Tensor<'s>> {
+        let call = self.calls.replace(self.calls.get() + 1);
+        let len: usize = shape.iter().product();
+        let mut values = vec![0.0; self.samples() * len];
+        for (values, sample) in values.chunks_exact_mut(len.max(1)).zip(self.indices) {
+            self.randomness.fill_normal(*sample, call, values);
+        }
+        self.input(&values, &[&[self.samples()], shape].concat())
     }
 }
 

@@ -21,6 +21,7 @@ use super::{Reports, Results, Trainer};
 use crate::error::{Error, Result};
 use crate::format::thousands;
 use crate::output::{Files, Output};
+use crate::param_group::{self, ParamGroup};
 use crate::profile::Profiler;
 use crate::reporter::{EpochLines, Reporter};
 use crate::run_dir::default_output_dir;
@@ -36,6 +37,13 @@ use phalanx_process::RankContext;
 type Init<'j> = Box<dyn FnOnce(&mut Params) -> Result<()> + 'j>;
 type MakeOptimizer<'j> = Box<dyn FnOnce(&Params, f64) -> Box<dyn Optimizer> + 'j>;
 type MakeSchedule<'j> = Box<dyn FnOnce(f64, u64) -> Result<Option<Schedule>> + 'j>;
+
+/// What an optimizer's type is called, without its path.
+fn name_of<O>() -> &'static str {
+    let name = std::any::type_name::<O>().split('<').next();
+    name.and_then(|name| name.rsplit("::").next())
+        .unwrap_or_default()
+}
 
 /// What a [`Trainer`] is made of; [`start`](Self::start) makes it.
 #[must_use = "nothing is trained before start"]
@@ -53,6 +61,8 @@ pub struct TrainerBuilder<'j, M> {
     lr: f64,
     optimizer: MakeOptimizer<'j>,
     optimizer_title: String,
+    /// Name, optimizer and the optimizer's name of further groups of parameters.
+    groups: Vec<(String, MakeOptimizer<'j>, &'static str)>,
     schedule: Option<MakeSchedule<'j>>,
     clip: Option<f64>,
     drop_last: bool,
@@ -75,11 +85,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
         model: impl FnOnce(&mut Scope) -> M + 'j,
         optimizer: impl FnOnce(&Params, f64) -> O + 'j,
     ) -> Self {
-        let name = std::any::type_name::<O>()
-            .split('<')
-            .next()
-            .unwrap_or_default();
-        let name = name.rsplit("::").next().unwrap_or_default();
+        let name = name_of::<O>();
         TrainerBuilder {
             ctx,
             settings,
@@ -94,6 +100,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
             lr: settings.lr(),
             optimizer: Box::new(|params, lr| Box::new(optimizer(params, lr))),
             optimizer_title: format!("{name} lr {}", settings.lr()),
+            groups: Vec::new(),
             schedule: None,
             clip: None,
             drop_last: false,
@@ -146,6 +153,21 @@ impl<'j, M> TrainerBuilder<'j, M> {
     /// The optimizer in words, for the first lines of the output.
     pub fn optimizer_title(mut self, title: &str) -> Self {
         self.optimizer_title = title.to_owned();
+        self
+    }
+
+    /// An optimizer of their own for the parameters whose names begin with `name` and a point, as
+    /// those of a GAN's discriminator: [`Trainer::step_of`] trains these and nothing else,
+    /// [`Trainer::step`] the others. Their gradients are averaged and clipped apart, and their
+    /// optimizer's state is in the checkpoints. The schedule changes all learning rates by
+    /// the same factor.
+    pub fn optimizer_of<O: Optimizer + 'static>(
+        mut self,
+        name: &str,
+        optimizer: impl FnOnce(&Params, f64) -> O + 'j,
+    ) -> Self {
+        let make: MakeOptimizer<'j> = Box::new(|params, lr| Box::new(optimizer(params, lr)));
+        self.groups.push((name.to_owned(), make, name_of::<O>()));
         self
     }
 
@@ -258,22 +280,45 @@ impl<'j, M> TrainerBuilder<'j, M> {
         facts.extend(self.shaping);
         facts.push(format!("data {}", self.content));
         let exchange = settings.exchange.choose_for(ctx, settings)?; // DDP
-        let options = settings.ddp_options(exchange, facts, self.frozen)?;
-        let ddp = DistributedDataParallel::new(ctx.group.clone(), &mut params, options); // DDP
-        let mut ddp = ddp.map_err(unlike)?;
-        if let Some(hook) = settings.gradients.hook(settings.seed)? {
-            ddp.set_hook(Some(hook))?; // DDP
-        }
         let mut tape = Tape::new(Threads(ctx.threads));
         tape.set_precision(settings.precision.into());
-        let mut update = Update::new(&ddp, &params, |params| {
-            let mut optimizer = (self.optimizer)(params, self.lr);
-            optimizer.set_workers(tape.workers());
-            optimizer
-        })?; // DDP
+        let names: Vec<&str> = self.groups.iter().map(|(name, ..)| &name[..]).collect();
+        let parts = param_group::split(&params, &names)?;
+        let mut title = self.optimizer_title;
+        let main = (String::new(), self.optimizer, "");
+        let mut groups = Vec::new();
+        for ((name, make, optimizer), own) in [main].into_iter().chain(self.groups).zip(parts) {
+            let mut frozen = self.frozen.clone();
+            let others = params.ids().zip(params.infos());
+            let others =
+                others.filter(|(id, info)| !own.contains(id) && !frozen.contains(&info.name));
+            let others: Vec<String> = others.map(|(_, info)| info.name.clone()).collect();
+            frozen.extend(others);
+            let options = settings.ddp_options(exchange, facts.clone(), frozen)?;
+            let ddp = DistributedDataParallel::new(ctx.group.clone(), &mut params, options); // DDP
+            let mut ddp = ddp.map_err(unlike)?;
+            if let Some(hook) = settings.gradients.hook(settings.seed)? {
+                ddp.set_hook(Some(hook))?; // DDP
+            }
+            let update = Update::new(&ddp, &params, |params| {
+                let mut optimizer = make(params, self.lr);
+                optimizer.set_workers(tape.workers());
+                optimizer
+            })?; // DDP
+            let lr = update.lr();
+            if !name.is_empty() {
+                title.push_str(&format!(", of {name} {optimizer} lr {lr}"));
+            }
+            groups.push(ParamGroup {
+                name,
+                params: own,
+                ddp,
+                update,
+                lr,
+            });
+        }
         if let Some(resumed) = &resumed {
-            resumed.wrapper(ctx, &mut ddp)?; // DDP
-            resumed.update(ctx, &params, &mut update, &shaping)?; // DDP
+            resumed.groups(ctx, &params, &mut groups, &shaping)?; // DDP
         }
 
         let split = BatchSplit::new(&settings.split, world, ctx.rank())?;
@@ -314,9 +359,9 @@ impl<'j, M> TrainerBuilder<'j, M> {
             data: &self.data,
             initial: initial.as_deref(),
             steps,
-            optimizer: &self.optimizer_title,
+            optimizer: &title,
         };
-        announce(ctx, settings, &about, &params, &ddp, &output);
+        announce(ctx, settings, &about, &params, &groups, &output);
         let mut reporter = self.reporter;
         reporter.trains(ctx, settings.epochs())?;
 
@@ -370,8 +415,8 @@ impl<'j, M> TrainerBuilder<'j, M> {
             steps,
             model,
             params,
-            ddp,
-            update,
+            groups,
+            lr: self.lr,
             clip: self.clip,
             schedule,
             tape,

@@ -1,5 +1,6 @@
 //! Evaluation over all ranks, each sample once.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,7 +14,7 @@ use phalanx_ddp::ShardTree;
 use phalanx_nn::Tensor;
 
 use super::Trainer;
-use super::batches::MicroBatch;
+use super::batches::{MicroBatch, Randomness};
 use crate::error::{Error, Result};
 
 /// Result of one pass over a test set.
@@ -263,7 +264,8 @@ impl<M> Trainer<'_, M> {
         while let Some(batch) = loader.next_batch()? {
             if !batch.indices().is_empty() {
                 let step = self.tape.inference(&self.params);
-                let micro = MicroBatch::new(&step, &*batch, batch.indices());
+                let (random, calls) = (Randomness::of_evaluation(self.settings.seed), Cell::new(0));
+                let micro = MicroBatch::new(&step, &*batch, batch.indices(), random, &calls);
                 let mut measured = measure(&self.model, micro)?;
                 measured.samples = batch.indices().len();
                 take(index, measured)?;

@@ -8,6 +8,7 @@ use super::{Evaluation, Trainer};
 use crate::error::Result;
 use crate::format::{thousands, typed};
 use crate::gradient::GradientType;
+use crate::param_group::joined_state;
 use crate::say;
 use crate::split::Determinism;
 
@@ -37,7 +38,9 @@ impl<M> Trainer<'_, M> {
         let phase = ctx.phase("saving");
         self.results.timing.sent_bytes = ctx.group.bytes_sent_to().iter().sum();
         // Its parts are gathered by all.
-        let optimizer = optimizer_sha256(self.update.state()?);
+        let (main, more) = (&self.groups[0].update, &self.groups[1..]);
+        let (state, _) = joined_state(main, more, &self.params)?;
+        let optimizer = optimizer_sha256(state);
         self.save_files(&optimizer, save)?;
         drop(phase);
         ctx.group.barrier()?; // DDP: nobody leaves before the files are complete
@@ -58,7 +61,7 @@ impl<M> Trainer<'_, M> {
         let profiler = &mut self.reports.profiler;
         profiler.finish(ctx, &mut self.tape, &self.params)?;
         let timing = &mut self.results.timing;
-        timing.skipped = self.ddp.skipped_steps();
+        timing.skipped = self.groups.iter().map(|g| g.ddp.skipped_steps()).sum();
         timing.waited = self.waited.get();
         let spent = timing.spent(self.steps * settings.epochs());
         let narrower = settings.gradients.gradient_type == GradientType::F32

@@ -27,7 +27,7 @@ use phalanx_data::metrics::MetricsLog;
 use phalanx_data::progress::Progress;
 use phalanx_data::sampler::Sampler;
 use phalanx_data::state::Place;
-use phalanx_ddp::{DistributedDataParallel, verify_equal};
+use phalanx_ddp::verify_equal;
 use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::{Params, Step, Tape};
 use serde_json::json;
@@ -38,6 +38,7 @@ pub use self::evaluate::{Evaluation, Measure};
 use self::losses::EpochLoss;
 use crate::error::{Error, Result};
 use crate::output::Output;
+use crate::param_group::ParamGroup;
 use crate::profile::Profiler;
 use crate::reporter::Reporter;
 use crate::sample_log::SampleLog;
@@ -46,7 +47,6 @@ use crate::settings::Settings;
 use crate::split::BatchSplit;
 use crate::timing::Timing;
 use crate::trace::Trace;
-use crate::update::Update;
 use phalanx_process::RankContext;
 
 /// A model in training on this rank, with all that belongs to it: parameters, the wrapper that
@@ -96,8 +96,10 @@ pub struct Trainer<'j, M> {
     steps: usize,
     model: M,
     params: Params,
-    ddp: DistributedDataParallel,
-    update: Update,
+    /// The first has the optimizer that the trainer was made with.
+    groups: Vec<ParamGroup>,
+    /// The learning rate that the schedule was made with.
+    lr: f64,
     clip: Option<f64>,
     schedule: Option<Schedule>,
     tape: Tape,
@@ -223,7 +225,7 @@ impl<'j, M> Trainer<'j, M> {
             return Ok(());
         };
         ended.is_checked = true;
-        self.ddp.end_epoch(&mut self.params)?; // DDP
+        self.groups[0].ddp.end_epoch(&mut self.params)?; // DDP
         let digest = checkpoint::weights_digest(&self.params);
         verify_equal(&self.ctx.group, &self.params, digest)?; // DDP
         self.results.weights = hex::encode(digest);
@@ -337,10 +339,11 @@ impl<'j, M> Trainer<'j, M> {
         let source = CheckpointSource {
             params: &self.params,
             buffers,
-            update: &self.update,
-            ddp: &self.ddp,
+            update: &self.groups[0].update,
+            ddp: &self.groups[0].ddp,
         };
-        self.saving.save(action, &source, self.place, history)
+        self.saving
+            .save_groups(action, &source, &self.groups[1..], self.place, history)
     }
 
     /// All is saved, and the ranks stop: how to resume was told, and the program ends with this

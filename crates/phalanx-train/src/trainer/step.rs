@@ -1,15 +1,16 @@
 //! One step: forward, backward, update, and what is reported and saved of it.
 
+use std::cell::Cell;
 use std::time::Instant;
 
 use phalanx_comm::ReduceOp;
 use phalanx_data::Dataset;
 use phalanx_data::state::Place;
 use phalanx_ddp::{Commit, ShardTree};
-use phalanx_nn::{StepKey, Tensor};
+use phalanx_nn::Tensor;
 use serde_json::json;
 
-use super::batches::{MicroBatch, StepBatch, StepContext};
+use super::batches::{MicroBatch, Randomness, StepBatch, StepContext};
 use super::{Ended, Running, Trainer};
 use crate::error::{Error, Result};
 use crate::reporter::StepFacts;
@@ -37,34 +38,19 @@ impl<M> Trainer<'_, M> {
     ) -> Result<f64> {
         let ctx = self.ctx;
         let turn = &batch.context;
-        let running = self.running.as_ref().map(|running| running.epoch);
-        if running != Some(turn.epoch) {
-            let what = format!("the batch of {} is not of the running epoch", turn.name());
-            return Err(Error::usage(what));
-        }
-        self.unfinished.set(true);
-        ctx.group
-            .set_position(turn.epoch as u64, turn.index as u64 + 1);
-        if let Some(schedule) = &self.schedule {
-            self.update.set_lr(schedule.lr());
-        }
-        let mut sums = vec![0.0; self.split.parts()];
+        self.begin(0, turn)?;
         let marks = self.reports.trace.begin();
         self.reports.profiler.before(&mut self.tape);
-        let buffers = self.params.buffers_flat().to_vec();
-        let (commit, forward_ended) = self.gradients(batch, &mut loss, &mut sums)?;
-        self.update(turn, &commit, &buffers)?;
+        let (sums, forward_ended) = self.train(0, batch, &mut loss)?;
         // Files and terminals may be slow.
         let phase = ctx.phase("reporting");
         self.reports.samples.step(turn.epoch, turn.index)?;
-        let times = self.ddp.times();
+        let times = self.groups[0].ddp.times();
         self.reports.trace.end(marks, forward_ended, times)?;
         let profiler = &mut self.reports.profiler;
         profiler.after(ctx, &mut self.tape, &self.params)?;
 
-        let local: f64 = sums.iter().sum();
-        let mean = local / batch.len().max(1) as f64;
-        ctx.check_loss(mean, format_args!("{}", turn.name()), self.update.lr())?;
+        let mean = self.checked_mean(0, batch, &sums)?;
         if let Some(running) = &mut self.running {
             running.losses.add(&sums, mean, turn.global.samples);
         }
@@ -79,11 +65,99 @@ impl<M> Trainer<'_, M> {
         Ok(mean)
     }
 
+    /// Trains the parameters of the group `name`
+    /// ([`optimizer_of`](crate::TrainerBuilder::optimizer_of)) and nothing else: forward and
+    /// backward of `loss`, their gradients averaged over all samples of all ranks, and a step of
+    /// their own optimizer, if all ranks vote for it. Gives the mean loss of this rank's samples.
+    ///
+    /// Call it before [`step`](Self::step) with the same batch, as often as you like. `step` is
+    /// what counts as the training's step: it comes last, reports its own loss, and a
+    /// checkpoint saved after it has the state of all optimizers.
+    ///
+    /// *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, when there is no such group; as [`step`](Self::step).
+    pub fn step_of<D: Dataset + ?Sized>(
+        &mut self,
+        name: &str,
+        batch: &StepBatch<'_, D>,
+        mut loss: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Tensor<'s>>,
+    ) -> Result<f64> {
+        let own = self
+            .groups
+            .iter()
+            .skip(1)
+            .position(|group| group.name == name);
+        let Some(group) = own.map(|i| i + 1) else {
+            return Err(Error::usage(format!(
+                "step_of(\"{name}\"): the trainer was made without optimizer_of(\"{name}\", ...)"
+            )));
+        };
+        self.begin(group, &batch.context)?;
+        let (sums, _) = self.train(group, batch, &mut loss)?;
+        let exposed = self.groups[group].ddp.times().exposed();
+        self.results.timing.add(exposed, 0);
+        self.checked_mean(group, batch, &sums)
+    }
+
+    /// Begins a step of the group number `group`.
+    fn begin(&mut self, group: usize, turn: &StepContext) -> Result<()> {
+        let running = self.running.as_ref().map(|running| running.epoch);
+        if running != Some(turn.epoch) {
+            let what = format!("the batch of {} is not of the running epoch", turn.name());
+            return Err(Error::usage(what));
+        }
+        self.unfinished.set(true);
+        let position = (turn.epoch as u64, turn.index as u64 + 1);
+        self.ctx.group.set_position(position.0, position.1);
+        if let Some(schedule) = &self.schedule {
+            let (lr, group) = (schedule.lr(), &mut self.groups[group]);
+            group.update.set_lr(match group.lr == self.lr {
+                true => lr,
+                false => group.lr * (lr / self.lr),
+            });
+        }
+        Ok(())
+    }
+
+    /// The mean of this rank's losses, an error unless it is a number.
+    fn checked_mean<D: Dataset + ?Sized>(
+        &self,
+        group: usize,
+        batch: &StepBatch<'_, D>,
+        sums: &[f64],
+    ) -> Result<f64> {
+        let local: f64 = sums.iter().sum();
+        let mean = local / batch.len().max(1) as f64;
+        let (turn, lr) = (&batch.context, self.groups[group].update.lr());
+        self.ctx
+            .check_loss(mean, format_args!("{}", turn.name()), lr)?;
+        Ok(mean)
+    }
+
+    /// Forward, backward and the optimizer's step of the group number `group`: the losses by
+    /// part, and when the last forward had ended.
+    fn train<D: Dataset + ?Sized>(
+        &mut self,
+        group: usize,
+        batch: &StepBatch<'_, D>,
+        loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Tensor<'s>>,
+    ) -> Result<(Vec<f64>, Instant)> {
+        let mut sums = vec![0.0; self.split.parts()];
+        let buffers = self.params.buffers_flat().to_vec();
+        let (commit, forward_ended) = self.gradients(group, batch, loss, &mut sums)?;
+        self.update(group, &batch.context, &commit, &buffers)?;
+        Ok((sums, forward_ended))
+    }
+
     /// Forward and backward of this rank's parts, gradients averaged over all;
     /// `sums` gets the losses by part. Whether the ranks want the step, and when
     /// the last forward had ended.
     fn gradients<D: Dataset + ?Sized>(
         &mut self,
+        group: usize,
         batch: &StepBatch<'_, D>,
         loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Tensor<'s>>,
         sums: &mut [f64],
@@ -92,40 +166,69 @@ impl<M> Trainer<'_, M> {
         let turn = &batch.context;
         let mut forward_ended = Instant::now();
         let busy = turn.sizes.iter().filter(|n| **n > 0).count();
-        batch.seek()?;
+        let mut kept = batch.kept.take().into_iter();
+        let is_fresh = kept.len() == 0;
+        let keep = |loaded| {
+            if group > 0 {
+                batch.kept.borrow_mut().push(loaded);
+            }
+        };
+        if is_fresh {
+            batch.seek()?;
+        }
+        let randomness = Randomness {
+            // Each group has other random numbers in the same step.
+            seed: self.settings.seed ^ ((group as u64) << 32),
+            epoch: turn.epoch as u64 - 1,
+            step: turn.index as u64,
+        };
         // DDP: the mean is taken over all samples, however unevenly they are split.
-        let mut micro_batches = self.ddp.begin_known(&turn.sizes[..busy], turn.global)?;
+        let ddp = &mut self.groups[group].ddp;
+        let mut micro_batches = ddp.begin_known(&turn.sizes[..busy], turn.global)?;
         for part in self.split.mine() {
-            let Some(batch) = batch.next()? else {
+            let next = match is_fresh {
+                true => batch.next()?,
+                false => kept.next(),
+            };
+            let Some(loaded) = next else {
                 break;
             };
-            let indices = batch.indices();
+            let indices = loaded.indices();
             if indices.is_empty() {
+                keep(loaded);
                 continue;
             }
-            self.reports.samples.add(indices);
+            if group == 0 {
+                self.reports.samples.add(indices);
+            }
             ctx.group.set_phase("forward");
-            let key = StepKey::new(turn.epoch as u64 - 1, turn.index as u64)
-                .seed(self.settings.seed)
-                .samples(indices);
-            let step = self.tape.step(&self.params, key);
-            let loss = loss(&self.model, MicroBatch::new(&step, &*batch, indices))?;
+            let step = self.tape.step(&self.params, randomness.key(indices));
+            let calls = Cell::new(0);
+            let micro = MicroBatch::new(&step, &*loaded, indices, randomness, &calls);
+            let loss = loss(&self.model, micro)?;
             sums[part] = f64::from(loss.item()) * f64::from(indices.len() as f32);
             forward_ended = Instant::now();
             loss.backward(micro_batches.micro_batch()?)?; // DDP
             drop(step);
             micro_batches.update_buffers(&mut self.tape, &mut self.params)?;
+            keep(loaded);
         }
         Ok((micro_batches.finish()?, forward_ended)) // DDP
     }
 
     /// Updates the model, if the ranks want the step; `buffers` were its own before.
-    fn update(&mut self, turn: &StepContext, commit: &Commit, buffers: &[f32]) -> Result<()> {
+    fn update(
+        &mut self,
+        group: usize,
+        turn: &StepContext,
+        commit: &Commit,
+        buffers: &[f32],
+    ) -> Result<()> {
         self.ctx.group.set_phase("optimizer");
         if commit.is_yes() {
-            self.ddp.sync_buffers(&mut self.params)?; // DDP
-            let (params, ddp) = (&mut self.params, &mut self.ddp);
-            self.update.step(params, ddp, self.clip)?; // DDP
+            let (params, group) = (&mut self.params, &mut self.groups[group]);
+            group.ddp.sync_buffers(params)?; // DDP
+            group.update.step(params, &mut group.ddp, self.clip)?; // DDP
         } else {
             // Statistics of a batch that is not trained on must not stay.
             self.params.buffers_flat_mut().copy_from_slice(buffers);
@@ -168,9 +271,9 @@ impl<M> Trainer<'_, M> {
         if logged {
             self.results.metrics.add(mean);
             reports.log.event(&json!({
-                "step": (epoch - 1) * self.steps + index, "epoch": epoch, "loss": mean, "lr": self.update.lr(),
+                "step": (epoch - 1) * self.steps + index, "epoch": epoch, "loss": mean, "lr": self.groups[0].update.lr(),
                 "elapsed_s": ctx.started.elapsed().as_secs_f64(),
-                "exposed_comm_ms": self.ddp.times().exposed().as_secs_f64() * 1e3,
+                "exposed_comm_ms": self.groups[0].ddp.times().exposed().as_secs_f64() * 1e3,
                 "data_wait_total_ms": self.waited.get().as_secs_f64() * 1e3,
                 "saving_total_ms": self.results.timing.saved.as_secs_f64() * 1e3,
             }))?;
@@ -188,7 +291,7 @@ impl<M> Trainer<'_, M> {
             step_in_epoch: if ended { 0 } else { turn.index as u64 + 1 },
             step: self.place.step + 1,
         };
-        self.saving.prepare(&self.params, &self.update)?; // DDP
+        self.saving.prepare(&self.params, &self.groups[0].update)?; // DDP
         let action = self.saving.after_step(self.place.step)?; // DDP
         if ended {
             self.stop = action == SaveAction::Stop;

@@ -1,3 +1,4 @@
 //! The trainer as programs use it, on ranks that are threads.
 
+mod gan;
 mod trainer;

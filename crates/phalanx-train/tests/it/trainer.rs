@@ -26,13 +26,23 @@ fn settings(dir: &Path, args: &[&str]) -> Settings {
 }
 
 /// Runs `rank` on `world` ranks; what each gives, in their order.
-fn ranks<R: Send>(
+pub(crate) fn ranks<R: Send>(
     world: usize,
     args: &[&str],
     rank: impl Fn(&Job<'_>) -> Result<R> + Sync,
 ) -> Vec<Result<R>> {
     let dir = tempfile::tempdir().expect("folder");
-    let settings = settings(dir.path(), args);
+    ranks_in(dir.path(), world, args, rank)
+}
+
+/// The same in the folder `dir`, where the run's is `run`.
+pub(crate) fn ranks_in<R: Send>(
+    dir: &Path,
+    world: usize,
+    args: &[&str],
+    rank: impl Fn(&Job<'_>) -> Result<R> + Sync,
+) -> Vec<Result<R>> {
+    let settings = settings(dir, args);
     std::thread::scope(|scope| {
         let one = |group: ProcessGroup| {
             let (settings, rank) = (&settings, &rank);
