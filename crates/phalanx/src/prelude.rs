@@ -4,16 +4,19 @@ pub use std::process::ExitCode;
 pub use std::sync::Arc;
 
 pub use phalanx_comm::{ProcessGroup, ReduceOp};
-pub use phalanx_data::{Dataset, ImageBatch, ImageDataset, cifar10, mnist, synthetic};
-pub use phalanx_nn::layers::{
-    Act, BatchNorm2d, Conv2d, Dropout, Embedding, LayerNorm, Linear, MaxPool2d, MultiHeadAttention,
+pub use phalanx_data::{
+    Dataset, Error as DataError, ErrorKind as DataErrorKind, ImageBatch, ImageDataset,
+    Result as DataResult, augment, cifar10, mnist, synthetic,
 };
+pub use phalanx_nn::layers::*;
+pub use phalanx_nn::losses::CrossEntropyOptions;
 pub use phalanx_nn::models::MnistCnn;
 pub use phalanx_nn::optim::schedule::Schedule;
-pub use phalanx_nn::optim::{Adam, Sgd};
-pub use phalanx_nn::{Params, Reduction, Scope, Tensor};
+pub use phalanx_nn::optim::{Adam, Optimizer, Sgd};
+pub use phalanx_nn::{CustomOp, Init, ParamId, Params, Reduction, Scope, Step, Tensor};
 pub use phalanx_train::{
-    Defaults, Error, ErrorKind, Evaluation, Job, Measure, MicroBatch, Result, Trainer,
+    Defaults, EpochLines, Error, ErrorKind, Evaluation, Files, Job, Measure, MicroBatch,
+    RankContext, Reporter, Result, Settings, StepBatch, StepFacts, Trainer, TrainerBuilder,
 };
 
 pub use crate::{Program, clap};
