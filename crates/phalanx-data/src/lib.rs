@@ -41,6 +41,7 @@ pub mod files;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;
+#[cfg(feature = "images")]
 pub mod image;
 pub mod loader;
 pub mod metrics;

@@ -31,6 +31,9 @@
 //!
 //! The crates below are here under one name; what lies below the trainer (tape, reducer, process
 //! group) can be used without it. The command `phalanx` comes with `cargo install`.
+//!
+//! Features: `cli` (default), which the command needs and a program does not; `images`,
+//! `phalanx::data::image`.
 #![forbid(unsafe_code)]
 
 // The program's own modules, for the fuzz targets only: a binary cannot be
