@@ -1,5 +1,5 @@
 //! What the launcher reads of its environment, of other processes and of dumps, fed with
-//! garbage: the bodies of the fuzz targets in `fuzz/`, which the tests here run on garbled
+//! garbage: the bodies of the fuzz targets in `tools/fuzz/`, which the tests here run on garbled
 //! seeds.
 
 use super::alone::{Asking, alone_by_mistake};

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Usage: tests/new_project.sh PHALANX
+# Usage: tools/ci/new_project.sh PHALANX
 # What a user does with `phalanx new`, outside the workspace: the project builds, passes its test, trains on two
 # ranks, is killed, and resumes to the weights of a run that was not. Builds offline, with the workspace's versions.
 set -euo pipefail
-root=$(cd "$(dirname "$0")/.." && pwd)
+root=$(cd "$(dirname "$0")/../.." && pwd)
 phalanx=$(realpath "$1")
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -2,13 +2,13 @@
 # Runs every fuzz target for a short time. Usage: fuzz.sh [SECONDS_PER_TARGET]
 # Needs a nightly toolchain, cargo-fuzz and a C++ compiler; skips without them.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 seconds=${1:-4}
 target=$PWD/target/fuzz
 for need in "rustup run nightly rustc --version" "cargo fuzz --version" "c++ --version"; do
     $need >/dev/null 2>&1 || { echo "skipped: \`$need\` does not work here"; exit 0; }
 done
-cargo +nightly fuzz build --fuzz-dir fuzz --target-dir "$target"
+cargo +nightly fuzz build --fuzz-dir tools/fuzz --target-dir "$target"
 built=$target/$(rustup run nightly rustc -vV | sed -n 's/^host: //p')/release
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

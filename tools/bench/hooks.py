@@ -2,7 +2,7 @@
 """Accuracy on MNIST by what gradients travel as: float32, bf16, f16, PowerSGD.
 
     cargo build --release
-    benches/hooks.py --data data/mnist --out benches/runs/DATE-gradient-types
+    tools/bench/hooks.py --data data/mnist --out tools/runs/DATE-gradient-types
 
 Trains `phalanx train mnist` once for each seed and type, over tcp so that
 bytes are counted, and compares test accuracies after the last epoch with
@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 p = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
-p.add_argument("--phalanx", default=str(HERE.parent / "target/release/phalanx"))
+p.add_argument("--phalanx", default=str(HERE.parents[1] / "target/release/phalanx"))
 p.add_argument("--data", required=True, help="folder with MNIST")
 p.add_argument("--work", type=Path, default=Path("/tmp/phalanx-gradient-types"), help="folder for the runs")
 p.add_argument("--seeds", default="1,2,3")

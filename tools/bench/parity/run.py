@@ -3,7 +3,7 @@
 
     python3 -m venv /tmp/venv && /tmp/venv/bin/pip install torch numpy
     cargo build --release
-    benches/parity/run.py --python /tmp/venv/bin/python --mnist DIR --cifar10 DIR --out benches/runs/DATE-parity
+    tools/bench/parity/run.py --python /tmp/venv/bin/python --mnist DIR --cifar10 DIR --out tools/runs/DATE-parity
 
 Two comparisons, on one rank and on two (PyTorch: DistributedDataParallel on Gloo):
 
@@ -29,7 +29,7 @@ import tempfile
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--python", default=sys.executable, help="interpreter with torch")
 p.add_argument("--phalanx", default=str(ROOT / "target/release/phalanx"))

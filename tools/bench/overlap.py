@@ -2,8 +2,8 @@
 """How much of DDP's communication backward hides on a shaped wire between hosts that are network namespaces.
 
     cargo build --release
-    sudo benches/overlap.py --python VENV/bin/python --out benches/runs/DATE-overlap
-    sudo benches/overlap.py --models resnet18:32 --gbit 1 --rounds 1
+    sudo tools/bench/overlap.py --python VENV/bin/python --out tools/runs/DATE-overlap
+    sudo tools/bench/overlap.py --models resnet18:32 --gbit 1 --rounds 1
 
 shaped.py tells how the wire is made; two hosts are joined by a cable, more by a switch. Its bursts are 1 ms, five times
 as long as elsewhere: the shorter ones take the cores that the ranks compute on a timer's interrupt every 16 KiB. Each host has cores of its own,
@@ -38,7 +38,7 @@ from shaped import Wire, environment, machine, run, sh, until_interrupted
 HERE = Path(__file__).resolve().parent
 p = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
 p.add_argument("--python", help="interpreter with torch; without it only ours is measured")
-p.add_argument("--phalanx", default=str(HERE.parent / "target/release/phalanx"))
+p.add_argument("--phalanx", default=str(HERE.parents[1] / "target/release/phalanx"))
 p.add_argument("--models", default="resnet18:32,resnet18:64,mnist:64", help="MODEL:BATCH, separated by commas")
 p.add_argument("--hosts", type=int, default=2)
 p.add_argument("--gbit", type=float, default=1, help="Gbit/s of every host; 0 = not shaped")
@@ -118,8 +118,8 @@ def main():
         (args.out / "raw.jsonl").write_text("".join(json.dumps(r) + "\n" for r in raw))
         text = [f"# Communication hidden under backward: {args.hosts} hosts at {args.gbit:g} Gbit/s, MTU {args.mtu}", "",
                 f"{machine()}; one rank a host, {args.threads} compute thread(s) each, "
-                f"{'on all cores' if args.share_cores else 'each host on cores of its own'}; benches/overlap.py defines the share.", "",
-                *HEAD, *rows, "", "Run as:", "", "```", shlex.join(["benches/overlap.py", *sys.argv[1:]]), "```", "",
+                f"{'on all cores' if args.share_cores else 'each host on cores of its own'}; tools/bench/overlap.py defines the share.", "",
+                *HEAD, *rows, "", "Run as:", "", "```", shlex.join(["tools/bench/overlap.py", *sys.argv[1:]]), "```", "",
                 "which runs, at the same time on every host:", "", "```", *commands, "```", ""]
         (args.out / "summary.md").write_text("\n".join(text))
 

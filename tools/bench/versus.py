@@ -4,10 +4,10 @@
     python3 -m venv /tmp/venv && /tmp/venv/bin/pip install torch numpy
     apt-get install openmpi-bin libopenmpi-dev      # without it that column is left out
     cargo build --release
-    benches/versus.py training    --python /tmp/venv/bin/python --out benches/runs/DATE-WHAT
-    benches/versus.py training    --models resnet18 --precisions fp32,bf16 --layouts channels-last ...
-    benches/versus.py collectives --python /tmp/venv/bin/python --out benches/runs/DATE-WHAT
-    benches/versus.py collectives --ops all-reduce --worlds 2 --bytes 1048576 ...
+    tools/bench/versus.py training    --python /tmp/venv/bin/python --out tools/runs/DATE-WHAT
+    tools/bench/versus.py training    --models resnet18 --precisions fp32,bf16 --layouts channels-last ...
+    tools/bench/versus.py collectives --python /tmp/venv/bin/python --out tools/runs/DATE-WHAT
+    tools/bench/versus.py collectives --ops all-reduce --worlds 2 --bytes 1048576 ...
 
 Each round runs every side of a case, one after the other; figures are medians
 over rounds with the smallest and largest in brackets. Writes raw.jsonl (one
@@ -30,7 +30,7 @@ OPS = ["all-reduce", "broadcast", "all-gather", "reduce-scatter", "all-to-all", 
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("what", choices=["training", "collectives"])
 p.add_argument("--python", required=True, help="interpreter with torch")
-p.add_argument("--phalanx", default=str(HERE.parent / "target/release/phalanx"))
+p.add_argument("--phalanx", default=str(HERE.parents[1] / "target/release/phalanx"))
 p.add_argument("--rounds", type=int, default=5)
 p.add_argument("--out", required=True, type=Path)
 p.add_argument("--models", default="mnist,resnet18,mobilenetv2", help="training: which networks")
@@ -116,7 +116,7 @@ for round_ in range(args.rounds):
     for name, sides in CASES:
         for side, cmd in sides.items():
             if round_ == 0:
-                shown = [c.replace(str(HERE), "benches").replace(str(BUILT), "benches/peers") for c in cmd[1:]]
+                shown = [c.replace(str(HERE), "tools/bench").replace(str(BUILT), "tools/bench/peers") for c in cmd[1:]]
                 commands.append(shlex.join([Path(cmd[0]).name, *shown]))
             # A part per rank may round a size up or down: sizes are told by their order.
             asked = [0] if name.startswith("barrier") else map(int, args.bytes.split(","))

@@ -56,7 +56,7 @@ class ResNet18(nn.Module):
 
 
 def mobilenetv2():
-    fixture = pathlib.Path(__file__).parents[2] / "crates/phalanx-nn/tests/fixtures/make_mobilenet.py"
+    fixture = pathlib.Path(__file__).parents[3] / "crates/phalanx-nn/tests/fixtures/make_mobilenet.py"
     names = {"__file__": str(fixture)}
     exec(fixture.read_text().split("\nwant, initial, net = run(")[0], names)  # its classes, not its run
     net = names["MobileNetV2"](10)

@@ -1,4 +1,4 @@
-"""What tests/torch.sh starts: one all-reduce of PyTorch's over Gloo. With `fail`, its first attempt fails."""
+"""What tools/ci/torch.sh starts: one all-reduce of PyTorch's over Gloo. With `fail`, its first attempt fails."""
 import os
 import sys
 

@@ -2,8 +2,8 @@
 """What a checkpoint in the background costs the steps of a training: ResNet-18, two ranks of one thread, 64 images each.
 
     cargo build --release
-    benches/background_save.py                              # target/release/phalanx
-    benches/background_save.py --phalanx old/phalanx new/phalanx --rounds 2
+    tools/bench/background_save.py                              # target/release/phalanx
+    tools/bench/background_save.py --phalanx old/phalanx new/phalanx --rounds 2
 
 Binaries take turns. A step's time is that between two records of metrics.jsonl; a checkpoint after step k was begun in the
 time between the records of k and k + 1, and is counted if its file is there. Prints a table; `--out` keeps all metrics.

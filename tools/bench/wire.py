@@ -2,8 +2,8 @@
 """Ours against Gloo between hosts that are network namespaces, on a shaped wire.
 
     cargo build --release
-    sudo benches/wire.py --python VENV/bin/python --out benches/runs/DATE-tcp-wire
-    sudo benches/wire.py --python VENV/bin/python --hosts 2 --rates 1 --delays 0,0.1,1,5
+    sudo tools/bench/wire.py --python VENV/bin/python --out tools/runs/DATE-tcp-wire
+    sudo tools/bench/wire.py --python VENV/bin/python --hosts 2 --rates 1 --delays 0,0.1,1,5
 
 shaped.py tells how the wire is made.
 
@@ -33,7 +33,7 @@ from shaped import Wire, compiled, environment, machine, run, sh, until_interrup
 HERE = Path(__file__).resolve().parent
 p = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
 p.add_argument("--python", help="interpreter with torch; without it only ours is measured")
-p.add_argument("--phalanx", default=str(HERE.parent / "target/release/phalanx"))
+p.add_argument("--phalanx", default=str(HERE.parents[1] / "target/release/phalanx"))
 p.add_argument("--hosts", default="2,3,4", help="numbers of hosts, separated by commas")
 p.add_argument("--ranks-per-host", type=int, default=1)
 p.add_argument("--rates", default="1,10", help="Gbit/s, separated by commas; 0 = not shaped")
@@ -142,7 +142,7 @@ def keep(raw, commands, table):
     text = [f"# All-reduce over a shaped wire: ours against Gloo (PyTorch {torch})", "",
             f"{machine(args.congestion)}, MTU {args.mtu}, {args.ranks_per_host} rank(s) a host, "
             f"{args.rounds} interleaved rounds; median [smallest..largest].", "",
-            *table, "", "Run as:", "", "```", shlex.join(["benches/wire.py", *sys.argv[1:]]), "```", "",
+            *table, "", "Run as:", "", "```", shlex.join(["tools/bench/wire.py", *sys.argv[1:]]), "```", "",
             "which runs, at the same time on every host:", "", "```", *commands, "```", ""]
     (args.out / f"summary{name}.md").write_text("\n".join(text))
 

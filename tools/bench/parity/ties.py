@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Where, and why, two trainings of the MNIST CNN part that began alike: step by step, against float64.
 
-    /tmp/venv/bin/python benches/parity/ties.py --mnist DIR --out benches/runs/DATE-parity-ties
+    /tmp/venv/bin/python tools/bench/parity/ties.py --mnist DIR --out tools/runs/DATE-parity-ties
 
 Three sides with the same weights, samples and hyperparameters (dropout off): ours, PyTorch as it is, and PyTorch with its own
 loops instead of oneDNN's. After every step each side's mean gradient is laid beside one that float64 computes at *that side's own*
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 HERE = pathlib.Path(__file__).resolve().parent
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-p.add_argument("--phalanx", default=str(HERE.parents[1] / "target/release/phalanx"))
+p.add_argument("--phalanx", default=str(HERE.parents[2] / "target/release/phalanx"))
 p.add_argument("--mnist", required=True, type=pathlib.Path)
 p.add_argument("--out", required=True, type=pathlib.Path)
 p.add_argument("--lr", type=float, default=0.05)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Random faults at random moments of real training runs.
 
-    tests/random_faults.py --phalanx target/release/phalanx --faults 200 --seed 1 [--out DIR]
-    tests/random_faults.py --phalanx target/release/phalanx --faults 20 --seed 1      # the short form, < 2 minutes
-    tests/random_faults.py --phalanx target/release/phalanx --seed 1 --only 17 -v      # one of them again
+    tools/ci/random_faults.py --phalanx target/release/phalanx --faults 200 --seed 1 [--out DIR]
+    tools/ci/random_faults.py --phalanx target/release/phalanx --faults 20 --seed 1      # the short form, < 2 minutes
+    tools/ci/random_faults.py --phalanx target/release/phalanx --seed 1 --only 17 -v      # one of them again
 
 Every fault starts a training of its own (2 to 4 ranks; shared memory, TCP, two launchers on loopback, two
 launchers in network namespaces), waits for a random moment of a random phase, and does one of:

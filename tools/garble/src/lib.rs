@@ -1,7 +1,7 @@
 //! Seeded garbling of bytes: what an enemy, a bad disk or another program
 //! could feed to a parser. For tests only.
 //!
-//! Not a fuzzer (`fuzz/` has those, and they look where the code branches):
+//! Not a fuzzer (`tools/fuzz/` has those, and they look where the code branches):
 //! a few thousand changes of sound inputs in a second, on any toolchain, the
 //! same ones every time.
 #![forbid(unsafe_code)]

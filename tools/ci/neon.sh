@@ -3,7 +3,7 @@
 # aarch64-unknown-linux-gnu and the Debian packages gcc-aarch64-linux-gnu,
 # libc6-dev-arm64-cross and qemu-user-static; says so and succeeds without them.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 target=aarch64-unknown-linux-gnu
 if ! command -v aarch64-linux-gnu-gcc >/dev/null || ! command -v qemu-aarch64-static >/dev/null ||
     ! rustup target list --installed 2>/dev/null | grep -qx "$target"; then
