@@ -53,8 +53,8 @@ impl Guard {
     /// Starts the guard.
     pub fn start() -> Result<Guard> {
         let mut child = Command::new(super::own_program())
-            .arg0("phalanx")
-            .arg("guard")
+            .arg0(super::HELPER_NAME)
+            .arg(super::GUARD)
             .env_remove(super::token::TOKEN_VARIABLE)
             .stdin(Stdio::piped())
             // Our own stdout must end when we do, whoever reads it.

@@ -17,7 +17,7 @@ use super::flight;
 use super::folder::RunFolder;
 use super::guard::Guard;
 use super::machine::{Action, End, Machine, Why};
-use super::nodes::{self, Card, Nodes, PortForRanks};
+use super::nodes::{self, NodeInfo, Nodes, PortForRanks};
 use super::oom::OomWatch;
 use super::plan::LaunchPlan;
 use super::pump::{Sink, Stream, Unwritten};
@@ -77,7 +77,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
             if meeting.node_rank == 0 {
                 port = Some(PortForRanks::new(None)?);
             }
-            let card = Card {
+            let info = NodeInfo {
                 nodes: meeting.nodes,
                 local_ranks: plan.local_ranks,
                 run_id: plan.run_id.clone(),
@@ -89,7 +89,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
             let nodes = nodes::join(
                 &mut place,
                 meeting.node_rank,
-                card,
+                info,
                 &plan.token,
                 plan.meeting_timeout,
                 || match events.try_recv() {
@@ -105,7 +105,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
             Some(nodes)
         }
     };
-    let told = nodes.as_ref().and_then(|n| n.cards().first()?.master_port);
+    let told = nodes.as_ref().and_then(|n| n.infos().first()?.master_port);
     let master_port = match told {
         Some(port) => port,
         None => port.insert(PortForRanks::new(plan.master_port)?).number(),
@@ -135,7 +135,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
     let result = job.attempts();
     if let Some(nodes) = &job.nodes {
         nodes.leave(
-            nodes.cards().len(),
+            nodes.infos().len(),
             job.decided.unwrap_or_else(Instant::now),
         );
     }
@@ -158,7 +158,7 @@ fn shared(
     let node_rank = plan.meeting.as_ref().map_or(0, |m| m.node_rank);
     let ranks: Vec<usize> = match nodes {
         None => vec![plan.local_ranks],
-        Some(nodes) => nodes.cards().iter().map(|card| card.local_ranks).collect(),
+        Some(nodes) => nodes.infos().iter().map(|info| info.local_ranks).collect(),
     };
     Shared {
         node_rank,

@@ -54,27 +54,22 @@ pub mod words;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-pub use alone::{Asking, alone_by_mistake};
-pub use args::{LaunchCli, count_of_ranks, untyped_ranks};
-pub use cluster::{RankPlace, half_a_rank, rank_place};
-pub use guard::guard;
+pub use args::LaunchCli;
+pub use cluster::{RankPlace, rank_place};
 pub use oom::memory_limit;
 pub use phalanx_process::env::{number, real_env};
 pub use rank_args::{
     AlgorithmArg, RankArgs, Speakers, TransportArg, check_local_ranks, run as run_ranks, start,
 };
 pub use ranks::Prefix;
-pub use report::{hand_over, rank_list};
-pub use same_host::store_file;
-pub use shim::{ShimCli, exec_rank};
-pub use signals::end_on_signals;
-pub use token::{given as given_token, write_token};
+pub use token::write_token;
 
 use phalanx_process::{error, format, say, stop};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 use args::LaunchArgs;
 use machine::End;
@@ -82,11 +77,11 @@ use plan::LaunchPlan;
 use report::Verdict;
 
 /// torchrun's port, for jobs on several nodes.
-pub const DEFAULT_PORT: u16 = 29500;
+const DEFAULT_PORT: u16 = 29500;
 
 /// From SIGTERM to SIGKILL: long enough to say goodbye, short enough that
 /// everything is gone within two seconds.
-pub const STOP_GRACE: Duration = Duration::from_millis(1500);
+const STOP_GRACE: Duration = Duration::from_millis(1500);
 
 /// What the main thread hears of.
 enum Event {
@@ -109,7 +104,7 @@ enum Event {
 }
 
 /// Whether a launcher of ours has started this process, or one above it.
-pub fn is_under_a_launcher_of_ours() -> bool {
+fn is_under_a_launcher_of_ours() -> bool {
     std::env::var_os(contract::STORE_VARIABLE).is_some()
 }
 
@@ -127,30 +122,30 @@ fn cores() -> usize {
 
 /// Ranks on this host that a command starts for itself.
 #[derive(Clone, Debug)]
-pub struct LocalRun {
+struct LocalRun {
     /// How many.
-    pub ranks: usize,
+    ranks: usize,
     /// The program; this very binary if not set otherwise.
-    pub program: OsString,
+    program: OsString,
     /// Its arguments.
-    pub args: Vec<OsString>,
+    args: Vec<OsString>,
     /// Variables in addition to the launcher's contract.
-    pub variables: Vec<(OsString, OsString)>,
+    variables: Vec<(OsString, OsString)>,
     /// Whose lines get a prefix.
-    pub prefix: Prefix,
+    prefix: Prefix,
     /// Rank 0 writes to our stderr itself, so that its progress bar sees the
     /// terminal. Its last lines are then not known to the report.
-    pub rank0_owns_stderr: bool,
+    rank0_owns_stderr: bool,
     /// From SIGTERM to SIGKILL.
-    pub stop_grace: Duration,
+    stop_grace: Duration,
     /// Where the ranks' flight recorders are written when the run fails.
-    pub flight_dir: Option<PathBuf>,
+    flight_dir: Option<PathBuf>,
 }
 
 impl LocalRun {
     /// `ranks` times this binary with `args`. Rank 0 speaks for the job: its
     /// lines are not prefixed, and on a terminal it draws on it directly.
-    pub fn new(ranks: usize, args: Vec<OsString>) -> Self {
+    fn new(ranks: usize, args: Vec<OsString>) -> Self {
         use std::io::IsTerminal;
         LocalRun {
             ranks,
@@ -176,7 +171,7 @@ impl LocalRun {
 /// # Errors
 /// The root cause; its [`exit_code`](crate::error::Error::exit_code) is the
 /// job's, printing it is the caller's.
-pub fn run_local(local: LocalRun) -> Result<()> {
+fn run_local(local: LocalRun) -> Result<()> {
     let env = cluster::real_env();
     let plan = LaunchPlan {
         meeting: None,
@@ -215,33 +210,36 @@ fn own_program() -> OsString {
     "/proc/self/exe".into()
 }
 
-/// Leaves the error to the launcher, if there is one to print it (once, with what else it knows).
-pub fn tell(error: &Error) {
+/// The exit code of a command that ended so. An error is left to the launcher of this process, if
+/// it has one (which prints it once, with what else it knows), or printed here.
+pub fn exit_code(outcome: Result<()>) -> ExitCode {
+    let Err(error) = outcome else {
+        return ExitCode::SUCCESS;
+    };
     let text = error.render();
     let text = text.strip_prefix("error: ").unwrap_or(&text).trim_end();
     let text = Some(text).filter(|_| !error.is_told());
-    if !hand_over(text, error.exit_code()) {
+    if !report::hand_over(text, error.exit_code()) {
         error.print();
     }
+    ExitCode::from(error.exit_code())
 }
 
-/// Does what the launcher starts this very program for, if it has: binding a rank's life to it,
-/// or ending ranks after it was killed. Every program that starts ranks of itself calls this
-/// first of all.
+/// Where the launcher has started this program as one of its helper processes: does that
+/// helper's work and returns its outcome. Every program that starts ranks calls this first.
 pub fn run_helper() -> Option<Result<()>> {
     let mut args = std::env::args_os();
-    // No name that a person types.
     if args.next()? != HELPER_NAME {
         return None;
     }
     match args.next()?.to_str()? {
-        GUARD => Some(guard()),
-        EXEC_RANK => Some(shim::exec_rank_of(std::env::args_os().skip(1))),
+        GUARD => Some(guard::guard()),
+        EXEC_RANK => Some(shim::exec_rank(args)),
         _ => None,
     }
 }
 
-/// What helper processes are called, and their two commands.
+/// The name of helper processes (their first argument), and their two commands.
 const HELPER_NAME: &str = "phalanx";
 const GUARD: &str = "guard";
 const EXEC_RANK: &str = "exec-rank";

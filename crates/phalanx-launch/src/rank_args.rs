@@ -20,8 +20,12 @@ use rustix::process::{Resource, getrlimit};
 
 use phalanx_process::RankContext;
 
+use crate::alone::{Asking, alone_by_mistake};
+use crate::args::{count_of_ranks, untyped_ranks};
+use crate::cluster::half_a_rank;
 use crate::error::{Error, ErrorKind, Result, check_count};
-use crate::{self as launch, Asking, LocalRun, Prefix, RankPlace, stop};
+use crate::same_host::store_file;
+use crate::{self as launch, LocalRun, Prefix, RankPlace, stop, token};
 
 /// Which kind of link the ranks use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -66,7 +70,7 @@ pub enum AlgorithmArg {
 #[command(next_help_heading = "Ranks")]
 pub struct RankArgs {
     /// Number of ranks to start on this host; auto and cpu mean one per core. Under a launcher, the launcher sets it [default: 1]
-    #[arg(long, visible_alias = "world", value_name = "N|auto|cpu", value_parser = launch::count_of_ranks)]
+    #[arg(long, visible_alias = "world", value_name = "N|auto|cpu", value_parser = count_of_ranks)]
     nproc_per_node: Option<usize>,
     /// Transport between ranks
     #[arg(long, visible_alias = "backend", value_enum, default_value_t = TransportArg::Auto)]
@@ -141,7 +145,7 @@ impl RankArgs {
     pub fn ranks_to_start(&self) -> Result<usize> {
         match self.nproc_per_node {
             Some(typed) => Ok(typed),
-            None => launch::untyped_ranks(&launch::real_env()),
+            None => untyped_ranks(&launch::real_env()),
         }
     }
 
@@ -191,12 +195,12 @@ impl RankArgs {
             if self.world_size.is_none() {
                 // Whoever says how many ranks to start wants them from here.
                 if here == 1
-                    && let Some(error) = launch::half_a_rank(&env)?
+                    && let Some(error) = half_a_rank(&env)?
                 {
                     return Err(error);
                 }
                 let command = typed_command();
-                if let Some(error) = launch::alone_by_mistake(&env, Asking::Ranks, &command)? {
+                if let Some(error) = alone_by_mistake(&env, Asking::Ranks, &command)? {
                     return Err(error);
                 }
             }
@@ -229,7 +233,7 @@ impl RankArgs {
         // Ranks of a launcher of ours have that launcher's, whatever was typed.
         let typed = self.token_file.as_deref();
         let typed = typed.filter(|_| !launch::is_under_a_launcher_of_ours());
-        launch::given_token(typed, &launch::real_env(), true)
+        token::given(typed, &launch::real_env(), true)
     }
 
     /// The init method of a rank that something else has started.
@@ -238,7 +242,7 @@ impl RankArgs {
         // torchrun starts ranks as engines do; those of a launcher of ours have a token.
         let is_started = !place.is_by_rank() || env.contains_key("TORCHELASTIC_RUN_ID");
         let file = match self.init_method == "env://" && is_started && !has_token {
-            true if place.is_on_one_host() => launch::store_file(&env)?,
+            true if place.is_on_one_host() => store_file(&env)?,
             _ => None,
         };
         Ok(match (file, &place.master_addr) {

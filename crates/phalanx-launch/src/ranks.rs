@@ -154,13 +154,8 @@ impl Starter<'_> {
             .map_err(|error| failed("reach the guard", error))?;
         let mut command = Command::new(super::own_program());
         command
-            .arg0("phalanx")
-            .args([
-                "exec-rank",
-                "--parent",
-                &std::process::id().to_string(),
-                "--",
-            ])
+            .arg0(super::HELPER_NAME)
+            .args([super::EXEC_RANK, &std::process::id().to_string()])
             .arg(self.program)
             .args(self.args)
             .stdin(Stdio::from(guard_end))

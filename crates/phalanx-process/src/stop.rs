@@ -150,45 +150,10 @@ pub fn asked() -> Option<i32> {
     }
 }
 
-/// Linux's names on all architectures that Rust's tier 1 knows.
+/// `SIGTERM`; `signal 34` for a signal without a name.
 pub fn signal_name(signal: i32) -> String {
-    const NAMES: [&str; 31] = [
-        "SIGHUP",
-        "SIGINT",
-        "SIGQUIT",
-        "SIGILL",
-        "SIGTRAP",
-        "SIGABRT",
-        "SIGBUS",
-        "SIGFPE",
-        "SIGKILL",
-        "SIGUSR1",
-        "SIGSEGV",
-        "SIGUSR2",
-        "SIGPIPE",
-        "SIGALRM",
-        "SIGTERM",
-        "SIGSTKFLT",
-        "SIGCHLD",
-        "SIGCONT",
-        "SIGSTOP",
-        "SIGTSTP",
-        "SIGTTIN",
-        "SIGTTOU",
-        "SIGURG",
-        "SIGXCPU",
-        "SIGXFSZ",
-        "SIGVTALRM",
-        "SIGPROF",
-        "SIGWINCH",
-        "SIGIO",
-        "SIGPWR",
-        "SIGSYS",
-    ];
-    usize::try_from(signal)
-        .ok()
-        .and_then(|n| NAMES.get(n.checked_sub(1)?))
-        .map_or_else(|| format!("signal {signal}"), |name| (*name).to_owned())
+    signal_hook::low_level::signal_name(signal)
+        .map_or_else(|| format!("signal {signal}"), str::to_owned)
 }
 
 /// Whether `/proc/self/status` says that `signal` is ignored.

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches};
 use phalanx_launch::words::{dashed, taking_negative_numbers};
-use phalanx_launch::{AlgorithmArg, RankArgs, Speakers, log, run_helper, run_ranks, tell};
+use phalanx_launch::{AlgorithmArg, RankArgs, Speakers, exit_code, log, run_helper, run_ranks};
 use phalanx_process::error::Result;
 use phalanx_process::stop;
 use phalanx_train::{Defaults, Job, Settings, prepare_run};
@@ -131,13 +131,7 @@ impl Program {
                 }
             }
         };
-        match outcome {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(error) => {
-                tell(&error);
-                ExitCode::from(error.exit_code())
-            }
-        }
+        exit_code(outcome)
     }
 
     fn parse<A: clap::Args>(&self) -> std::result::Result<Typed<A>, clap::Error> {

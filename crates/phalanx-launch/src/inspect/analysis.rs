@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use phalanx_comm::recorder::{Dump, Entry, Failure, State};
 use serde::Serialize;
 
-use crate::rank_list;
+use crate::report::rank_list;
 
 /// What the dumps tell.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use phalanx_comm::recorder::{Dump, Entry, State};
 
 use super::analysis::{Story, duration};
-use crate::rank_list;
+use crate::report::rank_list;
 
 /// Rows shown.
 const ROWS: usize = 6;

@@ -10,10 +10,10 @@ use phalanx_comm::{Bucket, Call, ProcessGroup, ReduceOp};
 use serde_json::json;
 
 use super::memory;
-use super::sizes::ByteSize;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format;
 use crate::launch;
+use crate::units::ByteSize;
 use phalanx_launch::RankArgs;
 use phalanx_train::RankContext;
 

@@ -3,10 +3,7 @@
 mod collective;
 mod memory;
 mod overhead;
-mod sizes;
 mod train;
-
-pub(crate) use sizes::ByteSize;
 
 use crate::error::Result;
 use phalanx_launch::Speakers;

@@ -1,4 +1,4 @@
-//! The command line: what can be typed, and which room it leads to.
+//! The command line: its commands, and the module that runs each.
 
 mod explain;
 mod normalise;
@@ -13,7 +13,6 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use crate::error::Result;
 use crate::{bench, compare, download, export, inspect, launch, new, plan, predict, recipes};
 use normalise::{Flag, normalise};
-use phalanx_launch::tell;
 use phalanx_launch::words::taking_negative_numbers;
 
 /// Distributed data-parallel training.
@@ -31,7 +30,7 @@ struct Cli {
     command: Command,
 }
 
-/// The commands of the stable contract, and three for our own processes.
+/// The commands.
 #[derive(Subcommand, Debug)]
 enum Command {
     /// Train a model on N ranks.
@@ -60,12 +59,6 @@ enum Command {
     Inspect(inspect::InspectArgs),
     /// Create a job token, the secret that the launchers of one job share.
     Token(TokenCli),
-    /// What a launcher starts as: binds the rank's life to it, then becomes PROGRAM.
-    #[command(hide = true)]
-    ExecRank(launch::ShimCli),
-    /// Ends the ranks of a launcher that was killed.
-    #[command(hide = true)]
-    Guard,
 }
 
 /// `phalanx token`.
@@ -79,27 +72,12 @@ struct TokenCli {
 /// Parses the process's command line, does what it says, and gives the
 /// exit code. Everything that goes wrong has been printed.
 pub(crate) fn main() -> ExitCode {
-    match parse(std::env::args_os()) {
-        Ok(Some(cli)) => match run(cli.command) {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(error) => {
-                tell(&error);
-                ExitCode::from(error.exit_code())
-            }
-        },
-        Ok(None) => ExitCode::SUCCESS,
-        Err(error) => {
-            tell(&error);
-            ExitCode::from(error.exit_code())
-        }
-    }
+    let parsed = parse(std::env::args_os());
+    launch::exit_code(parsed.and_then(|cli| cli.map_or(Ok(()), |cli| run(cli.command))))
 }
 
 fn run(command: Command) -> Result<()> {
-    // Processes of our own are started by one that has said it.
-    if !matches!(command, Command::ExecRank(_) | Command::Guard) {
-        launch::log::warn_of_nonsense();
-    }
+    launch::log::warn_of_nonsense();
     match command {
         Command::Train(args) => recipes::run(*args),
         Command::New(args) => new::run(&args),
@@ -112,8 +90,6 @@ fn run(command: Command) -> Result<()> {
         Command::Download(args) => download::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Token(cli) => launch::write_token(&cli.out),
-        Command::ExecRank(cli) => launch::exec_rank(&cli),
-        Command::Guard => launch::guard(),
     }
 }
 

@@ -2,17 +2,15 @@
 //! large buckets should be, from measured constants or given ones.
 
 mod report;
-mod units;
 
 use phalanx_comm::plan::Hosts;
 use phalanx_comm::{Costs, Rules, Selector};
 
-use crate::bench::ByteSize;
 use crate::error::{Error, Result};
 use crate::launch;
 use crate::say;
+use crate::units::{ByteSize, Delay, Rate};
 use phalanx_launch::{RankArgs, Speakers};
-use units::{Delay, Rate};
 
 /// Arguments of `phalanx plan`.
 #[derive(Debug, clap::Args)]

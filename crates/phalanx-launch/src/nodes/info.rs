@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 
 /// What a node says of itself when it joins.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Card {
+pub struct NodeInfo {
     /// How many nodes it expects.
     pub nodes: usize,
     /// Ranks that it starts.
@@ -24,7 +24,7 @@ pub struct Card {
 }
 
 /// Two nodes must agree about the world before anything starts.
-pub(super) fn compare(mine: &Card, me: usize, theirs: &Card, key: &str) -> Result<()> {
+pub(super) fn compare(mine: &NodeInfo, me: usize, theirs: &NodeInfo, key: &str) -> Result<()> {
     let node = key.rsplit('/').next().unwrap_or("?");
     let differ =
         |what: &str, their: &dyn std::fmt::Display, my: &dyn std::fmt::Display| {
@@ -50,8 +50,8 @@ pub(super) fn compare(mine: &Card, me: usize, theirs: &Card, key: &str) -> Resul
 mod tests {
     use super::*;
 
-    fn card() -> Card {
-        Card {
+    fn info() -> NodeInfo {
+        NodeInfo {
             nodes: 2,
             local_ranks: 2,
             run_id: "none".into(),
@@ -64,32 +64,32 @@ mod tests {
 
     #[test]
     fn cards_must_agree() {
-        let mine = card();
+        let mine = info();
         assert!(
             compare(
                 &mine,
                 0,
-                &Card {
+                &NodeInfo {
                     local_ranks: 7,
-                    ..card()
+                    ..info()
                 },
                 "launch/node/1"
             )
             .is_ok()
         );
         for (theirs, want) in [
-            (Card { nodes: 3, ..card() }, "--nnodes 3"),
+            (NodeInfo { nodes: 3, ..info() }, "--nnodes 3"),
             (
-                Card {
+                NodeInfo {
                     run_id: "x".into(),
-                    ..card()
+                    ..info()
                 },
                 "--rdzv-id x",
             ),
             (
-                Card {
+                NodeInfo {
                     version: "9".into(),
-                    ..card()
+                    ..info()
                 },
                 "phalanx 9",
             ),

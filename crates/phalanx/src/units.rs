@@ -1,6 +1,13 @@
-//! Rates and times as people write them: `10gbit`, `0.1ms`.
+//! Sizes, rates and times as people write them: `25MiB`, `10gbit`, `0.1ms`.
 
 use std::str::FromStr;
+
+/// Bytes: `4`, `1KiB`, `25MiB`, `44.7MB`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ByteSize(pub usize);
+
+/// Larger buffers than this are a typing error.
+const MAX_BYTES: f64 = (1u64 << 36) as f64;
 
 /// Bytes a second.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -21,6 +28,34 @@ fn split(text: &str) -> Option<(f64, String)> {
     number
         .is_finite()
         .then(|| (number, unit.trim().to_ascii_lowercase()))
+}
+
+impl FromStr for ByteSize {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<ByteSize, String> {
+        let wrong = || format!("\"{text}\" is not a size; examples: 4, 1KiB, 25MiB, 44.7MB");
+        let (number, unit) = split(text).ok_or_else(wrong)?;
+        let factor = match unit.as_str() {
+            "" | "b" => 1.0,
+            "k" | "kib" => 1024.0,
+            "m" | "mib" => 1024.0 * 1024.0,
+            "g" | "gib" => 1024.0 * 1024.0 * 1024.0,
+            "kb" => 1e3,
+            "mb" => 1e6,
+            "gb" => 1e9,
+            other => {
+                return Err(format!(
+                    "unknown unit \"{other}\"; use B, KiB, MiB, GiB, KB, MB or GB"
+                ));
+            }
+        };
+        let bytes = (number * factor).round();
+        if bytes > MAX_BYTES {
+            return Err(format!("{text} is above 64 GiB"));
+        }
+        Ok(ByteSize(bytes as usize))
+    }
 }
 
 impl FromStr for Rate {
@@ -63,6 +98,23 @@ impl FromStr for Delay {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sizes_are_read() {
+        for (text, bytes) in [
+            ("4", 4),
+            ("1KiB", 1024),
+            ("25MiB", 25 << 20),
+            ("44.7MB", 44_700_000),
+            ("1g", 1 << 30),
+            (" 2 k", 2048),
+        ] {
+            assert_eq!(text.parse(), Ok(ByteSize(bytes)), "{text}");
+        }
+        for text in ["", "KiB", "4x", "1.2.3", "-4", "9999GiB"] {
+            assert!(text.parse::<ByteSize>().is_err(), "{text}");
+        }
+    }
 
     #[test]
     fn rates_and_delays_are_read() {
