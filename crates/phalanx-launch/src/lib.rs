@@ -2,11 +2,11 @@
 //!
 //! ```text
 //! LaunchCli ─resolve─▶ LaunchArgs ─prepare─▶ LaunchPlan ─run─▶ ranks
-//!   (typed)   pure      (meant)    files      (will be)   store, nodes,
+//!  (flags)    pure     (settings)   files     (checked)   store, nodes,
 //!              args, cluster, streams   plan, token         guard, ranks
 //! ```
 //!
-//! Who does what while ranks run:
+//! Threads and processes while ranks run:
 //!
 //! * the **main thread** starts the ranks (the kernel's parent-death signal
 //!   goes by thread, so it must be one that lives as long as the launcher),
@@ -79,31 +79,30 @@ use report::Verdict;
 /// torchrun's port, for jobs on several nodes.
 const DEFAULT_PORT: u16 = 29500;
 
-/// From SIGTERM to SIGKILL: long enough to say goodbye, short enough that
-/// everything is gone within two seconds.
+/// From SIGTERM to SIGKILL: short enough that all processes are gone within two seconds.
 const STOP_GRACE: Duration = Duration::from_millis(1500);
 
-/// What the main thread hears of.
+/// Events for the main thread.
 enum Event {
-    /// A local rank ended then.
+    /// A local rank ended at this time.
     Ended(usize, End, Instant),
-    /// A rank was reaped, and its group is gone.
+    /// A rank was reaped, and its process group is gone.
     Reaped,
-    /// We got this signal then.
+    /// This launcher got this signal at this time.
     Signal(i32, Instant),
     /// Ctrl-Z.
     Suspend,
-    /// SIGUSR1: for the ranks, which may save and end.
+    /// SIGUSR1, to be forwarded to the ranks, which may save and end.
     Checkpoint,
     /// Another node wrote a verdict.
     Abort(Box<Verdict>),
     /// The store does not answer any more.
     StoreLost(String),
-    /// Somebody wants to see the flight recorders.
+    /// SIGUSR2: write the flight recorders.
     Dump,
 }
 
-/// Whether a launcher of ours has started this process, or one above it.
+/// Whether our launcher has started this process or an ancestor of it.
 fn is_under_a_launcher_of_ours() -> bool {
     std::env::var_os(contract::STORE_VARIABLE).is_some()
 }
@@ -115,7 +114,7 @@ pub fn run(cli: &LaunchCli) -> Result<()> {
     job::run(&LaunchPlan::prepare(args, &env)?)
 }
 
-/// How many ranks `auto` means: the cores that we may use.
+/// The number of ranks for `auto`: the cores that this process may use.
 fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
@@ -143,8 +142,8 @@ struct LocalRun {
 }
 
 impl LocalRun {
-    /// `ranks` times this binary with `args`. Rank 0 speaks for the job: its
-    /// lines are not prefixed, and on a terminal it draws on it directly.
+    /// `ranks` times this binary with `args`. Lines of rank 0, which reports for the job,
+    /// have no prefix, and on a terminal it writes to it directly.
     fn new(ranks: usize, args: Vec<OsString>) -> Self {
         use std::io::IsTerminal;
         LocalRun {
@@ -162,8 +161,7 @@ impl LocalRun {
 }
 
 /// Starts the ranks on this host and stays until all have ended; the store
-/// is hosted on a free loopback port. Whatever the environment says about
-/// nodes is not asked.
+/// is hosted on a free loopback port. Variables about nodes are ignored.
 ///
 /// Must be called on a thread that lives as long as the process, best the
 /// main one.
@@ -204,8 +202,7 @@ fn run_local(local: LocalRun) -> Result<()> {
     result
 }
 
-/// This very binary, even when the file was replaced by a newer build while
-/// we run.
+/// This binary, even when its file was replaced by a newer build meanwhile.
 fn own_program() -> OsString {
     "/proc/self/exe".into()
 }

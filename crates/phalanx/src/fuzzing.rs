@@ -1,4 +1,4 @@
-//! What is typed, fed with garbage: the bodies of the fuzz targets in `tools/fuzz/`, which the
+//! The command line, fed with garbage: the bodies of the fuzz targets in `tools/fuzz/`, which the
 //! tests here run on garbled seeds.
 
 /// Name, body, seeds.

@@ -55,7 +55,7 @@ pub fn main_with<A: clap::Args + Sync>(
     Program::new().main_with(train)
 }
 
-/// A training program, where the name or the defaults of [`main`] do not suit.
+/// A training program with a name, description or defaults of its own.
 #[derive(Debug, Clone)]
 pub struct Program {
     name: String,
@@ -81,20 +81,20 @@ impl Program {
         }
     }
 
-    /// What it is called: in its help, in `runs/NAME-<date>-<time>` and in checkpoints, which
+    /// Sets its name: in its help, in `runs/NAME-<date>-<time>` and in checkpoints, which
     /// only a program of the same name resumes.
     pub fn name(mut self, name: &str) -> Program {
         self.name = name.to_owned();
         self
     }
 
-    /// The first line of its help.
+    /// Sets the first line of its help.
     pub fn about(mut self, about: &str) -> Program {
         self.about = Some(about.to_owned());
         self
     }
 
-    /// Epochs, batch size and learning rate where none are typed.
+    /// Sets the defaults of `--epochs`, `--batch-size` and `--lr`.
     pub fn defaults(mut self, defaults: Defaults) -> Program {
         self.defaults = defaults;
         self

@@ -1,4 +1,4 @@
-//! The last operations of all ranks around the point where they part.
+//! A table of all ranks' last operations, around the one that some ranks have not reached.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

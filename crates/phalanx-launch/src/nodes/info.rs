@@ -1,10 +1,10 @@
-//! What nodes say of themselves, and must agree in.
+//! What each node publishes when it joins, and what must be equal on all.
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// What a node says of itself when it joins.
+/// What a node publishes when it joins.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeInfo {
     /// How many nodes it expects.
@@ -32,7 +32,7 @@ pub(super) fn compare(mine: &NodeInfo, me: usize, theirs: &NodeInfo, key: &str) 
             "node {node} (host {}) was started with {what} {their}, node {me} (host {}) with {my}",
             theirs.host, mine.host
         ))
-        .note("fix", "start all launchers of a job alike, but for --node-rank"))
+        .note("fix", "give all launchers of the job the same flags, apart from --node-rank"))
         };
     if theirs.nodes != mine.nodes {
         return differ("--nnodes", &theirs.nodes, &mine.nodes);

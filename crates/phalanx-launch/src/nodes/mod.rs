@@ -1,18 +1,17 @@
-//! Several launchers as one: they meet in the store of node 0, agree on the
-//! world, and share the verdict.
+//! A job of several nodes: their launchers meet in the store of node 0, agree on the
+//! world, and share the verdict (why the job ended).
 //!
 //! | key               | value                          | written by            |
 //! |-------------------|--------------------------------|-----------------------|
 //! | `launch/node/R`   | the node's NodeInfo (JSON)     | node R, once          |
 //! | `launch/beat/R`   | a count that rises             | node R, every second  |
-//! | `launch/abort`    | the verdict (JSON)             | the first that knows  |
+//! | `launch/abort`    | the verdict (JSON)             | the first to fail     |
 //! | `launch/done/R`   | all ranks of node R ended well | node R                |
 //! | `launch/left/R`   | node R needs the store no more | node R                |
 //!
-//! A launcher that dies leaves no verdict itself; its guard writes one, or, before
-//! there is a guard, the store by its will. A host
-//! that dies or is cut off stops beating; node 0 notices. When node 0 dies,
-//! the store dies with it, and that is the message.
+//! When a launcher dies, its guard writes the verdict, or, before there is a guard, the
+//! store does (the launcher's will). A host that dies or is cut off stops beating, which
+//! node 0 notices. When node 0 dies, the store dies with it, which all others notice.
 
 mod info;
 mod place;
@@ -44,9 +43,9 @@ use crate::say;
 /// The first verdict, and the only one unless it was an echo.
 pub const ABORT_KEY: &str = "launch/abort";
 
-/// How often blocking steps look up for a Ctrl-C.
+/// How often blocking steps check for a Ctrl-C.
 const SLICE: Duration = Duration::from_millis(200);
-/// How much longer than its deadline connecting may take: looking a name up has none.
+/// How much longer than its deadline connecting may take: resolving a name has none.
 const LOOKUP_LIMIT: Duration = Duration::from_secs(1);
 /// Threads of a launcher that ask the store at once: the one that beats, and the
 /// main one.
@@ -61,8 +60,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 /// may be out of reach, and an end must not wait for that.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
-/// How long one waits in silence; then it is said for whom, and again each time that the wait
-/// has become twice as long.
+/// When a wait is reported for the first time; then again each time it has doubled.
 const QUIET: Duration = Duration::from_secs(2);
 /// Most kinds of refused connections that are named at a time.
 const REFUSED_SHOWN: usize = 3;
@@ -124,7 +122,7 @@ pub fn join(
         let who = other.map_or("another launcher".into(), |c| {
             format!("host {}, pid {}", c.host, c.pid)
         });
-        return Err(Error::usage(format!("there is a node {me} already: {who}"))
+        return Err(Error::usage(format!("node {me} has already joined: {who}"))
             .note("fix", "give every launcher its own --node-rank"));
     }
     let mut nodes = Nodes {
@@ -174,8 +172,8 @@ fn connect(
     deadline: Instant,
     interrupted: &mut impl FnMut() -> Option<Error>,
 ) -> Result<TcpStore> {
-    // One attempt until the deadline, which cannot be interrupted, hence a thread: who
-    // leaves the queue of a busy server goes to its end.
+    // One attempt until the deadline, as a new one goes to the end of a busy server's queue.
+    // It cannot be interrupted, so it runs on a thread.
     let (tell, told) = channel();
     let last = Arc::new(Mutex::new(None));
     let failure = last.clone();
@@ -218,7 +216,7 @@ fn connect(
     match error.as_ref().map(phalanx_store::Error::kind) {
         Some(StoreKind::TokenMismatch) => {
             return Err(Error::usage(format!(
-                "the launcher at {dial} belongs to another job: its token is not ours"
+                "the launcher at {dial} belongs to another job: it has another token"
             ))
             .note("fix", "give all launchers of the job the same --token-file"));
         }
@@ -242,7 +240,7 @@ fn connect(
     };
     Err(ours.note(
         "fix",
-        "start node 0, check --master-addr and --master-port and that the way there is open",
+        "start node 0; check --master-addr, --master-port and firewalls",
     ))
 }
 
@@ -302,7 +300,7 @@ impl Nodes {
                 let waited = started.elapsed().as_secs_f64();
                 let mut error = Error::new(
                     ErrorKind::Timeout,
-                    format!("node {absent} of {total} did not come within {waited:.1} s"),
+                    format!("node {absent} of {total} did not join within {waited:.1} s"),
                 );
                 for refused in self.refused() {
                     error = error.note("perhaps", refused);

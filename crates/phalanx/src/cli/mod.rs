@@ -69,8 +69,8 @@ struct TokenCli {
     out: PathBuf,
 }
 
-/// Parses the process's command line, does what it says, and gives the
-/// exit code. Everything that goes wrong has been printed.
+/// Parses the process's command line, runs the command, and returns the exit code. Errors have
+/// been printed.
 pub(crate) fn main() -> ExitCode {
     let parsed = parse(std::env::args_os());
     launch::exit_code(parsed.and_then(|cli| cli.map_or(Ok(()), |cli| run(cli.command))))
@@ -100,7 +100,7 @@ pub(crate) fn parse_only<'a>(words: impl Iterator<Item = &'a str>) {
     let _ = parse(std::iter::once("phalanx".into()).chain(words));
 }
 
-/// What `words` mean after `phalanx train`. `Ok(None)`: help was asked for and printed.
+/// Parses `words` as arguments of `phalanx train`. `Ok(None)`: help was asked for and printed.
 pub(crate) fn parse_training(words: &[OsString]) -> Result<Option<Box<recipes::TrainArgs>>> {
     let typed = ["phalanx".into(), "train".into()].into_iter();
     Ok(match parse(typed.chain(words.iter().cloned()))? {
@@ -116,7 +116,7 @@ fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Option<Cli>> {
     let mut parser = taking_negative_numbers(Cli::command());
     parser.build();
     let mut args = args.into_iter();
-    // Whatever the file is called: messages name the program alike.
+    // Messages call the program phalanx, whatever its file is called.
     args.next();
     let name = OsString::from("phalanx");
     let args = normalise(args, |flag| launch_flag(&parser, flag));

@@ -531,7 +531,7 @@ fn a_node_that_never_comes_is_named_within_the_deadline() {
     assert_eq!(a.code(), 4, "{a:#?}");
     assert!(
         a.last_error()
-            .starts_with("error: node 2 of 3 did not come within "),
+            .starts_with("error: node 2 of 3 did not join within "),
         "{a:#?}"
     );
     // The other one does not wait its own 60 s.
