@@ -2,15 +2,14 @@
 # Usage: tools/ci/own_program.sh PHALANX
 # Training programs outside the workspace. A project of `phalanx new` builds and passes its own test.
 # tools/own_program trains on two ranks, is killed and resumes to the weights of a run that was not killed, and gets the same
-# weights under `phalanx launch`. Builds offline, with the workspace's versions, in one target folder.
+# weights under `phalanx launch`. Builds offline, with the workspace's versions.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 phalanx=$(realpath "$1")
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-export CARGO_TARGET_DIR="$root/target/own-program"
-# Built soon rather than fast.
-export CARGO_PROFILE_RELEASE_OPT_LEVEL=1 CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16
+# The workspace's folder and profile, so that its builds of crates from the registry are used.
+export CARGO_TARGET_DIR="$root/target" CARGO_PROFILE_RELEASE_DEBUG=line-tables-only
 
 cp "$root/Cargo.lock" "$root/tools/own_program/"
 cargo build --release --offline --quiet --manifest-path "$root/tools/own_program/Cargo.toml"
