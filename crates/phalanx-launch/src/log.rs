@@ -1,4 +1,5 @@
-//! The libraries' log messages (refused connections, fallbacks), on standard error.
+//! What the libraries have to say (strangers turned away, fallbacks taken), on standard
+//! error.
 
 use std::io::{IsTerminal, Write};
 
@@ -28,8 +29,8 @@ pub fn start() {
         .try_init();
 }
 
-/// Standard error, one line at a time, with control characters made visible: lines may contain
-/// text from remote programs and files.
+/// Standard error, of which one line is written at a time. What remote programs and files say
+/// may be in it.
 struct Visible {
     /// Escape sequences of colours are the subscriber's; it has escaped those of others.
     colour: bool,
@@ -60,8 +61,8 @@ impl Write for Visible {
     }
 }
 
-/// Warns of an unknown value of `PHALANX_LOG`, once a job: not from ranks after the first, nor
-/// from those whose launcher has warned.
+/// Warns of a `PHALANX_LOG` that means nothing: once a job, not from ranks after the first
+/// nor from those whose launcher has said it.
 pub fn warn_of_nonsense() {
     let Some(wanted) = std::env::var_os(VARIABLE) else {
         return;
@@ -82,7 +83,7 @@ fn is_known(wanted: &str) -> bool {
     wanted.is_empty() || wanted.parse::<LevelFilter>().is_ok()
 }
 
-/// The level; warnings where it is empty or unknown.
+/// Warnings where nothing, or nothing that is known, is wanted.
 fn level(wanted: &str) -> LevelFilter {
     // The library takes an empty text for "error".
     if wanted.is_empty() {
