@@ -1,5 +1,5 @@
 //! Readers of files and of `/proc`, fed with garbage: the bodies of the fuzz
-//! targets in `tools/fuzz/`, which the tests here run on garbled seeds.
+//! targets in `fuzz/`, which the tests here run on garbled seeds.
 
 use std::fs::File;
 use std::io::Write;

@@ -1,5 +1,5 @@
 //! What reads bytes of others here, fed with garbage: the bodies of the fuzz
-//! targets in `tools/fuzz/`, which the tests here run on garbled seeds.
+//! targets in `fuzz/`, which the tests here run on garbled seeds.
 
 use std::io::{Read, Write};
 use std::time::Duration;

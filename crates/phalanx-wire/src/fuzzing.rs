@@ -1,5 +1,5 @@
 //! Every decoder of this crate, fed with what an enemy may send: the bodies
-//! of the fuzz targets in `tools/fuzz/`, which the tests here run on garbled seeds.
+//! of the fuzz targets in `fuzz/`, which the tests here run on garbled seeds.
 
 use crate::Token;
 use crate::frame::{Header, Kind, MAX_FRAME_BYTES, seal};
