@@ -1,5 +1,5 @@
 //! What reads bytes of others here, fed with garbage: the bodies of the fuzz
-//! targets in `fuzz/`, which the tests here run on garbled seeds.
+//! targets in `tools/fuzz/`, which the tests here run on garbled seeds.
 
 use crate::group::fuzzing as group;
 use crate::recorder::fuzzing as recorder;

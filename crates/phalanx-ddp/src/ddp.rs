@@ -54,7 +54,7 @@ pub struct DdpOptions {
     pub exchange: Exchange,
     /// Do not look for infinities and NaNs in gradients, for callers who look themselves and
     /// [veto](DistributedDataParallel::veto) (not with [`Deterministic::Shards`], which always looks). It saves one pass
-    /// over the gradients, less than 1 % of a step (`bench train --checks`).
+    /// over the gradients, less than 1 % of a step.
     pub unchecked: bool,
     /// Further facts that must be equal on all ranks (hyperparameters, data
     /// set): compared with the model at construction.

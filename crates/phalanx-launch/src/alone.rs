@@ -1,6 +1,6 @@
-//! A job of several nodes must not become several jobs of one node. Engines that start one
-//! process on each node say so in variables; those that nobody follows yet are refused here,
-//! with the command that means what they say.
+//! Refuses to run a job of several nodes as several jobs of one node. Engines that start one
+//! process on each node set variables; those that are not followed automatically are refused
+//! here, with the command to use instead.
 
 use super::cluster::{Env, SLURM_STEP, is_set, not_a_number};
 use crate::error::{Error, Result};
@@ -14,7 +14,7 @@ pub enum Asking {
     Ranks,
 }
 
-/// How an engine that starts one process on each node says so.
+/// The variables of an engine that starts one process on each node.
 struct Engine {
     name: &'static str,
     /// Variables with the number of nodes. Where a `*` fits several names, theirs are added.
@@ -23,11 +23,11 @@ struct Engine {
     hosts: &'static [&'static str],
     /// Variables with this node's number.
     indices: &'static [&'static str],
-    /// Where one of these is set, the others are not about this process.
+    /// If one of these is set, the others do not describe this process.
     unless: &'static [&'static str],
-    /// Where none of these is set, the others are left behind by some tool; empty: they never are.
+    /// If none of these is set, the others are leftovers of another tool; empty: they never are.
     only_with: &'static [&'static str],
-    /// Whether `phalanx launch` would run alone; it does what the others say.
+    /// Whether `phalanx launch` would run alone; it follows the other engines.
     for_launch: bool,
     /// Whether a command that becomes ranks would.
     for_ranks: bool,
@@ -53,7 +53,7 @@ const ENGINE: Engine = Engine {
     instead: Instead::Launch(""),
 };
 
-/// The first that says "several nodes" is named.
+/// The first that has several nodes is named.
 const ENGINES: [Engine; 6] = [
     Engine {
         name: "Kubeflow or torchrun",
@@ -97,7 +97,7 @@ const ENGINES: [Engine; 6] = [
     Engine {
         name: "Slurm",
         counts: &["SLURM_JOB_NUM_NODES", "SLURM_NNODES"],
-        // `srun` and `mpirun` say how many processes there are.
+        // `srun` and `mpirun` set the number of processes.
         unless: &[
             SLURM_STEP[0],
             SLURM_STEP[1],
@@ -110,7 +110,7 @@ const ENGINES: [Engine; 6] = [
     },
     Engine {
         name: "Kubernetes",
-        // Without counts: an Indexed Job does not say how many pods it has, and number 0 may be
+        // Without counts: an Indexed Job does not set its number of pods, and number 0 may be
         // one of several, too.
         indices: &["JOB_COMPLETION_INDEX"],
         instead: Instead::Launch(
@@ -120,8 +120,9 @@ const ENGINES: [Engine; 6] = [
     },
 ];
 
-/// The error of a command that would run alone on one of several nodes: an engine's variables
-/// say that there are several, and nobody typed how many. `command` is what was typed: `phalanx train`, or the name of a program of a user's own.
+/// The error of a command that would run alone on one of several nodes, as an engine's variables
+/// show, where the command line has no number of nodes. `command` is `phalanx train`, or the name of
+/// a user's program.
 ///
 /// # Errors
 ///
@@ -138,7 +139,7 @@ pub fn alone_by_mistake(env: &Env, asking: Asking, command: &str) -> Result<Opti
         let nodes = engine.nodes(env)?;
         let found = engine.found(env);
         let are_several = match engine.counts {
-            // It cannot say that there is one.
+            // It cannot show that there is one node only.
             [] => !found.is_empty() && !is_counted,
             _ => nodes > 1,
         };
@@ -168,7 +169,7 @@ fn set<'a>(env: &'a Env, patterns: &[&str]) -> Vec<(&'a str, &'a str)> {
 }
 
 impl Engine {
-    /// How many nodes there are, or at least that many; 0: the variables do not say it.
+    /// The number of nodes, or a lower bound of it; 0: unknown.
     fn nodes(&self, env: &Env) -> Result<usize> {
         let number = |name: &str, text: &str| -> Result<usize> {
             text.parse().map_err(|_| not_a_number(name, text))

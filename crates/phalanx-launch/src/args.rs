@@ -1,7 +1,7 @@
-//! From words to a validated launch, without touching the world.
+//! The arguments of `phalanx launch`, checked; no files, names or sockets are used here.
 //!
-//! [`LaunchCli`] is what was typed. [`LaunchArgs`] is what is meant: flags,
-//! then `PET_*`, then what a cluster engine says, then defaults; every value
+//! [`LaunchCli`] is the command line. [`LaunchArgs`] has the settings: flags, else
+//! `PET_*` variables, else those of a cluster engine, else defaults; every value is
 //! checked. Resolving names, opening files and ports is `plan.rs`.
 
 use std::ffi::OsString;
@@ -14,8 +14,8 @@ use super::streams::{StreamChoice, Streams};
 use crate::error::{Error, Result};
 use crate::stop;
 
-/// The most ranks one launcher starts. Far above any host; a slip of the
-/// finger should not become a fork bomb.
+/// The most ranks one launcher starts: far above any host, so that a typing error
+/// does not become a fork bomb.
 const MAX_LOCAL_RANKS: usize = phalanx_comm::MAX_LOCAL_RANKS;
 
 /// The most launchers in one job (the store serves 4096 clients).
@@ -101,7 +101,7 @@ pub struct LaunchCli {
 pub struct Meeting {
     /// Number of launchers, two or more.
     pub nodes: usize,
-    /// Which one we are.
+    /// The number of this one.
     pub node_rank: usize,
     /// Host of node 0.
     pub host: String,
@@ -109,7 +109,7 @@ pub struct Meeting {
     pub port: u16,
 }
 
-/// A launch that makes sense; nothing has happened yet.
+/// The settings of a launch, checked.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LaunchArgs {
     /// `None`: one node.
@@ -138,7 +138,7 @@ pub struct LaunchArgs {
     pub stop_grace: Duration,
     /// The same where a rank has a handler for SIGTERM and nothing failed.
     pub handler_grace: Duration,
-    /// Ranks cannot ask for more.
+    /// It was given on the command line, so ranks cannot ask for more.
     pub grace_is_typed: bool,
     /// ROLE_NAME.
     pub role: String,
@@ -150,7 +150,7 @@ pub struct LaunchArgs {
     pub args: Vec<OsString>,
 }
 
-/// One setting's text and where it came from, for messages.
+/// The text of a setting, and the flag or variable that it came from, for messages.
 struct Given<'a> {
     text: &'a str,
     name: String,
@@ -217,10 +217,10 @@ impl LaunchArgs {
         };
         if standalone && nodes.is_some_and(|n| n > 1) {
             return Err(Error::usage(
-                "--standalone means one node; --nnodes asks for more",
+                "--standalone runs one node; it cannot be combined with --nnodes above 1",
             ));
         }
-        // A cluster engine's word counts only where nobody spoke.
+        // Variables of a cluster engine count only where no flag was given.
         let place = if standalone || nodes == Some(1) {
             None
         } else {
@@ -251,15 +251,16 @@ impl LaunchArgs {
             }
             (None, None) if nodes_wanted == 1 => 0,
             (None, None) => {
-                return Err(
-                    Error::usage(format!("which of the {nodes_wanted} nodes is this?")).note(
-                        "fix",
-                        format!(
-                            "add --node-rank 0 on the first node, ... {} on the last",
-                            nodes_wanted - 1
-                        ),
+                return Err(Error::usage(format!(
+                    "--nnodes {nodes_wanted} requires --node-rank, the number of this node"
+                ))
+                .note(
+                    "fix",
+                    format!(
+                        "add --node-rank 0 on the first node, ... {} on the last",
+                        nodes_wanted - 1
                     ),
-                );
+                ));
             }
         };
         if node_rank >= nodes_wanted {
@@ -273,8 +274,7 @@ impl LaunchArgs {
         let meeting = if nodes_wanted == 1 {
             None
         } else {
-            // MASTER_ADDR and MASTER_PORT of the plain environment are older
-            // than any launcher; here they can only mean this.
+            // MASTER_ADDR and MASTER_PORT without a prefix also name node 0.
             let host = host
                 .or_else(|| env.get("MASTER_ADDR").filter(|a| !a.is_empty()).cloned())
                 .or_else(|| place.as_ref().and_then(|p| p.first_host.clone()));
@@ -284,7 +284,9 @@ impl LaunchArgs {
                         "{} does not say on which host the first of the {nodes_wanted} launchers runs",
                         place.engine
                     ),
-                    None => format!("on which host does node 0 of {nodes_wanted} run?"),
+                    None => format!(
+                        "--nnodes {nodes_wanted} requires --master-addr, the host of node 0"
+                    ),
                 };
                 return Err(Error::usage(who).note(
                     "fix",
@@ -314,10 +316,10 @@ impl LaunchArgs {
             Some(given) => given.number::<u32>("not a number of restarts")?,
         };
         if max_restarts > 0 && meeting.is_some() {
-            return Err(Error::usage("--max-restarts works on one node only so far")
+            return Err(Error::usage("--max-restarts works on one node only")
                 .note(
                     "since",
-                    "restarts over several nodes come with elastic runs, later",
+                    "restarting a job of several nodes is not supported yet",
                 )
                 .note("fix", "leave it out, or set it to 0"));
         }
@@ -369,7 +371,9 @@ impl LaunchArgs {
         if let Some(given) = backend
             && !matches!(given.text, "static" | "c10d")
         {
-            return Err(given.wrong("there is one way to meet here, our own store; leave it out"));
+            return Err(given.wrong(
+                "only static and c10d are accepted, and both use Phalanx's own store; leave it out",
+            ));
         }
         if let Some(given) = pick(env, "monitor-interval", &cli.monitor_interval) {
             given.seconds(86_400.0)?;
@@ -427,8 +431,7 @@ fn pick<'a>(env: &'a Env, flag: &str, typed: &'a Option<String>) -> Option<Given
     Some(Given { text, name })
 }
 
-/// How many ranks a command starts on this node that was not told by a flag: what
-/// `PET_NPROC_PER_NODE` says, or one.
+/// Number of ranks to start on this node without --nproc-per-node: `PET_NPROC_PER_NODE`, or one.
 pub fn untyped_ranks(env: &Env) -> Result<usize> {
     match pick(env, "nproc-per-node", &None) {
         None => Ok(1),
@@ -445,10 +448,10 @@ fn ranks(given: &Given<'_>, cores: usize) -> Result<usize> {
     }
 }
 
-/// A number of ranks on this host, as `--nproc-per-node` takes it.
+/// Parses the value of `--nproc-per-node`.
 ///
 /// # Errors
-/// Why it is none.
+/// The reason why it is not a number of ranks.
 pub fn count_of_ranks(text: &str) -> std::result::Result<usize, &'static str> {
     count_with(text, super::cores())
 }
@@ -456,9 +459,9 @@ pub fn count_of_ranks(text: &str) -> std::result::Result<usize, &'static str> {
 fn count_with(text: &str, cores: usize) -> std::result::Result<usize, &'static str> {
     match text.trim() {
         "auto" | "cpu" => Ok(cores),
-        "gpu" | "cuda" | "xpu" => Err(
-            "this build computes on CPUs; say cpu, which is one rank for each core, or a number",
-        ),
+        "gpu" | "cuda" | "xpu" => {
+            Err("ranks compute on CPUs; use cpu (one rank per core) or a number")
+        }
         number => number
             .parse()
             .map_err(|_| "a whole number, auto or cpu is expected"),
@@ -478,11 +481,13 @@ fn node_count(given: &Given<'_>) -> Result<usize> {
         },
     };
     if low > high || low == 0 || high > MAX_NODES {
-        return Err(given.wrong(&format!("not between 1 and {MAX_NODES}, smaller first")));
+        return Err(given.wrong(&format!(
+            "not between 1 and {MAX_NODES}, the smaller one first"
+        )));
     }
     if low != high {
         return Err(given
-            .wrong("a number of nodes that may change is an elastic run, which comes later")
+            .wrong("a range of nodes (an elastic run) is not supported yet")
             .note(
                 "fix",
                 format!("give one number, for instance --nnodes {high}"),
@@ -739,11 +744,11 @@ mod tests {
             ("nnodes=0", "", "--nnodes"),
             ("nnodes=2:1", "", "--nnodes"),
             ("nnodes=x", "", "--nnodes"),
-            ("nnodes=2", "", "which of the 2 nodes"),
+            ("nnodes=2", "", "--nnodes 2 requires --node-rank"),
             (
                 "nnodes=2 node-rank=1",
                 "",
-                "on which host does node 0 of 2 run",
+                "--nnodes 2 requires --master-addr",
             ),
             ("", "SKYPILOT_NUM_NODES=2", "one of 2 nodes"),
             ("", "SLURM_NNODES=2 SLURM_PROCID=0 SLURM_NTASKS=2", "srun"),

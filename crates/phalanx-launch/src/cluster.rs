@@ -1,8 +1,7 @@
-//! What cluster engines say in the environment: Slurm, Open MPI, PMI.
+//! The variables by which cluster engines number their processes: Slurm, Open MPI, PMI.
 //!
-//! Pure functions over a map of variables, so that every engine's way of
-//! speaking is a row in a test table. `PET_*`, torchrun's own input, is read
-//! where each flag is (`args.rs`), because it names flags and not places.
+//! Pure functions over a map of variables, so that each engine is a row in a test
+//! table. `PET_*`, torchrun's own input, stands for flags and is read in `args.rs`.
 
 pub use phalanx_process::env::{Env, not_a_number, number, real_env};
 
@@ -23,8 +22,8 @@ pub struct Place {
     pub first_host: Option<String>,
 }
 
-/// Reads the place from the environment. An MPI launcher wins over Slurm:
-/// `mpirun` inside a Slurm job leaves the batch script's variables in sight.
+/// Reads the place from the environment. An MPI launcher wins over Slurm, as
+/// `mpirun` inside a Slurm job inherits the batch script's variables.
 pub fn detect(env: &Env) -> Result<Option<Place>> {
     let slurm_host = first_slurm_host(env)?;
     if let Some(count) = number(env, "OMPI_COMM_WORLD_SIZE")? {
@@ -107,7 +106,7 @@ fn place(
 ) -> Result<Option<Place>> {
     if index >= count {
         return Err(Error::usage(format!(
-            "{engine} says that this is process {index} of {count}"
+            "{engine} numbers this process {index} of {count}; numbers count from 0"
         ))
         .note("fix", "unset its variables, or start through it again"));
     }
@@ -177,10 +176,10 @@ fn needed(env: &Env, name: &str, because: &str) -> Result<usize> {
         .ok_or_else(|| Error::usage(format!("the environment sets {because} but not {name}")))
 }
 
-/// One rank of a running world, as the environment tells it.
+/// The rank that this process is, from the environment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankPlace {
-    /// Who said so: "RANK" or the engine's name.
+    /// Where this comes from: `RANK` or the engine's name.
     pub source: &'static str,
     /// Global rank.
     pub rank: usize,
@@ -196,16 +195,16 @@ pub struct RankPlace {
     pub master_port: u16,
 }
 
-/// Whether this process *is* a rank already: started by a launcher
-/// (`RANK`, `WORLD_SIZE`), or directly by `srun` or `mpirun`. `None`: nobody
-/// started us, so a command that wants ranks starts its own.
+/// The rank that this process is, if it was started as one: by a launcher
+/// (`RANK`, `WORLD_SIZE`), or directly by `srun` or `mpirun`. `None`: it was not, so a
+/// command that needs ranks starts its own.
 pub fn rank_place(env: &Env) -> Result<Option<RankPlace>> {
     let (source, rank, world, local, host) =
         match (number(env, "RANK")?, number(env, "WORLD_SIZE")?) {
             (Some(rank), Some(world)) => {
                 if rank >= world {
                     return Err(Error::usage(format!(
-                        "the environment says RANK={rank} of WORLD_SIZE={world}"
+                        "RANK={rank} is not below WORLD_SIZE={world}; ranks count from 0"
                     )));
                 }
                 let local = (number(env, "LOCAL_RANK")?, number(env, "LOCAL_WORLD_SIZE")?);
@@ -231,11 +230,8 @@ pub fn rank_place(env: &Env) -> Result<Option<RankPlace>> {
     let master_port = match number(env, "MASTER_PORT")? {
         None => super::DEFAULT_PORT,
         // 0 is up to the group: a rank 0 that hosts the store may take any.
-        Some(port) => u16::try_from(port).map_err(|_| {
-            Error::usage(format!(
-                "the environment says MASTER_PORT={port}, which is not a port number"
-            ))
-        })?,
+        Some(port) => u16::try_from(port)
+            .map_err(|_| Error::usage(format!("MASTER_PORT={port} is not a port number")))?,
     };
     Ok(Some(RankPlace {
         source,
@@ -249,7 +245,7 @@ pub fn rank_place(env: &Env) -> Result<Option<RankPlace>> {
 }
 
 impl RankPlace {
-    /// Whether `RANK` and `WORLD_SIZE` say it, and not an engine's own variables.
+    /// Whether it comes from `RANK` and `WORLD_SIZE`, and not from an engine's own variables.
     pub fn is_by_rank(&self) -> bool {
         self.source == RANK_SOURCE
     }
@@ -259,8 +255,8 @@ impl RankPlace {
         self.local_world == Some(self.world)
     }
 
-    /// Checks what was typed about the number of ranks against what started this one:
-    /// `here`, the ranks on this host, and `world`, those in all.
+    /// Checks the numbers of ranks on the command line against those that this rank was started with:
+    /// `here` on this host, and `world` in all.
     ///
     /// # Errors
     ///
@@ -307,18 +303,18 @@ impl RankPlace {
                 "fix",
                 format!("leave it out; `srun --ntasks-per-node={typed}` starts {typed} ranks on each node"),
             ),
-            _ => error.note("fix", "leave it out; what started this process says how many there are"),
+            _ => error.note("fix", "leave it out; the program that started this process sets the number of ranks"),
         })
     }
 }
 
-/// Who says a place by `RANK` and `WORLD_SIZE`.
+/// The `source` of a place that comes from `RANK` and `WORLD_SIZE`.
 const RANK_SOURCE: &str = "RANK";
 
-/// What somebody meant to be one rank of several but says only by half: `WORLD_SIZE` above 1
-/// beside a variable of one rank's (`LOCAL_RANK`) or of the place to meet (`MASTER_ADDR`), and
-/// no `RANK`. PyTorch refuses that; a training of one rank would go unnoticed for hours.
-/// `WORLD_SIZE` alone is left behind by many tools; it names no rank.
+/// The error of an environment that describes one rank of several without its number: `WORLD_SIZE`
+/// above 1 and `LOCAL_RANK` or `MASTER_ADDR`, but no `RANK`. PyTorch refuses that too; a training
+/// of one rank would go unnoticed for hours. `WORLD_SIZE` alone is left behind by many tools and
+/// describes no rank.
 pub fn half_a_rank(env: &Env) -> Result<Option<Error>> {
     let world = number(env, "WORLD_SIZE")?.unwrap_or(0);
     let beside = ["LOCAL_RANK", "MASTER_ADDR"]

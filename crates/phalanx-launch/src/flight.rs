@@ -1,5 +1,5 @@
-//! The ranks' flight recorders, whose memory the launcher shares: so it can
-//! tell of ranks that were killed or stopped, too.
+//! The ranks' flight recorders. The launcher shares their memory, so it can read those of
+//! killed and stopped ranks, too.
 
 use std::path::{Path, PathBuf};
 
@@ -11,10 +11,9 @@ use super::ranks::Rank;
 use super::report;
 use crate::inspect::analysis;
 
-/// How a rank is described that was stopped, not ended.
+/// Describes a rank that is stopped and has not ended.
 const STOPPED: &str = "is stopped (SIGSTOP or a debugger)";
-/// Exit codes of ranks that report somebody else's trouble: a lost peer, a
-/// deadline.
+/// Exit codes of ranks that report another rank's failure: a lost peer, a deadline.
 const MESSENGERS: [i32; 2] = [3, 4];
 
 /// What `rank` was doing when it ended; of one that only lost a peer or met a
@@ -30,8 +29,7 @@ pub(super) fn last_known(
         return analysis::last_known(&rank.flight()?);
     }
     let story = analysis::tell(&dumps(ranks, stopped));
-    // Without an operation at which the ranks part there is nothing to add to
-    // the error itself.
+    // Without an operation that some ranks have not reached, the error says it all.
     let generation = format!("generation {}: ", story.generation);
     let sentence = story.sentence.strip_prefix(&generation);
     sentence.filter(|_| story.seq.is_some()).map(str::to_owned)

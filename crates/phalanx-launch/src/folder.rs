@@ -43,7 +43,7 @@ impl RunFolder {
         }
     }
 
-    /// One that is removed when this is dropped.
+    /// A private folder, removed when this is dropped.
     pub fn private() -> Result<RunFolder> {
         Ok(RunFolder {
             path: absolute(&std::env::temp_dir()).join(format!("phalanx-{}", random_id()?)),

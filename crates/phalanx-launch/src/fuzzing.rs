@@ -1,11 +1,11 @@
 //! What the launcher reads of its environment, of other processes and of dumps, fed with
-//! garbage: the bodies of the fuzz targets in `fuzz/`, which the tests here run on garbled
+//! garbage: the bodies of the fuzz targets in `tools/fuzz/`, which the tests here run on garbled
 //! seeds.
 
 use super::alone::{Asking, alone_by_mistake};
 use super::args::{LaunchArgs, LaunchCli};
 use super::cluster::{self, Env};
-use super::nodes::Card;
+use super::nodes::NodeInfo;
 use super::oom;
 use super::report::{self, Verdict};
 use super::streams::StreamChoice;
@@ -103,7 +103,7 @@ pub fn messages(data: &[u8]) {
         assert!(!error.render().is_empty());
         assert_ne!(error.exit_code(), 0, "a verdict is never a success");
     }
-    let _ = serde_json::from_slice::<Card>(data);
+    let _ = serde_json::from_slice::<NodeInfo>(data);
     let text = String::from_utf8_lossy(data);
     if let Some(message) = report::error_file_message(&text) {
         assert!(message.chars().count() <= 2000);

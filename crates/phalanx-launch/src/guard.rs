@@ -1,5 +1,4 @@
-//! The last resort against orphans: a small process that outlives a launcher
-//! killed with SIGKILL for just as long as it takes to end its ranks.
+//! A small process that ends the ranks of a launcher that was killed with SIGKILL.
 //!
 //! The kernel kills each rank when the launcher dies (`shim.rs`), but not
 //! what the rank has started: a shell script's program, a loader's workers.
@@ -53,11 +52,11 @@ impl Guard {
     /// Starts the guard.
     pub fn start() -> Result<Guard> {
         let mut child = Command::new(super::own_program())
-            .arg0("phalanx")
-            .arg("guard")
+            .arg0(super::HELPER_NAME)
+            .arg(super::GUARD)
             .env_remove(super::token::TOKEN_VARIABLE)
             .stdin(Stdio::piped())
-            // Our own stdout must end when we do, whoever reads it.
+            // A reader of our stdout must see its end when we end.
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             // A Ctrl-C at the terminal is not for the guard.
@@ -89,7 +88,7 @@ impl Guard {
         self.say(&format!("-{}", group.as_raw_nonzero()));
     }
 
-    /// Whom to tell, and what, when this launcher is killed.
+    /// Sets the store and the verdict to publish there when this launcher is killed.
     pub fn tell(&self, store: &str, token: &Token, verdict: &str) {
         self.say(&format!(
             "store {store}\ntoken {}\nverdict {verdict}",
@@ -97,16 +96,16 @@ impl Guard {
         ));
     }
 
-    /// Which folder to remove when this launcher is killed.
+    /// Sets the folder to remove when this launcher is killed.
     pub fn folder(&self, path: &Path) {
-        // In JSON it is one line, whatever it is. What is no UTF-8 stays.
+        // JSON keeps it on one line. A path that is not UTF-8 is not removed.
         if let Ok(text) = serde_json::to_string(path) {
             self.say(&format!("folder {text}"));
         }
     }
 
     fn say(&self, line: &str) {
-        // A guard that died is no reason to fail: it is the second net.
+        // A guard that died is not an error: the kernel kills the ranks too.
         if let Ok(mut pipe) = self.pipe.lock()
             && let Some(pipe) = pipe.as_mut()
         {
@@ -121,8 +120,7 @@ impl Drop for Guard {
         if let Ok(mut pipe) = self.pipe.lock() {
             drop(pipe.take());
         }
-        // It ends at the end of its pipe; nothing it does takes long then,
-        // unless somebody has stopped it.
+        // It ends soon after its pipe, unless it is stopped (SIGSTOP).
         let until = Instant::now() + END_LIMIT;
         while matches!(self.child.try_wait(), Ok(None)) {
             if Instant::now() >= until {
@@ -135,15 +133,15 @@ impl Drop for Guard {
     }
 }
 
-/// What a rank does with its end, which is its stdin for that moment.
+/// Registers this process, a rank, at the guard; `end` is a writing end of its pipe.
 pub fn announce(end: impl AsFd) {
     let line = format!("+{}\n", std::process::id());
-    // Shorter than PIPE_BUF, so it arrives in one piece. A guard that died is
-    // no reason to fail.
+    // Shorter than PIPE_BUF, so it arrives in one piece. A guard that died is not
+    // an error.
     let _ = rustix::io::write(end, line.as_bytes());
 }
 
-/// What the guard was told so far.
+/// The contents of the pipe so far.
 #[derive(Debug, Default, PartialEq)]
 struct Told {
     groups: BTreeSet<i32>,
@@ -180,7 +178,7 @@ impl Told {
 
 /// The guard process itself.
 pub fn guard() -> Result<()> {
-    // Whoever stops the launcher by name or session stops it, not its guard.
+    // Signals to all processes of a name or session must not end the guard.
     let ignored = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
     for signal in [
         signal_hook::consts::SIGINT,

@@ -1,5 +1,5 @@
-//! The launch itself: the store hosted, the nodes met, the ranks started,
-//! watched, stopped and, if so wished, started again.
+//! Runs a launch: hosts the store, joins the nodes, starts, watches and stops the
+//! ranks, and restarts them if asked to.
 
 use std::collections::HashSet;
 use std::os::fd::AsFd;
@@ -17,7 +17,7 @@ use super::flight;
 use super::folder::RunFolder;
 use super::guard::Guard;
 use super::machine::{Action, End, Machine, Why};
-use super::nodes::{self, Card, Nodes, PortForRanks};
+use super::nodes::{self, NodeInfo, Nodes, PortForRanks};
 use super::oom::OomWatch;
 use super::plan::LaunchPlan;
 use super::pump::{Sink, Stream, Unwritten};
@@ -29,10 +29,10 @@ use super::token;
 use crate::error::{Error, ErrorKind, Result};
 use crate::{say, stop};
 
-/// How long an exit that may be an echo waits for its cause.
+/// How long to wait for the cause of an exit that may be its consequence.
 const ECHO_WAIT: Duration = Duration::from_millis(400);
-/// After SIGKILL the kernel needs moments; a process that hangs in the kernel
-/// for longer than this is reported instead of awaited.
+/// How long to wait for processes after SIGKILL; one that is blocked in the kernel for
+/// longer is reported.
 const REAP_LIMIT: Duration = Duration::from_secs(5);
 /// How long the report waits for the last output of the rank that failed.
 const LAST_OUTPUT: Duration = Duration::from_millis(100);
@@ -40,11 +40,11 @@ const LAST_OUTPUT: Duration = Duration::from_millis(100);
 const SWEEP: Duration = Duration::from_secs(30);
 /// How many ranks a headline names.
 const MOST_NAMED: usize = 4;
-/// The end of a rank of ours that waited too long.
+/// The exit of a Phalanx rank whose deadline passed.
 const TIMED_OUT: End = End::Code(4);
 /// How long a local store takes to answer.
 const LOCAL_STORE: Duration = Duration::from_secs(10);
-/// When ranks still run so long after one has ended well, it is said once:
+/// How long after the first successful exit the ranks that still run are reported, once:
 /// they may be waiting for it.
 const LONE_AFTER: Duration = Duration::from_secs(10);
 
@@ -77,7 +77,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
             if meeting.node_rank == 0 {
                 port = Some(PortForRanks::new(None)?);
             }
-            let card = Card {
+            let info = NodeInfo {
                 nodes: meeting.nodes,
                 local_ranks: plan.local_ranks,
                 run_id: plan.run_id.clone(),
@@ -89,7 +89,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
             let nodes = nodes::join(
                 &mut place,
                 meeting.node_rank,
-                card,
+                info,
                 &plan.token,
                 plan.meeting_timeout,
                 || match events.try_recv() {
@@ -105,7 +105,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
             Some(nodes)
         }
     };
-    let told = nodes.as_ref().and_then(|n| n.cards().first()?.master_port);
+    let told = nodes.as_ref().and_then(|n| n.infos().first()?.master_port);
     let master_port = match told {
         Some(port) => port,
         None => port.insert(PortForRanks::new(plan.master_port)?).number(),
@@ -135,7 +135,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
     let result = job.attempts();
     if let Some(nodes) = &job.nodes {
         nodes.leave(
-            nodes.cards().len(),
+            nodes.infos().len(),
             job.decided.unwrap_or_else(Instant::now),
         );
     }
@@ -158,7 +158,7 @@ fn shared(
     let node_rank = plan.meeting.as_ref().map_or(0, |m| m.node_rank);
     let ranks: Vec<usize> = match nodes {
         None => vec![plan.local_ranks],
-        Some(nodes) => nodes.cards().iter().map(|card| card.local_ranks).collect(),
+        Some(nodes) => nodes.infos().iter().map(|info| info.local_ranks).collect(),
     };
     Shared {
         node_rank,
@@ -194,10 +194,10 @@ struct Job<'a> {
     err: Arc<Sink>,
     unwritten: Unwritten,
     oom: OomWatch,
-    /// Whatever is below us is of our ranks.
+    /// Whether all descendants of this process belong to our ranks.
     alone: bool,
-    /// Of the last attempt. Other nodes wait for us until the very end, so it
-    /// must tell them until then; and remove the folder.
+    /// The guard of the last attempt. It is kept to the end, as it must tell the other nodes
+    /// and remove the folder if this launcher is killed.
     guard: Option<Arc<Guard>>,
     /// When the last stop began.
     decided: Option<Instant>,
@@ -210,7 +210,7 @@ enum Outcome {
     Success,
     /// A rank failed; another attempt may help.
     Failed(Error),
-    /// Nothing to try again: interrupted, or failed elsewhere.
+    /// Not worth another attempt: interrupted, or failed on another node.
     Final(Error),
 }
 
@@ -230,7 +230,7 @@ impl Job<'_> {
                         error.chain()
                     ));
                     self.clear_store()?;
-                    // What is left of the old world must not meet the new one.
+                    // Ranks of the new attempt must not connect to remains of the old one.
                     if self.plan.master_port.is_none() {
                         let port = self.port.insert(PortForRanks::new(None)?);
                         self.shared.master_port = port.number();
@@ -240,7 +240,7 @@ impl Job<'_> {
         }
     }
 
-    /// A new world must not find the keys of the old one.
+    /// Removes the keys of the last attempt.
     fn clear_store(&self) -> Result<()> {
         TcpStore::connect(&self.dial, self.plan.token.clone(), LOCAL_STORE)
             .and_then(|store| store.delete_prefix(""))
@@ -257,7 +257,7 @@ impl Job<'_> {
         if made.is_ok() && restarts == 0 && self.plan.logs.is_some() {
             say::note(format_args!("logs: {}", as_typed(self.folder.path())));
         }
-        // The one before is not needed any more, and says that it is done.
+        // This drops the guard of the attempt before.
         self.guard = Some(guard.clone());
         if let Some(nodes) = self.nodes.as_ref().filter(|_| self.shared.node_rank > 0) {
             let verdict = Verdict::of_killed(self.shared.node_rank, &self.host);
@@ -347,8 +347,8 @@ impl Job<'_> {
         Ok(())
     }
 
-    /// Follows the ranks until all have ended and were reaped. That has no
-    /// deadline while nothing is wrong: a training lasts as long as it lasts.
+    /// Watches the ranks until all have ended and were reaped. There is no deadline
+    /// while nothing is wrong.
     fn watch_to_the_end(&self, watch: &mut Supervision) {
         loop {
             let now = Instant::now();
@@ -371,7 +371,7 @@ impl Job<'_> {
                     reap::reap_strangers(&watch.children);
                     Action::None
                 }
-                // Cannot be: we hold a sender ourselves.
+                // Impossible: this process holds a sender.
                 Err(RecvTimeoutError::Disconnected) => Action::None,
             };
             watch.act(action);
@@ -388,9 +388,8 @@ impl Job<'_> {
         }
     }
 
-    /// Ends what the ranks of a job that failed, or is to end, have left in sessions of
-    /// their own; those with a handler for SIGTERM have `grace` for it, unless another
-    /// signal comes.
+    /// Ends processes that the ranks of a failed or interrupted job have left in sessions of
+    /// their own; those with a handler for SIGTERM get `grace`, unless another signal comes.
     fn end_strangers(&self, watch: &Supervision, grace: Duration) {
         if !self.alone {
             return;
@@ -416,7 +415,7 @@ impl Job<'_> {
         }
     }
 
-    /// Writes the flight recorders of the living job, and says where they are.
+    /// Writes the flight recorders of the running ranks and prints where they are.
     fn show_flight(&self, watch: &Supervision) {
         let none = vec![None; watch.ranks.len()];
         let halted: Vec<usize> = watch
@@ -436,7 +435,7 @@ impl Job<'_> {
         }
     }
 
-    /// Names the ranks that have ended well and those that have not.
+    /// Prints which ranks have succeeded and which still run.
     fn say_who_still_runs(&self, watch: &Supervision) {
         let (running, ended): (Vec<usize>, Vec<usize>) =
             (0..watch.ranks.len()).partition(|local| watch.machine.end(*local).is_none());
@@ -458,8 +457,8 @@ impl Job<'_> {
         ));
     }
 
-    /// Ranks that somebody has stopped, after all others have ended well, will
-    /// not end by themselves, and no other rank's deadline tells of them.
+    /// Ends the job if all ranks that still run are stopped by a signal: they will not end by
+    /// themselves, and no other rank waits for them.
     fn end_if_all_are_stopped(&self, watch: &mut Supervision) {
         let running: Vec<&Rank> = (0..watch.ranks.len())
             .filter(|local| watch.machine.end(*local).is_none())
@@ -489,7 +488,7 @@ impl Job<'_> {
         watch.act(action);
     }
 
-    /// Once a stop has begun: puts the verdict into words, and tells others.
+    /// Once a stop has begun: makes the verdict and publishes it to the other nodes.
     fn decide(&self, watch: &mut Supervision) {
         let Some(why) = watch.machine.why() else {
             return;
@@ -540,7 +539,7 @@ impl Job<'_> {
         if let Some(text) = flight::last_known(&watch.ranks, rank, end, watch.halted()) {
             notes.push((report::WHILE.to_owned(), text));
         }
-        // Itself, or what a shell that it is has started.
+        // The rank, or a program that it has started as a shell.
         let killed = matches!(end, End::Signal(9) | End::Code(137));
         let hint = || self.oom.hint(rank.pid, self.plan.local_ranks);
         if let Some(hint) = killed.then(hint).flatten() {
@@ -591,9 +590,9 @@ impl Job<'_> {
         }
     }
 
-    /// `rank 2 (pid 4711, host node-a) is stopped by a signal or a debugger`: the ranks for which a deadline may have
-    /// passed. Of those that nobody has stopped only ranks that have not come to an operation in which others
-    /// wait. `but` is the local rank that says so.
+    /// `rank 2 (pid 4711, host node-a) is stopped by a signal or a debugger`: the ranks that others may have
+    /// waited for. If none is stopped: the ranks that have not reached an operation in which others
+    /// wait. `but`, a local rank, is left out.
     fn stopped_or_late(&self, watch: &Supervision, but: Option<usize>) -> Option<String> {
         let late = flight::late(&watch.ranks);
         let others = || {
@@ -621,7 +620,7 @@ impl Job<'_> {
         Some(format!("{named} {verb} {what}"))
     }
 
-    /// The ranks that somebody has asked to stop, and through them the job.
+    /// The rank that got the signal which stopped the job.
     fn sent_a_signal(&self, watch: &Supervision) -> Option<String> {
         let asked = watch.ranks.iter().find_map(|rank| {
             let signal = report::reported_signal(&rank.error_json()?)?;
@@ -661,7 +660,7 @@ impl Job<'_> {
         let Some(why) = watch.machine.why() else {
             return Outcome::Success;
         };
-        // Another rank may have said since what happened to it.
+        // Another rank may have written its error file since.
         if let (Why::Rank(local), Some(own)) = (why, &watch.verdict)
             && own.echo
         {
@@ -673,7 +672,7 @@ impl Job<'_> {
                 });
             }
         }
-        // What others know by now may explain more than what we saw.
+        // Another node's verdict may explain more than ours.
         let until = Instant::now() + ECHO_WAIT;
         let mut shared = self.nodes.as_ref().and_then(Nodes::verdict);
         while shared.as_ref().is_some_and(Verdict::is_unexplained_timeout) && Instant::now() < until
@@ -710,7 +709,7 @@ impl Job<'_> {
         if self.plan.ranks_tell && watch.all_stopped_themselves() {
             return Outcome::Final(verdict.into_error(so).told());
         }
-        // Asked so late that all was done: with one rank nobody would have noticed either.
+        // The signal came after all work was done.
         let alone = self.plan.ranks_tell && self.nodes.is_none();
         if alone && watch.is_interrupt() && watch.all_ended_well() {
             return Outcome::Success;
@@ -733,7 +732,7 @@ impl Job<'_> {
             .machine
             .also_failed(culprit)
             .iter()
-            // They stopped with the one that was asked to.
+            // They stopped together with the rank that got the signal.
             .filter(|(_, end)| {
                 !(is_interrupt && end.job_code(true) == ErrorKind::Interrupted.exit_code())
             })
@@ -766,23 +765,22 @@ impl Job<'_> {
             error = error.note("inspect", text);
         }
         match why {
-            // Another attempt would say the same.
+            // Another attempt would fail the same way.
             Why::Rank(local) if watch.is_usage_error(local) => Outcome::Final(error),
             Why::Rank(_) if self.nodes.is_none() => Outcome::Failed(error),
             _ => Outcome::Final(error),
         }
     }
 
-    /// All ranks here ended well. With several nodes, nobody leaves before
-    /// all are through: the store must not vanish under running ranks, and
-    /// all launchers must end with the same code.
+    /// All ranks here succeeded. With several nodes, each launcher waits until all nodes are
+    /// done: the store must not vanish under running ranks, and all launchers must end with the
+    /// same code.
     fn wait_for_others(&mut self) -> Result<()> {
         let Some(nodes) = &self.nodes else {
             return Ok(());
         };
         let mut told = false;
-        // As long as the other nodes' ranks run; a node that is lost is found
-        // by its beat.
+        // No deadline: node 0 notices lost nodes by their beats.
         loop {
             told = told || nodes.done()?;
             if told && nodes.all_done()? {
@@ -809,25 +807,25 @@ impl Job<'_> {
     }
 }
 
-/// The ranks of one attempt, and how far their end has come.
+/// The ranks of one attempt, and the state of its end.
 struct Supervision {
     ranks: Vec<Rank>,
-    /// Processes that somebody waits for.
+    /// Child processes that other threads wait for.
     children: HashSet<i32>,
     machine: Machine,
     reaped: usize,
     give_up: Option<Instant>,
     stopping_since: Option<Instant>,
     verdict: Option<Verdict>,
-    /// Ranks that somebody had stopped when the end was decided.
+    /// Ranks that were stopped (SIGSTOP, a debugger) when the end was decided.
     halted: Option<Vec<usize>>,
-    /// When to say that some ranks have ended and others have not.
+    /// When to report that some ranks have ended and others have not.
     lone_at: Option<Instant>,
     lone_said: bool,
     lone_told: bool,
     /// From SIGTERM to SIGKILL where a rank's group has a handler for it.
     handler_grace: Duration,
-    /// Ranks cannot ask for more.
+    /// It was given on the command line, so ranks cannot ask for more.
     grace_is_typed: bool,
 }
 
@@ -848,7 +846,7 @@ impl Supervision {
                 self.reaped += 1;
                 Action::None
             }
-            // Two at once are one, however long the first has held us up.
+            // Two signals at once count as one, even if handling the first took long.
             Event::Signal(signal, at) => self.machine.interrupted(signal, at),
             Event::Suspend => {
                 self.suspend();
@@ -863,7 +861,7 @@ impl Supervision {
                 }
                 Action::None
             }
-            // Answered before.
+            // Handled by the caller.
             Event::Dump => Action::None,
             Event::Abort(verdict) => {
                 if self.machine.why().is_none() {
@@ -888,9 +886,9 @@ impl Supervision {
         }
     }
 
-    /// Ctrl-Z reaches the launcher only, as its ranks are in groups of their own:
-    /// they stop with it and go on with it. A deadline that passes meanwhile
-    /// counts only if nothing has come when they go on.
+    /// Stops the ranks with the launcher at a Ctrl-Z, which reaches only the launcher as ranks
+    /// have process groups of their own, and continues them with it. A deadline that passes
+    /// meanwhile counts only if nothing has arrived when they continue.
     fn suspend(&self) {
         if !can_be_continued() {
             say::note("Ctrl-Z is ignored: no shell could continue the job");
@@ -905,7 +903,7 @@ impl Supervision {
         }
     }
 
-    /// Whether somebody wants the job to end, here or on another node, and nothing failed.
+    /// Whether the job was interrupted, here or on another node, and did not fail.
     fn is_interrupt(&self) -> bool {
         match self.machine.why() {
             Some(Why::Interrupt(_)) => true,
@@ -917,14 +915,14 @@ impl Supervision {
         }
     }
 
-    /// Whether all ranks ended with the code of an interrupt, by themselves: in an
-    /// orderly way, that is, and it is for them to say so.
+    /// Whether all ranks ended by themselves with the code of an interrupt: they have reported
+    /// it then.
     fn all_stopped_themselves(&self) -> bool {
         let end = End::Code(ErrorKind::Interrupted.exit_code().into());
         (0..self.ranks.len()).all(|local| self.machine.end(local) == Some(end))
     }
 
-    /// Whether the rank is a program of ours that says it was called or set up wrongly.
+    /// Whether the rank is a Phalanx program that reported a usage error.
     fn is_usage_error(&self, local: usize) -> bool {
         let end = End::Code(ErrorKind::Usage.exit_code().into());
         self.machine.end(local) == Some(end) && self.ranks[local].reported(end)
@@ -934,8 +932,8 @@ impl Supervision {
         (0..self.ranks.len()).all(|local| self.machine.end(local).is_some_and(End::is_ok))
     }
 
-    /// A rank that was asked to end, and says that it could not do so well: what it was to save is not on the
-    /// disk, say.
+    /// A rank that reported an error while it was stopping: it could not save a checkpoint, for
+    /// example.
     fn failed_to_stop(&self) -> Option<usize> {
         let failed = |local: &usize| {
             let end = self.machine.end(*local);
@@ -946,7 +944,8 @@ impl Supervision {
         (0..self.ranks.len()).find(|local| self.is_interrupt() && failed(local))
     }
 
-    /// From SIGTERM to SIGKILL where a rank's group has a handler for it: what is usual, or what the ranks have asked for.
+    /// From SIGTERM to SIGKILL where a rank's group has a handler for SIGTERM: the default, or what the ranks
+    /// have asked for.
     fn handler_grace(&self) -> Duration {
         const LONGEST: Duration = Duration::from_secs(86_400);
         let ranks = self.ranks.iter().filter(|_| !self.grace_is_typed);
@@ -966,7 +965,7 @@ impl Supervision {
                     let grace = self.handler_grace();
                     self.machine.allow(grace, now);
                     for rank in &self.ranks {
-                        rank.bear_with(now + grace);
+                        rank.spare_group_until(now + grace);
                     }
                 }
                 for rank in &self.ranks {
@@ -992,11 +991,10 @@ fn store_lost(why: &str) -> Error {
     )
 }
 
-/// As torchrun does: whoever started us with a TORCHELASTIC_ERROR_FILE gets
-/// the root cause's error file there.
+/// Copies the root cause's error file to our own TORCHELASTIC_ERROR_FILE, as torchrun does.
 fn hand_up(json: &str) {
     if let Some(path) = std::env::var_os("TORCHELASTIC_ERROR_FILE") {
-        // The launch has failed anyway; this is a courtesy.
+        // The launch has failed anyway.
         let _ = std::fs::write(path, json);
     }
 }

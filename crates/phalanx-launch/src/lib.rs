@@ -2,11 +2,11 @@
 //!
 //! ```text
 //! LaunchCli ─resolve─▶ LaunchArgs ─prepare─▶ LaunchPlan ─run─▶ ranks
-//!   (typed)   pure      (meant)    files      (will be)   store, nodes,
+//!  (flags)    pure     (settings)   files     (checked)   store, nodes,
 //!              args, cluster, streams   plan, token         guard, ranks
 //! ```
 //!
-//! Who does what while ranks run:
+//! Threads and processes while ranks run:
 //!
 //! * the **main thread** starts the ranks (the kernel's parent-death signal
 //!   goes by thread, so it must be one that lives as long as the launcher),
@@ -54,27 +54,22 @@ pub mod words;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-pub use alone::{Asking, alone_by_mistake};
-pub use args::{LaunchCli, count_of_ranks, untyped_ranks};
-pub use cluster::{RankPlace, half_a_rank, rank_place};
-pub use guard::guard;
+pub use args::LaunchCli;
+pub use cluster::{RankPlace, rank_place};
 pub use oom::memory_limit;
 pub use phalanx_process::env::{number, real_env};
 pub use rank_args::{
     AlgorithmArg, RankArgs, Speakers, TransportArg, check_local_ranks, run as run_ranks, start,
 };
 pub use ranks::Prefix;
-pub use report::{hand_over, rank_list};
-pub use same_host::store_file;
-pub use shim::{ShimCli, exec_rank};
-pub use signals::end_on_signals;
-pub use token::{given as given_token, write_token};
+pub use token::write_token;
 
 use phalanx_process::{error, format, say, stop};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 use args::LaunchArgs;
 use machine::End;
@@ -82,34 +77,33 @@ use plan::LaunchPlan;
 use report::Verdict;
 
 /// torchrun's port, for jobs on several nodes.
-pub const DEFAULT_PORT: u16 = 29500;
+const DEFAULT_PORT: u16 = 29500;
 
-/// From SIGTERM to SIGKILL: long enough to say goodbye, short enough that
-/// everything is gone within two seconds.
-pub const STOP_GRACE: Duration = Duration::from_millis(1500);
+/// From SIGTERM to SIGKILL: short enough that all processes are gone within two seconds.
+const STOP_GRACE: Duration = Duration::from_millis(1500);
 
-/// What the main thread hears of.
+/// Events for the main thread.
 enum Event {
-    /// A local rank ended then.
+    /// A local rank ended at this time.
     Ended(usize, End, Instant),
-    /// A rank was reaped, and its group is gone.
+    /// A rank was reaped, and its process group is gone.
     Reaped,
-    /// We got this signal then.
+    /// This launcher got this signal at this time.
     Signal(i32, Instant),
     /// Ctrl-Z.
     Suspend,
-    /// SIGUSR1: for the ranks, which may save and end.
+    /// SIGUSR1, to be forwarded to the ranks, which may save and end.
     Checkpoint,
     /// Another node wrote a verdict.
     Abort(Box<Verdict>),
     /// The store does not answer any more.
     StoreLost(String),
-    /// Somebody wants to see the flight recorders.
+    /// SIGUSR2: write the flight recorders.
     Dump,
 }
 
-/// Whether a launcher of ours has started this process, or one above it.
-pub fn is_under_a_launcher_of_ours() -> bool {
+/// Whether our launcher has started this process or an ancestor of it.
+fn is_under_a_launcher_of_ours() -> bool {
     std::env::var_os(contract::STORE_VARIABLE).is_some()
 }
 
@@ -120,37 +114,37 @@ pub fn run(cli: &LaunchCli) -> Result<()> {
     job::run(&LaunchPlan::prepare(args, &env)?)
 }
 
-/// How many ranks `auto` means: the cores that we may use.
+/// The number of ranks for `auto`: the cores that this process may use.
 fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// Ranks on this host that a command starts for itself.
 #[derive(Clone, Debug)]
-pub struct LocalRun {
+struct LocalRun {
     /// How many.
-    pub ranks: usize,
+    ranks: usize,
     /// The program; this very binary if not set otherwise.
-    pub program: OsString,
+    program: OsString,
     /// Its arguments.
-    pub args: Vec<OsString>,
+    args: Vec<OsString>,
     /// Variables in addition to the launcher's contract.
-    pub variables: Vec<(OsString, OsString)>,
+    variables: Vec<(OsString, OsString)>,
     /// Whose lines get a prefix.
-    pub prefix: Prefix,
+    prefix: Prefix,
     /// Rank 0 writes to our stderr itself, so that its progress bar sees the
     /// terminal. Its last lines are then not known to the report.
-    pub rank0_owns_stderr: bool,
+    rank0_owns_stderr: bool,
     /// From SIGTERM to SIGKILL.
-    pub stop_grace: Duration,
+    stop_grace: Duration,
     /// Where the ranks' flight recorders are written when the run fails.
-    pub flight_dir: Option<PathBuf>,
+    flight_dir: Option<PathBuf>,
 }
 
 impl LocalRun {
-    /// `ranks` times this binary with `args`. Rank 0 speaks for the job: its
-    /// lines are not prefixed, and on a terminal it draws on it directly.
-    pub fn new(ranks: usize, args: Vec<OsString>) -> Self {
+    /// `ranks` times this binary with `args`. Lines of rank 0, which reports for the job,
+    /// have no prefix, and on a terminal it writes to it directly.
+    fn new(ranks: usize, args: Vec<OsString>) -> Self {
         use std::io::IsTerminal;
         LocalRun {
             ranks,
@@ -167,8 +161,7 @@ impl LocalRun {
 }
 
 /// Starts the ranks on this host and stays until all have ended; the store
-/// is hosted on a free loopback port. Whatever the environment says about
-/// nodes is not asked.
+/// is hosted on a free loopback port. Variables about nodes are ignored.
 ///
 /// Must be called on a thread that lives as long as the process, best the
 /// main one.
@@ -176,7 +169,7 @@ impl LocalRun {
 /// # Errors
 /// The root cause; its [`exit_code`](crate::error::Error::exit_code) is the
 /// job's, printing it is the caller's.
-pub fn run_local(local: LocalRun) -> Result<()> {
+fn run_local(local: LocalRun) -> Result<()> {
     let env = cluster::real_env();
     let plan = LaunchPlan {
         meeting: None,
@@ -209,39 +202,41 @@ pub fn run_local(local: LocalRun) -> Result<()> {
     result
 }
 
-/// This very binary, even when the file was replaced by a newer build while
-/// we run.
+/// This binary, even when its file was replaced by a newer build meanwhile.
 fn own_program() -> OsString {
     "/proc/self/exe".into()
 }
 
-/// Leaves the error to the launcher, if there is one to print it (once, with what else it knows).
-pub fn tell(error: &Error) {
+/// The exit code of a command that ended so. An error is left to the launcher of this process, if
+/// it has one (which prints it once, with what else it knows), or printed here.
+pub fn exit_code(outcome: Result<()>) -> ExitCode {
+    let Err(error) = outcome else {
+        return ExitCode::SUCCESS;
+    };
     let text = error.render();
     let text = text.strip_prefix("error: ").unwrap_or(&text).trim_end();
     let text = Some(text).filter(|_| !error.is_told());
-    if !hand_over(text, error.exit_code()) {
+    if !report::hand_over(text, error.exit_code()) {
         error.print();
     }
+    ExitCode::from(error.exit_code())
 }
 
-/// Does what the launcher starts this very program for, if it has: binding a rank's life to it,
-/// or ending ranks after it was killed. Every program that starts ranks of itself calls this
-/// first of all.
+/// Where the launcher has started this program as one of its helper processes: does that
+/// helper's work and returns its outcome. Every program that starts ranks calls this first.
 pub fn run_helper() -> Option<Result<()>> {
     let mut args = std::env::args_os();
-    // No name that a person types.
     if args.next()? != HELPER_NAME {
         return None;
     }
     match args.next()?.to_str()? {
-        GUARD => Some(guard()),
-        EXEC_RANK => Some(shim::exec_rank_of(std::env::args_os().skip(1))),
+        GUARD => Some(guard::guard()),
+        EXEC_RANK => Some(shim::exec_rank(args)),
         _ => None,
     }
 }
 
-/// What helper processes are called, and their two commands.
+/// The name of helper processes (their first argument), and their two commands.
 const HELPER_NAME: &str = "phalanx";
 const GUARD: &str = "guard";
 const EXEC_RANK: &str = "exec-rank";

@@ -1,20 +1,19 @@
-//! When to stop the ranks, and whose fault it was: decisions without a
-//! process in sight.
+//! When to stop the ranks, and which failure is the cause: a state machine without
+//! processes.
 //!
 //! | phase    | event                             | next     | action    |
 //! |----------|-----------------------------------|----------|-----------|
 //! | Running  | a rank ends with 0                | Running  |           |
 //! | Running  | a rank fails by itself            | Stopping | terminate |
-//! | Running  | a rank fails as others told it    | Deciding |           |
+//! | Running  | a rank fails as a consequence     | Deciding |           |
 //! | Deciding | a rank fails by itself            | Stopping | terminate |
 //! | Deciding | 400 ms pass                       | Stopping | terminate |
 //! | either   | interrupt, or another node failed | Stopping | terminate |
 //! | Stopping | grace over, or a second interrupt | Stopping | kill      |
-//! | Stopping | the first interrupt's twin         | Stopping |           |
-//! | Stopping | our first, after another node's end | Stopping |          |
+//! | Stopping | the first interrupt, sent twice   | Stopping |           |
+//! | Stopping | our first, after another node's   | Stopping |           |
 //!
-//! The grace counts from the first sign of trouble, so that deciding does
-//! not lengthen the stop.
+//! The grace counts from the first failure, so that deciding does not lengthen the stop.
 
 use std::time::{Duration, Instant};
 
@@ -27,7 +26,7 @@ pub enum End {
     Signal(i32),
 }
 
-/// SIGHUP, SIGINT and SIGTERM: what somebody sends to all of a job at once.
+/// SIGHUP, SIGINT and SIGTERM, which are sent to all processes of a job at once.
 const TOLD: [i32; 3] = [1, 2, 15];
 
 /// A second interrupt that comes sooner is the same one, sent twice: to us
@@ -41,13 +40,13 @@ const PEER_LOST: i32 = 3;
 const INTERRUPTED: i32 = 130;
 
 impl End {
-    /// Nothing is wrong.
+    /// Whether the process succeeded.
     pub fn is_ok(self) -> bool {
         self == End::Code(0)
     }
 
-    /// How little this end explains: 0 is a failure of its own, 1 was told
-    /// to end (perhaps we are about to be told as well), 2 is the echo of
+    /// How little this end explains: 0 is a failure of its own, 1 was asked
+    /// to end (this launcher may be asked next), 2 is the consequence of
     /// another rank's failure.
     fn echo(self) -> u8 {
         match self {
@@ -115,7 +114,7 @@ enum Phase {
 #[derive(Debug)]
 pub struct Machine {
     ends: Vec<Option<(End, Instant)>>,
-    /// Which ranks had ended before they were told to.
+    /// Which ranks ended before the stop began.
     ended_alone: Vec<bool>,
     phase: Phase,
     last_interrupt: Option<Instant>,
@@ -157,14 +156,14 @@ impl Machine {
         }
     }
 
-    /// We were told to stop.
+    /// This launcher got a signal to stop.
     pub fn interrupted(&mut self, signal: i32, now: Instant) -> Action {
         if self.last_interrupt.is_some_and(|last| now < last + TWIN) {
             return Action::None;
         }
         let first = self.last_interrupt.replace(now).is_none();
         match &mut self.phase {
-            // Job systems tell all nodes, one after the other; we have heard it from the other node.
+            // Job systems signal all nodes, one after the other; another node was first.
             Phase::Stopping {
                 why: Why::Elsewhere,
                 ..
@@ -242,7 +241,7 @@ impl Machine {
         self.ends.get(rank).copied().flatten().map(|(end, _)| end)
     }
 
-    /// Ranks that failed before anybody told them to stop, without `but`.
+    /// Ranks that failed before the stop began, without `but`.
     pub fn also_failed(&self, but: Option<usize>) -> Vec<(usize, End)> {
         self.failures()
             .filter(|(rank, ..)| Some(*rank) != but)

@@ -1,4 +1,4 @@
-//! Was it the kernel's out-of-memory killer? The cgroup knows.
+//! Whether the kernel's out-of-memory killer ended a rank, from the counts of its cgroup.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use crate::format;
 
 /// What is said of a rank that was killed where the kernel shows no counts.
 const UNKNOWN: &str =
-    "nobody says who sent it; often it is the kernel's out-of-memory killer, and dmesg tells";
+    "the sender is unknown; often it is the kernel's out-of-memory killer (see dmesg)";
 
 /// The counts of kills before the ranks started.
 pub struct OomWatch {

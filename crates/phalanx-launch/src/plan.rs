@@ -1,5 +1,5 @@
-//! From what is meant to what will be done: the program found, the token
-//! read or minted. The last step before sockets and processes.
+//! From settings to a plan: finds the program, reads or creates the token. The last step
+//! before sockets and processes.
 
 use std::ffi::{OsStr, OsString};
 use std::io::Read as _;
@@ -18,7 +18,7 @@ use super::ranks::{Logs, Prefix};
 use super::token;
 use crate::error::{Error, ErrorKind, Result};
 
-/// Everything a launch needs to know, checked.
+/// Everything that a launch needs, checked.
 pub struct LaunchPlan {
     /// `None`: one node.
     pub meeting: Option<Meeting>,
@@ -38,15 +38,15 @@ pub struct LaunchPlan {
     pub logs: Option<Logs>,
     /// The job's secret.
     pub token: Token,
-    /// Where flight recorders are written; `None`: where the ranks wish.
+    /// Where flight recorders are written; `None`: where the ranks ask for.
     pub flight_dir: Option<PathBuf>,
     /// From SIGTERM to SIGKILL.
     pub stop_grace: Duration,
     /// The same where a rank's group has a handler for SIGTERM and nothing failed.
     pub handler_grace: Duration,
-    /// Ranks cannot ask for more.
+    /// It was given on the command line, so ranks cannot ask for more.
     pub grace_is_typed: bool,
-    /// Ranks that end with code 130 have said why.
+    /// Ranks that end with code 130 have printed why.
     pub ranks_tell: bool,
     /// ROLE_NAME.
     pub role: String,
@@ -174,8 +174,8 @@ pub fn random_id() -> Result<String> {
     ))
 }
 
-/// Checks that the program can be started, so that a slip of the finger is
-/// one message and not one from every rank.
+/// Checks that the program can be started, so that a typing error gives one message
+/// and not one from every rank.
 fn find_program(program: &OsStr, path: Option<&str>) -> Result<()> {
     let shown = program.display();
     if program.is_empty() {

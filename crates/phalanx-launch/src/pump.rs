@@ -1,4 +1,4 @@
-//! The ranks' output on its way to ours.
+//! Copies the ranks' output to ours.
 //!
 //! Each rank has two pipes and a thread for each. Whole lines go out in one
 //! write under one lock for each of our streams, so lines of different ranks
@@ -32,15 +32,14 @@ pub enum Stream {
     Err,
 }
 
-/// The first output that could not be written, if any, standard error apart: nobody waits for
-/// remarks. A run goes on without its output, but does not end as a success.
+/// The first failure to write output, standard error excepted. The run continues without the
+/// output, but does not end as a success.
 #[derive(Clone, Debug, Default)]
 pub struct Unwritten(Arc<Mutex<Option<String>>>);
 
 impl Unwritten {
-    /// Remembers and reports the first failure. That nobody reads a pipe any
-    /// more is none, and is only told: a training run does not die with the
-    /// `head` that watched it.
+    /// Records and prints the first failure. A closed pipe (`| head`) is printed only: it is
+    /// not a failure of the run.
     fn record(&self, what: &str, error: &std::io::Error) {
         if error.kind() == std::io::ErrorKind::BrokenPipe {
             let _ = writeln!(
@@ -75,13 +74,13 @@ pub struct Sink {
     name: &'static str,
     file: Mutex<Option<File>>,
     colour: bool,
-    /// `None`: a failure is nobody's business.
+    /// `None`: failures are ignored.
     unwritten: Option<Unwritten>,
 }
 
 impl Sink {
     /// A sink over a copy of `stream`'s descriptor. A stream that is closed
-    /// makes a sink that swallows.
+    /// makes a sink that discards.
     pub fn of(stream: Stream, unwritten: Unwritten) -> Arc<Sink> {
         let (name, fd, terminal) = match stream {
             Stream::Out => {
@@ -103,7 +102,7 @@ impl Sink {
         })
     }
 
-    /// Writes all of it or, when that fails, nothing ever again.
+    /// Writes all of `bytes`; after a failure, discards everything.
     fn write(&self, bytes: &[u8]) {
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(open) = file.as_mut()
@@ -117,16 +116,16 @@ impl Sink {
     }
 }
 
-/// `NO_COLOR` (any text) and `TERM=dumb` say no.
+/// Whether colours are allowed: not with `NO_COLOR` (any text) or `TERM=dumb`.
 fn colour_wanted() -> bool {
     std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
         && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
 }
 
-/// `[rank 3] `, in the rank's colour where that makes sense.
+/// `[rank 3] `, in the rank's colour if `colour`.
 pub fn prefix(rank: usize, colour: bool) -> String {
-    /// Cyan, yellow, green, magenta, blue, and the bright ones of them: read
-    /// well on black and on white; red is for errors.
+    /// Cyan, yellow, green, magenta, blue, and their bright forms, which are readable
+    /// on black and on white; red is for errors.
     const COLOURS: [u8; 10] = [36, 33, 32, 35, 34, 96, 93, 92, 95, 94];
     if colour {
         format!(
@@ -195,7 +194,7 @@ pub struct Log {
     pub file: File,
     /// For messages.
     pub path: PathBuf,
-    /// Where a failure is remembered.
+    /// Records a failure.
     pub unwritten: Unwritten,
 }
 
@@ -205,7 +204,7 @@ impl Route {
         if let Some(log) = &mut self.log
             && let Err(error) = log.file.write_all(bytes)
         {
-            // A full disk: the run goes on, and fails at its end.
+            // A full disk, for example: the run continues, and fails at its end.
             log.unwritten
                 .record(&log.path.display().to_string(), &error);
             self.log = None;
@@ -273,7 +272,7 @@ pub struct Open(Arc<(Mutex<usize>, Condvar)>);
 
 impl Open {
     /// Waits until all pipes have ended, at most until `until`. A pipe stays
-    /// open as long as anybody the rank started holds it.
+    /// open as long as any process that the rank started holds it.
     pub fn wait_closed(&self, until: Instant) -> bool {
         let (count, changed) = &*self.0;
         let mut count = count.lock().unwrap_or_else(PoisonError::into_inner);

@@ -20,8 +20,12 @@ use rustix::process::{Resource, getrlimit};
 
 use phalanx_process::RankContext;
 
+use crate::alone::{Asking, alone_by_mistake};
+use crate::args::{count_of_ranks, untyped_ranks};
+use crate::cluster::half_a_rank;
 use crate::error::{Error, ErrorKind, Result, check_count};
-use crate::{self as launch, Asking, LocalRun, Prefix, RankPlace, stop};
+use crate::same_host::store_file;
+use crate::{self as launch, LocalRun, Prefix, RankPlace, stop, token};
 
 /// Which kind of link the ranks use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -66,7 +70,7 @@ pub enum AlgorithmArg {
 #[command(next_help_heading = "Ranks")]
 pub struct RankArgs {
     /// Number of ranks to start on this host; auto and cpu mean one per core. Under a launcher, the launcher sets it [default: 1]
-    #[arg(long, visible_alias = "world", value_name = "N|auto|cpu", value_parser = launch::count_of_ranks)]
+    #[arg(long, visible_alias = "world", value_name = "N|auto|cpu", value_parser = count_of_ranks)]
     nproc_per_node: Option<usize>,
     /// Transport between ranks
     #[arg(long, visible_alias = "backend", value_enum, default_value_t = TransportArg::Auto)]
@@ -114,7 +118,7 @@ struct Bare {
 }
 
 impl RankArgs {
-    /// What holds when nothing is typed, for commands without these flags.
+    /// The defaults, for commands without these flags.
     ///
     /// # Errors
     ///
@@ -141,7 +145,7 @@ impl RankArgs {
     pub fn ranks_to_start(&self) -> Result<usize> {
         match self.nproc_per_node {
             Some(typed) => Ok(typed),
-            None => launch::untyped_ranks(&launch::real_env()),
+            None => untyped_ranks(&launch::real_env()),
         }
     }
 
@@ -150,12 +154,12 @@ impl RankArgs {
         Ok(self.place()?.is_none_or(|place| place.rank == 0))
     }
 
-    /// Which rank this process is: as a launcher or the cluster says it, else as
-    /// `--rank` and `--world-size` do. `None`: it starts its ranks itself.
+    /// Which rank this process is: from a launcher's or cluster's variables, else from
+    /// `--rank` and `--world-size`. `None`: it starts its ranks itself.
     fn place(&self) -> Result<Option<RankPlace>> {
         let env = launch::real_env();
         if let Some(place) = launch::rank_place(&env)? {
-            // Ranks that were started here have the arguments of the command that started them.
+            // Ranks that this command started have its arguments too.
             let world = self
                 .world_size
                 .filter(|_| !env.contains_key(STARTED_VARIABLE));
@@ -173,7 +177,7 @@ impl RankArgs {
         let (rank, world_size) = (self.rank.unwrap_or(0), self.world_size.unwrap_or(1));
         if rank >= world_size {
             return Err(Error::usage(format!(
-                "--rank {rank} does not exist among --world-size {world_size}; ranks count from 0"
+                "--rank {rank} is not below --world-size {world_size}; ranks count from 0"
             )));
         }
         if world_size == 1 {
@@ -185,18 +189,18 @@ impl RankArgs {
                     false => format!("--rank {rank}"),
                 };
                 return Err(Error::usage(format!(
-                    "{what} is for one of several tasks; say how many there are with --world-size N"
+                    "{what} requires --world-size N, the number of ranks that you start"
                 )));
             }
             if self.world_size.is_none() {
-                // Whoever says how many ranks to start wants them from here.
+                // With --nproc-per-node above 1 the ranks are started here.
                 if here == 1
-                    && let Some(error) = launch::half_a_rank(&env)?
+                    && let Some(error) = half_a_rank(&env)?
                 {
                     return Err(error);
                 }
                 let command = typed_command();
-                if let Some(error) = launch::alone_by_mistake(&env, Asking::Ranks, &command)? {
+                if let Some(error) = alone_by_mistake(&env, Asking::Ranks, &command)? {
                     return Err(error);
                 }
             }
@@ -204,12 +208,12 @@ impl RankArgs {
         }
         if here > 1 {
             return Err(Error::usage(
-                "--world-size counts tasks of one rank each; leave out --nproc-per-node, or use `phalanx launch --nnodes`",
+                "--world-size cannot be combined with --nproc-per-node: each process that you start is one rank; use `phalanx launch --nnodes` for several ranks per node",
             ));
         }
         if self.init_method == "env://" {
             return Err(Error::usage(format!(
-                "{world_size} tasks need a place to meet; give all of them the same --init-method tcp://HOST:PORT"
+                "--world-size {world_size} requires --init-method tcp://HOST:PORT, the same for all ranks"
             )));
         }
         Ok(Some(RankPlace {
@@ -224,21 +228,21 @@ impl RankArgs {
         }))
     }
 
-    /// The job token, as it was typed or as the environment says it.
+    /// The job token, from the command line or the environment.
     fn token(&self) -> Result<Option<Token>> {
         // Ranks of a launcher of ours have that launcher's, whatever was typed.
         let typed = self.token_file.as_deref();
         let typed = typed.filter(|_| !launch::is_under_a_launcher_of_ours());
-        launch::given_token(typed, &launch::real_env(), true)
+        token::given(typed, &launch::real_env(), true)
     }
 
-    /// The init method of a rank that something else has started.
+    /// The init method of a rank that another program has started.
     fn meeting(&self, place: &RankPlace, has_token: bool) -> Result<String> {
         let env = launch::real_env();
         // torchrun starts ranks as engines do; those of a launcher of ours have a token.
         let is_started = !place.is_by_rank() || env.contains_key("TORCHELASTIC_RUN_ID");
         let file = match self.init_method == "env://" && is_started && !has_token {
-            true if place.is_on_one_host() => launch::store_file(&env)?,
+            true if place.is_on_one_host() => store_file(&env)?,
             _ => None,
         };
         Ok(match (file, &place.master_addr) {
@@ -251,7 +255,7 @@ impl RankArgs {
         })
     }
 
-    /// Checks them for ranks whose number somebody else decides, and that are processes.
+    /// Checks them for a command that sets the number of ranks itself and runs them as processes.
     ///
     /// # Errors
     ///
@@ -261,12 +265,12 @@ impl RankArgs {
         if self.nproc_per_node.unwrap_or(1) != 1 || self.world_size.is_some() || self.rank.is_some()
         {
             return Err(Error::usage(
-                "--workers says how many ranks there are; leave out --nproc-per-node, --world-size and --rank",
+                "--workers sets the number of ranks; leave out --nproc-per-node, --world-size and --rank",
             ));
         }
         if self.transport == TransportArg::Thread {
             return Err(Error::usage(
-                "workers of a comparison are processes; leave out --transport thread",
+                "compare runs its workers as processes; leave out --transport thread",
             ));
         }
         Ok(())
@@ -319,14 +323,14 @@ fn typed_command() -> String {
     }
 }
 
-/// Who writes results, and hence whose lines need the rank in front.
+/// Which ranks write results, and so which lines need the rank in front.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Speakers {
-    /// Rank 0 speaks for the job.
+    /// Only rank 0 does.
     Rank0,
-    /// Every rank prints results of its own.
+    /// Every rank does; each line gets its rank.
     All,
-    /// Every rank prints lines that say themselves whose they are.
+    /// Every rank does, in lines that name the rank themselves.
     Unmarked,
 }
 
@@ -364,7 +368,7 @@ pub fn run(
     }
     let here = args.ranks_to_start()?;
     check_count("--nproc-per-node", here, MAX_LOCAL_RANKS)?;
-    // Somebody must be left to say why a rank ended that got no memory.
+    // With a limit, the launcher must survive to report a rank that got no memory.
     let is_limited = getrlimit(Resource::As).current.is_some();
     if args.transport == TransportArg::Thread || here == 1 && !is_limited {
         as_threads(args, here, speakers, started, rank)
@@ -519,7 +523,7 @@ fn as_threads(
             })
             .collect()
     });
-    // A rank that only heard of another's failure is not the cause.
+    // A rank that lost a peer is not the cause.
     let mut failures: Vec<Error> = outcomes.into_iter().filter_map(Result::err).collect();
     let cause = failures
         .iter()
@@ -532,8 +536,8 @@ fn as_threads(
     }
 }
 
-/// Leaves the group: orderly after success, and when all ranks stop together; after a
-/// failure, so that the others hear the cause at once instead of finding a lost connection.
+/// Leaves the group: with a shutdown after success and when all ranks stop together; with an abort
+/// after a failure, so that the other ranks get the cause at once instead of a lost connection.
 fn finish(ctx: RankContext, outcome: Result<()>) -> Result<()> {
     match outcome {
         Err(error) if !error.is_told() => {

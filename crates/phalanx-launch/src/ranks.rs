@@ -30,11 +30,12 @@ use super::streams::StreamChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::stop::is_caught;
 
-/// How long after a rank's end the output of what it left behind is read
-/// before that is killed.
+/// How long after a rank's end the output of processes that it left behind is read
+/// before they are killed.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// How often what a dead rank left behind is looked at, while it may still save something.
+/// How often processes that a dead rank left behind are checked, while they may still save
+/// something.
 pub const POLL: Duration = Duration::from_millis(20);
 
 /// Which ranks' lines get a prefix.
@@ -69,7 +70,7 @@ pub struct Logs {
     pub tee: StreamChoice,
 }
 
-/// What is needed to start any rank of this launcher.
+/// The settings for starting ranks of this launcher.
 pub struct Starter<'a> {
     /// The program.
     pub program: &'a OsStr,
@@ -79,7 +80,7 @@ pub struct Starter<'a> {
     pub out: &'a Arc<Sink>,
     /// Our stderr.
     pub err: &'a Arc<Sink>,
-    /// Where output that cannot be written is remembered.
+    /// Records output that cannot be written.
     pub unwritten: &'a Unwritten,
     /// Whose lines get a prefix.
     pub prefix: Prefix,
@@ -94,7 +95,7 @@ pub struct Starter<'a> {
     pub logs: Option<&'a Logs>,
     /// The guard to register with.
     pub guard: &'a Arc<Guard>,
-    /// Where the news go.
+    /// Receives the ranks' ends.
     pub events: &'a Sender<Event>,
 }
 
@@ -106,7 +107,7 @@ pub struct Rank {
     pub pid: Pid,
     /// The pid while it is ours to signal: until the process is reaped.
     alive: Arc<Mutex<Option<Pid>>>,
-    /// See [`bear_with`](Self::bear_with).
+    /// See [`spare_group_until`](Self::spare_group_until).
     patience: Arc<Mutex<Option<Instant>>>,
     tail: Arc<Mutex<Tail>>,
     open: Open,
@@ -114,7 +115,7 @@ pub struct Rank {
     error_file: PathBuf,
     /// The log of its stderr.
     err_log: Option<PathBuf>,
-    /// The memory of its flight recorder; whether it uses it is its own affair.
+    /// The memory of its flight recorder, if its program uses one.
     flight: OwnedFd,
 }
 
@@ -154,13 +155,8 @@ impl Starter<'_> {
             .map_err(|error| failed("reach the guard", error))?;
         let mut command = Command::new(super::own_program());
         command
-            .arg0("phalanx")
-            .args([
-                "exec-rank",
-                "--parent",
-                &std::process::id().to_string(),
-                "--",
-            ])
+            .arg0(super::HELPER_NAME)
+            .args([super::EXEC_RANK, &std::process::id().to_string()])
             .arg(self.program)
             .args(self.args)
             .stdin(Stdio::from(guard_end))
@@ -177,13 +173,13 @@ impl Starter<'_> {
                 Stdio::piped()
             })
             .env_remove(super::token::TOKEN_VARIABLE)
-            // A launcher around us may have set it for its own network.
+            // An outer launcher may have set it for its own network.
             .env_remove(super::contract::BIND_VARIABLE)
             .envs(variables(error_file.clone().into_os_string()))
             .env(ERRORS_VARIABLE, LAUNCHER)
             .env(phalanx_comm::recorder::FILE_VARIABLE, path_of(&flight));
-        // For ranks in namespaces of their own, which cannot open them by our process id. All ranks are
-        // started by this one thread, so the flag is down for nobody else.
+        // Inherited by ranks in namespaces of their own, which cannot open them by our process id. Only
+        // this thread starts processes, so no other one inherits them.
         let set = |flags: FdFlags| {
             let files = [self.token, flight.as_fd()];
             files.iter().try_for_each(|file| fcntl_setfd(file, flags))
@@ -292,8 +288,8 @@ impl Rank {
         }
     }
 
-    /// Sends `signal` to the rank alone, if it has a handler for it: what it started may
-    /// not expect it, and without one it would be killed. Whether it was sent.
+    /// Sends `signal` to the rank alone, if it has a handler for it (without one it would be
+    /// killed). Returns whether it was sent.
     pub fn tell(&self, signal: Signal) -> bool {
         let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
         match *alive {
@@ -302,20 +298,20 @@ impl Rank {
         }
     }
 
-    /// Whether the rank, or what it started in its group, has a handler for SIGTERM.
+    /// Whether a process of the rank's group has a handler for SIGTERM.
     pub fn answers(&self) -> bool {
         let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
         alive.is_some_and(group_answers)
     }
 
-    /// Until `until` the rank's end is not that of who answers SIGTERM in its group: a shell
-    /// dies of it at once, the training below it may have something to save.
-    pub fn bear_with(&self, until: Instant) {
+    /// Until `until`, processes of the rank's group that handle SIGTERM survive the rank's own
+    /// end: a shell dies at once, and the training that it started may have something to save.
+    pub fn spare_group_until(&self, until: Instant) {
         let mut patience = self.patience.lock().unwrap_or_else(PoisonError::into_inner);
         *patience = Some(until);
     }
 
-    /// Whether somebody has stopped the process (state T in `/proc`).
+    /// Whether the process is stopped (state T in `/proc`).
     pub fn is_stopped(&self) -> bool {
         self.state_is(&['T', 't'])
     }
@@ -353,14 +349,14 @@ impl Rank {
         Dump::from_memory(&self.flight).ok()
     }
 
-    /// Whether it is a program of ours, which has reported that it ends so.
+    /// Whether it is a Phalanx program that has reported this exit code.
     pub fn reported(&self, end: End) -> bool {
         let code = self.error_json().as_deref().and_then(report::reported_code);
         code.is_some_and(|code| end == End::Code(code))
     }
 
-    /// Writes its last error into the log of its stderr: a program of ours leaves printing it to us. To be
-    /// called when it has ended.
+    /// Writes its last error into the log of its stderr, as a Phalanx program leaves printing it
+    /// to the launcher. To be called when it has ended.
     pub fn log_last_error(&self) {
         if let (Some(path), Some(json)) = (&self.err_log, self.error_json())
             && report::reported_code(&json).is_some()
@@ -391,14 +387,14 @@ fn group_answers(group: Pid) -> bool {
 pub fn catches(pid: Pid, signal: Signal) -> bool {
     let path = format!("/proc/{}/status", pid.as_raw_nonzero());
     let status = std::fs::read_to_string(path).unwrap_or_default();
-    // What is dead and was not waited for still shows its handlers.
+    // A zombie still shows its handlers.
     let dead = status.lines().any(|line| line.starts_with("State:\tZ"));
     !dead && is_caught(&status, signal.as_raw())
 }
 
-/// The path by which this user's processes open a descriptor of the launcher, as long as that lives. A path to
-/// the inherited one would not do: Python's `subprocess`, for one, closes what a child would inherit, and another
-/// file could get the number.
+/// The path by which this user's processes open a descriptor of the launcher while it lives. An
+/// inherited descriptor would not do: Python's `subprocess`, for example, closes it in children, and
+/// another file could get its number.
 pub fn path_of(fd: &impl AsFd) -> OsString {
     // Not `getpid`: `/proc` may count as another namespace does.
     let me = std::fs::read_link("/proc/self")
@@ -406,7 +402,7 @@ pub fn path_of(fd: &impl AsFd) -> OsString {
     format!("/proc/{}/fd/{}", me.display(), fd.as_fd().as_raw_fd()).into()
 }
 
-/// What the thread that waits for one rank needs.
+/// The data of the thread that waits for one rank.
 struct Watch {
     child: Child,
     pid: Pid,
@@ -420,9 +416,9 @@ struct Watch {
 
 /// Waits for the rank on a thread of its own.
 ///
-/// The rank's end is told at once, but the process stays a zombie until its
-/// output was read and its group was killed: as long as it is one, its number
-/// cannot belong to anybody else, so the group can be killed safely.
+/// The rank's end is reported at once, but the process stays a zombie until its
+/// output was read and its group was killed: until then no other process can get its
+/// number, so the group can be killed safely.
 fn watch(mut watch: Watch) -> std::io::Result<()> {
     let run = move || {
         let end = wait_end(watch.pid);
@@ -445,7 +441,7 @@ fn watch(mut watch: Watch) -> std::io::Result<()> {
         }
         reap_group(watch.pid);
         watch.guard.ended(watch.pid);
-        // Dropped first: whoever hears that all are reaped may end the guard.
+        // Dropped first: after the last `Reaped` the guard may be ended.
         drop(watch.guard);
         let _ = watch.events.send(Event::Reaped);
     };
@@ -456,8 +452,8 @@ fn watch(mut watch: Watch) -> std::io::Result<()> {
         .map(drop)
 }
 
-/// Blocks until the process has ended, without reaping it. No deadline: a rank
-/// runs as long as it runs, and whoever wants it to end sends it a signal.
+/// Blocks until the process has ended, without reaping it. No deadline: a rank that
+/// must end gets a signal.
 fn wait_end(pid: Pid) -> End {
     loop {
         match waitid(
@@ -472,7 +468,7 @@ fn wait_end(pid: Pid) -> End {
                 };
             }
             Ok(None) | Err(Errno::INTR) => {}
-            // It cannot be anybody else's to wait for; never loop on it.
+            // Impossible, as it is our child; do not loop.
             Err(_) => return End::Code(255),
         }
     }

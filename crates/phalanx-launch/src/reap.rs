@@ -1,10 +1,9 @@
-//! Orphans of ranks come to the launcher instead of to init.
+//! The launcher adopts the orphans of its ranks, instead of init.
 //!
 //! A rank that dies leaves its own children behind. They are in its process
 //! group and get our signals, but only their parent can wait for them: so the
-//! launcher becomes that parent ("child subreaper"). Then "all have ended" is
-//! something it has seen and not something it hopes for, and no zombies stay
-//! where init does not do its duty, as in many containers.
+//! launcher becomes that parent ("child subreaper"). It then knows when all have ended,
+//! and no zombies are left where init does not reap them, as in many containers.
 
 use std::collections::HashSet;
 use std::thread;
@@ -15,17 +14,17 @@ use rustix::process::{
     Pid, Signal, WaitOptions, getpid, kill_process, set_child_subreaper, waitpgid, waitpid,
 };
 
-/// How long killed processes may take to go. They hold no lock of ours.
+/// How long to wait for killed processes.
 const GROUP_LIMIT: Duration = Duration::from_millis(300);
 
-/// From now on orphans below us are ours. Without it (old kernels) they go
-/// to init, which is no reason to fail.
+/// Adopts the orphans of all descendants from now on. Where the kernel refuses they go
+/// to init, which is not an error.
 pub fn adopt_orphans() {
     let _ = set_child_subreaper(Some(getpid()));
 }
 
-/// Whether a process is below us already, of a program that has become us: then an
-/// orphan may be of that and not of our ranks.
+/// Whether this process has children already, from the program that it was before an exec:
+/// then an orphan need not belong to our ranks.
 pub fn has_children() -> bool {
     let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten();
     tasks.flatten().any(|task| {
@@ -47,9 +46,9 @@ pub fn reap_group(group: Pid) {
     }
 }
 
-/// Reaps orphans that left their rank's group and have ended since, and gives those
-/// that live; `ours` are the children that somebody else waits for. Until it is
-/// reaped here, the number of one that was given cannot become another's.
+/// Reaps orphans that left their rank's group and have ended, and returns those that live;
+/// `ours` are the children that other threads wait for. The numbers of returned ones stay
+/// theirs until they are reaped here.
 pub fn reap_strangers(ours: &HashSet<i32>) -> Vec<Pid> {
     let me = getpid().as_raw_nonzero();
     // Orphans are given to the main thread. Where the kernel does not list
@@ -64,7 +63,7 @@ pub fn reap_strangers(ours: &HashSet<i32>) -> Vec<Pid> {
         .collect()
 }
 
-/// Kills all orphans but `ours`, and what they leave behind in turn.
+/// Kills all orphans but `ours`, and their own orphans.
 pub fn kill_strangers(ours: &HashSet<i32>) {
     let until = Instant::now() + GROUP_LIMIT;
     loop {

@@ -1,4 +1,4 @@
-//! The words of the last report: what happened, to whom, what the rank said.
+//! The text of the final report: what happened, to which rank, and what it printed.
 
 use std::fmt;
 use std::time::Duration;
@@ -28,10 +28,10 @@ pub struct Verdict {
     pub code: u8,
     /// Probably the consequence of something not yet reported.
     pub echo: bool,
-    /// A rank says that what was typed is wrong: the message is all there is to say.
+    /// A rank reported a usage error: only the message is shown.
     #[serde(default)]
     pub mistake: bool,
-    /// The node that says so.
+    /// The node that published it.
     pub node: usize,
     /// One line, lower case.
     pub message: String,
@@ -40,7 +40,7 @@ pub struct Verdict {
 }
 
 impl Verdict {
-    /// What is to be said when the launcher of `node`, this process, is killed or ends without a verdict of its own.
+    /// The verdict if the launcher of `node`, this process, is killed or ends without publishing one.
     pub fn of_killed(node: usize, host: &str) -> Verdict {
         Verdict {
             code: ErrorKind::PeerLost.exit_code(),
@@ -55,7 +55,7 @@ impl Verdict {
         }
     }
 
-    /// Whether a rank has waited in vain and its node does not know for whom.
+    /// Whether it is a rank's timeout whose cause is unknown on its node.
     pub fn is_unexplained_timeout(&self) -> bool {
         self.echo && self.code == ErrorKind::Timeout.exit_code()
     }
@@ -63,7 +63,7 @@ impl Verdict {
     /// The error that this launcher prints and ends with.
     pub fn into_error(self, stopped: Option<String>) -> Error {
         let mut error = Error::new(ErrorKind::from_exit_code(self.code), self.message);
-        // First what was going on, then what came of it.
+        // First what the rank was doing, then the consequences.
         let (first, rest): (Vec<_>, Vec<_>) = self
             .notes
             .into_iter()
@@ -76,7 +76,7 @@ impl Verdict {
     }
 }
 
-/// Who a rank is, for the message.
+/// How messages name a rank.
 #[derive(Clone, Debug)]
 pub struct Who<'a> {
     /// Global rank.
@@ -142,7 +142,7 @@ pub fn rank_list(ranks: &[usize]) -> String {
     }
 }
 
-/// `rank 0 was stopped within 0.2 s`; `None` when nobody was left to stop.
+/// `rank 0 was stopped within 0.2 s`; `None` when no rank was running.
 pub fn stopped(ranks: &[usize], took: Duration) -> Option<String> {
     let were = match ranks {
         [] => return None,
@@ -156,9 +156,8 @@ pub fn stopped(ranks: &[usize], took: Duration) -> Option<String> {
     ))
 }
 
-/// The part of a rank's last stderr lines that says what went wrong: from
-/// the last line that begins a message (ours, Python's, a Rust panic's) on,
-/// or else just the end.
+/// The part of a rank's last stderr lines with the error: from the last line that begins
+/// an error message (ours, Python's, a Rust panic's) on, or else the last lines.
 pub fn said(lines: &[String]) -> Option<String> {
     let lines: Vec<&str> = lines.iter().map(|line| line.trim_end()).collect();
     let end = lines.iter().rposition(|line| !line.is_empty())? + 1;
@@ -176,7 +175,7 @@ pub fn said(lines: &[String]) -> Option<String> {
     if part.len() <= SAID_LINES {
         return Some(part.join("\n"));
     }
-    // The first line says what kind of trouble, the last ones what.
+    // The first line has the kind of error, the last ones the details.
     let skipped = part.len() - (SAID_LINES - 1);
     Some(format!(
         "{}\n... {skipped} lines ...\n{}",
@@ -185,9 +184,9 @@ pub fn said(lines: &[String]) -> Option<String> {
     ))
 }
 
-/// Writes the exit code into the error file, if a launcher of ours has started this process or one above it.
-/// If this process is the rank itself, so is `text`, unless all of it is known already. Returns whether the
-/// launcher will print it; otherwise it must be printed here.
+/// Writes the exit code into the error file, if our launcher has started this process or an ancestor of it.
+/// If this process is the rank itself, it also writes `text`. Returns whether the launcher will print the
+/// error; otherwise it must be printed here.
 pub fn hand_over(text: Option<&str>, code: u8) -> bool {
     let Ok(pid) = std::env::var(ERRORS_VARIABLE) else {
         return false;
@@ -222,7 +221,7 @@ fn reported(json: &str, name: &str) -> Option<i32> {
     i32::try_from(value.get(name)?.as_i64()?).ok()
 }
 
-/// Message and notes of an error that was rendered for a person.
+/// Splits a rendered error into message and notes.
 pub fn taken_apart(text: &str) -> (String, Vec<(String, String)>) {
     let (message, rest) = text.split_once('\n').unwrap_or((text, ""));
     let lines: Vec<&str> = rest

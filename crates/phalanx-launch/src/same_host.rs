@@ -1,5 +1,5 @@
-//! Where ranks meet that `srun`, `mpirun` or torchrun started on one host: in a store file that
-//! only their user can open. No network is involved, so they need neither a port nor a token.
+//! The store file of ranks that `srun`, `mpirun` or torchrun started on one host, which only
+//! their user can open. No network is involved, so they need neither a port nor a token.
 //!
 //! The file is named after the process that started the ranks. Wrappers between that and a rank
 //! (a shell, `numactl`) are told by their environment, which is the rank's.
@@ -14,8 +14,8 @@ use sha2::{Digest, Sha256};
 use super::cluster::Env;
 use crate::error::{Error, Result};
 
-/// What makes a process one certain rank of one certain job. What started it has other values,
-/// or none.
+/// Variables that identify one rank of one job. The process that started the ranks has other
+/// values, or none.
 const OF_A_RANK: [&str; 7] = [
     "RANK",
     "OMPI_COMM_WORLD_RANK",
@@ -26,7 +26,7 @@ const OF_A_RANK: [&str; 7] = [
     "SLURM_STEP_ID",
 ];
 
-/// What tells jobs apart that the same process started.
+/// Variables that tell apart jobs which the same process started.
 const OF_A_JOB: [&str; 4] = [
     "PMIX_NAMESPACE",
     "SLURM_JOB_ID",
@@ -35,7 +35,7 @@ const OF_A_JOB: [&str; 4] = [
 ];
 
 /// The store file of the ranks on this host, in a private folder that is made if need be.
-/// `None`: it cannot be seen what started this rank.
+/// `None`: the process that started this rank cannot be found.
 ///
 /// # Errors
 ///

@@ -140,7 +140,7 @@ pub fn end_on_signals() -> Result<()> {
                     }
                     Ok(Event::Signal(signal, _)) => break signal,
                     Ok(Event::Dump) => say::note(
-                        "warning: SIGUSR2 shows nothing here: a training in one process writes its flight \
+                        "warning: SIGUSR2 has no effect here: a training in one process writes its flight \
                          recorder when it fails; a launcher shows those of living ranks",
                     ),
                     Ok(_) => {}

@@ -1,7 +1,7 @@
-//! The job token: minted, read from a private file, handed to the ranks.
+//! The job token: created, read from a private file, passed to the ranks.
 //!
-//! It travels neither on a command line nor in a variable: it is in a file of the
-//! launcher's without a name, which `PHALANX_TOKEN_FILE` names by `/proc/PID/fd`.
+//! It is never on a command line or in a variable: the launcher keeps it in a file
+//! without a name, whose `/proc/PID/fd` path is in `PHALANX_TOKEN_FILE`.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -20,10 +20,10 @@ use crate::error::{Error, ErrorKind, Result};
 /// The documented fallback where no file can be shared.
 pub const TOKEN_VARIABLE: &str = "PHALANX_TOKEN";
 
-/// How to make a token file.
+/// The command that creates a token file.
 const MAKE: &str = "phalanx token --out";
 
-/// Where files without a name can be, should the system refuse memory files.
+/// Folder for files without a name where the system refuses memory files.
 const IN_MEMORY: &str = "/dev/shm";
 
 /// `phalanx token --out FILE`.
@@ -60,9 +60,9 @@ pub fn mint() -> Result<Token> {
         .map_err(|error| Error::new(ErrorKind::System, "cannot mint a job token").caused_by(error))
 }
 
-/// The token from `--token-file`, or else as `PHALANX_TOKEN_FILE` or `PHALANX_TOKEN` says it.
-/// A launcher around this one sets `PHALANX_TOKEN_FILE` for its own job, so it counts only
-/// where the token `is_shared` with somebody.
+/// The token from `--token-file`, else from `PHALANX_TOKEN_FILE` or `PHALANX_TOKEN`. An outer
+/// launcher sets `PHALANX_TOKEN_FILE` for its own job, so it counts only where the token
+/// `is_shared` with other launchers.
 pub fn given(path: Option<&Path>, env: &Env, is_shared: bool) -> Result<Option<Token>> {
     let is_set = |name: &str| env.get(name).filter(|text| !text.is_empty());
     let variable = is_set(TOKEN_FILE_VARIABLE).filter(|_| is_shared);

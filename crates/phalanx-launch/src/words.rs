@@ -1,4 +1,4 @@
-//! Flags as people type them.
+//! Spellings of flags.
 
 use std::ffi::OsString;
 

@@ -1,4 +1,4 @@
-//! What a program knows about the rank it runs as.
+//! The rank that a program runs as.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -17,16 +17,16 @@ use crate::say;
 pub struct RankContext {
     /// The world's process group.
     pub group: ProcessGroup,
-    /// How long others wait for this rank while it is busy on its own.
+    /// How long the other ranks wait while this rank is busy on its own (`--phase-timeout`).
     pub phase_limit: Duration,
     /// Compute threads of this rank.
     pub threads: usize,
-    /// This rank among those of its host; 0 also where ranks are started by hand.
+    /// Number of this rank on its host; 0 for ranks that are started by hand.
     pub local_rank: usize,
-    /// Put before each line of results when several ranks share one standard output and no
-    /// launcher in between does it.
+    /// Prefix for each line of results, where several ranks share one standard output without a
+    /// launcher that adds it.
     pub prefix: Option<String>,
-    /// When the command was started, as well as we know.
+    /// When the command was started.
     pub started: Instant,
 }
 
@@ -51,7 +51,7 @@ impl RankContext {
     /// # Errors
     ///
     /// Fails when standard output cannot be written (a full disk behind a
-    /// redirection). A closed pipe is success: nobody wants to read on.
+    /// redirection). A closed pipe is success.
     pub fn line(&self, text: &str) -> Result<()> {
         let mut block = String::with_capacity(text.len() + 16);
         for line in text.split('\n') {
@@ -64,19 +64,19 @@ impl RankContext {
         say::print(&block)
     }
 
-    /// A remark for the person at the terminal, on standard error, from rank 0 only.
+    /// Prints a line on standard error, from rank 0 only.
     pub fn note(&self, text: &str) {
         if self.is_main() {
             say::note(text);
         }
     }
 
-    /// Says that all ranks skip a step, and why; `at` says which.
+    /// Prints that all ranks skip the step `at`, and why.
     pub fn note_skipped(&self, commit: &Commit, at: fmt::Arguments<'_>) {
         self.note(&format!("warning: {at} is skipped on all ranks: {commit}"));
     }
 
-    /// An error unless `loss` is a number; `at` says where it was seen.
+    /// Checks that `loss`, seen at `at`, is finite.
     ///
     /// # Errors
     ///
@@ -95,7 +95,7 @@ impl RankContext {
         self.group.phase(name, self.phase_limit)
     }
 
-    /// What rank 0 says, on all ranks. *Blocks* until all call it.
+    /// Rank 0's folder, on all ranks. *Blocks* until all call it.
     ///
     /// # Errors
     ///
@@ -106,7 +106,7 @@ impl RankContext {
         Ok(PathBuf::from(OsString::from_vec(bytes)))
     }
 
-    /// What this rank's links are: `thread`, `shm`, `tcp` or `shm+tcp`.
+    /// The transports of this rank's links: `thread`, `shm`, `tcp` or `shm+tcp`.
     pub fn transport(&self) -> &'static str {
         let links = self.group.transports();
         let any = |kind| links.iter().any(|(_, k)| *k == kind);

@@ -1,4 +1,4 @@
-//! Errors of the libraries as errors for a person, with the right exit code.
+//! Converts errors of the libraries to ours, with the right exit code.
 //!
 //! A lost peer may lie two errors deep (engine: the sink refused; reducer:
 //! the bucket could not be averaged; group: rank 3 is gone), so the kind is
@@ -88,8 +88,8 @@ impl From<std::io::Error> for Error {
     }
 }
 
-/// As [`From`], of ranks that have only just met: when they differ, they were started with
-/// different arguments.
+/// As [`From`], for the comparison of ranks at the start: ranks that differ there were started
+/// with different arguments, which is a usage error.
 pub fn unlike(error: phalanx_ddp::Error) -> Error {
     match error.kind() {
         phalanx_ddp::ErrorKind::Mismatch => convert(error, ErrorKind::Usage),

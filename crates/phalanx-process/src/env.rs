@@ -27,7 +27,5 @@ pub fn number(env: &Env, name: &str) -> Result<Option<usize>> {
 
 /// The error for a variable that must be a number and is not.
 pub fn not_a_number(name: &str, text: &str) -> Error {
-    Error::usage(format!(
-        "the environment says {name}={text}, which is not a number"
-    ))
+    Error::usage(format!("{name}={text} is not a number"))
 }

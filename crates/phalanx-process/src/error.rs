@@ -1,4 +1,4 @@
-//! What goes wrong, as a person at a terminal should read it.
+//! Errors, as they are printed at a terminal.
 //!
 //! One `error: ...` line, then indented lines with a label of at most eight
 //! columns (`so`, `perhaps`, `fix`, ...).
@@ -12,10 +12,10 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::format;
 
-/// A result whose error is for the person who typed the command.
+/// A result with our [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Who has to act, and hence with which code the program ends.
+/// The kind of an error, which decides the exit code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
@@ -27,11 +27,11 @@ pub enum ErrorKind {
     PeerLost,
     /// A deadline passed.
     Timeout,
-    /// Somebody asked us to stop (Ctrl-C, SIGTERM, SIGHUP, SIGQUIT).
+    /// A signal asked the program to stop (Ctrl-C, SIGTERM, SIGHUP, SIGQUIT).
     Interrupted,
     /// The operating system refused something that should have worked.
     System,
-    /// The job ended before its end as it was asked to, and all is saved: a success.
+    /// The job stopped early because it was asked to, and everything is saved: a success.
     Stopped,
 }
 
@@ -61,12 +61,12 @@ impl ErrorKind {
     }
 }
 
-/// An error with its consequence, its likely reason and the way out.
+/// An error: a message, a cause, and notes (consequence, likely reason, fix).
 pub struct Error {
     kind: ErrorKind,
     message: String,
     notes: Vec<(String, String)>,
-    /// The person at the terminal knows already.
+    /// It has been printed.
     told: bool,
     source: Option<Box<dyn StdError + Send + Sync>>,
 }
@@ -83,12 +83,12 @@ impl Error {
         }
     }
 
-    /// A mistake in what was typed or set.
+    /// An error of kind [`Usage`](ErrorKind::Usage).
     pub fn usage(message: impl Into<String>) -> Self {
         Error::new(ErrorKind::Usage, message)
     }
 
-    /// What ends a program early, with success and without a word more: it was asked to stop.
+    /// Ends a program early with success, without further output: it was asked to stop.
     pub fn stopped() -> Self {
         Error::new(ErrorKind::Stopped, "stopped as asked").told()
     }
@@ -101,14 +101,14 @@ impl Error {
         self
     }
 
-    /// Nothing more is printed of it, unless a note comes to it: what there is to know
-    /// has been said. It still ends the program with its code.
+    /// Marks it as printed: it is not printed again, unless a note is added. It still ends
+    /// the program with its exit code.
     pub fn told(mut self) -> Self {
         self.told = true;
         self
     }
 
-    /// Whether there is nothing to print.
+    /// Whether it has been printed.
     pub fn is_told(&self) -> bool {
         self.told
     }
@@ -119,7 +119,7 @@ impl Error {
         self
     }
 
-    /// The same as a mistake in what was typed or set, which is no crash of a rank.
+    /// The same error with kind [`Usage`](ErrorKind::Usage).
     pub fn into_usage(mut self) -> Self {
         self.kind = ErrorKind::Usage;
         self
@@ -172,7 +172,7 @@ impl Error {
         text
     }
 
-    /// The way out of a limit of the system that was met.
+    /// The fix, where a limit of the system was reached.
     fn limit(&self) -> Option<String> {
         let mut line = self.chain();
         if self.notes.iter().any(|(_, text)| text.contains("ulimit")) {
@@ -202,7 +202,7 @@ impl Error {
         ))
     }
 
-    /// Prints to stderr what was not told yet; a closed stderr is no second error.
+    /// Prints it to standard error, unless it has been printed; a closed standard error is ignored.
     pub fn print(&self) {
         if self.told {
             return;
@@ -233,11 +233,11 @@ impl StdError for Error {
     }
 }
 
-/// A usage error unless `value` lies in `1..=largest`.
+/// Checks that `value` is in `1..=largest`.
 ///
 /// # Errors
 ///
-/// That one, naming `flag`.
+/// Usage, naming `flag`.
 pub fn check_count(flag: &str, value: usize, largest: usize) -> Result<()> {
     if value == 0 {
         Err(Error::usage(format!("{flag} must be at least 1")))

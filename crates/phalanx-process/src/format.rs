@@ -1,4 +1,4 @@
-//! Numbers as the source documents' programs print them, and other words.
+//! Formats numbers and choices for output.
 
 use clap::ValueEnum;
 
@@ -44,13 +44,13 @@ pub fn thousands(n: usize) -> String {
     out
 }
 
-/// A choice as it is typed.
+/// The name of a choice on the command line.
 pub fn typed(choice: &impl ValueEnum) -> String {
     let value = choice.to_possible_value();
     value.map_or_else(String::new, |value| value.get_name().to_owned())
 }
 
-/// A flag without a value as a value.
+/// `on` or `off`.
 pub fn on_or_off(flag: bool) -> &'static str {
     if flag { "on" } else { "off" }
 }

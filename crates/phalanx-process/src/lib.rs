@@ -1,5 +1,5 @@
-//! What every process of a job needs: errors with their exit codes, whole lines on its two
-//! outputs, the signals that ask it to stop, and its environment.
+//! Shared by all processes of a job: errors with exit codes, output, signals that request a
+//! stop, environment variables.
 
 #![forbid(unsafe_code)]
 // They panic where an output cannot be written; `say` does not.

@@ -1,11 +1,10 @@
-//! What the program says on its two outputs. A standard error that cannot be written
-//! (closed, or a full disk behind it) never ends anything: whoever closed it does
-//! not want to read. `println!` and `eprintln!` would panic there.
+//! Writes to standard output and standard error. A standard error that cannot be written
+//! (closed, or on a full disk) is ignored, where `println!` and `eprintln!` would panic.
 //!
-//! What others wrote (names of tensors, members of archives, files) may be part of a message:
-//! control characters of all messages are shown and not sent ([`visible`]). JSON goes through
-//! [`print_json`], where they stay what they mean. The output of programs under `phalanx
-//! launch` is theirs and passes as it is.
+//! Messages may contain text from outside (names of tensors, of members of archives, of
+//! files), so control characters are made visible ([`visible`]). JSON goes through
+//! [`print_json`], where they are escaped. The output of programs under `phalanx launch`
+//! passes unchanged.
 
 use std::ffi::OsStr;
 use std::fmt::Display;
@@ -30,7 +29,7 @@ pub fn print(block: &str) -> Result<()> {
     write(visible(block).as_bytes()).map(|_| ())
 }
 
-/// As [`print()`], of JSON; gives whether somebody still reads.
+/// As [`print()`], for JSON; returns whether the output is still read (not a closed pipe).
 pub fn print_json(block: &str) -> Result<bool> {
     write(visible_json(block).as_bytes())
 }
@@ -46,7 +45,7 @@ fn write(block: &[u8]) -> Result<bool> {
     }
 }
 
-/// What was typed after the program's name, for a summary; what is no UTF-8 in it is shown as `�`.
+/// The command-line arguments, for a summary; bytes that are not UTF-8 are shown as `�`.
 pub fn arguments() -> Vec<String> {
     let lossy = |word: &OsStr| word.to_string_lossy().into_owned();
     std::env::args_os()

@@ -1,4 +1,4 @@
-//! Being asked to stop, by a signal that a training answers with a checkpoint.
+//! Requests to stop, by signals that a training answers with a checkpoint.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, OnceLock};
@@ -11,32 +11,32 @@ use rustix::process::Signal;
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// The signal that came, or 0.
+/// The signal that requests a stop (SIGTERM or SIGUSR1), or 0.
 static ASKED: LazyLock<Arc<AtomicUsize>> = LazyLock::new(Arc::default);
 
-/// The signal that came last, whatever word it leaves; or 0.
+/// The signal that was received last, or 0.
 static RECEIVED: LazyLock<Arc<AtomicUsize>> = LazyLock::new(Arc::default);
 
 /// [`RECEIVED`] when the ranks agreed to stop.
 static CAUSE: AtomicUsize = AtomicUsize::new(0);
 
-/// Whether a further SIGINT ends the process as if nobody listened.
+/// Whether a further SIGINT or SIGHUP ends the process at once.
 static IMPATIENT: LazyLock<Arc<AtomicBool>> = LazyLock::new(Arc::default);
 
-/// A file that grows beyond `ulimit -f` is an error of whoever writes it, not the end of this process without a
-/// word (`SIGXFSZ`). Programs that this one starts are ended by it as ever.
+/// Makes a file that grows beyond `ulimit -f` an error of the write, instead of a silent end of this
+/// process by `SIGXFSZ`. Programs that this one starts are not affected.
 pub fn tell_limits() {
-    // Where the system refuses, it stays as it was.
+    // If the system refuses, the signal keeps its default action.
     let _ = signal_hook::flag::register(Signal::XFSZ.as_raw(), Arc::default());
 }
 
-/// Somebody else in this process answers SIGINT and SIGHUP.
+/// Whether another part of this process handles SIGINT and SIGHUP.
 static WATCHED: AtomicBool = AtomicBool::new(false);
 
-/// SIGTERM only leaves word.
+/// Whether SIGTERM requests a stop instead of ending the process.
 static LISTENING: AtomicBool = AtomicBool::new(false);
 
-/// SIGUSR1 does.
+/// The same for SIGUSR1.
 static REQUESTABLE: AtomicBool = AtomicBool::new(false);
 
 static EXPECTED: OnceLock<Duration> = OnceLock::new();
@@ -44,7 +44,7 @@ static EXPECTED: OnceLock<Duration> = OnceLock::new();
 /// From SIGTERM to SIGKILL where ranks may have a checkpoint to save, and do not ask for more.
 pub const GRACE: Duration = Duration::from_secs(30);
 
-/// Says that the ranks which this process starts, or is, will [`listen`], and may take `grace` to end.
+/// Declares that the ranks which this process starts, or is, will [`listen`] and may take `grace` to end.
 pub fn expect(grace: Duration) {
     let _ = EXPECTED.set(grace);
 }
@@ -54,8 +54,8 @@ pub fn grace() -> Option<Duration> {
     EXPECTED.get().copied()
 }
 
-/// From now on SIGTERM and SIGUSR1 only leave word ([`asked`]) in this process. So do SIGINT, which torchrun
-/// ends ranks with after a Ctrl-C, and SIGHUP unless it is ignored (`nohup`): as a SIGTERM.
+/// From now on SIGTERM and SIGUSR1 request a stop ([`asked`]) instead of ending this process. So do SIGINT, which
+/// torchrun sends to ranks after a Ctrl-C, and SIGHUP unless it is ignored (`nohup`); both count as SIGTERM.
 ///
 /// # Errors
 ///
@@ -68,7 +68,7 @@ pub fn listen() -> Result<()> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let heeded = |signal: &i32| !WATCHED.load(Ordering::SeqCst) && !is_ignored(&status, *signal);
     for signal in [SIGINT, SIGHUP].into_iter().filter(heeded) {
-        // Before the word is left, so that the first is never taken for a second.
+        // Registered first, so that the first signal is never taken for a second.
         signal_hook::flag::register_conditional_default(signal, IMPATIENT.clone())
             .map_err(not_heard)?;
         register(signal, SIGTERM, &AtomicBool::new(false))?;
@@ -76,8 +76,8 @@ pub fn listen() -> Result<()> {
     register(SIGTERM, SIGTERM, &LISTENING)
 }
 
-/// The ranks have agreed to stop. Whoever presses Ctrl-C again from now on does not wait for the checkpoint; a twin
-/// of the first signal, sent to the process and to its group, is not meant.
+/// Called when the ranks have agreed to stop. Soon after, another Ctrl-C ends the process without waiting for the
+/// checkpoint; the delay ignores a first signal that was sent both to the process and to its group.
 pub fn heard() {
     CAUSE.store(RECEIVED.load(Ordering::SeqCst), Ordering::SeqCst);
     std::thread::spawn(|| {
@@ -86,10 +86,10 @@ pub fn heard() {
     });
 }
 
-/// How long twins of a signal may come.
+/// How long duplicates of a signal may arrive.
 const TWINS: Duration = Duration::from_secs(1);
 
-/// From now on SIGUSR1 only leaves word, where ranks are [expected](expect) to listen: for
+/// From now on SIGUSR1 requests a stop, where ranks are [expected](expect) to listen. For the time
 /// before there is anything to save, when SIGTERM still ends the process at once.
 ///
 /// # Errors
@@ -106,7 +106,7 @@ fn register(signal: i32, word: i32, done: &AtomicBool) -> Result<()> {
     if done.swap(true, Ordering::SeqCst) {
         return Ok(());
     }
-    // Received first: who sees the word sees the signal.
+    // RECEIVED first: it is set wherever ASKED is seen.
     for (place, value) in [(&*RECEIVED, signal), (&*ASKED, word)] {
         signal_hook::flag::register_usize(signal, place.clone(), value as usize)
             .map_err(not_heard)?;
@@ -114,8 +114,8 @@ fn register(signal: i32, word: i32, done: &AtomicBool) -> Result<()> {
     Ok(())
 }
 
-/// The signal that this process had received when the ranks agreed to stop: that a launcher sends to the others
-/// afterwards is not the cause.
+/// The signal that this process had received when the ranks agreed to stop. A signal that a launcher sends to the
+/// other ranks afterwards is not the cause.
 pub fn cause() -> Option<i32> {
     match CAUSE.load(Ordering::SeqCst) {
         0 => None,
@@ -127,22 +127,22 @@ fn not_heard(error: std::io::Error) -> Error {
     Error::new(ErrorKind::System, "cannot listen for signals").caused_by(error)
 }
 
-/// Says that somebody else in this process answers SIGINT and SIGHUP, and [asks](ask).
+/// Declares that another part of this process handles SIGINT and SIGHUP, and calls [`ask`].
 pub fn is_watched() {
     WATCHED.store(true, Ordering::SeqCst);
 }
 
-/// Leaves word as a SIGTERM does, for other signals that somebody ends programs with.
+/// Requests a stop as SIGTERM does.
 pub fn ask() {
     ASKED.store(SIGTERM as usize, Ordering::Relaxed);
 }
 
-/// Whether this process answers the first SIGTERM itself.
+/// Whether this process handles SIGTERM as a request to stop.
 pub fn is_listening() -> bool {
     LISTENING.load(Ordering::SeqCst)
 }
 
-/// The signal that asked this process to stop, if one has.
+/// The signal that requested a stop, if any.
 pub fn asked() -> Option<i32> {
     match ASKED.load(Ordering::Relaxed) {
         0 => None,
@@ -150,45 +150,10 @@ pub fn asked() -> Option<i32> {
     }
 }
 
-/// Linux's names on all architectures that Rust's tier 1 knows.
+/// `SIGTERM`; `signal 34` for a signal without a name.
 pub fn signal_name(signal: i32) -> String {
-    const NAMES: [&str; 31] = [
-        "SIGHUP",
-        "SIGINT",
-        "SIGQUIT",
-        "SIGILL",
-        "SIGTRAP",
-        "SIGABRT",
-        "SIGBUS",
-        "SIGFPE",
-        "SIGKILL",
-        "SIGUSR1",
-        "SIGSEGV",
-        "SIGUSR2",
-        "SIGPIPE",
-        "SIGALRM",
-        "SIGTERM",
-        "SIGSTKFLT",
-        "SIGCHLD",
-        "SIGCONT",
-        "SIGSTOP",
-        "SIGTSTP",
-        "SIGTTIN",
-        "SIGTTOU",
-        "SIGURG",
-        "SIGXCPU",
-        "SIGXFSZ",
-        "SIGVTALRM",
-        "SIGPROF",
-        "SIGWINCH",
-        "SIGIO",
-        "SIGPWR",
-        "SIGSYS",
-    ];
-    usize::try_from(signal)
-        .ok()
-        .and_then(|n| NAMES.get(n.checked_sub(1)?))
-        .map_or_else(|| format!("signal {signal}"), |name| (*name).to_owned())
+    signal_hook::low_level::signal_name(signal)
+        .map_or_else(|| format!("signal {signal}"), str::to_owned)
 }
 
 /// Whether `/proc/self/status` says that `signal` is ignored.

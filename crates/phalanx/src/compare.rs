@@ -15,7 +15,7 @@ use crate::launch;
 use crate::say;
 use phalanx_train::{FolderArgs, RunDir};
 
-/// What a comparison leaves in its folder.
+/// The result file.
 const COMPARISON_FILE: &str = "comparison.json";
 
 /// Arguments of `phalanx compare`.
@@ -51,7 +51,7 @@ pub(crate) struct CompareArgs {
     training: Vec<OsString>,
 }
 
-/// What one run came to.
+/// The result of one run.
 #[derive(Debug, Serialize)]
 struct Run {
     workers: usize,
@@ -72,7 +72,7 @@ struct Run {
 struct Comparison<'a> {
     version: &'static str,
     recipe: &'a str,
-    /// As typed after the recipe.
+    /// The command line after the recipe.
     arguments: Vec<String>,
     cores: usize,
     runs: &'a [Run],

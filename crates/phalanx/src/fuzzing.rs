@@ -1,4 +1,4 @@
-//! What is typed, fed with garbage: the bodies of the fuzz targets in `fuzz/`, which the
+//! The command line, fed with garbage: the bodies of the fuzz targets in `tools/fuzz/`, which the
 //! tests here run on garbled seeds.
 
 /// Name, body, seeds.
@@ -10,7 +10,7 @@ pub const TARGETS: &[Target] = &[("phalanx_words", words, words_seeds)];
 /// A command line, word by word, and sizes as people write them.
 fn words(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
-    if let Ok(size) = text.parse::<crate::bench::ByteSize>() {
+    if let Ok(size) = text.parse::<crate::units::ByteSize>() {
         assert!(size.0 <= 1 << 36);
     }
     crate::cli::parse_only(text.lines());
@@ -23,7 +23,6 @@ fn words_seeds() -> Vec<Vec<u8>> {
         "bench\nall-reduce\n--world\n2\n--bytes\n4,1KiB,25MiB\n",
         "44.7MB",
         "1e400",
-        "exec-rank\n--parent\n1\n--\nx\n",
     ]
     .map(|text| text.as_bytes().to_vec())
     .into()

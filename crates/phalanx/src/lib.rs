@@ -68,6 +68,9 @@ mod predict;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
 mod recipes;
+#[cfg(fuzzing)]
+#[allow(dead_code, reason = "main.rs uses the rest")]
+mod units;
 
 pub mod prelude;
 mod program;

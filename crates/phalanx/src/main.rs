@@ -14,11 +14,15 @@ mod new;
 mod plan;
 mod predict;
 mod recipes;
+mod units;
 
 use phalanx_launch::{self as launch, inspect};
 use phalanx_process::{error, format, say, stop};
 
 fn main() -> std::process::ExitCode {
+    if let Some(outcome) = launch::run_helper() {
+        return launch::exit_code(outcome);
+    }
     launch::log::start();
     stop::tell_limits();
     // A launcher has several for each rank.

@@ -1,4 +1,4 @@
-//! `phalanx new`: a project with a training program of one's own.
+//! `phalanx new`: writes a project with a training program.
 
 use std::path::{Path, PathBuf};
 
@@ -13,7 +13,7 @@ pub struct NewArgs {
     /// Folder to create; its last part is the package's name
     #[arg(value_name = "NAME")]
     folder: PathBuf,
-    /// Folder of Phalanx's sources to depend on [default: those that this program was built from, if they are still there; else the version]
+    /// Folder of Phalanx's sources to depend on [default: the sources of this program, if they exist; else its version]
     #[arg(long, value_name = "DIR")]
     path: Option<PathBuf>,
 }
@@ -48,7 +48,7 @@ fn it_learns_on_two_ranks() {
 ///
 /// # Errors
 ///
-/// Usage, when the name is none for a package, or the folder is there; those of writing.
+/// Usage, when the name is not valid for a package or the folder exists; `System`, when it cannot be written.
 pub fn run(args: &NewArgs) -> Result<()> {
     let name = args.folder.file_name().and_then(|name| name.to_str());
     let name = name.unwrap_or_default();
@@ -109,7 +109,7 @@ pub fn run(args: &NewArgs) -> Result<()> {
     Ok(())
 }
 
-/// The dependency on the sources in `path`: the repository, or the crate in it.
+/// The dependency on the sources in `path`, which is the repository or the crate `phalanx`.
 fn on_path(path: &Path) -> Result<String> {
     let candidates = [path.join("crates/phalanx"), path.to_owned()];
     let found = candidates.iter().find(|at| {
@@ -118,7 +118,7 @@ fn on_path(path: &Path) -> Result<String> {
     });
     let Some(found) = found else {
         return Err(Error::usage(format!(
-            "--path {}: there are no sources of Phalanx",
+            "--path {} does not contain the sources of Phalanx",
             path.display()
         )));
     };

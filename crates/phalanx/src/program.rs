@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches};
 use phalanx_launch::words::{dashed, taking_negative_numbers};
-use phalanx_launch::{AlgorithmArg, RankArgs, Speakers, log, run_helper, run_ranks, tell};
+use phalanx_launch::{AlgorithmArg, RankArgs, Speakers, exit_code, log, run_helper, run_ranks};
 use phalanx_process::error::Result;
 use phalanx_process::stop;
 use phalanx_train::{Defaults, Job, Settings, prepare_run};
@@ -55,7 +55,7 @@ pub fn main_with<A: clap::Args + Sync>(
     Program::new().main_with(train)
 }
 
-/// A training program, where the name or the defaults of [`main`] do not suit.
+/// A training program with a name, description or defaults of its own.
 #[derive(Debug, Clone)]
 pub struct Program {
     name: String,
@@ -81,20 +81,20 @@ impl Program {
         }
     }
 
-    /// What it is called: in its help, in `runs/NAME-<date>-<time>` and in checkpoints, which
+    /// Sets its name: in its help, in `runs/NAME-<date>-<time>` and in checkpoints, which
     /// only a program of the same name resumes.
     pub fn name(mut self, name: &str) -> Program {
         self.name = name.to_owned();
         self
     }
 
-    /// The first line of its help.
+    /// Sets the first line of its help.
     pub fn about(mut self, about: &str) -> Program {
         self.about = Some(about.to_owned());
         self
     }
 
-    /// Epochs, batch size and learning rate where none are typed.
+    /// Sets the defaults of `--epochs`, `--batch-size` and `--lr`.
     pub fn defaults(mut self, defaults: Defaults) -> Program {
         self.defaults = defaults;
         self
@@ -131,13 +131,7 @@ impl Program {
                 }
             }
         };
-        match outcome {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(error) => {
-                tell(&error);
-                ExitCode::from(error.exit_code())
-            }
-        }
+        exit_code(outcome)
     }
 
     fn parse<A: clap::Args>(&self) -> std::result::Result<Typed<A>, clap::Error> {

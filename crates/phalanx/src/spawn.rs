@@ -1,5 +1,4 @@
-//! Ranks as threads of this process: what `torch.multiprocessing.spawn` is to
-//! Python.
+//! Ranks as threads of this process, like `torch.multiprocessing.spawn`.
 
 use std::any::Any;
 use std::fmt;
@@ -9,7 +8,7 @@ use std::thread::JoinHandle;
 
 use phalanx_comm::{GroupOptions, MAX_LOCAL_RANKS, ProcessGroup};
 
-/// What a rank's function may fail with.
+/// The error of a rank's function.
 pub type Cause = Box<dyn std::error::Error + Send + Sync>;
 
 /// Why [`spawn`] failed: the rank that failed first, and its error.
@@ -49,7 +48,7 @@ type First = Arc<Mutex<Option<SpawnError>>>;
 
 /// Ranks that [`spawn`] did not wait for.
 #[derive(Debug)]
-#[must_use = "ranks that nobody joins may be cut off when the program ends, and their errors are lost"]
+#[must_use = "without `join`, ranks may be cut off when the program ends, and their errors are lost"]
 pub struct Spawned {
     threads: Vec<JoinHandle<()>>,
     first: First,
@@ -81,9 +80,8 @@ impl Spawned {
 /// [`Spawned::join`] waits. When a rank fails or panics, the group is aborted,
 /// so that the others leave their collectives with that cause.
 ///
-/// Other than in Python the ranks share this process: there is nothing to
-/// pickle, and `args` is borrowed by all. Ranks as processes are started
-/// by `phalanx launch`.
+/// Unlike in Python, the ranks share this process: nothing is pickled, and all borrow
+/// `args`. `phalanx launch` starts ranks as processes.
 ///
 /// ```
 /// use phalanx::comm::{ProcessGroup, ReduceOp};

@@ -1,6 +1,6 @@
 //! The wait protocol and the ring, as they are in `src/`, explored by loom:
 //! every order in which two or three threads can take their steps, and every
-//! value that a weak memory lets them read. Run it by `tests/loom.sh`; without
+//! value that a weak memory lets them read. Run it by `tools/ci/loom.sh`; without
 //! `--cfg loom` this is empty.
 //!
 //! The files under test are compiled into this crate unchanged. What they take

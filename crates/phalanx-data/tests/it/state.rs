@@ -494,7 +494,7 @@ fn next(state: &mut u64) -> u64 {
     *state
 }
 
-/// `PHALANX_KILLS` says how often; `tests/checkpoint_kills.sh` says 200.
+/// `PHALANX_KILLS` says how often; `tools/ci/checkpoint_kills.sh` says 200.
 #[test]
 fn after_a_kill_at_any_moment_the_newest_checkpoint_loads() {
     if std::env::var_os(CHILD).is_some() {

@@ -96,7 +96,7 @@ pub enum Exchange {
     /// ([`ShardedOptimizer::step_scattered`](crate::ShardedOptimizer::step_scattered)), which updates
     /// each piece of parameters as soon as their gradient is folded, while it is still in the processor's cache.
     /// Meant for ranks of one host whose threads use all of its cores, so that nothing can be hidden
-    /// (`benches/runs/2026-11-22-overhead`). Between hosts, and where cores are idle, use another. Without [caps](ReducerOptions::caps) of
+    /// (`tools/runs/2026-11-22-overhead`). Between hosts, and where cores are idle, use another. Without [caps](ReducerOptions::caps) of
     /// its own there is one bucket.
     AtStep,
 }

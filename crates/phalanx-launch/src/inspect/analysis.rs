@@ -1,50 +1,49 @@
-//! From dumps to one sentence: pure.
+//! From dumps to one sentence: pure functions.
 //!
-//! Ranks of one group number their collectives alike. So the ranks that are
-//! in the operation with the highest number wait for those that have not come
-//! to it; and where two ranks have different operations under one number,
-//! their programs took different ways.
+//! All ranks of a group number their collectives in the same order. So the ranks in
+//! the operation with the highest number wait for those that have not reached it; and
+//! where two ranks have different operations with one number, their programs diverged.
 
 use std::collections::BTreeMap;
 
 use phalanx_comm::recorder::{Dump, Entry, Failure, State};
 use serde::Serialize;
 
-use crate::rank_list;
+use crate::report::rank_list;
 
-/// What the dumps tell.
+/// The findings.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Story {
     /// All of it in one sentence.
     pub sentence: String,
-    /// Epoch of the process group.
+    /// Generation of the process group.
     pub generation: u32,
     /// The group: 0 is the world.
     pub group: u32,
-    /// The operation at which the ranks part.
+    /// The operation that some ranks are in and others are not.
     pub seq: Option<u64>,
     /// Ranks that are in it.
     pub waiting: Vec<usize>,
-    /// Ranks that have not come to it, or died.
+    /// Ranks that have not reached it, or died.
     pub late: Vec<usize>,
     /// Ranks without a dump.
     pub missing: Vec<usize>,
-    /// Whether ranks called different operations under one number.
+    /// Whether ranks called different operations with one sequence number.
     pub desync: bool,
-    /// Who came last how often.
+    /// How often each rank was the last to arrive.
     pub slowest: Vec<Arrivals>,
     /// Operations whose arrivals could be compared.
     pub compared: usize,
-    /// More to know, a line each.
+    /// Further findings, one line each.
     pub notes: Vec<String>,
 }
 
-/// How often a rank was the last to come.
+/// How often a rank was the last to arrive.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Arrivals {
     /// The rank.
     pub rank: usize,
-    /// Operations to which it came last.
+    /// Operations at which it arrived last.
     pub last: usize,
     /// How long after the first rank, on average over those.
     pub mean_late_us: u64,
@@ -320,7 +319,7 @@ fn waiting(story: &mut Story, views: &[View<'_>]) -> Option<String> {
         let verb = if alive.len() == 1 { "waits" } else { "wait" };
         parts.push(format!("{} {verb} in {what}", rank_list(&alive)));
     } else {
-        parts.push(format!("nobody waits in {what} any more"));
+        parts.push(format!("no rank waits in {what} any more"));
     }
     const TOLD: usize = 3;
     for view in absent.iter().take(TOLD) {
@@ -328,7 +327,7 @@ fn waiting(story: &mut Story, views: &[View<'_>]) -> Option<String> {
     }
     if absent.len() > TOLD {
         let more: Vec<usize> = absent[TOLD..].iter().map(|view| view.rank()).collect();
-        parts.push(format!("so with {}", rank_list(&more)));
+        parts.push(format!("also not in it: {}", rank_list(&more)));
     }
     if absent.is_empty() && story.missing.is_empty() {
         // All came; they say themselves whom they wait for. But where a
@@ -384,7 +383,7 @@ fn nothing_in_progress(views: &[View<'_>]) -> String {
 }
 
 fn notes(story: &mut Story, dumps: &[&Dump], old: &[&Dump]) {
-    // Whoever failed first knows why; the others heard of it.
+    // The first rank that failed knows why; the others only noticed.
     let first = dumps
         .iter()
         .filter(|dump| dump.reason.is_some())
@@ -413,13 +412,13 @@ fn notes(story: &mut Story, dumps: &[&Dump], old: &[&Dump]) {
     if !old.is_empty() {
         let ranks: Vec<usize> = old.iter().map(|dump| dump.rank).collect();
         story.notes.push(format!(
-            "left aside: {} of an earlier generation",
+            "ignored: {} of an earlier generation",
             rank_list(&ranks)
         ));
     }
 }
 
-/// Who came last to the operations that all ranks have in their dumps.
+/// Finds the last rank to arrive at each operation that all dumps have.
 fn arrivals(story: &mut Story, views: &[View<'_>]) {
     let Some((first, rest)) = views.split_first() else {
         return;

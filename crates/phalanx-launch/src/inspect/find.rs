@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 /// More files than any job leaves.
 const MAX_FILES: usize = 4096;
 
-/// What could be read, and what is to be said about the rest.
+/// The dumps that could be read, and notes about the others.
 #[derive(Debug, Default)]
 pub(super) struct Found {
     /// At most one a rank, in rank order.
@@ -73,14 +73,14 @@ pub(super) fn read(paths: &[PathBuf]) -> Result<Found> {
 }
 
 impl Found {
-    /// Of two dumps of one rank the newer one counts.
+    /// Adds a dump; of two dumps of one rank, the newer one is kept.
     fn add(&mut self, dump: Dump, file: &Path) {
         let Some(other) = self.dumps.iter_mut().find(|other| other.rank == dump.rank) else {
             self.dumps.push(dump);
             return;
         };
         self.notes.push(format!(
-            "{} is a second dump of rank {}; the newer one counts (two runs are to be inspected one by one)",
+            "{} is a second dump of rank {}; the newer one is used (inspect the folders of several runs one at a time)",
             file.display(),
             dump.rank
         ));

@@ -1,4 +1,4 @@
-//! The last operations of all ranks around the point where they part.
+//! A table of all ranks' last operations, around the one that some ranks have not reached.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use phalanx_comm::recorder::{Dump, Entry, State};
 
 use super::analysis::{Story, duration};
-use crate::rank_list;
+use crate::report::rank_list;
 
 /// Rows shown.
 const ROWS: usize = 6;

@@ -1,25 +1,24 @@
-//! Several launchers as one: they meet in the store of node 0, agree on the
-//! world, and share the verdict.
+//! A job of several nodes: their launchers meet in the store of node 0, agree on the
+//! world, and share the verdict (why the job ended).
 //!
 //! | key               | value                          | written by            |
 //! |-------------------|--------------------------------|-----------------------|
-//! | `launch/node/R`   | the node's card (JSON)         | node R, once          |
+//! | `launch/node/R`   | the node's NodeInfo (JSON)     | node R, once          |
 //! | `launch/beat/R`   | a count that rises             | node R, every second  |
-//! | `launch/abort`    | the verdict (JSON)             | the first that knows  |
+//! | `launch/abort`    | the verdict (JSON)             | the first to fail     |
 //! | `launch/done/R`   | all ranks of node R ended well | node R                |
 //! | `launch/left/R`   | node R needs the store no more | node R                |
 //!
-//! A launcher that dies leaves no verdict itself; its guard writes one, or, before
-//! there is a guard, the store by its will. A host
-//! that dies or is cut off stops beating; node 0 notices. When node 0 dies,
-//! the store dies with it, and that is the message.
+//! When a launcher dies, its guard writes the verdict, or, before there is a guard, the
+//! store does (the launcher's will). A host that dies or is cut off stops beating, which
+//! node 0 notices. When node 0 dies, the store dies with it, which all others notice.
 
-mod card;
+mod info;
 mod place;
 mod port;
 mod pulse;
 
-pub use card::Card;
+pub use info::NodeInfo;
 pub use place::{Place, host_locally, meeting_place};
 pub use port::PortForRanks;
 
@@ -34,7 +33,7 @@ use phalanx_store::{ErrorKind as StoreKind, Store, TcpServer, TcpStore, Will};
 use phalanx_wire::Token;
 use serde::{Deserialize, Serialize};
 
-use self::card::compare;
+use self::info::compare;
 use self::pulse::{BEAT, BEAT_LIMIT, Pulse};
 use super::Event;
 use super::report::Verdict;
@@ -44,9 +43,9 @@ use crate::say;
 /// The first verdict, and the only one unless it was an echo.
 pub const ABORT_KEY: &str = "launch/abort";
 
-/// How often blocking steps look up for a Ctrl-C.
+/// How often blocking steps check for a Ctrl-C.
 const SLICE: Duration = Duration::from_millis(200);
-/// How much longer than its deadline connecting may take: looking a name up has none.
+/// How much longer than its deadline connecting may take: resolving a name has none.
 const LOOKUP_LIMIT: Duration = Duration::from_secs(1);
 /// Threads of a launcher that ask the store at once: the one that beats, and the
 /// main one.
@@ -61,8 +60,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 /// may be out of reach, and an end must not wait for that.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
-/// How long one waits in silence; then it is said for whom, and again each time that the wait
-/// has become twice as long.
+/// When a wait is reported for the first time; then again each time it has doubled.
 const QUIET: Duration = Duration::from_secs(2);
 /// Most kinds of refused connections that are named at a time.
 const REFUSED_SHOWN: usize = 3;
@@ -72,7 +70,7 @@ pub struct Nodes {
     store: Arc<TcpStore>,
     server: Option<TcpServer>,
     me: usize,
-    cards: Vec<Card>,
+    infos: Vec<NodeInfo>,
     stop: Arc<AtomicBool>,
     /// The store did not answer our last words.
     out_of_reach: AtomicBool,
@@ -88,7 +86,7 @@ pub struct Nodes {
 pub fn join(
     place: &mut Place,
     me: usize,
-    card: Card,
+    info: NodeInfo,
     token: &Token,
     timeout: Duration,
     mut interrupted: impl FnMut() -> Option<Error>,
@@ -96,51 +94,51 @@ pub fn join(
     let started = Instant::now();
     let deadline = started + timeout;
     let store = connect(&place.dial, token, started, deadline, &mut interrupted)?;
-    let total = card.nodes;
+    let total = info.nodes;
     // Until all are here the meeting's deadline holds for every question.
     let left = deadline.saturating_duration_since(Instant::now());
     store.set_answer_limit(left.clamp(LAST_WORDS, ANSWER_LIMIT));
     // Without them a request opens one.
     let _ = store.reserve(ASKING_THREADS);
-    // Before the card, with which the others begin to count on us.
+    // Before the entry, with which the others begin to count on us.
     let mut will = match me {
         // Its store would die with it.
         0 => None,
         _ => store
-            .leave_will(ABORT_KEY, &encode(&Verdict::of_killed(me, &card.host))?)
+            .leave_will(ABORT_KEY, &encode(&Verdict::of_killed(me, &info.host))?)
             .map_err(lost_store)?,
     };
-    let mine = encode(&card)?;
+    let mine = encode(&info)?;
     let stored = store
         .compare_set(&node_key(me), None, &mine)
         .map_err(|error| {
-            // The card may be there: only the answer was lost.
+            // The entry may be there: only the answer was lost.
             will.take().into_iter().for_each(Will::execute);
             lost_store(error)
         })?;
     if stored != mine {
         drop(will); // nobody waits for this launcher
-        let other = decode::<Card>(&stored);
+        let other = decode::<NodeInfo>(&stored);
         let who = other.map_or("another launcher".into(), |c| {
             format!("host {}, pid {}", c.host, c.pid)
         });
-        return Err(Error::usage(format!("there is a node {me} already: {who}"))
+        return Err(Error::usage(format!("node {me} has already joined: {who}"))
             .note("fix", "give every launcher its own --node-rank"));
     }
     let mut nodes = Nodes {
         store: Arc::new(store),
         server: place.server.take(),
         me,
-        cards: Vec::new(),
+        infos: Vec::new(),
         stop: Arc::new(AtomicBool::new(false)),
         out_of_reach: AtomicBool::new(false),
         will: Mutex::new(will),
     };
     // From here on the others count on us: a failure must reach them.
-    match nodes.gather(total, &card, started, deadline, &mut interrupted) {
-        Ok(cards) => {
+    match nodes.gather(total, &info, started, deadline, &mut interrupted) {
+        Ok(infos) => {
             nodes.store.set_answer_limit(ANSWER_LIMIT);
-            nodes.cards = cards;
+            nodes.infos = infos;
             Ok(nodes)
         }
         Err(error) => {
@@ -149,7 +147,7 @@ pub fn join(
                 echo: false,
                 mistake: false,
                 node: me,
-                message: format!("node {me} (host {}): {}", card.host, error.chain()),
+                message: format!("node {me} (host {}): {}", info.host, error.chain()),
                 notes: Vec::new(),
             };
             nodes.publish(&verdict);
@@ -174,8 +172,8 @@ fn connect(
     deadline: Instant,
     interrupted: &mut impl FnMut() -> Option<Error>,
 ) -> Result<TcpStore> {
-    // One attempt until the deadline, which cannot be interrupted, hence a thread: who
-    // leaves the queue of a busy server goes to its end.
+    // One attempt until the deadline, as a new one goes to the end of a busy server's queue.
+    // It cannot be interrupted, so it runs on a thread.
     let (tell, told) = channel();
     let last = Arc::new(Mutex::new(None));
     let failure = last.clone();
@@ -218,7 +216,7 @@ fn connect(
     match error.as_ref().map(phalanx_store::Error::kind) {
         Some(StoreKind::TokenMismatch) => {
             return Err(Error::usage(format!(
-                "the launcher at {dial} belongs to another job: its token is not ours"
+                "the launcher at {dial} belongs to another job: it has another token"
             ))
             .note("fix", "give all launchers of the job the same --token-file"));
         }
@@ -242,23 +240,23 @@ fn connect(
     };
     Err(ours.note(
         "fix",
-        "start node 0, check --master-addr and --master-port and that the way there is open",
+        "start node 0; check --master-addr, --master-port and firewalls",
     ))
 }
 
 impl Nodes {
-    /// Waits for everybody's card and compares them with ours.
+    /// Waits for all nodes' descriptions and compares them with ours.
     fn gather(
         &self,
         total: usize,
-        card: &Card,
+        info: &NodeInfo,
         started: Instant,
         deadline: Instant,
         interrupted: &mut impl FnMut() -> Option<Error>,
-    ) -> Result<Vec<Card>> {
+    ) -> Result<Vec<NodeInfo>> {
         let keys: Vec<String> = (0..total).map(node_key).collect();
         let mut missing: Vec<String> = keys.clone();
-        let mut seen: HashMap<String, Card> = HashMap::new();
+        let mut seen: HashMap<String, NodeInfo> = HashMap::new();
         let mut say_at = QUIET;
         loop {
             let wanted: Vec<&str> = missing.iter().map(String::as_str).collect();
@@ -269,16 +267,16 @@ impl Nodes {
                 Err(error) if error.kind() == StoreKind::NoAnswer => missing.clone(),
                 Err(error) => return Err(lost_store(error)),
             };
-            // Look at cards as they come: a node that expects another world
+            // Look at entries as they come: a node that expects another world
             // must not keep us waiting for one that never comes.
             for key in missing.iter().filter(|key| !left.contains(key)) {
                 let Some(bytes) = self.store.try_get(key).map_err(lost_store)? else {
                     continue;
                 };
-                let theirs = decode::<Card>(&bytes).ok_or_else(|| {
-                    Error::new(ErrorKind::System, format!("{key} holds no node's card"))
+                let theirs = decode::<NodeInfo>(&bytes).ok_or_else(|| {
+                    Error::new(ErrorKind::System, format!("{key} does not describe a node"))
                 })?;
-                compare(card, self.me, &theirs, key)?;
+                compare(info, self.me, &theirs, key)?;
                 seen.insert(key.clone(), theirs);
             }
             if left.is_empty() {
@@ -302,7 +300,7 @@ impl Nodes {
                 let waited = started.elapsed().as_secs_f64();
                 let mut error = Error::new(
                     ErrorKind::Timeout,
-                    format!("node {absent} of {total} did not come within {waited:.1} s"),
+                    format!("node {absent} of {total} did not join within {waited:.1} s"),
                 );
                 for refused in self.refused() {
                     error = error.note("perhaps", refused);
@@ -348,9 +346,9 @@ impl Nodes {
         drop(will.take());
     }
 
-    /// The nodes' cards, by node rank.
-    pub fn cards(&self) -> &[Card] {
-        &self.cards
+    /// The nodes of the job, by node rank.
+    pub fn infos(&self) -> &[NodeInfo] {
+        &self.infos
     }
 
     /// Starts the thread that beats and listens.
@@ -358,7 +356,7 @@ impl Nodes {
         let store = self.store.clone();
         let stop = self.stop.clone();
         let me = self.me;
-        let hosts: Vec<String> = self.cards.iter().map(|card| card.host.clone()).collect();
+        let hosts: Vec<String> = self.infos.iter().map(|info| info.host.clone()).collect();
         thread::Builder::new()
             .name("nodes".into())
             .spawn(move || {
@@ -475,7 +473,7 @@ impl Nodes {
     }
 
     fn everybody(&self) -> Vec<usize> {
-        (0..self.cards.len()).collect()
+        (0..self.infos.len()).collect()
     }
 
     /// Whether all nodes said so; waits a moment for it.

@@ -88,7 +88,7 @@ fn is_known_to_be_gone(connections: usize) {
         bind: None,
         warning: None,
     };
-    let card = Card {
+    let info = NodeInfo {
         nodes: 2,
         local_ranks: 1,
         run_id: "none".into(),
@@ -98,7 +98,7 @@ fn is_known_to_be_gone(connections: usize) {
         version: "1".into(),
     };
     let joining =
-        thread::spawn(move || join(&mut place, 1, card, &token, PATIENCE, || None).map(drop));
+        thread::spawn(move || join(&mut place, 1, info, &token, PATIENCE, || None).map(drop));
     direct.wait(&["launch/node/1"], PATIENCE).unwrap();
     let _others = way.cut(connections);
     let verdict: Verdict = decode(&direct.get(ABORT_KEY, PATIENCE).unwrap()).unwrap();

@@ -7,7 +7,7 @@
 //!
 //! Products say whether all that they have written is finite, even squared: asked while it is in
 //! registers, that costs one more multiply-add an element. Reading a gradient of 4.7 MB again for it
-//! took 0.25 ms (`benches/runs/2026-11-22-overhead-later`).
+//! took 0.25 ms (`tools/runs/2026-11-22-overhead-later`).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -10,10 +10,10 @@ use phalanx_comm::{Bucket, Call, ProcessGroup, ReduceOp};
 use serde_json::json;
 
 use super::memory;
-use super::sizes::ByteSize;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format;
 use crate::launch;
+use crate::units::ByteSize;
 use phalanx_launch::RankArgs;
 use phalanx_train::RankContext;
 
@@ -49,7 +49,7 @@ impl CollectiveArgs {
     /// Usage errors naming the flag.
     pub fn validate(&self, op: Op) -> Result<()> {
         crate::error::check_count("--iters", self.iters.unwrap_or(1), 1 << 30)?;
-        // Ranks that somebody else has started share the host with we know not whom.
+        // Under a launcher, the number of ranks on this host is unknown.
         if launch::rank_place(&launch::real_env())?.is_some() || op == Op::Barrier {
             return Ok(());
         }
@@ -71,7 +71,7 @@ impl CollectiveArgs {
     }
 }
 
-/// What is timed.
+/// The collective to time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Op {
     AllReduce,
@@ -106,7 +106,7 @@ impl Op {
         matches!(self, Op::AllGather | Op::ReduceScatter | Op::AllToAll)
     }
 
-    /// What one of `world` ranks has in its buffers.
+    /// Bytes in the buffers of one of `world` ranks.
     fn buffer_bytes(self, bytes: usize, world: usize) -> usize {
         let part = if self.has_parts() {
             bytes / world.max(1)
@@ -231,7 +231,7 @@ fn report(
     ))
 }
 
-/// Rank 0 measures a few iterations and tells all how many to run.
+/// Rank 0 measures a few iterations and broadcasts the number to run.
 fn agree_on_iterations(
     group: &ProcessGroup,
     run: &mut Run<'_>,

@@ -1,9 +1,9 @@
-//! Memory of this host that nobody has.
+//! Free memory of this host.
 
 use crate::launch;
 
-/// Bytes that can be had without taking them from others; the limit of our cgroup where that is less. `None`
-/// where the system does not tell.
+/// Bytes available without swapping, or the limit of our cgroup where that is less. `None` if
+/// unknown.
 pub(super) fn left_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let left = available(&text)?;

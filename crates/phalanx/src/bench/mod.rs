@@ -1,14 +1,9 @@
 //! `phalanx bench`: collectives and whole training steps, timed.
 
-mod checks;
 mod collective;
-mod kernels;
 mod memory;
 mod overhead;
-mod sizes;
 mod train;
-
-pub(crate) use sizes::ByteSize;
 
 use crate::error::Result;
 use phalanx_launch::Speakers;
@@ -40,8 +35,6 @@ enum What {
     Barrier(collective::CollectiveArgs),
     /// Training steps on synthetic data, in steady state
     Train(train::TrainBenchArgs),
-    /// Each convolution of the CIFAR ResNet-18, alone, without ranks
-    Kernels(kernels::KernelArgs),
 }
 
 /// Runs `phalanx bench`.
@@ -52,7 +45,6 @@ enum What {
 pub fn run(args: BenchArgs) -> Result<()> {
     use collective::Op;
     let (op, args) = match args.what {
-        What::Kernels(args) => return kernels::run(&args),
         What::Train(args) => {
             args.validate()?;
             return launch::run_ranks(&args.ranks, Speakers::Rank0, &[], None, |ctx| {

@@ -1,13 +1,13 @@
-//! What data-parallel training costs over ranks that leave each other alone:
-//! all of it, hooks, copies and waiting for a slower rank included; and how
-//! much of the communication backward hides.
+//! The cost of data-parallel training against independent ranks (hooks, copies and
+//! waiting for a slower rank included), and how much of the communication backward
+//! hides.
 //!
 //! Blocks of steps with and without communication take turns in the same
 //! processes, so that whatever else the machine does, it does to both. A pair of
 //! neighbouring blocks gives one ratio; the median of the ratios is reported,
 //! and the ratio of the times that a tenth of the blocks stay below, which
 //! tells what it costs when nothing else disturbs either rank. Part of it is *skew*: ranks that are not
-//! exactly as fast as each other in every step wait for the slowest, whatever averaging costs. It is told beside it.
+//! exactly as fast as each other in every step wait for the slowest, whatever averaging costs. It is reported too.
 //!
 //! After each pair comes a block that only communicates: the same buckets,
 //! all full at once. What fits under backward follows from when each bucket was full in the steps alone: the
@@ -19,7 +19,7 @@
 //! ```
 //!
 //! of which each pair gives one. Communication takes processor time too, its own and the kernel's: where every core
-//! computes, that part of it is not hidden by anything. By how much it makes backward longer is told beside it.
+//! computes, nothing hides that part. By how much it makes backward longer is reported too.
 
 use std::time::{Duration, Instant};
 
@@ -33,7 +33,7 @@ use crate::format::plural;
 use phalanx_train::RankContext;
 
 /// Steps in one go.
-pub(super) const BLOCK: usize = 4;
+const BLOCK: usize = 4;
 
 /// Milliseconds of one pair of blocks, a step.
 #[derive(Debug, Clone, Copy, Default)]
@@ -178,12 +178,12 @@ fn skew_percent(ctx: &RankContext, mut alone: Vec<f64>) -> Result<f64> {
 }
 
 /// Ranks start a block together.
-pub(super) fn begin(ctx: &RankContext) -> Result<Instant> {
+fn begin(ctx: &RankContext) -> Result<Instant> {
     ctx.group.barrier()?;
     Ok(Instant::now())
 }
 
-pub(super) fn ms(time: Duration) -> f64 {
+fn ms(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 

@@ -13,7 +13,7 @@ use phalanx_nn::{GradSink, Grads, ParamId, Params, Scope, Seed, SinkError, StepK
 use phalanx_nn::{Tape, Tensor, Threads};
 use serde_json::json;
 
-use super::{checks, overhead};
+use super::overhead;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::typed;
 use phalanx_launch::RankArgs;
@@ -39,14 +39,6 @@ impl Model {
             Model::Mnist => "mnist",
             Model::Resnet18 => "resnet18",
             Model::Mobilenetv2 => "mobilenetv2",
-        }
-    }
-
-    /// Samples of its data set.
-    pub(super) fn samples(self) -> usize {
-        match self {
-            Model::Mnist => 60_000,
-            Model::Resnet18 | Model::Mobilenetv2 => 50_000,
         }
     }
 
@@ -98,8 +90,6 @@ pub(super) struct Trainer {
     net: Net,
     params: Params,
     ddp: DistributedDataParallel,
-    /// Averages gradients in steps that are not `synced`; without it they stay where they are.
-    other: Option<DistributedDataParallel>,
     /// Gradients of steps without communication.
     alone: Grads,
     optimizer: Sgd,
@@ -149,11 +139,7 @@ impl Trainer {
         let net = Net::new(args.recipe, &mut scope, args.recompute);
         let mut params = scope.build()?;
         let group = ctx.group.clone();
-        let exchange = match args.checks {
-            // What is compared takes part in it.
-            true => Exchange::AllReduce,
-            false => args.exchange.choose(ctx)?,
-        };
+        let exchange = args.exchange.choose(ctx)?;
         let options = DdpOptions {
             exchange,
             ..DdpOptions::default()
@@ -174,7 +160,6 @@ impl Trainer {
         Ok(Trainer {
             net,
             ddp,
-            other: None,
             alone: Grads::like(&params),
             backward: Backward {
                 began: None,
@@ -199,11 +184,7 @@ impl Trainer {
         let x = step.input(images, &[self.batch, h, w, c])?;
         let loss = self.net.loss(x, labels)?;
         let value = loss.item();
-        let mut ddp = if synced {
-            Some(&mut self.ddp)
-        } else {
-            self.other.as_mut()
-        };
+        let mut ddp = synced.then_some(&mut self.ddp);
         if let Some(ddp) = &mut ddp {
             loss.backward(*ddp)?;
         } else {
@@ -235,27 +216,6 @@ impl Trainer {
         }
         let parts = [computed - began, finished - computed, finished.elapsed()];
         Ok(parts.map(|part| part.as_secs_f64() * 1e3))
-    }
-
-    /// Lets steps that are not `synced` average gradients by a wrapper with `options`.
-    pub(super) fn compare_with(
-        &mut self,
-        ctx: &RankContext,
-        options: Option<DdpOptions>,
-    ) -> Result<()> {
-        self.other = match options {
-            Some(options) => {
-                let group = ctx.group.clone();
-                let other = DistributedDataParallel::new(group, &mut self.params, options)?;
-                Some(other)
-            }
-            None => None,
-        };
-        Ok(())
-    }
-
-    pub(super) fn params(&self) -> &Params {
-        &self.params
     }
 
     /// Averages the gradients that are in the buckets, as a step does, and nothing else.
@@ -327,9 +287,6 @@ pub struct TrainBenchArgs {
     /// Measure what communication costs per step: time steps with it, without it, and communication alone
     #[arg(long, conflicts_with = "profile")]
     pub overhead: bool,
-    /// Measure what the checks that are always on cost per step, each with and without, and the per-epoch checks alone
-    #[arg(long, conflicts_with_all = ["profile", "overhead", "exchange"])]
-    pub checks: bool,
     /// Profile operations and layers of steps 3 to 12: print a table and write a Chrome trace per rank to
     /// FILE.<rank>.json
     #[arg(long, value_name = "FILE")]
@@ -411,9 +368,6 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
     let mut trainer = Trainer::new(ctx, args, batches)?;
     if args.overhead {
         return overhead::run(ctx, args, &mut trainer);
-    }
-    if args.checks {
-        return checks::run(ctx, args, &mut trainer);
     }
     let mut profiler = Profiler::new(args.profile.as_deref(), ctx);
     let (mut first_began, mut first_step) = (Duration::ZERO, Duration::ZERO);

@@ -1,4 +1,4 @@
-//! clap's errors in our own words: one line, then the way out.
+//! Converts clap's errors to ours: one line, then the fix.
 
 use super::torchrun;
 use clap::error::{ContextKind, ContextValue, ErrorKind as ClapKind};
@@ -23,7 +23,7 @@ pub(super) fn explain(
         .map(clap::Command::get_name)
         .collect();
     let choices = choices.join(", ");
-    // What a word stands for after these commands.
+    // The meaning of the next word after these commands.
     let (no_such, kind) = match path.last().map(String::as_str) {
         Some("train") => ("no", "recipe"),
         Some("bench") => ("no", "benchmark"),
@@ -70,7 +70,7 @@ pub(super) fn explain(
                     best(error, ContextKind::SuggestedArg, &word),
                 ))
             } else {
-                Error::usage(format!("\"{word}\" is one word too many"))
+                Error::usage(format!("unexpected argument \"{word}\""))
             }
         }
         ClapKind::InvalidSubcommand => {
@@ -130,7 +130,7 @@ pub(super) fn explain(
     Some(ours.note("see", help))
 }
 
-/// An argument as people type it: clap writes `--epochs <N>` and `<PROGRAM>...`.
+/// The name of an argument: clap writes `--epochs <N>` and `<PROGRAM>...`.
 fn typed_name(shown: &str) -> String {
     let name = shown.split(' ').next().unwrap_or(shown);
     name.trim_matches(['<', '>', '.']).to_owned()
@@ -142,7 +142,7 @@ fn is_recipe(parser: &clap::Command, name: &str) -> bool {
     train.is_some_and(|train| train.find_subcommand(name).is_some())
 }
 
-/// Why `value` was not understood; the standard library says it to programmers.
+/// Why `value` is not valid; the standard library's errors are meant for programmers.
 fn plain(cause: &(dyn std::error::Error + 'static), value: &str) -> String {
     if let Some(whole) = cause.downcast_ref::<std::num::ParseIntError>() {
         use std::num::IntErrorKind as K;

@@ -1,4 +1,4 @@
-//! The command line: what can be typed, and which room it leads to.
+//! The command line: its commands, and the module that runs each.
 
 mod explain;
 mod normalise;
@@ -13,7 +13,6 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use crate::error::Result;
 use crate::{bench, compare, download, export, inspect, launch, new, plan, predict, recipes};
 use normalise::{Flag, normalise};
-use phalanx_launch::tell;
 use phalanx_launch::words::taking_negative_numbers;
 
 /// Distributed data-parallel training.
@@ -31,7 +30,7 @@ struct Cli {
     command: Command,
 }
 
-/// The commands of the stable contract, and three for our own processes.
+/// The commands.
 #[derive(Subcommand, Debug)]
 enum Command {
     /// Train a model on N ranks.
@@ -60,12 +59,6 @@ enum Command {
     Inspect(inspect::InspectArgs),
     /// Create a job token, the secret that the launchers of one job share.
     Token(TokenCli),
-    /// What a launcher starts as: binds the rank's life to it, then becomes PROGRAM.
-    #[command(hide = true)]
-    ExecRank(launch::ShimCli),
-    /// Ends the ranks of a launcher that was killed.
-    #[command(hide = true)]
-    Guard,
 }
 
 /// `phalanx token`.
@@ -76,30 +69,15 @@ struct TokenCli {
     out: PathBuf,
 }
 
-/// Parses the process's command line, does what it says, and gives the
-/// exit code. Everything that goes wrong has been printed.
+/// Parses the process's command line, runs the command, and returns the exit code. Errors have
+/// been printed.
 pub(crate) fn main() -> ExitCode {
-    match parse(std::env::args_os()) {
-        Ok(Some(cli)) => match run(cli.command) {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(error) => {
-                tell(&error);
-                ExitCode::from(error.exit_code())
-            }
-        },
-        Ok(None) => ExitCode::SUCCESS,
-        Err(error) => {
-            tell(&error);
-            ExitCode::from(error.exit_code())
-        }
-    }
+    let parsed = parse(std::env::args_os());
+    launch::exit_code(parsed.and_then(|cli| cli.map_or(Ok(()), |cli| run(cli.command))))
 }
 
 fn run(command: Command) -> Result<()> {
-    // Processes of our own are started by one that has said it.
-    if !matches!(command, Command::ExecRank(_) | Command::Guard) {
-        launch::log::warn_of_nonsense();
-    }
+    launch::log::warn_of_nonsense();
     match command {
         Command::Train(args) => recipes::run(*args),
         Command::New(args) => new::run(&args),
@@ -112,8 +90,6 @@ fn run(command: Command) -> Result<()> {
         Command::Download(args) => download::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Token(cli) => launch::write_token(&cli.out),
-        Command::ExecRank(cli) => launch::exec_rank(&cli),
-        Command::Guard => launch::guard(),
     }
 }
 
@@ -124,7 +100,7 @@ pub(crate) fn parse_only<'a>(words: impl Iterator<Item = &'a str>) {
     let _ = parse(std::iter::once("phalanx".into()).chain(words));
 }
 
-/// What `words` mean after `phalanx train`. `Ok(None)`: help was asked for and printed.
+/// Parses `words` as arguments of `phalanx train`. `Ok(None)`: help was asked for and printed.
 pub(crate) fn parse_training(words: &[OsString]) -> Result<Option<Box<recipes::TrainArgs>>> {
     let typed = ["phalanx".into(), "train".into()].into_iter();
     Ok(match parse(typed.chain(words.iter().cloned()))? {
@@ -140,7 +116,7 @@ fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Option<Cli>> {
     let mut parser = taking_negative_numbers(Cli::command());
     parser.build();
     let mut args = args.into_iter();
-    // Whatever the file is called: messages name the program alike.
+    // Messages call the program phalanx, whatever its file is called.
     args.next();
     let name = OsString::from("phalanx");
     let args = normalise(args, |flag| launch_flag(&parser, flag));

@@ -1,4 +1,4 @@
-//! The command line as typed, made regular before clap sees it.
+//! Normalizes the command line for clap.
 //!
 //! Flags may be written with dashes or underscores (`--nproc_per_node`, as
 //! torchrun's users do). For `launch` the program's own arguments begin at
@@ -9,7 +9,7 @@ use std::ffi::OsString;
 
 use phalanx_launch::words::dashed;
 
-/// What is known about one flag of `launch`.
+/// The kind of a flag of `launch`.
 pub(super) enum Flag {
     /// Takes the next word as its value (unless written `--flag=value`).
     TakesValue,

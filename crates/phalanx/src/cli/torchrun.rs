@@ -1,6 +1,6 @@
 //! torchrun's flags that `phalanx launch` does not have, and what to do instead.
 
-/// What to do instead of `word`, if it is such a flag as clap names it (`--run-path`, `-m`).
+/// What to do instead of `word`, if it is such a flag (`--run-path`, `-m`).
 pub(super) fn instead_of(word: &str) -> Option<&'static str> {
     let name = word.split('=').next().unwrap_or(word);
     Some(match name {

@@ -1,4 +1,4 @@
-//! Getting one file over HTTP: resumed where it broke off, tried again, checked.
+//! Downloads one file over HTTP: resumed, retried, checked.
 
 use std::fs::File as OsFile;
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -17,14 +17,14 @@ use super::sets::File;
 use super::sum;
 use crate::error::{Error, ErrorKind, Result};
 
-/// Limits of time; tests have shorter ones.
+/// Timeouts and retries; tests use shorter ones.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Patience {
-    /// To connect, and for every piece of an answer.
+    /// Timeout for connecting and for each read.
     pub(super) silence: Duration,
-    /// Failures in a row, without a byte in between, after which a source is given up.
+    /// Failures in a row, without a byte received, after which a source is given up.
     pub(super) attempts: u32,
-    /// Before the first new attempt; doubled each time.
+    /// Pause before the first retry; doubled each time.
     pub(super) pause: Duration,
 }
 
@@ -39,24 +39,24 @@ impl Default for Patience {
 }
 
 impl Patience {
-    /// Without a byte from another process that downloads the same file; it may try all sources
-    /// before it gives up.
+    /// How long to wait for another process that downloads the same file without writing a byte:
+    /// it may try all sources before it gives up.
     fn others(&self) -> Duration {
         10 * self.silence
     }
 }
 
-/// How often another process is looked after.
+/// How often to check whether another process goes on.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// The file of root certificates to trust instead of the usual ones, as OpenSSL's
-/// and curl's users know it.
+/// The variable with a file of root certificates to trust instead of the built-in ones, as for
+/// OpenSSL and curl.
 const ROOTS: &str = "SSL_CERT_FILE";
 
-/// More bytes than any file of root certificates; the usual ones have 230 kB.
+/// Limit for a file of root certificates; the usual ones have 230 kB.
 const MAX_ROOTS_BYTES: u64 = 64 << 20;
 
-/// A client that waits no longer than that, for addresses of which one `needs_tls`.
+/// An HTTP client with these timeouts; with TLS if an address `needs_tls`.
 ///
 /// # Errors
 ///
@@ -102,8 +102,8 @@ fn roots(path: &Path) -> Result<RootCerts> {
     Ok(RootCerts::Specific(Arc::new(certificates)))
 }
 
-/// Whether this processor has the instructions that the TLS library takes for
-/// granted (x86-64 since 2014; ARM with AES).
+/// Whether this processor has the instructions that the TLS library needs (x86-64 since
+/// 2014; ARM with AES).
 fn has_tls() -> bool {
     #[cfg(target_arch = "x86_64")]
     let has = std::arch::is_x86_feature_detected!("aes")
@@ -120,38 +120,38 @@ fn has_tls() -> bool {
 
 /// Why an attempt failed.
 enum Failure {
-    /// Worth trying again.
+    /// Temporary: try again.
     Passing(String),
-    /// This source does not have it.
+    /// This source cannot provide the file.
     Final(String),
-    /// It is not the network.
+    /// An error of this host, not of the source.
     Here(Error),
 }
 
-/// What became of a file.
+/// Outcome of [`fetch`].
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Got {
-    /// It came from there.
+    /// Downloaded from this URL.
     From(String),
     /// It was there already.
     Already,
 }
 
-/// The half-finished file beside its place, which one process has at a time.
+/// The partial file beside the target, locked by one process at a time.
 struct Part {
     file: OsFile,
     path: PathBuf,
 }
 
 impl Part {
-    /// Opens it, and waits for another process that is at it, as long as that one goes on.
+    /// Opens and locks it; waits for another process that has it, as long as that one makes progress.
     fn open(dir: &Dir, target: &str, patience: Patience, meter: &mut Meter) -> Result<Part> {
         let name = part_of(target);
         let path = dir.path().join(&name);
         loop {
             let file = dir.open_private(&name)?;
             let (mut since, mut len, mut told) = (Instant::now(), None, false);
-            // It may have been finished and renamed while we waited, or taken away.
+            // While we waited it may have been finished and renamed, or removed.
             let is_there = |file: &OsFile| dir.is_at(file, &name);
             while !try_lock(&file) && is_there(&file) {
                 let now = file.metadata().map(|about| about.len()).ok();
@@ -268,7 +268,7 @@ pub(super) fn fetch(
     Err(error.note(
         "perhaps",
         format!(
-            "this machine has no way out (https_proxy is heeded); or get {} elsewhere and put it into {}",
+            "this machine has no way out (https_proxy is respected); or get {} elsewhere and put it into {}",
             file.name,
             dir.path().display()
         ),
@@ -318,12 +318,12 @@ fn from(
                 Ok(Some(_)) if goes_on => {
                     goes_on = false;
                     part.cut(0)?;
-                    "what was there before is no part of it".to_owned()
+                    "the partial file has other content".to_owned()
                 }
                 Ok(Some(has)) => {
                     part.cut(0)?;
                     return Err(Failure::Final(format!(
-                        "it sent another file ({has}, expected {})",
+                        "wrong checksum ({has}, expected {})",
                         file.sum.shown()
                     )));
                 }
@@ -332,7 +332,7 @@ fn from(
             Err(Failure::Passing(reason)) => reason,
             Err(failure) => return Err(failure),
         };
-        // Who sends a little each time gets as many attempts as it takes.
+        // A source that makes progress gets as many attempts as it takes.
         if part.len()? > before {
             (failures, pause) = (0, patience.pause);
         } else {
@@ -347,7 +347,7 @@ fn from(
     }
 }
 
-/// One request: what is missing of the file.
+/// Requests the missing part of the file.
 fn attempt(
     agent: &Agent,
     url: &str,
@@ -371,15 +371,17 @@ fn attempt(
                 _ => {
                     part.cut(0)?;
                     return Err(Failure::Passing(
-                        "it sent another part than asked for".into(),
+                        "it sent another range than requested".into(),
                     ));
                 }
             }
         }
-        // More than there is: what we have is not the beginning of this file.
+        // Our partial file is longer than the source's file.
         StatusCode::RANGE_NOT_SATISFIABLE if have > 0 => {
             part.cut(0)?;
-            return Err(Failure::Passing("it has less than we got before".into()));
+            return Err(Failure::Passing(
+                "its file is shorter than the partial file".into(),
+            ));
         }
         status if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS => {
             return Err(Failure::Passing(format!("HTTP status {status}")));
@@ -388,7 +390,7 @@ fn attempt(
     };
     part.cut(start)?;
     meter.at(start);
-    // A source that does not know when to stop must not fill the disk.
+    // A source that sends without end must not fill the disk.
     let most = 2 * file.bytes + (1 << 20);
     let mut body = answer
         .into_body()
@@ -435,13 +437,13 @@ fn range_start(range: &str) -> Option<u64> {
 fn failure(e: &ureq::Error) -> Failure {
     match e {
         ureq::Error::BadUri(_) | ureq::Error::Http(_) => Failure::Final(e.to_string()),
-        ureq::Error::TooManyRedirects => Failure::Final("it redirects without end".to_owned()),
-        // What TLS does not accept, it will not accept the next time.
+        ureq::Error::TooManyRedirects => Failure::Final("too many redirects".to_owned()),
+        // A TLS error would be the same the next time.
         ureq::Error::Io(e) if e.kind() == std::io::ErrorKind::InvalidData => Failure::Final(
             format!("{e} ({ROOTS} may name a file of further root certificates)"),
         ),
         ureq::Error::Io(e) => Failure::Passing(e.to_string()),
-        ureq::Error::HostNotFound => Failure::Passing("its name is not known here".to_owned()),
+        ureq::Error::HostNotFound => Failure::Passing("host not found".to_owned()),
         _ => Failure::Passing(e.to_string()),
     }
 }

@@ -1,4 +1,4 @@
-//! How far a download has come: a bar on a terminal, lines elsewhere.
+//! Progress of a download: a bar on a terminal, lines elsewhere.
 
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
@@ -7,10 +7,10 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::say;
 
-/// Between two lines where there is no terminal.
+/// Time between two lines without a terminal.
 const LINE_EVERY: Duration = Duration::from_secs(10);
 
-/// Shows one file; on stderr, and nothing here can fail.
+/// Shows the progress of one file on standard error; never fails.
 pub(super) struct Meter {
     name: String,
     bytes: u64,
@@ -20,7 +20,7 @@ pub(super) struct Meter {
 }
 
 impl Meter {
-    /// Of the file `name`, which should have `bytes`.
+    /// For the file `name` of `bytes` bytes.
     pub(super) fn new(name: &str, bytes: u64) -> Meter {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(Some(bytes), ProgressDrawTarget::stderr());
@@ -54,7 +54,7 @@ impl Meter {
         }
     }
 
-    /// That many bytes are there.
+    /// Shows that `bytes` bytes have arrived.
     pub(super) fn at(&mut self, bytes: u64) {
         if let Some(bar) = &self.bar {
             bar.set_position(bytes);
@@ -65,12 +65,11 @@ impl Meter {
         }
     }
 
-    /// Says something meanwhile.
+    /// Prints a line without disturbing the bar.
     pub(super) fn note(&mut self, text: &str) {
-        let text = text.to_owned();
         match &self.bar {
-            Some(bar) => bar.suspend(|| self.line(&text)),
-            None => self.line(&text),
+            Some(bar) => bar.suspend(|| self.line(text)),
+            None => self.line(text),
         }
     }
 

@@ -3,9 +3,9 @@
 //! | file | does |
 //! |---|---|
 //! | `sets` | names, addresses, sizes, published sums |
-//! | `fetch` | one file: resume, try again, check, rename |
-//! | `sum` | whether a file is the published one |
-//! | `meter` | how far it is |
+//! | `fetch` | one file: resume, retry, check, rename |
+//! | `sum` | checksums |
+//! | `meter` | progress |
 
 mod fetch;
 mod meter;
@@ -30,9 +30,9 @@ use sets::{DataSet, SETS};
     phalanx download mnist                     into data/mnist\n  \
     phalanx download cifar10 --to /datasets    into /datasets\n  \
     phalanx download mnist cifar10             into data/mnist and data/cifar10\n\n\
-    A download that broke off goes on where it was. Files appear when they are whole and\n\
-    have the sum that their authors published. The proxy of https_proxy and\n\
-    the root certificates of SSL_CERT_FILE are heeded.")]
+    An interrupted download resumes. A file appears under its name only when it is complete and\n\
+    has the checksum that its authors published. https_proxy and SSL_CERT_FILE (root\n\
+    certificates) are respected.")]
 pub(crate) struct DownloadArgs {
     /// Data sets to download: mnist, fashion-mnist, cifar10.
     #[arg(value_name = "SET", required = true)]
@@ -50,7 +50,7 @@ pub(crate) struct DownloadArgs {
     folder: FolderArgs,
 }
 
-/// Downloads what was asked for.
+/// Runs `phalanx download`.
 pub(crate) fn run(args: &DownloadArgs) -> Result<()> {
     let sets: Vec<&DataSet> = args.sets.iter().map(|n| named(n)).collect::<Result<_>>()?;
     let patience = Patience::default();
@@ -66,7 +66,7 @@ pub(crate) fn run(args: &DownloadArgs) -> Result<()> {
         let mut made = RunDir::given(folder.clone());
         let dir = made.make(args.folder)?;
         let sources = sources(set, args.from.as_deref());
-        // A mirror without it may still redirect to one with it.
+        // A mirror without TLS may redirect to one with it.
         let agent = fetch::agent(patience, true)?;
         say::print(&format!(
             "{}: {} ({:.1} MB)\n",
@@ -87,8 +87,8 @@ pub(crate) fn run(args: &DownloadArgs) -> Result<()> {
     Ok(())
 }
 
-/// Sees to it that all files of the set `name` are in `folder`, from their
-/// authors or from `mirror`, and shows on standard error how far it is.
+/// Downloads those files of the set `name` that are not in `folder` yet, from their
+/// authors or from `mirror`, with the progress on standard error.
 ///
 /// # Errors
 ///
@@ -132,11 +132,11 @@ fn sources(set: &DataSet, mirror: Option<&str>) -> Vec<String> {
     }
 }
 
-/// A usage error unless `url`, the value of `flag`, is an address on the web.
+/// Checks that `url`, the value of `flag`, is an http or https URL.
 ///
 /// # Errors
 ///
-/// That.
+/// Usage, when it is not.
 pub(crate) fn check_mirror(flag: &str, url: &str) -> Result<()> {
     let parsed = url.parse::<Uri>().ok();
     let scheme = parsed.as_ref().and_then(Uri::scheme_str);

@@ -1,11 +1,10 @@
-//! The data sets: their files, where they are published, and how to know that
-//! what came is what the authors published.
+//! The data sets: their files, sources and published checksums.
 
-/// A published sum of a file's bytes, in lower-case hexadecimal.
+/// A published checksum of a file, in lower-case hexadecimal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sum {
     Sha256(&'static str),
-    /// Where nothing better is published: against accidents, not attacks.
+    /// Where the authors publish no better one: it detects accidents, not attacks.
     Md5(&'static str),
 }
 
@@ -20,14 +19,14 @@ pub(super) struct File {
 /// One data set.
 #[derive(Debug)]
 pub(super) struct DataSet {
-    /// As it is typed.
+    /// Its name on the command line.
     pub(super) name: &'static str,
-    /// As it is called.
+    /// Its full name.
     pub(super) title: &'static str,
     pub(super) files: &'static [File],
-    /// Folders that hold all files, tried in this order.
+    /// URLs of folders with all files, tried in this order.
     pub(super) sources: &'static [&'static str],
-    /// What can be done with it.
+    /// The command that trains on it.
     pub(super) next: &'static str,
 }
 

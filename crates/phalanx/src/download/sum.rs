@@ -1,4 +1,4 @@
-//! Whether a file is the published one.
+//! Checksums of files.
 
 use std::io::{BufReader, Read};
 use std::path::Path;
@@ -10,26 +10,29 @@ use sha2::{Digest, Sha256};
 use super::sets::Sum;
 
 impl Sum {
-    /// What it is called, and its digits.
+    /// Its name and its digits, for messages.
     pub(super) fn shown(self) -> String {
         match self {
-            Sum::Sha256(digits) => format!("SHA-256 {}…", &digits[..16.min(digits.len())]),
-            Sum::Md5(digits) => format!("MD5 {digits}"),
+            Sum::Sha256(digits) => show("SHA-256", digits),
+            Sum::Md5(digits) => show("MD5", digits),
         }
     }
 }
 
-/// `Ok(None)` if the file at `path` has that sum, else the sum that it has.
+fn show(name: &str, digits: &str) -> String {
+    match digits.get(..16) {
+        Some(start) if digits.len() > 32 => format!("{name} {start}…"),
+        _ => format!("{name} {digits}"),
+    }
+}
+
+/// `Ok(None)` if the file at `path` has this checksum, else the one that it has.
 pub(super) fn differs(path: &Path, sum: Sum) -> std::io::Result<Option<String>> {
     let (digits, wanted, name) = match sum {
         Sum::Sha256(wanted) => (digest::<Sha256>(path)?, wanted, "SHA-256"),
         Sum::Md5(wanted) => (digest::<Md5>(path)?, wanted, "MD5"),
     };
-    let shown = match name {
-        "MD5" => format!("{name} {digits}"),
-        _ => format!("{name} {}…", &digits[..16]),
-    };
-    Ok((digits != wanted).then_some(shown))
+    Ok((digits != wanted).then(|| show(name, &digits)))
 }
 
 fn digest<D: Digest>(path: &Path) -> std::io::Result<String> {

@@ -1,18 +1,16 @@
-//! `phalanx plan`: which plan each operation gets, what it should take, and how
-//! large buckets should be, from measured constants or given ones.
+//! `phalanx plan`: the algorithm and predicted time of each collective, and the best
+//! bucket size, from measured or given constants.
 
 mod report;
-mod units;
 
 use phalanx_comm::plan::Hosts;
 use phalanx_comm::{Costs, Rules, Selector};
 
-use crate::bench::ByteSize;
 use crate::error::{Error, Result};
 use crate::launch;
 use crate::say;
+use crate::units::{ByteSize, Delay, Rate};
 use phalanx_launch::{RankArgs, Speakers};
-use units::{Delay, Rate};
 
 /// Arguments of `phalanx plan`.
 #[derive(Debug, clap::Args)]
@@ -27,7 +25,7 @@ pub struct PlanArgs {
     /// World size [default: --nnodes times --nproc-per-node]
     #[arg(long, value_name = "N")]
     pub world: Option<usize>,
-    /// Hosts
+    /// Number of hosts
     #[arg(long, value_name = "H", default_value_t = 1)]
     pub nnodes: usize,
     /// Ranks on each host [default: 1, or --world divided by --nnodes]
@@ -47,7 +45,7 @@ pub struct PlanArgs {
     /// Latency of a small message between hosts
     #[arg(long, default_value = "30us", value_name = "TIME")]
     pub delay: Delay,
-    /// One JSON object instead of text
+    /// Print one JSON object instead of text
     #[arg(long)]
     pub json: bool,
 }
@@ -86,7 +84,7 @@ pub fn run(args: &PlanArgs) -> Result<()> {
     })
 }
 
-/// Ranks per host, the first hosts getting one more where it does not come out even.
+/// Ranks per host; if they do not divide evenly, the first hosts have one more.
 fn hosts(args: &PlanArgs) -> Result<Hosts> {
     crate::error::check_count("--nnodes", args.nnodes, MAX_RANKS)?;
     let each = args.nproc_per_node.unwrap_or(1);

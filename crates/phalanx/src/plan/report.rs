@@ -5,8 +5,8 @@ use phalanx_comm::plan::{Collective, Method};
 use phalanx_comm::{DType, Selector};
 use serde_json::{Value, json};
 
-use crate::bench::ByteSize;
 use crate::format;
+use crate::units::ByteSize;
 
 /// Operations of the table.
 const OPERATIONS: [Collective; 6] = [

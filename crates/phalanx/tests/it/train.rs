@@ -90,7 +90,7 @@ fn start_endless(
 }
 
 /// Requires that every process of the run ends soon after `since`.
-/// (`tests/random_faults.py` holds us to the two seconds that are promised.)
+/// (`tools/ci/random_faults.py` holds us to the two seconds that are promised.)
 fn all_gone(marker: &str, since: Instant) {
     while !marked(marker).is_empty() {
         assert!(

@@ -12,7 +12,7 @@ use super::options::set_recv_low_water;
 use crate::{Error, Result};
 
 /// Most bytes that come before who waits for them is woken: a frame of usual size, which is handled as a whole
-/// anyway. Of 128 KiB, 512 KiB and none, this one left most of the core to compute (benches/runs/2026-11-21-overlap-why).
+/// anyway. Of 128 KiB, 512 KiB and none, this one left most of the core to compute (tools/runs/2026-11-21-overlap-why).
 const BATCH_BYTES: usize = 512 << 10;
 
 /// A peer behind a socket.

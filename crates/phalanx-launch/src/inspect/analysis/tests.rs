@@ -143,7 +143,7 @@ fn missing_and_old_dumps_are_named() {
          ranks 1 and 3 left no dumps"
     );
     assert_eq!(story.missing, [1, 3]);
-    assert_eq!(story.notes, ["left aside: rank 3 of an earlier generation"]);
+    assert_eq!(story.notes, ["ignored: rank 3 of an earlier generation"]);
     // Without the late rank's own dump it is at least named.
     let story = tell(&[
         dump(0, 811, Some(812)),

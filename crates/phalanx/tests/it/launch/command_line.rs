@@ -41,7 +41,7 @@ fn unknown_words_are_usage_errors_with_a_suggestion() {
         (&["launch", "--nnodes", "1:4", "sh"], "elastic"),
         (
             &["launch", "--nnodes", "2", "sh"],
-            "which of the 2 nodes is this?",
+            "--nnodes 2 requires --node-rank, the number of this node",
         ),
         (
             &["launch", "no-such-program-here"],

@@ -123,7 +123,7 @@ impl Family {
     }
 
     /// Asserts that nobody is left, now or soon. (Two seconds are promised,
-    /// which `tests/random_faults.py` holds us to; a machine that runs many
+    /// which `tools/ci/random_faults.py` holds us to; a machine that runs many
     /// tests at once does not.)
     pub fn assert_gone_soon(&self) {
         let until = Instant::now() + SOON;

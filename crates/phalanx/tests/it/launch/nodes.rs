@@ -406,7 +406,7 @@ fn what_keeps_nodes_apart_is_said_on_both_sides() {
         lines.any(|l| l.starts_with("waiting for node 1, 2 of 3: ") && l.contains(refused));
     assert!(is_said, "{a:#?}");
     assert!(a.last_error().contains(refused), "{a:#?}");
-    assert!(b.last_error().contains("its token is not ours"), "{b:#?}");
+    assert!(b.last_error().contains("it has another token"), "{b:#?}");
     let waiting =
         format!("waiting for the launcher of node 0 at 127.0.0.1:{elsewhere}: connecting");
     assert!(c.err.contains(&waiting), "{c:#?}");
@@ -531,7 +531,7 @@ fn a_node_that_never_comes_is_named_within_the_deadline() {
     assert_eq!(a.code(), 4, "{a:#?}");
     assert!(
         a.last_error()
-            .starts_with("error: node 2 of 3 did not come within "),
+            .starts_with("error: node 2 of 3 did not join within "),
         "{a:#?}"
     );
     // The other one does not wait its own 60 s.

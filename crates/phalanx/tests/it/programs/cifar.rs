@@ -361,11 +361,11 @@ fn mistakes_are_named_before_any_rank_starts() {
                 "--world-size",
                 "2",
             ],
-            &["same --init-method tcp://HOST:PORT"],
+            &["--world-size 2 requires --init-method tcp://HOST:PORT, the same for all ranks"],
         ),
         (
             &["train", "resnet18", "--data", "synthetic", "--rank", "1"],
-            &["--rank 1 does not exist among --world-size 1"],
+            &["--rank 1 is not below --world-size 1"],
         ),
         (
             &[
@@ -378,11 +378,11 @@ fn mistakes_are_named_before_any_rank_starts() {
                 "--rank",
                 "0",
             ],
-            &["--init-method tcp://127.0.0.1:9", "with --world-size N"],
+            &["--init-method tcp://127.0.0.1:9 requires --world-size N"],
         ),
         (
             &["train", "resnet18", "--data", "synthetic", "--rank", "0"],
-            &["--rank 0 is for one of several", "with --world-size N"],
+            &["--rank 0 requires --world-size N"],
         ),
         (
             &[

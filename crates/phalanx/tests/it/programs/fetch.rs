@@ -349,7 +349,7 @@ fn another_file_than_the_published_one_is_refused_by_its_sum() {
     ] {
         let (code, _, err) = run(&args, dir.path());
         assert_eq!(code, 1, "{err}");
-        for part in [name, "it sent another file (", sum] {
+        for part in [name, "wrong checksum (", sum] {
             assert!(err.contains(part), "no {part:?} in {err}");
         }
         assert!(!dir.path().join("new").exists(), "nothing is kept");

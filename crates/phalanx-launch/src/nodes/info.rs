@@ -1,0 +1,106 @@
+//! What each node publishes when it joins, and what must be equal on all.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// What a node publishes when it joins.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodeInfo {
+    /// How many nodes it expects.
+    pub nodes: usize,
+    /// Ranks that it starts.
+    pub local_ranks: usize,
+    /// The job's name.
+    pub run_id: String,
+    /// Host name.
+    pub host: String,
+    /// The launcher's process id.
+    pub pid: u32,
+    /// On node 0, a free port for rank 0 (`MASTER_PORT`).
+    pub master_port: Option<u16>,
+    /// Our version: launchers of different builds do not mix.
+    pub version: String,
+}
+
+/// Two nodes must agree about the world before anything starts.
+pub(super) fn compare(mine: &NodeInfo, me: usize, theirs: &NodeInfo, key: &str) -> Result<()> {
+    let node = key.rsplit('/').next().unwrap_or("?");
+    let differ =
+        |what: &str, their: &dyn std::fmt::Display, my: &dyn std::fmt::Display| {
+            Err(Error::usage(format!(
+            "node {node} (host {}) was started with {what} {their}, node {me} (host {}) with {my}",
+            theirs.host, mine.host
+        ))
+        .note("fix", "give all launchers of the job the same flags, apart from --node-rank"))
+        };
+    if theirs.nodes != mine.nodes {
+        return differ("--nnodes", &theirs.nodes, &mine.nodes);
+    }
+    if theirs.run_id != mine.run_id {
+        return differ("--rdzv-id", &theirs.run_id, &mine.run_id);
+    }
+    if theirs.version != mine.version {
+        return differ("phalanx", &theirs.version, &mine.version);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn info() -> NodeInfo {
+        NodeInfo {
+            nodes: 2,
+            local_ranks: 2,
+            run_id: "none".into(),
+            host: "a".into(),
+            pid: 1,
+            master_port: None,
+            version: "0.1.0".into(),
+        }
+    }
+
+    #[test]
+    fn cards_must_agree() {
+        let mine = info();
+        assert!(
+            compare(
+                &mine,
+                0,
+                &NodeInfo {
+                    local_ranks: 7,
+                    ..info()
+                },
+                "launch/node/1"
+            )
+            .is_ok()
+        );
+        for (theirs, want) in [
+            (NodeInfo { nodes: 3, ..info() }, "--nnodes 3"),
+            (
+                NodeInfo {
+                    run_id: "x".into(),
+                    ..info()
+                },
+                "--rdzv-id x",
+            ),
+            (
+                NodeInfo {
+                    version: "9".into(),
+                    ..info()
+                },
+                "phalanx 9",
+            ),
+        ] {
+            let error = compare(&mine, 0, &theirs, "launch/node/1").unwrap_err();
+            assert!(error.chain().contains(want), "{}", error.chain());
+            assert!(
+                error.chain().starts_with("node 1 (host a)"),
+                "{}",
+                error.chain()
+            );
+        }
+    }
+}

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# The fold kernels' tests for 64-bit ARM, under qemu. Needs the Rust target
+# aarch64-unknown-linux-gnu and the Debian packages gcc-aarch64-linux-gnu,
+# libc6-dev-arm64-cross and qemu-user-static; says so and succeeds without them.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+target=aarch64-unknown-linux-gnu
+if ! command -v aarch64-linux-gnu-gcc >/dev/null || ! command -v qemu-aarch64-static >/dev/null ||
+    ! rustup target list --installed 2>/dev/null | grep -qx "$target"; then
+    echo "skipped: needs $target, aarch64-linux-gnu-gcc and qemu-aarch64-static"
+    exit 0
+fi
+export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
+export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER=qemu-aarch64-static
+export QEMU_LD_PREFIX=/usr/aarch64-linux-gnu
+cargo test --locked --target "$target" -p phalanx-comm --lib -- kernel::
