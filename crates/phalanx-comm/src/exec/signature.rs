@@ -69,7 +69,7 @@ impl Signature {
         header.count = self.count as u64;
         header.flags = self.lengths;
         header.seq = self.seq;
-        header.epoch = epoch;
+        header.generation = epoch;
         header.group = group;
         header
     }
@@ -250,7 +250,7 @@ mod tests {
         let header = mine.header(3, 9);
         assert_eq!(Theirs(&header).to_string(), mine.to_string());
         assert!(mine.matches(&header));
-        assert_eq!((header.epoch, header.group), (3, 9));
+        assert_eq!((header.generation, header.group), (3, 9));
     }
 
     #[test]
