@@ -51,7 +51,7 @@ impl TensorsFile {
         let header_bytes = u64::from_le_bytes(start);
         if header_bytes > MAX_HEADER_BYTES {
             return Err(wrong(format!(
-                "its header length at byte 0 is {header_bytes}, the maximum is {MAX_HEADER_BYTES}; it has another format"
+                "its header length at byte 0 is {header_bytes}, expected at most {MAX_HEADER_BYTES}; it has another format"
             )));
         }
         let data_at = header_bytes + 8;

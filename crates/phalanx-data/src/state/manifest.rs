@@ -110,8 +110,7 @@ impl Manifest {
         match found {
             Some(found) if found == *saved => Ok(manifest),
             _ => Err(
-                "it was damaged or edited: the SHA-256 of its text differs from the one in it"
-                    .into(),
+                "it was damaged or edited: its text does not have the SHA-256 that it says".into(),
             ),
         }
     }

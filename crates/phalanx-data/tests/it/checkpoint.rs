@@ -146,9 +146,9 @@ fn a_file_cut_anywhere_is_refused() {
     for keep in 0..whole.len() {
         let text = refused(&whole[..keep]);
         let expected = if keep < 8 {
-            format!("it has {keep} bytes; expected at byte 0 the length of its header in 8")
+            format!("it has only {keep} bytes; expected 8 bytes with the length of the header")
         } else if keep < header_end {
-            format!("its header should end at byte {header_end}, and it has {keep} bytes")
+            format!("its header should end at byte {header_end}, but it has {keep} bytes")
         } else {
             format!(
                 "it has {keep} bytes, but its header describes {}",

@@ -341,7 +341,7 @@ fn absurd_headers_allocate_nothing() {
 fn images_and_labels_must_belong_together() {
     let text = refused(&[(IMAGES, images(3)), (LABELS, labels(4))], ErrorKind::Data);
     assert!(
-        text.contains("holds 3 images") && text.contains("4 labels"),
+        text.contains("has 3 images") && text.contains("4 labels"),
         "{text}"
     );
     let mut wrong = labels(3);

@@ -42,7 +42,7 @@ fn pickles_that_do_something_else_are_refused() {
         (b"\x80\x01.", "protocol 1"),
         (b"\x80\x02N", "it ends early"),
         (b"\x80\x02N.N", "1 bytes follow its end"),
-        (b"\x80\x02NN.", "1 objects are left over"),
+        (b"\x80\x02NN.", "1 objects are left on the stack"),
         (b"\x80\x02(.", "a mark as an object"),
         (b"\x80\x02.", "an empty stack"),
         (b"\x80\x02t.", "a mark that is not on the stack"),
@@ -69,7 +69,7 @@ fn pickles_that_do_something_else_are_refused() {
         (
             b"\x80\x02(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x06tq\0Q\
               (X\x07\0\0\0storagectorch\nIntStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x06tQ.",
-            "6 elements of int32 here and 24 bytes of float32 before",
+            "6 elements of int32 here, but 24 bytes of float32 before",
         ),
     ] {
         let text = why(pickle);
@@ -195,7 +195,7 @@ fn directories_that_lie_are_refused() {
     assert!(
         read(&huge)
             .unwrap_err()
-            .contains("promises 2147483647 bytes")
+            .contains("announces 2147483647 bytes")
     );
     // A directory that counts one entry more, or less, than it has.
     for count in [1u8, 3] {
