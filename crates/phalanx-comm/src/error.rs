@@ -195,7 +195,7 @@ impl ErrorKind {
             | Store::Rejected(_) => ErrorKind::Usage,
             Store::Timeout | Store::NoAnswer => ErrorKind::Timeout,
             Store::PeerLost => ErrorKind::PeerLost,
-            Store::Stranger | Store::Protocol => ErrorKind::Protocol,
+            Store::WrongProtocol | Store::Protocol => ErrorKind::Protocol,
             Store::Io => ErrorKind::Io,
             _ => ErrorKind::Internal,
         }

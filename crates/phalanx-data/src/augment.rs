@@ -1,9 +1,7 @@
-//! Changed copies of training images: shifted, mirrored, with a hole.
+//! Augmentation of training images: random shifts, flips and cutout.
 //!
-//! What is done to a sample depends on (seed, epoch, sample) alone: it is the
-//! same on whatever rank, by whatever loader thread and in whatever batch the
-//! sample is read, and another in every epoch. Loader threads do it, ahead of
-//! the training step.
+//! The augmentation of a sample depends on (seed, epoch, sample) alone, not on the rank,
+//! the loader thread or the batch. Loader threads do it ahead of the training step.
 
 use std::sync::Arc;
 
@@ -12,43 +10,44 @@ use phalanx_nn::rng::philox::{philox4x32_10, unit_f32};
 use crate::dataset::check_read;
 use crate::{Error, ImageDataset, Result};
 
-/// Separates this use of Philox from others under the same seed.
+/// Separates these random numbers from others with the same seed.
 const STREAM: u32 = 0x6175_676d; // "augm"
 
-/// What is seen beyond an image's edge after a shift.
+/// Values of pixels that a shift moves in from outside the image.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Edge {
-    /// This number of each channel, of the first where there is but one; a black pixel as the data set scales it, for torchvision's
-    /// `RandomCrop(padding=N)`.
+    /// A constant for each channel (images of one channel use the first), for example a
+    /// black pixel after scaling, as torchvision's `RandomCrop(padding=N)`.
     Constant([f32; 3]),
-    /// The image mirrored at its edge, which is not repeated.
+    /// The image reflected at its edge, without repeating the edge
+    /// (`padding_mode="reflect"`).
     Reflected,
 }
 
-/// Who is mirrored.
+/// Horizontal flips.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flip {
-    /// Nobody.
+    /// No flips.
     Never,
-    /// Each sample in half of the epochs, at random.
+    /// Each sample at random, with probability 1/2 in each epoch.
     Random,
-    /// Each sample in every other epoch, half of them in the first: both
-    /// views come equally often (Jordan, "94% on CIFAR-10 in 3.29 seconds", 2024).
+    /// Each sample in every other epoch, half of the samples in the first (Jordan, "94% on
+    /// CIFAR-10 in 3.29 seconds", 2024).
     Alternating,
 }
 
-/// What is done to each training image.
+/// Settings of the augmentation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Augmentation {
-    /// Largest shift in pixels in each direction: a crop of the image after
-    /// padding by as many.
+    /// Maximum shift in pixels in each direction, as a random crop after padding by this
+    /// number of pixels.
     pub shift: usize,
-    /// What the shift uncovers.
+    /// Pixels from outside the image.
     pub edge: Edge,
-    /// Who is mirrored.
+    /// Horizontal flips.
     pub flip: Flip,
-    /// Side of a square of zeros (the mean, where images are normalised) at a
-    /// random place inside; 0 for none.
+    /// Side of a square of zeros at a random position (cutout); 0 for none. Zero is the
+    /// mean of normalized images.
     pub cutout: usize,
 }
 
@@ -64,7 +63,8 @@ impl Augmentation {
         }
     }
 
-    /// Of the CIFAR-10 speed records: 2 pixels, reflected, alternating flips.
+    /// As in the CIFAR-10 speed records: shifts of 2 pixels, reflected edges, alternating
+    /// flips.
     pub fn fast() -> Augmentation {
         Augmentation {
             shift: 2,
@@ -74,7 +74,7 @@ impl Augmentation {
         }
     }
 
-    /// What happens to `sample` in `epoch`.
+    /// Draws the augmentation of `sample` in `epoch`.
     fn decide(&self, seed: u64, epoch: u64, sample: u64, [h, w, _]: [usize; 3]) -> Decision {
         let key = [seed as u32, (seed >> 32) as u32];
         let block = |epoch: u64, which: u32| {
@@ -92,7 +92,7 @@ impl Augmentation {
         let flip = match self.flip {
             Flip::Never => false,
             Flip::Random => now[2] & 1 == 1,
-            // The first epoch's coin, turned over in every other one.
+            // Random in the first epoch, then alternating.
             Flip::Alternating => (u64::from(block(0, 1)[0]) + epoch) & 1 == 1,
         };
         let hole = block(epoch, 2);
@@ -106,18 +106,18 @@ impl Augmentation {
     }
 }
 
-/// What happens to one image.
+/// Augmentation of one image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Decision {
-    /// Rows by which the window moves down, pixels by which it moves right.
+    /// Shift of the window in rows down and pixels to the right.
     down: isize,
     right: isize,
     flip: bool,
-    /// Upper left corner of the hole.
+    /// Upper left corner of the cutout.
     hole: [usize; 2],
 }
 
-/// A data set whose images are changed as they are read.
+/// A data set whose images are augmented as they are read.
 pub struct Augmented {
     inner: Arc<dyn ImageDataset>,
     augmentation: Augmentation,
@@ -125,12 +125,12 @@ pub struct Augmented {
 }
 
 impl Augmented {
-    /// Changes the images of `inner`.
+    /// Augments the images of `inner`.
     ///
     /// # Errors
     ///
-    /// `Usage` when images have no channel or more than three, or are smaller
-    /// than shift or cutout need.
+    /// `Usage` unless images have one to three channels and are large enough for shift and
+    /// cutout.
     pub fn new(
         inner: Arc<dyn ImageDataset>,
         augmentation: Augmentation,
@@ -140,7 +140,7 @@ impl Augmented {
         let least = h.min(w);
         if !(1..=3).contains(&c) || augmentation.shift >= least || augmentation.cutout > least {
             return Err(Error::usage(format!(
-                "images of {h} x {w} x {c} cannot be shifted by {} with a hole of {}; one to three channels and larger sides are needed",
+                "images of {h} x {w} x {c} are too small for a shift of {} and a cutout of {}, or do not have one to three channels",
                 augmentation.shift, augmentation.cutout
             )));
         }
@@ -185,8 +185,7 @@ impl Augmented {
     }
 }
 
-/// Where position `at` of a line of `len` comes from: outside there is
-/// nothing, or the line mirrored.
+/// Source of position `at` in a line of `len`: outside it is `None`, or the line reflected.
 fn place(at: isize, len: usize, reflected: bool) -> Option<usize> {
     let last = len as isize - 1;
     let mirrored = if at < 0 { -at } else { at.min(2 * last - at) };
@@ -221,7 +220,7 @@ impl ImageDataset for Augmented {
         self.inner.classes()
     }
 
-    /// As in epoch 0.
+    /// Reads the sample with the augmentation of epoch 0.
     fn read(&self, index: usize, out: &mut [f32]) -> Result<u32> {
         self.read_in_epoch(index, 0, out)
     }

@@ -1,8 +1,8 @@
-//! What a data set offers to the loader.
+//! The traits of data sets.
 
 use crate::{Error, Result};
 
-/// A data set: samples that can be read in any order, several at a time, from several threads.
+/// A data set: samples that can be read in any order and from several threads.
 ///
 /// Implemented for every [`ImageDataset`], and for a `Vec` of samples, whose batches are `Vec`s
 /// of clones.
@@ -20,46 +20,46 @@ use crate::{Error, Result};
 ///         self.0.len() - 1
 ///     }
 ///
-///     fn read_batch(&self, _epoch: u64, indices: &[u64], (now, next): &mut Self::Batch) -> Result<()> {
-///         now.clear();
-///         next.clear();
+///     fn read_batch(&self, _epoch: u64, indices: &[u64], (inputs, targets): &mut Self::Batch) -> Result<()> {
+///         inputs.clear();
+///         targets.clear();
 ///         for &i in indices {
-///             now.push(u32::from(self.0[i as usize]));
-///             next.push(u32::from(self.0[i as usize + 1]));
+///             inputs.push(u32::from(self.0[i as usize]));
+///             targets.push(u32::from(self.0[i as usize + 1]));
 ///         }
 ///         Ok(())
 ///     }
 /// }
 /// ```
 pub trait Dataset: Send + Sync + 'static {
-    /// Several samples together, as the model takes them. A batch is filled again and again.
+    /// A batch of samples, as the model takes them. Its memory is reused for later batches.
     type Batch: Default + Send + 'static;
 
     /// Number of samples.
     fn len(&self) -> usize;
 
-    /// Whether there is no sample.
+    /// Whether there are no samples.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Replaces what `batch` holds by the samples with the numbers `indices`, in this order.
-    /// `epoch` counts from 0: augmentation may differ from epoch to epoch, but must depend on
-    /// nothing else than `epoch` and the sample's number.
+    /// Fills `batch` with the samples `indices`, in this order, replacing its content.
+    /// `epoch` counts from 0; augmentation may depend only on `epoch` and the sample's
+    /// index.
     ///
     /// # Errors
     ///
-    /// A sample that cannot be read.
+    /// An error if a sample cannot be read.
     fn read_batch(&self, epoch: u64, indices: &[u64], batch: &mut Self::Batch) -> Result<()>;
 
-    /// What it is, for a person: `MNIST`.
+    /// Name of the data set in output, for example `MNIST`.
     fn describe(&self) -> String {
         "own data".to_owned()
     }
 
-    /// A text that tells its content apart from other data. Ranks compare it when they start,
-    /// and a resumed training with the one that was saved. Where data is, and how it is stored,
-    /// does not belong there.
+    /// A text that identifies the content, for example a hash. Ranks compare it when they
+    /// start, and a resumed training compares it with the checkpoint's. It must not contain
+    /// the location or format of the data.
     fn content(&self) -> String {
         format!("{}, {} samples", self.describe(), self.len())
     }
@@ -83,12 +83,12 @@ impl<T: Clone + Send + Sync + 'static> Dataset for Vec<T> {
     }
 }
 
-/// Labelled images, one after the other.
+/// A batch of labelled images.
 #[derive(Clone, Debug, Default)]
 pub struct ImageBatch {
-    /// Sample, height, width, channels.
+    /// Pixels in the order sample, height, width, channels.
     pub images: Vec<f32>,
-    /// One label an image.
+    /// One label for each image.
     pub labels: Vec<u32>,
     /// Height, width and channels of each image.
     pub image_shape: [usize; 3],
@@ -100,7 +100,7 @@ impl ImageBatch {
         self.labels.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are no images.
     pub fn is_empty(&self) -> bool {
         self.labels.is_empty()
     }
@@ -123,7 +123,7 @@ impl<T: ImageDataset + ?Sized + 'static> Dataset for T {
         batch.image_shape = self.image_shape();
         let elems = batch.image_shape.iter().product::<usize>();
         batch.labels.clear();
-        // Every element is overwritten below: no need to clear first.
+        // Not cleared first: every element is overwritten below.
         batch.images.resize(indices.len() * elems, 0.0);
         let images = batch.images.chunks_exact_mut(elems.max(1));
         for (&index, image) in indices.iter().zip(images) {
@@ -144,13 +144,13 @@ impl<T: ImageDataset + ?Sized + 'static> Dataset for T {
 
 /// Labelled images that can be read in any order from several threads.
 pub trait ImageDataset: Send + Sync {
-    /// What a person calls it, e.g. `MNIST`.
+    /// Name of the data set in output, for example `MNIST`.
     fn name(&self) -> &str;
 
     /// Number of samples.
     fn len(&self) -> usize;
 
-    /// Whether there is no sample.
+    /// Whether there are no samples.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -166,17 +166,17 @@ pub trait ImageDataset: Send + Sync {
         format!("{}, {} samples", self.name(), self.len())
     }
 
-    /// Writes the image of sample `index` (height, width, channels; as the
-    /// model takes it) to `out` and returns its label.
+    /// Writes the image of sample `index` (height, width, channels, scaled for the model)
+    /// to `out` and returns its label.
     ///
     /// # Errors
     ///
-    /// `index` is not below [`len`](Self::len), `out` has not exactly one
-    /// image's elements, or the sample cannot be read.
+    /// If `index` is not below [`len`](Self::len), `out` does not have the length of one
+    /// image, or the sample cannot be read.
     fn read(&self, index: usize, out: &mut [f32]) -> Result<u32>;
 
-    /// As [`read`](Self::read), in epoch `epoch` (from 0) of a training: what
-    /// the loader calls. Sets whose images change from epoch to epoch differ.
+    /// As [`read`](Self::read), for epoch `epoch` (from 0). The loader calls this; data
+    /// sets with augmentation override it.
     ///
     /// # Errors
     ///
@@ -186,19 +186,19 @@ pub trait ImageDataset: Send + Sync {
     }
 }
 
-/// The checks that every [`ImageDataset::read`] starts with.
+/// Checks the arguments of [`ImageDataset::read`].
 pub(crate) fn check_read(set: &dyn ImageDataset, index: usize, out: &[f32]) -> Result<()> {
     let elems: usize = set.image_shape().iter().product();
     if index >= set.len() {
         return Err(Error::usage(format!(
-            "{} has {} samples; there is no sample {index}",
+            "{} has {} samples, so there is no sample {index}",
             set.name(),
             set.len()
         )));
     }
     if out.len() != elems {
         return Err(Error::usage(format!(
-            "an image of {} has {elems} elements, the buffer {}",
+            "an image of {} has {elems} elements, but the buffer has {}",
             set.name(),
             out.len()
         )));

@@ -1,14 +1,12 @@
-//! SHA-256 of what a run ends with besides its weights, to compare runs bit
-//! for bit.
+//! SHA-256 of the optimizer's state and of metrics, to compare runs bit for bit.
 
 use sha2::{Digest, Sha256};
 
 use crate::state::OptimizerState;
 
-/// SHA-256 of an optimizer's state, in hexadecimal: the number of steps
-/// (u64), that of each parameter's updates (u64) if they are not all as many, then name
-/// and float32 values of each buffer, in the optimizer's order and memory layout, all
-/// little-endian.
+/// SHA-256 of an optimizer's state, in hexadecimal: the number of steps (u64), the number
+/// of updates of each parameter (u64) unless all are equal to it, then name and float32
+/// values of each buffer, in the optimizer's order and memory layout, little-endian.
 pub fn optimizer_sha256<'a>(optimizer: impl Into<OptimizerState<'a>>) -> String {
     let state = optimizer.into();
     let mut hash = Sha256::new();
@@ -27,19 +25,19 @@ pub fn optimizer_sha256<'a>(optimizer: impl Into<OptimizerState<'a>>) -> String 
     hex::encode(hash.finalize())
 }
 
-/// SHA-256 of a sequence of measured values.
+/// SHA-256 of a sequence of metrics.
 #[derive(Clone, Debug, Default)]
 pub struct MetricsDigest {
     values: Vec<f64>,
 }
 
 impl MetricsDigest {
-    /// Nothing measured yet.
+    /// An empty sequence.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Adds a value: all 64 bits count.
+    /// Adds a value with all its 64 bits.
     pub fn add(&mut self, value: f64) {
         self.values.push(value);
     }

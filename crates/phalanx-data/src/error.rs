@@ -7,25 +7,23 @@ use std::path::Path;
 /// `Result` with this crate's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Whose mistake an [`Error`] is.
+/// Kind of an [`Error`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// The user's mistake: a missing folder, an impossible setting.
+    /// The user's mistake: a missing folder, an invalid setting.
     Usage,
-    /// A file does not hold what it should: truncated, damaged, of another
-    /// kind, or of another model.
+    /// A file is truncated, damaged, of another format, or of another model.
     Data,
-    /// No room left on the device, in the quota, or under the size limit.
+    /// The disk, the quota or the size limit of files is exceeded.
     DiskFull,
-    /// The system refused to read, write or start a thread.
+    /// The operating system could not read, write or start a thread.
     Io,
     /// A bug of this crate, or a data set that panicked.
     Internal,
 }
 
-/// What went wrong: one sentence that names the culprit, further lines with
-/// the way out.
+/// An error: one sentence that names the cause; further lines say what to do.
 pub struct Error {
     kind: ErrorKind,
     message: String,
@@ -33,7 +31,7 @@ pub struct Error {
 }
 
 impl Error {
-    /// An error of that kind. Data sets outside this crate report with it.
+    /// An error of this kind, also for data sets outside this crate.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self {
             kind,
@@ -42,14 +40,14 @@ impl Error {
         }
     }
 
-    /// The same error with its cause.
+    /// Adds the cause.
     #[must_use]
     pub fn with_source(mut self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
         self.source = Some(Box::new(source));
         self
     }
 
-    /// Whose mistake it is.
+    /// Kind of the error.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
@@ -66,19 +64,20 @@ impl Error {
         Self::new(ErrorKind::Internal, message)
     }
 
-    /// What was to be read at `path` cannot be opened; `what` it should be: `checkpoint`.
+    /// An error for a file that cannot be opened; `what` names it, for example
+    /// `checkpoint`.
     pub(crate) fn not_opened(what: &str, path: &Path, source: io::Error) -> Self {
         let shown = path.display();
         let message = match source.kind() {
             io::ErrorKind::NotFound => format!("no {what} {shown}"),
-            // As `open_regular` says it.
+            // An error of `open_regular`.
             io::ErrorKind::InvalidInput => format!("cannot read {shown}: {source}"),
             _ => return Self::io("cannot read", path, source),
         };
         Self::usage(message).with_source(source)
     }
 
-    /// A system call on `path` failed; `action` reads like "cannot write".
+    /// An error of a system call on `path`; `action` is for example "cannot write".
     pub(crate) fn io(action: &str, path: &Path, source: io::Error) -> Self {
         let full = match source.kind() {
             io::ErrorKind::StorageFull => Some("the disk is full"),

@@ -1,5 +1,5 @@
-//! Readers of files and of `/proc`, fed with garbage: the bodies of the fuzz
-//! targets in `fuzz/`, which the tests here run on garbled seeds.
+//! Fuzz targets for the readers of files and of `/proc`. The tests here run them on garbled
+//! seeds.
 
 use std::fs::File;
 use std::io::Write;
@@ -11,10 +11,10 @@ use phalanx_nn::{Init, Layout, Params, Scope, Seed};
 use crate::pth::{self, DType, PthFile, Saved};
 use crate::{checkpoint, cifar10, mnist, process, state};
 
-/// Name, body, seeds.
+/// Name, function and seeds of a target.
 pub type Target = (&'static str, fn(&[u8]), fn() -> Vec<Vec<u8>>);
 
-/// All of them.
+/// All fuzz targets of this crate.
 pub const TARGETS: &[Target] = &[
     ("train_idx_images", idx_images, idx_seeds),
     ("train_idx_labels", idx_labels, idx_seeds),
@@ -29,8 +29,7 @@ pub const TARGETS: &[Target] = &[
     ("train_proc_status", proc_status, proc_seeds),
 ];
 
-/// A file with these bytes, and a path to it. It has no name, so nothing is
-/// left behind.
+/// A memory file with these bytes, and a path to it.
 fn file(bytes: &[u8]) -> Option<(File, PathBuf)> {
     let mut file = tempfile::tempfile().ok()?;
     file.write_all(bytes).ok()?;
@@ -53,7 +52,7 @@ fn idx_labels(data: &[u8]) {
     }
 }
 
-/// Images and labels, plain and compressed, and a bomb.
+/// Images and labels, plain and compressed, and a decompression bomb.
 fn idx_seeds() -> Vec<Vec<u8>> {
     let images = [
         &[0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0, 2][..],
@@ -87,7 +86,7 @@ pub(crate) fn model() -> Option<Params> {
     scope.build().ok()
 }
 
-/// A file either is this model's, or changes nothing.
+/// A file is either valid for this model, or the model is unchanged.
 fn safetensors(data: &[u8]) {
     let (Some(mut params), Some((_file, path))) = (model(), file(data)) else {
         return;
@@ -139,8 +138,8 @@ fn pth_archive(data: &[u8]) {
     }
 }
 
-/// As a pickle in a good archive, behind whose checksums garbage would never
-/// get to the machine. Six numbers are there for it to refer to.
+/// `data` as the pickle in a valid archive, since the checksums would stop it otherwise.
+/// The archive has a storage of six numbers.
 fn pth_pickle(data: &[u8]) {
     let mut whole = Vec::new();
     if pth::write_archive(&mut whole, "a", data, &[&[1; 24]]).is_ok() {
@@ -163,7 +162,7 @@ fn pickle_seeds() -> Vec<Vec<u8>> {
     vec![views.to_vec(), pth::pickle(&pth_tensors()[..1])]
 }
 
-/// What [`model`] has.
+/// The parameters of [`model`].
 fn pth_tensors() -> Vec<Saved> {
     let saved = |name: &str, shape: &[usize]| Saved {
         name: name.to_owned(),
@@ -252,13 +251,13 @@ pub(crate) fn small_archive(name: &str, content: &[u8]) -> Vec<u8> {
     archive_of(&[(name, content)])
 }
 
-/// A tar.gz of these files, whatever they are called.
+/// A tar.gz of these files, with any names.
 pub(crate) fn archive_of(members: &[(&str, &[u8])]) -> Vec<u8> {
     let packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
     let mut archive = tar::Builder::new(packed);
     let append = |(name, content): &(&str, &[u8])| {
         let mut header = tar::Header::new_gnu();
-        // Past the writer's own check, which refuses `..`.
+        // Circumvents the writer's check, which refuses `..`.
         let end = name.len().min(header.as_old().name.len());
         header.as_old_mut().name[..end].copy_from_slice(&name.as_bytes()[..end]);
         header.set_size(content.len() as u64);

@@ -1,4 +1,4 @@
-//! Single images in files: PNG, and netpbm's binary PGM and PPM.
+//! Image files: PNG, and netpbm's binary PGM and PPM.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -6,17 +6,17 @@ use std::path::Path;
 use crate::files::open_regular;
 use crate::{Error, ErrorKind, Result};
 
-/// Bytes of a netpbm header, comments included.
+/// Maximum length of a netpbm header, comments included.
 const MAX_HEADER_BYTES: usize = 4096;
 
-/// Reads the image at `path` as height x width x channels bytes. Grey becomes
-/// three equal channels where three are wanted; colours become grey by the
-/// weights of ITU-R BT.601; transparency is dropped.
+/// Reads the image at `path` as height x width x channels bytes. Gray is copied to three
+/// channels if three are requested; colors are converted to gray by the weights of ITU-R
+/// BT.601; transparency is dropped.
 ///
 /// # Errors
 ///
-/// `Usage` when there is no such file; `Io` when it cannot be read; `Data`,
-/// naming the file and what was expected, when it is of another kind or size, or damaged.
+/// `Usage` when the file does not exist; `Io` when it cannot be read; `Data`, naming the
+/// file and what was expected, when it has another format or size, or is damaged.
 pub fn read(path: &Path, shape: [usize; 3]) -> Result<Vec<u8>> {
     let file = open_regular(path).map_err(|source| Error::not_opened("image", path, source))?;
     let mut start = Vec::new();
@@ -53,19 +53,19 @@ fn wrong(path: &Path, what: String) -> Error {
     Error::data(format!("{}: {what}", path.display()))
 }
 
-/// An error unless the image has the model's size.
+/// Checks that the image has the model's size.
 fn check_size(path: &Path, width: usize, height: usize, [h, w, _]: [usize; 3]) -> Result<()> {
     if (height, width) == (h, w) {
         return Ok(());
     }
     Err(wrong(
         path,
-        format!("it has {width} x {height} pixels, the model takes {w} x {h}"),
+        format!("it has {width} x {height} pixels, but the model takes {w} x {h}"),
     ))
 }
 
 fn png(path: &Path, data: impl Read, shape: [usize; 3]) -> Result<(Vec<u8>, usize)> {
-    // The library reads from what can seek.
+    // The library needs a seekable reader.
     let mut bytes = Vec::new();
     data.take(64 << 20)
         .read_to_end(&mut bytes)
@@ -93,7 +93,7 @@ fn png(path: &Path, data: impl Read, shape: [usize; 3]) -> Result<(Vec<u8>, usiz
     Ok((pixels, channels))
 }
 
-/// `P5` grey or `P6` colours: width, height, largest value, one space, pixels.
+/// `P5` (gray) or `P6` (color): width, height, maximum value, one space, pixels.
 fn netpbm(path: &Path, data: impl BufRead, shape: [usize; 3]) -> Result<(Vec<u8>, usize)> {
     let mut bytes = data.bytes();
     let mut at = 0;
@@ -141,7 +141,7 @@ fn netpbm(path: &Path, data: impl BufRead, shape: [usize; 3]) -> Result<(Vec<u8>
     if found < 3 || largest != 255 {
         return Err(wrong(
             path,
-            format!("its largest value is {largest}; only 255 is read"),
+            format!("its maximum value is {largest}; only 255 is supported"),
         ));
     }
     check_size(path, width, height, shape)?;
@@ -159,7 +159,7 @@ fn netpbm(path: &Path, data: impl BufRead, shape: [usize; 3]) -> Result<(Vec<u8>
     Ok((pixels, channels))
 }
 
-/// Grey, grey and alpha, colours, or colours and alpha to 1 or 3 channels.
+/// Converts gray, gray and alpha, RGB, or RGBA to 1 or 3 channels.
 fn to_channels(pixels: &[u8], from: usize, to: usize) -> Vec<u8> {
     let each = pixels.chunks_exact(from.max(1));
     each.flat_map(|pixel| {
@@ -169,7 +169,7 @@ fn to_channels(pixels: &[u8], from: usize, to: usize) -> Vec<u8> {
             [] => [0; 3],
         };
         let [r, g, b] = colours.map(u32::from);
-        // Rounded to nearest; equal channels stay what they are.
+        // Rounded to nearest; equal channels do not change.
         let grey = ((299 * r + 587 * g + 114 * b + 500) / 1000) as u8;
         if to == 1 {
             vec![grey]
@@ -232,10 +232,10 @@ mod tests {
             (&b"GIF89a"[..], "neither PNG nor binary"),
             (
                 b"P5 3 2 255\n",
-                "it has 3 x 2 pixels, the model takes 2 x 2",
+                "it has 3 x 2 pixels, but the model takes 2 x 2",
             ),
             (b"P5 99999999999999999999 2 255\n", "the model takes 2 x 2"),
-            (b"P5 2 2 65535\n", "only 255 is read"),
+            (b"P5 2 2 65535\n", "only 255 is supported"),
             (b"", "it ends after 0 bytes; expected PNG, or binary PGM"),
             (b"P5 2", "it ends after 4 bytes"),
             (

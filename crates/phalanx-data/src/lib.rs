@@ -1,10 +1,9 @@
-//! What surrounds a training step: data sets, samplers, a prefetching loader,
-//! checkpoints, metrics and progress.
+//! Data sets, samplers, a prefetching loader, checkpoints, metrics and progress: everything
+//! around a training step.
 //!
-//! Data moves one way: [`Dataset`] → [`sampler`] → [`loader`] → the model →
-//! [`metrics`] and [`checkpoint`]. Nothing here talks to other ranks: what
-//! must be summed over ranks (means, confusion counts) is offered as plain
-//! numbers for the caller's all-reduce.
+//! Data moves one way: [`Dataset`] → [`sampler`] → [`loader`] → the model → [`metrics`] and
+//! [`checkpoint`]. Nothing here communicates: values to be summed over ranks (means,
+//! confusion counts) are plain numbers for the caller's all-reduce.
 //!
 //! ```
 //! use std::sync::Arc;

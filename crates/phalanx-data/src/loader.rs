@@ -32,18 +32,18 @@ struct Batch<B> {
     global_len: usize,
 }
 
-/// How far and how fast to read ahead.
+/// Options of a [`Loader`].
 #[derive(Clone, Copy, Debug)]
 pub struct LoaderOptions {
-    /// Threads that read.
+    /// Number of worker threads.
     pub workers: usize,
-    /// Finished batches that may wait for the consumer.
+    /// Maximum number of batches read ahead.
     pub ahead: usize,
 }
 
 impl Default for LoaderOptions {
-    /// One thread, four batches: reading a batch from memory takes far less
-    /// than training on it, and ranks share their cores with the workers.
+    /// One thread and four batches: reading a batch from memory is much faster than
+    /// training on it, and workers share the ranks' cores.
     fn default() -> Self {
         Self {
             workers: 1,
@@ -52,7 +52,7 @@ impl Default for LoaderOptions {
     }
 }
 
-/// A prefetching reader of one data set.
+/// Reads the batches of a data set ahead, on worker threads.
 pub struct Loader<D: Dataset + ?Sized> {
     shared: Arc<Shared<D>>,
     workers: Vec<JoinHandle<()>>,
@@ -63,9 +63,9 @@ struct Shared<D: Dataset + ?Sized> {
     dataset: Arc<D>,
     ahead: usize,
     state: Mutex<State<D::Batch>>,
-    /// Workers wait here for a step to claim.
+    /// Notified when workers may claim a step.
     work: Condvar,
-    /// The consumer waits here for its next batch.
+    /// Notified when the consumer's next batch is ready.
     ready: Condvar,
 }
 
@@ -88,13 +88,13 @@ impl<D: Dataset + ?Sized> fmt::Debug for LoadedBatch<D> {
 
 struct State<B> {
     plan: Option<Arc<EpochPlan>>,
-    /// Number of the current plan: tells batches of a forgotten one.
+    /// Number of the current plan, to recognize batches of an earlier one.
     round: u64,
-    /// Next step that a worker takes.
+    /// Next step that a worker claims.
     claimed: usize,
     /// Next step that the consumer takes.
     delivered: usize,
-    /// Results of steps `delivered ..`, in order; `None` while in work.
+    /// Results of steps `delivered ..`, in order; `None` while being read.
     results: VecDeque<Option<Result<Batch<B>>>>,
     spare: Vec<Batch<B>>,
     closing: bool,
@@ -105,8 +105,8 @@ impl<D: Dataset + ?Sized> Loader<D> {
     ///
     /// # Errors
     ///
-    /// `Usage` for zero workers or zero batches ahead; `Io` when the system
-    /// refuses a thread.
+    /// `Usage` for zero workers or zero batches ahead; `Io` when a thread cannot be
+    /// started.
     pub fn new(dataset: Arc<D>, options: LoaderOptions) -> Result<Self> {
         let LoaderOptions { workers, ahead } = options;
         if workers == 0 || ahead == 0 {
@@ -123,15 +123,15 @@ impl<D: Dataset + ?Sized> Loader<D> {
                 claimed: 0,
                 delivered: 0,
                 results: VecDeque::with_capacity(ahead),
-                // Ahead, one in each worker's hands, two at the consumer.
+                // Batches read ahead, one for each worker, two at the consumer.
                 spare: Vec::with_capacity(ahead + workers + 2),
                 closing: false,
             }),
             work: Condvar::new(),
             ready: Condvar::new(),
         });
-        // Made first, so that its drop ends the threads already running when
-        // a later one cannot start.
+        // Created first, so that its drop ends the running threads if a later one cannot be
+        // started.
         let mut loader = Self {
             shared,
             workers: Vec::with_capacity(workers),
@@ -150,8 +150,7 @@ impl<D: Dataset + ?Sized> Loader<D> {
         Ok(loader)
     }
 
-    /// Begins an epoch, or what is left of one. A plan that was not read to
-    /// its end is forgotten.
+    /// Starts an epoch, or the rest of one. Drops the rest of the previous plan.
     pub fn start(&mut self, plan: EpochPlan) {
         let mut state = self.shared.lock();
         state.forget();
@@ -160,15 +159,15 @@ impl<D: Dataset + ?Sized> Loader<D> {
         self.shared.work.notify_all();
     }
 
-    /// The next batch of the current plan; `None` when it is finished, when an
-    /// error ended it, and before the first.
+    /// The next batch of the current plan. `None` at its end, after an error, and before
+    /// the first plan.
     ///
     /// *Blocks until* a worker has read the batch.
     ///
     /// # Errors
     ///
-    /// What the data set reported for a sample of this batch; the rest of the
-    /// epoch is then forgotten.
+    /// An error of the data set for a sample of this batch; the rest of the epoch is
+    /// dropped.
     pub fn next_batch(&mut self) -> Result<Option<LoadedBatch<D>>> {
         let mut state = self.shared.lock();
         let steps = state.plan.as_ref().map_or(0, |plan| plan.len());
@@ -204,8 +203,7 @@ impl<D: Dataset + ?Sized> Loader<D> {
         }
     }
 
-    /// How long [`next_batch`](Self::next_batch) has slept since the loader
-    /// was made: time that the training loop lost to reading.
+    /// Total time that [`next_batch`](Self::next_batch) has waited for workers.
     pub fn waited(&self) -> Duration {
         self.waited
     }
@@ -224,26 +222,26 @@ impl<D: Dataset + ?Sized> Drop for Loader<D> {
         drop(state);
         self.shared.work.notify_all();
         for worker in self.workers.drain(..) {
-            // A worker cannot panic: the data set's panics are caught.
+            // Workers do not panic: panics of the data set are caught.
             let _ = worker.join();
         }
     }
 }
 
-/// A batch on loan; dropping it lets a worker fill it again. It dereferences to the data set's
-/// own batch type.
+/// A batch; dropping it returns its memory to the workers. Dereferences to the data set's
+/// batch type.
 pub struct LoadedBatch<D: Dataset + ?Sized> {
     batch: Batch<D::Batch>,
     home: Arc<Shared<D>>,
 }
 
 impl<D: Dataset + ?Sized> LoadedBatch<D> {
-    /// The samples' numbers in the data set.
+    /// Indices of the samples in the data set.
     pub fn indices(&self) -> &[u64] {
         &self.batch.indices
     }
 
-    /// Samples of this step over all ranks: the divisor of a mean.
+    /// Number of samples of this step over all ranks, the divisor of a mean.
     pub fn global_len(&self) -> usize {
         self.batch.global_len
     }
@@ -265,7 +263,7 @@ impl<D: Dataset + ?Sized> Drop for LoadedBatch<D> {
 }
 
 impl<B> State<B> {
-    /// Ends the current plan; batches still in work will find another round.
+    /// Ends the current plan. Batches being read are dropped when they are finished.
     fn forget(&mut self) {
         self.round += 1;
         self.plan = None;
@@ -278,7 +276,7 @@ impl<B> State<B> {
         }
     }
 
-    /// Keeps a batch for reuse, up to the number that can be in use at once.
+    /// Keeps a batch for reuse, up to the maximum number in use.
     fn keep(&mut self, batch: Batch<B>) {
         if self.spare.len() < self.spare.capacity() {
             self.spare.push(batch);
@@ -294,11 +292,11 @@ impl<B> State<B> {
 
 impl<D: Dataset + ?Sized> Shared<D> {
     fn lock(&self) -> MutexGuard<'_, State<D::Batch>> {
-        // Nothing panics while holding the lock; the state is sound anyway.
+        // Nothing panics while the lock is held.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A worker's life.
+    /// The loop of a worker.
     fn work(&self) {
         let mut state = self.lock();
         loop {
@@ -322,7 +320,7 @@ impl<D: Dataset + ?Sized> Shared<D> {
 
             state = self.lock();
             if state.round == round {
-                // Claims are pushed in order, so this step's place is known.
+                // Steps are claimed in order, so the index of this one is known.
                 let place = step - state.delivered;
                 state.results[place] = Some(result);
                 self.ready.notify_one();

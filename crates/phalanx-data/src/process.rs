@@ -1,7 +1,6 @@
 //! Facts about the running process.
 
-/// The largest resident memory of this process so far, in bytes (`VmHWM`).
-/// `None` where the system does not tell.
+/// Peak resident memory of this process in bytes (`VmHWM`); `None` if it is not known.
 pub fn peak_rss_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     parse_peak_rss(&status)

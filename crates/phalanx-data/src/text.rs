@@ -1,4 +1,4 @@
-//! Text for people: numbers, and what others wrote.
+//! Formatting of numbers, and escaping of text from files and peers.
 
 use std::borrow::Cow;
 
@@ -15,22 +15,22 @@ pub(crate) fn grouped(n: u64) -> String {
     out
 }
 
-/// `text` as it can be shown on a terminal: control characters, and those that are invisible
-/// or change the direction of writing, become `\u{1b}`. Newlines and tabs stay, as does all else.
+/// Escapes `text` for a terminal: control characters, and characters that are invisible or
+/// change the writing direction, become `\u{1b}`. Newlines and tabs stay.
 ///
-/// Names in files, and files' names, are not ours: shown as they are, they could move the
-/// cursor, or look like something else.
+/// Names in files, and names of files, could otherwise move the cursor or imitate other
+/// output.
 pub fn visible(text: &str) -> Cow<'_, str> {
     escaped(text, is_hidden, |c, out| out.extend(c.escape_unicode()))
 }
 
-/// As [`visible`], for a name within a line: newlines and tabs are escaped, too.
+/// As [`visible`], for a name within a line: newlines and tabs are escaped too.
 pub fn one_line(text: &str) -> Cow<'_, str> {
     let hidden = |c| is_hidden(c) || c == '\n' || c == '\t';
     escaped(text, hidden, |c, out| out.extend(c.escape_default()))
 }
 
-/// As [`visible`], for JSON, whose meaning stays the same: `\u001b`.
+/// As [`visible`], for JSON (`\u001b`), whose meaning does not change.
 pub fn visible_json(text: &str) -> Cow<'_, str> {
     escaped(text, is_hidden, |c, out| {
         let units = &mut [0; 2];
@@ -58,8 +58,8 @@ fn escaped(
     out.into()
 }
 
-/// Control characters but newline and tab, and Unicode's format characters (category Cf) with
-/// the separators of lines and paragraphs.
+/// Control characters except newline and tab, Unicode's format characters (category Cf),
+/// and line and paragraph separators.
 fn is_hidden(c: char) -> bool {
     matches!(c,
         '\0'..='\u{8}' | '\u{b}'..='\u{1f}' | '\u{7f}'..='\u{9f}'

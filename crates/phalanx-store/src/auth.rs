@@ -1,8 +1,8 @@
-//! The handshake of [`phalanx_wire::handshake`] over a blocking stream, with a
-//! deadline for the whole of it.
+//! The handshake of [`phalanx_wire::handshake`] over a stream, with a timeout for
+//! the whole handshake.
 //!
-//! Ranks use it for their own sockets too: nothing is read from or written to
-//! a connection before both sides have proven the job's token.
+//! Ranks use it for their own sockets too: no other data is sent on a connection
+//! before both sides have proven the job's token.
 //!
 //! ```
 //! use phalanx_store::auth;
@@ -43,19 +43,19 @@ use phalanx_wire::handshake::{
 use phalanx_wire::{ErrorKind as WireKind, Token};
 
 pub use crate::pending::{
-    Pending, Standing, closable, is_out_of_files, max_pending, next_closable,
+    HelloState, Pending, closable, is_out_of_files, max_pending, next_closable,
 };
 use crate::{Error, ErrorKind, Result};
 
-/// How long an acceptor gives a peer for the whole handshake.
+/// Timeout of an acceptor for the whole handshake.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A blocking byte stream whose reads and writes can be given a time limit.
+/// A blocking byte stream with timeouts.
 pub trait Channel: Read + Write {
-    /// Limits every single read and write from now on; `None` lifts the limit.
+    /// Sets the timeout of every read and write; `None` removes it.
     ///
     /// # Errors
-    /// As the operating system says.
+    /// Errors of the operating system.
     fn set_timeouts(&self, limit: Option<Duration>) -> std::io::Result<()>;
 }
 
@@ -73,16 +73,15 @@ impl Channel for UnixStream {
     }
 }
 
-/// The side that connected: says hello, proves the token, and returns the
-/// hello of the other side, which has proven it too. The nonce in `hello` is
-/// replaced by a fresh one.
+/// Runs the handshake on the side that connected. Both sides prove the token;
+/// returns the other side's hello. The nonce in `hello` is replaced by a fresh one.
 ///
-/// The stream must be blocking; its timeouts are lifted on success. After an
-/// error it is of no further use.
+/// The stream must be blocking; its timeouts are removed on success. After an
+/// error it cannot be used further.
 ///
 /// # Errors
 /// [`ErrorKind::TokenMismatch`], [`ErrorKind::Rejected`] (with the other
-/// side's reason), [`ErrorKind::Stranger`] (not our protocol),
+/// side's reason), [`ErrorKind::WrongProtocol`],
 /// [`ErrorKind::Timeout`], [`ErrorKind::PeerLost`] (closed before the end),
 /// [`ErrorKind::Io`].
 pub fn initiate<S: Channel + ?Sized>(
@@ -100,7 +99,7 @@ pub fn initiate<S: Channel + ?Sized>(
     let verdict = timed.read(Awaiting::Verdict)?;
     match proving.finish(&verdict)? {
         Outcome::Welcome(peer) => {
-            timed.lift()?;
+            timed.clear_timeouts()?;
             Ok(peer)
         }
         Outcome::Rejected(reason) => Err(Error::new(
@@ -110,21 +109,20 @@ pub fn initiate<S: Channel + ?Sized>(
     }
 }
 
-/// The side that was connected to: returns the hello of a peer that has
-/// proven the token and that `decide` has accepted.
+/// Runs the handshake on the side that accepted the connection. Returns the hello
+/// of a peer that has proven the token and that `decide` has accepted.
 ///
-/// `decide` runs after the proof, hence never for a stranger. It returns the
-/// hello with which this side introduces itself, or the reason to refuse,
-/// which the peer is told.
+/// `decide` runs after the proof. It returns this side's hello, or the reason to
+/// refuse the peer, which is sent to it.
 ///
-/// The stream must be blocking; its timeouts are lifted on success. After an
-/// error close it, count it, log it ([`StrangerLog`]), and go on: a stranger
-/// never fails the job.
+/// The stream must be blocking; its timeouts are removed on success. After an
+/// error, close the stream, log it ([`RefusalLog`]) and continue: an
+/// unauthenticated connection must not fail the job.
 ///
 /// # Errors
-/// [`ErrorKind::TokenMismatch`] (the peer proved wrongly; one that is honest
-/// and has another token notices first and leaves: [`ErrorKind::PeerLost`]),
-/// [`ErrorKind::Rejected`] (what `decide` said), [`ErrorKind::Stranger`],
+/// [`ErrorKind::TokenMismatch`] (a wrong proof; an honest peer with another token
+/// closes the connection before it: [`ErrorKind::PeerLost`]),
+/// [`ErrorKind::Rejected`] (by `decide`), [`ErrorKind::WrongProtocol`],
 /// [`ErrorKind::Timeout`], [`ErrorKind::Io`].
 pub fn accept<S: Channel + ?Sized>(
     stream: &mut S,
@@ -137,7 +135,7 @@ pub fn accept<S: Channel + ?Sized>(
         Ok(hello) => hello,
         Err(error) => {
             if error.kind() == ErrorKind::Rejected(RejectReason::WrongVersion) {
-                // A courtesy; whether it arrives changes nothing here.
+                // For the peer's user; whether it arrives does not matter here.
                 let _ = timed.write(&version_notice());
             }
             return Err(error);
@@ -151,44 +149,44 @@ pub fn accept<S: Channel + ?Sized>(
     match decide(&peer) {
         Ok(mine) => {
             timed.write(&proven.welcome(mine))?;
-            timed.lift()?;
+            timed.clear_timeouts()?;
             Ok(peer)
         }
         Err(reason) => {
             timed.write(&proven.reject(reason))?;
             Err(Error::new(
                 ErrorKind::Rejected(reason),
-                format!("refused a member (rank {}): {reason}", peer.rank),
+                format!("refused rank {}: {reason}", peer.rank),
             ))
         }
     }
 }
 
-/// The side that was connected to, over a stream that does not block: for an
-/// acceptor that keeps many handshakes open at once.
+/// The accepting side of a handshake over a nonblocking stream, for an acceptor
+/// with many handshakes at once.
 #[derive(Debug)]
-pub struct Greeting {
+pub struct PendingHandshake {
     bytes: [u8; MAX_MESSAGE_BYTES],
     have: usize,
-    /// Has challenged.
+    /// Set once the challenge has been sent.
     acceptor: Option<Acceptor>,
 }
 
-/// How far a [`Greeting`] has come.
+/// Result of [`PendingHandshake::advance`].
 #[derive(Debug)]
-pub enum Greeted {
-    /// More is to be read.
+pub enum Progress {
+    /// The next message is not complete.
     Waiting,
-    /// The peer has said hello, and was challenged. The [tag](Acceptor::tag) of its
-    /// hello, if that is valid.
+    /// The hello has arrived and the challenge was sent. Holds the hello's
+    /// [tag](Acceptor::tag), if it is valid.
     Challenged(Option<[u8; TAG_BYTES]>),
-    /// The peer has proven the token; it waits for a verdict.
+    /// The peer has proven the token and waits for a verdict.
     Proven(Proven),
 }
 
-impl Default for Greeting {
+impl Default for PendingHandshake {
     fn default() -> Self {
-        Greeting {
+        PendingHandshake {
             bytes: [0; MAX_MESSAGE_BYTES],
             have: 0,
             acceptor: None,
@@ -196,9 +194,9 @@ impl Default for Greeting {
     }
 }
 
-impl Greeting {
-    /// Reads what is there, at most one message and not a byte more, and answers
-    /// it. After [`Greeted::Challenged`] there may be more to read.
+impl PendingHandshake {
+    /// Reads available bytes, up to the end of one message, and answers a complete
+    /// message. After [`Progress::Challenged`] there may be more to read.
     ///
     /// # Errors
     /// As [`accept`]; close the connection.
@@ -206,7 +204,7 @@ impl Greeting {
         &mut self,
         stream: &mut S,
         token: &Token,
-    ) -> Result<Greeted> {
+    ) -> Result<Progress> {
         let awaiting = match self.acceptor {
             None => Awaiting::Hello,
             Some(_) => Awaiting::Proof,
@@ -217,7 +215,7 @@ impl Greeting {
                 need = PREFIX_BYTES
                     + body_bytes(prefix, awaiting).inspect_err(|e| {
                         if e.kind() == WireKind::WrongVersion && awaiting == Awaiting::Hello {
-                            // A courtesy; whether it arrives changes nothing here.
+                            // For the peer's user; whether it arrives does not matter here.
                             let _ = stream.write(&version_notice());
                         }
                     })?;
@@ -229,47 +227,46 @@ impl Greeting {
                 Ok(0) => return Err(closed(self.have)),
                 Ok(n) => self.have += n,
                 Err(e) if e.kind() == IoKind::Interrupted => {}
-                Err(e) if e.kind() == IoKind::WouldBlock => return Ok(Greeted::Waiting),
-                Err(e) => return Err(broken_off(e)),
+                Err(e) if e.kind() == IoKind::WouldBlock => return Ok(Progress::Waiting),
+                Err(e) => return Err(io_error(e)),
             }
         }
         self.have = 0;
         let message = &self.bytes[..need];
         match self.acceptor.take() {
-            Some(acceptor) => Ok(Greeted::Proven(acceptor.verify(message)?)),
+            Some(acceptor) => Ok(Progress::Proven(acceptor.verify(message)?)),
             None => {
                 let (acceptor, challenge) = Acceptor::start(message, token)?;
                 send(stream, &challenge)?;
                 let tag = acceptor.tag();
                 self.acceptor = Some(acceptor);
-                Ok(Greeted::Challenged(tag))
+                Ok(Progress::Challenged(tag))
             }
         }
     }
 }
 
-/// Sends a message of the handshake over a stream that does not block: there is
-/// room, as hardly anything was sent before.
+/// Sends a handshake message over a nonblocking stream. It fits the send buffer,
+/// since little was sent before.
 ///
 /// # Errors
 /// [`ErrorKind::PeerLost`] or [`ErrorKind::Io`].
 pub fn send<S: Write + ?Sized>(stream: &mut S, message: &[u8]) -> Result<()> {
-    stream.write_all(message).map_err(broken_off)
+    stream.write_all(message).map_err(io_error)
 }
 
-fn broken_off(error: std::io::Error) -> Error {
+fn io_error(error: std::io::Error) -> Error {
     match error.kind() {
         IoKind::ConnectionReset | IoKind::BrokenPipe | IoKind::ConnectionAborted => Error::new(
             ErrorKind::PeerLost,
-            "the other side broke the connection off during the handshake",
+            "the other side reset the connection during the handshake",
         )
         .caused_by(error),
         _ => Error::io("handshake", error),
     }
 }
 
-/// A stream with one deadline over many reads and writes: a peer that sends a
-/// byte now and then does not get more time for it.
+/// A stream with one deadline for all reads and writes together.
 struct Timed<'a, S: Channel + ?Sized> {
     stream: &'a mut S,
     start: Instant,
@@ -285,20 +282,20 @@ impl<'a, S: Channel + ?Sized> Timed<'a, S> {
         }
     }
 
-    fn arm(&self) -> Result<()> {
+    fn check_and_limit(&self) -> Result<()> {
         if self.start.elapsed() >= self.timeout {
             return Err(self.late());
         }
         self.limit()
     }
 
-    /// Lets the next call take what is left of the time.
+    /// Sets the timeout of the next call to the remaining time.
     fn limit(&self) -> Result<()> {
         let left = self.timeout.saturating_sub(self.start.elapsed());
         self.stream
-            // A zero limit would mean none.
+            // A zero timeout would be an error.
             .set_timeouts(Some(left.max(Duration::from_millis(1))))
-            .map_err(|e| Error::io("setting a time limit on a connection", e))
+            .map_err(|e| Error::io("setting the timeout of a connection", e))
     }
 
     fn late(&self) -> Error {
@@ -308,27 +305,27 @@ impl<'a, S: Channel + ?Sized> Timed<'a, S> {
         )
     }
 
-    fn lift(&self) -> Result<()> {
+    fn clear_timeouts(&self) -> Result<()> {
         self.stream
             .set_timeouts(None)
-            .map_err(|e| Error::io("lifting the time limit of a connection", e))
+            .map_err(|e| Error::io("removing the timeout of a connection", e))
     }
 
     fn write(&mut self, mut bytes: &[u8]) -> Result<()> {
         while !bytes.is_empty() {
-            self.arm()?;
+            self.check_and_limit()?;
             match self.stream.write(bytes) {
                 Ok(0) => return Err(closed(0)),
                 Ok(n) => bytes = &bytes[n..],
-                Err(e) => self.judge(e)?,
+                Err(e) => self.check_error(e)?,
             }
         }
         Ok(())
     }
 
-    /// Reads one whole message, and not a byte more. When the time is over, what
-    /// lies there counts: this process may have been stopped since it came, and a
-    /// welcome that is not read is not given a second time.
+    /// Reads exactly one message. Bytes that have already arrived are read even
+    /// after the deadline: this process may have been stopped meanwhile, and a
+    /// welcome is not sent twice.
     fn read(&mut self, awaiting: Awaiting) -> Result<Vec<u8>> {
         let mut bytes = [0; MAX_MESSAGE_BYTES];
         let mut have = 0;
@@ -338,7 +335,7 @@ impl<'a, S: Channel + ?Sized> Timed<'a, S> {
             match self.stream.read(&mut bytes[have..need]) {
                 Ok(0) => return Err(closed(have)),
                 Ok(n) => have += n,
-                Err(e) => self.judge(e)?,
+                Err(e) => self.check_error(e)?,
             }
             if have == PREFIX_BYTES && need == PREFIX_BYTES {
                 let mut prefix = [0; PREFIX_BYTES];
@@ -349,18 +346,18 @@ impl<'a, S: Channel + ?Sized> Timed<'a, S> {
         Ok(bytes[..need].to_vec())
     }
 
-    /// Whether to try again after this error.
-    fn judge(&self, error: std::io::Error) -> Result<()> {
+    /// Returns an error unless the call may be tried again.
+    fn check_error(&self, error: std::io::Error) -> Result<()> {
         match error.kind() {
-            // Interrupted: at once. Timed out: the next `arm` knows whether the
-            // whole handshake is late.
+            // Try again; the deadline of the
+            // whole handshake decides.
             IoKind::Interrupted | IoKind::WouldBlock | IoKind::TimedOut => {
                 if self.start.elapsed() >= self.timeout {
                     return Err(self.late());
                 }
                 Ok(())
             }
-            _ => Err(broken_off(error)),
+            _ => Err(io_error(error)),
         }
     }
 }
@@ -374,45 +371,45 @@ fn closed(have: usize) -> Error {
     Error::new(ErrorKind::PeerLost, format!("the other side {how}"))
 }
 
-/// Most sources that a [`StrangerLog`] remembers; beyond it the log keeps
-/// silent rather than grow.
+/// Maximum number of sources that a [`RefusalLog`] remembers; further sources are
+/// not logged.
 const MAX_SOURCES: usize = 1024;
 
 /// Logs refused connections at most once a minute per source, so that a port
-/// scanner cannot fill a disk. The count of all of them is kept elsewhere.
+/// scanner cannot fill the disk.
 #[derive(Debug, Default)]
-pub struct StrangerLog {
+pub struct RefusalLog {
     last: Mutex<HashMap<IpAddr, Instant>>,
 }
 
-impl StrangerLog {
-    /// How long a source stays silent after a line.
-    pub const QUIET: Duration = Duration::from_secs(60);
+impl RefusalLog {
+    /// Interval between two log lines of one source.
+    pub const INTERVAL: Duration = Duration::from_secs(60);
 
     /// An empty log.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Writes a warning, unless this source had one within the last minute.
-    /// `place` names this side. Returns whether it wrote.
-    pub fn note(&self, source: IpAddr, place: &str, why: &dyn std::fmt::Display) -> bool {
+    /// Logs a warning unless this source had one within the last minute. `location`
+    /// names this side. Returns whether it logged.
+    pub fn warn(&self, source: IpAddr, location: &str, why: &dyn std::fmt::Display) -> bool {
         let now = Instant::now();
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(then) = last.get(&source)
-            && now.duration_since(*then) < Self::QUIET
+            && now.duration_since(*then) < Self::INTERVAL
         {
             return false;
         }
         if last.len() >= MAX_SOURCES {
-            last.retain(|_, then| now.duration_since(*then) < Self::QUIET);
+            last.retain(|_, then| now.duration_since(*then) < Self::INTERVAL);
             if last.len() >= MAX_SOURCES {
                 return false;
             }
         }
         last.insert(source, now);
         drop(last);
-        tracing::warn!(%source, place, "refused a connection: {why} (further ones from there are counted, not logged, for a minute)");
+        tracing::warn!(%source, location, "refused a connection: {why} (further ones from this source are counted but not logged for a minute)");
         true
     }
 }

@@ -1,4 +1,4 @@
-//! One error type; its kind tells whose fault it is.
+//! The crate's error type.
 
 use std::fmt;
 use std::time::Duration;
@@ -9,11 +9,10 @@ use phalanx_wire::store_msg::Failure;
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Longest list of keys that a message spells out; [`Error::missing_keys`]
-/// has them all.
+/// Maximum number of missing keys in a message; [`Error::missing_keys`] has all.
 const KEYS_SHOWN: usize = 16;
 
-/// Why a store, or a handshake, did not do what was asked.
+/// Why an operation of a store, or a handshake, failed.
 pub struct Error(Box<Inner>);
 
 struct Inner {
@@ -23,42 +22,43 @@ struct Inner {
     source: Option<Box<dyn std::error::Error + Send + Sync>>,
 }
 
-/// What kind of failure it was.
+/// Kind of an [`Error`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// *The caller's mistake*: an empty or too long key, a too long value, an
-    /// address that is none.
+    /// *The caller's mistake*: an empty key, a key or value that is too long, or an
+    /// invalid address.
     Usage,
-    /// *The caller's mistake*: the value to add to is not a decimal number, or
-    /// the sum does not fit 64 bits.
+    /// *The caller's mistake*: the value of the key is not a decimal number, or the
+    /// sum does not fit 64 bits.
     NotANumber,
-    /// *The caller's mistake*: the store holds as many keys or bytes as it may.
+    /// *The caller's mistake*: the store has reached its limit of keys or bytes.
     LimitExceeded,
     /// *The user's mistake*: another program listens on the address.
     AddressInUse,
-    /// *The user's mistake*, or a stranger's address: the other side does not
-    /// hold this job's token.
+    /// *The user's mistake*: the other side does not have this job's token. It may
+    /// belong to another job, or be another program.
     TokenMismatch,
-    /// The deadline passed: keys are missing (which [`Error::missing_keys`]
-    /// names), nobody listened, or a handshake took too long.
+    /// The timeout has passed: keys are missing ([`Error::missing_keys`]), nothing
+    /// listened at the address, or a handshake took too long.
     Timeout,
-    /// *A peer's failure*: the store was asked and did not answer in time. It says
-    /// nothing about its keys, and may answer later: its process is stopped, its
-    /// host out of reach, or another process holds its file's lock.
+    /// *A peer's failure*: the store did not answer in time. Its process may be
+    /// stopped, its host out of reach, or its file locked by another process. This
+    /// says nothing about its keys.
     NoAnswer,
     /// *A peer's failure*: the store server, or the other side of a handshake,
     /// closed the connection.
     PeerLost,
-    /// The other side of a handshake holds the token but refused, or was refused.
+    /// The other side of a handshake has the token, but refused this side or was
+    /// refused.
     Rejected(RejectReason),
-    /// *A peer's failure*: what is at the other end does not speak our protocol.
-    Stranger,
+    /// *A peer's failure*: the other side speaks another protocol.
+    WrongProtocol,
     /// *A peer's failure*: a member broke the protocol after the handshake.
     Protocol,
-    /// A store file is truncated, garbled, or belongs to something else.
+    /// A store file is truncated, damaged, or not a store file.
     Corrupt,
-    /// The operating system refused something.
+    /// An error of the operating system.
     Io,
     /// *Our bug.*
     Internal,
@@ -86,9 +86,9 @@ impl Error {
         Error::new(ErrorKind::Io, format!("{what}: {source}")).caused_by(source)
     }
 
-    /// A wait that ended without all its keys. `place` names the store.
+    /// A wait that timed out. `location` names the store.
     pub(crate) fn missing(
-        place: &str,
+        location: &str,
         asked: usize,
         waited: Duration,
         missing: Vec<String>,
@@ -96,7 +96,7 @@ impl Error {
         let mut error = Error::new(
             ErrorKind::Timeout,
             format!(
-                "timed out after {waited:.1?}: {} of {asked} key{} never appeared in {place}",
+                "timed out after {waited:.1?}: {} of {asked} key{} never appeared in {location}",
                 missing.len(),
                 if asked == 1 { "" } else { "s" },
             ),
@@ -105,27 +105,24 @@ impl Error {
         error
     }
 
-    /// A request that breaks a limit, found before it was sent.
+    /// A request beyond a limit, found before it was sent.
     pub(crate) fn bad_request(key: &str, source: phalanx_wire::Error) -> Self {
         let shown: String = key.chars().take(64).collect();
         Error::new(ErrorKind::Usage, format!("key {shown:?}: {source}")).caused_by(source)
     }
 
-    /// What a [`Table`](crate::table::Table) refused.
-    pub(crate) fn failed(place: &str, key: &str, failure: Failure) -> Self {
+    /// A change that a [`Table`](crate::table::Table) refused.
+    pub(crate) fn failed(location: &str, key: &str, failure: Failure) -> Self {
         let (kind, what) = match failure {
             Failure::TooManyKeys => (
                 ErrorKind::LimitExceeded,
-                "the store has reached its limit of keys; delete what is no longer needed",
+                "the store has reached its limit of keys; delete keys that are no longer needed",
             ),
             Failure::StoreFull => (
                 ErrorKind::LimitExceeded,
-                "the store has reached its limit of bytes; delete what is no longer needed",
+                "the store has reached its limit of bytes; delete keys that are no longer needed",
             ),
-            Failure::NotANumber => (
-                ErrorKind::NotANumber,
-                "its value is not a decimal number, so nothing can be added",
-            ),
+            Failure::NotANumber => (ErrorKind::NotANumber, "its value is not a decimal number"),
             Failure::AddOverflow => (ErrorKind::NotANumber, "the sum does not fit 64 bits"),
             Failure::BadRequest => (
                 ErrorKind::Internal,
@@ -133,33 +130,27 @@ impl Error {
             ),
             _ => (ErrorKind::Internal, "unknown failure"),
         };
-        Error::new(kind, format!("key {key:?} in {place}: {what}"))
+        Error::new(kind, format!("key {key:?} in {location}: {what}"))
     }
 
-    /// Puts the name of the other side in front.
+    /// Puts the name of the other side in front of the message.
     pub(crate) fn context(mut self, what: impl fmt::Display) -> Self {
         self.0.message = format!("{what}: {}", self.0.message);
         self
     }
 
-    pub(crate) fn map_missing(mut self, map: impl Fn(String) -> String) -> Self {
-        self.0.missing = self.0.missing.into_iter().map(map).collect();
-        self
-    }
-
-    /// What kind of failure it was.
+    /// Kind of the error.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
     }
 
-    /// The keys that a wait missed, in the order in which they were asked for;
-    /// empty for every other error.
+    /// The keys that were missing when a wait timed out, in the order of the request.
+    /// Empty for all other errors.
     pub fn missing_keys(&self) -> &[String] {
         &self.0.missing
     }
 }
 
-/// What went wrong in a handshake.
 impl From<phalanx_wire::Error> for Error {
     fn from(source: phalanx_wire::Error) -> Self {
         use phalanx_wire::ErrorKind as Wire;
@@ -167,7 +158,7 @@ impl From<phalanx_wire::Error> for Error {
             Wire::TokenMismatch | Wire::BadProof => ErrorKind::TokenMismatch,
             Wire::WrongVersion => ErrorKind::Rejected(RejectReason::WrongVersion),
             Wire::Random => ErrorKind::Io,
-            _ => ErrorKind::Stranger,
+            _ => ErrorKind::WrongProtocol,
         };
         Error::new(kind, source.to_string()).caused_by(source)
     }

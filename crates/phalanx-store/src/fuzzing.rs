@@ -1,5 +1,5 @@
-//! What reads bytes of others here, fed with garbage: the bodies of the fuzz
-//! targets in `fuzz/`, which the tests here run on garbled seeds.
+//! Fuzz targets for everything in this crate that reads untrusted bytes. The tests
+//! here run them on garbled seeds.
 
 use std::io::{Read, Write};
 use std::time::Duration;
@@ -10,10 +10,10 @@ use phalanx_wire::store_msg::Request;
 
 use crate::auth;
 
-/// Name, body, seeds.
+/// Name, function and seeds of a target.
 pub type Target = (&'static str, fn(&[u8]), fn() -> Vec<Vec<u8>>);
 
-/// All of them.
+/// All fuzz targets of this crate.
 pub const TARGETS: &[Target] = &[
     ("store_handshake", handshake, handshake_seeds),
     ("store_session", session, session_seeds),
@@ -28,23 +28,23 @@ pub(crate) fn token() -> Token {
     Token::from_hex(&"5a".repeat(32)).expect("64 digits")
 }
 
-/// A peer that has said all it will ever say.
+/// A peer that has sent all its bytes.
 struct Script<'a> {
-    says: &'a [u8],
-    heard: usize,
+    input: &'a [u8],
+    received: usize,
 }
 
 impl Read for Script<'_> {
     fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
         // In pieces, as a network gives them.
         let piece = into.len().min(7);
-        self.says.read(&mut into[..piece])
+        self.input.read(&mut into[..piece])
     }
 }
 
 impl Write for Script<'_> {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.heard += bytes.len();
+        self.received += bytes.len();
         Ok(bytes.len())
     }
 
@@ -59,24 +59,28 @@ impl auth::Channel for Script<'_> {
     }
 }
 
-/// Nobody without the token gets through either side of a handshake over a
-/// stream, and nobody hears more than a challenge or a notice.
+/// Without the token, neither side of a handshake over a stream completes, and the
+/// peer receives no more than a challenge or a notice.
 fn handshake(data: &[u8]) {
     let token = token();
     let hello = Hello::new(Role::Peer, token.job_id());
     let limit = Duration::from_secs(5);
     let mut peer = Script {
-        says: data,
-        heard: 0,
+        input: data,
+        received: 0,
     };
     assert!(auth::accept(&mut peer, &token, limit, |_| Ok(hello)).is_err());
-    assert!(peer.heard <= 72, "{} bytes for a stranger", peer.heard);
+    assert!(
+        peer.received <= 72,
+        "{} bytes for an unauthenticated peer",
+        peer.received
+    );
     let mut peer = Script {
-        says: data,
-        heard: 0,
+        input: data,
+        received: 0,
     };
     assert!(auth::initiate(&mut peer, hello, &token, limit).is_err());
-    assert_eq!(peer.heard, 76, "a hello, and no proof");
+    assert_eq!(peer.received, 76, "a hello, and no proof");
 }
 
 fn handshake_seeds() -> Vec<Vec<u8>> {
@@ -95,8 +99,8 @@ fn handshake_seeds() -> Vec<Vec<u8>> {
     messages().unwrap_or_default()
 }
 
-/// A connection of the server: the first byte says whether it is a member's,
-/// the second how its bytes are cut, the rest is what it sends.
+/// A connection of the server. The first byte says whether it is authenticated, the
+/// second how its bytes are split; the rest is what it sends.
 fn session(data: &[u8]) {
     if let [member, piece, says @ ..] = data {
         crate::tcp::fuzzing::session(member & 1 == 1, 1 + usize::from(*piece) * 8, says);

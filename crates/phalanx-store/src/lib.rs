@@ -1,25 +1,22 @@
-//! Rendezvous key/value store: memory, file, TCP server and client, prefix view.
+//! Rendezvous key/value store in memory, in a file, or over TCP.
 //!
-//! Before ranks can talk they must find each other. They do so through a small
-//! [`Store`] of short-lived keys: every rank publishes its address, waits for
-//! those of the others, counts itself in. Later the store carries the first
-//! cause of an abort and the epoch of a re-formed group.
+//! Ranks find each other through a [`Store`] of short-lived keys: each rank
+//! publishes its address and waits for those of the others. Later the store holds
+//! the first cause of a failure, and the members of a group that is formed again.
 //!
 //! | store | reaches | use |
 //! |---|---|---|
 //! | [`MemStore`] | threads of this process | ranks as threads, tests |
 //! | [`FileStore`] | processes that share a file system | `file://` |
 //! | [`TcpStore`] with a [`TcpServer`] | processes on any host | `env://`, `tcp://` |
-//! | [`PrefixStore`] | what the store below reaches | one name space per group or epoch |
 //!
-//! All keep the limits of [`phalanx_wire::store_msg`] and pass one conformance
-//! suite (`tests/conformance.rs`).
+//! All enforce the limits of [`phalanx_wire::store_msg`] and pass the same tests
+//! (`tests/it/conformance.rs`).
 //!
-//! Two promises hold everywhere. **Every wait has a deadline**, and its error
-//! names exactly the missing keys ([`Error::missing_keys`]), so that a join
-//! which fails can name the ranks that never came. **A stranger never
-//! disturbs a member**: whoever cannot prove the job's token
-//! ([`auth`]) is closed, counted, and logged at most once a minute per source.
+//! Every wait has a timeout, and its error names exactly the missing keys
+//! ([`Error::missing_keys`]), so a failed join can name the missing ranks. A
+//! connection that cannot prove the job's token ([`auth`]) is closed, counted, and
+//! logged at most once a minute per source; it never fails the job.
 //!
 //! ```
 //! use phalanx_store::{MemStore, Store};
@@ -43,7 +40,6 @@ mod file;
 pub mod fuzzing;
 mod mem;
 mod pending;
-mod prefix;
 mod store;
 mod table;
 mod tcp;
@@ -51,7 +47,6 @@ mod tcp;
 pub use error::{Error, ErrorKind, Result};
 pub use file::FileStore;
 pub use mem::MemStore;
-pub use prefix::PrefixStore;
 pub use store::Store;
 pub use table::Limits;
-pub use tcp::{RefusalReason, Refused, ServerOptions, TcpServer, TcpStore, Will};
+pub use tcp::{RefusalReason, RefusedConnections, ServerOptions, TcpServer, TcpStore, Will};

@@ -8,41 +8,41 @@ use phalanx_wire::store_msg::{check_key, check_prefix, check_value};
 use crate::table::{Limits, Table};
 use crate::{Error, Result, Store};
 
-const PLACE: &str = "the in-memory store";
+const LOCATION: &str = "the in-memory store";
 
-/// A store for the threads of one process. Clones share the same keys.
+/// A store for the threads of one process. Clones share their keys.
 #[derive(Clone, Debug, Default)]
 pub struct MemStore(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
     table: Mutex<Table>,
-    /// Rings whenever a key may have appeared.
-    grown: Condvar,
+    /// Notified when a key may have appeared.
+    changed: Condvar,
 }
 
 impl MemStore {
-    /// An empty store with the usual limits.
+    /// An empty store with the default limits.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// An empty store with other limits.
+    /// An empty store with these limits.
     pub fn with_limits(limits: Limits) -> Self {
         MemStore(Arc::new(Shared {
             table: Mutex::new(Table::new(limits)),
-            grown: Condvar::new(),
+            changed: Condvar::new(),
         }))
     }
 
-    /// A thread that panicked while it held the lock leaves a usable table:
-    /// each change is complete before anything can panic.
+    /// The locked table. It is usable after a panic of another thread, since each
+    /// change is complete before anything can panic.
     fn table(&self) -> MutexGuard<'_, Table> {
         self.0.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sleeps until all keys are there; returns with the lock held, so that
-    /// the caller sees them.
+    /// Waits until all keys exist. Returns with the lock held, so that they still
+    /// exist for the caller.
     fn wait_locked(&self, keys: &[&str], timeout: Duration) -> Result<MutexGuard<'_, Table>> {
         let start = Instant::now();
         let mut table = self.table();
@@ -54,11 +54,11 @@ impl MemStore {
             let left = timeout.saturating_sub(start.elapsed());
             if left.is_zero() {
                 let missing = missing.into_iter().map(str::to_owned).collect();
-                return Err(Error::missing(PLACE, keys.len(), timeout, missing));
+                return Err(Error::missing(LOCATION, keys.len(), timeout, missing));
             }
             table = self
                 .0
-                .grown
+                .changed
                 .wait_timeout(table, left)
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
@@ -75,14 +75,13 @@ impl Store for MemStore {
         checked(key)?;
         check_value(value).map_err(|e| Error::bad_request(key, e))?;
         let result = self.table().set(key, value);
-        self.0.grown.notify_all();
-        result.map_err(|failure| Error::failed(PLACE, key, failure))
+        self.0.changed.notify_all();
+        result.map_err(|failure| Error::failed(LOCATION, key, failure))
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
         checked(key)?;
         let table = self.wait_locked(&[key], timeout)?;
-        // The lock was never given up since the key was seen.
         Ok(table.get(key).unwrap_or_default().to_vec())
     }
 
@@ -99,8 +98,8 @@ impl Store for MemStore {
     fn add(&self, key: &str, delta: i64) -> Result<i64> {
         checked(key)?;
         let result = self.table().add(key, delta);
-        self.0.grown.notify_all();
-        result.map_err(|failure| Error::failed(PLACE, key, failure))
+        self.0.changed.notify_all();
+        result.map_err(|failure| Error::failed(LOCATION, key, failure))
     }
 
     fn compare_set(&self, key: &str, expected: Option<&[u8]>, desired: &[u8]) -> Result<Vec<u8>> {
@@ -112,10 +111,10 @@ impl Store for MemStore {
         let mut table = self.table();
         table
             .compare_set(key, expected, desired)
-            .map_err(|failure| Error::failed(PLACE, key, failure))?;
+            .map_err(|failure| Error::failed(LOCATION, key, failure))?;
         let now = table.get(key).unwrap_or_default().to_vec();
         drop(table);
-        self.0.grown.notify_all();
+        self.0.changed.notify_all();
         Ok(now)
     }
 

@@ -1,16 +1,15 @@
-//! Which connection that has not proven the token is closed for another one.
+//! Which unauthenticated connection is closed to make room for a new one.
 //!
-//! Strangers may connect as often as they like, so such a connection keeps its
-//! place only until another one needs it. The order in which they are closed:
+//! Anyone can connect, so an unauthenticated connection keeps its slot only until
+//! another one needs it. They are closed in this order:
 //!
-//! 1. those whose hello has no valid tag: they do not hold the token;
-//! 2. those that have not said hello for 20 ms: a member's hello travels right
-//!    behind its connection;
-//! 3. those whose hello has a valid tag, after 250 ms: a member needs one round trip
-//!    for its proof, but a hello can be recorded and sent again.
+//! 1. a hello without a valid tag: the peer does not have the token;
+//! 2. no hello for 20 ms: a member sends its hello right after connecting;
+//! 3. a hello with a valid tag, after 250 ms: a member needs one round trip for its
+//!    proof, but a hello can be replayed.
 //!
-//! Among equals the source with most connections gives up its oldest, so that one
-//! host cannot keep the others out.
+//! Among equals, the source with the most connections loses its oldest one, so that
+//! one host cannot keep the others out.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -20,57 +19,56 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 
-/// Most connections that have not proven the token: as long as there is room,
-/// strangers are better kept than closed, as they come again.
+/// Maximum number of unauthenticated connections.
 const MAX_PENDING: usize = 4096;
 
-/// The part of the process's open files that they may take.
+/// They may use one part in this many of the process's open files.
 const FILES_PART: u64 = 4;
 
-/// What a pending connection has shown so far; the first are closed first.
+/// What an unauthenticated connection has sent. The first kind is closed first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Standing {
-    /// It has said hello without a valid tag.
+pub enum HelloState {
+    /// A hello without a valid tag.
     Untagged,
-    /// It has not said hello.
+    /// No hello yet.
     Silent,
-    /// It has said hello with a valid tag, which no other connection has.
+    /// A hello with a valid tag that no other connection has.
     Tagged,
 }
 
-/// A connection that has not proven the token, which the caller calls `id`.
+/// An unauthenticated connection, identified by `id`.
 #[derive(Clone, Copy, Debug)]
 pub struct Pending<I> {
-    /// Rises from connection to connection.
+    /// Identifier of the connection; later ones are larger.
     pub id: I,
-    /// What it has shown.
-    pub standing: Standing,
-    /// Where it comes from.
+    /// What it has sent.
+    pub hello: HelloState,
+    /// Address of the peer.
     pub source: IpAddr,
     /// When it was accepted.
     pub since: Instant,
 }
 
 impl<I> Pending<I> {
-    /// From when on it may be closed for another.
+    /// Time from which on it may be closed for another connection.
     fn closable_at(&self) -> Instant {
-        let safe_for = match self.standing {
-            Standing::Untagged => 0,
-            Standing::Silent => 20,
-            Standing::Tagged => 250,
+        let safe_for = match self.hello {
+            HelloState::Untagged => 0,
+            HelloState::Silent => 20,
+            HelloState::Tagged => 250,
         };
         self.since + Duration::from_millis(safe_for)
     }
 }
 
-/// How many connections of a process may be pending: 4096, and at most a quarter of
-/// the files that it may open.
+/// Maximum number of unauthenticated connections of a process: 4096, and at most a
+/// quarter of its limit of open files.
 pub fn max_pending() -> usize {
     let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     usize::try_from(files / FILES_PART).map_or(MAX_PENDING, |files| files.clamp(1, MAX_PENDING))
 }
 
-/// Whether the process, or the system, can open no more files.
+/// Whether the error means that the process or the system has too many open files.
 pub fn is_out_of_files(error: &std::io::Error) -> bool {
     let code = error.raw_os_error();
     [Errno::MFILE, Errno::NFILE]
@@ -78,36 +76,33 @@ pub fn is_out_of_files(error: &std::io::Error) -> bool {
         .contains(&code)
 }
 
-/// When the first of them may be closed; `None`: nobody is pending.
+/// Time at which the first connection may be closed; `None` if there is none.
 pub fn next_closable<I>(pending: impl Iterator<Item = Pending<I>>) -> Option<Instant> {
     pending.map(|pending| pending.closable_at()).min()
 }
 
-/// Those that may be closed now; the first to go is last.
+/// The connections that may be closed now. The one to close first is the last.
 pub fn closable<I: Copy + Ord>(pending: impl Iterator<Item = Pending<I>>, now: Instant) -> Vec<I> {
     let mut pending: Vec<_> = pending.filter(|p| p.closable_at() <= now).collect();
     pending.sort_unstable_by_key(|pending| Reverse(pending.id));
-    let mut newer: HashMap<(Standing, IpAddr), u32> = HashMap::new();
-    let mut order: Vec<(Standing, u32, I)> = Vec::with_capacity(pending.len());
+    let mut newer: HashMap<(HelloState, IpAddr), u32> = HashMap::new();
+    let mut order: Vec<(HelloState, u32, I)> = Vec::with_capacity(pending.len());
     for Pending {
-        id,
-        standing,
-        source,
-        ..
+        id, hello, source, ..
     } in pending
     {
-        // How many of its source are newer: the larger the source, the sooner
-        // its oldest goes.
-        let newer = newer.entry((standing, network(source))).or_default();
-        order.push((standing, *newer, id));
+        // Number of newer connections of the same source: the oldest of the
+        // largest source is closed first.
+        let newer = newer.entry((hello, network(source))).or_default();
+        order.push((hello, *newer, id));
         *newer += 1;
     }
-    order.sort_unstable_by_key(|(standing, newer, id)| (Reverse(*standing), *newer, Reverse(*id)));
+    order.sort_unstable_by_key(|(hello, newer, id)| (Reverse(*hello), *newer, Reverse(*id)));
     order.into_iter().map(|(.., id)| id).collect()
 }
 
-/// What counts as one source: an IPv4 address, or an IPv6 network, of which one
-/// host may have all addresses.
+/// The source that an address belongs to: an IPv4 address, or an IPv6 network,
+/// since one host may have all its addresses.
 fn network(ip: IpAddr) -> IpAddr {
     match ip.to_canonical() {
         IpAddr::V6(v6) => {
@@ -123,8 +118,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn strangers_go_first_and_of_the_largest_source_the_oldest() {
-        use Standing::{Silent, Tagged, Untagged};
+    fn untagged_go_first_and_of_the_largest_source_the_oldest() {
+        use HelloState::{Silent, Tagged, Untagged};
         let since = Instant::now();
         let pending = [
             (1, Tagged),
@@ -137,9 +132,9 @@ mod tests {
             (1, Untagged),
         ];
         let pending = || {
-            (1..).zip(pending).map(|(id, (source, standing))| Pending {
+            (1..).zip(pending).map(|(id, (source, hello))| Pending {
                 id,
-                standing,
+                hello,
                 source: [10, 0, 0, source].into(),
                 since,
             })
@@ -154,7 +149,7 @@ mod tests {
         assert_eq!(order(20), [4, 5, 3, 8, 6, 2, 7]);
         assert_eq!(order(250), [4, 5, 3, 8, 6, 2, 7, 1]);
         assert_eq!(next_closable(pending()), Some(since));
-        let silent = pending().filter(|p| p.standing == Silent);
+        let silent = pending().filter(|p| p.hello == Silent);
         assert_eq!(
             next_closable(silent),
             Some(since + Duration::from_millis(20))

@@ -1,4 +1,4 @@
-//! What every kind of store can do.
+//! The operations of a store.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,64 +7,63 @@ use crate::{Result, Will};
 
 /// A small key/value store that several ranks share.
 ///
-/// Keys are UTF-8 text of 1 to 1024 bytes, values up to 1 MiB; a store takes
-/// 128 Ki keys and 256 MiB in total. All methods may be called from several
-/// threads at once; a thread that waits does not hold up another.
+/// Keys are UTF-8 text of 1 to 1024 bytes, values have up to 1 MiB; a store holds up
+/// to 128 Ki keys and 256 MiB. All methods may be called from several threads at
+/// once; a thread that waits does not block the others.
 ///
-/// *Order:* each operation happens at one instant between its call and its
-/// return, alike for all members.
+/// Operations are linearizable: each takes effect at one moment between call and
+/// return, in the same order for all members.
 pub trait Store: Send + Sync + 'static {
-    /// Where the store is, as messages name it; empty for one in memory.
-    fn place(&self) -> &str {
+    /// Name of the store in messages; empty for a store in memory.
+    fn location(&self) -> &str {
         ""
     }
 
-    /// Stores the value, whatever was there.
+    /// Stores a value, replacing an existing one.
     fn set(&self, key: &str, value: &[u8]) -> Result<()>;
 
-    /// Waits until the key is there, at most `timeout`, and returns its value.
+    /// Waits up to `timeout` for a key and returns its value.
     ///
     /// # Errors
     /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) names the key.
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>>;
 
-    /// The value now, if any. Never waits for the key.
+    /// Returns the current value, if any, without waiting.
     fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>>;
 
-    /// Waits until all keys are there at once, at most `timeout`. No keys:
-    /// returns at once.
+    /// Waits up to `timeout` until all keys exist at the same time. Returns at once
+    /// if `keys` is empty.
     ///
     /// # Errors
     /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout), and
     /// [`Error::missing_keys`](crate::Error::missing_keys) has exactly the keys
-    /// that were missing when the deadline passed.
+    /// that were missing at the end.
     fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()>;
 
-    /// Adds to a number kept as decimal text, which starts at 0, and returns
-    /// the sum. No addition is lost, however many add at once.
+    /// Adds to a number, stored as decimal text and 0 at first, and returns the sum.
+    /// The addition is atomic.
     ///
     /// # Errors
     /// [`ErrorKind::NotANumber`](crate::ErrorKind::NotANumber), with the value
     /// unchanged.
     fn add(&self, key: &str, delta: i64) -> Result<i64>;
 
-    /// Stores `desired` if the value is `expected` (`None`: if there is no
-    /// value), and returns what is stored afterwards: `desired` means that it
-    /// is there, anything else is the value that was in the way. Where nothing
-    /// is stored afterwards (a value was expected, but none was there), the
-    /// answer is empty.
+    /// Stores `desired` if the value is `expected` (`None`: if the key does not
+    /// exist), and returns the value afterwards: `desired`, or the value that
+    /// differs from `expected`. It is empty if a value was expected and the key does
+    /// not exist.
     fn compare_set(&self, key: &str, expected: Option<&[u8]>, desired: &[u8]) -> Result<Vec<u8>>;
 
-    /// Removes a key; says whether it was there.
+    /// Removes a key. Returns whether it existed.
     fn delete(&self, key: &str) -> Result<bool>;
 
-    /// Removes all keys that begin with `prefix`; says how many there were.
+    /// Removes all keys with this prefix. Returns their number.
     fn delete_prefix(&self, prefix: &str) -> Result<u64>;
 
-    /// Has `value` (at most 4 KiB) stored under `key`, unless there is one by
-    /// then, when this process ends before it has dropped what it gets here,
-    /// however it ends. Also when its host cannot be reached any more, some
-    /// time later. `None`: this kind of store does not notice.
+    /// Leaves a will: if this process ends, in any way, before it drops the returned
+    /// [`Will`], the store sets `key` to `value` (at most 4 KiB) unless the key
+    /// exists. The same happens, some time later, if this host cannot be reached any
+    /// more. `None`: this kind of store cannot do it.
     ///
     /// # Errors
     /// As [`set`](Self::set).
@@ -74,8 +73,8 @@ pub trait Store: Send + Sync + 'static {
 }
 
 impl<S: Store + ?Sized> Store for Arc<S> {
-    fn place(&self) -> &str {
-        (**self).place()
+    fn location(&self) -> &str {
+        (**self).location()
     }
 
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {

@@ -1,17 +1,17 @@
-//! The keys and values themselves, with limits; no waiting, no locking.
+//! Keys and values with limits; no waiting, no locking.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
 
 use phalanx_wire::store_msg::{Failure, MAX_KEYS, MAX_TOTAL_BYTES};
 
-/// How much a store may hold.
+/// Limits of a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Limits {
-    /// Most keys.
+    /// Maximum number of keys.
     pub max_keys: usize,
-    /// Most bytes of all keys and values together.
+    /// Maximum total size of keys and values, in bytes.
     pub max_total_bytes: u64,
 }
 
@@ -25,7 +25,7 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// These limits, which replace 128 Ki keys and 256 MiB.
+    /// Limits in place of the defaults, 128 Ki keys and 256 MiB.
     pub const fn new(max_keys: usize, max_total_bytes: u64) -> Self {
         Self {
             max_keys,
@@ -34,11 +34,11 @@ impl Limits {
     }
 }
 
-/// Sorted, so that a prefix is a range.
+/// Keys and values. Sorted, so that a prefix is a range.
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     map: BTreeMap<String, Vec<u8>>,
-    /// Bytes of all keys and values.
+    /// Total size of keys and values.
     bytes: u64,
     limits: Limits,
 }
@@ -67,17 +67,17 @@ impl Table {
         self.map.iter().map(|(k, v)| (k.as_str(), v.as_slice()))
     }
 
-    /// Bytes of all keys and values.
+    /// Total size of keys and values.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The keys of the list that are not there, in its order.
+    /// Those of `keys` that do not exist, in their order.
     pub(crate) fn missing<'a>(&self, keys: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
         keys.into_iter().filter(|key| !self.contains(key)).collect()
     }
 
-    /// Whether `value` may be stored under `key`. Nothing changes.
+    /// Checks whether `value` may be stored under `key`.
     pub(crate) fn check_set(&self, key: &str, value: &[u8]) -> Result<(), Failure> {
         let old = self.map.get(key);
         if old.is_none() && self.map.len() >= self.limits.max_keys {
@@ -96,8 +96,8 @@ impl Table {
         self.bytes += value.len() as u64;
         if let Some(slot) = self.map.get_mut(key) {
             self.bytes -= slot.len() as u64;
-            // A fresh allocation: a value that shrank must not keep the memory
-            // that the limits no longer count.
+            // A new allocation, so that a shorter value does not keep memory that
+            // the limits no longer count.
             *slot = value.to_vec();
         } else {
             self.bytes += key.len() as u64;
@@ -106,7 +106,7 @@ impl Table {
         Ok(())
     }
 
-    /// What an addition would store. Nothing changes.
+    /// The sum that an addition would store.
     pub(crate) fn sum(&self, key: &str, delta: i64) -> Result<i64, Failure> {
         let old = match self.get(key) {
             None => 0,
@@ -129,18 +129,18 @@ impl Table {
         self.get(key) == expected
     }
 
-    /// True if it stored.
+    /// Returns whether it stored `desired`.
     pub(crate) fn compare_set(
         &mut self,
         key: &str,
         expected: Option<&[u8]>,
         desired: &[u8],
     ) -> Result<bool, Failure> {
-        let fits = self.matches(key, expected);
-        if fits {
+        let matches = self.matches(key, expected);
+        if matches {
             self.set(key, desired)?;
         }
-        Ok(fits)
+        Ok(matches)
     }
 
     pub(crate) fn delete(&mut self, key: &str) -> bool {
@@ -155,17 +155,17 @@ impl Table {
 
     pub(crate) fn delete_prefix(&mut self, prefix: &str) -> u64 {
         let range = (Bound::Included(prefix), Bound::Unbounded);
-        let doomed: Vec<String> = self
+        let keys: Vec<String> = self
             .map
             .range::<str, _>(range)
             .map(|(key, _)| key)
             .take_while(|key| key.starts_with(prefix))
             .cloned()
             .collect();
-        for key in &doomed {
+        for key in &keys {
             self.delete(key);
         }
-        doomed.len() as u64
+        keys.len() as u64
     }
 }
 
@@ -173,7 +173,7 @@ impl Table {
 mod tests {
     use super::*;
 
-    /// The running total must equal a recount after any history.
+    /// The running total must equal the sum over all keys.
     fn recount(table: &Table) {
         let counted: u64 = table.iter().map(|(k, v)| (k.len() + v.len()) as u64).sum();
         assert_eq!(table.bytes(), counted);

@@ -2,7 +2,7 @@
 
 use crate::{Error, ErrorKind, Result};
 
-/// A cursor over received bytes. Every step is checked.
+/// A cursor over received bytes; every read is checked.
 pub(crate) struct Reader<'a> {
     all: &'a [u8],
     at: usize,
@@ -53,8 +53,7 @@ impl<'a> Reader<'a> {
         self.all.len() - self.at
     }
 
-    /// Nothing may follow the last field: a longer message is a lie about its
-    /// length, or comes from a protocol that we do not know.
+    /// Checks that nothing follows the last field.
     pub(crate) fn end(self) -> Result<()> {
         match self.left() {
             0 => Ok(()),
@@ -63,9 +62,8 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// A cursor that fills a fixed array. The callers' layouts are constants, so
-/// a field that would not fit is a mistake in this crate which the round-trip
-/// tests show; it is dropped, never written elsewhere.
+/// A cursor that fills a fixed array. Layouts are constants, so a field that does
+/// not fit is a bug of this crate, which the round-trip tests find; it is dropped.
 pub(crate) struct Writer<'a> {
     all: &'a mut [u8],
     at: usize,

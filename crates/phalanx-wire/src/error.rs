@@ -1,14 +1,13 @@
-//! One error type; one kind per lie that bytes can tell.
+//! The crate's error type: one kind for each way in which a message can be malformed.
 
 use std::fmt;
 
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Bytes that do not say what they should, or a proof that does not hold.
+/// A malformed message, or a wrong proof in a handshake.
 ///
-/// Small and without heap memory, so that refusing a million strangers costs
-/// nothing.
+/// Small and without heap memory, so that refusing many connections is cheap.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Error {
     kind: ErrorKind,
@@ -16,7 +15,7 @@ pub struct Error {
     limit: u64,
 }
 
-/// What exactly was wrong. One kind per lie.
+/// What was wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
@@ -37,23 +36,22 @@ pub enum ErrorKind {
     FrameTooLong,
     /// `offset + length` of a frame does not fit 64 bits.
     OffsetOverflow,
-    /// A frame's range lies outside the range that the receiver has posted.
-    OutsidePosted,
     /// A known handshake message, but not the one that comes next.
     UnexpectedMessage,
-    /// A message announces a length that its type cannot have.
+    /// A message has another length than its type.
     WrongLength,
     /// The message ends before its last field.
     Truncated,
     /// Bytes follow the last field of a message.
     TrailingBytes,
-    /// The other side's final hello does not repeat the nonce it began with.
+    /// The other side's final hello has another nonce than its challenge.
     NonceMismatch,
     /// The initiator's proof is wrong: it does not hold the job's token.
     BadProof,
-    /// The acceptor's proof is wrong: the job token differs, or a stranger listens there.
+    /// The acceptor's proof is wrong: it has another job token, or another program
+    /// listens there.
     TokenMismatch,
-    /// A store message announces more bytes than any legal message has.
+    /// A store message is longer than the limit.
     MessageTooLong,
     /// A store key is empty.
     KeyEmpty,
@@ -66,9 +64,9 @@ pub enum ErrorKind {
     /// One wait names no key, or more than
     /// [`MAX_WAIT_KEYS`](crate::store_msg::MAX_WAIT_KEYS) keys.
     WaitKeys,
-    /// A yes-or-no byte is neither 0 nor 1.
+    /// A boolean is neither 0 nor 1.
     BadFlag,
-    /// Text that should be a token is not 64 hexadecimal digits.
+    /// The text of a token is not 64 hexadecimal digits.
     BadTokenText,
     /// The operating system gave no random bytes.
     Random,
@@ -83,13 +81,13 @@ impl Error {
         }
     }
 
-    /// An error with the value that was found and the bound, or the value
-    /// expected in its place; what they count depends on the kind.
+    /// An error with the value found and the limit, or the value expected; their
+    /// meaning depends on the kind.
     pub(crate) const fn with(kind: ErrorKind, found: u64, limit: u64) -> Self {
         Self { kind, found, limit }
     }
 
-    /// What was wrong.
+    /// Kind of the error.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
@@ -126,7 +124,7 @@ impl fmt::Display for Error {
             }
             ErrorKind::BadCrc => write!(
                 f,
-                "header checksum {found:08x} does not fit its bytes (computed {limit:08x})"
+                "header checksum is {found:08x}, computed {limit:08x}"
             ),
             ErrorKind::FrameTooLong => write!(
                 f,
@@ -136,17 +134,13 @@ impl fmt::Display for Error {
                 f,
                 "frame offset {found} plus length {limit} does not fit 64 bits"
             ),
-            ErrorKind::OutsidePosted => write!(
-                f,
-                "frame reaches byte {found} of a transfer, but the receiver has posted bytes up to {limit} only or starts later"
-            ),
             ErrorKind::UnexpectedMessage => write!(
                 f,
-                "handshake message type {found} came where type {limit} was due"
+                "unexpected handshake message of type {found}, expected type {limit}"
             ),
             ErrorKind::WrongLength => write!(
                 f,
-                "message announces {found} bytes, its type has {limit}"
+                "message of {found} bytes, but its type has {limit}"
             ),
             ErrorKind::Truncated => {
                 write!(f, "message ends after {found} bytes, but {limit} are needed")
@@ -158,10 +152,10 @@ impl fmt::Display for Error {
                 f.write_str("the peer changed its nonce during the handshake")
             }
             ErrorKind::BadProof => {
-                f.write_str("the peer does not hold this job's token: a stranger, or a member of another job")
+                f.write_str("the peer does not hold this job's token: it belongs to another job, or is another program")
             }
             ErrorKind::TokenMismatch => {
-                f.write_str("the job token differs or a stranger listens there: give every rank of the job the same token")
+                f.write_str("the job token differs, or another program listens there: give every rank of the job the same token")
             }
             ErrorKind::MessageTooLong => write!(
                 f,
@@ -177,7 +171,7 @@ impl fmt::Display for Error {
             }
             ErrorKind::WaitKeys => write!(
                 f,
-                "one wait names {found} keys, allowed are 1 to {limit}: split it"
+                "a wait for {found} keys, but 1 to {limit} are allowed"
             ),
             ErrorKind::BadFlag => write!(f, "flag byte is {found}, neither 0 nor 1"),
             ErrorKind::BadTokenText => f.write_str(
@@ -191,7 +185,7 @@ impl fmt::Display for Error {
     }
 }
 
-/// Four bytes as text, if that is what they are.
+/// Four bytes as text, if they are printable.
 fn shown(bytes: u64) -> String {
     let bytes = (bytes as u32).to_be_bytes();
     match std::str::from_utf8(&bytes) {

@@ -7,17 +7,17 @@
 //! | 5 | kind | 40..48 | offset |
 //! | 6..8 | flags | 48..52 | length |
 //! | 8, 9, 10, 11 | dtype, op, collective, plan | 52..56 | root |
-//! | 12..16 | epoch | 56..58 | stream |
+//! | 12..16 | generation | 56..58 | stream |
 //! | 16..20 | group | 58..60 | reserved, zero |
 //! | 20..24 | step | 60..64 | CRC-32C of bytes 0..60 |
 //!
-//! The receiver of a frame never learns from it where bytes go: the plan of the
-//! running operation says so, and [`Header::check_posted`] compares.
+//! A frame does not decide where its payload goes. The receiver knows from the plan
+//! of its operation which header comes next, and compares.
 
 use crate::bytes::{Reader, Writer};
 use crate::{Error, ErrorKind, Result};
 
-/// Most payload bytes that one frame may announce (16 MiB).
+/// Maximum payload of one frame (16 MiB).
 pub const MAX_FRAME_BYTES: u32 = 16 << 20;
 
 /// Version of the frame layout.
@@ -26,36 +26,26 @@ pub const VERSION: u8 = 1;
 /// First four bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"PHLX";
 
-/// Where the checksum begins: it covers everything before it.
+/// Offset of the checksum, which covers everything before it.
 const CRC_AT: usize = Header::BYTES - 4;
 
-/// What a frame is for.
+/// Type of a frame. Codes 2 and 4 are not used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum Kind {
     /// Payload of a collective or of a send.
     Data = 1,
-    /// A message of the group to itself: agreements while forming, say.
-    Control = 2,
     /// The sender has failed; the payload is the cause as UTF-8 text.
     Abort = 3,
-    /// The sender lives.
-    Heartbeat = 4,
-    /// The sender leaves in good order; the end of the stream that follows is
-    /// not a failure.
+    /// The sender leaves normally; the end of the stream that follows is not a
+    /// failure.
     Goodbye = 5,
 }
 
 impl Kind {
     /// All kinds, in the order of their codes.
-    pub const ALL: [Kind; 5] = [
-        Kind::Data,
-        Kind::Control,
-        Kind::Abort,
-        Kind::Heartbeat,
-        Kind::Goodbye,
-    ];
+    pub const ALL: [Kind; 3] = [Kind::Data, Kind::Abort, Kind::Goodbye];
 
     fn from_code(code: u8) -> Result<Self> {
         Self::ALL
@@ -65,13 +55,13 @@ impl Kind {
     }
 }
 
-/// One frame header. The fields after `kind` are carried, not interpreted: the
-/// receiver compares them with what its own operation expects.
+/// One frame header. The codec does not interpret the fields after `kind`: the
+/// receiver compares them with those its operation expects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What the frame is for.
+    /// Type of the frame.
     pub kind: Kind,
-    /// Bits whose meaning belongs to the kind.
+    /// Flags; their meaning depends on the kind.
     pub flags: u16,
     /// Code of the element type.
     pub dtype: u8,
@@ -79,25 +69,25 @@ pub struct Header {
     pub op: u8,
     /// Code of the collective.
     pub collective: u8,
-    /// Code of the algorithm; both sides must have chosen alike.
+    /// Code of the algorithm; both sides must use the same one.
     pub plan: u8,
-    /// How often the job has formed its groups anew.
-    pub epoch: u32,
-    /// The group within the epoch.
+    /// Generation of the job's groups: how often they were formed again.
+    pub generation: u32,
+    /// Number of the group within the generation.
     pub group: u32,
     /// Number of the operation within the group.
     pub seq: u64,
     /// Step of the plan within the operation.
     pub step: u32,
-    /// Which of several parallel streams between two ranks.
+    /// Number of the parallel stream between two ranks.
     pub stream: u16,
     /// Root rank of a rooted collective, otherwise 0.
     pub root: u32,
-    /// Elements of the whole collective.
+    /// Number of elements of the whole collective.
     pub count: u64,
-    /// Where the payload begins within this transfer, in bytes.
+    /// Offset of the payload within its transfer, in bytes.
     pub offset: u64,
-    /// Payload bytes that follow this header.
+    /// Number of payload bytes that follow this header.
     pub length: u32,
 }
 
@@ -114,7 +104,7 @@ impl Header {
             op: 0,
             collective: 0,
             plan: 0,
-            epoch: 0,
+            generation: 0,
             group: 0,
             seq: 0,
             step: 0,
@@ -126,8 +116,8 @@ impl Header {
         }
     }
 
-    /// The header as bytes, checksum included. Fields beyond the limits are
-    /// written as they are; [`decode`](Self::decode) refuses them.
+    /// The header as bytes, checksum included. Does not check limits:
+    /// [`decode`](Self::decode) refuses fields beyond them.
     pub fn encode(&self) -> [u8; Self::BYTES] {
         let mut out = [0; Self::BYTES];
         Writer::new(&mut out)
@@ -135,7 +125,7 @@ impl Header {
             .put(&[VERSION, self.kind as u8])
             .put(&self.flags.to_le_bytes())
             .put(&[self.dtype, self.op, self.collective, self.plan])
-            .put(&self.epoch.to_le_bytes())
+            .put(&self.generation.to_le_bytes())
             .put(&self.group.to_le_bytes())
             .put(&self.step.to_le_bytes())
             .put(&self.seq.to_le_bytes())
@@ -148,7 +138,7 @@ impl Header {
         out
     }
 
-    /// Reads a header.
+    /// Decodes a header.
     ///
     /// # Errors
     /// [`ErrorKind::BadMagic`], [`WrongVersion`](ErrorKind::WrongVersion),
@@ -178,7 +168,7 @@ impl Header {
         let op = r.u8()?;
         let collective = r.u8()?;
         let plan = r.u8()?;
-        let epoch = r.u32()?;
+        let generation = r.u32()?;
         let group = r.u32()?;
         let step = r.u32()?;
         let seq = r.u64()?;
@@ -190,7 +180,7 @@ impl Header {
         let reserved = r.u16()?;
         let crc = r.u32()?;
         r.end()?;
-        // Before any other field is believed.
+        // Before any other field is used.
         if crc != computed {
             return Err(Error::with(
                 ErrorKind::BadCrc,
@@ -227,7 +217,7 @@ impl Header {
             op,
             collective,
             plan,
-            epoch,
+            generation,
             group,
             seq,
             step,
@@ -238,20 +228,6 @@ impl Header {
             length,
         })
     }
-
-    /// Checks that the payload lies within the bytes
-    /// `posted_offset .. posted_offset + posted_bytes` which the receiver waits for.
-    ///
-    /// # Errors
-    /// [`ErrorKind::OutsidePosted`] when any byte lies outside.
-    pub fn check_posted(&self, posted_offset: u64, posted_bytes: u64) -> Result<()> {
-        let posted_end = posted_offset.saturating_add(posted_bytes);
-        let end = self.offset.saturating_add(u64::from(self.length));
-        if self.offset < posted_offset || end > posted_end {
-            return Err(Error::with(ErrorKind::OutsidePosted, end, posted_end));
-        }
-        Ok(())
-    }
 }
 
 /// Writes the checksum into the last four bytes.
@@ -260,7 +236,7 @@ pub(crate) fn seal(bytes: &mut [u8; Header::BYTES]) {
     bytes[CRC_AT..].copy_from_slice(&crc.to_le_bytes());
 }
 
-/// Shows the bytes in the order in which they came.
+/// Keeps the bytes in the order in which they arrived.
 pub(crate) fn bad_magic(found: [u8; 4], expected: [u8; 4]) -> Error {
     Error::with(
         ErrorKind::BadMagic,
@@ -281,7 +257,7 @@ mod tests {
             op: 3,
             collective: 4,
             plan: 5,
-            epoch: 6,
+            generation: 6,
             group: 7,
             seq: u64::MAX,
             step: 9,
@@ -293,8 +269,8 @@ mod tests {
         }
     }
 
-    /// Encodes, lets the test lie, and makes the checksum right again.
-    fn lie(change: impl FnOnce(&mut [u8; Header::BYTES])) -> ErrorKind {
+    /// Encodes a header, changes it, updates the checksum, and decodes it.
+    fn decode_changed(change: impl FnOnce(&mut [u8; Header::BYTES])) -> ErrorKind {
         let mut bytes = sample().encode();
         change(&mut bytes);
         seal(&mut bytes);
@@ -311,7 +287,7 @@ mod tests {
         }
     }
 
-    /// The layout is a contract between versions: this fails when a field moves.
+    /// The layout is fixed: this fails when a field moves.
     #[test]
     fn layout_is_as_documented() {
         let bytes = sample().encode();
@@ -336,7 +312,7 @@ mod tests {
 
     #[test]
     fn bad_magic() {
-        assert_eq!(lie(|b| b[0] = b'Q'), ErrorKind::BadMagic);
+        assert_eq!(decode_changed(|b| b[0] = b'Q'), ErrorKind::BadMagic);
         let mut http = [b' '; 64];
         http[..14].copy_from_slice(b"GET /metrics H");
         let error = Header::decode(&http).unwrap_err();
@@ -346,7 +322,7 @@ mod tests {
 
     #[test]
     fn wrong_version() {
-        assert_eq!(lie(|b| b[4] = 2), ErrorKind::WrongVersion);
+        assert_eq!(decode_changed(|b| b[4] = 2), ErrorKind::WrongVersion);
     }
 
     #[test]
@@ -362,22 +338,22 @@ mod tests {
 
     #[test]
     fn unknown_kind() {
-        for code in [0, 6, 255] {
-            assert_eq!(lie(|b| b[5] = code), ErrorKind::UnknownCode);
+        for code in [0, 2, 4, 6, 255] {
+            assert_eq!(decode_changed(|b| b[5] = code), ErrorKind::UnknownCode);
         }
     }
 
     #[test]
     fn reserved_not_zero() {
-        assert_eq!(lie(|b| b[58] = 1), ErrorKind::ReservedNotZero);
-        assert_eq!(lie(|b| b[59] = 0x80), ErrorKind::ReservedNotZero);
+        assert_eq!(decode_changed(|b| b[58] = 1), ErrorKind::ReservedNotZero);
+        assert_eq!(decode_changed(|b| b[59] = 0x80), ErrorKind::ReservedNotZero);
     }
 
     #[test]
     fn frame_too_long() {
         let long = (MAX_FRAME_BYTES + 1).to_le_bytes();
         assert_eq!(
-            lie(|b| b[48..52].copy_from_slice(&long)),
+            decode_changed(|b| b[48..52].copy_from_slice(&long)),
             ErrorKind::FrameTooLong
         );
     }
@@ -385,29 +361,8 @@ mod tests {
     #[test]
     fn offset_overflow() {
         assert_eq!(
-            lie(|b| b[40..48].copy_from_slice(&[0xff; 8])),
+            decode_changed(|b| b[40..48].copy_from_slice(&[0xff; 8])),
             ErrorKind::OffsetOverflow
         );
-    }
-
-    #[test]
-    fn outside_posted() {
-        let header = Header {
-            offset: 100,
-            length: 50,
-            ..sample()
-        };
-        header.check_posted(100, 50).unwrap();
-        header.check_posted(0, 1000).unwrap();
-        for (offset, bytes) in [(101, 50), (100, 49), (0, 149), (200, 50), (0, 0)] {
-            let error = header.check_posted(offset, bytes).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::OutsidePosted);
-        }
-        let huge = Header {
-            offset: u64::MAX - 1,
-            length: 50,
-            ..sample()
-        };
-        assert!(huge.check_posted(0, 1000).is_err());
     }
 }

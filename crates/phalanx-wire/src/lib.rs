@@ -1,24 +1,23 @@
 //! Frame, handshake and store codecs with hard limits; no I/O, no unsafe.
 //!
-//! Everything that Phalanx puts on a socket is encoded and decoded here, and
-//! nothing else happens here: the crate never opens, reads or writes anything
-//! (the operating system's random source, for nonces and tokens, is the one
-//! exception). That is what makes it possible to throw garbage at every decoder
-//! in a plain unit test.
+//! Everything that Phalanx puts on a socket is encoded and decoded here. The
+//! crate performs no I/O (except for random bytes from the operating system, for
+//! nonces and tokens), so every decoder can be tested with malformed input in a
+//! plain unit test.
 //!
 //! * [`frame`]: the fixed 64-byte header in front of every payload between ranks.
-//! * [`handshake`]: who are you, and can you prove it? State machines for both sides.
+//! * [`handshake`]: mutual authentication by the job token, as state machines.
 //! * [`store_msg`]: requests to and responses from the rendezvous store.
-//! * [`Token`]: the secret of one job, which never travels.
+//! * [`Token`]: the secret of one job, which is never sent.
 //!
-//! # Rules that every decoder keeps
+//! # Rules of every decoder
 //!
 //! * All integers are little endian and are read field by field.
-//! * No length from the wire is used before it was compared with a constant of
-//!   this crate, and no allocation is larger than what really arrived.
-//! * Each kind of lie has its own [`ErrorKind`], and one test named after it.
-//! * Decoding accepts exactly what encoding produces: reserved bytes must be
-//!   zero and nothing may follow the last field.
+//! * A length from the wire is compared with a limit of this crate before it is
+//!   used, and no allocation is larger than the bytes received.
+//! * Each kind of malformed input has its own [`ErrorKind`] and its own test.
+//! * Decoding accepts exactly what encoding produces: reserved bytes are zero
+//!   and nothing follows the last field.
 //!
 //! # Example
 //!

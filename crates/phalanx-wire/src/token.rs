@@ -7,17 +7,16 @@ use sha2::Sha256;
 
 use crate::{Error, ErrorKind, Result};
 
-/// 256 random bits that all members of one job share, and nobody else.
+/// 256 random bits that only the members of one job share.
 ///
-/// The launcher mints it. It is passed on by an inherited file descriptor or a
-/// private file, never on a command line; it is never logged (`Debug` shows
-/// no bit of it) and never sent: the [handshake](crate::handshake) only proves
-/// that both sides hold it.
+/// The launcher creates it and passes it on by a private file, never on a command
+/// line. It is never logged (`Debug` does not show it) and never sent: the
+/// [handshake](crate::handshake) proves that both sides have it.
 #[derive(Clone)]
 pub struct Token([u8; 32]);
 
 impl Token {
-    /// A fresh token from the operating system's random source.
+    /// A new token from the operating system's random source.
     ///
     /// # Errors
     /// [`ErrorKind::Random`] when that source fails.
@@ -25,12 +24,12 @@ impl Token {
         Ok(Token(random_bytes()?))
     }
 
-    /// Reads the 64 hexadecimal digits that [`to_hex`](Self::to_hex) wrote;
-    /// white space around them is allowed, as files end in a newline.
+    /// Parses the 64 hexadecimal digits of [`to_hex`](Self::to_hex). White space
+    /// around them is ignored.
     ///
     /// # Errors
-    /// [`ErrorKind::BadTokenText`] for anything else. The text is not repeated
-    /// in the message, because it may be most of a secret.
+    /// [`ErrorKind::BadTokenText`] for anything else. The message does not repeat
+    /// the text, which may be part of a secret.
     pub fn from_hex(text: &str) -> Result<Token> {
         let mut bytes = [0; 32];
         hex::decode_to_slice(text.trim(), &mut bytes)
@@ -38,13 +37,13 @@ impl Token {
         Ok(Token(bytes))
     }
 
-    /// The token as 64 lower-case hexadecimal digits: a secret, keep it so.
+    /// The token as 64 lower-case hexadecimal digits. This is the secret itself.
     pub fn to_hex(&self) -> String {
         hex::encode(self.0)
     }
 
-    /// A number that names the job without giving the token away: the first
-    /// eight bytes of a keyed hash of a fixed text. It goes into
+    /// An identifier of the job that does not reveal the token: the first eight
+    /// bytes of a keyed hash of a fixed text. It is used in
     /// [`Hello::job`](crate::handshake::Hello::job) and into logs.
     pub fn job_id(&self) -> u64 {
         let proof = self.mac(&[b"phalanx job id"]);
@@ -58,19 +57,19 @@ impl Token {
         self.keyed(parts).finalize().into_bytes().into()
     }
 
-    /// Compares in constant time, so that guessing byte by byte is no use.
+    /// Compares a MAC in constant time.
     pub(crate) fn mac_is(&self, parts: &[&[u8]], claimed: &[u8; 32]) -> bool {
         self.keyed(parts).verify_slice(claimed).is_ok()
     }
 
-    /// The same for the first bytes of a MAC.
+    /// As [`mac_is`](Self::mac_is), for the first bytes of a MAC.
     pub(crate) fn mac_starts_with(&self, parts: &[&[u8]], claimed: &[u8]) -> bool {
         self.keyed(parts).verify_truncated_left(claimed).is_ok()
     }
 
     fn keyed(&self, parts: &[&[u8]]) -> Hmac<Sha256> {
-        // HMAC pads a shorter key with zeros to the block size; doing it here
-        // gives the constructor that cannot fail.
+        // HMAC pads a short key with zeros to the block size. A whole block
+        // allows the constructor that cannot fail.
         let mut block = [0; 64];
         block[..32].copy_from_slice(&self.0);
         let mut mac = Hmac::<Sha256>::new(&block.into());
@@ -92,7 +91,7 @@ pub(crate) fn random_bytes<const N: usize>() -> Result<[u8; N]> {
 }
 
 impl PartialEq for Token {
-    /// Takes the same time wherever the first difference is.
+    /// Compares in constant time.
     fn eq(&self, other: &Self) -> bool {
         let mut differing = 0u8;
         for (a, b) in self.0.iter().zip(&other.0) {

@@ -193,12 +193,12 @@ impl Receiver {
                 ),
             ));
         }
-        if (header.epoch, header.group) != (context.generation, context.group) {
+        if (header.generation, header.group) != (context.generation, context.group) {
             return Err(Error::protocol(
                 peer,
                 format!(
                     "rank {peer} sent a frame of generation {}, group {:#x} into generation {}, group {:#x}",
-                    header.epoch, header.group, context.generation, context.group
+                    header.generation, header.group, context.generation, context.group
                 ),
             ));
         }
@@ -411,9 +411,9 @@ mod tests {
             |h| h.length = 99,
             |h| h.length = 101,
             |h| h.length = 0,
-            |h| h.epoch = 0,
+            |h| h.generation = 0,
             |h| h.group = 7,
-            |h| h.kind = Kind::Heartbeat,
+            |h| h.kind = Kind::Abort,
             |h| h.kind = Kind::Goodbye,
         ];
         for change in changes {

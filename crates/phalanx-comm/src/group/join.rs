@@ -151,7 +151,7 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
                 )
             };
             let connect = || {
-                TcpStore::connect_telling(&place, token.clone(), left(), |error| {
+                TcpStore::connect_with(&place, token.clone(), left(), |error| {
                     let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
                     *last = format!(" ({error})");
                 })
@@ -174,8 +174,8 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
                 Error::new(error.kind(), message).with_source(error)
             })?;
             // No single question may use up the time in which all must come.
-            store.set_answer_limit((options.timeout / 5).clamp(STORE_MIN, STORE_MAX));
-            if let Err(e) = store.reserve(ASKING_THREADS) {
+            store.set_response_timeout((options.timeout / 5).clamp(STORE_MIN, STORE_MAX));
+            if let Err(e) = store.reserve_connections(ASKING_THREADS) {
                 tracing::debug!("cannot reserve connections to the store: {e}");
             }
             Processes {

@@ -70,7 +70,7 @@ impl Signature {
         header.count = self.count as u64;
         header.flags = self.lengths;
         header.seq = self.seq;
-        header.epoch = generation;
+        header.generation = generation;
         header.group = group;
         header
     }
@@ -252,7 +252,7 @@ mod tests {
             mine.to_string()
         );
         assert!(mine.matches(&PeerOperation::of_frame(&header)));
-        assert_eq!((header.epoch, header.group), (3, 9));
+        assert_eq!((header.generation, header.group), (3, 9));
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
 use phalanx_store::auth::{
-    self, Channel, Greeted, Greeting, HANDSHAKE_TIMEOUT, Standing, StrangerLog, closable,
+    self, Channel, HANDSHAKE_TIMEOUT, HelloState, PendingHandshake, Progress, RefusalLog, closable,
     is_out_of_files, max_pending, next_closable,
 };
 use phalanx_wire::Token;
@@ -152,8 +152,8 @@ struct Pending<S> {
     socket: S,
     from: IpAddr,
     since: Instant,
-    greeting: Greeting,
-    standing: Standing,
+    greeting: PendingHandshake,
+    standing: HelloState,
     /// The tag of its hello, if that is valid.
     tag: Option<[u8; TAG_BYTES]>,
 }
@@ -162,7 +162,7 @@ struct Door<'a, S> {
     guests: Guests,
     token: &'a Token,
     place: String,
-    strangers: StrangerLog,
+    strangers: RefusalLog,
     /// Most open handshakes.
     places: usize,
     pending: Vec<Pending<S>>,
@@ -179,7 +179,7 @@ impl<'a, S: Socket> Door<'a, S> {
             },
             token,
             place: format!("rank {}", me.rank),
-            strangers: StrangerLog::new(),
+            strangers: RefusalLog::new(),
             places: max_pending(),
             pending: Vec::new(),
             next_id: 0,
@@ -189,7 +189,7 @@ impl<'a, S: Socket> Door<'a, S> {
     fn standings(&self) -> impl Iterator<Item = auth::Pending<u64>> {
         self.pending.iter().map(|pending| auth::Pending {
             id: pending.id,
-            standing: pending.standing,
+            hello: pending.standing,
             source: pending.from,
             since: pending.since,
         })
@@ -258,15 +258,15 @@ impl<'a, S: Socket> Door<'a, S> {
         loop {
             let pending = &mut self.pending[at];
             match pending.greeting.advance(&mut pending.socket, self.token)? {
-                Greeted::Waiting => return Ok(None),
-                Greeted::Proven(proven) => return Ok(Some(proven)),
-                Greeted::Challenged(tag) => {
+                Progress::Waiting => return Ok(None),
+                Progress::Proven(proven) => return Ok(Some(proven)),
+                Progress::Challenged(tag) => {
                     // One that comes twice was recorded.
                     let is_new = tag.is_some() && self.pending.iter().all(|p| p.tag != tag);
                     let pending = &mut self.pending[at];
                     (pending.standing, pending.tag) = match tag {
-                        Some(_) if is_new => (Standing::Tagged, tag),
-                        _ => (Standing::Untagged, None),
+                        Some(_) if is_new => (HelloState::Tagged, tag),
+                        _ => (HelloState::Untagged, None),
                     };
                 }
             }
@@ -285,7 +285,7 @@ impl<'a, S: Socket> Door<'a, S> {
                 // Whether it arrives changes nothing here.
                 let _ = auth::send(&mut socket, &proven.reject(reason));
                 let why = format_args!("refused a member (rank {}): {reason}", peer.rank);
-                self.strangers.note(from, &self.place, &why);
+                self.strangers.warn(from, &self.place, &why);
                 return None;
             }
         };
@@ -298,7 +298,7 @@ impl<'a, S: Socket> Door<'a, S> {
             }),
             Err(e) => {
                 self.guests.forget(&peer);
-                self.strangers.note(from, &self.place, &e);
+                self.strangers.warn(from, &self.place, &e);
                 None
             }
         }
@@ -306,7 +306,7 @@ impl<'a, S: Socket> Door<'a, S> {
 
     fn close(&mut self, at: usize, why: &dyn std::fmt::Display) {
         let pending = self.pending.swap_remove(at);
-        self.strangers.note(pending.from, &self.place, why);
+        self.strangers.warn(pending.from, &self.place, why);
     }
 
     /// Accepts who wants to connect; where there is no place, in the place of another.
@@ -334,7 +334,7 @@ impl<'a, S: Socket> Door<'a, S> {
                 }
             };
             if let Err(e) = socket.prepare() {
-                self.strangers.note(from, &self.place, &e);
+                self.strangers.warn(from, &self.place, &e);
                 continue;
             }
             self.next_id += 1;
@@ -343,8 +343,8 @@ impl<'a, S: Socket> Door<'a, S> {
                 socket,
                 from,
                 since: Instant::now(),
-                greeting: Greeting::default(),
-                standing: Standing::Silent,
+                greeting: PendingHandshake::default(),
+                standing: HelloState::Silent,
                 tag: None,
             });
         }

@@ -35,7 +35,7 @@ impl Scene {
         Hello::new(Role::Peer, self.token.job_id())
             .rank(rank)
             .world(3)
-            .epoch(5)
+            .generation(5)
             .group(2)
     }
 
@@ -68,7 +68,7 @@ fn members_with_a_flaw_are_told_the_reason() {
             StoreKind::Rejected(reason) => reason,
             other => panic!("{other:?}"),
         };
-        assert_eq!(reject(good.epoch(4)), RejectReason::WrongEpoch);
+        assert_eq!(reject(good.generation(4)), RejectReason::WrongGeneration);
         assert_eq!(reject(good.group(3)), RejectReason::WrongGroup);
         assert_eq!(reject(good.world(4)), RejectReason::WrongWorld);
         assert_eq!(reject(good.rank(7)), RejectReason::WrongRank);

@@ -279,7 +279,7 @@ pub(crate) fn control_seeds() -> Vec<Vec<u8>> {
     vec![
         frame(Kind::Abort, b"disk full"),
         frame(Kind::Goodbye, b""),
-        frame(Kind::Heartbeat, b""),
+        frame(Kind::Data, b""),
     ]
 }
 
@@ -325,7 +325,7 @@ pub(crate) fn unix_hello(data: &[u8]) {
     let hello = Hello::new(role, token.job_id() ^ u64::from(next() & 1))
         .rank(next())
         .world(next())
-        .epoch(next())
+        .generation(next())
         .group(next())
         .stream(next() as u16);
     let is_member = me.check_same_group(&hello).is_ok() && hello.role == Role::SharedMemory;

@@ -39,7 +39,7 @@ impl Unanswered {
             }
         });
         let stopped = TcpStore::connect(&address, token, PATIENCE).unwrap();
-        stopped.set_answer_limit(Duration::from_millis(20));
+        stopped.set_response_timeout(Duration::from_millis(20));
         Arc::new(Unanswered {
             memory: MemStore::new(),
             stopped,

@@ -1,4 +1,4 @@
-//! A safetensors file: its header, read and checked, and its numbers, read tensor by tensor.
+//! Safetensors files: the header is checked first, then tensors are read one by one.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -12,10 +12,10 @@ use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 use crate::text::one_line;
 use crate::{Error, Result};
 
-/// The longest header that is read; that of a thousand tensors has 100 kB.
+/// Maximum length of a header; one of a thousand tensors has 100 kB.
 const MAX_HEADER_BYTES: u64 = 16 << 20;
 
-/// The most tensors of a file, of whatever format.
+/// Maximum number of tensors in a file of any format.
 pub(crate) const MAX_TENSORS: usize = 1 << 16;
 
 /// An open file whose header was checked against its length.
@@ -24,7 +24,7 @@ pub(crate) struct TensorsFile {
     path: PathBuf,
     file: File,
     metadata: Metadata,
-    /// Where the header ends.
+    /// End of the header.
     data_at: u64,
 }
 
@@ -33,7 +33,7 @@ impl TensorsFile {
     ///
     /// # Errors
     ///
-    /// `Data`, naming the file, when it is truncated or of another kind; `Io`.
+    /// `Data`, naming the file, when it is truncated or has another format; `Io`.
     pub fn new(path: &Path, file: File) -> Result<TensorsFile> {
         let failed = |e| Error::io("cannot read", path, e);
         let wrong = |why: String| {
@@ -43,7 +43,7 @@ impl TensorsFile {
         let there = file.metadata().map_err(failed)?.len();
         if there < 8 {
             return Err(wrong(format!(
-                "it has {there} bytes; expected at byte 0 the length of its header in 8; it may be truncated"
+                "it has only {there} bytes; expected 8 bytes with the length of the header; it may be truncated"
             )));
         }
         let mut start = [0; 8];
@@ -51,13 +51,13 @@ impl TensorsFile {
         let header_bytes = u64::from_le_bytes(start);
         if header_bytes > MAX_HEADER_BYTES {
             return Err(wrong(format!(
-                "at byte 0 it promises a header of {header_bytes} bytes, expected at most {MAX_HEADER_BYTES}; it is of another kind"
+                "its header length at byte 0 is {header_bytes}, expected at most {MAX_HEADER_BYTES}; it has another format"
             )));
         }
         let data_at = header_bytes + 8;
         if data_at > there {
             return Err(wrong(format!(
-                "its header should end at byte {data_at}, and it has {there} bytes; it may be truncated"
+                "its header should end at byte {data_at}, but it has {there} bytes; it may be truncated"
             )));
         }
         let mut header = vec![0; header_bytes as usize];
@@ -73,12 +73,12 @@ impl TensorsFile {
         let promised = (metadata.data_len() as u64).saturating_add(data_at);
         if promised < there {
             return Err(wrong(format!(
-                "it has {there} bytes, its header describes {promised}"
+                "it has {there} bytes, but its header describes {promised}"
             )));
         }
         if promised > there {
             return Err(wrong(format!(
-                "it has {there} bytes, its header promises {promised}; it may be truncated"
+                "it has {there} bytes, but its header describes {promised}; it may be truncated"
             )));
         }
         Ok(TensorsFile {
@@ -96,18 +96,18 @@ impl TensorsFile {
         all
     }
 
-    /// The tensor of that name.
+    /// The tensor with this name.
     pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
         self.metadata.info(name)
     }
 
-    /// What it says beside the tensors.
+    /// The file's metadata.
     pub fn metadata(&self) -> BTreeMap<String, String> {
         let said = self.metadata.metadata().iter().flatten();
         said.map(|(k, v)| (k.clone(), v.clone())).collect()
     }
 
-    /// The numbers of a tensor of this file, little-endian.
+    /// The values of a tensor of this file, little-endian.
     ///
     /// # Errors
     ///
@@ -122,8 +122,8 @@ impl TensorsFile {
     }
 }
 
-/// An error when a name is there twice, of which the library would silently take the last, or
-/// there are more than [`MAX_TENSORS`].
+/// Refuses duplicate names, of which the library would silently take the last, and more
+/// than [`MAX_TENSORS`] tensors.
 fn check_names(header: &[u8]) -> serde_json::Result<()> {
     let mut all = serde_json::Deserializer::from_slice(header);
     all.deserialize_map(Names)?;
@@ -144,11 +144,11 @@ impl<'de> Visitor<'de> for Names {
         while let Some(name) = map.next_key::<String>()? {
             if names.len() > MAX_TENSORS {
                 return Err(A::Error::custom(format_args!(
-                    "at most {MAX_TENSORS} tensors are read, and it has more"
+                    "it has more than {MAX_TENSORS} tensors"
                 )));
             }
             if names.contains(&name) {
-                return Err(A::Error::custom(format_args!("{name:?} is there twice")));
+                return Err(A::Error::custom(format_args!("{name:?} appears twice")));
             }
             names.insert(name);
             map.next_value::<IgnoredAny>()?;

@@ -1,4 +1,4 @@
-//! Weights from a file of either kind into a model.
+//! Loading weights from a safetensors or PyTorch file into a model.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -16,61 +16,60 @@ use crate::state::{MODEL, State};
 use crate::text::one_line;
 use crate::{Error, Result};
 
-/// What a file of weights says beside them.
+/// What a file of weights has besides the weights.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Loaded {
-    /// Metadata of a safetensors file, or of a checkpoint; a `.pth` file has none.
+    /// Metadata of a safetensors file or a checkpoint; `.pth` files have none.
     pub metadata: BTreeMap<String, String>,
-    /// What is odd about the file, a sentence each.
+    /// Warnings about the file, one sentence each.
     pub warnings: Vec<String>,
 }
 
 /// One tensor of a file.
 struct Found<'a> {
-    /// As the file's format spells it: `F32`, `float32`.
+    /// Name of the type in the file's format: `F32`, `float32`.
     dtype_name: String,
-    /// `None`: a type that only this format has.
+    /// `None` for a type that only this format has.
     dtype: Option<DType>,
     shape: Vec<usize>,
-    /// Reads its numbers: row-major, little-endian.
+    /// Reads its values: row-major, little-endian.
     bytes: Box<dyn Fn() -> Result<Vec<u8>> + 'a>,
 }
 
-/// Fills `params` from the file at `path`, of safetensors or PyTorch's `.pth`;
-/// its content tells which; or from the manifest (`.json`) of a resumable checkpoint.
+/// Loads `params` from the file at `path`: safetensors or PyTorch's `.pth` (recognized by
+/// content), or the manifest (`.json`) of a resumable checkpoint.
 ///
-/// The file must hold exactly the parameters and buffers of `params`, each
-/// in its shape, parameters in float64, float32, float16 or bfloat16. Names may all
-/// have the prefix `module.` of a data-parallel wrapper. Names, types and shapes are
-/// compared before any numbers are read.
+/// The file must have exactly the parameters and buffers of `params` with the same shapes;
+/// parameters may be float64, float32, float16 or bfloat16. A prefix `module.` that all
+/// names have is removed. Names, types and shapes are compared before any values are read.
 ///
 /// # Errors
 ///
-/// `Usage` when there is no such file; `Io` when it cannot be read; `Data`
-/// when it is truncated, of neither format, or of another model, naming
-/// the first tensors that differ. `params` is then unchanged.
+/// `Usage` when the file does not exist; `Io` when it cannot be read; `Data` when it is
+/// truncated, has another format, or belongs to another model, naming the first tensors
+/// that differ. `params` is then unchanged.
 pub fn load_params(path: &Path, params: &mut Params) -> Result<Loaded> {
     let fill = |found: AllFound<'_>| fill(path, params, found.into_iter().collect());
     with_tensors(path, fill).map(|((), loaded)| loaded)
 }
 
-/// What the file at `path` says beside its tensors, of which no numbers are read; it is of
-/// any kind that [`read_tensors`] reads.
+/// The metadata of the file at `path`, without reading values. Accepts the formats of
+/// [`read_tensors`].
 ///
 /// # Errors
 ///
-/// As [`load_params`], but for the model.
+/// As [`load_params`], except for the model.
 pub fn read_metadata(path: &Path) -> Result<BTreeMap<String, String>> {
     with_tensors(path, |_| Ok(())).map(|((), loaded)| loaded.metadata)
 }
 
-/// All tensors of the file at `path`: safetensors, PyTorch's `.pth`, or the
-/// manifest (`.json`) of a resumable checkpoint, whose model it then is.
+/// All tensors of the file at `path`: safetensors, PyTorch's `.pth`, or the manifest
+/// (`.json`) of a resumable checkpoint (the tensors of its model).
 ///
 /// # Errors
 ///
-/// As [`load_params`], but for the model; also `Data` when tensors that share
-/// memory in the file would take far more than the file when written out.
+/// As [`load_params`], except for the model; also `Data` when tensors that share storage
+/// would need far more memory than the file.
 pub fn read_tensors(path: &Path) -> Result<(Vec<Saved>, Loaded)> {
     let file_bytes = std::fs::metadata(path).map_or(0, |m| m.len());
     with_tensors(path, |found| {
@@ -80,7 +79,7 @@ pub fn read_tensors(path: &Path) -> Result<(Vec<Saved>, Loaded)> {
             let Some(dtype) = tensor.dtype else {
                 let name = one_line(&name);
                 return Err(Error::data(format!(
-                    "{}: {name} is {}, which PyTorch's older files cannot hold",
+                    "{}: {name} is {}, which .pth files cannot store",
                     path.display(),
                     tensor.dtype_name
                 )));
@@ -89,7 +88,7 @@ pub fn read_tensors(path: &Path) -> Result<(Vec<Saved>, Loaded)> {
                 n.saturating_mul(*d as u64)
             });
             total_bytes = total_bytes.saturating_add(bytes);
-            // The state of a checkpoint lies beside its manifest.
+            // The data file of a checkpoint is beside its manifest.
             if total_bytes > LARGEST_COPIES * file_bytes.max(1 << 20) && !is_manifest(path) {
                 return Err(Error::data(format!(
                     "{}: its tensors share so much memory that, each by itself, they take more than {LARGEST_COPIES} \
@@ -108,13 +107,12 @@ pub fn read_tensors(path: &Path) -> Result<(Vec<Saved>, Loaded)> {
     })
 }
 
-/// Tensors that share memory are written out as often as they are there, up
-/// to this many times the size of their file.
+/// Tensors that share storage are copied, up to this many times the size of their file.
 const LARGEST_COPIES: u64 = 16;
 
 type AllFound<'a> = Vec<(String, Found<'a>)>;
 
-/// Gives `take` the tensors of a file of any kind.
+/// Calls `take` with the tensors of a file of any format.
 fn with_tensors<R>(
     path: &Path,
     take: impl FnOnce(AllFound<'_>) -> Result<R>,
@@ -183,19 +181,19 @@ fn is_manifest(path: &Path) -> bool {
     path.extension().is_some_and(|e| e == "json")
 }
 
-/// Whether the file starts like one of PyTorch's, old or new; or is called so and
-/// does not start like safetensors.
+/// Whether the file starts like one of PyTorch's formats, or has such a name and does not
+/// start like safetensors.
 fn is_pytorch(path: &Path, file: &File) -> Result<bool> {
     let mut start = Vec::new();
     (file.take(LEGACY_START.len() as u64).read_to_end(&mut start))
         .map_err(|source| Error::io("cannot read", path, source))?;
     let called = path.extension().is_some_and(|e| e == "pth" || e == "pt");
-    // Behind the length of a safetensors header.
+    // After the length of a safetensors header.
     let other = start.get(8) == Some(&b'{');
     Ok(start.starts_with(&ZIP_START) || start == LEGACY_START || (called && !other))
 }
 
-/// The type of that name; safetensors has some that nothing here computes with.
+/// The type with this name; safetensors has some that are not supported here.
 fn dtype(of: Dtype) -> Option<DType> {
     Some(match of {
         Dtype::F64 => DType::F64,
@@ -246,7 +244,7 @@ fn fill(path: &Path, params: &mut Params, found: HashMap<String, Found<'_>>) -> 
         let Some(found) = found.get(&tensor.name) else {
             continue;
         };
-        // Only counts and the like may be whole numbers.
+        // Only buffers such as counts may be integers.
         let is_parameter = params.find(&tensor.name).is_some();
         let dtype = found
             .dtype
@@ -275,7 +273,7 @@ fn fill(path: &Path, params: &mut Params, found: HashMap<String, Found<'_>>) -> 
     Ok(())
 }
 
-/// Sets the parameter or buffer of that name, whose length was checked.
+/// Sets the parameter or buffer with this name, whose length was checked.
 pub(crate) fn put(params: &mut Params, name: &str, values: &[f32]) -> Result<()> {
     if let Some(id) = params.find(name) {
         return params.import(id, values).map_err(|source| {
@@ -288,7 +286,7 @@ pub(crate) fn put(params: &mut Params, name: &str, values: &[f32]) -> Result<()>
     Ok(())
 }
 
-/// `it lacks a, b, c, d and 4 more`; nothing, if it is nothing.
+/// `it lacks a, b, c, d and 4 more`; empty if there are none.
 fn listed(what: &str, mut names: Vec<&str>) -> Option<String> {
     const SHOWN: usize = 4;
     if names.is_empty() {

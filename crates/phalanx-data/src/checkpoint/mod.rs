@@ -1,9 +1,8 @@
-//! Weights in files: safetensors, which Python reads with
-//! `safetensors.torch.load_file`, and PyTorch's own `.pth`, both with PyTorch's
-//! names, shapes and order of elements.
+//! Files of weights: safetensors (`safetensors.torch.load_file` in Python) and PyTorch's
+//! `.pth`, both with PyTorch's names, shapes and element order.
 //!
-//! Equal weights and metadata give equal bytes. Files are written atomically
-//! and read completely before the first parameter changes.
+//! Equal weights and metadata give equal bytes. Files are written atomically, and read
+//! completely before a parameter changes.
 
 mod file;
 mod load;
@@ -24,7 +23,7 @@ pub(crate) use file::{MAX_TENSORS, TensorsFile};
 pub(crate) use load::put;
 pub use load::{Loaded, load_params, read_metadata, read_tensors};
 
-/// The key that the format reserves for metadata.
+/// The key of the metadata in the format.
 const METADATA: &str = "__metadata__";
 
 /// A parameter or buffer in PyTorch's form.
@@ -66,18 +65,18 @@ pub(crate) fn tensors(params: &Params) -> Vec<Tensor> {
     all
 }
 
-/// Writes all parameters and buffers to `path` as `torch.save(state_dict())`
-/// would, atomically: float32, but for `num_batches_tracked`, which is int64
-/// there. Buffers follow the parameters of their layer.
+/// Atomically writes all parameters and buffers to `path` as `torch.save(state_dict())`
+/// does: float32, except for `num_batches_tracked`, which is int64. Buffers follow the
+/// parameters of their layer.
 ///
 /// # Errors
 ///
-/// `DiskFull` or `Io`, naming the path; the file is then as it was before.
+/// `DiskFull` or `Io`, naming the path; the file is then unchanged.
 pub fn save_pth(path: &Path, params: &Params) -> Result<()> {
     pth::save_state_dict(path, &state_dict(params))
 }
 
-/// Writes the file of [`save_pth`] to `out`; `root` is the name of the file without its ending.
+/// As [`save_pth`], to `out`; `root` is the file's name without extension.
 ///
 /// # Errors
 ///
@@ -130,10 +129,9 @@ fn layer_of(name: &str) -> &str {
 
 /// SHA-256 of all weights.
 ///
-/// Defined over the outside view, so that it depends on neither this engine's
-/// memory layout nor the file format: for every parameter and buffer in
-/// ascending byte order of the names, its float32 values in PyTorch's
-/// row-major order, little-endian; nothing else. In Python:
+/// It does not depend on the memory layout or the file format: it covers the float32
+/// values, little-endian and in PyTorch's row-major order, of all parameters and buffers in
+/// ascending byte order of their names. In Python:
 ///
 /// ```text
 /// h = hashlib.sha256()
@@ -152,11 +150,11 @@ pub fn weights_sha256(params: &Params) -> String {
     hex::encode(weights_digest(params))
 }
 
-/// Writes all parameters and buffers to `path`, atomically.
+/// Atomically writes all parameters and buffers to `path` as safetensors.
 ///
 /// # Errors
 ///
-/// `DiskFull` or `Io`, naming the path; the file is then as it was before.
+/// `DiskFull` or `Io`, naming the path; the file is then unchanged.
 pub fn save_params(
     path: &Path,
     params: &Params,
@@ -165,7 +163,7 @@ pub fn save_params(
     atomic_write_with(path, |out| write_params(out, params, metadata))
 }
 
-/// Writes the file of [`save_params`] to `out`.
+/// As [`save_params`], to `out`.
 ///
 /// # Errors
 ///
@@ -179,13 +177,13 @@ pub fn write_params(
     write_tensors(out, metadata, &tensors)
 }
 
-/// Writes `tensors` to `path` atomically: as PyTorch does where its name ends
-/// in `.pth` or `.pt`, as safetensors with `metadata` otherwise. Counts of
-/// batches (`num_batches_tracked`) are int64 for PyTorch.
+/// Atomically writes `tensors` to `path`: in PyTorch's format if its name ends in `.pth` or
+/// `.pt`, otherwise as safetensors with `metadata`. `num_batches_tracked` is int64 in
+/// PyTorch's format.
 ///
 /// # Errors
 ///
-/// `DiskFull` or `Io`, naming the path; the file is then as it was before.
+/// `DiskFull` or `Io`, naming the path; the file is then unchanged.
 pub fn save_tensors(
     path: &Path,
     mut tensors: Vec<Saved>,
@@ -193,7 +191,7 @@ pub fn save_tensors(
 ) -> Result<()> {
     let torch = path.extension().is_some_and(|e| e == "pth" || e == "pt");
     if !torch {
-        // As the library orders them: wider numbers first, so that all are aligned.
+        // In the order of the library: larger types first, so that all are aligned.
         tensors.sort_by(|a, b| {
             let width = |t: &Saved| std::cmp::Reverse(t.dtype.size_bytes());
             (width(a), &a.name).cmp(&(width(b), &b.name))
@@ -210,13 +208,13 @@ pub fn save_tensors(
     pth::save_state_dict(path, &tensors)
 }
 
-/// Whether PyTorch has a whole number under this name.
+/// Whether PyTorch stores an integer under this name.
 fn is_count(name: &str) -> bool {
     name.rsplit('.').next() == Some("num_batches_tracked")
 }
 
-/// The whole number that a count stands for. A mean of equal counts over ranks may be a
-/// rounding away from them, and one over ranks that sat a step out lies between.
+/// The integer value of a count. A mean of counts over ranks may be off by a rounding, or
+/// lie between them where ranks skipped a step.
 fn count(value: f32) -> i64 {
     value.round() as i64
 }
@@ -237,15 +235,15 @@ pub(crate) fn write_tensors(
     Ok(())
 }
 
-/// Writes what comes before the numbers in a safetensors file: of each tensor
-/// its name, type, shape and bytes, in the order in which they follow.
+/// Writes the header of a safetensors file: name, type, shape and byte range of each
+/// tensor, in the order of the data.
 pub(crate) fn write_header<'a>(
     out: &mut dyn Write,
     metadata: &BTreeMap<String, String>,
     tensors: impl Iterator<Item = (&'a str, DType, &'a [usize], usize)>,
 ) -> std::io::Result<()> {
-    // Written by hand because the library keeps metadata in a hash map, whose
-    // order, hence the file's bytes, would change from run to run.
+    // Not written by the library, which keeps metadata in a hash map: its order, and so the
+    // file's bytes, would change from run to run.
     let mut header = Map::new();
     if !metadata.is_empty() {
         header.insert(METADATA.to_owned(), json!(metadata));

@@ -1,5 +1,5 @@
-//! The original archives: read as they are, or unpacked into the files that
-//! the data set is known to have, so that no name in an archive can lead anywhere.
+//! The published archives, read directly or unpacked. Only the data set's known file names
+//! are written, whatever names the archive has.
 
 use std::cell::Cell;
 use std::io::{BufReader, Read};
@@ -12,17 +12,17 @@ use super::{Batch, MAX_FILE_BYTES, Split, binary, pickle};
 use crate::files::{Dir, folder_of, open_regular};
 use crate::{Error, Result};
 
-/// Members beyond this are no archive of CIFAR-10 (it has eight).
+/// Maximum number of members; the published archives have eight.
 const MAX_MEMBERS: usize = 64;
-/// Bytes of all members together beyond which reading stops.
+/// Maximum size of all members together.
 const MAX_TOTAL_BYTES: u64 = 512 << 20;
 
-/// Gives `take` the batch of each member that is called as one of `files`, with
-/// its place among them, as they come.
+/// Calls `take` with the batch of each member named in `files` and its index in `files`, in
+/// the archive's order.
 ///
 /// # Errors
 ///
-/// `Data` when the archive is truncated, damaged or lacks a member; `Io`; what `take` gives.
+/// `Data` when the archive is truncated, damaged or lacks a member; `Io`; errors of `take`.
 pub(super) fn read(
     path: &Path,
     files: &[&str],
@@ -34,8 +34,8 @@ pub(super) fn read(
     })
 }
 
-/// Writes the files of both splits into their published folder beside the
-/// archive, each only when it has been found to be what it should be.
+/// Writes the files of both splits into their published folder beside the archive, each
+/// after it was checked.
 ///
 /// # Errors
 ///
@@ -56,7 +56,7 @@ pub(super) fn unpack(path: &Path) -> Result<()> {
     })
 }
 
-/// Counts what is read.
+/// Counts the bytes read.
 struct Counted<'a, R> {
     inner: R,
     count: &'a Cell<u64>,
@@ -72,9 +72,9 @@ impl<R: Read> Read for Counted<'_, R> {
 
 /// A file of the data set in an archive.
 struct Member {
-    /// Which of the wanted.
+    /// Index in the list of wanted files.
     place: usize,
-    /// As the archive has it.
+    /// Name in the archive.
     name: String,
     is_binary: bool,
     bytes: Vec<u8>,
@@ -91,7 +91,7 @@ impl Member {
     }
 }
 
-/// Gives `take` every member that is called as one of `wanted`, until each was there.
+/// Calls `take` with every member named in `wanted`, until all were found.
 fn members(path: &Path, wanted: &[&str], mut take: impl FnMut(Member) -> Result<()>) -> Result<()> {
     let shown = path.display();
     let file = open_regular(path).map_err(|e| Error::io("cannot read", path, e))?;
@@ -100,11 +100,11 @@ fn members(path: &Path, wanted: &[&str], mut take: impl FnMut(Member) -> Result<
         inner: MultiGzDecoder::new(BufReader::new(file)),
         count: &at,
     };
-    // One byte above the limit tells "too large" from "ends there".
+    // One byte above the limit distinguishes too large from exactly the limit.
     let mut archive = tar::Archive::new(inside.take(MAX_TOTAL_BYTES + 1));
     let broken = |source: std::io::Error| {
         Error::data(format!(
-            "{shown}: after {} bytes of content the archive cannot be read on, {source}; expected a complete tar.gz of CIFAR-10",
+            "{shown}: the archive cannot be read after {} bytes of content: {source}; expected a complete tar.gz of CIFAR-10",
             at.get()
         ))
         .with_source(source)
@@ -135,7 +135,7 @@ fn members(path: &Path, wanted: &[&str], mut take: impl FnMut(Member) -> Result<
         let size = member.size();
         if size > MAX_FILE_BYTES {
             return Err(Error::data(format!(
-                "{shown}: member {name:?} claims {size} bytes; no file of CIFAR-10 is as large"
+                "{shown}: member {name:?} has {size} bytes; no file of CIFAR-10 is as large"
             )));
         }
         let mut bytes = Vec::new();

@@ -6,7 +6,7 @@ use super::{Batch, CLASSES, PIXELS};
 use crate::text::grouped;
 use crate::{Error, Result};
 
-/// A label, then the planes.
+/// A record: a label, then the planes.
 const RECORD: usize = 1 + PIXELS;
 
 /// Parses the bytes of one file.

@@ -10,7 +10,7 @@ pub(super) const PYTHON: &str = "cifar-10-batches-py";
 pub(super) const BINARY: &str = "cifar-10-batches-bin";
 const ARCHIVES: [&str; 2] = ["cifar-10-python.tar.gz", "cifar-10-binary.tar.gz"];
 
-/// What should be at `place`, and how to get it there.
+/// What is expected at `place`, and where to get it.
 fn expected(place: &Path) -> String {
     let folder = match place.is_file() || place.as_os_str().is_empty() {
         true => "data/cifar10".into(),
@@ -24,14 +24,14 @@ fn expected(place: &Path) -> String {
     )
 }
 
-/// Published folder, ending of the files, and what they make.
+/// Published folder, extension of the files, and the source they make.
 type Kind = (&'static str, &'static str, fn(PathBuf) -> Source);
 
 /// Finds the data set in `place`.
 ///
 /// # Errors
 ///
-/// `Usage`, naming what is missing.
+/// `Usage`, naming the missing files.
 pub(super) fn find(place: &Path) -> Result<Source> {
     let shown = place.display();
     if place.as_os_str().is_empty() {
@@ -84,7 +84,7 @@ pub(super) fn find(place: &Path) -> Result<Source> {
     Err(Error::usage(format!("{what}\n{}", expected(place))))
 }
 
-/// By its name only: what is inside is said when it is read.
+/// By its name only: the content is checked when it is read.
 fn is_archive(path: &Path) -> bool {
     let name = path.file_name().map(|n| n.to_string_lossy().into_owned());
     name.is_some_and(|name| name.ends_with(".tar.gz") || name.ends_with(".tgz"))

@@ -1,8 +1,7 @@
-//! CIFAR-10 from the files that its authors publish: the Python version, the
-//! binary version, or either original archive, unopened.
+//! CIFAR-10 from the files that its authors publish: the Python version, the binary
+//! version, or the archive of either.
 //!
-//! Images stay bytes in memory, turned from planes into pixels once; they become
-//! numbers when read.
+//! Images are kept as bytes, converted from planes to pixels once, and scaled when read.
 
 mod archive;
 mod binary;
@@ -20,16 +19,16 @@ use crate::{Error, Result};
 pub const SIDE: usize = 32;
 /// Red, green, blue.
 pub const CHANNELS: usize = 3;
-/// Bytes of an image.
+/// Number of bytes of an image.
 pub const PIXELS: usize = SIDE * SIDE * CHANNELS;
 /// Number of classes.
 pub const CLASSES: usize = 10;
 /// Images in each of the published files.
 const BATCH_IMAGES: usize = 10_000;
-/// No batch file has as many bytes; more are not read into memory.
+/// Maximum size of a batch file.
 const MAX_FILE_BYTES: u64 = 64 << 20;
 
-/// What the classes are called, by label.
+/// Names of the classes by label.
 pub const CLASS_NAMES: [&str; CLASSES] = [
     "airplane",
     "automobile",
@@ -47,7 +46,7 @@ pub const MEAN: [f32; CHANNELS] = [0.4914, 0.4822, 0.4465];
 /// Their standard deviation.
 pub const DEVIATION: [f32; CHANNELS] = [0.2470, 0.2435, 0.2616];
 
-/// Which half of the data set.
+/// Training or test split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Split {
     /// 50,000 images.
@@ -57,7 +56,7 @@ pub enum Split {
 }
 
 impl Split {
-    /// Names of the files without ending.
+    /// Names of the files without extension.
     fn files(self) -> &'static [&'static str] {
         match self {
             Split::Train => &[
@@ -72,17 +71,18 @@ impl Split {
     }
 }
 
-/// What a byte becomes.
+/// Scaling of pixels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scaling {
-    /// A number in 0..=1 (the ModelArts document, torchvision's `ToTensor`).
+    /// To 0..=1, as torchvision's `ToTensor`.
     Unit,
     /// [`Unit`](Scaling::Unit) minus [`MEAN`], divided by [`DEVIATION`].
     Normalised,
 }
 
 impl Scaling {
-    /// What every byte of every channel becomes, in float32 as torchvision rounds it.
+    /// The scaled value of every byte of every channel, in float32 with torchvision's
+    /// rounding.
     pub fn table(self) -> [[f32; 256]; CHANNELS] {
         std::array::from_fn(|c| {
             std::array::from_fn(|x| {
@@ -96,10 +96,10 @@ impl Scaling {
     }
 }
 
-/// Images and labels of one file, images where they lie in its bytes.
+/// Images and labels of one file. Images are a view of the file's bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Batch<'a> {
-    /// Image after image; of each, rows of red, then of green, then of blue.
+    /// Images one after the other, each as red, green and blue planes.
     planes: &'a [u8],
     /// Bytes from one image to the next.
     stride: usize,
@@ -114,7 +114,7 @@ impl Batch<'_> {
     }
 }
 
-/// One split in memory, a byte a pixel and channel.
+/// One split in memory, as bytes.
 #[derive(Clone)]
 pub struct Cifar10 {
     pixels: Vec<u8>,
@@ -122,12 +122,12 @@ pub struct Cifar10 {
     table: [[f32; 256]; CHANNELS],
 }
 
-/// Where a data set's files are, found but not read.
+/// Files of the data set that were found but not read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
-    /// A folder of pickles (`data_batch_1`).
+    /// A folder of the Python version (`data_batch_1`).
     Python(PathBuf),
-    /// A folder of records (`data_batch_1.bin`).
+    /// A folder of the binary version (`data_batch_1.bin`).
     Binary(PathBuf),
     /// `cifar-10-python.tar.gz` or `cifar-10-binary.tar.gz`.
     Archive(PathBuf),
@@ -138,19 +138,19 @@ pub enum Source {
 ///
 /// # Errors
 ///
-/// `Usage`, listing what is expected and where it comes from.
+/// `Usage`, listing the expected files and where to get them.
 pub fn check(folder: &Path) -> Result<Source> {
     find::find(folder)
 }
 
-/// Unpacks the archive in `folder`, where there is nothing but one, into the
-/// published folder beside it, so that ranks need not do so each time they
-/// read. Files appear whole or not at all, and one killed on the way can be
-/// done again. An archive that `folder` itself names stays as it is.
+/// Unpacks the archive in `folder` into the published folder beside it, if there is nothing
+/// but an archive, so that ranks need not decompress it each time. Files are written
+/// atomically; an interrupted call can be repeated. Does nothing if `folder` is the path of
+/// an archive.
 ///
 /// # Errors
 ///
-/// As [`load`]; `DiskFull` or `Io` when the system refuses to write.
+/// As [`load`]; `DiskFull` or `Io` when a file cannot be written.
 pub fn unpack(folder: &Path) -> Result<()> {
     match find::find(folder)? {
         Source::Archive(file) if folder.is_dir() => archive::unpack(&file),
@@ -171,9 +171,8 @@ pub fn is_packed(folder: &Path) -> Result<bool> {
 ///
 /// # Errors
 ///
-/// `Usage` as [`check`]; `Data` naming file, offset and what was expected
-/// there, when a file is truncated, damaged, of another kind or hostile; `Io`
-/// when the system refuses to read.
+/// `Usage` as [`check`]; `Data`, naming file, offset and what was expected there, when a
+/// file is truncated, damaged or of another format; `Io` when it cannot be read.
 pub fn load(folder: &Path, split: Split, scaling: Scaling) -> Result<Cifar10> {
     let files = split.files();
     let mut set = Cifar10::with_room(files.len() * BATCH_IMAGES, scaling);
@@ -198,8 +197,8 @@ pub fn load(folder: &Path, split: Split, scaling: Scaling) -> Result<Cifar10> {
 
 type Parse = for<'a> fn(&Path, &'a [u8]) -> Result<Batch<'a>>;
 
-/// Gives `take` the batch of each of `files` with its place among them. All are
-/// read into the same memory: fresh memory costs more than reading does.
+/// Calls `take` with the batch of each of `files` and its index. All are read into the same
+/// memory, since new memory costs more than reading.
 fn read_files(
     folder: &Path,
     files: &[&str],
@@ -216,14 +215,14 @@ fn read_files(
     Ok(())
 }
 
-/// Replaces `bytes` by those of a file that is not absurdly large.
+/// Reads a file of limited size into `bytes`.
 fn read_bounded(path: &Path, bytes: &mut Vec<u8>) -> Result<()> {
     use std::io::Read;
     let failed = |source| Error::io("cannot read", path, source);
     let file = crate::files::open_regular(path).map_err(failed)?;
     let len = file.metadata().map_err(failed)?.len();
     bytes.clear();
-    // One byte more, so that the end is seen without growing.
+    // One byte more, so that the end is found without growing.
     bytes.reserve(len.min(MAX_FILE_BYTES) as usize + 1);
     file.take(MAX_FILE_BYTES + 1)
         .read_to_end(bytes)
@@ -249,7 +248,7 @@ pub(crate) fn parse_binary(bytes: &[u8]) -> Result<Batch<'_>> {
     binary::parse(Path::new("fuzzed"), bytes)
 }
 
-/// Reads one split of an archive; the labels of each batch with its place.
+/// Reads one split of an archive; returns the labels of each batch with its index.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn read_archive(path: &Path, split: Split) -> Result<Vec<(usize, Vec<u8>)>> {
     let mut found = Vec::new();
@@ -274,7 +273,7 @@ impl Batch<'_> {
 }
 
 impl Cifar10 {
-    /// As many black images, all of class 0, in memory that is not touched yet.
+    /// Black images of class 0, in memory that is not touched yet.
     fn with_room(images: usize, scaling: Scaling) -> Cifar10 {
         Cifar10 {
             pixels: vec![0; images * PIXELS],
@@ -283,7 +282,8 @@ impl Cifar10 {
         }
     }
 
-    /// Replaces images from `first` on by those of `batch`, as pixels instead of planes.
+    /// Replaces images from `first` on by those of `batch`, converted from planes to
+    /// pixels.
     fn put(&mut self, first: usize, batch: &Batch<'_>) {
         self.labels[first..first + batch.labels.len()].copy_from_slice(&batch.labels);
         let images = self.pixels[first * PIXELS..].chunks_exact_mut(PIXELS);
@@ -297,13 +297,12 @@ impl Cifar10 {
         }
     }
 
-    /// The bytes of one image: rows of pixels of red, green and blue; `None`
-    /// beyond the end.
+    /// The bytes of one image: rows of RGB pixels. `None` beyond the end.
     pub fn pixels(&self, index: usize) -> Option<&[u8]> {
         self.pixels.chunks_exact(PIXELS).nth(index)
     }
 
-    /// Forgets all but the first `samples` images.
+    /// Keeps the first `samples` images.
     pub fn truncate(&mut self, samples: usize) {
         self.labels.truncate(samples);
         self.pixels.truncate(self.labels.len() * PIXELS);
@@ -314,8 +313,8 @@ impl Cifar10 {
         &self.labels
     }
 
-    /// SHA-256 of all pixels as [`pixels`](Self::pixels) gives them, then all
-    /// labels, in hexadecimal: tells data sets apart that differ in nothing else.
+    /// SHA-256 of all pixels (as [`pixels`](Self::pixels)), then all labels, in
+    /// hexadecimal.
     pub fn sha256(&self) -> String {
         let mut hash = Sha256::new();
         hash.update(&self.pixels);
@@ -362,7 +361,7 @@ impl ImageDataset for Cifar10 {
     }
 }
 
-/// Bytes of pixels to numbers.
+/// Scales the bytes of pixels.
 pub(crate) fn scale(table: &[[f32; 256]; CHANNELS], pixels: &[u8], out: &mut [f32]) {
     for (out, pixel) in out
         .chunks_exact_mut(CHANNELS)

@@ -1,11 +1,9 @@
-//! The Python version: one pickled dictionary a file, of which `labels` and
-//! `data` are wanted.
+//! The Python version: one pickled dictionary per file, with `labels` and `data`.
 //!
-//! This is no unpickler. It knows the instructions that Python 2 used for
-//! these files (protocol 2), three names (numpy's `_reconstruct`, `ndarray`
-//! and `dtype`) and what they make here; anything else is an error. Nothing is
-//! called, looked up or imported. Values cannot outnumber what the real
-//! files have by much, nor nest deeply, whatever a file says.
+//! This is not a general unpickler. It accepts the opcodes that Python 2 used for these
+//! files (protocol 2) and three names (numpy's `_reconstruct`, `ndarray` and `dtype`);
+//! anything else is an error. Nothing is called, looked up or imported. The number and
+//! nesting of values are limited. See `docs/design/security.md`.
 
 use std::path::Path;
 
@@ -13,9 +11,9 @@ use super::{Batch, CLASSES, PIXELS};
 use crate::text::grouped;
 use crate::{Error, Result};
 
-/// Values that a file may make; the published ones make 20,100.
+/// Maximum number of values; the published files have 20,100.
 const MAX_VALUES: usize = 1 << 18;
-/// Containers within containers; the published ones have three.
+/// Maximum nesting of containers; the published files have three levels.
 const MAX_DEPTH: usize = 6;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,7 +34,7 @@ enum Value<'a> {
     List(Vec<Value<'a>>, usize),
     Tuple(Vec<Value<'a>>, usize),
     Dict(Vec<(&'a [u8], Value<'a>)>),
-    /// Of unsigned bytes, or of something else.
+    /// Whether the type is unsigned bytes.
     Dtype {
         bytes: bool,
     },
@@ -76,9 +74,9 @@ impl Value<'_> {
 struct Machine<'p, 'a> {
     path: &'p Path,
     bytes: &'a [u8],
-    /// Of the next byte.
+    /// Offset of the next byte.
     at: usize,
-    /// Of the instruction being done.
+    /// Offset of the current opcode.
     op_at: usize,
     stack: Vec<Value<'a>>,
     values: usize,
@@ -102,7 +100,7 @@ pub(super) fn parse<'a>(path: &Path, bytes: &'a [u8]) -> Result<Batch<'a>> {
     batch(path, entries)
 }
 
-/// What the dictionary must hold.
+/// The entries of the dictionary.
 fn batch<'a>(path: &Path, entries: Vec<(&'a [u8], Value<'a>)>) -> Result<Batch<'a>> {
     let wrong = |what: String| Error::data(format!("{}: {what}", path.display()));
     let (mut labels, mut planes) = (None, None);
@@ -162,7 +160,7 @@ impl<'a> Machine<'_, 'a> {
         let left = self.bytes.len() - self.at;
         if count > left {
             return Err(self.error(format_args!(
-                "{} bytes should follow, the file has {} more; it is truncated",
+                "{} bytes should follow, but the file has {} more; it is truncated",
                 grouped(count as u64),
                 grouped(left as u64)
             )));
@@ -187,7 +185,7 @@ impl<'a> Machine<'_, 'a> {
         })
     }
 
-    /// Up to the next end of line, which is passed.
+    /// Text up to the next end of line.
     fn line(&mut self) -> Result<&'a [u8]> {
         let rest = &self.bytes[self.at..];
         // The longest known name has 35 bytes.
@@ -219,7 +217,7 @@ impl<'a> Machine<'_, 'a> {
         value.ok_or_else(|| self.error("an operand is missing; the file is not a CIFAR-10 pickle"))
     }
 
-    /// Everything above the last mark, which goes too.
+    /// Pops everything above the last mark, and the mark.
     fn pop_marked(&mut self) -> Result<Vec<Value<'a>>> {
         let mark = self.stack.iter().rposition(|v| matches!(v, Value::Mark));
         let mark = mark
@@ -242,7 +240,7 @@ impl<'a> Machine<'_, 'a> {
         Ok(self.stack.split_off(first))
     }
 
-    /// Runs to the end; the entries of the one dictionary that remains.
+    /// Runs to the end; returns the entries of the dictionary that remains.
     fn run(&mut self) -> Result<Vec<(&'a [u8], Value<'a>)>> {
         if !self.bytes.starts_with(b"\x80\x02") {
             let hint = match self.bytes.first() {
@@ -269,7 +267,7 @@ impl<'a> Machine<'_, 'a> {
         }
         if self.at != self.bytes.len() {
             return Err(self.error(format_args!(
-                "the pickle ends, {} bytes follow; expected none",
+                "{} bytes follow the end of the pickle",
                 grouped((self.bytes.len() - self.at) as u64)
             )));
         }
@@ -313,7 +311,7 @@ impl<'a> Machine<'_, 'a> {
                 let bytes = self.take(len)?;
                 self.push(Value::Bytes(bytes))
             }
-            // Numbers for later reference. Nothing in these files refers to one.
+            // Memo keys. Nothing in these files refers to them.
             b'q' => self.take(1).map(drop),
             b'r' => self.take(4).map(drop),
             b'c' => self.name(),
@@ -352,7 +350,7 @@ impl<'a> Machine<'_, 'a> {
             b'R' => self.reduce(),
             b'b' => self.build(),
             _ => Err(self.error(format_args!(
-                "instruction {op:02x}, which the files of CIFAR-10 do not have"
+                "opcode {op:02x}, which the files of CIFAR-10 do not have"
             ))),
         }
     }
@@ -392,7 +390,7 @@ impl<'a> Machine<'_, 'a> {
         let mut items = items.into_iter();
         while let Some(key) = items.next() {
             match (key, items.next()) {
-                // A dictionary in one would nest without end.
+                // Otherwise dictionaries could nest without limit.
                 (Value::Bytes(key), Some(value)) if !matches!(value, Value::Dict(_)) => {
                     entries.push((key, value));
                 }
@@ -449,7 +447,7 @@ impl<'a> Machine<'_, 'a> {
             )));
         };
         match self.pop()? {
-            // Byte order and the like, of which single bytes have none.
+            // Byte order and alignment, which bytes do not have.
             dtype @ Value::Dtype { .. } => self.push(dtype),
             Value::Array { .. } => {
                 let [
@@ -482,7 +480,7 @@ impl<'a> Machine<'_, 'a> {
     }
 }
 
-/// One more than the deepest of `items`.
+/// One more than the depth of the deepest of `items`.
 fn depth_of(items: &[Value<'_>]) -> usize {
     1 + items.iter().map(Value::depth).max().unwrap_or(0)
 }

@@ -16,15 +16,15 @@ use rustix::process::geteuid;
 use super::{create_folder, kind_of};
 use crate::{Error, Result};
 
-/// Bytes gathered before they go to the system.
+/// Size of the write buffer.
 const WRITE_BUFFER_BYTES: usize = 1 << 20;
 
-/// An open folder and the way to write below it.
+/// An open folder, through which files below it are read and written.
 ///
-/// The folder itself may be reached through symbolic links. Below it none is
-/// followed, and nothing but regular files is opened: whoever could put a link or a
-/// pipe into the folder cannot make this process write anywhere else, or hang.
-/// It stays the same folder when its path comes to lead elsewhere.
+/// The path of the folder may contain symbolic links. Below it no link is followed and only
+/// regular files are opened, so a link or pipe that another user puts there can neither
+/// redirect a write nor block this process. The handle stays valid if the path later leads
+/// elsewhere.
 #[derive(Clone, Debug)]
 pub struct Dir {
     fd: Arc<OwnedFd>,
@@ -32,7 +32,7 @@ pub struct Dir {
 }
 
 impl Dir {
-    /// The folder at `path`.
+    /// Opens the folder at `path`.
     ///
     /// # Errors
     ///
@@ -50,17 +50,17 @@ impl Dir {
         })
     }
 
-    /// As [`open`](Self::open); made, with its parents, where it is missing.
+    /// As [`open`](Self::open), creating the folder and its parents if needed.
     ///
     /// # Errors
     ///
-    /// Also those of [`create_folder`].
+    /// As [`open`](Self::open) and [`create_folder`].
     pub fn create(path: &Path) -> Result<Dir> {
         create_folder(path)?;
         Dir::open(path)
     }
 
-    /// The folder `name` in this one, made where it is missing.
+    /// Opens the folder `name` in this one, creating it if needed.
     ///
     /// # Errors
     ///
@@ -74,7 +74,7 @@ impl Dir {
         self.sub(name)?.ok_or_else(missing)
     }
 
-    /// The folder `name` in this one, if it is there.
+    /// Opens the folder `name` in this one, if it exists.
     ///
     /// # Errors
     ///
@@ -93,17 +93,17 @@ impl Dir {
         }
     }
 
-    /// Where it was when it was opened.
+    /// The path with which it was opened.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Why other users may change what is in this folder; `None` where only this user
-    /// and root may.
+    /// Why other users can change this folder's content; `None` if only this user and root
+    /// can.
     ///
-    /// A group with the number of the folder's owner is that user's private group, as
-    /// most distributions make it beside a umask of 002; it and root's group are no others.
-    /// In a folder with the sticky bit (`/tmp`) users can only change what is theirs.
+    /// Root's group does not count, nor does a group with the number of the owner, which is
+    /// that user's private group on most distributions. In a folder with the sticky bit
+    /// (`/tmp`) users can only change their own files.
     ///
     /// # Errors
     ///
@@ -127,13 +127,13 @@ impl Dir {
         })
     }
 
-    /// Writes the file `name` so that a reader, or the machine after a power cut, sees
-    /// the old file or the new one, never a part.
+    /// Atomically writes the file `name`: a reader, also after a power failure, finds the
+    /// old file or the new one.
     ///
-    /// A file without a name, fsync, a name, fsync of the folder: a writer that is
-    /// killed half way leaves nothing behind. Where the file system has no such
-    /// files: a temporary file in the same folder, fsync, rename. On
-    /// any error the file is as it was. A link in its place is replaced.
+    /// Writes a file without a name, syncs it, names it, and syncs the folder, so that a
+    /// killed writer leaves nothing behind. On file systems without such files it writes
+    /// and renames a temporary file. After an error the old file is unchanged. A link at
+    /// `name` is replaced.
     ///
     /// # Errors
     ///
@@ -146,7 +146,7 @@ impl Dir {
         let name = name.as_ref();
         self.try_write(name, fill)
             .map_err(|source| Error::io("cannot write", &self.at(name), source))?;
-        // Without this the name itself may be lost.
+        // Otherwise the name may be lost.
         self.sync()
     }
 
@@ -180,8 +180,8 @@ impl Dir {
         }
     }
 
-    /// A file here that no folder knows yet; `OPNOTSUPP` where the file system
-    /// (or a missing `/proc`) makes that impossible.
+    /// Opens a file without a name; `OPNOTSUPP` where the file system cannot do that, or
+    /// `/proc` is missing.
     fn nameless(&self) -> std::result::Result<File, Errno> {
         if !Path::new("/proc/self/fd").is_dir() {
             return Err(Errno::OPNOTSUPP);
@@ -191,28 +191,28 @@ impl Dir {
         Ok(File::from(file))
     }
 
-    /// A new file here, whose name no reader takes for `name`.
+    /// Creates a temporary file, whose name readers do not take for `name`.
     fn temporary(&self, name: &OsStr) -> std::result::Result<(File, String), Errno> {
         let temporary = temporary_name(name);
-        // Left by a process of our number that was killed.
+        // Left by a killed process with our process id.
         let _ = sys::unlinkat(&*self.fd, &temporary, AtFlags::empty());
         let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
         let file = sys::openat(&*self.fd, &temporary, flags, Mode::from_raw_mode(0o666))?;
         Ok((File::from(file), temporary))
     }
 
-    /// Puts `file` at `name`, over what is there.
+    /// Gives `file` the name `name`, replacing an existing file.
     fn give_name(&self, file: &File, name: &OsStr) -> std::io::Result<()> {
         let itself = format!("/proc/self/fd/{}", file.as_raw_fd());
         let link = |at: &OsStr| sys::linkat(CWD, &itself, &*self.fd, at, AtFlags::SYMLINK_FOLLOW);
         match link(name) {
             Ok(()) => return Ok(()),
-            // A link replaces nothing, a rename does.
+            // `linkat` does not replace a file, `rename` does.
             Err(Errno::EXIST) => {}
             Err(e) => return Err(e.into()),
         }
         let temporary = temporary_name(name);
-        // Left by a process of our number that was killed in between.
+        // Left by a killed process with our process id.
         let _ = sys::unlinkat(&*self.fd, &temporary, AtFlags::empty());
         link(temporary.as_ref())?;
         let replaced = sys::renameat(&*self.fd, &temporary, &*self.fd, name);
@@ -222,7 +222,7 @@ impl Dir {
         Ok(())
     }
 
-    /// Sees to it that files can be made here, and leaves none.
+    /// Checks that files can be created here.
     ///
     /// # Errors
     ///
@@ -237,7 +237,7 @@ impl Dir {
         made.map_err(|e| Error::io("cannot write into", &self.path, refusal(why, e)))
     }
 
-    /// A new, empty file `name`, open for writing; what was there is removed.
+    /// Creates an empty file `name` for writing, replacing an existing file.
     ///
     /// # Errors
     ///
@@ -248,7 +248,7 @@ impl Dir {
         self.open_file(name, flags, 0o666)
     }
 
-    /// The file `name`, open for reading and for writing at its end; new where there is none.
+    /// Opens the file `name` for reading and appending, creating it if needed.
     ///
     /// # Errors
     ///
@@ -258,37 +258,37 @@ impl Dir {
         self.open_file(name, flags, 0o666)
     }
 
-    /// The file `name`, open for reading and writing by this user only (mode 600), so that
-    /// nobody else can lock it; new where there is none.
+    /// Opens the file `name` for reading and writing, creating it if needed, with access
+    /// for this user only (mode 600), so that other users cannot lock it.
     ///
     /// # Errors
     ///
-    /// `Usage` when it is a link, no regular file, known under a second name, or another
-    /// user's; `DiskFull` or `Io`, naming the path.
+    /// `Usage` when it is a link, not a regular file, has a second hard link, or belongs to
+    /// another user; `DiskFull` or `Io`, naming the path.
     pub fn open_private(&self, name: &str) -> Result<File> {
         let file = self.open_file(name, OFlags::CREATE | OFlags::RDWR, 0o600)?;
         let failed = |e| Error::io("cannot open", &self.at(name), e);
         let about = file.metadata().map_err(failed)?;
         if about.uid() != geteuid().as_raw() {
             return Err(Error::usage(format!(
-                "{} belongs to another user (uid {}): remove it, if nobody needs it",
+                "{} belongs to another user (uid {}); remove it if it is not needed",
                 self.at(name).display(),
                 about.uid()
             )));
         }
         if about.mode() & 0o077 != 0 {
-            // An older version's.
+            // Created by an older version.
             let private = std::fs::Permissions::from_mode(0o600);
             file.set_permissions(private).map_err(failed)?;
         }
         Ok(file)
     }
 
-    /// The content of the file `name`; `None` where there is none.
+    /// Reads the file `name`; `None` if it does not exist.
     ///
     /// # Errors
     ///
-    /// `Usage` when it is a link or no regular file; `Data` when it has more than
+    /// `Usage` when it is a link or not a regular file; `Data` when it has more than
     /// `most_bytes`; `Io`, naming the path.
     pub fn read(&self, name: &str, most_bytes: u64) -> Result<Option<Vec<u8>>> {
         match self.try_open_file(name.as_ref(), OFlags::RDONLY, 0) {
@@ -306,10 +306,10 @@ impl Dir {
         if !about.is_file() {
             return Err(self.refused(name.as_ref(), "a regular file"));
         }
-        // What is written here would change another folder's file.
+        // Writing would change a file of another folder.
         if about.nlink() > 1 {
             return Err(Error::usage(format!(
-                "{} is known under another name, too (a hard link): remove it, or copy it",
+                "{} has another name too (a hard link); remove it or copy it",
                 self.at(name).display()
             )));
         }
@@ -330,13 +330,13 @@ impl Dir {
 
     fn not_opened(&self, name: &OsStr, why: Errno) -> Error {
         match why {
-            // A link, a pipe that nobody reads, a folder.
+            // A link, a pipe without a reader, a folder.
             Errno::LOOP | Errno::NXIO | Errno::ISDIR => self.refused(name, "a regular file"),
             why => Error::io("cannot open", &self.at(name), why.into()),
         }
     }
 
-    /// What is at `name` instead of what was `expected`.
+    /// An error that names what is at `name` instead of what was `expected`.
     fn refused(&self, name: &OsStr, expected: &str) -> Error {
         let stat = sys::statat(&*self.fd, name, AtFlags::SYMLINK_NOFOLLOW);
         let kind = stat.map(|stat| FileType::from_raw_mode(stat.st_mode));
@@ -344,14 +344,14 @@ impl Dir {
         let path = path.display();
         Error::usage(match kind {
             Ok(FileType::Symlink) => format!(
-                "{path} is a symbolic link, which is not followed there: remove it, or move what it points to there"
+                "{path} is a symbolic link, which is not followed here; remove it, or move its target here"
             ),
             Ok(kind) => format!("{path} is {}, not {expected}", kind_of(kind)),
             Err(_) => format!("{path} is not {expected}"),
         })
     }
 
-    /// Removes the file or link `name`, if it is there.
+    /// Removes the file or link `name`, if it exists.
     ///
     /// # Errors
     ///
@@ -363,7 +363,7 @@ impl Dir {
         }
     }
 
-    /// Renames `from` to `to`, over what is there.
+    /// Renames `from` to `to`, replacing an existing file.
     ///
     /// # Errors
     ///
@@ -373,8 +373,8 @@ impl Dir {
             .map_err(|e| Error::io("cannot rename", &self.at(from), e.into()))
     }
 
-    /// Renames the private file `from`, which is `file`, to `to`, once it is on the disk: with the
-    /// mode of any new file.
+    /// Syncs the private file `from` (opened as `file`), gives it the mode of a new file,
+    /// and renames it to `to`.
     ///
     /// # Errors
     ///
@@ -384,17 +384,18 @@ impl Dir {
         let written = file.set_permissions(mode).and_then(|()| file.sync_all());
         written.map_err(|e| Error::io("cannot write", &self.at(to), e))?;
         self.rename(from, to)?;
-        // So that the name outlives a crash of the machine, where the file system can do that.
+        // So that the name survives a crash of the machine, where the file system can do
+        // that.
         let _ = self.sync();
         Ok(())
     }
 
-    /// Whether there is anything at `name`, also a link that leads nowhere.
+    /// Whether `name` exists, also as a broken link.
     pub fn has(&self, name: &str) -> bool {
         sys::statat(&*self.fd, name, AtFlags::SYMLINK_NOFOLLOW).is_ok()
     }
 
-    /// Whether `file` is what is at `name`.
+    /// Whether `name` refers to `file`.
     pub fn is_at(&self, file: &File, name: &str) -> bool {
         let there = sys::statat(&*self.fd, name, AtFlags::SYMLINK_NOFOLLOW);
         match (file.metadata(), there) {
@@ -403,7 +404,7 @@ impl Dir {
         }
     }
 
-    /// The names of what is in it that are UTF-8.
+    /// The names of its entries that are valid UTF-8.
     ///
     /// # Errors
     ///
@@ -419,7 +420,8 @@ impl Dir {
         Ok(names)
     }
 
-    /// Makes names of files that were made, removed or renamed outlive a crash of the machine.
+    /// Syncs the folder, so that created, removed and renamed files survive a crash of the
+    /// machine.
     ///
     /// # Errors
     ///
@@ -433,10 +435,12 @@ impl Dir {
     }
 }
 
-/// Mode of new folders for files of one user, whatever the umask: others could otherwise put links into them.
+/// Mode of new folders, whatever the umask: other users could otherwise put links into
+/// them.
 pub(super) const FOLDER_MODE: Mode = Mode::from_raw_mode(0o755);
 
-/// The process's umask. Asking the system sets it, too, for all threads; Linux writes it down.
+/// The process's umask, from `/proc`: the system call would also change it, for all
+/// threads.
 fn umask() -> u32 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|l| l.strip_prefix("Umask:"));
@@ -444,7 +448,7 @@ fn umask() -> u32 {
     mask.unwrap_or(0o022)
 }
 
-/// `.NAME.PID-COUNT.tmp`, of this call only.
+/// A unique temporary name, `.NAME.PID-COUNT.tmp`.
 fn temporary_name(name: &OsStr) -> String {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
@@ -452,7 +456,8 @@ fn temporary_name(name: &OsStr) -> String {
     format!(".{name}.{}-{count}.tmp", std::process::id())
 }
 
-/// Why a folder takes no file: what the system said to a nameless one, unless it only knows none.
+/// The reason why a folder accepts no file: the error for a file without a name, unless
+/// that is only unsupported.
 fn refusal(to_nameless: Errno, to_temporary: Errno) -> std::io::Error {
     match to_nameless {
         Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL | Errno::NOENT => to_temporary.into(),

@@ -1,4 +1,4 @@
-//! Who has a file locked.
+//! File locks.
 
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
@@ -7,14 +7,14 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use rustix::process::geteuid;
 
-/// Locks `file` for as long as it is open (`flock`); false where somebody else has it locked.
-/// Where the file system knows no locks, nobody is kept out.
+/// Locks `file` while it is open (`flock`). Returns false if another process has locked it.
+/// On a file system without locks it always succeeds.
 pub fn try_lock(file: &File) -> bool {
     flock(file, FlockOperation::NonBlockingLockExclusive) != Err(Errno::WOULDBLOCK)
 }
 
-/// ` (process 123)`, with the user if that is another one: who has `file` locked. Empty where
-/// the system does not say so, for instance because the process runs on another host.
+/// The process that has locked `file`, as ` (process 123)`, with its user if that is
+/// another one. Empty if it is not known, for example on another host.
 pub fn lock_holder(file: &File) -> String {
     let found = file.metadata().ok().and_then(|about| {
         let locks = fs::read_to_string("/proc/locks").ok()?;
@@ -30,12 +30,12 @@ pub fn lock_holder(file: &File) -> String {
     }
 }
 
-/// The process in a line of `/proc/locks`, if it holds an flock on that inode:
-/// `1: FLOCK  ADVISORY  WRITE 708 fe:01:2233 0 EOF`. The device is not looked at: some file
-/// systems (overlay, btrfs) show another one there than in `stat`.
+/// The process in a line of `/proc/locks`, if it has an flock on this inode: `1: FLOCK
+/// ADVISORY  WRITE 708 fe:01:2233 0 EOF`. The device is not looked at: some file systems
+/// (overlay, btrfs) show another one there than in `stat`.
 fn holder_in(line: &str, inode: u64) -> Option<u32> {
     let mut words = line.split_whitespace().skip(1);
-    // Who waits has `->` there.
+    // A waiting process has `->` here.
     if words.next()? != "FLOCK" {
         return None;
     }

@@ -1,4 +1,4 @@
-//! Files that are whole or absent, and never those of somebody else.
+//! Safe file access: atomic writes, no symbolic links of others, regular files only.
 
 mod dir;
 mod lock;
@@ -17,8 +17,8 @@ pub use lock::{lock_holder, try_lock};
 
 use crate::{Error, Result};
 
-/// Writes `bytes` to `path` so that a reader, or the machine after a power
-/// cut, sees the old file or the new one, never a part.
+/// Atomically writes `bytes` to `path`: a reader, also after a power failure, finds the old
+/// file or the new one.
 ///
 /// # Errors
 ///
@@ -27,17 +27,16 @@ pub fn atomic_write(path: &Path, bytes: &[u8]) -> Result<()> {
     atomic_write_with(path, |out| out.write_all(bytes))
 }
 
-/// As [`atomic_write`], with content that `fill` writes piece by piece, as
-/// [`Dir::write`] does it.
+/// As [`atomic_write`], with content written by `fill`; see [`Dir::write`].
 ///
-/// For a file that the user names: a symbolic link of the user's own or of root's stays
-/// one, and what it points to is written. What is not a regular file (a device, a named pipe)
-/// is opened and written as it is, which *blocks* until somebody reads the pipe.
+/// For paths given by the user: symbolic links of the user or of root are followed and stay
+/// links. A device or a named pipe is opened and written directly, which *blocks* until the
+/// pipe is read.
 ///
 /// # Errors
 ///
-/// `DiskFull` or `Io`, naming the path; `Usage` when `path` names no file, or is a link
-/// of another user.
+/// `DiskFull` or `Io`, naming the path; `Usage` when `path` does not name a file, or is a
+/// link of another user.
 pub fn atomic_write_with(
     path: &Path,
     fill: impl FnOnce(&mut dyn Write) -> std::io::Result<()>,
@@ -59,7 +58,7 @@ pub fn atomic_write_with(
     dir.write(name, fill)
 }
 
-/// Opens the file that the user names with `path`, following links as [`atomic_write_with`] does.
+/// Opens a path given by the user, following links as [`atomic_write_with`].
 pub(crate) fn open_named(path: &Path, options: &mut OpenOptions) -> Result<File> {
     let path = &*target(path, "cannot open")?;
     let flags = OFlags::NOCTTY.bits().cast_signed();
@@ -67,10 +66,10 @@ pub(crate) fn open_named(path: &Path, options: &mut OpenOptions) -> Result<File>
     opened.map_err(|e| Error::io("cannot open", path, e))
 }
 
-/// Where symbolic links at `path` lead, whether or not there is anything.
+/// The target of symbolic links at `path`, which need not exist.
 fn target(path: &Path, action: &str) -> Result<PathBuf> {
     let mut at = path.to_owned();
-    // As many as the system follows.
+    // The system's limit.
     for _ in 0..40 {
         let Ok(about) = fs::symlink_metadata(&at) else {
             return Ok(at);
@@ -87,7 +86,7 @@ fn target(path: &Path, action: &str) -> Result<PathBuf> {
         }
         let next = fs::read_link(&at).map_err(|e| Error::io(action, path, e))?;
         let next = folder_of(&at).join(next);
-        // Not what a descriptor's link in `/proc` says: that may be no path.
+        // The text of a descriptor's link in `/proc` may not be a path.
         if fs::symlink_metadata(&next).is_err() && fs::metadata(&at).is_ok() {
             return Ok(at);
         }
@@ -96,12 +95,13 @@ fn target(path: &Path, action: &str) -> Result<PathBuf> {
     Err(Error::io(action, path, Errno::LOOP.into()))
 }
 
-/// Opens the regular file at `path` for reading. Links are followed. What may have no end, or wait
-/// for somebody (a device, a named pipe), is refused, and never waited for.
+/// Opens the regular file at `path` for reading. Links are followed. Devices and named
+/// pipes are refused without blocking.
 ///
 /// # Errors
 ///
-/// `NotFound` and the like of the system; `InvalidInput` for anything but a regular file.
+/// Errors of the system, such as `NotFound`; `InvalidInput` for anything but a regular
+/// file.
 pub fn open_regular(path: &Path) -> std::io::Result<File> {
     let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
     let file = File::options().read(true).custom_flags(flags).open(path)?;
@@ -113,17 +113,17 @@ pub fn open_regular(path: &Path) -> std::io::Result<File> {
     Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, what))
 }
 
-/// The whole content of the regular file at `path`, at most so many bytes.
+/// Reads the regular file at `path`, which may have up to `most_bytes`.
 ///
 /// # Errors
 ///
-/// `Data` when it has more; `Io`, naming it, else.
+/// `Data` when it has more; otherwise `Io`, naming it.
 pub fn read_regular(path: &Path, most_bytes: u64) -> Result<Vec<u8>> {
     let file = open_regular(path).map_err(|e| Error::io("cannot read", path, e))?;
     read_open(path, file, most_bytes)
 }
 
-/// The whole content of `file`, which was opened at `path`.
+/// Reads all of `file`, which was opened at `path`.
 pub(crate) fn read_open(path: &Path, file: File, most_bytes: u64) -> Result<Vec<u8>> {
     let failed = |e| Error::io("cannot read", path, e);
     let about = file.metadata().map_err(failed)?;
@@ -136,15 +136,15 @@ pub(crate) fn read_open(path: &Path, file: File, most_bytes: u64) -> Result<Vec<
         );
         return Err(Error::usage(what));
     }
-    // A file may be sparse, and say any length.
+    // A sparse file may have any length.
     let room = about.len().min(most_bytes).min(64 << 20);
     let mut bytes = Vec::with_capacity(room as usize);
-    // One more tells "too many" from "just as many".
+    // One byte more distinguishes too large from exactly the limit.
     let mut file = file.take(most_bytes.saturating_add(1));
     file.read_to_end(&mut bytes).map_err(failed)?;
     if bytes.len() as u64 > most_bytes {
         return Err(Error::data(format!(
-            "{} has {} bytes; at most {most_bytes} are read",
+            "{} has {} bytes; the limit is {most_bytes}",
             path.display(),
             about.len()
         )));
@@ -164,7 +164,7 @@ fn kind_of(kind: FileType) -> &'static str {
     }
 }
 
-/// Creates a folder, which only this user may write into, and its parents; it is fine if it exists.
+/// Creates a folder and its parents, writable by this user only, unless it exists.
 ///
 /// # Errors
 ///
@@ -188,24 +188,24 @@ pub fn create_folder(path: &Path) -> Result<()> {
     })
 }
 
-/// Creates the folder at `path`, which only this user may write into.
+/// Creates the folder at `path`, writable by this user only.
 ///
 /// # Errors
 ///
-/// Those of the system: `AlreadyExists`, `NotFound`.
+/// Errors of the system, such as `AlreadyExists` and `NotFound`.
 pub fn create_new_folder(path: &Path) -> std::io::Result<()> {
     let mode = dir::FOLDER_MODE.as_raw_mode();
     DirBuilder::new().mode(mode).create(path)
 }
 
-/// `path` as a shell takes it for one word: for commands that a message suggests.
+/// `path` quoted for a shell, for commands in messages.
 pub fn as_typed(path: &Path) -> String {
     let text = path.to_string_lossy();
-    // It refuses what no path can hold.
+    // It refuses only NUL, which a path cannot contain.
     shlex::try_quote(&text).map_or_else(|_| text.to_string(), Into::into)
 }
 
-/// The folder that the file at `path` is in.
+/// The parent folder of `path`.
 pub(crate) fn folder_of(path: &Path) -> PathBuf {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent.to_path_buf(),

@@ -1,9 +1,9 @@
-//! Right and wrong answers.
+//! Accuracy and confusion matrix.
 
 use crate::{Error, Result};
 
-/// The class with the highest score; the first one of equals. NaN never wins
-/// against a number. `None` without scores.
+/// The class with the highest score; the first of equal ones. NaN counts as lowest. `None`
+/// without scores.
 pub fn argmax(scores: &[f32]) -> Option<usize> {
     let mut best: Option<(usize, f32)> = None;
     for (class, &score) in scores.iter().enumerate() {
@@ -15,11 +15,11 @@ pub fn argmax(scores: &[f32]) -> Option<usize> {
     best.map(|(class, _)| class)
 }
 
-/// Right answers among rows of `classes` scores each, and the number of rows.
+/// Number of correct predictions among rows of `classes` scores, and number of rows.
 ///
 /// # Errors
 ///
-/// `Usage` when there is not one row of scores a label.
+/// `Usage` unless there is one row of scores for each label.
 pub fn accuracy(scores: &[f32], classes: usize, labels: &[u32]) -> Result<(usize, usize)> {
     let right = rows(scores, classes, labels)?
         .filter(|(row, label)| argmax(row) == Some(*label as usize))
@@ -34,7 +34,7 @@ fn rows<'a>(
 ) -> Result<impl Iterator<Item = (&'a [f32], u32)>> {
     if classes == 0 || scores.len() != classes * labels.len() {
         return Err(Error::usage(format!(
-            "{} scores of {classes} classes do not belong to {} labels",
+            "{} scores of {classes} classes do not match {} labels",
             scores.len(),
             labels.len()
         )));
@@ -42,7 +42,7 @@ fn rows<'a>(
     Ok(scores.chunks_exact(classes).zip(labels.iter().copied()))
 }
 
-/// How often each class was taken for each other.
+/// Confusion matrix.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Confusion {
     classes: usize,
@@ -50,7 +50,7 @@ pub struct Confusion {
 }
 
 impl Confusion {
-    /// Zeros for `classes` classes.
+    /// An empty matrix for `classes` classes.
     pub fn new(classes: usize) -> Self {
         Self {
             classes,
@@ -58,7 +58,7 @@ impl Confusion {
         }
     }
 
-    /// Counts one answer.
+    /// Counts one prediction.
     ///
     /// # Errors
     ///
@@ -67,7 +67,7 @@ impl Confusion {
         let label = label as usize;
         if label >= self.classes || predicted >= self.classes {
             return Err(Error::usage(format!(
-                "label {label} or answer {predicted} is outside the {} classes",
+                "label {label} or prediction {predicted} is outside the {} classes",
                 self.classes
             )));
         }
@@ -75,14 +75,14 @@ impl Confusion {
         Ok(())
     }
 
-    /// Counts the answers of a batch: rows of one score a class.
+    /// Counts the predictions of a batch: rows with one score per class.
     ///
     /// # Errors
     ///
-    /// `Usage` when scores and labels do not fit together.
+    /// `Usage` unless there is one row of scores for each label.
     pub fn add_scores(&mut self, scores: &[f32], labels: &[u32]) -> Result<()> {
         for (row, label) in rows(scores, self.classes, labels)? {
-            // Rows are not empty, so there is an answer.
+            // Rows are not empty, so there is a prediction.
             self.add(label, argmax(row).unwrap_or(0))?;
         }
         Ok(())
@@ -96,7 +96,7 @@ impl Confusion {
     pub fn merge(&mut self, other: &Confusion) -> Result<()> {
         if other.classes() != self.classes() {
             return Err(Error::usage(format!(
-                "a batch was classified into {} classes, those before into {}",
+                "a batch has {} classes, earlier batches have {}",
                 other.classes(),
                 self.classes()
             )));
@@ -112,7 +112,7 @@ impl Confusion {
         self.classes
     }
 
-    /// Counts in rows of the true class, columns of the answer.
+    /// Counts by true class (rows) and predicted class (columns).
     pub fn counts(&self) -> &[i64] {
         &self.counts
     }
@@ -122,20 +122,19 @@ impl Confusion {
         &mut self.counts
     }
 
-    /// Number of answers.
+    /// Number of predictions.
     pub fn total(&self) -> i64 {
         self.counts.iter().sum()
     }
 
-    /// Share of right answers; `None` before the first.
+    /// Share of correct predictions; `None` if there are none.
     pub fn accuracy(&self) -> Option<f64> {
         let right: i64 = self.counts.iter().step_by(self.classes + 1).sum();
         let total = self.total();
         (total > 0).then(|| right as f64 / total as f64)
     }
 
-    /// Share of class `class` that was recognised; `None` when it does not
-    /// exist or never occurred.
+    /// Recall of class `class`; `None` if it does not exist or did not occur.
     pub fn recall(&self, class: usize) -> Option<f64> {
         let row = self.counts.chunks_exact(self.classes.max(1)).nth(class)?;
         let total: i64 = row.iter().sum();

@@ -9,26 +9,25 @@ use serde::Serialize;
 use crate::files::{self, Dir, atomic_write};
 use crate::{Error, Result};
 
-/// A log of more bytes is not gone on with; that of a million steps has 0.1 GiB.
+/// Maximum size of a log that is resumed; one of a million steps has 0.1 GiB.
 const MAX_BYTES: u64 = 4 << 30;
 
-/// Appends one JSON object a line; every line is in the file before the call
-/// returns, so a killed run leaves all of them.
+/// A log of JSON objects, one per line. Each line is written before the call returns, so a
+/// killed run loses none.
 ///
-/// Ranks other than 0 hold a [`disabled`](Self::disabled) one and call it all
-/// the same.
+/// Ranks other than 0 use a [`disabled`](Self::disabled) one.
 #[derive(Debug)]
 pub struct MetricsLog {
     out: Option<(PathBuf, File)>,
     every_steps: u64,
     last_step: Option<u64>,
-    /// Kept, so that a line costs no allocation.
+    /// Reused, so that a line needs no allocation.
     line: Vec<u8>,
 }
 
 impl MetricsLog {
-    /// A new file `name` in `dir`, in the place of an older one. Of the steps, each
-    /// `every_steps`-th is written.
+    /// Creates the file `name` in `dir`, replacing an existing one. Every `every_steps`-th
+    /// step is written.
     ///
     /// # Errors
     ///
@@ -47,12 +46,12 @@ impl MetricsLog {
         }
     }
 
-    /// Goes on with the file `name` in `dir`, of whose records only those stay that
-    /// `keep` wants, in their order; a new file if there is none.
+    /// Continues the file `name` in `dir`, keeping the records for which `keep` returns
+    /// true. Creates it if needed.
     ///
     /// # Errors
     ///
-    /// As [`create`](Self::create); also what [`Dir::write`] says.
+    /// As [`create`](Self::create) and [`Dir::write`].
     pub fn resume(
         dir: &Dir,
         name: &str,
@@ -63,7 +62,7 @@ impl MetricsLog {
         let old = dir.read(name, MAX_BYTES)?.unwrap_or_default();
         let mut kept = Vec::with_capacity(old.len());
         for line in old.split_inclusive(|b| *b == b'\n') {
-            // A line that was cut off by a kill is no record.
+            // An incomplete last line is not a record.
             if line.ends_with(b"\n")
                 && serde_json::from_slice(line).is_ok_and(|record| keep(&record))
             {
@@ -75,8 +74,8 @@ impl MetricsLog {
         Ok(Self::to(file, &dir.path().join(name), every_steps))
     }
 
-    /// Goes on at the end of the file at `path`, whatever it holds; a new file if there is
-    /// none. A last line without an end gets one. Links are followed as
+    /// Appends to the file at `path`, creating it if needed. An incomplete last line is
+    /// ended first. Links are followed as
     /// [`atomic_write_with`](crate::files::atomic_write_with) follows them.
     ///
     /// # Errors
@@ -88,7 +87,7 @@ impl MetricsLog {
         let options = options.read(true).append(true).create(true);
         let mut file = files::open_named(path, options)?;
         let mut last = [b'\n'];
-        // What cannot be sought in (a pipe, an empty file) has no last line.
+        // A pipe or an empty file has no last line.
         if file.seek(SeekFrom::End(-1)).is_ok() {
             file.read_exact(&mut last).map_err(failed)?;
         }
@@ -99,7 +98,7 @@ impl MetricsLog {
         Ok(Self::to(file, path, 1))
     }
 
-    /// Writes nothing, for the ranks that do not log.
+    /// A log that writes nothing, for ranks that do not log.
     pub fn disabled() -> Self {
         Self {
             out: None,
@@ -109,12 +108,12 @@ impl MetricsLog {
         }
     }
 
-    /// Writes the record of a step if it is this step's turn: steps 0, N, 2N…
+    /// Writes the record of a step, for steps 0, N, 2N…
     ///
     /// # Errors
     ///
-    /// `Internal` when `step` does not rise from call to call (over all
-    /// epochs there is one count); `DiskFull` or `Io` naming the file.
+    /// `Internal` unless `step`, which counts over all epochs, increases from call to call;
+    /// `DiskFull` or `Io` naming the file.
     pub fn step(&mut self, step: u64, record: &impl Serialize) -> Result<()> {
         if self.last_step.is_some_and(|last| step <= last) {
             return Err(Error::internal(format!(
@@ -130,12 +129,12 @@ impl MetricsLog {
         }
     }
 
-    /// Writes any record: the end of an epoch, a test, the configuration.
+    /// Writes any record: the end of an epoch, an evaluation, the configuration.
     ///
     /// # Errors
     ///
-    /// `DiskFull` or `Io` naming the file; `Internal` for a record that is no
-    /// JSON. NaN and infinities become `null`.
+    /// `DiskFull` or `Io` naming the file; `Internal` for a record that cannot be JSON. NaN
+    /// and infinities become `null`.
     pub fn event(&mut self, record: &impl Serialize) -> Result<()> {
         let Some((path, file)) = &mut self.out else {
             return Ok(());
@@ -143,13 +142,13 @@ impl MetricsLog {
         self.line.clear();
         serde_json::to_writer(&mut self.line, record).map_err(no_json)?;
         self.line.push(b'\n');
-        // One system call a line: nothing is left behind in a buffer.
+        // One system call per line, without a buffer.
         file.write_all(&self.line)
             .map_err(|e| Error::io("cannot write", path, e))
     }
 }
 
-/// Writes `summary.json` or any other small result, indented, atomically.
+/// Atomically writes `summary.json` or another small result, indented.
 ///
 /// # Errors
 ///

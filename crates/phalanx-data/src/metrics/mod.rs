@@ -1,9 +1,8 @@
-//! What a run measures, and where it is written.
+//! Metrics of a run and their files.
 //!
-//! [`Mean`], [`accuracy`] and [`Confusion`] keep sums and counts, never
-//! ratios, so that ranks with short batches weigh what they should: add the
-//! sums over all ranks, then divide. [`MetricsLog`] and [`write_summary`] are
-//! the files of rank 0.
+//! [`Mean`], [`accuracy`] and [`Confusion`] keep sums and counts, not ratios, so that ranks
+//! are weighted by their samples: add the sums over all ranks, then divide. [`MetricsLog`]
+//! and [`write_summary`] are the files of rank 0.
 
 mod confusion;
 mod log;

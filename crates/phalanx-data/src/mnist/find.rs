@@ -6,8 +6,7 @@ use super::Split;
 use crate::files::as_typed;
 use crate::{Error, Result};
 
-/// The folders searched, in this order, and whether only Fashion-MNIST lies
-/// there.
+/// The folders to search, in this order, and whether they are Fashion-MNIST's only.
 const FOLDERS: [(&str, bool); 4] = [
     ("", false),
     ("raw", false),
@@ -15,7 +14,7 @@ const FOLDERS: [(&str, bool); 4] = [
     ("FashionMNIST/raw", true),
 ];
 
-/// What belongs into `folder`, and where it comes from.
+/// The files expected in `folder`, and where to get them.
 fn expected(folder: &Path) -> String {
     let set = if is_fashion(folder) {
         ("fashion-mnist", "30.9 MB")
@@ -98,7 +97,7 @@ fn plain_or_gz(folder: &Path, name: &str) -> Option<PathBuf> {
         .find(|path| path.is_file())
 }
 
-/// The files of both sets have the same names; only a folder's name tells.
+/// The files of both data sets have the same names; only the folder's name differs.
 fn is_fashion(folder: &Path) -> bool {
     folder
         .iter()

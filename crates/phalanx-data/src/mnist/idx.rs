@@ -1,10 +1,9 @@
-//! IDX files, read as if an enemy had written them.
+//! IDX files. Headers are not trusted.
 //!
-//! A file is: big-endian magic (0, 0, type 8 = unsigned byte, number of
-//! dimensions), one 32-bit length per dimension, then the bytes. Nothing is
-//! allocated on the word of a header: a plain file must have exactly the size
-//! that the header claims, a compressed one must be able to hold it, and
-//! memory grows only with bytes that were really there.
+//! A file is: big-endian magic (0, 0, type 8 = unsigned byte, number of dimensions), one
+//! 32-bit length per dimension, then the bytes. A plain file must have exactly the size in
+//! its header, a compressed one must be able to hold it, and memory grows only with the
+//! bytes read.
 
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
@@ -18,14 +17,14 @@ use crate::{Error, Result};
 
 /// First bytes of a gzip stream.
 const GZIP: [u8; 2] = [0x1f, 0x8b];
-/// Deflate cannot shrink more than this many times.
+/// Maximum compression ratio of deflate.
 const DEFLATE_RATIO: u64 = 1032;
-/// Largest side of an image; MNIST's is 28.
+/// Maximum side of an image; MNIST's is 28.
 const MAX_SIDE: u32 = 1024;
-/// Most bytes a file may unpack to; MNIST's training images are 47 MB.
+/// Maximum size of an unpacked file; MNIST's training images are 47 MB.
 const MAX_BYTES: u64 = 2 << 30;
 
-/// Images of equal size, one byte a pixel.
+/// Images of equal size, one byte per pixel.
 pub(super) struct Images {
     pub(super) height: usize,
     pub(super) width: usize,
@@ -51,7 +50,7 @@ fn read<const D: usize>(path: &Path, fashion: bool) -> Result<([u32; D], Vec<u8>
     let file = open_regular(path).map_err(io)?;
     let stored_bytes = file.metadata().map_err(io)?.len();
     let mut raw = BufReader::with_capacity(1 << 16, file);
-    // The content decides, not the name: browsers unpack .gz files silently.
+    // By content, not by name: browsers may unpack .gz files.
     let compressed = raw.fill_buf().map_err(io)?.starts_with(&GZIP);
     let mut content: Box<dyn Read> = if compressed {
         Box::new(MultiGzDecoder::new(raw))
@@ -77,7 +76,7 @@ fn read<const D: usize>(path: &Path, fashion: bool) -> Result<([u32; D], Vec<u8>
     }
     let body_bytes = context.check_sizes(&sizes)?;
     let total = header_bytes + body_bytes;
-    // Both limits are known before a byte of the body is allocated.
+    // Both limits are checked before the body is allocated.
     let possible = if compressed {
         stored_bytes.saturating_mul(DEFLATE_RATIO)
     } else {
@@ -85,7 +84,7 @@ fn read<const D: usize>(path: &Path, fashion: bool) -> Result<([u32; D], Vec<u8>
     };
     if total > possible && compressed {
         return Err(Error::data(format!(
-            "{}: the header promises {} bytes, more than {} compressed bytes can hold{}",
+            "{}: its header describes {} bytes, more than {} compressed bytes can hold{}",
             path.display(),
             grouped(total),
             grouped(stored_bytes),
@@ -96,7 +95,7 @@ fn read<const D: usize>(path: &Path, fashion: bool) -> Result<([u32; D], Vec<u8>
         return Err(context.truncated(stored_bytes, total, "bytes"));
     }
     let body = context.take(&mut content, body_bytes, total, "bytes")?;
-    // Reading to the very end also verifies gzip's checksum.
+    // Reading to the end also verifies gzip's checksum.
     match context.read_up_to(&mut content, 1) {
         Ok(more) if more.is_empty() => return Ok((sizes, body)),
         Ok(_) => {}
@@ -111,14 +110,14 @@ fn read<const D: usize>(path: &Path, fashion: bool) -> Result<([u32; D], Vec<u8>
         Err(e) => return Err(e),
     }
     Err(Error::data(format!(
-        "{} goes on after the {} bytes that its header promises{}",
+        "{} has more than the {} bytes that its header describes{}",
         path.display(),
         grouped(total),
         checksum_note(path, fashion)
     )))
 }
 
-/// What error messages need to know.
+/// Context for error messages.
 struct Context<'a> {
     path: &'a Path,
     fashion: bool,
@@ -128,7 +127,7 @@ struct Context<'a> {
 }
 
 impl Context<'_> {
-    /// Exactly `bytes` more bytes; `total` is what the content should have.
+    /// Reads exactly `bytes` more bytes; `total` is the expected size.
     fn take(&mut self, from: &mut dyn Read, bytes: u64, total: u64, unit: &str) -> Result<Vec<u8>> {
         let got = match self.read_up_to(from, bytes) {
             Ok(got) => got,
@@ -141,19 +140,19 @@ impl Context<'_> {
         Ok(got)
     }
 
-    /// Up to `bytes` bytes, fewer at the end; memory grows as they arrive.
+    /// Reads up to `bytes` bytes; memory grows as they are read.
     fn read_up_to(&mut self, from: &mut dyn Read, bytes: u64) -> Result<Vec<u8>> {
         let mut got = Vec::new();
         let result = from.take(bytes).read_to_end(&mut got);
         self.present += got.len() as u64;
         match result {
             Ok(_) => {
-                // Growth by doubling leaves up to half of it unused.
+                // Growth by doubling may leave half of it unused.
                 got.shrink_to_fit();
                 Ok(got)
             }
             Err(source) if self.compressed && is_damage(&source) => Err(Error::data(format!(
-                "{}: the compressed data is damaged (noticed after {} bytes of content){}",
+                "{}: the compressed data is damaged after {} bytes of content{}",
                 self.path.display(),
                 grouped(self.present),
                 checksum_note(self.path, self.fashion)
@@ -188,11 +187,11 @@ impl Context<'_> {
         ))
     }
 
-    /// Bytes that follow the header, if the lengths are believable at all.
+    /// Number of bytes after the header, if its lengths are plausible.
     fn check_sizes(&self, sizes: &[u32]) -> Result<u64> {
         let unbelievable = || {
             Error::data(format!(
-                "{}: the header promises {sizes:?} elements from byte 4 on; not MNIST{}",
+                "{}: its header describes {sizes:?} elements at byte 4; not MNIST{}",
                 self.path.display(),
                 checksum_note(self.path, self.fashion)
             ))
@@ -208,14 +207,14 @@ impl Context<'_> {
     }
 }
 
-/// Whether a compressed stream says that it ends too early.
+/// Whether the error is the early end of a compressed stream.
 fn ends_early(error: &Error) -> bool {
     std::error::Error::source(error)
         .and_then(|s| s.downcast_ref::<io::Error>())
         .is_some_and(|s| s.kind() == io::ErrorKind::UnexpectedEof)
 }
 
-/// Whether the decompressor, not the system, reports the error.
+/// Whether the error is of the decompressor, not of the system.
 fn is_damage(error: &io::Error) -> bool {
     error.raw_os_error().is_none()
 }

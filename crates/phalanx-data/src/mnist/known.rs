@@ -1,4 +1,4 @@
-//! Checksums of the files that everybody has, to tell a damaged download.
+//! Checksums of the published files, to recognize a damaged download.
 
 use std::io::Read;
 use std::path::Path;
@@ -41,11 +41,11 @@ const MNIST: [(&str, &str); 8] = [
     ),
 ];
 
-/// Hexadecimal digits of a checksum that a person compares.
+/// Number of hexadecimal digits in messages.
 const SHOWN: usize = 12;
 
-/// ` (SHA-256 …, expected …)` for a damaged file, as far as it is known.
-/// Fashion-MNIST's files have the same names, but not these checksums.
+/// ` (SHA-256 …, expected …)` for a damaged file, if its checksum is known. Fashion-MNIST's
+/// files have the same names, but not these checksums.
 pub(super) fn checksum_note(path: &Path, fashion: bool) -> String {
     let Some(got) = sha256_of(path) else {
         return String::new();

@@ -1,8 +1,8 @@
 //! MNIST and Fashion-MNIST from their original files.
 //!
-//! The four IDX files lie in the given folder, or where torchvision puts them
-//! (`MNIST/raw`, `FashionMNIST/raw`, `raw`), each plain or gzip-compressed.
-//! Images stay bytes in memory; they are normalised when read.
+//! The four IDX files lie in the given folder, or where torchvision puts them (`MNIST/raw`,
+//! `FashionMNIST/raw`, `raw`), each plain or gzip-compressed. Images are kept as bytes and
+//! normalized when read.
 
 mod find;
 mod idx;
@@ -16,14 +16,14 @@ use sha2::{Digest, Sha256};
 use crate::dataset::{ImageDataset, check_read};
 use crate::{Error, Result, synthetic};
 
-/// Classes of both data sets.
+/// Number of classes of both data sets.
 const CLASSES: usize = 10;
 /// Mean of MNIST's training pixels, as PyTorch's example uses it.
 const MEAN: f32 = 0.1307;
 /// Their standard deviation.
 const DEVIATION: f32 = 0.3081;
 
-/// Which half of the data set.
+/// Training or test split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Split {
     /// `train-*`: 60,000 images.
@@ -32,7 +32,7 @@ pub enum Split {
     Test,
 }
 
-/// One split in memory, a byte a pixel.
+/// One split in memory, one byte per pixel.
 #[derive(Clone)]
 pub struct Mnist {
     name: &'static str,
@@ -40,7 +40,7 @@ pub struct Mnist {
     width: usize,
     pixels: Vec<u8>,
     labels: Vec<u8>,
-    /// What each byte becomes.
+    /// The normalized value of each byte.
     normalised: [f32; 256],
 }
 
@@ -48,10 +48,9 @@ pub struct Mnist {
 ///
 /// # Errors
 ///
-/// `Usage` when the folder or files are missing (the message lists what is
-/// expected and where it comes from); `Data` when a file is truncated,
-/// damaged, of another kind, or images and labels do not belong together;
-/// `Io` when the system refuses to read.
+/// `Usage` when the folder or files are missing (the message lists the expected files and
+/// where to get them); `Data` when a file is truncated, damaged or of another format, or
+/// images and labels do not match; `Io` when a file cannot be read.
 pub fn load(folder: &Path, split: Split) -> Result<Mnist> {
     let found = find::find(folder, split)?;
     let images = idx::read_images(&found.images, found.fashion)?;
@@ -59,7 +58,7 @@ pub fn load(folder: &Path, split: Split) -> Result<Mnist> {
     let count = images.pixels.len() / (images.height * images.width);
     if labels.len() != count {
         return Err(Error::data(format!(
-            "{} holds {count} images, {} {} labels; they do not belong together",
+            "{} has {count} images, but {} has {} labels",
             found.images.display(),
             found.labels.display(),
             labels.len()
@@ -86,7 +85,7 @@ pub fn load(folder: &Path, split: Split) -> Result<Mnist> {
     })
 }
 
-/// Sides of the images in a file, and the number of pixels of all of them.
+/// Height and width of the images in a file, and their pixels.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn read_images_file(path: &Path) -> Result<([usize; 2], usize)> {
     let images = idx::read_images(path, false)?;
@@ -99,8 +98,8 @@ pub(crate) fn read_labels_file(path: &Path) -> Result<Vec<u8>> {
     idx::read_labels(path, false)
 }
 
-/// The training set and the test set in the folder `data`; for `synthetic`, 60,000 and 10,000
-/// generated digits, which follow from `seed`.
+/// The training and test sets in the folder `data`; for `synthetic`, 60,000 and 10,000
+/// digits generated from `seed`.
 ///
 /// # Errors
 ///
@@ -117,34 +116,32 @@ pub fn open(data: &str, seed: u64) -> Result<(Arc<dyn ImageDataset>, Arc<dyn Ima
     ))
 }
 
-/// Whether both splits are in `folder`, without reading them.
+/// Checks that both splits are in `folder`, without reading them.
 ///
 /// # Errors
 ///
-/// `Usage` when folder or files are missing, as [`load`] says it.
+/// `Usage` when the folder or files are missing, as [`load`].
 pub fn check(folder: &Path) -> Result<()> {
     find::find(folder, Split::Train)?;
     find::find(folder, Split::Test)?;
     Ok(())
 }
 
-/// (x / 255 - mean) / deviation in float32, as torchvision's `ToTensor` and
-/// `Normalize` round it.
+/// (x / 255 - mean) / deviation in float32, with the rounding of torchvision's `ToTensor`
+/// and `Normalize`.
 pub fn normalised() -> [f32; 256] {
     std::array::from_fn(|x| (x as f32 / 255.0 - MEAN) / DEVIATION)
 }
 
 impl Mnist {
-    /// The bytes of one image as they are in the file, row by row; `None`
-    /// beyond the end.
+    /// The bytes of one image, row by row; `None` beyond the end.
     pub fn pixels(&self, index: usize) -> Option<&[u8]> {
         self.pixels
             .chunks_exact(self.height * self.width)
             .nth(index)
     }
 
-    /// SHA-256 of all pixels, then all labels, in file order, in hexadecimal:
-    /// tells data sets apart that differ in nothing else.
+    /// SHA-256 of all pixels, then all labels, in file order, in hexadecimal.
     pub fn sha256(&self) -> String {
         let mut hash = Sha256::new();
         hash.update(&self.pixels);

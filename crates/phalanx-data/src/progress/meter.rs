@@ -1,30 +1,29 @@
-//! Speed, time left and how they are written. No clock and no output: the
-//! caller says what time it is.
+//! Speed and remaining time, without clock and output: the caller passes the time.
 
 use std::time::Duration;
 
 use crate::text::grouped;
 
-/// Speed is measured over at least this long.
+/// Minimum window for measuring the speed.
 const WINDOW: Duration = Duration::from_secs(2);
 
-/// The state of one epoch.
+/// Progress of one epoch.
 #[derive(Debug)]
 pub(super) struct Meter {
-    /// What samples are called.
+    /// Unit of samples, for example `images`.
     unit: &'static str,
     epoch: u64,
     epochs: u64,
     steps: usize,
-    /// Steps of the epoch that are done, also those before this run.
+    /// Finished steps of the epoch, including those of an earlier run.
     done: usize,
-    /// Of these, the ones that an earlier run took.
+    /// Steps taken by an earlier run.
     taken: usize,
     images: u64,
     loss: Option<f64>,
-    /// Where the running speed window began.
+    /// Start of the current speed window.
     window: (Duration, u64),
-    /// Images a second in the last complete window.
+    /// Samples per second in the last complete window.
     speed: Option<f64>,
 }
 
@@ -44,17 +43,17 @@ impl Meter {
         }
     }
 
-    /// Samples are called `unit`.
+    /// A meter whose samples are called `unit`.
     pub(super) fn with_unit(self, unit: &'static str) -> Self {
         Self { unit, ..self }
     }
 
-    /// An earlier run took the first `taken` steps.
+    /// Skips the first `taken` steps, which an earlier run has taken.
     pub(super) fn skip(&mut self, taken: usize) {
         (self.done, self.taken) = (taken, taken);
     }
 
-    /// A step ended `now` after the epoch began.
+    /// Counts a step that ended `now` after the start of the epoch.
     pub(super) fn step(&mut self, now: Duration, images: usize, loss: Option<f64>) {
         self.done += 1;
         self.images += images as u64;
@@ -127,7 +126,7 @@ impl Meter {
     fn left(&self, now: Duration) -> Option<Duration> {
         let left = self.steps.saturating_sub(self.done);
         let seconds = now.as_secs_f64() * left as f64 / (self.done - self.taken) as f64;
-        // No step yet, or a first step that took for ever: say nothing.
+        // No step yet, or a very long first step.
         Duration::try_from_secs_f64(seconds).ok()
     }
 }
@@ -139,7 +138,7 @@ fn speed(images: u64, time: Duration) -> Option<f64> {
 
 /// `0:05`, `12:34` or `1:02:03`.
 fn clock(time: Duration) -> String {
-    // Rounded up, so that the last seconds are not announced as none.
+    // Rounded up, so that the last second is not shown as 0:00.
     let seconds = time.as_secs() + u64::from(time.subsec_millis() > 0);
     let (hours, minutes, seconds) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
     if hours > 0 {

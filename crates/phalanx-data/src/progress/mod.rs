@@ -1,8 +1,8 @@
-//! How far training has come, for a person at a terminal or a log.
+//! Progress display for a terminal or a log.
 //!
-//! On a terminal a bar, otherwise a line every ten seconds; both on stderr,
-//! because stdout belongs to results. Ranks other than 0 are silent. Nothing
-//! here can fail: a closed stderr is no reason to stop training.
+//! On a terminal a bar, otherwise a line every ten seconds; both on stderr, since stdout is
+//! for results. Ranks other than 0 are silent. Nothing here fails: a closed stderr does not
+//! stop a training.
 
 mod meter;
 
@@ -14,12 +14,12 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use crate::text::visible;
 use meter::Meter;
 
-/// Between two lines where there is no terminal.
+/// Interval between two lines without a terminal.
 const LINE_EVERY: Duration = Duration::from_secs(10);
-/// Between two new texts beside the bar.
+/// Interval between two updates of the text beside the bar.
 const TEXT_EVERY: Duration = Duration::from_millis(200);
 
-/// The display of one training run.
+/// The progress display of a training.
 #[derive(Debug)]
 pub struct Progress {
     display: Display,
@@ -27,7 +27,7 @@ pub struct Progress {
     epoch: Option<Running>,
 }
 
-/// Where and how it is shown.
+/// Kind of display.
 enum Display {
     Silent,
     Bar,
@@ -47,18 +47,18 @@ impl std::fmt::Debug for Display {
     }
 }
 
-/// An epoch under way.
+/// The current epoch.
 #[derive(Debug)]
 struct Running {
     meter: Meter,
     started: Instant,
-    /// When the next line or text is due, since the start.
+    /// Time of the next line or text, since the start.
     due: Duration,
     bar: Option<ProgressBar>,
 }
 
 impl Progress {
-    /// What suits this rank and its stderr.
+    /// A bar, lines or nothing, depending on the rank and its stderr.
     pub fn for_rank(rank: usize) -> Self {
         if rank != 0 {
             Self::silent()
@@ -69,12 +69,12 @@ impl Progress {
         }
     }
 
-    /// Shows nothing.
+    /// A display that shows nothing.
     pub fn silent() -> Self {
         Self::with(Display::Silent)
     }
 
-    /// A line to `out` whenever `every` has passed, and one at an epoch's end.
+    /// Writes a line to `out` at the interval `every` and at the end of each epoch.
     pub fn lines(out: Box<dyn Write + Send>, every: Duration) -> Self {
         Self::with(Display::Lines { out, every })
     }
@@ -87,14 +87,14 @@ impl Progress {
         }
     }
 
-    /// What samples are called: `images`, unless this says otherwise.
+    /// Sets the unit of samples; the default is `images`.
     #[must_use]
     pub fn with_unit(mut self, unit: &'static str) -> Self {
         self.unit = unit;
         self
     }
 
-    /// Begins epoch `epoch` (counted from 1) of `epochs`, with `steps` steps.
+    /// Starts epoch `epoch` (from 1) of `epochs`, with `steps` steps.
     pub fn begin(&mut self, epoch: u64, epochs: u64, steps: usize) {
         self.abandon();
         let (bar, due) = match &self.display {
@@ -113,7 +113,7 @@ impl Progress {
         });
     }
 
-    /// The first `taken` steps of this epoch were taken by an earlier run.
+    /// Skips the first `taken` steps of this epoch, which an earlier run has taken.
     pub fn skip(&mut self, taken: usize) {
         if let Some(running) = &mut self.epoch {
             running.meter.skip(taken);
@@ -123,7 +123,7 @@ impl Progress {
         }
     }
 
-    /// One step is done: `images` over all ranks, and the loss to show.
+    /// Counts a step with `images` samples over all ranks and the loss to show.
     pub fn step(&mut self, images: usize, loss: Option<f64>) {
         let Some(running) = &mut self.epoch else {
             return;
@@ -144,7 +144,7 @@ impl Progress {
         }
     }
 
-    /// Ends the epoch and leaves one line about it.
+    /// Ends the epoch and prints one line about it.
     pub fn end(&mut self) {
         let Some(running) = self.epoch.take() else {
             return;
@@ -155,8 +155,7 @@ impl Progress {
         self.note(&running.meter.last_line(running.started.elapsed()));
     }
 
-    /// Removes the display of an epoch that will not be finished, for instance
-    /// before an error is printed.
+    /// Removes the display of an unfinished epoch, for example before an error is printed.
     pub fn abandon(&mut self) {
         if let Some(bar) = self.epoch.take().and_then(|running| running.bar) {
             bar.finish_and_clear();
@@ -178,8 +177,7 @@ impl Progress {
         }
     }
 
-    /// Runs `print` with the bar out of the way: for lines on stdout while
-    /// both streams show on one terminal.
+    /// Hides the bar while `print` runs, for lines on stdout.
     pub fn suspend<R>(&self, print: impl FnOnce() -> R) -> R {
         match self.epoch.as_ref().and_then(|running| running.bar.as_ref()) {
             Some(bar) => bar.suspend(print),
@@ -201,8 +199,7 @@ fn bar(prefix: &str, steps: usize) -> ProgressBar {
     bar
 }
 
-/// The bar takes the columns that the texts leave: a fixed width would wrap
-/// on the usual 80.
+/// The bar uses the columns that the text leaves: a fixed width would wrap at 80 columns.
 fn template(colour: bool) -> &'static str {
     if colour {
         "{prefix} {wide_bar:.cyan/dim} {percent:>3} %  {pos}/{len}  {msg}"
@@ -214,7 +211,7 @@ fn template(colour: bool) -> &'static str {
 fn style(colour: bool) -> ProgressStyle {
     ProgressStyle::with_template(template(colour))
         .unwrap_or_else(|_| ProgressStyle::default_bar())
-        // Without colour the part still to do must look different by shape.
+        // Without color the remaining part must differ in shape.
         .progress_chars(if colour { "━╸━" } else { "━╸ " })
 }
 

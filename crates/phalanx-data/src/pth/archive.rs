@@ -1,4 +1,4 @@
-//! The zip archive around a pickle and its storages.
+//! The zip archive of a pickle and its storages.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -13,10 +13,10 @@ use crate::checkpoint::MAX_TENSORS;
 use crate::text::one_line;
 use crate::{Error, Result};
 
-/// Bytes of `data.pkl`. That of a network of a thousand tensors has 200 kB.
+/// Maximum size of `data.pkl`; that of a network of a thousand tensors has 200 kB.
 const MAX_PICKLE_BYTES: u64 = 32 << 20;
 
-/// Entries of an archive; one a storage, and a few.
+/// Maximum number of entries: one per storage, and a few.
 const MAX_ENTRIES: u64 = MAX_TENSORS as u64 + 64;
 
 /// The newest format that PyTorch itself reads (`kMaxSupportedFileFormatVersion`).
@@ -28,18 +28,18 @@ struct Entry {
     crc: u32,
 }
 
-/// An open archive whose directory was checked.
+/// An open archive with a checked directory.
 pub(super) struct Archive {
     path: PathBuf,
     zip: ZipArchive<FileReader>,
-    /// By name, without the root folder.
+    /// Entries by name, without the root folder.
     entries: HashMap<String, Entry>,
-    /// Said when something was read without a checksum.
+    /// Warning if an entry without a checksum was read.
     unchecked: OnceLock<String>,
 }
 
 impl Archive {
-    /// That in `file`, which was opened at `path`.
+    /// Opens the archive in `file`, which was opened at `path`.
     pub fn open(path: &Path, mut file: File) -> Result<Archive> {
         let cannot_read = |source| Error::io("cannot read", path, source);
         let file_bytes = file.metadata().map_err(cannot_read)?.len();
@@ -82,12 +82,12 @@ impl Archive {
         Ok(archive)
     }
 
-    /// Full names and places of all entries.
+    /// Full names and locations of all entries.
     fn list(&self, file_bytes: u64) -> Result<Vec<(String, Entry)>> {
         let expected = self.zip.entries_hint();
         if expected > MAX_ENTRIES {
             return Err(self.wrong(format_args!(
-                "its directory promises {expected} entries; at most {MAX_ENTRIES} are read"
+                "its directory announces {expected} entries; the limit is {MAX_ENTRIES}"
             )));
         }
         let mut all = Vec::new();
@@ -105,7 +105,7 @@ impl Archive {
             let shown = one_line(&name);
             if all.len() as u64 >= expected {
                 return Err(self.wrong(format_args!(
-                    "its directory has more than the {expected} entries that it promises"
+                    "its directory has more than the {expected} entries that it announces"
                 )));
             }
             let (size_bytes, stored) = (
@@ -125,11 +125,11 @@ impl Archive {
                     "entry {shown} is stored but takes {stored} bytes for {size_bytes}"
                 )));
             }
-            // Entries that lie over each other could otherwise multiply a small file.
+            // Overlapping entries could otherwise multiply a small file.
             total_bytes = total_bytes.saturating_add(size_bytes);
             if total_bytes > file_bytes {
                 return Err(self.wrong(format_args!(
-                    "with entry {shown} its directory promises {total_bytes} bytes, and the file has {file_bytes}"
+                    "up to entry {shown} its directory announces {total_bytes} bytes, but the file has {file_bytes}"
                 )));
             }
             let entry = Entry {
@@ -141,14 +141,14 @@ impl Archive {
         }
         if (all.len() as u64) < expected {
             return Err(self.wrong(format_args!(
-                "its directory has {} of the {expected} entries that it promises",
+                "its directory has {} of the {expected} entries that it announces",
                 all.len()
             )));
         }
         Ok(all)
     }
 
-    /// Everything must lie in the one folder that has a `data.pkl`.
+    /// All entries must be in the one folder that has a `data.pkl`.
     fn keep_below_root(&mut self, all: Vec<(String, Entry)>) -> Result<()> {
         let roots: Vec<String> = all
             .iter()
@@ -168,17 +168,17 @@ impl Archive {
                     .split('/')
                     .all(|part| !matches!(part, "" | "." | ".."))
             }) else {
-                return Err(self.wrong(format_args!("entry {name:?} lies outside of {root}")));
+                return Err(self.wrong(format_args!("entry {name:?} is outside of {root}")));
             };
             if self.entries.contains_key(inner) {
-                return Err(self.wrong(format_args!("entry {} is there twice", one_line(&name))));
+                return Err(self.wrong(format_args!("entry {} appears twice", one_line(&name))));
             }
             self.entries.insert(inner.to_owned(), entry);
         }
         Ok(())
     }
 
-    /// The small entries that say how to read the others.
+    /// Reads the entries with version and byte order.
     fn check_conventions(&self) -> Result<()> {
         let version = self.read("version", 64)?;
         let version = String::from_utf8_lossy(&version).trim().to_owned();
@@ -202,35 +202,35 @@ impl Archive {
         Ok(())
     }
 
-    /// The pickle's bytes.
+    /// The bytes of the pickle.
     pub fn pickle(&self) -> Result<Vec<u8>> {
         self.read("data.pkl", MAX_PICKLE_BYTES)
     }
 
-    /// The entry of a storage of exactly `size_bytes`; the error is a
-    /// reason, for the pickle machine to place.
+    /// The entry of a storage of exactly `size_bytes`. The error is a reason to which the
+    /// pickle machine adds the offset.
     pub fn storage(&self, key: &str, size_bytes: usize) -> std::result::Result<String, String> {
         let name = format!("data/{key}");
         let Some(entry) = self.entries.get(&name) else {
             return Err(format!(
-                "it refers to storage {key:?}, and the archive has no entry {name}"
+                "it refers to storage {key:?}, but the archive has no entry {name}"
             ));
         };
         if entry.size_bytes != size_bytes as u64 {
             return Err(format!(
-                "it refers to storage {key:?} of {size_bytes} bytes, and entry {name} has {}",
+                "it refers to storage {key:?} of {size_bytes} bytes, but entry {name} has {}",
                 entry.size_bytes
             ));
         }
         Ok(name)
     }
 
-    /// What was odd but harmless in what was read.
+    /// Warnings about entries that were read.
     pub fn warnings(&self) -> &[String] {
         self.unchecked.get().map_or(&[], std::slice::from_ref)
     }
 
-    /// The content of the entry `name`, which may have so many bytes.
+    /// Reads the entry `name`, which may have up to `largest_bytes`.
     pub fn read(&self, name: &str, largest_bytes: u64) -> Result<Vec<u8>> {
         let Some(entry) = self.entries.get(name) else {
             return Err(self.wrong(format_args!("it has no entry {name}")));
@@ -238,7 +238,7 @@ impl Archive {
         let (size_bytes, expected) = (entry.size_bytes, entry.crc);
         if size_bytes > largest_bytes {
             return Err(self.wrong(format_args!(
-                "entry {name} has {size_bytes} bytes; at most {largest_bytes} are read"
+                "entry {name} has {size_bytes} bytes; the limit is {largest_bytes}"
             )));
         }
         let found = self.zip.get_entry(entry.place).map_err(|source| {
@@ -246,7 +246,7 @@ impl Archive {
                 .with_source(source)
         })?;
         let (from, to) = found.compressed_data_range();
-        // Not more than the file has: `list` saw to it.
+        // At most the size of the file, which `list` has checked.
         let mut bytes = Vec::with_capacity(size_bytes as usize);
         found
             .reader()
@@ -260,7 +260,7 @@ impl Archive {
         }
         let actual = crc32fast::hash(&bytes);
         if actual != expected {
-            // PyTorch can be told to write zeros, and never looks itself.
+            // PyTorch can write zeros, and does not check.
             if expected != 0 {
                 return Err(self.wrong(format_args!(
                     "entry {name}, bytes {from} to {to} of the file, is damaged: \
@@ -269,7 +269,7 @@ impl Archive {
             }
             self.unchecked.get_or_init(|| {
                 format!(
-                    "{}: saved without checksums, so damage would not be noticed",
+                    "{}: saved without checksums, so damage cannot be detected",
                     self.path.display()
                 )
             });

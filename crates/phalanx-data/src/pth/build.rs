@@ -1,4 +1,4 @@
-//! The calls that a pickle may make, and nothing else.
+//! The functions that a pickle may call.
 
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
@@ -10,7 +10,7 @@ use super::value::{Arena, Dict, Global, Node, NodeId};
 /// Storages by key.
 pub(super) type Storages = HashMap<String, Arc<Storage>>;
 
-/// The function or class of that name.
+/// The function or class with this name.
 pub(super) fn global(module: &str, name: &str) -> std::result::Result<Global, String> {
     match (module, name) {
         ("collections", "OrderedDict") => return Ok(Global::OrderedDict),
@@ -31,7 +31,7 @@ pub(super) fn global(module: &str, name: &str) -> std::result::Result<Global, St
 
 /// The storage of a persistent id: ('storage', class, key, location, length).
 ///
-/// The location is ignored: everything becomes memory of this machine.
+/// The location (device) is ignored.
 pub(super) fn storage(
     arena: &Arena,
     id: NodeId,
@@ -59,8 +59,7 @@ pub(super) fn storage(
     ] = parts[..]
     else {
         return refused(
-            "a persistent id holds something else than ('storage', class, key, location, length)"
-                .to_owned(),
+            "a persistent id is not ('storage', class, key, location, length)".to_owned(),
         );
     };
     let plain = !key.is_empty() && key.len() <= 20 && key.bytes().all(|b| b.is_ascii_digit());
@@ -74,12 +73,12 @@ pub(super) fn storage(
         .ok()
         .and_then(|n| n.checked_mul(dtype.size_bytes()));
     let Some(size_bytes) = size_bytes else {
-        return refused(format!("storage {key} is said to have {len} elements"));
+        return refused(format!("storage {key} has {len} elements"));
     };
     if let Some(storage) = known.get(&**key) {
         if storage.dtype != *dtype || storage.size_bytes != size_bytes {
             return refused(format!(
-                "storage {key} is {len} elements of {dtype} here and {} bytes of {} before",
+                "storage {key} has {len} elements of {dtype} here, but {} bytes of {} before",
                 storage.size_bytes, storage.dtype
             ));
         }
@@ -95,7 +94,7 @@ pub(super) fn storage(
     Ok(Node::Storage(storage))
 }
 
-/// What `function(*args)` gives: a new object or one of the arguments.
+/// The result of `function(*args)`: a new object or one of the arguments.
 pub(super) enum Called {
     New(Node),
     Same(NodeId),
@@ -121,15 +120,14 @@ pub(super) fn call(
             ordered: true,
             ..Dict::default()
         })))),
-        // Storage, offset, shape, strides; whether a gradient is wanted, its
-        // hooks and further notes are of no use here.
+        // Storage, offset, shape, strides. `requires_grad`, hooks and metadata are ignored.
         (
             Global::RebuildTensor,
             [storage, offset, shape, strides, _, _] | [storage, offset, shape, strides, _, _, _],
         ) => {
             let Node::Storage(storage) = &nodes[*storage as usize] else {
                 return Err(format!(
-                    "a tensor is made from {}; expected a storage",
+                    "a tensor is built from {}; expected a storage",
                     nodes[*storage as usize].kind()
                 ));
             };
@@ -146,7 +144,7 @@ pub(super) fn call(
         (Global::RebuildParameter, [tensor, _, _]) => match &nodes[*tensor as usize] {
             Node::Tensor(_) => Ok(Called::Same(*tensor)),
             other => Err(format!(
-                "a parameter is made from {}; expected a tensor",
+                "a parameter is built from {}; expected a tensor",
                 other.kind()
             )),
         },
@@ -166,7 +164,7 @@ fn sizes(nodes: &[Node], id: NodeId, what: &str) -> std::result::Result<Vec<usiz
     };
     if ids.len() > MAX_DIMS {
         return Err(format!(
-            "a tensor has {} dimensions; at most {MAX_DIMS} are read",
+            "a tensor has {} dimensions; the limit is {MAX_DIMS}",
             ids.len()
         ));
     }
@@ -182,7 +180,7 @@ fn sizes(nodes: &[Node], id: NodeId, what: &str) -> std::result::Result<Vec<usiz
         .collect()
 }
 
-/// Enough of a text to recognise it.
+/// The start of a text, for messages.
 pub(super) fn shortened(text: &str) -> String {
     const SHOWN: usize = 60;
     match text.char_indices().nth(SHOWN) {

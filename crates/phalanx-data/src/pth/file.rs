@@ -1,4 +1,4 @@
-//! A whole file, and the state dict in it.
+//! Reading a file and its state dict.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -13,19 +13,19 @@ use super::value::{Arena, Node, NodeId, Value};
 use crate::files::open_regular;
 use crate::{Error, Result};
 
-/// Where programs keep a model's state dict among other things.
+/// Keys under which programs store a model's state dict.
 const WRAPPERS: [&str; 4] = ["model", "state_dict", "model_state_dict", "net"];
 
-/// What `DistributedDataParallel` and `DataParallel` put before each name.
+/// Prefix of names saved from `DistributedDataParallel` and `DataParallel`.
 const WRAPPED: &str = "module.";
 
-/// Bytes of storages that are read whatever tensors show of them.
+/// Storages up to this size are read however small the tensors in them are.
 const FREE_BYTES: u64 = 1 << 30;
 
-/// Larger storages may be so many times what tensors show of them.
+/// Larger storages may be this many times as large as the tensors in them.
 const MAX_UNSEEN: u64 = 16;
 
-/// A `.pth` file, read and checked as a whole.
+/// A `.pth` file, completely read and checked.
 pub struct PthFile {
     path: PathBuf,
     arena: Arena,
@@ -34,17 +34,16 @@ pub struct PthFile {
 }
 
 impl PthFile {
-    /// Reads the file at `path` and checks all that it says.
+    /// Reads and checks the file at `path`.
     ///
-    /// Memory: the storages that it refers to, each once, and at most some
-    /// hundred megabytes for the hardest pickle that is let through.
+    /// *Memory:* each storage once, and at most a few hundred megabytes for the largest
+    /// pickle accepted.
     ///
     /// # Errors
     ///
-    /// `Usage` when there is no such file; `Io` when it cannot be read; `Data`,
-    /// naming the file, the place and what was expected, when it is truncated,
-    /// damaged, of another kind, or asks for anything but tensors and plain
-    /// values.
+    /// `Usage` when the file does not exist; `Io` when it cannot be read; `Data`, naming
+    /// the file, the offset and what was expected, when it is truncated, damaged, of
+    /// another format, or has anything but tensors and plain values.
     pub fn read(path: &Path) -> Result<PthFile> {
         let file = open_regular(path).map_err(|e| Error::not_opened("checkpoint", path, e))?;
         let file = PthFile::open(path, file)?;
@@ -56,8 +55,8 @@ impl PthFile {
         Ok(file)
     }
 
-    /// As [`read`](Self::read), that in `file`, which was opened at `path`; but what tensors hold
-    /// only [`bytes`](Self::bytes) reads.
+    /// As [`read`](Self::read), for `file`, which was opened at `path`. The values of
+    /// tensors are read by [`bytes`](Self::bytes) only.
     pub(crate) fn open(path: &Path, file: File) -> Result<PthFile> {
         let archive = Archive::open(path, file)?;
         let pickle = archive.pickle()?;
@@ -70,7 +69,7 @@ impl PthFile {
         })
     }
 
-    /// An error when the storages behind `tensors` are far larger than what these show of them.
+    /// Refuses storages that are far larger than the `tensors` in them.
     pub(crate) fn check_storages<'a>(
         &self,
         tensors: impl Iterator<Item = &'a Tensor>,
@@ -86,7 +85,7 @@ impl PthFile {
             .fold(0, |sum: u64, n| sum.saturating_add(*n));
         if stored > FREE_BYTES && stored > MAX_UNSEEN.saturating_mul(shown) {
             return Err(Error::data(format!(
-                "{}: its tensors show {shown} of the {stored} bytes that they were saved with; \
+                "{}: its tensors use {shown} of the {stored} bytes of their storages; \
                  clone() them in Python before torch.save()",
                 self.path.display()
             )));
@@ -94,7 +93,7 @@ impl PthFile {
         Ok(())
     }
 
-    /// The numbers of a tensor of this file in row-major order, little-endian.
+    /// The values of a tensor of this file in row-major order, little-endian.
     pub(crate) fn bytes(&self, tensor: &Tensor) -> Result<Vec<u8>> {
         self.load(&tensor.storage)?;
         Ok(tensor.to_bytes())
@@ -109,23 +108,23 @@ impl PthFile {
         Ok(())
     }
 
-    /// What was saved.
+    /// The saved object.
     pub fn root(&self) -> Value<'_> {
         self.arena.value(self.root)
     }
 
-    /// What is odd about the file but keeps nothing from being read.
+    /// Warnings about the file.
     pub fn warnings(&self) -> &[String] {
         self.archive.warnings()
     }
 
-    /// The names and tensors of a model, in the file's order: of what was
-    /// saved itself, or of its entry `model`, `state_dict`, `model_state_dict`
-    /// or `net`. The prefix `module.` is taken away where all names have it.
+    /// The names and tensors of a model in the file's order: the saved object itself, or
+    /// its entry `model`, `state_dict`, `model_state_dict` or `net`. A prefix `module.`
+    /// that all names have is removed.
     ///
     /// # Errors
     ///
-    /// `Data` when there is none, naming what there is.
+    /// `Data` when there is none, naming the entries of the file.
     pub fn state_dict(&self) -> Result<Vec<(String, &Tensor)>> {
         let root = self.root();
         let found = tensors(root).or_else(|| {
@@ -135,7 +134,7 @@ impl PthFile {
         });
         let Some(mut found) = found else {
             return Err(Error::data(format!(
-                "{} holds no state dict: {}",
+                "{} has no state dict: {}",
                 self.path.display(),
                 describe(root)
             )));
@@ -145,7 +144,7 @@ impl PthFile {
     }
 }
 
-/// The items of a dict that has tensors and nothing else.
+/// The items of a dict with tensors only.
 fn tensors(value: Value<'_>) -> Option<Vec<(String, &Tensor)>> {
     let items: Option<Vec<_>> = value
         .items()?
@@ -155,7 +154,7 @@ fn tensors(value: Value<'_>) -> Option<Vec<(String, &Tensor)>> {
     items.filter(|items| !items.is_empty() && !numbered)
 }
 
-/// Takes `module.` from all names if all have it.
+/// Removes `module.` from all names if all have it.
 pub(crate) fn strip_module<'a>(names: impl Iterator<Item = &'a mut String>) {
     let mut names: Vec<&mut String> = names.collect();
     if names.iter().all(|name| name.starts_with(WRAPPED)) {

@@ -1,7 +1,7 @@
 //! A pickle machine for the opcodes that `torch.save` writes.
 //!
-//! Opcodes as in CPython's `pickletools`; protocol 2. Anything else is refused
-//! with its place.
+//! Opcodes as in CPython's `pickletools`; protocol 2. Anything else is refused with its
+//! offset.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -13,10 +13,10 @@ use super::value::{Arena, Key, Node, NodeId};
 use crate::checkpoint::MAX_TENSORS;
 use crate::{Error, Result};
 
-/// Objects of one pickle. Each costs about a hundred bytes.
+/// Maximum number of objects in a pickle; each takes about a hundred bytes.
 const MAX_NODES: usize = 1 << 21;
 
-/// Bytes of a module's or function's name.
+/// Maximum length of a module's or function's name.
 const MAX_NAME_BYTES: usize = 256;
 
 enum Slot {
@@ -24,15 +24,14 @@ enum Slot {
     Object(NodeId),
 }
 
-/// What a step gives, or why the pickle is refused.
+/// Result of an opcode, or the reason to refuse the pickle.
 type Step<T> = std::result::Result<T, String>;
 
 fn refuse<T>(what: impl Into<String>) -> Step<T> {
     Err(what.into())
 }
 
-/// Runs the pickle of `archive`; gives all objects and the one that it is. Of storages it
-/// reads nothing.
+/// Runs the pickle of `archive`; returns all objects and the root. Does not read storages.
 pub(super) fn run(path: &Path, pickle: &[u8], archive: &Archive) -> Result<(Arena, NodeId)> {
     let mut machine = Machine {
         pickle,
@@ -72,7 +71,7 @@ struct Machine<'a> {
 }
 
 impl<'a> Machine<'a> {
-    /// One opcode; the root object at the last.
+    /// Runs one opcode; returns the root object after the last one.
     fn step(&mut self) -> Step<Option<NodeId>> {
         let [op] = self.take::<1>()?;
         match op {
@@ -136,7 +135,7 @@ impl<'a> Machine<'a> {
                 self.push(Node::Int(value))?;
             }
             b'G' => {
-                // The one big-endian number.
+                // The only big-endian value.
                 let value = f64::from_be_bytes(self.take()?);
                 self.push(Node::Float(value))?;
             }
@@ -180,7 +179,7 @@ impl<'a> Machine<'a> {
                     Called::New(node) => {
                         self.tensors += usize::from(matches!(node, Node::Tensor(_)));
                         if self.tensors > MAX_TENSORS {
-                            return refuse(format!("it makes more than {MAX_TENSORS} tensors"));
+                            return refuse(format!("it has more than {MAX_TENSORS} tensors"));
                         }
                         self.push(node)?;
                     }
@@ -203,7 +202,7 @@ impl<'a> Machine<'a> {
         let root = self.pop()?;
         if !self.stack.is_empty() {
             return refuse(format!(
-                "{} objects are left over at its end",
+                "{} objects are left on the stack at its end",
                 self.stack.len()
             ));
         }
@@ -246,12 +245,12 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// `LONG1`: how many bytes, then a little-endian two's complement.
+    /// `LONG1`: a length, then a little-endian two's complement integer.
     fn long(&mut self) -> Step<i64> {
         let [len] = self.take::<1>()?;
         let bytes = self.slice(usize::from(len))?;
         if bytes.len() > 8 {
-            return refuse(format!("an int of {len} bytes; at most 8 are read"));
+            return refuse(format!("an int of {len} bytes; the limit is 8"));
         }
         let negative = bytes.last().is_some_and(|b| b & 0x80 != 0);
         let mut all = [if negative { 0xff } else { 0 }; 8];
@@ -261,7 +260,7 @@ impl<'a> Machine<'a> {
 
     fn push(&mut self, node: Node) -> Step<()> {
         if self.arena.nodes.len() >= MAX_NODES {
-            return refuse(format!("it makes more than {MAX_NODES} objects"));
+            return refuse(format!("it has more than {MAX_NODES} objects"));
         }
         self.stack
             .push(Slot::Object(self.arena.nodes.len() as NodeId));
@@ -272,16 +271,16 @@ impl<'a> Machine<'a> {
     fn pop(&mut self) -> Step<NodeId> {
         match self.stack.pop() {
             Some(Slot::Object(id)) => Ok(id),
-            Some(Slot::Mark) => refuse("it takes a mark for an object"),
-            None => refuse("it takes an object from an empty stack"),
+            Some(Slot::Mark) => refuse("it uses a mark as an object"),
+            None => refuse("it pops an empty stack"),
         }
     }
 
-    /// Everything above the last mark, which goes too.
+    /// Pops everything above the last mark, and the mark.
     fn pop_to_mark(&mut self) -> Step<Vec<NodeId>> {
         let mark = self.stack.iter().rposition(|s| matches!(s, Slot::Mark));
         let Some(mark) = mark else {
-            return refuse("it refers to a mark that was never set");
+            return refuse("it pops to a mark that is not on the stack");
         };
         let items = self.stack.drain(mark..);
         Ok(items
@@ -295,14 +294,14 @@ impl<'a> Machine<'a> {
     fn top(&self) -> Step<NodeId> {
         match self.stack.last() {
             Some(Slot::Object(id)) => Ok(*id),
-            _ => refuse("it needs an object on the stack, where none is"),
+            _ => refuse("it needs an object on the stack"),
         }
     }
 
     fn put(&mut self, key: u32) -> Step<()> {
         let top = self.top()?;
         if self.memo.len() >= MAX_NODES {
-            return refuse(format!("it remembers more than {MAX_NODES} objects"));
+            return refuse(format!("its memo has more than {MAX_NODES} objects"));
         }
         self.memo.insert(key, top);
         Ok(())
@@ -314,9 +313,7 @@ impl<'a> Machine<'a> {
                 self.stack.push(Slot::Object(*id));
                 Ok(())
             }
-            None => refuse(format!(
-                "it recalls object {key}, which it never remembered"
-            )),
+            None => refuse(format!("it gets memo entry {key}, which was never put")),
         }
     }
 
@@ -331,7 +328,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Sets keys and values, which alternate in `items`.
+    /// Sets the alternating keys and values in `items`.
     fn set_items(&mut self, items: &[NodeId]) -> Step<()> {
         let top = self.top()? as usize;
         let (pairs, rest) = items.as_chunks::<2>();
@@ -369,8 +366,8 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// `BUILD`: a module's state dict carries `_metadata`, versions of its
-    /// layers, which no weight depends on.
+    /// `BUILD`: the `_metadata` of a module's state dict (versions of its layers), which is
+    /// ignored.
     fn set_attributes(&mut self) -> Step<()> {
         let state = self.pop()?;
         let object = self.top()?;
@@ -386,7 +383,7 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// An opcode as a person can look it up.
+/// An opcode for messages.
 fn name_of(op: u8) -> String {
     if op.is_ascii_graphic() {
         format!("{:?} (0x{op:02x})", char::from(op))

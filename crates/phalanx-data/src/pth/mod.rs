@@ -1,13 +1,12 @@
-//! PyTorch's files (`.pth`, `.pt`): written so that
-//! `torch.load(weights_only=True)` reads them, and read without trusting them.
+//! PyTorch's files (`.pth`, `.pt`): read without executing anything, and written so that
+//! `torch.load(weights_only=True)` reads them.
 //!
-//! The format is a zip archive that stores, uncompressed, one pickle and the
-//! bytes of each storage (`torch/serialization.py` and
-//! `caffe2/serialize/inline_container.h` of PyTorch 2). [`PthFile`] reads it
-//! through the central directory; its pickle machine knows the few functions
-//! that rebuild tensors and no others, so a file can describe data but run
-//! nothing. What it may take is bounded by the size of the file: a storage is
-//! read once, and tensors are views of it.
+//! The format is a zip archive that stores, uncompressed, one pickle and the bytes of each
+//! storage (`torch/serialization.py` and `caffe2/serialize/inline_container.h` of PyTorch
+//! 2). [`PthFile`] reads it through the central directory. Its pickle machine knows only
+//! the functions that rebuild tensors, so a file can describe data but run nothing. Memory
+//! is limited by the size of the file: a storage is read once, and tensors are views of it.
+//! `docs/design/security.md` has the rules.
 //!
 //! ```no_run
 //! use phalanx_data::pth::PthFile;
@@ -37,9 +36,8 @@ pub use write::{Saved, save_state_dict, write_state_dict};
 #[cfg(any(test, fuzzing))]
 pub(crate) use write::{pickle, write_archive};
 
-/// What files start with that PyTorch wrote before 1.6 (2020): a bare pickle
-/// of a magic number.
+/// First bytes of files written before PyTorch 1.6 (2020): a pickled magic number.
 pub(crate) const LEGACY_START: [u8; 9] = [0x80, 2, 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46, 0xf9];
 
-/// What a zip archive with at least one entry starts with.
+/// First bytes of a zip archive with at least one entry.
 pub(crate) const ZIP_START: [u8; 4] = *b"PK\x03\x04";

@@ -1,19 +1,17 @@
-//! Types of numbers, storages, and tensors as views of storages.
+//! Data types, storages, and tensors as views of storages.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use half::{bf16, f16};
 
-/// Dimensions of a tensor; PyTorch's own kernels stop at 64, real models at 6.
-/// The cap bounds what one reference to a shape can cost.
+/// Maximum number of dimensions. PyTorch's kernels have 64, models have up to 6.
 pub(super) const MAX_DIMS: usize = 16;
 
-/// A tensor with strides of 0 may have more elements than its storage; up to
-/// this many are believed.
+/// A tensor with strides of 0 may have more elements than its storage, up to this number.
 pub(super) const MAX_EXPANDED: usize = 1 << 16;
 
-/// Type of a tensor's numbers, as both file formats know them.
+/// Data type of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(missing_docs, reason = "their names say it")]
 pub enum DType {
@@ -29,7 +27,7 @@ pub enum DType {
     Bool,
 }
 
-/// Type, name of the storage's class in module `torch`, bytes, PyTorch's name.
+/// Type, its storage class in module `torch`, bytes, PyTorch's name.
 const DTYPES: [(DType, &str, usize, &str); 10] = [
     (DType::F64, "DoubleStorage", 8, "float64"),
     (DType::F32, "FloatStorage", 4, "float32"),
@@ -45,21 +43,21 @@ const DTYPES: [(DType, &str, usize, &str); 10] = [
 
 impl DType {
     fn entry(self) -> &'static (DType, &'static str, usize, &'static str) {
-        // In the order of the enumeration, which a test checks.
+        // In the order of the enum; a test checks that.
         &DTYPES[self as usize]
     }
 
-    /// Bytes of one number.
+    /// Bytes of one element.
     pub fn size_bytes(self) -> usize {
         self.entry().2
     }
 
-    /// Whether its numbers have fractions.
+    /// Whether it is a floating-point type.
     pub fn is_float(self) -> bool {
         matches!(self, DType::F64 | DType::F32 | DType::F16 | DType::BF16)
     }
 
-    /// What safetensors call it.
+    /// Its name in safetensors.
     pub(crate) fn safetensors_name(self) -> &'static str {
         match self {
             DType::F64 => "F64",
@@ -83,8 +81,7 @@ impl DType {
         DTYPES.iter().find(|d| d.1 == class).map(|d| d.0)
     }
 
-    /// The numbers behind `bytes` (little-endian) as float32, rounded to
-    /// nearest even where float32 has no such number.
+    /// Converts `bytes` (little-endian) to float32, rounding to nearest even.
     pub(crate) fn to_f32(self, bytes: &[u8]) -> Vec<f32> {
         fn each<const N: usize>(bytes: &[u8], number: impl Fn([u8; N]) -> f32) -> Vec<f32> {
             bytes.as_chunks().0.iter().map(|b| number(*b)).collect()
@@ -111,15 +108,15 @@ impl fmt::Display for DType {
     }
 }
 
-/// The memory behind one or several tensors.
+/// The memory of one or several tensors.
 #[derive(Debug)]
 pub(super) struct Storage {
     pub dtype: DType,
     /// Its entry in the archive.
     pub name: String,
-    /// A whole number of numbers.
+    /// A multiple of the element size.
     pub size_bytes: usize,
-    /// Little-endian, once they were read.
+    /// Little-endian; set when they have been read.
     pub bytes: OnceLock<Vec<u8>>,
 }
 
@@ -129,7 +126,7 @@ impl Storage {
     }
 }
 
-/// A tensor of a file: a view of a storage that others may share.
+/// A tensor of a file: a view of a storage, which several tensors may share.
 #[derive(Clone, Debug)]
 pub struct Tensor {
     pub(super) storage: Arc<Storage>,
@@ -141,7 +138,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A view of `storage`, or why it is none.
+    /// A view of `storage`, or the reason why it is invalid.
     pub(super) fn view(
         storage: Arc<Storage>,
         offset: usize,
@@ -150,18 +147,18 @@ impl Tensor {
     ) -> Result<Tensor, String> {
         if shape.len() != strides.len() {
             return Err(format!(
-                "a tensor has shape {shape:?} but strides {strides:?}; they must be of one length"
+                "a tensor has shape {shape:?} and strides {strides:?} of different length"
             ));
         }
         if shape.len() > MAX_DIMS {
             return Err(format!(
-                "a tensor has {} dimensions; at most {MAX_DIMS} are read",
+                "a tensor has {} dimensions; the limit is {MAX_DIMS}",
                 shape.len()
             ));
         }
         let available = storage.len();
         let len = count(&shape);
-        // The last element; a tensor without elements reaches nothing.
+        // The last element; a tensor without elements uses none.
         let last = match len {
             Some(0) => Some(offset),
             Some(_) => shape.iter().zip(&strides).try_fold(offset, |at, (d, s)| {
@@ -195,12 +192,12 @@ impl Tensor {
         })
     }
 
-    /// Type of its numbers.
+    /// Data type.
     pub fn dtype(&self) -> DType {
         self.storage.dtype
     }
 
-    /// Its shape, PyTorch's; empty for a scalar.
+    /// Shape, as in PyTorch; empty for a scalar.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
@@ -210,22 +207,22 @@ impl Tensor {
         self.len
     }
 
-    /// Whether it has no element.
+    /// Whether it has no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Distance in elements between neighbours of each dimension.
+    /// Strides in elements.
     pub fn strides(&self) -> &[usize] {
         &self.strides
     }
 
-    /// First element in the storage.
+    /// Offset of the first element in the storage.
     pub fn offset(&self) -> usize {
         self.offset
     }
 
-    /// Its numbers in row-major order, little-endian.
+    /// Its values in row-major order, little-endian.
     pub fn to_bytes(&self) -> Vec<u8> {
         let size = self.dtype().size_bytes();
         let bytes = self.storage.bytes.get().map_or(&[][..], Vec::as_slice);
@@ -250,13 +247,13 @@ impl Tensor {
         out
     }
 
-    /// Its numbers in row-major order as float32.
+    /// Its values in row-major order as float32.
     pub fn to_f32(&self) -> Vec<f32> {
         self.dtype().to_f32(&self.to_bytes())
     }
 }
 
-/// Elements of that shape; 0 as soon as one dimension is 0.
+/// Number of elements of a shape; 0 if one dimension is 0.
 pub(super) fn count(shape: &[usize]) -> Option<usize> {
     if shape.contains(&0) {
         return Some(0);
@@ -270,7 +267,7 @@ pub(super) fn row_major(shape: &[usize]) -> Vec<usize> {
     let mut strides = vec![0; shape.len()];
     for (stride, d) in strides.iter_mut().zip(shape).rev() {
         *stride = next;
-        // Beside a dimension of 0 the others may be anything.
+        // With a dimension of 0 the others may have any size.
         next = next.saturating_mul((*d).max(1));
     }
     strides
@@ -333,6 +330,6 @@ mod tests {
         assert!(why(0, &[1 << 40, 1 << 40], &[0, 0]).contains("can be counted"));
         assert!(why(0, &[MAX_EXPANDED + 1], &[0]).contains("stride 0"));
         assert!(why(0, &[1; MAX_DIMS + 1], &[1; MAX_DIMS + 1]).contains("dimensions"));
-        assert!(why(0, &[1], &[]).contains("one length"));
+        assert!(why(0, &[1], &[]).contains("different length"));
     }
 }

@@ -1,11 +1,11 @@
-//! What a pickle described.
+//! The objects of a pickle.
 
 use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::tensor::{DType, Storage, Tensor};
 
-/// Place of a [`Node`] in its [`Arena`].
+/// Index of a [`Node`] in its [`Arena`].
 pub(super) type NodeId = u32;
 
 /// Functions and classes that a pickle may name.
@@ -25,14 +25,14 @@ pub(super) enum Key {
 
 #[derive(Debug, Default)]
 pub(super) struct Dict {
-    /// Made by `collections.OrderedDict()`.
+    /// Whether it is a `collections.OrderedDict`.
     pub ordered: bool,
     pub items: Vec<(Key, NodeId)>,
     pub keys: HashSet<Key>,
 }
 
-/// One object. Objects refer to each other by number, so what a pickle refers
-/// to twice is there once, and what refers to itself is harmless.
+/// One object. Objects refer to each other by index, so shared objects exist once, and
+/// cycles are harmless.
 #[derive(Debug)]
 pub(super) enum Node {
     None,
@@ -49,7 +49,7 @@ pub(super) enum Node {
 }
 
 impl Node {
-    /// For messages.
+    /// Name of its type in messages.
     pub fn kind(&self) -> &'static str {
         match self {
             Node::None => "None",
@@ -79,11 +79,9 @@ impl Arena {
     }
 }
 
-/// One object of a file: `None`, numbers, text, tuples, lists, dictionaries
-/// and tensors, to be asked for what one expects.
+/// One object of a file: `None`, a number, a string, a tuple, a list, a dict or a tensor.
 ///
-/// A file can describe a list that contains itself; a caller that descends
-/// must bound its depth.
+/// A list may contain itself: code that descends must limit the depth.
 #[derive(Clone, Copy)]
 pub struct Value<'a> {
     arena: &'a Arena,
@@ -95,7 +93,7 @@ impl<'a> Value<'a> {
         &self.arena.nodes[self.id as usize]
     }
 
-    /// What it is in Python's words: `a dict`.
+    /// Its Python type: `a dict`.
     pub fn kind(&self) -> &'static str {
         self.node().kind()
     }
@@ -105,7 +103,7 @@ impl<'a> Value<'a> {
         matches!(self.node(), Node::None)
     }
 
-    /// A `bool`.
+    /// Its value as a `bool`.
     pub fn as_bool(&self) -> Option<bool> {
         match self.node() {
             Node::Bool(value) => Some(*value),
@@ -113,7 +111,7 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// An `int` of 64 bits.
+    /// Its value as an `int` of 64 bits.
     pub fn as_int(&self) -> Option<i64> {
         match self.node() {
             Node::Int(value) => Some(*value),
@@ -121,7 +119,7 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// A `float`, or an `int` as one.
+    /// Its value as a `float`, also from an `int`.
     pub fn as_float(&self) -> Option<f64> {
         match self.node() {
             Node::Float(value) => Some(*value),
@@ -130,7 +128,7 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// A `str`.
+    /// Its value as a `str`.
     pub fn as_str(&self) -> Option<&'a str> {
         match self.node() {
             Node::Text(value) => Some(value),
@@ -138,7 +136,7 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// A tensor, or an `nn.Parameter` as one.
+    /// Its value as a tensor, also from an `nn.Parameter`.
     pub fn as_tensor(&self) -> Option<&'a Tensor> {
         match self.node() {
             Node::Tensor(tensor) => Some(tensor),
@@ -155,7 +153,7 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// The items of a dictionary whose key is a `str`, in its order.
+    /// The items of a dict with `str` keys, in its order.
     pub fn items(&self) -> Option<impl Iterator<Item = (&'a str, Value<'a>)> + use<'a>> {
         let arena = self.arena;
         match self.node() {
@@ -167,7 +165,7 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// The items of a dictionary whose key is an `int`, in its order.
+    /// The items of a dict with `int` keys, in its order.
     pub fn numbered(&self) -> Option<impl Iterator<Item = (i64, Value<'a>)> + use<'a>> {
         let arena = self.arena;
         match self.node() {
@@ -179,7 +177,7 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// The value of a dictionary under that key.
+    /// The value of a dict under this key.
     pub fn get(&self, key: &str) -> Option<Value<'a>> {
         self.items()?.find(|(name, _)| *name == key).map(|i| i.1)
     }

@@ -12,38 +12,36 @@ use super::tensor::{DType, row_major};
 use crate::Result;
 use crate::files::atomic_write_with;
 
-/// Where the data of each entry begins: at a multiple of this, so that a
-/// reader may map the file.
+/// Alignment of each entry's data, so that a reader may map the file.
 const ALIGNMENT_BYTES: u64 = 64;
 
-/// Fixed part of a zip entry's local header, and the head of an extra field.
+/// Size of the fixed part of a zip entry's local header, and of an extra field's header.
 const LOCAL_HEADER_BYTES: u64 = 30;
 const EXTRA_HEAD_BYTES: u64 = 4;
 
-/// PyTorch pads with an extra field of this kind, filled with `Z`.
+/// Kind of the extra field that PyTorch uses for padding, filled with `Z`.
 const PADDING_FIELD: ExtraFieldId = ExtraFieldId::new(u16::from_le_bytes(*b"FB"));
 
-/// A tensor to be written.
+/// A tensor to write.
 #[derive(Clone, Debug)]
 pub struct Saved {
     /// PyTorch's dotted name.
     pub name: String,
-    /// Type of its numbers.
+    /// Data type.
     pub dtype: DType,
     /// PyTorch's shape.
     pub shape: Vec<usize>,
-    /// Row-major, little-endian; as many as the shape needs.
+    /// Values, row-major, little-endian.
     pub bytes: Vec<u8>,
 }
 
-/// Writes `tensors` to `path` as a state dict, atomically; the archive's root
-/// folder is called after the file, as PyTorch does it. Equal tensors give
-/// equal bytes under the same name.
+/// Atomically writes `tensors` to `path` as a state dict. The archive's root folder is
+/// named after the file, as PyTorch does. Equal tensors and names give equal bytes.
 ///
 /// # Errors
 ///
-/// As [`atomic_write_with`]; also when a name or the number of tensors exceeds what
-/// the format can say.
+/// As [`atomic_write_with`]; also when a name or the number of tensors exceeds the format's
+/// limits.
 pub fn save_state_dict(path: &Path, tensors: &[Saved]) -> Result<()> {
     let root = path
         .file_stem()
@@ -51,12 +49,12 @@ pub fn save_state_dict(path: &Path, tensors: &[Saved]) -> Result<()> {
     atomic_write_with(path, |out| write_state_dict(out, &root, tensors))
 }
 
-/// Writes the archive of [`save_state_dict`] to `out`.
+/// As [`save_state_dict`], to `out`.
 ///
 /// # Errors
 ///
-/// Those of `out`; `InvalidInput` when a tensor's bytes are not as many as its
-/// shape needs, or a name exceeds what the format can say.
+/// Errors of `out`; `InvalidInput` when the number of bytes does not match a tensor's
+/// shape, or a name exceeds the format's limits.
 pub fn write_state_dict(out: &mut dyn Write, root: &str, tensors: &[Saved]) -> std::io::Result<()> {
     for tensor in tensors {
         let elements = super::tensor::count(&tensor.shape);
@@ -77,7 +75,7 @@ pub fn write_state_dict(out: &mut dyn Write, root: &str, tensors: &[Saved]) -> s
     write_archive(out, root, &pickle(tensors), &storages)
 }
 
-/// The archive around a pickle and its storages.
+/// Writes the archive of a pickle and its storages.
 pub(crate) fn write_archive(
     out: &mut dyn Write,
     root: &str,
@@ -123,7 +121,7 @@ fn to_io(error: rawzip::Error) -> std::io::Error {
     }
 }
 
-/// Protocol 2, without remembering anything: a reader needs none of it.
+/// Protocol 2 without memo, which readers do not need.
 pub(crate) fn pickle(tensors: &[Saved]) -> Vec<u8> {
     let mut p = Pickle(b"\x80\x02".to_vec());
     p.ordered_dict();
@@ -141,7 +139,7 @@ pub(crate) fn pickle(tensors: &[Saved]) -> Vec<u8> {
         p.int(0);
         p.sizes(&tensor.shape);
         p.sizes(&row_major(&tensor.shape));
-        // No gradient, no hooks.
+        // `requires_grad` is false, no hooks.
         p.op(b"\x89");
         p.ordered_dict();
         p.op(b"tR");
@@ -170,7 +168,7 @@ impl Pickle {
 
     fn text(&mut self, text: &str) {
         self.op(b"X");
-        // A name of 4 GiB would not fit a zip entry's 64 KiB either.
+        // Names are below the 64 KiB of a zip entry.
         self.op(&(text.len() as u32).to_le_bytes());
         self.op(text.as_bytes());
     }
@@ -198,8 +196,8 @@ impl Pickle {
         self.op(b"t");
     }
 
-    /// `_metadata`: for each module the version of its layout. 2 is a batch
-    /// norm with `num_batches_tracked`; everything else here is at 1.
+    /// `_metadata`: the version of each module. Batch norm with `num_batches_tracked` has
+    /// 2; all others here have 1.
     fn metadata(&mut self, tensors: &[Saved]) {
         let mut modules: BTreeMap<&str, usize> = BTreeMap::from([("", 1)]);
         let counted: BTreeSet<&str> = tensors

@@ -1,10 +1,10 @@
-//! The exact order: each sample once, whatever the number of ranks.
+//! The exact order: each sample once, for any number of ranks.
 
 use super::SamplerConfig;
 use super::plan::{EpochPlan, StepEnd};
 
-/// Cuts what `done` leaves of the permutation into global batches and gives
-/// this rank every `world`-th element of each.
+/// Divides the permutation from `done` on into global batches, of which this rank gets
+/// every `world`-th element.
 pub(super) fn plan(
     config: &SamplerConfig,
     epoch: u64,

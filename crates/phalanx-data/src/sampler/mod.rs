@@ -1,6 +1,6 @@
-//! Which rank trains on which sample, and when.
+//! Samplers: which samples each rank gets, in which order.
 //!
-//! Two orders over the same permutation (PyTorch's, from seed + epoch):
+//! Two orders of the same permutation (PyTorch's, from seed + epoch):
 //!
 //! * **exact** (the default of a run): the permutation is cut into
 //!   consecutive global batches; rank r takes elements r, r + world, … of
@@ -12,8 +12,8 @@
 //! * **torch**: what `DistributedSampler` and `DataLoader` do, padding and
 //!   dropping included, bit for bit, for laying runs beside PyTorch's.
 //!
-//! The epoch belongs to the iterator that [`Sampler::epochs`] returns. There
-//! is no `set_epoch` to forget, hence no repeated permutation.
+//! The epoch belongs to the iterator that [`Sampler::epochs`] returns, so there is no
+//! `set_epoch` to forget.
 
 mod exact;
 mod plan;
@@ -25,41 +25,41 @@ pub use torch::TorchBatches;
 use crate::{Error, Result};
 use phalanx_nn::rng::torch::Generator;
 
-/// What both orders need to know.
+/// Settings of a [`Sampler`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SamplerConfig {
-    /// Samples of the data set.
+    /// Number of samples in the data set.
     pub samples: usize,
     /// Number of ranks.
     pub world: usize,
     /// This rank, from 0.
     pub rank: usize,
-    /// Whether to permute; without, samples come in the data set's order.
+    /// Whether to shuffle; otherwise samples are in the data set's order.
     pub shuffle: bool,
     /// Seed of the permutations; epoch e uses seed + e.
     pub seed: u64,
 }
 
-/// A place in the training order that is valid for any world size: the
-/// resumable state of a sampler, together with its seed.
+/// A position in the order of samples, valid for any world size: with the seed, the
+/// resumable state of a sampler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Cursor {
     /// Epoch, from 0.
     pub epoch: u64,
-    /// Samples of this epoch that all ranks together have already taken, in
-    /// the order of the epoch (padding of the torch order included).
+    /// Number of samples of this epoch that all ranks together have taken, including
+    /// padding of the torch order.
     pub samples: u64,
 }
 
 impl Cursor {
-    /// The very beginning.
+    /// The start of training.
     pub const START: Self = Self {
         epoch: 0,
         samples: 0,
     };
 }
 
-/// One rank's view of the training order.
+/// The samples of one rank.
 #[derive(Clone, Debug)]
 pub struct Sampler {
     config: SamplerConfig,
@@ -95,7 +95,7 @@ impl Sampler {
         Ok(Self { config, order })
     }
 
-    /// The whole of epoch `epoch`: a pure function.
+    /// All steps of epoch `epoch`. A pure function.
     pub fn epoch(&self, epoch: u64) -> EpochPlan {
         let permutation = self.permutation(epoch);
         match self.order {
@@ -106,14 +106,14 @@ impl Sampler {
         }
     }
 
-    /// What `cursor` leaves of its epoch.
+    /// The rest of the epoch of `cursor`.
     ///
-    /// Finding the place costs nothing; no sample is read and thrown away.
+    /// No samples are read to find the position.
     ///
     /// # Errors
     ///
-    /// Usage: the cursor lies beyond the epoch's end, or (torch order only)
-    /// not on a boundary between steps of this world size.
+    /// Usage: the cursor is beyond the epoch's end, or (torch order only) not between two
+    /// steps of this world size.
     pub fn resume(&self, cursor: Cursor) -> Result<EpochPlan> {
         let epoch = cursor.epoch;
         match self.order {
@@ -153,8 +153,7 @@ impl Sampler {
         }
     }
 
-    /// All epochs from `start` on, without end. The iterator owns the epoch:
-    /// each plan belongs to the next one.
+    /// An endless iterator over the epochs from `start` on.
     ///
     /// # Errors
     ///
@@ -170,7 +169,7 @@ impl Sampler {
         })
     }
 
-    /// What the sampler was made with.
+    /// The settings of the sampler.
     pub fn config(&self) -> &SamplerConfig {
         &self.config
     }
@@ -185,7 +184,7 @@ impl Sampler {
     }
 }
 
-/// Plans of successive epochs; see [`Sampler::epochs`].
+/// An iterator over the plans of successive epochs; see [`Sampler::epochs`].
 #[derive(Debug)]
 pub struct Epochs {
     sampler: Sampler,
@@ -207,14 +206,14 @@ impl Iterator for Epochs {
     }
 }
 
-/// The cursor's sample count, if the epoch has that many.
+/// Checks the cursor's number of samples against the epoch's.
 fn within(cursor: Cursor, end: usize) -> Result<usize> {
     usize::try_from(cursor.samples)
         .ok()
         .filter(|&done| done <= end)
         .ok_or_else(|| {
             Error::usage(format!(
-                "cannot resume epoch {} after {} samples; it has {end}",
+                "cannot resume epoch {} after {} samples: it has {end}",
                 cursor.epoch, cursor.samples
             ))
         })

@@ -2,28 +2,28 @@
 
 use super::Cursor;
 
-/// What one rank does in one step.
+/// The samples of one step on one rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepPlan {
-    /// Samples of this rank, in order. May be empty in the exact order.
+    /// Samples of this rank, in order; may be empty in the exact order.
     pub indices: Vec<u64>,
-    /// Samples of this step over all ranks: the divisor of a mean.
+    /// Number of samples of this step over all ranks, the divisor of a mean.
     pub global_len: usize,
 }
 
 /// The steps of one epoch, or of the rest of it, on one rank.
 ///
-/// It holds the rank's samples once; steps are cut out of them on demand.
+/// Stores the rank's samples once; steps are slices of them.
 #[derive(Clone, Debug)]
 pub struct EpochPlan {
     pub(super) epoch: u64,
     /// All samples of this rank in this plan, step after step.
     pub(super) indices: Vec<u64>,
-    /// Where each step ends in `indices`, and its length over all ranks.
+    /// End of each step in `indices`, and its length over all ranks.
     pub(super) steps: Vec<StepEnd>,
-    /// Samples of the epoch that were taken before this plan.
+    /// Number of samples of the epoch before this plan.
     pub(super) done: u64,
-    /// Micro-batches of one optimizer step: each step above is one of them.
+    /// Number of micro-batches in one optimizer step; each step above is one of them.
     pub(super) parts: usize,
 }
 
@@ -39,22 +39,22 @@ impl EpochPlan {
         self.epoch
     }
 
-    /// Number of steps, the same on every rank.
+    /// Number of steps, equal on all ranks.
     pub fn len(&self) -> usize {
         self.steps.len()
     }
 
-    /// Whether nothing is left to do.
+    /// Whether there are no steps.
     pub fn is_empty(&self) -> bool {
         self.steps.is_empty()
     }
 
-    /// Samples of this rank in all steps together.
+    /// Number of samples of this rank in all steps.
     pub fn samples(&self) -> usize {
         self.indices.len()
     }
 
-    /// Step `index`, counted from the beginning of this plan.
+    /// Step `index` of this plan.
     pub fn step(&self, index: usize) -> Option<StepPlan> {
         let (indices, global_len) = self.slice(index)?;
         Some(StepPlan {
@@ -63,8 +63,7 @@ impl EpochPlan {
         })
     }
 
-    /// Samples of this rank in step `index` and the step's length over all
-    /// ranks, without a copy.
+    /// Samples of this rank in step `index`, and the step's length over all ranks.
     pub fn slice(&self, index: usize) -> Option<(&[u64], usize)> {
         let StepEnd { end, global_len } = *self.steps.get(index)?;
         let start = index.checked_sub(1).map_or(0, |i| self.steps[i].end);
@@ -76,9 +75,9 @@ impl EpochPlan {
         (0..self.len()).map_while(|i| self.step(i))
     }
 
-    /// The plans of several parts of a rank's batches as one: step after
-    /// step, the micro-batch of each part in turn. `global_len` stays that of
-    /// the optimizer step. All must be plans of the same epoch and cut.
+    /// Combines the plans of several parts of a rank's batches: for each step, the
+    /// micro-batches of all parts. `global_len` is that of the optimizer step. All plans
+    /// must be of the same epoch and division.
     pub fn interleave(plans: &[EpochPlan]) -> EpochPlan {
         let mut all = EpochPlan {
             epoch: plans.first().map_or(0, |p| p.epoch),
@@ -99,13 +98,14 @@ impl EpochPlan {
         all
     }
 
-    /// Micro-batches of one optimizer step; 1 but for [interleaved](Self::interleave) plans.
+    /// Number of micro-batches in one optimizer step: 1 unless
+    /// [interleaved](Self::interleave).
     pub fn parts(&self) -> usize {
         self.parts
     }
 
-    /// The place to resume from after `steps` steps of this plan; at the
-    /// plan's end, the beginning of the next epoch.
+    /// The cursor after `steps` steps of this plan; at its end, the start of the next
+    /// epoch.
     pub fn cursor_after(&self, steps: usize) -> Cursor {
         if steps >= self.len() {
             return Cursor {

@@ -3,7 +3,7 @@
 use super::SamplerConfig;
 use super::plan::{EpochPlan, StepEnd};
 
-/// How PyTorch's loader cuts a rank's samples.
+/// How PyTorch's loader divides a rank's samples into batches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TorchBatches {
     /// Samples of one rank in one step (`DataLoader(batch_size=…)`).
@@ -11,11 +11,11 @@ pub struct TorchBatches {
     /// `DistributedSampler(drop_last=…)`: drop the tail of the data set
     /// instead of padding it to a multiple of the world size.
     pub drop_samples: bool,
-    /// `DataLoader(drop_last=…)`: leave out a rank's short last batch.
+    /// `DataLoader(drop_last=…)`: drop a rank's short last batch.
     pub drop_batch: bool,
 }
 
-/// Samples that `DistributedSampler` gives to each rank.
+/// Number of samples that `DistributedSampler` gives to each rank.
 pub(super) fn samples_per_rank(config: &SamplerConfig, drop_samples: bool) -> usize {
     let SamplerConfig { samples, world, .. } = *config;
     if drop_samples && !samples.is_multiple_of(world) {
@@ -26,7 +26,7 @@ pub(super) fn samples_per_rank(config: &SamplerConfig, drop_samples: bool) -> us
     }
 }
 
-/// Samples of a rank that end up in a batch.
+/// Number of samples of a rank that are in a batch.
 pub(super) fn kept(per_rank: usize, batches: TorchBatches) -> usize {
     if batches.drop_batch {
         per_rank - per_rank % batches.batch_size
@@ -35,7 +35,7 @@ pub(super) fn kept(per_rank: usize, batches: TorchBatches) -> usize {
     }
 }
 
-/// The rank's samples from its `skip`-th on.
+/// The plan of the rank's samples from number `skip` on.
 pub(super) fn plan(
     config: &SamplerConfig,
     epoch: u64,

@@ -1,4 +1,4 @@
-//! Saving beside the training.
+//! Saving in the background.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,16 +10,15 @@ use super::pace::Pace;
 use super::snapshot::Snapshot;
 use crate::{Error, Result};
 
-/// Saves one snapshot at a time on a thread of its own, which takes a processor
-/// only while nobody else wants it: a step must not wait for what can wait. On a busy machine
-/// that may last as long as the machine is busy, so whoever [waits](Background::wait)
-/// for the save, or [wants it soon](Background::hurry), gives it an equal share.
+/// Saves one snapshot at a time on a thread with idle priority, so that training steps are
+/// not delayed. On a busy machine that may take long; [`wait`](Background::wait) and
+/// [`hurry`](Background::hurry) give it normal priority.
 ///
-/// A save that was begun is finished, or has failed, when this is dropped.
+/// Dropping it waits for a save in progress.
 pub struct Background {
     folder: Folder,
     running: Option<Running>,
-    /// What was saved last, for its memory.
+    /// The last snapshot, whose memory is reused.
     spare: Option<Snapshot>,
     /// How long the last save took.
     took: Duration,
@@ -41,42 +40,41 @@ impl Background {
         }
     }
 
-    /// How long the last save took that has ended; nothing before the first.
+    /// Duration of the last finished save; zero before the first.
     pub fn took(&self) -> Duration {
         self.took
     }
 
-    /// The snapshot that was saved last, whose memory the next may be
-    /// [taken into](Snapshot::take_over).
+    /// The last snapshot, whose memory the next one may [reuse](Snapshot::take_into).
     pub fn spare(&mut self) -> Option<Snapshot> {
         self.spare.take()
     }
 
-    /// Gives memory that the next snapshot may be taken into.
+    /// Sets the snapshot whose memory the next one may reuse.
     pub fn set_spare(&mut self, spare: Snapshot) {
         self.spare = Some(spare);
     }
 
-    /// Whether the disk is still busy with the last one.
+    /// Whether a save is in progress.
     pub fn is_busy(&self) -> bool {
         let running = self.running.as_ref();
         running.is_some_and(|running| !running.job.is_finished())
     }
 
-    /// The save that is going on, if any, shares the processors with everybody from now on.
+    /// Gives a save in progress normal priority.
     pub fn hurry(&self) {
         if let Some(running) = &self.running {
             running.pace.hurry(running.job.thread());
         }
     }
 
-    /// Begins to save and returns at once, unless a save is still going on: then
-    /// that is waited for first. Gives the outcome of the save before.
+    /// Starts to save and returns at once; waits first if another save is in progress.
+    /// Returns the result of the previous save.
     ///
     /// # Errors
     ///
-    /// Those of the save before ([`Folder::save`]); this one is begun all the
-    /// same. `Io` when the system refuses a thread.
+    /// Errors of the previous save ([`Folder::save`]); the new one is started in any case.
+    /// `Io` when a thread cannot be started.
     pub fn begin(&mut self, snapshot: Snapshot) -> Result<Option<PathBuf>> {
         let before = self.wait();
         let (folder, pace) = (self.folder.clone(), Arc::new(Pace::default()));
@@ -95,12 +93,12 @@ impl Background {
         before
     }
 
-    /// Saves on the caller's own thread, after a save that is still going on: for the last
-    /// checkpoint, which nothing but the save is left to wait for.
+    /// Saves on the caller's thread, after a save in progress: for the last checkpoint of a
+    /// training.
     ///
     /// # Errors
     ///
-    /// Those of the save before, though this one is done all the same; then its own.
+    /// Errors of the previous save, after which the new one is still done; then its own.
     pub fn save(&mut self, snapshot: Snapshot) -> Result<PathBuf> {
         let (before, began) = (self.wait(), Instant::now());
         let saved = self.folder.save(&snapshot);
@@ -109,12 +107,11 @@ impl Background {
         before.and(saved)
     }
 
-    /// The outcome of the save that was going on, once it has ended; never
-    /// blocks.
+    /// The result of a save that has ended, without blocking.
     ///
     /// # Errors
     ///
-    /// Those of the save.
+    /// Errors of the save.
     pub fn poll(&mut self) -> Result<Option<PathBuf>> {
         if self.is_busy() {
             return Ok(None);
@@ -122,7 +119,7 @@ impl Background {
         self.wait()
     }
 
-    /// Waits for the save that is going on and gives its outcome.
+    /// Waits for a save in progress and returns its result.
     ///
     /// # Errors
     ///
@@ -169,7 +166,7 @@ mod tests {
 
     fn take(old: Option<Snapshot>, params: &Params, optimizer: &Adam) -> Snapshot {
         let (facts, nothing) = (BTreeMap::new(), serde_json::Value::Null);
-        Snapshot::take_over(old, params, optimizer, Place::default(), facts, nothing)
+        Snapshot::take_into(old, params, optimizer, Place::default(), facts, nothing)
     }
 
     /// What a step that saves waits for is a copy into memory that is there.

@@ -1,4 +1,4 @@
-//! The folder of a run's checkpoints.
+//! The folder with a run's checkpoints.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -11,24 +11,24 @@ use crate::files::Dir;
 use crate::{Error, Result};
 
 const PREFIX: &str = "step-";
-/// Before the name of a manifest that no run goes on from by itself.
+/// Prefix of manifests that `newest` does not find.
 const ASIDE: &str = "aside-";
 const MANIFEST: &str = ".json";
 const DATA: &str = ".safetensors";
 
-/// Checkpoints in one folder, the newest of which are kept. One process at a
-/// time writes into it.
+/// A folder of checkpoints, of which the newest are kept. Only one process may write into
+/// it.
 #[derive(Clone, Debug)]
 pub struct Folder {
-    /// The folder that it is in, if no link may lead from there to it.
+    /// The parent folder, if it may not be reached through a link.
     above: Option<Dir>,
     path: PathBuf,
     keep: usize,
 }
 
 impl Folder {
-    /// The folder at `path`, which need not exist; after each save the newest
-    /// `keep` checkpoints stay, at least one.
+    /// The folder at `path`, which need not exist. Each save keeps the newest `keep`
+    /// checkpoints, at least one.
     pub fn new(path: &Path, keep: usize) -> Folder {
         Folder {
             above: None,
@@ -37,7 +37,8 @@ impl Folder {
         }
     }
 
-    /// As [`new`](Self::new), the folder `name` in `dir`, which may not be a symbolic link.
+    /// As [`new`](Self::new), for the folder `name` in `dir`, which may not be a symbolic
+    /// link.
     pub fn within(dir: &Dir, name: &str, keep: usize) -> Folder {
         Folder {
             above: Some(dir.clone()),
@@ -45,24 +46,23 @@ impl Folder {
         }
     }
 
-    /// Where it is.
+    /// Path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Saves `snapshot`, then removes those of the fewest steps beyond the ones to
-    /// keep, but never this one. Blocks until the checkpoint is on the disk; gives
-    /// its manifest's path.
+    /// Saves `snapshot`, then removes the oldest checkpoints beyond those to keep, but
+    /// never this one. *Blocks* until the checkpoint is on the disk. Returns the path of
+    /// its manifest.
     ///
     /// # Errors
     ///
-    /// `DiskFull` or `Io`, naming the path. The older checkpoints are then all
-    /// there, but for those that were to be removed.
+    /// `DiskFull` or `Io`, naming the path. Older checkpoints are not affected.
     pub fn save(&self, snapshot: &Snapshot) -> Result<PathBuf> {
         self.save_at(snapshot, None)
     }
 
-    /// As [`save`](Self::save), as fast as `pacer` lets it.
+    /// As [`save`](Self::save), at the pace of `pacer`.
     pub(super) fn save_at(&self, snapshot: &Snapshot, pacer: Option<&Pacer>) -> Result<PathBuf> {
         let dir = self.made()?;
         let step = snapshot.place().step;
@@ -96,12 +96,11 @@ impl Folder {
         Ok(self.path.join(manifest_name))
     }
 
-    /// Sets aside all checkpoints of more than `step` steps, all of them without a
-    /// `step`: they are of another branch than a training that goes on from there, and
-    /// [`newest`](Self::newest) must not find them. Gives their manifests' new paths,
-    /// `aside-step-…json`, from which they can still be loaded; each takes the place of
-    /// one of as many steps that was set aside before. Nothing but
-    /// [`clear`](Self::clear) removes them.
+    /// Renames all checkpoints after `step` (all, if it is `None`) to `aside-step-…json`,
+    /// so that [`newest`](Self::newest) does not find them: a training that resumes at
+    /// `step` is another branch. Returns the new paths, from which they can still be
+    /// loaded. An earlier one of the same step is replaced. Only [`clear`](Self::clear)
+    /// removes them.
     ///
     /// # Errors
     ///
@@ -116,20 +115,20 @@ impl Folder {
                 continue;
             }
             let to = format!("{ASIDE}{name}");
-            // One rename moves the checkpoint: its data stay where they are.
+            // Renaming the manifest is enough; the data file stays.
             dir.rename(&name, &to)?;
             aside.push(self.path.join(to));
         }
         Ok(aside)
     }
 
-    /// The newest checkpoint that is complete; `None` where there is none, or
-    /// no folder. Damaged ones before it are named in the second value.
+    /// The newest complete checkpoint; `None` if there is none, or no folder. The second
+    /// value names newer ones that are damaged.
     ///
     /// # Errors
     ///
-    /// `Data` when there are checkpoints but all are damaged, with the reason
-    /// of the newest; `Io` when the folder cannot be read.
+    /// `Data` when all checkpoints are damaged, with the reason for the newest; `Io` when
+    /// the folder cannot be read.
     pub fn newest(&self) -> Result<(Option<State>, Vec<String>)> {
         let mut damaged = Vec::new();
         let all = match self.existing()? {
@@ -151,7 +150,7 @@ impl Folder {
         }
     }
 
-    /// Removes all checkpoints, also those set aside.
+    /// Removes all checkpoints, including those set aside.
     ///
     /// # Errors
     ///
@@ -166,7 +165,7 @@ impl Folder {
         keep_newest(&dir, 0, None)
     }
 
-    /// The folder, if it is there.
+    /// Opens the folder, if it exists.
     fn existing(&self) -> Result<Option<Dir>> {
         match &self.above {
             Some(above) => above.sub(&self.name()),
@@ -175,7 +174,7 @@ impl Folder {
         }
     }
 
-    /// The folder, which is made where it is missing.
+    /// Opens the folder, creating it if needed.
     fn made(&self) -> Result<Dir> {
         match &self.above {
             Some(above) => above.create_sub(&self.name()),
@@ -189,13 +188,13 @@ impl Folder {
     }
 }
 
-/// Removes the oldest checkpoints in `dir` but `keep`; `saved` counts as the newest, whatever its step.
+/// Removes all but the newest `keep` checkpoints in `dir`; `saved` counts as the newest.
 fn keep_newest(dir: &Dir, keep: usize, saved: Option<&str>) -> Result<()> {
     let mut all = manifests(dir, "")?;
     all.sort_by_key(|(_, name)| Some(name.as_str()) == saved);
     let surplus = all.len().saturating_sub(keep);
     for (_, name) in &all[..surplus] {
-        // First the manifest: data without one is no checkpoint.
+        // First the manifest: data without one is not a checkpoint.
         dir.remove(name)?;
     }
     let used: HashSet<String> = all[surplus..]
@@ -215,7 +214,8 @@ fn keep_newest(dir: &Dir, keep: usize, saved: Option<&str>) -> Result<()> {
     Ok(())
 }
 
-/// Steps and names of the manifests in `dir` whose names begin with `before`, fewest steps first.
+/// Steps and names of the manifests in `dir` with the prefix `before`, in ascending order
+/// of steps.
 fn manifests(dir: &Dir, before: &str) -> Result<Vec<(u64, String)>> {
     let of = |name: &str| {
         let step = name.strip_prefix(before)?.strip_prefix(PREFIX)?;
@@ -227,8 +227,8 @@ fn manifests(dir: &Dir, before: &str) -> Result<Vec<(u64, String)>> {
     Ok(found)
 }
 
-/// A name that no manifest can refer to yet: a checkpoint of the same step
-/// stays whole until its manifest is replaced.
+/// A new name, so that an existing checkpoint of the same step stays complete until its
+/// manifest is replaced.
 fn free_name(dir: &Dir, name: &str) -> String {
     let plain = format!("{name}{DATA}");
     if !dir.has(&plain) {

@@ -1,4 +1,4 @@
-//! Checkpoints of garbage: a manifest, a zero byte, a data file.
+//! Fuzz target: a checkpoint, as manifest, zero byte and data file.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,8 +10,7 @@ use super::{Folder, Manifest, Place, Snapshot, State};
 use crate::checkpoint::weights_sha256;
 use crate::fuzzing::model;
 
-/// Reads it as it is; and, behind whose hashes garbage would never get to
-/// the rest, with the hashes that belong to it.
+/// Reads it as it is, and with correct hashes, which would otherwise stop it.
 pub(crate) fn fuzz(bytes: &[u8]) {
     let (Some(mut params), Ok(folder)) = (model(), tempfile::tempdir()) else {
         return;
@@ -40,7 +39,7 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     if state.restore_optimizer(&params, &mut optimizer).is_err() {
         assert_eq!(optimizer.steps(), 0);
     }
-    let _ = state.more("residual", 3);
+    let _ = state.extra("residual", 3);
 }
 
 pub(crate) fn fuzz_seeds() -> Vec<Vec<u8>> {
@@ -57,7 +56,7 @@ pub(crate) fn fuzz_seeds() -> Vec<Vec<u8>> {
         let facts = BTreeMap::from([("--seed".to_owned(), "1".to_owned())]);
         let progress = serde_json::json!({"losses": [0.5, 1]});
         let snapshot = Snapshot::take(&stepped, &optimizer, place, facts, progress)
-            .with_more(vec![("residual".to_owned(), vec![0.5; 3])]);
+            .with_extra(vec![("residual".to_owned(), vec![0.5; 3])]);
         let folder = tempfile::tempdir().ok()?;
         let path = Folder::new(folder.path(), 1).save(&snapshot).ok()?;
         let text = fs::read_to_string(&path).ok()?;
@@ -83,5 +82,5 @@ fn the_seed_is_restored_in_whole() {
     let mut optimizer = Sgd::new(&params, 0.1).momentum(0.9);
     state.restore_optimizer(&params, &mut optimizer).unwrap();
     assert_eq!(optimizer.steps(), 1);
-    assert_eq!(state.more("residual", 3).unwrap(), [0.5; 3]);
+    assert_eq!(state.extra("residual", 3).unwrap(), [0.5; 3]);
 }

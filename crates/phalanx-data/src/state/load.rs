@@ -1,4 +1,4 @@
-//! Reading a checkpoint back.
+//! Loading a checkpoint.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -16,11 +16,10 @@ use crate::files::{open_regular, read_open};
 use crate::pth::DType;
 use crate::{Error, Result};
 
-/// A manifest longer than this is none.
+/// Maximum size of a manifest.
 pub(super) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
 
-/// An open checkpoint, whose length and hash were checked. Its numbers are read when they are
-/// asked for.
+/// An open checkpoint with checked length and hash. Its values are read on demand.
 #[derive(Debug)]
 pub struct State {
     path: PathBuf,
@@ -33,8 +32,9 @@ impl State {
     ///
     /// # Errors
     ///
-    /// `Usage` when there is no such file, or no regular one; `Io` when it cannot be read; `Data`,
-    /// naming the file, when it or its data is damaged or of another kind.
+    /// `Usage` when the file does not exist or is not a regular file; `Io` when it cannot
+    /// be read; `Data`, naming the file, when it or its data file is damaged or has another
+    /// format.
     pub fn load(path: &Path) -> Result<State> {
         let open =
             |path: &Path| open_regular(path).map_err(|e| Error::not_opened("checkpoint", path, e));
@@ -43,7 +43,7 @@ impl State {
         let manifest = Manifest::from_text(&text).map_err(wrong)?;
         if Path::new(&manifest.file).file_name() != Some(manifest.file.as_ref()) {
             return Err(wrong(format!(
-                "its data file {:?} does not lie beside it",
+                "its data file {:?} is not in the same folder",
                 manifest.file
             )));
         }
@@ -53,7 +53,7 @@ impl State {
         let size_bytes = data.metadata().map_err(cannot_read)?.len();
         if size_bytes != manifest.bytes {
             return Err(Error::data(format!(
-                "{} has {size_bytes} bytes, its manifest says {}; it may be truncated",
+                "{} has {size_bytes} bytes, but its manifest says {}; it may be truncated",
                 data_path.display(),
                 manifest.bytes
             )));
@@ -69,7 +69,7 @@ impl State {
         let sha256 = hex::encode(hash.finalize());
         if sha256 != manifest.sha256 {
             return Err(Error::data(format!(
-                "{} is damaged: its SHA-256 is {sha256}, its manifest says {}",
+                "{} is damaged: its SHA-256 is {sha256}, but its manifest says {}",
                 data_path.display(),
                 manifest.sha256
             )));
@@ -81,12 +81,12 @@ impl State {
         })
     }
 
-    /// Its manifest's path.
+    /// Path of its manifest.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What it says beside the numbers.
+    /// Its manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
@@ -100,8 +100,8 @@ impl State {
     ///
     /// # Errors
     ///
-    /// `Data` when the checkpoint is of another model, naming the first tensor
-    /// that differs; `params` is then unchanged.
+    /// `Data` when the checkpoint belongs to another model, naming the first tensor that
+    /// differs; `params` is then unchanged.
     pub fn restore_params(&self, params: &mut Params) -> Result<()> {
         let mut all = Vec::new();
         for tensor in tensors(params) {
@@ -112,11 +112,12 @@ impl State {
         let saved = names.iter().filter(|(n, _)| n.starts_with(MODEL)).count();
         if saved != all.len() {
             return Err(self.wrong(format_args!(
-                "it has {saved} tensors of a model, this model has {}",
+                "it has {saved} tensors of a model, but this model has {}",
                 all.len()
             )));
         }
-        // Nothing is read of another model, and nothing changed before all is read.
+        // Nothing is read for another model, and nothing is changed before everything is
+        // read.
         let values: Result<Vec<_>> = all.iter().map(|(_, found)| self.values(found)).collect();
         for ((name, _), values) in all.iter().zip(values?) {
             put(params, name, &values)?;
@@ -124,13 +125,13 @@ impl State {
         Ok(())
     }
 
-    /// Sets the optimizer's steps and buffers; `params` are those that it was
-    /// made for.
+    /// Sets the optimizer's steps and buffers. `params` are the parameters it was created
+    /// for.
     ///
     /// # Errors
     ///
-    /// `Data` when the checkpoint is of another model or optimizer; it is then
-    /// unchanged.
+    /// `Data` when the checkpoint belongs to another model or optimizer; `optimizer` is
+    /// then unchanged.
     pub fn restore_optimizer(&self, params: &Params, optimizer: &mut dyn Optimizer) -> Result<()> {
         let buffers = self.optimizer_buffers(params)?;
         let views: Vec<(&str, &[f32])> = buffers.iter().map(|(n, v)| (*n, &v[..])).collect();
@@ -150,7 +151,7 @@ impl State {
     ///
     /// # Errors
     ///
-    /// `Data` when the checkpoint is of another model.
+    /// `Data` when the checkpoint belongs to another model.
     pub fn optimizer_buffers(&self, params: &Params) -> Result<Vec<(&str, Vec<f32>)>> {
         let mut as_params = params.clone();
         let mut buffers = Vec::new();
@@ -169,17 +170,17 @@ impl State {
         Ok(buffers)
     }
 
-    /// The list of `len` numbers that was saved under this name
-    /// ([`Snapshot::with_more`](super::Snapshot::with_more)).
+    /// The `len` values saved under this name with
+    /// [`Snapshot::with_extra`](super::Snapshot::with_extra).
     ///
     /// # Errors
     ///
-    /// `Data` when there is none, or it has another length.
-    pub fn more(&self, name: &str, len: usize) -> Result<Vec<f32>> {
+    /// `Data` when there are none, or their number differs.
+    pub fn extra(&self, name: &str, len: usize) -> Result<Vec<f32>> {
         self.values(self.tensor(&format!("{MORE}{name}"), &[len])?)
     }
 
-    /// The tensor of that name, float32 of this shape.
+    /// The tensor with this name, float32 of this shape.
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<&TensorInfo> {
         let found = self.file.tensor(name);
         let found = found.ok_or_else(|| self.wrong(format_args!("it lacks {name}")))?;

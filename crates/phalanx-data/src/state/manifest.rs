@@ -1,4 +1,4 @@
-//! The JSON half of a checkpoint.
+//! The manifest of a checkpoint (JSON).
 
 use std::collections::BTreeMap;
 
@@ -9,27 +9,27 @@ use sha2::{Digest, Sha256};
 use crate::sampler::Cursor;
 use crate::text::one_line;
 
-/// What files of this kind say of themselves.
+/// Value of the field `format`.
 pub(super) const FORMAT: &str = "phalanx state";
 
-/// The version that is written, and the only one that is read.
+/// Version of the format; only this one is read.
 pub(super) const VERSION: u32 = 1;
 
-/// How far a training is: where the next step begins.
+/// Position of a training between two steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Place {
     /// Epoch of the next step, from 0.
     pub epoch: u64,
-    /// Samples of that epoch that all ranks together have taken.
+    /// Number of samples of this epoch that all ranks together have taken.
     pub samples: u64,
-    /// Steps of that epoch that were taken.
+    /// Number of steps of this epoch that were taken.
     pub step_in_epoch: u64,
-    /// Steps of the training that were taken.
+    /// Number of steps of the training that were taken.
     pub step: u64,
 }
 
 impl Place {
-    /// The sampler's part of it.
+    /// The sampler's cursor.
     pub fn cursor(&self) -> Cursor {
         Cursor {
             epoch: self.epoch,
@@ -38,7 +38,7 @@ impl Place {
     }
 }
 
-/// Everything but the numbers of a checkpoint.
+/// Everything in a checkpoint except the values of tensors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
@@ -48,31 +48,30 @@ pub struct Manifest {
     pub(super) file: String,
     pub(super) bytes: u64,
     pub(super) sha256: String,
-    /// Where the training goes on.
+    /// Where the training continues.
     pub place: Place,
-    /// Steps that the optimizer has taken: less than the training's where
-    /// ranks voted one down.
+    /// Number of optimizer steps: fewer than the training's if ranks skipped some.
     pub optimizer_steps: u64,
-    /// Steps that updated a parameter, by its name; those that are not here were updated by
-    /// all of them, as all are in files without this field.
+    /// Number of steps that updated a parameter, by name. Parameters that are not listed
+    /// were updated in all steps.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub optimizer_updates: BTreeMap<String, u64>,
     /// Names of the optimizer's buffers, in its order.
     pub optimizer_buffers: Vec<String>,
-    /// Settings that a resumed training must share: name and value.
+    /// Settings that a resumed training must share, as names and values.
     pub facts: BTreeMap<String, String>,
-    /// What else the program wants back: losses, accuracies.
+    /// Other values of the program: losses, accuracies.
     pub progress: serde_json::Value,
-    /// SHA-256 of the manifest's own text with [`NO_HASH`] in this place, so
-    /// that no wrong digit in it goes unnoticed. It is last.
+    /// SHA-256 of the manifest's text with [`NO_HASH`] in this place, to detect damage. It
+    /// is the last field.
     pub(super) manifest_sha256: String,
 }
 
-/// Where the hash of a text goes while it is computed.
+/// Placeholder for the hash while it is computed.
 pub(super) const NO_HASH: &str = "0000000000000000000000000000000000000000000000000000000000000000";
 
 impl Manifest {
-    /// Steps that updated each of `params`, in their order.
+    /// Number of steps that updated each of `params`, in their order.
     pub fn updates(&self, params: &Params) -> Vec<u64> {
         let updates = |info: &ParamInfo| self.optimizer_updates.get(&info.name);
         let all = params.infos().iter().map(updates);
@@ -80,7 +79,7 @@ impl Manifest {
             .collect()
     }
 
-    /// The manifest's file, with its hash.
+    /// The content of the manifest's file, with its hash.
     pub(super) fn to_text(&self) -> serde_json::Result<String> {
         let unsigned = Manifest {
             manifest_sha256: NO_HASH.to_owned(),
@@ -91,10 +90,10 @@ impl Manifest {
         Ok(put_last(&text, NO_HASH, &hash).unwrap_or(text))
     }
 
-    /// Reads such a file; says what is wrong with it.
+    /// Parses a manifest's file. The error is the reason.
     pub(super) fn from_text(text: &[u8]) -> Result<Manifest, String> {
         let no_manifest = |why: &dyn std::fmt::Display| {
-            format!("it is not a checkpoint manifest; expected whole JSON: {why}")
+            format!("it is not a checkpoint manifest; expected complete JSON: {why}")
         };
         let text = std::str::from_utf8(text)
             .map_err(|e| no_manifest(&format_args!("byte {} is not text", e.valid_up_to())))?;
@@ -110,12 +109,14 @@ impl Manifest {
         let found = put_last(text, saved, NO_HASH).map(|text| hex::encode(Sha256::digest(text)));
         match found {
             Some(found) if found == *saved => Ok(manifest),
-            _ => Err("it was damaged or edited: its text has another SHA-256 than it says".into()),
+            _ => Err(
+                "it was damaged or edited: its text does not have the SHA-256 that it says".into(),
+            ),
         }
     }
 }
 
-/// `text` with the last `old` in it replaced, if it has one.
+/// `text` with the last `old` replaced, if there is one.
 fn put_last(text: &str, old: &str, new: &str) -> Option<String> {
     let (before, after) = text.rsplit_once(old)?;
     Some([before, new, after].concat())

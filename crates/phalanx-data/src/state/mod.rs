@@ -1,16 +1,15 @@
-//! Resumable state: all that a training needs to go on as if it had never
-//! stopped, at any number of ranks.
+//! Resumable checkpoints: everything needed to continue a training with the same results,
+//! on any number of ranks.
 //!
 //! | what | where |
 //! |---|---|
 //! | parameters, running statistics, the optimizer's buffers | `step-000000300.safetensors`, PyTorch's names and order of elements |
-//! | place in the sampler's order, steps, settings that must agree, what was measured | `step-000000300.json`, the manifest |
-//! | random numbers | nowhere: every one is a function of seed, epoch, step and sample |
+//! | position in the sampler's order, steps, settings that must agree, metrics | `step-000000300.json`, the manifest |
+//! | random numbers | nowhere: each is a function of seed, epoch, step and sample |
 //!
-//! A checkpoint is its manifest. It names its data file with length and
-//! SHA-256, appears only after the data is on the disk, and disappears before
-//! the data does; both files are written without a name first. Whenever a
-//! process is killed, the newest complete checkpoint is therefore whole, and
+//! A checkpoint exists when its manifest exists. The manifest has the length and SHA-256 of
+//! the data file; it is written after the data is on the disk and removed before the data.
+//! So whenever a process is killed, the newest checkpoint is complete, and
 //! [`Folder::newest`] finds it.
 
 mod background;

@@ -1,16 +1,16 @@
-//! An optimizer's state as a checkpoint has it.
+//! The optimizer's state in a checkpoint.
 
 use std::borrow::Cow;
 
 use phalanx_nn::optim::Optimizer;
 
-/// Counts and buffers, the latter laid out like [`Params::flat`](phalanx_nn::Params::flat): an
-/// optimizer's own, or what the ranks have gathered of one that is cut over them.
+/// Counts and buffers of an optimizer, or of a sharded one gathered from all ranks. Buffers
+/// have the layout of [`Params::flat`](phalanx_nn::Params::flat).
 #[derive(Debug, Clone)]
 pub struct OptimizerState<'a> {
-    /// Steps taken.
+    /// Number of steps taken.
     pub steps: u64,
-    /// Steps that updated each parameter.
+    /// Number of steps that updated each parameter.
     pub updates: Cow<'a, [u64]>,
     /// Buffers by PyTorch's names, in the optimizer's order.
     pub buffers: Vec<(&'static str, Cow<'a, [f32]>)>,

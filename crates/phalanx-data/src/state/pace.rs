@@ -1,4 +1,4 @@
-//! How fast a save may go.
+//! Priority of a save in progress.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -8,13 +8,13 @@ use std::thread::{Builder, Thread, current, park};
 use rustix::process::setpriority_process;
 use rustix::thread::gettid;
 
-/// Lets a save go on, a piece at a time, only while nobody else wants the processor; or,
-/// once it is [wanted](Pace::hurry), as fast as any other thread.
+/// Writes a save piece by piece, only while a processor is idle; after
+/// [`hurry`](Pace::hurry), at normal priority.
 ///
-/// A thread that gave its priority away does not get it back without privileges. So the
-/// thread that saves keeps its own, and waits before each piece for another one of the lowest
-/// priority, the *pacer*: when that runs, there was a processor to spare. They share no
-/// lock: a pacer that is held up while it has one would hold everybody up.
+/// A thread that lowers its priority cannot raise it again without privileges. So the
+/// saving thread keeps its own, and waits before each piece for another thread of the
+/// lowest priority, the *pacer*: when that runs, a processor was idle. They share no lock,
+/// since a pacer that is not scheduled would keep it.
 #[derive(Debug, Default)]
 pub(super) struct Pace(AtomicU8);
 
@@ -22,31 +22,31 @@ pub(super) struct Pace(AtomicU8);
 const WRITES: u8 = 0;
 /// The save waits for the pacer.
 const WAITS: u8 = 1;
-/// The save waits for nobody any more: it is wanted, or over.
+/// The save does not wait any more: it is urgent, or over.
 const FREE: u8 = 2;
 
-/// The lowest priority there is.
+/// The lowest priority.
 const NICE: i32 = 19;
 
-/// Bytes that are written between two looks: one to three milliseconds of a processor.
-/// Where all are taken, the pacer runs about five times a second.
+/// Size of a piece: one to three milliseconds of processor time. On a busy machine the
+/// pacer runs about five times a second.
 const PIECE_BYTES: usize = 1 << 20;
 
 impl Pace {
-    /// From now on `save`, the thread that writes, waits for nobody.
+    /// From now on the writing thread `save` does not wait.
     pub(super) fn hurry(&self, save: &Thread) {
         self.0.store(FREE, SeqCst);
         save.unpark();
     }
 
-    /// Makes the caller a thread that saves at this pace.
+    /// Makes the caller the saving thread.
     pub(super) fn start(self: &Arc<Self>) -> Pacer {
         let (pace, save) = (self.clone(), current());
         let pacer = Builder::new()
             .name("checkpoint-pace".into())
             .spawn(move || pace.keep(&save));
         if pacer.is_err() {
-            // Then we are in the way a little more.
+            // Without it the save disturbs a little more.
             self.0.store(FREE, SeqCst);
         }
         Pacer {
@@ -55,9 +55,9 @@ impl Pace {
         }
     }
 
-    /// The pacer's life.
+    /// The loop of the pacer.
     fn keep(&self, save: &Thread) {
-        // Where the system refuses, the same.
+        // As above.
         let _ = setpriority_process(Some(gettid()), NICE);
         loop {
             match self.0.compare_exchange(WAITS, WRITES, SeqCst, SeqCst) {
@@ -69,14 +69,14 @@ impl Pace {
     }
 }
 
-/// The pacer, as the thread that saves sees it; it ends with this.
+/// The saving thread's handle of the pacer, which ends when it is dropped.
 pub(super) struct Pacer {
     pace: Arc<Pace>,
     thread: Option<Thread>,
 }
 
 impl Pacer {
-    /// *Blocks* until there is a processor to spare, unless the save is wanted.
+    /// *Blocks* until a processor is idle, unless the save is urgent.
     fn next_piece(&self) {
         let state = &self.pace.0;
         let waits = state.compare_exchange(WRITES, WAITS, SeqCst, SeqCst);
@@ -114,7 +114,7 @@ impl Drop for Pacer {
 struct Paced<'a> {
     pacer: &'a Pacer,
     out: &'a mut dyn Write,
-    /// Bytes of the current piece that are still to come.
+    /// Remaining bytes of the current piece.
     left: usize,
 }
 

@@ -1,4 +1,4 @@
-//! A training's state, copied out of its way.
+//! A copy of a training's state.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -13,17 +13,17 @@ use crate::checkpoint::write_header;
 use crate::pth::DType;
 use crate::{Error, Result};
 
-/// Before the names of parameters and buffers in the data file.
+/// Prefix of parameters and buffers in the data file.
 pub(crate) const MODEL: &str = "model.";
 
-/// Before the names of the optimizer's buffers: `optimizer.BUFFER.PARAMETER`.
+/// Prefix of the optimizer's buffers: `optimizer.BUFFER.PARAMETER`.
 pub(super) const OPTIMIZER: &str = "optimizer.";
 
-/// Before the names of what else a program saves.
+/// Prefix of other values of the program.
 pub(super) const MORE: &str = "more.";
 
-/// A copy of the state between two steps. Taking it costs a copy of memory;
-/// everything else can happen elsewhere and later.
+/// A copy of the state between two steps. Taking it costs one copy in memory; it can be
+/// saved later by another thread.
 pub struct Snapshot {
     params: Params,
     optimizer: Vec<(String, Vec<f32>)>,
@@ -33,8 +33,8 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Copies `params` and the optimizer as they are before the step at
-    /// `place`. `facts` and `progress` are given back as they are.
+    /// Copies `params` and the optimizer before the step at `place`. `facts` and `progress`
+    /// are stored unchanged.
     pub fn take<'a>(
         params: &Params,
         optimizer: impl Into<OptimizerState<'a>>,
@@ -42,14 +42,13 @@ impl Snapshot {
         facts: BTreeMap<String, String>,
         progress: serde_json::Value,
     ) -> Snapshot {
-        Snapshot::take_over(None, params, optimizer, place, facts, progress)
+        Snapshot::take_into(None, params, optimizer, place, facts, progress)
     }
 
-    /// As [`take`](Snapshot::take), into the memory of `old`, which nobody needs any
-    /// more, where that is of the same model and optimizer: memory that was touched
-    /// before takes the copy several times as fast as memory that the system has yet
-    /// to find.
-    pub fn take_over<'a>(
+    /// As [`take`](Snapshot::take), reusing the memory of `old` if it is of the same model
+    /// and optimizer: copying into touched memory is several times as fast as into new
+    /// memory.
+    pub fn take_into<'a>(
         old: Option<Snapshot>,
         params: &Params,
         optimizer: impl Into<OptimizerState<'a>>,
@@ -111,12 +110,12 @@ impl Snapshot {
         }
     }
 
-    /// The same with other values for the model's buffers (running statistics), in
-    /// the places of [`Params::buffers_flat`].
+    /// Replaces the values of the model's buffers (running statistics), in the layout of
+    /// [`Params::buffers_flat`].
     ///
     /// # Errors
     ///
-    /// `Internal` when they are not as many.
+    /// `Internal` when their number differs.
     pub fn with_buffers(mut self, values: &[f32]) -> Result<Snapshot> {
         let buffers = self.params.buffers_flat_mut();
         if buffers.len() != values.len() {
@@ -130,28 +129,27 @@ impl Snapshot {
         Ok(self)
     }
 
-    /// The same with more lists of numbers, which [`State::more`](super::State::more)
-    /// gives back by name.
+    /// Adds named values, which [`State::extra`](super::State::extra) returns.
     #[must_use]
-    pub fn with_more(mut self, more: Vec<(String, Vec<f32>)>) -> Snapshot {
+    pub fn with_extra(mut self, more: Vec<(String, Vec<f32>)>) -> Snapshot {
         self.more = more;
         self
     }
 
-    /// The same with what a file of the model's weights says beside them, which
-    /// [`read_tensors`](crate::checkpoint::read_tensors) gives back.
+    /// Adds the metadata of the model's weights, which
+    /// [`read_tensors`](crate::checkpoint::read_tensors) returns.
     #[must_use]
     pub fn with_metadata(mut self, metadata: BTreeMap<String, String>) -> Snapshot {
         self.metadata = metadata;
         self
     }
 
-    /// Where it was taken.
+    /// The position at which it was taken.
     pub fn place(&self) -> Place {
         self.manifest.place
     }
 
-    /// Where its numbers lie, and how many.
+    /// Location and length of its values.
     #[cfg(test)]
     pub(super) fn memory(&self) -> Vec<(*const f32, usize)> {
         let params = [self.params.flat(), self.params.buffers_flat()];

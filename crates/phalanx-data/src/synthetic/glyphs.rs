@@ -1,14 +1,14 @@
-//! How the ten digits are written.
+//! The shapes of the ten digits.
 //!
 //! Coordinates: x to the right, y down, both about 0 to 1 in the digit's box.
 
-/// A line of the pen: straight from point to point, or a curve through them.
+/// A stroke: straight lines between the points, or a curve through them.
 pub(super) struct Stroke {
     pub(super) smooth: bool,
     pub(super) points: &'static [[f32; 2]],
 }
 
-/// A way to write a digit.
+/// A style of a digit.
 pub(super) type Glyph = &'static [Stroke];
 
 const fn straight(points: &'static [[f32; 2]]) -> Stroke {
@@ -25,7 +25,7 @@ const fn smooth(points: &'static [[f32; 2]]) -> Stroke {
     }
 }
 
-/// Styles of each digit; a sample takes one of them.
+/// Styles of each digit; a sample has one of them.
 pub(super) const GLYPHS: [&[Glyph]; 10] = [
     &[ZERO],
     &[ONE_BAR, ONE_FLAG, ONE_FOOT],

@@ -1,11 +1,9 @@
-//! Drawn digits: a learnable stand-in for MNIST that needs no download.
+//! Generated digits: a replacement for MNIST that can be learned and needs no download.
 //!
-//! Glyphs of strokes, written with shaking hands (every control point moves),
-//! turned, sheared, scaled, shifted, drawn with pens of different width over
-//! a noisy background. Sample i depends on (seed, i) alone: nothing is
-//! stored, any rank draws any sample, and no rank draws what it does not
-//! train on. Only additions, multiplications, divisions and square roots
-//! enter, so every machine draws the same bytes.
+//! Digits are drawn from strokes with random control points, rotation, shear, scale, shift
+//! and width, over a noisy background. Sample i depends on (seed, i) alone, so nothing is
+//! stored and any rank can draw any sample. Only additions, multiplications, divisions and
+//! square roots are used, so every machine draws the same bytes.
 
 mod glyphs;
 pub mod noise;
@@ -26,21 +24,20 @@ pub use pictures::{Pictures, pictures};
 pub const SIDE: usize = 28;
 /// Pixels of an image.
 pub const PIXELS: usize = SIDE * SIDE;
-/// Training samples of [`split`]: as many as MNIST's.
+/// Number of training samples of [`split`], as in MNIST.
 pub const TRAIN_SAMPLES: usize = 60_000;
-/// Test samples of [`split`].
+/// Number of test samples of [`split`].
 pub const TEST_SAMPLES: usize = 10_000;
 
-/// Number of a sample that no training sees, nor any within 2^40 after it: trainings draw
-/// theirs from number 0 on.
+/// Index of a first sample that no training uses: trainings use samples from 0 on.
 pub const UNSEEN: u64 = 1 << 40;
 
-/// Share of images with a stray stroke, in 1/256.
+/// Share of images with an extra stroke, in 1/256.
 const STRAY_OF_256: u32 = 72;
-/// Largest amplitude of the background noise, of full ink.
+/// Maximum amplitude of the background noise, relative to full ink.
 const MAX_NOISE: f32 = 0.45;
 
-/// A range of the endless sequence of drawn digits under one seed.
+/// A range of the endless sequence of generated digits of one seed.
 #[derive(Clone)]
 pub struct Digits {
     seed: u64,
@@ -49,12 +46,12 @@ pub struct Digits {
     normalised: [f32; 256],
 }
 
-/// The first `n` drawn digits under `seed`.
+/// The first `n` generated digits of `seed`.
 pub fn digits(n: usize, seed: u64) -> Digits {
     range(0, n, seed)
 }
 
-/// `n` drawn digits under `seed` from number `first` on.
+/// `n` generated digits of `seed` from index `first` on.
 pub fn range(first: u64, n: usize, seed: u64) -> Digits {
     Digits {
         seed,
@@ -64,7 +61,7 @@ pub fn range(first: u64, n: usize, seed: u64) -> Digits {
     }
 }
 
-/// Training and test halves of MNIST's size, without a common sample.
+/// Training or test split of MNIST's size; they have no sample in common.
 pub fn split(split: Split, seed: u64) -> Digits {
     match split {
         Split::Train => digits(TRAIN_SAMPLES, seed),
@@ -73,8 +70,8 @@ pub fn split(split: Split, seed: u64) -> Digits {
 }
 
 impl Digits {
-    /// Draws sample `index`, a byte a pixel, row by row, and returns its
-    /// digit. Samples beyond [`len`](ImageDataset::len) exist too.
+    /// Draws sample `index`, one byte per pixel, row by row, and returns its digit. `index`
+    /// may be beyond [`len`](ImageDataset::len).
     pub fn draw(&self, index: usize, pixels: &mut [u8; PIXELS]) -> u32 {
         draw(self.seed, self.first.wrapping_add(index as u64), pixels)
     }
@@ -136,7 +133,7 @@ fn draw(seed: u64, sample: u64, pixels: &mut [u8; PIXELS]) -> u32 {
     if words.below(256) < STRAY_OF_256 {
         canvas.stray(&mut words);
     }
-    // Squared: most images are clean, a few are bad.
+    // Squared, so that most images have little noise.
     let dirt = words.unit();
     canvas.develop(&hand, dirt * dirt * MAX_NOISE, &mut words, pixels);
     label

@@ -1,5 +1,5 @@
-//! The ModelArts document's random set: noise with labels 0 and 1, from which
-//! nothing can be learned.
+//! The ModelArts document's random data set: noise with labels 0 and 1, which cannot be
+//! learned.
 
 use phalanx_nn::rng::torch::Generator;
 
@@ -7,24 +7,24 @@ use crate::Result;
 use crate::cifar10::{CHANNELS, CLASSES, PIXELS, SIDE};
 use crate::dataset::{ImageDataset, check_read};
 
-/// Training samples of the document.
+/// Number of the document's training samples.
 pub const TRAIN_SAMPLES: usize = 5000;
-/// Its test samples.
+/// Number of its test samples.
 pub const TEST_SAMPLES: usize = 1000;
-/// It shuffles labels with this seed.
+/// Seed with which it shuffles labels.
 const LABEL_SEED: u64 = 2021;
 
-/// Standard normal numbers as images; half of the labels 1, half 0, shuffled.
+/// Images of standard normal values; half of the labels are 1, half 0, shuffled.
 #[derive(Clone)]
 pub struct Noise {
     values: Vec<f32>,
     labels: Vec<u8>,
 }
 
-/// `samples` samples under `seed`; `part` tells sets under one seed apart.
+/// `samples` samples of `seed`; `part` distinguishes data sets of one seed.
 ///
-/// The document draws with `torch.randn` and shuffles with Python's `random`;
-/// here both are PyTorch's generator, so labels come in another order.
+/// The document draws with `torch.randn` and shuffles with Python's `random`; here both use
+/// PyTorch's generator, so labels are in another order.
 pub fn noise(samples: usize, seed: u64, part: u64) -> Noise {
     let mut values = vec![0.0; samples * PIXELS];
     let mut generator = Generator::new(seed.wrapping_mul(2).wrapping_add(part));

@@ -1,4 +1,4 @@
-//! Pen and paper.
+//! Drawing of strokes.
 
 use super::glyphs::Stroke;
 use super::words::Words;
@@ -8,20 +8,20 @@ use super::{PIXELS, SIDE};
 const HEIGHT_PX: f32 = 19.0;
 /// Width of a digit's box in pixels.
 const WIDTH_PX: f32 = 17.0;
-/// How far a control point moves, in the digit's box.
+/// Maximum displacement of a control point, in units of the digit's box.
 const SHAKE: f32 = 0.09;
-/// Tangent of half the largest turn: 0.16 is 18 degrees.
+/// Tangent of half the maximum rotation: 0.16 is 18 degrees.
 const HALF_TURN: f32 = 0.16;
 const MAX_SHEAR: f32 = 0.3;
 const MAX_SHIFT_PX: f32 = 3.0;
-/// Pieces of a curve between two of its points.
+/// Number of line segments between two points of a curve.
 const PIECES: usize = 4;
-/// Points of the longest stroke.
+/// Maximum number of points of a stroke.
 const MAX_POINTS: usize = 16;
-/// Squared distance of a pixel that no stroke came near.
+/// Squared distance of a pixel far from all strokes.
 const FAR: f32 = 1e6;
 
-/// How one sample is written: an affine map, a pen and its ink.
+/// Parameters of one sample: an affine map, width and intensity of the pen.
 pub(super) struct Hand {
     /// Pixel = matrix · (point − centre of the box) + shift.
     matrix: [[f32; 2]; 2],
@@ -33,7 +33,7 @@ pub(super) struct Hand {
 
 impl Hand {
     pub(super) fn random(words: &mut Words) -> Self {
-        // Cosine and sine without a library, whose last bits differ between
+        // Cosine and sine without a library function, whose last bits differ between
         // platforms.
         let t = words.around(HALF_TURN);
         let norm = 1.0 + t * t;
@@ -71,8 +71,8 @@ pub(super) struct Canvas {
     nearest: [f32; PIXELS],
 }
 
-/// Reach of a pen beyond its centre line in pixels: the widest radius and the
-/// soft edge.
+/// Maximum distance of ink from the center line in pixels: the largest radius and the soft
+/// edge.
 const REACH_PX: f32 = 2.3;
 
 impl Canvas {
@@ -82,7 +82,7 @@ impl Canvas {
         }
     }
 
-    /// Writes one stroke with a shaking hand.
+    /// Draws one stroke with displaced control points.
     pub(super) fn stroke(&mut self, stroke: &Stroke, hand: &Hand, words: &mut Words) {
         let mut points = [[0.0; 2]; MAX_POINTS];
         let count = stroke.points.len().min(MAX_POINTS);
@@ -100,7 +100,7 @@ impl Canvas {
         }
     }
 
-    /// A line that belongs to no digit.
+    /// Draws a stroke that belongs to no digit.
     pub(super) fn stray(&mut self, words: &mut Words) {
         let side = SIDE as f32;
         let from = [words.between(0.0, side), words.between(0.0, side)];
@@ -127,7 +127,7 @@ impl Canvas {
         }
     }
 
-    /// Brings every pixel within reach of a straight piece up to date.
+    /// Updates every pixel near a line segment.
     fn segment(&mut self, a: [f32; 2], b: [f32; 2]) {
         let direction = [b[0] - a[0], b[1] - a[1]];
         let length2 = direction[0] * direction[0] + direction[1] * direction[1];
@@ -139,7 +139,7 @@ impl Canvas {
             let pixels = &mut self.nearest[row * SIDE + left..row * SIDE + right];
             for (i, nearest) in pixels.iter_mut().enumerate() {
                 let x = (left + i) as f32 + 0.5 - a[0];
-                // The nearest point of the piece.
+                // The nearest point of the segment.
                 let along = (x * direction[0] + y * direction[1]) * per_length2;
                 let along = along.clamp(0.0, 1.0);
                 let dx = x - along * direction[0];
@@ -149,7 +149,7 @@ impl Canvas {
         }
     }
 
-    /// Turns distances into ink over noise, a byte a pixel.
+    /// Converts distances to ink over noise, one byte per pixel.
     pub(super) fn develop(
         &self,
         hand: &Hand,
@@ -175,7 +175,7 @@ impl Canvas {
     }
 }
 
-/// Pixels within reach of the interval between `a` and `b`, cut to the paper.
+/// Pixels near the interval between `a` and `b`, limited to the image.
 fn span(a: f32, b: f32) -> (usize, usize) {
     let low = (a.min(b) - REACH_PX).clamp(0.0, SIDE as f32);
     let high = (a.max(b) + REACH_PX).clamp(0.0, SIDE as f32);

@@ -1,20 +1,20 @@
-//! Drawn pictures: a learnable stand-in for CIFAR-10 that needs no download.
+//! Generated pictures: a replacement for CIFAR-10 that can be learned and needs no
+//! download.
 //!
-//! Ten classes, five shapes that are either filled with a plain colour or with
-//! stripes, in any two colours, at any place and size, over a sloping, noisy
-//! background: no single pixel and no colour tells a class. As with the drawn
-//! digits, sample i depends on (seed, i) alone, nothing is stored, and only
-//! additions, multiplications, divisions and square roots enter.
+//! Ten classes: five shapes, plain or striped, with random colors, position and size over a
+//! noisy gradient, so that neither a pixel nor a color reveals the class. As for the
+//! generated digits, sample i depends on (seed, i) alone, and only additions,
+//! multiplications, divisions and square roots are used.
 
 use super::words::Words;
 use crate::Result;
 use crate::cifar10::{CHANNELS, CLASSES, PIXELS, SIDE, Scaling, scale};
 use crate::dataset::{ImageDataset, check_read};
 
-/// Separates these from the digits under the same seed.
+/// Separates these random numbers from those of the digits.
 const SEED_MIX: u64 = 0x7069_6374_7572_6573;
 
-/// A range of the endless sequence of drawn pictures under one seed.
+/// A range of the endless sequence of generated pictures of one seed.
 #[derive(Clone)]
 pub struct Pictures {
     seed: u64,
@@ -23,7 +23,7 @@ pub struct Pictures {
     table: [[f32; 256]; CHANNELS],
 }
 
-/// `n` drawn pictures under `seed` from number `first` on.
+/// `n` generated pictures of `seed` from index `first` on.
 pub fn pictures(first: u64, n: usize, seed: u64, scaling: Scaling) -> Pictures {
     Pictures {
         seed,
@@ -91,7 +91,7 @@ fn draw(seed: u64, sample: u64, pixels: &mut [u8; PIXELS]) -> u32 {
         for x in 0..SIDE {
             let (dx, dy) = (x as f32 - centre_x, y as f32 - centre_y);
             let inside = match shape {
-                // A disc, a square, a triangle, a ring, a cross.
+                // A disk, a square, a triangle, a ring, a cross.
                 0 => dx * dx + dy * dy < size * size,
                 1 => dx.abs() < 0.85 * size && dy.abs() < 0.85 * size,
                 2 => dy < 0.8 * size && dy > -size && 2.0 * dx.abs() < dy + size,
@@ -122,8 +122,7 @@ fn colour(words: &mut Words) -> [f32; CHANNELS] {
     std::array::from_fn(|_| words.between(20.0, 235.0))
 }
 
-/// `colour`, moved to the other side of the range where it is hardly told
-/// from `other`.
+/// `colour`, moved to the other side of the range if it is too similar to `other`.
 fn apart(colour: [f32; CHANNELS], other: [f32; CHANNELS]) -> [f32; CHANNELS] {
     let distance: f32 = colour.iter().zip(&other).map(|(a, b)| (a - b).abs()).sum();
     if distance > 120.0 {

@@ -1,11 +1,11 @@
-//! The random words of one sample.
+//! Random numbers of one sample.
 
 use phalanx_nn::rng::philox::{philox4x32_10, unit_f32};
 
-/// Separates this use of Philox from others under the same seed.
+/// Separates these random numbers from others with the same seed.
 const STREAM: u32 = 0x6469_6769; // "digi"
 
-/// Words that depend on (seed, sample) and their order of use only.
+/// Random numbers that depend on (seed, sample) and their order of use only.
 pub(super) struct Words {
     key: [u32; 2],
     sample: [u32; 2],

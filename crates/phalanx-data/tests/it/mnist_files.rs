@@ -127,7 +127,7 @@ fn reading_out_of_bounds_is_refused() {
     assert_eq!(error.kind(), ErrorKind::Usage);
     assert_eq!(
         error.to_string(),
-        "MNIST has 2 samples; there is no sample 2"
+        "MNIST has 2 samples, so there is no sample 2"
     );
     assert!(set.read(0, &mut [0.0; 783]).is_err());
 }
@@ -278,12 +278,12 @@ fn bytes_after_the_end_are_refused() {
         &[(IMAGES, long.clone()), (LABELS, labels(3))],
         ErrorKind::Data,
     );
-    assert!(text.contains("goes on after the 2,368 bytes"), "{text}");
+    assert!(text.contains("has more than the 2,368 bytes"), "{text}");
     let files = [
         ("train-images-idx3-ubyte.gz", gz(&long)),
         (LABELS, labels(3)),
     ];
-    assert!(refused(&files, ErrorKind::Data).contains("goes on after"));
+    assert!(refused(&files, ErrorKind::Data).contains("has more than the"));
     let mut trailing = gz(&images(3));
     trailing.extend(b"rubbish, more than the ten bytes of a gzip header");
     let files = [
@@ -324,7 +324,7 @@ fn absurd_headers_allocate_nothing() {
     };
     for packed in [false, true] {
         let text = with([u32::MAX, 1024, 1024], packed);
-        assert!(text.contains("the header promises"), "{text}");
+        assert!(text.contains("its header describes"), "{text}");
         assert!(with([u32::MAX, u32::MAX, u32::MAX], packed).contains("not MNIST"));
         assert!(with([0, 28, 28], packed).contains("not MNIST"));
         assert!(with([3, 0, 28], packed).contains("not MNIST"));
@@ -341,7 +341,7 @@ fn absurd_headers_allocate_nothing() {
 fn images_and_labels_must_belong_together() {
     let text = refused(&[(IMAGES, images(3)), (LABELS, labels(4))], ErrorKind::Data);
     assert!(
-        text.contains("holds 3 images") && text.contains("4 labels"),
+        text.contains("has 3 images") && text.contains("4 labels"),
         "{text}"
     );
     let mut wrong = labels(3);

@@ -42,11 +42,11 @@ fn pickles_that_do_something_else_are_refused() {
         (b"\x80\x01.", "protocol 1"),
         (b"\x80\x02N", "it ends early"),
         (b"\x80\x02N.N", "1 bytes follow its end"),
-        (b"\x80\x02NN.", "1 objects are left over"),
-        (b"\x80\x02(.", "a mark for an object"),
+        (b"\x80\x02NN.", "1 objects are left on the stack"),
+        (b"\x80\x02(.", "a mark as an object"),
         (b"\x80\x02.", "an empty stack"),
-        (b"\x80\x02t.", "a mark that was never set"),
-        (b"\x80\x02q\x01.", "where none is"),
+        (b"\x80\x02t.", "a mark that is not on the stack"),
+        (b"\x80\x02q\x01.", "it needs an object on the stack"),
         (b"\x80\x02}K\x01a.", "appends to a dict"),
         (b"\x80\x02]K\x01K\x02s.", "sets items of a list"),
         (b"\x80\x02}(K\x01u.", "has no value"),
@@ -57,7 +57,7 @@ fn pickles_that_do_something_else_are_refused() {
         (b"\x80\x02\x8a\x09123456789.", "an int of 9 bytes"),
         (b"\x80\x02cno end", "has no end"),
         (b"\x80\x02NQ.", "a persistent id is None"),
-        (b"\x80\x02(NNNNNtQ.", "holds something else"),
+        (b"\x80\x02(NNNNNtQ.", "is not ('storage'"),
         (
             b"\x80\x02(X\x07\0\0\0storagectorch\nFloatStorage\nX\x04\0\0\0../0X\x03\0\0\0cpuK\x06tQ.",
             "\"../0\"",
@@ -69,7 +69,7 @@ fn pickles_that_do_something_else_are_refused() {
         (
             b"\x80\x02(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x06tq\0Q\
               (X\x07\0\0\0storagectorch\nIntStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x06tQ.",
-            "6 elements of int32 here and 24 bytes of float32 before",
+            "6 elements of int32 here, but 24 bytes of float32 before",
         ),
     ] {
         let text = why(pickle);
@@ -126,10 +126,10 @@ fn archives_that_mislead_are_refused() {
     for (entries, reason) in [
         (
             with(&[("a/version", b"3\n")]),
-            "entry a/version is there twice",
+            "entry a/version appears twice",
         ),
-        (with(&[("b/x", b"")]), "entry \"b/x\" lies outside of a/"),
-        (with(&[("a/b/../c", b"")]), "lies outside of a/"),
+        (with(&[("b/x", b"")]), "entry \"b/x\" is outside of a/"),
+        (with(&[("a/b/../c", b"")]), "is outside of a/"),
         (
             with(&[("b/data.pkl", b"\x80\x02}.")]),
             "exactly one <folder>/data.pkl",
@@ -195,7 +195,7 @@ fn directories_that_lie_are_refused() {
     assert!(
         read(&huge)
             .unwrap_err()
-            .contains("promises 2147483647 bytes")
+            .contains("announces 2147483647 bytes")
     );
     // A directory that counts one entry more, or less, than it has.
     for count in [1u8, 3] {
@@ -203,7 +203,7 @@ fn directories_that_lie_are_refused() {
         let end = bytes.len() - 22;
         bytes[end + 8] = count;
         bytes[end + 10] = count;
-        assert!(read(&bytes).unwrap_err().contains("that it promises"));
+        assert!(read(&bytes).unwrap_err().contains("that it announces"));
     }
 }
 

@@ -201,7 +201,7 @@ fn every_bad_file_is_refused_by_name() {
         ("huge_shape_overflow", "more elements than can be counted"),
         ("legacy_format", "format from before 2020"),
         ("list_into_itself", "a persistent id is a list"),
-        ("memo_missing", "it recalls object 5"),
+        ("memo_missing", "it gets memo entry 5"),
         ("missing_storage", "no entry data/3"),
         ("negative_offset", "the offset of a tensor is -1"),
         ("negative_stride", "the strides of a tensor contain -1"),
@@ -217,7 +217,7 @@ fn every_bad_file_is_refused_by_name() {
         ("stack_empty", "an empty stack"),
         (
             "storage_length_differs",
-            "of 36 bytes, and entry data/0 has 24",
+            "of 36 bytes, but entry data/0 has 24",
         ),
         ("truncated_file", "it has 546 bytes and may be truncated"),
         (

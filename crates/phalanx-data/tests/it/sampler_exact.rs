@@ -188,7 +188,7 @@ fn impossible_settings_are_refused() {
         samples: 6,
     };
     let error = sampler.resume(beyond).unwrap_err();
-    assert!(error.to_string().contains("6 samples; it has 5"), "{error}");
+    assert!(error.to_string().contains("6 samples: it has 5"), "{error}");
     assert!(sampler.epochs(beyond).is_err());
 }
 

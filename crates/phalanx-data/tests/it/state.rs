@@ -99,7 +99,7 @@ fn a_training_goes_on_as_if_it_had_not_stopped() {
             optimizer.step(&mut params, &grads).unwrap();
         }
         let more = vec![("error".to_owned(), vec![0.1, -0.0, f32::MAX])];
-        let taken = snapshot(&params, optimizer.as_ref(), 3).with_more(more.clone());
+        let taken = snapshot(&params, optimizer.as_ref(), 3).with_extra(more.clone());
         folder.save(&taken).unwrap();
 
         let (state, damaged) = folder.newest().unwrap();
@@ -110,8 +110,8 @@ fn a_training_goes_on_as_if_it_had_not_stopped() {
         let updates = BTreeMap::from([("conv.bias".to_owned(), 2)]);
         assert_eq!(state.manifest().optimizer_updates, updates);
         assert_eq!(state.manifest().progress, json!({"accuracies": [0.5]}));
-        assert_eq!(state.more("error", 3).unwrap(), more[0].1);
-        let error = state.more("error", 4).unwrap_err().to_string();
+        assert_eq!(state.extra("error", 3).unwrap(), more[0].1);
+        let error = state.extra("error", 4).unwrap_err().to_string();
         assert!(error.contains("more.error is F32 of shape [3]"), "{error}");
         let mut resumed = model(-1.0);
         let mut theirs = optimizers(&resumed).swap_remove(kind);
@@ -177,7 +177,7 @@ fn another_model_or_optimizer_is_refused() {
     assert!(
         error
             .to_string()
-            .contains("4 tensors of a model, this model has 1"),
+            .contains("4 tensors of a model, but this model has 1"),
         "{error}"
     );
 }
@@ -347,7 +347,7 @@ fn damaged_checkpoints_are_passed_over_by_name() {
         ("step-000000005.safetensors", "it may be truncated"),
         ("step-000000004.safetensors", "is damaged: its SHA-256"),
         ("step-000000003.safetensors", "no checkpoint"),
-        ("step-000000002.json", "does not lie beside it"),
+        ("step-000000002.json", "is not in the same folder"),
     ];
     assert_eq!(damaged.len(), reasons.len());
     for (text, (file, reason)) in damaged.iter().zip(reasons) {

@@ -97,9 +97,9 @@ pub fn join(
     let total = info.nodes;
     // Until all are here the meeting's deadline holds for every question.
     let left = deadline.saturating_duration_since(Instant::now());
-    store.set_answer_limit(left.clamp(LAST_WORDS, ANSWER_LIMIT));
+    store.set_response_timeout(left.clamp(LAST_WORDS, ANSWER_LIMIT));
     // Without them a request opens one.
-    let _ = store.reserve(ASKING_THREADS);
+    let _ = store.reserve_connections(ASKING_THREADS);
     // Before the entry, with which the others begin to count on us.
     let mut will = match me {
         // Its store would die with it.
@@ -137,7 +137,7 @@ pub fn join(
     // From here on the others count on us: a failure must reach them.
     match nodes.gather(total, &info, started, deadline, &mut interrupted) {
         Ok(infos) => {
-            nodes.store.set_answer_limit(ANSWER_LIMIT);
+            nodes.store.set_response_timeout(ANSWER_LIMIT);
             nodes.infos = infos;
             Ok(nodes)
         }
@@ -183,7 +183,7 @@ fn connect(
         .spawn(move || {
             let left = deadline.saturating_duration_since(Instant::now());
             let left = left.max(Duration::from_millis(20));
-            let store = TcpStore::connect_telling(&to, token, left, |error| {
+            let store = TcpStore::connect_with(&to, token, left, |error| {
                 *failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
             });
             // Nobody listens after an interrupt.
@@ -423,7 +423,7 @@ impl Nodes {
         if self.out_of_reach.load(Ordering::Relaxed) {
             return None;
         }
-        self.store.set_answer_limit(LAST_WORDS);
+        self.store.set_response_timeout(LAST_WORDS);
         match ask(&self.store) {
             Ok(answer) => Some(answer),
             Err(_) => {

@@ -1,4 +1,4 @@
-//! The file store's log, from a file that somebody else has written.
+//! Fuzz target: the file store's log.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -9,11 +9,11 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use super::log;
 use crate::table::{Limits, Table};
 
-/// Small, so that they are met.
+/// Small limits, so that they are reached.
 const LIMITS: Limits = Limits::new(16, 4096);
 
-/// `data` as a whole file, and as the records behind a sound header: under
-/// the checksums that it has, and under right ones.
+/// `data` as a whole file, and as the records behind a valid header: with its own
+/// checksums, and with correct ones.
 pub(crate) fn log(data: &[u8]) {
     if let Ok(fd) = memfd_create("phalanx-fuzz", MemfdFlags::CLOEXEC) {
         let file = File::from(fd);
@@ -24,7 +24,7 @@ pub(crate) fn log(data: &[u8]) {
                     Some(&log::header(id)[..])
                 );
             }
-            // Never over something that is no store.
+            // A file that is not a store is never overwritten.
             if log::start(&file, "the file").is_ok() {
                 assert!(data.is_empty() || data.starts_with(b"PHXSTORE"));
             }
@@ -64,7 +64,7 @@ pub(crate) fn log_seeds() -> Vec<Vec<u8>> {
         },
         Request::Delete { key: "rank/0" },
         Request::DeletePrefix { prefix: "rank" },
-        // No change: refused.
+        // Not a change: refused.
         Request::TryGet { key: "rank/0" },
     ];
     let mut seeds = vec![log::header(7).to_vec()];

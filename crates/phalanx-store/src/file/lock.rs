@@ -1,8 +1,7 @@
 //! File locks with a deadline.
 //!
-//! They belong to the open file, not to the process, so several members
-//! within one process exclude each other too, and they vanish with the
-//! process.
+//! A lock belongs to the open file, so several members in one process exclude each
+//! other too. The system releases it when the process ends.
 
 use std::fs::{File, TryLockError};
 use std::time::{Duration, Instant};
@@ -14,33 +13,33 @@ const FIRST_PAUSE: Duration = Duration::from_micros(50);
 /// Longest pause between attempts.
 const LONGEST_PAUSE: Duration = Duration::from_millis(5);
 
-/// Locks against everyone.
-pub(super) fn exclusive(file: &File, place: &str, within: Duration) -> Result<()> {
-    retry(place, within, || file.try_lock())
+/// Takes the exclusive lock.
+pub(super) fn exclusive(file: &File, location: &str, within: Duration) -> Result<()> {
+    retry(location, within, || file.try_lock())
 }
 
-/// Locks against [`exclusive`].
-pub(super) fn shared(file: &File, place: &str, within: Duration) -> Result<()> {
-    retry(place, within, || file.try_lock_shared())
+/// Takes the shared lock.
+pub(super) fn shared(file: &File, location: &str, within: Duration) -> Result<()> {
+    retry(location, within, || file.try_lock_shared())
 }
 
-/// Locks against everyone if nobody holds a lock now; says whether it did.
-pub(super) fn try_exclusive(file: &File, place: &str) -> Result<bool> {
+/// Takes the exclusive lock if no lock is held. Returns whether it did.
+pub(super) fn try_exclusive(file: &File, location: &str) -> Result<bool> {
     match file.try_lock() {
         Ok(()) => Ok(true),
         Err(TryLockError::WouldBlock) => Ok(false),
-        Err(TryLockError::Error(e)) => Err(Error::io(format_args!("locking {place}"), e)),
+        Err(TryLockError::Error(e)) => Err(Error::io(format_args!("locking {location}"), e)),
     }
 }
 
-/// Lets go.
-pub(super) fn release(file: &File, place: &str) -> Result<()> {
+/// Releases the lock.
+pub(super) fn release(file: &File, location: &str) -> Result<()> {
     file.unlock()
-        .map_err(|e| Error::io(format_args!("unlocking {place}"), e))
+        .map_err(|e| Error::io(format_args!("unlocking {location}"), e))
 }
 
 fn retry(
-    place: &str,
+    location: &str,
     within: Duration,
     attempt: impl Fn() -> Result<(), TryLockError>,
 ) -> Result<()> {
@@ -57,12 +56,12 @@ fn retry(
                 return Err(Error::new(
                     ErrorKind::NoAnswer,
                     format!(
-                        "{place} has been locked by another process for {within:.1?}: is that process stopped?"
+                        "{location} has been locked by another process for {within:.1?}; is that process stopped?"
                     ),
                 ));
             }
             Err(TryLockError::Error(e)) => {
-                return Err(Error::io(format_args!("locking {place}"), e));
+                return Err(Error::io(format_args!("locking {location}"), e));
             }
         }
     }

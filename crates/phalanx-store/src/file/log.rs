@@ -1,10 +1,10 @@
-//! The bytes of a store file: a header and a log of changes.
+//! Format of a store file: a header and a log of changes.
 //!
 //! | bytes | header |
 //! |---|---|
 //! | 0..8 | magic `PHXSTORE` |
 //! | 8..12 | version |
-//! | 12..20 | id: random, new for every life of the file |
+//! | 12..20 | id: random, new whenever the file is started |
 //! | 20..24 | CRC-32C of bytes 0..20 |
 //!
 //! A record is the CRC-32C of what follows it, then a change as
@@ -19,7 +19,7 @@ use phalanx_wire::store_msg::{LENGTH_BYTES, Request, request_bytes};
 use crate::table::Table;
 use crate::{Error, ErrorKind, Result};
 
-/// Where the log begins.
+/// Length of the header; the log follows it.
 pub(super) const HEADER_BYTES: u64 = 24;
 
 const MAGIC: [u8; 8] = *b"PHXSTORE";
@@ -37,31 +37,31 @@ pub(super) fn header(id: u64) -> [u8; HEADER_BYTES as usize] {
     out
 }
 
-fn corrupt(place: &str, what: impl std::fmt::Display) -> Error {
-    Error::new(ErrorKind::Corrupt, format!("{place} {what}"))
+fn corrupt(location: &str, what: impl std::fmt::Display) -> Error {
+    Error::new(ErrorKind::Corrupt, format!("{location} {what}"))
 }
 
-/// A record that ends before it should.
-pub(super) fn truncated(place: &str, at: u64) -> Error {
+/// Error for a record that ends too early.
+pub(super) fn truncated(location: &str, at: u64) -> Error {
     corrupt(
-        place,
+        location,
         format_args!(
-            "ends in the middle of the record at byte {at}: a member died while it wrote, or the disk is full; end the job and start it anew"
+            "ends in the middle of the record at byte {at}: a member died while writing, or the disk is full; end the job and start it again"
         ),
     )
 }
 
-/// Begins a new life of the file, and returns its id. A file that is not
-/// empty and no store is left alone: the user has named the wrong file.
-pub(super) fn start(file: &File, place: &str) -> Result<u64> {
-    let fail = |e| Error::io(format_args!("writing {place}"), e);
+/// Starts an empty store in the file and returns its id. A file that is neither
+/// empty nor a store is not changed: the user has named the wrong file.
+pub(super) fn start(file: &File, location: &str) -> Result<u64> {
+    let fail = |e| Error::io(format_args!("writing {location}"), e);
     let length = file.metadata().map_err(fail)?.len();
     if length > 0 {
         let mut magic = [0; MAGIC.len()];
         if file.read_exact_at(&mut magic, 0).is_err() || magic != MAGIC {
             return Err(corrupt(
-                place,
-                "holds something else than a store; it was left alone, name another file",
+                location,
+                "is not a store file and was not changed; name another file",
             ));
         }
     }
@@ -77,24 +77,24 @@ pub(super) fn start(file: &File, place: &str) -> Result<u64> {
 }
 
 /// Checks the header and returns the id.
-pub(super) fn read_header(file: &File, place: &str) -> Result<u64> {
+pub(super) fn read_header(file: &File, location: &str) -> Result<u64> {
     let mut found = [0; HEADER_BYTES as usize];
     file.read_exact_at(&mut found, 0).map_err(|e| {
         if e.kind() == std::io::ErrorKind::UnexpectedEof {
-            corrupt(place, "is too short to be a store")
+            corrupt(location, "is too short for a store file")
         } else {
-            Error::io(format_args!("reading {place}"), e)
+            Error::io(format_args!("reading {location}"), e)
         }
     })?;
     if found[..8] != MAGIC {
-        return Err(corrupt(place, "holds something else than a store"));
+        return Err(corrupt(location, "is not a store file"));
     }
     let mut version = [0; 4];
     version.copy_from_slice(&found[8..12]);
     let version = u32::from_le_bytes(version);
     if version != VERSION {
         return Err(corrupt(
-            place,
+            location,
             format_args!(
                 "has format {version}, this build reads {VERSION}: run the same phalanx version everywhere"
             ),
@@ -104,12 +104,12 @@ pub(super) fn read_header(file: &File, place: &str) -> Result<u64> {
     id.copy_from_slice(&found[12..20]);
     let id = u64::from_le_bytes(id);
     if found != header(id) {
-        return Err(corrupt(place, "has a damaged header"));
+        return Err(corrupt(location, "has a damaged header"));
     }
     Ok(id)
 }
 
-/// One record, ready to be appended.
+/// Encodes one record.
 pub(super) fn encode(request: &Request<'_>) -> Result<Vec<u8>, phalanx_wire::Error> {
     let mut record = vec![0; CRC_BYTES];
     request.encode(&mut record)?;
@@ -118,16 +118,16 @@ pub(super) fn encode(request: &Request<'_>) -> Result<Vec<u8>, phalanx_wire::Err
     Ok(record)
 }
 
-/// A record that was read.
+/// A decoded record.
 pub(super) struct Record<'a> {
     pub(super) request: Request<'a>,
     /// Its length in the log.
     pub(super) bytes: usize,
 }
 
-/// The record at the head of `bytes`, or `None` if more bytes are needed.
-/// `at` is its place in the file, for messages.
-pub(super) fn next<'a>(bytes: &'a [u8], place: &str, at: u64) -> Result<Option<Record<'a>>> {
+/// Decodes the record at the start of `bytes`; `None` if more bytes are needed.
+/// `at` is its offset in the file, for messages.
+pub(super) fn next<'a>(bytes: &'a [u8], location: &str, at: u64) -> Result<Option<Record<'a>>> {
     let Some((crc, rest)) = bytes.split_first_chunk::<CRC_BYTES>() else {
         return Ok(None);
     };
@@ -136,9 +136,9 @@ pub(super) fn next<'a>(bytes: &'a [u8], place: &str, at: u64) -> Result<Option<R
     };
     let damaged = |why: &dyn std::fmt::Display| {
         corrupt(
-            place,
+            location,
             format_args!(
-                "has a damaged record at byte {at} ({why}): end the job, remove the file, start anew"
+                "has a damaged record at byte {at} ({why}): end the job, remove the file and start again"
             ),
         )
     };
@@ -156,12 +156,17 @@ pub(super) fn next<'a>(bytes: &'a [u8], place: &str, at: u64) -> Result<Option<R
     }))
 }
 
-/// Applies a change that another member has made.
-pub(super) fn apply(table: &mut Table, request: &Request<'_>, place: &str, at: u64) -> Result<()> {
+/// Applies a change of another member.
+pub(super) fn apply(
+    table: &mut Table,
+    request: &Request<'_>,
+    location: &str,
+    at: u64,
+) -> Result<()> {
     match request {
         Request::Set { key, value } => table
             .set(key, value)
-            .map_err(|failure| Error::failed(place, key, failure)),
+            .map_err(|failure| Error::failed(location, key, failure)),
         Request::Delete { key } => {
             table.delete(key);
             Ok(())
@@ -171,7 +176,7 @@ pub(super) fn apply(table: &mut Table, request: &Request<'_>, place: &str, at: u
             Ok(())
         }
         _ => Err(corrupt(
-            place,
+            location,
             format_args!("has a record at byte {at} that is not a change"),
         )),
     }

@@ -1,21 +1,18 @@
-//! A store in one file that several processes share.
+//! A store in a file that several processes share.
 //!
-//! The file is a log of changes ([`log`]); each member replays what the others
-//! have appended since it last looked. Two locks keep order, both of the kind
-//! that the system releases when a process dies:
+//! The file is a log of changes ([`log`]); each member replays the changes that the
+//! others have appended. There are two locks, which the system releases when a
+//! process dies:
 //!
-//! * the data file, locked exclusively around every change and shared around
-//!   every look;
-//! * a sibling `NAME.lock`, locked shared by every member for its whole life.
-//!   Whoever opens the store and finds no member alive starts afresh, so that
-//!   the remains of a crashed job are never taken for keys of this one; the
-//!   last member to leave removes both files. Both are decided while the data
-//!   file is locked.
+//! * the data file, locked exclusively for every change and shared for every read;
+//! * a file `NAME.lock` beside it, locked shared by every member until it ends. A
+//!   member that opens the store and finds no other starts an empty store, so keys
+//!   of a crashed job are never used; the last member to leave removes both files.
+//!   Both happen while the data file is locked.
 //!
-//! *Guaranteed:* changes are atomic among processes that honour the locks, and
-//! a file that is damaged or replaced is an error that says so. *Not
-//! guaranteed:* survival of a power failure, as a rendezvous does not outlive
-//! its job.
+//! *Guaranteed:* changes are atomic among processes that use the locks, and a
+//! damaged or replaced file is an error. *Not guaranteed:* survival of a power
+//! failure.
 
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
@@ -35,35 +32,34 @@ use rustix::io::Errno;
 use crate::table::{Limits, Table};
 use crate::{Error, ErrorKind, Result, Store};
 
-/// Longest time that another process may hold a lock: one operation takes
-/// microseconds, so this means a stopped process or a broken network disk.
-const LOCK_WITHIN: Duration = Duration::from_secs(10);
+/// Timeout for a lock. An operation takes microseconds, so a longer wait means a
+/// stopped process or a broken network file system.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// First pause between looks for a missing key...
+/// First pause between two reads for a missing key...
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
-/// ...which grows to this.
+/// ...which grows up to this.
 const LONGEST_PAUSE: Duration = Duration::from_millis(10);
 
 /// Bytes replayed at once.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// A log longer than this, and several times longer than what it holds, is
-/// written anew.
+/// A log is rewritten when it is longer than this, and [`COMPACT_RATIO`] times as
+/// long as its keys and values.
 const COMPACT_ABOVE_BYTES: u64 = 8 << 20;
-/// How many times longer.
+/// See [`COMPACT_ABOVE_BYTES`].
 const COMPACT_RATIO: u64 = 4;
 
 /// A store in a file that several processes share, on one host or on a
 /// network file system with working locks.
 ///
-/// Waits look at the file every few milliseconds. Who may read and write the
-/// file (mode 0600 when the store creates it) may read and write the store:
-/// there is no token.
+/// Waits read the file every few milliseconds. There is no token: access to the
+/// file (mode 0600 when the store creates it) is access to the store.
 #[derive(Debug)]
 pub struct FileStore {
     path: PathBuf,
-    /// As errors name it.
-    place: String,
+    /// Name of the store in messages.
+    location: String,
     /// Locked shared as long as this member lives.
     members: File,
     inner: Mutex<Inner>,
@@ -72,83 +68,82 @@ pub struct FileStore {
 #[derive(Debug)]
 struct Inner {
     file: File,
-    /// Tells this life of the file from the next.
+    /// Identifies this start of the file.
     id: u64,
     table: Table,
-    /// Bytes of the log that `table` reflects.
+    /// Number of bytes of the log that are applied to `table`.
     at: u64,
 }
 
-/// Whether a path still leads to an open file.
+/// Whether a path still refers to an open file.
 #[derive(PartialEq, Eq)]
-enum Leads {
+enum PathState {
     Same,
     Other,
     Gone,
 }
 
 impl FileStore {
-    /// Opens the store at `path`, creating it if there is none, and joining it
-    /// if other members are there. What is left of members that have all
-    /// ended is discarded.
+    /// Opens the store at `path`. Creates it if it does not exist, and joins it if
+    /// it has members. Keys of members that have all ended are discarded.
     ///
     /// # Errors
-    /// [`ErrorKind::Corrupt`] when the file is something else than a store (it
-    /// is left alone) or is damaged while members are alive;
+    /// [`ErrorKind::Corrupt`] when the file is not a store file (it is not changed)
+    /// or is damaged while it has members;
     /// [`ErrorKind::NoAnswer`] when another process holds a lock for 10 s;
     /// [`ErrorKind::Io`].
     pub fn open(path: impl AsRef<Path>) -> Result<FileStore> {
         Self::open_with(path, Limits::default())
     }
 
-    /// As [`open`](Self::open), with other limits; all members must give the same.
+    /// As [`open`](Self::open), with other limits. All members must use the same ones.
     ///
     /// # Errors
     /// As [`open`](Self::open).
     pub fn open_with(path: impl AsRef<Path>, limits: Limits) -> Result<FileStore> {
         let path = path.as_ref().to_owned();
-        let place = format!("the store file {}", path.display());
+        let location = format!("the store file {}", path.display());
         let lock_path = lock_path(&path);
         let start = Instant::now();
         loop {
-            if start.elapsed() >= LOCK_WITHIN {
+            if start.elapsed() >= LOCK_TIMEOUT {
                 return Err(Error::new(
                     ErrorKind::Timeout,
                     format!(
-                        "{place} was replaced again and again for {LOCK_WITHIN:?}: does something clean up that folder?"
+                        "{location} was replaced repeatedly for {LOCK_TIMEOUT:?}; does another program clean up its folder?"
                     ),
                 ));
             }
             let members = open_file(&lock_path)?;
             let file = open_file(&path)?;
-            lock::exclusive(&file, &place, LOCK_WITHIN)?;
+            lock::exclusive(&file, &location, LOCK_TIMEOUT)?;
             // The last member of another life may have removed the files
             // after we opened them: what we hold then is nobody else's.
-            if leads_to(&path, &file)? != Leads::Same
-                || leads_to(&lock_path, &members)? != Leads::Same
+            if path_state(&path, &file)? != PathState::Same
+                || path_state(&lock_path, &members)? != PathState::Same
             {
                 continue;
             }
-            let alone = lock::try_exclusive(&members, &place)?;
+            let alone = lock::try_exclusive(&members, &location)?;
             let id = if alone {
-                let id = log::start(&file, &place)?;
-                lock::release(&members, &place)?;
+                let id = log::start(&file, &location)?;
+                lock::release(&members, &location)?;
                 id
             } else {
-                log::read_header(&file, &place)?
+                log::read_header(&file, &location)?
             };
-            lock::shared(&members, &place, LOCK_WITHIN)?;
+            lock::shared(&members, &location, LOCK_TIMEOUT)?;
             let mut inner = Inner {
                 file,
                 id,
                 table: Table::new(limits),
                 at: log::HEADER_BYTES,
             };
-            inner.replay(&place)?;
-            lock::release(&inner.file, &place)?;
+            inner.replay(&location)?;
+            lock::release(&inner.file, &location)?;
             return Ok(FileStore {
                 path,
-                place,
+                location,
                 members,
                 inner: Mutex::new(inner),
             });
@@ -160,31 +155,31 @@ impl FileStore {
         &self.path
     }
 
-    /// Runs `act` on the up-to-date table with the file locked.
+    /// Locks the file, updates the table and runs `act` on it.
     fn locked<T>(&self, change: bool, act: impl FnOnce(&mut Inner) -> Result<T>) -> Result<T> {
         let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
         let start = Instant::now();
         loop {
-            let left = LOCK_WITHIN.saturating_sub(start.elapsed());
+            let left = LOCK_TIMEOUT.saturating_sub(start.elapsed());
             if change {
-                lock::exclusive(&inner.file, &self.place, left)?;
+                lock::exclusive(&inner.file, &self.location, left)?;
             } else {
-                lock::shared(&inner.file, &self.place, left)?;
+                lock::shared(&inner.file, &self.location, left)?;
             }
-            match leads_to(&self.path, &inner.file)? {
-                Leads::Same => break,
-                Leads::Gone => {
-                    lock::release(&inner.file, &self.place)?;
+            match path_state(&self.path, &inner.file)? {
+                PathState::Same => break,
+                PathState::Gone => {
+                    lock::release(&inner.file, &self.location)?;
                     return Err(Error::new(
                         ErrorKind::Corrupt,
-                        format!("{} was removed while it was in use", self.place),
+                        format!("{} was removed while in use", self.location),
                     ));
                 }
-                // Another member has written the log anew, or a stranger has
-                // put a file there; the header tells which.
-                Leads::Other => {
+                // Another member has rewritten the log, or another program has
+                // put a file there; the header shows which.
+                PathState::Other => {
                     let file = open_file(&self.path)?;
-                    lock::release(&inner.file, &self.place)?;
+                    lock::release(&inner.file, &self.location)?;
                     inner.file = file;
                     inner.table.clear();
                     inner.at = 0;
@@ -192,20 +187,19 @@ impl FileStore {
             }
         }
         let result = inner
-            .refresh(&self.place)
+            .refresh(&self.location)
             .and_then(|()| act(&mut inner))
             .and_then(|value| {
                 if change {
-                    inner.compact_if_long(&self.path, &self.place)?;
+                    inner.compact_if_long(&self.path, &self.location)?;
                 }
                 Ok(value)
             });
-        lock::release(&inner.file, &self.place)?;
+        lock::release(&inner.file, &self.location)?;
         result
     }
 
-    /// Looks again and again until all keys are there at once; then returns
-    /// what `take` finds in the table.
+    /// Waits until all keys exist at once; then returns `take` of the table.
     fn wait_for<T>(
         &self,
         keys: &[&str],
@@ -215,7 +209,7 @@ impl FileStore {
         let start = Instant::now();
         let mut pause = FIRST_PAUSE;
         loop {
-            // Before the look: a key that came just in time is seen.
+            // Before reading, so that a key that appears just in time is found.
             let left = timeout.saturating_sub(start.elapsed());
             let found = self.locked(false, |inner| {
                 let missing = inner.table.missing(keys.iter().copied());
@@ -227,7 +221,7 @@ impl FileStore {
             match found {
                 Ok(value) => return Ok(value),
                 Err(missing) if left.is_zero() => {
-                    return Err(Error::missing(&self.place, keys.len(), timeout, missing));
+                    return Err(Error::missing(&self.location, keys.len(), timeout, missing));
                 }
                 Err(_) => {}
             }
@@ -240,53 +234,51 @@ impl FileStore {
         request.check().map_err(|e| Error::bad_request(key, e))
     }
 
-    /// Stores one value: into the file first, then into the table.
+    /// Stores a value in the file, then in the table.
     fn put(&self, inner: &mut Inner, key: &str, value: &[u8]) -> Result<()> {
         inner
             .table
             .check_set(key, value)
-            .map_err(|failure| Error::failed(&self.place, key, failure))?;
-        inner.append(&Request::Set { key, value }, &self.place)?;
+            .map_err(|failure| Error::failed(&self.location, key, failure))?;
+        inner.append(&Request::Set { key, value }, &self.location)?;
         inner
             .table
             .set(key, value)
-            .map_err(|failure| Error::failed(&self.place, key, failure))
+            .map_err(|failure| Error::failed(&self.location, key, failure))
     }
 }
 
 impl Inner {
-    /// Catches up with what others have appended.
-    fn refresh(&mut self, place: &str) -> Result<()> {
+    /// Applies the changes that other members have appended.
+    fn refresh(&mut self, location: &str) -> Result<()> {
         if self.at == 0 {
-            let id = log::read_header(&self.file, place)?;
+            let id = log::read_header(&self.file, location)?;
             if id != self.id {
                 return Err(Error::new(
                     ErrorKind::Corrupt,
-                    format!(
-                        "{place} was replaced by that of another job: give each job a file of its own"
-                    ),
+                    format!("{location} was replaced by another job; give each job its own file"),
                 ));
             }
             self.at = log::HEADER_BYTES;
         }
-        self.replay(place)
+        self.replay(location)
     }
 
-    fn replay(&mut self, place: &str) -> Result<()> {
+    fn replay(&mut self, location: &str) -> Result<()> {
         let meta = self.file.metadata();
-        let end = meta.map_err(|e| Error::io(place, e))?.len();
+        let end = meta.map_err(|e| Error::io(location, e))?.len();
         if end < self.at {
             return Err(Error::new(
                 ErrorKind::Corrupt,
                 format!(
-                    "{place} was truncated from {} to {end} bytes while it was in use",
+                    "{location} was truncated from {} to {end} bytes while in use",
                     self.at
                 ),
             ));
         }
         let mut buffer = Vec::new();
-        // Where the next read begins; what lies between `self.at` and here is
-        // the incomplete record in the buffer.
+        // Offset of the next read. The bytes from `self.at` to here are the
+        // incomplete record in the buffer.
         let mut read_at = self.at;
         while read_at < end {
             let want = usize::try_from(end - read_at)
@@ -296,59 +288,57 @@ impl Inner {
             buffer.resize(have + want, 0);
             self.file
                 .read_exact_at(&mut buffer[have..], read_at)
-                .map_err(|e| Error::io(format_args!("reading {place}"), e))?;
+                .map_err(|e| Error::io(format_args!("reading {location}"), e))?;
             read_at += want as u64;
             let mut used = 0;
-            while let Some(record) = log::next(&buffer[used..], place, self.at)? {
-                log::apply(&mut self.table, &record.request, place, self.at)?;
+            while let Some(record) = log::next(&buffer[used..], location, self.at)? {
+                log::apply(&mut self.table, &record.request, location, self.at)?;
                 used += record.bytes;
                 self.at += record.bytes as u64;
             }
             buffer.drain(..used);
         }
         if !buffer.is_empty() {
-            return Err(log::truncated(place, self.at));
+            return Err(log::truncated(location, self.at));
         }
         Ok(())
     }
 
-    /// Appends one record, or nothing: a record that does not fit on the disk
-    /// is cut off again.
-    fn append(&mut self, request: &Request<'_>, place: &str) -> Result<()> {
+    /// Appends one record. A record that does not fit on the disk is removed again.
+    fn append(&mut self, request: &Request<'_>, location: &str) -> Result<()> {
         let record = log::encode(request).map_err(|e| {
-            Error::new(ErrorKind::Internal, format!("writing {place}: {e}")).caused_by(e)
+            Error::new(ErrorKind::Internal, format!("writing {location}: {e}")).caused_by(e)
         })?;
         if let Err(e) = self.file.write_all_at(&record, self.at) {
-            // Should this fail as well, the next look finds the half record
-            // and says so.
+            // If this fails as well, the next read reports the incomplete record.
             let _ = self.file.set_len(self.at);
-            return Err(Error::io(format_args!("writing {place}"), e));
+            return Err(Error::io(format_args!("writing {location}"), e));
         }
         self.at += record.len() as u64;
         Ok(())
     }
 
-    /// Writes a long log anew: into a sibling that then takes its name, so
-    /// that a process killed here leaves the old log whole.
-    fn compact_if_long(&mut self, path: &Path, place: &str) -> Result<()> {
+    /// Rewrites a long log: into a second file that is then renamed, so that a
+    /// process killed here leaves the old log intact.
+    fn compact_if_long(&mut self, path: &Path, location: &str) -> Result<()> {
         if self.at <= COMPACT_ABOVE_BYTES || self.at / COMPACT_RATIO <= self.table.bytes() {
             return Ok(());
         }
         let sibling = with_suffix(path, ".new");
-        let fail = |e| Error::io(format_args!("rewriting {place}"), e);
-        // A leftover of a killed process; nobody else writes here, as the
-        // caller holds the lock.
+        let fail = |e| Error::io(format_args!("rewriting {location}"), e);
+        // Left by a killed process. The caller holds the lock, so no other process
+        // writes it.
         let _ = std::fs::remove_file(&sibling);
-        let file = ours()
+        let file = own_file_options()
             .create_new(true)
             .open(&sibling)
             .map_err(|e| Error::io(format_args!("opening {}", sibling.display()), e))?;
-        lock::exclusive(&file, place, LOCK_WITHIN)?;
+        lock::exclusive(&file, location, LOCK_TIMEOUT)?;
         let mut bytes = log::header(self.id).to_vec();
         let mut at = 0;
         for (key, value) in self.table.iter() {
             let record = log::encode(&Request::Set { key, value }).map_err(|e| {
-                Error::new(ErrorKind::Internal, format!("rewriting {place}: {e}")).caused_by(e)
+                Error::new(ErrorKind::Internal, format!("rewriting {location}: {e}")).caused_by(e)
             })?;
             bytes.extend_from_slice(&record);
             if bytes.len() >= CHUNK_BYTES {
@@ -362,27 +352,27 @@ impl Inner {
         std::fs::rename(&sibling, path).map_err(fail)?;
         let old = std::mem::replace(&mut self.file, file);
         self.at = at;
-        lock::release(&old, place)
+        lock::release(&old, location)
     }
 }
 
 impl Drop for FileStore {
-    /// The last member removes the files. Whatever fails here leaves them to
-    /// the next job, which starts afresh.
+    /// The last member removes the files. If that fails, they remain, and the next
+    /// job starts an empty store.
     fn drop(&mut self) {
         let inner = self.inner.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let _ = lock::release(&self.members, &self.place);
-        if lock::exclusive(&inner.file, &self.place, Duration::from_secs(1)).is_err() {
+        let _ = lock::release(&self.members, &self.location);
+        if lock::exclusive(&inner.file, &self.location, Duration::from_secs(1)).is_err() {
             return;
         }
         let lock_path = lock_path(&self.path);
-        let ours = matches!(leads_to(&self.path, &inner.file), Ok(Leads::Same))
-            && matches!(leads_to(&lock_path, &self.members), Ok(Leads::Same));
-        if ours && matches!(lock::try_exclusive(&self.members, &self.place), Ok(true)) {
-            // In this order: whoever creates a new data file in between must
-            // find the lock that we still hold to be no longer the one at its
-            // path. The other way round it would take us for a live member and
-            // look for a header in its empty file.
+        let ours = matches!(path_state(&self.path, &inner.file), Ok(PathState::Same))
+            && matches!(path_state(&lock_path, &self.members), Ok(PathState::Same));
+        if ours && matches!(lock::try_exclusive(&self.members, &self.location), Ok(true)) {
+            // In this order: a process that creates a new data file in between
+            // must find another lock file than the one held here. Otherwise it
+            // would take this process for a live member and read a header from its
+            // empty file.
             let _ = std::fs::remove_file(&lock_path);
             let _ = std::fs::remove_file(&self.path);
         }
@@ -399,9 +389,9 @@ fn lock_path(path: &Path) -> PathBuf {
     with_suffix(path, ".lock")
 }
 
-/// How the store's own files are opened: for us alone, and never through a
-/// link, which in a folder that others may write leads where they like.
-fn ours() -> OpenOptions {
+/// Options for the store's own files: private, and never through a symbolic link,
+/// which other users could place in a shared folder.
+fn own_file_options() -> OpenOptions {
     let mut options = OpenOptions::new();
     options
         .read(true)
@@ -411,18 +401,18 @@ fn ours() -> OpenOptions {
     options
 }
 
-/// Opens or creates a file of the store. One that belongs to another user is
-/// refused: it would be that user's to change under us.
+/// Opens or creates a file of the store. A file of another user is refused, since
+/// that user could change it.
 fn open_file(path: &Path) -> Result<File> {
     let fail = |e| Error::io(format_args!("opening {}", path.display()), e);
-    let file = ours()
+    let file = own_file_options()
         .create(true)
         .truncate(false)
         .open(path)
         .map_err(|e| {
             if e.raw_os_error() == Some(Errno::LOOP.raw_os_error()) {
                 let why = format!(
-                    "{} is a symbolic link: name the file itself",
+                    "{} is a symbolic link; name the file itself",
                     path.display()
                 );
                 return Error::new(ErrorKind::Usage, why).caused_by(e);
@@ -437,7 +427,7 @@ fn open_file(path: &Path) -> Result<File> {
     let me = rustix::process::geteuid().as_raw();
     if about.uid() != me && me != 0 {
         let why = format!(
-            "{} belongs to user {}, and this is user {me}: name a file of your own",
+            "{} belongs to user {}, but this is user {me}; name your own file",
             path.display(),
             about.uid()
         );
@@ -446,24 +436,29 @@ fn open_file(path: &Path) -> Result<File> {
     Ok(file)
 }
 
-fn leads_to(path: &Path, file: &File) -> Result<Leads> {
-    let fail = |e| Error::io(format_args!("looking at {}", path.display()), e);
+fn path_state(path: &Path, file: &File) -> Result<PathState> {
+    let fail = |e| {
+        Error::io(
+            format_args!("reading the metadata of {}", path.display()),
+            e,
+        )
+    };
     let there = match std::fs::metadata(path) {
         Ok(there) => there,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Leads::Gone),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(PathState::Gone),
         Err(e) => return Err(fail(e)),
     };
     let here = file.metadata().map_err(fail)?;
     Ok(if there.ino() == here.ino() && there.dev() == here.dev() {
-        Leads::Same
+        PathState::Same
     } else {
-        Leads::Other
+        PathState::Other
     })
 }
 
 impl Store for FileStore {
-    fn place(&self) -> &str {
-        &self.place
+    fn location(&self) -> &str {
+        &self.location
     }
 
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
@@ -499,7 +494,7 @@ impl Store for FileStore {
             let sum = inner
                 .table
                 .sum(key, delta)
-                .map_err(|failure| Error::failed(&self.place, key, failure))?;
+                .map_err(|failure| Error::failed(&self.location, key, failure))?;
             self.put(inner, key, sum.to_string().as_bytes())?;
             Ok(sum)
         })
@@ -527,7 +522,7 @@ impl Store for FileStore {
             if !inner.table.contains(key) {
                 return Ok(false);
             }
-            inner.append(&request, &self.place)?;
+            inner.append(&request, &self.location)?;
             Ok(inner.table.delete(key))
         })
     }
@@ -536,7 +531,7 @@ impl Store for FileStore {
         let request = Request::DeletePrefix { prefix };
         self.checked(prefix, &request)?;
         self.locked(true, |inner| {
-            inner.append(&request, &self.place)?;
+            inner.append(&request, &self.location)?;
             Ok(inner.table.delete_prefix(prefix))
         })
     }

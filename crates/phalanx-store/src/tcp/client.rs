@@ -16,88 +16,85 @@ use super::socket::tune;
 use crate::auth;
 use crate::{Error, ErrorKind, Result, Store};
 
-/// How long a server may take to answer, beyond the wait that it was asked
-/// for, unless told otherwise: the deadline of control messages.
-const ANSWER_WITHIN: Duration = Duration::from_secs(10);
+/// Default timeout of a response, in addition to the timeout of a wait.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// First pause between attempts to connect; it doubles...
+/// First pause between two attempts to connect; it doubles...
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 /// ...up to this.
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
-/// Longest single attempt: a host that drops packets must not use up the time
-/// in which another address would have answered.
-const ATTEMPT_WITHIN: Duration = Duration::from_secs(3);
+/// Timeout of one attempt, so that a host that drops packets leaves time for other
+/// addresses.
+const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Longest wait of an attempt for the server's part of the handshake where the
-/// name has more addresses to try. With one address it lasts until the deadline:
-/// who leaves the queue of a busy server goes to its end.
-const GREETED_WITHIN: Duration = Duration::from_secs(8);
+/// Timeout of the handshake in one attempt where the name has several addresses.
+/// With one address it is the deadline: leaving the queue of a busy server means
+/// going to its end.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(8);
 
-/// A server that has another token, or says that it speaks another version, is
-/// believed when it does so for this long: it cannot prove it, and may be a
-/// stranger, or the server of the job before, in the place of ours.
-const BELIEVED_AFTER: Duration = Duration::from_secs(10);
+/// A token mismatch or another version is an error only after this time: until
+/// then, the server may be that of a previous job, or another program in its place.
+const MISMATCH_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Stands for "no deadline": longer than a server waits (49 days), and short
-/// enough to be added to a point in time.
-const FOREVER: Duration = Duration::from_secs(50 * 24 * 3600);
+/// Maximum timeout: longer than a server waits (49 days), and short enough to be
+/// added to an `Instant`.
+const MAX_TIMEOUT: Duration = Duration::from_secs(50 * 24 * 3600);
 
-/// Connections kept for the next caller; more are opened when more threads
-/// ask at once, and closed again.
-const IDLE_KEPT: usize = 8;
+/// Maximum number of idle connections. More are opened when more threads use the
+/// store at once, and closed again.
+const MAX_IDLE: usize = 8;
 
 /// A client of a [`TcpServer`](crate::TcpServer).
 ///
-/// Each thread that asks uses a connection for itself (they are kept and
-/// reused), so a thread that waits holds up no other. *Cost:* one round trip a
-/// call.
+/// Each call uses a connection of its own from a pool, so a thread that waits does
+/// not block others. *Cost:* one round trip per call.
 ///
-/// Connections that break are not re-established behind the caller's back:
-/// the server's memory is the store, and a new server would be an empty one.
+/// Broken connections are not reopened: the store is in the server's memory, so a
+/// new server would be empty.
 #[derive(Debug)]
 pub struct TcpStore {
-    /// As the caller gave it.
+    /// As given by the caller.
     addr: String,
-    /// As errors name it.
-    place: String,
+    /// Name of the store in messages.
+    location: String,
     token: Token,
     idle: Mutex<Vec<Connection>>,
-    /// Milliseconds that a server may take to answer.
-    answer_ms: AtomicU32,
+    /// Timeout of a response, in milliseconds.
+    response_ms: AtomicU32,
 }
 
-/// What is stored when this process ends; see
-/// [`Store::leave_will`]. Dropping it takes it back.
+/// A value that is stored when this process ends; see [`Store::leave_will`].
+/// Dropping it removes the will.
 #[derive(Debug)]
 pub struct Will {
     connection: Connection,
     key: String,
-    /// It is not taken back.
-    stands: bool,
+    /// Not to be removed on drop.
+    executed: bool,
 }
 
 impl Will {
-    /// Has it stored now, as if this process had ended.
+    /// Stores the value now, as if this process had ended.
     pub fn execute(mut self) {
-        self.stands = true;
+        self.executed = true;
     }
 }
 
 impl Drop for Will {
     fn drop(&mut self) {
-        if self.stands {
-            return; // the server sees the connection end
+        if self.executed {
+            return; // the server executes it when the connection closes
         }
         let Connection { stream, buffer, .. } = &mut self.connection;
         buffer.clear();
-        let back = Request::Will {
+        let remove = Request::Will {
             key: &self.key,
             value: None,
         };
-        // The server reads it before it sees the end, and nobody waits for its
-        // answer. A server that is gone keeps no will either.
-        if back.encode(buffer).is_ok() {
+        // The server reads it before the end of the connection. The response is not
+        // needed.
+        if remove.encode(buffer).is_ok() {
             let _ = stream.write_all(buffer);
         }
     }
@@ -108,36 +105,35 @@ struct Connection {
     stream: TcpStream,
     /// The last request, then the last response.
     buffer: Vec<u8>,
-    /// The read limit that the socket has now.
-    limit: Option<Duration>,
+    /// Current read timeout of the socket.
+    timeout: Option<Duration>,
 }
 
 impl TcpStore {
-    /// Connects to `addr` ("host:port"). While nobody listens there, somebody
-    /// else does, the name does not resolve, or the host cannot be reached, it
-    /// tries again, for `timeout` in all.
+    /// Connects to `addr` ("host:port"). Tries again, up to `timeout`, while nothing
+    /// or another program listens there, the name does not resolve, or the host
+    /// cannot be reached.
     ///
     /// # Errors
     /// [`ErrorKind::Timeout`] (with address, time, attempts, last cause and a
     /// hint). [`ErrorKind::TokenMismatch`] when the server still has another token
-    /// after 10 s, or at the deadline, and in the same way
-    /// [`ErrorKind::Rejected`] for another version. At once:
+    /// after 10 s, or at the deadline, and likewise [`ErrorKind::Rejected`] for
+    /// another version. At once:
     /// [`ErrorKind::Rejected`] for other reasons, [`ErrorKind::Usage`] (no port in
     /// the address).
     pub fn connect(addr: &str, token: Token, timeout: Duration) -> Result<TcpStore> {
-        Self::connect_telling(addr, token, timeout, |_| {})
+        Self::connect_with(addr, token, timeout, |_| {})
     }
 
-    /// [`connect`](Self::connect), which tells `failed` of every attempt that
-    /// failed, before it tries again.
+    /// As [`connect`](Self::connect). Calls `on_failure` after every failed attempt.
     ///
     /// # Errors
     /// As [`connect`](Self::connect).
-    pub fn connect_telling(
+    pub fn connect_with(
         addr: &str,
         token: Token,
         timeout: Duration,
-        mut failed: impl FnMut(&Error),
+        mut on_failure: impl FnMut(&Error),
     ) -> Result<TcpStore> {
         if !addr.rsplit_once(':').is_some_and(|(host, port)| {
             !host.is_empty() && port.parse::<u16>().is_ok_and(|p| p > 0)
@@ -145,49 +141,48 @@ impl TcpStore {
             return Err(Error::new(
                 ErrorKind::Usage,
                 format!(
-                    "{addr:?} is not a store address: give host:port, for example 127.0.0.1:29500"
+                    "{addr:?} is not a store address; give host:port, for example 127.0.0.1:29500"
                 ),
             ));
         }
         let store = TcpStore {
             addr: addr.to_owned(),
-            place: format!("the store at {addr}"),
+            location: format!("the store at {addr}"),
             token,
             idle: Mutex::default(),
-            answer_ms: AtomicU32::new(millis(ANSWER_WITHIN)),
+            response_ms: AtomicU32::new(millis(RESPONSE_TIMEOUT)),
         };
-        let first = store.open(timeout, Some(&mut failed))?;
+        let first = store.open(timeout, Some(&mut on_failure))?;
         store.keep(first);
         Ok(store)
     }
 
-    /// Opens connections for `threads` that ask at once, if they are not there:
-    /// from then on their requests need no new one, which may take long while
-    /// strangers keep the server busy.
+    /// Opens connections in advance, so that `threads` threads can use the store at
+    /// once. Opening one later may take long while the server is busy with
+    /// unauthenticated connections.
     ///
     /// # Errors
     /// As for a request.
-    pub fn reserve(&self, threads: usize) -> Result<()> {
-        let kept = || {
+    pub fn reserve_connections(&self, threads: usize) -> Result<()> {
+        let idle = || {
             let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
             idle.len()
         };
-        while kept() < threads.min(IDLE_KEPT) {
-            let more = self.open(self.answer_within(), None)?;
+        while idle() < threads.min(MAX_IDLE) {
+            let more = self.open(self.response_timeout(), None)?;
             self.keep(more);
         }
         Ok(())
     }
 
-    /// From now on a server may take `limit` to answer, beyond the wait that it
-    /// is asked for; 10 s at first. For the last words of a process that has no
-    /// time to wait for a host that is out of reach.
-    pub fn set_answer_limit(&self, limit: Duration) {
-        self.answer_ms.store(millis(limit), Ordering::Relaxed);
+    /// Sets the timeout of responses, in addition to the timeout of a wait. The
+    /// default is 10 s.
+    pub fn set_response_timeout(&self, limit: Duration) {
+        self.response_ms.store(millis(limit), Ordering::Relaxed);
     }
 
-    fn answer_within(&self) -> Duration {
-        Duration::from_millis(self.answer_ms.load(Ordering::Relaxed).into())
+    fn response_timeout(&self) -> Duration {
+        Duration::from_millis(self.response_ms.load(Ordering::Relaxed).into())
     }
 
     /// The address as given to [`connect`](Self::connect).
@@ -195,50 +190,50 @@ impl TcpStore {
         &self.addr
     }
 
-    /// Opens one more connection, trying until `timeout`. The first of a store tells
-    /// `failed` of each attempt; after it a refusal is final: the server has
-    /// listened there, so it has ended.
+    /// Opens a connection, trying up to `timeout`. Only the first one of a store has
+    /// `on_failure`. For later ones a refused connection is final: the server has
+    /// ended.
     fn open(
         &self,
         timeout: Duration,
-        mut failed: Option<&mut dyn FnMut(&Error)>,
+        mut on_failure: Option<&mut dyn FnMut(&Error)>,
     ) -> Result<Connection> {
         let start = Instant::now();
-        let deadline = start + timeout.min(FOREVER);
+        let deadline = start + timeout.min(MAX_TIMEOUT);
         let mut pause = FIRST_PAUSE;
         let mut attempts = 0_u32;
         let mut before: Option<Error> = None;
-        let mut doubted_since: Option<Instant> = None;
+        let mut mismatch_since: Option<Instant> = None;
         loop {
             attempts += 1;
             let error = match self.attempt(deadline) {
                 Ok(connection) => return Ok(connection),
-                Err(error) if is_final(error.kind()) => return Err(error.context(&self.place)),
-                Err(error) if is_out_of_files(&error) => return Err(error.context(&self.place)),
-                Err(error) if failed.is_none() && is_refused(&error) => {
+                Err(error) if is_final(error.kind()) => return Err(error.context(&self.location)),
+                Err(error) if is_out_of_files(&error) => return Err(error.context(&self.location)),
+                Err(error) if on_failure.is_none() && is_refused(&error) => {
                     return Err(self.describe(Fault::Closed(None), Duration::ZERO));
                 }
                 Err(error) => error,
             };
-            if let Some(failed) = &mut failed {
-                failed(&error);
+            if let Some(on_failure) = &mut on_failure {
+                on_failure(&error);
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            if is_doubtful(error.kind()) {
-                let since = *doubted_since.get_or_insert_with(Instant::now);
-                if left.is_zero() || since.elapsed() >= BELIEVED_AFTER {
-                    return Err(error.context(&self.place));
+            if is_mismatch(error.kind()) {
+                let since = *mismatch_since.get_or_insert_with(Instant::now);
+                if left.is_zero() || since.elapsed() >= MISMATCH_TIMEOUT {
+                    return Err(error.context(&self.location));
                 }
             }
-            // The last attempt is often cut short by the deadline; what the
-            // one before it found says more.
+            // The last attempt is often cut short by the deadline; the error of the
+            // previous one says more.
             let error = match before.take() {
                 Some(before) if is_late(&error) => before,
                 _ => error,
             };
             if left.is_zero() {
-                // Who has answered before may do so again.
-                let kind = if failed.is_some() {
+                // A server that has answered before may do so again.
+                let kind = if on_failure.is_some() {
                     ErrorKind::Timeout
                 } else {
                     ErrorKind::NoAnswer
@@ -249,7 +244,7 @@ impl TcpStore {
                         "could not reach {} within {:.1?} ({attempts} attempt{}, last: {error}); \
                          does rank 0 or the launcher run there, are address and port the same on all \
                          hosts, and does a firewall let the port through?",
-                        self.place,
+                        self.location,
                         start.elapsed(),
                         if attempts == 1 { "" } else { "s" },
                     ),
@@ -262,20 +257,20 @@ impl TcpStore {
         }
     }
 
-    /// One attempt on each address that the name has.
+    /// Tries each address of the name once.
     fn attempt(&self, deadline: Instant) -> Result<Connection> {
         let addrs: Vec<SocketAddr> = self
             .addr
             .to_socket_addrs()
             .map_err(|e| Error::io("resolving the host name", e))?
             .collect();
-        let greeted_within = match addrs.len() {
-            1 => FOREVER,
-            _ => GREETED_WITHIN,
+        let handshake_timeout = match addrs.len() {
+            1 => MAX_TIMEOUT,
+            _ => HANDSHAKE_TIMEOUT,
         };
         let mut last = None;
         for addr in addrs {
-            match self.attempt_one(addr, deadline, greeted_within) {
+            match self.attempt_one(addr, deadline, handshake_timeout) {
                 Ok(connection) => return Ok(connection),
                 Err(error) if is_final(error.kind()) => return Err(error),
                 Err(error) => last = Some(error),
@@ -289,79 +284,79 @@ impl TcpStore {
         &self,
         addr: SocketAddr,
         deadline: Instant,
-        greeted_within: Duration,
+        handshake_timeout: Duration,
     ) -> Result<Connection> {
         let left = |most: Duration| {
             deadline
                 .saturating_duration_since(Instant::now())
-                // Zero would be refused as an argument.
+                // Zero would be an error.
                 .clamp(Duration::from_millis(1), most)
         };
-        let mut stream = TcpStream::connect_timeout(&addr, left(ATTEMPT_WITHIN))
+        let mut stream = TcpStream::connect_timeout(&addr, left(ATTEMPT_TIMEOUT))
             .map_err(|e| Error::io("connecting", e))?;
-        // On loopback, an attempt at a port where nobody listens can meet
-        // itself: the system picks that very port for our side.
+        // On loopback, connecting to a port where nothing listens can connect to
+        // itself: the system may choose that port for this side.
         if stream.local_addr().ok() == stream.peer_addr().ok() {
             return Err(Error::new(
                 ErrorKind::Io,
-                "connecting: nobody listens there",
+                "connecting: nothing listens there",
             ));
         }
         tune(&stream).map_err(|e| Error::io("setting up a connection", e))?;
         let hello = Hello::new(Role::StoreClient, self.token.job_id());
-        let server = auth::initiate(&mut stream, hello, &self.token, left(greeted_within))?;
+        let server = auth::initiate(&mut stream, hello, &self.token, left(handshake_timeout))?;
         if server.role != Role::StoreServer {
             return Err(Error::new(
-                ErrorKind::Stranger,
+                ErrorKind::WrongProtocol,
                 "a member of this job listens there, but it is not a store",
             ));
         }
         Ok(Connection {
             stream,
             buffer: Vec::new(),
-            limit: None,
+            timeout: None,
         })
     }
 
     fn keep(&self, connection: Connection) {
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        if idle.len() < IDLE_KEPT {
+        if idle.len() < MAX_IDLE {
             idle.push(connection);
         }
     }
 
-    /// Asks, waits at most `wait` plus the answer limit, and gives the
+    /// Sends a request, waits up to `wait` plus the response timeout, and passes the
     /// response to `read`.
-    fn ask<T>(
+    fn request<T>(
         &self,
         request: &Request<'_>,
         wait: Duration,
         read: impl FnOnce(Response<'_>) -> Option<Result<T>>,
     ) -> Result<T> {
-        let kept = self
+        let idle = self
             .idle
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .pop();
-        let mut connection = match kept {
+        let mut connection = match idle {
             Some(connection) => connection,
-            None => self.open(self.answer_within(), None)?,
+            None => self.open(self.response_timeout(), None)?,
         };
         let body = connection
-            .round_trip(request, wait.saturating_add(self.answer_within()))
+            .round_trip(request, wait.saturating_add(self.response_timeout()))
             .map_err(|fault| self.describe(fault, wait))?;
         let response = match Response::decode(body) {
             Ok(response) => response,
             Err(e) => return Err(self.broken(e)),
         };
-        // The server closes after this one.
+        // The server closes the connection after this failure.
         let usable = response != Response::Failed(Failure::BadRequest);
         let result = match read(response) {
             Some(result) => result,
             None => {
                 return Err(Error::new(
                     ErrorKind::Protocol,
-                    format!("{} answered another question than was asked", self.place),
+                    format!("{} sent a response of the wrong type", self.location),
                 ));
             }
         };
@@ -374,7 +369,7 @@ impl TcpStore {
     fn broken(&self, source: phalanx_wire::Error) -> Error {
         Error::new(
             ErrorKind::Protocol,
-            format!("{} sent nonsense: {source}", self.place),
+            format!("{} sent a malformed response: {source}", self.location),
         )
         .caused_by(source)
     }
@@ -388,7 +383,7 @@ impl TcpStore {
                     ErrorKind::PeerLost,
                     format!(
                         "{} closed the connection: the process that hosts it (rank 0 or the launcher) has ended",
-                        self.place
+                        self.location
                     ),
                 );
                 match source {
@@ -400,11 +395,11 @@ impl TcpStore {
                 ErrorKind::NoAnswer,
                 format!(
                     "{} did not answer within {:.1?}: its process is stopped, or its host out of reach",
-                    self.place,
-                    wait.saturating_add(self.answer_within())
+                    self.location,
+                    wait.saturating_add(self.response_timeout())
                 ),
             ),
-            Fault::Io(e) => Error::io(format_args!("asking {}", self.place), e),
+            Fault::Io(e) => Error::io(format_args!("a request to {}", self.location), e),
         }
     }
 
@@ -415,67 +410,69 @@ impl TcpStore {
         read: impl FnOnce(Response<'_>) -> Option<T>,
     ) -> Result<T> {
         request.check().map_err(|e| Error::bad_request(key, e))?;
-        self.ask(request, Duration::ZERO, |response| match response {
-            Response::Failed(failure) => Some(Err(Error::failed(&self.place, key, failure))),
+        self.request(request, Duration::ZERO, |response| match response {
+            Response::Failed(failure) => Some(Err(Error::failed(&self.location, key, failure))),
             other => read(other).map(Ok),
         })
     }
 
-    /// What a wait for `keys` says that has found these missing.
-    fn all_there(&self, keys: &[&str], timeout: Duration, missing: Vec<String>) -> Result<()> {
+    /// The result of a wait for `keys` with these missing.
+    fn wait_result(&self, keys: &[&str], timeout: Duration, missing: Vec<String>) -> Result<()> {
         if missing.is_empty() {
             return Ok(());
         }
-        Err(Error::missing(&self.place, keys.len(), timeout, missing))
+        Err(Error::missing(&self.location, keys.len(), timeout, missing))
     }
 
-    /// Waits for at most [`MAX_WAIT_KEYS`] keys; returns those that are missing.
+    /// Waits for up to [`MAX_WAIT_KEYS`] keys; returns the missing ones.
     fn wait_some(&self, keys: &[&str], timeout: Duration) -> Result<Vec<String>> {
         let request = Request::Wait {
             keys: keys.to_vec(),
             timeout_ms: millis(timeout),
         };
-        self.ask(&request, timeout, |response| match response {
+        self.request(&request, timeout, |response| match response {
             Response::Done => Some(Ok(Vec::new())),
             Response::Missing(missing) => {
                 Some(Ok(missing.into_iter().map(str::to_owned).collect()))
             }
-            Response::Failed(failure) => Some(Err(Error::failed(&self.place, keys[0], failure))),
+            Response::Failed(failure) => Some(Err(Error::failed(&self.location, keys[0], failure))),
             _ => None,
         })
     }
 }
 
-/// Errors that another attempt would only repeat.
+/// Errors that another attempt would repeat.
 fn is_final(kind: ErrorKind) -> bool {
     match kind {
         ErrorKind::Rejected(reason) => !matches!(
             reason,
             RejectReason::Full | RejectReason::ShuttingDown | RejectReason::WrongVersion
         ),
-        ErrorKind::Timeout | ErrorKind::PeerLost | ErrorKind::Io | ErrorKind::Stranger => false,
-        other => !is_doubtful(other),
+        ErrorKind::Timeout | ErrorKind::PeerLost | ErrorKind::Io | ErrorKind::WrongProtocol => {
+            false
+        }
+        other => !is_mismatch(other),
     }
 }
 
-/// Errors that another attempt would repeat if it was our server that answered.
-fn is_doubtful(kind: ErrorKind) -> bool {
+/// Errors that another attempt would repeat if this job's server answered.
+fn is_mismatch(kind: ErrorKind) -> bool {
     let version = ErrorKind::Rejected(RejectReason::WrongVersion);
     kind == ErrorKind::TokenMismatch || kind == version
 }
 
-/// Whether this process, or the system, has too many files open: no matter of time.
+/// Whether this process or the system has too many open files.
 fn is_out_of_files(error: &Error) -> bool {
     let source = std::error::Error::source(error).and_then(|e| e.downcast_ref::<std::io::Error>());
     source.is_some_and(crate::auth::is_out_of_files)
 }
 
-/// Whether nobody listens at the address.
+/// Whether nothing listens at the address.
 fn is_refused(error: &Error) -> bool {
     io_kind(error) == Some(IoKind::ConnectionRefused)
 }
 
-/// Whether an attempt ended by its time limit.
+/// Whether an attempt timed out.
 fn is_late(error: &Error) -> bool {
     error.kind() == ErrorKind::Timeout || io_kind(error) == Some(IoKind::TimedOut)
 }
@@ -485,12 +482,12 @@ fn io_kind(error: &Error) -> Option<IoKind> {
     Some(source.downcast_ref::<std::io::Error>()?.kind())
 }
 
-/// Rounded up, so that a wait never ends early; more than 49 days are 49 days.
+/// Milliseconds, rounded up so that a wait never ends early; at most 49 days.
 fn millis(timeout: Duration) -> u32 {
     u32::try_from(timeout.as_nanos().div_ceil(1_000_000)).unwrap_or(u32::MAX)
 }
 
-/// What can go wrong with one round trip.
+/// An error of one round trip.
 enum Fault {
     Encode(phalanx_wire::Error),
     Decode(phalanx_wire::Error),
@@ -500,25 +497,25 @@ enum Fault {
 }
 
 impl Connection {
-    /// Sends the request and returns the body of the response. After a fault
-    /// the connection is of no use: an answer may still be under way.
+    /// Sends the request and returns the body of the response. After an error the
+    /// connection cannot be used: a response may still arrive.
     fn round_trip(&mut self, request: &Request<'_>, limit: Duration) -> Result<&[u8], Fault> {
-        let deadline = Instant::now() + limit.min(FOREVER);
+        let deadline = Instant::now() + limit.min(MAX_TIMEOUT);
         self.buffer.clear();
         request.encode(&mut self.buffer).map_err(Fault::Encode)?;
-        self.arm(limit.min(FOREVER))?;
+        self.set_timeout(limit.min(MAX_TIMEOUT))?;
         let mut sent = 0;
         while sent < self.buffer.len() {
             match self.stream.write(&self.buffer[sent..]) {
                 Ok(0) => return Err(Fault::Closed(None)),
                 Ok(n) => sent += n,
-                Err(e) => self.judge(e, deadline)?,
+                Err(e) => self.check_error(e, deadline)?,
             }
         }
         let mut length = [0; LENGTH_BYTES];
         self.fill(&mut length, deadline)?;
         let bytes = response_bytes(length).map_err(Fault::Decode)?;
-        // At most MAX_RESPONSE_BYTES, and from a peer that holds the token.
+        // At most MAX_RESPONSE_BYTES, from a peer with the token.
         let mut body = std::mem::take(&mut self.buffer);
         body.clear();
         body.resize(bytes, 0);
@@ -533,7 +530,7 @@ impl Connection {
             match self.stream.read(&mut into[have..]) {
                 Ok(0) => return Err(Fault::Closed(None)),
                 Ok(n) => have += n,
-                Err(e) => self.judge(e, deadline)?,
+                Err(e) => self.check_error(e, deadline)?,
             }
             if have < into.len() && Instant::now() >= deadline {
                 return Err(Fault::Late);
@@ -542,31 +539,30 @@ impl Connection {
         Ok(())
     }
 
-    /// Sets the time limit of a single read or write; a system call only
-    /// when it differs from the last one.
-    fn arm(&mut self, limit: Duration) -> Result<(), Fault> {
+    /// Sets the timeout of reads and writes, if it differs from the current one.
+    fn set_timeout(&mut self, limit: Duration) -> Result<(), Fault> {
         let limit = Some(limit.max(Duration::from_millis(1)));
-        if self.limit != limit {
+        if self.timeout != limit {
             auth::Channel::set_timeouts(&self.stream, limit).map_err(Fault::Io)?;
-            self.limit = limit;
+            self.timeout = limit;
         }
         Ok(())
     }
 
-    /// Whether to go on after this error.
-    fn judge(&mut self, error: std::io::Error, deadline: Instant) -> Result<(), Fault> {
+    /// Returns an error unless the call may be tried again.
+    fn check_error(&mut self, error: std::io::Error, deadline: Instant) -> Result<(), Fault> {
         match error.kind() {
             IoKind::Interrupted | IoKind::WouldBlock => {
                 let left = deadline.saturating_duration_since(Instant::now());
                 if left.is_zero() {
                     return Err(Fault::Late);
                 }
-                self.arm(left)
+                self.set_timeout(left)
             }
             IoKind::ConnectionReset | IoKind::ConnectionAborted | IoKind::BrokenPipe => {
                 Err(Fault::Closed(Some(error)))
             }
-            // Here: what the probes of a silent connection found.
+            // The keep-alive probes were not answered.
             IoKind::TimedOut => Err(Fault::Closed(Some(error))),
             _ => Err(Fault::Io(error)),
         }
@@ -574,8 +570,8 @@ impl Connection {
 }
 
 impl Store for TcpStore {
-    fn place(&self) -> &str {
-        &self.place
+    fn location(&self) -> &str {
+        &self.location
     }
 
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
@@ -590,15 +586,15 @@ impl Store for TcpStore {
             key,
             timeout_ms: millis(timeout),
         };
-        self.ask(&request, timeout, |response| match response {
+        self.request(&request, timeout, |response| match response {
             Response::Value(value) => Some(Ok(value.to_vec())),
             Response::Missing(_) => Some(Err(Error::missing(
-                &self.place,
+                &self.location,
                 1,
                 timeout,
                 vec![key.to_owned()],
             ))),
-            Response::Failed(failure) => Some(Err(Error::failed(&self.place, key, failure))),
+            Response::Failed(failure) => Some(Err(Error::failed(&self.location, key, failure))),
             _ => None,
         })
     }
@@ -606,7 +602,7 @@ impl Store for TcpStore {
     fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
         self.simple(key, &Request::TryGet { key }, |r| match r {
             Response::Value(value) => Some(Some(value.to_vec())),
-            Response::Nothing => Some(None),
+            Response::NotFound => Some(None),
             _ => None,
         })
     }
@@ -620,26 +616,26 @@ impl Store for TcpStore {
         }
         if keys.len() <= MAX_WAIT_KEYS {
             let missing = self.wait_some(keys, timeout)?;
-            return self.all_there(keys, timeout, missing);
+            return self.wait_result(keys, timeout, missing);
         }
         let start = Instant::now();
         let left = || timeout.saturating_sub(start.elapsed());
         loop {
-            // More keys than one request takes: one after the other...
+            // More keys than one request allows: one part after the other...
             for some in keys.chunks(MAX_WAIT_KEYS) {
                 if !self.wait_some(some, left())?.is_empty() {
                     break;
                 }
             }
-            // ...and then a look at all of them: what was there while the others
-            // came may be gone, and an error names all that are missing.
+            // ...then all of them again, since a key may have been deleted while the
+            // others were waited for, and the error names all missing keys.
             let is_last = left().is_zero();
             let mut missing = Vec::new();
             for some in keys.chunks(MAX_WAIT_KEYS) {
                 missing.extend(self.wait_some(some, Duration::ZERO)?);
             }
             if missing.is_empty() || is_last {
-                return self.all_there(keys, timeout, missing);
+                return self.wait_result(keys, timeout, missing);
             }
         }
     }
@@ -659,7 +655,7 @@ impl Store for TcpStore {
         };
         self.simple(key, &request, |r| match r {
             Response::Value(value) => Some(value.to_vec()),
-            Response::Nothing => Some(Vec::new()),
+            Response::NotFound => Some(Vec::new()),
             _ => None,
         })
     }
@@ -677,21 +673,21 @@ impl Store for TcpStore {
             value: Some(value),
         };
         request.check().map_err(|e| Error::bad_request(key, e))?;
-        // One of its own: others are handed from call to call, and closed.
-        let mut connection = self.open(self.answer_within(), None)?;
+        // Its own connection, which is not returned to the pool.
+        let mut connection = self.open(self.response_timeout(), None)?;
         let body = connection
-            .round_trip(&request, self.answer_within())
+            .round_trip(&request, self.response_timeout())
             .map_err(|fault| self.describe(fault, Duration::ZERO))?;
         match Response::decode(body) {
             Ok(Response::Done) => Ok(Some(Will {
                 connection,
                 key: key.to_owned(),
-                stands: false,
+                executed: false,
             })),
-            Ok(Response::Failed(failure)) => Err(Error::failed(&self.place, key, failure)),
+            Ok(Response::Failed(failure)) => Err(Error::failed(&self.location, key, failure)),
             Ok(_) => Err(Error::new(
                 ErrorKind::Protocol,
-                format!("{} answered another question than was asked", self.place),
+                format!("{} sent a response of the wrong type", self.location),
             )),
             Err(e) => Err(self.broken(e)),
         }

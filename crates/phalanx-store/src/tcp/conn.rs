@@ -1,4 +1,4 @@
-//! One connection of the server: bytes in, bytes out, and where it stands.
+//! One connection of the server: buffers and state.
 
 use std::io::{ErrorKind as IoKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -7,34 +7,34 @@ use std::time::Instant;
 use phalanx_wire::handshake::TAG_BYTES;
 use phalanx_wire::store_msg::{LENGTH_BYTES, MAX_REQUEST_BYTES, request_bytes};
 
-use crate::auth::{Greeting, Standing};
+use crate::auth::{HelloState, PendingHandshake};
 
-/// Capacity that an idle inbox or outbox keeps.
+/// Capacity that an empty buffer keeps.
 const BUFFER_KEPT_BYTES: usize = 64 << 10;
 
-/// Where a connection stands.
+/// State of a connection.
 pub(super) enum State {
-    /// Nothing proven yet. Boxed: it is short-lived and large.
-    Greeting(Box<Greeting>),
+    /// Handshake in progress. Boxed because it is large and short-lived.
+    Handshake(Box<PendingHandshake>),
     /// A member, whose requests are served.
     Member,
-    /// A member that waits for keys.
+    /// A member with a wait in progress.
     Waiting(Wait),
-    /// To be closed as soon as what is queued has been sent.
+    /// To be closed when the queued response has been sent.
     Closing,
 }
 
-/// A wait that a member has asked for.
+/// A wait of a member.
 pub(super) struct Wait {
-    /// All keys asked for, in the member's order.
+    /// All keys, in the member's order.
     pub(super) keys: Vec<String>,
-    /// Mentions of this connection in the table of waiters.
+    /// Number of entries of this connection in the table of waiters.
     pub(super) outstanding: usize,
-    /// Bytes of all keys.
+    /// Total length of the keys.
     pub(super) key_bytes: u64,
-    /// When to answer with the missing keys.
+    /// Time at which to respond with the missing keys.
     pub(super) deadline: Instant,
-    /// Whether to answer with the value of the only key.
+    /// Whether to respond with the value of the only key.
     pub(super) wants_value: bool,
 }
 
@@ -44,30 +44,30 @@ pub(super) struct Conn {
     pub(super) state: State,
     /// When it was accepted.
     pub(super) since: Instant,
-    /// What it has shown before it has proven the token.
-    pub(super) standing: Standing,
-    /// The tag of its hello, if that is valid.
+    /// What it has sent before the token was proven.
+    pub(super) hello: HelloState,
+    /// The tag of its hello, if it is valid.
     pub(super) tag: Option<[u8; TAG_BYTES]>,
-    /// The other side has gone; what it said before still counts.
+    /// The peer has closed; its earlier requests are still served.
     pub(super) ended: bool,
-    /// Since when a request is incomplete or an answer not taken.
+    /// Since when a request is incomplete or a response not received.
     pub(super) stalled: Option<Instant>,
-    /// What to store when it closes: key and value.
+    /// Its will: key and value to store when it closes.
     pub(super) will: Option<(String, Vec<u8>)>,
-    /// Received; the first `understood` bytes are done with.
+    /// Received bytes; the first `parsed` of them are done.
     inbox: Vec<u8>,
-    understood: usize,
-    /// To send; `sent` bytes of it have been.
+    parsed: usize,
+    /// Bytes to send; the first `sent` of them have been.
     pub(super) outbox: Vec<u8>,
     sent: usize,
 }
 
-/// What became of reading.
+/// Result of reading or writing.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Pulled {
+pub(super) enum IoState {
     /// Still connected.
     Open,
-    /// The other side has closed or broken off.
+    /// The peer has closed or reset the connection.
     Gone,
 }
 
@@ -76,49 +76,49 @@ impl Conn {
         Self {
             stream,
             peer,
-            state: State::Greeting(Box::default()),
+            state: State::Handshake(Box::default()),
             since: Instant::now(),
-            standing: Standing::Silent,
+            hello: HelloState::Silent,
             tag: None,
             ended: false,
             stalled: None,
             will: None,
             inbox: Vec::new(),
-            understood: 0,
+            parsed: 0,
             outbox: Vec::new(),
             sent: 0,
         }
     }
 
-    /// Whether this connection has yet to prove itself.
+    /// Whether the handshake is in progress.
     pub(super) fn is_pending(&self) -> bool {
-        matches!(self.state, State::Greeting(_))
+        matches!(self.state, State::Handshake(_))
     }
 
-    /// Most bytes that may lie unread: one request of a member. What a stranger
-    /// says is read by its handshake.
+    /// Number of further bytes to accept: up to one request in all. The handshake
+    /// reads its own bytes.
     fn room(&self) -> usize {
         (MAX_REQUEST_BYTES + LENGTH_BYTES).saturating_sub(self.unread().len())
     }
 
-    /// Received and not yet understood.
+    /// Received bytes that are not parsed yet.
     fn unread(&self) -> &[u8] {
-        self.inbox.get(self.understood..).unwrap_or_default()
+        self.inbox.get(self.parsed..).unwrap_or_default()
     }
 
-    /// The next `bytes` bytes are understood. Moving the rest to the front
-    /// for each of many small requests would cost the square of their number.
-    fn understand(&mut self, bytes: usize) {
-        self.understood += bytes;
-        if self.understood >= self.inbox.len() {
-            self.understood = 0;
+    /// Marks the next `bytes` bytes as parsed. They are not removed for each request,
+    /// which would take quadratic time for many small requests.
+    fn mark_parsed(&mut self, bytes: usize) {
+        self.parsed += bytes;
+        if self.parsed >= self.inbox.len() {
+            self.parsed = 0;
             self.inbox.clear();
-            // One large request must not hold a megabyte for ever.
+            // Release the memory of a large request.
             self.inbox.shrink_to(BUFFER_KEPT_BYTES);
         }
     }
 
-    /// Memory that this connection takes.
+    /// Memory that this connection uses, in bytes.
     pub(super) fn buffered_bytes(&self) -> u64 {
         let keys = match &self.state {
             State::Waiting(wait) => wait.key_bytes,
@@ -128,13 +128,13 @@ impl Conn {
         (self.inbox.capacity() + self.outbox.capacity() + will) as u64 + keys
     }
 
-    /// Notes whether the other side owes us something: the rest of a request,
-    /// or room for an answer. `complete` says that more requests wait only
-    /// for their turn.
+    /// Updates `stalled`: whether the peer has an incomplete request or has not
+    /// received a response. `complete` means that further complete requests wait to
+    /// be served.
     pub(super) fn note_stall(&mut self, complete: bool) {
-        let owes = self.has_output() || (!complete && !self.unread().is_empty());
+        let is_stalled = self.has_output() || (!complete && !self.unread().is_empty());
         let waits = matches!(self.state, State::Waiting(_));
-        self.stalled = match (owes && !waits, self.stalled) {
+        self.stalled = match (is_stalled && !waits, self.stalled) {
             (false, _) => None,
             (true, since) => Some(since.unwrap_or_else(Instant::now)),
         };
@@ -148,55 +148,54 @@ impl Conn {
         self.sent < self.outbox.len()
     }
 
-    /// Reads what is there, as far as there is room for it. Memory grows with
-    /// what has arrived, never with what was announced.
-    pub(super) fn pull(&mut self, chunk: &mut [u8]) -> Pulled {
+    /// Reads available bytes, up to the limit. Memory grows with the bytes received,
+    /// not with announced lengths.
+    pub(super) fn pull(&mut self, chunk: &mut [u8]) -> IoState {
         loop {
             let room = self.room().min(chunk.len());
             if room == 0 {
-                return Pulled::Open;
+                return IoState::Open;
             }
             match self.stream.read(&mut chunk[..room]) {
-                Ok(0) => return Pulled::Gone,
+                Ok(0) => return IoState::Gone,
                 Ok(n) => {
-                    if self.understood > 0 {
-                        // Once a read, not once a request.
-                        self.inbox.drain(..self.understood);
-                        self.understood = 0;
+                    if self.parsed > 0 {
+                        // Once per read, not per request.
+                        self.inbox.drain(..self.parsed);
+                        self.parsed = 0;
                     }
                     self.inbox.extend_from_slice(&chunk[..n]);
-                    // A short read has emptied the socket; `poll` tells when
-                    // there is more.
+                    // A short read has emptied the socket.
                     if n < room {
-                        return Pulled::Open;
+                        return IoState::Open;
                     }
                 }
                 Err(e) if e.kind() == IoKind::Interrupted => {}
-                Err(e) if e.kind() == IoKind::WouldBlock => return Pulled::Open,
-                Err(_) => return Pulled::Gone,
+                Err(e) if e.kind() == IoKind::WouldBlock => return IoState::Open,
+                Err(_) => return IoState::Gone,
             }
         }
     }
 
-    /// Sends what it can.
-    pub(super) fn push(&mut self) -> Pulled {
+    /// Sends as much as the socket takes.
+    pub(super) fn push(&mut self) -> IoState {
         while self.has_output() {
             match self.stream.write(&self.outbox[self.sent..]) {
-                Ok(0) => return Pulled::Gone,
+                Ok(0) => return IoState::Gone,
                 Ok(n) => self.sent += n,
                 Err(e) if e.kind() == IoKind::Interrupted => {}
-                Err(e) if e.kind() == IoKind::WouldBlock => return Pulled::Open,
-                Err(_) => return Pulled::Gone,
+                Err(e) if e.kind() == IoKind::WouldBlock => return IoState::Open,
+                Err(_) => return IoState::Gone,
             }
         }
         self.sent = 0;
         self.outbox.clear();
-        // One large value must not hold a megabyte for ever.
+        // Release the memory of a large value.
         self.outbox.shrink_to(BUFFER_KEPT_BYTES);
-        Pulled::Open
+        IoState::Open
     }
 
-    /// The body of the next request, if it is complete.
+    /// The body of the next request, if complete.
     pub(super) fn next_request(&mut self) -> Result<Option<Vec<u8>>, phalanx_wire::Error> {
         let unread = self.unread();
         let Some(length) = unread.first_chunk::<LENGTH_BYTES>() else {
@@ -207,7 +206,7 @@ impl Conn {
             return Ok(None);
         };
         let body = body.to_vec();
-        self.understand(end);
+        self.mark_parsed(end);
         Ok(Some(body))
     }
 }

@@ -1,4 +1,4 @@
-//! One connection of the server, driven by hand.
+//! Fuzz target: one connection of the server.
 
 use std::cell::RefCell;
 use std::io::{Read, Write};
@@ -10,17 +10,17 @@ use std::time::Duration;
 use phalanx_wire::store_msg::{LENGTH_BYTES, Response, response_bytes};
 
 use super::super::conn::{Conn, State};
-use super::{PollFlags, ServerOptions, Serving, Shared};
+use super::{PollFlags, ServerLoop, ServerOptions, Shared};
 use crate::table::Limits;
 
-/// Small, so that they are met.
+/// Small limits, so that they are reached.
 const LIMITS: Limits = Limits::new(16, 4096);
 
 thread_local! {
-    static SERVER: RefCell<Option<(TcpListener, Serving)>> = const { RefCell::new(None) };
+    static SERVER: RefCell<Option<(TcpListener, ServerLoop)>> = const { RefCell::new(None) };
 }
 
-fn server() -> std::io::Result<(TcpListener, Serving)> {
+fn server() -> std::io::Result<(TcpListener, ServerLoop)> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let options = ServerOptions {
         limits: LIMITS,
@@ -30,12 +30,12 @@ fn server() -> std::io::Result<(TcpListener, Serving)> {
     let (_, woken) = UnixStream::pair()?;
     let ours = (listener.try_clone()?, listener.local_addr()?);
     let token = crate::fuzzing::token();
-    let serving = Serving::new(ours, woken, token, options, Arc::new(Shared::default()));
+    let serving = ServerLoop::new(ours, woken, token, options, Arc::new(Shared::default()));
     Ok((listener, serving))
 }
 
-impl Serving {
-    /// Serves this connection, as a member's or as a stranger's.
+impl ServerLoop {
+    /// Serves a connection, authenticated or not.
     fn adopt(&mut self, stream: TcpStream, member: bool) -> std::io::Result<u64> {
         let peer = stream.peer_addr()?;
         let mut conn = Conn::new(stream, peer);
@@ -47,9 +47,9 @@ impl Serving {
         Ok(self.next_id)
     }
 
-    /// One turn of the server's loop in which this connection is ready.
+    /// One iteration of the server's loop in which this connection is ready.
     fn turn(&mut self, id: u64) {
-        self.attend(id, PollFlags::IN | PollFlags::OUT);
+        self.handle_ready(id, PollFlags::IN | PollFlags::OUT);
         self.finish_turn();
         while !self.unfinished.is_empty() {
             self.finish_turn();
@@ -57,8 +57,8 @@ impl Serving {
     }
 }
 
-/// A connected pair: ours, which resets at its end so that no port stays
-/// taken, and the server's.
+/// A connected pair of the client's and the server's stream. The client resets at
+/// the end, so that no port stays in use.
 fn connect(listener: &TcpListener) -> std::io::Result<(TcpStream, TcpStream)> {
     let ours = TcpStream::connect(listener.local_addr()?)?;
     let (theirs, _) = listener.accept()?;
@@ -68,9 +68,9 @@ fn connect(listener: &TcpListener) -> std::io::Result<(TcpStream, TcpStream)> {
     Ok((ours, theirs))
 }
 
-/// The connection says `says` in pieces and leaves. The store stays within
-/// its limits, all answers are sound, and nothing remains.
-pub(crate) fn session(member: bool, piece: usize, says: &[u8]) {
+/// The client sends `input` in pieces and leaves. The store stays within its
+/// limits, all responses are valid, and nothing remains.
+pub(crate) fn session(member: bool, piece: usize, input: &[u8]) {
     SERVER.with_borrow_mut(|slot| {
         if slot.is_none() {
             *slot = server().ok();
@@ -78,27 +78,31 @@ pub(crate) fn session(member: bool, piece: usize, says: &[u8]) {
         let Some((listener, serving)) = slot else {
             return;
         };
-        // Out of ports or descriptors: nothing to test today.
+        // Out of ports or descriptors: skip.
         let Ok((mut ours, theirs)) = connect(listener) else {
             return;
         };
         let Ok(id) = serving.adopt(theirs, member) else {
             return;
         };
-        let mut heard = Vec::new();
-        for piece in says.chunks(piece) {
+        let mut received = Vec::new();
+        for piece in input.chunks(piece) {
             if ours.write_all(piece).is_err() {
                 break;
             }
             serving.turn(id);
-            let _ = ours.read_to_end(&mut heard);
+            let _ = ours.read_to_end(&mut received);
             assert!(serving.table.bytes() <= LIMITS.max_total_bytes);
             assert!(serving.table.iter().count() <= LIMITS.max_keys);
         }
         if member {
-            check_answers(&heard);
+            check_responses(&received);
         } else {
-            assert!(heard.len() <= 72, "{} bytes for a stranger", heard.len());
+            assert!(
+                received.len() <= 72,
+                "{} bytes for an unauthenticated peer",
+                received.len()
+            );
         }
         drop(ours);
         serving.turn(id);
@@ -108,13 +112,13 @@ pub(crate) fn session(member: bool, piece: usize, says: &[u8]) {
     });
 }
 
-fn check_answers(mut heard: &[u8]) {
-    while let Some((length, rest)) = heard.split_first_chunk::<LENGTH_BYTES>() {
+fn check_responses(mut received: &[u8]) {
+    while let Some((length, rest)) = received.split_first_chunk::<LENGTH_BYTES>() {
         let bytes = response_bytes(*length).expect("a length within the limits");
         let Some(body) = rest.get(..bytes) else {
             return;
         };
-        Response::decode(body).expect("an answer that decodes");
-        heard = &rest[bytes..];
+        Response::decode(body).expect("a valid response");
+        received = &rest[bytes..];
     }
 }

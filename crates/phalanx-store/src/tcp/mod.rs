@@ -1,8 +1,8 @@
 //! The store over TCP: one server thread, any number of clients.
 //!
-//! The server is one thread around `poll`: waits are entries in a table, not
-//! blocked threads, so 4096 waiting clients cost no processor time, and a
-//! client that disappears takes its waits with it at once.
+//! The server is one thread around `poll`. Waits are entries in a table, not blocked
+//! threads, so thousands of waiting clients use no processor time, and the waits of
+//! a client that disappears are removed at once.
 
 mod client;
 mod conn;
@@ -13,7 +13,7 @@ mod socket;
 mod waiters;
 
 pub use client::{TcpStore, Will};
-pub use refused::{RefusalReason, Refused};
+pub use refused::{RefusalReason, RefusedConnections};
 #[cfg(any(test, fuzzing))]
 pub(crate) use server::fuzzing;
 pub use server::{ServerOptions, TcpServer};

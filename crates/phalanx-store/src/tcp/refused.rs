@@ -1,42 +1,42 @@
-//! Who was refused, and why: for a person who waits for a member.
+//! RefusedConnections connections by source and reason, to explain why a member is missing.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::sync::{Mutex, PoisonError};
 
-/// Most pairs of source and reason that are kept.
+/// Maximum number of pairs of source and reason.
 const MAX_KEPT: usize = 1024;
 
 /// Why a server refused connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum RefusalReason {
-    /// The handshake was begun or continued with another token, or none.
-    OtherToken,
+    /// Another job token, or none.
+    WrongToken,
     /// Another version of the protocol.
-    OtherVersion,
+    WrongVersion,
     /// Another protocol.
-    OtherProtocol,
-    /// The handshake did not end: the other side was silent, or went away.
+    WrongProtocol,
+    /// The peer did not finish the handshake.
     Unfinished,
 }
 
-/// Connections of one source that a server refused for the same reason.
+/// RefusedConnections connections of one source and reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Refused {
-    /// Where they came from.
+pub struct RefusedConnections {
+    /// Address of the peer.
     pub source: IpAddr,
     /// Why they were refused.
     pub reason: RefusalReason,
-    /// How many there were.
+    /// Number of connections.
     pub count: u64,
 }
 
-impl fmt::Display for Refused {
+impl fmt::Display for RefusedConnections {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Refused { source, count, .. } = self;
+        let RefusedConnections { source, count, .. } = self;
         let (were, has, speaks) = match count {
             1 => ("connection", "it has", "it speaks"),
             _ => ("connections", "they have", "they speak"),
@@ -44,11 +44,11 @@ impl fmt::Display for Refused {
         let verb = if *count == 1 { "was" } else { "were" };
         write!(f, "{count} {were} from {source} {verb} refused: ")?;
         match self.reason {
-            RefusalReason::OtherToken => write!(f, "{has} another job token"),
-            RefusalReason::OtherVersion => {
+            RefusalReason::WrongToken => write!(f, "{has} another job token"),
+            RefusalReason::WrongVersion => {
                 write!(f, "{speaks} another version of the protocol")
             }
-            RefusalReason::OtherProtocol => write!(f, "{speaks} another protocol"),
+            RefusalReason::WrongProtocol => write!(f, "{speaks} another protocol"),
             RefusalReason::Unfinished => f.write_str("the handshake was not finished"),
         }
     }
@@ -67,12 +67,12 @@ impl Refusals {
         }
     }
 
-    /// The largest counts first.
-    pub(super) fn list(&self) -> Vec<Refused> {
+    /// All counts, the largest first.
+    pub(super) fn list(&self) -> Vec<RefusedConnections> {
         let counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut list: Vec<Refused> = counts
+        let mut list: Vec<RefusedConnections> = counts
             .iter()
-            .map(|(&(source, reason), &count)| Refused {
+            .map(|(&(source, reason), &count)| RefusedConnections {
                 source,
                 reason,
                 count,
@@ -92,10 +92,14 @@ mod tests {
         let refusals = Refusals::default();
         let source = |last| IpAddr::from([10, 0, 0, last]);
         for _ in 0..3 {
-            refusals.note(source(1), RefusalReason::OtherToken);
+            refusals.note(source(1), RefusalReason::WrongToken);
         }
-        refusals.note(source(2), RefusalReason::OtherProtocol);
-        let list: Vec<String> = refusals.list().iter().map(Refused::to_string).collect();
+        refusals.note(source(2), RefusalReason::WrongProtocol);
+        let list: Vec<String> = refusals
+            .list()
+            .iter()
+            .map(RefusedConnections::to_string)
+            .collect();
         assert_eq!(
             list,
             [

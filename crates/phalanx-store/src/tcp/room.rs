@@ -1,21 +1,21 @@
-//! Which member is closed when memory runs out.
+//! Which member is closed when the buffer limit is reached.
 //!
-//! What is buffered for members (requests that are not complete,
-//! answers that are not taken, keys that are waited for) is bounded over all
-//! of them, so that a member gone mad cannot grow the server without limit.
-//! Whoever takes most goes first, so that it cannot starve the others either.
+//! The memory for all members together is limited: incomplete requests, responses
+//! not yet received, and keys of waits. The member that uses the most is closed
+//! first, so that a faulty member can neither exhaust the server's memory nor
+//! starve the others.
 
 use std::collections::HashMap;
 
 use super::conn::{Conn, State};
 use super::waiters::ConnId;
 
-/// Bytes that the server holds for its members.
+/// Memory used for all members, in bytes.
 pub(super) fn buffered_bytes(conns: &HashMap<ConnId, Conn>) -> u64 {
     conns.values().map(Conn::buffered_bytes).sum()
 }
 
-/// Bytes of keys that members wait for.
+/// Total length of the keys that members wait for.
 pub(super) fn waited_bytes(conns: &HashMap<ConnId, Conn>) -> u64 {
     conns
         .values()
@@ -26,9 +26,8 @@ pub(super) fn waited_bytes(conns: &HashMap<ConnId, Conn>) -> u64 {
         .sum()
 }
 
-/// Of the members that keep us waiting, for the rest of a request or with an
-/// answer that they do not take, the one that costs most: small messages of
-/// others are never the ones to go.
+/// The member that uses the most memory, among those with an incomplete request or
+/// a response not yet received.
 pub(super) fn largest_stalled(conns: &HashMap<ConnId, Conn>) -> Option<ConnId> {
     conns
         .iter()
@@ -37,8 +36,7 @@ pub(super) fn largest_stalled(conns: &HashMap<ConnId, Conn>) -> Option<ConnId> {
         .map(|(id, ..)| id)
 }
 
-/// The longest list of keys that a member waits for, if it is longer than
-/// `key_bytes`.
+/// The member whose wait has the most bytes of keys, if more than `key_bytes`.
 pub(super) fn longest_wait(conns: &HashMap<ConnId, Conn>, key_bytes: u64) -> Option<(ConnId, u64)> {
     conns
         .iter()

@@ -14,13 +14,13 @@ use phalanx_wire::handshake::{Hello, Proven, RejectReason, Role, TAG_BYTES};
 use phalanx_wire::store_msg::{Failure, Request, Response};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::conn::{Conn, Pulled, State, Wait};
-use super::refused::{RefusalReason, Refusals, Refused};
+use super::conn::{Conn, IoState, State, Wait};
+use super::refused::{RefusalReason, Refusals, RefusedConnections};
 use super::room;
 use super::socket::{listen, tune};
 use super::waiters::{ConnId, Waiters};
 use crate::auth::{
-    Greeted, HANDSHAKE_TIMEOUT, Pending, Standing, StrangerLog, closable, is_out_of_files,
+    HANDSHAKE_TIMEOUT, HelloState, Pending, Progress, RefusalLog, closable, is_out_of_files,
     max_pending, next_closable,
 };
 use crate::table::{Limits, Table};
@@ -30,41 +30,39 @@ use crate::{Error, ErrorKind, Result};
 #[path = "fuzzing.rs"]
 pub(crate) mod fuzzing;
 
-/// Pause after the process ran out of file descriptors: the listener stays
-/// readable, so polling it would spin.
+/// Pause after the process ran out of file descriptors. The listener stays readable
+/// meanwhile, so polling it would spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Bytes read at once.
+/// Size of the read buffer.
 const SCRATCH_BYTES: usize = 128 << 10;
 
-/// Connections accepted before the members are served again.
+/// Maximum number of connections accepted before members are served again.
 const ACCEPT_BATCH: usize = 256;
 
-/// Requests of one member served before the others have their turn.
+/// Maximum number of requests of one member served before the others.
 const REQUESTS_PER_TURN: usize = 64;
 
-/// What is buffered for all members together at most: all requests under way,
-/// answers not taken, keys waited for. Four thousand ranks that wait for each
-/// other come to 80 MiB.
+/// Maximum memory for all members together: incomplete requests, responses not yet
+/// received, and keys of waits. 4096 ranks that wait for each other use 80 MiB.
 const MAX_BUFFERED_BYTES: u64 = 128 << 20;
 
-/// Bounds of a server. The defaults are those of the design; tests and small
-/// hosts may want others.
+/// Limits of a server.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct ServerOptions {
-    /// How much the store may hold.
+    /// Limits of the store.
     pub limits: Limits,
-    /// Most members connected at once (4096).
+    /// Maximum number of connected members (4096).
     pub max_clients: usize,
-    /// Most connections that have not proven the token
+    /// Maximum number of unauthenticated connections
     /// ([`auth::max_pending`](crate::auth::max_pending)).
     pub max_pending_handshakes: usize,
-    /// How long a handshake may take (5 s).
+    /// Timeout of a handshake (5 s).
     pub handshake_timeout: Duration,
-    /// Most bytes buffered for all members together (128 MiB), in addition to
-    /// what the store holds: incomplete requests, answers that are not taken,
-    /// and, for up to half of it, keys that are waited for.
+    /// Maximum memory for all members together (128 MiB), besides the store's keys
+    /// and values: incomplete requests, responses not yet received, and, up to half
+    /// of it, keys of waits.
     pub max_buffered_bytes: u64,
 }
 
@@ -80,7 +78,7 @@ impl Default for ServerOptions {
     }
 }
 
-/// What the server's thread and its owner share.
+/// State shared by the server's thread and its owner.
 #[derive(Debug, Default)]
 struct Shared {
     stop: AtomicBool,
@@ -91,11 +89,11 @@ struct Shared {
     refusals: Refusals,
 }
 
-/// A store server. It runs in a thread of its own until it is dropped, which
-/// closes all connections.
+/// A store server. It runs in its own thread until it is dropped, which closes all
+/// connections.
 ///
-/// Only holders of the token are served. Whoever else connects is closed,
-/// counted ([`rejected`](Self::rejected)) and logged at most once a minute.
+/// Only clients with the token are served. Other connections are closed, counted
+/// ([`rejected`](Self::rejected)) and logged at most once a minute.
 #[derive(Debug)]
 pub struct TcpServer {
     addr: SocketAddr,
@@ -110,13 +108,13 @@ impl TcpServer {
     ///
     /// # Errors
     /// [`ErrorKind::AddressInUse`]; [`ErrorKind::Usage`] when the address is not
-    /// this host's, or means all interfaces, for which
-    /// [`bind_all_interfaces`](Self::bind_all_interfaces) must be asked.
+    /// this host's, or means all interfaces (use
+    /// [`bind_all_interfaces`](Self::bind_all_interfaces)).
     pub fn bind(addr: SocketAddr, token: Token) -> Result<TcpServer> {
         Self::bind_with(addr, token, ServerOptions::default())
     }
 
-    /// As [`bind`](Self::bind), with other bounds.
+    /// As [`bind`](Self::bind), with other limits.
     ///
     /// # Errors
     /// As [`bind`](Self::bind).
@@ -133,8 +131,7 @@ impl TcpServer {
         Self::from_listener_with(listen(addr)?, token, options)
     }
 
-    /// Serves on all interfaces of this host, IPv4, and logs a warning: anyone
-    /// who can reach the host can try.
+    /// Serves on all IPv4 interfaces of this host, and logs a warning.
     ///
     /// # Errors
     /// As [`bind`](Self::bind).
@@ -143,8 +140,8 @@ impl TcpServer {
         Self::from_listener(listen(addr)?, token)
     }
 
-    /// Serves on a socket that listens already: one that the launcher passed
-    /// on, so that no other process can take the port in between.
+    /// Serves on a listening socket, for example one passed on by a launcher so that
+    /// no other process can take the port in between.
     ///
     /// # Errors
     /// [`ErrorKind::Io`].
@@ -152,7 +149,7 @@ impl TcpServer {
         Self::from_listener_with(listener, token, ServerOptions::default())
     }
 
-    /// As [`from_listener`](Self::from_listener), with other bounds.
+    /// As [`from_listener`](Self::from_listener), with other limits.
     ///
     /// # Errors
     /// [`ErrorKind::Io`].
@@ -173,7 +170,7 @@ impl TcpServer {
         woken.set_nonblocking(true).map_err(fail)?;
         waker.set_nonblocking(true).map_err(fail)?;
         let shared = Arc::new(Shared::default());
-        let serving = Serving::new((listener, addr), woken, token, options, shared.clone());
+        let serving = ServerLoop::new((listener, addr), woken, token, options, shared.clone());
         let thread = std::thread::Builder::new()
             .name("phalanx-store".to_owned())
             .spawn(move || serving.run())
@@ -186,35 +183,35 @@ impl TcpServer {
         })
     }
 
-    /// The address that it listens on, with the real port.
+    /// The address it listens on, with the actual port.
     pub fn local_addr(&self) -> SocketAddr {
         self.addr
     }
 
-    /// Connections refused so far: strangers, wrong tokens, handshakes that
-    /// took too long, members with a wrong role or job.
+    /// Number of refused connections: other protocols, wrong tokens, handshakes that
+    /// timed out, members with a wrong role or job.
     pub fn rejected(&self) -> u64 {
         self.shared.rejected.load(Ordering::Relaxed)
     }
 
-    /// The same by source and reason, the most first: for a person who waits for
-    /// a member that does not come.
-    pub fn refused(&self) -> Vec<Refused> {
+    /// Refused unauthenticated connections by source and reason, the most frequent
+    /// first.
+    pub fn refused(&self) -> Vec<RefusedConnections> {
         self.shared.refusals.list()
     }
 
-    /// Members connected now. A member that waits on several threads at once
-    /// has several connections.
+    /// Number of connected members. A member has one connection for each thread that
+    /// waits.
     pub fn clients(&self) -> usize {
         self.shared.clients.load(Ordering::Relaxed)
     }
 
-    /// Waits that members have pending now.
+    /// Number of waits in progress.
     pub fn pending_waits(&self) -> usize {
         self.shared.pending_waits.load(Ordering::Relaxed)
     }
 
-    /// Bytes buffered for members now, beside what the store holds.
+    /// Memory used for members, besides the store's keys and values.
     pub fn buffered_bytes(&self) -> u64 {
         self.shared.buffered_bytes.load(Ordering::Relaxed)
     }
@@ -223,72 +220,70 @@ impl TcpServer {
 impl Drop for TcpServer {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
-        // Full means that a wake-up is under way already.
+        // A full buffer means that the thread wakes up anyway.
         let _ = self.waker.write(&[1]);
         if let Some(thread) = self.thread.take() {
-            // The thread polls and never blocks in a client, so it ends at once.
-            // A panic there is a bug that has been printed; there is nobody
-            // left to serve either way.
+            // The thread never blocks on a client, so it ends at once. A panic in it
+            // has been printed.
             let _ = thread.join();
         }
     }
 }
 
-/// What one step came to.
+/// Result of one step of a connection.
 #[derive(PartialEq, Eq)]
 enum Step {
     /// There may be more to do.
-    On,
-    /// Nothing to do until something happens.
-    Rest,
+    Continue,
+    /// Nothing to do until the next event.
+    Idle,
 }
 
 /// The state of the server's thread.
-struct Serving {
-    place: String,
-    /// Stands as the source of what the log says about the listener itself.
+struct ServerLoop {
+    location: String,
+    /// Source address in log lines about the listener itself.
     listening_on: IpAddr,
     listener: TcpListener,
     woken: UnixStream,
     token: Token,
     options: ServerOptions,
     shared: Arc<Shared>,
-    log: StrangerLog,
+    log: RefusalLog,
     table: Table,
     waiters: Waiters,
     conns: HashMap<ConnId, Conn>,
     next_id: ConnId,
-    /// Accept no connection before this time.
+    /// Time before which no connection is accepted.
     accept_again: Option<Instant>,
-    /// Waits that were answered because of what another connection did: these
-    /// have something to send, and may have asked more in the meantime.
+    /// Connections whose wait was ended by another connection: they have a response
+    /// to send, and may have further requests.
     answered: Vec<ConnId>,
-    /// Members with more complete requests than they were served in one turn.
+    /// Members with complete requests left after their turn.
     unfinished: BTreeSet<ConnId>,
-    /// Bytes of keys that members wait for; a little too high between two
-    /// counts.
+    /// Total length of the keys of waits; an upper bound between two counts.
     waited_bytes: u64,
-    /// What one read fills.
+    /// Read buffer.
     scratch: Vec<u8>,
 }
 
-impl Serving {
+impl ServerLoop {
     fn new(
         (listener, addr): (TcpListener, SocketAddr),
         woken: UnixStream,
         token: Token,
         options: ServerOptions,
         shared: Arc<Shared>,
-    ) -> Serving {
-        Serving {
-            place: format!("store server {addr}"),
+    ) -> ServerLoop {
+        ServerLoop {
+            location: format!("store server {addr}"),
             listening_on: addr.ip(),
             listener,
             woken,
             token,
             options,
             shared,
-            log: StrangerLog::new(),
+            log: RefusalLog::new(),
             table: Table::new(options.limits),
             waiters: Waiters::default(),
             conns: HashMap::new(),
@@ -307,15 +302,14 @@ impl Serving {
             let accept = match self.sleep(&mut ready) {
                 Ok(accept) => accept,
                 Err(e) => {
-                    // `poll` fails for want of memory, or by a bug; going on
-                    // at once would spin.
-                    tracing::error!(place = self.place, "poll failed: {e}");
+                    // Out of memory, or a bug. Continuing at once would spin.
+                    tracing::error!(location = self.location, "poll failed: {e}");
                     std::thread::sleep(ACCEPT_PAUSE);
                     continue;
                 }
             };
             for (id, flags) in ready.drain(..) {
-                self.attend(id, flags);
+                self.handle_ready(id, flags);
             }
             self.finish_turn();
             if accept {
@@ -325,13 +319,12 @@ impl Serving {
         }
     }
 
-    /// What follows from the bytes that have come: deadlines, further turns,
-    /// answers to those who waited, memory.
+    /// Ends a turn: timeouts, remaining requests, ended waits, memory limit.
     fn finish_turn(&mut self) {
         self.expire();
         for id in std::mem::take(&mut self.unfinished) {
             self.advance(id);
-            self.leave_if_ended(id);
+            self.close_if_ended(id);
         }
         while let Some(id) = self.answered.pop() {
             self.advance(id);
@@ -339,19 +332,22 @@ impl Serving {
         self.make_room();
     }
 
-    /// Closes members that owe us something, the largest first, until what is
-    /// buffered is within its bound.
+    /// Closes stalled members, the largest first, until the memory limit is kept.
     fn make_room(&mut self) {
         let mut bytes = room::buffered_bytes(&self.conns);
         while bytes > self.options.max_buffered_bytes {
             let Some(id) = room::largest_stalled(&self.conns) else {
-                // The rest is on its way through.
+                // No member is stalled.
                 break;
             };
             if let Some(conn) = self.conns.get(&id) {
                 bytes -= conn.buffered_bytes();
-                let (place, source) = (&self.place, conn.peer.ip());
-                self.log.note(source, place, &"a member leaves requests unfinished or answers untaken, and the memory for that is used up");
+                let (location, source) = (&self.location, conn.peer.ip());
+                self.log.warn(
+                    source,
+                    location,
+                    &"the memory limit for incomplete requests and unread responses is reached",
+                );
             }
             self.close(id);
         }
@@ -369,8 +365,8 @@ impl Serving {
         self.shared.clients.store(members, Ordering::Relaxed);
     }
 
-    /// Sleeps until something happens or is due. Fills in which connections
-    /// are ready, and says whether someone wants to connect.
+    /// Sleeps until the next event or timeout. Fills `ready` with the connections
+    /// that are ready; returns whether there are connections to accept.
     fn sleep(&mut self, ready: &mut Vec<(ConnId, PollFlags)>) -> std::io::Result<bool> {
         let now = Instant::now();
         if self.accept_again.is_some_and(|then| then <= now) {
@@ -387,7 +383,7 @@ impl Serving {
         fds.push(PollFd::new(&self.woken, PollFlags::IN));
         for (id, conn) in &self.conns {
             match &conn.state {
-                State::Greeting(_) => {
+                State::Handshake(_) => {
                     pending += 1;
                     sooner(conn.since + self.options.handshake_timeout);
                 }
@@ -403,7 +399,7 @@ impl Serving {
         }
         let mut listening = self.accept_again.is_none();
         if pending >= self.options.max_pending_handshakes {
-            // No place: look again when one may be taken from somebody.
+            // No free slot: try again when a connection may be closed for one.
             if let Some(when) = next_closable(pending_conns(&self.conns))
                 && when > now
             {
@@ -434,17 +430,16 @@ impl Serving {
         let accept = listening && fds.last().is_some_and(|fd| !fd.revents().is_empty());
         if !fds[0].revents().is_empty() {
             let mut sink = [0; 16];
-            // Emptied or not, the flag says what it was for.
+            // The flag `stop` tells why.
             let _ = (&self.woken).read(&mut sink);
         }
         Ok(accept)
     }
 
-    /// Accepts who wants to connect; while there is no place, in place of
-    /// connections that may be closed.
+    /// Accepts connections. Without a free slot, closes others first.
     fn accept(&mut self) {
         let mut pending = self.conns.values().filter(|c| c.is_pending()).count();
-        // Listed once, when it is needed: those accepted here are too new.
+        // Computed once, when needed; connections accepted here are too new.
         let mut evictable: Option<Vec<ConnId>> = None;
         for _ in 0..ACCEPT_BATCH {
             if pending >= self.options.max_pending_handshakes {
@@ -456,7 +451,7 @@ impl Serving {
             let (stream, peer) = match self.listener.accept() {
                 Ok(accepted) => accepted,
                 Err(e) if e.kind() == IoKind::WouldBlock => return,
-                // The stranger left before we opened: as good as a refusal.
+                // The peer left before it was accepted.
                 Err(e)
                     if matches!(
                         e.kind(),
@@ -467,22 +462,22 @@ impl Serving {
                     continue;
                 }
                 Err(e) if e.kind() == IoKind::Interrupted => continue,
-                // No more files: a stranger's is as good as a new one.
+                // Too many open files: close another connection.
                 Err(e) if is_out_of_files(&e) && self.evict(&mut evictable) => {
                     pending -= 1;
                     continue;
                 }
                 Err(e) => {
                     let why = format_args!(
-                        "{e}; raise the limit of open files (ulimit -n) if it is that"
+                        "{e}; if there are too many open files, raise the limit (ulimit -n)"
                     );
-                    self.log.note(self.listening_on, &self.place, &why);
+                    self.log.warn(self.listening_on, &self.location, &why);
                     self.accept_again = Some(Instant::now() + ACCEPT_PAUSE);
                     return;
                 }
             };
             if stream.set_nonblocking(true).is_err() || tune(&stream).is_err() {
-                // Gone already: these fail on dead sockets only.
+                // These fail only on closed sockets.
                 self.shared.rejected.fetch_add(1, Ordering::Relaxed);
                 continue;
             }
@@ -492,57 +487,55 @@ impl Serving {
         }
     }
 
-    /// Closes the next of the `evictable` pending connections; false: none may
-    /// be closed now.
+    /// Closes the next of the `evictable` connections. Returns false if there is none.
     fn evict(&mut self, evictable: &mut Option<Vec<ConnId>>) -> bool {
         let now = Instant::now();
         let evictable = evictable.get_or_insert_with(|| closable(pending_conns(&self.conns), now));
         let Some(id) = evictable.pop() else {
             return false;
         };
-        self.refuse(id, None, &"its place was needed for another connection");
+        self.refuse(id, None, &"its slot was needed for another connection");
         true
     }
 
-    /// Serves one connection that `poll` named.
-    fn attend(&mut self, id: ConnId, flags: PollFlags) {
-        // It may have been closed since by what another one did.
+    /// Serves a connection that is ready.
+    fn handle_ready(&mut self, id: ConnId, flags: PollFlags) {
+        // Another connection may have closed it.
         let Some(conn) = self.conns.get_mut(&id) else {
             return;
         };
         let mut gone = false;
-        if flags.intersects(PollFlags::OUT) && conn.push() == Pulled::Gone {
+        if flags.intersects(PollFlags::OUT) && conn.push() == IoState::Gone {
             gone = true;
         }
         if flags.intersects(PollFlags::IN | PollFlags::HUP | PollFlags::ERR) {
             if conn.is_pending() {
-                // Its handshake reads for itself, and notices the end.
+                // Its handshake reads and notices the end.
             } else if conn.wants_input() {
-                gone |= conn.pull(&mut self.scratch) == Pulled::Gone;
+                gone |= conn.pull(&mut self.scratch) == IoState::Gone;
             } else if flags.intersects(PollFlags::HUP | PollFlags::ERR) {
                 gone = true;
             }
         }
-        // What came before the end is judged first: a member's last set counts.
+        // Requests before the end are still served.
         if let Some(conn) = self.conns.get_mut(&id) {
             conn.ended |= gone;
         }
         self.advance(id);
-        self.leave_if_ended(id);
+        self.close_if_ended(id);
     }
 
-    /// Closes a connection whose other side has gone, once all that it said
-    /// before has been done.
-    fn leave_if_ended(&mut self, id: ConnId) {
+    /// Closes a connection whose peer has closed, once its requests are served.
+    fn close_if_ended(&mut self, id: ConnId) {
         let ended = self.conns.get(&id).is_some_and(|conn| conn.ended);
         if ended && !self.unfinished.contains(&id) {
             self.close(id);
         }
     }
 
-    /// Works through what a connection has received, as far as its turn goes.
+    /// Serves the received requests of a connection, up to the limit of a turn.
     fn advance(&mut self, id: ConnId) {
-        let more = self.work(id);
+        let more = self.serve_turn(id);
         if let Some(conn) = self.conns.get_mut(&id) {
             conn.note_stall(more);
         }
@@ -551,76 +544,76 @@ impl Serving {
         }
     }
 
-    /// Whether the turn ended before the connection's requests did.
-    fn work(&mut self, id: ConnId) -> bool {
+    /// Serves one turn of a connection. Returns whether requests are left.
+    fn serve_turn(&mut self, id: ConnId) -> bool {
         for _ in 0..REQUESTS_PER_TURN {
-            if self.step(id) == Step::Rest {
+            if self.step(id) == Step::Idle {
                 return false;
             }
         }
         true
     }
 
-    /// One message, if it is complete and its answer has a place.
+    /// Handles one message, if it is complete and the previous response was sent.
     fn step(&mut self, id: ConnId) -> Step {
         let Some(conn) = self.conns.get_mut(&id) else {
-            return Step::Rest;
+            return Step::Idle;
         };
-        if conn.push() == Pulled::Gone {
+        if conn.push() == IoState::Gone {
             self.close(id);
-            return Step::Rest;
+            return Step::Idle;
         }
-        // One answer at a time: a member that does not read its answers
-        // gets no further ones, and cannot fill our memory with them.
+        // One response at a time, so that a member that does not read its responses
+        // cannot fill the memory.
         if conn.has_output() {
-            return Step::Rest;
+            return Step::Idle;
         }
         match conn.state {
-            State::Greeting(ref mut greeting) => {
-                match greeting.advance(&mut conn.stream, &self.token) {
-                    Ok(Greeted::Waiting) => return Step::Rest,
-                    Ok(Greeted::Challenged(tag)) => self.note_tag(id, tag),
-                    Ok(Greeted::Proven(proven)) => self.decide(id, proven),
+            State::Handshake(ref mut handshake) => {
+                match handshake.advance(&mut conn.stream, &self.token) {
+                    Ok(Progress::Waiting) => return Step::Idle,
+                    Ok(Progress::Challenged(tag)) => self.note_tag(id, tag),
+                    Ok(Progress::Proven(proven)) => self.decide(id, proven),
                     Err(e) => {
                         let reason = match e.kind() {
-                            ErrorKind::Rejected(_) => Some(RefusalReason::OtherVersion),
-                            ErrorKind::TokenMismatch => Some(RefusalReason::OtherToken),
-                            ErrorKind::Stranger => Some(RefusalReason::OtherProtocol),
+                            ErrorKind::Rejected(_) => Some(RefusalReason::WrongVersion),
+                            ErrorKind::TokenMismatch => Some(RefusalReason::WrongToken),
+                            ErrorKind::WrongProtocol => Some(RefusalReason::WrongProtocol),
                             _ => None,
                         };
                         self.refuse(id, reason, &e);
-                        return Step::Rest;
+                        return Step::Idle;
                     }
                 }
             }
             State::Member => match conn.next_request() {
-                Ok(None) => return Step::Rest,
+                Ok(None) => return Step::Idle,
                 Ok(Some(body)) => self.serve(id, &body),
-                Err(e) => self.offend(id, &e),
+                Err(e) => self.protocol_error(id, &e),
             },
-            State::Waiting(_) => return Step::Rest,
+            State::Waiting(_) => return Step::Idle,
             State::Closing => {
                 self.close(id);
-                return Step::Rest;
+                return Step::Idle;
             }
         }
-        Step::On
+        Step::Continue
     }
 
-    /// A hello has come. One that another connection began with was recorded: its
-    /// tag counts only once.
+    /// Records the tag of a hello. A tag that another connection has was replayed
+    /// and does not count.
     fn note_tag(&mut self, id: ConnId, tag: Option<[u8; TAG_BYTES]>) {
         let others = || self.conns.iter().filter(|(other, _)| **other != id);
         let is_new = tag.is_some() && others().all(|(_, conn)| conn.tag != tag);
         if let Some(conn) = self.conns.get_mut(&id) {
-            (conn.standing, conn.tag) = match tag {
-                Some(_) if is_new => (Standing::Tagged, tag),
-                _ => (Standing::Untagged, None),
+            (conn.hello, conn.tag) = match tag {
+                Some(_) if is_new => (HelloState::Tagged, tag),
+                _ => (HelloState::Untagged, None),
             };
         }
     }
 
-    /// A peer has proven the token: may it stay?
+    /// Accepts or refuses a peer that has proven the token.
     fn decide(&mut self, id: ConnId, proven: Proven) {
         let members = self.conns.values().filter(|c| !c.is_pending()).count();
         let peer = proven.peer();
@@ -644,18 +637,18 @@ impl Serving {
             }
             Err(reason) => {
                 self.shared.rejected.fetch_add(1, Ordering::Relaxed);
-                tracing::warn!(place = self.place, peer = %conn.peer, "rejected a member: {reason}");
+                tracing::warn!(location = self.location, peer = %conn.peer, "rejected a member: {reason}");
                 conn.outbox.extend_from_slice(&proven.reject(reason));
                 conn.state = State::Closing;
             }
         }
     }
 
-    /// Does what a member asks.
+    /// Serves a request of a member.
     fn serve(&mut self, id: ConnId, body: &[u8]) {
         let request = match Request::decode(body) {
             Ok(request) => request,
-            Err(e) => return self.offend(id, &e),
+            Err(e) => return self.protocol_error(id, &e),
         };
         let mut appeared = None;
         let result = match request {
@@ -671,7 +664,7 @@ impl Serving {
             }
             Request::TryGet { key } => {
                 let value = self.table.get(key);
-                Ok(value.map_or(Response::Nothing, Response::Value))
+                Ok(value.map_or(Response::NotFound, Response::Value))
             }
             Request::Add { key, delta } => {
                 appeared = Some(key);
@@ -685,7 +678,7 @@ impl Serving {
                 appeared = Some(key);
                 let stored = self.table.compare_set(key, expected, desired);
                 let now = self.table.get(key);
-                stored.map(|_| now.map_or(Response::Nothing, Response::Value))
+                stored.map(|_| now.map_or(Response::NotFound, Response::Value))
             }
             Request::Delete { key } => Ok(Response::Existed(self.table.delete(key))),
             Request::DeletePrefix { prefix } => {
@@ -700,30 +693,30 @@ impl Serving {
             _ => Err(Failure::BadRequest),
         };
         let response = result.unwrap_or_else(Response::Failed);
-        answer(&mut self.conns, &self.place, id, &response);
+        answer(&mut self.conns, &self.location, id, &response);
         if let Some(key) = appeared
             && self.table.contains(key)
         {
-            self.announce(key);
+            self.key_appeared(key);
         }
     }
 
-    /// Answers at once if all keys are there, else remembers who asked.
+    /// Starts a wait.
     fn wait(&mut self, id: ConnId, keys: &[&str], timeout_ms: u32, wants_value: bool) {
         let key_bytes: u64 = keys.iter().map(|key| key.len() as u64).sum();
         while self.waited_bytes + key_bytes > self.options.max_buffered_bytes / 2 {
-            // The longest list goes: this one, or another's.
+            // The wait with the most bytes fails: this one, or another.
             let Some((other, bytes)) = room::longest_wait(&self.conns, key_bytes) else {
                 let response = Response::Failed(Failure::StoreFull);
-                return answer(&mut self.conns, &self.place, id, &response);
+                return answer(&mut self.conns, &self.location, id, &response);
             };
             self.waited_bytes = self.waited_bytes.saturating_sub(bytes);
-            self.forget_wait(other);
+            self.remove_wait(other);
             if let Some(conn) = self.conns.get_mut(&other) {
                 conn.state = State::Member;
             }
             let response = Response::Failed(Failure::StoreFull);
-            answer(&mut self.conns, &self.place, other, &response);
+            answer(&mut self.conns, &self.location, other, &response);
             self.answered.push(other);
         }
         self.waited_bytes += key_bytes;
@@ -737,12 +730,11 @@ impl Serving {
         if let Some(conn) = self.conns.get_mut(&id) {
             conn.state = State::Waiting(wait);
         }
-        self.settle(id);
+        self.check_wait(id);
     }
 
-    /// A connection waits for nothing that is known to be missing: answer it,
-    /// or note what is missing now.
-    fn settle(&mut self, id: ConnId) {
+    /// Responds to a wait if all its keys exist; otherwise registers the missing ones.
+    fn check_wait(&mut self, id: ConnId) {
         let Some(conn) = self.conns.get_mut(&id) else {
             return;
         };
@@ -768,12 +760,12 @@ impl Serving {
         conn.outbox = out;
         conn.state = State::Member;
         if let Err(e) = encoded {
-            self.offend(id, &e);
+            self.protocol_error(id, &e);
         }
     }
 
-    /// A key is there: wake whoever waits for it and for nothing else.
-    fn announce(&mut self, key: &str) {
+    /// Ends the waits for which this was the last missing key.
+    fn key_appeared(&mut self, key: &str) {
         for id in self.waiters.take(key) {
             let Some(conn) = self.conns.get_mut(&id) else {
                 continue;
@@ -781,14 +773,14 @@ impl Serving {
             if let State::Waiting(wait) = &mut conn.state {
                 wait.outstanding = wait.outstanding.saturating_sub(1);
                 if wait.outstanding == 0 {
-                    self.settle(id);
+                    self.check_wait(id);
                     self.answered.push(id);
                 }
             }
         }
     }
 
-    /// Ends what has lasted too long.
+    /// Ends waits, handshakes and closing connections that have timed out.
     fn expire(&mut self) {
         let now = Instant::now();
         let mut late_waits = Vec::new();
@@ -798,26 +790,26 @@ impl Serving {
             let too_old = now.duration_since(conn.since) >= self.options.handshake_timeout;
             match &conn.state {
                 State::Waiting(wait) if wait.deadline <= now => late_waits.push(*id),
-                State::Greeting(_) if too_old => late_handshakes.push(*id),
+                State::Handshake(_) if too_old => late_handshakes.push(*id),
                 State::Closing if too_old => late_closings.push(*id),
                 _ => {}
             }
         }
         for id in late_waits {
-            self.give_up(id);
+            self.time_out_wait(id);
             self.advance(id);
         }
         for id in late_handshakes {
-            self.refuse(id, None, &"no handshake within the time limit");
+            self.refuse(id, None, &"the handshake timed out");
         }
         for id in late_closings {
             self.close(id);
         }
     }
 
-    /// The deadline of a wait has passed: name the missing keys.
-    fn give_up(&mut self, id: ConnId) {
-        self.forget_wait(id);
+    /// Responds to a wait that timed out with the missing keys.
+    fn time_out_wait(&mut self, id: ConnId) {
+        self.remove_wait(id);
         let Some(conn) = self.conns.get_mut(&id) else {
             return;
         };
@@ -826,11 +818,11 @@ impl Serving {
         };
         let missing = self.table.missing(wait.keys.iter().map(String::as_str));
         let response = Response::Missing(missing);
-        answer(&mut self.conns, &self.place, id, &response);
+        answer(&mut self.conns, &self.location, id, &response);
     }
 
-    /// Takes a connection's wait out of the table of waiters.
-    fn forget_wait(&mut self, id: ConnId) {
+    /// Removes a connection's wait from the table of waiters.
+    fn remove_wait(&mut self, id: ConnId) {
         if let Some(Conn {
             state: State::Waiting(wait),
             ..
@@ -841,69 +833,68 @@ impl Serving {
         }
     }
 
-    /// Closes a connection that has not proven the token. Without a `reason` the
-    /// other side made no mistake that tells what it is.
+    /// Closes an unauthenticated connection. Without a `reason`, the state of its
+    /// hello gives one.
     fn refuse(&mut self, id: ConnId, reason: Option<RefusalReason>, why: &dyn std::fmt::Display) {
         self.shared.rejected.fetch_add(1, Ordering::Relaxed);
         if let Some(conn) = self.conns.get(&id) {
-            let reason = reason.unwrap_or(match conn.standing {
-                Standing::Untagged => RefusalReason::OtherToken,
+            let reason = reason.unwrap_or(match conn.hello {
+                HelloState::Untagged => RefusalReason::WrongToken,
                 _ => RefusalReason::Unfinished,
             });
             self.shared.refusals.note(conn.peer.ip(), reason);
-            self.log.note(conn.peer.ip(), &self.place, why);
+            self.log.warn(conn.peer.ip(), &self.location, why);
         }
         self.close(id);
     }
 
-    /// A member broke the protocol: tell it, and close.
-    fn offend(&mut self, id: ConnId, why: &dyn std::fmt::Display) {
+    /// Closes the connection of a member that broke the protocol.
+    fn protocol_error(&mut self, id: ConnId, why: &dyn std::fmt::Display) {
         let Some(conn) = self.conns.get_mut(&id) else {
             return;
         };
-        tracing::warn!(place = self.place, peer = %conn.peer, "a member broke the protocol: {why}");
+        tracing::warn!(location = self.location, peer = %conn.peer, "a member broke the protocol: {why}");
         conn.state = State::Closing;
         conn.since = Instant::now();
         let response = Response::Failed(Failure::BadRequest);
-        answer(&mut self.conns, &self.place, id, &response);
+        answer(&mut self.conns, &self.location, id, &response);
     }
 
     fn close(&mut self, id: ConnId) {
-        self.forget_wait(id);
+        self.remove_wait(id);
         let closed = self.conns.remove(&id);
         debug_assert!(!self.conns.is_empty() || self.waiters.len() == 0);
         if let Some((key, value)) = closed.and_then(|conn| conn.will) {
-            // Where there is no room, nobody hears of it: as without a will.
+            // Without room in the store, the will is lost.
             if let Err(e) = self.table.compare_set(&key, None, &value) {
-                tracing::warn!(place = self.place, "cannot execute a will: {e:?}");
+                tracing::warn!(location = self.location, "cannot execute a will: {e:?}");
             }
             if self.table.contains(&key) {
-                self.announce(&key);
+                self.key_appeared(&key);
             }
         }
     }
 }
 
-/// The connections that have not proven the token.
+/// The unauthenticated connections.
 fn pending_conns(conns: &HashMap<ConnId, Conn>) -> impl Iterator<Item = Pending<ConnId>> {
     let pending = conns.iter().filter(|(_, conn)| conn.is_pending());
     pending.map(|(id, conn)| Pending {
         id: *id,
-        standing: conn.standing,
+        hello: conn.hello,
         source: conn.peer.ip(),
         since: conn.since,
     })
 }
 
-/// Queues a response. A function of its own, because the response may borrow
-/// from the table.
-fn answer(conns: &mut HashMap<ConnId, Conn>, place: &str, id: ConnId, response: &Response<'_>) {
+/// Queues a response. Not a method, because the response may borrow from the table.
+fn answer(conns: &mut HashMap<ConnId, Conn>, location: &str, id: ConnId, response: &Response<'_>) {
     if let Some(conn) = conns.get_mut(&id)
         && let Err(e) = response.encode(&mut conn.outbox)
     {
-        // The table keeps the same limits as the codec, so this is a bug; the
-        // member sees its connection closed rather than hang.
-        tracing::error!(place, "cannot encode a response: {e}");
+        // The table has the same limits as the codec, so this is a bug. Close the
+        // connection, so that the member does not hang.
+        tracing::error!(location, "cannot encode a response: {e}");
         conn.state = State::Closing;
     }
 }

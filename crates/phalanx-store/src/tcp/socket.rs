@@ -1,25 +1,24 @@
-//! Settings of sockets that the server and the clients share.
+//! Socket options of server and clients.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
 
 use crate::{Error, ErrorKind, Result};
 
-/// Connections that may wait to be accepted, where the system allows as many
-/// (`net.core.somaxconn`): all ranks of a large job connect within the same
-/// millisecond, and of those that find no place there the kernel tries again after
-/// seconds.
+/// Length of the accept queue, as far as the system allows it
+/// (`net.core.somaxconn`). All ranks of a large job connect within a millisecond,
+/// and a connection that does not fit is retried by the kernel only after seconds.
 const BACKLOG: i32 = 4096;
 
-/// A silent connection is probed after this time...
+/// An idle connection is probed after this time...
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(15);
 /// ...this often...
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
-/// ...and given up after so many probes without answer: a host that lost its
-/// power sends no end of stream.
+/// ...and closed after this number of unanswered probes: a host that loses its power
+/// does not close its connections.
 const KEEPALIVE_PROBES: u32 = 3;
 
-/// Listens, or says which address is taken and what to do about it.
+/// Listens on `addr`.
 pub(super) fn listen(addr: SocketAddr) -> Result<TcpListener> {
     let attempt = || -> std::io::Result<TcpListener> {
         let socket = socket2::Socket::new(
@@ -27,8 +26,8 @@ pub(super) fn listen(addr: SocketAddr) -> Result<TcpListener> {
             socket2::Type::STREAM,
             Some(socket2::Protocol::TCP),
         )?;
-        // Else a restarted job would wait a minute for the remains of the
-        // last one. Two listeners at once stay impossible.
+        // Otherwise a restarted job would wait a minute for connections of the
+        // previous one. It does not allow two listeners at once.
         socket.set_reuse_address(true)?;
         socket.bind(&addr.into())?;
         socket.listen(BACKLOG)?;
@@ -38,7 +37,7 @@ pub(super) fn listen(addr: SocketAddr) -> Result<TcpListener> {
         std::io::ErrorKind::AddrInUse => Error::new(
             ErrorKind::AddressInUse,
             format!(
-                "address {addr} is already in use: another job or a leftover process listens there; \
+                "address {addr} is already in use by another job or a leftover process; \
                  stop it (`ss -ltnp 'sport = :{port}'` shows it) or choose another port",
                 port = addr.port()
             ),
@@ -46,19 +45,19 @@ pub(super) fn listen(addr: SocketAddr) -> Result<TcpListener> {
         .caused_by(e),
         std::io::ErrorKind::AddrNotAvailable => Error::new(
             ErrorKind::Usage,
-            format!("{addr} is not an address of this host: start the store where the address is, or give one that `ip addr` lists here"),
+            format!("{addr} is not an address of this host; start the store on the host with this address, or give one that `ip addr` lists here"),
         )
         .caused_by(e),
         std::io::ErrorKind::PermissionDenied => Error::new(
             ErrorKind::Usage,
-            format!("not allowed to listen on {addr}: choose a port above 1023"),
+            format!("not allowed to listen on {addr}; choose a port above 1023"),
         )
         .caused_by(e),
         _ => Error::io(format_args!("listening on {addr}"), e),
     })
 }
 
-/// Small messages at once, and dead hosts noticed.
+/// Sends small messages at once, and detects hosts that are gone.
 pub(super) fn tune(stream: &TcpStream) -> std::io::Result<()> {
     use rustix::net::sockopt;
     stream.set_nodelay(true)?;

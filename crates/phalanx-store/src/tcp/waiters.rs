@@ -1,12 +1,12 @@
-//! Which connection waits for which key.
+//! Connections that wait for keys.
 
 use std::collections::HashMap;
 
-/// Name of a connection for its life; never used twice.
+/// Identifier of a connection; never reused.
 pub(super) type ConnId = u64;
 
-/// From a key that is not there to the connections that wait for it. Each
-/// wait stands under each of its missing keys, once per mention.
+/// Maps a missing key to the connections that wait for it. A wait is listed under
+/// each of its missing keys, as often as it names the key.
 #[derive(Debug, Default)]
 pub(super) struct Waiters(HashMap<String, Vec<ConnId>>);
 
@@ -19,12 +19,12 @@ impl Waiters {
         }
     }
 
-    /// The key has appeared: everyone who waited for it, once per mention.
+    /// Removes and returns the connections that wait for a key that now exists.
     pub(super) fn take(&mut self, key: &str) -> Vec<ConnId> {
         self.0.remove(key).unwrap_or_default()
     }
 
-    /// The connection no longer waits for these keys.
+    /// Removes a connection's waits for these keys.
     pub(super) fn remove<'a>(&mut self, keys: impl Iterator<Item = &'a str>, conn: ConnId) {
         for key in keys {
             if let Some(list) = self.0.get_mut(key) {
@@ -36,7 +36,7 @@ impl Waiters {
         }
     }
 
-    /// Keys that somebody waits for.
+    /// Number of keys with waiting connections.
     pub(super) fn len(&self) -> usize {
         self.0.len()
     }

@@ -434,7 +434,7 @@ fn members_join_through_half_open_handshakes() {
     });
     assert!(server.rejected() >= STRANGERS as u64 - PLACES as u64);
     let refused = server.refused();
-    assert_eq!(refused[0].reason, RefusalReason::OtherToken, "{refused:?}");
+    assert_eq!(refused[0].reason, RefusalReason::WrongToken, "{refused:?}");
 }
 
 /// The same with hellos of members that were recorded, as many as there are: each

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::common::LONG;
-use phalanx_store::auth::{self, StrangerLog};
+use phalanx_store::auth::{self, RefusalLog};
 use phalanx_store::{Error, ErrorKind};
 use phalanx_wire::Token;
 use phalanx_wire::handshake::{Hello, RejectReason, Role};
@@ -130,7 +130,7 @@ fn http_and_tls() {
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     ] {
         let error = attacked(LONG, move |mut s| s.write_all(opening).unwrap());
-        assert_eq!(error.kind(), ErrorKind::Stranger);
+        assert_eq!(error.kind(), ErrorKind::WrongProtocol);
         assert!(error.to_string().contains("not a phalanx message"));
     }
 }
@@ -147,7 +147,7 @@ fn oversize_length() {
     let error = attacked(LONG, |mut s| {
         s.write_all(b"PHHS\x01\x01\xff\xff").unwrap();
     });
-    assert_eq!(error.kind(), ErrorKind::Stranger);
+    assert_eq!(error.kind(), ErrorKind::WrongProtocol);
     assert!(error.to_string().contains("65535"), "{error}");
 }
 
@@ -255,14 +255,14 @@ fn who_was_stopped_finds_its_welcome() {
 
 #[test]
 fn one_line_a_minute_and_source() {
-    let log = StrangerLog::new();
+    let log = RefusalLog::new();
     let source = |n: u32| IpAddr::from(n.to_be_bytes());
-    assert!(log.note(source(1), "test", &"scan"));
+    assert!(log.warn(source(1), "test", &"scan"));
     for _ in 0..100 {
-        assert!(!log.note(source(1), "test", &"scan"));
+        assert!(!log.warn(source(1), "test", &"scan"));
     }
-    assert!(log.note(source(2), "test", &"scan"));
+    assert!(log.warn(source(2), "test", &"scan"));
     // A scan from everywhere cannot make it grow without bound.
-    let written = (3..5000).filter(|n| log.note(source(*n), "test", &"scan"));
+    let written = (3..5000).filter(|n| log.warn(source(*n), "test", &"scan"));
     assert_eq!(written.count(), 1022);
 }

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::common::{LONG, SHORT, join, serve};
-use phalanx_store::{ErrorKind, FileStore, MemStore, PrefixStore, Store, TcpServer};
+use phalanx_store::{ErrorKind, FileStore, MemStore, Store, TcpServer};
 use phalanx_wire::Token;
 use phalanx_wire::store_msg::{MAX_KEY_BYTES, MAX_VALUE_BYTES};
 
@@ -45,18 +45,6 @@ impl Fixture for Tcp {
     }
 }
 
-/// A view, beside which foreign keys lie.
-struct Prefixed(Box<dyn Fixture>);
-
-impl Fixture for Prefixed {
-    fn member(&self) -> Arc<dyn Store> {
-        let below = self.0.member();
-        below.set("k", b"foreign").unwrap();
-        below.set("group/10/k", b"foreign").unwrap();
-        Arc::new(PrefixStore::new(below, "group/1"))
-    }
-}
-
 fn mem() -> Box<dyn Fixture> {
     Box::new(Mem(MemStore::new()))
 }
@@ -69,18 +57,6 @@ fn file() -> Box<dyn Fixture> {
 fn tcp() -> Box<dyn Fixture> {
     let (server, token) = serve();
     Box::new(Tcp { server, token })
-}
-
-fn prefix_over_mem() -> Box<dyn Fixture> {
-    Box::new(Prefixed(mem()))
-}
-
-fn prefix_over_tcp() -> Box<dyn Fixture> {
-    Box::new(Prefixed(tcp()))
-}
-
-fn prefix_over_prefix() -> Box<dyn Fixture> {
-    Box::new(Prefixed(prefix_over_mem()))
 }
 
 /// Every check for every kind.
@@ -98,7 +74,7 @@ macro_rules! suite {
     };
 }
 
-suite!([mem, file, tcp, prefix_over_mem, prefix_over_tcp, prefix_over_prefix]:
+suite!([mem, file, tcp]:
     set_and_get,
     get_waits_for_the_key,
     get_names_the_missing_key,
@@ -437,19 +413,4 @@ mod checks {
         }
         ping.join().unwrap();
     }
-}
-
-/// What lies beside a view is not touched by it.
-#[test]
-fn prefix_keeps_to_itself() {
-    let below: Arc<dyn Store> = Arc::new(MemStore::new());
-    below.set("k", b"foreign").unwrap();
-    below.set("group/10/k", b"foreign").unwrap();
-    let view = PrefixStore::new(below.clone(), "group/1");
-    assert_eq!(view.prefix(), "group/1/");
-    view.set("k", b"mine").unwrap();
-    assert_eq!(below.get("group/1/k", SHORT).unwrap(), b"mine");
-    assert_eq!(view.delete_prefix("").unwrap(), 1);
-    assert_eq!(below.get("k", SHORT).unwrap(), b"foreign");
-    assert_eq!(below.get("group/10/k", SHORT).unwrap(), b"foreign");
 }

@@ -138,7 +138,7 @@ fn a_file_that_is_something_else_is_left_alone() {
         fs::write(&path, content).unwrap();
         let error = FileStore::open(&path).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Corrupt);
-        assert!(error.to_string().contains("left alone"), "{error}");
+        assert!(error.to_string().contains("not changed"), "{error}");
         assert_eq!(fs::read(&path).unwrap(), content);
     }
 }
@@ -204,7 +204,11 @@ fn every_flipped_byte_of_a_record_is_noticed() {
 fn damaged_header() {
     let (_folder, path) = folder();
     let _member = FileStore::open(&path).unwrap();
-    for (at, what) in [(0, "something else"), (8, "format"), (15, "damaged header")] {
+    for (at, what) in [
+        (0, "not a store file"),
+        (8, "format"),
+        (15, "damaged header"),
+    ] {
         rewrite(&path, |b| b[at] ^= 1);
         let error = FileStore::open(&path).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Corrupt);

@@ -7,9 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::common::{LONG, Raw, SHORT, eventually, join, loopback, serve, serve_with};
-use phalanx_store::{
-    ErrorKind, Limits, MemStore, PrefixStore, ServerOptions, Store, TcpServer, TcpStore, auth,
-};
+use phalanx_store::{ErrorKind, Limits, MemStore, ServerOptions, Store, TcpServer, TcpStore, auth};
 use phalanx_wire::Token;
 use phalanx_wire::handshake::{Hello, RejectReason, Role};
 use phalanx_wire::store_msg::{MAX_VALUE_BYTES, MAX_WILL_BYTES, Request};
@@ -186,7 +184,7 @@ fn a_wrong_token_is_told_on_both_sides() {
     let mut attempts = 0;
     let token = Token::generate().unwrap();
     let limit = Duration::from_millis(300);
-    let error = TcpStore::connect_telling(&addr, token, limit, |error| {
+    let error = TcpStore::connect_with(&addr, token, limit, |error| {
         assert_eq!(error.kind(), ErrorKind::TokenMismatch, "{error}");
         attempts += 1;
     });
@@ -196,7 +194,7 @@ fn a_wrong_token_is_told_on_both_sides() {
     let text = error.to_string();
     assert!(text.contains(&addr), "{text}");
     assert!(
-        text.contains("the job token differs or a stranger listens there"),
+        text.contains("the job token differs, or another program listens there"),
         "{text}"
     );
     assert!(attempts > 1, "{attempts} attempts");
@@ -246,7 +244,7 @@ fn who_is_in_the_servers_place_is_outlasted() {
         let (tell, told) = std::sync::mpsc::channel();
         let store = thread::scope(|scope| {
             let joining = scope.spawn(|| {
-                TcpStore::connect_telling(&addr.to_string(), token.clone(), LONG, |error| {
+                TcpStore::connect_with(&addr.to_string(), token.clone(), LONG, |error| {
                     let _ = tell.send(error.kind());
                 })
             });
@@ -257,7 +255,7 @@ fn who_is_in_the_servers_place_is_outlasted() {
                 stream.write_all(b"HTTP/1.1 400 Bad Request\r\n").unwrap();
             }
             let kind = told.recv().unwrap();
-            let want = [ErrorKind::Stranger, ErrorKind::TokenMismatch];
+            let want = [ErrorKind::WrongProtocol, ErrorKind::TokenMismatch];
             assert_eq!(kind, want[usize::from(has_token)]);
             drop((stream, listener));
             let server = TcpServer::bind(addr, token.clone()).unwrap();
@@ -272,7 +270,7 @@ fn who_is_in_the_servers_place_is_outlasted() {
 fn reserved_connections_are_used() {
     let (server, token) = serve();
     let store = join(&server, &token);
-    store.reserve(3).unwrap();
+    store.reserve_connections(3).unwrap();
     eventually("three have come", || server.clients() == 3);
     thread::scope(|scope| {
         for _ in 0..2 {
@@ -574,20 +572,18 @@ fn a_will_is_executed_when_its_member_is_gone() {
 fn a_will_that_was_taken_back_is_not_executed() {
     let (server, token) = serve();
     let store = Arc::new(join(&server, &token));
-    // Through a view, as groups may use it.
-    let view = PrefixStore::new(store.clone(), "forming");
     for _ in 0..20 {
-        let will = view.leave_will("failed", b"rank 3 is gone").unwrap();
+        let will = store.leave_will("failed", b"rank 3 is gone").unwrap();
         drop(will.expect("this store notices"));
     }
     let long = vec![7; MAX_WILL_BYTES + 1];
-    let error = view.leave_will("failed", &long).unwrap_err();
+    let error = store.leave_will("failed", &long).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Usage, "{error}");
     eventually("they have left", || server.clients() == 1);
-    assert_eq!(store.try_get("forming/failed").unwrap(), None);
-    let will = view.leave_will("failed", b"rank 3 is gone").unwrap();
+    assert_eq!(store.try_get("failed").unwrap(), None);
+    let will = store.leave_will("failed", b"rank 3 is gone").unwrap();
     will.expect("this store notices").execute();
-    assert_eq!(view.get("failed", LONG).unwrap(), b"rank 3 is gone");
+    assert_eq!(store.get("failed", LONG).unwrap(), b"rank 3 is gone");
     assert!(MemStore::new().leave_will("k", b"v").unwrap().is_none());
 }
 

@@ -283,12 +283,12 @@ impl<'a> Saving<'a> {
         let before = background.wait();
         let (old, facts) = (background.spare(), self.facts.clone());
         let mut snapshot =
-            Snapshot::take_over(old, source.params, optimizer, place, facts, progress);
+            Snapshot::take_into(old, source.params, optimizer, place, facts, progress);
         if let Some(buffers) = source.buffers {
             snapshot = snapshot.with_buffers(buffers)?;
         }
         let snapshot = snapshot
-            .with_more(more)
+            .with_extra(more)
             .with_metadata(self.metadata.clone());
         let begun = match action {
             SaveAction::Stop => Ok(Some(background.save(snapshot)?)),

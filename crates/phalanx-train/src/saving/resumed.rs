@@ -255,7 +255,7 @@ impl Resumed {
             let mut tensors = Vec::new();
             for (name, len) in saved.tensors {
                 let mut values = match &self.state {
-                    Some(state) => state.more(&Hook::key(group, &name), len)?,
+                    Some(state) => state.extra(&Hook::key(group, &name), len)?,
                     None => vec![0.0; len],
                 };
                 ctx.group.broadcast(&mut values, 0)?;

@@ -1,4 +1,4 @@
-//! The side that was connected to.
+//! The side that accepted the connection.
 
 use super::{
     Awaiting, Hello, LABEL_CHALLENGE, LABEL_PROOF, LABEL_REJECT, LABEL_WELCOME, Message,
@@ -7,8 +7,8 @@ use super::{
 use crate::token::random_bytes;
 use crate::{Error, ErrorKind, Result, Token};
 
-/// Has challenged; waits for the proof. The hello is a mere claim until then,
-/// so it cannot be looked at.
+/// Acceptor that has sent its challenge and waits for the proof. The peer's hello
+/// is not accessible before that.
 #[derive(Debug)]
 pub struct Acceptor {
     hello: [u8; Hello::BYTES],
@@ -17,13 +17,13 @@ pub struct Acceptor {
     token: Token,
 }
 
-/// Knows that the peer holds the token; owes it a verdict.
+/// Acceptor whose peer has proven the token; it must send a verdict.
 #[derive(Debug)]
 #[must_use = "the initiator waits for a welcome or a rejection"]
 pub struct Proven(Acceptor);
 
 impl Acceptor {
-    /// Takes a hello and challenges. Send the message, then read one while
+    /// Takes a hello and returns the challenge. Send it, then read a message with
     /// [`Awaiting::Proof`].
     ///
     /// # Errors
@@ -49,20 +49,20 @@ impl Acceptor {
         ))
     }
 
-    /// The tag of the hello, if it was made with our token. It proves nothing,
-    /// as a hello can be recorded and sent again, but without it the peer is no
-    /// member: an acceptor that must close somebody closes those first. Each
-    /// hello has its own tag, so one that comes twice is a recorded one.
+    /// The tag of the hello, if it is valid for our token. It is no proof, since a
+    /// hello can be recorded and replayed, but a peer without a valid tag does not
+    /// have the token: an acceptor without free slots closes such connections first.
+    /// Tags are unique, so a tag that arrives twice was replayed.
     pub fn tag(&self) -> Option<[u8; TAG_BYTES]> {
         Hello::valid_tag(&self.hello, &self.token)
     }
 
-    /// Takes the proof.
+    /// Checks the proof.
     ///
     /// # Errors
-    /// [`ErrorKind::BadProof`] when the initiator does not hold the token, and
-    /// the kinds of [`body_bytes`](super::body_bytes). Answer with nothing:
-    /// close.
+    /// [`ErrorKind::BadProof`] when the initiator does not have the token, and
+    /// the kinds of [`body_bytes`](super::body_bytes). Close the connection
+    /// without an answer.
     pub fn verify(self, proof: &[u8]) -> Result<Proven> {
         let (_, mut r) = open(proof, Awaiting::Proof)?;
         let mac: [u8; 32] = r.array()?;
@@ -76,12 +76,12 @@ impl Acceptor {
 }
 
 impl Proven {
-    /// The hello of the peer, now believed.
+    /// The peer's hello, which is now authenticated.
     pub fn peer(&self) -> &Hello {
         &self.0.peer
     }
 
-    /// Accepts the peer; this side introduces itself with `hello`.
+    /// Accepts the peer. `hello` describes this side.
     pub fn welcome(self, hello: Hello) -> Message {
         let Acceptor {
             hello: theirs,
@@ -94,7 +94,7 @@ impl Proven {
         Message::new(Type::Welcome, &[&mine, &mac])
     }
 
-    /// Refuses the peer and tells it why.
+    /// Refuses the peer and sends it the reason.
     pub fn reject(self, reason: RejectReason) -> Message {
         let Acceptor {
             hello: theirs,
@@ -108,10 +108,10 @@ impl Proven {
     }
 }
 
-/// What to send to a peer of another protocol version before closing, so that
-/// its user reads "wrong version" instead of "connection closed". It says
-/// nothing but this side's version, in the prefix that all versions share, and
-/// is not proven, because the versions may prove differently.
+/// Message to a peer of another protocol version before its connection is closed,
+/// so that its user reads "wrong version" instead of "connection closed". It holds
+/// only this side's version, in the prefix that all versions share, and is not
+/// authenticated.
 pub fn version_notice() -> Message {
     let code = RejectReason::WrongVersion.code().to_le_bytes();
     Message::new(Type::Reject, &[&code, &[0; 32]])

@@ -1,65 +1,61 @@
-//! What one side says about itself.
+//! The first message of each side.
 
 use super::{LABEL_HELLO, RejectReason, SECRET_BYTES};
 use crate::bytes::{Reader, Writer};
 use crate::{Error, ErrorKind, Result, Token};
 
-/// Bytes of the tag at the end of an initiator's hello.
+/// Length of the tag at the end of an initiator's hello.
 pub const TAG_BYTES: usize = 8;
 
-/// Stands in [`Hello::rank`] for "none": the store server, a launcher.
+/// Value of [`Hello::rank`] for a side without a rank: the store server, a launcher.
 pub const NO_RANK: u32 = u32::MAX;
 
-/// What a side of a connection is there for.
+/// Role of one side of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum Role {
-    /// Asks a store.
+    /// A client of a store.
     StoreClient = 1,
-    /// Is a store.
+    /// A store server.
     StoreServer = 2,
     /// A rank, on a connection for payload.
     Peer = 3,
-    /// A rank, on a connection for control messages and aborts.
+    /// A rank, on a connection for aborts and goodbyes.
     Control = 4,
-    /// A rank, on a local socket that hands over shared memory.
+    /// A rank, on a local socket that passes shared memory.
     SharedMemory = 5,
-    /// The launcher of a host.
-    Launcher = 6,
 }
 
 impl Role {
     /// All roles, in the order of their codes.
-    pub const ALL: [Role; 6] = [
+    pub const ALL: [Role; 5] = [
         Role::StoreClient,
         Role::StoreServer,
         Role::Peer,
         Role::Control,
         Role::SharedMemory,
-        Role::Launcher,
     ];
 }
 
-/// What one side says about itself. Believed only after the proof.
+/// Description of one side. Authenticated only by the proof.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hello {
-    /// What this side is there for.
+    /// Role of this side.
     pub role: Role,
-    /// Which of several parallel connections between two ranks.
+    /// Number of the parallel connection between two ranks.
     pub stream: u16,
-    /// The job, as [`Token::job_id`](crate::Token::job_id) names it.
+    /// The job ([`Token::job_id`](crate::Token::job_id)).
     pub job: u64,
-    /// How often the job has formed its groups anew.
-    pub epoch: u32,
-    /// The group within the epoch.
+    /// Generation of the job's groups: how often they were formed again.
+    pub generation: u32,
+    /// Number of the group within the generation.
     pub group: u32,
     /// Rank of this side within the group, or [`NO_RANK`].
     pub rank: u32,
-    /// Ranks that this side expects in the group; 0 where that means nothing.
+    /// World size that this side expects; 0 if not applicable.
     pub world: u32,
-    /// Fresh random bytes. The state machines fill them in; what the caller
-    /// puts here is overwritten.
+    /// Fresh random bytes, set by the state machines.
     pub nonce: [u8; 32],
 }
 
@@ -67,16 +63,16 @@ impl Hello {
     /// Encoded size in bytes.
     pub const BYTES: usize = Self::TAGGED_BYTES + TAG_BYTES;
 
-    /// What a tag is made of: everything before it.
+    /// Length of the part that the tag authenticates: everything before it.
     const TAGGED_BYTES: usize = 4 + 8 + 4 * 4 + SECRET_BYTES;
 
-    /// A hello without rank, in epoch, group and stream 0.
+    /// A hello without a rank, in generation, group and stream 0.
     pub const fn new(role: Role, job: u64) -> Self {
         Self {
             role,
             stream: 0,
             job,
-            epoch: 0,
+            generation: 0,
             group: 0,
             rank: NO_RANK,
             world: 0,
@@ -84,42 +80,41 @@ impl Hello {
         }
     }
 
-    /// The same with this rank.
+    /// Sets the rank.
     pub const fn rank(self, rank: u32) -> Self {
         Self { rank, ..self }
     }
 
-    /// The same with this world size.
+    /// Sets the world size.
     pub const fn world(self, world: u32) -> Self {
         Self { world, ..self }
     }
 
-    /// The same in this epoch.
-    pub const fn epoch(self, epoch: u32) -> Self {
-        Self { epoch, ..self }
+    /// Sets the generation.
+    pub const fn generation(self, generation: u32) -> Self {
+        Self { generation, ..self }
     }
 
-    /// The same in this group.
+    /// Sets the group.
     pub const fn group(self, group: u32) -> Self {
         Self { group, ..self }
     }
 
-    /// The same on this stream.
+    /// Sets the stream.
     pub const fn stream(self, stream: u16) -> Self {
         Self { stream, ..self }
     }
 
-    /// Compares job, epoch, group and world of a peer with this side's own, in
-    /// this order, and names the first that differs. Role, rank and stream
-    /// have no general rule: they are the caller's to judge.
+    /// Compares job, generation, group and world size of a peer with this side's, in
+    /// this order. The caller checks role, rank and stream.
     ///
     /// # Errors
-    /// The reason to reject the peer with.
+    /// The reason to reject the peer: the first difference.
     pub fn check_same_group(&self, peer: &Hello) -> Result<(), RejectReason> {
         if self.job != peer.job {
             Err(RejectReason::WrongJob)
-        } else if self.epoch != peer.epoch {
-            Err(RejectReason::WrongEpoch)
+        } else if self.generation != peer.generation {
+            Err(RejectReason::WrongGeneration)
         } else if self.group != peer.group {
             Err(RejectReason::WrongGroup)
         } else if self.world != peer.world {
@@ -135,12 +130,12 @@ impl Hello {
             .put(&[self.role as u8, 0])
             .put(&self.stream.to_le_bytes())
             .put(&self.job.to_le_bytes())
-            .put(&self.epoch.to_le_bytes())
+            .put(&self.generation.to_le_bytes())
             .put(&self.group.to_le_bytes())
             .put(&self.rank.to_le_bytes())
             .put(&self.world.to_le_bytes())
             .put(&self.nonce);
-        // Only an initiator's hello has a tag: an acceptor's follows its proof.
+        // Only an initiator's hello has a tag: an acceptor has already proven the token.
         out
     }
 
@@ -152,7 +147,7 @@ impl Hello {
         out
     }
 
-    /// The tag of an encoded hello, if it was made with this token.
+    /// The tag of an encoded hello, if it is valid for this token.
     pub(super) fn valid_tag(hello: &[u8; Self::BYTES], token: &Token) -> Option<[u8; TAG_BYTES]> {
         let (hello, tag) = hello.split_last_chunk::<TAG_BYTES>()?;
         token
@@ -160,7 +155,7 @@ impl Hello {
             .then_some(*tag)
     }
 
-    /// All but the tag, which says nothing to who has another token.
+    /// Decodes everything but the tag.
     pub(super) fn decode(bytes: &[u8; Self::BYTES]) -> Result<Hello> {
         let mut r = Reader::new(bytes);
         let role = r.u8()?;
@@ -173,7 +168,7 @@ impl Hello {
             role,
             stream: r.u16()?,
             job: r.u64()?,
-            epoch: r.u32()?,
+            generation: r.u32()?,
             group: r.u32()?,
             rank: r.u32()?,
             world: r.u32()?,

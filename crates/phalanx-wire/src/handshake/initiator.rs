@@ -1,4 +1,4 @@
-//! The side that connected.
+//! The side that opened the connection.
 
 use super::{
     Awaiting, Hello, LABEL_CHALLENGE, LABEL_PROOF, LABEL_REJECT, LABEL_WELCOME, Message,
@@ -7,14 +7,14 @@ use super::{
 use crate::token::random_bytes;
 use crate::{Error, ErrorKind, Result, Token};
 
-/// Has said hello; waits for the challenge.
+/// Initiator that has sent its hello and waits for the challenge.
 #[derive(Debug)]
 pub struct Initiator {
     hello: [u8; Hello::BYTES],
     token: Token,
 }
 
-/// Has sent its proof; waits for the verdict.
+/// Initiator that has sent its proof and waits for the verdict.
 #[derive(Debug)]
 pub struct Proving {
     hello: [u8; Hello::BYTES],
@@ -22,8 +22,7 @@ pub struct Proving {
     token: Token,
 }
 
-/// How a handshake ended for the initiator: both verdicts are proven to come
-/// from a holder of the token.
+/// Result of a handshake for the initiator. Both verdicts are authenticated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// Connected to this peer.
@@ -33,8 +32,8 @@ pub enum Outcome {
 }
 
 impl Initiator {
-    /// Begins a handshake with a fresh nonce. Send the message, then read one
-    /// while [`Awaiting::Challenge`].
+    /// Starts a handshake with a fresh nonce. Send the message, then read a
+    /// message with [`Awaiting::Challenge`].
     ///
     /// # Errors
     /// [`ErrorKind::Random`].
@@ -49,11 +48,11 @@ impl Initiator {
         Ok((Initiator { hello, token }, message))
     }
 
-    /// Takes the challenge, and proves. Send the message, then read one while
-    /// [`Awaiting::Verdict`].
+    /// Checks the challenge and returns the proof. Send it, then read a message
+    /// with [`Awaiting::Verdict`].
     ///
     /// # Errors
-    /// [`ErrorKind::TokenMismatch`] when the acceptor does not hold the token,
+    /// [`ErrorKind::TokenMismatch`] when the acceptor does not have the token,
     /// and the kinds of [`body_bytes`](super::body_bytes).
     pub fn answer(self, challenge: &[u8]) -> Result<(Proving, Message)> {
         let (_, mut r) = open(challenge, Awaiting::Challenge)?;
@@ -79,7 +78,7 @@ impl Initiator {
 }
 
 impl Proving {
-    /// Takes the verdict.
+    /// Checks the verdict.
     ///
     /// # Errors
     /// [`ErrorKind::TokenMismatch`] when the verdict is not the acceptor's,
@@ -117,7 +116,7 @@ mod tests {
     use super::*;
     use crate::handshake::{Acceptor, Role};
 
-    /// Only a holder of the token can tell this lie, so the test signs it.
+    /// Only a side with the token can send this message, so the test signs it.
     #[test]
     fn nonce_mismatch() {
         let token = Token::from_hex(&"01".repeat(32)).unwrap();

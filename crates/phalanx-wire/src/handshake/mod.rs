@@ -1,39 +1,38 @@
-//! Who are you, and can you prove it?
+//! Mutual authentication of the two sides of a connection.
 //!
-//! Before anything else crosses a connection, both sides show that they hold
-//! the job's [`Token`](crate::Token) without sending it. The state machines do
-//! no I/O: the caller moves the bytes.
+//! Before anything else is sent, both sides prove that they have the job's
+//! [`Token`](crate::Token), without sending it. The state machines do no I/O: the
+//! caller moves the bytes. `docs/design/security.md` has the threat model.
 //!
 //! | step | from | message | body bytes | proves |
 //! |---|---|---|---|---|
-//! | 1 | initiator | hello: role, job, epoch, group, rank, nonce, tag | 68 | nothing yet |
-//! | 2 | acceptor | challenge: nonce, MAC | 64 | the acceptor holds the token |
-//! | 3 | initiator | proof: MAC | 32 | the initiator holds the token |
+//! | 1 | initiator | hello: role, job, generation, group, rank, nonce, tag | 68 | nothing yet |
+//! | 2 | acceptor | challenge: nonce, MAC | 64 | the acceptor has the token |
+//! | 3 | initiator | proof: MAC | 32 | the initiator has the token |
 //! | 4 | acceptor | welcome: its own hello, MAC | 100 | both hellos arrived unchanged |
 //! | 4' | acceptor | reject: reason, MAC | 34 | the reason is the acceptor's |
 //!
 //! Every MAC is HMAC-SHA-256 over a direction label, the initiator's hello
 //! (with its nonce) and the acceptor's nonce; the one of step 4 also covers the
-//! acceptor's hello, the one of step 4' the reason. Nonces are fresh, hence a
-//! recorded hello or proof is worth nothing; labels differ, hence a proof
-//! cannot be sent back to its author.
+//! acceptor's hello, the one of step 4' the reason. Nonces are fresh, so a
+//! recorded proof cannot be replayed; labels differ, so a proof cannot be
+//! reflected to its sender.
 //!
-//! *The acceptor proves first*, so that a wrong token is known as such on the
-//! initiator's side ([`ErrorKind::TokenMismatch`]) and not as a closed
-//! connection. *The acceptor decides last*, after the initiator's proof: no
-//! stranger reaches the tables of ranks and epochs, and reasons are told to
-//! members only. The single exception is a wrong version, which no proof can
-//! bridge; see [`version_notice`].
+//! *The acceptor proves first*, so that the initiator reports a wrong token as
+//! [`ErrorKind::TokenMismatch`] and not as a closed connection. *The acceptor
+//! decides last*, after the initiator's proof, so only members reach the tables of
+//! ranks and learn why they are refused. The one exception is a wrong version; see
+//! [`version_notice`].
 //!
 //! The *tag* at the end of the hello is the beginning of a MAC over the rest of
-//! it. It proves nothing, because a hello can be recorded and sent again, but
-//! whoever sends hellos without the token has no valid one. An acceptor that
-//! runs out of room closes those first ([`Acceptor::tag`]), so that they cannot
+//! it. It is no proof, because a hello can be replayed, but a peer without the
+//! token cannot make a valid one. An acceptor without free slots closes
+//! connections without a valid tag first ([`Acceptor::tag`]), so that they cannot
 //! keep members out.
 //!
-//! A message is 8 bytes of prefix (magic `PHHS`, version, type, body length)
-//! and a body whose length its type fixes. The prefix keeps its layout in all
-//! versions. No message is longer than [`MAX_MESSAGE_BYTES`].
+//! A message is a prefix of 8 bytes (magic `PHHS`, version, type, body length)
+//! and a body whose length follows from its type. The prefix has the same layout
+//! in all versions. No message is longer than [`MAX_MESSAGE_BYTES`].
 //!
 //! # Example
 //!
@@ -55,7 +54,7 @@
 //! # Ok::<(), phalanx_wire::Error>(())
 //! ```
 //!
-//! *Not provided:* confidentiality, and integrity of what follows beyond TCP's.
+//! *Not provided:* encryption, and authentication of the data that follows.
 
 mod acceptor;
 mod hello;
@@ -73,29 +72,29 @@ use crate::bytes::Reader;
 use crate::frame::bad_magic;
 use crate::{Error, ErrorKind, Result};
 
-/// Longest handshake message, prefix included.
+/// Maximum length of a handshake message, prefix included.
 pub const MAX_MESSAGE_BYTES: usize = 512;
 
-/// Bytes that precede every body.
+/// Length of the prefix of every message.
 pub const PREFIX_BYTES: usize = 8;
 
-/// Version of the handshake and of all that follows it.
+/// Version of the protocol: the handshake and everything after it.
 pub const VERSION: u8 = 1;
 
 /// First four bytes of every handshake message.
 pub const MAGIC: [u8; 4] = *b"PHHS";
 
-/// Bytes of a nonce and of a MAC.
+/// Length of a nonce and of a MAC.
 const SECRET_BYTES: usize = 32;
 
-/// What the MACs are computed over first; they differ by direction and step.
+/// Labels at the start of each MAC's input; they differ by direction and step.
 const LABEL_HELLO: &[u8] = b"phalanx 1 initiator hello";
 const LABEL_CHALLENGE: &[u8] = b"phalanx 1 acceptor challenge";
 const LABEL_PROOF: &[u8] = b"phalanx 1 initiator proof";
 const LABEL_WELCOME: &[u8] = b"phalanx 1 acceptor welcome";
 const LABEL_REJECT: &[u8] = b"phalanx 1 acceptor reject";
 
-/// Type of a message, named for its step.
+/// Type of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Type {
@@ -126,7 +125,7 @@ impl Type {
     }
 }
 
-/// Which side of the handshake reads: it decides what may arrive next.
+/// Which message the reading side waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Awaiting {
     /// The acceptor waits for step 1.
@@ -150,7 +149,7 @@ impl Awaiting {
         )
     }
 
-    fn due(self) -> Type {
+    fn expected(self) -> Type {
         match self {
             Awaiting::Hello => Type::Hello,
             Awaiting::Challenge => Type::Challenge,
@@ -160,11 +159,11 @@ impl Awaiting {
     }
 }
 
-/// Reads a prefix and says how many bytes of body follow.
+/// Decodes a prefix and returns the length of the body.
 ///
-/// Judging the first eight bytes before reading on is what sends an HTTP or
-/// TLS client away at once. The answer is one of a few constants below
-/// [`MAX_MESSAGE_BYTES`], never a number that the peer chose.
+/// Checking the first eight bytes before reading on refuses an HTTP or TLS client
+/// at once. The length is a constant of the message's type, not one that the peer
+/// chose.
 ///
 /// # Errors
 /// [`ErrorKind::BadMagic`], [`WrongVersion`](ErrorKind::WrongVersion),
@@ -195,7 +194,7 @@ pub fn body_bytes(prefix: &[u8; PREFIX_BYTES], awaiting: Awaiting) -> Result<usi
         return Err(Error::with(
             ErrorKind::UnexpectedMessage,
             u64::from(code),
-            awaiting.due() as u64,
+            awaiting.expected() as u64,
         ));
     }
     if usize::from(announced) != kind.body_bytes() {
@@ -208,7 +207,7 @@ pub fn body_bytes(prefix: &[u8; PREFIX_BYTES], awaiting: Awaiting) -> Result<usi
     Ok(kind.body_bytes())
 }
 
-/// Splits a whole message into its type and a reader over its body.
+/// Splits a message into its type and a reader over its body.
 fn open(message: &[u8], awaiting: Awaiting) -> Result<(Type, Reader<'_>)> {
     let mut r = Reader::new(message);
     let prefix: [u8; PREFIX_BYTES] = r.array()?;
@@ -216,12 +215,12 @@ fn open(message: &[u8], awaiting: Awaiting) -> Result<(Type, Reader<'_>)> {
     let kind = if prefix[5] == Type::Reject as u8 {
         Type::Reject
     } else {
-        awaiting.due()
+        awaiting.expected()
     };
     Ok((kind, r))
 }
 
-/// One message to send: a small array, no heap.
+/// A message to send, without heap memory.
 #[derive(Clone)]
 pub struct Message {
     bytes: [u8; MAX_MESSAGE_BYTES],

@@ -1,10 +1,10 @@
-//! Why a member that holds the token is refused nevertheless.
+//! Why a member that has the token is refused.
 
 use std::fmt;
 
 use crate::{Error, ErrorKind, Result};
 
-/// Why the acceptor refuses a member. The code travels; the member prints the text.
+/// Why the acceptor refuses a member. Only the code is sent; the member prints the text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u16)]
 #[non_exhaustive]
@@ -13,23 +13,23 @@ pub enum RejectReason {
     WrongVersion = 1,
     /// Another job, although the token is the same.
     WrongJob = 2,
-    /// A member of a group that was since formed anew, or is not formed yet.
-    WrongEpoch = 3,
+    /// Another generation of the group.
+    WrongGeneration = 3,
     /// Another group of the same job.
     WrongGroup = 4,
     /// The two sides disagree on the number of ranks.
     WrongWorld = 5,
-    /// A rank that does not exist in the group, or is not the one awaited.
+    /// A rank that does not exist in the group, or not the expected one.
     WrongRank = 6,
     /// This rank is already connected.
     DuplicateRank = 7,
-    /// The connection is for something else.
+    /// This address serves another role.
     WrongRole = 8,
     /// No such parallel stream.
     WrongStream = 9,
-    /// The acceptor has as many connections as it takes; later may be better.
+    /// The acceptor has reached its limit of connections; a later attempt may succeed.
     Full = 10,
-    /// The acceptor is going away.
+    /// The acceptor is shutting down.
     ShuttingDown = 11,
 }
 
@@ -38,7 +38,7 @@ impl RejectReason {
     pub const ALL: [RejectReason; 11] = [
         RejectReason::WrongVersion,
         RejectReason::WrongJob,
-        RejectReason::WrongEpoch,
+        RejectReason::WrongGeneration,
         RejectReason::WrongGroup,
         RejectReason::WrongWorld,
         RejectReason::WrongRank,
@@ -49,7 +49,7 @@ impl RejectReason {
         RejectReason::ShuttingDown,
     ];
 
-    /// The code that travels.
+    /// The code that is sent.
     pub const fn code(self) -> u16 {
         self as u16
     }
@@ -73,7 +73,9 @@ impl fmt::Display for RejectReason {
                 "wrong protocol version: run the same phalanx version everywhere"
             }
             RejectReason::WrongJob => "wrong job: the address belongs to another job",
-            RejectReason::WrongEpoch => "wrong epoch: the group has been formed anew since",
+            RejectReason::WrongGeneration => {
+                "wrong generation: the group has been formed again since"
+            }
             RejectReason::WrongGroup => "wrong group of the job",
             RejectReason::WrongWorld => {
                 "world size differs: start all ranks with the same number of ranks"
@@ -82,7 +84,7 @@ impl fmt::Display for RejectReason {
             RejectReason::DuplicateRank => {
                 "duplicate rank: another process already runs with this rank"
             }
-            RejectReason::WrongRole => "this address serves another purpose",
+            RejectReason::WrongRole => "this address serves another role",
             RejectReason::WrongStream => "no such stream",
             RejectReason::Full => "too many connections",
             RejectReason::ShuttingDown => "the other side is shutting down",

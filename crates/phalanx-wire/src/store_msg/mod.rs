@@ -1,11 +1,11 @@
 //! Requests to and responses from the rendezvous store.
 //!
-//! On the stream every message is a little-endian `u32` that counts the bytes
-//! of the body, then the body: one code byte and fields. A key is a `u16`
-//! length and UTF-8 bytes, a value a `u32` length and bytes. One connection
-//! carries one request at a time; the next follows the response.
+//! A message is the length of its body as a little-endian `u32`, then the body: one
+//! code byte and fields. A key is a `u16` length and UTF-8 bytes, a value a `u32`
+//! length and bytes. A connection carries one request at a time; the next one
+//! follows the response.
 //!
-//! The limits below hold in both directions and for every kind of store.
+//! The limits below apply in both directions and to every kind of store.
 
 mod request;
 mod response;
@@ -16,29 +16,29 @@ pub use response::{Failure, Response};
 use crate::bytes::Reader;
 use crate::{Error, ErrorKind, Result};
 
-/// Longest key (1 KiB).
+/// Maximum length of a key (1 KiB).
 pub const MAX_KEY_BYTES: usize = 1 << 10;
-/// Longest value (1 MiB).
+/// Maximum length of a value (1 MiB).
 pub const MAX_VALUE_BYTES: usize = 1 << 20;
-/// Longest value of a will (4 KiB): the server keeps one for each connection.
+/// Maximum length of a will's value (4 KiB); the server keeps one will for each connection.
 pub const MAX_WILL_BYTES: usize = 4 << 10;
-/// Most keys of one wait.
+/// Maximum number of keys in one wait.
 pub const MAX_WAIT_KEYS: usize = 1024;
-/// Most keys in a store (128 Ki).
+/// Maximum number of keys in a store (128 Ki).
 pub const MAX_KEYS: usize = 128 << 10;
-/// Most bytes of all keys and values of a store together (256 MiB).
+/// Maximum total size of a store's keys and values (256 MiB).
 pub const MAX_TOTAL_BYTES: u64 = 256 << 20;
-/// Longest request body: a compare-and-set with two full values and a key, or
-/// a wait for full keys, whichever is longer, and some bytes for the fields.
+/// Maximum length of a request body: a compare-and-set with a key and two values,
+/// or a wait for the maximum number of keys, whichever is longer, and its fields.
 pub const MAX_REQUEST_BYTES: usize = max(
     2 * MAX_VALUE_BYTES + MAX_KEY_BYTES,
     MAX_WAIT_KEYS * (MAX_KEY_BYTES + 2),
 ) + 64;
-/// Longest response body: one full value, or the names of all keys of a wait.
+/// Maximum length of a response body: one value, or the names of all keys of a wait.
 pub const MAX_RESPONSE_BYTES: usize =
     max(MAX_VALUE_BYTES, MAX_WAIT_KEYS * (MAX_KEY_BYTES + 2)) + 64;
 
-/// Bytes in front of a body.
+/// Length of the length field in front of a body.
 pub const LENGTH_BYTES: usize = 4;
 
 const fn max(a: usize, b: usize) -> usize {
@@ -87,7 +87,7 @@ pub fn check_key(key: &str) -> Result<()> {
     check_prefix(key)
 }
 
-/// Checks a prefix of keys: like a key, but it may be empty, which means all keys.
+/// Checks a key prefix. An empty one is allowed and matches all keys.
 ///
 /// # Errors
 /// [`ErrorKind::KeyTooLong`].
@@ -132,7 +132,7 @@ pub fn check_will(value: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Checks how many keys one wait names: 1 to [`MAX_WAIT_KEYS`].
+/// Checks the number of keys in one wait: 1 to [`MAX_WAIT_KEYS`].
 ///
 /// # Errors
 /// [`ErrorKind::WaitKeys`].
@@ -147,13 +147,13 @@ pub fn check_wait(keys: usize) -> Result<()> {
     Ok(())
 }
 
-/// Appends one message: the length is filled in when the body is known.
+/// Appends one message; the length is set after the body is written.
 fn message(out: &mut Vec<u8>, body: impl FnOnce(&mut Vec<u8>)) {
     let start = out.len();
     out.extend_from_slice(&[0; LENGTH_BYTES]);
     body(out);
     let bytes = out.len() - start - LENGTH_BYTES;
-    // The checks before keep every body below the limits, far below 4 GiB.
+    // Every body is below the limits, far below 4 GiB.
     let length = (bytes as u32).to_le_bytes();
     out[start..start + LENGTH_BYTES].copy_from_slice(&length);
 }
@@ -211,8 +211,7 @@ fn put_keys(out: &mut Vec<u8>, keys: &[&str]) {
 fn take_keys<'a>(r: &mut Reader<'a>) -> Result<Vec<&'a str>> {
     let count = usize::from(r.u16()?);
     check_wait(count)?;
-    // Each key takes three bytes at least, so this reserves no more than what
-    // really arrived.
+    // A key takes at least three bytes, so this reserves no more than was received.
     let mut keys = Vec::with_capacity(count.min(r.left() / 3));
     for _ in 0..count {
         keys.push(take_key(r)?);

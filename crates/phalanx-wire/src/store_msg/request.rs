@@ -1,4 +1,4 @@
-//! What a client asks.
+//! Requests of a store's clients.
 
 use super::{
     check_key, check_prefix, check_value, check_wait, check_will, message, put_key, put_keys,
@@ -7,50 +7,50 @@ use super::{
 use crate::bytes::Reader;
 use crate::{Error, ErrorKind, Result};
 
-/// One request. Borrows from the bytes it was decoded from.
+/// A request to a store. Borrows from the bytes it was decoded from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Request<'a> {
-    /// Store the value, whatever was there.
+    /// Store the value, replacing an existing one.
     Set {
         /// The key.
         key: &'a str,
         /// The value.
         value: &'a [u8],
     },
-    /// Wait for the key and return its value.
+    /// Wait for a key and return its value.
     Get {
         /// The key.
         key: &'a str,
-        /// How long the server waits, in milliseconds.
+        /// Timeout of the wait, in milliseconds.
         timeout_ms: u32,
     },
-    /// The value now, if any.
+    /// Return the current value, if any.
     TryGet {
         /// The key.
         key: &'a str,
     },
-    /// Wait until all keys are there.
+    /// Wait until all keys exist.
     Wait {
         /// The keys.
         keys: Vec<&'a str>,
-        /// How long the server waits, in milliseconds.
+        /// Timeout of the wait, in milliseconds.
         timeout_ms: u32,
     },
     /// Add to a decimal number.
     Add {
         /// The key.
         key: &'a str,
-        /// What to add.
+        /// The number to add.
         delta: i64,
     },
     /// Store `desired` if the value is `expected`.
     CompareSet {
         /// The key.
         key: &'a str,
-        /// What must be there; `None`: nothing.
+        /// The expected value; `None` if the key must not exist.
         expected: Option<&'a [u8]>,
-        /// What to store then.
+        /// The value to store.
         desired: &'a [u8],
     },
     /// Remove one key.
@@ -58,18 +58,18 @@ pub enum Request<'a> {
         /// The key.
         key: &'a str,
     },
-    /// Remove all keys that begin so.
+    /// Remove all keys with a prefix.
     DeletePrefix {
-        /// The prefix; empty means all keys.
+        /// The prefix; an empty one matches all keys.
         prefix: &'a str,
     },
-    /// When this connection closes, store the value unless there is one. A
-    /// connection has one will; the last one counts.
+    /// Leave a will: when this connection closes, store the value unless the key
+    /// exists. A new will replaces the connection's previous one.
     Will {
         /// The key.
         key: &'a str,
         /// The value, of at most [`MAX_WILL_BYTES`](super::MAX_WILL_BYTES);
-        /// `None` takes the will back.
+        /// `None` removes the will.
         value: Option<&'a [u8]>,
     },
 }
@@ -85,7 +85,7 @@ const DELETE_PREFIX: u8 = 8;
 const WILL: u8 = 9;
 
 impl<'a> Request<'a> {
-    /// Checks the limits without encoding.
+    /// Checks the limits.
     ///
     /// # Errors
     /// [`ErrorKind::KeyEmpty`], [`KeyTooLong`](ErrorKind::KeyTooLong),
@@ -185,7 +185,7 @@ impl<'a> Request<'a> {
         Ok(())
     }
 
-    /// Reads a body (without its length).
+    /// Decodes a body (without its length).
     ///
     /// # Errors
     /// As [`check`](Self::check), and [`ErrorKind::UnknownCode`],

@@ -1,45 +1,45 @@
-//! What the store answers.
+//! Responses of a store.
 
 use super::{check_value, message, put_keys, put_value, take_flag, take_keys, take_value};
 use crate::bytes::Reader;
 use crate::{Error, ErrorKind, Result};
 
-/// One response. Borrows from the bytes it was decoded from.
+/// A response of a store. Borrows from the bytes it was decoded from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Response<'a> {
-    /// Done; nothing to tell.
+    /// Done.
     Done,
-    /// A value.
+    /// The value of the key.
     Value(&'a [u8]),
-    /// No value under this key.
-    Nothing,
-    /// The number after an addition.
+    /// The key does not exist.
+    NotFound,
+    /// The sum after an addition.
     Number(i64),
     /// Whether the key existed.
     Existed(bool),
-    /// How many keys were removed.
+    /// Number of removed keys.
     Removed(u64),
-    /// The deadline passed; these keys are still missing.
+    /// The wait timed out; these keys are missing.
     Missing(Vec<&'a str>),
-    /// Not done.
+    /// The request failed.
     Failed(Failure),
 }
 
-/// Why a store did not do what a well-formed request asked.
+/// Why a store could not do a well-formed request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum Failure {
-    /// The store has [`MAX_KEYS`](super::MAX_KEYS) keys.
+    /// The store has reached its limit of keys ([`MAX_KEYS`](super::MAX_KEYS)).
     TooManyKeys = 1,
-    /// The store holds [`MAX_TOTAL_BYTES`](super::MAX_TOTAL_BYTES).
+    /// The store has reached its limit of bytes ([`MAX_TOTAL_BYTES`](super::MAX_TOTAL_BYTES)).
     StoreFull = 2,
-    /// The value to add to is not a decimal number.
+    /// The value is not a decimal number.
     NotANumber = 3,
     /// The sum does not fit 64 bits.
     AddOverflow = 4,
-    /// The request itself was not understood; the server closes afterwards.
+    /// The request is malformed; the server closes the connection.
     BadRequest = 5,
 }
 
@@ -56,7 +56,7 @@ impl Failure {
 
 const DONE: u8 = 0x81;
 const VALUE: u8 = 0x82;
-const NOTHING: u8 = 0x83;
+const NOT_FOUND: u8 = 0x83;
 const NUMBER: u8 = 0x84;
 const EXISTED: u8 = 0x85;
 const REMOVED: u8 = 0x86;
@@ -84,7 +84,7 @@ impl<'a> Response<'a> {
                 out.push(VALUE);
                 put_value(out, value);
             }
-            Response::Nothing => out.push(NOTHING),
+            Response::NotFound => out.push(NOT_FOUND),
             Response::Number(number) => {
                 out.push(NUMBER);
                 out.extend_from_slice(&number.to_le_bytes());
@@ -103,7 +103,7 @@ impl<'a> Response<'a> {
         Ok(())
     }
 
-    /// Reads a body (without its length).
+    /// Decodes a body (without its length).
     ///
     /// # Errors
     /// [`ErrorKind::UnknownCode`], [`Truncated`](ErrorKind::Truncated),
@@ -115,7 +115,7 @@ impl<'a> Response<'a> {
         let response = match r.u8()? {
             DONE => Response::Done,
             VALUE => Response::Value(take_value(&mut r)?),
-            NOTHING => Response::Nothing,
+            NOT_FOUND => Response::NotFound,
             NUMBER => Response::Number(i64::from_le_bytes(r.array()?)),
             EXISTED => Response::Existed(take_flag(&mut r)?),
             REMOVED => Response::Removed(r.u64()?),

@@ -1,4 +1,4 @@
-//! Every way in which a handshake can go, and every lie it must refuse.
+//! Every way in which a handshake can go, and every malformed message it must refuse.
 
 use phalanx_wire::handshake::{
     Acceptor, Awaiting, Hello, Initiator, MAX_MESSAGE_BYTES, Message, NO_RANK, Outcome,
@@ -14,7 +14,7 @@ fn hello(rank: u32) -> Hello {
     Hello::new(Role::Peer, token(1).job_id())
         .rank(rank)
         .world(4)
-        .epoch(7)
+        .generation(7)
         .group(9)
         .stream(3)
 }
@@ -29,7 +29,7 @@ fn up_to_verdict() -> (Proving, Proven) {
 
 fn kind<T>(result: Result<T, Error>) -> ErrorKind {
     match result {
-        Ok(_) => panic!("a lie was believed"),
+        Ok(_) => panic!("a malformed message was accepted"),
         Err(error) => error.kind(),
     }
 }
@@ -96,8 +96,11 @@ fn same_group_names_the_first_difference() {
     mine.check_same_group(&hello(3)).unwrap();
     let cases = [
         (Hello { job: 1, ..hello(3) }, RejectReason::WrongJob),
-        (hello(3).epoch(8), RejectReason::WrongEpoch),
-        (hello(3).epoch(8).world(9), RejectReason::WrongEpoch),
+        (hello(3).generation(8), RejectReason::WrongGeneration),
+        (
+            hello(3).generation(8).world(9),
+            RejectReason::WrongGeneration,
+        ),
         (hello(3).group(8), RejectReason::WrongGroup),
         (hello(3).world(5), RejectReason::WrongWorld),
     ];
@@ -132,7 +135,7 @@ fn the_token_never_travels() {
     }
 }
 
-// One test per lie.
+// One test per error.
 
 #[test]
 fn bad_magic_http_tls_and_ssh() {
@@ -189,9 +192,9 @@ fn version_notice_is_no_verdict() {
 fn unknown_message_type() {
     let (_, first) = Initiator::start(hello(1), &token(1)).unwrap();
     for code in [0, 6, 255] {
-        let lie = changed(&first, 5, code);
+        let malformed = changed(&first, 5, code);
         assert_eq!(
-            kind(Acceptor::start(&lie, &token(1))),
+            kind(Acceptor::start(&malformed, &token(1))),
             ErrorKind::UnknownCode
         );
     }
@@ -214,11 +217,11 @@ fn unexpected_message() {
 fn wrong_length() {
     let (_, first) = Initiator::start(hello(1), &token(1)).unwrap();
     for (low, high) in [(0, 0), (67, 0), (69, 0), (0xff, 0xff)] {
-        let mut lie = first.to_vec();
-        lie[6] = low;
-        lie[7] = high;
+        let mut malformed = first.to_vec();
+        malformed[6] = low;
+        malformed[7] = high;
         assert_eq!(
-            kind(Acceptor::start(&lie, &token(1))),
+            kind(Acceptor::start(&malformed, &token(1))),
             ErrorKind::WrongLength
         );
     }
@@ -251,9 +254,9 @@ fn trailing_bytes() {
 fn unknown_role() {
     let (_, first) = Initiator::start(hello(1), &token(1)).unwrap();
     for code in [0, 7, 255] {
-        let lie = changed(&first, PREFIX_BYTES, code);
+        let malformed = changed(&first, PREFIX_BYTES, code);
         assert_eq!(
-            kind(Acceptor::start(&lie, &token(1))),
+            kind(Acceptor::start(&malformed, &token(1))),
             ErrorKind::UnknownCode
         );
     }
@@ -262,9 +265,9 @@ fn unknown_role() {
 #[test]
 fn reserved_not_zero() {
     let (_, first) = Initiator::start(hello(1), &token(1)).unwrap();
-    let lie = changed(&first, PREFIX_BYTES + 1, 1);
+    let malformed = changed(&first, PREFIX_BYTES + 1, 1);
     assert_eq!(
-        kind(Acceptor::start(&lie, &token(1))),
+        kind(Acceptor::start(&malformed, &token(1))),
         ErrorKind::ReservedNotZero
     );
 }
@@ -286,8 +289,8 @@ fn tags() {
     }
     // What the peer sent is what it must prove, so a changed tag is found then.
     let at = first.len() - 1;
-    let lie = changed(&first, at, first[at] ^ 1);
-    let (_, challenge) = Acceptor::start(&lie, &token(1)).unwrap();
+    let malformed = changed(&first, at, first[at] ^ 1);
+    let (_, challenge) = Acceptor::start(&malformed, &token(1)).unwrap();
     assert_eq!(kind(initiator.answer(&challenge)), ErrorKind::TokenMismatch);
 }
 
@@ -300,7 +303,7 @@ fn token_mismatch_is_known_to_the_initiator() {
     assert!(
         error
             .to_string()
-            .contains("the job token differs or a stranger listens there"),
+            .contains("the job token differs, or another program listens there"),
         "{error}"
     );
 }
@@ -311,8 +314,8 @@ fn bad_proof() {
     let (acceptor, challenge) = Acceptor::start(&first, &token(1)).unwrap();
     let (_, proof) = initiator.answer(&challenge).unwrap();
     let at = proof.len() - 1;
-    let lie = changed(&proof, at, proof[at] ^ 1);
-    assert_eq!(kind(acceptor.verify(&lie)), ErrorKind::BadProof);
+    let malformed = changed(&proof, at, proof[at] ^ 1);
+    assert_eq!(kind(acceptor.verify(&malformed)), ErrorKind::BadProof);
 }
 
 /// Whoever recorded a handshake cannot repeat it: the challenge is new.
@@ -342,8 +345,8 @@ fn reflected_proof() {
 fn hello_changed_on_its_way() {
     let (initiator, first) = Initiator::start(hello(1), &token(1)).unwrap();
     let rank_at = PREFIX_BYTES + 20;
-    let lie = changed(&first, rank_at, 2);
-    let (_, challenge) = Acceptor::start(&lie, &token(1)).unwrap();
+    let malformed = changed(&first, rank_at, 2);
+    let (_, challenge) = Acceptor::start(&malformed, &token(1)).unwrap();
     assert_eq!(kind(initiator.answer(&challenge)), ErrorKind::TokenMismatch);
 }
 
@@ -355,17 +358,17 @@ fn verdict_changed_on_its_way() {
     for at in PREFIX_BYTES..length {
         let (proving, proven) = up_to_verdict();
         let welcome = proven.welcome(hello(0));
-        let lie = changed(&welcome, at, welcome[at] ^ 0x10);
+        let malformed = changed(&welcome, at, welcome[at] ^ 0x10);
         assert_eq!(
-            kind(proving.finish(&lie)),
+            kind(proving.finish(&malformed)),
             ErrorKind::TokenMismatch,
             "byte {at}"
         );
     }
     let (proving, proven) = up_to_verdict();
     let reject = proven.reject(RejectReason::DuplicateRank);
-    let lie = changed(&reject, PREFIX_BYTES, RejectReason::WrongRank.code() as u8);
-    assert_eq!(kind(proving.finish(&lie)), ErrorKind::TokenMismatch);
+    let malformed = changed(&reject, PREFIX_BYTES, RejectReason::WrongRank.code() as u8);
+    assert_eq!(kind(proving.finish(&malformed)), ErrorKind::TokenMismatch);
 }
 
 /// A verdict belongs to one handshake.

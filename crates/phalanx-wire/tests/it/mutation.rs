@@ -36,7 +36,7 @@ fn garbled_headers() {
             op: dice.byte(),
             collective: dice.byte(),
             plan: dice.byte(),
-            epoch: dice.roll() as u32,
+            generation: dice.roll() as u32,
             group: dice.roll() as u32,
             seq: dice.roll(),
             step: dice.roll() as u32,
@@ -74,7 +74,7 @@ fn garbled_handshakes() {
     let mut dice = Dice(0xfeed_beef_0bad_cafe);
     let token = Token::from_hex(&"5a".repeat(32)).unwrap();
     let hello = Hello::new(Role::Peer, token.job_id()).rank(1).world(2);
-    let mut believed = 0;
+    let mut accepted = 0;
     for _ in 0..5_000 {
         let (initiator, first) = Initiator::start(hello, &token).unwrap();
         let (acceptor, challenge) = Acceptor::start(&first, &token).unwrap();
@@ -109,12 +109,12 @@ fn garbled_handshakes() {
                 dice.garble(&mut garbled);
                 let verdict = proving.finish(&garbled);
                 assert_eq!(verdict.is_ok(), garbled == welcome[..]);
-                believed += 1;
+                accepted += 1;
             }
             Err(_) => assert_ne!(garbled, proof[..]),
         }
     }
-    assert!(believed < 5_000);
+    assert!(accepted < 5_000);
 }
 
 #[test]
@@ -198,7 +198,7 @@ fn garbled_responses() {
         let response = match dice.below(8) {
             0 => Response::Done,
             1 => Response::Value(b"some value"),
-            2 => Response::Nothing,
+            2 => Response::NotFound,
             3 => Response::Number(dice.roll() as i64),
             4 => Response::Existed(dice.below(2) == 0),
             5 => Response::Removed(dice.roll()),

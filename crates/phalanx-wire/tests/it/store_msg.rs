@@ -1,4 +1,4 @@
-//! Requests and responses: round trips at the limits, one test per lie.
+//! Requests and responses: round trips at the limits, one test per error.
 
 use phalanx_wire::store_msg::{
     Failure, LENGTH_BYTES, MAX_KEY_BYTES, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES, MAX_VALUE_BYTES,
@@ -39,7 +39,7 @@ fn body(request: &Request<'_>) -> Vec<u8> {
     out.split_off(LENGTH_BYTES)
 }
 
-fn lie(body: &[u8]) -> ErrorKind {
+fn malformed(body: &[u8]) -> ErrorKind {
     Request::decode(body).unwrap_err().kind()
 }
 
@@ -113,7 +113,7 @@ fn responses_round_trip() {
         Response::Done,
         Response::Value(b""),
         Response::Value(&value),
-        Response::Nothing,
+        Response::NotFound,
         Response::Number(-1),
         Response::Existed(true),
         Response::Existed(false),
@@ -173,7 +173,7 @@ fn refused_before_it_is_sent() {
     assert!(out.is_empty());
 }
 
-// One test per lie.
+// One test per error.
 
 #[test]
 fn message_too_long() {
@@ -199,7 +199,7 @@ fn empty_message() {
         request_bytes([0; 4]).unwrap_err().kind(),
         ErrorKind::Truncated
     );
-    assert_eq!(lie(b""), ErrorKind::Truncated);
+    assert_eq!(malformed(b""), ErrorKind::Truncated);
     assert_eq!(
         Response::decode(b"").unwrap_err().kind(),
         ErrorKind::Truncated
@@ -209,7 +209,7 @@ fn empty_message() {
 #[test]
 fn unknown_request_and_response() {
     for code in [0, 10, 0x81, 0xff] {
-        assert_eq!(lie(&[code]), ErrorKind::UnknownCode);
+        assert_eq!(malformed(&[code]), ErrorKind::UnknownCode);
     }
     for code in [0, 1, 0x80, 0x89, 0xff] {
         let error = Response::decode(&[code]).unwrap_err();
@@ -226,7 +226,11 @@ fn truncated_anywhere() {
     for request in samples("rank/0", b"value") {
         let body = body(&request);
         for length in 0..body.len() {
-            assert_eq!(lie(&body[..length]), ErrorKind::Truncated, "{request:?}");
+            assert_eq!(
+                malformed(&body[..length]),
+                ErrorKind::Truncated,
+                "{request:?}"
+            );
         }
     }
 }
@@ -236,7 +240,7 @@ fn trailing_bytes() {
     for request in samples("rank/0", b"value") {
         let mut body = body(&request);
         body.push(0);
-        assert_eq!(lie(&body), ErrorKind::TrailingBytes);
+        assert_eq!(malformed(&body), ErrorKind::TrailingBytes);
     }
     let error = Response::decode(&[0x81, 0]).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::TrailingBytes);
@@ -244,42 +248,42 @@ fn trailing_bytes() {
 
 #[test]
 fn key_empty() {
-    assert_eq!(lie(&[3, 0, 0]), ErrorKind::KeyEmpty);
+    assert_eq!(malformed(&[3, 0, 0]), ErrorKind::KeyEmpty);
 }
 
 #[test]
 fn key_too_long() {
     // Announced only: refused before it is looked for.
-    assert_eq!(lie(&[3, 1, 4]), ErrorKind::KeyTooLong);
-    assert_eq!(lie(&[8, 0xff, 0xff]), ErrorKind::KeyTooLong);
+    assert_eq!(malformed(&[3, 1, 4]), ErrorKind::KeyTooLong);
+    assert_eq!(malformed(&[8, 0xff, 0xff]), ErrorKind::KeyTooLong);
 }
 
 #[test]
 fn key_not_utf8() {
-    assert_eq!(lie(&[3, 2, 0, 0xc3, 0x28]), ErrorKind::KeyNotUtf8);
+    assert_eq!(malformed(&[3, 2, 0, 0xc3, 0x28]), ErrorKind::KeyNotUtf8);
 }
 
 #[test]
 fn value_too_long() {
     let mut set = vec![1, 1, 0, b'k'];
     set.extend_from_slice(&u32::MAX.to_le_bytes());
-    assert_eq!(lie(&set), ErrorKind::ValueTooLong);
+    assert_eq!(malformed(&set), ErrorKind::ValueTooLong);
     let error = Response::decode(&[0x82, 1, 0, 0x10, 0]).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ValueTooLong);
 }
 
 #[test]
 fn wait_keys() {
-    assert_eq!(lie(&[4, 0, 0, 0, 0, 0, 0]), ErrorKind::WaitKeys);
-    assert_eq!(lie(&[4, 0, 0, 0, 0, 1, 4]), ErrorKind::WaitKeys);
-    assert_eq!(lie(&[4, 0, 0, 0, 0, 0xff, 0xff]), ErrorKind::WaitKeys);
+    assert_eq!(malformed(&[4, 0, 0, 0, 0, 0, 0]), ErrorKind::WaitKeys);
+    assert_eq!(malformed(&[4, 0, 0, 0, 0, 1, 4]), ErrorKind::WaitKeys);
+    assert_eq!(malformed(&[4, 0, 0, 0, 0, 0xff, 0xff]), ErrorKind::WaitKeys);
     // The count is legal, the keys are not there.
-    assert_eq!(lie(&[4, 0, 0, 0, 0, 0, 4]), ErrorKind::Truncated);
+    assert_eq!(malformed(&[4, 0, 0, 0, 0, 0, 4]), ErrorKind::Truncated);
 }
 
 #[test]
 fn bad_flag() {
-    assert_eq!(lie(&[6, 1, 0, b'k', 2]), ErrorKind::BadFlag);
+    assert_eq!(malformed(&[6, 1, 0, b'k', 2]), ErrorKind::BadFlag);
     let error = Response::decode(&[0x85, 7]).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::BadFlag);
 }
@@ -293,16 +297,16 @@ fn a_will_is_short() {
     };
     let error = will(&long[..]).check().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ValueTooLong);
-    let mut lying = body(&will(&long[1..]));
-    let at = lying.len() - MAX_WILL_BYTES - 4;
-    lying[at..at + 4].copy_from_slice(&(MAX_WILL_BYTES as u32 + 1).to_le_bytes());
-    lying.push(7);
-    assert_eq!(lie(&lying), ErrorKind::ValueTooLong);
+    let mut too_long = body(&will(&long[1..]));
+    let at = too_long.len() - MAX_WILL_BYTES - 4;
+    too_long[at..at + 4].copy_from_slice(&(MAX_WILL_BYTES as u32 + 1).to_le_bytes());
+    too_long.push(7);
+    assert_eq!(malformed(&too_long), ErrorKind::ValueTooLong);
     // The flag is 0 or 1.
     let mut odd = body(&Request::Will {
         key: "k",
         value: None,
     });
     *odd.last_mut().unwrap() = 2;
-    assert_eq!(lie(&odd), ErrorKind::BadFlag);
+    assert_eq!(malformed(&odd), ErrorKind::BadFlag);
 }

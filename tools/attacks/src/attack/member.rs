@@ -50,7 +50,7 @@ pub fn wrong_job(shot: &Shot<'_>) -> Option<Answer> {
 /// The group has been formed anew since, or is not yet.
 pub fn stale_epoch(shot: &Shot<'_>) -> Option<Answer> {
     let epoch = [1, 7, u32::MAX][shot.turn as usize % 3];
-    say_hello(shot, |hello| hello.epoch(epoch))
+    say_hello(shot, |hello| hello.generation(epoch))
 }
 
 /// Another group.

@@ -237,7 +237,7 @@ pub const ALL: [Attack; 33] = [
     ),
     shots(
         "stale-epoch",
-        Who::Misplaced(RejectReason::WrongEpoch),
+        Who::Misplaced(RejectReason::WrongGeneration),
         "a member of another epoch",
         member::stale_epoch,
     ),
@@ -335,12 +335,12 @@ mod tests {
 
     #[test]
     fn nobody_may_be_let_in() {
-        let misplaced = Who::Misplaced(RejectReason::WrongEpoch);
+        let misplaced = Who::Misplaced(RejectReason::WrongGeneration);
         for who in [Who::Stranger, Who::OtherVersion, misplaced, Who::Mad] {
             assert!(!who.may_hear(&Answer::Welcomed));
             assert!(who.may_hear(&Answer::Closed));
         }
-        assert!(!Who::Stranger.may_hear(&Answer::Rejected("wrong epoch".into())));
+        assert!(!Who::Stranger.may_hear(&Answer::Rejected("wrong generation".into())));
         assert!(!misplaced.may_hear(&Answer::Notice));
     }
 
@@ -348,7 +348,7 @@ mod tests {
     fn a_store_that_turns_a_member_away_is_no_rank() {
         let attack = |name| ALL.iter().find(|attack| attack.name == name).unwrap();
         let store = Answer::rejected(&RejectReason::WrongRole.to_string());
-        let rank = Answer::rejected(&RejectReason::WrongEpoch.to_string());
+        let rank = Answer::rejected(&RejectReason::WrongGeneration.to_string());
         let is_met =
             |name, answers: &[&Answer]| attack(name).not_met(answers.iter().copied()).is_none();
         for unmet in [

@@ -181,7 +181,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
         Hello::new(role, o.token.job_id())
             .rank(o.rank as u32)
             .world(o.world as u32)
-            .epoch(o.generation)
+            .generation(o.generation)
             .group(o.group)
     };
     let listener = match o.prefer {

@@ -114,7 +114,7 @@ impl Control {
             return;
         }
         let mut header = Header::new(kind);
-        header.epoch = self.generation;
+        header.generation = self.generation;
         header.group = self.group;
         header.stream = super::CONTROL;
         header.root = u32::try_from(poison.origin_rank).unwrap_or(u32::MAX);
@@ -174,7 +174,7 @@ impl Control {
                 )));
             }
         };
-        if (header.epoch, header.group) != (self.generation, self.group) {
+        if (header.generation, header.group) != (self.generation, self.group) {
             return Some(Fate::Lost(
                 "it sent a control frame of another group".to_owned(),
             ));
@@ -245,7 +245,7 @@ mod tests {
 
     fn frame(kind: Kind, change: impl FnOnce(&mut Header)) -> Vec<u8> {
         let mut header = Header::new(kind);
-        (header.epoch, header.group) = (3, 4);
+        (header.generation, header.group) = (3, 4);
         change(&mut header);
         header.encode().to_vec()
     }
@@ -270,9 +270,8 @@ mod tests {
     #[test]
     fn anything_else_is_a_loss() {
         let cases = [
-            (frame(Kind::Heartbeat, |_| ()), "Heartbeat"),
             (frame(Kind::Data, |_| ()), "Data"),
-            (frame(Kind::Abort, |h| h.epoch = 2), "another group"),
+            (frame(Kind::Abort, |h| h.generation = 2), "another group"),
             (
                 frame(Kind::Abort, |h| h.length = MAX_CAUSE_BYTES as u32 + 1),
                 "oversized",

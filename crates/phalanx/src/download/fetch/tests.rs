@@ -437,7 +437,7 @@ fn what_lies_in_the_place_of_a_part_is_not_written() {
     std::os::unix::fs::symlink(elsewhere.path(), at("digits.part")).unwrap();
     refused("a symbolic link");
     if std::fs::hard_link(elsewhere.path(), at("digits.part")).is_ok() {
-        refused("known under another name");
+        refused("has another name too");
     }
     let made = std::process::Command::new("mkfifo")
         .arg(at("digits.part"))
