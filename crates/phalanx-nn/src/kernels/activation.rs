@@ -6,6 +6,7 @@ use crate::par::{PIECE, Team};
 /// A function that is applied to every element.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Function {
+    Relu,
     Relu6,
     LeakyRelu(f32),
     Gelu,
@@ -21,7 +22,10 @@ pub(crate) enum Function {
 impl Function {
     /// Whether the derivative is made from the output; from the input otherwise.
     pub(crate) fn by_output(self) -> bool {
-        matches!(self, Function::Sigmoid | Function::Tanh | Function::Exp)
+        matches!(
+            self,
+            Function::Relu | Function::Sigmoid | Function::Tanh | Function::Exp
+        )
     }
 }
 
@@ -55,6 +59,8 @@ fn each(y: &mut [f32], f: impl Fn(f32) -> f32) {
 simd! {
     fn forward_piece(f: Function, y: &mut [f32]) {
         match f {
+            // relu(-0) = -0; NaN stays NaN.
+            Function::Relu => each(y, |x| if x < 0.0 { 0.0 } else { x }),
             Function::Relu6 => each(y, clip6),
             Function::LeakyRelu(slope) => each(y, |x| if x > 0.0 { x } else { x * slope }),
             Function::Gelu => each(y, |x| x * phi(x)),
@@ -87,6 +93,8 @@ fn pass(saved: &[f32], dy: &mut [f32], closed: impl Fn(f32) -> bool) {
 simd! {
     fn backward_piece(f: Function, saved: &[f32], dy: &mut [f32]) {
         match f {
+            // relu'(0) = 0, relu'(NaN) = 1.
+            Function::Relu => pass(saved, dy, |y| y <= 0.0),
             Function::Relu6 => pass(saved, dy, |x| (x <= 0.0) | (x >= 6.0)),
             Function::LeakyRelu(slope) => times(saved, dy, |x| if x > 0.0 { 1.0 } else { slope }),
             Function::Gelu => times(saved, dy, |x| {
@@ -128,4 +136,24 @@ pub(crate) fn backward(team: &Team, f: Function, saved: &[f32], dy: &mut [f32]) 
     team.split(dy, PIECE, |at, p| {
         backward_piece(f, &saved[at..at + p.len()], p);
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::par::Threads;
+
+    #[test]
+    fn relu_at_its_kink() {
+        let team = Team::new(Threads(1));
+        let mut y = [-1.0, -0.0, 0.0, 2.0, f32::NAN];
+        forward(&team, Function::Relu, &mut y);
+        assert_eq!(
+            y[..4].iter().map(|v| v.to_bits()).collect::<Vec<_>>(),
+            [0.0f32, -0.0, 0.0, 2.0].map(f32::to_bits)
+        );
+        let mut d = [1.0; 5];
+        backward(&team, Function::Relu, &y, &mut d);
+        assert_eq!(d, [0.0, 0.0, 0.0, 1.0, 1.0]);
+    }
 }

@@ -4,24 +4,6 @@ use super::element::Element;
 use crate::par::{PIECE, Team};
 
 simd! {
-    /// `y = relu(y)`. `relu(-0) = -0`; NaN stays NaN.
-    fn relu_piece(y: &mut [f32]) {
-        for v in y {
-            *v = if *v < 0.0 { 0.0 } else { *v };
-        }
-    }
-}
-
-simd! {
-    /// `dy = 0` wherever the output was not positive. `relu'(0) = 0`, `relu'(NaN) = 1`.
-    fn relu_backward_piece(y: &[f32], dy: &mut [f32]) {
-        for (d, &v) in dy.iter_mut().zip(y) {
-            *d = if v <= 0.0 { 0.0 } else { *d };
-        }
-    }
-}
-
-simd! {
     fn add_piece<T: Element>(into: &mut [T], from: &[T]) {
         for (a, b) in into.iter_mut().zip(from) {
             *a = T::of(a.wide() + b.wide());
@@ -87,18 +69,6 @@ pub(crate) fn clip_backward(team: &Team, y: &[f32], dy: &mut [f32], clip: Clip) 
     });
 }
 
-/// In place: negative values become 0.
-pub(crate) fn relu(team: &Team, y: &mut [f32]) {
-    team.split(y, PIECE, |_, p| relu_piece(p));
-}
-
-/// In place: the gradient passes where the output `y` is positive.
-pub(crate) fn relu_backward(team: &Team, y: &[f32], dy: &mut [f32]) {
-    team.split(dy, PIECE, |at, p| {
-        relu_backward_piece(&y[at..at + p.len()], p)
-    });
-}
-
 /// `into += from`, rounded to what they are.
 pub(crate) fn add<T: Element>(team: &Team, into: &mut [T], from: &[T]) {
     team.split(into, PIECE, |at, p| add_piece(p, &from[at..at + p.len()]));
@@ -139,20 +109,6 @@ mod tests {
     use super::*;
     use crate::kernels::Mode;
     use crate::par::Threads;
-
-    #[test]
-    fn relu_at_its_kink() {
-        let team = Team::new(Threads(1));
-        let mut y = [-1.0, -0.0, 0.0, 2.0, f32::NAN];
-        relu(&team, &mut y);
-        assert_eq!(
-            y[..4].iter().map(|v| v.to_bits()).collect::<Vec<_>>(),
-            [0.0f32, -0.0, 0.0, 2.0].map(f32::to_bits)
-        );
-        let mut d = [1.0; 5];
-        relu_backward(&team, &y, &mut d);
-        assert_eq!(d, [0.0, 0.0, 0.0, 1.0, 1.0]);
-    }
 
     #[test]
     fn fold_is_in_order_and_survives_no_partials() {

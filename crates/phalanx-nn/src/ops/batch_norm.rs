@@ -14,7 +14,7 @@ use crate::kernels::element::{Bf16, Element, Values, elements, elements_mut};
 use crate::par::Team;
 use crate::param::{BufferId, ParamId, SinkError};
 use crate::pool::Buf;
-use crate::tape::{Compute, Pass, Recorded, SlotId, State, Visit};
+use crate::tape::{BackwardContext, Compute, Recorded, SlotId, State, Visit};
 use crate::{Error, Precision, Result, Tensor};
 
 /// Where the running statistics of a batch normalisation live.
@@ -311,12 +311,12 @@ impl BatchNorm {
 
 /// Gives a parameter its gradient, made in f64.
 pub(super) fn one_gradient(
-    pass: &mut Pass<'_>,
+    ctx: &mut BackwardContext<'_>,
     id: Option<ParamId>,
     values: impl Iterator<Item = f64>,
 ) -> Result<()> {
     let Some(id) = id else { return Ok(()) };
-    pass.param(id, |g, mode| {
+    ctx.param(id, |g, mode| {
         for (g, v) in g.iter_mut().zip(values) {
             *g = match mode {
                 Mode::Write => v as f32,
@@ -343,19 +343,19 @@ impl Recorded for BatchNorm {
         }
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
-        match pass.precision_of(self.x) {
-            Precision::F32 => self.backward_as::<f32>(pass, dy),
-            Precision::Bf16 => self.backward_as::<Bf16>(pass, dy),
+    fn backward(&self, ctx: &mut BackwardContext<'_>, dy: Buf) -> Result<()> {
+        match ctx.precision_of(self.x) {
+            Precision::F32 => self.backward_as::<f32>(ctx, dy),
+            Precision::Bf16 => self.backward_as::<Bf16>(ctx, dy),
         }
     }
 
-    fn repeats(&self) -> bool {
+    fn can_recompute(&self) -> bool {
         true
     }
 
     /// With the statistics of the first time.
-    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+    fn recompute(&self, c: &mut Compute<'_>) -> Result<Buf> {
         let (shape, precision) = (c.state.shape(self.x), c.state.precision_of(self.x));
         let mut y = c.state.pool.get(precision.memory_len(shape.numel()));
         let operands = (self.x, self.residual, c.state.value(self.constants));
@@ -365,20 +365,20 @@ impl Recorded for BatchNorm {
 }
 
 impl BatchNorm {
-    fn backward_as<T: Element>(&self, pass: &mut Pass<'_>, mut dy: Buf) -> Result<()> {
-        let (team, c) = (pass.team, self.channels);
-        let x = pass.elements::<T>(self.x);
-        let (channels, inverse) = parts(pass.value(self.constants), c);
+    fn backward_as<T: Element>(&self, ctx: &mut BackwardContext<'_>, mut dy: Buf) -> Result<()> {
+        let (team, c) = (ctx.team, self.channels);
+        let x = ctx.elements::<T>(self.x);
+        let (channels, inverse) = parts(ctx.value(self.constants), c);
         let clip = self.act.clip();
         let gate = if self.gated_by_output() {
-            Gate::Output(pass.elements::<T>(self.out), clip)
+            Gate::Output(ctx.elements::<T>(self.out), clip)
         } else {
             Gate::Clip(clip)
         };
         let numel = x.len();
-        let mut work = pass.pool().get(batch_norm::partials_len(numel, c));
-        let mut sums = pass.pool().get(4 * c);
-        let mut coefficients = pass.pool().get(2 * c);
+        let mut work = ctx.pool().get(batch_norm::partials_len(numel, c));
+        let mut sums = ctx.pool().get(4 * c);
+        let mut coefficients = ctx.pool().get(2 * c);
         let (total, products) = sums.f64_mut().split_at_mut(c);
         batch_norm::backward_sums(
             team,
@@ -393,11 +393,11 @@ impl BatchNorm {
             .iter()
             .zip(inverse)
             .map(|(&p, &i)| p * f64::from(i));
-        one_gradient(pass, self.weight, scaled)?;
-        one_gradient(pass, self.bias, total.iter().copied())?;
+        one_gradient(ctx, self.weight, scaled)?;
+        one_gradient(ctx, self.bias, total.iter().copied())?;
 
         let mut rows = (numel / c).max(1) as f64;
-        if let Some((joined, join)) = self.joined.zip(pass.join()) {
+        if let Some((joined, join)) = self.joined.zip(ctx.join()) {
             rows = joined.max(1.0);
             join.sum(sums.f64_mut()).map_err(not_joined)?;
         }
@@ -413,15 +413,15 @@ impl BatchNorm {
             slope,
             offset,
         };
-        match self.residual.filter(|&r| pass.wants(r)) {
+        match self.residual.filter(|&r| ctx.wants(r)) {
             Some(r) => {
-                if pass.wants(self.x) {
-                    let mut dx = pass.pool().get(T::PRECISION.memory_len(numel));
+                if ctx.wants(self.x) {
+                    let mut dx = ctx.pool().get(T::PRECISION.memory_len(numel));
                     let to = elements_mut(dx.slice_mut(), numel);
                     batch_norm::gradient_to(team, x, elements(dy.slice(), numel), to, b);
-                    pass.give(self.x, dx);
+                    ctx.give(self.x, dx);
                 }
-                pass.give(r, dy);
+                ctx.give(r, dy);
             }
             None => {
                 batch_norm::gradient(
@@ -435,12 +435,12 @@ impl BatchNorm {
                         clip
                     },
                 );
-                pass.give(self.x, dy);
+                ctx.give(self.x, dy);
             }
         }
-        pass.pool().put(coefficients);
-        pass.pool().put(sums);
-        pass.pool().put(work);
+        ctx.pool().put(coefficients);
+        ctx.pool().put(sums);
+        ctx.pool().put(work);
         Ok(())
     }
 }

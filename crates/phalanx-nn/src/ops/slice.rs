@@ -5,8 +5,7 @@ use std::ops::Range;
 
 use crate::par::Team;
 use crate::pool::Buf;
-use crate::tape::{Compute, Pass, Recorded, SlotId, Step, Visit};
-use crate::tensor::Shape;
+use crate::tape::{BackwardContext, Compute, Operation, Recorded, SlotId, Slots, Step, Visit};
 use crate::{Error, Result, Tensor};
 
 /// An array as `outer` runs of `wide` elements, of which a part starts at `at`
@@ -37,13 +36,6 @@ impl Part {
         });
     }
 
-    /// The part of a slot's value, `numel` elements.
-    fn of_slot(self, c: &mut Compute<'_>, x: SlotId, numel: usize) -> Buf {
-        let mut buf = c.state.pool.get(numel);
-        self.take(c.team, c.state.value(x), buf.slice_mut());
-        buf
-    }
-
     /// The part of `to` becomes `from`; `rest` is done to the other elements.
     fn put(self, team: &Team, from: &[f32], to: &mut [f32], rest: impl Fn(&mut [f32]) + Sync) {
         team.split(to, self.wide, |i, to| {
@@ -56,9 +48,9 @@ impl Part {
 }
 
 pub(crate) struct Slice {
-    x: SlotId,
-    out: SlotId,
     part: Part,
+    /// Elements of the output.
+    numel: usize,
 }
 
 pub(crate) struct Concat {
@@ -73,28 +65,17 @@ impl<'s> Tensor<'s> {
     /// # Errors
     /// `Usage` when that is not there.
     pub fn slice(self, dim: usize, range: Range<usize>) -> Result<Tensor<'s>> {
-        let (step, x, dims) = (self.step(), self.slot(), self.dims());
+        let dims = self.dims();
         if dim >= dims.len() || range.start > range.end || range.end > dims[dim] {
             return Err(Error::usage(format!(
                 "slice {range:?} of dimension {dim} of shape {dims:?}"
             )));
         }
-        let mut sizes = [0; 6];
-        sizes[..dims.len()].copy_from_slice(&dims);
-        sizes[dim] = range.len();
-        let shape = Shape::new(&sizes[..dims.len()])?;
+        let shape = dims.with(dim, range.len())?;
         let part = Part::of(&dims, dim, range);
-        let out = {
-            let mut st = step.state();
-            let buf = part.of_slot(&mut step.compute(&mut st), x, shape.numel());
-            let wants = st.wants_grad(x);
-            let out = st.add_output(shape, buf, wants);
-            if wants {
-                st.record(Slice { x, out, part });
-            }
-            out
-        };
-        Ok(Tensor::new(step, out))
+        let numel = shape.numel();
+        self.step()
+            .apply([self.slot()], shape, Slice { part, numel })
     }
 }
 
@@ -109,8 +90,6 @@ impl Step<'_> {
             return Err(Error::usage("concat of no tensors"));
         };
         let dims = first.dims();
-        let mut sizes = [0; 6];
-        sizes[..dims.len()].copy_from_slice(&dims);
         let mut total = 0;
         for t in &tensors {
             let own = t.dims();
@@ -124,8 +103,7 @@ impl Step<'_> {
             }
             total += own[dim];
         }
-        sizes[dim] = total;
-        let shape = Shape::new(&sizes[..dims.len()])?;
+        let shape = dims.with(dim, total)?;
         let inputs: Vec<SlotId> = tensors.iter().map(Tensor::slot).collect();
         let out = {
             let mut st = self.state();
@@ -148,29 +126,19 @@ impl Step<'_> {
     }
 }
 
-impl Recorded for Slice {
-    fn visit(&self, f: &mut dyn FnMut(Visit)) {
-        f(Visit::Output(self.out));
-        f(Visit::Input(self.x));
+impl Operation for Slice {
+    fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        let mut buf = c.state.pool.get(self.numel);
+        self.part.take(c.team, c.state.value(x), buf.slice_mut());
+        Ok((buf, None))
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
-        let numel = pass.shape(self.x).numel();
-        let mut dx = pass.pool().get(numel);
-        let zero = |rest: &mut [f32]| rest.fill(0.0);
-        self.part.put(pass.team, dy.slice(), dx.slice_mut(), zero);
-        pass.pool().put(dy);
-        pass.give(self.x, dx);
+    fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, dy: Buf) -> Result<()> {
+        let team = ctx.team;
+        ctx.give_made(s.x[0], dy, |dy, dx| {
+            self.part.put(team, dy, dx, |rest| rest.fill(0.0));
+        });
         Ok(())
-    }
-
-    fn repeats(&self) -> bool {
-        true
-    }
-
-    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
-        let numel = c.state.shape(self.out).numel();
-        Ok(self.part.of_slot(c, self.x, numel))
     }
 }
 
@@ -180,19 +148,19 @@ impl Recorded for Concat {
         self.inputs.iter().for_each(|&x| f(Visit::Input(x)));
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
-        let (shape, mut at) = (pass.shape(self.out), 0);
+    fn backward(&self, ctx: &mut BackwardContext<'_>, dy: Buf) -> Result<()> {
+        let (shape, mut at) = (ctx.shape(self.out), 0);
         for &x in &self.inputs {
-            let own = pass.shape(x);
+            let own = ctx.shape(x);
             let part = Part::of(&shape, self.dim, at..at + own[self.dim]);
             at += own[self.dim];
-            if pass.wants(x) {
-                let mut dx = pass.pool().get(own.numel());
-                part.take(pass.team, dy.slice(), dx.slice_mut());
-                pass.give(x, dx);
+            if ctx.wants(x) {
+                let mut dx = ctx.pool().get(own.numel());
+                part.take(ctx.team, dy.slice(), dx.slice_mut());
+                ctx.give(x, dx);
             }
         }
-        pass.pool().put(dy);
+        ctx.pool().put(dy);
         Ok(())
     }
 }

@@ -1,16 +1,16 @@
-//! Functions of one number, element by element: activations and the
-//! exponential. Save their input, or (sigmoid, tanh, exp) their output.
+//! Functions of one number, element by element, in place where nobody else needs the
+//! operand. Save their input, or (relu, sigmoid, tanh, exp) their output; a factor saves
+//! nothing.
 
 use crate::kernels::activation::{self, Function};
+use crate::kernels::elementwise;
 use crate::pool::Buf;
-use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
+use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::{Result, Tensor};
 
-pub(crate) struct Unary {
-    x: SlotId,
-    out: SlotId,
-    function: Function,
-}
+pub(crate) struct Unary(Function);
+
+pub(crate) struct Scale(f32);
 
 macro_rules! functions {
     ($($(#[$meta:meta])* $name:ident = $function:expr;)*) => {
@@ -27,6 +27,8 @@ macro_rules! functions {
 }
 
 functions! {
+    /// `max(0, x)`; the derivative at 0 is 0.
+    relu = Function::Relu;
     /// `min(max(0, x), 6)`; the derivative at 0 and at 6 is 0.
     relu6 = Function::Relu6;
     /// `x * P(normal <= x)`, by the error function.
@@ -56,65 +58,61 @@ impl<'s> Tensor<'s> {
         self.unary(Function::LeakyRelu(slope))
     }
 
+    /// `x * factor`.
+    ///
+    /// # Errors
+    /// None at present; operations share one signature.
+    pub fn scale(self, factor: f32) -> Result<Tensor<'s>> {
+        self.step().apply([self.slot()], self.dims(), Scale(factor))
+    }
+
     fn unary(self, function: Function) -> Result<Tensor<'s>> {
-        let (step, x) = (self.step(), self.slot());
-        let out = {
-            let mut st = step.state();
-            let (shape, wants) = (st.shape(x), st.wants_grad(x));
-            let keeps = wants && !function.by_output();
-            let buf = compute(&mut step.compute(&mut st), x, function, keeps);
-            let out = st.add_output(shape, buf, wants);
-            if wants {
-                st.record(Unary { x, out, function });
-            }
-            out
-        };
-        Ok(Tensor::new(step, out))
+        self.step()
+            .apply([self.slot()], self.dims(), Unary(function))
     }
 }
 
-/// The function of every element; `keeps`: the operand is left as it is.
-fn compute(c: &mut Compute<'_>, x: SlotId, function: Function, keeps: bool) -> Buf {
-    let mut buf = if keeps {
-        let mut own = c.state.pool.get(c.state.shape(x).numel());
-        own.slice_mut().copy_from_slice(c.state.value(x));
-        own
-    } else {
-        c.state.take_for_writing(x)
-    };
-    activation::forward(c.team, function, buf.slice_mut());
-    buf
-}
+impl Operation for Unary {
+    fn name(&self) -> Option<&'static str> {
+        (self.0 == Function::Relu).then_some("Relu")
+    }
 
-impl Unary {
-    fn saved(&self) -> SlotId {
-        if self.function.by_output() {
-            self.out
+    fn saves(&self) -> [bool; 1] {
+        [!self.0.by_output()]
+    }
+
+    fn saves_output(&self) -> bool {
+        self.0.by_output()
+    }
+
+    fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        let mut buf = if self.0.by_output() || !c.state.wants_grad(x) {
+            c.state.take_for_writing(x)
         } else {
-            self.x
-        }
-    }
-}
-
-impl Recorded for Unary {
-    fn visit(&self, f: &mut dyn FnMut(Visit)) {
-        f(Visit::Output(self.out));
-        f(Visit::Input(self.x));
-        f(Visit::Saved(self.saved()));
+            c.state.copy(x)
+        };
+        activation::forward(c.team, self.0, buf.slice_mut());
+        Ok((buf, None))
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, mut dy: Buf) -> Result<()> {
-        let saved = pass.value(self.saved());
-        activation::backward(pass.team, self.function, saved, dy.slice_mut());
-        pass.give(self.x, dy);
+    fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, mut dy: Buf) -> Result<()> {
+        let saved = ctx.value(if self.0.by_output() { s.out } else { s.x[0] });
+        activation::backward(ctx.team, self.0, saved, dy.slice_mut());
+        ctx.give(s.x[0], dy);
         Ok(())
     }
+}
 
-    fn repeats(&self) -> bool {
-        true
+impl Operation for Scale {
+    fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        let mut buf = c.state.take_for_writing(x);
+        elementwise::scale(c.team, buf.slice_mut(), self.0);
+        Ok((buf, None))
     }
 
-    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
-        Ok(compute(c, self.x, self.function, true))
+    fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, mut dy: Buf) -> Result<()> {
+        elementwise::scale(ctx.team, dy.slice_mut(), self.0);
+        ctx.give(s.x[0], dy);
+        Ok(())
     }
 }

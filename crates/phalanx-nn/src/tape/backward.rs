@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use std::time::Instant;
 
-use super::node::{Recorded, Visit};
+use super::node::Visit;
 use super::segment;
 use super::state::{SlotId, State};
 use crate::Precision;
@@ -18,7 +18,7 @@ use crate::pool::{Buf, Pool};
 use crate::tensor::Shape;
 
 /// What a node's backward works with.
-pub(crate) struct Pass<'p> {
+pub(crate) struct BackwardContext<'p> {
     pub(crate) team: &'p Team,
     pub(crate) params: &'p Params,
     pub(super) state: &'p mut State,
@@ -26,7 +26,7 @@ pub(crate) struct Pass<'p> {
     accumulates: bool,
 }
 
-impl Pass<'_> {
+impl BackwardContext<'_> {
     pub(crate) fn pool(&mut self) -> &mut Pool {
         &mut self.state.pool
     }
@@ -135,6 +135,15 @@ impl Pass<'_> {
         self.state.slots[id.index()].grad = Some(grad);
     }
 
+    /// Adds what `make` writes, given the output's gradient `dy`, to a slot's gradient.
+    pub(crate) fn give_made(&mut self, id: SlotId, dy: Buf, make: impl FnOnce(&[f32], &mut [f32])) {
+        let numel = self.shape(id).numel();
+        let mut dx = self.pool().get(numel);
+        make(dy.slice(), dx.slice_mut());
+        self.pool().put(dy);
+        self.give(id, dx);
+    }
+
     /// Adds `grad`, of the slot's precision, to its gradient.
     pub(crate) fn give(&mut self, id: SlotId, grad: Buf) {
         let slot = &mut self.state.slots[id.index()];
@@ -227,7 +236,7 @@ pub(super) fn run(
         accepted(sink.unused(id), params, id)?;
     }
 
-    let mut pass = Pass {
+    let mut ctx = BackwardContext {
         team,
         params,
         state,
@@ -237,17 +246,17 @@ pub(super) fn run(
     while let Some(node) = nodes.last() {
         let out = node.output();
         let slot = out.ok_or_else(|| Error::internal("a recorded node has no output"))?;
-        if pass.state.reached[slot.index()] {
-            segment::restore(&mut pass, &nodes, node)?;
-            let grad = pass.state.slots[slot.index()].grad.take();
+        if ctx.state.reached[slot.index()] {
+            segment::restore(&mut ctx, &nodes, node)?;
+            let grad = ctx.state.slots[slot.index()].grad.take();
             let grad = grad.ok_or_else(|| Error::internal("a gradient is missing in backward"))?;
-            let began = pass.state.clock.as_ref().map(|_| Instant::now());
-            node.backward(&mut pass, grad)?;
-            if let (Some(clock), Some(began)) = (&mut pass.state.clock, began) {
+            let began = ctx.state.clock.as_ref().map(|_| Instant::now());
+            node.backward(&mut ctx, grad)?;
+            if let (Some(clock), Some(began)) = (&mut ctx.state.clock, began) {
                 clock.backward(node.name(), node.param(), began);
             }
         }
-        pass.state.processed(node, nodes.len() - 1);
+        ctx.state.processed(node, nodes.len() - 1);
         nodes.pop();
     }
     state.nodes = nodes; // empty; keeps its capacity

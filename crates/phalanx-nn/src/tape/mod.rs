@@ -8,9 +8,9 @@ mod precision;
 mod segment;
 mod state;
 
-pub(crate) use backward::Pass;
+pub(crate) use backward::BackwardContext;
 pub use key::StepKey;
-pub(crate) use node::{Recorded, Visit};
+pub(crate) use node::{OpNode, Operation, Recorded, Slots, Visit};
 pub use precision::Precision;
 pub(crate) use segment::Compute;
 pub(crate) use state::{SlotId, State};

@@ -8,8 +8,8 @@
 
 use std::time::Instant;
 
-use super::backward::Pass;
-use super::node::{Node, Recorded, Visit};
+use super::backward::BackwardContext;
+use super::node::{Node, Visit};
 use super::state::{SlotId, State};
 use crate::error::{Error, Result};
 use crate::par::Team;
@@ -113,81 +113,81 @@ impl State {
 }
 
 /// Makes what `node`, the last of `nodes`, has saved and a segment has given back.
-pub(super) fn restore(pass: &mut Pass<'_>, nodes: &[Node], node: &Node) -> Result<()> {
+pub(super) fn restore(ctx: &mut BackwardContext<'_>, nodes: &[Node], node: &Node) -> Result<()> {
     loop {
         let mut missing = None;
         node.visit(&mut |v| {
             if let Visit::Saved(s) = v {
-                let slot = &pass.state.slots[s.index()];
+                let slot = &ctx.state.slots[s.index()];
                 missing = missing.or(slot.dropped.filter(|_| slot.buf.is_none()));
             }
         });
         let Some(segment) = missing else {
             return Ok(());
         };
-        again(pass, nodes, segment)?;
+        again(ctx, nodes, segment)?;
     }
 }
 
 /// Runs a segment's operations again, those around it first; `nodes` are those
 /// that backward has yet to process.
-fn again(pass: &mut Pass<'_>, nodes: &[Node], index: u32) -> Result<()> {
-    let segment = &mut pass.state.segments.all[index as usize];
+fn again(ctx: &mut BackwardContext<'_>, nodes: &[Node], index: u32) -> Result<()> {
+    let segment = &mut ctx.state.segments.all[index as usize];
     if std::mem::replace(&mut segment.done, true) {
         return Err(Error::internal("a segment was asked for values twice"));
     }
     let (first, end) = (segment.first as usize, segment.end as usize);
     let end = end.min(nodes.len());
     if let Some(around) = segment.around
-        && !pass.state.segments.all[around as usize].done
+        && !ctx.state.segments.all[around as usize].done
     {
-        again(pass, nodes, around)?;
+        again(ctx, nodes, around)?;
     }
 
     // Backwards, what is needed: what somebody saved, and what that is made of.
-    let mut wanted = std::mem::take(&mut pass.state.segments.wanted);
+    let mut wanted = std::mem::take(&mut ctx.state.segments.wanted);
     wanted.clear();
     wanted.resize(end - first, false);
     for (node, wanted) in nodes[first..end].iter().zip(&mut wanted).rev() {
         let Some(out) = node.output() else { continue };
-        let slot = &pass.state.slots[out.index()];
+        let slot = &ctx.state.slots[out.index()];
         let saved = slot.dropped == Some(index) && slot.saved > 0;
         *wanted = slot.buf.is_none() && (saved || slot.handles > 0);
         if *wanted {
             node.visit(&mut |v| {
                 if let Visit::Input(s) = v {
-                    pass.state.hold(s);
+                    ctx.state.hold(s);
                 }
             });
         }
     }
     for (node, _) in nodes[first..end].iter().zip(&wanted).filter(|w| *w.1) {
-        make(pass, node, index)?;
+        make(ctx, node, index)?;
     }
-    pass.state.segments.wanted = wanted;
+    ctx.state.segments.wanted = wanted;
     Ok(())
 }
 
 /// Runs one operation again, and gives back what only it needed.
-fn make(pass: &mut Pass<'_>, node: &Node, index: u32) -> Result<()> {
-    let began = pass.state.clock.as_ref().map(|_| Instant::now());
+fn make(ctx: &mut BackwardContext<'_>, node: &Node, index: u32) -> Result<()> {
+    let began = ctx.state.clock.as_ref().map(|_| Instant::now());
     let mut whole = true;
     node.visit(&mut |v| {
         if let Visit::Input(s) = v {
-            whole &= pass.state.slots[s.index()].buf.is_some();
+            whole &= ctx.state.slots[s.index()].buf.is_some();
         }
     });
     let out = node.output().filter(|_| whole);
     let out = out.ok_or_else(|| Error::internal("a recomputed operation lacks an operand"))?;
-    let buf = node.again(&mut Compute {
-        team: pass.team,
-        params: pass.params,
-        state: pass.state,
+    let buf = node.recompute(&mut Compute {
+        team: ctx.team,
+        params: ctx.params,
+        state: ctx.state,
     })?;
-    pass.state.slots[out.index()].buf = Some(buf);
+    ctx.state.slots[out.index()].buf = Some(buf);
     node.visit(&mut |v| {
         if let Visit::Input(s) = v {
-            let state = &mut *pass.state;
+            let state = &mut *ctx.state;
             state.let_go(s);
             // Values of a segment inside wait for their own turn.
             let slot = &mut state.slots[s.index()];
@@ -202,7 +202,7 @@ fn make(pass: &mut Pass<'_>, node: &Node, index: u32) -> Result<()> {
             }
         }
     });
-    if let (Some(clock), Some(began)) = (&mut pass.state.clock, began) {
+    if let (Some(clock), Some(began)) = (&mut ctx.state.clock, began) {
         clock.backward(node.name(), node.param(), began);
     }
     Ok(())

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::key::StepKey;
-use super::node::{Node, Recorded, Visit};
+use super::node::{Node, Visit};
 use super::precision::Precision;
 use super::segment::Segments;
 use crate::error::{Error, Result};
@@ -204,7 +204,7 @@ impl State {
         if let Some(clock) = &mut self.clock {
             clock.forward(node.name(), node.param());
         }
-        let maker = node.repeats().then_some(self.nodes.len() as u32);
+        let maker = node.can_recompute().then_some(self.nodes.len() as u32);
         let from = self.segments.open_from();
         node.visit(&mut |v| match v {
             Visit::Output(s) => self.slots[s.index()].maker = maker,
@@ -288,6 +288,11 @@ impl State {
         {
             return b;
         }
+        self.copy(id)
+    }
+
+    /// A buffer with a copy of this operand's elements, which are f32.
+    pub(crate) fn copy(&mut self, id: SlotId) -> Buf {
         let mut to = self.pool.get(self.slots[id.index()].shape.numel());
         to.slice_mut().copy_from_slice(self.value(id));
         to

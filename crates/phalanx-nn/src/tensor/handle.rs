@@ -3,7 +3,7 @@
 use std::cell::Cell;
 
 use crate::param::GradSink;
-use crate::tape::{SlotId, Step};
+use crate::tape::{SlotId, State, Step};
 use crate::tensor::Shape;
 use crate::{Error, Precision, Result};
 
@@ -21,7 +21,12 @@ pub struct Tensor<'s> {
 
 impl<'s> Tensor<'s> {
     pub(crate) fn new(step: &'s Step<'s>, slot: SlotId) -> Self {
-        step.state().hold(slot);
+        Self::held(step, &mut step.state(), slot)
+    }
+
+    /// As [`new`](Self::new), where the step's state is borrowed already.
+    pub(crate) fn held(step: &'s Step<'s>, state: &mut State, slot: SlotId) -> Self {
+        state.hold(slot);
         let slot = Cell::new(slot);
         Tensor { step, slot }
     }
@@ -108,9 +113,7 @@ impl<'s> Tensor<'s> {
     /// their statistics (running ones change once, and joined ones are not
     /// joined twice). Values that `part` hands out or holds are kept, and so are those that
     /// the part is given; also outputs of operations that are not run again:
-    /// losses, embeddings, reductions, concatenations, transposed
-    /// convolutions, adaptive max-pools, log-softmax and a user's own. In an
-    /// evaluation it just runs `part`.
+    /// losses, embeddings, concatenations and a user's own. In an evaluation it just runs `part`.
     ///
     /// # Errors
     /// Those of `part`.

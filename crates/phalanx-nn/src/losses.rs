@@ -1,8 +1,7 @@
 //! Losses: how they are reduced, and those made of several operations.
 
-mod cross_entropy;
-
 pub use crate::ops::cross_entropy::CrossEntropyOptions;
+use crate::{Result, Tensor};
 
 /// A label that counts for nothing (PyTorch's -100).
 pub const IGNORE_LABEL: u32 = u32::MAX;
@@ -28,5 +27,15 @@ impl Reduction {
             Reduction::Mean => elements as f32,
             Reduction::Over(d) => d,
         }
+    }
+}
+
+impl<'s> Tensor<'s> {
+    /// [`log_softmax`](Tensor::log_softmax), then [`nll_loss`](Tensor::nll_loss).
+    ///
+    /// # Errors
+    /// As [`nll_loss`](Tensor::nll_loss).
+    pub fn cross_entropy(self, labels: &[u32], divisor: f32) -> Result<Tensor<'s>> {
+        self.log_softmax()?.nll_loss(labels, divisor)
     }
 }
