@@ -42,14 +42,14 @@ impl Operation for AdaptiveMaxPool2d {
         let numel = s.images * s.output[0] * s.output[1] * s.channels;
         let (mut buf, mut winners) = (c.state.pool.get(numel), c.state.pool.get(numel));
         let (to, at) = (buf.slice_mut(), winners.slice_mut());
-        adaptive_max::forward(c.team, s, c.state.value(x), to, at);
+        adaptive_max::forward(c.threads, s, c.state.value(x), to, at);
         Ok((buf, Some(winners)))
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, dy: Buf) -> Result<()> {
-        let (team, winners) = (ctx.team, ctx.value(s.aux()?));
+        let (threads, winners) = (ctx.threads, ctx.value(s.aux()?));
         ctx.give_made(s.x[0], dy, |dy, dx| {
-            adaptive_max::backward(team, &self.0, dy, winners, dx);
+            adaptive_max::backward(threads, &self.0, dy, winners, dx);
         });
         Ok(())
     }

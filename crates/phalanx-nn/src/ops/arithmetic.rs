@@ -108,7 +108,14 @@ fn give_back(ctx: &mut BackwardContext<'_>, to: SlotId, shape: &[usize], grad: B
     }
     let mut sum = ctx.pool().get(own.numel());
     let fold = (Fold::Sum, 1.0);
-    reduce(ctx.team, fold, grad.slice(), shape, &over, sum.slice_mut());
+    reduce(
+        ctx.threads,
+        fold,
+        grad.slice(),
+        shape,
+        &over,
+        sum.slice_mut(),
+    );
     ctx.pool().put(grad);
     ctx.give(to, sum);
 }
@@ -125,7 +132,7 @@ impl Binary {
         let s = Stretch::of(shape, &y_shape)
             .ok_or_else(|| Error::internal("an operand no longer fits its result"))?;
         let mut to = ctx.pool().get(x.len());
-        arithmetic(ctx.team, op, &s, x, y, to.slice_mut());
+        arithmetic(ctx.threads, op, &s, x, y, to.slice_mut());
         Ok(to)
     }
 }
@@ -140,7 +147,7 @@ fn copy_of(ctx: &mut BackwardContext<'_>, dy: &Buf) -> Buf {
 impl Operation<2> for Add {
     fn forward(&self, c: &mut Compute<'_>, [a, b]: [SlotId; 2]) -> Result<(Buf, Option<Buf>)> {
         let mut buf = c.state.take_for_writing(a);
-        elementwise::add(c.team, buf.slice_mut(), c.state.value(b));
+        elementwise::add(c.threads, buf.slice_mut(), c.state.value(b));
         Ok((buf, None))
     }
 
@@ -166,13 +173,13 @@ impl Operation<2> for Binary {
         let s = &self.stretch;
         let mut buf = c.state.pool.get(s.dims().iter().product());
         let (a, b) = (c.state.value(a), c.state.value(b));
-        arithmetic(c.team, self.op, s, a, b, buf.slice_mut());
+        arithmetic(c.threads, self.op, s, a, b, buf.slice_mut());
         Ok((buf, None))
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, slots: &Slots<2>, mut dy: Buf) -> Result<()> {
         let [a, b] = slots.x;
-        let team = ctx.team;
+        let threads = ctx.threads;
         let shape = ctx.shape(slots.out);
         let wants = [ctx.wants(a), ctx.wants(b)];
         let other = |ctx: &BackwardContext<'_>, id| (ctx.value(id), ctx.shape(id));
@@ -181,7 +188,7 @@ impl Operation<2> for Binary {
                 let second = if wants[1] {
                     let mut copy = copy_of(ctx, &dy);
                     if self.op == Arithmetic::Sub {
-                        elementwise::scale(team, copy.slice_mut(), -1.0);
+                        elementwise::scale(threads, copy.slice_mut(), -1.0);
                     }
                     Some(copy)
                 } else {
@@ -208,7 +215,7 @@ impl Operation<2> for Binary {
                         let b = other(ctx, b);
                         let q = Self::combine(ctx, Arithmetic::Div, &shape, g.slice(), b)?;
                         ctx.pool().put(std::mem::replace(&mut g, q));
-                        elementwise::scale(team, g.slice_mut(), -1.0);
+                        elementwise::scale(threads, g.slice_mut(), -1.0);
                     }
                     second = Some(g);
                 }

@@ -168,14 +168,14 @@ impl Operation for AvgPool2d {
         let s = &self.0;
         let numel = s.images * s.output[0] * s.output[1] * s.channels;
         let mut buf = c.state.pool.get(numel);
-        avg_pool::forward(c.team, s, c.state.value(x), buf.slice_mut());
+        avg_pool::forward(c.threads, s, c.state.value(x), buf.slice_mut());
         Ok((buf, None))
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, dy: Buf) -> Result<()> {
-        let team = ctx.team;
+        let threads = ctx.threads;
         ctx.give_made(s.x[0], dy, |dy, dx| {
-            avg_pool::backward(team, &self.0, dy, dx)
+            avg_pool::backward(threads, &self.0, dy, dx)
         });
         Ok(())
     }

@@ -11,7 +11,7 @@ use super::Act;
 use crate::kernels::Mode;
 use crate::kernels::batch_norm::{self, Backward, Channels, Gate};
 use crate::kernels::element::{Bf16, Element, Values, elements, elements_mut};
-use crate::par::Team;
+use crate::par::ThreadPool;
 use crate::param::{BufferId, ParamId, SinkError};
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Recorded, SlotId, State, Visit};
@@ -37,7 +37,7 @@ pub struct BatchNormOptions {
     pub bias: Option<ParamId>,
     /// Statistics to evaluate with; without any the batch's own are used.
     pub running: Option<RunningStats>,
-    /// Share of a new batch in the running statistics; `None` averages all batches alike.
+    /// Share of a new batch in the running statistics; `None` gives all batches the same weight.
     pub momentum: Option<f64>,
     /// Added to the variance.
     pub eps: f64,
@@ -126,10 +126,10 @@ impl<'s> Tensor<'s> {
                 let mut work = st.pool.get(batch_norm::partials_len(numel, c));
                 let (mean, squares) = sums.f64_mut().split_at_mut(c);
                 if numel > 0 {
-                    let (team, work) = (step.team(), work.slice_mut());
+                    let (threads, work) = (step.threads(), work.slice_mut());
                     match st.values(x) {
-                        Values::F32(x) => batch_norm::statistics(team, x, work, mean, squares),
-                        Values::Bf16(x) => batch_norm::statistics(team, x, work, mean, squares),
+                        Values::F32(x) => batch_norm::statistics(threads, x, work, mean, squares),
+                        Values::Bf16(x) => batch_norm::statistics(threads, x, work, mean, squares),
                     }
                 } else {
                     mean.fill(0.0);
@@ -179,7 +179,7 @@ impl<'s> Tensor<'s> {
 
             let mut y = st.pool.get(precision.memory_len(numel));
             let operands = (x, residual_slot, constants.slice());
-            normalise(step.team(), &st, operands, act, y.slice_mut());
+            normalise(step.threads(), &st, operands, act, y.slice_mut());
             let out = st.add_output_as((dims, precision), y, training);
             if training {
                 let constants = st.add_aux(constants)?;
@@ -275,20 +275,20 @@ fn finish_constants<'p>(
 
 /// `act(normalised x + residual)` by the constants of every channel.
 fn normalise(
-    team: &Team,
+    threads: &ThreadPool,
     st: &State,
     (x, residual, constants): (SlotId, Option<SlotId>, &[f32]),
     act: Act,
     y: &mut [f32],
 ) {
     match st.precision_of(x) {
-        Precision::F32 => normalise_as::<f32>(team, st, (x, residual, constants), act, y),
-        Precision::Bf16 => normalise_as::<Bf16>(team, st, (x, residual, constants), act, y),
+        Precision::F32 => normalise_as::<f32>(threads, st, (x, residual, constants), act, y),
+        Precision::Bf16 => normalise_as::<Bf16>(threads, st, (x, residual, constants), act, y),
     }
 }
 
 fn normalise_as<T: Element>(
-    team: &Team,
+    threads: &ThreadPool,
     st: &State,
     (x, residual, constants): (SlotId, Option<SlotId>, &[f32]),
     act: Act,
@@ -300,7 +300,7 @@ fn normalise_as<T: Element>(
         residual.map_or(&[][..], |r| st.elements(r)),
     );
     let y = elements_mut(y, x.len());
-    batch_norm::normalise(team, x, y, channels, r, act.clip());
+    batch_norm::normalise(threads, x, y, channels, r, act.clip());
 }
 
 impl BatchNorm {
@@ -359,14 +359,14 @@ impl Recorded for BatchNorm {
         let (shape, precision) = (c.state.shape(self.x), c.state.precision_of(self.x));
         let mut y = c.state.pool.get(precision.memory_len(shape.numel()));
         let operands = (self.x, self.residual, c.state.value(self.constants));
-        normalise(c.team, c.state, operands, self.act, y.slice_mut());
+        normalise(c.threads, c.state, operands, self.act, y.slice_mut());
         Ok(y)
     }
 }
 
 impl BatchNorm {
     fn backward_as<T: Element>(&self, ctx: &mut BackwardContext<'_>, mut dy: Buf) -> Result<()> {
-        let (team, c) = (ctx.team, self.channels);
+        let (threads, c) = (ctx.threads, self.channels);
         let x = ctx.elements::<T>(self.x);
         let (channels, inverse) = parts(ctx.value(self.constants), c);
         let clip = self.act.clip();
@@ -381,7 +381,7 @@ impl BatchNorm {
         let mut coefficients = ctx.pool().get(2 * c);
         let (total, products) = sums.f64_mut().split_at_mut(c);
         batch_norm::backward_sums(
-            team,
+            threads,
             x,
             elements_mut(dy.slice_mut(), numel),
             channels,
@@ -418,14 +418,14 @@ impl BatchNorm {
                 if ctx.wants(self.x) {
                     let mut dx = ctx.pool().get(T::PRECISION.memory_len(numel));
                     let to = elements_mut(dx.slice_mut(), numel);
-                    batch_norm::gradient_to(team, x, elements(dy.slice(), numel), to, b);
+                    batch_norm::gradient_to(threads, x, elements(dy.slice(), numel), to, b);
                     ctx.give(self.x, dx);
                 }
                 ctx.give(r, dy);
             }
             None => {
                 batch_norm::gradient(
-                    team,
+                    threads,
                     x,
                     elements_mut(dy.slice_mut(), numel),
                     b,

@@ -4,8 +4,8 @@
 //! its rows or columns do, cut by shape.
 
 use crate::kernels::Mode;
-use crate::kernels::product::{Mat, product, product_team};
-use crate::par::Team;
+use crate::kernels::product::{Mat, product, product_threaded};
+use crate::par::ThreadPool;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::{Error, Result, Tensor};
@@ -45,17 +45,17 @@ fn at(x: &[f32], i: usize, len: usize) -> &[f32] {
 
 /// `to = f(i)` for every matrix of `len` elements in rows of `wide`.
 fn each<'m>(
-    team: &Team,
+    threads: &ThreadPool,
     (count, len, wide): (usize, usize, usize),
     to: &mut [f32],
     f: impl Fn(usize) -> (Mat<'m>, Mat<'m>) + Sync,
 ) {
     if count == 1 {
         let (a, b) = f(0);
-        product_team(team, to, a, b, Mode::Write);
+        product_threaded(threads, to, a, b, Mode::Write);
         return;
     }
-    team.split(to, len, |from, to| {
+    threads.split(to, len, |from, to| {
         let (a, b) = f(from / len);
         product(to, wide, a, b, Mode::Write);
     });
@@ -116,7 +116,7 @@ impl Operation<2> for Bmm {
         let len = s.m * s.n;
         let mut buf = c.state.pool.get(s.count * len);
         let (x, y) = (c.state.value(a), c.state.value(b));
-        each(c.team, (s.count, len, s.n), buf.slice_mut(), |i| {
+        each(c.threads, (s.count, len, s.n), buf.slice_mut(), |i| {
             (a_of(s, at(x, i, s.m * s.k)), b_of(s, at(y, i, s.k * s.n)))
         });
         Ok((buf, None))
@@ -124,12 +124,12 @@ impl Operation<2> for Bmm {
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, slots: &Slots<2>, dy: Buf) -> Result<()> {
         let [x, y] = slots.x;
-        let (s, team) = (self.0, ctx.team);
+        let (s, threads) = (self.0, ctx.threads);
         let (a, b, d) = (ctx.value(x), ctx.value(y), dy.slice());
         let (la, lb, lc) = (s.m * s.k, s.k * s.n, s.m * s.n);
         if ctx.wants(x) {
             let mut da = ctx.pool().get(a.len());
-            each(team, (s.count, la, s.k), da.slice_mut(), |i| {
+            each(threads, (s.count, la, s.k), da.slice_mut(), |i| {
                 (c_of(s, at(d, i, lc)), b_of(s, at(b, i, lb)).t())
             });
             ctx.give(x, da);
@@ -137,7 +137,7 @@ impl Operation<2> for Bmm {
         if ctx.wants(y) {
             let mut db = ctx.pool().get(b.len());
             let wide = if s.transposed { s.k } else { s.n };
-            each(team, (s.count, lb, wide), db.slice_mut(), |i| {
+            each(threads, (s.count, lb, wide), db.slice_mut(), |i| {
                 let (a, d) = (a_of(s, at(a, i, la)), c_of(s, at(d, i, lc)));
                 if s.transposed { (d.t(), a) } else { (a.t(), d) }
             });

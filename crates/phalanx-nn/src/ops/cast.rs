@@ -2,7 +2,7 @@
 
 use crate::Tensor;
 use crate::kernels::element::{Bf16, Values, convert, elements_mut};
-use crate::par::Team;
+use crate::par::ThreadPool;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, OpNode, Operation, SlotId, Slots};
 use crate::{Precision, Result};
@@ -36,15 +36,15 @@ impl Tensor<'_> {
 fn converted(c: &mut Compute<'_>, x: SlotId) -> Buf {
     let (len, from) = (c.state.shape(x).numel(), c.state.precision_of(x));
     let mut buf = c.state.pool.get(other(from).memory_len(len));
-    convert_to(c.team, c.state.values(x), &mut buf);
+    convert_to(c.threads, c.state.values(x), &mut buf);
     buf
 }
 
 /// Writes `from` to `buf` in the other precision.
-fn convert_to(team: &Team, from: Values<'_>, buf: &mut Buf) {
+fn convert_to(threads: &ThreadPool, from: Values<'_>, buf: &mut Buf) {
     match from {
-        Values::F32(v) => convert(team, v, elements_mut::<Bf16>(buf.slice_mut(), v.len())),
-        Values::Bf16(v) => convert(team, v, buf.slice_mut()),
+        Values::F32(v) => convert(threads, v, elements_mut::<Bf16>(buf.slice_mut(), v.len())),
+        Values::Bf16(v) => convert(threads, v, buf.slice_mut()),
     }
 }
 
@@ -65,7 +65,7 @@ impl Operation for Cast {
         let (len, to) = (ctx.shape(x).numel(), ctx.precision_of(x));
         let mut dx = ctx.pool().get(to.memory_len(len));
         let from = Values::of(dy.slice(), other(to), len);
-        convert_to(ctx.team, from, &mut dx);
+        convert_to(ctx.threads, from, &mut dx);
         ctx.pool().put(dy);
         ctx.give(x, dx);
         Ok(())

@@ -1,7 +1,7 @@
 //! Two-dimensional convolution: `y = act(conv(x, W) + b)`. Saves its input,
 //! and its output when an activation is fused.
 //!
-//! Where products are made in bf16, an output without bias and activation is kept as
+//! Where products are computed in bf16, an output without bias and activation is stored as
 //! bf16: a normalisation follows such a convolution.
 
 use super::Act;
@@ -280,19 +280,19 @@ impl Operation for Conv2d {
         let constants = (self.bias.map(|b| c.params.get(b)), act == Act::Relu);
         let y = ValuesMut::of(buf.slice_mut(), precision, len);
         let memory = work.slice_mut();
-        conv::forward(c.team, s, c.state.values(x), w, constants, memory, y);
+        conv::forward(c.threads, s, c.state.values(x), w, constants, memory, y);
         c.state.pool.put(work);
         if act == Act::Relu6 {
-            elementwise::clip(c.team, buf.slice_mut(), act.clip());
+            elementwise::clip(c.threads, buf.slice_mut(), act.clip());
         }
         Ok((buf, None))
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, slots: &Slots<1>, mut dy: Buf) -> Result<()> {
-        let (team, s) = (ctx.team, &self.shape);
+        let (threads, s) = (ctx.threads, &self.shape);
         if self.act != Act::None {
             let clip = self.act.clip();
-            elementwise::clip_backward(team, ctx.value(slots.out), dy.slice_mut(), clip);
+            elementwise::clip_backward(threads, ctx.value(slots.out), dy.slice_mut(), clip);
         }
         // PyTorch's order within a convolution: weight, then bias; both before
         // the input gradient, so that their reduction can start meanwhile.
@@ -304,23 +304,23 @@ impl Operation for Conv2d {
             s.images * s.out_len(),
         );
         ctx.param(self.weight, |dw, mode| {
-            conv::weight_gradient(team, s, x, d, work.slice_mut(), dw, mode);
+            conv::weight_gradient(threads, s, x, d, work.slice_mut(), dw, mode);
         })?;
         if let Some(b) = self.bias {
             ctx.param(b, |db, mode| {
-                conv::bias_gradient(team, s, d.f32(), work.slice_mut(), db, mode)
+                conv::bias_gradient(threads, s, d.f32(), work.slice_mut(), db, mode)
             })?;
         }
         if ctx.wants(slots.x[0]) {
             let w = ctx.params.get(self.weight);
-            // What came down a residual connection is added to in place.
+            // The gradient of a residual connection is added to in place.
             let (len, precision) = (s.images * s.in_len(), ctx.precision_of(slots.x[0]));
             let (mut dx, mode) = match ctx.take(slots.x[0]) {
                 Some(sum) => (sum, Mode::Add),
                 None => (ctx.pool().get(precision.memory_len(len)), Mode::Write),
             };
             let to = ValuesMut::of(dx.slice_mut(), precision, len);
-            conv::input_gradient(team, s, w, d, (work.slice_mut(), to), mode);
+            conv::input_gradient(threads, s, w, d, (work.slice_mut(), to), mode);
             ctx.restore(slots.x[0], dx);
         }
         ctx.pool().put(work);

@@ -127,10 +127,10 @@ impl Operation for ConvTranspose2d {
         let w = c.params.get(self.weight);
         let memory = (work.slice_mut(), ValuesMut::F32(buf.slice_mut()));
         let value = Values::F32(c.state.value(x));
-        conv::input_gradient(c.team, s, w, value, memory, Mode::Write);
+        conv::input_gradient(c.threads, s, w, value, memory, Mode::Write);
         if let Some(b) = self.bias {
             let (b, piece) = (c.params.get(b), s.in_len().max(1));
-            c.team
+            c.threads
                 .split(buf.slice_mut(), piece, |_, y| finish(y, b, false));
         }
         c.state.pool.put(work);
@@ -138,12 +138,12 @@ impl Operation for ConvTranspose2d {
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, slots: &Slots<1>, dy: Buf) -> Result<()> {
-        let (team, s) = (ctx.team, &self.shape);
+        let (threads, s) = (ctx.threads, &self.shape);
         let (x, d) = (ctx.value(slots.x[0]), dy.slice());
         let mut work = ctx.pool().get(conv::work_len(s).max(8 * s.inp));
         ctx.param(self.weight, |dw, mode| {
             let (d, x) = (Values::F32(d), Values::F32(x));
-            conv::weight_gradient(team, s, d, x, work.slice_mut(), dw, mode);
+            conv::weight_gradient(threads, s, d, x, work.slice_mut(), dw, mode);
         })?;
         if let Some(b) = self.bias {
             // The sum over pixels of this layer's output, whose channels are the convolution's inputs.
@@ -153,14 +153,14 @@ impl Operation for ConvTranspose2d {
                 ..*s
             };
             ctx.param(b, |db, mode| {
-                conv::bias_gradient(team, &back, d, work.slice_mut(), db, mode)
+                conv::bias_gradient(threads, &back, d, work.slice_mut(), db, mode)
             })?;
         }
         if ctx.wants(slots.x[0]) {
             let mut dx = ctx.pool().get(x.len());
             let w = ctx.params.get(self.weight);
             let (memory, y) = (work.slice_mut(), ValuesMut::F32(dx.slice_mut()));
-            conv::forward(team, s, Values::F32(d), w, (None, false), memory, y);
+            conv::forward(threads, s, Values::F32(d), w, (None, false), memory, y);
             ctx.give(slots.x[0], dx);
         }
         ctx.pool().put(work);

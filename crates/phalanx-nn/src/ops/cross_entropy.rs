@@ -157,7 +157,7 @@ impl<'s> Tensor<'s> {
                 let most = f64::from(most);
                 let sum: f64 = row.iter().map(|&v| (f64::from(v) - most).exp()).sum();
                 let shift = most + sum.ln();
-                // What -log p of each class counts for, and all of them together.
+                // The factor of -log p of each class, and the sum of the factors.
                 let part = |c: usize| weight(c) * ((1.0 - smoothing) * share(c) + even);
                 let mut mass = 0.0;
                 for (c, &v) in row.iter().enumerate() {

@@ -69,13 +69,13 @@ impl Operation for Dropout {
     fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
         let mut buf = c.state.take_for_writing(x);
         let (samples, y) = (c.state.samples(self.rows), buf.slice_mut());
-        apply(c.team, y, samples, self.key, self.rate, self.share);
+        apply(c.threads, y, samples, self.key, self.rate, self.share);
         Ok((buf, None))
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, mut dy: Buf) -> Result<()> {
         let (samples, d) = (ctx.samples(self.rows), dy.slice_mut());
-        apply(ctx.team, d, samples, self.key, self.rate, self.share);
+        apply(ctx.threads, d, samples, self.key, self.rate, self.share);
         ctx.give(s.x[0], dy);
         Ok(())
     }

@@ -23,7 +23,8 @@ impl<'s> Tensor<'s> {
     ///
     /// # Errors
     /// `Usage` when `target` has another number of elements.
-    pub fn mse_loss(self, target: &[f32], reduction: Reduction) -> Result<Tensor<'s>> {
+    pub fn mse_loss(self, target: &[f32], reduction: impl Into<Reduction>) -> Result<Tensor<'s>> {
+        let reduction = reduction.into();
         let norm = 2.0 / reduction.divisor(target.len());
         self.element_loss(Some("Mse"), target, reduction, |_, x, t, _| {
             let d = x - t;
@@ -35,8 +36,8 @@ impl<'s> Tensor<'s> {
     ///
     /// # Errors
     /// `Usage` when `target` has another number of elements.
-    pub fn l1_loss(self, target: &[f32], reduction: Reduction) -> Result<Tensor<'s>> {
-        self.element_loss(None, target, reduction, |_, x, t, divisor| {
+    pub fn l1_loss(self, target: &[f32], reduction: impl Into<Reduction>) -> Result<Tensor<'s>> {
+        self.element_loss(None, target, reduction.into(), |_, x, t, divisor| {
             let d = f64::from(x) - f64::from(t);
             let slope = if d > 0.0 {
                 1.0
@@ -58,7 +59,7 @@ impl<'s> Tensor<'s> {
         self,
         target: &[f32],
         positive: Option<&[f32]>,
-        reduction: Reduction,
+        reduction: impl Into<Reduction>,
     ) -> Result<Tensor<'s>> {
         let wide = self.dims().last().copied().unwrap_or(1).max(1);
         if let Some(p) = positive
@@ -70,7 +71,7 @@ impl<'s> Tensor<'s> {
                 self.dims()
             )));
         }
-        self.element_loss(None, target, reduction, |i, x, t, divisor| {
+        self.element_loss(None, target, reduction.into(), |i, x, t, divisor| {
             let (x, t) = (f64::from(x), f64::from(t));
             let p = positive.map_or(1.0, |p| f64::from(p[i % wide]));
             // log(1 + e^-x) without overflow.

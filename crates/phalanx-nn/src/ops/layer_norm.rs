@@ -117,13 +117,13 @@ impl Operation for LayerNorm {
         let constants = (value(self.weight), value(self.bias), self.eps);
         if numel > 0 {
             let (y, s) = (buf.slice_mut(), stats.slice_mut());
-            layer_norm::forward(c.team, g, c.state.value(x), constants, y, s);
+            layer_norm::forward(c.threads, g, c.state.value(x), constants, y, s);
         }
         Ok((buf, Some(stats)))
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, mut dy: Buf) -> Result<()> {
-        let (team, g, c) = (ctx.team, self.groups, self.groups.channels);
+        let (threads, g, c) = (ctx.threads, self.groups, self.groups.channels);
         let mut work = ctx.pool().get(layer_norm::partials_len(g));
         // Of f64s.
         let mut sums = ctx.pool().get(4 * c);
@@ -131,7 +131,7 @@ impl Operation for LayerNorm {
         let weight = self.weight.map_or(&[][..], |w| ctx.params.get(w));
         let (dw, db) = sums.f64_mut().split_at_mut(c);
         let (d, work_memory) = (dy.slice_mut(), work.slice_mut());
-        layer_norm::backward(team, g, saved, weight, d, work_memory, (dw, db));
+        layer_norm::backward(threads, g, saved, weight, d, work_memory, (dw, db));
         one_gradient(ctx, self.weight, dw.iter().copied())?;
         one_gradient(ctx, self.bias, db.iter().copied())?;
         ctx.pool().put(sums);

@@ -6,9 +6,9 @@ use crate::kernels::bias::{column_sums, finish};
 use crate::kernels::conv::ConvShape;
 use crate::kernels::element::{Values, ValuesMut};
 use crate::kernels::elementwise;
-use crate::kernels::product::{Mat, product_team};
+use crate::kernels::product::{Mat, product_threaded};
 use crate::kernels::{Mode, bf16};
-use crate::par::Team;
+use crate::par::ThreadPool;
 use crate::param::{Layout, ParamId, ParamInfo};
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
@@ -97,7 +97,7 @@ impl Sizes {
 
     fn forward(
         self,
-        team: &Team,
+        threads: &ThreadPool,
         s: &ConvShape,
         x: &[f32],
         w: &[f32],
@@ -106,14 +106,14 @@ impl Sizes {
     ) {
         let (x, y) = (Values::F32(x), ValuesMut::F32(y));
         match self.order {
-            Order::InOut => bf16::forward(team, s, x, w, (&[], false), work, y),
-            Order::OutIn => bf16::input_gradient(team, s, w, x, work, y, Mode::Write),
+            Order::InOut => bf16::forward(threads, s, x, w, (&[], false), work, y),
+            Order::OutIn => bf16::input_gradient(threads, s, w, x, work, y, Mode::Write),
         }
     }
 
     fn backward(
         self,
-        team: &Team,
+        threads: &ThreadPool,
         s: &ConvShape,
         dy: &[f32],
         w: &[f32],
@@ -122,8 +122,8 @@ impl Sizes {
     ) {
         let (dy, dx) = (Values::F32(dy), ValuesMut::F32(dx));
         match self.order {
-            Order::InOut => bf16::input_gradient(team, s, w, dy, work, dx, Mode::Write),
-            Order::OutIn => bf16::forward(team, s, dy, w, (&[], false), work, dx),
+            Order::InOut => bf16::input_gradient(threads, s, w, dy, work, dx, Mode::Write),
+            Order::OutIn => bf16::forward(threads, s, dy, w, (&[], false), work, dx),
         }
     }
 }
@@ -202,36 +202,36 @@ impl Operation for Linear {
     }
 
     fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
-        let (team, sizes, st) = (c.team, self.sizes, &mut *c.state);
+        let (threads, sizes, st) = (c.threads, self.sizes, &mut *c.state);
         let mut buf = st.pool.get(self.rows * sizes.out);
         let y = buf.slice_mut();
         let w = c.params.get(self.weight);
         match sizes.rounded(self.rows, self.precision) {
             Some(s) => {
                 let mut work = st.pool.get(bf16::work_len(&s));
-                sizes.forward(team, &s, st.value(x), w, work.slice_mut(), y);
+                sizes.forward(threads, &s, st.value(x), w, work.slice_mut(), y);
                 st.pool.put(work);
             }
             None => {
                 let x = Mat::rows(st.value(x), self.rows, sizes.inp, sizes.inp);
-                product_team(team, y, x, sizes.matrix(w), Mode::Write);
+                product_threaded(threads, y, x, sizes.matrix(w), Mode::Write);
             }
         }
         let bias = self.bias.map_or(&[][..], |b| c.params.get(b));
         finish(y, bias, self.act == Act::Relu);
         if self.act == Act::Relu6 {
-            elementwise::clip(team, y, self.act.clip());
+            elementwise::clip(threads, y, self.act.clip());
         }
         Ok((buf, None))
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, slots: &Slots<1>, mut dy: Buf) -> Result<()> {
-        let (p, team) = (self, ctx.team);
+        let (p, threads) = (self, ctx.threads);
         let sizes = p.sizes;
         let Sizes { inp, out, order } = sizes;
         if p.act != Act::None {
             let clip = p.act.clip();
-            elementwise::clip_backward(team, ctx.value(slots.out), dy.slice_mut(), clip);
+            elementwise::clip_backward(threads, ctx.value(slots.out), dy.slice_mut(), clip);
         }
         // PyTorch's order within a linear layer: bias, then weight.
         if let Some(b) = p.bias {
@@ -240,7 +240,7 @@ impl Operation for Linear {
                 Mode::Write => column_sums(d, db),
                 Mode::Add => crate::par::scratch(out, |sums| {
                     column_sums(d, sums);
-                    elementwise::add(team, db, sums);
+                    elementwise::add(threads, db, sums);
                 }),
             })?;
         }
@@ -249,12 +249,12 @@ impl Operation for Linear {
             let (x, d) = (ctx.value(slots.x[0]), dy.slice());
             ctx.param(p.weight, |dw, mode| {
                 let (a, b) = sizes.sides(Values::F32(x), Values::F32(d));
-                bf16::weight_gradient(team, &s, a, b, work.slice_mut(), dw, mode);
+                bf16::weight_gradient(threads, &s, a, b, work.slice_mut(), dw, mode);
             })?;
             if ctx.wants(slots.x[0]) {
                 let mut dx = ctx.pool().get(p.rows * inp);
                 let w = ctx.params.get(p.weight);
-                sizes.backward(team, &s, d, w, work.slice_mut(), dx.slice_mut());
+                sizes.backward(threads, &s, d, w, work.slice_mut(), dx.slice_mut());
                 ctx.give(slots.x[0], dx);
             }
             ctx.pool().put(work);
@@ -263,14 +263,14 @@ impl Operation for Linear {
         }
         let d = Mat::rows(dy.slice(), p.rows, out, out);
         let x = Mat::rows(ctx.value(slots.x[0]), p.rows, inp, inp);
-        ctx.param_seen(p.weight, |dw, mode| match order {
-            Order::InOut => product_team(team, dw, x.t(), d, mode),
-            Order::OutIn => product_team(team, dw, d.t(), x, mode),
+        ctx.param_checked(p.weight, |dw, mode| match order {
+            Order::InOut => product_threaded(threads, dw, x.t(), d, mode),
+            Order::OutIn => product_threaded(threads, dw, d.t(), x, mode),
         })?;
         if ctx.wants(slots.x[0]) {
             let mut dx = ctx.pool().get(p.rows * inp);
             let w = sizes.matrix(ctx.params.get(p.weight));
-            product_team(team, dx.slice_mut(), d, w.t(), Mode::Write);
+            product_threaded(threads, dx.slice_mut(), d, w.t(), Mode::Write);
             ctx.give(slots.x[0], dx);
         }
         ctx.pool().put(dy);

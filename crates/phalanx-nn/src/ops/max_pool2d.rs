@@ -123,14 +123,14 @@ impl Operation for MaxPool2d {
         let mut buf = c.state.pool.get(numel);
         let mut winners = c.state.pool.get(numel.div_ceil(size_of::<f32>()));
         let (to, at) = (buf.slice_mut(), winners.bytes_mut(numel));
-        max_pool::forward(c.team, s, c.state.value(x), to, at);
+        max_pool::forward(c.threads, s, c.state.value(x), to, at);
         Ok((buf, Some(winners)))
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, dy: Buf) -> Result<()> {
-        let (team, winners) = (ctx.team, ctx.bytes(s.aux()?, dy.slice().len()));
+        let (threads, winners) = (ctx.threads, ctx.bytes(s.aux()?, dy.slice().len()));
         ctx.give_made(s.x[0], dy, |dy, dx| {
-            max_pool::backward(team, &self.0, dy, winners, dx);
+            max_pool::backward(threads, &self.0, dy, winners, dx);
         });
         Ok(())
     }

@@ -45,7 +45,7 @@ pub enum Act {
 }
 
 impl Act {
-    /// What it clips to; NaN where there is no bound (comparisons with it are false).
+    /// Its bounds; NaN where there is none (comparisons with it are false).
     pub(crate) fn clip(self) -> Clip {
         let (low, high) = match self {
             Act::None => (f32::NAN, f32::NAN),

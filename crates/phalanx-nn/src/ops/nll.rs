@@ -1,6 +1,6 @@
 //! Negative log-likelihood of labels. Saves the labels.
 
-use crate::losses::IGNORE_LABEL;
+use crate::losses::{IGNORE_LABEL, Reduction};
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Operation, Slots};
 use crate::tensor::Shape;
@@ -14,29 +14,18 @@ pub(crate) struct Nll {
 }
 
 impl<'s> Tensor<'s> {
-    /// `sum(-x[row][label]) / divisor` over log-probabilities, classes last.
+    /// `-x[row][label]` of each row of log-probabilities, classes last, reduced. A number
+    /// for `reduction` divides the sum: [`Reduction::Over`].
     ///
-    /// `divisor` is the number of samples of the batch for PyTorch's mean; with
-    /// several ranks of unequal batches, whatever makes the ranks' sum right.
-    /// Rows labelled [`IGNORE_LABEL`] count for nothing.
+    /// For PyTorch's mean, divide by the number of samples of the batch; with several ranks
+    /// of unequal batches, by a number that makes the ranks' sum right. Rows labelled
+    /// [`IGNORE_LABEL`] count for nothing.
     ///
     /// *Order*: rows in order, summed in f64, rounded once.
     ///
     /// # Errors
     /// `Usage` when there is not one label per row or a label is no class.
-    pub fn nll_loss(self, labels: &[u32], divisor: f32) -> Result<Tensor<'s>> {
-        self.nll(labels, Some(divisor))
-    }
-
-    /// `-x[row][label]` of each row; 0 where the label is [`IGNORE_LABEL`].
-    ///
-    /// # Errors
-    /// As [`nll_loss`](Tensor::nll_loss).
-    pub fn nll_losses(self, labels: &[u32]) -> Result<Tensor<'s>> {
-        self.nll(labels, None)
-    }
-
-    fn nll(self, labels: &[u32], divisor: Option<f32>) -> Result<Tensor<'s>> {
+    pub fn nll_loss(self, labels: &[u32], reduction: impl Into<Reduction>) -> Result<Tensor<'s>> {
         let (step, x, dims) = (self.step(), self.slot(), self.dims());
         let Some((&classes, outer)) = dims.split_last() else {
             return Err(Error::usage(
@@ -59,6 +48,11 @@ impl<'s> Tensor<'s> {
                 "label {label} of row {row} is not below {classes}, the number of classes"
             )));
         }
+        let counted = labels.iter().filter(|l| **l != IGNORE_LABEL).count();
+        let divisor = match reduction.into() {
+            Reduction::None => None,
+            reduction => Some(reduction.divisor(counted)),
+        };
         let mut st = step.state();
         let shape = match divisor {
             Some(_) => Shape::new(&[])?,

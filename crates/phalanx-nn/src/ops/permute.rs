@@ -2,7 +2,7 @@
 
 use crate::kernels::reduce::RANK;
 use crate::kernels::transpose::transpose;
-use crate::par::{PIECE, Team};
+use crate::par::{PIECE, ThreadPool};
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
@@ -23,7 +23,7 @@ pub(crate) struct Permute {
 }
 
 /// `to[i, j, …] = from` with dimension k of `to` being dimension `order[k]` of `from`.
-fn copy(team: &Team, from: &[f32], shape: &[usize], order: &[usize], to: &mut [f32]) {
+fn copy(threads: &ThreadPool, from: &[f32], shape: &[usize], order: &[usize], to: &mut [f32]) {
     let rank = shape.len();
     let (mut steps, mut size, mut step) = ([0; RANK], [1; RANK], 1);
     let mut own = [0; RANK];
@@ -36,7 +36,7 @@ fn copy(team: &Team, from: &[f32], shape: &[usize], order: &[usize], to: &mut [f
     }
     let last = rank.saturating_sub(1);
     let (inner, stride) = (size[last].max(1), steps[last]);
-    team.split(to, (PIECE / inner).max(1) * inner, |at, to| {
+    threads.split(to, (PIECE / inner).max(1) * inner, |at, to| {
         for (i, to) in to.chunks_exact_mut(inner).enumerate() {
             let (mut row, mut start) = (at / inner + i, 0);
             for k in (0..last).rev() {
@@ -153,8 +153,8 @@ impl Operation for Reshape {
 }
 
 /// Transposes each matrix of `rows` x `columns`.
-fn transpose_each(team: &Team, from: &[f32], to: &mut [f32], [rows, columns]: [usize; 2]) {
-    team.split(to, rows * columns, |at, to| {
+fn transpose_each(threads: &ThreadPool, from: &[f32], to: &mut [f32], [rows, columns]: [usize; 2]) {
+    threads.split(to, rows * columns, |at, to| {
         transpose(&from[at..at + to.len()], to, rows, columns);
     });
 }
@@ -163,14 +163,14 @@ impl Operation for Flatten {
     fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
         let mut buf = c.state.pool.get(c.state.shape(x).numel());
         let size = [self.pixels, self.channels];
-        transpose_each(c.team, c.state.value(x), buf.slice_mut(), size);
+        transpose_each(c.threads, c.state.value(x), buf.slice_mut(), size);
         Ok((buf, None))
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, dy: Buf) -> Result<()> {
-        let team = ctx.team;
+        let threads = ctx.threads;
         ctx.give_made(s.x[0], dy, |dy, dx| {
-            transpose_each(team, dy, dx, [self.channels, self.pixels]);
+            transpose_each(threads, dy, dx, [self.channels, self.pixels]);
         });
         Ok(())
     }
@@ -181,17 +181,17 @@ impl Operation for Permute {
         let shape = c.state.shape(x);
         let mut buf = c.state.pool.get(shape.numel());
         let y = buf.slice_mut();
-        copy(c.team, c.state.value(x), &shape, &self.order, y);
+        copy(c.threads, c.state.value(x), &shape, &self.order, y);
         Ok((buf, None))
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, dy: Buf) -> Result<()> {
-        let (team, shape) = (ctx.team, ctx.shape(s.out));
+        let (threads, shape) = (ctx.threads, ctx.shape(s.out));
         let mut back = [0; RANK];
         for (k, &o) in self.order[..shape.len()].iter().enumerate() {
             back[o] = k;
         }
-        ctx.give_made(s.x[0], dy, |dy, dx| copy(team, dy, &shape, &back, dx));
+        ctx.give_made(s.x[0], dy, |dy, dx| copy(threads, dy, &shape, &back, dx));
         Ok(())
     }
 }

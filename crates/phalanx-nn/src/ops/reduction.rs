@@ -98,7 +98,7 @@ impl Reduction {
         let s = Stretch::of(&shape, &kept[..shape.len()])
             .ok_or_else(|| Error::internal("a reduction no longer fits its input"))?;
         let mut to = ctx.pool().get(shape.numel());
-        arithmetic(ctx.team, op, &s, x, from, to.slice_mut());
+        arithmetic(ctx.threads, op, &s, x, from, to.slice_mut());
         Ok(to)
     }
 }
@@ -116,14 +116,14 @@ impl Operation for Reduction {
         let (fold, shape) = ((self.fold, self.factor), c.state.shape(x));
         let mut buf = c.state.pool.get(self.to.numel());
         let (x, y) = (c.state.value(x), buf.slice_mut());
-        reduce(c.team, fold, x, &shape, &self.over, y);
+        reduce(c.threads, fold, x, &shape, &self.over, y);
         Ok((buf, None))
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, mut dy: Buf) -> Result<()> {
-        let (team, shape) = (ctx.team, ctx.shape(s.x[0]));
+        let (threads, shape) = (ctx.threads, ctx.shape(s.x[0]));
         if self.fold == Fold::Sum {
-            elementwise::scale(team, dy.slice_mut(), self.factor as f32);
+            elementwise::scale(threads, dy.slice_mut(), self.factor as f32);
             let zeros = ctx.pool().get_zeroed(shape.numel());
             let dx = self.spread(ctx, shape, Arithmetic::Add, zeros.slice(), dy.slice())?;
             ctx.pool().put(zeros);
@@ -141,7 +141,7 @@ impl Operation for Reduction {
         let mut count = ctx.pool().get(dy.slice().len());
         let fold = (Fold::Sum, 1.0);
         reduce(
-            team,
+            threads,
             fold,
             hits.slice(),
             &shape,

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use crate::par::Team;
+use crate::par::ThreadPool;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, Recorded, SlotId, Slots, Step, Visit};
 use crate::{Error, Result, Tensor};
@@ -28,8 +28,8 @@ impl Part {
     }
 
     /// `to` becomes the part of `from`.
-    fn take(self, team: &Team, from: &[f32], to: &mut [f32]) {
-        team.split(to, self.len, |i, to| {
+    fn take(self, threads: &ThreadPool, from: &[f32], to: &mut [f32]) {
+        threads.split(to, self.len, |i, to| {
             // `split` cuts an empty array into nothing.
             let start = i / self.len * self.wide + self.at;
             to.copy_from_slice(&from[start..start + self.len]);
@@ -37,8 +37,14 @@ impl Part {
     }
 
     /// The part of `to` becomes `from`; `rest` is done to the other elements.
-    fn put(self, team: &Team, from: &[f32], to: &mut [f32], rest: impl Fn(&mut [f32]) + Sync) {
-        team.split(to, self.wide, |i, to| {
+    fn put(
+        self,
+        threads: &ThreadPool,
+        from: &[f32],
+        to: &mut [f32],
+        rest: impl Fn(&mut [f32]) + Sync,
+    ) {
+        threads.split(to, self.wide, |i, to| {
             let row = i / self.wide * self.len;
             rest(&mut to[..self.at]);
             rest(&mut to[self.at + self.len..]);
@@ -112,7 +118,7 @@ impl Step<'_> {
             for &x in &inputs {
                 let n = st.shape(x)[dim];
                 let part = Part::of(&shape, dim, at..at + n);
-                part.put(self.team(), st.value(x), buf.slice_mut(), |_| {});
+                part.put(self.threads(), st.value(x), buf.slice_mut(), |_| {});
                 at += n;
             }
             let wants = inputs.iter().any(|&x| st.wants_grad(x));
@@ -129,14 +135,14 @@ impl Step<'_> {
 impl Operation for Slice {
     fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
         let mut buf = c.state.pool.get(self.numel);
-        self.part.take(c.team, c.state.value(x), buf.slice_mut());
+        self.part.take(c.threads, c.state.value(x), buf.slice_mut());
         Ok((buf, None))
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, dy: Buf) -> Result<()> {
-        let team = ctx.team;
+        let threads = ctx.threads;
         ctx.give_made(s.x[0], dy, |dy, dx| {
-            self.part.put(team, dy, dx, |rest| rest.fill(0.0));
+            self.part.put(threads, dy, dx, |rest| rest.fill(0.0));
         });
         Ok(())
     }
@@ -156,7 +162,7 @@ impl Recorded for Concat {
             at += own[self.dim];
             if ctx.wants(x) {
                 let mut dx = ctx.pool().get(own.numel());
-                part.take(ctx.team, dy.slice(), dx.slice_mut());
+                part.take(ctx.threads, dy.slice(), dx.slice_mut());
                 ctx.give(x, dx);
             }
         }

@@ -1,4 +1,4 @@
-//! Softmax and its logarithm along any dimension, in place where nobody else needs the
+//! Softmax and its logarithm along any dimension, in place if no other operation needs the
 //! operand. Save their output.
 
 use crate::kernels::{softmax, softmax_dim};
@@ -81,10 +81,10 @@ impl Operation for Softmax {
         let mut buf = c.state.take_for_writing(x);
         let (n, y) = (self.n, buf.slice_mut());
         if self.is_log_of_rows() {
-            c.team
+            c.threads
                 .split(y, softmax::piece(n), |_, y| softmax::log_softmax(y, n));
         } else {
-            softmax_dim::forward(c.team, y, n, self.inner, self.log);
+            softmax_dim::forward(c.threads, y, n, self.inner, self.log);
         }
         Ok((buf, None))
     }
@@ -92,11 +92,11 @@ impl Operation for Softmax {
     fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, mut dy: Buf) -> Result<()> {
         let (n, y, d) = (self.n, ctx.value(s.out), dy.slice_mut());
         if self.is_log_of_rows() {
-            ctx.team.split(d, softmax::piece(n), |at, d| {
+            ctx.threads.split(d, softmax::piece(n), |at, d| {
                 softmax::log_softmax_backward(&y[at..at + d.len()], d, n);
             });
         } else {
-            softmax_dim::backward(ctx.team, y, d, (n, self.inner), self.log);
+            softmax_dim::backward(ctx.threads, y, d, (n, self.inner), self.log);
         }
         ctx.give(s.x[0], dy);
         Ok(())

@@ -1,14 +1,14 @@
-//! Functions of one number, element by element, in place where nobody else needs the
+//! Functions of one number, element by element, in place if no other operation needs the
 //! operand. Save their input, or (relu, sigmoid, tanh, exp) their output; a factor saves
 //! nothing.
 
-use crate::kernels::activation::{self, Function};
+use crate::kernels::activation::{self, Activation};
 use crate::kernels::elementwise;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::{Result, Tensor};
 
-pub(crate) struct Unary(Function);
+pub(crate) struct Unary(Activation);
 
 pub(crate) struct Scale(f32);
 
@@ -28,25 +28,25 @@ macro_rules! functions {
 
 functions! {
     /// `max(0, x)`; the derivative at 0 is 0.
-    relu = Function::Relu;
+    relu = Activation::Relu;
     /// `min(max(0, x), 6)`; the derivative at 0 and at 6 is 0.
-    relu6 = Function::Relu6;
+    relu6 = Activation::Relu6;
     /// `x * P(normal <= x)`, by the error function.
-    gelu = Function::Gelu;
+    gelu = Activation::Gelu;
     /// The approximation of [`gelu`](Tensor::gelu) by a hyperbolic tangent.
-    gelu_tanh = Function::GeluTanh;
+    gelu_tanh = Activation::GeluTanh;
     /// `x * sigmoid(x)`.
-    silu = Function::Silu;
+    silu = Activation::Silu;
     /// `x * min(max(0, x + 3), 6) / 6`; derivative 0 at -3 and 1 at 3.
-    hardswish = Function::Hardswish;
+    hardswish = Activation::Hardswish;
     /// `min(max(0, x + 3), 6) / 6`; derivative 0 at both ends.
-    hardsigmoid = Function::Hardsigmoid;
+    hardsigmoid = Activation::Hardsigmoid;
     /// `1 / (1 + exp(-x))`.
-    sigmoid = Function::Sigmoid;
+    sigmoid = Activation::Sigmoid;
     /// The hyperbolic tangent.
-    tanh = Function::Tanh;
+    tanh = Activation::Tanh;
     /// The exponential.
-    exp = Function::Exp;
+    exp = Activation::Exp;
 }
 
 impl<'s> Tensor<'s> {
@@ -55,7 +55,7 @@ impl<'s> Tensor<'s> {
     /// # Errors
     /// None at present; operations share one signature.
     pub fn leaky_relu(self, slope: f32) -> Result<Tensor<'s>> {
-        self.unary(Function::LeakyRelu(slope))
+        self.unary(Activation::LeakyRelu(slope))
     }
 
     /// `x * factor`.
@@ -66,15 +66,25 @@ impl<'s> Tensor<'s> {
         self.step().apply([self.slot()], self.dims(), Scale(factor))
     }
 
-    fn unary(self, function: Function) -> Result<Tensor<'s>> {
+    fn unary(self, function: Activation) -> Result<Tensor<'s>> {
         self.step()
             .apply([self.slot()], self.dims(), Unary(function))
     }
 }
 
+impl Activation {
+    /// The function of every element of `x`.
+    ///
+    /// # Errors
+    /// None at present; layers share one signature.
+    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+        x.unary(*self)
+    }
+}
+
 impl Operation for Unary {
     fn name(&self) -> Option<&'static str> {
-        (self.0 == Function::Relu).then_some("Relu")
+        (self.0 == Activation::Relu).then_some("Relu")
     }
 
     fn saves(&self) -> [bool; 1] {
@@ -91,13 +101,13 @@ impl Operation for Unary {
         } else {
             c.state.copy(x)
         };
-        activation::forward(c.team, self.0, buf.slice_mut());
+        activation::forward(c.threads, self.0, buf.slice_mut());
         Ok((buf, None))
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, mut dy: Buf) -> Result<()> {
         let saved = ctx.value(if self.0.by_output() { s.out } else { s.x[0] });
-        activation::backward(ctx.team, self.0, saved, dy.slice_mut());
+        activation::backward(ctx.threads, self.0, saved, dy.slice_mut());
         ctx.give(s.x[0], dy);
         Ok(())
     }
@@ -106,12 +116,12 @@ impl Operation for Unary {
 impl Operation for Scale {
     fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
         let mut buf = c.state.take_for_writing(x);
-        elementwise::scale(c.team, buf.slice_mut(), self.0);
+        elementwise::scale(c.threads, buf.slice_mut(), self.0);
         Ok((buf, None))
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, mut dy: Buf) -> Result<()> {
-        elementwise::scale(ctx.team, dy.slice_mut(), self.0);
+        elementwise::scale(ctx.threads, dy.slice_mut(), self.0);
         ctx.give(s.x[0], dy);
         Ok(())
     }

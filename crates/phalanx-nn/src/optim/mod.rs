@@ -24,9 +24,9 @@ pub use rule::RuleOptimizer;
 pub use sgd::Sgd;
 
 use crate::param::{GradView, Params};
-use crate::{Error, Result, Workers};
+use crate::{Error, Result, ThreadPool};
 
-/// What every optimizer offers to a training loop and to a checkpoint.
+/// The interface of optimizers for training loops and checkpoints.
 pub trait Optimizer {
     /// Updates `params` from `grads`, in place.
     ///
@@ -98,9 +98,9 @@ pub trait Optimizer {
     fn step_run(&mut self, run: Run<'_>, factor: f32) -> Result<()>;
 
     /// Lets the steps that follow run on a tape's threads
-    /// ([`Tape::workers`](crate::Tape::workers)); until then they run on the caller's.
+    /// ([`Tape::thread_pool`](crate::Tape::thread_pool)); until then they run on the caller's.
     /// The results are the same.
-    fn set_workers(&mut self, workers: Workers);
+    fn set_thread_pool(&mut self, threads: ThreadPool);
 
     /// The learning rate of the next step.
     fn lr(&self) -> f64;
@@ -142,8 +142,8 @@ impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
         (**self).step_run(run, factor)
     }
 
-    fn set_workers(&mut self, workers: Workers) {
-        (**self).set_workers(workers);
+    fn set_thread_pool(&mut self, threads: ThreadPool) {
+        (**self).set_thread_pool(threads);
     }
 
     fn lr(&self) -> f64 {
@@ -171,7 +171,7 @@ impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
     }
 }
 
-/// Neighbouring elements of one parameter, wherever they lie.
+/// Neighbouring elements of one parameter, in any memory.
 #[derive(Debug)]
 pub struct Run<'a> {
     /// Where the first has its state: its index in memory laid out like [`Params::flat`]

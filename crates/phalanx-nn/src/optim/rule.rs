@@ -3,7 +3,7 @@
 use super::updates::Updates;
 use super::{Optimizer, Run};
 use crate::param::{GradView, Params};
-use crate::{Error, Result, Workers};
+use crate::{Error, Result, ThreadPool};
 
 /// How an optimizer changes elements: its settings but the learning rate.
 pub trait Rule: Copy {
@@ -36,7 +36,7 @@ pub struct RuleOptimizer<R> {
     updates: Updates,
     /// The rule's buffers; none before the first step.
     buffers: Vec<Vec<f32>>,
-    workers: Workers,
+    threads: ThreadPool,
     /// Rule and learning rate of the step that was begun last.
     running: Option<(R, f64)>,
 }
@@ -53,7 +53,7 @@ impl<R: Rule> RuleOptimizer<R> {
             steps: 0,
             updates: Updates::new(params),
             buffers: Vec::new(),
-            workers: Workers::default(),
+            threads: ThreadPool::default(),
             running: None,
         }
     }
@@ -118,15 +118,15 @@ impl<R: Rule> Optimizer for RuleOptimizer<R> {
         let mut state = self.buffers.iter_mut().map(|b| &mut b[range.clone()]);
         let mut next = || state.next().unwrap_or_default();
         let slices = [run.values, next(), next(), next()];
-        self.workers.split_all(slices, PIECE, |at, [p, a, b, c]| {
+        self.threads.split_all(slices, PIECE, |at, [p, a, b, c]| {
             let g = &g[at..at + p.len()];
             R::update(scalars, p, g, factor, [a, b, c]);
         });
         Ok(())
     }
 
-    fn set_workers(&mut self, workers: Workers) {
-        self.workers = workers;
+    fn set_thread_pool(&mut self, threads: ThreadPool) {
+        self.threads = threads;
     }
 
     fn lr(&self) -> f64 {

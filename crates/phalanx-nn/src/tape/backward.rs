@@ -12,14 +12,14 @@ use crate::error::{Error, Result};
 use crate::kernels::element::{Bf16, Element, Values, elements, elements_mut};
 use crate::kernels::{Mode, elementwise};
 use crate::ops::batch_norm::JoinStatistics;
-use crate::par::Team;
+use crate::par::ThreadPool;
 use crate::param::{GradSink, ParamId, Params, SinkError};
 use crate::pool::{Buf, Pool};
 use crate::tensor::Shape;
 
-/// What a node's backward works with.
+/// Context of a node's backward.
 pub(crate) struct BackwardContext<'p> {
-    pub(crate) team: &'p Team,
+    pub(crate) threads: &'p ThreadPool,
     pub(crate) params: &'p Params,
     pub(super) state: &'p mut State,
     sink: &'p mut dyn GradSink,
@@ -40,7 +40,7 @@ impl BackwardContext<'_> {
         self.elements(id)
     }
 
-    /// What the elements of a slot and of its gradient are.
+    /// Data type of the elements of a slot and of its gradient.
     pub(crate) fn precision_of(&self, id: SlotId) -> Precision {
         self.state.precision_of(id)
     }
@@ -70,7 +70,7 @@ impl BackwardContext<'_> {
         unsafe { std::slice::from_raw_parts(v.as_ptr().cast(), len) }
     }
 
-    /// Who joins batch statistics, if anybody does.
+    /// The hook that joins batch statistics, if there is one.
     pub(crate) fn join(&self) -> Option<Arc<dyn JoinStatistics>> {
         self.state.join.clone()
     }
@@ -83,7 +83,7 @@ impl BackwardContext<'_> {
         self.state.samples(rows)
     }
 
-    /// Whether a gradient of this slot is of use to anybody.
+    /// Whether the gradient of this slot is needed.
     pub(crate) fn wants(&self, id: SlotId) -> bool {
         self.state.wants_grad(id)
     }
@@ -95,15 +95,15 @@ impl BackwardContext<'_> {
         param: ParamId,
         write: impl FnOnce(&mut [f32], Mode),
     ) -> Result<()> {
-        self.param_seen(param, |slot, mode| {
+        self.param_checked(param, |slot, mode| {
             write(slot, mode);
             false
         })
     }
 
-    /// [`param`](Self::param), where `write` says whether it has seen that all of the sink's memory is
-    /// finite then.
-    pub(crate) fn param_seen(
+    /// As [`param`](Self::param); `write` returns true if it has checked that every value
+    /// of the gradient is finite.
+    pub(crate) fn param_checked(
         &mut self,
         param: ParamId,
         write: impl FnOnce(&mut [f32], Mode) -> bool,
@@ -152,10 +152,10 @@ impl BackwardContext<'_> {
         } else if let Some(sum) = &mut slot.grad {
             let len = slot.shape.numel();
             match slot.precision {
-                Precision::F32 => elementwise::add(self.team, sum.slice_mut(), grad.slice()),
+                Precision::F32 => elementwise::add(self.threads, sum.slice_mut(), grad.slice()),
                 Precision::Bf16 => {
                     let sum = elements_mut::<Bf16>(sum.slice_mut(), len);
-                    elementwise::add(self.team, sum, elements(grad.slice(), len));
+                    elementwise::add(self.threads, sum, elements(grad.slice(), len));
                 }
             }
             self.state.pool.put(grad);
@@ -197,7 +197,7 @@ fn accepted(
 /// Walks the recorded nodes from `loss` with the given gradient of it.
 pub(super) fn run(
     state: &mut State,
-    team: &Team,
+    threads: &ThreadPool,
     params: &Params,
     loss: SlotId,
     gradient: &[f32],
@@ -237,7 +237,7 @@ pub(super) fn run(
     }
 
     let mut ctx = BackwardContext {
-        team,
+        threads,
         params,
         state,
         sink,

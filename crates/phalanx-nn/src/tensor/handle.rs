@@ -11,11 +11,11 @@ use crate::{Error, Precision, Result};
 /// row-major with the batch outermost.
 ///
 /// Operations take their operands by value, so that they can overwrite memory
-/// nobody needs any more; [`share`](Tensor::share) makes a second handle.
+/// that is not needed any more; [`share`](Tensor::share) makes a second handle.
 pub struct Tensor<'s> {
     step: &'s Step<'s>,
-    /// Changes once at most, from a value in bf16 to the same in f32 or back, before
-    /// anybody borrows its elements.
+    /// Changes at most once, from a value in bf16 to the same in f32 or back, before
+    /// its elements are borrowed.
     slot: Cell<SlotId>,
 }
 
@@ -103,10 +103,9 @@ impl<'s> Tensor<'s> {
         Tensor::new(self.step, self.slot.get())
     }
 
-    /// Runs `part` of a model on this tensor and gives back the memory of what backward
-    /// would read of it, all but its result; backward makes that again, just before it reads it. For
-    /// the time of the part's forward pass (or less), a step needs memory for
-    /// fewer values; `part` may use other tensors too, and parts within it again.
+    /// Runs `part` of a model on this tensor, and frees the values that backward would read
+    /// of it, all but its result; backward recomputes them just before it reads them. The
+    /// step needs less memory, and the time of the part's forward pass (or less) more; `part` may use other tensors too, and parts within it again.
     ///
     /// No bit changes, of gradients or anything else: the recorded operations run
     /// again, not the code. Dropout drops the same elements, batch norms keep

@@ -268,7 +268,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
         tape.set_precision(settings.precision.into());
         let mut update = Update::new(&ddp, &params, |params| {
             let mut optimizer = (self.optimizer)(params, self.lr);
-            optimizer.set_workers(tape.workers());
+            optimizer.set_thread_pool(tape.thread_pool());
             optimizer
         })?; // DDP
         if let Some(resumed) = &resumed {
