@@ -20,7 +20,7 @@ pub enum ErrorKind {
     Internal,
 }
 
-/// What went wrong, in one sentence that names the culprit.
+/// What went wrong, in one sentence that names the cause.
 pub struct Error {
     kind: ErrorKind,
     message: String,

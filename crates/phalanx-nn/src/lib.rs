@@ -65,7 +65,7 @@ mod tensor;
 pub use error::{Error, ErrorKind, Result};
 pub use losses::Reduction;
 pub use ops::custom::CustomOp;
-pub use par::{Threads, Workers};
+pub use par::{ThreadPool, Threads};
 pub use param::{
     BufferId, GradSink, GradView, Grads, Init, Layout, ParamId, ParamInfo, Params, Scope, Seed,
     SinkError,
@@ -73,7 +73,7 @@ pub use param::{
 pub use tape::{Precision, Step, StepKey, Tape};
 pub use tensor::Tensor;
 
-/// The instruction set that the kernels use here, as people write it.
+/// The instruction set that the kernels use, as people write it.
 pub fn isa_name() -> &'static str {
     match kernels::isa::isa() {
         kernels::isa::Isa::Scalar => "no SIMD",

@@ -1,11 +1,11 @@
-//! Single kernels, to be timed: what `phalanx bench kernels` runs.
+//! Single kernels for benchmarks, as in `phalanx bench kernels`.
 
 use crate::kernels::Mode;
 use crate::kernels::conv::{self, ConvShape};
 use crate::kernels::element::{Bf16, Values, ValuesMut, convert, elements_mut};
 use crate::kernels::{bf16, fma_peak};
 use crate::layers::Conv2dOptions;
-use crate::par::{Team, Threads};
+use crate::par::{ThreadPool, Threads};
 use crate::pool::AlignedBuf;
 use crate::{Error, Precision, Result};
 
@@ -29,9 +29,9 @@ impl ConvPass {
     ];
 }
 
-/// One convolution with memory of its own, filled with made-up numbers.
+/// One convolution with its own memory, filled with pseudo-random numbers.
 pub struct Convolution {
-    team: Team,
+    threads: ThreadPool,
     shape: ConvShape,
     /// Of inputs, outputs and their gradients in memory.
     precision: Precision,
@@ -44,13 +44,13 @@ pub struct Convolution {
 }
 
 /// Numbers in (-1, 1) without pattern, as they lie in memory.
-fn values(team: &Team, precision: Precision, len: usize, state: u32) -> AlignedBuf {
+fn values(threads: &ThreadPool, precision: Precision, len: usize, state: u32) -> AlignedBuf {
     let values = noise(len, state);
     match precision {
         Precision::F32 => values,
         Precision::Bf16 => {
             let mut b = AlignedBuf::zeroed(precision.memory_len(len));
-            convert(team, &values, elements_mut::<Bf16>(&mut b, len));
+            convert(threads, &values, elements_mut::<Bf16>(&mut b, len));
             b
         }
     }
@@ -109,7 +109,7 @@ impl Convolution {
             groups: o.groups,
             precision,
         };
-        let team = Team::new(threads);
+        let threads = ThreadPool::new(threads);
         let precision = if conv::in_bf16(&shape) {
             Precision::Bf16
         } else {
@@ -119,35 +119,35 @@ impl Convolution {
         Ok(Convolution {
             shape,
             precision,
-            x: values(&team, precision, inputs, 1),
+            x: values(&threads, precision, inputs, 1),
             w: noise(shape.weight_len(), 2),
-            y: values(&team, precision, outputs, 3),
+            y: values(&threads, precision, outputs, 3),
             dx: AlignedBuf::zeroed(precision.memory_len(inputs)),
             dw: AlignedBuf::zeroed(shape.weight_len()),
             work: AlignedBuf::zeroed(conv::work_len(&shape)),
-            team,
+            threads,
         })
     }
 
     /// Runs one pass once.
     pub fn run(&mut self, pass: ConvPass) {
-        let (team, s, work) = (&self.team, &self.shape, &mut *self.work);
+        let (threads, s, work) = (&self.threads, &self.shape, &mut *self.work);
         let (inputs, outputs) = (s.images * s.in_len(), s.images * s.out_len());
         let x = Values::of(&self.x, self.precision, inputs);
         match pass {
             ConvPass::Forward => {
                 let y = ValuesMut::of(&mut self.y, self.precision, outputs);
-                conv::forward(team, s, x, &self.w, (None, false), work, y);
+                conv::forward(threads, s, x, &self.w, (None, false), work, y);
             }
             ConvPass::InputGradient => {
                 let dy = Values::of(&self.y, self.precision, outputs);
                 let dx = ValuesMut::of(&mut self.dx, self.precision, inputs);
-                conv::input_gradient(team, s, &self.w, dy, (work, dx), Mode::Write);
+                conv::input_gradient(threads, s, &self.w, dy, (work, dx), Mode::Write);
             }
             ConvPass::WeightGradient => {
                 let dy = Values::of(&self.y, self.precision, outputs);
                 let mode = Mode::Write;
-                conv::weight_gradient(team, s, x, dy, work, &mut self.dw, mode);
+                conv::weight_gradient(threads, s, x, dy, work, &mut self.dw, mode);
             }
         }
     }

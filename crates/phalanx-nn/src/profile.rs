@@ -1,5 +1,5 @@
-//! Where a step's time goes: every operation's, forward and backward, by
-//! operation and by layer.
+//! Time of every operation of a step, forward and backward, by operation and by
+//! layer.
 //!
 //! An operation's forward time runs from the end of the one before (or the start
 //! of the step): what the model does in between counts towards it.
@@ -13,13 +13,13 @@ use crate::param::{ParamId, Params};
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Span {
-    /// What the operation is called, e.g. `Conv2d`.
+    /// Name of the operation, e.g. `Conv2d`.
     pub operation: &'static str,
     /// The layer whose parameters it used, e.g. `features.0.0`; empty without any.
     pub layer: String,
     /// Whether this is its backward pass.
     pub backward: bool,
-    /// When it began.
+    /// Its start.
     pub began: Instant,
     /// How long it took.
     pub time: Duration,

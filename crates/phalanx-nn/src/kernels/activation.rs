@@ -1,27 +1,41 @@
 //! Functions of one number and their derivatives, element by element.
 
 use super::math::{erf, exp, sigmoid, tanh};
-use crate::par::{PIECE, Team};
+use crate::par::{PIECE, ThreadPool};
 
-/// A function that is applied to every element.
+/// A function applied to every element.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Function {
+#[non_exhaustive]
+pub enum Activation {
+    /// [`Tensor::relu`](crate::Tensor::relu)
+    Relu,
+    /// [`Tensor::relu6`](crate::Tensor::relu6)
     Relu6,
+    /// [`Tensor::leaky_relu`](crate::Tensor::leaky_relu) with this slope
     LeakyRelu(f32),
+    /// [`Tensor::gelu`](crate::Tensor::gelu)
     Gelu,
+    /// [`Tensor::gelu_tanh`](crate::Tensor::gelu_tanh)
     GeluTanh,
+    /// [`Tensor::silu`](crate::Tensor::silu)
     Silu,
+    /// [`Tensor::hardswish`](crate::Tensor::hardswish)
     Hardswish,
+    /// [`Tensor::hardsigmoid`](crate::Tensor::hardsigmoid)
     Hardsigmoid,
+    /// [`Tensor::sigmoid`](crate::Tensor::sigmoid)
     Sigmoid,
+    /// [`Tensor::tanh`](crate::Tensor::tanh)
     Tanh,
+    /// [`Tensor::exp`](crate::Tensor::exp)
     Exp,
 }
 
-impl Function {
-    /// Whether the derivative is made from the output; from the input otherwise.
+impl Activation {
+    /// Whether the derivative is computed from the output; from the input otherwise.
     pub(crate) fn by_output(self) -> bool {
-        matches!(self, Function::Sigmoid | Function::Tanh | Function::Exp)
+        use Activation::{Exp, Relu, Sigmoid, Tanh};
+        matches!(self, Relu | Sigmoid | Tanh | Exp)
     }
 }
 
@@ -53,18 +67,20 @@ fn each(y: &mut [f32], f: impl Fn(f32) -> f32) {
 }
 
 simd! {
-    fn forward_piece(f: Function, y: &mut [f32]) {
+    fn forward_piece(f: Activation, y: &mut [f32]) {
         match f {
-            Function::Relu6 => each(y, clip6),
-            Function::LeakyRelu(slope) => each(y, |x| if x > 0.0 { x } else { x * slope }),
-            Function::Gelu => each(y, |x| x * phi(x)),
-            Function::GeluTanh => each(y, |x| 0.5 * x * (1.0 + bent(x))),
-            Function::Silu => each(y, |x| x * sigmoid(x)),
-            Function::Hardswish => each(y, |x| x * clip6(x + 3.0) / 6.0),
-            Function::Hardsigmoid => each(y, |x| clip6(x + 3.0) / 6.0),
-            Function::Sigmoid => each(y, sigmoid),
-            Function::Tanh => each(y, tanh),
-            Function::Exp => each(y, exp),
+            // relu(-0) = -0; NaN stays NaN.
+            Activation::Relu => each(y, |x| if x < 0.0 { 0.0 } else { x }),
+            Activation::Relu6 => each(y, clip6),
+            Activation::LeakyRelu(slope) => each(y, |x| if x > 0.0 { x } else { x * slope }),
+            Activation::Gelu => each(y, |x| x * phi(x)),
+            Activation::GeluTanh => each(y, |x| 0.5 * x * (1.0 + bent(x))),
+            Activation::Silu => each(y, |x| x * sigmoid(x)),
+            Activation::Hardswish => each(y, |x| x * clip6(x + 3.0) / 6.0),
+            Activation::Hardsigmoid => each(y, |x| clip6(x + 3.0) / 6.0),
+            Activation::Sigmoid => each(y, sigmoid),
+            Activation::Tanh => each(y, tanh),
+            Activation::Exp => each(y, exp),
         }
     }
 }
@@ -85,47 +101,69 @@ fn pass(saved: &[f32], dy: &mut [f32], closed: impl Fn(f32) -> bool) {
 }
 
 simd! {
-    fn backward_piece(f: Function, saved: &[f32], dy: &mut [f32]) {
+    fn backward_piece(f: Activation, saved: &[f32], dy: &mut [f32]) {
         match f {
-            Function::Relu6 => pass(saved, dy, |x| (x <= 0.0) | (x >= 6.0)),
-            Function::LeakyRelu(slope) => times(saved, dy, |x| if x > 0.0 { 1.0 } else { slope }),
-            Function::Gelu => times(saved, dy, |x| {
+            // relu'(0) = 0, relu'(NaN) = 1.
+            Activation::Relu => pass(saved, dy, |y| y <= 0.0),
+            Activation::Relu6 => pass(saved, dy, |x| (x <= 0.0) | (x >= 6.0)),
+            Activation::LeakyRelu(slope) => times(saved, dy, |x| if x > 0.0 { 1.0 } else { slope }),
+            Activation::Gelu => times(saved, dy, |x| {
                 /// 1 / sqrt(2 pi).
                 const HEIGHT: f32 = 0.398_942_3;
                 (x * HEIGHT).mul_add(exp(-0.5 * x * x), phi(x))
             }),
-            Function::GeluTanh => times(saved, dy, |x| {
+            Activation::GeluTanh => times(saved, dy, |x| {
                 let t = bent(x);
                 let slope = ROOT * (3.0 * CUBIC * x).mul_add(x, 1.0);
                 (0.5 * x * slope).mul_add((-t).mul_add(t, 1.0), 0.5 * (1.0 + t))
             }),
-            Function::Silu => times(saved, dy, |x| {
+            Activation::Silu => times(saved, dy, |x| {
                 let s = sigmoid(x);
                 s * x.mul_add(1.0 - s, 1.0)
             }),
-            Function::Hardswish => times(saved, dy, |x| {
+            Activation::Hardswish => times(saved, dy, |x| {
                 let inner = if x < 3.0 { x / 3.0 + 0.5 } else { 1.0 };
                 if x <= -3.0 { 0.0 } else { inner }
             }),
-            Function::Hardsigmoid => {
+            Activation::Hardsigmoid => {
                 times(saved, dy, |x| if (x > -3.0) & (x < 3.0) { 1.0 / 6.0 } else { 0.0 });
             }
-            Function::Sigmoid => times(saved, dy, |y| y * (1.0 - y)),
-            Function::Tanh => times(saved, dy, |y| (-y).mul_add(y, 1.0)),
-            Function::Exp => times(saved, dy, |y| y),
+            Activation::Sigmoid => times(saved, dy, |y| y * (1.0 - y)),
+            Activation::Tanh => times(saved, dy, |y| (-y).mul_add(y, 1.0)),
+            Activation::Exp => times(saved, dy, |y| y),
         }
     }
 }
 
 /// In place.
-pub(crate) fn forward(team: &Team, f: Function, y: &mut [f32]) {
-    team.split(y, PIECE, |_, p| forward_piece(f, p));
+pub(crate) fn forward(threads: &ThreadPool, f: Activation, y: &mut [f32]) {
+    threads.split(y, PIECE, |_, p| forward_piece(f, p));
 }
 
 /// `dy` times the derivative; `saved` is the output or the input
-/// ([`Function::by_output`]).
-pub(crate) fn backward(team: &Team, f: Function, saved: &[f32], dy: &mut [f32]) {
-    team.split(dy, PIECE, |at, p| {
+/// ([`Activation::by_output`]).
+pub(crate) fn backward(threads: &ThreadPool, f: Activation, saved: &[f32], dy: &mut [f32]) {
+    threads.split(dy, PIECE, |at, p| {
         backward_piece(f, &saved[at..at + p.len()], p);
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::par::Threads;
+
+    #[test]
+    fn relu_at_its_kink() {
+        let threads = ThreadPool::new(Threads(1));
+        let mut y = [-1.0, -0.0, 0.0, 2.0, f32::NAN];
+        forward(&threads, Activation::Relu, &mut y);
+        assert_eq!(
+            y[..4].iter().map(|v| v.to_bits()).collect::<Vec<_>>(),
+            [0.0f32, -0.0, 0.0, 2.0].map(f32::to_bits)
+        );
+        let mut d = [1.0; 5];
+        backward(&threads, Activation::Relu, &y, &mut d);
+        assert_eq!(d, [0.0, 0.0, 0.0, 1.0, 1.0]);
+    }
 }

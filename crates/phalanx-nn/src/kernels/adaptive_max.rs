@@ -2,15 +2,21 @@
 //! each one's first maximum lies.
 
 use super::avg_pool::{AvgShape, windows};
-use crate::par::{Disjoint, Team};
+use crate::par::{Disjoint, ThreadPool};
 
 /// The largest value of each window (a NaN if there is one), and in `at` the bits of
 /// the number of the pixel of the image that has it.
-pub(crate) fn forward(team: &Team, s: &AvgShape, x: &[f32], y: &mut [f32], at: &mut [f32]) {
+pub(crate) fn forward(
+    threads: &ThreadPool,
+    s: &AvgShape,
+    x: &[f32],
+    y: &mut [f32],
+    at: &mut [f32],
+) {
     let c = s.channels;
     let (il, ol) = (s.input[0] * s.input[1] * c, s.output[0] * s.output[1] * c);
     let places = Disjoint::new(at);
-    team.split(y, ol, |first, y| {
+    threads.split(y, ol, |first, y| {
         let x = &x[first / ol * il..][..il];
         // SAFETY: an image's places belong to its chunk.
         let at = unsafe { places.range(first..first + ol) };
@@ -34,10 +40,10 @@ pub(crate) fn forward(team: &Team, s: &AvgShape, x: &[f32], y: &mut [f32], at: &
 }
 
 /// `dx`: each output's gradient goes to the pixel that [`forward`] found.
-pub(crate) fn backward(team: &Team, s: &AvgShape, dy: &[f32], at: &[f32], dx: &mut [f32]) {
+pub(crate) fn backward(threads: &ThreadPool, s: &AvgShape, dy: &[f32], at: &[f32], dx: &mut [f32]) {
     let c = s.channels;
     let (il, ol) = (s.input[0] * s.input[1] * c, s.output[0] * s.output[1] * c);
-    team.split(dx, il, |first, dx| {
+    threads.split(dx, il, |first, dx| {
         dx.fill(0.0);
         let own = first / il * ol..(first / il + 1) * ol;
         for (i, (&d, &at)) in dy[own.clone()].iter().zip(&at[own]).enumerate() {

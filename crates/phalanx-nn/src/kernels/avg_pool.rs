@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::par::Team;
+use crate::par::ThreadPool;
 
 /// Which inputs an output averages, along one dimension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,10 +102,10 @@ pub(super) fn windows(s: &AvgShape, mut f: impl FnMut(usize, Range<usize>, Range
 }
 
 /// The mean of each window.
-pub(crate) fn forward(team: &Team, s: &AvgShape, x: &[f32], y: &mut [f32]) {
+pub(crate) fn forward(threads: &ThreadPool, s: &AvgShape, x: &[f32], y: &mut [f32]) {
     let c = s.channels;
     let (il, ol) = (s.input[0] * s.input[1] * c, s.output[0] * s.output[1] * c);
-    team.split(y, ol, |at, y| {
+    threads.split(y, ol, |at, y| {
         let i = at / ol;
         let x = &x[i * il..(i + 1) * il];
         windows(s, |o, rows, columns, factor| {
@@ -115,10 +115,10 @@ pub(crate) fn forward(team: &Team, s: &AvgShape, x: &[f32], y: &mut [f32]) {
 }
 
 /// `dx`: each output's gradient spread over its window.
-pub(crate) fn backward(team: &Team, s: &AvgShape, dy: &[f32], dx: &mut [f32]) {
+pub(crate) fn backward(threads: &ThreadPool, s: &AvgShape, dy: &[f32], dx: &mut [f32]) {
     let c = s.channels;
     let (il, ol) = (s.input[0] * s.input[1] * c, s.output[0] * s.output[1] * c);
-    team.split(dx, il, |at, dx| {
+    threads.split(dx, il, |at, dx| {
         let i = at / il;
         let dy = &dy[i * ol..(i + 1) * ol];
         dx.fill(0.0);

@@ -9,7 +9,7 @@
 
 use super::element::Element;
 use super::elementwise::Clip;
-use crate::par::{Disjoint, Team};
+use crate::par::{Disjoint, ThreadPool};
 
 /// Elements of one chunk: 64 KiB, which stays in L2 between two sweeps.
 const CHUNK_ELEMS: usize = 16 * 1024;
@@ -155,7 +155,7 @@ simd! {
 /// Mean and sum of squared deviations of every channel of `x`. `work` holds
 /// [`partials_len`] elements; there is at least one row.
 pub(crate) fn statistics<T: Element>(
-    team: &Team,
+    threads: &ThreadPool,
     x: &[T],
     work: &mut [f32],
     mean: &mut [f64],
@@ -164,7 +164,7 @@ pub(crate) fn statistics<T: Element>(
     let c = mean.len();
     let cut = Chunks::of(x.len(), c);
     let work = &mut work[..cut.count() * 2 * c];
-    team.split(work, 2 * c, |at, part| {
+    threads.split(work, 2 * c, |at, part| {
         let chunk = at / (2 * c);
         let from = chunk * cut.elems();
         let (means, squares) = part.split_at_mut(c);
@@ -205,7 +205,7 @@ simd! {
 
 /// `y = act((x - mean) * scale + shift + residual)`; an empty residual adds nothing.
 pub(crate) fn normalise<T: Element>(
-    team: &Team,
+    threads: &ThreadPool,
     x: &[T],
     y: &mut [T],
     channels: Channels<'_>,
@@ -213,13 +213,13 @@ pub(crate) fn normalise<T: Element>(
     clip: Clip,
 ) {
     let piece = Chunks::of(x.len(), channels.mean.len()).elems();
-    team.split(y, piece, |at, y| {
+    threads.split(y, piece, |at, y| {
         let r = residual.get(at..at + y.len()).unwrap_or(&[]);
         normalise_rows(&x[at..at + y.len()], y, channels, r, clip);
     });
 }
 
-/// What stood between the normalisation and the gradient that arrives.
+/// The activation between the normalisation and the gradient that arrives.
 #[derive(Clone, Copy)]
 pub(crate) enum Gate<'a, T> {
     /// At most an activation right after it: recomputed from the input.
@@ -321,7 +321,7 @@ simd! {
 /// Per channel, over all rows: the sums of `dz` and of `dz * (x - mean)`. With
 /// [`Gate::Output`], `dy` becomes `dz`.
 pub(crate) fn backward_sums<T: Element>(
-    team: &Team,
+    threads: &ThreadPool,
     x: &[T],
     dy: &mut [T],
     channels: Channels<'_>,
@@ -333,7 +333,7 @@ pub(crate) fn backward_sums<T: Element>(
     let cut = Chunks::of(x.len(), c);
     let work = &mut work[..cut.count() * 2 * c];
     let dy = Disjoint::new(dy);
-    team.split(work, 2 * c, |at, part| {
+    threads.split(work, 2 * c, |at, part| {
         let chunk = at / (2 * c);
         let from = chunk * cut.elems();
         let range = from..from + cut.rows_of(chunk) * c;
@@ -391,28 +391,28 @@ simd! {
 
 /// `dy` becomes the gradient of `x`; `clip` gates it as [`Gate::Clip`] does.
 pub(crate) fn gradient<T: Element>(
-    team: &Team,
+    threads: &ThreadPool,
     x: &[T],
     dy: &mut [T],
     b: Backward<'_>,
     clip: Clip,
 ) {
     let piece = Chunks::of(x.len(), b.slope.len()).elems();
-    team.split(dy, piece, |at, d| {
+    threads.split(dy, piece, |at, d| {
         gradient_rows(&x[at..at + d.len()], d, b, clip);
     });
 }
 
 /// The gradient of `x` into memory of its own; `dz` is gated already.
 pub(crate) fn gradient_to<T: Element>(
-    team: &Team,
+    threads: &ThreadPool,
     x: &[T],
     dz: &[T],
     dx: &mut [T],
     b: Backward<'_>,
 ) {
     let piece = Chunks::of(x.len(), b.slope.len()).elems();
-    team.split(dx, piece, |at, to| {
+    threads.split(dx, piece, |at, to| {
         let range = at..at + to.len();
         gradient_rows_to(&x[range.clone()], &dz[range], to, b);
     });
@@ -437,11 +437,11 @@ mod tests {
             let mut first: Option<(Vec<f64>, Vec<f64>)> = None;
             on_each_isa(|isa| {
                 for threads in [1, 3] {
-                    // The team's threads choose for themselves: only bits tell.
-                    let team = Team::new(Threads(threads));
+                    // The pool's threads choose for themselves: only bits tell.
+                    let threads = ThreadPool::new(Threads(threads));
                     let mut work = vec![f32::NAN; partials_len(x.len(), c)];
                     let (mut mean, mut squares) = (vec![f64::NAN; c], vec![f64::NAN; c]);
-                    statistics(&team, &x, &mut work, &mut mean, &mut squares);
+                    statistics(&threads, &x, &mut work, &mut mean, &mut squares);
                     for i in 0..c {
                         let column = || x.iter().skip(i).step_by(c).map(|&v| f64::from(v));
                         let m = column().sum::<f64>() / rows as f64;

@@ -2,9 +2,9 @@
 //! and PyTorch do: aligned at the last dimension, sizes of 1 repeat.
 
 use super::reduce::RANK;
-use crate::par::{PIECE, Team};
+use crate::par::{PIECE, ThreadPool};
 
-/// What is done with two numbers.
+/// An operation on two numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Arithmetic {
     Add,
@@ -111,7 +111,7 @@ simd! {
 
 /// `out = a op b`, of the common shape.
 pub(crate) fn arithmetic(
-    team: &Team,
+    threads: &ThreadPool,
     op: Arithmetic,
     s: &Stretch,
     a: &[f32],
@@ -120,7 +120,7 @@ pub(crate) fn arithmetic(
 ) {
     if s.a == s.b {
         // The same shape: one row.
-        return team.split(out, PIECE, |at, to| {
+        return threads.split(out, PIECE, |at, to| {
             let range = at..at + to.len();
             row(op, to, &a[range.clone()], &b[range], (1, 1));
         });
@@ -131,7 +131,7 @@ pub(crate) fn arithmetic(
     };
     let steps = (s.a[last], s.b[last]);
     let inner = inner.max(1);
-    team.split(out, (PIECE / inner).max(1) * inner, |at, to| {
+    threads.split(out, (PIECE / inner).max(1) * inner, |at, to| {
         for (i, to) in to.chunks_exact_mut(inner).enumerate() {
             let (from_a, from_b) = s.offsets(at / inner + i);
             row(op, to, &a[from_a..], &b[from_b..], steps);

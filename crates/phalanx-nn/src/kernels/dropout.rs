@@ -4,9 +4,9 @@
 //! key (seed, operation) and counter (epoch, step, sample, block). A sample's
 //! mask therefore depends neither on its rank nor on its place in the batch.
 
-use crate::par::{Disjoint, Team};
+use crate::par::{Disjoint, ThreadPool};
 
-/// What the mask of one dropout operation depends on.
+/// The key of one dropout operation's mask.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct MaskKey {
     pub key: [u32; 2],
@@ -19,7 +19,7 @@ pub(crate) struct MaskKey {
 pub(crate) struct Rate {
     /// Kept iff word < this; 2^32 keeps everything.
     keep_below: u64,
-    /// What kept elements are multiplied by: 1 / f32(1 - p).
+    /// Factor of the elements that are kept: 1 / f32(1 - p).
     scale: f32,
 }
 
@@ -112,7 +112,7 @@ const PIECE: usize = GROUP * 64;
 /// Multiplies each sample of `data` by its mask, in place; forward and
 /// backward are the same operation. `samples[i]` is the id of row i.
 pub(crate) fn apply(
-    team: &Team,
+    threads: &ThreadPool,
     data: &mut [f32],
     samples: &[u64],
     key: MaskKey,
@@ -124,7 +124,7 @@ pub(crate) fn apply(
         return;
     }
     let out = Disjoint::new(data);
-    team.run(samples.len(), |s| {
+    threads.run(samples.len(), |s| {
         // SAFETY: chunk s alone touches sample s.
         let row = unsafe { out.range(s * per..(s + 1) * per) };
         let sample = samples[s] as u32;
@@ -166,7 +166,7 @@ mod tests {
         on_each_isa(|isa| {
             let mut data = vec![1.0; 2 * per];
             apply(
-                &Team::new(Threads(1)),
+                &ThreadPool::new(Threads(1)),
                 &mut data,
                 &[40, 41],
                 KEY,
@@ -188,13 +188,20 @@ mod tests {
 
     #[test]
     fn rates_at_their_ends_and_channels() {
-        let team = Team::new(Threads(2));
+        let threads = ThreadPool::new(Threads(2));
         let mut data = vec![2.0; 64];
-        apply(&team, &mut data, &[0], KEY, Rate::new(0.0), Share::Element);
+        apply(
+            &threads,
+            &mut data,
+            &[0],
+            KEY,
+            Rate::new(0.0),
+            Share::Element,
+        );
         assert!(data.iter().all(|&v| v == 2.0));
         let mut some = vec![1.0; 3 * 10 * 8];
         apply(
-            &team,
+            &threads,
             &mut some,
             &[0, 1, 2],
             KEY,
@@ -207,8 +214,15 @@ mod tests {
         assert_ne!(some[..80], some[80..160]);
         // p = 1: PyTorch multiplies by zero.
         data[0] = f32::INFINITY;
-        apply(&team, &mut data, &[0], KEY, Rate::new(1.0), Share::Element);
+        apply(
+            &threads,
+            &mut data,
+            &[0],
+            KEY,
+            Rate::new(1.0),
+            Share::Element,
+        );
         assert!(data[0].is_nan() && data[1..].iter().all(|&v| v == 0.0));
-        apply(&team, &mut [], &[], KEY, Rate::new(0.5), Share::Element);
+        apply(&threads, &mut [], &[], KEY, Rate::new(0.5), Share::Element);
     }
 }

@@ -1,7 +1,7 @@
-//! Numbers as they lie in memory: f32 in four bytes, or bf16 in two.
+//! Data types in memory: f32 in four bytes, or bf16 in two.
 
 use crate::Precision;
-use crate::par::{PIECE, Team};
+use crate::par::{PIECE, ThreadPool};
 
 /// The upper half of an f32's bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -14,7 +14,7 @@ impl Bf16 {
     }
 }
 
-/// What kernels read as f32 and write from f32.
+/// Numbers that kernels read as f32 and write from f32.
 ///
 /// # Safety
 /// Any bytes make a valid value; memory of `f32`s holds a whole number of them at
@@ -165,9 +165,9 @@ simd! {
 }
 
 /// `to = from`, rounded where it must be.
-pub(crate) fn convert<A: Element, B: Element>(team: &Team, from: &[A], to: &mut [B]) {
+pub(crate) fn convert<A: Element, B: Element>(threads: &ThreadPool, from: &[A], to: &mut [B]) {
     assert_eq!(from.len(), to.len());
-    team.split(to, PIECE, |at, to| {
+    threads.split(to, PIECE, |at, to| {
         convert_piece(&from[at..at + to.len()], to)
     });
 }
@@ -205,15 +205,15 @@ mod tests {
 
     #[test]
     fn conversions_and_sums_are_those_of_single_values() {
-        let team = Team::new(Threads(2));
+        let threads = ThreadPool::new(Threads(2));
         let a: Vec<f32> = (0..40_001).map(|i| (i as f32 - 2e4) * 1.37e-3).collect();
         on_each_isa(|isa| {
             let mut narrow = vec![Bf16::default(); a.len()];
-            convert(&team, &a, &mut narrow);
+            convert(&threads, &a, &mut narrow);
             let mut wide = vec![f32::NAN; a.len()];
-            convert(&team, &narrow, &mut wide);
+            convert(&threads, &narrow, &mut wide);
             let mut sum = narrow.clone();
-            elementwise::add(&team, &mut sum, &narrow);
+            elementwise::add(&threads, &mut sum, &narrow);
             for i in 0..a.len() {
                 assert_eq!(narrow[i], Bf16::of(a[i]), "{isa:?}");
                 assert_eq!(wide[i], narrow[i].wide(), "{isa:?}");

@@ -1,25 +1,7 @@
 //! Passes in which elements do not touch each other.
 
 use super::element::Element;
-use crate::par::{PIECE, Team};
-
-simd! {
-    /// `y = relu(y)`. `relu(-0) = -0`; NaN stays NaN.
-    fn relu_piece(y: &mut [f32]) {
-        for v in y {
-            *v = if *v < 0.0 { 0.0 } else { *v };
-        }
-    }
-}
-
-simd! {
-    /// `dy = 0` wherever the output was not positive. `relu'(0) = 0`, `relu'(NaN) = 1`.
-    fn relu_backward_piece(y: &[f32], dy: &mut [f32]) {
-        for (d, &v) in dy.iter_mut().zip(y) {
-            *d = if v <= 0.0 { 0.0 } else { *d };
-        }
-    }
-}
+use crate::par::{PIECE, ThreadPool};
 
 simd! {
     fn add_piece<T: Element>(into: &mut [T], from: &[T]) {
@@ -76,43 +58,31 @@ simd! {
 }
 
 /// In place: values outside the bounds become the bounds.
-pub(crate) fn clip(team: &Team, y: &mut [f32], clip: Clip) {
-    team.split(y, PIECE, |_, p| clip_piece(p, clip));
+pub(crate) fn clip(threads: &ThreadPool, y: &mut [f32], clip: Clip) {
+    threads.split(y, PIECE, |_, p| clip_piece(p, clip));
 }
 
 /// In place: the gradient passes where the output `y` is inside the bounds.
-pub(crate) fn clip_backward(team: &Team, y: &[f32], dy: &mut [f32], clip: Clip) {
-    team.split(dy, PIECE, |at, p| {
+pub(crate) fn clip_backward(threads: &ThreadPool, y: &[f32], dy: &mut [f32], clip: Clip) {
+    threads.split(dy, PIECE, |at, p| {
         clip_backward_piece(&y[at..at + p.len()], p, clip)
     });
 }
 
-/// In place: negative values become 0.
-pub(crate) fn relu(team: &Team, y: &mut [f32]) {
-    team.split(y, PIECE, |_, p| relu_piece(p));
-}
-
-/// In place: the gradient passes where the output `y` is positive.
-pub(crate) fn relu_backward(team: &Team, y: &[f32], dy: &mut [f32]) {
-    team.split(dy, PIECE, |at, p| {
-        relu_backward_piece(&y[at..at + p.len()], p)
-    });
-}
-
 /// `into += from`, rounded to what they are.
-pub(crate) fn add<T: Element>(team: &Team, into: &mut [T], from: &[T]) {
-    team.split(into, PIECE, |at, p| add_piece(p, &from[at..at + p.len()]));
+pub(crate) fn add<T: Element>(threads: &ThreadPool, into: &mut [T], from: &[T]) {
+    threads.split(into, PIECE, |at, p| add_piece(p, &from[at..at + p.len()]));
 }
 
 /// `data *= factor`.
-pub(crate) fn scale(team: &Team, data: &mut [f32], factor: f32) {
-    team.split(data, PIECE, |_, p| scale_piece(p, factor));
+pub(crate) fn scale(threads: &ThreadPool, data: &mut [f32], factor: f32) {
+    threads.split(data, PIECE, |_, p| scale_piece(p, factor));
 }
 
 /// Folds equal-sized partial sums in order: `out (+)= ((p0 + p1) + p2) + …`.
-pub(crate) fn fold(team: &Team, partials: &[f32], out: &mut [f32], mode: super::Mode) {
+pub(crate) fn fold(threads: &ThreadPool, partials: &[f32], out: &mut [f32], mode: super::Mode) {
     let len = out.len();
-    team.split(out, PIECE, |at, piece| {
+    threads.split(out, PIECE, |at, piece| {
         let size = piece.len();
         let part = |i: usize| &partials[i * len + at..i * len + at + size];
         let count = partials.len().checked_div(len).unwrap_or(0);
@@ -141,30 +111,16 @@ mod tests {
     use crate::par::Threads;
 
     #[test]
-    fn relu_at_its_kink() {
-        let team = Team::new(Threads(1));
-        let mut y = [-1.0, -0.0, 0.0, 2.0, f32::NAN];
-        relu(&team, &mut y);
-        assert_eq!(
-            y[..4].iter().map(|v| v.to_bits()).collect::<Vec<_>>(),
-            [0.0f32, -0.0, 0.0, 2.0].map(f32::to_bits)
-        );
-        let mut d = [1.0; 5];
-        relu_backward(&team, &y, &mut d);
-        assert_eq!(d, [0.0, 0.0, 0.0, 1.0, 1.0]);
-    }
-
-    #[test]
     fn fold_is_in_order_and_survives_no_partials() {
-        let team = Team::new(Threads(1));
+        let threads = ThreadPool::new(Threads(1));
         let mut out = [5.0, 5.0];
-        fold(&team, &[1.0, 2.0, 3.0, 4.0], &mut out, Mode::Write);
+        fold(&threads, &[1.0, 2.0, 3.0, 4.0], &mut out, Mode::Write);
         assert_eq!(out, [4.0, 6.0]);
-        fold(&team, &[1.0, 2.0, 3.0, 4.0], &mut out, Mode::Add);
+        fold(&threads, &[1.0, 2.0, 3.0, 4.0], &mut out, Mode::Add);
         assert_eq!(out, [8.0, 12.0]);
-        fold(&team, &[], &mut out, Mode::Add);
+        fold(&threads, &[], &mut out, Mode::Add);
         assert_eq!(out, [8.0, 12.0]);
-        fold(&team, &[], &mut out, Mode::Write);
+        fold(&threads, &[], &mut out, Mode::Write);
         assert_eq!(out, [0.0, 0.0]);
     }
 }

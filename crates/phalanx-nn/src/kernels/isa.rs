@@ -10,6 +10,13 @@ pub(crate) enum Isa {
     Avx512,
 }
 
+#[cfg(target_arch = "x86_64")]
+impl Isa {
+    pub(crate) fn is_avx512(self) -> bool {
+        self == Isa::Avx512
+    }
+}
+
 #[cfg(test)]
 thread_local! {
     /// Lets a test run one body on several instruction sets.
@@ -17,7 +24,7 @@ thread_local! {
 }
 
 /// Environment variable that names the instruction set to use; phalanx-comm
-/// reads it alike.
+/// reads it too.
 const VARIABLE: &str = "PHALANX_ISA";
 
 /// The instruction set in use: the best one of this processor, or a lower one
@@ -27,7 +34,7 @@ pub(crate) fn isa() -> Isa {
     if let Some(i) = FORCED.get() {
         return i.min(detected());
     }
-    // What is wrong was said when the parameters were laid out.
+    // `Scope::build` has reported an invalid value.
     chosen().unwrap_or_else(|_| detected())
 }
 
@@ -90,6 +97,35 @@ fn detected() -> Isa {
     Isa::Scalar
 }
 
+/// The end of a function's body: returns `$wide` compiled with `$features` where `$has` holds,
+/// else `$avx2` compiled for AVX2 and FMA where the processor has them, else `$plain`.
+/// `$has`, of the instruction set in use, must imply that the processor has `$features`.
+macro_rules! dispatch {
+    ([$($generics:tt)*] ($($arg:ident: $ty:ty),*) [$($ret:tt)*];
+     $features:literal if $has:path => $wide:expr; $avx2:expr; $plain:expr) => {{
+        #[cfg(target_arch = "x86_64")]
+        {
+            use $crate::kernels::isa::{Isa, isa};
+            #[allow(clippy::too_many_arguments)]
+            #[target_feature(enable = $features)]
+            fn wide $($generics)* ($($arg: $ty),*) $($ret)* { $wide }
+            #[allow(clippy::too_many_arguments)]
+            #[target_feature(enable = "avx2,fma")]
+            fn avx2 $($generics)* ($($arg: $ty),*) $($ret)* { $avx2 }
+            let isa = isa();
+            if $has(isa) {
+                // SAFETY: the processor has these features, by the macro's contract.
+                return unsafe { wide($($arg),*) };
+            }
+            if isa >= Isa::Avx2 {
+                // SAFETY: `isa()` names only sets that this processor has.
+                return unsafe { avx2($($arg),*) };
+            }
+        }
+        $plain
+    }};
+}
+
 /// Defines a function whose body is compiled once per instruction set; the
 /// best one allowed is chosen at each call (one load and one compare).
 macro_rules! simd {
@@ -101,24 +137,12 @@ macro_rules! simd {
             #[inline(always)]
             fn body $(<$($g: $bound),*>)? ($($arg: $ty),*) $(-> $ret)? $body
 
-            #[cfg(target_arch = "x86_64")]
-            {
-                use $crate::kernels::isa::{Isa, isa};
-                #[allow(clippy::too_many_arguments)]
-                #[target_feature(enable = "avx2,fma")]
-                fn avx2 $(<$($g: $bound),*>)? ($($arg: $ty),*) $(-> $ret)? { body($($arg),*) }
-                #[allow(clippy::too_many_arguments)]
-                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-                fn avx512 $(<$($g: $bound),*>)? ($($arg: $ty),*) $(-> $ret)? { body($($arg),*) }
-                match isa() {
-                    // SAFETY: `isa()` names only sets that this processor has.
-                    Isa::Avx512 => return unsafe { avx512($($arg),*) },
-                    // SAFETY: as above.
-                    Isa::Avx2 => return unsafe { avx2($($arg),*) },
-                    Isa::Scalar => {}
-                }
+            dispatch! {
+                [$(<$($g: $bound),*>)?] ($($arg: $ty),*) [$(-> $ret)?];
+                "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma" if Isa::is_avx512 => body($($arg),*);
+                body($($arg),*);
+                body($($arg),*)
             }
-            body($($arg),*)
         }
     };
 }

@@ -9,7 +9,7 @@
 //! order in f64, as batch normalisation does it.
 
 use super::batch_norm::{MAX_ROWS, add_parts};
-use crate::par::{Disjoint, Team};
+use crate::par::{Disjoint, ThreadPool};
 
 /// Sizes of images whose channels are normalised in groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,7 +89,7 @@ simd! {
 /// Normalises every group; `stats` gets mean and inverse deviation of each. An
 /// empty weight is 1, an empty bias 0.
 pub(crate) fn forward(
-    team: &Team,
+    threads: &ThreadPool,
     g: Groups,
     x: &[f32],
     (weight, bias, eps): (&[f32], &[f32], f64),
@@ -98,7 +98,7 @@ pub(crate) fn forward(
 ) {
     let (len, width) = (g.image_len(), g.width());
     let stats = Disjoint::new(stats);
-    team.split(y, len * per_chunk(g), |at, y| {
+    threads.split(y, len * per_chunk(g), |at, y| {
         for (i, y) in y.chunks_exact_mut(len).enumerate() {
             let image = at / len + i;
             let x = &x[image * len..][..len];
@@ -191,7 +191,7 @@ simd! {
 /// `dy` becomes the gradient of `x`, `dw` and `db` those of weight and bias. `work` holds
 /// [`partials_len`] elements.
 pub(crate) fn backward(
-    team: &Team,
+    threads: &ThreadPool,
     g: Groups,
     (x, stats): (&[f32], &[f32]),
     weight: &[f32],
@@ -207,7 +207,7 @@ pub(crate) fn backward(
     let dy = Disjoint::new(dy);
     let work = &mut work[..partials_len(g)];
     let piece = cut.blocks * 2 * c;
-    team.split(work, piece, |at, parts| {
+    threads.split(work, piece, |at, parts| {
         parts.fill(0.0);
         let first = at / piece * cut.images;
         for image in first..(first + cut.images).min(g.images) {
@@ -254,12 +254,12 @@ mod tests {
             let mut first: Option<(Vec<f64>, Vec<f64>, Vec<f32>)> = None;
             on_each_isa(|isa| {
                 for threads in [1, 3] {
-                    let team = Team::new(Threads(threads));
+                    let threads = ThreadPool::new(Threads(threads));
                     let mut dx = dy.clone();
                     let mut work = vec![f32::NAN; partials_len(g)];
                     let (mut dw, mut db) = (vec![f64::NAN; channels], vec![f64::NAN; channels]);
                     let sums = (&mut dw[..], &mut db[..]);
-                    backward(&team, g, (&x, &stats), &[], &mut dx, &mut work, sums);
+                    backward(&threads, g, (&x, &stats), &[], &mut dx, &mut work, sums);
                     for c in 0..channels {
                         let terms = || x.iter().zip(&dy).skip(c).step_by(channels);
                         let bias: f64 = terms().map(|(_, &d)| f64::from(d)).sum();

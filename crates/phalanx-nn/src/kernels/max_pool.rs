@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use crate::par::{Disjoint, Team};
+use crate::par::{Disjoint, ThreadPool};
 
 /// Shape of one pooling: sizes are (height, width).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -131,10 +131,16 @@ simd! {
 }
 
 /// `y` and, per output element, the winning window position.
-pub(crate) fn forward(team: &Team, s: &PoolShape, x: &[f32], y: &mut [f32], at: &mut [u8]) {
+pub(crate) fn forward(
+    threads: &ThreadPool,
+    s: &PoolShape,
+    x: &[f32],
+    y: &mut [f32],
+    at: &mut [u8],
+) {
     let (il, ol) = (s.in_len(), s.out_len());
     let (y, at) = (Disjoint::new(y), Disjoint::new(at));
-    team.run(s.images, |i| {
+    threads.run(s.images, |i| {
         // SAFETY: chunk i alone touches image i of both outputs.
         let (y, at) = unsafe {
             (
@@ -147,10 +153,10 @@ pub(crate) fn forward(team: &Team, s: &PoolShape, x: &[f32], y: &mut [f32], at: 
 }
 
 /// `dx`: each output's gradient goes to its winner.
-pub(crate) fn backward(team: &Team, s: &PoolShape, dy: &[f32], at: &[u8], dx: &mut [f32]) {
+pub(crate) fn backward(threads: &ThreadPool, s: &PoolShape, dy: &[f32], at: &[u8], dx: &mut [f32]) {
     let (il, ol) = (s.in_len(), s.out_len());
     let dx = Disjoint::new(dx);
-    team.run(s.images, |i| {
+    threads.run(s.images, |i| {
         // SAFETY: chunk i alone touches image i.
         let dx = unsafe { dx.range(i * il..(i + 1) * il) };
         backward_image(s, &dy[i * ol..(i + 1) * ol], &at[i * ol..(i + 1) * ol], dx);
@@ -176,7 +182,7 @@ mod tests {
         };
         let run = |x: [f32; 4]| {
             let (mut y, mut at) = ([0.0], [9]);
-            forward(&Team::new(Threads(1)), &s, &x, &mut y, &mut at);
+            forward(&ThreadPool::new(Threads(1)), &s, &x, &mut y, &mut at);
             (y[0], at[0])
         };
         let (v, at) = run([1.0, f32::NAN, f32::NAN, 3.0]);

@@ -17,9 +17,9 @@ pub(crate) struct Panels {
     pub b_panel: usize,
     pub c: *mut f32,
     pub c_panel: usize,
-    /// Rows of `c`: rows of `a` for [`multiply`], sixteen times its panels for [`multiply_turned`].
+    /// Rows of `c`: rows of `a` for [`multiply`], sixteen times its panels for [`multiply_transposed`].
     pub rows: usize,
-    /// Inner dimension: sixteen times the panels of `a` for [`multiply`], its rows for [`multiply_turned`].
+    /// Inner dimension: sixteen times the panels of `a` for [`multiply`], its rows for [`multiply_transposed`].
     pub depth: usize,
     /// Panels of `b` and `c`.
     pub columns: usize,
@@ -157,7 +157,11 @@ vectorised! {
 }
 
 #[inline(always)]
-unsafe fn turned_rows<V: Vector, const M: usize, const N: usize>(p: &Panels, r: usize, j: usize) {
+unsafe fn transposed_rows<V: Vector, const M: usize, const N: usize>(
+    p: &Panels,
+    r: usize,
+    j: usize,
+) {
     // SAFETY: rows r .. r + M lie in one panel of `a`, panels j .. j + N in `b` and `c`.
     unsafe {
         let c = p.c.add(j * p.c_panel + r * LANES);
@@ -169,19 +173,19 @@ unsafe fn turned_rows<V: Vector, const M: usize, const N: usize>(p: &Panels, r: 
 }
 
 #[inline(always)]
-unsafe fn turned_body<V: Vector>(p: &Panels) {
+unsafe fn transposed_body<V: Vector>(p: &Panels) {
     let mut j = 0;
     // SAFETY: only blocks that exist; rows are a multiple of sixteen.
     unsafe {
         while V::SPAN >= 4 && j + 2 <= p.columns {
             for r in (0..p.rows).step_by(8) {
-                turned_rows::<V, 8, 2>(p, r, j);
+                transposed_rows::<V, 8, 2>(p, r, j);
             }
             j += 2;
         }
         while j < p.columns {
             for r in (0..p.rows).step_by(4) {
-                turned_rows::<V, 4, 1>(p, r, j);
+                transposed_rows::<V, 4, 1>(p, r, j);
             }
             j += 1;
         }
@@ -194,5 +198,5 @@ vectorised! {
     ///
     /// # Safety
     /// As [`multiply`].
-    pub(crate) unsafe fn multiply_turned(p: &Panels) = turned_body
+    pub(crate) unsafe fn multiply_transposed(p: &Panels) = transposed_body
 }

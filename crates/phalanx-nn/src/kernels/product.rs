@@ -12,9 +12,9 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Mode;
-use super::transpose::turn;
+use super::transpose::transpose_rows;
 use super::vector::{LANES, Vector};
-use crate::par::{Disjoint, Team, scratch};
+use crate::par::{Disjoint, ThreadPool, scratch};
 
 /// A matrix inside a slice, by strides in elements.
 #[derive(Clone, Copy)]
@@ -195,7 +195,7 @@ simd! {
             let from = &b.data[first * b.col_stride..];
             let (rows, _) = panel.as_chunks_mut::<LANES>();
             if b.row_stride == 1 && wide == LANES {
-                turn(from, b.col_stride, panel, b.rows);
+                transpose_rows(from, b.col_stride, panel, b.rows);
                 continue;
             }
             for (i, to) in rows.iter_mut().enumerate() {
@@ -219,7 +219,7 @@ simd! {
 enum Begin {
     /// At zero.
     Zero,
-    /// With what `c` holds: a chain goes on.
+    /// With what `c` holds: the chain continues.
     Continue,
     /// At zero; what `c` holds is added to the whole sum.
     AddAfter,
@@ -375,13 +375,19 @@ const GRAIN: usize = 64;
 
 /// `c (+)= a * b`, cut over its longer side; every element of `c` belongs to
 /// one part and its whole inner sum is made there. Whether all of `c` is known to be finite then.
-pub(crate) fn product_team(team: &Team, c: &mut [f32], a: Mat<'_>, b: Mat<'_>, mode: Mode) -> bool {
+pub(crate) fn product_threaded(
+    threads: &ThreadPool,
+    c: &mut [f32],
+    a: Mat<'_>,
+    b: Mat<'_>,
+    mode: Mode,
+) -> bool {
     let (m, n, k) = (a.rows, b.cols, a.cols);
     assert!(m * n <= c.len());
     let (parts, piece) = cut(m, n, k);
     let out = Disjoint::new(c);
     let finite = AtomicBool::new(true);
-    team.run(parts, |i| {
+    threads.run(parts, |i| {
         let (from, to) = (i * piece, (i + 1) * piece);
         let (pa, pb, at) = if m >= n {
             (a.part(from, to.min(m), 0, k), b, from * n)
@@ -504,8 +510,8 @@ mod tests {
             let (a, b) = (noise(m * k, 1), noise(k * n, 2));
             let run = |threads| {
                 let mut c = vec![0.0; m * n];
-                product_team(
-                    &Team::new(Threads(threads)),
+                product_threaded(
+                    &ThreadPool::new(Threads(threads)),
                     &mut c,
                     Mat::rows(&a, m, k, k),
                     Mat::rows(&b, k, n, n),
@@ -530,10 +536,10 @@ mod tests {
             (70, 700, 64, Mode::Write),
         ] {
             let (mut a, b) = (noise(m * k, 1), noise(k * n, 2));
-            let team = Team::new(Threads(2));
+            let threads = ThreadPool::new(Threads(2));
             let known = |a: &[f32], c: &mut [f32]| {
                 let (a, b) = (Mat::rows(a, m, k, k), Mat::rows(&b, k, n, n));
-                product_team(&team, c, a, b, mode)
+                product_threaded(&threads, c, a, b, mode)
             };
             let mut c = vec![1.0; m * n];
             crate::kernels::isa::on_each_isa(|isa| {

@@ -4,7 +4,7 @@
 //! sums run side by side and are folded in order; over other dimensions elements
 //! are added in memory order. Sums are made in f64 and rounded once.
 
-use crate::par::Team;
+use crate::par::ThreadPool;
 
 /// Dimensions at most.
 pub(crate) const RANK: usize = 6;
@@ -13,7 +13,7 @@ const COLUMNS: usize = 32;
 /// Sums side by side.
 const LANES: usize = 16;
 
-/// What a reduction makes of its elements.
+/// The operation of a reduction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fold {
     /// The sum times a factor (of the call).
@@ -97,7 +97,7 @@ simd! {
 
 /// Folds the dimensions marked in `over`; `out` has the others' elements.
 pub(crate) fn reduce(
-    team: &Team,
+    threads: &ThreadPool,
     (fold, factor): (Fold, f64),
     x: &[f32],
     shape: &[usize],
@@ -125,7 +125,7 @@ pub(crate) fn reduce(
         // Whole rows join whole rows.
         let inner = kept.size[kept.rank - 1];
         let count = gone.count();
-        team.split(out, inner.max(1), |at, to| {
+        threads.split(out, inner.max(1), |at, to| {
             let from = kept.offset(at);
             for (c, to) in to.chunks_mut(COLUMNS).enumerate() {
                 let mut all = [start; COLUMNS];
@@ -153,7 +153,7 @@ pub(crate) fn reduce(
     };
     let count = gone.count();
     let piece = (crate::par::PIECE / (inner * count).max(1)).max(1);
-    team.split(out, piece, |at, to| {
+    threads.split(out, piece, |at, to| {
         for (i, to) in to.iter_mut().enumerate() {
             let from = kept.offset(at + i);
             let mut all = start;

@@ -3,7 +3,7 @@
 //! *Order*: along contiguous rows sums run in sixteen lanes, else in order; in f64.
 
 use super::math::exp;
-use crate::par::Team;
+use crate::par::ThreadPool;
 
 const LANES: usize = 16;
 /// Columns that go side by side.
@@ -84,11 +84,11 @@ simd! {
 }
 
 /// In place along `n` of (outer, n, inner); `log`: its logarithm.
-pub(crate) fn forward(team: &Team, y: &mut [f32], n: usize, inner: usize, log: bool) {
+pub(crate) fn forward(threads: &ThreadPool, y: &mut [f32], n: usize, inner: usize, log: bool) {
     if y.is_empty() {
         return;
     }
-    team.split(y, n * inner, |_, y| {
+    threads.split(y, n * inner, |_, y| {
         if inner == 1 {
             return row(y, log);
         }
@@ -134,7 +134,7 @@ simd! {
 
 /// `dy` becomes the input's gradient; `y` is the output.
 pub(crate) fn backward(
-    team: &Team,
+    threads: &ThreadPool,
     y: &[f32],
     dy: &mut [f32],
     (n, inner): (usize, usize),
@@ -143,7 +143,7 @@ pub(crate) fn backward(
     if y.is_empty() {
         return;
     }
-    team.split(dy, n * inner, |at, d| {
+    threads.split(dy, n * inner, |at, d| {
         let y = &y[at..at + d.len()];
         if inner == 1 {
             return row_backward(y, d, log);

@@ -40,7 +40,7 @@ simd! {
 
 simd! {
     /// `to[i][l] = from[l][i]` for sixteen rows of `len` elements, `stride` apart in `from`.
-    pub(crate) fn turn(from: &[f32], stride: usize, to: &mut [f32], len: usize) {
+    pub(crate) fn transpose_rows(from: &[f32], stride: usize, to: &mut [f32], len: usize) {
         assert!(to.len() == len * BLOCK);
         let (blocks, rest) = to.as_chunks_mut::<{ BLOCK * BLOCK }>();
         for (at, block) in blocks.iter_mut().enumerate() {
@@ -87,7 +87,7 @@ mod tests {
             let stride = len + 3;
             let from: Vec<f32> = (0..BLOCK * stride).map(|i| i as f32).collect();
             let mut to = vec![0.0; len * BLOCK];
-            turn(&from, stride, &mut to, len);
+            transpose_rows(&from, stride, &mut to, len);
             for i in 0..len {
                 for l in 0..BLOCK {
                     assert_eq!(to[i * BLOCK + l], from[l * stride + i]);

@@ -1,8 +1,8 @@
 //! Sixteen floats at a time: what the hand-blocked kernels are written in.
 //!
 //! One generic body serves every instruction set: [`Wide`] is an AVX-512
-//! register, [`Pair`] two AVX ones, [`Plain`] an array (which the compiler turns
-//! into NEON where it can). All operations round as the scalar ones do and
+//! register, [`Pair`] two AVX ones, [`Plain`] an array (which the compiler makes
+//! NEON where it can). All operations round as the scalar ones do and
 //! multiply-adds are fused, so the three give the same bits.
 
 /// Lanes of a vector.
@@ -32,16 +32,16 @@ pub(crate) trait Vector: Copy {
     /// Negative lanes become 0; NaN stays.
     unsafe fn relu(self) -> Self;
     /// Lane i of result j is lane j of row i.
-    unsafe fn turn(rows: [Self; LANES]) -> [Self; LANES];
+    unsafe fn transpose(rows: [Self; LANES]) -> [Self; LANES];
     /// Asks for the cache line at `at`, which need not be valid memory, to come to L2.
     unsafe fn fetch(at: *const f32);
 }
 
-/// [`Vector::turn`] through memory.
+/// [`Vector::transpose`] through memory.
 #[inline(always)]
-unsafe fn turn_in_memory<V: Vector>(rows: [V; LANES]) -> [V; LANES] {
+unsafe fn transpose_in_memory<V: Vector>(rows: [V; LANES]) -> [V; LANES] {
     let (mut from, mut to) = ([[0.0; LANES]; LANES], [[0.0; LANES]; LANES]);
-    let mut turned = rows;
+    let mut transposed = rows;
     // SAFETY: sixteen floats each.
     unsafe {
         for (v, from) in rows.into_iter().zip(&mut from) {
@@ -52,11 +52,11 @@ unsafe fn turn_in_memory<V: Vector>(rows: [V; LANES]) -> [V; LANES] {
                 to[j][i] = v;
             }
         }
-        for (v, to) in turned.iter_mut().zip(&to) {
+        for (v, to) in transposed.iter_mut().zip(&to) {
             *v = V::load(to.as_ptr());
         }
     }
-    turned
+    transposed
 }
 
 /// Without vector instructions of its own.
@@ -116,9 +116,9 @@ impl Vector for Plain {
         self.zip(self, |a, _| if a < 0.0 { 0.0 } else { a })
     }
     #[inline(always)]
-    unsafe fn turn(rows: [Self; LANES]) -> [Self; LANES] {
+    unsafe fn transpose(rows: [Self; LANES]) -> [Self; LANES] {
         // SAFETY: plain code runs everywhere.
-        unsafe { turn_in_memory(rows) }
+        unsafe { transpose_in_memory(rows) }
     }
     #[inline(always)]
     unsafe fn fetch(_: *const f32) {}
@@ -181,11 +181,11 @@ mod x86 {
             Wide(unsafe { _mm512_max_ps(_mm512_setzero_ps(), self.0) })
         }
         #[inline(always)]
-        unsafe fn turn(rows: [Self; LANES]) -> [Self; LANES] {
+        unsafe fn transpose(rows: [Self; LANES]) -> [Self; LANES] {
             // SAFETY: see the impl; both are registers of 64 bytes.
             unsafe {
                 let rows = std::mem::transmute::<[Wide; LANES], [__m512i; LANES]>(rows);
-                std::mem::transmute::<[__m512i; LANES], [Wide; LANES]>(turn(rows))
+                std::mem::transmute::<[__m512i; LANES], [Wide; LANES]>(transpose(rows))
             }
         }
         #[inline(always)]
@@ -200,7 +200,7 @@ mod x86 {
     /// # Safety
     /// The processor has AVX-512, and the caller is compiled for it.
     #[inline(always)]
-    pub(crate) unsafe fn turn(rows: [__m512i; LANES]) -> [__m512i; LANES] {
+    pub(crate) unsafe fn transpose(rows: [__m512i; LANES]) -> [__m512i; LANES] {
         // Pairs of rows, then of pairs, then quarters of registers.
         // SAFETY: the caller's promise.
         unsafe {
@@ -296,9 +296,9 @@ mod x86 {
             }
         }
         #[inline(always)]
-        unsafe fn turn(rows: [Self; LANES]) -> [Self; LANES] {
+        unsafe fn transpose(rows: [Self; LANES]) -> [Self; LANES] {
             // SAFETY: see the impl.
-            unsafe { super::turn_in_memory(rows) }
+            unsafe { super::transpose_in_memory(rows) }
         }
         #[inline(always)]
         unsafe fn fetch(at: *const f32) {
@@ -309,7 +309,7 @@ mod x86 {
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use x86::{Pair, Wide, turn};
+pub(crate) use x86::{Pair, Wide, transpose};
 
 /// Defines `unsafe fn name(args)` that calls the generic `body::<V>` compiled
 /// for the instruction set in use.
@@ -318,32 +318,16 @@ macro_rules! vectorised {
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
         $vis unsafe fn $name($($arg: $ty),*) $(-> $ret)? {
-            #[cfg(target_arch = "x86_64")]
-            {
-                use $crate::kernels::isa::{Isa, isa};
-                use $crate::kernels::vector::{Pair, Wide};
-                #[allow(clippy::too_many_arguments)]
-                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-                unsafe fn wide($($arg: $ty),*) $(-> $ret)? {
-                    // SAFETY: compiled for AVX-512; the rest is the caller's promise.
-                    unsafe { $body::<Wide>($($arg),*) }
-                }
-                #[allow(clippy::too_many_arguments)]
-                #[target_feature(enable = "avx2,fma")]
-                unsafe fn pair($($arg: $ty),*) $(-> $ret)? {
-                    // SAFETY: compiled for AVX2 and FMA; the rest is the caller's promise.
-                    unsafe { $body::<Pair>($($arg),*) }
-                }
-                match isa() {
-                    // SAFETY: `isa()` names only sets that this processor has.
-                    Isa::Avx512 => return unsafe { wide($($arg),*) },
-                    // SAFETY: as above.
-                    Isa::Avx2 => return unsafe { pair($($arg),*) },
-                    Isa::Scalar => {}
-                }
+            dispatch! {
+                [] ($($arg: $ty),*) [$(-> $ret)?];
+                "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma" if Isa::is_avx512 =>
+                // SAFETY: compiled for AVX-512; the rest is the caller's promise.
+                unsafe { $body::<$crate::kernels::vector::Wide>($($arg),*) };
+                // SAFETY: compiled for AVX2 and FMA; the rest is the caller's promise.
+                unsafe { $body::<$crate::kernels::vector::Pair>($($arg),*) };
+                // SAFETY: the caller's promise.
+                unsafe { $body::<$crate::kernels::vector::Plain>($($arg),*) }
             }
-            // SAFETY: the caller's promise.
-            unsafe { $body::<$crate::kernels::vector::Plain>($($arg),*) }
         }
     };
 }
@@ -354,7 +338,7 @@ mod tests {
     use crate::kernels::isa::on_each_isa;
 
     #[inline(always)]
-    unsafe fn turned_body<V: Vector>(square: &mut [[f32; LANES]; LANES]) {
+    unsafe fn transposed_body<V: Vector>(square: &mut [[f32; LANES]; LANES]) {
         // SAFETY: sixteen floats each; fetching touches nothing.
         unsafe {
             let mut rows = [V::splat(0.0); LANES];
@@ -362,18 +346,18 @@ mod tests {
                 V::fetch(row.as_ptr().wrapping_add(1 << 40));
                 *v = V::load(row.as_ptr());
             }
-            for (v, row) in V::turn(rows).into_iter().zip(square) {
+            for (v, row) in V::transpose(rows).into_iter().zip(square) {
                 v.store(row.as_mut_ptr());
             }
         }
     }
 
     vectorised! {
-        unsafe fn turned(square: &mut [[f32; LANES]; LANES]) = turned_body
+        unsafe fn transposed(square: &mut [[f32; LANES]; LANES]) = transposed_body
     }
 
     #[test]
-    fn squares_are_turned_on_every_instruction_set() {
+    fn squares_are_transposed_on_every_instruction_set() {
         on_each_isa(|isa| {
             let mut square = [[0.0; LANES]; LANES];
             for (i, row) in square.iter_mut().enumerate() {
@@ -382,7 +366,7 @@ mod tests {
                 }
             }
             // SAFETY: nothing to keep.
-            unsafe { turned(&mut square) };
+            unsafe { transposed(&mut square) };
             for (i, row) in square.iter().enumerate() {
                 for (j, &v) in row.iter().enumerate() {
                     assert_eq!(v, (j * LANES + i) as f32, "{isa:?}");

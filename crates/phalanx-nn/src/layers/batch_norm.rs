@@ -52,8 +52,8 @@ impl BatchNorm {
         }
     }
 
-    /// Sets the share of a new batch in the running statistics; `None` averages
-    /// all batches alike.
+    /// Sets the share of a new batch in the running statistics; `None` gives
+    /// all batches the same weight.
     #[must_use]
     pub fn momentum(mut self, momentum: Option<f64>) -> Self {
         self.options.momentum = momentum;

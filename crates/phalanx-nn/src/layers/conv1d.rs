@@ -1,7 +1,7 @@
 //! A one-dimensional convolution.
 
-use super::{Act, Conv2dOptions};
-use crate::param::{Init, Layout, ParamId, Scope};
+use super::{Act, Conv2dOptions, weight_and_bias};
+use crate::param::{Layout, ParamId, Scope};
 use crate::{Result, Tensor};
 
 /// A convolution over sequences (N, L, C) with PyTorch's `weight` of shape
@@ -24,15 +24,10 @@ impl Conv1d {
         options: impl Into<Conv2dOptions>,
     ) -> Self {
         let (mut scope, options) = (scope, options.into());
-        let group_in = inputs / options.groups.max(1);
-        let shape = [outputs, group_in, options.kernel[1]];
-        let fan_in = group_in * options.kernel[1];
-        let init = Init::KaimingUniform { fan_in };
-        let weight = scope.param("weight", &shape, Layout::Conv1d, init);
-        let init = Init::FanInUniform { fan_in };
-        let bias = options
-            .bias
-            .then(|| scope.param("bias", &[outputs], Layout::Same, init));
+        let (group_in, k) = (inputs / options.groups.max(1), options.kernel[1]);
+        let weight = (&[outputs, group_in, k][..], Layout::Conv1d);
+        let bias = options.bias.then_some(outputs);
+        let (weight, bias) = weight_and_bias(&mut scope, weight, group_in * k, bias);
         Conv1d {
             weight,
             bias,

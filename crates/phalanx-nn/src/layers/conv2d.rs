@@ -1,7 +1,7 @@
 //! A two-dimensional convolution.
 
-use super::{Act, Conv2dOptions};
-use crate::param::{Init, Layout, ParamId, Scope};
+use super::{Act, Conv2dOptions, weight_and_bias};
+use crate::param::{Layout, ParamId, Scope};
 use crate::{Result, Tensor};
 
 /// A convolution over images (N, H, W, C) with PyTorch's `weight` of shape
@@ -27,22 +27,9 @@ impl Conv2d {
         let [kh, kw] = options.kernel;
         // No groups at all is reported by the first forward pass.
         let group_in = inputs / options.groups.max(1);
-        let fan_in = group_in * kh * kw;
-        let shape = [outputs, group_in, kh, kw];
-        let weight = scope.param(
-            "weight",
-            &shape,
-            Layout::Conv,
-            Init::KaimingUniform { fan_in },
-        );
-        let bias = options.bias.then(|| {
-            scope.param(
-                "bias",
-                &[outputs],
-                Layout::Same,
-                Init::FanInUniform { fan_in },
-            )
-        });
+        let weight = (&[outputs, group_in, kh, kw][..], Layout::Conv);
+        let bias = options.bias.then_some(outputs);
+        let (weight, bias) = weight_and_bias(&mut scope, weight, group_in * kh * kw, bias);
         Conv2d {
             weight,
             bias,

@@ -1,7 +1,7 @@
 //! A transposed two-dimensional convolution.
 
-use super::Conv2dOptions;
-use crate::param::{Init, Layout, ParamId, Scope};
+use super::{Conv2dOptions, weight_and_bias};
+use crate::param::{Layout, ParamId, Scope};
 use crate::{Result, Tensor};
 
 /// A transposed convolution over images (N, H, W, C) with PyTorch's `weight` of
@@ -27,15 +27,10 @@ impl ConvTranspose2d {
         let (mut scope, options) = (scope, options.into());
         let [kh, kw] = options.kernel;
         let group_out = outputs / options.groups.max(1);
+        let weight = (&[inputs, group_out, kh, kw][..], Layout::Conv);
+        let bias = options.bias.then_some(outputs);
         // PyTorch takes the second dimension for the inputs here too.
-        let fan_in = group_out * kh * kw;
-        let shape = [inputs, group_out, kh, kw];
-        let init = Init::KaimingUniform { fan_in };
-        let weight = scope.param("weight", &shape, Layout::Conv, init);
-        let init = Init::FanInUniform { fan_in };
-        let bias = options
-            .bias
-            .then(|| scope.param("bias", &[outputs], Layout::Same, init));
+        let (weight, bias) = weight_and_bias(&mut scope, weight, group_out * kh * kw, bias);
         ConvTranspose2d {
             weight,
             bias,

@@ -1,7 +1,7 @@
 //! A fully connected layer.
 
-use super::Act;
-use crate::param::{Init, Layout, ParamId, Scope};
+use super::{Act, weight_and_bias};
+use crate::param::{Layout, ParamId, Scope};
 use crate::{Result, Tensor};
 
 /// `y = x Wᵀ + b` with PyTorch's `weight` of shape `[out, in]` and its initial values.
@@ -16,25 +16,18 @@ pub struct Linear {
 impl Linear {
     /// With bias.
     pub fn new(scope: Scope, inputs: usize, outputs: usize) -> Self {
-        let mut scope = scope;
-        let weight = Self::weight(&mut scope, inputs, outputs);
-        let init = Init::FanInUniform { fan_in: inputs };
-        let bias = Some(scope.param("bias", &[outputs], Layout::Same, init));
-        Linear { weight, bias }
+        Self::with(scope, inputs, outputs, Some(outputs))
     }
 
     /// Without bias.
     pub fn without_bias(scope: Scope, inputs: usize, outputs: usize) -> Self {
-        let mut scope = scope;
-        Linear {
-            weight: Self::weight(&mut scope, inputs, outputs),
-            bias: None,
-        }
+        Self::with(scope, inputs, outputs, None)
     }
 
-    fn weight(scope: &mut Scope, inputs: usize, outputs: usize) -> ParamId {
-        let init = Init::KaimingUniform { fan_in: inputs };
-        scope.param("weight", &[outputs, inputs], Layout::Same, init)
+    fn with(mut scope: Scope, inputs: usize, outputs: usize, bias: Option<usize>) -> Self {
+        let weight = (&[outputs, inputs][..], Layout::Same);
+        let (weight, bias) = weight_and_bias(&mut scope, weight, inputs, bias);
+        Linear { weight, bias }
     }
 
     /// Over the last dimension of `x`.

@@ -1,6 +1,5 @@
 //! Layers: plain structs that hold parameter ids.
 
-mod activation;
 mod avg_pool2d;
 mod batch_norm;
 mod conv1d;
@@ -14,11 +13,11 @@ mod linear;
 mod max_pool2d;
 mod multi_head_attention;
 
+pub use crate::kernels::activation::Activation;
 pub use crate::ops::{
     Act, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, JoinStatistics, MaxPool2dOptions,
     RunningStats,
 };
-pub use activation::Activation;
 pub use avg_pool2d::AvgPool2d;
 pub use batch_norm::{BatchNorm, BatchNorm1d, BatchNorm2d};
 pub use conv_transpose2d::ConvTranspose2d;
@@ -31,3 +30,19 @@ pub use layer_norm::LayerNorm;
 pub use linear::Linear;
 pub use max_pool2d::MaxPool2d;
 pub use multi_head_attention::MultiHeadAttention;
+
+use crate::param::{Init, Layout, ParamId, Scope};
+
+/// PyTorch's `weight` and, if there is one, `bias` of a layer, with its initial values:
+/// uniform, by the number of inputs of each output.
+fn weight_and_bias(
+    scope: &mut Scope,
+    (shape, layout): (&[usize], Layout),
+    fan_in: usize,
+    outputs: Option<usize>,
+) -> (ParamId, Option<ParamId>) {
+    let weight = scope.param("weight", shape, layout, Init::KaimingUniform { fan_in });
+    let init = Init::FanInUniform { fan_in };
+    let bias = outputs.map(|n| scope.param("bias", &[n], Layout::Same, init));
+    (weight, bias)
+}

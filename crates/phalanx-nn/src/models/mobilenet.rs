@@ -177,8 +177,8 @@ impl MobileNetV2 {
         }
     }
 
-    /// Sets whether backward makes the values inside each block again, which the forward pass then
-    /// does not keep ([`Tensor::recompute`]); no bit changes.
+    /// Sets whether backward recomputes each block's activations (less memory, more time;
+    /// [`Tensor::recompute`]); no bit changes.
     #[must_use]
     pub fn recompute(mut self, on: bool) -> Self {
         self.recomputes = on;

@@ -3,16 +3,11 @@
 use crate::kernels::adaptive_max;
 use crate::kernels::avg_pool::{AvgShape, Windows};
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 
-pub(crate) struct AdaptiveMaxPool2d {
-    x: SlotId,
-    out: SlotId,
-    winners: SlotId,
-    shape: AvgShape,
-}
+pub(crate) struct AdaptiveMaxPool2d(AvgShape);
 
 impl<'s> Tensor<'s> {
     /// The largest values of windows chosen so that images (N, H, W, C) become
@@ -35,52 +30,27 @@ impl<'s> Tensor<'s> {
             output: [height, width],
             windows: [Windows::Adaptive; 2],
         };
-        let (step, x) = (self.step(), self.slot());
         let shape = Shape::new(&[images, height, width, channels])?;
-        let out = {
-            let mut st = step.state();
-            let mut buf = st.pool.get(shape.numel());
-            let mut winners = st.pool.get(shape.numel());
-            adaptive_max::forward(
-                step.team(),
-                &s,
-                st.value(x),
-                buf.slice_mut(),
-                winners.slice_mut(),
-            );
-            let wants = st.wants_grad(x);
-            let out = st.add_output(shape, buf, wants);
-            if wants {
-                let winners = st.add_aux(winners)?;
-                st.record(AdaptiveMaxPool2d {
-                    x,
-                    out,
-                    winners,
-                    shape: s,
-                });
-            } else {
-                st.pool.put(winners);
-            }
-            out
-        };
-        Ok(Tensor::new(step, out))
+        self.step()
+            .apply([self.slot()], shape, AdaptiveMaxPool2d(s))
     }
 }
 
-impl Recorded for AdaptiveMaxPool2d {
-    fn visit(&self, f: &mut dyn FnMut(Visit)) {
-        f(Visit::Output(self.out));
-        f(Visit::Input(self.x));
-        f(Visit::Saved(self.winners));
+impl Operation for AdaptiveMaxPool2d {
+    fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        let s = &self.0;
+        let numel = s.images * s.output[0] * s.output[1] * s.channels;
+        let (mut buf, mut winners) = (c.state.pool.get(numel), c.state.pool.get(numel));
+        let (to, at) = (buf.slice_mut(), winners.slice_mut());
+        adaptive_max::forward(c.threads, s, c.state.value(x), to, at);
+        Ok((buf, Some(winners)))
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
-        let numel = pass.shape(self.x).numel();
-        let mut dx = pass.pool().get(numel);
-        let winners = pass.value(self.winners);
-        adaptive_max::backward(pass.team, &self.shape, dy.slice(), winners, dx.slice_mut());
-        pass.pool().put(dy);
-        pass.give(self.x, dx);
+    fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, dy: Buf) -> Result<()> {
+        let (threads, winners) = (ctx.threads, ctx.value(s.aux()?));
+        ctx.give_made(s.x[0], dy, |dy, dx| {
+            adaptive_max::backward(threads, &self.0, dy, winners, dx);
+        });
         Ok(())
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::kernels::avg_pool::{self, AvgShape, Windows};
 use crate::pool::Buf;
-use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
+use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 
@@ -55,22 +55,32 @@ impl AvgPool2dOptions {
         AvgPool2dOptions { ceil: true, ..self }
     }
 
-    /// Output size, as PyTorch computes it; `None` when PyTorch refuses.
     fn out_size(&self, input: usize) -> Option<usize> {
-        let (k, s, p) = (self.kernel, self.stride, self.padding);
-        if p > k / 2 || input == 0 || k == 0 {
-            return None;
-        }
-        let extra = if self.ceil { s.checked_sub(1)? } else { 0 };
-        let padded = input.checked_add(2 * p)?.checked_add(extra)?;
-        let out = padded.checked_sub(k)?.checked_div(s)? + 1;
-        // The last window must begin inside the image or its leading padding.
-        Some(if self.ceil && (out - 1) * s >= input + p {
-            out - 1
-        } else {
-            out
-        })
+        window_count(input, self.kernel, self.stride, self.padding, 1, self.ceil)
     }
+}
+
+/// Windows that fit along a dimension, as PyTorch counts them; `None` when PyTorch refuses.
+pub(super) fn window_count(
+    input: usize,
+    kernel: usize,
+    stride: usize,
+    padding: usize,
+    dilation: usize,
+    ceil: bool,
+) -> Option<usize> {
+    if padding > kernel / 2 || input == 0 || dilation == 0 {
+        return None;
+    }
+    let reach = dilation
+        .checked_mul(kernel.checked_sub(1)?)?
+        .checked_add(1)?;
+    let extra = if ceil { stride.checked_sub(1)? } else { 0 };
+    let padded = input.checked_add(2 * padding)?.checked_add(extra)?;
+    let out = padded.checked_sub(reach)?.checked_div(stride)? + 1;
+    // The last window must begin inside the image or its leading padding.
+    let past_the_end = ceil && (out - 1) * stride >= input + padding;
+    Some(out - usize::from(past_the_end))
 }
 
 /// A square window of this size, moved by its own size.
@@ -80,11 +90,7 @@ impl From<usize> for AvgPool2dOptions {
     }
 }
 
-pub(crate) struct AvgPool2d {
-    x: SlotId,
-    out: SlotId,
-    shape: AvgShape,
-}
+pub(crate) struct AvgPool2d(AvgShape);
 
 impl<'s> Tensor<'s> {
     /// The mean of each window of images (N, H, W, C).
@@ -152,49 +158,25 @@ impl<'s> Tensor<'s> {
     }
 
     fn averages(self, s: AvgShape) -> Result<Tensor<'s>> {
-        let (step, x) = (self.step(), self.slot());
         let shape = Shape::new(&[s.images, s.output[0], s.output[1], s.channels])?;
-        let out = {
-            let mut st = step.state();
-            let buf = compute(&mut step.compute(&mut st), x, &s);
-            let wants = st.wants_grad(x);
-            let out = st.add_output(shape, buf, wants);
-            if wants {
-                st.record(AvgPool2d { x, out, shape: s });
-            }
-            out
-        };
-        Ok(Tensor::new(step, out))
+        self.step().apply([self.slot()], shape, AvgPool2d(s))
     }
 }
 
-fn compute(c: &mut Compute<'_>, x: SlotId, s: &AvgShape) -> Buf {
-    let numel = s.images * s.output[0] * s.output[1] * s.channels;
-    let mut buf = c.state.pool.get(numel);
-    avg_pool::forward(c.team, s, c.state.value(x), buf.slice_mut());
-    buf
-}
-
-impl Recorded for AvgPool2d {
-    fn visit(&self, f: &mut dyn FnMut(Visit)) {
-        f(Visit::Output(self.out));
-        f(Visit::Input(self.x));
+impl Operation for AvgPool2d {
+    fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        let s = &self.0;
+        let numel = s.images * s.output[0] * s.output[1] * s.channels;
+        let mut buf = c.state.pool.get(numel);
+        avg_pool::forward(c.threads, s, c.state.value(x), buf.slice_mut());
+        Ok((buf, None))
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
-        let numel = pass.shape(self.x).numel();
-        let mut dx = pass.pool().get(numel);
-        avg_pool::backward(pass.team, &self.shape, dy.slice(), dx.slice_mut());
-        pass.pool().put(dy);
-        pass.give(self.x, dx);
+    fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, dy: Buf) -> Result<()> {
+        let threads = ctx.threads;
+        ctx.give_made(s.x[0], dy, |dy, dx| {
+            avg_pool::backward(threads, &self.0, dy, dx)
+        });
         Ok(())
-    }
-
-    fn repeats(&self) -> bool {
-        true
-    }
-
-    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
-        Ok(compute(c, self.x, &self.shape))
     }
 }

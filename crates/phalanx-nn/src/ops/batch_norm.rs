@@ -11,10 +11,10 @@ use super::Act;
 use crate::kernels::Mode;
 use crate::kernels::batch_norm::{self, Backward, Channels, Gate};
 use crate::kernels::element::{Bf16, Element, Values, elements, elements_mut};
-use crate::par::Team;
+use crate::par::ThreadPool;
 use crate::param::{BufferId, ParamId, SinkError};
 use crate::pool::Buf;
-use crate::tape::{Compute, Pass, Recorded, SlotId, State, Visit};
+use crate::tape::{BackwardContext, Compute, Recorded, SlotId, State, Visit};
 use crate::{Error, Precision, Result, Tensor};
 
 /// Where the running statistics of a batch normalisation live.
@@ -37,7 +37,7 @@ pub struct BatchNormOptions {
     pub bias: Option<ParamId>,
     /// Statistics to evaluate with; without any the batch's own are used.
     pub running: Option<RunningStats>,
-    /// Share of a new batch in the running statistics; `None` averages all batches alike.
+    /// Share of a new batch in the running statistics; `None` gives all batches the same weight.
     pub momentum: Option<f64>,
     /// Added to the variance.
     pub eps: f64,
@@ -126,10 +126,10 @@ impl<'s> Tensor<'s> {
                 let mut work = st.pool.get(batch_norm::partials_len(numel, c));
                 let (mean, squares) = sums.f64_mut().split_at_mut(c);
                 if numel > 0 {
-                    let (team, work) = (step.team(), work.slice_mut());
+                    let (threads, work) = (step.threads(), work.slice_mut());
                     match st.values(x) {
-                        Values::F32(x) => batch_norm::statistics(team, x, work, mean, squares),
-                        Values::Bf16(x) => batch_norm::statistics(team, x, work, mean, squares),
+                        Values::F32(x) => batch_norm::statistics(threads, x, work, mean, squares),
+                        Values::Bf16(x) => batch_norm::statistics(threads, x, work, mean, squares),
                     }
                 } else {
                     mean.fill(0.0);
@@ -179,7 +179,7 @@ impl<'s> Tensor<'s> {
 
             let mut y = st.pool.get(precision.memory_len(numel));
             let operands = (x, residual_slot, constants.slice());
-            normalise(step.team(), &st, operands, act, y.slice_mut());
+            normalise(step.threads(), &st, operands, act, y.slice_mut());
             let out = st.add_output_as((dims, precision), y, training);
             if training {
                 let constants = st.add_aux(constants)?;
@@ -275,20 +275,20 @@ fn finish_constants<'p>(
 
 /// `act(normalised x + residual)` by the constants of every channel.
 fn normalise(
-    team: &Team,
+    threads: &ThreadPool,
     st: &State,
     (x, residual, constants): (SlotId, Option<SlotId>, &[f32]),
     act: Act,
     y: &mut [f32],
 ) {
     match st.precision_of(x) {
-        Precision::F32 => normalise_as::<f32>(team, st, (x, residual, constants), act, y),
-        Precision::Bf16 => normalise_as::<Bf16>(team, st, (x, residual, constants), act, y),
+        Precision::F32 => normalise_as::<f32>(threads, st, (x, residual, constants), act, y),
+        Precision::Bf16 => normalise_as::<Bf16>(threads, st, (x, residual, constants), act, y),
     }
 }
 
 fn normalise_as<T: Element>(
-    team: &Team,
+    threads: &ThreadPool,
     st: &State,
     (x, residual, constants): (SlotId, Option<SlotId>, &[f32]),
     act: Act,
@@ -300,7 +300,7 @@ fn normalise_as<T: Element>(
         residual.map_or(&[][..], |r| st.elements(r)),
     );
     let y = elements_mut(y, x.len());
-    batch_norm::normalise(team, x, y, channels, r, act.clip());
+    batch_norm::normalise(threads, x, y, channels, r, act.clip());
 }
 
 impl BatchNorm {
@@ -311,12 +311,12 @@ impl BatchNorm {
 
 /// Gives a parameter its gradient, made in f64.
 pub(super) fn one_gradient(
-    pass: &mut Pass<'_>,
+    ctx: &mut BackwardContext<'_>,
     id: Option<ParamId>,
     values: impl Iterator<Item = f64>,
 ) -> Result<()> {
     let Some(id) = id else { return Ok(()) };
-    pass.param(id, |g, mode| {
+    ctx.param(id, |g, mode| {
         for (g, v) in g.iter_mut().zip(values) {
             *g = match mode {
                 Mode::Write => v as f32,
@@ -343,45 +343,45 @@ impl Recorded for BatchNorm {
         }
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
-        match pass.precision_of(self.x) {
-            Precision::F32 => self.backward_as::<f32>(pass, dy),
-            Precision::Bf16 => self.backward_as::<Bf16>(pass, dy),
+    fn backward(&self, ctx: &mut BackwardContext<'_>, dy: Buf) -> Result<()> {
+        match ctx.precision_of(self.x) {
+            Precision::F32 => self.backward_as::<f32>(ctx, dy),
+            Precision::Bf16 => self.backward_as::<Bf16>(ctx, dy),
         }
     }
 
-    fn repeats(&self) -> bool {
+    fn can_recompute(&self) -> bool {
         true
     }
 
     /// With the statistics of the first time.
-    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
+    fn recompute(&self, c: &mut Compute<'_>) -> Result<Buf> {
         let (shape, precision) = (c.state.shape(self.x), c.state.precision_of(self.x));
         let mut y = c.state.pool.get(precision.memory_len(shape.numel()));
         let operands = (self.x, self.residual, c.state.value(self.constants));
-        normalise(c.team, c.state, operands, self.act, y.slice_mut());
+        normalise(c.threads, c.state, operands, self.act, y.slice_mut());
         Ok(y)
     }
 }
 
 impl BatchNorm {
-    fn backward_as<T: Element>(&self, pass: &mut Pass<'_>, mut dy: Buf) -> Result<()> {
-        let (team, c) = (pass.team, self.channels);
-        let x = pass.elements::<T>(self.x);
-        let (channels, inverse) = parts(pass.value(self.constants), c);
+    fn backward_as<T: Element>(&self, ctx: &mut BackwardContext<'_>, mut dy: Buf) -> Result<()> {
+        let (threads, c) = (ctx.threads, self.channels);
+        let x = ctx.elements::<T>(self.x);
+        let (channels, inverse) = parts(ctx.value(self.constants), c);
         let clip = self.act.clip();
         let gate = if self.gated_by_output() {
-            Gate::Output(pass.elements::<T>(self.out), clip)
+            Gate::Output(ctx.elements::<T>(self.out), clip)
         } else {
             Gate::Clip(clip)
         };
         let numel = x.len();
-        let mut work = pass.pool().get(batch_norm::partials_len(numel, c));
-        let mut sums = pass.pool().get(4 * c);
-        let mut coefficients = pass.pool().get(2 * c);
+        let mut work = ctx.pool().get(batch_norm::partials_len(numel, c));
+        let mut sums = ctx.pool().get(4 * c);
+        let mut coefficients = ctx.pool().get(2 * c);
         let (total, products) = sums.f64_mut().split_at_mut(c);
         batch_norm::backward_sums(
-            team,
+            threads,
             x,
             elements_mut(dy.slice_mut(), numel),
             channels,
@@ -393,11 +393,11 @@ impl BatchNorm {
             .iter()
             .zip(inverse)
             .map(|(&p, &i)| p * f64::from(i));
-        one_gradient(pass, self.weight, scaled)?;
-        one_gradient(pass, self.bias, total.iter().copied())?;
+        one_gradient(ctx, self.weight, scaled)?;
+        one_gradient(ctx, self.bias, total.iter().copied())?;
 
         let mut rows = (numel / c).max(1) as f64;
-        if let Some((joined, join)) = self.joined.zip(pass.join()) {
+        if let Some((joined, join)) = self.joined.zip(ctx.join()) {
             rows = joined.max(1.0);
             join.sum(sums.f64_mut()).map_err(not_joined)?;
         }
@@ -413,19 +413,19 @@ impl BatchNorm {
             slope,
             offset,
         };
-        match self.residual.filter(|&r| pass.wants(r)) {
+        match self.residual.filter(|&r| ctx.wants(r)) {
             Some(r) => {
-                if pass.wants(self.x) {
-                    let mut dx = pass.pool().get(T::PRECISION.memory_len(numel));
+                if ctx.wants(self.x) {
+                    let mut dx = ctx.pool().get(T::PRECISION.memory_len(numel));
                     let to = elements_mut(dx.slice_mut(), numel);
-                    batch_norm::gradient_to(team, x, elements(dy.slice(), numel), to, b);
-                    pass.give(self.x, dx);
+                    batch_norm::gradient_to(threads, x, elements(dy.slice(), numel), to, b);
+                    ctx.give(self.x, dx);
                 }
-                pass.give(r, dy);
+                ctx.give(r, dy);
             }
             None => {
                 batch_norm::gradient(
-                    team,
+                    threads,
                     x,
                     elements_mut(dy.slice_mut(), numel),
                     b,
@@ -435,12 +435,12 @@ impl BatchNorm {
                         clip
                     },
                 );
-                pass.give(self.x, dy);
+                ctx.give(self.x, dy);
             }
         }
-        pass.pool().put(coefficients);
-        pass.pool().put(sums);
-        pass.pool().put(work);
+        ctx.pool().put(coefficients);
+        ctx.pool().put(sums);
+        ctx.pool().put(work);
         Ok(())
     }
 }

@@ -4,28 +4,22 @@
 //! its rows or columns do, cut by shape.
 
 use crate::kernels::Mode;
-use crate::kernels::product::{Mat, product, product_team};
-use crate::par::Team;
+use crate::kernels::product::{Mat, product, product_threaded};
+use crate::par::ThreadPool;
 use crate::pool::Buf;
-use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
-use crate::tensor::Shape;
+use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::{Error, Result, Tensor};
 
-pub(crate) struct Bmm {
-    a: SlotId,
-    b: SlotId,
-    out: SlotId,
-    sizes: Sizes,
-}
+pub(crate) struct Bmm(Sizes);
 
-/// `count` products of m x k by k x n; `turned`: the second lies as n x k.
+/// `count` products of m x k by k x n; `transposed`: the second is stored as n x k.
 #[derive(Clone, Copy)]
 struct Sizes {
     count: usize,
     m: usize,
     k: usize,
     n: usize,
-    turned: bool,
+    transposed: bool,
 }
 
 fn a_of(s: Sizes, a: &[f32]) -> Mat<'_> {
@@ -33,7 +27,7 @@ fn a_of(s: Sizes, a: &[f32]) -> Mat<'_> {
 }
 
 fn b_of(s: Sizes, b: &[f32]) -> Mat<'_> {
-    if s.turned {
+    if s.transposed {
         Mat::rows(b, s.n, s.k, s.k).t()
     } else {
         Mat::rows(b, s.k, s.n, s.n)
@@ -51,17 +45,17 @@ fn at(x: &[f32], i: usize, len: usize) -> &[f32] {
 
 /// `to = f(i)` for every matrix of `len` elements in rows of `wide`.
 fn each<'m>(
-    team: &Team,
+    threads: &ThreadPool,
     (count, len, wide): (usize, usize, usize),
     to: &mut [f32],
     f: impl Fn(usize) -> (Mat<'m>, Mat<'m>) + Sync,
 ) {
     if count == 1 {
         let (a, b) = f(0);
-        product_team(team, to, a, b, Mode::Write);
+        product_threaded(threads, to, a, b, Mode::Write);
         return;
     }
-    team.split(to, len, |from, to| {
+    threads.split(to, len, |from, to| {
         let (a, b) = f(from / len);
         product(to, wide, a, b, Mode::Write);
     });
@@ -86,7 +80,7 @@ impl<'s> Tensor<'s> {
         self.products(other, true)
     }
 
-    fn products(self, other: Tensor<'s>, turned: bool) -> Result<Tensor<'s>> {
+    fn products(self, other: Tensor<'s>, transposed: bool) -> Result<Tensor<'s>> {
         let (step, a, b) = (self.step(), self.slot(), other.slot());
         let (da, db) = (self.dims(), other.dims());
         let rank = da.len();
@@ -94,90 +88,62 @@ impl<'s> Tensor<'s> {
             && rank >= 2
             && db.len() == rank
             && da[..rank - 2] == db[..rank - 2]
-            && da[rank - 1] == db[if turned { rank - 1 } else { rank - 2 }];
+            && da[rank - 1] == db[if transposed { rank - 1 } else { rank - 2 }];
         if !fits {
             return Err(Error::usage(format!(
-                "bmm of shapes {da:?} and {db:?} (second transposed: {turned}) does not fit, or the steps differ"
+                "bmm of shapes {da:?} and {db:?} (second transposed: {transposed}) does not fit, or the steps differ"
             )));
         }
         let s = Sizes {
             count: da[..rank - 2].iter().product(),
             m: da[rank - 2],
             k: da[rank - 1],
-            n: db[if turned { rank - 2 } else { rank - 1 }],
-            turned,
+            n: db[if transposed { rank - 2 } else { rank - 1 }],
+            transposed,
         };
-        let mut sizes = [0; 6];
-        sizes[..rank].copy_from_slice(&da);
-        sizes[rank - 1] = s.n;
-        let shape = Shape::new(&sizes[..rank])?;
-        let out = {
-            let mut st = step.state();
-            let buf = compute(&mut step.compute(&mut st), a, b, s);
-            let wants = st.wants_grad(a) || st.wants_grad(b);
-            let out = st.add_output(shape, buf, wants);
-            if wants {
-                st.record(Bmm {
-                    a,
-                    b,
-                    out,
-                    sizes: s,
-                });
-            }
-            out
-        };
-        Ok(Tensor::new(step, out))
+        let shape = da.with(rank - 1, s.n)?;
+        step.apply([a, b], shape, Bmm(s))
     }
 }
 
-fn compute(c: &mut Compute<'_>, a: SlotId, b: SlotId, s: Sizes) -> Buf {
-    let len = s.m * s.n;
-    let mut buf = c.state.pool.get(s.count * len);
-    let (x, y) = (c.state.value(a), c.state.value(b));
-    each(c.team, (s.count, len, s.n), buf.slice_mut(), |i| {
-        (a_of(s, at(x, i, s.m * s.k)), b_of(s, at(y, i, s.k * s.n)))
-    });
-    buf
-}
-
-impl Recorded for Bmm {
-    fn visit(&self, f: &mut dyn FnMut(Visit)) {
-        f(Visit::Output(self.out));
-        f(Visit::Input(self.a));
-        f(Visit::Input(self.b));
-        f(Visit::Saved(self.a));
-        f(Visit::Saved(self.b));
+impl Operation<2> for Bmm {
+    fn saves(&self) -> [bool; 2] {
+        [true; 2]
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
-        let (s, team) = (self.sizes, pass.team);
-        let (a, b, d) = (pass.value(self.a), pass.value(self.b), dy.slice());
+    fn forward(&self, c: &mut Compute<'_>, [a, b]: [SlotId; 2]) -> Result<(Buf, Option<Buf>)> {
+        let s = self.0;
+        let len = s.m * s.n;
+        let mut buf = c.state.pool.get(s.count * len);
+        let (x, y) = (c.state.value(a), c.state.value(b));
+        each(c.threads, (s.count, len, s.n), buf.slice_mut(), |i| {
+            (a_of(s, at(x, i, s.m * s.k)), b_of(s, at(y, i, s.k * s.n)))
+        });
+        Ok((buf, None))
+    }
+
+    fn backward(&self, ctx: &mut BackwardContext<'_>, slots: &Slots<2>, dy: Buf) -> Result<()> {
+        let [x, y] = slots.x;
+        let (s, threads) = (self.0, ctx.threads);
+        let (a, b, d) = (ctx.value(x), ctx.value(y), dy.slice());
         let (la, lb, lc) = (s.m * s.k, s.k * s.n, s.m * s.n);
-        if pass.wants(self.a) {
-            let mut da = pass.pool().get(a.len());
-            each(team, (s.count, la, s.k), da.slice_mut(), |i| {
+        if ctx.wants(x) {
+            let mut da = ctx.pool().get(a.len());
+            each(threads, (s.count, la, s.k), da.slice_mut(), |i| {
                 (c_of(s, at(d, i, lc)), b_of(s, at(b, i, lb)).t())
             });
-            pass.give(self.a, da);
+            ctx.give(x, da);
         }
-        if pass.wants(self.b) {
-            let mut db = pass.pool().get(b.len());
-            let wide = if s.turned { s.k } else { s.n };
-            each(team, (s.count, lb, wide), db.slice_mut(), |i| {
+        if ctx.wants(y) {
+            let mut db = ctx.pool().get(b.len());
+            let wide = if s.transposed { s.k } else { s.n };
+            each(threads, (s.count, lb, wide), db.slice_mut(), |i| {
                 let (a, d) = (a_of(s, at(a, i, la)), c_of(s, at(d, i, lc)));
-                if s.turned { (d.t(), a) } else { (a.t(), d) }
+                if s.transposed { (d.t(), a) } else { (a.t(), d) }
             });
-            pass.give(self.b, db);
+            ctx.give(y, db);
         }
-        pass.pool().put(dy);
+        ctx.pool().put(dy);
         Ok(())
-    }
-
-    fn repeats(&self) -> bool {
-        true
-    }
-
-    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
-        Ok(compute(c, self.a, self.b, self.sizes))
     }
 }

@@ -1,7 +1,7 @@
 //! Two-dimensional convolution: `y = act(conv(x, W) + b)`. Saves its input,
 //! and its output when an activation is fused.
 //!
-//! Where products are made in bf16, an output without bias and activation is kept as
+//! Where products are computed in bf16, an output without bias and activation is stored as
 //! bf16: a normalisation follows such a convolution.
 
 use super::Act;
@@ -10,7 +10,7 @@ use crate::kernels::element::{Values, ValuesMut};
 use crate::kernels::{Mode, elementwise};
 use crate::param::{Layout, ParamId};
 use crate::pool::Buf;
-use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
+use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Precision, Result, Tensor};
 
@@ -106,8 +106,6 @@ impl From<usize> for Conv2dOptions {
 }
 
 pub(crate) struct Conv2d {
-    x: SlotId,
-    out: SlotId,
     weight: ParamId,
     bias: Option<ParamId>,
     act: Act,
@@ -135,25 +133,16 @@ impl<'s> Tensor<'s> {
             self.slot()
         };
         let shape = Shape::new(&[s.images, s.output[0], s.output[1], s.out])?;
-        let out = {
-            let mut st = step.state();
-            let buf = compute(&mut step.compute(&mut st), x, (weight, bias), act, &s);
-            let training = st.training;
-            let precision = output_precision(&s, bias, act);
-            let out = st.add_output_as((shape, precision), buf, training);
-            if training {
-                st.record(Conv2d {
-                    x,
-                    out,
-                    weight,
-                    bias,
-                    act,
-                    shape: s,
-                });
-            }
-            out
+        let op = Conv2d {
+            weight,
+            bias,
+            act,
+            shape: s,
         };
-        Ok(Tensor::new(step, out))
+        let mut st = step.state();
+        let made = op.forward(&mut step.compute(&mut st), [x])?;
+        let precision = op.output_precision();
+        step.emit(&mut st, [x], (shape, precision), made, op)
     }
 
     /// `act(conv(x, W) + b)` of sequences (N, L, C), for a weight of PyTorch's
@@ -258,102 +247,84 @@ impl<'s> Tensor<'s> {
     }
 }
 
-/// What the output's elements are.
-fn output_precision(s: &ConvShape, bias: Option<ParamId>, act: Act) -> Precision {
-    if conv::in_bf16(s) && bias.is_none() && act == Act::None {
-        Precision::Bf16
-    } else {
-        Precision::F32
-    }
-}
-
-/// The output's elements.
-fn compute(
-    c: &mut Compute<'_>,
-    x: SlotId,
-    (weight, bias): (ParamId, Option<ParamId>),
-    act: Act,
-    s: &ConvShape,
-) -> Buf {
-    let (len, precision) = (s.images * s.out_len(), output_precision(s, bias, act));
-    let mut buf = c.state.pool.get(precision.memory_len(len));
-    let mut work = c.state.pool.get(conv::work_len(s));
-    let w = c.params.get(weight);
-    let b = bias.map(|b| c.params.get(b));
-    let relu = act == Act::Relu;
-    let y = ValuesMut::of(buf.slice_mut(), precision, len);
-    let memory = work.slice_mut();
-    conv::forward(c.team, s, c.state.values(x), w, (b, relu), memory, y);
-    c.state.pool.put(work);
-    if act == Act::Relu6 {
-        elementwise::clip(c.team, buf.slice_mut(), act.clip());
-    }
-    buf
-}
-
-impl Recorded for Conv2d {
-    fn visit(&self, f: &mut dyn FnMut(Visit)) {
-        f(Visit::Output(self.out));
-        f(Visit::Input(self.x));
-        f(Visit::Param(self.weight));
-        self.bias.map(Visit::Param).into_iter().for_each(&mut *f);
-        f(Visit::Saved(self.x));
-        if self.act != Act::None {
-            f(Visit::Saved(self.out));
+impl Conv2d {
+    /// Precision of the output's elements.
+    fn output_precision(&self) -> Precision {
+        if conv::in_bf16(&self.shape) && self.bias.is_none() && self.act == Act::None {
+            Precision::Bf16
+        } else {
+            Precision::F32
         }
     }
+}
 
-    fn backward(&self, pass: &mut Pass<'_>, mut dy: Buf) -> Result<()> {
-        let (team, s) = (pass.team, &self.shape);
+impl Operation for Conv2d {
+    fn params(&self) -> [Option<ParamId>; 2] {
+        [Some(self.weight), self.bias]
+    }
+
+    fn saves(&self) -> [bool; 1] {
+        [true]
+    }
+
+    fn saves_output(&self) -> bool {
+        self.act != Act::None
+    }
+
+    fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        let (s, act) = (&self.shape, self.act);
+        let (len, precision) = (s.images * s.out_len(), self.output_precision());
+        let mut buf = c.state.pool.get(precision.memory_len(len));
+        let mut work = c.state.pool.get(conv::work_len(s));
+        let w = c.params.get(self.weight);
+        let constants = (self.bias.map(|b| c.params.get(b)), act == Act::Relu);
+        let y = ValuesMut::of(buf.slice_mut(), precision, len);
+        let memory = work.slice_mut();
+        conv::forward(c.threads, s, c.state.values(x), w, constants, memory, y);
+        c.state.pool.put(work);
+        if act == Act::Relu6 {
+            elementwise::clip(c.threads, buf.slice_mut(), act.clip());
+        }
+        Ok((buf, None))
+    }
+
+    fn backward(&self, ctx: &mut BackwardContext<'_>, slots: &Slots<1>, mut dy: Buf) -> Result<()> {
+        let (threads, s) = (ctx.threads, &self.shape);
         if self.act != Act::None {
             let clip = self.act.clip();
-            elementwise::clip_backward(team, pass.value(self.out), dy.slice_mut(), clip);
+            elementwise::clip_backward(threads, ctx.value(slots.out), dy.slice_mut(), clip);
         }
         // PyTorch's order within a convolution: weight, then bias; both before
         // the input gradient, so that their reduction can start meanwhile.
-        let mut work = pass.pool().get(conv::work_len(s));
-        let x = pass.values(self.x);
+        let mut work = ctx.pool().get(conv::work_len(s));
+        let x = ctx.values(slots.x[0]);
         let d = Values::of(
             dy.slice(),
-            pass.precision_of(self.out),
+            ctx.precision_of(slots.out),
             s.images * s.out_len(),
         );
-        pass.param(self.weight, |dw, mode| {
-            conv::weight_gradient(team, s, x, d, work.slice_mut(), dw, mode);
+        ctx.param(self.weight, |dw, mode| {
+            conv::weight_gradient(threads, s, x, d, work.slice_mut(), dw, mode);
         })?;
         if let Some(b) = self.bias {
-            pass.param(b, |db, mode| {
-                conv::bias_gradient(team, s, d.f32(), work.slice_mut(), db, mode)
+            ctx.param(b, |db, mode| {
+                conv::bias_gradient(threads, s, d.f32(), work.slice_mut(), db, mode)
             })?;
         }
-        if pass.wants(self.x) {
-            let w = pass.params.get(self.weight);
-            // What came down a residual connection is added to in place.
-            let (len, precision) = (s.images * s.in_len(), pass.precision_of(self.x));
-            let (mut dx, mode) = match pass.take(self.x) {
+        if ctx.wants(slots.x[0]) {
+            let w = ctx.params.get(self.weight);
+            // The gradient of a residual connection is added to in place.
+            let (len, precision) = (s.images * s.in_len(), ctx.precision_of(slots.x[0]));
+            let (mut dx, mode) = match ctx.take(slots.x[0]) {
                 Some(sum) => (sum, Mode::Add),
-                None => (pass.pool().get(precision.memory_len(len)), Mode::Write),
+                None => (ctx.pool().get(precision.memory_len(len)), Mode::Write),
             };
             let to = ValuesMut::of(dx.slice_mut(), precision, len);
-            conv::input_gradient(team, s, w, d, (work.slice_mut(), to), mode);
-            pass.restore(self.x, dx);
+            conv::input_gradient(threads, s, w, d, (work.slice_mut(), to), mode);
+            ctx.restore(slots.x[0], dx);
         }
-        pass.pool().put(work);
-        pass.pool().put(dy);
+        ctx.pool().put(work);
+        ctx.pool().put(dy);
         Ok(())
-    }
-
-    fn repeats(&self) -> bool {
-        true
-    }
-
-    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
-        Ok(compute(
-            c,
-            self.x,
-            (self.weight, self.bias),
-            self.act,
-            &self.shape,
-        ))
     }
 }

@@ -7,15 +7,13 @@ use crate::kernels::conv::{self, ConvShape};
 use crate::kernels::element::{Values, ValuesMut};
 use crate::param::{Layout, ParamId};
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 
 use super::Conv2dOptions;
 
 pub(crate) struct ConvTranspose2d {
-    x: SlotId,
-    out: SlotId,
     weight: ParamId,
     bias: Option<ParamId>,
     /// The convolution from this layer's output to its input.
@@ -36,38 +34,14 @@ impl<'s> Tensor<'s> {
         options: Conv2dOptions,
         extra: [usize; 2],
     ) -> Result<Tensor<'s>> {
-        let (step, x) = (self.step(), self.slot());
         let s = self.transposed_shape(weight, bias, options, extra)?;
         let shape = Shape::new(&[s.images, s.input[0], s.input[1], s.inp])?;
-        let out = {
-            let mut st = step.state();
-            let mut buf = st.pool.get(shape.numel());
-            let mut work = st.pool.get(conv::work_len(&s));
-            let w = step.params().get(weight);
-            let memory = (work.slice_mut(), ValuesMut::F32(buf.slice_mut()));
-            let value = Values::F32(st.value(x));
-            conv::input_gradient(step.team(), &s, w, value, memory, Mode::Write);
-            if let Some(b) = bias {
-                let b = step.params().get(b);
-                let piece = s.in_len().max(1);
-                step.team()
-                    .split(buf.slice_mut(), piece, |_, y| finish(y, b, false));
-            }
-            st.pool.put(work);
-            let training = st.training;
-            let out = st.add_output(shape, buf, training);
-            if training {
-                st.record(ConvTranspose2d {
-                    x,
-                    out,
-                    weight,
-                    bias,
-                    shape: s,
-                });
-            }
-            out
+        let op = ConvTranspose2d {
+            weight,
+            bias,
+            shape: s,
         };
-        Ok(Tensor::new(step, out))
+        self.step().apply([self.slot()], shape, op)
     }
 
     fn transposed_shape(
@@ -137,43 +111,60 @@ impl<'s> Tensor<'s> {
     }
 }
 
-impl Recorded for ConvTranspose2d {
-    fn visit(&self, f: &mut dyn FnMut(Visit)) {
-        f(Visit::Output(self.out));
-        f(Visit::Input(self.x));
-        f(Visit::Param(self.weight));
-        self.bias.map(Visit::Param).into_iter().for_each(&mut *f);
-        f(Visit::Saved(self.x));
+impl Operation for ConvTranspose2d {
+    fn params(&self) -> [Option<ParamId>; 2] {
+        [Some(self.weight), self.bias]
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
-        let (team, s) = (pass.team, &self.shape);
-        let (x, d) = (pass.value(self.x), dy.slice());
-        let mut work = pass.pool().get(conv::work_len(s).max(8 * s.inp));
-        pass.param(self.weight, |dw, mode| {
+    fn saves(&self) -> [bool; 1] {
+        [true]
+    }
+
+    fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        let s = &self.shape;
+        let mut buf = c.state.pool.get(s.images * s.in_len());
+        let mut work = c.state.pool.get(conv::work_len(s));
+        let w = c.params.get(self.weight);
+        let memory = (work.slice_mut(), ValuesMut::F32(buf.slice_mut()));
+        let value = Values::F32(c.state.value(x));
+        conv::input_gradient(c.threads, s, w, value, memory, Mode::Write);
+        if let Some(b) = self.bias {
+            let (b, piece) = (c.params.get(b), s.in_len().max(1));
+            c.threads
+                .split(buf.slice_mut(), piece, |_, y| finish(y, b, false));
+        }
+        c.state.pool.put(work);
+        Ok((buf, None))
+    }
+
+    fn backward(&self, ctx: &mut BackwardContext<'_>, slots: &Slots<1>, dy: Buf) -> Result<()> {
+        let (threads, s) = (ctx.threads, &self.shape);
+        let (x, d) = (ctx.value(slots.x[0]), dy.slice());
+        let mut work = ctx.pool().get(conv::work_len(s).max(8 * s.inp));
+        ctx.param(self.weight, |dw, mode| {
             let (d, x) = (Values::F32(d), Values::F32(x));
-            conv::weight_gradient(team, s, d, x, work.slice_mut(), dw, mode);
+            conv::weight_gradient(threads, s, d, x, work.slice_mut(), dw, mode);
         })?;
         if let Some(b) = self.bias {
             // The sum over pixels of this layer's output, whose channels are the convolution's inputs.
-            let turned = ConvShape {
+            let back = ConvShape {
                 out: s.inp,
                 output: s.input,
                 ..*s
             };
-            pass.param(b, |db, mode| {
-                conv::bias_gradient(team, &turned, d, work.slice_mut(), db, mode)
+            ctx.param(b, |db, mode| {
+                conv::bias_gradient(threads, &back, d, work.slice_mut(), db, mode)
             })?;
         }
-        if pass.wants(self.x) {
-            let mut dx = pass.pool().get(x.len());
-            let w = pass.params.get(self.weight);
+        if ctx.wants(slots.x[0]) {
+            let mut dx = ctx.pool().get(x.len());
+            let w = ctx.params.get(self.weight);
             let (memory, y) = (work.slice_mut(), ValuesMut::F32(dx.slice_mut()));
-            conv::forward(team, s, Values::F32(d), w, (None, false), memory, y);
-            pass.give(self.x, dx);
+            conv::forward(threads, s, Values::F32(d), w, (None, false), memory, y);
+            ctx.give(slots.x[0], dx);
         }
-        pass.pool().put(work);
-        pass.pool().put(dy);
+        ctx.pool().put(work);
+        ctx.pool().put(dy);
         Ok(())
     }
 }

@@ -1,11 +1,10 @@
 //! Cross-entropy of unnormalised scores with label smoothing, class weights and
 //! ignored rows, in one operation. Saves the gradient for a loss gradient of one.
 
+use super::element_loss::Prepared;
 use crate::losses::{IGNORE_LABEL, Reduction};
-use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
 use crate::tensor::Shape;
-use crate::{Error, Result, Tensor};
+use crate::{Error, Precision, Result, Tensor};
 
 /// Settings of [`Tensor::cross_entropy_with`].
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -146,92 +145,46 @@ impl<'s> Tensor<'s> {
         let smoothing = options.label_smoothing;
         let even = smoothing / classes.max(1) as f64;
         let shape = Shape::new(if each { &dims[..dims.len() - 1] } else { &[] })?;
-        let out = {
-            let mut st = step.state();
-            let wants = st.wants_grad(x);
-            let mut grad = st.take_for_writing(x);
-            let mut buf = st.pool.get(shape.numel());
-            let mut total = 0.0f64;
-            let all_rows = grad.slice_mut().chunks_exact_mut(classes.max(1));
-            for (i, row) in all_rows.enumerate() {
-                let mut loss = 0.0f64;
-                if let Some(share) = target(i) {
-                    let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-                    let most = f64::from(most);
-                    let sum: f64 = row.iter().map(|&v| (f64::from(v) - most).exp()).sum();
-                    let shift = most + sum.ln();
-                    // What -log p of each class counts for, and all of them together.
-                    let part = |c: usize| weight(c) * ((1.0 - smoothing) * share(c) + even);
-                    let mut mass = 0.0;
-                    for (c, &v) in row.iter().enumerate() {
-                        let part = part(c);
-                        mass += part;
-                        // An impossible class that does not count must not make NaN.
-                        if part != 0.0 {
-                            loss += part * (shift - f64::from(v));
-                        }
+        let mut st = step.state();
+        let mut grad = st.take_for_writing(x);
+        let mut buf = st.pool.get(shape.numel());
+        let mut total = 0.0f64;
+        let all_rows = grad.slice_mut().chunks_exact_mut(classes.max(1));
+        for (i, row) in all_rows.enumerate() {
+            let mut loss = 0.0f64;
+            if let Some(share) = target(i) {
+                let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                let most = f64::from(most);
+                let sum: f64 = row.iter().map(|&v| (f64::from(v) - most).exp()).sum();
+                let shift = most + sum.ln();
+                // The factor of -log p of each class, and the sum of the factors.
+                let part = |c: usize| weight(c) * ((1.0 - smoothing) * share(c) + even);
+                let mut mass = 0.0;
+                for (c, &v) in row.iter().enumerate() {
+                    let part = part(c);
+                    mass += part;
+                    // An impossible class that does not count must not make NaN.
+                    if part != 0.0 {
+                        loss += part * (shift - f64::from(v));
                     }
-                    for (c, v) in row.iter_mut().enumerate() {
-                        let p = (f64::from(*v) - shift).exp();
-                        *v = ((p * mass - part(c)) / divisor) as f32;
-                    }
-                } else {
-                    row.fill(0.0);
                 }
-                if each {
-                    buf.slice_mut()[i] = loss as f32;
+                for (c, v) in row.iter_mut().enumerate() {
+                    let p = (f64::from(*v) - shift).exp();
+                    *v = ((p * mass - part(c)) / divisor) as f32;
                 }
-                total += loss;
-            }
-            if !each {
-                buf.slice_mut()[0] = (total / divisor) as f32;
-            }
-            let wide = if each { classes } else { grad.slice().len() };
-            let out = st.add_output(shape, buf, wants);
-            if wants {
-                let gradient = st.add_aux(grad)?;
-                st.record(Prepared {
-                    x,
-                    out,
-                    gradient,
-                    wide,
-                });
             } else {
-                st.pool.put(grad);
+                row.fill(0.0);
             }
-            out
-        };
-        Ok(Tensor::new(step, out))
-    }
-}
-
-/// A loss whose gradient was made in the forward pass.
-pub(crate) struct Prepared {
-    pub(super) x: SlotId,
-    pub(super) out: SlotId,
-    pub(super) gradient: SlotId,
-    /// Elements that one element of the output is the loss of.
-    pub(super) wide: usize,
-}
-
-impl Recorded for Prepared {
-    fn visit(&self, f: &mut dyn FnMut(Visit)) {
-        f(Visit::Output(self.out));
-        f(Visit::Input(self.x));
-        f(Visit::Saved(self.gradient));
-    }
-
-    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
-        let (g, wide) = (pass.value(self.gradient), self.wide.max(1));
-        let mut dx = pass.pool().get(g.len());
-        let rows = dx.slice_mut().chunks_mut(wide).zip(g.chunks(wide));
-        for ((dx, g), &factor) in rows.zip(dy.slice()) {
-            for (d, &g) in dx.iter_mut().zip(g) {
-                *d = g * factor;
+            if each {
+                buf.slice_mut()[i] = loss as f32;
             }
+            total += loss;
         }
-        pass.pool().put(dy);
-        pass.give(self.x, dx);
-        Ok(())
+        if !each {
+            buf.slice_mut()[0] = (total / divisor) as f32;
+        }
+        let wide = if each { classes } else { grad.slice().len() };
+        let (kind, op) = ((shape, Precision::F32), Prepared { wide, name: None });
+        step.emit(&mut st, [x], kind, (buf, Some(grad)), op)
     }
 }

@@ -1,7 +1,7 @@
 //! Operations that users bring. Save inputs and output.
 
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Step, Visit};
+use crate::tape::{BackwardContext, Recorded, SlotId, Step, Visit};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 
@@ -77,16 +77,16 @@ impl Recorded for Custom {
         f(Visit::Saved(self.out));
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
-        let values: Vec<&[f32]> = self.inputs.iter().map(|&i| pass.value(i)).collect();
-        let mut grads: Vec<Buf> = values.iter().map(|v| pass.pool().get(v.len())).collect();
+    fn backward(&self, ctx: &mut BackwardContext<'_>, dy: Buf) -> Result<()> {
+        let values: Vec<&[f32]> = self.inputs.iter().map(|&i| ctx.value(i)).collect();
+        let mut grads: Vec<Buf> = values.iter().map(|v| ctx.pool().get(v.len())).collect();
         let mut slices: Vec<&mut [f32]> = grads.iter_mut().map(Buf::slice_mut).collect();
         self.op
-            .backward(&values, pass.value(self.out), dy.slice(), &mut slices);
+            .backward(&values, ctx.value(self.out), dy.slice(), &mut slices);
         for (&i, g) in self.inputs.iter().zip(grads) {
-            pass.give(i, g);
+            ctx.give(i, g);
         }
-        pass.pool().put(dy);
+        ctx.pool().put(dy);
         Ok(())
     }
 }

@@ -1,13 +1,11 @@
-//! Dropout. Saves nothing: backward makes the mask again.
+//! Dropout. Saves nothing: backward computes the mask again.
 
 use crate::kernels::dropout::{MaskKey, Rate, Share, apply};
 use crate::pool::Buf;
-use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
+use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::{Error, Result, Tensor};
 
 pub(crate) struct Dropout {
-    x: SlotId,
-    out: SlotId,
     rows: usize,
     key: MaskKey,
     rate: Rate,
@@ -33,12 +31,7 @@ impl<'s> Tensor<'s> {
     /// # Errors
     /// As [`dropout`](Tensor::dropout), and when this is not a batch of images.
     pub fn dropout2d(self, p: f64) -> Result<Tensor<'s>> {
-        let dims = self.dims();
-        let &[_, _, _, c] = &*dims else {
-            return Err(Error::usage(format!(
-                "dropout2d needs images (N, H, W, C), got shape {dims:?}"
-            )));
-        };
+        let [_, _, _, c] = self.image_dims("dropout2d")?;
         self.drop_out(p, Share::Channel(c))
     }
 
@@ -48,71 +41,42 @@ impl<'s> Tensor<'s> {
                 "dropout probability {p} is not within 0 and 1"
             )));
         }
-        let (step, x, dims) = (self.step(), self.slot(), self.dims());
+        let (step, dims) = (self.step(), self.dims());
         let Some(&rows) = dims.first() else {
             return Err(Error::usage("dropout of a tensor without dimensions"));
         };
         if !step.training() {
             return Ok(self);
         }
-        let out = {
-            let mut st = step.state();
-            // The operation is numbered even where p is 0, so that switching
-            // one layer off leaves the others' masks alone.
-            let key = st.next_mask(rows)?;
-            let rate = Rate::new(p);
-            let mut buf = st.take_for_writing(x);
-            if p > 0.0 {
-                let samples = st.samples(rows);
-                apply(step.team(), buf.slice_mut(), samples, key, rate, share);
-            }
-            let wants = st.wants_grad(x);
-            let out = st.add_output(dims, buf, wants);
-            if wants {
-                st.record(Dropout {
-                    x,
-                    out,
-                    rows,
-                    key,
-                    rate,
-                    share,
-                });
-            }
-            out
+        // The operation is numbered even where p is 0, so that switching
+        // one layer off does not change the others' masks.
+        let key = step.state().next_mask(rows)?;
+        if p == 0.0 {
+            return Ok(self);
+        }
+        let rate = Rate::new(p);
+        let op = Dropout {
+            rows,
+            key,
+            rate,
+            share,
         };
-        Ok(Tensor::new(step, out))
+        step.apply([self.slot()], dims, op)
     }
 }
 
-impl Recorded for Dropout {
-    fn visit(&self, f: &mut dyn FnMut(Visit)) {
-        f(Visit::Output(self.out));
-        f(Visit::Input(self.x));
+impl Operation for Dropout {
+    fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        let mut buf = c.state.take_for_writing(x);
+        let (samples, y) = (c.state.samples(self.rows), buf.slice_mut());
+        apply(c.threads, y, samples, self.key, self.rate, self.share);
+        Ok((buf, None))
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, mut dy: Buf) -> Result<()> {
-        let samples = pass.samples(self.rows);
-        apply(
-            pass.team,
-            dy.slice_mut(),
-            samples,
-            self.key,
-            self.rate,
-            self.share,
-        );
-        pass.give(self.x, dy);
+    fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, mut dy: Buf) -> Result<()> {
+        let (samples, d) = (ctx.samples(self.rows), dy.slice_mut());
+        apply(ctx.threads, d, samples, self.key, self.rate, self.share);
+        ctx.give(s.x[0], dy);
         Ok(())
-    }
-
-    fn repeats(&self) -> bool {
-        true
-    }
-
-    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
-        let mut buf = c.state.take_for_writing(self.x);
-        let samples = c.state.samples(self.rows);
-        let (key, rate, share) = (self.key, self.rate, self.share);
-        apply(c.team, buf.slice_mut(), samples, key, rate, share);
-        Ok(buf)
     }
 }

@@ -1,20 +1,43 @@
-//! Losses of element against target: absolute difference, binary cross-entropy.
-//! Save the gradient for a loss gradient of one.
+//! Losses of element against target: squared and absolute difference, binary
+//! cross-entropy. Save the gradient for a loss gradient of one.
 //!
 //! *Order*: elements in memory order, in f64, rounded once.
 
-use super::cross_entropy::Prepared;
 use crate::losses::Reduction;
+use crate::pool::Buf;
+use crate::tape::{BackwardContext, Operation, Slots};
 use crate::tensor::Shape;
-use crate::{Error, Result, Tensor};
+use crate::{Error, Precision, Result, Tensor};
+
+/// A loss whose gradient was computed in the forward pass.
+pub(crate) struct Prepared {
+    /// Elements of the gradient for each element of the output.
+    pub(super) wide: usize,
+    pub(super) name: Option<&'static str>,
+}
 
 impl<'s> Tensor<'s> {
+    /// `(x - target)^2`, reduced.
+    ///
+    /// *Order*: squares in f32, summed in memory order in f64, rounded once.
+    ///
+    /// # Errors
+    /// `Usage` when `target` has another number of elements.
+    pub fn mse_loss(self, target: &[f32], reduction: impl Into<Reduction>) -> Result<Tensor<'s>> {
+        let reduction = reduction.into();
+        let norm = 2.0 / reduction.divisor(target.len());
+        self.element_loss(Some("Mse"), target, reduction, |_, x, t, _| {
+            let d = x - t;
+            (f64::from(d * d), norm * d)
+        })
+    }
+
     /// `|x - target|`, reduced; the derivative at 0 is 0.
     ///
     /// # Errors
     /// `Usage` when `target` has another number of elements.
-    pub fn l1_loss(self, target: &[f32], reduction: Reduction) -> Result<Tensor<'s>> {
-        self.element_loss(target, reduction, |_, x, t| {
+    pub fn l1_loss(self, target: &[f32], reduction: impl Into<Reduction>) -> Result<Tensor<'s>> {
+        self.element_loss(None, target, reduction.into(), |_, x, t, divisor| {
             let d = f64::from(x) - f64::from(t);
             let slope = if d > 0.0 {
                 1.0
@@ -23,7 +46,7 @@ impl<'s> Tensor<'s> {
             } else {
                 d * 0.0
             };
-            (d.abs(), slope)
+            (d.abs(), (slope / divisor) as f32)
         })
     }
 
@@ -36,7 +59,7 @@ impl<'s> Tensor<'s> {
         self,
         target: &[f32],
         positive: Option<&[f32]>,
-        reduction: Reduction,
+        reduction: impl Into<Reduction>,
     ) -> Result<Tensor<'s>> {
         let wide = self.dims().last().copied().unwrap_or(1).max(1);
         if let Some(p) = positive
@@ -48,23 +71,25 @@ impl<'s> Tensor<'s> {
                 self.dims()
             )));
         }
-        self.element_loss(target, reduction, |i, x, t| {
+        self.element_loss(None, target, reduction.into(), |i, x, t, divisor| {
             let (x, t) = (f64::from(x), f64::from(t));
             let p = positive.map_or(1.0, |p| f64::from(p[i % wide]));
             // log(1 + e^-x) without overflow.
             let soft = (-x.abs()).exp().ln_1p() + (-x).max(0.0);
             let s = 1.0 / (1.0 + (-x).exp());
             let both = (p - 1.0).mul_add(t, 1.0);
-            ((1.0 - t) * x + both * soft, (1.0 - t) - both * (1.0 - s))
+            let slope = (1.0 - t) - both * (1.0 - s);
+            ((1.0 - t) * x + both * soft, (slope / divisor) as f32)
         })
     }
 
-    /// `f(place, x, target)` gives loss and derivative.
+    /// `f(place, x, target, divisor)` gives the loss and its derivative over the divisor.
     fn element_loss(
         self,
+        name: Option<&'static str>,
         target: &[f32],
         reduction: Reduction,
-        f: impl Fn(usize, f32, f32) -> (f64, f64),
+        f: impl Fn(usize, f32, f32, f64) -> (f64, f32),
     ) -> Result<Tensor<'s>> {
         let (step, x, dims) = (self.step(), self.slot(), self.dims());
         if target.len() != dims.numel() {
@@ -74,39 +99,46 @@ impl<'s> Tensor<'s> {
             )));
         }
         let divisor = f64::from(reduction.divisor(target.len()));
-        let out = {
-            let mut st = step.state();
-            let wants = st.wants_grad(x);
-            let mut grad = st.take_for_writing(x);
-            let each = reduction == Reduction::None;
-            let mut buf = st.pool.get(if each { target.len() } else { 1 });
-            let mut total = 0.0;
-            for (i, (v, &t)) in grad.slice_mut().iter_mut().zip(target).enumerate() {
-                let (loss, slope) = f(i, *v, t);
-                if each {
-                    buf.slice_mut()[i] = loss as f32;
+        let each = reduction == Reduction::None;
+        let shape = if each { dims } else { Shape::new(&[])? };
+        let mut st = step.state();
+        let mut grad = st.take_for_writing(x);
+        let mut buf = st.pool.get(shape.numel());
+        let mut total = 0.0;
+        for (i, (v, &t)) in grad.slice_mut().iter_mut().zip(target).enumerate() {
+            let (loss, slope) = f(i, *v, t, divisor);
+            if each {
+                buf.slice_mut()[i] = loss as f32;
+            }
+            total += loss;
+            *v = slope;
+        }
+        if !each {
+            buf.slice_mut()[0] = (total / divisor) as f32;
+        }
+        let wide = if each { 1 } else { target.len() };
+        let (kind, op) = ((shape, Precision::F32), Prepared { wide, name });
+        step.emit(&mut st, [x], kind, (buf, Some(grad)), op)
+    }
+}
+
+impl Operation for Prepared {
+    const RECOMPUTES: bool = false;
+
+    fn name(&self) -> Option<&'static str> {
+        self.name
+    }
+
+    fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, dy: Buf) -> Result<()> {
+        let (g, wide) = (ctx.value(s.aux()?), self.wide.max(1));
+        ctx.give_made(s.x[0], dy, |dy, dx| {
+            let rows = dx.chunks_mut(wide).zip(g.chunks(wide));
+            for ((dx, g), &factor) in rows.zip(dy) {
+                for (d, &g) in dx.iter_mut().zip(g) {
+                    *d = g * factor;
                 }
-                total += loss;
-                *v = (slope / divisor) as f32;
             }
-            let shape = if each { dims } else { Shape::new(&[])? };
-            if !each {
-                buf.slice_mut()[0] = (total / divisor) as f32;
-            }
-            let out = st.add_output(shape, buf, wants);
-            if wants {
-                let gradient = st.add_aux(grad)?;
-                st.record(Prepared {
-                    x,
-                    out,
-                    gradient,
-                    wide: if each { 1 } else { target.len() },
-                });
-            } else {
-                st.pool.put(grad);
-            }
-            out
-        };
-        Ok(Tensor::new(step, out))
+        });
+        Ok(())
     }
 }

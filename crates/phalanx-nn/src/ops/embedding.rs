@@ -1,18 +1,15 @@
-//! Rows of a parameter, chosen by numbers; the gradient is dense. Saves the numbers.
+//! Rows of a parameter, chosen by numbers; the gradient is dense. Saves the numbers' bits.
 //!
 //! *Order*: gradients of a row are added in the order of the numbers.
 
 use crate::kernels::Mode;
 use crate::param::ParamId;
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Step, Visit};
+use crate::tape::{BackwardContext, Operation, Slots, Step};
 use crate::tensor::{Shape, Tensor};
-use crate::{Error, Result};
+use crate::{Error, Precision, Result};
 
 pub(crate) struct Embedding {
-    out: SlotId,
-    /// Bits of the numbers.
-    indices: SlotId,
     weight: ParamId,
     width: usize,
     padding: Option<u32>,
@@ -60,47 +57,36 @@ impl Step<'_> {
         head.copy_from_slice(shape);
         sizes[shape.len()] = width;
         let to = Shape::new(&sizes[..shape.len() + 1])?;
-        let out = {
-            let mut st = self.state();
-            let mut buf = st.pool.get(to.numel());
-            let table = self.params().get(weight);
-            let rows = buf.slice_mut().chunks_exact_mut(width.max(1));
-            for (row, &i) in rows.zip(indices) {
-                row.copy_from_slice(&table[i as usize * width..][..width]);
-            }
-            let training = st.training;
-            let out = st.add_output(to, buf, training);
-            if training {
-                let mut kept = st.pool.get(indices.len());
-                for (k, &i) in kept.slice_mut().iter_mut().zip(indices) {
-                    *k = f32::from_bits(i);
-                }
-                let indices = st.add_aux(kept)?;
-                st.record(Embedding {
-                    out,
-                    indices,
-                    weight,
-                    width,
-                    padding,
-                });
-            }
-            out
+        let mut st = self.state();
+        let mut buf = st.pool.get(to.numel());
+        let mut kept = st.pool.get(indices.len());
+        let table = self.params().get(weight);
+        let rows = buf.slice_mut().chunks_exact_mut(width.max(1));
+        for ((row, &i), kept) in rows.zip(indices).zip(kept.slice_mut()) {
+            row.copy_from_slice(&table[i as usize * width..][..width]);
+            *kept = f32::from_bits(i);
+        }
+        let op = Embedding {
+            weight,
+            width,
+            padding,
         };
-        Ok(Tensor::new(self, out))
+        let made = (buf, Some(kept));
+        self.emit(&mut st, [], (to, Precision::F32), made, op)
     }
 }
 
-impl Recorded for Embedding {
-    fn visit(&self, f: &mut dyn FnMut(Visit)) {
-        f(Visit::Output(self.out));
-        f(Visit::Param(self.weight));
-        f(Visit::Saved(self.indices));
+impl Operation<0> for Embedding {
+    const RECOMPUTES: bool = false;
+
+    fn params(&self) -> [Option<ParamId>; 2] {
+        [Some(self.weight), None]
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
-        let indices = pass.value(self.indices);
+    fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<0>, dy: Buf) -> Result<()> {
+        let indices = ctx.value(s.aux()?);
         let width = self.width;
-        pass.param(self.weight, |dw, mode| {
+        ctx.param(self.weight, |dw, mode| {
             if mode == Mode::Write {
                 dw.fill(0.0);
             }
@@ -113,7 +99,7 @@ impl Recorded for Embedding {
                 row.iter_mut().zip(d).for_each(|(r, d)| *r += d);
             }
         })?;
-        pass.pool().put(dy);
+        ctx.pool().put(dy);
         Ok(())
     }
 }

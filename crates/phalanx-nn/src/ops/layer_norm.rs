@@ -6,16 +6,14 @@ use super::batch_norm::one_gradient;
 use crate::kernels::layer_norm::{self, Groups};
 use crate::param::ParamId;
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::{Error, Result, Tensor};
 
 pub(crate) struct LayerNorm {
-    x: SlotId,
-    out: SlotId,
-    stats: SlotId,
     weight: Option<ParamId>,
     bias: Option<ParamId>,
     groups: Groups,
+    eps: f64,
 }
 
 impl<'s> Tensor<'s> {
@@ -82,7 +80,7 @@ impl<'s> Tensor<'s> {
         (weight, bias): (Option<ParamId>, Option<ParamId>),
         eps: f64,
     ) -> Result<Tensor<'s>> {
-        let (step, x, dims) = (self.step(), self.slot(), self.dims());
+        let step = self.step();
         for id in weight.into_iter().chain(bias) {
             let info = step.info(id)?;
             if info.len != groups.channels {
@@ -92,62 +90,53 @@ impl<'s> Tensor<'s> {
                 )));
             }
         }
-        let out = {
-            let mut st = step.state();
-            let mut buf = st.pool.get(dims.numel());
-            let mut stats = st.pool.get(2 * groups.images * groups.groups);
-            let value = |id: Option<ParamId>| id.map_or(&[][..], |id| step.params().get(id));
-            let constants = (value(weight), value(bias), eps);
-            if dims.numel() > 0 {
-                let (y, s) = (buf.slice_mut(), stats.slice_mut());
-                layer_norm::forward(step.team(), groups, st.value(x), constants, y, s);
-            }
-            let training = st.training;
-            let out = st.add_output(dims, buf, training);
-            if training {
-                let stats = st.add_aux(stats)?;
-                st.record(LayerNorm {
-                    x,
-                    out,
-                    stats,
-                    weight,
-                    bias,
-                    groups,
-                });
-            } else {
-                st.pool.put(stats);
-            }
-            out
+        let op = LayerNorm {
+            weight,
+            bias,
+            groups,
+            eps,
         };
-        Ok(Tensor::new(step, out))
+        step.apply([self.slot()], self.dims(), op)
     }
 }
 
-impl Recorded for LayerNorm {
-    fn visit(&self, f: &mut dyn FnMut(Visit)) {
-        f(Visit::Output(self.out));
-        f(Visit::Input(self.x));
-        self.weight.map(Visit::Param).into_iter().for_each(&mut *f);
-        self.bias.map(Visit::Param).into_iter().for_each(&mut *f);
-        f(Visit::Saved(self.x));
-        f(Visit::Saved(self.stats));
+impl Operation for LayerNorm {
+    fn params(&self) -> [Option<ParamId>; 2] {
+        [self.weight, self.bias]
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, mut dy: Buf) -> Result<()> {
-        let (team, g, c) = (pass.team, self.groups, self.groups.channels);
-        let mut work = pass.pool().get(layer_norm::partials_len(g));
+    fn saves(&self) -> [bool; 1] {
+        [true]
+    }
+
+    fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        let (g, numel) = (self.groups, c.state.shape(x).numel());
+        let mut buf = c.state.pool.get(numel);
+        let mut stats = c.state.pool.get(2 * g.images * g.groups);
+        let value = |id: Option<ParamId>| id.map_or(&[][..], |id| c.params.get(id));
+        let constants = (value(self.weight), value(self.bias), self.eps);
+        if numel > 0 {
+            let (y, s) = (buf.slice_mut(), stats.slice_mut());
+            layer_norm::forward(c.threads, g, c.state.value(x), constants, y, s);
+        }
+        Ok((buf, Some(stats)))
+    }
+
+    fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, mut dy: Buf) -> Result<()> {
+        let (threads, g, c) = (ctx.threads, self.groups, self.groups.channels);
+        let mut work = ctx.pool().get(layer_norm::partials_len(g));
         // Of f64s.
-        let mut sums = pass.pool().get(4 * c);
-        let saved = (pass.value(self.x), pass.value(self.stats));
-        let weight = self.weight.map_or(&[][..], |w| pass.params.get(w));
+        let mut sums = ctx.pool().get(4 * c);
+        let saved = (ctx.value(s.x[0]), ctx.value(s.aux()?));
+        let weight = self.weight.map_or(&[][..], |w| ctx.params.get(w));
         let (dw, db) = sums.f64_mut().split_at_mut(c);
         let (d, work_memory) = (dy.slice_mut(), work.slice_mut());
-        layer_norm::backward(team, g, saved, weight, d, work_memory, (dw, db));
-        one_gradient(pass, self.weight, dw.iter().copied())?;
-        one_gradient(pass, self.bias, db.iter().copied())?;
-        pass.pool().put(sums);
-        pass.pool().put(work);
-        pass.give(self.x, dy);
+        layer_norm::backward(threads, g, saved, weight, d, work_memory, (dw, db));
+        one_gradient(ctx, self.weight, dw.iter().copied())?;
+        one_gradient(ctx, self.bias, db.iter().copied())?;
+        ctx.pool().put(sums);
+        ctx.pool().put(work);
+        ctx.give(s.x[0], dy);
         Ok(())
     }
 }

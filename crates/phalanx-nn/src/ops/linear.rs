@@ -6,23 +6,15 @@ use crate::kernels::bias::{column_sums, finish};
 use crate::kernels::conv::ConvShape;
 use crate::kernels::element::{Values, ValuesMut};
 use crate::kernels::elementwise;
-use crate::kernels::product::{Mat, product_team};
+use crate::kernels::product::{Mat, product_threaded};
 use crate::kernels::{Mode, bf16};
-use crate::par::Team;
+use crate::par::ThreadPool;
 use crate::param::{Layout, ParamId, ParamInfo};
 use crate::pool::Buf;
-use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
-use crate::tensor::Shape;
+use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::{Error, Precision, Result, Tensor};
 
 pub(crate) struct Linear {
-    product: Product,
-    out: SlotId,
-}
-
-/// All but where the output goes.
-struct Product {
-    x: SlotId,
     weight: ParamId,
     bias: Option<ParamId>,
     act: Act,
@@ -105,7 +97,7 @@ impl Sizes {
 
     fn forward(
         self,
-        team: &Team,
+        threads: &ThreadPool,
         s: &ConvShape,
         x: &[f32],
         w: &[f32],
@@ -114,14 +106,14 @@ impl Sizes {
     ) {
         let (x, y) = (Values::F32(x), ValuesMut::F32(y));
         match self.order {
-            Order::InOut => bf16::forward(team, s, x, w, (&[], false), work, y),
-            Order::OutIn => bf16::input_gradient(team, s, w, x, work, y, Mode::Write),
+            Order::InOut => bf16::forward(threads, s, x, w, (&[], false), work, y),
+            Order::OutIn => bf16::input_gradient(threads, s, w, x, work, y, Mode::Write),
         }
     }
 
     fn backward(
         self,
-        team: &Team,
+        threads: &ThreadPool,
         s: &ConvShape,
         dy: &[f32],
         w: &[f32],
@@ -130,8 +122,8 @@ impl Sizes {
     ) {
         let (dy, dx) = (Values::F32(dy), ValuesMut::F32(dx));
         match self.order {
-            Order::InOut => bf16::input_gradient(team, s, w, dy, work, dx, Mode::Write),
-            Order::OutIn => bf16::forward(team, s, dy, w, (&[], false), work, dx),
+            Order::InOut => bf16::input_gradient(threads, s, w, dy, work, dx, Mode::Write),
+            Order::OutIn => bf16::forward(threads, s, dy, w, (&[], false), work, dx),
         }
     }
 }
@@ -163,7 +155,7 @@ impl<'s> Tensor<'s> {
         act: Act,
         sizes: Sizes,
     ) -> Result<Tensor<'s>> {
-        let (step, x, dims) = (self.step(), self.slot(), self.dims());
+        let (step, dims) = (self.step(), self.dims());
         let info = step.info(weight)?;
         let Some((_, outer)) = dims.split_last().filter(|(l, _)| **l == sizes.inp) else {
             return Err(Error::usage(format!(
@@ -182,130 +174,106 @@ impl<'s> Tensor<'s> {
             )));
         }
         let rows: usize = outer.iter().product();
-        let mut out_dims = [0; 6];
-        out_dims[..outer.len()].copy_from_slice(outer);
-        out_dims[outer.len()] = sizes.out;
-        let shape = Shape::new(&out_dims[..dims.len()])?;
-        let out = {
-            let mut st = step.state();
-            let precision = st.precision;
-            let product = Product {
-                x,
-                weight,
-                bias,
-                act,
-                rows,
-                sizes,
-                precision,
-            };
-            let buf = product.compute(&mut step.compute(&mut st));
-            let training = st.training;
-            let out = st.add_output(shape, buf, training);
-            if training {
-                st.record(Linear { product, out });
-            }
-            out
+        let shape = dims.with(outer.len(), sizes.out)?;
+        let precision = step.state().precision;
+        let op = Linear {
+            weight,
+            bias,
+            act,
+            rows,
+            sizes,
+            precision,
         };
-        Ok(Tensor::new(step, out))
+        step.apply([self.slot()], shape, op)
     }
 }
 
-impl Product {
-    fn compute(&self, c: &mut Compute<'_>) -> Buf {
-        let (team, sizes, st) = (c.team, self.sizes, &mut *c.state);
+impl Operation for Linear {
+    fn params(&self) -> [Option<ParamId>; 2] {
+        [Some(self.weight), self.bias]
+    }
+
+    fn saves(&self) -> [bool; 1] {
+        [true]
+    }
+
+    fn saves_output(&self) -> bool {
+        self.act != Act::None
+    }
+
+    fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        let (threads, sizes, st) = (c.threads, self.sizes, &mut *c.state);
         let mut buf = st.pool.get(self.rows * sizes.out);
         let y = buf.slice_mut();
         let w = c.params.get(self.weight);
         match sizes.rounded(self.rows, self.precision) {
             Some(s) => {
                 let mut work = st.pool.get(bf16::work_len(&s));
-                sizes.forward(team, &s, st.value(self.x), w, work.slice_mut(), y);
+                sizes.forward(threads, &s, st.value(x), w, work.slice_mut(), y);
                 st.pool.put(work);
             }
             None => {
-                let x = Mat::rows(st.value(self.x), self.rows, sizes.inp, sizes.inp);
-                product_team(team, y, x, sizes.matrix(w), Mode::Write);
+                let x = Mat::rows(st.value(x), self.rows, sizes.inp, sizes.inp);
+                product_threaded(threads, y, x, sizes.matrix(w), Mode::Write);
             }
         }
         let bias = self.bias.map_or(&[][..], |b| c.params.get(b));
         finish(y, bias, self.act == Act::Relu);
         if self.act == Act::Relu6 {
-            elementwise::clip(team, y, self.act.clip());
+            elementwise::clip(threads, y, self.act.clip());
         }
-        buf
-    }
-}
-
-impl Recorded for Linear {
-    fn visit(&self, f: &mut dyn FnMut(Visit)) {
-        let p = &self.product;
-        f(Visit::Output(self.out));
-        f(Visit::Input(p.x));
-        f(Visit::Param(p.weight));
-        p.bias.map(Visit::Param).into_iter().for_each(&mut *f);
-        f(Visit::Saved(p.x));
-        if p.act != Act::None {
-            f(Visit::Saved(self.out));
-        }
+        Ok((buf, None))
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, mut dy: Buf) -> Result<()> {
-        let (p, team) = (&self.product, pass.team);
+    fn backward(&self, ctx: &mut BackwardContext<'_>, slots: &Slots<1>, mut dy: Buf) -> Result<()> {
+        let (p, threads) = (self, ctx.threads);
         let sizes = p.sizes;
         let Sizes { inp, out, order } = sizes;
         if p.act != Act::None {
             let clip = p.act.clip();
-            elementwise::clip_backward(team, pass.value(self.out), dy.slice_mut(), clip);
+            elementwise::clip_backward(threads, ctx.value(slots.out), dy.slice_mut(), clip);
         }
         // PyTorch's order within a linear layer: bias, then weight.
         if let Some(b) = p.bias {
             let d = dy.slice();
-            pass.param(b, |db, mode| match mode {
+            ctx.param(b, |db, mode| match mode {
                 Mode::Write => column_sums(d, db),
                 Mode::Add => crate::par::scratch(out, |sums| {
                     column_sums(d, sums);
-                    elementwise::add(team, db, sums);
+                    elementwise::add(threads, db, sums);
                 }),
             })?;
         }
         if let Some(s) = sizes.rounded(p.rows, p.precision) {
-            let mut work = pass.pool().get(bf16::work_len(&s));
-            let (x, d) = (pass.value(p.x), dy.slice());
-            pass.param(p.weight, |dw, mode| {
+            let mut work = ctx.pool().get(bf16::work_len(&s));
+            let (x, d) = (ctx.value(slots.x[0]), dy.slice());
+            ctx.param(p.weight, |dw, mode| {
                 let (a, b) = sizes.sides(Values::F32(x), Values::F32(d));
-                bf16::weight_gradient(team, &s, a, b, work.slice_mut(), dw, mode);
+                bf16::weight_gradient(threads, &s, a, b, work.slice_mut(), dw, mode);
             })?;
-            if pass.wants(p.x) {
-                let mut dx = pass.pool().get(p.rows * inp);
-                let w = pass.params.get(p.weight);
-                sizes.backward(team, &s, d, w, work.slice_mut(), dx.slice_mut());
-                pass.give(p.x, dx);
+            if ctx.wants(slots.x[0]) {
+                let mut dx = ctx.pool().get(p.rows * inp);
+                let w = ctx.params.get(p.weight);
+                sizes.backward(threads, &s, d, w, work.slice_mut(), dx.slice_mut());
+                ctx.give(slots.x[0], dx);
             }
-            pass.pool().put(work);
-            pass.pool().put(dy);
+            ctx.pool().put(work);
+            ctx.pool().put(dy);
             return Ok(());
         }
         let d = Mat::rows(dy.slice(), p.rows, out, out);
-        let x = Mat::rows(pass.value(p.x), p.rows, inp, inp);
-        pass.param_seen(p.weight, |dw, mode| match order {
-            Order::InOut => product_team(team, dw, x.t(), d, mode),
-            Order::OutIn => product_team(team, dw, d.t(), x, mode),
+        let x = Mat::rows(ctx.value(slots.x[0]), p.rows, inp, inp);
+        ctx.param_checked(p.weight, |dw, mode| match order {
+            Order::InOut => product_threaded(threads, dw, x.t(), d, mode),
+            Order::OutIn => product_threaded(threads, dw, d.t(), x, mode),
         })?;
-        if pass.wants(p.x) {
-            let mut dx = pass.pool().get(p.rows * inp);
-            let w = sizes.matrix(pass.params.get(p.weight));
-            product_team(team, dx.slice_mut(), d, w.t(), Mode::Write);
-            pass.give(p.x, dx);
+        if ctx.wants(slots.x[0]) {
+            let mut dx = ctx.pool().get(p.rows * inp);
+            let w = sizes.matrix(ctx.params.get(p.weight));
+            product_threaded(threads, dx.slice_mut(), d, w.t(), Mode::Write);
+            ctx.give(slots.x[0], dx);
         }
-        pass.pool().put(dy);
+        ctx.pool().put(dy);
         Ok(())
-    }
-
-    fn repeats(&self) -> bool {
-        true
-    }
-
-    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
-        Ok(self.product.compute(c))
     }
 }

@@ -1,8 +1,9 @@
 //! Max-pooling. Saves, per output element, the winning window position (one byte).
 
+use super::avg_pool2d::window_count;
 use crate::kernels::max_pool::{self, PoolShape};
 use crate::pool::Buf;
-use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
+use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 
@@ -64,25 +65,11 @@ impl MaxPool2dOptions {
         MaxPool2dOptions { ceil: true, ..self }
     }
 
-    /// Output size along dimension `d`, as PyTorch computes it; `None` when
-    /// PyTorch refuses.
+    /// Output size along dimension `d`.
     fn out_size(&self, d: usize, input: usize) -> Option<usize> {
-        let (k, s, p) = (self.kernel[d], self.stride[d], self.padding[d]);
-        if p > k / 2 || input == 0 || self.dilation[d] == 0 {
-            return None;
-        }
-        let reach = self.dilation[d]
-            .checked_mul(k.checked_sub(1)?)?
-            .checked_add(1)?;
-        let extra = if self.ceil { s.checked_sub(1)? } else { 0 };
-        let padded = input.checked_add(2 * p)?.checked_add(extra)?;
-        let out = padded.checked_sub(reach)?.checked_div(s)? + 1;
-        // The last window must begin inside the image or its leading padding.
-        Some(if self.ceil && (out - 1) * s >= input + p {
-            out - 1
-        } else {
-            out
-        })
+        let (kernel, stride) = (self.kernel[d], self.stride[d]);
+        let (padding, dilation) = (self.padding[d], self.dilation[d]);
+        window_count(input, kernel, stride, padding, dilation, self.ceil)
     }
 }
 
@@ -93,12 +80,7 @@ impl From<usize> for MaxPool2dOptions {
     }
 }
 
-pub(crate) struct MaxPool2d {
-    x: SlotId,
-    out: SlotId,
-    winners: SlotId,
-    shape: PoolShape,
-}
+pub(crate) struct MaxPool2d(PoolShape);
 
 impl<'s> Tensor<'s> {
     /// The largest value of each window of images (N, H, W, C). The first
@@ -107,13 +89,7 @@ impl<'s> Tensor<'s> {
     /// # Errors
     /// `Usage` when the window does not fit or has more than 256 positions.
     pub fn max_pool2d(self, options: impl Into<MaxPool2dOptions>) -> Result<Tensor<'s>> {
-        let (o, dims) = (options.into(), self.dims());
-        let (step, x) = (self.step(), self.slot());
-        let &[images, h, w, channels] = &*dims else {
-            return Err(Error::usage(format!(
-                "max_pool2d needs images (N, H, W, C), got shape {dims:?}"
-            )));
-        };
+        let (o, [images, h, w, channels]) = (options.into(), self.image_dims("max_pool2d")?);
         if o.kernel[0].saturating_mul(o.kernel[1]) > MAX_WINDOW {
             return Err(Error::usage(format!(
                 "max_pool2d: window {:?} has more than {MAX_WINDOW} positions",
@@ -136,62 +112,26 @@ impl<'s> Tensor<'s> {
             dilation: o.dilation,
         };
         let shape = Shape::new(&[images, oh, ow, channels])?;
-        let out = {
-            let mut st = step.state();
-            let (buf, winners) = compute(&mut step.compute(&mut st), x, &s);
-            let wants = st.wants_grad(x);
-            let out = st.add_output(shape, buf, wants);
-            if wants {
-                let winners = st.add_aux(winners)?;
-                st.record(MaxPool2d {
-                    x,
-                    out,
-                    winners,
-                    shape: s,
-                });
-            } else {
-                st.pool.put(winners);
-            }
-            out
-        };
-        Ok(Tensor::new(step, out))
+        self.step().apply([self.slot()], shape, MaxPool2d(s))
     }
 }
 
-/// The maxima and where they were.
-fn compute(c: &mut Compute<'_>, x: SlotId, s: &PoolShape) -> (Buf, Buf) {
-    let numel = s.images * s.output[0] * s.output[1] * s.channels;
-    let mut buf = c.state.pool.get(numel);
-    let mut winners = c.state.pool.get(numel.div_ceil(size_of::<f32>()));
-    let (to, at) = (buf.slice_mut(), winners.bytes_mut(numel));
-    max_pool::forward(c.team, s, c.state.value(x), to, at);
-    (buf, winners)
-}
-
-impl Recorded for MaxPool2d {
-    fn visit(&self, f: &mut dyn FnMut(Visit)) {
-        f(Visit::Output(self.out));
-        f(Visit::Input(self.x));
-        f(Visit::Saved(self.winners));
+impl Operation for MaxPool2d {
+    fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        let s = &self.0;
+        let numel = s.images * s.output[0] * s.output[1] * s.channels;
+        let mut buf = c.state.pool.get(numel);
+        let mut winners = c.state.pool.get(numel.div_ceil(size_of::<f32>()));
+        let (to, at) = (buf.slice_mut(), winners.bytes_mut(numel));
+        max_pool::forward(c.threads, s, c.state.value(x), to, at);
+        Ok((buf, Some(winners)))
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
-        let numel = pass.shape(self.x).numel();
-        let mut dx = pass.pool().get(numel);
-        let winners = pass.bytes(self.winners, dy.slice().len());
-        max_pool::backward(pass.team, &self.shape, dy.slice(), winners, dx.slice_mut());
-        pass.pool().put(dy);
-        pass.give(self.x, dx);
+    fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, dy: Buf) -> Result<()> {
+        let (threads, winners) = (ctx.threads, ctx.bytes(s.aux()?, dy.slice().len()));
+        ctx.give_made(s.x[0], dy, |dy, dx| {
+            max_pool::backward(threads, &self.0, dy, winners, dx);
+        });
         Ok(())
-    }
-
-    fn repeats(&self) -> bool {
-        true
-    }
-
-    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
-        let (buf, winners) = compute(c, self.x, &self.shape);
-        c.state.pool.put(winners); // as before
-        Ok(buf)
     }
 }

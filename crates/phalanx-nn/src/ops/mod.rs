@@ -2,7 +2,6 @@
 //! `tape/README.md` has the table of what each one saves.
 
 pub(crate) mod adaptive_max_pool2d;
-pub(crate) mod add;
 pub(crate) mod arithmetic;
 pub(crate) mod avg_pool2d;
 pub(crate) mod batch_norm;
@@ -15,18 +14,12 @@ pub(crate) mod custom;
 pub(crate) mod dropout;
 pub(crate) mod element_loss;
 pub(crate) mod embedding;
-pub(crate) mod flatten;
 pub(crate) mod layer_norm;
 pub(crate) mod linear;
-pub(crate) mod log_softmax;
 pub(crate) mod max_pool2d;
-pub(crate) mod mse;
 pub(crate) mod nll;
 pub(crate) mod permute;
 pub(crate) mod reduction;
-pub(crate) mod relu;
-pub(crate) mod reshape;
-pub(crate) mod scale;
 pub(crate) mod slice;
 pub(crate) mod softmax;
 pub(crate) mod unary;
@@ -52,7 +45,7 @@ pub enum Act {
 }
 
 impl Act {
-    /// What it clips to; NaN where there is no bound (comparisons with it are false).
+    /// Its bounds; NaN where there is none (comparisons with it are false).
     pub(crate) fn clip(self) -> Clip {
         let (low, high) = match self {
             Act::None => (f32::NAN, f32::NAN),

@@ -1,14 +1,12 @@
 //! Negative log-likelihood of labels. Saves the labels.
 
-use crate::losses::IGNORE_LABEL;
+use crate::losses::{IGNORE_LABEL, Reduction};
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tape::{BackwardContext, Operation, Slots};
 use crate::tensor::Shape;
-use crate::{Error, Result, Tensor};
+use crate::{Error, Precision, Result, Tensor};
 
 pub(crate) struct Nll {
-    x: SlotId,
-    out: SlotId,
     labels: (usize, usize),
     classes: usize,
     /// None: one loss a row.
@@ -16,29 +14,18 @@ pub(crate) struct Nll {
 }
 
 impl<'s> Tensor<'s> {
-    /// `sum(-x[row][label]) / divisor` over log-probabilities, classes last.
+    /// `-x[row][label]` of each row of log-probabilities, classes last, reduced. A number
+    /// for `reduction` divides the sum: [`Reduction::Over`].
     ///
-    /// `divisor` is the number of samples of the batch for PyTorch's mean; with
-    /// several ranks of unequal batches, whatever makes the ranks' sum right.
-    /// Rows labelled [`IGNORE_LABEL`] count for nothing.
+    /// For PyTorch's mean, divide by the number of samples of the batch; with several ranks
+    /// of unequal batches, by a number that makes the ranks' sum right. Rows labelled
+    /// [`IGNORE_LABEL`] count for nothing.
     ///
     /// *Order*: rows in order, summed in f64, rounded once.
     ///
     /// # Errors
     /// `Usage` when there is not one label per row or a label is no class.
-    pub fn nll_loss(self, labels: &[u32], divisor: f32) -> Result<Tensor<'s>> {
-        self.nll(labels, Some(divisor))
-    }
-
-    /// `-x[row][label]` of each row; 0 where the label is [`IGNORE_LABEL`].
-    ///
-    /// # Errors
-    /// As [`nll_loss`](Tensor::nll_loss).
-    pub fn nll_losses(self, labels: &[u32]) -> Result<Tensor<'s>> {
-        self.nll(labels, None)
-    }
-
-    fn nll(self, labels: &[u32], divisor: Option<f32>) -> Result<Tensor<'s>> {
+    pub fn nll_loss(self, labels: &[u32], reduction: impl Into<Reduction>) -> Result<Tensor<'s>> {
         let (step, x, dims) = (self.step(), self.slot(), self.dims());
         let Some((&classes, outer)) = dims.split_last() else {
             return Err(Error::usage(
@@ -61,68 +48,61 @@ impl<'s> Tensor<'s> {
                 "label {label} of row {row} is not below {classes}, the number of classes"
             )));
         }
-        let out = {
-            let mut st = step.state();
-            let shape = match divisor {
-                Some(_) => Shape::new(&[])?,
-                None => Shape::new(outer)?,
-            };
-            let mut buf = st.pool.get(shape.numel());
-            let scores = st.value(x).chunks_exact(classes.max(1));
-            let losses = labels.iter().zip(scores).map(|(&l, row)| match l {
-                IGNORE_LABEL => 0.0,
-                l => -f64::from(row[l as usize]),
-            });
-            match divisor {
-                // `+ 0.0`: an empty sum is -0 in Rust.
-                Some(d) => {
-                    buf.slice_mut()[0] = ((losses.sum::<f64>() + 0.0) / f64::from(d)) as f32;
-                }
-                None => {
-                    for (to, loss) in buf.slice_mut().iter_mut().zip(losses) {
-                        *to = loss as f32;
-                    }
-                }
-            }
-            let wants = st.wants_grad(x);
-            let out = st.add_output(shape, buf, wants);
-            if wants {
-                let labels = st.add_labels(labels);
-                st.record(Nll {
-                    x,
-                    out,
-                    labels,
-                    classes,
-                    divisor,
-                });
-            }
-            out
+        let counted = labels.iter().filter(|l| **l != IGNORE_LABEL).count();
+        let divisor = match reduction.into() {
+            Reduction::None => None,
+            reduction => Some(reduction.divisor(counted)),
         };
-        Ok(Tensor::new(step, out))
+        let mut st = step.state();
+        let shape = match divisor {
+            Some(_) => Shape::new(&[])?,
+            None => Shape::new(outer)?,
+        };
+        let mut buf = st.pool.get(shape.numel());
+        let scores = st.value(x).chunks_exact(classes.max(1));
+        let losses = labels.iter().zip(scores).map(|(&l, row)| match l {
+            IGNORE_LABEL => 0.0,
+            l => -f64::from(row[l as usize]),
+        });
+        match divisor {
+            // `+ 0.0`: an empty sum is -0 in Rust.
+            Some(d) => {
+                buf.slice_mut()[0] = ((losses.sum::<f64>() + 0.0) / f64::from(d)) as f32;
+            }
+            None => {
+                for (to, loss) in buf.slice_mut().iter_mut().zip(losses) {
+                    *to = loss as f32;
+                }
+            }
+        }
+        let op = Nll {
+            labels: st.add_labels(labels),
+            classes,
+            divisor,
+        };
+        let kind = (shape, Precision::F32);
+        step.emit(&mut st, [x], kind, (buf, None), op)
     }
 }
 
-impl Recorded for Nll {
-    fn visit(&self, f: &mut dyn FnMut(Visit)) {
-        f(Visit::Output(self.out));
-        f(Visit::Input(self.x));
-    }
+impl Operation for Nll {
+    const RECOMPUTES: bool = false;
 
-    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
-        let numel = pass.shape(self.x).numel();
+    fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, dy: Buf) -> Result<()> {
+        let numel = ctx.shape(s.x[0]).numel();
         let g = |row: usize| match self.divisor {
             Some(d) => -(dy.slice()[0] / d),
             None => -dy.slice()[row],
         };
-        let mut dx = pass.pool().get_zeroed(numel);
+        let mut dx = ctx.pool().get_zeroed(numel);
         let rows = dx.slice_mut().chunks_exact_mut(self.classes.max(1));
-        for (i, (row, &l)) in rows.zip(pass.labels(self.labels)).enumerate() {
+        for (i, (row, &l)) in rows.zip(ctx.labels(self.labels)).enumerate() {
             if l != IGNORE_LABEL {
                 row[l as usize] = g(i);
             }
         }
-        pass.pool().put(dy);
-        pass.give(self.x, dx);
+        ctx.pool().put(dy);
+        ctx.give(s.x[0], dx);
         Ok(())
     }
 }

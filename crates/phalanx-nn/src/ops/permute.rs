@@ -1,20 +1,29 @@
-//! Dimensions in another order, as a copy. Saves nothing.
+//! The same elements under another shape or in another order. Save nothing.
 
 use crate::kernels::reduce::RANK;
-use crate::par::{PIECE, Team};
+use crate::kernels::transpose::transpose;
+use crate::par::{PIECE, ThreadPool};
 use crate::pool::Buf;
-use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
+use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 
+/// No copy when the operand's handle is the only one.
+pub(crate) struct Reshape;
+
+/// Images to rows in PyTorch's order.
+pub(crate) struct Flatten {
+    pixels: usize,
+    channels: usize,
+}
+
+/// Dimensions in another order, as a copy.
 pub(crate) struct Permute {
-    x: SlotId,
-    out: SlotId,
     order: [usize; RANK],
 }
 
 /// `to[i, j, …] = from` with dimension k of `to` being dimension `order[k]` of `from`.
-fn copy(team: &Team, from: &[f32], shape: &[usize], order: &[usize], to: &mut [f32]) {
+fn copy(threads: &ThreadPool, from: &[f32], shape: &[usize], order: &[usize], to: &mut [f32]) {
     let rank = shape.len();
     let (mut steps, mut size, mut step) = ([0; RANK], [1; RANK], 1);
     let mut own = [0; RANK];
@@ -27,7 +36,7 @@ fn copy(team: &Team, from: &[f32], shape: &[usize], order: &[usize], to: &mut [f
     }
     let last = rank.saturating_sub(1);
     let (inner, stride) = (size[last].max(1), steps[last]);
-    team.split(to, (PIECE / inner).max(1) * inner, |at, to| {
+    threads.split(to, (PIECE / inner).max(1) * inner, |at, to| {
         for (i, to) in to.chunks_exact_mut(inner).enumerate() {
             let (mut row, mut start) = (at / inner + i, 0);
             for k in (0..last).rev() {
@@ -49,12 +58,50 @@ fn copy(team: &Team, from: &[f32], shape: &[usize], order: &[usize], to: &mut [f
 }
 
 impl<'s> Tensor<'s> {
+    /// The elements in the same (row-major) order under another shape.
+    ///
+    /// # Errors
+    /// `Usage` when the number of elements would change.
+    pub fn reshape(self, shape: &[usize]) -> Result<Tensor<'s>> {
+        let shape = Shape::new(shape)?;
+        if shape.numel() != self.numel() {
+            return Err(Error::usage(format!(
+                "cannot reshape {:?} to {shape:?}",
+                self.dims()
+            )));
+        }
+        self.step().apply([self.slot()], shape, Reshape)
+    }
+
+    /// One row per sample. An image (N, H, W, C) becomes (N, C·H·W) in
+    /// PyTorch's element order (channel, row, column), so that the weights of
+    /// a following linear layer are PyTorch's.
+    ///
+    /// # Errors
+    /// `Usage` for a tensor without dimensions.
+    pub fn flatten(self) -> Result<Tensor<'s>> {
+        let dims = self.dims();
+        let &[n, h, w, channels] = &*dims else {
+            let Some((&n, rest)) = dims.split_first() else {
+                return Err(Error::usage("flatten of a tensor without dimensions"));
+            };
+            return self.reshape(&[n, rest.iter().product()]);
+        };
+        let pixels = h * w;
+        if pixels <= 1 || channels <= 1 {
+            return self.reshape(&[n, pixels * channels]);
+        }
+        let shape = Shape::new(&[n, pixels * channels])?;
+        let op = Flatten { pixels, channels };
+        self.step().apply([self.slot()], shape, op)
+    }
+
     /// Dimension k of the result is dimension `order[k]` of this tensor.
     ///
     /// # Errors
     /// `Usage` when `order` does not name every dimension once.
     pub fn permute(self, order: &[usize]) -> Result<Tensor<'s>> {
-        let (step, x, dims) = (self.step(), self.slot(), self.dims());
+        let dims = self.dims();
         let mut to = [0; RANK];
         let mut seen = [false; RANK];
         let complete = order.len() == dims.len()
@@ -72,17 +119,8 @@ impl<'s> Tensor<'s> {
             *s = dims[o];
         }
         let shape = Shape::new(&sizes[..order.len()])?;
-        let out = {
-            let mut st = step.state();
-            let buf = compute(&mut step.compute(&mut st), x, &to);
-            let wants = st.wants_grad(x);
-            let out = st.add_output(shape, buf, wants);
-            if wants {
-                st.record(Permute { x, out, order: to });
-            }
-            out
-        };
-        Ok(Tensor::new(step, out))
+        self.step()
+            .apply([self.slot()], shape, Permute { order: to })
     }
 
     /// Dimensions `a` and `b` exchanged.
@@ -103,37 +141,57 @@ impl<'s> Tensor<'s> {
     }
 }
 
-fn compute(c: &mut Compute<'_>, x: SlotId, order: &[usize]) -> Buf {
-    let shape = c.state.shape(x);
-    let mut buf = c.state.pool.get(shape.numel());
-    copy(c.team, c.state.value(x), &shape, order, buf.slice_mut());
-    buf
-}
-
-impl Recorded for Permute {
-    fn visit(&self, f: &mut dyn FnMut(Visit)) {
-        f(Visit::Output(self.out));
-        f(Visit::Input(self.x));
+impl Operation for Reshape {
+    fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        Ok((c.state.take_for_writing(x), None))
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
-        let shape = pass.shape(self.out);
+    fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, dy: Buf) -> Result<()> {
+        ctx.give(s.x[0], dy);
+        Ok(())
+    }
+}
+
+/// Transposes each matrix of `rows` x `columns`.
+fn transpose_each(threads: &ThreadPool, from: &[f32], to: &mut [f32], [rows, columns]: [usize; 2]) {
+    threads.split(to, rows * columns, |at, to| {
+        transpose(&from[at..at + to.len()], to, rows, columns);
+    });
+}
+
+impl Operation for Flatten {
+    fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        let mut buf = c.state.pool.get(c.state.shape(x).numel());
+        let size = [self.pixels, self.channels];
+        transpose_each(c.threads, c.state.value(x), buf.slice_mut(), size);
+        Ok((buf, None))
+    }
+
+    fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, dy: Buf) -> Result<()> {
+        let threads = ctx.threads;
+        ctx.give_made(s.x[0], dy, |dy, dx| {
+            transpose_each(threads, dy, dx, [self.channels, self.pixels]);
+        });
+        Ok(())
+    }
+}
+
+impl Operation for Permute {
+    fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        let shape = c.state.shape(x);
+        let mut buf = c.state.pool.get(shape.numel());
+        let y = buf.slice_mut();
+        copy(c.threads, c.state.value(x), &shape, &self.order, y);
+        Ok((buf, None))
+    }
+
+    fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, dy: Buf) -> Result<()> {
+        let (threads, shape) = (ctx.threads, ctx.shape(s.out));
         let mut back = [0; RANK];
         for (k, &o) in self.order[..shape.len()].iter().enumerate() {
             back[o] = k;
         }
-        let mut dx = pass.pool().get(dy.slice().len());
-        copy(pass.team, dy.slice(), &shape, &back, dx.slice_mut());
-        pass.pool().put(dy);
-        pass.give(self.x, dx);
+        ctx.give_made(s.x[0], dy, |dy, dx| copy(threads, dy, &shape, &back, dx));
         Ok(())
-    }
-
-    fn repeats(&self) -> bool {
-        true
-    }
-
-    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
-        Ok(compute(c, self.x, &self.order))
     }
 }

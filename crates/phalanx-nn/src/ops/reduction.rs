@@ -5,16 +5,16 @@ use crate::kernels::broadcast::{Arithmetic, Stretch, arithmetic};
 use crate::kernels::elementwise;
 use crate::kernels::reduce::{Fold, RANK, reduce};
 use crate::pool::Buf;
-use crate::tape::{Pass, Recorded, SlotId, Visit};
+use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 
 pub(crate) struct Reduction {
-    x: SlotId,
-    out: SlotId,
     fold: Fold,
     factor: f64,
     over: [bool; RANK],
+    /// The output's shape.
+    to: Shape,
 }
 
 impl<'s> Tensor<'s> {
@@ -45,7 +45,7 @@ impl<'s> Tensor<'s> {
     }
 
     fn reduction(self, fold: Fold, mean: bool, dims: &[usize], keep: bool) -> Result<Tensor<'s>> {
-        let (step, x, shape) = (self.step(), self.slot(), self.dims());
+        let shape = self.dims();
         let mut over = [dims.is_empty(); RANK];
         for &d in dims {
             if d >= shape.len() || std::mem::replace(&mut over[d], true) {
@@ -71,76 +71,77 @@ impl<'s> Tensor<'s> {
         }
         let factor = if mean { 1.0 / count as f64 } else { 1.0 };
         let to = Shape::new(&kept[..rank])?;
-        let out = {
-            let mut st = step.state();
-            let mut buf = st.pool.get(to.numel());
-            let y = buf.slice_mut();
-            reduce(step.team(), (fold, factor), st.value(x), &shape, &over, y);
-            let wants = st.wants_grad(x);
-            let out = st.add_output(to, buf, wants);
-            if wants {
-                st.record(Reduction {
-                    x,
-                    out,
-                    fold,
-                    factor,
-                    over,
-                });
-            }
-            out
+        let op = Reduction {
+            fold,
+            factor,
+            over,
+            to,
         };
-        Ok(Tensor::new(step, out))
+        self.step().apply([self.slot()], to, op)
     }
 }
 
 impl Reduction {
     /// Repeats `from`, of the reduced shape, over the input's, and combines it.
-    fn spread(&self, pass: &mut Pass<'_>, op: Arithmetic, x: &[f32], from: &[f32]) -> Result<Buf> {
-        let shape = pass.shape(self.x);
+    fn spread(
+        &self,
+        ctx: &mut BackwardContext<'_>,
+        shape: Shape,
+        op: Arithmetic,
+        x: &[f32],
+        from: &[f32],
+    ) -> Result<Buf> {
         let mut kept = [1; RANK];
         for (i, &n) in shape.iter().enumerate() {
             kept[i] = if self.over[i] { 1 } else { n };
         }
         let s = Stretch::of(&shape, &kept[..shape.len()])
             .ok_or_else(|| Error::internal("a reduction no longer fits its input"))?;
-        let mut to = pass.pool().get(shape.numel());
-        arithmetic(pass.team, op, &s, x, from, to.slice_mut());
+        let mut to = ctx.pool().get(shape.numel());
+        arithmetic(ctx.threads, op, &s, x, from, to.slice_mut());
         Ok(to)
     }
 }
 
-impl Recorded for Reduction {
-    fn visit(&self, f: &mut dyn FnMut(Visit)) {
-        f(Visit::Output(self.out));
-        f(Visit::Input(self.x));
-        if self.fold == Fold::Max {
-            f(Visit::Saved(self.x));
-            f(Visit::Saved(self.out));
-        }
+impl Operation for Reduction {
+    fn saves(&self) -> [bool; 1] {
+        [self.fold == Fold::Max]
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, mut dy: Buf) -> Result<()> {
-        let (team, shape) = (pass.team, pass.shape(self.x));
+    fn saves_output(&self) -> bool {
+        self.fold == Fold::Max
+    }
+
+    fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        let (fold, shape) = ((self.fold, self.factor), c.state.shape(x));
+        let mut buf = c.state.pool.get(self.to.numel());
+        let (x, y) = (c.state.value(x), buf.slice_mut());
+        reduce(c.threads, fold, x, &shape, &self.over, y);
+        Ok((buf, None))
+    }
+
+    fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, mut dy: Buf) -> Result<()> {
+        let (threads, shape) = (ctx.threads, ctx.shape(s.x[0]));
         if self.fold == Fold::Sum {
-            elementwise::scale(team, dy.slice_mut(), self.factor as f32);
-            let zeros = pass.pool().get_zeroed(shape.numel());
-            let dx = self.spread(pass, Arithmetic::Add, zeros.slice(), dy.slice())?;
-            pass.pool().put(zeros);
-            pass.pool().put(dy);
-            pass.give(self.x, dx);
+            elementwise::scale(threads, dy.slice_mut(), self.factor as f32);
+            let zeros = ctx.pool().get_zeroed(shape.numel());
+            let dx = self.spread(ctx, shape, Arithmetic::Add, zeros.slice(), dy.slice())?;
+            ctx.pool().put(zeros);
+            ctx.pool().put(dy);
+            ctx.give(s.x[0], dx);
             return Ok(());
         }
         // One where an element is the largest, then shared among the equal ones.
-        let (x, most) = (pass.value(self.x), pass.value(self.out));
-        let mut hits = self.spread(pass, Arithmetic::Sub, x, most)?;
+        let (x, most) = (ctx.value(s.x[0]), ctx.value(s.out));
+        let mut hits = self.spread(ctx, shape, Arithmetic::Sub, x, most)?;
         for v in hits.slice_mut() {
             // Infinity minus infinity is NaN, and a hit.
             *v = if *v == 0.0 || v.is_nan() { 1.0 } else { 0.0 };
         }
-        let mut count = pass.pool().get(dy.slice().len());
+        let mut count = ctx.pool().get(dy.slice().len());
         let fold = (Fold::Sum, 1.0);
         reduce(
-            team,
+            threads,
             fold,
             hits.slice(),
             &shape,
@@ -152,11 +153,11 @@ impl Recorded for Reduction {
             // Of not-a-number there is no largest, nor a gradient of it.
             *d = if most.is_nan() { f32::NAN } else { *d / n };
         }
-        let dx = self.spread(pass, Arithmetic::Mul, hits.slice(), dy.slice())?;
-        pass.pool().put(count);
-        pass.pool().put(hits);
-        pass.pool().put(dy);
-        pass.give(self.x, dx);
+        let dx = self.spread(ctx, shape, Arithmetic::Mul, hits.slice(), dy.slice())?;
+        ctx.pool().put(count);
+        ctx.pool().put(hits);
+        ctx.pool().put(dy);
+        ctx.give(s.x[0], dx);
         Ok(())
     }
 }

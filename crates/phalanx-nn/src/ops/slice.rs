@@ -3,10 +3,9 @@
 
 use std::ops::Range;
 
-use crate::par::Team;
+use crate::par::ThreadPool;
 use crate::pool::Buf;
-use crate::tape::{Compute, Pass, Recorded, SlotId, Step, Visit};
-use crate::tensor::Shape;
+use crate::tape::{BackwardContext, Compute, Operation, Recorded, SlotId, Slots, Step, Visit};
 use crate::{Error, Result, Tensor};
 
 /// An array as `outer` runs of `wide` elements, of which a part starts at `at`
@@ -29,24 +28,23 @@ impl Part {
     }
 
     /// `to` becomes the part of `from`.
-    fn take(self, team: &Team, from: &[f32], to: &mut [f32]) {
-        team.split(to, self.len, |i, to| {
+    fn take(self, threads: &ThreadPool, from: &[f32], to: &mut [f32]) {
+        threads.split(to, self.len, |i, to| {
             // `split` cuts an empty array into nothing.
             let start = i / self.len * self.wide + self.at;
             to.copy_from_slice(&from[start..start + self.len]);
         });
     }
 
-    /// The part of a slot's value, `numel` elements.
-    fn of_slot(self, c: &mut Compute<'_>, x: SlotId, numel: usize) -> Buf {
-        let mut buf = c.state.pool.get(numel);
-        self.take(c.team, c.state.value(x), buf.slice_mut());
-        buf
-    }
-
     /// The part of `to` becomes `from`; `rest` is done to the other elements.
-    fn put(self, team: &Team, from: &[f32], to: &mut [f32], rest: impl Fn(&mut [f32]) + Sync) {
-        team.split(to, self.wide, |i, to| {
+    fn put(
+        self,
+        threads: &ThreadPool,
+        from: &[f32],
+        to: &mut [f32],
+        rest: impl Fn(&mut [f32]) + Sync,
+    ) {
+        threads.split(to, self.wide, |i, to| {
             let row = i / self.wide * self.len;
             rest(&mut to[..self.at]);
             rest(&mut to[self.at + self.len..]);
@@ -56,9 +54,9 @@ impl Part {
 }
 
 pub(crate) struct Slice {
-    x: SlotId,
-    out: SlotId,
     part: Part,
+    /// Elements of the output.
+    numel: usize,
 }
 
 pub(crate) struct Concat {
@@ -73,28 +71,17 @@ impl<'s> Tensor<'s> {
     /// # Errors
     /// `Usage` when that is not there.
     pub fn slice(self, dim: usize, range: Range<usize>) -> Result<Tensor<'s>> {
-        let (step, x, dims) = (self.step(), self.slot(), self.dims());
+        let dims = self.dims();
         if dim >= dims.len() || range.start > range.end || range.end > dims[dim] {
             return Err(Error::usage(format!(
                 "slice {range:?} of dimension {dim} of shape {dims:?}"
             )));
         }
-        let mut sizes = [0; 6];
-        sizes[..dims.len()].copy_from_slice(&dims);
-        sizes[dim] = range.len();
-        let shape = Shape::new(&sizes[..dims.len()])?;
+        let shape = dims.with(dim, range.len())?;
         let part = Part::of(&dims, dim, range);
-        let out = {
-            let mut st = step.state();
-            let buf = part.of_slot(&mut step.compute(&mut st), x, shape.numel());
-            let wants = st.wants_grad(x);
-            let out = st.add_output(shape, buf, wants);
-            if wants {
-                st.record(Slice { x, out, part });
-            }
-            out
-        };
-        Ok(Tensor::new(step, out))
+        let numel = shape.numel();
+        self.step()
+            .apply([self.slot()], shape, Slice { part, numel })
     }
 }
 
@@ -109,8 +96,6 @@ impl Step<'_> {
             return Err(Error::usage("concat of no tensors"));
         };
         let dims = first.dims();
-        let mut sizes = [0; 6];
-        sizes[..dims.len()].copy_from_slice(&dims);
         let mut total = 0;
         for t in &tensors {
             let own = t.dims();
@@ -124,8 +109,7 @@ impl Step<'_> {
             }
             total += own[dim];
         }
-        sizes[dim] = total;
-        let shape = Shape::new(&sizes[..dims.len()])?;
+        let shape = dims.with(dim, total)?;
         let inputs: Vec<SlotId> = tensors.iter().map(Tensor::slot).collect();
         let out = {
             let mut st = self.state();
@@ -134,7 +118,7 @@ impl Step<'_> {
             for &x in &inputs {
                 let n = st.shape(x)[dim];
                 let part = Part::of(&shape, dim, at..at + n);
-                part.put(self.team(), st.value(x), buf.slice_mut(), |_| {});
+                part.put(self.threads(), st.value(x), buf.slice_mut(), |_| {});
                 at += n;
             }
             let wants = inputs.iter().any(|&x| st.wants_grad(x));
@@ -148,29 +132,19 @@ impl Step<'_> {
     }
 }
 
-impl Recorded for Slice {
-    fn visit(&self, f: &mut dyn FnMut(Visit)) {
-        f(Visit::Output(self.out));
-        f(Visit::Input(self.x));
+impl Operation for Slice {
+    fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        let mut buf = c.state.pool.get(self.numel);
+        self.part.take(c.threads, c.state.value(x), buf.slice_mut());
+        Ok((buf, None))
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
-        let numel = pass.shape(self.x).numel();
-        let mut dx = pass.pool().get(numel);
-        let zero = |rest: &mut [f32]| rest.fill(0.0);
-        self.part.put(pass.team, dy.slice(), dx.slice_mut(), zero);
-        pass.pool().put(dy);
-        pass.give(self.x, dx);
+    fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, dy: Buf) -> Result<()> {
+        let threads = ctx.threads;
+        ctx.give_made(s.x[0], dy, |dy, dx| {
+            self.part.put(threads, dy, dx, |rest| rest.fill(0.0));
+        });
         Ok(())
-    }
-
-    fn repeats(&self) -> bool {
-        true
-    }
-
-    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
-        let numel = c.state.shape(self.out).numel();
-        Ok(self.part.of_slot(c, self.x, numel))
     }
 }
 
@@ -180,19 +154,19 @@ impl Recorded for Concat {
         self.inputs.iter().for_each(|&x| f(Visit::Input(x)));
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
-        let (shape, mut at) = (pass.shape(self.out), 0);
+    fn backward(&self, ctx: &mut BackwardContext<'_>, dy: Buf) -> Result<()> {
+        let (shape, mut at) = (ctx.shape(self.out), 0);
         for &x in &self.inputs {
-            let own = pass.shape(x);
+            let own = ctx.shape(x);
             let part = Part::of(&shape, self.dim, at..at + own[self.dim]);
             at += own[self.dim];
-            if pass.wants(x) {
-                let mut dx = pass.pool().get(own.numel());
-                part.take(pass.team, dy.slice(), dx.slice_mut());
-                pass.give(x, dx);
+            if ctx.wants(x) {
+                let mut dx = ctx.pool().get(own.numel());
+                part.take(ctx.threads, dy.slice(), dx.slice_mut());
+                ctx.give(x, dx);
             }
         }
-        pass.pool().put(dy);
+        ctx.pool().put(dy);
         Ok(())
     }
 }

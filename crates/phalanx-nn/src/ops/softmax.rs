@@ -1,17 +1,18 @@
-//! Softmax along any dimension, and its logarithm along any but the last
-//! (which `log_softmax` has), in place where nobody else needs the operand. Saves its output.
+//! Softmax and its logarithm along any dimension, in place if no other operation needs the
+//! operand. Save their output.
 
-use crate::kernels::softmax_dim;
+use crate::kernels::{softmax, softmax_dim};
 use crate::pool::Buf;
-use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
+use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::{Error, Result, Tensor};
 
+/// Along `n` of an array of (outer, n, inner).
 pub(crate) struct Softmax {
-    x: SlotId,
-    out: SlotId,
     n: usize,
     inner: usize,
     log: bool,
+    /// Whether this is the last dimension.
+    last: bool,
 }
 
 impl<'s> Tensor<'s> {
@@ -20,7 +21,18 @@ impl<'s> Tensor<'s> {
     /// # Errors
     /// `Usage` for a dimension that is not there.
     pub fn softmax(self, dim: usize) -> Result<Tensor<'s>> {
-        self.along(dim, false)
+        self.softmax_of(dim, false)
+    }
+
+    /// `x - log(sum(exp(x)))` over the last dimension.
+    ///
+    /// # Errors
+    /// `Usage` for a tensor without dimensions.
+    pub fn log_softmax(self) -> Result<Tensor<'s>> {
+        let Some(last) = self.dims().len().checked_sub(1) else {
+            return Err(Error::usage("log_softmax of a tensor without dimensions"));
+        };
+        self.softmax_of(last, true)
     }
 
     /// [`log_softmax`](Tensor::log_softmax) along dimension `dim` (0 is the outermost).
@@ -28,65 +40,65 @@ impl<'s> Tensor<'s> {
     /// # Errors
     /// `Usage` for a dimension that is not there.
     pub fn log_softmax_dim(self, dim: usize) -> Result<Tensor<'s>> {
-        if dim + 1 == self.dims().len() {
-            return self.log_softmax();
-        }
-        self.along(dim, true)
+        self.softmax_of(dim, true)
     }
 
-    fn along(self, dim: usize, log: bool) -> Result<Tensor<'s>> {
-        let (step, x, dims) = (self.step(), self.slot(), self.dims());
+    fn softmax_of(self, dim: usize, log: bool) -> Result<Tensor<'s>> {
+        let dims = self.dims();
         let Some(&n) = dims.get(dim) else {
             return Err(Error::usage(format!(
                 "softmax along dimension {dim} of shape {dims:?}"
             )));
         };
         let inner = dims[dim + 1..].iter().product();
-        let out = {
-            let mut st = step.state();
-            let buf = compute(&mut step.compute(&mut st), x, (n, inner), log);
-            let wants = st.wants_grad(x);
-            let out = st.add_output(dims, buf, wants);
-            if wants {
-                st.record(Softmax {
-                    x,
-                    out,
-                    n,
-                    inner,
-                    log,
-                });
-            }
-            out
+        let op = Softmax {
+            n,
+            inner,
+            log,
+            last: dim + 1 == dims.len(),
         };
-        Ok(Tensor::new(step, out))
+        self.step().apply([self.slot()], dims, op)
     }
 }
 
-fn compute(c: &mut Compute<'_>, x: SlotId, (n, inner): (usize, usize), log: bool) -> Buf {
-    let mut buf = c.state.take_for_writing(x);
-    softmax_dim::forward(c.team, buf.slice_mut(), n, inner, log);
-    buf
+impl Softmax {
+    /// The logarithm over the last dimension has kernels of its own, with exponentials in f64.
+    fn is_log_of_rows(&self) -> bool {
+        self.log && self.last
+    }
 }
 
-impl Recorded for Softmax {
-    fn visit(&self, f: &mut dyn FnMut(Visit)) {
-        f(Visit::Output(self.out));
-        f(Visit::Input(self.x));
-        f(Visit::Saved(self.out));
+impl Operation for Softmax {
+    fn name(&self) -> Option<&'static str> {
+        self.is_log_of_rows().then_some("LogSoftmax")
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, mut dy: Buf) -> Result<()> {
-        let (y, sizes) = (pass.value(self.out), (self.n, self.inner));
-        softmax_dim::backward(pass.team, y, dy.slice_mut(), sizes, self.log);
-        pass.give(self.x, dy);
-        Ok(())
-    }
-
-    fn repeats(&self) -> bool {
+    fn saves_output(&self) -> bool {
         true
     }
 
-    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
-        Ok(compute(c, self.x, (self.n, self.inner), self.log))
+    fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        let mut buf = c.state.take_for_writing(x);
+        let (n, y) = (self.n, buf.slice_mut());
+        if self.is_log_of_rows() {
+            c.threads
+                .split(y, softmax::piece(n), |_, y| softmax::log_softmax(y, n));
+        } else {
+            softmax_dim::forward(c.threads, y, n, self.inner, self.log);
+        }
+        Ok((buf, None))
+    }
+
+    fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, mut dy: Buf) -> Result<()> {
+        let (n, y, d) = (self.n, ctx.value(s.out), dy.slice_mut());
+        if self.is_log_of_rows() {
+            ctx.threads.split(d, softmax::piece(n), |at, d| {
+                softmax::log_softmax_backward(&y[at..at + d.len()], d, n);
+            });
+        } else {
+            softmax_dim::backward(ctx.threads, y, d, (n, self.inner), self.log);
+        }
+        ctx.give(s.x[0], dy);
+        Ok(())
     }
 }

@@ -1,16 +1,16 @@
-//! Functions of one number, element by element: activations and the
-//! exponential. Save their input, or (sigmoid, tanh, exp) their output.
+//! Functions of one number, element by element, in place if no other operation needs the
+//! operand. Save their input, or (relu, sigmoid, tanh, exp) their output; a factor saves
+//! nothing.
 
-use crate::kernels::activation::{self, Function};
+use crate::kernels::activation::{self, Activation};
+use crate::kernels::elementwise;
 use crate::pool::Buf;
-use crate::tape::{Compute, Pass, Recorded, SlotId, Visit};
+use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::{Result, Tensor};
 
-pub(crate) struct Unary {
-    x: SlotId,
-    out: SlotId,
-    function: Function,
-}
+pub(crate) struct Unary(Activation);
+
+pub(crate) struct Scale(f32);
 
 macro_rules! functions {
     ($($(#[$meta:meta])* $name:ident = $function:expr;)*) => {
@@ -27,24 +27,26 @@ macro_rules! functions {
 }
 
 functions! {
+    /// `max(0, x)`; the derivative at 0 is 0.
+    relu = Activation::Relu;
     /// `min(max(0, x), 6)`; the derivative at 0 and at 6 is 0.
-    relu6 = Function::Relu6;
+    relu6 = Activation::Relu6;
     /// `x * P(normal <= x)`, by the error function.
-    gelu = Function::Gelu;
+    gelu = Activation::Gelu;
     /// The approximation of [`gelu`](Tensor::gelu) by a hyperbolic tangent.
-    gelu_tanh = Function::GeluTanh;
+    gelu_tanh = Activation::GeluTanh;
     /// `x * sigmoid(x)`.
-    silu = Function::Silu;
+    silu = Activation::Silu;
     /// `x * min(max(0, x + 3), 6) / 6`; derivative 0 at -3 and 1 at 3.
-    hardswish = Function::Hardswish;
+    hardswish = Activation::Hardswish;
     /// `min(max(0, x + 3), 6) / 6`; derivative 0 at both ends.
-    hardsigmoid = Function::Hardsigmoid;
+    hardsigmoid = Activation::Hardsigmoid;
     /// `1 / (1 + exp(-x))`.
-    sigmoid = Function::Sigmoid;
+    sigmoid = Activation::Sigmoid;
     /// The hyperbolic tangent.
-    tanh = Function::Tanh;
+    tanh = Activation::Tanh;
     /// The exponential.
-    exp = Function::Exp;
+    exp = Activation::Exp;
 }
 
 impl<'s> Tensor<'s> {
@@ -53,68 +55,74 @@ impl<'s> Tensor<'s> {
     /// # Errors
     /// None at present; operations share one signature.
     pub fn leaky_relu(self, slope: f32) -> Result<Tensor<'s>> {
-        self.unary(Function::LeakyRelu(slope))
+        self.unary(Activation::LeakyRelu(slope))
     }
 
-    fn unary(self, function: Function) -> Result<Tensor<'s>> {
-        let (step, x) = (self.step(), self.slot());
-        let out = {
-            let mut st = step.state();
-            let (shape, wants) = (st.shape(x), st.wants_grad(x));
-            let keeps = wants && !function.by_output();
-            let buf = compute(&mut step.compute(&mut st), x, function, keeps);
-            let out = st.add_output(shape, buf, wants);
-            if wants {
-                st.record(Unary { x, out, function });
-            }
-            out
-        };
-        Ok(Tensor::new(step, out))
+    /// `x * factor`.
+    ///
+    /// # Errors
+    /// None at present; operations share one signature.
+    pub fn scale(self, factor: f32) -> Result<Tensor<'s>> {
+        self.step().apply([self.slot()], self.dims(), Scale(factor))
+    }
+
+    fn unary(self, function: Activation) -> Result<Tensor<'s>> {
+        self.step()
+            .apply([self.slot()], self.dims(), Unary(function))
     }
 }
 
-/// The function of every element; `keeps`: the operand is left as it is.
-fn compute(c: &mut Compute<'_>, x: SlotId, function: Function, keeps: bool) -> Buf {
-    let mut buf = if keeps {
-        let mut own = c.state.pool.get(c.state.shape(x).numel());
-        own.slice_mut().copy_from_slice(c.state.value(x));
-        own
-    } else {
-        c.state.take_for_writing(x)
-    };
-    activation::forward(c.team, function, buf.slice_mut());
-    buf
+impl Activation {
+    /// The function of every element of `x`.
+    ///
+    /// # Errors
+    /// None at present; layers share one signature.
+    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+        x.unary(*self)
+    }
 }
 
-impl Unary {
-    fn saved(&self) -> SlotId {
-        if self.function.by_output() {
-            self.out
+impl Operation for Unary {
+    fn name(&self) -> Option<&'static str> {
+        (self.0 == Activation::Relu).then_some("Relu")
+    }
+
+    fn saves(&self) -> [bool; 1] {
+        [!self.0.by_output()]
+    }
+
+    fn saves_output(&self) -> bool {
+        self.0.by_output()
+    }
+
+    fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        let mut buf = if self.0.by_output() || !c.state.wants_grad(x) {
+            c.state.take_for_writing(x)
         } else {
-            self.x
-        }
-    }
-}
-
-impl Recorded for Unary {
-    fn visit(&self, f: &mut dyn FnMut(Visit)) {
-        f(Visit::Output(self.out));
-        f(Visit::Input(self.x));
-        f(Visit::Saved(self.saved()));
+            c.state.copy(x)
+        };
+        activation::forward(c.threads, self.0, buf.slice_mut());
+        Ok((buf, None))
     }
 
-    fn backward(&self, pass: &mut Pass<'_>, mut dy: Buf) -> Result<()> {
-        let saved = pass.value(self.saved());
-        activation::backward(pass.team, self.function, saved, dy.slice_mut());
-        pass.give(self.x, dy);
+    fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, mut dy: Buf) -> Result<()> {
+        let saved = ctx.value(if self.0.by_output() { s.out } else { s.x[0] });
+        activation::backward(ctx.threads, self.0, saved, dy.slice_mut());
+        ctx.give(s.x[0], dy);
         Ok(())
     }
+}
 
-    fn repeats(&self) -> bool {
-        true
+impl Operation for Scale {
+    fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        let mut buf = c.state.take_for_writing(x);
+        elementwise::scale(c.threads, buf.slice_mut(), self.0);
+        Ok((buf, None))
     }
 
-    fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
-        Ok(compute(c, self.x, self.function, true))
+    fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, mut dy: Buf) -> Result<()> {
+        elementwise::scale(ctx.threads, dy.slice_mut(), self.0);
+        ctx.give(s.x[0], dy);
+        Ok(())
     }
 }

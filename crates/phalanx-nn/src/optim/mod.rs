@@ -13,20 +13,20 @@
 
 mod adam;
 mod clip;
+mod rule;
 pub mod schedule;
 mod sgd;
 mod updates;
 
 pub use adam::Adam;
 pub use clip::{clip_factor, grad_norm, step_clipped};
+pub use rule::RuleOptimizer;
 pub use sgd::Sgd;
 
-#[cfg(target_arch = "x86_64")]
-use crate::kernels::isa::{Isa, isa};
 use crate::param::{GradView, Params};
-use crate::{Error, Result, Workers};
+use crate::{Error, Result, ThreadPool};
 
-/// What every optimizer offers to a training loop and to a checkpoint.
+/// The interface of optimizers for training loops and checkpoints.
 pub trait Optimizer {
     /// Updates `params` from `grads`, in place.
     ///
@@ -98,9 +98,9 @@ pub trait Optimizer {
     fn step_run(&mut self, run: Run<'_>, factor: f32) -> Result<()>;
 
     /// Lets the steps that follow run on a tape's threads
-    /// ([`Tape::workers`](crate::Tape::workers)); until then they run on the caller's.
+    /// ([`Tape::thread_pool`](crate::Tape::thread_pool)); until then they run on the caller's.
     /// The results are the same.
-    fn set_workers(&mut self, workers: Workers);
+    fn set_thread_pool(&mut self, threads: ThreadPool);
 
     /// The learning rate of the next step.
     fn lr(&self) -> f64;
@@ -142,8 +142,8 @@ impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
         (**self).step_run(run, factor)
     }
 
-    fn set_workers(&mut self, workers: Workers) {
-        (**self).set_workers(workers);
+    fn set_thread_pool(&mut self, threads: ThreadPool) {
+        (**self).set_thread_pool(threads);
     }
 
     fn lr(&self) -> f64 {
@@ -171,7 +171,7 @@ impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
     }
 }
 
-/// Neighbouring elements of one parameter, wherever they lie.
+/// Neighbouring elements of one parameter, in any memory.
 #[derive(Debug)]
 pub struct Run<'a> {
     /// Where the first has its state: its index in memory laid out like [`Params::flat`]
@@ -183,27 +183,6 @@ pub struct Run<'a> {
     pub grads: &'a [f32],
 }
 
-impl Run<'_> {
-    /// Checks a run against `elems` elements of state; `running` is the step that was begun.
-    fn check<T>(&self, elems: usize, running: Option<T>) -> Result<T> {
-        let Some(running) = running else {
-            return Err(Error::usage(
-                "elements were given to an optimizer before its step; call begin_step first",
-            ));
-        };
-        let fits = self.at.checked_add(self.values.len());
-        if self.values.len() != self.grads.len() || fits.is_none_or(|end| end > elems) {
-            return Err(Error::usage(format!(
-                "a run of {} elements from {} with {} gradients does not fit an optimizer of {elems} elements",
-                self.values.len(),
-                self.at,
-                self.grads.len()
-            )));
-        }
-        Ok(running)
-    }
-}
-
 /// The setting must be a finite number of at least zero.
 fn check_setting(name: &str, value: f64) -> Result<()> {
     if value.is_finite() && value >= 0.0 {
@@ -212,62 +191,4 @@ fn check_setting(name: &str, value: f64) -> Result<()> {
     Err(Error::usage(format!(
         "{name} is {value}; it must be a number of at least 0"
     )))
-}
-
-/// Finds the saved buffer `name` of the right length among `state`.
-fn saved<'a>(state: &[(&str, &'a [f32])], name: &str, elems: usize) -> Result<&'a [f32]> {
-    let Some((_, values)) = state.iter().find(|(n, _)| *n == name) else {
-        return Err(Error::usage(format!("saved optimizer state lacks {name}")));
-    };
-    if values.len() != elems {
-        return Err(Error::usage(format!(
-            "saved optimizer state {name} has {} elements, expected {elems}",
-            values.len()
-        )));
-    }
-    Ok(values)
-}
-
-/// Refuses saved buffers with other names than `known`.
-fn only_known(state: &[(&str, &[f32])], known: &[&str]) -> Result<()> {
-    match state.iter().find(|(name, _)| !known.contains(name)) {
-        None => Ok(()),
-        Some((name, _)) => Err(Error::usage(format!(
-            "saved optimizer state {name} does not belong to this optimizer with these settings"
-        ))),
-    }
-}
-
-/// One pass of element-wise arithmetic over slices.
-trait Pass {
-    /// The loop. Implementations are `#[inline(always)]`, so that it is
-    /// compiled anew for the instruction set of its caller.
-    fn run(self);
-}
-
-/// Elements that one thread updates at a time.
-const PIECE: usize = 16 * 1024;
-
-/// Runs `pass`, compiled for the instruction set in use. Without any, each
-/// `mul_add` is a call into the C library: the same bits, many times slower.
-fn run_fused(pass: impl Pass) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-        fn wide(pass: impl Pass) {
-            pass.run();
-        }
-        #[target_feature(enable = "avx2,fma")]
-        fn fused(pass: impl Pass) {
-            pass.run();
-        }
-        match isa() {
-            // SAFETY: `isa()` names only sets that this processor has.
-            Isa::Avx512 => return unsafe { wide(pass) },
-            // SAFETY: as above.
-            Isa::Avx2 => return unsafe { fused(pass) },
-            Isa::Scalar => {}
-        }
-    }
-    pass.run();
 }

@@ -141,12 +141,12 @@ impl Schedule {
         Self::new(Kind::Constant, lr, lr)
     }
 
-    /// Times `factor` every so many steps (0: never).
+    /// Multiplies the rate by `factor` after each `every` steps (0: never).
     pub fn step(lr: f64, every: u64, factor: f64) -> Self {
         Self::new(Kind::Step { every, factor }, lr, lr)
     }
 
-    /// Times `factor` at each milestone; one that is listed twice counts twice.
+    /// Multiplies the rate by `factor` at each milestone; one that is listed twice counts twice.
     pub fn multi_step(lr: f64, milestones: &[u64], factor: f64) -> Self {
         let milestones = milestones.to_vec();
         let times = milestones.iter().filter(|&&m| m == 0).count();
@@ -154,7 +154,7 @@ impl Schedule {
         Self::new(Kind::MultiStep { milestones, factor }, lr, first)
     }
 
-    /// Times `factor` at every step.
+    /// Multiplies the rate by `factor` at every step.
     pub fn exponential(lr: f64, factor: f64) -> Self {
         Self::new(Kind::Exponential { factor }, lr, lr)
     }
@@ -266,7 +266,7 @@ impl Schedule {
             Kind::Exponential { factor } => lr * *factor,
             Kind::Cosine { period, floor } => {
                 let (p, at) = (*period as f64, t as f64);
-                // At the turn the recursion would divide by zero.
+                // At the lowest rate the recursion would divide by zero.
                 if t > *period && (t - 1 - *period) % (2 * *period) == 0 {
                     lr + (self.base - *floor) * (1.0 - (PI / p).cos()) / 2.0
                 } else {

@@ -4,7 +4,7 @@ use super::Run;
 use crate::param::{GradView, Params};
 use crate::{Error, Result};
 
-/// Counts, parameter by parameter: who had no gradient in a step is not updated by it.
+/// Update counts of each parameter. A step does not update a parameter without a gradient.
 #[derive(Clone, Debug)]
 pub(super) struct Updates {
     /// Where each parameter begins in flat memory, ascending, and how long it is.

@@ -1,10 +1,10 @@
-//! The thread team: fixed chunks, any number of threads, the same bits.
+//! The thread pool: fixed chunks, any number of threads, the same bits.
 //!
 //! *Order*: work is cut into chunks by shape alone, never by the number of
 //! threads. Threads take chunks in any order; an output element belongs to one
 //! chunk, or its partial sums are folded in chunk order afterwards.
 
-mod crew;
+mod helpers;
 mod scratch;
 
 pub(crate) use scratch::scratch;
@@ -13,36 +13,33 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crew::Crew;
+use helpers::Helpers;
 
 /// How many threads compute. `Threads(1)` uses the calling thread only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Threads(pub usize);
 
-/// The threads of one tape: the caller's and its helpers.
-pub(crate) struct Team {
-    /// `None`: everything on the calling thread.
-    crew: Option<Crew>,
-}
+/// The threads that compute: the calling one and its helpers. Clones share them; the default
+/// is the calling thread alone.
+#[derive(Clone, Default)]
+pub struct ThreadPool(Option<Arc<Helpers>>);
 
-impl Team {
-    /// Starts the threads. If the system refuses some the team works with fewer:
-    /// the results are the same, only later.
+impl ThreadPool {
+    /// Starts the threads. If the system refuses some, the pool works with fewer:
+    /// the results are the same.
     pub(crate) fn new(threads: Threads) -> Self {
-        let crew = (threads.0 > 1).then(|| Crew::new(threads.0 - 1));
-        Team {
-            crew: crew.filter(|c| c.helpers() > 0),
-        }
+        let helpers = (threads.0 > 1).then(|| Helpers::new(threads.0 - 1));
+        ThreadPool(helpers.filter(|h| h.count() > 0).map(Arc::new))
     }
 
-    pub(crate) fn threads(&self) -> usize {
-        1 + self.crew.as_ref().map_or(0, Crew::helpers)
+    pub(crate) fn count(&self) -> usize {
+        1 + self.0.as_ref().map_or(0, |helpers| helpers.count())
     }
 
     /// Runs `f(0)`, …, `f(chunks - 1)`, each once, in any order.
     pub(crate) fn run(&self, chunks: usize, f: impl Fn(usize) + Sync) {
-        match &self.crew {
-            Some(crew) if chunks > 1 => crew.run(chunks, f),
+        match &self.0 {
+            Some(helpers) if chunks > 1 => helpers.run(chunks, f),
             _ => (0..chunks).for_each(f),
         }
     }
@@ -65,8 +62,8 @@ impl Team {
         });
     }
 
-    /// As [`split`](Self::split) for slices of one length, cut alike; an empty
-    /// one among them gives every piece an empty one.
+    /// As [`split`](Self::split) for slices of equal length, cut in the same places; an empty
+    /// slice gives every piece an empty one.
     pub(crate) fn split_all<T: Send + Sync, const N: usize>(
         &self,
         data: [&mut [T]; N],
@@ -89,33 +86,9 @@ impl Team {
     }
 }
 
-/// A tape's threads, for what computes beside it: the optimizer. The default is
-/// the calling thread alone.
-#[derive(Clone, Default)]
-pub struct Workers(Option<Arc<Team>>);
-
-impl Workers {
-    pub(crate) fn of(team: &Arc<Team>) -> Self {
-        Workers(Some(Arc::clone(team)))
-    }
-
-    /// [`Team::split_all`].
-    pub(crate) fn split_all<T: Send + Sync, const N: usize>(
-        &self,
-        data: [&mut [T]; N],
-        piece: usize,
-        f: impl Fn(usize, [&mut [T]; N]) + Sync,
-    ) {
-        static ALONE: Team = Team { crew: None };
-        let team = self.0.as_deref().unwrap_or(&ALONE);
-        team.split_all(data, piece, f);
-    }
-}
-
-impl std::fmt::Debug for Workers {
+impl std::fmt::Debug for ThreadPool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let threads = self.0.as_ref().map_or(1, |t| t.threads());
-        f.debug_tuple("Workers").field(&threads).finish()
+        f.debug_tuple("ThreadPool").field(&self.count()).finish()
     }
 }
 
@@ -174,24 +147,24 @@ mod tests {
     #[test]
     fn every_chunk_runs_once() {
         for threads in [1, 2, 4] {
-            let team = Team::new(Threads(threads));
-            assert_eq!(team.threads(), threads);
+            let pool = ThreadPool::new(Threads(threads));
+            assert_eq!(pool.count(), threads);
             for chunks in [0, 1, 2, 7, 100] {
                 let hits: Vec<AtomicU32> = (0..chunks).map(|_| AtomicU32::new(0)).collect();
-                team.run(chunks, |i| {
+                pool.run(chunks, |i| {
                     hits[i].fetch_add(1, Ordering::Relaxed);
                 });
                 assert!(hits.iter().all(|h| h.load(Ordering::Relaxed) == 1));
             }
             let mut v = vec![0usize; 103];
-            team.split(&mut v, 10, |first, part| {
+            pool.split(&mut v, 10, |first, part| {
                 for (i, x) in part.iter_mut().enumerate() {
                     *x = first + i;
                 }
             });
             assert!(v.iter().enumerate().all(|(i, &x)| i == x));
             let (mut a, mut b) = ([0usize; 21], [0usize; 21]);
-            team.split_all([&mut a, &mut b, &mut []], 5, |first, [a, b, none]| {
+            pool.split_all([&mut a, &mut b, &mut []], 5, |first, [a, b, none]| {
                 assert!(none.is_empty() && a.len() == b.len());
                 a.fill(first);
                 b.fill(a.len());

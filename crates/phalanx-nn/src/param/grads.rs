@@ -1,9 +1,9 @@
-//! Where gradients go: a local set of gradients, or somebody else's memory.
+//! Gradient sinks: a local set of gradients, or memory that another crate supplies.
 
 use super::params::{ParamId, ParamInfo, Params};
 use crate::pool::AlignedBuf;
 
-/// What a [`GradSink`] may fail with.
+/// The error of a [`GradSink`].
 pub type SinkError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Receives gradients in memory of its own choosing.
@@ -26,8 +26,8 @@ pub trait GradSink {
     /// Whatever stops the training step; backward ends with it at once.
     fn ready(&mut self, param: ParamId) -> Result<(), SinkError>;
 
-    /// [`ready`](Self::ready), by a layer that has seen while it made the gradient that the squares of all of
-    /// it are finite, and so is its sum over any ranks: a sink that would look need not read it again.
+    /// As [`ready`](Self::ready); the layer has checked that the squares of the gradient's values are
+    /// finite, and so is its sum over any ranks. A sink need not check it again.
     ///
     /// # Errors
     /// As [`ready`](Self::ready).
@@ -61,8 +61,8 @@ pub trait GradView {
     /// empty when there is none.
     fn grad(&self, param: ParamId) -> &[f32];
 
-    /// Whether nobody used this parameter, so that an optimizer must leave it
-    /// and its state alone (PyTorch: `grad is None`).
+    /// Whether no backward pass used this parameter, so that an optimizer must not change it
+    /// or its state (PyTorch: `grad is None`).
     fn untouched(&self, _param: ParamId) -> bool {
         false
     }

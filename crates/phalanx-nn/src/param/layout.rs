@@ -1,4 +1,4 @@
-//! How a parameter lies in memory compared with PyTorch's tensor of the same name.
+//! Memory order of a parameter compared with PyTorch's tensor of the same name.
 
 use crate::pool::ALIGN_ELEMS;
 
@@ -41,7 +41,7 @@ impl Layout {
         }
     }
 
-    /// Number of dimensions this layout needs, if it minds.
+    /// Number of dimensions this layout requires, if it requires any.
     pub(crate) fn rank(self) -> Option<usize> {
         match self {
             Layout::Same => None,

@@ -6,8 +6,8 @@ use super::layout::Layout;
 use crate::error::{Error, Result};
 use crate::pool::AlignedBuf;
 
-/// Which model a parameter or buffer belongs to: a number that each root [`Scope`](crate::Scope) of
-/// the process has for itself. Clones of [`Params`] are the same model.
+/// The model of a parameter or buffer: a unique number of each root [`Scope`](crate::Scope) of the
+/// process. Clones of [`Params`] are the same model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct ModelId(u32);
 

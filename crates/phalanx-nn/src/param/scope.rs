@@ -47,7 +47,7 @@ pub enum Init {
     },
 }
 
-/// Where a module registers its parameters: a name prefix over the model's list.
+/// A module's place to register parameters: a name prefix over the model's list.
 ///
 /// Mistakes (a name used twice, an impossible shape) are reported by
 /// [`build`](Scope::build), so that model constructors need no error handling.
@@ -107,7 +107,7 @@ impl Section {
         self.infos.len() as u32 - 1
     }
 
-    /// Everything in its place; PyTorch's order goes as it comes.
+    /// Copies all values from PyTorch's order to their places.
     fn build(self) -> Result<(AlignedBuf, Vec<ParamInfo>)> {
         let mut flat = AlignedBuf::zeroed(self.end);
         for (info, values) in self.infos.iter().zip(self.values) {

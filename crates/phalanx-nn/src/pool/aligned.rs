@@ -32,7 +32,7 @@ unsafe impl Send for AlignedBuf {}
 unsafe impl Sync for AlignedBuf {}
 
 impl AlignedBuf {
-    /// `len` zeros; of large ones, pages come into being when they are first written or read. Aborts
+    /// `len` zeros; large ones get their pages when these are first written or read. Aborts
     /// when the system has no memory, as `Vec` does.
     pub(crate) fn zeroed(len: usize) -> Self {
         match Self::layout(len) {
@@ -81,9 +81,8 @@ impl AlignedBuf {
         self.ptr.as_ptr()
     }
 
-    /// Joins the pages of elements `from .. to` to huge ones, which they are a part of:
-    /// transforms walk dozens of planes at a time, more than small pages' translations fit the
-    /// processor. Asked for before the first touch, huge pages would delay the first
+    /// Asks the system to join the pages of elements `from .. to` to huge pages: transforms
+    /// walk dozens of planes at a time, too many for the processor's cache of page translations. Asked for before the first touch, huge pages would delay the first
     /// step: they are cleared whole, one after the other, and a virtual machine may first have
     /// to get them from its host (0.4 s for 300 MiB here). A system that cannot join them at once
     /// (before Linux 6.1) does as it finds time, which takes minutes.

@@ -1,5 +1,5 @@
-//! A caching pool: what goes back comes out again, so that from the second training
-//! step on nothing is allocated.
+//! A caching pool: buffers are reused, so that nothing is allocated from the second training
+//! step on.
 //!
 //! Small buffers have a free list for each size class, four per power of two (at
 //! most a quarter is wasted); their starts are staggered by a cache line. Large ones are
@@ -21,7 +21,7 @@ pub(crate) struct Buf {
     place: Place,
 }
 
-/// Where a buffer's memory is.
+/// The place of a buffer's memory.
 #[derive(Clone, Copy)]
 enum Place {
     Small { class: u32, slab: u32 },
@@ -122,9 +122,9 @@ impl Pool {
                 self.regions.push(Region::new(len));
             }
             let region = &mut self.regions[index];
-            let before = region.top();
+            let before = region.high_water();
             if let Some(extent) = region.take(len) {
-                let grown = region.top() - before;
+                let grown = region.high_water() - before;
                 self.allocations += u64::from(grown > 0);
                 self.bytes += (grown * size_of::<f32>()) as u64;
                 let place = Place::Large {
@@ -185,19 +185,19 @@ impl Pool {
         self.regions.iter_mut().for_each(Region::reset);
     }
 
-    /// Before a step: makes what earlier ones used cheap to walk. Whether there was
-    /// anything to do.
-    pub(crate) fn settle(&mut self) -> bool {
-        let regions = self.regions.iter_mut().map(Region::settle);
+    /// Before a step: asks the system for huge pages for the memory that earlier steps
+    /// used. Returns whether there was any.
+    pub(crate) fn promote_to_huge_pages(&mut self) -> bool {
+        let regions = self.regions.iter_mut().map(Region::promote_to_huge_pages);
         regions.fold(false, |any, new| any | new)
     }
 
-    /// How often memory that had never been handed out was needed.
+    /// How often new memory was needed.
     pub(crate) fn allocations(&self) -> u64 {
         self.allocations
     }
 
-    /// Bytes that have been handed out (of large buffers: at most at once).
+    /// Bytes handed out so far (of large buffers: the peak).
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }

@@ -1,5 +1,5 @@
-//! One long stretch of memory, cut into buffers of any size and joined again: what
-//! a step's values leave behind, gradients of any other size can use.
+//! One large block of memory, cut into buffers of any size and joined again: gradients can
+//! use the memory of values of any other size.
 //!
 //! The lowest place that is large enough is taken, so that a step that repeats gets the
 //! same places again, and pages beyond the highest are never touched.
@@ -11,7 +11,7 @@ use super::aligned::{ALIGN_ELEMS, AlignedBuf, round_up};
 const GAP: usize = 15 * ALIGN_ELEMS;
 
 /// Elements whose pages become huge between two steps (256 MiB: some 50 ms).
-const SETTLED_AT_ONCE: usize = 1 << 26;
+const HUGE_AT_ONCE: usize = 1 << 26;
 
 /// A place in a region, in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,12 +29,12 @@ impl Extent {
 /// A stretch of address space, of which the first part has been used.
 pub(super) struct Region {
     memory: AlignedBuf,
-    /// Free places below `top`, ascending; no two of them touch.
+    /// Free places below `high_water`, ascending; no two of them touch.
     free: Vec<Extent>,
-    /// What has ever been handed out ends here.
-    top: usize,
-    /// Up to here the pages are huge.
-    settled: usize,
+    /// The end of the highest element ever handed out.
+    high_water: usize,
+    /// Pages up to this element are huge.
+    huge: usize,
 }
 
 impl Region {
@@ -49,12 +49,12 @@ impl Region {
         Region {
             memory: memory.unwrap_or_else(|| AlignedBuf::zeroed(need)),
             free: Vec::new(),
-            top: 0,
-            settled: 0,
+            high_water: 0,
+            huge: 0,
         }
     }
 
-    /// What a buffer of `len` elements takes.
+    /// Elements that a buffer of `len` elements takes.
     fn taken_by(len: usize) -> usize {
         round_up(len) + GAP
     }
@@ -74,16 +74,16 @@ impl Region {
             }
             return Some(Extent { start, len });
         }
-        let last = self.free.last().filter(|e| e.end() == self.top);
-        let start = last.map_or(self.top, |e| e.start);
+        let last = self.free.last().filter(|e| e.end() == self.high_water);
+        let start = last.map_or(self.high_water, |e| e.start);
         let end = start.checked_add(len)?;
         if end > self.memory.len() {
             return None;
         }
-        if start < self.top {
+        if start < self.high_water {
             self.free.pop();
         }
-        self.top = end;
+        self.high_water = end;
         Some(Extent { start, len })
     }
 
@@ -109,27 +109,27 @@ impl Region {
     /// Takes everything back.
     pub(super) fn reset(&mut self) {
         self.free.clear();
-        if self.top > 0 {
+        if self.high_water > 0 {
             self.free.push(Extent {
                 start: 0,
-                len: self.top,
+                len: self.high_water,
             });
         }
     }
 
-    /// Between two steps: what the last one used, the next will use. Whether there was
-    /// anything to do.
-    pub(super) fn settle(&mut self) -> bool {
-        let end = self.top.min(self.settled + SETTLED_AT_ONCE);
-        let new = end > self.settled;
-        self.memory.join_pages(self.settled, end);
-        self.settled = end;
+    /// Between two steps: asks for huge pages for the memory in use, a part at a time.
+    /// Returns whether there was any.
+    pub(super) fn promote_to_huge_pages(&mut self) -> bool {
+        let end = self.high_water.min(self.huge + HUGE_AT_ONCE);
+        let new = end > self.huge;
+        self.memory.join_pages(self.huge, end);
+        self.huge = end;
         new
     }
 
     /// Elements that have ever been handed out at once.
-    pub(super) fn top(&self) -> usize {
-        self.top
+    pub(super) fn high_water(&self) -> usize {
+        self.high_water
     }
 
     /// The first element of a place.
@@ -158,7 +158,7 @@ mod tests {
         let lens = [1000, 16, 2000, 500];
         let one: Vec<Extent> = lens.iter().filter_map(|&l| r.take(l)).collect();
         assert_eq!(one.len(), 4);
-        let top = r.top();
+        let high_water = r.high_water();
         for pair in one.windows(2) {
             assert_eq!(pair[0].end(), pair[1].start);
             assert_eq!(pair[1].start % ALIGN_ELEMS, 0);
@@ -167,7 +167,7 @@ mod tests {
         r.put(one[2]);
         r.put(one[1]);
         let larger = r.take(2016).expect("room");
-        assert_eq!((larger.start, r.top()), (one[1].start, top));
+        assert_eq!((larger.start, r.high_water()), (one[1].start, high_water));
         r.put(larger);
         r.put(one[3]);
         r.put(one[0]);
@@ -175,7 +175,7 @@ mod tests {
         // Larger than what is free at the end: it grows there.
         let whole = r.take(100_000).expect("room");
         assert_eq!(whole.start, 0);
-        assert!(r.top() > top);
+        assert!(r.high_water() > high_water);
         r.put(whole);
         let again: Vec<Extent> = lens.iter().filter_map(|&l| r.take(l)).collect();
         assert_eq!(one, again);
@@ -194,8 +194,8 @@ mod tests {
         let mut r = Region {
             memory: AlignedBuf::zeroed(4096),
             free: Vec::new(),
-            top: 0,
-            settled: 0,
+            high_water: 0,
+            huge: 0,
         };
         let all = r.take(4096 - GAP).expect("room");
         assert_eq!(r.take(1), None);

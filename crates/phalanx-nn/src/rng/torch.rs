@@ -9,7 +9,7 @@
 use super::cephes;
 use super::mt19937::Mt19937;
 
-/// The seed of a PyTorch generator that nobody seeded.
+/// The default seed of a PyTorch generator.
 pub const DEFAULT_SEED: u64 = 67_280_421_310_721;
 
 /// From this length on `randperm` takes 64-bit draws: `u32::MAX / 20`.
@@ -20,7 +20,7 @@ const NORMAL_BLOCK: usize = 16;
 
 /// `torch.Generator('cpu')`.
 ///
-/// A clone goes on drawing the same numbers as the original.
+/// A clone draws the same numbers as the original.
 #[derive(Clone, PartialEq)]
 pub struct Generator {
     words: Mt19937,
@@ -30,7 +30,7 @@ pub struct Generator {
 }
 
 impl std::fmt::Debug for Generator {
-    // 624 words of state help nobody.
+    // The 624 words of state are left out.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Generator").finish_non_exhaustive()
     }
@@ -121,12 +121,7 @@ impl Generator {
         }
     }
 
-    /// One float64 of `tensor.uniform_(lo, hi)`: 53 bits of one 64-bit draw.
-    #[inline]
-    pub fn uniform_f64(&mut self, lo: f64, hi: f64) -> f64 {
-        self.unit_f64() * (hi - lo) + lo
-    }
-
+    /// A uniform float64 in [0, 1): 53 bits of one 64-bit draw.
     fn unit_f64(&mut self) -> f64 {
         const UNIT: f64 = 1.0 / (1_u64 << 53) as f64;
         (self.random64() & ((1 << 53) - 1)) as f64 * UNIT

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use std::time::Instant;
 
-use super::node::{Recorded, Visit};
+use super::node::Visit;
 use super::segment;
 use super::state::{SlotId, State};
 use crate::Precision;
@@ -12,21 +12,21 @@ use crate::error::{Error, Result};
 use crate::kernels::element::{Bf16, Element, Values, elements, elements_mut};
 use crate::kernels::{Mode, elementwise};
 use crate::ops::batch_norm::JoinStatistics;
-use crate::par::Team;
+use crate::par::ThreadPool;
 use crate::param::{GradSink, ParamId, Params, SinkError};
 use crate::pool::{Buf, Pool};
 use crate::tensor::Shape;
 
-/// What a node's backward works with.
-pub(crate) struct Pass<'p> {
-    pub(crate) team: &'p Team,
+/// Context of a node's backward.
+pub(crate) struct BackwardContext<'p> {
+    pub(crate) threads: &'p ThreadPool,
     pub(crate) params: &'p Params,
     pub(super) state: &'p mut State,
     sink: &'p mut dyn GradSink,
     accumulates: bool,
 }
 
-impl Pass<'_> {
+impl BackwardContext<'_> {
     pub(crate) fn pool(&mut self) -> &mut Pool {
         &mut self.state.pool
     }
@@ -40,7 +40,7 @@ impl Pass<'_> {
         self.elements(id)
     }
 
-    /// What the elements of a slot and of its gradient are.
+    /// Data type of the elements of a slot and of its gradient.
     pub(crate) fn precision_of(&self, id: SlotId) -> Precision {
         self.state.precision_of(id)
     }
@@ -70,7 +70,7 @@ impl Pass<'_> {
         unsafe { std::slice::from_raw_parts(v.as_ptr().cast(), len) }
     }
 
-    /// Who joins batch statistics, if anybody does.
+    /// The hook that joins batch statistics, if there is one.
     pub(crate) fn join(&self) -> Option<Arc<dyn JoinStatistics>> {
         self.state.join.clone()
     }
@@ -83,7 +83,7 @@ impl Pass<'_> {
         self.state.samples(rows)
     }
 
-    /// Whether a gradient of this slot is of use to anybody.
+    /// Whether the gradient of this slot is needed.
     pub(crate) fn wants(&self, id: SlotId) -> bool {
         self.state.wants_grad(id)
     }
@@ -95,15 +95,15 @@ impl Pass<'_> {
         param: ParamId,
         write: impl FnOnce(&mut [f32], Mode),
     ) -> Result<()> {
-        self.param_seen(param, |slot, mode| {
+        self.param_checked(param, |slot, mode| {
             write(slot, mode);
             false
         })
     }
 
-    /// [`param`](Self::param), where `write` says whether it has seen that all of the sink's memory is
-    /// finite then.
-    pub(crate) fn param_seen(
+    /// As [`param`](Self::param); `write` returns true if it has checked that every value
+    /// of the gradient is finite.
+    pub(crate) fn param_checked(
         &mut self,
         param: ParamId,
         write: impl FnOnce(&mut [f32], Mode) -> bool,
@@ -135,6 +135,15 @@ impl Pass<'_> {
         self.state.slots[id.index()].grad = Some(grad);
     }
 
+    /// Adds what `make` writes, given the output's gradient `dy`, to a slot's gradient.
+    pub(crate) fn give_made(&mut self, id: SlotId, dy: Buf, make: impl FnOnce(&[f32], &mut [f32])) {
+        let numel = self.shape(id).numel();
+        let mut dx = self.pool().get(numel);
+        make(dy.slice(), dx.slice_mut());
+        self.pool().put(dy);
+        self.give(id, dx);
+    }
+
     /// Adds `grad`, of the slot's precision, to its gradient.
     pub(crate) fn give(&mut self, id: SlotId, grad: Buf) {
         let slot = &mut self.state.slots[id.index()];
@@ -143,10 +152,10 @@ impl Pass<'_> {
         } else if let Some(sum) = &mut slot.grad {
             let len = slot.shape.numel();
             match slot.precision {
-                Precision::F32 => elementwise::add(self.team, sum.slice_mut(), grad.slice()),
+                Precision::F32 => elementwise::add(self.threads, sum.slice_mut(), grad.slice()),
                 Precision::Bf16 => {
                     let sum = elements_mut::<Bf16>(sum.slice_mut(), len);
-                    elementwise::add(self.team, sum, elements(grad.slice(), len));
+                    elementwise::add(self.threads, sum, elements(grad.slice(), len));
                 }
             }
             self.state.pool.put(grad);
@@ -188,7 +197,7 @@ fn accepted(
 /// Walks the recorded nodes from `loss` with the given gradient of it.
 pub(super) fn run(
     state: &mut State,
-    team: &Team,
+    threads: &ThreadPool,
     params: &Params,
     loss: SlotId,
     gradient: &[f32],
@@ -227,8 +236,8 @@ pub(super) fn run(
         accepted(sink.unused(id), params, id)?;
     }
 
-    let mut pass = Pass {
-        team,
+    let mut ctx = BackwardContext {
+        threads,
         params,
         state,
         sink,
@@ -237,17 +246,17 @@ pub(super) fn run(
     while let Some(node) = nodes.last() {
         let out = node.output();
         let slot = out.ok_or_else(|| Error::internal("a recorded node has no output"))?;
-        if pass.state.reached[slot.index()] {
-            segment::restore(&mut pass, &nodes, node)?;
-            let grad = pass.state.slots[slot.index()].grad.take();
+        if ctx.state.reached[slot.index()] {
+            segment::restore(&mut ctx, &nodes, node)?;
+            let grad = ctx.state.slots[slot.index()].grad.take();
             let grad = grad.ok_or_else(|| Error::internal("a gradient is missing in backward"))?;
-            let began = pass.state.clock.as_ref().map(|_| Instant::now());
-            node.backward(&mut pass, grad)?;
-            if let (Some(clock), Some(began)) = (&mut pass.state.clock, began) {
+            let began = ctx.state.clock.as_ref().map(|_| Instant::now());
+            node.backward(&mut ctx, grad)?;
+            if let (Some(clock), Some(began)) = (&mut ctx.state.clock, began) {
                 clock.backward(node.name(), node.param(), began);
             }
         }
-        pass.state.processed(node, nodes.len() - 1);
+        ctx.state.processed(node, nodes.len() - 1);
         nodes.pop();
     }
     state.nodes = nodes; // empty; keeps its capacity

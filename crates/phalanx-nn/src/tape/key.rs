@@ -1,4 +1,4 @@
-//! What the random numbers of a step depend on.
+//! The key of a step's random numbers.
 
 /// Epoch, step, seed and sample ids: the key of every random decision of a
 /// step. Nothing else enters, so a sample's dropout mask is the same on

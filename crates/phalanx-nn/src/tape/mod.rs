@@ -8,9 +8,9 @@ mod precision;
 mod segment;
 mod state;
 
-pub(crate) use backward::Pass;
+pub(crate) use backward::BackwardContext;
 pub use key::StepKey;
-pub(crate) use node::{Recorded, Visit};
+pub(crate) use node::{OpNode, Operation, Recorded, Slots, Visit};
 pub use precision::Precision;
 pub(crate) use segment::Compute;
 pub(crate) use state::{SlotId, State};
@@ -20,14 +20,14 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::ops::batch_norm::JoinStatistics;
-use crate::par::{Team, Threads, Workers};
+use crate::par::{ThreadPool, Threads};
 use crate::param::{GradSink, ParamId, ParamInfo, Params};
 use crate::profile::{Clock, Profile};
 use crate::tensor::{Shape, Tensor};
 
-/// Memory and threads of one training loop. Made once, used for every step.
+/// Memory and threads of one training loop. Create it once and use it for every step.
 pub struct Tape {
-    team: Arc<Team>,
+    threads: ThreadPool,
     state: RefCell<State>,
 }
 
@@ -36,13 +36,13 @@ impl Tape {
     /// on the number; should the system refuse threads, one is used.
     pub fn new(threads: Threads) -> Self {
         Tape {
-            team: Arc::new(Team::new(threads)),
+            threads: ThreadPool::new(threads),
             state: RefCell::default(),
         }
     }
 
-    /// What convolutions and linear layers multiply in the steps that follow
-    /// (f32 at first), and with it what some values are in memory: see [`Precision`].
+    /// Sets the data type of the operands of convolutions and linear layers, and of some
+    /// stored values, in the steps that follow (f32 at first): see [`Precision`].
     pub fn set_precision(&mut self, precision: Precision) {
         self.state.get_mut().precision = precision;
     }
@@ -61,7 +61,7 @@ impl Tape {
     fn start<'a>(&'a mut self, params: &'a Params, key: StepKey<'_>, training: bool) -> Step<'a> {
         let state = self.state.get_mut();
         state.start(&key, training);
-        if state.pool.settle() {
+        if state.pool.promote_to_huge_pages() {
             params.values.join_pages(0, params.values.len());
         }
         Step { tape: self, params }
@@ -83,8 +83,8 @@ impl Tape {
         self.state.get_mut().join = join;
     }
 
-    /// Allocations that the pool has asked of the system so far. Stands still
-    /// once every shape of the loop has been seen.
+    /// Allocations that the pool has made so far. Constant once every shape of the loop
+    /// has been seen.
     pub fn allocations(&self) -> u64 {
         self.state.borrow().pool.allocations()
     }
@@ -96,13 +96,13 @@ impl Tape {
 
     /// Threads that compute.
     pub fn threads(&self) -> usize {
-        self.team.threads()
+        self.threads.count()
     }
 
     /// The threads that compute, for an optimizer to use between steps
-    /// ([`Optimizer::set_workers`](crate::optim::Optimizer::set_workers)).
-    pub fn workers(&self) -> Workers {
-        Workers::of(&self.team)
+    /// ([`Optimizer::set_thread_pool`](crate::optim::Optimizer::set_thread_pool)).
+    pub fn thread_pool(&self) -> ThreadPool {
+        self.threads.clone()
     }
 
     /// Starts (or stops) taking the time of every operation of training steps:
@@ -187,8 +187,8 @@ impl<'a> Step<'a> {
         self.params
     }
 
-    pub(crate) fn team(&self) -> &'a Team {
-        &self.tape.team
+    pub(crate) fn threads(&self) -> &'a ThreadPool {
+        &self.tape.threads
     }
 
     /// Not to be held across a call that makes or drops a tensor.
@@ -196,13 +196,13 @@ impl<'a> Step<'a> {
         self.tape.state.borrow_mut()
     }
 
-    /// What operations compute with, on the step's memory.
+    /// Context for an operation's computation.
     pub(crate) fn compute<'c>(&self, state: &'c mut State) -> Compute<'c>
     where
         'a: 'c,
     {
         Compute {
-            team: self.team(),
+            threads: self.threads(),
             params: self.params,
             state,
         }
@@ -221,7 +221,7 @@ impl<'a> Step<'a> {
     ) -> Result<()> {
         backward::run(
             &mut self.state(),
-            self.team(),
+            self.threads(),
             self.params,
             slot,
             gradient,

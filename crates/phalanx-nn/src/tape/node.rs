@@ -1,21 +1,23 @@
-//! Recorded operations: an enum in a vector whose capacity is kept, so that
-//! recording allocates nothing.
+//! Recorded operations: an enum in a vector that keeps its capacity, so that
+//! recording does not allocate.
 
-use super::backward::Pass;
+use super::backward::BackwardContext;
 use super::segment::Compute;
-use super::state::SlotId;
+use super::state::{SlotId, State};
+use super::{Precision, Step};
 use crate::error::{Error, Result};
 use crate::ops;
 use crate::param::ParamId;
 use crate::pool::Buf;
+use crate::tensor::{Shape, Tensor};
 
-/// What a node names.
+/// What a node refers to.
 pub(crate) enum Visit {
     /// Its output slot.
     Output(SlotId),
     /// A slot it read, which may want a gradient.
     Input(SlotId),
-    /// A slot whose value its backward will read.
+    /// A slot whose value its backward reads.
     Saved(SlotId),
     /// A parameter whose gradient it contributes to, once.
     Param(ParamId),
@@ -23,22 +25,170 @@ pub(crate) enum Visit {
 
 /// One recorded operation.
 pub(crate) trait Recorded {
-    /// Names everything the node refers to; the output comes first.
+    /// The operation's name in profiles, if it is not the variant's.
+    fn name(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// Visits everything the node refers to; the output comes first.
     fn visit(&self, f: &mut dyn FnMut(Visit));
 
-    /// Turns the gradient of the output into gradients of parameters and
+    /// Converts the gradient of the output into gradients of parameters and
     /// inputs. `dy` may be overwritten and passed on.
-    fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()>;
+    fn backward(&self, ctx: &mut BackwardContext<'_>, dy: Buf) -> Result<()>;
 
-    /// Whether [`again`](Self::again) can make the output's bits from the inputs.
-    /// Where not, a recomputed segment keeps the output.
-    fn repeats(&self) -> bool {
+    /// Whether [`recompute`](Self::recompute) can make the output's bits from the inputs.
+    /// Otherwise a recomputed segment keeps the output.
+    fn can_recompute(&self) -> bool {
         false
     }
 
-    /// The output's elements, made again. The values of all inputs are there.
-    fn again(&self, _: &mut Compute<'_>) -> Result<Buf> {
+    /// Computes the output's elements again. The values of all inputs are present.
+    fn recompute(&self, _: &mut Compute<'_>) -> Result<Buf> {
         Err(Error::internal("an operation cannot be run again"))
+    }
+}
+
+/// The slots of an operation on `N` tensors.
+pub(crate) struct Slots<const N: usize> {
+    pub(crate) x: [SlotId; N],
+    pub(crate) out: SlotId,
+    /// Memory made in the forward pass that only backward reads.
+    pub(crate) aux: Option<SlotId>,
+}
+
+impl<const N: usize> Slots<N> {
+    /// The slot of what [`Operation::forward`] made besides the output.
+    pub(crate) fn aux(&self) -> Result<SlotId> {
+        self.aux
+            .ok_or_else(|| Error::internal("an operation lacks what its forward pass made"))
+    }
+}
+
+/// An operation on `N` tensors with one output.
+pub(crate) trait Operation<const N: usize = 1> {
+    /// Whether the output can be computed again from the inputs.
+    const RECOMPUTES: bool = true;
+
+    /// As [`Recorded::name`].
+    fn name(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// The parameters it uses.
+    fn params(&self) -> [Option<ParamId>; 2] {
+        [None; 2]
+    }
+
+    /// The inputs that backward reads.
+    fn saves(&self) -> [bool; N] {
+        [false; N]
+    }
+
+    /// Whether backward reads the output.
+    fn saves_output(&self) -> bool {
+        false
+    }
+
+    /// Computes the output, and what backward needs besides.
+    fn forward(&self, _: &mut Compute<'_>, _: [SlotId; N]) -> Result<(Buf, Option<Buf>)> {
+        Err(Error::internal("an operation cannot be run again"))
+    }
+
+    /// As [`Recorded::backward`].
+    fn backward(&self, ctx: &mut BackwardContext<'_>, slots: &Slots<N>, dy: Buf) -> Result<()>;
+}
+
+/// An [`Operation`] and its slots.
+pub(crate) struct OpNode<O, const N: usize> {
+    slots: Slots<N>,
+    op: O,
+}
+
+impl<O, const N: usize> OpNode<O, N> {
+    pub(crate) fn new(x: [SlotId; N], out: SlotId, op: O) -> Self {
+        let slots = Slots { x, out, aux: None };
+        OpNode { slots, op }
+    }
+}
+
+impl<const N: usize, O: Operation<N>> Recorded for OpNode<O, N> {
+    fn name(&self) -> Option<&'static str> {
+        self.op.name()
+    }
+
+    fn visit(&self, f: &mut dyn FnMut(Visit)) {
+        f(Visit::Output(self.slots.out));
+        self.slots.x.iter().for_each(|&x| f(Visit::Input(x)));
+        for param in self.op.params().into_iter().flatten() {
+            f(Visit::Param(param));
+        }
+        for (&x, saved) in self.slots.x.iter().zip(self.op.saves()) {
+            if saved {
+                f(Visit::Saved(x));
+            }
+        }
+        let output = self.op.saves_output().then_some(self.slots.out);
+        for saved in output.into_iter().chain(self.slots.aux) {
+            f(Visit::Saved(saved));
+        }
+    }
+
+    fn backward(&self, ctx: &mut BackwardContext<'_>, dy: Buf) -> Result<()> {
+        self.op.backward(ctx, &self.slots, dy)
+    }
+
+    fn can_recompute(&self) -> bool {
+        O::RECOMPUTES
+    }
+
+    fn recompute(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        let (buf, aux) = self.op.forward(c, self.slots.x)?;
+        // Backward reads what the first run made.
+        aux.into_iter().for_each(|aux| c.state.pool.put(aux));
+        Ok(buf)
+    }
+}
+
+impl Step<'_> {
+    /// Runs an operation on the inputs `x`, and records it if a gradient is wanted.
+    pub(crate) fn apply<'s, const N: usize, O: Operation<N>>(
+        &'s self,
+        x: [SlotId; N],
+        shape: Shape,
+        op: O,
+    ) -> Result<Tensor<'s>>
+    where
+        Node: From<OpNode<O, N>>,
+    {
+        let mut st = self.state();
+        let made = op.forward(&mut self.compute(&mut st), x)?;
+        self.emit(&mut st, x, (shape, Precision::F32), made, op)
+    }
+
+    /// Adds an operation's output, and records the operation if a gradient is wanted.
+    pub(crate) fn emit<'s, const N: usize, O: Operation<N>>(
+        &'s self,
+        st: &mut State,
+        x: [SlotId; N],
+        (shape, precision): (Shape, Precision),
+        (buf, aux): (Buf, Option<Buf>),
+        op: O,
+    ) -> Result<Tensor<'s>>
+    where
+        Node: From<OpNode<O, N>>,
+    {
+        let uses_params = st.training && op.params().iter().any(Option::is_some);
+        let wants = uses_params || x.iter().any(|&x| st.wants_grad(x));
+        let out = st.add_output_as((shape, precision), buf, wants);
+        if wants {
+            let mut node = OpNode::new(x, out, op);
+            node.slots.aux = aux.map(|aux| st.add_aux(aux)).transpose()?;
+            st.record(node);
+        } else {
+            aux.into_iter().for_each(|aux| st.pool.put(aux));
+        }
+        Ok(Tensor::held(self, st, out))
     }
 }
 
@@ -52,79 +202,84 @@ macro_rules! nodes {
         })*
 
         impl Node {
-            /// What the operation is called.
-            pub(crate) fn name(&self) -> &'static str {
-                match self { $(Node::$name(_) => stringify!($name)),* }
-            }
-
-            /// The first parameter it uses.
-            pub(crate) fn param(&self) -> Option<ParamId> {
-                let mut first = None;
-                self.visit(&mut |v| {
-                    if let Visit::Param(p) = v {
-                        first = first.or(Some(p));
-                    }
-                });
-                first
-            }
-
-            /// The slot it fills.
-            pub(crate) fn output(&self) -> Option<SlotId> {
-                let mut out = None;
-                self.visit(&mut |v| {
-                    if let Visit::Output(s) = v {
-                        out = Some(s);
-                    }
-                });
-                out
-            }
-        }
-
-        impl Recorded for Node {
-            fn visit(&self, f: &mut dyn FnMut(Visit)) {
-                match self { $(Node::$name(n) => n.visit(f)),* }
-            }
-            fn backward(&self, pass: &mut Pass<'_>, dy: Buf) -> Result<()> {
-                match self { $(Node::$name(n) => n.backward(pass, dy)),* }
-            }
-            fn repeats(&self) -> bool {
-                match self { $(Node::$name(n) => n.repeats()),* }
-            }
-            fn again(&self, c: &mut Compute<'_>) -> Result<Buf> {
-                match self { $(Node::$name(n) => n.again(c)),* }
+            fn recorded(&self) -> (&dyn Recorded, &'static str) {
+                match self { $(Node::$name(n) => (n, stringify!($name))),* }
             }
         }
     };
 }
 
 nodes! {
-    AdaptiveMaxPool2d(ops::adaptive_max_pool2d::AdaptiveMaxPool2d),
-    Add(ops::add::Add),
-    AvgPool2d(ops::avg_pool2d::AvgPool2d),
-    ConvTranspose2d(ops::conv_transpose2d::ConvTranspose2d),
-    Embedding(ops::embedding::Embedding),
-    LayerNorm(ops::layer_norm::LayerNorm),
-    PreparedLoss(ops::cross_entropy::Prepared),
-    Binary(ops::arithmetic::Binary),
-    Bmm(ops::bmm::Bmm),
-    Cast(ops::cast::Cast),
-    Concat(ops::slice::Concat),
-    Permute(ops::permute::Permute),
-    Reduction(ops::reduction::Reduction),
-    Slice(ops::slice::Slice),
-    Softmax(ops::softmax::Softmax),
-    Unary(ops::unary::Unary),
+    AdaptiveMaxPool2d(OpNode<ops::adaptive_max_pool2d::AdaptiveMaxPool2d, 1>),
+    Add(OpNode<ops::arithmetic::Add, 2>),
+    AvgPool2d(OpNode<ops::avg_pool2d::AvgPool2d, 1>),
     BatchNorm(ops::batch_norm::BatchNorm),
-    Conv2d(ops::conv2d::Conv2d),
+    Binary(OpNode<ops::arithmetic::Binary, 2>),
+    Bmm(OpNode<ops::bmm::Bmm, 2>),
+    Cast(OpNode<ops::cast::Cast, 1>),
+    Concat(ops::slice::Concat),
+    Conv2d(OpNode<ops::conv2d::Conv2d, 1>),
+    ConvTranspose2d(OpNode<ops::conv_transpose2d::ConvTranspose2d, 1>),
     Custom(ops::custom::Custom),
-    Dropout(ops::dropout::Dropout),
-    Flatten(ops::flatten::Flatten),
-    Linear(ops::linear::Linear),
-    LogSoftmax(ops::log_softmax::LogSoftmax),
-    MaxPool2d(ops::max_pool2d::MaxPool2d),
-    Mse(ops::mse::Mse),
-    Nll(ops::nll::Nll),
-    Relu(ops::relu::Relu),
-    Reshape(ops::reshape::Reshape),
-    Scale(ops::scale::Scale),
+    Dropout(OpNode<ops::dropout::Dropout, 1>),
+    Embedding(OpNode<ops::embedding::Embedding, 0>),
+    Flatten(OpNode<ops::permute::Flatten, 1>),
+    LayerNorm(OpNode<ops::layer_norm::LayerNorm, 1>),
+    Linear(OpNode<ops::linear::Linear, 1>),
+    MaxPool2d(OpNode<ops::max_pool2d::MaxPool2d, 1>),
+    Nll(OpNode<ops::nll::Nll, 1>),
+    Permute(OpNode<ops::permute::Permute, 1>),
+    PreparedLoss(OpNode<ops::element_loss::Prepared, 1>),
+    Reduction(OpNode<ops::reduction::Reduction, 1>),
+    Reshape(OpNode<ops::permute::Reshape, 1>),
+    Scale(OpNode<ops::unary::Scale, 1>),
+    Slice(OpNode<ops::slice::Slice, 1>),
+    Softmax(OpNode<ops::softmax::Softmax, 1>),
+    Unary(OpNode<ops::unary::Unary, 1>),
+}
+
+impl Node {
+    /// The operation's name in profiles.
+    pub(crate) fn name(&self) -> &'static str {
+        let (node, variant) = self.recorded();
+        node.name().unwrap_or(variant)
+    }
+
+    /// The first parameter it uses.
+    pub(crate) fn param(&self) -> Option<ParamId> {
+        let mut first = None;
+        self.visit(&mut |v| {
+            if let Visit::Param(p) = v {
+                first = first.or(Some(p));
+            }
+        });
+        first
+    }
+
+    /// The slot it fills.
+    pub(crate) fn output(&self) -> Option<SlotId> {
+        let mut out = None;
+        self.visit(&mut |v| {
+            if let Visit::Output(s) = v {
+                out = Some(s);
+            }
+        });
+        out
+    }
+
+    pub(crate) fn visit(&self, f: &mut dyn FnMut(Visit)) {
+        self.recorded().0.visit(f);
+    }
+
+    pub(crate) fn backward(&self, ctx: &mut BackwardContext<'_>, dy: Buf) -> Result<()> {
+        self.recorded().0.backward(ctx, dy)
+    }
+
+    pub(crate) fn can_recompute(&self) -> bool {
+        self.recorded().0.can_recompute()
+    }
+
+    pub(crate) fn recompute(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        self.recorded().0.recompute(c)
+    }
 }

@@ -1,6 +1,6 @@
-//! What products multiply.
+//! Data types of products.
 
-/// Numbers that convolutions and linear layers multiply, in all three passes.
+/// Data type of the operands of convolutions and linear layers, in all three passes.
 ///
 /// Weights, their gradients, sums and statistics are f32 either way: with bf16 the
 /// operands of a product are rounded (nearest, ties to even), and their products
@@ -14,9 +14,9 @@
 /// bytes to move. Other operations, and [`Tensor::data`](crate::Tensor::data), get the
 /// same values as f32.
 ///
-/// Where the processor has AMX tiles they make the products; elsewhere f32
-/// arithmetic does, slower than f32's own kernels, with the same bits but for
-/// subnormal numbers, which AMX takes for zero.
+/// Processors with AMX tiles compute the products with them. Others use f32 arithmetic,
+/// slower than the kernels of f32, with the same bits except for subnormal numbers,
+/// which AMX takes for zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Precision {
     /// 24 bits of mantissa.

@@ -1,18 +1,18 @@
-//! Recomputation: parts of a step whose inner values are given back when they
-//! have run, and made again when backward comes to them (T. Chen et al.,
+//! Recomputation (activation checkpointing): the inner values of a part of the step are
+//! freed when it has run, and recomputed when backward reaches it (T. Chen et al.,
 //! "Training deep nets with sublinear memory cost", 2016).
 //!
-//! What is made again is made from the recorded operations, not by running the
-//! model's code a second time: masks have their keys and batch norms their
-//! statistics, so both the bits and everything outside are as without.
+//! Values are recomputed from the recorded operations, not by running the model's code a
+//! second time: masks keep their keys and batch norms their statistics, so the bits and
+//! all state outside are the same as without recomputation.
 
 use std::time::Instant;
 
-use super::backward::Pass;
-use super::node::{Node, Recorded, Visit};
+use super::backward::BackwardContext;
+use super::node::{Node, Visit};
 use super::state::{SlotId, State};
 use crate::error::{Error, Result};
-use crate::par::Team;
+use crate::par::ThreadPool;
 use crate::param::Params;
 
 /// Recorded operations between two points of the forward pass.
@@ -21,9 +21,9 @@ pub(super) struct Segment {
     first: u32,
     /// One past its last node.
     end: u32,
-    /// The segment around it.
+    /// The enclosing segment.
     around: Option<u32>,
-    /// Its values have been made again.
+    /// Its values have been recomputed.
     done: bool,
 }
 
@@ -36,7 +36,7 @@ pub(super) struct Segments {
     open: Option<u32>,
     /// For each node, the innermost segment it belongs to plus one.
     owner: Vec<u32>,
-    /// Nodes to be run again, while that is decided.
+    /// The nodes to run again, during recomputation.
     wanted: Vec<bool>,
 }
 
@@ -64,9 +64,9 @@ impl Segments {
     }
 }
 
-/// What operations compute with, the first time and again.
+/// Context of an operation's computation, the first time and in recomputation.
 pub(crate) struct Compute<'c> {
-    pub(crate) team: &'c Team,
+    pub(crate) threads: &'c ThreadPool,
     pub(crate) params: &'c Params,
     pub(crate) state: &'c mut State,
 }
@@ -87,8 +87,8 @@ impl State {
         index
     }
 
-    /// Ends a segment (and any inside it that an error left open): values that nobody
-    /// holds and that can be made again go back to the pool.
+    /// Ends a segment (and any inside it that an error left open): values that no handle
+    /// refers to and that can be recomputed go back to the pool.
     pub(crate) fn close(&mut self, index: u32) {
         let segment = &mut self.segments.all[index as usize];
         segment.end = self.nodes.len() as u32;
@@ -106,90 +106,91 @@ impl State {
         }
     }
 
-    /// Whether a segment that began with node `first` cannot make this value itself.
-    pub(super) fn given(&self, id: SlotId, first: u32) -> bool {
+    /// Whether this value comes from outside a segment that began with node `first`, or cannot be
+    /// recomputed there.
+    pub(super) fn is_external_to(&self, id: SlotId, first: u32) -> bool {
         self.slots[id.index()].maker.is_none_or(|m| m < first)
     }
 }
 
-/// Makes what `node`, the last of `nodes`, has saved and a segment has given back.
-pub(super) fn restore(pass: &mut Pass<'_>, nodes: &[Node], node: &Node) -> Result<()> {
+/// Recomputes the values that `node`, the last of `nodes`, has saved and a segment has freed.
+pub(super) fn restore(ctx: &mut BackwardContext<'_>, nodes: &[Node], node: &Node) -> Result<()> {
     loop {
         let mut missing = None;
         node.visit(&mut |v| {
             if let Visit::Saved(s) = v {
-                let slot = &pass.state.slots[s.index()];
+                let slot = &ctx.state.slots[s.index()];
                 missing = missing.or(slot.dropped.filter(|_| slot.buf.is_none()));
             }
         });
         let Some(segment) = missing else {
             return Ok(());
         };
-        again(pass, nodes, segment)?;
+        recompute(ctx, nodes, segment)?;
     }
 }
 
-/// Runs a segment's operations again, those around it first; `nodes` are those
-/// that backward has yet to process.
-fn again(pass: &mut Pass<'_>, nodes: &[Node], index: u32) -> Result<()> {
-    let segment = &mut pass.state.segments.all[index as usize];
+/// Runs a segment's operations again, those of the segment around it first; `nodes` are the
+/// nodes that backward has not processed yet.
+fn recompute(ctx: &mut BackwardContext<'_>, nodes: &[Node], index: u32) -> Result<()> {
+    let segment = &mut ctx.state.segments.all[index as usize];
     if std::mem::replace(&mut segment.done, true) {
         return Err(Error::internal("a segment was asked for values twice"));
     }
     let (first, end) = (segment.first as usize, segment.end as usize);
     let end = end.min(nodes.len());
     if let Some(around) = segment.around
-        && !pass.state.segments.all[around as usize].done
+        && !ctx.state.segments.all[around as usize].done
     {
-        again(pass, nodes, around)?;
+        recompute(ctx, nodes, around)?;
     }
 
-    // Backwards, what is needed: what somebody saved, and what that is made of.
-    let mut wanted = std::mem::take(&mut pass.state.segments.wanted);
+    // Mark what is needed, backwards: saved values, and the values they are computed from.
+    let mut wanted = std::mem::take(&mut ctx.state.segments.wanted);
     wanted.clear();
     wanted.resize(end - first, false);
     for (node, wanted) in nodes[first..end].iter().zip(&mut wanted).rev() {
         let Some(out) = node.output() else { continue };
-        let slot = &pass.state.slots[out.index()];
+        let slot = &ctx.state.slots[out.index()];
         let saved = slot.dropped == Some(index) && slot.saved > 0;
         *wanted = slot.buf.is_none() && (saved || slot.handles > 0);
         if *wanted {
             node.visit(&mut |v| {
                 if let Visit::Input(s) = v {
-                    pass.state.hold(s);
+                    ctx.state.hold(s);
                 }
             });
         }
     }
     for (node, _) in nodes[first..end].iter().zip(&wanted).filter(|w| *w.1) {
-        make(pass, node, index)?;
+        make(ctx, node, index)?;
     }
-    pass.state.segments.wanted = wanted;
+    ctx.state.segments.wanted = wanted;
     Ok(())
 }
 
-/// Runs one operation again, and gives back what only it needed.
-fn make(pass: &mut Pass<'_>, node: &Node, index: u32) -> Result<()> {
-    let began = pass.state.clock.as_ref().map(|_| Instant::now());
+/// Runs one operation again, and frees the values that only it needed.
+fn make(ctx: &mut BackwardContext<'_>, node: &Node, index: u32) -> Result<()> {
+    let began = ctx.state.clock.as_ref().map(|_| Instant::now());
     let mut whole = true;
     node.visit(&mut |v| {
         if let Visit::Input(s) = v {
-            whole &= pass.state.slots[s.index()].buf.is_some();
+            whole &= ctx.state.slots[s.index()].buf.is_some();
         }
     });
     let out = node.output().filter(|_| whole);
     let out = out.ok_or_else(|| Error::internal("a recomputed operation lacks an operand"))?;
-    let buf = node.again(&mut Compute {
-        team: pass.team,
-        params: pass.params,
-        state: pass.state,
+    let buf = node.recompute(&mut Compute {
+        threads: ctx.threads,
+        params: ctx.params,
+        state: ctx.state,
     })?;
-    pass.state.slots[out.index()].buf = Some(buf);
+    ctx.state.slots[out.index()].buf = Some(buf);
     node.visit(&mut |v| {
         if let Visit::Input(s) = v {
-            let state = &mut *pass.state;
+            let state = &mut *ctx.state;
             state.let_go(s);
-            // Values of a segment inside wait for their own turn.
+            // Values of a segment inside are recomputed later.
             let slot = &mut state.slots[s.index()];
             let later = slot
                 .dropped
@@ -202,7 +203,7 @@ fn make(pass: &mut Pass<'_>, node: &Node, index: u32) -> Result<()> {
             }
         }
     });
-    if let (Some(clock), Some(began)) = (&mut pass.state.clock, began) {
+    if let (Some(clock), Some(began)) = (&mut ctx.state.clock, began) {
         clock.backward(node.name(), node.param(), began);
     }
     Ok(())

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::key::StepKey;
-use super::node::{Node, Recorded, Visit};
+use super::node::{Node, Visit};
 use super::precision::Precision;
 use super::segment::Segments;
 use crate::error::{Error, Result};
@@ -37,9 +37,9 @@ pub(super) struct Slot {
     pub(super) wants_grad: bool,
     /// Its gradient is kept for the user.
     pub(super) keep_grad: bool,
-    /// The node that can make the value again.
+    /// The node that can recompute the value.
     pub(super) maker: Option<u32>,
-    /// The segment that gave the value back.
+    /// The segment that freed the value.
     pub(super) dropped: Option<u32>,
 }
 
@@ -52,7 +52,7 @@ pub(crate) struct State {
     pub(super) segments: Segments,
     pub(super) walked: bool,
     pub(crate) training: bool,
-    /// What convolutions and linear layers multiply.
+    /// Data type of the operands of convolutions and linear layers.
     pub(crate) precision: Precision,
     key: Option<MaskKey>,
     samples: Vec<u64>,
@@ -64,7 +64,7 @@ pub(crate) struct State {
     pub(crate) join: Option<Arc<dyn JoinStatistics>>,
     /// Labels of the losses, end to end.
     labels: Vec<u32>,
-    /// Times of operations, if anybody wants them.
+    /// Times of operations, if the step is profiled.
     pub(super) clock: Option<Clock>,
     pub(super) reached: Vec<bool>,
     pub(super) uses: Vec<u32>,
@@ -197,19 +197,19 @@ impl State {
         self.push((shape, precision), buf, wants_grad, false)
     }
 
-    /// Records how `node`'s output came about; what it saves stays until
-    /// backward has used it, and so does what a segment is given.
+    /// Records `node`. The values it saves stay until backward has used them, and so do the
+    /// external inputs of an open segment.
     pub(crate) fn record(&mut self, node: impl Into<Node>) {
         let node = node.into();
         if let Some(clock) = &mut self.clock {
             clock.forward(node.name(), node.param());
         }
-        let maker = node.repeats().then_some(self.nodes.len() as u32);
+        let maker = node.can_recompute().then_some(self.nodes.len() as u32);
         let from = self.segments.open_from();
         node.visit(&mut |v| match v {
             Visit::Output(s) => self.slots[s.index()].maker = maker,
             Visit::Saved(s) => self.slots[s.index()].saved += 1,
-            Visit::Input(s) if from.is_some_and(|f| self.given(s, f)) => {
+            Visit::Input(s) if from.is_some_and(|f| self.is_external_to(s, f)) => {
                 self.slots[s.index()].saved += 1;
             }
             _ => {}
@@ -218,13 +218,13 @@ impl State {
         self.segments.note_node();
     }
 
-    /// Backward is through with `node`, the last: what only it needed goes back
+    /// Backward has processed `node`, the last: values that only it needed go back
     /// to the pool.
     pub(super) fn processed(&mut self, node: &Node, index: usize) {
         let from = self.segments.first_of(index);
         node.visit(&mut |v| match v {
             Visit::Saved(s) => self.unsave(s),
-            Visit::Input(s) if from.is_some_and(|f| self.given(s, f)) => self.unsave(s),
+            Visit::Input(s) if from.is_some_and(|f| self.is_external_to(s, f)) => self.unsave(s),
             _ => {}
         });
     }
@@ -238,7 +238,7 @@ impl State {
         self.slots[id.index()].shape
     }
 
-    /// What the elements of a slot and of its gradient are.
+    /// Data type of the elements of a slot and of its gradient.
     pub(crate) fn precision_of(&self, id: SlotId) -> Precision {
         self.slots[id.index()].precision
     }
@@ -277,9 +277,12 @@ impl State {
 
     /// A buffer with this operand's elements, to be overwritten: its own memory
     /// when the operation holds the only handle, no node saved it and no open segment
-    /// was given it, else a copy.
+    /// needs it, else a copy.
     pub(crate) fn take_for_writing(&mut self, id: SlotId) -> Buf {
-        let needed = self.segments.open_from().is_some_and(|f| self.given(id, f));
+        let needed = self
+            .segments
+            .open_from()
+            .is_some_and(|f| self.is_external_to(id, f));
         let s = &mut self.slots[id.index()];
         if s.handles == 1
             && s.saved == 0
@@ -288,6 +291,11 @@ impl State {
         {
             return b;
         }
+        self.copy(id)
+    }
+
+    /// A buffer with a copy of this operand's elements, which are f32.
+    pub(crate) fn copy(&mut self, id: SlotId) -> Buf {
         let mut to = self.pool.get(self.slots[id.index()].shape.numel());
         to.slice_mut().copy_from_slice(self.value(id));
         to

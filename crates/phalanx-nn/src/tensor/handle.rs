@@ -3,7 +3,7 @@
 use std::cell::Cell;
 
 use crate::param::GradSink;
-use crate::tape::{SlotId, Step};
+use crate::tape::{SlotId, State, Step};
 use crate::tensor::Shape;
 use crate::{Error, Precision, Result};
 
@@ -11,17 +11,22 @@ use crate::{Error, Precision, Result};
 /// row-major with the batch outermost.
 ///
 /// Operations take their operands by value, so that they can overwrite memory
-/// nobody needs any more; [`share`](Tensor::share) makes a second handle.
+/// that is not needed any more; [`share`](Tensor::share) makes a second handle.
 pub struct Tensor<'s> {
     step: &'s Step<'s>,
-    /// Changes once at most, from a value in bf16 to the same in f32 or back, before
-    /// anybody borrows its elements.
+    /// Changes at most once, from a value in bf16 to the same in f32 or back, before
+    /// its elements are borrowed.
     slot: Cell<SlotId>,
 }
 
 impl<'s> Tensor<'s> {
     pub(crate) fn new(step: &'s Step<'s>, slot: SlotId) -> Self {
-        step.state().hold(slot);
+        Self::held(step, &mut step.state(), slot)
+    }
+
+    /// As [`new`](Self::new), where the step's state is borrowed already.
+    pub(crate) fn held(step: &'s Step<'s>, state: &mut State, slot: SlotId) -> Self {
+        state.hold(slot);
         let slot = Cell::new(slot);
         Tensor { step, slot }
     }
@@ -98,19 +103,16 @@ impl<'s> Tensor<'s> {
         Tensor::new(self.step, self.slot.get())
     }
 
-    /// Runs `part` of a model on this tensor and gives back the memory of what backward
-    /// would read of it, all but its result; backward makes that again, just before it reads it. For
-    /// the time of the part's forward pass (or less), a step needs memory for
-    /// fewer values; `part` may use other tensors too, and parts within it again.
+    /// Runs `part` of a model on this tensor, and frees the values that backward would read
+    /// of it, all but its result; backward recomputes them just before it reads them. The
+    /// step needs less memory, and the time of the part's forward pass (or less) more; `part` may use other tensors too, and parts within it again.
     ///
     /// No bit changes, of gradients or anything else: the recorded operations run
     /// again, not the code. Dropout drops the same elements, batch norms keep
     /// their statistics (running ones change once, and joined ones are not
     /// joined twice). Values that `part` hands out or holds are kept, and so are those that
     /// the part is given; also outputs of operations that are not run again:
-    /// losses, embeddings, reductions, concatenations, transposed
-    /// convolutions, adaptive max-pools, log-softmax and a user's own. In an
-    /// evaluation it just runs `part`.
+    /// losses, embeddings, concatenations and a user's own. In an evaluation it just runs `part`.
     ///
     /// # Errors
     /// Those of `part`.

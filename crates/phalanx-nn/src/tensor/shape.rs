@@ -37,6 +37,12 @@ impl Shape {
         })
     }
 
+    /// This shape with size `n` in dimension `dim`.
+    pub(crate) fn with(mut self, dim: usize, n: usize) -> Result<Self> {
+        self.dims[dim] = n;
+        Shape::new(&self)
+    }
+
     /// Number of elements.
     pub(crate) fn numel(&self) -> usize {
         self.iter().product()

@@ -40,7 +40,7 @@ fn apply<'s>(case: &Value, x: Tensor<'s>) -> Result<Tensor<'s>> {
     match case["op"].as_str().unwrap() {
         "cross_entropy" => x.cross_entropy_with(&labels(target), options),
         "cross_entropy_shares" => x.cross_entropy_shares(&floats(target), options),
-        "nll" => x.nll_losses(&labels(target)),
+        "nll" => x.nll_loss(&labels(target), reduction),
         "mse" => x.mse_loss(&floats(target), reduction),
         "l1" => x.l1_loss(&floats(target), reduction),
         "bce" => x.bce_with_logits(&floats(target), Some(&floats(&o["positive"])), reduction),

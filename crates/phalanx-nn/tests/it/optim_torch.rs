@@ -426,7 +426,7 @@ fn threads_do_not_change_a_bit_of_a_step() {
             spread(&mut params, &values);
             let mut optimizer = make(&params);
             if let Some(threads) = threads {
-                optimizer.set_workers(Tape::new(Threads(threads)).workers());
+                optimizer.set_thread_pool(Tape::new(Threads(threads)).thread_pool());
             }
             for step in 0..3 {
                 let values: Vec<f32> = wave(step * 977, 136_387).collect();

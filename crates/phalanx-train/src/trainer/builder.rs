@@ -302,7 +302,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
             }
             let update = Update::new(&ddp, &params, |params| {
                 let mut optimizer = make(params, self.lr);
-                optimizer.set_workers(tape.workers());
+                optimizer.set_thread_pool(tape.thread_pool());
                 optimizer
             })?; // DDP
             let lr = update.lr();

@@ -149,7 +149,7 @@ impl Trainer {
         tape.set_precision(args.precision.into());
         let make = |params: &Params| {
             let mut optimizer = Sgd::new(params, 0.01).momentum(0.9);
-            optimizer.set_workers(tape.workers());
+            optimizer.set_thread_pool(tape.thread_pool());
             optimizer
         };
         let optimizer = make(&params);

@@ -9,7 +9,7 @@ use super::{ConvShape, DEPTH, FORWARD_PIXELS, SIDE};
 use crate::kernels::Mode;
 use crate::kernels::bias::finish;
 use crate::kernels::element::{Bf16, Element, Values, ValuesMut, elements_mut};
-use crate::par::{Disjoint, Team, scratch};
+use crate::par::{Disjoint, ThreadPool, scratch};
 
 /// Outputs of a chunk, about: its packed pixels stay in the L2 cache beside two
 /// panels of weights, which serve all of them.
@@ -19,7 +19,7 @@ const ENOUGH: usize = 4;
 
 /// `y = act(conv(x, w) + bias)`; outputs in bf16 have neither. `work` holds [`work_len`](super::work_len) elements.
 pub(crate) fn forward(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     x: Values<'_>,
     w: &[f32],
@@ -30,7 +30,7 @@ pub(crate) fn forward(
     assert!(x.len() == s.images * s.in_len() && y.len() == s.images * s.out_len());
     assert!(w.len() == s.weight_len());
     let window = Window::forward(s);
-    pack::weights(team, &window, w, s.out, work);
+    pack::weights(threads, &window, w, s.out, work);
     let job = Job {
         window: &window,
         weights: work,
@@ -40,7 +40,7 @@ pub(crate) fn forward(
         finish: (bias, relu),
         out: &Out::of(y),
     };
-    job.run(team, x);
+    job.run(threads, x);
 }
 
 /// Outputs in memory, of which chunks write parts of their own.
@@ -73,7 +73,7 @@ impl<'a> Out<'a> {
 
 /// `dx (+)=` the input gradient. `work` as in [`forward`].
 pub(crate) fn input_gradient(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     w: &[f32],
     dy: Values<'_>,
@@ -89,9 +89,9 @@ pub(crate) fn input_gradient(
         let weights = &mut work[used..][..pack::weights_len(window, s.inp)];
         used += weights.len();
         if window.count > 0 {
-            pack::weights(team, window, w, s.inp, weights);
+            pack::weights(threads, window, w, s.inp, weights);
         } else if mode == Mode::Write {
-            return blank(team, s, place, window.grid, &out);
+            return blank(threads, s, place, window.grid, &out);
         } else {
             return;
         }
@@ -104,13 +104,13 @@ pub(crate) fn input_gradient(
             finish: (&[], false),
             out: &out,
         };
-        job.run(team, dy);
+        job.run(threads, dy);
     });
 }
 
 /// Pixels of a phase that no output reads have no gradient.
-fn blank(team: &Team, s: &ConvShape, place: Place, grid: [usize; 2], out: &Out<'_>) {
-    team.run(s.images, |image| {
+fn blank(threads: &ThreadPool, s: &ConvShape, place: Place, grid: [usize; 2], out: &Out<'_>) {
+    threads.run(s.images, |image| {
         for p in 0..grid[0] * grid[1] {
             let at = place.pixel(image, p / grid[1], p % grid[1]) * s.inp;
             // SAFETY: this chunk alone touches this image's pixels of this phase.
@@ -147,14 +147,14 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    fn run(&self, team: &Team, source: Values<'_>) {
+    fn run(&self, threads: &ThreadPool, source: Values<'_>) {
         match source {
-            Values::F32(source) => self.run_on(team, source),
-            Values::Bf16(source) => self.run_on(team, source),
+            Values::F32(source) => self.run_on(threads, source),
+            Values::Bf16(source) => self.run_on(threads, source),
         }
     }
 
-    fn run_on<S: Element>(&self, team: &Team, source: &[S]) {
+    fn run_on<S: Element>(&self, threads: &ThreadPool, source: &[S]) {
         let l = Layout::new(self.window, 16, FORWARD_PIXELS);
         if l.units == 0 || l.pixels == 0 {
             return;
@@ -164,7 +164,7 @@ impl Job<'_> {
         let wide = self.columns.div_ceil(SIDE);
         let parts = if chunks < ENOUGH { wide.min(2) } else { 1 };
         let part = wide.div_ceil(parts);
-        team.run(chunks * parts, |i| {
+        threads.run(chunks * parts, |i| {
             let first = i / parts * per;
             let units = Units {
                 first,
@@ -175,7 +175,7 @@ impl Job<'_> {
         });
         let (bias, relu) = self.finish;
         if parts > 1 && (relu || !bias.is_empty()) {
-            team.run(chunks, |i| {
+            threads.run(chunks, |i| {
                 let rows = i * per * l.pixels..((i + 1) * per).min(l.units) * l.pixels;
                 let c = self.columns;
                 // SAFETY: these rows belong to this chunk.

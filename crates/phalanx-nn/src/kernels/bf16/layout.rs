@@ -1,5 +1,5 @@
-//! How source pixels lie in bf16 so that the sixteen (or 32) outputs of a tile
-//! read them at constant distances, under every tap.
+//! Memory layout of source pixels in bf16: the sixteen (or 32) outputs of a tile read
+//! them at constant distances, under every tap.
 //!
 //! The grid is cut into *units*: images, or bands of large ones. Pixels stand in
 //! *slots*; a layout holds one or several *copies* of a unit's pixels, shifted
@@ -41,7 +41,7 @@ pub(super) struct Layout {
     /// ones shifted.
     pub copies: usize,
     pub packed: usize,
-    /// Copy that each of the others shows, and by how many slots it is shifted.
+    /// For each shifted copy: the packed copy, and by how many slots it is shifted.
     shifted: [(usize, usize); MAX_TAPS],
     /// Source row and column of each copy's first slot, in the first band.
     first: [[isize; 2]; MAX_TAPS],
@@ -138,7 +138,7 @@ impl Layout {
         l
     }
 
-    /// Lets every tap of every unit read whole cache lines.
+    /// Aligns every unit to cache lines, under every tap.
     fn align(&mut self) {
         while !(self.lines * self.width).is_multiple_of(DEPTH) {
             self.lines += 1;
@@ -159,7 +159,7 @@ impl Layout {
         }
     }
 
-    /// Copy that a copy behind those packed shows, and by how many slots it is shifted.
+    /// The packed copy of a shifted copy, and by how many slots it is shifted.
     pub(super) fn shifted(&self, copy: usize) -> (usize, usize) {
         self.shifted[copy - self.packed]
     }
@@ -195,8 +195,8 @@ impl Layout {
         self.first[copy][1] + (at * self.steps[1]) as isize
     }
 
-    /// Copy whose slots, moved by one, are this copy's: from one that starts with the
-    /// source's rows. Whether by one to the left.
+    /// If this copy is an unshifted copy moved by one pixel: that copy, and whether it moves
+    /// left.
     pub(super) fn moved(&self, w: &Window, copy: usize) -> Option<(usize, bool)> {
         let [row, column] = self.first[copy];
         let whole = self.dense() && self.width == w.source[1] && DEPTH.is_multiple_of(self.width);

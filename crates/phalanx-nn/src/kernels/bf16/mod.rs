@@ -35,7 +35,7 @@ const DEPTH: usize = 32;
 /// Rows and columns of one block of sums: two by two tiles.
 const SIDE: usize = 32;
 
-/// Whether products of this layer can be made in bf16: no groups, and windows of a
+/// Whether products of this layer can be computed in bf16: no groups, and windows of a
 /// moderate size.
 pub(crate) fn fits(s: &ConvShape) -> bool {
     let channels = DEPTH.max(s.inp).max(s.out);

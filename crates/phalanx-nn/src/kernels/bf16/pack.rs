@@ -5,7 +5,7 @@ use super::window::{MAX_RUNS, Window};
 use super::{DEPTH, SIDE};
 use crate::kernels::Mode;
 use crate::kernels::element::{Bf16, Element};
-use crate::par::{Disjoint, Team};
+use crate::par::{Disjoint, ThreadPool};
 
 /// Columns of a panel, and of a vector.
 pub(super) const LANES: usize = 16;
@@ -33,7 +33,7 @@ pub(super) trait Pack {
     /// Asks for a line that will be read soon; any address will do.
     unsafe fn fetch<S: Element>(at: *const S);
     /// Transposes sixteen registers of sixteen lanes.
-    unsafe fn turn(rows: [Self::Reg; LANES]) -> [Self::Reg; LANES];
+    unsafe fn transpose(rows: [Self::Reg; LANES]) -> [Self::Reg; LANES];
 }
 
 /// A value rounded, in the lower half of a word.
@@ -98,7 +98,7 @@ impl Pack for Plain {
     #[inline(always)]
     unsafe fn fetch<S: Element>(_: *const S) {}
     #[inline(always)]
-    unsafe fn turn(rows: [Self::Reg; LANES]) -> [Self::Reg; LANES] {
+    unsafe fn transpose(rows: [Self::Reg; LANES]) -> [Self::Reg; LANES] {
         std::array::from_fn(|i| std::array::from_fn(|j| rows[j][i]))
     }
 }
@@ -107,7 +107,7 @@ impl Pack for Plain {
 mod x86 {
     use super::{Bf16, Element, LANES, Pack};
     use crate::Precision;
-    use crate::kernels::vector::turn;
+    use crate::kernels::vector::transpose;
     use std::arch::x86_64::*;
 
     /// AVX-512 with its bf16 conversions.
@@ -198,16 +198,15 @@ mod x86 {
             unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
         }
         #[inline(always)]
-        unsafe fn turn(rows: [__m512i; LANES]) -> [__m512i; LANES] {
+        unsafe fn transpose(rows: [__m512i; LANES]) -> [__m512i; LANES] {
             // SAFETY: see the impl.
-            unsafe { turn(rows) }
+            unsafe { transpose(rows) }
         }
     }
 
-    /// Whether this processor converts to bf16 by itself.
-    pub(super) fn wide() -> bool {
-        use crate::kernels::isa::{Isa, isa};
-        isa() == Isa::Avx512 && std::arch::is_x86_feature_detected!("avx512bf16")
+    /// Whether this processor converts to bf16 by itself, and may here.
+    pub(super) fn wide(isa: crate::kernels::isa::Isa) -> bool {
+        isa.is_avx512() && std::arch::is_x86_feature_detected!("avx512bf16")
     }
 }
 
@@ -217,32 +216,16 @@ macro_rules! packing {
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
         pub(super) unsafe fn $name $(<$g: $bound>)? ($($arg: $ty),*) {
-            #[cfg(target_arch = "x86_64")]
-            {
-                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
-                #[allow(clippy::too_many_arguments)]
-                unsafe fn wide $(<$g: $bound>)? ($($arg: $ty),*) {
-                    // SAFETY: compiled for it; the rest is the caller's promise.
-                    unsafe { $body::<x86::Wide $(, $g)?>($($arg),*) }
-                }
-                #[target_feature(enable = "avx2,fma")]
-                #[allow(clippy::too_many_arguments)]
-                unsafe fn avx2 $(<$g: $bound>)? ($($arg: $ty),*) {
-                    // SAFETY: plain code; the rest is the caller's promise.
-                    unsafe { $body::<Plain $(, $g)?>($($arg),*) }
-                }
-                use crate::kernels::isa::{Isa, isa};
-                if x86::wide() {
-                    // SAFETY: the processor has what `wide` is compiled for.
-                    return unsafe { wide($($arg),*) };
-                }
-                if isa() >= Isa::Avx2 {
-                    // SAFETY: as above.
-                    return unsafe { avx2($($arg),*) };
-                }
+            dispatch! {
+                [$(<$g: $bound>)?] ($($arg: $ty),*) [];
+                "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma" if x86::wide =>
+                // SAFETY: compiled for it; the rest is the caller's promise.
+                unsafe { $body::<x86::Wide $(, $g)?>($($arg),*) };
+                // SAFETY: plain code; the rest is the caller's promise.
+                unsafe { $body::<Plain $(, $g)?>($($arg),*) };
+                // SAFETY: the caller's promise.
+                unsafe { $body::<Plain $(, $g)?>($($arg),*) }
             }
-            // SAFETY: the caller's promise.
-            unsafe { $body::<Plain $(, $g)?>($($arg),*) }
         }
     };
 }
@@ -269,21 +252,27 @@ pub(super) fn panel_len(w: &Window) -> usize {
 const ROW_BLOCKS: usize = 4;
 
 /// Packs a layer's weights `[taps][inputs][outputs]` into panels of sixteen
-/// outputs (inputs, if the window turns them), columns past the last zero.
+/// outputs (inputs, if they enter transposed), columns past the last zero.
 /// Memory is read in its own order: weights of large layers come from far away.
-pub(super) fn weights(team: &Team, w: &Window, from: &[f32], columns: usize, to: &mut [f32]) {
+pub(super) fn weights(
+    threads: &ThreadPool,
+    w: &Window,
+    from: &[f32],
+    columns: usize,
+    to: &mut [f32],
+) {
     let to = &mut to[..weights_len(w, columns)];
-    if w.turned {
+    if w.transposed {
         let len = panel_len(w);
-        return team.split(to, len, |at, panel| {
+        return threads.split(to, len, |at, panel| {
             let to = panel.as_mut_ptr().cast();
             // SAFETY: the panel holds `len` dwords.
-            unsafe { turned_panel(w, from, columns, at / len * LANES, to) };
+            unsafe { transposed_panel(w, from, columns, at / len * LANES, to) };
         });
     }
     let blocks = w.depth().div_ceil(DEPTH);
     let out = Disjoint::new(to);
-    team.run(blocks.div_ceil(ROW_BLOCKS), |i| {
+    threads.run(blocks.div_ceil(ROW_BLOCKS), |i| {
         let first = i * ROW_BLOCKS;
         let to = out.pointer(0).cast();
         for block in first..(first + ROW_BLOCKS).min(blocks) {
@@ -379,11 +368,11 @@ unsafe fn pair_row<P: Pack, S: Element>(
 packing! {
     /// # Safety
     /// `to` holds a panel.
-    unsafe fn turned_panel(w: &Window, from: &[f32], columns: usize, first: usize, to: *mut u32) = turned_panel_body
+    unsafe fn transposed_panel(w: &Window, from: &[f32], columns: usize, first: usize, to: *mut u32) = transposed_panel_body
 }
 
 #[inline(always)]
-unsafe fn turned_panel_body<P: Pack>(
+unsafe fn transposed_panel_body<P: Pack>(
     w: &Window,
     from: &[f32],
     columns: usize,
@@ -405,7 +394,7 @@ unsafe fn turned_panel_body<P: Pack>(
             }
             let row = |j: usize| parts[j].as_ptr();
             // SAFETY: 32 values each; the panel holds this block.
-            unsafe { turned_block::<P>(row, to.add(block * BLOCK)) };
+            unsafe { transposed_block::<P>(row, to.add(block * BLOCK)) };
         }
         return;
     }
@@ -433,7 +422,7 @@ unsafe fn turned_panel_body<P: Pack>(
                 values
             };
             // SAFETY: 32 values each; the panel holds this block.
-            unsafe { turned_block::<P>(row, to.add(k / DEPTH * BLOCK)) };
+            unsafe { transposed_block::<P>(row, to.add(k / DEPTH * BLOCK)) };
         }
     }
 }
@@ -443,14 +432,14 @@ unsafe fn turned_panel_body<P: Pack>(
 /// # Safety
 /// `column` gives pointers to 32 values; `to` holds a block.
 #[inline(always)]
-unsafe fn turned_block<P: Pack>(column: impl Fn(usize) -> *const f32, to: *mut u32) {
+unsafe fn transposed_block<P: Pack>(column: impl Fn(usize) -> *const f32, to: *mut u32) {
     // SAFETY: the caller's promise.
     unsafe {
         let mut rows = [P::zero(); LANES];
         for (j, row) in rows.iter_mut().enumerate() {
             *row = P::narrow(column(j));
         }
-        for (j, row) in P::turn(rows).into_iter().enumerate() {
+        for (j, row) in P::transpose(rows).into_iter().enumerate() {
             P::store(row, to.add(j * LANES));
         }
     }
@@ -702,7 +691,7 @@ unsafe fn columns_body<P: Pack, S: Element>(
                     }
                     let channel = copy * (c.to - c.from) + first - c.from;
                     let to = to.add(channel * c.stride + block * 64);
-                    for (r, row) in P::turn(tile).into_iter().enumerate() {
+                    for (r, row) in P::transpose(tile).into_iter().enumerate() {
                         P::store(row, to.add(r * c.stride).cast());
                     }
                 }

@@ -8,7 +8,7 @@ use crate::kernels::conv::tests::{each, shape};
 use crate::kernels::element::{Bf16, Element, Values, ValuesMut};
 use crate::kernels::isa::on_each_isa;
 use crate::kernels::scalar::noise;
-use crate::par::{Team, Threads};
+use crate::par::{ThreadPool, Threads};
 
 /// What a value becomes in a product.
 fn rounded(v: f32) -> f32 {
@@ -70,25 +70,25 @@ fn case(s: &ConvShape) -> Case {
 
 /// y, dw, dx, each also added to itself.
 fn run(s: &ConvShape, c: &Case, threads: usize) -> [Vec<f32>; 3] {
-    let team = Team::new(Threads(threads));
+    let threads = ThreadPool::new(Threads(threads));
     let mut work = vec![f32::NAN; work_len(s)];
     let mut y = vec![f32::NAN; c.dy.len()];
     let (x, d) = (Values::F32(&c.x), Values::F32(&c.dy));
     let to = ValuesMut::F32(&mut y);
-    forward(&team, s, x, &c.w, (&c.b, false), &mut work, to);
+    forward(&threads, s, x, &c.w, (&c.b, false), &mut work, to);
     work.fill(f32::NAN);
     let mut dw = vec![f32::NAN; c.w.len()];
-    weight_gradient(&team, s, x, d, &mut work, &mut dw, Mode::Write);
+    weight_gradient(&threads, s, x, d, &mut work, &mut dw, Mode::Write);
     let mut twice = dw.clone();
-    weight_gradient(&team, s, x, d, &mut work, &mut twice, Mode::Add);
+    weight_gradient(&threads, s, x, d, &mut work, &mut twice, Mode::Add);
     assert!(dw.iter().zip(&twice).all(|(a, b)| a + a == *b), "{s:?}");
     work.fill(f32::NAN);
     let mut dx = vec![f32::NAN; c.x.len()];
     let to = ValuesMut::F32(&mut dx);
-    input_gradient(&team, s, &c.w, d, &mut work, to, Mode::Write);
+    input_gradient(&threads, s, &c.w, d, &mut work, to, Mode::Write);
     let mut twice = dx.clone();
     let to = ValuesMut::F32(&mut twice);
-    input_gradient(&team, s, &c.w, d, &mut work, to, Mode::Add);
+    input_gradient(&threads, s, &c.w, d, &mut work, to, Mode::Add);
     assert!(dx.iter().zip(&twice).all(|(a, b)| a + a == *b), "{s:?}");
     [y, dw, dx]
 }
@@ -151,7 +151,7 @@ fn narrow(v: &[f32]) -> Vec<Bf16> {
 fn values_in_bf16_give_what_rounded_values_do_and_results_are_rounded_once() {
     for s in shapes() {
         let c = case(&s);
-        let team = Team::new(Threads(2));
+        let threads = ThreadPool::new(Threads(2));
         let mut work = vec![f32::NAN; work_len(&s)];
         let (x, dy) = (narrow(&c.x), narrow(&c.dy));
         on_each_isa(|isa| {
@@ -162,26 +162,26 @@ fn values_in_bf16_give_what_rounded_values_do_and_results_are_rounded_once() {
             let mut wide = vec![f32::NAN; c.dy.len()];
             let to = ValuesMut::F32(&mut wide);
             let from = Values::F32(&c.x);
-            forward(&team, &s, from, w, (&[], false), &mut work, to);
+            forward(&threads, &s, from, w, (&[], false), &mut work, to);
             let mut y = vec![Bf16::of(f32::NAN); c.dy.len()];
             let to = ValuesMut::Bf16(&mut y);
             let from = Values::Bf16(&x);
-            forward(&team, &s, from, w, (&[], false), &mut work, to);
+            forward(&threads, &s, from, w, (&[], false), &mut work, to);
             assert!(y == narrow(&wide), "y {s:?} {isa:?}");
 
             let (mut want, mut dw) = (vec![f32::NAN; w.len()], vec![f32::NAN; w.len()]);
             let (a, b) = (Values::F32(&c.x), Values::F32(&c.dy));
-            weight_gradient(&team, &s, a, b, &mut work, &mut want, Mode::Write);
+            weight_gradient(&threads, &s, a, b, &mut work, &mut want, Mode::Write);
             let (a, b) = (Values::Bf16(&x), Values::Bf16(&dy));
-            weight_gradient(&team, &s, a, b, &mut work, &mut dw, Mode::Write);
+            weight_gradient(&threads, &s, a, b, &mut work, &mut dw, Mode::Write);
             assert!(dw == want, "dw {s:?} {isa:?}");
 
             let mut wide = vec![f32::NAN; c.x.len()];
             let (from, to) = (Values::F32(&c.dy), ValuesMut::F32(&mut wide));
-            input_gradient(&team, &s, w, from, &mut work, to, Mode::Write);
+            input_gradient(&threads, &s, w, from, &mut work, to, Mode::Write);
             let mut dx = vec![Bf16::of(f32::NAN); c.x.len()];
             let (from, to) = (Values::Bf16(&dy), ValuesMut::Bf16(&mut dx));
-            input_gradient(&team, &s, w, from, &mut work, to, Mode::Write);
+            input_gradient(&threads, &s, w, from, &mut work, to, Mode::Write);
             assert!(dx == narrow(&wide), "dx {s:?} {isa:?}");
             let sums: Vec<Bf16> = x
                 .iter()
@@ -190,7 +190,7 @@ fn values_in_bf16_give_what_rounded_values_do_and_results_are_rounded_once() {
                 .collect();
             let mut dx = x.clone();
             let (from, to) = (Values::Bf16(&dy), ValuesMut::Bf16(&mut dx));
-            input_gradient(&team, &s, w, from, &mut work, to, Mode::Add);
+            input_gradient(&threads, &s, w, from, &mut work, to, Mode::Add);
             assert!(dx == sums, "dx added {s:?} {isa:?}");
         });
     }

@@ -9,7 +9,7 @@ use super::{ConvShape, DEPTH, SIDE, WEIGHT_PIXELS};
 use crate::kernels::Mode;
 use crate::kernels::element::{Values, elements_mut};
 use crate::kernels::elementwise::fold;
-use crate::par::{Disjoint, Team, scratch};
+use crate::par::{Disjoint, ThreadPool, scratch};
 
 /// Elements that all partial sums together may take.
 const PARTIAL_ELEMS: usize = 1 << 20;
@@ -93,7 +93,7 @@ pub(super) fn work_len(s: &ConvShape) -> usize {
 /// *Order*: segments of pixels one after another; partial sums over chunks of segments,
 /// folded in order, where weights are few.
 pub(crate) fn weight_gradient(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     x: Values<'_>,
     dy: Values<'_>,
@@ -122,7 +122,7 @@ pub(crate) fn weight_gradient(
     if cut.partials > 1 {
         let (len, per) = (s.weight_len(), cut.segments.div_ceil(cut.partials));
         let parts = &mut work[..cut.partials * len];
-        team.split(parts, len, |at, sums| {
+        threads.split(parts, len, |at, sums| {
             let from = at / len * per;
             let to = (from + per).min(cut.segments);
             if from >= to {
@@ -136,13 +136,13 @@ pub(crate) fn weight_gradient(
                 });
             });
         });
-        return fold(team, parts, dw, mode);
+        return fold(threads, parts, dw, mode);
     }
     let shared = &mut work[..cut.segments * pairs];
-    team.split(shared, pairs, |at, to| job.pair_rows(at / pairs, to));
+    threads.split(shared, pairs, |at, to| job.pair_rows(at / pairs, to));
     let shared = &*shared;
     let out = Disjoint::new(dw);
-    team.run(cut.layout.slot / cut.channels, |i| {
+    threads.run(cut.layout.slot / cut.channels, |i| {
         let first = i * cut.channels;
         let pairs = |i: usize| shared[i * pairs..].as_ptr();
         if mode == Mode::Write {

@@ -1,4 +1,4 @@
-//! A convolution as outputs see it: which source pixels each tap reads.
+//! Windows of a convolution: which source pixels each output reads under each tap.
 
 use super::DEPTH;
 use crate::kernels::conv::ConvShape;
@@ -20,7 +20,7 @@ pub(super) struct Window {
     pub taps: [u8; MAX_TAPS],
     pub count: usize,
     /// Whether weights enter transposed: `channels` are the layer's outputs.
-    pub turned: bool,
+    pub transposed: bool,
 }
 
 /// Channels of a run: the rows of a tile that the taps of a column share stay in the
@@ -49,7 +49,7 @@ impl Window {
             offsets: [[0; 2]; MAX_TAPS],
             taps: [0; MAX_TAPS],
             count: 0,
-            turned: false,
+            transposed: false,
         };
         let at = |d: usize, k| (k * s.dilation[d]) as isize - s.padding[d] as isize;
         w.fill(s, |ky, kx| Some([at(0, ky), at(1, kx)]));
@@ -70,7 +70,7 @@ impl Window {
                     offsets: [[0; 2]; MAX_TAPS],
                     taps: [0; MAX_TAPS],
                     count: 0,
-                    turned: true,
+                    transposed: true,
                 };
                 // Output that input `start` reaches through a tap, if this phase does.
                 let at = |d: usize, k: usize| {

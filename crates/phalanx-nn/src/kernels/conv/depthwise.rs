@@ -4,7 +4,7 @@
 //! Rows of pixels whose windows lie inside the image keep a 3x3 kernel (in the
 //! weight gradient: its sums) in registers; pixels at a border go through lists
 //! of the taps that count. The input gradient at stride 1 is a forward pass with
-//! the kernel turned around.
+//! the kernel rotated by 180 degrees.
 //!
 //! *Order*: an output element is one chain of fused multiply-adds over its taps,
 //! ascending. A weight's sum over an image goes row by row: pixels at
@@ -14,7 +14,7 @@ use super::ConvShape;
 use crate::kernels::Mode;
 use crate::kernels::bias::finish;
 use crate::kernels::vector::{LANES, Vector};
-use crate::par::{Disjoint, Team};
+use crate::par::{Disjoint, ThreadPool};
 use std::ops::Range;
 
 /// Kernel taps at most: lists of them lie on the stack.
@@ -327,7 +327,7 @@ fn forward_row(
 
 /// `y = act(conv(x, w) + bias)`; adds to `y` instead with [`Mode::Add`].
 pub(super) fn forward(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     x: &[f32],
     w: &[f32],
@@ -340,7 +340,7 @@ pub(super) fn forward(
     let row = s.output[1] * s.out;
     let columns = inner_columns(s);
     let piece = (CHUNK_ELEMS / row.max(1)).max(1) * row;
-    team.split(y, piece, |at, y| {
+    threads.split(y, piece, |at, y| {
         for (i, y) in y.chunks_exact_mut(row).enumerate() {
             let n = at / row + i;
             let image = &x[n / s.output[0] * s.in_len()..][..s.in_len()];
@@ -389,28 +389,28 @@ pub(super) fn weight_gradient(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f3
     }
 }
 
-/// `dx (+)=` the input gradient. `turned` holds the weights' length.
+/// `dx (+)=` the input gradient. `rotated` holds the weights' length.
 pub(super) fn input_gradient(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     w: &[f32],
     dy: &[f32],
-    turned: &mut [f32],
+    rotated: &mut [f32],
     dx: &mut [f32],
     mode: Mode,
 ) {
     assert!(dx.len() == s.images * s.in_len() && dy.len() == s.images * s.out_len());
-    if let Some(t) = turned_shape(s) {
+    if let Some(t) = rotated_shape(s) {
         let taps = w.chunks_exact(s.inp).rev();
-        for (to, from) in turned.chunks_exact_mut(s.inp).zip(taps) {
+        for (to, from) in rotated.chunks_exact_mut(s.inp).zip(taps) {
             to.copy_from_slice(from);
         }
-        let turned = &turned[..w.len()];
-        return forward(team, &t, dy, turned, (&[], false), dx, mode);
+        let rotated = &rotated[..w.len()];
+        return forward(threads, &t, dy, rotated, (&[], false), dx, mode);
     }
     let (c, row) = (s.inp, s.input[1] * s.inp);
     let out = Disjoint::new(dx);
-    team.run(s.images * s.input[0], |n| {
+    threads.run(s.images * s.input[0], |n| {
         // SAFETY: this chunk alone touches this row of pixels.
         let to = unsafe { out.range(n * row..(n + 1) * row) };
         let dy = &dy[n / s.input[0] * s.out_len()..][..s.out_len()];
@@ -440,7 +440,7 @@ pub(super) fn input_gradient(
 
 /// The forward pass over output gradients that gives input gradients, at stride
 /// 1 and with no more padding than the kernel reaches.
-fn turned_shape(s: &ConvShape) -> Option<ConvShape> {
+fn rotated_shape(s: &ConvShape) -> Option<ConvShape> {
     let padding = |d: usize| (s.dilation[d] * (s.kernel[d] - 1)).checked_sub(s.padding[d]);
     (s.stride == [1, 1]).then_some(())?;
     Some(ConvShape {

@@ -12,7 +12,7 @@ use super::ConvShape;
 use crate::kernels::Mode;
 use crate::kernels::bias::finish;
 use crate::kernels::vector::{LANES, Vector};
-use crate::par::{Disjoint, Team, scratch};
+use crate::par::{Disjoint, ThreadPool, scratch};
 
 /// Whether this method computes the layer.
 pub(super) fn fits(s: &ConvShape) -> bool {
@@ -150,7 +150,7 @@ fn input_at(s: &ConvShape, d: usize, at: usize, tap: usize) -> Option<usize> {
 #[inline(always)]
 fn output_at(s: &ConvShape, d: usize, at: usize, tap: usize) -> Result<Option<usize>, ()> {
     let (padded, reach) = (at + s.padding[d], tap * s.dilation[d]);
-    // Before the first output: of the phase all the same if the distance is a multiple.
+    // Before the first output: of this phase too if the distance is a multiple.
     if padded.abs_diff(reach) % s.stride[d] != 0 {
         return Err(());
     }
@@ -159,9 +159,9 @@ fn output_at(s: &ConvShape, d: usize, at: usize, tap: usize) -> Result<Option<us
 }
 
 /// Weights `[taps][in][out]` into panels `[out / 16][taps * in][16]`.
-fn pack(team: &Team, w: &[f32], out: usize, to: &mut [f32]) {
+fn pack(threads: &ThreadPool, w: &[f32], out: usize, to: &mut [f32]) {
     let rows = w.len() / out;
-    team.split(&mut to[..w.len()], rows * LANES, |at, panel| {
+    threads.split(&mut to[..w.len()], rows * LANES, |at, panel| {
         let column = at / rows;
         for (to, row) in panel.chunks_exact_mut(LANES).zip(w.chunks_exact(out)) {
             to.copy_from_slice(&row[column..column + LANES]);
@@ -171,7 +171,7 @@ fn pack(team: &Team, w: &[f32], out: usize, to: &mut [f32]) {
 
 /// Overwrites `y` with `act(conv(x, w) + bias)`. `packed` holds the weights' length.
 pub(super) fn forward(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     x: &[f32],
     w: &[f32],
@@ -181,10 +181,10 @@ pub(super) fn forward(
 ) {
     assert!(x.len() == s.images * s.in_len() && y.len() == s.images * s.out_len());
     assert!(w.len() == s.weight_len());
-    pack(team, w, s.out, packed);
+    pack(threads, w, s.out, packed);
     let packed = &*packed;
     let pixels = s.pixels();
-    team.split(y, BLOCK * s.out, |at, y| {
+    threads.split(y, BLOCK * s.out, |at, y| {
         let (first, count) = (at / s.out, y.len() / s.out);
         scratch(s.inp + s.out, |spare| {
             let (zeros, nowhere) = spare.split_at_mut(s.inp);
@@ -267,9 +267,9 @@ fn phases(s: &ConvShape, mut f: impl FnMut(&Phase)) {
 }
 
 /// One phase's weights into panels `[in / 16][taps * out][16]`.
-fn pack_turned(team: &Team, s: &ConvShape, phase: &Phase, w: &[f32], to: &mut [f32]) {
+fn pack_transposed(threads: &ThreadPool, s: &ConvShape, phase: &Phase, w: &[f32], to: &mut [f32]) {
     let taps = &phase.taps[..phase.count];
-    team.split(to, taps.len() * s.out * LANES, |at, panel| {
+    threads.split(to, taps.len() * s.out * LANES, |at, panel| {
         let input = at / (taps.len() * s.out);
         for (&tap, to) in taps.iter().zip(panel.chunks_exact_mut(s.out * LANES)) {
             let from = &w[(usize::from(tap) * s.inp + input) * s.out..][..LANES * s.out];
@@ -280,7 +280,7 @@ fn pack_turned(team: &Team, s: &ConvShape, phase: &Phase, w: &[f32], to: &mut [f
 
 /// `dx (+)=` the input gradient. `packed` holds the weights' length.
 pub(super) fn input_gradient(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     w: &[f32],
     dy: &[f32],
@@ -292,7 +292,7 @@ pub(super) fn input_gradient(
     assert!(w.len() == s.weight_len());
     phases(s, |phase| {
         let len = phase.count * s.inp * s.out;
-        pack_turned(team, s, phase, w, &mut packed[phase.packed..][..len]);
+        pack_transposed(threads, s, phase, w, &mut packed[phase.packed..][..len]);
     });
     let packed = &*packed;
     let len = dx.len();
@@ -303,7 +303,7 @@ pub(super) fn input_gradient(
         }
         let pixels = phase.size[0] * phase.size[1];
         let rows = s.images * pixels;
-        team.run(rows.div_ceil(BLOCK), |i| {
+        threads.run(rows.div_ceil(BLOCK), |i| {
             let (first, count) = (i * BLOCK, BLOCK.min(rows - i * BLOCK));
             scratch(s.out + s.inp, |spare| {
                 let (zeros, nowhere) = spare.split_at_mut(s.out);
@@ -436,7 +436,7 @@ vectorised! {
 
 /// `dw (+)=` the weight gradient. A chunk owns some outputs and goes over all pixels.
 pub(super) fn weight_gradient(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     x: &[f32],
     dy: &[f32],
@@ -448,7 +448,7 @@ pub(super) fn weight_gradient(
     let (taps, panels) = (s.kernel[0] * s.kernel[1], s.out / LANES);
     let (pixels, rows) = (s.pixels(), s.images * s.pixels());
     let out = Disjoint::new(dw);
-    team.run(panels.div_ceil(PANELS), |chunk| {
+    threads.run(panels.div_ceil(PANELS), |chunk| {
         let first = chunk * PANELS * LANES;
         let wide = (PANELS * LANES).min(s.out - first);
         let depth = s.depth();

@@ -135,19 +135,19 @@ pub(super) fn weight_gradient(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f3
 }
 
 /// The weights of each group transposed: `[out][depth]`.
-pub(super) fn turn(s: &ConvShape, w: &[f32], turned: &mut [f32]) {
-    transpose(w, turned, s.depth(), s.out);
+pub(super) fn transpose_weights(s: &ConvShape, w: &[f32], transposed: &mut [f32]) {
+    transpose(w, transposed, s.depth(), s.out);
 }
 
 /// One image's input gradient, from transposed weights.
-pub(super) fn input_gradient(s: &ConvShape, turned: &[f32], dy: &[f32], dx: &mut [f32]) {
+pub(super) fn input_gradient(s: &ConvShape, transposed: &[f32], dy: &[f32], dx: &mut [f32]) {
     let (k, n) = (s.depth(), s.group_out());
     dx.fill(0.0);
     scratch(block_pixels(s) * k, |rows| {
         blocks(s, |group, first, count| {
             let rows = &mut rows[..count * k];
             let d = Mat::rows(&dy[first * s.out + group * n..], count, n, s.out);
-            let w = Mat::rows(&turned[group * n * k..], n, k, k);
+            let w = Mat::rows(&transposed[group * n * k..], n, k, k);
             product(rows, k, d, w, Mode::Write);
             scatter_windows(s, group, rows, first, dx);
         });

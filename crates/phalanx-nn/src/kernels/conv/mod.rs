@@ -9,7 +9,7 @@
 //! * `direct`: other kernels and strides with channels in sixteens, through
 //!   tables of pixel pointers.
 //! * `pointwise`: 1x1 at stride 1 with other channels: one product.
-//! * `unit`: odd channels at stride 1, no dilation, no groups: products straight over the
+//! * `overlap`: odd channels at stride 1, no dilation, no groups: products straight over the
 //!   image, whose overlapping windows are rows of a matrix with a short stride.
 //! * `gather`: everything else: windows copied into a block that fits the L2
 //!   cache, then one product.
@@ -17,9 +17,9 @@
 mod depthwise;
 mod direct;
 mod gather;
+mod overlap;
 mod pointwise;
 mod shape;
-mod unit;
 mod winograd;
 
 pub(crate) use shape::ConvShape;
@@ -29,9 +29,9 @@ use super::element::{Values, ValuesMut};
 use super::elementwise::fold;
 use super::{Mode, bf16};
 use crate::Precision;
-use crate::par::{Disjoint, Team, scratch};
+use crate::par::{Disjoint, ThreadPool, scratch};
 
-/// How a layer is computed.
+/// The method that computes a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Method {
     Bf16,
@@ -39,7 +39,7 @@ enum Method {
     Depthwise,
     Direct,
     Pointwise,
-    Unit,
+    OverlappingRows,
     Gather,
 }
 
@@ -60,15 +60,15 @@ impl Method {
         } else if pointwise::fits(s) {
             Method::Pointwise
         } else if plain && s.kernel[1] * s.inp >= MIN_WINDOW_ROW {
-            Method::Unit
+            Method::OverlappingRows
         } else {
             Method::Gather
         }
     }
 }
 
-/// Whether a layer's products are made in bf16, so that its operands and results may lie
-/// in memory as bf16.
+/// Whether a layer's products are computed in bf16, so that its operands and results may be
+/// stored as bf16.
 pub(crate) fn in_bf16(s: &ConvShape) -> bool {
     Method::of(s) == Method::Bf16
 }
@@ -76,7 +76,7 @@ pub(crate) fn in_bf16(s: &ConvShape) -> bool {
 /// `y = act(conv(x, w) + bias)`. One chunk an image. Values may be bf16 where [`in_bf16`]
 /// says so; outputs in bf16 have neither bias nor activation.
 pub(crate) fn forward(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     x: Values<'_>,
     w: &[f32],
@@ -87,28 +87,28 @@ pub(crate) fn forward(
     let (il, ol) = (s.in_len(), s.out_len());
     let (method, bias) = (Method::of(s), bias.unwrap_or(&[]));
     if method == Method::Bf16 {
-        return bf16::forward(team, s, x, w, (bias, relu), work, y);
+        return bf16::forward(threads, s, x, w, (bias, relu), work, y);
     }
     let (x, y) = (x.f32(), y.f32());
     if method == Method::Winograd {
-        return winograd::forward(team, s, x, w, (bias, relu), work, y);
+        return winograd::forward(threads, s, x, w, (bias, relu), work, y);
     }
     if method == Method::Direct {
-        return direct::forward(team, s, x, w, (bias, relu), work, y);
+        return direct::forward(threads, s, x, w, (bias, relu), work, y);
     }
     if method == Method::Depthwise {
-        return depthwise::forward(team, s, x, w, (bias, relu), y, Mode::Write);
+        return depthwise::forward(threads, s, x, w, (bias, relu), y, Mode::Write);
     }
     if method == Method::Pointwise {
-        return pointwise::forward(team, s, x, w, (bias, relu), y);
+        return pointwise::forward(threads, s, x, w, (bias, relu), y);
     }
     let out = Disjoint::new(y);
-    team.run(s.images, |i| {
+    threads.run(s.images, |i| {
         // SAFETY: chunk i alone touches image i.
         let y = unsafe { out.range(i * ol..(i + 1) * ol) };
         let x = &x[i * il..(i + 1) * il];
         match method {
-            Method::Unit => unit::forward(s, x, w, bias, relu, y),
+            Method::OverlappingRows => overlap::forward(s, x, w, bias, relu, y),
             _ => {
                 gather::forward(s, x, w, y);
                 finish(y, bias, relu); // the image is still in cache
@@ -144,7 +144,7 @@ fn partials(s: &ConvShape) -> usize {
 ///
 /// *Order*: images of a chunk one after another, chunks folded in order.
 pub(crate) fn weight_gradient(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     x: Values<'_>,
     dy: Values<'_>,
@@ -154,21 +154,21 @@ pub(crate) fn weight_gradient(
 ) {
     let method = Method::of(s);
     if method == Method::Bf16 {
-        return bf16::weight_gradient(team, s, x, dy, work, dw, mode);
+        return bf16::weight_gradient(threads, s, x, dy, work, dw, mode);
     }
     let (x, dy) = (x.f32(), dy.f32());
     if method == Method::Winograd {
-        return winograd::weight_gradient(team, s, x, dy, work, dw, mode);
+        return winograd::weight_gradient(threads, s, x, dy, work, dw, mode);
     }
     if method == Method::Direct {
-        return direct::weight_gradient(team, s, x, dy, dw, mode);
+        return direct::weight_gradient(threads, s, x, dy, dw, mode);
     }
     let chunks = partials(s);
     let per = s.images.div_ceil(chunks);
     let len = s.weight_len();
     let (il, ol) = (s.in_len(), s.out_len());
     let parts = &mut work[..chunks * len];
-    team.split(parts, len, |at, dw| {
+    threads.split(parts, len, |at, dw| {
         let chunk = at / len;
         let images = (chunk * per).min(s.images)..((chunk + 1) * per).min(s.images);
         match method {
@@ -186,18 +186,18 @@ pub(crate) fn weight_gradient(
         for i in images {
             let (x, dy) = (&x[i * il..(i + 1) * il], &dy[i * ol..(i + 1) * ol]);
             match method {
-                Method::Unit => unit::weight_gradient(s, x, dy, dw),
+                Method::OverlappingRows => overlap::weight_gradient(s, x, dy, dw),
                 _ => gather::weight_gradient(s, x, dy, dw),
             }
         }
     });
-    fold(team, parts, dw, mode);
+    fold(threads, parts, dw, mode);
 }
 
 /// `db (+)=` the sum of `dy` over images and pixels. `work` holds [`work_len`]
 /// elements.
 pub(crate) fn bias_gradient(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     dy: &[f32],
     work: &mut [f32],
@@ -208,17 +208,17 @@ pub(crate) fn bias_gradient(
     let per = s.images.div_ceil(chunks);
     let ol = s.out_len();
     let parts = &mut work[..chunks * s.out];
-    team.split(parts, s.out, |at, db| {
+    threads.split(parts, s.out, |at, db| {
         let chunk = at / s.out;
         let images = (chunk * per).min(s.images)..((chunk + 1) * per).min(s.images);
         column_sums(&dy[images.start * ol..images.end * ol], db);
     });
-    fold(team, parts, db, mode);
+    fold(threads, parts, db, mode);
 }
 
 /// `dx (+)=` the input gradient. `work` holds [`work_len`] elements.
 pub(crate) fn input_gradient(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     w: &[f32],
     dy: Values<'_>,
@@ -227,36 +227,36 @@ pub(crate) fn input_gradient(
 ) {
     let method = Method::of(s);
     if method == Method::Bf16 {
-        return bf16::input_gradient(team, s, w, dy, work, dx, mode);
+        return bf16::input_gradient(threads, s, w, dy, work, dx, mode);
     }
     let (dy, dx) = (dy.f32(), dx.f32());
     if method == Method::Winograd {
-        return winograd::input_gradient(team, s, w, dy, work, dx, mode);
+        return winograd::input_gradient(threads, s, w, dy, work, dx, mode);
     }
     if method == Method::Direct {
-        return direct::input_gradient(team, s, w, dy, work, dx, mode);
+        return direct::input_gradient(threads, s, w, dy, work, dx, mode);
     }
     if method == Method::Pointwise {
-        return pointwise::input_gradient(team, s, w, dy, dx, mode);
+        return pointwise::input_gradient(threads, s, w, dy, dx, mode);
     }
-    let turned = &mut work[..s.weight_len()];
+    let weights = &mut work[..s.weight_len()];
     if method == Method::Depthwise {
-        return depthwise::input_gradient(team, s, w, dy, turned, dx, mode);
+        return depthwise::input_gradient(threads, s, w, dy, weights, dx, mode);
     }
     match method {
-        Method::Unit => unit::turn(s, w, turned),
-        _ => gather::turn(s, w, turned),
+        Method::OverlappingRows => overlap::rotate180(s, w, weights),
+        _ => gather::transpose_weights(s, w, weights),
     }
-    let turned = &*turned;
+    let weights = &*weights;
     let (il, ol) = (s.in_len(), s.out_len());
     let image = |i: usize, dx: &mut [f32]| {
         let dy = &dy[i * ol..(i + 1) * ol];
         match method {
-            Method::Unit => unit::input_gradient(s, turned, dy, dx),
-            _ => gather::input_gradient(s, turned, dy, dx),
+            Method::OverlappingRows => overlap::input_gradient(s, weights, dy, dx),
+            _ => gather::input_gradient(s, weights, dy, dx),
         }
     };
-    team.split(dx, il, |at, dx| match mode {
+    threads.split(dx, il, |at, dx| match mode {
         Mode::Write => image(at / il, dx),
         Mode::Add => scratch(il, |own| {
             image(at / il, own);

@@ -6,8 +6,8 @@
 use super::ConvShape;
 use crate::kernels::Mode;
 use crate::kernels::bias::finish;
-use crate::kernels::product::{Mat, product, product_team};
-use crate::par::Team;
+use crate::kernels::product::{Mat, product, product_threaded};
+use crate::par::ThreadPool;
 
 /// Whether this method computes the layer.
 pub(super) fn fits(s: &ConvShape) -> bool {
@@ -16,7 +16,7 @@ pub(super) fn fits(s: &ConvShape) -> bool {
 
 /// `y = act(x w + bias)`.
 pub(super) fn forward(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     x: &[f32],
     w: &[f32],
@@ -25,9 +25,15 @@ pub(super) fn forward(
 ) {
     let rows = s.images * s.pixels();
     let a = Mat::rows(x, rows, s.inp, s.inp);
-    product_team(team, y, a, Mat::rows(w, s.inp, s.out, s.out), Mode::Write);
+    product_threaded(
+        threads,
+        y,
+        a,
+        Mat::rows(w, s.inp, s.out, s.out),
+        Mode::Write,
+    );
     if !bias.is_empty() || relu {
-        team.split(y, ROWS * s.out, |_, y| finish(y, bias, relu));
+        threads.split(y, ROWS * s.out, |_, y| finish(y, bias, relu));
     }
 }
 
@@ -46,7 +52,7 @@ pub(super) fn weight_gradient(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f3
 
 /// `dx (+)= dy wᵀ`.
 pub(super) fn input_gradient(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     w: &[f32],
     dy: &[f32],
@@ -55,5 +61,5 @@ pub(super) fn input_gradient(
 ) {
     let rows = s.images * s.pixels();
     let a = Mat::rows(dy, rows, s.out, s.out);
-    product_team(team, dx, a, Mat::rows(w, s.inp, s.out, s.out).t(), mode);
+    product_threaded(threads, dx, a, Mat::rows(w, s.inp, s.out, s.out).t(), mode);
 }

@@ -17,7 +17,7 @@ pub(crate) struct ConvShape {
     pub padding: [usize; 2],
     pub dilation: [usize; 2],
     pub groups: usize,
-    /// What is multiplied; layers with groups multiply f32 all the same.
+    /// Data type of the operands; layers with groups always multiply f32.
     pub precision: Precision,
 }
 

@@ -131,22 +131,22 @@ pub(super) fn case(s: &ConvShape) -> Case {
 
 /// y, dw, db, dx of one run.
 pub(super) fn run(s: &ConvShape, c: &Case, threads: usize) -> [Vec<f32>; 4] {
-    let team = Team::new(Threads(threads));
+    let threads = ThreadPool::new(Threads(threads));
     let mut y = vec![f32::NAN; c.dy.len()];
     let mut work = vec![f32::NAN; work_len(s)];
     let (x, d) = (Values::F32(&c.x), Values::F32(&c.dy));
     let (b, to) = ((Some(&c.b[..]), false), ValuesMut::F32(&mut y));
-    forward(&team, s, x, &c.w, b, &mut work, to);
+    forward(&threads, s, x, &c.w, b, &mut work, to);
     let mut dw = vec![f32::NAN; c.w.len()];
-    weight_gradient(&team, s, x, d, &mut work, &mut dw, Mode::Write);
+    weight_gradient(&threads, s, x, d, &mut work, &mut dw, Mode::Write);
     let mut db = vec![1.0; s.out];
-    bias_gradient(&team, s, &c.dy, &mut work, &mut db, Mode::Add);
+    bias_gradient(&threads, s, &c.dy, &mut work, &mut db, Mode::Add);
     let mut dx = vec![f32::NAN; c.x.len()];
     let memory = (&mut work[..], ValuesMut::F32(&mut dx));
-    input_gradient(&team, s, &c.w, d, memory, Mode::Write);
+    input_gradient(&threads, s, &c.w, d, memory, Mode::Write);
     let mut twice = dx.clone();
     let memory = (&mut work[..], ValuesMut::F32(&mut twice));
-    input_gradient(&team, s, &c.w, d, memory, Mode::Add);
+    input_gradient(&threads, s, &c.w, d, memory, Mode::Add);
     assert!(dx.iter().zip(&twice).all(|(a, b)| a + a == *b), "{s:?}");
     [y, dw, db, dx]
 }
@@ -203,7 +203,7 @@ fn threads_and_vectors_do_not_change_a_bit() {
 #[test]
 fn both_methods_are_used_and_no_images_are_fine() {
     let methods: Vec<Method> = shapes().iter().map(Method::of).collect();
-    assert!(methods.contains(&Method::Unit) && methods.contains(&Method::Gather));
+    assert!(methods.contains(&Method::OverlappingRows) && methods.contains(&Method::Gather));
     assert!(methods.contains(&Method::Direct) && methods.contains(&Method::Depthwise));
     assert!(methods.contains(&Method::Pointwise));
     for mut s in shapes() {

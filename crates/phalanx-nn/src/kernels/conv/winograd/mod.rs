@@ -2,7 +2,7 @@
 //! plain sum takes 144. `transform` has the arithmetic, `tiles` and `weights` move
 //! data between the domains, the products in between are `panel`'s.
 //!
-//! The input gradient is a forward pass over the output gradient with turned
+//! The input gradient is a forward pass over the output gradient with rotated
 //! kernels. Weight gradients are summed in the transformed domain over all
 //! tiles and transformed once.
 //!
@@ -17,9 +17,9 @@ mod weights;
 
 use super::ConvShape;
 use crate::kernels::Mode;
-use crate::kernels::panel::{Panels, multiply, multiply_turned};
+use crate::kernels::panel::{Panels, multiply, multiply_transposed};
 use crate::kernels::vector::LANES;
-use crate::par::{Disjoint, Team, scratch};
+use crate::par::{Disjoint, ThreadPool, scratch};
 use tiles::{Domain, Finish, Grid, Span};
 use transform::{POSITIONS, STEP};
 use weights::{Kernels, Part, Rows, Sums};
@@ -59,15 +59,15 @@ const GROUP: usize = 8;
 
 /// One pass from images to images.
 #[derive(Clone, Copy)]
-struct Pass {
+struct TileMap {
     grid: Grid,
     inp: usize,
     out: usize,
 }
 
-impl Pass {
+impl TileMap {
     fn forward(s: &ConvShape) -> Self {
-        Pass {
+        TileMap {
             grid: Grid {
                 images: s.images,
                 input: s.input,
@@ -81,7 +81,7 @@ impl Pass {
 
     /// From output gradients to input gradients.
     fn back(s: &ConvShape) -> Self {
-        Pass {
+        TileMap {
             grid: Grid {
                 images: s.images,
                 input: s.output,
@@ -118,14 +118,14 @@ impl Pass {
 /// Elements of `work` of the three passes.
 pub(super) fn work_len(s: &ConvShape) -> usize {
     let sums = weight_work(s);
-    Pass::forward(s)
+    TileMap::forward(s)
         .work_len()
-        .max(Pass::back(s).work_len())
+        .max(TileMap::back(s).work_len())
         .max(sums)
 }
 
 pub(super) fn forward(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     x: &[f32],
     w: &[f32],
@@ -142,13 +142,13 @@ pub(super) fn forward(
         w,
         inp: s.inp,
         out: s.out,
-        turned: false,
+        rotated: false,
     };
-    run(team, Pass::forward(s), x, kernels, finish, work, y);
+    run(threads, TileMap::forward(s), x, kernels, finish, work, y);
 }
 
 pub(super) fn input_gradient(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     w: &[f32],
     dy: &[f32],
@@ -165,47 +165,47 @@ pub(super) fn input_gradient(
         w,
         inp: s.inp,
         out: s.out,
-        turned: true,
+        rotated: true,
     };
-    run(team, Pass::back(s), dy, kernels, finish, work, dx);
+    run(threads, TileMap::back(s), dy, kernels, finish, work, dx);
 }
 
 fn run(
-    team: &Team,
-    pass: Pass,
+    threads: &ThreadPool,
+    map: TileMap,
     x: &[f32],
     kernels: Kernels<'_>,
     finish: Finish<'_>,
     work: &mut [f32],
     y: &mut [f32],
 ) {
-    let (g, pixels) = (pass.grid, |size: [usize; 2]| size[0] * size[1]);
-    assert!(x.len() == g.images * pixels(g.input) * pass.inp);
-    assert!(y.len() == g.images * pixels(g.output) * pass.out);
-    assert!(kernels.w.len() == 9 * pass.inp * pass.out);
-    assert!(work.len() >= pass.work_len());
-    assert!(finish.bias.is_empty() || finish.bias.len() == pass.out);
-    if pass.keeps_tiles() {
-        by_panels(team, pass, x, kernels, finish, work, y);
+    let (g, pixels) = (map.grid, |size: [usize; 2]| size[0] * size[1]);
+    assert!(x.len() == g.images * pixels(g.input) * map.inp);
+    assert!(y.len() == g.images * pixels(g.output) * map.out);
+    assert!(kernels.w.len() == 9 * map.inp * map.out);
+    assert!(work.len() >= map.work_len());
+    assert!(finish.bias.is_empty() || finish.bias.len() == map.out);
+    if map.keeps_tiles() {
+        by_panels(threads, map, x, kernels, finish, work, y);
     } else {
-        by_blocks(team, pass, x, kernels, finish, work, y);
+        by_blocks(threads, map, x, kernels, finish, work, y);
     }
 }
 
 /// Many tiles: weights transformed once, then block by block of tiles.
 fn by_blocks(
-    team: &Team,
-    pass: Pass,
+    threads: &ThreadPool,
+    map: TileMap,
     x: &[f32],
     kernels: Kernels<'_>,
     finish: Finish<'_>,
     work: &mut [f32],
     y: &mut [f32],
 ) {
-    let whole = pass.all_weights();
+    let whole = map.all_weights();
     let plane = whole.plane();
     let u = Disjoint::new(work);
-    team.run(whole.panels.div_ceil(PART_PANELS), |i| {
+    threads.run(whole.panels.div_ceil(PART_PANELS), |i| {
         let panel = i * PART_PANELS;
         let part = Part {
             panel,
@@ -213,46 +213,46 @@ fn by_blocks(
             ..whole
         };
         // In each position these panels come after those before them.
-        let to = u.pointer(panel * pass.inp * LANES);
+        let to = u.pointer(panel * map.inp * LANES);
         // SAFETY: this chunk alone writes its panels.
         unsafe { weights::forward(kernels, part, plane, to) };
     });
     let u: *const f32 = u.pointer(0);
     let u = Shared(u);
-    let tiles = pass.grid.tiles();
-    let block = block_tiles(pass.inp.max(pass.out)).min(tiles.max(1));
+    let tiles = map.grid.tiles();
+    let block = block_tiles(map.inp.max(map.out)).min(tiles.max(1));
     let out = Disjoint::new(y);
-    team.run(tiles.div_ceil(block), |i| {
+    threads.run(tiles.div_ceil(block), |i| {
         let span = Span {
             first: i * block,
             count: block.min(tiles - i * block),
             row: 0,
         };
-        let (a, c) = (Domain::len(block, pass.inp), Domain::len(block, pass.out));
-        scratch(a + c + pass.inp, |memory| {
-            let (zeros, rest) = memory.split_at_mut(pass.inp);
+        let (a, c) = (Domain::len(block, map.inp), Domain::len(block, map.out));
+        scratch(a + c + map.inp, |memory| {
+            let (zeros, rest) = memory.split_at_mut(map.inp);
             zeros.fill(0.0);
             let (v, m) = rest.split_at_mut(a);
-            let v = Domain::new(v, block, pass.inp);
-            let m = Domain::new(m, block, pass.out);
+            let v = Domain::new(v, block, map.inp);
+            let m = Domain::new(m, block, map.out);
             // SAFETY: sizes were checked in `run`; these tiles' outputs belong to this chunk.
             unsafe {
-                tiles::input(&pass.grid, x.as_ptr(), zeros.as_ptr(), span, v);
+                tiles::input(&map.grid, x.as_ptr(), zeros.as_ptr(), span, v);
                 for p in 0..POSITIONS {
                     multiply(&Panels {
                         a: v.data.add(p * v.plane),
                         a_panel: block * LANES,
                         b: u.get().add(p * plane),
-                        b_panel: pass.inp * LANES,
+                        b_panel: map.inp * LANES,
                         c: m.data.add(p * m.plane),
                         c_panel: block * LANES,
                         rows: span.count,
-                        depth: pass.inp,
-                        columns: pass.out / LANES,
+                        depth: map.inp,
+                        columns: map.out / LANES,
                         add: false,
                     });
                 }
-                tiles::output(&pass.grid, m, span, out.pointer(0), pass.out, finish);
+                tiles::output(&map.grid, m, span, out.pointer(0), map.out, finish);
             }
         });
     });
@@ -261,40 +261,40 @@ fn by_blocks(
 /// Few tiles, large weights: all tiles transformed once, then panel by panel of
 /// the weights, which never leave the cache.
 fn by_panels(
-    team: &Team,
-    pass: Pass,
+    threads: &ThreadPool,
+    map: TileMap,
     x: &[f32],
     kernels: Kernels<'_>,
     finish: Finish<'_>,
     work: &mut [f32],
     y: &mut [f32],
 ) {
-    let tiles = pass.grid.tiles();
-    let v = Shared(Domain::new(work, tiles, pass.inp));
-    transform_all(team, tiles, pass.inp, |zeros, span| {
+    let tiles = map.grid.tiles();
+    let v = Shared(Domain::new(work, tiles, map.inp));
+    transform_all(threads, tiles, map.inp, |zeros, span| {
         // SAFETY: sizes were checked in `run`; these tiles belong to this chunk.
-        unsafe { tiles::input(&pass.grid, x.as_ptr(), zeros, span, v.get()) };
+        unsafe { tiles::input(&map.grid, x.as_ptr(), zeros, span, v.get()) };
     });
-    let panels = pass.out / LANES;
+    let panels = map.out / LANES;
     let out = Disjoint::new(y);
-    team.run(panels.div_ceil(PART_PANELS), |i| {
+    threads.run(panels.div_ceil(PART_PANELS), |i| {
         let v = v.get();
         let panel = i * PART_PANELS;
         let part = Part {
             panel,
             panels: PART_PANELS.min(panels - panel),
             input: 0,
-            inputs: PART_INPUTS.min(pass.inp),
+            inputs: PART_INPUTS.min(map.inp),
         };
         let channels = part.panels * LANES;
         let (a, c) = (part.len(), Domain::len(tiles, channels));
         scratch(a + c, |memory| {
             let (u, m) = memory.split_at_mut(a);
             let m = Domain::new(m, tiles, channels);
-            for input in (0..pass.inp).step_by(PART_INPUTS) {
+            for input in (0..map.inp).step_by(PART_INPUTS) {
                 let part = Part {
                     input,
-                    inputs: PART_INPUTS.min(pass.inp - input),
+                    inputs: PART_INPUTS.min(map.inp - input),
                     ..part
                 };
                 // The next part comes from memory while this one is multiplied.
@@ -302,7 +302,7 @@ fn by_panels(
                     input: input + PART_INPUTS,
                     ..part
                 };
-                let next = (after.input < pass.inp).then(|| Rows::of(kernels, after));
+                let next = (after.input < map.inp).then(|| Rows::of(kernels, after));
                 // SAFETY: the part lies in the kernels, `u` has room for it, and
                 // `m` belongs to this chunk.
                 unsafe {
@@ -337,7 +337,7 @@ fn by_panels(
             let bias = finish.bias.get(first..).unwrap_or(&[]);
             let finish = Finish { bias, ..finish };
             // SAFETY: these channels of all tiles belong to this chunk.
-            unsafe { tiles::output(&pass.grid, m, span, out.pointer(first), pass.out, finish) };
+            unsafe { tiles::output(&map.grid, m, span, out.pointer(first), map.out, finish) };
         });
     });
 }
@@ -354,7 +354,7 @@ fn gradient_block(s: &ConvShape) -> usize {
 
 /// Whether a weight gradient keeps all tiles transformed.
 fn gradient_keeps(s: &ConvShape) -> bool {
-    s.inp * s.out >= STORED_WEIGHTS && Pass::forward(s).grid.tiles() <= KEPT_TILES
+    s.inp * s.out >= STORED_WEIGHTS && TileMap::forward(s).grid.tiles() <= KEPT_TILES
 }
 
 /// Elements that all partial sums of a weight gradient may take: more would
@@ -365,25 +365,25 @@ const PARTIAL_BLOCKS: usize = 8;
 
 /// Partial sums of a weight gradient, over runs of whole blocks: by shape alone.
 fn partials(s: &ConvShape) -> usize {
-    let blocks = Pass::forward(s).grid.tiles().div_ceil(gradient_block(s));
-    let room = PARTIAL_ELEMS / Pass::forward(s).all_weights().len();
+    let blocks = TileMap::forward(s).grid.tiles().div_ceil(gradient_block(s));
+    let room = PARTIAL_ELEMS / TileMap::forward(s).all_weights().len();
     room.min(blocks / PARTIAL_BLOCKS).clamp(1, 8)
 }
 
 fn weight_work(s: &ConvShape) -> usize {
-    let pass = Pass::forward(s);
+    let map = TileMap::forward(s);
     let domains = |rows| Domain::len(rows, s.inp) + Domain::len(rows, s.out);
     if gradient_keeps(s) {
-        return domains(pass.grid.tiles());
+        return domains(map.grid.tiles());
     }
     match partials(s) {
-        1 => domains(gradient_block(s)) + pass.all_weights().len(),
-        parts => parts * pass.all_weights().len(),
+        1 => domains(gradient_block(s)) + map.all_weights().len(),
+        parts => parts * map.all_weights().len(),
     }
 }
 
 pub(super) fn weight_gradient(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     x: &[f32],
     dy: &[f32],
@@ -393,26 +393,26 @@ pub(super) fn weight_gradient(
 ) {
     assert!(x.len() == s.images * s.in_len() && dy.len() == s.images * s.out_len());
     assert!(dw.len() == s.weight_len());
-    let tiles = Pass::forward(s).grid.tiles();
+    let tiles = TileMap::forward(s).grid.tiles();
     if gradient_keeps(s) {
         let (v, z) = work.split_at_mut(Domain::len(tiles, s.inp));
         let (v, z) = (Domain::new(v, tiles, s.inp), Domain::new(z, tiles, s.out));
-        both_domains(team, s, x, dy, (0, tiles), v, z);
-        gradient_by_parts(team, s, v, z, tiles, dw, mode);
+        both_domains(threads, s, x, dy, (0, tiles), v, z);
+        gradient_by_parts(threads, s, v, z, tiles, dw, mode);
     } else {
         let parts = partials(s);
         if parts == 1 {
-            gradient_by_blocks(team, s, x, dy, work);
+            gradient_by_blocks(threads, s, x, dy, work);
         } else {
-            gradient_by_runs(team, s, x, dy, &mut work[..], parts);
+            gradient_by_runs(threads, s, x, dy, &mut work[..], parts);
         }
-        finish_gradient(team, s, work, parts, dw, mode);
+        finish_gradient(threads, s, work, parts, dw, mode);
     }
 }
 
 /// Transforms inputs and output gradients of `count` tiles from `first` on.
 fn both_domains(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     x: &[f32],
     dy: &[f32],
@@ -420,9 +420,9 @@ fn both_domains(
     v: Domain,
     z: Domain,
 ) {
-    let grid = Pass::forward(s).grid;
+    let grid = TileMap::forward(s).grid;
     let shared = Shared((v, z));
-    transform_all(team, count, s.inp.max(s.out), |zeros, span| {
+    transform_all(threads, count, s.inp.max(s.out), |zeros, span| {
         let (v, z) = shared.get();
         let span = Span {
             first: first + span.first,
@@ -451,7 +451,7 @@ unsafe fn sum_position(
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        multiply_turned(&Panels {
+        multiply_transposed(&Panels {
             a: v.data.add(p * v.plane),
             a_panel: v.rows * LANES,
             b: z.data.add(p * z.plane),
@@ -468,9 +468,15 @@ unsafe fn sum_position(
 
 /// Many tiles, weights of some size: their sums are kept, tiles come block by
 /// block, and threads share a block's positions. `work` starts with the sums.
-fn gradient_by_blocks(team: &Team, s: &ConvShape, x: &[f32], dy: &[f32], work: &mut [f32]) {
-    let (pass, block) = (Pass::forward(s), gradient_block(s));
-    let (whole, tiles) = (pass.all_weights(), pass.grid.tiles());
+fn gradient_by_blocks(
+    threads: &ThreadPool,
+    s: &ConvShape,
+    x: &[f32],
+    dy: &[f32],
+    work: &mut [f32],
+) {
+    let (map, block) = (TileMap::forward(s), gradient_block(s));
+    let (whole, tiles) = (map.all_weights(), map.grid.tiles());
     let (sums, rest) = work.split_at_mut(whole.len());
     let (v, z) = rest.split_at_mut(Domain::len(block, s.inp));
     let (v, z) = (Domain::new(v, block, s.inp), Domain::new(z, block, s.out));
@@ -481,9 +487,9 @@ fn gradient_by_blocks(team: &Team, s: &ConvShape, x: &[f32], dy: &[f32], work: &
     let sums = Disjoint::new(sums);
     for first in (0..tiles).step_by(block) {
         let count = block.min(tiles - first);
-        both_domains(team, s, x, dy, (first, count), v, z);
+        both_domains(threads, s, x, dy, (first, count), v, z);
         let shared = Shared((v, z));
-        team.run(POSITIONS, |p| {
+        threads.run(POSITIONS, |p| {
             // SAFETY: position p of the sums belongs to this chunk.
             unsafe {
                 let to = sums.pointer(p * plane);
@@ -496,18 +502,18 @@ fn gradient_by_blocks(team: &Team, s: &ConvShape, x: &[f32], dy: &[f32], work: &
 /// Many tiles, small weights: each chunk goes over a run of blocks with sums of its
 /// own, all in its core's cache. `work` receives the sums one after another.
 fn gradient_by_runs(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     x: &[f32],
     dy: &[f32],
     work: &mut [f32],
     parts: usize,
 ) {
-    let (pass, block) = (Pass::forward(s), gradient_block(s));
-    let (whole, tiles) = (pass.all_weights(), pass.grid.tiles());
+    let (map, block) = (TileMap::forward(s), gradient_block(s));
+    let (whole, tiles) = (map.all_weights(), map.grid.tiles());
     let (len, plane) = (whole.len(), whole.plane());
     let run = tiles.div_ceil(block).div_ceil(parts) * block;
-    team.split(&mut work[..parts * len], len, |at, sums| {
+    threads.split(&mut work[..parts * len], len, |at, sums| {
         let from = at / len * run;
         let to = (from + run).min(tiles);
         if from >= to {
@@ -529,8 +535,8 @@ fn gradient_by_runs(
                 };
                 // SAFETY: sizes were checked by the caller; domains and sums are this chunk's.
                 unsafe {
-                    tiles::input(&pass.grid, x.as_ptr(), zeros.as_ptr(), span, v);
-                    tiles::gradient(&pass.grid, dy.as_ptr(), zeros.as_ptr(), span, z);
+                    tiles::input(&map.grid, x.as_ptr(), zeros.as_ptr(), span, v);
+                    tiles::gradient(&map.grid, dy.as_ptr(), zeros.as_ptr(), span, z);
                     for p in 0..POSITIONS {
                         let to = sums.as_mut_ptr().add(p * plane);
                         sum_position(s, p, (v, z), count, to, first > from);
@@ -543,18 +549,18 @@ fn gradient_by_runs(
 
 /// Adds up `parts` sums in order, and transforms them back.
 fn finish_gradient(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     sums: &[f32],
     parts: usize,
     dw: &mut [f32],
     mode: Mode,
 ) {
-    let whole = Pass::forward(s).all_weights();
+    let whole = TileMap::forward(s).all_weights();
     let (len, plane) = (whole.len(), whole.plane());
     assert!(sums.len() >= parts * len);
     let out = Disjoint::new(dw);
-    team.run(whole.panels.div_ceil(PART_PANELS), |i| {
+    threads.run(whole.panels.div_ceil(PART_PANELS), |i| {
         let panel = i * PART_PANELS;
         let part = Part {
             panel,
@@ -576,7 +582,7 @@ fn finish_gradient(
 
 /// Few tiles: block by block of the weights, from start to end in cache.
 fn gradient_by_parts(
-    team: &Team,
+    threads: &ThreadPool,
     s: &ConvShape,
     v: Domain,
     z: Domain,
@@ -588,7 +594,7 @@ fn gradient_by_parts(
     let (down, across) = (s.inp.div_ceil(BLOCK_INPUTS), panels.div_ceil(BLOCK_PANELS));
     let shared = Shared((v, z));
     let out = Disjoint::new(dw);
-    team.run(down * across, |i| {
+    threads.run(down * across, |i| {
         let (v, z) = shared.get();
         let (input, panel) = (i / across * BLOCK_INPUTS, i % across * BLOCK_PANELS);
         let part = Part {
@@ -600,13 +606,13 @@ fn gradient_by_parts(
         let (plane, stride) = (part.plane(), part.inputs * LANES);
         scratch(part.len(), |sums| {
             let sums = sums.as_mut_ptr();
-            // What is stored to in the end comes from memory meanwhile.
+            // Prefetch the memory that is stored to in the end.
             let to = Rows::of_gradient(out.pointer(0), [s.inp, s.out], part);
             // SAFETY: the part lies in both domains; its weights belong to this chunk.
             unsafe {
                 for p in 0..POSITIONS {
                     weights::fetch(to, p);
-                    multiply_turned(&Panels {
+                    multiply_transposed(&Panels {
                         a: v.data.add(p * v.plane + input * tiles),
                         a_panel: tiles * LANES,
                         b: z.data.add(p * z.plane + panel * LANES * tiles),
@@ -633,8 +639,13 @@ fn gradient_by_parts(
 }
 
 /// Calls `f(zeros, span)` for groups of tiles, with a pixel of zeros.
-fn transform_all(team: &Team, tiles: usize, channels: usize, f: impl Fn(*const f32, Span) + Sync) {
-    team.run(tiles.div_ceil(GROUP), |i| {
+fn transform_all(
+    threads: &ThreadPool,
+    tiles: usize,
+    channels: usize,
+    f: impl Fn(*const f32, Span) + Sync,
+) {
+    threads.run(tiles.div_ceil(GROUP), |i| {
         let first = i * GROUP;
         let span = Span {
             first,

@@ -96,7 +96,7 @@ fn bits_are_those_of_one_thread_and_no_vectors() {
 
 #[test]
 fn adding_adds_the_same_bits() {
-    let team = Team::new(crate::par::Threads(2));
+    let threads = ThreadPool::new(crate::par::Threads(2));
     for s in shapes() {
         let c = case(&s);
         let [_, dw, _, dx] = run(&s, &c, 1);
@@ -106,11 +106,11 @@ fn adding_adds_the_same_bits() {
         };
         let before = noise(dw.len(), 9);
         let mut got = before.clone();
-        weight_gradient(&team, &s, &c.x, &c.dy, &mut work, &mut got, Mode::Add);
+        weight_gradient(&threads, &s, &c.x, &c.dy, &mut work, &mut got, Mode::Add);
         assert!(got == sum(&before, &dw));
         let before = noise(dx.len(), 9);
         let mut got = before.clone();
-        input_gradient(&team, &s, &c.w, &c.dy, &mut work, &mut got, Mode::Add);
+        input_gradient(&threads, &s, &c.w, &c.dy, &mut work, &mut got, Mode::Add);
         assert!(got == sum(&before, &dx));
     }
 }

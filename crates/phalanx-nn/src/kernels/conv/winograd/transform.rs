@@ -55,7 +55,7 @@ unsafe fn output<V: Vector>(m: [V; 6]) -> [V; 4] {
     }
 }
 
-/// Output gradient: four values to six (the output transform turned over).
+/// Output gradient: four values to six (the output transform transposed).
 #[inline(always)]
 unsafe fn gradient<V: Vector>(y: [V; 4]) -> [V; 6] {
     // SAFETY: the caller runs where V may.
@@ -93,7 +93,7 @@ unsafe fn weight<V: Vector>(g: [V; 3]) -> [V; 6] {
     }
 }
 
-/// Weight gradient: six values to three (the weight transform turned over).
+/// Weight gradient: six values to three (the weight transform transposed).
 #[inline(always)]
 unsafe fn weight_gradient<V: Vector>(u: [V; 6]) -> [V; 3] {
     // SAFETY: the caller runs where V may.

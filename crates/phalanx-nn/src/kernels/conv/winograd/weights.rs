@@ -11,12 +11,12 @@ pub(super) struct Kernels<'a> {
     pub w: &'a [f32],
     pub inp: usize,
     pub out: usize,
-    /// For the input gradient: turned by 180 degrees, inputs and outputs exchanged.
-    pub turned: bool,
+    /// For the input gradient: rotated by 180 degrees, inputs and outputs exchanged.
+    pub rotated: bool,
 }
 
 /// Part of the kernels: `panels` of sixteen outputs from `panel` on, `inputs` from
-/// `input` on. (For turned kernels "outputs" are the layer's inputs.)
+/// `input` on. (For rotated kernels "outputs" are the layer's inputs.)
 #[derive(Clone, Copy)]
 pub(super) struct Part {
     pub panel: usize,
@@ -71,7 +71,7 @@ unsafe fn forward_body<V: Vector>(k: Kernels<'_>, p: Part, plane: usize, u: *mut
 type Block = [[[f32; LANES]; LANES]; TAPS];
 
 #[inline(always)]
-unsafe fn turned_body<V: Vector>(k: Kernels<'_>, p: Part, plane: usize, u: *mut f32) {
+unsafe fn rotated_body<V: Vector>(k: Kernels<'_>, p: Part, plane: usize, u: *mut f32) {
     let mut block: Block = [[[0.0; LANES]; LANES]; TAPS];
     for panel in 0..p.panels {
         for first in (0..p.inputs).step_by(LANES) {
@@ -84,7 +84,7 @@ unsafe fn turned_body<V: Vector>(k: Kernels<'_>, p: Part, plane: usize, u: *mut 
                     for (o, row) in rows.iter_mut().enumerate() {
                         *row = V::load(from.add(o * k.out));
                     }
-                    for (to, row) in block.iter_mut().zip(V::turn(rows)) {
+                    for (to, row) in block.iter_mut().zip(V::transpose(rows)) {
                         row.store(to.as_mut_ptr());
                     }
                 }
@@ -106,8 +106,8 @@ unsafe fn turned_body<V: Vector>(k: Kernels<'_>, p: Part, plane: usize, u: *mut 
 unsafe fn transform_body<V: Vector>(k: Kernels<'_>, p: Part, plane: usize, u: *mut f32) {
     // SAFETY: the caller's promise.
     unsafe {
-        if k.turned {
-            turned_body::<V>(k, p, plane, u);
+        if k.rotated {
+            rotated_body::<V>(k, p, plane, u);
         } else {
             forward_body::<V>(k, p, plane, u);
         }
@@ -138,7 +138,7 @@ pub(super) struct Rows {
 impl Rows {
     /// Where `part` of the kernels lies.
     pub(super) fn of(k: Kernels<'_>, p: Part) -> Self {
-        let (at, count, lines) = if k.turned {
+        let (at, count, lines) = if k.rotated {
             let row = p.panel * LANES * k.out + p.input;
             (row, p.panels * LANES, p.inputs.div_ceil(LANES))
         } else {

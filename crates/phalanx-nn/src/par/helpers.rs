@@ -8,16 +8,16 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering,
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-/// Looks at an awaited value before a thread sleeps: about 0.1 ms.
+/// How often a thread polls before it sleeps: about 0.1 ms.
 const SPINS: usize = 2000;
 /// Bits of a ticket that count chunks still to be taken.
 const COUNT_BITS: u32 = 24;
 /// Chunks of one call at most.
 const MAX_CHUNKS: usize = (1 << COUNT_BITS) - 1;
 
-/// What the threads share.
+/// State that the threads share.
 struct Shared {
-    /// Number of the call, and in the low bits its chunks that nobody has taken.
+    /// Number of the call, and in the low bits how many of its chunks are not taken yet.
     ticket: AtomicU64,
     /// The call's function: what to call, and the closure to call it with.
     call: AtomicPtr<()>,
@@ -25,7 +25,7 @@ struct Shared {
     chunks: AtomicUsize,
     /// Chunks that have not ended.
     pending: AtomicUsize,
-    /// Somebody's call is under way.
+    /// A call is running.
     busy: AtomicBool,
     /// The caller sleeps until `pending` is 0.
     waiting: AtomicBool,
@@ -34,12 +34,12 @@ struct Shared {
     /// The first panic of a chunk.
     panic: Mutex<Option<Box<dyn Any + Send>>>,
     stop: AtomicBool,
-    /// Which helpers sleep.
+    /// Whether each helper sleeps.
     asleep: Vec<AtomicBool>,
     spins: usize,
 }
 
-/// What [`Shared::call`] points to.
+/// The function that [`Shared::call`] points to.
 type Call = unsafe fn(*const (), usize);
 
 /// Calls the closure that `f` points to.
@@ -93,7 +93,7 @@ impl Shared {
         }
     }
 
-    /// A helper's life.
+    /// The loop of a helper thread.
     fn help(&self, me: usize) {
         while !self.stop.load(Ordering::Acquire) {
             self.work();
@@ -139,12 +139,12 @@ impl Shared {
 }
 
 /// Helpers of one caller at a time.
-pub(super) struct Crew {
+pub(super) struct Helpers {
     shared: Arc<Shared>,
-    helpers: Vec<JoinHandle<()>>,
+    threads: Vec<JoinHandle<()>>,
 }
 
-impl Crew {
+impl Helpers {
     /// Starts `helpers` threads, or as many as the system allows.
     pub(super) fn new(helpers: usize) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -171,12 +171,12 @@ impl Crew {
                 .spawn(move || shared.help(i))
                 .ok()
         };
-        let helpers = (0..helpers).map_while(start).collect();
-        Crew { shared, helpers }
+        let threads = (0..helpers).map_while(start).collect();
+        Helpers { shared, threads }
     }
 
-    pub(super) fn helpers(&self) -> usize {
-        self.helpers.len()
+    pub(super) fn count(&self) -> usize {
+        self.threads.len()
     }
 
     /// Runs `f(0)`, …, `f(chunks - 1)`, each once, in any order; returns when all
@@ -211,7 +211,7 @@ impl Crew {
         s.ticket
             .store(call << COUNT_BITS | chunks as u64, Ordering::Release);
         fence(Ordering::SeqCst);
-        for (asleep, helper) in s.asleep.iter().zip(&self.helpers).take(chunks - 1) {
+        for (asleep, helper) in s.asleep.iter().zip(&self.threads).take(chunks - 1) {
             if asleep.load(Ordering::SeqCst) {
                 asleep.store(false, Ordering::SeqCst);
                 helper.thread().unpark();
@@ -222,10 +222,10 @@ impl Crew {
     }
 }
 
-impl Drop for Crew {
+impl Drop for Helpers {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::SeqCst);
-        for helper in self.helpers.drain(..) {
+        for helper in self.threads.drain(..) {
             helper.thread().unpark();
             // It never panics: chunks' panics are caught.
             let _ = helper.join();
@@ -240,11 +240,11 @@ mod tests {
 
     #[test]
     fn many_short_calls_run_every_chunk_once() {
-        let crew = Crew::new(3);
+        let helpers = Helpers::new(3);
         for call in 0..3000 {
             let chunks = call % 7;
             let hits: [AtomicU32; 7] = Default::default();
-            crew.run(chunks, |i| {
+            helpers.run(chunks, |i| {
                 hits[i].fetch_add(1, Ordering::Relaxed);
             });
             for (i, h) in hits.iter().enumerate() {
@@ -255,14 +255,14 @@ mod tests {
 
     #[test]
     fn chunks_may_call_and_so_may_others() {
-        let crew = Crew::new(1);
+        let helpers = Helpers::new(1);
         let sum = AtomicUsize::new(0);
         std::thread::scope(|s| {
             for _ in 0..3 {
                 s.spawn(|| {
                     for _ in 0..100 {
-                        crew.run(4, |_| {
-                            crew.run(5, |i| {
+                        helpers.run(4, |_| {
+                            helpers.run(5, |i| {
                                 sum.fetch_add(i, Ordering::Relaxed);
                             });
                         });
@@ -274,12 +274,12 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_reaches_the_caller_and_the_crew_goes_on() {
-        let crew = Crew::new(2);
+    fn a_panic_reaches_the_caller_and_the_helpers_go_on() {
+        let helpers = Helpers::new(2);
         for _ in 0..20 {
             let ended = AtomicUsize::new(0);
             let caught = catch_unwind(AssertUnwindSafe(|| {
-                crew.run(8, |i| {
+                helpers.run(8, |i| {
                     if i == 5 {
                         resume_unwind(Box::new("chunk 5"));
                     }
@@ -290,6 +290,6 @@ mod tests {
             assert_eq!(panic.downcast_ref::<&str>(), Some(&"chunk 5"));
             assert_eq!(ended.into_inner(), 7);
         }
-        crew.run(3, |_| {});
+        helpers.run(3, |_| {});
     }
 }

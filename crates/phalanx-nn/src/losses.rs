@@ -1,14 +1,12 @@
 //! Losses: how they are reduced, and those made of several operations.
 
-mod cross_entropy;
-
 pub use crate::ops::cross_entropy::CrossEntropyOptions;
+use crate::{Result, Tensor};
 
 /// A label that counts for nothing (PyTorch's -100).
 pub const IGNORE_LABEL: u32 = u32::MAX;
 
-/// What becomes of the losses of elements (of rows, in losses over classes): they
-/// are kept, or added up and divided.
+/// How the losses of elements (of rows, in losses over classes) are combined.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Reduction {
     /// One loss an element, or a row; ignored rows have 0.
@@ -28,5 +26,26 @@ impl Reduction {
             Reduction::Mean => elements as f32,
             Reduction::Over(d) => d,
         }
+    }
+}
+
+/// The sum divided by this number.
+impl From<f32> for Reduction {
+    fn from(divisor: f32) -> Self {
+        Reduction::Over(divisor)
+    }
+}
+
+impl<'s> Tensor<'s> {
+    /// [`log_softmax`](Tensor::log_softmax), then [`nll_loss`](Tensor::nll_loss).
+    ///
+    /// # Errors
+    /// As [`nll_loss`](Tensor::nll_loss).
+    pub fn cross_entropy(
+        self,
+        labels: &[u32],
+        reduction: impl Into<Reduction>,
+    ) -> Result<Tensor<'s>> {
+        self.log_softmax()?.nll_loss(labels, reduction)
     }
 }

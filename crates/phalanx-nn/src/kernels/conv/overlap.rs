@@ -129,24 +129,24 @@ pub(super) fn forward(
     });
 }
 
-/// The weights for the input gradient: kernel turned by 180 degrees, inputs
+/// The weights for the input gradient: kernel rotated by 180 degrees, inputs
 /// and outputs exchanged.
-pub(super) fn turn(s: &ConvShape, w: &[f32], turned: &mut [f32]) {
+pub(super) fn rotate180(s: &ConvShape, w: &[f32], rotated: &mut [f32]) {
     let (taps, block) = (s.kernel[0] * s.kernel[1], s.inp * s.out);
-    for (t, to) in turned.chunks_exact_mut(block).enumerate() {
+    for (t, to) in rotated.chunks_exact_mut(block).enumerate() {
         let from = &w[(taps - 1 - t) * block..][..block];
         crate::kernels::transpose::transpose(from, to, s.inp, s.out);
     }
 }
 
-/// One image's input gradient, from turned weights.
-pub(super) fn input_gradient(s: &ConvShape, turned: &[f32], dy: &[f32], dx: &mut [f32]) {
+/// One image's input gradient, from these weights.
+pub(super) fn input_gradient(s: &ConvShape, rotated: &[f32], dy: &[f32], dx: &mut [f32]) {
     let padded = Padded::of(s);
     let tail = (s.kernel[0] - 1) * padded.width;
     spread(s, dy, tail + s.kernel[1] - 1, tail, |dy| {
         if s.padding == [0, 0] {
             let size = (padded.rows * padded.width, padded.width, s.out);
-            return correlate(dy, size, s.kernel, turned, dx);
+            return correlate(dy, size, s.kernel, rotated, dx);
         }
         // The border's gradient is of no use: leave out its rows, cut off its columns.
         let size = (s.input[0] * padded.width, padded.width, s.out);
@@ -155,7 +155,7 @@ pub(super) fn input_gradient(s: &ConvShape, turned: &[f32], dy: &[f32], dx: &mut
                 &dy[s.padding[0] * padded.width * s.out..],
                 size,
                 s.kernel,
-                turned,
+                rotated,
                 flat,
             );
             let (line, edge) = (s.input[1] * s.inp, s.padding[1] * s.inp);

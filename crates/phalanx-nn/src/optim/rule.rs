@@ -1,0 +1,182 @@
+//! What the optimizers share: state buffers, update counts, and the step run by run.
+
+use super::updates::Updates;
+use super::{Optimizer, Run};
+use crate::param::{GradView, Params};
+use crate::{Error, Result, ThreadPool};
+
+/// How an optimizer changes elements: its settings but the learning rate.
+pub trait Rule: Copy {
+    /// Everything that is the same for all elements of a parameter in a step.
+    type Scalars: Copy + Send + Sync;
+
+    /// Checks the settings.
+    ///
+    /// # Errors
+    /// `Usage`, naming the setting that is impossible.
+    fn check(&self, lr: f64) -> Result<()>;
+
+    /// PyTorch's names of the state buffers, three at most.
+    fn buffers(&self) -> &'static [&'static str];
+
+    /// The scalars of update number `t` of a parameter, from 1.
+    fn scalars(&self, lr: f64, t: u64) -> Self::Scalars;
+
+    /// Updates `p` and the state buffers, with gradients `g` multiplied by `factor`.
+    fn update(s: Self::Scalars, p: &mut [f32], g: &[f32], factor: f32, state: [&mut [f32]; 3]);
+}
+
+/// An optimizer that changes each element by a rule: [`Sgd`](super::Sgd) or [`Adam`](super::Adam).
+#[derive(Clone, Debug)]
+pub struct RuleOptimizer<R> {
+    pub(super) rule: R,
+    elems: usize,
+    lr: f64,
+    steps: u64,
+    updates: Updates,
+    /// The rule's buffers; none before the first step.
+    buffers: Vec<Vec<f32>>,
+    threads: ThreadPool,
+    /// Rule and learning rate of the step that was begun last.
+    running: Option<(R, f64)>,
+}
+
+/// Elements that one thread updates at a time.
+const PIECE: usize = 16 * 1024;
+
+impl<R: Rule> RuleOptimizer<R> {
+    pub(super) fn with_rule(params: &Params, lr: f64, rule: R) -> Self {
+        Self {
+            rule,
+            elems: params.flat().len(),
+            lr,
+            steps: 0,
+            updates: Updates::new(params),
+            buffers: Vec::new(),
+            threads: ThreadPool::default(),
+            running: None,
+        }
+    }
+
+    /// Updates `params` from `grads`, in place; see [`Optimizer::step`].
+    ///
+    /// # Errors
+    ///
+    /// Usage: the settings are impossible, or `params` or `grads` have
+    /// another layout than the parameters the optimizer was made for. Nothing
+    /// was changed then.
+    pub fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()> {
+        Optimizer::step(self, params, grads)
+    }
+
+    /// Checks that a run fits the state and that a step was begun.
+    fn check_run(&self, run: &Run<'_>) -> Result<(R, f64)> {
+        let Some(running) = self.running else {
+            return Err(Error::usage(
+                "elements were given to an optimizer before its step; call begin_step first",
+            ));
+        };
+        let (len, elems) = (run.values.len(), self.elems);
+        let fits = run.at.checked_add(len).is_some_and(|end| end <= elems);
+        if len != run.grads.len() || !fits {
+            return Err(Error::usage(format!(
+                "a run of {len} elements from {} with {} gradients does not fit an optimizer of {elems} elements",
+                run.at,
+                run.grads.len()
+            )));
+        }
+        Ok(running)
+    }
+}
+
+impl<R: Rule> Optimizer for RuleOptimizer<R> {
+    fn check_layout(&self, params: &Params, grads: &dyn GradView) -> Result<()> {
+        self.updates.check_layout(self.elems, params, grads)
+    }
+
+    fn begin_step(&mut self) -> Result<()> {
+        self.rule.check(self.lr)?;
+        let count = self.rule.buffers().len();
+        if self.buffers.is_empty() && count > 0 {
+            // The state begins now for all parameters.
+            self.updates.clear();
+        }
+        let elems = self.elems;
+        self.buffers.resize_with(count, || vec![0.0; elems]);
+        self.steps += 1;
+        self.running = Some((self.rule, self.lr));
+        Ok(())
+    }
+
+    fn step_run(&mut self, run: Run<'_>, factor: f32) -> Result<()> {
+        let (rule, lr) = self.check_run(&run)?;
+        let Some(param) = self.updates.param_of(&run)? else {
+            return Ok(());
+        };
+        let scalars = rule.scalars(lr, self.updates.count(param, self.steps));
+        let (range, g) = (run.at..run.at + run.values.len(), run.grads);
+        let mut state = self.buffers.iter_mut().map(|b| &mut b[range.clone()]);
+        let mut next = || state.next().unwrap_or_default();
+        let slices = [run.values, next(), next(), next()];
+        self.threads.split_all(slices, PIECE, |at, [p, a, b, c]| {
+            let g = &g[at..at + p.len()];
+            R::update(scalars, p, g, factor, [a, b, c]);
+        });
+        Ok(())
+    }
+
+    fn set_thread_pool(&mut self, threads: ThreadPool) {
+        self.threads = threads;
+    }
+
+    fn lr(&self) -> f64 {
+        self.lr
+    }
+
+    fn set_lr(&mut self, lr: f64) {
+        self.lr = lr;
+    }
+
+    fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    fn updates(&self) -> &[u64] {
+        self.updates.counts()
+    }
+
+    fn state(&self) -> Vec<(&'static str, &[f32])> {
+        let names = self.rule.buffers().iter().copied();
+        names.zip(self.buffers.iter().map(Vec::as_slice)).collect()
+    }
+
+    fn restore(&mut self, steps: u64, updates: &[u64], state: &[(&str, &[f32])]) -> Result<()> {
+        self.updates.check(steps, updates)?;
+        let names = if steps == 0 { &[] } else { self.rule.buffers() };
+        if let Some((name, _)) = state.iter().find(|(name, _)| !names.contains(name)) {
+            return Err(Error::usage(format!(
+                "saved optimizer state {name} does not belong to this optimizer with these settings"
+            )));
+        }
+        let buffer = |name: &&str| Ok(saved(state, name, self.elems)?.to_vec());
+        self.buffers = names.iter().map(buffer).collect::<Result<_>>()?;
+        self.steps = steps;
+        self.updates.restore(updates);
+        self.running = None;
+        Ok(())
+    }
+}
+
+/// Finds the saved buffer `name` of the right length among `state`.
+fn saved<'a>(state: &[(&str, &'a [f32])], name: &str, elems: usize) -> Result<&'a [f32]> {
+    let Some((_, values)) = state.iter().find(|(n, _)| *n == name) else {
+        return Err(Error::usage(format!("saved optimizer state lacks {name}")));
+    };
+    if values.len() != elems {
+        return Err(Error::usage(format!(
+            "saved optimizer state {name} has {} elements, expected {elems}",
+            values.len()
+        )));
+    }
+    Ok(values)
+}
