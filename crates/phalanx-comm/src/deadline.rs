@@ -1,19 +1,20 @@
 //! The deadline of one operation, and the error when it has passed.
 
-use std::cell::Cell;
+use std::cell::{Cell, OnceCell};
 use std::time::{Duration, Instant};
 
 use crate::Error;
 use crate::recorder::Flight;
 use crate::wait::deadline_in;
 
-/// One limit for one whole operation, on the monotonic clock. It counts from when the operation began, or from the last
-/// moment at which another rank of the group was in a declared phase: alive, and busy for as long as it said.
+/// One limit for one whole operation, on the monotonic clock. It counts from when the operation first waited, or from the
+/// last moment at which another rank of the group was in a declared phase: alive, and busy for as long as it said. An
+/// operation that never waits does not read the clock, which would take a twentieth of its time.
 pub(crate) struct Deadline {
-    started: Instant,
+    started: OnceCell<Instant>,
     limit: Duration,
     /// In the first round.
-    at: Cell<Instant>,
+    at: Cell<Option<Instant>>,
     /// How much later it is in later rounds; see [`Deadline::in_`].
     grace: Duration,
     /// Whether a phase has moved it.
@@ -30,23 +31,31 @@ impl Deadline {
     /// waiting itself. Hence ranks in later rounds are a little more patient:
     /// if another rank knows better, its error comes first.
     pub(crate) fn in_(limit: Duration) -> Self {
-        let grace = (limit / 16).min(Duration::from_secs(1));
-        // One look at the clock: more would show in operations of 0.6 µs.
-        let started = Instant::now();
-        let at = started
-            .checked_add(limit)
-            .unwrap_or_else(|| deadline_in(limit));
         Deadline {
-            started,
+            started: OnceCell::new(),
             limit,
-            at: Cell::new(at),
-            grace,
+            at: Cell::new(None),
+            grace: (limit / 16).min(Duration::from_secs(1)),
             is_put_off: Cell::new(false),
         }
     }
 
+    fn started(&self) -> Instant {
+        *self.started.get_or_init(Instant::now)
+    }
+
+    /// In the first round.
+    fn first(&self) -> Instant {
+        self.at.get().unwrap_or_else(|| {
+            let at = self.started().checked_add(self.limit);
+            let at = at.unwrap_or_else(|| deadline_in(self.limit));
+            self.at.set(Some(at));
+            at
+        })
+    }
+
     pub(crate) fn at(&self, round: usize) -> Instant {
-        let at = self.at.get();
+        let at = self.first();
         if round == 0 {
             at
         } else {
@@ -62,10 +71,10 @@ impl Deadline {
         let later = flight
             .others_busy()
             .and_then(|busy| busy.checked_add(self.limit.max(SILENCE)));
-        if let Some(at) = later.filter(|at| *at > self.at.get()) {
-            self.at.set(at);
+        if let Some(at) = later.filter(|at| *at > self.first()) {
+            self.at.set(Some(at));
             // Not worth a word where the phase ended as the operation began.
-            let by = at.duration_since(self.started).saturating_sub(self.limit);
+            let by = at.duration_since(self.started()).saturating_sub(self.limit);
             self.is_put_off.set(by > Duration::from_secs(1));
         }
         now >= self.at(round)
@@ -101,7 +110,7 @@ impl Deadline {
         let excuse = excuse.map_or(String::new(), |excuse| format!("{excuse}; "));
         let late = format!(
             "{excuse}timed out after {:.2} s (limit {:.2} s{}) waiting for {}{echo}{others}",
-            self.started.elapsed().as_secs_f64(),
+            self.started().elapsed().as_secs_f64(),
             self.limit.as_secs_f64(),
             match self.is_put_off.get() {
                 true => " since a rank was last in a phase of its own",
