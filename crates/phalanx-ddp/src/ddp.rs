@@ -473,7 +473,7 @@ impl DistributedDataParallel {
         let saved = state.hook.as_ref().map(|(name, _)| name.as_str());
         if own.as_deref() != saved {
             return Err(Error::usage(format!(
-                "the training was saved with {}, but goes on with {}",
+                "the checkpoint was saved with {}, but this run uses {}",
                 name(saved),
                 name(own.as_deref())
             )));

@@ -119,7 +119,7 @@ impl RankContext {
             (_, true, true) => "shm+tcp",
             (_, true, false) => "shm",
             (_, false, true) => "tcp",
-            _ => "nobody to talk to",
+            _ => "none",
         }
     }
 

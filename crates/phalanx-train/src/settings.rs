@@ -112,14 +112,21 @@ pub struct Defaults {
     pub lr: f64,
 }
 
+impl Defaults {
+    /// `--epochs`, `--batch-size` and `--lr`.
+    pub const fn new(epochs: usize, batch_size: usize, lr: f64) -> Defaults {
+        Defaults {
+            epochs,
+            batch_size,
+            lr,
+        }
+    }
+}
+
 impl Default for Defaults {
     /// Those of `train mnist`.
     fn default() -> Defaults {
-        Defaults {
-            epochs: 3,
-            batch_size: 64,
-            lr: 0.05,
-        }
+        Defaults::new(3, 64, 0.05)
     }
 }
 
@@ -184,7 +191,7 @@ impl Settings {
         // `auto` may find no checkpoint: a script that is started again says both.
         if matches!(self.init, Start::File(_)) && self.saving.resumed_path().is_some() {
             return Err(Error::usage(
-                "--resume goes on with the checkpoint's weights, so that --init would do nothing; leave one of them out",
+                "--resume restores the checkpoint's weights, so --init has no effect; remove one of them",
             ));
         }
         check_lr(self.lr())?;

@@ -49,9 +49,6 @@ mod cli;
 mod compare;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
-mod download;
-#[cfg(fuzzing)]
-#[allow(dead_code, reason = "main.rs uses the rest")]
 mod export;
 #[cfg(fuzzing)]
 #[doc(hidden)]
@@ -67,7 +64,7 @@ mod plan;
 mod predict;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
-mod recipes;
+mod training;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
 mod units;

@@ -6,14 +6,13 @@
 mod bench;
 mod cli;
 mod compare;
-mod download;
 mod export;
 #[cfg(test)]
 mod fuzzing;
 mod new;
 mod plan;
 mod predict;
-mod recipes;
+mod training;
 mod units;
 
 use phalanx_launch::{self as launch, inspect};

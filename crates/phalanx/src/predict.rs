@@ -8,7 +8,6 @@ use phalanx_data::cifar10::{self, Scaling};
 use phalanx_data::metrics::argmax;
 use phalanx_data::text::visible_json;
 use phalanx_data::{ImageDataset, image, mnist, synthetic};
-use phalanx_nn::models::{CifarResNet, MnistCnn, MobileNetV2, ResNet9};
 use phalanx_nn::{Params, Scope, Seed, Tape, Threads};
 use serde::Serialize;
 
@@ -17,7 +16,7 @@ use crate::format::plural;
 use crate::say;
 use phalanx_train::{check_folder_of, file_of};
 
-use crate::recipes::{Net, mirrored};
+use phalanx_recipes::{Net, Network, Pixels, RECIPES, mirrored};
 
 /// Arguments of `phalanx predict`.
 #[derive(Debug, clap::Args)]
@@ -53,72 +52,13 @@ pub struct PredictArgs {
     threads: Option<usize>,
 }
 
-/// What a byte of a colour image becomes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Pixels {
-    /// 0 to 1
-    Unit,
-    /// Normalized with the training set's mean and standard deviation
-    Normalised,
-}
-
-impl Pixels {
-    fn scaling(self) -> Scaling {
-        match self {
-            Pixels::Unit => Scaling::Unit,
-            Pixels::Normalised => Scaling::Normalised,
-        }
-    }
-}
-
-/// A network that predictions can be made with.
-struct Known {
-    /// As `--model` and a checkpoint's metadata have it.
-    name: &'static str,
-    /// Height, width, channels.
-    image: [usize; 3],
-    build: fn(&mut Scope) -> Box<dyn Net>,
-    /// What it is trained with by default, and whether it is tested on mirrored images too.
-    looks: (Pixels, bool),
-    /// Whether it can be trained with other pixels than by default.
-    other_pixels: bool,
-}
-
 /// As many as a training may draw; far above any data set.
 const MAX_SAMPLES: usize = 100_000_000;
 
-const CIFAR: [usize; 3] = [32, 32, 3];
-
-const KNOWN: [Known; 4] = [
-    Known {
-        name: "mnist_cnn",
-        image: [28, 28, 1],
-        build: |scope| Box::new(MnistCnn::new(scope)),
-        looks: (Pixels::Normalised, false),
-        other_pixels: false,
-    },
-    Known {
-        name: "resnet18",
-        image: CIFAR,
-        build: |scope| Box::new(CifarResNet::resnet18(scope)),
-        looks: (Pixels::Unit, false),
-        other_pixels: true,
-    },
-    Known {
-        name: "resnet9",
-        image: CIFAR,
-        build: |scope| Box::new(ResNet9::new(scope, cifar10::CLASSES)),
-        looks: (Pixels::Normalised, true),
-        other_pixels: false,
-    },
-    Known {
-        name: "mobilenetv2",
-        image: CIFAR,
-        build: |scope| Box::new(MobileNetV2::new(scope, cifar10::CLASSES)),
-        looks: (Pixels::Unit, false),
-        other_pixels: false,
-    },
-];
+/// The networks that predictions can be made with.
+fn known() -> impl Iterator<Item = Network> {
+    RECIPES.iter().filter_map(|recipe| recipe.network)
+}
 
 /// How a checkpoint's network looks at images.
 struct Looks {
@@ -128,11 +68,11 @@ struct Looks {
 
 impl Looks {
     /// As typed, else as the checkpoint says, else as the network is trained by default.
-    fn new(args: &PredictArgs, known: &Known, metadata: &BTreeMap<String, String>) -> Looks {
+    fn new(args: &PredictArgs, known: &Network, metadata: &BTreeMap<String, String>) -> Looks {
         let (pixels, mirrored) = match metadata.get("pixels").map(String::as_str) {
             Some("unit") => (Pixels::Unit, false),
             Some("normalised") => (Pixels::Normalised, false),
-            _ => known.looks,
+            _ => (known.pixels, known.mirrored),
         };
         let said = metadata.get("mirrored").map(|text| text == "true");
         Looks {
@@ -142,7 +82,7 @@ impl Looks {
     }
 
     /// What each channel's bytes become.
-    fn tables(&self, known: &Known) -> Vec<[f32; 256]> {
+    fn tables(&self, known: &Network) -> Vec<[f32; 256]> {
         if known.image[2] == 1 {
             vec![mnist::normalised()]
         } else {
@@ -152,11 +92,7 @@ impl Looks {
 }
 
 fn names() -> clap::builder::PossibleValuesParser {
-    KNOWN
-        .iter()
-        .map(|known| known.name)
-        .collect::<Vec<_>>()
-        .into()
+    known().map(|known| known.model).collect::<Vec<_>>().into()
 }
 
 /// One image and what the network made of it.
@@ -191,7 +127,7 @@ pub fn run(args: &PredictArgs) -> Result<()> {
     if known.image[2] == 1 && args.pixels.is_some() {
         return Err(Error::usage(format!(
             "--pixels is for networks of colour images, and {} takes grey ones",
-            known.name
+            known.model
         )));
     }
     if known.other_pixels && args.pixels.is_none() && !metadata.contains_key("pixels") {
@@ -201,8 +137,8 @@ pub fn run(args: &PredictArgs) -> Result<()> {
             checkpoint.display()
         ));
     }
-    let looks = Looks::new(args, known, &metadata);
-    let source = Source::open(args, known, &looks)?;
+    let looks = Looks::new(args, &known, &metadata);
+    let source = Source::open(args, &known, &looks)?;
     let mut predictor = Predictor {
         args,
         known,
@@ -226,7 +162,7 @@ pub fn run(args: &PredictArgs) -> Result<()> {
 /// What predictions are made with, and how they have been so far.
 struct Predictor<'a> {
     args: &'a PredictArgs,
-    known: &'static Known,
+    known: Network,
     net: Box<dyn Net>,
     params: Params,
     source: Source,
@@ -289,7 +225,7 @@ impl Predictor<'_> {
         let mut images = vec![0.0; batch * elems];
         let mut truths = Vec::with_capacity(batch);
         for (i, image) in images.chunks_exact_mut(elems).enumerate() {
-            truths.push(self.source.read(first + i, image, self.known)?);
+            truths.push(self.source.read(first + i, image, &self.known)?);
         }
         let step = self.tape.inference(&self.params);
         let shape = [batch, h, w, c];
@@ -335,31 +271,23 @@ impl Predictor<'_> {
         say::note(format_args!(
             "{} with {}{accuracy}",
             plural(self.seen, "image"),
-            self.known.name
+            self.known.model
         ));
     }
 }
 
 /// What [`network`] finds.
-type Network = (
-    &'static Known,
-    Box<dyn Net>,
-    Params,
-    BTreeMap<String, String>,
-);
+type Found = (Network, Box<dyn Net>, Params, BTreeMap<String, String>);
 
 /// The network of the checkpoint with its weights, and what the checkpoint says besides.
-fn network(path: &Path, wanted: Option<&str>) -> Result<Network> {
+fn network(path: &Path, wanted: Option<&str>) -> Result<Found> {
     let metadata = read_metadata(path)?;
     let said = wanted.or(metadata.get("model").map(String::as_str));
-    let candidates: Vec<&'static Known> = match said {
-        Some(name) => KNOWN.iter().filter(|known| known.name == name).collect(),
-        None => KNOWN.iter().collect(),
-    };
+    let candidates = known().filter(|known| said.is_none_or(|name| known.model == name));
     let mut why = None;
     for known in candidates {
         let mut scope = Scope::new(Seed(0));
-        let net = (known.build)(&mut scope);
+        let net = (known.build)(&mut scope, false);
         let mut params = scope.build()?;
         match load_params(path, &mut params) {
             Ok(loaded) => {
@@ -374,7 +302,7 @@ fn network(path: &Path, wanted: Option<&str>) -> Result<Network> {
     Err(match (why, said) {
         (Some(error), Some(_)) => error.into(),
         (Some(_), None) => {
-            let names: Vec<&str> = KNOWN.iter().map(|known| known.name).collect();
+            let names: Vec<&str> = known().map(|known| known.model).collect();
             Error::usage(format!(
                 "{} fits none of the networks that phalanx predict knows ({})",
                 path.display(),
@@ -397,7 +325,7 @@ enum Source {
 }
 
 impl Source {
-    fn open(args: &PredictArgs, known: &Known, looks: &Looks) -> Result<Source> {
+    fn open(args: &PredictArgs, known: &Network, looks: &Looks) -> Result<Source> {
         let grey = known.image[2] == 1;
         let set: Box<dyn ImageDataset> = match &args.data[..] {
             [one] if one.as_os_str() == "synthetic" => {
@@ -427,7 +355,7 @@ impl Source {
                 "{} has images of {}, the network {} takes {} (height, width, channels)",
                 set.name(),
                 set.image_shape().map(|n| n.to_string()).join(" x "),
-                known.name,
+                known.model,
                 known.image.map(|n| n.to_string()).join(" x ")
             )));
         }
@@ -449,7 +377,7 @@ impl Source {
     }
 
     /// Writes image `index` to `out` and gives its label, if it has one.
-    fn read(&self, index: usize, out: &mut [f32], known: &Known) -> Result<Option<u32>> {
+    fn read(&self, index: usize, out: &mut [f32], known: &Network) -> Result<Option<u32>> {
         match self {
             Source::Set(set) => Ok(Some(set.read(index, out)?)),
             Source::Files(files, tables) => {

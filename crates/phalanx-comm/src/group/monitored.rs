@@ -153,7 +153,7 @@ impl Barrier<'_> {
             // Rank 0 may have seen us in this very moment: then it answers.
             if self.swap(&mine, HERE, GONE)? == GONE {
                 let text = format!(
-                    "rank 0 did not arrive within {:.2} s, so nobody says who else is missing",
+                    "rank 0 did not arrive within {:.2} s, so the other missing ranks are not known",
                     self.timeout.as_secs_f64()
                 );
                 return Err(self.late(text).with_peer(0));

@@ -77,7 +77,7 @@ fn read_text(path: &Path) -> Result<String> {
         match poll(&mut fds, Some(&timeout)) {
             Ok(0) => {
                 return Err(Error::timeout(format!(
-                    "the token file {shown} is a pipe into which nobody has written a token within {} s",
+                    "the token file {shown} is a pipe, and no token was written to it within {} s",
                     TOKEN_WITHIN.as_secs()
                 )));
             }

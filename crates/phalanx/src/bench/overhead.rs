@@ -251,7 +251,7 @@ fn report(
         .collect();
     if args.json {
         let line = json!({
-            "model": args.recipe.key(), "world": ctx.world(), "threads": ctx.threads, "precision": args.precision.title(), "batch": args.batch,
+            "model": args.recipe.name, "world": ctx.world(), "threads": ctx.threads, "precision": args.precision.title(), "batch": args.batch,
             "exchange": exchange_title(trainer.ddp().exchange()), "blocks": pairs.len(), "block_steps": BLOCK, "step_ms_median": synced_ms, "alone_ms_median": alone_ms,
             "overhead_percent": overhead, "overhead_percent_quartiles": [low, high],
             "overhead_percent_undisturbed": undisturbed, "skew_percent": skew,
@@ -279,7 +279,7 @@ fn report(
          {skew:.1} %\n\
          of it         {:+.2} ms in forward and backward, {:+.2} ms waiting for gradients, {:+.2} ms in the optimizer's step (medians)\n\
          communication {communication_ms:.2} ms alone, {:.1} MB in {}; {under_backward}",
-        args.recipe.title(),
+        args.recipe.network.title,
         args.precision.describe(),
         ctx.describe(),
         args.batch,

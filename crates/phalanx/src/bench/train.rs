@@ -2,81 +2,54 @@
 
 use std::time::{Duration, Instant};
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use phalanx_comm::ReduceOp;
 use phalanx_data::process::peak_rss_bytes;
 use phalanx_data::{ImageDataset, synthetic};
 use phalanx_ddp::{DdpOptions, DistributedDataParallel, Exchange, ShardedOptimizer};
-use phalanx_nn::models::{CifarResNet, MnistCnn, MobileNetV2};
 use phalanx_nn::optim::{Optimizer, Sgd};
 use phalanx_nn::rng::torch::Generator;
 use phalanx_nn::{GradSink, Grads, ParamId, Params, Scope, Seed, SinkError, StepKey};
-use phalanx_nn::{Tape, Tensor, Threads};
+use phalanx_nn::{Tape, Threads};
 use serde_json::json;
 
 use super::overhead;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::typed;
 use phalanx_launch::RankArgs;
+use phalanx_recipes::{Loss, Net, Network, RECIPES, Recipe};
 use phalanx_train::ExchangeArg;
 use phalanx_train::PrecisionArg;
 use phalanx_train::Profiler;
 use phalanx_train::RankContext;
 
-/// Which model is trained.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum Model {
-    /// PyTorch's basic MNIST CNN
-    Mnist,
-    /// The CIFAR ResNet-18 of the distributed-training guide
-    Resnet18,
-    /// torchvision's MobileNetV2 on 32 x 32 images
-    Mobilenetv2,
+/// Recipes whose steps are timed, with their networks.
+fn timed() -> impl Iterator<Item = (&'static Recipe, Network, &'static str)> {
+    let networks = (const { &RECIPES }).iter();
+    networks.filter_map(|recipe| {
+        let network = recipe.network?;
+        Some((recipe, network, network.timed?))
+    })
 }
 
-impl Model {
-    pub(super) fn key(self) -> &'static str {
-        match self {
-            Model::Mnist => "mnist",
-            Model::Resnet18 => "resnet18",
-            Model::Mobilenetv2 => "mobilenetv2",
-        }
-    }
-
-    pub(super) fn title(self) -> &'static str {
-        match self {
-            Model::Mnist => "mnist CNN",
-            Model::Resnet18 => "CIFAR ResNet-18",
-            Model::Mobilenetv2 => "MobileNetV2",
-        }
-    }
+/// A recipe by its name at the command line.
+fn recipe_parser() -> impl TypedValueParser<Value = Timed> {
+    let names = timed().map(|(recipe, _, help)| PossibleValue::new(recipe.name).help(help));
+    PossibleValuesParser::new(names.collect::<Vec<_>>()).try_map(|name| {
+        let found = timed().find(|(recipe, ..)| recipe.name == name);
+        let found = found.map(|(recipe, network, _)| Timed {
+            name: recipe.name,
+            network,
+        });
+        found.ok_or("no such recipe")
+    })
 }
 
-/// The network that is timed.
-enum Net {
-    Mnist(MnistCnn),
-    Resnet18(CifarResNet),
-    Mobilenetv2(MobileNetV2),
-}
-
-impl Net {
-    fn new(model: Model, scope: &mut Scope, recompute: bool) -> Net {
-        match model {
-            Model::Mnist => Net::Mnist(MnistCnn::new(scope)),
-            Model::Resnet18 => Net::Resnet18(CifarResNet::resnet18(scope).recompute(recompute)),
-            Model::Mobilenetv2 => {
-                Net::Mobilenetv2(MobileNetV2::new(scope, 10).recompute(recompute))
-            }
-        }
-    }
-
-    fn loss<'s>(&self, x: Tensor<'s>, labels: &[u32]) -> phalanx_nn::Result<Tensor<'s>> {
-        let divisor = labels.len() as f32;
-        match self {
-            Net::Mnist(net) => net.forward(x)?.nll_loss(labels, divisor),
-            Net::Resnet18(net) => net.forward(x)?.cross_entropy(labels, divisor),
-            Net::Mobilenetv2(net) => net.forward(x)?.cross_entropy(labels, divisor),
-        }
-    }
+/// A recipe to time.
+#[derive(Debug, Clone, Copy)]
+pub struct Timed {
+    pub(super) name: &'static str,
+    pub(super) network: Network,
 }
 
 /// Ready-made batches of one rank.
@@ -87,7 +60,8 @@ struct Batches {
 
 /// All that one rank trains with.
 pub(super) struct Trainer {
-    net: Net,
+    net: Box<dyn Net>,
+    loss: Loss,
     params: Params,
     ddp: DistributedDataParallel,
     /// Gradients of steps without communication.
@@ -136,7 +110,8 @@ impl GradSink for Watched<'_> {
 impl Trainer {
     fn new(ctx: &RankContext, args: &TrainBenchArgs, batches: Batches) -> Result<Trainer> {
         let mut scope = Scope::new(Seed(1));
-        let net = Net::new(args.recipe, &mut scope, args.recompute);
+        let network = args.recipe.network;
+        let net = (network.build)(&mut scope, args.recompute);
         let mut params = scope.build()?;
         let group = ctx.group.clone();
         let exchange = args.exchange.choose(ctx)?;
@@ -159,6 +134,7 @@ impl Trainer {
         };
         Ok(Trainer {
             net,
+            loss: network.loss,
             ddp,
             alone: Grads::like(&params),
             backward: Backward {
@@ -182,7 +158,8 @@ impl Trainer {
         let [h, w, c] = self.batches.image;
         let step = self.tape.step(&self.params, StepKey::new(0, i as u64));
         let x = step.input(images, &[self.batch, h, w, c])?;
-        let loss = self.net.loss(x, labels)?;
+        let scores = self.net.forward(x)?;
+        let loss = self.loss.of(scores, labels, labels.len() as f32)?;
         let value = loss.item();
         let mut ddp = synced.then_some(&mut self.ddp);
         if let Some(ddp) = &mut ddp {
@@ -256,8 +233,8 @@ impl Trainer {
 #[derive(Debug, Clone, clap::Args)]
 pub struct TrainBenchArgs {
     /// Recipe to time
-    #[arg(value_enum)]
-    pub recipe: Model,
+    #[arg(value_parser = recipe_parser())]
+    pub recipe: Timed,
     /// Samples per rank and step
     #[arg(
         long,
@@ -307,10 +284,15 @@ impl TrainBenchArgs {
     pub fn validate(&self) -> Result<()> {
         crate::error::check_count("--batch", self.batch, 1 << 20)?;
         crate::error::check_count("--steps", self.steps, 1 << 30)?;
-        if self.recompute && self.recipe == Model::Mnist {
-            return Err(Error::usage(
-                "--recompute: the MNIST CNN has no blocks to recompute; use resnet18 or mobilenetv2",
-            ));
+        let network = &self.recipe.network;
+        if self.recompute && !network.has_blocks {
+            let others = timed().filter(|(_, network, _)| network.has_blocks);
+            let others: Vec<&str> = others.map(|(recipe, ..)| recipe.name).collect();
+            return Err(Error::usage(format!(
+                "--recompute: the {} has no blocks to recompute; use {}",
+                network.title,
+                others.join(" or ")
+            )));
         }
         if self.warmup > 1 << 30 {
             return Err(Error::usage("--warmup can be at most 1073741824"));
@@ -339,9 +321,8 @@ fn digits(ctx: &RankContext, batch: usize) -> Result<Batches> {
     Ok(Batches { image, all })
 }
 
-/// CIFAR-sized noise, other numbers for every rank and batch.
-fn noise(ctx: &RankContext, batch: usize) -> Batches {
-    let image = [32, 32, 3];
+/// Noise of this size, other numbers for every rank and batch.
+fn noise(ctx: &RankContext, image: [usize; 3], batch: usize) -> Batches {
     let len = batch * image.iter().product::<usize>();
     let all = (0..BATCHES).map(|b| {
         let mut numbers = vec![0.0; len];
@@ -361,9 +342,9 @@ fn noise(ctx: &RankContext, batch: usize) -> Batches {
 ///
 /// Anything that ends the training.
 pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
-    let batches = match args.recipe {
-        Model::Mnist => digits(ctx, args.batch)?,
-        Model::Resnet18 | Model::Mobilenetv2 => noise(ctx, args.batch),
+    let batches = match args.recipe.network.image {
+        [_, _, 1] => digits(ctx, args.batch)?,
+        image => noise(ctx, image, args.batch),
     };
     let mut trainer = Trainer::new(ctx, args, batches)?;
     if args.overhead {
@@ -403,7 +384,7 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
     let exposed = median(&mut exposed_ms);
     if args.json {
         let line = json!({
-            "model": args.recipe.key(), "world": ctx.world(), "threads": ctx.threads, "precision": args.precision.title(), "batch": args.batch,
+            "model": args.recipe.name, "world": ctx.world(), "threads": ctx.threads, "precision": args.precision.title(), "batch": args.batch,
             "recompute": args.recompute, "exchange": exchange_title(trainer.ddp.exchange()), "steps": args.steps, "step_ms_median": step_ms, "images_per_s": images_per_s,
             "exposed_comm_ms": exposed, "peak_rss_mib": peak_mib[0], "first_step_began_s": first_began.as_secs_f64(), "first_step_s": first_step.as_secs_f64(),
         });
@@ -412,7 +393,7 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
     ctx.line(&format!(
         "{} {}, {}, batch {} a rank\nstep          {step_ms:.2} ms (median of {})\nthroughput    {images_per_s:.0} images/s\n\
          communication {exposed:.2} ms exposed a step\nmemory        {:.0} MiB peak a rank\nfirst step    began {:.2} s after start, ended {:.2} s after it",
-        args.recipe.title(),
+        args.recipe.network.title,
         args.precision.describe(),
         ctx.describe(),
         args.batch,

@@ -11,9 +11,10 @@ use std::process::ExitCode;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::error::Result;
-use crate::{bench, compare, download, export, inspect, launch, new, plan, predict, recipes};
+use crate::{bench, compare, export, inspect, launch, new, plan, predict, training};
 use normalise::{Flag, normalise};
 use phalanx_launch::words::taking_negative_numbers;
+use phalanx_recipes::download;
 
 /// Distributed data-parallel training.
 #[derive(Parser, Debug)]
@@ -34,7 +35,7 @@ struct Cli {
 #[derive(Subcommand, Debug)]
 enum Command {
     /// Train a model on N ranks.
-    Train(Box<recipes::TrainArgs>),
+    Train(Box<training::TrainArgs>),
     /// Create a project with a training program of your own.
     New(new::NewArgs),
     /// Compare training with one worker and with several: duration and accuracy.
@@ -79,7 +80,7 @@ pub(crate) fn main() -> ExitCode {
 fn run(command: Command) -> Result<()> {
     launch::log::warn_of_nonsense();
     match command {
-        Command::Train(args) => recipes::run(*args),
+        Command::Train(args) => training::run(*args),
         Command::New(args) => new::run(&args),
         Command::Compare(args) => compare::run(&args),
         Command::Predict(args) => predict::run(&args),
@@ -101,7 +102,7 @@ pub(crate) fn parse_only<'a>(words: impl Iterator<Item = &'a str>) {
 }
 
 /// Parses `words` as arguments of `phalanx train`. `Ok(None)`: help was asked for and printed.
-pub(crate) fn parse_training(words: &[OsString]) -> Result<Option<Box<recipes::TrainArgs>>> {
+pub(crate) fn parse_training(words: &[OsString]) -> Result<Option<Box<training::TrainArgs>>> {
     let typed = ["phalanx".into(), "train".into()].into_iter();
     Ok(match parse(typed.chain(words.iter().cloned()))? {
         Some(Cli {

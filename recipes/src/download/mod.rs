@@ -33,7 +33,7 @@ use sets::{DataSet, SETS};
     An interrupted download resumes. A file appears under its name only when it is complete and\n\
     has the checksum that its authors published. https_proxy and SSL_CERT_FILE (root\n\
     certificates) are respected.")]
-pub(crate) struct DownloadArgs {
+pub struct DownloadArgs {
     /// Data sets to download: mnist, fashion-mnist, cifar10.
     #[arg(value_name = "SET", required = true)]
     sets: Vec<String>,
@@ -51,7 +51,11 @@ pub(crate) struct DownloadArgs {
 }
 
 /// Runs `phalanx download`.
-pub(crate) fn run(args: &DownloadArgs) -> Result<()> {
+///
+/// # Errors
+///
+/// Usage; those of the network and of writing, naming address and file.
+pub fn run(args: &DownloadArgs) -> Result<()> {
     let sets: Vec<&DataSet> = args.sets.iter().map(|n| named(n)).collect::<Result<_>>()?;
     let patience = Patience::default();
     args.from

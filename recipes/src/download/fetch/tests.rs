@@ -295,7 +295,7 @@ fn the_next_process_goes_on_too() {
     let error = case.fetch().unwrap_err().render();
     assert!(error.contains("HTTP status 404"), "{error}");
     assert!(
-        error.contains("digits.part (the next try goes on there)"),
+        error.contains("digits.part (the next attempt resumes it)"),
         "{error}"
     );
     assert_eq!(case.names(), ["digits.part"]);
@@ -428,7 +428,7 @@ fn what_lies_in_the_place_of_a_part_is_not_written() {
         let text = error.render();
         assert_eq!(error.kind(), ErrorKind::Usage, "{text}");
         assert!(
-            text.contains("digits.part is ") && text.contains(why),
+            text.contains("digits.part ") && text.contains(why),
             "{text}"
         );
         assert_eq!(std::fs::read(elsewhere.path()).unwrap(), b"precious");

@@ -259,7 +259,7 @@ pub(super) fn fetch(
     if part.len().is_ok_and(|len| len > 0) {
         error = error.note(
             "kept",
-            format!("{} (the next try goes on there)", part.path.display()),
+            format!("{} (the next attempt resumes it)", part.path.display()),
         );
     } else {
         // Nothing worth keeping.

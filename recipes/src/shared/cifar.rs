@@ -4,12 +4,14 @@
 use std::sync::Arc;
 
 use phalanx_data::ImageDataset;
-use phalanx_data::augment::{Augmentation, Augmented};
-use phalanx_data::cifar10::{self, Cifar10, Scaling, Split};
+use phalanx_data::augment::Augmented;
+use phalanx_data::cifar10::{self, Cifar10, Split};
 use phalanx_data::synthetic::{self, noise};
+use phalanx_nn::optim::schedule::{OneCycle, Schedule};
 
+use super::image::{Data, Preparation, Source, check_synthetic_samples};
+use super::net::Loss;
 use super::prepare::{Fetch, FetchArgs, Kind, unreadable};
-use super::program::{Data, ImageArgs};
 use crate::error::{Error, Result, check_count};
 use crate::format::thousands;
 
@@ -24,39 +26,34 @@ pub struct CifarArgs {
         default_value = "input_dir",
         value_name = "DIR|synthetic"
     )]
-    pub data_url: String,
+    data_url: String,
     /// Train on random data, as the ModelArts document does; accuracy stays at chance level
     #[arg(long, default_value_t = false, action = clap::ArgAction::Set, value_name = "true|false")]
     pub custom_data: bool,
     #[command(flatten)]
-    pub fetch: FetchArgs,
+    fetch: FetchArgs,
+    /// Number of synthetic training samples; the test set has a sixth as many [default: 50000]
+    #[arg(long, value_name = "N")]
+    synthetic_samples: Option<usize>,
     /// Train on the first N images only
     #[arg(long, value_name = "N")]
-    pub train_samples: Option<usize>,
+    train_samples: Option<usize>,
     /// Test on the first N images only
     #[arg(long, value_name = "N")]
-    pub test_samples: Option<usize>,
+    test_samples: Option<usize>,
 }
+
+/// Height, width, channels.
+pub const IMAGE: [usize; 3] = [cifar10::SIDE, cifar10::SIDE, cifar10::CHANNELS];
+
+/// What is minimized where a recipe has no other loss.
+pub const LOSS: Loss = Loss::CrossEntropy { smoothing: 0.0 };
 
 /// Training samples of the synthetic set.
 const SAMPLES: usize = 50_000;
 
-/// What is done to images before they are trained on.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Preparation {
-    /// What bytes become.
-    pub scaling: Scaling,
-    /// What changes from epoch to epoch.
-    pub augmentation: Option<Augmentation>,
-}
-
-impl CifarArgs {
-    /// Checks what can be checked before any rank is started.
-    ///
-    /// # Errors
-    ///
-    /// Usage errors naming the flag or the folder.
-    pub fn validate(&self, images: &ImageArgs) -> Result<()> {
+impl Source for CifarArgs {
+    fn validate(&self) -> Result<()> {
         for (flag, samples) in [
             ("--train-samples", self.train_samples),
             ("--test-samples", self.test_samples),
@@ -64,9 +61,8 @@ impl CifarArgs {
             check_count(flag, samples.unwrap_or(1), 100_000_000)?;
         }
         self.fetch.validate()?;
-        if self.custom_data || self.data_url != "synthetic" {
-            images.refuse_synthetic_samples(&self.name())?;
-        }
+        let is_synthetic = !self.custom_data && self.data_url == "synthetic";
+        check_synthetic_samples(self.synthetic_samples, &self.name(), is_synthetic)?;
         if self.custom_data {
             self.fetch.refuse("--custom-data")?;
         } else if self.data_url == "synthetic" {
@@ -77,13 +73,11 @@ impl CifarArgs {
         Ok(())
     }
 
-    /// How it is got first, where it may be missing.
-    pub fn fetch(&self) -> Option<Fetch> {
+    fn fetch(&self) -> Option<Fetch> {
         self.fetch.fetch(Kind::Cifar10, &self.data_url)
     }
 
-    /// As the user typed it.
-    pub fn name(&self) -> String {
+    fn name(&self) -> String {
         if self.custom_data {
             "custom random data".to_owned()
         } else {
@@ -91,8 +85,7 @@ impl CifarArgs {
         }
     }
 
-    /// What must be the same on all ranks besides the content.
-    pub fn must_agree(&self) -> Vec<String> {
+    fn must_agree(&self) -> Vec<String> {
         let images = |n: Option<usize>| n.map_or_else(|| "all".to_owned(), |n| n.to_string());
         vec![
             format!("--train-samples {}", images(self.train_samples)),
@@ -100,18 +93,9 @@ impl CifarArgs {
         ]
     }
 
-    /// Reads or makes it.
-    ///
-    /// # Errors
-    ///
-    /// Usage or data, naming folder or file.
-    pub fn load(&self, images: &ImageArgs, preparation: Preparation) -> Result<Data> {
-        let Preparation {
-            scaling,
-            augmentation,
-        } = preparation;
-        let seed = images.settings.seed;
-        let drawn = images.synthetic_samples.unwrap_or(SAMPLES);
+    fn load(&self, seed: u64, preparation: Preparation) -> Result<Data> {
+        let (scaling, augmentation) = (preparation.pixels.scaling(), preparation.augmentation);
+        let drawn = self.synthetic_samples.unwrap_or(SAMPLES);
         let (train, test, mut description, content): (
             Arc<dyn ImageDataset>,
             Arc<dyn ImageDataset>,
@@ -192,12 +176,9 @@ fn sums(train: &Cifar10, test: &Cifar10) -> String {
     )
 }
 
-/// A black pixel as the data set scales it.
-pub fn black(scaling: Scaling) -> [f32; 3] {
-    match scaling {
-        Scaling::Unit => [0.0; 3],
-        Scaling::Normalised => std::array::from_fn(|c| -cifar10::MEAN[c] / cifar10::DEVIATION[c]),
-    }
+/// A black pixel of normalized images.
+pub fn black() -> [f32; 3] {
+    std::array::from_fn(|c| -cifar10::MEAN[c] / cifar10::DEVIATION[c])
 }
 
 /// The schedule of the speed records: up in straight lines to `lr` in `rising`
@@ -206,14 +187,7 @@ pub fn black(scaling: Scaling) -> [f32; 3] {
 /// # Errors
 ///
 /// Usage, when there are too few steps for a rise and a fall.
-pub fn one_cycle(
-    lr: f64,
-    steps: u64,
-    rising: f64,
-    first: f64,
-    last: f64,
-) -> Result<phalanx_nn::optim::schedule::Schedule> {
-    use phalanx_nn::optim::schedule::{OneCycle, Schedule};
+pub fn one_cycle(lr: f64, steps: u64, rising: f64, first: f64, last: f64) -> Result<Schedule> {
     let cycle = OneCycle {
         rising,
         divisor: 1.0 / first,

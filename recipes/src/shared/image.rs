@@ -3,22 +3,24 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use phalanx_data::augment::Augmentation;
 use phalanx_data::metrics::{Confusion, argmax};
 use phalanx_data::{ImageBatch, ImageDataset};
-use phalanx_launch::{Speakers, number, real_env};
-use phalanx_nn::losses::CrossEntropyOptions;
+use phalanx_launch::Speakers;
 use phalanx_nn::optim::Optimizer;
 use phalanx_nn::optim::schedule::Schedule;
-use phalanx_nn::{Params, Reduction, Scope, Step, Tensor};
+use phalanx_nn::{Params, Scope, Step, Tensor};
 use phalanx_train::{
     Defaults, Determinism, Evaluation, Files, Measure, MicroBatch, RankContext, Reporter,
     SavingArgs, Settings, Trainer, TrainerBuilder,
 };
 use serde::Serialize;
 
-use super::AnyRecipe;
+use super::net::{Loss, Net, Network, Pixels};
 use super::prepare::{self, Fetch};
+use crate::AnyRecipe;
 use crate::error::{Error, Result, check_count};
+use crate::format::typed;
 
 /// A training set and a test set.
 pub struct Data {
@@ -32,70 +34,11 @@ pub struct Data {
     pub content: String,
 }
 
-/// A network from images to one score a class.
-pub trait Net {
-    /// Images (N, H, W, C) to scores (N, classes).
-    ///
-    /// # Errors
-    ///
-    /// `Usage` for other shapes.
-    fn forward<'s>(&self, x: Tensor<'s>) -> phalanx_nn::Result<Tensor<'s>>;
-}
-
-/// What training makes small. Validation takes the same without smoothing.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Loss {
-    /// Of scores that are log-probabilities.
-    Nll,
-    /// Of scores as they are; this share of the target is spread over all classes.
-    CrossEntropy { smoothing: f64 },
-}
-
-impl Loss {
-    /// The loss of scores (N, classes), divided by `divisor`.
-    ///
-    /// # Errors
-    ///
-    /// `Usage` when labels do not fit.
-    pub fn of<'s>(
-        self,
-        scores: Tensor<'s>,
-        labels: &[u32],
-        divisor: f32,
-    ) -> phalanx_nn::Result<Tensor<'s>> {
-        match self {
-            Loss::Nll => scores.nll_loss(labels, divisor),
-            Loss::CrossEntropy { smoothing: 0.0 } => scores.cross_entropy(labels, divisor),
-            Loss::CrossEntropy { smoothing } => {
-                let options = CrossEntropyOptions {
-                    label_smoothing: smoothing,
-                    reduction: Reduction::Sum,
-                    ..CrossEntropyOptions::default()
-                };
-                scores
-                    .cross_entropy_with(labels, options)?
-                    .scale(1.0 / divisor)
-            }
-        }
-    }
-
-    /// The same without smoothing.
-    pub fn plain(self) -> Loss {
-        match self {
-            Loss::Nll => Loss::Nll,
-            Loss::CrossEntropy { .. } => Loss::CrossEntropy { smoothing: 0.0 },
-        }
-    }
-}
-
 /// Arguments of every image program.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ImageArgs {
     #[command(flatten)]
     pub settings: Settings,
-    /// Number of synthetic training samples; the test set has a sixth as many
-    #[arg(long, value_name = "N")]
-    pub synthetic_samples: Option<usize>,
     /// Divide the test set among all ranks, each sample once; `false`: evaluate as the recipe's source document does
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "true|false")]
     pub exact_validation: bool,
@@ -105,41 +48,154 @@ pub struct ImageArgs {
     /// Images written per logged batch
     #[arg(long, default_value_t = 32, value_name = "N")]
     pub log_images: usize,
-    /// Ranks of this host, where a launcher says how many.
-    #[arg(skip)]
-    pub ranks_here: Option<usize>,
 }
 
 impl ImageArgs {
+    /// `--deterministic`.
+    pub fn determinism(&self) -> Determinism {
+        self.settings.split.determinism()
+    }
+
     /// Checks what can be checked before any rank is started.
     ///
     /// # Errors
     ///
     /// Usage errors naming the flag.
     pub fn validate(&self, world: usize) -> Result<()> {
-        let samples = self.synthetic_samples.unwrap_or(1);
-        check_count("--synthetic-samples", samples, 100_000_000)?;
         self.settings.validate(world)?;
-        if self.settings.split.determinism() == Determinism::Shards && !self.exact_validation {
+        if self.determinism() == Determinism::Shards && !self.exact_validation {
             return Err(Error::usage(
                 "--exact-validation false tests in an order of its own; leave it out with --deterministic shards",
             ));
         }
         Ok(())
     }
+}
 
-    /// A usage error where the size of the synthetic set is typed and `data` are others.
+/// Checks `--synthetic-samples`, which only synthetic data has.
+///
+/// # Errors
+///
+/// Usage, naming the flag.
+pub fn check_synthetic_samples(
+    samples: Option<usize>,
+    data: &str,
+    is_synthetic: bool,
+) -> Result<()> {
+    check_count("--synthetic-samples", samples.unwrap_or(1), 100_000_000)?;
+    if samples.is_some() && !is_synthetic {
+        return Err(Error::usage(format!(
+            "--synthetic-samples requires --data synthetic, not {data}"
+        )));
+    }
+    Ok(())
+}
+
+/// Checks the value of a flag that is a share of a whole.
+///
+/// # Errors
+///
+/// Usage, naming the flag.
+pub fn check_share(flag: &str, value: f64) -> Result<()> {
+    match (0.0..1.0).contains(&value) {
+        true => Ok(()),
+        false => Err(Error::usage(format!(
+            "{flag} must lie in 0..1 (1 excluded)"
+        ))),
+    }
+}
+
+/// Where the images of a program come from: its flags about data.
+pub trait Source {
+    /// As the user typed it, for the summary.
+    fn name(&self) -> String;
+
+    /// How the data is downloaded first, where it may be missing.
+    fn fetch(&self) -> Option<Fetch>;
+
+    /// Checks what can be checked before any rank is started.
     ///
     /// # Errors
     ///
-    /// That one.
-    pub fn refuse_synthetic_samples(&self, data: &str) -> Result<()> {
-        match self.synthetic_samples {
-            None => Ok(()),
-            Some(_) => Err(Error::usage(format!(
-                "--synthetic-samples requires --data synthetic, not {data}"
-            ))),
+    /// Usage errors naming the flag or the folder.
+    fn validate(&self) -> Result<()>;
+
+    /// Settings that must be the same on all ranks, a flag and its value a line.
+    fn must_agree(&self) -> Vec<String>;
+
+    /// Reads or makes the data.
+    ///
+    /// # Errors
+    ///
+    /// Usage or data, naming folder or file.
+    fn load(&self, seed: u64, preparation: Preparation) -> Result<Data>;
+}
+
+/// What is done to images before they are trained on.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Preparation {
+    /// What bytes become.
+    pub pixels: Pixels,
+    /// What changes from epoch to epoch.
+    pub augmentation: Option<Augmentation>,
+}
+
+/// How a program trains, tests and saves.
+pub struct Spec {
+    /// What is done to its images.
+    pub preparation: Preparation,
+    /// What is minimized.
+    pub loss: Loss,
+    /// Parameters that are not trained, by name.
+    pub frozen: Vec<String>,
+    /// Whether validation also looks at each image mirrored, and adds the scores.
+    pub tests_mirrored: bool,
+    /// Whether `--sampler torch` drops a last batch that is short.
+    pub drops_last: bool,
+    /// Which ranks test under `--exact-validation false`.
+    pub testers: Testers,
+}
+
+impl Spec {
+    /// The network's pixels and loss; images as they are, all parameters, all samples.
+    pub fn new(network: &Network) -> Spec {
+        Spec {
+            preparation: Preparation {
+                pixels: network.pixels,
+                augmentation: None,
+            },
+            loss: network.loss,
+            frozen: Vec::new(),
+            tests_mirrored: network.mirrored,
+            drops_last: false,
+            testers: Testers::Rank0,
         }
+    }
+}
+
+/// What a program prints on standard output.
+pub trait Lines: Reporter {
+    /// Which ranks print.
+    fn speakers(&self) -> Speakers {
+        Speakers::Rank0
+    }
+
+    /// The ranks have met; data is not loaded yet.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing to standard output; so for all of these.
+    fn started(&mut self, _ctx: &RankContext) -> Result<()> {
+        Ok(())
+    }
+
+    /// The data is loaded.
+    ///
+    /// # Errors
+    ///
+    /// As [`started`](Self::started).
+    fn loaded(&mut self, _ctx: &RankContext) -> Result<()> {
+        Ok(())
     }
 }
 
@@ -149,56 +205,59 @@ pub trait Program {
     type Net: Net;
 
     /// What it is called at the command line.
-    fn name(&self) -> &'static str;
+    const NAME: &'static str;
 
-    /// What its network is called.
-    fn title(&self) -> &'static str;
+    /// Its network, for all commands.
+    const NETWORK: Network;
 
-    /// What every program has.
+    /// Epochs, batch size and learning rate where none are typed, for the help.
+    const DEFAULTS: Defaults;
+
+    /// The same with another value of a flag, which is named.
+    const OTHER_DEFAULTS: Option<(&'static str, Defaults)> = None;
+
+    /// The folder of a run without `--output-dir`; none for a new one for each run.
+    const DEFAULT_DIR: Option<&'static str> = None;
+
+    /// The flags that every program has.
     fn images(&self) -> &ImageArgs;
 
     /// The same, to be changed.
     fn images_mut(&mut self) -> &mut ImageArgs;
 
-    /// Epochs, batch size and learning rate where none are typed.
-    fn defaults(&self) -> Defaults;
+    /// Its flags about data.
+    fn source(&self) -> &dyn Source;
 
-    /// As [`AnyRecipe::default_dir`].
-    fn default_dir(&self) -> Option<&'static str> {
-        None
+    /// The files it writes; the model's name in them is the network's.
+    fn files(&self) -> Files {
+        Files {
+            weights: Some(format!("{}.safetensors", Self::NETWORK.model)),
+            ..Files::default()
+        }
     }
 
-    /// Checks what is its own before any rank is started.
+    /// How it trains, tests and saves.
+    fn spec(&self) -> Spec;
+
+    /// Epochs, batch size and learning rate where none are typed.
+    fn defaults(&self) -> Defaults {
+        Self::DEFAULTS
+    }
+
+    /// Checks its own flags before any rank is started.
     ///
     /// # Errors
     ///
     /// Usage errors naming the flag.
-    fn validate(&self, world: usize) -> Result<()>;
-
-    /// Whether every rank prints, as in its document.
-    fn prints_on_all(&self) -> bool {
-        false
+    fn validate(&self) -> Result<()> {
+        Ok(())
     }
-
-    /// The files it writes.
-    fn files(&self) -> Files;
-
-    /// As the user typed it, for the summary.
-    fn data_name(&self) -> String;
 
     /// Settings of its own that must be the same on all ranks, a flag and its value a line.
     /// Those that differ from a checkpoint's are told.
-    fn must_agree(&self) -> Vec<String>;
-
-    /// How its data are got first, where they may be missing.
-    fn fetch(&self) -> Option<Fetch>;
-
-    /// Reads or makes its data.
-    ///
-    /// # Errors
-    ///
-    /// Usage or data, naming folder or file.
-    fn data(&self) -> Result<Data>;
+    fn must_agree(&self) -> Vec<String> {
+        Vec::new()
+    }
 
     /// Registers its parameters.
     fn net(&self, scope: &mut Scope) -> Self::Net;
@@ -209,13 +268,8 @@ pub trait Program {
     /// # Errors
     ///
     /// Those of reading samples.
-    fn prepare(&self, _params: &mut Params, _data: &Data) -> Result<()> {
+    fn initialise(&self, _params: &mut Params, _data: &Data) -> Result<()> {
         Ok(())
-    }
-
-    /// Parameters that are not trained, by name.
-    fn frozen(&self) -> Vec<String> {
-        Vec::new()
     }
 
     /// The learning rate where `world` ranks train.
@@ -239,47 +293,32 @@ pub trait Program {
         Ok(None)
     }
 
-    /// What is made small.
-    fn loss(&self) -> Loss;
-
-    /// Whether validation also looks at each image mirrored, and adds the scores.
-    fn tests_mirrored(&self) -> bool {
-        false
-    }
-
-    /// Whether `--sampler torch` drops a last batch that is short.
-    fn drops_last(&self) -> bool {
-        false
-    }
-
-    /// Who tests under `--exact-validation false`.
-    fn testers(&self) -> Testers;
-
     /// What it prints.
-    fn reporter(&self) -> Box<dyn Reporter>;
-
-    /// What it prints when the ranks have met, before data is loaded.
-    ///
-    /// # Errors
-    ///
-    /// Those of writing to standard output.
-    fn started(&self, _ctx: &RankContext) -> Result<()> {
-        Ok(())
-    }
-
-    /// What it prints when data is loaded.
-    ///
-    /// # Errors
-    ///
-    /// Those of writing to standard output.
-    fn loaded(&self, _ctx: &RankContext) -> Result<()> {
-        Ok(())
-    }
+    fn lines(&self) -> Box<dyn Lines>;
 }
 
-impl<P: Program + Sync> AnyRecipe for P {
+/// [`Program::images`], [`Program::images_mut`] and [`Program::source`] of a struct with the fields `images` and
+/// `$source`.
+macro_rules! fields {
+    ($source:ident) => {
+        fn images(&self) -> &ImageArgs {
+            &self.images
+        }
+
+        fn images_mut(&mut self) -> &mut ImageArgs {
+            &mut self.images
+        }
+
+        fn source(&self) -> &dyn Source {
+            &self.$source
+        }
+    };
+}
+pub(crate) use fields;
+
+impl<P: Program + Send + Sync + std::fmt::Debug> AnyRecipe for P {
     fn name(&self) -> &'static str {
-        Program::name(self)
+        P::NAME
     }
 
     fn settings(&mut self) -> Option<&mut Settings> {
@@ -294,27 +333,21 @@ impl<P: Program + Sync> AnyRecipe for P {
     }
 
     fn default_dir(&self) -> Option<&'static str> {
-        Program::default_dir(self)
+        P::DEFAULT_DIR
     }
 
-    fn settle(&mut self) -> Result<()> {
-        let defaults = self.defaults();
-        let images = self.images_mut();
-        images.settings.defaults = defaults;
-        images.ranks_here = number(&real_env(), "LOCAL_WORLD_SIZE")?;
-        Ok(())
+    fn settle(&mut self) {
+        self.images_mut().settings.defaults = self.defaults();
     }
 
     fn validate(&self, world: usize) -> Result<()> {
         self.images().validate(world)?;
-        Program::validate(self, world)
+        Program::validate(self)?;
+        self.source().validate()
     }
 
     fn speakers(&self) -> Speakers {
-        match self.prints_on_all() {
-            true => Speakers::Unmarked,
-            false => Speakers::Rank0,
-        }
+        self.lines().speakers()
     }
 
     fn run_rank(&self, ctx: &RankContext) -> Result<()> {
@@ -322,7 +355,7 @@ impl<P: Program + Sync> AnyRecipe for P {
     }
 }
 
-/// Who tests the whole test set in a document's program.
+/// Which ranks test the whole test set in a document's program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Testers {
     /// Rank 0, while the others wait.
@@ -337,50 +370,63 @@ pub enum Testers {
 ///
 /// Anything that ends the training; the kind decides the exit code.
 pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
-    let args = program.images();
-    let settings = &args.settings;
+    let (args, source) = (program.images(), program.source());
+    let (settings, spec) = (&args.settings, program.spec());
+    let mut lines = program.lines();
     let starting = ctx.phase("starting");
-    program.started(ctx)?;
-    prepare::data(ctx, program.fetch(), settings.saving.folder)?;
+    lines.started(ctx)?;
+    prepare::data(ctx, source.fetch(), settings.saving.folder)?;
     let loading = ctx.phase("loading data");
-    let data = program.data()?;
+    let data = source.load(settings.seed, spec.preparation)?;
     drop(loading);
-    program.loaded(ctx)?;
+    lines.loaded(ctx)?;
+    let mut files = program.files();
+    files.model = P::NETWORK.model.to_owned();
+    if data.train.image_shape()[2] > 1 {
+        // `phalanx predict` looks at images as validation did.
+        files
+            .about
+            .push(("pixels", typed(&spec.preparation.pixels)));
+        if spec.tests_mirrored {
+            files.about.push(("mirrored", "true".into()));
+        }
+    }
     let lr = program.lr(ctx.world());
     let mut shaping = vec![format!("--exact-validation {}", args.exact_validation)];
+    shaping.extend(source.must_agree());
     shaping.extend(program.must_agree());
     let builder = TrainerBuilder::new(
         ctx,
         settings,
-        program.name(),
+        P::NAME,
         &data.train,
         |scope| program.net(scope),
         |params, lr| program.optimizer(params, lr),
     );
     let mut trainer = builder
-        .title(program.title())
+        .title(P::NETWORK.title)
         .data(&data.description, &data.content)
         .unit("images")
-        .init(|params| program.prepare(params, &data))
-        .frozen(program.frozen())
+        .init(|params| program.initialise(params, &data))
+        .frozen(spec.frozen.clone())
         .lr(lr)
         .optimizer_title(&program.optimizer_title(lr))
         .try_schedule(|lr, steps| program.schedule(lr, steps))
-        .drop_last(program.drops_last())
+        .drop_last(spec.drops_last)
         .shaped_by(shaping)
         .must_agree(vec![
             format!("--log-batches {}", args.log_batches),
             format!("--log-images {}", args.log_images),
         ])
-        .files(program.files())
-        .reporter(program.reporter())
+        .files(files)
+        .reporter(lines)
         .start()?;
     drop(starting);
-    trainer.add_to_summary("data", program.data_name());
-    let loss = program.loss();
+    trainer.add_to_summary("data", source.name());
+    let loss = spec.loss;
     if trainer.epochs().is_empty() {
         // Resumed after its last epoch.
-        evaluate(program, &mut trainer, &data)?;
+        evaluate(args, &spec, &mut trainer, &data)?;
     }
     for _ in trainer.epochs() {
         for batch in trainer.batches(&data.train)? {
@@ -389,11 +435,11 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
                 Ok(loss.of(scores, batch.labels(), batch.samples() as f32)?)
             })?;
         }
-        evaluate(program, &mut trainer, &data)?;
+        evaluate(args, &spec, &mut trainer, &data)?;
     }
     let predictions = {
         let _phase = ctx.phase("saving");
-        predictions(program, &mut trainer, &data)?
+        predictions(args, &spec, &mut trainer, &data)?
     };
     trainer.finish_with(|trainer| trainer.save_rows("predictions.jsonl", &predictions))?;
     Ok(())
@@ -402,11 +448,16 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
 /// Evaluates as the settings say; the same result on all ranks, except under
 /// `--exact-validation false` where it is each rank's own (rank 0's on all, if only that one
 /// evaluates).
-fn evaluate<P: Program>(program: &P, trainer: &mut Trainer<'_, P::Net>, data: &Data) -> Result<()> {
+fn evaluate<N: Net>(
+    args: &ImageArgs,
+    spec: &Spec,
+    trainer: &mut Trainer<'_, N>,
+    data: &Data,
+) -> Result<()> {
     let ctx = trainer.context();
     let test = &data.test;
-    let measure = |net: &P::Net, batch: MicroBatch<'_, ImageBatch>| measure(program, net, batch);
-    if program.images().exact_validation {
+    let measure = |net: &N, batch: MicroBatch<'_, ImageBatch>| measure(spec, net, batch);
+    if args.exact_validation {
         trainer.evaluate(test, measure)?;
         return Ok(());
     }
@@ -414,7 +465,7 @@ fn evaluate<P: Program>(program: &P, trainer: &mut Trainer<'_, P::Net>, data: &D
     trainer.check_weights()?;
     // As the documents' programs have it: the ModelArts one takes the mean of the batches'
     // means, the Flyte one sums the loss over samples.
-    let evaluation = match program.testers() {
+    let evaluation = match spec.testers {
         Testers::Everybody => {
             let measured = trainer.measure_here(test, measure)?;
             let batches = measured.len().max(1) as f64;
@@ -448,27 +499,23 @@ fn confusion(classes: usize, measured: &[Measure]) -> Result<Confusion> {
     Ok(all)
 }
 
-fn measure<P: Program>(
-    program: &P,
-    net: &P::Net,
-    batch: MicroBatch<'_, ImageBatch>,
-) -> Result<Measure> {
-    let scores = scores(program, net, batch.step(), &batch.images, batch.shape())?;
+fn measure(spec: &Spec, net: &dyn Net, batch: MicroBatch<'_, ImageBatch>) -> Result<Measure> {
+    let scores = scores(spec, net, batch.step(), &batch.images, batch.shape())?;
     let measure = Measure::of_scores(&scores, batch.labels())?;
-    let loss = program.loss().plain().of(scores, batch.labels(), 1.0)?;
+    let loss = spec.loss.plain().of(scores, batch.labels(), 1.0)?;
     Ok(measure.with_loss(loss))
 }
 
 /// The network's answers to images, each also seen in a mirror where the program wants it so.
-fn scores<'s, P: Program>(
-    program: &P,
-    net: &P::Net,
+fn scores<'s>(
+    spec: &Spec,
+    net: &dyn Net,
     step: &'s Step<'s>,
     images: &[f32],
     shape: [usize; 4],
 ) -> Result<Tensor<'s>> {
     let scores = net.forward(step.input(images, &shape)?)?;
-    if !program.tests_mirrored() {
+    if !spec.tests_mirrored {
         return Ok(scores);
     }
     let [_, h, w, c] = shape;
@@ -494,16 +541,16 @@ struct Prediction {
 
 /// The first images of each of the first test batches: image, guess, truth
 /// and scores. Rank 0 computes them, and no others; nothing elsewhere.
-fn predictions<P: Program>(
-    program: &P,
-    trainer: &mut Trainer<'_, P::Net>,
+fn predictions<N: Net>(
+    args: &ImageArgs,
+    spec: &Spec,
+    trainer: &mut Trainer<'_, N>,
     data: &Data,
 ) -> Result<Vec<Prediction>> {
     let mut rows = Vec::new();
     if !trainer.context().is_main() {
         return Ok(rows);
     }
-    let args = program.images();
     let (test, batch) = (&data.test, args.settings.test_batch_size);
     let [h, w, c] = test.image_shape();
     let mut pixels = vec![0.0; h * w * c];
@@ -520,7 +567,7 @@ fn predictions<P: Program>(
         }
         let shape = [labels.len(), h, w, c];
         let scores =
-            trainer.infer(|net, step| Ok(scores(program, net, step, &inputs, shape)?.to_vec()))?;
+            trainer.infer(|net, step| Ok(scores(spec, net, step, &inputs, shape)?.to_vec()))?;
         let classes = scores.len() / labels.len();
         for (i, (truth, scores)) in labels.into_iter().zip(scores.chunks(classes)).enumerate() {
             rows.push(Prediction {

@@ -1,0 +1,122 @@
+//! The Flyte document's MNIST program: what it prints. `train mnist` is its network and its training.
+
+use phalanx_launch::Speakers;
+use phalanx_train::{Evaluation, RankContext, Reporter, StepFacts};
+
+use crate::error::Result;
+use crate::shared::image::Lines;
+
+/// The document's lines: rank 0 prints steps and tests, and with `--document` every rank its phases.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Flyte {
+    /// Print the Flyte document's lines on every rank
+    #[arg(long)]
+    document: bool,
+}
+
+impl Flyte {
+    /// A line that every rank prints, in the document's form only.
+    fn all(&self, ctx: &RankContext, text: &str) -> Result<()> {
+        if self.document {
+            ctx.line(text)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// A line of rank 0, in the document's form only.
+    fn main(&self, ctx: &RankContext, text: &str) -> Result<()> {
+        if self.document && ctx.is_main() {
+            ctx.line(text)
+        } else {
+            Ok(())
+        }
+    }
+}
+
+impl Reporter for Flyte {
+    fn trains(&mut self, ctx: &RankContext, epochs: usize) -> Result<()> {
+        self.all(ctx, &format!("Training for {epochs} epochs"))
+    }
+
+    fn step(&mut self, ctx: &RankContext, facts: &StepFacts) -> Option<String> {
+        if !(facts.logged && ctx.is_main()) {
+            return None;
+        }
+        // The document counts the samples of rank 0 alone.
+        let done = if self.document {
+            facts.done / ctx.world()
+        } else {
+            facts.done
+        };
+        let percent = 100.0 * facts.index as f64 / facts.steps as f64;
+        Some(format!(
+            "Train Epoch: {} [{done}/{} ({percent:.0}%)]\tloss={:.4}",
+            facts.epoch, facts.samples, facts.loss
+        ))
+    }
+
+    fn evaluated(&mut self, ctx: &RankContext, _epoch: usize, tested: &Evaluation) -> Result<()> {
+        if !ctx.is_main() {
+            return Ok(());
+        }
+        ctx.line(&format!(
+            "\ntest_loss={:.4}\naccuracy={:.4}\n",
+            tested.loss, tested.accuracy
+        ))
+    }
+
+    fn saves(&mut self, ctx: &RankContext, weights: bool) -> Result<()> {
+        self.main(
+            ctx,
+            if weights {
+                "Saving model"
+            } else {
+                "Saving accuracies"
+            },
+        )
+    }
+
+    fn ends(&mut self, ctx: &RankContext) -> Result<()> {
+        let world = ctx.world();
+        self.all(
+            ctx,
+            &format!("Rank {}/{world} process complete.\n", ctx.rank() + 1),
+        )?;
+        self.main(ctx, "Training Complete")
+    }
+}
+
+impl Lines for Flyte {
+    fn speakers(&self) -> Speakers {
+        match self.document {
+            true => Speakers::Unmarked,
+            false => Speakers::Rank0,
+        }
+    }
+
+    fn started(&mut self, ctx: &RankContext) -> Result<()> {
+        let (rank, world) = (ctx.rank(), ctx.world());
+        // Its task prints these before it starts the ranks.
+        self.main(
+            ctx,
+            &format!("Start MNIST training:\nDevice count: {world}"),
+        )?;
+        let backend = if world > 1 { ctx.transport() } else { "local" };
+        self.all(
+            ctx,
+            &format!(
+                "Using distributed Phalanx with {backend} backend\n\
+                 Running MNIST training on rank {rank}, world size: {world}\n\
+                 Use cuda: False\n\
+                 Rank {}/{world} process initialized.\n\n\
+                 Getting data loaders",
+                rank + 1
+            ),
+        )
+    }
+
+    fn loaded(&mut self, ctx: &RankContext) -> Result<()> {
+        self.all(ctx, "Defining model")
+    }
+}

@@ -1,0 +1,131 @@
+//! The ModelArts document's ResNet-18 program: its flags and what it prints. `train resnet18` is its network and its
+//! training; `train resnet9` prints the same lines.
+
+use phalanx_launch::{Speakers, number, real_env};
+use phalanx_train::{Determinism, Evaluation, RankContext, Reporter, Settings};
+
+use crate::error::{Error, Result};
+use crate::format::typed;
+use crate::shared::image::Lines;
+
+/// How the learning rate is scaled. The document has it both ways.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum LrScaling {
+    /// Not scaled
+    None,
+    /// Times the ranks of this host (the document's first listing)
+    Node,
+    /// Times all ranks (the document's complete listing)
+    World,
+}
+
+/// The document's own flags.
+#[derive(Debug, Clone, clap::Args)]
+pub struct DocumentArgs {
+    /// Accepted for compatibility with the ModelArts document; training runs on the CPU either way
+    #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "true|false")]
+    enable_gpu: bool,
+    /// How the learning rate is scaled [default: world; none with --deterministic shards, whose results do not
+    /// depend on the number of ranks]
+    #[arg(long, value_enum)]
+    lr_scaling: Option<LrScaling>,
+    /// Print the document's lines on every rank, each with its own loss
+    #[arg(long)]
+    document: bool,
+}
+
+impl DocumentArgs {
+    /// A usage error where results would depend on the number of ranks and must not.
+    pub fn validate(&self, determinism: Determinism) -> Result<()> {
+        number(&real_env(), "LOCAL_WORLD_SIZE")?;
+        if determinism == Determinism::Shards && self.lr_scaling(determinism) != LrScaling::None {
+            return Err(Error::usage(
+                "--lr-scaling makes weights depend on the number of ranks; leave it out with --deterministic shards",
+            ));
+        }
+        Ok(())
+    }
+
+    fn lr_scaling(&self, determinism: Determinism) -> LrScaling {
+        self.lr_scaling.unwrap_or(match determinism {
+            Determinism::Shards => LrScaling::None,
+            _ => LrScaling::World,
+        })
+    }
+
+    /// `--lr-scaling` or its default.
+    pub fn must_agree(&self, determinism: Determinism) -> String {
+        format!("--lr-scaling {}", typed(&self.lr_scaling(determinism)))
+    }
+
+    /// The learning rate when `world` ranks train.
+    pub fn lr(&self, settings: &Settings, world: usize) -> f64 {
+        let factor = match self.lr_scaling(settings.split.determinism()) {
+            LrScaling::None => 1,
+            LrScaling::World => world,
+            LrScaling::Node => {
+                // `validate` has read it.
+                let here = number(&real_env(), "LOCAL_WORLD_SIZE").ok().flatten();
+                here.unwrap_or(world)
+            }
+        };
+        settings.lr() * factor as f64
+    }
+
+    /// The document's lines; the warning where it trains on `random` data.
+    pub fn lines(&self, random: bool) -> ModelArts {
+        ModelArts {
+            everybody: self.document,
+            random,
+        }
+    }
+}
+
+/// One line after training and one after testing each epoch.
+#[derive(Default)]
+pub struct ModelArts {
+    /// Every rank prints its own, as in the document; rank 0 otherwise.
+    everybody: bool,
+    /// The data are random numbers.
+    random: bool,
+}
+
+impl Lines for ModelArts {
+    fn speakers(&self) -> Speakers {
+        match self.everybody {
+            true => Speakers::Unmarked,
+            false => Speakers::Rank0,
+        }
+    }
+
+    fn started(&mut self, ctx: &RankContext) -> Result<()> {
+        if self.random {
+            // The document's own sentence; its complete listing logs it.
+            ctx.note(
+                "[warning] you are training on custom random dataset, validation accuracy may range from 0.4 to 0.6.",
+            );
+        }
+        Ok(())
+    }
+}
+
+impl Reporter for ModelArts {
+    fn trained(&mut self, ctx: &RankContext, epoch: usize, loss: f64, own: f64) -> Result<()> {
+        let loss = if self.everybody { own } else { loss };
+        if self.everybody || ctx.is_main() {
+            ctx.line(&format!("train | epoch: {epoch} | loss: {loss:.4}"))?;
+        }
+        Ok(())
+    }
+
+    fn evaluated(&mut self, ctx: &RankContext, epoch: usize, tested: &Evaluation) -> Result<()> {
+        if self.everybody || ctx.is_main() {
+            // Python's print puts a space before the empty line.
+            ctx.line(&format!(
+                "val | epoch: {epoch} | loss: {:.4} | accuracy: {:.4} \n",
+                tested.loss, tested.accuracy
+            ))?;
+        }
+        Ok(())
+    }
+}

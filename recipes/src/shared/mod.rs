@@ -1,0 +1,9 @@
+//! What several recipes share.
+
+pub mod by_hand;
+pub mod cifar;
+pub mod digits;
+pub mod image;
+pub mod net;
+pub mod prepare;
+pub mod whiten;

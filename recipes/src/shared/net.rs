@@ -1,0 +1,140 @@
+//! Networks from images to scores, and what commands other than `train` know of them.
+
+use phalanx_data::cifar10::Scaling;
+use phalanx_nn::losses::CrossEntropyOptions;
+use phalanx_nn::models::{CifarResNet, MnistCnn, MobileNetV2, ResNet9};
+use phalanx_nn::{Reduction, Result, Scope, Tensor};
+
+/// A network from images to one score a class.
+pub trait Net {
+    /// Images (N, H, W, C) to scores (N, classes).
+    ///
+    /// # Errors
+    ///
+    /// `Usage` for other shapes.
+    fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>>;
+}
+
+macro_rules! nets {
+    ($($net:ty),*) => {$(
+        impl Net for $net {
+            fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+                <$net>::forward(self, x)
+            }
+        }
+    )*};
+}
+nets!(MnistCnn, CifarResNet, ResNet9, MobileNetV2);
+
+/// A recipe's network.
+#[derive(Clone, Copy, Debug)]
+pub struct Network {
+    /// As `predict --model` and a checkpoint's metadata have it.
+    pub model: &'static str,
+    /// For people.
+    pub title: &'static str,
+    /// Height, width, channels.
+    pub image: [usize; 3],
+    /// Registers its parameters. With `true`, blocks recompute their activations in backward.
+    pub build: fn(&mut Scope, bool) -> Box<dyn Net>,
+    /// What it is trained with by default.
+    pub pixels: Pixels,
+    /// What training minimizes.
+    pub loss: Loss,
+    /// Whether it has blocks that can recompute.
+    pub has_blocks: bool,
+    /// Whether it can be trained with other pixels than by default.
+    pub other_pixels: bool,
+    /// Whether it is tested on mirrored images too.
+    pub mirrored: bool,
+    /// Its line in `bench train --help`, where that times it.
+    pub timed: Option<&'static str>,
+}
+
+impl Network {
+    /// One without blocks, always trained with these pixels, not timed.
+    pub const fn new(
+        model: &'static str,
+        title: &'static str,
+        image: [usize; 3],
+        pixels: Pixels,
+        loss: Loss,
+        build: fn(&mut Scope, bool) -> Box<dyn Net>,
+    ) -> Network {
+        Network {
+            model,
+            title,
+            image,
+            build,
+            pixels,
+            loss,
+            has_blocks: false,
+            other_pixels: false,
+            mirrored: false,
+            timed: None,
+        }
+    }
+}
+
+/// What a byte of a colour image becomes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Pixels {
+    /// 0 to 1
+    Unit,
+    /// Normalized with the training set's mean and standard deviation
+    Normalised,
+}
+
+impl Pixels {
+    /// The same for the data set.
+    pub fn scaling(self) -> Scaling {
+        match self {
+            Pixels::Unit => Scaling::Unit,
+            Pixels::Normalised => Scaling::Normalised,
+        }
+    }
+}
+
+/// What training minimizes. Validation takes the same without smoothing.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Loss {
+    /// Of scores that are log-probabilities.
+    Nll,
+    /// Of scores as they are.
+    CrossEntropy {
+        /// The share of the target that is spread over all classes.
+        smoothing: f64,
+    },
+}
+
+impl Loss {
+    /// The loss of scores (N, classes), divided by `divisor`.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when labels do not fit.
+    pub fn of<'s>(self, scores: Tensor<'s>, labels: &[u32], divisor: f32) -> Result<Tensor<'s>> {
+        match self {
+            Loss::Nll => scores.nll_loss(labels, divisor),
+            Loss::CrossEntropy { smoothing: 0.0 } => scores.cross_entropy(labels, divisor),
+            Loss::CrossEntropy { smoothing } => {
+                let options = CrossEntropyOptions {
+                    label_smoothing: smoothing,
+                    reduction: Reduction::Sum,
+                    ..CrossEntropyOptions::default()
+                };
+                scores
+                    .cross_entropy_with(labels, options)?
+                    .scale(1.0 / divisor)
+            }
+        }
+    }
+
+    /// The same without smoothing.
+    pub fn plain(self) -> Loss {
+        match self {
+            Loss::Nll => Loss::Nll,
+            Loss::CrossEntropy { .. } => Loss::CrossEntropy { smoothing: 0.0 },
+        }
+    }
+}
