@@ -203,7 +203,7 @@ fn links_in_somebody_elses_folder_lead_nowhere() {
     for name in [".lock", "flight", "checkpoints"] {
         let (code, _, err) = run(&trusting, dir.path());
         assert_eq!(code, 2, "{err}");
-        let why = format!("run/{name} is a symbolic link, which is not followed there");
+        let why = format!("run/{name} is a symbolic link, which is not followed here");
         assert!(err.contains(&why), "no {why:?} in {err}");
         intact();
         std::fs::remove_file(at("run").join(name)).expect("removed");
