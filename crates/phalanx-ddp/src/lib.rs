@@ -16,7 +16,7 @@
 //! Feature `nn`, on by default, adds all that needs `phalanx-nn`: [`DistributedDataParallel`] and its steps,
 //! [`PowerSgd`], [`LocalSgd`], [`ShardedOptimizer`], [`SyncBatchNorm`], [`DataParallel`] and pipeline stages. Without it
 //! a model is anything that implements [`Parameters`] (names, shapes and slices), and a training does the wrapper's
-//! work itself:
+//! work itself; `examples/plain.rs` is one:
 //!
 //! 1. [`Fingerprint`] compares the ranks' models and options.
 //! 2. [`broadcast_parameters`] gives every rank the values of rank 0.

@@ -4,4 +4,5 @@ mod common;
 mod mixed_types;
 #[cfg(feature = "nn")]
 mod nn;
+mod plain;
 mod reducer;
