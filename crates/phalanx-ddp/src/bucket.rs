@@ -1,7 +1,10 @@
-//! Which parameter's gradient lies in which bucket. Pure arithmetic.
+//! Which parameter's gradient lies in which bucket. Pure arithmetic, but for [`all_share_memory`].
 
 use std::ops::Range;
 
+use phalanx_comm::{ProcessGroup, ReduceOp, TransportKind};
+
+use crate::error::{Error, Result};
 use crate::typed::GradType;
 
 /// Bytes of a line: every gradient starts on its own line, so neither
@@ -245,6 +248,28 @@ fn tail_within(bucket: &[usize], limit_bytes: usize, bytes: impl Fn(usize) -> us
             sum <= limit_bytes
         })
         .count()
+}
+
+/// Whether all ranks of `group` reach each other through memory. A rank sees only its own links; the ranks
+/// agree by maximum, since they must go on alike.
+///
+/// *Blocks* until all ranks of the group call it.
+///
+/// # Errors
+///
+/// `Comm` when a peer is lost or late.
+pub fn all_share_memory(group: &ProcessGroup) -> Result<bool> {
+    let remote = group
+        .transports()
+        .iter()
+        .any(|(_, kind)| *kind == TransportKind::Tcp);
+    let mut any_remote = [u8::from(remote)];
+    group
+        .all_reduce(&mut any_remote, ReduceOp::Max)
+        .map_err(|e| {
+            Error::comm_while("the ranks could not agree on how to exchange gradients", e)
+        })?;
+    Ok(any_remote[0] == 0)
 }
 
 #[cfg(test)]

@@ -1,12 +1,25 @@
 //! Are the weights still the same on all ranks?
 
 use phalanx_comm::ProcessGroup;
-use phalanx_nn::Params;
 use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
+use crate::parameters::Parameters;
 
-/// Compares `digest` (any hash of the weights) with all other ranks. Costs one all-gather of
+/// What keeps buffers equal.
+const EQUAL_BUFFERS: &str = if cfg!(feature = "nn") {
+    "call DistributedDataParallel::sync_buffers after each step, with other Buffers than Never"
+} else {
+    "broadcast or average them after each step"
+};
+
+/// SHA-256 of all values of a model, parameters and buffers, as little-endian bytes. Local.
+pub fn digest(params: &dyn Parameters) -> [u8; 32] {
+    let values: Vec<&[f32]> = (0..params.tensors()).map(|i| params.values(i)).collect();
+    hash_elems(&values)
+}
+
+/// Compares `digest` (any hash of the weights, such as [`digest`]) with all other ranks. Costs one all-gather of
 /// 32 bytes a rank when the ranks agree.
 ///
 /// *Blocks* until all ranks of the group call it.
@@ -15,7 +28,7 @@ use crate::error::{Error, Result};
 ///
 /// `Mismatch`, on every rank, naming the ranks that differ from rank 0 and the
 /// first parameter or buffer in which the first of them does.
-pub fn verify_equal(group: &ProcessGroup, params: &Params, digest: [u8; 32]) -> Result<()> {
+pub fn verify_equal(group: &ProcessGroup, params: &dyn Parameters, digest: [u8; 32]) -> Result<()> {
     let failed = |e| Error::comm_while("the ranks' weights could not be compared", e);
     let world = group.world_size();
     if world == 1 {
@@ -28,26 +41,17 @@ pub fn verify_equal(group: &ProcessGroup, params: &Params, digest: [u8; 32]) -> 
     let Some(&first) = different.first() else {
         return Ok(());
     };
-    let mine: Vec<u8> = params
-        .ids()
-        .map(|id| params.get(id))
-        .chain(params.buffer_ids().map(|id| params.buffer(id)))
-        .flat_map(hash_elems)
+    let mine: Vec<u8> = (0..params.tensors())
+        .flat_map(|i| hash_elems(&[params.values(i)]))
         .collect();
     let mut all = vec![0u8; world * mine.len()];
     group.all_gather(&mine, &mut all).map_err(failed)?;
     let of = |rank: usize| all[rank * mine.len()..][..mine.len()].chunks_exact(32);
     let differs = of(0).zip(of(first)).position(|(a, b)| a != b);
-    let infos = || params.infos().iter().chain(params.buffer_infos());
-    let name = differs
-        .and_then(|i| infos().nth(i))
-        .map_or("what is neither parameter nor buffer", |info| &info.name);
+    let name = differs.map_or("what is neither parameter nor buffer", |i| params.name(i));
     let (what, so) = match differs {
         // The first difference, so all parameters are equal.
-        Some(i) if i >= params.len() => (
-            "buffers",
-            "call DistributedDataParallel::sync_buffers after each step, with other Buffers than Never",
-        ),
+        Some(i) if params.is_buffer(i) => ("buffers", EQUAL_BUFFERS),
         _ => ("weights", "the ranks no longer train the same model"),
     };
     let ranks: Vec<String> = different.iter().map(usize::to_string).collect();
@@ -58,9 +62,9 @@ pub fn verify_equal(group: &ProcessGroup, params: &Params, digest: [u8; 32]) -> 
     )))
 }
 
-fn hash_elems(values: &[f32]) -> [u8; 32] {
+fn hash_elems(tensors: &[&[f32]]) -> [u8; 32] {
     let mut hash = Sha256::new();
-    for value in values {
+    for value in tensors.iter().copied().flatten() {
         hash.update(value.to_le_bytes());
     }
     hash.finalize().into()

@@ -8,6 +8,7 @@ use phalanx_comm::ProcessGroup;
 use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
+use crate::parameters::Parameters;
 
 /// Longest text that is compared line by line (8 MiB is about 100,000
 /// parameters); a peer's length is checked against it before it is believed.
@@ -28,6 +29,19 @@ impl Fingerprint {
     /// Adds a fact. The order of facts counts.
     pub fn line(&mut self, fact: impl Into<String>) -> &mut Self {
         self.lines.push(fact.into().replace('\n', " "));
+        self
+    }
+
+    /// Adds a fact for each tensor of a model: kind, name and shape.
+    pub fn parameters(&mut self, params: &dyn Parameters) -> &mut Self {
+        for i in 0..params.tensors() {
+            let kind = match params.is_buffer(i) {
+                true => "buffer",
+                false => "parameter",
+            };
+            let (name, shape) = (params.name(i), params.shape(i));
+            self.line(format!("{kind} {name} f32 {shape:?}"));
+        }
         self
     }
 

@@ -11,23 +11,38 @@
 //!   of a `phalanx-nn` model; compares the ranks' models and broadcasts rank
 //!   0's parameters and buffers when it is built.
 //!
+//! # Without the engine
+//!
+//! Feature `nn`, on by default, adds all that needs `phalanx-nn`: [`DistributedDataParallel`] and its steps,
+//! [`PowerSgd`], [`LocalSgd`], [`ShardedOptimizer`], [`SyncBatchNorm`], [`DataParallel`] and pipeline stages. Without it
+//! a model is anything that implements [`Parameters`] (names, shapes and slices), and a training does the wrapper's
+//! work itself; `examples/plain.rs` is one:
+//!
+//! 1. [`Fingerprint`] compares the ranks' models and options.
+//! 2. [`broadcast_parameters`] gives every rank the values of rank 0.
+//! 3. Each backward writes into [`Reducer::slot`] and calls [`Reducer::ready`]; [`Reducer::finish`] ends the step.
+//! 4. [`verify_equal`] checks that the ranks still have the same weights.
+//!
+//! Micro-batches ([`Reducer::plan_step`]), votes, hooks ([`GradientHook`]) and scattered gradients ([`Exchange`]) are
+//! there as well.
+//!
 //! # Order
 //!
 //! The average over ranks is the process group's: with its default (canonical)
 //! algorithms a left fold in ascending rank order followed by one
 //! multiplication by `1 / world`. It depends on neither bucket layout nor timing,
 //! so training on P ranks equals accumulating P micro-batches in one process,
-//! bit for bit, and `tests/accumulation.rs` proves it.
+//! bit for bit, and `tests/it/nn/accumulation.rs` proves it.
 //!
 //! With [`Deterministic::Shards`] it does not depend on the number of ranks
 //! either: gradients are added over logical shards of the global batch in one
-//! fixed tree (`tree.rs`, `shards.rs`).
+//! fixed tree (`nn/tree.rs`, `nn/shards.rs`).
 //!
 //! # Steps
 //!
 //! `backward(&mut ddp)` and `finish` are a step of one micro-batch, averaged
 //! plainly over ranks. [`DistributedDataParallel::begin`] starts one of
-//! several, weighted by samples (`step.rs` has the rule).
+//! several, weighted by samples (`nn/step.rs` has the rule).
 //!
 //! # Blocking
 //!
@@ -35,55 +50,34 @@
 //! construction of [`DistributedDataParallel`] and `begin` do, each under the process group's
 //! deadlines.
 #![forbid(unsafe_code)]
+// Links to what needs the engine.
+#![cfg_attr(not(feature = "nn"), allow(rustdoc::broken_intra_doc_links))]
 
 mod bucket;
-mod data_parallel;
-mod ddp;
 mod equal;
 mod error;
 mod fingerprint;
 mod hooks;
-mod joined;
-mod low_rank;
-mod meeting;
 mod messages;
-mod own_grads;
-mod power_sgd;
+#[cfg(feature = "nn")]
+mod nn;
+mod parameters;
 mod reducer;
-mod route;
-mod shards;
-mod stages;
-mod state;
-mod step;
-mod sync_norm;
 mod trace;
-mod tree;
 mod typed;
 mod vote;
-mod zero;
 
-pub use bucket::{BucketCaps, BucketPlan};
-pub use data_parallel::{DataParallel, Replica, Traffic};
-pub use ddp::{
-    Buffers, DdpOptions, DdpState, Deterministic, DistributedDataParallel, Every, Unused,
-    all_share_memory,
-};
-pub use equal::verify_equal;
+pub use bucket::{BucketCaps, BucketPlan, all_share_memory};
+pub use equal::{digest, verify_equal};
 pub use error::{Error, ErrorKind, Result};
 pub use fingerprint::Fingerprint;
 pub use hooks::{
     Bf16Gradients, F16Gradients, GradBucket, GradTensor, GradientHook, HookState, LocalGradients,
-    LocalSgd,
 };
-pub use joined::{JoinedShard, JoinedShards};
-pub use power_sgd::{PowerSgd, PowerSgdOptions};
+#[cfg(feature = "nn")]
+pub use nn::*;
+pub use parameters::{Parameters, broadcast_parameters};
 pub use reducer::{Exchange, ParamSpec, Reducer, ReducerOptions};
-pub use stages::{Received, Sent, receive_activation, send_activation};
-pub use state::agree_on_state;
-pub use step::{Average, GlobalBatch, GlobalStep, Uneven};
-pub use sync_norm::SyncBatchNorm;
 pub use trace::{BucketTimes, StepTimes};
-pub use tree::ShardTree;
 pub use typed::{GradType, Gradient};
 pub use vote::{Commit, Veto};
-pub use zero::ShardedOptimizer;

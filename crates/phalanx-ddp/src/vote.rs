@@ -96,6 +96,7 @@ impl Ballot {
 
     /// Votes no because of number `index` of the parameters that each rank trains for itself; `params`
     /// is how many are averaged.
+    #[cfg(feature = "nn")]
     pub(crate) fn own_not_finite(&mut self, params: usize, index: usize) {
         self.no(params + 1 + index);
     }

@@ -50,7 +50,6 @@ mod error;
 mod kernels;
 pub mod layers;
 pub mod losses;
-pub mod measure;
 pub mod models;
 mod ops;
 pub mod optim;

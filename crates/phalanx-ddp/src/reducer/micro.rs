@@ -58,31 +58,6 @@ impl Reducer {
         Ok(())
     }
 
-    /// There is a step without data, so without gradients.
-    ///
-    /// # Errors
-    ///
-    /// `Usage` when the backward of a step has begun.
-    pub(crate) fn drop_gradients(&mut self) -> Result<()> {
-        self.plan_step(&[1.0], 1.0)?;
-        self.committed = false;
-        self.veto_next = false;
-        Ok(())
-    }
-
-    /// The weight of micro-batch `index`, which is not applied any more,
-    /// unless it is 0.
-    pub(crate) fn weigh_at_loss(&mut self, index: usize) -> f32 {
-        let weight = self.micro.weights.get_mut(index);
-        weight.map_or(1.0, |w| {
-            if *w == 0.0 {
-                0.0
-            } else {
-                std::mem::replace(w, 1.0)
-            }
-        })
-    }
-
     /// Goes on to the next micro-batch of the step.
     ///
     /// # Errors

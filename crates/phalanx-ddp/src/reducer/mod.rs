@@ -34,6 +34,8 @@ mod hooked;
 mod micro;
 mod scattered;
 mod votes;
+#[cfg(feature = "nn")]
+mod wrapped;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -47,6 +49,7 @@ use self::votes::Vote;
 use crate::bucket::{BucketCaps, BucketPlan};
 use crate::error::{Error, Result};
 use crate::hooks::GradientHook;
+use crate::parameters::Parameters;
 use crate::trace::{BucketTimes, StepTimes};
 use crate::typed::{AnyMemory, GradType, Gradient, Memory, Spare, of_any};
 use crate::vote::{Ballot, Commit};
@@ -63,6 +66,22 @@ pub struct ParamSpec {
     /// Length of a row where it is a matrix in memory, else 1; for hooks that
     /// compress matrices.
     pub columns: usize,
+}
+
+impl ParamSpec {
+    /// Of tensor `index` of a model, whose values lie row by row: a matrix of its first dimension by all others.
+    pub fn of(params: &dyn Parameters, index: usize) -> ParamSpec {
+        let len = params.values(index).len();
+        ParamSpec {
+            name: params.name(index).to_owned(),
+            len,
+            dtype: GradType::F32,
+            columns: match params.shape(index) {
+                [] | [_] => 1,
+                [first, ..] => (len / first.max(&1)).max(1),
+            },
+        }
+    }
 }
 
 /// Settings of a [`Reducer`]. They must be the same on all ranks.
@@ -89,11 +108,11 @@ pub enum Exchange {
     #[default]
     AllReduce,
     /// Every rank those of its part of each bucket, for
-    /// [`ShardedOptimizer::for_wrapper`](crate::ShardedOptimizer::for_wrapper): half the bytes; the other half
-    /// travels after the optimizer's step, as parameters.
+    /// [`ShardedOptimizer::for_wrapper`](crate::ShardedOptimizer::for_wrapper) or [`Reducer::visit_pieces`]: half the
+    /// bytes; the other half travels after the optimizer's step, as parameters ([`Reducer::gather_pieces`]).
     ReduceScatter,
     /// The same, but nothing travels under backward: gradients are exchanged by the optimizer's step
-    /// ([`ShardedOptimizer::step_scattered`](crate::ShardedOptimizer::step_scattered)), which updates
+    /// ([`ShardedOptimizer::step_scattered`](crate::ShardedOptimizer::step_scattered) or [`Reducer::visit_pieces`]), which updates
     /// each piece of parameters as soon as their gradient is folded, while it is still in the processor's cache.
     /// Meant for ranks of one host whose threads use all of its cores, so that nothing can be hidden
     /// (`tools/runs/2026-11-22-overhead`). Between hosts, and where cores are idle, use another. Without [caps](ReducerOptions::caps) of
@@ -745,10 +764,6 @@ impl Reducer {
     /// How many steps were voted down so far, the same number on all ranks.
     pub fn skipped_steps(&self) -> u64 {
         self.skipped
-    }
-
-    pub(crate) fn set_skipped_steps(&mut self, steps: u64) {
-        self.skipped = steps;
     }
 
     /// Whether an earlier step failed, so that gradients are undefined.

@@ -19,26 +19,6 @@ impl Reducer {
         self.options.exchange == Exchange::AtStep && self.group.world_size() > 1
     }
 
-    /// What this rank has of the averaged gradient of `param`; empty for elements that
-    /// are another rank's, and whenever [`grad`](Self::grad) would be.
-    pub(crate) fn piece(&self, param: usize, elems: Range<usize>) -> &[f32] {
-        if param >= self.params.len() || self.in_backward || !self.committed || !self.exchanged {
-            return &[];
-        }
-        let (bucket, place) = self.plan.place(param);
-        let run = place.start + elems.start..place.start + elems.end;
-        match (&self.chunks[bucket], &self.memory[bucket]) {
-            (Some(chunk), _) => {
-                let first = self.group.rank() * chunk.len();
-                let run = run.start.checked_sub(first).zip(run.end.checked_sub(first));
-                run.and_then(|(from, to)| chunk.get(from..to))
-                    .unwrap_or_default()
-            }
-            (None, AnyMemory::F32(Memory::Reduced(memory))) => memory.get(run).unwrap_or_default(),
-            _ => &[],
-        }
-    }
-
     /// Exchanges gradients that are exchanged late, so that [`piece`](Self::piece) gives them.
     pub(crate) fn exchange_late(&mut self) -> Result<()> {
         self.check_usable()?;
@@ -72,6 +52,7 @@ impl Reducer {
 
     /// Whether there is anything to take a step with.
     pub(crate) fn check_pieces(&self) -> Result<()> {
+        self.check_scattered()?;
         self.check_usable()?;
         if !self.committed || self.in_backward {
             return Err(Error::usage(
@@ -81,9 +62,28 @@ impl Reducer {
         Ok(())
     }
 
-    /// Shows `visit` what this rank gets of the averaged gradients, in pieces of parameters, but for those of untouched
-    /// ones; exchanges them meanwhile, where that is done late. They are gone then.
-    pub(crate) fn visit_pieces(
+    fn check_scattered(&self) -> Result<()> {
+        if self.is_scattered() {
+            return Ok(());
+        }
+        Err(Error::usage(
+            "every rank has whole gradients; read them with Reducer::grad, or make the reducer with \
+             Exchange::ReduceScatter or AtStep",
+        ))
+    }
+
+    /// Calls `visit(param, elements, gradient)` for each piece of the averaged gradients that this rank gets with
+    /// [`Exchange::ReduceScatter`] or [`Exchange::AtStep`], so that the rank updates these elements of its parameters.
+    /// Parameters that [no rank used](Self::is_untouched) are left out. The gradients are gone then.
+    /// [`BucketPlan::scattered`](crate::BucketPlan::scattered) has the same pieces without the gradients.
+    ///
+    /// *Blocks* with [`Exchange::AtStep`] until all ranks of the group call it.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` with [`Exchange::AllReduce`], and when there are no gradients: none were finished, or the ranks voted the
+    /// step down; `Comm` when a peer is lost or late.
+    pub fn visit_pieces(
         &mut self,
         mut visit: impl FnMut(usize, Range<usize>, &[f32]),
     ) -> Result<()> {
@@ -143,10 +143,28 @@ impl Reducer {
         Ok(())
     }
 
-    /// Gives every rank what each has made of its pieces of the parameters `flat`, of which number `p` begins at
-    /// `starts[p]`: in place where a bucket's lie as in the bucket, else in the bucket's memory. Gradients are gone then.
-    pub(crate) fn gather_pieces(&mut self, flat: &mut [f32], starts: &[usize]) -> Result<()> {
+    /// Gives every rank the pieces of parameters that the ranks have updated after [`visit_pieces`](Self::visit_pieces).
+    /// `flat` has all parameters; number `p` begins at `starts[p]`. Gradients are gone then.
+    ///
+    /// *Blocks* until all ranks of the group call it.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` with [`Exchange::AllReduce`], or naming a parameter that does not lie in `flat`; `Comm` when a peer is
+    /// lost or late. `flat` is undefined then.
+    pub fn gather_pieces(&mut self, flat: &mut [f32], starts: &[usize]) -> Result<()> {
+        self.check_scattered()?;
         self.check_usable()?;
+        for (p, spec) in self.params.iter().enumerate() {
+            let end = starts.get(p).and_then(|s| s.checked_add(spec.len));
+            if end.is_none_or(|end| end > flat.len()) {
+                return Err(Error::usage(format!(
+                    "{} does not lie in the parameters to be gathered; give the start of each parameter in them",
+                    spec.name
+                )));
+            }
+        }
+        // In place where a bucket's parameters lie as in the bucket, else in the bucket's memory.
         self.committed = false; // nothing is to be read as a gradient any more
         let began = Instant::now();
         let (world, rank) = (self.group.world_size(), self.group.rank());

@@ -40,20 +40,6 @@ impl Reducer {
         }
     }
 
-    /// Names parameters that are not reduced, but whose gradients count in the vote
-    /// ([`own_not_finite`](Self::own_not_finite)).
-    pub(crate) fn set_own(&mut self, names: Vec<String>) {
-        self.own = names;
-    }
-
-    /// Votes against the step that runs because of number `index` of this rank's own gradients.
-    pub(crate) fn own_not_finite(&mut self, index: usize) {
-        self.begin();
-        if !self.options.unchecked {
-            self.ballot.own_not_finite(self.params.len(), index);
-        }
-    }
-
     /// What the ranks want; and which of them have numbers so large that their means may not be finite.
     pub(super) fn count_votes(&mut self) -> (Commit, Vec<usize>) {
         let lanes = match (&self.votes, self.memory.last()) {

@@ -20,7 +20,6 @@ pub(crate) mod conv;
 pub(crate) mod dropout;
 pub(crate) mod element;
 pub(crate) mod elementwise;
-pub(crate) mod fma_peak;
 pub(crate) mod layer_norm;
 pub(crate) mod math;
 pub(crate) mod max_pool;

@@ -15,7 +15,6 @@
 mod forward;
 mod layout;
 mod pack;
-pub(crate) mod peak;
 #[cfg(test)]
 mod tests;
 mod tile;

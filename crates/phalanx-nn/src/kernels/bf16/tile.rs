@@ -148,41 +148,6 @@ impl Tiles {
     }
 }
 
-impl Tiles {
-    /// Multiplies zeros in registers for `rounds` rounds; how many operations that were
-    /// (a multiply-add is two). None without tiles.
-    pub(super) fn spin(&self, rounds: usize) -> usize {
-        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-        if self.amx && rounds > 0 {
-            // SAFETY: tiles are configured on this thread; no memory is touched.
-            unsafe {
-                std::arch::asm!(
-                    "tilezero tmm0",
-                    "tilezero tmm1",
-                    "tilezero tmm2",
-                    "tilezero tmm3",
-                    "tilezero tmm4",
-                    "tilezero tmm5",
-                    "tilezero tmm6",
-                    "tilezero tmm7",
-                    "2:",
-                    "tdpbf16ps tmm0, tmm4, tmm6",
-                    "tdpbf16ps tmm2, tmm5, tmm6",
-                    "tdpbf16ps tmm1, tmm4, tmm7",
-                    "tdpbf16ps tmm3, tmm5, tmm7",
-                    "dec {n}",
-                    "jnz 2b",
-                    n = inout(reg) rounds => _,
-                    options(nostack, nomem),
-                );
-            }
-            return rounds * 2 * SIDE * SIDE * super::DEPTH;
-        }
-        let _ = rounds;
-        0
-    }
-}
-
 impl Drop for Tiles {
     fn drop(&mut self) {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]

@@ -20,7 +20,7 @@ use phalanx_comm::{ProcessGroup, ReduceOp};
 use phalanx_nn::optim::{Optimizer, Run, clip_factor, grad_norm};
 use phalanx_nn::{GradView, Init, Layout, ParamId, Params, Scope, Seed};
 
-use crate::ddp::DistributedDataParallel;
+use super::ddp::DistributedDataParallel;
 use crate::error::{Error, Result};
 
 const LINE_ELEMS: usize = 16;

@@ -27,10 +27,10 @@ use std::time::Instant;
 use phalanx_comm::{ProcessGroup, ReduceOp};
 use phalanx_nn::Params;
 
+use super::tree::{Node, ShardTree};
 use crate::error::{Error, Result};
 use crate::reducer::ParamSpec;
 use crate::trace::StepTimes;
-use crate::tree::{Node, ShardTree};
 use crate::vote::{self, Ballot, Commit, Veto};
 
 /// Borders between chunks lie on 64-byte lines.

@@ -23,9 +23,9 @@ use std::collections::BTreeMap;
 use phalanx_comm::{ProcessGroup, ReduceOp};
 use phalanx_nn::rng::torch::Generator;
 
+use super::low_rank;
 use crate::error::{Error, Result};
 use crate::hooks::{GradBucket, GradTensor, GradientHook, HookState};
-use crate::low_rank;
 use crate::messages::Messages;
 use crate::vote::Commit;
 

@@ -86,7 +86,7 @@ fn floats(value: &Value) -> Vec<f32> {
 #[test]
 fn four_steps_are_those_of_pytorch() {
     let fixture: Value =
-        serde_json::from_str(include_str!("../fixtures/power_sgd.json")).expect("a fixture");
+        serde_json::from_str(include_str!("../../fixtures/power_sgd.json")).expect("a fixture");
     let shapes = [(6, 12), (7, 9), (5, 1)];
     let runs = fixture["runs"].as_array().expect("runs");
     assert_eq!(runs.len(), 6);

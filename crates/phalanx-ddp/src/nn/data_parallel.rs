@@ -9,9 +9,9 @@ use std::ops::Range;
 
 use phalanx_nn::{GradSink, GradView, Grads, ParamId, Params, Tape, Threads};
 
+use super::own_grads::OwnGrads;
+use super::step::{Average, GlobalBatch, weigh};
 use crate::error::{Error, Result};
-use crate::own_grads::OwnGrads;
-use crate::step::{Average, GlobalBatch, weigh};
 
 /// What a replica may fail with.
 type Failure = Box<dyn std::error::Error + Send + Sync>;

@@ -9,8 +9,8 @@ use phalanx_comm::ProcessGroup;
 use phalanx_nn::SinkError;
 use phalanx_nn::layers::JoinStatistics;
 
+use super::sync_norm::combine;
 use crate::error::{Error, Result};
-use crate::sync_norm::combine;
 
 /// How often a waiting shard looks whether another rank has failed.
 const LOOK: Duration = Duration::from_millis(100);

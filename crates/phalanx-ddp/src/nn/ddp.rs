@@ -5,21 +5,21 @@ use std::sync::Arc;
 
 #[cfg(doc)]
 use phalanx_comm::Algorithm;
-use phalanx_comm::{ProcessGroup, ReduceOp, TransportKind};
-use phalanx_nn::{GradSink, GradView, Layout, ParamId, ParamInfo, Params, SinkError, Tape};
+use phalanx_comm::{ProcessGroup, ReduceOp};
+use phalanx_nn::{GradSink, GradView, Layout, ParamId, Params, SinkError, Tape};
 
-use crate::bucket::{BucketCaps, BucketPlan};
+use super::route::{Routes, Selection};
+use super::shards::Shards;
+use super::step::{self, Average, GlobalBatch, GlobalStep, Uneven};
+use super::sync_norm::SyncBatchNorm;
+use super::tree::ShardTree;
+use crate::bucket::{BucketCaps, BucketPlan, all_share_memory};
 use crate::error::{Error, Result};
 use crate::fingerprint::Fingerprint;
 use crate::hooks::{GradientHook, HookState};
+use crate::parameters::broadcast_parameters;
 use crate::reducer::{Exchange, ParamSpec, Reducer, ReducerOptions};
-use crate::route::{Routes, Selection};
-use crate::shards::Shards;
-use crate::step::{self, Average, GlobalBatch, GlobalStep, Uneven};
-use crate::sync_norm::SyncBatchNorm;
 use crate::trace::StepTimes;
-use crate::tree::ShardTree;
-use crate::typed::GradType;
 use crate::vote::Commit;
 
 /// Settings of [`DistributedDataParallel`].
@@ -215,28 +215,12 @@ impl DistributedDataParallel {
             any_order: options.deterministic == Deterministic::Off,
             unchecked: options.unchecked,
         };
-        if group.world_size() > 1 {
-            let failed = |e| Error::comm_while("rank 0's parameters could not be broadcast", e);
-            let own = routes.ignored_values(params);
-            group.broadcast(params.flat_mut(), 0).map_err(failed)?;
-            routes.restore(params, own);
-            group
-                .broadcast(params.buffers_flat_mut(), 0)
-                .map_err(failed)?;
-        }
+        let own = routes.ignored_values(params);
+        broadcast_parameters(&group, params, 0)?;
+        routes.restore(params, own);
         let is_reduced = |id: &ParamId| matches!(routes.of(*id), Selection::Reduced(_));
         let reduced: Vec<ParamId> = params.ids().filter(is_reduced).collect();
-        let specs: Vec<ParamSpec> = params
-            .ids()
-            .zip(params.infos())
-            .filter(|(id, _)| is_reduced(id))
-            .map(|(_, info)| ParamSpec {
-                name: info.name.clone(),
-                len: info.len,
-                dtype: GradType::F32,
-                columns: columns(info),
-            })
-            .collect();
+        let specs = reduced.iter().map(|id| spec(params, *id)).collect();
         let (specs, shards) = match options.deterministic {
             Deterministic::Ranks | Deterministic::Off => (specs, None),
             Deterministic::Shards(tree) => {
@@ -785,14 +769,17 @@ fn check_scattered(options: &DdpOptions) -> Result<()> {
     Ok(())
 }
 
-/// Length of a row of a parameter as it lies in memory: a matrix of its first
-/// dimension by all others, or for a convolution, whose first lies innermost, the transpose.
-fn columns(info: &ParamInfo) -> usize {
-    match (info.layout, info.shape.as_slice()) {
-        (_, [] | [_]) => 1,
-        (Layout::Same, [first, ..]) => (info.len / first.max(&1)).max(1),
-        (_, [first, ..]) => (*first).max(1),
+/// What the reducer needs of a parameter. A convolution's first dimension lies innermost, so its matrix is the
+/// transpose.
+fn spec(params: &Params, id: ParamId) -> ParamSpec {
+    let info = &params.infos()[id.index()];
+    let mut spec = ParamSpec::of(params, id.index());
+    if info.layout != Layout::Same
+        && let [first, _, ..] = info.shape.as_slice()
+    {
+        spec.columns = (*first).max(1);
     }
+    spec
 }
 
 /// Communication across hosts has a higher fixed cost, so wants larger buckets.
@@ -801,28 +788,6 @@ fn default_caps(group: &ProcessGroup) -> Result<BucketCaps> {
         true => BucketCaps::ONE_HOST,
         false => BucketCaps::ACROSS_HOSTS,
     })
-}
-
-/// Whether all ranks of `group` reach each other through memory. A rank sees only its own links; the ranks
-/// agree by maximum, since they must go on alike.
-///
-/// *Blocks* until all ranks of the group call it.
-///
-/// # Errors
-///
-/// `Comm` when a peer is lost or late.
-pub fn all_share_memory(group: &ProcessGroup) -> Result<bool> {
-    let remote = group
-        .transports()
-        .iter()
-        .any(|(_, kind)| *kind == TransportKind::Tcp);
-    let mut any_remote = [u8::from(remote)];
-    group
-        .all_reduce(&mut any_remote, ReduceOp::Max)
-        .map_err(|e| {
-            Error::comm_while("the ranks could not agree on how to exchange gradients", e)
-        })?;
-    Ok(any_remote[0] == 0)
 }
 
 fn fingerprint(group: &ProcessGroup, params: &Params, options: &DdpOptions) -> Fingerprint {
@@ -848,11 +813,6 @@ fn fingerprint(group: &ProcessGroup, params: &Params, options: &DdpOptions) -> F
     print.line(format!("buffers made equal: {:?}", options.buffers));
     print.line(format!("parameters ignored: {:?}", options.ignored));
     print.line(format!("parameters frozen: {:?}", options.frozen));
-    for info in params.infos() {
-        print.line(format!("parameter {} f32 {:?}", info.name, info.shape));
-    }
-    for info in params.buffer_infos() {
-        print.line(format!("buffer {} f32 {:?}", info.name, info.shape));
-    }
+    print.parameters(params);
     print
 }

@@ -130,7 +130,7 @@ fn check_case(case: &Value, group: ProcessGroup) {
 
 #[test]
 fn every_case_of_pytorch() {
-    let text = include_str!("../fixtures/syncbn.json");
+    let text = include_str!("../../fixtures/syncbn.json");
     let cases: Vec<Value> = serde_json::from_str(text).expect("fixture");
     assert_eq!(cases.len(), 4);
     for case in &cases {

@@ -16,9 +16,9 @@
 use phalanx_comm::ProcessGroup;
 use phalanx_nn::{Params, Tape};
 
-use crate::ddp::DistributedDataParallel;
+use super::ddp::DistributedDataParallel;
+use super::tree::ShardTree;
 use crate::error::{Error, Result};
-use crate::tree::ShardTree;
 use crate::vote::Commit;
 
 /// What the mean of gradients is taken over.

@@ -13,10 +13,10 @@ use std::sync::Arc;
 
 use phalanx_nn::{GradSink, Params, Tape, Threads};
 
+use super::meeting::{Meeting, Seat, with_causes};
+use super::own_grads::OwnGrads;
+use super::step::GlobalStep;
 use crate::error::{Error, Result};
-use crate::meeting::{Meeting, Seat, with_causes};
-use crate::own_grads::OwnGrads;
-use crate::step::GlobalStep;
 
 /// What a user's shard may fail with.
 type Failure = Box<dyn std::error::Error + Send + Sync>;

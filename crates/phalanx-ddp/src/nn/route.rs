@@ -2,7 +2,7 @@
 
 use phalanx_nn::{ParamId, Params};
 
-use crate::ddp::Unused;
+use super::ddp::Unused;
 use crate::error::{Error, Result};
 
 /// Where the gradient of one parameter goes.

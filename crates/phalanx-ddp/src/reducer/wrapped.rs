@@ -1,0 +1,72 @@
+//! What only `DistributedDataParallel` needs.
+
+use std::ops::Range;
+
+use super::Reducer;
+use crate::error::Result;
+use crate::typed::{AnyMemory, Memory};
+
+impl Reducer {
+    /// There is a step without data, so without gradients.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when the backward of a step has begun.
+    pub(crate) fn drop_gradients(&mut self) -> Result<()> {
+        self.plan_step(&[1.0], 1.0)?;
+        self.committed = false;
+        self.veto_next = false;
+        Ok(())
+    }
+
+    /// The weight of micro-batch `index`, which is not applied any more,
+    /// unless it is 0.
+    pub(crate) fn weigh_at_loss(&mut self, index: usize) -> f32 {
+        let weight = self.micro.weights.get_mut(index);
+        weight.map_or(1.0, |w| {
+            if *w == 0.0 {
+                0.0
+            } else {
+                std::mem::replace(w, 1.0)
+            }
+        })
+    }
+
+    /// Names parameters that are not reduced, but whose gradients count in the vote
+    /// ([`own_not_finite`](Self::own_not_finite)).
+    pub(crate) fn set_own(&mut self, names: Vec<String>) {
+        self.own = names;
+    }
+
+    /// Votes against the step that runs because of number `index` of this rank's own gradients.
+    pub(crate) fn own_not_finite(&mut self, index: usize) {
+        self.begin();
+        if !self.options.unchecked {
+            self.ballot.own_not_finite(self.params.len(), index);
+        }
+    }
+
+    /// What this rank has of the averaged gradient of `param`; empty for elements that
+    /// are another rank's, and whenever [`grad`](Self::grad) would be.
+    pub(crate) fn piece(&self, param: usize, elems: Range<usize>) -> &[f32] {
+        if param >= self.params.len() || self.in_backward || !self.committed || !self.exchanged {
+            return &[];
+        }
+        let (bucket, place) = self.plan.place(param);
+        let run = place.start + elems.start..place.start + elems.end;
+        match (&self.chunks[bucket], &self.memory[bucket]) {
+            (Some(chunk), _) => {
+                let first = self.group.rank() * chunk.len();
+                let run = run.start.checked_sub(first).zip(run.end.checked_sub(first));
+                run.and_then(|(from, to)| chunk.get(from..to))
+                    .unwrap_or_default()
+            }
+            (None, AnyMemory::F32(Memory::Reduced(memory))) => memory.get(run).unwrap_or_default(),
+            _ => &[],
+        }
+    }
+
+    pub(crate) fn set_skipped_steps(&mut self, steps: u64) {
+        self.skipped = steps;
+    }
+}

@@ -1,0 +1,19 @@
+//! The wrapper and sharded optimizers.
+
+mod accumulation;
+mod accumulation_norm;
+mod agreement;
+mod any_order;
+mod hooks;
+mod joined_shards;
+mod options;
+mod other_kinds;
+mod power_sgd;
+mod resnet_shards;
+mod shards;
+mod shrink;
+mod steps;
+mod sync_norm;
+mod vote;
+mod zero;
+mod zero_scattered;
