@@ -283,7 +283,7 @@ fn the_wrapper_keeps_the_hooks_state() {
             .restore_state(&saved)
             .expect_err("no hook")
             .to_string();
-        assert!(text.contains("goes on with no gradient hook"), "{text}");
+        assert!(text.contains("this run uses no gradient hook"), "{text}");
         other.set_hook(hook(3)).expect("set");
         other.restore_state(&saved).expect_err("another rank");
         other.set_hook(hook(2)).expect("set");
