@@ -1,5 +1,6 @@
 //! A run's folder: what rank 0 writes there, and what an earlier run left.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -10,10 +11,13 @@ use phalanx_data::state::{Folder, Place};
 use phalanx_nn::Params;
 use serde::Serialize;
 
+use super::events::{self, Events};
 use super::lock::Lock;
 use super::run_dir::{self, Fresh};
+use super::run_log::RunLog;
 use super::saving::SavingArgs;
 use crate::error::{Error, ErrorKind, Result};
+use crate::say;
 use phalanx_process::RankContext;
 
 pub const SUMMARY_FILE: &str = "summary.json";
@@ -60,6 +64,7 @@ impl Files {
             number.parse::<usize>().ok()
         };
         [SUMMARY_FILE, PREDICTIONS_FILE].contains(&name)
+            || name.starts_with(events::PREFIX)
             || self.accuracies.as_deref() == Some(name)
             || self
                 .weights
@@ -171,27 +176,53 @@ impl Output {
         &self.saved
     }
 
-    /// The metrics log of rank 0, up to where a resumed run goes on; a disabled
-    /// one elsewhere. Where an attempt before had saved no checkpoint, its log is kept as `metrics-N.jsonl`.
+    /// The log of rank 0, up to where a resumed run goes on; a disabled one elsewhere. Where an attempt
+    /// before had saved no checkpoint, its metrics are kept as `metrics-N.jsonl`. TensorBoard shows `settings`.
     ///
     /// # Errors
     ///
-    /// Those of creating the file.
-    pub fn metrics(&self, resumed: Option<Place>) -> Result<MetricsLog> {
-        Ok(match (&self.opened, resumed) {
+    /// Those of creating `metrics.jsonl`.
+    pub fn log(
+        &self,
+        ctx: &RankContext,
+        resumed: Option<Place>,
+        settings: &BTreeMap<String, String>,
+    ) -> Result<RunLog> {
+        let Some(dir) = &self.opened else {
+            return Ok(RunLog::disabled());
+        };
+        // Evaluated at the checkpoint: TensorBoard drops it with the steps after.
+        let evaluated = RefCell::new(None);
+        let metrics = match resumed {
             // What was measured after the checkpoint will be measured again.
-            (Some(dir), Some(place)) => MetricsLog::resume(dir, METRICS_FILE, 1, |record| {
+            Some(place) => MetricsLog::resume(dir, METRICS_FILE, 1, |record| {
                 let step = record["step"].as_u64().unwrap_or(u64::MAX);
-                step < place.step || (step == place.step && !record["test_loss"].is_null())
+                let is_evaluation = step == place.step && !record["test_loss"].is_null();
+                if is_evaluation {
+                    evaluated.replace(Some(record.clone()));
+                }
+                step < place.step || is_evaluation
             })?,
-            (Some(dir), None) => {
+            None => {
                 if !self.is_fresh && dir.has(METRICS_FILE) {
                     set_metrics_aside(dir)?;
                 }
                 MetricsLog::create(dir, METRICS_FILE, 1)?
             }
-            (None, _) => MetricsLog::disabled(),
-        })
+        };
+        let step = resumed.map_or(0, |place| place.step);
+        let mut settings = settings.clone();
+        // "no --flag" of what was not typed.
+        settings.remove("no");
+        settings.insert("arguments".to_owned(), say::arguments().join(" "));
+        settings.insert("ranks".to_owned(), ctx.world().to_string());
+        settings.insert("transport".to_owned(), ctx.describe());
+        let events = Events::create(dir, ctx.started, step, &settings);
+        let mut log = RunLog::new(metrics, events);
+        if let Some(record) = evaluated.into_inner() {
+            log.repeat(&record);
+        }
+        Ok(log)
     }
 
     /// Saves the weights of a finished epoch, where the program does so.
@@ -363,6 +394,7 @@ mod tests {
         for ours in [
             "summary.json",
             "predictions.jsonl",
+            "events.out.tfevents.1700000000.host.7.0",
             "net.safetensors",
             "epoch_12.safetensors",
             "epoch_12.pth",
