@@ -90,6 +90,13 @@ def fixtures():
     value.metadata.plugin_data.plugin_name = "hparams"
     value.metadata.plugin_data.content = data.SerializeToString(deterministic=True)
     events.append(event)
+    event = event_pb2.Event(wall_time=2.5, step=7)
+    histo = event.summary.value.add(tag="gradients/w").histo
+    histo.min, histo.max, histo.num, histo.sum, histo.sum_squares = -1, 2, 4, 2, 6
+    # 30 buckets from -1 to 2.
+    histo.bucket_limit[:] = [-1 + 0.1 * i for i in range(1, 30)] + [2]
+    histo.bucket[:] = [float(i in (0, 10, 20, 29)) for i in range(30)]
+    events.append(event)
     for event in events:
         with tempfile.NamedTemporaryFile() as file:
             writer = RecordWriter(file)

@@ -4,6 +4,7 @@ use std::fmt::Display;
 use std::io;
 
 use phalanx_data::metrics::MetricsLog;
+use phalanx_nn::{GradView, Params};
 use serde_json::Value;
 
 use crate::error::Result;
@@ -45,6 +46,11 @@ impl RunLog {
     /// Writes a record that `metrics.jsonl` has for TensorBoard again.
     pub(super) fn repeat(&mut self, record: &Value) {
         self.try_events(|events| events.record(record));
+    }
+
+    /// Writes histograms for TensorBoard, as [`Events::histograms`].
+    pub(super) fn histograms(&mut self, step: u64, params: &Params, grads: Option<&dyn GradView>) {
+        self.try_events(|events| events.histograms(step, params, grads));
     }
 
     /// Hands all events to the system: a run that is resumed from a checkpoint has those before it.

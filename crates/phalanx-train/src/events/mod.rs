@@ -2,6 +2,7 @@
 //!
 //! A process writes one file, directly in the run's folder, so that TensorBoard calls the run by its folder.
 
+mod histogram;
 mod proto;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -14,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use phalanx_data::files::Dir;
+use phalanx_nn::{GradView, Params};
 use prost::Message as _;
 use serde_json::Value;
 
@@ -47,15 +49,16 @@ impl Events {
     ) -> Result<Events> {
         let since_1970 = |time: SystemTime| time.duration_since(SystemTime::UNIX_EPOCH);
         let now = since_1970(SystemTime::now()).unwrap_or_default();
-        // Files are read in the order of their names.
+        // Files are read in the order of their names: each has a later second than those before.
+        let second = |name: &String| name.strip_prefix(PREFIX)?.split('.').next()?.parse().ok();
+        let last: Option<u64> = dir.names()?.iter().filter_map(second).max();
         let name = format!(
-            "{PREFIX}{:010}.{}.{}",
-            now.as_secs(),
+            "{PREFIX}{:010}.{}.{}.0",
+            now.as_secs()
+                .max(last.map_or(0, |last| last.saturating_add(1))),
             host(),
             std::process::id()
         );
-        let mut names = (0..).map(|n| format!("{name}.{n}"));
-        let name = names.find(|name| !dir.has(name)).unwrap_or(name);
         let mut events = Events {
             path: dir.path().join(&name),
             out: BufWriter::new(dir.create_file(&name)?),
@@ -92,6 +95,30 @@ impl Events {
             self.flush()?;
         }
         Ok(())
+    }
+
+    /// Writes histograms of all parameters and of the gradients that there are.
+    pub(crate) fn histograms(
+        &mut self,
+        step: u64,
+        params: &Params,
+        grads: Option<&dyn GradView>,
+    ) -> io::Result<()> {
+        let histogram = |tag: String, values: &[f32]| proto::Value {
+            tag,
+            histogram: Some(histogram::of(values)),
+            ..proto::Value::default()
+        };
+        let mut values = Vec::new();
+        for (id, info) in params.ids().zip(params.infos()) {
+            let name = &info.name;
+            values.push(histogram(format!("parameters/{name}"), params.get(id)));
+            let grad = grads.map(|grads| grads.grad(id)).unwrap_or_default();
+            if !grad.is_empty() {
+                values.push(histogram(format!("gradients/{name}"), grad));
+            }
+        }
+        self.write(step, None, What::Summary(proto::Summary { values }))
     }
 
     /// Hands what was written to the system.

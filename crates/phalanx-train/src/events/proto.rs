@@ -48,10 +48,31 @@ pub(super) struct Value {
     pub tag: String,
     #[prost(float, optional, tag = "2")]
     pub simple_value: Option<f32>,
+    #[prost(message, optional, tag = "5")]
+    pub histogram: Option<Histogram>,
     #[prost(message, optional, tag = "8")]
     pub tensor: Option<Tensor>,
     #[prost(message, optional, tag = "9")]
     pub metadata: Option<Metadata>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct Histogram {
+    #[prost(double, tag = "1")]
+    pub min: f64,
+    #[prost(double, tag = "2")]
+    pub max: f64,
+    #[prost(double, tag = "3")]
+    pub num: f64,
+    #[prost(double, tag = "4")]
+    pub sum: f64,
+    #[prost(double, tag = "5")]
+    pub sum_squares: f64,
+    /// Where each bucket ends.
+    #[prost(double, repeated, tag = "6")]
+    pub bucket_limit: Vec<f64>,
+    #[prost(double, repeated, tag = "7")]
+    pub bucket: Vec<f64>,
 }
 
 #[derive(Clone, PartialEq, Message)]

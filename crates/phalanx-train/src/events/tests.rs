@@ -21,6 +21,21 @@ const PLUGINS: &str = concat!(
     "0000f83f0581ad86",
 );
 
+const HISTOGRAM: &str = concat!(
+    "340200000000000062d338ad09000000000000044010072aa6040aa3040a0b6772616469656e74732f772a93040900000000",
+    "0000f0bf11000000000000004019000000000000104021000000000000004029000000000000184032f001cdccccccccccec",
+    "bf9a9999999999e9bf666666666666e6bf333333333333e3bf000000000000e0bf989999999999d9bf323333333333d3bf98",
+    "9999999999c9bf989999999999b9bf0000000000000000a09999999999b93fa09999999999c93f343333333333d33f9c9999",
+    "999999d93f000000000000e03f343333333333e33f686666666666e63f9a9999999999e93fceccccccccccec3f0000000000",
+    "00f03f9a9999999999f13f343333333333f33fceccccccccccf43f686666666666f63f000000000000f83f9a9999999999f9",
+    "3f343333333333fb3fceccccccccccfc3f686666666666fe3f00000000000000403af001000000000000f03f000000000000",
+    "0000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000",
+    "00000000000000000000000000000000000000000000f03f0000000000000000000000000000000000000000000000000000",
+    "0000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000",
+    "0000f03f00000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000",
+    "000000000000000000000000000000000000000000000000f03f3e06f33b",
+);
+
 /// Events that go to a full disk.
 pub(crate) fn on_a_full_disk() -> Events {
     let full = File::options().write(true).open("/dev/full");
@@ -32,6 +47,17 @@ pub(crate) fn on_a_full_disk() -> Events {
     }
 }
 
+#[track_caller]
+fn same(wall_time: f64, step: i64, what: What, expected: &str) {
+    let what = Some(what);
+    let event = Event {
+        wall_time,
+        step,
+        what,
+    };
+    assert_eq!(hex::encode(record(&event)), expected);
+}
+
 #[test]
 fn checksums_are_those_computed_by_hand() {
     // 0xe3069283, the check value of CRC-32C, rotated right by 15 bits: 0x2507c60d. That plus 0xa282ead8.
@@ -40,15 +66,6 @@ fn checksums_are_those_computed_by_hand() {
 
 #[test]
 fn records_have_the_bytes_of_tensorboards_own() {
-    let same = |wall_time: f64, step: i64, what: What, expected: &str| {
-        let what = Some(what);
-        let event = Event {
-            wall_time,
-            step,
-            what,
-        };
-        assert_eq!(hex::encode(record(&event)), expected);
-    };
     same(1.5, 0, What::FileVersion("brain.Event:2".into()), VERSION);
     let status = SESSION_START;
     same(1.5, 7, What::SessionLog(SessionLog { status }), START);
@@ -69,6 +86,25 @@ fn records_have_the_bytes_of_tensorboards_own() {
         on_a_full_disk().hparams(&settings),
     ];
     same(2.5, 0, What::Summary(Summary { values }), PLUGINS);
+}
+
+#[test]
+fn histograms_count_every_number() {
+    let infinite = [f32::NAN, f32::INFINITY];
+    let histogram = histogram::of(&[&infinite[..], &[-1.0, 0.0, 1.0, 2.0]].concat());
+    let value = proto::Value {
+        tag: "gradients/w".into(),
+        histogram: Some(histogram.clone()),
+        ..proto::Value::default()
+    };
+    let summary = Summary {
+        values: vec![value],
+    };
+    same(2.5, 7, What::Summary(summary), HISTOGRAM);
+    assert_eq!(histogram.bucket.iter().sum::<f64>(), 4.0);
+    let equal = histogram::of(&[0.5; 3]);
+    assert_eq!((equal.bucket, equal.bucket_limit), (vec![3.0], vec![0.5]));
+    assert_eq!(histogram::of(&infinite), proto::Histogram::default());
 }
 
 #[test]

@@ -362,6 +362,9 @@ impl<'j, M> TrainerBuilder<'j, M> {
             optimizer: &title,
         };
         announce(ctx, settings, &about, &params, &groups, &output);
+        if settings.watch > 0 && exchange.is_scattered() {
+            ctx.note("watch    parameters only: each rank has a part of the gradients; --exchange all-reduce watches both");
+        }
         let mut reporter = self.reporter;
         reporter.trains(ctx, settings.epochs())?;
 

@@ -167,11 +167,11 @@ fn measured(run: &Path) -> Scalars {
 }
 
 /// `train mnist` of 10 steps an epoch into `out`.
-fn train(dir: &Path, more: &[&str]) {
+fn train(dir: &Path, more: &[&str]) -> String {
     let args = "train mnist --output-dir out --log-interval 1 --synthetic-samples 640 --global-batch-size 64 \
                 --threads 1 --test-batch-size 50 --epochs 2";
     let args: Vec<&str> = args.split_whitespace().collect();
-    succeed(&[&args[..], more].concat(), dir);
+    succeed(&[&args[..], more].concat(), dir).1
 }
 
 #[test]
@@ -237,4 +237,56 @@ fn a_resumed_run_drops_what_was_written_after_its_checkpoint() {
     let steps = |tag: &str| -> Vec<u64> { scalars[tag].iter().map(|(step, _)| *step).collect() };
     assert_eq!(steps("train/loss"), (0..20).collect::<Vec<_>>());
     assert_eq!(steps("test/accuracy"), [10, 20]);
+}
+
+#[test]
+fn watching_counts_every_parameter_and_gradient_and_changes_no_bit() {
+    let dir = tempfile::tempdir().expect("folder");
+    let go = |name: &str, more: &[&str]| {
+        let at = dir.path().join(name);
+        std::fs::create_dir(&at).expect("folder");
+        let said = train(&at, &[&["--nproc-per-node", "2"], more].concat());
+        let out = at.join("out");
+        let summary = std::fs::read_to_string(out.join("summary.json")).expect("summary.json");
+        let summary: Value = serde_json::from_str(&summary).expect("JSON");
+        // By tag, the steps and how many values were counted.
+        let mut counts: BTreeMap<String, Vec<(u64, f64)>> = BTreeMap::new();
+        for event in files(&out).iter().flatten() {
+            for (tag, value) in &event.others {
+                for (_, histogram) in fields(value).iter().filter(|(n, _)| *n == 5) {
+                    let buckets = fields(histogram).into_iter().find(|(n, _)| *n == 7);
+                    let buckets = buckets.expect("buckets").1;
+                    let count = buckets
+                        .chunks(8)
+                        .map(|b| f64::from_le_bytes(eight(b)))
+                        .sum();
+                    counts
+                        .entry(tag.clone())
+                        .or_default()
+                        .push((event.step, count));
+                }
+            }
+        }
+        (summary["weights_sha256"].clone(), counts, said)
+    };
+    let (weights, counts, _) = go("off", &[]);
+    assert!(counts.is_empty());
+    let (both, counts, _) = go("both", &["--watch", "5", "--exchange", "all-reduce"]);
+    assert_eq!(both, weights);
+    assert_eq!(counts.len(), 2 * 8, "{counts:?}");
+    for kind in ["parameters", "gradients"] {
+        let bias: Vec<_> = [0, 5, 10, 15].map(|step| (step, 10.0)).into();
+        assert_eq!(counts[&format!("{kind}/fc2.bias")], bias);
+        let first = counts.iter().filter(|(tag, _)| tag.starts_with(kind));
+        let all: f64 = first.map(|(_, counted)| counted[0].1).sum();
+        assert_eq!(all, 1_199_882.0);
+    }
+    let (part, counts, said) = go("part", &["--watch", "10", "--exchange", "reduce-scatter"]);
+    assert_eq!(part, weights);
+    assert_eq!(counts.len(), 8, "{counts:?}");
+    assert_eq!(
+        said.matches("watch    parameters only").count(),
+        1,
+        "{said}"
+    );
 }
