@@ -151,22 +151,21 @@ fn curves(metrics: &[u8]) -> (BTreeMap<String, Points>, Vec<Event>) {
         let step = step.unwrap_or(number as f64);
         for (name, text) in &record {
             let say = |text| Event { step, text };
+            let fits = curves.len() < MAX_CURVES || curves.contains_key(name);
             match value(text) {
                 _ if name == "step" => {}
-                Some(value) => {
-                    if curves.len() < MAX_CURVES || curves.contains_key(name) {
-                        curves.entry(name.clone()).or_default().add(step, value);
-                    }
-                }
+                Some(value) if fits => curves.entry(name.clone()).or_default().add(step, value),
                 None if events.len() == MAX_EVENTS => {}
-                None if text.get() == "null" && name != "accuracy" => {
+                // A program may measure neither in its evaluation.
+                None if ["accuracy", "test_loss"].contains(&name.as_str()) => {}
+                None if text.get() == "null" => {
                     events.push(say(format!("{name} is not a number")));
                 }
                 None if name == "event" || name == "message" => {
                     let text = serde_json::from_str(text.get());
                     events.extend(text.ok().map(say));
                 }
-                None => {}
+                _ => {}
             }
         }
     }
