@@ -9,6 +9,7 @@ use phalanx_data::files::Dir;
 use phalanx_data::metrics::{MetricsLog, write_summary_in};
 use phalanx_data::state::{Folder, Place};
 use phalanx_nn::Params;
+use phalanx_report::{PICTURES_FILE, REPORT_FILE, Run};
 use serde::Serialize;
 
 use super::events::{self, Events};
@@ -63,7 +64,7 @@ impl Files {
                 .or_else(|| number.strip_suffix(".pth"))?;
             number.parse::<usize>().ok()
         };
-        [SUMMARY_FILE, PREDICTIONS_FILE].contains(&name)
+        [SUMMARY_FILE, PREDICTIONS_FILE, PICTURES_FILE, REPORT_FILE].contains(&name)
             || name.starts_with(events::PREFIX)
             || self.accuracies.as_deref() == Some(name)
             || self
@@ -146,14 +147,18 @@ impl Output {
         }
     }
 
-    /// Removes the summary of a run that now goes on: with it, it would be complete.
+    /// Removes the summary of a run that now goes on, with which it would be complete, and the
+    /// report, which shows that summary.
     ///
     /// # Errors
     ///
     /// System, naming the file.
     pub fn reopen(&self) -> Result<()> {
         match &self.opened {
-            Some(dir) => Ok(dir.remove(SUMMARY_FILE)?),
+            Some(dir) => {
+                let _ = dir.remove(REPORT_FILE);
+                Ok(dir.remove(SUMMARY_FILE)?)
+            }
             None => Ok(()),
         }
     }
@@ -320,14 +325,35 @@ impl Output {
         Ok(dir.write(name, |out| out.write_all(&text))?)
     }
 
-    /// Writes the summary, last of all: with it, a run is complete.
+    /// Writes `png`, the images of `predictions.jsonl`, to `predictions.png`.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn save_pictures(&self, png: &[u8]) -> Result<()> {
+        match &self.opened {
+            Some(dir) => Ok(dir.write(PICTURES_FILE, |out| out.write_all(png))?),
+            None => Ok(()),
+        }
+    }
+
+    /// Writes the summary, with which a run is complete, and `report.html`. A report that cannot
+    /// be written is a warning.
     ///
     /// # Errors
     ///
     /// Those of writing.
     pub fn save_summary(&self, summary: &serde_json::Value) -> Result<()> {
         match &self.opened {
-            Some(dir) => Ok(write_summary_in(dir, SUMMARY_FILE, summary)?),
+            Some(dir) => {
+                write_summary_in(dir, SUMMARY_FILE, summary)?;
+                let page = Run::read_in(dir).and_then(|run| phalanx_report::page(&[run]));
+                let written = page.and_then(|page| phalanx_report::write_in(dir, &page));
+                if let Err(error) = written {
+                    say::note(format_args!("warning: no {REPORT_FILE}: {error}"));
+                }
+                Ok(())
+            }
             None => Ok(()),
         }
     }
@@ -356,7 +382,11 @@ fn clear_earlier_run(dir: &Dir, files: &Files, _: &Fresh) -> Result<()> {
             Some(inner.rsplit_once('.')?.0)
         };
         if files.has(&name) || temporary_of().is_some_and(|name| files.has(name)) {
-            dir.remove(&name).map_err(failed)?;
+            match dir.remove(&name) {
+                // No report ends a run.
+                Err(_) if name == REPORT_FILE => {}
+                removed => removed.map_err(failed)?,
+            }
         }
     }
     Ok(())
@@ -395,6 +425,8 @@ mod tests {
             "summary.json",
             "predictions.jsonl",
             "events.out.tfevents.1700000000.host.7.0",
+            "predictions.png",
+            "report.html",
             "net.safetensors",
             "epoch_12.safetensors",
             "epoch_12.pth",

@@ -407,4 +407,14 @@ impl<'j, M> Trainer<'j, M> {
     pub fn save_rows(&self, name: &str, rows: &[impl serde::Serialize]) -> Result<()> {
         self.reports.output.save_rows(name, rows)
     }
+
+    /// Writes the images of `predictions.jsonl` as one picture to `predictions.png`, which the
+    /// run's report shows; on rank 0, nothing elsewhere. `phalanx_data::image::sheet` makes one.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn save_pictures(&self, png: &[u8]) -> Result<()> {
+        self.reports.output.save_pictures(png)
+    }
 }

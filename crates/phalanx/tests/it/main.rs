@@ -8,6 +8,7 @@ mod layers;
 mod own_program;
 mod predict;
 mod programs;
+mod report;
 mod resume;
 mod support;
 mod train;
