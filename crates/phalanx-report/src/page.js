@@ -71,8 +71,8 @@ if (!several) {
   page.append(el("div", { class: "cards" }, results.map(([name, text]) => [name, text(run)]).filter(([, text]) => text !== "–")
     .map(([name, text]) => el("div", {}, el("small", {}, name), el("b", text.length > 9 ? { style: "font-size:.95rem" } : {}, text)))));
   const pair = ([name, value]) => el("div", {}, el("span", {}, name), el("b", {}, shown(value)));
-  page.append(el("details", { open: "" }, el("summary", {}, "Settings"), el("div", { class: "settings" }, Object.entries(settings(run)).map(pair))));
-  page.append(el("details", {}, el("summary", {}, "All results"), el("div", { class: "settings" }, otherResults(run).map(pair))));
+  if (Object.keys(run.summary).length) page.append(el("details", { open: "" }, el("summary", {}, "Settings"), el("div", { class: "settings" }, Object.entries(settings(run)).map(pair))),
+    el("details", {}, el("summary", {}, "All results"), el("div", { class: "settings" }, otherResults(run).map(pair))));
 } else {
   page.append(table(["run", ...results.map(([name]) => name)], runs.map((r) => [el("span", {}, key(r), " ", r.label, finished(r)), ...results.map(([, text]) => text(r))])));
   const all = runs.map(settings);
