@@ -159,6 +159,56 @@ fn netpbm(path: &Path, data: impl BufRead, shape: [usize; 3]) -> Result<(Vec<u8>
     Ok((pixels, channels))
 }
 
+/// Images in a row of a [`sheet`].
+pub const PER_ROW: usize = 32;
+
+/// Longest side of an image in a [`sheet`]; of larger ones, every second or third pixel is there.
+const MAX_SHEET_SIDE: usize = 64;
+
+/// Images (N, H, W, C) of any values as one PNG picture, [`PER_ROW`] in a row. The least value of
+/// an image is black, its greatest white. Gray for one channel, RGB for three, otherwise the first
+/// channel.
+///
+/// # Errors
+///
+/// `Internal`, when the picture cannot be encoded.
+pub fn sheet(images: &[f32], [h, w, c]: [usize; 3]) -> Result<Vec<u8>> {
+    let every = h.max(w).div_ceil(MAX_SHEET_SIDE).max(1);
+    let (high, wide) = (h.div_ceil(every), w.div_ceil(every));
+    let channels = if c == 3 { 3 } else { 1 };
+    let each = (h * w * c).max(1);
+    let count = images.len() / each;
+    let (rows, row_bytes) = (count.div_ceil(PER_ROW) * high, PER_ROW * wide * channels);
+    let mut pixels = vec![0u8; rows * row_bytes];
+    for (number, image) in images.chunks_exact(each).enumerate() {
+        let low = image.iter().copied().fold(f32::INFINITY, f32::min);
+        let range = image.iter().copied().fold(f32::NEG_INFINITY, f32::max) - low;
+        let scale = if range > 0.0 { 255.0 / range } else { 0.0 };
+        for (y, x) in (0..high).flat_map(|y| (0..wide).map(move |x| (y, x))) {
+            let from = (y * w + x) * every * c;
+            let to = (number / PER_ROW * high + y) * row_bytes
+                + (number % PER_ROW * wide + x) * channels;
+            for channel in 0..channels {
+                pixels[to + channel] = ((image[from + channel] - low) * scale).round() as u8;
+            }
+        }
+    }
+    let mut out = Vec::new();
+    let (width, height) = ((PER_ROW * wide) as u32, rows as u32);
+    let mut encoder = png::Encoder::new(&mut out, width, height);
+    encoder.set_color(match channels {
+        3 => png::ColorType::Rgb,
+        _ => png::ColorType::Grayscale,
+    });
+    encoder.set_depth(png::BitDepth::Eight);
+    let written = encoder.write_header().and_then(|mut writer| {
+        writer.write_image_data(&pixels)?;
+        writer.finish()
+    });
+    written.map_err(|e| Error::internal("images cannot be one picture").with_source(e))?;
+    Ok(out)
+}
+
 /// Converts gray, gray and alpha, RGB, or RGBA to 1 or 3 channels.
 fn to_channels(pixels: &[u8], from: usize, to: usize) -> Vec<u8> {
     let each = pixels.chunks_exact(from.max(1));
@@ -189,6 +239,34 @@ mod tests {
         let path = dir.path().join("x.img");
         std::fs::write(&path, bytes).unwrap();
         read(&path, shape)
+    }
+
+    #[test]
+    fn images_of_any_values_are_one_picture() {
+        // 33 RGB images of 2 x 1 pixels, each from -1 (black) to its number + 1 (white).
+        let image = |i: usize| [-1.0, -1.0, -1.0, i as f32 + 1.0, -1.0, i as f32 / 2.0];
+        let images: Vec<f32> = (0..33).flat_map(image).collect();
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.png");
+        std::fs::write(&path, sheet(&images, [2, 1, 3]).unwrap()).unwrap();
+        let pixels = read(&path, [4, PER_ROW, 3]).unwrap();
+        let at = |x: usize, y: usize| &pixels[(y * PER_ROW + x) * 3..][..3];
+        for (x, y) in [(0, 0), (31, 0), (0, 2)] {
+            assert_eq!(at(x, y), [0, 0, 0]);
+            assert_eq!(at(x, y + 1), [255, 0, 128], "{x} {y}");
+        }
+        assert_eq!(at(1, 3), [0, 0, 0], "no image");
+        // 100 x 50 gray: every second pixel. One value only, or none, is black.
+        let large: Vec<f32> = (0..5000).map(|i| (i / 50) as f32).collect();
+        std::fs::write(&path, sheet(&large, [100, 50, 1]).unwrap()).unwrap();
+        let pixels = read(&path, [50, 25 * PER_ROW, 1]).unwrap();
+        let column: Vec<u8> = pixels.iter().step_by(25 * PER_ROW).copied().collect();
+        assert_eq!((column[0], column[1], column[49]), (0, 5, 252));
+        assert!(
+            sheet(&[f32::NAN; 4], [2, 2, 1])
+                .unwrap()
+                .starts_with(b"\x89PNG")
+        );
     }
 
     fn png_of(color: png::ColorType, width: u32, pixels: &[u8]) -> Vec<u8> {

@@ -14,6 +14,7 @@
 
 mod advice;
 mod attempt;
+mod events;
 mod exchange;
 mod gradient;
 mod job;
@@ -25,6 +26,7 @@ mod prepare;
 mod profile;
 mod reporter;
 mod run_dir;
+mod run_log;
 mod sample_log;
 mod saving;
 mod settings;
@@ -46,6 +48,7 @@ pub use prepare::{PreparedRun, prepare_run};
 pub use profile::Profiler;
 pub use reporter::{EpochLines, Reporter, StepFacts};
 pub use run_dir::{FolderArgs, RunDir, check_folder_of, default_output_dir};
+pub use run_log::RunLog;
 pub use saving::{
     AUTO, CheckpointSource, FOLDER as CHECKPOINTS_DIR, History, Resumed, SaveAction, Saving,
     SavingArgs, settings as settings_by_name,

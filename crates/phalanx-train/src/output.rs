@@ -1,5 +1,6 @@
 //! A run's folder: what rank 0 writes there, and what an earlier run left.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -8,12 +9,16 @@ use phalanx_data::files::Dir;
 use phalanx_data::metrics::{MetricsLog, write_summary_in};
 use phalanx_data::state::{Folder, Place};
 use phalanx_nn::Params;
+use phalanx_report::{PICTURES_FILE, REPORT_FILE, Run};
 use serde::Serialize;
 
+use super::events::{self, Events};
 use super::lock::Lock;
 use super::run_dir::{self, Fresh};
+use super::run_log::RunLog;
 use super::saving::SavingArgs;
 use crate::error::{Error, ErrorKind, Result};
+use crate::say;
 use phalanx_process::RankContext;
 
 pub const SUMMARY_FILE: &str = "summary.json";
@@ -59,7 +64,8 @@ impl Files {
                 .or_else(|| number.strip_suffix(".pth"))?;
             number.parse::<usize>().ok()
         };
-        [SUMMARY_FILE, PREDICTIONS_FILE].contains(&name)
+        [SUMMARY_FILE, PREDICTIONS_FILE, PICTURES_FILE, REPORT_FILE].contains(&name)
+            || name.starts_with(events::PREFIX)
             || self.accuracies.as_deref() == Some(name)
             || self
                 .weights
@@ -141,14 +147,18 @@ impl Output {
         }
     }
 
-    /// Removes the summary of a run that now goes on: with it, it would be complete.
+    /// Removes the summary of a run that now goes on, with which it would be complete, and the
+    /// report, which shows that summary.
     ///
     /// # Errors
     ///
     /// System, naming the file.
     pub fn reopen(&self) -> Result<()> {
         match &self.opened {
-            Some(dir) => Ok(dir.remove(SUMMARY_FILE)?),
+            Some(dir) => {
+                let _ = dir.remove(REPORT_FILE);
+                Ok(dir.remove(SUMMARY_FILE)?)
+            }
             None => Ok(()),
         }
     }
@@ -171,27 +181,53 @@ impl Output {
         &self.saved
     }
 
-    /// The metrics log of rank 0, up to where a resumed run goes on; a disabled
-    /// one elsewhere. Where an attempt before had saved no checkpoint, its log is kept as `metrics-N.jsonl`.
+    /// The log of rank 0, up to where a resumed run goes on; a disabled one elsewhere. Where an attempt
+    /// before had saved no checkpoint, its metrics are kept as `metrics-N.jsonl`. TensorBoard shows `settings`.
     ///
     /// # Errors
     ///
-    /// Those of creating the file.
-    pub fn metrics(&self, resumed: Option<Place>) -> Result<MetricsLog> {
-        Ok(match (&self.opened, resumed) {
+    /// Those of creating `metrics.jsonl`.
+    pub fn log(
+        &self,
+        ctx: &RankContext,
+        resumed: Option<Place>,
+        settings: &BTreeMap<String, String>,
+    ) -> Result<RunLog> {
+        let Some(dir) = &self.opened else {
+            return Ok(RunLog::disabled());
+        };
+        // Evaluated at the checkpoint: TensorBoard drops it with the steps after.
+        let evaluated = RefCell::new(None);
+        let metrics = match resumed {
             // What was measured after the checkpoint will be measured again.
-            (Some(dir), Some(place)) => MetricsLog::resume(dir, METRICS_FILE, 1, |record| {
+            Some(place) => MetricsLog::resume(dir, METRICS_FILE, 1, |record| {
                 let step = record["step"].as_u64().unwrap_or(u64::MAX);
-                step < place.step || (step == place.step && !record["test_loss"].is_null())
+                let is_evaluation = step == place.step && !record["test_loss"].is_null();
+                if is_evaluation {
+                    evaluated.replace(Some(record.clone()));
+                }
+                step < place.step || is_evaluation
             })?,
-            (Some(dir), None) => {
+            None => {
                 if !self.is_fresh && dir.has(METRICS_FILE) {
                     set_metrics_aside(dir)?;
                 }
                 MetricsLog::create(dir, METRICS_FILE, 1)?
             }
-            (None, _) => MetricsLog::disabled(),
-        })
+        };
+        let step = resumed.map_or(0, |place| place.step);
+        let mut settings = settings.clone();
+        // "no --flag" of what was not typed.
+        settings.remove("no");
+        settings.insert("arguments".to_owned(), say::arguments().join(" "));
+        settings.insert("ranks".to_owned(), ctx.world().to_string());
+        settings.insert("transport".to_owned(), ctx.describe());
+        let events = Events::create(dir, ctx.started, step, &settings);
+        let mut log = RunLog::new(metrics, events);
+        if let Some(record) = evaluated.into_inner() {
+            log.repeat(&record);
+        }
+        Ok(log)
     }
 
     /// Saves the weights of a finished epoch, where the program does so.
@@ -289,14 +325,35 @@ impl Output {
         Ok(dir.write(name, |out| out.write_all(&text))?)
     }
 
-    /// Writes the summary, last of all: with it, a run is complete.
+    /// Writes `png`, the images of `predictions.jsonl`, to `predictions.png`.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn save_pictures(&self, png: &[u8]) -> Result<()> {
+        match &self.opened {
+            Some(dir) => Ok(dir.write(PICTURES_FILE, |out| out.write_all(png))?),
+            None => Ok(()),
+        }
+    }
+
+    /// Writes the summary, with which a run is complete, and `report.html`. A report that cannot
+    /// be written is a warning.
     ///
     /// # Errors
     ///
     /// Those of writing.
     pub fn save_summary(&self, summary: &serde_json::Value) -> Result<()> {
         match &self.opened {
-            Some(dir) => Ok(write_summary_in(dir, SUMMARY_FILE, summary)?),
+            Some(dir) => {
+                write_summary_in(dir, SUMMARY_FILE, summary)?;
+                let page = Run::read_in(dir).and_then(|run| phalanx_report::page(&[run]));
+                let written = page.and_then(|page| phalanx_report::write_in(dir, &page));
+                if let Err(error) = written {
+                    say::note(format_args!("warning: no {REPORT_FILE}: {error}"));
+                }
+                Ok(())
+            }
             None => Ok(()),
         }
     }
@@ -325,7 +382,11 @@ fn clear_earlier_run(dir: &Dir, files: &Files, _: &Fresh) -> Result<()> {
             Some(inner.rsplit_once('.')?.0)
         };
         if files.has(&name) || temporary_of().is_some_and(|name| files.has(name)) {
-            dir.remove(&name).map_err(failed)?;
+            match dir.remove(&name) {
+                // No report ends a run.
+                Err(_) if name == REPORT_FILE => {}
+                removed => removed.map_err(failed)?,
+            }
         }
     }
     Ok(())
@@ -363,6 +424,9 @@ mod tests {
         for ours in [
             "summary.json",
             "predictions.jsonl",
+            "events.out.tfevents.1700000000.host.7.0",
+            "predictions.png",
+            "report.html",
             "net.safetensors",
             "epoch_12.safetensors",
             "epoch_12.pth",

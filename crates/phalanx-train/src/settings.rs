@@ -82,6 +82,9 @@ pub struct Settings {
     #[command(flatten)]
     #[allow(missing_docs, reason = "a doc comment would be its help")]
     pub saving: SavingArgs,
+    /// Write histograms of parameters and gradients for TensorBoard every N steps; 0: never
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    pub watch: usize,
     /// Append the indices of each step's samples to FILE.<rank>.jsonl; a resumed run first removes the steps it will
     /// repeat
     #[arg(long, value_name = "FILE")]
@@ -328,6 +331,7 @@ impl Settings {
             init: _,
             // Of each rank or host.
             workers: _,
+            watch: _,
             log_samples: _,
             output_dir: _,
             trace: _,

@@ -64,6 +64,9 @@ mod plan;
 mod predict;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
+mod report;
+#[cfg(fuzzing)]
+#[allow(dead_code, reason = "main.rs uses the rest")]
 mod training;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]

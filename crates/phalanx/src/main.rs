@@ -12,6 +12,7 @@ mod fuzzing;
 mod new;
 mod plan;
 mod predict;
+mod report;
 mod training;
 mod units;
 

@@ -5,15 +5,14 @@ use std::path::PathBuf;
 
 use phalanx_data::checkpoint;
 use phalanx_data::digest::optimizer_sha256;
-use phalanx_data::metrics::MetricsLog;
 use phalanx_data::state::Place;
 use phalanx_ddp::{DdpOptions, DistributedDataParallel, verify_equal};
 use phalanx_nn::Params;
 use phalanx_nn::optim::Sgd;
 use phalanx_process::unlike;
 use phalanx_train::{
-    CHECKPOINTS_DIR, CheckpointSource, Files, History, Output, RankContext, Resumed, SaveAction,
-    Saving, SavingArgs, Update, default_output_dir, settings_by_name,
+    CHECKPOINTS_DIR, CheckpointSource, Files, History, Output, RankContext, Resumed, RunLog,
+    SaveAction, Saving, SavingArgs, Update, default_output_dir, settings_by_name,
 };
 use serde_json::{Value, json};
 
@@ -46,8 +45,8 @@ pub struct ByHand<'a> {
     /// Averages their gradients.
     pub ddp: DistributedDataParallel,
     update: Update,
-    /// `metrics.jsonl`.
-    pub log: MetricsLog,
+    /// `metrics.jsonl` and TensorBoard's events.
+    pub log: RunLog,
     saving: Saving<'a>,
     output: Output,
     /// Steps taken before this process started.
@@ -102,9 +101,9 @@ impl<'a> ByHand<'a> {
         let first = resumed.as_ref().map_or(0, |r| r.place().step as usize);
         let _starting = ctx.phase("starting");
         let output = Output::open(ctx, dir, facts.files.clone(), args)?;
-        let log = output.metrics(resumed.as_ref().map(Resumed::place))?;
         let saved = facts.resumable.clone().into_iter();
         let saved = saved.chain(shaping.clone()).collect();
+        let log = output.log(ctx, resumed.as_ref().map(Resumed::place), &saved)?;
         let checkpoints = output.checkpoints(CHECKPOINTS_DIR, args.keep());
         let saving = Saving::open(ctx, args, saved, checkpoints, resumed.as_ref())?;
         let saving = saving.with_metadata(facts.files.metadata());
@@ -159,6 +158,7 @@ impl<'a> ByHand<'a> {
         }
         if now != SaveAction::Continue {
             let _phase = self.ctx.phase("saving");
+            self.log.flush();
             let whole = CheckpointSource {
                 params: &self.params,
                 buffers: None,

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use phalanx_data::augment::Augmentation;
+use phalanx_data::image;
 use phalanx_data::metrics::{Confusion, argmax};
 use phalanx_data::{ImageBatch, ImageDataset};
 use phalanx_launch::Speakers;
@@ -437,11 +438,17 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
         }
         evaluate(args, &spec, &mut trainer, &data)?;
     }
-    let predictions = {
+    let (predictions, images) = {
         let _phase = ctx.phase("saving");
         predictions(args, &spec, &mut trainer, &data)?
     };
-    trainer.finish_with(|trainer| trainer.save_rows("predictions.jsonl", &predictions))?;
+    trainer.finish_with(|trainer| {
+        trainer.save_rows("predictions.jsonl", &predictions)?;
+        if predictions.is_empty() {
+            return Ok(());
+        }
+        trainer.save_pictures(&image::sheet(&images, data.test.image_shape())?)
+    })?;
     Ok(())
 }
 
@@ -540,16 +547,16 @@ struct Prediction {
 }
 
 /// The first images of each of the first test batches: image, guess, truth
-/// and scores. Rank 0 computes them, and no others; nothing elsewhere.
+/// and scores, and their pixels. Rank 0 computes them, and no others; nothing elsewhere.
 fn predictions<N: Net>(
     args: &ImageArgs,
     spec: &Spec,
     trainer: &mut Trainer<'_, N>,
     data: &Data,
-) -> Result<Vec<Prediction>> {
-    let mut rows = Vec::new();
+) -> Result<(Vec<Prediction>, Vec<f32>)> {
+    let (mut rows, mut all) = (Vec::new(), Vec::new());
     if !trainer.context().is_main() {
-        return Ok(rows);
+        return Ok((rows, all));
     }
     let (test, batch) = (&data.test, args.settings.test_batch_size);
     let [h, w, c] = test.image_shape();
@@ -568,6 +575,7 @@ fn predictions<N: Net>(
         let shape = [labels.len(), h, w, c];
         let scores =
             trainer.infer(|net, step| Ok(scores(spec, net, step, &inputs, shape)?.to_vec()))?;
+        all.extend_from_slice(&inputs);
         let classes = scores.len() / labels.len();
         for (i, (truth, scores)) in labels.into_iter().zip(scores.chunks(classes)).enumerate() {
             rows.push(Prediction {
@@ -579,7 +587,7 @@ fn predictions<N: Net>(
             });
         }
     }
-    Ok(rows)
+    Ok((rows, all))
 }
 
 /// Images (N, H, W, C) with left and right exchanged.

@@ -362,6 +362,9 @@ impl<'j, M> TrainerBuilder<'j, M> {
             optimizer: &title,
         };
         announce(ctx, settings, &about, &params, &groups, &output);
+        if settings.watch > 0 && exchange.is_scattered() {
+            ctx.note("watch    parameters only: each rank has a part of the gradients; --exchange all-reduce watches both");
+        }
         let mut reporter = self.reporter;
         reporter.trains(ctx, settings.epochs())?;
 
@@ -380,10 +383,13 @@ impl<'j, M> TrainerBuilder<'j, M> {
             (0..place.step).for_each(|_| schedule.advance());
         }
         let mut metrics = MetricsDigest::new();
+        let mut shown = saving::settings(&facts);
+        shown.insert("model".to_owned(), self.title);
+        shown.insert("optimizer".to_owned(), title);
         let before = history.metrics();
         before.into_iter().for_each(|value| metrics.add(value));
         let reports = Reports {
-            log: output.metrics(resumed.as_ref().map(Resumed::place))?,
+            log: output.log(ctx, resumed.as_ref().map(Resumed::place), &shown)?,
             samples: SampleLog::open(
                 ctx,
                 settings.log_samples.as_deref(),

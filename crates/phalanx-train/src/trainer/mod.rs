@@ -23,7 +23,6 @@ use phalanx_data::Dataset;
 use phalanx_data::checkpoint;
 use phalanx_data::digest::MetricsDigest;
 use phalanx_data::loader::Loader;
-use phalanx_data::metrics::MetricsLog;
 use phalanx_data::progress::Progress;
 use phalanx_data::sampler::Sampler;
 use phalanx_data::state::Place;
@@ -41,6 +40,7 @@ use crate::output::Output;
 use crate::param_group::ParamGroup;
 use crate::profile::Profiler;
 use crate::reporter::Reporter;
+use crate::run_log::RunLog;
 use crate::sample_log::SampleLog;
 use crate::saving::{CheckpointSource, History, SaveAction, Saving};
 use crate::settings::Settings;
@@ -158,7 +158,7 @@ struct Results {
 struct Reports {
     reporter: Box<dyn Reporter>,
     output: Output,
-    log: MetricsLog,
+    log: RunLog,
     samples: SampleLog,
     progress: Progress,
     trace: Trace,
@@ -334,6 +334,7 @@ impl<'j, M> Trainer<'j, M> {
         sums: &[f64],
         samples: usize,
     ) -> Result<()> {
+        self.reports.log.flush();
         let (accuracies, metrics) = (&self.results.accuracies, self.results.metrics.values());
         let history = History::new(accuracies, metrics, sums, samples);
         let source = CheckpointSource {
@@ -405,5 +406,15 @@ impl<'j, M> Trainer<'j, M> {
     /// Those of writing.
     pub fn save_rows(&self, name: &str, rows: &[impl serde::Serialize]) -> Result<()> {
         self.reports.output.save_rows(name, rows)
+    }
+
+    /// Writes the images of `predictions.jsonl` as one picture to `predictions.png`, which the
+    /// run's report shows; on rank 0, nothing elsewhere. `phalanx_data::image::sheet` makes one.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn save_pictures(&self, png: &[u8]) -> Result<()> {
+        self.reports.output.save_pictures(png)
     }
 }

@@ -7,7 +7,7 @@ use phalanx_comm::ReduceOp;
 use phalanx_data::Dataset;
 use phalanx_data::state::Place;
 use phalanx_ddp::{Commit, ShardTree};
-use phalanx_nn::Tensor;
+use phalanx_nn::{GradView, Tensor};
 use serde_json::json;
 
 use super::batches::{MicroBatch, Randomness, StepBatch, StepContext};
@@ -148,6 +148,9 @@ impl<M> Trainer<'_, M> {
         let mut sums = vec![0.0; self.split.parts()];
         let buffers = self.params.buffers_flat().to_vec();
         let (commit, forward_ended) = self.gradients(group, batch, loss, &mut sums)?;
+        if self.settings.watch > 0 && group == 0 && commit.is_yes() {
+            self.watch(&batch.context);
+        }
         self.update(group, &batch.context, &commit, &buffers)?;
         Ok((sums, forward_ended))
     }
@@ -237,6 +240,18 @@ impl<M> Trainer<'_, M> {
             progress.suspend(|| ctx.note_skipped(commit, format_args!("{at}")));
         }
         Ok(())
+    }
+
+    /// Writes histograms for `--watch`, if it is their step.
+    fn watch(&mut self, turn: &StepContext) {
+        let step = (turn.epoch - 1) * self.steps + turn.index;
+        if step.is_multiple_of(self.settings.watch) && self.ctx.is_main() {
+            let _phase = self.ctx.phase("reporting");
+            let ddp = &self.groups[0].ddp;
+            let grads = (!ddp.exchange().is_scattered()).then_some(ddp as &dyn GradView);
+            let log = &mut self.reports.log;
+            log.histograms(step as u64, &self.params, grads);
+        }
     }
 
     /// Reports a step of this rank's mean loss `mean`; `sums` are its losses by part.

@@ -11,7 +11,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::error::Result;
-use crate::{bench, compare, export, inspect, launch, new, plan, predict, training};
+use crate::{bench, compare, export, inspect, launch, new, plan, predict, report, training};
 use normalise::{Flag, normalise};
 use phalanx_launch::words::taking_negative_numbers;
 use phalanx_recipes::download;
@@ -44,6 +44,8 @@ enum Command {
     Predict(predict::PredictArgs),
     /// Export a checkpoint's weights for PyTorch or safetensors.
     Export(export::ExportArgs),
+    /// Write runs as one HTML page: curves, settings, confusion matrix, predictions.
+    Report(report::ReportArgs),
     /// Measure collectives and training steps.
     Bench(Box<bench::BenchArgs>),
     /// Start N ranks of any program; if one fails, stop all.
@@ -85,6 +87,7 @@ fn run(command: Command) -> Result<()> {
         Command::Compare(args) => compare::run(&args),
         Command::Predict(args) => predict::run(&args),
         Command::Export(args) => export::run(&args),
+        Command::Report(args) => report::run(&args),
         Command::Bench(args) => bench::run(*args),
         Command::Launch(cli) => launch::run(&cli),
         Command::Plan(args) => plan::run(&args),

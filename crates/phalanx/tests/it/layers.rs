@@ -3,16 +3,17 @@
 use std::path::Path;
 
 /// Each crate, and those of ours that it may depend on.
-const MAY: [(&str, &[&str]); 11] = [
+const MAY: [(&str, &[&str]); 12] = [
     ("wire", &[]),
     ("store", &["wire"]),
     ("comm", &["wire", "store"]),
     ("nn", &[]),
     ("ddp", &["comm", "nn"]),
     ("data", &["nn"]),
+    ("report", &["data"]),
     ("process", &["comm", "ddp", "nn", "data"]),
     ("launch", &["wire", "store", "comm", "data", "process"]),
-    ("train", &["comm", "nn", "ddp", "data", "process"]),
+    ("train", &["comm", "nn", "ddp", "data", "report", "process"]),
     (
         "recipes",
         &["nn", "ddp", "data", "process", "launch", "train"],
@@ -20,7 +21,8 @@ const MAY: [(&str, &[&str]); 11] = [
     (
         "",
         &[
-            "wire", "store", "comm", "nn", "ddp", "data", "process", "launch", "train", "recipes",
+            "wire", "store", "comm", "nn", "ddp", "data", "report", "process", "launch", "train",
+            "recipes",
         ],
     ),
 ];

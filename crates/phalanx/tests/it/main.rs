@@ -1,12 +1,14 @@
 //! The binary as its users run it: real processes, signals and files.
 
 mod bench;
+mod events;
 mod flight;
 mod launch;
 mod layers;
 mod own_program;
 mod predict;
 mod programs;
+mod report;
 mod resume;
 mod support;
 mod train;

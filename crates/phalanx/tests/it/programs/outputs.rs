@@ -155,6 +155,8 @@ fn links_in_somebody_elses_folder_lead_nowhere() {
         "mnist_cnn.pt",
         "best.pth",
         "predictions.jsonl",
+        "predictions.png",
+        "report.html",
     ];
     let folders = ["checkpoints", "flight"];
     let is_root = std::fs::metadata(dir.path())
@@ -215,6 +217,8 @@ fn links_in_somebody_elses_folder_lead_nowhere() {
         "summary.json",
         "mnist_cnn.pt",
         "predictions.jsonl",
+        "predictions.png",
+        "report.html",
     ] {
         let about = std::fs::symlink_metadata(at("run").join(name)).expect("there");
         assert!(about.is_file(), "{name}");

@@ -1,0 +1,47 @@
+//! `phalanx report`: runs as one HTML page.
+
+use std::path::PathBuf;
+
+use phalanx_data::files::{Dir, atomic_write};
+use phalanx_report::{REPORT_FILE, Run, page, write_in};
+
+use crate::error::Result;
+use crate::say;
+use phalanx_train::check_folder_of;
+
+/// Arguments of `phalanx report`.
+#[derive(Debug, clap::Args)]
+pub struct ReportArgs {
+    /// Folders of runs; several are drawn over each other
+    #[arg(required = true, value_name = "RUN")]
+    runs: Vec<PathBuf>,
+    /// File to write [default: report.html, in the run's folder if there is one RUN]
+    #[arg(long, value_name = "FILE")]
+    output: Option<PathBuf>,
+}
+
+/// Runs `phalanx report`.
+///
+/// # Errors
+///
+/// Usage for a folder that holds no run; those of reading and writing, naming the file.
+pub fn run(args: &ReportArgs) -> Result<()> {
+    if let Some(file) = &args.output {
+        check_folder_of("--output", file)?;
+    }
+    let runs: phalanx_data::Result<Vec<Run>> = args.runs.iter().map(|run| Run::read(run)).collect();
+    let page = page(&runs?)?;
+    let output = match (&args.output, &args.runs[..]) {
+        (None, [run]) => {
+            // No link is followed there.
+            write_in(&Dir::open(run)?, &page)?;
+            run.join(REPORT_FILE)
+        }
+        (file, _) => {
+            let file = file.clone().unwrap_or_else(|| REPORT_FILE.into());
+            atomic_write(&file, page.as_bytes())?;
+            file
+        }
+    };
+    say::print(&format!("{}\n", output.display()))
+}

@@ -1,0 +1,160 @@
+//! `report.html` at the end of a run, and `phalanx report`.
+
+use std::path::Path;
+
+use crate::support::{run, succeed};
+use serde_json::Value;
+
+fn words(line: &str) -> Vec<&str> {
+    line.split(' ').collect()
+}
+
+fn read(path: &Path) -> String {
+    std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+/// The runs inside the page.
+fn runs(page: &Path) -> Vec<Value> {
+    let page = read(page);
+    let (_, after) = page.split_once("application/json\">").expect("the data");
+    let (json, _) = after.split_once("</script>").expect("its end");
+    serde_json::from_str(json).expect("JSON")
+}
+
+/// Steps and values of each named number of the log.
+fn logged(metrics: &str, name: &str) -> (Vec<Value>, Vec<Value>) {
+    let records = metrics
+        .lines()
+        .map(|l| serde_json::from_str(l).expect("JSON"));
+    let having = records.filter(|record: &Value| record[name].is_number());
+    having
+        .map(|record| (record["step"].clone(), record[name].clone()))
+        .unzip()
+}
+
+#[track_caller]
+fn equal(ours: &Value, logged: &[Value]) {
+    let ours: Vec<f64> = ours
+        .as_array()
+        .expect("numbers")
+        .iter()
+        .filter_map(Value::as_f64)
+        .collect();
+    let logged: Vec<f64> = logged.iter().filter_map(Value::as_f64).collect();
+    assert_eq!(ours, logged);
+}
+
+#[test]
+fn a_run_ends_with_a_page_of_its_numbers_and_runs_are_compared() {
+    let dir = tempfile::tempdir().expect("folder");
+    let at = |name: &str| dir.path().join(name);
+    let train =
+        "train mnist --synthetic-samples 640 --epochs 2 --threads 1 --log-interval 3 --output-dir";
+    let train = |more: &str| succeed(&words(&format!("{train} {more}")), dir.path());
+    train("a --nproc-per-node 2");
+    let of_run = runs(&at("a/report.html"));
+    assert_eq!(of_run.len(), 1);
+    let a = &of_run[0];
+    assert_eq!(a["name"], "a");
+    let metrics = read(&at("a/metrics.jsonl"));
+    for name in [
+        "loss",
+        "lr",
+        "exposed_comm_ms",
+        "train_loss",
+        "test_loss",
+        "accuracy",
+        "elapsed_s",
+    ] {
+        let (steps, values) = logged(&metrics, name);
+        assert!(values.len() >= 2, "{name}");
+        equal(&a["curves"][name]["x"], &steps);
+        equal(&a["curves"][name]["y"], &values);
+    }
+    let summary: Value = serde_json::from_str(&read(&at("a/summary.json"))).expect("JSON");
+    assert_eq!(a["summary"], summary);
+    let predictions = read(&at("a/predictions.jsonl"));
+    let rows: Vec<Value> = predictions
+        .lines()
+        .map(|l| serde_json::from_str(l).expect("JSON"))
+        .collect();
+    assert_eq!(a["predictions"], Value::from(rows.clone()));
+    // 32 images of 28 x 28 pixels a row.
+    let pictures = &a["pictures"];
+    assert_eq!(pictures["width"], 32 * 28);
+    assert_eq!(pictures["height"], rows.len().div_ceil(32) * 28);
+    let source = pictures["src"].as_str().expect("an address");
+    assert!(
+        source.starts_with("data:image/png;base64,iVBORw0KGgo"),
+        "{source:.60}"
+    );
+
+    // The command writes the same page.
+    let written = read(&at("a/report.html"));
+    std::fs::remove_file(at("a/report.html")).expect("removed");
+    let (out, _) = succeed(&["report", "a"], dir.path());
+    assert_eq!(out, "a/report.html\n");
+    assert_eq!(read(&at("a/report.html")), written);
+
+    train("b --lr 0.01 --log-batches 0");
+    let b = &runs(&at("b/report.html"))[0];
+    assert_eq!(
+        (b["predictions"].as_array().map(Vec::len), &b["pictures"]),
+        (Some(0), &Value::Null)
+    );
+    let (out, _) = succeed(&["report", "a", "b"], dir.path());
+    assert_eq!(out, "report.html\n");
+    let both = runs(&at("report.html"));
+    assert_eq!((&both[0], &both[1], both.len()), (a, b, 2));
+    assert_eq!(both[1]["curves"]["lr"]["y"][0], 0.01);
+    let (out, _) = succeed(&["report", "b", "--output", "c.html"], dir.path());
+    assert_eq!(out, "c.html\n");
+    assert_eq!(&runs(&at("c.html"))[0], b);
+
+    // Another run in the folder takes the page and the pictures away with the rest.
+    train("a --overwrite --log-batches 0");
+    assert!(!at("a/predictions.png").exists());
+    assert_eq!(runs(&at("a/report.html"))[0]["pictures"], Value::Null);
+}
+
+#[test]
+fn a_page_that_cannot_be_written_is_a_warning() {
+    let dir = tempfile::tempdir().expect("folder");
+    std::fs::create_dir_all(dir.path().join("run/report.html/x")).expect("folder");
+    let (_, err) = succeed(
+        &words("train linear --iterations 20 --output-dir run"),
+        dir.path(),
+    );
+    assert!(
+        err.contains("warning: no report.html: cannot write run/report.html"),
+        "{err}"
+    );
+    assert!(dir.path().join("run/summary.json").exists());
+    // A program with other records and settings.
+    let (out, _) = succeed(&words("report run --output page.html"), dir.path());
+    assert_eq!(out, "page.html\n");
+    let runs = runs(&dir.path().join("page.html"));
+    assert_eq!(runs[0]["summary"]["iterations"], 20);
+}
+
+#[test]
+fn a_folder_without_a_run_is_named() {
+    let dir = tempfile::tempdir().expect("folder");
+    std::fs::create_dir_all(dir.path().join("empty")).expect("folder");
+    for (line, why) in [
+        (
+            "report empty",
+            "empty has neither metrics.jsonl nor summary.json",
+        ),
+        ("report gone", "no folder gone"),
+        ("report", "RUN"),
+        (
+            "report empty --output gone/x.html",
+            "there is no folder gone",
+        ),
+    ] {
+        let (code, out, err) = run(&words(line), dir.path());
+        assert_eq!((code, &*out), (2, ""), "{line}: {err}");
+        assert!(err.contains(why), "{line}: {err}");
+    }
+}
