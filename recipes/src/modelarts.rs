@@ -35,7 +35,7 @@ pub struct DocumentArgs {
 }
 
 impl DocumentArgs {
-    /// A usage error where results would depend on the number of ranks and must not.
+    /// Refuses `--lr-scaling` with `--deterministic shards`, whose results must not depend on the number of ranks.
     pub fn validate(&self, determinism: Determinism) -> Result<()> {
         number(&real_env(), "LOCAL_WORLD_SIZE")?;
         if determinism == Determinism::Shards && self.lr_scaling(determinism) != LrScaling::None {

@@ -43,7 +43,7 @@ impl RunLog {
         Ok(())
     }
 
-    /// Writes a record that `metrics.jsonl` has for TensorBoard again.
+    /// Writes a record for TensorBoard only: `metrics.jsonl` already has it.
     pub(super) fn repeat(&mut self, record: &Value) {
         self.try_events(|events| events.record(record));
     }

@@ -92,7 +92,7 @@ pub fn check_synthetic_samples(
     Ok(())
 }
 
-/// Checks the value of a flag that is a share of a whole.
+/// Checks a flag whose value must lie in 0..1 (1 excluded).
 ///
 /// # Errors
 ///

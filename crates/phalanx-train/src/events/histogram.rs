@@ -1,11 +1,11 @@
-//! How often values lie where, for `--watch`.
+//! Histograms of parameters and gradients, for `--watch`.
 
 use super::proto::Histogram;
 
 /// As many as TensorBoard's own.
 const BUCKETS: usize = 30;
 
-/// Counts `values` in buckets of equal width between the smallest and the largest. What is no number is left out.
+/// Counts `values` in buckets of equal width between the smallest and the largest. NaN and infinities are left out.
 pub(super) fn of(values: &[f32]) -> Histogram {
     let finite = || {
         values
