@@ -2,7 +2,8 @@
 """Usage: tools/ci/tensorboard.py RUN_DIR
 
 Reads the event files of a run's folder with TensorBoard and compares every scalar with metrics.jsonl, also after a
-resume: what an earlier process wrote beyond the checkpoint must be gone. `--fixtures` instead of a folder prints the
+resume: what an earlier process wrote beyond the checkpoint must be gone. Histograms, images, texts and the graph are
+compared with events.jsonl and run.json. `--fixtures` instead of a folder prints the
 records that crates/phalanx-train/src/events/tests.rs expects. Needs `pip install tensorboard`.
 """
 import json
@@ -33,6 +34,8 @@ def expected(run):
                 continue
             if "loss" in record:
                 tag = f"train/{name}"
+            elif "train_loss" not in record:
+                tag = name
             elif name == "accuracy" or name.startswith("test_"):
                 tag = f"test/{name.removeprefix('test_')}"
             else:
@@ -51,10 +54,44 @@ def compare(reader, expected, got):
             sys.exit(f"{reader}: {tag}\n  metrics.jsonl {want}\n  TensorBoard   {have}")
 
 
+def others(run, plain, server):
+    """Compares histograms, images, texts and the graph; gives their numbers."""
+    counts = {"histograms": 0, "images": 0, "texts": 0}
+    for line in (run / "events.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        step = event.get("step")
+        at = lambda events: next(e for e in events if e.step == step)
+        if event["kind"] == "watch":
+            for kind in ("parameters", "gradients"):
+                for name, want in event[kind].items():
+                    got = at(plain.Histograms(f"{kind}/{name}")).histogram_value
+                    have = [got.num, got.min, got.max, got.sum, got.sum_squares, list(got.bucket)]
+                    names = ("count", "min", "max", "sum", "sum_squares", "buckets")
+                    assert have == [want[n] for n in names], f"{kind}/{name} at {step}: {want} {have}"
+                    counts["histograms"] += 1
+        elif event["kind"] == "image":
+            got = at(plain.Images(event["name"]))
+            assert got.encoded_image_string == (run / event["file"]).read_bytes(), event
+            counts["images"] += 1
+        elif event["kind"] == "text":
+            got = tensor_util.make_ndarray(at(server.Tensors(event["name"])).tensor_proto).item().decode()
+            assert got == event["text"], (event, got)
+            counts["texts"] += 1
+    want = json.loads((run / "run.json").read_text())["model"]["graph"]
+    have = {node.name: node for node in plain.Graph().node}
+    for node in want:
+        got = have[node["name"].replace(".", "/")]
+        assert list(got.input) == [name.replace(".", "/") for name in node["inputs"]], (node, got)
+        shape = [dim.size for dim in got.attr["_output_shapes"].list.shape[0].dim]
+        assert (got.op, shape) == (node["operation"], node["shape"]), (node, got)
+    return ", ".join(f"{n} {name}" for name, n in counts.items()) + f", a graph of {len(want)} operations equal"
+
+
 def check(run):
     want = expected(run)
     # The library that notebooks use.
-    plain = event_accumulator.EventAccumulator(str(run), size_guidance={event_accumulator.SCALARS: 0}).Reload()
+    all_of = {kind: 0 for kind in (event_accumulator.SCALARS, event_accumulator.HISTOGRAMS, event_accumulator.IMAGES)}
+    plain = event_accumulator.EventAccumulator(str(run), size_guidance=all_of).Reload()
     scalars = {tag: [(e.step, e.value) for e in plain.Scalars(tag)] for tag in plain.Tags()["scalars"]}
     compare("EventAccumulator", want, scalars)
     # The server's own.
@@ -64,11 +101,14 @@ def check(run):
     compare("server", want, {tag: [(e.step, number(e)) for e in server.Tensors(tag)] for tag in tags})
     text = tensor_util.make_ndarray(server.Tensors("settings")[-1].tensor_proto).item().decode()
     assert text.startswith("| setting | value |"), text
+    logged = others(run, plain, server)
+    content = server.PluginTagToContent("hparams")["_hparams_/session_end_info"]
+    assert plugin_data_pb2.HParamsPluginData.FromString(content).session_end_info.status == 1, "not a success"
     content = server.PluginTagToContent("hparams")["_hparams_/session_start_info"]
     hparams = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
     files = len(list(run.glob("events.out.tfevents.*")))
     print(f"{run}: {sum(map(len, want.values()))} scalars of {len(want)} tags equal in {files} event files, "
-          f"{len(hparams)} hyperparameters, {len(text.splitlines()) - 2} settings")
+          f"{len(hparams)} hyperparameters, {len(text.splitlines()) - 2} settings, {logged}")
 
 
 def fixtures():

@@ -1,7 +1,19 @@
 //! What is said to a person on standard error while ranks wait, and how ranks,
 //! times and hosts are written there.
 
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
+
+/// Gets the lines that are printed on standard error about ranks that are late or lost.
+pub type NoticeListener = Arc<dyn Fn(&str) + Send + Sync>;
+
+static LISTENER: RwLock<Option<NoticeListener>> = RwLock::new(None);
+
+/// Calls `listener` with each line that this process prints on standard error about ranks that are late or lost, from
+/// the thread that prints it. It replaces an earlier one; `None` removes it.
+pub fn set_notice_listener(listener: Option<NoticeListener>) {
+    *LISTENER.write().unwrap_or_else(PoisonError::into_inner) = listener;
+}
 
 /// When it is first said that a group does not form.
 const FORMING_AFTER: Duration = Duration::from_secs(2);
@@ -47,6 +59,13 @@ impl Waiting {
 /// progress bar if there is one, which comes back by itself.
 pub(crate) fn say(text: &str) {
     use std::io::{IsTerminal, Write};
+    let listener = LISTENER
+        .read()
+        .unwrap_or_else(PoisonError::into_inner)
+        .clone();
+    if let Some(listener) = listener {
+        listener(text);
+    }
     let mut stderr = std::io::stderr().lock();
     let clear = if stderr.is_terminal() {
         "\r\x1b[2K"
@@ -80,7 +99,7 @@ pub(crate) fn ranks(ranks: &[usize]) -> String {
 }
 
 /// This host's name.
-pub(crate) fn host_name() -> String {
+pub fn host_name() -> String {
     rustix::system::uname()
         .nodename()
         .to_string_lossy()

@@ -220,6 +220,10 @@ impl ImageDataset for Augmented {
         self.inner.classes()
     }
 
+    fn class_names(&self) -> &[&str] {
+        self.inner.class_names()
+    }
+
     /// Reads the sample with the augmentation of epoch 0.
     fn read(&self, index: usize, out: &mut [f32]) -> Result<u32> {
         self.read_in_epoch(index, 0, out)

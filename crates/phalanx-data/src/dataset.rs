@@ -83,6 +83,16 @@ impl<T: Clone + Send + Sync + 'static> Dataset for Vec<T> {
     }
 }
 
+/// Images in a row of the picture that `image::sheet` makes and a run's report shows.
+pub const IMAGES_PER_ROW: usize = 32;
+
+/// Width and height of an image in the form of a PNG file; `None` if it is none.
+pub fn png_size(png: &[u8]) -> Option<[u32; 2]> {
+    let side = |at: usize| Some(u32::from_be_bytes(png.get(at..at + 4)?.try_into().ok()?));
+    png.starts_with(b"\x89PNG\r\n\x1a\n").then_some(())?;
+    Some([side(16)?, side(20)?])
+}
+
 /// A batch of labelled images.
 #[derive(Clone, Debug, Default)]
 pub struct ImageBatch {
@@ -160,6 +170,11 @@ pub trait ImageDataset: Send + Sync {
 
     /// Number of classes; labels are below it.
     fn classes(&self) -> usize;
+
+    /// Names of the classes by label; empty where labels are all there is.
+    fn class_names(&self) -> &[&str] {
+        &[]
+    }
 
     /// As [`Dataset::content`].
     fn content(&self) -> String {

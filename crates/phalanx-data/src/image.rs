@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
 use crate::files::open_regular;
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, ErrorKind, IMAGES_PER_ROW, Result};
 
 /// Maximum length of a netpbm header, comments included.
 const MAX_HEADER_BYTES: usize = 4096;
@@ -159,13 +159,10 @@ fn netpbm(path: &Path, data: impl BufRead, shape: [usize; 3]) -> Result<(Vec<u8>
     Ok((pixels, channels))
 }
 
-/// Images in a row of a [`sheet`].
-pub const PER_ROW: usize = 32;
-
 /// Longest side of an image in a [`sheet`]; of larger ones, every second or third pixel is there.
 const MAX_SHEET_SIDE: usize = 64;
 
-/// Images (N, H, W, C) of any values as one PNG picture, [`PER_ROW`] in a row. The least value of
+/// Images (N, H, W, C) of any values as one PNG picture, [`IMAGES_PER_ROW`] in a row. The least value of
 /// an image is black, its greatest white. Gray for one channel, RGB for three, otherwise the first
 /// channel.
 ///
@@ -178,7 +175,10 @@ pub fn sheet(images: &[f32], [h, w, c]: [usize; 3]) -> Result<Vec<u8>> {
     let channels = if c == 3 { 3 } else { 1 };
     let each = (h * w * c).max(1);
     let count = images.len() / each;
-    let (rows, row_bytes) = (count.div_ceil(PER_ROW) * high, PER_ROW * wide * channels);
+    let (rows, row_bytes) = (
+        count.div_ceil(IMAGES_PER_ROW) * high,
+        IMAGES_PER_ROW * wide * channels,
+    );
     let mut pixels = vec![0u8; rows * row_bytes];
     for (number, image) in images.chunks_exact(each).enumerate() {
         let low = image.iter().copied().fold(f32::INFINITY, f32::min);
@@ -186,15 +186,15 @@ pub fn sheet(images: &[f32], [h, w, c]: [usize; 3]) -> Result<Vec<u8>> {
         let scale = if range > 0.0 { 255.0 / range } else { 0.0 };
         for (y, x) in (0..high).flat_map(|y| (0..wide).map(move |x| (y, x))) {
             let from = (y * w + x) * every * c;
-            let to = (number / PER_ROW * high + y) * row_bytes
-                + (number % PER_ROW * wide + x) * channels;
+            let to = (number / IMAGES_PER_ROW * high + y) * row_bytes
+                + (number % IMAGES_PER_ROW * wide + x) * channels;
             for channel in 0..channels {
                 pixels[to + channel] = ((image[from + channel] - low) * scale).round() as u8;
             }
         }
     }
     let mut out = Vec::new();
-    let (width, height) = ((PER_ROW * wide) as u32, rows as u32);
+    let (width, height) = ((IMAGES_PER_ROW * wide) as u32, rows as u32);
     let mut encoder = png::Encoder::new(&mut out, width, height);
     encoder.set_color(match channels {
         3 => png::ColorType::Rgb,
@@ -249,8 +249,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("x.png");
         std::fs::write(&path, sheet(&images, [2, 1, 3]).unwrap()).unwrap();
-        let pixels = read(&path, [4, PER_ROW, 3]).unwrap();
-        let at = |x: usize, y: usize| &pixels[(y * PER_ROW + x) * 3..][..3];
+        let pixels = read(&path, [4, IMAGES_PER_ROW, 3]).unwrap();
+        let at = |x: usize, y: usize| &pixels[(y * IMAGES_PER_ROW + x) * 3..][..3];
         for (x, y) in [(0, 0), (31, 0), (0, 2)] {
             assert_eq!(at(x, y), [0, 0, 0]);
             assert_eq!(at(x, y + 1), [255, 0, 128], "{x} {y}");
@@ -259,8 +259,12 @@ mod tests {
         // 100 x 50 gray: every second pixel. One value only, or none, is black.
         let large: Vec<f32> = (0..5000).map(|i| (i / 50) as f32).collect();
         std::fs::write(&path, sheet(&large, [100, 50, 1]).unwrap()).unwrap();
-        let pixels = read(&path, [50, 25 * PER_ROW, 1]).unwrap();
-        let column: Vec<u8> = pixels.iter().step_by(25 * PER_ROW).copied().collect();
+        let pixels = read(&path, [50, 25 * IMAGES_PER_ROW, 1]).unwrap();
+        let column: Vec<u8> = pixels
+            .iter()
+            .step_by(25 * IMAGES_PER_ROW)
+            .copied()
+            .collect();
         assert_eq!((column[0], column[1], column[49]), (0, 5, 252));
         assert!(
             sheet(&[f32::NAN; 4], [2, 2, 1])

@@ -53,5 +53,5 @@ pub mod state;
 pub mod synthetic;
 pub mod text;
 
-pub use dataset::{Dataset, ImageBatch, ImageDataset};
+pub use dataset::{Dataset, IMAGES_PER_ROW, ImageBatch, ImageDataset, png_size};
 pub use error::{Error, ErrorKind, Result};

@@ -7,7 +7,13 @@ pub fn peak_rss_bytes() -> Option<u64> {
 }
 
 pub(crate) fn parse_peak_rss(status: &str) -> Option<u64> {
-    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
+    proc_bytes(status, "VmHWM:")
+}
+
+/// The value of the line that begins with `name` (`VmRSS:`) in the text of a file of `/proc`, which
+/// is in kB, as bytes; `None` if there is no such line or number.
+pub fn proc_bytes(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
 }

@@ -8,6 +8,8 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use phalanx_live::Address;
+
 use super::alone::{Asking, alone_by_mistake};
 use super::cluster::{self, Env};
 use super::streams::{StreamChoice, Streams};
@@ -85,6 +87,9 @@ pub struct LaunchCli {
     /// Seconds between SIGTERM and SIGKILL when the ranks are stopped [default: 1.5; after Ctrl-C or SIGTERM 30, if a rank or a process of its group handles SIGTERM, as with `train --save-every`, and more if a rank asks for more, as `train` does whose last checkpoint took longer].
     #[arg(long, value_name = "S")]
     pub(crate) stop_grace_s: Option<String>,
+    /// Show the job on a web page while it runs, at PORT, HOST:PORT or [IPV6]:PORT [default with --live: a free port of 127.0.0.1].
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) live: Option<Option<Address>>,
     /// Value of ROLE_NAME in the ranks [default: default].
     #[arg(long, value_name = "NAME")]
     pub(crate) role: Option<String>,
@@ -140,6 +145,8 @@ pub struct LaunchArgs {
     pub handler_grace: Duration,
     /// It was given on the command line, so ranks cannot ask for more.
     pub grace_is_typed: bool,
+    /// Where the job is shown.
+    pub live: Option<Address>,
     /// ROLE_NAME.
     pub role: String,
     /// Prefix lines with their rank.
@@ -412,6 +419,7 @@ impl LaunchArgs {
             stop_grace,
             handler_grace,
             grace_is_typed,
+            live: cli.live.clone().map(Option::unwrap_or_default),
             role,
             prefix: !cli.no_prefix,
             program: program.clone(),

@@ -1,13 +1,17 @@
 //! Runs a launch: hosts the store, joins the nodes, starts, watches and stops the
 //! ranks, and restarts them if asked to.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
+use std::ffi::{OsStr, OsString};
 use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use phalanx_data::files::as_typed;
+use phalanx_live::{Page, State};
+use phalanx_process::env::RUN_POINTER_VARIABLE;
 use phalanx_store::{Store, TcpServer, TcpStore};
 use rustix::process::{Signal, kill_process};
 
@@ -44,6 +48,11 @@ const MOST_NAMED: usize = 4;
 const TIMED_OUT: End = End::Code(4);
 /// How long a local store takes to answer.
 const LOCAL_STORE: Duration = Duration::from_secs(10);
+/// How often the states of the ranks are looked at for the live page.
+const LIVE_EVERY: Duration = Duration::from_secs(1);
+/// How many times in a row a rank is found late before the page says so: in a collective, one rank
+/// is always the last.
+const LATE_LOOKS: usize = 3;
 /// How long after the first successful exit the ranks that still run are reported, once:
 /// they may be waiting for it.
 const LONE_AFTER: Duration = Duration::from_secs(10);
@@ -57,7 +66,14 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
     reap::adopt_orphans();
     let (sender, events) = channel();
     let signals = SignalWatch::start_with_suspend(sender.clone())?;
-    let host = host_name();
+    let host = phalanx_process::host_name();
+    let page = match &plan.live {
+        None => None,
+        Some(address) => Some(Page::open(address, &title(plan))?),
+    };
+    if let Some(page) = &page {
+        say::note(format_args!("live: {}", page.link()));
+    }
     let token_fd = token::memory_file(&plan.token)?;
     let folder = match &plan.logs {
         Some(logs) => RunFolder::kept(&logs.dir),
@@ -129,24 +145,40 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         alone,
         guard: None,
         decided: None,
+        page,
         sender,
         events,
     };
     let result = job.attempts();
+    let page = job.page.take();
     if let Some(nodes) = &job.nodes {
         nodes.leave(
             nodes.infos().len(),
             job.decided.unwrap_or_else(Instant::now),
         );
     }
-    drop(signals);
-    match (result, job.unwritten.first()) {
+    let result = match (result, job.unwritten.first()) {
         (Ok(()), Some(what)) => Err(Error::new(
             ErrorKind::Failed,
             format!("all ranks succeeded, but {what}"),
         )),
         (result, _) => result,
+    };
+    if let Some(page) = page {
+        page.end(result.as_ref().err().map(Error::chain));
     }
+    drop(signals);
+    result
+}
+
+/// The program and its arguments, for the page.
+fn title(plan: &LaunchPlan) -> String {
+    let program = Path::new(&plan.program).file_name();
+    let words = program
+        .into_iter()
+        .chain(plan.args.iter().map(OsString::as_os_str));
+    let words: Vec<_> = words.map(OsStr::to_string_lossy).collect();
+    words.join(" ").chars().take(300).collect()
 }
 
 fn shared(
@@ -201,6 +233,8 @@ struct Job<'a> {
     guard: Option<Arc<Guard>>,
     /// When the last stop began.
     decided: Option<Instant>,
+    /// Shows the job.
+    page: Option<Page>,
     sender: Sender<Event>,
     events: Receiver<Event>,
 }
@@ -224,7 +258,7 @@ impl Job<'_> {
                 Outcome::Failed(error) if restarts >= self.plan.max_restarts => return Err(error),
                 Outcome::Failed(error) => {
                     restarts += 1;
-                    say::note(format_args!(
+                    self.note(format!(
                         "restart {restarts} of {}: {}",
                         self.plan.max_restarts,
                         error.chain()
@@ -238,6 +272,60 @@ impl Job<'_> {
                 }
             }
         }
+    }
+
+    /// Prints a message, and shows it on the page.
+    fn note(&self, text: String) {
+        say::note(&text);
+        if let Some(page) = &self.page {
+            page.note(text);
+        }
+    }
+
+    /// Where rank 0 leaves the path of the run's folder.
+    fn run_pointer(&self) -> PathBuf {
+        self.folder.path().join("run-folder")
+    }
+
+    /// Shows the states of the ranks on the page.
+    fn show(&self, watch: &mut Supervision) {
+        let Some(page) = &self.page else { return };
+        let late = flight::late(&watch.ranks);
+        watch.late.retain(|rank, _| late.contains(rank));
+        for rank in late {
+            *watch.late.entry(rank).or_default() += 1;
+        }
+        let state = |local: usize, rank: &Rank| match watch.machine.end(local) {
+            Some(end) if end.is_ok() => State::Done,
+            Some(_) => State::Failed,
+            None if rank.is_stopped() => State::Stopped,
+            None if watch.late.get(&rank.rank) >= Some(&LATE_LOOKS) => State::Late,
+            None => State::Running,
+        };
+        let here = watch.ranks.iter().enumerate().map(|(local, rank)| {
+            let end = watch.machine.end(local);
+            phalanx_live::Rank {
+                rank: rank.rank,
+                host: self.host.clone(),
+                pid: Some(rank.pid.as_raw_nonzero().get()),
+                state: state(local, rank),
+                end: end.map(|end| report::ended(end, rank.reported(end))),
+            }
+        });
+        let nodes = self.nodes.iter().flat_map(|nodes| nodes.infos());
+        let hosts = nodes.flat_map(|node| std::iter::repeat_n(&node.host, node.local_ranks));
+        let own = self.shared.first_rank..self.shared.first_rank + self.shared.local_ranks;
+        let others = hosts.enumerate().filter(|(rank, _)| !own.contains(rank));
+        let others = others.map(|(rank, host)| phalanx_live::Rank {
+            rank,
+            host: host.clone(),
+            pid: None,
+            state: State::Elsewhere,
+            end: None,
+        });
+        let mut all: Vec<_> = here.chain(others).collect();
+        all.sort_by_key(|rank| rank.rank);
+        page.set_ranks(all);
     }
 
     /// Removes the keys of the last attempt.
@@ -256,6 +344,9 @@ impl Job<'_> {
         let made = self.folder.make(&guard);
         if made.is_ok() && restarts == 0 && self.plan.logs.is_some() {
             say::note(format_args!("logs: {}", as_typed(self.folder.path())));
+        }
+        if let Some(page) = &self.page {
+            page.set_pointer(self.run_pointer());
         }
         // This drops the guard of the attempt before.
         self.guard = Some(guard.clone());
@@ -285,6 +376,7 @@ impl Job<'_> {
             lone_at: None,
             lone_said: false,
             lone_told: false,
+            late: BTreeMap::new(),
             handler_grace: self.plan.handler_grace,
             grace_is_typed: self.plan.grace_is_typed,
         };
@@ -300,6 +392,7 @@ impl Job<'_> {
             return Err(error);
         }
         self.watch_to_the_end(&mut watch);
+        self.show(&mut watch);
         watch.ranks.iter().for_each(Rank::log_last_error);
         self.decided = watch.stopping_since;
         if watch.machine.why().is_some() {
@@ -325,9 +418,14 @@ impl Job<'_> {
             prefix: self.plan.prefix,
             rank0_owns_stderr: self.plan.rank0_owns_stderr,
             logs: self.plan.logs.as_ref(),
+            page: self.page.as_ref(),
             guard,
             events: &self.sender,
         };
+        let pointer = self.page.as_ref().map(|_| {
+            let path = self.run_pointer().into_os_string();
+            (RUN_POINTER_VARIABLE.into(), path)
+        });
         for local_rank in 0..self.plan.local_ranks {
             let rank = self.shared.first_rank + local_rank;
             ranks.push(starter.start(local_rank, rank, restarts, |error_file| {
@@ -341,6 +439,7 @@ impl Job<'_> {
                     .into_iter()
                     .map(|(name, value)| (name.into(), value))
                     .chain(self.plan.variables.iter().cloned())
+                    .chain(pointer.clone())
                     .collect()
             })?);
         }
@@ -350,16 +449,27 @@ impl Job<'_> {
     /// Watches the ranks until all have ended and were reaped. There is no deadline
     /// while nothing is wrong.
     fn watch_to_the_end(&self, watch: &mut Supervision) {
+        let mut shown = None;
         loop {
             let now = Instant::now();
+            if self.page.is_some() && shown.is_none_or(|at| now >= at + LIVE_EVERY) {
+                self.show(watch);
+                shown = Some(now);
+            }
             let over = watch.machine.finished() && watch.reaped == watch.ranks.len();
             if over || watch.give_up.is_some_and(|at| now >= at) {
                 return;
             }
-            let wake = [watch.machine.next_tick(), watch.give_up, watch.lone_at]
-                .into_iter()
-                .flatten()
-                .min();
+            let show_at = shown.map(|at| at + LIVE_EVERY);
+            let wake = [
+                watch.machine.next_tick(),
+                watch.give_up,
+                watch.lone_at,
+                show_at,
+            ]
+            .into_iter()
+            .flatten()
+            .min();
             let limit = wake.map_or(SWEEP, |at| at.saturating_duration_since(now));
             let action = match self.events.recv_timeout(limit) {
                 Ok(Event::Dump) => {
@@ -446,7 +556,7 @@ impl Job<'_> {
             let ranks: Vec<usize> = locals.iter().map(|l| self.shared.first_rank + l).collect();
             report::rank_list(&ranks)
         };
-        say::note(format_args!(
+        self.note(format!(
             "{} ended {} s ago with code 0; {} still running and may be waiting for it",
             names(ended),
             LONE_AFTER.as_secs(),
@@ -823,6 +933,8 @@ struct Supervision {
     lone_at: Option<Instant>,
     lone_said: bool,
     lone_told: bool,
+    /// How many times in a row a rank was found late.
+    late: BTreeMap<usize, usize>,
     /// From SIGTERM to SIGKILL where a rank's group has a handler for it.
     handler_grace: Duration,
     /// It was given on the command line, so ranks cannot ask for more.
@@ -997,12 +1109,4 @@ fn hand_up(json: &str) {
         // The launch has failed anyway.
         let _ = std::fs::write(path, json);
     }
-}
-
-/// This host's name.
-fn host_name() -> String {
-    rustix::system::uname()
-        .nodename()
-        .to_string_lossy()
-        .into_owned()
 }

@@ -59,12 +59,15 @@ use std::time::{Duration, Instant};
 
 pub use args::LaunchCli;
 pub use cluster::{RankPlace, rank_place};
+pub use guard::Guard;
 pub use oom::memory_limit;
+pub use phalanx_live::Address;
 pub use phalanx_process::env::{number, real_env};
 pub use rank_args::{
     AlgorithmArg, RankArgs, Speakers, TransportArg, check_local_ranks, run as run_ranks, start,
 };
 pub use ranks::Prefix;
+pub use reap::{adopt_orphans, reap_group};
 pub use token::write_token;
 
 use phalanx_process::{error, format, say, stop};
@@ -139,6 +142,8 @@ struct LocalRun {
     stop_grace: Duration,
     /// Where the ranks' flight recorders are written when the run fails.
     flight_dir: Option<PathBuf>,
+    /// Where the job is shown while it runs.
+    live: Option<Address>,
 }
 
 impl LocalRun {
@@ -156,6 +161,7 @@ impl LocalRun {
             rank0_owns_stderr: std::io::stderr().is_terminal(),
             stop_grace: STOP_GRACE,
             flight_dir: None,
+            live: None,
         }
     }
 }
@@ -184,6 +190,7 @@ fn run_local(local: LocalRun) -> Result<()> {
         stop_grace: local.stop_grace,
         handler_grace: local.stop_grace,
         grace_is_typed: false,
+        live: local.live,
         ranks_tell: true,
         flight_dir: local.flight_dir,
         role: "default".to_owned(),
@@ -205,6 +212,28 @@ fn run_local(local: LocalRun) -> Result<()> {
 /// This binary, even when its file was replaced by a newer build meanwhile.
 fn own_program() -> OsString {
     "/proc/self/exe".into()
+}
+
+/// A command that runs this program again with `args`, in a session and process group of its
+/// own. The kernel kills it when the calling thread ends, and `guard` its group when this process
+/// does. Its standard input is empty. This program's `main` calls [`run_helper`] first.
+///
+/// # Errors
+///
+/// When the guard cannot be reached.
+pub fn tied_command(
+    guard: &Guard,
+    args: impl IntoIterator<Item = OsString>,
+) -> std::io::Result<std::process::Command> {
+    use std::os::unix::process::CommandExt;
+    let mut command = std::process::Command::new(own_program());
+    command
+        .arg0(HELPER_NAME)
+        .args([EXEC_RANK, &std::process::id().to_string()])
+        .arg(own_program())
+        .args(args)
+        .stdin(guard.end_for_rank()?);
+    Ok(command)
 }
 
 /// The exit code of a command that ended so. An error is left to the launcher of this process, if

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use phalanx_data::files::{as_typed, open_regular};
+use phalanx_live::Address;
 use phalanx_wire::Token;
 
 use super::args::{LaunchArgs, Meeting};
@@ -46,6 +47,8 @@ pub struct LaunchPlan {
     pub handler_grace: Duration,
     /// It was given on the command line, so ranks cannot ask for more.
     pub grace_is_typed: bool,
+    /// Where the job is shown while it runs.
+    pub live: Option<Address>,
     /// Ranks that end with code 130 have printed why.
     pub ranks_tell: bool,
     /// ROLE_NAME.
@@ -118,6 +121,7 @@ impl LaunchPlan {
             stop_grace: args.stop_grace,
             handler_grace: args.handler_grace,
             grace_is_typed: args.grace_is_typed,
+            live: args.live,
             ranks_tell: false,
             role: args.role,
             prefix: if args.prefix && !alone {

@@ -186,6 +186,8 @@ pub struct Route {
     pub log: Option<Log>,
     /// Where the last lines are kept (stderr).
     pub tail: Option<Arc<Mutex<Tail>>>,
+    /// Where the live page gets it, and whether it is stderr.
+    pub live: Option<(Arc<phalanx_live::Tail>, bool)>,
 }
 
 /// A file that keeps a copy of a rank's output, or the only one.
@@ -242,6 +244,9 @@ impl Route {
                 tail.lock()
                     .unwrap_or_else(PoisonError::into_inner)
                     .push(bytes);
+            }
+            if let Some((live, err)) = &self.live {
+                live.push(*err, bytes);
             }
             if self.prefix.is_none() {
                 self.pass(bytes);
@@ -353,6 +358,7 @@ mod tests {
             prefix,
             log: None,
             tail: None,
+            live: None,
         }
     }
 

@@ -18,7 +18,8 @@ use phalanx_comm::{
 use phalanx_wire::Token;
 use rustix::process::{Resource, getrlimit};
 
-use phalanx_process::RankContext;
+use phalanx_live::Address;
+use phalanx_process::{RankContext, say};
 
 use crate::alone::{Asking, alone_by_mistake};
 use crate::args::{count_of_ranks, untyped_ranks};
@@ -105,6 +106,10 @@ pub struct RankArgs {
     /// PHALANX_TOKEN_FILE]
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
+    /// Show the job on a web page while it runs, at PORT, HOST:PORT or [IPV6]:PORT [default with --live: a free port
+    /// of 127.0.0.1]
+    #[arg(long, value_name = "ADDR")]
+    live: Option<Option<Address>>,
     /// Address to listen on for other ranks [default: loopback; on several hosts, the address that reaches the master]
     #[arg(long, value_name = "IP", env = "PHALANX_BIND")]
     pub bind: Option<IpAddr>,
@@ -273,6 +278,11 @@ impl RankArgs {
                 "compare runs its workers as processes; leave out --transport thread",
             ));
         }
+        if self.live.is_some() {
+            return Err(Error::usage(
+                "--live shows one job, and compare runs several; leave it out",
+            ));
+        }
         Ok(())
     }
 
@@ -364,13 +374,27 @@ pub fn run(
     args.validate()?;
     let started = Instant::now() - since_command_start();
     if let Some(place) = args.place()? {
+        // Ranks that this command started have its arguments too.
+        let is_ours = std::env::var_os(STARTED_VARIABLE).is_some();
+        if args.live.is_some() && place.rank == 0 && !is_ours {
+            say::note(
+                "warning: --live is ignored: this process is one rank of a job that another program has started; \
+                 give it to that program, if it is `phalanx launch`",
+            );
+        }
         return as_launched_rank(args, &place, started, rank);
     }
+    let live = args.live.clone().map(Option::unwrap_or_default);
     let here = args.ranks_to_start()?;
     check_count("--nproc-per-node", here, MAX_LOCAL_RANKS)?;
     // With a limit, the launcher must survive to report a rank that got no memory.
     let is_limited = getrlimit(Resource::As).current.is_some();
-    if args.transport == TransportArg::Thread || here == 1 && !is_limited {
+    if args.transport == TransportArg::Thread && live.is_some() {
+        return Err(Error::usage(
+            "--live shows ranks that are processes; leave out --transport thread",
+        ));
+    }
+    if args.transport == TransportArg::Thread || here == 1 && !is_limited && live.is_none() {
         as_threads(args, here, speakers, started, rank)
     } else {
         let own = std::env::args_os().skip(1);
@@ -380,13 +404,13 @@ pub fn run(
             Speakers::All => Prefix::Everybody,
             Speakers::Unmarked => Prefix::Nobody,
         };
-        start(here, own, flight_dir, prefix)
+        start(here, own, flight_dir, prefix, live)
     }
 }
 
 /// Starts this program with the arguments `own` as `world` ranks of this host, and
 /// *blocks* until all have ended. When they fail, their flight recorders are
-/// written into `flight_dir`.
+/// written into `flight_dir`. A page at `live` shows them while they run.
 ///
 /// # Errors
 ///
@@ -396,8 +420,12 @@ pub fn start(
     own: Vec<OsString>,
     flight_dir: Option<&Path>,
     prefix: Prefix,
+    live: Option<Address>,
 ) -> Result<()> {
     let mut local = LocalRun::new(world, own);
+    // The page shows what rank 0 writes too.
+    local.rank0_owns_stderr &= live.is_none();
+    local.live = live;
     local.flight_dir = flight_dir.map(Path::to_owned);
     local.prefix = prefix;
     if let Some(grace) = stop::grace() {

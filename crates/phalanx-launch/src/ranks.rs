@@ -13,6 +13,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use phalanx_comm::recorder::Dump;
+use phalanx_live::Page;
+use phalanx_process::env::RUN_POINTER_VARIABLE;
 use rustix::io::{Errno, FdFlags, fcntl_setfd};
 use rustix::process::{
     Pid, Signal, WaitId, WaitIdOptions, getpgid, kill_process, kill_process_group, waitid,
@@ -93,6 +95,8 @@ pub struct Starter<'a> {
     pub folder: &'a RunFolder,
     /// Output files.
     pub logs: Option<&'a Logs>,
+    /// The page that shows the job.
+    pub page: Option<&'a Page>,
     /// The guard to register with.
     pub guard: &'a Arc<Guard>,
     /// Receives the ranks' ends.
@@ -144,8 +148,12 @@ impl Starter<'_> {
         // Everything that can fail comes before the process.
         let tail = Arc::new(Mutex::new(Tail::default()));
         let prefix = self.prefix.of(rank);
-        let out = self.route(local, true, prefix, &folder, None)?;
-        let err = self.route(local, false, prefix, &folder, Some(&tail))?;
+        let mut out = self.route(local, true, prefix, &folder, None)?;
+        let mut err = self.route(local, false, prefix, &folder, Some(&tail))?;
+        if let Some(page) = self.page {
+            out.live = Some((page.tail(rank), false));
+            err.live = Some((page.tail(rank), true));
+        }
         let err_log = err.log.as_ref().map(|log| log.path.clone());
 
         let inherit = self.rank0_owns_stderr && rank == 0;
@@ -175,6 +183,7 @@ impl Starter<'_> {
             .env_remove(super::token::TOKEN_VARIABLE)
             // An outer launcher may have set it for its own network.
             .env_remove(super::contract::BIND_VARIABLE)
+            .env_remove(RUN_POINTER_VARIABLE)
             .envs(variables(error_file.clone().into_os_string()))
             .env(ERRORS_VARIABLE, LAUNCHER)
             .env(phalanx_comm::recorder::FILE_VARIABLE, path_of(&flight));
@@ -272,6 +281,7 @@ impl Starter<'_> {
             prefix,
             log,
             tail: tail.cloned(),
+            live: None,
         })
     }
 }

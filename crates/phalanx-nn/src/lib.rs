@@ -69,7 +69,7 @@ pub use param::{
     BufferId, GradSink, GradView, Grads, Init, Layout, ParamId, ParamInfo, Params, Scope, Seed,
     SinkError,
 };
-pub use tape::{Precision, Step, StepKey, Tape};
+pub use tape::{GraphNode, Precision, Step, StepKey, Tape};
 pub use tensor::Tensor;
 
 /// The instruction set that the kernels use, as people write it.

@@ -7,6 +7,10 @@ use crate::error::{Error, Result};
 /// The environment as text; variables that are not UTF-8 are left out.
 pub type Env = BTreeMap<String, String>;
 
+/// Names the file in which rank 0 leaves the path of the run's folder, for a launcher that shows the
+/// run while it goes on.
+pub const RUN_POINTER_VARIABLE: &str = "PHALANX_RUN_POINTER";
+
 /// The real environment.
 pub fn real_env() -> Env {
     std::env::vars_os()

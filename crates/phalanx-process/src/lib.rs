@@ -15,3 +15,4 @@ pub mod stop;
 
 pub use context::RankContext;
 pub use convert::unlike;
+pub use phalanx_comm::host_name;

@@ -5,6 +5,15 @@ use serde::Serialize;
 /// Most points of a curve, its first and last not counted.
 const MAX_POINTS: usize = 2000;
 
+/// At most `most` of `0..count`, evenly spread, the first and the last among them.
+pub fn spread(count: usize, most: usize) -> Vec<usize> {
+    if count <= most.max(1) {
+        return (0..count).collect();
+    }
+    let last = most.max(2) - 1;
+    (0..=last).map(|i| i * (count - 1) / last).collect()
+}
+
 /// A point and its number.
 type Point = (usize, f64, f64);
 
@@ -33,7 +42,9 @@ impl Default for Curve {
 /// A curve as the page gets it.
 #[derive(Debug, Default, Serialize)]
 pub struct Points {
+    /// Steps.
     pub x: Vec<f64>,
+    /// Values.
     pub y: Vec<f64>,
     /// Points in the log.
     pub total: usize,
@@ -59,8 +70,13 @@ impl Curve {
         }
     }
 
+    /// Points that were added.
+    pub fn total(&self) -> usize {
+        self.count
+    }
+
     /// The points to draw: all, or ends and extremes.
-    pub fn points(self) -> Points {
+    pub fn points(&self) -> Points {
         let both = self.buckets.iter().chain(&self.ends);
         let mut all: Vec<Point> = both.flat_map(|(low, high)| [*low, *high]).collect();
         all.sort_by_key(|point| point.0);

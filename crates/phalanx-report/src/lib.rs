@@ -8,56 +8,88 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod curve;
+mod events;
+mod logged;
+mod system;
+mod watch;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use curve::{Curve, Points};
+pub use curve::{Curve, Points};
+use events::{Event, Events, Finish, MAX_EVENTS};
+use logged::Logged;
 use phalanx_data::files::Dir;
-use phalanx_data::{Error, ErrorKind, Result};
+use phalanx_data::{Error, ErrorKind, IMAGES_PER_ROW, Result, png_size};
 use serde::Serialize;
 use serde_json::value::RawValue;
+use system::System;
+use watch::Watch;
 
 /// The page's name in a run's folder.
 pub const REPORT_FILE: &str = "report.html";
 
-/// Images of `predictions.jsonl` in one picture, 32 in a row (`phalanx_data::image::sheet`).
+/// Images of `predictions.jsonl` in one picture, each once, in the order of the file
+/// (`phalanx_data::image::sheet`).
 pub const PICTURES_FILE: &str = "predictions.png";
-const PER_ROW: usize = 32;
 
 /// Limits of what is read and shown. A log of a million steps has 0.2 GiB.
 const MAX_METRICS_BYTES: u64 = 4 << 30;
 const MAX_SUMMARY_BYTES: u64 = 16 << 20;
+const MAX_ABOUT_BYTES: u64 = 16 << 20;
+const MAX_EVENTS_BYTES: u64 = 1 << 30;
 const MAX_PREDICTIONS_BYTES: u64 = 256 << 20;
 const MAX_PICTURES_BYTES: u64 = 32 << 20;
 const MAX_CURVES: usize = 200;
-const MAX_EVENTS: usize = 1000;
+const MAX_LEFT_OUT: usize = 10_000;
 const MAX_PREDICTIONS: usize = 10_000;
 
-const HTML: &str = include_str!("page.html");
-const CSS: &str = include_str!("page.css");
-const JS: &str = include_str!("page.js");
+const HTML: &str = include_str!("page/page.html");
+/// The page's style.
+pub const CSS: &str = include_str!("page/page.css");
+/// The page's script. It shows the runs in the element `data`; `render` in `main.js` shows others.
+pub const JS: &str = concat!(
+    include_str!("page/base.js"),
+    include_str!("page/chart.js"),
+    include_str!("page/overview.js"),
+    include_str!("page/curves.js"),
+    include_str!("page/events.js"),
+    include_str!("page/time.js"),
+    include_str!("page/system.js"),
+    include_str!("page/watch.js"),
+    include_str!("page/confusion.js"),
+    include_str!("page/predictions.js"),
+    include_str!("page/logged.js"),
+    include_str!("page/model.js"),
+    include_str!("page/main.js"),
+);
 
 /// What one run's folder has.
 #[derive(Debug, Serialize)]
 pub struct Run {
     name: String,
+    /// `run.json`.
+    about: Option<Box<RawValue>>,
     /// `summary.json`.
     summary: Option<Box<RawValue>>,
+    /// The last record of `events.jsonl`, if it is one: how the run ended.
+    finish: Option<Finish>,
     /// Each named number of `metrics.jsonl`, over the steps.
     curves: BTreeMap<String, Points>,
-    /// What else `metrics.jsonl` says of a step.
+    /// Numbers of `metrics.jsonl` that are not among the curves.
+    curves_left_out: usize,
+    /// Notices, checkpoints, starts, and what else `metrics.jsonl` says of a step; the first ones.
     events: Vec<Event>,
+    events_total: usize,
+    system: Option<System>,
+    watch: Option<Watch>,
+    /// Images, tables and texts of the program.
+    logged: Vec<Logged>,
+    logged_total: usize,
     /// The first rows of `predictions.jsonl`.
     predictions: Vec<Box<RawValue>>,
     predictions_total: usize,
     pictures: Option<Pictures>,
-}
-
-#[derive(Debug, Serialize)]
-struct Event {
-    step: f64,
-    text: String,
 }
 
 /// [`PICTURES_FILE`]: its size, and itself as a `data:` address.
@@ -88,29 +120,51 @@ impl Run {
     ///
     /// # Errors
     ///
-    /// `Usage` where there is neither `metrics.jsonl` nor `summary.json`; `Io`; `Data` for files
-    /// beyond the limits and a summary that is not JSON.
+    /// `Usage` where there is neither `run.json` nor `metrics.jsonl` nor `summary.json`; `Io`; `Data`
+    /// for files beyond the limits, and for `run.json` and `summary.json` that are not JSON.
     pub fn read_in(dir: &Dir) -> Result<Run> {
-        let metrics = dir.read("metrics.jsonl", MAX_METRICS_BYTES)?;
-        let summary = dir.read("summary.json", MAX_SUMMARY_BYTES)?;
-        let path = dir.path();
-        if metrics.is_none() && summary.is_none() {
+        if !["run.json", "metrics.jsonl", "summary.json"]
+            .iter()
+            .any(|name| dir.has(name))
+        {
             let what = format!(
-                "{} has neither metrics.jsonl nor summary.json; give the folder of a run",
-                path.display()
+                "{} has neither run.json nor metrics.jsonl nor summary.json; give the folder of a run",
+                dir.path().display()
             );
             return Err(Error::new(ErrorKind::Usage, what));
         }
-        let summary = summary.map(|text| {
-            serde_json::from_slice(&text).map_err(|e| {
-                let what = format!("{} is not JSON", path.join("summary.json").display());
+        let metrics = dir.read("metrics.jsonl", MAX_METRICS_BYTES)?;
+        let events = dir.read("events.jsonl", MAX_EVENTS_BYTES)?;
+        Run::read_lines(
+            dir,
+            &metrics.unwrap_or_default(),
+            &events.unwrap_or_default(),
+        )
+    }
+
+    /// As [`read_in`](Self::read_in), with `metrics` and `events` in place of the lines of
+    /// `metrics.jsonl` and `events.jsonl`: of a long run that goes on, some.
+    ///
+    /// # Errors
+    ///
+    /// `Io`; `Data` as [`read_in`](Self::read_in).
+    pub fn read_lines(dir: &Dir, metrics: &[u8], events: &[u8]) -> Result<Run> {
+        let json = |name: &str, most_bytes: u64| -> Result<Option<Box<RawValue>>> {
+            let text = dir.read(name, most_bytes)?;
+            let parsed = text.map(|text| serde_json::from_slice(&text)).transpose();
+            parsed.map_err(|e| {
+                let what = format!("{} is not JSON", dir.path().join(name).display());
                 Error::new(ErrorKind::Data, what).with_source(e)
             })
-        });
+        };
+        let about = json("run.json", MAX_ABOUT_BYTES)?;
+        let summary = json("summary.json", MAX_SUMMARY_BYTES)?;
+        let path = dir.path();
+        let mut events = Events::read(events, dir);
         let predictions = dir.read("predictions.jsonl", MAX_PREDICTIONS_BYTES)?;
         let predictions = predictions.unwrap_or_default();
         let pictures = dir.read(PICTURES_FILE, MAX_PICTURES_BYTES);
-        let (curves, events) = curves(&metrics.unwrap_or_default());
+        let (curves, curves_left_out) = curves(metrics, &mut events);
         let name = path.canonicalize().unwrap_or_else(|_| path.to_owned());
         Ok(Run {
             name: name
@@ -118,9 +172,17 @@ impl Run {
                 .unwrap_or_default()
                 .to_string_lossy()
                 .into(),
-            summary: summary.transpose()?,
+            about,
+            summary,
+            finish: events.finish,
             curves,
-            events,
+            curves_left_out,
+            events: events.list,
+            events_total: events.total,
+            system: events.system,
+            watch: events.watch,
+            logged: events.logged,
+            logged_total: events.logged_total,
             predictions: lines(&predictions)
                 .take(MAX_PREDICTIONS)
                 .filter_map(|line| serde_json::from_slice(line).ok())
@@ -137,10 +199,11 @@ fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
     all.filter_map(|line| line.strip_suffix(b"\n"))
 }
 
-/// Every number of every record by its name, and the records that say something else of a step.
-fn curves(metrics: &[u8]) -> (BTreeMap<String, Points>, Vec<Event>) {
+/// Every number of every record by its name, and how many names are left out. What the records
+/// say else of a step is added to `events`.
+fn curves(metrics: &[u8], events: &mut Events) -> (BTreeMap<String, Points>, usize) {
     let mut curves: BTreeMap<String, Curve> = BTreeMap::new();
-    let mut events = Vec::new();
+    let mut left_out = BTreeSet::new();
     for (number, line) in lines(metrics).enumerate() {
         let Ok(record) = serde_json::from_slice::<BTreeMap<String, &RawValue>>(line) else {
             continue;
@@ -150,38 +213,48 @@ fn curves(metrics: &[u8]) -> (BTreeMap<String, Points>, Vec<Event>) {
         let step = record.get("step").and_then(|step| value(step));
         let step = step.unwrap_or(number as f64);
         for (name, text) in &record {
-            let say = |text| Event { step, text };
+            let mut say = |text| {
+                events.total += 1;
+                if events.list.len() < MAX_EVENTS {
+                    events.list.push(Event {
+                        kind: "metric",
+                        step: Some(step),
+                        elapsed_s: None,
+                        text,
+                    });
+                }
+            };
             let fits = curves.len() < MAX_CURVES || curves.contains_key(name);
             match value(text) {
                 _ if name == "step" => {}
                 Some(value) if fits => curves.entry(name.clone()).or_default().add(step, value),
-                None if events.len() == MAX_EVENTS => {}
+                Some(_) if left_out.len() < MAX_LEFT_OUT => {
+                    left_out.insert(name.clone());
+                }
                 // A program may measure neither in its evaluation.
                 None if ["accuracy", "test_loss"].contains(&name.as_str()) => {}
-                None if text.get() == "null" => {
-                    events.push(say(format!("{name} is not a number")));
-                }
+                None if text.get() == "null" => say(format!("{name} is not a number")),
                 None if name == "event" || name == "message" => {
-                    let text = serde_json::from_str(text.get());
-                    events.extend(text.ok().map(say));
+                    if let Ok(text) = serde_json::from_str(text.get()) {
+                        say(text);
+                    }
                 }
                 _ => {}
             }
         }
     }
     let points = curves.into_iter().map(|(name, c)| (name, c.points()));
-    (points.collect(), events)
+    (points.collect(), left_out.len())
 }
 
 impl Pictures {
     /// None if it is not PNG.
     fn new(png: Vec<u8>) -> Option<Pictures> {
-        let side = |at: usize| Some(u32::from_be_bytes(png.get(at..at + 4)?.try_into().ok()?));
-        (png.starts_with(b"\x89PNG\r\n\x1a\n")).then_some(())?;
+        let [width, height] = png_size(&png)?;
         Some(Pictures {
-            width: side(16)?,
-            height: side(20)?,
-            per_row: PER_ROW,
+            width,
+            height,
+            per_row: IMAGES_PER_ROW,
             src: format!("data:image/png;base64,{}", base64(&png)),
         })
     }

@@ -12,7 +12,7 @@ use phalanx_process::RankContext;
 /// Who gets which averaged gradients, and when ([`Exchange`]). The results are the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum ExchangeArg {
-    /// `at-step` if the ranks of one host use all its cores, else `all-reduce`
+    /// `at-step` if the ranks of one host use all its cores, else and with --watch `all-reduce`
     Auto,
     /// Every rank gets all averaged gradients, bucket by bucket during backward
     AllReduce,
@@ -53,17 +53,17 @@ impl ExchangeArg {
         })
     }
 
-    /// [`choose`](Self::choose) for a training with `settings`: what needs whole gradients or buckets of its own
-    /// gets all-reduces.
+    /// [`choose`](Self::choose) for a training with `settings`: what needs whole gradients, watches them, or has buckets
+    /// of its own gets all-reduces.
     ///
     /// # Errors
     ///
     /// Peers that are lost.
     pub fn choose_for(self, ctx: &RankContext, settings: &Settings) -> Result<Exchange> {
         let chosen = self.choose(ctx)?;
-        let own_buckets = settings.bucket_cap_mb.is_some();
+        let wants_whole = settings.watch > 0 || settings.bucket_cap_mb.is_some();
         Ok(match self {
-            ExchangeArg::Auto if needs_whole(settings).is_some() || own_buckets => {
+            ExchangeArg::Auto if needs_whole(settings).is_some() || wants_whole => {
                 Exchange::AllReduce
             }
             _ => chosen,

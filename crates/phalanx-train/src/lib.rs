@@ -14,11 +14,13 @@
 
 mod advice;
 mod attempt;
+mod deliveries;
 mod events;
 mod exchange;
 mod gradient;
 mod job;
 mod lock;
+mod log;
 mod output;
 mod param_group;
 mod precision;
@@ -26,7 +28,6 @@ mod prepare;
 mod profile;
 mod reporter;
 mod run_dir;
-mod run_log;
 mod sample_log;
 mod saving;
 mod settings;
@@ -40,15 +41,16 @@ mod weights;
 
 pub use exchange::ExchangeArg;
 pub use job::Job;
+pub use log::{RunInfo, RunLog};
 pub use output::{Files, Output};
 pub use phalanx_process::RankContext;
 pub use phalanx_process::error::{Error, ErrorKind, Result};
+pub use phalanx_track::{TrackArgs, Tracker};
 pub use precision::PrecisionArg;
 pub use prepare::{PreparedRun, prepare_run};
 pub use profile::Profiler;
 pub use reporter::{EpochLines, Reporter, StepFacts};
 pub use run_dir::{FolderArgs, RunDir, check_folder_of, default_output_dir};
-pub use run_log::RunLog;
 pub use saving::{
     AUTO, CheckpointSource, FOLDER as CHECKPOINTS_DIR, History, Resumed, SaveAction, Saving,
     SavingArgs, settings as settings_by_name,

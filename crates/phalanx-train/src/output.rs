@@ -5,26 +5,33 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use phalanx_data::checkpoint;
-use phalanx_data::files::Dir;
+use phalanx_data::files::{Dir, atomic_write};
 use phalanx_data::metrics::{MetricsLog, write_summary_in};
 use phalanx_data::state::{Folder, Place};
 use phalanx_nn::Params;
 use phalanx_report::{PICTURES_FILE, REPORT_FILE, Run};
 use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::json;
 
 use super::events::{self, Events};
 use super::lock::Lock;
+use super::log::{self, Attempt, EVENTS_FILE, IMAGES_DIR, RUN_FILE, RunInfo, RunLog, TABLES_DIR};
 use super::run_dir::{self, Fresh};
-use super::run_log::RunLog;
 use super::saving::SavingArgs;
 use crate::error::{Error, ErrorKind, Result};
 use crate::say;
 use phalanx_process::RankContext;
+use phalanx_process::env::RUN_POINTER_VARIABLE;
 
 pub const SUMMARY_FILE: &str = "summary.json";
 const METRICS_FILE: &str = "metrics.jsonl";
 pub(super) const BEST_FILE: &str = "best.safetensors";
 const PREDICTIONS_FILE: &str = "predictions.jsonl";
+/// Most bytes of a file of rows that is read again.
+const MAX_ROWS_BYTES: u64 = 1 << 30;
+/// How far a tracker has come, in `.tracker-NAME.json`.
+const TRACKER_PREFIX: &str = ".tracker-";
 
 /// The files of one program besides those that every run has.
 #[derive(Debug, Clone, Default)]
@@ -64,8 +71,17 @@ impl Files {
                 .or_else(|| number.strip_suffix(".pth"))?;
             number.parse::<usize>().ok()
         };
-        [SUMMARY_FILE, PREDICTIONS_FILE, PICTURES_FILE, REPORT_FILE].contains(&name)
+        [
+            SUMMARY_FILE,
+            PREDICTIONS_FILE,
+            PICTURES_FILE,
+            REPORT_FILE,
+            RUN_FILE,
+            EVENTS_FILE,
+        ]
+        .contains(&name)
             || name.starts_with(events::PREFIX)
+            || name.starts_with(TRACKER_PREFIX)
             || self.accuracies.as_deref() == Some(name)
             || self
                 .weights
@@ -123,6 +139,7 @@ impl Output {
             if let Some(fresh) = fresh {
                 clear_earlier_run(&dir, &files, fresh)?;
             }
+            name_to_launcher(&dir);
             opened = Some(dir);
         }
         Ok(Output {
@@ -181,8 +198,8 @@ impl Output {
         &self.saved
     }
 
-    /// The log of rank 0, up to where a resumed run goes on; a disabled one elsewhere. Where an attempt
-    /// before had saved no checkpoint, its metrics are kept as `metrics-N.jsonl`. TensorBoard shows `settings`.
+    /// The log of the run: on rank 0 up to where a resumed run goes on. Where an attempt before had saved no checkpoint,
+    /// its metrics are kept as `metrics-N.jsonl`.
     ///
     /// # Errors
     ///
@@ -191,10 +208,11 @@ impl Output {
         &self,
         ctx: &RankContext,
         resumed: Option<Place>,
-        settings: &BTreeMap<String, String>,
+        info: &RunInfo<'_>,
     ) -> Result<RunLog> {
+        let start = |attempt: u64| json!({ "attempt": attempt, "resumed_at": resumed.map(|place| place.step) });
         let Some(dir) = &self.opened else {
-            return Ok(RunLog::disabled());
+            return Ok(RunLog::start(ctx, MetricsLog::disabled(), None, start(0)));
         };
         // Evaluated at the checkpoint: TensorBoard drops it with the steps after.
         let evaluated = RefCell::new(None);
@@ -215,17 +233,32 @@ impl Output {
                 MetricsLog::create(dir, METRICS_FILE, 1)?
             }
         };
-        let step = resumed.map_or(0, |place| place.step);
-        let mut settings = settings.clone();
-        // "no --flag" of what was not typed.
-        settings.remove("no");
+        let attempt = Attempt::next(dir, self.is_fresh);
+        let run = log::document(ctx, info, &attempt);
+        if let Err(error) = log::write(dir, &run) {
+            log::warn(RUN_FILE, error);
+        }
+        let events_log = match self.is_fresh {
+            true => MetricsLog::create(dir, EVENTS_FILE, 1),
+            false => MetricsLog::resume(dir, EVENTS_FILE, 1, |_| true),
+        };
+        let events_log = events_log.map_err(|error| log::warn(EVENTS_FILE, error));
+        let mut settings = info.settings.clone();
         settings.insert("arguments".to_owned(), say::arguments().join(" "));
         settings.insert("ranks".to_owned(), ctx.world().to_string());
         settings.insert("transport".to_owned(), ctx.describe());
+        let step = resumed.map_or(0, |place| place.step);
         let events = Events::create(dir, ctx.started, step, &settings);
-        let mut log = RunLog::new(metrics, events);
+        let events = events.map_err(|error| log::warn("TensorBoard's event file", error.chain()));
+        let files = log::Files {
+            dir: dir.clone(),
+            log: events_log.ok(),
+            events: events.ok(),
+            run,
+        };
+        let log = RunLog::start(ctx, metrics, Some(files), start(attempt.number()));
         if let Some(record) = evaluated.into_inner() {
-            log.repeat(&record);
+            log.repeat(record);
         }
         Ok(log)
     }
@@ -315,14 +348,25 @@ impl Output {
         let Some(dir) = &self.opened else {
             return Ok(());
         };
-        let mut text = Vec::new();
-        for row in rows {
-            serde_json::to_writer(&mut text, row).map_err(|e| {
-                Error::new(ErrorKind::Failed, format!("{name}: a row is not JSON")).caused_by(e)
-            })?;
-            text.push(b'\n');
-        }
+        let text = json_lines(name, rows)?;
         Ok(dir.write(name, |out| out.write_all(&text))?)
+    }
+
+    /// The rows of the file `name` that [`save_rows`](Self::save_rows) wrote; none without the file. Lines that are
+    /// not such rows are left out.
+    ///
+    /// # Errors
+    ///
+    /// Those of reading.
+    pub fn load_rows<T: DeserializeOwned>(&self, name: &str) -> Result<Vec<T>> {
+        let Some(dir) = &self.opened else {
+            return Ok(Vec::new());
+        };
+        let text = dir.read(name, MAX_ROWS_BYTES)?.unwrap_or_default();
+        let lines = text.split(|byte| *byte == b'\n');
+        Ok(lines
+            .filter_map(|line| serde_json::from_slice(line).ok())
+            .collect())
     }
 
     /// Writes `png`, the images of `predictions.jsonl`, to `predictions.png`.
@@ -359,6 +403,27 @@ impl Output {
     }
 }
 
+/// Tells a launcher that asks for it where this run's folder is. The training does not depend on it.
+fn name_to_launcher(dir: &Dir) {
+    if let Some(pointer) = std::env::var_os(RUN_POINTER_VARIABLE)
+        && let Ok(path) = dir.path().canonicalize()
+    {
+        let _ = atomic_write(Path::new(&pointer), path.as_os_str().as_encoded_bytes());
+    }
+}
+
+/// `rows` as JSON, an object a line; `name` for errors.
+pub(crate) fn json_lines(name: &str, rows: &[impl Serialize]) -> Result<Vec<u8>> {
+    let mut text = Vec::new();
+    for row in rows {
+        serde_json::to_writer(&mut text, row).map_err(|e| {
+            Error::new(ErrorKind::Failed, format!("{name}: a row is not JSON")).caused_by(e)
+        })?;
+        text.push(b'\n');
+    }
+    Ok(text)
+}
+
 /// Keeps the metrics of an attempt that saved no checkpoint as `metrics-N.jsonl`.
 fn set_metrics_aside(dir: &Dir) -> Result<()> {
     let names = (1..).map(|n| format!("metrics-{n}.jsonl"));
@@ -375,6 +440,11 @@ fn clear_earlier_run(dir: &Dir, files: &Files, _: &Fresh) -> Result<()> {
         if name == crate::FLIGHT_DIR {
             remove_flight_recorders(dir).map_err(failed)?;
         }
+        for (folder, ending) in [(IMAGES_DIR, ".png"), (TABLES_DIR, ".jsonl")] {
+            if name == folder {
+                remove_logged(dir, folder, ending).map_err(failed)?;
+            }
+        }
         // Complete, or the temporary file of a run that was killed while saving:
         // `.NAME.<random>.tmp`.
         let temporary_of = || {
@@ -383,8 +453,8 @@ fn clear_earlier_run(dir: &Dir, files: &Files, _: &Fresh) -> Result<()> {
         };
         if files.has(&name) || temporary_of().is_some_and(|name| files.has(name)) {
             match dir.remove(&name) {
-                // No report ends a run.
-                Err(_) if name == REPORT_FILE => {}
+                // Neither report nor pictures end a run.
+                Err(_) if [REPORT_FILE, PICTURES_FILE].contains(&&*name) => {}
                 removed => removed.map_err(failed)?,
             }
         }
@@ -401,6 +471,19 @@ fn remove_flight_recorders(dir: &Dir) -> phalanx_data::Result<()> {
     for name in flight.names()? {
         if name.starts_with("rank-") && name.ends_with(".json") {
             let _ = flight.remove(&name);
+        }
+    }
+    Ok(())
+}
+
+/// What `log_image` and `log_table` left.
+fn remove_logged(dir: &Dir, folder: &str, ending: &str) -> phalanx_data::Result<()> {
+    let Some(folder) = dir.sub(folder)? else {
+        return Ok(());
+    };
+    for name in folder.names()? {
+        if name.ends_with(ending) {
+            folder.remove(&name)?;
         }
     }
     Ok(())

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::builder::{PathBufValueParser, TypedValueParser as _};
 use phalanx_data::sampler::{Sampler, SamplerConfig, TorchBatches};
 use phalanx_ddp::{BucketCaps, Buffers, DdpOptions, Every, Exchange};
+use phalanx_track::TrackArgs;
 
 use super::exchange::ExchangeArg;
 use super::gradient::{GradientArgs, GradientType};
@@ -82,7 +83,7 @@ pub struct Settings {
     #[command(flatten)]
     #[allow(missing_docs, reason = "a doc comment would be its help")]
     pub saving: SavingArgs,
-    /// Write histograms of parameters and gradients for TensorBoard every N steps; 0: never
+    /// Log histograms of parameters and gradients every N steps; 0: never
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub watch: usize,
     /// Append the indices of each step's samples to FILE.<rank>.jsonl; a resumed run first removes the steps it will
@@ -98,6 +99,9 @@ pub struct Settings {
     /// Profile operations and layers of steps 3 to 12: print a table and write a Chrome trace per rank to FILE.<rank>.json
     #[arg(long, value_name = "FILE")]
     pub profile: Option<PathBuf>,
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "a doc comment would be its help")]
+    pub track: TrackArgs,
     /// What holds where nothing was typed.
     #[arg(skip)]
     pub defaults: Defaults,
@@ -191,6 +195,7 @@ impl Settings {
         self.gradients.validate()?;
         self.exchange.validate(self)?;
         self.saving.validate(self.output_dir.is_some())?;
+        self.track.validate()?;
         // `auto` may find no checkpoint: a script that is started again says both.
         if matches!(self.init, Start::File(_)) && self.saving.resumed_path().is_some() {
             return Err(Error::usage(
@@ -322,6 +327,7 @@ impl Settings {
             sampler,
             log_interval,
             exchange,
+            watch,
             gradients,
             saving,
             // The wrapper compares the plan of buckets.
@@ -331,7 +337,7 @@ impl Settings {
             init: _,
             // Of each rank or host.
             workers: _,
-            watch: _,
+            track: _,
             log_samples: _,
             output_dir: _,
             trace: _,
@@ -349,6 +355,7 @@ impl Settings {
             format!("--log-interval {log_interval}"),
             format!("--gradient-type {}", typed(&gradients.gradient_type)),
             format!("--exchange {}", typed(exchange)),
+            format!("--watch {watch}"),
             format!("--shards {}", self.split.shards()),
         ];
         let powersgd = gradients.facts().into_iter();
@@ -356,6 +363,18 @@ impl Settings {
         facts.extend(self.shaping());
         facts.extend(saving.must_agree());
         facts
+    }
+
+    /// Settings that each rank may have its own of, by name, for those who read about the run.
+    pub(crate) fn of_each_rank(&self) -> BTreeMap<String, String> {
+        let bucket = self
+            .bucket_cap_mb
+            .map_or("default".to_owned(), |cap| cap.to_string());
+        let all = [
+            ("--workers", self.workers.to_string()),
+            ("--bucket-cap-mb", bucket),
+        ];
+        all.map(|(name, value)| (name.to_owned(), value)).into()
     }
 
     /// What shapes the training besides what a resumed run must share with the one that

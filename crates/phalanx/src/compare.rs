@@ -171,7 +171,8 @@ fn start(training: &[OsString], workers: usize, output_dir: &Path) -> Result<()>
     flag.push(output_dir);
     own.push(flag);
     let flight_dir = output_dir.join(phalanx_train::FLIGHT_DIR);
-    launch::start(workers, own, Some(&flight_dir), launch::Prefix::AllButRank0)
+    let prefix = launch::Prefix::AllButRank0;
+    launch::start(workers, own, Some(&flight_dir), prefix, None)
 }
 
 impl Run {

@@ -33,7 +33,7 @@
 //! group) can be used without it. The command `phalanx` comes with `cargo install`.
 //!
 //! Features: `cli` (default), which the command needs and a program does not; `images`,
-//! `phalanx::data::image`.
+//! `phalanx::data::image`; `mlflow`, a program's `--mlflow`.
 #![forbid(unsafe_code)]
 
 // The program's own modules, for the fuzz targets only: a binary cannot be
@@ -86,6 +86,7 @@ pub use clap;
 pub use phalanx_comm as comm;
 pub use phalanx_data as data;
 pub use phalanx_ddp as ddp;
+pub use phalanx_flow as flow;
 pub use phalanx_nn as nn;
 pub use phalanx_store as store;
 pub use phalanx_train as train;
@@ -103,6 +104,8 @@ mod guide {
     struct OwnModel;
     #[doc = include_str!("../../../docs/guide/own-data.md")]
     struct OwnData;
+    #[doc = include_str!("../../../docs/guide/trackers.md")]
+    struct Trackers;
     #[doc = include_str!("../../../docs/guide/several-machines.md")]
     struct SeveralMachines;
     #[doc = include_str!("../../../docs/guide/from-pytorch.md")]
@@ -113,4 +116,6 @@ mod guide {
     struct Reproducibility;
     #[doc = include_str!("../../../docs/guide/faq.md")]
     struct Faq;
+    #[doc = include_str!("../../../docs/guide/workflows.md")]
+    struct Workflows;
 }

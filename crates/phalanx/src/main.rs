@@ -20,7 +20,7 @@ use phalanx_launch::{self as launch, inspect};
 use phalanx_process::{error, format, say, stop};
 
 fn main() -> std::process::ExitCode {
-    if let Some(outcome) = launch::run_helper() {
+    if let Some(outcome) = phalanx_flow::run_helper() {
         return launch::exit_code(outcome);
     }
     launch::log::start();

@@ -7,6 +7,8 @@ use phalanx_report::{REPORT_FILE, Run, page, write_in};
 
 use crate::error::Result;
 use crate::say;
+use phalanx_process::env::real_env;
+use phalanx_track::{TrackArgs, upload};
 use phalanx_train::check_folder_of;
 
 /// Arguments of `phalanx report`.
@@ -18,6 +20,9 @@ pub struct ReportArgs {
     /// File to write [default: report.html, in the run's folder if there is one RUN]
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
+    /// Also send the runs to an MLflow tracking server: what was not delivered yet [default URI: MLFLOW_TRACKING_URI]
+    #[arg(long, value_name = "URI", num_args = 0..=1, default_missing_value = "")]
+    upload: Option<String>,
 }
 
 /// Runs `phalanx report`.
@@ -43,5 +48,19 @@ pub fn run(args: &ReportArgs) -> Result<()> {
             file
         }
     };
-    say::print(&format!("{}\n", output.display()))
+    say::print(&format!("{}\n", output.display()))?;
+    let Some(uri) = &args.upload else {
+        return Ok(());
+    };
+    let to = TrackArgs {
+        mlflow: Some(uri.clone()),
+        wandb: false,
+    };
+    for run in &args.runs {
+        for tracker in to.trackers(&real_env())? {
+            upload(run, tracker)?;
+        }
+        say::print(&format!("{} is on the MLflow server\n", run.display()))?;
+    }
+    Ok(())
 }

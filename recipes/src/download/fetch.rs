@@ -3,14 +3,13 @@
 use std::fs::File as OsFile;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use phalanx_data::files::{Dir, as_typed, lock_holder, read_regular, try_lock};
-use ureq::Agent;
-use ureq::http::StatusCode;
-use ureq::http::header::{CONTENT_RANGE, RANGE};
-use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
+use phalanx_data::files::{Dir, as_typed, lock_holder, try_lock};
+use phalanx_http::ureq::Agent;
+use phalanx_http::ureq::http::StatusCode;
+use phalanx_http::ureq::http::header::{CONTENT_RANGE, RANGE};
+use phalanx_http::{ROOTS, has_tls, ureq};
 
 use super::meter::Meter;
 use super::sets::File;
@@ -49,73 +48,13 @@ impl Patience {
 /// How often to check whether another process goes on.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// The variable with a file of root certificates to trust instead of the built-in ones, as for
-/// OpenSSL and curl.
-const ROOTS: &str = "SSL_CERT_FILE";
-
-/// Limit for a file of root certificates; the usual ones have 230 kB.
-const MAX_ROOTS_BYTES: u64 = 64 << 20;
-
-/// An HTTP client with these timeouts; with TLS if an address `needs_tls`.
+/// An HTTP client with these timeouts.
 ///
 /// # Errors
 ///
 /// `Usage` if the file of root certificates cannot be read.
-pub(super) fn agent(patience: Patience, needs_tls: bool) -> Result<Agent> {
-    let mut config = Agent::config_builder()
-        .http_status_as_error(false)
-        .timeout_connect(Some(patience.silence))
-        .timeout_recv_response(Some(patience.silence))
-        .timeout_per_read(Some(patience.silence))
-        .timeout_per_write(Some(patience.silence))
-        .user_agent(concat!("phalanx/", env!("CARGO_PKG_VERSION")));
-    if needs_tls && has_tls() {
-        let tls = TlsConfig::builder()
-            .unversioned_rustls_crypto_provider(Arc::new(rustls_graviola::default_provider()));
-        let tls = match std::env::var_os(ROOTS).filter(|path| !path.is_empty()) {
-            Some(path) => tls.root_certs(roots(Path::new(&path))?),
-            None => tls,
-        };
-        config = config.tls_config(tls.build());
-    }
-    Ok(config.build().into())
-}
-
-/// The certificates in a PEM file.
-fn roots(path: &Path) -> Result<RootCerts> {
-    let wrong = |e: String| {
-        Error::usage(format!(
-            "{ROOTS} names {}, which is not a certificate file: {e}",
-            path.display()
-        ))
-    };
-    let text = read_regular(path, MAX_ROOTS_BYTES).map_err(|e| wrong(e.to_string()))?;
-    let mut certificates = Vec::new();
-    for item in parse_pem(&text) {
-        if let PemItem::Certificate(certificate) = item.map_err(|e| wrong(e.to_string()))? {
-            certificates.push(certificate);
-        }
-    }
-    if certificates.is_empty() {
-        return Err(wrong("it has none".to_owned()));
-    }
-    Ok(RootCerts::Specific(Arc::new(certificates)))
-}
-
-/// Whether this processor has the instructions that the TLS library needs (x86-64 since
-/// 2014; ARM with AES).
-fn has_tls() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    let has = std::arch::is_x86_feature_detected!("aes")
-        && std::arch::is_x86_feature_detected!("pclmulqdq")
-        && std::arch::is_x86_feature_detected!("bmi1")
-        && std::arch::is_x86_feature_detected!("adx")
-        && std::arch::is_x86_feature_detected!("avx2");
-    #[cfg(target_arch = "aarch64")]
-    let has = std::arch::is_aarch64_feature_detected!("aes")
-        && std::arch::is_aarch64_feature_detected!("pmull")
-        && std::arch::is_aarch64_feature_detected!("sha2");
-    has
+pub(super) fn agent(patience: Patience) -> Result<Agent> {
+    phalanx_http::agent(patience.silence, false)
 }
 
 /// Why an attempt failed.

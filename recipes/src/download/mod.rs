@@ -15,7 +15,7 @@ mod sum;
 use std::path::{Path, PathBuf};
 
 use phalanx_data::files::{Dir, as_typed};
-use ureq::http::Uri;
+use phalanx_http::ureq::{Agent, http::Uri};
 
 use crate::error::{Error, Result};
 use crate::say;
@@ -70,8 +70,7 @@ pub fn run(args: &DownloadArgs) -> Result<()> {
         let mut made = RunDir::given(folder.clone());
         let dir = made.make(args.folder)?;
         let sources = sources(set, args.from.as_deref());
-        // A mirror without TLS may redirect to one with it.
-        let agent = fetch::agent(patience, true)?;
+        let agent = fetch::agent(patience)?;
         say::print(&format!(
             "{}: {} ({:.1} MB)\n",
             set.name,
@@ -108,7 +107,7 @@ pub(crate) fn ensure(
     let dir = made.make(args)?;
     let patience = Patience::default();
     let sources = sources(set, mirror);
-    let agent = fetch::agent(patience, true)?;
+    let agent = fetch::agent(patience)?;
     for file in set.files {
         get(&agent, patience, &sources, &dir, file, false)?;
     }
@@ -117,7 +116,7 @@ pub(crate) fn ensure(
 
 /// Gets one file; `force` replaces another one in its place.
 fn get(
-    agent: &ureq::Agent,
+    agent: &Agent,
     patience: Patience,
     sources: &[String],
     dir: &Dir,

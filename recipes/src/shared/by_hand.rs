@@ -11,8 +11,8 @@ use phalanx_nn::Params;
 use phalanx_nn::optim::Sgd;
 use phalanx_process::unlike;
 use phalanx_train::{
-    CHECKPOINTS_DIR, CheckpointSource, Files, History, Output, RankContext, Resumed, RunLog,
-    SaveAction, Saving, SavingArgs, Update, default_output_dir, settings_by_name,
+    CHECKPOINTS_DIR, CheckpointSource, Files, History, Output, RankContext, Resumed, RunInfo,
+    RunLog, SaveAction, Saving, SavingArgs, Update, default_output_dir, settings_by_name,
 };
 use serde_json::{Value, json};
 
@@ -87,6 +87,8 @@ impl<'a> ByHand<'a> {
         must_agree.extend(args.must_agree());
         must_agree.extend(facts.shaping.clone());
         let shaping = settings_by_name(&facts.shaping);
+        let mut shown = settings_by_name(&must_agree);
+        shown.remove("no");
         let options = DdpOptions {
             must_agree,
             ..DdpOptions::default()
@@ -103,7 +105,16 @@ impl<'a> ByHand<'a> {
         let output = Output::open(ctx, dir, facts.files.clone(), args)?;
         let saved = facts.resumable.clone().into_iter();
         let saved = saved.chain(shaping.clone()).collect();
-        let log = output.log(ctx, resumed.as_ref().map(Resumed::place), &saved)?;
+        let info = RunInfo {
+            program: name,
+            title: name,
+            data: "",
+            steps: facts.steps,
+            settings: shown,
+            params: &params,
+            frozen: &[],
+        };
+        let log = output.log(ctx, resumed.as_ref().map(Resumed::place), &info)?;
         let checkpoints = output.checkpoints(CHECKPOINTS_DIR, args.keep());
         let saving = Saving::open(ctx, args, saved, checkpoints, resumed.as_ref())?;
         let saving = saving.with_metadata(facts.files.metadata());
@@ -169,6 +180,7 @@ impl<'a> ByHand<'a> {
                 .save(now, &whole, place(taken), History::default())?;
         }
         if now == SaveAction::Stop {
+            self.log.stop();
             self.saving.stop(place(taken))?;
             return Ok(false);
         }
@@ -190,6 +202,7 @@ impl<'a> ByHand<'a> {
         let phase = ctx.phase("saving");
         self.saving.finish()?;
         self.output.save_weights(&self.params)?;
+        self.log.finish();
         self.output
             .save_summary(&self.summary(&digest, optimizer))?;
         drop(phase);

@@ -4,8 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use phalanx_data::augment::Augmentation;
-use phalanx_data::image;
-use phalanx_data::metrics::{Confusion, argmax};
+use phalanx_data::metrics::Confusion;
 use phalanx_data::{ImageBatch, ImageDataset};
 use phalanx_launch::Speakers;
 use phalanx_nn::optim::Optimizer;
@@ -15,9 +14,9 @@ use phalanx_train::{
     Defaults, Determinism, Evaluation, Files, Measure, MicroBatch, RankContext, Reporter,
     SavingArgs, Settings, Trainer, TrainerBuilder,
 };
-use serde::Serialize;
 
 use super::net::{Loss, Net, Network, Pixels};
+use super::predictions::Predictions;
 use super::prepare::{self, Fetch};
 use crate::AnyRecipe;
 use crate::error::{Error, Result, check_count};
@@ -424,12 +423,18 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
         .start()?;
     drop(starting);
     trainer.add_to_summary("data", source.name());
+    let names = data.test.class_names();
+    if !names.is_empty() {
+        trainer.add_to_summary("classes", names);
+    }
     let loss = spec.loss;
+    let mut predictions = Predictions::of(&trainer)?;
     if trainer.epochs().is_empty() {
         // Resumed after its last epoch.
         evaluate(args, &spec, &mut trainer, &data)?;
+        predictions.add(settings.epochs(), args, &spec, &mut trainer, &data.test)?;
     }
-    for _ in trainer.epochs() {
+    for epoch in trainer.epochs() {
         for batch in trainer.batches(&data.train)? {
             trainer.step(&batch, |net, batch| {
                 let scores = net.forward(batch.images()?)?;
@@ -437,18 +442,9 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
             })?;
         }
         evaluate(args, &spec, &mut trainer, &data)?;
+        predictions.add(epoch, args, &spec, &mut trainer, &data.test)?;
     }
-    let (predictions, images) = {
-        let _phase = ctx.phase("saving");
-        predictions(args, &spec, &mut trainer, &data)?
-    };
-    trainer.finish_with(|trainer| {
-        trainer.save_rows("predictions.jsonl", &predictions)?;
-        if predictions.is_empty() {
-            return Ok(());
-        }
-        trainer.save_pictures(&image::sheet(&images, data.test.image_shape())?)
-    })?;
+    trainer.finish()?;
     Ok(())
 }
 
@@ -514,7 +510,7 @@ fn measure(spec: &Spec, net: &dyn Net, batch: MicroBatch<'_, ImageBatch>) -> Res
 }
 
 /// The network's answers to images, each also seen in a mirror where the program wants it so.
-fn scores<'s>(
+pub fn scores<'s>(
     spec: &Spec,
     net: &dyn Net,
     step: &'s Step<'s>,
@@ -529,65 +525,6 @@ fn scores<'s>(
     let mirrored = mirrored(images, [h, w, c]);
     let other = net.forward(step.input(&mirrored, &shape)?)?;
     Ok(scores.add(other)?.scale(0.5)?)
-}
-
-/// One test image and what the network made of it.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-struct Prediction {
-    /// Test batch and place in it, as the Flyte document counts: `0_31`.
-    id: String,
-    /// The image's number in the test set: `phalanx predict` and viewers find it by this.
-    image: u64,
-    /// The class with the highest score.
-    guess: u32,
-    /// The label.
-    truth: u32,
-    /// One a class, as the network gives them.
-    scores: Vec<f32>,
-}
-
-/// The first images of each of the first test batches: image, guess, truth
-/// and scores, and their pixels. Rank 0 computes them, and no others; nothing elsewhere.
-fn predictions<N: Net>(
-    args: &ImageArgs,
-    spec: &Spec,
-    trainer: &mut Trainer<'_, N>,
-    data: &Data,
-) -> Result<(Vec<Prediction>, Vec<f32>)> {
-    let (mut rows, mut all) = (Vec::new(), Vec::new());
-    if !trainer.context().is_main() {
-        return Ok((rows, all));
-    }
-    let (test, batch) = (&data.test, args.settings.test_batch_size);
-    let [h, w, c] = test.image_shape();
-    let mut pixels = vec![0.0; h * w * c];
-    for number in 0..args.log_batches {
-        let first = batch.saturating_mul(number).min(test.len());
-        let images = args.log_images.min(batch);
-        let (mut inputs, mut labels) = (Vec::new(), Vec::new());
-        for image in first..first.saturating_add(images).min(test.len()) {
-            labels.push(test.read(image, &mut pixels)?);
-            inputs.extend_from_slice(&pixels);
-        }
-        if labels.is_empty() {
-            break;
-        }
-        let shape = [labels.len(), h, w, c];
-        let scores =
-            trainer.infer(|net, step| Ok(scores(spec, net, step, &inputs, shape)?.to_vec()))?;
-        all.extend_from_slice(&inputs);
-        let classes = scores.len() / labels.len();
-        for (i, (truth, scores)) in labels.into_iter().zip(scores.chunks(classes)).enumerate() {
-            rows.push(Prediction {
-                id: format!("{number}_{i}"),
-                image: (first + i) as u64,
-                guess: argmax(scores).unwrap_or(0) as u32,
-                truth,
-                scores: scores.to_vec(),
-            });
-        }
-    }
-    Ok((rows, all))
 }
 
 /// Images (N, H, W, C) with left and right exchanged.

@@ -5,5 +5,6 @@ pub mod cifar;
 pub mod digits;
 pub mod image;
 pub mod net;
+mod predictions;
 pub mod prepare;
 pub mod whiten;

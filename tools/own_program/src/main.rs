@@ -86,11 +86,13 @@ fn main() -> ExitCode {
                     Ok(forecast.mse_loss(&targets(&batch), Reduction::Mean)?)
                 })?;
             }
-            trainer.evaluate(&test, |model, batch| {
+            let tested = trainer.evaluate(&test, |model, batch| {
                 let forecast = model.forward(&batch)?;
                 let sum = forecast.mse_loss(&targets(&batch), Reduction::Sum)?;
                 Ok(Measure::of_loss(sum))
             })?;
+            trainer.log(&[("error", tested.loss.sqrt())])?;
+            trainer.log_text("forecast", &format!("off by {:.4} on average", tested.loss.sqrt()));
         }
         trainer.finish().map(drop)
     })

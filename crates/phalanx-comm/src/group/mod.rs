@@ -413,12 +413,9 @@ impl ProcessGroup {
         self.core.identity.global_rank
     }
 
-    /// The store through which the group met; groups of threads have none.
-    pub fn store(&self) -> Option<&Arc<dyn Store>> {
-        match &*self.core.origin {
-            Origin::Threads { .. } => None,
-            Origin::Processes(processes) => Some(&processes.store),
-        }
+    /// The store through which the group met; for ranks that are threads, one in memory.
+    pub fn store(&self) -> Arc<dyn Store> {
+        self.core.origin.store()
     }
 
     /// How all-reduces are carried out that are not told otherwise.

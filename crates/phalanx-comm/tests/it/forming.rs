@@ -73,7 +73,8 @@ fn ranks_meet_over_tcp_with_rank_0_hosting() {
         for (rank, group) in groups.iter().enumerate() {
             let group = group.as_ref().unwrap();
             assert_eq!((group.rank(), group.world_size()), (rank, 3));
-            assert!(group.store().is_some());
+            let seen = group.store().try_get("no such key").unwrap();
+            assert!(seen.is_none());
             assert!(group.transports().iter().all(|(_, k)| *k == kind));
         }
         use_and_leave(groups);

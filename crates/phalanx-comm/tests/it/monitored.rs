@@ -17,11 +17,9 @@ fn everybody_comes() {
                 for _ in 0..3 {
                     group.monitored_barrier(PATIENCE).unwrap();
                 }
-                if let Some(store) = group.store() {
-                    group.barrier().unwrap();
-                    let left = store.delete_prefix("monitored/").unwrap();
-                    assert_eq!(left, 0, "keys were left in the store");
-                }
+                group.barrier().unwrap();
+                let left = group.store().delete_prefix("monitored/").unwrap();
+                assert_eq!(left, 0, "keys were left in the store");
             });
         }
     }

@@ -409,7 +409,7 @@ fn child() {
     let mut group = ProcessGroup::from_store(Arc::new(store), rank, PROCESSES, options).unwrap();
     let mut data = vec![1f32; 20_000];
     loop {
-        let store = group.store().unwrap();
+        let store = group.store();
         store
             .set(&format!("test/ready/{}/{rank}", group.generation()), b"1")
             .unwrap();

@@ -348,6 +348,10 @@ impl ImageDataset for Cifar10 {
         CLASSES
     }
 
+    fn class_names(&self) -> &[&str] {
+        &CLASS_NAMES
+    }
+
     fn content(&self) -> String {
         let sha256 = self.sha256();
         format!("{} {}, SHA-256 {sha256:.16}", self.name(), self.len())

@@ -291,10 +291,27 @@ impl Dir {
     /// `Usage` when it is a link or not a regular file; `Data` when it has more than
     /// `most_bytes`; `Io`, naming the path.
     pub fn read(&self, name: &str, most_bytes: u64) -> Result<Option<Vec<u8>>> {
-        match self.try_open_file(name.as_ref(), OFlags::RDONLY, 0) {
-            Ok(file) => super::read_open(&self.at(name), file, most_bytes).map(Some),
-            Err(Errno::NOENT) => Ok(None),
-            Err(e) => Err(self.not_opened(name.as_ref(), e)),
+        let file = self.open_read(name)?;
+        file.map(|file| super::read_open(&self.at(name), file, most_bytes))
+            .transpose()
+    }
+
+    /// Opens the file `name` for reading; `None` if it does not exist.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when it is a link or not a regular file; `Io`, naming the path.
+    pub fn open_read(&self, name: &str) -> Result<Option<File>> {
+        let file = match self.try_open_file(name.as_ref(), OFlags::RDONLY, 0) {
+            Ok(file) => file,
+            Err(Errno::NOENT) => return Ok(None),
+            Err(e) => return Err(self.not_opened(name.as_ref(), e)),
+        };
+        let about = file.metadata();
+        let about = about.map_err(|e| Error::io("cannot open", &self.at(name), e))?;
+        match about.is_file() {
+            true => Ok(Some(file)),
+            false => Err(self.refused(name.as_ref(), "a regular file")),
         }
     }
 

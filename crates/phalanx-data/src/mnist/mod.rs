@@ -18,6 +18,20 @@ use crate::{Error, Result, synthetic};
 
 /// Number of classes of both data sets.
 const CLASSES: usize = 10;
+const FASHION: &str = "Fashion-MNIST";
+/// Names of Fashion-MNIST's classes by label. MNIST's are digits.
+pub const FASHION_CLASS_NAMES: [&str; CLASSES] = [
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+];
 /// Mean of MNIST's training pixels, as PyTorch's example uses it.
 const MEAN: f32 = 0.1307;
 /// Their standard deviation.
@@ -72,11 +86,7 @@ pub fn load(folder: &Path, split: Split) -> Result<Mnist> {
         )));
     }
     Ok(Mnist {
-        name: if found.fashion {
-            "Fashion-MNIST"
-        } else {
-            "MNIST"
-        },
+        name: if found.fashion { FASHION } else { "MNIST" },
         height: images.height,
         width: images.width,
         pixels: images.pixels,
@@ -179,6 +189,14 @@ impl ImageDataset for Mnist {
 
     fn classes(&self) -> usize {
         CLASSES
+    }
+
+    fn class_names(&self) -> &[&str] {
+        if self.name == FASHION {
+            &FASHION_CLASS_NAMES
+        } else {
+            &[]
+        }
     }
 
     fn content(&self) -> String {

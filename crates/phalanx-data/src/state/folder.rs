@@ -16,6 +16,11 @@ const ASIDE: &str = "aside-";
 const MANIFEST: &str = ".json";
 const DATA: &str = ".safetensors";
 
+/// The name of the manifest of the checkpoint after `step` steps.
+pub fn manifest_name(step: u64) -> String {
+    format!("{PREFIX}{step:09}{MANIFEST}")
+}
+
 /// A folder of checkpoints, of which the newest are kept. Only one process may write into
 /// it.
 #[derive(Clone, Debug)]
@@ -67,7 +72,7 @@ impl Folder {
         let dir = self.made()?;
         let step = snapshot.place().step;
         let name = format!("{PREFIX}{step:09}");
-        let manifest_name = format!("{name}{MANIFEST}");
+        let manifest_name = manifest_name(step);
         let file = free_name(&dir, &name);
         let mut written = None;
         dir.write(&file, |out| {

@@ -23,7 +23,7 @@ mod pace;
 mod snapshot;
 
 pub use background::Background;
-pub use folder::Folder;
+pub use folder::{Folder, manifest_name};
 #[cfg(any(test, fuzzing))]
 pub(crate) use fuzzing::{fuzz, fuzz_seeds};
 pub use load::State;

@@ -2,6 +2,7 @@
 //! this file has the states of a slot.
 
 mod backward;
+mod graph;
 mod key;
 mod node;
 mod precision;
@@ -9,6 +10,7 @@ mod segment;
 mod state;
 
 pub(crate) use backward::BackwardContext;
+pub use graph::GraphNode;
 pub use key::StepKey;
 pub(crate) use node::{OpNode, Operation, Recorded, Slots, Visit};
 pub use precision::Precision;

@@ -6,7 +6,7 @@ use super::proto::Histogram;
 const BUCKETS: usize = 30;
 
 /// Counts `values` in buckets of equal width between the smallest and the largest. NaN and infinities are left out.
-pub(super) fn of(values: &[f32]) -> Histogram {
+pub(crate) fn of(values: &[f32]) -> Histogram {
     let finite = || {
         values
             .iter()

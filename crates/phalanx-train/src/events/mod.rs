@@ -1,8 +1,9 @@
-//! TensorBoard event files: what `metrics.jsonl` has, as scalars, and the settings as text and hyperparameters.
+//! TensorBoard event files: what `metrics.jsonl` has, as scalars, the settings as text and hyperparameters, histograms,
+//! images, texts and the model's graph.
 //!
 //! A process writes one file, directly in the run's folder, so that TensorBoard calls the run by its folder.
 
-mod histogram;
+pub(crate) mod histogram;
 mod proto;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -15,12 +16,13 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use phalanx_data::files::Dir;
-use phalanx_nn::{GradView, Params};
 use prost::Message as _;
 use serde_json::Value;
 
+pub(crate) use self::proto::Histogram;
 use self::proto::{Event, What, record};
 use crate::error::Result;
+use crate::log::{Named, Status};
 
 /// What the names of event files begin with.
 pub(crate) const PREFIX: &str = "events.out.tfevents.";
@@ -52,11 +54,13 @@ impl Events {
         // Files are read in the order of their names: each has a later second than those before.
         let second = |name: &String| name.strip_prefix(PREFIX)?.split('.').next()?.parse().ok();
         let last: Option<u64> = dir.names()?.iter().filter_map(second).max();
+        let host = phalanx_process::host_name();
+        let host = host.replace(|c: char| !c.is_ascii_alphanumeric() && c != '-', "_");
         let name = format!(
             "{PREFIX}{:010}.{}.{}.0",
             now.as_secs()
                 .max(last.map_or(0, |last| last.saturating_add(1))),
-            host(),
+            host,
             std::process::id()
         );
         let mut events = Events {
@@ -97,28 +101,75 @@ impl Events {
         Ok(())
     }
 
-    /// Writes histograms of all parameters and of the gradients that there are.
+    /// Writes histograms of parameters and gradients.
     pub(crate) fn histograms(
         &mut self,
         step: u64,
-        params: &Params,
-        grads: Option<&dyn GradView>,
+        parameters: Vec<(String, Histogram)>,
+        gradients: Vec<(String, Histogram)>,
     ) -> io::Result<()> {
-        let histogram = |tag: String, values: &[f32]| proto::Value {
-            tag,
-            histogram: Some(histogram::of(values)),
+        let value = |kind: &str, (name, histogram): (String, Histogram)| proto::Value {
+            tag: format!("{kind}/{name}"),
+            histogram: Some(histogram),
             ..proto::Value::default()
         };
-        let mut values = Vec::new();
-        for (id, info) in params.ids().zip(params.infos()) {
-            let name = &info.name;
-            values.push(histogram(format!("parameters/{name}"), params.get(id)));
-            let grad = grads.map(|grads| grads.grad(id)).unwrap_or_default();
-            if !grad.is_empty() {
-                values.push(histogram(format!("gradients/{name}"), grad));
-            }
-        }
+        let parameters = parameters.into_iter().map(|h| value("parameters", h));
+        let gradients = gradients.into_iter().map(|h| value("gradients", h));
+        let values = parameters.chain(gradients).collect();
         self.write(step, None, What::Summary(proto::Summary { values }))
+    }
+
+    /// Writes an image of `size` (width and height).
+    pub(crate) fn image(
+        &mut self,
+        step: u64,
+        name: &str,
+        size: [u32; 2],
+        png: Vec<u8>,
+    ) -> io::Result<()> {
+        let [width, height] = size.map(|side| i32::try_from(side).unwrap_or(i32::MAX));
+        let value = proto::Value {
+            tag: name.to_owned(),
+            image: Some(proto::Image {
+                height,
+                width,
+                colorspace: proto::RGB,
+                png,
+            }),
+            ..proto::Value::default()
+        };
+        let values = vec![value];
+        self.write(step, None, What::Summary(proto::Summary { values }))
+    }
+
+    /// Writes a text.
+    pub(crate) fn text(&mut self, step: u64, name: &str, content: &str) -> io::Result<()> {
+        let values = vec![text(name, content)];
+        self.write(step, None, What::Summary(proto::Summary { values }))
+    }
+
+    /// Writes the model's graph.
+    pub(crate) fn graph(&mut self, nodes: &[Named]) -> io::Result<()> {
+        let graph = proto::graph(nodes);
+        self.write(0, None, What::Graph(graph.encode_to_vec()))
+    }
+
+    /// Writes that the run has finished, if it has. TensorBoard keeps the first end that it reads, so there is none for a
+    /// run that can be resumed.
+    pub(crate) fn end(&mut self, status: Status) -> io::Result<()> {
+        if status == Status::Finished {
+            let end = proto::SessionEnd {
+                status: proto::SUCCESS,
+                end_time_secs: self.started.1 + self.started.0.elapsed().as_secs_f64(),
+            };
+            let hparams = proto::Hparams {
+                end: Some(end),
+                ..proto::Hparams::default()
+            };
+            let values = vec![of_hparams("session_end_info", &hparams)];
+            self.write(0, None, What::Summary(proto::Summary { values }))?;
+        }
+        self.flush()
     }
 
     /// Hands what was written to the system.
@@ -159,29 +210,23 @@ impl Events {
             hparams: flags.collect(),
             start_time_secs: self.started.1,
         };
-        let content = proto::Hparams { start: Some(start) }.encode_to_vec();
-        proto::Value {
-            tag: "_hparams_/session_start_info".to_owned(),
-            metadata: Some(of_plugin("hparams", content)),
-            ..proto::Value::default()
-        }
+        let hparams = proto::Hparams {
+            start: Some(start),
+            ..proto::Hparams::default()
+        };
+        of_hparams("session_start_info", &hparams)
     }
 }
 
-/// The host's name, as a part of a file's.
-fn host() -> String {
-    let name = rustix::system::uname();
-    let name = name.nodename().to_string_lossy().into_owned();
-    name.replace(|c: char| !c.is_ascii_alphanumeric() && c != '-', "_")
-}
-
-/// The numbers of a record: `train/NAME` of a step, `test/NAME` and `epoch/NAME` of an epoch.
+/// The numbers of a record: `train/NAME` of a step, `test/NAME` and `epoch/NAME` of an epoch, `NAME` of a program's own.
 fn scalars(record: &Value) -> Option<Vec<proto::Value>> {
     let record = record.as_object()?;
     let is_step = record.contains_key("loss");
+    let is_own = !is_step && !record.contains_key("train_loss");
     let values = record.iter().filter_map(|(name, value)| {
         let tag = match &name[..] {
             "step" | "epoch" | "elapsed_s" => return None,
+            name if is_own => name.to_owned(),
             name if is_step => format!("train/{name}"),
             "accuracy" => "test/accuracy".to_owned(),
             name => match name.strip_prefix("test_") {
@@ -196,6 +241,14 @@ fn scalars(record: &Value) -> Option<Vec<proto::Value>> {
         })
     });
     Some(values.collect())
+}
+
+fn of_hparams(name: &str, hparams: &proto::Hparams) -> proto::Value {
+    proto::Value {
+        tag: format!("_hparams_/{name}"),
+        metadata: Some(of_plugin("hparams", hparams.encode_to_vec())),
+        ..proto::Value::default()
+    }
 }
 
 fn text(tag: &str, text: &str) -> proto::Value {

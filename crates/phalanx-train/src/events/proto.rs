@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 
 use prost::Message;
 
+use crate::log::Named;
+
 /// One record of the file.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct Event {
@@ -13,7 +15,7 @@ pub(super) struct Event {
     pub wall_time: f64,
     #[prost(int64, tag = "2")]
     pub step: i64,
-    #[prost(oneof = "What", tags = "3, 5, 7")]
+    #[prost(oneof = "What", tags = "3, 4, 5, 7")]
     pub what: Option<What>,
 }
 
@@ -21,6 +23,9 @@ pub(super) struct Event {
 pub(super) enum What {
     #[prost(string, tag = "3")]
     FileVersion(String),
+    /// An encoded [`Graph`].
+    #[prost(bytes = "vec", tag = "4")]
+    Graph(Vec<u8>),
     #[prost(message, tag = "5")]
     Summary(Summary),
     #[prost(message, tag = "7")]
@@ -48,6 +53,8 @@ pub(super) struct Value {
     pub tag: String,
     #[prost(float, optional, tag = "2")]
     pub simple_value: Option<f32>,
+    #[prost(message, optional, tag = "4")]
+    pub image: Option<Image>,
     #[prost(message, optional, tag = "5")]
     pub histogram: Option<Histogram>,
     #[prost(message, optional, tag = "8")]
@@ -57,7 +64,21 @@ pub(super) struct Value {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct Histogram {
+pub(super) struct Image {
+    #[prost(int32, tag = "1")]
+    pub height: i32,
+    #[prost(int32, tag = "2")]
+    pub width: i32,
+    #[prost(int32, tag = "3")]
+    pub colorspace: i32,
+    #[prost(bytes = "vec", tag = "4")]
+    pub png: Vec<u8>,
+}
+
+pub(super) const RGB: i32 = 3;
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct Histogram {
     #[prost(double, tag = "1")]
     pub min: f64,
     #[prost(double, tag = "2")]
@@ -110,7 +131,20 @@ pub(super) struct Shape {}
 pub(super) struct Hparams {
     #[prost(message, optional, tag = "3")]
     pub start: Option<SessionStart>,
+    #[prost(message, optional, tag = "4")]
+    pub end: Option<SessionEnd>,
 }
+
+/// `SessionEndInfo`.
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct SessionEnd {
+    #[prost(int32, tag = "1")]
+    pub status: i32,
+    #[prost(double, tag = "2")]
+    pub end_time_secs: f64,
+}
+
+pub(super) const SUCCESS: i32 = 1;
 
 /// `SessionStartInfo`.
 #[derive(Clone, PartialEq, Message)]
@@ -134,6 +168,80 @@ pub(super) enum HparamKind {
     Number(f64),
     #[prost(string, tag = "3")]
     String(String),
+}
+
+/// `GraphDef`.
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct Graph {
+    #[prost(message, repeated, tag = "1")]
+    pub nodes: Vec<Node>,
+}
+
+/// `NodeDef`.
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct Node {
+    #[prost(string, tag = "1")]
+    pub name: String,
+    #[prost(string, tag = "2")]
+    pub op: String,
+    #[prost(string, repeated, tag = "3")]
+    pub inputs: Vec<String>,
+    #[prost(btree_map = "string, message", tag = "5")]
+    pub attributes: BTreeMap<String, Attribute>,
+}
+
+/// `AttrValue` with a list of one shape.
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct Attribute {
+    #[prost(message, optional, tag = "1")]
+    pub list: Option<List>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct List {
+    #[prost(message, repeated, tag = "7")]
+    pub shapes: Vec<Dims>,
+}
+
+/// `TensorShapeProto`.
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct Dims {
+    #[prost(message, repeated, tag = "2")]
+    pub dims: Vec<Dim>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct Dim {
+    #[prost(int64, tag = "1")]
+    pub size: i64,
+}
+
+/// The graph of a model: dots in names become the slashes by which TensorBoard folds.
+pub(super) fn graph(nodes: &[Named]) -> Graph {
+    let slashes = |name: &String| name.replace('.', "/");
+    let input = Node {
+        name: "input".to_owned(),
+        op: "Placeholder".to_owned(),
+        ..Node::default()
+    };
+    let nodes = nodes.iter().map(|named| {
+        let dims = named.node.shape.iter().map(|size| Dim {
+            size: i64::try_from(*size).unwrap_or(i64::MAX),
+        });
+        let shapes = vec![Dims {
+            dims: dims.collect(),
+        }];
+        let list = Some(List { shapes });
+        Node {
+            name: slashes(&named.name),
+            op: named.node.operation.to_owned(),
+            inputs: named.inputs.iter().map(slashes).collect(),
+            attributes: [("_output_shapes".to_owned(), Attribute { list })].into(),
+        }
+    });
+    Graph {
+        nodes: std::iter::once(input).chain(nodes).collect(),
+    }
 }
 
 /// `event` as a TFRecord: length, its checksum, data, its checksum.

@@ -13,13 +13,17 @@ use phalanx_ddp::DistributedDataParallel;
 use phalanx_nn::optim::Optimizer;
 use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::{Params, Scope, Seed, Tape, Threads};
+use phalanx_process::env::real_env;
 use phalanx_process::unlike;
+use phalanx_track::Tracker;
 
 use super::announce::{About, announce, announce_resumed};
 use super::evaluate::Evaluation;
 use super::{Reports, Results, Trainer};
+use crate::deliveries::Deliveries;
 use crate::error::{Error, Result};
 use crate::format::thousands;
+use crate::log::RunInfo;
 use crate::output::{Files, Output};
 use crate::param_group::{self, ParamGroup};
 use crate::profile::Profiler;
@@ -71,6 +75,7 @@ pub struct TrainerBuilder<'j, M> {
     must_agree: Vec<String>,
     files: Files,
     reporter: Box<dyn Reporter>,
+    trackers: Vec<Box<dyn Tracker + Send>>,
     unfinished: Rc<Cell<bool>>,
 }
 
@@ -113,6 +118,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
                 ..Files::default()
             },
             reporter: Box::new(EpochLines),
+            trackers: Vec::new(),
             unfinished: Rc::default(),
         }
     }
@@ -235,6 +241,13 @@ impl<'j, M> TrainerBuilder<'j, M> {
         self
     }
 
+    /// Hands what the run logs to `tracker`, on rank 0, besides those of `--mlflow` and `--wandb`. It has a thread of its
+    /// own, and its errors are warnings. The end of the training waits for it, at most ten seconds.
+    pub fn tracker(mut self, tracker: impl Tracker + Send + 'static) -> Self {
+        self.trackers.push(Box::new(tracker));
+        self
+    }
+
     /// Says in `unfinished` whether the training has begun and has not ended.
     pub(crate) fn watched(mut self, unfinished: Rc<Cell<bool>>) -> Self {
         self.unfinished = unfinished;
@@ -254,6 +267,10 @@ impl<'j, M> TrainerBuilder<'j, M> {
         let (ctx, settings) = (self.ctx, self.settings);
         let world = ctx.world();
         settings.validate(world)?;
+        let mut trackers = self.trackers;
+        if ctx.is_main() {
+            trackers.extend(settings.track.trackers(&real_env())?);
+        }
         let starting = ctx.phase("starting");
         let dir = settings.output_dir.clone();
         let dir = dir.unwrap_or_else(|| default_output_dir(&self.program));
@@ -384,12 +401,29 @@ impl<'j, M> TrainerBuilder<'j, M> {
         }
         let mut metrics = MetricsDigest::new();
         let mut shown = saving::settings(&facts);
-        shown.insert("model".to_owned(), self.title);
+        // "no --flag" of what was not typed.
+        shown.remove("no");
+        shown.extend(settings.of_each_rank());
+        shown.insert("model".to_owned(), self.title.clone());
         shown.insert("optimizer".to_owned(), title);
+        let info = RunInfo {
+            program: &self.program,
+            title: &self.title,
+            data: &self.data,
+            steps,
+            settings: shown,
+            params: &params,
+            frozen: &self.frozen,
+        };
         let before = history.metrics();
         before.into_iter().for_each(|value| metrics.add(value));
+        let log = output.log(ctx, resumed.as_ref().map(Resumed::place), &info)?;
+        if !ctx.is_main() {
+            trackers.clear();
+        }
         let reports = Reports {
-            log: output.log(ctx, resumed.as_ref().map(Resumed::place), &shown)?,
+            log,
+            deliveries: Deliveries::start(output.dir(), trackers),
             samples: SampleLog::open(
                 ctx,
                 settings.log_samples.as_deref(),

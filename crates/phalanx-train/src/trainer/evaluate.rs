@@ -145,10 +145,13 @@ impl<M> Trainer<'_, M> {
         let began = Instant::now();
         let evaluation = {
             let _phase = self.ctx.phase("evaluating");
-            self.check_weights()?;
-            self.measure(data, measure)?
+            let checked = self.check_weights();
+            self.noted(checked)?;
+            let measured = self.measure(data, measure);
+            self.noted(measured)?
         };
         self.results.timing.tested += began.elapsed();
+        self.count_time(0);
         self.record(evaluation.clone())?;
         Ok(evaluation)
     }

@@ -41,11 +41,16 @@ impl<M> Trainer<'_, M> {
         let (main, more) = (&self.groups[0].update, &self.groups[1..]);
         let (state, _) = joined_state(main, more, &self.params)?;
         let optimizer = optimizer_sha256(state);
-        self.save_files(&optimizer, save)?;
+        self.count_time(0);
+        self.reports.log.flush();
+        ctx.group.barrier()?; // DDP: rank 0 knows what all ranks used
+        let saved = self.save_files(&optimizer, save);
+        self.noted(saved)?;
         drop(phase);
         ctx.group.barrier()?; // DDP: nobody leaves before the files are complete
         self.reports.reporter.ends(ctx)?;
         self.sum_up();
+        self.reports.deliveries.finish();
         self.unfinished.set(false);
         Ok(self.results.last)
     }
@@ -75,6 +80,7 @@ impl<M> Trainer<'_, M> {
         reporter.saves(ctx, false)?;
         output.save_accuracies(&self.results.accuracies)?;
         save(self)?;
+        self.reports.log.finish();
         let summary = self.summary(optimizer_sha256);
         self.reports.output.save_summary(&summary)
     }

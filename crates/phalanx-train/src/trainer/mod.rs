@@ -15,6 +15,7 @@ mod step;
 
 use std::cell::Cell;
 use std::ops::RangeInclusive;
+use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -25,7 +26,7 @@ use phalanx_data::digest::MetricsDigest;
 use phalanx_data::loader::Loader;
 use phalanx_data::progress::Progress;
 use phalanx_data::sampler::Sampler;
-use phalanx_data::state::Place;
+use phalanx_data::state::{Place, manifest_name};
 use phalanx_ddp::verify_equal;
 use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::{Params, Step, Tape};
@@ -35,14 +36,15 @@ pub use self::batches::{Batches, MicroBatch, StepBatch};
 pub use self::builder::TrainerBuilder;
 pub use self::evaluate::{Evaluation, Measure};
 use self::losses::EpochLoss;
+use crate::deliveries::Deliveries;
 use crate::error::{Error, Result};
+use crate::log::RunLog;
 use crate::output::Output;
 use crate::param_group::ParamGroup;
 use crate::profile::Profiler;
 use crate::reporter::Reporter;
-use crate::run_log::RunLog;
 use crate::sample_log::SampleLog;
-use crate::saving::{CheckpointSource, History, SaveAction, Saving};
+use crate::saving::{self, CheckpointSource, History, SaveAction, Saving};
 use crate::settings::Settings;
 use crate::split::BatchSplit;
 use crate::timing::Timing;
@@ -159,6 +161,8 @@ struct Reports {
     reporter: Box<dyn Reporter>,
     output: Output,
     log: RunLog,
+    /// Dropped after the log, which says how the run has ended.
+    deliveries: Deliveries,
     samples: SampleLog,
     progress: Progress,
     trace: Trace,
@@ -334,7 +338,12 @@ impl<'j, M> Trainer<'j, M> {
         sums: &[f64],
         samples: usize,
     ) -> Result<()> {
-        self.reports.log.flush();
+        let log = &mut self.reports.log;
+        if self.saving.enabled() {
+            let file = format!("{}/{}", saving::FOLDER, manifest_name(self.place.step));
+            log.checkpoint(self.place.step, Path::new(&file));
+        }
+        log.flush();
         let (accuracies, metrics) = (&self.results.accuracies, self.results.metrics.values());
         let history = History::new(accuracies, metrics, sums, samples);
         let source = CheckpointSource {
@@ -351,6 +360,7 @@ impl<'j, M> Trainer<'j, M> {
     /// error's exit code, which is 0 unless a SIGTERM was the cause.
     fn stopped(&mut self) -> Error {
         self.reports.trace.finish(self.ctx);
+        self.reports.log.stop();
         match self.saving.stop(self.place) {
             Ok(()) => Error::stopped(),
             Err(error) => error,
@@ -383,19 +393,62 @@ impl<'j, M> Trainer<'j, M> {
     }
 
     /// Runs the model in evaluation mode on this rank alone: `f` gets it and the engine's step,
-    /// in which its tensors live.
+    /// in which its tensors live. Its time counts as evaluation.
     ///
     /// # Errors
     ///
     /// Those of `f`.
     pub fn infer<R>(&mut self, f: impl for<'s> FnOnce(&M, &'s Step<'s>) -> Result<R>) -> Result<R> {
+        let began = Instant::now();
         let step = self.tape.inference(&self.params);
-        f(&self.model, &step)
+        let outcome = f(&self.model, &step);
+        self.results.timing.tested += began.elapsed();
+        outcome
     }
 
     /// Adds an entry to `summary.json`.
     pub fn add_to_summary(&mut self, name: &str, value: impl Into<serde_json::Value>) {
         self.summary.insert(name.to_owned(), value.into());
+    }
+
+    /// Logs numbers of the program's own, as of the last step: to `metrics.jsonl` and all trackers, from rank 0.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` for a name that the trainer uses itself (`loss`, `step`); those of writing.
+    pub fn log(&mut self, values: &[(&str, f64)]) -> Result<()> {
+        let epoch = self.running.as_ref().map(|running| running.epoch);
+        let epoch = epoch.or(self.ended.as_ref().map(|ended| ended.epoch));
+        let epoch = epoch.unwrap_or(self.place.epoch as usize);
+        self.reports.log.values(self.place.step, epoch, values)
+    }
+
+    /// Logs an image, a PNG file's bytes, to the run's folder and all trackers, from rank 0. It never waits for the disk.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when `png` is no PNG file.
+    pub fn log_image(&self, name: &str, png: &[u8]) -> Result<()> {
+        self.reports.log.image(self.place.step, name, png)
+    }
+
+    /// Logs `rows` as a table to the run's folder and all trackers, from rank 0. Rows are objects with the same names. It
+    /// never waits for the disk.
+    ///
+    /// # Errors
+    ///
+    /// `Failed` when a row is not JSON.
+    pub fn log_table(&self, name: &str, rows: &[impl serde::Serialize]) -> Result<()> {
+        let text = crate::output::json_lines(name, rows)?;
+        self.reports
+            .log
+            .table(self.place.step, name, text, rows.len());
+        Ok(())
+    }
+
+    /// Logs a text to the run's folder and all trackers, from rank 0. It never waits for the disk.
+    pub fn log_text(&self, name: &str, text: &str) {
+        self.reports.log.text(self.place.step, name, text);
     }
 
     /// Writes `rows` to the file `name` in the run's folder, a JSON object a line; on rank 0,
@@ -406,6 +459,16 @@ impl<'j, M> Trainer<'j, M> {
     /// Those of writing.
     pub fn save_rows(&self, name: &str, rows: &[impl serde::Serialize]) -> Result<()> {
         self.reports.output.save_rows(name, rows)
+    }
+
+    /// The rows that [`save_rows`](Self::save_rows) wrote to the file `name` before this run was
+    /// resumed; lines that are no such rows are left out. None elsewhere than on rank 0.
+    ///
+    /// # Errors
+    ///
+    /// Those of reading.
+    pub fn load_rows<T: serde::de::DeserializeOwned>(&self, name: &str) -> Result<Vec<T>> {
+        self.reports.output.load_rows(name)
     }
 
     /// Writes the images of `predictions.jsonl` as one picture to `predictions.png`, which the

@@ -1,7 +1,8 @@
 //! One step: forward, backward, update, and what is reported and saved of it.
 
 use std::cell::Cell;
-use std::time::Instant;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
 
 use phalanx_comm::ReduceOp;
 use phalanx_data::Dataset;
@@ -11,7 +12,7 @@ use phalanx_nn::{GradView, Tensor};
 use serde_json::json;
 
 use super::batches::{MicroBatch, Randomness, StepBatch, StepContext};
-use super::{Ended, Running, Trainer};
+use super::{Ended, Reports, Running, Trainer};
 use crate::error::{Error, Result};
 use crate::reporter::StepFacts;
 use crate::saving::SaveAction;
@@ -36,12 +37,21 @@ impl<M> Trainer<'_, M> {
         batch: &StepBatch<'_, D>,
         mut loss: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Tensor<'s>>,
     ) -> Result<f64> {
+        let taken = self.take_step(batch, &mut loss);
+        self.noted(taken)
+    }
+
+    fn take_step<D: Dataset + ?Sized>(
+        &mut self,
+        batch: &StepBatch<'_, D>,
+        loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Tensor<'s>>,
+    ) -> Result<f64> {
         let ctx = self.ctx;
         let turn = &batch.context;
         self.begin(0, turn)?;
         let marks = self.reports.trace.begin();
         self.reports.profiler.before(&mut self.tape);
-        let (sums, forward_ended) = self.train(0, batch, &mut loss)?;
+        let (sums, forward_ended) = self.train(0, batch, loss)?;
         // Files and terminals may be slow.
         let phase = ctx.phase("reporting");
         self.reports.samples.step(turn.epoch, turn.index)?;
@@ -56,6 +66,7 @@ impl<M> Trainer<'_, M> {
         }
         let timing = &mut self.results.timing;
         timing.add(times.exposed(), turn.global.samples);
+        self.count_time(1);
         self.report(turn, sums, mean)?;
         if let Some(schedule) = &mut self.schedule {
             schedule.advance();
@@ -209,6 +220,9 @@ impl<M> Trainer<'_, M> {
             let calls = Cell::new(0);
             let micro = MicroBatch::new(&step, &*loaded, indices, randomness, &calls);
             let loss = loss(&self.model, micro)?;
+            if group == 0 && self.reports.log.wants_graph() {
+                self.reports.log.graph(step.graph());
+            }
             sums[part] = f64::from(loss.item()) * f64::from(indices.len() as f32);
             forward_ended = Instant::now();
             loss.backward(micro_batches.micro_batch()?)?; // DDP
@@ -236,7 +250,8 @@ impl<M> Trainer<'_, M> {
             // Statistics of a batch that is not trained on must not stay.
             self.params.buffers_flat_mut().copy_from_slice(buffers);
             let (ctx, at) = (self.ctx, turn.name());
-            let progress = &self.reports.progress;
+            let Reports { progress, log, .. } = &self.reports;
+            log.notice(&format!("{at} is skipped on all ranks: {commit}"));
             progress.suspend(|| ctx.note_skipped(commit, format_args!("{at}")));
         }
         Ok(())
@@ -249,9 +264,35 @@ impl<M> Trainer<'_, M> {
             let _phase = self.ctx.phase("reporting");
             let ddp = &self.groups[0].ddp;
             let grads = (!ddp.exchange().is_scattered()).then_some(ddp as &dyn GradView);
-            let log = &mut self.reports.log;
-            log.histograms(step as u64, &self.params, grads);
+            let log = &self.reports.log;
+            log.watch(step as u64, &self.params, grads);
         }
+    }
+
+    /// Tells the log what the time went to so far, after `steps` more steps.
+    pub(super) fn count_time(&self, steps: u64) {
+        let (timing, counters) = (&self.results.timing, self.reports.log.counters());
+        let began = self.running.as_ref().map(|running| running.began);
+        let running = began.map_or(Duration::ZERO, |began| began.elapsed());
+        counters.steps.fetch_add(steps, Relaxed);
+        for (counter, time) in [
+            (&counters.train, timing.trained + running),
+            (&counters.data, self.waited.get()),
+            (&counters.exposed, timing.exposed),
+            (&counters.saving, timing.saved),
+            (&counters.evaluation, timing.tested),
+        ] {
+            counter.store(time.as_nanos() as u64, Relaxed);
+        }
+        if counters.wants_bytes.swap(false, Relaxed) {
+            let sent = self.ctx.group.bytes_sent_to().iter().sum();
+            counters.sent_bytes.store(sent, Relaxed);
+        }
+    }
+
+    /// `outcome`; the log is told of an error, for the case that it ends the run.
+    pub(super) fn noted<T>(&mut self, outcome: Result<T>) -> Result<T> {
+        outcome.inspect_err(|error| self.reports.log.failed_by(error))
     }
 
     /// Reports a step of this rank's mean loss `mean`; `sums` are its losses by part.
@@ -328,6 +369,7 @@ impl<M> Trainer<'_, M> {
         self.save(action, buffers.as_deref(), &sums, samples)?;
         drop(phase);
         self.results.timing.saved += began.elapsed();
+        self.count_time(0);
         if action == SaveAction::Stop {
             self.reports.progress.end();
             return Err(self.stopped());
@@ -340,6 +382,7 @@ impl<M> Trainer<'_, M> {
         let epoch = running.epoch;
         let train_loss = running.losses.mean(self.ctx, &self.split)?;
         self.results.timing.trained += running.began.elapsed();
+        self.count_time(0);
         self.reports.progress.end();
         let own = running.losses.own();
         self.reports

@@ -1,5 +1,7 @@
 //! Free memory of this host.
 
+use phalanx_data::process::proc_bytes;
+
 use crate::launch;
 
 /// Bytes available without swapping, or the limit of our cgroup where that is less. `None` if
@@ -12,12 +14,8 @@ pub(super) fn left_bytes() -> Option<u64> {
 
 /// `MemAvailable` and free swap of `/proc/meminfo`.
 fn available(text: &str) -> Option<u64> {
-    let bytes = |name: &str| -> Option<u64> {
-        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-        let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-        kib.checked_mul(1024)
-    };
-    bytes("MemAvailable:")?.checked_add(bytes("SwapFree:").unwrap_or(0))
+    let swap = proc_bytes(text, "SwapFree:").unwrap_or(0);
+    proc_bytes(text, "MemAvailable:")?.checked_add(swap)
 }
 
 #[cfg(test)]

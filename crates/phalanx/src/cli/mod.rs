@@ -60,6 +60,8 @@ enum Command {
     Download(download::DownloadArgs),
     /// Find where a job hangs or why it failed, from its flight recorder dumps.
     Inspect(inspect::InspectArgs),
+    /// Run workflows: tasks with retries, cache and resource limits.
+    Flow(phalanx_flow::FlowCli),
     /// Create a job token, the secret that the launchers of one job share.
     Token(TokenCli),
 }
@@ -93,6 +95,7 @@ fn run(command: Command) -> Result<()> {
         Command::Plan(args) => plan::run(&args),
         Command::Download(args) => download::run(&args),
         Command::Inspect(args) => inspect::run(&args),
+        Command::Flow(cli) => phalanx_flow::run(&cli),
         Command::Token(cli) => launch::write_token(&cli.out),
     }
 }
@@ -163,7 +166,12 @@ fn launch_flag(parser: &clap::Command, name: &str) -> Option<Flag> {
                 .get_all_aliases()
                 .is_some_and(|aliases| aliases.contains(&name))
     })?;
-    if arg.get_action().takes_values() {
+    if arg
+        .get_num_args()
+        .is_some_and(|n| n.min_values() == 0 && n.takes_values())
+    {
+        Some(Flag::MayTakeAddress)
+    } else if arg.get_action().takes_values() {
         Some(Flag::TakesValue)
     } else {
         Some(Flag::Switch)

@@ -7,12 +7,15 @@
 
 use std::ffi::OsString;
 
+use phalanx_launch::Address;
 use phalanx_launch::words::dashed;
 
 /// The kind of a flag of `launch`.
 pub(super) enum Flag {
     /// Takes the next word as its value (unless written `--flag=value`).
     TakesValue,
+    /// Takes the next word if that is an address.
+    MayTakeAddress,
     /// Stands alone.
     Switch,
 }
@@ -25,7 +28,7 @@ pub(super) fn normalise(
     flag: impl Fn(&str) -> Option<Flag>,
 ) -> Vec<OsString> {
     let mut out = Vec::new();
-    let mut args = args.into_iter();
+    let mut args = args.into_iter().peekable();
     let mut command: Option<OsString> = None;
     while let Some(arg) = args.next() {
         if arg == "--" {
@@ -49,11 +52,16 @@ pub(super) fn normalise(
         let (arg, name, has_value) = dashed(arg);
         out.push(arg);
         let in_launch = command.as_ref().is_some_and(|c| c == "launch");
-        if in_launch
-            && !has_value
-            && matches!(name.as_deref().and_then(&flag), Some(Flag::TakesValue))
-        {
-            out.extend(args.next());
+        if !in_launch || has_value {
+            continue;
+        }
+        match name.as_deref().and_then(&flag) {
+            Some(Flag::TakesValue) => out.extend(args.next()),
+            // Another word is the program.
+            Some(Flag::MayTakeAddress) => {
+                out.extend(args.next_if(|word| word.to_str().is_some_and(Address::is_meant)));
+            }
+            _ => {}
         }
     }
     out.extend(args);
@@ -68,6 +76,7 @@ mod tests {
         normalise(args.iter().map(OsString::from), |name| match name {
             "nproc-per-node" | "master-port" => Some(Flag::TakesValue),
             "standalone" => Some(Flag::Switch),
+            "live" => Some(Flag::MayTakeAddress),
             _ => None,
         })
         .into_iter()
@@ -128,6 +137,32 @@ mod tests {
             run(&["launch", "--standalone", "--", "a_b", "--c_d"]),
             ["launch", "--standalone", "--", "a_b", "--c_d"]
         );
+    }
+
+    #[test]
+    fn an_address_may_follow_live_and_a_program_is_none() {
+        for (args, want) in [
+            (
+                &["launch", "--live", "python3", "x"][..],
+                "launch --live -- python3 x",
+            ),
+            (
+                &["launch", "--live", "8080", "sh"],
+                "launch --live 8080 -- sh",
+            ),
+            (
+                &["launch", "--live", "[::1]:0", "sh"],
+                "launch --live [::1]:0 -- sh",
+            ),
+            (
+                &["launch", "--live=h:1", "sh", "9"],
+                "launch --live=h:1 -- sh 9",
+            ),
+            (&["launch", "--live", "--", "80"], "launch --live -- 80"),
+            (&["launch", "--live"], "launch --live"),
+        ] {
+            assert_eq!(run(args).join(" "), want);
+        }
     }
 
     #[test]

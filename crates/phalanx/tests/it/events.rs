@@ -17,6 +17,8 @@ struct Event {
     scalars: Vec<(String, f32)>,
     /// Tags that have no number, with all the bytes of their value.
     others: Vec<(String, Vec<u8>)>,
+    /// Name, operation and inputs of each node.
+    graph: Vec<[String; 3]>,
 }
 
 /// CRC-32C bit by bit, masked as in a TFRecord.
@@ -73,6 +75,20 @@ fn eight(bytes: &[u8]) -> [u8; 8] {
     bytes.try_into().expect("eight bytes")
 }
 
+fn graph(bytes: &[u8]) -> Vec<[String; 3]> {
+    let nodes = fields(bytes).into_iter().filter(|(n, _)| *n == 1);
+    let nodes = nodes.map(|(_, node)| {
+        let fields = fields(&node);
+        let texts = |number| {
+            let all = fields.iter().filter(move |(n, _)| *n == number);
+            let texts = all.map(|(_, text)| String::from_utf8(text.clone()).expect("text"));
+            texts.collect::<Vec<_>>().join(" ")
+        };
+        [texts(1), texts(2), texts(3)]
+    });
+    nodes.collect()
+}
+
 fn event(message: &[u8]) -> Event {
     let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).expect("text");
     let mut event = Event::default();
@@ -95,6 +111,7 @@ fn event(message: &[u8]) -> Event {
                     }
                 }
             }
+            4 => event.graph = graph(&bytes),
             7 => event.starts = fields(&bytes) == [(1, 1u64.to_le_bytes().to_vec())],
             other => panic!("field {other} of an event"),
         }
@@ -194,8 +211,9 @@ fn event_files_have_the_scalars_of_the_metrics_and_the_settings() {
         let expected = if tag.starts_with("train/") { 20 } else { 2 };
         assert_eq!(scalars[tag].len(), expected, "{tag}");
     }
-    let times = written[0].iter().map(|event| event.wall_time);
-    let times: Vec<f64> = times.skip(3).collect();
+    // The graph is written while the first steps run.
+    let timed = written[0].iter().filter(|event| event.graph.is_empty());
+    let times: Vec<f64> = timed.map(|event| event.wall_time).skip(3).collect();
     assert!(times.is_sorted(), "{times:?}");
     let now = std::time::UNIX_EPOCH.elapsed().expect("a clock");
     let age = now.as_secs_f64() - times[0];
@@ -207,6 +225,12 @@ fn event_files_have_the_scalars_of_the_metrics_and_the_settings() {
         assert!(settings.contains(line), "no {line:?} in {settings}");
     }
     assert!(text("_hparams_/session_start_info").contains("global-batch-size"));
+    assert!(others.contains_key("_hparams_/session_end_info"));
+    let graphs: Vec<_> = written[0].iter().filter(|e| !e.graph.is_empty()).collect();
+    let names: Vec<&str> = graphs[0].graph.iter().map(|[name, ..]| &name[..]).collect();
+    assert_eq!(names[..3], ["input", "conv1", "conv2"]);
+    assert_eq!(graphs[0].graph[1], ["conv1", "Conv2d", "input"]);
+    assert_eq!(graphs.len(), 1);
     // Another run in the same folder does not keep them.
     train(dir.path(), &["--overwrite"]);
     let written = files(&out);
@@ -271,7 +295,7 @@ fn watching_counts_every_parameter_and_gradient_and_changes_no_bit() {
     };
     let (weights, counts, _) = go("off", &[]);
     assert!(counts.is_empty());
-    let (both, counts, _) = go("both", &["--watch", "5", "--exchange", "all-reduce"]);
+    let (both, counts, _) = go("both", &["--watch", "5"]);
     assert_eq!(both, weights);
     assert_eq!(counts.len(), 2 * 8, "{counts:?}");
     for kind in ["parameters", "gradients"] {

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 /// Each crate, and those of ours that it may depend on.
-const MAY: [(&str, &[&str]); 12] = [
+const MAY: [(&str, &[&str]); 16] = [
     ("wire", &[]),
     ("store", &["wire"]),
     ("comm", &["wire", "store"]),
@@ -12,17 +12,29 @@ const MAY: [(&str, &[&str]); 12] = [
     ("data", &["nn"]),
     ("report", &["data"]),
     ("process", &["comm", "ddp", "nn", "data"]),
-    ("launch", &["wire", "store", "comm", "data", "process"]),
-    ("train", &["comm", "nn", "ddp", "data", "report", "process"]),
+    ("http", &["data", "process"]),
+    ("track", &["data", "process", "http"]),
+    ("live", &["data", "process", "report", "track"]),
+    (
+        "launch",
+        &["wire", "store", "comm", "data", "process", "live"],
+    ),
+    ("flow", &["data", "process", "launch"]),
+    (
+        "train",
+        &[
+            "store", "comm", "nn", "ddp", "data", "report", "process", "track",
+        ],
+    ),
     (
         "recipes",
-        &["nn", "ddp", "data", "process", "launch", "train"],
+        &["nn", "ddp", "data", "process", "http", "launch", "train"],
     ),
     (
         "",
         &[
-            "wire", "store", "comm", "nn", "ddp", "data", "report", "process", "launch", "train",
-            "recipes",
+            "wire", "store", "comm", "nn", "ddp", "data", "report", "process", "launch", "flow",
+            "track", "train", "recipes",
         ],
     ),
 ];

@@ -3,12 +3,16 @@
 mod bench;
 mod events;
 mod flight;
+mod flow;
+mod flow_export;
 mod launch;
 mod layers;
+mod live;
 mod own_program;
 mod predict;
 mod programs;
 mod report;
 mod resume;
 mod support;
+mod trackers;
 mod train;

@@ -79,10 +79,18 @@ fn a_run_ends_with_a_page_of_its_numbers_and_runs_are_compared() {
         .map(|l| serde_json::from_str(l).expect("JSON"))
         .collect();
     assert_eq!(a["predictions"], Value::from(rows.clone()));
-    // 32 images of 28 x 28 pixels a row.
+    // 32 images of 28 x 28 pixels a row, the same in both epochs.
+    let of_epoch = |epoch: u64| rows.iter().filter(move |row| row["epoch"] == epoch);
+    let images: Vec<_> = of_epoch(1).map(|row| &row["image"]).collect();
+    assert!(
+        of_epoch(2)
+            .map(|row| &row["image"])
+            .eq(images.iter().copied())
+    );
+    assert_eq!(rows.len(), 2 * images.len());
     let pictures = &a["pictures"];
     assert_eq!(pictures["width"], 32 * 28);
-    assert_eq!(pictures["height"], rows.len().div_ceil(32) * 28);
+    assert_eq!(pictures["height"], images.len().div_ceil(32) * 28);
     let source = pictures["src"].as_str().expect("an address");
     assert!(
         source.starts_with("data:image/png;base64,iVBORw0KGgo"),
@@ -138,13 +146,26 @@ fn a_page_that_cannot_be_written_is_a_warning() {
 }
 
 #[test]
+fn pictures_that_cannot_be_written_are_a_warning() {
+    let dir = tempfile::tempdir().expect("folder");
+    std::fs::create_dir_all(dir.path().join("run/predictions.png/x")).expect("folder");
+    let train = "train mnist --synthetic-samples 128 --epochs 1 --threads 1 --output-dir run";
+    let (_, err) = succeed(&words(train), dir.path());
+    let why = "warning: no predictions.png: cannot write run/predictions.png";
+    assert!(err.contains(why), "{err}");
+    let run = &runs(&dir.path().join("run/report.html"))[0];
+    assert_eq!(run["predictions"].as_array().map(Vec::len), Some(21));
+    assert_eq!(run["pictures"], Value::Null);
+}
+
+#[test]
 fn a_folder_without_a_run_is_named() {
     let dir = tempfile::tempdir().expect("folder");
     std::fs::create_dir_all(dir.path().join("empty")).expect("folder");
     for (line, why) in [
         (
             "report empty",
-            "empty has neither metrics.jsonl nor summary.json",
+            "empty has neither run.json nor metrics.jsonl nor summary.json",
         ),
         ("report gone", "no folder gone"),
         ("report", "RUN"),

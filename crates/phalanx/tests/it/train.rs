@@ -1193,9 +1193,20 @@ fn an_earlier_runs_results_do_not_survive_beside_new_metrics() {
     left.retain(|name| !name.starts_with("events.out.tfevents."));
     assert_eq!(
         left,
-        ["flight", "metrics.jsonl", "notes.txt"],
+        [
+            "events.jsonl",
+            "flight",
+            "metrics.jsonl",
+            "notes.txt",
+            "run.json"
+        ],
         "only what is not ours stays, and what tells why this one failed"
     );
+    let events = std::fs::read_to_string(out.join("events.jsonl")).expect("events");
+    let last: Value = serde_json::from_str(events.lines().last().expect("an event")).expect("JSON");
+    assert_eq!(last["status"], "failed");
+    let error = last["error"].as_str().expect("a text");
+    assert!(error.contains("the loss became"), "{error}");
 }
 
 #[test]

@@ -2,8 +2,8 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use sha2::{Digest, Sha256};
@@ -202,7 +202,7 @@ impl Case {
     }
 
     fn fetch_with(&self, patience: Patience, sources: &[String]) -> Result<Got> {
-        let (agent, file) = (agent(patience, false).unwrap(), content().1);
+        let (agent, file) = (agent(patience).unwrap(), content().1);
         let mut meter = Meter::silent();
         fetch(
             &agent,
@@ -489,27 +489,6 @@ fn who_locks_a_part_and_does_not_write_is_named_and_not_waited_for_for_ever() {
     std::fs::remove_file(&path).unwrap();
     case.fetch_with(short, sources).unwrap();
     case.assert_whole();
-}
-
-#[test]
-fn certificates_are_read_or_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("roots.pem");
-    assert!(roots(&path).unwrap_err().chain().contains("SSL_CERT_FILE"));
-    for text in [
-        "no certificates here",
-        "-----BEGIN CERTIFICATE-----\n!!!\n-----END CERTIFICATE-----\n",
-    ] {
-        std::fs::write(&path, text).unwrap();
-        let error = roots(&path).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Usage, "{text}");
-    }
-    let pem = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
-    std::fs::write(&path, pem.repeat(2)).unwrap();
-    let RootCerts::Specific(found) = roots(&path).unwrap() else {
-        panic!("not those of the file");
-    };
-    assert_eq!(found.len(), 2);
 }
 
 #[test]

@@ -211,13 +211,21 @@ fn the_summary_tells_classes_and_first_predictions() {
         .lines()
         .map(|l| serde_json::from_str(l).expect("JSON"))
         .collect();
+    // The same images after each epoch.
+    let (first, rows) = rows.split_at(15);
+    assert!(first.iter().all(|row| row["epoch"] == 1) && rows.iter().all(|row| row["epoch"] == 2));
+    for (before, row) in first.iter().zip(rows) {
+        for name in ["id", "image", "truth"] {
+            assert_eq!(before[name], row[name]);
+        }
+    }
     let ids: Vec<&str> = rows.iter().filter_map(|r| r["id"].as_str()).collect();
     assert_eq!(ids.len(), 15);
     assert_eq!(
         (ids[0], ids[4], ids[5], ids[14]),
         ("0_0", "0_4", "1_0", "2_4")
     );
-    for row in &rows {
+    for row in rows {
         let scores: Vec<f64> = serde_json::from_value(row["scores"].clone()).expect("scores");
         assert_eq!(scores.len(), 10);
         let guess = row["guess"].as_u64().expect("guess") as usize;

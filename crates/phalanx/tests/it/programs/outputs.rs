@@ -137,6 +137,35 @@ fn a_resumed_run_traces_its_own_steps_and_logs_each_once() {
     assert_eq!(logged(&log), ((0..10).map(|step| (1, step)).collect(), 1));
 }
 
+/// A resumed run keeps the predictions of the epochs before, and has each once.
+#[test]
+fn predictions_of_a_resumed_run_are_those_of_one_that_was_not_stopped() {
+    let dir = tempfile::tempdir().expect("folder");
+    let dir = dir.path();
+    let train = |more: &str| {
+        let args = "train mnist --synthetic-samples 640 --batch-size 64 --epochs 2 --threads 1 --save-every 5 --keep 9 \
+                    --output-dir";
+        let args: Vec<&str> = args.split_whitespace().chain(more.split(' ')).collect();
+        succeed(&args, dir)
+    };
+    let predictions = |run: &str| {
+        let path = dir.join(run).join("predictions.jsonl");
+        std::fs::read_to_string(path).expect("predictions")
+    };
+    train("whole");
+    train("run --stop-after 14");
+    let whole = predictions("whole");
+    assert_eq!(whole.matches("{\"epoch\":1,").count(), 32);
+    assert_eq!(whole.matches("{\"epoch\":2,").count(), 32);
+    let first: String = whole.split_inclusive('\n').take(32).collect();
+    assert_eq!(predictions("run"), first);
+    train("run --resume auto");
+    assert_eq!(predictions("run"), whole);
+    // Both epochs are made again.
+    train("run --resume run/checkpoints/step-000000005.json");
+    assert_eq!(predictions("run"), whole);
+}
+
 /// Somebody else's folder, with links into a home.
 #[test]
 fn links_in_somebody_elses_folder_lead_nowhere() {

@@ -1,0 +1,604 @@
+//! The commands: `run`, `list`, `show`, `logs`, `cancel`, `cache`, `export`.
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::fs;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::{CommandFactory, FromArgMatches};
+use phalanx_data::files::atomic_write;
+use phalanx_process::error::{Error, ErrorKind, Result};
+use phalanx_process::{format, say};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value as Json, json};
+
+use crate::child::log_file;
+use crate::engine::{self, Options};
+use crate::export::{self, ExportArgs};
+use crate::file::FLOW_FILE;
+use crate::flow::Flow;
+use crate::page;
+use crate::resources::size;
+use crate::spec::{Action, Resources, Workflow, parse_size};
+use crate::store::{Item, Items, Node, Run, State, Store};
+
+/// Arguments of `phalanx flow`.
+#[derive(clap::Args, Debug)]
+pub struct FlowCli {
+    #[command(subcommand)]
+    command: Command,
+    /// Folder of runs, results and cache
+    #[arg(
+        long,
+        global = true,
+        value_name = "DIR",
+        env = "PHALANX_FLOW_DIR",
+        default_value = ".phalanx/flow"
+    )]
+    store: PathBuf,
+}
+
+#[derive(clap::Subcommand, Debug)]
+enum Command {
+    /// Run a workflow, or continue a run
+    Run(RunArgs),
+    /// List runs
+    List {
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Show a run: its tasks, attempts, times and outputs
+    Show {
+        /// Run, or "last"
+        run: String,
+        /// Print JSON
+        #[arg(long, conflicts_with = "html")]
+        json: bool,
+        /// Write one HTML page with a picture of the graph
+        #[arg(long, value_name = "FILE")]
+        html: Option<PathBuf>,
+    },
+    /// Print the output of a task
+    Logs {
+        /// Run, or "last"
+        run: String,
+        /// Task
+        task: String,
+        /// Attempt, from 1 [default: the last one]
+        #[arg(long, value_name = "N")]
+        attempt: Option<usize>,
+        /// Print what is added until the attempt ends
+        #[arg(long)]
+        follow: bool,
+    },
+    /// Stop a run; it can be resumed
+    Cancel {
+        /// Run, or "last"
+        run: String,
+    },
+    /// List, clear or verify cached results
+    #[command(subcommand)]
+    Cache(CacheCommand),
+    /// Write files that run a workflow on Flyte, Kubernetes or Slurm
+    Export(ExportArgs),
+}
+
+#[derive(clap::Args, Debug)]
+struct RunArgs {
+    /// Workflow file, or its folder [default: flow.toml]
+    file: Option<PathBuf>,
+    /// Set an input of the workflow; a file or folder by its path
+    #[arg(long, value_name = "NAME=VALUE")]
+    input: Vec<String>,
+    /// Continue a run ("last": the last one); tasks that are done are not run again
+    #[arg(long, value_name = "RUN", conflicts_with_all = ["file", "input"])]
+    resume: Option<String>,
+    /// Do not use cached results; new ones are stored
+    #[arg(long)]
+    no_cache: bool,
+    /// Processors that tasks may use together [default: all]
+    #[arg(long, value_name = "N")]
+    cpus: Option<u32>,
+    /// Memory that tasks may request together, such as 8GiB [default: all]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    memory: Option<u64>,
+    /// GPUs that tasks may use together [default: all]
+    #[arg(long, value_name = "N")]
+    gpus: Option<u32>,
+}
+
+#[derive(clap::Subcommand, Debug)]
+enum CacheCommand {
+    /// List cached results
+    List,
+    /// Forget cached results, and delete files that no run needs
+    Clear {
+        /// Those of this task only
+        task: Option<String>,
+    },
+    /// Read all cached files and compare them with their SHA-256
+    Verify,
+}
+
+/// Runs `phalanx flow`. Must be called on the main thread.
+///
+/// # Errors
+///
+/// Those of the command; [`ErrorKind::Failed`] when a task has failed.
+pub fn run(cli: &FlowCli) -> Result<()> {
+    run_with(cli, None)
+}
+
+/// As [`run`], of a program with one workflow of functions.
+pub(crate) fn main_of(flow: &Flow, args: Vec<OsString>) -> Result<()> {
+    // Not a doc comment: it would be the program's help.
+    #[derive(clap::Parser)]
+    #[command(disable_help_subcommand = true)]
+    struct Program {
+        #[command(flatten)]
+        cli: FlowCli,
+    }
+    let name = flow.workflow.name.clone();
+    let about = format!("Run the workflow {name}.");
+    let mut parser = Program::command().name(name).about(about);
+    parser = parser.mut_subcommand("run", |run| run.mut_arg("file", |file| file.hide(true)));
+    let parsed = parser.try_get_matches_from_mut(args);
+    match parsed.and_then(|matches| Program::from_arg_matches(&matches)) {
+        Ok(program) => run_with(&program.cli, Some(flow)),
+        Err(error) => {
+            // A closed output is no second error.
+            let _ = error.print();
+            match error.use_stderr() {
+                true => Err(Error::usage("wrong arguments").told()),
+                false => Ok(()),
+            }
+        }
+    }
+}
+
+fn run_with(cli: &FlowCli, flow: Option<&Flow>) -> Result<()> {
+    match &cli.command {
+        Command::Run(args) => return run_flow(&cli.store, args, flow),
+        Command::Export(args) => {
+            return export::run(args, workflow_of(args.file.as_deref(), flow)?);
+        }
+        _ => {}
+    }
+    let store = Store::open(&cli.store)?;
+    match &cli.command {
+        Command::Run(_) | Command::Export(_) => Ok(()),
+        Command::List { json } => list(&store, *json),
+        Command::Show { run, json, html } => show(&store, run, *json, html.as_deref()),
+        Command::Logs {
+            run,
+            task,
+            attempt,
+            follow,
+        } => logs(&store, run, task, *attempt, *follow),
+        Command::Cancel { run } => cancel(&store, run),
+        Command::Cache(command) => cache(&store, command),
+    }
+}
+
+fn run_flow(dir: &Path, args: &RunArgs, flow: Option<&Flow>) -> Result<()> {
+    let own = std::env::args().next().filter(|_| flow.is_some());
+    let options = Options {
+        command: own.unwrap_or_else(|| "phalanx flow".to_owned()),
+        no_cache: args.no_cache,
+        resources: Resources {
+            cpus: args.cpus,
+            memory: args.memory,
+            gpus: args.gpus,
+            storage: None,
+        },
+    };
+    let (store, lock, id) = match &args.resume {
+        Some(run) => {
+            let store = Store::open(dir)?;
+            let lock = store.lock()?;
+            let (id, run) = store.find(run)?;
+            check_program(&id, &run, flow)?;
+            (store, lock, id)
+        }
+        None => {
+            let workflow = workflow_of(args.file.as_deref(), flow)?;
+            engine::check_machine(&workflow, &options)?;
+            let given = engine::given(&workflow, &args.input)?;
+            let store = Store::create(dir)?;
+            let lock = store.lock()?;
+            let id = engine::create(&store, workflow, &given)?;
+            (store, lock, id)
+        }
+    };
+    let outputs = engine::execute(&store, &lock, &id, &options)?;
+    let lines = outputs
+        .iter()
+        .map(|(name, item)| format!("{name} = {}\n", shown(&store, item)));
+    say::print(&lines.collect::<String>())
+}
+
+fn workflow_of(file: Option<&Path>, flow: Option<&Flow>) -> Result<Workflow> {
+    match (file, flow) {
+        (Some(_), Some(_)) => Err(Error::usage(
+            "this program runs its own workflow; it takes no file",
+        )),
+        (None, Some(flow)) => flow.workflow(),
+        (Some(file), None) if file.is_dir() => Workflow::from_file(&file.join(FLOW_FILE)),
+        (file, None) => Workflow::from_file(file.unwrap_or(Path::new(FLOW_FILE))),
+    }
+}
+
+/// A run of functions is continued by their program.
+fn check_program(id: &str, run: &Run, flow: Option<&Flow>) -> Result<()> {
+    let functions = |task: &crate::spec::Task| task.action == Action::Function;
+    let is_of_functions = run.workflow.tasks.iter().any(functions);
+    match flow {
+        None if is_of_functions => Err(Error::usage(format!(
+            "the tasks of {id} are functions of a program; resume it with that program"
+        ))),
+        Some(flow) if flow.workflow.name != run.workflow.name => Err(Error::usage(format!(
+            "{id} is a run of {:?}, not of {:?}",
+            run.workflow.name, flow.workflow.name
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// A value as text, a file or folder as its path.
+pub(crate) fn shown(store: &Store, item: &Item) -> String {
+    match item {
+        Item::Value(Json::String(text)) => text.clone(),
+        Item::Value(value) => value.to_string(),
+        Item::Object(object) => store.objects.path(object).display().to_string(),
+    }
+}
+
+fn json_of(store: &Store, items: &Items) -> Json {
+    let item = |(name, item): (&String, &Item)| {
+        let value = match item {
+            Item::Value(value) => value.clone(),
+            Item::Object(object) => json!({
+                "type": object.kind,
+                "sha256": object.sha256,
+                "bytes": object.bytes,
+                "path": store.objects.path(object),
+            }),
+        };
+        (name.clone(), value)
+    };
+    Json::Object(items.iter().map(item).collect())
+}
+
+/// The state as it is: a run without an engine does not run.
+fn state_of(store: &Store, run: &Run) -> Result<State> {
+    if run.state == State::Running && store.try_lock()?.is_some() {
+        return Ok(State::Interrupted);
+    }
+    Ok(run.state)
+}
+
+fn time(ms: u64) -> String {
+    let time = std::time::SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(ms));
+    time.map_or_else(String::new, |time| {
+        humantime::format_rfc3339_seconds(time).to_string()
+    })
+}
+
+/// `3.2 s`, from and to in milliseconds.
+pub(crate) fn took(from: u64, to: Option<u64>) -> String {
+    let Some(to) = to else { return "-".to_owned() };
+    format!(
+        "{:.1} s",
+        Duration::from_millis(to.saturating_sub(from)).as_secs_f64()
+    )
+}
+
+fn list(store: &Store, json: bool) -> Result<()> {
+    let mut rows = Vec::new();
+    let mut text = format!(
+        "{:<24} {:<12} {:<21} {:>10}\n",
+        "RUN", "STATE", "STARTED", "TIME"
+    );
+    for (id, run) in store.runs()? {
+        let state = state_of(store, &run)?;
+        text.push_str(&format!(
+            "{id:<24} {:<12} {:<21} {:>10}\n",
+            state.name(),
+            time(run.started),
+            took(run.started, run.ended)
+        ));
+        rows.push(json!({
+            "run": id,
+            "workflow": run.workflow.name,
+            "state": state,
+            "started": time(run.started),
+            "ended": run.ended.map(time),
+        }));
+    }
+    match json {
+        true => print_json(&rows.into()),
+        false => say::print(&text),
+    }
+}
+
+fn print_json(value: &Json) -> Result<()> {
+    let text = serde_json::to_string_pretty(value).unwrap_or_default();
+    say::print_json(&format!("{text}\n")).map(|_| ())
+}
+
+/// The tasks of a run, in the order in which they can run; without an engine, none runs.
+fn nodes_of(store: &Store, id: &str, run: &Run) -> Result<Vec<(String, Node)>> {
+    let node = |task: &crate::spec::Task| {
+        let mut node = store.node(id, &task.name)?;
+        if node.state == State::Running && run.state != State::Running {
+            node.state = State::Interrupted;
+        }
+        Ok((task.name.clone(), node))
+    };
+    run.workflow.tasks.iter().map(node).collect()
+}
+
+fn show(store: &Store, run: &str, json: bool, html: Option<&Path>) -> Result<()> {
+    let (id, mut run) = store.find(run)?;
+    run.state = state_of(store, &run)?;
+    let nodes = nodes_of(store, &id, &run)?;
+    if let Some(file) = html {
+        atomic_write(file, page::page(store, &id, &run, &nodes).as_bytes())?;
+        return say::print(&format!("{}\n", file.display()));
+    }
+    if json {
+        let tasks: Vec<Json> = nodes
+            .iter()
+            .map(|(name, node)| {
+                let needs = run.workflow.task(name).map(|task| task.dependencies());
+                json!({
+                    "task": name,
+                    "state": node.state,
+                    "needs": needs,
+                    "cached": node.cached,
+                    "inputs": json_of(store, &node.inputs),
+                    "outputs": json_of(store, &node.outputs),
+                    "attempts": node.attempts.iter().map(|attempt| json!({
+                        "started": time(attempt.started),
+                        "ended": attempt.ended.map(time),
+                        "end": attempt.end,
+                        "limits": attempt.limits,
+                        "gpus": attempt.gpus,
+                    })).collect::<Vec<_>>(),
+                })
+            })
+            .collect();
+        return print_json(&json!({
+            "run": id,
+            "workflow": run.workflow.name,
+            "state": run.state,
+            "started": time(run.started),
+            "ended": run.ended.map(time),
+            "limits": run.limits,
+            "inputs": json_of(store, &run.inputs),
+            "outputs": json_of(store, &run.outputs),
+            "tasks": tasks,
+        }));
+    }
+    let mut text = format!("{id}: {}, started {}", run.state.name(), time(run.started));
+    text.push_str(&format!("\nlimits by {}\n", run.limits));
+    let items = |label: &str, items: &Items| {
+        let lines = items
+            .iter()
+            .map(|(name, item)| format!("{label} {name} = {}\n", shown(store, item)));
+        lines.collect::<String>()
+    };
+    text.push_str(&items("input ", &run.inputs));
+    for (name, node) in &nodes {
+        let needs = run
+            .workflow
+            .task(name)
+            .map(|task| task.dependencies())
+            .unwrap_or_default();
+        let needs: Vec<&str> = needs.into_iter().collect();
+        let cached = node
+            .cached
+            .as_ref()
+            .map(|run| format!(" (cached from {run})"));
+        text.push_str(&format!(
+            "\n{name}: {}{}",
+            node.state.name(),
+            cached.unwrap_or_default()
+        ));
+        match needs.is_empty() {
+            true => text.push('\n'),
+            false => text.push_str(&format!(", needs {}\n", needs.join(", "))),
+        }
+        for (at, attempt) in node.attempts.iter().enumerate() {
+            let end = attempt.end.as_deref().unwrap_or("running");
+            let time = took(attempt.started, attempt.ended);
+            text.push_str(&format!("  attempt {}: {end}, {time}", at + 1));
+            if !attempt.gpus.is_empty() {
+                text.push_str(&format!(", GPU {}", attempt.gpus.join(", ")));
+            }
+            if !attempt.limits.is_empty() {
+                text.push_str(&format!(", limits: {}", attempt.limits));
+            }
+            text.push('\n');
+        }
+        text.push_str(&items("  output", &node.outputs));
+    }
+    if !run.outputs.is_empty() {
+        text.push('\n');
+    }
+    text.push_str(&items("output", &run.outputs));
+    say::print(&text)
+}
+
+fn logs(store: &Store, run: &str, task: &str, attempt: Option<usize>, follow: bool) -> Result<()> {
+    let (id, run) = store.find(run)?;
+    if run.workflow.task(task).is_none() {
+        let names: Vec<&str> = run
+            .workflow
+            .tasks
+            .iter()
+            .map(|task| task.name.as_str())
+            .collect();
+        return Err(
+            Error::usage(format!("{id} has no task {task:?}")).note("one of", names.join(", "))
+        );
+    }
+    let node = store.node(&id, task)?;
+    let number = attempt.unwrap_or(node.attempts.len());
+    if number == 0 || number > node.attempts.len() {
+        let cached = node
+            .cached
+            .map(|run| format!("; its result is that of {run}"));
+        return Err(Error::usage(format!(
+            "task {task:?} of {id} has {}{}",
+            format::plural(node.attempts.len(), "attempt"),
+            cached.unwrap_or_default()
+        )));
+    }
+    let path = log_file(&store.attempt_dir(&id, task, number));
+    let mut read_to = 0;
+    loop {
+        // Looked at before the log, so that its last lines are read.
+        let node = store.node(&id, task)?;
+        let is_over = node
+            .attempts
+            .get(number - 1)
+            .is_none_or(|attempt| attempt.end.is_some());
+        let is_over = is_over || store.try_lock()?.is_some();
+        let mut text = Vec::new();
+        if let Ok(mut file) = fs::File::open(&path) {
+            file.seek(SeekFrom::Start(read_to))?;
+            read_to += file.read_to_end(&mut text)? as u64;
+        }
+        say::print(&String::from_utf8_lossy(&text))?;
+        if !follow || is_over {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_millis(200));
+    }
+}
+
+fn cancel(store: &Store, run: &str) -> Result<()> {
+    let (id, run) = store.find(run)?;
+    if matches!(run.state, State::Done | State::Failed | State::Canceled) {
+        return Err(Error::usage(format!(
+            "{id} has ended: {}",
+            run.state.name()
+        )));
+    }
+    if let Some(_lock) = store.try_lock()? {
+        store.update(&id, |run| run.state = State::Canceled)?;
+        return say::print(&format!("{id} is canceled; it did not run\n"));
+    }
+    let run = store.update(&id, |run| run.cancel = true)?;
+    let engine = i32::try_from(run.engine).ok().and_then(Pid::from_raw);
+    // The store is locked, so the engine of this run, or of a newer one, is alive.
+    let Some(engine) = engine.filter(|_| run.state == State::Running) else {
+        return Err(Error::usage(format!("{id} does not run")));
+    };
+    kill_process(engine, Signal::TERM).map_err(|error| {
+        Error::new(ErrorKind::System, format!("cannot stop the engine of {id}"))
+            .caused_by(std::io::Error::from(error))
+    })?;
+    say::print(&format!("{id} is told to stop\n"))
+}
+
+fn cache(store: &Store, command: &CacheCommand) -> Result<()> {
+    match command {
+        CacheCommand::List => {
+            let mut text = format!(
+                "{:<20} {:<10} {:<24} {:<21} {:>10}\n",
+                "TASK", "VERSION", "RUN", "TIME", "SIZE"
+            );
+            for (_, entry) in store.cache()? {
+                let sizes = entry.outputs.values().map(|item| match item {
+                    Item::Object(object) => object.bytes,
+                    Item::Value(_) => 0,
+                });
+                let bytes = size(sizes.sum());
+                text.push_str(&format!(
+                    "{:<20} {:<10} {:<24} {:<21} {bytes:>10}\n",
+                    entry.task,
+                    entry.version,
+                    entry.run,
+                    time(entry.time)
+                ));
+            }
+            say::print(&text)
+        }
+        CacheCommand::Clear { task } => {
+            let _lock = store.lock()?;
+            let entries = store.cache()?;
+            let gone = entries
+                .iter()
+                .filter(|(_, entry)| task.as_ref().is_none_or(|task| *task == entry.task));
+            let gone: Vec<&String> = gone.map(|(key, _)| key).collect();
+            store.write(|changes| gone.iter().for_each(|key| changes.forget(key)))?;
+            let removed = sweep(store)?;
+            say::print(&format!(
+                "{} forgotten, {} deleted\n",
+                format::plural(gone.len(), "result"),
+                format::plural(removed, "file or folder")
+            ))
+        }
+        CacheCommand::Verify => {
+            let entries = store.cache()?;
+            let mut damaged = 0;
+            for (_, entry) in &entries {
+                for (name, item) in &entry.outputs {
+                    if let Item::Object(object) = item
+                        && let Err(why) = store.objects.check(object)
+                    {
+                        damaged += 1;
+                        say::note(format!("{}.{name} of {}: {why}", entry.task, entry.run));
+                    }
+                }
+            }
+            if damaged > 0 {
+                let message = format!("{} damaged", format::plural(damaged, "cached output"));
+                return Err(Error::new(ErrorKind::Failed, message)
+                    .note("so", "tasks that need one run again"));
+            }
+            say::print(&format!(
+                "{} verified\n",
+                format::plural(entries.len(), "cached result")
+            ))
+        }
+    }
+}
+
+/// Deletes objects that neither a run nor the cache refers to.
+fn sweep(store: &Store) -> Result<usize> {
+    let mut kept = BTreeSet::new();
+    let mut keep = |items: &Items| {
+        for item in items.values() {
+            if let Item::Object(object) = item {
+                kept.insert(object.sha256.clone());
+            }
+        }
+    };
+    for (_, run) in store.runs()? {
+        keep(&run.inputs);
+        keep(&run.constants);
+        keep(&run.outputs);
+    }
+    store
+        .nodes()?
+        .iter()
+        .for_each(|(_, node)| keep(&node.outputs));
+    store
+        .cache()?
+        .iter()
+        .for_each(|(_, entry)| keep(&entry.outputs));
+    let mut removed = 0;
+    for (sha256, path) in store.objects.all() {
+        if !kept.contains(&sha256) {
+            store.objects.discard(&path)?;
+            removed += 1;
+        }
+    }
+    Ok(removed)
+}

@@ -1,0 +1,321 @@
+use std::path::PathBuf;
+use std::process::Command;
+
+use phalanx_process::error::ErrorKind;
+use serde_json::json;
+
+use super::*;
+use crate::spec::parse_size;
+
+/// Texts that quoting must carry.
+const HOSTILE: [&str; 12] = [
+    "",
+    "a b",
+    "it's",
+    "\"q\" 'q' `id`",
+    "$HOME ${HOME} $(id) $$",
+    "\\ \\n \\' {x} {inputs.} {outputs.none",
+    "line\nline\n\n",
+    "-n",
+    "*?[a]~#!&|;<>()",
+    "\t\u{7}\u{1b}[31m\u{7f}",
+    "ü \u{85}\u{2028}\u{feff} 😀",
+    "''\"''\"''",
+];
+
+fn workflow(text: &str, folder: &Path) -> Workflow {
+    Workflow::from_toml(text, folder, "flow.toml")
+        .unwrap_or_else(|error| panic!("{}", error.chain()))
+}
+
+fn file<'a>(export: &'a Export, name: &str) -> &'a str {
+    let found = export.files.iter().find(|(other, _)| other == name);
+    &found
+        .unwrap_or_else(|| panic!("no {name} in {:?}", export.files))
+        .1
+}
+
+fn exported(text: &str, engine: Engine) -> Export {
+    export(&workflow(text, Path::new("/w")), &BTreeMap::new(), engine).unwrap()
+}
+
+/// Runs the script of one attempt; returns its exit code and messages.
+fn run(script: &str, results: &Path) -> (Option<i32>, String) {
+    let out = Command::new("sh")
+        .args(["-c", script])
+        .env("FLOW_RESULTS", results)
+        .env("FLOW_FOLDER", "/the folder")
+        .output()
+        .unwrap();
+    (
+        out.status.code(),
+        String::from_utf8_lossy(&out.stderr).into_owned(),
+    )
+}
+
+#[test]
+fn every_text_reaches_the_command_unchanged() {
+    let dir = tempfile::tempdir().unwrap();
+    let quoted = |text: &str| json!(text).to_string();
+    // JSON's escapes are TOML's, but for this character.
+    let toml = |text: &str| quoted(text).replace('\u{7f}', "\\u007f");
+    for hostile in HOSTILE {
+        let text = format!(
+            "name = \"w\"\n[inputs]\nx = {0}\n[tasks.t]\n\
+             command = [\"sh\", \"-c\", 'printf \"%s\\0\" \"$@\" \"$INPUT_X\" \"$V\" > \"$OUTPUT_ALL\"', \"sh\", {0}, \
+             \"<{{inputs.x}}>{{inputs.n}}\", \"{{folder}}\"]\n\
+             env.V = \"{{inputs.x}}.\"\ninputs = {{ x = \"{{inputs.x}}\", n = 7 }}\noutputs = {{ all = \"file\" }}\n",
+            toml(hostile)
+        );
+        let export = exported(&text, Engine::Slurm);
+        assert_eq!(
+            run(file(&export, "tasks/t.sh"), dir.path()),
+            (Some(0), String::new()),
+            "{hostile:?}"
+        );
+        let got = std::fs::read(dir.path().join("t/all")).unwrap();
+        let want = format!("{hostile}\0<{hostile}>7\0/the folder\0{hostile}\0{hostile}.\0");
+        assert_eq!(String::from_utf8(got).unwrap(), want);
+    }
+}
+
+/// JSON has all these escapes but that of characters beyond the first 65,536.
+#[test]
+fn literals_are_read_back() {
+    for text in HOSTILE.map(|text| text.replace('😀', "")) {
+        let quoted = literal(&text);
+        assert_eq!(serde_json::from_str::<String>(&quoted).unwrap(), text);
+        assert!(!quoted.contains(char::is_control), "{quoted:?}");
+    }
+    assert_eq!(literal("😀"), "\"\\U0001f600\"");
+}
+
+#[test]
+fn amounts_are_exact() {
+    for bytes in [0, 1, 1000, 1 << 10, 100 << 20, 30 << 30, (1 << 40) + 1] {
+        assert_eq!(parse_size(&quantity(bytes)), Ok(bytes));
+    }
+    assert_eq!(quantity(100 << 20), "100Mi");
+}
+
+/// A value goes from a task to the next without the file's final newline, as in the engine.
+#[test]
+fn values_go_from_task_to_task() {
+    let text = r#"
+        name = "w"
+        [tasks.a]
+        shell = '''printf 'x\n\n\n' >"$OUTPUT_TEXT"; echo 3 >"$OUTPUT_N"; mkdir "$OUTPUT_D"; echo y >"$OUTPUT_D/f"'''
+        outputs = { text = "string", n = "int", d = "folder" }
+        [tasks.b]
+        shell = '''printf '%s|' "$INPUT_TEXT" "$INPUT_N" "$(cat "$INPUT_D/f")" "$INPUT_RATE" >"$OUTPUT_ALL"'''
+        inputs = { text = "{a.text}", n = "{a.n}", d = "{a.d}", rate = { type = "float", value = 1 } }
+        outputs.all = "file"
+    "#;
+    let dir = tempfile::tempdir().unwrap();
+    let export = exported(text, Engine::Slurm);
+    for task in ["a", "b", "a", "b"] {
+        let script = file(&export, &format!("tasks/{task}.sh"));
+        assert_eq!(run(script, dir.path()), (Some(0), String::new()));
+    }
+    let all = std::fs::read_to_string(dir.path().join("b/all")).unwrap();
+    assert_eq!(all, "x\n\n|3|y|1.0|");
+    let mut left: Vec<_> = std::fs::read_dir(dir.path())
+        .unwrap()
+        .map(|e| e.unwrap().file_name())
+        .collect();
+    left.sort();
+    assert_eq!(left, ["a", "b"], "attempts leave nothing else");
+}
+
+#[test]
+fn a_failed_attempt_has_the_commands_exit_code_and_no_results() {
+    let dir = tempfile::tempdir().unwrap();
+    for (command, code, said) in [
+        (r#"["sh", "-c", "exit 7"]"#, 7, ""),
+        // Not the shell's own commands.
+        (r#"["exit", "0"]"#, 127, "exit"),
+        (
+            r#"["true"]"#,
+            2,
+            "task t: the command has not written the file o",
+        ),
+    ] {
+        let text = format!("name = \"w\"\n[tasks.t]\ncommand = {command}\noutputs.o = \"file\"\n");
+        let export = exported(&text, Engine::Slurm);
+        let (got, stderr) = run(file(&export, "tasks/t.sh"), dir.path());
+        assert_eq!(got, Some(code), "{command}: {stderr}");
+        assert!(stderr.contains(said), "{stderr}");
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+}
+
+const CHAIN: &str = r#"
+    name = "my_flow-"
+    [inputs]
+    data = { type = "folder", default = "images" }
+    [tasks.a]
+    command = ["{folder}/get", "{inputs.data}"]
+    inputs.data = "{inputs.data}"
+    image = "i"
+    retries = { times = 2, backoff = "90s" }
+    timeout = "10m"
+    unrecoverable = [9, 2, 9, -1]
+    requests = { cpus = 2, memory = "1000000001", gpus = 1, storage = "1GiB" }
+    limits = { memory = "2GiB" }
+    cache = "1"
+    outputs.n = "int"
+    [tasks.A_]
+    command = ["true"]
+    after = ["a"]
+    image = "i"
+    [tasks.class]
+    command = ["true"]
+    after = ["a", "A_"]
+    image = "i"
+"#;
+
+#[test]
+fn slurm_gets_resources_times_and_order() {
+    let export = exported(&CHAIN.replace("A_", "b"), Engine::Slurm);
+    let batch = file(&export, "tasks/a.sbatch");
+    // Three attempts of 10 minutes, pauses of 90 and 180 s, and a minute more.
+    for line in [
+        "--cpus-per-task=2",
+        "--mem=2048M",
+        "--gpus=1",
+        "--tmp=1024M",
+        "--time=36",
+    ] {
+        assert!(
+            batch.contains(&format!("#SBATCH {line}\n")),
+            "{line}\n{batch}"
+        );
+    }
+    assert!(batch.contains("timeout -k 10 600 sh tasks/a.sh"), "{batch}");
+    let submit = file(&export, "submit.sh");
+    assert!(
+        submit.contains("submit class \":$job_a:$job_b\""),
+        "{submit}"
+    );
+    let said = export.notes.join("\n");
+    for note in [
+        "not cached (a)",
+        "images are not used (a, b, class)",
+        "gets the limit, not the smaller request (a)",
+    ] {
+        assert!(said.contains(note), "{said}");
+    }
+}
+
+/// Jobs of a stand-in for sbatch, which knows two jobs and then no more.
+#[test]
+fn slurm_jobs_are_cancelled_if_one_is_refused() {
+    use std::os::unix::fs::PermissionsExt;
+    let dir = tempfile::tempdir().unwrap();
+    let bin = dir.path().join("bin");
+    std::fs::create_dir(&bin).unwrap();
+    let program = |name: &str, text: &str| {
+        std::fs::write(bin.join(name), format!("#!/bin/sh\n{text}\n")).unwrap();
+        std::fs::set_permissions(bin.join(name), std::fs::Permissions::from_mode(0o755)).unwrap();
+    };
+    program(
+        "sbatch",
+        "echo \"$@\" >>calls; n=$(wc -l <calls); [ \"$n\" -lt 3 ] && echo \"$n;cluster\"",
+    );
+    program("scancel", "echo cancel \"$@\" >>calls");
+    let export = exported(&CHAIN.replace("A_", "b"), Engine::Slurm);
+    export.write(&dir.path().join("out")).unwrap();
+    let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap());
+    let out = Command::new("sh")
+        .args(["out/submit.sh", "--partition=x y"])
+        .env("PATH", path)
+        .current_dir(dir.path())
+        .output()
+        .unwrap();
+    assert_eq!(out.status.code(), Some(1));
+    let calls = std::fs::read_to_string(dir.path().join("out/calls")).unwrap();
+    let want = "--parsable --partition=x y tasks/a.sbatch\n\
+                --parsable --dependency=afterok:1 --kill-on-invalid-dep=yes --partition=x y tasks/b.sbatch\n\
+                --parsable --dependency=afterok:1:2 --kill-on-invalid-dep=yes --partition=x y tasks/class.sbatch\n\
+                cancel 1 2\n";
+    assert_eq!(calls, want);
+}
+
+#[test]
+fn kubernetes_gets_resources_times_and_names() {
+    // Names that Kubernetes does not tell apart.
+    let export = exported(
+        &CHAIN.replace("tasks.class", "tasks.a__"),
+        Engine::Kubernetes,
+    );
+    let job = file(&export, "tasks/a.yaml");
+    for line in [
+        "backoffLimit: 2\n",
+        "activeDeadlineSeconds: 600\n",
+        "nvidia.com/gpu: \"1\"\n",
+        "memory: \"1000000001\"\n",
+        "memory: \"2Gi\"\n",
+        "ephemeral-storage: \"1Gi\"\n",
+        "  values:\n            - 2\n            - 9\n",
+    ] {
+        assert!(job.contains(line), "{line}\n{job}");
+    }
+    assert!(job.contains("name: \"my-flow-a\"\n"), "{job}");
+    assert!(file(&export, "tasks/A_.yaml").contains("name: \"my-flow-a-1\"\n"));
+    assert!(file(&export, "tasks/a__.yaml").contains("name: \"my-flow-a-2\"\n"));
+    let said = export.notes.join("\n");
+    for note in [
+        "copy /w/images to /flow/inputs/w/images on the volume",
+        "copy the folder /w to /flow/folder",
+        "Kubernetes' own: 10 s",
+        "only exit codes 1 to 255",
+        "not cached",
+    ] {
+        assert!(said.contains(note), "{note}\n{said}");
+    }
+}
+
+#[test]
+fn flyte_gets_names_of_python() {
+    let export = exported(CHAIN, Engine::Flyte);
+    let text = file(&export, "flow_my_flow_.py");
+    for part in [
+        "retries=2, timeout=_datetime.timedelta(seconds=600), cache=_flytekit.Cache(version=\"1\")",
+        "_flytekit.Resources(cpu=\"2\", mem=\"1000000001\", gpu=\"1\", ephemeral_storage=\"1Gi\")",
+        "def class_() -> _class__outputs:",
+        "_of_class = class_()",
+        "_of_A_ >> _of_class",
+        "data: _Folder = _Folder(\"/w/images\")",
+        "[_FLOW_FOLDER + \"/get\", _run.inputs[\"data\"]]",
+    ] {
+        assert!(text.contains(part), "{part}\n{text}");
+    }
+    assert!(
+        export
+            .notes
+            .iter()
+            .any(|note| note.contains("class is called class_ there"))
+    );
+}
+
+#[test]
+fn what_cannot_be_exported_is_an_error() {
+    let error = |workflow: &Workflow, engine| {
+        let error = export(workflow, &BTreeMap::new(), engine).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Usage);
+        error.chain()
+    };
+    let text = "name = \"w\"\n[inputs]\nn = { type = \"int\" }\n[tasks.t]\ncommand = [\"true\"]\ninputs.n = \"{inputs.n}\"\n";
+    let mut flow = workflow(text, Path::new("/w"));
+    assert_eq!(error(&flow, Engine::Slurm), "input \"n\" has no value");
+    let inputs = BTreeMap::from([("n".to_owned(), json!(1))]);
+    let chain = export(&flow, &inputs, Engine::Kubernetes)
+        .unwrap_err()
+        .chain();
+    assert_eq!(chain, "task \"t\" has no container image");
+    let module = export(&flow, &BTreeMap::new(), Engine::Flyte).unwrap();
+    assert!(file(&module, "flow_w.py").contains("def w(n: _int) ->"));
+    flow.tasks[0].action = Action::Function;
+    assert!(error(&flow, Engine::Flyte).contains("function of a Rust program"));
+    assert_eq!(flow.folder, PathBuf::from("/w"));
+}

@@ -1,0 +1,393 @@
+//! The store of runs: a redb file with their state, objects by content, a folder of each attempt.
+//!
+//! ```text
+//! .phalanx/flow/state.redb             runs, nodes (a task of a run), cache entries
+//! .phalanx/flow/engine.lock            locked by the engine that runs here
+//! .phalanx/flow/objects/HA/HASH        files and folders by content
+//! .phalanx/flow/runs/RUN/TASK/ATTEMPT  log, work folder
+//! ```
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use phalanx_data::files::{Dir, lock_holder, try_lock};
+use phalanx_process::error::{Error, ErrorKind, Result};
+use redb::{ConcurrencyMode, Database, ReadableDatabase, ReadableTable, TableDefinition};
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::Value as Json;
+
+use crate::objects::{Object, Objects};
+use crate::spec::Workflow;
+
+type Table = TableDefinition<'static, &'static str, &'static [u8]>;
+const RUNS: Table = TableDefinition::new("runs");
+/// By `RUN/TASK`.
+const NODES: Table = TableDefinition::new("nodes");
+/// By the key of a task's call.
+const CACHE: Table = TableDefinition::new("cache");
+
+const STATE: &str = "state.redb";
+
+/// A value of an input or output.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Item {
+    Value(Json),
+    Object(Object),
+}
+
+pub(crate) type Items = BTreeMap<String, Item>;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum State {
+    Waiting,
+    Running,
+    Done,
+    Failed,
+    /// A task that this one needs has failed.
+    Skipped,
+    /// Of a run: stopped by a signal, or its engine died. It can be resumed.
+    Interrupted,
+    Canceled,
+}
+
+impl State {
+    pub fn name(self) -> &'static str {
+        match self {
+            State::Waiting => "waiting",
+            State::Running => "running",
+            State::Done => "done",
+            State::Failed => "failed",
+            State::Skipped => "skipped",
+            State::Interrupted => "interrupted",
+            State::Canceled => "canceled",
+        }
+    }
+}
+
+/// One run of a workflow.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Run {
+    pub number: u64,
+    pub state: State,
+    /// Milliseconds since 1970, as all times here.
+    pub started: u64,
+    pub ended: Option<u64>,
+    pub engine: u32,
+    /// Somebody asked for its end.
+    pub cancel: bool,
+    /// How limits are enforced.
+    pub limits: String,
+    pub inputs: Items,
+    /// Constant files and folders of tasks, by `TASK.INPUT`.
+    pub constants: Items,
+    pub outputs: Items,
+    pub workflow: Workflow,
+}
+
+/// A task of a run.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Node {
+    pub state: State,
+    pub inputs: Items,
+    pub outputs: Items,
+    /// The run whose result is used.
+    pub cached: Option<String>,
+    pub attempts: Vec<Attempt>,
+}
+
+impl Node {
+    pub fn new() -> Node {
+        Node {
+            state: State::Waiting,
+            inputs: Items::new(),
+            outputs: Items::new(),
+            cached: None,
+            attempts: Vec::new(),
+        }
+    }
+}
+
+/// One start of a task's program.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Attempt {
+    pub started: u64,
+    pub ended: Option<u64>,
+    /// How it ended: `done`, `exit code 1`, ...; `None` while it runs.
+    pub end: Option<String>,
+    /// Whether it counts as one of the retries: not if the engine ended it.
+    pub counts: bool,
+    pub limits: String,
+    pub gpus: Vec<String>,
+}
+
+/// A result that later runs may use.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Cached {
+    pub task: String,
+    pub version: String,
+    pub run: String,
+    pub time: u64,
+    pub outputs: Items,
+}
+
+/// Milliseconds since 1970.
+pub(crate) fn now() -> u64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    since.map_or(0, |since| {
+        u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+    })
+}
+
+pub(crate) struct Store {
+    pub dir: PathBuf,
+    pub objects: Objects,
+    db: Database,
+}
+
+/// The right to run workflows in a store, while it lives.
+pub(crate) struct EngineLock(#[expect(dead_code, reason = "locked while open")] File);
+
+impl Store {
+    /// Opens the store in `dir`, which must exist.
+    pub fn open(dir: &Path) -> Result<Store> {
+        if !dir.join(STATE).exists() {
+            return Err(Error::usage(format!("no runs in {}", dir.display()))
+                .note("try", "`phalanx flow run` first, or --store DIR"));
+        }
+        Store::create(dir)
+    }
+
+    /// Opens the store in `dir`, creating it if needed.
+    pub fn create(dir: &Path) -> Result<Store> {
+        let dir = std::path::absolute(dir)?;
+        Dir::create(&dir)?;
+        let mut builder = Database::builder();
+        // `show` and `cancel` work beside an engine.
+        builder.set_concurrency_mode(ConcurrencyMode::MultiWriter);
+        builder.set_cache_size(16 << 20);
+        let path = dir.join(STATE);
+        if !path.exists() {
+            // Under another name until it is whole: redb does not repair a half-made file.
+            let new = format!(".{STATE}.{}", std::process::id());
+            let made = builder.create(dir.join(&new)).and_then(Database::close);
+            made.map_err(|error| failed("create", &dir, error))?;
+            let folder = Dir::open(&dir)?;
+            // Another process may have made one meanwhile.
+            if renameat_with(CWD, dir.join(&new), CWD, &path, RenameFlags::NOREPLACE).is_err() {
+                match path.exists() {
+                    true => folder.remove(&new)?,
+                    false => folder.rename(&new, STATE)?,
+                }
+            }
+            folder.sync()?;
+        }
+        let db = (builder.open(&path)).map_err(|error| failed("open", &dir, error))?;
+        Ok(Store {
+            objects: Objects::new(&dir),
+            dir,
+            db,
+        })
+    }
+
+    /// Becomes the only engine of this store; `None` if there is one.
+    pub fn try_lock(&self) -> Result<Option<EngineLock>> {
+        let file = Dir::open(&self.dir)?.open_private("engine.lock")?;
+        Ok(try_lock(&file).then_some(EngineLock(file)))
+    }
+
+    /// Becomes the only engine of this store.
+    pub fn lock(&self) -> Result<EngineLock> {
+        let file = Dir::open(&self.dir)?.open_private("engine.lock")?;
+        // `show` looks whether it is locked by locking it.
+        for _ in 0..10 {
+            if try_lock(&file) {
+                return Ok(EngineLock(file));
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        let shown = self.dir.display();
+        Err(Error::usage(format!(
+            "{shown} is in use by another engine{}",
+            lock_holder(&file)
+        ))
+        .note(
+            "try",
+            "wait for its end (`phalanx flow list`), or use another --store DIR",
+        ))
+    }
+
+    pub fn attempt_dir(&self, run: &str, task: &str, attempt: usize) -> PathBuf {
+        self.dir
+            .join("runs")
+            .join(run)
+            .join(task)
+            .join(attempt.to_string())
+    }
+
+    fn read<T: DeserializeOwned>(&self, table: Table, key: &str) -> Result<Option<T>> {
+        let bytes = (|| {
+            let tables = self.db.begin_read()?;
+            let table = match tables.open_table(table) {
+                Err(redb::TableError::TableDoesNotExist(_)) => return Ok(None),
+                table => table?,
+            };
+            Ok::<_, redb::Error>(table.get(key)?.map(|found| found.value().to_vec()))
+        })();
+        let bytes = bytes.map_err(|error| failed("read", &self.dir, error))?;
+        bytes.map(|bytes| self.decode(&bytes)).transpose()
+    }
+
+    fn all<T: DeserializeOwned>(&self, table: Table) -> Result<Vec<(String, T)>> {
+        let rows = (|| {
+            let tables = self.db.begin_read()?;
+            let table = match tables.open_table(table) {
+                Err(redb::TableError::TableDoesNotExist(_)) => return Ok(Vec::new()),
+                table => table?,
+            };
+            let mut rows = Vec::new();
+            for row in table.iter()? {
+                let (key, value) = row?;
+                rows.push((key.value().to_owned(), value.value().to_vec()));
+            }
+            Ok::<_, redb::Error>(rows)
+        })();
+        let rows = rows.map_err(|error| failed("read", &self.dir, error))?;
+        rows.into_iter()
+            .map(|(key, value)| Ok((key, self.decode(&value)?)))
+            .collect()
+    }
+
+    fn decode<T: DeserializeOwned>(&self, bytes: &[u8]) -> Result<T> {
+        serde_json::from_slice(bytes).map_err(|error| {
+            let message = format!("{} was written by another version", self.dir.display());
+            Error::usage(message).caused_by(error)
+        })
+    }
+
+    /// Runs in the order of their start.
+    pub fn runs(&self) -> Result<Vec<(String, Run)>> {
+        let mut runs = self.all::<Run>(RUNS)?;
+        runs.sort_by_key(|(_, run)| run.number);
+        Ok(runs)
+    }
+
+    /// The run `name`, or the one that was started last: `last`.
+    pub fn find(&self, name: &str) -> Result<(String, Run)> {
+        let mut runs = self.runs()?;
+        let at = match name {
+            "last" => runs.len().checked_sub(1),
+            name => runs.iter().position(|(id, _)| id == name),
+        };
+        match at {
+            Some(at) => Ok(runs.swap_remove(at)),
+            None => Err(
+                Error::usage(format!("no run {name:?} in {}", self.dir.display()))
+                    .note("see", "phalanx flow list"),
+            ),
+        }
+    }
+
+    pub fn node(&self, run: &str, task: &str) -> Result<Node> {
+        let node = self.read(NODES, &node_key(run, task))?;
+        Ok(node.unwrap_or_else(Node::new))
+    }
+
+    pub fn cached(&self, key: &str) -> Result<Option<Cached>> {
+        self.read(CACHE, key)
+    }
+
+    pub fn cache(&self) -> Result<Vec<(String, Cached)>> {
+        self.all(CACHE)
+    }
+
+    pub fn nodes(&self) -> Result<Vec<(String, Node)>> {
+        self.all(NODES)
+    }
+
+    /// Makes all changes of `change`, or none. They are on the disk when this returns.
+    pub fn write(&self, change: impl FnOnce(&mut Changes)) -> Result<()> {
+        let mut changes = Changes(Vec::new());
+        change(&mut changes);
+        (|| {
+            let transaction = self.db.begin_write()?;
+            for (table, key, value) in &changes.0 {
+                let mut table = transaction.open_table(*table)?;
+                match value {
+                    Some(bytes) => table.insert(key.as_str(), bytes.as_slice())?,
+                    None => table.remove(key.as_str())?,
+                };
+            }
+            transaction.commit()?;
+            Ok::<_, redb::Error>(())
+        })()
+        .map_err(|error| failed("write", &self.dir, error))
+    }
+
+    /// Changes the run `id`, as it is in the store, whatever other processes write.
+    pub fn update(&self, id: &str, change: impl FnOnce(&mut Run)) -> Result<Run> {
+        let changed = (|| {
+            let transaction = self.db.begin_write()?;
+            let mut table = transaction.open_table(RUNS)?;
+            let found = table.get(id)?.map(|found| found.value().to_vec());
+            let mut run: Run = match self.decode(&found.unwrap_or_default()) {
+                Ok(run) => run,
+                Err(error) => return Ok(Err(error)),
+            };
+            change(&mut run);
+            table.insert(id, serde_json::to_vec(&run).unwrap_or_default().as_slice())?;
+            drop(table);
+            transaction.commit()?;
+            Ok::<_, redb::Error>(Ok(run))
+        })();
+        changed.map_err(|error| failed("write", &self.dir, error))?
+    }
+}
+
+/// Changes of one transaction.
+pub(crate) struct Changes(Vec<(Table, String, Option<Vec<u8>>)>);
+
+impl Changes {
+    fn put<T: Serialize>(&mut self, table: Table, key: String, value: &T) {
+        // Maps with text as keys, and finite numbers: always JSON.
+        let bytes = serde_json::to_vec(value).unwrap_or_default();
+        self.0.push((table, key, Some(bytes)));
+    }
+
+    pub fn run(&mut self, id: &str, run: &Run) {
+        self.put(RUNS, id.to_owned(), run);
+    }
+
+    pub fn node(&mut self, run: &str, task: &str, node: &Node) {
+        self.put(NODES, node_key(run, task), node);
+    }
+
+    pub fn cache(&mut self, key: &str, entry: &Cached) {
+        self.put(CACHE, key.to_owned(), entry);
+    }
+
+    pub fn forget(&mut self, key: &str) {
+        self.0.push((CACHE, key.to_owned(), None));
+    }
+}
+
+fn node_key(run: &str, task: &str) -> String {
+    format!("{run}/{task}")
+}
+
+fn failed(action: &str, dir: &Path, error: impl Into<redb::Error>) -> Error {
+    let path = dir.join(STATE);
+    match error.into() {
+        redb::Error::Io(error) => crate::objects::cannot(action, &path, error),
+        error => Error::new(
+            ErrorKind::System,
+            format!("cannot {action} {}", path.display()),
+        )
+        .caused_by(error),
+    }
+}

@@ -1,0 +1,147 @@
+//! Passes what changes to all readers, and waits for none.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+
+use hyper::body::Bytes;
+use tokio::sync::Notify;
+use tokio::sync::mpsc::{Receiver, Sender, channel};
+
+use crate::view::View;
+
+/// Readers at a time.
+const MOST_READERS: usize = 32;
+
+/// Messages, and bytes, that a slow reader may be behind.
+const MOST_BEHIND: usize = 32;
+const MOST_BYTES: usize = 64 << 20;
+
+/// The state of the page, and its readers.
+#[derive(Default)]
+pub(crate) struct Hub {
+    inner: Mutex<Inner>,
+    /// Nothing changes any more.
+    is_over: AtomicBool,
+}
+
+#[derive(Default)]
+struct Inner {
+    view: View,
+    readers: Vec<Reader>,
+    /// Messages so far: the number of the state.
+    number: u64,
+    /// The whole state as a message, until it changes.
+    whole: Option<Bytes>,
+}
+
+struct Reader {
+    messages: Sender<Bytes>,
+    /// Bytes that it has not taken.
+    behind: Arc<AtomicUsize>,
+    /// Ends its connection.
+    drop: Arc<Notify>,
+}
+
+/// What a new reader gets.
+pub(crate) struct Subscription {
+    /// The whole state, until it is taken.
+    first: Option<Bytes>,
+    rest: Receiver<Bytes>,
+    behind: Arc<AtomicUsize>,
+}
+
+impl Subscription {
+    /// The whole state, then what changes; ends with the job.
+    pub fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Bytes>> {
+        if let Some(first) = self.first.take() {
+            return Poll::Ready(Some(first));
+        }
+        let next = self.rest.poll_recv(cx);
+        if let Poll::Ready(Some(message)) = &next {
+            self.behind.fetch_sub(message.len(), Ordering::Relaxed);
+        }
+        next
+    }
+}
+
+impl Hub {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the state and sends what has changed.
+    pub fn update(&self, change: impl FnOnce(&mut View)) {
+        let mut inner = self.lock();
+        change(&mut inner.view);
+        if let Some(changed) = inner.view.change() {
+            inner.number += 1;
+            inner.whole = None;
+            let message = message("change", inner.number, &changed);
+            inner.send(&message);
+        }
+    }
+
+    /// Sends something that is not shown, so that closed connections are noticed.
+    pub fn beat(&self) {
+        self.lock().send(&Bytes::from_static(b":\n\n"));
+    }
+
+    /// Ends all readers when they have read the rest.
+    pub fn end(&self) {
+        let mut inner = self.lock();
+        self.is_over.store(true, Ordering::Relaxed);
+        inner.readers.clear();
+    }
+
+    /// A new reader; `None` if there are too many. `drop` is notified when it is too slow.
+    pub fn subscribe(&self, drop: Arc<Notify>) -> Option<Subscription> {
+        let mut inner = self.lock();
+        inner.readers.retain(|reader| !reader.messages.is_closed());
+        if inner.readers.len() >= MOST_READERS {
+            return None;
+        }
+        let first = match &inner.whole {
+            Some(whole) => whole.clone(),
+            None => {
+                let whole = message("whole", inner.number, &inner.view.whole());
+                inner.whole.insert(whole).clone()
+            }
+        };
+        let (messages, rest) = channel(MOST_BEHIND);
+        let behind = Arc::new(AtomicUsize::new(0));
+        if !self.is_over.load(Ordering::Relaxed) {
+            let behind = behind.clone();
+            let reader = Reader {
+                messages,
+                behind,
+                drop,
+            };
+            inner.readers.push(reader);
+        }
+        Some(Subscription {
+            first: Some(first),
+            rest,
+            behind,
+        })
+    }
+}
+
+impl Inner {
+    fn send(&mut self, message: &Bytes) {
+        self.readers.retain(|reader| {
+            let behind = reader.behind.fetch_add(message.len(), Ordering::Relaxed);
+            let is_sent = behind <= MOST_BYTES && reader.messages.try_send(message.clone()).is_ok();
+            if !is_sent {
+                reader.drop.notify_one();
+            }
+            is_sent
+        });
+    }
+}
+
+/// A server-sent event.
+fn message(event: &str, number: u64, data: &serde_json::Value) -> Bytes {
+    // JSON has no line breaks.
+    format!("event: {event}\nid: {number}\ndata: {data}\n\n").into()
+}

@@ -1,0 +1,263 @@
+//! A web page that shows a job while it runs: `--live`.
+//!
+//! ```text
+//! launcher ─ Page ─▶ inbox ─▶ follower thread ─▶ Hub ─▶ server thread ─▶ browsers
+//! (states, output)            (run's folder)    (view)     (HTTP)
+//! ```
+//!
+//! The launcher only stores what it knows; the follower thread looks at that and at the run's
+//! folder twice a second, and the hub passes what has changed to the readers. None of them waits
+//! for a reader: one that is too slow is dropped.
+
+#![forbid(unsafe_code)]
+#![deny(clippy::print_stdout, clippy::print_stderr)]
+
+mod access;
+mod address;
+mod follower;
+mod hub;
+mod run;
+mod server;
+mod tail;
+mod view;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde::Serialize;
+
+use access::Access;
+pub use address::Address;
+use follower::Follower;
+use hub::Hub;
+pub use phalanx_process::error::{Error, ErrorKind, Result};
+use server::Site;
+pub use tail::Tail;
+
+/// How long the end of the job waits for the last look at the run's folder, which may be on a slow
+/// file system, and for the readers.
+const END_LIMIT: Duration = Duration::from_secs(3);
+
+/// The state of a rank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// It runs.
+    Running,
+    /// Other ranks wait for it.
+    Late,
+    /// A signal or a debugger has stopped it.
+    Stopped,
+    /// It has ended with success.
+    Done,
+    /// It has ended otherwise.
+    Failed,
+    /// It runs on another host, whose launcher knows more.
+    Elsewhere,
+}
+
+/// A rank of the job.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Rank {
+    /// Its number in the job.
+    pub rank: usize,
+    /// Name of its host.
+    pub host: String,
+    /// Its process, if that is on this host.
+    pub pid: Option<i32>,
+    /// Its state.
+    pub state: State,
+    /// How it has ended: `exited with code 1`.
+    pub end: Option<String>,
+}
+
+/// What the page says of the whole job.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct Job {
+    program: String,
+    /// This machine.
+    host: String,
+    /// Seconds since 1970.
+    started: f64,
+    ended: Option<f64>,
+    /// `running`, `finished`, `failed`.
+    state: &'static str,
+    /// Why it has failed.
+    message: Option<String>,
+    /// Why the run's folder cannot be read.
+    trouble: Option<String>,
+}
+
+/// What the launcher has told.
+#[derive(Debug, Default)]
+struct Inbox {
+    ranks: Vec<Rank>,
+    ranks_are_new: bool,
+    tails: BTreeMap<usize, Arc<Tail>>,
+    notes: Vec<String>,
+    /// The file in which rank 0 names the run's folder.
+    pointer: Option<PathBuf>,
+    /// Why the job has failed, or nothing.
+    outcome: Option<Option<String>>,
+}
+
+/// The inbox, and a bell for its last message.
+#[derive(Debug, Default)]
+struct Told {
+    inbox: Mutex<Inbox>,
+    ended: Condvar,
+}
+
+impl Told {
+    fn inbox(&self) -> MutexGuard<'_, Inbox> {
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The page of one job. It is served until this is dropped.
+pub struct Page {
+    link: String,
+    told: Arc<Told>,
+    site: Arc<Site>,
+    /// Disconnected when its thread has ended.
+    follower: Receiver<()>,
+    server: Receiver<()>,
+}
+
+impl Page {
+    /// Serves the page of the job `program` at `address`, from threads of its own.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, if it cannot listen there; `System` without threads or random numbers.
+    pub fn open(address: &Address, program: &str) -> Result<Page> {
+        let listener = address.listen()?;
+        let system = |what: &str, e: std::io::Error| {
+            Error::new(ErrorKind::System, format!("cannot {what} for --live")).caused_by(e)
+        };
+        let own = listener
+            .local_addr()
+            .map_err(|e| system("find the port", e))?;
+        let machine = phalanx_process::host_name();
+        let secret = match own.ip().is_loopback() {
+            true => None,
+            false => Some(secret()?),
+        };
+        let host = match own.ip().is_unspecified() {
+            true => &machine,
+            false => address.host(),
+        };
+        let host = match host.contains(':') {
+            true => format!("[{host}]"),
+            false => host.to_owned(),
+        };
+        let key = secret.iter().map(|secret| format!("?key={secret}"));
+        let key: String = key.collect();
+        let link = format!("http://{host}:{}/{key}", own.port());
+        let access = Access::new(secret, own.ip(), own.port(), address.host(), &machine);
+        let hub = Arc::new(Hub::default());
+        let told = Arc::new(Told::default());
+        let job = Job {
+            program: program.to_owned(),
+            host: machine,
+            started: now(),
+            ended: None,
+            state: "running",
+            message: None,
+            trouble: None,
+        };
+        let site = Arc::new(Site::new(access, hub.clone()));
+        let serving = site.clone();
+        let server = start("live server", move || {
+            if server::serve(listener, &serving).is_err() {
+                // Nobody can read it, and the job goes on.
+                serving.hub.end();
+            }
+        });
+        let following = Follower::new(hub, told.clone(), job);
+        let follower = start("live files", move || following.run());
+        Ok(Page {
+            link,
+            told,
+            site,
+            follower: follower.map_err(|e| system("start a thread", e))?,
+            server: server.map_err(|e| system("start a thread", e))?,
+        })
+    }
+
+    /// The address for a browser, with the secret where it needs one.
+    pub fn link(&self) -> &str {
+        &self.link
+    }
+
+    /// Rank 0 writes the path of the run's folder into the file `pointer`.
+    pub fn set_pointer(&self, pointer: PathBuf) {
+        self.told.inbox().pointer = Some(pointer);
+    }
+
+    /// The ranks of the job, or their states, are now these.
+    pub fn set_ranks(&self, ranks: Vec<Rank>) {
+        let mut inbox = self.told.inbox();
+        inbox.ranks_are_new |= inbox.ranks != ranks;
+        inbox.ranks = ranks;
+    }
+
+    /// Where the output of rank `rank` is added.
+    pub fn tail(&self, rank: usize) -> Arc<Tail> {
+        self.told.inbox().tails.entry(rank).or_default().clone()
+    }
+
+    /// Shows a message of the launcher.
+    pub fn note(&self, text: String) {
+        self.told.inbox().notes.push(text);
+    }
+
+    /// The job has ended: shows that, then *blocks* until the readers have it, for three seconds
+    /// at most, and closes the port. `message` says why it has failed.
+    pub fn end(self, message: Option<String>) {
+        self.told.inbox().outcome = Some(message);
+    }
+}
+
+impl Drop for Page {
+    fn drop(&mut self) {
+        self.told.inbox().outcome.get_or_insert_default();
+        self.told.ended.notify_all();
+        let _ = self.follower.recv_timeout(END_LIMIT);
+        self.site.hub.end();
+        self.site.stop.notify_one();
+        let _ = self.server.recv_timeout(END_LIMIT);
+    }
+}
+
+/// Runs `work` on a thread; what is returned is disconnected when it has ended.
+fn start(name: &str, work: impl FnOnce() + Send + 'static) -> std::io::Result<Receiver<()>> {
+    let (ends, ended) = channel::<()>();
+    let work = move || {
+        work();
+        drop(ends);
+    };
+    thread::Builder::new().name(name.into()).spawn(work)?;
+    Ok(ended)
+}
+
+/// 128 random bits.
+fn secret() -> Result<String> {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes)
+        .map_err(|e| Error::new(ErrorKind::System, "no random numbers").caused_by(e))?;
+    Ok(hex::encode(bytes))
+}
+
+/// Seconds since 1970.
+fn now() -> f64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0.0, |now| now.as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests;

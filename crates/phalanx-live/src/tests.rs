@@ -1,0 +1,137 @@
+//! A page by its requests, without a launcher.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::time::Instant;
+
+use tokio::sync::Notify;
+
+use super::*;
+
+const SOON: Duration = Duration::from_secs(30);
+
+fn connect(page: &Page) -> TcpStream {
+    let (_, port) = page.link().rsplit_once(':').unwrap();
+    let port: u16 = port.trim_end_matches('/').parse().unwrap();
+    let stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    stream.set_read_timeout(Some(SOON)).unwrap();
+    stream
+}
+
+/// The answer to a request of these bytes: nothing, if the connection was closed without one.
+fn ask(page: &Page, request: &[u8]) -> String {
+    let mut stream = connect(page);
+    // The rest of a request that is refused need not be read.
+    let _ = stream.write_all(request);
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    String::from_utf8(answer).unwrap()
+}
+
+fn status(answer: &str) -> &str {
+    answer.split(' ').nth(1).unwrap_or("none")
+}
+
+fn page() -> Page {
+    Page::open(&Address::default(), "test").unwrap()
+}
+
+#[test]
+fn requests_have_limits() {
+    let page = page();
+    let get = |more: &str| format!("GET / HTTP/1.1\r\nHost: localhost\r\n{more}\r\n");
+    assert_eq!(status(&ask(&page, get("").as_bytes())), "200");
+    let many = "X: y\r\n".repeat(100);
+    assert_eq!(status(&ask(&page, get(&many).as_bytes())), "431");
+    let long = format!("X: {}\r\n", "y".repeat(64 << 10));
+    assert!(["431", "none"].contains(&status(&ask(&page, get(&long).as_bytes()))));
+    let path = format!(
+        "GET /{} HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        "y".repeat(64 << 10)
+    );
+    assert!(["414", "431", "none"].contains(&status(&ask(&page, path.as_bytes()))));
+    for garbage in [
+        &b"\0\0\0\0\r\n\r\n"[..],
+        b"GET\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ] {
+        let answer = ask(&page, garbage);
+        assert!(
+            ["400", "none", "505"].contains(&status(&answer)),
+            "{answer}"
+        );
+    }
+    // A second request of the same connection is not answered.
+    let twice = format!("{0}{0}", get(""));
+    assert_eq!(
+        ask(&page, twice.as_bytes()).matches("HTTP/1.1 200").count(),
+        1
+    );
+}
+
+#[test]
+fn a_request_that_does_not_arrive_is_given_up() {
+    let page = page();
+    let started = Instant::now();
+    let answer = ask(&page, b"GET / HTTP/1.1\r\nHost: local");
+    assert!(started.elapsed() >= Duration::from_secs(4));
+    assert!(["408", "none"].contains(&status(&answer)), "{answer}");
+}
+
+#[test]
+fn connections_beyond_the_limit_are_closed_and_others_go_on() {
+    let page = page();
+    let get = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n";
+    let idle: Vec<TcpStream> = (0..250).map(|_| connect(&page)).collect();
+    assert_eq!(status(&ask(&page, get)), "none");
+    drop(idle);
+    let started = Instant::now();
+    while status(&ask(&page, get)) != "200" {
+        assert!(started.elapsed() < SOON, "never answered again");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn there_are_few_streams_and_all_end_with_the_job() {
+    let page = page();
+    let stream = || {
+        let mut stream = connect(&page);
+        stream
+            .write_all(b"GET /events HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            .unwrap();
+        let mut first = [0; 12];
+        stream.read_exact(&mut first).unwrap();
+        (stream, first)
+    };
+    let mut streams: Vec<_> = (0..32).map(|_| stream()).collect();
+    assert!(streams.iter().all(|(_, first)| first == b"HTTP/1.0 200"));
+    assert_eq!(&stream().1, b"HTTP/1.0 503");
+    let started = Instant::now();
+    page.end(Some("it \n failed".into()));
+    assert!(started.elapsed() < SOON);
+    for (stream, _) in &mut streams {
+        let mut rest = String::new();
+        stream.read_to_string(&mut rest).unwrap();
+        assert!(rest.contains(r#""message":"it \n failed""#), "{rest}");
+        assert!(rest.ends_with("\n\n"), "{rest}");
+    }
+}
+
+#[test]
+fn a_slow_reader_is_dropped() {
+    let hub = Hub::default();
+    let count = |n: usize, bytes: usize| {
+        let dropped = Arc::new(Notify::new());
+        let _reader = hub.subscribe(dropped.clone()).unwrap();
+        for _ in 0..n {
+            hub.update(|view| view.note(vec!["x".repeat(bytes)]));
+        }
+        let mut waiting = std::pin::pin!(dropped.notified());
+        let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+        waiting.as_mut().poll(&mut cx).is_ready()
+    };
+    assert!(!count(32, 1));
+    assert!(count(33, 1));
+    assert!(count(12, 1 << 20), "all notes are sent with each");
+}

@@ -1,0 +1,141 @@
+//! `events.jsonl`: what happened besides the numbers.
+
+use std::borrow::Cow;
+
+use phalanx_data::files::Dir;
+use serde::{Deserialize, Serialize};
+
+use crate::lines;
+use crate::logged::Logged;
+use crate::system::System;
+use crate::watch::Watch;
+
+/// Most events that are listed.
+pub const MAX_EVENTS: usize = 1000;
+
+/// An event that is listed and marked on the curves.
+#[derive(Debug, Serialize)]
+pub struct Event {
+    /// `metric` for what `metrics.jsonl` says of a step, otherwise the event's own.
+    pub kind: &'static str,
+    pub step: Option<f64>,
+    /// Seconds since the attempt began.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub elapsed_s: Option<f64>,
+    pub text: String,
+}
+
+/// How a run ended.
+#[derive(Debug, Serialize)]
+pub struct Finish {
+    status: String,
+    error: Option<String>,
+}
+
+/// All of `events.jsonl`.
+#[derive(Debug, Default)]
+pub struct Events {
+    pub list: Vec<Event>,
+    pub total: usize,
+    /// If the last record is one.
+    pub finish: Option<Finish>,
+    pub system: Option<System>,
+    pub watch: Option<Watch>,
+    pub logged: Vec<Logged>,
+    pub logged_total: usize,
+}
+
+/// The names of all kinds of lines.
+#[derive(Debug, Deserialize)]
+pub struct Line<'a> {
+    #[serde(borrow)]
+    pub kind: Cow<'a, str>,
+    pub step: Option<f64>,
+    pub elapsed_s: Option<f64>,
+    attempt: Option<u64>,
+    resumed_at: Option<f64>,
+    #[serde(borrow)]
+    pub text: Option<Cow<'a, str>>,
+    #[serde(borrow)]
+    pub name: Option<Cow<'a, str>>,
+    #[serde(borrow)]
+    pub file: Option<Cow<'a, str>>,
+    pub rows: Option<u64>,
+    #[serde(borrow)]
+    status: Option<Cow<'a, str>>,
+    #[serde(borrow)]
+    error: Option<Cow<'a, str>>,
+}
+
+impl Events {
+    /// Reads `text`; files that it names are those in `dir`. Lines that are no events are left out.
+    pub fn read(text: &[u8], dir: &Dir) -> Events {
+        let mut events = Events::default();
+        let (mut system, mut watched, mut logged) = (Vec::new(), Vec::new(), Vec::new());
+        // The attempt's number among those in the file.
+        let mut attempts = 0;
+        for line in lines(text) {
+            let Ok(head) = serde_json::from_slice::<Line>(line) else {
+                continue;
+            };
+            events.finish = None;
+            let said = match &*head.kind {
+                "start" => {
+                    attempts += 1;
+                    // These steps are taken again.
+                    let from = head.resumed_at.unwrap_or(0.0);
+                    watched.retain(|(step, _)| *step < from);
+                    logged.retain(|line: &Line| line.step.is_none_or(|step| step < from));
+                    let number = head.attempt.unwrap_or(attempts);
+                    let text = match head.resumed_at {
+                        Some(step) => format!("attempt {number} resumed at step {step}"),
+                        None => format!("attempt {number} started"),
+                    };
+                    Some(("start", text))
+                }
+                "system" => {
+                    system.push((attempts, line));
+                    None
+                }
+                "watch" => {
+                    watched.extend(head.step.map(|step| (step, line)));
+                    None
+                }
+                "notice" => head.text.as_ref().map(|text| ("notice", text.to_string())),
+                "checkpoint" => {
+                    let file = head.file.as_deref().unwrap_or_default();
+                    Some(("checkpoint", format!("checkpoint {file}")))
+                }
+                "finish" => {
+                    let status = head.status.as_deref().unwrap_or("finished").to_owned();
+                    let error = head.error.as_deref().map(str::to_owned);
+                    let why = error.iter().map(|error| format!(": {error}"));
+                    let text = why.fold(status.clone(), |all, why| all + &why);
+                    events.finish = Some(Finish { status, error });
+                    Some(("finish", text))
+                }
+                "image" | "table" | "text" => {
+                    logged.push(head);
+                    continue;
+                }
+                _ => None,
+            };
+            if let Some((kind, text)) = said {
+                events.total += 1;
+                if events.list.len() < MAX_EVENTS {
+                    events.list.push(Event {
+                        kind,
+                        step: head.step.or(head.resumed_at),
+                        elapsed_s: head.elapsed_s,
+                        text,
+                    });
+                }
+            }
+        }
+        events.system = System::read(&system);
+        events.watch = Watch::read(&watched);
+        events.logged_total = logged.len();
+        events.logged = Logged::read(&logged, dir);
+        events
+    }
+}

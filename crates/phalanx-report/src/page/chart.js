@@ -1,0 +1,168 @@
+// Curves over an axis: zoom, hover, smoothing, logarithmic scale.
+
+const charts = new Set();
+/** Draws the charts near the screen, or all; others are drawn when they come near. */
+const redraw = (all = false) => charts.forEach((chart) => {
+  chart.isStale = !(all || chart.isNear);
+  if (!chart.isStale) chart.draw();
+});
+const nearby = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting } of entries) {
+    const chart = [...charts].find((chart) => chart.root === target);
+    if (!chart) continue;
+    chart.isNear = isIntersecting;
+    if (isIntersecting && chart.isStale) { chart.isStale = false; chart.draw(); }
+  }
+}, { rootMargin: "800px" });
+/** Has `chart` drawn from now on. */
+function addChart(chart) {
+  chart.isStale = true;
+  charts.add(chart);
+  nearby.observe(chart.root);
+  return chart;
+}
+function removeChart(chart) {
+  charts.delete(chart);
+  nearby.unobserve(chart.root);
+}
+
+/** Exponential moving average whose first values are not drawn towards 0. */
+function smooth(y, weight) {
+  let mean = 0, sum = 0;
+  return y.map((v) => { mean = weight * mean + (1 - weight) * v; sum = weight * sum + 1 - weight; return mean / sum; });
+}
+/** Round places for at most `count` marks. */
+function ticks(low, high, count, log) {
+  if (log) {
+    const places = [], from = Math.floor(Math.log10(low)), to = Math.ceil(Math.log10(high)), every = Math.ceil((to - from) / count) || 1;
+    for (let e = from; e <= to; e += every) for (const m of to - from < 3 ? [1, 2, 5] : [1]) places.push(m * 10 ** e);
+    return places.filter((v) => v >= low && v <= high);
+  }
+  const raw = (high - low) / count, unit = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((m) => m * unit).find((s) => s >= raw) || raw;
+  const first = Math.ceil(low / step - 1e-9);
+  return Array.from({ length: Math.max(0, Math.floor(high / step + 1e-9) - first + 1) }, (_, i) => +((first + i) * step).toPrecision(12));
+}
+
+/** Shows `rows` beside the pointer; hides them if there are none. */
+function showTip(e, rows) {
+  tip.replaceChildren(...rows);
+  tip.hidden = rows.length === 0;
+  tip.style.left = Math.max(4, Math.min(e.clientX + 14, innerWidth - tip.offsetWidth - 6)) + "px";
+  tip.style.top = Math.min(e.clientY + 16, innerHeight - tip.offsetHeight - 6) + "px";
+}
+
+/**
+ * A chart of lines. `get` gives what is drawn now:
+ * `series`: of each line its `color`, `label`, ascending `x`, `y`, and `dash`; `place(i)` names a point;
+ * `marks`: events with `x`, `kind` and `text`; `unit` of the axis; `smoothing`.
+ */
+function chart(name, get) {
+  const self = { zoom: null, log: undefined };
+  const svg = el("svg:svg", { role: "img", "aria-label": name });
+  const reset = el("button", { hidden: "", onclick: () => { self.zoom = null; self.draw(); } }, "reset zoom");
+  const log = el("button", { title: "logarithmic scale", onclick: () => { self.log = !isLog(get().series); self.draw(); } }, "log");
+  const clip = `clip${chart.count = (chart.count || 0) + 1}`;
+  self.root = el("div", { class: "chart" }, el("header", {}, el("h3", {}, name), reset, log), svg);
+  let start = null;
+  const isLog = (series) => {
+    if (self.log !== undefined) return self.log;
+    const least = fold(Math.min, series.map((s) => s.y), Infinity), most = fold(Math.max, series.map((s) => s.y), -Infinity);
+    return least > 0 && most > 1e4 * least;
+  };
+
+  self.draw = () => {
+    if (!self.root.isConnected) return;
+    const width = svg.clientWidth || 400, height = svg.clientHeight || 240, left = 58, right = 20, top = 8, bottom = 22;
+    const { series, marks = [], unit = "", smoothing = 0 } = get();
+    for (const s of series) s.smoothed = smoothing ? smooth(s.y, smoothing) : s.y;
+    const logarithmic = isLog(series);
+    log.hidden = !series.some((s) => s.y.some((v) => v > 0));
+    let [x0, x1] = self.zoom || [fold(Math.min, series.map((s) => s.x), Infinity), fold(Math.max, series.map((s) => s.x), -Infinity)];
+    if (!(x1 > x0)) { x0 = isFinite(x0) ? x0 - 1 : 0; x1 = x0 + 2; }
+    const seen = series.map((s) => {
+      const from = Math.max(0, lower(s.x, x0) - 1), to = Math.min(s.x.length, lower(s.x, x1) + 1);
+      const inside = (v, i) => s.x[i] >= x0 && s.x[i] <= x1 && (!logarithmic || v > 0);
+      return { from, to, y: [s.y, s.smoothed].flatMap((list) => list.filter(inside)) };
+    });
+    let y0 = fold(Math.min, seen.map((s) => s.y), Infinity), y1 = fold(Math.max, seen.map((s) => s.y), -Infinity);
+    if (!isFinite(y0)) { y0 = logarithmic ? 0.1 : 0; y1 = 1; }
+    // Smoothing rounds: a constant stays one.
+    if (y1 - y0 <= 1e-9 * Math.abs(y1)) { const pad = Math.abs(y0) / 2 || 1; y0 -= pad; y1 += pad; }
+    const up = logarithmic ? Math.log10 : (v) => v;
+    const margin = (up(y1) - up(y0)) * 0.04;
+    const px = (x) => left + (x - x0) / (x1 - x0) * (width - left - right);
+    const py = (y) => top + (up(y1) + margin - up(y)) / (up(y1) - up(y0) + 2 * margin) * (height - top - bottom);
+    const path = (s, list, from, to) => {
+      let d = "", pen = "M";
+      for (let i = from; i < to; i++) {
+        if (logarithmic && !(list[i] > 0)) { pen = "M"; continue; }
+        d += pen + px(s.x[i]).toFixed(1) + " " + py(list[i]).toFixed(1);
+        pen = "L";
+      }
+      return d;
+    };
+    const parts = [];
+    for (const t of ticks(y0, y1, 5, logarithmic)) parts.push(el("svg:line", { class: "grid", x1: left, x2: width - right, y1: py(t), y2: py(t) }), el("svg:text", { x: left - 6, y: py(t) + 4, "text-anchor": "end" }, short(t)));
+    for (const t of ticks(x0, x1, Math.max(2, width / 90))) parts.push(el("svg:text", { x: px(t), y: height - 6, "text-anchor": "middle" }, short(t) + unit));
+    parts.push(el("svg:clipPath", { id: clip }, el("svg:rect", { x: left - 4, y: 0, width: width - left - right + 8, height: height - bottom + 4 })));
+    const lines = el("svg:g", { "clip-path": `url(#${clip})` });
+    for (const kind of new Set(marks.map((mark) => mark.kind))) {
+      const places = new Set(marks.filter((mark) => mark.kind === kind && mark.x >= x0 && mark.x <= x1).map((mark) => px(mark.x).toFixed(1)));
+      lines.append(el("svg:path", { class: `event ${kind}`, d: [...places].map((x) => `M${x} ${top}V${height - bottom}`).join("") }));
+    }
+    series.forEach((s, i) => {
+      const { from, to } = seen[i], style = `stroke:${s.color}`;
+      if (smoothing) lines.append(el("svg:path", { class: "faint", style, d: path(s, s.y, from, to) }));
+      lines.append(el("svg:path", { style, d: path(s, s.smoothed, from, to), "stroke-dasharray": s.dash }));
+      if (to - from <= 30) for (let k = from; k < to; k++) if (!logarithmic || s.smoothed[k] > 0) lines.append(el("svg:circle", { cx: px(s.x[k]), cy: py(s.smoothed[k]), r: 2.5, style: `fill:${s.color}` }));
+    });
+    const hover = el("svg:g");
+    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    svg.replaceChildren(...parts, lines, hover);
+    reset.hidden = !self.zoom;
+    log.setAttribute("aria-pressed", logarithmic);
+
+    const at = (e) => x0 + (Math.min(Math.max(e.clientX - svg.getBoundingClientRect().left, left), width - right) - left) / (width - left - right) * (x1 - x0);
+    svg.onpointerdown = (e) => { start = at(e); svg.setPointerCapture(e.pointerId); };
+    svg.onpointerup = (e) => {
+      const range = [start, at(e)].sort((a, b) => a - b), moved = start !== null && px(range[1]) - px(range[0]) > 6;
+      start = null;
+      if (moved) { self.zoom = range; tip.hidden = true; self.draw(); }
+    };
+    svg.ondblclick = () => { self.zoom = null; self.draw(); };
+    svg.onpointerleave = svg.onpointercancel = () => { hover.replaceChildren(); tip.hidden = true; start = null; };
+    svg.onpointermove = (e) => {
+      const x = at(e), rows = [], dots = [];
+      for (const s of series) {
+        let i = lower(s.x, x);
+        if (i > 0 && (i === s.x.length || x - s.x[i - 1] < s.x[i] - x)) i--;
+        if (i >= s.x.length || s.x[i] < x0 || s.x[i] > x1) continue;
+        const smoothed = smoothing ? ` (smoothed ${short(s.smoothed[i])})` : "";
+        rows.push(el("div", {}, key(s.color), ` ${s.label}: ${s.y[i]}${smoothed} ${s.place(i)}`));
+        if (!logarithmic || s.smoothed[i] > 0) dots.push(el("svg:circle", { cx: px(s.x[i]), cy: py(s.smoothed[i]), r: 4, style: `fill:${s.color}` }));
+      }
+      for (const mark of marks.filter((mark) => Math.abs(px(mark.x) - px(x)) < 3).slice(0, 5)) rows.push(el("div", { class: "soft" }, mark.text));
+      if (start !== null) dots.push(el("svg:rect", { class: "zoom", x: Math.min(px(start), px(x)), width: Math.abs(px(start) - px(x)), y: top, height: height - top - bottom }));
+      hover.replaceChildren(el("svg:line", { class: "grid", x1: px(x), x2: px(x), y1: top, y2: height - bottom }), ...dots);
+      showTip(e, rows);
+    };
+  };
+  return addChart(self);
+}
+
+/** Charts by name in a grid; `wanted` has of each its name and what it draws. Charts that stay keep their zoom. */
+function grid(attributes = {}) {
+  const root = el("div", { class: "charts", ...attributes }), made = new Map();
+  let shownNames = "";
+  return { root, made, update(wanted) {
+    for (const [name, get] of wanted) {
+      const there = made.get(name);
+      if (there) there.get = get;
+      else { const entry = { get }; entry.chart = chart(name, () => entry.get()); made.set(name, entry); }
+    }
+    const names = JSON.stringify(wanted.map(([name]) => name));
+    if (names !== shownNames) root.replaceChildren(...wanted.map(([name]) => made.get(name).chart.root));
+    shownNames = names;
+  } };
+}

@@ -1,0 +1,63 @@
+// The numbers of metrics.jsonl over steps or time, all runs over each other.
+
+/** Seconds at a step, between the two records around it. */
+function seconds(run, step) {
+  const c = run.curves.elapsed_s, x = c.x;
+  const i = Math.min(Math.max(lower(x, step), 1), x.length - 1);
+  if (x.length < 2 || x[i] === x[i - 1]) return c.y[Math.min(i, x.length - 1)];
+  return c.y[i - 1] + (c.y[i] - c.y[i - 1]) * (step - x[i - 1]) / (x[i] - x[i - 1]);
+}
+const overTime = (run) => view.axis === "time" && run.curves.elapsed_s;
+
+/** What a chart of the curves `names` draws. */
+function ofCurves(names) {
+  return () => ({
+    unit: view.axis === "time" ? " s" : "",
+    smoothing: view.smoothing,
+    marks: runs.filter(isDrawn).flatMap(marksOf),
+    series: runs.filter(isDrawn).flatMap((run) => names.filter((name) => run.curves[name]).map((name) => {
+      const c = run.curves[name], x = overTime(run) ? c.x.map((step) => seconds(run, step)) : c.x;
+      const label = [several() && run.label, names.length > 1 && name].filter(Boolean).join(" ") || name;
+      return { x, y: c.y, label, color: run.color, dash: names.indexOf(name) ? "5 3" : undefined, place: (i) => `at step ${c.x[i]}` };
+    })),
+  });
+}
+
+const GROUPS = [["loss per step", ["loss"]], ["loss per epoch: train (line), test (dashed)", ["train_loss", "test_loss"]], ["accuracy per epoch", ["accuracy"]], ["learning rate", ["lr"]], ["exposed communication, ms", ["exposed_comm_ms"]]];
+const curves = (() => {
+  const amount = el("span", {}, "0");
+  const smoothing = el("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0, oninput: (e) => { view.smoothing = +e.target.value; amount.textContent = e.target.value; redraw(); } });
+  const axis = el("label", { class: "noprint" }, "over", select([["step", "step"], ["time", "time"]], (value) => {
+    view.axis = value;
+    for (const { chart } of [...main.made.values(), ...clocks.made.values()]) chart.zoom = null;
+    redraw();
+  }));
+  const legend = part(() => [runs.map((r) => r.label)], () => several() ? runs.map((r) => el("label", {},
+    el("input", { type: "checkbox", checked: isDrawn(r) && "", onchange: (e) => { view.hidden[e.target.checked ? "delete" : "add"](r.label); redraw(); } }), key(r.color), r.label)) : []);
+  const main = grid(), clocks = grid();
+  const used = folding("clocks", "Time used, by step", false, clocks.root);
+  used.classList.add("noprint");
+  const long = note(), cut = note();
+  const root = el("section", {}, el("h2", {}, "Curves"), el("div", { class: "bar top" }, legend.root, el("label", { class: "noprint" }, "smoothing", smoothing, amount), axis,
+    el("label", { class: "noprint" }, el("input", { type: "checkbox", checked: "", onchange: (e) => { view.marks = e.target.checked; redraw(); } }), "events"), el("small", { class: "noprint" }, "drag to zoom")), main.root, used, long, cut);
+  return { root, update() {
+    const all = runs.flatMap((r) => Object.values(r.curves)), known = new Set(runs.flatMap((r) => Object.keys(r.curves)));
+    const take = (names) => names.filter((name) => known.delete(name));
+    root.hidden = !all.length;
+    axis.hidden = !runs.every((r) => r.curves.elapsed_s);
+    legend.update();
+    const wanted = GROUPS.map(([name, names]) => {
+      const there = take(names);
+      return there.length && [there.length < names.length ? there[0] : name, ofCurves(there)];
+    }).filter(Boolean);
+    const times = take(["elapsed_s", "train_s", "data_wait_total_ms", "saving_total_ms", "epoch"]).filter((n) => n !== "epoch");
+    main.update([...wanted, ...[...known].sort().map((name) => [name, ofCurves([name])])]);
+    clocks.update(times.map((name) => [name, ofCurves([name])]));
+    used.hidden = !times.length;
+    long.hidden = !all.some((c) => c.total > c.x.length);
+    const left = runs.reduce((sum, r) => sum + r.curves_left_out, 0);
+    cut.hidden = !left;
+    cut.textContent = `${short(left)} more names of numbers are not shown.`;
+    long.textContent = `Curves of more than 2,000 points show the least and greatest value of each of up to 1,000 equal parts; the log has up to ${short(Math.max(...all.map((c) => c.total)))}.`;
+  } };
+})();

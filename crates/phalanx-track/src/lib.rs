@@ -1,0 +1,24 @@
+//! Trackers of a run: what a training leaves in its folder, handed to other programs while it grows.
+//!
+//! [`Follow`] reads the files of a run's folder as they are written; [`Delivery`] hands what it reads to a
+//! [`Tracker`], beside the training.
+
+#![forbid(unsafe_code)]
+#![deny(clippy::print_stdout, clippy::print_stderr)]
+
+mod args;
+mod delivery;
+mod follow;
+#[cfg(feature = "mlflow")]
+mod mlflow;
+mod tracker;
+mod wandb;
+
+pub use args::TrackArgs;
+pub use delivery::{Delivery, FINISH_WAIT, upload};
+pub use follow::{EVENTS_FILE, Follow, METRICS_FILE, Position, RUN_FILE, Record, SUMMARY_FILE};
+#[cfg(feature = "mlflow")]
+pub use mlflow::Mlflow;
+pub use phalanx_process::error::{Error, ErrorKind, Result};
+pub use tracker::Tracker;
+pub use wandb::Wandb;

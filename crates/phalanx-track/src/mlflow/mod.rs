@@ -1,0 +1,558 @@
+//! MLflow's tracking server, by its REST API.
+
+mod server;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
+use phalanx_data::files::{Dir, as_typed};
+use phalanx_process::env::Env;
+use phalanx_process::say;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+
+use self::server::{Refused, Server, URI};
+use crate::{Error, Result, Tracker};
+
+const EXPERIMENT: &str = "MLFLOW_EXPERIMENT_NAME";
+
+/// The server's limits for one request.
+const MOST_METRICS: usize = 1000;
+const MOST_PARAMS: usize = 100;
+
+/// The server's limits in characters; older servers take shorter values of parameters.
+const NAME_CHARS: usize = 250;
+const TAG_CHARS: usize = 5000;
+const PARAM_CHARS: [usize; 3] = [6000, 500, 250];
+
+/// The scheme of artifacts that the server takes.
+const PROXIED: &str = "mlflow-artifacts:";
+
+/// Files and folders of a run that are of no use on the server.
+const LEFT_OUT: [&str; 3] = ["checkpoints", "flight", "wandb"];
+
+/// Sends a run to an MLflow tracking server: its settings as parameters, its metrics, its status, and at its end its
+/// files as artifacts.
+pub struct Mlflow {
+    server: Server,
+    experiment: String,
+    dir: PathBuf,
+    state: State,
+}
+
+/// What the next process must know.
+#[derive(Default, Serialize, Deserialize)]
+#[serde(default)]
+struct State {
+    /// The server's address.
+    uri: String,
+    run_id: Option<String>,
+    artifact_uri: String,
+    /// When the command was started, in seconds since 1970.
+    started: f64,
+    /// Parameters that the run has.
+    params: BTreeMap<String, String>,
+    /// The last attempt that was begun.
+    attempt: u64,
+    /// Its status and when it ended.
+    status: Option<(String, f64)>,
+    /// Whether the server knows the status.
+    is_told: bool,
+    /// Size and time of the artifacts that were sent.
+    artifacts: BTreeMap<String, (u64, i64)>,
+}
+
+impl Mlflow {
+    /// A tracker that sends to the server at `uri`, or else at `MLFLOW_TRACKING_URI`, with the user, password or token
+    /// and the experiment that MLflow's other variables in `env` name.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, where there is no address, or not one of a server.
+    pub fn new(uri: Option<&str>, env: &Env) -> Result<Mlflow> {
+        let uri = uri
+            .or(env.get(URI).map(|uri| &**uri))
+            .filter(|uri| !uri.is_empty());
+        let Some(uri) = uri else {
+            return Err(Error::usage(format!(
+                "no address of an MLflow server: give one as http://HOST:PORT, or set {URI}"
+            )));
+        };
+        let experiment = env.get(EXPERIMENT).filter(|name| !name.is_empty());
+        Ok(Mlflow {
+            server: Server::new(uri, env)?,
+            experiment: experiment.map_or("Default", |name| name).to_owned(),
+            dir: PathBuf::new(),
+            state: State::default(),
+        })
+    }
+
+    /// The id of the experiment, which is made where it is missing.
+    fn experiment(&self) -> Result<String> {
+        let name = utf8_percent_encode(&self.experiment, NON_ALPHANUMERIC);
+        let by_name = format!("experiments/get-by-name?experiment_name={name}");
+        let id = |experiment: &Value| experiment["experiment_id"].as_str().map(str::to_owned);
+        let found = match self.server.get(&by_name)? {
+            Ok(answer) => {
+                let experiment = &answer["experiment"];
+                if experiment["lifecycle_stage"] == "deleted" {
+                    return Err(Error::usage(format!(
+                        "the experiment \"{}\" on {} is deleted; set {EXPERIMENT} to another one",
+                        self.experiment,
+                        self.server.uri()
+                    )));
+                }
+                id(experiment)
+            }
+            Err(refused) if refused.code == "RESOURCE_DOES_NOT_EXIST" => {
+                let create = json!({"name": self.experiment});
+                id(&self.server.post("experiments/create", &create)?)
+            }
+            Err(refused) => return Err(refused.error()),
+        };
+        found.ok_or_else(|| self.garbled())
+    }
+
+    /// The run on the server, which is made where it is missing. `run` is `run.json`, or null.
+    fn run_of(&mut self, run: &Value) -> Result<String> {
+        if let Some(id) = &self.state.run_id {
+            return Ok(id.clone());
+        }
+        let experiment = self.experiment()?;
+        // An answer to a request for it may have been lost.
+        let ours = run["id"]
+            .as_str()
+            .filter(|id| id.chars().all(|c| c.is_ascii_alphanumeric()));
+        let mut found = Value::Null;
+        if let Some(ours) = ours {
+            let filter = format!("tags.`phalanx.id` = '{ours}'");
+            let search =
+                json!({"experiment_ids": [experiment], "filter": filter, "max_results": 1});
+            found = part(self.server.post("runs/search", &search)?, "/runs/0/info");
+        }
+        if found.is_null() {
+            let dir = self.dir.canonicalize().unwrap_or_else(|_| self.dir.clone());
+            let name = dir
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned();
+            let user = std::env::var("USER").unwrap_or_default();
+            let words = |name: &str| run[name].as_str().unwrap_or_default().to_owned();
+            let tags = [
+                ("mlflow.runName", name.clone()),
+                ("mlflow.user", user.clone()),
+                ("mlflow.source.type", "LOCAL".to_owned()),
+                ("mlflow.source.name", words("program")),
+                ("phalanx.id", words("id")),
+                ("phalanx.version", words("phalanx")),
+                ("phalanx.folder", dir.display().to_string()),
+                ("phalanx.host", words("host")),
+            ];
+            let tags = tags.iter().filter(|(_, value)| !value.is_empty());
+            let tags: Vec<Value> = tags.map(|(key, value)| tag(key, value)).collect();
+            let create = json!({
+                "experiment_id": experiment,
+                "run_name": name,
+                "user_id": user,
+                "start_time": millis(self.state.started),
+                "tags": tags,
+            });
+            found = part(self.server.post("runs/create", &create)?, "/run/info");
+        }
+        let id = found["run_id"]
+            .as_str()
+            .ok_or_else(|| self.garbled())?
+            .to_owned();
+        let artifacts = found["artifact_uri"].as_str().unwrap_or_default();
+        self.state.artifact_uri = artifacts.to_owned();
+        self.state.run_id = Some(id.clone());
+        Ok(id)
+    }
+
+    fn garbled(&self) -> Error {
+        let what = format!("{} gives an answer without an id", self.server.uri());
+        Error::new(crate::ErrorKind::PeerLost, what)
+    }
+
+    /// Adds `values`, of the list `what`, to the run.
+    fn log(&mut self, what: &str, values: &[Value]) -> Result<std::result::Result<(), Refused>> {
+        let run = self.run_of(&Value::Null)?;
+        let most = if what == "metrics" {
+            MOST_METRICS
+        } else {
+            MOST_PARAMS
+        };
+        for values in values.chunks(most) {
+            let batch = json!({"run_id": run, what: values});
+            match self.server.try_post("runs/log-batch", &batch)? {
+                Ok(_) => {}
+                Err(refused) if refused.code == "RESOURCE_DOES_NOT_EXIST" => {
+                    return Err(self.gone(&run));
+                }
+                Err(refused) => return Ok(Err(refused)),
+            }
+        }
+        Ok(Ok(()))
+    }
+
+    fn gone(&self, run: &str) -> Error {
+        let kept = self.dir.join(".tracker-mlflow.json");
+        Error::usage(format!(
+            "the run {run} is not on {} any more; remove {} to send it again",
+            self.server.uri(),
+            kept.display()
+        ))
+    }
+
+    fn log_all(&mut self, what: &str, values: &[Value]) -> Result<()> {
+        self.log(what, values)?.map_err(Refused::error)
+    }
+
+    /// Sends settings that the run does not have yet. A parameter cannot be changed: what a resume has changed
+    /// becomes a tag.
+    fn params(&mut self, run: &Value) -> Result<()> {
+        let mut params = BTreeMap::new();
+        for (name, value) in run["settings"].as_object().into_iter().flatten() {
+            params.insert(name_of(name.trim_start_matches('-')), shown(value));
+        }
+        for name in [
+            "program",
+            "ranks",
+            "threads_per_rank",
+            "transport",
+            "data",
+            "processor",
+        ] {
+            if !run[name].is_null() {
+                let value = || shown(&run[name]);
+                params.entry(name.to_owned()).or_insert_with(value);
+            }
+        }
+        if let Some(title) = run["model"]["title"].as_str() {
+            params
+                .entry("model".to_owned())
+                .or_insert_with(|| title.to_owned());
+        }
+        if let Some(count) = run["model"]["parameters"].as_u64() {
+            params.insert("parameters".to_owned(), count.to_string());
+        }
+        let known = &self.state.params;
+        params.retain(|name, value| known.get(name) != Some(value));
+        let (changed, new): (Vec<_>, Vec<_>) = params
+            .into_iter()
+            .partition(|(name, _)| known.contains_key(name));
+        for (at, chars) in PARAM_CHARS.into_iter().enumerate() {
+            let entry =
+                |(name, value): &(String, String)| json!({"key": name, "value": cut(value, chars)});
+            let entries: Vec<Value> = new.iter().map(entry).collect();
+            let shorter = PARAM_CHARS.get(at + 1);
+            match self.log("params", &entries)? {
+                Ok(()) => break,
+                Err(refused) => {
+                    let longest = new.iter().map(|(_, value)| value.chars().count()).max();
+                    if shorter.is_none_or(|shorter| longest <= Some(*shorter)) {
+                        return Err(refused.error());
+                    }
+                }
+            }
+        }
+        let attempt = run["attempt"].as_u64().unwrap_or_default();
+        let tags = changed
+            .iter()
+            .map(|(name, value)| tag(&format!("attempt-{attempt}/{name}"), value));
+        let tags: Vec<Value> = tags.collect();
+        self.log_all("tags", &tags)?;
+        self.state.params.extend(new.into_iter().chain(changed));
+        Ok(())
+    }
+
+    /// The numbers of `record` by name, as metrics of `step`.
+    fn numbers(
+        &self,
+        record: &Map<String, Value>,
+        prefix: &str,
+        step: u64,
+        time: f64,
+    ) -> Vec<Value> {
+        let numbers = record.iter().filter(|(name, value)| {
+            value.is_number() && !["step", "epoch", "elapsed_s", "time"].contains(&name.as_str())
+        });
+        let metric = |(name, value): (&String, &Value)| {
+            let name = name_of(&format!("{prefix}{name}"));
+            json!({"key": name, "value": value, "timestamp": millis(time), "step": step})
+        };
+        numbers.map(metric).collect()
+    }
+
+    /// When `record` was written.
+    fn time_of(&self, record: &Value) -> f64 {
+        let elapsed = || self.state.started + record["elapsed_s"].as_f64().unwrap_or(0.0);
+        record["time"].as_f64().unwrap_or_else(elapsed)
+    }
+
+    /// Sends files that were not sent yet; those with weights last, because they are large.
+    fn send_artifacts(&mut self) -> Result<()> {
+        let uri = self.state.artifact_uri.clone();
+        // `mlflow-artifacts:/0/RUN/artifacts`; with a host, it may be another server.
+        let root = uri
+            .strip_prefix(PROXIED)
+            .and_then(|rest| rest.strip_prefix('/'));
+        let Some(root) = root.filter(|root| !root.starts_with('/')) else {
+            say::note(format_args!(
+                "mlflow: no files are sent: this server does not take artifacts itself (its runs' are at {})",
+                uri.split(':').next().unwrap_or_default()
+            ));
+            return Ok(());
+        };
+        let dir = Dir::open(&self.dir)?;
+        let mut files = files_of(&dir)?;
+        files.sort_by_key(|name| (name.ends_with(".safetensors"), name.clone()));
+        for name in files {
+            // Links and other things that are not regular files are left out.
+            let Some(file) = open_in(&dir, &name) else {
+                continue;
+            };
+            let about = file.metadata().map_err(phalanx_data::Error::from)?;
+            let version = (about.len(), about.mtime());
+            if self.state.artifacts.get(&name) == Some(&version) {
+                continue;
+            }
+            let path = format!("{root}/{name}");
+            let parts = path
+                .split('/')
+                .map(|part| utf8_percent_encode(part, NON_ALPHANUMERIC).to_string());
+            self.server
+                .put(&parts.collect::<Vec<_>>().join("/"), file)?;
+            self.state.artifacts.insert(name, version);
+        }
+        Ok(())
+    }
+}
+
+impl Tracker for Mlflow {
+    fn name(&self) -> &str {
+        "mlflow"
+    }
+
+    fn begin(&mut self, dir: &Path, state: &Value) -> Result<bool> {
+        self.dir = dir.to_owned();
+        let kept: Option<State> = serde_json::from_value(state.clone()).ok();
+        let uri = self.server.uri().to_owned();
+        let kept = kept.filter(|kept| kept.uri == uri && kept.run_id.is_some());
+        let goes_on = kept.is_some();
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
+        let new = State {
+            uri,
+            started: now.as_secs_f64(),
+            ..State::default()
+        };
+        self.state = kept.unwrap_or(new);
+        Ok(goes_on)
+    }
+
+    fn state(&self) -> Value {
+        serde_json::to_value(&self.state).unwrap_or_default()
+    }
+
+    fn run(&mut self, run: &Value) -> Result<()> {
+        if let Some(started) = run["started"].as_f64() {
+            self.state.started = started;
+        }
+        let attempt = run["attempt"].as_u64().unwrap_or_default();
+        let is_known = self.state.run_id.is_some() && attempt != self.state.attempt;
+        let id = self.run_of(run)?;
+        if is_known {
+            let update = json!({"run_id": id, "status": "RUNNING"});
+            match self.server.try_post("runs/update", &update)? {
+                Ok(_) => (self.state.status, self.state.is_told) = (None, false),
+                Err(refused) if refused.code == "RESOURCE_DOES_NOT_EXIST" => {
+                    return Err(self.gone(&id));
+                }
+                Err(refused) => return Err(refused.error()),
+            }
+        }
+        self.state.attempt = attempt;
+        self.params(run)
+    }
+
+    fn metrics(&mut self, records: &[Value]) -> Result<()> {
+        let of = |record: &Value| {
+            let step = record["step"].as_u64().unwrap_or_default();
+            let numbers = record
+                .as_object()
+                .map(|numbers| self.numbers(numbers, "", step, self.time_of(record)));
+            numbers.unwrap_or_default()
+        };
+        let metrics: Vec<Value> = records.iter().flat_map(of).collect();
+        self.log_all("metrics", &metrics)
+    }
+
+    fn event(&mut self, event: &Value) -> Result<()> {
+        let time = self.time_of(event);
+        match event["kind"].as_str() {
+            Some("system") => {
+                let elapsed = event["elapsed_s"].as_f64().unwrap_or(0.0);
+                let mut metrics = Vec::new();
+                for rank in event["ranks"].as_array().into_iter().flatten() {
+                    let Some(numbers) = rank.as_object() else {
+                        continue;
+                    };
+                    let prefix = format!("system/rank_{}/", rank["rank"]);
+                    let mut numbers = numbers.clone();
+                    numbers.remove("rank");
+                    numbers.remove("pid");
+                    metrics.extend(self.numbers(&numbers, &prefix, elapsed as u64, time));
+                }
+                self.log_all("metrics", &metrics)
+            }
+            Some("finish") => {
+                let status = match event["status"].as_str() {
+                    Some("finished") => "FINISHED",
+                    Some("stopped") => "KILLED",
+                    _ => "FAILED",
+                };
+                self.state.status = Some((status.to_owned(), time));
+                self.state.is_told = false;
+                match event["error"].as_str() {
+                    Some(error) => self.log_all("tags", &[tag("error", error)]),
+                    None => Ok(()),
+                }
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn summary(&mut self, summary: &Value) -> Result<()> {
+        let Some(summary) = summary.as_object() else {
+            return Ok(());
+        };
+        let ended = self.state.started
+            + summary
+                .get("total_s")
+                .and_then(Value::as_f64)
+                .unwrap_or(0.0);
+        if self.state.status.is_none() {
+            self.state.status = Some(("FINISHED".to_owned(), ended));
+        }
+        let metrics = self.numbers(summary, "summary/", 0, ended);
+        self.log_all("metrics", &metrics)
+    }
+
+    fn finish(&mut self) -> Result<()> {
+        let id = self.run_of(&Value::Null)?;
+        if let Some((status, ended)) = self.state.status.clone().filter(|_| !self.state.is_told) {
+            let update = json!({"run_id": id, "status": status, "end_time": millis(ended)});
+            self.server.post("runs/update", &update)?;
+            self.state.is_told = true;
+        }
+        self.send_artifacts()
+    }
+
+    fn later(&self, dir: &Path) -> Option<String> {
+        Some(format!(
+            "phalanx report {} --upload {}",
+            as_typed(dir),
+            self.server.uri()
+        ))
+    }
+}
+
+/// The names of the run's files in `dir`, without those that are temporary or there in another format.
+fn files_of(dir: &Dir) -> Result<Vec<String>> {
+    let mut files = Vec::new();
+    let is_left_out = |name: &str| {
+        name.starts_with('.')
+            || LEFT_OUT.contains(&name)
+            || name.starts_with("events.out.tfevents.")
+    };
+    let names = dir.names()?;
+    let is_twin = |name: &str| {
+        let stem = name
+            .strip_suffix(".pt")
+            .or_else(|| name.strip_suffix(".pth"));
+        stem.is_some_and(|stem| names.contains(&format!("{stem}.safetensors")))
+    };
+    for name in names
+        .iter()
+        .filter(|name| !is_left_out(name) && !is_twin(name))
+    {
+        match dir.sub(name) {
+            Ok(Some(inner)) => {
+                let inner = inner
+                    .names()?
+                    .into_iter()
+                    .filter(|name| !name.starts_with('.'));
+                files.extend(inner.map(|file| format!("{name}/{file}")));
+            }
+            _ => files.push(name.clone()),
+        }
+    }
+    Ok(files)
+}
+
+/// The regular file `name` in `dir` or in a folder of it.
+fn open_in(dir: &Dir, name: &str) -> Option<File> {
+    match name.split_once('/') {
+        Some((folder, name)) => dir.sub(folder).ok()??.open_read(name).ok()?,
+        None => dir.open_read(name).ok()?,
+    }
+}
+
+/// A name that the server takes: letters, digits and `_-. :/`, which is no path to elsewhere.
+fn name_of(name: &str) -> String {
+    let allowed = |c: char| {
+        if c.is_alphanumeric() || "_-. :/".contains(c) {
+            c
+        } else {
+            '_'
+        }
+    };
+    let name: String = name.chars().map(allowed).collect();
+    let parts = name
+        .split('/')
+        .filter(|part| !["", ".", ".."].contains(part));
+    let name: String = parts.collect::<Vec<_>>().join("/");
+    match cut(&name, NAME_CHARS) {
+        "" => "_".to_owned(),
+        name => name.trim_end_matches('/').to_owned(),
+    }
+}
+
+/// What `json` has at `pointer`, or null.
+fn part(mut json: Value, pointer: &str) -> Value {
+    json.pointer_mut(pointer)
+        .map(Value::take)
+        .unwrap_or_default()
+}
+
+fn tag(name: &str, value: &str) -> Value {
+    json!({"key": name_of(name), "value": cut(value, TAG_CHARS)})
+}
+
+/// At most `chars` characters of `text`.
+fn cut(text: &str, chars: usize) -> &str {
+    text.char_indices()
+        .nth(chars)
+        .map_or(text, |(end, _)| &text[..end])
+}
+
+/// Text as it is, anything else as JSON.
+fn shown(value: &Value) -> String {
+    value
+        .as_str()
+        .map_or_else(|| value.to_string(), str::to_owned)
+}
+
+/// Seconds as milliseconds.
+fn millis(seconds: f64) -> i64 {
+    (seconds * 1000.0) as i64
+}

@@ -1,0 +1,145 @@
+//! Against the frames' own description, read back by another reader.
+
+use prost::Message as _;
+use serde_json::json;
+
+use super::*;
+use crate::{Delivery, FINISH_WAIT};
+
+/// The records of a `.wandb` file.
+fn records(file: &[u8]) -> Vec<proto::Record> {
+    assert_eq!(&file[..7], b":W&B\xe1\xbe\0");
+    let (mut at, mut data, mut records) = (7, Vec::new(), Vec::new());
+    while at < file.len() {
+        let left = (32 << 10) - at % (32 << 10);
+        if left < 7 {
+            assert!(file[at..at + left].iter().all(|byte| *byte == 0));
+            at += left;
+            continue;
+        }
+        let len = usize::from(u16::from_le_bytes([file[at + 4], file[at + 5]]));
+        assert!(7 + len <= left, "over the end of a block");
+        let kind = file[at + 6];
+        let mut crc = !0_u32;
+        // Bit by bit, of the kind and the data.
+        for byte in &file[at + 6..at + 7 + len] {
+            crc ^= u32::from(*byte);
+            for _ in 0..8 {
+                crc = crc >> 1 ^ if crc & 1 == 1 { 0xedb8_8320 } else { 0 };
+            }
+        }
+        assert_eq!((!crc).to_le_bytes(), file[at..at + 4]);
+        assert_eq!(data.is_empty(), [1, 2].contains(&kind));
+        data.extend_from_slice(&file[at + 7..at + 7 + len]);
+        if [1, 4].contains(&kind) {
+            records.push(proto::Record::decode(&*data).expect("a record"));
+            data.clear();
+        }
+        at += 7 + len;
+    }
+    records
+}
+
+#[test]
+fn frames_stay_within_blocks() {
+    for first in [0, 32_700, 32_740, 32_747, 32_748, 32_754, 32_755, 100_000] {
+        let mut file = proto::MAGIC.to_vec();
+        let mut offset = 7;
+        let lens = [first, 3, 70_000, 1];
+        for (n, len) in lens.into_iter().enumerate() {
+            let what = What::Config(Items {
+                update: vec![Item {
+                    key: "k".repeat(len),
+                    ..Item::default()
+                }],
+            });
+            let record = proto::Record {
+                num: n as i64 + 1,
+                what: Some(what),
+            };
+            offset =
+                proto::write_frames(&mut file, offset, &record.encode_to_vec()).expect("written");
+            assert_eq!(offset, file.len() as u64);
+        }
+        let read = records(&file);
+        let len = |record: &proto::Record| match &record.what {
+            Some(What::Config(items)) => items.update[0].key.len(),
+            _ => usize::MAX,
+        };
+        assert_eq!(read.iter().map(len).collect::<Vec<_>>(), lens);
+    }
+}
+
+#[test]
+fn a_resumed_run_is_written_again_in_the_same_folder() {
+    let dir = tempfile::tempdir().expect("folder");
+    let write =
+        |name: &str, text: &str| std::fs::write(dir.path().join(name), text).expect("written");
+    let run = |attempt| {
+        write("run.json", &json!({"id": "ab12", "program": "mnist", "attempt": attempt, "started": 1_795_458_591.5,
+            "settings": {"--lr": "0.05", "--name": "x"}}).to_string());
+    };
+    let deliver = || {
+        let delivery =
+            Delivery::start(dir.path(), Box::new(Wandb::new(&Env::new()))).expect("started");
+        delivery.finish(FINISH_WAIT).expect("delivered");
+        let mut folders = std::fs::read_dir(dir.path().join("wandb")).expect("folder");
+        let folder = folders.next().expect("one").expect("entry").path();
+        assert!(folders.next().is_none());
+        assert!(
+            folder.ends_with("offline-run-20261123_182951-ab12"),
+            "{folder:?}"
+        );
+        records(&std::fs::read(folder.join("run-ab12.wandb")).expect("a file"))
+    };
+    let rows = |records: &[proto::Record]| {
+        let row = |record: &proto::Record| match &record.what {
+            Some(What::History(history)) => {
+                let get = |name: &str| {
+                    let item = history.item.iter().find(|item| item.nested_key == [name]);
+                    item.map_or(String::new(), |item| item.value_json.clone())
+                };
+                Some((history.step.as_ref()?.num, get("loss"), get("train_loss")))
+            }
+            _ => None,
+        };
+        records.iter().filter_map(row).collect::<Vec<_>>()
+    };
+    let text = |text: &str| text.to_owned();
+    run(1);
+    write(
+        "metrics.jsonl",
+        "{\"step\":0,\"loss\":0.30000000000000004}\n{\"step\":1,\"loss\":1e-9}\n",
+    );
+    assert_eq!(
+        rows(&deliver()),
+        [
+            (0, text("0.30000000000000004"), text("")),
+            (1, text("1e-9"), text(""))
+        ]
+    );
+    run(2);
+    write(
+        "metrics.jsonl",
+        "{\"step\":0,\"loss\":2.5}\n{\"step\":1,\"train_loss\":3.0}\n{\"step\":1,\"loss\":null}\n",
+    );
+    write(
+        "events.jsonl",
+        "{\"kind\":\"finish\",\"status\":\"failed\",\"time\":1795458601.5}\n",
+    );
+    let records = deliver();
+    assert_eq!(
+        rows(&records),
+        [(0, text("2.5"), text("")), (1, text(""), text("3.0"))]
+    );
+    let exit = proto::Exit {
+        exit_code: 1,
+        runtime: 10,
+    };
+    assert_eq!(
+        records.last().and_then(|last| last.what.clone()),
+        Some(What::Exit(exit))
+    );
+    let nums: Vec<i64> = records.iter().map(|record| record.num).collect();
+    assert_eq!(nums, (1..=records.len() as i64).collect::<Vec<_>>());
+}

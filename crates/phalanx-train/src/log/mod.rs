@@ -1,0 +1,364 @@
+//! What is logged of a run: `metrics.jsonl`, and by a thread of its own `events.jsonl`, TensorBoard's files and what the
+//! ranks' processes use. `docs/design/run-folder.md` has the format.
+
+mod run;
+mod system;
+mod writer;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::time::{Duration, Instant};
+
+use phalanx_comm::set_notice_listener;
+use phalanx_data::metrics::MetricsLog;
+use phalanx_data::png_size;
+use phalanx_nn::{GradView, GraphNode, Params};
+use phalanx_process::RankContext;
+use serde_json::{Value, json};
+
+pub use self::run::RunInfo;
+pub(crate) use self::run::{Attempt, Named, RUN_FILE, document, write};
+pub(crate) use self::system::Counters;
+use self::system::System;
+pub(crate) use self::writer::{Files, warn};
+use self::writer::{Message, Writer};
+use crate::error::{Error, Result};
+use crate::events::histogram;
+use crate::say;
+
+/// The file of everything that is not a number by step or epoch.
+pub(crate) const EVENTS_FILE: &str = "events.jsonl";
+/// Folders for what `log_image` and `log_table` get.
+pub(crate) const IMAGES_DIR: &str = "images";
+pub(crate) const TABLES_DIR: &str = "tables";
+
+/// Messages that may wait for the thread. What comes on top is dropped and counted.
+const QUEUE: usize = 1024;
+/// How long a checkpoint and the end of a run wait for the thread.
+const FLUSH_LIMIT: Duration = Duration::from_secs(1);
+const FINISH_LIMIT: Duration = Duration::from_secs(10);
+
+/// How a run ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Status {
+    Finished,
+    /// It can be resumed.
+    Stopped,
+    Failed,
+}
+
+/// The log of a run on this rank. `metrics.jsonl` must be written; everything else is written by a thread, which no step
+/// waits for, and what cannot be written is warned of once. On ranks other than 0 the thread only tells rank 0 what the
+/// rank's process uses.
+#[derive(Debug)]
+pub struct RunLog {
+    metrics: MetricsLog,
+    /// `None`: no thread could be started.
+    thread: Option<Thread>,
+    counters: Arc<Counters>,
+    is_main: bool,
+    started: Instant,
+    has_graph: bool,
+    error: Option<String>,
+}
+
+#[derive(Debug)]
+struct Thread {
+    queue: SyncSender<Message>,
+    dropped: Arc<AtomicU64>,
+    /// Closed when the thread ends.
+    ended: Receiver<()>,
+}
+
+impl RunLog {
+    /// Starts the thread; `files` on rank 0.
+    pub(super) fn start(
+        ctx: &RankContext,
+        metrics: MetricsLog,
+        files: Option<Files>,
+        start: Value,
+    ) -> RunLog {
+        let counters = Arc::new(Counters::default());
+        let (queue, messages) = sync_channel(QUEUE);
+        let (alive, ended) = sync_channel(0);
+        let writer = Writer::new(System::new(ctx, Arc::clone(&counters)), files);
+        let spawned = std::thread::Builder::new()
+            .name("phalanx-log".to_owned())
+            .spawn(move || {
+                writer.run(&messages);
+                drop(alive);
+            });
+        if let Err(error) = &spawned {
+            ctx.note(&format!("warning: {EVENTS_FILE} is not written: {error}"));
+        }
+        let dropped = Arc::new(AtomicU64::new(0));
+        if ctx.is_main() && spawned.is_ok() {
+            let (queue, dropped, started) = (queue.clone(), Arc::clone(&dropped), ctx.started);
+            set_notice_listener(Some(Arc::new(move |text| {
+                let event = event("notice", started, None, json!({ "text": text }));
+                if queue.try_send(Message::Event(event)).is_err() {
+                    dropped.fetch_add(1, Relaxed);
+                }
+            })));
+        }
+        let log = RunLog {
+            metrics,
+            thread: spawned.ok().map(|_| Thread {
+                queue,
+                dropped,
+                ended,
+            }),
+            counters,
+            is_main: ctx.is_main(),
+            started: ctx.started,
+            has_graph: false,
+            error: None,
+        };
+        log.say("start", None, start);
+        log
+    }
+
+    /// What the ranks' time goes to.
+    pub(crate) fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// Writes a record of a step (with `loss`), of an epoch (with `train_loss`), or of a program's own numbers.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing `metrics.jsonl`.
+    pub fn event(&mut self, record: &Value) -> Result<()> {
+        self.metrics.event(record)?;
+        if self.is_main {
+            self.send(Message::Record(record.clone()));
+        }
+        Ok(())
+    }
+
+    /// Writes a record for TensorBoard only: `metrics.jsonl` already has it.
+    pub(super) fn repeat(&self, record: Value) {
+        self.send(Message::Record(record));
+    }
+
+    /// Writes numbers of the program's own at `step`.
+    pub(crate) fn values(&mut self, step: u64, epoch: usize, values: &[(&str, f64)]) -> Result<()> {
+        let elapsed = self.started.elapsed().as_secs_f64();
+        let mut record = json!({ "step": step, "epoch": epoch, "elapsed_s": elapsed });
+        for (name, value) in values {
+            if ["step", "epoch", "elapsed_s", "loss", "train_loss"].contains(name) {
+                let what = format!("\"{name}\" is logged by the trainer; use another name");
+                return Err(Error::usage(what));
+            }
+            record[*name] = json!(value);
+        }
+        self.event(&record)
+    }
+
+    /// Writes histograms of all parameters and of the gradients that there are.
+    pub(super) fn watch(&self, step: u64, params: &Params, grads: Option<&dyn GradView>) {
+        let (mut parameters, mut gradients) = (Vec::new(), Vec::new());
+        for (id, info) in params.ids().zip(params.infos()) {
+            let name = &info.name;
+            parameters.push((name.clone(), histogram::of(params.get(id))));
+            let grad = grads.map(|grads| grads.grad(id)).unwrap_or_default();
+            if !grad.is_empty() {
+                gradients.push((name.clone(), histogram::of(grad)));
+            }
+        }
+        let event = self.make("watch", Some(step), json!({}));
+        self.send(Message::Watch {
+            event,
+            step,
+            parameters,
+            gradients,
+        });
+    }
+
+    /// Whether the graph of the model is still to be given.
+    pub(crate) fn wants_graph(&self) -> bool {
+        self.is_main && !self.has_graph
+    }
+
+    /// Writes the model's graph to `run.json`.
+    pub(crate) fn graph(&mut self, graph: Vec<GraphNode>) {
+        self.has_graph = true;
+        self.send(Message::Graph(graph));
+    }
+
+    /// Writes what a person should know.
+    pub(crate) fn notice(&self, text: &str) {
+        self.say("notice", None, json!({ "text": text }));
+    }
+
+    /// Writes that a checkpoint of `step` steps is being saved.
+    pub(crate) fn checkpoint(&self, step: u64, file: &Path) {
+        let file = file.to_string_lossy();
+        self.say("checkpoint", Some(step), json!({ "file": file }));
+    }
+
+    /// Writes `png` to `images/`.
+    pub(crate) fn image(&self, step: u64, name: &str, png: &[u8]) -> Result<()> {
+        let Some(size) = png_size(png) else {
+            return Err(Error::usage(format!("the image \"{name}\" is not a PNG")));
+        };
+        let file = format!("{}-{step}.png", file_name(name));
+        let path = format!("{IMAGES_DIR}/{file}");
+        self.send(Message::Image {
+            event: self.make("image", Some(step), json!({ "name": name, "file": path })),
+            file,
+            step,
+            name: name.to_owned(),
+            size,
+            png: png.to_vec(),
+        });
+        Ok(())
+    }
+
+    /// Writes `rows` to `tables/`, a JSON object a line.
+    pub(crate) fn table(&self, step: u64, name: &str, rows: Vec<u8>, count: usize) {
+        let file = format!("{}-{step}.jsonl", file_name(name));
+        let path = format!("{TABLES_DIR}/{file}");
+        let fields = json!({ "name": name, "file": path, "rows": count });
+        let event = self.make("table", Some(step), fields);
+        self.send(Message::Table { event, file, rows });
+    }
+
+    /// Writes a text.
+    pub(crate) fn text(&self, step: u64, name: &str, text: &str) {
+        let fields = json!({ "name": name, "text": text });
+        let event = self.make("text", Some(step), fields);
+        let (name, text) = (name.to_owned(), text.to_owned());
+        self.send(Message::Text {
+            event,
+            step,
+            name,
+            text,
+        });
+    }
+
+    /// Hands everything to the system, on rank 0, and tells rank 0 what this rank's process uses, on the others. A run
+    /// that is resumed from a checkpoint has what was logged before it. *Blocks* for at most a second.
+    pub fn flush(&mut self) {
+        let (done, wait) = sync_channel(1);
+        self.send(Message::Flush(done));
+        let _ = wait.recv_timeout(FLUSH_LIMIT);
+    }
+
+    /// What the run fails by, if it does.
+    pub(crate) fn failed_by(&mut self, error: &Error) {
+        self.error = Some(error.chain());
+    }
+
+    /// The run has finished: nothing is logged from now on. *Blocks* for at most ten seconds. A log that is dropped without
+    /// it says that the run failed.
+    pub fn finish(&mut self) {
+        self.end(Status::Finished);
+    }
+
+    /// The run was stopped and can be resumed; as [`finish`](Self::finish).
+    pub fn stop(&mut self) {
+        self.end(Status::Stopped);
+    }
+
+    fn end(&mut self, status: Status) {
+        // A later run may have its own listener when this log is dropped.
+        let Some(thread) = self.thread.take() else {
+            return;
+        };
+        if self.is_main {
+            set_notice_listener(None);
+        }
+        let dropped = thread.dropped.load(Relaxed);
+        if dropped > 0 {
+            say::note(format_args!(
+                "warning: {dropped} records of {EVENTS_FILE} and TensorBoard's files were dropped, because writing them took too long"
+            ));
+        }
+        let mut fields = json!({ "status": status.name() });
+        if let (Status::Failed, Some(error)) = (status, &self.error) {
+            fields["error"] = json!(error);
+        }
+        let end = Message::Finish(event("finish", self.started, None, fields), status);
+        // The queue may be full.
+        let deadline = Instant::now() + FINISH_LIMIT;
+        let mut end = Some(end);
+        while let Some(message) = end.take() {
+            match thread.queue.try_send(message) {
+                Err(TrySendError::Full(back)) if Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(10));
+                    end = Some(back);
+                }
+                _ => {}
+            }
+        }
+        drop(thread.queue);
+        if self.is_main {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let _ = thread.ended.recv_timeout(left);
+        }
+    }
+
+    fn say(&self, kind: &str, step: Option<u64>, fields: Value) {
+        self.send(Message::Event(self.make(kind, step, fields)));
+    }
+
+    fn make(&self, kind: &str, step: Option<u64>, fields: Value) -> Value {
+        event(kind, self.started, step, fields)
+    }
+
+    fn send(&self, message: Message) {
+        let Some(thread) = &self.thread else {
+            return;
+        };
+        let is_mine = self.is_main || matches!(message, Message::Flush(_));
+        if is_mine && thread.queue.try_send(message).is_err() {
+            thread.dropped.fetch_add(1, Relaxed);
+        }
+    }
+}
+
+impl Drop for RunLog {
+    /// A run that has not finished has failed.
+    fn drop(&mut self) {
+        self.end(Status::Failed);
+    }
+}
+
+impl Status {
+    fn name(self) -> &'static str {
+        match self {
+            Status::Finished => "finished",
+            Status::Stopped => "stopped",
+            Status::Failed => "failed",
+        }
+    }
+}
+
+/// A record of `events.jsonl`.
+fn event(kind: &str, started: Instant, step: Option<u64>, fields: Value) -> Value {
+    let mut event =
+        json!({ "kind": kind, "time": run::now(), "elapsed_s": started.elapsed().as_secs_f64() });
+    if let Some(step) = step {
+        event["step"] = json!(step);
+    }
+    if let (Some(event), Value::Object(fields)) = (event.as_object_mut(), fields) {
+        event.extend(fields);
+    }
+    event
+}
+
+/// `name` as a part of a file's name.
+fn file_name(name: &str) -> String {
+    let plain = |c: char| match c.is_ascii_alphanumeric() || "-_".contains(c) {
+        true => c,
+        false => '_',
+    };
+    name.chars().take(100).map(plain).collect()
+}
+
+#[cfg(test)]
+mod tests;

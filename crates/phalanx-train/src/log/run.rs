@@ -1,0 +1,161 @@
+//! `run.json`: which run it is.
+
+use std::collections::BTreeMap;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::time::SystemTime;
+
+use phalanx_data::files::Dir;
+use phalanx_data::metrics::write_summary_in;
+use phalanx_nn::{GraphNode, Params};
+use phalanx_process::RankContext;
+use serde_json::{Value, json};
+
+use crate::error::Result;
+use crate::say;
+
+pub(crate) const RUN_FILE: &str = "run.json";
+const VERSION: u32 = 1;
+const MAX_RUN_BYTES: u64 = 64 << 20;
+
+/// What `run.json` says of a training, besides its ranks.
+#[derive(Debug)]
+pub struct RunInfo<'a> {
+    /// The program's name.
+    pub program: &'a str,
+    /// What the model is called.
+    pub title: &'a str,
+    /// The data set.
+    pub data: &'a str,
+    /// Steps of an epoch.
+    pub steps: usize,
+    /// Settings by name, defaults included.
+    pub settings: BTreeMap<String, String>,
+    /// The model's parameters.
+    pub params: &'a Params,
+    /// Names of the parameters that are not trained.
+    pub frozen: &'a [String],
+}
+
+/// Which attempt at a run this is.
+#[derive(Debug)]
+pub(crate) struct Attempt {
+    id: String,
+    number: u64,
+}
+
+impl Attempt {
+    /// The next attempt at the run in `dir`, or the first of a new run.
+    pub(crate) fn next(dir: &Dir, is_fresh: bool) -> Attempt {
+        let old = (!is_fresh)
+            .then(|| dir.read(RUN_FILE, MAX_RUN_BYTES).ok())
+            .flatten();
+        let old: Option<Value> = old
+            .flatten()
+            .and_then(|text| serde_json::from_slice(&text).ok());
+        let known = old.and_then(|run| {
+            let id = run["id"].as_str()?.to_owned();
+            let number = run["attempt"].as_u64()?.saturating_add(1);
+            Some(Attempt { id, number })
+        });
+        known.unwrap_or_else(|| Attempt {
+            // The standard library's keys are random.
+            id: format!("{:016x}", RandomState::new().build_hasher().finish()),
+            number: 1,
+        })
+    }
+
+    pub(crate) fn number(&self) -> u64 {
+        self.number
+    }
+}
+
+/// Seconds since 1970.
+pub(super) fn now() -> f64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    since.unwrap_or_default().as_secs_f64()
+}
+
+/// The document, without the model's graph.
+pub(crate) fn document(ctx: &RankContext, info: &RunInfo<'_>, attempt: &Attempt) -> Value {
+    let arguments = say::arguments();
+    let typed = arguments.iter().filter(|word| word.starts_with("--"));
+    let typed: Vec<&str> = typed
+        .map(|word| word.split('=').next().unwrap_or_default())
+        .collect();
+    let infos = info.params.infos();
+    let tensors = infos.iter().map(|tensor| {
+        let trained = !info.frozen.contains(&tensor.name);
+        json!({ "name": tensor.name, "shape": tensor.shape, "dtype": "f32", "trained": trained })
+    });
+    json!({
+        "version": VERSION,
+        "id": attempt.id,
+        "attempt": attempt.number,
+        "program": info.program,
+        "phalanx": env!("CARGO_PKG_VERSION"),
+        "started": now() - ctx.started.elapsed().as_secs_f64(),
+        "arguments": arguments,
+        "settings": info.settings,
+        "typed": typed,
+        "ranks": ctx.world(),
+        "threads_per_rank": ctx.threads,
+        "transport": ctx.describe(),
+        "host": phalanx_process::host_name(),
+        "processor": super::system::processor(),
+        "data": info.data,
+        "steps_per_epoch": info.steps,
+        "model": {
+            "title": info.title,
+            "parameters": infos.iter().map(|tensor| tensor.len).sum::<usize>(),
+            "tensors": tensors.collect::<Vec<_>>(),
+        },
+    })
+}
+
+/// Writes the document.
+pub(crate) fn write(dir: &Dir, run: &Value) -> Result<()> {
+    Ok(write_summary_in(dir, RUN_FILE, run)?)
+}
+
+/// A node of the graph and what it is called.
+pub(crate) struct Named {
+    pub(crate) name: String,
+    pub(crate) inputs: Vec<String>,
+    pub(crate) node: GraphNode,
+}
+
+/// Names for all nodes: `conv1` for the operation that uses `conv1.weight`, `relu_2` for the third operation, which uses
+/// no parameters. What comes from outside is `input`.
+pub(crate) fn named(graph: Vec<GraphNode>) -> Vec<Named> {
+    let mut all: Vec<Named> = Vec::with_capacity(graph.len());
+    for (index, node) in graph.into_iter().enumerate() {
+        let first = node.params.first();
+        let layer = first.map(|name| name.rsplit_once('.').map_or(&**name, |(layer, _)| layer));
+        let name = match layer {
+            Some(layer) if all.iter().all(|known| known.name != layer) => layer.to_owned(),
+            Some(layer) => format!("{layer}_{index}"),
+            None => format!("{}_{index}", node.operation.to_lowercase()),
+        };
+        let of = |input: &Option<usize>| match input.and_then(|at| all.get(at)) {
+            Some(known) => known.name.clone(),
+            None => "input".to_owned(),
+        };
+        all.push(Named {
+            inputs: node.inputs.iter().map(of).collect(),
+            name,
+            node,
+        });
+    }
+    all
+}
+
+/// The graph as `run.json` has it.
+pub(super) fn graph(nodes: &[Named]) -> Value {
+    let of = |named: &Named| {
+        let GraphNode {
+            operation, shape, ..
+        } = &named.node;
+        json!({ "name": named.name, "operation": operation, "inputs": named.inputs, "shape": shape })
+    };
+    nodes.iter().map(of).collect()
+}

@@ -1,0 +1,51 @@
+//! `--mlflow`, `--wandb` and `phalanx report --upload`, without a server.
+
+use crate::support::{free_port, run, succeed};
+
+fn words(line: &str) -> Vec<&str> {
+    line.split(' ').collect()
+}
+
+const TRAIN: &str =
+    "train mnist --nproc-per-node 2 --synthetic-samples 256 --epochs 1 --log-batches 0";
+
+#[test]
+fn a_training_without_its_server_ends_well_and_says_how_to_upload_later() {
+    let dir = tempfile::tempdir().expect("folder");
+    let uri = format!("http://127.0.0.1:{}", free_port());
+    let line = format!("{TRAIN} --output-dir a --wandb --mlflow {uri}");
+    let (_, err) = succeed(&words(&line), dir.path());
+    let later = format!("; later: phalanx report a --upload {uri}\n");
+    assert_eq!(err.matches(&later).count(), 1, "{err}");
+    let told = err.lines().filter(|line| line.contains("mlflow")).count();
+    assert_eq!(told, 2, "a first failure, and what is left: {err}");
+    assert!(err.contains("weights "), "{err}");
+    let at = |name: &str| dir.path().join(name);
+    let runs: Vec<_> = std::fs::read_dir(at("a/wandb"))
+        .expect("a folder")
+        .flatten()
+        .collect();
+    assert_eq!(runs.len(), 1, "{runs:?}");
+    let (code, out, err) = run(&words(&format!("report a --upload {uri}")), dir.path());
+    assert_eq!((code, &*out), (3, "a/report.html\n"), "{err}");
+    assert!(
+        err.contains("error: mlflow: ") && err.contains(&later[..later.len() - 1]),
+        "{err}"
+    );
+}
+
+#[test]
+fn an_address_that_is_none_is_the_users_mistake() {
+    let dir = tempfile::tempdir().expect("folder");
+    for (uri, why) in [
+        (" sqlite:///mlflow.db", "is not http://HOST:PORT"),
+        (" http://ada:s3cret@localhost", "MLFLOW_TRACKING_PASSWORD"),
+        ("", "set MLFLOW_TRACKING_URI"),
+    ] {
+        let line = format!("{TRAIN} --output-dir b --mlflow{uri}");
+        let (code, _, err) = run(&words(&line), dir.path());
+        assert_eq!(code, 2, "{err}");
+        assert!(err.contains(why) && !err.contains("s3cret"), "{err}");
+        assert!(!dir.path().join("b/metrics.jsonl").exists());
+    }
+}
