@@ -1,11 +1,11 @@
-//! Refuses to run a job of several nodes as several jobs of one node. Engines that start one
-//! process on each node set variables; those that are not followed automatically are refused
-//! here, with the command to use instead.
+//! Engines that start one process on each node and number it by variables. What is complete and
+//! consistent is followed; what shows several nodes but cannot be followed is refused with the
+//! command to use, so that a job of several nodes never runs as several jobs of one node.
 
-use super::cluster::{Env, SLURM_STEP, is_set, not_a_number};
+use super::cluster::{Env, Place, SLURM_STEP, is_set, not_a_number};
 use crate::error::{Error, Result};
 
-/// Which command asks whether it would run alone by mistake.
+/// Which command asks for its place among the nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Asking {
     /// `phalanx launch`, one process a node.
@@ -27,17 +27,16 @@ struct Engine {
     unless: &'static [&'static str],
     /// If none of these is set, the others are leftovers of another tool; empty: they never are.
     only_with: &'static [&'static str],
-    /// Whether `phalanx launch` would run alone; it follows the other engines.
-    for_launch: bool,
-    /// Whether a command that becomes ranks would.
+    /// Whether a command that becomes ranks reads its variables as those of a node without
+    /// `--nnodes`, too.
     for_ranks: bool,
     /// What to type instead.
     instead: Instead,
 }
 
 enum Instead {
-    /// `phalanx launch` with these flags.
-    Launch(&'static str),
+    /// The same command with these flags.
+    Flags(&'static str),
     Srun,
 }
 
@@ -48,30 +47,21 @@ const ENGINE: Engine = Engine {
     indices: &[],
     unless: &[],
     only_with: &[],
-    for_launch: true,
     for_ranks: true,
-    instead: Instead::Launch(""),
+    instead: Instead::Flags(""),
 };
 
-/// The first that has several nodes is named.
-const ENGINES: [Engine; 6] = [
+/// The first that has several nodes is followed or named. Kubeflow's `PET_*` variables stand for flags.
+const ENGINES: [Engine; 5] = [
     Engine {
-        name: "Kubeflow or torchrun",
-        counts: &["PET_NNODES"],
-        indices: &["PET_NODE_RANK"],
-        for_launch: false,
-        instead: Instead::Launch(""),
-        ..ENGINE
-    },
-    Engine {
-        name: "an engine that sets RANK for each node",
+        name: "PyTorchJob or DLC (RANK and WORLD_SIZE count nodes)",
         counts: &["WORLD_SIZE"],
         indices: &["RANK"],
         // Set for each rank.
         unless: &["LOCAL_RANK"],
         only_with: &["RANK", "MASTER_ADDR"],
         for_ranks: false,
-        instead: Instead::Launch(r#"--nnodes "$WORLD_SIZE" --node-rank "$RANK" "#),
+        instead: Instead::Flags(r#"--nnodes "$WORLD_SIZE" --node-rank "$RANK" "#),
         ..ENGINE
     },
     Engine {
@@ -79,7 +69,7 @@ const ENGINES: [Engine; 6] = [
         counts: &["SKYPILOT_NUM_NODES"],
         hosts: &["SKYPILOT_NODE_IPS"],
         indices: &["SKYPILOT_NODE_RANK"],
-        instead: Instead::Launch(
+        instead: Instead::Flags(
             r#"--nnodes "$SKYPILOT_NUM_NODES" --node-rank "$SKYPILOT_NODE_RANK" --master-addr "$(echo "$SKYPILOT_NODE_IPS" | head -n1)" "#,
         ),
         ..ENGINE
@@ -89,7 +79,7 @@ const ENGINES: [Engine; 6] = [
         counts: &["VC_*_NUM", "MA_NUM_HOSTS"],
         hosts: &["VC_*_HOSTS"],
         indices: &["VC_TASK_INDEX"],
-        instead: Instead::Launch(
+        instead: Instead::Flags(
             r#"--nnodes "$VC_WORKER_NUM" --node-rank "$VC_TASK_INDEX" --master-addr "${VC_WORKER_HOSTS%%,*}" "#,
         ),
         ..ENGINE
@@ -113,27 +103,49 @@ const ENGINES: [Engine; 6] = [
         // Without counts: an Indexed Job does not set its number of pods, and number 0 may be
         // one of several, too.
         indices: &["JOB_COMPLETION_INDEX"],
-        instead: Instead::Launch(
+        instead: Instead::Flags(
             r#"--nnodes PODS --node-rank "$JOB_COMPLETION_INDEX" --master-addr JOB-0.SERVICE "#,
         ),
         ..ENGINE
     },
 ];
 
-/// The error of a command that would run alone on one of several nodes, as an engine's variables
-/// show, where the command line has no number of nodes. `command` is `phalanx train`, or the name of
-/// a user's program.
+/// This node's place among those of an engine that starts one process on each. `typed` is the number
+/// of nodes from the command line, `has_host` whether node 0's host is given; `command` is
+/// `phalanx train`, or the name of a user's program.
+/// `None`: there is no such engine, or only one node.
 ///
 /// # Errors
 ///
-/// Usage, of a variable that is no number.
-pub fn alone_by_mistake(env: &Env, asking: Asking, command: &str) -> Result<Option<Error>> {
+/// Usage, for variables that show several nodes but are incomplete or contradict each other, unless
+/// the number of nodes was typed: then flags say the rest. Usage, for a variable that is no number.
+pub fn node_place(
+    env: &Env,
+    asking: Asking,
+    typed: Option<usize>,
+    has_host: bool,
+    command: &str,
+) -> Result<Option<Place>> {
     let mut is_counted = false;
     for engine in &ENGINES {
         let any_set = |names: &[&str]| names.iter().any(|name| is_set(env, name));
         let is_about_others =
             any_set(engine.unless) || !engine.only_with.is_empty() && !any_set(engine.only_with);
-        if is_about_others || asking == Asking::Ranks && !engine.for_ranks {
+        let is_for_us = engine.for_ranks || asking == Asking::Launch || typed.is_some();
+        if is_about_others || !is_for_us {
+            continue;
+        }
+        match engine.follow(env, typed)? {
+            Some(place) if place.count == 1 => {
+                is_counted = true;
+                continue;
+            }
+            Some(place) if has_host || typed.is_some() || place.first_host.is_some() => {
+                return Ok(Some(place));
+            }
+            _ => {}
+        }
+        if typed.is_some() {
             continue;
         }
         let nodes = engine.nodes(env)?;
@@ -143,9 +155,8 @@ pub fn alone_by_mistake(env: &Env, asking: Asking, command: &str) -> Result<Opti
             [] => !found.is_empty() && !is_counted,
             _ => nodes > 1,
         };
-        let is_followed = asking == Asking::Launch && !engine.for_launch;
-        if are_several && !is_followed {
-            return Ok(Some(engine.error(&found, nodes, asking, command)));
+        if are_several {
+            return Err(engine.error(&found, nodes, asking, command));
         }
         is_counted |= nodes > 0;
     }
@@ -168,26 +179,64 @@ fn set<'a>(env: &'a Env, patterns: &[&str]) -> Vec<(&'a str, &'a str)> {
         .collect()
 }
 
+/// Hosts that commas or white space separate.
+fn hosts_in(text: &str) -> impl Iterator<Item = &str> {
+    let is_between = |c: char| c == ',' || c.is_whitespace();
+    text.split(is_between).filter(|host| !host.is_empty())
+}
+
+fn number(name: &str, text: &str) -> Result<usize> {
+    text.parse().map_err(|_| not_a_number(name, text))
+}
+
 impl Engine {
+    /// Our place, if the variables are complete and agree.
+    fn follow(&self, env: &Env, typed: Option<usize>) -> Result<Option<Place>> {
+        let mut counts = Vec::from_iter(typed);
+        for pattern in self.counts {
+            // Several tasks of one job (`VC_PS_NUM`, `VC_WORKER_NUM`) count their processes apart.
+            match set(env, &[pattern])[..] {
+                [] => {}
+                [(name, text)] => counts.push(number(name, text)?),
+                _ => return Ok(None),
+            }
+        }
+        let hosts = match set(env, self.hosts)[..] {
+            [] => Vec::new(),
+            [(_, text)] => hosts_in(text).collect(),
+            _ => return Ok(None),
+        };
+        if !hosts.is_empty() {
+            counts.push(hosts.len());
+        }
+        let [(name, index)] = set(env, self.indices)[..] else {
+            return Ok(None);
+        };
+        let index = number(name, index)?;
+        let agreed = counts
+            .first()
+            .filter(|first| counts.iter().all(|count| count == *first));
+        Ok(agreed.filter(|count| index < **count).map(|count| Place {
+            engine: self.name,
+            count: *count,
+            index,
+            local: Some((0, 1)),
+            first_host: hosts.first().map(|host| (*host).to_owned()),
+        }))
+    }
+
     /// The number of nodes, or a lower bound of it; 0: unknown.
     fn nodes(&self, env: &Env) -> Result<usize> {
-        let number = |name: &str, text: &str| -> Result<usize> {
-            text.parse().map_err(|_| not_a_number(name, text))
-        };
         let mut nodes = 0;
         for pattern in self.counts {
             let mut sum = 0usize;
             for (name, text) in set(env, &[pattern]) {
-                // torchrun's MIN:MAX.
-                let most = text.rsplit(':').next().unwrap_or(text);
-                sum = sum.saturating_add(number(name, most)?);
+                sum = sum.saturating_add(number(name, text)?);
             }
             nodes = nodes.max(sum);
         }
-        let is_between = |c: char| c == ',' || c.is_whitespace();
         let hosts = set(env, self.hosts);
-        let hosts = hosts.iter().flat_map(|(_, text)| text.split(is_between));
-        nodes = nodes.max(hosts.filter(|host| !host.is_empty()).count());
+        nodes = nodes.max(hosts.iter().flat_map(|(_, text)| hosts_in(text)).count());
         for (name, text) in set(env, self.indices) {
             let index = number(name, text)?;
             if index > 0 {
@@ -222,7 +271,7 @@ impl Engine {
                 "{name} started this process in a pod of an Indexed Job ({found}), which does not say how many pods it has: each would run alone"
             ),
             _ => format!(
-                "{name} started this process on one of {nodes} nodes ({found}): each would run alone"
+                "{name} started this process on one of {nodes} nodes, but its variables are incomplete or disagree ({found}): each node would run alone"
             ),
         };
         let line = match (&self.instead, asking) {
@@ -230,13 +279,13 @@ impl Engine {
                 "srun --ntasks-per-node=1 phalanx launch --token-file job.token ...".to_owned()
             }
             (Instead::Srun, Asking::Ranks) => {
-                format!("srun {command} ...   (one rank a task)")
+                format!("srun {command} ...   (each task is a rank)")
             }
-            (Instead::Launch(flags), Asking::Launch) => {
+            (Instead::Flags(flags), Asking::Launch) => {
                 format!("phalanx launch {flags}--token-file job.token ...")
             }
-            (Instead::Launch(flags), Asking::Ranks) => {
-                format!("phalanx launch {flags}--token-file job.token -- {command} ...")
+            (Instead::Flags(flags), Asking::Ranks) => {
+                format!("{command} {flags}--token-file job.token ...")
             }
         };
         let alone = match asking {
@@ -262,137 +311,243 @@ mod tests {
         pairs.collect()
     }
 
+    /// What a table expects of an environment.
+    #[derive(Debug)]
+    enum Want {
+        /// One node, or no engine.
+        Alone,
+        /// This node of so many, with node 0 on this host.
+        Node(usize, usize, Option<&'static str>),
+        /// Exit code 2 and these words.
+        Refused(&'static [&'static str]),
+    }
+
     #[test]
-    fn several_nodes_are_refused_and_one_is_not() {
+    fn several_nodes_are_followed_or_refused_and_never_alone() {
         use Asking::{Launch, Ranks};
+        use Want::{Alone, Node, Refused};
         const BOTH: &[Asking] = &[Launch, Ranks];
-        let table: &[(&str, &[Asking], &[&str])] = &[
-            ("", &[], &[]),
-            ("HOME=/root LOCAL_RANK=1", &[], &[]),
-            // Kubeflow Trainer; `launch` follows it
-            (
-                "PET_NNODES=2 PET_NODE_RANK=1 PET_MASTER_ADDR=a JOB_COMPLETION_INDEX=1",
-                &[Ranks],
-                &[
-                    "on one of 2 nodes (PET_NNODES=2, PET_NODE_RANK=1)",
-                    "type    phalanx launch --token-file job.token -- phalanx train ...",
-                ],
-            ),
-            ("PET_NNODES=1:4", &[Ranks], &["PET_NNODES=1:4"]),
-            (
-                "PET_NNODES=1 PET_NODE_RANK=0 JOB_COMPLETION_INDEX=0",
-                &[],
-                &[],
-            ),
-            ("PET_NNODES=1:1 PET_NPROC_PER_NODE=4", &[], &[]),
+        let table: &[(&str, &[Asking], Option<usize>, Want)] = &[
+            ("", BOTH, None, Alone),
+            ("HOME=/root LOCAL_RANK=1", BOTH, None, Alone),
             // PyTorchJob, Alibaba DLC: the numbers are those of nodes
             (
-                "RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1",
+                "RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1",
                 &[Launch],
-                &[
-                    "WORLD_SIZE=2, RANK=0",
-                    "--nnodes \"$WORLD_SIZE\" --node-rank \"$RANK\" --token-file",
-                ],
+                None,
+                Node(1, 2, None),
             ),
-            ("RANK=0 WORLD_SIZE=1 MASTER_ADDR=a", &[], &[]),
-            ("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1", &[], &[]),
-            ("WORLD_SIZE=2", &[], &[]),
             (
-                "SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_RANK=0 SKYPILOT_NODE_IPS=10.0.0.1_10.0.0.2",
+                "RANK=1 WORLD_SIZE=2 MASTER_ADDR=a",
+                &[Ranks],
+                Some(2),
+                Node(1, 2, None),
+            ),
+            (
+                "RANK=1 WORLD_SIZE=2 MASTER_ADDR=a",
+                &[Ranks],
+                Some(3),
+                Alone,
+            ),
+            (
+                "WORLD_SIZE=2 MASTER_ADDR=a",
+                &[Launch],
+                None,
+                Refused(&["WORLD_SIZE=2", "--node-rank \"$RANK\""]),
+            ),
+            ("RANK=1", &[Launch], None, Refused(&["2 nodes", "(RANK=1)"])),
+            (
+                "RANK=2 WORLD_SIZE=2 MASTER_ADDR=a",
+                &[Launch],
+                None,
+                Refused(&["WORLD_SIZE=2, RANK=2"]),
+            ),
+            ("RANK=0 WORLD_SIZE=1 MASTER_ADDR=a", &[Launch], None, Alone),
+            ("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1", &[Launch], None, Alone),
+            ("WORLD_SIZE=2", BOTH, None, Alone),
+            (
+                "SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_RANK=1 SKYPILOT_NODE_IPS=10.0.0.1_10.0.0.2",
                 BOTH,
-                &[
+                None,
+                Node(1, 2, Some("10.0.0.1")),
+            ),
+            (
+                "SKYPILOT_NODE_RANK=0 SKYPILOT_NODE_IPS=10.0.0.1_10.0.0.2",
+                BOTH,
+                None,
+                Node(0, 2, Some("10.0.0.1")),
+            ),
+            (
+                "SKYPILOT_NUM_NODES=3 SKYPILOT_NODE_RANK=0 SKYPILOT_NODE_IPS=10.0.0.1_10.0.0.2",
+                BOTH,
+                None,
+                Refused(&[
                     "SkyPilot",
-                    "SKYPILOT_NUM_NODES=2",
+                    "SKYPILOT_NUM_NODES=3",
                     "10.0.0.1\\n10.0.0.2",
                     "head -n1",
-                ],
+                ]),
             ),
-            ("SKYPILOT_NODE_IPS=10.0.0.1_10.0.0.2", BOTH, &["2 nodes"]),
+            (
+                "SKYPILOT_NODE_IPS=10.0.0.1_10.0.0.2",
+                BOTH,
+                None,
+                Refused(&["2 nodes"]),
+            ),
+            (
+                "SKYPILOT_NUM_NODES=2",
+                BOTH,
+                None,
+                Refused(&["SKYPILOT_NUM_NODES=2"]),
+            ),
+            (
+                "SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_RANK=2 SKYPILOT_NODE_IPS=a_b",
+                BOTH,
+                None,
+                Refused(&["3 nodes"]),
+            ),
             (
                 "SKYPILOT_NUM_NODES=1 SKYPILOT_NODE_RANK=0 SKYPILOT_NODE_IPS=10.0.0.1",
-                &[],
-                &[],
+                BOTH,
+                None,
+                Alone,
             ),
             (
-                "VC_TASK_INDEX=0 VC_WORKER_NUM=2 VC_WORKER_HOSTS=a,b MA_NUM_GPUS=8 MA_NUM_HOSTS=2",
+                "VC_TASK_INDEX=1 VC_WORKER_NUM=2 VC_WORKER_HOSTS=a,b MA_NUM_GPUS=8 MA_NUM_HOSTS=2 MA_CURRENT_IP=1.2.3.4",
                 BOTH,
-                &[
+                None,
+                Node(1, 2, Some("a")),
+            ),
+            (
+                "VC_TASK_INDEX=1 MA_NUM_HOSTS=2",
+                BOTH,
+                None,
+                Refused(&["MA_NUM_HOSTS=2"]),
+            ),
+            (
+                "VC_TASK_INDEX=1 MA_NUM_HOSTS=2 MASTER_ADDR=h",
+                BOTH,
+                None,
+                Node(1, 2, None),
+            ),
+            (
+                "VC_TASK_INDEX=0 VC_WORKER_NUM=2 VC_WORKER_HOSTS=a,b MA_NUM_HOSTS=3",
+                BOTH,
+                None,
+                Refused(&[
                     "ModelArts",
                     "VC_WORKER_NUM=2",
                     "VC_WORKER_HOSTS=a,b",
                     "${VC_WORKER_HOSTS%%,*}",
-                ],
+                ]),
             ),
             (
                 "VC_TASK_INDEX=0 VC_WORKER_NUM=1 VC_WORKER_HOSTS=a MA_NUM_HOSTS=1",
-                &[],
-                &[],
+                BOTH,
+                None,
+                Alone,
             ),
             (
-                "VC_TASK_INDEX=0 VC_MASTER_NUM=1 VC_WORKER_NUM=1",
+                "VC_TASK_INDEX=0 VC_MASTER_NUM=1 VC_WORKER_NUM=1 VC_MASTER_HOSTS=a VC_WORKER_HOSTS=b",
                 BOTH,
-                &["2 nodes"],
+                None,
+                Refused(&["2 nodes"]),
             ),
-            ("VC_TASK_INDEX=2", BOTH, &["3 nodes (VC_TASK_INDEX=2)"]),
-            ("VC_TASK_INDEX=0", &[], &[]),
+            (
+                "VC_TASK_INDEX=2",
+                BOTH,
+                None,
+                Refused(&["3 nodes", "(VC_TASK_INDEX=2)"]),
+            ),
+            ("VC_TASK_INDEX=0", BOTH, None, Alone),
             // the shell of sbatch, which runs once, and of salloc
             (
                 "SLURM_JOB_NUM_NODES=2 SLURM_NNODES=2 SLURM_PROCID=0 SLURM_NODEID=0 SLURM_NTASKS=2",
                 BOTH,
-                &["SLURM_JOB_NUM_NODES=2", "srun "],
+                None,
+                Refused(&["SLURM_JOB_NUM_NODES=2", "srun "]),
             ),
-            ("SLURM_NNODES=2", BOTH, &["srun "]),
+            ("SLURM_NNODES=2", BOTH, None, Refused(&["srun "])),
             (
                 "SLURM_JOB_NUM_NODES=1 SLURM_NNODES=1 SLURM_PROCID=0 SLURM_NTASKS=4",
-                &[],
-                &[],
+                BOTH,
+                None,
+                Alone,
             ),
             (
                 "SLURM_JOB_NUM_NODES=2 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0",
-                &[],
-                &[],
+                BOTH,
+                None,
+                Alone,
             ),
             (
                 "SLURM_JOB_NUM_NODES=2 OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0",
-                &[],
-                &[],
+                BOTH,
+                None,
+                Alone,
             ),
             (
                 "JOB_COMPLETION_INDEX=0",
                 BOTH,
-                &[
+                None,
+                Refused(&[
                     "does not say how many pods",
                     "JOB_COMPLETION_INDEX=0",
                     "--nnodes PODS",
-                ],
+                ]),
             ),
-            ("JOB_COMPLETION_INDEX=3", BOTH, &["JOB_COMPLETION_INDEX=3"]),
-            ("JOB_COMPLETION_INDEX=0 SKYPILOT_NUM_NODES=1", &[], &[]),
-            ("JOB_COMPLETION_INDEX=", &[], &[]),
+            (
+                "JOB_COMPLETION_INDEX=3",
+                BOTH,
+                None,
+                Refused(&["JOB_COMPLETION_INDEX=3"]),
+            ),
+            ("JOB_COMPLETION_INDEX=3", BOTH, Some(4), Node(3, 4, None)),
+            ("JOB_COMPLETION_INDEX=3", BOTH, Some(2), Alone),
+            (
+                "JOB_COMPLETION_INDEX=0 SKYPILOT_NUM_NODES=1",
+                BOTH,
+                None,
+                Alone,
+            ),
+            ("JOB_COMPLETION_INDEX=", BOTH, None, Alone),
         ];
-        for (text, refused, words) in table {
-            for asking in BOTH {
-                let error = alone_by_mistake(&env(text), *asking, "phalanx train").unwrap();
-                let is_refused = refused.contains(asking);
-                assert_eq!(error.is_some(), is_refused, "{asking:?} {text}");
-                let Some(error) = error else { continue };
-                assert_eq!(error.exit_code(), 2);
-                let said = error.render();
-                let words = words
-                    .iter()
-                    .filter(|word| !word.contains("-- phalanx") || *asking == Ranks);
-                for word in words.copied().chain(["alone"]) {
-                    assert!(said.contains(word), "{asking:?} {text}: {said}");
-                }
-                let flag = match asking {
-                    Launch => "--standalone",
-                    Ranks => "--world-size 1",
+        for (text, all, typed, want) in table {
+            for asking in *all {
+                let got = {
+                    let env = env(text);
+                    let has_host = env.contains_key("MASTER_ADDR");
+                    node_place(&env, *asking, *typed, has_host, "phalanx train")
                 };
-                assert!(said.contains(flag), "{said}");
+                match (got, want) {
+                    (Ok(None), Alone) => {}
+                    (Ok(Some(place)), Node(index, count, host)) => {
+                        assert_eq!((place.index, place.count), (*index, *count), "{text}");
+                        assert_eq!(place.first_host.as_deref(), *host, "{text}");
+                    }
+                    (Err(error), Refused(words)) => {
+                        assert_eq!(error.exit_code(), 2);
+                        let said = error.render();
+                        let way_out = match asking {
+                            Launch => ["--standalone", "phalanx launch "],
+                            Ranks => ["--world-size 1", "phalanx train "],
+                        };
+                        for word in words.iter().chain(&["alone"]).chain(&way_out) {
+                            assert!(said.contains(word), "{asking:?} {text}: {said}");
+                        }
+                    }
+                    (got, want) => panic!("{asking:?} {text}: {got:?}, expected {want:?}"),
+                }
             }
         }
-        let error =
-            alone_by_mistake(&env("SKYPILOT_NUM_NODES=x"), Ranks, "phalanx train").unwrap_err();
+        let error = node_place(
+            &env("SKYPILOT_NUM_NODES=x"),
+            Ranks,
+            None,
+            false,
+            "phalanx train",
+        );
+        let error = error.unwrap_err();
         assert!(
             error.chain().contains("SKYPILOT_NUM_NODES=x"),
             "{}",

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use phalanx_live::Address;
 
-use super::alone::{Asking, alone_by_mistake};
+use super::alone::{Asking, node_place};
 use super::cluster::{self, Env};
 use super::streams::{StreamChoice, Streams};
 use crate::error::{Error, Result};
@@ -26,25 +26,45 @@ const MAX_NODES: usize = 1024;
 /// Where torchrun's c10d nodes meet, unless told otherwise.
 const C10D_PORT: u16 = 29400;
 
+/// The nodes of a job, as typed: `phalanx launch` and commands that start ranks of their own.
+#[derive(clap::Args, Clone, Debug, Default)]
+pub struct NodeFlags {
+    /// Number of nodes; run the same command on each [default: 1, or set by the cluster engine]
+    #[arg(long, value_name = "A")]
+    pub(crate) nnodes: Option<String>,
+    /// Number of this node, from 0 [default: set by the cluster engine]
+    #[arg(long, value_name = "R")]
+    pub(crate) node_rank: Option<String>,
+    /// Host of node 0; required with several nodes, unless MASTER_ADDR or the cluster engine sets it
+    #[arg(long, value_name = "HOST")]
+    pub(crate) master_addr: Option<String>,
+    /// Port of node 0 where the nodes meet [default: MASTER_PORT, or 29500; 29400 with --rdzv-backend c10d, as torchrun]. On one node, the MASTER_PORT of launched ranks [default: a free one]
+    #[arg(long, value_name = "PORT")]
+    pub(crate) master_port: Option<String>,
+}
+
+impl NodeFlags {
+    /// A flag that says something about several nodes only.
+    pub(crate) fn beside_nnodes(&self) -> Option<&'static str> {
+        let typed = [
+            (&self.node_rank, "--node-rank"),
+            (&self.master_addr, "--master-addr"),
+            (&self.master_port, "--master-port"),
+        ];
+        let first = typed.iter().find(|(text, _)| text.is_some());
+        first.map(|(_, flag)| *flag)
+    }
+}
+
 /// `phalanx launch`, as typed. Numbers stay text so that the same checks
 /// and messages serve flags and `PET_*` variables.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct LaunchCli {
-    /// Number of nodes (one launcher each) [default: 1, or set by Slurm, Open MPI or PMI].
-    #[arg(long, value_name = "A")]
-    pub(crate) nnodes: Option<String>,
+    #[command(flatten)]
+    pub(crate) nodes: NodeFlags,
     /// Number of ranks on this node; auto and cpu mean one per core [default: 1].
     #[arg(long, value_name = "N|auto|cpu")]
     pub nproc_per_node: Option<String>,
-    /// Number of this node, from 0.
-    #[arg(long, value_name = "R")]
-    pub(crate) node_rank: Option<String>,
-    /// Host of node 0; required with several nodes, unless MASTER_ADDR or Slurm sets it.
-    #[arg(long, value_name = "HOST")]
-    pub(crate) master_addr: Option<String>,
-    /// MASTER_PORT on one node [default: a free one]; on several, where the launchers meet [default: 29500, or 29400 with --rdzv-backend c10d, as torchrun].
-    #[arg(long, value_name = "PORT")]
-    pub(crate) master_port: Option<String>,
     /// HOST[:PORT]; torchrun's alternative to --master-addr and --master-port.
     #[arg(long, value_name = "HOST[:PORT]")]
     pub(crate) rdzv_endpoint: Option<String>,
@@ -112,6 +132,8 @@ pub struct Meeting {
     pub host: String,
     /// The store's port there.
     pub port: u16,
+    /// The engine that gave this node its number.
+    pub engine: Option<&'static str>,
 }
 
 /// The settings of a launch, checked.
@@ -214,109 +236,20 @@ impl LaunchArgs {
             None => 1,
             Some(given) => ranks(&given, cores)?,
         };
-        let nodes = match pick(env, "nnodes", &cli.nnodes) {
-            None => None,
-            Some(given) => Some(node_count(&given)?),
-        };
-        let node_rank = match pick(env, "node-rank", &cli.node_rank) {
-            None => None,
-            Some(given) => Some(given.number::<usize>("not a node's number")?),
-        };
-        if standalone && nodes.is_some_and(|n| n > 1) {
-            return Err(Error::usage(
-                "--standalone runs one node; it cannot be combined with --nnodes above 1",
-            ));
-        }
-        // Variables of a cluster engine count only where no flag was given.
-        let place = if standalone || nodes == Some(1) {
-            None
-        } else {
-            cluster::detect(env)?.filter(|place| place.count > 1)
-        };
-        if nodes.is_none()
-            && !standalone
-            && place.is_none()
-            && let Some(error) = alone_by_mistake(env, Asking::Launch, "launch")?
-        {
-            return Err(error);
-        }
-        let nodes_wanted = match (nodes, &place) {
-            (Some(nodes), _) => nodes,
-            (None, Some(place)) => place.count,
-            (None, None) => 1,
-        };
-        let node_rank = match (node_rank, &place) {
-            _ if standalone => 0,
-            (Some(rank), _) => rank,
-            (None, Some(place)) if place.count == nodes_wanted => place.index,
-            (None, Some(place)) => {
-                return Err(Error::usage(format!(
-                    "--nnodes is {nodes_wanted}, but {} started {} launchers",
-                    place.engine, place.count
-                ))
-                .note("fix", "start one launcher a node, or give --node-rank too"));
-            }
-            (None, None) if nodes_wanted == 1 => 0,
-            (None, None) => {
-                return Err(Error::usage(format!(
-                    "--nnodes {nodes_wanted} requires --node-rank, the number of this node"
-                ))
-                .note(
-                    "fix",
-                    format!(
-                        "add --node-rank 0 on the first node, ... {} on the last",
-                        nodes_wanted - 1
-                    ),
-                ));
-            }
-        };
-        if node_rank >= nodes_wanted {
-            return Err(Error::usage(format!(
-                "--node-rank {node_rank} is outside --nnodes {nodes_wanted} (nodes count from 0)"
-            )));
-        }
-
-        let (host, port) = address(cli, env, nodes_wanted == 1)?;
         let backend = pick(env, "rdzv-backend", &cli.rdzv_backend);
-        let meeting = if nodes_wanted == 1 {
-            None
-        } else {
-            // MASTER_ADDR and MASTER_PORT without a prefix also name node 0.
-            let host = host
-                .or_else(|| env.get("MASTER_ADDR").filter(|a| !a.is_empty()).cloned())
-                .or_else(|| place.as_ref().and_then(|p| p.first_host.clone()));
-            let Some(host) = host else {
-                let who = match &place {
-                    Some(place) => format!(
-                        "{} does not say on which host the first of the {nodes_wanted} launchers runs",
-                        place.engine
-                    ),
-                    None => format!(
-                        "--nnodes {nodes_wanted} requires --master-addr, the host of node 0"
-                    ),
-                };
-                return Err(Error::usage(who).note(
-                    "fix",
-                    "add --master-addr HOST, the same on all nodes (127.0.0.1 if all run on this host), or set MASTER_ADDR",
-                ));
-            };
-            let given = env.get("MASTER_PORT").filter(|p| !p.is_empty());
-            let port = match (port, given) {
-                (Some(port), _) => port,
-                (None, Some(text)) => {
-                    let name = "MASTER_PORT".to_owned();
-                    Given { text, name }.port()?
-                }
-                (None, None) if backend.as_ref().is_some_and(|b| b.text == "c10d") => C10D_PORT,
-                (None, None) => super::DEFAULT_PORT,
-            };
-            Some(Meeting {
-                nodes: nodes_wanted,
-                node_rank,
-                host,
-                port,
-            })
+        let default_port = match &backend {
+            Some(backend) if backend.text == "c10d" => C10D_PORT,
+            _ => super::DEFAULT_PORT,
         };
+        let nodes = WhichNodes {
+            flags: &cli.nodes,
+            endpoint: &cli.rdzv_endpoint,
+            standalone,
+            default_port,
+            asking: Asking::Launch,
+            command: "launch",
+        };
+        let (meeting, port) = nodes.resolve(env)?;
 
         let max_restarts = match pick(env, "max-restarts", &cli.max_restarts) {
             None => 0,
@@ -428,6 +361,138 @@ impl LaunchArgs {
     }
 }
 
+/// Decides which of how many nodes this is, from flags, `PET_*` variables and those of engines.
+pub struct WhichNodes<'a> {
+    /// As typed.
+    pub flags: &'a NodeFlags,
+    /// As typed: torchrun's other form of an address.
+    pub endpoint: &'a Option<String>,
+    /// One node, whatever variables say.
+    pub standalone: bool,
+    /// Where several nodes meet unless told otherwise.
+    pub default_port: u16,
+    /// Which kind of command wants to know, and its name.
+    pub asking: Asking,
+    /// See `asking`.
+    pub command: &'a str,
+}
+
+impl WhichNodes<'_> {
+    /// Where the nodes meet, or `None` for a single node; and the port that was given.
+    ///
+    /// # Errors
+    /// `Usage`, naming the flag or variable.
+    pub fn resolve(&self, env: &Env) -> Result<(Option<Meeting>, Option<u16>)> {
+        let (flags, standalone) = (self.flags, self.standalone);
+        let given = pick(env, "nnodes", &flags.nnodes);
+        let nodes = given.as_ref().map(node_count).transpose()?;
+        let nnodes = given.map_or(String::new(), |given| match given.name.strip_prefix("--") {
+            Some(_) => format!("{} {}", given.name, given.text),
+            None => format!("{}={}", given.name, given.text),
+        });
+        let node_rank = match pick(env, "node-rank", &flags.node_rank) {
+            None => None,
+            Some(given) => Some(given.number::<usize>("not a node's number")?),
+        };
+        if standalone && nodes.is_some_and(|n| n > 1) {
+            return Err(Error::usage(
+                "--standalone runs one node; it cannot be combined with --nnodes above 1",
+            ));
+        }
+        // Variables of a cluster engine count only where no flag was given.
+        let place = if standalone || nodes == Some(1) {
+            None
+        } else {
+            match cluster::detect(env)?.filter(|place| place.count > 1) {
+                Some(place) => Some(place),
+                None => {
+                    let has_host = pick(env, "master-addr", &flags.master_addr)
+                        .or(pick(env, "rdzv-endpoint", self.endpoint))
+                        .is_some()
+                        || cluster::is_set(env, "MASTER_ADDR");
+                    node_place(env, self.asking, nodes, has_host, self.command)?
+                }
+            }
+        };
+        let nodes_wanted = match (nodes, &place) {
+            (Some(nodes), _) => nodes,
+            (None, Some(place)) => place.count,
+            (None, None) => 1,
+        };
+        let is_numbered = node_rank.is_none();
+        let node_rank = match (node_rank, &place) {
+            _ if standalone => 0,
+            (Some(rank), _) => rank,
+            (None, Some(place)) if place.count == nodes_wanted => place.index,
+            (None, Some(place)) => {
+                return Err(Error::usage(format!(
+                    "--nnodes is {nodes_wanted}, but {} started {} processes",
+                    place.engine, place.count
+                ))
+                .note("fix", "start one process a node, or give --node-rank too"));
+            }
+            (None, None) if nodes_wanted == 1 => 0,
+            (None, None) => {
+                return Err(Error::usage(format!(
+                    "{nnodes} requires --node-rank, the number of this node"
+                ))
+                .note(
+                    "fix",
+                    format!(
+                        "add --node-rank 0 on the first node, ... {} on the last",
+                        nodes_wanted - 1
+                    ),
+                ));
+            }
+        };
+        if node_rank >= nodes_wanted {
+            return Err(Error::usage(format!(
+                "--node-rank {node_rank} is outside --nnodes {nodes_wanted} (nodes count from 0)"
+            )));
+        }
+        let (host, port) = address(flags, self.endpoint, env, nodes_wanted == 1)?;
+        if nodes_wanted == 1 {
+            return Ok((None, port));
+        }
+        // MASTER_ADDR and MASTER_PORT without a prefix also name node 0.
+        let host = host
+            .or_else(|| env.get("MASTER_ADDR").filter(|a| !a.is_empty()).cloned())
+            .or_else(|| place.as_ref().and_then(|p| p.first_host.clone()));
+        let Some(host) = host else {
+            let who = match &place {
+                Some(place) => format!(
+                    "{} does not say on which host the first of the {nodes_wanted} nodes is",
+                    place.engine
+                ),
+                None => {
+                    format!("{nnodes} requires --master-addr, the host of node 0")
+                }
+            };
+            return Err(Error::usage(who).note(
+                "fix",
+                "add --master-addr HOST, the same on all nodes (127.0.0.1 if all run on this host), or set MASTER_ADDR",
+            ));
+        };
+        let given = env.get("MASTER_PORT").filter(|p| !p.is_empty());
+        let meets_at = match (port, given) {
+            (Some(port), _) => port,
+            (None, Some(text)) => {
+                let name = "MASTER_PORT".to_owned();
+                Given { text, name }.port()?
+            }
+            (None, None) => self.default_port,
+        };
+        let meeting = Meeting {
+            nodes: nodes_wanted,
+            node_rank,
+            host,
+            port: meets_at,
+            engine: place.filter(|_| is_numbered).map(|place| place.engine),
+        };
+        Ok((Some(meeting), port))
+    }
+}
+
 /// The flag's text, else its `PET_*` variable's.
 fn pick<'a>(env: &'a Env, flag: &str, typed: &'a Option<String>) -> Option<Given<'a>> {
     if let Some(text) = typed {
@@ -505,13 +570,18 @@ fn node_count(given: &Given<'_>) -> Result<usize> {
 }
 
 /// Host and port from `--master-addr`, `--master-port` and `--rdzv-endpoint`.
-fn address(cli: &LaunchCli, env: &Env, alone: bool) -> Result<(Option<String>, Option<u16>)> {
-    let mut host = pick(env, "master-addr", &cli.master_addr).map(|g| g.text.to_owned());
-    let mut port = match pick(env, "master-port", &cli.master_port) {
+fn address(
+    flags: &NodeFlags,
+    endpoint: &Option<String>,
+    env: &Env,
+    alone: bool,
+) -> Result<(Option<String>, Option<u16>)> {
+    let mut host = pick(env, "master-addr", &flags.master_addr).map(|g| g.text.to_owned());
+    let mut port = match pick(env, "master-port", &flags.master_port) {
         None => None,
         Some(given) => given.port_or_free(alone)?,
     };
-    if let Some(given) = pick(env, "rdzv-endpoint", &cli.rdzv_endpoint) {
+    if let Some(given) = pick(env, "rdzv-endpoint", endpoint) {
         let (name, number) = match given.text.rsplit_once(':') {
             // A bare IPv6 address is full of colons.
             Some((name, _)) if name.contains(':') && !name.ends_with(']') => (given.text, None),
@@ -521,7 +591,7 @@ fn address(cli: &LaunchCli, env: &Env, alone: bool) -> Result<(Option<String>, O
         if let Some(text) = number {
             let name = given.name.clone();
             port = port.or(Given { text, name }.port_or_free(alone)?);
-            if let (Some(typed), Some(_)) = (&cli.master_port, &cli.rdzv_endpoint)
+            if let (Some(typed), Some(_)) = (&flags.master_port, endpoint)
                 && typed != text
             {
                 return Err(Error::usage(format!(
@@ -531,7 +601,7 @@ fn address(cli: &LaunchCli, env: &Env, alone: bool) -> Result<(Option<String>, O
             }
         }
         let name = name.trim_matches(['[', ']']);
-        if let (Some(typed), Some(_)) = (&cli.master_addr, &cli.rdzv_endpoint)
+        if let (Some(typed), Some(_)) = (&flags.master_addr, endpoint)
             && typed != name
         {
             return Err(Error::usage(format!(
@@ -573,11 +643,11 @@ mod tests {
             let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
             let value = Some(value.to_owned());
             match name {
-                "nnodes" => cli.nnodes = value,
+                "nnodes" => cli.nodes.nnodes = value,
                 "nproc" => cli.nproc_per_node = value,
-                "node-rank" => cli.node_rank = value,
-                "addr" => cli.master_addr = value,
-                "port" => cli.master_port = value,
+                "node-rank" => cli.nodes.node_rank = value,
+                "addr" => cli.nodes.master_addr = value,
+                "port" => cli.nodes.master_port = value,
                 "endpoint" => cli.rdzv_endpoint = value,
                 "backend" => cli.rdzv_backend = value,
                 "restarts" => cli.max_restarts = value,

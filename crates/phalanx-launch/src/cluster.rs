@@ -87,14 +87,34 @@ fn slurm(env: &Env, first_host: Option<String>) -> Result<Option<Place>> {
         (None, Some(task), Some(nodes), None) => (nodes, task),
         _ => return Ok(None),
     };
-    let local = match (number(env, "SLURM_LOCALID")?, nodes) {
-        (Some(id), Some(1)) => Some((id, count)),
-        (Some(id), Some(nodes)) if nodes > 0 && count.is_multiple_of(nodes) => {
+    let listed = match (env.get("SLURM_STEP_TASKS_PER_NODE"), node) {
+        (Some(list), Some(node)) => tasks_on_node(list, node),
+        _ => None,
+    };
+    let local = match (number(env, "SLURM_LOCALID")?, listed, nodes) {
+        (Some(id), Some(here), _) => Some((id, here)),
+        (Some(id), None, Some(1)) => Some((id, count)),
+        (Some(id), None, Some(nodes)) if nodes > 0 && count.is_multiple_of(nodes) => {
             Some((id, count / nodes))
         }
         _ => None,
     };
     place("Slurm", count, index, local, first_host)
+}
+
+/// The number of tasks on node `node` of Slurm's `2(x3),1`: three nodes with two, then one with one.
+fn tasks_on_node(list: &str, mut node: usize) -> Option<usize> {
+    for part in list.split(',') {
+        let (tasks, nodes) = match part.trim().split_once("(x") {
+            None => (part.trim(), 1),
+            Some((tasks, nodes)) => (tasks, nodes.strip_suffix(')')?.parse().ok()?),
+        };
+        match node.checked_sub(nodes) {
+            None => return tasks.parse().ok(),
+            Some(rest) => node = rest,
+        }
+    }
+    None
 }
 
 fn place(
@@ -256,12 +276,12 @@ impl RankPlace {
     }
 
     /// Checks the numbers of ranks on the command line against those that this rank was started with:
-    /// `here` on this host, and `world` in all.
+    /// `here` on this host, and `world` in all. `has_nodes`: the command line has `--nnodes`.
     ///
     /// # Errors
     ///
     /// Usage, when they contradict each other.
-    pub fn check(&self, here: Option<usize>, world: Option<usize>) -> Result<()> {
+    pub fn check(&self, here: Option<usize>, world: Option<usize>, has_nodes: bool) -> Result<()> {
         let who = match self.is_by_rank() {
             true => format!(
                 "the environment (RANK={}, WORLD_SIZE={})",
@@ -275,6 +295,13 @@ impl RankPlace {
                 self.world
             ))
             .note("fix", "leave it out"));
+        }
+        if has_nodes {
+            return Err(Error::usage(format!(
+                "--nnodes contradicts {who}: this process is one of {} ranks",
+                self.world
+            ))
+            .note("fix", "leave it out, or start one process on each node"));
         }
         let Some(typed) = here.filter(|typed| *typed != self.local_world.unwrap_or(1)) else {
             return Ok(());
@@ -291,13 +318,7 @@ impl RankPlace {
             (None, RANK_SOURCE) => error
                 .note(
                     "fix",
-                    "leave it out; or, if RANK and WORLD_SIZE count nodes, type",
-                )
-                .note(
-                    "",
-                    format!(
-                        "phalanx launch --nnodes \"$WORLD_SIZE\" --node-rank \"$RANK\" --nproc-per-node {typed} --token-file job.token -- phalanx ..."
-                    ),
+                    "leave it out; or, if RANK and WORLD_SIZE count nodes, add --nnodes \"$WORLD_SIZE\"",
                 ),
             (_, "Slurm") => error.note(
                 "fix",
@@ -367,6 +388,23 @@ mod tests {
             ("a b", None),
         ] {
             assert_eq!(first_host(list).as_deref(), want, "{list}");
+        }
+    }
+
+    #[test]
+    fn tasks_of_a_node_by_slurms_list() {
+        for (list, node, want) in [
+            ("2(x3),1", 0, Some(2)),
+            ("2(x3),1", 2, Some(2)),
+            ("2(x3),1", 3, Some(1)),
+            ("2(x3),1", 4, None),
+            ("4", 0, Some(4)),
+            ("1,3(x2)", 1, Some(3)),
+            ("", 0, None),
+            ("2(x", 0, None),
+            ("2(x18446744073709551616)", 0, None),
+        ] {
+            assert_eq!(tasks_on_node(list, node), want, "{list} {node}");
         }
     }
 
@@ -540,7 +578,7 @@ mod tests {
                 "RANK=0 WORLD_SIZE=4",
                 Some(2),
                 None,
-                Some("phalanx launch --nnodes \"$WORLD_SIZE\""),
+                Some("add --nnodes \"$WORLD_SIZE\""),
             ),
             ("RANK=0 WORLD_SIZE=4", None, Some(1), Some("one of 4 ranks")),
             (
@@ -550,13 +588,19 @@ mod tests {
                 Some("srun --ntasks-per-node=2"),
             ),
             (
+                "SLURM_PROCID=2 SLURM_NTASKS=3 SLURM_NNODES=2 SLURM_NODEID=1 SLURM_LOCALID=0 SLURM_STEP_ID=0 SLURM_STEP_TASKS_PER_NODE=2,1",
+                Some(1),
+                None,
+                None,
+            ),
+            (
                 "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2",
                 Some(4),
                 None,
                 Some("contradicts Open MPI"),
             ),
         ] {
-            let checked = place(text).check(here, world);
+            let checked = place(text).check(here, world, false);
             match (checked, wrong) {
                 (Ok(()), None) => {}
                 (Err(error), Some(words)) => {

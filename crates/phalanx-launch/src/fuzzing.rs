@@ -2,7 +2,7 @@
 //! garbage: the bodies of the fuzz targets in `tools/fuzz/`, which the tests here run on garbled
 //! seeds.
 
-use super::alone::{Asking, alone_by_mistake};
+use super::alone::{Asking, node_place};
 use super::args::{LaunchArgs, LaunchCli};
 use super::cluster::{self, Env};
 use super::nodes::NodeInfo;
@@ -52,8 +52,12 @@ pub fn cluster(data: &[u8]) {
         assert!(place.rank < place.world);
     }
     for asking in [Asking::Launch, Asking::Ranks] {
-        if let Ok(Some(error)) = alone_by_mistake(&env, asking, "phalanx train") {
-            assert_eq!(error.exit_code(), 2);
+        for typed in [None, Some(2)] {
+            match node_place(&env, asking, typed, false, "phalanx train") {
+                Ok(Some(place)) => assert!(place.index < place.count && place.count > 1),
+                Ok(None) => {}
+                Err(error) => assert_eq!(error.exit_code(), 2),
+            }
         }
     }
 }

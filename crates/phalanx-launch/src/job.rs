@@ -90,6 +90,12 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
     let nodes = match &plan.meeting {
         None => None,
         Some(meeting) => {
+            if let Some(engine) = meeting.engine {
+                say::note(format_args!(
+                    "node {} of {} ({engine}); node 0 is at {}:{}",
+                    meeting.node_rank, meeting.nodes, meeting.host, meeting.port
+                ));
+            }
             if meeting.node_rank == 0 {
                 port = Some(PortForRanks::new(None)?);
             }

@@ -53,6 +53,7 @@ mod token;
 pub mod words;
 
 use std::ffi::OsString;
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -66,7 +67,6 @@ pub use phalanx_process::env::{number, real_env};
 pub use rank_args::{
     AlgorithmArg, RankArgs, Speakers, TransportArg, check_local_ranks, run as run_ranks, start,
 };
-pub use ranks::Prefix;
 pub use reap::{adopt_orphans, reap_group};
 pub use token::write_token;
 
@@ -74,9 +74,10 @@ use phalanx_process::{error, format, say, stop};
 
 use crate::error::Result;
 
-use args::LaunchArgs;
+use args::{LaunchArgs, Meeting};
 use machine::End;
 use plan::LaunchPlan;
+use ranks::Prefix;
 use report::Verdict;
 
 /// torchrun's port, for jobs on several nodes.
@@ -122,9 +123,9 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Ranks on this host that a command starts for itself.
+/// Ranks on this host that a command starts for itself, perhaps as one of several nodes.
 #[derive(Clone, Debug)]
-struct LocalRun {
+pub struct LocalRun {
     /// How many.
     ranks: usize,
     /// The program; this very binary if not set otherwise.
@@ -141,15 +142,23 @@ struct LocalRun {
     /// From SIGTERM to SIGKILL.
     stop_grace: Duration,
     /// Where the ranks' flight recorders are written when the run fails.
-    flight_dir: Option<PathBuf>,
+    pub flight_dir: Option<PathBuf>,
     /// Where the job is shown while it runs.
     live: Option<Address>,
+    /// Where several nodes meet; `None`: one node.
+    meeting: Option<Meeting>,
+    /// How long to wait for the others.
+    meeting_timeout: Duration,
+    /// The file with the job token, as typed.
+    token_file: Option<PathBuf>,
+    /// Listen address.
+    bind: Option<IpAddr>,
 }
 
 impl LocalRun {
     /// `ranks` times this binary with `args`. Lines of rank 0, which reports for the job,
     /// have no prefix, and on a terminal it writes to it directly.
-    fn new(ranks: usize, args: Vec<OsString>) -> Self {
+    pub fn new(ranks: usize, args: Vec<OsString>) -> LocalRun {
         use std::io::IsTerminal;
         LocalRun {
             ranks,
@@ -162,12 +171,16 @@ impl LocalRun {
             stop_grace: STOP_GRACE,
             flight_dir: None,
             live: None,
+            meeting: None,
+            meeting_timeout: Duration::ZERO,
+            token_file: None,
+            bind: None,
         }
     }
 }
 
-/// Starts the ranks on this host and stays until all have ended; the store
-/// is hosted on a free loopback port. Variables about nodes are ignored.
+/// Starts the ranks on this host and stays until all have ended. On one node the store is hosted on
+/// a free loopback port.
 ///
 /// Must be called on a thread that lives as long as the process, best the
 /// main one.
@@ -177,16 +190,25 @@ impl LocalRun {
 /// job's, printing it is the caller's.
 fn run_local(local: LocalRun) -> Result<()> {
     let env = cluster::real_env();
+    let is_first = local
+        .meeting
+        .as_ref()
+        .is_none_or(|meeting| meeting.node_rank == 0);
+    let token = match &local.meeting {
+        // Variables belong to an outer job.
+        None => token::mint()?,
+        Some(_) => plan::job_token(local.token_file.as_deref(), &env, true)?,
+    };
     let plan = LaunchPlan {
-        meeting: None,
-        meeting_timeout: Duration::ZERO,
+        run_id: plan::run_id(None, local.meeting.is_some())?,
+        meeting: local.meeting,
+        meeting_timeout: local.meeting_timeout,
         master_port: None,
-        bind: None,
+        bind: local.bind,
         local_ranks: local.ranks,
-        run_id: plan::random_id()?,
         max_restarts: 0,
         logs: None,
-        token: token::mint()?,
+        token,
         stop_grace: local.stop_grace,
         handler_grace: local.stop_grace,
         grace_is_typed: false,
@@ -195,7 +217,7 @@ fn run_local(local: LocalRun) -> Result<()> {
         flight_dir: local.flight_dir,
         role: "default".to_owned(),
         prefix: local.prefix,
-        rank0_owns_stderr: local.rank0_owns_stderr,
+        rank0_owns_stderr: local.rank0_owns_stderr && is_first,
         program: local.program,
         args: local.args,
         variables: local.variables,

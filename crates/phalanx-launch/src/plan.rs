@@ -76,22 +76,10 @@ impl LaunchPlan {
     pub fn prepare(args: LaunchArgs, env: &Env) -> Result<Self> {
         find_program(&args.program, env.get("PATH").map(String::as_str))?;
         let typed = args.token_file.as_deref();
-        let token = match token::given(typed, env, args.meeting.is_some())? {
-            Some(token) => token,
-            None if args.meeting.is_none() => token::mint()?,
-            None => {
-                return Err(Error::usage("launchers on several nodes need a common job token")
-                    .note("make", "phalanx token --out job.token     (once; copy it to every node, mode 0600)")
-                    .note("then", "phalanx launch --token-file job.token ...")
-                    .note("or", format!("set {} to its text, where no file can be shared", token::TOKEN_VARIABLE)));
-            }
-        };
-        let run_id = match (args.run_id, &args.meeting, args.master_port) {
-            (Some(id), ..) => id,
-            (None, None, None) => random_id()?,
-            // As torchrun: a given address without a name is "none".
-            _ => "none".to_owned(),
-        };
+        let token = job_token(typed, env, args.meeting.is_some())?;
+        // As torchrun: a given address without a name is "none".
+        let is_named = args.meeting.is_some() || args.master_port.is_some();
+        let run_id = run_id(args.run_id, is_named)?;
         let node = args.meeting.as_ref().map(|meeting| meeting.node_rank);
         let logs = match &args.log_dir {
             None => None,
@@ -135,6 +123,39 @@ impl LaunchPlan {
             variables: Vec::new(),
             threads_set: env.contains_key("OMP_NUM_THREADS"),
         })
+    }
+}
+
+/// The token from `file`, a variable, or, on one node, a new one.
+///
+/// # Errors
+/// `Usage` for a file or variable that holds none, and where several nodes have none.
+pub fn job_token(file: Option<&Path>, env: &Env, is_shared: bool) -> Result<Token> {
+    match token::given(file, env, is_shared)? {
+        Some(token) => Ok(token),
+        None if !is_shared => token::mint(),
+        None => Err(Error::usage("several nodes need a common job token")
+            .note(
+                "make",
+                "phalanx token --out job.token     (once; copy it to every node, mode 0600)",
+            )
+            .note("then", "add --token-file job.token on every node")
+            .note(
+                "or",
+                format!(
+                    "set {} to its text, where no file can be shared",
+                    token::TOKEN_VARIABLE
+                ),
+            )),
+    }
+}
+
+/// The job's name: the given one, the same on all nodes where there is an address, or a random one.
+pub fn run_id(given: Option<String>, is_named: bool) -> Result<String> {
+    match given {
+        Some(id) => Ok(id),
+        None if is_named => Ok("none".to_owned()),
+        None => random_id(),
     }
 }
 

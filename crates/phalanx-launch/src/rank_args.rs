@@ -2,7 +2,8 @@
 //!
 //! | asked for | this process |
 //! |---|---|
-//! | `RANK` is set (under a launcher) | is that rank |
+//! | `RANK` is set (under a launcher), or `srun` or `mpirun` started it | is that rank |
+//! | `--nnodes`, or an engine started one process on each node | is the launcher of its node |
 //! | `--transport thread` | runs all ranks as threads |
 //! | `--nproc-per-node 1` | is the only rank, unless its address space is limited |
 //! | otherwise | starts itself once per rank and supervises |
@@ -21,9 +22,9 @@ use rustix::process::{Resource, getrlimit};
 use phalanx_live::Address;
 use phalanx_process::{RankContext, say};
 
-use crate::alone::{Asking, alone_by_mistake};
-use crate::args::{count_of_ranks, untyped_ranks};
-use crate::cluster::half_a_rank;
+use crate::alone::Asking;
+use crate::args::{Meeting, NodeFlags, WhichNodes, count_of_ranks, untyped_ranks};
+use crate::cluster::{Env, half_a_rank, is_set};
 use crate::error::{Error, ErrorKind, Result, check_count};
 use crate::same_host::store_file;
 use crate::{self as launch, LocalRun, Prefix, RankPlace, stop, token};
@@ -73,6 +74,8 @@ pub struct RankArgs {
     /// Number of ranks to start on this host; auto and cpu mean one per core. Under a launcher, the launcher sets it [default: 1]
     #[arg(long, visible_alias = "world", value_name = "N|auto|cpu", value_parser = count_of_ranks)]
     nproc_per_node: Option<usize>,
+    #[command(flatten)]
+    nodes: NodeFlags,
     /// Transport between ranks
     #[arg(long, visible_alias = "backend", value_enum, default_value_t = TransportArg::Auto)]
     pub transport: TransportArg,
@@ -138,12 +141,13 @@ impl RankArgs {
         }
     }
 
-    /// The world size, when it is known before the ranks have met.
+    /// The world size, when it is known before the ranks have met; of several nodes, if each starts
+    /// as many ranks as this one.
     pub fn known_world(&self) -> Result<usize> {
-        match self.place()? {
-            Some(place) => Ok(place.world),
-            None => self.ranks_to_start(),
-        }
+        Ok(match self.way()? {
+            Way::Rank(place) => place.world,
+            Way::Launcher(ranks, meeting) => ranks * meeting.map_or(1, |meeting| meeting.nodes),
+        })
     }
 
     /// How many ranks this command starts, if it starts them.
@@ -156,19 +160,23 @@ impl RankArgs {
 
     /// Whether the first rank is this process or one that it starts.
     pub fn has_first(&self) -> Result<bool> {
-        Ok(self.place()?.is_none_or(|place| place.rank == 0))
+        Ok(match self.way()? {
+            Way::Rank(place) => place.rank == 0,
+            Way::Launcher(_, meeting) => meeting.is_none_or(|meeting| meeting.node_rank == 0),
+        })
     }
 
-    /// Which rank this process is: from a launcher's or cluster's variables, else from
-    /// `--rank` and `--world-size`. `None`: it starts its ranks itself.
-    fn place(&self) -> Result<Option<RankPlace>> {
+    /// What this process is: from a launcher's or cluster's variables, else from `--rank` and
+    /// `--world-size`, else from `--nnodes`.
+    fn way(&self) -> Result<Way> {
         let env = launch::real_env();
-        if let Some(place) = launch::rank_place(&env)? {
-            // Ranks that this command started have its arguments too.
-            let world = self
-                .world_size
-                .filter(|_| !env.contains_key(STARTED_VARIABLE));
-            place.check(self.nproc_per_node, world)?;
+        // Ranks that this command started have its arguments too.
+        let is_ours = env.contains_key(STARTED_VARIABLE);
+        let world_size = self.world_size.filter(|_| !is_ours);
+        let has_nodes = self.nodes.nnodes.is_some() && !is_ours;
+        if let Some(place) = launch::rank_place(&env)?.filter(|p| !self.is_node(p, has_nodes, &env))
+        {
+            place.check(self.nproc_per_node, world_size, has_nodes)?;
             if self.init_method == "env://" && !place.is_by_rank() && place.master_addr.is_none() {
                 return Err(Error::usage(format!(
                     "{} started {} ranks, and does not say on which host rank 0 runs",
@@ -176,13 +184,21 @@ impl RankArgs {
                 ))
                 .note("fix", "set MASTER_ADDR to that host in all ranks (mpirun -x MASTER_ADDR=HOST), or add --init-method tcp://HOST:PORT"));
             }
-            return Ok(Some(place));
+            return Ok(Way::Rank(place));
         }
         let here = self.ranks_to_start()?;
         let (rank, world_size) = (self.rank.unwrap_or(0), self.world_size.unwrap_or(1));
         if rank >= world_size {
             return Err(Error::usage(format!(
                 "--rank {rank} is not below --world-size {world_size}; ranks count from 0"
+            )));
+        }
+        if let (Some(nodes), true) = (
+            &self.nodes.nnodes,
+            self.world_size.is_some() || self.rank.is_some(),
+        ) {
+            return Err(Error::usage(format!(
+                "--nnodes {nodes} cannot be combined with --rank and --world-size: with --nnodes, this command starts the ranks of its node"
             )));
         }
         if world_size == 1 {
@@ -197,23 +213,38 @@ impl RankArgs {
                     "{what} requires --world-size N, the number of ranks that you start"
                 )));
             }
-            if self.world_size.is_none() {
-                // With --nproc-per-node above 1 the ranks are started here.
-                if here == 1
-                    && let Some(error) = half_a_rank(&env)?
-                {
-                    return Err(error);
-                }
-                let command = typed_command();
-                if let Some(error) = alone_by_mistake(&env, Asking::Ranks, &command)? {
-                    return Err(error);
-                }
+            if self.world_size.is_some() {
+                return Ok(Way::Launcher(here, None));
             }
-            return Ok(None);
+            // With --nproc-per-node above 1 the ranks are started here.
+            if here == 1
+                && !has_nodes
+                && let Some(error) = half_a_rank(&env)?
+            {
+                return Err(error);
+            }
+            let which = WhichNodes {
+                flags: &self.nodes,
+                endpoint: &None,
+                standalone: false,
+                default_port: launch::DEFAULT_PORT,
+                asking: Asking::Ranks,
+                command: &typed_command(),
+            };
+            let (meeting, _) = which.resolve(&env)?;
+            if meeting.is_none()
+                && let Some(flag) = self.nodes.beside_nnodes()
+                && self.nodes.nnodes.is_none()
+            {
+                return Err(Error::usage(format!(
+                    "{flag} requires --nnodes, the number of nodes"
+                )));
+            }
+            return Ok(Way::Launcher(here, meeting));
         }
         if here > 1 {
             return Err(Error::usage(
-                "--world-size cannot be combined with --nproc-per-node: each process that you start is one rank; use `phalanx launch --nnodes` for several ranks per node",
+                "--world-size cannot be combined with --nproc-per-node: each process that you start is one rank; use --nnodes for several ranks per node",
             ));
         }
         if self.init_method == "env://" {
@@ -221,7 +252,7 @@ impl RankArgs {
                 "--world-size {world_size} requires --init-method tcp://HOST:PORT, the same for all ranks"
             )));
         }
-        Ok(Some(RankPlace {
+        Ok(Way::Rank(RankPlace {
             source: "--rank",
             rank,
             world: world_size,
@@ -231,6 +262,16 @@ impl RankArgs {
             master_addr: None,
             master_port: 0,
         }))
+    }
+
+    /// Whether the process that an engine started at `place` is one node of several and starts the
+    /// ranks there: it is the only process of its node, and `--nproc-per-node` is above 1 or there is
+    /// `--nnodes`. `RANK` and `WORLD_SIZE` without `LOCAL_RANK` may count nodes, too.
+    fn is_node(&self, place: &RankPlace, has_nodes: bool, env: &Env) -> bool {
+        match place.is_by_rank() {
+            true => has_nodes && !is_set(env, "LOCAL_RANK"),
+            false => place.local_world == Some(1) && (has_nodes || self.nproc_per_node > Some(1)),
+        }
     }
 
     /// The job token, from the command line or the environment.
@@ -267,10 +308,10 @@ impl RankArgs {
     /// Usage errors naming the flag.
     pub fn check_untyped_world(&self) -> Result<()> {
         self.validate()?;
-        if self.nproc_per_node.unwrap_or(1) != 1 || self.world_size.is_some() || self.rank.is_some()
-        {
+        let is_alone = self.nproc_per_node.unwrap_or(1) == 1 && self.nodes.nnodes.is_none();
+        if !is_alone || self.world_size.is_some() || self.rank.is_some() {
             return Err(Error::usage(
-                "--workers sets the number of ranks; leave out --nproc-per-node, --world-size and --rank",
+                "--workers sets the number of ranks of this host; leave out --nproc-per-node, --nnodes, --world-size and --rank",
             ));
         }
         if self.transport == TransportArg::Thread {
@@ -284,6 +325,18 @@ impl RankArgs {
             ));
         }
         Ok(())
+    }
+
+    /// `--live` belongs to the launcher of a rank.
+    fn warn_of_live(&self, place: &RankPlace) {
+        // Ranks that this command started have its arguments too.
+        let is_ours = std::env::var_os(STARTED_VARIABLE).is_some();
+        if self.live.is_some() && place.rank == 0 && !is_ours {
+            say::note(
+                "warning: --live is ignored: this process is one rank of a job that another program has started; \
+                 give it to that program, if it is `phalanx launch`",
+            );
+        }
     }
 
     fn validate(&self) -> Result<()> {
@@ -319,6 +372,14 @@ impl RankArgs {
             AlgorithmArg::Fastest => Algorithm::Fastest,
         }
     }
+}
+
+/// How a command becomes ranks.
+enum Way {
+    /// It is one.
+    Rank(RankPlace),
+    /// It starts so many on this node, which may be one of several.
+    Launcher(usize, Option<Meeting>),
 }
 
 /// `phalanx train`, or the name of a program of a user's own.
@@ -373,19 +434,14 @@ pub fn run(
 ) -> Result<()> {
     args.validate()?;
     let started = Instant::now() - since_command_start();
-    if let Some(place) = args.place()? {
-        // Ranks that this command started have its arguments too.
-        let is_ours = std::env::var_os(STARTED_VARIABLE).is_some();
-        if args.live.is_some() && place.rank == 0 && !is_ours {
-            say::note(
-                "warning: --live is ignored: this process is one rank of a job that another program has started; \
-                 give it to that program, if it is `phalanx launch`",
-            );
+    let (here, meeting) = match args.way()? {
+        Way::Launcher(here, meeting) => (here, meeting),
+        Way::Rank(place) => {
+            args.warn_of_live(&place);
+            return as_launched_rank(args, &place, started, rank);
         }
-        return as_launched_rank(args, &place, started, rank);
-    }
+    };
     let live = args.live.clone().map(Option::unwrap_or_default);
-    let here = args.ranks_to_start()?;
     check_count("--nproc-per-node", here, MAX_LOCAL_RANKS)?;
     // With a limit, the launcher must survive to report a rank that got no memory.
     let is_limited = getrlimit(Resource::As).current.is_some();
@@ -394,40 +450,40 @@ pub fn run(
             "--live shows ranks that are processes; leave out --transport thread",
         ));
     }
-    if args.transport == TransportArg::Thread || here == 1 && !is_limited && live.is_none() {
-        as_threads(args, here, speakers, started, rank)
-    } else {
-        let own = std::env::args_os().skip(1);
-        let own = own.chain(extra.iter().cloned()).collect();
-        let prefix = match speakers {
-            Speakers::Rank0 => Prefix::AllButRank0,
-            Speakers::All => Prefix::Everybody,
-            Speakers::Unmarked => Prefix::Nobody,
-        };
-        start(here, own, flight_dir, prefix, live)
+    if args.transport == TransportArg::Thread && meeting.is_some() {
+        return Err(Error::usage(
+            "--transport thread runs all ranks in one process; leave it out on several nodes",
+        ));
     }
+    let can_be_here = here == 1 && !is_limited && live.is_none() && meeting.is_none();
+    if args.transport == TransportArg::Thread || can_be_here {
+        return as_threads(args, here, speakers, started, rank);
+    }
+    let own = std::env::args_os().skip(1);
+    let own = own.chain(extra.iter().cloned()).collect();
+    let mut local = LocalRun::new(here, own);
+    local.prefix = match speakers {
+        Speakers::Rank0 => Prefix::AllButRank0,
+        Speakers::All => Prefix::Everybody,
+        Speakers::Unmarked => Prefix::Nobody,
+    };
+    local.live = live;
+    local.flight_dir = flight_dir.map(Path::to_owned);
+    local.token_file = args.token_file.clone();
+    local.bind = args.bind;
+    local.meeting_timeout = Duration::from_secs_f64(args.init_timeout);
+    local.meeting = meeting;
+    start(local)
 }
 
-/// Starts this program with the arguments `own` as `world` ranks of this host, and
-/// *blocks* until all have ended. When they fail, their flight recorders are
-/// written into `flight_dir`. A page at `live` shows them while they run.
+/// Starts this program as ranks, and *blocks* until all have ended.
 ///
 /// # Errors
 ///
 /// The root cause.
-pub fn start(
-    world: usize,
-    own: Vec<OsString>,
-    flight_dir: Option<&Path>,
-    prefix: Prefix,
-    live: Option<Address>,
-) -> Result<()> {
-    let mut local = LocalRun::new(world, own);
+pub fn start(mut local: LocalRun) -> Result<()> {
     // The page shows what rank 0 writes too.
-    local.rank0_owns_stderr &= live.is_none();
-    local.live = live;
-    local.flight_dir = flight_dir.map(Path::to_owned);
-    local.prefix = prefix;
+    local.rank0_owns_stderr &= local.live.is_none();
     if let Some(grace) = stop::grace() {
         local.stop_grace = grace;
     }

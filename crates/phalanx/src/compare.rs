@@ -170,9 +170,9 @@ fn start(training: &[OsString], workers: usize, output_dir: &Path) -> Result<()>
     let mut flag = OsString::from("--output-dir=");
     flag.push(output_dir);
     own.push(flag);
-    let flight_dir = output_dir.join(phalanx_train::FLIGHT_DIR);
-    let prefix = launch::Prefix::AllButRank0;
-    launch::start(workers, own, Some(&flight_dir), prefix, None)
+    let mut ranks = launch::LocalRun::new(workers, own);
+    ranks.flight_dir = Some(output_dir.join(phalanx_train::FLIGHT_DIR));
+    launch::start(ranks)
 }
 
 impl Run {

@@ -1500,13 +1500,215 @@ fn half_of_what_a_launcher_says_is_refused() {
 /// A training of a moment, for what comes before it.
 const SHORT: [&str; 6] = ["train", "linear", "--iterations", "1", "--output-dir", "o"];
 
+/// The variables of each engine for node `node` of two on this host.
+fn node_variables(engine: &str, node: usize) -> Vec<(&'static str, String)> {
+    let set = |names: &[(&'static str, &str)]| -> Vec<_> {
+        let text = |value: &str| value.replace("NODE", &node.to_string());
+        names
+            .iter()
+            .map(|(name, value)| (*name, text(value)))
+            .collect()
+    };
+    match engine {
+        "Kubeflow" => set(&[
+            ("PET_NNODES", "2"),
+            ("PET_NODE_RANK", "NODE"),
+            ("PET_NPROC_PER_NODE", "2"),
+            ("PET_MASTER_ADDR", "localhost"),
+            ("JOB_COMPLETION_INDEX", "NODE"),
+        ]),
+        "SkyPilot" => set(&[
+            ("SKYPILOT_NUM_NODES", "2"),
+            ("SKYPILOT_NODE_RANK", "NODE"),
+            ("SKYPILOT_NODE_IPS", "127.0.0.1\n127.0.0.1"),
+        ]),
+        "ModelArts" => set(&[
+            ("VC_WORKER_NUM", "2"),
+            ("VC_TASK_INDEX", "NODE"),
+            ("VC_WORKER_HOSTS", "127.0.0.1,localhost"),
+            ("MA_NUM_HOSTS", "2"),
+            ("MA_NUM_GPUS", "0"),
+        ]),
+        // One task a node.
+        "Slurm" => set(&[
+            ("SLURM_STEP_ID", "0"),
+            ("SLURM_STEP_NUM_TASKS", "2"),
+            ("SLURM_STEP_TASKS_PER_NODE", "1(x2)"),
+            ("SLURM_NNODES", "2"),
+            ("SLURM_PROCID", "NODE"),
+            ("SLURM_NODEID", "NODE"),
+            ("SLURM_LOCALID", "0"),
+            ("SLURM_STEP_NODELIST", "localhost"),
+        ]),
+        "Indexed Job" => set(&[
+            ("JOB_COMPLETION_INDEX", "NODE"),
+            ("MASTER_ADDR", "127.0.0.1"),
+        ]),
+        "PyTorchJob" => set(&[
+            ("RANK", "NODE"),
+            ("WORLD_SIZE", "2"),
+            ("MASTER_ADDR", "127.0.0.1"),
+        ]),
+        _ => set(&[]),
+    }
+}
+
+#[test]
+fn a_training_on_several_nodes_is_that_of_one_with_all_ranks() {
+    let dir = folder();
+    let token = dir.path().join("token");
+    succeed(
+        &["token", "--out", token.to_str().expect("a path")],
+        dir.path(),
+    );
+    let train = |out: &str, more: &[&str]| {
+        let size = [
+            "--synthetic-samples",
+            "256",
+            "--epochs",
+            "1",
+            "--output-dir",
+            out,
+        ];
+        phalanx(&[&["train", "mnist"], &size[..], more].concat(), dir.path())
+    };
+    let sha = |out: &str| summary(&dir.path().join(out))["weights_sha256"].clone();
+    let one = finish(&mut train("one", &["--nproc-per-node", "4"]));
+    assert!(one.status.success(), "{}", text(&one.stderr));
+    for (engine, more) in [
+        (
+            "typed",
+            &["--nnodes", "2", "--master-addr", "127.0.0.1"][..],
+        ),
+        ("Kubeflow", &[]),
+        ("SkyPilot", &[]),
+        ("ModelArts", &[]),
+        ("Slurm", &[]),
+        ("Indexed Job", &["--nnodes", "2"]),
+        ("PyTorchJob", &["--nnodes", "2"]),
+        ("PyTorchJob", &["launch"]),
+        ("SkyPilot", &["launch"]),
+    ] {
+        let port = free_port().to_string();
+        let nodes: Vec<_> = ["0", "1"]
+            .map(|node| {
+                let number = node.parse().expect("a number");
+                let mut flags = vec!["--master-port", &port];
+                if engine == "typed" {
+                    flags.extend(["--node-rank", node]);
+                }
+                if engine != "Kubeflow" {
+                    flags.extend(["--nproc-per-node", "2"]);
+                }
+                let mut command = match more {
+                    ["launch"] => {
+                        let mut command = phalanx(&["launch"], dir.path());
+                        let program = train(engine, &["--overwrite"]);
+                        command.args(flags).arg("--").arg(program.get_program());
+                        command.args(program.get_args());
+                        command
+                    }
+                    _ => {
+                        let mut command = train(engine, more);
+                        command.args(flags);
+                        command
+                    }
+                };
+                command
+                    .env("PHALANX_TOKEN_FILE", &token)
+                    .envs(node_variables(engine, number));
+                std::thread::spawn(move || finish(&mut command))
+            })
+            .into_iter()
+            .map(|node| node.join().expect("a node"))
+            .collect();
+        for (node, output) in nodes.iter().enumerate() {
+            let err = text(&output.stderr);
+            assert_eq!(output.status.code(), Some(0), "{engine} {node}: {err}");
+            let says_place = err.contains(&format!("node {node} of 2 ("));
+            // Flags and PET_*, which stand for them, are no engine.
+            let is_engine = !["typed", "Kubeflow"].contains(&engine);
+            assert_eq!(says_place, is_engine, "{engine} {node}: {err}");
+        }
+        let told = text(&nodes[0].stderr);
+        assert!(told.contains("4 ranks"), "{engine}: {told}");
+        assert_eq!(sha(engine), sha("one"), "{engine}");
+    }
+}
+
+#[test]
+fn flags_about_nodes_that_contradict_are_refused() {
+    let dir = folder();
+    for (more, variables, words) in [
+        (
+            &["--node-rank", "1"][..],
+            &[][..],
+            "--node-rank 1 is outside",
+        ),
+        (
+            &["--master-addr", "h"],
+            &[],
+            "--master-addr requires --nnodes",
+        ),
+        (&["--nnodes", "2"], &[], "requires --node-rank"),
+        (
+            &["--nnodes", "2", "--node-rank", "0"],
+            &[],
+            "requires --master-addr",
+        ),
+        (
+            &[
+                "--nnodes",
+                "2",
+                "--node-rank",
+                "0",
+                "--master-addr",
+                "127.0.0.1",
+            ],
+            &[],
+            "phalanx token --out job.token",
+        ),
+        (
+            &["--nnodes", "2", "--world-size", "2"],
+            &[],
+            "--nnodes 2 cannot be combined",
+        ),
+        (
+            &["--nnodes", "2"],
+            &[("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")],
+            "--nnodes contradicts",
+        ),
+        (
+            &[
+                "--nnodes",
+                "2",
+                "--node-rank",
+                "0",
+                "--master-addr",
+                "h",
+                "--transport",
+                "thread",
+            ],
+            &[],
+            "--transport thread runs all ranks in one process",
+        ),
+    ] {
+        let mut command = phalanx(&[&SHORT[..], more].concat(), dir.path());
+        let output = finish(command.envs(variables.iter().copied()));
+        let err = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{more:?}: {err}");
+        assert!(err.contains(words), "{more:?}: {err}");
+        assert!(!dir.path().join("o").exists(), "{err}");
+    }
+}
+
 #[test]
 fn a_training_on_one_of_several_nodes_is_refused_unless_it_is_meant() {
     type Variables<'a> = &'a [(&'a str, &'a str)];
     let several: [(Variables<'_>, &str); 5] = [
         (
             &[("PET_NNODES", "2"), ("PET_NODE_RANK", "0")],
-            "phalanx launch --token-file job.token -- phalanx train",
+            "requires --master-addr",
         ),
         (
             &[("SKYPILOT_NUM_NODES", "2"), ("SKYPILOT_NODE_RANK", "0")],

@@ -59,27 +59,23 @@ fn unknown_words_are_usage_errors_with_a_suggestion() {
     }
 }
 
-/// What engines set that start one process on each of two nodes: the variables, and a part of
-/// what to type instead.
+/// What engines set that start one process on each of two nodes, without what would be needed to
+/// follow them: the variables, and a part of what to type instead.
 const OF_TWO_NODES: [(&[(&str, &str)], &str); 5] = [
     (
-        &[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "a")],
+        &[("WORLD_SIZE", "2"), ("MASTER_ADDR", "a")],
         "--nnodes \"$WORLD_SIZE\"",
     ),
     (
         &[
             ("SKYPILOT_NUM_NODES", "2"),
             ("SKYPILOT_NODE_RANK", "0"),
-            ("SKYPILOT_NODE_IPS", "10.0.0.1\n10.0.0.2"),
+            ("SKYPILOT_NODE_IPS", "10.0.0.1"),
         ],
         "--nnodes \"$SKYPILOT_NUM_NODES\"",
     ),
     (
-        &[
-            ("VC_WORKER_NUM", "2"),
-            ("VC_TASK_INDEX", "0"),
-            ("VC_WORKER_HOSTS", "a,b"),
-        ],
+        &[("VC_WORKER_NUM", "2"), ("VC_WORKER_HOSTS", "a,b")],
         "--nnodes \"$VC_WORKER_NUM\"",
     ),
     (&[("JOB_COMPLETION_INDEX", "0")], "--nnodes PODS"),
