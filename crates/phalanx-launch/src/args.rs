@@ -30,7 +30,7 @@ const C10D_PORT: u16 = 29400;
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct NodeFlags {
     /// Number of nodes; run the same command on each [default: 1, or set by the cluster engine]
-    #[arg(long, value_name = "A")]
+    #[arg(long, value_name = "N")]
     pub(crate) nnodes: Option<String>,
     /// Number of this node, from 0 [default: set by the cluster engine]
     #[arg(long, value_name = "R")]
@@ -38,7 +38,8 @@ pub struct NodeFlags {
     /// Host of node 0; required with several nodes, unless MASTER_ADDR or the cluster engine sets it
     #[arg(long, value_name = "HOST")]
     pub(crate) master_addr: Option<String>,
-    /// Port of node 0 where the nodes meet [default: MASTER_PORT, or 29500; 29400 with --rdzv-backend c10d, as torchrun]. On one node, the MASTER_PORT of launched ranks [default: a free one]
+    /// Port of node 0 where the nodes meet [default: MASTER_PORT, or 29500]; on one node, MASTER_PORT of the ranks
+    /// [default: a free one]
     #[arg(long, value_name = "PORT")]
     pub(crate) master_port: Option<String>,
 }

@@ -327,11 +327,19 @@ impl RankArgs {
         Ok(())
     }
 
-    /// `--live` belongs to the launcher of a rank.
-    fn warn_of_live(&self, place: &RankPlace) {
+    /// What the user of a rank that another program started should know.
+    fn say_of_place(&self, place: &RankPlace) {
         // Ranks that this command started have its arguments too.
-        let is_ours = std::env::var_os(STARTED_VARIABLE).is_some();
-        if self.live.is_some() && place.rank == 0 && !is_ours {
+        if place.rank > 0 || std::env::var_os(STARTED_VARIABLE).is_some() {
+            return;
+        }
+        if place.is_by_rank() && place.world > 1 && std::env::var_os("LOCAL_RANK").is_none() {
+            say::note(format_args!(
+                "WORLD_SIZE={} counts ranks here, as LOCAL_RANK is not set; if it counts nodes, add --nnodes \"$WORLD_SIZE\"",
+                place.world
+            ));
+        }
+        if self.live.is_some() {
             say::note(
                 "warning: --live is ignored: this process is one rank of a job that another program has started; \
                  give it to that program, if it is `phalanx launch`",
@@ -437,7 +445,7 @@ pub fn run(
     let (here, meeting) = match args.way()? {
         Way::Launcher(here, meeting) => (here, meeting),
         Way::Rank(place) => {
-            args.warn_of_live(&place);
+            args.say_of_place(&place);
             return as_launched_rank(args, &place, started, rank);
         }
     };

@@ -673,6 +673,7 @@ fn rank_that_never_arrives_is_named_within_the_deadline() {
     assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
     assert_eq!(output.status.code(), Some(4), "{err}");
     assert!(err.contains("ranks 1, 2"), "{err}");
+    assert!(err.contains("WORLD_SIZE=3 counts ranks here"), "{err}");
 }
 
 #[test]
