@@ -42,6 +42,32 @@ grep -q "2 ranks over TCP" "$work/a.log" || { echo "the ranks did not use TCP"; 
 python3 -c 'import json, sys; s = json.load(open(sys.argv[1])); assert s["world_size"] == 2 and s["accuracy"] > 0.85, s' \
     "$work/run/summary.json"
 
+mkdir "$work/a" "$work/b"
+echo same | tee "$work/a/x" >"$work/b/x"
+echo more >"$work/b/y"
+doctor() { # doctor NAMESPACE NODE_RANK DATA
+    ip netns exec "$1" timeout 300 "$phalanx" doctor --json --nnodes 2 --node-rank "$2" --nproc-per-node 2 \
+        --master-addr 10.77.0.1 --token-file "$work/job.token" --output-dir "$work" --data "$3"
+}
+doctor "$b" 1 "$work/b" >/dev/null 2>&1 &
+second=$!
+code=0
+doctor "$a" 0 "$work/a" >"$work/doctor.json" || code=$?
+wait "$second" || true
+[ "$code" = 1 ] || { echo "doctor ended with $code"; cat "$work/doctor.json"; exit 1; }
+python3 -c '
+import json, sys
+r = json.load(open(sys.argv[1]))
+assert [h["address"] for h in r["hosts"]] == ["10.77.0.1", "10.77.0.2"], r["hosts"]
+assert [h["ranks"] for h in r["hosts"]] == [[0, 1], [2, 3]], r["hosts"]
+job = {c["name"]: c for c in r["job"]}
+assert [n for n, c in job.items() if c["status"] == "problem"] == ["same_data"], job
+assert "y: 5 bytes on 10.77.0.2, none on 10.77.0.1" in job["same_data"]["found"], job
+assert job["clocks"]["status"] == "ok", job
+pairs = {(p["from"], p["to"]): p["transport"] for p in r["pairs"]}
+assert pairs == {(0, 1): "shm", (0, 2): "tcp", (2, 3): "shm"}, pairs
+' "$work/doctor.json"
+
 rank() { # rank NAMESPACE RANK
     ip netns exec "$1" timeout 300 "$phalanx" train mnist --data synthetic --synthetic-samples 60000 --epochs 200 \
         --threads 1 --timeout 200 --init-method tcp://10.77.0.1:29600 --rank "$2" --world-size 4 \

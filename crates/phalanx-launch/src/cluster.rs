@@ -59,7 +59,7 @@ pub(super) const SLURM_STEP: [&str; 3] = ["SLURM_STEP_ID", "SLURM_STEPID", "SLUR
 
 /// Whether `srun` started this process. The shell of `sbatch` has most of a task's
 /// variables too, but is one process, with the number 0, on the first of its nodes.
-fn is_slurm_task(env: &Env) -> Result<bool> {
+pub(super) fn is_slurm_task(env: &Env) -> Result<bool> {
     let in_step = SLURM_STEP.iter().any(|name| is_set(env, name));
     Ok(in_step || number(env, "SLURM_PROCID")?.unwrap_or(0) > 0)
 }

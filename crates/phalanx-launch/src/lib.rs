@@ -49,6 +49,7 @@ mod same_host;
 mod shim;
 mod signals;
 mod streams;
+mod threads;
 mod token;
 pub mod words;
 
@@ -68,6 +69,7 @@ pub use rank_args::{
     AlgorithmArg, RankArgs, Speakers, TransportArg, check_local_ranks, run as run_ranks, start,
 };
 pub use reap::{adopt_orphans, reap_group};
+pub use threads::{Cores, ThreadSource, Threads};
 pub use token::write_token;
 
 use phalanx_process::{error, format, say, stop};

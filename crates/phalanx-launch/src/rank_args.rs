@@ -27,6 +27,7 @@ use crate::args::{Meeting, NodeFlags, WhichNodes, count_of_ranks, untyped_ranks}
 use crate::cluster::{Env, half_a_rank, is_set};
 use crate::error::{Error, ErrorKind, Result, check_count};
 use crate::same_host::store_file;
+use crate::threads::{self, Cores, Threads};
 use crate::{self as launch, LocalRun, Prefix, RankPlace, stop, token};
 
 /// Which kind of link the ranks use.
@@ -82,7 +83,7 @@ pub struct RankArgs {
     /// All-reduce algorithm
     #[arg(long, value_enum, default_value_t = AlgorithmArg::Auto)]
     pub algorithm: AlgorithmArg,
-    /// Compute threads per rank [default: cores divided by local ranks]
+    /// Compute threads per rank [default: SLURM_CPUS_PER_TASK, OMP_NUM_THREADS, or the cores divided by local ranks]
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
     /// Rendezvous: env://, tcp://HOST:PORT or file:///PATH
@@ -164,6 +165,19 @@ impl RankArgs {
             Way::Rank(place) => place.rank == 0,
             Way::Launcher(_, meeting) => meeting.is_none_or(|meeting| meeting.node_rank == 0),
         })
+    }
+
+    /// Whether this process is one rank of a job that another program has started.
+    pub fn is_rank(&self) -> Result<bool> {
+        Ok(matches!(self.way()?, Way::Rank(_)))
+    }
+
+    /// The compute threads of each rank that this process is or runs, and where the number comes from.
+    pub fn compute_threads(&self) -> Result<Threads> {
+        match self.way()? {
+            Way::Rank(place) => threads(self, Some(&place), place.local_world.unwrap_or(1)),
+            Way::Launcher(ranks, _) => threads(self, None, ranks),
+        }
     }
 
     /// What this process is: from a launcher's or cluster's variables, else from `--rank` and
@@ -350,7 +364,7 @@ impl RankArgs {
     fn validate(&self) -> Result<()> {
         check_local_ranks("--nproc-per-node", self.nproc_per_node.unwrap_or(1))?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        check_count("--threads", self.threads.unwrap_or(1), (4 * cores).max(16))?;
+        check_count("--threads", self.threads.unwrap_or(1), threads::most(cores))?;
         for (flag, seconds) in [
             ("--timeout", self.timeout),
             ("--init-timeout", self.init_timeout),
@@ -538,7 +552,7 @@ fn as_launched_rank(
             ));
         }
     };
-    let threads = threads(args, place.local_world.unwrap_or(1));
+    let threads = threads(args, Some(place), place.local_world.unwrap_or(1))?.count;
     let group = ProcessGroup::init(InitOptions {
         init_method,
         rank: Some(place.rank),
@@ -574,11 +588,12 @@ fn as_threads(
 ) -> Result<()> {
     crate::signals::end_on_signals()?;
     stop::listen_early()?;
+    let threads = threads(args, None, world)?.count;
     let options = GroupOptions {
         op_timeout: Duration::from_secs_f64(args.timeout),
         first_op_timeout: Duration::from_secs_f64(args.init_timeout),
         algorithm: args.algorithm(),
-        compute_threads: Some(threads(args, world)),
+        compute_threads: Some(threads),
         ..GroupOptions::default()
     };
     let outcomes: Vec<Result<()>> = std::thread::scope(|scope| {
@@ -587,7 +602,7 @@ fn as_threads(
             .map(|group| {
                 let ctx = RankContext {
                     phase_limit: Duration::from_secs_f64(args.phase_timeout),
-                    threads: threads(args, world),
+                    threads,
                     local_rank: group.rank(),
                     prefix: (world > 1 && speakers == Speakers::All)
                         .then(|| format!("[rank {}] ", group.rank())),
@@ -647,8 +662,8 @@ fn finish(ctx: RankContext, outcome: Result<()>) -> Result<()> {
     }
 }
 
-/// Compute threads of a rank: an equal part of the cores.
-fn threads(args: &RankArgs, local_world: usize) -> usize {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    args.threads.unwrap_or((cores / local_world.max(1)).max(1))
+/// Compute threads of each of `ranks` ranks on this host, of which this process is the one at `place`, or runs all.
+fn threads(args: &RankArgs, place: Option<&RankPlace>, ranks: usize) -> Result<Threads> {
+    let env = launch::real_env();
+    threads::decide(args.threads, &env, place, ranks, Cores::here(&env))
 }

@@ -80,7 +80,7 @@ fn private_folder(path: &Path, uid: u32) -> Result<()> {
 }
 
 /// Process id and start of the process that started this rank on this host.
-fn starter(env: &Env) -> Option<(u32, u64)> {
+pub(super) fn starter(env: &Env) -> Option<(u32, u64)> {
     let own: Vec<Vec<u8>> = OF_A_RANK
         .iter()
         .filter_map(|name| Some(format!("{name}={}", env.get(*name)?).into_bytes()))

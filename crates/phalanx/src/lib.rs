@@ -49,6 +49,9 @@ mod cli;
 mod compare;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
+mod doctor;
+#[cfg(fuzzing)]
+#[allow(dead_code, reason = "main.rs uses the rest")]
 mod export;
 #[cfg(fuzzing)]
 #[doc(hidden)]

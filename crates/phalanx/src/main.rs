@@ -6,6 +6,7 @@
 mod bench;
 mod cli;
 mod compare;
+mod doctor;
 mod export;
 #[cfg(test)]
 mod fuzzing;

@@ -6,7 +6,7 @@ use crate::launch;
 
 /// Bytes available without swapping, or the limit of our cgroup where that is less. `None` if
 /// unknown.
-pub(super) fn left_bytes() -> Option<u64> {
+pub(crate) fn left_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let left = available(&text)?;
     Some(launch::memory_limit().map_or(left, |limit| left.min(limit)))

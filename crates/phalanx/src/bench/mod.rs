@@ -1,7 +1,7 @@
 //! `phalanx bench`: collectives and whole training steps, timed.
 
 mod collective;
-mod memory;
+pub(crate) mod memory;
 mod overhead;
 mod train;
 

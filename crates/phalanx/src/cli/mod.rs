@@ -11,7 +11,9 @@ use std::process::ExitCode;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::error::Result;
-use crate::{bench, compare, export, inspect, launch, new, plan, predict, report, training};
+use crate::{
+    bench, compare, doctor, export, inspect, launch, new, plan, predict, report, training,
+};
 use normalise::{Flag, normalise};
 use phalanx_launch::words::taking_negative_numbers;
 use phalanx_recipes::download;
@@ -54,6 +56,8 @@ enum Command {
         override_usage = "phalanx launch [OPTIONS] [--] PROGRAM [ARGS]..."
     )]
     Launch(Box<launch::LaunchCli>),
+    /// Check this host, or the whole job as whose rank it is started: limits, network, clocks, data; with what to change.
+    Doctor(Box<doctor::DoctorArgs>),
     /// Show the chosen algorithm and predicted time of each collective, and the best bucket size.
     Plan(plan::PlanArgs),
     /// Download a data set from its authors' site.
@@ -92,6 +96,7 @@ fn run(command: Command) -> Result<()> {
         Command::Report(args) => report::run(&args),
         Command::Bench(args) => bench::run(*args),
         Command::Launch(cli) => launch::run(&cli),
+        Command::Doctor(args) => doctor::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Download(args) => download::run(&args),
         Command::Inspect(args) => inspect::run(&args),

@@ -1,6 +1,7 @@
 //! The binary as its users run it: real processes, signals and files.
 
 mod bench;
+mod doctor;
 mod events;
 mod flight;
 mod flow;
