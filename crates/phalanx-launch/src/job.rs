@@ -675,6 +675,20 @@ impl Job<'_> {
                 notes,
             };
         }
+        // The rank has printed why, as `phalanx doctor` does, and that is all there is to say.
+        if let (true, End::Code(code @ 1..), None) = (self.plan.ranks_tell, end, &told)
+            && reported == Some(code)
+            && end.job_code(true) != ErrorKind::Interrupted.exit_code()
+        {
+            return Verdict {
+                code: end.job_code(true),
+                echo: false,
+                mistake: true,
+                node: self.shared.node_rank,
+                message: String::new(),
+                notes: Vec::new(),
+            };
+        }
         let lines = rank.last_lines();
         if let Some(text) = told {
             notes.push(("said".to_owned(), text));
@@ -840,7 +854,9 @@ impl Job<'_> {
             None => (verdict, culprit),
         };
         if verdict.mistake {
-            return Outcome::Final(verdict.into_error(None));
+            let is_told = verdict.message.is_empty();
+            let error = verdict.into_error(None);
+            return Outcome::Final(if is_told { error.told() } else { error });
         }
         let is_interrupt = verdict.code == ErrorKind::Interrupted.exit_code();
         let mut error = verdict.into_error(so);
