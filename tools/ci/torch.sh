@@ -39,3 +39,5 @@ PHALANX_TOKEN_FILE=$dir/token timeout 100 "$python" -m torch.distributed.run --n
     train linear --init-timeout 30 --output-dir "$dir/run" >"$dir/ours"
 [ -f "$dir/run/summary.json" ] || { echo "no summary of our training under torchrun:"; cat "$dir/ours"; exit 1; }
 echo "ours under torchrun: ok"
+
+"$python" torchrun_table.py "$phalanx" "$python"

@@ -1,6 +1,9 @@
-//! Files without a name that a launcher hands to its ranks.
+//! Files without a name, and sockets, that a launcher hands to its ranks.
 
-use std::os::unix::fs::MetadataExt;
+use std::io;
+use std::os::fd::{BorrowedFd, RawFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 /// Opens `path` with `open`. A launcher names its memory files as `/proc/PID/fd/N`, which processes in another
@@ -27,9 +30,28 @@ fn is_unnamed(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|about| about.is_file() && about.nlink() == 0)
 }
 
+/// The connected socket that this process has inherited as descriptor `number`, as a descriptor of its own (which
+/// programs that this process starts do not inherit).
+///
+/// # Errors
+///
+/// `InvalidInput`, if the descriptor is no socket or is not open.
+pub fn inherited_socket(number: RawFd) -> io::Result<UnixStream> {
+    let about = std::fs::metadata(format!("/proc/self/fd/{number}"));
+    if number < 0 || !about.is_ok_and(|about| about.file_type().is_socket()) {
+        let message = format!("descriptor {number} is no open socket");
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+    }
+    // SAFETY: the descriptor is not -1. If another thread closes it meanwhile, the copy fails or is one of another
+    // file, which is read and written as any file.
+    let theirs = unsafe { BorrowedFd::borrow_raw(number) };
+    Ok(theirs.try_clone_to_owned()?.into())
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs::File;
+    use std::io::{Read, Write};
     use std::os::fd::AsRawFd;
 
     use super::*;
@@ -50,6 +72,21 @@ mod tests {
         assert!(found(Path::new(&format!("/proc/4194305/fd/{number}"))).is_err());
         for path in ["/proc/x/fd/0", "/no/such", "/proc/4194305/fd/99999"] {
             assert!(found(Path::new(path)).is_err(), "{path}");
+        }
+    }
+    #[test]
+    fn a_socket_is_taken_over_by_its_number() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let mut taken = inherited_socket(ours.as_raw_fd()).unwrap();
+        drop(ours);
+        theirs.write_all(b"hello").unwrap();
+        let mut read = [0; 5];
+        taken.read_exact(&mut read).unwrap();
+        assert_eq!(&read, b"hello");
+        let pipe = std::io::pipe().unwrap();
+        for number in [-1, i32::MAX, pipe.0.as_raw_fd()] {
+            let error = inherited_socket(number).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{number}");
         }
     }
 }

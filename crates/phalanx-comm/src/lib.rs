@@ -90,6 +90,7 @@ pub use group::{
     Call, Coalesced, GroupOptions, InitOptions, MAX_OBJECT_BYTES, OpTimes, P2POp, PhaseGuard,
     ProcessGroup, ShrinkOptions, Transport, Work, read_token, wait_all,
 };
+pub use inherited::inherited_socket;
 pub use kernel::{all_finite, largest};
 pub use limits::raise_open_files;
 pub use memory::Bucket;
@@ -97,4 +98,4 @@ pub use notice::{NoticeListener, host_name, set_notice_listener};
 pub use op::ReduceOp;
 pub use select::{Algorithm, Costs, Rules, Selector};
 pub use shm::CollectiveBytes;
-pub use transport::{MAX_LOCAL_RANKS, TransportKind};
+pub use transport::{MAX_LOCAL_RANKS, PortRange, TransportKind};

@@ -1,6 +1,10 @@
 //! What is said to a person on standard error while ranks wait, and how ranks,
 //! times and hosts are written there.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::ErrorKind as IoKind;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
@@ -52,6 +56,41 @@ impl Waiting {
         }
         self.next = waited.max(self.next) * 2;
         Some(waited)
+    }
+}
+
+/// The right to report a wait for all processes of a job that wait for the same on this host: the first one that
+/// asks has it, until this is dropped. It is an abstract Unix socket, which ends with its process.
+pub(crate) struct HostSpeaker {
+    name: String,
+    held: Option<UnixListener>,
+}
+
+impl HostSpeaker {
+    /// For the waits of `job` for `what`.
+    pub(crate) fn new(job: u64, what: &str) -> HostSpeaker {
+        // Short enough for a name; processes of one job run the same program.
+        let mut hash = DefaultHasher::new();
+        (job, what).hash(&mut hash);
+        HostSpeaker {
+            name: format!("phalanx-waits-{:016x}", hash.finish()),
+            held: None,
+        }
+    }
+
+    /// Whether this process reports the wait.
+    pub(crate) fn speaks(&mut self) -> bool {
+        if self.held.is_some() {
+            return true;
+        }
+        let name = SocketAddr::from_abstract_name(&self.name);
+        match name.and_then(|name| UnixListener::bind_addr(&name)) {
+            Ok(held) => self.held = Some(held),
+            Err(e) if e.kind() == IoKind::AddrInUse => return false,
+            // Rather too many lines than none.
+            Err(e) => tracing::debug!("cannot find out who reports a wait on this host: {e}"),
+        }
+        true
     }
 }
 
@@ -109,6 +148,17 @@ pub fn host_name() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_process_of_a_host_reports_a_wait() {
+        let job = getrandom::u64().unwrap();
+        let (mut first, mut second) = (HostSpeaker::new(job, "a"), HostSpeaker::new(job, "a"));
+        assert!(first.speaks() && !second.speaks() && first.speaks());
+        assert!(HostSpeaker::new(job, "b").speaks());
+        // Another one goes on where it ends.
+        drop(first);
+        assert!(second.speaks());
+    }
 
     #[test]
     fn durations_and_ranks() {

@@ -276,7 +276,7 @@ impl Engine {
         };
         let line = match (&self.instead, asking) {
             (Instead::Srun, Asking::Launch) => {
-                "srun --ntasks-per-node=1 phalanx launch --token-file job.token ...".to_owned()
+                "srun --ntasks-per-node=1 phalanx launch ...".to_owned()
             }
             (Instead::Srun, Asking::Ranks) => {
                 format!("srun {command} ...   (each task is a rank)")

@@ -8,11 +8,16 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use phalanx_comm::PortRange;
 use phalanx_live::Address;
 
 use super::alone::{Asking, node_place};
-use super::cluster::{self, Env};
+use super::cluster::{self, Env, Place};
+use super::contract::PORTS_VARIABLE;
+use super::engine;
+use super::numa::Binding;
 use super::streams::{StreamChoice, Streams};
+use super::torchrun::{self, Interpretation, Program, TorchrunOptions, VisibleDevices};
 use crate::error::{Error, Result};
 use crate::stop;
 
@@ -42,6 +47,9 @@ pub struct NodeFlags {
     /// [default: a free one]
     #[arg(long, value_name = "PORT")]
     pub(crate) master_port: Option<String>,
+    /// Ports for everything that other hosts connect to (the store, ranks, MASTER_PORT), for firewalls [default: PHALANX_PORT_RANGE, else 29500 for the store and any free ports]
+    #[arg(long, value_name = "FIRST-LAST")]
+    pub(crate) port_range: Option<String>,
 }
 
 impl NodeFlags {
@@ -66,15 +74,18 @@ pub struct LaunchCli {
     /// Number of ranks on this node; auto and cpu mean one per core [default: 1].
     #[arg(long, value_name = "N|auto|cpu")]
     pub nproc_per_node: Option<String>,
-    /// HOST[:PORT]; torchrun's alternative to --master-addr and --master-port.
+    /// HOST[:PORT]; torchrun's alternative to --master-addr and --master-port. HOST may be an IPv6 address in brackets.
     #[arg(long, value_name = "HOST[:PORT]")]
     pub(crate) rdzv_endpoint: Option<String>,
-    /// Accepted for compatibility with torchrun; static and c10d do the same.
+    /// static, or c10d: --node-rank may be left out, the launcher on HOST of --rdzv-endpoint is node 0 and the others are numbered in order of arrival [default: static].
     #[arg(long, value_name = "NAME")]
     pub(crate) rdzv_backend: Option<String>,
     /// Name of the job; launchers with different names do not join.
     #[arg(long, value_name = "ID")]
     pub(crate) rdzv_id: Option<String>,
+    /// Settings of the rendezvous, separated by commas: timeout or join_timeout (seconds, as --rdzv-timeout); is_host (true or false: this launcher is node 0 with --rdzv-backend c10d); torchrun's other keys have no effect.
+    #[arg(long, value_name = "KEY=VALUE,...")]
+    pub(crate) rdzv_conf: Option<String>,
     /// Accepted for compatibility with torchrun; no effect (the exit of a rank is noticed at once).
     #[arg(long, value_name = "S")]
     pub(crate) monitor_interval: Option<String>,
@@ -93,12 +104,27 @@ pub struct LaunchCli {
     /// Folder for the ranks' output and error files; each run makes a new folder in it.
     #[arg(long, value_name = "DIR")]
     pub(crate) log_dir: Option<String>,
-    /// Streams written to files in --log-dir only: 0 (none), 1 (stdout), 2 (stderr), 3 (both), or per rank, as in 0:1,1:2.
-    #[arg(long, value_name = "SPEC")]
+    /// Streams written to files only: 0 (none), 1 (stdout), 2 (stderr), 3 (both), or per rank, as in 0:1,1:2. Without --log-dir the files are in a new temporary folder, which is printed.
+    #[arg(short = 'r', long, value_name = "SPEC")]
     pub(crate) redirects: Option<String>,
-    /// Streams written to files in --log-dir and to the terminal, as in --redirects [default with --log-dir: 3].
-    #[arg(long, value_name = "SPEC")]
+    /// Streams written to files and to the terminal, as in --redirects [default with --log-dir: 3].
+    #[arg(short = 't', long, value_name = "SPEC")]
     pub(crate) tee: Option<String>,
+    /// Local ranks whose output is shown on the terminal, as in 0,2 [default: all]. Files have the output of all.
+    #[arg(long, value_name = "RANKS")]
+    pub(crate) local_ranks_filter: Option<String>,
+    /// Copy lines of stdout that contain one of these texts to filtered_stdout.log in the log folder; two commas are one comma of a text.
+    #[arg(long, value_name = "TEXT,...")]
+    pub(crate) duplicate_stdout_filters: Option<String>,
+    /// The same for stderr and filtered_stderr.log.
+    #[arg(long, value_name = "TEXT,...")]
+    pub(crate) duplicate_stderr_filters: Option<String>,
+    /// Accepted for compatibility with torchrun; only default.
+    #[arg(long, value_name = "NAME")]
+    pub(crate) logs_specs: Option<String>,
+    /// Accepted for compatibility with torchrun; only null.
+    #[arg(long, value_name = "NAME")]
+    pub(crate) event_log_handler: Option<String>,
     /// File with the job token (see `phalanx token`) [default: PHALANX_TOKEN_FILE].
     #[arg(long, value_name = "FILE")]
     pub(crate) token_file: Option<String>,
@@ -108,6 +134,18 @@ pub struct LaunchCli {
     /// Seconds between SIGTERM and SIGKILL when the ranks are stopped [default: 1.5; after Ctrl-C or SIGTERM 30, if a rank or a process of its group handles SIGTERM, as with `train --save-every`, and more if a rank asks for more, as `train` does whose last checkpoint took longer].
     #[arg(long, value_name = "S")]
     pub(crate) stop_grace_s: Option<String>,
+    /// torchrun's name for --stop-grace-s.
+    #[arg(long, value_name = "S", conflicts_with = "stop_grace_s")]
+    pub(crate) shutdown_timeout: Option<String>,
+    /// Signals that end the job. One of SIGUSR1 and SIGUSR2 is sent to the ranks itself, the others as SIGTERM [default: SIGTERM,SIGINT,SIGHUP,SIGQUIT].
+    #[arg(long, value_name = "NAMES")]
+    pub(crate) signals_to_handle: Option<String>,
+    /// Bind each rank to processors; local ranks are spread over the NUMA nodes in order. node, socket, exclusive (cores of its own) or core-complex (one last-level cache).
+    #[arg(long, value_name = "MODE")]
+    pub(crate) numa_binding: Option<String>,
+    /// Set LOCAL_RANK to 0 in every rank, and CUDA_VISIBLE_DEVICES to the one device of its local rank.
+    #[arg(long)]
+    pub(crate) virtual_local_rank: bool,
     /// Show the job on a web page while it runs, at PORT, HOST:PORT or [IPV6]:PORT [default with --live: a free port of 127.0.0.1].
     #[arg(long, value_name = "ADDR")]
     pub(crate) live: Option<Option<Address>>,
@@ -117,24 +155,51 @@ pub struct LaunchCli {
     /// Do not prefix output lines with `[rank N]`.
     #[arg(long)]
     pub(crate) no_prefix: bool,
-    /// The program and its arguments. If the job fails or is interrupted, all processes that it has started are ended. If all ranks succeed, processes in sessions of their own (daemons) live on.
+    /// Prefix of output lines; ${rank}, ${local_rank}, ${role_name} and ${hostname} are filled in [default: `[rank ${rank}] `, and none with one rank].
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) log_line_prefix_template: Option<String>,
+    /// PROGRAM is a Python module: run `python3 -u -m PROGRAM`.
+    #[arg(short = 'm', long)]
+    pub(crate) module: bool,
+    /// Run PROGRAM as it is, also if its name ends in .py. The same as `--` before PROGRAM.
+    #[arg(long)]
+    pub(crate) no_python: bool,
+    /// PROGRAM is a Python script, whatever its name: run `python3 -u PROGRAM`.
+    #[arg(long)]
+    pub(crate) run_path: bool,
+    /// The program and its arguments. `python3 -u` (or PYTHON_EXEC) runs a PROGRAM whose name ends in .py, unless --no-python or `--` comes before it. If the job fails or is interrupted, all processes that it has started are ended. If all ranks succeed, processes in sessions of their own (daemons) live on.
     #[arg(last = true, required = true, value_name = "PROGRAM")]
     pub program: Vec<OsString>,
 }
 
 /// Where several nodes meet.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Meeting {
     /// Number of launchers, two or more.
     pub nodes: usize,
-    /// The number of this one.
-    pub node_rank: usize,
-    /// Host of node 0.
+    /// The number of this one; `None`: by arrival.
+    pub node_rank: Option<usize>,
+    /// Without a number: whether this launcher is node 0, where it was given.
+    pub is_host: Option<bool>,
+    /// Host of node 0; empty until the engine has settled it.
     pub host: String,
     /// The store's port there.
     pub port: u16,
+    /// Ports for everything that other hosts connect to; `None`: any.
+    pub ports: Option<PortRange>,
     /// The engine that gave this node its number.
     pub engine: Option<&'static str>,
+    /// What that engine may still settle: see [`engine::settle`](super::engine::settle).
+    pub unsettled: Option<Unsettled>,
+}
+
+/// A meeting whose token, host and port the engine carries to all nodes, where they were not given.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Unsettled {
+    /// This launcher among those that the engine started.
+    pub(crate) place: Place,
+    /// What the user gave.
+    pub(crate) given: engine::Given,
 }
 
 /// The settings of a launch, checked.
@@ -174,10 +239,10 @@ pub struct LaunchArgs {
     pub role: String,
     /// Prefix lines with their rank.
     pub prefix: bool,
+    /// What only torchrun's flags say.
+    pub torchrun: TorchrunOptions,
     /// What to run.
-    pub program: OsString,
-    /// Its arguments.
-    pub args: Vec<OsString>,
+    pub run: Program,
 }
 
 /// The text of a setting, and the flag or variable that it came from, for messages.
@@ -227,30 +292,47 @@ impl LaunchArgs {
     /// # Errors
     /// `Usage`, naming the flag or variable.
     pub fn resolve(cli: &LaunchCli, env: &Env, cores: usize) -> Result<Self> {
-        let Some((program, args)) = cli.program.split_first() else {
-            return Err(Error::usage("no program to launch"));
+        let switch = |flag: &str, typed: bool| {
+            typed || pick(env, flag, &None).is_some_and(|g| !matches!(g.text, "0" | "false"))
         };
-        let standalone = cli.standalone
-            || pick(env, "standalone", &None).is_some_and(|g| !matches!(g.text, "0" | "false"));
+        let run = Interpretation {
+            module: switch("module", cli.module),
+            no_python: switch("no-python", cli.no_python),
+            run_path: switch("run-path", cli.run_path),
+        };
+        let run = run.command(&cli.program, env)?;
+        let standalone = switch("standalone", cli.standalone);
 
         let local_ranks = match pick(env, "nproc-per-node", &cli.nproc_per_node) {
             None => 1,
             Some(given) => ranks(&given, cores)?,
         };
         let backend = pick(env, "rdzv-backend", &cli.rdzv_backend);
-        let default_port = match &backend {
-            Some(backend) if backend.text == "c10d" => C10D_PORT,
-            _ => super::DEFAULT_PORT,
+        let is_c10d = backend.as_ref().is_some_and(|given| given.text == "c10d");
+        let default_port = if is_c10d {
+            C10D_PORT
+        } else {
+            super::DEFAULT_PORT
         };
         let nodes = WhichNodes {
             flags: &cli.nodes,
             endpoint: &cli.rdzv_endpoint,
             standalone,
             default_port,
+            by_arrival: is_c10d,
             asking: Asking::Launch,
             command: "launch",
         };
-        let (meeting, port) = nodes.resolve(env)?;
+        let (mut meeting, port) = nodes.resolve(env)?;
+        let conf = match pick(env, "rdzv-conf", &cli.rdzv_conf) {
+            None => torchrun::RendezvousConf::default(),
+            Some(given) => {
+                torchrun::rendezvous_conf(given.text).map_err(|why| given.wrong(&why))?
+            }
+        };
+        if let Some(meeting) = &mut meeting {
+            meeting.is_host = conf.is_host;
+        }
 
         let max_restarts = match pick(env, "max-restarts", &cli.max_restarts) {
             None => 0,
@@ -270,10 +352,6 @@ impl LaunchArgs {
             match pick(env, flag, typed) {
                 None => Ok(None),
                 Some(given) => match given.text.parse::<StreamChoice>() {
-                    Ok(choice) if choice.any() && log_dir.is_none() => Err(Error::usage(format!(
-                        "{} needs --log-dir, the folder for the files",
-                        given.name
-                    ))),
                     Ok(choice) => match choice.beyond(local_ranks) {
                         Some(rank) => Err(given.wrong(&format!(
                             "there is no rank {rank} on this node; its {} from 0",
@@ -297,16 +375,22 @@ impl LaunchArgs {
         };
 
         let bind = pick(env, "bind", &cli.bind).map(|given| given.text.to_owned());
-        let (stop_grace, handler_grace, grace_is_typed) =
-            match pick(env, "stop-grace-s", &cli.stop_grace_s) {
-                None => (super::STOP_GRACE, stop::GRACE, false),
-                Some(given) => {
-                    let typed = given.seconds(86_400.0)?;
-                    (typed, typed, true)
-                }
-            };
+        let grace = match cli.shutdown_timeout {
+            None => pick(env, "stop-grace-s", &cli.stop_grace_s),
+            Some(_) => None,
+        };
+        let grace = grace
+            .or_else(|| pick(env, "shutdown-timeout", &cli.shutdown_timeout))
+            .or_else(|| variable(env, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"));
+        let (stop_grace, handler_grace, grace_is_typed) = match grace {
+            None => (super::STOP_GRACE, stop::GRACE, false),
+            Some(given) => {
+                let typed = given.seconds(86_400.0)?;
+                (typed, typed, true)
+            }
+        };
         let meeting_timeout = match pick(env, "rdzv-timeout", &cli.rdzv_timeout) {
-            None => Duration::from_secs(300),
+            None => conf.timeout.unwrap_or(Duration::from_secs(300)),
             Some(given) => given.seconds(86_400.0)?,
         };
         if let Some(given) = backend
@@ -324,6 +408,19 @@ impl LaunchArgs {
         {
             return Err(given.wrong("not spawn, fork or forkserver"));
         }
+        if let Some(given) = pick(env, "logs-specs", &cli.logs_specs)
+            && given.text != "default"
+        {
+            return Err(given.wrong("it would name a Python class; only default is accepted"));
+        }
+        if let Some(given) = pick(env, "event-log-handler", &cli.event_log_handler)
+            && given.text != "null"
+        {
+            return Err(
+                given.wrong("the launcher writes no events of torchelastic; only null is accepted")
+            );
+        }
+        let torchrun = torchrun_options(cli, env, local_ranks, switch)?;
         let role = pick(env, "role", &cli.role).map_or("default".to_owned(), |g| g.text.to_owned());
         let run_id = pick(env, "rdzv-id", &cli.rdzv_id).map(|given| given.text.to_owned());
         for (name, text) in [("--role", Some(&role)), ("--rdzv-id", run_id.as_ref())] {
@@ -356,10 +453,49 @@ impl LaunchArgs {
             live: cli.live.clone().map(Option::unwrap_or_default),
             role,
             prefix: !cli.no_prefix,
-            program: program.clone(),
-            args: args.to_vec(),
+            torchrun,
+            run,
         })
     }
+}
+
+fn torchrun_options(
+    cli: &LaunchCli,
+    env: &Env,
+    local_ranks: usize,
+    switch: impl Fn(&str, bool) -> bool,
+) -> Result<TorchrunOptions> {
+    let mut options = TorchrunOptions::default();
+    if let Some(given) = pick(env, "signals-to-handle", &cli.signals_to_handle) {
+        options.signals = torchrun::signals(given.text).map_err(|why| given.wrong(&why))?;
+    }
+    if let Some(given) = pick(env, "local-ranks-filter", &cli.local_ranks_filter) {
+        let shown = torchrun::ranks_filter(given.text, local_ranks);
+        options.shown = Some(shown.map_err(|why| given.wrong(&why))?);
+    }
+    let template = pick(
+        env,
+        "log-line-prefix-template",
+        &cli.log_line_prefix_template,
+    )
+    .or_else(|| variable(env, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"));
+    options.prefix_template = template.map(|given| given.text.to_owned());
+    let filters = |flag: &str, typed: &Option<String>| {
+        let given = pick(env, flag, typed);
+        given.map_or(Vec::new(), |given| torchrun::line_filters(given.text))
+    };
+    options.out_filters = filters("duplicate-stdout-filters", &cli.duplicate_stdout_filters);
+    options.err_filters = filters("duplicate-stderr-filters", &cli.duplicate_stderr_filters);
+    if let Some(given) = pick(env, "numa-binding", &cli.numa_binding) {
+        let binding = Binding::named(given.text);
+        options.numa = Some(
+            binding.ok_or_else(|| given.wrong("not node, socket, exclusive or core-complex"))?,
+        );
+    }
+    if switch("virtual-local-rank", cli.virtual_local_rank) {
+        options.devices = Some(VisibleDevices::new(env, local_ranks)?);
+    }
+    Ok(options)
 }
 
 /// Decides which of how many nodes this is, from flags, `PET_*` variables and those of engines.
@@ -372,6 +508,8 @@ pub struct WhichNodes<'a> {
     pub standalone: bool,
     /// Where several nodes meet unless told otherwise.
     pub default_port: u16,
+    /// Nodes without a number get one in order of arrival.
+    pub by_arrival: bool,
     /// Which kind of command wants to know, and its name.
     pub asking: Asking,
     /// See `asking`.
@@ -385,6 +523,7 @@ impl WhichNodes<'_> {
     /// `Usage`, naming the flag or variable.
     pub fn resolve(&self, env: &Env) -> Result<(Option<Meeting>, Option<u16>)> {
         let (flags, standalone) = (self.flags, self.standalone);
+        let ports = flags.port_range(env)?;
         let given = pick(env, "nnodes", &flags.nnodes);
         let nodes = given.as_ref().map(node_count).transpose()?;
         let nnodes = given.map_or(String::new(), |given| match given.name.strip_prefix("--") {
@@ -422,9 +561,9 @@ impl WhichNodes<'_> {
         };
         let is_numbered = node_rank.is_none();
         let node_rank = match (node_rank, &place) {
-            _ if standalone => 0,
-            (Some(rank), _) => rank,
-            (None, Some(place)) if place.count == nodes_wanted => place.index,
+            _ if standalone => Some(0),
+            (Some(rank), _) => Some(rank),
+            (None, Some(place)) if place.count == nodes_wanted => Some(place.index),
             (None, Some(place)) => {
                 return Err(Error::usage(format!(
                     "--nnodes is {nodes_wanted}, but {} started {} processes",
@@ -432,7 +571,8 @@ impl WhichNodes<'_> {
                 ))
                 .note("fix", "start one process a node, or give --node-rank too"));
             }
-            (None, None) if nodes_wanted == 1 => 0,
+            (None, None) if nodes_wanted == 1 => Some(0),
+            (None, None) if self.by_arrival => None,
             (None, None) => {
                 return Err(Error::usage(format!(
                     "{nnodes} requires --node-rank, the number of this node"
@@ -443,10 +583,14 @@ impl WhichNodes<'_> {
                         "add --node-rank 0 on the first node, ... {} on the last",
                         nodes_wanted - 1
                     ),
+                )
+                .note(
+                    "or",
+                    "--rdzv-backend c10d --rdzv-endpoint HOST:PORT, the same on all nodes, HOST being one of them",
                 ));
             }
         };
-        if node_rank >= nodes_wanted {
+        if let Some(node_rank) = node_rank.filter(|rank| *rank >= nodes_wanted) {
             return Err(Error::usage(format!(
                 "--node-rank {node_rank} is outside --nnodes {nodes_wanted} (nodes count from 0)"
             )));
@@ -456,9 +600,16 @@ impl WhichNodes<'_> {
             return Ok((None, port));
         }
         // MASTER_ADDR and MASTER_PORT without a prefix also name node 0.
-        let host = host
-            .or_else(|| env.get("MASTER_ADDR").filter(|a| !a.is_empty()).cloned())
-            .or_else(|| place.as_ref().and_then(|p| p.first_host.clone()));
+        let given_host = host.or_else(|| env.get("MASTER_ADDR").filter(|a| !a.is_empty()).cloned());
+        // Only where the launchers are numbered as the engine numbers them.
+        let carrier = place.as_ref().filter(|place| {
+            let is_same = place.count == nodes_wanted && Some(place.index) == node_rank;
+            is_same && engine::has_channel(env, place.engine)
+        });
+        let host = given_host
+            .clone()
+            .or_else(|| place.as_ref().and_then(|p| p.first_host.clone()))
+            .or_else(|| carrier.map(|_| String::new()));
         let Some(host) = host else {
             let who = match &place {
                 Some(place) => format!(
@@ -475,20 +626,42 @@ impl WhichNodes<'_> {
             ));
         };
         let given = env.get("MASTER_PORT").filter(|p| !p.is_empty());
-        let meets_at = match (port, given) {
-            (Some(port), _) => port,
+        let given_port = match (port, given) {
+            (Some(port), _) => Some(port),
             (None, Some(text)) => {
                 let name = "MASTER_PORT".to_owned();
-                Given { text, name }.port()?
+                Some(Given { text, name }.port()?)
             }
-            (None, None) => self.default_port,
+            (None, None) => None,
         };
+        let meets_at = given_port.unwrap_or(ports.map_or(self.default_port, PortRange::first));
+        if let Some(ports) = ports.filter(|ports| !ports.contains(meets_at)) {
+            return Err(Error::usage(format!(
+                "the nodes would meet at port {meets_at}, which is outside --port-range {ports}"
+            ))
+            .note(
+                "fix",
+                "leave --master-port and MASTER_PORT out, or choose one of these",
+            ));
+        }
+        let unsettled = carrier.cloned().map(|place| Unsettled {
+            given: engine::Given {
+                token: None,
+                host: given_host.or_else(|| place.is_on_one_host().then(|| host.clone())),
+                port: given_port,
+                ports,
+            },
+            place,
+        });
         let meeting = Meeting {
             nodes: nodes_wanted,
             node_rank,
+            is_host: None,
             host,
             port: meets_at,
+            ports,
             engine: place.filter(|_| is_numbered).map(|place| place.engine),
+            unsettled,
         };
         Ok((Some(meeting), port))
     }
@@ -500,9 +673,19 @@ fn pick<'a>(env: &'a Env, flag: &str, typed: &'a Option<String>) -> Option<Given
         let name = format!("--{flag}");
         return Some(Given { text, name });
     }
-    let name = format!("PET_{}", flag.replace('-', "_").to_uppercase());
-    let text = env.get(&name).filter(|text| !text.is_empty())?;
-    Some(Given { text, name })
+    variable(
+        env,
+        &format!("PET_{}", flag.replace('-', "_").to_uppercase()),
+    )
+}
+
+/// A variable's text.
+fn variable<'a>(env: &'a Env, name: &str) -> Option<Given<'a>> {
+    let text = env.get(name).filter(|text| !text.is_empty())?;
+    Some(Given {
+        text,
+        name: name.to_owned(),
+    })
 }
 
 /// Number of ranks to start on this node without --nproc-per-node: `PET_NPROC_PER_NODE`, or one.
@@ -570,6 +753,25 @@ fn node_count(given: &Given<'_>) -> Result<usize> {
     Ok(low)
 }
 
+impl NodeFlags {
+    /// The ports for other hosts, if they are limited.
+    ///
+    /// # Errors
+    /// `Usage`, naming the flag or variable.
+    pub fn port_range(&self, env: &Env) -> Result<Option<PortRange>> {
+        let given = pick(env, "port-range", &self.port_range).or_else(|| {
+            let text = env.get(PORTS_VARIABLE).filter(|text| !text.is_empty())?;
+            let name = PORTS_VARIABLE.to_owned();
+            Some(Given { text, name })
+        });
+        let Some(given) = given else { return Ok(None) };
+        match given.text.parse::<PortRange>() {
+            Ok(range) => Ok(Some(range)),
+            Err(_) => Err(given.wrong("not FIRST-LAST, as in 20000-20031")),
+        }
+    }
+}
+
 /// Host and port from `--master-addr`, `--master-port` and `--rdzv-endpoint`.
 fn address(
     flags: &NodeFlags,
@@ -577,7 +779,9 @@ fn address(
     env: &Env,
     alone: bool,
 ) -> Result<(Option<String>, Option<u16>)> {
-    let mut host = pick(env, "master-addr", &flags.master_addr).map(|g| g.text.to_owned());
+    // An IPv6 address may be in brackets.
+    let bare = |host: &str| host.trim_matches(['[', ']']).to_owned();
+    let mut host = pick(env, "master-addr", &flags.master_addr).map(|g| bare(g.text));
     let mut port = match pick(env, "master-port", &flags.master_port) {
         None => None,
         Some(given) => given.port_or_free(alone)?,
@@ -601,16 +805,16 @@ fn address(
                 )));
             }
         }
-        let name = name.trim_matches(['[', ']']);
+        let name = bare(name);
         if let (Some(typed), Some(_)) = (&flags.master_addr, endpoint)
-            && typed != name
+            && bare(typed) != name
         {
             return Err(Error::usage(format!(
                 "--master-addr {typed} and --rdzv-endpoint {} contradict each other; give one of them",
                 given.text
             )));
         }
-        host.get_or_insert(name.to_owned());
+        host.get_or_insert(name);
     }
     if host
         .as_ref()
@@ -649,6 +853,7 @@ mod tests {
                 "node-rank" => cli.nodes.node_rank = value,
                 "addr" => cli.nodes.master_addr = value,
                 "port" => cli.nodes.master_port = value,
+                "ports" => cli.nodes.port_range = value,
                 "endpoint" => cli.rdzv_endpoint = value,
                 "backend" => cli.rdzv_backend = value,
                 "restarts" => cli.max_restarts = value,
@@ -661,6 +866,13 @@ mod tests {
                 "interval" => cli.monitor_interval = value,
                 "method" => cli.start_method = value,
                 "standalone" => cli.standalone = true,
+                "conf" => cli.rdzv_conf = value,
+                "shutdown" => cli.shutdown_timeout = value,
+                "signals" => cli.signals_to_handle = value,
+                "filter" => cli.local_ranks_filter = value,
+                "specs" => cli.logs_specs = value,
+                "events" => cli.event_log_handler = value,
+                "numa" => cli.numa_binding = value,
                 other => panic!("no such flag in this test: {other}"),
             }
         }
@@ -677,8 +889,9 @@ mod tests {
         );
         assert_eq!(args.stop_grace, Duration::from_millis(1500));
         assert!(args.prefix);
-        assert_eq!(args.program, "prog");
-        assert_eq!(args.args, ["--x"]);
+        assert_eq!(args.run.program, "prog");
+        assert_eq!(args.run.args, ["--x"]);
+        assert_eq!(args.torchrun, TorchrunOptions::default());
     }
 
     #[test]
@@ -771,6 +984,16 @@ mod tests {
             ),
             ("nnodes=2 node-rank=1 endpoint=e", "", (2, 1, "e", 29500)),
             (
+                "nnodes=2 node-rank=1 addr=e ports=20000-20009",
+                "PHALANX_PORT_RANGE=1-2",
+                (2, 1, "e", 20000),
+            ),
+            (
+                "nnodes=2 node-rank=1 addr=e port=30009",
+                "PHALANX_PORT_RANGE=30000-30009",
+                (2, 1, "e", 30009),
+            ),
+            (
                 "nnodes=2 node-rank=1 endpoint=e backend=c10d",
                 "",
                 (2, 1, "e", 29400),
@@ -808,10 +1031,32 @@ mod tests {
             let meeting = resolve(flags, variables).unwrap().meeting.unwrap();
             let got = (
                 meeting.nodes,
-                meeting.node_rank,
+                meeting.node_rank.unwrap(),
                 meeting.host.as_str(),
                 meeting.port,
             );
+            assert_eq!(got, want, "{flags} {variables}");
+        }
+    }
+
+    #[test]
+    fn what_an_engine_can_carry_is_left_to_it() {
+        let mpi = "OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4";
+        let here = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2";
+        for (flags, variables, want) in [
+            ("", mpi, Some((None, None))),
+            ("addr=h", mpi, Some((Some("h"), None))),
+            ("port=7", mpi, Some((None, Some(7)))),
+            ("", "PMI_RANK=1 PMI_SIZE=2 PMI_FD=9", Some((None, None))),
+            ("", here, Some((Some("127.0.0.1"), None))),
+            // No channel, or other nodes than the engine's.
+            ("addr=h", "PMI_RANK=1 PMI_SIZE=2", None),
+            ("nnodes=2 node-rank=0 addr=h", mpi, None),
+            ("nnodes=2 node-rank=0 addr=h", "", None),
+        ] {
+            let meeting = resolve(flags, variables).unwrap().meeting.unwrap();
+            let got = meeting.unsettled.as_ref();
+            let got = got.map(|u| (u.given.host.as_deref(), u.given.port));
             assert_eq!(got, want, "{flags} {variables}");
         }
     }
@@ -832,6 +1077,13 @@ mod tests {
             ("", "SKYPILOT_NUM_NODES=2", "one of 2 nodes"),
             ("", "SLURM_NNODES=2 SLURM_PROCID=0 SLURM_NTASKS=2", "srun"),
             ("nnodes=2 node-rank=2", "", "outside --nnodes 2"),
+            ("ports=20000", "", "--port-range cannot be \"20000\""),
+            ("", "PHALANX_PORT_RANGE=9-1", "PHALANX_PORT_RANGE cannot be"),
+            (
+                "nnodes=2 node-rank=0 addr=h port=77 ports=80-90",
+                "",
+                "port 77, which is outside --port-range 80-90",
+            ),
             ("node-rank=1", "", "outside --nnodes 1"),
             ("", "PET_NNODES=none", "PET_NNODES"),
             ("nproc=0", "", "--nproc-per-node"),
@@ -852,7 +1104,6 @@ mod tests {
                 "one node only",
             ),
             ("restarts=-1", "", "--max-restarts"),
-            ("tee=3", "", "--log-dir"),
             ("tee=7 log-dir=x", "", "--tee"),
             ("nproc=2 tee=5:1 log-dir=x", "", "no rank 5 on this node"),
             (
@@ -866,11 +1117,17 @@ mod tests {
             ("method=thread", "", "--start-method"),
             ("grace=NaN", "", "--stop-grace-s"),
             ("id=a/b", "", "--rdzv-id"),
-            (
-                "",
-                "OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4",
-                "does not say on which host",
-            ),
+            ("", "PMI_RANK=1 PMI_SIZE=2", "does not say on which host"),
+            ("conf=is_hots=1", "", "there is no key is_hots"),
+            ("", "PET_RDZV_CONF=timeout", "PET_RDZV_CONF"),
+            ("signals=SIGNONE", "", "--signals-to-handle"),
+            ("nproc=2 filter=2", "", "--local-ranks-filter"),
+            ("specs=mine", "", "--logs-specs"),
+            ("events=console", "", "--event-log-handler"),
+            ("numa=far", "", "--numa-binding"),
+            ("shutdown=soon", "", "--shutdown-timeout"),
+            ("", "PET_SHUTDOWN_TIMEOUT=-1", "PET_SHUTDOWN_TIMEOUT"),
+            ("nnodes=2 backend=c10d", "", "--master-addr"),
             ("nnodes=3", "PMI_RANK=1 PMI_SIZE=2", "PMI started 2"),
         ] {
             let error = resolve(flags, variables).unwrap_err();
@@ -884,7 +1141,80 @@ mod tests {
     }
 
     #[test]
+    fn nodes_without_a_number_are_numbered_by_arrival() {
+        for (flags, variables, want) in [
+            (
+                "nnodes=2 backend=c10d endpoint=h:9",
+                "",
+                (None, None, "h", 9),
+            ),
+            (
+                "nnodes=2 backend=c10d endpoint=[::1]",
+                "",
+                (None, None, "::1", 29400),
+            ),
+            (
+                "nnodes=2 backend=c10d addr=[::1] port=4",
+                "",
+                (None, None, "::1", 4),
+            ),
+            (
+                "nnodes=2 conf=is_host=1",
+                "PET_RDZV_BACKEND=c10d PET_RDZV_ENDPOINT=h",
+                (None, Some(true), "h", 29400),
+            ),
+            (
+                "nnodes=2 backend=c10d endpoint=h node-rank=1",
+                "",
+                (Some(1), None, "h", 29400),
+            ),
+            // Slurm numbers them, in the order of its node list.
+            (
+                "backend=c10d endpoint=h",
+                "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_NNODES=2 SLURM_NODELIST=a[1-2] SLURM_STEP_ID=0",
+                (Some(1), None, "h", 29400),
+            ),
+        ] {
+            let meeting = resolve(flags, variables).unwrap().meeting.unwrap();
+            let got = (
+                meeting.node_rank,
+                meeting.is_host,
+                &*meeting.host,
+                meeting.port,
+            );
+            assert_eq!(got, want, "{flags} {variables}");
+        }
+        let args = resolve("nnodes=2 node-rank=0 addr=h conf=timeout=9", "").unwrap();
+        assert_eq!(args.meeting_timeout, Duration::from_secs(9));
+    }
+
+    #[test]
+    fn torchruns_timeout_of_a_stop_is_ours() {
+        for (flags, variables, seconds) in [
+            ("shutdown=7", "PET_STOP_GRACE_S=9", 7),
+            ("grace=8", "PET_SHUTDOWN_TIMEOUT=9", 8),
+            (
+                "",
+                "PET_SHUTDOWN_TIMEOUT=9 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3",
+                9,
+            ),
+            ("", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3", 3),
+        ] {
+            let args = resolve(flags, variables).unwrap();
+            let want = Duration::from_secs(seconds);
+            assert_eq!(
+                (args.stop_grace, args.handler_grace),
+                (want, want),
+                "{flags} {variables}"
+            );
+            assert!(args.grace_is_typed);
+        }
+    }
+
+    #[test]
     fn logs_are_shown_too_unless_redirected() {
+        let args = resolve("tee=3", "").unwrap();
+        assert_eq!((args.log_dir, args.tee.of(0)), (None, Streams::ALL));
         let args = resolve("log-dir=d", "").unwrap();
         assert_eq!(args.tee.of(0), Streams::ALL);
         let args = resolve("log-dir=d redirects=3", "").unwrap();

@@ -22,6 +22,13 @@ pub struct Place {
     pub first_host: Option<String>,
 }
 
+impl Place {
+    /// Whether all processes are known to run on this host.
+    pub fn is_on_one_host(&self) -> bool {
+        self.local.is_some_and(|(_, here)| here == self.count)
+    }
+}
+
 /// Reads the place from the environment. An MPI launcher wins over Slurm, as
 /// `mpirun` inside a Slurm job inherits the batch script's variables.
 pub fn detect(env: &Env) -> Result<Option<Place>> {

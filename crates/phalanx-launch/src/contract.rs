@@ -10,6 +10,8 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 
+use phalanx_comm::PortRange;
+
 /// Says where the launcher hosts the store, so that rank 0 connects like
 /// everybody else.
 pub const STORE_VARIABLE: &str = "PHALANX_STORE";
@@ -26,6 +28,8 @@ const AGENT_STORE_VARIABLE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 pub const ERROR_FILE_VARIABLE: &str = "TORCHELASTIC_ERROR_FILE";
 /// The address this node's ranks listen on, when there are several nodes.
 pub const BIND_VARIABLE: &str = "PHALANX_BIND";
+/// The ports that this node's ranks listen on, when there are several nodes.
+pub const PORTS_VARIABLE: &str = "PHALANX_PORT_RANGE";
 
 /// What is the same for all ranks of one launcher.
 #[derive(Clone, Debug)]
@@ -54,6 +58,10 @@ pub struct Shared {
     pub max_restarts: u32,
     /// Where ranks listen, when there are several nodes.
     pub bind: Option<String>,
+    /// On which ports they listen, when there are several nodes.
+    pub ports: Option<PortRange>,
+    /// The signals that end the job.
+    pub signals: String,
     /// OMP_NUM_THREADS is set outside and stays.
     pub threads_set: bool,
 }
@@ -100,7 +108,7 @@ pub fn variables(shared: &Shared, own: &Own) -> BTreeMap<&'static str, OsString>
         (ERROR_FILE_VARIABLE, own.error_file.clone()),
         (
             "TORCHELASTIC_SIGNALS_TO_HANDLE",
-            "SIGTERM,SIGINT,SIGHUP,SIGQUIT".into(),
+            OsString::from(&shared.signals),
         ),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1".into()),
         (STORE_VARIABLE, OsString::from(&shared.store)),
@@ -108,6 +116,9 @@ pub fn variables(shared: &Shared, own: &Own) -> BTreeMap<&'static str, OsString>
     ]);
     if let Some(bind) = &shared.bind {
         set.insert(BIND_VARIABLE, OsString::from(bind));
+    }
+    if let Some(ports) = shared.ports {
+        set.insert(PORTS_VARIABLE, ports.to_string().into());
     }
     if !shared.threads_set && shared.local_ranks > 1 {
         set.insert("OMP_NUM_THREADS", "1".into());
@@ -118,12 +129,18 @@ pub fn variables(shared: &Shared, own: &Own) -> BTreeMap<&'static str, OsString>
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::torchrun::TorchrunOptions;
     use std::collections::BTreeSet;
 
     const FIXTURE: &str = include_str!("../tests/fixtures/torchrun.json");
 
     /// Ours that torchrun does not know.
-    const OWN: [&str; 3] = [STORE_VARIABLE, TOKEN_FILE_VARIABLE, BIND_VARIABLE];
+    const OWN: [&str; 4] = [
+        STORE_VARIABLE,
+        TOKEN_FILE_VARIABLE,
+        BIND_VARIABLE,
+        PORTS_VARIABLE,
+    ];
 
     /// Ranks a node, restart name, for each launch of the fixture.
     fn launches() -> Vec<(&'static str, Vec<usize>)> {
@@ -168,6 +185,8 @@ mod tests {
                         run_id: want["TORCHELASTIC_RUN_ID"].clone(),
                         max_restarts: 0,
                         bind: (nodes.len() > 1).then(|| "127.0.0.1".into()),
+                        ports: PortRange::new(1, 2).ok(),
+                        signals: TorchrunOptions::default().signal_names(),
                         threads_set: false,
                     };
                     let own = Own {
@@ -203,6 +222,8 @@ mod tests {
             run_id: "x".into(),
             max_restarts: 3,
             bind: None,
+            ports: None,
+            signals: "SIGTERM".into(),
             threads_set: true,
         };
         let own = Own {
@@ -217,6 +238,11 @@ mod tests {
         assert_eq!(set[TOKEN_FILE_VARIABLE], "/proc/self/fd/9");
         assert_eq!(set["TORCHELASTIC_RESTART_COUNT"], "2");
         assert_eq!(set["TORCHELASTIC_MAX_RESTARTS"], "3");
+        let several = Shared {
+            ports: PortRange::new(20000, 20009).ok(),
+            ..shared.clone()
+        };
+        assert_eq!(variables(&several, &own)[PORTS_VARIABLE], "20000-20009");
         let names: BTreeSet<_> = set.keys().copied().collect();
         assert!(
             !names.contains("OMP_NUM_THREADS"),

@@ -8,7 +8,7 @@
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{ErrorKind as IoKind, Read};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -125,15 +125,32 @@ fn absolute(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 
-/// `DIR/RUN_ID_xxxxxxxx`, a name that no other run has; with several nodes `DIR/RUN_ID_nodeR_xxxxxxxx`.
-pub fn for_logs(dir: &Path, run_id: &str, node: Option<usize>) -> Result<PathBuf> {
+/// A new folder for logs below the folder for temporary files. It stays, and only this user can read it.
+///
+/// # Errors
+/// `Usage`, naming the folder for temporary files.
+pub fn temporary() -> Result<PathBuf> {
+    let made = tempfile::Builder::new()
+        .prefix("phalanx-logs-")
+        .permissions(std::fs::Permissions::from_mode(0o700))
+        .tempdir();
+    made.map(tempfile::TempDir::keep).map_err(|error| {
+        cannot_make(&std::env::temp_dir().join("phalanx-logs"), error).note(
+            "fix",
+            "give --log-dir, or set TMPDIR to a folder that can be written",
+        )
+    })
+}
+
+/// `DIR/RUN_ID_xxxxxxxx`, a name that no other run has; with several nodes `DIR/RUN_ID_NODE_xxxxxxxx`.
+pub fn for_logs(dir: &Path, run_id: &str, node: Option<&str>) -> Result<PathBuf> {
     // A run's name is any text: it must stay one name in `dir`.
     let plain = |c: char| match c {
         '/' | '\0'..='\x1f' | '\x7f' => '_',
         other => other,
     };
     let run_id: String = run_id.chars().map(plain).collect();
-    let node = node.map_or(String::new(), |node| format!("_node{node}"));
+    let node = node.map_or(String::new(), |node| format!("_{node}"));
     let random = random_id()?;
     let random = random.split('-').next().unwrap_or_default();
     Ok(dir.join(format!("{run_id}{node}_{random}")))
@@ -186,7 +203,7 @@ mod tests {
             assert_eq!(name.strip_prefix(begins).map(str::len), Some(8), "{name}");
             assert_ne!(for_logs(dir, run_id, None).unwrap(), path);
         }
-        let path = for_logs(dir, "none", Some(1)).unwrap();
+        let path = for_logs(dir, "none", Some("node1")).unwrap();
         assert!(path.to_str().unwrap().starts_with("/logs/none_node1_"));
     }
 

@@ -11,6 +11,7 @@ use super::report::{self, Verdict};
 use super::streams::StreamChoice;
 use crate::inspect::fuzzing as inspect;
 use crate::stop;
+use crate::torchrun;
 
 /// Name, body, seeds.
 pub type Target = (&'static str, fn(&[u8]), fn() -> Vec<Vec<u8>>);
@@ -78,6 +79,8 @@ pub fn cluster_seeds() -> Vec<Vec<u8>> {
 pub fn args(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     let _ = text.parse::<StreamChoice>();
+    let _ = torchrun::rendezvous_conf(&text);
+    let _ = torchrun::fill_in(&text, |name| (name == "rank").then(|| "0".to_owned()));
     let cli = LaunchCli {
         program: vec!["program".into()],
         ..LaunchCli::default()
@@ -85,7 +88,8 @@ pub fn args(data: &[u8]) {
     if let Ok(args) = LaunchArgs::resolve(&cli, &env(&text), 2) {
         assert!((1..=1024).contains(&args.local_ranks));
         if let Some(meeting) = args.meeting {
-            assert!(meeting.node_rank < meeting.nodes && meeting.nodes <= 1024);
+            assert!(meeting.node_rank.is_none_or(|rank| rank < meeting.nodes));
+            assert!(meeting.nodes <= 1024);
         }
     }
 }
@@ -96,6 +100,8 @@ pub fn args_seeds() -> Vec<Vec<u8>> {
         "PET_RDZV_ENDPOINT=[::1]:29400\nPET_NNODES=1:2\nPET_RDZV_BACKEND=c10d\n",
         "PET_STANDALONE=1\nPET_MAX_RESTARTS=3\nPET_LOG_DIR=x\nPET_TEE=0:1,1:2\nPET_REDIRECTS=3\n",
         "PET_STOP_GRACE_S=1e3\nPET_RDZV_TIMEOUT=inf\nPET_BIND=::1\nPET_ROLE=r\nPET_RDZV_ID=x\n",
+        "PET_RDZV_CONF=is_host=1,timeout=9\nPET_SIGNALS_TO_HANDLE=SIGTERM,SIGUSR1\nPET_LOCAL_RANKS_FILTER=0,1\nPET_NNODES=2\nPET_RDZV_BACKEND=c10d\nPET_RDZV_ENDPOINT=a:1\n",
+        "PET_DUPLICATE_STDOUT_FILTERS=a,,b,c\nPET_LOG_LINE_PREFIX_TEMPLATE=$${rank}\nPET_VIRTUAL_LOCAL_RANK=1\nCUDA_VISIBLE_DEVICES=0,1\nPET_NUMA_BINDING=node\n",
         "0:1,1:2",
     ])
 }

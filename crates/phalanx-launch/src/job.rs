@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
+use phalanx_comm::PortRange;
 use phalanx_data::files::as_typed;
 use phalanx_live::{Page, State};
 use phalanx_process::env::RUN_POINTER_VARIABLE;
@@ -21,7 +22,7 @@ use super::flight;
 use super::folder::RunFolder;
 use super::guard::Guard;
 use super::machine::{Action, End, Machine, Why};
-use super::nodes::{self, NodeInfo, Nodes, PortForRanks};
+use super::nodes::{self, NodeInfo, Nodes, PortForRanks, check_range};
 use super::oom::OomWatch;
 use super::plan::LaunchPlan;
 use super::pump::{Sink, Stream, Unwritten};
@@ -65,7 +66,10 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
     let alone = !reap::has_children();
     reap::adopt_orphans();
     let (sender, events) = channel();
-    let signals = SignalWatch::start_with_suspend(sender.clone())?;
+    let signals = SignalWatch::start_with_suspend(sender.clone(), &plan.torchrun.signals)?;
+    let binding = plan.torchrun.numa;
+    let processors = binding.map(|binding| binding.processors(plan.local_ranks));
+    let processors = processors.transpose()?;
     let host = phalanx_process::host_name();
     let page = match &plan.live {
         None => None,
@@ -79,9 +83,20 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         Some(logs) => RunFolder::kept(&logs.dir),
         None => RunFolder::private()?,
     };
+    let mut interrupt = || match events.try_recv() {
+        Ok(Event::Signal(signal, _)) => Some(interrupted(signal)),
+        Ok(Event::Suspend) => {
+            suspend_self();
+            None
+        }
+        _ => None,
+    };
     let mut place = match &plan.meeting {
         None => nodes::host_locally(plan.bind, &plan.token)?,
-        Some(meeting) => nodes::meeting_place(meeting, plan.bind, &plan.token)?,
+        Some(meeting) => {
+            let deadline = Instant::now() + plan.meeting_timeout;
+            nodes::meeting_place(meeting, plan.bind, &plan.token, deadline, &mut interrupt)?
+        }
     };
     if let Some(warning) = &place.warning {
         say::note(format_args!("warning: {warning}"));
@@ -93,11 +108,20 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
             if let Some(engine) = meeting.engine {
                 say::note(format_args!(
                     "node {} of {} ({engine}); node 0 is at {}:{}",
-                    meeting.node_rank, meeting.nodes, meeting.host, meeting.port
+                    meeting.node_rank.unwrap_or_default(),
+                    meeting.nodes,
+                    meeting.host,
+                    meeting.port
                 ));
             }
-            if meeting.node_rank == 0 {
-                port = Some(PortForRanks::new(None)?);
+            if let Some(range) = meeting.ports {
+                let is_first = place.server.is_some();
+                let node = meeting.node_rank.unwrap_or(usize::from(!is_first));
+                let store = is_first.then_some(meeting.port);
+                check_range(range, node, plan.local_ranks, store)?;
+            }
+            if place.server.is_some() {
+                port = Some(PortForRanks::new(None, meeting.ports)?);
             }
             let info = NodeInfo {
                 nodes: meeting.nodes,
@@ -106,6 +130,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
                 host: host.clone(),
                 pid: std::process::id(),
                 master_port: port.as_ref().map(PortForRanks::number),
+                by_arrival: meeting.node_rank.is_none(),
                 version: env!("CARGO_PKG_VERSION").to_owned(),
             };
             let nodes = nodes::join(
@@ -114,23 +139,19 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
                 info,
                 &plan.token,
                 plan.meeting_timeout,
-                || match events.try_recv() {
-                    Ok(Event::Signal(signal, _)) => Some(interrupted(signal)),
-                    Ok(Event::Suspend) => {
-                        suspend_self();
-                        None
-                    }
-                    _ => None,
-                },
+                interrupt,
             )?;
             nodes.watch(sender.clone())?;
+            drop(plan.until_met.take());
             Some(nodes)
         }
     };
     let told = nodes.as_ref().and_then(|n| n.infos().first()?.master_port);
     let master_port = match told {
         Some(port) => port,
-        None => port.insert(PortForRanks::new(plan.master_port)?).number(),
+        None => port
+            .insert(PortForRanks::new(plan.master_port, None)?)
+            .number(),
     };
     let shared = shared(plan, &place, nodes.as_ref(), master_port);
     let unwritten = Unwritten::default();
@@ -148,6 +169,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         err: Sink::of(Stream::Err, unwritten.clone()),
         unwritten,
         oom: OomWatch::start(),
+        processors,
         alone,
         guard: None,
         decided: None,
@@ -193,7 +215,7 @@ fn shared(
     nodes: Option<&Nodes>,
     master_port: u16,
 ) -> Shared {
-    let node_rank = plan.meeting.as_ref().map_or(0, |m| m.node_rank);
+    let node_rank = nodes.map_or(0, Nodes::node_rank);
     let ranks: Vec<usize> = match nodes {
         None => vec![plan.local_ranks],
         Some(nodes) => nodes.infos().iter().map(|info| info.local_ranks).collect(),
@@ -211,7 +233,20 @@ fn shared(
         run_id: plan.run_id.clone(),
         max_restarts: plan.max_restarts,
         bind: place.bind.map(|ip| ip.to_string()),
+        ports: plan
+            .meeting
+            .as_ref()
+            .and_then(|meeting| ports_of_ranks(meeting.ports?, master_port)),
+        signals: plan.torchrun.signal_names(),
         threads_set: plan.threads_set,
+    }
+}
+
+/// The ports of `range` that are left to the ranks: `held`, and those above it, are not.
+fn ports_of_ranks(range: PortRange, held: u16) -> Option<PortRange> {
+    match range.contains(held) {
+        true => PortRange::new(range.first(), held - 1).ok(),
+        false => Some(range),
     }
 }
 
@@ -232,6 +267,8 @@ struct Job<'a> {
     err: Arc<Sink>,
     unwritten: Unwritten,
     oom: OomWatch,
+    /// The processors of each rank, where they are bound.
+    processors: Option<Vec<Vec<usize>>>,
     /// Whether all descendants of this process belong to our ranks.
     alone: bool,
     /// The guard of the last attempt. It is kept to the end, as it must tell the other nodes
@@ -272,7 +309,7 @@ impl Job<'_> {
                     self.clear_store()?;
                     // Ranks of the new attempt must not connect to remains of the old one.
                     if self.plan.master_port.is_none() {
-                        let port = self.port.insert(PortForRanks::new(None)?);
+                        let port = self.port.insert(PortForRanks::new(None, None)?);
                         self.shared.master_port = port.number();
                     }
                 }
@@ -424,6 +461,9 @@ impl Job<'_> {
             prefix: self.plan.prefix,
             rank0_owns_stderr: self.plan.rank0_owns_stderr,
             logs: self.plan.logs.as_ref(),
+            torchrun: &self.plan.torchrun,
+            role: &self.plan.role,
+            processors: self.processors.as_deref(),
             page: self.page.as_ref(),
             guard,
             events: &self.sender,
@@ -432,6 +472,7 @@ impl Job<'_> {
             let path = self.run_pointer().into_os_string();
             (RUN_POINTER_VARIABLE.into(), path)
         });
+        let devices = self.plan.torchrun.devices.as_ref();
         for local_rank in 0..self.plan.local_ranks {
             let rank = self.shared.first_rank + local_rank;
             ranks.push(starter.start(local_rank, rank, restarts, |error_file| {
@@ -445,6 +486,7 @@ impl Job<'_> {
                     .into_iter()
                     .map(|(name, value)| (name.into(), value))
                     .chain(self.plan.variables.iter().cloned())
+                    .chain(devices.map_or(Vec::new(), |d| d.variables(local_rank)))
                     .chain(pointer.clone())
                     .collect()
             })?);
@@ -1089,13 +1131,24 @@ impl Supervision {
         })
     }
 
+    /// What asks the ranks to end: SIGTERM, or the SIGUSR1 or SIGUSR2 that ended the job, which a program may
+    /// handle apart.
+    fn stop_signal(&self) -> Signal {
+        match self.machine.why() {
+            Some(Why::Interrupt(signal)) if signal == Signal::USR1.as_raw() => Signal::USR1,
+            Some(Why::Interrupt(signal)) if signal == Signal::USR2.as_raw() => Signal::USR2,
+            _ => Signal::TERM,
+        }
+    }
+
     fn act(&mut self, action: Action) {
         match action {
             Action::None => {}
             Action::Terminate => {
                 let now = Instant::now();
                 self.stopping_since = Some(now);
-                if self.is_interrupt() && self.ranks.iter().any(Rank::answers) {
+                let signal = self.stop_signal();
+                if self.is_interrupt() && self.ranks.iter().any(|rank| rank.answers(signal)) {
                     let grace = self.handler_grace();
                     self.machine.allow(grace, now);
                     for rank in &self.ranks {
@@ -1103,7 +1156,7 @@ impl Supervision {
                     }
                 }
                 for rank in &self.ranks {
-                    rank.signal(Signal::TERM);
+                    rank.signal(signal);
                 }
             }
             Action::Kill => self.kill(),

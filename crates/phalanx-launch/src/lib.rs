@@ -27,6 +27,7 @@ mod alone;
 mod args;
 mod cluster;
 mod contract;
+mod engine;
 mod flight;
 mod folder;
 #[cfg(any(test, fuzzing))]
@@ -38,6 +39,7 @@ mod job;
 pub mod log;
 mod machine;
 mod nodes;
+mod numa;
 mod oom;
 mod plan;
 mod pump;
@@ -51,6 +53,7 @@ mod signals;
 mod streams;
 mod threads;
 mod token;
+mod torchrun;
 pub mod words;
 
 use std::ffi::OsString;
@@ -190,16 +193,19 @@ impl LocalRun {
 /// # Errors
 /// The root cause; its [`exit_code`](crate::error::Error::exit_code) is the
 /// job's, printing it is the caller's.
-fn run_local(local: LocalRun) -> Result<()> {
+fn run_local(mut local: LocalRun) -> Result<()> {
     let env = cluster::real_env();
     let is_first = local
         .meeting
         .as_ref()
-        .is_none_or(|meeting| meeting.node_rank == 0);
-    let token = match &local.meeting {
+        .is_none_or(|meeting| meeting.node_rank == Some(0));
+    let (token, until_met) = match &mut local.meeting {
         // Variables belong to an outer job.
-        None => token::mint()?,
-        Some(_) => plan::job_token(local.token_file.as_deref(), &env, true)?,
+        None => (token::mint()?, engine::UntilMet::default()),
+        Some(meeting) => {
+            let (file, limit) = (local.token_file.as_deref(), local.meeting_timeout);
+            plan::job_token(file, &env, Some(meeting), local.bind, limit)?
+        }
     };
     let plan = LaunchPlan {
         run_id: plan::run_id(None, local.meeting.is_some())?,
@@ -211,6 +217,7 @@ fn run_local(local: LocalRun) -> Result<()> {
         max_restarts: 0,
         logs: None,
         token,
+        until_met: until_met.into(),
         stop_grace: local.stop_grace,
         handler_grace: local.stop_grace,
         grace_is_typed: false,
@@ -220,6 +227,7 @@ fn run_local(local: LocalRun) -> Result<()> {
         role: "default".to_owned(),
         prefix: local.prefix,
         rank0_owns_stderr: local.rank0_owns_stderr && is_first,
+        torchrun: torchrun::TorchrunOptions::default(),
         program: local.program,
         args: local.args,
         variables: local.variables,
@@ -253,7 +261,7 @@ pub fn tied_command(
     let mut command = std::process::Command::new(own_program());
     command
         .arg0(HELPER_NAME)
-        .args([EXEC_RANK, &std::process::id().to_string()])
+        .args([EXEC_RANK, &std::process::id().to_string(), "-"])
         .arg(own_program())
         .args(args)
         .stdin(guard.end_for_rank()?);
@@ -285,11 +293,13 @@ pub fn run_helper() -> Option<Result<()>> {
     match args.next()?.to_str()? {
         GUARD => Some(guard::guard()),
         EXEC_RANK => Some(shim::exec_rank(args)),
+        MPI_BROADCAST => Some(engine::helper(args)),
         _ => None,
     }
 }
 
-/// The name of helper processes (their first argument), and their two commands.
+/// The name of helper processes (their first argument), and their commands.
 const HELPER_NAME: &str = "phalanx";
 const GUARD: &str = "guard";
 const EXEC_RANK: &str = "exec-rank";
+const MPI_BROADCAST: &str = "mpi-broadcast";

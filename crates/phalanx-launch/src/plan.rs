@@ -1,6 +1,7 @@
 //! From settings to a plan: finds the program, reads or creates the token. The last step
 //! before sockets and processes.
 
+use std::cell::Cell;
 use std::ffi::{OsStr, OsString};
 use std::io::Read as _;
 use std::net::{IpAddr, ToSocketAddrs, UdpSocket};
@@ -14,9 +15,11 @@ use phalanx_wire::Token;
 
 use super::args::{LaunchArgs, Meeting};
 use super::cluster::Env;
+use super::engine::{self, UntilMet};
 use super::folder;
 use super::ranks::{Logs, Prefix};
 use super::token;
+use super::torchrun::TorchrunOptions;
 use crate::error::{Error, ErrorKind, Result};
 
 /// Everything that a launch needs, checked.
@@ -39,6 +42,8 @@ pub struct LaunchPlan {
     pub logs: Option<Logs>,
     /// The job's secret.
     pub token: Token,
+    /// Dropped when the nodes have met.
+    pub until_met: Cell<UntilMet>,
     /// Where flight recorders are written; `None`: where the ranks ask for.
     pub flight_dir: Option<PathBuf>,
     /// From SIGTERM to SIGKILL.
@@ -57,6 +62,8 @@ pub struct LaunchPlan {
     pub prefix: Prefix,
     /// Rank 0 writes to our stderr itself.
     pub rank0_owns_stderr: bool,
+    /// What only torchrun's flags say.
+    pub torchrun: TorchrunOptions,
     /// What to run.
     pub program: OsString,
     /// Its arguments.
@@ -73,18 +80,50 @@ impl LaunchPlan {
     /// # Errors
     /// `Usage` for a program that is not there and for a missing, loose or
     /// broken token file.
-    pub fn prepare(args: LaunchArgs, env: &Env) -> Result<Self> {
-        find_program(&args.program, env.get("PATH").map(String::as_str))?;
+    pub fn prepare(mut args: LaunchArgs, env: &Env) -> Result<Self> {
+        let run = args.run;
+        let found = find_program(&run.program, env.get("PATH").map(String::as_str));
+        found.map_err(|error| match run.args.first() {
+            Some(first) if first == "-u" => {
+                error.note("set", "PYTHON_EXEC to a Python interpreter")
+            }
+            _ => error,
+        })?;
+        if let Some(script) = &run.script {
+            std::fs::metadata(script).map_err(|error| {
+                Error::usage(format!("cannot read {}", script.display())).caused_by(error)
+            })?;
+        }
         let typed = args.token_file.as_deref();
-        let token = job_token(typed, env, args.meeting.is_some())?;
+        let bind = args.bind.as_deref().map(own_address).transpose()?;
+        let (token, until_met) = job_token(
+            typed,
+            env,
+            args.meeting.as_mut(),
+            bind,
+            args.meeting_timeout,
+        )?;
         // As torchrun: a given address without a name is "none".
         let is_named = args.meeting.is_some() || args.master_port.is_some();
         let run_id = run_id(args.run_id, is_named)?;
-        let node = args.meeting.as_ref().map(|meeting| meeting.node_rank);
-        let logs = match &args.log_dir {
+        let node = args.meeting.as_ref().map(|meeting| {
+            let host = || phalanx_process::host_name();
+            meeting
+                .node_rank
+                .map_or_else(host, |rank| format!("node{rank}"))
+        });
+        let filters = [&args.torchrun.out_filters, &args.torchrun.err_filters];
+        let are_wanted = args.redirects.any()
+            || args.tee.any()
+            || filters.iter().any(|filters| !filters.is_empty());
+        let dir = match args.log_dir {
+            None if are_wanted => Some(folder::temporary()?),
+            dir => dir,
+        };
+        let logs = match &dir {
             None => None,
             Some(dir) => Some(Logs {
-                dir: folder::for_logs(dir, &run_id, node)?,
+                dir: folder::for_logs(dir, &run_id, node.as_deref())?,
                 redirects: args.redirects,
                 tee: args.tee,
             }),
@@ -99,7 +138,8 @@ impl LaunchPlan {
             meeting: args.meeting,
             meeting_timeout: args.meeting_timeout,
             master_port: args.master_port,
-            bind: args.bind.as_deref().map(own_address).transpose()?,
+            bind,
+            until_met: until_met.into(),
             local_ranks: args.local_ranks,
             run_id,
             max_restarts: args.max_restarts,
@@ -112,29 +152,41 @@ impl LaunchPlan {
             live: args.live,
             ranks_tell: false,
             role: args.role,
-            prefix: if args.prefix && !alone {
+            prefix: if args.prefix && (!alone || args.torchrun.prefix_template.is_some()) {
                 Prefix::Everybody
             } else {
                 Prefix::Nobody
             },
             rank0_owns_stderr: false,
-            program: args.program,
-            args: args.args,
+            torchrun: args.torchrun,
+            program: run.program,
+            args: run.args,
             variables: Vec::new(),
             threads_set: env.contains_key("OMP_NUM_THREADS"),
         })
     }
 }
 
-/// The token from `file`, a variable, or, on one node, a new one.
+/// The token from `file`, a variable, or, on one node, a new one. On several, the engine that started them may carry
+/// one to all, with the address at which they meet.
 ///
 /// # Errors
 /// `Usage` for a file or variable that holds none, and where several nodes have none.
-pub fn job_token(file: Option<&Path>, env: &Env, is_shared: bool) -> Result<Token> {
-    match token::given(file, env, is_shared)? {
-        Some(token) => Ok(token),
-        None if !is_shared => token::mint(),
-        None => Err(Error::usage("several nodes need a common job token")
+pub fn job_token(
+    file: Option<&Path>,
+    env: &Env,
+    meeting: Option<&mut Meeting>,
+    bind: Option<IpAddr>,
+    limit: Duration,
+) -> Result<(Token, UntilMet)> {
+    let given = token::given(file, env, meeting.is_some())?;
+    let Some(meeting) = meeting else {
+        let token = given.map_or_else(token::mint, Ok)?;
+        return Ok((token, UntilMet::default()));
+    };
+    match engine::settle(meeting, given, env, bind, limit)? {
+        (Some(token), until_met) => Ok((token, until_met)),
+        (None, _) => Err(Error::usage("several nodes need a common job token")
             .note(
                 "make",
                 "phalanx token --out job.token     (once; copy it to every node, mode 0600)",
@@ -269,7 +321,11 @@ fn interpreter_hint(error: Error, program: &OsStr, here: bool) -> Error {
     let shown = as_typed(program.as_ref());
     let python = Path::new(program).extension().is_some_and(|e| e == "py");
     if python {
-        error.note("try", format!("phalanx launch ... python3 {shown}"))
+        // It was typed after `--` or --no-python.
+        error.note(
+            "try",
+            format!("phalanx launch ... {shown}   (Python runs it then)"),
+        )
     } else if here && !program.as_encoded_bytes().contains(&b'/') {
         let here = as_typed(&Path::new(".").join(program));
         error.note("try", format!("phalanx launch ... {here}"))
@@ -303,7 +359,11 @@ mod tests {
         let script = dir.path().join("train.py");
         std::fs::write(&script, "").unwrap();
         let error = find_program(script.as_os_str(), None).unwrap_err();
-        assert!(error.render().contains("python3 "), "{}", error.render());
+        assert!(
+            error.render().contains("Python runs it"),
+            "{}",
+            error.render()
+        );
         let script = dir.path().join("dos.sh");
         std::fs::write(&script, "#!/bin/sh\r\necho\r\n").unwrap();
         std::fs::set_permissions(&script, PermissionsExt::from_mode(0o700)).unwrap();

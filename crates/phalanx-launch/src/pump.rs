@@ -122,18 +122,26 @@ fn colour_wanted() -> bool {
         && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
 }
 
-/// `[rank 3] `, in the rank's colour if `colour`.
-pub fn prefix(rank: usize, colour: bool) -> String {
+/// What begins each line of a rank.
+#[derive(Clone, Debug)]
+pub struct Prefix {
+    /// Gives the colour.
+    pub rank: usize,
+    /// `[rank 3] `, or what was asked for.
+    pub text: String,
+}
+
+/// The prefix, in the rank's colour if `colour`; white space at its end has none.
+fn coloured(prefix: &Prefix, colour: bool) -> String {
     /// Cyan, yellow, green, magenta, blue, and their bright forms, which are readable
     /// on black and on white; red is for errors.
     const COLOURS: [u8; 10] = [36, 33, 32, 35, 34, 96, 93, 92, 95, 94];
-    if colour {
-        format!(
-            "\x1b[{}m[rank {rank}]\x1b[0m ",
-            COLOURS[rank % COLOURS.len()]
-        )
+    let (text, Prefix { rank, .. }) = (prefix.text.trim_end(), prefix);
+    if colour && !text.is_empty() {
+        let colour = COLOURS[rank % COLOURS.len()];
+        format!("\x1b[{colour}m{text}\x1b[0m{}", &prefix.text[text.len()..])
     } else {
-        format!("[rank {rank}] ")
+        prefix.text.clone()
     }
 }
 
@@ -180,10 +188,12 @@ impl Tail {
 pub struct Route {
     /// Ours; `None` with `--redirects`.
     pub sink: Option<Arc<Sink>>,
-    /// The rank, to prefix its lines with.
-    pub prefix: Option<usize>,
+    /// What begins its lines.
+    pub prefix: Option<Prefix>,
     /// A log file.
     pub log: Option<Log>,
+    /// Lines with one of these texts are copied to this file.
+    pub filtered: Option<(Vec<String>, Log)>,
     /// Where the last lines are kept (stderr).
     pub tail: Option<Arc<Mutex<Tail>>>,
     /// Where the live page gets it, and whether it is stderr.
@@ -191,6 +201,7 @@ pub struct Route {
 }
 
 /// A file that keeps a copy of a rank's output, or the only one.
+#[derive(Debug)]
 pub struct Log {
     /// Open for writing.
     pub file: File,
@@ -200,32 +211,54 @@ pub struct Log {
     pub unwritten: Unwritten,
 }
 
+impl Log {
+    /// Whether all of `bytes` was written. A full disk, for example: the run continues, and fails at
+    /// its end.
+    fn write(&mut self, bytes: &[u8]) -> bool {
+        let written = self.file.write_all(bytes);
+        if let Err(error) = &written {
+            self.unwritten
+                .record(&self.path.display().to_string(), error);
+        }
+        written.is_ok()
+    }
+}
+
+/// `lines`, each with the prefix, the last one ended.
+fn prefixed<'a>(lines: impl Iterator<Item = &'a [u8]>, prefix: &str) -> Vec<u8> {
+    let mut out = Vec::new();
+    for line in lines {
+        out.extend_from_slice(prefix.as_bytes());
+        out.extend_from_slice(line);
+    }
+    if out.last().is_some_and(|last| *last != b'\n') {
+        out.push(b'\n');
+    }
+    out
+}
+
 impl Route {
-    /// Whole lines, or anything where there is no prefix.
+    /// Whole lines, or anything where there is neither a prefix nor a filter.
     fn pass(&mut self, bytes: &[u8]) {
-        if let Some(log) = &mut self.log
-            && let Err(error) = log.file.write_all(bytes)
-        {
-            // A full disk, for example: the run continues, and fails at its end.
-            log.unwritten
-                .record(&log.path.display().to_string(), &error);
+        if self.log.as_mut().is_some_and(|log| !log.write(bytes)) {
             self.log = None;
         }
-        let Some(sink) = &self.sink else { return };
-        match self.prefix {
-            None => sink.write(bytes),
-            Some(rank) => {
-                let prefix = prefix(rank, sink.colour);
-                let mut out = Vec::with_capacity(bytes.len() + 8 * prefix.len());
-                for line in bytes.split_inclusive(|b| *b == b'\n') {
-                    out.extend_from_slice(prefix.as_bytes());
-                    out.extend_from_slice(line);
-                }
-                if !bytes.ends_with(b"\n") {
-                    out.push(b'\n');
-                }
-                sink.write(&out);
+        let lines = || bytes.split_inclusive(|b| *b == b'\n');
+        if let Some((texts, file)) = &mut self.filtered {
+            let is_wanted = |line: &&[u8]| {
+                let line = String::from_utf8_lossy(line);
+                texts.iter().any(|text| line.contains(text.as_str()))
+            };
+            let prefix = self.prefix.as_ref().map_or("", |prefix| &prefix.text);
+            let wanted = prefixed(lines().filter(is_wanted), prefix);
+            if !wanted.is_empty() && !file.write(&wanted) {
+                self.filtered = None;
             }
+        }
+        let Some(sink) = &self.sink else { return };
+        match &self.prefix {
+            None => sink.write(bytes),
+            Some(prefix) => sink.write(&prefixed(lines(), &coloured(prefix, sink.colour))),
         }
     }
 
@@ -248,7 +281,7 @@ impl Route {
             if let Some((live, err)) = &self.live {
                 live.push(*err, bytes);
             }
-            if self.prefix.is_none() {
+            if self.prefix.is_none() && self.filtered.is_none() {
                 self.pass(bytes);
                 continue;
             }
@@ -355,8 +388,12 @@ mod tests {
     fn route(sink: &Arc<Sink>, prefix: Option<usize>) -> Route {
         Route {
             sink: Some(sink.clone()),
-            prefix,
+            prefix: prefix.map(|rank| Prefix {
+                rank,
+                text: format!("[rank {rank}] "),
+            }),
             log: None,
+            filtered: None,
             tail: None,
             live: None,
         }
@@ -392,6 +429,32 @@ mod tests {
         let pieces: [&[u8]; 3] = [b"10 %\r20", b" %\r", b"no end"];
         route(&sink, None).run(Pieces(pieces.into()));
         assert_eq!(text(file), "10 %\r20 %\rno end");
+    }
+
+    #[test]
+    fn lines_with_a_text_are_copied() {
+        let (sink, file) = sink();
+        let copy = tempfile::tempfile().unwrap();
+        let mut route = route(&sink, Some(3));
+        route.filtered = Some((
+            vec!["apple".to_owned(), "pear".to_owned()],
+            Log {
+                file: copy.try_clone().unwrap(),
+                path: PathBuf::from("copy"),
+                unwritten: Unwritten::default(),
+            },
+        ));
+        let pieces: [&[u8]; 4] = [b"an ap", b"ple\nplum\n", b"a pear\n", b"last apple"];
+        route.run(Pieces(pieces.into()));
+        assert_eq!(text(file).lines().count(), 4);
+        let mut copied = Vec::new();
+        let mut copy = copy;
+        copy.rewind().unwrap();
+        copy.read_to_end(&mut copied).unwrap();
+        assert_eq!(
+            copied,
+            b"[rank 3] an apple\n[rank 3] a pear\n[rank 3] last apple\n"
+        );
     }
 
     #[test]
@@ -450,7 +513,12 @@ mod tests {
 
     #[test]
     fn colours_wrap_the_prefix_only() {
-        assert_eq!(prefix(1, true), "\x1b[33m[rank 1]\x1b[0m ");
-        assert_eq!(prefix(12, false), "[rank 12] ");
+        let of = |rank, text: &str, colour| {
+            let text = text.to_owned();
+            coloured(&Prefix { rank, text }, colour)
+        };
+        assert_eq!(of(1, "[rank 1] ", true), "\x1b[33m[rank 1]\x1b[0m ");
+        assert_eq!(of(12, "[rank 12] ", false), "[rank 12] ");
+        assert_eq!(of(0, "", true), "");
     }
 }

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use phalanx_comm::{
-    Algorithm, GroupOptions, InitOptions, MAX_LOCAL_RANKS, ProcessGroup, Transport,
+    Algorithm, GroupOptions, InitOptions, MAX_LOCAL_RANKS, PortRange, ProcessGroup, Transport,
 };
 use phalanx_wire::Token;
 use rustix::process::{Resource, getrlimit};
@@ -24,7 +24,9 @@ use phalanx_process::{RankContext, say};
 
 use crate::alone::Asking;
 use crate::args::{Meeting, NodeFlags, WhichNodes, count_of_ranks, untyped_ranks};
-use crate::cluster::{Env, half_a_rank, is_set};
+use crate::cluster::{Env, detect, half_a_rank, is_set};
+use crate::contract::PORTS_VARIABLE;
+use crate::engine::{self, Agreement, Given, UntilMet};
 use crate::error::{Error, ErrorKind, Result, check_count};
 use crate::same_host::store_file;
 use crate::threads::{self, Cores, Threads};
@@ -163,7 +165,7 @@ impl RankArgs {
     pub fn has_first(&self) -> Result<bool> {
         Ok(match self.way()? {
             Way::Rank(place) => place.rank == 0,
-            Way::Launcher(_, meeting) => meeting.is_none_or(|meeting| meeting.node_rank == 0),
+            Way::Launcher(_, meeting) => meeting.is_none_or(|meeting| meeting.node_rank == Some(0)),
         })
     }
 
@@ -191,7 +193,10 @@ impl RankArgs {
         if let Some(place) = launch::rank_place(&env)?.filter(|p| !self.is_node(p, has_nodes, &env))
         {
             place.check(self.nproc_per_node, world_size, has_nodes)?;
-            if self.init_method == "env://" && !place.is_by_rank() && place.master_addr.is_none() {
+            let is_found = place.is_by_rank()
+                || place.master_addr.is_some()
+                || engine::has_channel(&env, place.source);
+            if self.init_method == "env://" && !is_found {
                 return Err(Error::usage(format!(
                     "{} started {} ranks, and does not say on which host rank 0 runs",
                     place.source, place.world
@@ -242,6 +247,7 @@ impl RankArgs {
                 endpoint: &None,
                 standalone: false,
                 default_port: launch::DEFAULT_PORT,
+                by_arrival: false,
                 asking: Asking::Ranks,
                 command: &typed_command(),
             };
@@ -294,6 +300,40 @@ impl RankArgs {
         let typed = self.token_file.as_deref();
         let typed = typed.filter(|_| !launch::is_under_a_launcher_of_ours());
         token::given(typed, &launch::real_env(), true)
+    }
+
+    /// The ports for other hosts. A launcher of ours has left out those that its ranks may not use.
+    fn port_range(&self) -> Result<Option<PortRange>> {
+        let env = launch::real_env();
+        if launch::is_under_a_launcher_of_ours() && is_set(&env, PORTS_VARIABLE) {
+            return Ok(None);
+        }
+        self.nodes.port_range(&env)
+    }
+
+    /// What a rank on several hosts agrees on with the others through the engine that started them.
+    fn agree(&self, place: &RankPlace, token: Option<&Token>) -> Result<Option<Agreement>> {
+        let env = launch::real_env();
+        let is_by_hand = self.init_method != "env://" || place.is_by_rank();
+        if is_by_hand || place.is_on_one_host() {
+            return Ok(None);
+        }
+        let Some(process) = detect(&env)? else {
+            return Ok(None);
+        };
+        let given = Given {
+            token: token.cloned(),
+            host: env
+                .get("MASTER_ADDR")
+                .filter(|text| !text.is_empty())
+                .cloned(),
+            port: is_set(&env, "MASTER_PORT")
+                .then_some(place.master_port)
+                .filter(|port| *port > 0),
+            ports: self.port_range()?,
+        };
+        let limit = Duration::from_secs_f64(self.init_timeout);
+        engine::agree(&env, &process, &given, self.bind, limit)
     }
 
     /// The init method of a rank that another program has started.
@@ -540,7 +580,13 @@ fn as_launched_rank(
 ) -> Result<()> {
     stop::listen_early()?;
     let token = args.token()?;
-    let init_method = args.meeting(place, token.is_some())?;
+    let (init_method, token, until_met) = match args.agree(place, token.as_ref())? {
+        Some(agreed) => (agreed.url(), Some(agreed.token), agreed.until_met),
+        None => {
+            let met = UntilMet::default();
+            (args.meeting(place, token.is_some())?, token, met)
+        }
+    };
     let transport = match args.transport {
         TransportArg::Auto => Transport::Auto,
         TransportArg::Shm => Transport::Shm,
@@ -563,10 +609,12 @@ fn as_launched_rank(
         first_op_timeout: Duration::from_secs_f64(args.init_timeout),
         transport,
         bind: args.bind,
+        port_range: args.port_range()?,
         algorithm: args.algorithm(),
         compute_threads: Some(threads),
         ..InitOptions::default()
     })?;
+    drop(until_met);
     let ctx = RankContext {
         phase_limit: Duration::from_secs_f64(args.phase_timeout),
         threads,

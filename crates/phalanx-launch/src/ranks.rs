@@ -28,7 +28,9 @@ use super::machine::End;
 use super::pump::{self, Log, Open, Route, Sink, Tail, Unwritten};
 use super::reap::reap_group;
 use super::report;
+use super::shim;
 use super::streams::StreamChoice;
+use super::torchrun::{TorchrunOptions, fill_in};
 use crate::error::{Error, ErrorKind, Result};
 use crate::stop::is_caught;
 
@@ -52,13 +54,22 @@ pub enum Prefix {
 }
 
 impl Prefix {
-    fn of(self, rank: usize) -> Option<usize> {
+    fn is_for(self, rank: usize) -> bool {
         match self {
-            Prefix::Nobody => None,
-            Prefix::Everybody => Some(rank),
-            Prefix::AllButRank0 => Some(rank).filter(|rank| *rank > 0),
+            Prefix::Nobody => false,
+            Prefix::Everybody => true,
+            Prefix::AllButRank0 => rank > 0,
         }
     }
+}
+
+/// A rank of this launcher, for the places where its output goes.
+#[derive(Clone, Copy)]
+struct Local {
+    /// On this node.
+    number: usize,
+    /// Of all.
+    rank: usize,
 }
 
 /// Files for the ranks' output.
@@ -95,6 +106,12 @@ pub struct Starter<'a> {
     pub folder: &'a RunFolder,
     /// Output files.
     pub logs: Option<&'a Logs>,
+    /// What only torchrun's flags say.
+    pub torchrun: &'a TorchrunOptions,
+    /// ROLE_NAME.
+    pub role: &'a str,
+    /// The processors of each local rank, where they are bound.
+    pub processors: Option<&'a [Vec<usize>]>,
     /// The page that shows the job.
     pub page: Option<&'a Page>,
     /// The guard to register with.
@@ -147,9 +164,12 @@ impl Starter<'_> {
 
         // Everything that can fail comes before the process.
         let tail = Arc::new(Mutex::new(Tail::default()));
-        let prefix = self.prefix.of(rank);
-        let mut out = self.route(local, true, prefix, &folder, None)?;
-        let mut err = self.route(local, false, prefix, &folder, Some(&tail))?;
+        let of = Local {
+            number: local,
+            rank,
+        };
+        let mut out = self.route(of, true, &folder, None)?;
+        let mut err = self.route(of, false, &folder, Some(&tail))?;
         if let Some(page) = self.page {
             out.live = Some((page.tail(rank), false));
             err.live = Some((page.tail(rank), true));
@@ -165,12 +185,15 @@ impl Starter<'_> {
         command
             .arg0(super::HELPER_NAME)
             .args([super::EXEC_RANK, &std::process::id().to_string()])
+            .arg(shim::processors_word(
+                self.processors.and_then(|all| all.get(local)),
+            ))
             .arg(self.program)
             .args(self.args)
             .stdin(Stdio::from(guard_end))
             // On one terminal a pipe would delay lines of results until the
             // progress bar is drawn again, over them.
-            .stdout(if inherit && prefix.is_none() {
+            .stdout(if inherit && !self.prefix.is_for(rank) {
                 Stdio::inherit()
             } else {
                 Stdio::piped()
@@ -241,17 +264,48 @@ impl Starter<'_> {
         Ok(rank)
     }
 
+    /// What begins the rank's lines.
+    fn line_prefix(&self, local: Local) -> Option<pump::Prefix> {
+        if !self.prefix.is_for(local.rank) {
+            return None;
+        }
+        let text = match &self.torchrun.prefix_template {
+            None => format!("[rank {}] ", local.rank),
+            Some(template) => fill_in(template, |name| match name {
+                "rank" => Some(local.rank.to_string()),
+                "local_rank" => Some(local.number.to_string()),
+                "role_name" => Some(self.role.to_owned()),
+                "hostname" => Some(phalanx_process::host_name()),
+                _ => None,
+            }),
+        };
+        Some(pump::Prefix {
+            rank: local.rank,
+            text,
+        })
+    }
+
     fn route(
         &self,
-        local: usize,
+        local: Local,
         out: bool,
-        prefix: Option<usize>,
         folder: &Path,
         tail: Option<&Arc<Mutex<Tail>>>,
     ) -> Result<Route> {
         let pick = |choice: &StreamChoice| {
-            let streams = choice.of(local);
+            let streams = choice.of(local.number);
             if out { streams.out } else { streams.err }
+        };
+        let open = |path: PathBuf| -> Result<Log> {
+            let create = File::options().append(true).create(true).open(&path);
+            let file = create.map_err(|error| {
+                Error::usage(format!("cannot create {}", path.display())).caused_by(error)
+            })?;
+            Ok(Log {
+                file,
+                path,
+                unwritten: self.unwritten.clone(),
+            })
         };
         let (hide, keep) = match self.logs {
             None => (false, false),
@@ -263,23 +317,26 @@ impl Starter<'_> {
         let log = match keep {
             false => None,
             true => {
-                let path = folder.join(if out { "stdout.log" } else { "stderr.log" });
-                let create = File::options().append(true).create(true).open(&path);
-                let file = create.map_err(|error| {
-                    Error::usage(format!("cannot create {}", path.display())).caused_by(error)
-                })?;
-                Some(Log {
-                    file,
-                    path,
-                    unwritten: self.unwritten.clone(),
-                })
+                let name = if out { "stdout.log" } else { "stderr.log" };
+                Some(open(folder.join(name))?)
             }
         };
+        let (texts, name) = match out {
+            true => (&self.torchrun.out_filters, "filtered_stdout.log"),
+            false => (&self.torchrun.err_filters, "filtered_stderr.log"),
+        };
+        // Beside the folders of the attempt's ranks.
+        let filtered = match folder.parent() {
+            Some(attempt) if !texts.is_empty() => Some((texts.clone(), open(attempt.join(name))?)),
+            _ => None,
+        };
+        let hide = hide || !self.torchrun.shows(local.number);
         let sink = if out { self.out } else { self.err };
         Ok(Route {
             sink: (!hide).then(|| sink.clone()),
-            prefix,
+            prefix: self.line_prefix(local),
             log,
+            filtered,
             tail: tail.cloned(),
             live: None,
         })
@@ -308,10 +365,10 @@ impl Rank {
         }
     }
 
-    /// Whether a process of the rank's group has a handler for SIGTERM.
-    pub fn answers(&self) -> bool {
+    /// Whether a process of the rank's group has a handler for `signal`.
+    pub fn answers(&self, signal: Signal) -> bool {
         let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
-        alive.is_some_and(group_answers)
+        alive.is_some_and(|group| group_answers(group, signal))
     }
 
     /// Until `until`, processes of the rank's group that handle SIGTERM survive the rank's own
@@ -384,13 +441,13 @@ impl Rank {
     }
 }
 
-/// Whether a living process of the group has a handler for SIGTERM.
-fn group_answers(group: Pid) -> bool {
+/// Whether a living process of the group has a handler for `signal`.
+fn group_answers(group: Pid, signal: Signal) -> bool {
     let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
     processes
         .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
         .filter_map(Pid::from_raw)
-        .any(|pid| getpgid(Some(pid)) == Ok(group) && catches(pid, Signal::TERM))
+        .any(|pid| getpgid(Some(pid)) == Ok(group) && catches(pid, signal))
 }
 
 /// Whether the process lives and has a handler for `signal`.
@@ -439,7 +496,9 @@ fn watch(mut watch: Watch) -> std::io::Result<()> {
             .patience
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        while patience.is_some_and(|until| Instant::now() < until) && group_answers(watch.pid) {
+        while patience.is_some_and(|until| Instant::now() < until)
+            && group_answers(watch.pid, Signal::TERM)
+        {
             thread::sleep(POLL);
         }
         watch.open.wait_closed(Instant::now() + LINGER);

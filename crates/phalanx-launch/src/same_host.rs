@@ -102,7 +102,7 @@ pub(super) fn starter(env: &Env) -> Option<(u32, u64)> {
 }
 
 /// A process's parent and its start, in clock ticks since the host's.
-fn stat(pid: u32) -> Option<(u32, u64)> {
+pub(crate) fn stat(pid: u32) -> Option<(u32, u64)> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name is in parentheses and may hold any.
     let (_, rest) = text.rsplit_once(") ")?;

@@ -2,18 +2,47 @@
 //!
 //! A parent-death signal can only be set by the child itself, after the fork
 //! and without unsafe code in the launcher: so the launcher starts itself as
-//! `phalanx exec-rank PID PROGRAM ARGS...`, which ties its life to the launcher's
-//! (process PID) and then execs the program. The kernel keeps the tie over the exec.
+//! `phalanx exec-rank PID PROCESSORS PROGRAM ARGS...`, which ties its life to the launcher's
+//! (process PID), binds itself to the processors (`0,1,2`, or `-` for all) and then execs the
+//! program. The kernel keeps both over the exec.
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
 use rustix::process::{Signal, getppid, set_parent_process_death_signal, setsid};
+use rustix::thread::{CpuSet, sched_setaffinity};
 
 use super::contract::ERRORS_VARIABLE;
 use super::guard;
 use crate::error::{Error, ErrorKind, Result};
+
+/// The word by which the shim is told the processors.
+pub fn processors_word(processors: Option<&Vec<usize>>) -> String {
+    let numbers = processors.into_iter().flatten().map(usize::to_string);
+    let numbers: Vec<String> = numbers.collect();
+    match numbers.is_empty() {
+        true => "-".to_owned(),
+        false => numbers.join(","),
+    }
+}
+
+/// Binds this process to the processors of such a word.
+fn bind_to(word: &str) -> Result<()> {
+    let mut set = CpuSet::new();
+    for number in word.split(',').filter_map(|number| number.parse().ok()) {
+        if number < CpuSet::MAX_CPU {
+            set.set(number);
+        }
+    }
+    sched_setaffinity(None, &set).map_err(|error| {
+        Error::new(
+            ErrorKind::System,
+            format!("cannot bind the rank to processors {word}"),
+        )
+        .caused_by(std::io::Error::from(error))
+    })
+}
 
 /// Binds this process to the launcher and becomes the program, both as `args` say. Returns
 /// only if that fails.
@@ -30,8 +59,10 @@ pub fn exec_rank(mut args: impl Iterator<Item = OsString>) -> Result<()> {
     let parent = args
         .next()
         .and_then(|pid| pid.to_str()?.parse::<i32>().ok());
-    let (Some(parent), Some(program)) = (parent, args.next()) else {
-        return Err(Error::usage("exec-rank needs a process id and a program"));
+    let (Some(parent), Some(processors), Some(program)) = (parent, args.next(), args.next()) else {
+        return Err(Error::usage(
+            "exec-rank needs a process id, processors and a program",
+        ));
     };
     let failed = |what: &str, error: rustix::io::Errno| {
         Error::new(ErrorKind::System, what.to_owned()).caused_by(std::io::Error::from(error))
@@ -45,6 +76,9 @@ pub fn exec_rank(mut args: impl Iterator<Item = OsString>) -> Result<()> {
             ErrorKind::PeerLost,
             "the launcher is gone, so the rank does not start",
         ));
+    }
+    if let Some(word) = processors.to_str().filter(|word| *word != "-") {
+        bind_to(word)?;
     }
     let mut command = Command::new(&program);
     command.args(args).stdin(Stdio::null());

@@ -14,35 +14,32 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::say;
 use crate::stop;
 
-/// While it lives, SIGINT, SIGTERM, SIGHUP and SIGQUIT arrive as
-/// [`Event::Signal`] instead of ending the process, and SIGUSR2 as [`Event::Dump`].
+/// While it lives, the signals that end the job arrive as [`Event::Signal`] instead of ending
+/// the process, and SIGUSR2 as [`Event::Dump`].
 pub struct SignalWatch(Handle);
 
 impl SignalWatch {
     /// Starts watching. SIGHUP is left alone where it is ignored: that is
     /// what `nohup` asks for.
     pub fn start(events: Sender<Event>) -> Result<Self> {
-        Self::watch(events, vec![SIGINT, SIGTERM, SIGQUIT, SIGUSR2])
+        Self::watch(events, &[SIGINT, SIGTERM, SIGQUIT, SIGHUP], &[SIGUSR2])
     }
 
-    /// As [`start`](Self::start), and a Ctrl-Z is [`Event::Suspend`], SIGUSR1
+    /// As [`start`](Self::start) with the signals in `ends`; a Ctrl-Z is [`Event::Suspend`], SIGUSR1
     /// [`Event::Checkpoint`].
-    pub fn start_with_suspend(events: Sender<Event>) -> Result<Self> {
-        Self::watch(
-            events,
-            vec![SIGINT, SIGTERM, SIGQUIT, SIGTSTP, SIGUSR1, SIGUSR2],
-        )
+    pub fn start_with_suspend(events: Sender<Event>, ends: &[i32]) -> Result<Self> {
+        Self::watch(events, ends, &[SIGTSTP, SIGUSR1, SIGUSR2])
     }
 
-    fn watch(events: Sender<Event>, mut watched: Vec<i32>) -> Result<Self> {
+    fn watch(events: Sender<Event>, ends: &[i32], others: &[i32]) -> Result<Self> {
         let failed = |error: std::io::Error| {
             Error::new(ErrorKind::System, "cannot watch for signals").caused_by(error)
         };
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-        if !stop::is_ignored(&status, SIGHUP) {
-            watched.push(SIGHUP);
-        }
+        let mut watched: Vec<i32> = ends.iter().chain(others).copied().collect();
+        watched.retain(|signal| *signal != SIGHUP || !stop::is_ignored(&status, SIGHUP));
         let mut signals = Signals::new(watched).map_err(failed)?;
+        let ends = ends.to_vec();
         let handle = signals.handle();
         thread::Builder::new()
             .name("signals".into())
@@ -51,10 +48,10 @@ impl SignalWatch {
                 // Without a deadline: signals may never come. It ends with the handle.
                 for signal in signals.forever() {
                     let event = match signal {
+                        signal if ends.contains(&signal) => Event::Signal(signal, Instant::now()),
                         SIGTSTP => Event::Suspend,
                         SIGUSR1 => Event::Checkpoint,
-                        SIGUSR2 => Event::Dump,
-                        signal => Event::Signal(signal, Instant::now()),
+                        _ => Event::Dump,
                     };
                     if events.send(event).is_err() {
                         break;

@@ -97,7 +97,12 @@ fn read(path: &Path) -> Result<Token> {
 /// A private file with the token's text that has no name in any folder, close-on-exec: a sealed
 /// memory file, or, where the system refuses these (a container's seccomp filter), a deleted file.
 pub fn memory_file(token: &Token) -> Result<OwnedFd> {
-    let text = format!("{}\n", token.to_hex());
+    memory_file_of(&token.to_hex())
+}
+
+/// The same for a line that contains a token.
+pub fn memory_file_of(line: &str) -> Result<OwnedFd> {
+    let text = format!("{line}\n");
     sealed_file(&text)
         .or_else(|_| deleted_file(&text))
         .map_err(|error| {

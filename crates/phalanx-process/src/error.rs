@@ -142,7 +142,7 @@ impl Error {
         while let Some(cause) = next {
             let text = cause.to_string();
             // Some sources repeat their own source in their text.
-            if !line.ends_with(&text) {
+            if !line.contains(&text) {
                 line.push_str(": ");
                 line.push_str(&text);
             }

@@ -1,6 +1,6 @@
 //! How processes become a group.
 
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -9,12 +9,16 @@ use phalanx_store::{FileStore, MemStore, Store, TcpServer, TcpStore};
 use phalanx_wire::Token;
 
 use super::launch::{
-    Launch, Meeting, TokenSource, compute_threads, environment, no_token, streams, token_variable,
+    Launch, Meeting, TokenSource, compute_threads, environment, no_token, port_range, streams,
+    token_variable,
 };
 use super::options::{InitOptions, Transport};
 use super::token::read_token;
-use crate::notice::{Waiting, say, seconds};
-use crate::transport::{BindAddr, FormOptions, Mesh, Prefer, form, thread_mesh};
+use crate::notice::{HostSpeaker, Waiting, say, seconds};
+use crate::transport::{
+    BindAddr, FormOptions, Mesh, PortRange, Prefer, form, host_addresses, thread_mesh,
+    what_loopback_means,
+};
 use crate::{Error, Result, limits};
 
 /// Id of the group of all ranks; subgroups have other ones.
@@ -28,6 +32,8 @@ const STORE_MAX: Duration = Duration::from_secs(10);
 /// Threads of a rank that ask the store at once: its own, and one that beats or
 /// watches.
 const ASKING_THREADS: usize = 2;
+/// Pause after a name did not resolve.
+const RESOLVE_PAUSE: Duration = Duration::from_millis(500);
 /// Distance between two looks at whether a wait is to be reported.
 const TURN: Duration = Duration::from_millis(100);
 
@@ -40,8 +46,8 @@ pub(super) struct Processes {
     pub(super) bind: BindAddr,
     pub(super) options: InitOptions,
     /// Rank 0 hosts the store unless the launcher does; it ends with the last
-    /// of its groups. Held, not used.
-    pub(super) _host: Option<Arc<TcpServer>>,
+    /// of its groups.
+    pub(super) server: Option<Arc<TcpServer>>,
 }
 
 impl Processes {
@@ -66,6 +72,8 @@ impl Processes {
                 group,
                 timeout,
                 bind: self.bind,
+                ports: port_range(self.options.port_range, environment)?,
+                server: self.server.clone(),
                 prefer: match self.options.transport {
                     Transport::Auto => Prefer::Auto,
                     Transport::Shm => Prefer::Shm,
@@ -126,41 +134,31 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
             generation: launch.generation,
             bind: bind(&options, None),
             options: options.clone(),
-            _host: None,
+            server: None,
         },
         Meeting::Tcp { host, port } => {
             let token = known.ok_or_else(no_token)?;
-            let server = if launch.rank == 0 && !launch.external_store {
-                Some(host_store(&resolve(host, *port)?, &token, host, *port)?)
-            } else {
-                None
+            let name = First { host, port: *port };
+            let hosts_it = launch.rank == 0 && !launch.external_store;
+            if !launch.external_store {
+                name.check_port(port_range(options.port_range, environment)?)?;
+            }
+            let place = name.place();
+            let report = WaitLines::new(token.job_id(), &place, &left);
+            let server = match hosts_it {
+                true => Some(Arc::new(name.host_store(&token, &report)?)),
+                false => None,
             };
-            let place = if host.contains(':') {
-                format!("[{host}]:{port}")
-            } else {
-                format!("{host}:{port}")
-            };
-            // One rank of each host, as far as that is known.
-            let speaks = launch.rank == 1 || environment("LOCAL_RANK").as_deref() == Some("0");
-            let last = Mutex::new(String::new());
-            let waits = |waited: Duration| {
-                let (waited, left) = (waited.as_secs(), seconds(left()));
-                let last = last.lock().unwrap_or_else(PoisonError::into_inner);
-                format!(
-                    "forming the group: waiting {waited} s for the store of rank 0 at {place}{last}; deadline in {left}"
-                )
-            };
-            let connect = || {
+            let store = report.during(&format!("the store of rank 0 at {place}"), |failed| {
+                let mut is_first = true;
                 TcpStore::connect_with(&place, token.clone(), left(), |error| {
-                    let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
-                    *last = format!(" ({error})");
+                    if std::mem::take(&mut is_first) && !hosts_it {
+                        name.warn_of_loopback(&report);
+                    }
+                    failed(error.to_string());
                 })
-            };
-            let connected = match speaks {
-                true => while_saying(connect, waits),
-                false => connect(),
-            };
-            let store = connected.map_err(|e| {
+            });
+            let store = store.map_err(|e| {
                 let hint = if launch.rank == 0 || launch.external_store {
                     String::new()
                 } else {
@@ -179,13 +177,12 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
                 tracing::debug!("cannot reserve connections to the store: {e}");
             }
             Processes {
+                bind: bind(&options, store.local_ip()),
                 store: Arc::new(store),
                 token,
                 generation: launch.generation,
-                // Not before: the name may be known only when rank 0 is up.
-                bind: bind(&options, resolve(host, *port)?.first().copied()),
                 options: options.clone(),
-                _host: server.map(Arc::new),
+                server,
             }
         }
         Meeting::File(path) => {
@@ -200,7 +197,7 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
                 generation: launch.generation,
                 bind: bind(&options, None),
                 options: options.clone(),
-                _host: None,
+                server: None,
             }
         }
     };
@@ -212,27 +209,175 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
     Ok((mesh, processes))
 }
 
-/// Runs `work`; while it takes long, writes what `text` says of it.
-fn while_saying<R>(work: impl FnOnce() -> R, text: impl Fn(Duration) -> String + Send) -> R {
-    std::thread::scope(|scope| {
-        let (running, stopped) = channel::<()>();
-        let talking = std::thread::Builder::new()
-            .name("phalanx-waiting".to_owned())
-            .spawn_scoped(scope, move || {
-                let mut waiting = Waiting::start();
-                while stopped.recv_timeout(TURN) == Err(RecvTimeoutError::Timeout) {
-                    if let Some(waited) = waiting.due() {
-                        say(&text(waited));
-                    }
-                }
-            });
-        if let Err(e) = talking {
-            tracing::debug!("cannot start a thread that says what is waited for: {e}");
+/// Says what this rank waits for before it has a store, unless another rank of its host does.
+struct WaitLines<'a> {
+    speaker: Mutex<HostSpeaker>,
+    /// Time until the deadline.
+    left: &'a (dyn Fn() -> Duration + Sync),
+}
+
+impl WaitLines<'_> {
+    fn new<'a>(job: u64, place: &str, left: &'a (dyn Fn() -> Duration + Sync)) -> WaitLines<'a> {
+        WaitLines {
+            speaker: Mutex::new(HostSpeaker::new(job, place)),
+            left,
         }
-        let result = work();
-        drop(running);
-        result
-    })
+    }
+
+    fn speaks(&self) -> bool {
+        let mut speaker = self.speaker.lock().unwrap_or_else(PoisonError::into_inner);
+        speaker.speaks()
+    }
+
+    /// Runs `work`, which gives the reason of each failed attempt to its argument; while that takes long, says that
+    /// this rank waits for `what`, and the last reason.
+    fn during<R>(&self, what: &str, work: impl FnOnce(&dyn Fn(String)) -> R) -> R {
+        let last = Mutex::new("no answer yet".to_owned());
+        let waits = |waited: Duration| {
+            let (waited, left) = (waited.as_secs(), seconds((self.left)()));
+            let last = last.lock().unwrap_or_else(PoisonError::into_inner);
+            format!("forming the group: waiting {waited} s for {what} ({last}); deadline in {left}")
+        };
+        std::thread::scope(|scope| {
+            let (running, stopped) = channel::<()>();
+            let talking = std::thread::Builder::new()
+                .name("phalanx-waiting".to_owned())
+                .spawn_scoped(scope, move || {
+                    let mut waiting = Waiting::start();
+                    while stopped.recv_timeout(TURN) == Err(RecvTimeoutError::Timeout) {
+                        if let Some(waited) = waiting.due()
+                            && self.speaks()
+                        {
+                            say(&waits(waited));
+                        }
+                    }
+                });
+            if let Err(e) = talking {
+                tracing::debug!("cannot start a thread that says what is waited for: {e}");
+            }
+            let failed = |reason| {
+                *last.lock().unwrap_or_else(PoisonError::into_inner) = reason;
+            };
+            let result = work(&failed);
+            drop(running);
+            result
+        })
+    }
+}
+
+/// The host and port of rank 0, as they were given.
+struct First<'a> {
+    host: &'a str,
+    port: u16,
+}
+
+impl First<'_> {
+    fn place(&self) -> String {
+        match self.host.contains(':') {
+            true => format!("[{}]:{}", self.host, self.port),
+            false => format!("{}:{}", self.host, self.port),
+        }
+    }
+
+    /// The port must be one of `ports`, unless all ranks are on one host.
+    fn check_port(&self, ports: Option<PortRange>) -> Result<()> {
+        let is_local = self.host == "localhost"
+            || self.host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
+        match ports.filter(|ports| !is_local && !ports.contains(self.port)) {
+            None => Ok(()),
+            Some(ports) => Err(Error::usage(format!(
+                "the store's port {} is outside --port-range {ports}: choose one of these for it too, for instance {}",
+                self.port,
+                ports.first()
+            ))),
+        }
+    }
+
+    fn resolve(&self) -> std::io::Result<Vec<SocketAddr>> {
+        let found: Vec<SocketAddr> = (self.host, self.port).to_socket_addrs()?.collect();
+        match found.is_empty() {
+            true => Err(std::io::Error::other("the name has no address")),
+            false => Ok(found),
+        }
+    }
+
+    /// Listens on the first of the addresses that is one of ours. Until the deadline the name may
+    /// still be unknown, as that of a pod that has just started.
+    fn host_store(&self, token: &Token, report: &WaitLines<'_>) -> Result<TcpServer> {
+        let what = format!("the name {} of this host to resolve", self.host);
+        let addresses = report.during(&what, |failed| {
+            loop {
+                match self.resolve() {
+                    Ok(addresses) => return Ok(addresses),
+                    Err(e) if (report.left)().is_zero() => return Err(e),
+                    Err(e) => failed(e.to_string()),
+                }
+                std::thread::sleep(RESOLVE_PAUSE.min((report.left)()));
+            }
+        });
+        let addresses = addresses.map_err(|e| {
+            Error::timeout(format!(
+                "rank 0 cannot host the store: the name {} did not resolve on this host ({e}); \
+                 give an address of this host instead{}",
+                self.host,
+                for_instance(self.port)
+            ))
+            .with_source(e)
+        })?;
+        let mut last = None;
+        for address in &addresses {
+            match TcpServer::bind(*address, token.clone()) {
+                Ok(server) => {
+                    if let Some(means) = what_loopback_means(self.host, address.ip()) {
+                        say(&format!(
+                            "warning: {means}: if ranks run on other hosts, start all ranks with an address that they can reach{}",
+                            for_instance(self.port)
+                        ));
+                    }
+                    return Ok(server);
+                }
+                Err(e) => last = Some(Error::from(e)),
+            }
+        }
+        let Some(last) = last else {
+            return Err(Error::internal("no address to listen on"));
+        };
+        Err(Error::new(
+            last.kind(),
+            format!(
+                "rank 0 cannot host the store on {}: {}; the master address must be one of \
+                 this host's{}, and the port must be free (under torchrun it is the one after MASTER_PORT, \
+                 where PyTorch's own store is; set PHALANX_STORE=host:port if something else hosts our store)",
+                self.place(),
+                last.message(),
+                for_instance(self.port)
+            ),
+        )
+        .with_source(last))
+    }
+
+    /// Says so at once if the name means this host here, where rank 0 does not answer.
+    fn warn_of_loopback(&self, report: &WaitLines<'_>) {
+        let Ok(addresses) = self.resolve() else {
+            return;
+        };
+        if let Some(address) = addresses.first()
+            && addresses.iter().all(|address| address.ip().is_loopback())
+            && let Some(means) = what_loopback_means(self.host, address.ip())
+            && report.speaks()
+        {
+            say(&format!(
+                "warning: {means}: if rank 0 runs on another host, start all ranks with its address instead"
+            ));
+        }
+    }
+}
+
+/// ` (for instance ADDRESS:PORT)`, with an address of this host.
+fn for_instance(port: u16) -> String {
+    let address = host_addresses().first().copied();
+    let text = address.map(|ip| format!(" (for instance {})", SocketAddr::new(ip, port)));
+    text.unwrap_or_default()
 }
 
 pub(super) fn mint() -> Result<Token> {
@@ -241,48 +386,12 @@ pub(super) fn mint() -> Result<Token> {
     })
 }
 
-/// Where to listen for peers; `towards` is the store.
-fn bind(options: &InitOptions, towards: Option<SocketAddr>) -> BindAddr {
-    match (options.bind, towards) {
-        (Some(ip), _) => BindAddr::Ip(ip),
-        (None, Some(store)) if !store.ip().is_loopback() => BindAddr::Auto(store),
-        (None, _) => BindAddr::Loopback,
+/// Where to listen for peers; `local` is our address on the way to the store.
+fn bind(options: &InitOptions, local: Option<IpAddr>) -> BindAddr {
+    match options.bind.or(local.filter(|ip| !ip.is_loopback())) {
+        Some(ip) => BindAddr::Ip(ip),
+        None => BindAddr::Loopback,
     }
-}
-
-fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>> {
-    let found: Vec<SocketAddr> = (host, port)
-        .to_socket_addrs()
-        .map_err(|e| Error::io(format_args!("cannot find the host {host:?}"), e))?
-        .collect();
-    if found.is_empty() {
-        return Err(Error::usage(format!("the host {host:?} has no address")));
-    }
-    Ok(found)
-}
-
-/// Listens on the first of the master's addresses that is one of ours.
-fn host_store(addresses: &[SocketAddr], token: &Token, host: &str, port: u16) -> Result<TcpServer> {
-    let mut last = None;
-    for address in addresses {
-        match TcpServer::bind(*address, token.clone()) {
-            Ok(server) => return Ok(server),
-            Err(e) => last = Some(Error::from(e)),
-        }
-    }
-    let Some(last) = last else {
-        return Err(Error::internal("no address to listen on"));
-    };
-    Err(Error::new(
-        last.kind(),
-        format!(
-            "rank 0 cannot host the store on {host}:{port}: {}; the master address must be one of \
-             this host's, and the port must be free (under torchrun it is the one after MASTER_PORT, \
-             where PyTorch's own store is; set PHALANX_STORE=host:port if something else hosts our store)",
-            last.message()
-        ),
-    )
-    .with_source(last))
 }
 
 /// Reads the token that the environment names.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::options::InitOptions;
-use crate::{Error, Result};
+use crate::{Error, PortRange, Result};
 
 /// Names of environment variables. The first four are PyTorch's.
 const RANK: &str = "RANK";
@@ -23,6 +23,8 @@ const GENERATION: &str = "PHALANX_EPOCH";
 const RESTARTS: &str = "TORCHELASTIC_RESTART_COUNT";
 const THREADS: &str = "PHALANX_THREADS";
 const STREAMS: &str = "PHALANX_STREAMS";
+/// `FIRST-LAST`: ports of ranks for other hosts.
+const PORT_RANGE: &str = "PHALANX_PORT_RANGE";
 /// Set by our launcher and by torchrun; may be a list, one number a level.
 const OMP_THREADS: &str = "OMP_NUM_THREADS";
 
@@ -64,6 +66,22 @@ pub(super) fn streams(
         (Some(streams), _) => Ok(streams),
         (None, Some(text)) => parse(STREAMS, &text),
         (None, None) => Ok(1),
+    }
+}
+
+/// On which ports a rank listens for other hosts: what it says itself, or the variable.
+pub(super) fn port_range(
+    given: Option<PortRange>,
+    variable: impl Fn(&str) -> Option<String>,
+) -> Result<Option<PortRange>> {
+    match (given, variable(PORT_RANGE).filter(|t| !t.trim().is_empty())) {
+        (Some(range), _) => Ok(Some(range)),
+        (None, Some(text)) => {
+            let range = text.trim().parse::<PortRange>();
+            let named = |e: Error| Error::usage(format!("{PORT_RANGE}: {}", e.message()));
+            range.map(Some).map_err(named)
+        }
+        (None, None) => Ok(None),
     }
 }
 
@@ -392,6 +410,20 @@ mod tests {
         assert_eq!(streams(Some(2), says("4")).unwrap(), 2);
         let error = streams(None, says("two")).unwrap_err();
         assert!(error.to_string().contains("PHALANX_STREAMS"), "{error}");
+    }
+
+    #[test]
+    fn the_port_range_comes_from_options_then_the_variable() {
+        let says = |text: &'static str| move |_: &str| Some(text.to_owned());
+        assert_eq!(port_range(None, |_| None).unwrap(), None);
+        let range = PortRange::new(7, 9).unwrap();
+        assert_eq!(port_range(None, says("7-9")).unwrap(), Some(range));
+        assert_eq!(port_range(Some(range), says("1-2")).unwrap(), Some(range));
+        let error = port_range(None, says("9-7")).unwrap_err();
+        assert!(
+            error.to_string().contains("PHALANX_PORT_RANGE: 9-7"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -206,7 +206,7 @@ impl ProcessGroup {
             token,
             generation: options.generation.unwrap_or(0),
             bind: options.bind.map_or(BindAddr::Loopback, BindAddr::Ip),
-            _host: None,
+            server: None,
             options,
         };
         let mesh = processes.form(WORLD_GROUP, rank, world, processes.options.timeout)?;

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use phalanx_wire::Token;
 
+use crate::PortRange;
 use crate::operation::Limits;
 use crate::select::{Algorithm, Rules};
 
@@ -78,6 +79,9 @@ pub struct InitOptions {
     /// when the ranks meet there, otherwise the address from which the meeting
     /// point is reached. Never all interfaces.
     pub bind: Option<IpAddr>,
+    /// The ports on which this rank listens for ranks of other hosts, for firewalls; default: the variable
+    /// `PHALANX_PORT_RANGE`, then any free port. The port of `init_method` must be one of them.
+    pub port_range: Option<PortRange>,
     /// Most payload bytes in one frame; 512 KiB.
     pub segment_bytes: usize,
     /// Capacity of one shared-memory ring; default: chosen by the world size.
@@ -129,6 +133,7 @@ impl Default for InitOptions {
             first_op_timeout: FIRST_OPERATION,
             transport: Transport::Auto,
             bind: None,
+            port_range: None,
             segment_bytes: SEGMENT_BYTES,
             ring_bytes: None,
             arena_bytes: None,

@@ -77,6 +77,8 @@ pub(crate) fn failure_mark(data: &[u8]) {
     let store = MemStore::new();
     let timeout = Duration::from_secs(1);
     let meeting = Rendezvous {
+        server: None,
+        job: 0,
         store: &store,
         rank: 0,
         world: 2,

@@ -33,7 +33,10 @@ mod tcp;
 #[cfg(test)]
 mod testing;
 
-pub use form::{BindAddr, FormOptions, Prefer, form, local_address_towards};
+pub use form::{
+    BindAddr, FormOptions, PortRange, Prefer, form, host_addresses, local_address_towards,
+    what_loopback_means,
+};
 pub use layout::MAX_LOCAL_RANKS;
 pub use mesh::{AbortHandle, Mesh, thread_mesh};
 pub use poison::{MAX_CAUSE_BYTES, Poison};

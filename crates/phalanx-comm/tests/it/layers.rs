@@ -31,12 +31,13 @@ const LAYERS: [&str; 24] = [
 ];
 
 /// What the crate re-exports at its root, and the module it is from.
-const AT_ROOT: [(&str, &str); 9] = [
+const AT_ROOT: [(&str, &str); 10] = [
     ("Bucket", "memory"),
     ("DType", "dtype"),
     ("Element", "dtype"),
     ("Error", "error"),
     ("ErrorKind", "error"),
+    ("PortRange", "transport"),
     ("ReduceOp", "op"),
     ("Result", "error"),
     ("TransportKind", "transport"),

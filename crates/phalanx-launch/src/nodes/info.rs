@@ -19,8 +19,27 @@ pub struct NodeInfo {
     pub pid: u32,
     /// On node 0, a free port for rank 0 (`MASTER_PORT`).
     pub master_port: Option<u16>,
+    /// Whether its number is by arrival.
+    #[serde(default)]
+    pub by_arrival: bool,
     /// Our version: launchers of different builds do not mix.
     pub version: String,
+}
+
+/// The error of a launcher with `--node-rank` and one without.
+pub(super) fn mixed(mine: &NodeInfo, theirs: &NodeInfo) -> Error {
+    let (with, without) = match mine.by_arrival {
+        true => (theirs, mine),
+        false => (mine, theirs),
+    };
+    Error::usage(format!(
+        "the launcher on host {} (pid {}) has --node-rank and the one on host {} (pid {}) has none",
+        with.host, with.pid, without.host, without.pid
+    ))
+    .note(
+        "fix",
+        "give --node-rank to all launchers of the job, or to none (with --rdzv-backend c10d)",
+    )
 }
 
 /// Two nodes must agree about the world before anything starts.
@@ -34,6 +53,9 @@ pub(super) fn compare(mine: &NodeInfo, me: usize, theirs: &NodeInfo, key: &str) 
         ))
         .note("fix", "give all launchers of the job the same flags, apart from --node-rank"))
         };
+    if theirs.by_arrival != mine.by_arrival {
+        return Err(mixed(mine, theirs));
+    }
     if theirs.nodes != mine.nodes {
         return differ("--nnodes", &theirs.nodes, &mine.nodes);
     }
@@ -58,7 +80,23 @@ mod tests {
             host: "a".into(),
             pid: 1,
             master_port: None,
+            by_arrival: false,
             version: "0.1.0".into(),
+        }
+    }
+
+    #[test]
+    fn numbers_are_typed_on_all_nodes_or_on_none() {
+        let by_arrival = NodeInfo {
+            by_arrival: true,
+            host: "b".into(),
+            ..info()
+        };
+        for (mine, theirs) in [(&info(), &by_arrival), (&by_arrival, &info())] {
+            let error = compare(mine, 0, theirs, "launch/node/1").unwrap_err();
+            let want = "on host a (pid 1) has --node-rank and the one on host b (pid 1) has none";
+            assert!(error.chain().contains(want), "{}", error.chain());
+            assert_eq!(error.exit_code(), 2);
         }
     }
 

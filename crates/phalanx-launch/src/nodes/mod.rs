@@ -3,6 +3,7 @@
 //!
 //! | key               | value                          | written by            |
 //! |-------------------|--------------------------------|-----------------------|
+//! | `launch/arrived`  | a count that rises             | nodes without a number, to get one |
 //! | `launch/node/R`   | the node's NodeInfo (JSON)     | node R, once          |
 //! | `launch/beat/R`   | a count that rises             | node R, every second  |
 //! | `launch/abort`    | the verdict (JSON)             | the first to fail     |
@@ -20,20 +21,22 @@ mod pulse;
 
 pub use info::NodeInfo;
 pub use place::{Place, host_locally, meeting_place};
-pub use port::PortForRanks;
+pub use port::{PortForRanks, check_range};
 
 use std::collections::HashMap;
+use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use phalanx_comm::transport::what_loopback_means;
 use phalanx_store::{ErrorKind as StoreKind, Store, TcpServer, TcpStore, Will};
 use phalanx_wire::Token;
 use serde::{Deserialize, Serialize};
 
-use self::info::compare;
+use self::info::{compare, mixed};
 use self::pulse::{BEAT, BEAT_LIMIT, Pulse};
 use super::Event;
 use super::report::Verdict;
@@ -42,6 +45,9 @@ use crate::say;
 
 /// The first verdict, and the only one unless it was an echo.
 pub const ABORT_KEY: &str = "launch/abort";
+
+/// How many nodes without a number have arrived.
+const ARRIVED_KEY: &str = "launch/arrived";
 
 /// How often blocking steps check for a Ctrl-C.
 const SLICE: Duration = Duration::from_millis(200);
@@ -78,14 +84,14 @@ pub struct Nodes {
     will: Mutex<Option<Will>>,
 }
 
-/// Joins; `interrupted` is asked often and ends it.
+/// Joins as node `me`, or as the next one that arrives; `interrupted` is asked often and ends it.
 ///
 /// # Errors
 /// `Timeout` names the nodes that did not come, or the address where nobody
 /// listens; `Usage` names the node that was started differently.
 pub fn join(
     place: &mut Place,
-    me: usize,
+    me: Option<usize>,
     info: NodeInfo,
     token: &Token,
     timeout: Duration,
@@ -94,12 +100,21 @@ pub fn join(
     let started = Instant::now();
     let deadline = started + timeout;
     let store = connect(&place.dial, token, started, deadline, &mut interrupted)?;
+    // The way to node 0 says by which of our addresses others reach us.
+    if place.server.is_none() {
+        place.bind = place.bind.or(store.local_ip());
+    }
     let total = info.nodes;
     // Until all are here the meeting's deadline holds for every question.
     let left = deadline.saturating_duration_since(Instant::now());
     store.set_response_timeout(left.clamp(LAST_WORDS, ANSWER_LIMIT));
     // Without them a request opens one.
     let _ = store.reserve_connections(ASKING_THREADS);
+    let me = match me {
+        Some(me) => me,
+        None if place.server.is_some() => 0,
+        None => arrive(&store, total)?,
+    };
     // Before the entry, with which the others begin to count on us.
     let mut will = match me {
         // Its store would die with it.
@@ -119,6 +134,9 @@ pub fn join(
     if stored != mine {
         drop(will); // nobody waits for this launcher
         let other = decode::<NodeInfo>(&stored);
+        if let Some(other) = other.as_ref().filter(|o| o.by_arrival != info.by_arrival) {
+            return Err(mixed(&info, other));
+        }
         let who = other.map_or("another launcher".into(), |c| {
             format!("host {}, pid {}", c.host, c.pid)
         });
@@ -157,6 +175,22 @@ pub fn join(
     }
 }
 
+/// The number of a node that has none: the next one after those that have arrived.
+fn arrive(store: &TcpStore, total: usize) -> Result<usize> {
+    let arrived = store.add(ARRIVED_KEY, 1).map_err(lost_store)?;
+    let me = usize::try_from(arrived).unwrap_or(usize::MAX);
+    if me < total {
+        return Ok(me);
+    }
+    Err(Error::usage(format!(
+        "the job has its {total} nodes already: this launcher is one more"
+    ))
+    .note(
+        "fix",
+        "start one launcher per node, and a new job (--rdzv-endpoint) after the last one has ended",
+    ))
+}
+
 impl Drop for Nodes {
     /// This launcher ends without a guard. Where it could not publish why, its will is all that the others hear.
     fn drop(&mut self) {
@@ -183,7 +217,15 @@ fn connect(
         .spawn(move || {
             let left = deadline.saturating_duration_since(Instant::now());
             let left = left.max(Duration::from_millis(20));
+            let mut is_first = true;
             let store = TcpStore::connect_with(&to, token, left, |error| {
+                if std::mem::take(&mut is_first)
+                    && let Some(means) = means_this_host(&to)
+                {
+                    say::note(format_args!(
+                        "warning: {means}: if node 0 is on another host, give all nodes its address as --master-addr"
+                    ));
+                }
                 *failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
             });
             // Nobody listens after an interrupt.
@@ -244,6 +286,15 @@ fn connect(
     ))
 }
 
+/// Whether the name in `dial` is this host's own, so that node 0 cannot be found by it from here.
+fn means_this_host(dial: &str) -> Option<String> {
+    let (host, _) = dial.rsplit_once(':')?;
+    let addresses: Vec<SocketAddr> = dial.to_socket_addrs().ok()?.collect();
+    let is_local = addresses.iter().all(|address| address.ip().is_loopback());
+    let first = addresses.first().filter(|_| is_local)?;
+    what_loopback_means(host.trim_matches(['[', ']']), first.ip())
+}
+
 impl Nodes {
     /// Waits for all nodes' descriptions and compares them with ours.
     fn gather(
@@ -302,12 +353,19 @@ impl Nodes {
                     ErrorKind::Timeout,
                     format!("node {absent} of {total} did not join within {waited:.1} s"),
                 );
-                for refused in self.refused() {
+                let refused = self.refused();
+                if refused.is_empty() && self.server.is_some() {
+                    error = error.note(
+                        "seen",
+                        format!("it has not connected to {}", self.reached_at()),
+                    );
+                }
+                for refused in refused {
                     error = error.note("perhaps", refused);
                 }
                 return Err(error.note(
                     "fix",
-                    "start a launcher there, or wait longer with --rdzv-timeout S",
+                    "start a launcher there, check its --master-addr and --master-port and firewalls between, or wait longer with --rdzv-timeout S",
                 ));
             }
             if started.elapsed() >= say_at {
@@ -315,7 +373,7 @@ impl Nodes {
                 let refused = self.refused().join("; ");
                 let why = match (&self.server, refused.as_str()) {
                     (None, _) => String::new(),
-                    (_, "") => format!(": it has not connected to {}", self.store.addr()),
+                    (_, "") => format!(": it has not connected to {}", self.reached_at()),
                     (_, refused) => format!(
                         ": {refused}; all launchers need the same --master-addr, --master-port and --token-file"
                     ),
@@ -331,6 +389,20 @@ impl Nodes {
             .collect()
     }
 
+    /// The address of our store.
+    fn reached_at(&self) -> String {
+        let addr = self.store.addr();
+        let is_local = addr
+            .parse::<SocketAddr>()
+            .is_ok_and(|a| a.ip().is_loopback());
+        let only = if is_local {
+            ", which no other host can reach"
+        } else {
+            ""
+        };
+        format!("{addr}{only}")
+    }
+
     /// The connections that our store refused.
     fn refused(&self) -> Vec<String> {
         let refused = self.server.as_ref().map(TcpServer::refused);
@@ -344,6 +416,11 @@ impl Nodes {
     pub fn is_guarded(&self) {
         let mut will = self.will.lock().unwrap_or_else(PoisonError::into_inner);
         drop(will.take());
+    }
+
+    /// The number of this node.
+    pub fn node_rank(&self) -> usize {
+        self.me
     }
 
     /// The nodes of the job, by node rank.

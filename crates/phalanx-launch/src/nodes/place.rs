@@ -1,12 +1,22 @@
 //! Where launchers meet: the store of node 0, and the way to it.
 
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
+use std::time::{Duration, Instant};
 
+use phalanx_comm::transport::{host_addresses, what_loopback_means};
 use phalanx_store::{ErrorKind as StoreKind, TcpServer};
 use phalanx_wire::Token;
 
+use super::{QUIET, SLICE};
+
 use crate::args::Meeting;
 use crate::error::{Error, ErrorKind, Result};
+use crate::say;
+
+/// Pause between two lookups of a name.
+const LOOKUP_PAUSE: Duration = Duration::from_millis(500);
 
 /// Where the store listens, and how it is reached.
 pub struct Place {
@@ -18,7 +28,7 @@ pub struct Place {
     pub store: String,
     /// The host of node 0, as its ranks and those of other nodes know it.
     pub master_addr: String,
-    /// The address by which other nodes reach this one.
+    /// The address by which other nodes reach this one; on other nodes than 0 it is known when they have joined.
     pub bind: Option<IpAddr>,
     /// Something a person should know.
     pub warning: Option<String>,
@@ -27,7 +37,7 @@ pub struct Place {
 /// Hosts the store of a launch on one node.
 pub fn host_locally(bind: Option<IpAddr>, token: &Token) -> Result<Place> {
     let ip = bind.unwrap_or(IpAddr::from([127, 0, 0, 1]));
-    let server = listen(&[SocketAddr::new(ip, 0)], token)?;
+    let server = listen(&[SocketAddr::new(ip, 0)], token).map_err(|(error, _)| error)?;
     let (dial, warning) = reachable(server.local_addr());
     Ok(Place {
         dial: dial.to_string(),
@@ -39,53 +49,56 @@ pub fn host_locally(bind: Option<IpAddr>, token: &Token) -> Result<Place> {
     })
 }
 
-/// Hosts the store on node 0, or finds out how to reach it.
-pub fn meeting_place(meeting: &Meeting, bind: Option<IpAddr>, token: &Token) -> Result<Place> {
+/// Hosts the store on node 0, or says how to reach it. The name of node 0 is looked up until `deadline`;
+/// `interrupted` is asked often and ends that.
+///
+/// # Errors
+/// `Timeout` for a name that did not resolve, `Usage` for an address on which this host cannot listen.
+pub fn meeting_place(
+    meeting: &Meeting,
+    bind: Option<IpAddr>,
+    token: &Token,
+    deadline: Instant,
+    interrupted: &mut impl FnMut() -> Option<Error>,
+) -> Result<Place> {
     let named = if meeting.host.contains(':') {
         format!("[{}]:{}", meeting.host, meeting.port)
     } else {
         format!("{}:{}", meeting.host, meeting.port)
     };
-    if meeting.node_rank > 0 {
-        // A name that does not resolve yet may do so later, when the first
-        // node's pod or container is up: connecting tries again and again.
-        let bind = bind.or_else(|| route_to(&named));
-        return Ok(Place {
-            server: None,
-            store: named.clone(),
-            dial: named,
-            master_addr: meeting.host.clone(),
-            bind,
-            warning: None,
-        });
+    let elsewhere = || Place {
+        server: None,
+        store: named.clone(),
+        dial: named.clone(),
+        master_addr: meeting.host.clone(),
+        bind,
+        warning: None,
+    };
+    let is_node_0 = match (meeting.node_rank, meeting.is_host) {
+        (Some(rank), _) => rank == 0,
+        (None, Some(is_host)) => is_host,
+        (None, None) => is_here(&meeting.host, &named),
+    };
+    if !is_node_0 {
+        return Ok(elsewhere());
     }
     let addresses: Vec<SocketAddr> = match bind {
         Some(ip) => vec![SocketAddr::new(ip, meeting.port)],
-        None => named
-            .to_socket_addrs()
-            .map_err(|error| {
-                Error::usage(format!(
-                    "--master-addr {} is not a known host",
-                    meeting.host
-                ))
-                .caused_by(error)
-            })?
-            .collect(),
+        None => resolve(&meeting.host, &named, deadline, interrupted)?,
     };
-    let server = listen(&addresses, token).map_err(|error| match bind {
-        Some(_) => error,
-        None => error.note(
-            "fix",
-            "choose another --master-port, or, if the name belongs to another address of this host, add --bind ADDR",
-        ),
-    })?;
+    let may_be_taken = meeting.node_rank.is_none() && meeting.is_host.is_none();
+    let server = match listen(&addresses, token) {
+        // Another launcher of the job on this host is node 0.
+        Err((_, true)) if may_be_taken => return Ok(elsewhere()),
+        listened => listened.map_err(|(error, _)| error)?,
+    };
     let (dial, mut warning) = reachable(server.local_addr());
-    let literal = meeting.host.parse::<IpAddr>().is_ok() || meeting.host == "localhost";
-    if warning.is_none() && dial.ip().is_loopback() && !literal {
+    if bind.is_none()
+        && let Some(means) = what_loopback_means(&meeting.host, dial.ip())
+    {
+        let own = own_address();
         warning = Some(format!(
-            "{} is {} on this host, which other hosts cannot reach; if there are any, add --bind ADDR",
-            meeting.host,
-            dial.ip()
+            "{means}: if a node is on another host, add --bind {own} here, or give all nodes --master-addr {own}"
         ));
     }
     Ok(Place {
@@ -118,36 +131,118 @@ fn reachable(addr: SocketAddr) -> (SocketAddr, Option<String>) {
     (SocketAddr::new(loopback, addr.port()), Some(warning))
 }
 
-/// Listens on the first address that works.
-fn listen(addresses: &[SocketAddr], token: &Token) -> Result<TcpServer> {
+/// Listens on the first address that works. Where that fails, also gives whether one of them is in use.
+fn listen(
+    addresses: &[SocketAddr],
+    token: &Token,
+) -> std::result::Result<TcpServer, (Error, bool)> {
     let mut last = None;
     for addr in addresses {
         match TcpServer::bind(*addr, token.clone()) {
             Ok(server) => return Ok(server),
-            Err(error) => last = Some((addr, error)),
+            // A name of two addresses has one store only.
+            Err(error) if error.kind() == StoreKind::AddressInUse => {
+                last = Some(error);
+                break;
+            }
+            Err(error) => last = Some(error),
         }
     }
-    let Some((addr, error)) = last else {
-        return Err(Error::usage("the master address has no address"));
+    let Some(error) = last else {
+        return Err((Error::usage("the master address has no address"), false));
     };
+    let is_in_use = error.kind() == StoreKind::AddressInUse;
     let kind = match error.kind() {
         StoreKind::Internal => ErrorKind::System,
         _ => ErrorKind::Usage,
     };
-    Err(Error::new(kind, format!("cannot listen on {addr}")).caused_by(error))
+    let fix = match error.kind() {
+        StoreKind::AddressInUse => "end that program, or choose another --master-port".to_owned(),
+        _ => format!(
+            "start --node-rank 0 on the host with that address; this one has {own}: give it as --master-addr to all nodes, \
+             or add --bind {own} here",
+            own = own_address()
+        ),
+    };
+    let message = error.to_string();
+    let error = Error::new(kind, format!("node 0 cannot host the store: {message}"));
+    Err((error.note("fix", fix), is_in_use))
 }
 
-/// Our own address on the way to `named`. Nothing is sent.
-fn route_to(named: &str) -> Option<IpAddr> {
-    let to = named.to_socket_addrs().ok()?.next()?;
-    let any: SocketAddr = if to.is_ipv4() {
-        (IpAddr::from([0, 0, 0, 0]), 0).into()
-    } else {
-        (IpAddr::from([0u16; 8]), 0).into()
-    };
-    let socket = UdpSocket::bind(any).ok()?;
-    socket.connect(to).ok()?;
-    Some(socket.local_addr().ok()?.ip())
+/// Whether `host` is this host: its name, or one of its addresses.
+fn is_here(host: &str, named: &str) -> bool {
+    let is_own = |address: SocketAddr| UdpSocket::bind((address.ip(), 0)).is_ok();
+    let resolved = named.to_socket_addrs();
+    host == phalanx_process::host_name() || resolved.is_ok_and(|mut all| all.any(is_own))
+}
+
+/// An address of this host that others may reach, or the word for one.
+fn own_address() -> String {
+    let known = host_addresses().first().map(IpAddr::to_string);
+    known.unwrap_or_else(|| "ADDRESS".to_owned())
+}
+
+/// The addresses of `host`, this one, in `named`. A name that does not resolve yet may do so later, as that of a pod
+/// that has just started: it is looked up again and again.
+fn resolve(
+    host: &str,
+    named: &str,
+    deadline: Instant,
+    interrupted: &mut impl FnMut() -> Option<Error>,
+) -> Result<Vec<SocketAddr>> {
+    let started = Instant::now();
+    let mut say_at = QUIET;
+    loop {
+        // A lookup cannot be interrupted, so it runs on a thread.
+        let (tell, told) = channel();
+        let name = named.to_owned();
+        thread::Builder::new()
+            .name("lookup".into())
+            .spawn(move || {
+                let addresses = name.to_socket_addrs().map(Iterator::collect::<Vec<_>>);
+                // Nobody listens after an interrupt.
+                let _ = tell.send(addresses);
+            })
+            .map_err(|error| {
+                Error::new(ErrorKind::System, "cannot start a thread").caused_by(error)
+            })?;
+        let mut why = None;
+        let pause = Instant::now() + LOOKUP_PAUSE;
+        while why.is_none() || Instant::now() < pause {
+            match told.recv_timeout(SLICE) {
+                Ok(Ok(addresses)) if !addresses.is_empty() => return Ok(addresses),
+                Ok(Ok(_)) => why = Some("it has no address".to_owned()),
+                Ok(Err(error)) => why = Some(error.to_string()),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => thread::sleep(SLICE),
+            }
+            if let Some(error) = interrupted() {
+                return Err(error);
+            }
+            let reason = || why.clone().unwrap_or_else(|| "no answer".to_owned());
+            if Instant::now() >= deadline {
+                let waited = started.elapsed().as_secs_f64();
+                return Err(Error::new(
+                    ErrorKind::Timeout,
+                    format!(
+                        "--master-addr {host} did not resolve on this host, which is node 0, within {waited:.1} s"
+                    ),
+                )
+                .note("last", reason())
+                .note(
+                    "fix",
+                    format!("give all nodes an address of this host: --master-addr {}", own_address()),
+                ));
+            }
+            if started.elapsed() >= say_at {
+                say_at = started.elapsed() * 2;
+                say::note(format_args!(
+                    "waiting for the name {host} to resolve on this host, which is node 0: {}",
+                    reason()
+                ));
+            }
+        }
+    }
 }
 
 #[cfg(test)]
@@ -155,8 +250,45 @@ mod tests {
     use super::*;
 
     #[test]
-    fn our_address_on_the_way_to_loopback() {
-        assert_eq!(route_to("127.0.0.1:9"), Some(IpAddr::from([127, 0, 0, 1])));
-        assert_eq!(route_to("no such host:9"), None);
+    fn a_name_is_looked_up_until_the_deadline_or_an_interrupt() {
+        let within = |time| Instant::now() + time;
+        let second = Duration::from_secs(1);
+        let found = resolve("localhost", "localhost:9", within(second), &mut || None).unwrap();
+        assert!(found.iter().all(|address| address.ip().is_loopback()));
+        // Names below .invalid never resolve (RFC 6761).
+        let (host, named) = ("node-a.invalid", "node-a.invalid:9");
+        let error = resolve(host, named, within(second), &mut || None).unwrap_err();
+        assert_eq!(error.exit_code(), 4);
+        assert!(
+            error
+                .render()
+                .contains("--master-addr node-a.invalid did not resolve")
+        );
+        let mut looks = 0;
+        let mut interrupted = || {
+            looks += 1;
+            (looks == 3).then(|| Error::usage("interrupted"))
+        };
+        let error = resolve(host, named, within(60 * second), &mut interrupted).unwrap_err();
+        assert!(error.chain().contains("interrupted"), "{}", error.chain());
+    }
+
+    #[test]
+    fn this_host_is_known_by_its_names_and_addresses() {
+        for host in [
+            "127.0.0.1",
+            "::1",
+            "localhost",
+            &phalanx_process::host_name(),
+        ] {
+            let named = match host.contains(':') {
+                true => format!("[{host}]:9"),
+                false => format!("{host}:9"),
+            };
+            assert!(is_here(host, &named), "{host}");
+        }
+        for host in ["192.0.2.1", "no.such.host.invalid"] {
+            assert!(!is_here(host, &format!("{host}:9")), "{host}");
+        }
     }
 }

@@ -3,6 +3,7 @@
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 
+use phalanx_comm::PortRange;
 use rustix::io::Errno;
 use rustix::net::sockopt::set_socket_reuseaddr;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, socket_with};
@@ -21,11 +22,20 @@ pub struct PortForRanks {
 }
 
 impl PortForRanks {
-    /// Takes the `given` one, or any that is free.
+    /// Takes the `given` one, or any that is free, in `range` the highest.
     ///
     /// # Errors
-    /// `Usage` when somebody has the given one.
-    pub fn new(given: Option<u16>) -> Result<PortForRanks> {
+    /// `Usage` when somebody has the given one, or all of the range.
+    pub fn new(given: Option<u16>, range: Option<PortRange>) -> Result<PortForRanks> {
+        if let (None, Some(range)) = (given, range) {
+            let mut ports = (range.first()..=range.last()).rev();
+            let held = ports.find_map(|port| can_listen(port).and_then(|()| hold(port)).ok());
+            return held.ok_or_else(|| {
+                Error::usage(format!(
+                    "no port of --port-range {range} is free for MASTER_PORT"
+                ))
+            });
+        }
         match given {
             None => hold(0).map_err(|error| {
                 Error::new(ErrorKind::System, "no free port for MASTER_PORT").caused_by(error)
@@ -45,6 +55,54 @@ impl PortForRanks {
     pub fn number(&self) -> u16 {
         self.number
     }
+}
+
+/// Most ports that a message names.
+const SHOWN: usize = 8;
+
+/// Checks that a node with `local_ranks` ranks finds a free port of `range` for everything that other hosts connect to.
+/// Node 0 needs two more, one of which is `store`, where its store listens already.
+///
+/// # Errors
+/// `Usage`, with the number of ports that are needed and those that are in use.
+pub fn check_range(
+    range: PortRange,
+    node: usize,
+    local_ranks: usize,
+    store: Option<u16>,
+) -> Result<()> {
+    let is_first = node == 0;
+    let needed = local_ranks + if is_first { 2 } else { 0 };
+    let (mut free, mut taken) = (0, Vec::new());
+    for port in range.first()..=range.last() {
+        if free == needed {
+            return Ok(());
+        }
+        match store == Some(port) || can_listen(port).is_ok() {
+            true => free += 1,
+            false => taken.push(port.to_string()),
+        }
+    }
+    if free == needed {
+        return Ok(());
+    }
+    let why = match is_first {
+        true => "1 for the store, 1 for MASTER_PORT and 1 for each of its ranks",
+        false => "1 for each of its ranks",
+    };
+    let error = Error::usage(format!(
+        "--port-range {range} is too narrow: node {node} needs {needed} free ports ({why}), and {free} of {} are free",
+        range.count()
+    ));
+    let more = taken.len().saturating_sub(SHOWN);
+    taken.truncate(SHOWN);
+    if more > 0 {
+        taken.push(format!("{more} more"));
+    }
+    Err(match taken.is_empty() {
+        true => error,
+        false => error.note("in use", taken.join(", ")),
+    })
 }
 
 /// All addresses, on a host without IPv6 those of IPv4.
@@ -88,7 +146,7 @@ mod tests {
 
     #[test]
     fn who_means_the_port_gets_it_and_nobody_else() {
-        let port = PortForRanks::new(None).unwrap();
+        let port = PortForRanks::new(None, None).unwrap();
         let number = port.number();
         // As one does that asks for a port of its own, the kernel refuses it.
         let other = socket_with(
@@ -105,9 +163,26 @@ mod tests {
         let _client = TcpStream::connect(loopback).unwrap();
         let _server = rank_0.accept().unwrap();
         // While it listens nobody else can.
-        assert!(PortForRanks::new(Some(number)).is_err());
+        assert!(PortForRanks::new(Some(number), None).is_err());
+        let range = PortRange::new(number, number).unwrap();
+        assert!(PortForRanks::new(None, Some(range)).is_err());
         drop(rank_0);
         // Nor is it in the way of a rank 0 that starts again.
         TcpListener::bind(("::", number)).unwrap();
+    }
+
+    #[test]
+    fn a_range_without_room_says_how_many_ports_are_needed() {
+        let used = TcpListener::bind(("0.0.0.0", 0)).unwrap();
+        let number = used.local_addr().unwrap().port();
+        let range = PortRange::new(number, number).unwrap();
+        // Where the store itself listens there.
+        let error = check_range(range, 0, 4, Some(number)).unwrap_err().render();
+        assert!(error.contains("node 0 needs 6 free ports"), "{error}");
+        assert!(error.contains("1 of 1 are free"), "{error}");
+        let error = check_range(range, 1, 1, None).unwrap_err().render();
+        assert!(error.contains("node 1 needs 1 free ports"), "{error}");
+        assert!(error.contains(&number.to_string()), "{error}");
+        assert!(check_range(PortRange::new(1, 65535).unwrap(), 0, 8, None).is_ok());
     }
 }

@@ -95,10 +95,11 @@ fn is_known_to_be_gone(connections: usize) {
         host: "b".into(),
         pid: 1,
         master_port: None,
+        by_arrival: false,
         version: "1".into(),
     };
     let joining =
-        thread::spawn(move || join(&mut place, 1, info, &token, PATIENCE, || None).map(drop));
+        thread::spawn(move || join(&mut place, Some(1), info, &token, PATIENCE, || None).map(drop));
     direct.wait(&["launch/node/1"], PATIENCE).unwrap();
     let _others = way.cut(connections);
     let verdict: Verdict = decode(&direct.get(ABORT_KEY, PATIENCE).unwrap()).unwrap();

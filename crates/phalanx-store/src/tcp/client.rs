@@ -1,7 +1,7 @@
 //! A client of the store server.
 
 use std::io::{ErrorKind as IoKind, Read, Write};
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -59,6 +59,8 @@ pub struct TcpStore {
     /// Name of the store in messages.
     location: String,
     token: Token,
+    /// Our address of the first connection.
+    local_ip: Option<IpAddr>,
     idle: Mutex<Vec<Connection>>,
     /// Timeout of a response, in milliseconds.
     response_ms: AtomicU32,
@@ -145,7 +147,8 @@ impl TcpStore {
                 ),
             ));
         }
-        let store = TcpStore {
+        let mut store = TcpStore {
+            local_ip: None,
             addr: addr.to_owned(),
             location: format!("the store at {addr}"),
             token,
@@ -153,6 +156,7 @@ impl TcpStore {
             response_ms: AtomicU32::new(millis(RESPONSE_TIMEOUT)),
         };
         let first = store.open(timeout, Some(&mut on_failure))?;
+        store.local_ip = first.stream.local_addr().ok().map(|addr| addr.ip());
         store.keep(first);
         Ok(store)
     }
@@ -183,6 +187,11 @@ impl TcpStore {
 
     fn response_timeout(&self) -> Duration {
         Duration::from_millis(self.response_ms.load(Ordering::Relaxed).into())
+    }
+
+    /// The address of this host from which it reached the store.
+    pub fn local_ip(&self) -> Option<IpAddr> {
+        self.local_ip
     }
 
     /// The address as given to [`connect`](Self::connect).

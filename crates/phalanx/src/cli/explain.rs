@@ -1,6 +1,5 @@
 //! Converts clap's errors to ours: one line, then the fix.
 
-use super::torchrun;
 use clap::error::{ContextKind, ContextValue, ErrorKind as ClapKind};
 
 use crate::error::Error;
@@ -54,16 +53,7 @@ pub(super) fn explain(
         }
         ClapKind::UnknownArgument => {
             let word = text(ContextKind::InvalidArg).unwrap_or_default();
-            let instead = match path.last().map(String::as_str) {
-                Some("launch") => torchrun::instead_of(&word),
-                _ => None,
-            };
-            if let Some(instead) = instead {
-                Error::usage(format!(
-                    "{word} is torchrun's; phalanx launch has no such flag"
-                ))
-                .note("instead", instead)
-            } else if word.starts_with('-') {
+            if word.starts_with('-') {
                 Error::usage(named(
                     &word,
                     "unknown flag",

@@ -2,7 +2,6 @@
 
 mod explain;
 mod normalise;
-mod torchrun;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -168,6 +167,9 @@ fn launch_flag(parser: &clap::Command, name: &str) -> Option<Flag> {
     let arg = launch.get_arguments().find(|arg| {
         arg.get_long() == Some(name)
             || arg
+                .get_short()
+                .is_some_and(|letter| name == letter.to_string())
+            || arg
                 .get_all_aliases()
                 .is_some_and(|aliases| aliases.contains(&name))
     })?;
@@ -292,23 +294,38 @@ mod tests {
     }
 
     #[test]
-    fn torchruns_flags_are_answered_with_what_to_do_instead() {
-        for (args, instead) in [
-            (&["launch", "--no_python", "./prog"][..], "leave it out"),
-            (&["launch", "-m", "pkg.train"], "python3 -m MODULE"),
-            (&["launch", "--module", "pkg.train"], "python3 -m MODULE"),
-            (&["launch", "-r", "3", "x"], "--redirects"),
-            (&["launch", "-t3", "x"], "--tee"),
-            (&["launch", "--run-path=x.py", "x"], "python3 FILE"),
-            (
-                &["launch", "--rdzv-conf", "timeout=9", "x"],
-                "--rdzv-timeout",
-            ),
+    fn torchruns_lines_are_parsed() {
+        let launch = |line: &str| {
+            let words = line.split(' ').map(OsString::from);
+            match parse(words).unwrap().unwrap().command {
+                Command::Launch(launch) => launch,
+                _ => panic!("not launch"),
+            }
+        };
+        for line in [
+            "phalanx launch --nnodes 2 --nproc_per_node 2 --rdzv_id 7 --rdzv_backend c10d --rdzv_endpoint h:29400 --rdzv_conf is_host=1,timeout=9 train.py --x",
+            "phalanx launch -r 3 -t=0:1 --log_dir d --local_ranks_filter 0 train.py --x",
+            "phalanx launch -t3 --signals_to_handle SIGTERM --shutdown_timeout 9 --virtual_local_rank train.py --x",
+            "phalanx launch --numa_binding node --event_log_handler null --logs_specs default train.py --x",
+            "phalanx launch --duplicate_stdout_filters a,b --duplicate_stderr_filters c --log_line_prefix_template ${rank} train.py --x",
+            "phalanx launch --standalone --max_restarts 1 --monitor_interval 1 --start_method fork --role r train.py --x",
+            "phalanx launch --run_path train.py --x",
         ] {
-            let text = error_of(args);
-            assert!(text.contains("is torchrun's"), "{args:?}: {text}");
-            assert!(text.contains(instead), "{args:?}: {text}");
+            assert_eq!(launch(line).program, ["train.py", "--x"], "{line}");
         }
+        assert_eq!(
+            launch("phalanx launch -m pkg.train -m").program,
+            ["pkg.train", "-m"]
+        );
+        let text = error_of(&[
+            "launch",
+            "--stop-grace-s",
+            "1",
+            "--shutdown-timeout",
+            "2",
+            "x",
+        ]);
+        assert!(text.contains("cannot be combined with"), "{text}");
         // Elsewhere they are nobody's.
         let text = error_of(&["train", "mnist", "--no-python"]);
         assert!(

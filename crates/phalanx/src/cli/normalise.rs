@@ -3,7 +3,8 @@
 //! Flags may be written with dashes or underscores (`--nproc_per_node`, as
 //! torchrun's users do). For `launch` the program's own arguments begin at
 //! the first word that is no flag of ours, and from there on nothing may be
-//! touched: a `--` is put in front of them.
+//! touched: a `--` is put in front of them. A `--` that was typed says that the
+//! program is run as it is, also if it is a Python script: `--no-python` is put in front of it.
 
 use std::ffi::OsString;
 
@@ -21,8 +22,8 @@ pub(super) enum Flag {
 }
 
 /// Rewrites `args` (without the program's own name). `flag` says what kind
-/// of flag a long name of `launch` is; unknown names are left for clap to
-/// complain about.
+/// of flag a name of `launch` is (a long one, or a letter); unknown names are left
+/// for clap to complain about.
 pub(super) fn normalise(
     args: impl IntoIterator<Item = OsString>,
     flag: impl Fn(&str) -> Option<Flag>,
@@ -30,8 +31,13 @@ pub(super) fn normalise(
     let mut out = Vec::new();
     let mut args = args.into_iter().peekable();
     let mut command: Option<OsString> = None;
+    // A flag says how Python runs the program.
+    let mut is_python = false;
     while let Some(arg) = args.next() {
         if arg == "--" {
+            if command.as_ref().is_some_and(|c| c == "launch") && !is_python {
+                out.push("--no-python".into());
+            }
             out.push(arg);
             break;
         }
@@ -50,11 +56,18 @@ pub(super) fn normalise(
             continue;
         }
         let (arg, name, has_value) = dashed(arg);
+        let letter = arg.to_str().and_then(|arg| arg.strip_prefix('-'));
+        let letter = letter.filter(|letter| letter.len() == 1).map(str::to_owned);
+        let name = name.or(letter);
         out.push(arg);
         let in_launch = command.as_ref().is_some_and(|c| c == "launch");
         if !in_launch || has_value {
             continue;
         }
+        is_python |= matches!(
+            name.as_deref(),
+            Some("m" | "module" | "run-path" | "no-python")
+        );
         match name.as_deref().and_then(&flag) {
             Some(Flag::TakesValue) => out.extend(args.next()),
             // Another word is the program.
@@ -74,8 +87,8 @@ mod tests {
 
     fn run(args: &[&str]) -> Vec<String> {
         normalise(args.iter().map(OsString::from), |name| match name {
-            "nproc-per-node" | "master-port" => Some(Flag::TakesValue),
-            "standalone" => Some(Flag::Switch),
+            "nproc-per-node" | "master-port" | "r" => Some(Flag::TakesValue),
+            "standalone" | "m" | "module" | "no-python" => Some(Flag::Switch),
             "live" => Some(Flag::MayTakeAddress),
             _ => None,
         })
@@ -135,8 +148,35 @@ mod tests {
         );
         assert_eq!(
             run(&["launch", "--standalone", "--", "a_b", "--c_d"]),
-            ["launch", "--standalone", "--", "a_b", "--c_d"]
+            [
+                "launch",
+                "--standalone",
+                "--no-python",
+                "--",
+                "a_b",
+                "--c_d"
+            ]
         );
+        assert_eq!(
+            run(&["train", "linear", "--", "x"]),
+            ["train", "linear", "--", "x"]
+        );
+    }
+
+    #[test]
+    fn torchruns_short_flags_and_ways_to_start_python() {
+        for (typed, want) in [
+            ("launch -r 3 train.py -r 1", "launch -r 3 -- train.py -r 1"),
+            ("launch -r3 train.py", "launch -r3 -- train.py"),
+            ("launch -m pkg.train -m", "launch -m -- pkg.train -m"),
+            ("launch -m -- pkg.train", "launch -m -- pkg.train"),
+            ("launch --no_python -- a.py", "launch --no-python -- a.py"),
+            ("launch -- a.py --", "launch --no-python -- a.py --"),
+            ("launch - x", "launch -- - x"),
+        ] {
+            let typed: Vec<&str> = typed.split(' ').collect();
+            assert_eq!(run(&typed).join(" "), want);
+        }
     }
 
     #[test]
@@ -158,7 +198,10 @@ mod tests {
                 &["launch", "--live=h:1", "sh", "9"],
                 "launch --live=h:1 -- sh 9",
             ),
-            (&["launch", "--live", "--", "80"], "launch --live -- 80"),
+            (
+                &["launch", "--live", "--", "80"],
+                "launch --live --no-python -- 80",
+            ),
             (&["launch", "--live"], "launch --live"),
         ] {
             assert_eq!(run(args).join(" "), want);

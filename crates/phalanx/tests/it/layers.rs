@@ -3,7 +3,7 @@
 use std::path::Path;
 
 /// Each crate, and those of ours that it may depend on.
-const MAY: [(&str, &[&str]); 16] = [
+const MAY: [(&str, &[&str]); 17] = [
     ("wire", &[]),
     ("store", &["wire"]),
     ("comm", &["wire", "store"]),
@@ -15,9 +15,10 @@ const MAY: [(&str, &[&str]); 16] = [
     ("http", &["data", "process"]),
     ("track", &["data", "process", "http"]),
     ("live", &["data", "process", "report", "track"]),
+    ("mpi", &[]),
     (
         "launch",
-        &["wire", "store", "comm", "data", "process", "live"],
+        &["wire", "store", "comm", "data", "process", "live", "mpi"],
     ),
     ("flow", &["data", "process", "launch"]),
     (

@@ -1879,13 +1879,20 @@ fn a_limit_of_the_address_space_is_named() {
 #[test]
 fn the_host_of_rank_0_is_never_guessed() {
     let dir = folder();
-    let (code, _, err) = ended(as_mpirun(1, 1, dir.path()).spawn().expect("phalanx starts"));
-    assert_eq!(code, 2, "{err}");
-    assert!(
-        err.contains("does not say on which host rank 0 runs"),
-        "{err}"
-    );
-    assert!(err.contains("MASTER_ADDR"), "{err}");
+    // No mpirun has started it, whether there is an MPI library or not.
+    let mpi = as_mpirun(1, 1, dir.path());
+    // Hydra's variables without its socket.
+    let mut pmi = phalanx(&SHORT, dir.path());
+    pmi.env("PMI_SIZE", "2").env("PMI_RANK", "1");
+    for (mut command, want) in [
+        (mpi, "Open MPI does not carry the job's token"),
+        (pmi, "does not say on which host rank 0 runs"),
+    ] {
+        let (code, _, err) = ended(command.spawn().expect("phalanx starts"));
+        assert_eq!(code, 2, "{err}");
+        assert!(err.contains(want), "{err}");
+        assert!(err.contains("MASTER_ADDR"), "{err}");
+    }
 }
 
 #[test]

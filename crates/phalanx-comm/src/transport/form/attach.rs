@@ -378,6 +378,8 @@ mod tests {
         let timeout = Duration::from_secs(60);
         let store = MemStore::new();
         let meeting = Rendezvous {
+            server: None,
+            job: 0,
             store: &store,
             rank: 1,
             world: 2,

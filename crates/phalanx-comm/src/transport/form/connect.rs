@@ -15,18 +15,26 @@ use super::super::tcp::{
     CONTROL, Control, HostProbe, TcpLink, data, dial, keep_open, options, probe,
 };
 use super::member::Member;
+use super::ports::{PortRange, listen_within};
 use super::rendezvous::Rendezvous;
+use crate::notice::ranks;
 use crate::{Error, Result};
 
-/// Listens on a free port of `ip`.
-pub(crate) fn listen(ip: IpAddr) -> Result<TcpListener> {
+/// Ends messages about ranks of other hosts that do not come through.
+const FIREWALL: &str = "; if a firewall is between the hosts, let that port through, or choose ports with --port-range";
+
+/// Listens on a free port of `ip`; where other hosts can reach it, on one of `ports` if there are any.
+pub(crate) fn listen(ip: IpAddr, ports: Option<PortRange>, rank: usize) -> Result<TcpListener> {
     let refused = |e| {
         Error::io(
             format_args!("cannot listen on {ip} (is it an address of this host?)"),
             e,
         )
     };
-    let listener = TcpListener::bind((ip, 0)).map_err(refused)?;
+    let listener = match ports.filter(|_| !ip.is_loopback()) {
+        Some(ports) => listen_within(ip, ports, rank)?,
+        None => TcpListener::bind((ip, 0)).map_err(refused)?,
+    };
     listener.set_nonblocking(true).map_err(refused)?;
     lengthen_backlog(&listener);
     Ok(listener)
@@ -60,6 +68,10 @@ pub(crate) fn connect(
         .iter()
         .flat_map(|&peer| wanted(peer).map(move |stream| (peer, stream)))
         .collect();
+    // Where it is on loopback, no firewall is between.
+    let at = listener.local_addr().ok();
+    let firewall = at.is_some_and(|at| !at.ip().is_loopback());
+    let firewall = if firewall { FIREWALL } else { "" };
     let stop = AtomicBool::new(false);
     let check = || {
         if stop.load(Ordering::Relaxed) {
@@ -69,19 +81,43 @@ pub(crate) fn connect(
     };
     let (accepted, dialled) = std::thread::scope(|scope| {
         let accepting = scope.spawn(|| {
-            let result = admit(listener, me, token, &expected, meeting.deadline, |_| {
-                check().map(|()| true)
-            });
+            let mut report = meeting.report("accepting");
+            let result = admit(
+                listener,
+                me,
+                token,
+                &expected,
+                meeting.deadline,
+                |missing| {
+                    report.due(|| {
+                        let mut missing: Vec<usize> =
+                            missing.iter().map(|(rank, _)| *rank).collect();
+                        missing.dedup();
+                        let at = at.map_or_else(|| "this rank".to_owned(), |at| at.to_string());
+                        format!("{} to connect to {at}{firewall}", ranks(&missing))
+                    });
+                    check().map(|()| true)
+                },
+            );
             if result.is_err() {
                 stop.store(true, Ordering::Relaxed);
             }
             result
         });
         let mut dialled = Vec::new();
+        let mut report = meeting.report("dialling");
         let mut result = Ok(());
         'all: for &peer in &lower {
             for stream in wanted(peer) {
-                match dial(meeting, me, token, peer, &members[peer], stream, &check) {
+                match dial(
+                    meeting,
+                    me,
+                    token,
+                    (peer, &members[peer]),
+                    stream,
+                    &check,
+                    (&mut report, firewall),
+                ) {
                     Ok(socket) => dialled.push(Admitted {
                         rank: peer,
                         stream,
@@ -119,7 +155,11 @@ pub(crate) fn connect(
         .filter(|&p| !wanted(p).all(|stream| came(p, stream)))
         .collect();
     if !missing.is_empty() {
-        return Err(meeting.late(&higher, &missing, "connect over tcp"));
+        let at = at.map_or_else(String::new, |at| format!(" to {at}"));
+        let what = format!("connect over tcp{at}");
+        let error = meeting.late(&higher, &missing, &what);
+        return Err(Error::timeout(format!("{}{firewall}", error.message()))
+            .with_peer(error.peer().unwrap_or(missing[0])));
     }
     let mut sockets = accepted;
     sockets.extend(dialled);

@@ -1,7 +1,7 @@
 //! Which host is this? A hint only: whether two ranks really share memory is
 //! decided by trying.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 
 use crate::{Error, Result};
 
@@ -55,9 +55,6 @@ pub enum BindAddr {
     Loopback,
     /// This address of this host.
     Ip(IpAddr),
-    /// The address from which this host would talk to the given one, usually
-    /// that of the store.
-    Auto(SocketAddr),
 }
 
 impl BindAddr {
@@ -70,42 +67,44 @@ impl BindAddr {
                  give the address of one interface"
             ))),
             BindAddr::Ip(ip) => Ok(ip),
-            BindAddr::Auto(towards) => local_address_towards(towards),
         }
     }
 }
 
-/// The address of this host from which the kernel would send to `target`.
-/// Nothing is sent.
-///
-/// # Errors
-///
-/// `Usage` when there is no route to `target`.
-pub fn local_address_towards(target: SocketAddr) -> Result<IpAddr> {
-    // Connecting a datagram socket only looks the route up. Port 0 is refused
-    // by some kernels, and the port does not matter.
-    let any: IpAddr = if target.is_ipv4() {
-        Ipv4Addr::UNSPECIFIED.into()
-    } else {
-        std::net::Ipv6Addr::UNSPECIFIED.into()
+/// Names of networks of containers and virtual machines on this host, which other hosts do not reach.
+const VIRTUAL: [&str; 5] = ["docker", "br-", "virbr", "podman", "cni"];
+
+/// The addresses by which other hosts may know this one, IPv4 first; none where the system does not list them.
+pub fn host_addresses() -> Vec<IpAddr> {
+    let mut all = if_addrs::get_if_addrs().unwrap_or_default();
+    all.retain(|one| !one.is_loopback() && !one.is_link_local());
+    all.sort_by_key(|one| {
+        let is_virtual = VIRTUAL.iter().any(|start| one.name.starts_with(start));
+        (is_virtual, one.ip().is_ipv6())
+    });
+    all.iter().map(if_addrs::Interface::ip).collect()
+}
+
+/// The address of this host from which the kernel would send to `target`. Nothing is sent.
+pub fn local_address_towards(target: SocketAddr) -> std::io::Result<IpAddr> {
+    let any: IpAddr = match target {
+        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
     };
-    let target = SocketAddr::new(
-        target.ip(),
-        if target.port() == 0 { 9 } else { target.port() },
-    );
-    UdpSocket::bind((any, 0))
-        .and_then(|socket| {
-            socket.connect(target)?;
-            socket.local_addr()
-        })
-        .map(|address| address.ip())
-        .map_err(|e| {
-            Error::usage(format!(
-                "this host has no route to {}: {e}; give the address to listen on",
-                target.ip()
-            ))
-            .with_source(e)
-        })
+    let socket = UdpSocket::bind((any, 0))?;
+    socket.connect(target)?;
+    Ok(socket.local_addr()?.ip())
+}
+
+/// Says so if `name`, the first host's, means only this host to those who ask here: `ip` is a loopback address.
+/// `None` for 127.0.0.1 and localhost too, which are given where all is on one host.
+pub fn what_loopback_means(name: &str, ip: IpAddr) -> Option<String> {
+    let is_meant = name.parse::<IpAddr>().is_ok() || name == "localhost";
+    (ip.is_loopback() && !is_meant).then(|| {
+        format!(
+            "{name} is {ip} on this host (see /etc/hosts), an address that each host has for itself"
+        )
+    })
 }
 
 #[cfg(test)]
@@ -121,10 +120,25 @@ mod tests {
     }
 
     #[test]
-    fn loopback_is_reached_from_loopback() {
-        let target: SocketAddr = "127.0.0.1:80".parse().unwrap();
-        let ip = BindAddr::Auto(target).resolve().unwrap();
-        assert!(ip.is_loopback(), "{ip}");
+    fn addresses_of_this_host_are_its_own() {
+        for ip in host_addresses() {
+            assert!(
+                !ip.is_loopback() && UdpSocket::bind((ip, 0)).is_ok(),
+                "{ip}"
+            );
+        }
+        let loopback = IpAddr::from([127, 0, 0, 1]);
+        let target = SocketAddr::from(([127, 0, 0, 1], 80));
+        assert_eq!(local_address_towards(target).unwrap(), loopback);
+    }
+
+    #[test]
+    fn names_that_mean_this_host_only_are_explained() {
+        let debian = IpAddr::from([127, 0, 1, 1]);
+        assert!(what_loopback_means("node-a", debian).is_some());
+        assert!(what_loopback_means("127.0.1.1", debian).is_none());
+        assert!(what_loopback_means("localhost", Ipv4Addr::LOCALHOST.into()).is_none());
+        assert!(what_loopback_means("node-a", [10, 0, 0, 1].into()).is_none());
     }
 
     #[test]

@@ -15,13 +15,16 @@ mod attach;
 mod connect;
 mod host;
 mod member;
+mod ports;
 mod rendezvous;
 mod sizes;
 
-pub use host::{BindAddr, local_address_towards};
+pub use host::{BindAddr, host_addresses, local_address_towards, what_loopback_means};
 pub(super) use member::Member;
 use member::this_process;
-pub(super) use rendezvous::Rendezvous;
+pub use ports::PortRange;
+use rendezvous::ARRIVE;
+pub(super) use rendezvous::{Rendezvous, WaitReport};
 #[cfg(any(test, fuzzing))]
 pub(super) use sizes::{list as list_sizes, parse as parse_sizes};
 
@@ -31,7 +34,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use phalanx_store::{Store, Will};
+use phalanx_store::{Store, TcpServer, Will};
 use phalanx_wire::Token;
 use phalanx_wire::handshake::{Hello, Role};
 
@@ -95,6 +98,10 @@ pub struct FormOptions {
     pub timeout: Duration,
     /// Where to listen for peers that are reached over TCP.
     pub bind: BindAddr,
+    /// The ports to listen on, unless that is on loopback; by default any.
+    pub ports: Option<PortRange>,
+    /// The server of the store, where this rank hosts it: it knows which connections were refused.
+    pub server: Option<Arc<TcpServer>>,
     /// Which transport to use.
     pub prefer: Prefer,
     /// Capacity of each ring in shared memory; by default a share of 64 MiB
@@ -152,6 +159,8 @@ pub(crate) fn form_at(store: &dyn Store, o: &FormOptions, host: Host) -> Result<
         group: o.group,
         timeout: o.timeout,
         deadline: deadline_in(o.timeout),
+        server: o.server.as_deref(),
+        job: o.token.job_id(),
         taken: AtomicBool::new(false),
         misfit: AtomicBool::new(false),
     };
@@ -187,7 +196,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
     let listener = match o.prefer {
         Prefer::Shm => None,
         _ if o.world == 1 => None,
-        _ => Some(connect::listen(o.bind.resolve()?)?),
+        _ => Some(connect::listen(o.bind.resolve()?, o.ports, o.rank)?),
     };
     let address = listener
         .as_ref()
@@ -369,7 +378,7 @@ fn meet(meeting: &Rendezvous<'_>, record: &Member) -> Result<(Vec<Member>, Optio
     sizes.count_in()?;
     let all: Vec<usize> = (0..meeting.world).collect();
     let records = meeting
-        .collect_while("member", &all, "arrive", |missing| sizes.look(missing))
+        .collect_while("member", &all, ARRIVE, |missing| sizes.look(missing))
         .map_err(|e| sizes.explain(e))?;
     let mut members = Vec::with_capacity(records.len());
     for (rank, bytes) in records.iter().enumerate() {
@@ -406,8 +415,8 @@ fn check_reachable(rank: usize, members: &[Member], peers: &[usize]) -> Result<(
         let lower = &members[peer.min(rank)];
         if member.host.machine != *mine && is_loopback(lower) {
             return Err(Error::usage(format!(
-                "rank {} is on another host than rank {}, which listens on loopback only; \
-                 give it an address that the others can reach",
+                "rank {} is on another host than rank {}, which listens on loopback only: \
+                 give all hosts an address of the first one that they can reach, or each --bind with its own",
                 peer.max(rank),
                 peer.min(rank)
             )));

@@ -5,11 +5,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use phalanx_store::{ErrorKind as StoreKind, Store, Will};
+use phalanx_store::{ErrorKind as StoreKind, Store, TcpServer, Will};
 
 use super::host::Host;
 use super::member::Member;
-use crate::notice::{Waiting, ranks, say, seconds};
+use crate::notice::{HostSpeaker, Waiting, ranks, say, seconds};
 use crate::{Error, ErrorKind, Result, limits};
 
 /// Distance between two signs of life of a rank that forms a group. The first
@@ -26,6 +26,34 @@ const LOST: &str = "lost ";
 /// Distance between two looks at the failure mark while waiting.
 const SLICE: Duration = Duration::from_millis(250);
 
+/// Most kinds of refused connections that are named at a time.
+const REFUSED_SHOWN: usize = 3;
+/// Ranks come to the store: the first wait of a forming.
+pub(super) const ARRIVE: &str = "arrive";
+
+/// Says what a rank waits for while it connects to others, unless another rank of its host does.
+pub(crate) struct WaitReport<'a> {
+    meeting: &'a Rendezvous<'a>,
+    waiting: Waiting,
+    speaker: HostSpeaker,
+}
+
+impl WaitReport<'_> {
+    /// Prints `what` if that is due.
+    pub(crate) fn due(&mut self, what: impl FnOnce() -> String) {
+        if let Some(waited) = self.waiting.due()
+            && self.speaker.speaks()
+        {
+            say(&format!(
+                "forming the group: waiting {} s for {}; deadline in {}",
+                waited.as_secs(),
+                what(),
+                seconds(self.meeting.left()),
+            ));
+        }
+    }
+}
+
 /// One rank's view of its forming group.
 pub(crate) struct Rendezvous<'a> {
     pub(crate) store: &'a dyn Store,
@@ -35,6 +63,10 @@ pub(crate) struct Rendezvous<'a> {
     pub(crate) group: u32,
     pub(crate) timeout: Duration,
     pub(crate) deadline: Instant,
+    /// The store's server, on the rank that hosts it.
+    pub(crate) server: Option<&'a TcpServer>,
+    /// [`Token::job_id`](phalanx_wire::Token::job_id).
+    pub(crate) job: u64,
     /// Whether another process has our rank.
     pub(crate) taken: AtomicBool,
     /// Whether ranks of another size are right. This forming is others' then, as
@@ -225,17 +257,45 @@ impl Rendezvous<'_> {
 
     /// `forming the group: waiting 2 s for rank 1 of 4 to arrive (the store at 10.0.0.1:29500); deadline in 298 s`.
     fn waits(&self, missing: &[usize], what: &str, waited: Duration) -> String {
-        let at = match self.store.location() {
-            "" => String::new(),
-            place => format!(" ({place})"),
+        let at = match (self.store.location(), self.server) {
+            ("", _) => String::new(),
+            (place, Some(server)) if server.local_addr().ip().is_loopback() => {
+                format!(" ({place}, which no other host can reach)")
+            }
+            (place, _) => format!(" ({place})"),
+        };
+        let why = match self.refused() {
+            _ if what != ARRIVE || self.server.is_none() => String::new(),
+            refused if refused.is_empty() => "; they have not connected to it".to_owned(),
+            refused => format!("; {refused}"),
         };
         format!(
-            "forming the group: waiting {} s for {} of {} to {what}{at}; deadline in {}",
+            "forming the group: waiting {} s for {} of {} to {what}{at}{why}; deadline in {}",
             waited.as_secs(),
             ranks(missing),
             self.world,
             seconds(self.left()),
         )
+    }
+
+    /// The connections that the store refused, if this rank hosts it.
+    fn refused(&self) -> String {
+        let refused = self.server.map(TcpServer::refused).unwrap_or_default();
+        let shown = refused.iter().take(REFUSED_SHOWN);
+        let shown: Vec<String> = shown.map(ToString::to_string).collect();
+        shown.join("; ")
+    }
+
+    /// For a wait in which ranks of this host wait for the same (`what` tells such waits apart).
+    pub(crate) fn report(&self, what: &str) -> WaitReport<'_> {
+        WaitReport {
+            meeting: self,
+            waiting: Waiting::start(),
+            speaker: HostSpeaker::new(
+                self.job,
+                &format!("{what} {}{}", self.store.location(), self.prefix()),
+            ),
+        }
     }
 
     /// The value of `topic` of one rank if it is there.
@@ -320,6 +380,10 @@ impl Rendezvous<'_> {
             .collect();
         if !waiting.is_empty() {
             message.push_str(&format!("; waiting themselves: {}", list(&waiting)));
+        }
+        let refused = self.refused();
+        if what == ARRIVE && !refused.is_empty() {
+            message.push_str(&format!("; {refused}"));
         }
         let error = Error::timeout(message);
         match guilty.as_slice() {

@@ -22,6 +22,8 @@ fn options(rank: usize, world: usize, token: &Token, prefer: Prefer) -> FormOpti
         group: 0,
         timeout: PATIENCE,
         bind: BindAddr::Loopback,
+        ports: None,
+        server: None,
         prefer,
         ring_bytes: None,
         compute_threads: 1,

@@ -9,7 +9,7 @@ use phalanx_wire::Token;
 use phalanx_wire::handshake::{Hello, RejectReason};
 
 use super::super::admit::role_of;
-use super::super::form::{Member, Rendezvous};
+use super::super::form::{Member, Rendezvous, WaitReport};
 use crate::{Error, ErrorKind, Result, limits};
 
 /// Longest single attempt to connect; a lost SYN is sent again by the kernel
@@ -22,15 +22,15 @@ const PAUSE_MAX: Duration = Duration::from_millis(250);
 
 /// Connects `stream` to `peer` and proves who we are. Tries until the
 /// deadline: the peer's backlog may be full, or strangers may keep it busy. A
-/// reason that time does not change ends it at once.
+/// reason that time does not change ends it at once. `hint` ends the messages about waiting.
 pub(crate) fn dial(
     meeting: &Rendezvous<'_>,
     me: Hello,
     token: &Token,
-    peer: usize,
-    member: &Member,
+    (peer, member): (usize, &Member),
     stream: u16,
     check: &impl Fn() -> Result<()>,
+    (report, hint): (&mut WaitReport<'_>, &str),
 ) -> Result<TcpStream> {
     let Some(address) = member.address else {
         return Err(Error::usage(format!(
@@ -82,10 +82,12 @@ pub(crate) fn dial(
         if meeting.left().is_zero() {
             let error = meeting.late(&[peer], &[peer], &format!("answer at {address}"));
             return Err(
-                Error::timeout(format!("{} (last: {failure})", error.message())).with_peer(peer),
+                Error::timeout(format!("{} (last: {failure}){hint}", error.message()))
+                    .with_peer(peer),
             );
         }
         tracing::debug!(peer, %address, "connecting: {failure}");
+        report.due(|| format!("rank {peer} to answer at {address} ({failure}){hint}"));
         std::thread::sleep(pause.min(meeting.left()));
         pause = (pause * 2).min(PAUSE_MAX);
     }

@@ -11,3 +11,4 @@ mod interrupts;
 mod nodes;
 mod orphans;
 mod output;
+mod torchrun;

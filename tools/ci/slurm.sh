@@ -1,0 +1,174 @@
+#!/usr/bin/env bash
+# A Slurm of two nodes: network namespaces, each with a /tmp of its own, whose names n1 and n2 do not resolve. Jobs
+# without any token, address or port by hand train to the weights of one host with four ranks, two at once; a job is
+# cancelled; one comes near its time limit and ends with a checkpoint; one is requeued and resumes.
+# Usage: slurm.sh path/to/phalanx
+set -euo pipefail
+phalanx=$(realpath "$1")
+skip() { echo "slurm: skipped, $1"; exit 0; }
+packages=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins)
+have() { command -v slurmctld slurmd sbatch sbcast srun scontrol nsenter ip >/dev/null; }
+[ "$(id -u)" -eq 0 ] || skip "it needs root"
+have || timeout 120 apt-get install -y -q --no-install-recommends "${packages[@]}" iproute2 >/dev/null 2>&1 || true
+have || skip "${packages[*]} and iproute2 are not installed and cannot be"
+ip netns add "phx-try-$$" 2>/dev/null || skip "network namespaces are not allowed here"
+ip netns del "phx-try-$$"
+# Not below /tmp: each node has its own.
+dir=$(mktemp -d -p /var/tmp)
+a=phx-sa-$$ b=phx-sb-$$
+cleanup() {
+    local ns pid
+    for ns in "$a" "$b"; do
+        for pid in $(ip netns pids "$ns" 2>/dev/null); do kill -9 "$pid" 2>/dev/null || true; done
+        ip netns del "$ns" 2>/dev/null || true
+    done
+    rm -rf "$dir"
+}
+trap cleanup EXIT
+ip netns add "$a"
+ip netns add "$b"
+ip link add "v$$a" netns "$a" type veth peer name "v$$b" netns "$b"
+ip -n "$a" addr add 10.78.0.1/24 dev "v$$a"
+ip -n "$b" addr add 10.78.0.2/24 dev "v$$b"
+for ns in "$a" "$b"; do ip -n "$ns" link set lo up; done
+ip -n "$a" link set "v$$a" up
+ip -n "$b" link set "v$$b" up
+
+mkdir -p "$dir"/{state,n1,n2}
+host=$(hostname)
+export SLURM_CONF=$dir/slurm.conf
+cat >"$SLURM_CONF" <<CONF
+ClusterName=phalanx
+SlurmctldHost=$host(10.78.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/none
+AuthInfo=cred_expire=3
+CredType=cred/none
+PlugStackConfig=/dev/null
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/builtin
+ReturnToService=2
+KillWait=5
+SlurmdParameters=config_overrides
+StateSaveLocation=$dir/state
+SlurmdSpoolDir=$dir/%n
+SlurmdPidFile=$dir/%n.pid
+SlurmctldPidFile=$dir/controller.pid
+NodeName=n1 NodeHostname=$host NodeAddr=10.78.0.1 CPUs=4
+NodeName=n2 NodeHostname=$host NodeAddr=10.78.0.2 CPUs=4
+PartitionName=all Nodes=ALL Default=YES State=UP OverSubscribe=FORCE:4
+CONF
+on() { # on NAMESPACE COMMAND...
+    local ns=$1
+    shift
+    # Not `ip netns exec`, which hides the cgroups that slurmd wants.
+    nsenter --net="/run/netns/$ns" unshare --mount sh -c 'mount -t tmpfs phalanx /tmp && exec "$@"' sh "$@"
+}
+on "$a" slurmctld -D >"$dir/slurm.log" 2>&1 &
+on "$a" slurmd -D -N n1 >>"$dir/slurm.log" 2>&1 &
+on "$b" slurmd -D -N n2 >>"$dir/slurm.log" 2>&1 &
+login() { on "$a" "$@"; }
+for _ in $(seq 100); do
+    [ "$(login sinfo -h -t idle -o %D 2>/dev/null)" = 2 ] && break
+    sleep 0.2
+done
+[ "$(login sinfo -h -t idle -o %D)" = 2 ] || { cat "$dir/slurm.log"; exit 1; }
+if getent hosts n1 >/dev/null; then echo "n1 resolves here"; exit 1; fi
+
+small=(train mnist --data synthetic --synthetic-samples 640 --global-batch-size 64 --epochs 2 --threads 1)
+long=(train mnist --data synthetic --synthetic-samples 640 --global-batch-size 64 --epochs 100000 --threads 1
+    --save-every 20 --resume auto)
+fail() { # fail MESSAGE LOG...
+    echo "$1"
+    shift
+    tail -n 40 "$@" "$dir/slurm.log"
+    exit 1
+}
+weights() { python3 -c 'import json, sys; print(json.load(open(sys.argv[1] + "/summary.json"))["weights_sha256"])' "$1"; }
+same() { # same FOLDER LOG: it has the weights of one host
+    [ "$(weights "$1")" = "$want" ] || fail "$1 has other weights" "$2"
+}
+until_is() { # until_is SECONDS COMMAND...
+    local end=$((SECONDS + $1))
+    shift
+    until "$@"; do
+        [ "$SECONDS" -lt "$end" ] || return 1
+        sleep 0.2
+    done
+}
+state() { login scontrol show job "$1" | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p'; }
+is() { [ "$(state "$1")" = "$2" ]; }
+checkpoint() { [ -n "$(find "$1" -name '*.json' -path '*step*' 2>/dev/null | head -n 1)" ]; }
+left() { # Processes and token files that are left on the nodes
+    pgrep -x phalanx | while read -r pid; do
+        readlink "/proc/$pid/ns/net"
+    done | grep -F -e "$net_a" -e "$net_b" || true
+    for node in n1 n2; do
+        nsenter --target "$(cat "$dir/$node.pid")" --mount find /tmp -name 'phalanx-*-*'
+    done
+}
+none_left() { [ -z "$(left)" ]; }
+net_a=$(ip netns exec "$a" readlink /proc/self/ns/net)
+net_b=$(ip netns exec "$b" readlink /proc/self/ns/net)
+
+"$phalanx" "${small[@]}" --nproc-per-node 4 --output-dir "$dir/here" >"$dir/here.log" 2>&1 || fail "one host" "$dir/here.log"
+want=$(weights "$dir/here")
+
+# Tasks as ranks, and one launcher a node, at the same time.
+login srun -N2 --ntasks-per-node 2 -c 1 "$phalanx" "${small[@]}" --output-dir "$dir/tasks" >"$dir/tasks.log" 2>&1 &
+tasks=$!
+login srun -N2 --ntasks-per-node 1 -c 2 "$phalanx" launch --nproc-per-node 2 -- \
+    "$phalanx" "${small[@]}" --output-dir "$dir/launch" >"$dir/launch.log" 2>&1 || fail "launch under srun" "$dir/launch.log"
+wait "$tasks" || fail "train under srun" "$dir/tasks.log"
+same "$dir/tasks" "$dir/tasks.log"
+same "$dir/launch" "$dir/launch.log"
+grep -q "4 ranks over" "$dir/tasks.log" || fail "not four ranks" "$dir/tasks.log"
+until_is 10 none_left || fail "left on the nodes: $(left)" "$dir/tasks.log"
+echo "slurm: tasks as ranks and launchers, two jobs at once: ok"
+
+# PMI-1 of Slurm, and train as the launcher of its node.
+login srun --mpi=pmi2 -N2 --ntasks-per-node 2 -c 1 "$phalanx" "${small[@]}" --output-dir "$dir/pmi" >"$dir/pmi.log" 2>&1 &
+tasks=$!
+login srun -N2 --ntasks-per-node 1 -c 2 "$phalanx" "${small[@]}" --nproc-per-node 2 --output-dir "$dir/train" \
+    >"$dir/train.log" 2>&1 || fail "train --nproc-per-node under srun" "$dir/train.log"
+wait "$tasks" || fail "srun --mpi=pmi2" "$dir/pmi.log"
+same "$dir/pmi" "$dir/pmi.log"
+same "$dir/train" "$dir/train.log"
+echo "slurm: --mpi=pmi2, train --nproc-per-node: ok"
+
+batch() { # batch NAME OPTION...: a job that trains for a long time, and notes srun's exit code
+    local name=$1
+    shift
+    cat >"$dir/$name.sh" <<JOB
+#!/bin/sh
+srun "$phalanx" ${long[*]} --output-dir "$dir/$name"
+echo \$? >"$dir/$name.code"
+JOB
+    login sbatch --parsable -N2 --ntasks-per-node 2 -c 1 --open-mode=append -o "$dir/$name.log" "$@" "$dir/$name.sh"
+}
+cancelled=$(batch cancelled)
+# Slurm sends it within a minute before the time that is asked for.
+limited=$(batch limited --time 1 --signal USR1@50)
+until_is 40 checkpoint "$dir/cancelled" || fail "no checkpoint" "$dir/cancelled.log"
+login scancel "$cancelled"
+until_is 15 is "$cancelled" CANCELLED || fail "scancel: $(state "$cancelled")" "$dir/cancelled.log"
+until_is 40 is "$limited" COMPLETED || fail "time limit: $(state "$limited")" "$dir/limited.log"
+[ "$(cat "$dir/limited.code")" = 0 ] || fail "time limit: code $(cat "$dir/limited.code")" "$dir/limited.log"
+checkpoint "$dir/limited" || fail "time limit: no checkpoint" "$dir/limited.log"
+until_is 10 none_left || fail "left on the nodes: $(left)" "$dir/cancelled.log" "$dir/limited.log"
+echo "slurm: scancel, USR1 before the time limit: ok"
+
+requeued=$(batch requeued --requeue)
+until_is 40 checkpoint "$dir/requeued" || fail "no checkpoint" "$dir/requeued.log"
+login scontrol requeue "$requeued"
+until_is 60 grep -q "resum" "$dir/requeued.log" || fail "requeue: no resume" "$dir/requeued.log"
+login scancel "$requeued"
+until_is 15 is "$requeued" CANCELLED || fail "requeue: $(state "$requeued")" "$dir/requeued.log"
+until_is 10 none_left || fail "left on the nodes: $(left)" "$dir/requeued.log"
+echo "slurm: requeue resumes: ok"
