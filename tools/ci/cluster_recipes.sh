@@ -242,8 +242,6 @@ for _ in $(seq 100); do
 done
 [ "$(in_a sinfo -h -t idle -o %D)" = 2 ] || fail "slurm: the nodes do not start"
 for name in slurm slurm-node; do
-    # What is given wins; tools/ci/slurm.sh shows that Slurm carries both.
-    export MASTER_ADDR=10.77.0.1 PHALANX_TOKEN_FILE=$dir/job.token
     id=$(in_a sbatch --parsable "$recipes/$name.sbatch" "${small[@]}" --epochs 8) || fail "$name: sbatch"
     log=mnist-$id.log
     for _ in $(seq 600); do

@@ -949,7 +949,7 @@ fn mistakes_are_named_with_the_way_out() {
         (
             &["launch", "./my tool.py"],
             2,
-            &["cannot start ./my tool.py"],
+            &["cannot read ./my tool.py"],
         ),
         (
             &["train", "mnist", "--epochs", "-1"],
@@ -1789,23 +1789,23 @@ fn the_number_of_ranks_is_never_dropped() {
     assert!(err.contains("--nproc-per-node 4 contradicts"), "{err}");
     let (code, _, err) = with(&["--nproc-per-node", "2"]);
     assert_eq!(code, 0, "{err}");
-    // Two nodes with a task on each, and the user wants two ranks on each.
+    // Two nodes with two tasks on each, and the user wants four ranks on each.
     let mut command = phalanx(
-        &[&SHORT[..], &["--nproc-per-node", "2"]].concat(),
+        &[&SHORT[..], &["--nproc-per-node", "4"]].concat(),
         dir.path(),
     );
     command.envs([
         ("SLURM_STEP_ID", "0"),
-        ("SLURM_PROCID", "1"),
-        ("SLURM_LOCALID", "0"),
-        ("SLURM_NTASKS", "2"),
+        ("SLURM_PROCID", "3"),
+        ("SLURM_LOCALID", "1"),
+        ("SLURM_NTASKS", "4"),
         ("SLURM_NNODES", "2"),
         ("SLURM_JOB_NODELIST", "a[1-2]"),
     ]);
     let output = finish(&mut command);
     let err = text(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{err}");
-    assert!(err.contains("srun --ntasks-per-node=2"), "{err}");
+    assert!(err.contains("srun --ntasks-per-node=4"), "{err}");
 }
 
 /// `phalanx` as `mpirun` starts it, as one of `here` ranks on this host of 2.
