@@ -90,7 +90,12 @@ fn two_ranks_over_each_transport() {
             (1, &serde_json::json!([0, 1]))
         );
         let checks = &hosts[0]["checks"];
-        assert_eq!(check(checks, "threads").1, "1 for each rank (--threads)");
+        // On one core it adds that they share it.
+        let threads = check(checks, "threads").1;
+        assert!(
+            threads.starts_with("1 for each rank (--threads)"),
+            "{threads}"
+        );
         let engine = check(checks, "engine").1;
         assert!(
             engine.starts_with("phalanx: rank 0 of 2, 0 of 2 on this host"),
