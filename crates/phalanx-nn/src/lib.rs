@@ -60,6 +60,7 @@ pub mod profile;
 pub mod rng;
 mod tape;
 mod tensor;
+mod value;
 
 pub use error::{Error, ErrorKind, Result};
 pub use losses::Reduction;
@@ -71,6 +72,7 @@ pub use param::{
 };
 pub use tape::{GraphNode, Precision, Step, StepKey, Tape};
 pub use tensor::Tensor;
+pub use value::{Value, ValueStep};
 
 /// The instruction set that the kernels use, as people write it.
 pub fn isa_name() -> &'static str {

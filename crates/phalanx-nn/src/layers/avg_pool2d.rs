@@ -1,7 +1,7 @@
 //! Average pooling.
 
 use super::AvgPool2dOptions;
-use crate::{Result, Tensor};
+use crate::{Result, Value};
 
 /// The mean of each window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,8 +18,8 @@ impl AvgPool2d {
     }
 
     /// # Errors
-    /// As [`Tensor::avg_pool2d`].
-    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+    /// As [`Value::avg_pool2d`].
+    pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         x.avg_pool2d(self.options)
     }
 }

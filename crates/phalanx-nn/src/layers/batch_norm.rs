@@ -2,7 +2,7 @@
 
 use super::{Act, BatchNormOptions, RunningStats};
 use crate::param::{Init, Layout, Scope};
-use crate::{Result, Tensor};
+use crate::{Result, Value};
 
 /// Normalises every channel of images (N, H, W, C), or every feature of rows
 /// (N, C), with PyTorch's `weight`, `bias`, `running_mean`, `running_var` and
@@ -73,29 +73,24 @@ impl BatchNorm {
     }
 
     /// # Errors
-    /// As [`Tensor::batch_norm`].
-    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+    /// As [`Value::batch_norm`].
+    pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         self.forward_act(x, Act::None)
     }
 
     /// The layer followed by `act`, fused.
     ///
     /// # Errors
-    /// As [`Tensor::batch_norm`].
-    pub fn forward_act<'s>(&self, x: Tensor<'s>, act: Act) -> Result<Tensor<'s>> {
+    /// As [`Value::batch_norm`].
+    pub fn forward_act<'s, V: Value<'s>>(&self, x: V, act: Act) -> Result<V> {
         x.batch_norm(&self.options, None, act)
     }
 
     /// `act(norm(x) + residual)`, fused.
     ///
     /// # Errors
-    /// As [`Tensor::batch_norm`].
-    pub fn forward_residual<'s>(
-        &self,
-        x: Tensor<'s>,
-        residual: Tensor<'s>,
-        act: Act,
-    ) -> Result<Tensor<'s>> {
+    /// As [`Value::batch_norm`].
+    pub fn forward_residual<'s, V: Value<'s>>(&self, x: V, residual: V, act: Act) -> Result<V> {
         x.batch_norm(&self.options, Some(residual), act)
     }
 }

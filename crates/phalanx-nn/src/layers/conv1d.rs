@@ -2,7 +2,7 @@
 
 use super::{Act, Conv2dOptions, weight_and_bias};
 use crate::param::{Layout, ParamId, Scope};
-use crate::{Result, Tensor};
+use crate::{Result, Value};
 
 /// A convolution over sequences (N, L, C) with PyTorch's `weight` of shape
 /// `[out, in / groups, k]` and its initial values.
@@ -39,7 +39,7 @@ impl Conv1d {
     ///
     /// # Errors
     /// `Usage` when the sizes do not fit.
-    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+    pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         x.conv1d(self.weight, self.bias, self.options, Act::None)
     }
 }

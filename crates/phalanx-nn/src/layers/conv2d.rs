@@ -2,7 +2,7 @@
 
 use super::{Act, Conv2dOptions, weight_and_bias};
 use crate::param::{Layout, ParamId, Scope};
-use crate::{Result, Tensor};
+use crate::{Result, Value};
 
 /// A convolution over images (N, H, W, C) with PyTorch's `weight` of shape
 /// `[out, in / groups, kh, kw]` and its initial values.
@@ -41,7 +41,7 @@ impl Conv2d {
     ///
     /// # Errors
     /// `Usage` when the sizes do not fit.
-    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+    pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         self.forward_act(x, Act::None)
     }
 
@@ -49,7 +49,7 @@ impl Conv2d {
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
-    pub fn forward_act<'s>(&self, x: Tensor<'s>, act: Act) -> Result<Tensor<'s>> {
+    pub fn forward_act<'s, V: Value<'s>>(&self, x: V, act: Act) -> Result<V> {
         x.conv2d(self.weight, self.bias, self.options, act)
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{Conv2dOptions, weight_and_bias};
 use crate::param::{Layout, ParamId, Scope};
-use crate::{Result, Tensor};
+use crate::{Result, Value};
 
 /// A transposed convolution over images (N, H, W, C) with PyTorch's `weight` of
 /// shape `[in, out / groups, kh, kw]` and its initial values.
@@ -52,7 +52,7 @@ impl ConvTranspose2d {
     ///
     /// # Errors
     /// `Usage` when the sizes do not fit.
-    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+    pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         x.conv_transpose2d(self.weight, self.bias, self.options, self.extra)
     }
 }

@@ -1,6 +1,6 @@
 //! Dropout of elements or channels.
 
-use crate::{Result, Tensor};
+use crate::{Result, Value};
 
 /// Zeroes elements with probability `p` while training.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -21,8 +21,8 @@ impl Dropout {
     }
 
     /// # Errors
-    /// As [`Tensor::dropout`] and [`Tensor::dropout2d`].
-    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+    /// As [`Value::dropout`] and [`Value::dropout2d`].
+    pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         if self.channels {
             x.dropout2d(self.p)
         } else {

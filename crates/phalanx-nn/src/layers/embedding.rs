@@ -1,7 +1,7 @@
 //! A table of vectors.
 
 use crate::param::{Init, Layout, ParamId, Scope};
-use crate::{Result, Step, Tensor};
+use crate::{Result, ValueStep};
 
 /// Rows of PyTorch's `weight` of shape `[rows, width]`, drawn from a standard normal.
 #[derive(Clone, Copy, Debug)]
@@ -26,13 +26,13 @@ impl Embedding {
     /// Row `indices[i]` for every i: a tensor of `shape` with the width added.
     ///
     /// # Errors
-    /// As [`Step::embedding`].
-    pub fn forward<'s>(
+    /// As [`ValueStep::embedding`].
+    pub fn forward<'s, S: ValueStep<'s>>(
         &self,
-        step: &'s Step<'_>,
-        indices: &[u32],
+        step: S,
+        indices: &S::Tokens,
         shape: &[usize],
-    ) -> Result<Tensor<'s>> {
+    ) -> Result<S::Value> {
         step.embedding(self.weight, indices, shape, None)
     }
 }

@@ -1,7 +1,7 @@
 //! Group normalisation.
 
 use crate::param::{Init, Layout, ParamId, Scope};
-use crate::{Result, Tensor};
+use crate::{Result, Value};
 
 /// Normalises groups of channels of each image (N, …, C), with PyTorch's
 /// `weight` (ones) and `bias` (zeros).
@@ -35,7 +35,7 @@ impl GroupNorm {
 
     /// # Errors
     /// `Usage` when the sizes do not fit.
-    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+    pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         x.group_norm(self.groups, (Some(self.weight), Some(self.bias)), self.eps)
     }
 }

@@ -1,7 +1,7 @@
 //! Layer normalisation.
 
 use crate::param::{Init, Layout, ParamId, Scope};
-use crate::{Result, Tensor};
+use crate::{Result, Value};
 
 /// Normalises over the last dimensions, with PyTorch's `weight` (ones) and `bias` (zeros).
 #[derive(Clone, Debug)]
@@ -34,7 +34,7 @@ impl LayerNorm {
 
     /// # Errors
     /// `Usage` when the last sizes are others.
-    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+    pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         x.layer_norm(&self.shape, (Some(self.weight), Some(self.bias)), self.eps)
     }
 }

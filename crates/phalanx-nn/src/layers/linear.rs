@@ -2,7 +2,7 @@
 
 use super::{Act, weight_and_bias};
 use crate::param::{Layout, ParamId, Scope};
-use crate::{Result, Tensor};
+use crate::{Result, Value};
 
 /// `y = x Wᵀ + b` with PyTorch's `weight` of shape `[out, in]` and its initial values.
 #[derive(Clone, Copy, Debug)]
@@ -34,7 +34,7 @@ impl Linear {
     ///
     /// # Errors
     /// `Usage` when that is not the number of inputs.
-    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+    pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         self.forward_act(x, Act::None)
     }
 
@@ -42,7 +42,7 @@ impl Linear {
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
-    pub fn forward_act<'s>(&self, x: Tensor<'s>, act: Act) -> Result<Tensor<'s>> {
+    pub fn forward_act<'s, V: Value<'s>>(&self, x: V, act: Act) -> Result<V> {
         x.linear(self.weight, self.bias, act)
     }
 }

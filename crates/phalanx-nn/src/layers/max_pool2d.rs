@@ -1,7 +1,7 @@
 //! Max-pooling.
 
 use super::MaxPool2dOptions;
-use crate::{Result, Tensor};
+use crate::{Result, Value};
 
 /// The largest value of each window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,8 +18,8 @@ impl MaxPool2d {
     }
 
     /// # Errors
-    /// As [`Tensor::max_pool2d`].
-    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+    /// As [`Value::max_pool2d`].
+    pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         x.max_pool2d(self.options)
     }
 }

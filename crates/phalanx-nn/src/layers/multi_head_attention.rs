@@ -1,8 +1,8 @@
 //! Scaled dot-product attention with several heads.
 
-use super::{Act, Linear};
+use super::{Act, Dropout, Linear};
 use crate::param::{Init, Layout, ParamId, Scope};
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result, Value};
 
 /// PyTorch's `MultiheadAttention` with `batch_first`, equal widths of query, key
 /// and value, and no dropout: `in_proj_weight` `[3 E, E]`, `in_proj_bias`,
@@ -49,19 +49,15 @@ impl MultiHeadAttention {
     ///
     /// # Errors
     /// `Usage` when the sizes do not fit.
-    pub fn forward<'s>(&self, x: Tensor<'s>, causal: bool) -> Result<Tensor<'s>> {
+    pub fn forward<'s, V: Value<'s>>(&self, x: V, causal: bool) -> Result<V> {
         let mask = match (causal, &*x.shape()) {
-            (true, &[_, l, _]) => {
-                let above = |i: usize| i % l > i / l;
-                let closed = |i| if above(i) { f32::NEG_INFINITY } else { 0.0 };
-                let mask: Vec<f32> = (0..l * l).map(closed).collect();
-                Some(x.step().input(&mask, &[l, l])?)
-            }
+            (true, &[_, l, _]) => Some(causal_mask(&x, l)?),
             _ => None,
         };
         let all = x.linear(self.in_weight, Some(self.in_bias), Act::None)?;
         let part = |i: usize| all.share().slice(2, i * self.width..(i + 1) * self.width);
-        self.attend([part(0)?, part(1)?, part(2)?], mask)
+        let y = attend(self.heads, [part(0)?, part(1)?, part(2)?], mask, None)?;
+        self.out.forward(y)
     }
 
     /// Positions of `query` (N, L, E) look at those of `key` (N, S, E) and take
@@ -70,50 +66,66 @@ impl MultiHeadAttention {
     ///
     /// # Errors
     /// `Usage` when the sizes do not fit.
-    pub fn forward_cross<'s>(
+    pub fn forward_cross<'s, V: Value<'s>>(
         &self,
-        query: Tensor<'s>,
-        key: Tensor<'s>,
-        value: Tensor<'s>,
-        mask: Option<Tensor<'s>>,
-    ) -> Result<Tensor<'s>> {
+        query: V,
+        key: V,
+        value: V,
+        mask: Option<V>,
+    ) -> Result<V> {
         // All three projections of each are made, and one is taken.
-        let part = |x: Tensor<'s>, i: usize| {
+        let part = |x: V, i: usize| {
             x.linear(self.in_weight, Some(self.in_bias), Act::None)?
                 .slice(2, i * self.width..(i + 1) * self.width)
         };
-        self.attend([part(query, 0)?, part(key, 1)?, part(value, 2)?], mask)
+        let parts = [part(query, 0)?, part(key, 1)?, part(value, 2)?];
+        self.out.forward(attend(self.heads, parts, mask, None)?)
     }
+}
 
-    fn attend<'s>(
-        &self,
-        [q, k, v]: [Tensor<'s>; 3],
-        mask: Option<Tensor<'s>>,
-    ) -> Result<Tensor<'s>> {
-        let shape = q.shape();
-        let &[n, l, _] = &*shape else {
-            return Err(Error::usage(format!(
-                "attention needs (N, L, E), got shape {shape:?}"
-            )));
-        };
-        if self.heads == 0 || !self.width.is_multiple_of(self.heads) {
-            return Err(Error::usage(format!(
-                "{} heads do not divide a width of {}",
-                self.heads, self.width
-            )));
-        }
-        let each = self.width / self.heads;
-        // (N, L, E) to (N, heads, L, E / heads).
-        let apart = |x: Tensor<'s>| {
-            let l = x.shape()[1];
-            x.reshape(&[n, l, self.heads, each])?.permute(&[0, 2, 1, 3])
-        };
-        let q = apart(q)?.scale(1.0 / (each as f32).sqrt())?;
-        let mut scores = q.bmm_transposed(apart(k)?)?;
-        if let Some(mask) = mask {
-            scores = scores.add(mask)?;
-        }
-        let y = scores.softmax(3)?.bmm(apart(v)?)?.permute(&[0, 2, 1, 3])?;
-        self.out.forward(y.reshape(&[n, l, self.width])?)
+/// What is added to scores (.., length, length) so that each position looks at itself and
+/// those before it.
+fn causal_mask<'s, V: Value<'s>>(of: &V, length: usize) -> Result<V> {
+    let above = |i: usize| i % length > i / length;
+    let closed = |i| if above(i) { f32::NEG_INFINITY } else { 0.0 };
+    let mask: Vec<f32> = (0..length * length).map(closed).collect();
+    of.constant(&mask, &[length, length])
+}
+
+/// Scaled dot-product attention of projected values (N, L, E), by heads; `dropout` zeroes
+/// weights.
+fn attend<'s, V: Value<'s>>(
+    heads: usize,
+    [q, k, v]: [V; 3],
+    mask: Option<V>,
+    dropout: Option<Dropout>,
+) -> Result<V> {
+    let shape = q.shape();
+    let &[n, l, width] = &*shape else {
+        return Err(Error::usage(format!(
+            "attention needs (N, L, E), got shape {shape:?}"
+        )));
+    };
+    if heads == 0 || !width.is_multiple_of(heads) {
+        return Err(Error::usage(format!(
+            "{heads} heads do not divide a width of {width}"
+        )));
     }
+    let each = width / heads;
+    // (N, L, E) to (N, heads, L, E / heads).
+    let apart = |x: V| {
+        let l = x.shape()[1];
+        x.reshape(&[n, l, heads, each])?.permute(&[0, 2, 1, 3])
+    };
+    let q = apart(q)?.scale(1.0 / (each as f32).sqrt())?;
+    let mut scores = q.bmm_transposed(apart(k)?)?;
+    if let Some(mask) = mask {
+        scores = scores.add(mask)?;
+    }
+    let mut weights = scores.softmax(3)?;
+    if let Some(dropout) = dropout {
+        weights = dropout.forward(weights)?;
+    }
+    let y = weights.bmm(apart(v)?)?.permute(&[0, 2, 1, 3])?;
+    y.reshape(&[n, l, width])
 }

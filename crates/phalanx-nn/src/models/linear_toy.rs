@@ -1,7 +1,7 @@
 //! The smallest model: one weight.
 
 use crate::param::{Init, Layout, ParamId, Scope};
-use crate::{Result, Tensor};
+use crate::{Result, Value};
 
 /// `y = x w` with one weight `w` of shape [2, 1] that starts at zero, no bias.
 #[derive(Clone, Copy, Debug)]
@@ -22,7 +22,7 @@ impl LinearToy {
     ///
     /// # Errors
     /// `Usage` when the last dimension is not 2.
-    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+    pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         x.matmul(self.w)
     }
 }

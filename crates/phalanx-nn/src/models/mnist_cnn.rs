@@ -2,7 +2,7 @@
 
 use crate::layers::{Act, Conv2d, Dropout, Linear, MaxPool2d};
 use crate::param::Scope;
-use crate::{Result, Tensor};
+use crate::{Result, Value};
 
 /// conv 1→32 3x3, relu, conv 32→64 3x3, relu, max-pool 2, dropout, flatten,
 /// linear 9216→128, relu, dropout, linear 128→10, log-softmax. 1.2 M parameters.
@@ -40,7 +40,7 @@ impl MnistCnn {
     ///
     /// # Errors
     /// `Usage` for other shapes.
-    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+    pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         let x = self.conv1.forward_act(x, Act::Relu)?;
         let x = self.conv2.forward_act(x, Act::Relu)?;
         let x = self.dropout1.forward(self.pool.forward(x)?)?;

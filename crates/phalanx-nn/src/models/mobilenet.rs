@@ -3,7 +3,7 @@
 
 use crate::layers::{Act, BatchNorm, Conv2d, Conv2dOptions, Dropout, Linear};
 use crate::param::{Init, Scope};
-use crate::{Result, Tensor};
+use crate::{Result, Value};
 
 /// Expansion, outputs, repetitions and first stride of each stage.
 const STAGES: [[usize; 4]; 7] = [
@@ -46,7 +46,7 @@ impl ConvNorm {
         Self::new(scope, names, [inputs, outputs, 1], Conv2dOptions::new(1))
     }
 
-    fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+    fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         self.norm.forward_act(self.conv.forward(x)?, Act::Relu6)
     }
 }
@@ -94,7 +94,7 @@ impl Block {
         }
     }
 
-    fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+    fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         let around = self.residual.then(|| x.share());
         let mut x = x;
         for layer in &self.path {
@@ -178,7 +178,7 @@ impl MobileNetV2 {
     }
 
     /// Sets whether backward recomputes each block's activations (less memory, more time;
-    /// [`Tensor::recompute`]); no bit changes.
+    /// [`Value::recompute`]); no bit changes.
     #[must_use]
     pub fn recompute(mut self, on: bool) -> Self {
         self.recomputes = on;
@@ -189,7 +189,7 @@ impl MobileNetV2 {
     ///
     /// # Errors
     /// `Usage` for other shapes.
-    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+    pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         let x = self.stem.forward(x)?;
         let x = super::through(&self.blocks, self.recomputes, x, Block::forward)?;
         let x = self.last.forward(x)?.global_avg_pool()?;

@@ -12,16 +12,16 @@ pub use mobilenet::MobileNetV2;
 pub use resnet::{CifarResNet, ResNet};
 pub use resnet9::ResNet9;
 
-use crate::{Result, Tensor};
+use crate::{Result, Value};
 
 /// One block of a model after the other; backward makes the values inside each again if so
 /// wished.
-fn through<'s, B>(
+fn through<'s, B, V: Value<'s>>(
     blocks: &[B],
     recomputes: bool,
-    x: Tensor<'s>,
-    forward: impl Fn(&B, Tensor<'s>) -> Result<Tensor<'s>>,
-) -> Result<Tensor<'s>> {
+    x: V,
+    forward: impl Fn(&B, V) -> Result<V>,
+) -> Result<V> {
     blocks.iter().try_fold(x, |x, block| match recomputes {
         true => x.recompute(|x| forward(block, x)),
         false => forward(block, x),

@@ -3,7 +3,7 @@
 
 use crate::layers::{Act, BatchNorm, Conv2d, Conv2dOptions, Linear, MaxPool2d, MaxPool2dOptions};
 use crate::param::Scope;
-use crate::{Result, Tensor};
+use crate::{Result, Value};
 
 /// A bias-free convolution and its normalisation.
 #[derive(Clone, Copy, Debug)]
@@ -26,7 +26,7 @@ impl ConvNorm {
         }
     }
 
-    fn forward<'s>(&self, x: Tensor<'s>, act: Act) -> Result<Tensor<'s>> {
+    fn forward<'s, V: Value<'s>>(&self, x: V, act: Act) -> Result<V> {
         self.norm.forward_act(self.conv.forward(x)?, act)
     }
 }
@@ -40,7 +40,7 @@ struct Block {
 }
 
 impl Block {
-    fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+    fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         let around = match &self.shortcut {
             Some(s) => s.forward(x.share(), Act::None)?,
             None => x.share(),
@@ -115,7 +115,7 @@ impl CifarResNet {
     }
 
     /// Sets whether backward recomputes each block's activations (less memory, more time;
-    /// [`Tensor::recompute`]); no bit changes.
+    /// [`Value::recompute`]); no bit changes.
     #[must_use]
     pub fn recompute(mut self, on: bool) -> Self {
         self.recomputes = on;
@@ -126,7 +126,7 @@ impl CifarResNet {
     ///
     /// # Errors
     /// `Usage` for other shapes.
-    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+    pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         let x = self.stem.forward(x, Act::Relu)?;
         let x = super::through(&self.blocks, self.recomputes, x, Block::forward)?;
         self.head.forward(x.global_avg_pool()?)
@@ -205,7 +205,7 @@ impl ResNet {
     }
 
     /// Sets whether backward recomputes each block's activations (less memory, more time;
-    /// [`Tensor::recompute`]); no bit changes.
+    /// [`Value::recompute`]); no bit changes.
     #[must_use]
     pub fn recompute(mut self, on: bool) -> Self {
         self.recomputes = on;
@@ -216,7 +216,7 @@ impl ResNet {
     ///
     /// # Errors
     /// `Usage` for other shapes.
-    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+    pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         let x = self.pool.forward(self.stem.forward(x, Act::Relu)?)?;
         let x = super::through(&self.blocks, self.recomputes, x, Block::forward)?;
         self.head.forward(x.global_avg_pool()?)

@@ -5,7 +5,7 @@
 
 use crate::layers::{Act, BatchNorm, Conv2d, Conv2dOptions, Linear, MaxPool2d};
 use crate::param::Scope;
-use crate::{Params, Result, Tensor};
+use crate::{Params, Result, Value};
 
 /// Side of the patches that the first layer whitens.
 pub const PATCH: usize = 2;
@@ -33,7 +33,7 @@ impl Stage {
         }
     }
 
-    fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+    fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         let x = self.conv1.forward(x)?.max_pool2d(2)?;
         let x = self.norm1.forward_act(x, Act::Relu)?;
         self.norm2.forward_act(self.conv2.forward(x)?, Act::Relu)
@@ -110,7 +110,7 @@ impl ResNet9 {
     ///
     /// # Errors
     /// `Usage` for other shapes.
-    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
+    pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         let mut x = self.whiten.forward_act(x, Act::Relu)?;
         for stage in &self.stages {
             x = stage.forward(x)?;

@@ -66,19 +66,9 @@ impl<'s> Tensor<'s> {
         self.step().apply([self.slot()], self.dims(), Scale(factor))
     }
 
-    fn unary(self, function: Activation) -> Result<Tensor<'s>> {
+    pub(crate) fn unary(self, function: Activation) -> Result<Tensor<'s>> {
         self.step()
             .apply([self.slot()], self.dims(), Unary(function))
-    }
-}
-
-impl Activation {
-    /// The function of every element of `x`.
-    ///
-    /// # Errors
-    /// None at present; layers share one signature.
-    pub fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
-        x.unary(*self)
     }
 }
 

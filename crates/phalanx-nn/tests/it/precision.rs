@@ -5,7 +5,7 @@ use phalanx_nn::layers::{Act, BatchNorm, Conv2d, Conv2dOptions, Linear};
 use phalanx_nn::models::{CifarResNet, MnistCnn};
 use phalanx_nn::optim::Sgd;
 use phalanx_nn::{
-    GradView, Grads, Layout, Precision, Scope, Seed, StepKey, Tape, Threads, param::Init,
+    GradView, Grads, Layout, Precision, Scope, Seed, StepKey, Tape, Tensor, Threads, param::Init,
 };
 
 /// What a value becomes in a product.
@@ -202,7 +202,7 @@ fn mixed(how: Mixed<'_>) -> (Vec<Vec<f32>>, Open) {
     // A normalisation with a residual and an activation between 0 and `high`.
     let gated = |norm: &BatchNorm, x, residual, act, high: f32| {
         let Some(forced) = how.forced else {
-            let y = norm.forward_residual(x, residual, act)?;
+            let y: Tensor<'_> = norm.forward_residual(x, residual, act)?;
             let flag = |on: bool| f32::from(u8::from(on));
             let values = y.share().to_vec();
             let factors = values.iter().map(|&v| flag(v > 0.0 && v < high)).collect();

@@ -1,0 +1,283 @@
+//! What layers and models need of the values that they compute with.
+
+use std::ops::Range;
+
+use crate::layers::{
+    Act, Activation, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, MaxPool2dOptions,
+};
+use crate::param::ParamId;
+use crate::{Error, Result, Step, Tensor};
+
+/// Provided methods that apply one function to every element.
+macro_rules! functions {
+    ($($name:ident = $function:ident;)*) => {$(
+        #[doc = concat!("As [`Tensor::", stringify!($name), "`].")]
+        ///
+        /// # Errors
+        /// As [`activation`](Value::activation).
+        fn $name(self) -> Result<Self> {
+            self.activation(Activation::$function)
+        }
+    )*};
+}
+
+/// The operations that a value has itself, as `$each! { ... }`.
+macro_rules! operations {
+    ($each:ident) => {
+        $each! {
+            add(other: Self);
+            sub(other: Self);
+            mul(other: Self);
+            div(other: Self);
+            scale(factor: f32);
+            softmax(dim: usize);
+            log_softmax_dim(dim: usize);
+            matmul(weight: ParamId);
+            linear(weight: ParamId, bias: Option<ParamId>, act: Act);
+            bmm(other: Self);
+            bmm_transposed(other: Self);
+            reshape(shape: &[usize]);
+            flatten();
+            permute(order: &[usize]);
+            sum(dims: &[usize], keep: bool);
+            mean(dims: &[usize], keep: bool);
+            max(dims: &[usize], keep: bool);
+            slice(dim: usize, range: Range<usize>);
+            dropout(p: f64);
+            dropout2d(p: f64);
+            layer_norm(shape: &[usize], affine: (Option<ParamId>, Option<ParamId>), eps: f64);
+            group_norm(groups: usize, affine: (Option<ParamId>, Option<ParamId>), eps: f64);
+            batch_norm(options: &BatchNormOptions, residual: Option<Self>, act: Act);
+            conv1d(weight: ParamId, bias: Option<ParamId>, options: Conv2dOptions, act: Act);
+            conv2d(weight: ParamId, bias: Option<ParamId>, options: Conv2dOptions, act: Act);
+            conv_transpose2d(weight: ParamId, bias: Option<ParamId>, options: Conv2dOptions, extra: [usize; 2]);
+            max_pool2d(options: impl Into<MaxPool2dOptions>);
+            avg_pool2d(options: impl Into<AvgPool2dOptions>);
+            adaptive_avg_pool2d(height: usize, width: usize);
+            adaptive_max_pool2d(height: usize, width: usize);
+            global_avg_pool();
+        }
+    };
+}
+
+/// Declares methods that do what [`Tensor`]'s of the same name do.
+macro_rules! declare {
+    ($($name:ident($($arg:ident: $type:ty),*);)*) => {$(
+        #[doc = concat!("As [`Tensor::", stringify!($name), "`].")]
+        ///
+        /// # Errors
+        /// `Usage` when the sizes do not fit.
+        fn $name(self $(, $arg: $type)*) -> Result<Self>;
+    )*};
+}
+
+/// Defines the methods that [`Tensor`] has itself.
+macro_rules! forward {
+    ($($name:ident($($arg:ident: $type:ty),*);)*) => {$(
+        fn $name(self $(, $arg: $type)*) -> Result<Self> {
+            Tensor::$name(self $(, $arg)*)
+        }
+    )*};
+}
+
+/// A value of one training step that layers and models can compute with, such as
+/// [`Tensor`]. Layers and models are generic over it:
+///
+/// ```
+/// use phalanx_nn::layers::Linear;
+/// use phalanx_nn::{Result, Value};
+///
+/// struct Mlp(Linear, Linear);
+///
+/// impl Mlp {
+///     fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
+///         self.1.forward(self.0.forward(x)?.gelu()?)
+///     }
+/// }
+/// ```
+///
+/// Operations are those of [`Tensor`], with the same shapes and errors. Images are
+/// (N, H, W, C).
+pub trait Value<'s>: Sized {
+    /// A second handle on the same value.
+    #[must_use]
+    fn share(&self) -> Self;
+
+    /// Sizes, outermost first.
+    fn shape(&self) -> Vec<usize>;
+
+    /// Whether the value's step trains rather than evaluates.
+    fn is_training(&self) -> bool;
+
+    /// An input of the same step that gets no gradient. `data` is equal on all ranks.
+    ///
+    /// # Errors
+    /// `Usage` when data and shape disagree.
+    fn constant(&self, data: &[f32], shape: &[usize]) -> Result<Self>;
+
+    /// Values one after another along dimension `dim`, as [`Step::concat`].
+    ///
+    /// # Errors
+    /// As [`Step::concat`].
+    fn concat(values: Vec<Self>, dim: usize) -> Result<Self>;
+
+    /// Runs `part` of a model, whose inner values backward recomputes, as
+    /// [`Tensor::recompute`].
+    ///
+    /// # Errors
+    /// Those of `part`.
+    fn recompute<R>(self, part: impl FnOnce(Self) -> Result<R>) -> Result<R>;
+
+    /// `function` of every element.
+    ///
+    /// # Errors
+    /// None for a [`Tensor`] at present; operations share one signature.
+    fn activation(self, function: Activation) -> Result<Self>;
+
+    functions! {
+        relu = Relu;
+        relu6 = Relu6;
+        gelu = Gelu;
+        gelu_tanh = GeluTanh;
+        silu = Silu;
+        hardswish = Hardswish;
+        hardsigmoid = Hardsigmoid;
+        sigmoid = Sigmoid;
+        tanh = Tanh;
+        exp = Exp;
+    }
+
+    /// As [`Tensor::leaky_relu`].
+    ///
+    /// # Errors
+    /// As [`activation`](Value::activation).
+    fn leaky_relu(self, slope: f32) -> Result<Self> {
+        self.activation(Activation::LeakyRelu(slope))
+    }
+
+    operations!(declare);
+
+    /// As [`Tensor::log_softmax`]: over the last dimension.
+    ///
+    /// # Errors
+    /// `Usage` for a value without dimensions.
+    fn log_softmax(self) -> Result<Self> {
+        let Some(last) = self.shape().len().checked_sub(1) else {
+            return Err(Error::usage("log_softmax of a value without dimensions"));
+        };
+        self.log_softmax_dim(last)
+    }
+
+    /// As [`Tensor::transpose`]: dimensions `a` and `b` exchanged.
+    ///
+    /// # Errors
+    /// `Usage` when one of them is not there.
+    fn transpose(self, a: usize, b: usize) -> Result<Self> {
+        let shape = self.shape();
+        if a.max(b) >= shape.len() {
+            return Err(Error::usage(format!(
+                "transpose of dimensions {a} and {b} of shape {shape:?}"
+            )));
+        }
+        let mut order: Vec<usize> = (0..shape.len()).collect();
+        order.swap(a, b);
+        self.permute(&order)
+    }
+}
+
+impl<'s> Value<'s> for Tensor<'s> {
+    fn share(&self) -> Self {
+        Tensor::share(self)
+    }
+
+    fn shape(&self) -> Vec<usize> {
+        Tensor::shape(self)
+    }
+
+    fn is_training(&self) -> bool {
+        self.step().training()
+    }
+
+    fn constant(&self, data: &[f32], shape: &[usize]) -> Result<Self> {
+        self.step().input(data, shape)
+    }
+
+    fn concat(values: Vec<Self>, dim: usize) -> Result<Self> {
+        let Some(first) = values.first() else {
+            return Err(Error::usage("concat of no tensors"));
+        };
+        first.step().concat(values, dim)
+    }
+
+    fn recompute<R>(self, part: impl FnOnce(Self) -> Result<R>) -> Result<R> {
+        Tensor::recompute(self, part)
+    }
+
+    fn activation(self, function: Activation) -> Result<Self> {
+        self.unary(function)
+    }
+
+    operations!(forward);
+    forward! {
+        // Without the allocations of the provided methods.
+        log_softmax();
+        transpose(a: usize, b: usize);
+    }
+}
+
+/// A step that looks up rows of a parameter, such as `&Step`: what embeddings and models
+/// of tokens take beside the tokens.
+pub trait ValueStep<'s>: Copy {
+    /// Result of a look-up.
+    type Value: Value<'s>;
+    /// The numbers of a batch, such as `[u32]`.
+    type Tokens: ?Sized;
+
+    /// Row `tokens[i]` of `weight` (rows, width) for every i, as [`Step::embedding`].
+    ///
+    /// # Errors
+    /// As [`Step::embedding`].
+    fn embedding(
+        self,
+        weight: ParamId,
+        tokens: &Self::Tokens,
+        shape: &[usize],
+        padding: Option<u32>,
+    ) -> Result<Self::Value>;
+
+    /// As [`embedding`](Self::embedding) of numbers that are equal on all ranks, such as
+    /// positions.
+    ///
+    /// # Errors
+    /// As [`Step::embedding`].
+    fn constant_embedding(
+        self,
+        weight: ParamId,
+        indices: &[u32],
+        shape: &[usize],
+    ) -> Result<Self::Value>;
+}
+
+impl<'s, 'a: 's> ValueStep<'s> for &'s Step<'a> {
+    type Value = Tensor<'s>;
+    type Tokens = [u32];
+
+    fn embedding(
+        self,
+        weight: ParamId,
+        tokens: &[u32],
+        shape: &[usize],
+        padding: Option<u32>,
+    ) -> Result<Tensor<'s>> {
+        Step::embedding(self, weight, tokens, shape, padding)
+    }
+
+    fn constant_embedding(
+        self,
+        weight: ParamId,
+        indices: &[u32],
+        shape: &[usize],
+    ) -> Result<Tensor<'s>> {
+        Step::embedding(self, weight, indices, shape, None)
+    }
+}
