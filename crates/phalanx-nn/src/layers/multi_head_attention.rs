@@ -85,7 +85,7 @@ impl MultiHeadAttention {
 
 /// What is added to scores (.., length, length) so that each position looks at itself and
 /// those before it.
-fn causal_mask<'s, V: Value<'s>>(of: &V, length: usize) -> Result<V> {
+pub(crate) fn causal_mask<'s, V: Value<'s>>(of: &V, length: usize) -> Result<V> {
     let above = |i: usize| i % length > i / length;
     let closed = |i| if above(i) { f32::NEG_INFINITY } else { 0.0 };
     let mask: Vec<f32> = (0..length * length).map(closed).collect();
@@ -94,7 +94,7 @@ fn causal_mask<'s, V: Value<'s>>(of: &V, length: usize) -> Result<V> {
 
 /// Scaled dot-product attention of projected values (N, L, E), by heads; `dropout` zeroes
 /// weights.
-fn attend<'s, V: Value<'s>>(
+pub(crate) fn attend<'s, V: Value<'s>>(
     heads: usize,
     [q, k, v]: [V; 3],
     mask: Option<V>,

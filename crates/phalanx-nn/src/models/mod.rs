@@ -1,11 +1,13 @@
 //! Models of the recipes, with PyTorch's parameter names.
 
+mod gpt;
 mod linear_toy;
 mod mnist_cnn;
 mod mobilenet;
 mod resnet;
 pub mod resnet9;
 
+pub use gpt::{Gpt, GptConfig};
 pub use linear_toy::LinearToy;
 pub use mnist_cnn::MnistCnn;
 pub use mobilenet::MobileNetV2;

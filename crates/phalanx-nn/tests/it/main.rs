@@ -2,6 +2,7 @@
 
 mod common;
 mod edges;
+mod gpt;
 mod gradients;
 mod isa_bits;
 mod layer_fixtures;

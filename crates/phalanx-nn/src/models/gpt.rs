@@ -1,0 +1,190 @@
+//! A decoder-only transformer as GPT-2 (A. Radford et al., "Language models are
+//! unsupervised multitask learners", 2019) and nanoGPT (A. Karpathy, 2022) build it, with a
+//! projection each for query, key and value.
+
+use crate::layers::{Dropout, Embedding, LayerNorm, Linear, attend, causal_mask};
+use crate::param::{Init, ParamId, Scope};
+use crate::{Error, Result, Value, ValueStep};
+
+/// Sizes of a [`Gpt`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GptConfig {
+    /// Number of tokens.
+    pub vocab: usize,
+    /// Longest sequence.
+    pub context: usize,
+    /// Number of blocks.
+    pub layers: usize,
+    /// Heads of each attention; they divide `width`.
+    pub heads: usize,
+    /// Size of the vector of a token.
+    pub width: usize,
+    /// Probability with which elements are zeroed in training: after the embeddings, of the
+    /// attention weights, and after the last layer of attention and MLP.
+    pub dropout: f64,
+}
+
+/// Standard deviation of initial weights.
+const STD: f64 = 0.02;
+
+#[derive(Clone, Debug)]
+struct Block {
+    ln_1: LayerNorm,
+    q: Linear,
+    k: Linear,
+    v: Linear,
+    attn_proj: Linear,
+    ln_2: LayerNorm,
+    fc: Linear,
+    mlp_proj: Linear,
+    heads: usize,
+    dropout: Dropout,
+}
+
+impl Block {
+    fn new(scope: Scope, config: &GptConfig, dropout: Dropout) -> Self {
+        let (mut scope, width) = (scope, config.width);
+        let ln_1 = LayerNorm::new(scope.enter("ln_1"), &[width]);
+        let mut attn = scope.enter("attn");
+        let mut linear = |name: &str| Linear::new(attn.enter(name), width, width);
+        let [q, k, v, attn_proj] = ["q", "k", "v", "proj"].map(&mut linear);
+        let ln_2 = LayerNorm::new(scope.enter("ln_2"), &[width]);
+        let mut mlp = scope.enter("mlp");
+        Block {
+            ln_1,
+            q,
+            k,
+            v,
+            attn_proj,
+            ln_2,
+            fc: Linear::new(mlp.enter("fc"), width, 4 * width),
+            mlp_proj: Linear::new(mlp.enter("proj"), 4 * width, width),
+            heads: config.heads,
+            dropout,
+        }
+    }
+
+    fn linears(&self) -> [&Linear; 6] {
+        let Block { q, k, v, fc, .. } = self;
+        [q, k, v, &self.attn_proj, fc, &self.mlp_proj]
+    }
+
+    fn forward<'s, V: Value<'s>>(&self, x: V, mask: V) -> Result<V> {
+        let y = self.ln_1.forward(x.share())?;
+        let q = self.q.forward(y.share())?;
+        let k = self.k.forward(y.share())?;
+        let v = self.v.forward(y)?;
+        let y = attend(self.heads, [q, k, v], Some(mask), Some(self.dropout))?;
+        let x = x.add(self.dropout.forward(self.attn_proj.forward(y)?)?)?;
+        let y = self
+            .fc
+            .forward(self.ln_2.forward(x.share())?)?
+            .gelu_tanh()?;
+        x.add(self.dropout.forward(self.mlp_proj.forward(y)?)?)
+    }
+}
+
+/// GPT-2: learned positions, layer norms before attention and MLP, GELU in its tanh form, and
+/// an output layer `lm_head` with a weight of its own. Names are nanoGPT's
+/// (`transformer.wte.weight`, `transformer.h.0.ln_1.weight`, `transformer.ln_f.bias`), with
+/// `attn.q`, `attn.k`, `attn.v` and `attn.proj` for its `attn.c_attn` and `attn.c_proj`, `mlp.fc`
+/// and `mlp.proj` for its `mlp.c_fc` and `mlp.c_proj`.
+#[derive(Clone, Debug)]
+pub struct Gpt {
+    wte: Embedding,
+    wpe: Embedding,
+    blocks: Vec<Block>,
+    ln_f: LayerNorm,
+    lm_head: Linear,
+    context: usize,
+    dropout: Dropout,
+    recomputes: bool,
+}
+
+impl Gpt {
+    /// With nanoGPT's initial weights, drawn in its order: normal with standard deviation
+    /// 0.02, that of `attn.proj` and `mlp.proj` divided by the square root of 2 x layers; biases 0.
+    pub fn new(scope: &mut Scope, config: &GptConfig) -> Self {
+        let width = config.width;
+        let dropout = Dropout::new(config.dropout);
+        let mut transformer = scope.enter("transformer");
+        let wte = Embedding::new(transformer.enter("wte"), config.vocab, width);
+        let wpe = Embedding::new(transformer.enter("wpe"), config.context, width);
+        let mut all = transformer.enter("h");
+        let block = |i: usize| Block::new(all.enter(&i.to_string()), config, dropout);
+        let blocks: Vec<Block> = (0..config.layers).map(block).collect();
+        let ln_f = LayerNorm::new(transformer.enter("ln_f"), &[width]);
+        let lm_head = Linear::without_bias(scope.enter("lm_head"), width, config.vocab);
+        let gpt = Gpt {
+            wte,
+            wpe,
+            blocks,
+            ln_f,
+            lm_head,
+            context: config.context,
+            dropout,
+            recomputes: false,
+        };
+        gpt.draw(scope);
+        gpt
+    }
+
+    fn draw(&self, scope: &mut Scope) {
+        let normal = |scope: &mut Scope, weight: ParamId, std: f64| {
+            scope.redraw(weight, Init::Normal { mean: 0.0, std });
+        };
+        for weight in [self.wte.weight, self.wpe.weight] {
+            normal(scope, weight, STD);
+        }
+        let inner = self.blocks.iter().flat_map(Block::linears);
+        for linear in inner.chain([&self.lm_head]) {
+            normal(scope, linear.weight, STD);
+            if let Some(bias) = linear.bias {
+                scope.redraw(bias, Init::Constant(0.0));
+            }
+        }
+        // Each adds to the sum that runs through all blocks.
+        let std = STD / ((2 * self.blocks.len()) as f64).sqrt();
+        for block in &self.blocks {
+            normal(scope, block.attn_proj.weight, std);
+            normal(scope, block.mlp_proj.weight, std);
+        }
+    }
+
+    /// Sets whether backward recomputes each block's activations (less memory, more time;
+    /// [`Value::recompute`]); no bit changes.
+    #[must_use]
+    pub fn recompute(mut self, on: bool) -> Self {
+        self.recomputes = on;
+        self
+    }
+
+    /// Sequences of tokens, one after the other, to the logits of the next token at each
+    /// place: (batch, length, vocab).
+    ///
+    /// # Errors
+    /// `Usage` when `tokens` are not `batch` x `length` numbers below the size of the
+    /// vocabulary, the length exceeds the context, or the heads do not divide the width.
+    pub fn forward<'s, S: ValueStep<'s>>(
+        &self,
+        step: S,
+        tokens: &S::Tokens,
+        (batch, length): (usize, usize),
+    ) -> Result<S::Value> {
+        if length > self.context {
+            return Err(Error::usage(format!(
+                "a sequence of {length} tokens exceeds the model's context of {}",
+                self.context
+            )));
+        }
+        let positions: Vec<u32> = (0..length as u32).collect();
+        let positions = step.constant_embedding(self.wpe.weight, &positions, &[length])?;
+        let x = self.wte.forward(step, tokens, &[batch, length])?;
+        let x = self.dropout.forward(x.add(positions)?)?;
+        let mask = causal_mask(&x, length)?;
+        let x = super::through(&self.blocks, self.recomputes, x, |block, x| {
+            block.forward(x, mask.share())
+        })?;
+        self.lm_head.forward(self.ln_f.forward(x)?)
+    }
+}
