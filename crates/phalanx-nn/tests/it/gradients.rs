@@ -7,8 +7,8 @@ use phalanx_nn::layers::{
     Act, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, MaxPool2dOptions,
 };
 use phalanx_nn::{
-    CustomOp, ErrorKind, GradView, Init, Layout, Reduction, Result, Scope, Seed, StepKey, Tape,
-    Tensor, Threads,
+    CustomOp, ErrorKind, GradView, Init, Layout, Reduction, Result, Scope, Seed, SinkError,
+    StepKey, Tape, Tensor, Threads,
 };
 
 // The plain forwards, in f64. Images are (N, H, W, C).
@@ -515,10 +515,11 @@ fn losses() {
 struct Product;
 
 impl CustomOp for Product {
-    fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) {
+    fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> std::result::Result<(), SinkError> {
         for (o, (a, b)) in output.iter_mut().zip(inputs[0].iter().zip(inputs[1])) {
             *o = a * b + a * a;
         }
+        Ok(())
     }
 
     fn backward(
@@ -527,12 +528,13 @@ impl CustomOp for Product {
         output: &[f32],
         d_output: &[f32],
         d_inputs: &mut [&mut [f32]],
-    ) {
+    ) -> std::result::Result<(), SinkError> {
         for i in 0..output.len() {
             let (a, b) = (inputs[0][i], inputs[1][i]);
             d_inputs[0][i] = d_output[i] * (b + 2.0 * a);
             d_inputs[1][i] = d_output[i] * a;
         }
+        Ok(())
     }
 }
 
