@@ -63,6 +63,7 @@ mod tensor;
 
 pub use error::{Error, ErrorKind, Result};
 pub use losses::Reduction;
+pub use ops::Weight;
 pub use ops::custom::CustomOp;
 pub use par::{ThreadPool, Threads};
 pub use param::{

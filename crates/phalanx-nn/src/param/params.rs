@@ -63,6 +63,17 @@ pub struct ParamInfo {
     pub layout: Layout,
 }
 
+impl ParamInfo {
+    /// The shape in the engine's memory order: of [`Layout::Conv`] (kh, kw, in, out), of
+    /// [`Layout::Conv1d`] (k, in, out), else PyTorch's.
+    pub fn engine_shape(&self) -> Vec<usize> {
+        match self.layout.order() {
+            [] => self.shape.clone(),
+            order => order.iter().map(|&i| self.shape[i]).collect(),
+        }
+    }
+}
+
 /// Every parameter and buffer of a model, each kind in one flat region.
 ///
 /// Each starts on a 64-byte boundary; the gaps between them hold zeros, so a

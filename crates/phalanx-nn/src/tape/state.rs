@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::key::StepKey;
-use super::node::{Node, Visit};
+use super::node::{Node, Operand, Visit};
 use super::precision::Precision;
 use super::segment::Segments;
 use crate::error::{Error, Result};
@@ -232,6 +232,14 @@ impl State {
     /// Whether an operation on this operand must be recorded.
     pub(crate) fn wants_grad(&self, id: SlotId) -> bool {
         self.slots[id.index()].wants_grad
+    }
+
+    /// The same of a weight: in training every parameter wants a gradient.
+    pub(crate) fn wants_grad_of(&self, operand: Operand) -> bool {
+        match operand {
+            Operand::Param(_) => self.training,
+            Operand::Slot(id) => self.wants_grad(id),
+        }
     }
 
     pub(crate) fn shape(&self, id: SlotId) -> Shape {

@@ -919,3 +919,91 @@ fn average_pooling() {
         |v| pool(&v[0], &[(0, h, 0, w)], None),
     );
 }
+
+/// Operations whose weights are inputs of the step, in the engine's memory order.
+#[test]
+fn weights_that_are_tensors() {
+    check(
+        "linear_with",
+        &[input(&[3, 5], 1), input(&[4, 5], 2), input(&[4], 3)],
+        |g, _| {
+            let (x, w, b) = (g.x(0), g.x(1), g.x(2));
+            x.linear_with(w, Some(b.into()), Act::None)
+        },
+        |v| linear(&v[0], &v[1], Some(&v[2]), 5, 4),
+    );
+    let c = Conv {
+        n: 2,
+        h: 5,
+        w: 4,
+        cin: 2,
+        cout: 3,
+        k: (3, 2),
+        s: 1,
+        p: 1,
+        d: 1,
+        g: 1,
+    };
+    check(
+        "conv2d_with",
+        &[
+            input(&[2, 5, 4, 2], 1),
+            input(&[3, 2, 2, 3], 2),
+            input(&[3], 3),
+        ],
+        |g, _| {
+            let (x, w, b) = (g.x(0), g.x(1), g.x(2));
+            let o = Conv2dOptions::rect(3, 2).padding(1);
+            x.conv2d_with(w, Some(b.into()), o, Act::None)
+        },
+        |v| {
+            // (kh, kw, in, out) to [out][in][kh][kw].
+            let w = (0..36).map(|i| v[1][(i % 6 * 2 + i / 6 % 2) * 3 + i / 12]);
+            c.run(&v[0], &w.collect::<Vec<_>>(), Some(&v[2]))
+        },
+    );
+    check(
+        "layer_norm_with",
+        &[input(&[3, 4], 1), input(&[4], 2), input(&[4], 3)],
+        |g, _| {
+            let (x, w, b) = (g.x(0), g.x(1), g.x(2));
+            x.layer_norm_with(&[4], (Some(w.into()), Some(b.into())), 1e-3)
+        },
+        |v| {
+            let rows = v[0].chunks(4).flat_map(|row| {
+                let mean = row.iter().sum::<f64>() / 4.0;
+                let var = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / 4.0;
+                let at = |i: usize| (row[i] - mean) / (var + 1e-3).sqrt() * v[1][i] + v[2][i];
+                (0..4).map(at).collect::<Vec<_>>()
+            });
+            rows.collect()
+        },
+    );
+    check(
+        "batch_norm_with",
+        &[input(&[5, 3], 1), input(&[3], 2), input(&[3], 3)],
+        |g, _| {
+            let (x, w, b) = (g.x(0), g.x(1), g.x(2));
+            let options = BatchNormOptions {
+                weight: None,
+                bias: None,
+                running: None,
+                momentum: None,
+                eps: 1e-3,
+            };
+            x.batch_norm_with(&options, (Some(w.into()), Some(b.into())), None, Act::None)
+        },
+        |v| batch_norm(&v[0], 3, &v[1], &v[2], 1e-3),
+    );
+    check(
+        "embedding",
+        &[input(&[4, 3], 1)],
+        |g, step| step.embedding(g.x(0), &[2, 0, 2], &[3], None),
+        |v| {
+            [2, 0, 2]
+                .iter()
+                .flat_map(|i| v[0][i * 3..][..3].to_vec())
+                .collect()
+        },
+    );
+}

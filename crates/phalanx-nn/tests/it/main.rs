@@ -18,3 +18,4 @@ mod rng_philox;
 mod rng_torch;
 mod schedules;
 mod training;
+mod weights;
