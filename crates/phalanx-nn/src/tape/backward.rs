@@ -1,5 +1,6 @@
 //! The backward walk.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use std::time::Instant;
@@ -79,7 +80,7 @@ impl BackwardContext<'_> {
         self.state.labels(range)
     }
 
-    pub(crate) fn samples(&self, rows: usize) -> &[u64] {
+    pub(crate) fn samples(&self, rows: Range<usize>) -> &[u64] {
         self.state.samples(rows)
     }
 

@@ -1,5 +1,6 @@
 //! Slots and recorded nodes of the current step.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::key::StepKey;
@@ -131,9 +132,9 @@ impl State {
         Ok(key)
     }
 
-    /// Ids of the first `rows` samples (or their places in the batch).
-    pub(crate) fn samples(&self, rows: usize) -> &[u64] {
-        &self.samples[..rows]
+    /// Ids of these samples (or their places in the batch).
+    pub(crate) fn samples(&self, rows: Range<usize>) -> &[u64] {
+        &self.samples[rows]
     }
 
     pub(crate) fn add_labels(&mut self, labels: &[u32]) -> (usize, usize) {

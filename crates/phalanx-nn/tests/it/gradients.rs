@@ -466,6 +466,75 @@ fn a_samples_mask_depends_on_its_id_not_on_its_place() {
     assert_eq!(e.kind(), ErrorKind::Usage);
 }
 
+/// All blocks of a tensor, empty ones too: what dropout of the whole makes there, forward
+/// and backward.
+#[test]
+fn a_block_is_dropped_as_in_the_whole_tensor() {
+    let params = Scope::new(Seed(0)).build().unwrap();
+    let mut sink = Recorder::like(&params);
+    let mut tape = Tape::new(Threads(2));
+    tape.poison(true);
+    let mut dropped = |own: &[usize], block: Option<(&[usize], &[usize])>, channels, named| {
+        let ids = &[7, 3, 9][..if named { 3 } else { 0 }];
+        let step = tape.step(&params, StepKey::new(1, 2).seed(3).samples(ids));
+        let ones = vec![1.0; own.iter().product()];
+        let x = step.variable(&ones, own).unwrap();
+        let y = match (block, channels) {
+            (None, false) => x.share().dropout(0.5),
+            (None, true) => x.share().dropout2d(0.5),
+            (Some((full, start)), false) => x.share().dropout_block(0.5, full, start),
+            (Some((full, start)), true) => x.share().dropout2d_block(0.5, full, start),
+        };
+        let y = y.unwrap();
+        let out = y.to_vec();
+        y.backward_with(&ones, &mut sink).unwrap();
+        assert_eq!(x.grad().unwrap(), out);
+        out
+    };
+    let ranges = |n: usize| (0..=n).flat_map(move |from| (from..=n).map(move |to| from..to));
+    let full = [3, 2, 3, 5];
+    for (channels, named) in [(false, false), (false, true), (true, true)] {
+        let whole = dropped(&full, None, channels, named);
+        assert!(whole.contains(&0.0) && whole.contains(&2.0));
+        for a in ranges(full[0]) {
+            for b in ranges(full[1]) {
+                for c in ranges(full[2]) {
+                    for d in ranges(full[3]) {
+                        let block = [a.clone(), b.clone(), c.clone(), d.clone()];
+                        let start = block.each_ref().map(|r| r.start);
+                        let own = block.each_ref().map(|r| r.len());
+                        let at = Some((&full[..], &start[..]));
+                        let got = dropped(&own, at, channels, named);
+                        let mut want = vec![];
+                        for (i, &v) in whole.iter().enumerate() {
+                            let (d, i) = (i % full[3], i / full[3]);
+                            let (c, i) = (i % full[2], i / full[2]);
+                            let index = [i / full[1], i % full[1], c, d];
+                            if block.iter().zip(&index).all(|(r, i)| r.contains(i)) {
+                                want.push(v);
+                            }
+                        }
+                        assert_eq!(got, want, "{block:?} of {full:?}");
+                    }
+                }
+            }
+        }
+    }
+    // Longer than the kernel's pieces, from a place that is no multiple of anything.
+    let whole = dropped(&[2, 9001], None, false, false);
+    let block = dropped(&[2, 8990], Some((&[2, 9001], &[0, 7])), false, false);
+    assert!(block[8990..] == whole[9001 + 7..][..8990]);
+
+    let step = tape.step(&params, StepKey::new(0, 0));
+    for (full, start) in [([2, 4], [0, 2]), ([2, 4], [usize::MAX, 0])] {
+        let x = step.input(&[1.0; 6], &[2, 3]).unwrap();
+        let e = x.dropout_block(0.5, &full, &start).unwrap_err();
+        assert!(e.to_string().contains("does not lie in"), "{e}");
+    }
+    let x = step.input(&[1.0; 6], &[2, 3]).unwrap();
+    assert!(x.dropout_block(0.5, &[6], &[0]).is_err());
+}
+
 #[test]
 fn losses() {
     let x = [input(&[4, 5], 1)];
