@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::param::SinkError;
+
 /// `Result` with this crate's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -14,6 +16,9 @@ pub enum ErrorKind {
     /// The [`GradSink`](crate::GradSink) refused a gradient; its own error is
     /// the [`source`](std::error::Error::source).
     Sink,
+    /// A user's operation failed; its own error is the
+    /// [`source`](std::error::Error::source).
+    Custom,
     /// The system refused memory or threads.
     Resource,
     /// A bug of this crate.
@@ -24,11 +29,13 @@ pub enum ErrorKind {
 pub struct Error {
     kind: ErrorKind,
     message: String,
-    source: Option<Box<dyn std::error::Error + Send + Sync>>,
+    source: Option<SinkError>,
 }
 
 impl Error {
-    pub(crate) fn usage(message: impl Into<String>) -> Self {
+    /// A mistake of the caller, for crates built on the engine. `message` is a sentence
+    /// that names the culprit.
+    pub fn usage(message: impl Into<String>) -> Self {
         Self::with(ErrorKind::Usage, message)
     }
 
@@ -36,14 +43,19 @@ impl Error {
         Self::with(ErrorKind::Internal, message)
     }
 
-    pub(crate) fn sink(
-        message: impl Into<String>,
-        source: Box<dyn std::error::Error + Send + Sync>,
-    ) -> Self {
+    pub(crate) fn sink(message: impl Into<String>, source: SinkError) -> Self {
         Error {
-            kind: ErrorKind::Sink,
-            message: message.into(),
             source: Some(source),
+            ..Self::with(ErrorKind::Sink, message)
+        }
+    }
+
+    /// The failure of an operation outside the engine, of kind [`Custom`](ErrorKind::Custom),
+    /// for crates built on the engine. `source` is the failure itself.
+    pub fn custom(message: impl Into<String>, source: SinkError) -> Self {
+        Error {
+            source: Some(source),
+            ..Self::with(ErrorKind::Custom, message)
         }
     }
 

@@ -64,6 +64,7 @@ mod value;
 
 pub use error::{Error, ErrorKind, Result};
 pub use losses::Reduction;
+pub use ops::Weight;
 pub use ops::custom::CustomOp;
 pub use par::{ThreadPool, Threads};
 pub use param::{

@@ -82,7 +82,7 @@ fn philox_lanes(key: MaskKey, sample: u32, first_block: u32) -> [[u32; LANES]; 4
 
 simd! {
     /// The factors (0 or scale) of elements `first ..` of a sample; `first` is a
-    /// multiple of [`GROUP`].
+    /// multiple of 4.
     fn factors(out: &mut [f32], key: MaskKey, sample: u32, first: usize, rate: Rate) {
         for (g, group) in out.chunks_mut(GROUP).enumerate() {
             let words = philox_lanes(key, sample, ((first + g * GROUP) / 4) as u32);
@@ -109,15 +109,66 @@ simd! {
 /// Elements of a piece: a multiple of [`GROUP`] whose factors stay in L1.
 const PIECE: usize = GROUP * 64;
 
+/// Where the elements of an array lie in the samples of a larger one: runs that follow one
+/// another in both.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Block {
+    /// Elements of a run.
+    run: usize,
+    /// Place in the sample of the first run.
+    first: usize,
+    /// Number of runs along each of the outer dimensions, and their distance in the sample.
+    outer: [(usize, usize); 6],
+}
+
+impl Block {
+    /// Samples as a whole.
+    pub(crate) fn whole(per: usize) -> Self {
+        Block {
+            run: per,
+            first: 0,
+            outer: [(1, 0); 6],
+        }
+    }
+
+    /// The block of sizes `own` that begins at `start` of samples of shape `full` (6
+    /// dimensions at most).
+    pub(crate) fn new(full: &[usize], start: &[usize], own: &[usize]) -> Self {
+        let mut block = Block::whole(1);
+        let mut stride = 1;
+        let mut outer = block.outer.iter_mut().rev();
+        for ((&full, &start), &own) in full.iter().zip(start).zip(own).rev() {
+            block.first += start * stride;
+            if block.run == stride {
+                block.run *= own; // everything inside is whole
+            } else if let Some(outer) = outer.next() {
+                *outer = (own, stride);
+            }
+            stride *= full;
+        }
+        block
+    }
+
+    /// Place in the sample of run `i`.
+    fn place(&self, mut i: usize) -> usize {
+        let mut place = self.first;
+        for (count, stride) in self.outer.iter().rev() {
+            place += i % count * stride;
+            i /= count;
+        }
+        place
+    }
+}
+
 /// Multiplies each sample of `data` by its mask, in place; forward and
-/// backward are the same operation. `samples[i]` is the id of row i.
+/// backward are the same operation. `samples[i]` is the id of row i. `block` has the places of
+/// a row's elements in the sample, or of its channels where these share a draw.
 pub(crate) fn apply(
     threads: &ThreadPool,
     data: &mut [f32],
     samples: &[u64],
-    key: MaskKey,
-    rate: Rate,
-    share: Share,
+    (key, rate): (MaskKey, Rate),
+    (share, block): (Share, &Block),
 ) {
     let per = data.len().checked_div(samples.len()).unwrap_or(0);
     if per == 0 {
@@ -130,19 +181,27 @@ pub(crate) fn apply(
         let sample = samples[s] as u32;
         match share {
             Share::Element => {
-                let mut f = [0.0f32; PIECE];
-                for (i, piece) in row.chunks_mut(PIECE).enumerate() {
-                    let f = &mut f[..piece.len()];
-                    factors(f, key, sample, i * PIECE, rate);
-                    multiply(piece, f);
+                let mut f = [0.0f32; PIECE + 4];
+                for (i, run) in row.chunks_mut(block.run).enumerate() {
+                    let first = block.place(i);
+                    // Whole blocks of the generator are drawn.
+                    let before = first % 4;
+                    for (i, piece) in run.chunks_mut(PIECE).enumerate() {
+                        let f = &mut f[..before + piece.len()];
+                        factors(f, key, sample, first - before + i * PIECE, rate);
+                        multiply(piece, &f[before..]);
+                    }
                 }
             }
-            Share::Channel(channels) => crate::par::scratch(channels, |f| {
-                factors(f, key, sample, 0, rate);
-                for pixel in row.chunks_exact_mut(channels) {
-                    multiply(pixel, f);
-                }
-            }),
+            Share::Channel(channels) => {
+                let before = block.first % 4;
+                crate::par::scratch(before + channels, |f| {
+                    factors(f, key, sample, block.first - before, rate);
+                    for pixel in row.chunks_exact_mut(channels) {
+                        multiply(pixel, &f[before..]);
+                    }
+                });
+            }
         }
     });
 }
@@ -169,9 +228,8 @@ mod tests {
                 &ThreadPool::new(Threads(1)),
                 &mut data,
                 &[40, 41],
-                KEY,
-                Rate::new(0.25),
-                Share::Element,
+                (KEY, Rate::new(0.25)),
+                (Share::Element, &Block::whole(per)),
             );
             for (i, v) in data.iter().enumerate() {
                 let (s, e) = (i / per, i % per);
@@ -194,9 +252,8 @@ mod tests {
             &threads,
             &mut data,
             &[0],
-            KEY,
-            Rate::new(0.0),
-            Share::Element,
+            (KEY, Rate::new(0.0)),
+            (Share::Element, &Block::whole(64)),
         );
         assert!(data.iter().all(|&v| v == 2.0));
         let mut some = vec![1.0; 3 * 10 * 8];
@@ -204,9 +261,8 @@ mod tests {
             &threads,
             &mut some,
             &[0, 1, 2],
-            KEY,
-            Rate::new(0.5),
-            Share::Channel(8),
+            (KEY, Rate::new(0.5)),
+            (Share::Channel(8), &Block::whole(8)),
         );
         for sample in some.chunks(80) {
             assert!(sample.chunks(8).all(|p| p == &sample[..8]));
@@ -218,11 +274,11 @@ mod tests {
             &threads,
             &mut data,
             &[0],
-            KEY,
-            Rate::new(1.0),
-            Share::Element,
+            (KEY, Rate::new(1.0)),
+            (Share::Element, &Block::whole(64)),
         );
         assert!(data[0].is_nan() && data[1..].iter().all(|&v| v == 0.0));
-        apply(&threads, &mut [], &[], KEY, Rate::new(0.5), Share::Element);
+        let nothing = (Share::Element, &Block::whole(0));
+        apply(&threads, &mut [], &[], (KEY, Rate::new(0.5)), nothing);
     }
 }

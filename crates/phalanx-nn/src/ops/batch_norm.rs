@@ -7,14 +7,15 @@
 //! parameters, statistics and all arithmetic are f32. Running statistics change after the step, in
 //! [`Tape::update_buffers`](crate::Tape::update_buffers).
 
-use super::Act;
+use super::weight::known_vector;
+use super::{Act, Weight};
 use crate::kernels::Mode;
 use crate::kernels::batch_norm::{self, Backward, Channels, Gate};
 use crate::kernels::element::{Bf16, Element, Values, elements, elements_mut};
 use crate::par::ThreadPool;
 use crate::param::{BufferId, ParamId, SinkError};
 use crate::pool::Buf;
-use crate::tape::{BackwardContext, Compute, Recorded, SlotId, State, Visit};
+use crate::tape::{BackwardContext, Compute, Operand, Recorded, SlotId, State, Visit};
 use crate::{Error, Precision, Result, Tensor};
 
 /// Where the running statistics of a batch normalisation live.
@@ -76,13 +77,16 @@ pub(crate) struct BatchNorm {
     out: SlotId,
     /// Mean, inverse deviation, scale and shift of every channel.
     constants: SlotId,
-    weight: Option<ParamId>,
-    bias: Option<ParamId>,
+    weight: Option<Operand>,
+    bias: Option<Operand>,
     act: Act,
     channels: usize,
     /// Values a channel of the joined batch, if this one is part of one.
     joined: Option<f64>,
 }
+
+/// Factor and offset of every channel.
+type Affine = (Option<Operand>, Option<Operand>);
 
 /// Mean, inverse deviation, scale, shift.
 fn parts(constants: &[f32], c: usize) -> (Channels<'_>, &[f32]) {
@@ -109,8 +113,27 @@ impl<'s> Tensor<'s> {
         residual: Option<Tensor<'s>>,
         act: Act,
     ) -> Result<Tensor<'s>> {
+        let weights = (
+            options.weight.map(Weight::Param),
+            options.bias.map(Weight::Param),
+        );
+        self.batch_norm_with(options, weights, residual, act)
+    }
+
+    /// As [`batch_norm`](Tensor::batch_norm), for a factor and an offset of every channel that
+    /// may be tensors; those that `options` names are not used.
+    ///
+    /// # Errors
+    /// As [`batch_norm`](Tensor::batch_norm), and `Usage` when a weight belongs to another step.
+    pub fn batch_norm_with(
+        self,
+        options: &BatchNormOptions,
+        weights: (Option<Weight<'s>>, Option<Weight<'s>>),
+        residual: Option<Tensor<'s>>,
+        act: Act,
+    ) -> Result<Tensor<'s>> {
         let (step, x, dims) = (self.step(), self.own_slot(), self.dims());
-        let c = self.check(options, residual.as_ref())?;
+        let (c, affine) = self.check(options, &weights, residual.as_ref())?;
         let precision = step.state().precision_of(x);
         let residual_slot = residual.as_ref().map(|r| r.slot_as(precision));
         let out = {
@@ -170,12 +193,7 @@ impl<'s> Tensor<'s> {
             } else {
                 constants.slice_mut().fill(0.0); // an empty batch
             }
-            finish_constants(
-                constants.slice_mut(),
-                c,
-                |id| id.map(|id| step.params().get(id)),
-                options,
-            );
+            finish_constants(constants.slice_mut(), &step.compute(&mut st), affine);
 
             let mut y = st.pool.get(precision.memory_len(numel));
             let operands = (x, residual_slot, constants.slice());
@@ -188,8 +206,8 @@ impl<'s> Tensor<'s> {
                     residual: residual_slot,
                     out,
                     constants,
-                    weight: options.weight,
-                    bias: options.bias,
+                    weight: affine.0,
+                    bias: affine.1,
                     act,
                     channels: c,
                     joined,
@@ -202,23 +220,21 @@ impl<'s> Tensor<'s> {
         Ok(Tensor::new(step, out))
     }
 
-    /// Number of channels, if everything fits.
-    fn check(&self, o: &BatchNormOptions, residual: Option<&Tensor<'s>>) -> Result<usize> {
+    /// Number of channels and the weights, if everything fits.
+    fn check(
+        &self,
+        o: &BatchNormOptions,
+        (weight, bias): &(Option<Weight<'s>>, Option<Weight<'s>>),
+        residual: Option<&Tensor<'s>>,
+    ) -> Result<(usize, Affine)> {
         let (step, dims) = (self.step(), self.dims());
         let Some(&c) = dims.last().filter(|&&c| c > 0) else {
             return Err(Error::usage(format!(
                 "batch_norm needs channels in the last dimension, got shape {dims:?}"
             )));
         };
-        for id in o.weight.into_iter().chain(o.bias) {
-            let info = step.info(id)?;
-            if info.len != c {
-                return Err(Error::usage(format!(
-                    "batch_norm: {} has {} values for {c} channels",
-                    info.name, info.len
-                )));
-            }
-        }
+        let known = |w: &Option<Weight<'s>>| known_vector(w.as_ref(), step, (c, "channels"));
+        let affine = (known(weight)?, known(bias)?);
         if let Some(r) = o.running {
             for (id, len) in [(r.mean, c), (r.var, c), (r.batches, 1)] {
                 let info = step.params().buffer_info(id)?;
@@ -254,18 +270,15 @@ impl<'s> Tensor<'s> {
                 "running statistics of the step before were not taken over; call Tape::update_buffers after each training step",
             ));
         }
-        Ok(c)
+        Ok((c, affine))
     }
 }
 
 /// Scale and shift from mean and inverse deviation.
-fn finish_constants<'p>(
-    constants: &mut [f32],
-    c: usize,
-    values: impl Fn(Option<ParamId>) -> Option<&'p [f32]>,
-    options: &BatchNormOptions,
-) {
-    let (weight, bias) = (values(options.weight), values(options.bias));
+fn finish_constants(constants: &mut [f32], compute: &Compute<'_>, (weight, bias): Affine) {
+    let c = constants.len() / 4;
+    let values = |w: Option<Operand>| w.map(|w| compute.operand(w));
+    let (weight, bias) = (values(weight), values(bias));
     for i in 0..c {
         let w = weight.map_or(1.0, |w| w[i]);
         constants[2 * c + i] = constants[c + i] * w;
@@ -309,14 +322,14 @@ impl BatchNorm {
     }
 }
 
-/// Gives a parameter its gradient, made in f64.
+/// Gives a weight its gradient, made in f64.
 pub(super) fn one_gradient(
     ctx: &mut BackwardContext<'_>,
-    id: Option<ParamId>,
+    weight: Option<Operand>,
     values: impl Iterator<Item = f64>,
 ) -> Result<()> {
-    let Some(id) = id else { return Ok(()) };
-    ctx.param(id, |g, mode| {
+    let Some(weight) = weight else { return Ok(()) };
+    ctx.operand_grad(weight, |g, mode| {
         for (g, v) in g.iter_mut().zip(values) {
             *g = match mode {
                 Mode::Write => v as f32,
@@ -334,8 +347,13 @@ impl Recorded for BatchNorm {
             .map(Visit::Input)
             .into_iter()
             .for_each(&mut *f);
-        self.weight.map(Visit::Param).into_iter().for_each(&mut *f);
-        self.bias.map(Visit::Param).into_iter().for_each(&mut *f);
+        for operand in self.weight.into_iter().chain(self.bias) {
+            f(match operand {
+                Operand::Param(param) => Visit::Param(param),
+                // The constants have its values.
+                Operand::Slot(slot) => Visit::Once(slot),
+            });
+        }
         f(Visit::Saved(self.x));
         f(Visit::Saved(self.constants));
         if self.gated_by_output() {

@@ -1,16 +1,17 @@
-//! Two-dimensional convolution: `y = act(conv(x, W) + b)`. Saves its input,
-//! and its output when an activation is fused.
+//! Two-dimensional convolution: `y = act(conv(x, W) + b)`. Saves its input, a weight that is
+//! no parameter, and its output when an activation is fused.
 //!
 //! Where products are computed in bf16, an output without bias and activation is stored as
 //! bf16: a normalisation follows such a convolution.
 
-use super::Act;
+use super::weight::{Known, known_vector};
+use super::{Act, Weight};
 use crate::kernels::conv::{self, ConvShape};
 use crate::kernels::element::{Values, ValuesMut};
 use crate::kernels::{Mode, elementwise};
-use crate::param::{Layout, ParamId};
+use crate::param::ParamId;
 use crate::pool::Buf;
-use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
+use crate::tape::{BackwardContext, Compute, Operand, Operation, SlotId, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Precision, Result, Tensor};
 
@@ -106,15 +107,15 @@ impl From<usize> for Conv2dOptions {
 }
 
 pub(crate) struct Conv2d {
-    weight: ParamId,
-    bias: Option<ParamId>,
+    weight: Operand,
+    bias: Option<Operand>,
     act: Act,
     shape: ConvShape,
 }
 
 impl<'s> Tensor<'s> {
     /// `act(conv(x, W) + b)` of images (N, H, W, C), for a weight of PyTorch's
-    /// shape (out, in / groups, kh, kw) registered with [`Layout::Conv`].
+    /// shape (out, in / groups, kh, kw) registered with [`Layout::Conv`](crate::Layout::Conv).
     ///
     /// # Errors
     /// `Usage` when the sizes do not fit.
@@ -125,8 +126,25 @@ impl<'s> Tensor<'s> {
         options: Conv2dOptions,
         act: Act,
     ) -> Result<Tensor<'s>> {
-        let step = self.step();
-        let s = self.conv_shape(weight, bias, options)?;
+        self.conv2d_with(weight, bias.map(Weight::Param), options, act)
+    }
+
+    /// As [`conv2d`](Tensor::conv2d), for weights that may be tensors: (kh, kw, in / groups, out)
+    /// and `out` values.
+    ///
+    /// # Errors
+    /// `Usage` when the sizes do not fit, or a weight belongs to another step or model.
+    pub fn conv2d_with(
+        self,
+        weight: impl Into<Weight<'s>>,
+        bias: Option<Weight<'s>>,
+        options: Conv2dOptions,
+        act: Act,
+    ) -> Result<Tensor<'s>> {
+        let (step, weight) = (self.step(), weight.into());
+        let w = weight.known(step)?;
+        let s = self.conv_shape(&w, options)?;
+        let b = known_vector(bias.as_ref(), step, (s.out, "outputs"))?;
         let x = if conv::in_bf16(&s) {
             self.own_slot()
         } else {
@@ -134,8 +152,8 @@ impl<'s> Tensor<'s> {
         };
         let shape = Shape::new(&[s.images, s.output[0], s.output[1], s.out])?;
         let op = Conv2d {
-            weight,
-            bias,
+            weight: w.operand,
+            bias: b,
             act,
             shape: s,
         };
@@ -146,7 +164,7 @@ impl<'s> Tensor<'s> {
     }
 
     /// `act(conv(x, W) + b)` of sequences (N, L, C), for a weight of PyTorch's
-    /// shape (out, in / groups, k) registered with [`Layout::Conv1d`]; of
+    /// shape (out, in / groups, k) registered with [`Layout::Conv1d`](crate::Layout::Conv1d); of
     /// `options` the second direction counts.
     ///
     /// # Errors
@@ -155,6 +173,21 @@ impl<'s> Tensor<'s> {
         self,
         weight: ParamId,
         bias: Option<ParamId>,
+        options: Conv2dOptions,
+        act: Act,
+    ) -> Result<Tensor<'s>> {
+        self.conv1d_with(weight, bias.map(Weight::Param), options, act)
+    }
+
+    /// As [`conv1d`](Tensor::conv1d), for weights that may be tensors: (k, in / groups, out)
+    /// and `out` values.
+    ///
+    /// # Errors
+    /// `Usage` when the sizes do not fit, or a weight belongs to another step or model.
+    pub fn conv1d_with(
+        self,
+        weight: impl Into<Weight<'s>>,
+        bias: Option<Weight<'s>>,
         options: Conv2dOptions,
         act: Act,
     ) -> Result<Tensor<'s>> {
@@ -172,35 +205,29 @@ impl<'s> Tensor<'s> {
             ..options
         };
         let y = self.reshape(&[n, 1, l, c])?;
-        let y = y.conv2d(weight, bias, options, act)?;
+        let y = y.conv2d_with(weight, bias, options, act)?;
         let dims = y.dims();
         y.reshape(&[n, dims[2], dims[3]])
     }
 
-    fn conv_shape(
-        &self,
-        weight: ParamId,
-        bias: Option<ParamId>,
-        o: Conv2dOptions,
-    ) -> Result<ConvShape> {
-        let (info, dims) = (self.step().info(weight)?, self.dims());
-        let wrong = |what: String| Err(Error::usage(format!("convolution {}: {what}", info.name)));
-        let (out, group_in, kh, kw) = match (info.layout, &*info.shape) {
-            (Layout::Conv, &[out, group_in, kh, kw]) => (out, group_in, kh, kw),
-            (Layout::Conv1d, &[out, group_in, k]) => (out, group_in, 1, k),
-            (layout, shape) => {
-                return wrong(format!(
-                    "{layout:?} {shape:?} is not a convolution's weight"
-                ));
-            }
+    fn conv_shape(&self, weight: &Known<'_>, o: Conv2dOptions) -> Result<ConvShape> {
+        let (shape, dims) = (weight.shape(), self.dims());
+        let wrong = |what: String| {
+            Err(Error::usage(format!(
+                "convolution {}: {what}",
+                weight.name()
+            )))
+        };
+        let Some([out, group_in, kh, kw]) = weight.kernel() else {
+            return wrong(format!("{shape:?} is not a convolution's weight"));
         };
         let &[images, h, w, inp] = &*dims else {
             return wrong(format!("needs images (N, H, W, C), got shape {dims:?}"));
         };
         if [kh, kw] != o.kernel {
             return wrong(format!(
-                "weight of shape {:?} does not fit a kernel of {:?}",
-                info.shape, o.kernel
+                "weight of shape {shape:?} does not fit a kernel of {:?}",
+                o.kernel
             ));
         }
         if o.groups == 0
@@ -210,16 +237,8 @@ impl<'s> Tensor<'s> {
             || out % o.groups != 0
         {
             return wrong(format!(
-                "{inp} input channels, {out} outputs and {} groups do not fit weight shape {:?}",
-                o.groups, info.shape
-            ));
-        }
-        if let Some(b) = bias
-            && self.step().info(b)?.len != out
-        {
-            return wrong(format!(
-                "bias of {} values for {out} outputs",
-                self.step().info(b)?.len
+                "{inp} input channels, {out} outputs and {} groups do not fit weight shape {shape:?}",
+                o.groups
             ));
         }
         let size = |d: usize, input| {
@@ -259,8 +278,12 @@ impl Conv2d {
 }
 
 impl Operation for Conv2d {
-    fn params(&self) -> [Option<ParamId>; 2] {
+    fn operands(&self) -> [Option<Operand>; 2] {
         [Some(self.weight), self.bias]
+    }
+
+    fn saves_operands(&self) -> [bool; 2] {
+        [true, false]
     }
 
     fn saves(&self) -> [bool; 1] {
@@ -276,8 +299,8 @@ impl Operation for Conv2d {
         let (len, precision) = (s.images * s.out_len(), self.output_precision());
         let mut buf = c.state.pool.get(precision.memory_len(len));
         let mut work = c.state.pool.get(conv::work_len(s));
-        let w = c.params.get(self.weight);
-        let constants = (self.bias.map(|b| c.params.get(b)), act == Act::Relu);
+        let w = c.operand(self.weight);
+        let constants = (self.bias.map(|b| c.operand(b)), act == Act::Relu);
         let y = ValuesMut::of(buf.slice_mut(), precision, len);
         let memory = work.slice_mut();
         conv::forward(c.threads, s, c.state.values(x), w, constants, memory, y);
@@ -303,16 +326,15 @@ impl Operation for Conv2d {
             ctx.precision_of(slots.out),
             s.images * s.out_len(),
         );
-        ctx.param(self.weight, |dw, mode| {
+        ctx.operand_grad(self.weight, |dw, mode| {
             conv::weight_gradient(threads, s, x, d, work.slice_mut(), dw, mode);
         })?;
         if let Some(b) = self.bias {
-            ctx.param(b, |db, mode| {
+            ctx.operand_grad(b, |db, mode| {
                 conv::bias_gradient(threads, s, d.f32(), work.slice_mut(), db, mode)
             })?;
         }
         if ctx.wants(slots.x[0]) {
-            let w = ctx.params.get(self.weight);
             // The gradient of a residual connection is added to in place.
             let (len, precision) = (s.images * s.in_len(), ctx.precision_of(slots.x[0]));
             let (mut dx, mode) = match ctx.take(slots.x[0]) {
@@ -320,6 +342,7 @@ impl Operation for Conv2d {
                 None => (ctx.pool().get(precision.memory_len(len)), Mode::Write),
             };
             let to = ValuesMut::of(dx.slice_mut(), precision, len);
+            let w = ctx.operand(self.weight);
             conv::input_gradient(threads, s, w, d, (work.slice_mut(), to), mode);
             ctx.restore(slots.x[0], dx);
         }

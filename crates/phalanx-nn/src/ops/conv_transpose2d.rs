@@ -1,28 +1,29 @@
 //! Transposed two-dimensional convolution: a convolution's input gradient as a
-//! forward pass, and the other way round. Saves its input.
+//! forward pass, and the other way round. Saves its input, and a weight that is no parameter.
 
 use crate::kernels::Mode;
 use crate::kernels::bias::finish;
 use crate::kernels::conv::{self, ConvShape};
 use crate::kernels::element::{Values, ValuesMut};
-use crate::param::{Layout, ParamId};
+use crate::param::ParamId;
 use crate::pool::Buf;
-use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
+use crate::tape::{BackwardContext, Compute, Operand, Operation, SlotId, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 
-use super::Conv2dOptions;
+use super::weight::{Known, known_vector};
+use super::{Conv2dOptions, Weight};
 
 pub(crate) struct ConvTranspose2d {
-    weight: ParamId,
-    bias: Option<ParamId>,
+    weight: Operand,
+    bias: Option<Operand>,
     /// The convolution from this layer's output to its input.
     shape: ConvShape,
 }
 
 impl<'s> Tensor<'s> {
     /// The transposed convolution of images (N, H, W, C), plus `b`, for a weight of
-    /// PyTorch's shape (in, out / groups, kh, kw) registered with [`Layout::Conv`].
+    /// PyTorch's shape (in, out / groups, kh, kw) registered with [`Layout::Conv`](crate::Layout::Conv).
     /// `extra` rows and columns are added to the end (PyTorch's `output_padding`).
     ///
     /// # Errors
@@ -34,51 +35,63 @@ impl<'s> Tensor<'s> {
         options: Conv2dOptions,
         extra: [usize; 2],
     ) -> Result<Tensor<'s>> {
-        let s = self.transposed_shape(weight, bias, options, extra)?;
+        self.conv_transpose2d_with(weight, bias.map(Weight::Param), options, extra)
+    }
+
+    /// As [`conv_transpose2d`](Tensor::conv_transpose2d), for weights that may be tensors:
+    /// (kh, kw, out / groups, in) and `out` values.
+    ///
+    /// # Errors
+    /// `Usage` when the sizes do not fit, or a weight belongs to another step or model.
+    pub fn conv_transpose2d_with(
+        self,
+        weight: impl Into<Weight<'s>>,
+        bias: Option<Weight<'s>>,
+        options: Conv2dOptions,
+        extra: [usize; 2],
+    ) -> Result<Tensor<'s>> {
+        let (step, weight) = (self.step(), weight.into());
+        let w = weight.known(step)?;
+        let s = self.transposed_shape(&w, options, extra)?;
+        let b = known_vector(bias.as_ref(), step, (s.inp, "outputs"))?;
         let shape = Shape::new(&[s.images, s.input[0], s.input[1], s.inp])?;
         let op = ConvTranspose2d {
-            weight,
-            bias,
+            weight: w.operand,
+            bias: b,
             shape: s,
         };
-        self.step().apply([self.slot()], shape, op)
+        step.apply([self.slot()], shape, op)
     }
 
     fn transposed_shape(
         &self,
-        weight: ParamId,
-        bias: Option<ParamId>,
+        weight: &Known<'_>,
         o: Conv2dOptions,
         extra: [usize; 2],
     ) -> Result<ConvShape> {
-        let (info, dims) = (self.step().info(weight)?, self.dims());
+        let dims = self.dims();
         let wrong = |what: String| {
             Err(Error::usage(format!(
                 "transposed convolution {}: {what}",
-                info.name
+                weight.name()
             )))
         };
-        let (&[images, h, w, inp], &[weight_in, group_out, kh, kw]) = (&*dims, &*info.shape) else {
+        let &[images, h, w, inp] = &*dims else {
             return wrong(format!("needs images (N, H, W, C), got shape {dims:?}"));
         };
-        if info.layout != Layout::Conv || [kh, kw] != o.kernel || weight_in != inp {
+        let kernel = weight.kernel().filter(|_| weight.shape().len() == 4);
+        let fits = |k: &[usize; 4]| k[0] == inp && k[2..] == o.kernel;
+        let Some([_, group_out, _, _]) = kernel.filter(fits) else {
             return wrong(format!(
                 "weight of shape {:?} does not fit {inp} inputs and a kernel of {:?}",
-                info.shape, o.kernel
+                weight.shape(),
+                o.kernel
             ));
-        }
+        };
         if o.groups == 0 || !inp.is_multiple_of(o.groups) || group_out == 0 || inp == 0 {
             return wrong(format!("{inp} inputs and {} groups do not fit", o.groups));
         }
         let out = group_out * o.groups;
-        if let Some(b) = bias
-            && self.step().info(b)?.len != out
-        {
-            return wrong(format!(
-                "bias of {} values for {out} outputs",
-                self.step().info(b)?.len
-            ));
-        }
         let size = |d: usize, n: usize| {
             let reach = o.dilation[d].checked_mul(o.kernel[d].checked_sub(1)?)?;
             let span = n.checked_sub(1)?.checked_mul(o.stride[d])?;
@@ -112,8 +125,12 @@ impl<'s> Tensor<'s> {
 }
 
 impl Operation for ConvTranspose2d {
-    fn params(&self) -> [Option<ParamId>; 2] {
+    fn operands(&self) -> [Option<Operand>; 2] {
         [Some(self.weight), self.bias]
+    }
+
+    fn saves_operands(&self) -> [bool; 2] {
+        [true, false]
     }
 
     fn saves(&self) -> [bool; 1] {
@@ -124,12 +141,12 @@ impl Operation for ConvTranspose2d {
         let s = &self.shape;
         let mut buf = c.state.pool.get(s.images * s.in_len());
         let mut work = c.state.pool.get(conv::work_len(s));
-        let w = c.params.get(self.weight);
+        let w = c.operand(self.weight);
         let memory = (work.slice_mut(), ValuesMut::F32(buf.slice_mut()));
         let value = Values::F32(c.state.value(x));
         conv::input_gradient(c.threads, s, w, value, memory, Mode::Write);
         if let Some(b) = self.bias {
-            let (b, piece) = (c.params.get(b), s.in_len().max(1));
+            let (b, piece) = (c.operand(b), s.in_len().max(1));
             c.threads
                 .split(buf.slice_mut(), piece, |_, y| finish(y, b, false));
         }
@@ -141,7 +158,7 @@ impl Operation for ConvTranspose2d {
         let (threads, s) = (ctx.threads, &self.shape);
         let (x, d) = (ctx.value(slots.x[0]), dy.slice());
         let mut work = ctx.pool().get(conv::work_len(s).max(8 * s.inp));
-        ctx.param(self.weight, |dw, mode| {
+        ctx.operand_grad(self.weight, |dw, mode| {
             let (d, x) = (Values::F32(d), Values::F32(x));
             conv::weight_gradient(threads, s, d, x, work.slice_mut(), dw, mode);
         })?;
@@ -152,13 +169,13 @@ impl Operation for ConvTranspose2d {
                 output: s.input,
                 ..*s
             };
-            ctx.param(b, |db, mode| {
+            ctx.operand_grad(b, |db, mode| {
                 conv::bias_gradient(threads, &back, d, work.slice_mut(), db, mode)
             })?;
         }
         if ctx.wants(slots.x[0]) {
             let mut dx = ctx.pool().get(x.len());
-            let w = ctx.params.get(self.weight);
+            let w = ctx.operand(self.weight);
             let (memory, y) = (work.slice_mut(), ValuesMut::F32(dx.slice_mut()));
             conv::forward(threads, s, Values::F32(d), w, (None, false), memory, y);
             ctx.give(slots.x[0], dx);

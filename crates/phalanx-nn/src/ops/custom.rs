@@ -1,37 +1,74 @@
-//! Operations that users bring. Save inputs and output.
+//! Operations that users bring. They choose what they save, and whether they can be run again.
 
+use crate::param::SinkError;
 use crate::pool::Buf;
-use crate::tape::{BackwardContext, Recorded, SlotId, Step, Visit};
+use crate::tape::{BackwardContext, Compute, Recorded, SlotId, State, Step, Visit};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 
 /// A user's operation, run through [`Step::custom`].
+///
+/// `forward` and `backward` must not touch tensors of the step that runs them: that panics.
 pub trait CustomOp: Send {
-    /// Fills `output` from the inputs.
-    fn forward(&self, inputs: &[&[f32]], output: &mut [f32]);
+    /// Fills `output` from the inputs. Every element must be written; the contents before are
+    /// arbitrary.
+    ///
+    /// # Errors
+    /// Whatever stops the training step. The caller gets an [`Error`] of kind
+    /// [`Custom`](crate::ErrorKind::Custom) whose source it is.
+    fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> std::result::Result<(), SinkError>;
 
     /// Fills `d_inputs[i]`, the gradient of input i, from the gradient of the
     /// output. Every element must be written; the contents before are arbitrary.
+    /// `inputs` and `output` hold empty slices for what the operation does not save.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward); the backward pass ends at once.
     fn backward(
         &self,
         inputs: &[&[f32]],
         output: &[f32],
         d_output: &[f32],
         d_inputs: &mut [&mut [f32]],
-    );
+    ) -> std::result::Result<(), SinkError>;
+
+    /// The operation's name in profiles, graphs and errors.
+    fn name(&self) -> &'static str {
+        "Custom"
+    }
+
+    /// Whether `backward` reads the inputs. If not, their memory may be freed before.
+    fn saves_inputs(&self) -> bool {
+        true
+    }
+
+    /// Whether `backward` reads the output. If not, its memory may be freed before.
+    fn saves_output(&self) -> bool {
+        true
+    }
+
+    /// Whether `forward` may run a second time during backward, and then makes the same bits.
+    /// Parts under [`Tensor::recompute`] free the output of such an operation.
+    fn can_recompute(&self) -> bool {
+        false
+    }
 }
 
 pub(crate) struct Custom {
     op: Box<dyn CustomOp>,
     inputs: Vec<SlotId>,
     out: SlotId,
+    // Asked once: what is saved must not change while the node is recorded.
+    saves_inputs: bool,
+    saves_output: bool,
+    can_recompute: bool,
 }
 
 impl Step<'_> {
     /// Runs and records a user's operation whose output has `shape`.
     ///
     /// # Errors
-    /// `Usage` when an input belongs to another step.
+    /// `Usage` when an input belongs to another step; `Custom` when the operation fails.
     pub fn custom<'s>(
         &'s self,
         op: Box<dyn CustomOp>,
@@ -47,15 +84,14 @@ impl Step<'_> {
         let slots: Vec<SlotId> = inputs.iter().map(Tensor::slot).collect();
         let out = {
             let mut st = self.state();
-            let mut buf = st.pool.get(shape.numel());
-            {
-                let values: Vec<&[f32]> = slots.iter().map(|&s| st.value(s)).collect();
-                op.forward(&values, buf.slice_mut());
-            }
+            let buf = forward(&*op, &slots, shape.numel(), &mut st)?;
             let wants = slots.iter().any(|&s| st.wants_grad(s));
             let out = st.add_output(shape, buf, wants);
             if wants {
                 st.record(Custom {
+                    saves_inputs: op.saves_inputs(),
+                    saves_output: op.saves_output(),
+                    can_recompute: op.can_recompute(),
                     op,
                     inputs: slots,
                     out,
@@ -67,26 +103,71 @@ impl Step<'_> {
     }
 }
 
+/// Runs the operation; its output.
+fn forward(op: &dyn CustomOp, inputs: &[SlotId], len: usize, st: &mut State) -> Result<Buf> {
+    let mut buf = st.pool.get(len);
+    let values: Vec<&[f32]> = inputs.iter().map(|&s| st.value(s)).collect();
+    match op.forward(&values, buf.slice_mut()) {
+        Ok(()) => Ok(buf),
+        Err(e) => {
+            st.pool.put(buf);
+            Err(failed(op, "forward", e))
+        }
+    }
+}
+
+fn failed(op: &dyn CustomOp, pass: &str, e: SinkError) -> Error {
+    Error::custom(
+        format!("operation {} failed in its {pass} pass: {e}", op.name()),
+        e,
+    )
+}
+
 impl Recorded for Custom {
+    fn name(&self) -> Option<&'static str> {
+        Some(self.op.name())
+    }
+
     fn visit(&self, f: &mut dyn FnMut(Visit)) {
         f(Visit::Output(self.out));
         for &i in &self.inputs {
             f(Visit::Input(i));
-            f(Visit::Saved(i));
+            if self.saves_inputs {
+                f(Visit::Saved(i));
+            }
         }
-        f(Visit::Saved(self.out));
+        if self.saves_output {
+            f(Visit::Saved(self.out));
+        }
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, dy: Buf) -> Result<()> {
-        let values: Vec<&[f32]> = self.inputs.iter().map(|&i| ctx.value(i)).collect();
-        let mut grads: Vec<Buf> = values.iter().map(|v| ctx.pool().get(v.len())).collect();
+        let op = &*self.op;
+        let saved = |is: bool, i: SlotId| if is { ctx.value(i) } else { &[][..] };
+        let inputs = self.inputs.iter().map(|&i| saved(self.saves_inputs, i));
+        let inputs: Vec<&[f32]> = inputs.collect();
+        let out = saved(self.saves_output, self.out);
+        let grads = self.inputs.iter().map(|&i| {
+            let len = ctx.shape(i).numel();
+            ctx.pool().get(len)
+        });
+        let mut grads: Vec<Buf> = grads.collect();
         let mut slices: Vec<&mut [f32]> = grads.iter_mut().map(Buf::slice_mut).collect();
-        self.op
-            .backward(&values, ctx.value(self.out), dy.slice(), &mut slices);
+        op.backward(&inputs, out, dy.slice(), &mut slices)
+            .map_err(|e| failed(op, "backward", e))?;
         for (&i, g) in self.inputs.iter().zip(grads) {
             ctx.give(i, g);
         }
         ctx.pool().put(dy);
         Ok(())
+    }
+
+    fn can_recompute(&self) -> bool {
+        self.can_recompute
+    }
+
+    fn recompute(&self, c: &mut Compute<'_>) -> Result<Buf> {
+        let len = c.state.shape(self.out).numel();
+        forward(&*self.op, &self.inputs, len, c.state)
     }
 }

@@ -1,15 +1,20 @@
 //! Dropout. Saves nothing: backward computes the mask again.
 
-use crate::kernels::dropout::{MaskKey, Rate, Share, apply};
+use std::ops::Range;
+
+use crate::kernels::dropout::{Block, MaskKey, Rate, Share, apply};
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
+use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 
 pub(crate) struct Dropout {
-    rows: usize,
+    /// This tensor's samples among those of the step.
+    rows: Range<usize>,
     key: MaskKey,
     rate: Rate,
     share: Share,
+    block: Block,
 }
 
 impl<'s> Tensor<'s> {
@@ -23,7 +28,8 @@ impl<'s> Tensor<'s> {
     /// `Usage` when `p` is not within 0 and 1, or the key names another number
     /// of samples than the outermost dimension has.
     pub fn dropout(self, p: f64) -> Result<Tensor<'s>> {
-        self.drop_out(p, Share::Element)
+        let dims = self.dims();
+        self.drop_out(p, (&dims, &[0; 6][..dims.len()]), false)
     }
 
     /// As [`dropout`](Tensor::dropout), but whole channels of images (N, H, W, C).
@@ -31,51 +37,93 @@ impl<'s> Tensor<'s> {
     /// # Errors
     /// As [`dropout`](Tensor::dropout), and when this is not a batch of images.
     pub fn dropout2d(self, p: f64) -> Result<Tensor<'s>> {
-        let [_, _, _, c] = self.image_dims("dropout2d")?;
-        self.drop_out(p, Share::Channel(c))
+        let dims = self.image_dims("dropout2d")?;
+        self.drop_out(p, (&dims, &[0; 4]), true)
     }
 
-    fn drop_out(self, p: f64, share: Share) -> Result<Tensor<'s>> {
+    /// This tensor is the block that begins at `start` of a tensor of shape `full`: its
+    /// elements are dropped as [`dropout`](Tensor::dropout) of that tensor drops them. The
+    /// step's key, if it names samples, names all `full[0]` of them. The block may be empty.
+    ///
+    /// # Errors
+    /// `Usage` when `p` is not within 0 and 1, the block does not lie in `full`, or the key names
+    /// another number of samples.
+    pub fn dropout_block(self, p: f64, full: &[usize], start: &[usize]) -> Result<Tensor<'s>> {
+        self.drop_out(p, (full, start), false)
+    }
+
+    /// As [`dropout_block`](Tensor::dropout_block), of [`dropout2d`](Tensor::dropout2d): whole
+    /// channels of images (N, H, W, C).
+    ///
+    /// # Errors
+    /// As [`dropout_block`](Tensor::dropout_block), and when this is not a batch of images.
+    pub fn dropout2d_block(self, p: f64, full: &[usize], start: &[usize]) -> Result<Tensor<'s>> {
+        self.image_dims("dropout2d")?;
+        self.drop_out(p, (full, start), true)
+    }
+
+    fn drop_out(
+        self,
+        p: f64,
+        (full, start): (&[usize], &[usize]),
+        channels: bool,
+    ) -> Result<Tensor<'s>> {
         if !(0.0..=1.0).contains(&p) {
             return Err(Error::usage(format!(
                 "dropout probability {p} is not within 0 and 1"
             )));
         }
-        let (step, dims) = (self.step(), self.dims());
-        let Some(&rows) = dims.first() else {
+        let (step, own) = (self.step(), self.dims());
+        let (Some(&rows), Some(&wide)) = (own.first(), own.last()) else {
             return Err(Error::usage("dropout of a tensor without dimensions"));
         };
+        Shape::new(full)?; // its places can be counted
+        let end = |i: usize| start[i].checked_add(own[i]);
+        let same = [full.len(), start.len()] == [own.len(); 2];
+        if !same || !(0..own.len()).all(|i| end(i).is_some_and(|end| end <= full[i])) {
+            return Err(Error::usage(format!(
+                "dropout: a block of shape {own:?} at {start:?} does not lie in {full:?}"
+            )));
+        }
         if !step.training() {
             return Ok(self);
         }
         // The operation is numbered even where p is 0, so that switching
         // one layer off does not change the others' masks.
-        let key = step.state().next_mask(rows)?;
+        let key = step.state().next_mask(full[0])?;
         if p == 0.0 {
             return Ok(self);
         }
-        let rate = Rate::new(p);
-        let op = Dropout {
-            rows,
-            key,
-            rate,
-            share,
+        let inner = if channels { own.len() - 1 } else { 1 };
+        let share = if channels {
+            Share::Channel(wide)
+        } else {
+            Share::Element
         };
-        step.apply([self.slot()], dims, op)
+        let op = Dropout {
+            rows: start[0]..start[0] + rows,
+            key,
+            rate: Rate::new(p),
+            share,
+            block: Block::new(&full[inner..], &start[inner..], &own[inner..]),
+        };
+        step.apply([self.slot()], own, op)
     }
 }
 
 impl Operation for Dropout {
     fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
         let mut buf = c.state.take_for_writing(x);
-        let (samples, y) = (c.state.samples(self.rows), buf.slice_mut());
-        apply(c.threads, y, samples, self.key, self.rate, self.share);
+        let (samples, y) = (c.state.samples(self.rows.clone()), buf.slice_mut());
+        let mask = (self.key, self.rate);
+        apply(c.threads, y, samples, mask, (self.share, &self.block));
         Ok((buf, None))
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, mut dy: Buf) -> Result<()> {
-        let (samples, d) = (ctx.samples(self.rows), dy.slice_mut());
-        apply(ctx.threads, d, samples, self.key, self.rate, self.share);
+        let samples = ctx.samples(self.rows.clone());
+        let (d, mask) = (dy.slice_mut(), (self.key, self.rate));
+        apply(ctx.threads, d, samples, mask, (self.share, &self.block));
         ctx.give(s.x[0], dy);
         Ok(())
     }

@@ -1,51 +1,46 @@
-//! Rows of a parameter, chosen by numbers; the gradient is dense. Saves the numbers' bits.
+//! Rows of a table, chosen by numbers; the gradient is dense. Saves the numbers' bits.
 //!
 //! *Order*: gradients of a row are added in the order of the numbers.
 
+use super::Weight;
 use crate::kernels::Mode;
-use crate::param::ParamId;
 use crate::pool::Buf;
-use crate::tape::{BackwardContext, Operation, Slots, Step};
+use crate::tape::{BackwardContext, Operand, Operation, Slots, Step};
 use crate::tensor::{Shape, Tensor};
 use crate::{Error, Precision, Result};
 
 pub(crate) struct Embedding {
-    weight: ParamId,
+    weight: Operand,
     width: usize,
     padding: Option<u32>,
 }
 
 impl Step<'_> {
-    /// Row `indices[i]` of `weight` (rows, width) for every i: a tensor of `shape`
-    /// with the width added. The row `padding` gets no gradient.
+    /// Row `indices[i]` of `weight` (rows, width), a parameter or a tensor, for every i: a
+    /// tensor of `shape` with the width added. The row `padding` gets no gradient.
     ///
     /// # Errors
-    /// `Usage` when a number is no row or their count is not the shape's.
+    /// `Usage` when a number is no row, their count is not the shape's, or the weight belongs
+    /// to another step or model.
     pub fn embedding<'s>(
         &'s self,
-        weight: ParamId,
+        weight: impl Into<Weight<'s>>,
         indices: &[u32],
         shape: &[usize],
         padding: Option<u32>,
     ) -> Result<Tensor<'s>> {
-        let info = self.info(weight)?;
-        let &[rows, width] = &*info.shape else {
-            return Err(Error::usage(format!(
-                "embedding {} of shape {:?} is not a matrix",
-                info.name, info.shape
-            )));
-        };
+        let weight = weight.into();
+        let known = weight.known(self)?;
+        let ([rows, width], name) = (known.matrix()?, known.name());
         if Shape::new(shape)?.numel() != indices.len() {
             return Err(Error::usage(format!(
-                "embedding {}: {} numbers for shape {shape:?}",
-                info.name,
+                "embedding {name}: {} numbers for shape {shape:?}",
                 indices.len()
             )));
         }
         if let Some(i) = indices.iter().find(|i| **i as usize >= rows) {
             return Err(Error::usage(format!(
-                "embedding {}: there is no row {i}, it has {rows}",
-                info.name
+                "embedding {name}: there is no row {i}, it has {rows}"
             )));
         }
         let mut sizes = [0; 6];
@@ -60,14 +55,15 @@ impl Step<'_> {
         let mut st = self.state();
         let mut buf = st.pool.get(to.numel());
         let mut kept = st.pool.get(indices.len());
-        let table = self.params().get(weight);
+        let c = self.compute(&mut st);
+        let table = c.operand(known.operand);
         let rows = buf.slice_mut().chunks_exact_mut(width.max(1));
         for ((row, &i), kept) in rows.zip(indices).zip(kept.slice_mut()) {
             row.copy_from_slice(&table[i as usize * width..][..width]);
             *kept = f32::from_bits(i);
         }
         let op = Embedding {
-            weight,
+            weight: known.operand,
             width,
             padding,
         };
@@ -79,14 +75,14 @@ impl Step<'_> {
 impl Operation<0> for Embedding {
     const RECOMPUTES: bool = false;
 
-    fn params(&self) -> [Option<ParamId>; 2] {
+    fn operands(&self) -> [Option<Operand>; 2] {
         [Some(self.weight), None]
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<0>, dy: Buf) -> Result<()> {
         let indices = ctx.value(s.aux()?);
         let width = self.width;
-        ctx.param(self.weight, |dw, mode| {
+        ctx.operand_grad(self.weight, |dw, mode| {
             if mode == Mode::Write {
                 dw.fill(0.0);
             }

@@ -1,17 +1,19 @@
 //! Layer and group normalisation: `y = (x - mean) / sqrt(var + eps) * w + b` over
 //! the last dimensions, or over groups of channels of an image. Save their
-//! input and two numbers a group.
+//! input, a weight that is no parameter, and two numbers a group.
 
+use super::Weight;
 use super::batch_norm::one_gradient;
+use super::weight::known_vector;
 use crate::kernels::layer_norm::{self, Groups};
 use crate::param::ParamId;
 use crate::pool::Buf;
-use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
+use crate::tape::{BackwardContext, Compute, Operand, Operation, SlotId, Slots};
 use crate::{Error, Result, Tensor};
 
 pub(crate) struct LayerNorm {
-    weight: Option<ParamId>,
-    bias: Option<ParamId>,
+    weight: Option<Operand>,
+    bias: Option<Operand>,
     groups: Groups,
     eps: f64,
 }
@@ -28,6 +30,20 @@ impl<'s> Tensor<'s> {
         (weight, bias): (Option<ParamId>, Option<ParamId>),
         eps: f64,
     ) -> Result<Tensor<'s>> {
+        let weights = (weight.map(Weight::Param), bias.map(Weight::Param));
+        self.layer_norm_with(shape, weights, eps)
+    }
+
+    /// As [`layer_norm`](Tensor::layer_norm), for weights that may be tensors.
+    ///
+    /// # Errors
+    /// `Usage` when the sizes do not fit, or a weight belongs to another step or model.
+    pub fn layer_norm_with(
+        self,
+        shape: &[usize],
+        weights: (Option<Weight<'s>>, Option<Weight<'s>>),
+        eps: f64,
+    ) -> Result<Tensor<'s>> {
         let dims = self.dims();
         let channels: usize = shape.iter().product();
         if !dims.ends_with(shape) || channels == 0 {
@@ -41,7 +57,7 @@ impl<'s> Tensor<'s> {
             channels,
             groups: 1,
         };
-        self.normalised(groups, (weight, bias), eps)
+        self.normalised(groups, weights, eps)
     }
 
     /// Normalises `groups` groups of neighbouring channels of images (N, …, C),
@@ -53,6 +69,21 @@ impl<'s> Tensor<'s> {
         self,
         groups: usize,
         (weight, bias): (Option<ParamId>, Option<ParamId>),
+        eps: f64,
+    ) -> Result<Tensor<'s>> {
+        let weights = (weight.map(Weight::Param), bias.map(Weight::Param));
+        self.group_norm_with(groups, weights, eps)
+    }
+
+    /// As [`group_norm`](Tensor::group_norm), for weights that may be tensors; each has a
+    /// value for every channel.
+    ///
+    /// # Errors
+    /// `Usage` when the sizes do not fit, or a weight belongs to another step or model.
+    pub fn group_norm_with(
+        self,
+        groups: usize,
+        weights: (Option<Weight<'s>>, Option<Weight<'s>>),
         eps: f64,
     ) -> Result<Tensor<'s>> {
         let dims = self.dims();
@@ -71,28 +102,21 @@ impl<'s> Tensor<'s> {
             channels,
             groups,
         };
-        self.normalised(groups, (weight, bias), eps)
+        self.normalised(groups, weights, eps)
     }
 
     fn normalised(
         self,
         groups: Groups,
-        (weight, bias): (Option<ParamId>, Option<ParamId>),
+        (weight, bias): (Option<Weight<'s>>, Option<Weight<'s>>),
         eps: f64,
     ) -> Result<Tensor<'s>> {
         let step = self.step();
-        for id in weight.into_iter().chain(bias) {
-            let info = step.info(id)?;
-            if info.len != groups.channels {
-                return Err(Error::usage(format!(
-                    "{} has {} values for {} channels",
-                    info.name, info.len, groups.channels
-                )));
-            }
-        }
+        let known =
+            |w: &Option<Weight<'s>>| known_vector(w.as_ref(), step, (groups.channels, "channels"));
         let op = LayerNorm {
-            weight,
-            bias,
+            weight: known(&weight)?,
+            bias: known(&bias)?,
             groups,
             eps,
         };
@@ -101,8 +125,12 @@ impl<'s> Tensor<'s> {
 }
 
 impl Operation for LayerNorm {
-    fn params(&self) -> [Option<ParamId>; 2] {
+    fn operands(&self) -> [Option<Operand>; 2] {
         [self.weight, self.bias]
+    }
+
+    fn saves_operands(&self) -> [bool; 2] {
+        [true, false]
     }
 
     fn saves(&self) -> [bool; 1] {
@@ -113,7 +141,7 @@ impl Operation for LayerNorm {
         let (g, numel) = (self.groups, c.state.shape(x).numel());
         let mut buf = c.state.pool.get(numel);
         let mut stats = c.state.pool.get(2 * g.images * g.groups);
-        let value = |id: Option<ParamId>| id.map_or(&[][..], |id| c.params.get(id));
+        let value = |w: Option<Operand>| w.map_or(&[][..], |w| c.operand(w));
         let constants = (value(self.weight), value(self.bias), self.eps);
         if numel > 0 {
             let (y, s) = (buf.slice_mut(), stats.slice_mut());
@@ -128,7 +156,7 @@ impl Operation for LayerNorm {
         // Of f64s.
         let mut sums = ctx.pool().get(4 * c);
         let saved = (ctx.value(s.x[0]), ctx.value(s.aux()?));
-        let weight = self.weight.map_or(&[][..], |w| ctx.params.get(w));
+        let weight = self.weight.map_or(&[][..], |w| ctx.operand(w));
         let (dw, db) = sums.f64_mut().split_at_mut(c);
         let (d, work_memory) = (dy.slice_mut(), work.slice_mut());
         layer_norm::backward(threads, g, saved, weight, d, work_memory, (dw, db));

@@ -1,7 +1,8 @@
-//! Products with a parameter: `y = act(x W + b)`. Saves its input, and its
-//! output when an activation is fused.
+//! Products with a weight: `y = act(x W + b)`. Saves its input, a weight that is no
+//! parameter, and its output when an activation is fused.
 
-use super::Act;
+use super::weight::{Known, known_vector};
+use super::{Act, Weight};
 use crate::kernels::bias::{column_sums, finish};
 use crate::kernels::conv::ConvShape;
 use crate::kernels::element::{Values, ValuesMut};
@@ -9,14 +10,14 @@ use crate::kernels::elementwise;
 use crate::kernels::product::{Mat, product_threaded};
 use crate::kernels::{Mode, bf16};
 use crate::par::ThreadPool;
-use crate::param::{Layout, ParamId, ParamInfo};
+use crate::param::ParamId;
 use crate::pool::Buf;
-use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
+use crate::tape::{BackwardContext, Compute, Operand, Operation, SlotId, Slots};
 use crate::{Error, Precision, Result, Tensor};
 
 pub(crate) struct Linear {
-    weight: ParamId,
-    bias: Option<ParamId>,
+    weight: Operand,
+    bias: Option<Operand>,
     act: Act,
     rows: usize,
     sizes: Sizes,
@@ -40,13 +41,8 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn of(info: &ParamInfo, order: Order) -> Result<Self> {
-        let (&[a, b], Layout::Same) = (&*info.shape, info.layout) else {
-            return Err(Error::usage(format!(
-                "{} of shape {:?} is not a matrix",
-                info.name, info.shape
-            )));
-        };
+    fn of(weight: &Known<'_>, order: Order) -> Result<Self> {
+        let [a, b] = weight.matrix()?;
         let (inp, out) = if order == Order::InOut {
             (a, b)
         } else {
@@ -134,8 +130,21 @@ impl<'s> Tensor<'s> {
     /// # Errors
     /// `Usage` when the sizes do not fit.
     pub fn matmul(self, weight: ParamId) -> Result<Tensor<'s>> {
-        let sizes = Sizes::of(self.step().info(weight)?, Order::InOut)?;
-        self.times(weight, None, Act::None, sizes)
+        self.times(&weight.into(), None, Act::None, Order::InOut)
+    }
+
+    /// `act(x W + b)` over the last dimension, for a weight of shape `[in, out]` and a bias of
+    /// `out` values.
+    ///
+    /// # Errors
+    /// `Usage` when the sizes do not fit, or a weight belongs to another step or model.
+    pub fn matmul_with(
+        self,
+        weight: impl Into<Weight<'s>>,
+        bias: Option<Weight<'s>>,
+        act: Act,
+    ) -> Result<Tensor<'s>> {
+        self.times(&weight.into(), bias.as_ref(), act, Order::InOut)
     }
 
     /// `act(x Wᵀ + b)` over the last dimension, for a weight of PyTorch's shape
@@ -144,40 +153,47 @@ impl<'s> Tensor<'s> {
     /// # Errors
     /// `Usage` when the sizes do not fit.
     pub fn linear(self, weight: ParamId, bias: Option<ParamId>, act: Act) -> Result<Tensor<'s>> {
-        let sizes = Sizes::of(self.step().info(weight)?, Order::OutIn)?;
-        self.times(weight, bias, act, sizes)
+        let bias = bias.map(Weight::Param);
+        self.times(&weight.into(), bias.as_ref(), act, Order::OutIn)
+    }
+
+    /// As [`linear`](Tensor::linear), for weights that may be tensors: `[out, in]` and
+    /// `out` values.
+    ///
+    /// # Errors
+    /// `Usage` when the sizes do not fit, or a weight belongs to another step or model.
+    pub fn linear_with(
+        self,
+        weight: impl Into<Weight<'s>>,
+        bias: Option<Weight<'s>>,
+        act: Act,
+    ) -> Result<Tensor<'s>> {
+        self.times(&weight.into(), bias.as_ref(), act, Order::OutIn)
     }
 
     fn times(
         self,
-        weight: ParamId,
-        bias: Option<ParamId>,
+        weight: &Weight<'s>,
+        bias: Option<&Weight<'s>>,
         act: Act,
-        sizes: Sizes,
+        order: Order,
     ) -> Result<Tensor<'s>> {
         let (step, dims) = (self.step(), self.dims());
-        let info = step.info(weight)?;
+        let weight = weight.known(step)?;
+        let sizes = Sizes::of(&weight, order)?;
         let Some((_, outer)) = dims.split_last().filter(|(l, _)| **l == sizes.inp) else {
             return Err(Error::usage(format!(
                 "{} takes {} inputs, the tensor has shape {dims:?}",
-                info.name, sizes.inp
+                weight.name(),
+                sizes.inp
             )));
         };
-        if let Some(b) = bias
-            && step.info(b)?.len != sizes.out
-        {
-            return Err(Error::usage(format!(
-                "{} has {} values for {} outputs",
-                step.info(b)?.name,
-                step.info(b)?.len,
-                sizes.out
-            )));
-        }
+        let bias = known_vector(bias, step, (sizes.out, "outputs"))?;
         let rows: usize = outer.iter().product();
         let shape = dims.with(outer.len(), sizes.out)?;
         let precision = step.state().precision;
         let op = Linear {
-            weight,
+            weight: weight.operand,
             bias,
             act,
             rows,
@@ -189,8 +205,12 @@ impl<'s> Tensor<'s> {
 }
 
 impl Operation for Linear {
-    fn params(&self) -> [Option<ParamId>; 2] {
+    fn operands(&self) -> [Option<Operand>; 2] {
         [Some(self.weight), self.bias]
+    }
+
+    fn saves_operands(&self) -> [bool; 2] {
+        [true, false]
     }
 
     fn saves(&self) -> [bool; 1] {
@@ -202,22 +222,23 @@ impl Operation for Linear {
     }
 
     fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
-        let (threads, sizes, st) = (c.threads, self.sizes, &mut *c.state);
-        let mut buf = st.pool.get(self.rows * sizes.out);
+        let (threads, sizes) = (c.threads, self.sizes);
+        let mut buf = c.state.pool.get(self.rows * sizes.out);
         let y = buf.slice_mut();
-        let w = c.params.get(self.weight);
         match sizes.rounded(self.rows, self.precision) {
             Some(s) => {
-                let mut work = st.pool.get(bf16::work_len(&s));
-                sizes.forward(threads, &s, st.value(x), w, work.slice_mut(), y);
-                st.pool.put(work);
+                let mut work = c.state.pool.get(bf16::work_len(&s));
+                let (x, w) = (c.state.value(x), c.operand(self.weight));
+                sizes.forward(threads, &s, x, w, work.slice_mut(), y);
+                c.state.pool.put(work);
             }
             None => {
-                let x = Mat::rows(st.value(x), self.rows, sizes.inp, sizes.inp);
-                product_threaded(threads, y, x, sizes.matrix(w), Mode::Write);
+                let x = Mat::rows(c.state.value(x), self.rows, sizes.inp, sizes.inp);
+                let w = sizes.matrix(c.operand(self.weight));
+                product_threaded(threads, y, x, w, Mode::Write);
             }
         }
-        let bias = self.bias.map_or(&[][..], |b| c.params.get(b));
+        let bias = self.bias.map_or(&[][..], |b| c.operand(b));
         finish(y, bias, self.act == Act::Relu);
         if self.act == Act::Relu6 {
             elementwise::clip(threads, y, self.act.clip());
@@ -236,7 +257,7 @@ impl Operation for Linear {
         // PyTorch's order within a linear layer: bias, then weight.
         if let Some(b) = p.bias {
             let d = dy.slice();
-            ctx.param(b, |db, mode| match mode {
+            ctx.operand_grad(b, |db, mode| match mode {
                 Mode::Write => column_sums(d, db),
                 Mode::Add => crate::par::scratch(out, |sums| {
                     column_sums(d, sums);
@@ -247,13 +268,13 @@ impl Operation for Linear {
         if let Some(s) = sizes.rounded(p.rows, p.precision) {
             let mut work = ctx.pool().get(bf16::work_len(&s));
             let (x, d) = (ctx.value(slots.x[0]), dy.slice());
-            ctx.param(p.weight, |dw, mode| {
+            ctx.operand_grad(p.weight, |dw, mode| {
                 let (a, b) = sizes.sides(Values::F32(x), Values::F32(d));
                 bf16::weight_gradient(threads, &s, a, b, work.slice_mut(), dw, mode);
             })?;
             if ctx.wants(slots.x[0]) {
                 let mut dx = ctx.pool().get(p.rows * inp);
-                let w = ctx.params.get(p.weight);
+                let w = ctx.operand(p.weight);
                 sizes.backward(threads, &s, d, w, work.slice_mut(), dx.slice_mut());
                 ctx.give(slots.x[0], dx);
             }
@@ -263,13 +284,13 @@ impl Operation for Linear {
         }
         let d = Mat::rows(dy.slice(), p.rows, out, out);
         let x = Mat::rows(ctx.value(slots.x[0]), p.rows, inp, inp);
-        ctx.param_checked(p.weight, |dw, mode| match order {
+        ctx.operand_grad_checked(p.weight, |dw, mode| match order {
             Order::InOut => product_threaded(threads, dw, x.t(), d, mode),
             Order::OutIn => product_threaded(threads, dw, d.t(), x, mode),
         })?;
         if ctx.wants(slots.x[0]) {
             let mut dx = ctx.pool().get(p.rows * inp);
-            let w = sizes.matrix(ctx.params.get(p.weight));
+            let w = sizes.matrix(ctx.operand(p.weight));
             product_threaded(threads, dx.slice_mut(), d, w.t(), Mode::Write);
             ctx.give(slots.x[0], dx);
         }

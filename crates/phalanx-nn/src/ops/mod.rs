@@ -18,11 +18,13 @@ pub(crate) mod layer_norm;
 pub(crate) mod linear;
 pub(crate) mod max_pool2d;
 pub(crate) mod nll;
+pub(crate) mod parameter;
 pub(crate) mod permute;
 pub(crate) mod reduction;
 pub(crate) mod slice;
 pub(crate) mod softmax;
 pub(crate) mod unary;
+pub(crate) mod weight;
 
 use crate::kernels::elementwise::Clip;
 
@@ -30,6 +32,7 @@ pub use avg_pool2d::AvgPool2dOptions;
 pub use batch_norm::{BatchNormOptions, JoinStatistics, RunningStats};
 pub use conv2d::Conv2dOptions;
 pub use max_pool2d::MaxPool2dOptions;
+pub use weight::Weight;
 
 /// A function fused to the end of a layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

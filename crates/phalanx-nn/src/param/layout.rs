@@ -41,12 +41,18 @@ impl Layout {
         }
     }
 
+    /// For each dimension in memory, PyTorch's; empty where they are the same.
+    pub(crate) fn order(self) -> &'static [usize] {
+        match self {
+            Layout::Same => &[],
+            Layout::Conv => &[2, 3, 1, 0],
+            Layout::Conv1d => &[2, 1, 0],
+        }
+    }
+
     /// Number of dimensions this layout requires, if it requires any.
     pub(crate) fn rank(self) -> Option<usize> {
-        match self {
-            Layout::Same => None,
-            Layout::Conv => Some(4),
-            Layout::Conv1d => Some(3),
-        }
+        let rank = self.order().len();
+        (rank > 0).then_some(rank)
     }
 }

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::layout::Layout;
+use super::scope::Section;
 use crate::error::{Error, Result};
 use crate::pool::AlignedBuf;
 
@@ -61,6 +62,17 @@ pub struct ParamInfo {
     pub len: usize,
     /// Memory order compared with PyTorch's.
     pub layout: Layout,
+}
+
+impl ParamInfo {
+    /// The shape in the engine's memory order: of [`Layout::Conv`] (kh, kw, in, out), of
+    /// [`Layout::Conv1d`] (k, in, out), else PyTorch's.
+    pub fn engine_shape(&self) -> Vec<usize> {
+        match self.layout.order() {
+            [] => self.shape.clone(),
+            order => order.iter().map(|&i| self.shape[i]).collect(),
+        }
+    }
 }
 
 /// Every parameter and buffer of a model, each kind in one flat region.
@@ -191,6 +203,44 @@ impl Params {
         let info = self.infos.get(id.index()).cloned();
         let info = info.ok_or_else(|| foreign("parameter", id.index(), None))?;
         import(&info, values, self.get_mut(id))
+    }
+
+    /// A copy of the same model in which each parameter may have another shape (a shard of it,
+    /// say): ids, names, layouts and buffers stay. `f` gets a parameter's values in PyTorch's
+    /// row-major order and gives its new shape and values in the same order; it may leave no
+    /// values. [`Grads`](crate::Grads) and optimizers made from the copy have its shapes.
+    ///
+    /// # Errors
+    /// Those of `f`; `Usage` when the values do not fit the shape, or the shape the layout.
+    pub fn map(
+        &self,
+        mut f: impl FnMut(&ParamInfo, Vec<f32>) -> Result<(Vec<usize>, Vec<f32>)>,
+    ) -> Result<Params> {
+        let mut section = Section::default();
+        for (id, info) in self.ids().zip(&self.infos) {
+            let (shape, values) = f(info, self.export(id))?;
+            let numel = shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
+            let rank = info.layout.rank().unwrap_or(shape.len());
+            if rank != shape.len() || numel != Some(values.len()) {
+                return Err(Error::usage(format!(
+                    "parameter {}: shape {shape:?} does not fit layout {:?} and {} values",
+                    info.name,
+                    info.layout,
+                    values.len()
+                )));
+            }
+            let mut own = AlignedBuf::zeroed(values.len());
+            own.copy_from_slice(&values);
+            section.add(info.name.clone(), &shape, info.layout, own);
+        }
+        let (values, infos) = section.build()?;
+        Ok(Params {
+            values,
+            infos,
+            model: self.model,
+            buffer_values: self.buffer_values.clone(),
+            buffer_infos: self.buffer_infos.clone(),
+        })
     }
 
     /// Names, shapes and places of the buffers in registration order.

@@ -86,14 +86,20 @@ struct Registry {
 
 /// Parameters or buffers so far: places, and values in PyTorch's order.
 #[derive(Default)]
-struct Section {
+pub(super) struct Section {
     infos: Vec<ParamInfo>,
     values: Vec<AlignedBuf>,
     end: usize,
 }
 
 impl Section {
-    fn add(&mut self, name: String, shape: &[usize], layout: Layout, values: AlignedBuf) -> u32 {
+    pub(super) fn add(
+        &mut self,
+        name: String,
+        shape: &[usize],
+        layout: Layout,
+        values: AlignedBuf,
+    ) -> u32 {
         let len = values.len();
         self.infos.push(ParamInfo {
             name,
@@ -108,7 +114,7 @@ impl Section {
     }
 
     /// Copies all values from PyTorch's order to their places.
-    fn build(self) -> Result<(AlignedBuf, Vec<ParamInfo>)> {
+    pub(super) fn build(self) -> Result<(AlignedBuf, Vec<ParamInfo>)> {
         let mut flat = AlignedBuf::zeroed(self.end);
         for (info, values) in self.infos.iter().zip(self.values) {
             import(

@@ -1,10 +1,11 @@
 //! The backward walk.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use std::time::Instant;
 
-use super::node::Visit;
+use super::node::{Operand, Visit};
 use super::segment;
 use super::state::{SlotId, State};
 use crate::Precision;
@@ -79,7 +80,7 @@ impl BackwardContext<'_> {
         self.state.labels(range)
     }
 
-    pub(crate) fn samples(&self, rows: usize) -> &[u64] {
+    pub(crate) fn samples(&self, rows: Range<usize>) -> &[u64] {
         self.state.samples(rows)
     }
 
@@ -88,22 +89,51 @@ impl BackwardContext<'_> {
         self.state.wants_grad(id)
     }
 
-    /// Lets `write` put one use's gradient of `param` into the sink's memory,
-    /// and reports the parameter when this was its last use.
-    pub(crate) fn param(
+    /// Elements of a weight that the current node has saved.
+    pub(crate) fn operand(&self, operand: Operand) -> &[f32] {
+        match operand {
+            Operand::Param(id) => self.params.get(id),
+            Operand::Slot(id) => self.value(id),
+        }
+    }
+
+    /// Lets `write` put one use's gradient of a weight into the memory of its gradient (a
+    /// parameter's is the sink's); not called where that is not wanted. Reports a parameter when
+    /// this was its last use.
+    pub(crate) fn operand_grad(
         &mut self,
-        param: ParamId,
+        operand: Operand,
         write: impl FnOnce(&mut [f32], Mode),
     ) -> Result<()> {
-        self.param_checked(param, |slot, mode| {
+        self.operand_grad_checked(operand, |slot, mode| {
             write(slot, mode);
             false
         })
     }
 
-    /// As [`param`](Self::param); `write` returns true if it has checked that every value
-    /// of the gradient is finite.
-    pub(crate) fn param_checked(
+    /// As [`operand_grad`](Self::operand_grad); `write` returns true if it has checked that
+    /// every value of the gradient is finite.
+    pub(crate) fn operand_grad_checked(
+        &mut self,
+        operand: Operand,
+        write: impl FnOnce(&mut [f32], Mode) -> bool,
+    ) -> Result<()> {
+        match operand {
+            Operand::Param(id) => return self.param(id, write),
+            Operand::Slot(id) if self.wants(id) => {
+                let (mut grad, mode) = match self.take(id) {
+                    Some(sum) => (sum, Mode::Add),
+                    None => (self.state.pool.get(self.shape(id).numel()), Mode::Write),
+                };
+                write(grad.slice_mut(), mode);
+                self.restore(id, grad);
+            }
+            Operand::Slot(_) => {}
+        }
+        Ok(())
+    }
+
+    fn param(
         &mut self,
         param: ParamId,
         write: impl FnOnce(&mut [f32], Mode) -> bool,
@@ -218,7 +248,7 @@ pub(super) fn run(
         let mut on = false;
         node.visit(&mut |v| match v {
             Visit::Output(s) => on = state.reached[s.index()],
-            Visit::Input(s) if on => state.reached[s.index()] = true,
+            Visit::Input(s) | Visit::Once(s) if on => state.reached[s.index()] = true,
             Visit::Param(p) if on => state.uses[p.index()] += 1,
             _ => {}
         });

@@ -35,7 +35,7 @@ impl Step<'_> {
                     makers[slot.index()] = Some(index);
                     made.shape = state.slots[slot.index()].shape.to_vec();
                 }
-                Visit::Input(slot) => made.inputs.push(makers[slot.index()]),
+                Visit::Input(slot) | Visit::Once(slot) => made.inputs.push(makers[slot.index()]),
                 Visit::Param(param) => {
                     let info = self.params.infos().get(param.index());
                     made.params.extend(info.map(|info| info.name.clone()));

@@ -12,7 +12,7 @@ mod state;
 pub(crate) use backward::BackwardContext;
 pub use graph::GraphNode;
 pub use key::StepKey;
-pub(crate) use node::{OpNode, Operation, Recorded, Slots, Visit};
+pub(crate) use node::{OpNode, Operand, Operation, Recorded, Slots, Visit};
 pub use precision::Precision;
 pub(crate) use segment::Compute;
 pub(crate) use state::{SlotId, State};

@@ -15,12 +15,21 @@ use crate::tensor::{Shape, Tensor};
 pub(crate) enum Visit {
     /// Its output slot.
     Output(SlotId),
-    /// A slot it read, which may want a gradient.
+    /// A slot it read, which may want a gradient, and which a second run reads again.
     Input(SlotId),
+    /// A slot it read, which may want a gradient, and which nothing reads again.
+    Once(SlotId),
     /// A slot whose value its backward reads.
     Saved(SlotId),
     /// A parameter whose gradient it contributes to, once.
     Param(ParamId),
+}
+
+/// A weight of an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Operand {
+    Param(ParamId),
+    Slot(SlotId),
 }
 
 /// One recorded operation.
@@ -75,9 +84,14 @@ pub(crate) trait Operation<const N: usize = 1> {
         None
     }
 
-    /// The parameters it uses.
-    fn params(&self) -> [Option<ParamId>; 2] {
+    /// Its weights.
+    fn operands(&self) -> [Option<Operand>; 2] {
         [None; 2]
+    }
+
+    /// The weights that backward reads.
+    fn saves_operands(&self) -> [bool; 2] {
+        [false; 2]
     }
 
     /// The inputs that backward reads.
@@ -120,8 +134,17 @@ impl<const N: usize, O: Operation<N>> Recorded for OpNode<O, N> {
     fn visit(&self, f: &mut dyn FnMut(Visit)) {
         f(Visit::Output(self.slots.out));
         self.slots.x.iter().for_each(|&x| f(Visit::Input(x)));
-        for param in self.op.params().into_iter().flatten() {
-            f(Visit::Param(param));
+        let operands = self.op.operands().into_iter().zip(self.op.saves_operands());
+        for (operand, saved) in operands {
+            match operand {
+                Some(Operand::Param(param)) => f(Visit::Param(param)),
+                Some(Operand::Slot(slot)) if O::RECOMPUTES => f(Visit::Input(slot)),
+                Some(Operand::Slot(slot)) => f(Visit::Once(slot)),
+                None => {}
+            }
+            if let (Some(Operand::Slot(slot)), true) = (operand, saved) {
+                f(Visit::Saved(slot));
+            }
         }
         for (&x, saved) in self.slots.x.iter().zip(self.op.saves()) {
             if saved {
@@ -178,8 +201,8 @@ impl Step<'_> {
     where
         Node: From<OpNode<O, N>>,
     {
-        let uses_params = st.training && op.params().iter().any(Option::is_some);
-        let wants = uses_params || x.iter().any(|&x| st.wants_grad(x));
+        let mut operands = op.operands().into_iter().flatten();
+        let wants = operands.any(|o| st.wants_grad_of(o)) || x.iter().any(|&x| st.wants_grad(x));
         let out = st.add_output_as((shape, precision), buf, wants);
         if wants {
             let mut node = OpNode::new(x, out, op);
@@ -228,6 +251,7 @@ nodes! {
     Linear(OpNode<ops::linear::Linear, 1>),
     MaxPool2d(OpNode<ops::max_pool2d::MaxPool2d, 1>),
     Nll(OpNode<ops::nll::Nll, 1>),
+    Parameter(OpNode<ops::parameter::Parameter, 0>),
     Permute(OpNode<ops::permute::Permute, 1>),
     PreparedLoss(OpNode<ops::element_loss::Prepared, 1>),
     Reduction(OpNode<ops::reduction::Reduction, 1>),

@@ -9,7 +9,7 @@
 use std::time::Instant;
 
 use super::backward::BackwardContext;
-use super::node::{Node, Visit};
+use super::node::{Node, Operand, Visit};
 use super::state::{SlotId, State};
 use crate::error::{Error, Result};
 use crate::par::ThreadPool;
@@ -69,6 +69,16 @@ pub(crate) struct Compute<'c> {
     pub(crate) threads: &'c ThreadPool,
     pub(crate) params: &'c Params,
     pub(crate) state: &'c mut State,
+}
+
+impl Compute<'_> {
+    /// Elements of a weight.
+    pub(crate) fn operand(&self, operand: Operand) -> &[f32] {
+        match operand {
+            Operand::Param(id) => self.params.get(id),
+            Operand::Slot(id) => self.state.value(id),
+        }
+    }
 }
 
 impl State {

@@ -1,9 +1,10 @@
 //! Slots and recorded nodes of the current step.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::key::StepKey;
-use super::node::{Node, Visit};
+use super::node::{Node, Operand, Visit};
 use super::precision::Precision;
 use super::segment::Segments;
 use crate::error::{Error, Result};
@@ -131,9 +132,9 @@ impl State {
         Ok(key)
     }
 
-    /// Ids of the first `rows` samples (or their places in the batch).
-    pub(crate) fn samples(&self, rows: usize) -> &[u64] {
-        &self.samples[..rows]
+    /// Ids of these samples (or their places in the batch).
+    pub(crate) fn samples(&self, rows: Range<usize>) -> &[u64] {
+        &self.samples[rows]
     }
 
     pub(crate) fn add_labels(&mut self, labels: &[u32]) -> (usize, usize) {
@@ -232,6 +233,14 @@ impl State {
     /// Whether an operation on this operand must be recorded.
     pub(crate) fn wants_grad(&self, id: SlotId) -> bool {
         self.slots[id.index()].wants_grad
+    }
+
+    /// The same of a weight: in training every parameter wants a gradient.
+    pub(crate) fn wants_grad_of(&self, operand: Operand) -> bool {
+        match operand {
+            Operand::Param(_) => self.training,
+            Operand::Slot(id) => self.wants_grad(id),
+        }
     }
 
     pub(crate) fn shape(&self, id: SlotId) -> Shape {

@@ -112,7 +112,8 @@ impl<'s> Tensor<'s> {
     /// their statistics (running ones change once, and joined ones are not
     /// joined twice). Values that `part` hands out or holds are kept, and so are those that
     /// the part is given; also outputs of operations that are not run again:
-    /// losses, embeddings, concatenations and a user's own. In an evaluation it just runs `part`.
+    /// losses, embeddings, concatenations, and a user's own unless they
+    /// [can be](crate::CustomOp::can_recompute). In an evaluation it just runs `part`.
     ///
     /// # Errors
     /// Those of `part`.
@@ -142,7 +143,8 @@ impl<'s> Tensor<'s> {
     /// # Errors
     /// `Usage` when this is not one element, depends on nothing that has a
     /// gradient, or the step already ran its backward pass; `Sink` when the
-    /// sink refused a gradient (the step is then of no further use).
+    /// sink refused a gradient, `Custom` when a user's operation failed (the step is then of no
+    /// further use).
     pub fn backward(self, sink: &mut dyn GradSink) -> Result<()> {
         if self.numel() != 1 {
             return Err(Error::usage(format!(

@@ -7,7 +7,7 @@ use phalanx_nn::layers::{
     Act, AvgPool2dOptions, BatchNorm2d, Conv2d, Conv2dOptions, ConvTranspose2d, Embedding,
     GroupNorm, Linear, MaxPool2dOptions,
 };
-use phalanx_nn::optim::{Adam, Sgd};
+use phalanx_nn::optim::{Adam, Sgd, grad_norm};
 use phalanx_nn::{
     ErrorKind, GradSink, Grads, Init, Layout, ParamId, Params, Reduction, Result, Scope, Seed,
     SinkError, Step, StepKey, Tape, Tensor, Threads,
@@ -317,4 +317,88 @@ fn parameters_of_another_model_are_neither_drawn_again_nor_imported() {
     is_usage(scope.build(), "belongs to another model");
     let mut empty = Scope::new(Seed(0)).build().unwrap();
     is_usage(empty.import(a.linear.weight, &[]), "has no parameter 0");
+}
+
+#[test]
+fn a_model_may_have_other_shapes() {
+    let mut scope = Scope::new(Seed(2));
+    let layer = Linear::new(scope.enter("l"), 3, 4);
+    let kernel = &[4, 2, 3, 1];
+    let kernel = scope.param(
+        "kernel",
+        kernel,
+        Layout::Conv,
+        Init::KaimingUniform { fan_in: 6 },
+    );
+    scope.buffer("mean", &[2], 1.0);
+    let params = scope.build().unwrap();
+    let same = params.map(|info, v| Ok((info.shape.clone(), v))).unwrap();
+    assert_eq!(same.infos(), params.infos());
+    assert_eq!(
+        [same.flat(), same.buffers_flat()],
+        [params.flat(), params.buffers_flat()]
+    );
+
+    // The second half of the outputs; nothing of the bias; twice the kernel.
+    let half = params.map(|info, mut v| {
+        let mut shape = info.shape.clone();
+        match &*info.name {
+            "l.bias" => (shape, v) = (vec![0], vec![]),
+            "kernel" => {
+                v.extend_from_within(..);
+                shape[0] *= 2;
+            }
+            _ => {
+                v.drain(..v.len() / 2);
+                shape[0] /= 2;
+            }
+        }
+        Ok((shape, v))
+    });
+    let mut half = half.unwrap();
+    let (weight, bias) = (layer.weight, layer.bias.unwrap());
+    assert_eq!(half.export(weight), params.export(weight)[6..]);
+    assert_eq!(half.get(bias), [0.0; 0]);
+    assert_eq!(half.export(kernel), params.export(kernel).repeat(2));
+    let info = &half.infos()[kernel.index()];
+    assert_eq!((info.offset, info.len, info.layout), (16, 48, Layout::Conv));
+    assert_eq!(
+        (&info.shape, info.engine_shape()),
+        (&vec![8, 2, 3, 1], vec![3, 1, 2, 8])
+    );
+    assert_eq!(half.buffers_flat(), params.buffers_flat());
+
+    // It trains, with ids of the model.
+    let mut grads = Grads::like(&half);
+    let mut tape = Tape::new(Threads(1));
+    let mut adam = Adam::new(&half, 0.5);
+    let mut sgd = Sgd::new(&half, 0.5).momentum(0.9);
+    let before = half.export(weight);
+    for i in 0..2 {
+        let step = tape.step(&half, StepKey::new(0, i));
+        let x = step.input(&[1.0, 2.0, 3.0], &[1, 3]).unwrap();
+        let y = x.linear(weight, None, Act::None).unwrap();
+        let none = step.parameter(bias).unwrap();
+        let y = step
+            .concat(vec![y.reshape(&[2]).unwrap(), none], 0)
+            .unwrap();
+        y.backward_with(&[1.0, 1.0], &mut grads).unwrap();
+        drop(step);
+        assert_eq!(grads.export(weight), [1.0, 2.0, 3.0, 1.0, 2.0, 3.0]);
+        if i == 0 {
+            adam.step(&mut half, &grads).unwrap();
+        } else {
+            sgd.step(&mut half, &grads).unwrap();
+        }
+    }
+    assert!(half.export(weight).iter().zip(&before).all(|(a, b)| a < b));
+    assert!(grad_norm(&half, &grads) > 5.0);
+
+    let fails = |shape: Vec<usize>| params.map(|_, v| Ok((shape.clone(), v))).map(drop);
+    is_usage(fails(vec![5]), "l.weight");
+    is_usage(fails(vec![usize::MAX, 2]), "l.weight");
+    let flat = params.map(|_, v| Ok((vec![v.len()], v)));
+    is_usage(flat.map(drop), "kernel");
+    let own = params.map(|_, _| Err(phalanx_nn::Error::usage("not this one")));
+    is_usage(own.map(drop), "not this one");
 }

@@ -7,8 +7,8 @@ use phalanx_nn::layers::{
     Act, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, MaxPool2dOptions,
 };
 use phalanx_nn::{
-    CustomOp, ErrorKind, GradView, Init, Layout, Reduction, Result, Scope, Seed, StepKey, Tape,
-    Tensor, Threads,
+    CustomOp, ErrorKind, GradView, Init, Layout, Reduction, Result, Scope, Seed, SinkError,
+    StepKey, Tape, Tensor, Threads,
 };
 
 // The plain forwards, in f64. Images are (N, H, W, C).
@@ -466,6 +466,75 @@ fn a_samples_mask_depends_on_its_id_not_on_its_place() {
     assert_eq!(e.kind(), ErrorKind::Usage);
 }
 
+/// All blocks of a tensor, empty ones too: what dropout of the whole makes there, forward
+/// and backward.
+#[test]
+fn a_block_is_dropped_as_in_the_whole_tensor() {
+    let params = Scope::new(Seed(0)).build().unwrap();
+    let mut sink = Recorder::like(&params);
+    let mut tape = Tape::new(Threads(2));
+    tape.poison(true);
+    let mut dropped = |own: &[usize], block: Option<(&[usize], &[usize])>, channels, named| {
+        let ids = &[7, 3, 9][..if named { 3 } else { 0 }];
+        let step = tape.step(&params, StepKey::new(1, 2).seed(3).samples(ids));
+        let ones = vec![1.0; own.iter().product()];
+        let x = step.variable(&ones, own).unwrap();
+        let y = match (block, channels) {
+            (None, false) => x.share().dropout(0.5),
+            (None, true) => x.share().dropout2d(0.5),
+            (Some((full, start)), false) => x.share().dropout_block(0.5, full, start),
+            (Some((full, start)), true) => x.share().dropout2d_block(0.5, full, start),
+        };
+        let y = y.unwrap();
+        let out = y.to_vec();
+        y.backward_with(&ones, &mut sink).unwrap();
+        assert_eq!(x.grad().unwrap(), out);
+        out
+    };
+    let ranges = |n: usize| (0..=n).flat_map(move |from| (from..=n).map(move |to| from..to));
+    let full = [3, 2, 3, 5];
+    for (channels, named) in [(false, false), (false, true), (true, true)] {
+        let whole = dropped(&full, None, channels, named);
+        assert!(whole.contains(&0.0) && whole.contains(&2.0));
+        for a in ranges(full[0]) {
+            for b in ranges(full[1]) {
+                for c in ranges(full[2]) {
+                    for d in ranges(full[3]) {
+                        let block = [a.clone(), b.clone(), c.clone(), d.clone()];
+                        let start = block.each_ref().map(|r| r.start);
+                        let own = block.each_ref().map(|r| r.len());
+                        let at = Some((&full[..], &start[..]));
+                        let got = dropped(&own, at, channels, named);
+                        let mut want = vec![];
+                        for (i, &v) in whole.iter().enumerate() {
+                            let (d, i) = (i % full[3], i / full[3]);
+                            let (c, i) = (i % full[2], i / full[2]);
+                            let index = [i / full[1], i % full[1], c, d];
+                            if block.iter().zip(&index).all(|(r, i)| r.contains(i)) {
+                                want.push(v);
+                            }
+                        }
+                        assert_eq!(got, want, "{block:?} of {full:?}");
+                    }
+                }
+            }
+        }
+    }
+    // Longer than the kernel's pieces, from a place that is no multiple of anything.
+    let whole = dropped(&[2, 9001], None, false, false);
+    let block = dropped(&[2, 8990], Some((&[2, 9001], &[0, 7])), false, false);
+    assert!(block[8990..] == whole[9001 + 7..][..8990]);
+
+    let step = tape.step(&params, StepKey::new(0, 0));
+    for (full, start) in [([2, 4], [0, 2]), ([2, 4], [usize::MAX, 0])] {
+        let x = step.input(&[1.0; 6], &[2, 3]).unwrap();
+        let e = x.dropout_block(0.5, &full, &start).unwrap_err();
+        assert!(e.to_string().contains("does not lie in"), "{e}");
+    }
+    let x = step.input(&[1.0; 6], &[2, 3]).unwrap();
+    assert!(x.dropout_block(0.5, &[6], &[0]).is_err());
+}
+
 #[test]
 fn losses() {
     let x = [input(&[4, 5], 1)];
@@ -515,10 +584,11 @@ fn losses() {
 struct Product;
 
 impl CustomOp for Product {
-    fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) {
+    fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> std::result::Result<(), SinkError> {
         for (o, (a, b)) in output.iter_mut().zip(inputs[0].iter().zip(inputs[1])) {
             *o = a * b + a * a;
         }
+        Ok(())
     }
 
     fn backward(
@@ -527,12 +597,13 @@ impl CustomOp for Product {
         output: &[f32],
         d_output: &[f32],
         d_inputs: &mut [&mut [f32]],
-    ) {
+    ) -> std::result::Result<(), SinkError> {
         for i in 0..output.len() {
             let (a, b) = (inputs[0][i], inputs[1][i]);
             d_inputs[0][i] = d_output[i] * (b + 2.0 * a);
             d_inputs[1][i] = d_output[i] * a;
         }
+        Ok(())
     }
 }
 
@@ -915,5 +986,93 @@ fn average_pooling() {
         &x,
         |g, _| g.x(0).global_avg_pool(),
         |v| pool(&v[0], &[(0, h, 0, w)], None),
+    );
+}
+
+/// Operations whose weights are inputs of the step, in the engine's memory order.
+#[test]
+fn weights_that_are_tensors() {
+    check(
+        "linear_with",
+        &[input(&[3, 5], 1), input(&[4, 5], 2), input(&[4], 3)],
+        |g, _| {
+            let (x, w, b) = (g.x(0), g.x(1), g.x(2));
+            x.linear_with(w, Some(b.into()), Act::None)
+        },
+        |v| linear(&v[0], &v[1], Some(&v[2]), 5, 4),
+    );
+    let c = Conv {
+        n: 2,
+        h: 5,
+        w: 4,
+        cin: 2,
+        cout: 3,
+        k: (3, 2),
+        s: 1,
+        p: 1,
+        d: 1,
+        g: 1,
+    };
+    check(
+        "conv2d_with",
+        &[
+            input(&[2, 5, 4, 2], 1),
+            input(&[3, 2, 2, 3], 2),
+            input(&[3], 3),
+        ],
+        |g, _| {
+            let (x, w, b) = (g.x(0), g.x(1), g.x(2));
+            let o = Conv2dOptions::rect(3, 2).padding(1);
+            x.conv2d_with(w, Some(b.into()), o, Act::None)
+        },
+        |v| {
+            // (kh, kw, in, out) to [out][in][kh][kw].
+            let w = (0..36).map(|i| v[1][(i % 6 * 2 + i / 6 % 2) * 3 + i / 12]);
+            c.run(&v[0], &w.collect::<Vec<_>>(), Some(&v[2]))
+        },
+    );
+    check(
+        "layer_norm_with",
+        &[input(&[3, 4], 1), input(&[4], 2), input(&[4], 3)],
+        |g, _| {
+            let (x, w, b) = (g.x(0), g.x(1), g.x(2));
+            x.layer_norm_with(&[4], (Some(w.into()), Some(b.into())), 1e-3)
+        },
+        |v| {
+            let rows = v[0].chunks(4).flat_map(|row| {
+                let mean = row.iter().sum::<f64>() / 4.0;
+                let var = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / 4.0;
+                let at = |i: usize| (row[i] - mean) / (var + 1e-3).sqrt() * v[1][i] + v[2][i];
+                (0..4).map(at).collect::<Vec<_>>()
+            });
+            rows.collect()
+        },
+    );
+    check(
+        "batch_norm_with",
+        &[input(&[5, 3], 1), input(&[3], 2), input(&[3], 3)],
+        |g, _| {
+            let (x, w, b) = (g.x(0), g.x(1), g.x(2));
+            let options = BatchNormOptions {
+                weight: None,
+                bias: None,
+                running: None,
+                momentum: None,
+                eps: 1e-3,
+            };
+            x.batch_norm_with(&options, (Some(w.into()), Some(b.into())), None, Act::None)
+        },
+        |v| batch_norm(&v[0], 3, &v[1], &v[2], 1e-3),
+    );
+    check(
+        "embedding",
+        &[input(&[4, 3], 1)],
+        |g, step| step.embedding(g.x(0), &[2, 0, 2], &[3], None),
+        |v| {
+            [2, 0, 2]
+                .iter()
+                .flat_map(|i| v[0][i * 3..][..3].to_vec())
+                .collect()
+        },
     );
 }

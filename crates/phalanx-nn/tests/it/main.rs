@@ -20,3 +20,4 @@ mod rng_torch;
 mod schedules;
 mod training;
 mod value;
+mod weights;
