@@ -3,12 +3,13 @@
 use std::path::Path;
 
 /// Each crate, and those of ours that it may depend on.
-const MAY: [(&str, &[&str]); 17] = [
+const MAY: [(&str, &[&str]); 18] = [
     ("wire", &[]),
     ("store", &["wire"]),
     ("comm", &["wire", "store"]),
     ("nn", &[]),
     ("ddp", &["comm", "nn"]),
+    ("global", &["comm", "nn", "ddp"]),
     ("data", &["nn"]),
     ("report", &["data"]),
     ("process", &["comm", "ddp", "nn", "data"]),

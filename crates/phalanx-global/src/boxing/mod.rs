@@ -1,0 +1,501 @@
+//! Boxing: the conversion of a tensor from one layout to another, as steps that are chosen
+//! by predicted time and then run.
+//!
+//! A route leads over layouts in which each mesh dimension has the SBP that it starts with, the one
+//! that it ends with, or [`Sbp::Broadcast`]. [`Boxing::plan`] looks at all of them (nine at most)
+//! and takes the one whose steps take least time by the cost model of `phalanx plan`. All ranks
+//! know the same layouts and costs, so all take the same.
+//!
+//! No bit depends on the route: ranges are copied, and partial values are folded
+//! dimension by dimension, the last one first, each in ascending rank order.
+
+mod run;
+
+use std::fmt;
+use std::ops::Range;
+
+use phalanx_comm::plan::{self, Collective, Hosts, Method};
+use phalanx_comm::{DType, Selector};
+
+pub(crate) use run::slice;
+
+use crate::error::{Error, Result};
+use crate::layout::{Block, Layout};
+use crate::placement::{Placement, coordinates};
+use crate::sbp::{self, Fold, Sbp};
+
+/// Bytes of one element.
+const ELEM_BYTES: usize = size_of::<f32>();
+
+/// What one step does; dimensions are the mesh's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum StepKind {
+    /// Each rank keeps a range of what it has.
+    Slice,
+    /// Each rank surrounds its range by what changes no fold: a split tensor becomes partial.
+    Pad,
+    /// The first rank of a dimension keeps its tensor, others take what changes no sum: a
+    /// whole tensor becomes partial.
+    Keep {
+        /// The mesh dimension.
+        dim: usize,
+    },
+    /// Whole tensors that are equal are their own minimum and maximum: nothing is done.
+    Rename,
+    /// The ranges of the ranks of one dimension are gathered on all of them.
+    AllGather {
+        /// The mesh dimension.
+        dim: usize,
+    },
+    /// The partial tensors of one dimension are folded on all of its ranks.
+    AllReduce {
+        /// The mesh dimension.
+        dim: usize,
+        /// The fold.
+        fold: Fold,
+    },
+    /// The same, but each rank gets a range of it.
+    ReduceScatter {
+        /// The mesh dimension.
+        dim: usize,
+        /// The fold.
+        fold: Fold,
+    },
+    /// Each rank gets the parts of its new range from the ranks that have them (all-to-all).
+    Exchange {
+        /// The mesh dimension whose ranks exchange, if it is one only.
+        dim: Option<usize>,
+    },
+}
+
+/// One step of a boxing.
+#[derive(Clone, Debug)]
+pub struct Step {
+    /// What is done.
+    pub kind: StepKind,
+    /// The layout after it.
+    pub to: Layout,
+    /// Bytes that each rank sends to others, by rank.
+    pub sent: Vec<usize>,
+    /// Predicted time in seconds.
+    pub seconds: f64,
+}
+
+/// The steps from one layout to another.
+#[derive(Clone, Debug)]
+pub struct Boxing {
+    names: Vec<String>,
+    from: Layout,
+    to: Layout,
+    steps: Vec<Step>,
+}
+
+impl Boxing {
+    /// The steps with least predicted time.
+    ///
+    /// # Errors
+    /// `Usage` when shapes or meshes differ.
+    pub fn plan(placement: &Placement, from: &Layout, to: &Layout) -> Result<Self> {
+        if from.shape() != to.shape() || from.mesh() != to.mesh() {
+            return Err(Error::usage(format!(
+                "a tensor {from} on a mesh of {:?} cannot become {to} on a mesh of {:?}",
+                from.mesh(),
+                to.mesh()
+            )));
+        }
+        let search = Search {
+            placement,
+            to,
+            nodes: nodes(from, to),
+        };
+        let steps = search.shortest(from).ok_or_else(|| {
+            Error::usage(format!("no sequence of collectives turns {from} into {to}"))
+        })?;
+        Ok(Boxing {
+            names: placement.names().to_vec(),
+            from: from.clone(),
+            to: to.clone(),
+            steps,
+        })
+    }
+
+    /// The layout before.
+    pub fn from(&self) -> &Layout {
+        &self.from
+    }
+
+    /// The layout after.
+    pub fn to(&self) -> &Layout {
+        &self.to
+    }
+
+    /// The steps, in order; none where the layouts are equal.
+    pub fn steps(&self) -> &[Step] {
+        &self.steps
+    }
+
+    /// Bytes that `rank` of the mesh sends to others in all steps: the data, and eight bytes a rank where
+    /// an exchange compares lengths.
+    ///
+    /// Where all ranks share memory, all-reduces, and gathers of equal lengths, send nothing; the count is
+    /// what they would send over a network.
+    pub fn bytes_sent(&self, rank: usize) -> usize {
+        self.steps.iter().map(|s| s.sent[rank]).sum()
+    }
+
+    /// Predicted time in seconds.
+    pub fn seconds(&self) -> f64 {
+        self.steps.iter().map(|s| s.seconds).sum()
+    }
+
+    /// Whether nothing is sent.
+    pub fn is_local(&self) -> bool {
+        self.steps.iter().all(|s| s.kind.is_local())
+    }
+}
+
+impl StepKind {
+    fn is_local(self) -> bool {
+        matches!(
+            self,
+            StepKind::Slice | StepKind::Pad | StepKind::Keep { .. } | StepKind::Rename
+        )
+    }
+}
+
+/// One line, then one for each step: what it does, over which dimension, the layout after
+/// it, and the bytes that the rank which sends most sends.
+impl fmt::Display for Boxing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (from, to) = (sbp::list(self.from.sbp()), sbp::list(self.to.sbp()));
+        write!(f, "{:?} {from} to {to}", self.from.shape())?;
+        if self.steps.is_empty() {
+            return f.write_str(": nothing to do");
+        }
+        let most = (0..self.from.ranks()).map(|r| self.bytes_sent(r)).max();
+        write!(f, ": {} B sent by a rank at most", most.unwrap_or(0))?;
+        for step in &self.steps {
+            let over = |dim: usize| format!(" over {}", self.names[dim]);
+            let what = match step.kind {
+                StepKind::Slice => "slice, local".to_owned(),
+                StepKind::Pad => "pad, local".to_owned(),
+                StepKind::Keep { dim } => format!("keep on the first rank{}, local", over(dim)),
+                StepKind::Rename => "nothing, the ranks have the same".to_owned(),
+                StepKind::AllGather { dim } => format!("all-gather{}", over(dim)),
+                StepKind::AllReduce { dim, fold } => {
+                    format!("all-reduce ({}){}", fold.op(), over(dim))
+                }
+                StepKind::ReduceScatter { dim, fold } => {
+                    format!("reduce-scatter ({}){}", fold.op(), over(dim))
+                }
+                StepKind::Exchange { dim: Some(dim) } => format!("all-to-all{}", over(dim)),
+                StepKind::Exchange { dim: None } => "all-to-all over the mesh".to_owned(),
+            };
+            let to = sbp::list(step.to.sbp());
+            write!(f, "\n  {what}: {to}")?;
+            if !step.kind.is_local() {
+                write!(
+                    f,
+                    ", {} B, {:.1} µs",
+                    step.sent.iter().max().unwrap_or(&0),
+                    step.seconds * 1e6
+                )?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The layouts that a route may lead over.
+fn nodes(from: &Layout, to: &Layout) -> Vec<Layout> {
+    let dims = from.mesh().len();
+    let mut all: Vec<Layout> = vec![from.clone()];
+    for code in 0..3usize.pow(dims as u32) {
+        // 0: as at the start, 1: as at the end, 2: whole.
+        let choice: Vec<usize> = (0..dims).map(|d| code / 3usize.pow(d as u32) % 3).collect();
+        if let Some(layout) = mixed(from, to, &choice)
+            && !all.contains(&layout)
+        {
+            all.push(layout);
+        }
+    }
+    if !all.contains(to) {
+        all.push(to.clone());
+    }
+    all
+}
+
+/// The layout with each mesh dimension as `choice` says, if the two say where its axes are cut.
+fn mixed(from: &Layout, to: &Layout, choice: &[usize]) -> Option<Layout> {
+    let sbp: Vec<Sbp> = choice
+        .iter()
+        .enumerate()
+        .map(|(d, c)| match c {
+            0 => from.sbp()[d],
+            1 => to.sbp()[d],
+            _ => Sbp::Broadcast,
+        })
+        .collect();
+    let mut known = true;
+    let layout = Layout::cut_by(from.mesh(), from.shape(), &sbp, |axis| {
+        let split: Vec<usize> = (0..sbp.len())
+            .filter(|d| sbp[*d] == Sbp::Split(axis))
+            .collect();
+        let of = |layout: &Layout, which: usize| {
+            let own: Vec<usize> = layout.dims_of(axis).collect();
+            let all_of_it = split.iter().all(|d| choice[*d] == which);
+            match all_of_it {
+                true if own == split => layout.shared_cuts(axis),
+                true if own.first() == split.first() && split.len() == 1 => layout.outer_cuts(axis),
+                _ => None,
+            }
+        };
+        let cuts = of(from, 0).or_else(|| of(to, 1));
+        known &= cuts.is_some();
+        cuts
+    });
+    layout.ok().filter(|_| known)
+}
+
+struct Search<'a> {
+    placement: &'a Placement,
+    to: &'a Layout,
+    nodes: Vec<Layout>,
+}
+
+impl Search<'_> {
+    /// Dijkstra's algorithm over the nodes; of equals the first one, on all ranks.
+    fn shortest(&self, from: &Layout) -> Option<Vec<Step>> {
+        let n = self.nodes.len();
+        let place = |layout: &Layout| self.nodes.iter().position(|l| l == layout);
+        let (start, end) = (place(from)?, place(self.to)?);
+        let mut seconds = vec![f64::INFINITY; n];
+        let mut way: Vec<Option<(usize, Step)>> = vec![None; n];
+        let mut done = vec![false; n];
+        seconds[start] = 0.0;
+        loop {
+            let open = (0..n).filter(|i| !done[*i] && seconds[*i].is_finite());
+            let next = open.min_by(|a, b| seconds[*a].total_cmp(&seconds[*b]))?;
+            if next == end {
+                break;
+            }
+            done[next] = true;
+            for other in 0..n {
+                if done[other] {
+                    continue;
+                }
+                if let Some(step) = self.step(&self.nodes[next], &self.nodes[other])
+                    && seconds[next] + step.seconds < seconds[other]
+                {
+                    seconds[other] = seconds[next] + step.seconds;
+                    way[other] = Some((next, step));
+                }
+            }
+        }
+        let mut steps = Vec::new();
+        let mut at = end;
+        while let Some((before, step)) = way[at].take() {
+            steps.push(step);
+            at = before;
+        }
+        steps.reverse();
+        Some(steps)
+    }
+
+    /// The one step from `x` to `y`, if there is one.
+    fn step(&self, x: &Layout, y: &Layout) -> Option<Step> {
+        let dims = x.mesh().len();
+        let changed: Vec<usize> = (0..dims).filter(|d| x.sbp()[*d] != y.sbp()[*d]).collect();
+        let all = || 0..x.ranks();
+        let blocks = |l: &Layout| all().map(|r| l.block(r)).collect::<Vec<_>>();
+        let (a, b) = (blocks(x), blocks(y));
+        let inside = |inner: &[Block], outer: &[Block]| {
+            inner.iter().zip(outer).all(|(i, o)| is_inside(i, o))
+        };
+        let kind = match *changed {
+            [dim] if x.sbp()[dim].is_partial() => {
+                let Sbp::Partial(fold) = x.sbp()[dim] else {
+                    return None;
+                };
+                // The order of additions: the last dimension first.
+                let later = |d: usize| x.sbp()[d].is_partial() && x.sbp()[d] != self.to.sbp()[d];
+                if (dim + 1..dims).any(later) || y.sbp()[dim].is_partial() {
+                    return None;
+                }
+                match y.sbp()[dim] {
+                    Sbp::Broadcast if a == b => StepKind::AllReduce { dim, fold },
+                    Sbp::Split(_) if inside(&b, &a) && covers(x, dim, &b, &a) => {
+                        StepKind::ReduceScatter { dim, fold }
+                    }
+                    _ => return None,
+                }
+            }
+            [dim] if y.sbp()[dim].is_partial() => match (x.sbp()[dim], y.sbp()[dim]) {
+                (Sbp::Broadcast, Sbp::Partial(Fold::Sum)) if a == b => StepKind::Keep { dim },
+                (Sbp::Broadcast, _) if a == b => StepKind::Rename,
+                (Sbp::Split(_), _) if inside(&a, &b) && covers(x, dim, &a, &b) => StepKind::Pad,
+                _ => return None,
+            },
+            _ if changed
+                .iter()
+                .any(|d| x.sbp()[*d].is_partial() || y.sbp()[*d].is_partial()) =>
+            {
+                return None;
+            }
+            _ if inside(&b, &a) => StepKind::Slice,
+            [dim] if y.sbp()[dim] == Sbp::Broadcast && inside(&a, &b) && covers(x, dim, &a, &b) => {
+                StepKind::AllGather { dim }
+            }
+            _ => StepKind::Exchange { dim: exchanging(x) },
+        };
+        let sent: Vec<usize> = all()
+            .map(|rank| self.sent(kind, x, rank, (&a, &b)))
+            .collect();
+        let seconds = self.seconds(kind, x, (&a, &b), &sent);
+        Some(Step {
+            kind,
+            to: y.clone(),
+            sent,
+            seconds,
+        })
+    }
+
+    /// Bytes that `rank` sends to others.
+    fn sent(&self, kind: StepKind, x: &Layout, rank: usize, (a, b): (&[Block], &[Block])) -> usize {
+        let own = numel(&a[rank]);
+        let elems = match kind {
+            kind if kind.is_local() => 0,
+            StepKind::AllGather { dim } => (x.mesh()[dim] - 1) * own,
+            StepKind::ReduceScatter { .. } => own - numel(&b[rank]),
+            StepKind::AllReduce { dim, .. } => {
+                let selector = self.placement.line(dim).selector();
+                return all_reduce_bytes(selector, own, coordinates(x.mesh(), rank)[dim]);
+            }
+            _ => {
+                let peers = partners(x, rank);
+                let others = peers.iter().filter(|p| **p != rank);
+                let data: usize = others.map(|p| numel(&common(&a[rank], &b[*p]))).sum();
+                // The lengths are compared first, by all ranks of the group.
+                let group = exchanging(x).map_or(x.ranks(), |d| x.mesh()[d]);
+                return data * ELEM_BYTES + (group - 1) * size_of::<i64>();
+            }
+        };
+        elems * ELEM_BYTES
+    }
+
+    fn seconds(
+        &self,
+        kind: StepKind,
+        x: &Layout,
+        (a, b): (&[Block], &[Block]),
+        sent: &[usize],
+    ) -> f64 {
+        let most = |blocks: &[Block]| blocks.iter().map(|b| numel(b)).max().unwrap_or(0);
+        let bytes = |elems: usize| elems * ELEM_BYTES;
+        let (before, after) = (bytes(most(a)), bytes(most(b)));
+        let copied = after as f64 / self.placement.group().selector().costs().core_bytes_per_s;
+        let line = |dim: usize| self.placement.line(dim).selector();
+        match kind {
+            StepKind::Rename => 0.0,
+            StepKind::AllGather { dim } => line(dim).predict(Method::AllGather, before) + copied,
+            StepKind::ReduceScatter { dim, .. } => {
+                line(dim).predict(Method::ReduceScatter, after) + copied
+            }
+            StepKind::AllReduce { dim, .. } => {
+                let selector = line(dim);
+                let method = selector.choose(Collective::AllReduce, before, DType::F32);
+                selector.predict(method, before)
+            }
+            StepKind::Exchange { .. } => {
+                let selector = match exchanging(x) {
+                    Some(dim) => line(dim),
+                    None => self.placement.group().selector(),
+                };
+                let peers = (selector.hosts().world() - 1).max(1);
+                let each = sent.iter().max().unwrap_or(&0).div_ceil(peers);
+                // Two rounds: the lengths, then the data.
+                let lengths = selector.predict(Method::AllToAll, size_of::<i64>());
+                lengths + selector.predict(Method::AllToAll, each) + copied
+            }
+            _ => copied,
+        }
+    }
+}
+
+/// Bytes that rank `rank` of a group sends in an all-reduce of `elems` elements.
+fn all_reduce_bytes(selector: &Selector, elems: usize, rank: usize) -> usize {
+    let hosts: &Hosts = selector.hosts();
+    if hosts.world() <= 1 || elems == 0 {
+        return 0;
+    }
+    let method = selector.choose(Collective::AllReduce, elems * ELEM_BYTES, DType::F32);
+    let spec = plan::Spec {
+        method,
+        world: hosts.world(),
+        count: elems,
+        elem_bytes: ELEM_BYTES,
+        root: 0,
+        target: 0,
+    };
+    let plan = plan::build_on(&spec, hosts, rank);
+    let sends = plan.rounds.iter().flat_map(|round| &round.sends);
+    sends.map(|send| send.part.len * ELEM_BYTES).sum()
+}
+
+pub(crate) fn numel(block: &[Range<usize>]) -> usize {
+    block.iter().map(ExactSizeIterator::len).product()
+}
+
+/// What two blocks have in common; empty ranges where nothing.
+pub(crate) fn common(a: &[Range<usize>], b: &[Range<usize>]) -> Block {
+    let meet = |(a, b): (&Range<usize>, &Range<usize>)| {
+        let (start, end) = (a.start.max(b.start), a.end.min(b.end));
+        start..end.max(start)
+    };
+    a.iter().zip(b).map(meet).collect()
+}
+
+fn is_inside(inner: &[Range<usize>], outer: &[Range<usize>]) -> bool {
+    numel(inner) == 0 || common(inner, outer) == inner
+}
+
+/// Whether the `inner` blocks of the ranks of each line along `dim` make up the `outer` one.
+fn covers(layout: &Layout, dim: usize, inner: &[Block], outer: &[Block]) -> bool {
+    (0..layout.ranks()).all(|rank| {
+        let line = line_of(layout, rank, &[dim]);
+        let parts: usize = line.iter().map(|r| numel(&inner[*r])).sum();
+        line.iter().all(|r| outer[*r] == outer[rank]) && parts == numel(&outer[rank])
+    })
+}
+
+/// The ranks with `rank`'s coordinates in all dimensions but `free`, in ascending order.
+fn line_of(layout: &Layout, rank: usize, free: &[usize]) -> Vec<usize> {
+    let own = coordinates(layout.mesh(), rank);
+    let same = |other: &usize| {
+        let at = coordinates(layout.mesh(), *other);
+        (0..own.len()).all(|d| free.contains(&d) || at[d] == own[d])
+    };
+    (0..layout.ranks()).filter(same).collect()
+}
+
+/// The ranks that have the parts of what `rank` and they have together.
+pub(crate) fn partners(x: &Layout, rank: usize) -> Vec<usize> {
+    let split = split_dims(x);
+    line_of(x, rank, &split)
+}
+
+fn split_dims(x: &Layout) -> Vec<usize> {
+    (0..x.mesh().len())
+        .filter(|d| matches!(x.sbp()[*d], Sbp::Split(_)))
+        .collect()
+}
+
+/// The dimension in which an exchange takes place, if one is enough.
+fn exchanging(x: &Layout) -> Option<usize> {
+    match split_dims(x)[..] {
+        [dim] => Some(dim),
+        _ if x.mesh().len() == 1 => Some(0),
+        _ => None,
+    }
+}

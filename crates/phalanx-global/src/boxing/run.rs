@@ -1,0 +1,253 @@
+//! Runs the steps of a boxing on this rank's part.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use phalanx_comm::ProcessGroup;
+
+use super::{Block, Boxing, Step, StepKind, common, exchanging, numel, partners};
+use crate::error::{Error, Result};
+use crate::layout::Layout;
+use crate::placement::{Placement, coordinates};
+use crate::sbp::Sbp;
+
+impl Boxing {
+    /// Converts this rank's part, row-major, and gives its new one.
+    ///
+    /// *Blocks until* all ranks of the mesh that a collective needs have come, at most the
+    /// group's deadline.
+    ///
+    /// # Errors
+    /// `Usage` when `part` has another length than this rank's; `Comm` when a collective fails.
+    pub fn run(&self, placement: &Placement, part: &[f32]) -> Result<Vec<f32>> {
+        let mut to = vec![0.0; self.to.numel_of(placement.rank())];
+        self.run_into(placement, part, &mut to)?;
+        Ok(to)
+    }
+
+    /// The same into memory of its new part's length.
+    pub(crate) fn run_into(
+        &self,
+        placement: &Placement,
+        part: &[f32],
+        to: &mut [f32],
+    ) -> Result<()> {
+        let own = self.from.numel_of(placement.rank());
+        if part.len() != own {
+            return Err(Error::usage(format!(
+                "this rank has {own} elements of {}, got {}",
+                self.from,
+                part.len()
+            )));
+        }
+        let (mut at, mut part) = (&self.from, Cow::Borrowed(part));
+        for step in &self.steps {
+            part = Cow::Owned(self.step(placement, at, step, part.into_owned())?);
+            at = &step.to;
+        }
+        to.copy_from_slice(&part);
+        Ok(())
+    }
+
+    fn step(
+        &self,
+        placement: &Placement,
+        from: &Layout,
+        step: &Step,
+        part: Vec<f32>,
+    ) -> Result<Vec<f32>> {
+        let rank = placement.rank();
+        let (a, b) = (from.block(rank), step.to.block(rank));
+        let failed =
+            |e| Error::comm_while(format!("a tensor {from} could not become {}", step.to), e);
+        match step.kind {
+            StepKind::Rename => Ok(part),
+            StepKind::Slice => Ok(slice(&part, &a, &b)),
+            StepKind::Pad => {
+                let fold = step.to.sbp().iter().zip(from.sbp());
+                let fold = fold
+                    .filter(|(to, from)| to != from)
+                    .find_map(|(to, _)| match to {
+                        Sbp::Partial(fold) => Some(fold.identity()),
+                        _ => None,
+                    });
+                let mut whole = vec![fold.unwrap_or(0.0); numel(&b)];
+                copy(&part, &a, &mut whole, &b, &a);
+                Ok(whole)
+            }
+            StepKind::Keep { dim } => Ok(match placement.coordinates()[dim] {
+                0 => part,
+                _ => vec![-0.0; part.len()],
+            }),
+            StepKind::AllReduce { dim, fold } => {
+                let mut part = part;
+                let group = placement.line(dim);
+                group.all_reduce(&mut part, fold.op()).map_err(failed)?;
+                Ok(part)
+            }
+            StepKind::AllGather { dim } => {
+                let blocks = along(placement, from, dim);
+                let lengths: Vec<usize> = blocks.iter().map(|b| numel(b)).collect();
+                let mut all = vec![0.0; numel(&b)];
+                gather(placement.line(dim), &part, &lengths, &mut all).map_err(failed)?;
+                if is_in_order(&blocks, &b) {
+                    return Ok(all);
+                }
+                let mut whole = vec![0.0; all.len()];
+                unpack(&all, &blocks, &mut whole, &b);
+                Ok(whole)
+            }
+            StepKind::ReduceScatter { dim, fold } => {
+                let blocks = along(placement, &step.to, dim);
+                let lengths: Vec<usize> = blocks.iter().map(|b| numel(b)).collect();
+                let packed = match is_in_order(&blocks, &a) {
+                    true => part,
+                    false => pack(&part, &a, &blocks),
+                };
+                let mut own = vec![0.0; numel(&b)];
+                let group = placement.line(dim);
+                match lengths.iter().all(|n| *n == lengths[0]) {
+                    true => group.reduce_scatter(&packed, &mut own, fold.op()),
+                    false => group.reduce_scatter_v(&packed, &lengths, &mut own, fold.op()),
+                }
+                .map_err(failed)?;
+                Ok(own)
+            }
+            StepKind::Exchange { .. } => self
+                .exchange(placement, from, &step.to, &part)
+                .map_err(failed),
+        }
+    }
+
+    fn exchange(
+        &self,
+        placement: &Placement,
+        from: &Layout,
+        to: &Layout,
+        part: &[f32],
+    ) -> phalanx_comm::Result<Vec<f32>> {
+        let rank = placement.rank();
+        let (a, b) = (from.block(rank), to.block(rank));
+        let partners = partners(from, rank);
+        let (group, members) = match exchanging(from) {
+            Some(dim) => (placement.line(dim), None),
+            None => (placement.group(), Some(&partners)),
+        };
+        // One block a rank of the group; empty for those that have nothing to give or to get.
+        let nothing: Block = a.iter().map(|_| 0..0).collect();
+        let mut gives = vec![nothing.clone(); group.world_size()];
+        let mut gets = vec![nothing; group.world_size()];
+        for &peer in &partners {
+            let place = match members {
+                Some(_) => peer,
+                None => coordinates(from.mesh(), peer)[exchanging(from).unwrap_or(0)],
+            };
+            gives[place] = common(&a, &to.block(peer));
+            gets[place] = common(&from.block(peer), &b);
+        }
+        let lengths = |blocks: &[Block]| blocks.iter().map(|b| numel(b)).collect::<Vec<_>>();
+        let packed = pack(part, &a, &gives);
+        let (sends, receives) = (lengths(&gives), lengths(&gets));
+        let mut received = vec![0.0; receives.iter().sum()];
+        group.all_to_all_v(&packed, &sends, &mut received, &receives)?;
+        let mut own = vec![0.0; numel(&b)];
+        unpack(&received, &gets, &mut own, &b);
+        Ok(own)
+    }
+}
+
+fn gather(
+    group: &ProcessGroup,
+    part: &[f32],
+    lengths: &[usize],
+    all: &mut [f32],
+) -> phalanx_comm::Result<()> {
+    match lengths.iter().all(|n| *n == lengths[0]) {
+        true => group.all_gather(part, all),
+        false => group.all_gather_v(part, lengths, all),
+    }
+}
+
+/// The blocks of the ranks of this rank's line along `dim`.
+fn along(placement: &Placement, layout: &Layout, dim: usize) -> Vec<Block> {
+    let line = super::line_of(layout, placement.rank(), &[dim]);
+    line.into_iter().map(|r| layout.block(r)).collect()
+}
+
+/// Whether the blocks, one behind the other, are the whole in its own order.
+fn is_in_order(blocks: &[Block], whole: &[Range<usize>]) -> bool {
+    // Only the outermost axis of more than one element may be cut.
+    let first = whole.iter().position(|r| r.len() > 1).unwrap_or(0);
+    blocks.iter().all(|b| {
+        b[first.min(b.len())..]
+            .iter()
+            .skip(1)
+            .eq(whole[first.min(whole.len())..].iter().skip(1))
+    })
+}
+
+pub(crate) fn slice(part: &[f32], own: &[Range<usize>], wanted: &[Range<usize>]) -> Vec<f32> {
+    let mut to = vec![0.0; numel(wanted)];
+    copy(part, own, &mut to, wanted, wanted);
+    to
+}
+
+fn pack(part: &[f32], own: &[Range<usize>], blocks: &[Block]) -> Vec<f32> {
+    let mut packed = Vec::with_capacity(blocks.iter().map(|b| numel(b)).sum());
+    for block in blocks {
+        packed.extend_from_slice(&slice(part, own, block));
+    }
+    packed
+}
+
+fn unpack(packed: &[f32], blocks: &[Block], to: &mut [f32], whole: &[Range<usize>]) {
+    let mut at = 0;
+    for block in blocks {
+        let len = numel(block);
+        copy(&packed[at..at + len], block, to, whole, block);
+        at += len;
+    }
+}
+
+/// Copies the elements of `region` from memory that holds block `a` to memory that holds block `b`.
+pub(crate) fn copy(
+    from: &[f32],
+    a: &[Range<usize>],
+    to: &mut [f32],
+    b: &[Range<usize>],
+    region: &[Range<usize>],
+) {
+    if numel(region) == 0 {
+        return;
+    }
+    // From this axis on all three are equal: one run of memory.
+    let equal = |i: &usize| a[*i] == region[*i] && b[*i] == region[*i];
+    let inner = (0..region.len()).rev().take_while(equal).count();
+    let Some(axis) = (region.len() - inner).checked_sub(1) else {
+        to.copy_from_slice(from);
+        return;
+    };
+    let below: usize = region[axis + 1..]
+        .iter()
+        .map(ExactSizeIterator::len)
+        .product();
+    let run = region[axis].len() * below;
+    let rows: usize = region[..axis].iter().map(ExactSizeIterator::len).product();
+    let start = |block: &[Range<usize>], at: &[usize]| {
+        let place = block.iter().zip(at);
+        let outer = place.fold(0, |n, (r, at)| n * r.len() + at - r.start);
+        outer * below
+    };
+    let mut at: Vec<usize> = region[..=axis].iter().map(|r| r.start).collect();
+    for _ in 0..rows {
+        let (f, t) = (start(&a[..=axis], &at), start(&b[..=axis], &at));
+        to[t..t + run].copy_from_slice(&from[f..f + run]);
+        for i in (0..axis).rev() {
+            at[i] += 1;
+            if at[i] < region[i].end {
+                break;
+            }
+            at[i] = region[i].start;
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! The crate's one error type.
+
+use std::fmt;
+
+/// Result of this crate.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// What went wrong, for callers that must decide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// Shapes, placements or SBPs that do not fit.
+    Usage,
+    /// The ranks disagree about a tensor.
+    Mismatch,
+    /// A collective failed; [`Error::comm`] has the details.
+    Comm,
+    /// An operation of the engine failed; its error is the source.
+    Engine,
+}
+
+/// A failure of a global tensor.
+pub struct Error {
+    kind: ErrorKind,
+    message: String,
+    source: Option<Cause>,
+}
+
+enum Cause {
+    Comm(phalanx_comm::Error),
+    Engine(phalanx_nn::Error),
+}
+
+impl Error {
+    pub(crate) fn usage(message: impl Into<String>) -> Self {
+        Self::with(ErrorKind::Usage, message, None)
+    }
+
+    pub(crate) fn mismatch(message: impl Into<String>) -> Self {
+        Self::with(ErrorKind::Mismatch, message, None)
+    }
+
+    pub(crate) fn comm_while(what: impl Into<String>, cause: phalanx_comm::Error) -> Self {
+        Self::with(ErrorKind::Comm, what, Some(Cause::Comm(cause)))
+    }
+
+    fn with(kind: ErrorKind, message: impl Into<String>, source: Option<Cause>) -> Self {
+        Error {
+            kind,
+            message: message.into(),
+            source,
+        }
+    }
+
+    /// What went wrong.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+
+    /// The collective's own error, when one failed.
+    pub fn comm(&self) -> Option<&phalanx_comm::Error> {
+        match &self.source {
+            Some(Cause::Comm(e)) => Some(e),
+            _ => None,
+        }
+    }
+}
+
+impl From<phalanx_nn::Error> for Error {
+    fn from(error: phalanx_nn::Error) -> Self {
+        let message = error.to_string();
+        Self::with(ErrorKind::Engine, message, Some(Cause::Engine(error)))
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl fmt::Debug for Error {
+    /// The message, as `fn main() -> Result<(), Error>` prints it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let message = self.to_string();
+        f.write_str(&message)?;
+        match std::error::Error::source(self).map(ToString::to_string) {
+            Some(cause) if !message.contains(&cause) => write!(f, ": {cause}"),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self.source.as_ref()? {
+            Cause::Comm(e) => Some(e),
+            Cause::Engine(e) => Some(e),
+        }
+    }
+}

@@ -1,0 +1,474 @@
+//! Parameters of a model as global tensors, and their gradients.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+
+use phalanx_comm::ReduceOp;
+use phalanx_nn::{GradSink, GradView, Grads, ParamId, ParamInfo, Params, SinkError, StepKey, Tape};
+
+use crate::boxing::{self, Boxing};
+use crate::error::{Error, Result};
+use crate::layout::Layout;
+use crate::placement::Placement;
+use crate::sbp::Sbp;
+use crate::step::GlobalStep;
+
+/// The parameters of a model as global tensors: this rank's parts, and their layouts.
+///
+/// Buffers (running statistics) are whole on every rank.
+pub struct GlobalParams {
+    placement: Placement,
+    local: Params,
+    /// In PyTorch's order of axes, by parameter.
+    layouts: Vec<Layout>,
+    /// In the engine's order of axes.
+    engine: Vec<Rc<Layout>>,
+    /// The layouts that operations find, if not those: what is gathered before its use.
+    used: Vec<Rc<Layout>>,
+    plans: Plans,
+}
+
+/// The boxings that were planned so far.
+pub(crate) struct Plans {
+    placement: Placement,
+    known: RefCell<HashMap<(Layout, Layout), Rc<Boxing>>>,
+}
+
+impl Plans {
+    fn new(placement: &Placement) -> Self {
+        Plans {
+            placement: placement.clone(),
+            known: RefCell::default(),
+        }
+    }
+
+    pub(crate) fn get(&self, from: &Layout, to: &Layout) -> Result<Rc<Boxing>> {
+        let key = (from.clone(), to.clone());
+        if let Some(found) = self.known.borrow().get(&key) {
+            return Ok(Rc::clone(found));
+        }
+        let made = Rc::new(Boxing::plan(&self.placement, from, to)?);
+        self.known.borrow_mut().insert(key, Rc::clone(&made));
+        Ok(made)
+    }
+}
+
+impl crate::rules::Price for Plans {
+    fn seconds(&self, from: &Layout, to: &Layout) -> Result<f64> {
+        match from == to {
+            true => Ok(0.0),
+            false => Ok(self.get(from, to)?.seconds()),
+        }
+    }
+}
+
+impl GlobalParams {
+    /// `params`, which every rank has in full and with equal values, as global tensors
+    /// (`model.to_global(placement, sbp)`): `sbp` says how each parameter lies, in PyTorch's
+    /// order of axes. This rank keeps its parts.
+    ///
+    /// ```
+    /// use phalanx_comm::{GroupOptions, ProcessGroup};
+    /// use phalanx_global::{GlobalParams, Placement, Sbp};
+    /// use phalanx_nn::{Scope, Seed, layers::Linear};
+    ///
+    /// let group = ProcessGroup::threads(1, GroupOptions::default()).remove(0);
+    /// let mut scope = Scope::new(Seed(0));
+    /// let layer = Linear::new(scope.enter("up"), 4, 8);
+    /// // Column parallel: each rank has some of the outputs.
+    /// let params = GlobalParams::new(&Placement::of(&group), &scope.build()?, |_| vec![Sbp::split(0)])?;
+    /// assert_eq!(params.layout(layer.weight).to_string(), "[8, 4] (S(0))");
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `Usage` when an SBP does not fit the mesh or its parameter, or says that a parameter is partial.
+    pub fn new(
+        placement: &Placement,
+        params: &Params,
+        mut sbp: impl FnMut(&ParamInfo) -> Vec<Sbp>,
+    ) -> Result<Self> {
+        let mesh = placement.sizes();
+        let mut layouts = Vec::with_capacity(params.len());
+        let mut engine = Vec::with_capacity(params.len());
+        for info in params.infos() {
+            let named = |e: Error| Error::usage(format!("parameter {}: {e}", info.name));
+            let sbp = sbp(info);
+            if sbp.iter().any(|s| s.is_partial()) {
+                return Err(Error::usage(format!(
+                    "parameter {} cannot be partial; it may be split or whole",
+                    info.name
+                )));
+            }
+            let layout = Layout::even(mesh, &info.shape, &sbp).map_err(named)?;
+            engine.push(Rc::new(in_engine(info, &layout).map_err(named)?));
+            layouts.push(layout);
+        }
+        let rank = placement.rank();
+        let mut of = layouts.iter();
+        let local = params.map(|info, values| {
+            let Some(layout) = of.next() else {
+                return Ok((info.shape.clone(), values));
+            };
+            let full: Vec<_> = info.shape.iter().map(|n| 0..*n).collect();
+            let block = layout.block(rank);
+            Ok((layout.shape_of(rank), boxing::slice(&values, &full, &block)))
+        })?;
+        Ok(GlobalParams {
+            placement: placement.clone(),
+            local,
+            layouts,
+            used: engine.clone(),
+            engine,
+            plans: Plans::new(placement),
+        })
+    }
+
+    /// Gathers parameters that are split over mesh dimension `dim` before each use, and frees them after it
+    /// (fully sharded data parallel): operations find them whole there. Their gradients are reduced and
+    /// scattered.
+    ///
+    /// # Errors
+    /// `Usage` when there is no such dimension.
+    pub fn gather_over(mut self, dim: &str) -> Result<Self> {
+        let Some(dim) = self.placement.dim(dim) else {
+            return Err(Error::usage(format!(
+                "the mesh {} has no dimension {dim:?}",
+                self.placement
+            )));
+        };
+        for used in &mut self.used {
+            let mut sbp = used.sbp().to_vec();
+            sbp[dim] = Sbp::Broadcast;
+            *used = Rc::new(used.with_sbp(&sbp)?);
+        }
+        Ok(self)
+    }
+
+    /// The mesh.
+    pub fn placement(&self) -> &Placement {
+        &self.placement
+    }
+
+    /// This rank's parts: what an optimizer is made for and updates.
+    pub fn local(&self) -> &Params {
+        &self.local
+    }
+
+    /// This rank's parts for writing.
+    pub fn local_mut(&mut self) -> &mut Params {
+        &mut self.local
+    }
+
+    /// How a parameter lies, in PyTorch's order of axes.
+    ///
+    /// # Panics
+    /// If `id` belongs to another, larger model.
+    pub fn layout(&self, id: ParamId) -> &Layout {
+        &self.layouts[id.index()]
+    }
+
+    /// Gradients of this rank's parts.
+    pub fn grads(&self) -> GlobalGrads {
+        GlobalGrads::new(self)
+    }
+
+    /// Starts a training step on `tape`.
+    pub fn step<'a>(&'a self, tape: &'a mut Tape, key: StepKey<'_>) -> GlobalStep<'a> {
+        let joined = crate::step::Joined::default();
+        tape.join_statistics(Some(joined.shared()));
+        GlobalStep::new(self, tape.step(&self.local, key), joined)
+    }
+
+    /// Starts an evaluation on `tape`.
+    pub fn inference<'a>(&'a self, tape: &'a mut Tape) -> GlobalStep<'a> {
+        GlobalStep::new(self, tape.inference(&self.local), Default::default())
+    }
+
+    /// A parameter in full and in PyTorch's order, on every rank.
+    ///
+    /// *Blocks until* all ranks of the mesh call it for the same parameter.
+    ///
+    /// # Errors
+    /// `Comm` when a collective fails.
+    pub fn full(&self, id: ParamId) -> Result<Vec<f32>> {
+        let layout = self.layout(id);
+        let whole = layout.with_sbp(&vec![Sbp::Broadcast; layout.mesh().len()])?;
+        let boxing = self.plans.get(layout, &whole)?;
+        boxing.run(&self.placement, &self.local.export(id))
+    }
+
+    /// The values of `flat`, memory laid out as this rank's parts are (an optimizer's buffer), as
+    /// [`full`](Self::full) gives those of a parameter.
+    ///
+    /// # Errors
+    /// As [`full`](Self::full).
+    pub fn full_of(&self, id: ParamId, flat: &[f32]) -> Result<Vec<f32>> {
+        let layout = self.layout(id);
+        let whole = layout.with_sbp(&vec![Sbp::Broadcast; layout.mesh().len()])?;
+        let mut part = Vec::new();
+        self.local.export_of(id, flat, &mut part);
+        self.plans.get(layout, &whole)?.run(&self.placement, &part)
+    }
+
+    /// This rank's part of a parameter's values, given in full and in PyTorch's order.
+    ///
+    /// # Errors
+    /// `Usage` when `values` has another length than the parameter.
+    pub fn part_of(&self, id: ParamId, values: &[f32]) -> Result<Vec<f32>> {
+        let layout = self.layout(id);
+        if values.len() != layout.numel() {
+            return Err(Error::usage(format!(
+                "parameter {} has {} elements, got {}",
+                self.local.infos()[id.index()].name,
+                layout.numel(),
+                values.len()
+            )));
+        }
+        let full: Vec<_> = layout.shape().iter().map(|n| 0..*n).collect();
+        let block = layout.block(self.placement.rank());
+        Ok(boxing::slice(values, &full, &block))
+    }
+
+    pub(crate) fn engine_layout(&self, id: ParamId) -> Result<&Rc<Layout>> {
+        self.of(&self.engine, id)
+    }
+
+    /// The layout that operations find, in the engine's order of axes.
+    pub(crate) fn used_layout(&self, id: ParamId) -> Result<&Rc<Layout>> {
+        self.of(&self.used, id)
+    }
+
+    fn of<'l>(&self, layouts: &'l [Rc<Layout>], id: ParamId) -> Result<&'l Rc<Layout>> {
+        layouts.get(id.index()).ok_or_else(|| {
+            Error::usage(format!(
+                "parameter {} belongs to another model; this one has {}",
+                id.index(),
+                self.engine.len()
+            ))
+        })
+    }
+
+    pub(crate) fn plans(&self) -> &Plans {
+        &self.plans
+    }
+}
+
+impl std::fmt::Debug for GlobalParams {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("GlobalParams")
+            .field("placement", &self.placement)
+            .field("local", &self.local)
+            .finish()
+    }
+}
+
+/// A parameter's layout with its axes in the engine's order.
+fn in_engine(info: &ParamInfo, layout: &Layout) -> Result<Layout> {
+    let order: Vec<usize> = match info.layout {
+        phalanx_nn::Layout::Conv => vec![2, 3, 1, 0],
+        phalanx_nn::Layout::Conv1d => vec![2, 1, 0],
+        _ => (0..layout.shape().len()).collect(),
+    };
+    let shape: Vec<usize> = order.iter().map(|a| layout.shape()[*a]).collect();
+    let place = |axis: usize| order.iter().position(|a| *a == axis).unwrap_or(axis);
+    let sbp: Vec<Sbp> = layout
+        .sbp()
+        .iter()
+        .map(|s| match s {
+            Sbp::Split(axis) => Sbp::Split(place(*axis)),
+            other => *other,
+        })
+        .collect();
+    Layout::cut_by(layout.mesh(), &shape, &sbp, |axis| {
+        layout.shared_cuts(order[axis])
+    })
+}
+
+/// Gradients of a [`GlobalParams`]: what [`Global::backward`](crate::Global::backward) writes and an optimizer reads.
+///
+/// *Order of additions*: over each mesh dimension in ascending rank order, the last dimension
+/// first. With one dimension these are the bits of
+/// [`DistributedDataParallel`](phalanx_ddp::DistributedDataParallel) if the batch is split evenly.
+pub struct GlobalGrads {
+    local: Grads,
+    placement: Placement,
+    layouts: Vec<Layout>,
+    /// Where the gradients lie.
+    places: Vec<std::ops::Range<usize>>,
+    /// Whether a backward pass used each parameter.
+    used: Vec<bool>,
+    accumulates: bool,
+    /// Sums over ranks that were not taken yet.
+    pending: bool,
+}
+
+impl GlobalGrads {
+    fn new(params: &GlobalParams) -> Self {
+        GlobalGrads {
+            local: Grads::like(&params.local),
+            placement: params.placement.clone(),
+            layouts: params.layouts.clone(),
+            places: (params.local.infos().iter())
+                .map(|info| info.offset..info.offset + info.len)
+                .collect(),
+            used: vec![false; params.layouts.len()],
+            accumulates: false,
+            pending: false,
+        }
+    }
+
+    /// Whether following backward passes add to the gradients (micro-batches) instead of overwriting
+    /// them. The ranks' gradients are added up by [`sum`](Self::sum), then once for all.
+    pub fn set_accumulate(&mut self, on: bool) {
+        self.accumulates = on;
+        self.local.set_accumulate(on);
+    }
+
+    pub(crate) fn is_accumulating(&self) -> bool {
+        self.accumulates
+    }
+
+    /// Sets every gradient to zero. Needed only before accumulating.
+    pub fn zero(&mut self) {
+        self.local.zero();
+        self.used.fill(false);
+        self.pending = false;
+    }
+
+    /// Adds up what the ranks have of the gradients of whole parameters.
+    /// [`Global::backward`](crate::Global::backward) does it, unless gradients are accumulated.
+    ///
+    /// *Blocks until* all ranks of the mesh call it.
+    ///
+    /// # Errors
+    /// `Usage` without a backward pass since the last sum; `Comm` when a collective fails.
+    pub fn sum(&mut self, params: &GlobalParams) -> Result<()> {
+        self.sum_scaled(params, 1.0)
+    }
+
+    /// The same, then times `factor`.
+    pub(crate) fn sum_scaled(&mut self, params: &GlobalParams, factor: f32) -> Result<()> {
+        if !std::mem::take(&mut self.pending) {
+            return Err(Error::usage(
+                "gradients were added up already; run a backward pass first",
+            ));
+        }
+        let placement = self.placement.clone();
+        for dim in (0..placement.sizes().len()).rev() {
+            let group = placement.line(dim);
+            if group.world_size() == 1 {
+                continue;
+            }
+            let failed = |e| Error::comm_while("gradients could not be added up", e);
+            let is_whole = |id: &ParamId| self.layouts[id.index()].sbp()[dim] == Sbp::Broadcast;
+            let whole: Vec<ParamId> = params.local.ids().filter(is_whole).collect();
+            if whole.len() == self.layouts.len() {
+                let flat = self.local.flat_mut();
+                group.all_reduce(flat, ReduceOp::Sum).map_err(failed)?;
+                continue;
+            }
+            let mut packed = Vec::new();
+            for id in &whole {
+                packed.extend_from_slice(self.local.grad(*id));
+            }
+            group
+                .all_reduce(&mut packed, ReduceOp::Sum)
+                .map_err(failed)?;
+            let mut rest = &packed[..];
+            for id in whole {
+                let own = self.local.slot(id);
+                let (sum, others) = rest.split_at(own.len());
+                own.copy_from_slice(sum);
+                rest = others;
+            }
+        }
+        if factor != 1.0 {
+            self.local.flat_mut().iter_mut().for_each(|g| *g *= factor);
+        }
+        Ok(())
+    }
+
+    /// The Euclidean norm of all gradients together, each element counted once
+    /// (for PyTorch's `clip_grad_norm_`, with [`clip_factor`](phalanx_nn::optim::clip_factor) and
+    /// [`step_scaled`](phalanx_nn::optim::Optimizer::step_scaled)).
+    ///
+    /// *Order of additions*: elements of a part in order, then parameters, then ranks; in f64.
+    ///
+    /// *Blocks until* all ranks of the mesh call it.
+    ///
+    /// # Errors
+    /// `Comm` when a collective fails.
+    pub fn norm(&self) -> Result<f64> {
+        let mut sum = [0.0f64];
+        for (index, layout) in self.layouts.iter().enumerate() {
+            let at = self.placement.coordinates().iter().zip(layout.sbp());
+            // One of the ranks that have the same part.
+            let counts = at
+                .into_iter()
+                .all(|(at, s)| *s != Sbp::Broadcast || *at == 0);
+            if counts && self.used[index] {
+                let values = &self.local.flat()[self.places[index].clone()];
+                sum[0] += values
+                    .iter()
+                    .map(|v| f64::from(*v) * f64::from(*v))
+                    .sum::<f64>();
+            }
+        }
+        let group = self.placement.group();
+        if group.world_size() > 1 {
+            group
+                .all_reduce(&mut sum, ReduceOp::Sum)
+                .map_err(|e| Error::comm_while("the norm of the gradients is needed", e))?;
+        }
+        Ok(sum[0].sqrt())
+    }
+}
+
+impl GradSink for GlobalGrads {
+    fn slot(&mut self, param: ParamId) -> &mut [f32] {
+        if let Some(used) = self.used.get_mut(param.index()) {
+            *used = true;
+        }
+        self.local.slot(param)
+    }
+
+    fn ready(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
+        self.pending = true;
+        self.local.ready(param)
+    }
+
+    fn unused(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
+        self.pending = true;
+        if !self.accumulates
+            && let Some(used) = self.used.get_mut(param.index())
+        {
+            *used = false;
+        }
+        self.local.unused(param)
+    }
+
+    fn accumulates(&self) -> bool {
+        self.accumulates
+    }
+}
+
+impl GradView for GlobalGrads {
+    fn grad(&self, param: ParamId) -> &[f32] {
+        self.local.grad(param)
+    }
+
+    fn untouched(&self, param: ParamId) -> bool {
+        self.used.get(param.index()) == Some(&false)
+    }
+}
+
+impl std::fmt::Debug for GlobalGrads {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("GlobalGrads")
+            .field("placement", &self.placement)
+            .field("parameters", &self.layouts.len())
+            .finish()
+    }
+}

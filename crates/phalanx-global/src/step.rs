@@ -1,0 +1,337 @@
+//! A step over global tensors.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use phalanx_comm::ProcessGroup;
+use phalanx_ddp::SyncBatchNorm;
+use phalanx_nn::layers::JoinStatistics;
+use phalanx_nn::{Result, SinkError, Step, Tensor};
+
+use crate::boxing::Boxing;
+use crate::error::Error;
+use crate::indices::Indices;
+use crate::layout::Layout;
+use crate::params::GlobalParams;
+use crate::placement::Placement;
+use crate::sbp::{self, Sbp};
+use crate::tensor::Global;
+
+/// One step in progress over global tensors; made by [`GlobalParams::step`]. All ranks of the mesh
+/// must do the same operations in the same order.
+pub struct GlobalStep<'a> {
+    params: &'a GlobalParams,
+    step: Step<'a>,
+    joined: Joined,
+    automatic: Cell<bool>,
+    /// Conversions of the forward pass, if they are kept.
+    log: RefCell<Option<Vec<Conversion>>>,
+}
+
+/// A conversion that an operation needed.
+#[derive(Clone, Debug)]
+pub struct Conversion {
+    /// The operation, such as `add`, or `to_global`.
+    pub operation: String,
+    /// What was converted: `operand 0` or a parameter's name.
+    pub operand: String,
+    /// The steps.
+    pub boxing: Rc<Boxing>,
+}
+
+impl std::fmt::Display for Conversion {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}, {}: {}", self.operation, self.operand, self.boxing)
+    }
+}
+
+impl<'a> GlobalStep<'a> {
+    pub(crate) fn new(params: &'a GlobalParams, step: Step<'a>, joined: Joined) -> Self {
+        GlobalStep {
+            params,
+            step,
+            joined,
+            automatic: Cell::new(true),
+            log: RefCell::default(),
+        }
+    }
+
+    /// The step of this rank's engine.
+    pub fn local(&self) -> &Step<'a> {
+        &self.step
+    }
+
+    /// The mesh.
+    pub fn placement(&self) -> &'a Placement {
+        self.params.placement()
+    }
+
+    /// The parameters.
+    pub fn params(&self) -> &'a GlobalParams {
+        self.params
+    }
+
+    /// Whether operations may convert operands that fit none of their rules (they do at first). Otherwise
+    /// they fail, naming the operands and the rules.
+    pub fn set_automatic(&self, on: bool) {
+        self.automatic.set(on);
+    }
+
+    pub(crate) fn is_automatic(&self) -> bool {
+        self.automatic.get()
+    }
+
+    /// Starts to keep the conversions of the operations that follow, for [`explain`](Self::explain).
+    pub fn keep_conversions(&self) {
+        self.log.borrow_mut().get_or_insert_default();
+    }
+
+    /// The conversions since [`keep_conversions`](Self::keep_conversions), in order. Those of
+    /// the backward pass are between the layouts of the gradients: the same pairs, from the result's
+    /// to the operand's.
+    pub fn explain(&self) -> Vec<Conversion> {
+        self.log.borrow().clone().unwrap_or_default()
+    }
+
+    pub(crate) fn note(
+        &self,
+        operation: &str,
+        operand: impl FnOnce() -> String,
+        boxing: &Rc<Boxing>,
+    ) {
+        if let Some(log) = &mut *self.log.borrow_mut() {
+            log.push(Conversion {
+                operation: operation.to_owned(),
+                operand: operand(),
+                boxing: Rc::clone(boxing),
+            });
+        }
+    }
+
+    /// A global tensor of values that every rank has in full: each keeps its part. It gets no gradient.
+    ///
+    /// Partial tensors are made of the values on the first ranks and of nothing on the others.
+    ///
+    /// # Errors
+    /// `Usage` when data, shape and SBP do not fit.
+    pub fn input<'s>(&'s self, data: &[f32], shape: &[usize], sbp: &[Sbp]) -> Result<Global<'s>> {
+        self.leaf(data, shape, sbp, false)
+    }
+
+    /// An [`input`](Self::input) whose own gradient is wanted: [`Global::grad`] of a shared handle gives it
+    /// after the backward pass.
+    ///
+    /// # Errors
+    /// As [`input`](Self::input).
+    pub fn variable<'s>(
+        &'s self,
+        data: &[f32],
+        shape: &[usize],
+        sbp: &[Sbp],
+    ) -> Result<Global<'s>> {
+        self.leaf(data, shape, sbp, true)
+    }
+
+    fn leaf<'s>(
+        &'s self,
+        data: &[f32],
+        shape: &[usize],
+        sbp: &[Sbp],
+        wants_grad: bool,
+    ) -> Result<Global<'s>> {
+        let numel: usize = shape.iter().product();
+        if data.len() != numel {
+            return Err(Error::usage(format!(
+                "a tensor of shape {shape:?} needs {numel} values, got {}",
+                data.len()
+            ))
+            .into());
+        }
+        let mesh = self.placement().sizes();
+        let whole = Layout::even(mesh, shape, &vec![Sbp::Broadcast; mesh.len()])?;
+        let layout = Layout::even(mesh, shape, sbp)?;
+        // Local: ranges of what all have.
+        let boxing = self.params.plans().get(&whole, &layout)?;
+        let part = boxing.run(self.placement(), data)?;
+        let own = layout.shape_of(self.placement().rank());
+        let local = match wants_grad {
+            true => self.step.variable(&part, &own)?,
+            false => self.step.input(&part, &own)?,
+        };
+        Ok(Global::new(self, local, Rc::new(layout)))
+    }
+
+    /// A global tensor of this rank's `local` one (`to_global`). Ranges of split axes follow each other
+    /// in rank order, whatever their lengths; of a whole tensor, all ranks have equal values.
+    ///
+    /// *Blocks until* all ranks of the mesh call it: they compare shapes and SBP.
+    ///
+    /// # Errors
+    /// `Mismatch` naming the first difference between the ranks; `Usage` when the SBP does not fit.
+    pub fn to_global<'s>(&'s self, local: Tensor<'s>, sbp: &[Sbp]) -> Result<Global<'s>> {
+        let layout = joined_layout(self.placement(), &local.shape(), sbp)?;
+        Ok(Global::new(self, local, Rc::new(layout)))
+    }
+
+    /// Numbers that every rank has in full, such as tokens or labels: each rank keeps its part.
+    ///
+    /// # Errors
+    /// `Usage` when numbers, shape and SBP do not fit, or a partial SBP is named.
+    pub fn indices(&self, all: &[u32], shape: &[usize], sbp: &[Sbp]) -> Result<Indices> {
+        Ok(Indices::new(self.placement(), all, shape, sbp)?)
+    }
+
+    pub(crate) fn joined(&self) -> &Joined {
+        &self.joined
+    }
+}
+
+impl std::fmt::Debug for GlobalStep<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("GlobalStep")
+            .field("placement", self.placement())
+            .finish_non_exhaustive()
+    }
+}
+
+/// What the ranks compare when local tensors become a global one.
+#[derive(serde::Serialize, serde::Deserialize, PartialEq)]
+struct Facts {
+    shape: Vec<usize>,
+    sbp: Vec<Sbp>,
+}
+
+/// The layout of the tensor whose parts the ranks have.
+pub(crate) fn joined_layout(
+    placement: &Placement,
+    shape: &[usize],
+    sbp: &[Sbp],
+) -> crate::Result<Layout> {
+    let mesh = placement.sizes();
+    // Whether it fits at all, before anything is sent.
+    Layout::even(mesh, shape, sbp)?;
+    let mine = Facts {
+        shape: shape.to_vec(),
+        sbp: sbp.to_vec(),
+    };
+    let group = placement.group();
+    let all = match group.world_size() {
+        1 => vec![mine],
+        _ => group
+            .all_gather_object(&mine)
+            .map_err(|e| Error::comm_while("the ranks could not compare a tensor's parts", e))?,
+    };
+    let first = &all[0];
+    let differ = |rank: usize, what: &str, a: String, b: String| {
+        Error::mismatch(format!(
+            "to_global: {what} of rank 0 is {a}, and of rank {rank} {b}"
+        ))
+    };
+    for (rank, other) in all.iter().enumerate() {
+        if other.sbp != first.sbp {
+            let (a, b) = (sbp::list(&first.sbp), sbp::list(&other.sbp));
+            return Err(differ(rank, "the SBP", a, b));
+        }
+        if other.shape.len() != first.shape.len() {
+            let (a, b) = (format!("{:?}", first.shape), format!("{:?}", other.shape));
+            return Err(differ(rank, "the shape", a, b));
+        }
+    }
+    let mut full = first.shape.clone();
+    let mut cuts = Vec::new();
+    for (axis, size) in full.iter_mut().enumerate() {
+        // The ranks that differ in the coordinates that split this axis, in order.
+        let dims: Vec<usize> = (0..sbp.len())
+            .filter(|d| sbp[*d] == Sbp::Split(axis))
+            .collect();
+        let index = |rank: usize| {
+            let at = crate::placement::coordinates(mesh, rank);
+            dims.iter().fold(0, |n, d| n * mesh[*d] + at[*d])
+        };
+        let parts: usize = dims.iter().map(|d| mesh[*d]).product();
+        let mut lengths = vec![None; parts];
+        for (rank, other) in all.iter().enumerate() {
+            let length = other.shape[axis];
+            let known = *lengths[index(rank)].get_or_insert((rank, length));
+            if known.1 != length {
+                return Err(Error::mismatch(format!(
+                    "to_global: ranks {} and {rank} must have equal sizes of axis {axis} under {}, but have {} and {length}",
+                    known.0,
+                    sbp::list(sbp),
+                    known.1
+                )));
+            }
+        }
+        if dims.is_empty() {
+            continue;
+        }
+        let mut all = vec![0];
+        for (_, length) in lengths.into_iter().flatten() {
+            all.push(all[all.len() - 1] + length);
+        }
+        *size = all[all.len() - 1];
+        cuts.push((axis, all));
+    }
+    let cuts: Vec<(usize, &[usize])> = cuts.iter().map(|(a, c)| (*a, &c[..])).collect();
+    Layout::uneven(mesh, &full, sbp, &cuts)
+}
+
+/// Joins the batches of a step's batch normalisations over the ranks that have parts of them.
+#[derive(Clone, Default)]
+pub(crate) struct Joined(Arc<Mutex<Over>>);
+
+#[derive(Default)]
+struct Over {
+    /// The mesh dimensions that split batches; known since the first batch normalisation.
+    dims: Option<Vec<usize>>,
+    join: Option<SyncBatchNorm>,
+}
+
+impl Joined {
+    pub(crate) fn shared(&self) -> Arc<dyn JoinStatistics> {
+        Arc::new(self.clone())
+    }
+
+    /// Sets the mesh dimensions that split the batch that follows.
+    pub(crate) fn set(&self, placement: &Placement, dims: Vec<usize>) -> crate::Result<()> {
+        let mut over = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = &over.dims {
+            if *known == dims {
+                return Ok(());
+            }
+            return Err(Error::usage(format!(
+                "batch normalisations of one step must be split over the same mesh dimensions, but one is over {known:?} and one over {dims:?}"
+            )));
+        }
+        let group: Option<ProcessGroup> = match dims[..] {
+            [] => None,
+            [dim] => Some(placement.line(dim).clone()),
+            _ => Some(placement.group().clone()),
+        };
+        over.join = group.map(SyncBatchNorm::new);
+        over.dims = Some(dims);
+        Ok(())
+    }
+}
+
+impl JoinStatistics for Joined {
+    fn join(
+        &self,
+        rows: f64,
+        mean: &mut [f64],
+        squares: &mut [f64],
+    ) -> std::result::Result<f64, SinkError> {
+        match &self.0.lock().unwrap_or_else(PoisonError::into_inner).join {
+            Some(join) => join.join(rows, mean, squares),
+            None => Ok(rows),
+        }
+    }
+
+    fn sum(&self, sums: &mut [f64]) -> std::result::Result<(), SinkError> {
+        match &self.0.lock().unwrap_or_else(PoisonError::into_inner).join {
+            Some(join) => join.sum(sums),
+            None => Ok(()),
+        }
+    }
+}

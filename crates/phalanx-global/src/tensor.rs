@@ -1,0 +1,454 @@
+//! The global tensor, and its conversions with their gradients.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use phalanx_comm::ReduceOp;
+use phalanx_nn::{CustomOp, Error as NnError, ParamId, Result, SinkError, Tensor, Weight};
+
+use crate::boxing::Boxing;
+use crate::error::Error;
+use crate::layout::Layout;
+use crate::params::GlobalGrads;
+use crate::placement::Placement;
+use crate::sbp::{Fold, Sbp};
+use crate::step::GlobalStep;
+
+/// A tensor that lies over the ranks of a mesh: this rank's part, and the layout of all.
+///
+/// Its operations are those of [`Value`](phalanx_nn::Value), so layers and models of phalanx-nn take it. A gradient
+/// lies as its value does, with sums for whole tensors and whole tensors for sums
+/// ([`Layout::of_gradient`]).
+pub struct Global<'s> {
+    step: &'s GlobalStep<'s>,
+    local: Tensor<'s>,
+    layout: Rc<Layout>,
+}
+
+impl<'s> Global<'s> {
+    pub(crate) fn new(step: &'s GlobalStep<'s>, local: Tensor<'s>, layout: Rc<Layout>) -> Self {
+        debug_assert_eq!(local.shape(), layout.shape_of(step.placement().rank()));
+        Global {
+            step,
+            local,
+            layout,
+        }
+    }
+
+    pub(crate) fn step(&self) -> &'s GlobalStep<'s> {
+        self.step
+    }
+
+    pub(crate) fn local(&self) -> &Tensor<'s> {
+        &self.local
+    }
+
+    pub(crate) fn into_local(self) -> Tensor<'s> {
+        self.local
+    }
+
+    pub(crate) fn shared_layout(&self) -> &Rc<Layout> {
+        &self.layout
+    }
+
+    /// Shape, SBP and ranges.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// A second handle on the same value.
+    #[must_use]
+    pub fn share(&self) -> Self {
+        Global {
+            step: self.step,
+            local: self.local.share(),
+            layout: Rc::clone(&self.layout),
+        }
+    }
+
+    /// The same tensor with another SBP (boxing). Ranges of axes that stay split stay; others are even.
+    ///
+    /// Its gradient is converted back, between the layouts of the gradients.
+    ///
+    /// *Blocks until* the ranks that the collectives need have come, at most the group's deadline.
+    ///
+    /// # Errors
+    /// `Usage` when the SBP does not fit; `Comm` (as source) when a collective fails.
+    pub fn to_global(self, sbp: &[Sbp]) -> Result<Self> {
+        let layout = self.layout.with_sbp(sbp)?;
+        self.to_layout(&layout)
+    }
+
+    /// As [`to_global`](Self::to_global), with the SBP of the gradient on its way back: the result's gradient is
+    /// converted to `grad_sbp` first. The same gradient arrives; only the route of its conversion
+    /// changes.
+    ///
+    /// # Errors
+    /// As [`to_global`](Self::to_global).
+    pub fn to_global_with(self, sbp: &[Sbp], grad_sbp: &[Sbp]) -> Result<Self> {
+        let layout = self.layout.with_sbp(sbp)?;
+        let way = layout.of_gradient().with_sbp(grad_sbp)?;
+        let step = self.step;
+        let converted = self.to_layout(&layout)?;
+        let plans = step.params().plans();
+        let gradient = converted.layout.of_gradient();
+        let routes = [plans.get(&gradient, &way)?, plans.get(&way, &gradient)?];
+        let op = Detour {
+            placement: step.placement().clone(),
+            routes: routes.map(|r| Arc::new((*r).clone())),
+        };
+        let shape = converted.local.shape();
+        let local = (step.local()).custom(Box::new(op), vec![converted.local], &shape)?;
+        Ok(Global::new(step, local, converted.layout))
+    }
+
+    /// The same tensor with the layout of `other`, ranges included.
+    ///
+    /// # Errors
+    /// As [`to_global`](Self::to_global), and when the shapes differ.
+    pub fn to_layout_of(self, other: &Global<'_>) -> Result<Self> {
+        let layout = Rc::clone(&other.layout);
+        self.to_layout(&layout)
+    }
+
+    /// The same tensor in another layout.
+    ///
+    /// # Errors
+    /// As [`to_global`](Self::to_global), and when the shapes differ.
+    pub fn to_layout(self, layout: &Layout) -> Result<Self> {
+        self.converted(layout, "to_global", || "the tensor".to_owned())
+    }
+
+    /// The same for operand `operand` of an operation.
+    pub(crate) fn converted(
+        self,
+        layout: &Layout,
+        operation: &str,
+        operand: impl FnOnce() -> String,
+    ) -> Result<Self> {
+        if *self.layout == *layout {
+            return Ok(self);
+        }
+        let step = self.step;
+        let folded = self.folded(layout)?;
+        let boxing = step.params().plans().get(&folded.layout, layout)?;
+        step.note(operation, operand, &boxing);
+        let local = boxed(step, folded.local, &boxing)?;
+        Ok(Global::new(step, local, Rc::new(layout.clone())))
+    }
+
+    /// Minima and maxima that `to` does not keep are made whole, the last mesh dimension first: their gradients
+    /// go to the ranks that have them.
+    fn folded(self, to: &Layout) -> Result<Self> {
+        let mut all = self;
+        for dim in (0..to.mesh().len()).rev() {
+            let own = all.layout.sbp()[dim];
+            let (Sbp::Partial(fold @ (Fold::Min | Fold::Max)), true) = (own, own != to.sbp()[dim])
+            else {
+                continue;
+            };
+            let mut sbp = all.layout.sbp().to_vec();
+            sbp[dim] = Sbp::Broadcast;
+            let layout = all.layout.with_sbp(&sbp)?;
+            let op = Extreme {
+                placement: all.step.placement().clone(),
+                dim,
+                fold,
+            };
+            let (step, shape) = (all.step, all.local.shape());
+            let local = step.local().custom(Box::new(op), vec![all.local], &shape)?;
+            all = Global::new(step, local, Rc::new(layout));
+        }
+        Ok(all)
+    }
+
+    /// This rank's part, as a tensor of its own. Its gradient is this rank's part of the global
+    /// one, as it lies.
+    pub fn to_local(self) -> Tensor<'s> {
+        self.local
+    }
+
+    /// The steps of a conversion to another SBP, which is not done: the collectives, over which
+    /// mesh dimension, with the bytes that a rank sends.
+    ///
+    /// # Errors
+    /// `Usage` when the SBP does not fit.
+    pub fn explain(&self, sbp: &[Sbp]) -> Result<Boxing> {
+        let layout = self.layout.with_sbp(sbp)?;
+        Ok((*self.step.params().plans().get(&self.layout, &layout)?).clone())
+    }
+
+    /// The whole tensor on every rank, row-major.
+    ///
+    /// *Blocks until* all ranks of the mesh call it.
+    ///
+    /// # Errors
+    /// `Comm` (as source) when a collective fails.
+    pub fn full(&self) -> Result<Vec<f32>> {
+        whole(self.step, &self.layout, self.local.data())
+    }
+
+    /// The value of a tensor of one element, such as a loss, on every rank.
+    ///
+    /// # Errors
+    /// `Usage` when there is not exactly one element; else as [`full`](Self::full).
+    pub fn item(&self) -> Result<f32> {
+        match self.full()?[..] {
+            [one] => Ok(one),
+            ref all => {
+                Err(Error::usage(format!("item of a tensor of {} elements", all.len())).into())
+            }
+        }
+    }
+
+    /// The whole gradient of a [variable](GlobalStep::variable) after the backward pass, on every rank; `None` as for
+    /// [`Tensor::grad`].
+    ///
+    /// *Blocks until* all ranks of the mesh call it.
+    ///
+    /// # Errors
+    /// As [`full`](Self::full).
+    pub fn grad(&self) -> Result<Option<Vec<f32>>> {
+        let Some(part) = self.local.grad() else {
+            return Ok(None);
+        };
+        whole(self.step, &self.layout.of_gradient(), &part).map(Some)
+    }
+
+    /// Runs the backward pass from this loss (one element), and adds up gradients over the ranks
+    /// unless `grads` accumulates.
+    ///
+    /// *Order*: as [`Tensor::backward`], then as [`GlobalGrads`]. Where the loss is a sum over ranks, gradients are
+    /// those of the loss times their number, and are divided by it after the sum: so equal parts of a mean give
+    /// the bits of a mean over ranks.
+    ///
+    /// *Blocks until* all ranks of the mesh call it.
+    ///
+    /// # Errors
+    /// As [`Tensor::backward`]; `Comm` (as source) when a collective fails.
+    pub fn backward(self, grads: &mut GlobalGrads) -> Result<()> {
+        if self.layout.numel() != 1 {
+            return Err(Error::usage(format!(
+                "backward needs a loss of one element, this tensor has shape {:?}",
+                self.layout.shape()
+            ))
+            .into());
+        }
+        if let Some(s) = self
+            .layout
+            .sbp()
+            .iter()
+            .find(|s| matches!(s, Sbp::Split(_) | Sbp::Partial(Fold::Min | Fold::Max)))
+        {
+            return Err(Error::usage(format!(
+                "backward needs a loss that is whole or a sum, not {s}; convert it with to_global"
+            ))
+            .into());
+        }
+        let (step, mesh) = (self.step, self.layout.mesh());
+        let sums = (0..mesh.len()).filter(|d| self.layout.sbp()[*d].is_partial());
+        let parts: usize = sums.map(|d| mesh[d]).product();
+        // Of a whole loss the gradient is partial: the first rank's.
+        let at = step.placement().coordinates();
+        let counts = (0..mesh.len()).all(|d| self.layout.sbp()[d].is_partial() || at[d] == 0);
+        let (seed, factor) = match grads.is_accumulating() {
+            true => (1.0, 1.0),
+            false => (parts as f32, 1.0 / parts as f32),
+        };
+        let seed = if counts { seed } else { 0.0 };
+        self.local.backward_with(&[seed], grads)?;
+        if !grads.is_accumulating() {
+            grads.sum_scaled(step.params(), factor)?;
+        }
+        Ok(())
+    }
+}
+
+impl std::fmt::Debug for Global<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Global({} on {})", self.layout, self.step.placement())
+    }
+}
+
+/// A part converted to the whole tensor.
+fn whole(step: &GlobalStep<'_>, layout: &Layout, part: &[f32]) -> Result<Vec<f32>> {
+    let whole = layout.with_sbp(&vec![Sbp::Broadcast; layout.mesh().len()])?;
+    let boxing = step.params().plans().get(layout, &whole)?;
+    Ok(boxing.run(step.placement(), part)?)
+}
+
+/// Runs a boxing as an operation of the step.
+fn boxed<'s>(
+    step: &'s GlobalStep<'s>,
+    local: Tensor<'s>,
+    boxing: &Rc<Boxing>,
+) -> Result<Tensor<'s>> {
+    if boxing.steps().is_empty() {
+        return Ok(local);
+    }
+    let back =
+        (step.params().plans()).get(&boxing.to().of_gradient(), &boxing.from().of_gradient())?;
+    let op = Converted {
+        placement: step.placement().clone(),
+        there: Arc::new((**boxing).clone()),
+        back: Arc::new((*back).clone()),
+    };
+    let shape = boxing.to().shape_of(step.placement().rank());
+    step.local().custom(Box::new(op), vec![local], &shape)
+}
+
+/// A parameter in the layout that an operation needs.
+pub(crate) fn weight<'s>(
+    step: &'s GlobalStep<'s>,
+    id: ParamId,
+    layout: &Layout,
+    operation: &str,
+) -> Result<Weight<'s>> {
+    let own = step.params().engine_layout(id)?;
+    if **own == *layout {
+        return Ok(id.into());
+    }
+    let boxing = step.params().plans().get(own, layout)?;
+    let name = || step.params().local().infos()[id.index()].name.clone();
+    step.note(operation, name, &boxing);
+    let local = step.local().parameter(id)?;
+    Ok(boxed(step, local, &boxing)?.into())
+}
+
+/// Whether a parameter needs collectives to get into a layout, so that it is not worth keeping until backward.
+pub(crate) fn is_gathered(step: &GlobalStep<'_>, id: ParamId, layout: &Layout) -> Result<bool> {
+    let own = step.params().engine_layout(id)?;
+    Ok(**own != *layout && !step.params().plans().get(own, layout)?.is_local())
+}
+
+/// A boxing and that of the gradient.
+struct Converted {
+    placement: Placement,
+    there: Arc<Boxing>,
+    back: Arc<Boxing>,
+}
+
+type OpResult = std::result::Result<(), SinkError>;
+
+impl CustomOp for Converted {
+    fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> OpResult {
+        Ok(self.there.run_into(&self.placement, inputs[0], output)?)
+    }
+
+    fn backward(
+        &self,
+        _: &[&[f32]],
+        _: &[f32],
+        d_output: &[f32],
+        d_inputs: &mut [&mut [f32]],
+    ) -> OpResult {
+        Ok(self.back.run_into(&self.placement, d_output, d_inputs[0])?)
+    }
+
+    fn name(&self) -> &'static str {
+        "Boxing"
+    }
+
+    fn saves_inputs(&self) -> bool {
+        false
+    }
+
+    fn saves_output(&self) -> bool {
+        false
+    }
+
+    fn can_recompute(&self) -> bool {
+        true
+    }
+}
+
+/// Nothing forward; backward the gradient takes a way over another layout.
+struct Detour {
+    placement: Placement,
+    routes: [Arc<Boxing>; 2],
+}
+
+impl CustomOp for Detour {
+    fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> OpResult {
+        output.copy_from_slice(inputs[0]);
+        Ok(())
+    }
+
+    fn backward(
+        &self,
+        _: &[&[f32]],
+        _: &[f32],
+        d_output: &[f32],
+        d_inputs: &mut [&mut [f32]],
+    ) -> OpResult {
+        let there = self.routes[0].run(&self.placement, d_output)?;
+        Ok(self.routes[1].run_into(&self.placement, &there, d_inputs[0])?)
+    }
+
+    fn name(&self) -> &'static str {
+        "GradientBoxing"
+    }
+
+    fn saves_inputs(&self) -> bool {
+        false
+    }
+
+    fn saves_output(&self) -> bool {
+        false
+    }
+}
+
+/// The least or greatest of the ranks of one mesh dimension. Backward, the gradient is shared among the ranks that
+/// have it, as [`Tensor::max`] shares it among equal elements.
+struct Extreme {
+    placement: Placement,
+    dim: usize,
+    fold: Fold,
+}
+
+impl CustomOp for Extreme {
+    fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> OpResult {
+        output.copy_from_slice(inputs[0]);
+        let group = self.placement.line(self.dim);
+        Ok(group
+            .all_reduce(output, self.fold.op())
+            .map_err(|e| Error::comm_while("a partial tensor could not be folded", e))?)
+    }
+
+    fn backward(
+        &self,
+        inputs: &[&[f32]],
+        output: &[f32],
+        d_output: &[f32],
+        d_inputs: &mut [&mut [f32]],
+    ) -> OpResult {
+        let group = self.placement.line(self.dim);
+        // The whole gradient, and how many ranks have the value.
+        let mut sums = d_output.to_vec();
+        let is_it = |(x, y): (&f32, &f32)| x == y || (x.is_nan() && y.is_nan());
+        let hits = inputs[0].iter().zip(output);
+        sums.extend(hits.map(|pair| f32::from(u8::from(is_it(pair)))));
+        group
+            .all_reduce(&mut sums, ReduceOp::Sum)
+            .map_err(|e| Error::comm_while("the gradient of a partial tensor is needed", e))?;
+        let (d, counts) = sums.split_at(output.len());
+        for (i, to) in d_inputs[0].iter_mut().enumerate() {
+            let hit = is_it((&inputs[0][i], &output[i]));
+            *to = if hit { d[i] / counts[i] } else { 0.0 };
+        }
+        Ok(())
+    }
+
+    fn name(&self) -> &'static str {
+        "Extreme"
+    }
+}
+
+impl From<Error> for NnError {
+    fn from(error: Error) -> Self {
+        match error.kind() {
+            crate::ErrorKind::Usage => NnError::usage(error.to_string()),
+            _ => NnError::custom(error.to_string(), Box::new(error)),
+        }
+    }
+}

@@ -1,0 +1,5 @@
+//! Global tensors over threads, shared memory and TCP.
+
+mod boxing;
+mod common;
+mod gpt;
