@@ -2,7 +2,7 @@
 
 use phalanx_global::{GlobalParams, Placement, Sbp};
 use phalanx_nn::models::{Gpt, GptConfig};
-use phalanx_nn::optim::{Adam, Optimizer};
+use phalanx_nn::optim::Adam;
 use phalanx_nn::{ParamInfo, Reduction, Scope, Seed, StepKey, Tape, Threads};
 
 use crate::common::{Over, on_mesh};
