@@ -12,19 +12,12 @@ PATH=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$P
 root=$(realpath "$(dirname "$0")/../..")
 helper=$root/tools/ci/cluster_recipes.py
 recipes=$root/recipes/cluster
+# shellcheck source=tools/ci/hosts.sh
+source "$(dirname "$0")/hosts.sh"
 # Not below /tmp: each node of the Slurm has its own.
 dir=$(mktemp -d -p /var/tmp)
 chmod 755 "$dir"
-a=phx-ra-$$ b=phx-rb-$$
-cleanup() {
-    local ns pid
-    for ns in "$a" "$b"; do
-        for pid in $(ip netns pids "$ns" 2>/dev/null); do kill -9 "$pid" 2>/dev/null || true; done
-        ip netns del "$ns" 2>/dev/null || true
-    done
-    rm -rf "$dir"
-}
-trap cleanup EXIT
+trap 'remove_hosts; rm -rf "$dir"' EXIT
 export PYTHONDONTWRITEBYTECODE=1
 unset PHALANX_TOKEN PHALANX_TOKEN_FILE MASTER_ADDR MASTER_PORT
 cd "$dir"
@@ -79,18 +72,9 @@ else
     echo "flyte: skipped, $2 has no flytekit"
 fi
 
-if [ "$(id -u)" != 0 ] || ! command -v ip >/dev/null || ! ip netns add "$a" 2>/dev/null; then
-    echo "two nodes: skipped, needs root and iproute2"
-    exit
-fi
+why=$(can_make_hosts) || { echo "two nodes: skipped, $why"; exit; }
 "$python" -c 'import yaml' 2>/dev/null || { echo "two nodes: skipped, $2 has no yaml"; exit; }
-ip netns add "$b"
-ip link add "v$$a" netns "$a" type veth peer name "v$$b" netns "$b"
-ip -n "$a" addr add 10.77.0.1/24 dev "v$$a"
-ip -n "$b" addr add 10.77.0.2/24 dev "v$$b"
-for ns in "$a" "$b"; do ip -n "$ns" link set lo up; done
-ip -n "$a" link set "v$$a" up
-ip -n "$b" link set "v$$b" up
+make_hosts 10.77.0
 # What the cluster's name server answers.
 cat >hosts <<HOSTS
 127.0.0.1 localhost
@@ -107,7 +91,6 @@ node() {
     # shellcheck disable=SC2016
     ip netns exec "$ns" unshare --uts sh -c 'mount --bind "$1" /etc/hosts; exec timeout 300 bash "$2"' sh "$dir/hosts" "$dir/$1.$2"
 }
-weights() { sha256sum <"$1/mnist_cnn.safetensors"; }
 fail() {
     tail -n 20 ./*.log
     echo "$*"
@@ -195,35 +178,14 @@ else
     echo "mpirun: skipped, there is none"
 fi
 
-command -v slurmctld slurmd sbatch >/dev/null || { echo "slurm: skipped, it needs slurmctld, slurmd and sbatch"; exit; }
-mkdir -p slurm-state/{state,n1,n2}
-host=$(hostname)
+have slurmctld slurmd sbatch || { echo "slurm: skipped, it needs slurmctld, slurmd and sbatch"; exit; }
 export SLURM_CONF=$dir/slurm.conf
-cat >slurm.conf <<CONF
-ClusterName=recipes
-SlurmctldHost=$host(10.77.0.1)
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/none
+slurm_conf recipes 10.77.0.1 "$dir/slurm-state" >slurm.conf
+cat >>slurm.conf <<CONF
 # A requeued job waits for so long.
 AuthInfo=cred_expire=5
-CredType=cred/none
-PlugStackConfig=/dev/null
-MpiDefault=none
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SchedulerType=sched/builtin
-ReturnToService=2
-SlurmdParameters=config_overrides
-StateSaveLocation=$dir/slurm-state/state
-SlurmdSpoolDir=$dir/slurm-state/%n
-SlurmdPidFile=$dir/slurm-state/%n.pid
-SlurmctldPidFile=$dir/slurm-state/controller.pid
-NodeName=n1 NodeHostname=$host NodeAddr=10.77.0.1 CPUs=2 RealMemory=4000
-NodeName=n2 NodeHostname=$host NodeAddr=10.77.0.2 CPUs=2 RealMemory=4000
+NodeName=n1 NodeHostname=$(hostname) NodeAddr=10.77.0.1 CPUs=2 RealMemory=4000
+NodeName=n2 NodeHostname=$(hostname) NodeAddr=10.77.0.2 CPUs=2 RealMemory=4000
 PartitionName=all Nodes=ALL Default=YES State=UP
 CONF
 # `ip netns exec` mounts a new /sys, without the cgroups that slurmd wants.
@@ -236,11 +198,7 @@ for node in "$a n1" "$b n2"; do
 done
 # Or bash says at the end that they were killed.
 disown -a
-for _ in $(seq 100); do
-    [ "$(in_a sinfo -h -t idle -o %D 2>/dev/null)" != 2 ] || break
-    sleep 0.2
-done
-[ "$(in_a sinfo -h -t idle -o %D)" = 2 ] || fail "slurm: the nodes do not start"
+slurm_is_up in_a || fail "slurm: the nodes do not start"
 for name in slurm slurm-node; do
     id=$(in_a sbatch --parsable "$recipes/$name.sbatch" "${small[@]}" --epochs 8) || fail "$name: sbatch"
     log=mnist-$id.log

@@ -8,6 +8,8 @@ phalanx=$(realpath "$1")
 python=$(command -v "$2")
 here=$(realpath "$(dirname "$0")")
 helper=$here/flow_export.py
+# shellcheck source=tools/ci/hosts.sh
+source "$here/hosts.sh"
 dir=$(mktemp -d)
 started=()
 cleanup() {
@@ -66,40 +68,19 @@ else
     echo "kubernetes: skipped, $2 has no kubernetes_validate or no yaml"
 fi
 
-if [ "$(id -u)" -ne 0 ] || ! command -v slurmctld slurmd sbatch >/dev/null; then
+if [ "$(id -u)" -ne 0 ] || ! have slurmctld slurmd sbatch; then
     echo "slurm: skipped, it needs root, slurmctld, slurmd and sbatch"
     exit
 fi
-mkdir -p slurm-state/{state,n1,n2}
 ports=($("$python" -c 'import socket
 sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
 print(*(s.getsockname()[1] for s in sockets))'))
-host=$(hostname)
 export SLURM_CONF=$dir/slurm.conf
-cat >slurm.conf <<CONF
-ClusterName=flow
-SlurmctldHost=$host(127.0.0.1)
+slurm_conf flow 127.0.0.1 "$dir/slurm-state" >slurm.conf
+cat >>slurm.conf <<CONF
 SlurmctldPort=${ports[0]}
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/none
-CredType=cred/none
-PlugStackConfig=/dev/null
-MpiDefault=none
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SchedulerType=sched/builtin
-ReturnToService=2
-SlurmdParameters=config_overrides
-StateSaveLocation=$dir/slurm-state/state
-SlurmdSpoolDir=$dir/slurm-state/%n
-SlurmdPidFile=$dir/slurm-state/%n.pid
-SlurmctldPidFile=$dir/slurm-state/controller.pid
-NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.1 Port=${ports[1]} CPUs=2 RealMemory=4000 TmpDisk=4000
-NodeName=n2 NodeHostname=$host NodeAddr=127.0.0.1 Port=${ports[2]} CPUs=2 RealMemory=4000 TmpDisk=4000
+NodeName=n1 NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=${ports[1]} CPUs=2 RealMemory=4000 TmpDisk=4000
+NodeName=n2 NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=${ports[2]} CPUs=2 RealMemory=4000 TmpDisk=4000
 PartitionName=all Nodes=ALL Default=YES State=UP
 CONF
 slurmctld -D >slurm.log 2>&1 &
@@ -108,10 +89,7 @@ for node in n1 n2; do
     slurmd -D -N "$node" >>slurm.log 2>&1 &
     started+=($!)
 done
-for _ in $(seq 100); do
-    [ "$(sinfo -h -t idle -o %D 2>/dev/null)" = 2 ] && break
-    sleep 0.2
-done
+slurm_is_up || { cat slurm.log; exit 1; }
 export_to slurm
 sh slurm/submit.sh >submit.log 2>&1 || { cat submit.log slurm.log; exit 1; }
 for _ in $(seq 150); do

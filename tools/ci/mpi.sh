@@ -5,30 +5,14 @@
 set -euo pipefail
 phalanx=$(realpath "$1")
 skip() { echo "mpi: skipped, $1"; exit 0; }
-[ "$(id -u)" -eq 0 ] || skip "it needs root"
-command -v ip nsenter unshare python3 >/dev/null || skip "iproute2, util-linux or python3 is missing"
-ip netns add "phx-try-$$" 2>/dev/null || skip "network namespaces are not allowed here"
-ip netns del "phx-try-$$"
+# shellcheck source=tools/ci/hosts.sh
+source "$(dirname "$0")/hosts.sh"
+why=$(can_make_hosts) || skip "$why"
+have nsenter unshare python3 || skip "util-linux or python3 is missing"
 # Not below /tmp: each host has its own.
 dir=$(mktemp -d -p /var/tmp)
-a=phx-ma-$$ b=phx-mb-$$
-cleanup() {
-    local ns pid
-    for ns in "$a" "$b"; do
-        for pid in $(ip netns pids "$ns" 2>/dev/null); do kill -9 "$pid" 2>/dev/null || true; done
-        ip netns del "$ns" 2>/dev/null || true
-    done
-    rm -rf "$dir"
-}
-trap cleanup EXIT
-ip netns add "$a"
-ip netns add "$b"
-ip link add "v$$a" netns "$a" type veth peer name "v$$b" netns "$b"
-ip -n "$a" addr add 10.79.0.1/24 dev "v$$a"
-ip -n "$b" addr add 10.79.0.2/24 dev "v$$b"
-for ns in "$a" "$b"; do ip -n "$ns" link set lo up; done
-ip -n "$a" link set "v$$a" up
-ip -n "$b" link set "v$$b" up
+trap 'remove_hosts; rm -rf "$dir"' EXIT
+make_hosts 10.79.0
 
 # Stands for ssh: [options] HOST COMMAND...
 cat >"$dir/agent" <<AGENT
@@ -45,7 +29,6 @@ on_a() { "$dir/agent" 10.79.0.1 "$(printf '%q ' "$@")"; }
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 
 small=(train mnist --data synthetic --synthetic-samples 640 --global-batch-size 64 --epochs 2 --threads 1)
-weights() { python3 -c 'import json, sys; print(json.load(open(sys.argv[1] + "/summary.json"))["weights_sha256"])' "$1"; }
 "$phalanx" "${small[@]}" --nproc-per-node 4 --output-dir "$dir/here" >"$dir/here.log" 2>&1 || { cat "$dir/here.log"; exit 1; }
 want=$(weights "$dir/here")
 

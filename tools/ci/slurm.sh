@@ -7,61 +7,26 @@ set -euo pipefail
 phalanx=$(realpath "$1")
 skip() { echo "slurm: skipped, $1"; exit 0; }
 packages=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins)
-have() { command -v slurmctld slurmd sbatch sbcast srun scontrol nsenter ip >/dev/null; }
+programs=(slurmctld slurmd sbatch sbcast srun scontrol nsenter ip)
+# shellcheck source=tools/ci/hosts.sh
+source "$(dirname "$0")/hosts.sh"
 [ "$(id -u)" -eq 0 ] || skip "it needs root"
-have || timeout 120 apt-get install -y -q --no-install-recommends "${packages[@]}" iproute2 >/dev/null 2>&1 || true
-have || skip "${packages[*]} and iproute2 are not installed and cannot be"
-ip netns add "phx-try-$$" 2>/dev/null || skip "network namespaces are not allowed here"
-ip netns del "phx-try-$$"
+have "${programs[@]}" || timeout 100 apt-get update -q >/dev/null 2>&1 || true
+have "${programs[@]}" || timeout 120 apt-get install -y -q --no-install-recommends "${packages[@]}" iproute2 >/dev/null 2>&1 || true
+have "${programs[@]}" || skip "${packages[*]} and iproute2 are not installed and cannot be"
+why=$(can_make_hosts) || skip "$why"
 # Not below /tmp: each node has its own.
 dir=$(mktemp -d -p /var/tmp)
-a=phx-sa-$$ b=phx-sb-$$
-cleanup() {
-    local ns pid
-    for ns in "$a" "$b"; do
-        for pid in $(ip netns pids "$ns" 2>/dev/null); do kill -9 "$pid" 2>/dev/null || true; done
-        ip netns del "$ns" 2>/dev/null || true
-    done
-    rm -rf "$dir"
-}
-trap cleanup EXIT
-ip netns add "$a"
-ip netns add "$b"
-ip link add "v$$a" netns "$a" type veth peer name "v$$b" netns "$b"
-ip -n "$a" addr add 10.78.0.1/24 dev "v$$a"
-ip -n "$b" addr add 10.78.0.2/24 dev "v$$b"
-for ns in "$a" "$b"; do ip -n "$ns" link set lo up; done
-ip -n "$a" link set "v$$a" up
-ip -n "$b" link set "v$$b" up
+trap 'remove_hosts; rm -rf "$dir"' EXIT
+make_hosts 10.78.0
 
-mkdir -p "$dir"/{state,n1,n2}
-host=$(hostname)
 export SLURM_CONF=$dir/slurm.conf
-cat >"$SLURM_CONF" <<CONF
-ClusterName=phalanx
-SlurmctldHost=$host(10.78.0.1)
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/none
+slurm_conf phalanx 10.78.0.1 "$dir" >"$SLURM_CONF"
+cat >>"$SLURM_CONF" <<CONF
 AuthInfo=cred_expire=3
-CredType=cred/none
-PlugStackConfig=/dev/null
-MpiDefault=none
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SchedulerType=sched/builtin
-ReturnToService=2
 KillWait=5
-SlurmdParameters=config_overrides
-StateSaveLocation=$dir/state
-SlurmdSpoolDir=$dir/%n
-SlurmdPidFile=$dir/%n.pid
-SlurmctldPidFile=$dir/controller.pid
-NodeName=n1 NodeHostname=$host NodeAddr=10.78.0.1 CPUs=4
-NodeName=n2 NodeHostname=$host NodeAddr=10.78.0.2 CPUs=4
+NodeName=n1 NodeHostname=$(hostname) NodeAddr=10.78.0.1 CPUs=4
+NodeName=n2 NodeHostname=$(hostname) NodeAddr=10.78.0.2 CPUs=4
 PartitionName=all Nodes=ALL Default=YES State=UP OverSubscribe=FORCE:4
 CONF
 on() { # on NAMESPACE COMMAND...
@@ -74,11 +39,7 @@ on "$a" slurmctld -D >"$dir/slurm.log" 2>&1 &
 on "$a" slurmd -D -N n1 >>"$dir/slurm.log" 2>&1 &
 on "$b" slurmd -D -N n2 >>"$dir/slurm.log" 2>&1 &
 login() { on "$a" "$@"; }
-for _ in $(seq 100); do
-    [ "$(login sinfo -h -t idle -o %D 2>/dev/null)" = 2 ] && break
-    sleep 0.2
-done
-[ "$(login sinfo -h -t idle -o %D)" = 2 ] || { cat "$dir/slurm.log"; exit 1; }
+slurm_is_up login || { cat "$dir/slurm.log"; exit 1; }
 if getent hosts n1 >/dev/null; then echo "n1 resolves here"; exit 1; fi
 
 small=(train mnist --data synthetic --synthetic-samples 640 --global-batch-size 64 --epochs 2 --threads 1)
@@ -90,7 +51,6 @@ fail() { # fail MESSAGE LOG...
     tail -n 40 "$@" "$dir/slurm.log"
     exit 1
 }
-weights() { python3 -c 'import json, sys; print(json.load(open(sys.argv[1] + "/summary.json"))["weights_sha256"])' "$1"; }
 same() { # same FOLDER LOG: it has the weights of one host
     [ "$(weights "$1")" = "$want" ] || fail "$1 has other weights" "$2"
 }

@@ -6,25 +6,11 @@
 set -euo pipefail
 phalanx=$(realpath "$1")
 data=${2:-synthetic}
+# shellcheck source=tools/ci/hosts.sh
+source "$(dirname "$0")/hosts.sh"
 work=$(mktemp -d)
-a=phx-a-$$ b=phx-b-$$
-cleanup() {
-    local ns pid
-    for ns in "$a" "$b"; do
-        for pid in $(ip netns pids "$ns" 2>/dev/null); do kill -9 "$pid" 2>/dev/null || true; done
-        ip netns del "$ns" 2>/dev/null || true
-    done
-    rm -rf "$work"
-}
-trap cleanup EXIT
-ip netns add "$a"
-ip netns add "$b"
-ip link add "v$$a" netns "$a" type veth peer name "v$$b" netns "$b"
-ip -n "$a" addr add 10.77.0.1/24 dev "v$$a"
-ip -n "$b" addr add 10.77.0.2/24 dev "v$$b"
-for ns in "$a" "$b"; do ip -n "$ns" link set lo up; done
-ip -n "$a" link set "v$$a" up
-ip -n "$b" link set "v$$b" up
+trap 'remove_hosts; rm -rf "$work"' EXIT
+make_hosts 10.77.0
 
 "$phalanx" token --out "$work/job.token"
 samples=()

@@ -4,33 +4,15 @@
 # Usage: wrong_turns.sh path/to/phalanx
 set -euo pipefail
 phalanx=$(realpath "$1")
-[ "$(id -u)" = 0 ] && command -v ip >/dev/null || { echo "skipped: wrong_turns.sh needs root and iproute2"; exit 0; }
-ip netns add "phx-t-$$" 2>/dev/null || { echo "skipped: wrong_turns.sh cannot make a network namespace here"; exit 0; }
-ip netns del "phx-t-$$"
+# shellcheck source=tools/ci/hosts.sh
+source "$(dirname "$0")/hosts.sh"
+why=$(can_make_hosts) || { echo "wrong turns: skipped, $why"; exit 0; }
 work=$(mktemp -d)
-a=phx-a-$$ b=phx-b-$$
-cleanup() {
-    local ns pid
-    for ns in "$a" "$b"; do
-        for pid in $(ip netns pids "$ns" 2>/dev/null); do kill -9 "$pid" 2>/dev/null || true; done
-        ip netns del "$ns" 2>/dev/null || true
-        rm -rf "/etc/netns/$ns"
-    done
-    rm -rf "$work"
-}
-trap cleanup EXIT
-for ns in "$a" "$b"; do
-    ip netns add "$ns"
-    mkdir -p "/etc/netns/$ns"
-done
-ip link add "v$$a" netns "$a" type veth peer name "v$$b" netns "$b"
-ip -n "$a" addr add 10.77.0.1/24 dev "v$$a"
-ip -n "$b" addr add 10.77.0.2/24 dev "v$$b"
+trap 'remove_hosts; rm -rf "$work" "/etc/netns/$a" "/etc/netns/$b"' EXIT
+make_hosts 10.77.0
 ip -n "$a" addr add fd77::1/64 dev "v$$a" nodad
 ip -n "$b" addr add fd77::2/64 dev "v$$b" nodad
-for ns in "$a" "$b"; do ip -n "$ns" link set lo up; done
-ip -n "$a" link set "v$$a" up
-ip -n "$b" link set "v$$b" up
+mkdir -p "/etc/netns/$a" "/etc/netns/$b"
 # node-a is host a, which finds itself at 127.0.1.1, as Debian's installer has it; host b does so with node-b.
 printf '%s\n' "127.0.0.1 localhost" "127.0.1.1 node-a" "10.77.0.1 node-b" >"/etc/netns/$a/hosts"
 printf '%s\n' "127.0.0.1 localhost" "10.77.0.1 node-a" "127.0.1.1 node-b" >"/etc/netns/$b/hosts"

@@ -88,7 +88,7 @@ pub use dtype::{DType, Element};
 pub use error::{Error, ErrorKind, Result};
 pub use group::{
     Call, Coalesced, GroupOptions, InitOptions, MAX_OBJECT_BYTES, OpTimes, P2POp, PhaseGuard,
-    ProcessGroup, ShrinkOptions, Transport, Work, read_token, wait_all,
+    ProcessGroup, ShrinkOptions, Transport, Work, name_ranks, read_token, wait_all,
 };
 pub use inherited::inherited_socket;
 pub use kernel::{all_finite, largest};

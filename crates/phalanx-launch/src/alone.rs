@@ -285,7 +285,7 @@ impl Engine {
                 format!("phalanx launch {flags}--token-file job.token ...")
             }
             (Instead::Flags(flags), Asking::Ranks) => {
-                format!("{command} {flags}--token-file job.token ...")
+                format!("{command} ... {flags}--token-file job.token")
             }
         };
         let alone = match asking {

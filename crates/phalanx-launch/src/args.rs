@@ -574,7 +574,7 @@ impl WhichNodes<'_> {
             (None, None) if nodes_wanted == 1 => Some(0),
             (None, None) if self.by_arrival => None,
             (None, None) => {
-                return Err(Error::usage(format!(
+                let error = Error::usage(format!(
                     "{nnodes} requires --node-rank, the number of this node"
                 ))
                 .note(
@@ -583,11 +583,14 @@ impl WhichNodes<'_> {
                         "add --node-rank 0 on the first node, ... {} on the last",
                         nodes_wanted - 1
                     ),
-                )
-                .note(
-                    "or",
-                    "--rdzv-backend c10d --rdzv-endpoint HOST:PORT, the same on all nodes, HOST being one of them",
-                ));
+                );
+                return Err(match self.asking {
+                    Asking::Ranks => error,
+                    Asking::Launch => error.note(
+                        "or",
+                        "--rdzv-backend c10d --rdzv-endpoint HOST:PORT, the same on all nodes, HOST being one of them",
+                    ),
+                });
             }
         };
         if let Some(node_rank) = node_rank.filter(|rank| *rank >= nodes_wanted) {
@@ -600,7 +603,7 @@ impl WhichNodes<'_> {
             return Ok((None, port));
         }
         // MASTER_ADDR and MASTER_PORT without a prefix also name node 0.
-        let given_host = host.or_else(|| env.get("MASTER_ADDR").filter(|a| !a.is_empty()).cloned());
+        let given_host = host.or_else(|| cluster::text(env, "MASTER_ADDR").map(str::to_owned));
         // Only where the launchers are numbered as the engine numbers them.
         let carrier = place.as_ref().filter(|place| {
             let is_same = place.count == nodes_wanted && Some(place.index) == node_rank;
@@ -625,7 +628,7 @@ impl WhichNodes<'_> {
                 "add --master-addr HOST, the same on all nodes (127.0.0.1 if all run on this host), or set MASTER_ADDR",
             ));
         };
-        let given = env.get("MASTER_PORT").filter(|p| !p.is_empty());
+        let given = cluster::text(env, "MASTER_PORT");
         let given_port = match (port, given) {
             (Some(port), _) => Some(port),
             (None, Some(text)) => {
@@ -681,7 +684,7 @@ fn pick<'a>(env: &'a Env, flag: &str, typed: &'a Option<String>) -> Option<Given
 
 /// A variable's text.
 fn variable<'a>(env: &'a Env, name: &str) -> Option<Given<'a>> {
-    let text = env.get(name).filter(|text| !text.is_empty())?;
+    let text = cluster::text(env, name)?;
     Some(Given {
         text,
         name: name.to_owned(),
@@ -760,7 +763,7 @@ impl NodeFlags {
     /// `Usage`, naming the flag or variable.
     pub fn port_range(&self, env: &Env) -> Result<Option<PortRange>> {
         let given = pick(env, "port-range", &self.port_range).or_else(|| {
-            let text = env.get(PORTS_VARIABLE).filter(|text| !text.is_empty())?;
+            let text = cluster::text(env, PORTS_VARIABLE)?;
             let name = PORTS_VARIABLE.to_owned();
             Some(Given { text, name })
         });
@@ -828,15 +831,7 @@ fn address(
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn env(text: &str) -> Env {
-        text.split_whitespace()
-            .map(|pair| {
-                let (name, value) = pair.split_once('=').unwrap();
-                (name.to_owned(), value.to_owned())
-            })
-            .collect()
-    }
+    use crate::cluster::tests::env;
 
     /// `flags` as "name=value" pairs, so that tables stay readable.
     fn resolve(flags: &str, variables: &str) -> Result<LaunchArgs> {

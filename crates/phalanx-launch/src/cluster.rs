@@ -71,8 +71,22 @@ pub(super) fn is_slurm_task(env: &Env) -> Result<bool> {
     Ok(in_step || number(env, "SLURM_PROCID")?.unwrap_or(0) > 0)
 }
 
+/// The text of a variable; an empty one counts as unset.
+pub(super) fn text<'a>(env: &'a Env, name: &str) -> Option<&'a str> {
+    let text = env.get(name).map(String::as_str);
+    text.filter(|text| !text.is_empty())
+}
+
 pub(super) fn is_set(env: &Env, name: &str) -> bool {
     env.get(name).is_some_and(|text| !text.trim().is_empty())
+}
+
+/// The number of tasks of the step, else of the job.
+pub(super) fn slurm_tasks(env: &Env) -> Result<Option<usize>> {
+    match number(env, "SLURM_STEP_NUM_TASKS")? {
+        Some(tasks) => Ok(Some(tasks)),
+        None => number(env, "SLURM_NTASKS"),
+    }
 }
 
 /// Slurm: one process for each task of the step, or for each node where it gives no
@@ -82,10 +96,7 @@ fn slurm(env: &Env, first_host: Option<String>) -> Result<Option<Place>> {
         Some(nodes) => Some(nodes),
         None => number(env, "SLURM_JOB_NUM_NODES")?,
     };
-    let tasks = match number(env, "SLURM_STEP_NUM_TASKS")? {
-        Some(tasks) => Some(tasks),
-        None => number(env, "SLURM_NTASKS")?,
-    };
+    let tasks = slurm_tasks(env)?;
     let task = number(env, "SLURM_PROCID")?;
     let node = number(env, "SLURM_NODEID")?;
     let (count, index) = match (tasks, task, nodes, node) {
@@ -110,7 +121,7 @@ fn slurm(env: &Env, first_host: Option<String>) -> Result<Option<Place>> {
 }
 
 /// The number of tasks on node `node` of Slurm's `2(x3),1`: three nodes with two, then one with one.
-fn tasks_on_node(list: &str, mut node: usize) -> Option<usize> {
+pub(super) fn tasks_on_node(list: &str, mut node: usize) -> Option<usize> {
     for part in list.split(',') {
         let (tasks, nodes) = match part.trim().split_once("(x") {
             None => (part.trim(), 1),
@@ -157,7 +168,7 @@ fn first_slurm_host(env: &Env) -> Result<Option<String>> {
         "SLURM_JOB_NODELIST",
         "SLURM_NODELIST",
     ] {
-        if let Some(list) = env.get(name).filter(|list| !list.is_empty()) {
+        if let Some(list) = text(env, name) {
             return match first_host(list) {
                 Some(host) => Ok(Some(host)),
                 None => Err(
@@ -253,7 +264,7 @@ pub fn rank_place(env: &Env) -> Result<Option<RankPlace>> {
                 _ => return Ok(None),
             },
         };
-    let master_addr = env.get("MASTER_ADDR").filter(|a| !a.is_empty()).cloned();
+    let master_addr = text(env, "MASTER_ADDR").map(str::to_owned);
     let master_port = match number(env, "MASTER_PORT")? {
         None => super::DEFAULT_PORT,
         // 0 is up to the group: a rank 0 that hosts the store may take any.
@@ -363,7 +374,7 @@ pub fn half_a_rank(env: &Env) -> Result<Option<Error>> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     pub fn env(text: &str) -> Env {

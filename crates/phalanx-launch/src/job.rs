@@ -727,7 +727,8 @@ impl Job<'_> {
                 echo: false,
                 mistake: true,
                 node: self.shared.node_rank,
-                message: String::new(),
+                // For the other nodes.
+                message: format!("{} {}", self.who(rank), report::ended(end, true)),
                 notes: Vec::new(),
             };
         }
@@ -896,7 +897,9 @@ impl Job<'_> {
             None => (verdict, culprit),
         };
         if verdict.mistake {
-            let is_told = verdict.message.is_empty();
+            // This node's terminal has more than the message.
+            let is_here = verdict.node == self.shared.node_rank;
+            let is_told = is_here && verdict.code != ErrorKind::Usage.exit_code();
             let error = verdict.into_error(None);
             return Outcome::Final(if is_told { error.told() } else { error });
         }

@@ -279,13 +279,7 @@ fn find_program(program: &OsStr, path: Option<&str>) -> Result<()> {
             )),
         };
     }
-    // What execvp takes where PATH is unset.
-    let path = path.unwrap_or("/bin:/usr/bin");
-    let found = path
-        .split(':')
-        .map(|dir| PathBuf::from(if dir.is_empty() { "." } else { dir }).join(program))
-        .any(|file| executable(&file));
-    if found {
+    if in_path(program, path).is_some() {
         return Ok(());
     }
     let error = Error::usage(format!("no program \"{shown}\" in PATH"));
@@ -301,6 +295,15 @@ fn find_program(program: &OsStr, path: Option<&str>) -> Result<()> {
     } else {
         error
     })
+}
+
+/// The file of a program that is given by its name alone.
+pub fn in_path(program: &OsStr, path: Option<&str>) -> Option<PathBuf> {
+    // What execvp takes where PATH is unset.
+    path.unwrap_or("/bin:/usr/bin")
+        .split(':')
+        .map(|dir| PathBuf::from(if dir.is_empty() { "." } else { dir }).join(program))
+        .find(|file| executable(file))
 }
 
 /// Whether the system would look for an interpreter whose name ends in a carriage return.

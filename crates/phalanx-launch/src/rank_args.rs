@@ -16,6 +16,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use phalanx_comm::{
     Algorithm, GroupOptions, InitOptions, MAX_LOCAL_RANKS, PortRange, ProcessGroup, Transport,
 };
+use phalanx_store::host_port;
 use phalanx_wire::Token;
 use rustix::process::{Resource, getrlimit};
 
@@ -24,7 +25,7 @@ use phalanx_process::{RankContext, say};
 
 use crate::alone::Asking;
 use crate::args::{Meeting, NodeFlags, WhichNodes, count_of_ranks, untyped_ranks};
-use crate::cluster::{Env, detect, half_a_rank, is_set};
+use crate::cluster::{Env, detect, half_a_rank, is_set, text};
 use crate::contract::PORTS_VARIABLE;
 use crate::engine::{self, Agreement, Given, UntilMet};
 use crate::error::{Error, ErrorKind, Result, check_count};
@@ -323,10 +324,7 @@ impl RankArgs {
         };
         let given = Given {
             token: token.cloned(),
-            host: env
-                .get("MASTER_ADDR")
-                .filter(|text| !text.is_empty())
-                .cloned(),
+            host: text(&env, "MASTER_ADDR").map(str::to_owned),
             port: is_set(&env, "MASTER_PORT")
                 .then_some(place.master_port)
                 .filter(|port| *port > 0),
@@ -349,7 +347,7 @@ impl RankArgs {
             (Some(file), _) => format!("file://{}", file.display()),
             // An engine's own variables say all that env:// needs, by other names.
             (None, Some(host)) if self.init_method == "env://" && !place.is_by_rank() => {
-                format!("tcp://{host}:{}", place.master_port)
+                format!("tcp://{}", host_port(host, place.master_port))
             }
             _ => self.init_method.clone(),
         })

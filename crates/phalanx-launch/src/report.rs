@@ -28,7 +28,7 @@ pub struct Verdict {
     pub code: u8,
     /// Probably the consequence of something not yet reported.
     pub echo: bool,
-    /// A rank reported a usage error: only the message is shown.
+    /// A rank reported a usage error, or printed all there is to say: only the message is shown.
     #[serde(default)]
     pub mistake: bool,
     /// The node that published it.

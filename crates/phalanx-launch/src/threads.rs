@@ -12,8 +12,9 @@ use std::fmt;
 use rustix::process::Pid;
 use rustix::thread::sched_getaffinity;
 
-use crate::cluster::{Env, RankPlace, is_slurm_task, number};
+use crate::cluster::{Env, RankPlace, is_slurm_task, number, slurm_tasks, tasks_on_node};
 use crate::error::Result;
+use crate::format::plural;
 use crate::same_host::starter;
 
 /// The cores of this host.
@@ -79,11 +80,8 @@ pub enum ThreadSource {
 impl fmt::Display for ThreadSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let share = |f: &mut fmt::Formatter<'_>, what: &str, cores: usize, ranks: usize| {
-            let plural = if cores == 1 { "" } else { "s" };
-            match ranks {
-                1 => write!(f, "{cores} core{plural}{what}, 1 rank"),
-                _ => write!(f, "{cores} core{plural}{what}, {ranks} ranks"),
-            }
+            let cores = plural(cores, "core");
+            write!(f, "{cores}{what}, {}", plural(ranks, "rank"))
         };
         match *self {
             ThreadSource::Typed => f.write_str("--threads"),
@@ -155,19 +153,17 @@ fn is_task(env: &Env, place: &RankPlace) -> Result<bool> {
     if !place.is_by_rank() {
         return Ok(true);
     }
-    let tasks = match number(env, "SLURM_STEP_NUM_TASKS")? {
-        Some(tasks) => Some(tasks),
-        None => number(env, "SLURM_NTASKS")?,
-    };
+    let tasks = slurm_tasks(env)?;
     let task = number(env, "SLURM_PROCID")?;
     Ok(is_slurm_task(env)? && task == Some(place.rank) && tasks == Some(place.world))
 }
 
 /// The tasks that a job's first node may run, from a text such as `2(x3),1`.
 fn tasks_of_first_node(env: &Env) -> usize {
-    let text = env.get("SLURM_TASKS_PER_NODE").map_or("", String::as_str);
-    let first = text.split([',', '(']).next().unwrap_or_default();
-    first.trim().parse().unwrap_or(1).max(1)
+    let list = env.get("SLURM_TASKS_PER_NODE");
+    list.and_then(|list| tasks_on_node(list, 0))
+        .unwrap_or(1)
+        .max(1)
 }
 
 /// What `OMP_NUM_THREADS` says, if a user or an engine has set it: torchrun and `phalanx launch` set 1 for several ranks
@@ -186,16 +182,7 @@ fn openmp(env: &Env) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cluster::rank_place;
-
-    fn env(text: &str) -> Env {
-        text.split_whitespace()
-            .map(|pair| {
-                let (name, value) = pair.split_once('=').unwrap();
-                (name.to_owned(), value.to_owned())
-            })
-            .collect()
-    }
+    use crate::cluster::{rank_place, tests::env};
 
     /// Variables; `--threads`; ranks of this host; cores of this process and of all ranks; threads and why.
     type Row = (

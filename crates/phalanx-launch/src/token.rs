@@ -13,7 +13,7 @@ use phalanx_data::files::as_typed;
 use phalanx_wire::Token;
 use rustix::fs::{MemfdFlags, Mode, SealFlags, fchmod, fcntl_add_seals, memfd_create};
 
-use super::cluster::Env;
+use super::cluster::{Env, text};
 use super::contract::TOKEN_FILE_VARIABLE;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -64,12 +64,11 @@ pub fn mint() -> Result<Token> {
 /// launcher sets `PHALANX_TOKEN_FILE` for its own job, so it counts only where the token
 /// `is_shared` with other launchers.
 pub fn given(path: Option<&Path>, env: &Env, is_shared: bool) -> Result<Option<Token>> {
-    let is_set = |name: &str| env.get(name).filter(|text| !text.is_empty());
-    let variable = is_set(TOKEN_FILE_VARIABLE).filter(|_| is_shared);
+    let variable = text(env, TOKEN_FILE_VARIABLE).filter(|_| is_shared);
     if let Some(path) = path.or(variable.map(Path::new)) {
         return read(path).map(Some);
     }
-    let Some(text) = is_set(TOKEN_VARIABLE) else {
+    let Some(text) = text(env, TOKEN_VARIABLE) else {
         return Ok(None);
     };
     Token::from_hex(text)

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use signal_hook::consts::{FORBIDDEN, SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
-use super::cluster::Env;
+use super::cluster::{Env, text};
 use super::numa::Binding;
 use crate::error::{Error, Result};
 use crate::stop::signal_name;
@@ -109,10 +109,10 @@ impl Interpretation {
                 script: None,
             });
         }
-        let python = env.get("PYTHON_EXEC").filter(|path| !path.is_empty());
+        let python = text(env, "PYTHON_EXEC");
         let options: &[&str] = if is_script { &["-u"] } else { &["-u", "-m"] };
         Ok(Program {
-            program: python.map_or("python3", String::as_str).into(),
+            program: python.unwrap_or("python3").into(),
             args: options
                 .iter()
                 .map(OsString::from)
@@ -292,10 +292,13 @@ impl VisibleDevices {
     /// # Errors
     /// Usage, when the environment shows fewer devices than there are ranks.
     pub fn new(env: &Env, local_ranks: usize) -> Result<Self> {
-        let hip = env.get("HIP_VISIBLE_DEVICES").filter(|v| !v.is_empty());
+        let hip = text(env, "HIP_VISIBLE_DEVICES");
         let (name, shown) = match hip {
             Some(shown) => ("HIP_VISIBLE_DEVICES", Some(shown)),
-            None => ("CUDA_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES")),
+            None => (
+                "CUDA_VISIBLE_DEVICES",
+                env.get("CUDA_VISIBLE_DEVICES").map(String::as_str),
+            ),
         };
         let devices: Vec<String> = match shown {
             Some(shown) => shown.split(',').map(|d| d.trim().to_owned()).collect(),

@@ -49,4 +49,6 @@ pub use file::FileStore;
 pub use mem::MemStore;
 pub use store::Store;
 pub use table::Limits;
-pub use tcp::{RefusalReason, RefusedConnections, ServerOptions, TcpServer, TcpStore, Will};
+pub use tcp::{
+    RefusalReason, RefusedConnections, ServerOptions, TcpServer, TcpStore, Will, host_port,
+};

@@ -5,7 +5,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use phalanx_store::{FileStore, MemStore, Store, TcpServer, TcpStore};
+use phalanx_store::{FileStore, MemStore, Store, TcpServer, TcpStore, host_port};
 use phalanx_wire::Token;
 
 use super::launch::{
@@ -273,10 +273,7 @@ struct First<'a> {
 
 impl First<'_> {
     fn place(&self) -> String {
-        match self.host.contains(':') {
-            true => format!("[{}]:{}", self.host, self.port),
-            false => format!("{}:{}", self.host, self.port),
-        }
+        host_port(self.host, self.port)
     }
 
     /// The port must be one of `ports`, unless all ranks are on one host.

@@ -37,6 +37,7 @@ pub use self::phase::PhaseGuard;
 pub use self::shrink::ShrinkOptions;
 pub use self::token::read_token;
 pub use self::work::{OpTimes, Work, wait_all};
+pub use monitored::name_ranks;
 
 use self::join::{Processes, WORLD_GROUP};
 use self::launch::check_rank;

@@ -126,13 +126,16 @@ impl Barrier<'_> {
                 .collect();
             verdict.push(format!(
                 "{} did not arrive within {:.2} s; arrived: {}",
-                ranks(&missing),
+                name_ranks(&missing),
                 start.elapsed().as_secs_f64(),
                 rank_list(&arrived)
             ));
         }
         if !gone.is_empty() {
-            verdict.push(format!("{} had given up before rank 0 came", ranks(&gone)));
+            verdict.push(format!(
+                "{} had given up before rank 0 came",
+                name_ranks(&gone)
+            ));
         }
         let verdict = verdict.join("; ");
         self.set(&self.verdict(), verdict.as_bytes())?;
@@ -240,7 +243,8 @@ fn is_late(error: &phalanx_store::Error) -> bool {
     matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer)
 }
 
-fn ranks(list: &[usize]) -> String {
+/// Ranks for people: `rank 3`, `ranks 0, 2-4, 7`.
+pub fn name_ranks(list: &[usize]) -> String {
     let plural = if list.len() == 1 { "rank" } else { "ranks" };
     format!("{plural} {}", rank_list(list))
 }

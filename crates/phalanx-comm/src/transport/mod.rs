@@ -34,7 +34,7 @@ mod tcp;
 mod testing;
 
 pub use form::{
-    BindAddr, FormOptions, PortRange, Prefer, form, host_addresses, local_address_towards,
+    BindAddr, FormOptions, PortRange, Prefer, form, host_addresses, local_address_towards, machine,
     what_loopback_means,
 };
 pub use layout::MAX_LOCAL_RANKS;

@@ -13,6 +13,7 @@
 //! `docs/design/security.md` says who can read the token on its way.
 
 mod address;
+mod child;
 mod mpi;
 mod pmi;
 mod slurm;
@@ -23,6 +24,7 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use phalanx_comm::PortRange;
+use phalanx_store::host_port;
 use phalanx_wire::Token;
 
 use crate::args::Meeting;
@@ -53,10 +55,7 @@ pub(crate) struct Agreement {
 impl Agreement {
     /// As an init method.
     pub(crate) fn url(&self) -> String {
-        match self.host.contains(':') {
-            true => format!("tcp://[{}]:{}", self.host, self.port),
-            false => format!("tcp://{}:{}", self.host, self.port),
-        }
+        format!("tcp://{}", host_port(&self.host, self.port))
     }
 }
 

@@ -9,14 +9,14 @@ use std::ffi::OsString;
 use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Instant;
 
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 
+use super::child::{self, Ended};
 use super::{Waiting, by_hand};
-use crate::cluster::Env;
+use crate::cluster::{self, Env};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Names of the library. Versions 1.10 to 5 have the first one.
@@ -28,9 +28,6 @@ const SIBLINGS: [&str; 5] = ["libopen-", "libprrte", "libpmix", "libmpi", "mca_"
 /// Starts the line with the result, as MPI may print lines of its own.
 const MARK: &str = "phalanx-mpi: ";
 
-/// The most that is read of what the helper prints.
-const OUTPUT_BYTES: u64 = 64 << 10;
-
 /// Sends `text` (of process 0, `None` elsewhere) to all.
 pub(super) fn broadcast(
     env: &Env,
@@ -40,22 +37,15 @@ pub(super) fn broadcast(
     mut waiting: Waiting,
 ) -> Result<String> {
     let library = library(env);
-    let failed = |what: &str, error: std::io::Error| {
-        Error::new(ErrorKind::System, what.to_owned()).caused_by(error)
-    };
     let mut command = Command::new(crate::own_program());
     command
         .arg0(crate::HELPER_NAME)
         .arg(crate::MPI_BROADCAST)
         .args([std::process::id().to_string(), processes.to_string()])
-        .arg(&library)
-        .env_remove(crate::token::TOKEN_VARIABLE)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
+        .arg(&library);
     if let Some(folder) = library.parent().filter(|_| library.is_absolute()) {
         // Where the library finds the others of its version.
-        let others = env.get("LD_LIBRARY_PATH").filter(|text| !text.is_empty());
+        let others = cluster::text(env, "LD_LIBRARY_PATH");
         let mut path = folder.as_os_str().to_owned();
         if let Some(others) = others {
             path.push(":");
@@ -63,52 +53,26 @@ pub(super) fn broadcast(
         }
         command.env("LD_LIBRARY_PATH", path);
     }
-    let mut child = command
-        .spawn()
-        .map_err(|error| failed("cannot start a process that asks Open MPI", error))?;
-    if let (Some(mut pipe), Some(text)) = (child.stdin.take(), text) {
-        // If it has ended, its own words say why.
-        let _ = pipe.write_all(text.as_bytes());
-    }
-    let (sender, outputs) = channel();
-    let (out, err) = (child.stdout.take(), child.stderr.take());
-    read_all(out, 0, sender.clone());
-    read_all(err, 1, sender);
-    let mut texts = [String::new(), String::new()];
-    let mut missing = texts.len();
-    while missing > 0 {
-        match outputs.recv_timeout(Duration::from_millis(250)) {
-            Ok((which, text)) => {
-                texts[which] = text;
-                missing -= 1;
-            }
-            Err(RecvTimeoutError::Disconnected) => break,
-            Err(RecvTimeoutError::Timeout) if Instant::now() < deadline => {
-                waiting.tick("the other processes of this job in MPI_Init", deadline);
-            }
-            Err(RecvTimeoutError::Timeout) => {
-                let _ = child.kill();
-                let _ = child.wait();
-                return Err(by_hand(
-                    Error::new(
-                        ErrorKind::Timeout,
-                        "not all processes of this job have come to Open MPI's MPI_Init",
-                    )
-                    .note(
-                        "perhaps",
-                        format!(
-                            "some ended, or mpirun is of another version than {}",
-                            library.display()
-                        ),
-                    ),
-                ));
-            }
-        }
-    }
-    let status = child
-        .wait()
-        .map_err(|error| failed("cannot wait for the process that asks Open MPI", error))?;
-    let [out, err] = texts;
+    let tick = || waiting.tick("the other processes of this job in MPI_Init", deadline);
+    let ended = child::run(command, text.unwrap_or_default(), deadline, tick);
+    let ended = ended.map_err(|error| {
+        Error::new(ErrorKind::System, "cannot run a process that asks Open MPI").caused_by(error)
+    })?;
+    let Some(Ended { status, out, err }) = ended else {
+        return Err(by_hand(
+            Error::new(
+                ErrorKind::Timeout,
+                "not all processes of this job have come to Open MPI's MPI_Init",
+            )
+            .note(
+                "perhaps",
+                format!(
+                    "some ended, or mpirun is of another version than {}",
+                    library.display()
+                ),
+            ),
+        ));
+    };
     let result = out.lines().find_map(|line| line.strip_prefix(MARK));
     if let (true, Some(result)) = (status.success(), result) {
         return Ok(result.to_owned());
@@ -126,28 +90,11 @@ pub(super) fn broadcast(
     )))
 }
 
-/// Reads to the end in a thread of its own.
-fn read_all(
-    pipe: Option<impl Read + Send + 'static>,
-    which: usize,
-    sender: std::sync::mpsc::Sender<(usize, String)>,
-) {
-    let read = move || {
-        let mut bytes = Vec::new();
-        let _ = pipe.map(|pipe| pipe.take(OUTPUT_BYTES).read_to_end(&mut bytes));
-        let _ = sender.send((which, String::from_utf8_lossy(&bytes).into_owned()));
-    };
-    // Without it the end of the other, or the deadline, ends the wait.
-    let _ = std::thread::Builder::new()
-        .name("phalanx-mpi".to_owned())
-        .spawn(read);
-}
-
 /// The MPI library: in `OPAL_PREFIX`, which relocated installations set; beside the libraries and the program of
 /// the processes that started this one, one of which is `mpirun` or its daemon; else wherever the loader looks.
 fn library(env: &Env) -> PathBuf {
     let mut folders = Vec::new();
-    if let Some(prefix) = env.get("OPAL_PREFIX").filter(|text| !text.is_empty()) {
+    if let Some(prefix) = cluster::text(env, "OPAL_PREFIX") {
         folders.extend(["lib", "lib64"].map(|lib| Path::new(prefix).join(lib)));
     }
     let mut pid = std::process::id();

@@ -11,7 +11,7 @@ use std::net::{IpAddr, ToSocketAddrs};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -19,9 +19,10 @@ use phalanx_comm::PortRange;
 use rustix::fs::OFlags;
 use sha2::{Digest, Sha256};
 
-use super::{Waiting, by_hand};
-use crate::cluster::{Env, Place, is_set};
+use super::{Waiting, by_hand, child};
+use crate::cluster::{Env, Place, is_set, text};
 use crate::error::{Error, ErrorKind, Result};
+use crate::plan::in_path;
 use crate::token;
 
 /// Where every node has a folder of its own for files of all users.
@@ -59,7 +60,8 @@ pub(super) fn broadcast(
     mut waiting: Waiting,
 ) -> Result<(String, Delivered)> {
     // Every task looks, so that none waits for a task 0 that cannot send.
-    let Some(sbcast) = program(env, "sbcast") else {
+    let folders = env.get("PATH").map(String::as_str);
+    let Some(sbcast) = in_path("sbcast".as_ref(), folders) else {
         return Err(by_hand(Error::usage(
             "the tasks of this Slurm step have no common job token: there is no program sbcast in PATH, which \
              would carry one to every node",
@@ -152,45 +154,20 @@ fn send(sbcast: &Path, step: &str, text: &str, path: &Path, deadline: Instant) -
 
 /// The command's output, or what it printed when it failed; it is killed at the deadline.
 fn run(
-    mut command: Command,
+    command: Command,
     deadline: Instant,
 ) -> std::io::Result<std::result::Result<String, String>> {
-    let mut child = command
-        .env_remove(token::TOKEN_VARIABLE)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()?;
-    // What these programs print fits into a pipe.
-    let status = loop {
-        if let Some(status) = child.try_wait()? {
-            break status;
-        }
-        if Instant::now() >= deadline {
-            child.kill()?;
-            child.wait()?;
-            return Ok(Err("it did not end in time".to_owned()));
-        }
-        thread::sleep(Duration::from_millis(10));
+    let Some(ended) = child::run(command, "", deadline, || {})? else {
+        return Ok(Err("it did not end in time".to_owned()));
     };
-    let mut texts = [String::new(), String::new()];
-    if let Some(pipe) = child.stdout.take() {
-        pipe.take(64 << 10).read_to_string(&mut texts[0])?;
+    if ended.status.success() {
+        return Ok(Ok(ended.out));
     }
-    if let Some(pipe) = child.stderr.take() {
-        pipe.take(64 << 10).read_to_string(&mut texts[1])?;
-    }
-    let [out, err] = texts;
-    Ok(match status.success() {
-        true => Ok(out),
-        false => {
-            let lines: Vec<&str> = err.lines().take(3).map(str::trim).collect();
-            Err(match lines.is_empty() {
-                true => format!("it ended with {status}"),
-                false => lines.join("; "),
-            })
-        }
-    })
+    let lines: Vec<&str> = ended.err.lines().take(3).map(str::trim).collect();
+    Ok(Err(match lines.is_empty() {
+        true => format!("it ended with {}", ended.status),
+        false => lines.join("; "),
+    }))
 }
 
 /// What task 0 has sent; `None`: not all of it has come.
@@ -227,22 +204,14 @@ fn read(path: &Path, user: u32) -> Result<Option<String>> {
     Ok(text.ends_with('\n').then_some(text))
 }
 
-/// The file of a program in PATH.
-fn program(env: &Env, name: &str) -> Option<PathBuf> {
-    let path = env.get("PATH").map_or("/bin:/usr/bin", String::as_str);
-    std::env::split_paths(path)
-        .map(|folder| folder.join(name))
-        .find(|file| file.is_file())
-}
-
 /// Names and addresses of this node, as Slurm knows it; empty outside of Slurm.
 pub(super) fn names_of_this_node(env: &Env, deadline: Instant) -> Vec<String> {
-    let Some(node) = env.get("SLURMD_NODENAME").filter(|name| !name.is_empty()) else {
+    let Some(node) = text(env, "SLURMD_NODENAME") else {
         return Vec::new();
     };
     let resolves = |name: &str| (name, 0).to_socket_addrs().is_ok();
     match resolves(node) {
-        true => vec![node.clone()],
+        true => vec![node.to_owned()],
         false => node_address(node, deadline).into_iter().collect(),
     }
 }

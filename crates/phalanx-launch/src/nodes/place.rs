@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use phalanx_comm::transport::{host_addresses, what_loopback_means};
-use phalanx_store::{ErrorKind as StoreKind, TcpServer};
+use phalanx_store::{ErrorKind as StoreKind, TcpServer, host_port};
 use phalanx_wire::Token;
 
 use super::{QUIET, SLICE};
@@ -61,11 +61,7 @@ pub fn meeting_place(
     deadline: Instant,
     interrupted: &mut impl FnMut() -> Option<Error>,
 ) -> Result<Place> {
-    let named = if meeting.host.contains(':') {
-        format!("[{}]:{}", meeting.host, meeting.port)
-    } else {
-        format!("{}:{}", meeting.host, meeting.port)
-    };
+    let named = host_port(&meeting.host, meeting.port);
     let elsewhere = || Place {
         server: None,
         store: named.clone(),
@@ -281,11 +277,7 @@ mod tests {
             "localhost",
             &phalanx_process::host_name(),
         ] {
-            let named = match host.contains(':') {
-                true => format!("[{host}]:9"),
-                false => format!("{host}:9"),
-            };
-            assert!(is_here(host, &named), "{host}");
+            assert!(is_here(host, &host_port(host, 9)), "{host}");
         }
         for host in ["192.0.2.1", "no.such.host.invalid"] {
             assert!(!is_here(host, &format!("{host}:9")), "{host}");

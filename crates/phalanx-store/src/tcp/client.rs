@@ -709,3 +709,10 @@ impl Store for TcpStore {
         })
     }
 }
+/// The address `HOST:PORT` for [`TcpStore::connect`], with an IPv6 address in brackets.
+pub fn host_port(host: &str, port: u16) -> String {
+    match host.contains(':') {
+        true => format!("[{host}]:{port}"),
+        false => format!("{host}:{port}"),
+    }
+}

@@ -12,7 +12,7 @@ mod server;
 mod socket;
 mod waiters;
 
-pub use client::{TcpStore, Will};
+pub use client::{TcpStore, Will, host_port};
 pub use refused::{RefusalReason, RefusedConnections};
 #[cfg(any(test, fuzzing))]
 pub(crate) use server::fuzzing;

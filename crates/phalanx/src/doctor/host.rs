@@ -10,6 +10,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use phalanx_comm::transport::local_address_towards;
 use phalanx_launch::{Cores, RankArgs, RankPlace};
 use phalanx_nn::Precision;
+use phalanx_store::host_port;
 use rustix::fs::{Access, MemfdFlags, access, ftruncate, memfd_create, statvfs};
 use rustix::process::{PidfdFlags, Resource, getpid, getrlimit, pidfd_open};
 use rustix::thread::sched_getaffinity;
@@ -100,7 +101,7 @@ fn engine(place: Option<&RankPlace>, ranks: &RankArgs, world: usize) -> Check {
         // Of no interest there, and under MPI and Slurm a file.
         _ if place.is_on_one_host() => String::new(),
         (_, Some(store)) if store.contains(':') => format!(", meeting at {store}"),
-        (Some(host), _) => format!(", meeting at {host}:{}", place.master_port),
+        (Some(host), _) => format!(", meeting at {}", host_port(host, place.master_port)),
         _ => String::new(),
     };
     Check::ok(
@@ -117,19 +118,14 @@ fn cores_check(cores: Cores) -> Check {
     let host = text.lines().filter(|l| l.starts_with("processor")).count();
     let host = host.max(cores.usable);
     let mask = sched_getaffinity(None).map_or(0, |set| set.count() as usize);
-    let why = match cores.usable {
-        usable if usable == host => String::new(),
-        usable if usable < mask => format!(" of {host} (cgroup quota)"),
-        _ => format!(" of {host} (affinity mask)"),
-    };
-    Check::ok("cores", format!("{}{why}", cores_of(cores.usable, &why)))
-}
-
-fn cores_of(n: usize, why: &str) -> String {
-    match why {
-        "" => plural(n, "core"),
-        _ => n.to_string(),
-    }
+    Check::ok(
+        "cores",
+        match cores.usable {
+            usable if usable == host => plural(usable, "core"),
+            usable if usable < mask => format!("{usable} of {host} (cgroup quota)"),
+            usable => format!("{usable} of {host} (affinity mask)"),
+        },
+    )
 }
 
 fn threads(ranks: &RankArgs, here: usize, cores: Cores) -> Result<Check> {
@@ -396,28 +392,12 @@ pub fn address(ranks: &RankArgs, place: Option<&RankPlace>) -> Option<IpAddr> {
     let typed = ranks.init_method.strip_prefix("tcp://").map(str::to_owned);
     let by_place = place
         .filter(|_| ranks.init_method == "env://")
-        .and_then(|place| {
-            Some(format!(
-                "{}:{}",
-                place.master_addr.as_ref()?,
-                place.master_port
-            ))
-        });
+        .and_then(|place| Some(host_port(place.master_addr.as_ref()?, place.master_port)));
     let store = store.filter(|store| store.contains(':'));
     let meeting = typed.or(store).or(by_place)?;
     let meeting: SocketAddr = meeting.to_socket_addrs().ok()?.next()?;
     match meeting.ip() {
         ip if ip.is_loopback() => Some(ip),
         _ => local_address_towards(meeting).ok(),
-    }
-}
-
-/// Equal for ranks whose loopback addresses are the same: one kernel and network name space.
-pub fn machine() -> String {
-    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let space = fs::read_link("/proc/self/ns/net").unwrap_or_default();
-    match boot.trim() {
-        "" => phalanx_comm::host_name(),
-        boot => format!("{boot} {}", space.display()),
     }
 }

@@ -3,7 +3,8 @@
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 
-use phalanx_comm::{ProcessGroup, ReduceOp};
+use phalanx_comm::transport::machine;
+use phalanx_comm::{ProcessGroup, ReduceOp, host_name, name_ranks};
 use phalanx_launch::TransportArg;
 use phalanx_process::RankContext;
 use serde::{Deserialize, Serialize};
@@ -96,8 +97,10 @@ fn facts(ctx: &RankContext, args: &DoctorArgs) -> Result<RankFacts> {
         *check = Check::ok(host::HOST_NAME, check.found.as_str());
     }
     Ok(RankFacts {
-        host: phalanx_comm::host_name(),
-        machine: host::machine(),
+        machine: Some(machine())
+            .filter(|m| !m.is_empty())
+            .unwrap_or_else(host_name),
+        host: host_name(),
         address: host::address(&args.ranks, place.as_ref()).map(|ip| ip.to_string()),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         program: is_first.then(|| program().ok()).flatten(),
@@ -270,7 +273,7 @@ fn name_apart(hosts: &mut [HostReport]) {
 /// `2 ranks`, or the numbers of a few.
 fn ranks_where(all: &[RankFacts], holds: impl Fn(&RankFacts) -> bool) -> String {
     let ranks: Vec<usize> = (0..all.len()).filter(|rank| holds(&all[*rank])).collect();
-    super::report::rank_list(&ranks)
+    name_ranks(&ranks)
 }
 
 fn same_program(all: &[RankFacts]) -> Check {
@@ -398,7 +401,7 @@ fn sums(measured: &[Measured]) -> Check {
         true => Check::ok(NAME, "right, and the same bits on all ranks"),
         false => Check::problem(
             NAME,
-            format!("wrong sums on {}", super::report::rank_list(&wrong)),
+            format!("wrong sums on {}", name_ranks(&wrong)),
             "the same program on all hosts; then check the memory of these hosts",
         ),
     }

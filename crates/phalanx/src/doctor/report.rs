@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use phalanx_comm::name_ranks;
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -34,27 +35,6 @@ pub struct Report {
     pub pairs: Vec<Pair>,
 }
 
-/// `rank 0`, `ranks 0, 2`, `ranks 0-3`.
-pub fn rank_list(ranks: &[usize]) -> String {
-    let mut runs: Vec<(usize, usize)> = Vec::new();
-    for rank in ranks {
-        match runs.last_mut() {
-            Some((_, last)) if *last + 1 == *rank => *last = *rank,
-            _ => runs.push((*rank, *rank)),
-        }
-    }
-    let shown: Vec<String> = runs
-        .iter()
-        .map(|(first, last)| match last - first {
-            0 => first.to_string(),
-            1 => format!("{first}, {last}"),
-            _ => format!("{first}-{last}"),
-        })
-        .collect();
-    let plural = if ranks.len() == 1 { "" } else { "s" };
-    format!("rank{plural} {}", shown.join(", "))
-}
-
 impl Report {
     /// The number of checks that ended so.
     pub fn count(&self, status: Status) -> usize {
@@ -84,7 +64,7 @@ impl Report {
             let address = address.map_or(String::new(), |address| format!(" ({address})"));
             let ranks = match self.world {
                 1 => String::new(),
-                _ => format!(", {}", rank_list(&host.ranks)),
+                _ => format!(", {}", name_ranks(&host.ranks)),
             };
             let _ = writeln!(text, "Host {}{address}{ranks}", host.name);
             let is_shown = |check: &&Check| index == 0 || check.status > Status::Ok;
@@ -293,8 +273,8 @@ Ranks                transport     latency    bandwidth
 
     #[test]
     fn lists_of_ranks() {
-        assert_eq!(rank_list(&[3]), "rank 3");
-        assert_eq!(rank_list(&[0, 1]), "ranks 0, 1");
-        assert_eq!(rank_list(&[0, 1, 2, 5]), "ranks 0-2, 5");
+        assert_eq!(name_ranks(&[3]), "rank 3");
+        assert_eq!(name_ranks(&[0, 1]), "ranks 0, 1");
+        assert_eq!(name_ranks(&[0, 1, 2, 5]), "ranks 0-2, 5");
     }
 }

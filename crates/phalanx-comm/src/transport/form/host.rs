@@ -71,6 +71,12 @@ impl BindAddr {
     }
 }
 
+/// Equal for processes that share a kernel and a network name space, for which a loopback address is the same. Empty when
+/// unknown.
+pub fn machine() -> String {
+    Host::here().machine
+}
+
 /// Names of networks of containers and virtual machines on this host, which other hosts do not reach.
 const VIRTUAL: [&str; 5] = ["docker", "br-", "virbr", "podman", "cni"];
 

@@ -19,7 +19,7 @@ mod ports;
 mod rendezvous;
 mod sizes;
 
-pub use host::{BindAddr, host_addresses, local_address_towards, what_loopback_means};
+pub use host::{BindAddr, host_addresses, local_address_towards, machine, what_loopback_means};
 pub(super) use member::Member;
 use member::this_process;
 pub use ports::PortRange;
