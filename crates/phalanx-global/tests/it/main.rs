@@ -2,4 +2,5 @@
 
 mod boxing;
 mod common;
+mod ddp;
 mod gpt;
