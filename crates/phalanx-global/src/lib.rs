@@ -10,6 +10,7 @@ mod ops;
 mod parallel;
 mod params;
 mod placement;
+mod prefetch;
 mod rules;
 mod sbp;
 mod step;

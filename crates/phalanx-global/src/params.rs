@@ -11,6 +11,7 @@ use crate::boxing::{self, Boxing};
 use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::placement::Placement;
+use crate::prefetch::Prefetch;
 use crate::sbp::Sbp;
 use crate::step::GlobalStep;
 
@@ -27,6 +28,7 @@ pub struct GlobalParams {
     /// The layouts that operations find, if not those: what is gathered before its use.
     used: Vec<Rc<Layout>>,
     plans: Plans,
+    prefetch: Prefetch,
 }
 
 /// The boxings that were planned so far.
@@ -122,6 +124,7 @@ impl GlobalParams {
             used: engine.clone(),
             engine,
             plans: Plans::new(placement),
+            prefetch: Prefetch::default(),
         })
     }
 
@@ -143,7 +146,25 @@ impl GlobalParams {
             sbp[dim] = Sbp::Broadcast;
             *used = Rc::new(used.with_sbp(&sbp)?);
         }
+        // Where all ranks share the cores of a host, there is nothing to overlap with.
+        let hosts = self.placement.line(dim).selector().hosts();
+        self.prefetch.set(hosts.count() > 1);
         Ok(self)
+    }
+
+    /// Whether the next parameter of those that are gathered before their use is gathered in the background,
+    /// from the second step on. By default, if their ranks are on several hosts. The bits are the same.
+    pub fn set_prefetch(&self, on: bool) {
+        self.prefetch.set(on);
+    }
+
+    /// Gathers that began in the background so far.
+    pub fn prefetched(&self) -> u64 {
+        self.prefetch.begun()
+    }
+
+    pub(crate) fn prefetch(&self) -> &Prefetch {
+        &self.prefetch
     }
 
     /// The mesh.
@@ -178,11 +199,13 @@ impl GlobalParams {
     pub fn step<'a>(&'a self, tape: &'a mut Tape, key: StepKey<'_>) -> GlobalStep<'a> {
         let joined = crate::step::Joined::default();
         tape.join_statistics(Some(joined.shared()));
+        self.prefetch.begin(true);
         GlobalStep::new(self, tape.step(&self.local, key), joined)
     }
 
     /// Starts an evaluation on `tape`.
     pub fn inference<'a>(&'a self, tape: &'a mut Tape) -> GlobalStep<'a> {
+        self.prefetch.begin(false);
         GlobalStep::new(self, tape.inference(&self.local), Default::default())
     }
 

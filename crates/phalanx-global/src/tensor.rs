@@ -4,13 +4,16 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use phalanx_comm::ReduceOp;
-use phalanx_nn::{CustomOp, Error as NnError, ParamId, Result, SinkError, Tensor, Weight};
+use phalanx_nn::{
+    CustomOp, Error as NnError, GradSink, ParamId, Result, SinkError, Tensor, Weight,
+};
 
 use crate::boxing::Boxing;
 use crate::error::Error;
 use crate::layout::Layout;
-use crate::params::GlobalGrads;
+use crate::params::{GlobalGrads, GlobalParams};
 use crate::placement::Placement;
+use crate::prefetch::Prefetch;
 use crate::sbp::{Fold, Sbp};
 use crate::step::GlobalStep;
 
@@ -133,7 +136,7 @@ impl<'s> Global<'s> {
         let folded = self.folded(layout)?;
         let boxing = step.params().plans().get(&folded.layout, layout)?;
         step.note(operation, operand, &boxing);
-        let local = boxed(step, folded.local, &boxing)?;
+        let local = boxed(step, folded.local, &boxing, None)?;
         Ok(Global::new(step, local, Rc::new(layout.clone())))
     }
 
@@ -256,11 +259,41 @@ impl<'s> Global<'s> {
             false => (parts as f32, 1.0 / parts as f32),
         };
         let seed = if counts { seed } else { 0.0 };
-        self.local.backward_with(&[seed], grads)?;
+        let mut sink = Prefetching {
+            grads: &mut *grads,
+            params: step.params(),
+        };
+        self.local.backward_with(&[seed], &mut sink)?;
         if !grads.is_accumulating() {
             grads.sum_scaled(step.params(), factor)?;
         }
         Ok(())
+    }
+}
+
+/// Gradients of a backward pass, each of which lets the next gather begin.
+struct Prefetching<'p> {
+    grads: &'p mut GlobalGrads,
+    params: &'p GlobalParams,
+}
+
+impl GradSink for Prefetching<'_> {
+    fn slot(&mut self, param: ParamId) -> &mut [f32] {
+        self.grads.slot(param)
+    }
+
+    fn ready(&mut self, param: ParamId) -> OpResult {
+        self.grads.ready(param)?;
+        self.params.prefetch().begin_next(self.params);
+        Ok(())
+    }
+
+    fn unused(&mut self, param: ParamId) -> OpResult {
+        self.grads.unused(param)
+    }
+
+    fn accumulates(&self) -> bool {
+        self.grads.accumulates()
     }
 }
 
@@ -282,6 +315,7 @@ fn boxed<'s>(
     step: &'s GlobalStep<'s>,
     local: Tensor<'s>,
     boxing: &Rc<Boxing>,
+    param: Option<usize>,
 ) -> Result<Tensor<'s>> {
     if boxing.steps().is_empty() {
         return Ok(local);
@@ -290,6 +324,7 @@ fn boxed<'s>(
         (step.params().plans()).get(&boxing.to().of_gradient(), &boxing.from().of_gradient())?;
     let op = Converted {
         placement: step.placement().clone(),
+        prefetched: param.map(|param| (param, step.params().prefetch().clone())),
         there: Arc::new((**boxing).clone()),
         back: Arc::new((*back).clone()),
     };
@@ -312,7 +347,12 @@ pub(crate) fn weight<'s>(
     let name = || step.params().local().infos()[id.index()].name.clone();
     step.note(operation, name, &boxing);
     let local = step.local().parameter(id)?;
-    Ok(boxed(step, local, &boxing)?.into())
+    let param = (!boxing.is_local()).then(|| id.index());
+    let made = boxed(step, local, &boxing, param)?;
+    if param.is_some() {
+        step.params().prefetch().begin_next(step.params());
+    }
+    Ok(made.into())
 }
 
 /// Whether a parameter needs collectives to get into a layout, so that it is not worth keeping until backward.
@@ -324,6 +364,8 @@ pub(crate) fn is_gathered(step: &GlobalStep<'_>, id: ParamId, layout: &Layout) -
 /// A boxing and that of the gradient.
 struct Converted {
     placement: Placement,
+    /// The parameter, if it is one that is gathered.
+    prefetched: Option<(usize, Prefetch)>,
     there: Arc<Boxing>,
     back: Arc<Boxing>,
 }
@@ -332,7 +374,12 @@ type OpResult = std::result::Result<(), SinkError>;
 
 impl CustomOp for Converted {
     fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> OpResult {
-        Ok(self.there.run_into(&self.placement, inputs[0], output)?)
+        let (placement, part) = (&self.placement, inputs[0]);
+        match &self.prefetched {
+            Some((param, order)) => order.take(*param, &self.there, placement, part, output)?,
+            None => self.there.run_into(placement, part, output)?,
+        }
+        Ok(())
     }
 
     fn backward(

@@ -49,6 +49,32 @@ impl Boxing {
         Ok(())
     }
 
+    /// The mesh dimension, if all there is to do is an all-gather of equal parts.
+    pub(crate) fn one_gather(&self, placement: &Placement) -> Option<usize> {
+        let [step] = &self.steps[..] else {
+            return None;
+        };
+        let StepKind::AllGather { dim } = step.kind else {
+            return None;
+        };
+        let blocks = along(placement, &self.from, dim);
+        let own = numel(&blocks[0]);
+        blocks.iter().all(|b| numel(b) == own).then_some(dim)
+    }
+
+    /// Puts what such an all-gather gave, part by part, where it belongs.
+    pub(crate) fn place_gathered(&self, placement: &Placement, all: &[f32], to: &mut [f32]) {
+        let Some(dim) = self.one_gather(placement) else {
+            return;
+        };
+        let blocks = along(placement, &self.from, dim);
+        let whole = self.to.block(placement.rank());
+        match is_in_order(&blocks, &whole) {
+            true => to.copy_from_slice(all),
+            false => unpack(all, &blocks, to, &whole),
+        }
+    }
+
     fn step(
         &self,
         placement: &Placement,

@@ -16,12 +16,15 @@ const CONFIG: GptConfig = GptConfig {
     dropout: 0.1,
 };
 
-/// Losses of some steps, and the weights after them.
-fn train(placement: &Placement, parallel: &Parallel, tokens: &[Sbp]) -> (Vec<f32>, Vec<f32>) {
+/// Losses of some steps, the weights after them, and how many parameters were prefetched.
+type Trained = (Vec<f32>, Vec<f32>, u64);
+
+fn train(placement: &Placement, parallel: &Parallel, tokens: &[Sbp], prefetch: bool) -> Trained {
     let mut scope = Scope::new(Seed(1));
     let model = Gpt::new(&mut scope, &CONFIG);
     let params = scope.build().unwrap();
     let mut weights = parallel.build(placement, &params).unwrap();
+    weights.set_prefetch(prefetch);
     let mut grads = weights.grads();
     let mut adam = Adam::new(weights.local(), 1e-2);
     let mut tape = Tape::new(Threads(1));
@@ -50,7 +53,7 @@ fn train(placement: &Placement, parallel: &Parallel, tokens: &[Sbp]) -> (Vec<f32
         .into_iter()
         .flat_map(|id| weights.full(id).unwrap())
         .collect();
-    (losses, all)
+    (losses, all, weights.prefetched())
 }
 
 fn close(name: &str, a: &[f32], b: &[f32], tolerance: f32) {
@@ -76,7 +79,8 @@ fn tensor_parallel(dim: &str) -> Parallel {
 fn any_mesh_trains_as_one_rank() {
     let s0 = Sbp::split(0);
     let whole = Parallel::new();
-    let (losses, weights) = on_mesh(Over::Thread, &[1], |p| train(p, &whole, &[B])).remove(0);
+    let serial = on_mesh(Over::Thread, &[1], |p| train(p, &whole, &[B], false));
+    let (losses, weights, _) = &serial[0];
     assert!(losses[4] < losses[0]);
     let cases: [(&str, &[usize], Parallel, &[Sbp]); 9] = [
         ("data", &[2], whole.clone(), &[s0]),
@@ -111,10 +115,10 @@ fn any_mesh_trains_as_one_rank() {
     ];
     for (name, mesh, parallel, tokens) in &cases {
         for over in [Over::Thread, Over::Shm, Over::Tcp] {
-            for (l, w) in on_mesh(over, mesh, |p| train(p, parallel, tokens)) {
-                close(name, &l, &losses, 1e-5);
+            for (l, w, _) in on_mesh(over, mesh, |p| train(p, parallel, tokens, false)) {
+                close(name, &l, losses, 1e-5);
                 // Where a gradient is near 0, Adam takes steps of either sign.
-                close(name, &w, &weights, 1e-2);
+                close(name, &w, weights, 1e-2);
             }
         }
     }
@@ -142,4 +146,21 @@ fn names_that_do_not_exist_are_errors() {
         ),
         "{unknown}"
     );
+}
+
+#[test]
+fn prefetching_changes_no_bit() {
+    let tokens = [Sbp::split(0)];
+    let sharded = Parallel::new().fully_sharded("data");
+    for over in [Over::Thread, Over::Shm, Over::Tcp] {
+        let of = |prefetch| on_mesh(over, &[2], |p| train(p, &sharded, &tokens, prefetch));
+        let (plain, ahead) = (of(false), of(true));
+        for ((losses, weights, none), (same_losses, same_weights, some)) in plain.iter().zip(&ahead)
+        {
+            assert_eq!((losses, weights), (same_losses, same_weights));
+            assert_eq!(*none, 0);
+            // All but the first gather of each step, forward and backward, from the second step on.
+            assert!(*some > 4 * 20, "{some}");
+        }
+    }
 }
