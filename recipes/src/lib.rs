@@ -8,6 +8,7 @@
 
 pub mod download;
 mod flyte;
+mod gpt;
 mod linear;
 mod mnist;
 mod mobilenetv2;
@@ -31,12 +32,13 @@ pub use shared::image::mirrored;
 pub use shared::net::{Loss, Net, Network, Pixels};
 
 /// What `phalanx train` can run, as its help lists it.
-pub const RECIPES: [Recipe; 5] = [
+pub const RECIPES: [Recipe; 6] = [
     linear::RECIPE,
     mnist::RECIPE,
     resnet18::RECIPE,
     resnet9::RECIPE,
     mobilenetv2::RECIPE,
+    gpt::RECIPE,
 ];
 
 /// A training program: its name, its flags and its network.
@@ -141,6 +143,27 @@ impl Recipe {
             }),
             flags: Flags::of::<P>(),
             network: Some(P::NETWORK),
+        }
+    }
+
+    /// That of a program with a loop of its own and these defaults.
+    const fn with_defaults<A: AnyRecipe + clap::Args + 'static>(
+        name: &'static str,
+        about: &'static str,
+        usual: Defaults,
+    ) -> Recipe {
+        let (other, output_dir) = (None, None);
+        Recipe {
+            name,
+            about,
+            help: &[],
+            defaults: Some(HelpDefaults {
+                usual,
+                other,
+                output_dir,
+            }),
+            flags: Flags::of::<A>(),
+            network: None,
         }
     }
 

@@ -52,6 +52,8 @@ pub mod sampler;
 pub mod state;
 pub mod synthetic;
 pub mod text;
+mod text_dataset;
 
 pub use dataset::{Dataset, IMAGES_PER_ROW, ImageBatch, ImageDataset, png_size};
 pub use error::{Error, ErrorKind, Result};
+pub use text_dataset::{TextBatch, TextDataset};

@@ -75,6 +75,16 @@ impl From<phalanx_ddp::Error> for Error {
     }
 }
 
+impl From<phalanx_global::Error> for Error {
+    fn from(error: phalanx_global::Error) -> Self {
+        let kind = match error.kind() {
+            phalanx_global::ErrorKind::Usage => ErrorKind::Usage,
+            _ => ErrorKind::Failed,
+        };
+        convert(error, kind)
+    }
+}
+
 impl From<Box<dyn StdError + Send + Sync>> for Error {
     fn from(error: Box<dyn StdError + Send + Sync>) -> Self {
         let kind = kind_within(error.as_ref(), ErrorKind::Failed);

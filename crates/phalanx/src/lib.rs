@@ -90,6 +90,7 @@ pub use phalanx_comm as comm;
 pub use phalanx_data as data;
 pub use phalanx_ddp as ddp;
 pub use phalanx_flow as flow;
+pub use phalanx_global as global;
 pub use phalanx_nn as nn;
 pub use phalanx_store as store;
 pub use phalanx_train as train;

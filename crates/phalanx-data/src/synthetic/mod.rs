@@ -1,4 +1,5 @@
-//! Generated digits: a replacement for MNIST that can be learned and needs no download.
+//! Generated digits, a replacement for MNIST that can be learned and needs no download; and
+//! generated text.
 //!
 //! Digits are drawn from strokes with random control points, rotation, shear, scale, shift
 //! and width, over a noisy background. Sample i depends on (seed, i) alone, so nothing is
@@ -9,6 +10,7 @@ mod glyphs;
 pub mod noise;
 mod pen;
 mod pictures;
+mod text;
 mod words;
 
 use crate::Result;
@@ -19,6 +21,7 @@ use pen::{Canvas, Hand};
 use words::Words;
 
 pub use pictures::{Pictures, pictures};
+pub use text::text;
 
 /// Height and width of an image.
 pub const SIDE: usize = 28;

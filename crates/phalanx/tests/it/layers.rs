@@ -12,7 +12,7 @@ const MAY: [(&str, &[&str]); 18] = [
     ("global", &["comm", "nn", "ddp"]),
     ("data", &["nn"]),
     ("report", &["data"]),
-    ("process", &["comm", "ddp", "nn", "data"]),
+    ("process", &["comm", "ddp", "global", "nn", "data"]),
     ("http", &["data", "process"]),
     ("track", &["data", "process", "http"]),
     ("live", &["data", "process", "report", "track"]),
@@ -30,13 +30,15 @@ const MAY: [(&str, &[&str]); 18] = [
     ),
     (
         "recipes",
-        &["nn", "ddp", "data", "process", "http", "launch", "train"],
+        &[
+            "comm", "nn", "ddp", "global", "data", "process", "http", "launch", "train",
+        ],
     ),
     (
         "",
         &[
-            "wire", "store", "comm", "nn", "ddp", "data", "report", "process", "launch", "flow",
-            "track", "train", "recipes",
+            "wire", "store", "comm", "nn", "ddp", "global", "data", "report", "process", "launch",
+            "flow", "track", "train", "recipes",
         ],
     ),
 ];

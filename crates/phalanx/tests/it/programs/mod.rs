@@ -4,6 +4,7 @@
 mod cifar;
 mod compare;
 mod fetch;
+mod gpt;
 mod mnist;
 mod outputs;
 mod quick_start;

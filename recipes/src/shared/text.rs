@@ -1,0 +1,159 @@
+//! Text to train on, and text that a model makes.
+
+use std::f64::consts::LN_2;
+use std::sync::Arc;
+
+use phalanx_data::{TextBatch, TextDataset};
+use phalanx_nn::Tensor;
+use phalanx_nn::models::Gpt;
+use phalanx_nn::rng::philox::{philox4x32_10, unit_f32};
+use phalanx_train::{Measure, MicroBatch};
+
+use crate::error::{Error, Result, check_count};
+
+/// Separates the random numbers of generated text from others with the same seed.
+const STREAM: u32 = 0x7465_7874; // "text"
+
+/// Arguments about text.
+#[derive(Debug, Clone, clap::Args)]
+pub struct TextArgs {
+    /// UTF-8 text file, folder with input.txt, or `synthetic`; the last tenth is for validation
+    #[arg(long, default_value = "synthetic", value_name = "PATH|synthetic")]
+    data: String,
+    /// Number of characters of synthetic text [default: 200000]
+    #[arg(long, value_name = "N")]
+    synthetic_characters: Option<usize>,
+    /// Number of characters from which the next one is predicted
+    #[arg(long, default_value_t = 64, value_name = "N")]
+    pub context: usize,
+}
+
+impl TextArgs {
+    /// As the user typed it, for the summary.
+    pub fn name(&self) -> &str {
+        &self.data
+    }
+
+    /// Checks what can be checked before any rank is started.
+    ///
+    /// # Errors
+    ///
+    /// Usage and data errors naming the flag or the file.
+    pub fn validate(&self, seed: u64) -> Result<()> {
+        let characters = self.synthetic_characters;
+        check_count("--context", self.context, 1 << 16)?;
+        check_count("--synthetic-characters", characters.unwrap_or(1), 1 << 28)?;
+        if characters.is_some() && self.data != "synthetic" {
+            return Err(Error::usage(format!(
+                "--synthetic-characters requires --data synthetic, not {}",
+                self.data
+            )));
+        }
+        // A wrong file is one error here, and not one per rank.
+        self.load(seed).map(drop)
+    }
+
+    /// Text to train on and text for validation.
+    ///
+    /// # Errors
+    ///
+    /// Usage and data errors naming the file.
+    pub fn load(&self, seed: u64) -> Result<(Arc<TextDataset>, Arc<TextDataset>)> {
+        let all = match self.data.as_str() {
+            "synthetic" => {
+                let characters = self.synthetic_characters.unwrap_or(200_000);
+                TextDataset::synthetic(characters, seed, self.context)
+            }
+            path => TextDataset::open(path.as_ref(), self.context),
+        };
+        let (train, test) = all?.split(0.9)?;
+        Ok((Arc::new(train), Arc::new(test)))
+    }
+}
+
+/// The model's scores, a row for each target.
+///
+/// # Errors
+///
+/// `Usage` when the sequences are longer than the model's context.
+pub fn scores<'s>(gpt: &Gpt, batch: &MicroBatch<'s, TextBatch>) -> Result<Tensor<'s>> {
+    let rows = batch.targets.len();
+    let sizes = (batch.samples(), rows / batch.samples());
+    let scores = gpt.forward(batch.step(), &batch.tokens, sizes)?;
+    let vocab = scores.shape()[2];
+    Ok(scores.reshape(&[rows, vocab])?)
+}
+
+/// Loss, bits per character and accuracy of a batch.
+///
+/// # Errors
+///
+/// As [`scores`].
+pub fn measure(gpt: &Gpt, batch: MicroBatch<'_, TextBatch>) -> Result<Measure> {
+    let scores = scores(gpt, &batch)?;
+    let measure = match scores.shape()[1] {
+        ..=256 => Measure::of_scores(&scores, &batch.targets)?,
+        // The confusion matrix, from which the accuracy follows, would be too large.
+        _ => Measure::of_sum(0.0),
+    };
+    // A sample is a sequence; its loss is the mean over its characters.
+    let length = batch.targets.len() / batch.samples();
+    let loss = scores.cross_entropy(&batch.targets, length as f32)?;
+    let bits = f64::from(loss.item()) / LN_2;
+    let measure = measure.with_value("bits_per_character", bits);
+    Ok(measure.with_loss(loss))
+}
+
+/// Text of `count` characters after a newline, each drawn with the probability that
+/// `probabilities` gives to it after those before, of which it sees as many as a sequence has.
+///
+/// # Errors
+///
+/// Those of `probabilities`.
+pub fn generate(
+    text: &TextDataset,
+    count: usize,
+    seed: u64,
+    mut probabilities: impl FnMut(&[u32]) -> Result<Vec<f32>>,
+) -> Result<String> {
+    let mut tokens = text.encode("\n").unwrap_or_else(|| vec![0]);
+    for i in 0..count {
+        let first = tokens.len().saturating_sub(text.context());
+        let shares = probabilities(&tokens[first..])?;
+        let counter = [i as u32, (i >> 32) as u32, 0, STREAM];
+        let words = philox4x32_10(counter, [seed as u32, (seed >> 32) as u32]);
+        tokens.push(pick(&shares, unit_f32(words[0])));
+    }
+    Ok(text.decode(&tokens[1..]))
+}
+
+/// The first element up to which the sum of `shares` exceeds `number`, else the last.
+fn pick(shares: &[f32], number: f32) -> u32 {
+    let mut sum = 0.0;
+    let found = shares.iter().position(|share| {
+        sum += share;
+        sum > number
+    });
+    found.unwrap_or(shares.len().saturating_sub(1)) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn characters_come_with_their_probability() {
+        let text = TextDataset::from_text("t", "ab\n", 2).expect("long enough");
+        let mut seen = Vec::new();
+        let out = generate(&text, 1000, 7, |tokens| {
+            seen.push(tokens.len());
+            Ok(vec![0.0, 0.25, 0.75])
+        });
+        let out = out.expect("text");
+        assert_eq!(seen[..3], [1, 2, 2]);
+        assert_eq!(out.len(), 1000);
+        let a = out.matches('a').count();
+        assert!((200..300).contains(&a) && !out.contains('\n'), "{a}");
+        assert_eq!((pick(&[0.5, 0.5], 1.0), pick(&[], 0.5)), (1, 0));
+    }
+}
