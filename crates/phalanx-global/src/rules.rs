@@ -169,7 +169,9 @@ pub(crate) fn decide(
             seconds += price.seconds(operand, takes)?;
         }
         if decision.makes.iter().any(|s| s.is_partial()) {
-            let made = decision.result(mesh, shape)?;
+            // An operation that changes its axes says only later where they are cut.
+            let made = decision.result(mesh, shape);
+            let made = made.or_else(|_| Layout::even(mesh, shape, &decision.makes))?;
             let folded: Vec<Sbp> = made
                 .sbp()
                 .iter()

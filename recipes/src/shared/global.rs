@@ -923,6 +923,7 @@ impl<'a, T: Task> GlobalRun<'a, T> {
             "accuracies": results.accuracies,
             "class_accuracies": last.class_accuracies(),
             "confusion": last.matrix(),
+            "unit": self.unit,
             "images_per_s": self.per_second(),
             "train_s": results.trained.as_secs_f64(),
             "test_s": results.tested.as_secs_f64(),
