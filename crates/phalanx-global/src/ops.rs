@@ -825,20 +825,6 @@ impl<'s> Value<'s> for Global<'s> {
             ));
         }
         let (step, placement) = (self.step(), self.step().placement());
-        let residual = match residual {
-            None => None,
-            Some(r) => {
-                let decision = self.decide(
-                    "batch_norm",
-                    &[self.layout()],
-                    &along(dims.len(), |a| a < axes),
-                    &dims,
-                )?;
-                Some(r.converted(&decision.takes[0], "batch_norm", || {
-                    "the residual".to_owned()
-                })?)
-            }
-        };
         let ids = [options.weight, options.bias];
         self.with_weights("batch_norm", ids, &rules, &dims, |x, [w, b], decision| {
             if step.local().training() {
@@ -846,6 +832,12 @@ impl<'s> Value<'s> for Global<'s> {
                 let split = (0..own.len()).filter(|d| matches!(own[*d], Sbp::Split(_)));
                 step.joined().set(placement, split.collect())?;
             }
+            let residual = match residual {
+                Some(r) => Some(r.converted(&decision.takes[0], "batch_norm", || {
+                    "the residual".to_owned()
+                })?),
+                None => None,
+            };
             x.batch_norm_with(options, (w, b), residual.map(Global::into_local), act)
         })
     }
