@@ -264,6 +264,7 @@ impl<'s> Global<'s> {
             params: step.params(),
         };
         self.local.backward_with(&[seed], &mut sink)?;
+        grads.mark_pending();
         if !grads.is_accumulating() {
             grads.sum_scaled(step.params(), factor)?;
         }
