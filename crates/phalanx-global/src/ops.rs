@@ -158,12 +158,33 @@ impl<'s> Global<'s> {
         shape: &[usize],
         run: impl FnOnce(Tensor<'s>, [Option<Weight<'s>>; N], &Decision) -> Result<Tensor<'s>>,
     ) -> Result<Self> {
+        let run =
+            |x, _: Option<Tensor<'s>>, weights, decision: &Decision| run(x, weights, decision);
+        self.with_other_and_weights(operation, None, ids, rules, shape, run)
+    }
+
+    /// The same with a second tensor, if there is one, which `rules` have after this one.
+    fn with_other_and_weights<const N: usize>(
+        self,
+        operation: &str,
+        other: Option<Self>,
+        ids: [Option<ParamId>; N],
+        rules: &[Rule],
+        shape: &[usize],
+        run: impl FnOnce(
+            Tensor<'s>,
+            Option<Tensor<'s>>,
+            [Option<Weight<'s>>; N],
+            &Decision,
+        ) -> Result<Tensor<'s>>,
+    ) -> Result<Self> {
         let step = self.step();
+        let first = 1 + usize::from(other.is_some());
         let mut layouts = Vec::new();
         for id in ids.into_iter().flatten() {
             layouts.push(step.params().used_layout(id)?);
         }
-        let is_there = |i: usize| i == 0 || ids[i - 1].is_some();
+        let is_there = |i: usize| i < first || ids[i - first].is_some();
         let mut kept: Vec<Rule> = Vec::new();
         for rule in rules {
             let mut rule = rule.clone();
@@ -175,23 +196,28 @@ impl<'s> Global<'s> {
             kept.push(rule);
         }
         let mut operands = vec![self.layout()];
+        operands.extend(other.as_ref().map(Global::layout));
         operands.extend(layouts.iter().map(|l| &***l));
         let decision = self.decide(operation, &operands, &kept, shape)?;
+        let other = match other {
+            None => None,
+            Some(o) => Some(o.converted(&decision.takes[1], operation, || "operand 1".to_owned())?),
+        };
         let x = self.converted(&decision.takes[0], operation, || "operand 0".to_owned())?;
         let made = decision.result(x.mesh(), shape)?;
         let mut gathered = false;
-        for (id, layout) in ids.into_iter().flatten().zip(&decision.takes[1..]) {
+        for (id, layout) in ids.into_iter().flatten().zip(&decision.takes[first..]) {
             gathered |= is_gathered(step, id, layout)?;
         }
         let all = |x: Tensor<'s>| {
-            let mut layouts = decision.takes[1..].iter();
+            let mut layouts = decision.takes[first..].iter();
             let mut weights = [const { None }; N];
             for (to, id) in weights.iter_mut().zip(ids) {
                 if let (Some(id), Some(layout)) = (id, id.and_then(|_| layouts.next())) {
                     *to = Some(weight(step, id, layout, operation)?);
                 }
             }
-            run(x, weights, &decision)
+            run(x, other.map(Global::into_local), weights, &decision)
         };
         // What was gathered is freed after its use, and gathered again in backward.
         let local = match gathered && step.local().training() {
@@ -815,39 +841,31 @@ impl<'s> Value<'s> for Global<'s> {
         act: Act,
     ) -> Result<Self> {
         let dims = self.dims().to_vec();
-        let axes = dims.len().saturating_sub(1);
-        let mut rules = vec![Rule::whole(3)];
-        for axis in 0..axes {
-            rules.push(Rule::split(
-                axis,
-                &[Some(axis), None, None],
-                Sbp::Split(axis),
-            ));
+        // A residual lies as the tensor does.
+        let tensors = 1 + usize::from(residual.is_some());
+        let mut rules = vec![Rule::whole(tensors + 2)];
+        for axis in 0..dims.len().saturating_sub(1) {
+            let mut takes = vec![Some(axis); tensors];
+            takes.resize(tensors + 2, None);
+            rules.push(Rule::split(axis, &takes, Sbp::Split(axis)));
         }
         let (step, placement) = (self.step(), self.step().placement());
-        let residual = match residual {
-            None => None,
-            Some(r) => {
-                let decision = self.decide(
-                    "batch_norm",
-                    &[self.layout()],
-                    &along(dims.len(), |a| a < axes),
-                    &dims,
-                )?;
-                Some(r.converted(&decision.takes[0], "batch_norm", || {
-                    "the residual".to_owned()
-                })?)
-            }
-        };
         let ids = [options.weight, options.bias];
-        self.with_weights("batch_norm", ids, &rules, &dims, |x, [w, b], decision| {
-            if step.local().training() {
-                let own = decision.takes[0].sbp();
-                let split = (0..own.len()).filter(|d| matches!(own[*d], Sbp::Split(_)));
-                step.joined().set(placement, split.collect())?;
-            }
-            x.batch_norm_with(options, (w, b), residual.map(Global::into_local), act)
-        })
+        self.with_other_and_weights(
+            "batch_norm",
+            residual,
+            ids,
+            &rules,
+            &dims,
+            |x, residual, [w, b], decision| {
+                if step.local().training() {
+                    let own = decision.takes[0].sbp();
+                    let split = (0..own.len()).filter(|d| matches!(own[*d], Sbp::Split(_)));
+                    step.joined().set(placement, split.collect())?;
+                }
+                x.batch_norm_with(options, (w, b), residual, act)
+            },
+        )
     }
 
     fn conv1d(
