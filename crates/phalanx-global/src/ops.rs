@@ -256,6 +256,7 @@ impl<'s> Global<'s> {
             rules.push(Rule::split(INPUTS, &takes, Sbp::partial_sum()).adding(2));
         }
         rules.push(Rule::partial(3, 0, &[2]));
+        let (step, rank) = (self.step(), self.rank());
         // A function must see whole sums.
         let mut after = Act::None;
         let made = self.with_weights(
@@ -264,14 +265,31 @@ impl<'s> Global<'s> {
             &rules,
             shape,
             |x, [w, b], d| {
-                let partial = d.makes.iter().any(|s| s.is_partial());
-                if partial {
+                // The engine has no convolutions of no channels, nor products of nothing in bf16. A
+                // function that is fused saves its output, so that backward may gather the bias
+                // again: with no rank, if one of them has nothing.
+                let weights = &d.takes[1];
+                let has_empty = weights.numel() > 0
+                    && (0..weights.ranks()).any(|rank| weights.numel_of(rank) == 0);
+                let apart = has_empty || d.makes.iter().any(|s| s.is_partial());
+                if apart {
                     after = act;
                 }
                 let Some(w) = w else {
                     return Err(Error::usage(format!("{operation} needs a weight")).into());
                 };
-                run(x, w, b, if partial { Act::None } else { act })
+                if has_empty && weights.numel_of(rank) == 0 {
+                    let own = d.result(d.takes[0].mesh(), shape)?.shape_of(rank);
+                    let b = b.map(|b| tensor(step, b)).transpose()?;
+                    // A product saves its weight: where that is gathered, backward gathers again.
+                    let w = tensor(step, w)?;
+                    let none = zeros_of(step, &own, vec![x, w.share().mul(w)?])?;
+                    return match b {
+                        Some(b) => none.add(b),
+                        None => Ok(none),
+                    };
+                }
+                run(x, w, b, if apart { Act::None } else { act })
             },
         )?;
         match after {
@@ -1157,6 +1175,28 @@ impl<'s, 'a: 's> ValueStep<'s> for &'s GlobalStep<'a> {
     }
 }
 
+fn tensor<'s>(step: &'s GlobalStep<'s>, weight: Weight<'s>) -> Result<Tensor<'s>> {
+    match weight {
+        Weight::Param(id) => step.local().parameter(id),
+        Weight::Tensor(tensor) => Ok(tensor),
+    }
+}
+
+/// What a rank with an empty part computes: zeros, whose backward pass runs the same collectives as
+/// other ranks' does. Of `from` one is empty, or the result is.
+fn zeros_of<'s>(
+    step: &'s GlobalStep<'s>,
+    shape: &[usize],
+    from: Vec<Tensor<'s>>,
+) -> Result<Tensor<'s>> {
+    let zeros = vec![0.0; shape.iter().product()];
+    let mut all = step.local().input(&zeros, shape)?;
+    for one in from {
+        all = all.add(one.sum(&[], false)?)?;
+    }
+    Ok(all)
+}
+
 /// Rows of a table: of a part of the tokens, of a part of each row, or (a sum) those that a part of
 /// the table has.
 fn rows_of<'s>(
@@ -1209,8 +1249,7 @@ fn rows_of<'s>(
         let mut part_shape = local_shape.clone();
         if block[0].is_empty() {
             part_shape.push(block[1].len());
-            let zeros = vec![0.0; part_shape.iter().product()];
-            return step.local().input(&zeros, &part_shape);
+            return zeros_of(step, &part_shape, vec![tensor(step, table)?]);
         }
         let is_own = |t: &u32| block[0].contains(&(*t as usize));
         let first = block[0].start as u32;
