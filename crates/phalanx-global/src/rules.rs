@@ -169,7 +169,8 @@ pub(crate) fn decide(
             seconds += price.seconds(operand, takes)?;
         }
         if decision.makes.iter().any(|s| s.is_partial()) {
-            let made = decision.result(mesh, shape)?;
+            // The ranges of the result are not known here: an operation may change the operands'.
+            let made = Layout::even(mesh, shape, &decision.makes)?;
             let folded: Vec<Sbp> = made
                 .sbp()
                 .iter()
