@@ -1,5 +1,6 @@
 //! Global tensors over threads, shared memory and TCP.
 
 mod boxing;
+mod checkpoint;
 mod common;
 mod gpt;
