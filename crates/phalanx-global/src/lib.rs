@@ -56,6 +56,7 @@
 #![forbid(unsafe_code)]
 
 mod boxing;
+mod checkpoint;
 mod error;
 mod indices;
 mod layout;
@@ -71,6 +72,7 @@ mod step;
 mod tensor;
 
 pub use boxing::{Boxing, Step, StepKind};
+pub use checkpoint::{Checkpoint, CheckpointInfo};
 pub use error::{Error, ErrorKind, Result};
 pub use indices::Indices;
 pub use layout::Layout;
