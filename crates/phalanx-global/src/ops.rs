@@ -657,19 +657,12 @@ impl<'s> Value<'s> for Global<'s> {
             factors[to] = (below, below_to);
             // Ranges must begin where both shapes have an index of the outer axis.
             let unit = below_to / gcd(below, below_to);
-            let mut cuts = None;
-            if let Some(own) = self.layout().cuts(first)
-                && own.iter().any(|c| !c.is_multiple_of(unit))
-            {
-                cuts = Some(
-                    own.iter()
-                        .map(|c| c / unit * unit)
-                        .collect::<Vec<_>>()
-                        .into(),
-                );
-            } else if self.layout().cuts(first).is_none() && unit > 1 {
-                continue;
-            }
+            // Even ranges, of other mesh dimensions too, need not.
+            let cuts = match self.layout().cuts(first) {
+                _ if unit == 1 => None,
+                None => continue,
+                Some(own) => Some(own.iter().map(|c| c / unit * unit).collect()),
+            };
             rules.push(Rule::split(first, &[Some(first)], Sbp::Split(to)).cut(cuts));
         }
         rules.push(Rule::partial(1, 0, &[]));
