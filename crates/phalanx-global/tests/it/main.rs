@@ -3,4 +3,5 @@
 mod boxing;
 mod common;
 mod ddp;
+mod dtensor_bugs;
 mod gpt;
