@@ -5,3 +5,4 @@ mod common;
 mod ddp;
 mod dtensor_bugs;
 mod gpt;
+mod oracle;
