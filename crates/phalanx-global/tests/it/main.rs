@@ -4,4 +4,6 @@ mod boxing;
 mod checkpoint;
 mod common;
 mod ddp;
+mod dtensor_bugs;
 mod gpt;
+mod oracle;
