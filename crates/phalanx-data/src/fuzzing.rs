@@ -142,7 +142,7 @@ fn pth_archive(data: &[u8]) {
 /// The archive has a storage of six numbers.
 fn pth_pickle(data: &[u8]) {
     let mut whole = Vec::new();
-    if pth::write_archive(&mut whole, "a", data, &[&[1; 24]]).is_ok() {
+    if pth::write_archive(&mut whole, "a", data, 1, |_| Ok([1; 24])).is_ok() {
         pth_archive(&whole);
     }
 }
@@ -159,7 +159,7 @@ fn pickle_seeds() -> Vec<Vec<u8>> {
         ctorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x06tq\x03QK\x01K\x02K\x02\x86K\x01K\x02\x86\x89\
         ccollections\nOrderedDict\n)RtRX\x01\0\0\0b]q\x04(K\x01M\x02\x03J\x01\0\0\0\x8a\x01\xffG?\xf0\0\0\0\0\0\0\
         N\x88h\x01ej\x04\0\0\0\x85a\x87s.";
-    vec![views.to_vec(), pth::pickle(&pth_tensors()[..1])]
+    vec![views.to_vec(), pth::pickle(&[pth_tensors()[0].head()])]
 }
 
 /// The parameters of [`model`].

@@ -17,6 +17,9 @@ pub enum ErrorKind {
     Comm,
     /// An operation of the engine failed; its error is the source.
     Engine,
+    /// A file could not be read or written, is damaged, or is of another model. On the rank where it
+    /// happened the source is the error of phalanx-data.
+    File,
 }
 
 /// A failure of a global tensor.
@@ -29,6 +32,7 @@ pub struct Error {
 enum Cause {
     Comm(phalanx_comm::Error),
     Engine(phalanx_nn::Error),
+    File(phalanx_data::Error),
 }
 
 impl Error {
@@ -42,6 +46,16 @@ impl Error {
 
     pub(crate) fn comm_while(what: impl Into<String>, cause: phalanx_comm::Error) -> Self {
         Self::with(ErrorKind::Comm, what, Some(Cause::Comm(cause)))
+    }
+
+    /// What another rank told.
+    pub(crate) fn told(kind: ErrorKind, message: String) -> Self {
+        Self::with(kind, message, None)
+    }
+
+    /// The same in other words.
+    pub(crate) fn with_message(self, message: String) -> Self {
+        Error { message, ..self }
     }
 
     fn with(kind: ErrorKind, message: impl Into<String>, source: Option<Cause>) -> Self {
@@ -73,6 +87,13 @@ impl From<phalanx_nn::Error> for Error {
     }
 }
 
+impl From<phalanx_data::Error> for Error {
+    fn from(error: phalanx_data::Error) -> Self {
+        let message = error.to_string();
+        Self::with(ErrorKind::File, message, Some(Cause::File(error)))
+    }
+}
+
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.message)
@@ -96,6 +117,7 @@ impl std::error::Error for Error {
         match self.source.as_ref()? {
             Cause::Comm(e) => Some(e),
             Cause::Engine(e) => Some(e),
+            Cause::File(e) => Some(e),
         }
     }
 }

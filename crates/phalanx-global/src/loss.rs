@@ -8,6 +8,7 @@ use phalanx_nn::{Reduction, Result, Tensor, Value};
 
 use crate::error::Error;
 use crate::indices::Indices;
+use crate::layout::Layout;
 use crate::rules::{Decision, Rule};
 use crate::sbp::Sbp;
 use crate::tensor::Global;
@@ -117,7 +118,7 @@ impl<'s> Global<'s> {
     /// # Errors
     /// `Usage` when the shapes differ.
     pub fn mse_loss(self, target: &Self, reduction: impl Into<Reduction>) -> Result<Self> {
-        self.of_elements("mse_loss", target, reduction.into(), |x, t, r| {
+        self.of_elements("mse_loss", target, 0, reduction.into(), |x, t, r, _| {
             x.mse_loss(t, r)
         })
     }
@@ -127,27 +128,82 @@ impl<'s> Global<'s> {
     /// # Errors
     /// `Usage` when the shapes differ.
     pub fn l1_loss(self, target: &Self, reduction: impl Into<Reduction>) -> Result<Self> {
-        self.of_elements("l1_loss", target, reduction.into(), |x, t, r| {
+        self.of_elements("l1_loss", target, 0, reduction.into(), |x, t, r, _| {
             x.l1_loss(t, r)
         })
     }
 
-    /// [`Tensor::bce_with_logits`] without weights. The target gets no gradient.
+    /// [`Tensor::bce_with_logits`]; `positive` holds a weight of each element of the last dimension. The target gets
+    /// no gradient.
     ///
     /// # Errors
-    /// `Usage` when the shapes differ.
-    pub fn bce_with_logits(self, target: &Self, reduction: impl Into<Reduction>) -> Result<Self> {
-        self.of_elements("bce_with_logits", target, reduction.into(), |x, t, r| {
-            x.bce_with_logits(t, None, r)
-        })
+    /// `Usage` when the shapes differ, or `positive` does not fit.
+    pub fn bce_with_logits(
+        self,
+        target: &Self,
+        positive: Option<&[f32]>,
+        reduction: impl Into<Reduction>,
+    ) -> Result<Self> {
+        let last = self.dims().len().saturating_sub(1);
+        let wide = self.dims().last().copied().unwrap_or(1);
+        if let Some(p) = positive.filter(|p| p.len() != wide) {
+            return Err(Error::usage(format!(
+                "bce_with_logits: {} positive weights for shape {:?}",
+                p.len(),
+                self.dims()
+            ))
+            .into());
+        }
+        let rank = self.step().placement().rank();
+        self.of_elements(
+            "bce_with_logits",
+            target,
+            0,
+            reduction.into(),
+            |x, t, r, takes| {
+                let own = takes.block(rank).get(last).cloned();
+                let positive = positive.map(|p| own.map_or(p, |own| &p[own]));
+                x.bce_with_logits(t, positive, r)
+            },
+        )
     }
 
+    /// [`Tensor::cross_entropy_shares`] of the whole tensor: `shares` has the share of each class in a row's target.
+    /// It gets no gradient.
+    ///
+    /// # Errors
+    /// As [`Tensor::cross_entropy_shares`], and when the shapes differ.
+    pub fn cross_entropy_shares(
+        self,
+        shares: &Self,
+        options: CrossEntropyOptions<'_>,
+    ) -> Result<Self> {
+        let reduction = options.reduction;
+        self.of_elements(
+            "cross_entropy_shares",
+            shares,
+            1,
+            reduction,
+            |x, t, reduction, _| {
+                x.cross_entropy_shares(
+                    t,
+                    CrossEntropyOptions {
+                        reduction,
+                        ..options
+                    },
+                )
+            },
+        )
+    }
+
+    /// A loss of each element, or of each run of the last `inner` axes, which stay whole.
     fn of_elements(
         self,
         operation: &str,
         target: &Self,
+        inner: usize,
         reduction: Reduction,
-        run: impl FnOnce(Tensor<'s>, &[f32], Reduction) -> Result<Tensor<'s>>,
+        run: impl FnOnce(Tensor<'s>, &[f32], Reduction, &Layout) -> Result<Tensor<'s>>,
     ) -> Result<Self> {
         if self.dims() != target.dims() {
             return Err(Error::usage(format!(
@@ -157,8 +213,10 @@ impl<'s> Global<'s> {
             ))
             .into());
         }
-        let (each, shape) = each_or_one(reduction, self.dims());
-        let rules = rules_of(self.dims().len(), 2, each);
+        let outer = &self.dims()[..self.dims().len().saturating_sub(inner)];
+        let count: usize = outer.iter().product();
+        let (each, shape) = each_or_one(reduction, outer);
+        let rules = rules_of(outer.len(), 2, each);
         let operands = [self.layout(), target.layout()];
         let decision = self.decide(operation, &operands, &rules, &shape)?;
         let target = target
@@ -166,12 +224,17 @@ impl<'s> Global<'s> {
             .converted(&decision.takes[1], operation, || "the target".to_owned())?;
         let x = self.converted(&decision.takes[0], operation, || "operand 0".to_owned())?;
         let reduction = match reduction {
-            Reduction::Mean => Reduction::Over(x.layout().numel() as f32),
+            Reduction::Mean => Reduction::Over(count as f32),
             other => other,
         };
         let made = decision.result(x.layout().mesh(), &shape)?;
         let step = x.step();
-        let local = run(x.into_local(), target.local().data(), reduction)?;
+        let local = run(
+            x.into_local(),
+            target.local().data(),
+            reduction,
+            &decision.takes[0],
+        )?;
         Ok(Global::new(step, local, Rc::new(made)))
     }
 

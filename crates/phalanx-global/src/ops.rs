@@ -158,12 +158,33 @@ impl<'s> Global<'s> {
         shape: &[usize],
         run: impl FnOnce(Tensor<'s>, [Option<Weight<'s>>; N], &Decision) -> Result<Tensor<'s>>,
     ) -> Result<Self> {
+        let run =
+            |x, _: Option<Tensor<'s>>, weights, decision: &Decision| run(x, weights, decision);
+        self.with_other_and_weights(operation, None, ids, rules, shape, run)
+    }
+
+    /// The same with a second tensor, if there is one, which `rules` have after this one.
+    fn with_other_and_weights<const N: usize>(
+        self,
+        operation: &str,
+        other: Option<Self>,
+        ids: [Option<ParamId>; N],
+        rules: &[Rule],
+        shape: &[usize],
+        run: impl FnOnce(
+            Tensor<'s>,
+            Option<Tensor<'s>>,
+            [Option<Weight<'s>>; N],
+            &Decision,
+        ) -> Result<Tensor<'s>>,
+    ) -> Result<Self> {
         let step = self.step();
+        let first = 1 + usize::from(other.is_some());
         let mut layouts = Vec::new();
         for id in ids.into_iter().flatten() {
             layouts.push(step.params().used_layout(id)?);
         }
-        let is_there = |i: usize| i == 0 || ids[i - 1].is_some();
+        let is_there = |i: usize| i < first || ids[i - first].is_some();
         let mut kept: Vec<Rule> = Vec::new();
         for rule in rules {
             let mut rule = rule.clone();
@@ -175,23 +196,28 @@ impl<'s> Global<'s> {
             kept.push(rule);
         }
         let mut operands = vec![self.layout()];
+        operands.extend(other.as_ref().map(Global::layout));
         operands.extend(layouts.iter().map(|l| &***l));
         let decision = self.decide(operation, &operands, &kept, shape)?;
+        let other = match other {
+            None => None,
+            Some(o) => Some(o.converted(&decision.takes[1], operation, || "operand 1".to_owned())?),
+        };
         let x = self.converted(&decision.takes[0], operation, || "operand 0".to_owned())?;
         let made = decision.result(x.mesh(), shape)?;
         let mut gathered = false;
-        for (id, layout) in ids.into_iter().flatten().zip(&decision.takes[1..]) {
+        for (id, layout) in ids.into_iter().flatten().zip(&decision.takes[first..]) {
             gathered |= is_gathered(step, id, layout)?;
         }
         let all = |x: Tensor<'s>| {
-            let mut layouts = decision.takes[1..].iter();
+            let mut layouts = decision.takes[first..].iter();
             let mut weights = [const { None }; N];
             for (to, id) in weights.iter_mut().zip(ids) {
                 if let (Some(id), Some(layout)) = (id, id.and_then(|_| layouts.next())) {
                     *to = Some(weight(step, id, layout, operation)?);
                 }
             }
-            run(x, weights, &decision)
+            run(x, other.map(Global::into_local), weights, &decision)
         };
         // What was gathered is freed after its use, and gathered again in backward.
         let local = match gathered && step.local().training() {
@@ -230,6 +256,7 @@ impl<'s> Global<'s> {
             rules.push(Rule::split(INPUTS, &takes, Sbp::partial_sum()).adding(2));
         }
         rules.push(Rule::partial(3, 0, &[2]));
+        let (step, rank) = (self.step(), self.rank());
         // A function must see whole sums.
         let mut after = Act::None;
         let made = self.with_weights(
@@ -238,14 +265,31 @@ impl<'s> Global<'s> {
             &rules,
             shape,
             |x, [w, b], d| {
-                let partial = d.makes.iter().any(|s| s.is_partial());
-                if partial {
+                // The engine has no convolutions of no channels, nor products of nothing in bf16. A
+                // function that is fused saves its output, so that backward may gather the bias
+                // again: with no rank, if one of them has nothing.
+                let weights = &d.takes[1];
+                let has_empty = weights.numel() > 0
+                    && (0..weights.ranks()).any(|rank| weights.numel_of(rank) == 0);
+                let apart = has_empty || d.makes.iter().any(|s| s.is_partial());
+                if apart {
                     after = act;
                 }
                 let Some(w) = w else {
                     return Err(Error::usage(format!("{operation} needs a weight")).into());
                 };
-                run(x, w, b, if partial { Act::None } else { act })
+                if has_empty && weights.numel_of(rank) == 0 {
+                    let own = d.result(d.takes[0].mesh(), shape)?.shape_of(rank);
+                    let b = b.map(|b| tensor(step, b)).transpose()?;
+                    // A product saves its weight: where that is gathered, backward gathers again.
+                    let w = tensor(step, w)?;
+                    let none = zeros_of(step, &own, vec![x, w.share().mul(w)?])?;
+                    return match b {
+                        Some(b) => none.add(b),
+                        None => Ok(none),
+                    };
+                }
+                run(x, w, b, if apart { Act::None } else { act })
             },
         )?;
         match after {
@@ -613,19 +657,12 @@ impl<'s> Value<'s> for Global<'s> {
             factors[to] = (below, below_to);
             // Ranges must begin where both shapes have an index of the outer axis.
             let unit = below_to / gcd(below, below_to);
-            let mut cuts = None;
-            if let Some(own) = self.layout().cuts(first)
-                && own.iter().any(|c| !c.is_multiple_of(unit))
-            {
-                cuts = Some(
-                    own.iter()
-                        .map(|c| c / unit * unit)
-                        .collect::<Vec<_>>()
-                        .into(),
-                );
-            } else if self.layout().cuts(first).is_none() && unit > 1 {
-                continue;
-            }
+            // Even ranges, of other mesh dimensions too, need not.
+            let cuts = match self.layout().cuts(first) {
+                _ if unit == 1 => None,
+                None => continue,
+                Some(own) => Some(own.iter().map(|c| c / unit * unit).collect()),
+            };
             rules.push(Rule::split(first, &[Some(first)], Sbp::Split(to)).cut(cuts));
         }
         rules.push(Rule::partial(1, 0, &[]));
@@ -815,39 +852,31 @@ impl<'s> Value<'s> for Global<'s> {
         act: Act,
     ) -> Result<Self> {
         let dims = self.dims().to_vec();
-        let axes = dims.len().saturating_sub(1);
-        let mut rules = vec![Rule::whole(3)];
-        for axis in 0..axes {
-            rules.push(Rule::split(
-                axis,
-                &[Some(axis), None, None],
-                Sbp::Split(axis),
-            ));
+        // A residual lies as the tensor does.
+        let tensors = 1 + usize::from(residual.is_some());
+        let mut rules = vec![Rule::whole(tensors + 2)];
+        for axis in 0..dims.len().saturating_sub(1) {
+            let mut takes = vec![Some(axis); tensors];
+            takes.resize(tensors + 2, None);
+            rules.push(Rule::split(axis, &takes, Sbp::Split(axis)));
         }
         let (step, placement) = (self.step(), self.step().placement());
-        let residual = match residual {
-            None => None,
-            Some(r) => {
-                let decision = self.decide(
-                    "batch_norm",
-                    &[self.layout()],
-                    &along(dims.len(), |a| a < axes),
-                    &dims,
-                )?;
-                Some(r.converted(&decision.takes[0], "batch_norm", || {
-                    "the residual".to_owned()
-                })?)
-            }
-        };
         let ids = [options.weight, options.bias];
-        self.with_weights("batch_norm", ids, &rules, &dims, |x, [w, b], decision| {
-            if step.local().training() {
-                let own = decision.takes[0].sbp();
-                let split = (0..own.len()).filter(|d| matches!(own[*d], Sbp::Split(_)));
-                step.joined().set(placement, split.collect())?;
-            }
-            x.batch_norm_with(options, (w, b), residual.map(Global::into_local), act)
-        })
+        self.with_other_and_weights(
+            "batch_norm",
+            residual,
+            ids,
+            &rules,
+            &dims,
+            |x, residual, [w, b], decision| {
+                if step.local().training() {
+                    let own = decision.takes[0].sbp();
+                    let split = (0..own.len()).filter(|d| matches!(own[*d], Sbp::Split(_)));
+                    step.joined().set(placement, split.collect())?;
+                }
+                x.batch_norm_with(options, (w, b), residual, act)
+            },
+        )
     }
 
     fn conv1d(
@@ -1139,6 +1168,28 @@ impl<'s, 'a: 's> ValueStep<'s> for &'s GlobalStep<'a> {
     }
 }
 
+fn tensor<'s>(step: &'s GlobalStep<'s>, weight: Weight<'s>) -> Result<Tensor<'s>> {
+    match weight {
+        Weight::Param(id) => step.local().parameter(id),
+        Weight::Tensor(tensor) => Ok(tensor),
+    }
+}
+
+/// What a rank with an empty part computes: zeros, whose backward pass runs the same collectives as
+/// other ranks' does. Of `from` one is empty, or the result is.
+fn zeros_of<'s>(
+    step: &'s GlobalStep<'s>,
+    shape: &[usize],
+    from: Vec<Tensor<'s>>,
+) -> Result<Tensor<'s>> {
+    let zeros = vec![0.0; shape.iter().product()];
+    let mut all = step.local().input(&zeros, shape)?;
+    for one in from {
+        all = all.add(one.sum(&[], false)?)?;
+    }
+    Ok(all)
+}
+
 /// Rows of a table: of a part of the tokens, of a part of each row, or (a sum) those that a part of
 /// the table has.
 fn rows_of<'s>(
@@ -1191,8 +1242,7 @@ fn rows_of<'s>(
         let mut part_shape = local_shape.clone();
         if block[0].is_empty() {
             part_shape.push(block[1].len());
-            let zeros = vec![0.0; part_shape.iter().product()];
-            return step.local().input(&zeros, &part_shape);
+            return zeros_of(step, &part_shape, vec![tensor(step, table)?]);
         }
         let is_own = |t: &u32| block[0].contains(&(*t as usize));
         let first = block[0].start as u32;

@@ -117,8 +117,9 @@ impl Parallel {
 
     /// Fully sharded data parallel: over mesh dimension `dim`, each rank has a part of every weight with
     /// two axes or more, gathers it before each use and frees it after; its gradient is reduced and
-    /// scattered, and its optimizer state exists once. The split axis is the longest that is not split over another
-    /// dimension. Vectors (biases, norms) stay whole.
+    /// scattered, and its optimizer state exists once. The split axis is the first that the number
+    /// of ranks divides, else the longest, of those that are not split over another dimension. Vectors (biases, norms)
+    /// stay whole.
     #[must_use]
     pub fn fully_sharded(mut self, dim: &str) -> Self {
         self.sharded = Some(dim.to_owned());
@@ -163,10 +164,11 @@ impl Parallel {
                 && info.shape.len() > 1
                 && sbp[dim] == Sbp::Broadcast
             {
-                let free = (0..info.shape.len()).filter(|a| !sbp.contains(&Sbp::Split(*a)));
-                // Of equals the first.
-                let longest = free.rev().max_by_key(|a| info.shape[*a]);
-                sbp[dim] = longest.map_or(Sbp::Broadcast, Sbp::Split);
+                let ranks = placement.sizes()[dim];
+                let free = || (0..info.shape.len()).filter(|a| !sbp.contains(&Sbp::Split(*a)));
+                let equal = free().find(|a| info.shape[*a].is_multiple_of(ranks));
+                let axis = equal.or_else(|| free().max_by_key(|a| info.shape[*a]));
+                sbp[dim] = axis.map_or(Sbp::Broadcast, Sbp::Split);
             }
             sbp
         })?;

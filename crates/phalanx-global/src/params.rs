@@ -349,6 +349,11 @@ impl GlobalGrads {
         self.local.set_accumulate(on);
     }
 
+    /// A backward pass ran, even if it met no parameter.
+    pub(crate) fn mark_pending(&mut self) {
+        self.pending = true;
+    }
+
     pub(crate) fn is_accumulating(&self) -> bool {
         self.accumulates
     }

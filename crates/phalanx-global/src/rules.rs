@@ -169,9 +169,8 @@ pub(crate) fn decide(
             seconds += price.seconds(operand, takes)?;
         }
         if decision.makes.iter().any(|s| s.is_partial()) {
-            // An operation that changes its axes says only later where they are cut.
-            let made = decision.result(mesh, shape);
-            let made = made.or_else(|_| Layout::even(mesh, shape, &decision.makes))?;
+            // The ranges of the result are not known here: an operation may change the operands'.
+            let made = Layout::even(mesh, shape, &decision.makes)?;
             let folded: Vec<Sbp> = made
                 .sbp()
                 .iter()
@@ -256,8 +255,22 @@ fn apply(operands: &[&Layout], chosen: &[&Rule]) -> Option<Decision> {
     })
 }
 
+/// The layout, and the ranges that are not even.
+fn with_ranges(layout: &Layout) -> String {
+    let mut text = layout.to_string();
+    let even = Layout::even(layout.mesh(), layout.shape(), layout.sbp()).ok();
+    for axis in 0..layout.shape().len() {
+        if let Some(cuts) = layout.cuts(axis)
+            && even.as_ref().and_then(|e| e.cuts(axis)) != Some(cuts)
+        {
+            let _ = write!(text, " with axis {axis} cut at {cuts:?}");
+        }
+    }
+    text
+}
+
 fn refused(operation: &str, operands: &[&Layout], rules: &[Rule], extreme: bool) -> Error {
-    let given: Vec<String> = operands.iter().map(ToString::to_string).collect();
+    let given: Vec<String> = operands.iter().map(|o| with_ranges(o)).collect();
     let mut message = format!("{operation} of {}: ", given.join(" and "));
     message.push_str(match extreme {
         true => "a minimum or maximum over ranks must be converted first, with to_global",

@@ -64,6 +64,13 @@ impl Sbp {
         Sbp::Partial(Fold::Sum)
     }
 
+    pub(crate) fn fold(self) -> Option<Fold> {
+        match self {
+            Sbp::Partial(fold) => Some(fold),
+            _ => None,
+        }
+    }
+
     pub(crate) fn is_partial(self) -> bool {
         matches!(self, Sbp::Partial(_))
     }

@@ -25,6 +25,8 @@ pub struct GlobalStep<'a> {
     step: Step<'a>,
     joined: Joined,
     automatic: Cell<bool>,
+    /// Whether there may be gradients of leaves.
+    leaves: Cell<bool>,
     /// Conversions of the forward pass, if they are kept.
     log: RefCell<Option<Vec<Conversion>>>,
 }
@@ -53,6 +55,7 @@ impl<'a> GlobalStep<'a> {
             step,
             joined,
             automatic: Cell::new(true),
+            leaves: Cell::new(false),
             log: RefCell::default(),
         }
     }
@@ -80,6 +83,10 @@ impl<'a> GlobalStep<'a> {
 
     pub(crate) fn is_automatic(&self) -> bool {
         self.automatic.get()
+    }
+
+    pub(crate) fn has_leaves(&self) -> bool {
+        self.leaves.get()
     }
 
     /// Starts to keep the conversions of the operations that follow, for [`explain`](Self::explain).
@@ -155,6 +162,7 @@ impl<'a> GlobalStep<'a> {
         let boxing = self.params.plans().get(&whole, &layout)?;
         let part = boxing.run(self.placement(), data)?;
         let own = layout.shape_of(self.placement().rank());
+        self.leaves.set(self.leaves.get() || wants_grad);
         let local = match wants_grad {
             true => self.step.variable(&part, &own)?,
             false => self.step.input(&part, &own)?,
@@ -171,6 +179,7 @@ impl<'a> GlobalStep<'a> {
     /// `Mismatch` naming the first difference between the ranks; `Usage` when the SBP does not fit.
     pub fn to_global<'s>(&'s self, local: Tensor<'s>, sbp: &[Sbp]) -> Result<Global<'s>> {
         let layout = joined_layout(self.placement(), &local.shape(), sbp)?;
+        self.leaves.set(true);
         Ok(Global::new(self, local, Rc::new(layout)))
     }
 

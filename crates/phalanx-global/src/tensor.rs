@@ -223,7 +223,8 @@ impl<'s> Global<'s> {
     ///
     /// *Order*: as [`Tensor::backward`], then as [`GlobalGrads`]. Where the loss is a sum over ranks, gradients are
     /// those of the loss times their number, and are divided by it after the sum: so equal parts of a mean give
-    /// the bits of a mean over ranks.
+    /// the bits of a mean over ranks. Not in a step with variables or with tensors of
+    /// [`GlobalStep::to_global`], whose own gradients nothing would divide.
     ///
     /// *Blocks until* all ranks of the mesh call it.
     ///
@@ -254,7 +255,7 @@ impl<'s> Global<'s> {
         // Of a whole loss the gradient is partial: the first rank's.
         let at = step.placement().coordinates();
         let counts = (0..mesh.len()).all(|d| self.layout.sbp()[d].is_partial() || at[d] == 0);
-        let (seed, factor) = match grads.is_accumulating() {
+        let (seed, factor) = match grads.is_accumulating() || step.has_leaves() {
             true => (1.0, 1.0),
             false => (parts as f32, 1.0 / parts as f32),
         };
@@ -264,6 +265,7 @@ impl<'s> Global<'s> {
             params: step.params(),
         };
         self.local.backward_with(&[seed], &mut sink)?;
+        grads.mark_pending();
         if !grads.is_accumulating() {
             grads.sum_scaled(step.params(), factor)?;
         }

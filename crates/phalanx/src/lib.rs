@@ -118,6 +118,8 @@ mod guide {
     struct Hang;
     #[doc = include_str!("../../../docs/guide/reproducibility.md")]
     struct Reproducibility;
+    #[doc = include_str!("../../../docs/guide/global-tensors.md")]
+    struct GlobalTensors;
     #[doc = include_str!("../../../docs/guide/faq.md")]
     struct Faq;
     #[doc = include_str!("../../../docs/guide/workflows.md")]

@@ -8,12 +8,17 @@ pub use phalanx_data::{
     Dataset, Error as DataError, ErrorKind as DataErrorKind, ImageBatch, ImageDataset,
     Result as DataResult, augment, cifar10, mnist, synthetic,
 };
+pub use phalanx_global::{
+    Global, GlobalGrads, GlobalParams, GlobalStep, Indices, Parallel, Placement, Sbp,
+};
 pub use phalanx_nn::layers::*;
 pub use phalanx_nn::losses::CrossEntropyOptions;
-pub use phalanx_nn::models::MnistCnn;
+pub use phalanx_nn::models::{Gpt, GptConfig, MnistCnn};
 pub use phalanx_nn::optim::schedule::Schedule;
 pub use phalanx_nn::optim::{Adam, Optimizer, Sgd};
-pub use phalanx_nn::{CustomOp, Init, ParamId, Params, Reduction, Scope, Step, Tensor};
+pub use phalanx_nn::{
+    CustomOp, Init, ParamId, Params, Reduction, Scope, Step, Tensor, Value, ValueStep, Weight,
+};
 pub use phalanx_train::{
     Defaults, EpochLines, Error, ErrorKind, Evaluation, Files, Job, Measure, MicroBatch,
     RankContext, Reporter, Result, Settings, StepBatch, StepFacts, Trainer, TrainerBuilder,

@@ -9,7 +9,7 @@ use phalanx_nn::Params;
 use safetensors::Dtype;
 
 use super::file::TensorsFile;
-use super::{Tensor, tensors};
+use super::{Outline, Piece};
 use crate::files::open_regular;
 use crate::pth::{DType, LEGACY_START, PthFile, Saved, ZIP_START, strip_module};
 use crate::state::{MODEL, State};
@@ -49,8 +49,20 @@ struct Found<'a> {
 /// truncated, has another format, or belongs to another model, naming the first tensors
 /// that differ. `params` is then unchanged.
 pub fn load_params(path: &Path, params: &mut Params) -> Result<Loaded> {
-    let fill = |found: AllFound<'_>| fill(path, params, found.into_iter().collect());
-    with_tensors(path, fill).map(|((), loaded)| loaded)
+    let outline = Outline::of(params);
+    let mut all = Vec::new();
+    let loaded = read_each(path, &outline, |piece, values| {
+        all.push((piece, values));
+        Ok(())
+    })?;
+    for (piece, values) in all {
+        let name = match piece {
+            Piece::Buffer(i) => &outline.buffers()[i].0,
+            Piece::Param(i) | Piece::State { param: i, .. } => &outline.params()[i].0,
+        };
+        put(params, name, &values)?;
+    }
+    Ok(loaded)
 }
 
 /// The metadata of the file at `path`, without reading values. Accepts the formats of
@@ -139,12 +151,16 @@ fn with_tensors<R>(
     let file = PthFile::open(path, opened)?;
     let tensors = file.state_dict()?;
     file.check_storages(tensors.iter().map(|(_, tensor)| *tensor))?;
+    let shared = file.shared(tensors.iter().map(|(_, tensor)| *tensor));
     let found = tensors.into_iter().map(|(name, tensor)| {
         let found = Found {
             dtype_name: tensor.dtype().to_string(),
             dtype: Some(tensor.dtype()),
             shape: tensor.shape().to_vec(),
-            bytes: Box::new(|| file.bytes(tensor)),
+            bytes: match shared.contains(tensor.storage_name()) {
+                true => Box::new(|| file.bytes(tensor)),
+                false => Box::new(|| file.bytes_once(tensor)),
+            },
         };
         (name, found)
     });
@@ -210,12 +226,39 @@ fn dtype(of: Dtype) -> Option<DType> {
     })
 }
 
-/// Compares all names, types and shapes, then sets the values.
-fn fill(path: &Path, params: &mut Params, found: HashMap<String, Found<'_>>) -> Result<()> {
-    let expected = tensors(params);
+/// Reads the file at `path` tensor by tensor: `take` gets the values of all parameters and
+/// buffers of `outline`, as [`load_params`] sets them, in ascending order of their names. Names,
+/// types and shapes are compared before any values are read; only one tensor is in memory, and
+/// what tensors of a `.pth` file share.
+///
+/// # Errors
+///
+/// As [`load_params`], and those of `take`, which end the reading.
+pub fn read_each(
+    path: &Path,
+    outline: &Outline,
+    mut take: impl FnMut(Piece, Vec<f32>) -> Result<()>,
+) -> Result<Loaded> {
+    let each = |found: AllFound<'_>| {
+        let found = found.into_iter().collect();
+        for (piece, dtype, found) in matched(path, outline, &found)? {
+            take(piece, dtype.to_f32(&(found.bytes)()?))?;
+        }
+        Ok(())
+    };
+    with_tensors(path, each).map(|((), loaded)| loaded)
+}
+
+/// The tensors of `outline`, after comparing all names, types and shapes.
+fn matched<'f, 'a>(
+    path: &Path,
+    outline: &Outline,
+    found: &'f HashMap<String, Found<'a>>,
+) -> Result<Vec<(Piece, DType, &'f Found<'a>)>> {
+    let expected = outline.by_name();
     let missing: Vec<&str> = expected
         .iter()
-        .map(|t| t.name.as_str())
+        .map(|(_, (name, _))| name.as_str())
         .filter(|name| !found.contains_key(*name))
         .collect();
     let strangers: Vec<&str> = found
@@ -223,7 +266,7 @@ fn fill(path: &Path, params: &mut Params, found: HashMap<String, Found<'_>>) -> 
         .map(String::as_str)
         .filter(|name| {
             expected
-                .binary_search_by(|t| t.name.as_str().cmp(name))
+                .binary_search_by(|(_, known)| known.0.as_str().cmp(name))
                 .is_err()
         })
         .collect();
@@ -239,38 +282,29 @@ fn fill(path: &Path, params: &mut Params, found: HashMap<String, Found<'_>>) -> 
             differs.join("; ")
         )));
     }
-    let mut readers = Vec::with_capacity(expected.len());
-    for tensor in &expected {
-        let Some(found) = found.get(&tensor.name) else {
+    let mut all = Vec::with_capacity(expected.len());
+    for (piece, (name, shape)) in expected {
+        let Some(found) = found.get(name) else {
             continue;
         };
         // Only buffers such as counts may be integers.
-        let is_parameter = params.find(&tensor.name).is_some();
+        let is_parameter = matches!(piece, Piece::Param(_));
         let dtype = found
             .dtype
             .filter(|dtype| dtype.is_float() || !is_parameter);
         match dtype {
-            Some(dtype) if found.shape == tensor.shape => readers.push((dtype, &found.bytes)),
+            Some(dtype) if found.shape == *shape => all.push((piece, dtype, found)),
             _ => {
                 return Err(Error::data(format!(
-                    "{}: {} is {} of shape {:?}, the model has F32 of shape {:?}",
+                    "{}: {name} is {} of shape {:?}, the model has F32 of shape {shape:?}",
                     path.display(),
-                    tensor.name,
                     found.dtype_name,
                     found.shape,
-                    tensor.shape
                 )));
             }
         }
     }
-    let mut values = Vec::with_capacity(expected.len());
-    for (dtype, bytes) in readers {
-        values.push(dtype.to_f32(&bytes()?));
-    }
-    for (Tensor { name, .. }, values) in expected.iter().zip(&values) {
-        put(params, name, values)?;
-    }
-    Ok(())
+    Ok(all)
 }
 
 /// Sets the parameter or buffer with this name, whose length was checked.

@@ -6,22 +6,25 @@
 
 mod file;
 mod load;
+mod outline;
 
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::Path;
 
-use phalanx_nn::{ParamInfo, Params};
+use phalanx_nn::Params;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use crate::Result;
 use crate::files::atomic_write_with;
-use crate::pth::{self, DType, Saved};
+use crate::pth::{self, DType, Head, Saved};
 
 pub(crate) use file::{MAX_TENSORS, TensorsFile};
 pub(crate) use load::put;
-pub use load::{Loaded, load_params, read_metadata, read_tensors};
+pub use load::{Loaded, load_params, read_each, read_metadata, read_tensors};
+pub(crate) use outline::{NamedShape, check_len};
+pub use outline::{Outline, Piece};
 
 /// The key of the metadata in the format.
 const METADATA: &str = "__metadata__";
@@ -85,46 +88,70 @@ pub fn write_pth(out: &mut dyn Write, root: &str, params: &Params) -> std::io::R
     pth::write_state_dict(out, root, &state_dict(params))
 }
 
+/// As [`save_pth`], of a model whose full values `values` gives, tensor by tensor: only one of
+/// them is in memory. An error of `values` ends the writing.
+///
+/// # Errors
+///
+/// As [`save_pth`], and those of `values`.
+pub fn save_pth_with(
+    path: &Path,
+    outline: &Outline,
+    mut values: impl FnMut(Piece) -> std::io::Result<Vec<f32>>,
+) -> Result<()> {
+    let all = outline.as_in_state_dict();
+    let heads: Vec<Head<'_>> = all.iter().map(|(_, named)| head(named)).collect();
+    let bytes = |i: usize| {
+        let (piece, named) = all[i];
+        let values = values(piece)?;
+        check_len(named, &values)?;
+        Ok(saved_bytes(&named.0, &values))
+    };
+    pth::save_state_dict_with(path, &heads, bytes)
+}
+
 /// All parameters and buffers in PyTorch's order.
 fn state_dict(params: &Params) -> Vec<Saved> {
-    let saved = |info: &ParamInfo, values: &[f32]| {
-        let (dtype, bytes) = if is_count(&info.name) {
-            let whole = values.iter().flat_map(|v| count(*v).to_le_bytes());
-            (DType::I64, whole.collect())
-        } else {
-            (DType::F32, little_endian(values))
+    let outline = Outline::of(params);
+    let (ids, buffers): (Vec<_>, Vec<_>) = (params.ids().collect(), params.buffer_ids().collect());
+    let saved = |(piece, named): (Piece, &NamedShape)| {
+        let bytes = match piece {
+            Piece::Buffer(i) => saved_bytes(&named.0, params.buffer(buffers[i])),
+            Piece::Param(i) | Piece::State { param: i, .. } => {
+                saved_bytes(&named.0, &params.export(ids[i]))
+            }
         };
         Saved {
-            name: info.name.clone(),
-            dtype,
-            shape: info.shape.clone(),
+            name: named.0.clone(),
+            dtype: head(named).dtype,
+            shape: named.1.clone(),
             bytes,
         }
     };
-    let mut buffers: Vec<Saved> = params
-        .buffer_ids()
-        .zip(params.buffer_infos())
-        .map(|(id, info)| saved(info, params.buffer(id)))
-        .collect();
-    let mut all = Vec::with_capacity(params.len() + buffers.len());
-    let mut infos = params.ids().zip(params.infos()).peekable();
-    while let Some((id, info)) = infos.next() {
-        all.push(saved(info, &params.export(id)));
-        let layer = layer_of(&info.name);
-        if infos
-            .peek()
-            .is_none_or(|(_, next)| layer_of(&next.name) != layer)
-        {
-            all.extend(buffers.extract_if(.., |b| layer_of(&b.name) == layer));
-        }
-    }
-    all.append(&mut buffers);
-    all
+    outline.as_in_state_dict().into_iter().map(saved).collect()
 }
 
-/// `bn1` of `bn1.weight`.
-fn layer_of(name: &str) -> &str {
-    name.rsplit_once('.').map_or("", |(layer, _)| layer)
+/// A tensor in PyTorch's format.
+fn head(named: &NamedShape) -> Head<'_> {
+    Head {
+        name: &named.0,
+        dtype: match is_count(&named.0) {
+            true => DType::I64,
+            false => DType::F32,
+        },
+        shape: &named.1,
+    }
+}
+
+/// Its bytes there.
+fn saved_bytes(name: &str, values: &[f32]) -> Vec<u8> {
+    match is_count(name) {
+        true => {
+            let whole = values.iter().flat_map(|v| count(*v).to_le_bytes());
+            whole.collect()
+        }
+        false => little_endian(values),
+    }
 }
 
 /// SHA-256 of all weights.
@@ -175,6 +202,34 @@ pub fn write_params(
 ) -> std::io::Result<()> {
     let tensors: Vec<Saved> = tensors(params).into_iter().map(Saved::from).collect();
     write_tensors(out, metadata, &tensors)
+}
+
+/// As [`save_params`], of a model whose full values `values` gives, tensor by tensor: only one of
+/// them is in memory. An error of `values` ends the writing.
+///
+/// # Errors
+///
+/// As [`save_params`], and those of `values`.
+pub fn save_params_with(
+    path: &Path,
+    outline: &Outline,
+    metadata: &BTreeMap<String, String>,
+    mut values: impl FnMut(Piece) -> std::io::Result<Vec<f32>>,
+) -> Result<()> {
+    let all = outline.by_name();
+    let heads = all.iter().map(|(_, (name, shape))| {
+        let elements: usize = shape.iter().product();
+        (&name[..], DType::F32, &shape[..], 4 * elements)
+    });
+    atomic_write_with(path, |out| {
+        write_header(out, metadata, heads)?;
+        for (piece, named) in &all {
+            let values = values(*piece)?;
+            check_len(named, &values)?;
+            write_values(out, &values)?;
+        }
+        Ok(())
+    })
 }
 
 /// Atomically writes `tensors` to `path`: in PyTorch's format if its name ends in `.pth` or
@@ -264,6 +319,20 @@ pub(crate) fn write_header<'a>(
     header.resize(header.len().next_multiple_of(8), b' ');
     out.write_all(&(header.len() as u64).to_le_bytes())?;
     out.write_all(&header)
+}
+
+/// Numbers that become bytes at a time.
+const CHUNK: usize = 1 << 14;
+
+/// Writes `values`, little-endian.
+pub(crate) fn write_values(out: &mut dyn Write, values: &[f32]) -> std::io::Result<()> {
+    let mut bytes = Vec::with_capacity(4 * CHUNK.min(values.len()));
+    for some in values.chunks(CHUNK) {
+        bytes.clear();
+        bytes.extend(some.iter().flat_map(|v| v.to_le_bytes()));
+        out.write_all(&bytes)?;
+    }
+    Ok(())
 }
 
 pub(crate) fn little_endian(values: &[f32]) -> Vec<u8> {

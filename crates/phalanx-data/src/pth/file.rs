@@ -1,6 +1,6 @@
 //! Reading a file and its state dict.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -97,6 +97,25 @@ impl PthFile {
     pub(crate) fn bytes(&self, tensor: &Tensor) -> Result<Vec<u8>> {
         self.load(&tensor.storage)?;
         Ok(tensor.to_bytes())
+    }
+
+    /// As [`bytes`](Self::bytes), without keeping the storage in memory, which others may need.
+    pub(crate) fn bytes_once(&self, tensor: &Tensor) -> Result<Vec<u8>> {
+        let storage = &tensor.storage;
+        match storage.bytes.get() {
+            Some(_) => Ok(tensor.to_bytes()),
+            None => {
+                let bytes = (self.archive).read(&storage.name, storage.size_bytes as u64)?;
+                Ok(tensor.to_bytes_of(&bytes))
+            }
+        }
+    }
+
+    /// The names of storages that several of `tensors` have.
+    pub(crate) fn shared<'a>(&self, tensors: impl Iterator<Item = &'a Tensor>) -> HashSet<&'a str> {
+        let mut seen = HashSet::new();
+        let names = tensors.map(Tensor::storage_name);
+        names.filter(|name| !seen.insert(*name)).collect()
     }
 
     /// Reads a storage, once.

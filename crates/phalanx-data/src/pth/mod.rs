@@ -32,6 +32,7 @@ pub use file::PthFile;
 pub(crate) use file::strip_module;
 pub use tensor::{DType, Tensor};
 pub use value::Value;
+pub(crate) use write::{Head, save_state_dict_with};
 pub use write::{Saved, save_state_dict, write_state_dict};
 #[cfg(any(test, fuzzing))]
 pub(crate) use write::{pickle, write_archive};

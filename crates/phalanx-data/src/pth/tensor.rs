@@ -224,8 +224,17 @@ impl Tensor {
 
     /// Its values in row-major order, little-endian.
     pub fn to_bytes(&self) -> Vec<u8> {
+        self.to_bytes_of(self.storage.bytes.get().map_or(&[][..], Vec::as_slice))
+    }
+
+    /// The entry of its storage in the archive.
+    pub(crate) fn storage_name(&self) -> &str {
+        &self.storage.name
+    }
+
+    /// As [`to_bytes`](Self::to_bytes), where `bytes` are those of its storage.
+    pub(super) fn to_bytes_of(&self, bytes: &[u8]) -> Vec<u8> {
         let size = self.dtype().size_bytes();
-        let bytes = self.storage.bytes.get().map_or(&[][..], Vec::as_slice);
         if self.strides == row_major(&self.shape) {
             return bytes[self.offset * size..(self.offset + self.len) * size].to_vec();
         }

@@ -35,6 +35,24 @@ pub struct Saved {
     pub bytes: Vec<u8>,
 }
 
+/// A tensor without its values.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Head<'a> {
+    pub name: &'a str,
+    pub dtype: DType,
+    pub shape: &'a [usize],
+}
+
+impl Saved {
+    pub(crate) fn head(&self) -> Head<'_> {
+        Head {
+            name: &self.name,
+            dtype: self.dtype,
+            shape: &self.shape,
+        }
+    }
+}
+
 /// Atomically writes `tensors` to `path` as a state dict. The archive's root folder is
 /// named after the file, as PyTorch does. Equal tensors and names give equal bytes.
 ///
@@ -43,10 +61,27 @@ pub struct Saved {
 /// As [`atomic_write_with`]; also when a name or the number of tensors exceeds the format's
 /// limits.
 pub fn save_state_dict(path: &Path, tensors: &[Saved]) -> Result<()> {
-    let root = path
-        .file_stem()
-        .map_or_else(|| "archive".into(), |stem| stem.to_string_lossy());
-    atomic_write_with(path, |out| write_state_dict(out, &root, tensors))
+    atomic_write_with(path, |out| write_state_dict(out, &root_of(path), tensors))
+}
+
+/// As [`save_state_dict`], of tensors whose bytes `bytes` gives, one after the other.
+pub(crate) fn save_state_dict_with(
+    path: &Path,
+    heads: &[Head<'_>],
+    bytes: impl FnMut(usize) -> std::io::Result<Vec<u8>>,
+) -> Result<()> {
+    let root = root_of(path);
+    atomic_write_with(path, |out| {
+        write_archive(out, &root, &pickle(heads), heads.len(), bytes)
+    })
+}
+
+/// The root folder of an archive.
+fn root_of(path: &Path) -> String {
+    path.file_stem().map_or_else(
+        || "archive".into(),
+        |stem| stem.to_string_lossy().into_owned(),
+    )
 }
 
 /// As [`save_state_dict`], to `out`.
@@ -71,16 +106,19 @@ pub fn write_state_dict(out: &mut dyn Write, root: &str, tensors: &[Saved]) -> s
             ));
         }
     }
-    let storages: Vec<&[u8]> = tensors.iter().map(|t| &t.bytes[..]).collect();
-    write_archive(out, root, &pickle(tensors), &storages)
+    let heads: Vec<Head<'_>> = tensors.iter().map(Saved::head).collect();
+    write_archive(out, root, &pickle(&heads), tensors.len(), |i| {
+        Ok(&tensors[i].bytes)
+    })
 }
 
-/// Writes the archive of a pickle and its storages.
-pub(crate) fn write_archive(
+/// Writes the archive of a pickle and its storages, which `storage` gives.
+pub(crate) fn write_archive<B: AsRef<[u8]>>(
     out: &mut dyn Write,
     root: &str,
     pickle: &[u8],
-    storages: &[&[u8]],
+    storages: usize,
+    mut storage: impl FnMut(usize) -> std::io::Result<B>,
 ) -> std::io::Result<()> {
     let mut zip = ZipArchiveWriter::new(out);
     let mut entry = |name: &str, bytes: &[u8]| add(&mut zip, &format!("{root}/{name}"), bytes);
@@ -88,8 +126,8 @@ pub(crate) fn write_archive(
     entry(".format_version", b"1")?;
     entry(".storage_alignment", ALIGNMENT_BYTES.to_string().as_bytes())?;
     entry("byteorder", b"little")?;
-    for (key, bytes) in storages.iter().enumerate() {
-        entry(&format!("data/{key}"), bytes)?;
+    for key in 0..storages {
+        entry(&format!("data/{key}"), storage(key)?.as_ref())?;
     }
     entry("version", b"3\n")?;
     zip.finish().map_err(to_io)?;
@@ -122,23 +160,23 @@ fn to_io(error: rawzip::Error) -> std::io::Error {
 }
 
 /// Protocol 2 without memo, which readers do not need.
-pub(crate) fn pickle(tensors: &[Saved]) -> Vec<u8> {
+pub(crate) fn pickle(tensors: &[Head<'_>]) -> Vec<u8> {
     let mut p = Pickle(b"\x80\x02".to_vec());
     p.ordered_dict();
     p.op(b"(");
     for (key, tensor) in tensors.iter().enumerate() {
-        p.text(&tensor.name);
+        p.text(tensor.name);
         p.global("torch._utils", "_rebuild_tensor_v2");
         p.op(b"((");
         p.text("storage");
         p.global("torch", tensor.dtype.storage_class());
         p.text(&key.to_string());
         p.text("cpu");
-        p.int(tensor.bytes.len() / tensor.dtype.size_bytes());
+        p.int(super::tensor::count(tensor.shape).unwrap_or(0));
         p.op(b"tQ");
         p.int(0);
-        p.sizes(&tensor.shape);
-        p.sizes(&row_major(&tensor.shape));
+        p.sizes(tensor.shape);
+        p.sizes(&row_major(tensor.shape));
         // `requires_grad` is false, no hooks.
         p.op(b"\x89");
         p.ordered_dict();
@@ -198,7 +236,7 @@ impl Pickle {
 
     /// `_metadata`: the version of each module. Batch norm with `num_batches_tracked` has
     /// 2; all others here have 1.
-    fn metadata(&mut self, tensors: &[Saved]) {
+    fn metadata(&mut self, tensors: &[Head<'_>]) {
         let mut modules: BTreeMap<&str, usize> = BTreeMap::from([("", 1)]);
         let counted: BTreeSet<&str> = tensors
             .iter()

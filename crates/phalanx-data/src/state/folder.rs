@@ -1,12 +1,15 @@
 //! The folder with a run's checkpoints.
 
 use std::collections::HashSet;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use super::load::{MAX_MANIFEST_BYTES, State};
 use super::manifest::Manifest;
 use super::pace::Pacer;
-use super::snapshot::Snapshot;
+use super::snapshot::{Snapshot, Written};
+use super::streamed::Streamed;
+use crate::checkpoint::Piece;
 use crate::files::Dir;
 use crate::{Error, Result};
 
@@ -69,23 +72,54 @@ impl Folder {
 
     /// As [`save`](Self::save), at the pace of `pacer`.
     pub(super) fn save_at(&self, snapshot: &Snapshot, pacer: Option<&Pacer>) -> Result<PathBuf> {
-        let dir = self.made()?;
         let step = snapshot.place().step;
+        let write = |out: &mut dyn Write| match pacer {
+            Some(pacer) => snapshot.write(&mut pacer.writer(out)),
+            None => snapshot.write(out),
+        };
+        self.save_data(step, write, |file, written| {
+            snapshot.manifest(file, written)
+        })
+    }
+
+    /// As [`save`](Self::save), of a training whose full tensors `values` gives, one after the
+    /// other: only one of them is in memory. An error of `values` ends the saving.
+    ///
+    /// # Errors
+    ///
+    /// As [`save`](Self::save), and those of `values`.
+    pub fn save_streamed(
+        &self,
+        state: &Streamed,
+        mut values: impl FnMut(Piece) -> std::io::Result<Vec<f32>>,
+    ) -> Result<PathBuf> {
+        self.save_data(
+            state.step(),
+            |out| state.write(out, &mut values),
+            |file, written| state.manifest(file, written),
+        )
+    }
+
+    /// Writes the data file of the checkpoint after `step` steps, then its manifest.
+    fn save_data(
+        &self,
+        step: u64,
+        write: impl FnOnce(&mut dyn Write) -> std::io::Result<Written>,
+        manifest: impl FnOnce(&str, Written) -> Manifest,
+    ) -> Result<PathBuf> {
+        let dir = self.made()?;
         let name = format!("{PREFIX}{step:09}");
         let manifest_name = manifest_name(step);
         let file = free_name(&dir, &name);
         let mut written = None;
         dir.write(&file, |out| {
-            written = Some(match pacer {
-                Some(pacer) => snapshot.write(&mut pacer.writer(out)),
-                None => snapshot.write(out),
-            }?);
+            written = Some(write(out)?);
             Ok(())
         })?;
         let Some(written) = written else {
             return Err(Error::internal("a checkpoint was saved but not written"));
         };
-        let manifest = snapshot.manifest(&file, written);
+        let manifest = manifest(&file, written);
         let text = manifest
             .to_text()
             .map_err(|e| Error::internal(format!("a manifest is not JSON: {e}")).with_source(e));

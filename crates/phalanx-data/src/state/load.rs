@@ -1,5 +1,6 @@
 //! Loading a checkpoint.
 
+use std::collections::HashSet;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
@@ -11,9 +12,10 @@ use sha2::{Digest, Sha256};
 
 use super::manifest::Manifest;
 use super::snapshot::{MODEL, MORE, OPTIMIZER};
-use crate::checkpoint::{TensorsFile, put, tensors};
+use crate::checkpoint::{Outline, Piece, TensorsFile, put, tensors};
 use crate::files::{open_regular, read_open};
 use crate::pth::DType;
+use crate::text::one_line;
 use crate::{Error, Result};
 
 /// Maximum size of a manifest.
@@ -168,6 +170,65 @@ impl State {
             buffers.push((buffer.as_str(), as_params.flat().to_vec()));
         }
         Ok(buffers)
+    }
+
+    /// Compares names, types and shapes with the full tensors of `outline` and the buffers of
+    /// an optimizer of its parameters, without reading values.
+    ///
+    /// # Errors
+    ///
+    /// `Data` when the checkpoint belongs to another model, naming the first tensor that
+    /// differs.
+    pub fn check(&self, outline: &Outline) -> Result<()> {
+        self.matched(outline).map(|_| ())
+    }
+
+    /// Reads it tensor by tensor: `take` gets the values of parameters, buffers and the
+    /// optimizer's state, in the order of `outline`. Everything is compared before, as by
+    /// [`check`](Self::check); only one tensor is in memory.
+    ///
+    /// # Errors
+    ///
+    /// As [`check`](Self::check); `Io`; those of `take`, which end the reading.
+    pub fn read_each(
+        &self,
+        outline: &Outline,
+        mut take: impl FnMut(Piece, Vec<f32>) -> Result<()>,
+    ) -> Result<()> {
+        for (piece, found) in self.matched(outline)? {
+            take(piece, self.values(found)?)?;
+        }
+        Ok(())
+    }
+
+    fn matched(&self, outline: &Outline) -> Result<Vec<(Piece, &TensorInfo)>> {
+        let mut all = Vec::new();
+        for (piece, (name, shape)) in outline.by_name() {
+            all.push((piece, self.tensor(&format!("{MODEL}{name}"), shape)?));
+        }
+        let model = outline.params().iter().chain(outline.buffers());
+        let known: HashSet<&str> = model.map(|(name, _)| &name[..]).collect();
+        let names = self.file.tensors();
+        let mut saved = names
+            .iter()
+            .filter_map(|(name, _)| name.strip_prefix(MODEL));
+        if let Some(stranger) = saved.find(|name| !known.contains(name)) {
+            return Err(self.wrong(format_args!(
+                "the model does not know {}, which it has",
+                one_line(stranger)
+            )));
+        }
+        let buffers = &self.manifest.optimizer_buffers;
+        for (buffer, of) in buffers.iter().enumerate() {
+            if buffers[..buffer].contains(of) {
+                return Err(self.wrong(format_args!("it has {} twice", one_line(of))));
+            }
+            for (param, (name, shape)) in outline.params().iter().enumerate() {
+                let found = self.tensor(&format!("{OPTIMIZER}{of}.{name}"), shape)?;
+                all.push((Piece::State { buffer, param }, found));
+            }
+        }
+        Ok(all)
     }
 
     /// The `len` values saved under this name with

@@ -6,14 +6,15 @@ use phalanx_nn::{ParamInfo, Params};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use super::snapshot::Written;
 use crate::sampler::Cursor;
 use crate::text::one_line;
 
 /// Value of the field `format`.
-pub(super) const FORMAT: &str = "phalanx state";
+const FORMAT: &str = "phalanx state";
 
 /// Version of the format; only this one is read.
-pub(super) const VERSION: u32 = 1;
+const VERSION: u32 = 1;
 
 /// Position of a training between two steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -68,9 +69,45 @@ pub struct Manifest {
 }
 
 /// Placeholder for the hash while it is computed.
-pub(super) const NO_HASH: &str = "0000000000000000000000000000000000000000000000000000000000000000";
+const NO_HASH: &str = "0000000000000000000000000000000000000000000000000000000000000000";
 
 impl Manifest {
+    /// A manifest without data file, facts and progress. `counts` are the optimizer's steps and those
+    /// that updated each of the parameters `names`.
+    pub(super) fn new<'a>(
+        place: Place,
+        counts: (u64, &[u64]),
+        names: impl Iterator<Item = &'a str>,
+        optimizer_buffers: Vec<String>,
+    ) -> Manifest {
+        let (steps, updates) = counts;
+        let fewer = names.zip(updates).filter(|(_, count)| **count != steps);
+        Manifest {
+            format: FORMAT.to_owned(),
+            version: VERSION,
+            file: String::new(),
+            bytes: 0,
+            sha256: String::new(),
+            place,
+            optimizer_steps: steps,
+            optimizer_updates: fewer.map(|(name, n)| (name.to_owned(), *n)).collect(),
+            optimizer_buffers,
+            facts: BTreeMap::new(),
+            progress: serde_json::Value::Null,
+            manifest_sha256: NO_HASH.to_owned(),
+        }
+    }
+
+    /// The same for a data file of that name.
+    pub(super) fn for_file(&self, file: &str, written: Written) -> Manifest {
+        Manifest {
+            file: file.to_owned(),
+            bytes: written.bytes,
+            sha256: written.sha256,
+            ..self.clone()
+        }
+    }
+
     /// Number of steps that updated each of `params`, in their order.
     pub fn updates(&self, params: &Params) -> Vec<u64> {
         let updates = |info: &ParamInfo| self.optimizer_updates.get(&info.name);

@@ -21,6 +21,7 @@ mod manifest;
 mod optimizer;
 mod pace;
 mod snapshot;
+mod streamed;
 
 pub use background::Background;
 pub use folder::{Folder, manifest_name};
@@ -31,3 +32,4 @@ pub use manifest::{Manifest, Place};
 pub use optimizer::OptimizerState;
 pub(crate) use snapshot::MODEL;
 pub use snapshot::Snapshot;
+pub use streamed::Streamed;

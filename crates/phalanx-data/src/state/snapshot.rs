@@ -8,8 +8,8 @@ use phalanx_nn::{ParamId, ParamInfo, Params};
 use sha2::{Digest, Sha256};
 
 use super::OptimizerState;
-use super::manifest::{FORMAT, Manifest, NO_HASH, Place, VERSION};
-use crate::checkpoint::write_header;
+use super::manifest::{Manifest, Place};
+use crate::checkpoint::{write_header, write_values};
 use crate::pth::DType;
 use crate::{Error, Result};
 
@@ -84,28 +84,18 @@ impl Snapshot {
             memory.extend_from_slice(values);
             ((*name).to_owned(), memory)
         });
-        let updates = params.infos().iter().zip(updates.iter());
-        let fewer = updates.filter(|(_, count)| **count != steps);
-        let optimizer_updates = fewer.map(|(info, count)| (info.name.clone(), *count));
-        let optimizer_updates = optimizer_updates.collect();
+        let names = params.infos().iter().map(|info| &info.name[..]);
+        let buffer_names = state.iter().map(|b| b.0.to_owned()).collect();
+        let manifest = Manifest::new(place, (steps, &updates), names, buffer_names);
         Snapshot {
             params,
             optimizer: buffers.collect(),
             more: Vec::new(),
             metadata: BTreeMap::new(),
             manifest: Manifest {
-                format: FORMAT.to_owned(),
-                version: VERSION,
-                file: String::new(),
-                bytes: 0,
-                sha256: String::new(),
-                place,
-                optimizer_steps: steps,
-                optimizer_updates,
-                optimizer_buffers: state.iter().map(|b| b.0.to_owned()).collect(),
                 facts,
                 progress,
-                manifest_sha256: NO_HASH.to_owned(),
+                ..manifest
             },
         }
     }
@@ -161,34 +151,17 @@ impl Snapshot {
     /// Writes the data file's content to `out`, a tensor at a time: beside the
     /// snapshot there is never more than one of them in memory.
     pub(super) fn write(&self, out: &mut dyn Write) -> std::io::Result<Written> {
-        let mut out = Hashed {
-            out,
-            hash: Sha256::new(),
-            bytes: 0,
-        };
         let parts = self.parts();
-        let heads = parts
-            .iter()
-            .map(|part| (&part.name[..], DType::F32, &part.shape[..], 4 * part.len()));
-        write_header(&mut out, &self.metadata, heads)?;
-        let (mut values, mut bytes) = (Vec::new(), Vec::new());
-        for part in &parts {
-            let row_major = match part.from {
+        let heads: Vec<_> = parts.iter().map(|p| (&p.name[..], &p.shape[..])).collect();
+        let mut values = Vec::new();
+        write_data(out, &self.metadata, &heads, |i, write| {
+            match parts[i].from {
                 Numbers::Flat(flat, id) => {
                     self.params.export_of(id, flat, &mut values);
-                    &values
+                    write(&values)
                 }
-                Numbers::List(list) => list,
-            };
-            for some in row_major.chunks(CHUNK) {
-                bytes.clear();
-                bytes.extend(some.iter().flat_map(|v| v.to_le_bytes()));
-                out.write_all(&bytes)?;
+                Numbers::List(list) => write(list),
             }
-        }
-        Ok(Written {
-            bytes: out.bytes,
-            sha256: hex::encode(out.hash.finalize()),
         })
     }
 
@@ -224,30 +197,15 @@ impl Snapshot {
 
     /// The manifest for a data file of that name.
     pub(super) fn manifest(&self, file: &str, written: Written) -> Manifest {
-        Manifest {
-            file: file.to_owned(),
-            bytes: written.bytes,
-            sha256: written.sha256,
-            ..self.manifest.clone()
-        }
+        self.manifest.for_file(file, written)
     }
 }
-
-/// Numbers that become bytes at a time.
-const CHUNK: usize = 1 << 14;
 
 /// A tensor of the file.
 struct Part<'a> {
     name: String,
     shape: Cow<'a, [usize]>,
     from: Numbers<'a>,
-}
-
-impl Part<'_> {
-    /// Numbers in it.
-    fn len(&self) -> usize {
-        self.shape.iter().product()
-    }
 }
 
 /// Where a tensor's numbers are.
@@ -270,10 +228,37 @@ fn in_order(params: &Params) -> Vec<(&ParamInfo, Numbers<'_>)> {
     all
 }
 
+/// Writes a data file of float32 tensors with these names and shapes to `out`. `each` gives the
+/// values of the tensor with this index to its second argument.
+pub(super) fn write_data(
+    out: &mut dyn Write,
+    metadata: &BTreeMap<String, String>,
+    tensors: &[(&str, &[usize])],
+    mut each: impl FnMut(usize, &mut dyn FnMut(&[f32]) -> std::io::Result<()>) -> std::io::Result<()>,
+) -> std::io::Result<Written> {
+    let mut out = Hashed {
+        out,
+        hash: Sha256::new(),
+        bytes: 0,
+    };
+    let heads = tensors.iter().map(|(name, shape)| {
+        let elements: usize = shape.iter().product();
+        (*name, DType::F32, *shape, 4 * elements)
+    });
+    write_header(&mut out, metadata, heads)?;
+    for i in 0..tensors.len() {
+        each(i, &mut |values| write_values(&mut out, values))?;
+    }
+    Ok(Written {
+        bytes: out.bytes,
+        sha256: hex::encode(out.hash.finalize()),
+    })
+}
+
 /// What was written.
 pub(super) struct Written {
-    bytes: u64,
-    sha256: String,
+    pub(super) bytes: u64,
+    pub(super) sha256: String,
 }
 
 struct Hashed<'a> {

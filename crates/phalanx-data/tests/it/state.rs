@@ -7,9 +7,9 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use phalanx_data::ErrorKind;
-use phalanx_data::checkpoint::weights_sha256;
+use phalanx_data::checkpoint::{Outline, Piece, save_pth_with, weights_sha256};
 use phalanx_data::digest::optimizer_sha256;
-use phalanx_data::state::{Background, Folder, Place, Snapshot, State};
+use phalanx_data::state::{Background, Folder, OptimizerState, Place, Snapshot, State, Streamed};
 use phalanx_nn::optim::{Adam, Optimizer, Sgd};
 use phalanx_nn::{GradView, Grads, Init, Layout, ParamId, Params, Scope, Seed};
 use serde_json::json;
@@ -555,4 +555,79 @@ fn after_a_kill_at_any_moment_the_newest_checkpoint_loads() {
     println!("killed {kills} times while saving {seen} checkpoints; the newest loaded each time");
     // Two checkpoints, and at most one that was not finished or not yet removed.
     assert!(names(dir.path()).len() <= 6, "{:?}", names(dir.path()));
+}
+
+/// The values that a writer asks for.
+fn piece(params: &Params, optimizer: &dyn Optimizer, piece: Piece) -> Vec<f32> {
+    let id = |i: usize| params.ids().nth(i).unwrap();
+    let mut out = Vec::new();
+    match piece {
+        Piece::Param(i) => out = params.export(id(i)),
+        Piece::Buffer(i) => out.extend(params.buffer(params.buffer_ids().nth(i).unwrap())),
+        Piece::State { buffer, param } => {
+            params.export_of(id(param), optimizer.state()[buffer].1, &mut out);
+        }
+    }
+    out
+}
+
+#[test]
+fn tensor_by_tensor_files_are_the_same_and_read_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    let at_path = |name: &str| dir.path().join(name);
+    let mut params = model(1.0);
+    let mut adam = Adam::new(&params, 0.1);
+    for i in 1..4 {
+        let grads = gradients(&params, i);
+        adam.step(&mut params, &grads).unwrap();
+    }
+    let named = |infos: &[phalanx_nn::ParamInfo]| {
+        let all = infos.iter().map(|i| (i.name.clone(), i.shape.clone()));
+        all.collect::<Vec<_>>()
+    };
+    let outline = Outline::new(named(params.infos()), named(params.buffer_infos()));
+    let optimizer = OptimizerState::from(&adam);
+    let progress = json!({"accuracies": [0.5]});
+    let streamed = Streamed::new(outline.clone(), &optimizer, at(3), facts(), progress);
+    let folder = Folder::new(&at_path("streamed"), 1);
+    let path = folder.save_streamed(&streamed, |p| Ok(piece(&params, &adam, p)));
+    Folder::new(&at_path("taken"), 1)
+        .save(&snapshot(&params, &adam, 3))
+        .unwrap();
+    for name in ["step-000000003.json", "step-000000003.safetensors"] {
+        let read = |folder: &str| fs::read(at_path(folder).join(name)).unwrap();
+        assert!(read("streamed") == read("taken"), "{name}");
+    }
+    let state = State::load(&path.unwrap()).unwrap();
+    let mut read = 0;
+    let each = |p: Piece, values: Vec<f32>| {
+        read += 1;
+        assert_eq!(values, piece(&params, &adam, p), "{p:?}");
+        Ok(())
+    };
+    state.read_each(&outline, each).unwrap();
+    assert_eq!(read, 4 + 2 * 3);
+    save_pth_with(&at_path("a.pth"), &outline, |p| {
+        Ok(piece(&params, &adam, p))
+    })
+    .unwrap();
+    let mut read = 0;
+    phalanx_data::checkpoint::read_each(&at_path("a.pth"), &outline, |p, values| {
+        read += 1;
+        assert_eq!(values, piece(&params, &adam, p), "{p:?}");
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!(read, 4);
+    // Values that do not fit are an error, and the file is the old one.
+    let old = fs::read(at_path("a.pth")).unwrap();
+    let error = save_pth_with(&at_path("a.pth"), &outline, |_| Ok(vec![1.0])).unwrap_err();
+    assert!(error.to_string().contains("was given 1 values"), "{error}");
+    assert!(fs::read(at_path("a.pth")).unwrap() == old);
+    // Of other names, nothing is read.
+    let mut less = named(params.infos());
+    less.pop();
+    let less = Outline::new(less, named(params.buffer_infos()));
+    let error = state.check(&less).unwrap_err();
+    assert!(error.to_string().contains("fc.weight"), "{error}");
 }

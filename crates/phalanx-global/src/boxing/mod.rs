@@ -17,7 +17,7 @@ use std::ops::Range;
 use phalanx_comm::plan::{self, Collective, Hosts, Method};
 use phalanx_comm::{DType, Selector};
 
-pub(crate) use run::slice;
+pub(crate) use run::{copy, slice};
 
 use crate::error::{Error, Result};
 use crate::layout::{Block, Layout};

@@ -9,7 +9,7 @@ use super::{Block, Boxing, Step, StepKind, common, exchanging, numel, partners};
 use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::placement::{Placement, coordinates};
-use crate::sbp::Sbp;
+use crate::sbp::Fold;
 
 impl Boxing {
     /// Converts this rank's part, row-major, and gives its new one.
@@ -40,13 +40,17 @@ impl Boxing {
                 part.len()
             )));
         }
-        let (mut at, mut part) = (&self.from, Cow::Borrowed(part));
-        for step in &self.steps {
-            part = Cow::Owned(self.step(placement, at, step, part.into_owned())?);
-            at = &step.to;
+        let Some((last, first)) = self.steps.split_last() else {
+            to.copy_from_slice(part);
+            return Ok(());
+        };
+        let (mut at, mut held) = (&self.from, Cow::Borrowed(part));
+        for step in first {
+            let mut made = vec![0.0; step.to.numel_of(placement.rank())];
+            run_step(placement, at, step, &held, &mut made)?;
+            (at, held) = (&step.to, Cow::Owned(made));
         }
-        to.copy_from_slice(&part);
-        Ok(())
+        run_step(placement, at, last, &held, to)
     }
 
     /// The mesh dimension, if all there is to do is an all-gather of equal parts.
@@ -74,112 +78,106 @@ impl Boxing {
             false => unpack(all, &blocks, to, &whole),
         }
     }
+}
 
-    fn step(
-        &self,
-        placement: &Placement,
-        from: &Layout,
-        step: &Step,
-        part: Vec<f32>,
-    ) -> Result<Vec<f32>> {
-        let rank = placement.rank();
-        let (a, b) = (from.block(rank), step.to.block(rank));
-        let failed =
-            |e| Error::comm_while(format!("a tensor {from} could not become {}", step.to), e);
-        match step.kind {
-            StepKind::Rename => Ok(part),
-            StepKind::Slice => Ok(slice(&part, &a, &b)),
-            StepKind::Pad => {
-                let fold = step.to.sbp().iter().zip(from.sbp());
-                let fold = fold
-                    .filter(|(to, from)| to != from)
-                    .find_map(|(to, _)| match to {
-                        Sbp::Partial(fold) => Some(fold.identity()),
-                        _ => None,
-                    });
-                let mut whole = vec![fold.unwrap_or(0.0); numel(&b)];
-                copy(&part, &a, &mut whole, &b, &a);
-                Ok(whole)
-            }
-            StepKind::Keep { dim } => Ok(match placement.coordinates()[dim] {
-                0 => part,
-                _ => vec![-0.0; part.len()],
-            }),
-            StepKind::AllReduce { dim, fold } => {
-                let mut part = part;
-                let group = placement.line(dim);
-                group.all_reduce(&mut part, fold.op()).map_err(failed)?;
-                Ok(part)
-            }
-            StepKind::AllGather { dim } => {
-                let blocks = along(placement, from, dim);
-                let lengths: Vec<usize> = blocks.iter().map(|b| numel(b)).collect();
-                let mut all = vec![0.0; numel(&b)];
-                gather(placement.line(dim), &part, &lengths, &mut all).map_err(failed)?;
-                if is_in_order(&blocks, &b) {
-                    return Ok(all);
-                }
-                let mut whole = vec![0.0; all.len()];
-                unpack(&all, &blocks, &mut whole, &b);
-                Ok(whole)
-            }
-            StepKind::ReduceScatter { dim, fold } => {
-                let blocks = along(placement, &step.to, dim);
-                let lengths: Vec<usize> = blocks.iter().map(|b| numel(b)).collect();
-                let packed = match is_in_order(&blocks, &a) {
-                    true => part,
-                    false => pack(&part, &a, &blocks),
-                };
-                let mut own = vec![0.0; numel(&b)];
-                let group = placement.line(dim);
-                match lengths.iter().all(|n| *n == lengths[0]) {
-                    true => group.reduce_scatter(&packed, &mut own, fold.op()),
-                    false => group.reduce_scatter_v(&packed, &lengths, &mut own, fold.op()),
-                }
-                .map_err(failed)?;
-                Ok(own)
-            }
-            StepKind::Exchange { .. } => self
-                .exchange(placement, from, &step.to, &part)
-                .map_err(failed),
+/// Runs one step from `part` to `to`, this rank's parts before and after it.
+fn run_step(
+    placement: &Placement,
+    from: &Layout,
+    step: &Step,
+    part: &[f32],
+    to: &mut [f32],
+) -> Result<()> {
+    let rank = placement.rank();
+    let (a, b) = (from.block(rank), step.to.block(rank));
+    let done = match step.kind {
+        StepKind::Rename => {
+            to.copy_from_slice(part);
+            Ok(())
         }
-    }
-
-    fn exchange(
-        &self,
-        placement: &Placement,
-        from: &Layout,
-        to: &Layout,
-        part: &[f32],
-    ) -> phalanx_comm::Result<Vec<f32>> {
-        let rank = placement.rank();
-        let (a, b) = (from.block(rank), to.block(rank));
-        let partners = partners(from, rank);
-        let (group, members) = match exchanging(from) {
-            Some(dim) => (placement.line(dim), None),
-            None => (placement.group(), Some(&partners)),
-        };
-        // One block a rank of the group; empty for those that have nothing to give or to get.
-        let nothing: Block = a.iter().map(|_| 0..0).collect();
-        let mut gives = vec![nothing.clone(); group.world_size()];
-        let mut gets = vec![nothing; group.world_size()];
-        for &peer in &partners {
-            let place = match members {
-                Some(_) => peer,
-                None => coordinates(from.mesh(), peer)[exchanging(from).unwrap_or(0)],
+        StepKind::Slice => {
+            copy(part, &a, to, &b, &b);
+            Ok(())
+        }
+        StepKind::Pad => {
+            let sbp = step.to.sbp().iter().zip(from.sbp());
+            let fold = sbp
+                .filter(|(to, from)| to != from)
+                .find_map(|(to, _)| to.fold());
+            to.fill(fold.map_or(0.0, Fold::identity));
+            copy(part, &a, to, &b, &a);
+            Ok(())
+        }
+        StepKind::Keep { dim } => {
+            match placement.coordinates()[dim] {
+                0 => to.copy_from_slice(part),
+                _ => to.fill(Fold::Sum.identity()),
+            }
+            Ok(())
+        }
+        StepKind::AllReduce { dim, fold } => {
+            to.copy_from_slice(part);
+            placement.line(dim).all_reduce(to, fold.op())
+        }
+        StepKind::AllGather { dim } => {
+            let blocks = along(placement, from, dim);
+            let lengths: Vec<usize> = blocks.iter().map(|b| numel(b)).collect();
+            let group = placement.line(dim);
+            match is_in_order(&blocks, &b) {
+                true => gather(group, part, &lengths, to),
+                false => {
+                    let mut all = vec![0.0; to.len()];
+                    let done = gather(group, part, &lengths, &mut all);
+                    unpack(&all, &blocks, to, &b);
+                    done
+                }
+            }
+        }
+        StepKind::ReduceScatter { dim, fold } => {
+            let blocks = along(placement, &step.to, dim);
+            let lengths: Vec<usize> = blocks.iter().map(|b| numel(b)).collect();
+            let packed = match is_in_order(&blocks, &a) {
+                true => Cow::Borrowed(part),
+                false => Cow::Owned(pack(part, &a, &blocks)),
             };
-            gives[place] = common(&a, &to.block(peer));
-            gets[place] = common(&from.block(peer), &b);
+            let group = placement.line(dim);
+            match lengths.iter().all(|n| *n == lengths[0]) {
+                true => group.reduce_scatter(&packed, to, fold.op()),
+                false => group.reduce_scatter_v(&packed, &lengths, to, fold.op()),
+            }
         }
-        let lengths = |blocks: &[Block]| blocks.iter().map(|b| numel(b)).collect::<Vec<_>>();
-        let packed = pack(part, &a, &gives);
-        let (sends, receives) = (lengths(&gives), lengths(&gets));
-        let mut received = vec![0.0; receives.iter().sum()];
-        group.all_to_all_v(&packed, &sends, &mut received, &receives)?;
-        let mut own = vec![0.0; numel(&b)];
-        unpack(&received, &gets, &mut own, &b);
-        Ok(own)
+        StepKind::Exchange { .. } => exchange(placement, from, &step.to, part, to),
+    };
+    done.map_err(|e| Error::comm_while(format!("a tensor {from} could not become {}", step.to), e))
+}
+
+fn exchange(
+    placement: &Placement,
+    from: &Layout,
+    to: &Layout,
+    part: &[f32],
+    own: &mut [f32],
+) -> phalanx_comm::Result<()> {
+    let rank = placement.rank();
+    let (a, b) = (from.block(rank), to.block(rank));
+    let (dim, partners) = (exchanging(from), partners(from, rank));
+    let group = dim.map_or(placement.group(), |dim| placement.line(dim));
+    // One block a rank of the group; empty for those that have nothing to give or to get.
+    let nothing: Block = a.iter().map(|_| 0..0).collect();
+    let mut gives = vec![nothing.clone(); group.world_size()];
+    let mut gets = vec![nothing; group.world_size()];
+    for peer in partners {
+        let place = dim.map_or(peer, |dim| coordinates(from.mesh(), peer)[dim]);
+        gives[place] = common(&a, &to.block(peer));
+        gets[place] = common(&from.block(peer), &b);
     }
+    let lengths = |blocks: &[Block]| blocks.iter().map(|b| numel(b)).collect::<Vec<_>>();
+    let packed = pack(part, &a, &gives);
+    let (sends, receives) = (lengths(&gives), lengths(&gets));
+    let mut received = vec![0.0; receives.iter().sum()];
+    group.all_to_all_v(&packed, &sends, &mut received, &receives)?;
+    unpack(&received, &gets, own, &b);
+    Ok(())
 }
 
 fn gather(

@@ -334,3 +334,24 @@ fn a_convolution_rounds_once_and_readers_see_its_values() {
         );
     }
 }
+
+/// A rank may have none of a layer's inputs or outputs.
+#[test]
+fn layers_without_inputs_or_outputs_give_their_bias_or_nothing() {
+    for (inputs, outputs) in [(0, 3), (3, 0)] {
+        let mut scope = Scope::new(Seed(1));
+        let layer = Linear::new(scope.enter("layer"), inputs, outputs);
+        let mut params = scope.build().unwrap();
+        params.get_mut(layer.bias.unwrap()).fill(0.5);
+        let mut grads = Grads::like(&params);
+        let mut tape = Tape::new(Threads(1));
+        tape.set_precision(Precision::Bf16);
+        let step = tape.step(&params, StepKey::new(0, 0));
+        let x = step.input(&vec![1.0; 2 * inputs], &[2, inputs]).unwrap();
+        let y = layer.forward(x).unwrap();
+        assert_eq!(y.to_vec(), vec![0.5; 2 * outputs]);
+        y.sum(&[], false).unwrap().backward(&mut grads).unwrap();
+        drop(step);
+        assert_eq!(grads.grad(layer.bias.unwrap()), vec![2.0; outputs]);
+    }
+}

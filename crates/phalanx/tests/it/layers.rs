@@ -9,7 +9,7 @@ const MAY: [(&str, &[&str]); 18] = [
     ("comm", &["wire", "store"]),
     ("nn", &[]),
     ("ddp", &["comm", "nn"]),
-    ("global", &["comm", "nn", "ddp"]),
+    ("global", &["comm", "nn", "ddp", "data"]),
     ("data", &["nn"]),
     ("report", &["data"]),
     ("process", &["comm", "ddp", "global", "nn", "data"]),

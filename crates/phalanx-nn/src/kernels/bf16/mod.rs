@@ -39,6 +39,8 @@ const SIDE: usize = 32;
 pub(crate) fn fits(s: &ConvShape) -> bool {
     let channels = DEPTH.max(s.inp).max(s.out);
     s.groups == 1
+        && s.inp > 0
+        && s.out > 0
         && s.kernel[0] * s.kernel[1] <= window::MAX_TAPS
         && s.kernel[0] * s.kernel[1] * channels <= 1 << 20
 }
