@@ -292,11 +292,24 @@ impl<'s> Global<'s> {
                 run(x, w, b, if apart { Act::None } else { act })
             },
         )?;
+        let made = made.summed(operation, weight)?;
         match after {
             Act::Relu => made.relu(),
             Act::Relu6 => made.relu6(),
             _ => Ok(made),
         }
+    }
+
+    /// A result of that weight, whole over the mesh dimensions that [`Parallel`](crate::Parallel) says.
+    fn summed(self, operation: &str, weight: ParamId) -> Result<Self> {
+        let mut sbp = self.layout().sbp().to_vec();
+        for &dim in self.step().params().sums_of(weight) {
+            if sbp[dim].is_partial() {
+                sbp[dim] = Sbp::Broadcast;
+            }
+        }
+        let layout = self.layout().with_sbp(&sbp)?;
+        self.converted(&layout, operation, || "the result".to_owned())
     }
 
     fn pooled(
@@ -1267,5 +1280,5 @@ fn rows_of<'s>(
         true => step.local().input(&[], &[0])?.recompute(|_| part())?,
         false => part()?,
     };
-    Ok(Global::new(step, local, Rc::new(made)))
+    Global::new(step, local, Rc::new(made)).summed("embedding", id)
 }

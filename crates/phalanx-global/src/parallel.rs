@@ -46,6 +46,18 @@ struct Split {
     axis: usize,
     /// Parameters that need not exist, such as biases.
     optional: bool,
+    role: Role,
+}
+
+/// What a parameter is to the sums over a mesh dimension.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Role {
+    /// Nothing.
+    Plain,
+    /// Results of it are sums, and are made whole.
+    Summed,
+    /// It is whole, and the first rank adds it to a sum.
+    Added,
 }
 
 impl Parallel {
@@ -70,20 +82,25 @@ impl Parallel {
     }
 
     /// Row parallel linear layers and convolutions: each rank of mesh dimension `dim` has some of the inputs
-    /// of the weight. An input that is split along its last axis needs no communication; the result is a
-    /// sum over ranks, to which the first one adds the bias.
+    /// of the weight. An input that is split along its last axis needs no communication; the result, to which
+    /// the first rank adds the bias, is added up over the ranks by an all-reduce (PyTorch's `RowwiseParallel`).
     #[must_use]
     pub fn row(self, dim: &str, modules: &[&str]) -> Self {
         modules.iter().fold(self, |all, module| {
-            all.with(dim, format!("{module}.weight"), 1, false)
+            let weight = format!("{module}.weight");
+            let all = all.with(dim, weight, 1, false).role(Role::Summed);
+            let bias = format!("{module}.bias");
+            all.with(dim, bias, 0, true).role(Role::Added)
         })
     }
 
-    /// Embeddings of which each rank of mesh dimension `dim` has some of the rows; the result is a sum over ranks.
+    /// Embeddings of which each rank of mesh dimension `dim` has some of the rows; the result is added up over the ranks
+    /// by an all-reduce.
     #[must_use]
     pub fn vocabulary(self, dim: &str, modules: &[&str]) -> Self {
         modules.iter().fold(self, |all, module| {
             all.with(dim, format!("{module}.weight"), 0, false)
+                .role(Role::Summed)
         })
     }
 
@@ -111,7 +128,16 @@ impl Parallel {
             pattern,
             axis,
             optional,
+            role: Role::Plain,
         });
+        self
+    }
+
+    /// With another role of the last parameters.
+    fn role(mut self, role: Role) -> Self {
+        if let Some(split) = self.splits.last_mut() {
+            split.role = role;
+        }
         self
     }
 
@@ -153,10 +179,10 @@ impl Parallel {
             }
         }
         let sharded = self.sharded.as_deref().map(dim_of).transpose()?;
-        let built = GlobalParams::new(placement, params, |info| {
+        let mut built = GlobalParams::new(placement, params, |info| {
             let mut sbp = vec![Sbp::Broadcast; placement.sizes().len()];
             for (split, dim) in self.splits.iter().zip(&dims) {
-                if matches(&split.pattern, &info.name) {
+                if split.role != Role::Added && matches(&split.pattern, &info.name) {
                     sbp[*dim] = Sbp::Split(split.axis);
                 }
             }
@@ -172,6 +198,16 @@ impl Parallel {
             }
             sbp
         })?;
+        for (split, dim) in self.splits.iter().zip(&dims) {
+            let infos = params.infos().iter().enumerate();
+            for (index, _) in infos.filter(|(_, i)| matches(&split.pattern, &i.name)) {
+                match split.role {
+                    Role::Plain => {}
+                    Role::Summed => built.sum_over(index, *dim),
+                    Role::Added => built.add_once(index, *dim)?,
+                }
+            }
+        }
         match &self.sharded {
             Some(dim) => built.gather_over(dim),
             None => Ok(built),

@@ -27,6 +27,8 @@ pub struct GlobalParams {
     engine: Vec<Rc<Layout>>,
     /// The layouts that operations find, if not those: what is gathered before its use.
     used: Vec<Rc<Layout>>,
+    /// The mesh dimensions over which results of products and look-ups are made whole, by parameter.
+    sums: Vec<Vec<usize>>,
     plans: Plans,
     prefetch: Prefetch,
 }
@@ -122,6 +124,7 @@ impl GlobalParams {
             local,
             layouts,
             used: engine.clone(),
+            sums: vec![Vec::new(); engine.len()],
             engine,
             plans: Plans::new(placement),
             prefetch: Prefetch::default(),
@@ -150,6 +153,30 @@ impl GlobalParams {
         let hosts = self.placement.line(dim).selector().hosts();
         self.prefetch.set(hosts.count() > 1);
         Ok(self)
+    }
+
+    /// Makes results of products with that parameter, or look-ups in it, whole over a mesh dimension.
+    pub(crate) fn sum_over(&mut self, param: usize, dim: usize) {
+        if let Some(dims) = self.sums.get_mut(param)
+            && !dims.contains(&dim)
+        {
+            dims.push(dim);
+        }
+    }
+
+    /// Lets operations find that parameter as a sum over a mesh dimension, which the first rank has: it needs no
+    /// conversion to be added to one.
+    pub(crate) fn add_once(&mut self, param: usize, dim: usize) -> Result<()> {
+        if let Some(used) = self.used.get_mut(param) {
+            let mut sbp = used.sbp().to_vec();
+            sbp[dim] = Sbp::partial_sum();
+            *used = Rc::new(used.with_sbp(&sbp)?);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn sums_of(&self, id: ParamId) -> &[usize] {
+        self.sums.get(id.index()).map_or(&[], Vec::as_slice)
     }
 
     /// Whether the next parameter of those that are gathered before their use is gathered in the background,

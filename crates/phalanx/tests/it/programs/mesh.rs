@@ -120,8 +120,8 @@ fn explain_tells_layouts_and_conversions() {
     for words in [
         "mesh     data=1,tensor=2: batches over data, attention heads, MLPs and vocabulary over tensor\n",
         "  1 x transformer.h.*.attn.q.weight [16, 16] (B, S(0)): 128 of 256 elements on rank 0\n",
-        " x add, operand 1: [32, 16, 16] (S(0), P) to ",
-        " by all-gather over tensor; ",
+        "\n    1 x embedding, the result: [32, 16, 16] (S(0), P) to (S(0), B) by all-reduce (sum) over tensor; ",
+        "\n    2 x linear, the result: [32, 16, 16] (S(0), P) to (S(0), B) by all-reduce (sum) over tensor; ",
         "\n  rank 0 sends ",
     ] {
         assert!(err.contains(words), "{words} in {err}");
@@ -199,20 +199,20 @@ fn what_does_not_go_with_a_mesh_is_a_usage_error() {
     }
 }
 
-/// Batch normalizations are joined over the ranks, as DDP joins them over two shards: the losses are equal up to the
-/// order of additions. (That the bits are those of DDP with joined batch normalizations is a test of phalanx-global.)
+/// Batch normalizations are joined over the ranks, so that two ranks have the losses of one rank with the same batch, up to
+/// the order of additions. (That the bits are those of DDP with joined batch normalizations is a test of phalanx-global.)
 #[test]
 fn mobilenetv2_by_sbp_prints_the_oneflow_documents_lines() {
     let runs = [
-        &["--parallel", "sbp", "--batch-size", "4"][..],
         &[
-            "--deterministic",
-            "shards",
-            "--shards",
+            "--parallel",
+            "sbp",
+            "--batch-size",
+            "4",
+            "--nproc-per-node",
             "2",
-            "--global-batch-size",
-            "8",
-        ],
+        ][..],
+        &["--batch-size", "8"],
     ]
     .map(|more| {
         let dir = tempfile::tempdir().expect("folder");
@@ -229,8 +229,6 @@ fn mobilenetv2_by_sbp_prints_the_oneflow_documents_lines() {
             "1",
             "--threads",
             "1",
-            "--nproc-per-node",
-            "2",
             "--output-dir",
             "out",
         ];
