@@ -200,18 +200,25 @@ impl Mesh {
 
     /// For the person at the terminal: what is split over what.
     pub fn describe(&self) -> String {
-        let mut parts = vec!["batches over data"];
-        if self.tensor > 1 {
-            parts.push("attention heads, MLPs and vocabulary over tensor");
-        }
-        if self.fully_sharded {
-            parts.push("weights over data");
-        }
+        let splits = [
+            (self.data > 1, "batches over data"),
+            (
+                self.tensor > 1,
+                "attention heads, MLPs and vocabulary over tensor",
+            ),
+            (self.fully_sharded && self.data > 1, "weights over data"),
+        ];
+        let parts = splits.iter().filter(|split| split.0).map(|split| split.1);
+        let parts: Vec<&str> = parts.collect();
+        let parts = match parts[..] {
+            [] => "nothing is split".to_owned(),
+            _ => parts.join(", "),
+        };
         let tensor = match self.tensor {
             1 => String::new(),
             n => format!(",tensor={n}"),
         };
-        format!("data={}{tensor}: {}", self.data, parts.join(", "))
+        format!("data={}{tensor}: {parts}", self.data)
     }
 
     /// Numbers of all ranks as a range: `7` or `7 to 9`. *Blocks* until all call it.

@@ -118,7 +118,7 @@ fn explain_tells_layouts_and_conversions() {
     let args = ["--nproc-per-node", "2", "--mesh", "tensor=2", "--explain"];
     let (_, err) = train(&args, dir.path());
     for words in [
-        "mesh     data=1,tensor=2: batches over data, attention heads, MLPs and vocabulary over tensor\n",
+        "mesh     data=1,tensor=2: attention heads, MLPs and vocabulary over tensor\n",
         "  1 x transformer.h.*.attn.q.weight [16, 16] (B, S(0)): 128 of 256 elements on rank 0\n",
         "\n    1 x embedding, the result: [32, 16, 16] (S(0), P) to (S(0), B) by all-reduce (sum) over tensor; ",
         "\n    2 x linear, the result: [32, 16, 16] (S(0), P) to (S(0), B) by all-reduce (sum) over tensor; ",
@@ -199,8 +199,9 @@ fn what_does_not_go_with_a_mesh_is_a_usage_error() {
     }
 }
 
-/// Batch normalizations are joined over the ranks, so that two ranks have the losses of one rank with the same batch, up to
-/// the order of additions. (That the bits are those of DDP with joined batch normalizations is a test of phalanx-global.)
+/// Batch normalizations are joined over the ranks, so that two ranks have the losses of one rank with the same batch. The
+/// weights stay as they are, because such small batches make percents of a last bit in one step. (That trained weights
+/// have the bits of DDP with joined batch normalizations is a test of phalanx-global.)
 #[test]
 fn mobilenetv2_by_sbp_prints_the_oneflow_documents_lines() {
     let runs = [
@@ -227,6 +228,8 @@ fn mobilenetv2_by_sbp_prints_the_oneflow_documents_lines() {
             "1",
             "--log-interval",
             "1",
+            "--lr",
+            "0",
             "--threads",
             "1",
             "--output-dir",
@@ -241,6 +244,6 @@ fn mobilenetv2_by_sbp_prints_the_oneflow_documents_lines() {
     assert_eq!(shape(&runs[0].0), expected, "{}", runs[0].0);
     assert_eq!(runs[0].1.len(), 6);
     for (sbp, ddp) in runs[0].1.iter().zip(&runs[1].1) {
-        assert!((sbp - ddp).abs() / ddp < 1e-4, "{sbp} instead of {ddp}");
+        assert!((sbp - ddp).abs() / ddp < 1e-5, "{sbp} instead of {ddp}");
     }
 }
