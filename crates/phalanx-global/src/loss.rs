@@ -162,7 +162,9 @@ impl<'s> Global<'s> {
             reduction.into(),
             |x, t, r, takes| {
                 let own = takes.block(rank).get(last).cloned();
+                // A part of no elements needs none.
                 let positive = positive.map(|p| own.map_or(p, |own| &p[own]));
+                let positive = positive.filter(|p| !p.is_empty());
                 x.bce_with_logits(t, positive, r)
             },
         )
