@@ -1,4 +1,5 @@
-//! Losses of global tensors. Split rows make a sum over ranks, of which the mean's divisor is the whole's.
+//! Losses of global tensors. If rows are split, the loss is a sum over ranks; a mean divides by the number of rows of
+//! the whole tensor.
 
 use std::rc::Rc;
 

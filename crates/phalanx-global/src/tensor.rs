@@ -227,10 +227,11 @@ impl<'s> Global<'s> {
     /// Runs the backward pass from this loss (one element), and adds up gradients over the ranks
     /// unless `grads` accumulates.
     ///
-    /// *Order*: as [`Tensor::backward`], then as [`GlobalGrads`]. Where the loss is a sum over ranks, gradients are
-    /// those of the loss times their number, and are divided by it after the sum: so equal parts of a mean give
-    /// the bits of a mean over ranks. Not in a step with variables or with tensors of
-    /// [`GlobalStep::to_global`], whose own gradients nothing would divide.
+    /// *Order*: as [`Tensor::backward`], then as [`GlobalGrads`]. If the loss is a sum over N ranks, the backward pass
+    /// starts from N, and gradients are divided by N after they are summed. With parts of equal size, these are
+    /// the bits of `DistributedDataParallel`, whose ranks average the gradients of their own means. A step with
+    /// [variables](GlobalStep::variable) or with tensors of [`GlobalStep::to_global`] starts from 1, because gradients of those
+    /// are not divided.
     ///
     /// *Blocks until* all ranks of the mesh call it.
     ///
@@ -311,7 +312,7 @@ impl std::fmt::Debug for Global<'_> {
     }
 }
 
-/// A part converted to the whole tensor.
+/// The whole tensor of which this rank has `part`.
 fn whole(step: &GlobalStep<'_>, layout: &Layout, part: &[f32]) -> Result<Vec<f32>> {
     let whole = layout.with_sbp(&vec![Sbp::Broadcast; layout.mesh().len()])?;
     let boxing = step.params().plans().get(layout, &whole)?;
@@ -417,7 +418,7 @@ impl CustomOp for Converted {
     }
 }
 
-/// Nothing forward; backward the gradient takes a way over another layout.
+/// The identity. Its gradient is converted to another layout and back.
 struct Detour {
     placement: Placement,
     routes: [Arc<Boxing>; 2],

@@ -33,10 +33,11 @@ const ELEM_BYTES: usize = size_of::<f32>();
 pub enum StepKind {
     /// Each rank keeps a range of what it has.
     Slice,
-    /// Each rank surrounds its range by what changes no fold: a split tensor becomes partial.
+    /// Each rank fills the rest of the tensor with the fold's identity element: a split tensor becomes
+    /// partial.
     Pad,
-    /// The first rank of a dimension keeps its tensor, others take what changes no sum: a
-    /// whole tensor becomes partial.
+    /// The first rank of a dimension keeps its tensor, the others hold -0.0: a whole tensor
+    /// becomes partial.
     Keep {
         /// The mesh dimension.
         dim: usize,
@@ -479,7 +480,8 @@ fn line_of(layout: &Layout, rank: usize, free: &[usize]) -> Vec<usize> {
     (0..layout.ranks()).filter(same).collect()
 }
 
-/// The ranks that have the parts of what `rank` and they have together.
+/// The ranks whose blocks together are the tensor that `rank` has a part of: those of its lines along split
+/// dimensions.
 pub(crate) fn partners(x: &Layout, rank: usize) -> Vec<usize> {
     let split = split_dims(x);
     line_of(x, rank, &split)

@@ -12,7 +12,7 @@ use crate::placement::{Placement, coordinates};
 use crate::sbp::Fold;
 
 impl Boxing {
-    /// Converts this rank's part, row-major, and gives its new one.
+    /// Converts this rank's part, row-major, and returns its new part.
     ///
     /// *Blocks until* all ranks of the mesh that a collective needs have come, at most the
     /// group's deadline.
