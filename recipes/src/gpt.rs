@@ -9,9 +9,10 @@ use phalanx_nn::optim::{Adam, schedule::Schedule};
 use phalanx_nn::{Params, Reduction, Scope};
 use phalanx_train::{Defaults, RankContext, SavingArgs, Settings, TrainerBuilder};
 
-use crate::error::{Error, Result, check_count};
-use crate::shared::image::check_share;
-use crate::shared::text::{TextArgs, generate, measure, scores};
+use crate::error::Result;
+use crate::gpt_mesh;
+use crate::shared::mesh::MeshArgs;
+use crate::shared::text::{TextArgs, measure, sample, scores};
 use crate::{AnyRecipe, Recipe};
 
 pub const RECIPE: Recipe = Recipe::with_defaults::<GptArgs>(
@@ -24,29 +25,39 @@ const DEFAULTS: Defaults = Defaults::new(2, 16, 0.001);
 
 /// Arguments of `train gpt`.
 #[derive(Debug, Clone, clap::Args)]
-struct GptArgs {
+pub struct GptArgs {
     #[command(flatten)]
-    text: TextArgs,
+    pub text: TextArgs,
     /// Number of transformer blocks
     #[arg(long, default_value_t = 4, value_name = "N")]
-    layers: usize,
+    pub layers: usize,
     /// Number of attention heads; divides --width
     #[arg(long, default_value_t = 4, value_name = "N")]
-    heads: usize,
+    pub heads: usize,
     /// Size of the vector of a character
     #[arg(long, default_value_t = 128, value_name = "N")]
-    width: usize,
+    pub width: usize,
     /// Dropout probability
     #[arg(long, default_value_t = 0.0, value_name = "P")]
-    dropout: f64,
+    pub dropout: f64,
     /// Recompute each block's activations in backward: less memory, more time, bit-identical results
     #[arg(long)]
     recompute: bool,
     /// Number of characters to generate after training
     #[arg(long, default_value_t = 300, value_name = "N")]
-    sample: usize,
+    pub sample: usize,
     #[command(flatten)]
-    settings: Settings,
+    mesh: MeshArgs,
+    #[command(flatten)]
+    pub settings: Settings,
+}
+
+/// The largest norm of the gradients.
+pub const CLIP: f64 = 1.0;
+
+/// The learning rate falls along a cosine.
+pub fn schedule(lr: f64, steps: u64) -> phalanx_nn::Result<Schedule> {
+    Schedule::cosine(lr, steps, lr / 10.0)
 }
 
 impl AnyRecipe for GptArgs {
@@ -67,16 +78,11 @@ impl AnyRecipe for GptArgs {
     }
 
     fn validate(&self, world: usize) -> Result<()> {
-        self.settings.validate(world)?;
-        check_count("--layers", self.layers, 1000)?;
-        check_count("--width", self.width, 1 << 16)?;
-        check_share("--dropout", self.dropout)?;
-        if !self.width.is_multiple_of(self.heads) {
-            let (width, heads) = (self.width, self.heads);
-            return Err(Error::usage(format!(
-                "--width {width} is not divisible by --heads {heads}"
-            )));
+        match self.mesh.mesh(world)? {
+            Some(mesh) => gpt_mesh::validate(mesh, &self.settings, self.heads)?,
+            None => self.settings.validate(world)?,
         }
+        self.check_sizes()?;
         self.text.validate(self.settings.seed)
     }
 
@@ -88,31 +94,22 @@ impl AnyRecipe for GptArgs {
         let (settings, loading) = (&self.settings, ctx.phase("loading data"));
         let (train, test) = self.text.load(settings.seed)?;
         drop(loading);
-        let config = GptConfig {
-            vocab: train.vocabulary().len(),
-            context: train.context(),
-            layers: self.layers,
-            heads: self.heads,
-            width: self.width,
-            dropout: self.dropout,
-        };
+        let (vocab, context) = (train.vocabulary().len(), train.context());
+        let (layers, heads, width, dropout) = (self.layers, self.heads, self.width, self.dropout);
+        #[rustfmt::skip]
+        let config = GptConfig { vocab, context, layers, heads, width, dropout };
         let model = |scope: &mut Scope<'_>| Gpt::new(scope, &config).recompute(self.recompute);
         let adam = |params: &Params, lr| Adam::new(params, lr).betas(0.9, 0.99);
+        if let Some(mesh) = self.mesh.mesh(ctx.world())? {
+            return gpt_mesh::run(ctx, self, mesh, (train, test), model, adam);
+        }
         let mut trainer = TrainerBuilder::new(ctx, settings, self.name(), &train, model, adam)
-            .title(&format!("GPT of {} blocks", self.layers))
+            .title(&self.title())
             .unit("sequences")
-            .optimizer_title(&format!(
-                "Adam lr {}, falling along a cosine",
-                settings.lr()
-            ))
-            .schedule(|lr, steps| Schedule::cosine(lr, steps, lr / 10.0))
-            .clip_grad_norm(1.0)
-            .shaped_by(vec![
-                format!("--layers {}", self.layers),
-                format!("--heads {}", self.heads),
-                format!("--width {}", self.width),
-                format!("--dropout {}", self.dropout),
-            ])
+            .optimizer_title(&self.optimizer_title())
+            .schedule(schedule)
+            .clip_grad_norm(CLIP)
+            .shaped_by(self.shaping())
             .start()?;
         trainer.add_to_summary("data", self.text.name());
         let names: Vec<String> = train.vocabulary().iter().map(char::to_string).collect();
@@ -132,12 +129,9 @@ impl AnyRecipe for GptArgs {
         }
         if ctx.is_main() && self.sample > 0 {
             let _phase = ctx.phase("evaluating");
-            let text = trainer.infer(|gpt, step| {
-                generate(&train, self.sample, settings.seed, |seen| {
-                    let scores = gpt.forward(step, seen, (1, seen.len()))?.softmax(2)?;
-                    Ok(scores.data()[(seen.len() - 1) * config.vocab..].to_vec())
-                })
-            })?;
+            let count = self.sample;
+            let text =
+                trainer.infer(|gpt, step| sample(gpt, step, &train, count, settings.seed))?;
             trainer.log_text("sample", &text);
             ctx.line(&format!("sample:\n{}", visible(&text)))?;
         }

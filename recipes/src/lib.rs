@@ -9,6 +9,7 @@
 pub mod download;
 mod flyte;
 mod gpt;
+mod gpt_mesh;
 mod linear;
 mod mnist;
 mod mobilenetv2;

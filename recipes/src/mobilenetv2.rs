@@ -4,11 +4,12 @@ use phalanx_data::cifar10;
 use phalanx_nn::models::MobileNetV2;
 use phalanx_nn::optim::{Optimizer, Sgd};
 use phalanx_nn::{Params, Scope};
-use phalanx_train::Defaults;
+use phalanx_train::{Defaults, RankContext};
 
-use crate::oneflow::OneFlow;
+use crate::error::Result;
+use crate::oneflow::{self, OneFlow};
 use crate::shared::cifar::{self, CifarArgs};
-use crate::shared::image::{ImageArgs, Lines, Program, Source, Spec, fields};
+use crate::shared::image::{self, ImageArgs, Lines, Program, Source, Spec, fields};
 use crate::{Network, Pixels, Recipe};
 
 pub const RECIPE: Recipe =
@@ -22,8 +23,20 @@ struct MobileNet {
     /// Recompute each block's activations in backward: less memory, more time, bit-identical results
     #[arg(long)]
     recompute: bool,
+    /// Data parallel training by DistributedDataParallel, or on global tensors, as the document's first program: batch normalization then sees the batches of all ranks
+    #[arg(long, value_enum, default_value_t = Parallel::Ddp)]
+    parallel: Parallel,
     #[command(flatten)]
     images: ImageArgs,
+}
+
+/// How the ranks share the training.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Parallel {
+    /// The model whole on all ranks (SBP `B`), batches split over them (`S(0)`)
+    Sbp,
+    /// DistributedDataParallel: each rank has a model and a part of the batch
+    Ddp,
 }
 
 impl Program for MobileNet {
@@ -49,6 +62,20 @@ impl Program for MobileNet {
 
     fn spec(&self) -> Spec {
         Spec::new(&Self::NETWORK)
+    }
+
+    fn validate(&self) -> Result<()> {
+        match self.parallel {
+            Parallel::Sbp => oneflow::check_sbp(&self.images),
+            Parallel::Ddp => Ok(()),
+        }
+    }
+
+    fn train(&self, ctx: &RankContext) -> Result<()> {
+        match self.parallel {
+            Parallel::Sbp => oneflow::train_by_sbp(ctx, self),
+            Parallel::Ddp => image::run(ctx, self),
+        }
     }
 
     /// With a head for ten classes.

@@ -60,6 +60,9 @@ struct Run {
     /// Of that, in training steps.
     train_s: f64,
     images_per_s: f64,
+    /// What is counted there, such as `images`.
+    #[serde(skip)]
+    unit: String,
     /// On the test set after the last epoch, 0 to 1.
     accuracy: f64,
     /// How many times faster than the first run.
@@ -199,6 +202,7 @@ impl Run {
             duration_s,
             train_s: number("train_s")?,
             images_per_s: number("images_per_s")?,
+            unit: summary["unit"].as_str().unwrap_or("images").to_owned(),
             accuracy: number("accuracy")?,
             speedup: first.map_or(1.0, |first| first.duration_s / duration_s),
             output_dir,
@@ -209,6 +213,9 @@ impl Run {
 /// The document's table, a column a run, with two rows of ours.
 fn table(recipe: &str, runs: &[Run]) -> String {
     let mut text = format!("Training result comparison: {recipe}\n\n");
+    let unit = runs.first().map_or("images", |run| &run.unit);
+    let (first, rest) = unit.split_at_checked(1).unwrap_or(("", unit));
+    let rate = format!("{}{rest}/s", first.to_uppercase());
     let mut row = |name: &str, cell: fn(&Run) -> String| {
         text.push_str(&format!("{name:<14}"));
         for run in runs {
@@ -219,7 +226,7 @@ fn table(recipe: &str, runs: &[Run]) -> String {
     row("Resource Type", |run| counted(run.workers));
     row("Duration", |run| duration(run.duration_s));
     row("Accuracy", |run| format!("{:.2} %", 100.0 * run.accuracy));
-    row("Images/s", |run| format!("{:.0}", run.images_per_s));
+    row(&rate, |run| format!("{:.0}", run.images_per_s));
     row("Speed-up", |run| format!("{:.2}", run.speedup));
     text
 }
@@ -247,6 +254,7 @@ mod tests {
             duration_s,
             train_s: duration_s - 1.0,
             images_per_s: 1234.56,
+            unit: "images".to_owned(),
             accuracy,
             speedup,
             output_dir: PathBuf::new(),

@@ -295,6 +295,18 @@ pub trait Program {
 
     /// What it prints.
     fn lines(&self) -> Box<dyn Lines>;
+
+    /// Trains as one rank.
+    ///
+    /// # Errors
+    ///
+    /// Anything that ends the training; the kind decides the exit code.
+    fn train(&self, ctx: &RankContext) -> Result<()>
+    where
+        Self: Sized,
+    {
+        run(ctx, self)
+    }
 }
 
 /// [`Program::images`], [`Program::images_mut`] and [`Program::source`] of a struct with the fields `images` and
@@ -351,7 +363,7 @@ impl<P: Program + Send + Sync + std::fmt::Debug> AnyRecipe for P {
     }
 
     fn run_rank(&self, ctx: &RankContext) -> Result<()> {
-        run(ctx, self)
+        self.train(ctx)
     }
 }
 
@@ -364,23 +376,25 @@ pub enum Testers {
     Everybody,
 }
 
-/// Trains `program` as one rank.
+/// Downloads and loads the data of `program`.
 ///
 /// # Errors
 ///
-/// Anything that ends the training; the kind decides the exit code.
-pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
-    let (args, source) = (program.images(), program.source());
-    let (settings, spec) = (&args.settings, program.spec());
-    let mut lines = program.lines();
-    let starting = ctx.phase("starting");
+/// Usage or data, naming folder or file.
+pub fn load<P: Program>(ctx: &RankContext, program: &P, lines: &mut dyn Lines) -> Result<Data> {
+    let (settings, source) = (&program.images().settings, program.source());
     lines.started(ctx)?;
     prepare::data(ctx, source.fetch(), settings.saving.folder)?;
     let loading = ctx.phase("loading data");
-    let data = source.load(settings.seed, spec.preparation)?;
+    let data = source.load(settings.seed, program.spec().preparation)?;
     drop(loading);
     lines.loaded(ctx)?;
-    let mut files = program.files();
+    Ok(data)
+}
+
+/// The files of `program`, with what `phalanx predict` must know of the weights.
+pub fn files<P: Program>(program: &P, data: &Data) -> Files {
+    let (mut files, spec) = (program.files(), program.spec());
     files.model = P::NETWORK.model.to_owned();
     if data.train.image_shape()[2] > 1 {
         // `phalanx predict` looks at images as validation did.
@@ -391,10 +405,30 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
             files.about.push(("mirrored", "true".into()));
         }
     }
-    let lr = program.lr(ctx.world());
-    let mut shaping = vec![format!("--exact-validation {}", args.exact_validation)];
-    shaping.extend(source.must_agree());
+    files
+}
+
+/// Settings of `program` that shape the training, a flag and its value a line.
+pub fn shaping<P: Program>(program: &P) -> Vec<String> {
+    let exact = program.images().exact_validation;
+    let mut shaping = vec![format!("--exact-validation {exact}")];
+    shaping.extend(program.source().must_agree());
     shaping.extend(program.must_agree());
+    shaping
+}
+
+/// Trains `program` as one rank with DDP.
+///
+/// # Errors
+///
+/// Anything that ends the training; the kind decides the exit code.
+pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
+    let (args, source) = (program.images(), program.source());
+    let (settings, spec) = (&args.settings, program.spec());
+    let mut lines = program.lines();
+    let starting = ctx.phase("starting");
+    let data = load(ctx, program, &mut *lines)?;
+    let lr = program.lr(ctx.world());
     let builder = TrainerBuilder::new(
         ctx,
         settings,
@@ -413,12 +447,12 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
         .optimizer_title(&program.optimizer_title(lr))
         .try_schedule(|lr, steps| program.schedule(lr, steps))
         .drop_last(spec.drops_last)
-        .shaped_by(shaping)
+        .shaped_by(shaping(program))
         .must_agree(vec![
             format!("--log-batches {}", args.log_batches),
             format!("--log-images {}", args.log_images),
         ])
-        .files(files)
+        .files(files(program, &data))
         .reporter(lines)
         .start()?;
     drop(starting);

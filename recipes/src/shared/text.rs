@@ -4,9 +4,9 @@ use std::f64::consts::LN_2;
 use std::sync::Arc;
 
 use phalanx_data::{TextBatch, TextDataset};
-use phalanx_nn::Tensor;
 use phalanx_nn::models::Gpt;
 use phalanx_nn::rng::philox::{philox4x32_10, unit_f32};
+use phalanx_nn::{Step, Tensor};
 use phalanx_train::{Measure, MicroBatch};
 
 use crate::error::{Error, Result, check_count};
@@ -90,18 +90,45 @@ pub fn scores<'s>(gpt: &Gpt, batch: &MicroBatch<'s, TextBatch>) -> Result<Tensor
 ///
 /// As [`scores`].
 pub fn measure(gpt: &Gpt, batch: MicroBatch<'_, TextBatch>) -> Result<Measure> {
-    let scores = scores(gpt, &batch)?;
+    measure_scores(scores(gpt, &batch)?, &batch.targets, batch.samples())
+}
+
+/// The same of the scores of `samples` sequences.
+///
+/// # Errors
+///
+/// `Usage` when the targets do not fit.
+pub fn measure_scores(scores: Tensor<'_>, targets: &[u32], samples: usize) -> Result<Measure> {
     let measure = match scores.shape()[1] {
-        ..=256 => Measure::of_scores(&scores, &batch.targets)?,
+        ..=256 => Measure::of_scores(&scores, targets)?,
         // The confusion matrix, from which the accuracy follows, would be too large.
         _ => Measure::of_sum(0.0),
     };
     // A sample is a sequence; its loss is the mean over its characters.
-    let length = batch.targets.len() / batch.samples();
-    let loss = scores.cross_entropy(&batch.targets, length as f32)?;
+    let length = targets.len() / samples;
+    let loss = scores.cross_entropy(targets, length as f32)?;
     let bits = f64::from(loss.item()) / LN_2;
     let measure = measure.with_value("bits_per_character", bits);
     Ok(measure.with_loss(loss))
+}
+
+/// Text of `count` characters that the model makes.
+///
+/// # Errors
+///
+/// Those of the model.
+pub fn sample<'s>(
+    gpt: &Gpt,
+    step: &'s Step<'s>,
+    text: &TextDataset,
+    count: usize,
+    seed: u64,
+) -> Result<String> {
+    generate(text, count, seed, |seen| {
+        let scores = gpt.forward(step, seen, (1, seen.len()))?.softmax(2)?;
+        let vocab = scores.shape()[2];
+        Ok(scores.data()[(seen.len() - 1) * vocab..].to_vec())
+    })
 }
 
 /// Text of `count` characters after a newline, each drawn with the probability that
@@ -110,7 +137,7 @@ pub fn measure(gpt: &Gpt, batch: MicroBatch<'_, TextBatch>) -> Result<Measure> {
 /// # Errors
 ///
 /// Those of `probabilities`.
-pub fn generate(
+fn generate(
     text: &TextDataset,
     count: usize,
     seed: u64,

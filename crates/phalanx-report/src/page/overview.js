@@ -15,7 +15,7 @@ const ABOUT = ["program", "data", "ranks", "threads_per_rank", "transport", "hos
 const plain = (name) => name.replace(/^--/, "").replaceAll("-", "_");
 /** Every setting by its name, and which of them were given at the command line. */
 function settings(run) {
-  const all = {}, typed = new Set(), { about, summary } = run, known = new Set(["recipe", "world_size", "version"]);
+  const all = {}, typed = new Set(), { about, summary } = run, known = new Set(["recipe", "world_size", "version", "unit"]);
   const words = (Array.isArray(about.arguments) ? about.arguments : Array.isArray(summary.arguments) ? summary.arguments : []).map(String);
   if (isObject(about.settings)) {
     for (const [name, value] of Object.entries(about.settings)) { all[name] = shown(value); known.add(plain(name)); }

@@ -126,6 +126,23 @@ impl RunLog {
         &self.counters
     }
 
+    /// Says what this rank's time went to so far, after `steps` more steps: training, waiting for batches, saving and
+    /// evaluation; and what it has sent to others.
+    pub fn count(&self, steps: u64, times: [Duration; 4], sent_bytes: u64) {
+        let counters = self.counters();
+        let [train, data, saving, evaluation] = times;
+        counters.steps.fetch_add(steps, Relaxed);
+        counters.sent_bytes.store(sent_bytes, Relaxed);
+        for (counter, time) in [
+            (&counters.train, train),
+            (&counters.data, data),
+            (&counters.saving, saving),
+            (&counters.evaluation, evaluation),
+        ] {
+            counter.store(time.as_nanos() as u64, Relaxed);
+        }
+    }
+
     /// Writes a record of a step (with `loss`), of an epoch (with `train_loss`), or of a program's own numbers.
     ///
     /// # Errors
@@ -179,23 +196,23 @@ impl RunLog {
     }
 
     /// Whether the graph of the model is still to be given.
-    pub(crate) fn wants_graph(&self) -> bool {
+    pub fn wants_graph(&self) -> bool {
         self.is_main && !self.has_graph
     }
 
     /// Writes the model's graph to `run.json`.
-    pub(crate) fn graph(&mut self, graph: Vec<GraphNode>) {
+    pub fn graph(&mut self, graph: Vec<GraphNode>) {
         self.has_graph = true;
         self.send(Message::Graph(graph));
     }
 
     /// Writes what a person should know.
-    pub(crate) fn notice(&self, text: &str) {
+    pub fn notice(&self, text: &str) {
         self.say("notice", None, json!({ "text": text }));
     }
 
     /// Writes that a checkpoint of `step` steps is being saved.
-    pub(crate) fn checkpoint(&self, step: u64, file: &Path) {
+    pub fn checkpoint(&self, step: u64, file: &Path) {
         let file = file.to_string_lossy();
         self.say("checkpoint", Some(step), json!({ "file": file }));
     }
@@ -228,7 +245,7 @@ impl RunLog {
     }
 
     /// Writes a text.
-    pub(crate) fn text(&self, step: u64, name: &str, text: &str) {
+    pub fn text(&self, step: u64, name: &str, text: &str) {
         let fields = json!({ "name": name, "text": text });
         let event = self.make("text", Some(step), fields);
         let (name, text) = (name.to_owned(), text.to_owned());
@@ -249,7 +266,7 @@ impl RunLog {
     }
 
     /// What the run fails by, if it does.
-    pub(crate) fn failed_by(&mut self, error: &Error) {
+    pub fn failed_by(&mut self, error: &Error) {
         self.error = Some(error.chain());
     }
 

@@ -20,7 +20,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use phalanx_comm::ReduceOp;
-use phalanx_data::state::{Background, Folder, Place, Snapshot};
+use phalanx_data::state::{Background, Folder, OptimizerState, Place, Snapshot};
 use phalanx_ddp::DistributedDataParallel;
 use phalanx_nn::Params;
 
@@ -275,16 +275,52 @@ impl<'a> Saving<'a> {
             saved.hook = Hook::new(state, &group.name, &mut more);
         }
         history.groups = saved;
-        let Some(background) = &mut self.background else {
+        let buffers = source.buffers;
+        self.write(
+            action,
+            Some((source.params, optimizer)),
+            buffers,
+            more,
+            place,
+            history,
+        )
+    }
+
+    /// [`save`](Self::save) of a training whose model or optimizer is split over the ranks. `whole` has both as one rank
+    /// alone would have them; only rank 0's is needed.
+    ///
+    /// # Errors
+    ///
+    /// As [`save`](Self::save).
+    pub fn save_whole(
+        &mut self,
+        action: SaveAction,
+        whole: Option<(&Params, OptimizerState<'_>)>,
+        place: Place,
+        history: History,
+    ) -> Result<()> {
+        self.write(action, whole, None, Vec::new(), place, history)
+    }
+
+    /// Saves on rank 0 with buffers in the place of the model's own and further numbers.
+    fn write(
+        &mut self,
+        action: SaveAction,
+        whole: Option<(&Params, OptimizerState<'_>)>,
+        buffers: Option<&[f32]>,
+        more: Vec<(String, Vec<f32>)>,
+        place: Place,
+        history: History,
+    ) -> Result<()> {
+        let (Some(background), Some((params, optimizer))) = (&mut self.background, whole) else {
             return Ok(());
         };
         let progress = serde_json::to_value(&history).map_err(no_json)?;
         // For its memory.
         let before = background.wait();
         let (old, facts) = (background.spare(), self.facts.clone());
-        let mut snapshot =
-            Snapshot::take_into(old, source.params, optimizer, place, facts, progress);
-        if let Some(buffers) = source.buffers {
+        let mut snapshot = Snapshot::take_into(old, params, optimizer, place, facts, progress);
+        if let Some(buffers) = buffers {
             snapshot = snapshot.with_buffers(buffers)?;
         }
         let snapshot = snapshot

@@ -308,11 +308,28 @@ impl Resumed {
         update: &mut Update,
         settings: &BTreeMap<String, String>,
     ) -> Result<()> {
+        self.update_with(ctx, params, settings, |steps, updates, buffers| {
+            update.restore(steps, updates, buffers)
+        })
+    }
+
+    /// As [`update`](Self::update), of an optimizer whose state is split otherwise: `restore` gets its steps, the updates
+    /// of each parameter, and its buffers by name, laid out as the whole `params`.
+    ///
+    /// # Errors
+    ///
+    /// As [`update`](Self::update).
+    pub fn update_with(
+        &self,
+        ctx: &RankContext,
+        params: &Params,
+        settings: &BTreeMap<String, String>,
+        restore: impl FnOnce(u64, &[u64], &[(&str, &[f32])]) -> Result<()>,
+    ) -> Result<()> {
         let buffers = self.buffers(ctx, params)?;
         let views: Vec<(&str, &[f32])> = buffers.iter().map(|(n, v)| (&n[..], &v[..])).collect();
         let (steps, updates) = (self.manifest.optimizer_steps, self.manifest.updates(params));
-        let restored = update.restore(steps, &updates, &views);
-        restored.map_err(|cause| self.another_optimizer(cause, settings))
+        restore(steps, &updates, &views).map_err(|cause| self.another_optimizer(cause, settings))
     }
 
     fn another_optimizer(&self, cause: Error, settings: &BTreeMap<String, String>) -> Error {

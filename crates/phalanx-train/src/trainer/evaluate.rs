@@ -117,6 +117,11 @@ impl Measure {
         self
     }
 
+    /// The measures that [`with_value`](Self::with_value) added.
+    pub fn values(&self) -> &BTreeMap<String, f64> {
+        &self.values
+    }
+
     /// One more measure: `sum` over the batch's samples. All batches have the same names.
     #[must_use]
     pub fn with_value(mut self, name: &str, sum: f64) -> Measure {

@@ -104,6 +104,7 @@ impl<M> Trainer<'_, M> {
             "accuracies": results.accuracies,
             "class_accuracies": last.class_accuracies(),
             "confusion": last.matrix(),
+            "unit": self.unit,
             "images_per_s": timing.images_per_s(),
             "train_s": timing.trained.as_secs_f64(),
             "test_s": timing.tested.as_secs_f64(),

@@ -2,7 +2,7 @@
 
 use super::*;
 
-const TINY: [&str; 22] = [
+pub const TINY: [&str; 22] = [
     "train",
     "gpt",
     "--synthetic-characters",
@@ -78,6 +78,7 @@ fn compare_has_an_accuracy() {
     let args = [&["compare", "--output-dir", "both"], &TINY[1..]].concat();
     let (out, _) = succeed(&args, dir.path());
     assert!(out.contains("Training result comparison: gpt"), "{out}");
+    assert!(out.contains("\nSequences/s "), "{out}");
     let both = json(&dir.path().join("both/comparison.json"));
     assert!(both["runs"][1]["accuracy"].as_f64().expect("a number") > 0.0);
 }

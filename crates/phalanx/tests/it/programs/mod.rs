@@ -5,6 +5,7 @@ mod cifar;
 mod compare;
 mod fetch;
 mod gpt;
+mod mesh;
 mod mnist;
 mod outputs;
 mod quick_start;
