@@ -1,4 +1,4 @@
-//! Numbers of a batch that choose rows or classes: tokens and labels.
+//! Global tensors of whole numbers: tokens and labels.
 
 use std::rc::Rc;
 
@@ -39,8 +39,8 @@ impl Indices {
         whole.to(&Layout::even(mesh, shape, sbp)?)
     }
 
-    /// Numbers of which this rank has `local`, of that shape; as
-    /// [`GlobalStep::to_global`](crate::GlobalStep::to_global).
+    /// Makes global numbers of each rank's own part, `local` of that shape, as
+    /// [`GlobalStep::to_global`](crate::GlobalStep::to_global) does of tensors.
     ///
     /// *Blocks until* all ranks of the mesh call it.
     ///

@@ -201,8 +201,8 @@ impl Layout {
             .collect()
     }
 
-    /// How the gradient of a value of this layout lies: sums for whole tensors, whole tensors
-    /// for sums, the same ranges for ranges.
+    /// The layout of the gradient of a value with this layout: whole tensors have partial gradients, sums
+    /// whole ones, and split axes keep their ranges.
     pub fn of_gradient(&self) -> Self {
         Layout {
             sbp: self.sbp.iter().map(|s| s.of_gradient()).collect(),
@@ -224,7 +224,7 @@ impl Layout {
         })
     }
 
-    /// The cuts of `axis` when of the mesh dimensions that split it only the first one does.
+    /// The cuts that remain of `axis` when only the first of the mesh dimensions that split it does so.
     pub(crate) fn outer_cuts(&self, axis: usize) -> Option<Cuts> {
         let cuts = self.cuts.get(axis)?.as_ref()?;
         let inner: usize = self.dims_of(axis).skip(1).map(|d| self.mesh[d]).product();

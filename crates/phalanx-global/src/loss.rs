@@ -1,4 +1,5 @@
-//! Losses of global tensors. Split rows make a sum over ranks, of which the mean's divisor is the whole's.
+//! Losses of global tensors. If rows are split, the loss is a sum over ranks; a mean divides by the number of rows of
+//! the whole tensor.
 
 use std::rc::Rc;
 
@@ -162,7 +163,9 @@ impl<'s> Global<'s> {
             reduction.into(),
             |x, t, r, takes| {
                 let own = takes.block(rank).get(last).cloned();
+                // A part of no elements needs none.
                 let positive = positive.map(|p| own.map_or(p, |own| &p[own]));
+                let positive = positive.filter(|p| !p.is_empty());
                 x.bce_with_logits(t, positive, r)
             },
         )

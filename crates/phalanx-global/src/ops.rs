@@ -1203,8 +1203,8 @@ fn zeros_of<'s>(
     Ok(all)
 }
 
-/// Rows of a table: of a part of the tokens, of a part of each row, or (a sum) those that a part of
-/// the table has.
+/// Rows of a table. Tokens may be split (each rank looks up its own), the width (each rank has a range of every row), or the
+/// rows: then each rank contributes those that it has, and the result is a sum.
 fn rows_of<'s>(
     step: &'s GlobalStep<'s>,
     id: ParamId,

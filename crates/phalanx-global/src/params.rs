@@ -25,7 +25,7 @@ pub struct GlobalParams {
     layouts: Vec<Layout>,
     /// In the engine's order of axes.
     engine: Vec<Rc<Layout>>,
-    /// The layouts that operations find, if not those: what is gathered before its use.
+    /// The layouts that operations see: those of `engine`, but whole over dimensions that are gathered.
     used: Vec<Rc<Layout>>,
     /// The mesh dimensions over which results of products and look-ups are made whole, by parameter.
     sums: Vec<Vec<usize>>,
@@ -370,7 +370,7 @@ impl GlobalGrads {
     }
 
     /// Whether following backward passes add to the gradients (micro-batches) instead of overwriting
-    /// them. The ranks' gradients are added up by [`sum`](Self::sum), then once for all.
+    /// them. Call [`sum`](Self::sum) after the last one: backward passes do not sum over the ranks then.
     pub fn set_accumulate(&mut self, on: bool) {
         self.accumulates = on;
         self.local.set_accumulate(on);
@@ -392,7 +392,7 @@ impl GlobalGrads {
         self.pending = false;
     }
 
-    /// Adds up what the ranks have of the gradients of whole parameters.
+    /// Sums the gradients of whole parameters over the ranks.
     /// [`Global::backward`](crate::Global::backward) does it, unless gradients are accumulated.
     ///
     /// *Blocks until* all ranks of the mesh call it.

@@ -1,9 +1,9 @@
-//! Which layouts an operation takes, and what it makes of them.
+//! The layouts that an operation takes, and the layout of its result.
 //!
 //! A rule is for one mesh dimension: the SBP of each operand, and the one of the result. An
-//! operation on a mesh of two dimensions takes one rule for each. Rules that the operands fit as they are run without
-//! communication. Otherwise the rule whose conversions (and, of a partial result, whose fold) take
-//! least predicted time is taken.
+//! operation on a mesh of two dimensions takes one rule for each. If the operands fit rules as they are, the operation
+//! runs without communication. Otherwise they are converted for the rules whose conversions (and, for a
+//! partial result, whose fold) take least predicted time.
 
 use std::fmt::Write as _;
 use std::sync::Arc;

@@ -4,7 +4,7 @@ use std::fmt;
 
 use phalanx_comm::ReduceOp;
 
-/// How the values of a partial tensor's ranks become one.
+/// How the parts of a partial tensor are combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub enum Fold {
     /// They are added, in ascending rank order.
@@ -24,7 +24,7 @@ impl Fold {
         }
     }
 
-    /// What changes nothing.
+    /// The identity element.
     pub(crate) fn identity(self) -> f32 {
         match self {
             // Not 0.0, which would turn a sum of -0.0 into 0.0.
@@ -75,7 +75,7 @@ impl Sbp {
         matches!(self, Sbp::Partial(_))
     }
 
-    /// How the gradient of a value with this SBP lies.
+    /// The SBP of the gradient of a value with this SBP.
     pub(crate) fn of_gradient(self) -> Self {
         match self {
             Sbp::Partial(Fold::Sum) => Sbp::Broadcast,

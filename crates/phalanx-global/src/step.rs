@@ -89,14 +89,16 @@ impl<'a> GlobalStep<'a> {
         self.leaves.get()
     }
 
-    /// Starts to keep the conversions of the operations that follow, for [`explain`](Self::explain).
+    /// Starts recording the conversions of operands, for [`explain`](Self::explain).
     pub fn keep_conversions(&self) {
         self.log.borrow_mut().get_or_insert_default();
     }
 
-    /// The conversions since [`keep_conversions`](Self::keep_conversions), in order. Those of
-    /// the backward pass are between the layouts of the gradients: the same pairs, from the result's
-    /// to the operand's.
+    /// The conversions since [`keep_conversions`](Self::keep_conversions), in order. The backward pass converts
+    /// the gradient of each, from [`Layout::of_gradient`] of its result to that of its operand.
+    ///
+    /// Collectives that belong to an operation itself are not among them: a maximum over a split axis, the number of
+    /// rows of a mean loss, statistics of a batch norm.
     pub fn explain(&self) -> Vec<Conversion> {
         self.log.borrow().clone().unwrap_or_default()
     }
@@ -118,7 +120,8 @@ impl<'a> GlobalStep<'a> {
 
     /// A global tensor of values that every rank has in full: each keeps its part. It gets no gradient.
     ///
-    /// Partial tensors are made of the values on the first ranks and of nothing on the others.
+    /// A partial sum has the values on the first rank and -0.0 on the others; a partial minimum or maximum has them
+    /// on every rank.
     ///
     /// # Errors
     /// `Usage` when data, shape and SBP do not fit.

@@ -8,7 +8,7 @@ use phalanx_nn::{
     CustomOp, Error as NnError, GradSink, ParamId, Result, SinkError, Tensor, Weight,
 };
 
-use crate::boxing::Boxing;
+use crate::boxing::{Boxing, StepKind};
 use crate::error::Error;
 use crate::layout::Layout;
 use crate::params::{GlobalGrads, GlobalParams};
@@ -133,36 +133,42 @@ impl<'s> Global<'s> {
             return Ok(self);
         }
         let step = self.step;
-        let folded = self.folded(layout)?;
-        let boxing = step.params().plans().get(&folded.layout, layout)?;
+        let boxing = step.params().plans().get(&self.layout, layout)?;
         step.note(operation, operand, &boxing);
-        let local = boxed(step, folded.local, &boxing, None)?;
-        Ok(Global::new(step, local, Rc::new(layout.clone())))
-    }
-
-    /// Minima and maxima that `to` does not keep are made whole, the last mesh dimension first: their gradients
-    /// go to the ranks that have them.
-    fn folded(self, to: &Layout) -> Result<Self> {
+        // Steps are linear, but for minima and maxima over ranks, which have a gradient of their own.
         let mut all = self;
-        for dim in (0..to.mesh().len()).rev() {
-            let own = all.layout.sbp()[dim];
-            let (Sbp::Partial(fold @ (Fold::Min | Fold::Max)), true) = (own, own != to.sbp()[dim])
-            else {
+        for made in boxing.steps() {
+            let StepKind::AllReduce { dim, fold } = made.kind else {
                 continue;
             };
-            let mut sbp = all.layout.sbp().to_vec();
-            sbp[dim] = Sbp::Broadcast;
-            let layout = all.layout.with_sbp(&sbp)?;
+            if fold == Fold::Sum {
+                continue;
+            }
+            let mut sbp = made.to.sbp().to_vec();
+            sbp[dim] = Sbp::Partial(fold);
+            all = all.linearly(&made.to.with_sbp(&sbp)?)?;
+            let placement = step.placement().clone();
             let op = Extreme {
-                placement: all.step.placement().clone(),
+                placement,
                 dim,
                 fold,
             };
-            let (step, shape) = (all.step, all.local.shape());
+            let shape = all.local.shape();
             let local = step.local().custom(Box::new(op), vec![all.local], &shape)?;
-            all = Global::new(step, local, Rc::new(layout));
+            all = Global::new(step, local, Rc::new(made.to.clone()));
         }
-        Ok(all)
+        all.linearly(layout)
+    }
+
+    /// A conversion without minima and maxima.
+    fn linearly(self, layout: &Layout) -> Result<Self> {
+        if *self.layout == *layout {
+            return Ok(self);
+        }
+        let step = self.step;
+        let boxing = step.params().plans().get(&self.layout, layout)?;
+        let local = boxed(step, self.local, &boxing, None)?;
+        Ok(Global::new(step, local, Rc::new(layout.clone())))
     }
 
     /// This rank's part, as a tensor of its own. Its gradient is this rank's part of the global
@@ -221,10 +227,11 @@ impl<'s> Global<'s> {
     /// Runs the backward pass from this loss (one element), and adds up gradients over the ranks
     /// unless `grads` accumulates.
     ///
-    /// *Order*: as [`Tensor::backward`], then as [`GlobalGrads`]. Where the loss is a sum over ranks, gradients are
-    /// those of the loss times their number, and are divided by it after the sum: so equal parts of a mean give
-    /// the bits of a mean over ranks. Not in a step with variables or with tensors of
-    /// [`GlobalStep::to_global`], whose own gradients nothing would divide.
+    /// *Order*: as [`Tensor::backward`], then as [`GlobalGrads`]. If the loss is a sum over N ranks, the backward pass
+    /// starts from N, and gradients are divided by N after they are summed. With parts of equal size, these are
+    /// the bits of `DistributedDataParallel`, whose ranks average the gradients of their own means. A step with
+    /// [variables](GlobalStep::variable) or with tensors of [`GlobalStep::to_global`] starts from 1, because gradients of those
+    /// are not divided.
     ///
     /// *Blocks until* all ranks of the mesh call it.
     ///
@@ -305,7 +312,7 @@ impl std::fmt::Debug for Global<'_> {
     }
 }
 
-/// A part converted to the whole tensor.
+/// The whole tensor of which this rank has `part`.
 fn whole(step: &GlobalStep<'_>, layout: &Layout, part: &[f32]) -> Result<Vec<f32>> {
     let whole = layout.with_sbp(&vec![Sbp::Broadcast; layout.mesh().len()])?;
     let boxing = step.params().plans().get(layout, &whole)?;
@@ -411,7 +418,7 @@ impl CustomOp for Converted {
     }
 }
 
-/// Nothing forward; backward the gradient takes a way over another layout.
+/// The identity. Its gradient is converted to another layout and back.
 struct Detour {
     placement: Placement,
     routes: [Arc<Boxing>; 2],

@@ -33,10 +33,11 @@ const ELEM_BYTES: usize = size_of::<f32>();
 pub enum StepKind {
     /// Each rank keeps a range of what it has.
     Slice,
-    /// Each rank surrounds its range by what changes no fold: a split tensor becomes partial.
+    /// Each rank fills the rest of the tensor with the fold's identity element: a split tensor becomes
+    /// partial.
     Pad,
-    /// The first rank of a dimension keeps its tensor, others take what changes no sum: a
-    /// whole tensor becomes partial.
+    /// The first rank of a dimension keeps its tensor, the others hold -0.0: a whole tensor
+    /// becomes partial.
     Keep {
         /// The mesh dimension.
         dim: usize,
@@ -55,12 +56,10 @@ pub enum StepKind {
         /// The fold.
         fold: Fold,
     },
-    /// The same, but each rank gets a range of it.
+    /// The partial tensors of one dimension are added, and each of its ranks gets a range of the sum.
     ReduceScatter {
         /// The mesh dimension.
         dim: usize,
-        /// The fold.
-        fold: Fold,
     },
     /// Each rank gets the parts of its new range from the ranks that have them (all-to-all).
     Exchange {
@@ -186,9 +185,7 @@ impl fmt::Display for Boxing {
                 StepKind::AllReduce { dim, fold } => {
                     format!("all-reduce ({}){}", fold.op(), over(dim))
                 }
-                StepKind::ReduceScatter { dim, fold } => {
-                    format!("reduce-scatter ({}){}", fold.op(), over(dim))
-                }
+                StepKind::ReduceScatter { dim } => format!("reduce-scatter (sum){}", over(dim)),
                 StepKind::Exchange { dim: Some(dim) } => format!("all-to-all{}", over(dim)),
                 StepKind::Exchange { dim: None } => "all-to-all over the mesh".to_owned(),
             };
@@ -318,15 +315,19 @@ impl Search<'_> {
                 let Sbp::Partial(fold) = x.sbp()[dim] else {
                     return None;
                 };
-                // The order of additions: the last dimension first.
-                let later = |d: usize| x.sbp()[d].is_partial() && x.sbp()[d] != self.to.sbp()[d];
+                // The last dimension first; one that stays partial may wait if it has the same fold.
+                let waits = |d: usize| x.sbp()[d] == self.to.sbp()[d] && x.sbp()[d] == x.sbp()[dim];
+                let later = |d: usize| x.sbp()[d].is_partial() && !waits(d);
                 if (dim + 1..dims).any(later) || y.sbp()[dim].is_partial() {
                     return None;
                 }
                 match y.sbp()[dim] {
                     Sbp::Broadcast if a == b => StepKind::AllReduce { dim, fold },
-                    Sbp::Split(_) if inside(&b, &a) && covers(x, dim, &b, &a) => {
-                        StepKind::ReduceScatter { dim, fold }
+                    // Minima and maxima are folded whole: their gradients need to know who has them.
+                    Sbp::Split(_)
+                        if fold == Fold::Sum && inside(&b, &a) && covers(x, dim, &b, &a) =>
+                    {
+                        StepKind::ReduceScatter { dim }
                     }
                     _ => return None,
                 }
@@ -399,7 +400,7 @@ impl Search<'_> {
         match kind {
             StepKind::Rename => 0.0,
             StepKind::AllGather { dim } => line(dim).predict(Method::AllGather, before) + copied,
-            StepKind::ReduceScatter { dim, .. } => {
+            StepKind::ReduceScatter { dim } => {
                 line(dim).predict(Method::ReduceScatter, after) + copied
             }
             StepKind::AllReduce { dim, .. } => {
@@ -479,7 +480,8 @@ fn line_of(layout: &Layout, rank: usize, free: &[usize]) -> Vec<usize> {
     (0..layout.ranks()).filter(same).collect()
 }
 
-/// The ranks that have the parts of what `rank` and they have together.
+/// The ranks whose blocks together are the tensor that `rank` has a part of: those of its lines along split
+/// dimensions.
 pub(crate) fn partners(x: &Layout, rank: usize) -> Vec<usize> {
     let split = split_dims(x);
     line_of(x, rank, &split)

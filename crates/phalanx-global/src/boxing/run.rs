@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use phalanx_comm::ProcessGroup;
+use phalanx_comm::{ProcessGroup, ReduceOp};
 
 use super::{Block, Boxing, Step, StepKind, common, exchanging, numel, partners};
 use crate::error::{Error, Result};
@@ -12,7 +12,7 @@ use crate::placement::{Placement, coordinates};
 use crate::sbp::Fold;
 
 impl Boxing {
-    /// Converts this rank's part, row-major, and gives its new one.
+    /// Converts this rank's part, row-major, and returns its new part.
     ///
     /// *Blocks until* all ranks of the mesh that a collective needs have come, at most the
     /// group's deadline.
@@ -133,7 +133,7 @@ fn run_step(
                 }
             }
         }
-        StepKind::ReduceScatter { dim, fold } => {
+        StepKind::ReduceScatter { dim } => {
             let blocks = along(placement, &step.to, dim);
             let lengths: Vec<usize> = blocks.iter().map(|b| numel(b)).collect();
             let packed = match is_in_order(&blocks, &a) {
@@ -142,8 +142,8 @@ fn run_step(
             };
             let group = placement.line(dim);
             match lengths.iter().all(|n| *n == lengths[0]) {
-                true => group.reduce_scatter(&packed, to, fold.op()),
-                false => group.reduce_scatter_v(&packed, &lengths, to, fold.op()),
+                true => group.reduce_scatter(&packed, to, ReduceOp::Sum),
+                false => group.reduce_scatter_v(&packed, &lengths, to, ReduceOp::Sum),
             }
         }
         StepKind::Exchange { .. } => exchange(placement, from, &step.to, part, to),

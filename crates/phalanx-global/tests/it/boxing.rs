@@ -188,7 +188,11 @@ fn all_pairs(over: Over, mesh: &[usize], shapes: &[[usize; 2]]) -> usize {
     });
     for (i, (from, to)) in pairs.iter().enumerate() {
         let ranks: Vec<Vec<f32>> = made.iter().map(|rank| rank[i].clone()).collect();
-        let dims = 0..mesh.len();
+        // Of equal folds, what the conversion folds comes first.
+        let mut folds: Vec<Sbp> = from.sbp().to_vec();
+        folds.retain(|s| matches!(s, Sbp::Partial(_)));
+        folds.dedup();
+        let dims = (0..mesh.len()).filter(|_| folds.len() == 1);
         let folded: Vec<usize> = dims
             .filter(|d| matches!(from.sbp()[*d], Sbp::Partial(_)) && from.sbp()[*d] != to.sbp()[*d])
             .collect();

@@ -148,6 +148,10 @@ impl<'s> Tensor<'s> {
         let mut st = step.state();
         let mut grad = st.take_for_writing(x);
         let mut buf = st.pool.get(shape.numel());
+        if classes == 0 {
+            // There is no row to take a loss of.
+            buf.slice_mut().fill(0.0);
+        }
         let mut total = 0.0f64;
         let all_rows = grad.slice_mut().chunks_exact_mut(classes.max(1));
         for (i, row) in all_rows.enumerate() {

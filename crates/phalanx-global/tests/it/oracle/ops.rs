@@ -57,6 +57,7 @@ pub enum Op {
     Mse(Reduction),
     L1(Reduction),
     Bce(Reduction),
+    Shares(Reduction),
 }
 
 /// What a test of both kinds of tensors needs beside [`Value`].
@@ -102,10 +103,28 @@ impl<'s, 'a: 's> Backend<'s> for &'s Step<'a> {
         match op {
             Op::Mse(r) => x.mse_loss(target.data(), *r),
             Op::L1(r) => x.l1_loss(target.data(), *r),
-            Op::Bce(r) => x.bce_with_logits(target.data(), None, *r),
+            Op::Bce(r) => {
+                let weights = positive(x.shape().last());
+                let weights = Some(&*weights).filter(|w| !w.is_empty());
+                x.bce_with_logits(target.data(), weights, *r)
+            }
+            Op::Shares(r) => x.cross_entropy_shares(target.data(), shares(*r)),
             other => unreachable!("{other:?}"),
         }
     }
+}
+
+fn shares(reduction: Reduction) -> CrossEntropyOptions<'static> {
+    CrossEntropyOptions {
+        class_weights: None,
+        ..smoothed(reduction)
+    }
+}
+
+/// Weights of the elements of the last axis.
+fn positive(wide: Option<&usize>) -> Vec<f32> {
+    let wide = wide.copied().unwrap_or(1);
+    (0..wide).map(|i| 0.5 + i as f32 / 4.0).collect()
 }
 
 impl<'s, 'a: 's> Backend<'s> for &'s GlobalStep<'a> {
@@ -129,7 +148,11 @@ impl<'s, 'a: 's> Backend<'s> for &'s GlobalStep<'a> {
         match op {
             Op::Mse(r) => x.mse_loss(target, *r),
             Op::L1(r) => x.l1_loss(target, *r),
-            Op::Bce(r) => x.bce_with_logits(target, *r),
+            Op::Bce(r) => {
+                let weights = positive(Value::shape(&x).last());
+                x.bce_with_logits(target, Some(&weights), *r)
+            }
+            Op::Shares(r) => x.cross_entropy_shares(target, shares(*r)),
             other => unreachable!("{other:?}"),
         }
     }
@@ -218,7 +241,9 @@ impl Op {
             Op::Nll(_) | Op::CrossEntropy(_) | Op::CrossEntropyWith(_) => {
                 backend.over_classes(self, x, numbers.unwrap())
             }
-            Op::Mse(_) | Op::L1(_) | Op::Bce(_) => backend.over_elements(self, x, &other()),
+            Op::Mse(_) | Op::L1(_) | Op::Bce(_) | Op::Shares(_) => {
+                backend.over_elements(self, x, &other())
+            }
             Op::Embedding(_) | Op::Concat(_) => unreachable!("above"),
         }
     }

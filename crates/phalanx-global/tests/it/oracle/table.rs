@@ -488,6 +488,10 @@ fn losses(n: usize) -> Vec<Row> {
                 all.push(made.kind(1, Kind::Target).rounded(NORMED));
             }
         }
+        for shape in [[n, 3], [2, n]] {
+            let made = row(Op::Shares(r), &[&shape, &shape], &["B B", "S0 S0"]);
+            all.push(made.kind(1, Kind::Target).rounded(NORMED));
+        }
     }
     all
 }
