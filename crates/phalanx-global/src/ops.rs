@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 use std::rc::Rc;
-use std::sync::Arc;
 
 use phalanx_comm::ReduceOp;
 use phalanx_nn::layers::{
@@ -302,8 +301,12 @@ impl<'s> Global<'s> {
 
     /// A result of that weight, whole over the mesh dimensions that [`Parallel`](crate::Parallel) says.
     fn summed(self, operation: &str, weight: ParamId) -> Result<Self> {
+        let dims = self.step().params().sums_of(weight);
+        if dims.is_empty() {
+            return Ok(self);
+        }
         let mut sbp = self.layout().sbp().to_vec();
-        for &dim in self.step().params().sums_of(weight) {
+        for &dim in dims {
             if sbp[dim].is_partial() {
                 sbp[dim] = Sbp::Broadcast;
             }
@@ -1211,7 +1214,7 @@ fn rows_of<'s>(
     tokens: &Indices,
     padding: Option<u32>,
 ) -> Result<Global<'s>> {
-    let table = Arc::new((**step.params().used_layout(id)?).clone());
+    let table = Rc::clone(step.params().used_layout(id)?);
     let &[rows, width] = table.shape() else {
         return Err(
             Error::usage(format!("embedding of a table of shape {:?}", table.shape())).into(),

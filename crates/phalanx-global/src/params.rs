@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use phalanx_comm::ReduceOp;
 use phalanx_nn::{GradSink, GradView, Grads, ParamId, ParamInfo, Params, SinkError, StepKey, Tape};
@@ -36,7 +37,7 @@ pub struct GlobalParams {
 /// The boxings that were planned so far.
 pub(crate) struct Plans {
     placement: Placement,
-    known: RefCell<HashMap<(Layout, Layout), Rc<Boxing>>>,
+    known: RefCell<HashMap<(Layout, Layout), Arc<Boxing>>>,
 }
 
 impl Plans {
@@ -47,13 +48,13 @@ impl Plans {
         }
     }
 
-    pub(crate) fn get(&self, from: &Layout, to: &Layout) -> Result<Rc<Boxing>> {
+    pub(crate) fn get(&self, from: &Layout, to: &Layout) -> Result<Arc<Boxing>> {
         let key = (from.clone(), to.clone());
         if let Some(found) = self.known.borrow().get(&key) {
-            return Ok(Rc::clone(found));
+            return Ok(Arc::clone(found));
         }
-        let made = Rc::new(Boxing::plan(&self.placement, from, to)?);
-        self.known.borrow_mut().insert(key, Rc::clone(&made));
+        let made = Arc::new(Boxing::plan(&self.placement, from, to)?);
+        self.known.borrow_mut().insert(key, Arc::clone(&made));
         Ok(made)
     }
 }

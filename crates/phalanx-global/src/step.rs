@@ -39,7 +39,7 @@ pub struct Conversion {
     /// What was converted: `operand 0` or a parameter's name.
     pub operand: String,
     /// The steps.
-    pub boxing: Rc<Boxing>,
+    pub boxing: Arc<Boxing>,
 }
 
 impl std::fmt::Display for Conversion {
@@ -107,13 +107,13 @@ impl<'a> GlobalStep<'a> {
         &self,
         operation: &str,
         operand: impl FnOnce() -> String,
-        boxing: &Rc<Boxing>,
+        boxing: &Arc<Boxing>,
     ) {
         if let Some(log) = &mut *self.log.borrow_mut() {
             log.push(Conversion {
                 operation: operation.to_owned(),
                 operand: operand(),
-                boxing: Rc::clone(boxing),
+                boxing: Arc::clone(boxing),
             });
         }
     }

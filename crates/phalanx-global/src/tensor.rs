@@ -1,5 +1,6 @@
 //! The global tensor, and its conversions with their gradients.
 
+use std::borrow::Cow;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -95,10 +96,12 @@ impl<'s> Global<'s> {
         let converted = self.to_layout(&layout)?;
         let plans = step.params().plans();
         let gradient = converted.layout.of_gradient();
-        let routes = [plans.get(&gradient, &way)?, plans.get(&way, &gradient)?];
-        let op = Detour {
+        // Nothing is done forward.
+        let op = Converted {
             placement: step.placement().clone(),
-            routes: routes.map(|r| Arc::new((*r).clone())),
+            prefetched: None,
+            there: plans.get(&layout, &layout)?,
+            back: vec![plans.get(&gradient, &way)?, plans.get(&way, &gradient)?],
         };
         let shape = converted.local.shape();
         let local = (step.local()).custom(Box::new(op), vec![converted.local], &shape)?;
@@ -323,7 +326,7 @@ fn whole(step: &GlobalStep<'_>, layout: &Layout, part: &[f32]) -> Result<Vec<f32
 fn boxed<'s>(
     step: &'s GlobalStep<'s>,
     local: Tensor<'s>,
-    boxing: &Rc<Boxing>,
+    boxing: &Arc<Boxing>,
     param: Option<usize>,
 ) -> Result<Tensor<'s>> {
     if boxing.steps().is_empty() {
@@ -334,8 +337,8 @@ fn boxed<'s>(
     let op = Converted {
         placement: step.placement().clone(),
         prefetched: param.map(|param| (param, step.params().prefetch().clone())),
-        there: Arc::new((**boxing).clone()),
-        back: Arc::new((*back).clone()),
+        there: Arc::clone(boxing),
+        back: vec![back],
     };
     let shape = boxing.to().shape_of(step.placement().rank());
     step.local().custom(Box::new(op), vec![local], &shape)
@@ -370,13 +373,13 @@ pub(crate) fn is_gathered(step: &GlobalStep<'_>, id: ParamId, layout: &Layout) -
     Ok(**own != *layout && !step.params().plans().get(own, layout)?.is_local())
 }
 
-/// A boxing and that of the gradient.
+/// A boxing, and those of the gradient, one after another.
 struct Converted {
     placement: Placement,
     /// The parameter, if it is one that is gathered.
     prefetched: Option<(usize, Prefetch)>,
     there: Arc<Boxing>,
-    back: Arc<Boxing>,
+    back: Vec<Arc<Boxing>>,
 }
 
 type OpResult = std::result::Result<(), SinkError>;
@@ -398,7 +401,14 @@ impl CustomOp for Converted {
         d_output: &[f32],
         d_inputs: &mut [&mut [f32]],
     ) -> OpResult {
-        Ok(self.back.run_into(&self.placement, d_output, d_inputs[0])?)
+        let Some((last, first)) = self.back.split_last() else {
+            return Err("a conversion has no way back".into());
+        };
+        let mut held = Cow::Borrowed(d_output);
+        for boxing in first {
+            held = Cow::Owned(boxing.run(&self.placement, &held)?);
+        }
+        Ok(last.run_into(&self.placement, &held, d_inputs[0])?)
     }
 
     fn name(&self) -> &'static str {
@@ -415,42 +425,6 @@ impl CustomOp for Converted {
 
     fn can_recompute(&self) -> bool {
         true
-    }
-}
-
-/// The identity. Its gradient is converted to another layout and back.
-struct Detour {
-    placement: Placement,
-    routes: [Arc<Boxing>; 2],
-}
-
-impl CustomOp for Detour {
-    fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> OpResult {
-        output.copy_from_slice(inputs[0]);
-        Ok(())
-    }
-
-    fn backward(
-        &self,
-        _: &[&[f32]],
-        _: &[f32],
-        d_output: &[f32],
-        d_inputs: &mut [&mut [f32]],
-    ) -> OpResult {
-        let there = self.routes[0].run(&self.placement, d_output)?;
-        Ok(self.routes[1].run_into(&self.placement, &there, d_inputs[0])?)
-    }
-
-    fn name(&self) -> &'static str {
-        "GradientBoxing"
-    }
-
-    fn saves_inputs(&self) -> bool {
-        false
-    }
-
-    fn saves_output(&self) -> bool {
-        false
     }
 }
 
