@@ -32,8 +32,8 @@
 //! The crates below are here under one name; what lies below the trainer (tape, reducer, process
 //! group) can be used without it. The command `phalanx` comes with `cargo install`.
 //!
-//! Features: `cli` (default), which the command needs and a program does not; `images`,
-//! `phalanx::data::image`; `mlflow`, a program's `--mlflow`.
+//! Features: `cli` (default), which the command needs and a program does not; `flow`, workflows;
+//! `images`, `phalanx::data::image`; `mlflow`, a program's `--mlflow`, and `https` for servers with TLS.
 #![forbid(unsafe_code)]
 
 // The program's own modules, for the fuzz targets only: a binary cannot be
@@ -89,6 +89,7 @@ pub use clap;
 pub use phalanx_comm as comm;
 pub use phalanx_data as data;
 pub use phalanx_ddp as ddp;
+#[cfg(feature = "flow")]
 pub use phalanx_flow as flow;
 pub use phalanx_global as global;
 pub use phalanx_nn as nn;
@@ -122,6 +123,7 @@ mod guide {
     struct GlobalTensors;
     #[doc = include_str!("../../../docs/guide/faq.md")]
     struct Faq;
+    #[cfg(feature = "flow")]
     #[doc = include_str!("../../../docs/guide/workflows.md")]
     struct Workflows;
 }

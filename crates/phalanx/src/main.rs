@@ -21,6 +21,7 @@ use phalanx_launch::{self as launch, inspect};
 use phalanx_process::{error, format, say, stop};
 
 fn main() -> std::process::ExitCode {
+    #[cfg(feature = "flow")]
     if let Some(outcome) = phalanx_flow::run_helper() {
         return launch::exit_code(outcome);
     }

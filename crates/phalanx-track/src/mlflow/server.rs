@@ -73,10 +73,8 @@ impl Server {
             Some((user, host)) => (Some(user), host),
             None => (None, authority),
         };
-        if scheme == "https" && !phalanx_http::has_tls() {
-            return Err(Error::usage(
-                "this processor is too old for the TLS library; use an http:// address",
-            ));
+        if scheme == "https" {
+            phalanx_http::check_tls().map_err(Error::usage)?;
         }
         let set = |name: &str| env.get(name).filter(|value| !value.is_empty());
         let basic = |user: &str| Some(format!("Basic {}", BASE64_STANDARD.encode(user)));

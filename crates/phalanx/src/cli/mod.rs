@@ -64,7 +64,15 @@ enum Command {
     /// Find where a job hangs or why it failed, from its flight recorder dumps.
     Inspect(inspect::InspectArgs),
     /// Run workflows: tasks with retries, cache and resource limits.
+    #[cfg(feature = "flow")]
     Flow(phalanx_flow::FlowCli),
+    /// Run workflows (not in this build: build it with `cargo build --release --all-features`).
+    #[cfg(not(feature = "flow"))]
+    #[command(disable_help_flag = true)]
+    Flow {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, hide = true)]
+        _args: Vec<OsString>,
+    },
     /// Create a job token, the secret that the launchers of one job share.
     Token(TokenCli),
 }
@@ -99,7 +107,13 @@ fn run(command: Command) -> Result<()> {
         Command::Plan(args) => plan::run(&args),
         Command::Download(args) => download::run(&args),
         Command::Inspect(args) => inspect::run(&args),
+        #[cfg(feature = "flow")]
         Command::Flow(cli) => phalanx_flow::run(&cli),
+        #[cfg(not(feature = "flow"))]
+        Command::Flow { .. } => Err(crate::error::Error::usage(
+            "this build of phalanx has no workflows",
+        )
+        .note("try", "cargo build --release --all-features")),
         Command::Token(cli) => launch::write_token(&cli.out),
     }
 }

@@ -1,0 +1,90 @@
+//! TLS: the provider and root certificates.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use phalanx_data::files::read_regular;
+use phalanx_process::error::{Error, Result};
+use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
+
+use crate::ROOTS;
+
+/// Limit for a file of root certificates; the usual ones have 230 kB.
+const MAX_ROOTS_BYTES: u64 = 64 << 20;
+
+/// Verifies certificates unless `insecure`, by the roots in [`ROOTS`] or the built-in ones.
+pub(crate) fn config(insecure: bool) -> Result<TlsConfig> {
+    let tls = TlsConfig::builder()
+        .disable_verification(insecure)
+        .unversioned_rustls_crypto_provider(Arc::new(rustls_graviola::default_provider()));
+    let tls = match std::env::var_os(ROOTS).filter(|path| !path.is_empty()) {
+        Some(path) => tls.root_certs(roots(Path::new(&path))?),
+        None => tls,
+    };
+    Ok(tls.build())
+}
+
+/// The certificates in a PEM file.
+fn roots(path: &Path) -> Result<RootCerts> {
+    let wrong = |e: String| {
+        Error::usage(format!(
+            "{ROOTS} names {}, which is not a certificate file: {e}",
+            path.display()
+        ))
+    };
+    let text = read_regular(path, MAX_ROOTS_BYTES).map_err(|e| wrong(e.to_string()))?;
+    let mut certificates = Vec::new();
+    for item in parse_pem(&text) {
+        if let PemItem::Certificate(certificate) = item.map_err(|e| wrong(e.to_string()))? {
+            certificates.push(certificate);
+        }
+    }
+    if certificates.is_empty() {
+        return Err(wrong("it has none".to_owned()));
+    }
+    Ok(RootCerts::Specific(Arc::new(certificates)))
+}
+
+/// Whether this processor has the instructions that the TLS library needs (x86-64 since
+/// 2014; ARM with AES).
+pub(crate) fn runs_here() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    let has = std::arch::is_x86_feature_detected!("aes")
+        && std::arch::is_x86_feature_detected!("pclmulqdq")
+        && std::arch::is_x86_feature_detected!("bmi1")
+        && std::arch::is_x86_feature_detected!("adx")
+        && std::arch::is_x86_feature_detected!("avx2");
+    #[cfg(target_arch = "aarch64")]
+    let has = std::arch::is_aarch64_feature_detected!("aes")
+        && std::arch::is_aarch64_feature_detected!("pmull")
+        && std::arch::is_aarch64_feature_detected!("sha2");
+    has
+}
+
+#[cfg(test)]
+mod tests {
+    use phalanx_process::error::ErrorKind;
+
+    use super::*;
+
+    #[test]
+    fn certificates_are_read_or_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("roots.pem");
+        assert!(roots(&path).unwrap_err().chain().contains("SSL_CERT_FILE"));
+        for text in [
+            "no certificates here",
+            "-----BEGIN CERTIFICATE-----\n!!!\n-----END CERTIFICATE-----\n",
+        ] {
+            std::fs::write(&path, text).unwrap();
+            let error = roots(&path).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Usage, "{text}");
+        }
+        let pem = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
+        std::fs::write(&path, pem.repeat(2)).unwrap();
+        let RootCerts::Specific(found) = roots(&path).unwrap() else {
+            panic!("not those of the file");
+        };
+        assert_eq!(found.len(), 2);
+    }
+}
