@@ -1,11 +1,11 @@
 //! Where launchers meet: the store of node 0, and the way to it.
 
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use phalanx_comm::transport::{host_addresses, what_loopback_means};
+use phalanx_comm::transport::{host_addresses, is_own_address, what_loopback_means};
 use phalanx_store::{ErrorKind as StoreKind, TcpServer, host_port};
 use phalanx_wire::Token;
 
@@ -167,7 +167,7 @@ fn listen(
 
 /// Whether `host` is this host: its name, or one of its addresses.
 fn is_here(host: &str, named: &str) -> bool {
-    let is_own = |address: SocketAddr| UdpSocket::bind((address.ip(), 0)).is_ok();
+    let is_own = |address: SocketAddr| is_own_address(address.ip());
     let resolved = named.to_socket_addrs();
     host == phalanx_process::host_name() || resolved.is_ok_and(|mut all| all.any(is_own))
 }
