@@ -63,7 +63,14 @@ impl Guard {
             .process_group(0)
             .spawn()
             .map_err(|error| {
-                Error::new(ErrorKind::System, "cannot start a guard process").caused_by(error)
+                let program = super::own_program();
+                let message = format!("cannot start a guard process ({})", program.display());
+                let is_there = Path::new("/proc/self").exists();
+                let error = Error::new(ErrorKind::System, message).caused_by(error);
+                match is_there {
+                    true => error,
+                    false => error.note("fix", "mount -t proc proc /proc"),
+                }
             })?;
         let pipe = Mutex::new(child.stdin.take());
         Ok(Guard { child, pipe })

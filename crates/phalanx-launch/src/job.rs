@@ -91,8 +91,15 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         }
         _ => None,
     };
+    let mut has_file = false;
     let mut place = match &plan.meeting {
-        None => nodes::host_locally(plan.bind, &plan.token)?,
+        None => match nodes::host_locally(plan.bind, &plan.token)? {
+            Some(place) => place,
+            None => {
+                has_file = true;
+                nodes::Place::without_network()
+            }
+        },
         Some(meeting) => {
             let deadline = Instant::now() + plan.meeting_timeout;
             nodes::meeting_place(meeting, plan.bind, &plan.token, deadline, &mut interrupt)?
@@ -163,6 +170,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         nodes,
         _server: place.server.take(),
         dial: place.dial,
+        has_file,
         token_fd,
         folder,
         out: Sink::of(Stream::Out, unwritten.clone()),
@@ -260,6 +268,8 @@ struct Job<'a> {
     /// The store of a launch on one node.
     _server: Option<TcpServer>,
     dial: String,
+    /// The store is a file, a new one for each attempt.
+    has_file: bool,
     token_fd: std::os::fd::OwnedFd,
     /// Dropped before the guard, which removes it when we are killed.
     folder: RunFolder,
@@ -373,6 +383,9 @@ impl Job<'_> {
 
     /// Removes the keys of the last attempt.
     fn clear_store(&self) -> Result<()> {
+        if self.has_file {
+            return Ok(());
+        }
         TcpStore::connect(&self.dial, self.plan.token.clone(), LOCAL_STORE)
             .and_then(|store| store.delete_prefix(""))
             .map(drop)
@@ -390,6 +403,10 @@ impl Job<'_> {
         }
         if let Some(page) = &self.page {
             page.set_pointer(self.run_pointer());
+        }
+        if self.has_file {
+            let path = self.folder.path().join(format!("attempt_{restarts}/store"));
+            self.shared.store = format!("file://{}", path.display());
         }
         // This drops the guard of the attempt before.
         self.guard = Some(guard.clone());
