@@ -29,7 +29,7 @@ const MAX_LOCAL_RANKS: usize = phalanx_comm::MAX_LOCAL_RANKS;
 const MAX_NODES: usize = 1024;
 
 /// Where torchrun's c10d nodes meet, unless told otherwise.
-const C10D_PORT: u16 = 29400;
+pub const C10D_PORT: u16 = 29400;
 
 /// The nodes of a job, as typed: `phalanx launch` and commands that start ranks of their own.
 #[derive(clap::Args, Clone, Debug, Default)]
@@ -708,6 +708,38 @@ impl WhichNodes<'_> {
             unsettled,
         };
         Ok((Some(meeting), port))
+    }
+}
+
+impl WhichNodes<'_> {
+    /// Where the nodes meet, from what says only that: of a command line that is wrong otherwise. An unknown number of
+    /// nodes is 0.
+    ///
+    /// # Errors
+    /// `Usage`, where host or port are missing or wrong.
+    pub fn address_alone(&self, env: &Env) -> Result<Meeting> {
+        let (host, port) = address(self.flags, self.endpoint, env, false)?;
+        let host = host.or_else(|| cluster::text(env, "MASTER_ADDR").map(str::to_owned));
+        let host = host.ok_or_else(|| Error::usage("--master-addr is missing"))?;
+        let port = match (port, variable(env, "MASTER_PORT")) {
+            (Some(port), _) => port,
+            (None, Some(given)) => given.port()?,
+            (None, None) => {
+                let ports = self.flags.port_range(env)?;
+                ports.map_or(self.default_port, PortRange::first)
+            }
+        };
+        let number = |flag: &str, typed| pick(env, flag, typed)?.number::<usize>("").ok();
+        Ok(Meeting {
+            nodes: number("nnodes", &self.flags.nnodes).unwrap_or(0),
+            node_rank: number("node-rank", &self.flags.node_rank),
+            is_host: None,
+            host,
+            port,
+            ports: None,
+            engine: None,
+            unsettled: None,
+        })
     }
 }
 
