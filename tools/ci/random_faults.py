@@ -454,7 +454,8 @@ def check(run, fault, culprit, struck, gone):
     took = None if gone is None else gone - struck
     timeout = FORM_TIMEOUT_S if fault["phase"] == "forming" or fault["slow"] else STEP_TIMEOUT_S
     reports = "".join(run.report(n) for n in range(len(run.launchers)))
-    if (what == "drop" and ("has not been heard of" in reports or "lost the launcher" in reports)
+    silent = [int(s) for s in re.findall(r"nothing has come from it for (\d+) s", reports)]
+    if (what == "drop" and (any(s > 2 * timeout for s in silent) or "lost the launcher" in reports)
             or what == "stop-rank" and "all other ranks have ended well" in reports):
         timeout = LAUNCHER_TIMEOUT_S
     # Killed before it said that it is there, or before it listened: nobody can know that it was.

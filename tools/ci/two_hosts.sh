@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Two launchers on two hosts, which are network namespaces joined by a veth
-# pair, train MNIST together over TCP. Then four ranks without a launcher do, and
+# pair, train MNIST together over TCP. Then the link between them goes down, and all processes of a host
+# are killed at once: the launchers must name the other node. Then four ranks without a launcher train, and
 # one host vanishes: all others must notice within a minute, by themselves.
 # Usage: two_hosts.sh path/to/phalanx [data]
 set -euo pipefail
@@ -27,6 +28,41 @@ wait "$second"
 grep -q "2 ranks over TCP" "$work/a.log" || { echo "the ranks did not use TCP"; exit 1; }
 python3 -c 'import json, sys; s = json.load(open(sys.argv[1])); assert s["world_size"] == 2 and s["accuracy"] > 0.85, s' \
     "$work/run/summary.json"
+
+# A launcher that trains until something happens; its output and exit code are in files of its namespace.
+endless() { # endless NAMESPACE NODE_RANK NAME
+    local code=0
+    ip netns exec "$1" timeout 300 "$phalanx" train mnist --data synthetic --synthetic-samples 60000 --epochs 2000 --threads 1 \
+        --nnodes 2 --node-rank "$2" --nproc-per-node 2 --master-addr 10.77.0.1 --token-file "$work/job.token" --timeout 8 \
+        --output-dir "$work/$3" >"$work/$3.$2" 2>&1 || code=$?
+    echo "$code" >"$work/$3.$2.code"
+}
+start_both() { # start_both NAME
+    endless "$b" 1 "$1" &
+    endless "$a" 0 "$1" &
+    until grep -qs "Train Epoch" "$work/$1.0"; do
+        [ ! -e "$work/$1.0.code" ] || { cat "$work/$1.0"; exit 1; }
+        sleep 0.1
+    done
+}
+expect() { # expect NAME NODE_RANK CODE BEGIN: of the last error
+    local line
+    line=$(grep "^error: " "$work/$1.$2" | tail -n1)
+    [[ "$(cat "$work/$1.$2.code")" = "$3" && "$line" = "error: $4"* ]] ||
+        { echo "$1: node $2 ended with $(cat "$work/$1.$2.code"):"; cat "$work/$1.$2"; exit 1; }
+}
+host=$(hostname)
+start_both link
+ip -n "$b" link set "v$$b" down
+wait
+expect link 0 4 "lost the connection to node 1 (host $host, 10.77.0.2, ranks 2 and 3): nothing has come from it for "
+expect link 1 4 "lost the connection to node 0 (host $host, 10.77.0.1, ranks 0 and 1): nothing has come from it for "
+ip -n "$b" link set "v$$b" up
+start_both killed
+ip netns pids "$b" | xargs kill -STOP
+ip netns pids "$b" | xargs kill -KILL
+wait
+expect killed 0 3 "lost node 1 (host $host, 10.77.0.2, ranks 2 and 3): "
 
 mkdir "$work/a" "$work/b"
 echo same | tee "$work/a/x" >"$work/b/x"

@@ -92,6 +92,11 @@ both late-name --rdzv-timeout 30 --master-addr node-late --master-port 20012 "${
 both uneven $(at 20014) "${token[@]}" --port-range 20014-20015 &
 both range $(at 20020) "${token[@]}" --port-range 20020-20023 -- "$phalanx" train mnist --data synthetic --synthetic-samples 600 \
     --epochs 1 --threads 1 --output-dir "$work/range" &
+(node a typo-1 $(at 20060) "${token[@]}" --node-rank 0 & node b typo-1 $(at 20060) "${token[@]}" --node-rank 1 --bogus 1; wait) &
+(node a typo-0 $(at 20061) "${token[@]}" --node-rank 0 --bogus 1 & node b typo-0 $(at 20061) "${token[@]}" --node-rank 1; wait) &
+(node a no-way $(at 20062) "${token[@]}" --node-rank 0 & node b no-way --nnodes 2 --node-rank 1 --bogus 1; wait) &
+(node a twice $(at 20063) --nnodes 3 "${token[@]}" --node-rank 0 & node b twice $(at 20063) --nnodes 3 "${token[@]}" --node-rank 1 &
+    sleep 2; node b twice-2 $(at 20063) --nnodes 3 "${token[@]}" --node-rank 1; wait) &
 both held $(at 20050) "${token[@]}" --port-range 20050-20053 -- sh -c 'echo "has $MASTER_PORT $PHALANX_PORT_RANGE"' &
 if [ -n "$firewall" ]; then
     both blocked-store $(at 21000) "${token[@]}" &
@@ -109,6 +114,10 @@ rank b lone-name 20042 1 node-b &
 sleep 4
 for ns in "$a" "$b"; do echo "10.77.0.1 node-late" >>"/etc/netns/$ns/hosts"; done
 wait
+# What keepalived and some Kubernetes nodes set: any address can be bound then.
+ip netns exec "$b" sysctl -qw net.ipv4.ip_nonlocal_bind=1
+by_arrival=(--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:20064 "${token[@]}")
+(node a nonlocal "${by_arrival[@]}" & node b nonlocal "${by_arrival[@]}"; wait)
 
 for host in a b; do expect no-token $host 2 "need a common job token" "phalanx token --out"; done
 expect other-token a 4 "from 10.77.0.2 were refused: they have another job token"
@@ -129,7 +138,17 @@ expect no-name b 4 "waiting for the launcher of node 0 at node-x.invalid:20011: 
 expect late-name a 0 "at 10.77.0.1"
 expect late-name b 0 "at 10.77.0.2"
 for host in a b; do expect other-nnodes $host 2 "was started with --nnodes"; done
-expect uneven a 2 "--port-range 20014-20015 is too narrow: node 0 needs 3 free ports"
+for host in a b; do expect uneven $host 2 "--port-range 20014-20015 is too narrow: node 0 needs 3 free ports"; done
+expect typo-1 a 2 "error: node 1 (host " ", 10.77.0.2): " "--bogus"
+expect typo-1 b 2 "--bogus"
+expect typo-0 a 2 "--bogus"
+expect typo-0 b 2 "error: node 0 (host " ", 10.77.0.1): " "--bogus"
+expect no-way a 4 "node 1 of 2 did not join"
+expect no-way b 2 "--bogus" "cannot inform the other nodes: --master-addr is missing"
+expect twice a 2 "node 1 has already joined: host "
+expect twice b 2 "node 1 has already joined: host "
+expect twice-2 b 2 "error: node 1 has already joined: host "
+for host in a b; do expect nonlocal $host 0; done
 expect range a 0 "2 ranks over TCP"
 expect range b 0
 # The last port is held for the program of rank 0, so no rank may take it.

@@ -12,7 +12,7 @@ use phalanx_comm::PortRange;
 use phalanx_live::Address;
 
 use super::alone::{Asking, node_place};
-use super::cluster::{self, Env, Place};
+use super::cluster::{self, Env, Place, RankPlace};
 use super::contract::PORTS_VARIABLE;
 use super::engine;
 use super::numa::Binding;
@@ -29,7 +29,7 @@ const MAX_LOCAL_RANKS: usize = phalanx_comm::MAX_LOCAL_RANKS;
 const MAX_NODES: usize = 1024;
 
 /// Where torchrun's c10d nodes meet, unless told otherwise.
-const C10D_PORT: u16 = 29400;
+pub const C10D_PORT: u16 = 29400;
 
 /// The nodes of a job, as typed: `phalanx launch` and commands that start ranks of their own.
 #[derive(clap::Args, Clone, Debug, Default)]
@@ -62,6 +62,47 @@ impl NodeFlags {
         ];
         let first = typed.iter().find(|(text, _)| text.is_some());
         first.map(|(_, flag)| *flag)
+    }
+
+    /// Checks them for a process that another program has started as the rank at `place`: they are those of a
+    /// launcher, and may only repeat what the rank knows.
+    ///
+    /// # Errors
+    /// `Usage`, naming the flag and what contradicts it.
+    pub(crate) fn check_of_rank(&self, place: &RankPlace) -> Result<()> {
+        let port = place.master_port.to_string();
+        let typed = [
+            (&self.node_rank, "--node-rank", None),
+            (
+                &self.master_addr,
+                "--master-addr",
+                place.master_addr.as_deref(),
+            ),
+            (&self.master_port, "--master-port", Some(port.as_str())),
+        ];
+        for (text, flag, known) in typed {
+            let Some(text) = text.as_deref().filter(|text| Some(*text) != known) else {
+                continue;
+            };
+            let error = Error::usage(format!(
+                "{flag} {text} contradicts {}: this process is one of {} ranks, and {flag} is for one launcher on each node",
+                place.starter(),
+                place.world
+            ));
+            return Err(match flag {
+                "--node-rank" => error.note("fix", "leave it out"),
+                _ => error
+                    .note(
+                        "fix",
+                        format!(
+                            "leave it out, or set {}={text} in all ranks instead",
+                            &flag[2..].replace('-', "_").to_uppercase()
+                        ),
+                    )
+                    .note("or", "start one process on each node, and add --nnodes"),
+            });
+        }
+        Ok(())
     }
 }
 
@@ -670,6 +711,38 @@ impl WhichNodes<'_> {
     }
 }
 
+impl WhichNodes<'_> {
+    /// Where the nodes meet, from what says only that: of a command line that is wrong otherwise. An unknown number of
+    /// nodes is 0.
+    ///
+    /// # Errors
+    /// `Usage`, where host or port are missing or wrong.
+    pub fn address_alone(&self, env: &Env) -> Result<Meeting> {
+        let (host, port) = address(self.flags, self.endpoint, env, false)?;
+        let host = host.or_else(|| cluster::text(env, "MASTER_ADDR").map(str::to_owned));
+        let host = host.ok_or_else(|| Error::usage("--master-addr is missing"))?;
+        let port = match (port, variable(env, "MASTER_PORT")) {
+            (Some(port), _) => port,
+            (None, Some(given)) => given.port()?,
+            (None, None) => {
+                let ports = self.flags.port_range(env)?;
+                ports.map_or(self.default_port, PortRange::first)
+            }
+        };
+        let number = |flag: &str, typed| pick(env, flag, typed)?.number::<usize>("").ok();
+        Ok(Meeting {
+            nodes: number("nnodes", &self.flags.nnodes).unwrap_or(0),
+            node_rank: number("node-rank", &self.flags.node_rank),
+            is_host: None,
+            host,
+            port,
+            ports: None,
+            engine: None,
+            unsettled: None,
+        })
+    }
+}
+
 /// The flag's text, else its `PET_*` variable's.
 fn pick<'a>(env: &'a Env, flag: &str, typed: &'a Option<String>) -> Option<Given<'a>> {
     if let Some(text) = typed {
@@ -872,6 +945,55 @@ mod tests {
             }
         }
         LaunchArgs::resolve(&cli, &env(variables), 6)
+    }
+
+    /// They are a launcher's, and a rank would ignore them.
+    #[test]
+    fn a_rank_takes_no_address_from_the_command_line() {
+        let place = RankPlace {
+            source: "Slurm",
+            rank: 1,
+            world: 4,
+            local_rank: 1,
+            local_world: Some(2),
+            master_addr: Some("a".to_owned()),
+            master_port: 7,
+        };
+        let flags = |node_rank: Option<&str>, host: Option<&str>, port: Option<&str>| NodeFlags {
+            node_rank: node_rank.map(str::to_owned),
+            master_addr: host.map(str::to_owned),
+            master_port: port.map(str::to_owned),
+            ..NodeFlags::default()
+        };
+        flags(None, Some("a"), Some("7"))
+            .check_of_rank(&place)
+            .unwrap();
+        for (typed, want) in [
+            (
+                flags(None, Some("b"), None),
+                "--master-addr b contradicts Slurm: this process is one of 4 ranks",
+            ),
+            (
+                flags(None, None, Some("8")),
+                "--master-port 8 contradicts Slurm: ",
+            ),
+            (
+                flags(Some("1"), None, None),
+                "--node-rank 1 contradicts Slurm: ",
+            ),
+        ] {
+            let error = typed.check_of_rank(&place).unwrap_err();
+            assert!(error.chain().starts_with(want), "{}", error.chain());
+            assert_eq!(error.exit_code(), 2);
+        }
+        let error = flags(None, Some("b"), None)
+            .check_of_rank(&place)
+            .unwrap_err();
+        assert!(
+            error.render().contains("MASTER_ADDR=b"),
+            "{}",
+            error.render()
+        );
     }
 
     #[test]

@@ -293,6 +293,17 @@ impl RankPlace {
         self.local_world == Some(self.world)
     }
 
+    /// What says that this is a rank.
+    pub(crate) fn starter(&self) -> String {
+        match self.is_by_rank() {
+            true => format!(
+                "the environment (RANK={}, WORLD_SIZE={})",
+                self.rank, self.world
+            ),
+            false => self.source.to_owned(),
+        }
+    }
+
     /// Checks the numbers of ranks on the command line against those that this rank was started with:
     /// `here` on this host, and `world` in all. `has_nodes`: the command line has `--nnodes`.
     ///
@@ -300,13 +311,7 @@ impl RankPlace {
     ///
     /// Usage, when they contradict each other.
     pub fn check(&self, here: Option<usize>, world: Option<usize>, has_nodes: bool) -> Result<()> {
-        let who = match self.is_by_rank() {
-            true => format!(
-                "the environment (RANK={}, WORLD_SIZE={})",
-                self.rank, self.world
-            ),
-            false => self.source.to_owned(),
-        };
+        let who = self.starter();
         if let Some(typed) = world.filter(|typed| *typed != self.world) {
             return Err(Error::usage(format!(
                 "--world-size {typed} contradicts {who}: this process is one of {} ranks",

@@ -28,12 +28,13 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use phalanx_store::{Store, TcpStore};
+use phalanx_store::TcpStore;
 use phalanx_wire::Token;
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::folder;
-use super::nodes::ABORT_KEY;
+use super::nodes;
+use super::report::Verdict;
 use crate::error::{Error, ErrorKind, Result};
 
 /// How long the guard tries to tell the other nodes.
@@ -63,7 +64,14 @@ impl Guard {
             .process_group(0)
             .spawn()
             .map_err(|error| {
-                Error::new(ErrorKind::System, "cannot start a guard process").caused_by(error)
+                let program = super::own_program();
+                let message = format!("cannot start a guard process ({})", program.display());
+                let is_there = Path::new("/proc/self").exists();
+                let error = Error::new(ErrorKind::System, message).caused_by(error);
+                match is_there {
+                    true => error,
+                    false => error.note("fix", "mount -t proc proc /proc"),
+                }
             })?;
         let pipe = Mutex::new(child.stdin.take());
         Ok(Guard { child, pipe })
@@ -218,10 +226,11 @@ pub fn guard() -> Result<()> {
     }
     if !told.done
         && let (Some(store), Some(token), Some(verdict)) = (&told.store, &told.token, &told.verdict)
+        && let Ok(verdict) = serde_json::from_str::<Verdict>(verdict)
         && let Ok(token) = Token::from_hex(token)
         && let Ok(store) = TcpStore::connect(store, token, TELL_LIMIT)
     {
-        let _ = store.compare_set(ABORT_KEY, None, verdict.as_bytes());
+        let _ = nodes::put(&store, &verdict);
     }
     Ok(())
 }

@@ -91,8 +91,15 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         }
         _ => None,
     };
+    let mut has_file = false;
     let mut place = match &plan.meeting {
-        None => nodes::host_locally(plan.bind, &plan.token)?,
+        None => match nodes::host_locally(plan.bind, &plan.token)? {
+            Some(place) => place,
+            None => {
+                has_file = true;
+                nodes::Place::without_network()
+            }
+        },
         Some(meeting) => {
             let deadline = Instant::now() + plan.meeting_timeout;
             nodes::meeting_place(meeting, plan.bind, &plan.token, deadline, &mut interrupt)?
@@ -114,20 +121,29 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
                     meeting.port
                 ));
             }
-            if let Some(range) = meeting.ports {
-                let is_first = place.server.is_some();
-                let node = meeting.node_rank.unwrap_or(usize::from(!is_first));
-                let store = is_first.then_some(meeting.port);
-                check_range(range, node, plan.local_ranks, store)?;
-            }
-            if place.server.is_some() {
-                port = Some(PortForRanks::new(None, meeting.ports)?);
-            }
+            let is_first = place.server.is_some();
+            let node = meeting.node_rank.unwrap_or(usize::from(!is_first));
+            let store = is_first.then_some(meeting.port);
+            let ports = meeting.ports.map_or(Ok(()), |range| {
+                check_range(range, node, plan.local_ranks, store)
+            });
+            let held = ports.and_then(|()| {
+                let port = is_first.then(|| PortForRanks::new(None, meeting.ports));
+                port.transpose()
+            });
+            port = match held {
+                Ok(port) => port,
+                Err(error) => {
+                    nodes::refuse(place, meeting.nodes, &plan.token, &error);
+                    return Err(error);
+                }
+            };
             let info = NodeInfo {
                 nodes: meeting.nodes,
                 local_ranks: plan.local_ranks,
                 run_id: plan.run_id.clone(),
                 host: host.clone(),
+                address: None,
                 pid: std::process::id(),
                 master_port: port.as_ref().map(PortForRanks::number),
                 by_arrival: meeting.node_rank.is_none(),
@@ -163,6 +179,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         nodes,
         _server: place.server.take(),
         dial: place.dial,
+        has_file,
         token_fd,
         folder,
         out: Sink::of(Stream::Out, unwritten.clone()),
@@ -260,6 +277,8 @@ struct Job<'a> {
     /// The store of a launch on one node.
     _server: Option<TcpServer>,
     dial: String,
+    /// The store is a file, a new one for each attempt.
+    has_file: bool,
     token_fd: std::os::fd::OwnedFd,
     /// Dropped before the guard, which removes it when we are killed.
     folder: RunFolder,
@@ -373,6 +392,9 @@ impl Job<'_> {
 
     /// Removes the keys of the last attempt.
     fn clear_store(&self) -> Result<()> {
+        if self.has_file {
+            return Ok(());
+        }
         TcpStore::connect(&self.dial, self.plan.token.clone(), LOCAL_STORE)
             .and_then(|store| store.delete_prefix(""))
             .map(drop)
@@ -390,6 +412,10 @@ impl Job<'_> {
         }
         if let Some(page) = &self.page {
             page.set_pointer(self.run_pointer());
+        }
+        if self.has_file {
+            let path = self.folder.path().join(format!("attempt_{restarts}/store"));
+            self.shared.store = format!("file://{}", path.display());
         }
         // This drops the guard of the attempt before.
         self.guard = Some(guard.clone());
@@ -659,17 +685,23 @@ impl Job<'_> {
             watch.halted = Some(ranks.map(|rank| rank.rank).collect());
         }
         let verdict = match (why, &watch.verdict) {
-            // Another node's ranks have waited for ours.
-            (Why::Elsewhere, Some(theirs)) if is_first && theirs.is_unexplained_timeout() => {
-                match self.stopped_or_late(watch, None) {
+            (Why::Elsewhere, Some(theirs)) if is_first && theirs.echo => {
+                // Another node's ranks have waited for ours.
+                let late = theirs.is_unexplained_timeout();
+                let late = late.then(|| self.stopped_or_late(watch, None)).flatten();
+                let better = match late {
                     Some(message) => Verdict {
                         echo: false,
                         node: self.shared.node_rank,
                         message: format!("{message}; {}", theirs.message),
                         ..theirs.clone()
                     },
-                    None => return,
+                    None => self.naming_a_lost_node(theirs.clone()),
+                };
+                if better.echo {
+                    return;
                 }
+                better
             }
             (Why::Elsewhere, _) | (_, Some(_)) => return,
             (Why::Interrupt(signal), None) => {
@@ -680,12 +712,31 @@ impl Job<'_> {
                 };
                 self.plain_verdict(ErrorKind::Interrupted.exit_code(), &message)
             }
-            (Why::Rank(local), None) => self.rank_verdict(watch, local),
+            (Why::Rank(local), None) => self.naming_a_lost_node(self.rank_verdict(watch, local)),
         };
         watch.verdict = Some(match &self.nodes {
             None => verdict,
             Some(nodes) => nodes.publish(&verdict),
         });
+    }
+
+    /// A verdict that only says that ranks were lost, as one that names the node which is.
+    fn naming_a_lost_node(&self, verdict: Verdict) -> Verdict {
+        let codes = [ErrorKind::PeerLost, ErrorKind::Timeout].map(ErrorKind::exit_code);
+        if !verdict.echo || !codes.contains(&verdict.code) {
+            return verdict;
+        }
+        let Some(message) = self.nodes.as_ref().and_then(Nodes::lost) else {
+            return verdict;
+        };
+        let so = ("so".to_owned(), verdict.message);
+        Verdict {
+            echo: false,
+            node: self.shared.node_rank,
+            message,
+            notes: std::iter::once(so).chain(verdict.notes).collect(),
+            ..verdict
+        }
     }
 
     fn rank_verdict(&self, watch: &Supervision, local: usize) -> Verdict {
@@ -833,11 +884,12 @@ impl Job<'_> {
         let Some(why) = watch.machine.why() else {
             return Outcome::Success;
         };
-        // Another rank may have written its error file since.
-        if let (Why::Rank(local), Some(own)) = (why, &watch.verdict)
-            && own.echo
-        {
-            let again = self.rank_verdict(&watch, local);
+        // Another rank may have written its error file since, and a node's connection may have ended.
+        if let Some(own) = watch.verdict.clone().filter(|own| own.echo) {
+            let again = self.naming_a_lost_node(match why {
+                Why::Rank(local) => self.rank_verdict(&watch, local),
+                _ => own,
+            });
             if !again.echo {
                 watch.verdict = Some(match &self.nodes {
                     None => again,
@@ -977,7 +1029,7 @@ impl Job<'_> {
                 }
                 Ok(Event::Suspend) => suspend_self(),
                 Ok(Event::Abort(verdict)) => return Err(verdict.into_error(None)),
-                Ok(Event::StoreLost(why)) => return Err(store_lost(&why)),
+                Ok(Event::StoreLost(why)) => return Err(Error::new(ErrorKind::PeerLost, why)),
                 _ => {}
             }
         }
@@ -1050,13 +1102,12 @@ impl Supervision {
             }
             Event::StoreLost(why) => {
                 if self.machine.why().is_none() {
-                    let lost = store_lost(&why);
                     self.verdict = Some(Verdict {
-                        code: lost.exit_code(),
+                        code: ErrorKind::PeerLost.exit_code(),
                         echo: false,
                         mistake: false,
                         node: 0,
-                        message: lost.chain(),
+                        message: why,
                         notes: Vec::new(),
                     });
                 }
@@ -1172,13 +1223,6 @@ impl Supervision {
             rank.signal(Signal::KILL);
         }
     }
-}
-
-fn store_lost(why: &str) -> Error {
-    Error::new(
-        ErrorKind::PeerLost,
-        format!("lost the launcher of node 0: {why}"),
-    )
 }
 
 /// Copies the root cause's error file to our own TORCHELASTIC_ERROR_FILE, as torchrun does.

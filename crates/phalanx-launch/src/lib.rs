@@ -105,7 +105,7 @@ enum Event {
     Checkpoint,
     /// Another node wrote a verdict.
     Abort(Box<Verdict>),
-    /// The store does not answer any more.
+    /// The store does not answer any more; the headline.
     StoreLost(String),
     /// SIGUSR2: write the flight recorders.
     Dump,
@@ -280,7 +280,14 @@ pub fn exit_code(outcome: Result<()>) -> ExitCode {
     if !report::hand_over(text, error.exit_code()) {
         error.print();
     }
+    tell_other_nodes(&error);
     ExitCode::from(error.exit_code())
+}
+
+/// Tells the other nodes of the job why this one, whose command line is wrong, does not start; once `error` has been
+/// printed. *Blocks* for up to 10 s, if this is the launcher of one of several nodes which have not met.
+pub fn tell_other_nodes(error: &error::Error) {
+    nodes::tell(error);
 }
 
 /// Where the launcher has started this program as one of its helper processes: does that

@@ -4,11 +4,12 @@
 use std::cell::Cell;
 use std::ffi::{OsStr, OsString};
 use std::io::Read as _;
-use std::net::{IpAddr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, ToSocketAddrs};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use phalanx_comm::transport::is_own_address;
 use phalanx_data::files::{as_typed, open_regular};
 use phalanx_live::Address;
 use phalanx_wire::Token;
@@ -220,7 +221,7 @@ fn own_address(text: &str) -> Result<IpAddr> {
         .caused_by(error)
     })?;
     let addresses: Vec<IpAddr> = addresses.map(|address| address.ip()).collect();
-    let is_own = |address: &&IpAddr| UdpSocket::bind((**address, 0)).is_ok();
+    let is_own = |address: &&IpAddr| is_own_address(**address);
     addresses.iter().find(is_own).copied().ok_or_else(|| {
         let shown: Vec<String> = addresses.iter().map(IpAddr::to_string).collect();
         let shown = match &shown[..] {

@@ -8,6 +8,7 @@
 //! | `--nproc-per-node 1` | is the only rank, unless its address space is limited |
 //! | otherwise | starts itself once per rank and supervises |
 
+use std::any::Any;
 use std::ffi::OsString;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -194,6 +195,9 @@ impl RankArgs {
         if let Some(place) = launch::rank_place(&env)?.filter(|p| !self.is_node(p, has_nodes, &env))
         {
             place.check(self.nproc_per_node, world_size, has_nodes)?;
+            if !is_ours {
+                self.nodes.check_of_rank(&place)?;
+            }
             let is_found = place.is_by_rank()
                 || place.master_addr.is_some()
                 || engine::has_channel(&env, place.source);
@@ -667,12 +671,9 @@ fn as_threads(
             .enumerate()
             .map(|(r, handle)| {
                 // Every operation in there has a deadline of its own.
-                handle.join().unwrap_or_else(|_| {
-                    Err(Error::new(
-                        ErrorKind::Failed,
-                        format!("rank {r} panicked; this is a bug in phalanx"),
-                    ))
-                })
+                handle
+                    .join()
+                    .unwrap_or_else(|panic| Err(panicked(r, &*panic)))
             })
             .collect()
     });
@@ -687,6 +688,14 @@ fn as_threads(
     } else {
         Err(failures.swap_remove(cause))
     }
+}
+
+/// The error of a rank whose panic has been printed: of its program's code, or of ours.
+fn panicked(rank: usize, panic: &(dyn Any + Send)) -> Error {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+    let text = text.map_or(String::new(), |text| format!(": {text}"));
+    Error::new(ErrorKind::Failed, format!("rank {rank} panicked{text}"))
 }
 
 /// Leaves the group: with a shutdown after success and when all ranks stop together; with an abort
@@ -712,4 +721,18 @@ fn finish(ctx: RankContext, outcome: Result<()>) -> Result<()> {
 fn threads(args: &RankArgs, place: Option<&RankPlace>, ranks: usize) -> Result<Threads> {
     let env = launch::real_env();
     threads::decide(args.threads, &env, place, ranks, Cores::here(&env))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A panic of a user's program is not called a bug of ours.
+    #[test]
+    fn a_panic_is_named_by_its_text() {
+        let error = panicked(3, &"no row 7".to_owned());
+        assert_eq!(error.render(), "error: rank 3 panicked: no row 7\n");
+        assert_eq!(panicked(0, &"x").chain(), "rank 0 panicked: x");
+        assert_eq!(panicked(0, &7).chain(), "rank 0 panicked");
+    }
 }

@@ -2,7 +2,9 @@
 //! their user can open. No network is involved, so they need neither a port nor a token.
 //!
 //! The file is named after the process that started the ranks. Wrappers between that and a rank
-//! (a shell, `numactl`) are told by their environment, which is the rank's.
+//! (a shell, `numactl`) are told by their environment, which is the rank's. That of a process of another user, or of
+//! one that hides it (a setuid program), cannot be read: it is taken for a wrapper too, unless it has the name of a
+//! program that starts ranks.
 
 use std::fs::DirBuilder;
 use std::io::ErrorKind as IoKind;
@@ -34,15 +36,41 @@ const OF_A_JOB: [&str; 4] = [
     "TORCHELASTIC_RUN_ID",
 ];
 
+/// Programs that start ranks, by the first 15 characters of their names.
+const STARTERS: [&str; 10] = [
+    "slurmstepd",
+    "orted",
+    "prted",
+    "prterun",
+    "mpirun",
+    "mpiexec",
+    "mpiexec.hydra",
+    "hydra_pmi_proxy",
+    "hydra_bstrap_pr",
+    "torchrun",
+];
+
 /// The store file of the ranks on this host, in a private folder that is made if need be.
 /// `None`: the process that started this rank cannot be found.
 ///
 /// # Errors
 ///
-/// Usage, for a folder of another user.
+/// Usage, for a folder of another user, and where a process that hides its environment may or may not be the one that
+/// started the ranks.
 pub fn store_file(env: &Env) -> Result<Option<PathBuf>> {
-    let Some((pid, started)) = starter(env) else {
-        return Ok(None);
+    let (pid, started) = match find_starter(env, std::process::id(), look) {
+        Starter::Found(pid, started) => (pid, started),
+        Starter::Gone => return Ok(None),
+        Starter::Hidden { pid, name } => {
+            return Err(Error::usage(format!(
+                "cannot find the process that started this rank: process {pid} ({name}) above it does not let this user read its environment"
+            ))
+            .note(
+                "fix",
+                "phalanx token --out job.token, and add --token-file job.token --init-method tcp://127.0.0.1:29500 to all ranks",
+            )
+            .note("or", "start the ranks inside the wrapper, not each rank with its own"));
+        }
     };
     let mut name = Sha256::new();
     name.update(format!("{pid} {started}"));
@@ -81,23 +109,84 @@ fn private_folder(path: &Path, uid: u32) -> Result<()> {
 
 /// Process id and start of the process that started this rank on this host.
 pub(super) fn starter(env: &Env) -> Option<(u32, u64)> {
+    match find_starter(env, std::process::id(), look) {
+        Starter::Found(pid, started) => Some((pid, started)),
+        Starter::Gone | Starter::Hidden { .. } => None,
+    }
+}
+
+/// The process that started the ranks.
+#[derive(Debug, PartialEq)]
+enum Starter {
+    /// Its number and start.
+    Found(u32, u64),
+    /// It has ended, or `/proc` cannot be read.
+    Gone,
+    /// It may be above this one.
+    Hidden { pid: u32, name: String },
+}
+
+/// A process, as `/proc` shows it.
+struct Process {
+    parent: u32,
+    started: u64,
+    name: String,
+    /// `None`: it cannot be read.
+    environ: Option<Vec<u8>>,
+}
+
+fn look(pid: u32) -> Option<Process> {
+    let (parent, started) = stat(pid)?;
+    let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    let environ = match std::fs::read(format!("/proc/{pid}/environ")) {
+        Err(error) if error.kind() == IoKind::PermissionDenied => None,
+        environ => Some(environ.unwrap_or_default()),
+    };
+    Some(Process {
+        parent,
+        started,
+        name: name.trim_end().to_owned(),
+        environ,
+    })
+}
+
+/// The first process above `rank` that is no wrapper.
+fn find_starter(env: &Env, rank: u32, look: impl Fn(u32) -> Option<Process>) -> Starter {
     let own: Vec<Vec<u8>> = OF_A_RANK
         .iter()
         .filter_map(|name| Some(format!("{name}={}", env.get(*name)?).into_bytes()))
         .collect();
-    let mut pid = std::process::id();
+    let Some(mut below) = look(rank) else {
+        return Starter::Gone;
+    };
+    let mut hidden = None;
     loop {
-        let (parent, _) = stat(pid)?;
-        let (_, started) = stat(parent)?;
-        // That of another user cannot be read, and is none of ours.
-        let environ = std::fs::read(format!("/proc/{parent}/environ")).unwrap_or_default();
-        let is_wrapper = own
-            .iter()
-            .all(|pair| environ.split(|byte| *byte == 0).any(|other| other == pair));
-        if !is_wrapper || own.is_empty() {
-            return Some((parent, started));
+        let pid = below.parent;
+        let Some(process) = look(pid) else {
+            break;
+        };
+        let is_wrapper = match &process.environ {
+            None => !STARTERS.contains(&process.name.as_str()),
+            Some(environ) => {
+                let has = |pair| environ.split(|byte| *byte == 0).any(|other| other == pair);
+                !own.is_empty() && own.iter().all(|pair| has(pair.as_slice()))
+            }
+        };
+        // Process 1 has started everything.
+        if !is_wrapper && (pid > 1 || hidden.is_none()) {
+            return Starter::Found(pid, process.started);
         }
-        pid = parent;
+        if !is_wrapper {
+            break;
+        }
+        if process.environ.is_none() && hidden.is_none() {
+            hidden = Some((pid, process.name.clone()));
+        }
+        below = process;
+    }
+    match hidden {
+        None => Starter::Gone,
+        Some((pid, name)) => Starter::Hidden { pid, name },
     }
 }
 
@@ -124,6 +213,45 @@ mod tests {
         assert_eq!(pid, parent.unsigned_abs());
         assert!(started > 0);
         assert_eq!(starter(&Env::new()), Some((pid, started)));
+    }
+
+    /// mpirun (10) starts `sudo` (20), which starts a shell (30), which starts the rank (40).
+    #[test]
+    fn a_wrapper_that_hides_its_environment_is_passed() {
+        let env: Env = [("OMPI_COMM_WORLD_RANK", "1"), ("PMIX_NAMESPACE", "a")]
+            .map(|(name, value)| (name.to_owned(), value.to_owned()))
+            .into();
+        let of_rank = b"HOME=/\0PMIX_NAMESPACE=a\0OMPI_COMM_WORLD_RANK=1\0";
+        let of_job = b"PMIX_NAMESPACE=a\0";
+        let find = |mpirun: (&str, Option<&[u8]>), sudo: Option<&[u8]>| {
+            find_starter(&env, 40, |pid| {
+                let (parent, name, environ): (u32, &str, Option<&[u8]>) = match pid {
+                    1 => (0, "init", None),
+                    10 => (1, mpirun.0, mpirun.1),
+                    20 => (10, "sudo", sudo),
+                    30 => (20, "sh", Some(of_rank)),
+                    40 => (30, "my-net", Some(of_rank)),
+                    _ => return None,
+                };
+                Some(Process {
+                    parent,
+                    started: u64::from(pid) + 1000,
+                    name: name.to_owned(),
+                    environ: environ.map(<[u8]>::to_vec),
+                })
+            })
+        };
+        let mpirun = Starter::Found(10, 1010);
+        assert_eq!(find(("mpirun", Some(of_job)), Some(of_rank)), mpirun);
+        assert_eq!(find(("mpirun", Some(of_job)), None), mpirun);
+        // Of another user, as slurmstepd is.
+        assert_eq!(find(("slurmstepd", None), None), Starter::Found(10, 1010));
+        // It may be any of them.
+        let hidden = Starter::Hidden {
+            pid: 20,
+            name: "sudo".to_owned(),
+        };
+        assert_eq!(find(("launch.sh", None), None), hidden);
     }
 
     #[test]

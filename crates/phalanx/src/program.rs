@@ -3,10 +3,13 @@
 use std::ffi::OsString;
 use std::process::ExitCode;
 
+use clap::builder::Resettable;
 use clap::{CommandFactory, FromArgMatches};
 use phalanx_launch::words::{dashed, taking_negative_numbers};
-use phalanx_launch::{AlgorithmArg, RankArgs, Speakers, exit_code, log, run_helper, run_ranks};
-use phalanx_process::error::Result;
+use phalanx_launch::{
+    AlgorithmArg, RankArgs, Speakers, exit_code, log, run_helper, run_ranks, tell_other_nodes,
+};
+use phalanx_process::error::{Error, Result};
 use phalanx_process::stop;
 use phalanx_train::{Defaults, Job, Settings, prepare_run};
 
@@ -88,7 +91,7 @@ impl Program {
         self
     }
 
-    /// Sets the first line of its help.
+    /// Sets the description in its help; without it, the doc comment of its own flags' type is that.
     pub fn about(mut self, about: &str) -> Program {
         self.about = Some(about.to_owned());
         self
@@ -123,10 +126,12 @@ impl Program {
                     Err(error) => {
                         // A closed output is no second error.
                         let _ = error.print();
-                        return match error.use_stderr() {
-                            true => ExitCode::from(2),
-                            false => ExitCode::SUCCESS,
-                        };
+                        if !error.use_stderr() {
+                            return ExitCode::SUCCESS;
+                        }
+                        let text = error.render().to_string();
+                        tell_other_nodes(&Error::usage(text.trim_start_matches("error: ")));
+                        return ExitCode::from(2);
                     }
                 }
             }
@@ -135,6 +140,22 @@ impl Program {
     }
 
     fn parse<A: clap::Args>(&self) -> std::result::Result<Typed<A>, clap::Error> {
+        let mut command = self.command::<A>();
+        let own = |name: &str| command.get_arguments().any(|a| a.get_long() == Some(name));
+        let mut args = std::env::args_os();
+        let mut words: Vec<OsString> = args.next().into_iter().collect();
+        for word in args {
+            // As torchrun's users type them.
+            match dashed(word.clone()) {
+                (dashed, Some(name), _) if own(&name) => words.push(dashed),
+                _ => words.push(word),
+            }
+        }
+        let matches = command.try_get_matches_from_mut(words)?;
+        Typed::from_arg_matches(&matches)
+    }
+
+    fn command<A: clap::Args>(&self) -> clap::Command {
         let Defaults {
             epochs,
             batch_size,
@@ -154,21 +175,15 @@ impl Program {
                 let dir = format!("runs/{}-<date>-<time>", self.name);
                 a.help(format!("Folder for metrics, summary and weights; with --resume PATH, the resumed run's folder [default: {dir}]"))
             });
+        // Without this, those of our own flags.
+        let own = A::augment_args(clap::Command::new(self.name.clone()));
+        command = command
+            .about(Resettable::from(own.get_about().cloned()))
+            .long_about(Resettable::from(own.get_long_about().cloned()));
         if let Some(about) = &self.about {
-            command = command.about(about.clone());
+            command = command.about(about.clone()).long_about(Resettable::Reset);
         }
-        let own = |name: &str| command.get_arguments().any(|a| a.get_long() == Some(name));
-        let mut args = std::env::args_os();
-        let mut words: Vec<OsString> = args.next().into_iter().collect();
-        for word in args {
-            // As torchrun's users type them.
-            match dashed(word.clone()) {
-                (dashed, Some(name), _) if own(&name) => words.push(dashed),
-                _ => words.push(word),
-            }
-        }
-        let matches = command.try_get_matches_from_mut(words)?;
-        Typed::from_arg_matches(&matches)
+        command
     }
 
     fn run<A: clap::Args + Sync>(
@@ -213,3 +228,50 @@ struct Typed<A: clap::Args> {
 // Likewise.
 #[derive(clap::Args)]
 struct NoArgs {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Trains a toy.
+    ///
+    /// On paper.
+    #[derive(clap::Args)]
+    struct Described {
+        /// A flag
+        #[arg(long)]
+        toy: bool,
+    }
+
+    #[test]
+    fn the_help_describes_the_program_and_not_our_flags() {
+        let program = Program::new().name("toy");
+        let help = |program: &Program| program.command::<NoArgs>().render_long_help().to_string();
+        assert!(
+            help(&program).starts_with("Usage: toy"),
+            "{}",
+            help(&program)
+        );
+        let named = program.clone().about("A toy");
+        assert!(
+            help(&named).starts_with("A toy\n\nUsage:"),
+            "{}",
+            help(&named)
+        );
+        let mut command = program.command::<Described>();
+        let long = command.render_long_help().to_string();
+        assert!(
+            long.starts_with("Trains a toy.\n\nOn paper.\n\nUsage:"),
+            "{long}"
+        );
+        assert!(
+            command
+                .render_help()
+                .to_string()
+                .starts_with("Trains a toy")
+        );
+        let mut command = named.command::<Described>();
+        let long = command.render_long_help().to_string();
+        assert!(long.starts_with("A toy\n\nUsage:"), "{long}");
+    }
+}

@@ -34,8 +34,8 @@ mod tcp;
 mod testing;
 
 pub use form::{
-    BindAddr, FormOptions, PortRange, Prefer, form, host_addresses, local_address_towards, machine,
-    what_loopback_means,
+    BindAddr, FormOptions, PortRange, Prefer, form, host_addresses, is_own_address,
+    local_address_towards, machine, what_loopback_means,
 };
 pub use layout::MAX_LOCAL_RANKS;
 pub use mesh::{AbortHandle, Mesh, thread_mesh};

@@ -1,8 +1,8 @@
 //! The address by which the other hosts of a job reach this one.
 
-use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs};
 
-use phalanx_comm::transport::{host_addresses, local_address_towards};
+use phalanx_comm::transport::{host_addresses, is_own_address, local_address_towards};
 
 /// An address of a documentation network, to which the default route leads. Nothing is sent.
 const SOMEWHERE: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 1), 9);
@@ -16,24 +16,31 @@ pub fn own(bind: Option<IpAddr>, names: &[String]) -> IpAddr {
     let host_name = phalanx_process::host_name();
     let by_name = names.iter().chain([&host_name]).find_map(|name| {
         let found = (name.as_str(), 0).to_socket_addrs().ok()?;
-        let mut found: Vec<IpAddr> = found.map(|address| address.ip()).filter(is_own).collect();
+        let mut found: Vec<IpAddr> = found
+            .map(|address| address.ip())
+            .filter(is_reachable)
+            .collect();
         found.sort_by_key(IpAddr::is_ipv6);
         found.into_iter().next()
     });
-    let on_the_default_route = || local_address_towards(SOMEWHERE.into()).ok().filter(is_own);
+    let on_the_default_route = || {
+        local_address_towards(SOMEWHERE.into())
+            .ok()
+            .filter(is_reachable)
+    };
     by_name
         .or_else(on_the_default_route)
-        .or_else(|| host_addresses().into_iter().find(is_own))
+        .or_else(|| host_addresses().into_iter().find(is_reachable))
         .unwrap_or(Ipv4Addr::LOCALHOST.into())
 }
 
 /// Whether it is an address of this host that others may reach.
-fn is_own(ip: &IpAddr) -> bool {
+fn is_reachable(ip: &IpAddr) -> bool {
     let is_local = match ip {
         IpAddr::V4(ip) => ip.is_loopback() || ip.is_link_local() || ip.is_unspecified(),
         IpAddr::V6(ip) => ip.is_loopback() || ip.is_unicast_link_local() || ip.is_unspecified(),
     };
-    !is_local && UdpSocket::bind((*ip, 0)).is_ok()
+    !is_local && is_own_address(*ip)
 }
 
 #[cfg(test)]
@@ -49,7 +56,7 @@ mod tests {
         let found = own(Some(any), &names);
         assert_eq!(found, own(None, &[]));
         // A host without a network has loopback only.
-        assert!(is_own(&found) || found.is_loopback());
-        assert!(!is_own(&"192.0.2.7".parse().unwrap()));
+        assert!(is_reachable(&found) || found.is_loopback());
+        assert!(!is_reachable(&"192.0.2.7".parse().unwrap()));
     }
 }

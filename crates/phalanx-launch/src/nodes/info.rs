@@ -1,8 +1,11 @@
 //! What each node publishes when it joins, and what must be equal on all.
 
+use std::net::IpAddr;
+
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::report::rank_list;
 
 /// What a node publishes when it joins.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -15,6 +18,9 @@ pub struct NodeInfo {
     pub run_id: String,
     /// Host name.
     pub host: String,
+    /// By which other nodes reach it.
+    #[serde(default)]
+    pub address: Option<IpAddr>,
     /// The launcher's process id.
     pub pid: u32,
     /// On node 0, a free port for rank 0 (`MASTER_PORT`).
@@ -24,6 +30,21 @@ pub struct NodeInfo {
     pub by_arrival: bool,
     /// Our version: launchers of different builds do not mix.
     pub version: String,
+}
+
+/// `node 1 (host b, 10.0.0.2, ranks 2 and 3)`.
+pub(super) fn name_of(infos: &[NodeInfo], node: usize) -> String {
+    let Some(info) = infos.get(node) else {
+        return format!("node {node}");
+    };
+    let first: usize = infos[..node].iter().map(|info| info.local_ranks).sum();
+    let ranks: Vec<usize> = (first..first + info.local_ranks).collect();
+    let address = info.address.map_or(String::new(), |ip| format!(", {ip}"));
+    format!(
+        "node {node} (host {}{address}, {})",
+        info.host,
+        rank_list(&ranks)
+    )
 }
 
 /// The error of a launcher with `--node-rank` and one without.
@@ -78,6 +99,7 @@ mod tests {
             local_ranks: 2,
             run_id: "none".into(),
             host: "a".into(),
+            address: None,
             pid: 1,
             master_port: None,
             by_arrival: false,

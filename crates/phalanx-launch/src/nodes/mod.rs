@@ -9,19 +9,25 @@
 //! | `launch/abort`    | the verdict (JSON)             | the first to fail     |
 //! | `launch/done/R`   | all ranks of node R ended well | node R                |
 //! | `launch/left/R`   | node R needs the store no more | node R                |
+//! | `launch/gone/R`   | nothing comes from node R: for how many seconds, or `closed` | node 0, the store (node R's will) |
 //!
 //! When a launcher dies, its guard writes the verdict, or, before there is a guard, the
 //! store does (the launcher's will). A host that dies or is cut off stops beating, which
 //! node 0 notices. When node 0 dies, the store dies with it, which all others notice.
+//!
+//! Ranks notice a lost node sooner than launchers do. A verdict that only says so (an echo) names the node
+//! that is lost instead ([`Nodes::lost`]).
 
 mod info;
 mod place;
 mod port;
 mod pulse;
+mod tell;
 
 pub use info::NodeInfo;
 pub use place::{Place, host_locally, meeting_place};
 pub use port::{PortForRanks, check_range};
+pub use tell::{refuse, tell};
 
 use std::collections::HashMap;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -36,8 +42,8 @@ use phalanx_store::{ErrorKind as StoreKind, Store, TcpServer, TcpStore, Will};
 use phalanx_wire::Token;
 use serde::{Deserialize, Serialize};
 
-use self::info::{compare, mixed};
-use self::pulse::{BEAT, BEAT_LIMIT, Pulse};
+use self::info::{compare, mixed, name_of};
+use self::pulse::{BEAT, BEAT_LIMIT, Pulse, SILENT, gone_key};
 use super::Event;
 use super::report::Verdict;
 use crate::error::{Error, ErrorKind, Result};
@@ -78,6 +84,8 @@ pub struct Nodes {
     me: usize,
     infos: Vec<NodeInfo>,
     stop: Arc<AtomicBool>,
+    /// When the store answered last.
+    answered: Arc<Mutex<Instant>>,
     /// The store did not answer our last words.
     out_of_reach: AtomicBool,
     /// Our verdict, should we be killed before we have a guard.
@@ -92,18 +100,20 @@ pub struct Nodes {
 pub fn join(
     place: &mut Place,
     me: Option<usize>,
-    info: NodeInfo,
+    mut info: NodeInfo,
     token: &Token,
     timeout: Duration,
     mut interrupted: impl FnMut() -> Option<Error>,
 ) -> Result<Nodes> {
     let started = Instant::now();
     let deadline = started + timeout;
+    tell::has_joined();
     let store = connect(&place.dial, token, started, deadline, &mut interrupted)?;
     // The way to node 0 says by which of our addresses others reach us.
     if place.server.is_none() {
         place.bind = place.bind.or(store.local_ip());
     }
+    info.address = place.bind;
     let total = info.nodes;
     // Until all are here the meeting's deadline holds for every question.
     let left = deadline.saturating_duration_since(Instant::now());
@@ -121,7 +131,7 @@ pub fn join(
         0 => None,
         _ => store
             .leave_will(ABORT_KEY, &encode(&Verdict::of_killed(me, &info.host))?)
-            .map_err(lost_store)?,
+            .map_err(|error| lost_store("node 0", error))?,
     };
     let mine = encode(&info)?;
     let stored = store
@@ -129,19 +139,24 @@ pub fn join(
         .map_err(|error| {
             // The entry may be there: only the answer was lost.
             will.take().into_iter().for_each(Will::execute);
-            lost_store(error)
+            lost_store("node 0", error)
         })?;
     if stored != mine {
         drop(will); // nobody waits for this launcher
         let other = decode::<NodeInfo>(&stored);
-        if let Some(other) = other.as_ref().filter(|o| o.by_arrival != info.by_arrival) {
-            return Err(mixed(&info, other));
-        }
-        let who = other.map_or("another launcher".into(), |c| {
-            format!("host {}, pid {}", c.host, c.pid)
-        });
-        return Err(Error::usage(format!("node {me} has already joined: {who}"))
-            .note("fix", "give every launcher its own --node-rank"));
+        let error = match other.as_ref().filter(|o| o.by_arrival != info.by_arrival) {
+            Some(other) => mixed(&info, other),
+            None => {
+                let who = other.map_or("another launcher".into(), |c| {
+                    format!("host {}, pid {}", c.host, c.pid)
+                });
+                Error::usage(format!("node {me} has already joined: {who}"))
+                    .note("fix", "give every launcher its own --node-rank")
+            }
+        };
+        // Without its number, which is the other launcher's.
+        let _ = tell::leave_word(&store, None, &info.host, &error);
+        return Err(error);
     }
     let mut nodes = Nodes {
         store: Arc::new(store),
@@ -149,6 +164,7 @@ pub fn join(
         me,
         infos: Vec::new(),
         stop: Arc::new(AtomicBool::new(false)),
+        answered: Arc::new(Mutex::new(Instant::now())),
         out_of_reach: AtomicBool::new(false),
         will: Mutex::new(will),
     };
@@ -170,6 +186,9 @@ pub fn join(
             };
             nodes.publish(&verdict);
             nodes.leave(total, Instant::now());
+            if error.kind() == ErrorKind::Usage && nodes.server.is_some() {
+                tell::keep(nodes.store.clone(), nodes.server.take(), total);
+            }
             Err(error)
         }
     }
@@ -177,7 +196,9 @@ pub fn join(
 
 /// The number of a node that has none: the next one after those that have arrived.
 fn arrive(store: &TcpStore, total: usize) -> Result<usize> {
-    let arrived = store.add(ARRIVED_KEY, 1).map_err(lost_store)?;
+    let arrived = store
+        .add(ARRIVED_KEY, 1)
+        .map_err(|error| lost_store("node 0", error))?;
     let me = usize::try_from(arrived).unwrap_or(usize::MAX);
     if me < total {
         return Ok(me);
@@ -316,12 +337,16 @@ impl Nodes {
                 Err(error) if error.kind() == StoreKind::Timeout => error.missing_keys().to_vec(),
                 // It says nothing of who came.
                 Err(error) if error.kind() == StoreKind::NoAnswer => missing.clone(),
-                Err(error) => return Err(lost_store(error)),
+                Err(error) => return Err(lost_store("node 0", error)),
             };
             // Look at entries as they come: a node that expects another world
             // must not keep us waiting for one that never comes.
             for key in missing.iter().filter(|key| !left.contains(key)) {
-                let Some(bytes) = self.store.try_get(key).map_err(lost_store)? else {
+                let Some(bytes) = self
+                    .store
+                    .try_get(key)
+                    .map_err(|error| lost_store("node 0", error))?
+                else {
                     continue;
                 };
                 let theirs = decode::<NodeInfo>(&bytes).ok_or_else(|| {
@@ -334,7 +359,10 @@ impl Nodes {
                 break;
             }
             missing = left;
-            let verdict = self.store.try_get(ABORT_KEY).map_err(lost_store)?;
+            let verdict = self
+                .store
+                .try_get(ABORT_KEY)
+                .map_err(|error| lost_store("node 0", error))?;
             if let Some(verdict) = verdict.and_then(|bytes| decode::<Verdict>(&bytes)) {
                 return Err(verdict.into_error(None));
             }
@@ -432,12 +460,21 @@ impl Nodes {
     pub fn watch(&self, events: Sender<Event>) -> Result<()> {
         let store = self.store.clone();
         let stop = self.stop.clone();
+        let answered = self.answered.clone();
         let me = self.me;
-        let hosts: Vec<String> = self.infos.iter().map(|info| info.host.clone()).collect();
+        let infos = self.infos.clone();
+        let store_lost =
+            move |infos: &[NodeInfo], error: phalanx_store::Error, silent: Duration| {
+                Event::StoreLost(match error.kind() {
+                    StoreKind::NoAnswer => format!("{}: {error}", disconnected(infos, 0, silent)),
+                    _ => lost_store(&name_of(infos, 0), error).chain(),
+                })
+            };
         thread::Builder::new()
             .name("nodes".into())
             .spawn(move || {
-                let mut pulse = Pulse::new(hosts.len());
+                let mut pulse = Pulse::new(infos.len());
+                let mut last = Instant::now();
                 while !stop.load(Ordering::Relaxed) {
                     match store.get(ABORT_KEY, BEAT / 2) {
                         Ok(bytes) => {
@@ -453,10 +490,15 @@ impl Nodes {
                             return;
                         }
                         Err(error)
-                            if matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer) => {
+                            if matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer) =>
+                        {
+                            if error.kind() == StoreKind::Timeout {
+                                last = Instant::now();
+                                *answered.lock().unwrap_or_else(PoisonError::into_inner) = last;
+                            }
                         }
                         Err(error) => {
-                            let _ = events.send(Event::StoreLost(error.to_string()));
+                            let _ = events.send(store_lost(&infos, error, last.elapsed()));
                             return;
                         }
                     }
@@ -468,21 +510,16 @@ impl Nodes {
                                 echo: false,
                                 mistake: false,
                                 node: me,
-                                message: format!(
-                                    "node {node} (host {}) has not been heard of for {} s",
-                                    hosts.get(node).map_or("?", String::as_str),
-                                    BEAT_LIMIT.as_secs()
-                                ),
+                                message: disconnected(&infos, node, BEAT_LIMIT),
                                 notes: vec![(
                                     "perhaps".into(),
                                     "the host or the network between is down".into(),
                                 )],
                             };
-                            let _ =
-                                encode(&verdict).map(|v| store.compare_set(ABORT_KEY, None, &v));
+                            let _ = put(&store, &verdict);
                         }
                         Err(error) => {
-                            let _ = events.send(Event::StoreLost(error.to_string()));
+                            let _ = events.send(store_lost(&infos, error, last.elapsed()));
                             return;
                         }
                     }
@@ -513,26 +550,52 @@ impl Nodes {
     /// Writes the verdict unless there is a better one, and gives back the
     /// one that holds.
     pub fn publish(&self, verdict: &Verdict) -> Verdict {
-        let Ok(mine) = encode(verdict) else {
-            return verdict.clone();
-        };
-        let mut expected: Option<Vec<u8>> = None;
-        // Twice: once against nothing, once against an echo.
-        for _ in 0..2 {
-            let put = |store: &TcpStore| store.compare_set(ABORT_KEY, expected.as_deref(), &mine);
-            let Some(stored) = self.reachable(put) else {
-                break;
-            };
-            if stored == mine {
-                break;
-            }
-            match decode::<Verdict>(&stored) {
-                Some(theirs) if theirs.echo && !verdict.echo => expected = Some(stored),
-                Some(theirs) => return theirs,
-                None => break,
+        let stored = self.reachable(|store| put(store, verdict));
+        stored.unwrap_or_else(|| verdict.clone())
+    }
+
+    /// The node that is lost, where ranks of this node may have failed for that reason; the headline of a verdict.
+    pub fn lost(&self) -> Option<String> {
+        if self.me != 0 {
+            let answered = *self.answered.lock().unwrap_or_else(PoisonError::into_inner);
+            let silent = answered.elapsed();
+            if silent >= SILENT {
+                return Some(disconnected(&self.infos, 0, silent));
             }
         }
-        verdict.clone()
+        let others = (0..self.infos.len()).filter(|node| *node != self.me);
+        let others: Vec<usize> = others.collect();
+        let keys: Vec<String> = others.iter().map(|node| gone_key(*node)).collect();
+        let missing = self.reachable(|store| {
+            let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+            match store.wait(&keys, Duration::ZERO) {
+                Ok(()) => Ok(Vec::new()),
+                Err(error) if error.kind() == StoreKind::Timeout => {
+                    Ok(error.missing_keys().to_vec())
+                }
+                Err(error) => Err(error),
+            }
+        })?;
+        let gone = others.iter().zip(&keys);
+        let gone = gone.filter(|(_, key)| !missing.contains(key));
+        gone.into_iter().find_map(|(node, key)| {
+            let why = self.reachable(|store| store.try_get(key))??;
+            // It has ended as it should.
+            if self
+                .reachable(|store| store.try_get(&left_key(*node)))?
+                .is_some()
+            {
+                return None;
+            }
+            let seconds = String::from_utf8(why).ok()?.parse().ok();
+            Some(match seconds {
+                Some(seconds) => disconnected(&self.infos, *node, Duration::from_secs(seconds)),
+                None => format!(
+                    "lost {}: the connection of its launcher was closed, and it gave no reason",
+                    name_of(&self.infos, *node)
+                ),
+            })
+        })
     }
 
     /// The verdict that holds now.
@@ -545,7 +608,7 @@ impl Nodes {
         match self.store.set(&format!("launch/done/{}", self.me), b"") {
             Ok(()) => Ok(true),
             Err(error) if error.kind() == StoreKind::NoAnswer => Ok(false),
-            Err(error) => Err(lost_store(error)),
+            Err(error) => Err(lost_store(&name_of(&self.infos, 0), error)),
         }
     }
 
@@ -556,7 +619,7 @@ impl Nodes {
     /// Whether all nodes said so; waits a moment for it.
     pub fn all_done(&self) -> Result<bool> {
         self.wait_all("launch/done", &self.everybody(), SLICE)
-            .map_err(lost_store)
+            .map_err(|error| lost_store(&name_of(&self.infos, 0), error))
     }
 
     /// The last words: nothing is asked of the store after this. Node 0 keeps
@@ -564,8 +627,7 @@ impl Nodes {
     /// is when the others could know how it ends.
     pub fn leave(&self, total: usize, decided: Instant) {
         self.stop.store(true, Ordering::Relaxed);
-        let left = format!("launch/left/{}", self.me);
-        self.reachable(|store| store.set(&left, b""));
+        self.reachable(|store| store.set(&left_key(self.me), b""));
         if self.server.is_none() {
             return;
         }
@@ -597,14 +659,48 @@ fn node_key(node: usize) -> String {
     format!("launch/node/{node}")
 }
 
-/// The store does not answer any more: node 0 is gone. The store's own words
+fn left_key(node: usize) -> String {
+    format!("launch/left/{node}")
+}
+
+/// Writes the verdict unless there is a better one, and gives the one that holds.
+pub fn put(store: &TcpStore, verdict: &Verdict) -> phalanx_store::Result<Verdict> {
+    let Ok(mine) = encode(verdict) else {
+        return Ok(verdict.clone());
+    };
+    let mut expected: Option<Vec<u8>> = None;
+    // Twice: once against nothing, once against an echo.
+    for _ in 0..2 {
+        let stored = store.compare_set(ABORT_KEY, expected.as_deref(), &mine)?;
+        if stored == mine {
+            break;
+        }
+        match decode::<Verdict>(&stored) {
+            Some(theirs) if theirs.echo && !verdict.echo => expected = Some(stored),
+            Some(theirs) => return Ok(theirs),
+            None => break,
+        }
+    }
+    Ok(verdict.clone())
+}
+
+/// Nothing has come from `node` for this long.
+fn disconnected(infos: &[NodeInfo], node: usize, silent: Duration) -> String {
+    format!(
+        "lost the connection to {}: nothing has come from it for {} s",
+        name_of(infos, node),
+        silent.as_secs()
+    )
+}
+
+/// The store does not answer any more: `node_0` is gone. The store's own words
 /// say where it was.
-fn lost_store(error: phalanx_store::Error) -> Error {
+fn lost_store(node_0: &str, error: phalanx_store::Error) -> Error {
     let kind = match error.kind() {
         StoreKind::Timeout | StoreKind::NoAnswer => ErrorKind::Timeout,
         _ => ErrorKind::PeerLost,
     };
-    Error::new(kind, "lost the launcher of node 0").caused_by(error)
+    Error::new(kind, format!("lost the launcher of {node_0}")).caused_by(error)
 }
 
 fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>> {

@@ -1,11 +1,13 @@
 //! Where launchers meet: the store of node 0, and the way to it.
 
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use phalanx_comm::transport::{host_addresses, what_loopback_means};
+use phalanx_comm::transport::{
+    host_addresses, is_own_address, local_address_towards, what_loopback_means,
+};
 use phalanx_store::{ErrorKind as StoreKind, TcpServer, host_port};
 use phalanx_wire::Token;
 
@@ -34,19 +36,41 @@ pub struct Place {
     pub warning: Option<String>,
 }
 
-/// Hosts the store of a launch on one node.
-pub fn host_locally(bind: Option<IpAddr>, token: &Token) -> Result<Place> {
+impl Place {
+    /// That of ranks whose store is a file.
+    pub fn without_network() -> Place {
+        let loopback = "127.0.0.1".to_owned();
+        Place {
+            server: None,
+            dial: loopback.clone(),
+            store: loopback.clone(),
+            master_addr: loopback,
+            bind: None,
+            warning: Some(
+                "the loopback interface is down (`ip link set lo up` starts it): the ranks meet in a file, and only shared memory connects them"
+                    .to_owned(),
+            ),
+        }
+    }
+}
+
+/// Hosts the store of a launch on one node; `None`: not even this host can connect to its address, as where the
+/// loopback interface is down.
+pub fn host_locally(bind: Option<IpAddr>, token: &Token) -> Result<Option<Place>> {
     let ip = bind.unwrap_or(IpAddr::from([127, 0, 0, 1]));
     let server = listen(&[SocketAddr::new(ip, 0)], token).map_err(|(error, _)| error)?;
     let (dial, warning) = reachable(server.local_addr());
-    Ok(Place {
+    if local_address_towards(dial).is_err() {
+        return Ok(None);
+    }
+    Ok(Some(Place {
         dial: dial.to_string(),
         store: dial.to_string(),
         master_addr: dial.ip().to_string(),
         bind: None,
         warning,
         server: Some(server),
-    })
+    }))
 }
 
 /// Hosts the store on node 0, or says how to reach it. The name of node 0 is looked up until `deadline`;
@@ -149,25 +173,33 @@ fn listen(
     };
     let is_in_use = error.kind() == StoreKind::AddressInUse;
     let kind = match error.kind() {
-        StoreKind::Internal => ErrorKind::System,
+        StoreKind::Internal | StoreKind::Io => ErrorKind::System,
         _ => ErrorKind::Usage,
     };
-    let fix = match error.kind() {
-        StoreKind::AddressInUse => "end that program, or choose another --master-port".to_owned(),
-        _ => format!(
+    let source = std::error::Error::source(&error).and_then(|e| e.downcast_ref::<std::io::Error>());
+    let fix = match source.map(std::io::Error::kind) {
+        Some(std::io::ErrorKind::AddrInUse) => {
+            Some("end that program, or choose another --master-port".to_owned())
+        }
+        Some(std::io::ErrorKind::AddrNotAvailable) => Some(format!(
             "start --node-rank 0 on the host with that address; this one has {own}: give it as --master-addr to all nodes, \
              or add --bind {own} here",
             own = own_address()
-        ),
+        )),
+        _ => None,
     };
     let message = error.to_string();
-    let error = Error::new(kind, format!("node 0 cannot host the store: {message}"));
-    Err((error.note("fix", fix), is_in_use))
+    let error = Error::new(kind, format!("cannot host the store of node 0: {message}"));
+    let error = match fix {
+        Some(fix) => error.note("fix", fix),
+        None => error,
+    };
+    Err((error, is_in_use))
 }
 
 /// Whether `host` is this host: its name, or one of its addresses.
 fn is_here(host: &str, named: &str) -> bool {
-    let is_own = |address: SocketAddr| UdpSocket::bind((address.ip(), 0)).is_ok();
+    let is_own = |address: SocketAddr| is_own_address(address.ip());
     let resolved = named.to_socket_addrs();
     host == phalanx_process::host_name() || resolved.is_ok_and(|mut all| all.any(is_own))
 }

@@ -2,17 +2,28 @@
 
 use std::time::{Duration, Instant};
 
-use phalanx_store::Store;
+use phalanx_store::{Store, Will};
 
 /// How often a launcher shows that it lives.
 pub(super) const BEAT: Duration = Duration::from_secs(1);
 /// A node that did not beat for this long is lost. Only a dead or cut-off
 /// host gets here, so it may be patient with a busy one.
 pub(super) const BEAT_LIMIT: Duration = Duration::from_secs(15);
+/// A node that did not beat for this long is the reason why ranks have lost those of that node.
+pub(super) const SILENT: Duration = Duration::from_secs(3);
+/// The value of [`gone_key`] of a node whose connection ended.
+const CLOSED: &[u8] = b"closed";
+
+/// Says that nothing comes from the node: see the table in `mod.rs`.
+pub(super) fn gone_key(node: usize) -> String {
+    format!("launch/gone/{node}")
+}
 
 /// Our own beat and, on node 0, everybody's.
 pub(super) struct Pulse {
     next: Option<Instant>,
+    /// Tells the others that our connection to the store has ended.
+    will: Option<Will>,
     heard: Vec<(Option<Vec<u8>>, Option<Instant>)>,
 }
 
@@ -21,6 +32,7 @@ impl Pulse {
     pub(super) fn new(nodes: usize) -> Self {
         Pulse {
             next: None,
+            will: None,
             heard: vec![(None, None); nodes],
         }
     }
@@ -36,6 +48,17 @@ impl Pulse {
             return Ok(None);
         }
         self.next = Some(now + BEAT);
+        if me != 0 {
+            let gone = gone_key(me);
+            if store.try_get(&gone)?.is_some() {
+                // We are not: a connection broke, or we were not heard for a while.
+                self.will = None;
+                store.delete(&gone)?;
+            }
+            if self.will.is_none() {
+                self.will = store.leave_will(&gone, CLOSED)?;
+            }
+        }
         store.add(&format!("launch/beat/{me}"), 1)?;
         if me != 0 {
             return Ok(None);
@@ -48,8 +71,14 @@ impl Pulse {
             if beat != *value || since.is_none() {
                 *value = beat;
                 *since = Some(now);
-            } else if since.is_some_and(|since| now.duration_since(since) > BEAT_LIMIT) {
+                continue;
+            }
+            let silent = since.map_or(Duration::ZERO, |since| now.duration_since(since));
+            if silent > BEAT_LIMIT {
                 return Ok(Some(node));
+            }
+            if silent >= SILENT {
+                store.set(&gone_key(node), silent.as_secs().to_string().as_bytes())?;
             }
         }
         Ok(None)
@@ -80,6 +109,12 @@ mod tests {
         }
         assert_eq!(lost, Some(2));
         assert!(now > start + BEAT_LIMIT + 3 * BEAT);
+        // So do those whose ranks have lost node 2 sooner, for the same reason.
+        assert_eq!(store.try_get(&gone_key(2)).unwrap().unwrap(), b"15");
+        assert_eq!(store.try_get(&gone_key(1)).unwrap(), None);
+        // It is heard again.
+        Pulse::new(3).beat(&store, 2, now).unwrap();
+        assert_eq!(store.try_get(&gone_key(2)).unwrap(), None);
     }
 
     #[test]

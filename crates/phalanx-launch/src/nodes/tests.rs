@@ -61,6 +61,103 @@ fn twins((from, into): (&TcpStream, &TcpStream)) -> (TcpStream, TcpStream) {
     (from.try_clone().unwrap(), into.try_clone().unwrap())
 }
 
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn place_at(at: SocketAddr, server: Option<TcpServer>) -> Place {
+    Place {
+        bind: server.is_some().then_some(at.ip()),
+        server,
+        dial: at.to_string(),
+        store: at.to_string(),
+        master_addr: at.ip().to_string(),
+        warning: None,
+    }
+}
+
+fn info(host: &str, local_ranks: usize) -> NodeInfo {
+    NodeInfo {
+        nodes: 2,
+        local_ranks,
+        run_id: "none".into(),
+        host: host.into(),
+        address: None,
+        pid: 1,
+        master_port: None,
+        by_arrival: false,
+        version: "1".into(),
+    }
+}
+
+/// Nodes 0 (host a, one rank) and 1 (host b, two ranks), which reaches the store by the forwarder.
+fn two_nodes() -> (Nodes, Nodes, Forwarder) {
+    let token = Token::generate().unwrap();
+    let server = TcpServer::bind((Ipv4Addr::LOCALHOST, 0).into(), token.clone()).unwrap();
+    let at = server.local_addr();
+    let way = Forwarder::start(at);
+    let mut places = [place_at(at, Some(server)), place_at(way.at, None)];
+    let [place_0, place_1] = &mut places;
+    let (a, b) = thread::scope(|scope| {
+        let other = scope
+            .spawn(|| join(place_1, Some(1), info("b", 2), &token, PATIENCE, || None).unwrap());
+        let mine = join(place_0, Some(0), info("a", 1), &token, PATIENCE, || None).unwrap();
+        (mine, other.join().unwrap())
+    });
+    (a, b, way)
+}
+
+/// Asks until there is an answer.
+fn eventually<T>(mut ask: impl FnMut() -> Option<T>) -> T {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        if let Some(answer) = ask() {
+            return answer;
+        }
+        assert!(Instant::now() < until, "no answer");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Its process and its guard were killed at once, or its host has lost its power.
+#[test]
+fn a_node_whose_connections_have_ended_is_lost() {
+    let (a, b, way) = two_nodes();
+    let (events, _told) = channel();
+    a.watch(events.clone()).unwrap();
+    b.is_guarded();
+    b.watch(events).unwrap();
+    // The will that tells of it.
+    eventually(|| b.store.try_get("launch/beat/1").unwrap());
+    assert_eq!(a.lost(), None);
+    assert_eq!(b.lost(), None);
+    let _others = way.cut(usize::MAX);
+    let lost = eventually(|| a.lost());
+    let want = "lost node 1 (host b, 127.0.0.1, ranks 1 and 2): the connection of its launcher was closed, and it gave no reason";
+    assert_eq!(lost, want);
+}
+
+#[test]
+fn a_node_that_has_left_is_not_lost() {
+    let (a, b, _way) = two_nodes();
+    let store = a.store.clone();
+    store.set(&gone_key(1), b"closed").unwrap();
+    assert!(a.lost().is_some());
+    b.leave(2, Instant::now());
+    assert_eq!(a.lost(), None);
+}
+
+/// The link between the nodes is down: each names the other.
+#[test]
+fn a_node_from_which_nothing_comes_is_lost() {
+    let (a, b, _way) = two_nodes();
+    a.store.set(&gone_key(1), b"8").unwrap();
+    let want = "lost the connection to node 1 (host b, 127.0.0.1, ranks 1 and 2): nothing has come from it for 8 s";
+    assert_eq!(a.lost().unwrap(), want);
+    assert_eq!(b.lost(), None, "the key is about itself");
+    *b.answered.lock().unwrap() = Instant::now() - Duration::from_secs(9);
+    let want = "lost the connection to node 0 (host a, 127.0.0.1, rank 0): nothing has come from it for 9 s";
+    assert_eq!(b.lost().unwrap(), want);
+}
+
 #[test]
 fn a_launcher_killed_right_after_its_card_is_known_to_be() {
     is_known_to_be_gone(usize::MAX);
@@ -74,32 +171,15 @@ fn a_launcher_that_cannot_say_why_it_ends_is_known_to_be_gone() {
 
 /// A launcher whose first `connections` break right after it has joined, and that cannot make new ones.
 fn is_known_to_be_gone(connections: usize) {
-    const PATIENCE: Duration = Duration::from_secs(20);
     let token = Token::generate().unwrap();
     let server = TcpServer::bind((Ipv4Addr::LOCALHOST, 0).into(), token.clone()).unwrap();
     let direct =
         TcpStore::connect(&server.local_addr().to_string(), token.clone(), PATIENCE).unwrap();
     let way = Forwarder::start(server.local_addr());
-    let mut place = Place {
-        server: None,
-        dial: way.at.to_string(),
-        store: way.at.to_string(),
-        master_addr: way.at.ip().to_string(),
-        bind: None,
-        warning: None,
-    };
-    let info = NodeInfo {
-        nodes: 2,
-        local_ranks: 1,
-        run_id: "none".into(),
-        host: "b".into(),
-        pid: 1,
-        master_port: None,
-        by_arrival: false,
-        version: "1".into(),
-    };
-    let joining =
-        thread::spawn(move || join(&mut place, Some(1), info, &token, PATIENCE, || None).map(drop));
+    let mut place = place_at(way.at, None);
+    let joining = thread::spawn(move || {
+        join(&mut place, Some(1), info("b", 1), &token, PATIENCE, || None).map(drop)
+    });
     direct.wait(&["launch/node/1"], PATIENCE).unwrap();
     let _others = way.cut(connections);
     let verdict: Verdict = decode(&direct.get(ABORT_KEY, PATIENCE).unwrap()).unwrap();

@@ -356,6 +356,8 @@ impl<'a> Saving<'a> {
         self.ctx.group.barrier()?;
         let why = match self.why {
             FLAG => "as asked".to_owned(),
+            // Ctrl-C counts as this, and a launcher sends this for it.
+            stop::SIGTERM => "as asked by SIGTERM or Ctrl-C".to_owned(),
             signal => format!("as asked by {}", signal_name(signal)),
         };
         let steps = plural(usize::try_from(place.step).unwrap_or(usize::MAX), "step");

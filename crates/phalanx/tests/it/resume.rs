@@ -607,7 +607,9 @@ fn the_linear_program_saves_before_sigterm_ends_it() {
     signal(child.id(), "TERM");
     let (code, text) = finish(child);
     assert_eq!(code, 130, "{text}");
-    let after = text.split("stopped as asked by SIGTERM after ").nth(1);
+    let after = text
+        .split("stopped as asked by SIGTERM or Ctrl-C after ")
+        .nth(1);
     let after = after.unwrap_or_else(|| panic!("{text}")).split(' ').next();
     let steps: u64 = after.and_then(|n| n.parse().ok()).expect("a number");
     let manifest = format!("out/checkpoints/step-{steps:09}.json");

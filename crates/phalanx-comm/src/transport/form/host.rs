@@ -91,6 +91,13 @@ pub fn host_addresses() -> Vec<IpAddr> {
     all.iter().map(if_addrs::Interface::ip).collect()
 }
 
+/// Whether `ip` is an address of this host: of one of its interfaces, loopback, or all of them (unspecified). Not asked
+/// of `bind`, which takes any address where `net.ipv4.ip_nonlocal_bind` is set.
+pub fn is_own_address(ip: IpAddr) -> bool {
+    let all = || if_addrs::get_if_addrs().unwrap_or_default();
+    ip.is_loopback() || ip.is_unspecified() || all().iter().any(|one| one.ip() == ip)
+}
+
 /// The address of this host from which the kernel would send to `target`. Nothing is sent.
 pub fn local_address_towards(target: SocketAddr) -> std::io::Result<IpAddr> {
     let any: IpAddr = match target {
@@ -132,6 +139,15 @@ mod tests {
                 !ip.is_loopback() && UdpSocket::bind((ip, 0)).is_ok(),
                 "{ip}"
             );
+            assert!(is_own_address(ip), "{ip}");
+        }
+        for (ip, is_own) in [
+            ("127.0.1.1", true),
+            ("::1", true),
+            ("0.0.0.0", true),
+            ("192.0.2.1", false),
+        ] {
+            assert_eq!(is_own_address(ip.parse().unwrap()), is_own, "{ip}");
         }
         let loopback = IpAddr::from([127, 0, 0, 1]);
         let target = SocketAddr::from(([127, 0, 0, 1], 80));

@@ -19,7 +19,9 @@ mod ports;
 mod rendezvous;
 mod sizes;
 
-pub use host::{BindAddr, host_addresses, local_address_towards, machine, what_loopback_means};
+pub use host::{
+    BindAddr, host_addresses, is_own_address, local_address_towards, machine, what_loopback_means,
+};
 pub(super) use member::Member;
 use member::this_process;
 pub use ports::PortRange;

@@ -1,5 +1,6 @@
 //! One rank fails: everybody ends, and the last words name the cause.
 
+use std::process::Command;
 use std::time::Instant;
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -328,4 +329,63 @@ fn a_rank_stopped_after_all_others_have_ended_is_the_end() {
         "{last}"
     );
     assert!(done.took < 2 * SOON, "{done:#?}");
+}
+
+/// This host's `phalanx` in namespaces of its own, where a shell has run `prepare`; `None`: they are not allowed here.
+fn in_namespaces(kinds: &[&str], prepare: &str, args: &str) -> Option<Command> {
+    let unshare = |line: &str| {
+        let mut command = Command::new("unshare");
+        command.args(["--user", "--map-root-user"]).args(kinds);
+        command.args(["sh", "-c", line]);
+        command
+    };
+    let tried = unshare(prepare).status();
+    if !tried.is_ok_and(|status| status.success()) {
+        eprintln!("skipped: no namespaces here");
+        return None;
+    }
+    let phalanx = env!("CARGO_BIN_EXE_phalanx");
+    Some(unshare(&format!("{prepare}; exec '{phalanx}' {args}")))
+}
+
+const ALL_REDUCE: &str =
+    "bench all-reduce --nproc-per-node 2 --bytes 64 --iters 3 --init-timeout 20";
+
+/// Its ranks meet in a file and train over shared memory.
+#[test]
+fn one_host_needs_no_loopback_interface() {
+    let Some(command) = in_namespaces(&["--net"], "true", ALL_REDUCE) else {
+        return;
+    };
+    let done = Family::new().run_as(command);
+    assert_eq!(done.code(), 0, "{done:#?}");
+    assert!(done.err.contains("ip link set lo up"), "{done:#?}");
+}
+
+#[test]
+fn a_host_without_proc_is_told_what_is_missing() {
+    let hide = "mount -t tmpfs none /proc";
+    let Some(command) = in_namespaces(&["--mount"], hide, ALL_REDUCE) else {
+        return;
+    };
+    let done = Family::new().run_as(command);
+    assert_eq!(done.code(), 1, "{done:#?}");
+    let last = done.last_error();
+    assert!(
+        last.contains("/proc/self/exe") && last.contains("mount -t proc"),
+        "{done:#?}"
+    );
+}
+
+/// The store's address is not to blame.
+#[test]
+fn too_few_open_files_for_the_store_is_said_without_a_wrong_fix() {
+    let mut command = Command::new("sh");
+    let phalanx = env!("CARGO_BIN_EXE_phalanx");
+    command.args(["-c", &format!("ulimit -n 6; exec '{phalanx}' {ALL_REDUCE}")]);
+    let done = Family::new().run_as(command);
+    assert_eq!(done.code(), 1, "{done:#?}");
+    let last = done.last_error();
+    assert!(last.contains("`ulimit -n` shows it"), "{done:#?}");
+    assert!(!last.contains("--node-rank"), "{done:#?}");
 }

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
+use phalanx_store::{Store, TcpStore};
 use phalanx_wire::Token;
 use phalanx_wire::handshake::{Hello, Initiator, Role};
 use rustix::process::{Pid, Signal, kill_process};
@@ -41,6 +42,10 @@ impl Job {
         }
     }
 
+    fn token(&self) -> Token {
+        Token::from_hex(std::fs::read_to_string(&self.token).unwrap().trim()).unwrap()
+    }
+
     /// A named pipe, by which ranks wait for each other.
     fn pipe(&self) -> String {
         let path = self.token.with_file_name("pipe");
@@ -55,6 +60,19 @@ impl Job {
 
     fn node_of(
         &self,
+        nodes: &str,
+        node: &str,
+        token: &str,
+        more: &[&str],
+        script: &str,
+    ) -> Running {
+        self.node_in(&self.family, nodes, node, token, more, script)
+    }
+
+    /// In a family of its own, which can be ended alone.
+    fn node_in(
+        &self,
+        family: &Family,
         nodes: &str,
         node: &str,
         token: &str,
@@ -76,8 +94,7 @@ impl Job {
             "--rdzv-timeout",
             "60",
         ];
-        self.family
-            .start(&[&args[..], more, &["sh", "-c", script]].concat())
+        family.start(&[&args[..], more, &["sh", "-c", script]].concat())
     }
 }
 
@@ -247,6 +264,129 @@ fn an_interrupt_of_one_launcher_ends_all() {
     );
 }
 
+/// Launcher, guard and ranks of a node at once, as when its host loses its power. The rank of the other node, which
+/// has only lost a peer, is not the headline.
+#[test]
+fn a_node_that_is_gone_is_named_and_not_a_rank_that_has_lost_it() {
+    let job = Job::new();
+    let pipe = job.pipe();
+    let a = job.node("0", &[], &format!("read x <{pipe}; {REPORTS_3}"));
+    let node_1 = Family::new();
+    let script = format!("exec 3>{pipe}; echo up; while :; do sleep 0.05; done");
+    let mut b = job.node_in(&node_1, "2", "1", job.token.to_str().unwrap(), &[], &script);
+    b.line();
+    // Its connection to the store, which tells of its end, is made with its first beat.
+    let beat = TcpStore::connect(&format!("127.0.0.1:{}", job.port), job.token(), SOON).unwrap();
+    beat.wait(&["launch/beat/1"], SOON).unwrap();
+    // It cannot say anything, and neither can its guard; the kernel ends its rank.
+    b.signal(Signal::STOP);
+    let start = Instant::now();
+    node_1.kill();
+    let done = a.wait();
+    assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
+    assert_eq!(done.code(), 3, "{done:#?}");
+    let last = done.last_error();
+    let lost = last.split(", 127.0.0.1, rank 1): ").collect::<Vec<_>>();
+    assert!(
+        lost[0].starts_with("error: lost node 1 (host "),
+        "{done:#?}"
+    );
+    assert!(
+        lost[1].starts_with("the connection of its launcher was closed"),
+        "{done:#?}"
+    );
+    assert!(
+        last.contains("\n  so      rank 0 (node 0, pid "),
+        "{done:#?}"
+    );
+}
+
+/// A typing error on one node ends the others at once, with its message, whichever node it is on and whatever else
+/// its command line lacks.
+#[test]
+fn a_mistake_on_one_node_ends_the_job_on_all() {
+    let own = ["--bogus-flag", "1"];
+    for (wrong, typed) in [
+        ("1", &own[..]),
+        ("0", &own),
+        ("1", &["--nproc-per-node", "many"]),
+    ] {
+        let job = Job::new();
+        let right = if wrong == "0" { "1" } else { "0" };
+        let waiting = job.node(right, &[], "echo never");
+        let mistaken = job.node(wrong, typed, "echo never");
+        let (mistaken, waiting) = both(mistaken, waiting);
+        for done in [&mistaken, &waiting] {
+            assert_eq!((done.code(), done.out.as_str()), (2, ""), "{done:#?}");
+            assert!(done.last_error().contains(typed[0]), "{done:#?}");
+            assert!(done.took < SOON, "{done:#?}");
+        }
+        let told = format!("error: node {wrong} (host ");
+        assert!(waiting.last_error().starts_with(&told), "{waiting:#?}");
+        assert!(
+            mistaken.last_error().starts_with("error: "),
+            "{mistaken:#?}"
+        );
+        assert!(!mistaken.last_error().starts_with(&told), "{mistaken:#?}");
+    }
+}
+
+/// Also a node that comes when the one with the mistake has ended.
+#[test]
+fn a_mistake_on_one_node_reaches_a_late_one() {
+    let job = Job::new();
+    let token = job.token.to_str().unwrap();
+    let first = job.node_of("3", "0", token, &[], "echo never");
+    let mistaken = job
+        .node_of("3", "1", token, &["--bogus-flag", "1"], "echo never")
+        .wait();
+    let last = job.node_of("3", "2", token, &[], "echo never").wait();
+    let first = first.wait();
+    assert_eq!(mistaken.code(), 2, "{mistaken:#?}");
+    for done in [&first, &last] {
+        assert_eq!((done.code(), done.out.as_str()), (2, ""), "{done:#?}");
+        let told = done.last_error();
+        assert!(
+            told.starts_with("error: node 1 (host ") && told.contains("--bogus-flag"),
+            "{done:#?}"
+        );
+    }
+}
+
+/// Where the others cannot be reached, it says so; a job that runs is not disturbed.
+#[test]
+fn a_mistake_that_cannot_be_told_or_comes_too_late_harms_nobody() {
+    let job = Job::new();
+    let node_1 = [
+        "launch",
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "1",
+        "--bogus-flag",
+    ];
+    let done = job.family.run(&[&node_1[..], &["true"]].concat());
+    assert_eq!(done.code(), 2, "{done:#?}");
+    assert!(
+        done.err.contains("cannot inform the other nodes: "),
+        "{done:#?}"
+    );
+    assert!(done.err.contains("--master-addr"), "{done:#?}");
+    let end = job.token.with_file_name("end");
+    let script = format!(
+        "echo up; until [ -e {} ]; do sleep 0.05; done",
+        end.display()
+    );
+    let (mut a, mut b) = (job.node("0", &[], &script), job.node("1", &[], &script));
+    a.line();
+    b.line();
+    let mistaken = job.node("1", &["--bogus-flag", "1"], "echo never").wait();
+    assert_eq!(mistaken.code(), 2, "{mistaken:#?}");
+    std::fs::write(end, "").unwrap();
+    let (a, b) = both(a, b);
+    assert_eq!((a.code(), b.code()), (0, 0), "{a:#?} {b:#?}");
+}
+
 /// The node whose rank has waited in vain does not know for whom.
 #[test]
 fn a_rank_that_is_stopped_on_another_node_is_named_everywhere() {
@@ -301,7 +441,7 @@ fn nodes_that_log_into_one_folder_keep_their_logs_apart() {
 fn a_killed_launcher_is_noticed_by_the_other_nodes() {
     for (victim, want) in [
         ("1", "the launcher of node 1 (pid "),
-        ("0", "lost the launcher of node 0: "),
+        ("0", "lost the launcher of node 0 (host "),
     ] {
         let job = Job::new();
         let script = "trap '' TERM; echo up; while :; do sleep 50; done";
