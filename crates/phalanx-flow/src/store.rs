@@ -10,6 +10,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use phalanx_data::files::{Dir, lock_holder, try_lock};
@@ -20,7 +21,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
-use crate::objects::{Object, Objects};
+use crate::objects::{Known, Object, Objects};
 use crate::spec::Workflow;
 
 type Table = TableDefinition<'static, &'static str, &'static [u8]>;
@@ -29,6 +30,8 @@ const RUNS: Table = TableDefinition::new("runs");
 const NODES: Table = TableDefinition::new("nodes");
 /// By the key of a task's call.
 const CACHE: Table = TableDefinition::new("cache");
+/// By path.
+const CONTENTS: Table = TableDefinition::new("contents");
 
 const STATE: &str = "state.redb";
 
@@ -86,6 +89,9 @@ pub(crate) struct Run {
     pub inputs: Items,
     /// Constant files and folders of tasks, by `TASK.INPUT`.
     pub constants: Items,
+    /// Where files and folders of `inputs` and `constants` were copied from, by SHA-256.
+    #[serde(default)]
+    pub sources: BTreeMap<String, PathBuf>,
     pub outputs: Items,
     pub workflow: Workflow,
 }
@@ -144,10 +150,11 @@ pub(crate) fn now() -> u64 {
     })
 }
 
+#[derive(Clone)]
 pub(crate) struct Store {
     pub dir: PathBuf,
-    pub objects: Objects,
-    db: Database,
+    pub objects: Arc<Objects>,
+    db: Arc<Database>,
 }
 
 /// The right to run workflows in a store, while it lives.
@@ -189,10 +196,18 @@ impl Store {
         }
         let db = (builder.open(&path)).map_err(|error| failed("open", &dir, error))?;
         Ok(Store {
-            objects: Objects::new(&dir),
+            objects: Arc::new(Objects::new(&dir)),
             dir,
-            db,
+            db: Arc::new(db),
         })
+    }
+
+    /// Puts right what a killed engine left. Only the engine that has the lock may call it.
+    pub fn tidy(&self) -> Result<()> {
+        self.objects.clear_tmp()?;
+        let known = self.all::<Known>(CONTENTS)?.into_iter();
+        (self.objects).learn(known.map(|(path, known)| (path.into(), known)));
+        Ok(())
     }
 
     /// Becomes the only engine of this store; `None` if there is one.
@@ -314,6 +329,13 @@ impl Store {
     pub fn write(&self, change: impl FnOnce(&mut Changes)) -> Result<()> {
         let mut changes = Changes(Vec::new());
         change(&mut changes);
+        for (path, known) in self.objects.changes() {
+            let Some(path) = path.to_str() else { continue };
+            match known {
+                Some(known) => changes.put(CONTENTS, path.to_owned(), &known),
+                None => changes.0.push((CONTENTS, path.to_owned(), None)),
+            }
+        }
         (|| {
             let transaction = self.db.begin_write()?;
             for (table, key, value) in &changes.0 {
