@@ -167,7 +167,7 @@ fn entries(folder: &Path) -> io::Result<Vec<(OsString, PathBuf)>> {
 }
 
 /// Reads the file or folder at `path`; with `keep` it becomes read-only and is written to the disk.
-fn digest(path: &Path, kind: Type, keep: bool) -> io::Result<Object> {
+pub(crate) fn digest(path: &Path, kind: Type, keep: bool) -> io::Result<Object> {
     let found = path.symlink_metadata()?;
     let is_right = match kind {
         Type::Folder => found.is_dir(),
