@@ -310,8 +310,8 @@ fn write_output(path: &Path, kind: Type, value: &Json) -> Result<()> {
     fs::write(path, text).map_err(|error| crate::objects::cannot("write", path, error))
 }
 
-/// Runs the command line of a program with one workflow: `run`, `list`, `show`, `logs`, `cancel`
-/// and `cache`, as `phalanx flow`. Call it first in `main`: tasks are this program, started again.
+/// Runs the command line of a program with one workflow: `run`, `list`, `show`, `logs`, `cancel`,
+/// `rm`, `prune` and `cache`, as `phalanx flow`. Call it first in `main`: tasks are this program, started again.
 pub fn main(flow: Flow) -> ExitCode {
     let outcome = helper(Some(&flow)).unwrap_or_else(|| {
         phalanx_process::stop::tell_limits();
