@@ -1,17 +1,19 @@
 //! The process of an attempt: this program, started again, which limits itself and then becomes
 //! the task's command or calls the task's function.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use phalanx_data::files::read_regular;
 use phalanx_process::error::{Error, ErrorKind, Result};
 use rustix::fs::{FlockOperation, Mode, OFlags, flock, open};
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, setrlimit};
 use rustix::thread::{CpuSet, sched_setaffinity};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
@@ -21,6 +23,12 @@ const ATTEMPT: &str = "flow-attempt";
 
 /// The file that every process of an attempt has open.
 const ALIVE: &str = "alive";
+
+/// From SIGTERM to SIGKILL for processes that a task has left.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// How long killed processes may take to be gone.
+const KILL_LIMIT: Duration = Duration::from_secs(10);
 
 /// What the process shall do.
 #[derive(Debug, Serialize, Deserialize)]
@@ -148,41 +156,110 @@ fn refused(action: &str, error: rustix::io::Errno) -> Error {
     Error::new(ErrorKind::System, format!("cannot {action}")).caused_by(error)
 }
 
-/// Kills all processes that still belong to the attempt in `dir`, and waits until they are gone.
+/// Ends all processes that still belong to the attempt in `dir` (SIGTERM, after [`GRACE`]
+/// SIGKILL), and waits until they are gone.
 pub(crate) fn end_all(dir: &Path) -> Result<()> {
-    use rustix::process::{Pid, Signal, kill_process};
-    let alive = dir.join(ALIVE);
-    let Ok(file) = fs::File::open(&alive) else {
+    end_within(dir, GRACE)
+}
+
+fn end_within(dir: &Path, grace: Duration) -> Result<()> {
+    let Ok(file) = fs::File::open(dir.join(ALIVE)) else {
         return Ok(());
     };
-    let until = std::time::Instant::now() + std::time::Duration::from_secs(10);
+    let start = Instant::now();
+    let mut asked = BTreeSet::new();
     while !phalanx_data::files::try_lock(&file) {
-        for pid in holders(&alive).filter_map(Pid::from_raw) {
-            let _ = kill_process(pid, Signal::KILL);
+        let pids = holders(&file)
+            .map_err(|error| crate::objects::cannot("look for processes of", dir, error))?;
+        let is_late = start.elapsed() > grace;
+        for pid in pids.iter().copied().filter_map(Pid::from_raw) {
+            if is_late {
+                let _ = kill_process(pid, Signal::KILL);
+            } else if asked.insert(pid.as_raw_nonzero()) {
+                let _ = kill_process(pid, Signal::TERM);
+            }
         }
-        if std::time::Instant::now() > until {
-            let pids: Vec<String> = holders(&alive).map(|pid| pid.to_string()).collect();
+        if start.elapsed() > grace + KILL_LIMIT {
+            let which = match &pids[..] {
+                [] => "they are hidden from this user".to_owned(),
+                pids => pids
+                    .iter()
+                    .map(i32::to_string)
+                    .collect::<Vec<_>>()
+                    .join(", "),
+            };
             return Err(Error::new(
                 ErrorKind::System,
-                format!(
-                    "processes of {} do not end: {}",
-                    dir.display(),
-                    pids.join(", ")
-                ),
+                format!("processes of {} do not end: {which}", dir.display()),
             ));
         }
-        std::thread::sleep(std::time::Duration::from_millis(2));
+        std::thread::sleep(Duration::from_millis(5));
     }
     Ok(())
 }
 
-/// Other processes that have `path` open.
-fn holders(path: &Path) -> impl Iterator<Item = i32> {
-    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
-    processes.filter_map(move |process| {
+/// Other processes that have `file` open, by whatever path.
+fn holders(file: &fs::File) -> std::io::Result<Vec<i32>> {
+    let inode = |found: fs::Metadata| (found.dev(), found.ino());
+    let wanted = inode(file.metadata()?);
+    let is_it = |link: &Path| {
+        // Only what has its name is looked at: that may be a file of a server that does not answer.
+        fs::read_link(link).is_ok_and(|path| path.ends_with(ALIVE))
+            && fs::metadata(link).is_ok_and(|found| inode(found) == wanted)
+    };
+    let has_it = |process: &Path| {
+        let files = fs::read_dir(process.join("fd")).into_iter().flatten();
+        { files }.flatten().any(|link| is_it(&link.path()))
+    };
+    let processes = fs::read_dir("/proc")?.flatten().filter_map(|process| {
         let pid: i32 = process.file_name().to_str()?.parse().ok()?;
-        let mut files = fs::read_dir(process.path().join("fd")).ok()?.flatten();
-        let has = files.any(|file| fs::read_link(file.path()).is_ok_and(|to| to == path));
-        (has && u32::try_from(pid) != Ok(std::process::id())).then_some(pid)
-    })
+        let is_other = u32::try_from(pid) != Ok(std::process::id());
+        (is_other && has_it(&process.path())).then_some(pid)
+    });
+    Ok(processes.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader};
+    use std::process::{Child, Stdio};
+
+    use super::*;
+
+    /// A process of the attempt in `dir` with this script, once it has written a line.
+    fn process(dir: &Path, script: &str) -> Child {
+        fs::write(dir.join(ALIVE), "").unwrap();
+        let alive = fs::File::open(dir.join(ALIVE)).unwrap();
+        flock(&alive, FlockOperation::LockShared).unwrap();
+        let mut child = Command::new("sh")
+            .args(["-c", script])
+            .current_dir(dir)
+            .stdin(alive)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        let stdout = child.stdout.as_mut().unwrap();
+        BufReader::new(stdout).read_line(&mut line).unwrap();
+        child
+    }
+
+    #[test]
+    fn processes_are_found_by_another_path_and_may_end_in_order() {
+        let dir = tempfile::tempdir().unwrap();
+        let link = dir.path().join("link");
+        let real = dir.path().join("real");
+        fs::create_dir(&real).unwrap();
+        std::os::unix::fs::symlink(&real, &link).unwrap();
+        let script = "trap 'echo bye > said; exit 7' TERM; echo; while :; do sleep 0.01; done";
+        let mut child = process(&real, script);
+        // They are not killed within the time of this test.
+        end_within(&link, Duration::from_secs(600)).unwrap();
+        assert_eq!(child.wait().unwrap().code(), Some(7));
+        assert_eq!(fs::read_to_string(real.join("said")).unwrap(), "bye\n");
+        let mut child = process(&real, "trap '' TERM; echo; while :; do sleep 0.01; done");
+        end_within(&link, Duration::from_millis(20)).unwrap();
+        use std::os::unix::process::ExitStatusExt;
+        assert_eq!(child.wait().unwrap().signal(), Some(9));
+    }
 }

@@ -10,6 +10,7 @@ use std::io::IsTerminal;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ExitStatus};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -18,18 +19,21 @@ use phalanx_launch::{Guard, reap_group, tied_command};
 use phalanx_process::error::{Error, ErrorKind, Result};
 use phalanx_process::{format, say, stop};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
-use serde_json::{Map, Value as Json, json};
-use sha2::{Digest, Sha256};
+use serde_json::{Map, Value as Json};
 
+use crate::call::Call;
 use crate::child::{self, Start, log_file, outputs_dir, work_dir};
 use crate::lock::EngineLock;
-use crate::objects::cannot;
+use crate::objects::{Objects, cannot, remove_all};
 use crate::resources::{Grant, Limiter, Machine, Pool, end_group, size};
 use crate::spec::{Action, Placeholder, Resources, Source, Task, Type, Value, Workflow};
 use crate::store::{Attempt, Cached, Item, Items, Node, Run, State, Store, now};
 
 /// From SIGTERM to SIGKILL.
 const GRACE: Duration = Duration::from_secs(5);
+
+/// Tasks for which files are read at the same time, before they start.
+const MOST_BUSY: usize = 8;
 
 /// Largest text of an output value.
 const MOST_VALUE: u64 = 16 << 20;
@@ -44,41 +48,112 @@ pub(crate) struct Options {
 }
 
 enum Event {
+    /// The process of a task's attempt.
     Ended(String),
     Signal(i32),
+    /// What another thread has found out for a task.
+    Found(String, Result<Found>),
 }
 
-/// An attempt that runs.
-struct Live {
+enum Found {
+    /// Whether the outputs of a task that was done before are whole.
+    Kept(std::result::Result<(), String>),
+    /// The key of a task's call, and the cached result, if there is one and it is whole.
+    Key(String, Option<std::result::Result<Cached, String>>),
+    /// Whether a task's inputs are whole, and how many entries `alone` had before.
+    Inputs(std::result::Result<(), Broken>, usize),
+    End(End),
+}
+
+/// An input that cannot be used.
+struct Broken {
+    input: String,
+    sha256: String,
+    why: String,
+}
+
+/// How an attempt has ended.
+struct End {
+    dir: PathBuf,
+    status: std::io::Result<ExitStatus>,
+    is_too_large: bool,
+    /// Why processes that it has left do not end.
+    left: Option<String>,
+    /// An input that is another one than before.
+    changed: Option<Broken>,
+    /// The outputs, or what is wrong with them; `None` after a failure.
+    outputs: Option<std::result::Result<Items, String>>,
+    /// The key of its call now.
+    key: Option<String>,
+}
+
+/// Why the engine ends an attempt.
+#[derive(Clone, Copy, PartialEq)]
+enum Why {
+    Timeout(Duration),
+    Stopped,
+    /// An input was changed by it, or by another task that runs.
+    InputChanged,
+}
+
+impl Why {
+    fn text(self) -> String {
+        match self {
+            Why::Timeout(limit) => {
+                format!("timeout after {}", humantime::format_duration(limit))
+            }
+            Why::Stopped => "stopped".to_owned(),
+            Why::InputChanged => {
+                "an input was changed while it and another task ran; it runs again alone".to_owned()
+            }
+        }
+    }
+}
+
+/// The processes of an attempt.
+struct Processes {
     child: Child,
     group: Pid,
-    dir: PathBuf,
     cgroup: Option<PathBuf>,
+    is_reaped: bool,
+}
+
+/// An attempt that runs, or whose outputs are read.
+struct Live {
+    /// `None` once its main process has ended.
+    processes: Option<Processes>,
+    dir: PathBuf,
     grant: Grant,
     started: Instant,
     /// When it is told to end, and when it is killed.
     term_at: Option<Instant>,
     kill_at: Option<Instant>,
-    /// Why the engine ends it.
-    why: Option<String>,
-    is_reaped: bool,
+    why: Option<Why>,
 }
 
 impl Live {
     fn signal(&self, signal: Signal) {
-        let _ = kill_process_group(self.group, signal);
+        if let Some(processes) = &self.processes {
+            processes.signal(signal);
+        }
     }
 
-    fn end(&mut self, why: &str) {
+    fn end(&mut self, why: Why) {
         if self.why.is_none() {
-            self.why = Some(why.to_owned());
+            self.why = Some(why);
             self.term_at = None;
             self.kill_at = Some(Instant::now() + GRACE);
             self.signal(Signal::TERM);
         }
     }
+}
 
-    /// Ends and reaps all its processes; whether its memory limit was exceeded.
+impl Processes {
+    fn signal(&self, signal: Signal) {
+        let _ = kill_process_group(self.group, signal);
+    }
+
+    /// Ends and reaps all; whether the memory limit was exceeded.
     fn finish(&mut self) -> (std::io::Result<ExitStatus>, bool) {
         self.signal(Signal::KILL);
         let status = self.child.wait();
@@ -89,7 +164,7 @@ impl Live {
     }
 }
 
-impl Drop for Live {
+impl Drop for Processes {
     /// No attempt outlives its engine.
     fn drop(&mut self) {
         if !self.is_reaped {
@@ -98,7 +173,8 @@ impl Drop for Live {
     }
 }
 
-/// One engine, which runs one workflow.
+/// One engine, which runs one workflow. Files are read on other threads, so that it looks at
+/// signals, timeouts and tasks that end meanwhile.
 struct Engine<'a> {
     store: &'a Store,
     id: &'a str,
@@ -107,12 +183,21 @@ struct Engine<'a> {
     options: &'a Options,
     pool: Pool,
     limiter: Limiter,
-    guard: Guard,
+    guard: Arc<Guard>,
     live: BTreeMap<String, Live>,
+    /// Tasks for which files are read before they start, some with their resources.
+    busy: BTreeMap<String, Option<Grant>>,
+    /// Tasks that were done before, and are not looked at yet.
+    kept: BTreeSet<String>,
     /// When a failed task is tried again.
     pauses: BTreeMap<String, Instant>,
-    /// Tasks whose cache was looked at; or that they wait was said.
-    looked_up: BTreeMap<String, String>,
+    /// Tasks whose inputs are known, with the key in the cache.
+    looked_up: BTreeMap<String, Option<String>>,
+    /// How often tasks run again because their outputs were changed.
+    again: BTreeMap<String, usize>,
+    /// Inputs, by SHA-256, that one attempt at a time gets: one of several had changed it.
+    alone: BTreeSet<String>,
+    /// Tasks of which it was said that they wait.
     said_waiting: BTreeSet<String>,
     stopping: Option<i32>,
     screen: Screen,
@@ -159,12 +244,32 @@ pub(crate) fn given(workflow: &Workflow, words: &[String]) -> Result<BTreeMap<St
     Ok(values)
 }
 
-/// Starts a new run of `workflow` with `given`; returns its id.
+/// Starts a new run of `workflow` with `given`; returns its id. The store must be locked.
 pub(crate) fn create(
     store: &Store,
     workflow: Workflow,
     given: &BTreeMap<String, Json>,
 ) -> Result<String> {
+    record_run(store, workflow, given).map_err(|error| match error.kind() {
+        ErrorKind::Usage => error,
+        _ => error.note("then", "start it again"),
+    })
+}
+
+fn record_run(store: &Store, workflow: Workflow, given: &BTreeMap<String, Json>) -> Result<String> {
+    store.tidy()?;
+    let mut sources = BTreeMap::new();
+    let mut resolve = |kind: Type, value: &Json| -> Result<Item> {
+        match value {
+            Json::String(path) if kind.is_path() => {
+                let path = std::path::absolute(workflow.folder.join(path))?;
+                let object = store.objects.import(&path, kind)?;
+                sources.insert(object.sha256.clone(), path);
+                Ok(Item::Object(object))
+            }
+            value => Ok(Item::Value(canonical(kind, value))),
+        }
+    };
     let mut inputs = Items::new();
     for (name, input) in &workflow.inputs {
         let Some(value) = given.get(name).or(input.default.as_ref()) else {
@@ -173,10 +278,7 @@ pub(crate) fn create(
                     .note("try", format!("--input {name}=VALUE")),
             );
         };
-        inputs.insert(
-            name.clone(),
-            resolve(store, input.kind, value, &workflow.folder)?,
-        );
+        inputs.insert(name.clone(), resolve(input.kind, value)?);
     }
     let mut constants = Items::new();
     let disk = rustix::fs::statvfs(&store.dir).ok();
@@ -196,10 +298,9 @@ pub(crate) fn create(
         }
         for (name, input) in &task.inputs {
             if let Value::Constant(value) = &input.value {
-                let item =
-                    resolve(store, input.kind, value, &workflow.folder).map_err(|error| {
-                        error.note("in", format!("task {:?}, input {name:?}", task.name))
-                    })?;
+                let item = resolve(input.kind, value).map_err(|error| {
+                    error.note("in", format!("task {:?}, input {name:?}", task.name))
+                })?;
                 constants.insert(format!("{}.{name}", task.name), item);
             }
         }
@@ -214,6 +315,7 @@ pub(crate) fn create(
         limits: String::new(),
         inputs,
         constants,
+        sources,
         outputs: Items::new(),
         workflow,
     };
@@ -224,16 +326,6 @@ pub(crate) fn create(
         }
     })?;
     Ok(id)
-}
-
-/// A value as it is recorded; files and folders are copied into the store.
-fn resolve(store: &Store, kind: Type, value: &Json, folder: &Path) -> Result<Item> {
-    match value {
-        Json::String(path) if kind.is_path() => Ok(Item::Object(
-            store.objects.import(&folder.join(path), kind)?,
-        )),
-        value => Ok(Item::Value(canonical(kind, value))),
-    }
 }
 
 /// `3` as a float is `3.0`.
@@ -270,7 +362,7 @@ pub(crate) fn execute(
 ) -> Result<Items> {
     let (_, run) = store.find(id)?;
     check_machine(&run.workflow, options)?;
-    store.objects.clear_tmp();
+    store.tidy()?;
     let limiter = Limiter::new();
     let (sender, events) = channel();
     let watch = watch_signals(sender.clone())?;
@@ -285,10 +377,14 @@ pub(crate) fn execute(
         nodes: BTreeMap::new(),
         options,
         pool: Pool::new(Machine::new(&options.resources)),
-        guard: Guard::start()?,
+        guard: Arc::new(Guard::start()?),
         live: BTreeMap::new(),
+        busy: BTreeMap::new(),
+        kept: BTreeSet::new(),
         pauses: BTreeMap::new(),
         looked_up: BTreeMap::new(),
+        again: BTreeMap::new(),
+        alone: BTreeSet::new(),
         said_waiting: BTreeSet::new(),
         stopping: None,
         screen: Screen::new(),
@@ -302,7 +398,7 @@ pub(crate) fn execute(
     engine.live.clear();
     engine.screen.clear();
     watch.close();
-    outcome
+    outcome.unwrap_or_else(|error| Err(error.note("then", engine.resume())))
 }
 
 fn watch_signals(sender: Sender<Event>) -> Result<signal_hook::iterator::Handle> {
@@ -344,19 +440,11 @@ impl Engine<'_> {
                     attempt.end = Some("lost: the engine ended".to_owned());
                 }
             }
-            if node.state == State::Done {
-                match self.check_all(&node.outputs) {
-                    Ok(()) => self
-                        .screen
-                        .line("Kept", &format!("{}: done before", task.name)),
-                    Err(why) => {
-                        self.screen
-                            .line("Lost", &format!("{}: {why}; it runs again", task.name));
-                        node.state = State::Waiting;
-                    }
+            match node.state {
+                State::Done => {
+                    self.kept.insert(task.name.clone());
                 }
-            } else {
-                node.state = State::Waiting;
+                _ => node.state = State::Waiting,
             }
             self.nodes.insert(task.name, node);
         }
@@ -369,6 +457,12 @@ impl Engine<'_> {
                 changes.node(self.id, name, node);
             }
         })?;
+        // In the store they are done, here when that is certain.
+        for name in &self.kept {
+            if let Some(node) = self.nodes.get_mut(name) {
+                node.state = State::Waiting;
+            }
+        }
         let tasks = &self.run.workflow.tasks;
         self.screen.line(
             "Run",
@@ -384,19 +478,39 @@ impl Engine<'_> {
         Ok(())
     }
 
-    fn check_all(&self, items: &Items) -> std::result::Result<(), String> {
-        items.values().try_for_each(|item| match item {
-            Item::Object(object) => self.store.objects.check(object),
-            Item::Value(_) => Ok(()),
-        })
+    fn resume(&self) -> String {
+        format!("{} run --resume {}", self.options.command, self.id)
     }
 
-    fn work(&mut self) -> Result<Items> {
+    /// Does `work` on another thread, which may take long.
+    fn find(
+        &self,
+        task: &str,
+        work: impl FnOnce(&Store) -> Result<Found> + Send + 'static,
+    ) -> Result<()> {
+        let (store, sender, task) = (self.store.clone(), self.sender.clone(), task.to_owned());
+        let thread = std::thread::Builder::new().name("files".into());
+        let started = thread.spawn(move || {
+            let work = std::panic::AssertUnwindSafe(|| work(&store));
+            let found = std::panic::catch_unwind(work).unwrap_or_else(|_| {
+                let message = format!("a thread for task {task:?} panicked");
+                Err(Error::new(ErrorKind::System, message))
+            });
+            let _ = sender.send(Event::Found(task, found));
+        });
+        let failed =
+            |error| Error::new(ErrorKind::System, "cannot start a thread").caused_by(error);
+        started.map(drop).map_err(failed)
+    }
+
+    /// Runs all; an error of the store, or how the run has ended.
+    fn work(&mut self) -> Result<Result<Items>> {
         loop {
             if self.stopping.is_none() {
                 self.advance()?;
             }
-            if self.live.is_empty() && (self.stopping.is_some() || self.pauses.is_empty()) {
+            let is_idle = self.pauses.is_empty() && self.busy.is_empty();
+            if self.live.is_empty() && (self.stopping.is_some() || is_idle) {
                 return self.conclude();
             }
             let now = Instant::now();
@@ -416,46 +530,56 @@ impl Engine<'_> {
             match self.events.recv_timeout(wait) {
                 Ok(Event::Ended(task)) => self.ended(&task)?,
                 Ok(Event::Signal(signal)) => self.signaled(signal),
+                Ok(Event::Found(task, found)) => self.found(&task, found?)?,
                 // The engine has a sender of its own.
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
             }
-            self.tick();
+            self.tick()?;
         }
     }
 
     fn signaled(&mut self, signal: i32) {
         if self.stopping.replace(signal).is_some() {
-            self.live
-                .values()
-                .for_each(|live| live.signal(Signal::KILL));
+            let now = Some(Instant::now());
+            self.live.values_mut().for_each(|live| live.kill_at = now);
             return;
         }
         self.pauses.clear();
+        self.busy.clear();
         if !self.live.is_empty() {
             let names: Vec<&str> = self.live.keys().map(String::as_str).collect();
             self.screen.line("Stopping", &names.join(", "));
         }
-        self.live.values_mut().for_each(|live| live.end("stopped"));
+        for live in self.live.values_mut() {
+            live.end(Why::Stopped);
+        }
     }
 
     /// Timeouts, kills, and pauses that are over.
-    fn tick(&mut self) {
+    fn tick(&mut self) -> Result<()> {
         let now = Instant::now();
+        let mut given_up = Vec::new();
         for (name, live) in &mut self.live {
             if live.term_at.is_some_and(|at| at <= now) {
                 let task = self.run.workflow.task(name);
                 let limit = task.and_then(|task| task.timeout).unwrap_or_default();
-                live.end(&format!(
-                    "timeout after {}",
-                    humantime::format_duration(limit)
-                ));
+                live.end(Why::Timeout(limit));
             }
             if live.kill_at.is_some_and(|at| at <= now) {
                 live.kill_at = None;
                 live.signal(Signal::KILL);
+                if live.processes.is_none() && self.stopping.is_some() {
+                    given_up.push(name.clone());
+                }
             }
         }
         self.pauses.retain(|_, at| *at > now);
+        // Its outputs are not read to the end.
+        for name in given_up {
+            self.live.remove(&name);
+            self.record(&name, Why::Stopped.text(), Outcome::Again)?;
+        }
+        Ok(())
     }
 
     /// Starts, serves from the cache or skips all tasks that can be.
@@ -463,7 +587,17 @@ impl Engine<'_> {
         // In an order in which each comes after those that it needs.
         for task in self.run.workflow.tasks.clone() {
             let name = &task.name;
-            if self.nodes[name].state != State::Waiting || self.pauses.contains_key(name) {
+            let is_waiting = self.nodes[name].state == State::Waiting;
+            if !is_waiting || self.pauses.contains_key(name) || self.busy.contains_key(name) {
+                continue;
+            }
+            let is_full = self.busy.len() >= MOST_BUSY;
+            if self.kept.contains(name) {
+                if !is_full {
+                    self.busy.insert(name.clone(), None);
+                    let outputs = self.nodes[name].outputs.clone();
+                    self.find(name, move |store| Ok(Found::Kept(check(store, &outputs))))?;
+                }
                 continue;
             }
             let needed = task.dependencies();
@@ -477,16 +611,31 @@ impl Engine<'_> {
                 continue;
             }
             if !self.looked_up.contains_key(name) {
-                let inputs = self.inputs_of(&task);
-                let key = key_of(&task, &inputs);
-                self.change(name, |node| node.inputs = inputs)?;
-                self.looked_up.insert(name.clone(), key.clone());
-                if task.cache.is_some() && !self.options.no_cache && self.serve(&task, &key)? {
+                if is_full {
                     continue;
                 }
+                let inputs = self.inputs_of(&task);
+                self.change(name, |node| node.inputs = inputs.clone())?;
+                if task.cache.is_some() {
+                    self.busy.insert(name.clone(), None);
+                    self.look_up(&task, inputs)?;
+                    continue;
+                }
+                self.looked_up.insert(name.clone(), None);
+            }
+            if is_full || self.has_to_be_alone(name) {
+                continue;
             }
             match self.pool.take(&task) {
-                Ok(grant) => self.start(&task, grant)?,
+                Ok(grant) => {
+                    self.busy.insert(name.clone(), Some(grant));
+                    let inputs = self.nodes[name].inputs.clone();
+                    let sources = self.run.sources.clone();
+                    let alone = self.alone.len();
+                    self.find(name, move |store| {
+                        Ok(Found::Inputs(mend(store, &inputs, &sources)?, alone))
+                    })?;
+                }
                 Err(why) => {
                     if self.said_waiting.insert(name.clone()) {
                         self.screen.line("Waiting", &format!("{name}: {why}"));
@@ -528,46 +677,155 @@ impl Engine<'_> {
         task.inputs.iter().filter_map(item).collect()
     }
 
-    /// Uses a cached result, if there is a whole one.
-    fn serve(&mut self, task: &Task, key: &str) -> Result<bool> {
-        let Some(found) = self.store.cached(key)? else {
-            return Ok(false);
-        };
-        if let Err(why) = self.check_all(&found.outputs) {
-            self.screen.line(
-                "Damaged",
-                &format!("{}: not from the cache: {why}", task.name),
-            );
-            return Ok(false);
+    /// Whether it waits for the end of others that have one of its inputs.
+    fn has_to_be_alone(&self, name: &str) -> bool {
+        let has_it = |name: &str, sha256: &String| has(&self.nodes[name].inputs, sha256);
+        let starting = self.busy.iter().filter(|(_, grant)| grant.is_some());
+        let started = self.live.keys().chain(starting.map(|(name, _)| name));
+        let mut others = started.filter(|other| *other != name);
+        let alone = self.alone.iter().filter(|sha256| has_it(name, sha256));
+        let alone: Vec<&String> = alone.collect();
+        others.any(|other| alone.iter().any(|sha256| has_it(other, sha256)))
+    }
+
+    fn look_up(&mut self, task: &Task, inputs: Items) -> Result<()> {
+        let is_used = !self.options.no_cache;
+        let call = self.call(task, inputs);
+        self.find(&task.name, move |store| {
+            let key = call.key(&store.objects)?;
+            let found = match is_used {
+                true => store.cached(&key)?,
+                false => None,
+            };
+            let whole = found.map(|found| check(store, &found.outputs).map(|()| found));
+            Ok(Found::Key(key, whole))
+        })
+    }
+
+    fn call(&self, task: &Task, inputs: Items) -> Call {
+        Call {
+            workflow: self.run.workflow.name.clone(),
+            folder: self.run.workflow.folder.clone(),
+            task: task.clone(),
+            inputs,
         }
-        self.screen
-            .line("Cached", &format!("{} (from {})", task.name, found.run));
-        self.change(&task.name, |node| {
-            node.state = State::Done;
-            node.outputs = found.outputs;
-            node.cached = Some(found.run);
-        })?;
-        Ok(true)
+    }
+
+    /// Goes on with a task after another thread has read files for it.
+    fn found(&mut self, name: &str, found: Found) -> Result<()> {
+        let found = match found {
+            Found::End(end) => return self.settle(name, end),
+            found => found,
+        };
+        // Not after a stop.
+        let Some(grant) = self.busy.remove(name) else {
+            return Ok(());
+        };
+        match found {
+            Found::End(_) => {}
+            Found::Kept(whole) => {
+                self.kept.remove(name);
+                match whole {
+                    Ok(()) => {
+                        self.screen.line("Kept", &format!("{name}: done before"));
+                        if let Some(node) = self.nodes.get_mut(name) {
+                            node.state = State::Done;
+                        }
+                    }
+                    Err(why) => {
+                        let text = format!("{name}: {why}; it runs again");
+                        self.screen.line("Lost", &text);
+                        self.change(name, |node| node.state = State::Waiting)?;
+                    }
+                }
+            }
+            Found::Key(key, cached) => {
+                self.looked_up.insert(name.to_owned(), Some(key));
+                match cached {
+                    None => {}
+                    Some(Err(why)) => {
+                        let text = format!("{name}: not from the cache: {why}");
+                        self.screen.line("Damaged", &text);
+                    }
+                    Some(Ok(found)) => {
+                        let text = format!("{name} (from {})", found.run);
+                        self.screen.line("Cached", &text);
+                        self.change(name, |node| {
+                            node.state = State::Done;
+                            node.outputs = found.outputs;
+                            node.cached = Some(found.run);
+                        })?;
+                    }
+                }
+            }
+            Found::Inputs(whole, alone) => {
+                let Some(task) = self.run.workflow.task(name).cloned() else {
+                    return Ok(());
+                };
+                let grant = grant.unwrap_or_default();
+                match whole {
+                    // One was found to be changed after they were read.
+                    Ok(()) if alone != self.alone.len() => self.pool.give_back(grant),
+                    Ok(()) => self.start(&task, grant)?,
+                    Err(broken) => {
+                        self.pool.give_back(grant);
+                        self.cannot_start(&task, &broken)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// An input of `task` is damaged: the task that has made it runs again, or `task` fails.
+    fn cannot_start(&mut self, task: &Task, broken: &Broken) -> Result<()> {
+        if let Value::From(Source::Output { task: maker, .. }) = &task.inputs[&broken.input].value {
+            // Those that need it get its new outputs.
+            let tasks = &self.run.workflow.tasks;
+            let needs = |name: &String| {
+                let task = tasks.iter().find(|task| task.name == *name);
+                task.is_some_and(|task| task.dependencies().contains(maker.as_str()))
+            };
+            if self.nodes[maker].state != State::Done {
+                self.looked_up.retain(|name, _| !needs(name));
+                return Ok(());
+            }
+            let again = self.again.entry(maker.clone()).or_default();
+            *again += 1;
+            // Each time one of those that need it has failed; else it is not they.
+            if *again <= tasks.len() {
+                self.looked_up
+                    .retain(|name, _| name != maker && !needs(name));
+                let text = format!("{maker}: {}; it runs again", broken.why);
+                self.screen.line("Lost", &text);
+                return self.change(maker, |node| {
+                    node.state = State::Waiting;
+                    node.cached = None;
+                });
+            }
+        }
+        let end = format!("cannot start: input {:?}: {}", broken.input, broken.why);
+        let attempt = Attempt {
+            started: now(),
+            ended: None,
+            end: None,
+            counts: true,
+            limits: String::new(),
+            gpus: Vec::new(),
+        };
+        self.change(&task.name, |node| node.attempts.push(attempt))?;
+        self.record(&task.name, end.clone(), Outcome::Failed)?;
+        self.screen.line("Failed", &format!("{}: {end}", task.name));
+        Ok(())
     }
 
     fn start(&mut self, task: &Task, grant: Grant) -> Result<()> {
         let name = &task.name;
         let number = self.nodes[name].attempts.len() + 1;
         let inputs = self.nodes[name].inputs.clone();
-        if let Err(why) = self.check_all(&inputs) {
-            self.pool.give_back(grant);
-            return Err(Error::new(
-                ErrorKind::Failed,
-                format!("task {name:?} cannot start: {why}"),
-            )
-            .note(
-                "try",
-                format!("{} run --resume {}", self.options.command, self.id),
-            ));
-        }
         let dir = self.store.attempt_dir(self.id, name, number);
         // Of an engine that was killed before it had recorded the attempt.
-        let _ = fs::remove_dir_all(&dir);
+        remove_all(&dir).map_err(|error| cannot("remove", &dir, error))?;
         for folder in [dir.join("inputs"), work_dir(&dir), outputs_dir(&dir)] {
             create_folder(&folder)?;
         }
@@ -612,16 +870,19 @@ impl Engine<'_> {
         let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
         let group = pid.ok_or_else(|| failed(std::io::Error::other("no process number")))?;
         let started = Instant::now();
-        let live = Live {
+        let processes = Processes {
             child,
             group,
-            dir,
             cgroup,
+            is_reaped: false,
+        };
+        let live = Live {
+            processes: Some(processes),
+            dir,
             started,
             term_at: task.timeout.and_then(|limit| started.checked_add(limit)),
             kill_at: None,
             why: None,
-            is_reaped: false,
             grant,
         };
         let (sender, task) = (self.sender.clone(), name.clone());
@@ -724,153 +985,204 @@ impl Engine<'_> {
         })
     }
 
-    /// A task's process has ended: what has become of the task?
+    /// A task's main process has ended: ends its other ones and reads its outputs.
     fn ended(&mut self, name: &str) -> Result<()> {
-        let (Some(mut live), Some(task)) = (
+        let (Some(live), Some(task)) = (self.live.get_mut(name), self.run.workflow.task(name))
+        else {
+            return Ok(());
+        };
+        let Some(mut processes) = live.processes.take() else {
+            return Ok(());
+        };
+        live.term_at = None;
+        let (dir, is_stopped) = (live.dir.clone(), live.why == Some(Why::Stopped));
+        let task = task.clone();
+        let guard = self.guard.clone();
+        let inputs = self.nodes[name].inputs.clone();
+        let call = task
+            .cache
+            .is_some()
+            .then(|| self.call(&task, inputs.clone()));
+        self.find(name, move |store| {
+            let left = child::end_all(&dir).err();
+            let (status, is_too_large) = processes.finish();
+            guard.ended(processes.group);
+            let changed = match is_stopped {
+                true => None,
+                false => broken(store, &inputs),
+            };
+            let is_success = matches!(&status, Ok(status) if status.success());
+            let is_good = is_success && !is_stopped && left.is_none() && changed.is_none();
+            let (mut outputs, mut key) = (None, None);
+            if is_good {
+                outputs = Some(collect(&store.objects, &task, &dir)?);
+                key = call.map(|call| call.key(&store.objects)).transpose()?;
+            }
+            Ok(Found::End(End {
+                dir,
+                status,
+                is_too_large,
+                left: left.map(|error| error.chain()),
+                changed,
+                outputs,
+                key,
+            }))
+        })
+    }
+
+    /// An attempt has ended: what has become of the task?
+    fn settle(&mut self, name: &str, end: End) -> Result<()> {
+        // It may have been given up.
+        if self.live.get(name).is_none_or(|live| live.dir != end.dir) {
+            return Ok(());
+        }
+        let (Some(live), Some(task)) = (
             self.live.remove(name),
             self.run.workflow.task(name).cloned(),
         ) else {
             return Ok(());
         };
-        let (status, too_large) = live.finish();
-        let status = status.map_err(|error| cannot("wait for", &live.dir, error))?;
-        self.guard.ended(live.group);
-        child::end_all(&live.dir)?;
-        let took = format!("{:.1} s", live.started.elapsed().as_secs_f64());
-        let dir = live.dir.clone();
-        self.pool.give_back(std::mem::take(&mut live.grant));
-        let (end, is_final, outputs) = match (&live.why, status.code()) {
-            (_, Some(0)) if live.why.as_deref() != Some("stopped") => {
-                match self.collect(&task, &dir)? {
-                    Ok(outputs) => ("done".to_owned(), false, Some(outputs)),
-                    Err(why) => (why, true, None),
-                }
+        let status = end
+            .status
+            .map_err(|error| cannot("wait for", &live.dir, error))?;
+        self.pool.give_back(live.grant);
+        let (text, outcome) = match (live.why, status.code()) {
+            (Some(why @ Why::InputChanged), _) => (why.text(), Outcome::Again),
+            _ if let Some(changed) = &end.changed => match self.isolate(changed) {
+                true => (Why::InputChanged.text(), Outcome::Again),
+                false => (
+                    format!("it changed its input {:?}: {}", changed.input, changed.why),
+                    Outcome::Failed,
+                ),
+            },
+            _ if let Some(left) = end.left => (left, Outcome::Failed),
+            _ if let Some(outputs) = end.outputs => match outputs {
+                Ok(outputs) => ("done".to_owned(), Outcome::Done(outputs, end.key)),
+                Err(why) => (why, Outcome::Failed),
+            },
+            (Some(why @ Why::Stopped), _) => (why.text(), Outcome::Again),
+            (Some(why), _) => (why.text(), Outcome::Retry),
+            (None, Some(code)) if task.unrecoverable.contains(&code) => {
+                (format!("exit code {code}"), Outcome::Failed)
             }
-            (Some(why), _) => (why.clone(), false, None),
-            (None, Some(code)) => (
-                format!("exit code {code}"),
-                task.unrecoverable.contains(&code),
-                None,
-            ),
-            (None, None) if too_large => ("memory limit exceeded".to_owned(), false, None),
+            (None, Some(code)) => (format!("exit code {code}"), Outcome::Retry),
+            (None, None) if end.is_too_large => {
+                ("memory limit exceeded".to_owned(), Outcome::Retry)
+            }
             (None, None) => {
                 let signal = status.signal().unwrap_or(0);
-                (
-                    format!("killed by {}", stop::signal_name(signal)),
-                    false,
-                    None,
-                )
+                let text = format!("killed by {}", stop::signal_name(signal));
+                (text, Outcome::Retry)
             }
         };
-        let mut node = self.nodes[name].clone();
-        let counts = outputs.is_some() || live.why.as_deref() != Some("stopped");
-        if let Some(attempt) = node.attempts.last_mut() {
-            attempt.ended = Some(now());
-            attempt.end = Some(end.clone());
-            attempt.counts = counts;
-        }
-        let failures = node
-            .attempts
-            .iter()
-            .filter(|attempt| attempt.counts)
-            .count();
-        let failures = u32::try_from(failures).unwrap_or(u32::MAX);
-        node.state = match (&outputs, counts) {
-            (Some(_), _) => State::Done,
-            (None, true) if is_final || failures > task.retries.times => State::Failed,
-            (None, _) => State::Waiting,
-        };
-        let entry = outputs.as_ref().map(|outputs| Cached {
-            task: task.name.clone(),
-            version: task.cache.clone().unwrap_or_default(),
-            run: self.id.to_owned(),
-            time: now(),
-            outputs: outputs.clone(),
-        });
-        node.outputs = outputs.unwrap_or_default();
-        self.store.write(|changes| {
-            changes.node(self.id, name, &node);
-            if let (Some(entry), Some(key), true) =
-                (&entry, self.looked_up.get(name), task.cache.is_some())
-            {
-                changes.cache(key, entry);
-            }
-        })?;
-        let state = node.state;
-        self.nodes.insert(name.to_owned(), node);
-        match state {
+        let is_again = matches!(outcome, Outcome::Again);
+        let failures = self.record(name, text.clone(), outcome)?;
+        match self.nodes[name].state {
             State::Done => {
+                let took = format!("{:.1} s", live.started.elapsed().as_secs_f64());
                 self.screen.line("Done", &format!("{name} in {took}"));
-                for folder in [work_dir(&dir), outputs_dir(&dir), dir.join("inputs")] {
-                    let _ = fs::remove_dir_all(folder);
+                for folder in [
+                    work_dir(&live.dir),
+                    outputs_dir(&live.dir),
+                    live.dir.join("inputs"),
+                ] {
+                    let _ = remove_all(&folder);
                 }
             }
             State::Failed => {
-                self.screen.line("Failed", &format!("{name}: {end}"));
-                for line in last_lines(&log_file(&dir), 10) {
+                self.screen.line("Failed", &format!("{name}: {text}"));
+                for line in last_lines(&log_file(&live.dir), 10) {
                     self.screen.line("", &line);
                 }
             }
-            _ if counts => {
+            _ if is_again => {
+                if live.why != Some(Why::Stopped) {
+                    self.screen.line("Again", &format!("{name}: {text}"));
+                }
+            }
+            _ => {
                 let pause = task.retries.pause(failures);
                 self.pauses.insert(name.to_owned(), Instant::now() + pause);
                 let pause = humantime::format_duration(pause);
                 let left = task.retries.times + 1 - failures;
                 self.screen.line(
                     "Retry",
-                    &format!("{name}: {end}; again in {pause} ({left} left)"),
+                    &format!("{name}: {text}; again in {pause} ({left} left)"),
                 );
             }
-            _ => {}
         }
         Ok(())
     }
 
-    /// Moves the outputs of an attempt into the store, or says which one is missing or wrong.
-    fn collect(&self, task: &Task, dir: &Path) -> Result<std::result::Result<Items, String>> {
-        let mut items = Items::new();
-        for (name, kind) in &task.outputs {
-            let path = outputs_dir(dir).join(name);
-            let Ok(found) = path.symlink_metadata() else {
-                let variable = Task::output_variable(name);
-                return Ok(Err(format!(
-                    "output {name:?} is missing: the task must write it to ${variable}"
-                )));
-            };
-            let is_right = match kind {
-                Type::Folder => found.is_dir(),
-                _ => found.is_file(),
-            };
-            if !is_right {
-                return Ok(Err(format!("output {name:?} is not a {kind}")));
-            }
-            let item = if kind.is_path() {
-                match self.store.objects.adopt(&path, *kind) {
-                    Ok(object) => Item::Object(object),
-                    Err(error) if error.kind() == ErrorKind::Usage => {
-                        return Ok(Err(error.chain()));
-                    }
-                    Err(error) => return Err(error),
-                }
-            } else {
-                let text = read_regular(&path, MOST_VALUE).map(String::from_utf8);
-                let Ok(Ok(text)) = text else {
-                    return Ok(Err(format!(
-                        "output {name:?} is not text of at most 16 MiB"
-                    )));
-                };
-                let text = text.strip_suffix('\n').unwrap_or(&text);
-                match kind.read(text) {
-                    Ok(value) => Item::Value(canonical(*kind, &value)),
-                    Err(why) => return Ok(Err(format!("output {name:?} {why}"))),
-                }
-            };
-            items.insert(name.clone(), item);
+    /// An attempt had an input that was changed, perhaps by another attempt that has it too: then
+    /// all of these run again, one at a time, and the one that changes it again is known.
+    fn isolate(&mut self, changed: &Broken) -> bool {
+        if self.alone.contains(&changed.sha256) {
+            return false;
         }
-        Ok(Ok(items))
+        let nodes = &self.nodes;
+        let has_it = |name: &String| has(&nodes[name].inputs, &changed.sha256);
+        let mut others = self
+            .live
+            .iter_mut()
+            .filter(|(name, _)| has_it(name))
+            .peekable();
+        if others.peek().is_none() {
+            return false;
+        }
+        others.for_each(|(_, live)| live.end(Why::InputChanged));
+        self.alone.insert(changed.sha256.clone())
     }
 
-    fn conclude(&mut self) -> Result<Items> {
+    /// Records the end of the last attempt of `name`; returns how often it has failed.
+    fn record(&mut self, name: &str, end: String, outcome: Outcome) -> Result<u32> {
+        let Some(task) = self.run.workflow.task(name) else {
+            return Ok(0);
+        };
+        let mut node = self.nodes[name].clone();
+        if let Some(attempt) = node.attempts.last_mut() {
+            attempt.ended = Some(now());
+            attempt.end = Some(end);
+            attempt.counts = !matches!(outcome, Outcome::Again);
+        }
+        let counted = node.attempts.iter().filter(|attempt| attempt.counts);
+        let failures = u32::try_from(counted.count()).unwrap_or(u32::MAX);
+        let mut entry = None;
+        node.state = match outcome {
+            Outcome::Done(outputs, key) => {
+                node.outputs = outputs;
+                // What it read may have been changed meanwhile.
+                entry = key.filter(|key| self.looked_up.get(name) == Some(&Some(key.clone())));
+                State::Done
+            }
+            Outcome::Failed => State::Failed,
+            Outcome::Retry if failures > task.retries.times => State::Failed,
+            Outcome::Retry | Outcome::Again => State::Waiting,
+        };
+        if node.state != State::Done {
+            node.outputs.clear();
+        }
+        let entry = entry.map(|key| {
+            let cached = Cached {
+                task: task.name.clone(),
+                version: task.cache.clone().unwrap_or_default(),
+                run: self.id.to_owned(),
+                time: now(),
+                outputs: node.outputs.clone(),
+            };
+            (key, cached)
+        });
+        self.store.write(|changes| {
+            changes.node(self.id, name, &node);
+            if let Some((key, entry)) = &entry {
+                changes.cache(key, entry);
+            }
+        })?;
+        self.nodes.insert(name.to_owned(), node);
+        Ok(failures)
+    }
+
+    fn conclude(&mut self) -> Result<Result<Items>> {
         let failed = self
             .nodes
             .iter()
@@ -887,7 +1199,7 @@ impl Engine<'_> {
         let outputs: Items = sources
             .filter_map(|(name, source)| Some((name.clone(), self.item(source)?.clone())))
             .collect();
-        let again = format!("{} run --resume {}", self.options.command, self.id);
+        let again = self.resume();
         let error = failed.map(|(name, node)| {
             let end = node.attempts.last().and_then(|attempt| attempt.end.clone());
             let message = format!("task {name:?} failed: {}", end.unwrap_or_default());
@@ -906,7 +1218,7 @@ impl Engine<'_> {
         };
         self.store
             .write(|changes| changes.run(self.id, &self.run))?;
-        match (state, self.stopping, error) {
+        Ok(match (state, self.stopping, error) {
             (State::Done, ..) => Ok(outputs),
             (State::Failed, _, Some(error)) => Err(error),
             (_, Some(signal), _) => {
@@ -917,7 +1229,7 @@ impl Engine<'_> {
                 Err(Error::new(ErrorKind::Interrupted, why).note("try", again))
             }
             _ => Err(Error::new(ErrorKind::Failed, "the run has not ended")),
-        }
+        })
     }
 
     fn status(&mut self) {
@@ -943,18 +1255,111 @@ fn path_with_us() -> Option<String> {
     std::env::join_paths(folders).ok()?.into_string().ok()
 }
 
-/// What decides whether a cached result fits: all that the task gets, not where.
-fn key_of(task: &Task, inputs: &Items) -> String {
-    let key = json!({
-        "task": task.name,
-        "version": task.version,
-        "cache": task.cache,
-        "action": task.action,
-        "env": task.env,
-        "inputs": inputs,
-        "outputs": task.outputs,
-    });
-    hex::encode(Sha256::digest(key.to_string()))
+/// What has become of a task after an attempt.
+enum Outcome {
+    /// Its outputs, and the key of its call if that is cached.
+    Done(Items, Option<String>),
+    Failed,
+    /// It failed, and may be tried again.
+    Retry,
+    /// The attempt does not count.
+    Again,
+}
+
+fn has(items: &Items, sha256: &str) -> bool {
+    let mut items = items.values();
+    items.any(|item| matches!(item, Item::Object(object) if object.sha256 == sha256))
+}
+
+/// Whether all files and folders in `items` are whole.
+fn check(store: &Store, items: &Items) -> std::result::Result<(), String> {
+    items.values().try_for_each(|item| match item {
+        Item::Object(object) => store.objects.check_changes(object),
+        Item::Value(_) => Ok(()),
+    })
+}
+
+/// The first input that is not whole.
+fn broken(store: &Store, inputs: &Items) -> Option<Broken> {
+    inputs.iter().find_map(|(name, item)| match item {
+        Item::Object(object) => Some(Broken {
+            why: store.objects.check_changes(object).err()?,
+            input: name.clone(),
+            sha256: object.sha256.clone(),
+        }),
+        Item::Value(_) => None,
+    })
+}
+
+/// Copies inputs that are not whole from where they came, or says why that is not possible.
+fn mend(
+    store: &Store,
+    inputs: &Items,
+    sources: &BTreeMap<String, PathBuf>,
+) -> Result<std::result::Result<(), Broken>> {
+    for item in inputs.values() {
+        let Item::Object(object) = item else { continue };
+        if let Some(source) = sources.get(&object.sha256)
+            && let Err(why) = store.objects.check_changes(object)
+            && let Err(and) = store.objects.restore(object, source)?
+        {
+            let input = inputs.iter().find(|(_, other)| *other == item);
+            return Ok(Err(Broken {
+                input: input.map(|(name, _)| name.clone()).unwrap_or_default(),
+                sha256: object.sha256.clone(),
+                why: format!("{why}, and {and}"),
+            }));
+        }
+    }
+    Ok(broken(store, inputs).map_or(Ok(()), Err))
+}
+
+/// Moves the outputs of an attempt into the store, or says which one is missing or wrong.
+fn collect(
+    objects: &Objects,
+    task: &Task,
+    dir: &Path,
+) -> Result<std::result::Result<Items, String>> {
+    let mut items = Items::new();
+    for (name, kind) in &task.outputs {
+        let path = outputs_dir(dir).join(name);
+        let Ok(found) = path.symlink_metadata() else {
+            let variable = Task::output_variable(name);
+            return Ok(Err(format!(
+                "output {name:?} is missing: the task must write it to ${variable}"
+            )));
+        };
+        let is_right = match kind {
+            Type::Folder => found.is_dir(),
+            _ => found.is_file(),
+        };
+        if !is_right {
+            return Ok(Err(format!("output {name:?} is not a {kind}")));
+        }
+        let item = if kind.is_path() {
+            match objects.adopt(&path, *kind) {
+                Ok(object) => Item::Object(object),
+                Err(error) if error.kind() == ErrorKind::Usage => {
+                    return Ok(Err(error.chain()));
+                }
+                Err(error) => return Err(error),
+            }
+        } else {
+            let text = read_regular(&path, MOST_VALUE).map(String::from_utf8);
+            let Ok(Ok(text)) = text else {
+                return Ok(Err(format!(
+                    "output {name:?} is not text of at most 16 MiB"
+                )));
+            };
+            let text = text.strip_suffix('\n').unwrap_or(&text);
+            match kind.read(text) {
+                Ok(value) => Item::Value(canonical(*kind, &value)),
+                Err(why) => return Ok(Err(format!("output {name:?} {why}"))),
+            }
+        };
+        items.insert(name.clone(), item);
+    }
+    Ok(Ok(items))
 }
 
 /// The last `count` lines of a log.
@@ -1011,5 +1416,54 @@ impl Screen {
         let short: String = text.chars().take(76).collect();
         self.raw(&phalanx_data::text::one_line(&short));
         self.has_status = true;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As `phalanx flow run` of a folder, up to its first task.
+    fn start(dir: &Path, folder: &Path) -> Result<String> {
+        let text = "name = \"w\"\n[inputs]\ndata = { type = \"folder\" }\n[tasks.a]\nshell = \"true\"\ninputs = { data = \"{inputs.data}\" }\n";
+        let workflow = Workflow::from_toml(text, dir, "flow.toml")?;
+        let store = Store::create(&dir.join("store"))?;
+        let _lock = store.lock()?;
+        let given = BTreeMap::from([("data".to_owned(), Json::from(folder.to_string_lossy()))]);
+        create(&store, workflow, &given)
+    }
+
+    #[test]
+    fn a_run_starts_after_one_that_was_killed_while_it_copied_an_input() {
+        crate::objects::as_another_user(|dir| {
+            use std::os::unix::fs::PermissionsExt;
+            let data = dir.join("data");
+            fs::create_dir(&data).unwrap();
+            fs::write(data.join("a"), "1").unwrap();
+            fs::write(data.join("b"), "2").unwrap();
+            let read_only = fs::Permissions::from_mode(0o444);
+            fs::set_permissions(data.join("a"), read_only.clone()).unwrap();
+            let objects = Objects::new(&dir.join("store"));
+            let sum = objects.content(&data, Type::Folder).unwrap().sha256;
+            // Half of a copy, by the names of older versions and of this one.
+            for name in [format!("import-{sum}"), "import-0".to_owned()] {
+                let left = dir.join("store/tmp").join(name);
+                fs::create_dir_all(&left).unwrap();
+                fs::write(left.join("a"), "").unwrap();
+                fs::set_permissions(left.join("a"), read_only.clone()).unwrap();
+                fs::set_permissions(&left, fs::Permissions::from_mode(0o555)).unwrap();
+            }
+            assert_eq!(start(dir, &data).unwrap(), "w-1");
+            assert_eq!(start(dir, &data).unwrap(), "w-2");
+            // The second one found all in the store.
+            assert!(!dir.join("store/tmp").exists());
+        });
+    }
+
+    #[test]
+    fn a_folder_with_the_store_in_it_is_no_input() {
+        let dir = tempfile::tempdir().unwrap();
+        let text = start(dir.path(), dir.path()).unwrap_err().chain();
+        assert!(text.contains("the store is in it"), "{text}");
     }
 }

@@ -13,17 +13,21 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
 
 use crate::check::check;
+use crate::child::work_dir;
+use crate::objects::{cannot, copy_all};
 use crate::probe::fields_of;
 use crate::spec::{
     Action, Input, Resources, Retries, Source, Task, TaskInput, Type, Value, Workflow,
 };
 
-/// A file as an input or output of a task's function: the path where it is, or was written.
+/// A file as an input or output of a task's function: the path where it is, or was written. An
+/// output below the task's work folder is moved from there, any other one is copied.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename = "phalanx_flow::File")]
 pub struct File(pub PathBuf);
 
-/// A folder as an input or output of a task's function: the path where it is, or was written.
+/// A folder as an input or output of a task's function: the path where it is, or was written. An
+/// output below the task's work folder is moved from there, any other one is copied.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename = "phalanx_flow::Folder")]
 pub struct Folder(pub PathBuf);
@@ -114,7 +118,8 @@ impl TaskSettings {
             .get_or_insert_with(|| format!("task {name:?}: {why}"));
     }
 
-    /// Caches results under this version; another one does not use them.
+    /// Caches results under this version. Another version, and another build of the program, do not
+    /// use them.
     pub fn cache(mut self, version: &str) -> Self {
         self.task.cache = Some(version.to_owned());
         self
@@ -252,9 +257,7 @@ impl Flow {
                 inputs.map_err(|error| Error::usage(format!("the inputs do not fit: {error}")))?;
             let value = serde_json::to_value(function(inputs)?)
                 .map_err(|error| Error::usage(format!("the outputs are not JSON: {error}")))?;
-            kinds
-                .iter()
-                .try_for_each(|(name, kind)| write_output(&outputs.join(name), *kind, &value[name]))
+            write_outputs(outputs, &kinds, &value)
         };
         self.functions.insert(name.to_owned(), Box::new(call));
         self
@@ -296,18 +299,40 @@ impl Flow {
     }
 }
 
-fn write_output(path: &Path, kind: Type, value: &Json) -> Result<()> {
-    let text = match (kind, value) {
-        (Type::File | Type::Folder, Json::String(from)) => {
-            let from = Path::new(from);
-            return fs::rename(from, path)
-                .or_else(|_| crate::objects::copy_all(from, path))
-                .map_err(|error| crate::objects::cannot("read output", from, error).into_usage());
+/// Writes what a function returned to the folder `outputs` of its attempt.
+fn write_outputs(outputs: &Path, kinds: &BTreeMap<String, Type>, value: &Json) -> Result<()> {
+    let mut paths = BTreeMap::new();
+    for (name, kind) in kinds {
+        match (kind, &value[name]) {
+            (Type::File | Type::Folder, Json::String(from)) => {
+                let from = fs::canonicalize(from)
+                    .map_err(|error| cannot("read output", from.as_ref(), error).into_usage())?;
+                paths.insert(name, from);
+            }
+            (Type::String, Json::String(text)) => write(&outputs.join(name), text)?,
+            (_, value) => write(&outputs.join(name), &value.to_string())?,
         }
-        (Type::String, Json::String(text)) => text.clone(),
-        (_, value) => value.to_string(),
-    };
-    fs::write(path, text).map_err(|error| crate::objects::cannot("write", path, error))
+    }
+    let work = fs::canonicalize(work_dir(outputs.parent().unwrap_or(outputs)))?;
+    for (name, from) in &paths {
+        let overlaps = |other: &PathBuf| other.starts_with(from) || from.starts_with(other);
+        let is_part = paths.iter().any(|(n, other)| n != name && overlaps(other));
+        // Only what the task has made itself is moved.
+        let is_own = from.starts_with(&work) && *from != work && !is_part;
+        let path = outputs.join(name);
+        if !is_own || fs::rename(from, &path).is_err() {
+            copy_all(from, &path).map_err(|error| {
+                let is_wrong = error.kind() == std::io::ErrorKind::InvalidInput;
+                let error = cannot("copy output", from, error);
+                if is_wrong { error.into_usage() } else { error }
+            })?;
+        }
+    }
+    Ok(())
+}
+
+fn write(path: &Path, text: &str) -> Result<()> {
+    fs::write(path, text).map_err(|error| cannot("write", path, error))
 }
 
 /// Runs the command line of a program with one workflow: `run`, `list`, `show`, `logs`, `cancel`,
@@ -371,6 +396,68 @@ mod tests {
         assert_eq!(task.outputs["model"], Type::File);
         assert_eq!(task.outputs["losses"].to_string(), "list[float]");
         assert_eq!(task.retries.times, 2);
+    }
+
+    #[test]
+    fn outputs_are_moved_from_the_work_folder_and_copied_from_elsewhere() {
+        let dir = tempfile::tempdir().unwrap();
+        let attempt = dir.path().join("attempt");
+        let work = work_dir(&attempt);
+        for folder in ["attempt/work/own/sub", "attempt/inputs", "data", "object"] {
+            fs::create_dir_all(dir.path().join(folder)).unwrap();
+        }
+        let users = dir.path().join("data/train.csv");
+        fs::write(&users, "1").unwrap();
+        fs::write(work.join("own/sub/model"), "2").unwrap();
+        fs::write(work.join("both"), "3").unwrap();
+        std::os::unix::fs::symlink(&users, work.join("link")).unwrap();
+        let input = attempt.join("inputs/data");
+        std::os::unix::fs::symlink(dir.path().join("object"), &input).unwrap();
+        fs::write(dir.path().join("object/x"), "4").unwrap();
+        let value = serde_json::json!({
+            "users": users, "folder": dir.path().join("data"), "link": work.join("link"),
+            "input": input, "own": work.join("own"), "one": work.join("both"),
+            "two": work.join("both"), "losses": [0.5],
+        });
+        let kinds = [
+            ("users", Type::File),
+            ("folder", Type::Folder),
+            ("link", Type::File),
+            ("input", Type::Folder),
+            ("own", Type::Folder),
+            ("one", Type::File),
+            ("two", Type::File),
+            ("losses", Type::Json),
+        ];
+        let kinds = kinds.map(|(name, kind)| (name.to_owned(), kind)).into();
+        let outputs = attempt.join("outputs");
+        fs::create_dir(&outputs).unwrap();
+        write_outputs(&outputs, &kinds, &value).unwrap();
+        let read = |path: &str| {
+            let path = outputs.join(path);
+            assert!(!path.is_symlink());
+            fs::read_to_string(path).unwrap()
+        };
+        for (path, text) in [
+            ("users", "1"),
+            ("folder/train.csv", "1"),
+            ("link", "1"),
+            ("input/x", "4"),
+            ("own/sub/model", "2"),
+            ("one", "3"),
+            ("two", "3"),
+            ("losses", "[0.5]"),
+        ] {
+            assert_eq!(read(path), text, "{path}");
+        }
+        // What is the user's, or the store's, is where it was.
+        assert_eq!(fs::read_to_string(&users).unwrap(), "1");
+        assert!(dir.path().join("object/x").exists());
+        assert!(!work.join("own").exists(), "moved");
+        let missing = serde_json::json!({ "users": work.join("none") });
+        let kinds = BTreeMap::from([("users".to_owned(), Type::File)]);
+        let error = write_outputs(&outputs, &kinds, &missing).unwrap_err();
+        assert_eq!(error.kind(), phalanx_process::error::ErrorKind::Usage);
     }
 
     #[test]

@@ -11,6 +11,7 @@
 // They panic where an output cannot be written; `say` does not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
+mod call;
 mod check;
 mod child;
 mod cli;

@@ -131,6 +131,7 @@ impl fmt::Display for Engine {
 pub(crate) struct EngineLock {
     file: File,
     path: PathBuf,
+    _beat: Beat,
 }
 
 impl EngineLock {
@@ -142,45 +143,47 @@ impl EngineLock {
         written.map_err(|error| cannot("write", &self.path, error))
     }
 
-    /// Shows others that this engine runs `run`, until the result is dropped, and calls `stop`
-    /// once if `flow cancel` asks for its end. Earlier requests do not count.
+    /// Shows others that this engine runs `run`, and calls `stop` once if `flow cancel` asks for
+    /// its end, until the result is dropped. Earlier requests do not count.
     pub fn watch(
         &self,
         store: &Store,
         run: &str,
         stop: impl FnOnce() + Send + 'static,
-    ) -> Result<Watch> {
-        let failed = |error| {
-            Error::new(ErrorKind::System, "cannot watch for `flow cancel`").caused_by(error)
-        };
+    ) -> Result<Beat> {
         let request = store.cancel_file(run);
         if request.exists() {
             fs::remove_file(&request).map_err(|error| cannot("remove", &request, error))?;
         }
         self.publish(Some(run))?;
-        let file = self.file.try_clone().map_err(failed)?;
-        let (ends, ended) = channel::<()>();
         let mut stop = Some(stop);
-        let thread = std::thread::Builder::new()
-            .name("flow cancel".into())
-            .stack_size(64 << 10)
-            .spawn(move || {
-                while ended.recv_timeout(BEAT) == Err(RecvTimeoutError::Timeout) {
-                    // Others see an older time if it fails.
-                    let _ = file.set_modified(SystemTime::now());
-                    if request.exists()
-                        && let Some(stop) = stop.take()
-                    {
-                        stop();
-                    }
-                }
-            })
-            .map_err(failed)?;
-        Ok(Watch {
-            ends: Some(ends),
-            thread: Some(thread),
+        beat(move || {
+            if request.exists()
+                && let Some(stop) = stop.take()
+            {
+                stop();
+            }
         })
     }
+}
+
+/// Calls `each` each second, from a thread, until the result is dropped.
+fn beat(mut each: impl FnMut() + Send + 'static) -> Result<Beat> {
+    let (ends, ended) = channel::<()>();
+    let thread = std::thread::Builder::new()
+        .name("engine lock".into())
+        .stack_size(64 << 10)
+        .spawn(move || {
+            while ended.recv_timeout(BEAT) == Err(RecvTimeoutError::Timeout) {
+                each();
+            }
+        });
+    let thread = thread
+        .map_err(|error| Error::new(ErrorKind::System, "cannot start a thread").caused_by(error))?;
+    Ok(Beat {
+        ends: Some(ends),
+        thread: Some(thread),
+    })
 }
 
 impl Drop for EngineLock {
@@ -190,16 +193,17 @@ impl Drop for EngineLock {
     }
 }
 
-/// The thread of [`EngineLock::watch`].
-pub(crate) struct Watch {
+/// The thread of [`beat`].
+#[derive(Debug)]
+pub(crate) struct Beat {
     ends: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Drop for Watch {
+impl Drop for Beat {
     fn drop(&mut self) {
         self.ends = None;
-        // It has the lock's file open.
+        // It may have the lock's file open.
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
@@ -286,8 +290,13 @@ impl Store {
             rival => rival,
         };
         let Some(rival) = rival else {
-            let path = self.dir.join(LOCK);
-            let lock = EngineLock { file, path };
+            let shown = file.try_clone()?;
+            let lock = EngineLock {
+                // Others see an older time if it fails.
+                _beat: beat(move || drop(shown.set_modified(SystemTime::now())))?,
+                path: self.dir.join(LOCK),
+                file,
+            };
             lock.publish(None)?;
             return Ok(lock);
         };

@@ -286,7 +286,7 @@ fn apply(store: &Store, gone: &Gone, dry_run: bool) -> Result<Removed> {
         gone.cache.iter().for_each(|(key, _)| changes.forget(key));
         changes.last_number(last);
     })?;
-    store.objects.clear_tmp();
+    store.objects.clear_tmp()?;
     paths
         .iter()
         .try_for_each(|path| store.objects.discard(path))?;

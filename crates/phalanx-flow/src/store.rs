@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, Permissions};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use phalanx_data::files::{Dir, create_folder};
@@ -21,7 +22,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
-use crate::objects::{Object, Objects, cannot};
+use crate::objects::{Known, Object, Objects, cannot};
 use crate::spec::Workflow;
 
 type Table = TableDefinition<'static, &'static str, &'static [u8]>;
@@ -30,6 +31,8 @@ const RUNS: Table = TableDefinition::new("runs");
 const NODES: Table = TableDefinition::new("nodes");
 /// By the key of a task's call.
 const CACHE: Table = TableDefinition::new("cache");
+/// By path.
+const CONTENTS: Table = TableDefinition::new("contents");
 
 /// `runs`: the highest number of a run that was removed, or higher.
 const NUMBERS: Table = TableDefinition::new("numbers");
@@ -87,6 +90,9 @@ pub(crate) struct Run {
     pub inputs: Items,
     /// Constant files and folders of tasks, by `TASK.INPUT`.
     pub constants: Items,
+    /// Where files and folders of `inputs` and `constants` were copied from, by SHA-256.
+    #[serde(default)]
+    pub sources: BTreeMap<String, PathBuf>,
     pub outputs: Items,
     pub workflow: Workflow,
 }
@@ -145,10 +151,11 @@ pub(crate) fn now() -> u64 {
     })
 }
 
+#[derive(Clone)]
 pub(crate) struct Store {
     pub dir: PathBuf,
-    pub objects: Objects,
-    db: Database,
+    pub objects: Arc<Objects>,
+    db: Arc<Database>,
 }
 
 impl Store {
@@ -189,10 +196,18 @@ impl Store {
         tighten(&path, 0o600)?;
         let db = (builder.open(&path)).map_err(|error| failed("open", &dir, error))?;
         Ok(Store {
-            objects: Objects::new(&dir),
+            objects: Arc::new(Objects::new(&dir)),
             dir,
-            db,
+            db: Arc::new(db),
         })
+    }
+
+    /// Puts right what a killed engine left. Only the engine that has the lock may call it.
+    pub fn tidy(&self) -> Result<()> {
+        self.objects.clear_tmp()?;
+        let known = self.all::<Known>(CONTENTS)?.into_iter();
+        (self.objects).learn(known.map(|(path, known)| (path.into(), known)));
+        Ok(())
     }
 
     pub fn run_dir(&self, run: &str) -> PathBuf {
@@ -290,6 +305,13 @@ impl Store {
     pub fn write(&self, change: impl FnOnce(&mut Changes)) -> Result<()> {
         let mut changes = Changes(Vec::new());
         change(&mut changes);
+        for (path, known) in self.objects.changes() {
+            let Some(path) = path.to_str() else { continue };
+            match known {
+                Some(known) => changes.put(CONTENTS, path.to_owned(), &known),
+                None => changes.0.push((CONTENTS, path.to_owned(), None)),
+            }
+        }
         (|| {
             let transaction = self.db.begin_write()?;
             for (table, key, value) in &changes.0 {
@@ -430,6 +452,7 @@ pub(crate) mod tests {
             inputs: Items::new(),
             constants: Items::new(),
             outputs: Items::new(),
+            sources: BTreeMap::new(),
             workflow: workflow.unwrap_or_else(|error| panic!("{}", error.chain())),
         }
     }

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -12,6 +13,26 @@ use serde_json::Value;
 
 use crate::programs::example;
 use crate::support::{ended, eventually, phalanx, run, signal, succeed};
+
+/// An empty folder. Folders in a store are read-only, so they are made writable to be removed.
+struct Folder(tempfile::TempDir);
+
+fn folder() -> Folder {
+    Folder(tempfile::tempdir().expect("folder"))
+}
+
+impl Folder {
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let mut chmod = Command::new("chmod");
+        let _ = chmod.args(["-R", "u+w"]).arg(self.path()).status();
+    }
+}
 
 fn words(line: &str) -> Vec<&str> {
     line.split(' ').collect()
@@ -68,7 +89,7 @@ losses = "{train.losses}"
 
 #[test]
 fn a_second_run_is_a_cache_hit_and_a_version_bump_misses() {
-    let dir = tempfile::tempdir().expect("folder");
+    let dir = folder();
     let dir = dir.path();
     let two = TWO.replace("LOG", LOG);
     write(dir, &two);
@@ -133,7 +154,7 @@ fn a_second_run_is_a_cache_hit_and_a_version_bump_misses() {
 
 #[test]
 fn failures_are_retried_unless_nothing_can_cure_them() {
-    let dir = tempfile::tempdir().expect("folder");
+    let dir = folder();
     let dir = dir.path();
     let text = r#"name = "fail"
 [tasks.third]
@@ -190,7 +211,7 @@ after = ["never", "third"]
 
 #[test]
 fn tasks_wait_for_resources_and_limits_hold() {
-    let dir = tempfile::tempdir().expect("folder");
+    let dir = folder();
     let dir = dir.path();
     let text = r#"name = "limits"
 [tasks.a]
@@ -234,7 +255,7 @@ after = ["a", "b"]
 
 #[test]
 fn a_task_that_exceeds_its_memory_fails() {
-    let dir = tempfile::tempdir().expect("folder");
+    let dir = folder();
     let text = |limit: &str| {
         let script = "head -c 400000000 /dev/zero | tail -c 399999999 | wc -c > \"$OUTPUT_N\"; [ \"$(cat \"$OUTPUT_N\")\" = 399999999 ]";
         format!(
@@ -251,7 +272,7 @@ fn a_task_that_exceeds_its_memory_fails() {
 
 #[test]
 fn a_stopped_run_is_resumed_and_two_engines_do_not_meet() {
-    let dir = tempfile::tempdir().expect("folder");
+    let dir = folder();
     let dir = dir.path();
     let text = r#"name = "stop"
 [tasks.one]
@@ -297,6 +318,119 @@ after = ["one"]
     assert_eq!((starts(dir, "one"), starts(dir, "two")), (1, 4));
 }
 
+/// Two projects with one store, and a script that is changed.
+#[test]
+fn a_result_is_used_for_the_same_project_and_script_only() {
+    let dir = folder();
+    let dir = dir.path();
+    let text = r#"name = "w"
+[tasks.train]
+command = ["sh", "{folder}/train.sh", "{outputs.model}"]
+cache = "1"
+outputs = { model = "string" }
+[outputs]
+model = "{train.model}"
+"#;
+    let script = |project: &str, model: &str| {
+        let text = format!("echo {model} > \"$1\"\n");
+        fs::write(dir.join(project).join("train.sh"), text).expect("a script");
+    };
+    let model = |project: &str| succeed(&["flow", "run", project], dir);
+    for project in ["a", "b"] {
+        fs::create_dir(dir.join(project)).expect("a folder");
+        write(&dir.join(project), text);
+        script(project, project);
+        assert_eq!(model(project).0, format!("model = {project}\n"));
+    }
+    let (out, err) = model("a");
+    assert_eq!(out, "model = a\n");
+    assert!(err.contains("Cached train (from w-1)"), "{err}");
+    script("a", "new");
+    assert_eq!(model("a").0, "model = new\n");
+}
+
+#[test]
+fn a_task_that_changes_its_input_fails_alone_and_the_run_is_resumed() {
+    let dir = folder();
+    let dir = dir.path();
+    // `use` and `read` have the same input at the same time.
+    let text = r#"name = "inputs"
+[inputs]
+data = { type = "folder", default = "data" }
+[tasks.bad]
+shell = '''LOG [ -e "$FLOW_FOLDER/fixed" ] || { chmod u+w "$INPUT_DATA/"; echo 1 > "$INPUT_DATA/x.lock"; }'''
+inputs = { data = "{inputs.data}" }
+[tasks.make]
+shell = '''LOG mkdir "$OUTPUT_ALL"; echo 7 > "$OUTPUT_ALL/a"'''
+outputs = { all = "folder" }
+[tasks.use]
+shell = '''LOG [ -e "$FLOW_FOLDER/fixed" ] || { chmod u+w "$INPUT_ALL/"; echo 1 > "$INPUT_ALL/y.lock"; touch "$FLOW_FOLDER/changed"; }'''
+inputs = { all = "{make.all}" }
+[tasks.read]
+shell = '''LOG until [ -e "$FLOW_FOLDER/changed" ]; do sleep 0.01; done; cat "$INPUT_ALL/a" > "$OUTPUT_N"'''
+inputs = { all = "{make.all}" }
+outputs = { n = "int" }
+[tasks.late]
+shell = '''LOG cat "$INPUT_DATA/a" > "$OUTPUT_N"'''
+inputs = { data = "{inputs.data}" }
+outputs = { n = "int" }
+after = ["read"]
+"#;
+    write(dir, &text.replace("LOG", LOG));
+    fs::create_dir(dir.join("data")).expect("a folder");
+    fs::write(dir.join("data/a"), "5\n").expect("an input");
+    let (code, _, err) = run(&words("flow run --cpus 8"), dir);
+    assert_eq!(code, 1, "{err}");
+    let shown = show(dir, "last");
+    for (name, input, file) in [("bad", "data", "x.lock"), ("use", "all", "y.lock")] {
+        let task = task(&shown, name);
+        assert_eq!(task["state"], "failed", "{err}");
+        let end = task["attempts"].as_array().and_then(|a| a.last());
+        let end = end.expect("an attempt")["end"].as_str().expect("text");
+        let start = format!("it changed its input {input:?}: ");
+        assert!(end.starts_with(&start) && end.ends_with(file), "{end}");
+    }
+    assert_eq!(task(&shown, "read")["outputs"]["n"], 7, "{err}");
+    assert_eq!(task(&shown, "late")["outputs"]["n"], 5, "{err}");
+    let before = (starts(dir, "read"), starts(dir, "late"));
+    fs::write(dir.join("fixed"), "").expect("a file");
+    succeed(&words("flow run --resume last --cpus 8"), dir);
+    assert_eq!((starts(dir, "read"), starts(dir, "late")), before);
+    // Both ends: what was stored is whole, and a new run starts.
+    let data = show(dir, "last")["inputs"]["data"]["path"].clone();
+    let names = fs::read_dir(data.as_str().expect("a path")).expect("the input");
+    assert_eq!(names.count(), 1);
+    succeed(&words("flow run --cpus 8"), dir);
+}
+
+/// To read the output, a file of zeros without blocks, takes many minutes.
+#[test]
+fn timeouts_and_signals_are_seen_while_an_output_is_read() {
+    let dir = folder();
+    let dir = dir.path();
+    let text = r#"name = "large"
+[tasks.large]
+shell = '''truncate -s 1T "$OUTPUT_X"; touch "$FLOW_FOLDER/made"'''
+outputs = { x = "file" }
+[tasks.slow]
+shell = '''until [ -e "$FLOW_FOLDER/made" ]; do sleep 0.01; done; LOG sleep 60 & wait'''
+timeout = "500ms"
+"#;
+    write(dir, &text.replace("LOG", LOG));
+    let mut engine = phalanx(&words("flow run --cpus 8"), dir);
+    let mut engine = engine.spawn().expect("it starts");
+    let err = engine.stderr.take().expect("a pipe");
+    let mut lines = std::io::BufRead::lines(std::io::BufReader::new(err));
+    let mut says = |text: &str| lines.any(|line| line.expect("text").contains(text));
+    assert!(says("Failed slow: timeout after 500ms"));
+    assert_eq!(task(&show(dir, "last"), "large")["state"], "running");
+    signal(engine.id(), "INT");
+    assert!(says("Stopping large"));
+    signal(engine.id(), "INT");
+    assert_eq!(ended(engine).0, 130);
+    assert_eq!(show(dir, "last")["state"], "interrupted");
+}
+
 /// Numbers for a test that is to be the same each time.
 struct Random(u64);
 
@@ -331,16 +465,35 @@ fn no_kill_loses_or_repeats_what_was_recorded() {
 
 /// One run, whose engine is killed up to `most` times; returns how often.
 fn one_killed_run(random: &mut Random, most: u64) -> u64 {
-    let dir = tempfile::tempdir().expect("folder");
+    let dir = folder();
     let dir = dir.path();
+    // Inputs that are copied into the store: a folder of files, and a file that may not be written.
+    let mut lines = String::new();
+    for at in 0..40 {
+        let folder = dir.join("data").join((at % 4).to_string());
+        fs::create_dir_all(&folder).expect("a folder");
+        fs::write(folder.join("x").with_extension(at.to_string()), "line\n").expect("a file");
+        lines.push_str("line\n");
+    }
+    fs::write(dir.join("word"), "word\n").expect("a file");
+    for path in ["word", "data/0/x.0", "data/3"] {
+        let mode = fs::Permissions::from_mode(if path == "data/3" { 0o555 } else { 0o444 });
+        fs::set_permissions(dir.join(path), mode).expect("read-only");
+    }
     // Eight tasks in a chain of pairs; each adds its own line to what the one before gave.
-    let mut text = "name = \"kills\"\n".to_owned();
+    let mut text =
+        "name = \"kills\"\n[inputs]\ndata = { type = \"folder\", default = \"data\" }\n".to_owned();
     for at in 0..8 {
-        let before = (at > 1).then(|| format!("before = \"{{t{}.text}}\"", at - 2));
+        let before = match at {
+            0 | 1 => {
+                "data = \"{inputs.data}\", word = { type = \"file\", value = \"word\" }".to_owned()
+            }
+            _ => format!("before = \"{{t{}.text}}\"", at - 2),
+        };
         text.push_str(&format!(
-            "[tasks.t{at}]\nretries = {{ times = 1000, backoff = \"1ms\" }}\nshell = '''{LOG}echo $$ > \"$FLOW_FOLDER/pid$FLOW_TASK\"; for n in 1 2 3 4; do sleep 0.0{}; done; {{ [ -z \"${{INPUT_BEFORE-}}\" ] || cat \"$INPUT_BEFORE\"; echo {at}; }} > \"$OUTPUT_TEXT\"; mkdir \"$OUTPUT_ALL\"; cp \"$OUTPUT_TEXT\" \"$OUTPUT_ALL/copy\"; echo \"end $FLOW_TASK\" >> \"$FLOW_FOLDER/journal\"'''\ncache = \"1\"\ninputs = {{ {} }}\noutputs = {{ text = \"file\", all = \"folder\" }}\n",
+            "[tasks.t{at}]\nretries = {{ times = 1000, backoff = \"1ms\" }}\nshell = '''{LOG}echo $$ > \"$FLOW_FOLDER/pid$FLOW_TASK\"; for n in 1 2 3 4; do sleep 0.0{}; done; {{ [ -n \"${{INPUT_BEFORE-}}\" ] || cat \"$INPUT_DATA\"/*/* \"$INPUT_WORD\"; [ -z \"${{INPUT_BEFORE-}}\" ] || cat \"$INPUT_BEFORE\"; echo {at}; }} > \"$OUTPUT_TEXT\"; mkdir \"$OUTPUT_ALL\"; cp \"$OUTPUT_TEXT\" \"$OUTPUT_ALL/copy\"; echo \"end $FLOW_TASK\" >> \"$FLOW_FOLDER/journal\"'''\ncache = \"1\"\ninputs = {{ {} }}\noutputs = {{ text = \"file\", all = \"folder\" }}\n",
             1 + random.below(5),
-            before.unwrap_or_default()
+            before
         ));
     }
     write(dir, &text);
@@ -358,9 +511,11 @@ fn one_killed_run(random: &mut Random, most: u64) -> u64 {
         engine.stdout(Stdio::null()).stderr(Stdio::piped());
         let engine = engine.spawn().expect("it starts");
         if is_disturbed {
-            std::thread::sleep(Duration::from_millis(random.below(200)));
+            // Without a run it copies its inputs.
+            let pause = if args.len() > 4 { 200 } else { 100 };
+            std::thread::sleep(Duration::from_millis(random.below(pause)));
             kill_task(dir, random.below(8));
-            std::thread::sleep(Duration::from_millis(random.below(200)));
+            std::thread::sleep(Duration::from_millis(random.below(pause)));
             if limit.is_none() {
                 kill(engine.id());
             }
@@ -402,7 +557,8 @@ fn one_killed_run(random: &mut Random, most: u64) -> u64 {
     let shown = show(dir, "last");
     assert_eq!(shown["state"], "done");
     for (name, at) in [("t6", [0, 2, 4, 6]), ("t7", [1, 3, 5, 7])] {
-        let want: String = at.iter().map(|n| format!("{n}\n")).collect();
+        let own: String = at.iter().map(|n| format!("{n}\n")).collect();
+        let want = format!("{lines}word\n{own}");
         for (output, file) in [("text", ""), ("all", "copy")] {
             let path = task(&shown, name)["outputs"][output]["path"]
                 .as_str()
@@ -459,7 +615,7 @@ fn kill(pid: u32) {
 /// On a disk of its own, which needs root.
 #[test]
 fn a_full_disk_is_said_and_the_run_continues_when_there_is_space() {
-    let dir = tempfile::tempdir().expect("folder");
+    let dir = folder();
     let dir = dir.path();
     fs::create_dir(dir.join("disk")).expect("a folder");
     let text = r#"name = "full"
@@ -475,7 +631,16 @@ outputs = { x = "file" }
 after = ["fill"]
 "#;
     write(dir, &text.replace("LOG", LOG));
+    // The input of this one is larger than the disk.
+    fs::create_dir(dir.join("in")).expect("a folder");
+    fs::write(dir.join("in/big"), vec![1; 9_000_000]).expect("an input");
+    let import = "name = \"in\"\n[tasks.a]\nshell = \"true\"\n[tasks.a.inputs]\nbig = { type = \"file\", value = \"big\" }\n";
+    write(&dir.join("in"), import);
     let script = r#"mount -t tmpfs -o size=6m none disk || exit 77
+"$0" flow run in --store disk/i 2> full; echo "import $?"
+echo 1 > in/big
+"$0" flow run in --store disk/i; echo "import again $?"
+rm -r disk/i
 "$0" flow run --store disk/s; echo "first $?"
 rm disk/junk
 "$0" flow run --store disk/s --resume last; echo "second $?""#;
@@ -496,16 +661,29 @@ rm disk/junk
         "{out}{err}"
     );
     assert!(err.contains("No space left on device"), "{err}");
-    assert!(err.contains("free some space"), "{err}");
+    assert!(
+        err.contains("free some space") && err.contains("--resume full-1"),
+        "{err}"
+    );
+    let full = fs::read_to_string(dir.join("full")).expect("the error");
+    assert!(
+        out.contains("import 1\n") && out.contains("import again 0\n"),
+        "{out}{full}"
+    );
+    assert!(
+        full.contains("free some space") && full.contains("start it again"),
+        "{full}"
+    );
+    assert!(!full.contains("--resume"), "{full}");
     assert_eq!((starts(dir, "small"), starts(dir, "last")), (1, 1), "{err}");
 }
 
 #[test]
 fn functions_of_a_program_are_tasks() {
-    let dir = tempfile::tempdir().expect("folder");
+    let dir = folder();
     let dir = dir.path();
-    let line = |args: &str| {
-        let mut command = Command::new(example("flow"));
+    let of = |program: &Path, args: &str| {
+        let mut command = Command::new(program);
         command.args(args.split(' ')).current_dir(dir);
         command
             .stdin(Stdio::null())
@@ -513,6 +691,7 @@ fn functions_of_a_program_are_tasks() {
             .stderr(Stdio::piped());
         ended(command.spawn().expect("it starts"))
     };
+    let line = |args: &str| of(example("flow").as_ref(), args);
     let (code, out, err) = line("run --cpus 4");
     assert_eq!(code, 0, "{out}{err}");
     // The same descent, in Python's words: w += 0.01 * 2 * 28.5 * (3 - w), five times.
@@ -531,6 +710,15 @@ fn functions_of_a_program_are_tasks() {
     assert!(err.contains("Cached data (from line-1)"), "{err}");
     let (_, out, _) = line("logs last fast");
     assert_eq!(out.matches("epoch ").count(), 6, "{out}");
+    // Another program, with the same names.
+    let other = dir.join("other");
+    let mut program = fs::read(example("flow")).expect("the program");
+    program.push(0);
+    fs::write(&other, program).expect("another program");
+    fs::set_permissions(&other, fs::Permissions::from_mode(0o755)).expect("a mode");
+    let (code, out, err) = of(&other, "run --input epochs=6");
+    assert_eq!(code, 0, "{out}{err}");
+    assert!(!err.contains("Cached"), "{err}");
     // Of kind Usage: not retried.
     let (code, _, err) = line("run --input samples=0");
     assert_eq!(code, 1, "{err}");
@@ -541,7 +729,7 @@ fn functions_of_a_program_are_tasks() {
 /// The `flow.toml` of the guide.
 #[test]
 fn the_workflow_of_the_guide_runs() {
-    let dir = tempfile::tempdir().expect("folder");
+    let dir = folder();
     let guide = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/guide/workflows.md");
     let guide = fs::read_to_string(guide).expect("the guide");
     let (_, after) = guide.split_once("```toml\n").expect("a block");
