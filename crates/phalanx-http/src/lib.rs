@@ -68,8 +68,10 @@ fn roots(path: &Path) -> Result<RootCerts> {
     Ok(RootCerts::Specific(Arc::new(certificates)))
 }
 
-/// Whether this processor has the instructions that the TLS library needs (x86-64 since
-/// 2014; ARM with AES).
+/// Why https does not work where [`has_tls`] is false, for messages.
+pub const NO_TLS: &str = "https needs a processor with AVX2 and ADX (Intel since Broadwell, AMD since Zen), or a 64-bit ARM with AES; this one, or its virtual machine, has less";
+
+/// Whether this processor has the instructions that the TLS library needs.
 pub fn has_tls() -> bool {
     #[cfg(target_arch = "x86_64")]
     let has = std::arch::is_x86_feature_detected!("aes")

@@ -9,7 +9,7 @@ use phalanx_data::files::{Dir, as_typed, lock_holder, try_lock};
 use phalanx_http::ureq::Agent;
 use phalanx_http::ureq::http::StatusCode;
 use phalanx_http::ureq::http::header::{CONTENT_RANGE, RANGE};
-use phalanx_http::{ROOTS, has_tls, ureq};
+use phalanx_http::{NO_TLS, ROOTS, has_tls, ureq};
 
 use super::meter::Meter;
 use super::sets::File;
@@ -244,8 +244,7 @@ fn from(
     meter: &mut Meter,
 ) -> std::result::Result<(), Failure> {
     if url.starts_with("https:") && !has_tls() {
-        let reason = "this processor is too old for the TLS library";
-        return Err(Failure::Final(reason.to_owned()));
+        return Err(Failure::Final(NO_TLS.to_owned()));
     }
     let (mut failures, mut pause) = (0, patience.pause);
     let mut goes_on = part.len()? > 0;

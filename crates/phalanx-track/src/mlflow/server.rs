@@ -74,9 +74,7 @@ impl Server {
             None => (None, authority),
         };
         if scheme == "https" && !phalanx_http::has_tls() {
-            return Err(Error::usage(
-                "this processor is too old for the TLS library; use an http:// address",
-            ));
+            return Err(Error::usage(phalanx_http::NO_TLS).note("try", "an http:// address"));
         }
         let set = |name: &str| env.get(name).filter(|value| !value.is_empty());
         let basic = |user: &str| Some(format!("Basic {}", BASE64_STANDARD.encode(user)));
