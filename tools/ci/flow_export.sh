@@ -63,7 +63,7 @@ if "$python" -c 'import kubernetes_validate, yaml' 2>/dev/null; then
     mkdir -p "volume/inputs$dir/flow"
     cp -r flow/data "volume/inputs$dir/flow/"
     PATH=$dir/bin:$PATH timeout 60 sh kubernetes/submit.sh >kubernetes.log 2>&1 || { cat kubernetes.log; exit 1; }
-    compare kubernetes volume/results/print/all
+    compare kubernetes volume/results/*/print/all
 else
     echo "kubernetes: skipped, $2 has no kubernetes_validate or no yaml"
 fi

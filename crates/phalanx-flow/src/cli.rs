@@ -1,6 +1,5 @@
-//! The commands: `run`, `list`, `show`, `logs`, `cancel`, `cache`, `export`.
+//! The commands: `run`, `list`, `show`, `logs`, `cancel`, `rm`, `prune`, `cache`, `export`.
 
-use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs;
 use std::io::{Read, Seek, SeekFrom};
@@ -11,7 +10,6 @@ use clap::{CommandFactory, FromArgMatches};
 use phalanx_data::files::atomic_write;
 use phalanx_process::error::{Error, ErrorKind, Result};
 use phalanx_process::{format, say};
-use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value as Json, json};
 
 use crate::child::log_file;
@@ -19,7 +17,9 @@ use crate::engine::{self, Options};
 use crate::export::{self, ExportArgs};
 use crate::file::FLOW_FILE;
 use crate::flow::Flow;
+use crate::lock::Engine;
 use crate::page;
+use crate::prune::{self, Keep};
 use crate::resources::size;
 use crate::spec::{Action, Resources, Workflow, parse_size};
 use crate::store::{Item, Items, Node, Run, State, Store};
@@ -79,6 +79,14 @@ enum Command {
         /// Run, or "last"
         run: String,
     },
+    /// Remove runs; results that are cached stay
+    Rm {
+        /// Runs, or "last"
+        #[arg(required = true, value_name = "RUN")]
+        runs: Vec<String>,
+    },
+    /// Remove files that nothing needs and folders of failed attempts; with an age or a size, old runs and cached results too
+    Prune(Keep),
     /// List, clear or verify cached results
     #[command(subcommand)]
     Cache(CacheCommand),
@@ -179,6 +187,8 @@ fn run_with(cli: &FlowCli, flow: Option<&Flow>) -> Result<()> {
             follow,
         } => logs(&store, run, task, *attempt, *follow),
         Command::Cancel { run } => cancel(&store, run),
+        Command::Rm { runs } => prune::rm(&store, runs),
+        Command::Prune(keep) => prune::prune(&store, keep),
         Command::Cache(command) => cache(&store, command),
     }
 }
@@ -273,11 +283,11 @@ fn json_of(store: &Store, items: &Items) -> Json {
 }
 
 /// The state as it is: a run without an engine does not run.
-fn state_of(store: &Store, run: &Run) -> Result<State> {
-    if run.state == State::Running && store.try_lock()?.is_some() {
-        return Ok(State::Interrupted);
+fn state_of(engine: Option<&Engine>, id: &str, run: &Run) -> State {
+    match run.state {
+        State::Running if !engine.is_some_and(|engine| engine.runs(id)) => State::Interrupted,
+        state => state,
     }
-    Ok(run.state)
 }
 
 fn time(ms: u64) -> String {
@@ -302,8 +312,9 @@ fn list(store: &Store, json: bool) -> Result<()> {
         "{:<24} {:<12} {:<21} {:>10}\n",
         "RUN", "STATE", "STARTED", "TIME"
     );
+    let engine = store.engine()?;
     for (id, run) in store.runs()? {
-        let state = state_of(store, &run)?;
+        let state = state_of(engine.as_ref(), &id, &run);
         text.push_str(&format!(
             "{id:<24} {:<12} {:<21} {:>10}\n",
             state.name(),
@@ -343,7 +354,9 @@ fn nodes_of(store: &Store, id: &str, run: &Run) -> Result<Vec<(String, Node)>> {
 
 fn show(store: &Store, run: &str, json: bool, html: Option<&Path>) -> Result<()> {
     let (id, mut run) = store.find(run)?;
-    run.state = state_of(store, &run)?;
+    let engine = store.engine()?;
+    run.state = state_of(engine.as_ref(), &id, &run);
+    let engine = engine.filter(|_| run.state == State::Running);
     let nodes = nodes_of(store, &id, &run)?;
     if let Some(file) = html {
         atomic_write(file, page::page(store, &id, &run, &nodes).as_bytes())?;
@@ -377,6 +390,7 @@ fn show(store: &Store, run: &str, json: bool, html: Option<&Path>) -> Result<()>
             "state": run.state,
             "started": time(run.started),
             "ended": run.ended.map(time),
+            "engine": engine.as_ref().map(Engine::json),
             "limits": run.limits,
             "inputs": json_of(store, &run.inputs),
             "outputs": json_of(store, &run.outputs),
@@ -384,6 +398,9 @@ fn show(store: &Store, run: &str, json: bool, html: Option<&Path>) -> Result<()>
         }));
     }
     let mut text = format!("{id}: {}, started {}", run.state.name(), time(run.started));
+    if let Some(engine) = &engine {
+        text.push_str(&format!("\nengine: {engine}"));
+    }
     text.push_str(&format!("\nlimits by {}\n", run.limits));
     let items = |label: &str, items: &Items| {
         let lines = items
@@ -467,7 +484,8 @@ fn logs(store: &Store, run: &str, task: &str, attempt: Option<usize>, follow: bo
             .attempts
             .get(number - 1)
             .is_none_or(|attempt| attempt.end.is_some());
-        let is_over = is_over || store.try_lock()?.is_some();
+        let runs = |engine: Engine| engine.runs(&id);
+        let is_over = is_over || !store.engine()?.is_some_and(runs);
         let mut text = Vec::new();
         if let Ok(mut file) = fs::File::open(&path) {
             file.seek(SeekFrom::Start(read_to))?;
@@ -489,21 +507,31 @@ fn cancel(store: &Store, run: &str) -> Result<()> {
             run.state.name()
         )));
     }
-    if let Some(_lock) = store.try_lock()? {
+    let Some(engine) = store.engine()? else {
+        let _lock = store.lock()?;
         store.update(&id, |run| run.state = State::Canceled)?;
         return say::print(&format!("{id} is canceled; it did not run\n"));
-    }
-    let run = store.update(&id, |run| run.cancel = true)?;
-    let engine = i32::try_from(run.engine).ok().and_then(Pid::from_raw);
-    // The store is locked, so the engine of this run, or of a newer one, is alive.
-    let Some(engine) = engine.filter(|_| run.state == State::Running) else {
-        return Err(Error::usage(format!("{id} does not run")));
     };
-    kill_process(engine, Signal::TERM).map_err(|error| {
-        Error::new(ErrorKind::System, format!("cannot stop the engine of {id}"))
-            .caused_by(std::io::Error::from(error))
-    })?;
-    say::print(&format!("{id} is told to stop\n"))
+    if !engine.has_name() {
+        return Err(Error::usage(format!(
+            "cannot cancel {id}: the store is in use by {engine}"
+        ))
+        .note(
+            "try",
+            "again in a second; an engine of an older version ends by Ctrl-C or SIGTERM only",
+        ));
+    }
+    if !engine.runs(&id) {
+        return Err(Error::usage(format!("{id} does not run")).note("engine", engine.to_string()));
+    }
+    store.ask_to_cancel(&id)?;
+    let unsure = match engine.is_sure {
+        true => String::new(),
+        false => format!(
+            "If that engine has ended, continue with `flow run --resume {id}`, or remove it with `flow rm {id}`.\n"
+        ),
+    };
+    say::print(&format!("{id} is asked to stop: {engine}\n{unsure}"))
 }
 
 fn cache(store: &Store, command: &CacheCommand) -> Result<()> {
@@ -535,13 +563,13 @@ fn cache(store: &Store, command: &CacheCommand) -> Result<()> {
             let gone = entries
                 .iter()
                 .filter(|(_, entry)| task.as_ref().is_none_or(|task| *task == entry.task));
-            let gone: Vec<&String> = gone.map(|(key, _)| key).collect();
-            store.write(|changes| gone.iter().for_each(|key| changes.forget(key)))?;
-            let removed = sweep(store)?;
+            let gone: Vec<_> = gone.cloned().collect();
+            let count = gone.len();
+            let removed = prune::forget(store, gone)?;
             say::print(&format!(
                 "{} forgotten, {} deleted\n",
-                format::plural(gone.len(), "result"),
-                format::plural(removed, "file or folder")
+                format::plural(count, "result"),
+                format::plural(removed.count, "file or folder")
             ))
         }
         CacheCommand::Verify => {
@@ -570,35 +598,53 @@ fn cache(store: &Store, command: &CacheCommand) -> Result<()> {
     }
 }
 
-/// Deletes objects that neither a run nor the cache refers to.
-fn sweep(store: &Store) -> Result<usize> {
-    let mut kept = BTreeSet::new();
-    let mut keep = |items: &Items| {
-        for item in items.values() {
-            if let Item::Object(object) = item {
-                kept.insert(object.sha256.clone());
-            }
-        }
-    };
-    for (_, run) in store.runs()? {
-        keep(&run.inputs);
-        keep(&run.constants);
-        keep(&run.outputs);
+#[cfg(test)]
+mod tests {
+    use std::process::{Child, Command as Process, Stdio};
+    use std::sync::mpsc::channel;
+
+    use super::*;
+    use crate::store::tests::run;
+
+    fn is_alive(process: &mut Child) -> bool {
+        process.try_wait().unwrap().is_none()
     }
-    store
-        .nodes()?
-        .iter()
-        .for_each(|(_, node)| keep(&node.outputs));
-    store
-        .cache()?
-        .iter()
-        .for_each(|(_, entry)| keep(&entry.outputs));
-    let mut removed = 0;
-    for (sha256, path) in store.objects.all() {
-        if !kept.contains(&sha256) {
-            store.objects.discard(&path)?;
-            removed += 1;
-        }
+
+    #[test]
+    fn cancel_ends_no_other_process() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::create(dir.path()).unwrap();
+        // It has the number of an engine that was killed.
+        let mut other = Process::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+        fs::write(store.dir.join("engine.lock"), other.id().to_string()).unwrap();
+        store
+            .write(|changes| {
+                changes.run("w-1", &run(1, State::Running, 5));
+                changes.run("w-2", &run(2, State::Running, 6));
+            })
+            .unwrap();
+        let lock = store.lock().unwrap();
+        let (stops, stopped) = channel();
+        let watch = lock.watch(&store, "w-2", move || stops.send(()).unwrap());
+        let watch = watch.unwrap();
+        let error = cancel(&store, "w-1").unwrap_err().chain();
+        assert_eq!(error, "w-1 does not run");
+        assert!(is_alive(&mut other));
+        // The other one is asked, and notices.
+        assert!(stopped.try_recv().is_err());
+        cancel(&store, "w-2").unwrap();
+        stopped.recv_timeout(Duration::from_secs(60)).unwrap();
+        assert!(store.cancel_file("w-2").exists());
+        drop(watch);
+        // An earlier request does not stop it when it is continued.
+        let (stops, stopped) = channel();
+        drop(lock.watch(&store, "w-2", move || stops.send(()).unwrap()));
+        assert!(!store.cancel_file("w-2").exists() && stopped.try_recv().is_err());
+        drop(lock);
+        cancel(&store, "w-1").unwrap();
+        assert_eq!(store.find("w-1").unwrap().1.state, State::Canceled);
+        assert!(is_alive(&mut other));
+        drop(other.stdin.take());
+        other.wait().unwrap();
     }
-    Ok(removed)
 }

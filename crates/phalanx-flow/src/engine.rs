@@ -23,10 +23,11 @@ use serde_json::{Map, Value as Json};
 
 use crate::call::Call;
 use crate::child::{self, Start, log_file, outputs_dir, work_dir};
+use crate::lock::EngineLock;
 use crate::objects::{Objects, cannot, remove_all};
 use crate::resources::{Grant, Limiter, Machine, Pool, end_group, size};
 use crate::spec::{Action, Placeholder, Resources, Source, Task, Type, Value, Workflow};
-use crate::store::{Attempt, Cached, EngineLock, Item, Items, Node, Run, State, Store, now};
+use crate::store::{Attempt, Cached, Item, Items, Node, Run, State, Store, now};
 
 /// From SIGTERM to SIGKILL.
 const GRACE: Duration = Duration::from_secs(5);
@@ -304,16 +305,13 @@ fn record_run(store: &Store, workflow: Workflow, given: &BTreeMap<String, Json>)
             }
         }
     }
-    let runs = store.runs()?;
-    let number = runs.last().map_or(0, |(_, run)| run.number) + 1;
+    let number = store.next_number()?;
     let id = format!("{}-{number}", workflow.name);
     let run = Run {
         number,
         state: State::Interrupted,
         started: now(),
         ended: None,
-        engine: std::process::id(),
-        cancel: false,
         limits: String::new(),
         inputs,
         constants,
@@ -358,7 +356,7 @@ pub(crate) fn check_machine(workflow: &Workflow, options: &Options) -> Result<()
 /// Failed, naming the task; Interrupted; those of the store.
 pub(crate) fn execute(
     store: &Store,
-    _lock: &EngineLock,
+    lock: &EngineLock,
     id: &str,
     options: &Options,
 ) -> Result<Items> {
@@ -368,6 +366,10 @@ pub(crate) fn execute(
     let limiter = Limiter::new();
     let (sender, events) = channel();
     let watch = watch_signals(sender.clone())?;
+    let to_stop = sender.clone();
+    let _cancels = lock.watch(store, id, move || {
+        let _ = to_stop.send(Event::Signal(signal_hook::consts::SIGTERM));
+    })?;
     phalanx_launch::adopt_orphans();
     let mut engine = Engine {
         store,
@@ -447,8 +449,6 @@ impl Engine<'_> {
             self.nodes.insert(task.name, node);
         }
         self.run.state = State::Running;
-        self.run.engine = std::process::id();
-        self.run.cancel = false;
         self.run.ended = None;
         self.run.limits = self.limiter.describe();
         self.store.write(|changes| {
@@ -1188,7 +1188,7 @@ impl Engine<'_> {
             .iter()
             .find(|(_, node)| node.state == State::Failed);
         let all_done = self.nodes.values().all(|node| node.state == State::Done);
-        let cancel = self.store.find(self.id)?.1.cancel;
+        let cancel = self.store.cancel_file(self.id).exists();
         let state = match (failed, self.stopping) {
             _ if all_done => State::Done,
             (_, Some(_)) if cancel => State::Canceled,
@@ -1429,7 +1429,7 @@ mod tests {
         let workflow = Workflow::from_toml(text, dir, "flow.toml")?;
         let store = Store::create(&dir.join("store"))?;
         let _lock = store.lock()?;
-        let given = BTreeMap::from([("data".to_owned(), json!(folder))]);
+        let given = BTreeMap::from([("data".to_owned(), Json::from(folder.to_string_lossy()))]);
         create(&store, workflow, &given)
     }
 

@@ -335,8 +335,8 @@ fn write(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).map_err(|error| cannot("write", path, error))
 }
 
-/// Runs the command line of a program with one workflow: `run`, `list`, `show`, `logs`, `cancel`
-/// and `cache`, as `phalanx flow`. Call it first in `main`: tasks are this program, started again.
+/// Runs the command line of a program with one workflow: `run`, `list`, `show`, `logs`, `cancel`,
+/// `rm`, `prune` and `cache`, as `phalanx flow`. Call it first in `main`: tasks are this program, started again.
 pub fn main(flow: Flow) -> ExitCode {
     let outcome = helper(Some(&flow)).unwrap_or_else(|| {
         phalanx_process::stop::tell_limits();

@@ -459,7 +459,7 @@ fn hash_of(file: &mut File) -> io::Result<(Sha256, u64)> {
 
 /// Reads the file or folder at `path`. With `keep` all in it becomes read-only and is written to
 /// the disk; the folder itself stays writable, so that it can be moved.
-fn digest(path: &Path, kind: Type, keep: bool) -> io::Result<Object> {
+pub(crate) fn digest(path: &Path, kind: Type, keep: bool) -> io::Result<Object> {
     let found = path.symlink_metadata()?;
     let is_right = match kind {
         Type::Folder => found.is_dir(),

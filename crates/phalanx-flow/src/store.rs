@@ -2,18 +2,19 @@
 //!
 //! ```text
 //! .phalanx/flow/state.redb             runs, nodes (a task of a run), cache entries
-//! .phalanx/flow/engine.lock            locked by the engine that runs here
+//! .phalanx/flow/engine.lock            locked and named by the engine that runs here
 //! .phalanx/flow/objects/HA/HASH        files and folders by content
 //! .phalanx/flow/runs/RUN/TASK/ATTEMPT  log, work folder
 //! ```
 
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{self, DirBuilder, Permissions};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
-use phalanx_data::files::{Dir, lock_holder, try_lock};
+use phalanx_data::files::{Dir, create_folder};
 use phalanx_process::error::{Error, ErrorKind, Result};
 use redb::{ConcurrencyMode, Database, ReadableDatabase, ReadableTable, TableDefinition};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
@@ -21,7 +22,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
-use crate::objects::{Known, Object, Objects};
+use crate::objects::{Known, Object, Objects, cannot};
 use crate::spec::Workflow;
 
 type Table = TableDefinition<'static, &'static str, &'static [u8]>;
@@ -32,6 +33,9 @@ const NODES: Table = TableDefinition::new("nodes");
 const CACHE: Table = TableDefinition::new("cache");
 /// By path.
 const CONTENTS: Table = TableDefinition::new("contents");
+
+/// `runs`: the highest number of a run that was removed, or higher.
+const NUMBERS: Table = TableDefinition::new("numbers");
 
 const STATE: &str = "state.redb";
 
@@ -81,9 +85,6 @@ pub(crate) struct Run {
     /// Milliseconds since 1970, as all times here.
     pub started: u64,
     pub ended: Option<u64>,
-    pub engine: u32,
-    /// Somebody asked for its end.
-    pub cancel: bool,
     /// How limits are enforced.
     pub limits: String,
     pub inputs: Items,
@@ -157,9 +158,6 @@ pub(crate) struct Store {
     db: Arc<Database>,
 }
 
-/// The right to run workflows in a store, while it lives.
-pub(crate) struct EngineLock(#[expect(dead_code, reason = "locked while open")] File);
-
 impl Store {
     /// Opens the store in `dir`, which must exist.
     pub fn open(dir: &Path) -> Result<Store> {
@@ -173,7 +171,7 @@ impl Store {
     /// Opens the store in `dir`, creating it if needed.
     pub fn create(dir: &Path) -> Result<Store> {
         let dir = std::path::absolute(dir)?;
-        Dir::create(&dir)?;
+        make_private(&dir)?;
         let mut builder = Database::builder();
         // `show` and `cancel` work beside an engine.
         builder.set_concurrency_mode(ConcurrencyMode::MultiWriter);
@@ -182,9 +180,10 @@ impl Store {
         if !path.exists() {
             // Under another name until it is whole: redb does not repair a half-made file.
             let new = format!(".{STATE}.{}", std::process::id());
+            let folder = Dir::open(&dir)?;
+            drop(folder.open_private(&new)?);
             let made = builder.create(dir.join(&new)).and_then(Database::close);
             made.map_err(|error| failed("create", &dir, error))?;
-            let folder = Dir::open(&dir)?;
             // Another process may have made one meanwhile.
             if renameat_with(CWD, dir.join(&new), CWD, &path, RenameFlags::NOREPLACE).is_err() {
                 match path.exists() {
@@ -194,6 +193,7 @@ impl Store {
             }
             folder.sync()?;
         }
+        tighten(&path, 0o600)?;
         let db = (builder.open(&path)).map_err(|error| failed("open", &dir, error))?;
         Ok(Store {
             objects: Arc::new(Objects::new(&dir)),
@@ -210,39 +210,12 @@ impl Store {
         Ok(())
     }
 
-    /// Becomes the only engine of this store; `None` if there is one.
-    pub fn try_lock(&self) -> Result<Option<EngineLock>> {
-        let file = Dir::open(&self.dir)?.open_private("engine.lock")?;
-        Ok(try_lock(&file).then_some(EngineLock(file)))
-    }
-
-    /// Becomes the only engine of this store.
-    pub fn lock(&self) -> Result<EngineLock> {
-        let file = Dir::open(&self.dir)?.open_private("engine.lock")?;
-        // `show` looks whether it is locked by locking it.
-        for _ in 0..10 {
-            if try_lock(&file) {
-                return Ok(EngineLock(file));
-            }
-            std::thread::sleep(Duration::from_millis(50));
-        }
-        let shown = self.dir.display();
-        Err(Error::usage(format!(
-            "{shown} is in use by another engine{}",
-            lock_holder(&file)
-        ))
-        .note(
-            "try",
-            "wait for its end (`phalanx flow list`), or use another --store DIR",
-        ))
+    pub fn run_dir(&self, run: &str) -> PathBuf {
+        self.dir.join("runs").join(run)
     }
 
     pub fn attempt_dir(&self, run: &str, task: &str, attempt: usize) -> PathBuf {
-        self.dir
-            .join("runs")
-            .join(run)
-            .join(task)
-            .join(attempt.to_string())
+        self.run_dir(run).join(task).join(attempt.to_string())
     }
 
     fn read<T: DeserializeOwned>(&self, table: Table, key: &str) -> Result<Option<T>> {
@@ -292,6 +265,13 @@ impl Store {
         Ok(runs)
     }
 
+    /// The number of the next run: none has had it, not even one that was removed.
+    pub fn next_number(&self) -> Result<u64> {
+        let last = self.runs()?.last().map_or(0, |(_, run)| run.number);
+        let removed: u64 = self.read(NUMBERS, "runs")?.unwrap_or(0);
+        Ok(last.max(removed) + 1)
+    }
+
     /// The run `name`, or the one that was started last: `last`.
     pub fn find(&self, name: &str) -> Result<(String, Run)> {
         let mut runs = self.runs()?;
@@ -319,10 +299,6 @@ impl Store {
 
     pub fn cache(&self) -> Result<Vec<(String, Cached)>> {
         self.all(CACHE)
-    }
-
-    pub fn nodes(&self) -> Result<Vec<(String, Node)>> {
-        self.all(NODES)
     }
 
     /// Makes all changes of `change`, or none. They are on the disk when this returns.
@@ -393,9 +369,53 @@ impl Changes {
         self.put(CACHE, key.to_owned(), entry);
     }
 
+    pub fn remove_run(&mut self, id: &str, run: &Run) {
+        self.0.push((RUNS, id.to_owned(), None));
+        let nodes = run.workflow.tasks.iter();
+        self.0
+            .extend(nodes.map(|task| (NODES, node_key(id, &task.name), None)));
+    }
+
+    pub fn last_number(&mut self, number: u64) {
+        self.put(NUMBERS, "runs".to_owned(), &number);
+    }
+
     pub fn forget(&mut self, key: &str) {
         self.0.push((CACHE, key.to_owned(), None));
     }
+}
+
+/// Makes the folder of a store, or one that is there, inaccessible to other users: inputs of tasks
+/// are in it as they are, with passwords and keys.
+fn make_private(dir: &Path) -> Result<()> {
+    create_folder(dir.parent().unwrap_or(dir))?;
+    let made = DirBuilder::new().mode(0o700).create(dir);
+    let is_ours = made.is_ok() || dir.join(STATE).exists();
+    create_folder(dir)?;
+    if is_ours {
+        tighten(dir, 0o700)?;
+    }
+    // Of a folder with other files, only what belongs to the store.
+    for name in ["runs", "objects"] {
+        let folder = dir.join(name);
+        if folder.exists() {
+            tighten(&folder, 0o700)?;
+        } else {
+            let _ = DirBuilder::new().mode(0o700).create(&folder);
+        }
+    }
+    Ok(())
+}
+
+/// Takes access from others, if `path` is this user's.
+fn tighten(path: &Path, mode: u32) -> Result<()> {
+    let found = fs::metadata(path).map_err(|error| cannot("read", path, error))?;
+    let is_open = found.mode() & 0o077 != 0;
+    if is_open && found.uid() == rustix::process::geteuid().as_raw() {
+        fs::set_permissions(path, Permissions::from_mode(mode))
+            .map_err(|error| cannot("make private", path, error))?;
+    }
+    Ok(())
 }
 
 fn node_key(run: &str, task: &str) -> String {
@@ -405,11 +425,82 @@ fn node_key(run: &str, task: &str) -> String {
 fn failed(action: &str, dir: &Path, error: impl Into<redb::Error>) -> Error {
     let path = dir.join(STATE);
     match error.into() {
-        redb::Error::Io(error) => crate::objects::cannot(action, &path, error),
+        redb::Error::Io(error) => cannot(action, &path, error),
         error => Error::new(
             ErrorKind::System,
             format!("cannot {action} {}", path.display()),
         )
         .caused_by(error),
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// A run of a workflow with the tasks `a` and `b`.
+    pub fn run(number: u64, state: State, time: u64) -> Run {
+        let text =
+            "name = \"w\"\n[tasks.a]\ncommand = [\"true\"]\n[tasks.b]\ncommand = [\"true\"]\n";
+        let workflow = Workflow::from_toml(text, Path::new("/w"), "flow.toml");
+        Run {
+            number,
+            state,
+            started: time,
+            ended: (state != State::Running).then_some(time),
+            limits: String::new(),
+            inputs: Items::new(),
+            constants: Items::new(),
+            outputs: Items::new(),
+            sources: BTreeMap::new(),
+            workflow: workflow.unwrap_or_else(|error| panic!("{}", error.chain())),
+        }
+    }
+
+    #[test]
+    fn records_of_older_versions_are_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::create(dir.path()).unwrap();
+        let run = run(1, State::Running, 5);
+        let mut old = serde_json::to_value(&run).unwrap();
+        old["engine"] = 1.into();
+        old["cancel"] = false.into();
+        let write = |changes: &mut Changes| changes.put(RUNS, "w-1".to_owned(), &old);
+        store.write(write).unwrap();
+        let (id, found) = store.find("last").unwrap();
+        assert_eq!((&*id, found.started), ("w-1", run.started));
+        assert_eq!(store.next_number().unwrap(), 2);
+    }
+
+    #[test]
+    fn others_do_not_reach_a_store() {
+        let dir = tempfile::tempdir().unwrap();
+        let mode = |path: &Path| fs::metadata(path).unwrap().mode() & 0o777;
+        let open = |path: &Path, mode| {
+            fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+        };
+        let path = dir.path().join("p/flow");
+        let store = Store::create(&path).unwrap();
+        assert_eq!(mode(&path), 0o700);
+        assert_eq!(mode(&path.join(STATE)), 0o600);
+        assert_eq!(mode(&path.join("runs")), 0o700);
+        assert_ne!(mode(&dir.path().join("p")), 0o700, "not its parent");
+        drop(store);
+        // Of an older version.
+        open(&path, 0o755);
+        open(&path.join(STATE), 0o644);
+        open(&path.join("runs"), 0o775);
+        Store::open(&path).unwrap();
+        assert_eq!(mode(&path), 0o700);
+        assert_eq!(mode(&path.join(STATE)), 0o600);
+        assert_eq!(mode(&path.join("runs")), 0o700);
+        // A folder with other files stays as it is.
+        let shared = dir.path().join("shared");
+        fs::create_dir(&shared).unwrap();
+        open(&shared, 0o755);
+        Store::create(&shared).unwrap();
+        assert_eq!(mode(&shared), 0o755);
+        assert_eq!(mode(&shared.join(STATE)), 0o600);
+        assert_eq!(mode(&shared.join("objects")), 0o700);
     }
 }

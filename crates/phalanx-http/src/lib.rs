@@ -49,7 +49,9 @@ pub fn check_tls() -> std::result::Result<(), &'static str> {
     #[cfg(feature = "tls")]
     return match tls::runs_here() {
         true => Ok(()),
-        false => Err("https is not possible: this processor is too old for the TLS library"),
+        false => Err(
+            "https needs a processor with AVX2 and ADX (Intel since Broadwell, AMD since Zen), or a 64-bit ARM with AES; this one, or its virtual machine, has less",
+        ),
     };
     #[cfg(not(feature = "tls"))]
     Err("this build has no https; build it with `cargo build --release --all-features`")

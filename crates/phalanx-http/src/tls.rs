@@ -45,8 +45,7 @@ fn roots(path: &Path) -> Result<RootCerts> {
     Ok(RootCerts::Specific(Arc::new(certificates)))
 }
 
-/// Whether this processor has the instructions that the TLS library needs (x86-64 since
-/// 2014; ARM with AES).
+/// Whether this processor has the instructions that the TLS library needs.
 pub(crate) fn runs_here() -> bool {
     #[cfg(target_arch = "x86_64")]
     let has = std::arch::is_x86_feature_detected!("aes")

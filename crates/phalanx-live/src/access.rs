@@ -3,8 +3,8 @@
 //! * A request names this host: by an IP address, `localhost`, the typed host or the machine's
 //!   name. Another name is one that somebody else has made to lead here (DNS rebinding).
 //! * Pages of other sites are refused by their `Origin`.
-//! * On an address that other machines reach, the request has the secret: in the link, then in a
-//!   cookie.
+//! * The request has the secret: in the link, then in a cookie. Other users of the host reach
+//!   loopback too.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -14,14 +14,24 @@ use hyper::{Method, StatusCode, Uri};
 /// The name of the secret in the link.
 const KEY: &str = "key";
 
+/// What a reader without the secret sees.
+const NO_SECRET: &str = "403: this page needs the key in its link.
+
+Open the whole link, with ?key=..., that the job has printed at its start, on standard error:
+
+    live: http://HOST:PORT/?key=...
+
+Behind a tunnel, replace HOST and PORT by those of the tunnel, and keep ?key=...
+";
+
 /// Why a request is refused.
 pub(crate) type Refused = (StatusCode, &'static str);
 
 /// The rules for one page.
 #[derive(Debug)]
 pub(crate) struct Access {
-    /// Hex digits; `None` on loopback.
-    secret: Option<String>,
+    /// Hex digits.
+    secret: String,
     /// Names of this host, in lower case.
     names: Vec<String>,
     is_loopback: bool,
@@ -37,7 +47,7 @@ pub(crate) struct Allowed {
 
 impl Access {
     /// Of a page on `ip` and `port`, which `host` was typed for, on the machine `machine`.
-    pub fn new(secret: Option<String>, ip: IpAddr, port: u16, host: &str, machine: &str) -> Access {
+    pub fn new(secret: String, ip: IpAddr, port: u16, host: &str, machine: &str) -> Access {
         let names = [host, machine]
             .into_iter()
             .filter(|name| !name.is_empty() && name.parse::<IpAddr>().is_err());
@@ -79,9 +89,7 @@ impl Access {
                 "The page is read-only: GET and HEAD only.",
             ));
         }
-        let Some(secret) = &self.secret else {
-            return Ok(Allowed { cookie: None });
-        };
+        let secret = &self.secret;
         let name = self.cookie_name();
         let mut cookies = headers
             .get_all(COOKIE)
@@ -104,10 +112,7 @@ impl Access {
                     "{name}={secret}; Path=/; HttpOnly; SameSite=Strict"
                 )),
             }),
-            _ => Err((
-                StatusCode::UNAUTHORIZED,
-                "The page needs its secret. Use the whole link that the job has printed, with ?key=...",
-            )),
+            _ => Err((StatusCode::FORBIDDEN, NO_SECRET)),
         }
     }
 
@@ -168,17 +173,21 @@ mod tests {
     const SECRET: &str = "0123456789abcdef0123456789abcdef";
 
     fn loopback() -> Access {
-        Access::new(None, [127, 0, 0, 1].into(), 8080, "127.0.0.1", "node1")
+        Access::new(
+            SECRET.into(),
+            [127, 0, 0, 1].into(),
+            8080,
+            "127.0.0.1",
+            "node1",
+        )
     }
 
     fn open() -> Access {
-        Access::new(
-            Some(SECRET.into()),
-            [0, 0, 0, 0].into(),
-            8080,
-            "0.0.0.0",
-            "node1",
-        )
+        Access::new(SECRET.into(), [0, 0, 0, 0].into(), 8080, "0.0.0.0", "node1")
+    }
+
+    fn cookie() -> String {
+        format!("phalanx-live-8080={SECRET}")
     }
 
     fn ask(access: &Access, uri: &str, headers: &[(&str, &str)]) -> Result<Option<String>, u16> {
@@ -202,7 +211,10 @@ mod tests {
             "[::1]:8080",
             "127.8.8.8:1",
         ] {
-            assert_eq!(ask(&loopback(), "/", &[("host", host)]), Ok(None), "{host}");
+            let headers = [("host", host), ("cookie", &*cookie())];
+            assert_eq!(ask(&loopback(), "/", &headers), Ok(None), "{host}");
+            // Other users of the host reach it too.
+            assert_eq!(ask(&loopback(), "/", &headers[..1]), Err(403), "{host}");
         }
         for host in [
             "evil.example",
@@ -216,7 +228,8 @@ mod tests {
             "",
             "a@127.0.0.1:8080",
         ] {
-            assert_eq!(ask(&loopback(), "/", &[("host", host)]), Err(421), "{host}");
+            let headers = [("host", host), ("cookie", &*cookie())];
+            assert_eq!(ask(&loopback(), "/", &headers), Err(421), "{host}");
         }
         let key = format!("/?key={SECRET}");
         for host in [
@@ -241,7 +254,11 @@ mod tests {
             ask(
                 &loopback(),
                 "/events",
-                &[("host", "localhost:8080"), ("origin", origin)],
+                &[
+                    ("host", "localhost:8080"),
+                    ("origin", origin),
+                    ("cookie", &cookie()),
+                ],
             )
         };
         assert_eq!(from("http://localhost:8080"), Ok(None));
@@ -257,10 +274,10 @@ mod tests {
     }
 
     #[test]
-    fn the_secret_is_asked_for_beyond_loopback() {
+    fn the_secret_is_asked_for() {
         let host = ("host", "192.0.2.1:8080");
         let with = |uri: &str, cookie: &str| ask(&open(), uri, &[host, ("cookie", cookie)]);
-        let cookie = format!("phalanx-live-8080={SECRET}");
+        let cookie = cookie();
         assert_eq!(
             with(&format!("/?a=b&key={SECRET}"), ""),
             Ok(Some(format!("{cookie}; Path=/; HttpOnly; SameSite=Strict")))
@@ -279,7 +296,7 @@ mod tests {
                 format!("phalanx-live-8080={}1", &SECRET[1..]),
             ),
         ] {
-            assert_eq!(with(&uri, &cookie), Err(401), "{uri} {cookie}");
+            assert_eq!(with(&uri, &cookie), Err(403), "{uri} {cookie}");
         }
     }
 
@@ -287,6 +304,7 @@ mod tests {
     fn the_page_is_read_only() {
         let mut headers = HeaderMap::new();
         headers.insert(HOST, "localhost".parse().unwrap());
+        headers.insert(COOKIE, cookie().parse().unwrap());
         let uri = "/".parse().unwrap();
         for method in [
             Method::POST,

@@ -143,10 +143,7 @@ impl Page {
             .local_addr()
             .map_err(|e| system("find the port", e))?;
         let machine = phalanx_process::host_name();
-        let secret = match own.ip().is_loopback() {
-            true => None,
-            false => Some(secret()?),
-        };
+        let secret = secret()?;
         let host = match own.ip().is_unspecified() {
             true => &machine,
             false => address.host(),
@@ -155,9 +152,7 @@ impl Page {
             true => format!("[{host}]"),
             false => host.to_owned(),
         };
-        let key = secret.iter().map(|secret| format!("?key={secret}"));
-        let key: String = key.collect();
-        let link = format!("http://{host}:{}/{key}", own.port());
+        let link = format!("http://{host}:{}/?key={secret}", own.port());
         let access = Access::new(secret, own.ip(), own.port(), address.host(), &machine);
         let hub = Arc::new(Hub::default());
         let told = Arc::new(Told::default());
@@ -189,7 +184,7 @@ impl Page {
         })
     }
 
-    /// The address for a browser, with the secret where it needs one.
+    /// The address for a browser, with the secret.
     pub fn link(&self) -> &str {
         &self.link
     }

@@ -11,8 +11,9 @@ use super::*;
 const SOON: Duration = Duration::from_secs(30);
 
 fn connect(page: &Page) -> TcpStream {
-    let (_, port) = page.link().rsplit_once(':').unwrap();
-    let port: u16 = port.trim_end_matches('/').parse().unwrap();
+    let (_, rest) = page.link().rsplit_once(':').unwrap();
+    let (port, _) = rest.split_once('/').unwrap();
+    let port: u16 = port.parse().unwrap();
     let stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
     stream.set_read_timeout(Some(SOON)).unwrap();
     stream
@@ -32,14 +33,34 @@ fn status(answer: &str) -> &str {
     answer.split(' ').nth(1).unwrap_or("none")
 }
 
+/// `/?key=SECRET`, or another path in the place of `/`.
+fn with_key(page: &Page, path: &str) -> String {
+    let (_, key) = page.link().split_once('?').unwrap();
+    format!("{path}?{key}")
+}
+
 fn page() -> Page {
     Page::open(&Address::default(), "test").unwrap()
+}
+
+/// Another user of the host has the port, but not the link.
+#[test]
+fn nothing_is_shown_without_the_secret_on_loopback_too() {
+    let page = page();
+    for path in ["/", "/events", "/live.js", "/?key=", "/none"] {
+        let get = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n");
+        let answer = ask(&page, get.as_bytes());
+        assert_eq!(status(&answer), "403", "{path}: {answer}");
+        assert!(answer.contains("on standard error"), "{answer}");
+        assert!(!answer.contains("set-cookie"), "{answer}");
+    }
 }
 
 #[test]
 fn requests_have_limits() {
     let page = page();
-    let get = |more: &str| format!("GET / HTTP/1.1\r\nHost: localhost\r\n{more}\r\n");
+    let path = with_key(&page, "/");
+    let get = |more: &str| format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n{more}\r\n");
     assert_eq!(status(&ask(&page, get("").as_bytes())), "200");
     let many = "X: y\r\n".repeat(100);
     assert_eq!(status(&ask(&page, get(&many).as_bytes())), "431");
@@ -81,7 +102,9 @@ fn a_request_that_does_not_arrive_is_given_up() {
 #[test]
 fn connections_beyond_the_limit_are_closed_and_others_go_on() {
     let page = page();
-    let get = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n";
+    let get = with_key(&page, "/");
+    let get = format!("GET {get} HTTP/1.1\r\nHost: localhost\r\n\r\n");
+    let get = get.as_bytes();
     let idle: Vec<TcpStream> = (0..250).map(|_| connect(&page)).collect();
     assert_eq!(status(&ask(&page, get)), "none");
     drop(idle);
@@ -95,11 +118,11 @@ fn connections_beyond_the_limit_are_closed_and_others_go_on() {
 #[test]
 fn there_are_few_streams_and_all_end_with_the_job() {
     let page = page();
+    let events = with_key(&page, "/events");
     let stream = || {
         let mut stream = connect(&page);
-        stream
-            .write_all(b"GET /events HTTP/1.0\r\nHost: localhost\r\n\r\n")
-            .unwrap();
+        let request = format!("GET {events} HTTP/1.0\r\nHost: localhost\r\n\r\n");
+        stream.write_all(request.as_bytes()).unwrap();
         let mut first = [0; 12];
         stream.read_exact(&mut first).unwrap();
         (stream, first)

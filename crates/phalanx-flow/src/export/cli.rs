@@ -6,7 +6,7 @@ use phalanx_process::error::Result;
 use phalanx_process::format::plural;
 use phalanx_process::say;
 
-use super::{Engine, export};
+use super::{Engine, Volume, export};
 use crate::engine::given;
 use crate::spec::Workflow;
 
@@ -26,6 +26,8 @@ pub(crate) struct ExportArgs {
     /// Container image of tasks that have none
     #[arg(long, value_name = "IMAGE")]
     image: Option<String>,
+    #[command(flatten)]
+    volume: Volume,
 }
 
 /// Runs the command for `workflow`.
@@ -39,7 +41,12 @@ pub(crate) fn run(args: &ExportArgs, mut workflow: Workflow) -> Result<()> {
     }
     let name = format!("{}-{}", workflow.name, args.to.name());
     let folder = args.output.clone().unwrap_or_else(|| name.into());
-    let exported = export(&workflow, &given(&workflow, &args.input)?, args.to)?;
+    let exported = export(
+        &workflow,
+        &given(&workflow, &args.input)?,
+        args.to,
+        &args.volume,
+    )?;
     exported.write(&folder)?;
     for note in &exported.notes {
         say::note(format_args!("note: {note}"));

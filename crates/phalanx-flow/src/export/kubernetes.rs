@@ -1,14 +1,19 @@
 //! Kubernetes: a Job for each task, a volume claim for all results, and `submit.sh`, which creates each Job
 //! when those that it needs are complete. A Job that waited inside its pod would hold its resources.
+//!
+//! Names of Jobs and the folder of results have a digest of all scripts, manifests and input files: complete Jobs of
+//! another export are not taken for those of this one.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use phalanx_process::error::{Error, Result};
 use serde_json::{Value as Json, json};
+use sha2::{Digest, Sha256};
 
 use super::{Notes, amounts, literal, outputs, quantity, script, seconds, template, uses_folder};
-use crate::spec::{Resources, Task, Workflow};
+use crate::objects::digest;
+use crate::spec::{Resources, Task, Type, Workflow, parse_size};
 
 /// Where the volume is mounted.
 const VOLUME: &str = "/flow";
@@ -17,9 +22,26 @@ const INPUTS: &str = "/flow/inputs";
 /// The folder of `flow.toml` on the volume.
 const FOLDER: &str = "/flow/folder";
 
-pub fn files(workflow: &Workflow, notes: &mut Notes) -> Result<(Vec<(String, String)>, String)> {
+/// Paths and texts.
+type Files = Vec<(String, String)>;
+
+/// The volume of all results and inputs.
+#[derive(clap::Args, Clone, Debug, Default, PartialEq)]
+pub(crate) struct Volume {
+    /// Kubernetes: size of the volume [default: 10GiB]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub volume_size: Option<u64>,
+    /// Kubernetes: access mode of the volume; with ReadWriteOnce all pods run on one node [default: ReadWriteMany]
+    #[arg(long, value_name = "MODE", value_parser = ["ReadWriteMany", "ReadWriteOnce"])]
+    pub access_mode: Option<String>,
+    /// Kubernetes: storage class of the volume [default: that of the cluster]
+    #[arg(long, value_name = "NAME")]
+    pub storage_class: Option<String>,
+}
+
+pub fn files(workflow: &Workflow, volume: &Volume, notes: &mut Notes) -> Result<(Files, String)> {
     notes.of(
-        "results are not cached; complete Jobs are not run again",
+        "results are not cached; complete Jobs are not run again while the export is the same",
         |task| task.cache.is_some(),
     );
     notes.of("types of values are not checked between tasks", |task| {
@@ -37,19 +59,68 @@ pub fn files(workflow: &Workflow, notes: &mut Notes) -> Result<(Vec<(String, Str
             .iter()
             .any(|code| !(1..=255).contains(code))
     });
+    let all = dns(&workflow.name, 30);
     if workflow.tasks.iter().any(uses_folder) {
         notes.say(format_args!(
-            "copy the folder {} to {FOLDER} on the volume",
-            workflow.folder.display()
+            "copy the folder {} to {FOLDER} on the volume; when it changes, copy it again and {}",
+            workflow.folder.display(),
+            again(&all)
         ));
     }
-    let all = dns(&workflow.name, 30);
+    let mut hash = Sha256::new();
+    for (there, (here, kind)) in copies(workflow) {
+        notes.say(format_args!(
+            "copy {} to {INPUTS}/{there} on the volume",
+            here.display()
+        ));
+        match digest(&here, kind, false) {
+            Ok(object) => hash.update(object.sha256),
+            Err(error) => notes.say(format_args!(
+                "{} cannot be read here ({error}): when it changes, {}",
+                here.display(),
+                again(&all)
+            )),
+        }
+    }
+    // What decides the results, without the names that it gives.
+    for (name, text) in tasks(workflow, &all, "")?.0 {
+        hash.update(format!("{name}\n{text}\0"));
+    }
+    let run = &hex::encode(hash.finalize())[..8];
+    let (mut files, jobs) = tasks(workflow, &all, run)?;
+    files.push(("volume.yaml".to_owned(), yaml(&claim(&all, volume))));
+    files.push(("submit.sh".to_owned(), submit(workflow, &all, run, &jobs)));
+    Ok((files, "sh submit.sh".to_owned()))
+}
+
+/// What to do when something has changed that an export does not see.
+fn again(all: &str) -> String {
+    format!("run `kubectl delete job -l phalanx-flow={all}` before submit.sh")
+}
+
+/// Files and folders of this machine that are inputs, by where they are on the volume.
+fn copies(workflow: &Workflow) -> BTreeMap<String, (PathBuf, Type)> {
+    let inputs = workflow.tasks.iter().flat_map(|task| task.inputs.values());
+    let paths = inputs.filter(|input| input.kind.is_path());
+    let copy = |input| {
+        let local = script::absolute(workflow, super::constant(workflow, input)?);
+        Some((on_volume(&local), (local, input.kind)))
+    };
+    paths.filter_map(copy).collect()
+}
+
+/// The script and the Job of each task, and the names of the Jobs. `run` becomes part of them.
+fn tasks<'a>(
+    workflow: &'a Workflow,
+    all: &str,
+    run: &str,
+) -> Result<(Files, BTreeMap<&'a str, String>)> {
     let mut used = BTreeSet::new();
     let mut jobs = BTreeMap::new();
     let mut files = Vec::new();
-    let mut copies = BTreeMap::new();
     for task in &workflow.tasks {
-        let plain = format!("{all}-{}", dns(&task.name, 28));
+        // At most 63 characters with a number behind.
+        let plain = format!("{all}-{}-{run}", dns(&task.name, 20));
         let mut job = plain.clone();
         while !used.insert(job.clone()) {
             job = format!("{plain}-{}", used.len());
@@ -60,12 +131,6 @@ pub fn files(workflow: &Workflow, notes: &mut Notes) -> Result<(Vec<(String, Str
                 "--image IMAGE, or its key `image`: Kubernetes runs each task in a container",
             )
         })?;
-        for input in task.inputs.values().filter(|input| input.kind.is_path()) {
-            if let Some(value) = super::constant(workflow, input) {
-                let local = script::absolute(workflow, value);
-                copies.insert(on_volume(&local), local);
-            }
-        }
         let path_of = |value: &Json| {
             let path = on_volume(&script::absolute(workflow, value));
             format!("\"$FLOW_INPUTS/\"{}", script::quote(&path))
@@ -76,19 +141,11 @@ pub fn files(workflow: &Workflow, notes: &mut Notes) -> Result<(Vec<(String, Str
         ));
         files.push((
             format!("tasks/{}.yaml", task.name),
-            yaml(&manifest(&all, &job, image, task)),
+            yaml(&manifest(all, run, &job, image, task)),
         ));
         jobs.insert(task.name.as_str(), job);
     }
-    for (there, here) in copies {
-        notes.say(format_args!(
-            "copy {} to {INPUTS}/{there} on the volume",
-            here.display()
-        ));
-    }
-    files.push(("volume.yaml".to_owned(), yaml(&claim(&all))));
-    files.push(("submit.sh".to_owned(), submit(workflow, &all, &jobs)));
-    Ok((files, "sh submit.sh".to_owned()))
+    Ok((files, jobs))
 }
 
 /// `name` as part of a name in Kubernetes: lower case letters, digits and `-`, at most `most` characters.
@@ -108,19 +165,23 @@ fn on_volume(path: &Path) -> String {
     path.to_string_lossy().trim_matches('/').to_owned()
 }
 
-fn claim(all: &str) -> Json {
-    json!({
+fn claim(all: &str, volume: &Volume) -> Json {
+    let mut claim = json!({
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
         "metadata": { "name": all, "labels": { "phalanx-flow": all } },
         "spec": {
-            "accessModes": ["ReadWriteMany"],
-            "resources": { "requests": { "storage": "10Gi" } },
+            "accessModes": [volume.access_mode.as_deref().unwrap_or("ReadWriteMany")],
+            "resources": { "requests": { "storage": quantity(volume.volume_size.unwrap_or(10 << 30)) } },
         },
-    })
+    });
+    if let Some(class) = &volume.storage_class {
+        claim["spec"]["storageClassName"] = class.as_str().into();
+    }
+    claim
 }
 
-fn manifest(all: &str, job: &str, image: &str, task: &Task) -> Json {
+fn manifest(all: &str, run: &str, job: &str, image: &str, task: &Task) -> Json {
     let labels = json!({ "phalanx-flow": all });
     let amount = |of: &Resources| {
         let amounts = [
@@ -142,7 +203,7 @@ fn manifest(all: &str, job: &str, image: &str, task: &Task) -> Json {
             "image": image,
             "command": ["sh", format!("/flow-scripts/{}.sh", task.name)],
             "env": [
-                { "name": "FLOW_RESULTS", "value": format!("{VOLUME}/results") },
+                { "name": "FLOW_RESULTS", "value": format!("{VOLUME}/results/{run}") },
                 { "name": "FLOW_INPUTS", "value": INPUTS },
                 { "name": "FLOW_FOLDER", "value": FOLDER },
             ],
@@ -154,7 +215,7 @@ fn manifest(all: &str, job: &str, image: &str, task: &Task) -> Json {
         }],
         "volumes": [
             { "name": "flow", "persistentVolumeClaim": { "claimName": all } },
-            { "name": "scripts", "configMap": { "name": format!("{all}-scripts") } },
+            { "name": "scripts", "configMap": { "name": format!("{all}-scripts-{run}") } },
         ],
     });
     if let Some(limit) = task.timeout {
@@ -229,7 +290,7 @@ fn block(value: &Json, depth: usize, out: &mut String) {
     }
 }
 
-fn submit(workflow: &Workflow, all: &str, jobs: &BTreeMap<&str, String>) -> String {
+fn submit(workflow: &Workflow, all: &str, run: &str, jobs: &BTreeMap<&str, String>) -> String {
     let (mut names, mut scripts, mut cases) = (String::new(), String::new(), String::new());
     for task in &workflow.tasks {
         let (name, needs) = (&task.name, Vec::from_iter(task.dependencies()).join(" "));
@@ -241,10 +302,11 @@ fn submit(workflow: &Workflow, all: &str, jobs: &BTreeMap<&str, String>) -> Stri
     let marks = [
         ("@NAME@", workflow.name.as_str()),
         ("@ALL@", all),
+        ("@RUN@", run),
         ("@TASKS@", &names),
         ("@SCRIPTS@", &scripts),
         ("@CASES@", &cases),
-        ("@OUTPUTS@", &outputs(workflow)),
+        ("@OUTPUTS@", &outputs(workflow, &format!("results/{run}"))),
     ];
     template(include_str!("kubernetes_submit.sh"), &marks)
 }

@@ -1,11 +1,12 @@
 #!/bin/sh
 # Creates the Job of each task of the workflow @NAME@ when the Jobs that it needs are complete. Ends when all are
-# complete (exit code 0) or one has failed (1). Started again, it continues: complete Jobs stay.
+# complete (exit code 0) or one has failed (1). Started again, it continues: complete Jobs stay. An export with other
+# inputs or commands has Jobs and results of its own; those of this one have @RUN@ in their names.
 # To run everything again: kubectl delete job -l phalanx-flow=@ALL@
 set -eu
 cd "$(dirname "$0")"
 kubectl apply -f volume.yaml
-kubectl create configmap @ALL@-scripts@SCRIPTS@ --dry-run=client -o yaml | kubectl apply -f -
+kubectl create configmap @ALL@-scripts-@RUN@@SCRIPTS@ --dry-run=client -o yaml | kubectl apply -f -
 
 # Sets job to the Job of the task $1, and needs to the tasks that it needs.
 look_up() {

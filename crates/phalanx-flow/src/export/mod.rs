@@ -14,6 +14,7 @@ mod script;
 mod slurm;
 
 pub(crate) use cli::{ExportArgs, run};
+use kubernetes::Volume;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -60,7 +61,8 @@ pub(crate) struct Export {
 
 /// Makes files that run `workflow` on `engine`.
 ///
-/// `inputs` are values of the workflow's inputs; others have their defaults. Nothing is read or written.
+/// `inputs` are values of the workflow's inputs; others have their defaults. Nothing is written; for Kubernetes, files
+/// and folders that are inputs are read.
 ///
 /// # Errors
 ///
@@ -70,6 +72,7 @@ pub(crate) fn export(
     workflow: &Workflow,
     inputs: &BTreeMap<String, Json>,
     engine: Engine,
+    volume: &Volume,
 ) -> Result<Export> {
     for task in &workflow.tasks {
         if task.action == Action::Function {
@@ -79,6 +82,11 @@ pub(crate) fn export(
             ))
             .note("so", "only commands and scripts can run on another engine"));
         }
+    }
+    if engine != Engine::Kubernetes && *volume != Volume::default() {
+        return Err(Error::usage(
+            "--volume-size, --access-mode and --storage-class are for --to kubernetes",
+        ));
     }
     let mut workflow = workflow.clone();
     for (name, input) in &mut workflow.inputs {
@@ -97,7 +105,7 @@ pub(crate) fn export(
     };
     let (files, next) = match engine {
         Engine::Flyte => flyte::files(&workflow, &mut notes),
-        Engine::Kubernetes => kubernetes::files(&workflow, &mut notes)?,
+        Engine::Kubernetes => kubernetes::files(&workflow, volume, &mut notes)?,
         Engine::Slurm => slurm::files(&workflow, &mut notes),
     };
     Ok(Export {
@@ -234,11 +242,11 @@ fn template(text: &str, marks: &[(&str, &str)]) -> String {
     marks.iter().fold(text.to_owned(), replace)
 }
 
-/// Shell commands that print where the workflow's outputs are.
-fn outputs(workflow: &Workflow) -> String {
+/// Shell commands that print where the workflow's outputs are, in the folder `results`.
+fn outputs(workflow: &Workflow, results: &str) -> String {
     let line = |(name, source): (&String, &Source)| match source {
         Source::Output { task, output } => {
-            Some(format!("echo 'output {name}: results/{task}/{output}'\n"))
+            Some(format!("echo 'output {name}: {results}/{task}/{output}'\n"))
         }
         Source::Input(_) => None,
     };

@@ -122,5 +122,5 @@ fn submit(workflow: &Workflow) -> String {
             "submit {name} \"{needs}\" \"$@\"\njob_{name}=$id\n"
         ));
     }
-    text + &outputs(workflow)
+    text + &outputs(workflow, "results")
 }

@@ -36,7 +36,8 @@ fn file<'a>(export: &'a Export, name: &str) -> &'a str {
 }
 
 fn exported(text: &str, engine: Engine) -> Export {
-    export(&workflow(text, Path::new("/w")), &BTreeMap::new(), engine).unwrap()
+    let workflow = workflow(text, Path::new("/w"));
+    export(&workflow, &BTreeMap::new(), engine, &Volume::default()).unwrap()
 }
 
 /// Runs the script of one attempt; returns its exit code and messages.
@@ -260,9 +261,20 @@ fn kubernetes_gets_resources_times_and_names() {
     ] {
         assert!(job.contains(line), "{line}\n{job}");
     }
-    assert!(job.contains("name: \"my-flow-a\"\n"), "{job}");
-    assert!(file(&export, "tasks/A_.yaml").contains("name: \"my-flow-a-1\"\n"));
-    assert!(file(&export, "tasks/a__.yaml").contains("name: \"my-flow-a-2\"\n"));
+    let names = ["a", "A_", "a__"].map(|task| job_name(&export, task));
+    let plain = names[0].clone();
+    assert!(plain.starts_with("my-flow-a-"), "{plain}");
+    let run = plain.trim_start_matches("my-flow-a-");
+    assert_eq!(
+        names,
+        [plain.clone(), format!("{plain}-1"), format!("{plain}-2")]
+    );
+    for part in [
+        format!("value: \"/flow/results/{run}\"\n"),
+        format!("name: \"my-flow-scripts-{run}\"\n"),
+    ] {
+        assert!(job.contains(&part), "{part}\n{job}");
+    }
     let said = export.notes.join("\n");
     for note in [
         "copy /w/images to /flow/inputs/w/images on the volume",
@@ -273,6 +285,93 @@ fn kubernetes_gets_resources_times_and_names() {
     ] {
         assert!(said.contains(note), "{note}\n{said}");
     }
+}
+
+fn job_name(export: &Export, task: &str) -> String {
+    let text = file(export, &format!("tasks/{task}.yaml"));
+    let (_, metadata) = text.split_once("\nmetadata:\n").unwrap();
+    let name = metadata
+        .lines()
+        .find_map(|line| line.trim().strip_prefix("name: "));
+    name.unwrap().trim_matches('"').to_owned()
+}
+
+/// A complete Job is never that of other inputs, commands or files.
+#[test]
+fn kubernetes_jobs_of_other_inputs_have_other_names() {
+    let dir = tempfile::tempdir().unwrap();
+    let long = "a".repeat(64);
+    let text = format!(
+        r#"
+        name = "{long}"
+        [inputs]
+        n = 1
+        data = {{ type = "file", default = "data" }}
+        [tasks.{long}]
+        command = ["x", "{{inputs.n}}", "{{inputs.data}}"]
+        inputs = {{ n = "{{inputs.n}}", data = "{{inputs.data}}" }}
+        image = "i"
+    "#
+    );
+    let named = |text: &str, n: i64| {
+        let flow = workflow(text, dir.path());
+        let inputs = BTreeMap::from([("n".to_owned(), json!(n))]);
+        let volume = Volume {
+            volume_size: Some(50 << 30),
+            access_mode: Some("ReadWriteOnce".to_owned()),
+            storage_class: Some("fast".to_owned()),
+        };
+        let export = export(&flow, &inputs, Engine::Kubernetes, &volume).unwrap();
+        let claim = file(&export, "volume.yaml");
+        for line in [
+            "- \"ReadWriteOnce\"\n",
+            "storage: \"50Gi\"\n",
+            "storageClassName: \"fast\"\n",
+        ] {
+            assert!(claim.contains(line), "{claim}");
+        }
+        let is_unread = export
+            .notes
+            .iter()
+            .any(|note| note.contains("cannot be read here"));
+        assert_eq!(
+            is_unread,
+            !dir.path().join("data").exists(),
+            "{:?}",
+            export.notes
+        );
+        job_name(&export, &long)
+    };
+    let mut names = vec![named(&text, 1)];
+    std::fs::write(dir.path().join("data"), "one").unwrap();
+    names.push(named(&text, 1));
+    assert_eq!(named(&text, 1), names[1], "the same again");
+    names.push(named(&text, 2));
+    names.push(named(&text.replace("\"x\"", "\"y\""), 2));
+    names.push(named(&text.replace("image = \"i\"", "image = \"j\""), 2));
+    std::fs::write(dir.path().join("data"), "two").unwrap();
+    names.push(named(&text, 1));
+    let different: std::collections::BTreeSet<&String> = names.iter().collect();
+    assert_eq!(different.len(), names.len(), "{names:?}");
+    assert!(names.iter().all(|name| name.len() <= 61), "{names:?}");
+}
+
+#[test]
+fn volumes_are_of_kubernetes_only() {
+    let flow = workflow(
+        "name = \"w\"\n[tasks.t]\ncommand = [\"true\"]\n",
+        Path::new("/w"),
+    );
+    let volume = Volume {
+        volume_size: Some(1),
+        ..Volume::default()
+    };
+    let error = export(&flow, &BTreeMap::new(), Engine::Slurm, &volume).unwrap_err();
+    assert!(
+        error.chain().contains("for --to kubernetes"),
+        "{}",
+        error.chain()
+    );
 }
 
 #[test]
@@ -301,7 +400,7 @@ fn flyte_gets_names_of_python() {
 #[test]
 fn what_cannot_be_exported_is_an_error() {
     let error = |workflow: &Workflow, engine| {
-        let error = export(workflow, &BTreeMap::new(), engine).unwrap_err();
+        let error = export(workflow, &BTreeMap::new(), engine, &Volume::default()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Usage);
         error.chain()
     };
@@ -309,11 +408,11 @@ fn what_cannot_be_exported_is_an_error() {
     let mut flow = workflow(text, Path::new("/w"));
     assert_eq!(error(&flow, Engine::Slurm), "input \"n\" has no value");
     let inputs = BTreeMap::from([("n".to_owned(), json!(1))]);
-    let chain = export(&flow, &inputs, Engine::Kubernetes)
+    let chain = export(&flow, &inputs, Engine::Kubernetes, &Volume::default())
         .unwrap_err()
         .chain();
     assert_eq!(chain, "task \"t\" has no container image");
-    let module = export(&flow, &BTreeMap::new(), Engine::Flyte).unwrap();
+    let module = export(&flow, &BTreeMap::new(), Engine::Flyte, &Volume::default()).unwrap();
     assert!(file(&module, "flow_w.py").contains("def w(n: _int) ->"));
     flow.tasks[0].action = Action::Function;
     assert!(error(&flow, Engine::Flyte).contains("function of a Rust program"));

@@ -243,7 +243,11 @@ fn typed(words: &[String], flag: &str, first: bool) -> Option<String> {
         };
         value.filter(|_| name.replace('_', "-") == flag)
     });
-    let value = if first { found.next() } else { found.next_back() };
+    let value = if first {
+        found.next()
+    } else {
+        found.next_back()
+    };
     value.map(str::to_owned)
 }
 

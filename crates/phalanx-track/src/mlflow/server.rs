@@ -74,7 +74,8 @@ impl Server {
             None => (None, authority),
         };
         if scheme == "https" {
-            phalanx_http::check_tls().map_err(Error::usage)?;
+            phalanx_http::check_tls()
+                .map_err(|why| Error::usage(why).note("try", "an http:// address"))?;
         }
         let set = |name: &str| env.get(name).filter(|value| !value.is_empty());
         let basic = |user: &str| Some(format!("Basic {}", BASE64_STANDARD.encode(user)));

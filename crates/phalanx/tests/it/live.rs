@@ -15,8 +15,7 @@ use crate::support::{SOON, eventually, phalanx, run, succeed, wait};
 struct Shown {
     job: Child,
     port: u16,
-    /// `?key=...`, if the page has a secret.
-    key: String,
+    secret: String,
     errors: JoinHandle<String>,
 }
 
@@ -30,9 +29,10 @@ fn start(args: &[&str], dir: &Path) -> Shown {
         assert!(lines.read_line(&mut line).expect("text") > 0, "no link");
     }
     let (_, link) = line.trim().split_once("http://").expect("a link");
-    let (host, key) = link.split_once('/').expect("a path");
+    let (host, secret) = link.split_once("/?key=").expect("a secret");
+    assert_eq!(secret.len(), 32);
     let (_, port) = host.rsplit_once(':').expect("a port");
-    let (port, key) = (port.parse().expect("a number"), key.to_owned());
+    let (port, secret) = (port.parse().expect("a number"), secret.to_owned());
     let errors = std::thread::spawn(move || {
         let mut rest = String::new();
         let _ = lines.read_to_string(&mut rest);
@@ -41,12 +41,17 @@ fn start(args: &[&str], dir: &Path) -> Shown {
     Shown {
         job,
         port,
-        key,
+        secret,
         errors,
     }
 }
 
 impl Shown {
+    /// What a browser sends once it has opened the link.
+    fn cookie(&self) -> String {
+        format!("Cookie: phalanx-live-{}={}", self.port, self.secret)
+    }
+
     /// The exit code and the rest of standard error.
     fn end(self) -> (i32, String) {
         let output = wait(self.job);
@@ -162,8 +167,6 @@ impl Page {
     }
 }
 
-const EVENTS: [&str; 2] = ["GET /events HTTP/1.0", "Host: localhost"];
-
 /// Points of each named number of `metrics.jsonl`.
 fn logged(run: &Path) -> BTreeMap<String, Vec<(f64, f64)>> {
     let text = std::fs::read_to_string(run.join("metrics.jsonl")).expect("metrics.jsonl");
@@ -198,10 +201,11 @@ fn a_training_is_shown_while_it_runs_and_nobody_disturbs_it() {
     succeed(&words("plain"), dir.path());
     let shown = start(&words("out --live"), dir.path());
     let port = shown.port;
-    assert_eq!(shown.key, "", "loopback has no secret");
-    let mut stream = send(port, &EVENTS);
+    let cookie = shown.cookie();
+    let events = ["GET /events HTTP/1.0", "Host: localhost", &cookie];
+    let mut stream = send(port, &events);
     let idle: Vec<TcpStream> = (0..100).map(|_| connect(port)).collect();
-    let slow = send(port, &EVENTS);
+    let slow = send(port, &events);
     for garbage in [
         &b"\x16\x03\x01\x02\x00\x01\x00"[..],
         b"\r\n\r\n",
@@ -209,6 +213,14 @@ fn a_training_is_shown_while_it_runs_and_nobody_disturbs_it() {
     ] {
         // It may be closed before all is written.
         let _ = connect(port).write_all(garbage);
+    }
+    // Another user of this host, who has no link.
+    for path in ["/", "/events"] {
+        let get = format!("GET {path} HTTP/1.0");
+        let (status, _, body) = ask(port, &[&get, "Host: localhost"]);
+        assert_eq!(status, 403, "{path}");
+        assert!(body.contains("on standard error"), "{body}");
+        assert!(!body.contains(&shown.secret) && !body.contains("<html"));
     }
     for (head, status) in [
         (&["GET / HTTP/1.0", "Host: localhost"][..], 200),
@@ -227,7 +239,7 @@ fn a_training_is_shown_while_it_runs_and_nobody_disturbs_it() {
         (&["POST / HTTP/1.0", "Host: localhost"], 405),
         (&["GET /../etc/passwd HTTP/1.0", "Host: localhost"], 404),
     ] {
-        let (found, headers, body) = ask(port, head);
+        let (found, headers, body) = ask(port, &[head, &[&*cookie]].concat());
         assert_eq!(found, status, "{head:?}");
         assert!(body.len() < 2000, "{head:?}");
         for header in [
@@ -240,14 +252,18 @@ fn a_training_is_shown_while_it_runs_and_nobody_disturbs_it() {
         assert!(!headers.contains("access-control"), "{headers}");
     }
     // All that the page asks for is here.
-    let (_, _, html) = ask(port, &["GET / HTTP/1.0", "Host: localhost"]);
+    let (_, _, html) = ask(port, &["GET / HTTP/1.0", "Host: localhost", &cookie]);
     for quoted in html
         .split('"')
         .filter(|text| text.contains(".js") || text.contains(".css"))
     {
         let (status, ..) = ask(
             port,
-            &[&format!("GET /{quoted} HTTP/1.0"), "Host: localhost"],
+            &[
+                &format!("GET /{quoted} HTTP/1.0"),
+                "Host: localhost",
+                &cookie,
+            ],
         );
         assert_eq!(status, 200, "{quoted}");
     }
@@ -278,7 +294,7 @@ fn a_training_is_shown_while_it_runs_and_nobody_disturbs_it() {
 }
 
 #[test]
-fn other_programs_show_states_and_output_and_other_machines_need_the_secret() {
+fn other_programs_show_states_and_output_and_readers_need_the_secret() {
     let dir = tempfile::tempdir().expect("folder");
     let program = "echo out $RANK; echo err $RANK >&2; \
                    while [ ! -e go ]; do sleep 0.05; done; exit $((RANK * 7))";
@@ -294,17 +310,12 @@ fn other_programs_show_states_and_output_and_other_machines_need_the_secret() {
     ];
     let shown = start(&args, dir.path());
     let port = shown.port;
-    let secret = shown
-        .key
-        .strip_prefix("?key=")
-        .expect("a secret")
-        .to_owned();
-    assert_eq!(secret.len(), 32);
+    let secret = shown.secret.clone();
     let host = format!("Host: 127.0.0.1:{port}");
     for (path, status) in [
-        ("/".to_owned(), 401),
-        ("/events".to_owned(), 401),
-        (format!("/?key={}", "0".repeat(32)), 401),
+        ("/".to_owned(), 403),
+        ("/events".to_owned(), 403),
+        (format!("/?key={}", "0".repeat(32)), 403),
         (format!("/?key={secret}"), 200),
     ] {
         let (found, headers, body) = ask(port, &[&format!("GET {path} HTTP/1.0"), &host]);
@@ -314,7 +325,7 @@ fn other_programs_show_states_and_output_and_other_machines_need_the_secret() {
     }
     let wrong = ask(port, &["GET / HTTP/1.0", "Host: evil.example"]);
     assert_eq!(wrong.0, 421);
-    let cookie = format!("Cookie: phalanx-live-{port}={secret}");
+    let cookie = shown.cookie();
     let mut stream = send(port, &["GET /events HTTP/1.0", &host, &cookie]);
     let mut page = Page::default();
     page.read(&mut stream, |page| {

@@ -6,6 +6,7 @@ mod events;
 mod flight;
 mod flow;
 mod flow_export;
+mod flow_prune;
 mod launch;
 mod layers;
 mod live;
