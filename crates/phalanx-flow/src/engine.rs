@@ -11,6 +11,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ExitStatus};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -31,6 +32,9 @@ use crate::store::{Attempt, Cached, Item, Items, Node, Run, State, Store, now};
 
 /// From SIGTERM to SIGKILL.
 const GRACE: Duration = Duration::from_secs(5);
+
+/// When it is looked again whether the processes of a stopped task have ended.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// Tasks for which files are read at the same time, before they start.
 const MOST_BUSY: usize = 8;
@@ -122,6 +126,8 @@ struct Processes {
 struct Live {
     /// `None` once its main process has ended.
     processes: Option<Processes>,
+    /// All have ended.
+    is_over: Arc<AtomicBool>,
     dir: PathBuf,
     grant: Grant,
     started: Instant,
@@ -569,7 +575,10 @@ impl Engine<'_> {
                 live.kill_at = None;
                 live.signal(Signal::KILL);
                 if live.processes.is_none() && self.stopping.is_some() {
-                    given_up.push(name.clone());
+                    match live.is_over.load(Ordering::Acquire) {
+                        true => given_up.push(name.clone()),
+                        false => live.kill_at = Some(now + LOOK_AGAIN),
+                    }
                 }
             }
         }
@@ -878,6 +887,7 @@ impl Engine<'_> {
         };
         let live = Live {
             processes: Some(processes),
+            is_over: Arc::default(),
             dir,
             started,
             term_at: task.timeout.and_then(|limit| started.checked_add(limit)),
@@ -996,6 +1006,7 @@ impl Engine<'_> {
         };
         live.term_at = None;
         let (dir, is_stopped) = (live.dir.clone(), live.why == Some(Why::Stopped));
+        let is_over = live.is_over.clone();
         let task = task.clone();
         let guard = self.guard.clone();
         let inputs = self.nodes[name].inputs.clone();
@@ -1007,6 +1018,7 @@ impl Engine<'_> {
             let left = child::end_all(&dir).err();
             let (status, is_too_large) = processes.finish();
             guard.ended(processes.group);
+            is_over.store(true, Ordering::Release);
             let changed = match is_stopped {
                 true => None,
                 false => broken(store, &inputs),
@@ -1421,6 +1433,8 @@ impl Screen {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     /// As `phalanx flow run` of a folder, up to its first task.
