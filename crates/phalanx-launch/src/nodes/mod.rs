@@ -498,6 +498,7 @@ impl Nodes {
                             }
                         }
                         Err(error) => {
+                            pulse.end();
                             let _ = events.send(store_lost(&infos, error, last.elapsed()));
                             return;
                         }
@@ -519,6 +520,7 @@ impl Nodes {
                             let _ = put(&store, &verdict);
                         }
                         Err(error) => {
+                            pulse.end();
                             let _ = events.send(store_lost(&infos, error, last.elapsed()));
                             return;
                         }

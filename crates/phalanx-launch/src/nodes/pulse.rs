@@ -37,6 +37,11 @@ impl Pulse {
         }
     }
 
+    /// Nothing more will come from this node, which has lost the store.
+    pub(super) fn end(self) {
+        self.will.into_iter().for_each(Will::execute);
+    }
+
     /// Beats when it is time. `Some(node)`: that node is lost.
     pub(super) fn beat(
         &mut self,

@@ -151,7 +151,12 @@ struct Way {
 impl Way {
     /// `None`: this is not one of several nodes.
     fn of(words: &[String], env: Env) -> Option<Way> {
-        let is_launch = words.first().is_some_and(|word| word == "launch");
+        let command = words.first().map(String::as_str);
+        // `phalanx plan` computes for other nodes.
+        if command == Some("plan") {
+            return None;
+        }
+        let is_launch = command == Some("launch");
         let typed = |flag: &str| typed(words, flag, is_launch);
         let flags = NodeFlags {
             nnodes: typed("nnodes"),
@@ -309,6 +314,7 @@ mod tests {
             // One node, or a rank.
             ("train mnist --epchs 1", "MASTER_ADDR=h", None),
             ("train mnist --nnodes 1 --node-rank 0 --epchs 1", "", None),
+            ("plan --nnodes 4 --bogus", "MASTER_ADDR=h", None),
             (
                 "train mnist --epchs 1",
                 "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=h",
