@@ -13,7 +13,9 @@ use std::time::Duration;
 
 use phalanx_comm::ProcessGroup;
 use phalanx_data::checkpoint::{self, Loaded, Outline, Piece};
-use phalanx_data::state::{Folder, Manifest, OptimizerState, Place, State, Streamed};
+use phalanx_data::state::{
+    Folder, Manifest, OptimizerState, Place, SavedCheckpoint, State, Streamed,
+};
 use phalanx_nn::optim::Optimizer;
 use phalanx_nn::{BufferId, ParamId, ParamInfo, Params};
 use serde::{Deserialize, Serialize};
@@ -53,7 +55,7 @@ pub struct Checkpoint {
     pub manifest: Manifest,
     /// Path of the manifest on rank 0.
     pub path: PathBuf,
-    /// Newer checkpoints that are damaged, one sentence each.
+    /// Newer checkpoints that were passed over, and whether its own weights are not finite, one sentence each.
     pub warnings: Vec<String>,
 }
 
@@ -113,7 +115,8 @@ impl Told {
 impl GlobalParams {
     /// Saves parameters, buffers and the optimizer's state into `folder` as a checkpoint to resume
     /// from, on any mesh, or as one on one rank (module
-    /// [`state`](phalanx_data::state) describes the files). Returns the path of its manifest.
+    /// [`state`](phalanx_data::state) describes the files). Returns the path of its manifest, and the name
+    /// of a tensor with infinite or NaN weights, if there is one.
     ///
     /// Rank 0 writes, and decides the folder; of buffers the values of rank 0 are saved. Its memory
     /// holds one full tensor at a time. A checkpoint is complete or not there: an earlier one of the
@@ -132,8 +135,9 @@ impl GlobalParams {
     /// let model = scope.build()?;
     /// let mut params = GlobalParams::new(&Placement::of(&group), &model, |_| vec![Sbp::split(0)])?;
     /// let mut adam = Adam::new(params.local(), 1e-3);
-    /// let path = params.save(&Folder::new(dir.path(), 2), &adam, &CheckpointInfo::default())?;
-    /// let loaded = params.load(&path, &mut adam)?;
+    /// let saved = params.save(&Folder::new(dir.path(), 2), &adam, &CheckpointInfo::default())?;
+    /// assert_eq!(saved.not_finite, None);
+    /// let loaded = params.load(&saved.path, &mut adam)?;
     /// assert_eq!(loaded.manifest.place.step, 0);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
@@ -149,7 +153,7 @@ impl GlobalParams {
         folder: &Folder,
         optimizer: &dyn Optimizer,
         info: &CheckpointInfo,
-    ) -> Result<PathBuf> {
+    ) -> Result<SavedCheckpoint> {
         let state = optimizer.state();
         let names: Vec<&str> = state.iter().map(|(name, _)| *name).collect();
         let elements = self.local().flat().len();
@@ -178,13 +182,19 @@ impl GlobalParams {
             Streamed::new(self.outline(), &counts, info.place, facts, progress)
                 .with_metadata(info.metadata.clone())
         };
-        self.written(&state, |values| folder.save_streamed(&streamed(), values))
-            .map(|path| {
-                path.unwrap_or_else(|| {
-                    let name = phalanx_data::state::manifest_name(info.place.step);
-                    folder.path().join(name)
-                })
-            })
+        let saved = self.written(&state, |values| folder.save_streamed(&streamed(), values))?;
+        let not_finite = saved.as_ref().map(|saved| &saved.not_finite);
+        let not_finite = self
+            .group()
+            .broadcast_object(not_finite, 0)
+            .map_err(failed)?;
+        Ok(saved.unwrap_or_else(|| {
+            let name = phalanx_data::state::manifest_name(info.place.step);
+            SavedCheckpoint {
+                path: folder.path().join(name),
+                not_finite,
+            }
+        }))
     }
 
     /// Loads the checkpoint whose manifest is at `path`, saved on any mesh: parameters, buffers, and
@@ -206,8 +216,8 @@ impl GlobalParams {
         loaded.ok_or_else(|| Error::usage(format!("no checkpoint {}", path.display())))
     }
 
-    /// As [`load`](Self::load), the newest complete checkpoint in `folder`; `None`, with nothing
-    /// changed, if there is none.
+    /// As [`load`](Self::load), the newest complete checkpoint in `folder` with finite weights, or else the newest
+    /// complete one; `None`, with nothing changed, if there is none.
     ///
     /// *Blocks until* all ranks of the mesh call it.
     ///
@@ -607,8 +617,11 @@ impl GlobalParams {
         let (mut state, mut own) = (None, None);
         let opened = (self.group().rank() == 0).then(|| {
             let _phase = self.group().phase("loading", DISK);
-            let found = open().and_then(|(found, warnings)| {
-                found.as_ref().map_or(Ok(()), |s| s.check(&outline))?;
+            let found = open().and_then(|(found, mut warnings)| {
+                if let Some(state) = &found {
+                    state.check(&outline)?;
+                    warnings.extend(state.warning());
+                }
                 Ok((found, warnings))
             });
             match found {

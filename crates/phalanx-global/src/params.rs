@@ -5,7 +5,8 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use phalanx_comm::ReduceOp;
+use phalanx_comm::{ReduceOp, all_finite};
+use phalanx_ddp::{Commit, Veto};
 use phalanx_nn::{GradSink, GradView, Grads, ParamId, ParamInfo, Params, SinkError, StepKey, Tape};
 
 use crate::boxing::{self, Boxing};
@@ -350,6 +351,13 @@ pub struct GlobalGrads {
     places: Vec<std::ops::Range<usize>>,
     /// Whether a backward pass used each parameter.
     used: Vec<bool>,
+    /// Whether what backward gives of each parameter comes from this rank alone.
+    own: Vec<bool>,
+    /// The first parameter, in the order of backward, whose gradient was not finite before it was added to those of
+    /// other ranks.
+    not_finite: Option<usize>,
+    /// Steps that were voted down.
+    skipped: u64,
     accumulates: bool,
     /// Sums over ranks that were not taken yet.
     pending: bool,
@@ -357,7 +365,13 @@ pub struct GlobalGrads {
 
 impl GlobalGrads {
     fn new(params: &GlobalParams) -> Self {
+        let is_own = |(engine, used): (&Rc<Layout>, &Rc<Layout>)| {
+            engine == used || params.plans.get(engine, used).is_ok_and(|b| b.is_local())
+        };
         GlobalGrads {
+            own: params.engine.iter().zip(&params.used).map(is_own).collect(),
+            not_finite: None,
+            skipped: 0,
             local: Grads::like(&params.local),
             placement: params.placement.clone(),
             layouts: params.layouts.clone(),
@@ -377,6 +391,13 @@ impl GlobalGrads {
         self.local.set_accumulate(on);
     }
 
+    /// A backward pass begins.
+    pub(crate) fn begin(&mut self) {
+        if !self.accumulates {
+            self.not_finite = None;
+        }
+    }
+
     /// A backward pass ran, even if it met no parameter.
     pub(crate) fn mark_pending(&mut self) {
         self.pending = true;
@@ -390,6 +411,7 @@ impl GlobalGrads {
     pub fn zero(&mut self) {
         self.local.zero();
         self.used.fill(false);
+        self.not_finite = None;
         self.pending = false;
     }
 
@@ -457,28 +479,127 @@ impl GlobalGrads {
     /// # Errors
     /// `Comm` when a collective fails.
     pub fn norm(&self) -> Result<f64> {
-        let mut sum = [0.0f64];
+        let mut sum = [self.squares().0];
+        self.add_up(&mut sum, "the norm of the gradients is needed")?;
+        Ok(sum[0].sqrt())
+    }
+
+    /// The ranks' vote on the step, the same on all of them: the optimizer may take it only if no rank has a gradient
+    /// with an infinity or a NaN. A step that is voted down is [counted](Self::skipped_steps). Call it after the sum
+    /// over the ranks ([`Global::backward`](crate::Global::backward)) and before the optimizer.
+    ///
+    /// A reason names the rank whose own gradient is not finite. Gradients of weights that are gathered before their use
+    /// are seen only after they were added up: if no rank has another reason, all ranks that hold such a part are named.
+    ///
+    /// *Blocks until* all ranks of the mesh call it.
+    ///
+    /// # Errors
+    /// `Comm` when a collective fails. Then no rank may take the step, but some may have seen a yes: they fail at the next
+    /// collective, so before a checkpoint.
+    pub fn commit(&mut self, params: &GlobalParams) -> Result<Commit> {
+        let bad = match all_finite(self.local.flat()) {
+            true => None,
+            false => (0..self.places.len()).find(|index| !self.is_finite(*index)),
+        };
+        self.vote(params, bad, &mut Vec::new())
+    }
+
+    /// [`commit`](Self::commit) and [`norm`](Self::norm) in one collective.
+    ///
+    /// # Errors
+    /// As [`commit`](Self::commit).
+    pub fn commit_with_norm(&mut self, params: &GlobalParams) -> Result<(Commit, f64)> {
+        let (sum, bad) = self.squares();
+        let mut sums = vec![sum];
+        let commit = self.vote(params, bad, &mut sums)?;
+        Ok((commit, sums[0].sqrt()))
+    }
+
+    /// How many steps were voted down, the same number on all ranks.
+    pub fn skipped_steps(&self) -> u64 {
+        self.skipped
+    }
+
+    /// Sets the number of steps that were voted down before, for a training that is resumed.
+    pub fn set_skipped_steps(&mut self, steps: u64) {
+        self.skipped = steps;
+    }
+
+    fn is_finite(&self, index: usize) -> bool {
+        all_finite(&self.local.flat()[self.places[index].clone()])
+    }
+
+    /// This rank's part of the square of the norm, and the first parameter of which it has a part that is not finite.
+    fn squares(&self) -> (f64, Option<usize>) {
+        let (mut sum, mut bad) = (0.0f64, None);
         for (index, layout) in self.layouts.iter().enumerate() {
             let at = self.placement.coordinates().iter().zip(layout.sbp());
             // One of the ranks that have the same part.
             let counts = at
                 .into_iter()
                 .all(|(at, s)| *s != Sbp::Broadcast || *at == 0);
-            if counts && self.used[index] {
-                let values = &self.local.flat()[self.places[index].clone()];
-                sum[0] += values
-                    .iter()
-                    .map(|v| f64::from(*v) * f64::from(*v))
-                    .sum::<f64>();
+            let is_finite = match counts && self.used[index] {
+                true => {
+                    let values = &self.local.flat()[self.places[index].clone()];
+                    let squares: f64 = values.iter().map(|v| f64::from(*v) * f64::from(*v)).sum();
+                    sum += squares;
+                    // A square of an f32 is far from the largest f64.
+                    squares.is_finite()
+                }
+                false => self.is_finite(index),
+            };
+            if !is_finite && bad.is_none() {
+                bad = Some(index);
             }
         }
+        (sum, bad)
+    }
+
+    /// Adds a lane for each rank to `sums`, and adds all up over the ranks. A lane has the number of the parameter that
+    /// the rank votes no for, from 1: negative if the parameter is `bad` only after the sum.
+    fn vote(
+        &mut self,
+        params: &GlobalParams,
+        bad: Option<usize>,
+        sums: &mut Vec<f64>,
+    ) -> Result<Commit> {
         let group = self.placement.group();
-        if group.world_size() > 1 {
-            group
-                .all_reduce(&mut sum, ReduceOp::Sum)
-                .map_err(|e| Error::comm_while("the norm of the gradients is needed", e))?;
+        let (first, lane) = (sums.len(), |index: usize| (index + 1) as f64);
+        sums.resize(first + group.world_size(), 0.0);
+        sums[first + group.rank()] = match (self.not_finite.take(), bad) {
+            (Some(own), _) => lane(own),
+            (None, Some(bad)) => -lane(bad),
+            (None, None) => 0.0,
+        };
+        self.add_up(sums, "the ranks could not vote on the step")?;
+        let lanes = &sums[first..];
+        let any_own = lanes.iter().any(|lane| *lane > 0.0);
+        let says_no = |lane: f64| lane != 0.0 && (lane > 0.0) == any_own;
+        let vetoes = lanes.iter().enumerate().filter(|(_, lane)| says_no(**lane));
+        let infos = params.local.infos();
+        let vetoes = vetoes.map(|(rank, lane)| {
+            let index = (lane.abs() as usize).checked_sub(1);
+            let info = index.and_then(|index| infos.get(index));
+            Veto {
+                rank,
+                parameter: info.map(|info| info.name.clone()),
+            }
+        });
+        let vetoes: Vec<Veto> = vetoes.collect();
+        if vetoes.is_empty() {
+            return Ok(Commit::Yes);
         }
-        Ok(sum[0].sqrt())
+        self.skipped += 1;
+        Ok(Commit::No(vetoes))
+    }
+
+    fn add_up(&self, sums: &mut [f64], why: &str) -> Result<()> {
+        let group = self.placement.group();
+        if group.world_size() == 1 {
+            return Ok(());
+        }
+        let summed = group.all_reduce(sums, ReduceOp::Sum);
+        summed.map_err(|e| Error::comm_while(why, e))
     }
 }
 
@@ -491,6 +612,15 @@ impl GradSink for GlobalGrads {
     }
 
     fn ready(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
+        let index = param.index();
+        if self.not_finite.is_none() && self.own.get(index) == Some(&true) && !self.is_finite(index)
+        {
+            self.not_finite = Some(index);
+        }
+        self.ready_finite(param)
+    }
+
+    fn ready_finite(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
         self.pending = true;
         self.local.ready(param)
     }

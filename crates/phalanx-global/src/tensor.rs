@@ -270,6 +270,7 @@ impl<'s> Global<'s> {
             false => (parts as f32, 1.0 / parts as f32),
         };
         let seed = if counts { seed } else { 0.0 };
+        grads.begin();
         let mut sink = Prefetching {
             grads: &mut *grads,
             params: step.params(),
@@ -296,6 +297,12 @@ impl GradSink for Prefetching<'_> {
 
     fn ready(&mut self, param: ParamId) -> OpResult {
         self.grads.ready(param)?;
+        self.params.prefetch().begin_next(self.params);
+        Ok(())
+    }
+
+    fn ready_finite(&mut self, param: ParamId) -> OpResult {
+        self.grads.ready_finite(param)?;
         self.params.prefetch().begin_next(self.params);
         Ok(())
     }

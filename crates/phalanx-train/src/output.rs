@@ -293,6 +293,11 @@ impl Output {
 
     fn save(&mut self, name: &str, params: &Params, more: &[(&str, String)]) -> Result<()> {
         if let Some(dir) = &self.opened {
+            if let Some(tensor) = checkpoint::first_not_finite(params) {
+                say::note(format_args!(
+                    "warning: {name} gets infinite or NaN weights (first in {tensor})"
+                ));
+            }
             let mut metadata = self.files.metadata();
             metadata.extend(more.iter().map(|(k, v)| ((*k).to_owned(), v.clone())));
             dir.write(name, |out| checkpoint::write_params(out, params, &metadata))?;

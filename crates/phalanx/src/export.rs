@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use phalanx_data::checkpoint::{read_tensors, save_tensors};
+use phalanx_data::text::one_line;
 
 use crate::error::{Error, Result};
 use crate::format::{bytes, plural};
@@ -37,6 +38,12 @@ pub fn run(args: &ExportArgs) -> Result<()> {
     let (tensors, loaded) = read_tensors(&file_of(&args.checkpoint)?)?;
     for warning in &loaded.warnings {
         say::note(format_args!("warning: {warning}"));
+    }
+    if let Some(tensor) = tensors.iter().find(|tensor| !tensor.is_finite()) {
+        say::note(format_args!(
+            "warning: the weights have infinite or NaN values (first in {})",
+            one_line(&tensor.name)
+        ));
     }
     let total_bytes: usize = tensors.iter().map(|t| t.bytes.len()).sum();
     let count = tensors.len();

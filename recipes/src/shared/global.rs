@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -13,7 +14,7 @@ use phalanx_data::progress::Progress;
 use phalanx_data::sampler::{EpochPlan, Sampler, SamplerConfig};
 use phalanx_data::state::{OptimizerState, Place};
 use phalanx_data::{Dataset, checkpoint, process};
-use phalanx_ddp::{Fingerprint, ShardTree, broadcast_parameters, verify_equal};
+use phalanx_ddp::{Commit, Fingerprint, ShardTree, broadcast_parameters, verify_equal};
 use phalanx_global::{Global, GlobalGrads, GlobalParams, GlobalStep, Indices, Parallel, Sbp};
 use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::optim::{Optimizer, clip_factor};
@@ -371,6 +372,8 @@ impl<'a, T: Task> GlobalRun<'a, T> {
             .into_iter()
             .for_each(|value| metrics.add(value));
         let (sums, samples) = history.losses();
+        let mut grads = weights.grads();
+        grads.set_skipped_steps(history.skipped_steps());
         let mut shown = settings_by_name(&facts);
         // "no --flag" of what was not typed.
         shown.remove("no");
@@ -395,7 +398,7 @@ impl<'a, T: Task> GlobalRun<'a, T> {
             unit: setup.unit,
             task,
             model,
-            grads: weights.grads(),
+            grads,
             weights,
             optimizer,
             schedule,
@@ -580,17 +583,41 @@ impl<'a, T: Task> GlobalRun<'a, T> {
         let lr = self.optimizer.lr();
         ctx.check_loss(mean, format_args!("epoch {epoch}, step {}", index + 1), lr)?;
         ctx.group.set_phase("optimizer");
-        let factor = match self.clip {
-            Some(limit) => clip_factor(self.grads.norm()?, limit),
-            None => 1.0,
+        let (commit, factor) = match self.clip {
+            Some(limit) => {
+                let (commit, norm) = self.grads.commit_with_norm(&self.weights)?;
+                (commit, clip_factor(norm, limit))
+            }
+            None => (self.grads.commit(&self.weights)?, 1.0),
         };
-        let local = self.weights.local_mut();
-        self.optimizer.step_scaled(local, &self.grads, factor)?;
-        self.tape.update_buffers(local)?;
+        self.update(
+            &commit,
+            factor,
+            format_args!("epoch {epoch}, step {}", index + 1),
+        )?;
         if let Some(schedule) = &mut self.schedule {
             schedule.advance();
         }
         self.report(epoch, index, ids.len(), mean, lr)
+    }
+
+    /// Updates the model, if the ranks want the step `at`.
+    fn update(&mut self, commit: &Commit, factor: f32, at: fmt::Arguments<'_>) -> Result<()> {
+        let local = self.weights.local_mut();
+        if commit.is_yes() {
+            self.optimizer.step_scaled(local, &self.grads, factor)?;
+            self.tape.update_buffers(local)?;
+            return Ok(());
+        }
+        // Statistics of a batch that is not trained on must not stay.
+        let buffers = local.buffers_flat().to_vec();
+        self.tape.update_buffers(local)?;
+        local.buffers_flat_mut().copy_from_slice(&buffers);
+        let ctx = self.ctx;
+        self.log
+            .notice(&format!("{at} is skipped on all ranks: {commit}"));
+        self.progress.suspend(|| ctx.note_skipped(commit, at));
+        Ok(())
     }
 
     fn report(
@@ -785,7 +812,8 @@ impl<'a, T: Task> GlobalRun<'a, T> {
         let state = whole_state(&self.weights, &*self.optimizer, whole)?;
         let (accuracies, metrics) = (&self.results.accuracies, self.results.metrics.values());
         let (sum, samples) = self.losses;
-        let history = History::new(accuracies, metrics, &[sum], samples);
+        let history = History::new(accuracies, metrics, &[sum], samples)
+            .with_skipped_steps(self.grads.skipped_steps());
         self.log.flush();
         self.saving
             .save_whole(action, whole.zip(state), self.place, history)?;
@@ -931,6 +959,7 @@ impl<'a, T: Task> GlobalRun<'a, T> {
             "data_wait_s": results.waited.as_secs_f64(),
             "saving_s": results.saved.as_secs_f64(),
             "sent_bytes": self.sent_bytes(),
+            "skipped_steps": self.grads.skipped_steps(),
             "peak_rss_mib": process::peak_rss_bytes().map(|b| b as f64 / f64::from(1 << 20)),
             "deterministic": typed(&settings.split.determinism()),
             "initial_sha256": results.initial,
@@ -984,3 +1013,6 @@ fn part_of(weights: &GlobalParams, params: &Params, values: &[f32]) -> Result<Ve
     }
     Ok(local.flat().to_vec())
 }
+
+#[cfg(test)]
+mod tests;

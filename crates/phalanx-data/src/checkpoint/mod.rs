@@ -154,6 +154,24 @@ fn saved_bytes(name: &str, values: &[f32]) -> Vec<u8> {
     }
 }
 
+/// Name of the first parameter or buffer with an infinite or NaN value, if there is one.
+pub fn first_not_finite(params: &Params) -> Option<&str> {
+    let buffers = params.buffer_ids().zip(params.buffer_infos());
+    let buffers = buffers.map(|(id, info)| (info, params.buffer(id)));
+    let parameters = params.ids().zip(params.infos());
+    let parameters = parameters.map(|(id, info)| (info, params.get(id)));
+    let mut all = parameters.chain(buffers);
+    let found = all.find(|(_, values)| !all_finite(values));
+    found.map(|(info, _)| &info.name[..])
+}
+
+/// Whether none of `values` is infinite or NaN. No early end, so that the compiler uses vectors.
+pub(crate) fn all_finite(values: &[f32]) -> bool {
+    values
+        .iter()
+        .fold(true, |all, value| all & value.is_finite())
+}
+
 /// SHA-256 of all weights.
 ///
 /// It does not depend on the memory layout or the file format: it covers the float32

@@ -81,6 +81,15 @@ impl DType {
         DTYPES.iter().find(|d| d.1 == class).map(|d| d.0)
     }
 
+    /// Whether `bytes` (little-endian) are numbers none of which is infinite or NaN.
+    pub(crate) fn is_finite(self, bytes: &[u8]) -> bool {
+        match self {
+            // Larger ones than an f32 holds are finite, too.
+            DType::F64 => (bytes.as_chunks().0.iter()).all(|b| f64::from_le_bytes(*b).is_finite()),
+            _ => !self.is_float() || self.to_f32(bytes).iter().all(|v| v.is_finite()),
+        }
+    }
+
     /// Converts `bytes` (little-endian) to float32, rounding to nearest even.
     pub(crate) fn to_f32(self, bytes: &[u8]) -> Vec<f32> {
         fn each<const N: usize>(bytes: &[u8], number: impl Fn([u8; N]) -> f32) -> Vec<f32> {

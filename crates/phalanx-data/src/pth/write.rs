@@ -44,6 +44,11 @@ pub(crate) struct Head<'a> {
 }
 
 impl Saved {
+    /// Whether none of its values is infinite or NaN.
+    pub fn is_finite(&self) -> bool {
+        self.dtype.is_finite(&self.bytes)
+    }
+
     pub(crate) fn head(&self) -> Head<'_> {
         Head {
             name: &self.name,

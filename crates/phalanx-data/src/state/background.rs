@@ -1,11 +1,10 @@
 //! Saving in the background.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::folder::Folder;
+use super::folder::{Folder, SavedCheckpoint};
 use super::pace::Pace;
 use super::snapshot::Snapshot;
 use crate::{Error, Result};
@@ -25,7 +24,7 @@ pub struct Background {
 }
 
 struct Running {
-    job: JoinHandle<(Result<PathBuf>, Snapshot, Duration)>,
+    job: JoinHandle<(Result<SavedCheckpoint>, Snapshot, Duration)>,
     pace: Arc<Pace>,
 }
 
@@ -75,7 +74,7 @@ impl Background {
     ///
     /// Errors of the previous save ([`Folder::save`]); the new one is started in any case.
     /// `Io` when a thread cannot be started.
-    pub fn begin(&mut self, snapshot: Snapshot) -> Result<Option<PathBuf>> {
+    pub fn begin(&mut self, snapshot: Snapshot) -> Result<Option<SavedCheckpoint>> {
         let before = self.wait();
         let (folder, pace) = (self.folder.clone(), Arc::new(Pace::default()));
         let its = pace.clone();
@@ -99,7 +98,7 @@ impl Background {
     /// # Errors
     ///
     /// Errors of the previous save, after which the new one is still done; then its own.
-    pub fn save(&mut self, snapshot: Snapshot) -> Result<PathBuf> {
+    pub fn save(&mut self, snapshot: Snapshot) -> Result<SavedCheckpoint> {
         let (before, began) = (self.wait(), Instant::now());
         let saved = self.folder.save(&snapshot);
         self.took = began.elapsed();
@@ -112,7 +111,7 @@ impl Background {
     /// # Errors
     ///
     /// Errors of the save.
-    pub fn poll(&mut self) -> Result<Option<PathBuf>> {
+    pub fn poll(&mut self) -> Result<Option<SavedCheckpoint>> {
         if self.is_busy() {
             return Ok(None);
         }
@@ -124,7 +123,7 @@ impl Background {
     /// # Errors
     ///
     /// Those of the save.
-    pub fn wait(&mut self) -> Result<Option<PathBuf>> {
+    pub fn wait(&mut self) -> Result<Option<SavedCheckpoint>> {
         let Some(Running { job, pace }) = self.running.take() else {
             return Ok(None);
         };
@@ -216,10 +215,14 @@ mod tests {
         let params = model();
         let snapshot = take(None, &params, &Adam::new(&params, 0.1));
         let (write, written) = channel();
+        let at = |path: &str| SavedCheckpoint {
+            path: path.into(),
+            not_finite: None,
+        };
         saver.running = Some(Running {
             job: std::thread::spawn(move || {
                 written.recv().unwrap();
-                (Ok("there".into()), snapshot, Duration::from_secs(7))
+                (Ok(at("there")), snapshot, Duration::from_secs(7))
             }),
             pace: Arc::default(),
         });
@@ -229,7 +232,7 @@ mod tests {
             assert!(saver.spare().is_none());
         }
         write.send(()).unwrap();
-        assert_eq!(saver.wait().unwrap(), Some("there".into()));
+        assert_eq!(saver.wait().unwrap(), Some(at("there")));
         assert!(!saver.is_busy());
         assert!(saver.spare().is_some());
         assert_eq!(saver.took(), Duration::from_secs(7));

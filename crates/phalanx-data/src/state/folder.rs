@@ -19,6 +19,15 @@ const ASIDE: &str = "aside-";
 const MANIFEST: &str = ".json";
 const DATA: &str = ".safetensors";
 
+/// A checkpoint that was saved.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SavedCheckpoint {
+    /// Path of its manifest.
+    pub path: PathBuf,
+    /// Name of the first parameter or buffer with an infinite or NaN value, if there is one.
+    pub not_finite: Option<String>,
+}
+
 /// The name of the manifest of the checkpoint after `step` steps.
 pub fn manifest_name(step: u64) -> String {
     format!("{PREFIX}{step:09}{MANIFEST}")
@@ -60,18 +69,21 @@ impl Folder {
     }
 
     /// Saves `snapshot`, then removes the oldest checkpoints beyond those to keep, but
-    /// never this one. *Blocks* until the checkpoint is on the disk. Returns the path of
-    /// its manifest.
+    /// never this one, nor the newest with finite weights. *Blocks* until the checkpoint is on the disk.
     ///
     /// # Errors
     ///
     /// `DiskFull` or `Io`, naming the path. Older checkpoints are not affected.
-    pub fn save(&self, snapshot: &Snapshot) -> Result<PathBuf> {
+    pub fn save(&self, snapshot: &Snapshot) -> Result<SavedCheckpoint> {
         self.save_at(snapshot, None)
     }
 
     /// As [`save`](Self::save), at the pace of `pacer`.
-    pub(super) fn save_at(&self, snapshot: &Snapshot, pacer: Option<&Pacer>) -> Result<PathBuf> {
+    pub(super) fn save_at(
+        &self,
+        snapshot: &Snapshot,
+        pacer: Option<&Pacer>,
+    ) -> Result<SavedCheckpoint> {
         let step = snapshot.place().step;
         let write = |out: &mut dyn Write| match pacer {
             Some(pacer) => snapshot.write(&mut pacer.writer(out)),
@@ -92,7 +104,7 @@ impl Folder {
         &self,
         state: &Streamed,
         mut values: impl FnMut(Piece) -> std::io::Result<Vec<f32>>,
-    ) -> Result<PathBuf> {
+    ) -> Result<SavedCheckpoint> {
         self.save_data(
             state.step(),
             |out| state.write(out, &mut values),
@@ -106,7 +118,7 @@ impl Folder {
         step: u64,
         write: impl FnOnce(&mut dyn Write) -> std::io::Result<Written>,
         manifest: impl FnOnce(&str, Written) -> Manifest,
-    ) -> Result<PathBuf> {
+    ) -> Result<SavedCheckpoint> {
         let dir = self.made()?;
         let name = format!("{PREFIX}{step:09}");
         let manifest_name = manifest_name(step);
@@ -119,6 +131,7 @@ impl Folder {
         let Some(written) = written else {
             return Err(Error::internal("a checkpoint was saved but not written"));
         };
+        let not_finite = written.not_finite.clone();
         let manifest = manifest(&file, written);
         let text = manifest
             .to_text()
@@ -132,7 +145,10 @@ impl Folder {
             return Err(error);
         }
         keep_newest(&dir, self.keep, Some(&manifest_name))?;
-        Ok(self.path.join(manifest_name))
+        Ok(SavedCheckpoint {
+            path: self.path.join(manifest_name),
+            not_finite,
+        })
     }
 
     /// Renames all checkpoints after `step` (all, if it is `None`) to `aside-step-…json`,
@@ -161,28 +177,42 @@ impl Folder {
         Ok(aside)
     }
 
-    /// The newest complete checkpoint; `None` if there is none, or no folder. The second
-    /// value names newer ones that are damaged.
+    /// The newest complete checkpoint with finite weights, or else the newest complete one; `None`
+    /// if there is none, or no folder. The second value has a sentence for each newer one that is
+    /// passed over.
     ///
     /// # Errors
     ///
     /// `Data` when all checkpoints are damaged, with the reason for the newest; `Io` when
     /// the folder cannot be read.
     pub fn newest(&self) -> Result<(Option<State>, Vec<String>)> {
-        let mut damaged = Vec::new();
+        let (mut passed, mut first, mut not_finite) = (Vec::new(), None, None);
         let all = match self.existing()? {
             Some(dir) => manifests(&dir, "")?,
             None => Vec::new(),
         };
         for (_, manifest) in all.iter().rev() {
-            match State::load(&self.path.join(manifest)) {
-                Ok(state) => return Ok((Some(state), damaged)),
-                Err(error) => damaged.push(error.to_string()),
-            }
+            let state = match State::load(&self.path.join(manifest)) {
+                Ok(state) => state,
+                Err(error) => {
+                    passed.push(format!("passed over a damaged checkpoint: {error}"));
+                    first.get_or_insert(error);
+                    continue;
+                }
+            };
+            let Some(warning) = state.warning() else {
+                return Ok((Some(state), passed));
+            };
+            passed.push(format!("passed over a checkpoint: {warning}"));
+            not_finite.get_or_insert((passed.len() - 1, state));
         }
-        match damaged.first() {
-            None => Ok((None, damaged)),
-            Some(first) => Err(Error::data(format!(
+        match (not_finite, first) {
+            (Some((newer, state)), _) => {
+                passed.truncate(newer);
+                Ok((Some(state), passed))
+            }
+            (None, None) => Ok((None, passed)),
+            (None, Some(first)) => Err(Error::data(format!(
                 "no checkpoint in {} is complete: {first}",
                 self.path.display()
             ))),
@@ -227,24 +257,30 @@ impl Folder {
     }
 }
 
-/// Removes all but the newest `keep` checkpoints in `dir`; `saved` counts as the newest.
+/// Removes all but the newest `keep` checkpoints in `dir`; `saved` counts as the newest. If none of them has finite
+/// weights, the newest one that has stays as well.
 fn keep_newest(dir: &Dir, keep: usize, saved: Option<&str>) -> Result<()> {
     let mut all = manifests(dir, "")?;
     all.sort_by_key(|(_, name)| Some(name.as_str()) == saved);
-    let surplus = all.len().saturating_sub(keep);
-    for (_, name) in &all[..surplus] {
+    let read = |(_, name): &(u64, String)| -> Option<Manifest> {
+        let text = dir.read(name, MAX_MANIFEST_BYTES).ok()??;
+        serde_json::from_slice(&text).ok()
+    };
+    let is_finite = |read: &Option<Manifest>| matches!(read, Some(m) if m.not_finite.is_none());
+    let kept = all.split_off(all.len().saturating_sub(keep));
+    let mut used: Vec<Option<Manifest>> = kept.iter().map(read).collect();
+    if !kept.is_empty()
+        && !used.iter().any(is_finite)
+        && let Some(last) = all.iter().rposition(|one| is_finite(&read(one)))
+    {
+        used.push(read(&all.remove(last)));
+    }
+    for (_, name) in &all {
         // First the manifest: data without one is not a checkpoint.
         dir.remove(name)?;
     }
-    let used: HashSet<String> = all[surplus..]
-        .iter()
-        .chain(&manifests(dir, ASIDE)?)
-        .filter_map(|(_, name)| {
-            let text = dir.read(name, MAX_MANIFEST_BYTES).ok()??;
-            let manifest: Manifest = serde_json::from_slice(&text).ok()?;
-            Some(manifest.file)
-        })
-        .collect();
+    used.extend(manifests(dir, ASIDE)?.iter().map(read));
+    let used: HashSet<String> = used.into_iter().flatten().map(|m| m.file).collect();
     for name in dir.names()? {
         if name.starts_with(PREFIX) && name.ends_with(DATA) && !used.contains(&name) {
             dir.remove(&name)?;

@@ -58,7 +58,7 @@ pub(crate) fn fuzz_seeds() -> Vec<Vec<u8>> {
         let snapshot = Snapshot::take(&stepped, &optimizer, place, facts, progress)
             .with_extra(vec![("residual".to_owned(), vec![0.5; 3])]);
         let folder = tempfile::tempdir().ok()?;
-        let path = Folder::new(folder.path(), 1).save(&snapshot).ok()?;
+        let path = Folder::new(folder.path(), 1).save(&snapshot).ok()?.path;
         let text = fs::read_to_string(&path).ok()?;
         let data = fs::read(path.with_extension("safetensors")).ok()?;
         let text = text.replace("step-000000001.safetensors", "data");

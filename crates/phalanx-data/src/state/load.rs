@@ -93,6 +93,16 @@ impl State {
         &self.manifest
     }
 
+    /// A sentence, if its weights are not finite.
+    pub fn warning(&self) -> Option<String> {
+        let name = self.manifest.not_finite.as_ref()?;
+        Some(format!(
+            "{} has infinite or NaN weights (first in {})",
+            self.path.display(),
+            one_line(name)
+        ))
+    }
+
     /// The data file.
     pub(crate) fn file(&self) -> &TensorsFile {
         &self.file

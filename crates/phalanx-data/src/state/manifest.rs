@@ -63,6 +63,10 @@ pub struct Manifest {
     pub facts: BTreeMap<String, String>,
     /// Other values of the program: losses, accuracies.
     pub progress: serde_json::Value,
+    /// Name of the first parameter or buffer with an infinite or NaN value, if there is one. Files from
+    /// before this field do not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub not_finite: Option<String>,
     /// SHA-256 of the manifest's text with [`NO_HASH`] in this place, to detect damage. It
     /// is the last field.
     pub(super) manifest_sha256: String,
@@ -94,6 +98,7 @@ impl Manifest {
             optimizer_buffers,
             facts: BTreeMap::new(),
             progress: serde_json::Value::Null,
+            not_finite: None,
             manifest_sha256: NO_HASH.to_owned(),
         }
     }
@@ -104,6 +109,7 @@ impl Manifest {
             file: file.to_owned(),
             bytes: written.bytes,
             sha256: written.sha256,
+            not_finite: written.not_finite,
             ..self.clone()
         }
     }

@@ -24,7 +24,7 @@ mod snapshot;
 mod streamed;
 
 pub use background::Background;
-pub use folder::{Folder, manifest_name};
+pub use folder::{Folder, SavedCheckpoint, manifest_name};
 #[cfg(any(test, fuzzing))]
 pub(crate) use fuzzing::{fuzz, fuzz_seeds};
 pub use load::State;

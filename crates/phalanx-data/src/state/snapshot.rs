@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 
 use super::OptimizerState;
 use super::manifest::{Manifest, Place};
-use crate::checkpoint::{write_header, write_values};
+use crate::checkpoint::{all_finite, write_header, write_values};
 use crate::pth::DType;
 use crate::{Error, Result};
 
@@ -229,7 +229,8 @@ fn in_order(params: &Params) -> Vec<(&ParamInfo, Numbers<'_>)> {
 }
 
 /// Writes a data file of float32 tensors with these names and shapes to `out`. `each` gives the
-/// values of the tensor with this index to its second argument.
+/// values of the tensor with this index to its second argument. Tensors of the model are checked for values that are
+/// not finite.
 pub(super) fn write_data(
     out: &mut dyn Write,
     metadata: &BTreeMap<String, String>,
@@ -246,10 +247,21 @@ pub(super) fn write_data(
         (*name, DType::F32, *shape, 4 * elements)
     });
     write_header(&mut out, metadata, heads)?;
-    for i in 0..tensors.len() {
-        each(i, &mut |values| write_values(&mut out, values))?;
+    let mut not_finite = None;
+    for (i, (name, _)) in tensors.iter().enumerate() {
+        let model = name.strip_prefix(MODEL);
+        each(i, &mut |values| {
+            if let Some(name) = model
+                && not_finite.is_none()
+                && !all_finite(values)
+            {
+                not_finite = Some(name.to_owned());
+            }
+            write_values(&mut out, values)
+        })?;
     }
     Ok(Written {
+        not_finite,
         bytes: out.bytes,
         sha256: hex::encode(out.hash.finalize()),
     })
@@ -259,6 +271,8 @@ pub(super) fn write_data(
 pub(super) struct Written {
     pub(super) bytes: u64,
     pub(super) sha256: String,
+    /// Name of the model's first tensor with an infinite or NaN value.
+    pub(super) not_finite: Option<String>,
 }
 
 struct Hashed<'a> {

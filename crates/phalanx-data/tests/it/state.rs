@@ -237,7 +237,7 @@ fn what_was_just_saved_stays_whatever_its_step() {
     for step in [20, 40] {
         folder.save(&snapshot(&params, &sgd, step)).unwrap();
     }
-    let saved = folder.save(&snapshot(&params, &sgd, 7)).unwrap();
+    let saved = folder.save(&snapshot(&params, &sgd, 7)).unwrap().path;
     assert_eq!(State::load(&saved).unwrap().manifest().place, at(7));
     let stems = ["step-000000007", "step-000000040"];
     let files = stems.map(|stem| ["json", "safetensors"].map(|e| format!("{stem}.{e}")));
@@ -290,7 +290,8 @@ fn no_wrong_digit_in_a_manifest_goes_unnoticed() {
     let sgd = Sgd::new(&params, 0.1);
     let path = Folder::new(dir.path(), 1)
         .save(&snapshot(&params, &sgd, 3))
-        .unwrap();
+        .unwrap()
+        .path;
     let text = fs::read_to_string(&path).unwrap();
     assert_eq!(signed(&text), text);
     let digits: Vec<usize> = (0..text.len())
@@ -357,6 +358,116 @@ fn damaged_checkpoints_are_passed_over_by_name() {
     let error = folder.newest().unwrap_err();
     assert!(error.to_string().contains("no checkpoint in"), "{error}");
     assert!(error.to_string().contains("step-000000007.json"), "{error}");
+}
+
+/// The model with `value` as the last of one tensor's numbers.
+fn spoiled(tensor: &str, value: f32) -> Params {
+    let mut params = model(0.5);
+    match params.find(tensor) {
+        Some(id) => *params.get_mut(id).last_mut().unwrap() = value,
+        None => params.buffers_flat_mut()[0] = value,
+    }
+    params
+}
+
+#[test]
+fn a_checkpoint_says_which_tensor_is_not_finite() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = Folder::new(dir.path(), 9);
+    let sgd = Sgd::new(&model(0.5), 0.1).momentum(0.9);
+    let text = |step: u64| {
+        let name = phalanx_data::state::manifest_name(step);
+        fs::read_to_string(dir.path().join(name)).unwrap()
+    };
+    let large = spoiled("fc.weight", f32::MAX);
+    assert_eq!(
+        folder.save(&snapshot(&large, &sgd, 1)).unwrap().not_finite,
+        None
+    );
+    // A finite one is written as before.
+    assert!(!text(1).contains("finite"), "{}", text(1));
+    for (step, tensor, value) in [
+        (2, "conv.bias", f32::INFINITY),
+        (3, "fc.weight", f32::NAN),
+        (4, "norm.running_mean", f32::NEG_INFINITY),
+    ] {
+        let saved = folder.save(&snapshot(&spoiled(tensor, value), &sgd, step));
+        assert_eq!(saved.unwrap().not_finite.as_deref(), Some(tensor));
+        let line = format!("\n  \"not_finite\": \"{tensor}\",\n");
+        assert!(text(step).contains(&line), "{}", text(step));
+        let name = phalanx_data::state::manifest_name(step);
+        let state = State::load(&dir.path().join(name)).unwrap();
+        assert!(
+            state
+                .warning()
+                .unwrap()
+                .ends_with(&format!("(first in {tensor})"))
+        );
+    }
+    let (state, passed) = folder.newest().unwrap();
+    assert_eq!(state.unwrap().manifest().place.step, 1);
+    for (text, file) in passed
+        .iter()
+        .zip(["000000004.json", "000000003.json", "000000002.json"])
+    {
+        assert!(text.starts_with("passed over a checkpoint: "), "{text}");
+        assert!(
+            text.contains(file) && text.contains("infinite or NaN weights"),
+            "{text}"
+        );
+    }
+    assert_eq!(passed.len(), 3);
+    // If the only finite one is damaged, there is nothing better than the newest.
+    fs::remove_file(dir.path().join("step-000000001.safetensors")).unwrap();
+    let (state, passed) = folder.newest().unwrap();
+    assert_eq!(state.unwrap().manifest().place.step, 4);
+    assert!(passed.is_empty(), "{passed:?}");
+}
+
+#[test]
+fn the_last_finite_checkpoint_is_not_rotated_out() {
+    for keep in [1, 2, 3] {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Folder::new(dir.path(), keep);
+        let sgd = Sgd::new(&model(0.5), 0.1);
+        let nan = spoiled("fc.weight", f32::NAN);
+        let steps = || -> Vec<u64> {
+            let of = |name: &String| {
+                name.strip_prefix("step-")?
+                    .strip_suffix(".json")?
+                    .parse()
+                    .ok()
+            };
+            let steps: Vec<u64> = names(dir.path()).iter().filter_map(of).collect();
+            // Each with its data, and nothing else.
+            assert_eq!(names(dir.path()).len(), 2 * steps.len());
+            steps
+        };
+        let save =
+            |params: &Params, step| drop(folder.save(&snapshot(params, &sgd, step)).unwrap());
+        for step in 1..=4 {
+            save(&model(0.5), step);
+        }
+        for step in 5..=9 {
+            save(&nan, step);
+        }
+        let mut left: Vec<u64> = (10 - keep as u64..=9).collect();
+        left.insert(0, 4);
+        assert_eq!(steps(), left, "keep {keep}");
+        // Not in the way of the rotation of finite ones.
+        save(&model(0.5), 10);
+        let newest: Vec<u64> = (11 - keep as u64..=10).collect();
+        assert_eq!(steps(), newest, "keep {keep}");
+        // Where there never was a finite one, as many as asked for.
+        folder.clear().unwrap();
+        assert!(names(dir.path()).is_empty());
+        for step in 1..=5 {
+            save(&nan, step);
+        }
+        assert_eq!(steps(), (6 - keep as u64..=5).collect::<Vec<_>>());
+        folder.clear().unwrap();
+        assert!(names(dir.path()).is_empty());
+    }
 }
 
 #[test]
@@ -598,7 +709,7 @@ fn tensor_by_tensor_files_are_the_same_and_read_the_same() {
         let read = |folder: &str| fs::read(at_path(folder).join(name)).unwrap();
         assert!(read("streamed") == read("taken"), "{name}");
     }
-    let state = State::load(&path.unwrap()).unwrap();
+    let state = State::load(&path.unwrap().path).unwrap();
     let mut read = 0;
     let each = |p: Piece, values: Vec<f32>| {
         read += 1;

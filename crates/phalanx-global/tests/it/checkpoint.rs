@@ -206,7 +206,7 @@ fn a_checkpoint_of_any_mesh_loads_on_any_other() {
             training.steps(0..3);
             let before = training.full();
             let path = (training.weights).save(&folder(kind), &training.adam, &at(3));
-            assert!(path.unwrap().ends_with("step-000000003.json"));
+            assert!(path.unwrap().path.ends_with("step-000000003.json"));
             assert_eq!(training.full(), before);
             let losses = training.steps(3..6);
             (before, losses, training.full())
@@ -499,7 +499,7 @@ fn nothing_changes_before_every_rank_has_accepted_it() {
     one_step(&mut whole, &mut adam);
     let info = at(1);
     let snapshot = Snapshot::take(&whole, &adam, info.place, info.facts, info.progress);
-    let path = Folder::new(dir.path(), 1).save(&snapshot).unwrap();
+    let path = Folder::new(dir.path(), 1).save(&snapshot).unwrap().path;
     assert_eq!(State::load(&path).unwrap().manifest().optimizer_steps, 1);
     on_mesh(Over::Thread, &[2], |p| {
         let mut weights = GlobalParams::new(p, &odd(2), split(1)).unwrap();

@@ -7,3 +7,4 @@ mod ddp;
 mod dtensor_bugs;
 mod gpt;
 mod oracle;
+mod vote;

@@ -27,13 +27,13 @@ pub struct SavingArgs {
     /// Save a resumable checkpoint every N steps (delayed while the previous save is still running), after each epoch, and on SIGTERM (exit code 130) or SIGUSR1, which stop the training
     #[arg(long, value_name = "STEPS")]
     pub save_every: Option<u64>,
-    /// Number of newest checkpoints to keep [default: 2]
+    /// Number of newest checkpoints to keep; the newest with finite weights is always kept [default: 2]
     #[arg(long, value_name = "N")]
     pub keep: Option<usize>,
     /// What to do if a checkpoint, or the weights of the best epoch or of an epoch before the last, cannot be saved
     #[arg(long, value_enum, default_value_t = SaveErrors::Stop)]
     pub save_errors: SaveErrors,
-    /// Resume training: `auto` takes the newest checkpoint in --output-dir, if there is one; PATH is a run's folder or a checkpoint's JSON file. Checkpoints of later steps are renamed to aside-*. After a restart by phalanx launch or torchrun, training always resumes from the newest checkpoint of its folder (torchrun on several nodes: set --output-dir)
+    /// Resume training: `auto` takes the newest checkpoint in --output-dir with finite weights, if there is one; PATH is a run's folder or a checkpoint's JSON file. Checkpoints of later steps are renamed to aside-*. After a restart by phalanx launch or torchrun, training always resumes from the newest checkpoint of its folder (torchrun on several nodes: set --output-dir)
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "auto|PATH")]
     pub resume: Option<String>,
     /// Replace an earlier run in the --output-dir; without --overwrite or --resume, such a folder is an error

@@ -105,6 +105,20 @@ impl History {
         }
     }
 
+    /// With the number of steps that were voted down.
+    #[must_use]
+    pub fn with_skipped_steps(self, skipped_steps: u64) -> History {
+        History {
+            skipped_steps,
+            ..self
+        }
+    }
+
+    /// Steps that were voted down.
+    pub fn skipped_steps(&self) -> u64 {
+        self.skipped_steps
+    }
+
     /// Test accuracy of each epoch.
     pub fn accuracies(&self) -> Vec<f64> {
         floats(&self.accuracies)

@@ -20,7 +20,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use phalanx_comm::ReduceOp;
-use phalanx_data::state::{Background, Folder, OptimizerState, Place, Snapshot};
+use phalanx_data::state::{Background, Folder, OptimizerState, Place, SavedCheckpoint, Snapshot};
 use phalanx_ddp::DistributedDataParallel;
 use phalanx_nn::Params;
 
@@ -167,7 +167,7 @@ impl<'a> Saving<'a> {
                 )),
             }
             let outcome = background.poll();
-            self.handle_error(outcome.map(|_| ()))?;
+            self.handle_saved(outcome)?;
         }
         let enough = self.args.stop_after.is_some_and(|n| self.steps >= n);
         // Of several, the largest: SIGTERM before SIGUSR1.
@@ -330,7 +330,8 @@ impl<'a> Saving<'a> {
             SaveAction::Stop => Ok(Some(background.save(snapshot)?)),
             _ => background.begin(snapshot),
         };
-        self.handle_error(before.and(begun).map(|_| ()))
+        self.handle_saved(before)?;
+        self.handle_saved(begun)
     }
 
     /// Waits until what was begun is on the disk.
@@ -343,7 +344,7 @@ impl<'a> Saving<'a> {
             return Ok(());
         };
         let outcome = background.wait();
-        self.handle_error(outcome.map(|_| ()))
+        self.handle_saved(outcome)
     }
 
     /// Says how to go on from what was saved. *Blocks* until all ranks call it.
@@ -390,15 +391,33 @@ impl<'a> Saving<'a> {
         }
     }
 
-    fn handle_error(&self, outcome: phalanx_data::Result<()>) -> Result<()> {
+    fn handle_saved(&self, outcome: phalanx_data::Result<Option<SavedCheckpoint>>) -> Result<()> {
         match outcome {
+            Ok(saved) => {
+                if let Some(saved) = saved
+                    && let Some(name) = saved.not_finite
+                {
+                    self.ctx.note(&format!(
+                        "warning: {} has infinite or NaN weights (first in {name}); --resume auto prefers a checkpoint with finite ones",
+                        saved.path.display()
+                    ));
+                }
+                Ok(())
+            }
             Err(error) if self.args.save_errors == SaveErrors::Warn => {
                 self.ctx
                     .note(&format!("warning: no checkpoint was saved: {error}"));
                 Ok(())
             }
-            other => Ok(other?),
+            Err(error) => Err(error.into()),
         }
+    }
+}
+
+impl Drop for Saving<'_> {
+    /// After a training that failed: what was still being written may be worth a warning.
+    fn drop(&mut self) {
+        let _ = self.finish();
     }
 }
 

@@ -400,8 +400,8 @@ impl Resumed {
 /// An optimizer's buffer of this name.
 type Buffer = (String, Vec<f32>);
 
-/// The newest checkpoint of a run's folder, or of its folder of checkpoints, and where it was
-/// looked for; those that are damaged are told to `note`.
+/// The newest checkpoint with finite weights of a run's folder, or of its folder of checkpoints, and the folder;
+/// without any, the newest one. `note` gets a line for each that is passed over.
 ///
 /// # Errors
 ///
@@ -412,11 +412,9 @@ pub fn newest(path: &Path, note: impl Fn(&str)) -> Result<(Option<State>, PathBu
         true => inner,
         false => path.to_owned(),
     };
-    let (state, damaged) = Folder::new(&path, 1).newest()?;
-    for text in damaged {
-        note(&format!(
-            "warning: passed over a damaged checkpoint: {text}"
-        ));
+    let (state, passed) = Folder::new(&path, 1).newest()?;
+    for text in passed {
+        note(&format!("warning: {text}"));
     }
     Ok((state, path))
 }
@@ -459,7 +457,9 @@ fn read(ctx: &RankContext, wanted: &str, dir: &Path) -> Result<Option<State>> {
                     format!("--init {} starts a new training with them", as_typed(&path)),
                 ));
         }
-        return Ok(Some(State::load(&path)?));
+        let state = State::load(&path)?;
+        warn_not_finite(ctx, &state);
+        return Ok(Some(state));
     }
     let found = newest(&path, |text| ctx.note(text));
     let (state, path) = found.map_err(|error| match error.kind() {
@@ -482,5 +482,15 @@ fn read(ctx: &RankContext, wanted: &str, dir: &Path) -> Result<Option<State>> {
             path.display()
         )));
     }
+    if let Some(state) = &state {
+        warn_not_finite(ctx, state);
+    }
     Ok(state)
+}
+
+/// Warns of a checkpoint that a run resumes from though its weights are not finite.
+fn warn_not_finite(ctx: &RankContext, state: &State) {
+    if let Some(warning) = state.warning() {
+        ctx.note(&format!("warning: the checkpoint {warning}"));
+    }
 }

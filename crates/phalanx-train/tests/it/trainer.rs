@@ -329,3 +329,83 @@ fn a_program_may_only_evaluate() {
         "{losses:?}"
     );
 }
+
+/// Steps of the checkpoints in the run's folder of `dir`, and those whose weights are not finite.
+fn checkpoints(dir: &Path) -> (Vec<u64>, Vec<u64>) {
+    let (mut all, mut not_finite) = (Vec::new(), Vec::new());
+    for entry in std::fs::read_dir(dir.join("run/checkpoints")).expect("checkpoints") {
+        let path = entry.expect("a file").path();
+        let name = path.file_name().expect("a name").to_string_lossy();
+        if let Some(step) = name.strip_prefix("step-")
+            && let Some(step) = step.strip_suffix(".json")
+        {
+            let step = step.parse().expect("a step");
+            let text = std::fs::read_to_string(&path).expect("a manifest");
+            let manifest: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+            all.push(step);
+            not_finite.extend((!manifest["not_finite"].is_null()).then_some(step));
+        }
+    }
+    all.sort_unstable();
+    (all, not_finite)
+}
+
+/// A learning rate that is an infinity as an f32 makes weights infinite without an infinite gradient before.
+#[test]
+fn a_training_goes_on_from_its_last_finite_checkpoint() {
+    let train = data(37);
+    let [whole, parts] = [(); 2].map(|()| tempfile::tempdir().expect("folder"));
+    // The steps that were taken.
+    let run = |dir: &Path, args: &[&str], factor: f64| {
+        let args = [
+            &[
+                "--global-batch-size",
+                "6",
+                "--save-every",
+                "1",
+                "--keep",
+                "1",
+            ],
+            args,
+        ];
+        let mut outcomes = ranks_in(dir, 2, &args.concat(), |job| {
+            let sgd = |params: &Params, lr: f64| Sgd::new(params, lr * factor);
+            let (mut trainer, mut steps) = (job.trainer(&train, plane, sgd)?.start()?, 0);
+            for _ in trainer.epochs() {
+                for batch in trainer.batches(&train)? {
+                    trainer.step(&batch, |model, batch| loss(model, &batch))?;
+                    steps += 1;
+                }
+            }
+            trainer.finish()?;
+            Ok(steps)
+        });
+        assert_eq!(outcomes.len(), 2);
+        outcomes.swap_remove(0)
+    };
+    let hash = |dir: &Path| {
+        let text = std::fs::read_to_string(dir.join("run/summary.json")).expect("a summary");
+        let summary: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        summary["weights_sha256"].to_string()
+    };
+    assert_eq!(run(whole.path(), &[], 1.0).expect("trained"), 14);
+    let stopped = run(parts.path(), &["--stop-after", "3"], 1.0).expect_err("stopped");
+    assert_eq!(stopped.kind(), ErrorKind::Stopped);
+    assert_eq!(checkpoints(parts.path()), (vec![3], vec![]));
+    // Twice: it begins at the finite one each time.
+    for _ in 0..2 {
+        let error = run(parts.path(), &["--resume", "auto"], 1e40);
+        let error = error.expect_err("no number").to_string();
+        assert!(error.contains("the loss became"), "{error}");
+        assert_eq!(checkpoints(parts.path()), (vec![3, 4], vec![4]));
+    }
+    let rest = run(parts.path(), &["--resume", "auto"], 1.0);
+    assert_eq!(rest.expect("trained"), 11);
+    assert_eq!(hash(parts.path()), hash(whole.path()));
+    let (all, not_finite) = checkpoints(parts.path());
+    assert_eq!((all.len(), not_finite.len()), (1, 0));
+    // Once more, when nothing is left to do.
+    let rest = run(parts.path(), &["--resume", "auto"], 1.0);
+    assert_eq!(rest.expect("nothing to train"), 0);
+    assert_eq!(checkpoints(parts.path()).0, all);
+}

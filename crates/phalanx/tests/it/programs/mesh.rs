@@ -112,6 +112,62 @@ fn a_checkpoint_of_a_mesh_goes_on_with_another_mesh_or_ddp() {
     assert_eq!(digests(whole.path()), digests(parts.path()));
 }
 
+/// Training continues from the last finite checkpoint, says so, and has the bits of one that was never spoiled.
+#[test]
+fn weights_that_are_not_finite_are_told_of_and_passed_over() {
+    for mesh in [&["--mesh", "data=2", "--fully-sharded"][..], &[]] {
+        let (whole, parts) = (tempfile::tempdir(), tempfile::tempdir());
+        let (whole, parts) = (whole.expect("folder"), parts.expect("folder"));
+        let more = |more: &[&'static str]| [&["--nproc-per-node", "2"], mesh, more].concat();
+        train(&more(&[]), whole.path());
+        train(&more(&["--stop-after", "3"]), parts.path());
+        let spoil = [
+            "--resume",
+            "auto",
+            "--save-every",
+            "1",
+            "--keep",
+            "1",
+            "--lr",
+            "1e39",
+        ];
+        let args = [&TINY[..], &LOGGED, &more(&spoil)].concat();
+        let (code, _, err) = run(&args, parts.path());
+        assert_eq!(code, 1, "{err}");
+        let file = "out/checkpoints/step-000000004.json";
+        let warning = format!("warning: {file} has infinite or NaN weights (first in ");
+        assert!(
+            err.contains(&warning) && err.contains("the loss became"),
+            "{err}"
+        );
+        let (_, err) = train(&more(&["--resume", "auto"]), parts.path());
+        let passed = format!("warning: passed over a checkpoint: {file} has infinite or NaN");
+        assert!(err.contains(&passed), "{err}");
+        assert!(err.contains("resumed  after 3 of "), "{err}");
+        assert_eq!(digests(whole.path()), digests(parts.path()));
+        // By name, as it is asked for.
+        let aside = "out/checkpoints/aside-step-000000004.json";
+        let args = [
+            &TINY[..],
+            &LOGGED[..2],
+            &["--output-dir", "other"],
+            &more(&["--resume", aside]),
+        ];
+        let (code, _, err) = run(&args.concat(), parts.path());
+        assert_eq!(code, 1, "{err}");
+        let warning = format!("warning: the checkpoint {aside} has infinite or NaN weights");
+        assert!(
+            err.contains(&warning) && err.contains("resumed  after 4 of "),
+            "{err}"
+        );
+        let (_, err) = succeed(&["export", aside, "--to", "a.pth"], parts.path());
+        assert!(
+            err.contains("warning: the weights have infinite or NaN values (first in "),
+            "{err}"
+        );
+    }
+}
+
 #[test]
 fn explain_tells_layouts_and_conversions() {
     let dir = tempfile::tempdir().expect("folder");
