@@ -1,4 +1,5 @@
 //! The trainer as programs use it, on ranks that are threads.
 
 mod gan;
+mod one_cycle;
 mod trainer;
