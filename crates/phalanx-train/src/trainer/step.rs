@@ -229,7 +229,7 @@ impl<M> Trainer<'_, M> {
             if group == 0 && self.reports.log.wants_graph() {
                 self.reports.log.graph(step.graph());
             }
-            sums[part] = f64::from(loss.item()) * f64::from(indices.len() as f32);
+            sums[part] = f64::from(loss.item()?) * f64::from(indices.len() as f32);
             forward_ended = Instant::now();
             loss.backward(micro_batches.micro_batch()?)?; // DDP
             drop(step);

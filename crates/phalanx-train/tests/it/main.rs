@@ -2,4 +2,5 @@
 
 mod gan;
 mod one_cycle;
+mod scalars;
 mod trainer;
