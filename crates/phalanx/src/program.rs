@@ -3,10 +3,11 @@
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use clap::{CommandFactory, FromArgMatches};
+use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
 use phalanx_launch::words::{dashed, taking_negative_numbers};
 use phalanx_launch::{AlgorithmArg, RankArgs, Speakers, exit_code, log, run_helper, run_ranks};
 use phalanx_process::error::Result;
+use phalanx_process::say::{self, Secrets};
 use phalanx_process::stop;
 use phalanx_train::{Defaults, Job, Settings, prepare_run};
 
@@ -168,6 +169,7 @@ impl Program {
             }
         }
         let matches = command.try_get_matches_from_mut(words)?;
+        say::hide(secrets(&command, &matches));
         Typed::from_arg_matches(&matches)
     }
 
@@ -199,6 +201,27 @@ impl Program {
     }
 }
 
+/// What the arguments with clap's `hide_env_values` got.
+fn secrets(command: &Command, matches: &ArgMatches) -> Secrets {
+    let mut secrets = Secrets::default();
+    let all = command.get_arguments();
+    for arg in all.filter(|arg| arg.is_hide_env_values_set() && arg.get_action().takes_values()) {
+        let long = arg.get_long_and_visible_aliases().unwrap_or_default();
+        secrets
+            .flags
+            .extend(long.iter().map(|name| format!("--{name}")));
+        let short = arg.get_short_and_visible_aliases().unwrap_or_default();
+        secrets
+            .flags
+            .extend(short.iter().map(|name| format!("-{name}")));
+        let values = matches.get_raw(arg.get_id().as_str()).into_iter().flatten();
+        secrets
+            .values
+            .extend(values.map(|value| value.to_string_lossy().into_owned()));
+    }
+    secrets
+}
+
 // Not a doc comment: it would be the program's help.
 #[derive(clap::Parser)]
 struct Typed<A: clap::Args> {
@@ -213,3 +236,33 @@ struct Typed<A: clap::Args> {
 // Likewise.
 #[derive(clap::Args)]
 struct NoArgs {}
+
+#[cfg(test)]
+mod tests {
+    use clap::{Arg, ArgAction};
+
+    use super::*;
+
+    #[test]
+    fn the_values_of_arguments_with_hidden_variables_are_secrets() {
+        let secret = |name: &'static str| Arg::new(name).long(name).hide_env_values(true);
+        let command = || {
+            Command::new("train")
+                .args_override_self(true)
+                .arg(
+                    secret("key")
+                        .short('k')
+                        .visible_alias("api-key")
+                        .alias("old-key"),
+                )
+                .arg(secret("verbose").action(ArgAction::SetTrue))
+                .arg(Arg::new("lr").long("lr"))
+        };
+        let mut built = command();
+        let typed = ["train", "--lr", "1", "--old-key", "abc"];
+        let matches = built.try_get_matches_from_mut(typed).expect("parsed");
+        let Secrets { flags, values } = secrets(&built, &matches);
+        assert_eq!(flags, ["--key", "--api-key", "-k"]);
+        assert_eq!(values, ["abc"]);
+    }
+}
