@@ -71,7 +71,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let scores = model.forward(step.input(&batch.images, &[n, 3 * 32 * 32])?)?;
             let loss = scores.cross_entropy(&batch.labels, n as f32)?;
             if index == 0 {
-                println!("rank {rank}/{world} epoch {epoch} loss {:.4}", loss.item());
+                println!("rank {rank}/{world} epoch {epoch} loss {:.4}", loss.item()?);
             }
             loss.backward(&mut ddp)?; // DDP
             drop(step);

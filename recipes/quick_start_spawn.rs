@@ -37,7 +37,7 @@ fn demo_fn(group: ProcessGroup, world_size: &usize) -> Outcome {
         let loss = model
             .forward(step.input(&x, &[20, 10])?)?
             .mse_loss(&target, Reduction::Mean)?;
-        println!("rank {rank}/{world_size} step {i} loss {:.4}", loss.item());
+        println!("rank {rank}/{world_size} step {i} loss {:.4}", loss.item()?);
         loss.backward(&mut ddp)?; // DDP: gradients are averaged inside
         drop(step);
         if ddp.finish()?.is_yes() {

@@ -104,7 +104,7 @@ impl AnyRecipe for Linear {
             let step = tape.step(&run.params, StepKey::new(0, i as u64));
             let x = step.input(&TRAIN_X[data], &[2, 2])?;
             let loss = net.forward(x)?.mse_loss(&TRAIN_Y[data], Reduction::Sum)?;
-            let value = f64::from(loss.item());
+            let value = f64::from(loss.item()?);
             ctx.check_loss(value, format_args!("step {}", i + 1), self.lr)?;
             if (i + 1) % PRINT_EVERY == 0 {
                 let text = python_repr(value);

@@ -55,6 +55,12 @@ same resumed KILLED
 train --epochs 3 --resume auto --output-dir resumed --mlflow "$uri" >>resumed.log 2>&1
 same resumed FINISHED
 
+# Resumed from an earlier step with another learning rate, it has a run of its own.
+train --epochs 2 --save-every 5 --stop-after 13 --output-dir branched --mlflow "$uri" >branched.log 2>&1
+same branched KILLED
+train --epochs 2 --lr 0.01 --resume branched/checkpoints/step-000000010.json --mlflow "$uri" >>branched.log 2>&1
+same branched FINISHED
+
 stop
 train --epochs 2 --output-dir without --mlflow "$uri" >without.log 2>&1 || { cat without.log; exit 1; }
 later=$(grep -c "; later: phalanx report without --upload $uri\$" without.log) || true

@@ -44,8 +44,12 @@ runs = ask("runs/search", {"experiment_ids": [e["experiment_id"] for e in experi
 runs = [run for run in runs if run["info"]["run_name"] == folder.name]
 if what == "some":
     sys.exit(0 if runs and runs[0]["data"].get("metrics") else "no metrics yet")
-assert len(runs) == 1, f"{len(runs)} runs of {folder}"
-run = runs[0]
+# A branch that was left stays in a run of its own, the parent.
+runs.sort(key=lambda run: run["info"]["start_time"])
+parents = [run["info"]["run_id"] for run in runs[:-1]]
+run = runs[-1]
+tags = {tag["key"]: tag["value"] for tag in run["data"]["tags"]}
+assert parents == ([tags["mlflow.parentRunId"]] if folder.name == "branched" and rest[1] == "FINISHED" else []), runs
 assert run["info"]["status"] == rest[1], run["info"]
 identity = run["info"]["run_id"]
 expected = collections.defaultdict(list)
@@ -70,7 +74,6 @@ for name, values in expected.items():
 assert count, "no metrics"
 document = json.loads((folder / "run.json").read_text())
 params = {param["key"]: param["value"] for param in run["data"]["params"]}
-tags = {tag["key"]: tag["value"] for tag in run["data"]["tags"]}
 for name, value in document["settings"].items():
     name = name.lstrip("-")
     changed = tags.get(f"attempt-{document['attempt']}/{name}")

@@ -139,7 +139,7 @@ fn main() -> Result<()> {
             let step = tape.step(&params, StepKey::new(0, i as u64));
             let logits = model.forward(&step, &x, (rows, args.context))?;
             let loss = logits.cross_entropy(&y, Reduction::Mean)?;
-            let mut value = [loss.item()];
+            let mut value = [loss.item()?];
             loss.backward(&mut ddp)?;
             drop(step);
             if ddp.finish()?.is_yes() {

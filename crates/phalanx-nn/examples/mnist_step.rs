@@ -32,7 +32,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let step = tape.step(&params, StepKey::new(0, i as u64));
         let x = step.input(&images, &[batch, 28, 28, 1])?;
         let loss = model.forward(x)?.nll_loss(&labels, batch as f32)?;
-        last = loss.item();
+        last = loss.item()?;
         let forwarded = Instant::now();
         loss.backward(&mut grads)?;
         let backwarded = Instant::now();

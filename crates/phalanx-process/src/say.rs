@@ -9,6 +9,7 @@
 use std::ffi::OsStr;
 use std::fmt::Display;
 use std::io::Write;
+use std::sync::{Mutex, PoisonError};
 
 use phalanx_data::text::{visible, visible_json};
 
@@ -45,11 +46,104 @@ fn write(block: &[u8]) -> Result<bool> {
     }
 }
 
-/// The command-line arguments, for a summary; bytes that are not UTF-8 are shown as `�`.
+/// The command-line arguments, for a summary; bytes that are not UTF-8 are shown as `�`, and secrets as `***`.
 pub fn arguments() -> Vec<String> {
     let lossy = |word: &OsStr| word.to_string_lossy().into_owned();
-    std::env::args_os()
-        .skip(1)
-        .map(|word| lossy(&word))
-        .collect()
+    let words = std::env::args_os().skip(1).map(|word| lossy(&word));
+    let secrets = SECRETS.lock().unwrap_or_else(PoisonError::into_inner);
+    secrets.hidden_in(words)
+}
+
+static SECRETS: Mutex<Secrets> = Mutex::new(Secrets {
+    flags: Vec::new(),
+    values: Vec::new(),
+});
+
+/// From now on [`arguments`] does not show these secrets.
+pub fn hide(secrets: Secrets) {
+    *SECRETS.lock().unwrap_or_else(PoisonError::into_inner) = secrets;
+}
+
+/// Flags whose values are secret, with their dashes, and such values.
+#[derive(Default)]
+pub struct Secrets {
+    /// `--token`, `-t`.
+    pub flags: Vec<String>,
+    /// The values, wherever they are: a flag may be spelled in other ways, or be none.
+    pub values: Vec<String>,
+}
+
+impl Secrets {
+    fn hidden_in(&self, words: impl Iterator<Item = String>) -> Vec<String> {
+        let mut follows = false;
+        let hide = |word: String| {
+            let is_next = std::mem::take(&mut follows) && !word.starts_with("--");
+            if is_next || !word.is_empty() && self.values.contains(&word) {
+                return "***".to_owned();
+            }
+            // As torchrun's users type them.
+            let dashed = word.replace('_', "-");
+            for flag in &self.flags {
+                let Some(rest) = dashed.strip_prefix(&**flag) else {
+                    continue;
+                };
+                let is_short = !flag.starts_with("--");
+                match rest {
+                    "" => follows = true,
+                    _ if rest.starts_with('=') => return format!("{}=***", &word[..flag.len()]),
+                    _ if is_short => return format!("{}***", &word[..flag.len()]),
+                    _ => {}
+                }
+            }
+            let mut values = self.values.iter().filter(|value| !value.is_empty());
+            match values.find_map(|value| word.strip_suffix(&**value)) {
+                Some(flag) if flag.starts_with('-') => format!("{flag}***"),
+                _ => word,
+            }
+        };
+        words.map(hide).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn secrets_are_hidden_however_they_are_typed() {
+        let owned = |words: &[&str]| -> Vec<String> {
+            words.iter().map(|word| (*word).to_owned()).collect()
+        };
+        let secrets = Secrets {
+            flags: owned(&["--api-key", "-k"]),
+            values: owned(&["hunter2", ""]),
+        };
+        for (typed, shown) in [
+            (
+                &["--api-key", "abc", "--lr", "1"][..],
+                &["--api-key", "***", "--lr", "1"][..],
+            ),
+            (&["--api-key=abc", "x"], &["--api-key=***", "x"]),
+            (
+                &["--api_key=a_b", "--api_key", "a_b"],
+                &["--api_key=***", "--api_key", "***"],
+            ),
+            (
+                &["-k", "abc", "-kabc", "-k=abc"],
+                &["-k", "***", "-k***", "-k=***"],
+            ),
+            (&["hunter2", "--alias=hunter2"], &["***", "--alias=***"]),
+            (&["--api-key", "--lr", "1"], &["--api-key", "--lr", "1"]),
+            (
+                &["--api-keys", "2", "--kind", "x"],
+                &["--api-keys", "2", "--kind", "x"],
+            ),
+            (
+                &["my-hunter2.txt", "", "--x="],
+                &["my-hunter2.txt", "", "--x="],
+            ),
+        ] {
+            assert_eq!(secrets.hidden_in(owned(typed).into_iter()), owned(shown));
+        }
+    }
 }

@@ -84,7 +84,7 @@ impl Courier {
         let kept = read(&dir, &name)?.filter(|kept| kept.position.id() == id);
         let mut kept = kept.unwrap_or_default();
         if !tracker.begin(path, &kept.state)? {
-            kept.position = Position::default();
+            kept.position = Position::beginning(id);
         }
         Ok(Courier {
             follow: Follow::open_at(path, kept.position.clone()),

@@ -27,7 +27,7 @@ const READ_BYTES: u64 = 256 << 10;
 const LONGEST_LINE: u64 = 16 << 20;
 
 /// Limit for `run.json` and `summary.json`.
-const LARGEST_FILE: u64 = 64 << 20;
+pub(crate) const LARGEST_FILE: u64 = 64 << 20;
 
 /// As many bytes before a position tell whether a file still has what was read of it.
 const TAIL_BYTES: u64 = 256;
@@ -63,6 +63,14 @@ pub struct Position {
 }
 
 impl Position {
+    /// The beginning of the run `id`.
+    pub(crate) fn beginning(id: Option<&str>) -> Position {
+        Position {
+            id: id.map(str::to_owned),
+            ..Position::default()
+        }
+    }
+
     /// The run's `id`.
     pub(crate) fn id(&self) -> Option<&str> {
         self.id.as_deref()

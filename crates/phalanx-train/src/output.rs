@@ -234,7 +234,8 @@ impl Output {
             }
         };
         let attempt = Attempt::next(dir, self.is_fresh);
-        let run = log::document(ctx, info, &attempt);
+        let step = resumed.map_or(0, |place| place.step);
+        let run = log::document(ctx, info, &attempt, step);
         if let Err(error) = log::write(dir, &run) {
             log::warn(RUN_FILE, error);
         }
@@ -247,7 +248,6 @@ impl Output {
         settings.insert("arguments".to_owned(), say::arguments().join(" "));
         settings.insert("ranks".to_owned(), ctx.world().to_string());
         settings.insert("transport".to_owned(), ctx.describe());
-        let step = resumed.map_or(0, |place| place.step);
         let events = Events::create(dir, ctx.started, step, &settings);
         let events = events.map_err(|error| log::warn("TensorBoard's event file", error.chain()));
         let files = log::Files {

@@ -58,19 +58,19 @@ impl Update {
         Ok(())
     }
 
-    /// The learning rate of the next step.
-    pub fn lr(&self) -> f64 {
+    /// The optimizer, of all parameters or of this rank's part.
+    pub fn optimizer(&self) -> &dyn Optimizer {
         match self {
-            Update::Whole(optimizer) => optimizer.lr(),
-            Update::Part(optimizer) => optimizer.optimizer().lr(),
+            Update::Whole(optimizer) => optimizer,
+            Update::Part(optimizer) => optimizer.optimizer(),
         }
     }
 
-    /// Sets it.
-    pub fn set_lr(&mut self, lr: f64) {
+    /// The same, to change its settings.
+    pub fn optimizer_mut(&mut self) -> &mut dyn Optimizer {
         match self {
-            Update::Whole(optimizer) => optimizer.set_lr(lr),
-            Update::Part(optimizer) => optimizer.optimizer_mut().set_lr(lr),
+            Update::Whole(optimizer) => optimizer,
+            Update::Part(optimizer) => optimizer.optimizer_mut(),
         }
     }
 

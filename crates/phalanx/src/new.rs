@@ -1,6 +1,7 @@
 //! `phalanx new`: writes a project with a training program.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use phalanx_data::files::as_typed;
 
@@ -13,16 +14,20 @@ pub struct NewArgs {
     /// Folder to create; its last part is the package's name
     #[arg(value_name = "NAME")]
     folder: PathBuf,
-    /// Folder of Phalanx's sources to depend on [default: the sources of this program, if they exist; else its version]
+    /// Folder of Phalanx's sources to depend on [default: the sources of this program]
     #[arg(long, value_name = "DIR")]
     path: Option<PathBuf>,
+    /// Address of Phalanx's git repository to depend on, for a project that is built on other machines
+    #[arg(long, value_name = "URL", conflicts_with = "path")]
+    git: Option<String>,
 }
 
 /// The program, which is also an example of this repository.
 const MAIN: &str = include_str!("../../../recipes/spirals.rs");
 
 /// Its test.
-const TEST: &str = r#"//! Trains for a few epochs on two ranks, as a user does.
+const TEST: &str = r#"//! Trains for a few epochs on two ranks, as a user does: `cargo test --release`, which uses what
+//! `cargo build --release` has built.
 
 use std::process::Command;
 
@@ -61,22 +66,28 @@ pub fn run(args: &NewArgs) -> Result<()> {
             "\"{name}\" cannot be a package's name: use letters, digits, - and _, a letter first"
         )));
     }
-    let dependency = match &args.path {
-        Some(path) => on_path(path)?,
-        None => {
-            let own = Path::new(env!("CARGO_MANIFEST_DIR"));
-            match own.join("Cargo.toml").is_file() {
-                true => format!("path = {:?}", own.display().to_string()),
-                false => format!("version = {:?}", env!("CARGO_PKG_VERSION")),
-            }
-        }
+    let dependency = match (&args.path, &args.git) {
+        (Some(path), _) => on_path(path)?,
+        (None, Some(url)) => Dependency {
+            place: format!("git = {url:?}"),
+            note: "# `cargo update` takes the newest version of its default branch; Cargo.lock keeps the one that was built.\n".to_owned(),
+            is_here: false,
+        },
+        (None, None) => on_path(Path::new(env!("CARGO_MANIFEST_DIR"))).map_err(|_| {
+            Error::usage(format!(
+                "the sources of Phalanx are not in {} any more",
+                env!("CARGO_MANIFEST_DIR")
+            ))
+            .note("try", "--path DIR, or --git URL")
+        })?,
     };
+    let Dependency { place, note, .. } = &dependency;
     let manifest = format!(
         "[package]\nname = \"{name}\"\nversion = \"0.1.0\"\nedition = \"2024\"\n\n[dependencies]\n\
-         # Without the command `phalanx` and what only that needs.\n\
-         phalanx = {{ {dependency}, default-features = false }}\n\n\
-         # Not optimized, the engine is slow.\n[profile.dev.package.\"*\"]\nopt-level = 3\n\n\
-         # A project of its own, wherever it lies.\n[workspace]\n"
+         {note}# Without the command `phalanx` and what only that needs.\n\
+         phalanx = {{ {place}, default-features = false }}\n\n\
+         # For builds without --release: not optimized, the engine is slow.\n[profile.dev.package.\"*\"]\nopt-level = 3\n\n\
+         # Not a member of a workspace above this folder.\n[workspace]\n"
     );
     let folder = &args.folder;
     let failed = |error: std::io::Error| match error.kind() {
@@ -102,15 +113,29 @@ pub fn run(args: &NewArgs) -> Result<()> {
             .map_err(failed)?;
     }
     say::note(format_args!(
-        "created {}\n  train   cd {} && cargo run --release -- --nproc-per-node 2\n  test    cargo test",
+        "created {}\n  train   cd {} && cargo run --release -- --nproc-per-node 2\n  test    cargo test --release",
         folder.display(),
         as_typed(folder)
     ));
+    if dependency.is_here {
+        say::note(format_args!(
+            "  note    it builds on this machine only: Cargo.toml names the folder of Phalanx's sources, and says what to change"
+        ));
+    }
     Ok(())
 }
 
+/// The manifest's dependency on Phalanx.
+struct Dependency {
+    place: String,
+    /// Comments above it.
+    note: String,
+    /// It is a folder of this machine.
+    is_here: bool,
+}
+
 /// The dependency on the sources in `path`, which is the repository or the crate `phalanx`.
-fn on_path(path: &Path) -> Result<String> {
+fn on_path(path: &Path) -> Result<Dependency> {
     let candidates = [path.join("crates/phalanx"), path.to_owned()];
     let found = candidates.iter().find(|at| {
         let manifest = std::fs::read_to_string(at.join("Cargo.toml"));
@@ -123,5 +148,104 @@ fn on_path(path: &Path) -> Result<String> {
         )));
     };
     let found = std::path::absolute(found)?;
-    Ok(format!("path = {:?}", found.display().to_string()))
+    let elsewhere = match repository(&found) {
+        Some((url, revision)) => format!("git = {url:?}, rev = {revision:?}"),
+        None => "git = \"ADDRESS OF THE REPOSITORY\"".to_owned(),
+    };
+    Ok(Dependency {
+        place: format!("path = {:?}", found.display().to_string()),
+        note: format!(
+            "# Phalanx is in no registry, and this path is one of this machine. On another one, name a copy of the\n\
+             # sources there, or their repository:\n\
+             # phalanx = {{ {elsewhere}, default-features = false }}\n"
+        ),
+        is_here: true,
+    })
+}
+
+/// Address and revision of the git repository that the sources in `dir` come from, if other machines can reach it.
+fn repository(dir: &Path) -> Option<(String, String)> {
+    let git = |args: &[&str]| {
+        let output = Command::new("git").arg("-C").arg(dir).args(args).output();
+        let output = output.ok().filter(|output| output.status.success())?;
+        Some(String::from_utf8(output.stdout).ok()?.trim().to_owned())
+    };
+    let url = address(&git(&["remote", "get-url", "origin"])?)?;
+    Some((url, git(&["rev-parse", "HEAD"])?))
+}
+
+/// A remote's address as Cargo takes it, without a password; `None` for a folder of this machine.
+fn address(remote: &str) -> Option<String> {
+    let (scheme, rest) = match remote.split_once("://") {
+        Some(("file", _)) => return None,
+        Some(parts) => parts,
+        // As git abbreviates it: `git@host:team/phalanx.git`.
+        None => {
+            let (host, path) = remote
+                .split_once(':')
+                .filter(|(host, _)| !host.contains('/'))?;
+            return Some(format!("ssh://{host}/{}", path.trim_start_matches('/')));
+        }
+    };
+    let (host, path) = rest.split_once('/')?;
+    let host = match (scheme, host.rsplit_once('@')) {
+        ("http" | "https", Some((_, host))) => host,
+        _ => host,
+    };
+    Some(format!("{scheme}://{host}/{path}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn remotes_are_addresses_for_other_machines() {
+        for (remote, is) in [
+            (
+                "https://a.org/x/phalanx.git",
+                Some("https://a.org/x/phalanx.git"),
+            ),
+            ("https://me:s3cret@a.org/x", Some("https://a.org/x")),
+            (
+                "git@a.org:x/phalanx.git",
+                Some("ssh://git@a.org/x/phalanx.git"),
+            ),
+            ("ssh://git@a.org:22/x", Some("ssh://git@a.org:22/x")),
+            ("file:///srv/phalanx", None),
+            ("/srv/phalanx", None),
+            ("../phalanx", None),
+        ] {
+            assert_eq!(address(remote).as_deref(), is, "{remote}");
+        }
+    }
+
+    #[test]
+    fn the_manifest_names_the_repository_of_the_sources() {
+        let dir = tempfile::tempdir().expect("folder");
+        let path = dir.path();
+        std::fs::write(path.join("Cargo.toml"), "name = \"phalanx\"\n").expect("written");
+        let git = |args: &[&str]| {
+            let mut command = Command::new("git");
+            command
+                .current_dir(path)
+                .args(["-c", "user.name=a", "-c", "user.email=a@b"]);
+            let status = command
+                .args(args)
+                .stdout(std::process::Stdio::null())
+                .status();
+            assert!(status.expect("git").success(), "{args:?}");
+        };
+        let note = || on_path(path).expect("sources").note;
+        git(&["init", "-q"]);
+        assert!(note().contains("# phalanx = { git = \"ADDRESS OF THE REPOSITORY\","));
+        git(&["commit", "-q", "--allow-empty", "-m", "a"]);
+        git(&["remote", "add", "origin", "https://a.org/x/phalanx"]);
+        let (url, revision) = repository(path).expect("known");
+        assert_eq!((&*url, revision.len()), ("https://a.org/x/phalanx", 40));
+        let line = format!(
+            "# phalanx = {{ git = \"{url}\", rev = \"{revision}\", default-features = false }}\n"
+        );
+        assert!(note().contains(&line), "{}", note());
+    }
 }

@@ -4,12 +4,13 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use clap::builder::Resettable;
-use clap::{CommandFactory, FromArgMatches};
+use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
 use phalanx_launch::words::{dashed, taking_negative_numbers};
 use phalanx_launch::{
     AlgorithmArg, RankArgs, Speakers, exit_code, log, run_helper, run_ranks, tell_other_nodes,
 };
 use phalanx_process::error::{Error, Result};
+use phalanx_process::say::{self, Secrets};
 use phalanx_process::stop;
 use phalanx_train::{Defaults, Job, Settings, prepare_run};
 
@@ -152,6 +153,7 @@ impl Program {
             }
         }
         let matches = command.try_get_matches_from_mut(words)?;
+        say::hide(secrets(&command, &matches));
         Typed::from_arg_matches(&matches)
     }
 
@@ -214,6 +216,27 @@ impl Program {
     }
 }
 
+/// What the arguments with clap's `hide_env_values` got.
+fn secrets(command: &Command, matches: &ArgMatches) -> Secrets {
+    let mut secrets = Secrets::default();
+    let all = command.get_arguments();
+    for arg in all.filter(|arg| arg.is_hide_env_values_set() && arg.get_action().takes_values()) {
+        let long = arg.get_long_and_visible_aliases().unwrap_or_default();
+        secrets
+            .flags
+            .extend(long.iter().map(|name| format!("--{name}")));
+        let short = arg.get_short_and_visible_aliases().unwrap_or_default();
+        secrets
+            .flags
+            .extend(short.iter().map(|name| format!("-{name}")));
+        let values = matches.get_raw(arg.get_id().as_str()).into_iter().flatten();
+        secrets
+            .values
+            .extend(values.map(|value| value.to_string_lossy().into_owned()));
+    }
+    secrets
+}
+
 // Not a doc comment: it would be the program's help.
 #[derive(clap::Parser)]
 struct Typed<A: clap::Args> {
@@ -231,6 +254,8 @@ struct NoArgs {}
 
 #[cfg(test)]
 mod tests {
+    use clap::{Arg, ArgAction};
+
     use super::*;
 
     /// Trains a toy.
@@ -273,5 +298,28 @@ mod tests {
         let mut command = named.command::<Described>();
         let long = command.render_long_help().to_string();
         assert!(long.starts_with("A toy\n\nUsage:"), "{long}");
+    }
+
+    #[test]
+    fn the_values_of_arguments_with_hidden_variables_are_secrets() {
+        let secret = |name: &'static str| Arg::new(name).long(name).hide_env_values(true);
+        let command = || {
+            Command::new("train")
+                .args_override_self(true)
+                .arg(
+                    secret("key")
+                        .short('k')
+                        .visible_alias("api-key")
+                        .alias("old-key"),
+                )
+                .arg(secret("verbose").action(ArgAction::SetTrue))
+                .arg(Arg::new("lr").long("lr"))
+        };
+        let mut built = command();
+        let typed = ["train", "--lr", "1", "--old-key", "abc"];
+        let matches = built.try_get_matches_from_mut(typed).expect("parsed");
+        let Secrets { flags, values } = secrets(&built, &matches);
+        assert_eq!(flags, ["--key", "--api-key", "-k"]);
+        assert_eq!(values, ["abc"]);
     }
 }

@@ -182,7 +182,7 @@ pub fn black() -> [f32; 3] {
 }
 
 /// The schedule of the speed records: up in straight lines to `lr` in `rising`
-/// of the steps, then down to `last` of it.
+/// of the steps, then down to `last` of it; the momentum stays.
 ///
 /// # Errors
 ///
@@ -193,6 +193,7 @@ pub fn one_cycle(lr: f64, steps: u64, rising: f64, first: f64, last: f64) -> Res
         divisor: 1.0 / first,
         final_divisor: first / last,
         cosine: false,
+        momentum: None,
         ..OneCycle::new(lr, steps)
     };
     Schedule::one_cycle(cycle).map_err(|e| {

@@ -551,7 +551,7 @@ impl<'a, T: Task> GlobalRun<'a, T> {
         let (ctx, settings) = (self.ctx, self.settings);
         ctx.group.set_position(epoch as u64, index as u64 + 1);
         if let Some(schedule) = &self.schedule {
-            self.optimizer.set_lr(schedule.lr());
+            schedule.apply(&mut self.optimizer)?;
         }
         ctx.group.set_phase("forward");
         let key = StepKey::new(epoch as u64 - 1, index as u64).seed(settings.seed);

@@ -107,7 +107,7 @@ pub fn measure_scores(scores: Tensor<'_>, targets: &[u32], samples: usize) -> Re
     // A sample is a sequence; its loss is the mean over its characters.
     let length = targets.len() / samples;
     let loss = scores.cross_entropy(targets, length as f32)?;
-    let bits = f64::from(loss.item()) / LN_2;
+    let bits = f64::from(loss.item()?) / LN_2;
     let measure = measure.with_value("bits_per_character", bits);
     Ok(measure.with_loss(loss))
 }

@@ -348,7 +348,7 @@ fn normalised(
             let y = layer.forward_act(x, Act::Relu).unwrap();
             let loss = y.mul(step.input(&factors, &shape).unwrap()).unwrap();
             let loss = loss.sum(&[], false).unwrap();
-            losses.push(loss.item());
+            losses.push(loss.item().unwrap());
             loss.backward(&mut grads).unwrap();
             drop(step);
             sgd.step(&mut params, &grads).unwrap();

@@ -103,6 +103,14 @@ impl Rule for AdamRule {
         Ok(())
     }
 
+    fn name(&self) -> &'static str {
+        if self.decoupled { "AdamW" } else { "Adam" }
+    }
+
+    fn set_momentum(&mut self, momentum: f64) {
+        self.beta1 = momentum;
+    }
+
     fn buffers(&self) -> &'static [&'static str] {
         if self.amsgrad {
             &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]

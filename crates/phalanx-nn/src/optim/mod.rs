@@ -108,6 +108,26 @@ pub trait Optimizer {
     /// Sets the learning rate of the next step (schedules do).
     fn set_lr(&mut self, lr: f64);
 
+    /// Sets the momentum of the next step, or Adam's first beta, which is its momentum: one-cycle
+    /// schedules do. Without an implementation it is an error, as it is in PyTorch.
+    ///
+    /// # Errors
+    ///
+    /// Usage: the optimizer has no momentum.
+    fn set_momentum(&mut self, _momentum: f64) -> Result<()> {
+        Err(Error::usage(format!(
+            "{} has no momentum that a one-cycle schedule could change; set OneCycle::momentum to None",
+            self.name()
+        )))
+    }
+
+    /// What it is called in logs: the type's name without path and generics.
+    fn name(&self) -> &'static str {
+        let name = std::any::type_name::<Self>().split('<').next();
+        let name = name.and_then(|name| name.rsplit("::").next());
+        name.unwrap_or_default()
+    }
+
     /// Steps taken so far.
     fn steps(&self) -> u64;
 
@@ -152,6 +172,14 @@ impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
 
     fn set_lr(&mut self, lr: f64) {
         (**self).set_lr(lr);
+    }
+
+    fn set_momentum(&mut self, momentum: f64) -> Result<()> {
+        (**self).set_momentum(momentum)
+    }
+
+    fn name(&self) -> &'static str {
+        (**self).name()
     }
 
     fn steps(&self) -> u64 {

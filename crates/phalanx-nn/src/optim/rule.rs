@@ -16,6 +16,12 @@ pub trait Rule: Copy {
     /// `Usage`, naming the setting that is impossible.
     fn check(&self, lr: f64) -> Result<()>;
 
+    /// PyTorch's name of the optimizer.
+    fn name(&self) -> &'static str;
+
+    /// Sets the momentum, or what takes its place.
+    fn set_momentum(&mut self, momentum: f64);
+
     /// PyTorch's names of the state buffers, three at most.
     fn buffers(&self) -> &'static [&'static str];
 
@@ -135,6 +141,15 @@ impl<R: Rule> Optimizer for RuleOptimizer<R> {
 
     fn set_lr(&mut self, lr: f64) {
         self.lr = lr;
+    }
+
+    fn set_momentum(&mut self, momentum: f64) -> Result<()> {
+        self.rule.set_momentum(momentum);
+        Ok(())
+    }
+
+    fn name(&self) -> &'static str {
+        self.rule.name()
     }
 
     fn steps(&self) -> u64 {

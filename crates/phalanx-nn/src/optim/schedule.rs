@@ -5,11 +5,12 @@
 //! use phalanx_nn::optim::schedule::Schedule;
 //! let mut schedule = Schedule::step(0.1, 30, 0.1);
 //! assert_eq!(schedule.lr(), 0.1);
-//! schedule.advance(); // after each epoch (or step); then `optimizer.set_lr(schedule.lr())`
+//! schedule.advance(); // after each epoch (or step); then `schedule.apply(&mut optimizer)`
 //! ```
 
 use std::f64::consts::PI;
 
+use super::Optimizer;
 use crate::{Error, Result};
 
 /// A rate that changes from step to step. Its state is the number of steps
@@ -69,8 +70,9 @@ pub struct OneCycle {
     pub cosine: bool,
     /// Falls to the first rate as fast as it rose, then on to the last.
     pub three_phase: bool,
-    /// Lowest and highest momentum, which runs against the rate.
-    pub momentum: [f64; 2],
+    /// Lowest and highest momentum, which falls while the rate rises; Adam's first beta is its momentum. `None`: the
+    /// optimizer keeps its own, as with PyTorch's `cycle_momentum=False`.
+    pub momentum: Option<[f64; 2]>,
 }
 
 impl OneCycle {
@@ -84,15 +86,16 @@ impl OneCycle {
             final_divisor: 1e4,
             cosine: true,
             three_phase: false,
-            momentum: [0.85, 0.95],
+            momentum: Some([0.85, 0.95]),
         }
     }
 
     /// Rate and momentum after `steps` steps.
-    fn at(&self, steps: u64) -> (f64, f64) {
+    fn at(&self, steps: u64) -> (f64, Option<f64>) {
         let first = self.max_lr / self.divisor;
         let last = first / self.final_divisor;
-        let ([low, high], total, most) = (self.momentum, self.total as f64, self.max_lr);
+        let [low, high] = self.momentum.unwrap_or_default();
+        let (total, most) = (self.total as f64, self.max_lr);
         let rise = (self.rising * total - 1.0, [first, most], [high, low]);
         let end = total - 1.0;
         let phases = if self.three_phase {
@@ -118,11 +121,11 @@ impl OneCycle {
                         (b - a) * x + a
                     }
                 };
-                return (go(rates), go(momenta));
+                return (go(rates), self.momentum.map(|_| go(momenta)));
             }
             start = end;
         }
-        (last, high)
+        (last, self.momentum.map(|_| high))
     }
 }
 
@@ -187,7 +190,7 @@ impl Schedule {
         ))
     }
 
-    /// One rise and fall, momentum running against it.
+    /// One rise and fall of the rate, and one fall and rise of the momentum.
     ///
     /// # Errors
     /// `Usage` when a phase of the cycle has no step.
@@ -233,14 +236,26 @@ impl Schedule {
         self.lr
     }
 
-    /// The momentum (or beta 1) now, where the schedule has one.
+    /// The momentum now, where the schedule changes it: in a one-cycle schedule.
     pub fn momentum(&self) -> Option<f64> {
         match &self.kind {
-            Kind::OneCycle(c) => Some(c.at(self.steps).1),
+            Kind::OneCycle(c) => c.at(self.steps).1,
             Kind::Sequential { parts, milestones } => {
                 parts[milestones.partition_point(|&m| m <= self.steps)].momentum()
             }
             _ => None,
+        }
+    }
+
+    /// Sets the rate, and the momentum where the schedule changes it, of the optimizer's next step.
+    ///
+    /// # Errors
+    /// `Usage` when the schedule changes the momentum and the optimizer has none.
+    pub fn apply(&self, optimizer: &mut dyn Optimizer) -> Result<()> {
+        optimizer.set_lr(self.lr);
+        match self.momentum() {
+            Some(momentum) => optimizer.set_momentum(momentum),
+            None => Ok(()),
         }
     }
 

@@ -89,6 +89,14 @@ impl Rule for SgdRule {
         Ok(())
     }
 
+    fn name(&self) -> &'static str {
+        "SGD"
+    }
+
+    fn set_momentum(&mut self, momentum: f64) {
+        self.momentum = momentum;
+    }
+
     fn buffers(&self) -> &'static [&'static str] {
         if self.momentum == 0.0 {
             &[]

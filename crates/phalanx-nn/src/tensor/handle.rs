@@ -85,16 +85,16 @@ impl<'s> Tensor<'s> {
 
     /// The value of a tensor of one element, such as a loss.
     ///
-    /// # Panics
-    /// If there is not exactly one element.
-    pub fn item(&self) -> f32 {
-        let d = self.data();
-        assert!(
-            d.len() == 1,
-            "item() of a tensor of shape {:?}",
-            self.dims()
-        );
-        d[0]
+    /// # Errors
+    /// `Usage` when there is not exactly one element.
+    pub fn item(&self) -> Result<f32> {
+        match self.data() {
+            [one] => Ok(*one),
+            _ => Err(Error::usage(format!(
+                "item() needs a tensor of one element, this one has shape {:?}; losses have one with Reduction::Mean or Sum",
+                self.dims()
+            ))),
+        }
     }
 
     /// A second handle on the same value.

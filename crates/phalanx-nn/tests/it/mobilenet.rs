@@ -45,7 +45,7 @@ impl Net {
         let x = step.input(&images, &[self.batch, 32, 32, 3]).unwrap();
         let loss = self.model.forward(x).unwrap();
         let loss = loss.cross_entropy(&labels, labels.len() as f32).unwrap();
-        let value = loss.item();
+        let value = loss.item().unwrap();
         loss.backward(&mut self.grads).unwrap();
         drop(step);
         self.tape.update_buffers(&mut self.params).unwrap();

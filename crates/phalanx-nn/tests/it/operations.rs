@@ -456,7 +456,7 @@ fn threads_do_not_change_a_bit() {
             let y = conv.forward(y.reshape(&[9, 8, 5, 48]).unwrap()).unwrap();
             let y = y.relu6().unwrap();
             let loss = y.share().mul(y).unwrap().mean(&[], false).unwrap();
-            values.push(loss.item().to_bits());
+            values.push(loss.item().unwrap().to_bits());
             loss.backward(&mut grads).unwrap();
             values.extend(x.grad().unwrap().iter().map(|v| v.to_bits()));
         }

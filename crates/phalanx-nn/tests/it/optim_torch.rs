@@ -1,6 +1,7 @@
 //! SGD, Adam and AdamW against PyTorch 2.15 (`fixtures/optim.json`, from the
-//! project's parity fixtures, and `optim_unused.json`): SGD in every bit, Adam within 2e-7.
+//! project's parity fixtures, `optim_unused.json` and `one_cycle.json`): SGD in every bit, Adam within 2e-7.
 
+use phalanx_nn::optim::schedule::{OneCycle, Schedule};
 use phalanx_nn::optim::{Adam, Optimizer, Run, Sgd};
 use phalanx_nn::{
     ErrorKind, GradView, Grads, Init, Layout, ParamId, Params, Scope, Seed, Tape, Threads,
@@ -222,6 +223,137 @@ fn parameters_without_gradients_in_some_steps_equal_pytorch() {
                 assert_same(&gathered(&shaped), &want, tolerance, &what);
             }
         }
+    }
+}
+
+/// Rate and momentum of each step are those of PyTorch's `OneCycleLR`, also after a save.
+#[test]
+fn one_cycle_changes_the_momentum_as_pytorch_does() {
+    let text = include_str!("../fixtures/one_cycle.json");
+    let fixture: Value = serde_json::from_str(text).unwrap();
+    let numbers = |list: &Value| floats(&serde_json::json!({ "data": list }));
+    let gradient_list = fixture["gradients"].as_array().unwrap();
+    let cases = fixture["cases"].as_array().unwrap();
+    assert_eq!((cases.len(), gradient_list.len()), (6, 20));
+    for case in cases {
+        let tolerance = if case["optimizer"] == "SGD" {
+            0.0
+        } else {
+            1e-6
+        };
+        for saved_after in [0, 1, 10] {
+            let mut params = params_of(&[4, 5]);
+            spread(&mut params, &numbers(&fixture["start"]));
+            let cycle = OneCycle::new(case["options"]["lr"].as_f64().unwrap(), 20);
+            let mut schedule = Schedule::one_cycle(cycle).unwrap();
+            let mut opt = optimizer(case, &params);
+            for (step, gradient) in gradient_list.iter().enumerate() {
+                schedule.apply(&mut opt).unwrap();
+                if step > 0 && step == saved_after {
+                    let mut other = optimizer(case, &params);
+                    schedule.apply(&mut other).unwrap();
+                    let (all, updates) = (opt.steps(), opt.updates());
+                    other.restore(all, updates, &opt.state()).unwrap();
+                    opt = other;
+                }
+                let grads = gradients(&params, &numbers(gradient));
+                opt.step(&mut params, &grads).unwrap();
+                schedule.advance();
+                let what = format!("{} after step {}", case["name"], step + 1);
+                let want = numbers(&case["after"][step]);
+                assert_same(&gathered(&params), &want, tolerance, &what);
+            }
+        }
+    }
+}
+
+/// An optimizer of a user's own, which has no momentum.
+struct Plain(Sgd);
+
+impl Optimizer for Plain {
+    fn check_layout(&self, params: &Params, grads: &dyn GradView) -> phalanx_nn::Result<()> {
+        self.0.check_layout(params, grads)
+    }
+
+    fn begin_step(&mut self) -> phalanx_nn::Result<()> {
+        self.0.begin_step()
+    }
+
+    fn step_run(&mut self, run: Run<'_>, factor: f32) -> phalanx_nn::Result<()> {
+        self.0.step_run(run, factor)
+    }
+
+    fn set_thread_pool(&mut self, threads: phalanx_nn::ThreadPool) {
+        self.0.set_thread_pool(threads);
+    }
+
+    fn lr(&self) -> f64 {
+        self.0.lr()
+    }
+
+    fn set_lr(&mut self, lr: f64) {
+        self.0.set_lr(lr);
+    }
+
+    fn steps(&self) -> u64 {
+        self.0.steps()
+    }
+
+    fn updates(&self) -> &[u64] {
+        self.0.updates()
+    }
+
+    fn state(&self) -> Vec<(&'static str, &[f32])> {
+        self.0.state()
+    }
+
+    fn restore(
+        &mut self,
+        steps: u64,
+        updates: &[u64],
+        state: &[(&str, &[f32])],
+    ) -> phalanx_nn::Result<()> {
+        self.0.restore(steps, updates, state)
+    }
+}
+
+/// As in PyTorch, an optimizer without momentum is refused, unless the schedule leaves it alone.
+#[test]
+fn one_cycle_refuses_an_optimizer_without_momentum() {
+    let params = params_of(&[4]);
+    let mut plain: Box<dyn Optimizer> = Box::new(Plain(Sgd::new(&params, 0.1)));
+    let cycle = OneCycle::new(0.1, 20);
+    let error = Schedule::one_cycle(cycle)
+        .unwrap()
+        .apply(&mut plain)
+        .unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Usage);
+    assert!(
+        error.to_string().starts_with("Plain has no momentum"),
+        "{error}"
+    );
+    let without = OneCycle {
+        momentum: None,
+        ..cycle
+    };
+    Schedule::one_cycle(without)
+        .unwrap()
+        .apply(&mut plain)
+        .unwrap();
+    assert!((plain.lr() - 0.1 / 25.0).abs() < 1e-15);
+}
+
+#[test]
+fn optimizers_are_called_by_their_names() {
+    let params = params_of(&[4]);
+    let all: [(Box<dyn Optimizer>, _); 4] = [
+        (Box::new(Sgd::new(&params, 0.1)), "SGD"),
+        (Box::new(Adam::new(&params, 0.1)), "Adam"),
+        (Box::new(Adam::adamw(&params, 0.1)), "AdamW"),
+        (Box::new(Plain(Sgd::new(&params, 0.1))), "Plain"),
+    ];
+    for (optimizer, name) in all {
+        assert_eq!(optimizer.name(), name);
     }
 }
 

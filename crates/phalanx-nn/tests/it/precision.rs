@@ -38,7 +38,7 @@ fn resnet(
         let x = step.input(&images, &shape).unwrap();
         let loss = model.forward(x).unwrap();
         let loss = loss.cross_entropy(&[0, 1, 2, 3, 4], 5.0).unwrap();
-        losses.push(loss.item());
+        losses.push(loss.item().unwrap());
         loss.backward(&mut grads).unwrap();
         drop(step);
         tape.update_buffers(&mut params).unwrap();
@@ -93,7 +93,7 @@ fn the_mnist_cnn_follows_f32() {
         let step = tape.step(&params, StepKey::new(0, 0));
         let x = step.input(&images, &[10, 28, 28, 1]).unwrap();
         let loss = model.forward(x).unwrap().nll_loss(&labels, 10.0).unwrap();
-        let value = loss.item();
+        let value = loss.item().unwrap();
         loss.backward(&mut grads).unwrap();
         (value, grads.flat().to_vec())
     };

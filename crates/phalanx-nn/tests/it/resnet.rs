@@ -52,7 +52,7 @@ impl Net {
         let x = step.input(&images, &self.shape).unwrap();
         let loss = self.model.forward(x).unwrap();
         let loss = loss.cross_entropy(&labels, labels.len() as f32).unwrap();
-        let value = loss.item();
+        let value = loss.item().unwrap();
         loss.backward(&mut self.grads).unwrap();
         drop(step);
         self.tape.update_buffers(&mut self.params).unwrap();
@@ -231,7 +231,7 @@ fn torchvisions_networks_have_its_names_and_sizes() {
         .unwrap();
     let mut grads = Grads::like(&params);
     let loss = net.forward(x).unwrap().cross_entropy(&[1, 2], 2.0).unwrap();
-    assert!(loss.item().is_finite());
+    assert!(loss.item().unwrap().is_finite());
     loss.backward(&mut grads).unwrap();
     assert!(
         params

@@ -42,7 +42,7 @@ fn golden_linear_run() {
                 .mse_loss(y, Reduction::Sum)
                 .unwrap();
             if i == 49 || i == 499 {
-                printed.push(f64::from(loss.item()));
+                printed.push(f64::from(loss.item().unwrap()));
             }
             loss.backward(&mut grads).unwrap();
             for (m, g) in mean.iter_mut().zip(grads.grad(model.w)) {
@@ -169,7 +169,7 @@ fn five_steps(fixture: &Value, run: &Value, batches: &[Batch]) {
         let want = run["losses_f64"][i].as_f64().unwrap();
         assert_close(
             &format!("{optimizer}, loss {i}"),
-            f64::from(loss.item()),
+            f64::from(loss.item().unwrap()),
             want,
             1e-5,
         );
@@ -254,7 +254,7 @@ fn two_steps(tape: &mut Tape, batch: usize) -> (Vec<f32>, Vec<f32>) {
             .unwrap()
             .nll_loss(&labels, batch.max(1) as f32)
             .unwrap();
-        losses.push(loss.item());
+        losses.push(loss.item().unwrap());
         loss.backward(&mut grads).unwrap();
         drop(step);
         sgd.step(&mut params, &grads).unwrap();

@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use self::server::{Refused, Server, URI};
+use crate::follow::{LARGEST_FILE, RUN_FILE};
 use crate::{Error, Result, Tracker};
 
 const EXPERIMENT: &str = "MLFLOW_EXPERIMENT_NAME";
@@ -66,6 +67,42 @@ struct State {
     is_told: bool,
     /// Size and time of the artifacts that were sent.
     artifacts: BTreeMap<String, (u64, i64)>,
+    /// Steps that had been taken at the last metrics that were sent.
+    taken: u64,
+    /// Where the steps of what ranks use begin in the last attempt that was begun, and where they end.
+    system_begin: u64,
+    system_end: u64,
+    /// The run on the server has a branch that the training has left. This one has the training as it is now, with the
+    /// branch that began with the attempt `branch`.
+    parent: Option<String>,
+    branch: Option<u64>,
+    /// The parent's status and when it ended, while the server does not know.
+    parent_status: Option<(String, f64)>,
+}
+
+impl State {
+    /// The attempt with which the training left a branch whose metrics were sent, and its steps before, by `run`,
+    /// which is `run.json`.
+    fn left(&self, run: &Value) -> Option<(u64, u64)> {
+        let branches = run["branches"].as_array().into_iter().flatten().rev();
+        let numbers = branches
+            .filter_map(|branch| Some((branch["attempt"].as_u64()?, branch["step"].as_u64()?)));
+        let mut since = numbers.filter(|(attempt, _)| *attempt > self.attempt);
+        since.find(|(_, step)| *step < self.taken)
+    }
+
+    /// A new run, whose parent this one is.
+    fn branched(self, attempt: u64, now: f64) -> State {
+        let killed = || ("KILLED".to_owned(), now);
+        State {
+            uri: self.uri,
+            started: self.started,
+            parent: self.run_id,
+            branch: Some(attempt),
+            parent_status: (!self.is_told).then(|| self.status.unwrap_or_else(killed)),
+            ..State::default()
+        }
+    }
 }
 
 impl Mlflow {
@@ -125,12 +162,15 @@ impl Mlflow {
             return Ok(id.clone());
         }
         let experiment = self.experiment()?;
+        let ours = run["id"].as_str().map(|id| match self.state.branch {
+            Some(attempt) => format!("{id}-{attempt}"),
+            None => id.to_owned(),
+        });
+        let ours = ours.unwrap_or_default();
         // An answer to a request for it may have been lost.
-        let ours = run["id"]
-            .as_str()
-            .filter(|id| id.chars().all(|c| c.is_ascii_alphanumeric()));
         let mut found = Value::Null;
-        if let Some(ours) = ours {
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || c == '-';
+        if !ours.is_empty() && ours.chars().all(is_plain) {
             let filter = format!("tags.`phalanx.id` = '{ours}'");
             let search =
                 json!({"experiment_ids": [experiment], "filter": filter, "max_results": 1});
@@ -145,12 +185,14 @@ impl Mlflow {
                 .into_owned();
             let user = std::env::var("USER").unwrap_or_default();
             let words = |name: &str| run[name].as_str().unwrap_or_default().to_owned();
+            let parent = self.state.parent.clone().unwrap_or_default();
             let tags = [
+                ("mlflow.parentRunId", parent),
                 ("mlflow.runName", name.clone()),
                 ("mlflow.user", user.clone()),
                 ("mlflow.source.type", "LOCAL".to_owned()),
                 ("mlflow.source.name", words("program")),
-                ("phalanx.id", words("id")),
+                ("phalanx.id", ours),
                 ("phalanx.version", words("phalanx")),
                 ("phalanx.folder", dir.display().to_string()),
                 ("phalanx.host", words("host")),
@@ -174,6 +216,19 @@ impl Mlflow {
         self.state.artifact_uri = artifacts.to_owned();
         self.state.run_id = Some(id.clone());
         Ok(id)
+    }
+
+    /// Says how the parent ended, whose training goes on in this run.
+    fn end_parent(&mut self) -> Result<()> {
+        if let (Some(parent), Some((status, ended))) =
+            (&self.state.parent, &self.state.parent_status)
+        {
+            let update = json!({"run_id": parent, "status": status, "end_time": millis(*ended)});
+            // Without the parent there is nothing to say.
+            let _ = self.server.try_post("runs/update", &update)?;
+            self.state.parent_status = None;
+        }
+        Ok(())
     }
 
     fn garbled(&self) -> Error {
@@ -345,17 +400,28 @@ impl Tracker for Mlflow {
         self.dir = dir.to_owned();
         let kept: Option<State> = serde_json::from_value(state.clone()).ok();
         let uri = self.server.uri().to_owned();
-        let kept = kept.filter(|kept| kept.uri == uri && kept.run_id.is_some());
-        let goes_on = kept.is_some();
+        let kept =
+            kept.filter(|kept| kept.uri == uri && (kept.run_id.is_some() || kept.parent.is_some()));
         let now = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .unwrap_or_default();
-        let new = State {
-            uri,
-            started: now.as_secs_f64(),
-            ..State::default()
+        let now = now.as_secs_f64();
+        let run = Dir::open(dir)?.read(RUN_FILE, LARGEST_FILE)?;
+        let run: Option<Value> = run.and_then(|text| serde_json::from_slice(&text).ok());
+        let left = kept
+            .as_ref()
+            .and_then(|kept| kept.left(&run.unwrap_or_default()));
+        let goes_on = kept.is_some() && left.is_none();
+        self.state = match (kept, left) {
+            (Some(kept), None) => kept,
+            // Values of a step cannot be changed on the server.
+            (Some(kept), Some((attempt, _))) => kept.branched(attempt, now),
+            (None, _) => State {
+                uri,
+                started: now,
+                ..State::default()
+            },
         };
-        self.state = kept.unwrap_or(new);
         Ok(goes_on)
     }
 
@@ -364,6 +430,12 @@ impl Tracker for Mlflow {
     }
 
     fn run(&mut self, run: &Value) -> Result<()> {
+        if let Some((_, step)) = self.state.left(run) {
+            return Err(Error::usage(format!(
+                "the training was resumed from step {step} with other settings while it was sent"
+            ))
+            .note("try", "send it again"));
+        }
         if let Some(started) = run["started"].as_f64() {
             self.state.started = started;
         }
@@ -381,6 +453,7 @@ impl Tracker for Mlflow {
             }
         }
         self.state.attempt = attempt;
+        self.end_parent()?;
         self.params(run)
     }
 
@@ -393,14 +466,31 @@ impl Tracker for Mlflow {
             numbers.unwrap_or_default()
         };
         let metrics: Vec<Value> = records.iter().flat_map(of).collect();
+        for record in records {
+            // A step's number is that of the steps before it.
+            let own = u64::from(record.get("loss").is_some());
+            let taken = record["step"].as_u64().map(|step| step + own);
+            self.state.taken = self.state.taken.max(taken.unwrap_or_default());
+        }
         self.log_all("metrics", &metrics)
     }
 
     fn event(&mut self, event: &Value) -> Result<()> {
         let time = self.time_of(event);
         match event["kind"].as_str() {
+            Some("start") => {
+                // `elapsed_s` is the attempt's own.
+                self.state.system_begin = self.state.system_end;
+                // That of the attempt before.
+                if !self.state.is_told {
+                    self.state.status = None;
+                }
+                Ok(())
+            }
             Some("system") => {
-                let elapsed = event["elapsed_s"].as_f64().unwrap_or(0.0);
+                let elapsed = event["elapsed_s"].as_f64().unwrap_or(0.0) as u64;
+                let step = self.state.system_begin + elapsed;
+                self.state.system_end = self.state.system_end.max(step + 1);
                 let mut metrics = Vec::new();
                 for rank in event["ranks"].as_array().into_iter().flatten() {
                     let Some(numbers) = rank.as_object() else {
@@ -410,7 +500,7 @@ impl Tracker for Mlflow {
                     let mut numbers = numbers.clone();
                     numbers.remove("rank");
                     numbers.remove("pid");
-                    metrics.extend(self.numbers(&numbers, &prefix, elapsed as u64, time));
+                    metrics.extend(self.numbers(&numbers, &prefix, step, time));
                 }
                 self.log_all("metrics", &metrics)
             }

@@ -29,6 +29,8 @@ struct Store {
     /// Method and path of each request.
     requests: Vec<String>,
     authorizations: BTreeSet<String>,
+    /// The runs that were made before this one.
+    before: Vec<OfRun>,
     /// Key, step, value and time, as the real server keeps them: each once.
     metrics: BTreeSet<(String, u64, String, u64)>,
     params: BTreeMap<String, String>,
@@ -40,6 +42,13 @@ struct Store {
     next: Vec<Do>,
     /// Longest value of a parameter that it takes.
     longest: usize,
+}
+
+/// Metrics, tags and status of a run that is not the newest.
+struct OfRun {
+    metrics: BTreeSet<(String, u64, String, u64)>,
+    tags: BTreeMap<String, String>,
+    status: String,
 }
 
 struct Fake {
@@ -179,26 +188,56 @@ fn answer(line: &str, body: &[u8], store: &mut Store) -> (u16, String) {
             json!({"error_code": code, "message": "no"}).to_string(),
         )
     };
-    let info = json!({"run_id": "r1", "artifact_uri": "mlflow-artifacts:/7/r1/artifacts"});
+    let info = |number: usize| {
+        let artifacts = format!("mlflow-artifacts:/7/r{number}/artifacts");
+        json!({"run_id": format!("r{number}"), "artifact_uri": artifacts})
+    };
     let (path, _) = line.split_once('?').unwrap_or((line, ""));
     let answer = match path {
         "GET /api/2.0/mlflow/experiments/get-by-name" => return refused("RESOURCE_DOES_NOT_EXIST"),
         "POST /api/2.0/mlflow/experiments/create" => json!({"experiment_id": "7"}),
-        "POST /api/2.0/mlflow/runs/search" => match store.runs {
-            0 => json!({}),
-            _ => json!({"runs": [{"info": info}]}),
-        },
+        "POST /api/2.0/mlflow/runs/search" => {
+            let filter = text(&json["filter"]);
+            let before = store.before.iter().map(|run| &run.tags);
+            let all = before.chain([&store.tags]);
+            let is_it = |tags: &BTreeMap<String, String>| {
+                let id = tags.get("phalanx.id");
+                id.is_some_and(|id| filter == format!("tags.`phalanx.id` = '{id}'"))
+            };
+            match all.map(is_it).position(|is_it| is_it) {
+                None => json!({}),
+                Some(at) => json!({"runs": [{"info": info(at + 1)}]}),
+            }
+        }
         "POST /api/2.0/mlflow/runs/create" => {
             assert_eq!(json["experiment_id"], "7");
+            if store.runs > 0 {
+                let before = OfRun {
+                    metrics: std::mem::take(&mut store.metrics),
+                    tags: std::mem::take(&mut store.tags),
+                    status: std::mem::take(&mut store.status),
+                };
+                store.params.clear();
+                store.before.push(before);
+            }
             store.runs += 1;
-            json!({"run": {"info": info}})
+            let tags = json["tags"].as_array().expect("tags").iter();
+            let tags = tags.map(|tag| (text(&tag["key"]), text(&tag["value"])));
+            store.tags.extend(tags);
+            json!({"run": {"info": info(store.runs)}})
         }
         "POST /api/2.0/mlflow/runs/update" => {
-            store.status = text(&json["status"]);
+            let status = text(&json["status"]);
+            let id = text(&json["run_id"]);
+            let number: usize = id[1..].parse().expect("a number");
+            match store.before.get_mut(number - 1) {
+                Some(before) => before.status = status,
+                None => store.status = status,
+            }
             json!({})
         }
         "POST /api/2.0/mlflow/runs/log-batch" => {
-            assert_eq!(json["run_id"], "r1");
+            assert_eq!(json["run_id"], format!("r{}", store.runs));
             let list = |name: &str| json[name].as_array().cloned().unwrap_or_default();
             let (metrics, params) = (list("metrics"), list("params"));
             assert!(metrics.len() <= 1000 && params.len() <= 100 && list("tags").len() <= 100);
@@ -228,8 +267,11 @@ fn answer(line: &str, body: &[u8], store: &mut Store) -> (u16, String) {
             json!({})
         }
         path => {
-            let own = "PUT /api/2.0/mlflow-artifacts/artifacts/7/r1/artifacts/";
-            let Some(name) = path.strip_prefix(own) else {
+            let own = format!(
+                "PUT /api/2.0/mlflow-artifacts/artifacts/7/r{}/artifacts/",
+                store.runs
+            );
+            let Some(name) = path.strip_prefix(&own) else {
                 return (404, "nothing here".to_owned());
             };
             store.artifacts.insert(name.to_owned(), body.to_vec());
@@ -252,8 +294,17 @@ impl Run {
     }
 
     fn run(&self, attempt: u64, settings: &Value) {
+        self.branched(attempt, settings, &[]);
+    }
+
+    /// With the attempts that went on with other settings, and after how many steps.
+    fn branched(&self, attempt: u64, settings: &Value, branches: &[(u64, u64)]) {
+        let branches = branches.iter();
+        let branches: Vec<_> = branches
+            .map(|(attempt, step)| json!({"attempt": attempt, "step": step}))
+            .collect();
         let run = json!({"id": "3f9a", "program": "mnist", "started": 1000.5, "attempt": attempt, "ranks": 2,
-            "settings": settings});
+            "settings": settings, "branches": branches});
         self.write("run.json", &run.to_string());
     }
 
@@ -462,6 +513,111 @@ fn a_resumed_run_goes_on_and_changed_settings_are_tags() {
     upload(run.path(), fake.tracker()).expect("uploaded");
     has_all(&fake, 6);
     assert_eq!(fake.get(|store| store.runs), 1);
+}
+
+/// Resumed from an earlier step with another `--lr`: the steps after it are taken again, with other losses.
+#[test]
+fn a_branch_that_was_left_stays_in_a_parent_run() {
+    let lr = |lr: &str| json!({"--lr": lr, "--epochs": "3"});
+    let loss = |step: u64, loss: f64| {
+        format!("{{\"step\":{step},\"epoch\":1,\"loss\":{loss},\"elapsed_s\":1}}\n")
+    };
+    let losses = |metrics: &BTreeSet<(String, u64, String, u64)>| -> Vec<(u64, String)> {
+        let of_steps = metrics.iter().filter(|(name, ..)| name == "loss");
+        of_steps
+            .map(|(_, step, value, _)| (*step, value.clone()))
+            .collect()
+    };
+    let is = |steps: &[(u64, f64)]| -> Vec<(u64, String)> {
+        steps.iter().map(|(s, v)| (*s, v.to_string())).collect()
+    };
+    // Sent after each attempt, or the second one was not sent at all.
+    for (sent_second, lost) in [(true, false), (true, true), (false, false)] {
+        let (fake, run) = (Fake::start(), Run::new());
+        run.run(1, &lr("0.05"));
+        let first: Vec<(u64, f64)> = (0..6).map(|n| (n, n as f64 + 0.5)).collect();
+        run.write(
+            "metrics.jsonl",
+            &first.iter().map(|(n, v)| loss(*n, *v)).collect::<String>(),
+        );
+        let epoch = "{\"step\":4,\"epoch\":1,\"train_loss\":3.5,\"elapsed_s\":1}\n";
+        run.add("metrics.jsonl", epoch);
+        upload(run.path(), fake.tracker()).expect("uploaded");
+        // From step 4 on: the record of the epoch before it stays.
+        let mut now = first[..4].to_vec();
+        now.push((4, 0.25));
+        let write = |now: &[(u64, f64)]| {
+            let lines = now.iter().map(|(n, v)| loss(*n, *v));
+            run.write("metrics.jsonl", &(lines.collect::<String>() + epoch));
+        };
+        run.branched(2, &lr("0.01"), &[(2, 4)]);
+        write(&now);
+        if sent_second {
+            if lost {
+                // The answer to the new run.
+                use Do::{Answer, CloseMidway};
+                fake.get(|store| store.next = vec![Answer, Answer, Answer, CloseMidway]);
+                upload(run.path(), fake.tracker()).expect_err("no answer");
+            }
+            upload(run.path(), fake.tracker()).expect("uploaded");
+            fake.get(|store| assert_eq!(losses(&store.metrics), is(&now)));
+        }
+        // A third attempt goes on where the second ended, with the same settings.
+        now.push((5, 0.125));
+        run.branched(3, &lr("0.01"), &[(2, 4)]);
+        write(&now);
+        run.finish();
+        upload(run.path(), fake.tracker()).expect("uploaded");
+        fake.get(|store| {
+            assert_eq!(store.runs, 2);
+            assert_eq!(losses(&store.metrics), is(&now));
+            assert_eq!(&*store.params["lr"], "0.01");
+            assert_eq!(&*store.tags["mlflow.parentRunId"], "r1");
+            assert_eq!(store.status, "FINISHED");
+            let parent = &store.before[0];
+            assert_eq!(losses(&parent.metrics), is(&first));
+            assert_eq!(parent.status, "KILLED");
+        });
+        // Changed settings where no step is taken again: the same run.
+        run.branched(4, &lr("0.02"), &[(2, 4), (4, 6)]);
+        upload(run.path(), fake.tracker()).expect("uploaded");
+        assert_eq!(fake.get(|store| store.runs), 2);
+    }
+}
+
+/// `elapsed_s` begins at 0 in each attempt.
+#[test]
+fn what_ranks_use_has_steps_of_its_own_in_each_attempt() {
+    let (fake, run) = (Fake::start(), Run::new());
+    let attempt = |times: &[f64]| {
+        run.add("events.jsonl", "{\"kind\":\"start\",\"time\":1}\n");
+        for time in times {
+            let ranks = json!([{"rank": 0, "cpu_percent": time}]);
+            let system = json!({"kind": "system", "time": 2, "elapsed_s": time, "ranks": ranks});
+            run.add("events.jsonl", &format!("{system}\n"));
+        }
+    };
+    attempt(&[0.5, 5.5, 10.5]);
+    upload(run.path(), fake.tracker()).expect("uploaded");
+    run.run(2, &json!({"--lr": "0.05"}));
+    attempt(&[0.5, 5.5]);
+    attempt(&[1.5]);
+    upload(run.path(), fake.tracker()).expect("uploaded");
+    let mut steps = fake.get(|store| {
+        let all = store.metrics.iter();
+        all.map(|(_, step, value, _)| (*step, value.clone()))
+            .collect::<Vec<_>>()
+    });
+    steps.sort();
+    let is = [
+        (0, 0.5),
+        (5, 5.5),
+        (10, 10.5),
+        (11, 0.5),
+        (16, 5.5),
+        (18, 1.5),
+    ];
+    assert_eq!(steps, is.map(|(step, value)| (step, value.to_string())));
 }
 
 #[test]

@@ -17,6 +17,19 @@ pub(crate) const RUN_FILE: &str = "run.json";
 const VERSION: u32 = 1;
 const MAX_RUN_BYTES: u64 = 64 << 20;
 
+/// Settings that change no value of a step.
+const SHAPE_NOTHING: [&str; 9] = [
+    "--bucket-cap-mb",
+    "--exchange",
+    "--log-interval",
+    "--resume",
+    "--save-every",
+    "--stop-after",
+    "--test-batch-size",
+    "--watch",
+    "--workers",
+];
+
 /// What `run.json` says of a training, besides its ranks.
 #[derive(Debug)]
 pub struct RunInfo<'a> {
@@ -41,6 +54,9 @@ pub struct RunInfo<'a> {
 pub(crate) struct Attempt {
     id: String,
     number: u64,
+    /// `settings` and `branches` of the attempt before.
+    settings: Value,
+    branches: Vec<Value>,
 }
 
 impl Attempt {
@@ -52,16 +68,38 @@ impl Attempt {
         let old: Option<Value> = old
             .flatten()
             .and_then(|text| serde_json::from_slice(&text).ok());
-        let known = old.and_then(|run| {
-            let id = run["id"].as_str()?.to_owned();
-            let number = run["attempt"].as_u64()?.saturating_add(1);
-            Some(Attempt { id, number })
+        let known = old.and_then(|mut run| {
+            Some(Attempt {
+                id: run["id"].as_str()?.to_owned(),
+                number: run["attempt"].as_u64()?.saturating_add(1),
+                settings: run["settings"].take(),
+                branches: run["branches"].as_array().cloned().unwrap_or_default(),
+            })
         });
         known.unwrap_or_else(|| Attempt {
             // The standard library's keys are random.
             id: format!("{:016x}", RandomState::new().build_hasher().finish()),
             number: 1,
+            settings: Value::Null,
+            branches: Vec::new(),
         })
+    }
+
+    /// Attempts that went on with other settings than the one before, and after how many steps: this one among them,
+    /// if it goes on after `resumed_at` steps with other `settings`. What was logged after these steps is of a branch
+    /// that the run has left.
+    fn branches(&self, settings: &BTreeMap<String, String>, resumed_at: u64) -> Vec<Value> {
+        let shapes = |name: &str| !SHAPE_NOTHING.contains(&name);
+        let now = settings.iter().filter(|(name, _)| shapes(name));
+        let now = now.map(|(name, value)| (&**name, Some(&**value)));
+        let before = self.settings.as_object().into_iter().flatten();
+        let before = before.filter(|(name, _)| shapes(name));
+        let before = before.map(|(name, value)| (&**name, value.as_str()));
+        let mut branches = self.branches.clone();
+        if self.number > 1 && !now.eq(before) {
+            branches.push(json!({ "attempt": self.number, "step": resumed_at }));
+        }
+        branches
     }
 
     pub(crate) fn number(&self) -> u64 {
@@ -75,8 +113,13 @@ pub(super) fn now() -> f64 {
     since.unwrap_or_default().as_secs_f64()
 }
 
-/// The document, without the model's graph.
-pub(crate) fn document(ctx: &RankContext, info: &RunInfo<'_>, attempt: &Attempt) -> Value {
+/// The document, without the model's graph, of an attempt that goes on after `resumed_at` steps.
+pub(crate) fn document(
+    ctx: &RankContext,
+    info: &RunInfo<'_>,
+    attempt: &Attempt,
+    resumed_at: u64,
+) -> Value {
     let arguments = say::arguments();
     let typed = arguments.iter().filter(|word| word.starts_with("--"));
     let typed: Vec<&str> = typed
@@ -91,6 +134,7 @@ pub(crate) fn document(ctx: &RankContext, info: &RunInfo<'_>, attempt: &Attempt)
         "version": VERSION,
         "id": attempt.id,
         "attempt": attempt.number,
+        "branches": attempt.branches(&info.settings, resumed_at),
         "program": info.program,
         "phalanx": env!("CARGO_PKG_VERSION"),
         "started": now() - ctx.started.elapsed().as_secs_f64(),

@@ -42,13 +42,6 @@ type Init<'j> = Box<dyn FnOnce(&mut Params) -> Result<()> + 'j>;
 type MakeOptimizer<'j> = Box<dyn FnOnce(&Params, f64) -> Box<dyn Optimizer> + 'j>;
 type MakeSchedule<'j> = Box<dyn FnOnce(f64, u64) -> Result<Option<Schedule>> + 'j>;
 
-/// What an optimizer's type is called, without its path.
-fn name_of<O>() -> &'static str {
-    let name = std::any::type_name::<O>().split('<').next();
-    name.and_then(|name| name.rsplit("::").next())
-        .unwrap_or_default()
-}
-
 /// What a [`Trainer`] is made of; [`start`](Self::start) makes it.
 #[must_use = "nothing is trained before start"]
 pub struct TrainerBuilder<'j, M> {
@@ -64,9 +57,9 @@ pub struct TrainerBuilder<'j, M> {
     frozen: Vec<String>,
     lr: f64,
     optimizer: MakeOptimizer<'j>,
-    optimizer_title: String,
-    /// Name, optimizer and the optimizer's name of further groups of parameters.
-    groups: Vec<(String, MakeOptimizer<'j>, &'static str)>,
+    optimizer_title: Option<String>,
+    /// Name and optimizer of further groups of parameters.
+    groups: Vec<(String, MakeOptimizer<'j>)>,
     schedule: Option<MakeSchedule<'j>>,
     clip: Option<f64>,
     drop_last: bool,
@@ -90,7 +83,6 @@ impl<'j, M> TrainerBuilder<'j, M> {
         model: impl FnOnce(&mut Scope) -> M + 'j,
         optimizer: impl FnOnce(&Params, f64) -> O + 'j,
     ) -> Self {
-        let name = name_of::<O>();
         TrainerBuilder {
             ctx,
             settings,
@@ -104,7 +96,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
             frozen: Vec::new(),
             lr: settings.lr(),
             optimizer: Box::new(|params, lr| Box::new(optimizer(params, lr))),
-            optimizer_title: format!("{name} lr {}", settings.lr()),
+            optimizer_title: None,
             groups: Vec::new(),
             schedule: None,
             clip: None,
@@ -158,7 +150,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
 
     /// The optimizer in words, for the first lines of the output.
     pub fn optimizer_title(mut self, title: &str) -> Self {
-        self.optimizer_title = title.to_owned();
+        self.optimizer_title = Some(title.to_owned());
         self
     }
 
@@ -166,14 +158,14 @@ impl<'j, M> TrainerBuilder<'j, M> {
     /// those of a GAN's discriminator: [`Trainer::step_of`] trains these and nothing else,
     /// [`Trainer::step`] the others. Their gradients are averaged and clipped apart, and their
     /// optimizer's state is in the checkpoints. The schedule changes all learning rates by
-    /// the same factor.
+    /// the same factor (not at `--lr 0`, which has none), and sets the same momentum.
     pub fn optimizer_of<O: Optimizer + 'static>(
         mut self,
         name: &str,
         optimizer: impl FnOnce(&Params, f64) -> O + 'j,
     ) -> Self {
         let make: MakeOptimizer<'j> = Box::new(|params, lr| Box::new(optimizer(params, lr)));
-        self.groups.push((name.to_owned(), make, name_of::<O>()));
+        self.groups.push((name.to_owned(), make));
         self
     }
 
@@ -299,12 +291,12 @@ impl<'j, M> TrainerBuilder<'j, M> {
         let exchange = settings.exchange.choose_for(ctx, settings)?; // DDP
         let mut tape = Tape::new(Threads(ctx.threads));
         tape.set_precision(settings.precision.into());
-        let names: Vec<&str> = self.groups.iter().map(|(name, ..)| &name[..]).collect();
+        let names: Vec<&str> = self.groups.iter().map(|(name, _)| &name[..]).collect();
         let parts = param_group::split(&params, &names)?;
         let mut title = self.optimizer_title;
-        let main = (String::new(), self.optimizer, "");
+        let main = (String::new(), self.optimizer);
         let mut groups = Vec::new();
-        for ((name, make, optimizer), own) in [main].into_iter().chain(self.groups).zip(parts) {
+        for ((name, make), own) in [main].into_iter().chain(self.groups).zip(parts) {
             let mut frozen = self.frozen.clone();
             let others = params.ids().zip(params.infos());
             let others =
@@ -322,10 +314,14 @@ impl<'j, M> TrainerBuilder<'j, M> {
                 optimizer.set_thread_pool(tape.thread_pool());
                 optimizer
             })?; // DDP
-            let lr = update.lr();
-            if !name.is_empty() {
-                title.push_str(&format!(", of {name} {optimizer} lr {lr}"));
-            }
+            let optimizer = update.optimizer();
+            let lr = optimizer.lr();
+            let own_title = format!("{} lr {lr}", optimizer.name());
+            title = Some(match title {
+                None => own_title,
+                Some(title) if name.is_empty() => title,
+                Some(title) => format!("{title}, of {name} {own_title}"),
+            });
             groups.push(ParamGroup {
                 name,
                 params: own,
@@ -334,10 +330,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
                 lr,
             });
         }
-        if let Some(resumed) = &resumed {
-            resumed.groups(ctx, &params, &mut groups, &shaping)?; // DDP
-        }
-
+        let title = title.unwrap_or_default();
         let split = BatchSplit::new(&settings.split, world, ctx.rank())?;
         let config = SamplerConfig {
             samples: self.samples,
@@ -357,6 +350,15 @@ impl<'j, M> TrainerBuilder<'j, M> {
         let all = (steps * settings.epochs()) as u64;
         let schedule = self.schedule.map(|make| make(self.lr, all)).transpose()?;
         let mut schedule = schedule.flatten();
+        if let Some(momentum) = schedule.as_ref().and_then(Schedule::momentum) {
+            // An optimizer without momentum of its own has it from now on, and state for it.
+            for group in &mut groups {
+                group.update.optimizer_mut().set_momentum(momentum)?;
+            }
+        }
+        if let Some(resumed) = &resumed {
+            resumed.groups(ctx, &params, &mut groups, &shaping)?; // DDP
+        }
         let metadata = self.files.metadata();
         let output = Output::open(ctx, dir, self.files, &settings.saving)?;
         let saving = Saving::open(

@@ -15,7 +15,7 @@ use phalanx_nn::Tensor;
 
 use super::Trainer;
 use super::batches::{MicroBatch, Randomness};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 /// Result of one pass over a test set.
 #[derive(Debug, Clone)]
@@ -74,13 +74,15 @@ pub struct Measure {
     /// Counts by true class and answer, where the model classifies.
     pub confusion: Option<Confusion>,
     values: BTreeMap<String, f64>,
+    /// Why there is no loss.
+    wrong: Option<String>,
 }
 
 impl Measure {
     /// A loss that is the *sum* over the batch's samples, as
     /// `scores.cross_entropy(labels, 1.0)` is.
     pub fn of_loss(sum: Tensor<'_>) -> Measure {
-        Measure::of_sum(f64::from(sum.item()))
+        Measure::of_sum(0.0).with_loss(sum)
     }
 
     /// As [`of_loss`](Self::of_loss), of a number.
@@ -90,6 +92,7 @@ impl Measure {
             samples: 0,
             confusion: None,
             values: BTreeMap::new(),
+            wrong: None,
         }
     }
 
@@ -113,7 +116,10 @@ impl Measure {
     /// The same with a loss, as [`of_loss`](Self::of_loss) takes it.
     #[must_use]
     pub fn with_loss(mut self, sum: Tensor<'_>) -> Measure {
-        self.loss = f64::from(sum.item());
+        match sum.item() {
+            Ok(sum) => self.loss = f64::from(sum),
+            Err(error) => self.wrong = Some(error.to_string()),
+        }
         self
     }
 
@@ -275,6 +281,9 @@ impl<M> Trainer<'_, M> {
                 let (random, calls) = (Randomness::of_evaluation(self.settings.seed), Cell::new(0));
                 let micro = MicroBatch::new(&step, &*batch, batch.indices(), random, &calls);
                 let mut measured = measure(&self.model, micro)?;
+                if let Some(wrong) = measured.wrong.take() {
+                    return Err(Error::new(ErrorKind::Failed, wrong));
+                }
                 measured.samples = batch.indices().len();
                 take(index, measured)?;
             }

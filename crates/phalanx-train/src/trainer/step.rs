@@ -124,11 +124,17 @@ impl<M> Trainer<'_, M> {
         let position = (turn.epoch as u64, turn.index as u64 + 1);
         self.ctx.group.set_position(position.0, position.1);
         if let Some(schedule) = &self.schedule {
-            let (lr, group) = (schedule.lr(), &mut self.groups[group]);
-            group.update.set_lr(match group.lr == self.lr {
-                true => lr,
-                false => group.lr * (lr / self.lr),
-            });
+            let group = &mut self.groups[group];
+            let optimizer = group.update.optimizer_mut();
+            schedule.apply(optimizer)?;
+            if group.lr != self.lr {
+                // There is no factor where the training's own rate is 0.
+                let factor = match self.lr == 0.0 {
+                    true => 1.0,
+                    false => schedule.lr() / self.lr,
+                };
+                optimizer.set_lr(group.lr * factor);
+            }
         }
         Ok(())
     }
@@ -142,7 +148,7 @@ impl<M> Trainer<'_, M> {
     ) -> Result<f64> {
         let local: f64 = sums.iter().sum();
         let mean = local / batch.len().max(1) as f64;
-        let (turn, lr) = (&batch.context, self.groups[group].update.lr());
+        let (turn, lr) = (&batch.context, self.groups[group].update.optimizer().lr());
         self.ctx
             .check_loss(mean, format_args!("{}", turn.name()), lr)?;
         Ok(mean)
@@ -223,7 +229,7 @@ impl<M> Trainer<'_, M> {
             if group == 0 && self.reports.log.wants_graph() {
                 self.reports.log.graph(step.graph());
             }
-            sums[part] = f64::from(loss.item()) * f64::from(indices.len() as f32);
+            sums[part] = f64::from(loss.item()?) * f64::from(indices.len() as f32);
             forward_ended = Instant::now();
             loss.backward(micro_batches.micro_batch()?)?; // DDP
             drop(step);
@@ -327,7 +333,7 @@ impl<M> Trainer<'_, M> {
         if logged {
             self.results.metrics.add(mean);
             reports.log.event(&json!({
-                "step": (epoch - 1) * self.steps + index, "epoch": epoch, "loss": mean, "lr": self.groups[0].update.lr(),
+                "step": (epoch - 1) * self.steps + index, "epoch": epoch, "loss": mean, "lr": self.groups[0].update.optimizer().lr(),
                 "elapsed_s": ctx.started.elapsed().as_secs_f64(),
                 "exposed_comm_ms": self.groups[0].ddp.times().exposed().as_secs_f64() * 1e3,
                 "data_wait_total_ms": self.waited.get().as_secs_f64() * 1e3,

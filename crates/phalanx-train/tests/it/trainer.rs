@@ -14,6 +14,7 @@ use phalanx_train::{
 };
 
 #[derive(Parser)]
+#[command(args_override_self = true)]
 struct Cli {
     #[command(flatten)]
     settings: Settings,

@@ -160,7 +160,7 @@ impl Trainer {
         let x = step.input(images, &[self.batch, h, w, c])?;
         let scores = self.net.forward(x)?;
         let loss = self.loss.of(scores, labels, labels.len() as f32)?;
-        let value = loss.item();
+        let value = loss.item()?;
         let mut ddp = synced.then_some(&mut self.ddp);
         if let Some(ddp) = &mut ddp {
             loss.backward(*ddp)?;

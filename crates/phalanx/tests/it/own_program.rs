@@ -201,10 +201,28 @@ fn new_writes_this_very_program() {
         read("src/main.rs"),
         std::fs::read_to_string(recipe).expect("recipe")
     );
+    let manifest = read("Cargo.toml");
+    assert!(manifest.contains("name = \"my-net\"") && manifest.contains("\nphalanx = { path = "));
+    assert!(manifest.contains("\n# phalanx = { git = \""), "{manifest}");
     assert!(
-        read("Cargo.toml").contains("name = \"my-net\"") && read("Cargo.toml").contains("path = ")
+        err.contains("it builds on this machine only") && err.contains("cargo test --release"),
+        "{err}"
     );
     assert!(read("tests/train.rs").contains("CARGO_BIN_EXE_my-net"));
+    let (code, _, err) = run(phalanx(
+        &["new", "other", "--git", "https://a.org/x"],
+        dir.path(),
+    ));
+    let manifest = std::fs::read_to_string(dir.path().join("other/Cargo.toml"));
+    let manifest = manifest.expect("a manifest");
+    assert!(
+        manifest.contains("\nphalanx = { git = \"https://a.org/x\", default-features = false }\n"),
+        "{manifest}"
+    );
+    assert!(
+        code == 0 && !manifest.contains("path") && !err.contains("this machine"),
+        "{err}"
+    );
     for (name, why) in [
         ("my-net", "my-net exists already"),
         ("3x", "\"3x\" cannot be a package's name"),

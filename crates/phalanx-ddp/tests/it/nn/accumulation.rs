@@ -52,7 +52,7 @@ fn micro_step(
         .forward(x)
         .and_then(|scores| scores.nll_loss(&labels, BATCH as f32))
         .expect("forward");
-    let value = loss.item();
+    let value = loss.item().unwrap();
     loss.backward(sink).expect("backward");
     value
 }

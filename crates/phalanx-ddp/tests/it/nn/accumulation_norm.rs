@@ -59,7 +59,7 @@ fn train(group: ProcessGroup, of: usize, buffers: Buffers) -> Trained {
                 .forward(x)
                 .and_then(|x| x.cross_entropy(&labels, BATCH as f32))
                 .expect("forward");
-            losses.push(loss.item().to_bits());
+            losses.push(loss.item().unwrap().to_bits());
             loss.backward(step.micro_batch().expect("declared"))
                 .expect("backward");
             drop(tape_step);

@@ -63,7 +63,7 @@ fn backward(
         .forward(x)?
         .log_softmax()?
         .nll_loss(&y, n.max(1) as f32)?;
-    let sum = f64::from(loss.item()) * n as f64;
+    let sum = f64::from(loss.item().unwrap()) * n as f64;
     loss.backward_with(&weight, sink)?;
     Ok(sum)
 }

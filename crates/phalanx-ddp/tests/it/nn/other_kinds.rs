@@ -57,7 +57,7 @@ fn backward(
     let x = step.input(&x, &[n, IN])?;
     let x = net.norm.forward(net.first.forward(x)?)?.relu()?;
     let loss = net.last.forward(x)?.mse_loss(&y, Reduction::Mean)?;
-    let value = loss.item();
+    let value = loss.item().unwrap();
     loss.backward(sink)?;
     Ok(value)
 }
@@ -189,7 +189,7 @@ fn layers_on_three_ranks_train_as_on_one() {
                         let (x, received) = got.expect("receive");
                         let x = net.last.forward(x).expect("forward");
                         let loss = x.mse_loss(&y, Reduction::Mean).expect("loss");
-                        losses.push(loss.item().to_bits());
+                        losses.push(loss.item().unwrap().to_bits());
                         loss.backward(&mut grads).expect("backward");
                         received.send_gradient().expect("gradient");
                     }

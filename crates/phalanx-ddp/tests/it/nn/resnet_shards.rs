@@ -101,7 +101,7 @@ fn train(
                 .and_then(|x| x.log_softmax())
                 .and_then(|x| x.nll_loss(&labels, samples.len() as f32))
                 .expect("forward");
-            of_shards[shard] = f64::from(loss.item()) * samples.len() as f64;
+            of_shards[shard] = f64::from(loss.item().unwrap()) * samples.len() as f64;
             loss.backward(step.micro_batch().expect("declared"))
                 .expect("backward");
             drop(tape_step);

@@ -61,7 +61,7 @@ fn backward(
         .and_then(|x| x.log_softmax())
         .and_then(|x| x.nll_loss(&y, n as f32))
         .expect("forward");
-    let sum = f64::from(loss.item()) * n as f64;
+    let sum = f64::from(loss.item().unwrap()) * n as f64;
     loss.backward(sink).expect("backward");
     sum
 }
