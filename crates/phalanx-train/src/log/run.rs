@@ -14,7 +14,8 @@ use crate::error::Result;
 use crate::say;
 
 pub(crate) const RUN_FILE: &str = "run.json";
-const VERSION: u32 = 1;
+/// Until 2 a program's own records had the number of steps taken as their step.
+pub(crate) const VERSION: u64 = 2;
 const MAX_RUN_BYTES: u64 = 64 << 20;
 
 /// What `run.json` says of a training, besides its ranks.
@@ -41,6 +42,8 @@ pub struct RunInfo<'a> {
 pub(crate) struct Attempt {
     id: String,
     number: u64,
+    /// The version of the files that an attempt before has written.
+    pub(crate) version: u64,
 }
 
 impl Attempt {
@@ -55,12 +58,18 @@ impl Attempt {
         let known = old.and_then(|run| {
             let id = run["id"].as_str()?.to_owned();
             let number = run["attempt"].as_u64()?.saturating_add(1);
-            Some(Attempt { id, number })
+            let version = run["version"].as_u64()?;
+            Some(Attempt {
+                id,
+                number,
+                version,
+            })
         });
         known.unwrap_or_else(|| Attempt {
             // The standard library's keys are random.
             id: format!("{:016x}", RandomState::new().build_hasher().finish()),
             number: 1,
+            version: VERSION,
         })
     }
 

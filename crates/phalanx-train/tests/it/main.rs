@@ -1,4 +1,6 @@
 //! The trainer as programs use it, on ranks that are threads.
 
+mod again;
 mod gan;
+mod normed;
 mod trainer;
