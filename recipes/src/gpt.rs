@@ -114,12 +114,11 @@ impl AnyRecipe for GptArgs {
         trainer.add_to_summary("data", self.text.name());
         let names: Vec<String> = train.vocabulary().iter().map(char::to_string).collect();
         trainer.add_to_summary("classes", names);
-        let epochs = trainer.epochs();
-        if epochs.is_empty() {
-            // Resumed after its last epoch.
+        if trainer.epochs().is_empty() && trainer.last_evaluation().loss.is_nan() {
+            // Resumed after its last epoch, from an older checkpoint, which does not have its evaluation.
             trainer.evaluate(&test, measure)?;
         }
-        for _epoch in epochs {
+        for _epoch in trainer.epochs() {
             for batch in trainer.batches(&train)? {
                 trainer.step(&batch, |gpt, batch| {
                     Ok(scores(gpt, &batch)?.cross_entropy(&batch.targets, Reduction::Mean)?)

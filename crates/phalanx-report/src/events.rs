@@ -25,6 +25,27 @@ pub struct Event {
     pub text: String,
 }
 
+/// Where a resumed attempt continues, as its `start` says. What was logged from there on is logged again.
+#[derive(Clone, Copy, Debug)]
+pub struct Resumption {
+    /// The step that comes next.
+    pub step: f64,
+    /// Its epoch, from 1; files of older versions do not have it.
+    pub epoch: Option<f64>,
+}
+
+impl Resumption {
+    /// Whether an image, table, text or number of a program stays that was logged at `step` of `epoch`.
+    pub fn keeps(self, step: f64, epoch: Option<f64>) -> bool {
+        match (epoch, self.epoch) {
+            (Some(epoch), Some(next)) if epoch != next => epoch < next,
+            (Some(_), Some(_)) => step < self.step,
+            // Older versions counted the steps taken.
+            _ => step <= self.step,
+        }
+    }
+}
+
 /// How a run ended.
 #[derive(Debug, Serialize)]
 pub struct Finish {
@@ -51,6 +72,7 @@ pub struct Line<'a> {
     #[serde(borrow)]
     pub kind: Cow<'a, str>,
     pub step: Option<f64>,
+    epoch: Option<f64>,
     pub elapsed_s: Option<f64>,
     attempt: Option<u64>,
     resumed_at: Option<f64>,
@@ -82,10 +104,16 @@ impl Events {
             let said = match &*head.kind {
                 "start" => {
                     attempts += 1;
-                    // These steps are taken again.
-                    let from = head.resumed_at.unwrap_or(0.0);
-                    watched.retain(|(step, _)| *step < from);
-                    logged.retain(|line: &Line| line.step.is_none_or(|step| step < from));
+                    let resumed = head.resumed_at.map(|step| Resumption {
+                        step,
+                        epoch: head.epoch,
+                    });
+                    watched.retain(|(step, _)| resumed.is_some_and(|from| *step < from.step));
+                    logged.retain(|line: &Line| {
+                        resumed.is_some_and(|from| {
+                            line.step.is_none_or(|step| from.keeps(step, line.epoch))
+                        })
+                    });
                     let number = head.attempt.unwrap_or(attempts);
                     let text = match head.resumed_at {
                         Some(step) => format!("attempt {number} resumed at step {step}"),

@@ -7,6 +7,8 @@ const EXPOSED_LIMIT: f64 = 0.2;
 const DATA_LIMIT: f64 = 0.2;
 /// Below this many steps the first, slow ones decide.
 const MIN_STEPS: usize = 20;
+/// Shorter runs are trials.
+const MIN_TOTAL: Duration = Duration::from_secs(3);
 
 /// Where the time of a run's steps went.
 #[derive(Debug, Clone, Copy, Default)]
@@ -25,7 +27,7 @@ impl Spent {
     /// A sentence for each share that is too large: its numbers and the way out.
     /// `narrower`: gradients could travel in fewer bytes.
     pub fn advice(&self, workers: usize, narrower: bool) -> Vec<String> {
-        if self.steps < MIN_STEPS || self.total.is_zero() {
+        if self.steps < MIN_STEPS || self.total < MIN_TOTAL {
             return Vec::new();
         }
         let each = |time: Duration| time.as_secs_f64() * 1e3 / self.steps as f64;
@@ -67,12 +69,17 @@ mod tests {
     #[test]
     fn what_dominates_is_named_with_its_numbers() {
         let ms = Duration::from_millis;
-        let spent = |steps, exposed, data| Spent {
+        let spent = |steps, exposed: u64, data: u64| Spent {
             steps,
-            total: ms(1000),
-            exposed: ms(exposed),
-            data: ms(data),
+            total: ms(10_000),
+            exposed: ms(10 * exposed),
+            data: ms(10 * data),
         };
+        let trial = Spent {
+            total: ms(2000),
+            ..spent(100, 150, 150)
+        };
+        assert!(trial.advice(1, true).is_empty(), "a trial");
         assert!(spent(100, 199, 199).advice(1, true).is_empty());
         assert!(
             spent(10, 900, 900).advice(1, true).is_empty(),
@@ -82,7 +89,7 @@ mod tests {
         let one = spent(100, 410, 0).advice(1, true);
         assert_eq!(one.len(), 1);
         assert!(
-            one[0].contains("41 % of the step (4.1 of 10.0 ms)"),
+            one[0].contains("41 % of the step (41.0 of 100.0 ms)"),
             "{one:?}"
         );
         assert!(one[0].contains("--gradient-type bf16"));
@@ -90,7 +97,7 @@ mod tests {
         let one = spent(50, 0, 300).advice(2, true);
         assert_eq!(one.len(), 1);
         assert!(
-            one[0].contains("30 % of the step (6.0 of 20.0 ms)"),
+            one[0].contains("30 % of the step (60.0 of 200.0 ms)"),
             "{one:?}"
         );
         assert!(one[0].contains("--workers (now 2)"));

@@ -1,6 +1,7 @@
 //! A training program as one rank runs it.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -14,14 +15,22 @@ use crate::settings::Settings;
 use crate::trainer::TrainerBuilder;
 use phalanx_process::RankContext;
 
+/// What the trainings of one program have in common.
+#[derive(Debug, Default)]
+pub(crate) struct Trainings {
+    /// One has begun and has not ended.
+    pub(crate) unfinished: Cell<bool>,
+    /// The folders of those that were started, by their names in the run's folder.
+    pub(crate) folders: RefCell<BTreeSet<String>>,
+}
+
 /// What a training program gets on each rank: its place among the ranks, and the settings of its
 /// command line.
 pub struct Job<'a> {
     name: &'a str,
     ctx: &'a RankContext,
     settings: &'a Settings,
-    /// A training has begun and has not ended.
-    unfinished: Rc<Cell<bool>>,
+    trainings: Rc<Trainings>,
 }
 
 impl<'a> Job<'a> {
@@ -31,7 +40,7 @@ impl<'a> Job<'a> {
             name,
             ctx,
             settings,
-            unfinished: Rc::default(),
+            trainings: Rc::default(),
         }
     }
 
@@ -42,7 +51,7 @@ impl<'a> Job<'a> {
     ///
     /// That one.
     pub fn check_finished(&self) -> Result<()> {
-        match self.unfinished.get() {
+        match self.trainings.unfinished.get() {
             true => Err(Error::new(
                 ErrorKind::Failed,
                 "the program ended without Trainer::finish, which saves the weights",
@@ -94,7 +103,8 @@ impl<'a> Job<'a> {
     }
 
     /// A training on `train` of the model whose parameters `model` registers, with the optimizer
-    /// that `optimizer` makes for the learning rate (`--lr`).
+    /// that `optimizer` makes for the learning rate (`--lr`). A program's second trainer needs a folder of its own
+    /// ([`TrainerBuilder::folder`]).
     ///
     /// # Errors
     ///
@@ -108,6 +118,6 @@ impl<'a> Job<'a> {
         self.settings.validate(self.world_size())?;
         let (ctx, settings) = (self.ctx, self.settings);
         let builder = TrainerBuilder::new(ctx, settings, self.name, train, model, optimizer);
-        Ok(builder.watched(Rc::clone(&self.unfinished)))
+        Ok(builder.of_program(Rc::clone(&self.trainings)))
     }
 }

@@ -14,6 +14,7 @@
 
 mod advice;
 mod attempt;
+mod best;
 mod deliveries;
 mod events;
 mod exchange;
@@ -39,6 +40,7 @@ mod trainer;
 mod update;
 mod weights;
 
+pub use best::{Best, BestArg, BestEpoch};
 pub use exchange::ExchangeArg;
 pub use job::Job;
 pub use log::{RunInfo, RunLog};

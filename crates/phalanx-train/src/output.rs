@@ -9,16 +9,17 @@ use phalanx_data::files::{Dir, atomic_write};
 use phalanx_data::metrics::{MetricsLog, write_summary_in};
 use phalanx_data::state::{Folder, Place};
 use phalanx_nn::Params;
-use phalanx_report::{PICTURES_FILE, REPORT_FILE, Run};
+use phalanx_report::{PICTURES_FILE, REPORT_FILE, Resumption, Run};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde_json::json;
+use serde_json::{Value, json};
 
+use super::best::BestEpoch;
 use super::events::{self, Events};
 use super::lock::Lock;
 use super::log::{self, Attempt, EVENTS_FILE, IMAGES_DIR, RUN_FILE, RunInfo, RunLog, TABLES_DIR};
 use super::run_dir::{self, Fresh};
-use super::saving::SavingArgs;
+use super::saving::{self, SavingArgs};
 use crate::error::{Error, ErrorKind, Result};
 use crate::say;
 use phalanx_process::RankContext;
@@ -27,6 +28,7 @@ use phalanx_process::env::RUN_POINTER_VARIABLE;
 pub const SUMMARY_FILE: &str = "summary.json";
 const METRICS_FILE: &str = "metrics.jsonl";
 pub(super) const BEST_FILE: &str = "best.safetensors";
+pub(super) const ASIDE_BEST_FILE: &str = "aside-best.safetensors";
 const PREDICTIONS_FILE: &str = "predictions.jsonl";
 /// Most bytes of a file of rows that is read again.
 const MAX_ROWS_BYTES: u64 = 1 << 30;
@@ -87,7 +89,7 @@ impl Files {
                 .weights
                 .as_deref()
                 .into_iter()
-                .chain([BEST_FILE])
+                .chain([BEST_FILE, ASIDE_BEST_FILE])
                 .any(weights)
             || self.each_epoch && number(name).is_some()
     }
@@ -97,7 +99,8 @@ impl Files {
 /// `mnist_cnn.pt`, as the documents call them.
 fn pytorch(path: &Path) -> PathBuf {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    path.with_extension(if name.starts_with("epoch_") || name == BEST_FILE {
+    let is_best = [BEST_FILE, ASIDE_BEST_FILE].contains(&&*name);
+    path.with_extension(if name.starts_with("epoch_") || is_best {
         "pth"
     } else {
         "pt"
@@ -110,6 +113,8 @@ pub struct Output {
     dir: PathBuf,
     files: Files,
     is_fresh: bool,
+    /// The summary, if the run is complete and stays as it is.
+    complete: Option<Value>,
     /// On rank 0.
     opened: Option<Dir>,
     _lock: Option<Lock>,
@@ -119,7 +124,7 @@ pub struct Output {
 
 impl Output {
     /// Prepares `dir` on rank 0: creates it, keeps other trainings out of it, and removes an earlier run's
-    /// results, if `saving` says that they may go. All ranks' flight recorders go there.
+    /// results, if `args` say that they may go. All ranks' flight recorders go there.
     ///
     /// # Errors
     ///
@@ -128,16 +133,24 @@ impl Output {
         ctx: &RankContext,
         dir: PathBuf,
         files: Files,
-        saving: &SavingArgs,
+        args: &SavingArgs,
     ) -> Result<Output> {
-        let fresh = saving.fresh();
+        let fresh = args.fresh();
         ctx.group.set_flight_dir(&dir.join(crate::FLIGHT_DIR));
         let (mut opened, mut lock) = (None, None);
         if ctx.is_main() {
             let dir = Dir::create(&dir)?;
+            args.folder.check(&dir)?;
             lock = Some(Lock::take(&dir)?);
             if let Some(fresh) = fresh {
+                if !args.overwrite && dir.has(METRICS_FILE) {
+                    ctx.note(&format!(
+                        "note: replacing the log of an earlier run in {}, which saved no weights",
+                        dir.path().display()
+                    ));
+                }
                 clear_earlier_run(&dir, &files, fresh)?;
+                Folder::within(&dir, saving::FOLDER, 1).clear()?;
             }
             name_to_launcher(&dir);
             opened = Some(dir);
@@ -147,36 +160,86 @@ impl Output {
             dir,
             files,
             opened,
+            complete: None,
             is_fresh: fresh.is_some(),
             _lock: lock,
         })
     }
 
-    /// Says that the training begins: what it writes from now on, a later attempt goes on with.
+    /// One that nothing is written into, of a program that only evaluates.
+    pub(crate) fn nowhere(dir: PathBuf) -> Output {
+        Output {
+            saved: dir.clone(),
+            dir,
+            files: Files::default(),
+            opened: None,
+            complete: None,
+            is_fresh: false,
+            _lock: None,
+        }
+    }
+
+    /// Says in the folder `run`, this one or the one around it, that the training begins: what it writes from now on, a
+    /// later attempt continues.
     ///
     /// # Errors
     ///
     /// Those of writing.
-    pub fn begin(&self, saving: &SavingArgs) -> Result<()> {
+    pub fn begin(&self, run: &Path, saving: &SavingArgs) -> Result<()> {
         match &self.opened {
-            Some(dir) => run_dir::begin(dir, &saving.attempt),
+            Some(_) => run_dir::begin(&Dir::open(run)?, &saving.attempt),
             None => Ok(()),
         }
     }
 
+    /// Whether the run that is resumed is complete: it has ended with the weights `weights_sha256`, and with no fewer
+    /// epochs, or whatever `limit` is called in its summary, than it is to have now. Its files then stay as they are.
+    ///
+    /// *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Those of reading; peers that are lost.
+    pub fn find_complete(
+        &mut self,
+        ctx: &RankContext,
+        weights_sha256: &str,
+        limit: (&str, usize),
+    ) -> Result<()> {
+        let mut text = None;
+        if let Some(dir) = &self.opened {
+            let (name, wanted) = limit;
+            let bytes = dir.read(SUMMARY_FILE, MAX_ROWS_BYTES)?.unwrap_or_default();
+            let summary: Option<Value> = serde_json::from_slice(&bytes).ok();
+            let summary = summary.filter(|summary| {
+                let had = summary[name].as_u64().unwrap_or_default();
+                summary["weights_sha256"] == weights_sha256 && had >= wanted as u64
+            });
+            text = summary.map(|summary| summary.to_string());
+        }
+        let text: Option<String> = ctx.group.broadcast_object(Some(&text), 0)?;
+        self.complete = text.and_then(|text| serde_json::from_str(&text).ok());
+        Ok(())
+    }
+
+    /// The summary of a complete run, after [`find_complete`](Self::find_complete).
+    pub fn complete(&self) -> Option<&Value> {
+        self.complete.as_ref()
+    }
+
     /// Removes the summary of a run that now goes on, with which it would be complete, and the
-    /// report, which shows that summary.
+    /// report, which shows that summary. Those of a complete run stay.
     ///
     /// # Errors
     ///
     /// System, naming the file.
     pub fn reopen(&self) -> Result<()> {
         match &self.opened {
-            Some(dir) => {
+            Some(dir) if self.complete.is_none() => {
                 let _ = dir.remove(REPORT_FILE);
                 Ok(dir.remove(SUMMARY_FILE)?)
             }
-            None => Ok(()),
+            _ => Ok(()),
         }
     }
 
@@ -199,7 +262,7 @@ impl Output {
     }
 
     /// The log of the run: on rank 0 up to where a resumed run goes on. Where an attempt before had saved no checkpoint,
-    /// its metrics are kept as `metrics-N.jsonl`.
+    /// its metrics are kept as `metrics-N.jsonl`. To a complete run nothing is added.
     ///
     /// # Errors
     ///
@@ -210,21 +273,28 @@ impl Output {
         resumed: Option<Place>,
         info: &RunInfo<'_>,
     ) -> Result<RunLog> {
-        let start = |attempt: u64| json!({ "attempt": attempt, "resumed_at": resumed.map(|place| place.step) });
-        let Some(dir) = &self.opened else {
+        let next = resumed.map(|place| next_step(place, info.steps));
+        let start = |attempt: u64| {
+            let (step, epoch) = next.unzip();
+            json!({ "attempt": attempt, "resumed_at": step, "epoch": epoch })
+        };
+        let Some(dir) = self.opened.as_ref().filter(|_| self.complete.is_none()) else {
             return Ok(RunLog::start(ctx, MetricsLog::disabled(), None, start(0)));
         };
-        // Evaluated at the checkpoint: TensorBoard drops it with the steps after.
-        let evaluated = RefCell::new(None);
-        let metrics = match resumed {
-            // What was measured after the checkpoint will be measured again.
-            Some(place) => MetricsLog::resume(dir, METRICS_FILE, 1, |record| {
-                let step = record["step"].as_u64().unwrap_or(u64::MAX);
-                let is_evaluation = step == place.step && !record["test_loss"].is_null();
-                if is_evaluation {
-                    evaluated.replace(Some(record.clone()));
+        let attempt = Attempt::next(dir, self.is_fresh);
+        let from = next.map(|(step, epoch)| Resumption {
+            step: step as f64,
+            epoch: Some(epoch as f64),
+        });
+        // Logged before the checkpoint, but TensorBoard drops it with the steps after.
+        let (records, logged) = (RefCell::new(Vec::new()), RefCell::new(Vec::new()));
+        let metrics = match from {
+            Some(from) => MetricsLog::resume(dir, METRICS_FILE, 1, |record| {
+                let keeps = keeps(from, attempt.version, record);
+                if keeps && step_of(record) >= from.step {
+                    records.borrow_mut().push(record.clone());
                 }
-                step < place.step || is_evaluation
+                keeps
             })?,
             None => {
                 if !self.is_fresh && dir.has(METRICS_FILE) {
@@ -233,15 +303,19 @@ impl Output {
                 MetricsLog::create(dir, METRICS_FILE, 1)?
             }
         };
-        let attempt = Attempt::next(dir, self.is_fresh);
-        let step = resumed.map_or(0, |place| place.step);
+        let step = next.map_or(0, |(step, _)| step);
         let run = log::document(ctx, info, &attempt, step);
         if let Err(error) = log::write(dir, &run) {
             log::warn(RUN_FILE, error);
         }
         let events_log = match self.is_fresh {
             true => MetricsLog::create(dir, EVENTS_FILE, 1),
-            false => MetricsLog::resume(dir, EVENTS_FILE, 1, |_| true),
+            false => MetricsLog::resume(dir, EVENTS_FILE, 1, |event| {
+                if let Some(from) = from {
+                    follow_logged(&mut logged.borrow_mut(), event, from);
+                }
+                true
+            }),
         };
         let events_log = events_log.map_err(|error| log::warn(EVENTS_FILE, error));
         let mut settings = info.settings.clone();
@@ -250,17 +324,22 @@ impl Output {
         settings.insert("transport".to_owned(), ctx.describe());
         let events = Events::create(dir, ctx.started, step, &settings);
         let events = events.map_err(|error| log::warn("TensorBoard's event file", error.chain()));
-        let files = log::Files {
+        let mut files = log::Files {
             dir: dir.clone(),
             log: events_log.ok(),
             events: events.ok(),
             run,
         };
-        let log = RunLog::start(ctx, metrics, Some(files), start(attempt.number()));
-        if let Some(record) = evaluated.into_inner() {
-            log.repeat(record);
-        }
-        Ok(log)
+        let (mut repeated, mut logged) = (records.into_inner(), logged.into_inner());
+        logged.retain(|event| from.is_some_and(|from| from.keeps(step_of(event), epoch_of(event))));
+        repeated.append(&mut logged);
+        files.repeat(&repeated);
+        Ok(RunLog::start(
+            ctx,
+            metrics,
+            Some(files),
+            start(attempt.number()),
+        ))
     }
 
     /// Saves the weights of a finished epoch, where the program does so.
@@ -321,15 +400,54 @@ impl Output {
     /// # Errors
     ///
     /// Those of writing.
-    pub fn save_best(&mut self, epoch: usize, accuracy: f64, params: &Params) -> Result<()> {
+    pub fn save_best(&mut self, best: &BestEpoch, params: &Params) -> Result<()> {
         let saved = self.saved.clone();
-        let more = [
-            ("epoch", epoch.to_string()),
-            ("accuracy", accuracy.to_string()),
-        ];
-        let outcome = self.save(BEST_FILE, params, &more);
+        let outcome = self.save(BEST_FILE, params, &best.metadata());
         self.saved = saved;
         outcome
+    }
+
+    /// Before the first step: sees to it that the file of the best weights is that of `best`, the best epoch until
+    /// here, or is not there. One of a branch that this run leaves is renamed to `aside-best`. `params` are those of the
+    /// end of epoch `epoch`, if the run begins at one.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn begin_best(
+        &mut self,
+        ctx: &RankContext,
+        best: Option<&BestEpoch>,
+        epoch: Option<usize>,
+        params: &Params,
+    ) -> Result<()> {
+        let Some(dir) = self.opened.as_ref().filter(|_| self.complete.is_none()) else {
+            return Ok(());
+        };
+        let path = dir.path().join(BEST_FILE);
+        if path.is_file() {
+            let there = checkpoint::read_metadata(&path).unwrap_or_default();
+            let is_its = |best: &BestEpoch| {
+                let all = best.metadata();
+                all.iter()
+                    .all(|(name, value)| there.get(*name) == Some(value))
+            };
+            if best.is_some_and(is_its) {
+                return Ok(());
+            }
+            for (from, to) in [(BEST_FILE, ASIDE_BEST_FILE), ("best.pth", "aside-best.pth")] {
+                if dir.has(from) {
+                    dir.rename(from, to)?;
+                }
+            }
+            ctx.note(&format!(
+                "set aside {BEST_FILE}, of a branch that this run leaves, as {ASIDE_BEST_FILE}"
+            ));
+        }
+        match best {
+            Some(best) if Some(best.epoch()) == epoch => self.save_best(best, params),
+            _ => Ok(()),
+        }
     }
 
     /// Saves the list of accuracies, where the document has one.
@@ -405,6 +523,48 @@ impl Output {
             }
             None => Ok(()),
         }
+    }
+}
+
+/// The step that comes next, counted from 0 over the epochs of so many steps, and its epoch, from 1.
+pub(crate) fn next_step(place: Place, steps: usize) -> (u64, u64) {
+    let before = place.epoch.saturating_mul(steps as u64);
+    (before.saturating_add(place.step_in_epoch), place.epoch + 1)
+}
+
+fn step_of(record: &Value) -> f64 {
+    record["step"].as_f64().unwrap_or(f64::INFINITY)
+}
+
+fn epoch_of(record: &Value) -> Option<f64> {
+    record["epoch"].as_f64()
+}
+
+/// Whether a record of `metrics.jsonl`, written by a run of this version, stays for a run that resumes at `from`.
+fn keeps(from: Resumption, version: u64, record: &Value) -> bool {
+    let is_own = record.get("loss").or(record.get("train_loss")).is_none();
+    let step = step_of(record);
+    match epoch_of(record) {
+        None => step < from.step,
+        Some(_) if is_own && version < log::VERSION => from.keeps(step, None),
+        epoch => from.keeps(step, epoch),
+    }
+}
+
+/// Collects in `logged` the images and texts of `events.jsonl` that are of `next` or later, and that no attempt that
+/// resumed before them has dropped.
+fn follow_logged(logged: &mut Vec<Value>, event: &Value, next: Resumption) {
+    match event["kind"].as_str() {
+        Some("image" | "text") if step_of(event) >= next.step => logged.push(event.clone()),
+        Some("start") => match event["resumed_at"].as_f64() {
+            Some(step) => {
+                let epoch = epoch_of(event);
+                let from = Resumption { step, epoch };
+                logged.retain(|event| from.keeps(step_of(event), epoch_of(event)));
+            }
+            None => logged.clear(),
+        },
+        _ => {}
     }
 }
 
@@ -498,6 +658,7 @@ fn remove_logged(dir: &Dir, folder: &str, ending: &str) -> phalanx_data::Result<
 mod tests {
     use super::super::attempt::Attempt;
     use super::super::run_dir::{Found, RunDir};
+    use super::super::saving::args::tests::saving;
     use super::*;
 
     #[test]
@@ -521,6 +682,7 @@ mod tests {
             "net.pt",
             "best.safetensors",
             "best.pth",
+            "aside-best.pth",
         ] {
             assert!(files.has(ours), "{ours}");
         }
@@ -543,7 +705,8 @@ mod tests {
             std::fs::write(dir.path().join(name), "old").expect("written");
         }
         let opened = Dir::open(dir.path()).expect("folder");
-        let found = RunDir::given(dir.path().to_owned()).settle(&Attempt::default(), false, true);
+        let found = RunDir::given(dir.path().to_owned())
+            .settle(&Attempt::default(), &saving(&["--overwrite"]));
         let Found::Nothing(fresh) = found.expect("settled") else {
             panic!("not fresh");
         };

@@ -48,7 +48,7 @@ pub fn prepare_run(
     if has_first {
         let prepared = dir.prepare(saving.folder);
         prepared.map_err(|error| error.note("try", "another folder with --output-dir"))?;
-        saving.found = dir.settle(&attempt, saving.resume.is_some(), saving.overwrite)?;
+        saving.found = dir.settle(&attempt, saving)?;
     }
     saving.attempt = attempt;
     let flight = dir.path().join(FLIGHT_DIR);

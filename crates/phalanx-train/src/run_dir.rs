@@ -11,10 +11,12 @@ use std::time::SystemTime;
 
 use phalanx_data::files::{Dir, as_typed, create_folder, create_new_folder};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::attempt::Attempt;
+use super::log::RUN_FILE;
 use super::output::SUMMARY_FILE;
-use super::saving;
+use super::saving::{self, SavingArgs};
 use crate::error::{Error, Result};
 
 /// Folder of runs to which nobody gave one.
@@ -163,13 +165,8 @@ impl RunDir {
     ///
     /// # Errors
     ///
-    /// Usage, where it holds an earlier run and neither `resumes` nor `overwrite` says what to do; those of writing.
-    pub(super) fn settle(
-        &self,
-        attempt: &Attempt,
-        resumes: bool,
-        overwrite: bool,
-    ) -> Result<Found> {
+    /// Usage, where it holds an earlier run that `saving` says nothing of, or that cannot be resumed; those of writing.
+    pub(super) fn settle(&self, attempt: &Attempt, saving: &SavingArgs) -> Result<Found> {
         let ours = Claim::read(&self.path)
             .filter(|claim| attempt.restarts > 0 && Some(&claim.job) == attempt.job.as_ref());
         // Without a claim nobody knows how far an earlier attempt came.
@@ -181,13 +178,26 @@ impl RunDir {
         if begun {
             return Ok(Found::Attempt);
         }
-        if resumes {
-            return Ok(Found::Resumed);
+        self.check(saving, &self.path)?;
+        Ok(match saving.resume {
+            Some(_) => Found::Resumed,
+            None => Found::Nothing(Fresh(())),
+        })
+    }
+
+    /// That no results are lost that `saving` does not give up. `--output-dir` names the folder `typed`, this one or the
+    /// one around it.
+    ///
+    /// # Errors
+    ///
+    /// Usage, naming what an earlier run left there and the ways out.
+    pub(super) fn check(&self, saving: &SavingArgs, typed: &Path) -> Result<()> {
+        match (saving.resume.as_deref(), saving.resumed_dir()) {
+            (Some(saving::AUTO), _) => self.check_resumable(),
+            (Some(_), Some(from)) => self.check_elsewhere(&from),
+            (None, _) if !saving.overwrite => self.check_no_run(typed),
+            _ => Ok(()),
         }
-        if !overwrite {
-            self.check_no_run()?;
-        }
-        Ok(Found::Nothing(Fresh(())))
     }
 
     /// One that may be there.
@@ -212,20 +222,60 @@ impl RunDir {
     /// # Errors
     ///
     /// Usage, naming what an earlier run left there and the ways out.
-    fn check_no_run(&self) -> Result<()> {
-        let Some(found) = left_by_a_run(&self.path) else {
+    fn check_no_run(&self, typed: &Path) -> Result<()> {
+        let Some(left) = left_by_a_run(&self.path) else {
             return Ok(());
         };
-        let folder = as_typed(&self.path);
-        Err(Error::usage(format!(
-            "{} holds an earlier run: {found}",
-            self.path.display()
-        ))
-        .note("go on", format!("--resume auto --output-dir {folder}"))
-        .note(
-            "or",
-            "--overwrite replaces it; another --output-dir leaves it alone",
-        ))
+        let (error, folder) = (self.held(left.name()), as_typed(typed));
+        let replace = "--overwrite replaces it; another --output-dir leaves it alone";
+        Err(match left {
+            Left::Checkpoint(_) => error
+                .note("continue", format!("--resume auto --output-dir {folder}"))
+                .note("or", replace),
+            Left::Result(_) => error.note("try", replace),
+        })
+    }
+
+    /// That `--resume auto` does not begin anew where an earlier run has results and no checkpoint.
+    fn check_resumable(&self) -> Result<()> {
+        let Some(Left::Result(name)) = left_by_a_run(&self.path) else {
+            return Ok(());
+        };
+        let about = std::fs::read(self.path.join(RUN_FILE)).unwrap_or_default();
+        let about: Value = serde_json::from_slice(&about).unwrap_or_default();
+        let flags = about["typed"].as_array().map_or(&[][..], |flags| flags);
+        let saving = ["--save-every", "--stop-after", "--resume"];
+        let saves = flags.iter().any(|flag| saving.iter().any(|f| flag == f));
+        // A run that saves checkpoints was killed before its first one; files without run.json are no run's.
+        if !self.path.join(SUMMARY_FILE).exists() && (about.is_null() || saves) {
+            return Ok(());
+        }
+        let init = format!(
+            "--init {} with another --output-dir starts a training with its weights",
+            as_typed(&self.path)
+        );
+        Err(self
+            .held(&name)
+            .note("so", "--resume auto finds no checkpoint there")
+            .note(
+                "try",
+                "--overwrite instead of --resume auto replaces it; another --output-dir leaves it alone",
+            )
+            .note("or", init))
+    }
+
+    /// That a run that is resumed from the folder `from` does not replace the results of another one.
+    fn check_elsewhere(&self, from: &Path) -> Result<()> {
+        let real = |path: &Path| std::fs::canonicalize(path).ok();
+        if !self.path.join(SUMMARY_FILE).exists() || real(from) == real(&self.path) {
+            return Ok(());
+        }
+        Err(self.held(SUMMARY_FILE).note("try", "another --output-dir"))
+    }
+
+    fn held(&self, name: &str) -> Error {
+        let path = self.path.display();
+        Error::usage(format!("{path} holds an earlier run: {name}"))
     }
 
     /// Makes it where it is missing, and opens it.
@@ -271,9 +321,24 @@ impl RunDir {
     }
 }
 
+/// What would be lost with an earlier run.
+enum Left {
+    Checkpoint(String),
+    /// A summary or a file of weights, and no checkpoint.
+    Result(String),
+}
+
+impl Left {
+    fn name(&self) -> &str {
+        match self {
+            Left::Checkpoint(name) | Left::Result(name) => name,
+        }
+    }
+}
+
 /// What would be lost with an earlier run in `dir`: its newest checkpoint, its summary or a file of weights. Not what a
 /// run has that failed before it saved anything.
-fn left_by_a_run(dir: &Path) -> Option<String> {
+fn left_by_a_run(dir: &Path) -> Option<Left> {
     let names = |dir: &Path| -> Vec<String> {
         let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
         let mut names: Vec<String> = entries
@@ -285,14 +350,14 @@ fn left_by_a_run(dir: &Path) -> Option<String> {
     let checkpoints = names(&dir.join(saving::FOLDER));
     let manifest = |name: &&String| name.starts_with("step-") && name.ends_with(".json");
     if let Some(newest) = checkpoints.iter().rfind(manifest) {
-        return Some(format!("{}/{newest}", saving::FOLDER));
+        return Some(Left::Checkpoint(format!("{}/{newest}", saving::FOLDER)));
     }
     let valuable = |name: &String| {
         let ending = Path::new(name).extension().and_then(|e| e.to_str());
         name == SUMMARY_FILE
             || matches!(ending, Some("safetensors" | "pth" | "pt")) && !name.starts_with('.')
     };
-    names(dir).into_iter().find(valuable)
+    names(dir).into_iter().find(valuable).map(Left::Result)
 }
 
 impl Drop for RunDir {
@@ -344,7 +409,7 @@ mod tests {
     fn a_folder_is_an_earlier_runs_only_if_something_would_be_lost() {
         let dir = tempfile::tempdir().expect("folder");
         let run = dir.path().join("a run");
-        let check = || RunDir::given(run.clone()).check_no_run();
+        let check = || RunDir::given(run.clone()).check_no_run(&run);
         check().expect("not there yet");
         std::fs::create_dir_all(run.join("checkpoints")).expect("folder");
         for harmless in [

@@ -88,14 +88,16 @@ fn cut(path: &Path, place: Place) -> Result<()> {
     Ok(atomic_write(path, &old[..keep])?)
 }
 
-/// How many bytes of `old` stay.
+/// How many bytes of `old` stay. Steps ascend in what one attempt has written.
 fn kept(old: &[u8], place: Place) -> usize {
     let mut keep = old.len();
+    let mut next = (u64::MAX, u64::MAX);
     for line in old.split_inclusive(|b| *b == b'\n').rev() {
         let later = match serde_json::from_slice::<Value>(line) {
             Ok(record) => match (record["epoch"].as_u64(), record["step"].as_u64()) {
                 (Some(epoch), Some(step)) => {
-                    (epoch, step) >= (place.epoch + 1, place.step_in_epoch)
+                    let after = std::mem::replace(&mut next, (epoch, step));
+                    next < after && next >= (place.epoch + 1, place.step_in_epoch)
                 }
                 _ => false,
             },
@@ -138,5 +140,18 @@ mod tests {
         let noted = format!("{before}and so on");
         assert_eq!(kept(noted.as_bytes(), place), noted.len());
         assert_eq!(kept(b"", place), 0);
+    }
+
+    #[test]
+    fn an_attempt_from_the_first_step_takes_off_the_one_before_it_alone() {
+        let line = |epoch: u64, step: u64| {
+            let record = json!({"epoch": epoch, "step": step, "samples": [7]});
+            format!("{record}\n")
+        };
+        let earlier = format!("{}{}{}", line(1, 0), line(1, 1), line(2, 0));
+        let attempt = format!("{}{}{}", line(1, 0), line(1, 1), "{\"epoch\":2,\"st");
+        let both = format!("{earlier}{attempt}");
+        assert_eq!(kept(both.as_bytes(), Place::default()), earlier.len());
+        assert_eq!(kept(attempt.as_bytes(), Place::default()), 0);
     }
 }

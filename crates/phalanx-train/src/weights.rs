@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::output::{BEST_FILE, SUMMARY_FILE};
+use super::output::{ASIDE_BEST_FILE, BEST_FILE, SUMMARY_FILE};
 use super::saving;
 use crate::error::{Error, Result};
 use crate::say;
@@ -71,7 +71,8 @@ fn at_the_end(dir: &Path) -> Result<Vec<PathBuf>> {
     }
     files.sort_by(|a, b| (a.file_stem(), rank(a)).cmp(&(b.file_stem(), rank(b))));
     files.dedup_by(|next, first| next.file_stem() == first.file_stem());
-    files.retain(|path| path.file_stem() != Path::new(BEST_FILE).file_stem());
+    let best = [BEST_FILE, ASIDE_BEST_FILE].map(|name| Path::new(name).file_stem());
+    files.retain(|path| !best.contains(&path.file_stem()));
     let last = files.iter().filter_map(|path| epoch(path)).max();
     files.retain(|path| epoch(path).is_none_or(|epoch| Some(epoch) == last));
     Ok(files)

@@ -79,14 +79,14 @@ impl<'a> ByHand<'a> {
         let dir = dir.unwrap_or_else(|| default_output_dir(name));
         let dir = ctx.folder_of_rank_0(dir)?;
         let resumed = Resumed::find(ctx, args, &dir)?;
+        let shaping = settings_by_name(&facts.shaping);
         if let Some(resumed) = &resumed {
             resumed.check(&facts.resumable)?;
-            resumed.params(&mut params)?;
+            resumed.params(&mut params, &shaping)?;
         }
         let mut must_agree = vec![format!("train {name}")];
         must_agree.extend(args.must_agree());
         must_agree.extend(facts.shaping.clone());
-        let shaping = settings_by_name(&facts.shaping);
         let mut shown = settings_by_name(&must_agree);
         shown.remove("no");
         let options = DdpOptions {
@@ -102,7 +102,11 @@ impl<'a> ByHand<'a> {
         }
         let first = resumed.as_ref().map_or(0, |r| r.place().step as usize);
         let _starting = ctx.phase("starting");
-        let output = Output::open(ctx, dir, facts.files.clone(), args)?;
+        let mut output = Output::open(ctx, dir, facts.files.clone(), args)?;
+        if first >= facts.steps {
+            let digest = checkpoint::weights_sha256(&params);
+            output.find_complete(ctx, &digest, ("iterations", facts.steps))?;
+        }
         let saved = facts.resumable.clone().into_iter();
         let saved = saved.chain(shaping.clone()).collect();
         let info = RunInfo {
@@ -118,10 +122,8 @@ impl<'a> ByHand<'a> {
         let checkpoints = output.checkpoints(CHECKPOINTS_DIR, args.keep());
         let saving = Saving::open(ctx, args, saved, checkpoints, resumed.as_ref())?;
         let saving = saving.with_metadata(facts.files.metadata());
-        output.begin(args)?;
-        if first < facts.steps {
-            output.reopen()?;
-        }
+        output.begin(output.dir(), args)?;
+        output.reopen()?;
         ctx.note(&format!(
             "phalanx {}  {name}  {}\noutput   {}",
             env!("CARGO_PKG_VERSION"),
@@ -132,7 +134,9 @@ impl<'a> ByHand<'a> {
             let all = plural(facts.steps, "step");
             ctx.note(&match first < facts.steps {
                 true => format!("resumed  after {first} of {all}"),
-                false => format!("resumed  after {first} of {all}; --iterations N for more"),
+                false => format!(
+                    "resumed  after {first} of {all}: the run is complete; --iterations N for more"
+                ),
             });
             resumed.announce_changes(ctx, &shaping);
         }
@@ -200,6 +204,14 @@ impl<'a> ByHand<'a> {
         // Its parts are gathered by all.
         let optimizer = optimizer_sha256(self.update.state()?);
         let phase = ctx.phase("saving");
+        if self.output.complete().is_some() {
+            self.log.finish();
+            ctx.note(&format!(
+                "complete nothing was changed in {}",
+                self.output.dir().display()
+            ));
+            return Ok(ctx.group.barrier()?);
+        }
         self.saving.finish()?;
         self.output.save_weights(&self.params)?;
         self.log.finish();

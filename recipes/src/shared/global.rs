@@ -21,7 +21,7 @@ use phalanx_nn::optim::{Optimizer, clip_factor};
 use phalanx_nn::{Params, Scope, Seed, StepKey, Tape, Tensor, Threads};
 use phalanx_process::unlike;
 use phalanx_train::{
-    BatchSplit, CHECKPOINTS_DIR, Evaluation, Files, History, Measure, Output, RankContext,
+    BatchSplit, Best, CHECKPOINTS_DIR, Evaluation, Files, History, Measure, Output, RankContext,
     Reporter, Resumed, RunInfo, RunLog, SaveAction, Saving, Settings, SplitArgs, StepFacts,
     default_output_dir, settings_by_name,
 };
@@ -194,6 +194,7 @@ struct Results {
     weights: String,
     accuracies: Vec<f64>,
     last: Evaluation,
+    best: Best,
     metrics: MetricsDigest,
     trained: Duration,
     tested: Duration,
@@ -233,6 +234,7 @@ impl<'a, T: Task> GlobalRun<'a, T> {
         let resumable = settings.resumable(name, &setup.content, mesh.data);
         let mut shaping = [settings.shaping(), mesh.shaping(), setup.shaping].concat();
         shaping.extend(setup.clip.map(|limit| format!("clip_grad_norm {limit}")));
+        let by_name = settings_by_name(&shaping);
 
         let mut scope = Scope::new(Seed(settings.seed));
         let model = (setup.model)(&mut scope);
@@ -240,7 +242,7 @@ impl<'a, T: Task> GlobalRun<'a, T> {
         match &resumed {
             Some(resumed) => {
                 resumed.check(&resumable)?;
-                resumed.params(&mut params)?;
+                resumed.params(&mut params, &by_name)?;
             }
             None => settings.init.fill(ctx, &mut params)?,
         }
@@ -262,7 +264,6 @@ impl<'a, T: Task> GlobalRun<'a, T> {
         let weights = setup.parallel.build(&placement, &params)?;
         let mut optimizer = (setup.optimizer)(weights.local(), settings.lr());
         optimizer.set_thread_pool(tape.thread_pool());
-        let by_name = settings_by_name(&shaping);
         if let Some(resumed) = &resumed {
             resumed.update_with(ctx, &params, &by_name, |steps, updates, buffers| {
                 let parts = buffers
@@ -302,15 +303,19 @@ impl<'a, T: Task> GlobalRun<'a, T> {
         let mut schedule = schedule.transpose()?;
 
         let metadata = setup.files.metadata();
-        let output = Output::open(ctx, dir, setup.files, &settings.saving)?;
+        let mut output = Output::open(ctx, dir, setup.files, &settings.saving)?;
         let saved = resumable.into_iter().chain(by_name.clone()).collect();
         let folder = output.checkpoints(CHECKPOINTS_DIR, settings.saving.keep());
         let saving = Saving::open(ctx, &settings.saving, saved, folder, resumed.as_ref())?;
         let saving = saving.with_metadata(metadata);
-        output.begin(&settings.saving)?;
+        output.begin(output.dir(), &settings.saving)?;
 
         let digest = checkpoint::weights_sha256(&params);
         let initial = (ctx.is_main() && resumed.is_none()).then(|| digest.clone());
+        let place = resumed.as_ref().map(Resumed::place).unwrap_or_default();
+        if place.epoch as usize >= epochs {
+            output.find_complete(ctx, &digest, ("epochs", epochs))?;
+        }
         let count = params.numel();
         ctx.note(&format!(
             "phalanx {}  {name}  {}",
@@ -348,16 +353,21 @@ impl<'a, T: Task> GlobalRun<'a, T> {
             ctx.note(&explain::layouts(&weights));
         }
         let mut reporter = setup.reporter;
-        reporter.trains(ctx, epochs)?;
-
-        let place = resumed.as_ref().map(Resumed::place).unwrap_or_default();
-        if (place.epoch as usize) < epochs {
-            output.reopen()?;
+        if output.complete().is_none() {
+            reporter.trains(ctx, epochs)?;
         }
+        output.reopen()?;
         if let Some(resumed) = &resumed {
             let taken = thousands(place.step as usize);
             let all = plural(steps * epochs, "step");
-            ctx.note(&format!("resumed  after {taken} of {all}"));
+            let complete = match output.complete() {
+                Some(_) => format!(
+                    ": the run is complete and stays as it is; --epochs {} continues it",
+                    epochs + 1
+                ),
+                None => String::new(),
+            };
+            ctx.note(&format!("resumed  after {taken} of {all}{complete}"));
             resumed.announce_changes(ctx, &by_name);
             settings.init.announce_unused(ctx);
         }
@@ -371,9 +381,14 @@ impl<'a, T: Task> GlobalRun<'a, T> {
             .metrics()
             .into_iter()
             .for_each(|value| metrics.add(value));
+        let best = history.best();
+        let at_end = (place.step_in_epoch == 0).then_some(place.epoch as usize);
+        let begun = output.begin_best(ctx, best.as_ref(), at_end, &params);
+        saving.handle_weights_error("the best", begun)?;
         let (sums, samples) = history.losses();
         let mut grads = weights.grads();
         grads.set_skipped_steps(history.skipped_steps());
+        let nothing = Evaluation::new(f64::NAN, Confusion::new(0));
         let mut shown = settings_by_name(&facts);
         // "no --flag" of what was not typed.
         shown.remove("no");
@@ -419,7 +434,8 @@ impl<'a, T: Task> GlobalRun<'a, T> {
                 initial,
                 weights: digest,
                 accuracies: history.accuracies(),
-                last: Evaluation::new(f64::NAN, Confusion::new(0)),
+                last: history.last().unwrap_or(nothing),
+                best: Best::new(settings.best.clone(), best),
                 metrics,
                 trained: Duration::ZERO,
                 tested: Duration::ZERO,
@@ -443,7 +459,8 @@ impl<'a, T: Task> GlobalRun<'a, T> {
 
     /// Logs a text to the run's folder, from rank 0.
     pub fn log_text(&self, name: &str, text: &str) {
-        self.log.text(self.place.step, name, text);
+        let epoch = self.place.epoch as usize;
+        self.log.text((self.place.step, epoch), name, text);
     }
 
     /// Trains all epochs that are left, and evaluates after each. `false`: it was asked to stop, and is saved.
@@ -464,8 +481,8 @@ impl<'a, T: Task> GlobalRun<'a, T> {
 
     fn epochs(&mut self, train: &Arc<T::Data>, test: &Arc<T::Data>) -> Result<Goes> {
         let epochs = self.place.epoch as usize + 1..=self.settings.epochs();
-        if epochs.is_empty() {
-            // Resumed after its last epoch.
+        if epochs.is_empty() && self.results.last.loss.is_nan() {
+            // Resumed after its last epoch, from an older checkpoint, which does not have its evaluation.
             self.results.last = self.evaluate(test)?;
         }
         for epoch in epochs {
@@ -759,6 +776,7 @@ impl<'a, T: Task> GlobalRun<'a, T> {
     /// Takes `evaluation` as the result of epoch `epoch`.
     fn record(&mut self, epoch: usize, train_loss: f64, evaluation: Evaluation) -> Result<()> {
         let (ctx, results) = (self.ctx, &mut self.results);
+        results.best.compare(epoch, &evaluation)?;
         results.metrics.add(evaluation.loss);
         if evaluation.confusion.classes() > 0 {
             results.metrics.add(evaluation.accuracy);
@@ -788,14 +806,12 @@ impl<'a, T: Task> GlobalRun<'a, T> {
                 true => saved?,
             }
         }
+        if let (Some(whole), Some(best)) = (whole, self.results.best.take_new()) {
+            let saved = self.output.save_best(best, whole);
+            self.saving.handle_weights_error("the best", saved)?;
+        }
         if !self.saving.enabled() {
             return Ok(Goes::On);
-        }
-        if let (Some(whole), Some((last, before))) = (whole, self.results.accuracies.split_last())
-            && before.iter().all(|a| last > a)
-        {
-            let saved = self.output.save_best(epoch, *last, whole);
-            self.saving.handle_weights_error("the best", saved)?;
         }
         self.save(
             match stop && !is_last {
@@ -812,8 +828,11 @@ impl<'a, T: Task> GlobalRun<'a, T> {
         let state = whole_state(&self.weights, &*self.optimizer, whole)?;
         let (accuracies, metrics) = (&self.results.accuracies, self.results.metrics.values());
         let (sum, samples) = self.losses;
-        let history = History::new(accuracies, metrics, &[sum], samples)
-            .with_skipped_steps(self.grads.skipped_steps());
+        let history = History::new(accuracies, metrics, &[sum], samples);
+        let history = history
+            .with_skipped_steps(self.grads.skipped_steps())
+            .with_last(&self.results.last)
+            .with_best(self.results.best.so_far());
         self.log.flush();
         self.saving
             .save_whole(action, whole.zip(state), self.place, history)?;
@@ -885,6 +904,16 @@ impl<'a, T: Task> GlobalRun<'a, T> {
     /// Those of writing; peers that are lost.
     pub fn finish(mut self, whole: Option<&Params>) -> Result<()> {
         let ctx = self.ctx;
+        if self.output.complete().is_some() {
+            ctx.note(&format!(
+                "complete {}weights {:.12}…; nothing was changed in {}",
+                self.result(),
+                self.results.weights,
+                self.output.dir().display()
+            ));
+            self.log.finish();
+            return self.reporter.ends(ctx);
+        }
         let phase = ctx.phase("saving");
         let state = whole_state(&self.weights, &*self.optimizer, whole)?;
         let optimizer = state.map(optimizer_sha256);
@@ -912,10 +941,7 @@ impl<'a, T: Task> GlobalRun<'a, T> {
         ctx.note(&format!(
             "done in {:.1} s: {}{} {}/s",
             ctx.started.elapsed().as_secs_f64(),
-            match results.last.confusion.classes() {
-                0 => format!("test loss {:.4}, ", results.last.loss),
-                _ => format!("accuracy {:.2} %, ", results.last.accuracy * 100.0),
-            },
+            self.result(),
             thousands(self.per_second() as usize),
             self.unit,
         ));
@@ -925,6 +951,15 @@ impl<'a, T: Task> GlobalRun<'a, T> {
             self.output.saved().display()
         ));
         Ok(())
+    }
+
+    /// What the last evaluation gave, in words.
+    fn result(&self) -> String {
+        let last = &self.results.last;
+        match last.confusion.classes() {
+            0 => format!("test loss {:.4}, ", last.loss),
+            _ => format!("accuracy {:.2} %, ", last.accuracy * 100.0),
+        }
     }
 
     fn per_second(&self) -> f64 {

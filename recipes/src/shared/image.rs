@@ -463,10 +463,9 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
     }
     let loss = spec.loss;
     let mut predictions = Predictions::of(&trainer)?;
-    if trainer.epochs().is_empty() {
-        // Resumed after its last epoch.
+    if trainer.epochs().is_empty() && trainer.last_evaluation().loss.is_nan() {
+        // Resumed after its last epoch, from an older checkpoint, which does not have its evaluation.
         evaluate(args, &spec, &mut trainer, &data)?;
-        predictions.add(settings.epochs(), args, &spec, &mut trainer, &data.test)?;
     }
     for epoch in trainer.epochs() {
         for batch in trainer.batches(&data.train)? {

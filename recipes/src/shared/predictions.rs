@@ -54,11 +54,11 @@ impl Predictions {
         })
     }
 
-    /// Adds those of `epoch` and writes the files. A picture that cannot be written is a warning.
+    /// Adds those of `epoch` and writes the files. One that cannot be written is a warning.
     ///
     /// # Errors
     ///
-    /// Those of reading images and writing `predictions.jsonl`.
+    /// Those of reading images.
     pub fn add<N: Net>(
         &mut self,
         epoch: usize,
@@ -107,7 +107,12 @@ impl Predictions {
             }
         }
         self.thin(epoch);
-        trainer.save_rows(FILE, &self.rows)?;
+        if let Err(error) = trainer.save_rows(FILE, &self.rows) {
+            ctx.note(&format!(
+                "warning: {FILE} was not written: {}",
+                error.chain()
+            ));
+        }
         if !images.is_empty() {
             let png = image::sheet(&images, test.image_shape()).map_err(Into::into);
             if let Err(error) = png.and_then(|png| trainer.save_pictures(&png)) {

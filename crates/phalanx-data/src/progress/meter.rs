@@ -69,7 +69,7 @@ impl Meter {
     pub(super) fn text(&self, now: Duration) -> String {
         let speed = self.speed.or_else(|| speed(self.images, now));
         let left = self.left(now);
-        let mut text = self.measured(speed);
+        let mut text = self.measured(speed, "loss");
         if let Some(left) = left {
             text.push_str(&format!("  {} left", clock(left)));
         }
@@ -89,7 +89,7 @@ impl Meter {
         )
     }
 
-    /// `epoch 1/3 took 0:19  469 steps  3,140 images/s  loss 0.0921`, with the
+    /// `epoch 1/3 took 0:19  469 steps  3,140 images/s  last loss 0.0921`, with the
     /// speed of all these steps; `stopped after` where some were left.
     pub(super) fn last_line(&self, now: Duration) -> String {
         let (done, steps) = (self.done, self.steps);
@@ -107,18 +107,19 @@ impl Meter {
             "epoch {}/{} {how} {}  {which}  {}",
             self.epoch,
             self.epochs,
-            clock(now),
-            self.measured(speed(self.images, now))
+            spent(now),
+            self.measured(speed(self.images, now), "last loss")
         )
     }
 
-    fn measured(&self, speed: Option<f64>) -> String {
+    /// The loss is the last step's; `called` so.
+    fn measured(&self, speed: Option<f64>, called: &str) -> String {
         let mut text = match speed {
             Some(speed) => format!("{} {}/s", grouped(speed.round() as u64), self.unit),
             None => format!("- {}/s", self.unit),
         };
         if let Some(loss) = self.loss {
-            text.push_str(&format!("  loss {loss:.4}"));
+            text.push_str(&format!("  {called} {loss:.4}"));
         }
         text
     }
@@ -134,6 +135,15 @@ impl Meter {
 fn speed(images: u64, time: Duration) -> Option<f64> {
     let speed = images as f64 / time.as_secs_f64();
     speed.is_finite().then_some(speed)
+}
+
+/// `0.05 s`, `5.2 s`, and from ten seconds on as [`clock`].
+fn spent(time: Duration) -> String {
+    match time.as_secs_f64() {
+        seconds if seconds < 0.995 => format!("{seconds:.2} s"),
+        seconds if seconds < 9.95 => format!("{seconds:.1} s"),
+        _ => clock(time),
+    }
 }
 
 /// `0:05`, `12:34` or `1:02:03`.
@@ -168,20 +178,20 @@ mod tests {
         );
         assert_eq!(
             meter.last_line(at(14.24)),
-            "epoch 1/3 stopped after 0:15  356 of 469 steps  3,200 images/s  loss 0.0921"
+            "epoch 1/3 stopped after 0:15  356 of 469 steps  3,200 images/s  last loss 0.0921"
         );
         for step in 357..=469 {
             meter.step(at(step as f64 * 0.04), 128, Some(0.09214));
         }
         assert_eq!(
             meter.last_line(at(18.76)),
-            "epoch 1/3 took 0:19  469 steps  3,200 images/s  loss 0.0921"
+            "epoch 1/3 took 0:19  469 steps  3,200 images/s  last loss 0.0921"
         );
         let mut one = Meter::new(1, 1, 1);
         one.step(at(1.0), 64, None);
         assert_eq!(
             one.last_line(at(1.0)),
-            "epoch 1/1 took 0:01  1 step  64 images/s"
+            "epoch 1/1 took 1.0 s  1 step  64 images/s"
         );
     }
 
@@ -198,12 +208,12 @@ mod tests {
         );
         assert_eq!(
             meter.last_line(at(2.0)),
-            "epoch 2/3 stopped after 0:02  steps 5 to 6 of 10  8 images/s"
+            "epoch 2/3 stopped after 2.0 s  steps 5 to 6 of 10  8 images/s"
         );
         (7..=10).for_each(|second| meter.step(at(second as f64 - 4.0), 8, None));
         assert_eq!(
             meter.last_line(at(6.0)),
-            "epoch 2/3 took 0:06  6 of 10 steps  8 images/s"
+            "epoch 2/3 took 6.0 s  6 of 10 steps  8 images/s"
         );
     }
 
@@ -226,6 +236,9 @@ mod tests {
 
     #[test]
     fn clocks() {
+        assert_eq!(spent(at(0.04)), "0.04 s");
+        assert_eq!(spent(at(0.996)), "1.0 s");
+        assert_eq!(spent(at(9.96)), "0:10");
         assert_eq!(clock(at(0.0)), "0:00");
         assert_eq!(clock(at(4.2)), "0:05");
         assert_eq!(clock(at(754.0)), "12:34");

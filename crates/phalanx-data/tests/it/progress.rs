@@ -47,7 +47,7 @@ fn a_line_appears_when_it_is_due_and_at_the_end() {
         "{}",
         lines[0]
     );
-    assert!(lines[4].starts_with("epoch 1/3 took 0:0"), "{}", lines[4]);
+    assert!(lines[4].starts_with("epoch 1/3 took 0.0"), "{}", lines[4]);
     assert!(lines[4].contains("  4 steps  "), "{}", lines[4]);
 }
 

@@ -218,11 +218,13 @@ impl Events {
     }
 }
 
-/// The numbers of a record: `train/NAME` of a step, `test/NAME` and `epoch/NAME` of an epoch, `NAME` of a program's own.
+/// The numbers of a record: `train/NAME` of a step, `test/NAME` of an evaluation, `epoch/NAME` of an epoch, `NAME` of a
+/// program's own.
 fn scalars(record: &Value) -> Option<Vec<proto::Value>> {
     let record = record.as_object()?;
     let is_step = record.contains_key("loss");
-    let is_own = !is_step && !record.contains_key("train_loss");
+    let has_all = |names: &[&str]| names.iter().all(|name| record.contains_key(*name));
+    let is_own = !is_step && !has_all(&["train_loss"]) && !has_all(&["test_loss", "accuracy"]);
     let values = record.iter().filter_map(|(name, value)| {
         let tag = match &name[..] {
             "step" | "epoch" | "elapsed_s" => return None,

@@ -20,7 +20,7 @@ use phalanx_process::RankContext;
 use serde_json::{Value, json};
 
 pub use self::run::RunInfo;
-pub(crate) use self::run::{Attempt, Named, RUN_FILE, document, write};
+pub(crate) use self::run::{Attempt, Named, RUN_FILE, VERSION, document, write};
 pub(crate) use self::system::Counters;
 use self::system::System;
 pub(crate) use self::writer::{Files, warn};
@@ -156,13 +156,12 @@ impl RunLog {
         Ok(())
     }
 
-    /// Writes a record for TensorBoard only: `metrics.jsonl` already has it.
-    pub(super) fn repeat(&self, record: Value) {
-        self.send(Message::Record(record));
-    }
-
-    /// Writes numbers of the program's own at `step`.
-    pub(crate) fn values(&mut self, step: u64, epoch: usize, values: &[(&str, f64)]) -> Result<()> {
+    /// Writes numbers of the program's own at `step` of `epoch`.
+    pub(crate) fn values(
+        &mut self,
+        (step, epoch): (u64, usize),
+        values: &[(&str, f64)],
+    ) -> Result<()> {
         let elapsed = self.started.elapsed().as_secs_f64();
         let mut record = json!({ "step": step, "epoch": epoch, "elapsed_s": elapsed });
         for (name, value) in values {
@@ -218,14 +217,15 @@ impl RunLog {
     }
 
     /// Writes `png` to `images/`.
-    pub(crate) fn image(&self, step: u64, name: &str, png: &[u8]) -> Result<()> {
+    pub(crate) fn image(&self, (step, epoch): (u64, usize), name: &str, png: &[u8]) -> Result<()> {
         let Some(size) = png_size(png) else {
             return Err(Error::usage(format!("the image \"{name}\" is not a PNG")));
         };
-        let file = format!("{}-{step}.png", file_name(name));
+        let file = format!("{}-{epoch}-{step}.png", file_name(name));
         let path = format!("{IMAGES_DIR}/{file}");
+        let fields = json!({ "epoch": epoch, "name": name, "file": path });
         self.send(Message::Image {
-            event: self.make("image", Some(step), json!({ "name": name, "file": path })),
+            event: self.make("image", Some(step), fields),
             file,
             step,
             name: name.to_owned(),
@@ -236,17 +236,23 @@ impl RunLog {
     }
 
     /// Writes `rows` to `tables/`, a JSON object a line.
-    pub(crate) fn table(&self, step: u64, name: &str, rows: Vec<u8>, count: usize) {
-        let file = format!("{}-{step}.jsonl", file_name(name));
+    pub(crate) fn table(
+        &self,
+        (step, epoch): (u64, usize),
+        name: &str,
+        rows: Vec<u8>,
+        count: usize,
+    ) {
+        let file = format!("{}-{epoch}-{step}.jsonl", file_name(name));
         let path = format!("{TABLES_DIR}/{file}");
-        let fields = json!({ "name": name, "file": path, "rows": count });
+        let fields = json!({ "epoch": epoch, "name": name, "file": path, "rows": count });
         let event = self.make("table", Some(step), fields);
         self.send(Message::Table { event, file, rows });
     }
 
-    /// Writes a text.
-    pub fn text(&self, step: u64, name: &str, text: &str) {
-        let fields = json!({ "name": name, "text": text });
+    /// Writes a text at `step` of `epoch`.
+    pub fn text(&self, (step, epoch): (u64, usize), name: &str, text: &str) {
+        let fields = json!({ "epoch": epoch, "name": name, "text": text });
         let event = self.make("text", Some(step), fields);
         let (name, text) = (name.to_owned(), text.to_owned());
         self.send(Message::Text {

@@ -14,7 +14,8 @@ use crate::error::Result;
 use crate::say;
 
 pub(crate) const RUN_FILE: &str = "run.json";
-const VERSION: u32 = 1;
+/// Until 2 a program's own records had the number of steps taken as their step.
+pub(crate) const VERSION: u64 = 2;
 const MAX_RUN_BYTES: u64 = 64 << 20;
 
 /// Settings that change no value of a step.
@@ -57,6 +58,8 @@ pub(crate) struct Attempt {
     /// `settings` and `branches` of the attempt before.
     settings: Value,
     branches: Vec<Value>,
+    /// The version of the files that an attempt before has written.
+    pub(crate) version: u64,
 }
 
 impl Attempt {
@@ -72,6 +75,7 @@ impl Attempt {
             Some(Attempt {
                 id: run["id"].as_str()?.to_owned(),
                 number: run["attempt"].as_u64()?.saturating_add(1),
+                version: run["version"].as_u64()?,
                 settings: run["settings"].take(),
                 branches: run["branches"].as_array().cloned().unwrap_or_default(),
             })
@@ -82,6 +86,7 @@ impl Attempt {
             number: 1,
             settings: Value::Null,
             branches: Vec::new(),
+            version: VERSION,
         })
     }
 

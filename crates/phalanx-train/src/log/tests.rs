@@ -147,10 +147,10 @@ fn names_of_the_trainer_are_refused() {
     let open = Dir::open(dir.path()).expect("folder");
     let metrics = MetricsLog::create(&open, "metrics.jsonl", 1).expect("a log");
     let mut log = RunLog::start(&alone(), metrics, Some(files(&open)), json!({}));
-    log.values(7, 1, &[("top5", 0.5), ("bad", f64::NAN)])
+    log.values((7, 1), &[("top5", 0.5), ("bad", f64::NAN)])
         .expect("logged");
     let refused = log
-        .values(7, 1, &[("loss", 0.5)])
+        .values((7, 1), &[("loss", 0.5)])
         .expect_err("the trainer's");
     assert_eq!(refused.kind(), ErrorKind::Usage);
     let text = std::fs::read_to_string(dir.path().join("metrics.jsonl")).expect("a file");
@@ -159,7 +159,7 @@ fn names_of_the_trainer_are_refused() {
         (&record["step"], &record["top5"], &record["bad"]),
         (&json!(7), &json!(0.5), &json!(null))
     );
-    let refused = log.image(7, "digits", b"GIF89a").expect_err("no PNG");
+    let refused = log.image((7, 1), "digits", b"GIF89a").expect_err("no PNG");
     assert_eq!(refused.kind(), ErrorKind::Usage);
 }
 

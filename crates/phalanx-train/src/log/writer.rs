@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use phalanx_data::files::Dir;
 use phalanx_data::metrics::MetricsLog;
+use phalanx_data::png_size;
 use phalanx_nn::GraphNode;
 use serde_json::{Value, json};
 
@@ -126,7 +127,31 @@ impl Writer {
     }
 }
 
+/// Largest image that is read again.
+const MAX_IMAGE_BYTES: u64 = 1 << 30;
+
 impl Files {
+    /// Writes for TensorBoard what the other files have already: records of `metrics.jsonl`, and `image` and `text` events.
+    pub(crate) fn repeat(&mut self, records: &[Value]) {
+        for record in records {
+            let step = record["step"].as_u64().unwrap_or_default();
+            let text = |name: &str| record[name].as_str().unwrap_or_default();
+            match text("kind") {
+                "" => self.try_events(|events| events.record(record)),
+                "text" => self.try_events(|events| events.text(step, text("name"), text("text"))),
+                _ => {
+                    let file = text("file").strip_prefix(IMAGES_DIR).unwrap_or_default();
+                    let folder = self.dir.sub(IMAGES_DIR).ok().flatten();
+                    let read = |dir: Dir| dir.read(file.trim_start_matches('/'), MAX_IMAGE_BYTES);
+                    let png = folder.and_then(|dir| read(dir).ok().flatten());
+                    if let Some((size, png)) = png.and_then(|png| Some((png_size(&png)?, png))) {
+                        self.try_events(|events| events.image(step, text("name"), size, png));
+                    }
+                }
+            }
+        }
+    }
+
     fn event(&mut self, event: &Value) {
         if let Some(log) = &mut self.log
             && let Err(error) = log.event(event)

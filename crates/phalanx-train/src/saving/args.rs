@@ -11,6 +11,7 @@ use crate::error::{Error, Result, check_count};
 use crate::run_dir::FolderArgs;
 use crate::run_dir::{Found, Fresh};
 use crate::stop;
+use phalanx_process::RankContext;
 
 /// What to do if a checkpoint cannot be saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -76,6 +77,20 @@ impl SavingArgs {
             Found::Nothing(fresh) => Some(fresh),
             Found::Attempt | Found::Resumed => None,
         }
+    }
+
+    /// Whether an attempt before this one may have trained here, as rank 0 has found; without a checkpoint its steps are
+    /// taken again. *Blocks* until all ranks call it, in an attempt that is not the first.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost.
+    pub(crate) fn begins_again(&self, ctx: &RankContext) -> Result<bool> {
+        if self.attempt.restarts == 0 {
+            return Ok(false);
+        }
+        let found = matches!(self.found, Found::Attempt);
+        Ok(ctx.group.broadcast_object(Some(&found), 0)?)
     }
 
     /// How long a stop may take before a save was measured.
@@ -181,23 +196,24 @@ impl SavingArgs {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
+    use clap::Parser;
+
     use super::*;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        saving: SavingArgs,
+    }
+
+    pub(crate) fn saving(typed: &[&str]) -> SavingArgs {
+        Cli::parse_from([&["test"], typed].concat()).saving
+    }
 
     #[test]
     fn what_ranks_must_agree_on_is_as_it_is_typed() {
-        let args = SavingArgs {
-            save_every: Some(5),
-            keep: None,
-            save_errors: SaveErrors::Stop,
-            resume: Some("a b".to_owned()),
-            overwrite: false,
-            stop_after: None,
-            folder: FolderArgs::default(),
-            stop_grace_s: None,
-            attempt: Attempt::default(),
-            found: Found::default(),
-        };
+        let args = saving(&["--save-every", "5", "--resume", "a b"]);
         let facts = args.must_agree();
         assert_eq!(facts, ["--save-every 5", "no --stop-after", "--resume a b"]);
     }

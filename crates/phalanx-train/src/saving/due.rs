@@ -34,7 +34,8 @@ impl Due {
     }
 
     /// After step number `step`, when the one before `is_busy` being written or not.
-    pub(super) fn after(&mut self, step: u64, is_busy: bool) -> What {
+    /// A run that has just begun `warns` of nothing.
+    pub(super) fn after(&mut self, step: u64, is_busy: bool, warns: bool) -> What {
         let another = self.every.is_some_and(|n| step.is_multiple_of(n));
         let since = match self.since {
             Some(since) => since,
@@ -45,7 +46,9 @@ impl Due {
         match (is_busy, another) {
             (false, _) => What::Save,
             (true, true) if since == step => What::Hurry,
-            (true, true) if !std::mem::replace(&mut self.said, true) => What::Warn { since },
+            (true, true) if warns && !std::mem::replace(&mut self.said, true) => {
+                What::Warn { since }
+            }
             (true, _) => What::Nothing,
         }
     }
@@ -56,7 +59,7 @@ mod tests {
     use super::*;
 
     fn after(due: &mut Due, steps: std::ops::RangeInclusive<u64>, is_busy: bool) -> Vec<What> {
-        steps.map(|step| due.after(step, is_busy)).collect()
+        steps.map(|step| due.after(step, is_busy, true)).collect()
     }
 
     #[test]
@@ -74,6 +77,10 @@ mod tests {
         assert_eq!(after(&mut due, 11..=13, false), [Save, Save, Nothing]);
         let again = after(&mut due, 14..=18, true);
         assert_eq!(again, [Hurry, Nothing, Nothing, Nothing, Nothing]);
+        let mut trial = Due::new(Some(2));
+        assert_eq!(trial.after(2, true, false), Hurry);
+        assert_eq!(trial.after(4, true, false), Nothing);
+        assert_eq!(trial.after(6, true, true), Warn { since: 2 });
         assert_eq!(
             after(&mut Due::new(None), 1..=3, false),
             [Nothing, Nothing, Nothing]

@@ -1,8 +1,12 @@
 //! What a training has measured so far, as its checkpoints keep it.
 
+use phalanx_data::metrics::Confusion;
 use phalanx_data::state::OptimizerState;
 use phalanx_ddp::{DdpState, HookState};
 use serde::{Deserialize, Serialize};
+
+use crate::best::BestEpoch;
+use crate::trainer::Evaluation;
 
 /// What is measured on the way, and must go on where it stopped.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -14,12 +18,31 @@ pub struct History {
     /// Sums of the running epoch's losses by part of the batches, and samples.
     losses: Vec<u64>,
     samples: u64,
+    /// The last evaluation; older checkpoints do not have it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    last: Option<SavedEvaluation>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    best: Option<BestEpoch>,
     /// Steps that were voted down.
     pub(super) skipped_steps: u64,
     pub(super) hook: Option<Hook>,
     /// Where there are several optimizers: all of them, the trainer's own first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) groups: Vec<SavedGroup>,
+}
+
+/// Most numbers of a confusion matrix that is read.
+const MOST_CELLS: usize = 1 << 28;
+
+/// An [`Evaluation`]; numbers as bits.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+struct SavedEvaluation {
+    loss: u64,
+    accuracy: u64,
+    values: Vec<(String, u64)>,
+    classes: usize,
+    /// Counts that are not zero, and where they are.
+    confusion: Vec<(usize, i64)>,
 }
 
 /// What is saved of a group of parameters besides the numbers.
@@ -117,6 +140,59 @@ impl History {
     /// Steps that were voted down.
     pub fn skipped_steps(&self) -> u64 {
         self.skipped_steps
+    }
+
+    /// The same with the last evaluation.
+    #[must_use]
+    pub fn with_last(mut self, last: &Evaluation) -> History {
+        let counts = last.confusion.counts().iter().copied().enumerate();
+        let values = last.values.iter();
+        self.last = Some(SavedEvaluation {
+            loss: last.loss.to_bits(),
+            accuracy: last.accuracy.to_bits(),
+            values: values.map(|(k, v)| (k.clone(), v.to_bits())).collect(),
+            classes: last.confusion.classes(),
+            confusion: counts.filter(|(_, count)| *count != 0).collect(),
+        });
+        self
+    }
+
+    /// The same with the best epoch so far.
+    #[must_use]
+    pub fn with_best(mut self, best: Option<&BestEpoch>) -> History {
+        self.best = best.cloned();
+        self
+    }
+
+    /// The best epoch so far.
+    pub fn best(&self) -> Option<BestEpoch> {
+        match self.last {
+            Some(_) => self.best.clone(),
+            // Of an older version.
+            None => BestEpoch::by_accuracy(&self.accuracies()),
+        }
+    }
+
+    /// The last evaluation.
+    pub fn last(&self) -> Option<Evaluation> {
+        let saved = self.last.as_ref()?;
+        let cells = saved.classes.checked_mul(saved.classes)?;
+        if cells > MOST_CELLS {
+            return None;
+        }
+        let mut confusion = Confusion::new(saved.classes);
+        for (at, count) in &saved.confusion {
+            *confusion.counts_mut().get_mut(*at)? = *count;
+        }
+        let values = saved.values.iter();
+        Some(Evaluation {
+            loss: f64::from_bits(saved.loss),
+            accuracy: f64::from_bits(saved.accuracy),
+            confusion,
+            values: values
+                .map(|(k, v)| (k.clone(), f64::from_bits(*v)))
+                .collect(),
+        })
     }
 
     /// Test accuracy of each epoch.

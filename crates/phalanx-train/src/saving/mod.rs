@@ -5,7 +5,7 @@
 //! see the folder. Ranks agree at the end of each step on what to do next:
 //! nothing, save, or save and stop, because somebody asked one of them to.
 
-mod args;
+pub(crate) mod args;
 mod due;
 mod history;
 mod resumed;
@@ -87,6 +87,9 @@ pub struct Saving<'a> {
 /// How much longer a stop may take than the last save.
 const SAVES_PER_STOP: u32 = 3;
 
+/// A run that is shorter says nothing of a slow disk.
+const TRIAL: Duration = Duration::from_secs(3);
+
 /// What a slow disk takes in a second.
 const SLOW_DISK_BYTES: f64 = 20e6;
 
@@ -94,8 +97,7 @@ const SLOW_DISK_BYTES: f64 = 20e6;
 const FLAG: i32 = 1;
 
 impl<'a> Saving<'a> {
-    /// Prepares to save into `folder`. What comes after the place where a resumed run goes on is set aside;
-    /// the checkpoints of an earlier run are removed only if this run replaces it. From now on, SIGTERM, SIGINT, SIGHUP and
+    /// Prepares to save into `folder`. What comes after the place where a resumed run goes on is set aside. From now on, SIGTERM, SIGINT, SIGHUP and
     /// SIGUSR1 end the training in an orderly way, if there are checkpoints.
     ///
     /// # Errors
@@ -112,10 +114,8 @@ impl<'a> Saving<'a> {
             stop::listen()?;
             ctx.group.set_stop_grace(args.stop_grace());
         }
-        match (resumed, args.fresh()) {
-            (Some(resumed), _) => resumed.set_aside(ctx, &folder)?,
-            (None, Some(_)) if ctx.is_main() => folder.clear()?,
-            _ => {}
+        if let Some(resumed) = resumed {
+            resumed.set_aside(ctx, &folder)?;
         }
         Ok(Saving {
             ctx,
@@ -157,7 +157,8 @@ impl<'a> Saving<'a> {
         self.steps += 1;
         let mut save = false;
         if let Some(background) = &mut self.background {
-            match self.due.after(step, background.is_busy()) {
+            let warns = self.ctx.started.elapsed() > TRIAL;
+            match self.due.after(step, background.is_busy(), warns) {
                 What::Nothing => {}
                 What::Save => save = true,
                 What::Hurry => background.hurry(),

@@ -223,12 +223,18 @@ impl Resumed {
     ///
     /// # Errors
     ///
-    /// Data, when it is of another model.
-    pub fn params(&self, params: &mut Params) -> Result<()> {
-        match &self.state {
-            Some(state) => Ok(state.restore_params(params)?),
-            None => Ok(()),
-        }
+    /// Data, when it is of another model; usage, if `settings` have changed since the checkpoint, naming them.
+    pub fn params(&self, params: &mut Params, settings: &BTreeMap<String, String>) -> Result<()> {
+        let Some(state) = &self.state else {
+            return Ok(());
+        };
+        state.restore_params(params).map_err(|error| {
+            let (error, changed) = (Error::from(error), self.changed(settings));
+            match changed.is_empty() {
+                true => error,
+                false => error.into_usage().note("changed", changed.join("\n")),
+            }
+        })
     }
 
     /// Sets the wrapper's state on all ranks. *Blocks* until all call it.

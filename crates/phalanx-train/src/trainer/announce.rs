@@ -9,6 +9,7 @@ use crate::param_group::ParamGroup;
 use crate::saving::Resumed;
 use crate::settings::Settings;
 use crate::split::Determinism;
+use crate::start::Start;
 use phalanx_process::RankContext;
 
 /// What is announced besides the settings.
@@ -21,6 +22,7 @@ pub(super) struct About<'a> {
     pub(super) initial: Option<&'a str>,
     pub(super) steps: usize,
     pub(super) optimizer: &'a str,
+    pub(super) only_evaluates: bool,
 }
 
 /// Who trains, on what, which model, and how.
@@ -77,6 +79,12 @@ pub(super) fn announce(
         let from = settings.init.describe(settings.seed);
         ctx.note(&format!("weights  {from} ({initial:.12}…)"));
     }
+    if about.only_evaluates {
+        if settings.init == Start::Torch {
+            ctx.note("warning: the weights are random; --init FILE evaluates those of a file or a run's folder");
+        }
+        return;
+    }
     ctx.note(&format!(
         "training {} of {}, global batch {cut}, {}",
         plural(settings.epochs(), "epoch"),
@@ -100,10 +108,20 @@ pub(super) fn announce(
 }
 
 /// Where a resumed training continues.
-pub(super) fn announce_resumed(ctx: &RankContext, resumed: &Resumed, steps: usize, epochs: usize) {
+pub(super) fn announce_resumed(
+    ctx: &RankContext,
+    resumed: &Resumed,
+    steps: usize,
+    epochs: usize,
+    is_complete: bool,
+) {
     let place = resumed.place();
     let (taken, all) = (thousands(place.step as usize), steps * epochs);
     let next = match place.epoch as usize >= epochs {
+        _ if is_complete => format!(
+            "the run is complete and stays as it is; --epochs {} continues it",
+            epochs + 1
+        ),
         true => "no epoch is left; --epochs N for more".to_owned(),
         false => format!(
             "epoch {}, step {}",

@@ -38,6 +38,18 @@ impl StepContext {
     }
 }
 
+/// Where the program is in its loop over the batches of an epoch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Turn {
+    /// It has taken no batch yet.
+    #[default]
+    Before,
+    /// At the batch of this step of the epoch, from 0.
+    At(usize),
+    /// The loop has ended, or was left.
+    After,
+}
+
 /// What the batches of an epoch are read from.
 struct Source<D: Dataset + ?Sized> {
     loader: Loader<D>,
@@ -69,6 +81,8 @@ pub struct Batches<'j, D: Dataset + ?Sized> {
     first: usize,
     index: usize,
     steps: usize,
+    /// The trainer's.
+    turn: Rc<Cell<Turn>>,
 }
 
 impl<'j, D: Dataset + ?Sized> Batches<'j, D> {
@@ -79,6 +93,7 @@ impl<'j, D: Dataset + ?Sized> Batches<'j, D> {
         plan: EpochPlan,
         [epoch, first, steps]: [usize; 3],
         waited: Rc<Cell<Duration>>,
+        turn: Rc<Cell<Turn>>,
     ) -> Self {
         loader.start(plan.clone());
         let source = Source {
@@ -95,7 +110,14 @@ impl<'j, D: Dataset + ?Sized> Batches<'j, D> {
             first,
             index: first,
             steps,
+            turn,
         }
+    }
+}
+
+impl<D: Dataset + ?Sized> Drop for Batches<'_, D> {
+    fn drop(&mut self) {
+        self.turn.set(Turn::After);
     }
 }
 
@@ -104,8 +126,10 @@ impl<'j, D: Dataset + ?Sized> Iterator for Batches<'j, D> {
 
     fn next(&mut self) -> Option<StepBatch<'j, D>> {
         if self.index == self.steps {
+            self.turn.set(Turn::After);
             return None;
         }
+        self.turn.set(Turn::At(self.index));
         let (in_plan, parts) = (self.index - self.first, self.plan.parts());
         let (sizes, global) = self.split.sizes(&self.plan, in_plan);
         let context = StepContext {

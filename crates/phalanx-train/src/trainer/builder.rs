@@ -1,14 +1,17 @@
 //! Builds a training: model, wrapper, optimizer, reports; new or from a checkpoint.
 
 use std::cell::Cell;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 
 use phalanx_data::Dataset;
 use phalanx_data::checkpoint;
 use phalanx_data::digest::MetricsDigest;
+use phalanx_data::files::as_typed;
 use phalanx_data::progress::Progress;
 use phalanx_data::sampler::SamplerConfig;
+use phalanx_data::state::Place;
 use phalanx_ddp::DistributedDataParallel;
 use phalanx_nn::optim::Optimizer;
 use phalanx_nn::optim::schedule::Schedule;
@@ -20,15 +23,17 @@ use phalanx_track::Tracker;
 use super::announce::{About, announce, announce_resumed};
 use super::evaluate::Evaluation;
 use super::{Reports, Results, Trainer};
+use crate::best::Best;
 use crate::deliveries::Deliveries;
 use crate::error::{Error, Result};
 use crate::format::thousands;
-use crate::log::RunInfo;
+use crate::job::Trainings;
+use crate::log::{IMAGES_DIR, RunInfo, TABLES_DIR};
 use crate::output::{Files, Output};
 use crate::param_group::{self, ParamGroup};
 use crate::profile::Profiler;
 use crate::reporter::{EpochLines, Reporter};
-use crate::run_dir::default_output_dir;
+use crate::run_dir::{Found, RunDir, default_output_dir};
 use crate::sample_log::SampleLog;
 use crate::saving::{self, Resumed, Saving};
 use crate::settings::Settings;
@@ -41,6 +46,19 @@ use phalanx_process::RankContext;
 type Init<'j> = Box<dyn FnOnce(&mut Params) -> Result<()> + 'j>;
 type MakeOptimizer<'j> = Box<dyn FnOnce(&Params, f64) -> Box<dyn Optimizer> + 'j>;
 type MakeSchedule<'j> = Box<dyn FnOnce(f64, u64) -> Result<Option<Schedule>> + 'j>;
+
+/// Whether a training's folder may be called so in the run's, where a trainer without a name has files and folders.
+fn is_folder_name(name: &str) -> bool {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_".contains(c);
+    let own = [
+        saving::FOLDER,
+        crate::FLIGHT_DIR,
+        IMAGES_DIR,
+        TABLES_DIR,
+        "wandb",
+    ];
+    !name.is_empty() && name.chars().all(plain) && !own.contains(&name)
+}
 
 /// What a [`Trainer`] is made of; [`start`](Self::start) makes it.
 #[must_use = "nothing is trained before start"]
@@ -69,7 +87,9 @@ pub struct TrainerBuilder<'j, M> {
     files: Files,
     reporter: Box<dyn Reporter>,
     trackers: Vec<Box<dyn Tracker + Send>>,
-    unfinished: Rc<Cell<bool>>,
+    folder: Option<String>,
+    only_evaluates: bool,
+    trainings: Rc<Trainings>,
 }
 
 impl<'j, M> TrainerBuilder<'j, M> {
@@ -111,7 +131,9 @@ impl<'j, M> TrainerBuilder<'j, M> {
             },
             reporter: Box::new(EpochLines),
             trackers: Vec::new(),
-            unfinished: Rc::default(),
+            folder: None,
+            only_evaluates: false,
+            trainings: Rc::default(),
         }
     }
 
@@ -240,10 +262,61 @@ impl<'j, M> TrainerBuilder<'j, M> {
         self
     }
 
-    /// Says in `unfinished` whether the training has begun and has not ended.
-    pub(crate) fn watched(mut self, unfinished: Rc<Cell<bool>>) -> Self {
-        self.unfinished = unfinished;
+    /// Writes into the folder `name` in the run's folder. Each trainer of a program with several, as a teacher's and a
+    /// student's, needs a folder of its own; one of them may do without a name.
+    pub fn folder(mut self, name: &str) -> Self {
+        self.folder = Some(name.to_owned());
         self
+    }
+
+    /// The program only evaluates, the weights that `--init` names: the trainer has no epochs and leaves no files.
+    pub fn evaluate_only(mut self) -> Self {
+        self.only_evaluates = true;
+        self
+    }
+
+    /// One of the trainings of a program.
+    pub(crate) fn of_program(mut self, trainings: Rc<Trainings>) -> Self {
+        self.trainings = trainings;
+        self
+    }
+
+    /// The training's folder: the run's, `run`, or [one in it](Self::folder).
+    fn claim_folder(&self, run: &Path) -> Result<PathBuf> {
+        let (saving, name) = (&self.settings.saving, self.folder.as_deref());
+        let dir = name.map_or_else(|| run.to_owned(), |name| run.join(name));
+        let given = name.unwrap_or_default();
+        if !self.trainings.folders.borrow_mut().insert(given.to_owned()) {
+            let what = format!(
+                "an earlier trainer of this program has written into {}",
+                dir.display()
+            );
+            return Err(Error::usage(what).note(
+                "fix",
+                r#"give this one a folder of its own: job.trainer(...)?.folder("NAME")"#,
+            ));
+        }
+        let Some(name) = name else {
+            return Ok(dir);
+        };
+        if !is_folder_name(name) {
+            let what = format!(
+                "folder({name:?}): use letters, digits, - and _, and no name of the trainer's"
+            );
+            return Err(Error::usage(what));
+        }
+        if let Some(path) = saving.resumed_path() {
+            let what = format!(
+                "--resume {} is of one training, and this program has several",
+                path.display()
+            );
+            let flags = format!("--resume auto --output-dir {}", as_typed(run));
+            return Err(Error::usage(what).note("fix", flags));
+        }
+        if self.ctx.is_main() && !matches!(saving.found, Found::Attempt) {
+            RunDir::given(dir.clone()).check(saving, run)?;
+        }
+        Ok(dir)
     }
 
     /// Builds the training, new or from the checkpoint that `--resume` names, and announces it
@@ -255,18 +328,26 @@ impl<'j, M> TrainerBuilder<'j, M> {
     ///
     /// Usage, naming the flag, folder or file; settings, data or models that differ between
     /// ranks; peers that are lost.
-    pub fn start(self) -> Result<Trainer<'j, M>> {
+    pub fn start(mut self) -> Result<Trainer<'j, M>> {
         let (ctx, settings) = (self.ctx, self.settings);
         let world = ctx.world();
         settings.validate(world)?;
-        let mut trackers = self.trackers;
+        let mut trackers = std::mem::take(&mut self.trackers);
         if ctx.is_main() {
             trackers.extend(settings.track.trackers(&real_env())?);
         }
         let starting = ctx.phase("starting");
         let dir = settings.output_dir.clone();
         let dir = dir.unwrap_or_else(|| default_output_dir(&self.program));
-        let dir = ctx.folder_of_rank_0(dir)?;
+        let run = ctx.folder_of_rank_0(dir)?;
+        let dir = match self.only_evaluates {
+            true => run.clone(),
+            false => self.claim_folder(&run)?,
+        };
+        if self.only_evaluates && settings.saving.enabled() {
+            let what = "--save-every, --stop-after and --resume are for training, and this program only evaluates";
+            return Err(Error::usage(what).note("fix", "--init FILE names the weights"));
+        }
         let resumed = Resumed::find(ctx, &settings.saving, &dir)?;
         let resumable = settings.resumable(&self.program, &self.content, world);
         let shaping = saving::settings(&[settings.shaping(), self.shaping.clone()].concat());
@@ -276,7 +357,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
         let mut params = scope.build()?;
         if let Some(resumed) = &resumed {
             resumed.check(&resumable)?;
-            resumed.params(&mut params)?;
+            resumed.params(&mut params, &shaping)?;
         } else {
             if let Some(init) = self.init {
                 init(&mut params)?;
@@ -360,7 +441,10 @@ impl<'j, M> TrainerBuilder<'j, M> {
             resumed.groups(ctx, &params, &mut groups, &shaping)?; // DDP
         }
         let metadata = self.files.metadata();
-        let output = Output::open(ctx, dir, self.files, &settings.saving)?;
+        let mut output = match self.only_evaluates {
+            true => Output::nowhere(dir),
+            false => Output::open(ctx, dir, self.files, &settings.saving)?,
+        };
         let saving = Saving::open(
             ctx,
             &settings.saving,
@@ -369,9 +453,24 @@ impl<'j, M> TrainerBuilder<'j, M> {
             resumed.as_ref(),
         )?
         .with_metadata(metadata);
-        output.begin(&settings.saving)?;
+        // A launcher looks for them, and for what a later attempt continues, in the run's folder.
+        ctx.group.set_flight_dir(&run.join(crate::FLIGHT_DIR));
+        output.begin(&run, &settings.saving)?;
         let weights = checkpoint::weights_sha256(&params);
         let initial = (ctx.is_main() && resumed.is_none()).then(|| weights.clone());
+        let place = resumed.as_ref().map(Resumed::place).unwrap_or_default();
+        let is_over = place.epoch as usize >= settings.epochs();
+        // A program may have ended before its last epoch.
+        let unchanged = |resumed: &Resumed| {
+            let changed = resumed.changed(&shaping);
+            changed.iter().all(|line| line.starts_with("--epochs "))
+        };
+        if let Some(resumed) = &resumed
+            && (is_over || unchanged(resumed))
+        {
+            output.find_complete(ctx, &weights, ("epochs", settings.epochs()))?;
+        }
+        let is_complete = output.complete().is_some();
         let about = About {
             program: &self.program,
             title: &self.title,
@@ -379,22 +478,25 @@ impl<'j, M> TrainerBuilder<'j, M> {
             initial: initial.as_deref(),
             steps,
             optimizer: &title,
+            only_evaluates: self.only_evaluates,
         };
         announce(ctx, settings, &about, &params, &groups, &output);
         if settings.watch > 0 && exchange.is_scattered() {
             ctx.note("watch    parameters only: each rank has a part of the gradients; --exchange all-reduce watches both");
         }
         let mut reporter = self.reporter;
-        reporter.trains(ctx, settings.epochs())?;
-
-        let place = resumed.as_ref().map(Resumed::place).unwrap_or_default();
-        if (place.epoch as usize) < settings.epochs() {
-            output.reopen()?;
+        if !is_complete && !self.only_evaluates {
+            reporter.trains(ctx, settings.epochs())?;
         }
+        output.reopen()?;
         let history = resumed.as_ref().map(Resumed::history).transpose()?;
         let history = history.unwrap_or_default();
+        let best = history.best();
+        let at_end = (place.step_in_epoch == 0).then_some(place.epoch as usize);
+        let begun = output.begin_best(ctx, best.as_ref(), at_end, &params);
+        saving.handle_weights_error("the best", begun)?;
         if let Some(resumed) = &resumed {
-            announce_resumed(ctx, resumed, steps, settings.epochs());
+            announce_resumed(ctx, resumed, steps, settings.epochs(), is_complete);
             resumed.announce_changes(ctx, &shaping);
             settings.init.announce_unused(ctx);
         }
@@ -420,28 +522,29 @@ impl<'j, M> TrainerBuilder<'j, M> {
         let before = history.metrics();
         before.into_iter().for_each(|value| metrics.add(value));
         let log = output.log(ctx, resumed.as_ref().map(Resumed::place), &info)?;
-        if !ctx.is_main() {
+        if !ctx.is_main() || self.only_evaluates {
             trackers.clear();
         }
+        let from = resumed.as_ref().map(Resumed::place);
+        let from = from.or(settings.saving.begins_again(ctx)?.then(Place::default));
         let reports = Reports {
             log,
             deliveries: Deliveries::start(output.dir(), trackers),
-            samples: SampleLog::open(
-                ctx,
-                settings.log_samples.as_deref(),
-                resumed.as_ref().map(Resumed::place),
-            )?,
+            samples: SampleLog::open(ctx, settings.log_samples.as_deref(), from)?,
             progress: Progress::for_rank(ctx.rank()).with_unit(self.unit),
             trace: Trace::new(settings.trace.as_deref(), ctx),
             profiler: Profiler::new(settings.profile.as_deref(), ctx),
             reporter,
             output,
         };
+        let recorded = || reports.output.complete().map(Evaluation::of_summary);
+        let last = history.last().or_else(recorded);
         let results = Results {
             initial,
             weights,
             accuracies: history.accuracies(),
-            last: Evaluation::nothing(),
+            last: last.unwrap_or_else(Evaluation::nothing),
+            best: Best::new(settings.best.clone(), best),
             metrics,
             timing: Timing::default(),
         };
@@ -467,12 +570,14 @@ impl<'j, M> TrainerBuilder<'j, M> {
             place,
             history,
             running: None,
+            turn: Rc::default(),
             ended: None,
             waited: Rc::new(Cell::default()),
             results,
             reports,
             summary: serde_json::Map::new(),
-            unfinished: self.unfinished,
+            only_evaluates: self.only_evaluates,
+            trainings: self.trainings,
         })
     }
 }

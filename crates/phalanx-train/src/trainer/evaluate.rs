@@ -12,6 +12,7 @@ use phalanx_data::metrics::Confusion;
 use phalanx_data::sampler::{EpochPlan, Sampler, SamplerConfig};
 use phalanx_ddp::ShardTree;
 use phalanx_nn::Tensor;
+use serde_json::Value;
 
 use super::Trainer;
 use super::batches::{MicroBatch, Randomness};
@@ -44,6 +45,17 @@ impl Evaluation {
             confusion,
             values: BTreeMap::new(),
         }
+    }
+
+    /// That of a run's summary, without further measures.
+    pub(crate) fn of_summary(summary: &Value) -> Evaluation {
+        let rows: Vec<Vec<i64>> =
+            serde_json::from_value(summary["confusion"].clone()).unwrap_or_default();
+        let mut confusion = Confusion::new(rows.len());
+        for (count, there) in confusion.counts_mut().iter_mut().zip(rows.concat()) {
+            *count = there;
+        }
+        Evaluation::new(summary["test_loss"].as_f64().unwrap_or(f64::NAN), confusion)
     }
 
     /// Rows of the true class, columns of the answer.
@@ -138,9 +150,10 @@ impl Measure {
 
 impl<M> Trainer<'_, M> {
     /// Evaluates `data` over all ranks, each sample once, and records the result as this
-    /// epoch's: in the metrics, the progress output and the summary. `measure` gives the sums
-    /// over one batch, in evaluation mode (no dropout, running statistics). With
-    /// `--deterministic shards` the result does not depend on the number of ranks.
+    /// epoch's: in the metrics, the progress output and the summary. In the loop over an epoch's batches it is
+    /// recorded in the metrics, at the step of the batch. `measure` gives the sums
+    /// over one batch, in evaluation mode (no dropout, running statistics: the mean of all ranks', as a
+    /// checkpoint has them). With `--deterministic shards` the result does not depend on the number of ranks.
     ///
     /// *Blocks* until all ranks call it.
     ///
@@ -153,16 +166,11 @@ impl<M> Trainer<'_, M> {
         data: &Arc<D>,
         measure: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Measure>,
     ) -> Result<Evaluation> {
-        let began = Instant::now();
         let evaluation = {
             let _phase = self.ctx.phase("evaluating");
-            let checked = self.check_weights();
-            self.noted(checked)?;
             let measured = self.measure(data, measure);
             self.noted(measured)?
         };
-        self.results.timing.tested += began.elapsed();
-        self.count_time(0);
         self.record(evaluation.clone())?;
         Ok(evaluation)
     }
@@ -173,6 +181,40 @@ impl<M> Trainer<'_, M> {
     ///
     /// As [`evaluate`](Self::evaluate).
     pub fn measure<D: Dataset + ?Sized>(
+        &mut self,
+        data: &Arc<D>,
+        measure: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Measure>,
+    ) -> Result<Evaluation> {
+        let began = Instant::now();
+        self.check_weights()?;
+        // Between two steps of an epoch each rank has statistics of its own, with which it trains on.
+        let joined = match self.running {
+            Some(_) => self.mean_buffers()?,
+            None => None,
+        };
+        let own = joined.map(|joined| self.replace_buffers(&joined));
+        let measured = self.measure_all(data, measure);
+        if let Some(own) = own {
+            self.replace_buffers(&own);
+        }
+        let took = began.elapsed();
+        self.results.timing.tested += took;
+        if let Some(running) = &mut self.running {
+            // It is no time of training.
+            running.began += took;
+        }
+        self.count_time(0);
+        measured
+    }
+
+    /// Sets the model's buffers, and gives what they were.
+    fn replace_buffers(&mut self, buffers: &[f32]) -> Vec<f32> {
+        let old = self.params.buffers_flat().to_vec();
+        self.params.buffers_flat_mut().copy_from_slice(buffers);
+        old
+    }
+
+    fn measure_all<D: Dataset + ?Sized>(
         &mut self,
         data: &Arc<D>,
         mut measure: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Measure>,
@@ -235,7 +277,8 @@ impl<M> Trainer<'_, M> {
         Ok(evaluation)
     }
 
-    /// Measures all of `data` on this rank alone, batch by batch. No other rank takes part.
+    /// Measures all of `data` on this rank alone, batch by batch. No other rank takes part, so in the loop over an
+    /// epoch's batches the running statistics are this rank's own.
     ///
     /// # Errors
     ///

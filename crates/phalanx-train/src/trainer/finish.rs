@@ -14,7 +14,7 @@ use crate::split::Determinism;
 
 impl<M> Trainer<'_, M> {
     /// Ends the training: saves the weights, writes `summary.json` and prints the last lines.
-    /// Gives the last epoch's evaluation.
+    /// Gives the last epoch's evaluation. Of a complete run that was resumed, nothing is written.
     ///
     /// *Blocks* until all files of all ranks are complete.
     ///
@@ -33,6 +33,12 @@ impl<M> Trainer<'_, M> {
     ///
     /// As [`finish`](Self::finish), and those of `save`.
     pub fn finish_with(mut self, save: impl FnOnce(&Self) -> Result<()>) -> Result<Evaluation> {
+        if self.only_evaluates {
+            return Ok(self.results.last);
+        }
+        if self.is_complete() {
+            return self.stay_complete();
+        }
         self.end_epoch()?;
         let ctx = self.ctx;
         let phase = ctx.phase("saving");
@@ -51,7 +57,21 @@ impl<M> Trainer<'_, M> {
         self.reports.reporter.ends(ctx)?;
         self.sum_up();
         self.reports.deliveries.finish();
-        self.unfinished.set(false);
+        self.trainings.unfinished.set(false);
+        Ok(self.results.last)
+    }
+
+    fn stay_complete(mut self) -> Result<Evaluation> {
+        let (ctx, dir) = (self.ctx, self.reports.output.dir());
+        ctx.note(&format!(
+            "complete {}weights {:.12}…; nothing was changed in {}",
+            self.result(),
+            self.results.weights,
+            dir.display()
+        ));
+        self.reports.reporter.ends(ctx)?;
+        self.reports.log.finish();
+        self.reports.deliveries.finish();
         Ok(self.results.last)
     }
 
@@ -131,17 +151,23 @@ impl<M> Trainer<'_, M> {
         summary
     }
 
+    /// What the last evaluation gave, in words.
+    fn result(&self) -> String {
+        let last = &self.results.last;
+        match (last.confusion.classes(), last.loss) {
+            (0, loss) if loss.is_nan() => String::new(),
+            (0, loss) => format!("test loss {loss:.4}, "),
+            _ => format!("accuracy {:.2} %, ", last.accuracy * 100.0),
+        }
+    }
+
     /// The last lines, for the person at the terminal.
     fn sum_up(&self) {
         let (ctx, results) = (self.ctx, &self.results);
         ctx.note(&format!(
             "done in {:.1} s: {}{} {}/s, communication exposed {:.1} % of the step",
             ctx.started.elapsed().as_secs_f64(),
-            match (results.last.confusion.classes(), results.last.loss) {
-                (0, loss) if loss.is_nan() => String::new(),
-                (0, loss) => format!("test loss {loss:.4}, "),
-                _ => format!("accuracy {:.2} %, ", results.last.accuracy * 100.0),
-            },
+            self.result(),
             thousands(results.timing.images_per_s() as usize),
             self.unit,
             results.timing.exposed_percent(),

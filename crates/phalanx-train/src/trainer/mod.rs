@@ -30,16 +30,19 @@ use phalanx_data::state::{Place, manifest_name};
 use phalanx_ddp::verify_equal;
 use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::{Params, Step, Tape};
-use serde_json::json;
+use serde_json::{Value, json};
 
+use self::batches::Turn;
 pub use self::batches::{Batches, MicroBatch, StepBatch};
 pub use self::builder::TrainerBuilder;
 pub use self::evaluate::{Evaluation, Measure};
 use self::losses::EpochLoss;
+use crate::best::Best;
 use crate::deliveries::Deliveries;
 use crate::error::{Error, Result};
+use crate::job::Trainings;
 use crate::log::RunLog;
-use crate::output::Output;
+use crate::output::{Output, next_step};
 use crate::param_group::ParamGroup;
 use crate::profile::Profiler;
 use crate::reporter::Reporter;
@@ -114,6 +117,8 @@ pub struct Trainer<'j, M> {
     history: History,
     /// The epoch that is being trained.
     running: Option<Running>,
+    /// Where the program is in the batches that it got last.
+    turn: Rc<Cell<Turn>>,
     /// An epoch that has ended and is not saved yet.
     ended: Option<Ended>,
     waited: Rc<Cell<Duration>>,
@@ -121,8 +126,8 @@ pub struct Trainer<'j, M> {
     reports: Reports,
     /// Further entries of the summary.
     summary: serde_json::Map<String, serde_json::Value>,
-    /// Told that steps were taken and `finish` was not called.
-    unfinished: Rc<Cell<bool>>,
+    only_evaluates: bool,
+    trainings: Rc<Trainings>,
 }
 
 /// An epoch between its first step and its last.
@@ -152,6 +157,7 @@ struct Results {
     accuracies: Vec<f64>,
     /// Of the last epoch.
     last: Evaluation,
+    best: Best,
     metrics: MetricsDigest,
     timing: Timing,
 }
@@ -171,9 +177,19 @@ struct Reports {
 
 impl<'j, M> Trainer<'j, M> {
     /// The epochs that are left, from 1: all `--epochs`, or after `--resume` those from the one
-    /// in which the checkpoint was saved.
+    /// in which the checkpoint was saved; of a complete run none.
     pub fn epochs(&self) -> RangeInclusive<usize> {
-        self.place.epoch as usize + 1..=self.settings.epochs()
+        let before = self.place.epoch as usize;
+        match self.is_complete() || self.only_evaluates {
+            true => before + 1..=before,
+            false => before + 1..=self.settings.epochs(),
+        }
+    }
+
+    /// Whether the run had ended before it was resumed. No epoch is left then, its files stay as they are, and
+    /// [`finish`](Self::finish) gives the result that it ended with.
+    pub fn is_complete(&self) -> bool {
+        self.reports.output.complete().is_some()
     }
 
     /// This rank's batches of the next epoch of `data`, the training set that the trainer was
@@ -185,6 +201,13 @@ impl<'j, M> Trainer<'j, M> {
     /// `Usage`, when `data` has another number of samples. Those of saving. After a stop (SIGTERM,
     /// `--stop-after`) the error that ends the program orderly.
     pub fn batches<D: Dataset + ?Sized>(&mut self, data: &Arc<D>) -> Result<Batches<'j, D>> {
+        if self.only_evaluates {
+            return Err(Error::usage("the trainer was made with evaluate_only"));
+        }
+        if self.is_complete() {
+            let what = "the run is complete, and no epoch is left; loop over Trainer::epochs()";
+            return Err(Error::usage(what));
+        }
         self.end_epoch()?;
         if data.len() != self.samples {
             return Err(Error::usage(format!(
@@ -214,7 +237,11 @@ impl<'j, M> Trainer<'j, M> {
         });
         let place = [epoch, first, self.steps];
         let (split, waited) = (self.split.clone(), Rc::clone(&self.waited));
-        Ok(Batches::new(self.ctx, loader, split, plan, place, waited))
+        self.turn = Rc::default();
+        let turn = Rc::clone(&self.turn);
+        Ok(Batches::new(
+            self.ctx, loader, split, plan, place, waited, turn,
+        ))
     }
 
     /// Makes the model's buffers (running statistics) those of all ranks, and checks that all
@@ -225,6 +252,9 @@ impl<'j, M> Trainer<'j, M> {
     ///
     /// Ranks whose weights differ, by name; peers that are lost.
     pub fn check_weights(&mut self) -> Result<()> {
+        if self.turn.get() == Turn::After {
+            self.leave_epoch()?;
+        }
         let Some(ended) = self.ended.as_mut().filter(|ended| !ended.is_checked) else {
             return Ok(());
         };
@@ -237,7 +267,7 @@ impl<'j, M> Trainer<'j, M> {
     }
 
     /// Takes `evaluation` as the result of the epoch that has just ended. An epoch has one:
-    /// further ones are not recorded.
+    /// further ones are not recorded. In the loop over an epoch's batches it is recorded as of its step.
     ///
     /// # Errors
     ///
@@ -246,31 +276,65 @@ impl<'j, M> Trainer<'j, M> {
         let ctx = self.ctx;
         let results = &mut self.results;
         let Some(ended) = &mut self.ended else {
-            // No epoch of this run: it was resumed after its last one, or only evaluates.
-            results.last = evaluation;
+            // Elsewhere it is of no epoch of this run: it was resumed after its last one, or only evaluates.
+            if let (Some(_), Turn::At(_)) = (&self.running, self.turn.get()) {
+                let (step, epoch) = self.now();
+                let elapsed = ctx.started.elapsed().as_secs_f64();
+                let record = json!({ "step": step, "epoch": epoch, "elapsed_s": elapsed });
+                self.reports.log.event(&with_results(record, &evaluation))?;
+            }
+            self.results.last = evaluation;
             return Ok(());
         };
         if std::mem::replace(&mut ended.is_recorded, true) {
             return Ok(());
         }
         let (epoch, train_loss) = (ended.epoch, ended.train_loss);
+        results.best.compare(epoch, &evaluation)?;
         results.metrics.add(evaluation.loss);
         if evaluation.confusion.classes() > 0 {
             results.metrics.add(evaluation.accuracy);
             results.accuracies.push(evaluation.accuracy);
         }
         self.reports.reporter.evaluated(ctx, epoch, &evaluation)?;
-        let mut event = json!({
-            "step": epoch * self.steps, "epoch": epoch, "train_loss": train_loss, "test_loss": evaluation.loss,
-            "accuracy": evaluation.accuracy, "weights_sha256": results.weights,
+        let record = json!({
+            "step": epoch * self.steps, "epoch": epoch, "train_loss": train_loss, "weights_sha256": results.weights,
             "train_s": results.timing.trained.as_secs_f64(), "elapsed_s": ctx.started.elapsed().as_secs_f64(),
         });
-        for (name, value) in &evaluation.values {
-            event[format!("test_{name}")] = json!(value);
-        }
-        self.reports.log.event(&event)?;
+        self.reports.log.event(&with_results(record, &evaluation))?;
         results.last = evaluation;
         Ok(())
+    }
+
+    /// Ends the running epoch, if its loop was left before its last step.
+    fn leave_epoch(&mut self) -> Result<()> {
+        let Some(running) = self.running.take() else {
+            return Ok(());
+        };
+        self.reports.progress.end();
+        self.place = Place {
+            epoch: running.epoch as u64,
+            samples: 0,
+            step_in_epoch: 0,
+            step: self.place.step,
+        };
+        self.close_epoch(running)
+    }
+
+    /// The step and the epoch that what is logged now belongs to: in the loop over an epoch's batches those of the
+    /// batch, as its loss, and after it those of the epoch's evaluation.
+    fn now(&self) -> (u64, usize) {
+        let (running, ended) = (self.running.as_ref(), self.ended.as_ref());
+        let epoch = running.map(|running| running.epoch);
+        let epoch = epoch.or(ended.map(|ended| ended.epoch));
+        let (next, next_epoch) = next_step(self.place, self.steps);
+        let is_over = self.place.epoch as usize >= self.settings.epochs();
+        match (self.turn.get(), epoch) {
+            (Turn::At(index), Some(epoch)) => (((epoch - 1) * self.steps + index) as u64, epoch),
+            (Turn::After, Some(epoch)) => ((epoch * self.steps) as u64, epoch),
+            _ if is_over => (next, self.place.epoch as usize),
+            _ => (next, next_epoch as usize),
+        }
     }
 
     /// Leaves the ended epoch's files and checkpoint.
@@ -279,17 +343,7 @@ impl<'j, M> Trainer<'j, M> {
     ///
     /// Those of saving; after a stop the error that ends the program orderly.
     fn end_epoch(&mut self) -> Result<()> {
-        if let Some(running) = self.running.take() {
-            // The loop was left before the epoch's last step.
-            self.reports.progress.end();
-            self.place = Place {
-                epoch: running.epoch as u64,
-                samples: 0,
-                step_in_epoch: 0,
-                step: self.place.step,
-            };
-            self.close_epoch(running)?;
-        }
+        self.leave_epoch()?;
         if self.ended.is_none() {
             return Ok(());
         }
@@ -308,14 +362,12 @@ impl<'j, M> Trainer<'j, M> {
             // What the training was for.
             true => saved?,
         }
+        if let Some(best) = self.results.best.take_new() {
+            let saved = output.save_best(best, &self.params);
+            self.saving.handle_weights_error("the best", saved)?;
+        }
         if !self.saving.enabled() {
             return Ok(());
-        }
-        if let Some((last, before)) = self.results.accuracies.split_last()
-            && before.iter().all(|a| last > a)
-        {
-            let saved = output.save_best(epoch, *last, &self.params);
-            self.saving.handle_weights_error("the best", saved)?;
         }
         let stop = self.stop && !is_last;
         let action = match stop {
@@ -346,6 +398,9 @@ impl<'j, M> Trainer<'j, M> {
         log.flush();
         let (accuracies, metrics) = (&self.results.accuracies, self.results.metrics.values());
         let history = History::new(accuracies, metrics, sums, samples);
+        let history = history
+            .with_last(&self.results.last)
+            .with_best(self.results.best.so_far());
         let source = CheckpointSource {
             params: &self.params,
             buffers,
@@ -411,16 +466,16 @@ impl<'j, M> Trainer<'j, M> {
         self.summary.insert(name.to_owned(), value.into());
     }
 
-    /// Logs numbers of the program's own, as of the last step: to `metrics.jsonl` and all trackers, from rank 0.
+    /// Logs numbers of the program's own to `metrics.jsonl` and all trackers, from rank 0: in the loop over an epoch's
+    /// batches at the step of the batch, as the trainer logs its loss, and after the loop at the step of the epoch's
+    /// evaluation.
     ///
     /// # Errors
     ///
     /// `Usage` for a name that the trainer uses itself (`loss`, `step`); those of writing.
     pub fn log(&mut self, values: &[(&str, f64)]) -> Result<()> {
-        let epoch = self.running.as_ref().map(|running| running.epoch);
-        let epoch = epoch.or(self.ended.as_ref().map(|ended| ended.epoch));
-        let epoch = epoch.unwrap_or(self.place.epoch as usize);
-        self.reports.log.values(self.place.step, epoch, values)
+        let now = self.now();
+        self.reports.log.values(now, values)
     }
 
     /// Logs an image, a PNG file's bytes, to the run's folder and all trackers, from rank 0. It never waits for the disk.
@@ -429,7 +484,7 @@ impl<'j, M> Trainer<'j, M> {
     ///
     /// `Usage` when `png` is no PNG file.
     pub fn log_image(&self, name: &str, png: &[u8]) -> Result<()> {
-        self.reports.log.image(self.place.step, name, png)
+        self.reports.log.image(self.now(), name, png)
     }
 
     /// Logs `rows` as a table to the run's folder and all trackers, from rank 0. Rows are objects with the same names. It
@@ -440,15 +495,13 @@ impl<'j, M> Trainer<'j, M> {
     /// `Failed` when a row is not JSON.
     pub fn log_table(&self, name: &str, rows: &[impl serde::Serialize]) -> Result<()> {
         let text = crate::output::json_lines(name, rows)?;
-        self.reports
-            .log
-            .table(self.place.step, name, text, rows.len());
+        self.reports.log.table(self.now(), name, text, rows.len());
         Ok(())
     }
 
     /// Logs a text to the run's folder and all trackers, from rank 0. It never waits for the disk.
     pub fn log_text(&self, name: &str, text: &str) {
-        self.reports.log.text(self.place.step, name, text);
+        self.reports.log.text(self.now(), name, text);
     }
 
     /// Writes `rows` to the file `name` in the run's folder, a JSON object a line; on rank 0,
@@ -480,4 +533,14 @@ impl<'j, M> Trainer<'j, M> {
     pub fn save_pictures(&self, png: &[u8]) -> Result<()> {
         self.reports.output.save_pictures(png)
     }
+}
+
+/// `record` with what `evaluation` has measured.
+fn with_results(mut record: Value, evaluation: &Evaluation) -> Value {
+    record["test_loss"] = json!(evaluation.loss);
+    record["accuracy"] = json!(evaluation.accuracy);
+    for (name, value) in &evaluation.values {
+        record[format!("test_{name}")] = json!(value);
+    }
+    record
 }

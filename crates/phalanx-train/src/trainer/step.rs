@@ -120,7 +120,7 @@ impl<M> Trainer<'_, M> {
             let what = format!("the batch of {} is not of the running epoch", turn.name());
             return Err(Error::usage(what));
         }
-        self.unfinished.set(true);
+        self.trainings.unfinished.set(true);
         let position = (turn.epoch as u64, turn.index as u64 + 1);
         self.ctx.group.set_position(position.0, position.1);
         if let Some(schedule) = &self.schedule {
@@ -407,7 +407,7 @@ impl<M> Trainer<'_, M> {
     /// are other than the rank's: running statistics that are each rank's own until the
     /// epoch ends become their mean, in the checkpoint only. A resumed rank may stand for
     /// any of them.
-    fn mean_buffers(&self) -> Result<Option<Vec<f32>>> {
+    pub(super) fn mean_buffers(&self) -> Result<Option<Vec<f32>>> {
         let own = self.params.buffers_flat();
         if self.split.tree().is_some() || self.ctx.world() == 1 || own.is_empty() {
             return Ok(None);

@@ -1,7 +1,9 @@
 //! The trainer as programs use it, on ranks that are threads.
 
+mod again;
 mod branches;
 mod gan;
+mod normed;
 mod one_cycle;
 mod scalars;
 mod trainer;

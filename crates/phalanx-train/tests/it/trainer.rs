@@ -20,7 +20,7 @@ struct Cli {
     settings: Settings,
 }
 
-fn settings(dir: &Path, args: &[&str]) -> Settings {
+pub(crate) fn settings(dir: &Path, args: &[&str]) -> Settings {
     let dir = dir.join("run").display().to_string();
     let typed = ["test", "--lr", "0.1", "--epochs", "2", "--output-dir", &dir];
     Cli::parse_from(typed.iter().chain(args)).settings
@@ -43,10 +43,17 @@ pub(crate) fn ranks_in<R: Send>(
     args: &[&str],
     rank: impl Fn(&Job<'_>) -> Result<R> + Sync,
 ) -> Vec<Result<R>> {
-    let settings = settings(dir, args);
+    ranks_with(&settings(dir, args), world, rank)
+}
+
+pub(crate) fn ranks_with<R: Send>(
+    settings: &Settings,
+    world: usize,
+    rank: impl Fn(&Job<'_>) -> Result<R> + Sync,
+) -> Vec<Result<R>> {
     std::thread::scope(|scope| {
         let one = |group: ProcessGroup| {
-            let (settings, rank) = (&settings, &rank);
+            let rank = &rank;
             scope.spawn(move || {
                 let ctx = RankContext {
                     phase_limit: Duration::from_secs(60),
@@ -73,10 +80,10 @@ pub(crate) fn ranks_in<R: Send>(
     })
 }
 
-type Sample = ([f32; 2], f32);
+pub(crate) type Sample = ([f32; 2], f32);
 
 /// Points of a plane, not quite.
-fn data(count: usize) -> Arc<Vec<Sample>> {
+pub(crate) fn data(count: usize) -> Arc<Vec<Sample>> {
     let sample = |i: usize| {
         let x = [(i * 7 % 13) as f32 / 13.0 - 0.4, (i * 5 % 11) as f32 / 11.0];
         (x, 2.0 * x[0] - x[1] + 0.5 + (i % 3) as f32 * 0.1)
@@ -84,22 +91,25 @@ fn data(count: usize) -> Arc<Vec<Sample>> {
     Arc::new((0..count).map(sample).collect())
 }
 
-fn plane(scope: &mut Scope) -> Linear {
+pub(crate) fn plane(scope: &mut Scope) -> Linear {
     Linear::new(scope.enter("plane"), 2, 1)
 }
 
 /// The model's answers, as a list.
-fn answers<'s>(model: &Linear, batch: &MicroBatch<'s, Vec<Sample>>) -> Result<Tensor<'s>> {
+pub(crate) fn answers<'s>(
+    model: &Linear,
+    batch: &MicroBatch<'s, Vec<Sample>>,
+) -> Result<Tensor<'s>> {
     let x: Vec<f32> = batch.iter().flat_map(|(x, _)| *x).collect();
     let x = batch.input(&x, &[batch.samples(), 2])?;
     Ok(model.forward(x)?)
 }
 
-fn targets(batch: &MicroBatch<'_, Vec<Sample>>) -> Vec<f32> {
+pub(crate) fn targets(batch: &MicroBatch<'_, Vec<Sample>>) -> Vec<f32> {
     batch.iter().map(|(_, y)| *y).collect()
 }
 
-fn loss<'s>(model: &Linear, batch: &MicroBatch<'s, Vec<Sample>>) -> Result<Tensor<'s>> {
+pub(crate) fn loss<'s>(model: &Linear, batch: &MicroBatch<'s, Vec<Sample>>) -> Result<Tensor<'s>> {
     let targets = targets(batch);
     Ok(answers(model, batch)?.mse_loss(&targets, Reduction::Mean)?)
 }
@@ -312,13 +322,19 @@ fn mistakes_of_the_program_are_usage_errors() {
 fn a_program_may_only_evaluate() {
     let test = data(6);
     let evaluated = ranks(2, &[], |job| {
-        let mut trainer = job.trainer(&test, plane, Sgd::new)?.start()?;
+        let trainer = job.trainer(&test, plane, Sgd::new)?;
+        let mut trainer = trainer.evaluate_only().start()?;
         let evaluation = trainer.evaluate(&test, |model, batch| {
             let sum = answers(model, &batch)?.mse_loss(&targets(&batch), Reduction::Sum)?;
             Ok(Measure::of_loss(sum))
         })?;
+        assert!(trainer.epochs().is_empty());
+        let error = trainer.batches(&test).err().expect("it only evaluates");
+        assert_eq!(error.kind(), ErrorKind::Usage);
         drop(trainer);
         job.check_finished()?;
+        let left = job.settings().output_dir.as_ref().expect("a folder");
+        assert!(!left.exists(), "nothing is written");
         Ok(evaluation.loss)
     });
     let losses: Vec<f64> = evaluated
