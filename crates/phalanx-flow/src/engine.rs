@@ -1433,8 +1433,6 @@ impl Screen {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
 
     /// As `phalanx flow run` of a folder, up to its first task.

@@ -42,6 +42,7 @@ mod nodes;
 mod numa;
 mod oom;
 mod plan;
+mod proc_stat;
 mod pump;
 mod rank_args;
 mod ranks;

@@ -17,7 +17,7 @@ use phalanx_live::Page;
 use phalanx_process::env::RUN_POINTER_VARIABLE;
 use rustix::io::{Errno, FdFlags, fcntl_setfd};
 use rustix::process::{
-    Pid, Signal, WaitId, WaitIdOptions, getpgid, kill_process, kill_process_group, waitid,
+    Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid,
 };
 
 use super::Event;
@@ -25,6 +25,7 @@ use super::contract::{ERRORS_VARIABLE, LAUNCHER};
 use super::folder::{RunFolder, error_file_text};
 use super::guard::Guard;
 use super::machine::End;
+use super::proc_stat::stat;
 use super::pump::{self, Log, Open, Route, Sink, Tail, Unwritten};
 use super::reap::reap_group;
 use super::report;
@@ -391,11 +392,7 @@ impl Rank {
     fn state_is(&self, states: &[char]) -> bool {
         let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(pid) = *alive else { return false };
-        let path = format!("/proc/{}/stat", pid.as_raw_nonzero());
-        let stat = std::fs::read_to_string(path).unwrap_or_default();
-        // The state follows the name, which is in parentheses and may hold any.
-        stat.rsplit_once(") ")
-            .is_some_and(|(_, rest)| rest.starts_with(states))
+        stat(pid.as_raw_nonzero()).is_some_and(|stat| states.contains(&stat.state))
     }
 
     /// Waits until its output has been read, at most until `until`.
@@ -447,7 +444,11 @@ fn group_answers(group: Pid, signal: Signal) -> bool {
     processes
         .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
         .filter_map(Pid::from_raw)
-        .any(|pid| getpgid(Some(pid)) == Ok(group) && catches(pid, signal))
+        .any(|pid| {
+            let stat = stat(pid.as_raw_nonzero());
+            stat.is_some_and(|stat| stat.group == group.as_raw_nonzero().get().unsigned_abs())
+                && catches(pid, signal)
+        })
 }
 
 /// Whether the process lives and has a handler for `signal`.

@@ -15,6 +15,7 @@ use sha2::{Digest, Sha256};
 
 use super::cluster::Env;
 use crate::error::{Error, Result};
+use crate::proc_stat::stat;
 
 /// Variables that identify one rank of one job. The process that started the ranks has other
 /// values, or none.
@@ -136,15 +137,15 @@ struct Process {
 }
 
 fn look(pid: u32) -> Option<Process> {
-    let (parent, started) = stat(pid)?;
+    let stat = stat(pid)?;
     let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     let environ = match std::fs::read(format!("/proc/{pid}/environ")) {
         Err(error) if error.kind() == IoKind::PermissionDenied => None,
         environ => Some(environ.unwrap_or_default()),
     };
     Some(Process {
-        parent,
-        started,
+        parent: stat.parent,
+        started: stat.started,
         name: name.trim_end().to_owned(),
         environ,
     })
@@ -188,17 +189,6 @@ fn find_starter(env: &Env, rank: u32, look: impl Fn(u32) -> Option<Process>) -> 
         None => Starter::Gone,
         Some((pid, name)) => Starter::Hidden { pid, name },
     }
-}
-
-/// A process's parent and its start, in clock ticks since the host's.
-pub(crate) fn stat(pid: u32) -> Option<(u32, u64)> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name is in parentheses and may hold any.
-    let (_, rest) = text.rsplit_once(") ")?;
-    let mut fields = rest.split(' ');
-    let parent = fields.nth(1)?.parse().ok()?;
-    let started = fields.nth(17)?.parse().ok()?;
-    Some((parent, started))
 }
 
 #[cfg(test)]

@@ -5,11 +5,12 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread;
 use std::time::Instant;
 
-use rustix::process::{Pid, Signal, getpgid, getpid, getppid, getsid, kill_process};
+use rustix::process::{Signal, getpid, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::{Handle, Signals};
 
 use super::Event;
+use super::proc_stat::stat;
 use crate::error::{Error, ErrorKind, Result};
 use crate::say;
 use crate::stop;
@@ -81,25 +82,21 @@ pub(super) fn suspend_self() {
 /// group, and above both. Without one (`ssh -t host phalanx ...`, the first process of a container) the
 /// group is an orphan, which the kernel does not stop at a Ctrl-Z either (POSIX, "orphaned process group").
 pub(super) fn can_be_continued() -> bool {
-    let (group, session) = (getpgid(None), getsid(None));
-    let mut above = getppid();
+    let Some(own) = stat("self") else {
+        return false;
+    };
+    let mut above = own.parent;
     // Each is the child of the next: as many as there are processes, at most.
-    while let Some(pid) = above {
-        if getsid(Some(pid)) != session {
+    while let Some(process) = stat(above) {
+        if process.session != own.session {
             return false;
         }
-        if getpgid(Some(pid)) != group {
+        if process.group != own.group {
             return true;
         }
-        above = parent_of(pid);
+        above = process.parent;
     }
     false
-}
-
-fn parent_of(pid: Pid) -> Option<Pid> {
-    let status = std::fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero())).ok()?;
-    let parent = status.lines().find_map(|line| line.strip_prefix("PPid:"))?;
-    Pid::from_raw(parent.trim().parse().ok()?)
 }
 
 /// The error of a process that `signal` ended.

@@ -18,6 +18,7 @@ use super::child::{self, Ended};
 use super::{Waiting, by_hand};
 use crate::cluster::{self, Env};
 use crate::error::{Error, ErrorKind, Result};
+use crate::proc_stat::stat;
 
 /// Names of the library. Versions 1.10 to 5 have the first one.
 const NAMES: [&str; 2] = ["libmpi.so.40", "libmpi.so"];
@@ -98,9 +99,9 @@ fn library(env: &Env) -> PathBuf {
         folders.extend(["lib", "lib64"].map(|lib| Path::new(prefix).join(lib)));
     }
     let mut pid = std::process::id();
-    while let Some((parent, _)) = crate::same_host::stat(pid).filter(|(parent, _)| *parent > 1) {
-        folders.extend(beside(parent));
-        pid = parent;
+    while let Some(stat) = stat(pid).filter(|stat| stat.parent > 1) {
+        pid = stat.parent;
+        folders.extend(beside(pid));
     }
     folders
         .iter()

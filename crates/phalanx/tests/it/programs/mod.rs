@@ -79,9 +79,9 @@ fn help_tells(recipe: &str, flags: &[(&str, &str)]) {
     let (out, _) = succeed(&["train", recipe, "--help"], dir.path());
     for (flag, words) in flags {
         let at = out
-            .find(&format!("      {flag}"))
+            .find(&format!("\n      {flag}"))
             .unwrap_or_else(|| panic!("no {flag} in {out}"));
-        let rest = &out[at + flag.len()..];
+        let rest = &out[at + 1 + flag.len()..];
         let own = &rest[..rest.find("\n      --").unwrap_or(rest.len())];
         let own = own.split_whitespace().collect::<Vec<_>>().join(" ");
         assert!(own.contains(words), "{flag}: no {words} in {own}");

@@ -1,0 +1,53 @@
+//! What `/proc/PID/stat` says of a process.
+//!
+//! Not `getpgid` and `getsid` of rustix: the group of a kernel thread, and the group or session whose leader is in
+//! another PID namespace, is 0, and its `Pid` is a number that cannot be.
+
+/// A process.
+pub(crate) struct Stat {
+    /// `R`, `S`, `Z`, …
+    pub state: char,
+    pub parent: u32,
+    pub group: u32,
+    pub session: u32,
+    /// When it started, in clock ticks since the host did.
+    pub started: u64,
+}
+
+/// Reads that of `pid`, which is a number or `self`; `None` if there is no such process.
+pub(crate) fn stat(pid: impl std::fmt::Display) -> Option<Stat> {
+    parse(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+}
+
+fn parse(text: &str) -> Option<Stat> {
+    // The name is in parentheses and may have any characters.
+    let mut fields = text.rsplit_once(") ")?.1.split(' ');
+    let state = fields.next()?.chars().next()?;
+    let mut number = || fields.next()?.parse().ok();
+    let (parent, group, session) = (number()?, number()?, number()?);
+    let started = fields.nth(15)?.parse().ok()?;
+    Some(Stat {
+        state,
+        parent,
+        group,
+        session,
+        started,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_process_and_a_kernel_thread_are_read() {
+        let own = stat("self").unwrap();
+        assert_eq!(own.parent, std::os::unix::process::parent_id());
+        assert!(own.started > 0);
+        let text = "2 (k (x) y) S 0 0 0 0 -1 2129984 0 0 0 0 0 1 0 0 20 0 1 0 7 0 0";
+        let kernel = parse(text).unwrap();
+        assert_eq!((kernel.state, kernel.group, kernel.session), ('S', 0, 0));
+        assert_eq!(kernel.started, 7);
+        assert!(stat(u32::MAX).is_none());
+    }
+}
