@@ -34,6 +34,8 @@ use super::token;
 use crate::error::{Error, ErrorKind, Result};
 use crate::{say, stop};
 
+/// How long to wait for the sign that a node is lost, once ranks have lost others.
+const LOST_NODE_WAIT: Duration = Duration::from_secs(1);
 /// How long to wait for the cause of an exit that may be its consequence.
 const ECHO_WAIT: Duration = Duration::from_millis(400);
 /// How long to wait for processes after SIGKILL; one that is blocked in the kernel for
@@ -726,8 +728,17 @@ impl Job<'_> {
         if !verdict.echo || !codes.contains(&verdict.code) {
             return verdict;
         }
-        let Some(message) = self.nodes.as_ref().and_then(Nodes::lost) else {
+        let Some(nodes) = &self.nodes else {
             return verdict;
+        };
+        // Ranks may hear of it before the store does.
+        let until = Instant::now() + LOST_NODE_WAIT;
+        let message = loop {
+            match nodes.lost() {
+                Some(message) => break message,
+                None if Instant::now() >= until => return verdict,
+                None => std::thread::sleep(Duration::from_millis(20)),
+            }
         };
         let so = ("so".to_owned(), verdict.message);
         Verdict {

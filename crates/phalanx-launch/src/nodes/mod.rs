@@ -474,6 +474,8 @@ impl Nodes {
             .name("nodes".into())
             .spawn(move || {
                 let mut pulse = Pulse::new(infos.len());
+                // At once, so that its end is noticed from the start; a failure shows in the loop.
+                let _ = pulse.beat(&*store, me, Instant::now());
                 let mut last = Instant::now();
                 while !stop.load(Ordering::Relaxed) {
                     match store.get(ABORT_KEY, BEAT / 2) {
