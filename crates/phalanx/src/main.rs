@@ -21,8 +21,12 @@ use phalanx_launch::{self as launch, inspect};
 use phalanx_process::{error, format, say, stop};
 
 fn main() -> std::process::ExitCode {
+    // Workflows have helper processes of their own beside the launcher's.
     #[cfg(feature = "flow")]
-    if let Some(outcome) = phalanx_flow::run_helper() {
+    use phalanx_flow::run_helper;
+    #[cfg(not(feature = "flow"))]
+    use phalanx_launch::run_helper;
+    if let Some(outcome) = run_helper() {
         return launch::exit_code(outcome);
     }
     launch::log::start();
