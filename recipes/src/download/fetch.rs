@@ -244,7 +244,8 @@ fn from(
     meter: &mut Meter,
 ) -> std::result::Result<(), Failure> {
     if url.starts_with("https:") {
-        check_tls().map_err(|why| Failure::Final(why.to_owned()))?;
+        // The sources of a data set are all https, or none is.
+        check_tls().map_err(|why| Failure::Here(Error::usage(why)))?;
     }
     let (mut failures, mut pause) = (0, patience.pause);
     let mut goes_on = part.len()? > 0;

@@ -19,9 +19,11 @@ pub(crate) const VERSION: u64 = 2;
 const MAX_RUN_BYTES: u64 = 64 << 20;
 
 /// Settings that change no value of a step.
-const SHAPE_NOTHING: [&str; 9] = [
+const SHAPE_NOTHING: [&str; 11] = [
     "--bucket-cap-mb",
     "--exchange",
+    "--log-batches",
+    "--log-images",
     "--log-interval",
     "--resume",
     "--save-every",

@@ -24,6 +24,19 @@ impl Normed {
     }
 }
 
+/// The loss of a step.
+fn mean<'s>(model: &Normed, batch: MicroBatch<'s, Vec<Sample>>) -> Result<Tensor<'s>> {
+    let output = model.forward(&batch)?;
+    Ok(output.mse_loss(&targets(&batch), Reduction::Mean)?)
+}
+
+/// What an evaluation adds up.
+fn sum(model: &Normed, batch: MicroBatch<'_, Vec<Sample>>) -> Result<Measure> {
+    let output = model.forward(&batch)?;
+    let loss = output.mse_loss(&targets(&batch), Reduction::Sum)?;
+    Ok(Measure::of_loss(loss))
+}
+
 /// The losses of evaluations after each step, if it evaluates, and the bits of the weights and statistics at the end.
 fn train(job: &Job<'_>, evaluates: bool) -> Result<(Vec<u64>, Vec<u32>)> {
     let (train, test) = (data(48), data(13));
@@ -31,17 +44,8 @@ fn train(job: &Job<'_>, evaluates: bool) -> Result<(Vec<u64>, Vec<u32>)> {
     let mut losses = Vec::new();
     for _ in trainer.epochs() {
         for batch in trainer.batches(&train)? {
-            trainer.step(&batch, |model, batch| {
-                let loss = model.forward(&batch)?;
-                Ok(loss.mse_loss(&targets(&batch), Reduction::Mean)?)
-            })?;
+            trainer.step(&batch, mean)?;
             if evaluates {
-                let sum = |model: &Normed, batch: MicroBatch<'_, Vec<Sample>>| {
-                    let loss = model.forward(&batch)?;
-                    Ok(Measure::of_loss(
-                        loss.mse_loss(&targets(&batch), Reduction::Sum)?,
-                    ))
-                };
                 let measured = trainer.measure(&test, sum)?;
                 let evaluated = trainer.evaluate(&test, sum)?;
                 assert_eq!(measured.loss.to_bits(), evaluated.loss.to_bits());
@@ -106,16 +110,8 @@ fn an_evaluation_between_steps_is_that_of_the_checkpoint() {
         let mut losses = Vec::new();
         for _ in trainer.epochs() {
             for batch in trainer.batches(&train)? {
-                trainer.step(&batch, |model, batch| {
-                    let loss = model.forward(&batch)?;
-                    Ok(loss.mse_loss(&targets(&batch), Reduction::Mean)?)
-                })?;
-                let evaluated = trainer.evaluate(&test, |model, batch| {
-                    let loss = model.forward(&batch)?;
-                    Ok(Measure::of_loss(
-                        loss.mse_loss(&targets(&batch), Reduction::Sum)?,
-                    ))
-                })?;
+                trainer.step(&batch, mean)?;
+                let evaluated = trainer.evaluate(&test, sum)?;
                 losses.push(evaluated.loss);
             }
         }
