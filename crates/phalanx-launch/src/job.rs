@@ -731,7 +731,7 @@ impl Job<'_> {
         let Some(nodes) = &self.nodes else {
             return verdict;
         };
-        // Ranks may hear of it before the store does.
+        // A rank may notice the lost node before the store does.
         let until = Instant::now() + LOST_NODE_WAIT;
         let message = loop {
             match nodes.lost() {

@@ -14,7 +14,7 @@ use crate::common::{Over, number, on_mesh};
 const B: Sbp = Sbp::broadcast();
 const S0: Sbp = Sbp::split(0);
 
-/// A mesh, the layout of the parameters, and how a batch lies.
+/// A mesh, the layout of the parameters, and the layout of a batch.
 type Kind = (&'static [usize], Parallel, Vec<Sbp>);
 
 fn kinds() -> [Kind; 5] {

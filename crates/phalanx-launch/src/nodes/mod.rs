@@ -474,7 +474,7 @@ impl Nodes {
             .name("nodes".into())
             .spawn(move || {
                 let mut pulse = Pulse::new(infos.len());
-                // At once, so that its end is noticed from the start; a failure shows in the loop.
+                // Leaves the will before the first wait; the loop reports a failure.
                 let _ = pulse.beat(&*store, me, Instant::now());
                 let mut last = Instant::now();
                 while !stop.load(Ordering::Relaxed) {

@@ -56,7 +56,7 @@ impl Pulse {
         if me != 0 {
             let gone = gone_key(me);
             if store.try_get(&gone)?.is_some() {
-                // We are not: a connection broke, or we were not heard for a while.
+                // This node is alive: a connection broke, or its beats were late.
                 self.will = None;
                 store.delete(&gone)?;
             }

@@ -218,7 +218,7 @@ impl Mlflow {
         Ok(id)
     }
 
-    /// Says how the parent ended, whose training goes on in this run.
+    /// Records how the parent run ended; this run continues its training.
     fn end_parent(&mut self) -> Result<()> {
         if let (Some(parent), Some((status, ended))) =
             (&self.state.parent, &self.state.parent_status)

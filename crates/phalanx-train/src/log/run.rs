@@ -19,7 +19,7 @@ pub(crate) const VERSION: u64 = 2;
 const MAX_RUN_BYTES: u64 = 64 << 20;
 
 /// Settings that change no value of a step.
-const SHAPE_NOTHING: [&str; 11] = [
+const NOT_SHAPING: [&str; 11] = [
     "--bucket-cap-mb",
     "--exchange",
     "--log-batches",
@@ -92,11 +92,10 @@ impl Attempt {
         })
     }
 
-    /// Attempts that went on with other settings than the one before, and after how many steps: this one among them,
-    /// if it goes on after `resumed_at` steps with other `settings`. What was logged after these steps is of a branch
-    /// that the run has left.
+    /// The attempts that resumed with other settings than the attempt before, and the step at which each resumed. Includes
+    /// this attempt, if its `settings` differ. What was logged from that step on belongs to a branch that the run left.
     fn branches(&self, settings: &BTreeMap<String, String>, resumed_at: u64) -> Vec<Value> {
-        let shapes = |name: &str| !SHAPE_NOTHING.contains(&name);
+        let shapes = |name: &str| !NOT_SHAPING.contains(&name);
         let now = settings.iter().filter(|(name, _)| shapes(name));
         let now = now.map(|(name, value)| (&**name, Some(&**value)));
         let before = self.settings.as_object().into_iter().flatten();
@@ -120,7 +119,7 @@ pub(super) fn now() -> f64 {
     since.unwrap_or_default().as_secs_f64()
 }
 
-/// The document, without the model's graph, of an attempt that goes on after `resumed_at` steps.
+/// The document, without the model's graph, of an attempt that resumed at `resumed_at` steps.
 pub(crate) fn document(
     ctx: &RankContext,
     info: &RunInfo<'_>,

@@ -40,7 +40,7 @@ impl StepContext {
 
 /// Where the program is in its loop over the batches of an epoch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Turn {
+pub(super) enum BatchPosition {
     /// It has taken no batch yet.
     #[default]
     Before,
@@ -82,7 +82,7 @@ pub struct Batches<'j, D: Dataset + ?Sized> {
     index: usize,
     steps: usize,
     /// The trainer's.
-    turn: Rc<Cell<Turn>>,
+    position: Rc<Cell<BatchPosition>>,
 }
 
 impl<'j, D: Dataset + ?Sized> Batches<'j, D> {
@@ -93,7 +93,7 @@ impl<'j, D: Dataset + ?Sized> Batches<'j, D> {
         plan: EpochPlan,
         [epoch, first, steps]: [usize; 3],
         waited: Rc<Cell<Duration>>,
-        turn: Rc<Cell<Turn>>,
+        position: Rc<Cell<BatchPosition>>,
     ) -> Self {
         loader.start(plan.clone());
         let source = Source {
@@ -110,14 +110,14 @@ impl<'j, D: Dataset + ?Sized> Batches<'j, D> {
             first,
             index: first,
             steps,
-            turn,
+            position,
         }
     }
 }
 
 impl<D: Dataset + ?Sized> Drop for Batches<'_, D> {
     fn drop(&mut self) {
-        self.turn.set(Turn::After);
+        self.position.set(BatchPosition::After);
     }
 }
 
@@ -126,10 +126,10 @@ impl<'j, D: Dataset + ?Sized> Iterator for Batches<'j, D> {
 
     fn next(&mut self) -> Option<StepBatch<'j, D>> {
         if self.index == self.steps {
-            self.turn.set(Turn::After);
+            self.position.set(BatchPosition::After);
             return None;
         }
-        self.turn.set(Turn::At(self.index));
+        self.position.set(BatchPosition::At(self.index));
         let (in_plan, parts) = (self.index - self.first, self.plan.parts());
         let (sizes, global) = self.split.sizes(&self.plan, in_plan);
         let context = StepContext {

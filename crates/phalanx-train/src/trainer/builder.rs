@@ -570,7 +570,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
             place,
             history,
             running: None,
-            turn: Rc::default(),
+            position: Rc::default(),
             ended: None,
             waited: Rc::new(Cell::default()),
             results,

@@ -32,7 +32,7 @@ use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::{Params, Step, Tape};
 use serde_json::{Value, json};
 
-use self::batches::Turn;
+use self::batches::BatchPosition;
 pub use self::batches::{Batches, MicroBatch, StepBatch};
 pub use self::builder::TrainerBuilder;
 pub use self::evaluate::{Evaluation, Measure};
@@ -118,7 +118,7 @@ pub struct Trainer<'j, M> {
     /// The epoch that is being trained.
     running: Option<Running>,
     /// Where the program is in the batches that it got last.
-    turn: Rc<Cell<Turn>>,
+    position: Rc<Cell<BatchPosition>>,
     /// An epoch that has ended and is not saved yet.
     ended: Option<Ended>,
     waited: Rc<Cell<Duration>>,
@@ -237,10 +237,10 @@ impl<'j, M> Trainer<'j, M> {
         });
         let place = [epoch, first, self.steps];
         let (split, waited) = (self.split.clone(), Rc::clone(&self.waited));
-        self.turn = Rc::default();
-        let turn = Rc::clone(&self.turn);
+        self.position = Rc::default();
+        let position = Rc::clone(&self.position);
         Ok(Batches::new(
-            self.ctx, loader, split, plan, place, waited, turn,
+            self.ctx, loader, split, plan, place, waited, position,
         ))
     }
 
@@ -252,7 +252,7 @@ impl<'j, M> Trainer<'j, M> {
     ///
     /// Ranks whose weights differ, by name; peers that are lost.
     pub fn check_weights(&mut self) -> Result<()> {
-        if self.turn.get() == Turn::After {
+        if self.position.get() == BatchPosition::After {
             self.leave_epoch()?;
         }
         let Some(ended) = self.ended.as_mut().filter(|ended| !ended.is_checked) else {
@@ -277,7 +277,7 @@ impl<'j, M> Trainer<'j, M> {
         let results = &mut self.results;
         let Some(ended) = &mut self.ended else {
             // Elsewhere it is of no epoch of this run: it was resumed after its last one, or only evaluates.
-            if let (Some(_), Turn::At(_)) = (&self.running, self.turn.get()) {
+            if let (Some(_), BatchPosition::At(_)) = (&self.running, self.position.get()) {
                 let (step, epoch) = self.now();
                 let elapsed = ctx.started.elapsed().as_secs_f64();
                 let record = json!({ "step": step, "epoch": epoch, "elapsed_s": elapsed });
@@ -329,9 +329,11 @@ impl<'j, M> Trainer<'j, M> {
         let epoch = epoch.or(ended.map(|ended| ended.epoch));
         let (next, next_epoch) = next_step(self.place, self.steps);
         let is_over = self.place.epoch as usize >= self.settings.epochs();
-        match (self.turn.get(), epoch) {
-            (Turn::At(index), Some(epoch)) => (((epoch - 1) * self.steps + index) as u64, epoch),
-            (Turn::After, Some(epoch)) => ((epoch * self.steps) as u64, epoch),
+        match (self.position.get(), epoch) {
+            (BatchPosition::At(index), Some(epoch)) => {
+                (((epoch - 1) * self.steps + index) as u64, epoch)
+            }
+            (BatchPosition::After, Some(epoch)) => ((epoch * self.steps) as u64, epoch),
             _ if is_over => (next, self.place.epoch as usize),
             _ => (next, next_epoch as usize),
         }
