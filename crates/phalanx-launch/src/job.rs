@@ -34,7 +34,7 @@ use super::token;
 use crate::error::{Error, ErrorKind, Result};
 use crate::{say, stop};
 
-/// How long to wait for the sign that a node is lost, once ranks have lost others.
+/// How long to wait for the sign that a node is lost, from when ranks are stopped because they have lost others.
 const LOST_NODE_WAIT: Duration = Duration::from_secs(1);
 /// How long to wait for the cause of an exit that may be its consequence.
 const ECHO_WAIT: Duration = Duration::from_millis(400);
@@ -698,7 +698,7 @@ impl Job<'_> {
                         message: format!("{message}; {}", theirs.message),
                         ..theirs.clone()
                     },
-                    None => self.naming_a_lost_node(theirs.clone()),
+                    None => self.naming_a_lost_node(theirs.clone(), None),
                 };
                 if better.echo {
                     return;
@@ -714,7 +714,9 @@ impl Job<'_> {
                 };
                 self.plain_verdict(ErrorKind::Interrupted.exit_code(), &message)
             }
-            (Why::Rank(local), None) => self.naming_a_lost_node(self.rank_verdict(watch, local)),
+            (Why::Rank(local), None) => {
+                self.naming_a_lost_node(self.rank_verdict(watch, local), None)
+            }
         };
         watch.verdict = Some(match &self.nodes {
             None => verdict,
@@ -723,7 +725,8 @@ impl Job<'_> {
     }
 
     /// A verdict that only says that ranks were lost, as one that names the node which is.
-    fn naming_a_lost_node(&self, verdict: Verdict) -> Verdict {
+    /// Waits for the sign of that until `until`, if given: a rank may notice the lost node before the store does.
+    fn naming_a_lost_node(&self, verdict: Verdict, until: Option<Instant>) -> Verdict {
         let codes = [ErrorKind::PeerLost, ErrorKind::Timeout].map(ErrorKind::exit_code);
         if !verdict.echo || !codes.contains(&verdict.code) {
             return verdict;
@@ -731,13 +734,11 @@ impl Job<'_> {
         let Some(nodes) = &self.nodes else {
             return verdict;
         };
-        // A rank may notice the lost node before the store does.
-        let until = Instant::now() + LOST_NODE_WAIT;
         let message = loop {
             match nodes.lost() {
                 Some(message) => break message,
-                None if Instant::now() >= until => return verdict,
-                None => std::thread::sleep(Duration::from_millis(20)),
+                None if until.is_none_or(|until| Instant::now() >= until) => return verdict,
+                None => std::thread::sleep(POLL),
             }
         };
         let so = ("so".to_owned(), verdict.message);
@@ -897,10 +898,12 @@ impl Job<'_> {
         };
         // Another rank may have written its error file since, and a node's connection may have ended.
         if let Some(own) = watch.verdict.clone().filter(|own| own.echo) {
-            let again = self.naming_a_lost_node(match why {
+            let again = match why {
                 Why::Rank(local) => self.rank_verdict(&watch, local),
                 _ => own,
-            });
+            };
+            let until = watch.stopping_since.map(|since| since + LOST_NODE_WAIT);
+            let again = self.naming_a_lost_node(again, until);
             if !again.echo {
                 watch.verdict = Some(match &self.nodes {
                     None => again,
