@@ -1,4 +1,4 @@
-//! TLS: the provider and root certificates.
+//! TLS: root certificates.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,9 +14,7 @@ const MAX_ROOTS_BYTES: u64 = 64 << 20;
 
 /// Verifies certificates unless `insecure`, by the roots in [`ROOTS`] or the built-in ones.
 pub(crate) fn config(insecure: bool) -> Result<TlsConfig> {
-    let tls = TlsConfig::builder()
-        .disable_verification(insecure)
-        .unversioned_rustls_crypto_provider(Arc::new(rustls_graviola::default_provider()));
+    let tls = TlsConfig::builder().disable_verification(insecure);
     let tls = match std::env::var_os(ROOTS).filter(|path| !path.is_empty()) {
         Some(path) => tls.root_certs(roots(Path::new(&path))?),
         None => tls,
@@ -43,21 +41,6 @@ fn roots(path: &Path) -> Result<RootCerts> {
         return Err(wrong("it has none".to_owned()));
     }
     Ok(RootCerts::Specific(Arc::new(certificates)))
-}
-
-/// Whether this processor has the instructions that the TLS library needs.
-pub(crate) fn runs_here() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    let has = std::arch::is_x86_feature_detected!("aes")
-        && std::arch::is_x86_feature_detected!("pclmulqdq")
-        && std::arch::is_x86_feature_detected!("bmi1")
-        && std::arch::is_x86_feature_detected!("adx")
-        && std::arch::is_x86_feature_detected!("avx2");
-    #[cfg(target_arch = "aarch64")]
-    let has = std::arch::is_aarch64_feature_detected!("aes")
-        && std::arch::is_aarch64_feature_detected!("pmull")
-        && std::arch::is_aarch64_feature_detected!("sha2");
-    has
 }
 
 #[cfg(test)]
