@@ -6,8 +6,8 @@
 //! it becomes its program, hence before it can have children; the launcher
 //! writes which groups have ended. The pipe ends when the launcher has ended
 //! and no rank is just being started. Then the guard kills the groups that
-//! are left and, without a `done`, removes the run's private folder and tells
-//! the other nodes, if there are any.
+//! are left and, without a `done`, tells the other nodes, if there are any,
+//! writes how the training ended and removes the launcher's private folder.
 //!
 //! | line              | meaning                                            |
 //! |-------------------|----------------------------------------------------|
@@ -16,7 +16,8 @@
 //! | `store HOST:PORT` | other nodes meet there                             |
 //! | `token HEX`       | the job token, needed to talk to them              |
 //! | `verdict TEXT`    | what to tell them (one line of JSON)               |
-//! | `folder "PATH"`   | the run's private folder (a JSON string)           |
+//! | `folder "PATH"`   | the launcher's private folder (a JSON string)      |
+//! | `training {...}`  | a [`Training`] as JSON                             |
 //! | `done`            | the launcher ends by itself                        |
 
 use std::collections::BTreeSet;
@@ -32,6 +33,7 @@ use phalanx_store::TcpStore;
 use phalanx_wire::Token;
 use rustix::process::{Pid, Signal, kill_process_group};
 
+use super::ending::{self, Training};
 use super::folder;
 use super::nodes;
 use super::report::Verdict;
@@ -112,6 +114,13 @@ impl Guard {
         }
     }
 
+    /// Sets the training whose end is to be written when this launcher is killed.
+    pub fn training(&self, training: &Training) {
+        if let Ok(text) = serde_json::to_string(training) {
+            self.say(&format!("training {text}"));
+        }
+    }
+
     fn say(&self, line: &str) {
         // A guard that died is not an error: the kernel kills the ranks too.
         if let Ok(mut pipe) = self.pipe.lock()
@@ -157,6 +166,7 @@ struct Told {
     token: Option<String>,
     verdict: Option<String>,
     folder: Option<PathBuf>,
+    training: Option<Training>,
     done: bool,
 }
 
@@ -178,6 +188,7 @@ impl Told {
                 "token" => self.token = Some(text.to_owned()),
                 "verdict" => self.verdict = Some(text.to_owned()),
                 "folder" => self.folder = serde_json::from_str(text).ok(),
+                "training" => self.training = serde_json::from_str(text).ok(),
                 _ => {}
             }
         }
@@ -221,18 +232,35 @@ pub fn guard() -> Result<()> {
             let _ = kill_process_group(group, Signal::KILL);
         }
     }
-    if let Some(folder) = told.folder.as_ref().filter(|_| !told.done) {
+    if told.done {
+        return Ok(());
+    }
+    let run = told.training.as_ref().and_then(Training::folder);
+    if let Some(folder) = &told.folder {
         folder::remove(folder);
     }
-    if !told.done
-        && let (Some(store), Some(token), Some(verdict)) = (&told.store, &told.token, &told.verdict)
-        && let Ok(verdict) = serde_json::from_str::<Verdict>(verdict)
+    let verdict = told.verdict.as_ref();
+    let verdict = verdict.and_then(|verdict| serde_json::from_str::<Verdict>(verdict).ok());
+    if let (Some(store), Some(token), Some(verdict)) = (&told.store, &told.token, &verdict)
         && let Ok(token) = Token::from_hex(token)
         && let Ok(store) = TcpStore::connect(store, token, TELL_LIMIT)
     {
-        let _ = nodes::put(&store, &verdict);
+        let _ = nodes::put(&store, verdict);
+    }
+    if let (Some(run), Some(training)) = (&run, &told.training) {
+        // Nobody reads what it could say.
+        let _ = ending::record(run, training, &killed());
+        ending::deliver(run);
     }
     Ok(())
+}
+
+/// What a training failed by whose launcher was killed.
+fn killed() -> Error {
+    Error::new(
+        ErrorKind::PeerLost,
+        "the launcher was killed, and its ranks with it",
+    )
 }
 
 #[cfg(test)]
@@ -265,6 +293,7 @@ mod tests {
             token: Some("ff".into()),
             verdict: Some("{\"a b\":1}".into()),
             folder: Some("/tmp/a\nb".into()),
+            training: None,
             done: false,
         };
         assert_eq!(told, want);

@@ -7,7 +7,7 @@ use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use phalanx_comm::PortRange;
 use phalanx_data::files::as_typed;
@@ -18,6 +18,7 @@ use rustix::process::{Signal, kill_process};
 
 use super::Event;
 use super::contract::{self, Own, Shared};
+use super::ending::{self, Training};
 use super::flight;
 use super::folder::RunFolder;
 use super::guard::Guard;
@@ -65,6 +66,7 @@ const LONE_AFTER: Duration = Duration::from_secs(10);
 /// # Errors
 /// The root cause, whose kind gives the exit code.
 pub fn run(plan: &LaunchPlan) -> Result<()> {
+    let began = SystemTime::now();
     let alone = !reap::has_children();
     reap::adopt_orphans();
     let (sender, events) = channel();
@@ -193,6 +195,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         guard: None,
         decided: None,
         page,
+        began,
         sender,
         events,
     };
@@ -211,8 +214,23 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         )),
         (result, _) => result,
     };
+    let training = job.training();
+    let run = training.folder();
+    let result = result.map_err(|error| match &run {
+        Some(run) => ending::with_report(run, &training, error),
+        None => error,
+    });
     if let Some(page) = page {
-        page.end(result.as_ref().err().map(Error::chain));
+        page.end(match &result {
+            Ok(()) => phalanx_live::End::Finished,
+            Err(error) if error.kind() == ErrorKind::Interrupted => {
+                phalanx_live::End::Stopped(error.chain())
+            }
+            Err(error) => phalanx_live::End::Failed(error.chain()),
+        });
+    }
+    if let (Err(_), Some(run)) = (&result, &run) {
+        ending::deliver(run);
     }
     drop(signals);
     result
@@ -299,6 +317,7 @@ struct Job<'a> {
     decided: Option<Instant>,
     /// Shows the job.
     page: Option<Page>,
+    began: SystemTime,
     sender: Sender<Event>,
     events: Receiver<Event>,
 }
@@ -351,6 +370,11 @@ impl Job<'_> {
         self.folder.path().join("run-folder")
     }
 
+    /// The training that the ranks run, if they do.
+    fn training(&self) -> Training {
+        Training::new(self.run_pointer(), self.began)
+    }
+
     /// Shows the states of the ranks on the page.
     fn show(&self, watch: &mut Supervision) {
         let Some(page) = &self.page else { return };
@@ -361,6 +385,7 @@ impl Job<'_> {
         }
         let state = |local: usize, rank: &Rank| match watch.machine.end(local) {
             Some(end) if end.is_ok() => State::Done,
+            Some(_) if watch.machine.stopped().contains(&local) => State::Ended,
             Some(_) => State::Failed,
             None if rank.is_stopped() => State::Stopped,
             None if watch.late.get(&rank.rank) >= Some(&LATE_LOOKS) => State::Late,
@@ -419,6 +444,7 @@ impl Job<'_> {
             let path = self.folder.path().join(format!("attempt_{restarts}/store"));
             self.shared.store = format!("file://{}", path.display());
         }
+        guard.training(&self.training());
         // This drops the guard of the attempt before.
         self.guard = Some(guard.clone());
         if let Some(nodes) = self.nodes.as_ref().filter(|_| self.shared.node_rank > 0) {
@@ -496,10 +522,8 @@ impl Job<'_> {
             guard,
             events: &self.sender,
         };
-        let pointer = self.page.as_ref().map(|_| {
-            let path = self.run_pointer().into_os_string();
-            (RUN_POINTER_VARIABLE.into(), path)
-        });
+        let pointer = self.run_pointer().into_os_string();
+        let pointer = (RUN_POINTER_VARIABLE.into(), pointer);
         let devices = self.plan.torchrun.devices.as_ref();
         for local_rank in 0..self.plan.local_ranks {
             let rank = self.shared.first_rank + local_rank;
@@ -515,7 +539,7 @@ impl Job<'_> {
                     .map(|(name, value)| (name.into(), value))
                     .chain(self.plan.variables.iter().cloned())
                     .chain(devices.map_or(Vec::new(), |d| d.variables(local_rank)))
-                    .chain(pointer.clone())
+                    .chain([pointer.clone()])
                     .collect()
             })?);
         }

@@ -27,6 +27,7 @@ mod alone;
 mod args;
 mod cluster;
 mod contract;
+mod ending;
 mod engine;
 mod flight;
 mod folder;

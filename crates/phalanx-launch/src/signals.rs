@@ -1,9 +1,9 @@
 //! Ctrl-C and its relatives, as events.
 
 use std::io::IsTerminal;
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Signal, getpid, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
@@ -99,6 +99,9 @@ pub(super) fn can_be_continued() -> bool {
     false
 }
 
+/// A stop that takes longer is told.
+const AT_ONCE: Duration = Duration::from_secs(1);
+
 /// The error of a process that `signal` ended.
 pub(super) fn interrupted(signal: i32) -> Error {
     Error::new(
@@ -124,13 +127,19 @@ pub fn end_on_signals() -> Result<()> {
             let _watch = watch;
             // Without a deadline: until a signal comes or the process ends.
             let mut told = false;
+            let mut patience = Duration::MAX;
             let signal = loop {
-                match events.recv() {
+                match events.recv_timeout(patience) {
                     // The training saves and ends; whoever asks twice does not wait.
-                    Ok(Event::Signal(..))
+                    Ok(Event::Signal(signal, _))
                         if stop::is_listening() && !std::mem::replace(&mut told, true) =>
                     {
-                        stop::ask();
+                        stop::ask(signal);
+                        patience = AT_ONCE;
+                    }
+                    Err(RecvTimeoutError::Timeout) => {
+                        patience = Duration::MAX;
+                        say::note("stopping after the current step; a second signal ends the program at once");
                     }
                     Ok(Event::Signal(signal, _)) => break signal,
                     Ok(Event::Dump) => say::note(

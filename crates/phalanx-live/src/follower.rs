@@ -11,7 +11,7 @@ use phalanx_track::{Follow, Record};
 
 use crate::hub::Hub;
 use crate::run::RunView;
-use crate::{Inbox, Job, Result, Told, now};
+use crate::{End, Inbox, Job, Result, Told, now};
 
 /// How often it looks.
 const EVERY: Duration = Duration::from_millis(500);
@@ -87,13 +87,15 @@ impl Follower {
                 };
                 let before = self.job.clone();
                 self.job.trouble = read.and(refreshed).err().map(|error| error.chain());
-                if let Some(message) = &outcome {
+                if let Some(end) = &outcome {
                     self.job.ended = Some(now());
-                    self.job.state = match message {
-                        None => "finished",
-                        Some(_) => "failed",
+                    let (state, message) = match end {
+                        End::Finished => ("finished", None),
+                        End::Stopped(message) => ("stopped", Some(message)),
+                        End::Failed(message) => ("failed", Some(message)),
                     };
-                    self.job.message.clone_from(message);
+                    self.job.state = state;
+                    self.job.message = message.cloned();
                 }
                 if self.job != before {
                     view.set_job(self.job.clone());
@@ -130,7 +132,7 @@ impl Follower {
 
     /// Reads what is new in the run's folder, which comes first if it is another one than before.
     fn read(&mut self, until: Instant) -> (Option<PathBuf>, Vec<Record>, Result<()>) {
-        let named = self.pointer.as_deref().and_then(folder);
+        let named = self.pointer.as_deref().and_then(run_folder);
         let followed = self.followed.as_ref().map(|(folder, _)| folder);
         let begun = named.filter(|folder| followed != Some(folder));
         if let Some(folder) = &begun {
@@ -152,7 +154,7 @@ impl Follower {
 }
 
 /// The folder that is named in the file `pointer`, once it is.
-fn folder(pointer: &Path) -> Option<PathBuf> {
+pub fn run_folder(pointer: &Path) -> Option<PathBuf> {
     let path = read_regular(pointer, PATH_BYTES).ok()?;
     let path = PathBuf::from(OsString::from_vec(path));
     path.is_absolute().then_some(path)

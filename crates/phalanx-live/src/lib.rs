@@ -33,6 +33,7 @@ use serde::Serialize;
 use access::Access;
 pub use address::Address;
 use follower::Follower;
+pub use follower::run_folder;
 use hub::Hub;
 pub use phalanx_process::error::{Error, ErrorKind, Result};
 use server::Site;
@@ -56,6 +57,8 @@ pub enum State {
     Done,
     /// It has ended otherwise.
     Failed,
+    /// The launcher has ended it, after another rank's end or a signal.
+    Ended,
     /// It runs on another host, whose launcher knows more.
     Elsewhere,
 }
@@ -75,6 +78,17 @@ pub struct Rank {
     pub end: Option<String>,
 }
 
+/// How a job has ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum End {
+    /// With success.
+    Finished,
+    /// By a signal, which is named.
+    Stopped(String),
+    /// By an error.
+    Failed(String),
+}
+
 /// What the page says of the whole job.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 struct Job {
@@ -84,9 +98,9 @@ struct Job {
     /// Seconds since 1970.
     started: f64,
     ended: Option<f64>,
-    /// `running`, `finished`, `failed`.
+    /// `running`, `finished`, `stopped`, `failed`.
     state: &'static str,
-    /// Why it has failed.
+    /// Why it has failed, or who has stopped it.
     message: Option<String>,
     /// Why the run's folder cannot be read.
     trouble: Option<String>,
@@ -101,8 +115,7 @@ struct Inbox {
     notes: Vec<String>,
     /// The file in which rank 0 names the run's folder.
     pointer: Option<PathBuf>,
-    /// Why the job has failed, or nothing.
-    outcome: Option<Option<String>>,
+    outcome: Option<End>,
 }
 
 /// The inbox, and a bell for its last message.
@@ -212,15 +225,16 @@ impl Page {
     }
 
     /// The job has ended: shows that, then *blocks* until the readers have it, for three seconds
-    /// at most, and closes the port. `message` says why it has failed.
-    pub fn end(self, message: Option<String>) {
-        self.told.inbox().outcome = Some(message);
+    /// at most, and closes the port.
+    pub fn end(self, end: End) {
+        self.told.inbox().outcome = Some(end);
     }
 }
 
 impl Drop for Page {
     fn drop(&mut self) {
-        self.told.inbox().outcome.get_or_insert_default();
+        let unsaid = || End::Failed("the launcher ended with an error".to_owned());
+        self.told.inbox().outcome.get_or_insert_with(unsaid);
         self.told.ended.notify_all();
         let _ = self.follower.recv_timeout(END_LIMIT);
         self.site.hub.end();

@@ -131,7 +131,7 @@ fn there_are_few_streams_and_all_end_with_the_job() {
     assert!(streams.iter().all(|(_, first)| first == b"HTTP/1.0 200"));
     assert_eq!(&stream().1, b"HTTP/1.0 503");
     let started = Instant::now();
-    page.end(Some("it \n failed".into()));
+    page.end(End::Failed("it \n failed".into()));
     assert!(started.elapsed() < SOON);
     for (stream, _) in &mut streams {
         let mut rest = String::new();

@@ -101,6 +101,12 @@ impl Error {
         self
     }
 
+    /// The text of the first note with this label.
+    pub fn note_of(&self, label: &str) -> Option<&str> {
+        let note = self.notes.iter().find(|(known, _)| known == label);
+        note.map(|(_, text)| &**text)
+    }
+
     /// Marks it as printed: it is not printed again, unless a note is added. It still ends
     /// the program with its exit code.
     pub fn told(mut self) -> Self {

@@ -132,14 +132,28 @@ pub fn is_watched() {
     WATCHED.store(true, Ordering::SeqCst);
 }
 
-/// Requests a stop as SIGTERM does.
-pub fn ask() {
+/// Whether another part of this process handles SIGINT and SIGHUP: no launcher does.
+pub fn is_watched_here() -> bool {
+    WATCHED.load(Ordering::SeqCst)
+}
+
+/// Requests a stop as SIGTERM does, because `signal` was received.
+pub fn ask(signal: i32) {
+    RECEIVED.store(usize::try_from(signal).unwrap_or(0), Ordering::SeqCst);
     ASKED.store(SIGTERM as usize, Ordering::Relaxed);
 }
 
 /// Whether this process handles SIGTERM as a request to stop.
 pub fn is_listening() -> bool {
     LISTENING.load(Ordering::SeqCst)
+}
+
+/// The signal that was received last, if any.
+pub fn received() -> Option<i32> {
+    match RECEIVED.load(Ordering::SeqCst) {
+        0 => None,
+        signal => i32::try_from(signal).ok(),
+    }
 }
 
 /// The signal that requested a stop, if any.

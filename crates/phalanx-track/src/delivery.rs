@@ -68,7 +68,7 @@ impl Courier {
     fn open(path: &Path, mut tracker: Box<dyn Tracker + Send>) -> Result<Courier> {
         let dir = Dir::open(path)?;
         let name = tracker.name().to_owned();
-        let lock = dir.open_private(&format!(".tracker-{name}.lock"))?;
+        let lock = dir.open_private(&lock_of(&name))?;
         if !try_lock(&lock) {
             return Err(Error::usage(format!(
                 "another process{} delivers {} to {name}",
@@ -86,14 +86,17 @@ impl Courier {
         if !tracker.begin(path, &kept.state)? {
             kept.position = Position::beginning(id);
         }
-        Ok(Courier {
+        let mut courier = Courier {
             follow: Follow::open_at(path, kept.position.clone()),
             dir: path.to_owned(),
             tracker,
             pending: VecDeque::new(),
             kept,
             _lock: lock,
-        })
+        };
+        // Whoever delivers the rest of it later knows where to.
+        courier.save()?;
+        Ok(courier)
     }
 
     /// Gives the next records; whether there were any.
@@ -203,6 +206,17 @@ impl Remainder {
 fn read(dir: &Dir, name: &str) -> phalanx_data::Result<Option<Kept>> {
     let text = dir.read(&file_of(name), KEPT_BYTES)?;
     Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
+}
+
+/// The state of the tracker `name` that was kept of the run in `dir`; null, where there is none.
+pub(crate) fn state_of(dir: &Dir, name: &str) -> Value {
+    let kept = read(dir, name).ok().flatten().unwrap_or_default();
+    kept.state
+}
+
+/// The file that is locked while a process delivers to the tracker `name`.
+pub(crate) fn lock_of(name: &str) -> String {
+    format!(".tracker-{name}.lock")
 }
 
 fn file_of(name: &str) -> String {

@@ -8,6 +8,7 @@
 
 mod args;
 mod delivery;
+mod ending;
 mod follow;
 #[cfg(feature = "mlflow")]
 mod mlflow;
@@ -16,6 +17,7 @@ mod wandb;
 
 pub use args::TrackArgs;
 pub use delivery::{Delivery, FINISH_WAIT, upload};
+pub use ending::{Ending, deliver_rest, record_end, record_unseen_end};
 pub use follow::{EVENTS_FILE, Follow, METRICS_FILE, Position, RUN_FILE, Record, SUMMARY_FILE};
 #[cfg(feature = "mlflow")]
 pub use mlflow::Mlflow;

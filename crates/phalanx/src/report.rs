@@ -8,7 +8,7 @@ use phalanx_report::{REPORT_FILE, Run, page, write_in};
 use crate::error::Result;
 use crate::say;
 use phalanx_process::env::real_env;
-use phalanx_track::{TrackArgs, upload};
+use phalanx_track::{TrackArgs, record_unseen_end, upload};
 use phalanx_train::check_folder_of;
 
 /// Arguments of `phalanx report`.
@@ -33,6 +33,12 @@ pub struct ReportArgs {
 pub fn run(args: &ReportArgs) -> Result<()> {
     if let Some(file) = &args.output {
         check_folder_of("--output", file)?;
+    }
+    for run in args.runs.iter().filter(|run| run.is_dir()) {
+        // Its report can be made all the same.
+        if let Err(error) = record_unseen_end(run, &real_env()) {
+            say::note(format_args!("warning: {}", error.chain()));
+        }
     }
     let runs: phalanx_data::Result<Vec<Run>> = args.runs.iter().map(|run| Run::read(run)).collect();
     let page = page(&runs?)?;

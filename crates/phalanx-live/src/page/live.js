@@ -51,7 +51,7 @@ function name_(program) {
 }
 
 // The parts above the run's.
-const WORDS = { running: "running", late: "late: other ranks wait for it", stopped: "stopped by a signal or a debugger", done: "finished", failed: "failed", elsewhere: "on another host" };
+const WORDS = { running: "running", late: "late: other ranks wait for it", stopped: "stopped by a signal or a debugger", done: "finished", failed: "failed", ended: "ended by the launcher", elsewhere: "on another host" };
 const jobPart = part(() => [state.job, connection, Math.floor(Date.now() / 1000), progress(), state.folder, state.report.about?.processor], () => {
   const job = state.job ?? {}, p = progress(), isOver = isNumber(job.ended), isLost = !isOver && connection === "lost";
   const passed = (isOver ? job.ended : Date.now() / 1000) - job.started;

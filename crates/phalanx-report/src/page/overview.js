@@ -38,7 +38,7 @@ const otherResults = (run) => Object.entries(run.summary).filter(([name, value])
 function status({ finish, summary, about }) {
   const attempt = about.attempt > 1 ? `, attempt ${about.attempt}` : "";
   if (finish?.status === "failed") return [`failed${attempt}${finish.error ? ": " + finish.error : ""}`, "bad"];
-  if (finish?.status === "stopped") return [`stopped${attempt}; it can be resumed`, "soft"];
+  if (finish?.status === "stopped") return [`stopped${attempt}${finish.error ? ": " + finish.error : "; it can be resumed"}`, "soft"];
   if (finish?.status === "finished" || Object.keys(summary).length) return ["finished" + attempt, "good"];
   // The page of a job that goes on says so.
   if (finish?.status === "running") return ["running" + attempt, "good"];

@@ -24,6 +24,12 @@ const FOLDER: &str = "wandb";
 /// The client whose files these are like.
 const MIN_CONSUMER: &str = "0.70.0";
 
+/// The exit code of a run that somebody has stopped: wandb calls it killed.
+const KILLED: i32 = 255;
+
+/// What the summary calls why the run has failed.
+const ERROR: &str = "error";
+
 /// Writes a run as an offline run of wandb, into `wandb/offline-run-<date>_<time>-<id>` in the run's folder. `wandb
 /// sync` uploads it.
 ///
@@ -274,11 +280,25 @@ impl Tracker for Wandb {
                 out.write(What::Stats(proto::Stats { timestamp, item }))?;
                 out.flush()
             }
+            Some("start") => {
+                // That of the attempt before.
+                self.exit = None;
+                self.last.remove(ERROR);
+                Ok(())
+            }
             Some("finish") => {
+                let exit_code = match event["status"].as_str() {
+                    Some("finished") => 0,
+                    Some("stopped") => KILLED,
+                    _ => 1,
+                };
                 self.exit = Some(proto::Exit {
-                    exit_code: i32::from(event["status"] == "failed"),
+                    exit_code,
                     runtime: (at - self.started) as i32,
                 });
+                if event["error"].is_string() {
+                    self.last.insert(ERROR.to_owned(), event["error"].clone());
+                }
                 Ok(())
             }
             _ => Ok(()),

@@ -25,7 +25,7 @@ pub(crate) use self::system::Counters;
 use self::system::System;
 pub(crate) use self::writer::{Files, warn};
 use self::writer::{Message, Writer};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::events::histogram;
 use crate::say;
 
@@ -62,7 +62,8 @@ pub struct RunLog {
     is_main: bool,
     started: Instant,
     has_graph: bool,
-    error: Option<String>,
+    /// What it fails by, or is stopped by.
+    error: Option<(Status, String)>,
 }
 
 #[derive(Debug)]
@@ -273,7 +274,11 @@ impl RunLog {
 
     /// What the run fails by, if it does.
     pub fn failed_by(&mut self, error: &Error) {
-        self.error = Some(error.chain());
+        let status = match error.kind() {
+            ErrorKind::Interrupted => Status::Stopped,
+            _ => Status::Failed,
+        };
+        self.error = Some((status, error.chain()));
     }
 
     /// The run has finished: nothing is logged from now on. *Blocks* for at most ten seconds. A log that is dropped without
@@ -301,8 +306,12 @@ impl RunLog {
                 "warning: {dropped} records of {EVENTS_FILE} and TensorBoard's files were dropped, because writing them took too long"
             ));
         }
+        let (status, error) = match (status, self.error.take()) {
+            (Status::Failed, Some((status, error))) => (status, Some(error)),
+            (status, _) => (status, None),
+        };
         let mut fields = json!({ "status": status.name() });
-        if let (Status::Failed, Some(error)) = (status, &self.error) {
+        if let Some(error) = error {
             fields["error"] = json!(error);
         }
         let end = Message::Finish(event("finish", self.started, None, fields), status);

@@ -98,7 +98,7 @@ const FLAG: i32 = 1;
 
 impl<'a> Saving<'a> {
     /// Prepares to save into `folder`. What comes after the place where a resumed run goes on is set aside. From now on, SIGTERM, SIGINT, SIGHUP and
-    /// SIGUSR1 end the training in an orderly way, if there are checkpoints.
+    /// SIGUSR1 end the training after a step, if there are checkpoints, or if this process is the only one of the training.
     ///
     /// # Errors
     ///
@@ -110,6 +110,9 @@ impl<'a> Saving<'a> {
         folder: Folder,
         resumed: Option<&Resumed>,
     ) -> Result<Saving<'a>> {
+        if ctx.world() == 1 && stop::is_watched_here() {
+            stop::listen()?;
+        }
         if args.enabled() {
             stop::listen()?;
             ctx.group.set_stop_grace(args.stop_grace());
@@ -149,10 +152,20 @@ impl<'a> Saving<'a> {
     ///
     /// # Errors
     ///
-    /// A save that failed, unless these are only warned of; peers that are lost.
+    /// A save that failed, unless these are only warned of; peers that are lost; `Interrupted` by a signal, if there are
+    /// no checkpoints.
     pub fn after_step(&mut self, step: u64) -> Result<SaveAction> {
         if !self.enabled() {
-            return Ok(SaveAction::Continue);
+            return match stop::asked().filter(|_| self.ctx.world() == 1) {
+                Some(signal) => Err(Error::new(
+                    ErrorKind::Interrupted,
+                    format!(
+                        "interrupted by {}",
+                        signal_name(stop::received().unwrap_or(signal))
+                    ),
+                )),
+                None => Ok(SaveAction::Continue),
+            };
         }
         self.steps += 1;
         let mut save = false;

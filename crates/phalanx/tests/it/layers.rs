@@ -19,7 +19,9 @@ const MAY: [(&str, &[&str]); 18] = [
     ("mpi", &[]),
     (
         "launch",
-        &["wire", "store", "comm", "data", "process", "live", "mpi"],
+        &[
+            "wire", "store", "comm", "data", "report", "process", "track", "live", "mpi",
+        ],
     ),
     ("flow", &["data", "process", "launch"]),
     (

@@ -1,0 +1,151 @@
+//! However a training ends, its folder, its report and its trackers say so.
+
+use std::path::Path;
+use std::process::Child;
+
+use serde_json::Value;
+
+use crate::support::{ended, eventually, phalanx, run, signal, succeed};
+
+/// A training that does not end by itself.
+fn start(dir: &Path, more: &str) -> Child {
+    let line = format!(
+        "train mnist --nproc-per-node 2 --threads 1 --synthetic-samples 2000 --epochs 1000 --log-interval 1 \
+         --wandb --output-dir a {more}"
+    );
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let child = phalanx(&words, dir).spawn().expect("phalanx starts");
+    let metrics = dir.join("a/metrics.jsonl");
+    eventually("a third step", || {
+        std::fs::read_to_string(&metrics).is_ok_and(|text| text.lines().count() > 2)
+    });
+    child
+}
+
+/// The process of rank `rank` of the job whose folder is `dir`.
+fn process_of(rank: usize, dir: &Path) -> u32 {
+    let wanted = [format!("RANK={rank}"), format!("TMPDIR={}", dir.display())];
+    let is_it = |pid: &u32| {
+        let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        let has = |wanted: &String| {
+            let mut variables = environment.split(|byte| *byte == 0);
+            variables.any(|variable| variable == wanted.as_bytes())
+        };
+        wanted.iter().all(has)
+    };
+    let names = std::fs::read_dir("/proc").expect("processes").flatten();
+    let mut pids = names.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    pids.find(is_it).expect("the rank runs")
+}
+
+/// The last event of the run, once it is an end.
+fn end_of(dir: &Path) -> Value {
+    let mut end = Value::Null;
+    eventually("the end is written", || {
+        let text = std::fs::read_to_string(dir.join("a/events.jsonl")).expect("events");
+        end = serde_json::from_str(text.lines().last().unwrap_or_default()).unwrap_or_default();
+        end["kind"] == "finish"
+    });
+    end
+}
+
+/// That the run ended as `status` with this error, and everything that shows it says so.
+fn check(dir: &Path, status: &str, error: &str) {
+    let end = end_of(dir);
+    assert_eq!(end["status"], status, "{end}");
+    let said = end["error"].as_str().unwrap_or_default();
+    assert!(said.contains(error), "{end}");
+    let since = end["elapsed_s"].as_f64().expect("a time");
+    assert!(since > 0.0 && since < 600.0, "{end}");
+    let json = serde_json::to_string(said).expect("text");
+    let page = dir.join("a/report.html");
+    eventually("the report", || {
+        let page = std::fs::read_to_string(&page).unwrap_or_default();
+        page.contains(&format!("\"status\":\"{status}\"")) && page.contains(&json)
+    });
+    // One file below one folder.
+    let runs = std::fs::read_dir(dir.join("a/wandb")).expect("wandb's folder");
+    let runs: Vec<_> = runs.flatten().map(|run| run.path()).collect();
+    assert_eq!(runs.len(), 1);
+    let files = std::fs::read_dir(&runs[0]).expect("a run").flatten();
+    let mut files = files.map(|file| file.path());
+    let file = files.find(|path| path.extension().is_some_and(|e| e == "wandb"));
+    let file = file.expect("wandb's file");
+    eventually("wandb's record", || {
+        let bytes = std::fs::read(&file).expect("read");
+        bytes
+            .windows(json.len())
+            .any(|part| part == json.as_bytes())
+    });
+}
+
+#[test]
+fn a_killed_rank_is_named_by_the_run_too() {
+    for rank in [0, 1] {
+        let dir = tempfile::tempdir().expect("folder");
+        let job = start(dir.path(), "");
+        signal(process_of(rank, dir.path()), "KILL");
+        let (code, _, err) = ended(job);
+        assert_eq!(code, 3, "{err}");
+        assert!(err.contains("  report  a/report.html"), "{err}");
+        let headline = err.lines().find_map(|line| line.strip_prefix("error: "));
+        let headline = headline.expect("an error");
+        assert!(headline.starts_with(&format!("rank {rank} (pid ")), "{err}");
+        check(dir.path(), "failed", headline);
+    }
+}
+
+#[test]
+fn a_loss_that_became_nan_is_said_in_the_terminals_words() {
+    let dir = tempfile::tempdir().expect("folder");
+    let line = "train mnist --nproc-per-node 2 --threads 1 --synthetic-samples 2000 --epochs 1 --lr 1e20 --wandb \
+                --output-dir a";
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let (code, _, err) = run(&words, dir.path());
+    assert_eq!(code, 1, "{err}");
+    let mut lines = err.lines();
+    let headline = lines.find_map(|line| line.strip_prefix("error: "));
+    let said = lines.find_map(|line| line.strip_prefix("  said    "));
+    let sentence = format!("{}: {}", headline.expect("an error"), said.expect("why"));
+    assert!(sentence.contains("the loss became NaN"), "{sentence}");
+    check(dir.path(), "failed", &sentence);
+}
+
+#[test]
+fn a_signal_stops_the_run_with_and_without_checkpoints() {
+    for (more, error) in [("", "interrupted by SIGTERM"), ("--save-every 100000", "")] {
+        let dir = tempfile::tempdir().expect("folder");
+        let job = start(dir.path(), more);
+        signal(job.id(), "TERM");
+        let (code, _, err) = ended(job);
+        assert_eq!(code, 130, "{err}");
+        check(dir.path(), "stopped", error);
+    }
+}
+
+#[test]
+fn a_killed_launcher_leaves_a_run_that_has_failed() {
+    let dir = tempfile::tempdir().expect("folder");
+    let mut job = start(dir.path(), "");
+    job.kill().expect("killed");
+    job.wait().expect("ended");
+    check(dir.path(), "failed", "the launcher was killed");
+}
+
+#[test]
+fn the_end_that_nobody_saw_is_written_by_the_report() {
+    let dir = tempfile::tempdir().expect("folder");
+    // One rank without a launcher.
+    let mut job = start(dir.path(), "--nproc-per-node 1");
+    let (out, _) = succeed(&["report", "a"], dir.path());
+    assert_eq!(out, "a/report.html\n");
+    let events = || std::fs::read_to_string(dir.path().join("a/events.jsonl")).expect("events");
+    assert!(!events().contains("\"finish\""), "it runs");
+    job.kill().expect("killed");
+    job.wait().expect("ended");
+    succeed(&["report", "a"], dir.path());
+    check(dir.path(), "failed", "its process ended without a message");
+    let once = events();
+    succeed(&["report", "a"], dir.path());
+    assert_eq!(events(), once);
+}
