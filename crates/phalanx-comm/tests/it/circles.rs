@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use phalanx_comm::{Bucket, Call, Error, ErrorKind, InitOptions, P2POp, ProcessGroup, ReduceOp};
 
-use crate::common::{self, EVERYWHERE, Over, SOON, on_each};
+use crate::common::{self, Over, SOON, at_once, everywhere, on_each};
 
 /// More than rings, or the system's buffers of a connection, ever hold.
 fn large(over: Over) -> Vec<u8> {
@@ -139,14 +139,8 @@ const SHAPES: [Shape; 7] = [
 
 #[test]
 fn every_rank_of_a_circle_learns_the_whole_of_it() {
-    for shape in &SHAPES {
-        // Mostly silence, so all at the same time.
-        std::thread::scope(|scope| {
-            for over in EVERYWHERE {
-                scope.spawn(move || learns(shape, over));
-            }
-        });
-    }
+    // Mostly silence, so all at the same time.
+    everywhere(|over| at_once(&SHAPES, |shape| learns(shape, over)));
 }
 
 fn learns((name, world, step, texts): &Shape, over: Over) {
@@ -184,7 +178,7 @@ fn learns((name, world, step, texts): &Shape, over: Over) {
 /// Who waits for ranks in a circle hears of it, as of another's failure.
 #[test]
 fn who_waits_for_a_circle_hears_of_it() {
-    for over in EVERYWHERE {
+    everywhere(|over| {
         let gate = Barrier::new(3);
         let errors = on_each(groups(over, 3), |group| {
             // Messages of before have other numbers.
@@ -209,73 +203,70 @@ fn who_waits_for_a_circle_hears_of_it() {
             let expected = [ErrorKind::Desync, ErrorKind::Aborted][rank / 2];
             assert_eq!(error.kind(), expected, "{over:?}: {error}");
         }
-    }
+    });
 }
 
 /// No circle is looked for in several groups; but the deadline's error names both operations.
 #[test]
 fn a_circle_through_two_groups_is_named_at_the_deadline() {
-    std::thread::scope(|scope| {
-        for over in EVERYWHERE {
-            scope.spawn(move || {
-                // Ranks say what they are doing after five seconds at the latest.
-                let hasty = |group: &ProcessGroup| {
-                    group.with_call(Call {
-                        timeout: Some(Duration::from_secs(15)),
-                        ..Call::default()
-                    })
-                };
-                let gate = Barrier::new(3);
-                let texts = on_each(groups(over, 3), |group| {
-                    // Others than in the group of all.
-                    let pair = group.new_group(&[1, 2]).unwrap();
-                    gate.wait();
-                    let mut values = [1f32; 9];
-                    let text = match (&pair, group.rank()) {
-                        (Some(pair), 1) => hasty(pair).all_reduce(&mut values, ReduceOp::Sum),
-                        (_, 2) => hasty(&group).all_reduce(&mut values, ReduceOp::Sum),
-                        _ => Ok(()),
-                    };
-                    gate.wait();
-                    text.err().map_or(String::new(), |e| e.to_string())
-                });
-                let advice = "operations of several groups must come in one order on all ranks";
-                for (text, other) in [
-                    (&texts[1], " is in all_reduce seq 1 of the group of all ranks, where it waits for ranks 0, 1;"),
-                    (&texts[2], " is in all_reduce seq 0 of group 0x"),
-                ] {
-                    assert!(text.contains(other), "{over:?}: {text}");
-                    assert!(text.contains(&format!("{advice}; timed out")), "{over:?}: {text}");
-                }
-                // By the number that people know; in the pair it is number 1.
-                let waits = ", where it waits for rank 2";
-                assert!(texts[2].contains(waits), "{over:?}: {}", texts[2]);
-            });
+    everywhere(|over| {
+        // Ranks say what they are doing after five seconds at the latest.
+        let hasty = |group: &ProcessGroup| {
+            group.with_call(Call {
+                timeout: Some(Duration::from_secs(8)),
+                ..Call::default()
+            })
+        };
+        let gate = Barrier::new(3);
+        let texts = on_each(groups(over, 3), |group| {
+            // Others than in the group of all.
+            let pair = group.new_group(&[1, 2]).unwrap();
+            gate.wait();
+            let mut values = [1f32; 9];
+            let text = match (&pair, group.rank()) {
+                (Some(pair), 1) => hasty(pair).all_reduce(&mut values, ReduceOp::Sum),
+                (_, 2) => hasty(&group).all_reduce(&mut values, ReduceOp::Sum),
+                _ => Ok(()),
+            };
+            gate.wait();
+            text.err().map_or(String::new(), |e| e.to_string())
+        });
+        let advice = "operations of several groups must come in one order on all ranks";
+        for (text, other) in [
+            (
+                &texts[1],
+                " is in all_reduce seq 1 of the group of all ranks, where it waits for ranks 0, 1;",
+            ),
+            (&texts[2], " is in all_reduce seq 0 of group 0x"),
+        ] {
+            assert!(text.contains(other), "{over:?}: {text}");
+            assert!(
+                text.contains(&format!("{advice}; timed out")),
+                "{over:?}: {text}"
+            );
         }
+        // By the number that people know; in the pair it is number 1.
+        let waits = ", where it waits for rank 2";
+        assert!(texts[2].contains(waits), "{over:?}: {}", texts[2]);
     });
 }
 
 /// Longer than a circle needs to be found.
 const LONG: Duration = Duration::from_millis(2600);
 
-/// Runs `body` over all transports at the same time: it mostly sleeps.
-fn everywhere(world: usize, body: impl Fn(&ProcessGroup, Over) + Sync) {
-    std::thread::scope(|scope| {
-        for over in EVERYWHERE {
-            let body = &body;
-            scope.spawn(move || {
-                on_each(groups(over, world), |group| {
-                    body(&group, over);
-                    group.shutdown().unwrap();
-                });
-            });
-        }
+/// Runs `body` on `world` ranks over every transport.
+fn no_circle(world: usize, body: impl Fn(&ProcessGroup, Over) + Sync) {
+    everywhere(|over| {
+        on_each(groups(over, world), |group| {
+            body(&group, over);
+            group.shutdown().unwrap();
+        });
     });
 }
 
 #[test]
 fn a_long_wait_for_who_computes_is_no_circle() {
-    everywhere(4, |group, over| {
+    no_circle(4, |group, over| {
         let data = large(over);
         let mut into = vec![0; data.len()];
         match group.rank() {
@@ -301,7 +292,7 @@ fn a_long_wait_for_who_computes_is_no_circle() {
 
 #[test]
 fn a_large_message_to_who_computes_is_no_circle() {
-    everywhere(2, |group, over| {
+    no_circle(2, |group, over| {
         let (data, other) = (large(over), 1 - group.rank());
         let mut into = vec![0; data.len()];
         for turn in 0..2 {
@@ -321,7 +312,7 @@ fn a_large_message_to_who_computes_is_no_circle() {
 /// when the next ones ask.
 #[test]
 fn ranks_that_go_on_slowly_are_no_circle() {
-    everywhere(3, |group, over| {
+    no_circle(3, |group, over| {
         let (me, world) = (group.rank(), group.world_size());
         let (to, from) = ((me + 1) % world, (me + world - 1) % world);
         let data = large(over);

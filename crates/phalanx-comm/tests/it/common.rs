@@ -110,6 +110,21 @@ pub fn on_each<R: Send>(
     })
 }
 
+/// Runs `test` over all transports at the same time: most of its time is spent waiting.
+pub fn everywhere(test: impl Fn(Over) + Sync) {
+    at_once(&EVERYWHERE, |over| test(*over));
+}
+
+/// Runs `test` on all `cases` at the same time. A panic in one is a panic here.
+pub fn at_once<C: Sync>(cases: &[C], test: impl Fn(&C) + Sync) {
+    std::thread::scope(|scope| {
+        for case in cases {
+            let test = &test;
+            scope.spawn(move || test(case));
+        }
+    });
+}
+
 /// An element type with the serial arithmetic that results are compared with,
 /// written as naively as possible.
 pub trait Value: Element {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use phalanx_comm::{Algorithm, Bucket, Call, Error, ErrorKind, P2POp, ProcessGroup, ReduceOp};
 
-use crate::common::{EVERYWHERE, Over, SOON, groups, on_each};
+use crate::common::{EVERYWHERE, Over, SOON, everywhere, groups, on_each};
 
 fn within(limit: Duration) -> Call {
     Call {
@@ -41,7 +41,7 @@ fn first_cause(errors: &[(usize, Error)]) -> (usize, String) {
 
 #[test]
 fn late_rank_is_named() {
-    for over in EVERYWHERE {
+    everywhere(|over| {
         let gate = Barrier::new(4);
         let limit = Duration::from_millis(1500);
         let failed = Barrier::new(4);
@@ -99,7 +99,7 @@ fn late_rank_is_named() {
             assert!(error.to_string().contains("limit 1.50 s"), "{error}");
             assert!(error.to_string().contains("seq 1"), "{error}");
         }
-    }
+    });
 }
 
 fn fail_in_ring(group: &ProcessGroup, limit: Duration) -> Error {
@@ -381,7 +381,7 @@ fn receives_that_face_each_other_name_both_sides_at_once() {
 /// Long enough for every rank to have asked what the others are in.
 #[test]
 fn a_late_sender_is_no_desync() {
-    for over in EVERYWHERE {
+    everywhere(|over| {
         on_each(groups(over, 2), |group| {
             let other = 1 - group.rank();
             for turn in 0..4i64 {
@@ -396,7 +396,7 @@ fn a_late_sender_is_no_desync() {
             }
             group.shutdown().unwrap();
         });
-    }
+    });
 }
 
 #[test]
@@ -723,7 +723,7 @@ const MATRIX: [(&str, Step, &str, Step, &str); 11] = [
 
 #[test]
 fn every_rank_learns_both_sides_of_a_desync_at_once() {
-    for over in EVERYWHERE {
+    everywhere(|over| {
         for world in 2..=4 {
             for (what, zero, zero_called, other, other_called) in MATRIX {
                 let gate = Barrier::new(world);
@@ -760,5 +760,5 @@ fn every_rank_learns_both_sides_of_a_desync_at_once() {
                 }
             }
         }
-    }
+    });
 }

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use phalanx_comm::recorder::{Dump, State};
 use phalanx_comm::{Bucket, Call, ErrorKind, GroupOptions, ProcessGroup, ReduceOp, ShrinkOptions};
 
-use crate::common::{EVERYWHERE, Over, SOON, groups, on_each};
+use crate::common::{EVERYWHERE, Over, SOON, everywhere, groups, on_each};
 
 #[test]
 fn late_rank_is_named_with_what_it_is_doing() {
-    for over in EVERYWHERE {
+    everywhere(|over| {
         let dir = tempfile::tempdir().unwrap();
         let gate = Barrier::new(2);
         // Over tcp a rank says what it is doing when it has done so for 5 s.
@@ -68,7 +68,7 @@ fn late_rank_is_named_with_what_it_is_doing() {
         assert!(took > Duration::from_secs(limit - 1), "{took:?}");
         assert_eq!(dump.entries[1].op, "barrier");
         assert_eq!(dump.entries[1].state, State::Done);
-    }
+    });
 }
 
 #[test]
@@ -172,7 +172,7 @@ fn a_panic_leaves_a_dump() {
 /// outlived, and by the numbers by which people know the ranks.
 #[test]
 fn after_a_shrink_the_second_failure_is_told() {
-    for over in EVERYWHERE {
+    everywhere(|over| {
         let dir = tempfile::tempdir().unwrap();
         let gate = Barrier::new(4);
         let over_gate = Barrier::new(3);
@@ -228,7 +228,7 @@ fn after_a_shrink_the_second_failure_is_told() {
             assert!(dump.phase.unwrap().for_ms >= 1500, "{over:?}");
             over_gate.wait();
         });
-    }
+    });
 }
 
 /// A subgroup's end is not its ranks' when they go on.

@@ -136,7 +136,7 @@ fn wrong_world_is_refused_on_both_sides() {
         .map(|(rank, world)| {
             let (store, mut options) = (store.clone(), init_options(Over::Shm, &token));
             // A quarter of it passes before nobody is taken to be right.
-            options.timeout = Duration::from_secs(20);
+            options.timeout = Duration::from_secs(10);
             std::thread::spawn(move || ProcessGroup::from_store(store, rank, world, options))
         })
         .into_iter()

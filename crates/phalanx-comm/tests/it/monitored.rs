@@ -7,7 +7,7 @@ use phalanx_comm::{ErrorKind, ProcessGroup, ReduceOp};
 use phalanx_store::{FileStore, Store};
 use phalanx_wire::Token;
 
-use crate::common::{EVERYWHERE, Over, PATIENCE, SOON, groups, init_options, on_each};
+use crate::common::{EVERYWHERE, Over, PATIENCE, SOON, everywhere, groups, init_options, on_each};
 
 #[test]
 fn everybody_comes() {
@@ -28,7 +28,7 @@ fn everybody_comes() {
 /// All ranks hear who was late, the late ones too; then the group goes on.
 #[test]
 fn late_ranks_are_named_by_rank_0_and_nothing_is_poisoned() {
-    for over in EVERYWHERE {
+    everywhere(|over| {
         for world in [2, 8] {
             let late: Vec<usize> = (0..world).filter(|r| r % 3 == 1).collect();
             // Until rank 0 has given up.
@@ -68,7 +68,7 @@ fn late_ranks_are_named_by_rank_0_and_nothing_is_poisoned() {
                 }
             }
         }
-    }
+    });
 }
 
 #[test]

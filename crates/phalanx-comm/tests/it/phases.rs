@@ -3,25 +3,15 @@
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use phalanx_comm::{Call, Error, ErrorKind, ProcessGroup};
+use phalanx_comm::{Call, Error, ErrorKind, ProcessGroup, ReduceOp};
 
-use crate::common::{EVERYWHERE, Over, PATIENCE, SOON, groups, on_each};
+use crate::common::{Over, PATIENCE, SOON, at_once, everywhere, groups, on_each};
 
 /// The deadline of the operations here. Over TCP it must be longer than the time between two signs of life.
 const DEADLINE: Duration = Duration::from_secs(5);
 
 /// Longer than that.
 const LONG: Duration = Duration::from_secs(8);
-
-/// Runs `test` over all transports at the same time: most of its time is spent waiting.
-fn everywhere(test: impl Fn(Over) + Sync) {
-    std::thread::scope(|scope| {
-        for over in EVERYWHERE {
-            let test = &test;
-            scope.spawn(move || test(over));
-        }
-    });
-}
 
 /// `group` after its first operation, with the deadline.
 fn hasty(group: &ProcessGroup) -> ProcessGroup {
@@ -35,47 +25,59 @@ fn hasty(group: &ProcessGroup) -> ProcessGroup {
 #[test]
 fn a_rank_in_a_phase_is_waited_for_beyond_the_deadline() {
     everywhere(|over| {
-        on_each(groups(over, 3), |group| {
-            let hasty = hasty(&group);
-            let began = Instant::now();
-            if group.rank() == 0 {
-                let _outer = group.phase("evaluating", PATIENCE);
-                {
-                    // One phase may begin inside another.
-                    let _inner = group.phase("saving", PATIENCE);
-                    std::thread::sleep(DEADLINE);
-                }
-                assert_eq!(group.flight().phase.unwrap().name, "evaluating");
-                std::thread::sleep(LONG - DEADLINE);
-            }
-            hasty.barrier().unwrap();
-            // Nor does it matter in which round of which plan a rank is waited for.
-            if group.rank() == 2 {
-                let _phase = group.phase("loading data", PATIENCE);
-                std::thread::sleep(LONG);
-            }
-            let mut data = vec![1.0_f32; 50_000];
-            hasty
-                .all_reduce(&mut data, phalanx_comm::ReduceOp::Sum)
-                .unwrap();
-            assert_eq!(data, [3.0; 50_000]);
-            // And in messages.
-            match group.rank() {
-                0 => hasty.recv(&mut data[..9], 2).unwrap(),
-                1 => {}
-                _ => {
-                    let _phase = group.phase("saving", PATIENCE);
-                    std::thread::sleep(LONG);
-                    drop(_phase);
-                    hasty.send(&data[..9], 0).unwrap();
-                }
-            }
-            assert!(began.elapsed() >= 3 * LONG || group.rank() == 1);
-            let phase = group.flight().phase;
-            assert_eq!(phase, None, "{over:?}: none was set before the first");
-            group.shutdown().unwrap();
+        at_once(&[in_a_barrier, in_an_all_reduce, in_a_message], |wait| {
+            on_each(groups(over, 3), |group| {
+                // No rank sleeps before all have come to the first barrier.
+                let began = Instant::now();
+                let hasty = hasty(&group);
+                wait(&group, &hasty);
+                assert!(began.elapsed() >= LONG || group.rank() == 1);
+                let phase = group.flight().phase;
+                assert_eq!(phase, None, "{over:?}: none was set before the first");
+                group.shutdown().unwrap();
+            });
         });
     });
+}
+
+fn in_a_barrier(group: &ProcessGroup, hasty: &ProcessGroup) {
+    if group.rank() == 0 {
+        let _outer = group.phase("evaluating", PATIENCE);
+        {
+            // One phase may begin inside another.
+            let _inner = group.phase("saving", PATIENCE);
+            std::thread::sleep(DEADLINE);
+        }
+        assert_eq!(group.flight().phase.unwrap().name, "evaluating");
+        std::thread::sleep(LONG - DEADLINE);
+    }
+    hasty.barrier().unwrap();
+}
+
+/// Nor does it matter in which round of which plan a rank is waited for.
+fn in_an_all_reduce(group: &ProcessGroup, hasty: &ProcessGroup) {
+    if group.rank() == 2 {
+        let _phase = group.phase("loading data", PATIENCE);
+        std::thread::sleep(LONG);
+    }
+    let mut data = vec![1.0_f32; 50_000];
+    hasty.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+    assert_eq!(data, [3.0; 50_000]);
+}
+
+/// And in messages.
+fn in_a_message(group: &ProcessGroup, hasty: &ProcessGroup) {
+    let mut data = [3.0_f32; 9];
+    match group.rank() {
+        0 => hasty.recv(&mut data, 2).unwrap(),
+        1 => {}
+        _ => {
+            let phase = group.phase("saving", PATIENCE);
+            std::thread::sleep(LONG);
+            drop(phase);
+            hasty.send(&data, 0).unwrap();
+        }
+    }
 }
 
 /// How long rank 0 waits for rank 1, which does `before` and never comes, and with what error.
@@ -101,29 +103,33 @@ fn waited(over: Over, before: impl Fn(&ProcessGroup) + Sync) -> (Duration, Error
 
 #[test]
 fn a_phase_is_no_excuse_beyond_its_limit_nor_after_its_end() {
-    everywhere(|over| {
-        let limit = Duration::from_secs(5);
-        let (took, error) = waited(over, |group| {
-            // Its guard lives on: the rank hangs.
-            std::mem::forget(group.phase("loading data", limit));
-        });
-        assert!(
-            took >= limit + DEADLINE - Duration::from_secs(2),
-            "{over:?}: {took:?}"
-        );
-        assert!(took < limit + SOON, "{over:?}: {took:?}");
-        let text = error.to_string();
-        assert!(text.contains("waiting for rank 1"), "{over:?}: {text}");
-        assert!(text.contains("in a phase of its own"), "{over:?}: {text}");
-        assert!(text.contains("is in loading data for"), "{over:?}: {text}");
+    everywhere(|over| at_once(&[beyond_its_limit, after_its_end], |test| test(over)));
+}
 
-        let (took, error) = waited(over, |group| drop(group.phase("loading data", PATIENCE)));
-        assert!(took < SOON, "{over:?}: {took:?}");
-        assert!(
-            !error.to_string().contains("loading data"),
-            "{over:?}: {error}"
-        );
+fn beyond_its_limit(over: Over) {
+    let limit = Duration::from_secs(4);
+    let (took, error) = waited(over, |group| {
+        // Its guard lives on: the rank hangs.
+        std::mem::forget(group.phase("loading data", limit));
     });
+    assert!(
+        took >= limit + DEADLINE - Duration::from_secs(2),
+        "{over:?}: {took:?}"
+    );
+    assert!(took < limit + SOON, "{over:?}: {took:?}");
+    let text = error.to_string();
+    assert!(text.contains("waiting for rank 1"), "{over:?}: {text}");
+    assert!(text.contains("in a phase of its own"), "{over:?}: {text}");
+    assert!(text.contains("is in loading data for"), "{over:?}: {text}");
+}
+
+fn after_its_end(over: Over) {
+    let (took, error) = waited(over, |group| drop(group.phase("loading data", PATIENCE)));
+    assert!(took < SOON, "{over:?}: {took:?}");
+    assert!(
+        !error.to_string().contains("loading data"),
+        "{over:?}: {error}"
+    );
 }
 
 #[test]

@@ -11,7 +11,9 @@ use phalanx_comm::{Call, Error, ErrorKind, InitOptions, ProcessGroup, ReduceOp, 
 use phalanx_store::{MemStore, TcpServer};
 use phalanx_wire::Token;
 
-use crate::common::{EVERYWHERE, Over, PATIENCE, SOON, groups, init_options, on_each};
+use crate::common::{
+    EVERYWHERE, Over, PATIENCE, SOON, at_once, everywhere, groups, init_options, on_each,
+};
 
 /// Returns when *all* ranks are through a barrier: after one of the group
 /// alone a rank may still be in it when the next one leaves.
@@ -41,7 +43,7 @@ fn sum_of_members(group: &ProcessGroup) -> i64 {
 
 #[test]
 fn survivors_go_on_whoever_was_lost() {
-    for over in EVERYWHERE {
+    everywhere(|over| {
         {
             let world = 4;
             // The first, one between, the last.
@@ -82,12 +84,12 @@ fn survivors_go_on_whoever_was_lost() {
                 });
             }
         }
-    }
+    });
 }
 
 #[test]
 fn twice_in_a_row_down_to_one() {
-    for over in EVERYWHERE {
+    everywhere(|over| {
         let gates = [4, 3, 2].map(Barrier::new);
         on_each(groups(over, 4), |group| {
             let global_rank = group.rank();
@@ -115,7 +117,7 @@ fn twice_in_a_row_down_to_one() {
             let group = group.shrink(hasty()).unwrap();
             assert_eq!((group.generation(), group.world_size()), (4, 1));
         });
-    }
+    });
 }
 
 #[test]
@@ -145,7 +147,7 @@ fn all_may_go_on_after_an_abort() {
 
 #[test]
 fn a_straggler_is_refused_with_the_reason() {
-    for over in EVERYWHERE {
+    everywhere(|over| {
         let formed = Barrier::new(4);
         on_each(groups(over, 4), |group| {
             let rank = group.rank();
@@ -170,7 +172,7 @@ fn a_straggler_is_refused_with_the_reason() {
             }
             group.shutdown().unwrap();
         });
-    }
+    });
 }
 
 #[test]
@@ -498,14 +500,16 @@ fn kill_two_of_four(over: &str, victims: [usize; 2]) {
 
 #[test]
 fn killed_processes_are_left_behind_over_shm() {
-    kill_two_of_four("shm", [0, 2]);
-    kill_two_of_four("shm", [3, 1]);
+    at_once(&[[0, 2], [3, 1]], |victims| {
+        kill_two_of_four("shm", *victims)
+    });
 }
 
 #[test]
 fn killed_processes_are_left_behind_over_tcp() {
-    kill_two_of_four("tcp", [0, 3]);
-    kill_two_of_four("tcp", [1, 0]);
+    at_once(&[[0, 3], [1, 0]], |victims| {
+        kill_two_of_four("tcp", *victims)
+    });
 }
 
 /// The calls of the old handle carry over.

@@ -1,11 +1,14 @@
 //! `phalanx train` as a person runs it: whole processes, real output.
 
 use std::ffi::OsStr;
+use std::io::Read as _;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::support::{LIMIT, SOON, ended, finish, free_port, phalanx, run, signal, succeed, text};
+use crate::support::{
+    LIMIT, SOON, at_once, ended, finish, free_port, phalanx, run, signal, succeed, text,
+};
 use phalanx_data::checkpoint::load_params;
 use phalanx_nn::models::MnistCnn;
 use phalanx_nn::{Params, Scope, Seed};
@@ -333,7 +336,7 @@ const SMALL: [&str; 14] = [
     "--epochs",
     "2",
     "--synthetic-samples",
-    "500",
+    "308",
     "--global-batch-size",
     "96",
     "--test-batch-size",
@@ -373,7 +376,7 @@ fn the_exchange_changes_no_bit_also_where_a_checkpoint_is_gone_on_with() {
             "--nproc-per-node",
             "2",
             "--stop-after",
-            "4",
+            "3",
             "--exchange",
             first,
         ];
@@ -616,10 +619,12 @@ fn killed_rank_is_named_over_tcp_too() {
 fn stopped_rank_is_named_when_the_deadline_passes() {
     // In the optimizer's step it may have been stopped before it had voted for it, or after.
     let at_step = ["votes on the step", "bucket 0 of 1"];
-    for (exchange, missing) in [("all-reduce", ["bucket"; 2]), ("at-step", at_step)] {
+    let cases = [("all-reduce", ["bucket"; 2]), ("at-step", at_step)];
+    at_once(&cases, |(exchange, missing)| {
         let dir = folder();
         let more = ["--timeout", "2", "--exchange", exchange];
-        let (child, marker, pid) = start_endless(dir.path(), "stopped", &more, 1);
+        let (child, marker, pid) =
+            start_endless(dir.path(), &format!("stopped-{exchange}"), &more, 1);
         signal(pid, "STOP");
         let stopped = Instant::now();
         let output = child.wait_with_output().expect("output");
@@ -633,7 +638,7 @@ fn stopped_rank_is_named_when_the_deadline_passes() {
             "{err}"
         );
         assert!(marked(&marker).is_empty(), "{:?}", marked(&marker));
-    }
+    });
 }
 
 #[test]
@@ -1265,6 +1270,26 @@ fn diverged_training_is_an_error() {
     );
 }
 
+/// The set in `from` with only its first `count` training samples.
+fn first_digits(from: &Path, into: &Path, count: u32) {
+    std::fs::create_dir(into).expect("a folder");
+    let sizes = [
+        ("images-idx3-ubyte", 16, 28 * 28),
+        ("labels-idx1-ubyte", 8, 1),
+    ];
+    for (kind, header, each) in sizes {
+        let test = format!("t10k-{kind}.gz");
+        std::fs::copy(from.join(&test), into.join(&test)).expect("copied");
+        let train = format!("train-{kind}");
+        let all = std::fs::File::open(from.join(format!("{train}.gz"))).expect("real MNIST");
+        let mut first = vec![0; header + count as usize * each];
+        let mut all = flate2::read::GzDecoder::new(all);
+        all.read_exact(&mut first).expect("as many samples");
+        first[4..8].copy_from_slice(&count.to_be_bytes());
+        std::fs::write(into.join(train), first).expect("written");
+    }
+}
+
 #[test]
 fn real_mnist_reaches_the_expected_accuracy_in_a_short_run() {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/data/mnist");
@@ -1273,18 +1298,21 @@ fn real_mnist_reaches_the_expected_accuracy_in_a_short_run() {
         return;
     }
     let dir = folder();
-    let data = data.to_str().expect("path");
-    // A third of what .ci/run trains: enough to know that data and labels fit together.
+    // A ninth of what .ci/run trains: enough to know that data and labels fit together.
+    first_digits(&data, &dir.path().join("digits"), 20_000);
     succeed(
         &[
             "train",
             "mnist",
             "--data",
-            data,
+            "digits",
             "--nproc-per-node",
             "2",
             "--epochs",
             "1",
+            "--batch-size",
+            "32",
+            "--cosine",
             "--output-dir",
             "out",
         ],
@@ -1359,10 +1387,14 @@ fn tested_by_rank_0(
 
 #[test]
 fn a_rank_may_be_busy_longer_than_a_collective_may_take() {
-    for (timeout, more) in [("1", "shm"), ("3", "tcp"), ("1", "thread")] {
+    for (timeout, tested, more) in [
+        ("1", 12_000, "shm"),
+        ("3", 25_000, "tcp"),
+        ("1", 12_000, "thread"),
+    ] {
         let dir = folder();
         let more = ["--transport", more];
-        let mut command = tested_by_rank_0(dir.path(), 25_000, timeout, &more);
+        let mut command = tested_by_rank_0(dir.path(), tested, timeout, &more);
         let (code, _, err) = crate::support::ended(command.spawn().expect("phalanx starts"));
         assert_eq!(code, 0, "{more:?}: {err}");
         let tested = summary(&dir.path().join("out"))["test_s"].as_f64();
@@ -1377,9 +1409,9 @@ fn a_rank_may_be_busy_longer_than_a_collective_may_take() {
 /// Whatever it was busy with, and however long that may take.
 #[test]
 fn a_rank_that_is_stopped_while_it_is_busy_ends_the_job() {
-    for transport in ["shm", "tcp"] {
+    at_once(&["shm", "tcp"], |transport| {
         let dir = folder();
-        let mut command = tested_by_rank_0(dir.path(), 400_000, "3", &["--transport", transport]);
+        let mut command = tested_by_rank_0(dir.path(), 100_000, "3", &["--transport", transport]);
         let marker = format!("PHALANX_TEST=busy-{transport}-{}", std::process::id());
         let (key, value) = marker.split_once('=').expect("marker");
         let child = command.env(key, value).spawn().expect("phalanx starts");
@@ -1403,7 +1435,7 @@ fn a_rank_that_is_stopped_while_it_is_busy_ends_the_job() {
         );
         assert!(err.contains("was in evaluating for"), "{err}");
         all_gone(&marker, Instant::now());
-    }
+    });
 }
 
 /// Asks a launcher for its ranks' recorders, as soon as that would not kill it.

@@ -412,7 +412,7 @@ fn disagreement_is_named_and_ends_everyones_wait() {
     };
     let auto = |rank, world| FormOptions {
         // A quarter of it passes before nobody is taken to be right.
-        timeout: Duration::from_secs(20),
+        timeout: Duration::from_secs(10),
         ..options(rank, world, &token, Prefer::Auto)
     };
     for text in disagree(auto(0, 2), options(1, 2, &token, Prefer::Tcp)) {

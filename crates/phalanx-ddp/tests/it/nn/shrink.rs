@@ -161,7 +161,7 @@ fn train(
                 group = group
                     .shrink(ShrinkOptions {
                         // Nobody who comes is left out on a busy machine.
-                        straggler_wait: Duration::from_millis(1000),
+                        straggler_wait: Duration::from_millis(2000),
                         ..ShrinkOptions::default()
                     })
                     .expect("formed anew");
@@ -194,35 +194,44 @@ fn optimizer_buffer() -> &'static str {
 
 #[test]
 fn survivors_equal_a_fresh_run_from_the_same_state() {
-    for over in ALL {
-        for (rank, step, ends) in [
+    let cases = ALL.into_iter().flat_map(|over| {
+        [
             (0, 3, Ends::BeforeBackward),
             (1, 0, Ends::InBackward),
             (1, 4, Ends::InBackward),
             (2, 2, Ends::AfterStep),
             (0, 5, Ends::AfterStep),
             (2, 1, Ends::BeforeBackward),
-        ] {
-            let what = format!("{over:?}, rank {rank} lost at step {step} {ends:?}");
-            let outcomes = ranks(3, over, |group| {
-                train(group, Some((rank, step, ends)), None)
-            });
-            let survivors: Vec<_> = outcomes.into_iter().flatten().collect();
-            assert_eq!(survivors.len(), 2, "{what}");
-            let from = survivors[0].0.clone().expect(&what);
-            let steps = step + u64::from(ends == Ends::AfterStep);
-            assert_eq!(from.steps, steps, "{what}");
-            for (taken_over, last) in &survivors {
-                assert_eq!(taken_over.as_ref(), Some(&from), "{what}");
-                assert_eq!(*last, survivors[0].1, "{what}");
-            }
-            // The oracle: two ranks that never heard of a third.
-            let fresh = ranks(2, Over::Thread, |group| train(group, None, Some(&from)));
-            for outcome in fresh {
-                let (_, last) = outcome.expect("nobody is lost");
-                assert_eq!(last, survivors[0].1, "{what}");
-            }
+        ]
+        .map(|lost| (over, lost))
+    });
+    // Mostly waiting for the lost one, so all at the same time.
+    std::thread::scope(|scope| {
+        for (over, lost) in cases {
+            scope.spawn(move || survivors_equal_a_fresh_run(over, lost));
         }
+    });
+}
+
+fn survivors_equal_a_fresh_run(over: Over, (rank, step, ends): (usize, u64, Ends)) {
+    let what = format!("{over:?}, rank {rank} lost at step {step} {ends:?}");
+    let outcomes = ranks(3, over, |group| {
+        train(group, Some((rank, step, ends)), None)
+    });
+    let survivors: Vec<_> = outcomes.into_iter().flatten().collect();
+    assert_eq!(survivors.len(), 2, "{what}");
+    let from = survivors[0].0.clone().expect(&what);
+    let steps = step + u64::from(ends == Ends::AfterStep);
+    assert_eq!(from.steps, steps, "{what}");
+    for (taken_over, last) in &survivors {
+        assert_eq!(taken_over.as_ref(), Some(&from), "{what}");
+        assert_eq!(*last, survivors[0].1, "{what}");
+    }
+    // The oracle: two ranks that never heard of a third.
+    let fresh = ranks(2, Over::Thread, |group| train(group, None, Some(&from)));
+    for outcome in fresh {
+        let (_, last) = outcome.expect("nobody is lost");
+        assert_eq!(last, survivors[0].1, "{what}");
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Instant;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::launch::harness::{Family, one_folder};
-use crate::support::SOON;
+use crate::support::{SOON, at_once};
 
 /// Runs `script` on `ranks` ranks.
 fn ranks(family: &Family, ranks: &str, script: &str) -> crate::launch::harness::Done {
@@ -285,7 +285,16 @@ fn a_usage_error_of_a_rank_is_told_once_and_not_tried_again() {
     assert!(done.err.contains("restart 1 of 1: "), "{done:#?}");
 }
 
+/// Long: ten seconds after the first rank has ended.
 #[test]
+fn ranks_left_long_after_the_first_has_ended_are_looked_at() {
+    let cases = [
+        a_rank_that_ends_long_before_the_others_is_mentioned,
+        a_rank_stopped_after_all_others_have_ended_is_the_end,
+    ];
+    at_once(&cases, |case| case());
+}
+
 fn a_rank_that_ends_long_before_the_others_is_mentioned() {
     let family = Family::new();
     let done = ranks(&family, "3", "[ $RANK = 1 ] || sleep 13");
@@ -317,7 +326,6 @@ fn output_that_cannot_be_written_is_reported_once_and_fails_the_job() {
 }
 
 /// Nobody else would notice: the others' last collective is over.
-#[test]
 fn a_rank_stopped_after_all_others_have_ended_is_the_end() {
     let family = Family::new();
     let done = ranks(&family, "2", "[ $RANK = 0 ] && exit 0; kill -STOP $$");

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 
 use crate::launch::harness::{Family, LIMIT, Running};
-use crate::support::{SOON, eventually};
+use crate::support::{SOON, at_once, eventually};
 
 const STUBBORN: &str = "trap '' TERM INT HUP; echo ready; while :; do sleep 50; done";
 const POLITE: &str = "trap 'echo got TERM; exit 0' TERM; trap 'echo got INT' INT; echo ready; while :; do sleep 0.02; done";
@@ -188,9 +188,18 @@ fn a_ctrl_z_that_nobody_could_undo_is_ignored() {
     assert!(done.err.contains("Ctrl-Z is ignored"), "{done:#?}");
 }
 
-/// A rank that answers SIGTERM itself may have something to save.
+/// Who answers SIGTERM itself may have something to save.
 #[test]
 fn who_handles_sigterm_has_time_for_it() {
+    let cases = [
+        a_rank_that_handles_sigterm_has_time_for_it,
+        who_handles_sigterm_behind_a_shell_has_time_for_it_too,
+        ranks_that_ask_for_more_time_to_save_get_it,
+    ];
+    at_once(&cases, |case| case());
+}
+
+fn a_rank_that_handles_sigterm_has_time_for_it() {
     let family = Family::new();
     // Longer than the 1.5 s that others have.
     let script =
@@ -205,7 +214,6 @@ fn who_handles_sigterm_has_time_for_it() {
 
 /// The shell in front dies of SIGTERM at once, and says nothing of whom it started; where its
 /// output goes to, neither.
-#[test]
 fn who_handles_sigterm_behind_a_shell_has_time_for_it_too() {
     let dir = tempfile::tempdir().unwrap();
     let family = Family::new();
@@ -270,9 +278,7 @@ fn a_rank_that_was_sent_sigterm_is_named() {
     }
 }
 
-/// A request for a checkpoint kills nobody.
-/// A rank that asks for longer than the usual 30 s, and needs it: here it is stopped meanwhile.
-#[test]
+/// Longer than the usual 30 s, and they need it: here they are stopped meanwhile.
 fn ranks_that_ask_for_more_time_to_save_get_it() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let family = Family::new();
@@ -314,6 +320,7 @@ fn ranks_that_ask_for_more_time_to_save_get_it() {
     assert!(saved.count() > 0, "{done:#?}");
 }
 
+/// A request for a checkpoint kills nobody.
 #[test]
 fn sigusr1_reaches_only_ranks_that_have_a_handler() {
     let dir = tempfile::tempdir().unwrap();

@@ -126,6 +126,16 @@ pub fn free_port() -> u16 {
     }
 }
 
+/// Runs `test` on all `cases` at the same time, where most of the time is spent waiting. A panic in one is a panic here.
+pub fn at_once<C: Sync>(cases: &[C], test: impl Fn(&C) + Sync) {
+    std::thread::scope(|scope| {
+        for case in cases {
+            let test = &test;
+            scope.spawn(move || test(case));
+        }
+    });
+}
+
 /// Looks until it holds.
 #[track_caller]
 pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {

@@ -18,6 +18,9 @@ const PREFER: &str = "PHALANX_TEST_PREFER";
 /// How many files more the child may open than it has when it begins to form.
 const FILES: &str = "PHALANX_TEST_FILES";
 
+/// How a child ends that cannot form the group; a panic has another status.
+const NOT_FORMED: i32 = 3;
+
 /// A child that does not outlive its test.
 struct Rank(Child);
 
@@ -77,7 +80,10 @@ fn child() {
     if let Ok(more) = std::env::var(FILES) {
         allow_files(more.parse().unwrap());
     }
-    let mut mesh = form(&store, &options(rank, 3, &token, prefer)).unwrap();
+    let mut mesh = form(&store, &options(rank, 3, &token, prefer)).unwrap_or_else(|e| {
+        eprintln!("{e}");
+        std::process::exit(NOT_FORMED)
+    });
     exchange(&mut mesh, 100_000).unwrap();
     assert_eq!(mesh.link(0).try_send(b"!").unwrap(), 1);
     // Until killed, or rank 0 or 2 is gone. The cause is passed on before we
@@ -258,13 +264,21 @@ fn running_out_of_files_ends_forming_and_names_the_limit() {
         let place = server.local_addr().to_string();
         let temp = tempfile::tempdir().unwrap();
         let store = TcpStore::connect(&place, token.clone(), PATIENCE).unwrap();
-        let start = |rank| Rank::command(rank, &place, &token, Prefer::Tcp, temp.path());
-        let _limited = Rank(start(1).env(FILES, more.to_string()).spawn().unwrap());
-        let _other = Rank(start(2).spawn().unwrap());
+        let start = |rank| {
+            let mut command = Rank::command(rank, &place, &token, Prefer::Tcp, temp.path());
+            command.stderr(Stdio::null());
+            command
+        };
+        let limited = Rank(start(1).env(FILES, more.to_string()).spawn().unwrap());
+        let other = Rank(start(2).spawn().unwrap());
         let began = Instant::now();
         let error = form(&store, &options(0, 3, &token, Prefer::Tcp)).unwrap_err();
         assert!(began.elapsed() < SOON, "{error}");
         assert_eq!(error.origin_rank(), Some(1), "{error}");
         assert!(error.to_string().contains("(ulimit -n)"), "{error}");
+        for mut rank in [limited, other] {
+            let status = rank.0.wait().unwrap();
+            assert_eq!(status.code(), Some(NOT_FORMED), "{status}");
+        }
     }
 }
