@@ -368,7 +368,12 @@ impl Mlflow {
         };
         let dir = Dir::open(&self.dir)?;
         let mut files = files_of(&dir)?;
-        files.sort_by_key(|name| (name.ends_with(".safetensors"), name.clone()));
+        let has_weights = |name: &str| {
+            [".safetensors", ".pt", ".pth"]
+                .iter()
+                .any(|end| name.ends_with(end))
+        };
+        files.sort_by_key(|name| (has_weights(name), name.clone()));
         for name in files {
             // Links and other things that are not regular files are left out.
             let Some(file) = open_in(&dir, &name) else {
@@ -556,7 +561,7 @@ impl Tracker for Mlflow {
     }
 }
 
-/// The names of the run's files in `dir`, without those that are temporary or there in another format.
+/// The names of the run's files in `dir`, without those that are temporary.
 fn files_of(dir: &Dir) -> Result<Vec<String>> {
     let mut files = Vec::new();
     let is_left_out = |name: &str| {
@@ -565,16 +570,7 @@ fn files_of(dir: &Dir) -> Result<Vec<String>> {
             || name.starts_with("events.out.tfevents.")
     };
     let names = dir.names()?;
-    let is_twin = |name: &str| {
-        let stem = name
-            .strip_suffix(".pt")
-            .or_else(|| name.strip_suffix(".pth"));
-        stem.is_some_and(|stem| names.contains(&format!("{stem}.safetensors")))
-    };
-    for name in names
-        .iter()
-        .filter(|name| !is_left_out(name) && !is_twin(name))
-    {
+    for name in names.iter().filter(|name| !is_left_out(name)) {
         match dir.sub(name) {
             Ok(Some(inner)) => {
                 let inner = inner

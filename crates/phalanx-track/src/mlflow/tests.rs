@@ -438,6 +438,7 @@ fn a_run_is_sent_as_it_grows_and_once() {
         assert_eq!(
             names,
             [
+                "best%2Epth",
                 "best%2Esafetensors",
                 "events%2Ejsonl",
                 "images/a%20b%2Epng",

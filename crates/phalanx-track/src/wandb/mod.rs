@@ -308,7 +308,8 @@ impl Tracker for Wandb {
     fn summary(&mut self, summary: &Value) -> Result<()> {
         self.write_row()?;
         for (name, value) in summary.as_object().into_iter().flatten() {
-            if !value.is_null() {
+            // Lists and tables would be an entry for each of their values.
+            if value.is_number() || value.is_string() || value.is_boolean() {
                 self.last
                     .entry(name.clone())
                     .or_insert_with(|| value.clone());

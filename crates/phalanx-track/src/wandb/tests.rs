@@ -143,3 +143,64 @@ fn a_resumed_run_is_written_again_in_the_same_folder() {
     let nums: Vec<i64> = records.iter().map(|record| record.num).collect();
     assert_eq!(nums, (1..=records.len() as i64).collect::<Vec<_>>());
 }
+
+#[test]
+fn the_exit_and_the_summary_say_how_the_run_ended() {
+    for (end, exit_code, error) in [
+        (r#""finished""#, 0, None),
+        (r#""stopped""#, 255, None),
+        (
+            r#""failed","error":"out of luck""#,
+            1,
+            Some("\"out of luck\""),
+        ),
+    ] {
+        let dir = tempfile::tempdir().expect("folder");
+        let write = |name: &str, text: &str| {
+            std::fs::write(dir.path().join(name), text).expect("written");
+        };
+        write("run.json", r#"{"id":"ab","started":100.0}"#);
+        let finish = format!("{{\"kind\":\"finish\",\"status\":{end},\"time\":107.0}}\n");
+        // The end of an attempt before does not count.
+        let before = r#"{"kind":"finish","status":"failed","error":"before","time":101.0}"#;
+        let start = r#"{"kind":"start","time":102.0}"#;
+        write("events.jsonl", &format!("{before}\n{start}\n{finish}"));
+        write(
+            "summary.json",
+            r#"{"accuracy":0.5,"model":"cnn","confusion":[[1,2]],"settings":{"lr":1}}"#,
+        );
+        let delivery = Delivery::start(dir.path(), Box::new(Wandb::new(&Env::new())));
+        delivery
+            .expect("started")
+            .finish(FINISH_WAIT)
+            .expect("delivered");
+        let file = dir
+            .path()
+            .join("wandb/offline-run-19700101_000140-ab/run-ab.wandb");
+        let records = records(&std::fs::read(file).expect("a file"));
+        let exit = proto::Exit {
+            exit_code,
+            runtime: 7,
+        };
+        assert_eq!(
+            records.last().and_then(|last| last.what.clone()),
+            Some(What::Exit(exit))
+        );
+        let summaries = records.iter().filter_map(|record| match &record.what {
+            Some(What::Summary(items)) => Some(items),
+            _ => None,
+        });
+        let last = summaries.last().expect("a summary");
+        let get = |name: &str| {
+            let item = last.update.iter().find(|item| item.nested_key == [name]);
+            item.map(|item| item.value_json.as_str())
+        };
+        assert_eq!(get("error"), error);
+        assert_eq!(
+            [get("accuracy"), get("model")],
+            [Some("0.5"), Some("\"cnn\"")]
+        );
+        // Results, not tables of them.
+        assert_eq!([get("confusion"), get("settings")], [None, None]);
+    }
+}

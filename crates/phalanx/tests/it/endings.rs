@@ -71,6 +71,7 @@ fn check(dir: &Path, status: &str, error: &str) {
     let mut files = files.map(|file| file.path());
     let file = files.find(|path| path.extension().is_some_and(|e| e == "wandb"));
     let file = file.expect("wandb's file");
+    // Without a reason there is its exit code only, which a unit test reads.
     eventually("wandb's record", || {
         let bytes = std::fs::read(&file).expect("read");
         bytes
