@@ -186,11 +186,12 @@ fn the_exit_and_the_summary_say_how_the_run_ended() {
             records.last().and_then(|last| last.what.clone()),
             Some(What::Exit(exit))
         );
-        let summaries = records.iter().filter_map(|record| match &record.what {
-            Some(What::Summary(items)) => Some(items),
+        let summary = |record: &proto::Record| match &record.what {
+            Some(What::Summary(items)) => Some(items.clone()),
             _ => None,
-        });
-        let last = summaries.last().expect("a summary");
+        };
+        let last = records.iter().rev().find_map(summary);
+        let last = last.expect("a summary");
         let get = |name: &str| {
             let item = last.update.iter().find(|item| item.nested_key == [name]);
             item.map(|item| item.value_json.as_str())
