@@ -2,6 +2,7 @@
 //! ranks' processes use. `docs/design/run-folder.md` has the format.
 
 mod run;
+mod source;
 mod system;
 mod writer;
 
