@@ -20,7 +20,7 @@ function same(what, is, expected) {
 const numbers = [[0, "0"], [2.0350001, "2.035"], [0.070383, "0.07038"], [0.43606457114219666, "0.4361"], [1109.571462455403, "1,110"], [999999, "999,999"], [1e6, "1e6"], [1e20, "1e20"], [-12345678, "-1.235e7"], [9.95e-4, "9.95e-4"], [NaN, "–"], [null, "–"]];
 for (const [v, text] of numbers) same(`short(${v})`, page_.short(v), text);
 same("percent", [0.917, 0.4812, 1].map(page_.percent), ["91.70 %", "48.12 %", "100.00 %"]);
-for (const [v, text, title] of [["a".repeat(64), "aaaaaaaaaaaa…", "a".repeat(64)], ["SGD lr 100000000000000000000", "SGD lr 1e20", "SGD lr 100000000000000000000"], [1109.571462455403, "1,110", "1109.571462455403"], ["0.05", "0.05", undefined], ["127.0.0.1", "127.0.0.1", undefined]]) {
+for (const [v, text, title] of [["a".repeat(64), "aaaaaaaaaaaa…", "a".repeat(64)], ["SGD lr 100000000000000000000", "SGD lr 1e20", "SGD lr 100000000000000000000"], [1109.571462455403, "1,110", "1109.571462455403"], ["0.05", "0.05", undefined], ["--seed 1234567890", "--seed 1234567890", undefined], ["127.0.0.1", "127.0.0.1", undefined]]) {
   const made = page_.value(v);
   same(`value(${v})`, [made.textContent, made.attributes.title], [text, title]);
 }

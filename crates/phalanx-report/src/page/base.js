@@ -32,7 +32,7 @@ const words = (text) => String(text).split(/(?<=[_/])/).flatMap((word, i) => i ?
 function value(v) {
   const full = shown(v);
   const cut = typeof v === "number" ? short(v) : /^[0-9a-f]{40,}$/.test(full) ? full.slice(0, 12) + "…"
-    : full.replace(/(?<![\w.])\d{9,}(\.\d+)?(?![\w.])/g, (digits) => short(+digits)).replace(/(?<![\w.])\d*\.\d{5,}(?![\w.])/g, (digits) => short(+digits));
+    : full.replace(/(?<![\w.])\d{16,}(\.\d+)?(?![\w.])/g, (digits) => short(+digits)).replace(/(?<![\w.])\d*\.\d{5,}(?![\w.])/g, (digits) => short(+digits));
   return cut === full ? el("span", {}, words(full)) : el("span", { title: full }, cut);
 }
 const table = (head, rows) => el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head.map((h) => el("th", {}, h)))),

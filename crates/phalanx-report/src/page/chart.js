@@ -115,7 +115,7 @@ function chart(name, get) {
   const reset = el("button", { hidden: "", onclick: () => zoomTo(null) }, "reset zoom");
   const log = el("button", { title: "logarithmic scale", onclick: () => { self.log = !isLog(get().series); self.draw(); } }, "log");
   const clip = `clip${chart.count = (chart.count || 0) + 1}`;
-  const file = (ending) => `${runs.map((run) => run.label).join("-")} ${name}`.replace(/[^\w.-]+/g, "-").slice(0, 100) + ending;
+  const file = (ending) => `${runs.map((run) => run.label).join("-")} ${name}`.replace(/[^\w.-]+/g, "-").replace(/-$/, "").slice(0, 100) + ending;
   const files = [["svg", "picture", () => save(file(".svg"), "image/svg+xml", picture(svg, name, get().series))], ["csv", "values", () => save(file(".csv"), "text/csv", csv(get().axis, get().series))]];
   const legend = el("div", { class: "bar legend", hidden: "" });
   self.root = el("div", { class: "chart" }, el("header", {}, el("h3", {}, name), files.map(([ending, what, onclick]) => el("button", { class: "quiet", title: `download the ${what}`, onclick }, ending)), reset, log), legend, svg);
@@ -145,7 +145,7 @@ function chart(name, get) {
     let y0 = fold(Math.min, seen.map((s) => s.y), Infinity), y1 = fold(Math.max, seen.map((s) => s.y), -Infinity);
     if (!isFinite(y0)) { y0 = logarithmic ? 0.1 : 0; y1 = 1; }
     // Smoothing rounds: a constant stays one.
-    if (y1 - y0 <= 1e-9 * Math.abs(y1)) { const pad = Math.abs(y0) / 2 || 1; y0 -= pad; y1 += pad; }
+    if (y1 - y0 <= 1e-9 * Math.abs(y1)) { const pad = isShare ? 0.05 : Math.abs(y0) / 2 || 1; y0 -= pad; y1 += pad; }
     const up = logarithmic ? Math.log10 : (v) => v;
     const margin = (up(y1) - up(y0)) * 0.04;
     const px = (x) => left + (x - x0) / (x1 - x0) * (width - left - right);
@@ -195,7 +195,7 @@ function chart(name, get) {
     svg.onpointerleave = svg.onpointercancel = () => { start = null; charts.forEach((chart) => chart.cross?.()); tip.hidden = true; };
     svg.onpointermove = (e) => {
       const x = at(e);
-      for (const chart of charts) if (chart !== self) chart.cross?.(x, axis);
+      for (const chart of charts) if (chart !== self && chart.isNear) chart.cross?.(x, axis);
       showTip(e, self.cross(x, axis));
     };
     /** Draws the crosshair at `x` of the axis `of`, or none; what is there, in words. */
