@@ -109,6 +109,8 @@ impl AnyRecipe for Linear {
             if (i + 1) % PRINT_EVERY == 0 {
                 let text = python_repr(value);
                 ctx.line(&format!("{}/{} loss:{text}", i + 1, self.iterations))?;
+            }
+            if i % (self.iterations / 1000).clamp(1, PRINT_EVERY) == 0 {
                 run.log
                     .event(&json!({"step": i, "loss": value, "lr": self.lr}))?;
             }

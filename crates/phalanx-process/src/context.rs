@@ -64,10 +64,13 @@ impl RankContext {
         say::print(&block)
     }
 
-    /// Prints a line on standard error, from rank 0 only.
+    /// Prints a line on standard error, from rank 0 only. On a terminal a long one is wrapped between words.
     pub fn note(&self, text: &str) {
         if self.is_main() {
-            say::note(text);
+            match say::columns() {
+                Some(columns) => say::note(say::wrapped(text, columns)),
+                None => say::note(text),
+            }
         }
     }
 

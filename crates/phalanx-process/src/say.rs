@@ -21,6 +21,45 @@ pub fn note(text: impl Display) {
     let _ = std::io::stderr().write_all(visible(&line).as_bytes());
 }
 
+/// Columns of the terminal that standard error is; `None` where it is none.
+pub(crate) fn columns() -> Option<usize> {
+    let size = rustix::termios::tcgetwinsize(std::io::stderr()).ok()?;
+    // Narrower ones, and terminals that do not know, wrap on their own.
+    (size.ws_col >= 40).then_some(size.ws_col.into())
+}
+
+/// `text` in lines of at most `columns`, as far as its words allow. What continues a line begins below its text, after
+/// its label.
+pub(crate) fn wrapped(text: &str, columns: usize) -> String {
+    let mut lines: Vec<String> = Vec::new();
+    for line in text.lines() {
+        let label = line.find("  ").map(|at| {
+            let text = line[at..].trim_start();
+            line.len() - text.len()
+        });
+        let indent = label.filter(|label| *label <= 12).unwrap_or(2);
+        let mut rest = line.to_owned();
+        while rest.chars().count() > columns {
+            let spaces = rest.char_indices().enumerate();
+            let spaces = spaces.filter(|(_, (at, c))| *c == ' ' && *at > indent);
+            let mut spaces = spaces.peekable();
+            let mut found = spaces.next();
+            while let Some(next) = spaces.next_if(|(column, _)| *column <= columns) {
+                found = Some(next);
+            }
+            let Some((_, (at, _))) = found else {
+                break;
+            };
+            let next = format!("{:indent$}{}", "", rest[at..].trim_start());
+            rest.truncate(at);
+            lines.push(rest.trim_end().to_owned());
+            rest = next;
+        }
+        lines.push(rest);
+    }
+    lines.join("\n")
+}
+
 /// Writes `block` to standard output at once.
 ///
 /// # Errors
@@ -108,6 +147,27 @@ impl Secrets {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn long_lines_are_wrapped_between_words() {
+        let line = "training 3 epochs of 47 steps, global batch 64 = 1 x 64, SGD lr 0.05 momentum";
+        for columns in 40..100 {
+            let lines = wrapped(line, columns);
+            assert!(lines.lines().all(|line| line.chars().count() <= columns));
+            assert!(lines.split_whitespace().eq(line.split_whitespace()));
+            assert_eq!(lines == line, line.len() <= columns, "{columns}");
+        }
+        for (text, expected) in [
+            ("", ""),
+            ("aaaa bbbb cccc dddd", "aaaa bbbb\n  cccc\n  dddd"),
+            ("data     änderungen ab", "data     änderungen\n         ab"),
+            ("a-word-that-is-longer", "a-word-that-is-longer"),
+            ("x a-word-that-is-longer y", "x a-word-that-is-longer\n  y"),
+            ("first\nsecond one", "first\nsecond one"),
+        ] {
+            assert_eq!(wrapped(text, 10), expected);
+        }
+    }
 
     #[test]
     fn secrets_are_hidden_however_they_are_typed() {

@@ -1,3 +1,6 @@
+use std::io::Write as _;
+use std::process::{Command, Stdio};
+
 use super::*;
 
 /// The JSON inside a page.
@@ -544,4 +547,22 @@ fn base64_is_that_of_the_rfc() {
     ] {
         assert_eq!(base64(bytes.as_bytes()), text);
     }
+}
+
+/// `page_test.js` says what is wrong. Where there is no node, nothing is tested.
+#[test]
+fn the_page_counts_shortens_and_converts() {
+    let node = Command::new("node")
+        .args(["-e", include_str!("page_test.js")])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    let Ok(mut node) = node else { return };
+    let mut script = node.stdin.take().expect("a pipe");
+    script.write_all(JS.as_bytes()).expect("read");
+    drop(script);
+    let done = node.wait_with_output().expect("ended");
+    let [said, errors] = [&done.stdout, &done.stderr].map(|text| String::from_utf8_lossy(text));
+    assert!(done.status.success() && said.is_empty(), "{said}{errors}");
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use phalanx_data::checkpoint;
-use phalanx_data::files::{Dir, atomic_write};
+use phalanx_data::files::{Dir, as_typed, atomic_write};
 use phalanx_data::metrics::{MetricsLog, write_summary_in};
 use phalanx_data::state::{Folder, Place};
 use phalanx_nn::Params;
@@ -254,6 +254,25 @@ impl Output {
     /// The folder.
     pub fn dir(&self) -> &Path {
         &self.dir
+    }
+
+    /// Says where the report is, if there is one.
+    pub fn announce_report(&self, ctx: &RankContext) {
+        if self.opened.as_ref().is_some_and(|dir| dir.has(REPORT_FILE)) {
+            let file = self.dir.join(REPORT_FILE);
+            ctx.note(&format!("report   {}", file.display()));
+        }
+    }
+
+    /// `error`, by which the run fails, with the command that shows what the folder has. Errors that are not this
+    /// rank's own, and a stop, are left as they are.
+    pub fn with_report(&self, error: Error) -> Error {
+        match error.kind() {
+            ErrorKind::Failed | ErrorKind::System | ErrorKind::Usage if !error.is_told() => {
+                error.note("report", format!("phalanx report {}", as_typed(&self.dir)))
+            }
+            _ => error,
+        }
     }
 
     /// What was saved last; the folder, when nothing was.

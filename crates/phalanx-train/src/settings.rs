@@ -59,7 +59,7 @@ pub struct Settings {
     /// How samples are divided among ranks
     #[arg(long, value_enum, default_value_t = SamplerKind::Exact)]
     pub sampler: SamplerKind,
-    /// Log the loss every N steps (and print it, if the recipe prints losses)
+    /// Print the loss every N steps, if the program prints losses
     #[arg(long, default_value_t = 100, value_name = "N")]
     pub log_interval: usize,
     /// Size of a gradient bucket in MiB [default: 4 on one host, 8 across hosts; 1 for the first and last bucket]
@@ -245,6 +245,17 @@ impl Settings {
     /// Samples of a step over all ranks.
     pub fn global_batch(&self, world: usize) -> usize {
         self.global_batch_size.unwrap_or(self.batch_size() * world)
+    }
+
+    /// Steps between two records of the loss in an epoch of `steps` steps. Few enough for a curve, and so many that
+    /// writing them takes no noticeable time. The loss of a batch that is cut into shards needs a collective.
+    pub fn record_interval(&self, steps: usize) -> usize {
+        let points = match self.split.determinism() {
+            Determinism::Shards => 50,
+            Determinism::Ranks | Determinism::Off => 1000,
+        };
+        let all = steps.saturating_mul(self.epochs());
+        (all / points).clamp(1, self.log_interval)
     }
 
     /// This rank's parts of a training set of `samples`.

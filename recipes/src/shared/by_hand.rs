@@ -219,7 +219,9 @@ impl<'a> ByHand<'a> {
             .save_summary(&self.summary(&digest, optimizer))?;
         drop(phase);
         // Nobody leaves before the files are complete.
-        Ok(ctx.group.barrier()?)
+        ctx.group.barrier()?;
+        self.output.announce_report(ctx);
+        Ok(())
     }
 
     fn summary(&self, digest: &[u8], optimizer: String) -> Value {

@@ -472,10 +472,10 @@ impl<'a, T: Task> GlobalRun<'a, T> {
     /// Samples that cannot be read; a loss that is no number; peers that are lost; those of saving. After SIGTERM,
     /// `Interrupted`.
     pub fn train(&mut self, train: &Arc<T::Data>, test: &Arc<T::Data>) -> Result<bool> {
-        let outcome = self.epochs(train, test);
-        if let Err(error) = &outcome {
-            self.log.failed_by(error);
-        }
+        let outcome = self.epochs(train, test).map_err(|error| {
+            self.log.failed_by(&error);
+            self.output.with_report(error)
+        });
         Ok(outcome? == Goes::On)
     }
 
@@ -631,8 +631,8 @@ impl<'a, T: Task> GlobalRun<'a, T> {
         self.tape.update_buffers(local)?;
         local.buffers_flat_mut().copy_from_slice(&buffers);
         let ctx = self.ctx;
-        self.log
-            .notice(&format!("{at} is skipped on all ranks: {commit}"));
+        let text = format!("{at} is skipped on all ranks: {commit}");
+        self.log.notice(self.place.step, &text);
         self.progress.suspend(|| ctx.note_skipped(commit, at));
         Ok(())
     }
@@ -666,6 +666,8 @@ impl<'a, T: Task> GlobalRun<'a, T> {
         }
         if logged {
             self.results.metrics.add(loss);
+        }
+        if logged || index.is_multiple_of(settings.record_interval(self.steps)) {
             let results = &self.results;
             self.log.event(&json!({
                 "step": (epoch - 1) * self.steps + index, "epoch": epoch, "loss": loss, "lr": lr,
@@ -950,6 +952,7 @@ impl<'a, T: Task> GlobalRun<'a, T> {
             results.weights,
             self.output.saved().display()
         ));
+        self.output.announce_report(ctx);
         Ok(())
     }
 

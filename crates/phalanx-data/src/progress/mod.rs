@@ -55,6 +55,8 @@ struct Running {
     /// Time of the next line or text, since the start.
     due: Duration,
     bar: Option<ProgressBar>,
+    /// Columns of the longest text beside the bar so far. Shorter ones are padded, so that the bar keeps its width.
+    columns: usize,
 }
 
 impl Progress {
@@ -110,6 +112,7 @@ impl Progress {
             started: Instant::now(),
             due,
             bar,
+            columns: 0,
         });
     }
 
@@ -133,7 +136,9 @@ impl Progress {
         if let Some(bar) = &running.bar {
             if now >= running.due {
                 running.due = now + TEXT_EVERY;
-                bar.set_message(running.meter.text(now));
+                let text = running.meter.text(now);
+                running.columns = running.columns.max(text.chars().count());
+                bar.set_message(format!("{text:<0$}", running.columns));
             }
             bar.inc(1);
         } else if let Display::Lines { out, every } = &mut self.display
@@ -194,22 +199,23 @@ impl Drop for Progress {
 
 fn bar(prefix: &str, steps: usize) -> ProgressBar {
     let bar = ProgressBar::with_draw_target(Some(steps as u64), ProgressDrawTarget::stderr());
-    bar.set_style(style(std::env::var_os("NO_COLOR").is_none()));
+    bar.set_style(style(std::env::var_os("NO_COLOR").is_none(), steps));
     bar.set_prefix(prefix.to_owned());
     bar
 }
 
 /// The bar uses the columns that the text leaves: a fixed width would wrap at 80 columns.
-fn template(colour: bool) -> &'static str {
-    if colour {
-        "{prefix} {wide_bar:.cyan/dim} {percent:>3} %  {pos}/{len}  {msg}"
-    } else {
-        "{prefix} {wide_bar} {percent:>3} %  {pos}/{len}  {msg}"
-    }
+fn template(colour: bool, steps: usize) -> String {
+    let bar = match colour {
+        true => "{wide_bar:.cyan/dim}",
+        false => "{wide_bar}",
+    };
+    let digits = steps.to_string().len();
+    format!("{{prefix}} {bar} {{percent:>3}} %  {{pos:>{digits}}}/{{len}}  {{msg}}")
 }
 
-fn style(colour: bool) -> ProgressStyle {
-    ProgressStyle::with_template(template(colour))
+fn style(colour: bool, steps: usize) -> ProgressStyle {
+    ProgressStyle::with_template(&template(colour, steps))
         .unwrap_or_else(|_| ProgressStyle::default_bar())
         // Without color the remaining part must differ in shape.
         .progress_chars(if colour { "━╸━" } else { "━╸ " })
@@ -223,7 +229,7 @@ mod tests {
     fn the_bars_template_is_valid() {
         // A bad template would silently fall back to the default one.
         for colour in [true, false] {
-            assert!(ProgressStyle::with_template(template(colour)).is_ok());
+            assert!(ProgressStyle::with_template(&template(colour, 469)).is_ok());
         }
         let bar = bar("epoch 1/3", 469);
         bar.inc(1);

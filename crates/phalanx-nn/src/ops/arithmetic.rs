@@ -165,6 +165,15 @@ impl Operation<2> for Add {
 }
 
 impl Operation<2> for Binary {
+    fn name(&self) -> Option<&'static str> {
+        Some(match self.op {
+            Arithmetic::Add => "Add",
+            Arithmetic::Sub => "Sub",
+            Arithmetic::Mul => "Mul",
+            Arithmetic::Div => "Div",
+        })
+    }
+
     fn saves(&self) -> [bool; 2] {
         self.saves
     }

@@ -74,7 +74,19 @@ impl<'s> Tensor<'s> {
 
 impl Operation for Unary {
     fn name(&self) -> Option<&'static str> {
-        (self.0 == Activation::Relu).then_some("Relu")
+        Some(match self.0 {
+            Activation::Relu => "Relu",
+            Activation::Relu6 => "Relu6",
+            Activation::LeakyRelu(_) => "LeakyRelu",
+            Activation::Gelu => "Gelu",
+            Activation::GeluTanh => "GeluTanh",
+            Activation::Silu => "Silu",
+            Activation::Hardswish => "Hardswish",
+            Activation::Hardsigmoid => "Hardsigmoid",
+            Activation::Sigmoid => "Sigmoid",
+            Activation::Tanh => "Tanh",
+            Activation::Exp => "Exp",
+        })
     }
 
     fn saves(&self) -> [bool; 1] {

@@ -503,3 +503,27 @@ fn what_does_not_fit_is_named() {
         assert!(e.to_string().contains(part), "{e}");
     }
 }
+
+#[test]
+fn operations_are_called_by_what_they_compute() {
+    let params = Scope::new(Seed(0)).build().unwrap();
+    let mut tape = Tape::new(Threads(1));
+    let step = tape.step(&params, StepKey::new(0, 0));
+    let row = || step.variable(&[1.0, 2.0], &[2]).unwrap();
+    let many = || step.variable(&[1.0; 4], &[2, 2]).unwrap();
+    let results = [
+        many().add(row()),
+        many().sub(row()),
+        many().mul(row()),
+        many().div(row()),
+        many().add(many()),
+        row().gelu_tanh(),
+        row().sigmoid(),
+    ];
+    assert!(results.iter().all(Result::is_ok));
+    let names: Vec<&str> = step.graph().iter().map(|node| node.operation).collect();
+    assert_eq!(
+        names,
+        ["Add", "Sub", "Mul", "Div", "Add", "GeluTanh", "Sigmoid"]
+    );
+}

@@ -15,15 +15,32 @@ function el(name, attributes = {}, ...children) {
   made.append(...children.flat());
   return made;
 }
-const short = (v) => !isNumber(v) ? "–" : Number.isInteger(v) ? v.toLocaleString("en") : Math.abs(v) >= 1e5 || (v && Math.abs(v) < 1e-3) ? (+v.toPrecision(4)).toExponential() : String(+v.toPrecision(5));
-const percent = (v) => isNumber(v) ? +(100 * v).toFixed(2) + " %" : "–";
+/** A count in full, thousands apart. */
+const count = (v) => isNumber(v) ? v.toLocaleString("en") : "–";
+/** A number in four significant digits. Whole ones below a million are given in full. */
+function short(v) {
+  if (!isNumber(v)) return "–";
+  const size = Math.abs(v), rounded = +v.toPrecision(4);
+  if (size >= 1e6 || (size && size < 1e-3)) return rounded.toExponential().replace("e+", "e");
+  return (Number.isInteger(v) ? v : rounded).toLocaleString("en", { maximumFractionDigits: 10 });
+}
+const percent = (v) => isNumber(v) ? (100 * v).toFixed(2) + " %" : "–";
 const shown = (v) => v === undefined || v === null ? "–" : typeof v === "object" ? JSON.stringify(v) : String(v);
+/** `text` that may be wrapped after `_` and `/`. */
+const words = (text) => String(text).split(/(?<=[_/])/).flatMap((word, i) => i ? [el("wbr"), word] : [word]);
+/** A number or text for people; what is shortened has the full value as its title. */
+function value(v) {
+  const full = shown(v);
+  const cut = typeof v === "number" ? short(v) : /^[0-9a-f]{40,}$/.test(full) ? full.slice(0, 12) + "…"
+    : full.replace(/(?<![\w.])\d{16,}(\.\d+)?(?![\w.])/g, (digits) => short(+digits)).replace(/(?<![\w.])\d*\.\d{5,}(?![\w.])/g, (digits) => short(+digits));
+  return cut === full ? el("span", {}, words(full)) : el("span", { title: full }, cut);
+}
 const table = (head, rows) => el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head.map((h) => el("th", {}, h)))),
   el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, i) => el(i ? "td" : "th", {}, cell)))))));
 const select = (options, change, chosen) => el("select", { onchange: (e) => change(e.target.value) }, options.map(([value, text]) => el("option", { value, selected: value === chosen && "" }, text)));
 const key = (color) => el("span", { class: "key", style: `background:${color}` });
 const note = (...text) => el("p", { class: "soft" }, ...text);
-const pairs = (entries) => el("div", { class: "settings" }, entries.map(([name, value]) => el("div", {}, el("span", {}, name), el("b", {}, shown(value)))));
+const pairs = (entries) => el("div", { class: "settings" }, entries.map(([name, v]) => el("div", {}, el("span", {}, words(name)), el("b", {}, value(v)))));
 
 /** The least or greatest of lists of any length. */
 const fold = (f, lists, start) => lists.reduce((a, list) => list.reduce((b, v) => f(b, v), a), start);
@@ -40,11 +57,12 @@ const several = () => runs.length > 1;
 /** A heading of one of several runs. */
 const ofRun = (title, run) => el("h2", {}, title + (several() ? ": " + run.label : ""));
 
-/** A class by its name, where the data set has names. */
-const className = (run, c) => Array.isArray(run.summary.classes) && typeof run.summary.classes[c] === "string" ? run.summary.classes[c] : String(c);
+/** A class by its name, where the data set has names. White space is made visible. */
+const className = (run, c) => Array.isArray(run.summary.classes) && typeof run.summary.classes[c] === "string"
+  ? run.summary.classes[c].replace(/\n/g, "\\n").replace(/\r/g, "\\r").replace(/\t/g, "\\t").replace(/^ +| +$/g, (spaces) => "␣".repeat(spaces.length)) : String(c);
 
-/** What the user has chosen. It stays when the data changes. */
-const view = { smoothing: 0, axis: "step", marks: true, hidden: new Set(), open: new Map() };
+/** What the user has chosen. It stays when the data changes. `zoom`: a range of `axis`, of all charts that have it. */
+const view = { smoothing: 0, axis: "step", marks: true, hidden: new Set(), open: new Map(), zoom: null };
 const isDrawn = (run) => !view.hidden.has(run.label);
 /** A part that can be folded; it stays as it is, found by `name`, when the data changes. */
 function folding(name, title, open, ...children) {

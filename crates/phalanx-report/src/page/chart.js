@@ -1,4 +1,54 @@
-// Curves over an axis: zoom, hover, smoothing, logarithmic scale.
+// Curves over an axis: zoom and crosshair of all charts, smoothing, logarithmic scale, downloads.
+
+/** Steps of an epoch, if all runs have the same. */
+function stepsPerEpoch() {
+  const all = new Set(runs.map((run) => run.about.steps_per_epoch)), [steps] = all;
+  return all.size === 1 && steps > 0 ? steps : undefined;
+}
+/** `x` of the axis `from` on the axis `to`; `undefined` where it has no such place. */
+function convert(x, from, to) {
+  if (from === to) return x;
+  const steps = stepsPerEpoch(), clock = runs.length === 1 && !(runs[0].about.attempt > 1) && runs[0].curves.elapsed_s;
+  const between = (x, xs, ys) => {
+    const i = Math.min(Math.max(lower(xs, x), 1), xs.length - 1);
+    return xs.length < 2 ? undefined : ys[i - 1] + (xs[i] > xs[i - 1] ? (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1]) : 0);
+  };
+  const step = from === "step" ? x : from === "epoch" ? x * steps : clock ? between(x, clock.y, clock.x) : NaN;
+  const there = to === "step" ? step : to === "epoch" ? step / steps : clock ? between(step, clock.x, clock.y) : NaN;
+  return isNumber(there) ? there : undefined;
+}
+
+/** Has the browser save `text` as a file. */
+function save(name, type, text) {
+  const link = el("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+}
+/** The values of `series` as a table: a row for each place on the axis, a column for each line. */
+function csv(axis, series) {
+  const rows = new Map(), quoted = (text) => `"${String(text).replaceAll('"', '""')}"`;
+  series.forEach((s, column) => s.x.forEach((x, i) => {
+    if (!rows.has(x)) rows.set(x, Array(series.length).fill(""));
+    rows.get(x)[column] = s.y[i];
+  }));
+  const sorted = [...rows].sort((a, b) => a[0] - b[0]).map(([x, values]) => [x, ...values].join(","));
+  return [[axis, ...series.map((s) => quoted(s.label))].join(","), ...sorted, ""].join("\n");
+}
+/** A picture that needs no style sheet: the chart with its name and a legend. */
+function picture(svg, name, series) {
+  const copy = svg.cloneNode(true), [, , width, height] = svg.getAttribute("viewBox").split(" ").map(Number), from = svg.querySelectorAll("*");
+  copy.querySelectorAll("*").forEach((made, i) => {
+    const style = getComputedStyle(from[i]);
+    made.setAttribute("style", ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-size", "font-family"].map((n) => `${n}:${style.getPropertyValue(n)}`).join(";"));
+  });
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name), font = "font:12px sans-serif";
+  const legend = series.length > 1 ? series.slice(0, 40) : [], top = 24 + 16 * legend.length;
+  copy.prepend(el("svg:rect", { x: 0, y: -top, width, height: height + top, fill: color("--back") }), el("svg:text", { x: 8, y: 16 - top, style: `font:bold 13px sans-serif;fill:${color("--text")}` }, name),
+    ...legend.flatMap((s, i) => [el("svg:rect", { x: 8, y: 26 - top + 16 * i, width: 10, height: 10, fill: s.color.startsWith("var(") ? color(s.color.slice(4, -1)) : s.color }),
+      el("svg:text", { x: 24, y: 35 - top + 16 * i, style: `${font};fill:${color("--text")}` }, s.label)]));
+  for (const [key, value] of Object.entries({ viewBox: `0 ${-top} ${width} ${height + top}`, width, height: height + top })) copy.setAttribute(key, value);
+  return new XMLSerializer().serializeToString(copy);
+}
 
 const charts = new Set();
 /** Draws the charts near the screen, or all; others are drawn when they come near. */
@@ -55,15 +105,20 @@ function showTip(e, rows) {
 /**
  * A chart of lines. `get` gives what is drawn now:
  * `series`: of each line its `color`, `label`, ascending `x`, `y`, and `dash`; `place(i)` names a point;
- * `marks`: events with `x`, `kind` and `text`; `unit` of the axis; `smoothing`.
+ * `axis`: step, epoch or seconds; `marks`: events with `x`, `kind` and `text`; `smoothing`; `legend`: whether it is shown;
+ * `start`: the first place on the axis; `percent`: whether values are shares.
  */
 function chart(name, get) {
-  const self = { zoom: null, log: undefined };
+  const self = { log: undefined };
   const svg = el("svg:svg", { role: "img", "aria-label": name });
-  const reset = el("button", { hidden: "", onclick: () => { self.zoom = null; self.draw(); } }, "reset zoom");
+  const zoomTo = (zoom) => { view.zoom = zoom; tip.hidden = true; redraw(); };
+  const reset = el("button", { hidden: "", onclick: () => zoomTo(null) }, "reset zoom");
   const log = el("button", { title: "logarithmic scale", onclick: () => { self.log = !isLog(get().series); self.draw(); } }, "log");
   const clip = `clip${chart.count = (chart.count || 0) + 1}`;
-  self.root = el("div", { class: "chart" }, el("header", {}, el("h3", {}, name), reset, log), svg);
+  const file = (ending) => `${runs.map((run) => run.label).join("-")} ${name}`.replace(/[^\w.-]+/g, "-").replace(/-$/, "").slice(0, 100) + ending;
+  const files = [["svg", "picture", () => save(file(".svg"), "image/svg+xml", picture(svg, name, get().series))], ["csv", "values", () => save(file(".csv"), "text/csv", csv(get().axis, get().series))]];
+  const legend = el("div", { class: "bar legend", hidden: "" });
+  self.root = el("div", { class: "chart" }, el("header", {}, el("h3", {}, name), files.map(([ending, what, onclick]) => el("button", { class: "quiet", title: `download the ${what}`, onclick }, ending)), reset, log), legend, svg);
   let start = null;
   const isLog = (series) => {
     if (self.log !== undefined) return self.log;
@@ -73,13 +128,15 @@ function chart(name, get) {
 
   self.draw = () => {
     if (!self.root.isConnected) return;
-    const width = svg.clientWidth || 400, height = svg.clientHeight || 240, left = 58, right = 20, top = 8, bottom = 22;
-    const { series, marks = [], unit = "", smoothing = 0 } = get();
+    const width = svg.clientWidth || 400, height = svg.clientHeight || 240, left = 58, right = 20, top = 8, bottom = 36;
+    const { series, marks = [], axis = "step", smoothing = 0, start: origin, percent: isShare } = get(), say = isShare ? (v) => short(100 * v) + " %" : short;
     for (const s of series) s.smoothed = smoothing ? smooth(s.y, smoothing) : s.y;
     const logarithmic = isLog(series);
     log.hidden = !series.some((s) => s.y.some((v) => v > 0));
-    let [x0, x1] = self.zoom || [fold(Math.min, series.map((s) => s.x), Infinity), fold(Math.max, series.map((s) => s.x), -Infinity)];
-    if (!(x1 > x0)) { x0 = isFinite(x0) ? x0 - 1 : 0; x1 = x0 + 2; }
+    const zoom = view.zoom && view.zoom.range.map((x) => convert(x, view.zoom.axis, axis)), isZoomed = zoom && zoom[1] > zoom[0];
+    let [x0, x1] = isZoomed ? zoom : [origin ?? fold(Math.min, series.map((s) => s.x), Infinity), fold(Math.max, series.map((s) => s.x), -Infinity)];
+    const single = isFinite(x0) && x0 === x1;
+    if (!(x1 > x0)) { x0 = single ? x0 - 1 : 0; x1 = x0 + 2; }
     const seen = series.map((s) => {
       const from = Math.max(0, lower(s.x, x0) - 1), to = Math.min(s.x.length, lower(s.x, x1) + 1);
       const inside = (v, i) => s.x[i] >= x0 && s.x[i] <= x1 && (!logarithmic || v > 0);
@@ -88,7 +145,7 @@ function chart(name, get) {
     let y0 = fold(Math.min, seen.map((s) => s.y), Infinity), y1 = fold(Math.max, seen.map((s) => s.y), -Infinity);
     if (!isFinite(y0)) { y0 = logarithmic ? 0.1 : 0; y1 = 1; }
     // Smoothing rounds: a constant stays one.
-    if (y1 - y0 <= 1e-9 * Math.abs(y1)) { const pad = Math.abs(y0) / 2 || 1; y0 -= pad; y1 += pad; }
+    if (y1 - y0 <= 1e-9 * Math.abs(y1)) { const pad = isShare ? 0.05 : Math.abs(y0) / 2 || 1; y0 -= pad; y1 += pad; }
     const up = logarithmic ? Math.log10 : (v) => v;
     const margin = (up(y1) - up(y0)) * 0.04;
     const px = (x) => left + (x - x0) / (x1 - x0) * (width - left - right);
@@ -103,8 +160,10 @@ function chart(name, get) {
       return d;
     };
     const parts = [];
-    for (const t of ticks(y0, y1, 5, logarithmic)) parts.push(el("svg:line", { class: "grid", x1: left, x2: width - right, y1: py(t), y2: py(t) }), el("svg:text", { x: left - 6, y: py(t) + 4, "text-anchor": "end" }, short(t)));
-    for (const t of ticks(x0, x1, Math.max(2, width / 90))) parts.push(el("svg:text", { x: px(t), y: height - 6, "text-anchor": "middle" }, short(t) + unit));
+    const rows = ticks(y0, y1, 5, logarithmic), same = new Set(rows.map(say)).size < rows.length;
+    for (const t of rows) parts.push(el("svg:line", { class: "grid", x1: left, x2: width - right, y1: py(t), y2: py(t) }), el("svg:text", { x: left - 6, y: py(t) + 4, "text-anchor": "end" }, same ? String(t) : say(t)));
+    for (const t of single ? [x0 + 1] : ticks(x0, x1, Math.max(2, width / 90)).filter((t) => axis === "seconds" || Number.isInteger(t))) parts.push(el("svg:text", { x: px(t), y: height - bottom + 16, "text-anchor": "middle" }, short(t)));
+    parts.push(el("svg:text", { class: "axis", x: (left + width - right) / 2, y: height - 5, "text-anchor": "middle" }, axis));
     parts.push(el("svg:clipPath", { id: clip }, el("svg:rect", { x: left - 4, y: 0, width: width - left - right + 8, height: height - bottom + 4 })));
     const lines = el("svg:g", { "clip-path": `url(#${clip})` });
     for (const kind of new Set(marks.map((mark) => mark.kind))) {
@@ -120,7 +179,9 @@ function chart(name, get) {
     const hover = el("svg:g");
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     svg.replaceChildren(...parts, lines, hover);
-    reset.hidden = !self.zoom;
+    reset.hidden = !isZoomed;
+    legend.hidden = !get().legend || series.length < 2;
+    if (!legend.hidden) legend.replaceChildren(...series.map((s) => el("small", {}, key(s.color), " " + s.label)));
     log.setAttribute("aria-pressed", logarithmic);
 
     const at = (e) => x0 + (Math.min(Math.max(e.clientX - svg.getBoundingClientRect().left, left), width - right) - left) / (width - left - right) * (x1 - x0);
@@ -128,24 +189,31 @@ function chart(name, get) {
     svg.onpointerup = (e) => {
       const range = [start, at(e)].sort((a, b) => a - b), moved = start !== null && px(range[1]) - px(range[0]) > 6;
       start = null;
-      if (moved) { self.zoom = range; tip.hidden = true; self.draw(); }
+      if (moved) zoomTo({ axis, range });
     };
-    svg.ondblclick = () => { self.zoom = null; self.draw(); };
-    svg.onpointerleave = svg.onpointercancel = () => { hover.replaceChildren(); tip.hidden = true; start = null; };
+    svg.ondblclick = () => zoomTo(null);
+    svg.onpointerleave = svg.onpointercancel = () => { start = null; charts.forEach((chart) => chart.cross?.()); tip.hidden = true; };
     svg.onpointermove = (e) => {
-      const x = at(e), rows = [], dots = [];
+      const x = at(e);
+      for (const chart of charts) if (chart !== self && chart.isNear) chart.cross?.(x, axis);
+      showTip(e, self.cross(x, axis));
+    };
+    /** Draws the crosshair at `x` of the axis `of`, or none; what is there, in words. */
+    self.cross = (of_x, of) => {
+      const x = of && convert(of_x, of, axis), rows = [], dots = [];
+      if (!(x >= x0 && x <= x1)) { hover.replaceChildren(); return rows; }
       for (const s of series) {
         let i = lower(s.x, x);
         if (i > 0 && (i === s.x.length || x - s.x[i - 1] < s.x[i] - x)) i--;
         if (i >= s.x.length || s.x[i] < x0 || s.x[i] > x1) continue;
-        const smoothed = smoothing ? ` (smoothed ${short(s.smoothed[i])})` : "";
-        rows.push(el("div", {}, key(s.color), ` ${s.label}: ${s.y[i]}${smoothed} ${s.place(i)}`));
+        const smoothed = smoothing ? ` (smoothed ${say(s.smoothed[i])})` : "";
+        rows.push(el("div", {}, key(s.color), ` ${s.label}: ${say(s.y[i])}${smoothed} ${s.place(i)}`));
         if (!logarithmic || s.smoothed[i] > 0) dots.push(el("svg:circle", { cx: px(s.x[i]), cy: py(s.smoothed[i]), r: 4, style: `fill:${s.color}` }));
       }
       for (const mark of marks.filter((mark) => Math.abs(px(mark.x) - px(x)) < 3).slice(0, 5)) rows.push(el("div", { class: "soft" }, mark.text));
       if (start !== null) dots.push(el("svg:rect", { class: "zoom", x: Math.min(px(start), px(x)), width: Math.abs(px(start) - px(x)), y: top, height: height - top - bottom }));
       hover.replaceChildren(el("svg:line", { class: "grid", x1: px(x), x2: px(x), y1: top, y2: height - bottom }), ...dots);
-      showTip(e, rows);
+      return rows;
     };
   };
   return addChart(self);

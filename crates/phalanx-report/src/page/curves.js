@@ -7,29 +7,37 @@ function seconds(run, step) {
   if (x.length < 2 || x[i] === x[i - 1]) return c.y[Math.min(i, x.length - 1)];
   return c.y[i - 1] + (c.y[i] - c.y[i - 1]) * (step - x[i - 1]) / (x[i] - x[i - 1]);
 }
-const overTime = (run) => view.axis === "time" && run.curves.elapsed_s;
+const overTime = (run) => view.axis === "seconds" && run.curves.elapsed_s;
+/** Whether all runs have the curves `names` at the ends of epochs only. */
+function perEpoch(names) {
+  const all = runs.flatMap((run) => names.map((name) => [run.curves[name], run.about.steps_per_epoch]).filter(([c]) => c));
+  return all.length > 0 && all.every(([c, steps]) => steps > 0 && c.x.every((step) => step > 0 && step % steps === 0));
+}
 
 /** What a chart of the curves `names` draws. */
 function ofCurves(names) {
-  return () => ({
-    unit: view.axis === "time" ? " s" : "",
-    smoothing: view.smoothing,
-    marks: runs.filter(isDrawn).flatMap(marksOf),
-    series: runs.filter(isDrawn).flatMap((run) => names.filter((name) => run.curves[name]).map((name) => {
-      const c = run.curves[name], x = overTime(run) ? c.x.map((step) => seconds(run, step)) : c.x;
-      const label = [several() && run.label, names.length > 1 && name].filter(Boolean).join(" ") || name;
-      return { x, y: c.y, label, color: run.color, dash: names.indexOf(name) ? "5 3" : undefined, place: (i) => `at step ${c.x[i]}` };
-    })),
-  });
+  return () => {
+    const axis = view.axis === "seconds" ? "seconds" : perEpoch(names) ? "epoch" : "step";
+    const scale = (run) => axis === "epoch" ? run.about.steps_per_epoch : 1;
+    return {
+      axis, smoothing: view.smoothing, percent: names.every((name) => /accuracy$/.test(name)),
+      marks: runs.filter(isDrawn).flatMap((run) => marksOf(run).map((mark) => ({ ...mark, x: mark.x / scale(run) }))),
+      series: runs.filter(isDrawn).flatMap((run) => names.filter((name) => run.curves[name]).map((name) => {
+        const c = run.curves[name], x = overTime(run) ? c.x.map((step) => seconds(run, step)) : c.x.map((step) => step / scale(run));
+        const label = [several() && run.label, names.length > 1 && name].filter(Boolean).join(" ") || name;
+        return { x, y: c.y, label, color: run.color, dash: names.indexOf(name) ? "5 3" : undefined, place: (i) => axis === "epoch" ? `at epoch ${x[i]}` : `at step ${count(c.x[i])}` };
+      })),
+    };
+  };
 }
 
-const GROUPS = [["loss per step", ["loss"]], ["loss per epoch: train (line), test (dashed)", ["train_loss", "test_loss"]], ["accuracy per epoch", ["accuracy"]], ["learning rate", ["lr"]], ["exposed communication, ms", ["exposed_comm_ms"]]];
+const GROUPS = [["loss per step", ["loss"]], ["loss per epoch: train, test (dashed)", ["train_loss", "test_loss"]], ["accuracy per epoch", ["accuracy"]], ["learning rate", ["lr"]], ["exposed communication, ms", ["exposed_comm_ms"]]];
 const curves = (() => {
   const amount = el("span", {}, "0");
   const smoothing = el("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0, oninput: (e) => { view.smoothing = +e.target.value; amount.textContent = e.target.value; redraw(); } });
-  const axis = el("label", { class: "noprint" }, "over", select([["step", "step"], ["time", "time"]], (value) => {
+  const axis = el("label", { class: "noprint" }, "over", select([["step", "steps"], ["seconds", "time"]], (value) => {
     view.axis = value;
-    for (const { chart } of [...main.made.values(), ...clocks.made.values()]) chart.zoom = null;
+    view.zoom = null;
     redraw();
   }));
   const legend = part(() => [runs.map((r) => r.label)], () => several() ? runs.map((r) => el("label", {},

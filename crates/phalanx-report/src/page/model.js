@@ -48,8 +48,15 @@ function graphPicture(graph) {
     parts.push(el("svg:path", { class: "edge", d, "marker-end": "url(#arrow)" }));
   }
   const cut = (text, most) => text.length > most ? text.slice(0, most - 1) + "…" : text;
+  // The end of a layer's name says which one it is. An operation without a layer is called by its number.
+  const called = ({ folded, title, name }) => {
+    if (folded || title === name) return cut(name, 29);
+    if (name.startsWith(title.toLowerCase() + "_")) return title;
+    const most = 26 - title.length;
+    return `${title}  ${name.length > most ? "…" + name.slice(1 - most) : name}`;
+  };
   for (const n of nodes) parts.push(el("svg:g", {}, el("svg:title", {}, `${n.name}\n${n.title}\n${n.shape}`), el("svg:rect", { class: "node", x: n.x - W / 2, y: n.y, width: W, height: H, rx: 5 }),
-    el("svg:text", { class: "name", x: n.x, y: n.y + 17, "text-anchor": "middle" }, cut(n.folded || n.title === n.name ? n.name : `${n.title}  ${n.name}`, 29)),
+    el("svg:text", { class: "name", x: n.x, y: n.y + 17, "text-anchor": "middle" }, called(n)),
     el("svg:text", { x: n.x, y: n.y + 34, "text-anchor": "middle" }, cut((n.folded ? n.title + ", " : "") + n.shape, 31))));
   const arrow = el("svg:defs", {}, el("svg:marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 6, markerHeight: 6, orient: "auto" }, el("svg:path", { d: "M0 0L8 4L0 8z", class: "arrow" })));
   return el("div", { class: "scroll graph" }, el("svg:svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": "operations of the network" }, arrow, ...parts));
@@ -60,9 +67,9 @@ const model = part(() => [runs.map((r) => [r.label, r.about.model])], () => runs
   if (!isObject(m)) return [];
   const tensors = (Array.isArray(m.tensors) ? m.tensors : []).filter(isObject), size = (t) => Array.isArray(t.shape) ? t.shape.reduce((a, b) => a * (isNumber(b) ? b : 0), 1) : undefined;
   const fixed = tensors.filter((t) => t.trained === false).reduce((sum, t) => sum + (size(t) || 0), 0);
-  const parts = [ofRun("Model", run), el("p", {}, el("b", {}, shown(m.title)), `, ${short(m.parameters)} parameters` + (fixed ? `; ${short(fixed)} values are not trained` : ""))];
+  const parts = [ofRun("Model", run), el("p", {}, el("b", {}, shown(m.title)), `, ${count(m.parameters)} parameters` + (fixed ? `; ${count(fixed)} values are not trained` : ""))];
   if (tensors.length) parts.push(folding(`tensors ${run.label}`, `${short(tensors.length)} tensors`, tensors.length <= 12 && !several(),
-    table(["tensor", "shape", "type", "values", "trained"], tensors.slice(0, TENSOR_ROWS).map((t) => [shown(t.name), Array.isArray(t.shape) ? t.shape.map(String).join("\u00a0×\u00a0") : "–", shown(t.dtype), short(size(t)), t.trained === false ? "no" : "yes"])),
+    table(["tensor", "shape", "type", "values", "trained"], tensors.slice(0, TENSOR_ROWS).map((t) => [shown(t.name), Array.isArray(t.shape) ? t.shape.map(String).join("\u00a0×\u00a0") : "–", shown(t.dtype), count(size(t)), t.trained === false ? "no" : "yes"])),
     tensors.length > TENSOR_ROWS ? note(`The first ${TENSOR_ROWS} are shown.`) : []));
   if (Array.isArray(m.graph) && m.graph.length) parts.push(folding(`graph ${run.label}`, `Graph of ${short(m.graph.length)} operations` + (m.graph.length > NODES ? "; neighbours whose names begin alike are one" : ""), !several(), graphPicture(m.graph)));
   return parts;

@@ -41,7 +41,9 @@ function breakdown(system) {
       parts[r].push([Math.max(0, train - data - exposed - saving), waiting, exposed - waiting, data, saving, evaluation, Math.max(0, at[i] - from[i] - evaluation - Math.max(train, data + exposed + saving))]);
     });
   }
-  return { at, from, parts, sent: steps.map((s) => s.map((step, i) => step.sent / Math.max(1e-9, at[i] - from[i]))) };
+    // The end of a run is a part of an interval: what a rank used in it is no measure of the run.
+  const lengths = at.map((end, i) => end - from[i]), usual = [...lengths].sort((a, b) => a - b)[n >> 1];
+  return { at, from, parts, isWhole: lengths.map((length) => n === 1 || length >= usual / 2), sent: steps.map((s) => s.map((step, i) => step.sent / Math.max(1e-9, at[i] - from[i]))) };
 }
 
 /** Stacked bars of one rank over time. */
@@ -90,8 +92,9 @@ const system = partOfRuns((first) => {
     pages.replaceChildren(...(ranks.length > RANKS ? [el("label", {}, "ranks ", select(Array.from({ length: Math.ceil(ranks.length / RANKS) }, (_, i) => [String(i * RANKS), `${i * RANKS} to ${Math.min(ranks.length, (i + 1) * RANKS) - 1}`]), (value) => { picked.first = +value; draw(); redraw(); }, String(picked.first)))] : []));
     body.replaceChildren(el("h3", {}, "In all"), total, el("h3", {}, `Over time, 0 to ${short(told.at.at(-1))} s`), strips,
       folding(`ranks ${run.label}`, "Seconds by rank", false, table(["rank", "host", "steps", ...PARTS.map(([name]) => name)], rows)));
-    const line = (name, scale, from = some) => () => ({ unit: " s", series: from.map((rank) => {
-      const values = name === "sent" ? told.sent[index(rank)] : rank.values[name] || [], there = values.map((v, i) => [told.at[i], v]).filter(([, v]) => isNumber(v));
+    const line = (name, scale, from = some) => () => ({ axis: "seconds", start: 0, legend: true, series: from.map((rank) => {
+      const isRate = name === "sent" || name === "cpu_percent", values = name === "sent" ? told.sent[index(rank)] : rank.values[name] || [];
+      const there = values.map((v, i) => [told.at[i], v]).filter(([, v], i) => isNumber(v) && (!isRate || told.isWhole[i]));
       return { label: `rank ${rank.rank}`, color: `var(--c${rank.rank % 8})`, dash: rank.rank % 16 > 7 ? "5 3" : undefined, x: there.map(([t]) => t), y: there.map(([, v]) => v * scale), place: (i) => `at ${short(there[i][0])} s` };
     }).filter((s) => s.x.length) });
     const wanted = [["processor, % of one core", line("cpu_percent", 1)], ["resident memory, MiB", line("memory_bytes", 1 / 1048576)], ["sent to other ranks, MB/s", line("sent", 1e-6)],

@@ -86,7 +86,7 @@ const watch = partOfRuns((first) => {
     const { watch } = run;
     heading.replaceChildren(ofRun("Weights and gradients", run));
     norms.update(Object.entries(watch.norms).map(([kind, c]) => [`norm of all ${kind}`, () => ({
-      smoothing: view.smoothing, series: [{ color: run.color, label: `norm of all ${kind}`, x: c.x, y: c.y, place: (i) => `at step ${c.x[i]}` }] })]));
+      smoothing: view.smoothing, series: [{ color: run.color, label: `norm of all ${kind}`, x: c.x, y: c.y, place: (i) => `at step ${short(c.x[i])}` }] })]));
     const notes = [];
     if (watch.steps_total > watch.steps.length) notes.push(`${short(watch.steps.length)} of ${short(watch.steps_total)} steps, evenly spread, are shown.`);
     if (new Set(watch.tensors.map((t) => t.name)).size < watch.tensors_total) notes.push(`Tensors are left out: the run has ${short(watch.tensors_total)}.`);

@@ -2,6 +2,7 @@
 //! ranks' processes use. `docs/design/run-folder.md` has the format.
 
 mod run;
+mod source;
 mod system;
 mod writer;
 
@@ -206,9 +207,9 @@ impl RunLog {
         self.send(Message::Graph(graph));
     }
 
-    /// Writes what a person should know.
-    pub fn notice(&self, text: &str) {
-        self.say("notice", None, json!({ "text": text }));
+    /// Writes what a person should know of the step `step`, counted from 0.
+    pub fn notice(&self, step: u64, text: &str) {
+        self.say("notice", Some(step), json!({ "text": text }));
     }
 
     /// Writes that a checkpoint of `step` steps is being saved.

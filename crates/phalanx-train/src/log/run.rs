@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
+use std::path::Path;
 use std::time::SystemTime;
 
 use phalanx_data::files::Dir;
@@ -144,7 +145,11 @@ pub(crate) fn document(
         "program": info.program,
         "phalanx": env!("CARGO_PKG_VERSION"),
         "started": now() - ctx.started.elapsed().as_secs_f64(),
+        "command": super::source::command(),
         "arguments": arguments,
+        "git": super::source::git(Path::new(".")),
+        "user": super::source::user(),
+        "system": super::source::system(),
         "settings": info.settings,
         "typed": typed,
         "ranks": ctx.world(),

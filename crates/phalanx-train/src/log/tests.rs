@@ -120,7 +120,7 @@ fn a_disk_that_hangs_delays_nobody_and_what_is_dropped_is_counted() {
     // A pipe takes 64 KiB.
     let text = "x".repeat(1 << 10);
     for _ in 0..3 * QUEUE {
-        log.notice(&text);
+        log.notice(0, &text);
     }
     let dropped = log
         .thread

@@ -181,5 +181,6 @@ impl<M> Trainer<'_, M> {
             results.weights,
             self.reports.output.saved().display()
         ));
+        self.reports.output.announce_report(ctx);
     }
 }

@@ -257,7 +257,9 @@ impl<M> Trainer<'_, M> {
             self.params.buffers_flat_mut().copy_from_slice(buffers);
             let (ctx, at) = (self.ctx, turn.name());
             let Reports { progress, log, .. } = &self.reports;
-            log.notice(&format!("{at} is skipped on all ranks: {commit}"));
+            let step = (turn.epoch - 1) * self.steps + turn.index;
+            let text = format!("{at} is skipped on all ranks: {commit}");
+            log.notice(step as u64, &text);
             progress.suspend(|| ctx.note_skipped(commit, format_args!("{at}")));
         }
         Ok(())
@@ -296,13 +298,16 @@ impl<M> Trainer<'_, M> {
         }
     }
 
-    /// `outcome`; the log is told of an error, for the case that it ends the run.
+    /// `outcome`; the log has an error, in case it ends the run, which then says how to see its report.
     pub(super) fn noted<T>(&mut self, outcome: Result<T>) -> Result<T> {
-        outcome.inspect_err(|error| self.reports.log.failed_by(error))
+        outcome.map_err(|error| {
+            self.reports.log.failed_by(&error);
+            self.reports.output.with_report(error)
+        })
     }
 
-    /// Reports a step of this rank's mean loss `mean`; `sums` are its losses by part.
-    fn report(&mut self, turn: &StepContext, mut sums: Vec<f64>, mut mean: f64) -> Result<()> {
+    /// Reports a step of this rank's mean loss `own`; `sums` are its losses by part.
+    fn report(&mut self, turn: &StepContext, mut sums: Vec<f64>, own: f64) -> Result<()> {
         let (ctx, settings) = (self.ctx, self.settings);
         let StepContext {
             epoch,
@@ -311,20 +316,24 @@ impl<M> Trainer<'_, M> {
             ..
         } = *turn;
         let reports = &mut self.reports;
-        reports.progress.step(global.samples, Some(mean));
+        reports.progress.step(global.samples, Some(own));
         let logged = index.is_multiple_of(settings.log_interval);
-        if let (Some(tree), true) = (self.split.tree(), logged) {
+        let recorded = logged || index.is_multiple_of(settings.record_interval(self.steps));
+        let mean = match self.split.tree() {
             // DDP: the loss of the global batch, whoever had which shard.
-            ShardTree::gather_values(&ctx.group, &mut sums)?;
-            mean = tree.sum(&sums) / global.samples as f64;
-        }
+            Some(tree) if recorded => {
+                ShardTree::gather_values(&ctx.group, &mut sums)?;
+                tree.sum(&sums) / global.samples as f64
+            }
+            _ => own,
+        };
         let facts = StepFacts {
             epoch,
             index,
             steps: self.steps,
             done: index * settings.global_batch(ctx.world()),
             samples: self.samples,
-            loss: mean,
+            loss: if logged { mean } else { own },
             logged,
         };
         if let Some(text) = reports.reporter.step(ctx, &facts) {
@@ -332,6 +341,8 @@ impl<M> Trainer<'_, M> {
         }
         if logged {
             self.results.metrics.add(mean);
+        }
+        if recorded {
             reports.log.event(&json!({
                 "step": (epoch - 1) * self.steps + index, "epoch": epoch, "loss": mean, "lr": self.groups[0].update.optimizer().lr(),
                 "elapsed_s": ctx.started.elapsed().as_secs_f64(),

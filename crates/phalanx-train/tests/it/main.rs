@@ -5,5 +5,6 @@ mod branches;
 mod gan;
 mod normed;
 mod one_cycle;
+mod records;
 mod scalars;
 mod trainer;

@@ -1,0 +1,46 @@
+// Run by the unit tests where there is node: the page's functions without a browser. Prints what is wrong.
+
+const element = () => {
+  const children = [], attributes = {};
+  const text = () => children.map((c) => typeof c === "string" ? c : c.textContent).join("");
+  return { children, attributes, style: {}, classList: { add() {} }, append: (...more) => children.push(...more.filter((c) => c !== "")), replaceChildren: (...more) => children.splice(0, children.length, ...more),
+    setAttribute: (key, value) => { attributes[key] = value; }, addEventListener() {}, get textContent() { return text(); }, set textContent(t) { children.splice(0, children.length, t); } };
+};
+globalThis.document = { createElement: element, createElementNS: element, getElementById: () => ({ ...element(), textContent: "[]" }), head: element() };
+globalThis.IntersectionObserver = class { observe() {} unobserve() {} };
+Object.assign(globalThis, { innerWidth: 1280, innerHeight: 900, scrollY: 0, addEventListener() {}, scrollTo() {} });
+
+const script = require("fs").readFileSync(0, "utf8");
+const names = ["short", "percent", "value", "className", "csv", "convert", "settings", "commandOf", "resultNames", "perEpoch", "ticks", "breakdown"];
+const page_ = new Function(script + `\nreturn { ${names}, shownRuns: (data) => { runs = data.map((run) => ({ curves: {}, events: [], about: {}, summary: {}, label: "run", ...run })); return runs; } };`)();
+function same(what, is, expected) {
+  if (JSON.stringify(is) !== JSON.stringify(expected)) console.log(`${what}: ${JSON.stringify(is)}, expected ${JSON.stringify(expected)}`);
+}
+
+const numbers = [[0, "0"], [2.0350001, "2.035"], [0.070383, "0.07038"], [0.43606457114219666, "0.4361"], [1109.571462455403, "1,110"], [999999, "999,999"], [1e6, "1e6"], [1e20, "1e20"], [-12345678, "-1.235e7"], [9.95e-4, "9.95e-4"], [NaN, "–"], [null, "–"]];
+for (const [v, text] of numbers) same(`short(${v})`, page_.short(v), text);
+same("percent", [0.917, 0.4812, 1].map(page_.percent), ["91.70 %", "48.12 %", "100.00 %"]);
+for (const [v, text, title] of [["a".repeat(64), "aaaaaaaaaaaa…", "a".repeat(64)], ["SGD lr 100000000000000000000", "SGD lr 1e20", "SGD lr 100000000000000000000"], [1109.571462455403, "1,110", "1109.571462455403"], ["0.05", "0.05", undefined], ["--seed 1234567890", "--seed 1234567890", undefined], ["127.0.0.1", "127.0.0.1", undefined]]) {
+  const made = page_.value(v);
+  same(`value(${v})`, [made.textContent, made.attributes.title], [text, title]);
+}
+same("classes", [0, 1, 2, 3].map((c) => page_.className({ summary: { classes: ["\n", " ", "a b"] } }, c)), ["\\n", "␣", "a b", "3"]);
+same("csv", page_.csv("step", [{ label: 'a "b"', x: [0, 2], y: [0.1, 1e-9] }, { label: "c", x: [1, 2], y: [5, 6] }]), 'step,"a ""b""","c"\n0,0.1,\n1,,5\n2,1e-9,6\n');
+
+const about = { arguments: ["train", "gpt", "--data", "my text.txt", "--nproc_per_node=2", "--lr", "1e20", "--live", "--output-dir", "runs/a"], settings: { "--lr": "100000000000000000000", "--epochs": "3" }, steps_per_epoch: 10, git: { commit: "7ffb53f6b0a9c1d2", branch: "main", modified: true } };
+const clock = { x: [0, 10, 20], y: [1, 6, 16] };
+const [run] = page_.shownRuns([{ about, summary: { unit: "sequences" }, curves: { elapsed_s: clock, train_loss: { x: [10, 20], y: [2, 1] }, loss: { x: [0, 10], y: [3, 2] } } }]);
+const { all, typed } = page_.settings(run);
+same("typed", [...typed].map((name) => [name, all[name]]), [["--data", "my text.txt"], ["--nproc-per-node", "2"], ["--lr", "100000000000000000000"], ["--live", "on"], ["--output-dir", "runs/a"]]);
+same("git", all.git, "7ffb53f6b0a9 (main), modified");
+same("command", page_.commandOf(run).join(" "), "phalanx train gpt --data 'my text.txt' --nproc_per_node=2 --lr 1e20 --live --output-dir runs/a");
+same("unit", page_.resultNames()[3], "sequences/s");
+same("epochs", [page_.perEpoch(["train_loss"]), page_.perEpoch(["loss"]), page_.perEpoch(["train_loss", "loss"])], [true, false, false]);
+same("axes", [page_.convert(2, "epoch", "step"), page_.convert(15, "step", "epoch"), page_.convert(15, "step", "seconds"), page_.convert(11, "seconds", "epoch")], [20, 1.5, 11, 1.5]);
+page_.shownRuns([{ about: { ...about, attempt: 2 }, curves: { elapsed_s: clock } }]);
+same("no clock of several attempts", page_.convert(15, "step", "seconds"), undefined);
+page_.shownRuns([{ summary: { unit: "sequences" } }, { summary: { unit: "images" } }]);
+same("unit of several", page_.resultNames()[3], "samples/s");
+same("no epochs", page_.convert(1, "epoch", "step"), undefined);
+same("intervals", page_.breakdown({ elapsed_s: [5, 10, 11], attempt: [1, 1, 1], ranks: [] }).isWhole, [true, true, false]);
+same("one interval", page_.breakdown({ elapsed_s: [0.3], attempt: [1], ranks: [] }).isWhole, [true]);

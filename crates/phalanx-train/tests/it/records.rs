@@ -1,0 +1,120 @@
+//! How often the loss is recorded and printed, and how a run is named that fails.
+
+use std::sync::Mutex;
+
+use phalanx_nn::optim::Sgd;
+use phalanx_train::{Error, ErrorKind, Job, RankContext, Reporter, Result, StepFacts};
+use serde_json::Value;
+
+use crate::trainer::{data, loss, plane, ranks_with, settings};
+
+/// Keeps the steps that a program would print.
+struct Printed;
+
+static PRINTED: Mutex<Vec<usize>> = Mutex::new(Vec::new());
+
+impl Reporter for Printed {
+    fn step(&mut self, ctx: &RankContext, facts: &StepFacts) -> Option<String> {
+        if facts.logged && ctx.is_main() {
+            PRINTED.lock().expect("no panic").push(facts.index);
+        }
+        None
+    }
+}
+
+/// The steps whose loss a run of `epochs` epochs of `steps` steps has recorded, and those that are printed.
+fn run(epochs: usize, steps: usize, more: &[&str]) -> (Vec<u64>, Vec<usize>) {
+    let dir = tempfile::tempdir().expect("folder");
+    let epochs = epochs.to_string();
+    let args = [&["--global-batch-size", "8", "--epochs", &epochs], more].concat();
+    let settings = settings(dir.path(), &args);
+    let train = |job: &Job<'_>| -> Result<()> {
+        let train = data(8 * steps);
+        let builder = job.trainer(&train, plane, Sgd::new)?;
+        let mut trainer = builder.reporter(Box::new(Printed)).start()?;
+        for _ in trainer.epochs() {
+            for batch in trainer.batches(&train)? {
+                trainer.step(&batch, |model, batch| loss(model, &batch))?;
+            }
+        }
+        trainer.finish().map(drop)
+    };
+    for rank in ranks_with(&settings, 2, train) {
+        rank.expect("trained");
+    }
+    let metrics = std::fs::read_to_string(dir.path().join("run/metrics.jsonl")).expect("metrics");
+    let records = metrics
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("JSON"));
+    let losses = records.filter(|record: &Value| record["loss"].is_f64());
+    let recorded = losses
+        .filter_map(|record| record["step"].as_u64())
+        .collect();
+    (
+        recorded,
+        std::mem::take(&mut PRINTED.lock().expect("no panic")),
+    )
+}
+
+#[test]
+fn every_run_has_a_curve_and_prints_at_its_own_interval() {
+    let all = |steps: u64| (0..steps).collect::<Vec<_>>();
+    assert_eq!(run(1, 5, &[]), (all(5), vec![0]));
+    assert_eq!(run(1, 88, &[]), (all(88), vec![0]));
+    assert_eq!(run(2, 47, &[]), (all(94), vec![0, 0]));
+    assert_eq!(run(1, 5, &["--log-interval", "3"]), (all(5), vec![0, 3]));
+    let (recorded, printed) = run(3, 469, &[]);
+    assert_eq!(recorded, all(3 * 469));
+    assert_eq!(printed, [0, 100, 200, 300, 400].repeat(3));
+    // A collective a record: fewer, and what is printed among them.
+    let shards = ["--deterministic", "shards"];
+    let (recorded, printed) = run(3, 469, &shards);
+    assert!((50..200).contains(&recorded.len()), "{}", recorded.len());
+    assert_eq!(printed, [0, 100, 200, 300, 400].repeat(3));
+    for step in printed.iter().map(|step| *step as u64) {
+        assert!(recorded.contains(&step), "{step}");
+    }
+    assert_eq!(run(1, 5, &shards), (all(5), vec![0]));
+}
+
+#[test]
+fn long_runs_have_a_thousand_points_or_those_of_the_interval() {
+    let dir = tempfile::tempdir().expect("folder");
+    let interval = |steps: usize, more: &[&str]| settings(dir.path(), more).record_interval(steps);
+    // Two epochs.
+    assert_eq!(interval(0, &[]), 1);
+    assert_eq!(interval(999, &[]), 1);
+    assert_eq!(interval(25_000, &[]), 50);
+    assert_eq!(interval(1_000_000, &[]), 100);
+    assert_eq!(interval(25_000, &["--log-interval", "7"]), 7);
+    assert_eq!(interval(1_000_000, &["--log-interval", "500"]), 500);
+    assert_eq!(interval(1000, &["--deterministic", "shards"]), 40);
+}
+
+#[test]
+fn a_run_that_fails_says_how_to_see_its_report() {
+    let dir = tempfile::tempdir().expect("folder");
+    let train = |kind: ErrorKind| {
+        let outcome = ranks_with(&settings(dir.path(), &["--overwrite"]), 1, |job| {
+            let train = data(8);
+            let mut trainer = job.trainer(&train, plane, Sgd::new)?.start()?;
+            let batch = trainer.batches(&train)?.next().expect("a batch");
+            trainer.step(&batch, |_, _| Err(Error::new(kind, "no luck")))
+        });
+        format!(
+            "{:?}",
+            outcome
+                .into_iter()
+                .next()
+                .and_then(Result::err)
+                .expect("failed")
+        )
+    };
+    let run = dir.path().join("run");
+    let line = format!("\n  report  phalanx report {}", run.display());
+    assert_eq!(train(ErrorKind::Failed), format!("no luck{line}"));
+    // The rank that was lost says it.
+    assert_eq!(train(ErrorKind::PeerLost), "no luck");
+    let events = std::fs::read_to_string(run.join("events.jsonl")).expect("events");
+    assert!(events.contains("\"status\":\"failed\""), "{events}");
+}
