@@ -18,6 +18,7 @@ use crate::export::{self, ExportArgs};
 use crate::file::FLOW_FILE;
 use crate::flow::Flow;
 use crate::lock::Engine;
+use crate::objects::export_copy;
 use crate::page;
 use crate::prune::{self, Keep};
 use crate::resources::size;
@@ -73,6 +74,15 @@ enum Command {
         /// Print what is added until the attempt ends
         #[arg(long)]
         follow: bool,
+    },
+    /// Copy an output out of the store
+    Get {
+        /// Run, or "last"
+        run: String,
+        /// Output of the workflow, or TASK.OUTPUT
+        output: String,
+        /// Where to write it; a folder that exists gets it under its own name
+        to: PathBuf,
     },
     /// Stop a run; it can be resumed
     Cancel {
@@ -186,6 +196,7 @@ fn run_with(cli: &FlowCli, flow: Option<&Flow>) -> Result<()> {
             attempt,
             follow,
         } => logs(&store, run, task, *attempt, *follow),
+        Command::Get { run, output, to } => get(&store, run, output, to),
         Command::Cancel { run } => cancel(&store, run),
         Command::Rm { runs } => prune::rm(&store, runs),
         Command::Prune(keep) => prune::prune(&store, keep),
@@ -450,6 +461,40 @@ fn show(store: &Store, run: &str, json: bool, html: Option<&Path>) -> Result<()>
     say::print(&text)
 }
 
+fn get(store: &Store, run: &str, output: &str, to: &Path) -> Result<()> {
+    let (id, run) = store.find(run)?;
+    let tasks = run.workflow.tasks.iter();
+    let of_task = output
+        .split_once('.')
+        .filter(|(task, _)| tasks.clone().any(|t| t.name == *task));
+    let (outputs, name) = match of_task {
+        Some((task, name)) => (store.node(&id, task)?.outputs, name),
+        None => (run.outputs, output),
+    };
+    let Some(item) = outputs.get(name) else {
+        let names: Vec<&str> = outputs.keys().map(String::as_str).collect();
+        return Err(
+            Error::usage(format!("{id} has no output {output:?}")).note("one of", names.join(", "))
+        );
+    };
+    let to = match to.is_dir() {
+        true => to.join(name),
+        false => to.to_owned(),
+    };
+    if to.symlink_metadata().is_ok() {
+        return Err(Error::usage(format!("{} exists", to.display())));
+    }
+    let written = match item {
+        Item::Value(_) => fs::write(&to, format!("{}\n", shown(store, item))),
+        Item::Object(object) => export_copy(&store.objects.path(object), &to),
+    };
+    written.map_err(|error| {
+        let what = format!("cannot write {}", to.display());
+        Error::new(ErrorKind::System, what).caused_by(error)
+    })?;
+    say::print(&format!("{}\n", to.display()))
+}
+
 fn logs(store: &Store, run: &str, task: &str, attempt: Option<usize>, follow: bool) -> Result<()> {
     let (id, run) = store.find(run)?;
     if run.workflow.task(task).is_none() {
@@ -463,7 +508,18 @@ fn logs(store: &Store, run: &str, task: &str, attempt: Option<usize>, follow: bo
             Error::usage(format!("{id} has no task {task:?}")).note("one of", names.join(", "))
         );
     }
-    let node = store.node(&id, task)?;
+    let mut id = id;
+    let mut node = store.node(&id, task)?;
+    if let (None, Some(from)) = (attempt, node.cached.clone())
+        && node.attempts.is_empty()
+        && let Ok((from, _)) = store.find(&from)
+    {
+        say::note(format_args!(
+            "{task} of {id} is cached: this is its log in {from}"
+        ));
+        node = store.node(&from, task)?;
+        id = from;
+    }
     let number = attempt.unwrap_or(node.attempts.len());
     if number == 0 || number > node.attempts.len() {
         let cached = node

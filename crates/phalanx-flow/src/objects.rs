@@ -551,6 +551,26 @@ pub(crate) fn copy_all(from: &Path, to: &Path) -> io::Result<()> {
     fs::copy(from, to).map(|_| ())
 }
 
+/// Copies a file or folder of the store to `to`, where nothing is, for its user to change: it appears whole.
+pub(crate) fn export_copy(from: &Path, to: &Path) -> io::Result<()> {
+    let folder = to.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = tempfile::Builder::new()
+        .prefix(".phalanx-")
+        .tempdir_in(folder.unwrap_or(Path::new(".")))?;
+    let copy = folder.path().join("copy");
+    copy_all(from, &copy)?;
+    let mut all = vec![copy.clone()];
+    while let Some(path) = all.pop() {
+        let found = path.symlink_metadata()?;
+        if found.is_dir() {
+            all.extend(entries(&path)?.into_iter().map(|(_, path)| path));
+        } else {
+            fs::set_permissions(&path, Permissions::from_mode(found.mode() & 0o777 | 0o200))?;
+        }
+    }
+    fs::rename(copy, to)
+}
+
 /// Calls `work` with an empty folder, as a user who may not do everything, as root may.
 #[cfg(test)]
 pub(crate) fn as_another_user(work: impl FnOnce(&Path) + Send) {

@@ -265,8 +265,11 @@ impl Output {
     }
 
     /// `error`, by which the run fails, with the command that shows what the folder has. Errors that are not this
-    /// rank's own, and a stop, are left as they are.
+    /// rank's own, and a stop, are left as they are; so are those of a rank whose launcher writes the report.
     pub fn with_report(&self, error: Error) -> Error {
+        if std::env::var_os(RUN_POINTER_VARIABLE).is_some() {
+            return error;
+        }
         match error.kind() {
             ErrorKind::Failed | ErrorKind::System | ErrorKind::Usage if !error.is_told() => {
                 error.note("report", format!("phalanx report {}", as_typed(&self.dir)))

@@ -32,6 +32,9 @@ const FOLDER: &str = "/tmp";
 /// that is not there after this time never comes.
 const LIMIT: Duration = Duration::from_secs(60);
 
+/// How long another node's copy in a shared `/tmp` may still take.
+const ARRIVAL: Duration = Duration::from_secs(2);
+
 /// How long `scontrol` may take.
 const ASK_LIMIT: Duration = Duration::from_secs(10);
 
@@ -143,6 +146,9 @@ fn send(sbcast: &Path, step: &str, text: &str, path: &Path, deadline: Instant) -
     let Err(why) = output else {
         return Ok(());
     };
+    if why.contains("File exists") && has_arrived(path, text)? {
+        return Ok(());
+    }
     let error = Error::usage(format!(
         "Slurm's sbcast could not send the job token to every node: {why}"
     ));
@@ -150,6 +156,18 @@ fn send(sbcast: &Path, step: &str, text: &str, path: &Path, deadline: Instant) -
         true => error.note("or", format!("remove {} on every node", path.display())),
         false => error,
     }))
+}
+
+/// Whether the file is there after all, with this text: several nodes may have one `/tmp`, into which each is to write it.
+fn has_arrived(path: &Path, text: &str) -> Result<bool> {
+    let until = Instant::now() + ARRIVAL;
+    loop {
+        match read(path, rustix::process::geteuid().as_raw())? {
+            Some(there) => return Ok(there == text),
+            None if Instant::now() >= until => return Ok(false),
+            None => thread::sleep(Duration::from_millis(50)),
+        }
+    }
 }
 
 /// The command's output, or what it printed when it failed; it is killed at the deadline.
@@ -340,6 +358,29 @@ mod tests {
         };
         write("echo 'sbcast: error: REQUEST_FILE_BCAST(n2): File exists' >&2; exit 17");
         fails(&env(&job), Some("x\n"), "n2): File exists", 2);
+        // Two nodes share /tmp: the second finds what the first has written.
+        let shared = env(&[
+            ("SLURM_JOB_ID", &std::process::id().to_string()),
+            ("SLURM_STEP_ID", "314159"),
+            ("SLURM_LOCALID", "0"),
+            ("PATH", &format!("{folder}:/usr/bin:/bin")),
+        ]);
+        let twice = |text: &str| {
+            write(&format!(
+                "printf '{text}\\n' >$5; chmod 600 $5; echo 'REQUEST_FILE_BCAST(n1): File exists' >&2; exit 17"
+            ));
+            broadcast(
+                &shared,
+                Some("x\n"),
+                Instant::now() + Duration::from_secs(9),
+                waiting(),
+            )
+        };
+        let (got, delivered) = twice("x").expect("the same text");
+        assert_eq!(got, "x\n");
+        drop(delivered);
+        let error = twice("y").err().expect("another text").render();
+        assert!(error.contains("File exists"), "{error}");
         write("exec sleep 60");
         fails(&env(&job), Some("x\n"), "did not end in time", 2);
         write("exit 0");

@@ -105,6 +105,25 @@ fn a_second_run_is_a_cache_hit_and_a_version_bump_misses() {
     let (again, err) = succeed(&["flow", "run"], dir);
     assert_eq!(again, out);
     assert!(err.contains("Cached train (from two-1)"), "{err}");
+    // The log is that of the run which made the result.
+    let (log, err) = succeed(&words("flow logs two-2 train"), dir);
+    assert_eq!(log, succeed(&words("flow logs two-1 train"), dir).0);
+    assert_eq!(err, "train of two-2 is cached: this is its log in two-1\n");
+    // A copy that can be changed and removed.
+    for output in ["model", "train.model"] {
+        succeed(&["flow", "get", "last", output, "mine"], dir);
+        let copy = dir.join("mine/copy");
+        assert_eq!(fs::read_to_string(&copy).expect("the copy"), "5 numbers\n");
+        fs::write(&copy, "changed").expect("writable");
+        let (code, _, err) = run(&["flow", "get", "last", output, "mine/copy"], dir);
+        assert!(code == 2 && err.contains("mine/copy exists"), "{err}");
+        fs::remove_dir_all(dir.join("mine")).expect("removed");
+    }
+    let (code, _, err) = run(&words("flow get last modle ."), dir);
+    assert!(
+        code == 2 && err.contains("one of") && err.contains("model"),
+        "{err}"
+    );
     assert_eq!((starts(dir, "make"), starts(dir, "train")), (1, 1));
     // Another input: only what depends on it.
     let (out, _) = succeed(&words("flow run --input epochs=4"), dir);
