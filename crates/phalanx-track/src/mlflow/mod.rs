@@ -185,6 +185,7 @@ impl Mlflow {
                 .into_owned();
             let user = std::env::var("USER").unwrap_or_default();
             let words = |name: &str| run[name].as_str().unwrap_or_default().to_owned();
+            let git = |name: &str| run["git"][name].as_str().unwrap_or_default().to_owned();
             let parent = self.state.parent.clone().unwrap_or_default();
             let tags = [
                 ("mlflow.parentRunId", parent),
@@ -192,6 +193,8 @@ impl Mlflow {
                 ("mlflow.user", user.clone()),
                 ("mlflow.source.type", "LOCAL".to_owned()),
                 ("mlflow.source.name", words("program")),
+                ("mlflow.source.git.commit", git("commit")),
+                ("mlflow.source.git.branch", git("branch")),
                 ("phalanx.id", ours),
                 ("phalanx.version", words("phalanx")),
                 ("phalanx.folder", dir.display().to_string()),

@@ -304,7 +304,7 @@ impl Run {
             .map(|(attempt, step)| json!({"attempt": attempt, "step": step}))
             .collect();
         let run = json!({"id": "3f9a", "program": "mnist", "started": 1000.5, "attempt": attempt, "ranks": 2,
-            "settings": settings, "branches": branches});
+            "settings": settings, "branches": branches, "git": {"commit": "c0ffee", "branch": null}});
         self.write("run.json", &run.to_string());
     }
 
@@ -434,6 +434,8 @@ fn a_run_is_sent_as_it_grows_and_once() {
             ["0.05", "3", "SGD lr 0.05", "2"]
         );
         assert_eq!(store.status, "FINISHED");
+        assert_eq!(&*store.tags["mlflow.source.git.commit"], "c0ffee");
+        assert!(!store.tags.contains_key("mlflow.source.git.branch"));
         let names: Vec<&str> = store.artifacts.keys().map(String::as_str).collect();
         assert_eq!(
             names,
