@@ -63,7 +63,7 @@ const jobPart = part(() => [state.job, connection, Math.floor(Date.now() / 1000)
     p.steps && ["steps", p.total ? `${short(p.steps)} of ${short(p.total)}` : short(p.steps)],
     p.rate && ["steps/s", short(+p.rate.toPrecision(3))],
     !isOver && isNumber(p.left) && p.steps < p.total && ["left, about", seconds_(p.left)],
-    ["ranks", short(state.ranks.length)],
+    ["ranks", state.ranks.length ? short(state.ranks.length) : "connecting"],
   ].filter(Boolean);
   return [
     el("div", { class: "top" }, el("h1", {}, name_(job.program ?? "")), el("span", { class: `state ${state_}`, role: "status" }, isLost ? "no connection" : job.state ?? "")),
@@ -78,6 +78,7 @@ const jobPart = part(() => [state.job, connection, Math.floor(Date.now() / 1000)
 });
 
 const ranksPart = part(() => [state.ranks, state.measured], () => {
+  if (!state.ranks.length) return [];
   const measured = new Map((state.measured ?? []).map((r) => [r.rank, r]));
   const others = state.ranks.filter((r) => r.state === "elsewhere").length;
   const columns = [
@@ -88,7 +89,8 @@ const ranksPart = part(() => [state.ranks, state.measured], () => {
     ["CPU", (r, m) => isNumber(m.cpu_percent) ? `${Math.round(m.cpu_percent)} %` : "–", 1],
     ["memory", (r, m) => bytes_(m.memory_bytes), 1],
     ["steps", (r, m) => short(m.steps), 1],
-    ["sent", (r, m) => bytes_(m.sent_bytes), 1],
+    // Over shared memory nothing is.
+    ["sent", (r, m) => bytes_(m.sent_bytes || undefined), 1],
   ].filter(([name]) => measured.size || !["CPU", "memory", "steps", "sent"].includes(name));
   const cell = (tag, text, number) => el(tag, number ? { class: "number" } : {}, text);
   return [el("h2", {}, "Ranks"), el("div", { class: "scroll" }, el("table", { class: "rank-table" },
@@ -102,11 +104,14 @@ const notesPart = part(() => [state.notes, state.notices], () => {
   return all.length ? [el("h2", {}, "Notices"), el("ul", { class: "notes" }, all.map((text) => el("li", {}, text)))] : [];
 });
 
-// The output of one rank at a time. It follows the last line unless the reader has scrolled up.
+// The output of one rank at a time. It follows the last line unless the reader has scrolled up, also where it gets another size.
 const log = el("pre", { class: "log", tabindex: 0, "aria-label": "output" });
 const pick = el("div", { class: "bar" });
 const logRoot = el("section", {}, el("h2", {}, "Output"), pick, log);
-let drawn = "", choices = "";
+let drawn = "", choices = "", follows = true;
+const toEnd = () => { if (follows) log.scrollTop = log.scrollHeight; };
+log.addEventListener("scroll", () => { follows = log.scrollHeight - log.scrollTop - log.clientHeight < 30; });
+new ResizeObserver(toEnd).observe(log);
 function drawLog() {
   const ranks = Object.keys(state.lines).map(Number).sort((a, b) => a - b);
   logRoot.hidden = !ranks.length;
@@ -122,9 +127,8 @@ function drawLog() {
   const lines = state.lines[chosen] ?? [], text = JSON.stringify([chosen, lines]);
   if (text === drawn) return;
   drawn = text;
-  const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 30;
   log.replaceChildren(...lines.flatMap((line) => [line.err ? el("span", { class: "err" }, line.text) : line.text, "\n"]));
-  if (isAtEnd) log.scrollTop = log.scrollHeight;
+  toEnd();
 }
 const liveParts = [jobPart, ranksPart, notesPart];
 top_.append(...liveParts.map((p) => p.root), logRoot);
@@ -135,14 +139,23 @@ function run() {
   const finish = state.report.finish ?? (isNumber(state.job?.ended) ? null : { status: "running" });
   return [{ ...state.report, finish, curves: state.curves }];
 }
-let isDue = false;
+let isDue = false, isPlaced = false;
+/** Curves come first; who runs, and the output, below them; what the report has above its curves is said already. */
+function place() {
+  isPlaced = true;
+  curves.root.after(ranksPart.root, notesPart.root, logRoot);
+  page.append(overview.root);
+}
 function draw() {
   isDue = false;
   if (!state) return;
   for (const p of liveParts) p.update();
   drawLog();
   const runs = run();
-  if (runs.length) render(runs);
+  if (runs.length) {
+    render(runs);
+    if (!isPlaced) place();
+  }
   // The report has set its own.
   document.title = title_;
 }
