@@ -264,15 +264,14 @@ impl Output {
         }
     }
 
-    /// `error`, by which the run fails, with the command that shows what the folder has. Errors that are not this
+    /// `error`, by which the run fails, with where the report will be once the log is dropped. Errors that are not this
     /// rank's own, and a stop, are left as they are; so are those of a rank whose launcher writes the report.
     pub fn with_report(&self, error: Error) -> Error {
-        if std::env::var_os(RUN_POINTER_VARIABLE).is_some() {
-            return error;
-        }
         match error.kind() {
-            ErrorKind::Failed | ErrorKind::System | ErrorKind::Usage if !error.is_told() => {
-                error.note("report", format!("phalanx report {}", as_typed(&self.dir)))
+            ErrorKind::Failed | ErrorKind::System | ErrorKind::Usage
+                if self.opened.is_some() && !error.is_told() && !log::is_watched() =>
+            {
+                error.note("report", as_typed(&self.dir.join(REPORT_FILE)))
             }
             _ => error,
         }

@@ -9,6 +9,7 @@ use phalanx_data::files::Dir;
 use phalanx_data::metrics::MetricsLog;
 use phalanx_data::png_size;
 use phalanx_nn::GraphNode;
+use phalanx_process::env::RUN_POINTER_VARIABLE;
 use serde_json::{Value, json};
 
 use super::system::System;
@@ -102,6 +103,9 @@ impl Writer {
                     if let Some(files) = &mut self.files {
                         files.event(&event);
                         files.try_events(|events| events.end(status));
+                        if status != Status::Finished && !is_watched() {
+                            files.report();
+                        }
                     }
                     return;
                 }
@@ -149,6 +153,17 @@ impl Files {
                     }
                 }
             }
+        }
+    }
+
+    /// Writes the report of a run that has not finished.
+    fn report(&self) {
+        let write = || -> phalanx_data::Result<()> {
+            let run = phalanx_report::Run::read_in(&self.dir)?;
+            phalanx_report::write_in(&self.dir, &phalanx_report::page(&[run])?)
+        };
+        if let Err(error) = write() {
+            warn(phalanx_report::REPORT_FILE, error);
         }
     }
 
@@ -238,6 +253,11 @@ impl Files {
             self.events = None;
         }
     }
+}
+
+/// Whether a launcher of ours has started this rank: it writes the report of a run that has not finished.
+pub(crate) fn is_watched() -> bool {
+    std::env::var_os(RUN_POINTER_VARIABLE).is_some()
 }
 
 pub(crate) fn warn(file: &str, why: impl Display) {

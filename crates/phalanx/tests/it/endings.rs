@@ -108,17 +108,33 @@ fn a_loss_that_became_nan_is_said_in_the_terminals_words() {
     let words: Vec<&str> = line.split_whitespace().collect();
     let (code, _, err) = run(&words, dir.path());
     assert_eq!(code, 1, "{err}");
+    assert!(err.contains("\n  report  a/report.html\n"), "{err}");
     let mut lines = err.lines();
     let headline = lines.find_map(|line| line.strip_prefix("error: "));
     let said = lines.find_map(|line| line.strip_prefix("  said    "));
     let sentence = format!("{}: {}", headline.expect("an error"), said.expect("why"));
     assert!(sentence.contains("the loss became NaN"), "{sentence}");
     check(dir.path(), "failed", &sentence);
+    // One rank without a launcher.
+    let alone = tempfile::tempdir().expect("folder");
+    let (code, _, err) = run(
+        &[&words[..], &["--nproc-per-node", "1"]].concat(),
+        alone.path(),
+    );
+    assert_eq!(code, 1, "{err}");
+    assert!(err.contains("\n  report  a/report.html\n"), "{err}");
+    let headline = err.lines().find_map(|line| line.strip_prefix("error: "));
+    check(alone.path(), "failed", headline.expect("an error"));
 }
 
 #[test]
 fn a_signal_stops_the_run_with_and_without_checkpoints() {
-    for (more, error) in [("", "interrupted by SIGTERM"), ("--save-every 100000", "")] {
+    for (more, error) in [
+        ("", "interrupted by SIGTERM"),
+        ("--nproc-per-node 1", "interrupted by SIGTERM"),
+        ("--save-every 100000", ""),
+        ("--nproc-per-node 1 --save-every 100000", ""),
+    ] {
         let dir = tempfile::tempdir().expect("folder");
         let job = start(dir.path(), more);
         signal(job.id(), "TERM");
