@@ -92,7 +92,7 @@ fn long_runs_have_a_thousand_points_or_those_of_the_interval() {
 }
 
 #[test]
-fn a_run_that_fails_says_how_to_see_its_report() {
+fn a_run_that_fails_has_a_report_and_says_where() {
     let dir = tempfile::tempdir().expect("folder");
     let train = |kind: ErrorKind| {
         let outcome = ranks_with(&settings(dir.path(), &["--overwrite"]), 1, |job| {
@@ -111,8 +111,11 @@ fn a_run_that_fails_says_how_to_see_its_report() {
         )
     };
     let run = dir.path().join("run");
-    let line = format!("\n  report  phalanx report {}", run.display());
+    let report = run.join("report.html");
+    let line = format!("\n  report  {}", report.display());
     assert_eq!(train(ErrorKind::Failed), format!("no luck{line}"));
+    let page = std::fs::read_to_string(report).expect("a report");
+    assert!(page.contains("\"error\":\"no luck\""), "it says why");
     // The rank that was lost says it.
     assert_eq!(train(ErrorKind::PeerLost), "no luck");
     let events = std::fs::read_to_string(run.join("events.jsonl")).expect("events");
