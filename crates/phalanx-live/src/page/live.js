@@ -93,7 +93,7 @@ const ranksPart = part(() => [state.ranks, state.measured], () => {
     ["sent", (r, m) => bytes_(m.sent_bytes || undefined), 1],
   ].filter(([name]) => measured.size || !["CPU", "memory", "steps", "sent"].includes(name));
   const cell = (tag, text, number) => el(tag, number ? { class: "number" } : {}, text);
-  return [el("h2", {}, "Ranks"), el("div", { class: "scroll" }, el("table", { class: "rank-table" },
+  return [el("h2", {}, "Processes"), el("div", { class: "scroll" }, el("table", { class: "rank-table" },
     el("thead", {}, el("tr", {}, columns.map(([name, , number]) => cell("th", name, number)))),
     el("tbody", {}, state.ranks.map((r) => el("tr", {}, columns.map(([, text, number], i) => cell(i ? "td" : "th", text(r, measured.get(r.rank) ?? {}), number))))))),
     others ? note(`The launcher of ${state.job?.host} shows the states and the output of its own ranks; those of the other ${others} are known to the launchers on their hosts.`) : []];
