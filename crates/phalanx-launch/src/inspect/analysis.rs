@@ -329,6 +329,12 @@ fn waiting(story: &mut Story, views: &[View<'_>]) -> Option<String> {
         let more: Vec<usize> = absent[TOLD..].iter().map(|view| view.rank()).collect();
         parts.push(format!("also not in it: {}", rank_list(&more)));
     }
+    // A rank that died after it had done the same is named as well.
+    let gone = views.iter().filter(is_dead);
+    let gone = gone.filter(|view| view.done.is_some_and(|done| done >= seq));
+    for view in gone.take(TOLD) {
+        parts.push(format!("rank {} {}", view.rank(), view.excuse(None)));
+    }
     if absent.is_empty() && story.missing.is_empty() {
         // All came; they say themselves whom they wait for. But where a
         // connection broke, both its ends left, and the others wait for those

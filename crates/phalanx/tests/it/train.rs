@@ -1204,6 +1204,7 @@ fn an_earlier_runs_results_do_not_survive_beside_new_metrics() {
             "flight",
             "metrics.jsonl",
             "notes.txt",
+            "report.html",
             "run.json"
         ],
         "only what is not ours stays, and what tells why this one failed"

@@ -131,6 +131,21 @@ fn a_killed_rank_inside_and_outside_of_the_operation() {
 }
 
 #[test]
+fn a_rank_that_was_killed_after_its_operation_is_named_too() {
+    let mut dumps = hang();
+    dumps[2] = Dump {
+        ended: Some("was killed by SIGKILL".into()),
+        ..dump(2, 812, None)
+    };
+    let story = tell(&dumps);
+    assert_eq!(
+        story.sentence,
+        "generation 3: ranks 0, 1 and 3 wait in all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight, \
+         layer3.0.bn1.bias); rank 2 was killed by SIGKILL and last completed seq 812; all have come to it"
+    );
+}
+
+#[test]
 fn missing_and_old_dumps_are_named() {
     let mut dumps = hang();
     dumps.remove(1);
