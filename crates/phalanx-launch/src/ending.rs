@@ -5,7 +5,7 @@ use std::time::SystemTime;
 
 use phalanx_data::files::{Dir, as_typed};
 use phalanx_process::env::real_env;
-use phalanx_report::{REPORT_FILE, page, write_in};
+use phalanx_report::{REPORT_FILE, write_of};
 use phalanx_track::{Ending, deliver_rest, record_end};
 use serde::{Deserialize, Serialize};
 
@@ -45,9 +45,7 @@ pub fn record(run: &Path, training: &Training, error: &Error) -> Result<Option<P
     if !record_end(run, training.since, ending, &sentence(error))? {
         return Ok(None);
     }
-    let dir = Dir::open(run)?;
-    let text = page(&[phalanx_report::Run::read_in(&dir)?])?;
-    write_in(&dir, &text)?;
+    write_of(&Dir::open(run)?)?;
     Ok(Some(run.join(REPORT_FILE)))
 }
 

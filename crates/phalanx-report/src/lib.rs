@@ -300,6 +300,15 @@ pub fn page(runs: &[Run]) -> Result<String> {
     Ok(page)
 }
 
+/// Writes the report of the run in `dir` there.
+///
+/// # Errors
+///
+/// Those of reading the run and of writing.
+pub fn write_of(dir: &Dir) -> Result<()> {
+    write_in(dir, &page(&[Run::read_in(dir)?])?)
+}
+
 /// Writes `page` into `dir`, as [`REPORT_FILE`].
 ///
 /// # Errors

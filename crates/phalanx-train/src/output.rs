@@ -9,7 +9,7 @@ use phalanx_data::files::{Dir, as_typed, atomic_write};
 use phalanx_data::metrics::{MetricsLog, write_summary_in};
 use phalanx_data::state::{Folder, Place};
 use phalanx_nn::Params;
-use phalanx_report::{PICTURES_FILE, REPORT_FILE, Resumption, Run};
+use phalanx_report::{PICTURES_FILE, REPORT_FILE, Resumption};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -269,7 +269,7 @@ impl Output {
     pub fn with_report(&self, error: Error) -> Error {
         match error.kind() {
             ErrorKind::Failed | ErrorKind::System | ErrorKind::Usage
-                if self.opened.is_some() && !error.is_told() && !log::is_watched() =>
+                if self.opened.is_some() && !error.is_told() && !log::has_launcher() =>
             {
                 error.note("report", as_typed(&self.dir.join(REPORT_FILE)))
             }
@@ -535,9 +535,7 @@ impl Output {
         match &self.opened {
             Some(dir) => {
                 write_summary_in(dir, SUMMARY_FILE, summary)?;
-                let page = Run::read_in(dir).and_then(|run| phalanx_report::page(&[run]));
-                let written = page.and_then(|page| phalanx_report::write_in(dir, &page));
-                if let Err(error) = written {
+                if let Err(error) = phalanx_report::write_of(dir) {
                     say::note(format_args!("warning: no {REPORT_FILE}: {error}"));
                 }
                 Ok(())

@@ -24,7 +24,7 @@ pub use self::run::RunInfo;
 pub(crate) use self::run::{Attempt, Named, RUN_FILE, VERSION, document, write};
 pub(crate) use self::system::Counters;
 use self::system::System;
-pub(crate) use self::writer::{Files, is_watched, warn};
+pub(crate) use self::writer::{Files, has_launcher, warn};
 use self::writer::{Message, Writer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::histogram;

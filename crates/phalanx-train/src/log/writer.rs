@@ -103,7 +103,7 @@ impl Writer {
                     if let Some(files) = &mut self.files {
                         files.event(&event);
                         files.try_events(|events| events.end(status));
-                        if status != Status::Finished && !is_watched() {
+                        if status != Status::Finished && !has_launcher() {
                             files.report();
                         }
                     }
@@ -158,11 +158,7 @@ impl Files {
 
     /// Writes the report of a run that has not finished.
     fn report(&self) {
-        let write = || -> phalanx_data::Result<()> {
-            let run = phalanx_report::Run::read_in(&self.dir)?;
-            phalanx_report::write_in(&self.dir, &phalanx_report::page(&[run])?)
-        };
-        if let Err(error) = write() {
+        if let Err(error) = phalanx_report::write_of(&self.dir) {
             warn(phalanx_report::REPORT_FILE, error);
         }
     }
@@ -256,7 +252,7 @@ impl Files {
 }
 
 /// Whether a launcher of ours has started this rank: it writes the report of a run that has not finished.
-pub(crate) fn is_watched() -> bool {
+pub(crate) fn has_launcher() -> bool {
     std::env::var_os(RUN_POINTER_VARIABLE).is_some()
 }
 

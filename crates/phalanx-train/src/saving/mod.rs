@@ -110,11 +110,10 @@ impl<'a> Saving<'a> {
         folder: Folder,
         resumed: Option<&Resumed>,
     ) -> Result<Saving<'a>> {
-        if ctx.world() == 1 && stop::is_watched_here() {
+        if args.enabled() || ctx.world() == 1 && stop::is_watched_here() {
             stop::listen()?;
         }
         if args.enabled() {
-            stop::listen()?;
             ctx.group.set_stop_grace(args.stop_grace());
         }
         if let Some(resumed) = resumed {
